@@ -1,0 +1,42 @@
+# sluice_library(NAME SRCS ... [DEPS ...] [PRIVATE_DEPS ...])
+#
+# One library per folder. DEPS are the folders (and outside libraries) that its headers may include;
+# the link graph is the architecture, and tests/tidy holds the include lines to it.
+function(sluice_library name)
+  cmake_parse_arguments(ARG "" "" "SRCS;DEPS;PRIVATE_DEPS" ${ARGN})
+  add_library(${name} STATIC ${ARG_SRCS})
+  target_include_directories(${name} PUBLIC ${CMAKE_SOURCE_DIR})
+  target_link_libraries(${name} PUBLIC ${ARG_DEPS} PRIVATE sluice_warnings ${ARG_PRIVATE_DEPS})
+endfunction()
+
+# sluice_binary(NAME SRCS ... DEPS ...): a program in build/<preset>/bin.
+function(sluice_binary name)
+  cmake_parse_arguments(ARG "" "" "SRCS;DEPS" ${ARGN})
+  add_executable(${name} ${ARG_SRCS})
+  target_link_libraries(${name} PRIVATE sluice_warnings ${ARG_DEPS})
+  if(SLUICE_JEMALLOC)
+    target_link_libraries(${name} PRIVATE PkgConfig::jemalloc)
+  endif()
+endfunction()
+
+# sluice_test(NAME SRCS ... DEPS ... [LABELS ...]): a Catch2 program; every test case is a ctest test.
+# A case that calls SkipTest() makes the program exit with 77, which ctest reports as skipped.
+function(sluice_test name)
+  cmake_parse_arguments(ARG "" "TIMEOUT" "SRCS;DEPS;LABELS" ${ARGN})
+  add_executable(${name} ${ARG_SRCS})
+  target_link_libraries(${name} PRIVATE sluice_warnings sluice_test_main ${ARG_DEPS})
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 300)
+  endif()
+  catch_discover_tests(${name} TEST_PREFIX "${name}: "
+    PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
+endfunction()
+
+add_library(sluice_warnings INTERFACE)
+target_compile_options(sluice_warnings INTERFACE
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual -Werror>)
+
+if(SLUICE_SANITIZER)
+  add_compile_options(-fsanitize=${SLUICE_SANITIZER} -fno-sanitize-recover=all)
+  add_link_options(-fsanitize=${SLUICE_SANITIZER})
+endif()

@@ -1,0 +1,54 @@
+// The operators as plain functions, one table per path. A path is `reference` (float64, naive) or one
+// instruction set of the CPU. Each function computes its share of the work: it is called once for
+// every worker index in [0, workers) of one operator, on any threads, with no order among them; the
+// caller waits for all of them before it starts the next operator.
+#pragma once
+
+#include <vector>
+
+#include "kernels/params.h"
+
+namespace sluice::kernels {
+
+struct Worker {
+  int index;
+  int count;
+};
+
+struct KernelTable {
+  const char* name;          // "reference", "portable", "avx2", "avx512bf16", "amx"
+  DType activation_type;     // what linear() reads: LinearParams::x_type and every out_type before one
+  WeightLayout weight_layout;
+  void (*embedding)(const EmbeddingParams&, Worker);
+  void (*rms_norm)(const RmsNormParams&, Worker);
+  void (*linear)(const LinearParams&, Worker);
+  void (*rope_table)(const RopeTableParams&, Worker);
+  void (*rope_append)(const RopeAppendParams&, Worker);
+  void (*attention)(const AttentionParams&, Worker);
+  // Second phase of attention(), for rows whose splits went through AttentionParams::partial.
+  void (*attention_merge)(const AttentionParams&, Worker);
+  void (*merge)(const MergeParams&, Worker);
+  void (*silu_mul)(const SiluMulParams&, Worker);
+  void (*sample)(const SampleParams&, Worker);
+};
+
+// Every path that this processor can run, slowest first: reference, portable, ..., the best.
+const std::vector<const KernelTable*>& AvailableKernelTables();
+
+// Names of every path that this build knows, whether or not this processor has it.
+const std::vector<const char*>& KnownKernelTables();
+
+// The path of that name, or null where the name is unknown or this processor lacks it.
+const KernelTable* FindKernelTable(const char* name);
+
+// Copies rows [0, n) x [0, k) of a row-major bf16 matrix into rows [first_row, first_row + n) of a
+// kPanel16 matrix with `total_rows` rows. REQUIRES: `out` holds PanelElements(total_rows, k) zeroed
+// elements.
+void PackPanels(const uint16_t* w, int32_t n, int32_t k, int32_t first_row, uint16_t* out);
+
+constexpr int64_t PanelElements(int64_t n, int64_t k) {
+  return (n + kPanelColumns - 1) / kPanelColumns * kPanelColumns *
+         ((k + kPanelDepth - 1) / kPanelDepth * kPanelDepth);
+}
+
+}  // namespace sluice::kernels

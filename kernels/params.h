@@ -1,0 +1,229 @@
+// The contracts of every operator: plain structs of pointers and shapes, shared by the reference,
+// CPU and CUDA kernels. No framework types; nothing here includes anything from src/.
+//
+// Conventions. A *slot* is a sequence's place in the running batch, 0 <= slot < slots. A *row* is one
+// token of one sequence in this step: (slot, position). Everything that changes from step to step
+// (rows' slots and positions, tables, token histories, sampling state) is read through pointers, so
+// that a launch with the same pointers and the same bucket shape can be replayed. A padded row has
+// slot -1: kernels write zeros (or nothing) for it and read nothing of any sequence.
+//
+// A row's result depends on that row's sequence alone, bit for bit: no reduction order, rounding or
+// split may depend on how many rows there are, on the other rows, or on the number of workers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace sluice::kernels {
+
+enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+
+constexpr int64_t SizeOf(DType t) { return t == DType::kFloat32 ? 4 : 2; }
+
+enum class WeightLayout : int32_t {
+  // bf16 [n][k], as in a checkpoint.
+  kRowMajor = 0,
+  // bf16 [ceil(n/16)][ceil(k/32)*16][16][2]: panels of 16 output columns; inside one, pairs of
+  // consecutive k for each of the 16 columns. It is the operand order of AMX and of AVX-512 BF16;
+  // each panel is read front to back. Rows past n and columns past k are zero.
+  kPanel16 = 1,
+};
+
+inline constexpr int kPanelColumns = 16;
+inline constexpr int kPanelDepth = 32;  // k is padded to a multiple of this
+
+// A matrix of weights, y = x W^T.
+struct WeightMatrix {
+  const uint16_t* data;  // bf16, 64-byte aligned under kPanel16
+  int32_t n;             // output features
+  int32_t k;             // input features
+  WeightLayout layout;
+};
+
+// out[r] = float32(table[token]) with token = tokens[slot * token_stride + position].
+struct EmbeddingParams {
+  const int32_t* tokens;     // [slots][token_stride] token history of each slot
+  int64_t token_stride;
+  const int32_t* slots;      // [rows]; -1: padded, out row = 0
+  const int32_t* positions;  // [rows]
+  WeightMatrix table;        // n = vocabulary, k = hidden
+  float* out;                // [rows][hidden]
+  int32_t rows;
+};
+
+// out = x / sqrt(mean(x^2) + eps) * weight, per row.
+struct RmsNormParams {
+  const float* x;            // [*][x_stride]
+  const int32_t* row_index;  // [rows] rows of x to take, or null for 0..rows-1; -1: out row = 0
+  const float* weight;       // [dim]
+  void* out;                 // [rows][dim] of out_type
+  int64_t x_stride;
+  int32_t rows;
+  int32_t dim;
+  float epsilon;
+  DType out_type;
+};
+
+// y = x W^T (+ bias) (+ y if accumulate).
+struct LinearParams {
+  const void* x;      // [rows][k] of x_type, dense
+  WeightMatrix w;     // [n][k]
+  const float* bias;  // [n] or null
+  float* y;           // [rows][n]
+  int32_t rows;
+  DType x_type;       // the kernel set's activation type
+  bool accumulate;
+};
+
+// cos_sin[r][i] = scale * {cos, sin}(position * inv_freq[i]), the angle rounded to float32 as
+// transformers does.
+struct RopeTableParams {
+  const int32_t* positions;  // [rows]
+  const float* inv_freq;     // [head_dim / 2]
+  float scale;               // yarn's attention factor, else 1
+  float* cos_sin;            // [rows][head_dim / 2][2]
+  int32_t rows;
+  int32_t half_dim;          // head_dim / 2
+};
+
+// Where the caches of one layer and one kind lie. A page is one block of every head:
+// [kv_heads] blocks, a block being K [block_tokens][head_dim] then V [block_tokens][head_dim].
+// Block b of sequence slot s is page block_table[s * table_stride + b] of `base`.
+struct PagedCache {
+  void* base;                  // arena
+  const int32_t* block_table;  // [slots][table_stride] page numbers
+  int64_t table_stride;
+  int64_t page_bytes;          // kv_heads * 2 * block_tokens * head_dim * SizeOf(type)
+  int32_t block_tokens;
+  int32_t kv_heads;
+  int32_t head_dim;
+  DType type;
+};
+
+// For every row: optional RMSNorm of each q and k head (Qwen3), RoPE (half-split pairs: element i
+// with element i + head_dim/2), q stored back in place, k and v written to the row's place in the
+// cache (rounded to the cache's type). Padded rows write nothing.
+struct RopeAppendParams {
+  float* qkv;                // [rows][(heads + 2 * kv_heads) * head_dim]: q heads, k heads, v heads
+  const float* q_norm;       // [head_dim] or null
+  const float* k_norm;       // [head_dim] or null
+  const float* cos_sin;      // [rows][head_dim / 2][2]
+  const int32_t* slots;      // [rows]
+  const int32_t* positions;  // [rows]
+  PagedCache cache;
+  int32_t rows;
+  int32_t heads;
+  float epsilon;
+};
+
+// Tokens per split of attention. The rule depends on the row's position alone: row r's context of
+// position + 1 tokens is cut at multiples of this, each part gives (o, lse), parts merge in order.
+inline constexpr int kAttentionSplitTokens = 512;
+
+// Causal paged attention: row r attends to positions 0..positions[r] of its own sequence.
+// out = softmax(scale * q K^T) V per head; lse = natural-log sum-exp of the scaled scores.
+struct AttentionParams {
+  const float* q;            // [rows][q_stride], heads * head_dim used
+  int64_t q_stride;
+  const int32_t* slots;      // [rows]; -1: padded, out row = 0, lse = -inf
+  const int32_t* positions;  // [rows]
+  PagedCache cache;
+  void* out;                 // [rows][heads * head_dim] of out_type
+  float* lse;                // [rows][heads] or null
+  // Scratch for partial results, one of `partial_rows` entries of heads * (head_dim + 1) floats per
+  // (row, split). Rows for which there is no room are computed without it, to the same bits.
+  float* partial;
+  int64_t partial_rows;
+  int32_t rows;
+  int32_t heads;
+  float scale;
+  DType out_type;
+};
+
+// Merges `parts` partial results of disjoint token sets into one:
+//   lse = log(sum_p exp(lse_p)), o = sum_p exp(lse_p - lse) o_p; all parts empty: o = 0, lse = -inf.
+struct MergeParams {
+  const float* o;    // [parts][rows][heads][head_dim]
+  const float* lse;  // [parts][rows][heads]; -inf: empty part, its o is not read
+  void* out;         // [rows][heads * head_dim] of out_type
+  float* out_lse;    // [rows][heads] or null
+  int32_t parts;
+  int32_t rows;
+  int32_t heads;
+  int32_t head_dim;
+  DType out_type;
+};
+
+// out = silu(gate) * up.
+struct SiluMulParams {
+  const float* gate_up;  // [rows][2 * dim]: gate, then up
+  void* out;             // [rows][dim] of out_type
+  int32_t rows;
+  int32_t dim;
+  DType out_type;
+};
+
+inline constexpr int kMaxStopIds = 64;        // stop token ids and EOS ids of a sequence
+inline constexpr int kMaxLogitBias = 1024;    // entries of logit_bias of a sequence
+inline constexpr int kMaxTopLogprobs = 20;    // alternatives reported per token
+
+// How one sequence's next token is chosen. Lives in a device table [slots], written at admission.
+struct SamplingSlot {
+  uint64_t seed;
+  float temperature;         // 0: greedy
+  float top_p;               // (0, 1]; 1: off
+  float min_p;               // [0, 1]; 0: off
+  float repetition_penalty;  // > 0; 1: off; over prompt and output
+  float frequency_penalty;   // 0: off; over output
+  float presence_penalty;    // 0: off; over output
+  int32_t top_k;             // 0: off
+  int32_t prompt_length;     // history[prompt_length] is the first output token
+  int32_t min_tokens;        // stop ids have probability 0 before this many output tokens
+  int32_t stop_count;        // entries of stop_ids[slot]
+  int32_t bias_count;        // entries of bias_ids[slot], bias_values[slot]
+  int32_t top_logprobs;      // alternatives wanted, 0..kMaxTopLogprobs
+  int32_t logprobs;          // 1: the chosen token's log-probability is wanted
+};
+
+// logits -> token, per sampled row, in this order: log-probabilities of the raw logits (if wanted),
+// then on a copy: repetition penalty (l > 0 ? l / p : l * p, once per distinct token of prompt and
+// output), frequency and presence penalties, logit_bias, stop ids masked while output < min_tokens,
+// then argmax (lowest id among equals) if temperature is 0, else temperature, top_k (ties at the cut:
+// lower ids stay), top_p (the fewest most probable tokens whose sum reaches top_p), min_p (relative
+// to the largest), and one draw u in [0,1) from (seed, output index) by UniformFromSeed, taken
+// through the surviving tokens in order of id. A row with a NaN or +inf logit, or with no finite
+// logit left, gives token -1: its sequence must end, the others are not affected.
+struct SampleParams {
+  float* logits;                // [rows][vocab]; may be overwritten
+  const int32_t* slots;         // [rows]; -1: padded, nothing written
+  const int32_t* positions;     // [rows] position of the row that made the logits
+  const SamplingSlot* sampling; // [slots]
+  const int32_t* stop_ids;      // [slots][kMaxStopIds]
+  const int32_t* bias_ids;      // [slots][kMaxLogitBias]
+  const float* bias_values;     // [slots][kMaxLogitBias]
+  int32_t* tokens;              // [slots][token_stride]; the choice goes to [slot][position + 1]
+  int64_t token_stride;
+  int32_t* out_tokens;          // [rows]
+  float* out_logprobs;          // [rows]
+  int32_t* out_top_ids;         // [rows][kMaxTopLogprobs], best first
+  float* out_top_logprobs;      // [rows][kMaxTopLogprobs]
+  void* scratch;                // [workers] of SampleScratchBytes(vocab)
+  int32_t rows;
+  int32_t vocab;
+};
+
+// Scratch of one worker: a float copy, an id list and a count per vocabulary entry.
+constexpr int64_t SampleScratchBytes(int32_t vocab) {
+  return ((static_cast<int64_t>(vocab) * 16 + 63) / 64) * 64;
+}
+
+// The draw for output token number `index` of a sequence: splitmix64 of the pair, 53 bits.
+constexpr double UniformFromSeed(uint64_t seed, uint64_t index) {
+  uint64_t z = seed + (index + 1) * 0x9E3779B97F4A7C15ull;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  z ^= z >> 31;
+  return static_cast<double>(z >> 11) * 0x1.0p-53;
+}
+
+}  // namespace sluice::kernels
