@@ -1,7 +1,10 @@
-// The operators as plain functions, one table per path. A path is `reference` (float64, naive) or one
-// instruction set of the CPU. Each function computes its share of the work: it is called once for
-// every worker index in [0, workers) of one operator, on any threads, with no order among them; the
-// caller waits for all of them before it starts the next operator.
+// The operators as plain functions, one table per path. A path is `reference` (float64, naive) or
+// one instruction set of the CPU. Each function computes its share of the work: it is called once
+// for every worker index in [0, workers) of one operator, on any threads, with no order among them;
+// the caller waits for all of them before it starts the next operator. A worker needs 512 KiB of
+// stack; nothing but `reference` allocates. The CPU paths take weights in panels only; attention
+// takes a head_dim that is a multiple of 16, up to 256, and blocks of a multiple of 16 tokens. A
+// call outside the contract ends the process.
 #pragma once
 
 #include <vector>
@@ -16,8 +19,8 @@ struct Worker {
 };
 
 struct KernelTable {
-  const char* name;          // "reference", "portable", "avx2", "avx512bf16", "amx"
-  DType activation_type;     // what linear() reads: LinearParams::x_type and every out_type before one
+  const char* name;       // "reference", "portable", "avx2", "avx512bf16", "amx"
+  DType activation_type;  // what linear() reads: LinearParams::x_type and every out_type before one
   WeightLayout weight_layout;
   void (*embedding)(const EmbeddingParams&, Worker);
   void (*rms_norm)(const RmsNormParams&, Worker);

@@ -1,11 +1,11 @@
 // The contracts of every operator: plain structs of pointers and shapes, shared by the reference,
 // CPU and CUDA kernels. No framework types; nothing here includes anything from src/.
 //
-// Conventions. A *slot* is a sequence's place in the running batch, 0 <= slot < slots. A *row* is one
-// token of one sequence in this step: (slot, position). Everything that changes from step to step
-// (rows' slots and positions, tables, token histories, sampling state) is read through pointers, so
-// that a launch with the same pointers and the same bucket shape can be replayed. A padded row has
-// slot -1: kernels write zeros (or nothing) for it and read nothing of any sequence.
+// Conventions. A *slot* is a sequence's place in the running batch, 0 <= slot < slots. A *row* is
+// one token of one sequence in this step: (slot, position). Everything that changes from step to
+// step (rows' slots and positions, tables, token histories, sampling state) is read through
+// pointers, so that a launch with the same pointers and the same bucket shape can be replayed. A
+// padded row has slot -1: kernels write zeros (or nothing) for it and read nothing of any sequence.
 //
 // A row's result depends on that row's sequence alone, bit for bit: no reduction order, rounding or
 // split may depend on how many rows there are, on the other rows, or on the number of workers.
@@ -40,9 +40,11 @@ struct WeightMatrix {
   WeightLayout layout;
 };
 
-// out[r] = float32(table[token]) with token = tokens[slot * token_stride + position].
+// out[r] = float32(table[token]) with token = tokens[slot * token_stride + position]. A token
+// outside the table (a failed row's -1, met by the step launched before the host knew) gives out
+// row = 0.
 struct EmbeddingParams {
-  const int32_t* tokens;     // [slots][token_stride] token history of each slot
+  const int32_t* tokens;  // [slots][token_stride] token history of each slot
   int64_t token_stride;
   const int32_t* slots;      // [rows]; -1: padded, out row = 0
   const int32_t* positions;  // [rows]
@@ -71,7 +73,7 @@ struct LinearParams {
   const float* bias;  // [n] or null
   float* y;           // [rows][n]
   int32_t rows;
-  DType x_type;       // the kernel set's activation type
+  DType x_type;  // the kernel set's activation type
   bool accumulate;
 };
 
@@ -83,7 +85,7 @@ struct RopeTableParams {
   float scale;               // yarn's attention factor, else 1
   float* cos_sin;            // [rows][head_dim / 2][2]
   int32_t rows;
-  int32_t half_dim;          // head_dim / 2
+  int32_t half_dim;  // head_dim / 2
 };
 
 // Where the caches of one layer and one kind lie. A page is one block of every head:
@@ -93,7 +95,7 @@ struct PagedCache {
   void* base;                  // arena
   const int32_t* block_table;  // [slots][table_stride] page numbers
   int64_t table_stride;
-  int64_t page_bytes;          // kv_heads * 2 * block_tokens * head_dim * SizeOf(type)
+  int64_t page_bytes;  // kv_heads * 2 * block_tokens * head_dim * SizeOf(type)
   int32_t block_tokens;
   int32_t kv_heads;
   int32_t head_dim;
@@ -123,13 +125,13 @@ inline constexpr int kAttentionSplitTokens = 512;
 // Causal paged attention: row r attends to positions 0..positions[r] of its own sequence.
 // out = softmax(scale * q K^T) V per head; lse = natural-log sum-exp of the scaled scores.
 struct AttentionParams {
-  const float* q;            // [rows][q_stride], heads * head_dim used
+  const float* q;  // [rows][q_stride], heads * head_dim used
   int64_t q_stride;
   const int32_t* slots;      // [rows]; -1: padded, out row = 0, lse = -inf
   const int32_t* positions;  // [rows]
   PagedCache cache;
-  void* out;                 // [rows][heads * head_dim] of out_type
-  float* lse;                // [rows][heads] or null
+  void* out;   // [rows][heads * head_dim] of out_type
+  float* lse;  // [rows][heads] or null
   // Scratch for partial results, one of `partial_rows` entries of heads * (head_dim + 1) floats per
   // (row, split). Rows for which there is no room are computed without it, to the same bits.
   float* partial;
@@ -141,7 +143,8 @@ struct AttentionParams {
 };
 
 // Merges `parts` partial results of disjoint token sets into one:
-//   lse = log(sum_p exp(lse_p)), o = sum_p exp(lse_p - lse) o_p; all parts empty: o = 0, lse = -inf.
+//   lse = log(sum_p exp(lse_p)), o = sum_p exp(lse_p - lse) o_p; all parts empty: o = 0, lse =
+//   -inf.
 struct MergeParams {
   const float* o;    // [parts][rows][heads][head_dim]
   const float* lse;  // [parts][rows][heads]; -inf: empty part, its o is not read
@@ -163,9 +166,9 @@ struct SiluMulParams {
   DType out_type;
 };
 
-inline constexpr int kMaxStopIds = 64;        // stop token ids and EOS ids of a sequence
-inline constexpr int kMaxLogitBias = 1024;    // entries of logit_bias of a sequence
-inline constexpr int kMaxTopLogprobs = 20;    // alternatives reported per token
+inline constexpr int kMaxStopIds = 64;      // stop token ids and EOS ids of a sequence
+inline constexpr int kMaxLogitBias = 1024;  // entries of logit_bias of a sequence
+inline constexpr int kMaxTopLogprobs = 20;  // alternatives reported per token
 
 // How one sequence's next token is chosen. Lives in a device table [slots], written at admission.
 struct SamplingSlot {
@@ -188,26 +191,29 @@ struct SamplingSlot {
 // logits -> token, per sampled row, in this order: log-probabilities of the raw logits (if wanted),
 // then on a copy: repetition penalty (l > 0 ? l / p : l * p, once per distinct token of prompt and
 // output), frequency and presence penalties, logit_bias, stop ids masked while output < min_tokens,
-// then argmax (lowest id among equals) if temperature is 0, else temperature, top_k (ties at the cut:
-// lower ids stay), top_p (the fewest most probable tokens whose sum reaches top_p), min_p (relative
-// to the largest), and one draw u in [0,1) from (seed, output index) by UniformFromSeed, taken
-// through the surviving tokens in order of id. A row with a NaN or +inf logit, or with no finite
-// logit left, gives token -1: its sequence must end, the others are not affected.
+// then argmax (lowest id among equals) if temperature is 0, else temperature, top_k (ties at the
+// cut: lower ids stay), top_p (the fewest most probable tokens whose share of what top_k left
+// reaches top_p), min_p (relative to the largest), and one draw u in [0,1) from (seed, output
+// index) by UniformFromSeed, taken through the surviving tokens in order of id. A row with a NaN or
+// +inf logit, or with no finite logit left, gives token -1: its sequence must end, the others are
+// not affected. Log-probabilities are written only for rows whose slot wants them and whose token
+// is not -1: the chosen token's if logprobs or top_logprobs is set, and top_logprobs alternatives,
+// those past the vocabulary being (-1, -inf).
 struct SampleParams {
-  float* logits;                // [rows][vocab]; may be overwritten
-  const int32_t* slots;         // [rows]; -1: padded, nothing written
-  const int32_t* positions;     // [rows] position of the row that made the logits
-  const SamplingSlot* sampling; // [slots]
-  const int32_t* stop_ids;      // [slots][kMaxStopIds]
-  const int32_t* bias_ids;      // [slots][kMaxLogitBias]
-  const float* bias_values;     // [slots][kMaxLogitBias]
-  int32_t* tokens;              // [slots][token_stride]; the choice goes to [slot][position + 1]
+  float* logits;                 // [rows][vocab]; may be overwritten
+  const int32_t* slots;          // [rows]; -1: padded, nothing written
+  const int32_t* positions;      // [rows] position of the row that made the logits
+  const SamplingSlot* sampling;  // [slots]
+  const int32_t* stop_ids;       // [slots][kMaxStopIds]
+  const int32_t* bias_ids;       // [slots][kMaxLogitBias]
+  const float* bias_values;      // [slots][kMaxLogitBias]
+  int32_t* tokens;               // [slots][token_stride]; the choice goes to [slot][position + 1]
   int64_t token_stride;
-  int32_t* out_tokens;          // [rows]
-  float* out_logprobs;          // [rows]
-  int32_t* out_top_ids;         // [rows][kMaxTopLogprobs], best first
-  float* out_top_logprobs;      // [rows][kMaxTopLogprobs]
-  void* scratch;                // [workers] of SampleScratchBytes(vocab)
+  int32_t* out_tokens;      // [rows]
+  float* out_logprobs;      // [rows]
+  int32_t* out_top_ids;     // [rows][kMaxTopLogprobs], best first
+  float* out_top_logprobs;  // [rows][kMaxTopLogprobs]
+  void* scratch;            // [workers] of SampleScratchBytes(vocab)
   int32_t rows;
   int32_t vocab;
 };

@@ -10,11 +10,11 @@
 #define SLUICE_CONCAT_INNER_(a, b) a##b
 #define SLUICE_CONCAT_(a, b) SLUICE_CONCAT_INNER_(a, b)
 
-#define SLUICE_RETURN_IF_ERROR(expr)                                      \
-  do {                                                                    \
-    if (absl::Status sluice_status_ = (expr); !sluice_status_.ok()) {     \
-      return sluice_status_;                                              \
-    }                                                                     \
+#define SLUICE_RETURN_IF_ERROR(expr)                                  \
+  do {                                                                \
+    if (absl::Status sluice_status_ = (expr); !sluice_status_.ok()) { \
+      return sluice_status_;                                          \
+    }                                                                 \
   } while (false)
 
 // SLUICE_ASSIGN_OR_RETURN(auto x, F()): x = *F(), or returns F()'s error.
@@ -27,12 +27,12 @@
 
 // A broken invariant ends the process, in release builds too: what follows would be another
 // sequence's tokens.
-#define SLUICE_CHECK(condition, ...)                                                     \
-  do {                                                                                   \
-    if (!(condition)) [[unlikely]] {                                                     \
-      ::sluice::CheckFailed(__FILE__, __LINE__, #condition,                              \
-                            absl::StrCat("" __VA_OPT__(, ) __VA_ARGS__));                \
-    }                                                                                    \
+#define SLUICE_CHECK(condition, ...)                                      \
+  do {                                                                    \
+    if (!(condition)) [[unlikely]] {                                      \
+      ::sluice::CheckFailed(__FILE__, __LINE__, #condition,               \
+                            absl::StrCat("" __VA_OPT__(, ) __VA_ARGS__)); \
+    }                                                                     \
   } while (false)
 
 namespace sluice {

@@ -1,0 +1,25 @@
+// The CPU paths' tables and what they share. Only dispatch.cc and the tables include this.
+#pragma once
+
+#include "kernels/kernel_table.h"
+
+namespace sluice::kernels::cpu {
+
+// Operators that no instruction set makes worth a second version. Weights: kPanel16.
+void Embedding(const EmbeddingParams& p, Worker worker);
+void RopeTable(const RopeTableParams& p, Worker worker);
+void Sample(const SampleParams& p, Worker worker);
+
+// One table per path. Calling a function of a table on a processor without its instructions is an
+// illegal instruction; dispatch.cc is the only one to hand them out.
+const KernelTable& PortableTable();
+#if defined(SLUICE_KERNELS_X86)
+const KernelTable& Avx2Table();
+const KernelTable& Avx512Bf16Table();
+
+// linear() of the path "amx"; its other operators are those of "avx512bf16". REQUIRES: the process
+// has been granted tile data (AmxPermitted()).
+void LinearAmx(const LinearParams& p, Worker worker);
+#endif
+
+}  // namespace sluice::kernels::cpu

@@ -1,0 +1,394 @@
+// Causal paged attention for any path (`S`: see simd_math.h): float32 queries, softmax and sums.
+//
+// A chunk of kChunk tokens is converted to float32 once for all queries of a tile: K transposed to
+// [head_dim][kChunk], so that the scores of one query against neighbouring tokens are one vector,
+// and V as [kChunk][head_dim]. Each query keeps an online softmax over the chunks of a split; the
+// splits of a query merge in order (MergePart). Per query this is one fixed sequence of operations,
+// however the queries are tiled: chunks and splits are cut at multiples of token numbers alone, and
+// a token beyond a query's position has weight exactly 0.
+#pragma once
+
+#include "kernels/cpu/attention_plan.h"
+#include "kernels/cpu/simd_elementwise.h"
+
+namespace sluice::kernels::cpu {
+namespace {
+
+inline constexpr int kChunk = 32;
+inline constexpr int kHalfChunk = 16;  // never crosses a block: blocks are multiples of 16 tokens
+
+// A worker's working memory, on its stack (215 KiB; with head_dim 64 a quarter of it is touched).
+struct AttentionScratch {
+  alignas(64) float keys[kMaxHeadDim * kChunk];          // [head_dim][kChunk]
+  alignas(64) float values[kChunk * kMaxHeadDim];        // [kChunk][head_dim]
+  alignas(64) float queries[kMaxQueries * kMaxHeadDim];  // scaled, [queries][head_dim]
+  alignas(64) float outs[kMaxQueries * kMaxHeadDim];     // of the split, [queries][head_dim]
+  alignas(64) float merged[kMaxQueries * kMaxHeadDim];   // of the splits so far
+  alignas(64) float weights[kMaxQueries * kChunk];       // scores, then softmax weights
+  float largest[kMaxQueries];
+  float sums[kMaxQueries];
+  float rescale[kMaxQueries];
+  float lse[kMaxQueries];
+  int32_t last_token[kMaxQueries];  // position of the query's row
+  MergeState state[kMaxQueries];
+};
+
+// Where the half chunk at token `first` lies, or null where the context ends before it.
+struct HalfChunk {
+  const char* keys;
+  const char* values;
+};
+
+inline HalfChunk LocateHalfChunk(const PagedCache& c, int64_t slot, int64_t kv_head, int64_t first,
+                                 int64_t end) {
+  if (first >= end) return {nullptr, nullptr};
+  const int64_t element_bytes = c.type == DType::kFloat32 ? 4 : 2;
+  const char* keys =
+      static_cast<const char*>(c.base) + KeyIndex(c, slot, first, kv_head) * element_bytes;
+  return {keys, keys + int64_t{c.block_tokens} * c.head_dim * element_bytes};
+}
+
+// Values to floats, line by line; with each line one of the keys and one of the values of `ahead`
+// are asked for: blocks lie scattered, which the processor's own prefetcher cannot foresee, and a
+// burst of requests would stall.
+template <class S, typename T>
+void ConvertValues(const T* from, int64_t elements, HalfChunk ahead, float* to) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t i = 0; i < elements; i += kLine) {
+    if (ahead.keys != nullptr) {
+      __builtin_prefetch(ahead.keys + i * static_cast<int64_t>(sizeof(T)));
+      __builtin_prefetch(ahead.values + i * static_cast<int64_t>(sizeof(T)));
+    }
+    for (int64_t j = i; j < i + kLine; j += S::kWidth) {
+      if constexpr (sizeof(T) == 2) {
+        S::Store(to + j, S::LoadBf16(from + j));
+      } else {
+        S::Store(to + j, S::Load(from + j));
+      }
+    }
+  }
+}
+
+// K and V of tokens [first, end), at most kChunk of them, into the scratch. Whole half chunks are
+// read: the rest of a block is allocated memory whose values nobody uses.
+template <class S>
+void LoadChunk(const PagedCache& c, int64_t slot, int64_t kv_head, int64_t first, int64_t end,
+               AttentionScratch& s) {
+  const int64_t dim = c.head_dim;
+  for (int64_t half = 0; half < kChunk && first + half < end; half += kHalfChunk) {
+    const HalfChunk now = LocateHalfChunk(c, slot, kv_head, first + half, end);
+    const HalfChunk ahead = LocateHalfChunk(c, slot, kv_head, first + half + kChunk, end);
+    float* keys = s.keys + half;
+    float* values = s.values + half * dim;
+    if (c.type == DType::kBFloat16) {
+      S::TransposeKeys(reinterpret_cast<const uint16_t*>(now.keys), dim, keys);
+      ConvertValues<S>(reinterpret_cast<const uint16_t*>(now.values), kHalfChunk * dim, ahead,
+                       values);
+    } else {
+      const float* from = reinterpret_cast<const float*>(now.keys);
+      for (int64_t t = 0; t < kHalfChunk; ++t) {
+        for (int64_t d = 0; d < dim; ++d) keys[d * kChunk + t] = from[t * dim + d];
+      }
+      ConvertValues<S>(reinterpret_cast<const float*>(now.values), kHalfChunk * dim, ahead, values);
+    }
+  }
+}
+
+// weights[q][t] = queries[q] . keys[t] for kRows queries and the whole chunk.
+template <class S, int kRows>
+void ScoreTile(AttentionScratch& s, int64_t query, int64_t dim) {
+  constexpr int kVectors = kChunk / S::kWidth;
+  constexpr int kAtOnce = kVectors < S::kScoreVectors ? kVectors : S::kScoreVectors;
+  for (int v = 0; v < kVectors; v += kAtOnce) {
+    typename S::F sums[kRows][kAtOnce];
+    for (auto& of_row : sums) {
+      for (auto& sum : of_row) sum = S::Set1(0.0f);
+    }
+    const float* q = s.queries + query * dim;
+    const float* keys = s.keys + v * S::kWidth;
+    for (int64_t d = 0; d < dim; ++d) {
+#pragma GCC unroll 8
+      for (int j = 0; j < kAtOnce; ++j) {
+        const typename S::F key = S::Load(keys + d * kChunk + j * S::kWidth);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          sums[r][j] = S::Fma(S::Set1(q[r * dim + d]), key, sums[r][j]);
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int j = 0; j < kAtOnce; ++j) {
+        S::Store(s.weights + (query + r) * kChunk + (v + j) * S::kWidth, sums[r][j]);
+      }
+    }
+  }
+}
+
+// Scores to softmax weights of one query for the chunk at `first`, and what its sums so far must be
+// multiplied by. A chunk wholly beyond the query changes nothing.
+template <class S>
+void SoftmaxChunk(AttentionScratch& s, int64_t query, int64_t first) {
+  using F = typename S::F;
+  constexpr int kVectors = kChunk / S::kWidth;
+  float* weights = s.weights + query * kChunk;
+  const int64_t valid = s.last_token[query] + 1 - first;
+  s.rescale[query] = 1;
+  if (valid <= 0) {
+    for (int t = 0; t < kChunk; ++t) weights[t] = 0;
+    return;
+  }
+  for (int64_t t = valid; t < kChunk; ++t) weights[t] = kNegativeInfinity;
+  F best = S::Load(weights);
+  for (int v = 1; v < kVectors; ++v) best = S::Max(best, S::Load(weights + v * S::kWidth));
+  const float chunk_largest = S::Largest(best);
+  const float old_largest = s.largest[query];
+  const float largest = old_largest > chunk_largest ? old_largest : chunk_largest;
+  F total = S::Set1(0.0f);
+  for (int v = 0; v < kVectors; ++v) {
+    const F w = Exp<S>(S::Sub(S::Load(weights + v * S::kWidth), S::Set1(largest)));
+    S::Store(weights + v * S::kWidth, w);
+    total = S::Add(total, w);
+  }
+  const float rescale = old_largest == largest ? 1.0f : __builtin_expf(old_largest - largest);
+  s.rescale[query] = rescale;
+  s.sums[query] = s.sums[query] * rescale + S::Sum(total);
+  s.largest[query] = largest;
+}
+
+// outs[q] = outs[q] * rescale[q] + sum over `tokens` of weights[q][t] * values[t], for kRows
+// queries and kVectors vectors of the head.
+template <class S, int kRows, int kVectors>
+void ValueTile(AttentionScratch& s, int64_t query, int64_t first_dim, int64_t dim, int64_t tokens) {
+  typename S::F sums[kRows][kVectors];
+  float* outs = s.outs + query * dim + first_dim;
+  for (int r = 0; r < kRows; ++r) {
+    const typename S::F rescale = S::Set1(s.rescale[query + r]);
+    for (int v = 0; v < kVectors; ++v) {
+      sums[r][v] = S::Mul(S::Load(outs + r * dim + v * S::kWidth), rescale);
+    }
+  }
+  const float* weights = s.weights + query * kChunk;
+  const float* values = s.values + first_dim;
+  for (int64_t t = 0; t < tokens; ++t) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const typename S::F value = S::Load(values + t * dim + v * S::kWidth);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        sums[r][v] = S::Fma(S::Set1(weights[r * kChunk + t]), value, sums[r][v]);
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) S::Store(outs + r * dim + v * S::kWidth, sums[r][v]);
+  }
+}
+
+template <class S, int kRows>
+void ValueRows(AttentionScratch& s, int64_t query, int64_t dim, int64_t tokens) {
+  constexpr int kVectors = S::kValueVectors;
+  int64_t d = 0;
+  for (; d + kVectors * S::kWidth <= dim; d += kVectors * S::kWidth) {
+    ValueTile<S, kRows, kVectors>(s, query, d, dim, tokens);
+  }
+  for (; d < dim; d += S::kWidth) ValueTile<S, kRows, 1>(s, query, d, dim, tokens);
+}
+
+// One chunk for `rows` <= kRows queries from `query` on.
+template <class S, int kRows>
+void ChunkRows(AttentionScratch& s, int64_t query, int64_t rows, int64_t dim, int64_t first,
+               int64_t tokens) {
+  if (rows < kRows) {
+    if constexpr (kRows > 1) ChunkRows<S, kRows - 1>(s, query, rows, dim, first, tokens);
+    return;
+  }
+  bool any = false;
+  for (int r = 0; r < kRows; ++r) any = any || s.last_token[query + r] >= first;
+  if (!any) return;
+  ScoreTile<S, kRows>(s, query, dim);
+  for (int r = 0; r < kRows; ++r) SoftmaxChunk<S>(s, query + r, first);
+  ValueRows<S, kRows>(s, query, dim, tokens);
+}
+
+// (outs, lse) of every query of the scratch over split `split` of its context of `tokens`.
+template <class S>
+void AttendSplit(const PagedCache& c, int64_t slot, int64_t kv_head, int64_t queries, int64_t split,
+                 int64_t tokens, AttentionScratch& s) {
+  const int64_t dim = c.head_dim;
+  for (int64_t q = 0; q < queries; ++q) {
+    s.largest[q] = kNegativeInfinity;
+    s.sums[q] = 0;
+  }
+  for (int64_t i = 0; i < queries * dim; ++i) s.outs[i] = 0;
+  const int64_t begin = split * kAttentionSplitTokens;
+  const int64_t end = Min(begin + kAttentionSplitTokens, tokens);
+  for (int64_t first = begin; first < end; first += kChunk) {
+    LoadChunk<S>(c, slot, kv_head, first, end, s);
+    const int64_t valid = Min(kChunk, end - first);
+    for (int64_t q = 0; q < queries; q += S::kQueryRows) {
+      ChunkRows<S, S::kQueryRows>(s, q, Min(S::kQueryRows, queries - q), dim, first, valid);
+    }
+  }
+  for (int64_t q = 0; q < queries; ++q) {
+    const bool empty = s.last_token[q] < begin;
+    s.lse[q] = empty ? kNegativeInfinity : s.largest[q] + __builtin_logf(s.sums[q]);
+    if (empty) continue;
+    const typename S::F sum = S::Set1(s.sums[q]);
+    for (int64_t d = 0; d < dim; d += S::kWidth) {
+      S::Store(s.outs + q * dim + d, S::Div(S::Load(s.outs + q * dim + d), sum));
+    }
+  }
+}
+
+// A tile and the query heads [first_head, first_head + heads) of one kv head.
+struct AttentionItem {
+  AttentionTile tile;
+  int64_t kv_head;
+  int64_t first_head;
+  int64_t heads;
+};
+
+template <class S>
+void LoadQueries(const AttentionParams& p, const AttentionItem& item, AttentionScratch& s) {
+  const int64_t dim = p.cache.head_dim;
+  const typename S::F scale = S::Set1(p.scale);
+  for (int64_t q = 0; q < item.tile.rows * item.heads; ++q) {
+    const int64_t row = item.tile.row + q / item.heads;
+    const float* from = p.q + row * p.q_stride + (item.first_head + q % item.heads) * dim;
+    for (int64_t d = 0; d < dim; d += S::kWidth) {
+      S::Store(s.queries + q * dim + d, S::Mul(S::Load(from + d), scale));
+    }
+    s.last_token[q] = p.positions[row];
+  }
+}
+
+// One split of an item, into its entries of `partial`: [heads][head_dim] outs, then [heads] lse.
+template <class S>
+void RunPartialItem(const AttentionParams& p, const AttentionItem& item, int64_t split,
+                    AttentionScratch& s) {
+  const int64_t dim = p.cache.head_dim;
+  const int64_t queries = item.tile.rows * item.heads;
+  LoadQueries<S>(p, item, s);
+  AttendSplit<S>(p.cache, p.slots[item.tile.row], item.kv_head, queries, split, item.tile.tokens,
+                 s);
+  for (int64_t q = 0; q < queries; ++q) {
+    const int64_t head = item.first_head + q % item.heads;
+    const int64_t entry = item.tile.partial + q / item.heads * item.tile.splits + split;
+    float* outs = p.partial + entry * p.heads * (dim + 1);
+    outs[p.heads * dim + head] = s.lse[q];
+    if (s.lse[q] == kNegativeInfinity) continue;
+    for (int64_t d = 0; d < dim; ++d) outs[head * dim + d] = s.outs[q * dim + d];
+  }
+}
+
+// Every split of an item, merged on the way.
+template <class S>
+void RunWholeItem(const AttentionParams& p, const AttentionItem& item, AttentionScratch& s) {
+  const int64_t dim = p.cache.head_dim;
+  const int64_t queries = item.tile.rows * item.heads;
+  LoadQueries<S>(p, item, s);
+  for (int64_t q = 0; q < queries; ++q) s.state[q] = MergeState();
+  for (int64_t split = 0; split < item.tile.splits; ++split) {
+    AttendSplit<S>(p.cache, p.slots[item.tile.row], item.kv_head, queries, split, item.tile.tokens,
+                   s);
+    for (int64_t q = 0; q < queries; ++q) {
+      MergePart<S>(s.state[q], s.merged + q * dim, s.outs + q * dim, s.lse[q], dim);
+    }
+  }
+  for (int64_t q = 0; q < queries; ++q) {
+    const int64_t out =
+        (item.tile.row + q / item.heads) * p.heads + item.first_head + q % item.heads;
+    FinishMerge<S>(s.state[q], s.merged + q * dim, dim, p.out, p.out_type, out * dim,
+                   p.lse != nullptr ? p.lse + out : nullptr);
+  }
+}
+
+inline void ClearPaddedRows(const AttentionParams& p, Worker worker) {
+  const int64_t width = int64_t{p.heads} * p.cache.head_dim;
+  const Range mine = Share(p.rows, worker);
+  for (int64_t r = mine.begin; r < mine.end; ++r) {
+    if (p.slots[r] >= 0) continue;
+    for (int64_t i = 0; i < width; ++i) PutAs(p.out, p.out_type, r * width + i, 0);
+    for (int64_t h = 0; p.lse != nullptr && h < p.heads; ++h) {
+      p.lse[r * p.heads + h] = kNegativeInfinity;
+    }
+  }
+}
+
+// Runs the items of one tile whose cost begins within `mine`; `cost` is the tile's own beginning.
+template <class S>
+void RunTile(const AttentionParams& p, const GroupShape& group, const AttentionTile& tile,
+             int64_t cost, Range mine, AttentionScratch& s) {
+  const int64_t per_token = CostPerToken(tile, group);
+  for (int64_t part = 0; part < p.cache.kv_heads * group.parts; ++part) {
+    const int64_t kv_head = part / group.parts;
+    const int64_t offset = part % group.parts * group.heads;
+    const AttentionItem item = {tile, kv_head, kv_head * group.group + offset,
+                                Min(group.heads, group.group - offset)};
+    const int64_t start = cost + part * tile.tokens * per_token;
+    if (tile.partial < 0) {
+      if (start >= mine.begin && start < mine.end) RunWholeItem<S>(p, item, s);
+      continue;
+    }
+    for (int64_t split = 0; split < tile.splits; ++split) {
+      const int64_t split_start = start + split * kAttentionSplitTokens * per_token;
+      if (split_start >= mine.begin && split_start < mine.end) {
+        RunPartialItem<S>(p, item, split, s);
+      }
+    }
+  }
+}
+
+// Items in order, cut into shares of equal cost: a worker runs those whose cost begins in its
+// share.
+template <class S>
+void Attention(const AttentionParams& p, Worker worker) {
+  const PagedCache& c = p.cache;
+  if (c.head_dim % 16 != 0 || c.head_dim > kMaxHeadDim || c.block_tokens % kHalfChunk != 0) {
+    KernelCheckFailed("attention: head_dim a multiple of 16 up to 256, blocks of 16s of tokens");
+  }
+  ClearPaddedRows(p, worker);
+  const GroupShape group = GroupShapeOf(p);
+  const int64_t parts = c.kv_heads * group.parts;
+  int64_t total = 0;
+  AttentionTile tile;
+  for (TileWalk walk(p, group.tile_rows); walk.Next(&tile);) {
+    total += parts * tile.tokens * CostPerToken(tile, group);
+  }
+  const Range mine = Share(total, worker);
+  AttentionScratch scratch;
+  int64_t cost = 0;
+  for (TileWalk walk(p, group.tile_rows); cost < mine.end && walk.Next(&tile);) {
+    const int64_t next = cost + parts * tile.tokens * CostPerToken(tile, group);
+    if (next > mine.begin) RunTile<S>(p, group, tile, cost, mine, scratch);
+    cost = next;
+  }
+}
+
+template <class S>
+void AttentionMerge(const AttentionParams& p, Worker worker) {
+  const int64_t dim = p.cache.head_dim;
+  const GroupShape group = GroupShapeOf(p);
+  const Range mine = Share(int64_t{p.rows} * p.heads, worker);
+  AttentionTile tile;
+  for (TileWalk walk(p, group.tile_rows); walk.Next(&tile);) {
+    if (tile.partial < 0) continue;
+    const int64_t begin = Max(mine.begin, tile.row * p.heads);
+    const int64_t end = Min(mine.end, (tile.row + tile.rows) * p.heads);
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t row = item / p.heads, head = item % p.heads;
+      alignas(64) float merged[kMaxHeadDim];
+      MergeState state;
+      for (int64_t split = 0; split < tile.splits; ++split) {
+        const int64_t entry = tile.partial + (row - tile.row) * tile.splits + split;
+        const float* outs = p.partial + entry * p.heads * (dim + 1);
+        MergePart<S>(state, merged, outs + head * dim, outs[p.heads * dim + head], dim);
+      }
+      FinishMerge<S>(state, merged, dim, p.out, p.out_type, item * dim,
+                     p.lse != nullptr ? p.lse + item : nullptr);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sluice::kernels::cpu

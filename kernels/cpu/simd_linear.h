@@ -1,0 +1,124 @@
+// Matrix product with float32 activations and bf16 panels for any path (`S`: see simd_math.h).
+//
+// Every output is one chain over k in rising order, so its bits do not depend on how rows and
+// panels are tiled or shared out. A worker streams whole panels; with one row it streams
+// kPanelsOf(1) of them side by side, because one chain alone would wait for its own latency.
+#pragma once
+
+#include "kernels/cpu/partition.h"
+#include "kernels/cpu/simd_math.h"
+
+namespace sluice::kernels::cpu {
+namespace {
+
+// Adds bias and the old y where asked, and stores one panel's columns of one row.
+inline void StoreColumns(const LinearParams& p, int64_t row, int64_t panel, const float* sums) {
+  const int64_t first = panel * kPanelColumns;
+  const int64_t count = Min(kPanelColumns, p.w.n - first);
+  float* y = p.y + row * p.w.n + first;
+  for (int64_t c = 0; c < count; ++c) {
+    float v = sums[c];
+    if (p.bias != nullptr) v += p.bias[first + c];
+    y[c] = p.accumulate ? v + y[c] : v;
+  }
+}
+
+template <class S, int kRows, int kPanels>
+void LinearTile(const LinearParams& p, int64_t row, int64_t panel) {
+  using F = typename S::F;
+  constexpr int kVectors = kPanelColumns / S::kWidth;
+  const int64_t k = p.w.k;
+  const int64_t panel_elements = CeilDiv(k, kPanelDepth) * kPanelDepth * kPanelColumns;
+  const float* x = static_cast<const float*>(p.x) + row * k;
+  const uint16_t* w = p.w.data + panel * panel_elements;
+  F sums[kRows][kPanels][kVectors];
+  for (auto& of_row : sums) {
+    for (auto& of_panel : of_row) {
+      for (F& sum : of_panel) sum = S::Set1(0.0f);
+    }
+  }
+  int64_t i = 0;
+  for (; i + 2 <= k; i += 2) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kPanels; ++j) {
+      const uint16_t* pairs = w + j * panel_elements + i * kPanelColumns;
+      // Far enough ahead to cover memory's latency, for every line of a stream once.
+      if constexpr (kRows == 1) __builtin_prefetch(pairs + 32 * kPanelColumns * 2, 0, 3);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        F even, odd;
+        S::LoadPairs(pairs + v * 2 * S::kWidth, even, odd);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          F& sum = sums[r][j][v];
+          sum = S::Fma(S::Set1(x[r * k + i]), even, sum);
+          sum = S::Fma(S::Set1(x[r * k + i + 1]), odd, sum);
+        }
+      }
+    }
+  }
+  if (i < k) {
+    for (int j = 0; j < kPanels; ++j) {
+      for (int v = 0; v < kVectors; ++v) {
+        F even, odd;
+        S::LoadPairs(w + j * panel_elements + i * kPanelColumns + v * 2 * S::kWidth, even, odd);
+        for (int r = 0; r < kRows; ++r) {
+          sums[r][j][v] = S::Fma(S::Set1(x[r * k + i]), even, sums[r][j][v]);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int j = 0; j < kPanels; ++j) {
+      alignas(64) float columns[kPanelColumns];
+      for (int v = 0; v < kVectors; ++v) S::Store(columns + v * S::kWidth, sums[r][j][v]);
+      StoreColumns(p, row + r, panel + j, columns);
+    }
+  }
+}
+
+// kRows rows of every panel in [begin, end).
+template <class S, int kRows>
+void LinearRows(const LinearParams& p, int64_t row, int64_t begin, int64_t end) {
+  constexpr int kPanels = S::kPanelsOf(kRows);
+  int64_t panel = begin;
+  for (; panel + kPanels <= end; panel += kPanels) LinearTile<S, kRows, kPanels>(p, row, panel);
+  for (; panel < end; ++panel) LinearTile<S, kRows, 1>(p, row, panel);
+}
+
+// `rows` < kRows rows: picks the instance of that size.
+template <class S, int kRows>
+void LinearTailRows(const LinearParams& p, int64_t row, int64_t rows, int64_t begin, int64_t end) {
+  if (rows == kRows) {
+    LinearRows<S, kRows>(p, row, begin, end);
+  } else if constexpr (kRows > 1) {
+    LinearTailRows<S, kRows - 1>(p, row, rows, begin, end);
+  }
+}
+
+template <class S>
+void Linear(const LinearParams& p, Worker worker) {
+  if (p.w.layout != WeightLayout::kPanel16) KernelCheckFailed("linear: weights in panels");
+  if (p.x_type != DType::kFloat32) KernelCheckFailed("linear: float32 activations");
+  constexpr int kRows = S::kLinearRows;
+  const Part part = PartOf(p.rows, kRows, CeilDiv(p.w.n, kPanelColumns), 1, worker);
+  // A block of rows that stays in the second-level cache meets every panel of the part.
+  const int64_t block = Max(kRows, (512 << 10) / (p.w.k * 4) / kRows * kRows);
+  for (int64_t first = part.rows.begin; first < part.rows.end; first += block) {
+    const int64_t last = Min(first + block, part.rows.end);
+    if (last - first <= kRows) {
+      LinearTailRows<S, kRows>(p, first, last - first, part.panels.begin, part.panels.end);
+      continue;
+    }
+    constexpr int kPanels = S::kPanelsOf(kRows);
+    for (int64_t j = part.panels.begin; j < part.panels.end; j += kPanels) {
+      const int64_t end = Min(j + kPanels, part.panels.end);
+      for (int64_t r = first; r < last; r += kRows) {
+        LinearTailRows<S, kRows>(p, r, Min(kRows, last - r), j, end);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sluice::kernels::cpu

@@ -1,0 +1,123 @@
+// The path "avx2": AVX2 and FMA, float32 activations. Compiled with those flags: everything here
+// has internal linkage but Avx2Table().
+#include <immintrin.h>
+
+#include "kernels/cpu/cpu_tables.h"
+#include "kernels/cpu/simd_attention.h"
+#include "kernels/cpu/simd_linear.h"
+
+namespace sluice::kernels::cpu {
+namespace {
+
+struct Avx2 {
+  using F = __m256;
+  static constexpr int kWidth = 8;
+
+  // Tiles that fit 16 registers.
+  static constexpr int kLinearRows = 6;
+  static constexpr int kPanelsOf(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+  static constexpr int kQueryRows = 3;
+  static constexpr int kScoreVectors = 4;
+  static constexpr int kValueVectors = 4;
+
+  static F Load(const float* p) { return _mm256_loadu_ps(p); }
+  static void Store(float* p, F v) { _mm256_storeu_ps(p, v); }
+  static F Set1(float v) { return _mm256_set1_ps(v); }
+  static F Add(F a, F b) { return _mm256_add_ps(a, b); }
+  static F Sub(F a, F b) { return _mm256_sub_ps(a, b); }
+  static F Mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F Div(F a, F b) { return _mm256_div_ps(a, b); }
+  static F Fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  static F Max(F a, F b) { return _mm256_max_ps(a, b); }
+  static F Min(F a, F b) { return _mm256_min_ps(a, b); }
+  static F ZeroBelow(F x, float limit, F y) {
+    return _mm256_andnot_ps(_mm256_cmp_ps(x, Set1(limit), _CMP_LT_OQ), y);
+  }
+  static F Round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static F Pow2(F n) {
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+  }
+  static F LoadBf16(const uint16_t* p) {
+    const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
+  }
+  static void StoreBf16(uint16_t* p, F v) {
+    alignas(32) float values[kWidth];
+    _mm256_store_ps(values, v);
+    for (int i = 0; i < kWidth; ++i) p[i] = FloatToBf16(values[i]);
+  }
+  static void LoadPairs(const uint16_t* p, F& even, F& odd) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    even = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+    odd = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int32_t(0xFFFF0000))));
+  }
+  static float Sum(F v) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+  }
+  static float Largest(F v) {
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+  }
+
+  // 16 keys of `dim` bf16 to columns of floats, by 8 keys x 8 pairs of dimensions at a time.
+  static void TransposeKeys(const uint16_t* keys, int64_t dim, float* out) {
+    for (int t = 0; t < kHalfChunk; t += 8) {
+      for (int64_t d = 0; d < dim; d += 16) TransposeBlock(keys + t * dim + d, dim, out + t, d);
+    }
+  }
+
+  static void TransposeBlock(const uint16_t* keys, int64_t dim, float* out, int64_t first_dim) {
+    __m256i a[8], b[8];
+    for (int i = 0; i < 8; ++i) {
+      a[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys + i * dim));
+    }
+    for (int i = 0; i < 8; i += 2) {
+      b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+      b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+      a[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+      a[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+      a[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
+      a[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+      StorePair(_mm256_permute2x128_si256(a[i], a[i + 4], 0x20), out, first_dim + 2 * i);
+      StorePair(_mm256_permute2x128_si256(a[i], a[i + 4], 0x31), out, first_dim + 2 * (i + 4));
+    }
+  }
+
+  // Dimensions d (low halves) and d + 1 (high halves) of 8 keys.
+  static void StorePair(__m256i pairs, float* out, int64_t d) {
+    Store(out + d * kChunk, _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)));
+    Store(out + (d + 1) * kChunk,
+          _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int32_t(0xFFFF0000)))));
+  }
+};
+
+}  // namespace
+
+const KernelTable& Avx2Table() {
+  static constexpr KernelTable table = {
+      .name = "avx2",
+      .activation_type = DType::kFloat32,
+      .weight_layout = WeightLayout::kPanel16,
+      .embedding = Embedding,
+      .rms_norm = RmsNorm<Avx2>,
+      .linear = Linear<Avx2>,
+      .rope_table = RopeTable,
+      .rope_append = RopeAppend<Avx2>,
+      .attention = Attention<Avx2>,
+      .attention_merge = AttentionMerge<Avx2>,
+      .merge = Merge<Avx2>,
+      .silu_mul = SiluMul<Avx2>,
+      .sample = Sample,
+  };
+  return table;
+}
+
+}  // namespace sluice::kernels::cpu

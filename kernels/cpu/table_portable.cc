@@ -1,0 +1,87 @@
+// The path "portable": vectors of four floats, which every x86-64 and arm64 has.
+#include "kernels/cpu/cpu_tables.h"
+#include "kernels/cpu/simd_attention.h"
+#include "kernels/cpu/simd_linear.h"
+
+namespace sluice::kernels::cpu {
+namespace {
+
+struct Portable {
+  typedef float F __attribute__((vector_size(16)));
+  typedef int32_t I __attribute__((vector_size(16)));
+  typedef float Unaligned __attribute__((vector_size(16), aligned(4), may_alias));
+  static constexpr int kWidth = 4;
+
+  static constexpr int kLinearRows = 3;
+  static constexpr int kPanelsOf(int rows) { return rows == 1 ? 2 : 1; }
+  static constexpr int kQueryRows = 3;
+  static constexpr int kScoreVectors = 4;
+  static constexpr int kValueVectors = 4;
+
+  static F Load(const float* p) { return *reinterpret_cast<const Unaligned*>(p); }
+  static void Store(float* p, F v) { *reinterpret_cast<Unaligned*>(p) = v; }
+  static F Set1(float v) { return F{v, v, v, v}; }
+  static F Add(F a, F b) { return a + b; }
+  static F Sub(F a, F b) { return a - b; }
+  static F Mul(F a, F b) { return a * b; }
+  static F Div(F a, F b) { return a / b; }
+  static F Fma(F a, F b, F c) { return a * b + c; }
+  static F Max(F a, F b) { return a > b ? a : b; }
+  static F Min(F a, F b) { return a < b ? a : b; }
+  static F ZeroBelow(F x, float limit, F y) { return x < Set1(limit) ? Set1(0.0f) : y; }
+  static F Round(F x) {
+    const F magic = Set1(0x1.8p23f);
+    return (x + magic) - magic;
+  }
+  static F Pow2(F n) {
+    // The sum's low mantissa bits hold n as an integer, biased so that it is an exponent.
+    const I bits = reinterpret_cast<I>(n + Set1(0x1.8p23f + 127.0f));
+    return reinterpret_cast<F>(bits << 23);
+  }
+  static F LoadBf16(const uint16_t* p) {
+    return F{Bf16ToFloat(p[0]), Bf16ToFloat(p[1]), Bf16ToFloat(p[2]), Bf16ToFloat(p[3])};
+  }
+  static void StoreBf16(uint16_t* p, F v) {
+    for (int i = 0; i < kWidth; ++i) p[i] = FloatToBf16(v[i]);
+  }
+  static void LoadPairs(const uint16_t* p, F& even, F& odd) {
+    I pairs;
+    __builtin_memcpy(&pairs, p, sizeof(pairs));
+    even = reinterpret_cast<F>(pairs << 16);
+    odd = reinterpret_cast<F>(pairs & int32_t(0xFFFF0000));
+  }
+  static float Sum(F v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+  static float Largest(F v) {
+    const float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
+    return a > b ? a : b;
+  }
+  // 16 keys of `dim` bf16 to columns of floats: out[d * kChunk + t] = keys[t * dim + d].
+  static void TransposeKeys(const uint16_t* keys, int64_t dim, float* out) {
+    for (int64_t d = 0; d < dim; ++d) {
+      for (int64_t t = 0; t < kHalfChunk; ++t) out[d * kChunk + t] = Bf16ToFloat(keys[t * dim + d]);
+    }
+  }
+};
+
+}  // namespace
+
+const KernelTable& PortableTable() {
+  static constexpr KernelTable table = {
+      .name = "portable",
+      .activation_type = DType::kFloat32,
+      .weight_layout = WeightLayout::kPanel16,
+      .embedding = Embedding,
+      .rms_norm = RmsNorm<Portable>,
+      .linear = Linear<Portable>,
+      .rope_table = RopeTable,
+      .rope_append = RopeAppend<Portable>,
+      .attention = Attention<Portable>,
+      .attention_merge = AttentionMerge<Portable>,
+      .merge = Merge<Portable>,
+      .silu_mul = SiluMul<Portable>,
+      .sample = Sample,
+  };
+  return table;
+}
+
+}  // namespace sluice::kernels::cpu

@@ -1,0 +1,13 @@
+// Proof that the operators' contracts compile under nvcc, for host and device, with the layout that
+// the C++ side asserts. The CUDA kernels themselves are not here yet: no operator runs on a GPU.
+#include "kernels/params_check.h"
+
+namespace sluice::kernels {
+namespace {
+
+// Params travel to a kernel by value: the largest must fit the 4 KiB argument space that every
+// supported GPU has, with room to spare.
+static_assert(sizeof(AttentionParams) <= 4096 && sizeof(SampleParams) <= 4096, "kernel arguments");
+
+}  // namespace
+}  // namespace sluice::kernels

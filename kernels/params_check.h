@@ -1,0 +1,47 @@
+// What every compiler that sees params.h must agree on: the structs are plain data, and their
+// fields lie where the others expect them. Included by one C++ file and by one CUDA file.
+#pragma once
+
+#include <cstddef>
+#include <type_traits>
+
+#include "kernels/params.h"
+
+namespace sluice::kernels {
+
+#define SLUICE_PLAIN_PARAMS(type, bytes)                                               \
+  static_assert(std::is_standard_layout<type>::value, #type " is standard layout");    \
+  static_assert(std::is_trivially_copyable<type>::value, #type " is copied as bytes"); \
+  static_assert(sizeof(type) == (bytes), #type " has the same size everywhere")
+
+SLUICE_PLAIN_PARAMS(WeightMatrix, 24);
+SLUICE_PLAIN_PARAMS(EmbeddingParams, 72);
+SLUICE_PLAIN_PARAMS(RmsNormParams, 56);
+SLUICE_PLAIN_PARAMS(LinearParams, 64);
+SLUICE_PLAIN_PARAMS(RopeTableParams, 40);
+SLUICE_PLAIN_PARAMS(PagedCache, 48);
+SLUICE_PLAIN_PARAMS(RopeAppendParams, 112);
+SLUICE_PLAIN_PARAMS(AttentionParams, 128);
+SLUICE_PLAIN_PARAMS(MergeParams, 56);
+SLUICE_PLAIN_PARAMS(SiluMulParams, 32);
+SLUICE_PLAIN_PARAMS(SamplingSlot, 64);
+SLUICE_PLAIN_PARAMS(SampleParams, 120);
+
+#undef SLUICE_PLAIN_PARAMS
+
+static_assert(offsetof(EmbeddingParams, table) == 32, "EmbeddingParams::table");
+static_assert(offsetof(RmsNormParams, out_type) == 52, "RmsNormParams::out_type");
+static_assert(offsetof(LinearParams, bias) == 32, "LinearParams::bias");
+static_assert(offsetof(LinearParams, accumulate) == 56, "LinearParams::accumulate");
+static_assert(offsetof(PagedCache, block_tokens) == 32, "PagedCache::block_tokens");
+static_assert(offsetof(RopeAppendParams, cache) == 48, "RopeAppendParams::cache");
+static_assert(offsetof(AttentionParams, cache) == 32, "AttentionParams::cache");
+static_assert(offsetof(AttentionParams, partial_rows) == 104, "AttentionParams::partial_rows");
+static_assert(offsetof(SamplingSlot, top_k) == 32, "SamplingSlot::top_k");
+static_assert(offsetof(SampleParams, vocab) == 116, "SampleParams::vocab");
+
+static_assert(SizeOf(DType::kBFloat16) == 2 && SizeOf(DType::kFloat32) == 4, "element sizes");
+static_assert(kAttentionSplitTokens % 32 == 0, "a split is a whole number of chunks");
+static_assert(UniformFromSeed(1, 0) != UniformFromSeed(1, 1), "draws differ by index");
+
+}  // namespace sluice::kernels

@@ -1,0 +1,128 @@
+#include <cmath>
+#include <vector>
+
+#include "kernels/reference/element.h"
+#include "kernels/reference/reference.h"
+
+namespace sluice::kernels::reference {
+namespace {
+
+// x[i] * weight[i] / sqrt(mean(x^2) + eps), in place.
+void NormaliseHead(std::vector<double>& x, const float* weight, double epsilon) {
+  if (weight == nullptr) return;
+  double sum = 0;
+  for (double v : x) sum += v * v;
+  const double factor = 1.0 / std::sqrt(sum / static_cast<double>(x.size()) + epsilon);
+  for (size_t i = 0; i < x.size(); ++i) x[i] = x[i] * factor * double{weight[i]};
+}
+
+// The pair (i, i + half) turned by the row's angles; cos_sin is [half][2].
+void Rotate(std::vector<double>& x, const float* cos_sin) {
+  const size_t half = x.size() / 2;
+  for (size_t i = 0; i < half; ++i) {
+    const double c = cos_sin[2 * i], s = cos_sin[2 * i + 1];
+    const double a = x[i], b = x[i + half];
+    x[i] = a * c - b * s;
+    x[i + half] = b * c + a * s;
+  }
+}
+
+}  // namespace
+
+void Embedding(const EmbeddingParams& p, Worker worker) {
+  const Range mine = Share(p.rows, worker);
+  for (int64_t r = mine.begin; r < mine.end; ++r) {
+    float* out = p.out + r * p.table.k;
+    for (int32_t i = 0; i < p.table.k; ++i) {
+      out[i] = 0;
+      if (p.slots[r] < 0) continue;
+      const int32_t token = p.tokens[p.slots[r] * p.token_stride + p.positions[r]];
+      if (token < 0 || token >= p.table.n) continue;
+      out[i] = Bf16ToFloat(p.table.data[WeightIndex(p.table, token, i)]);
+    }
+  }
+}
+
+void RmsNorm(const RmsNormParams& p, Worker worker) {
+  const Range mine = Share(p.rows, worker);
+  for (int64_t r = mine.begin; r < mine.end; ++r) {
+    const int64_t source = p.row_index != nullptr ? p.row_index[r] : r;
+    std::vector<double> x(static_cast<size_t>(p.dim), 0.0);
+    if (source >= 0) {
+      for (int32_t i = 0; i < p.dim; ++i) x[static_cast<size_t>(i)] = p.x[source * p.x_stride + i];
+      NormaliseHead(x, p.weight, p.epsilon);
+    }
+    for (int32_t i = 0; i < p.dim; ++i) {
+      Put(p.out, p.out_type, r * p.dim + i, x[static_cast<size_t>(i)]);
+    }
+  }
+}
+
+void Linear(const LinearParams& p, Worker worker) {
+  const Range mine = Share(p.w.n, worker);
+  for (int64_t j = mine.begin; j < mine.end; ++j) {
+    for (int64_t r = 0; r < p.rows; ++r) {
+      double sum = p.bias != nullptr ? p.bias[j] : 0.0;
+      for (int64_t i = 0; i < p.w.k; ++i) {
+        sum += Get(p.x, p.x_type, r * p.w.k + i) *
+               double{Bf16ToFloat(p.w.data[WeightIndex(p.w, j, i)])};
+      }
+      float& y = p.y[r * p.w.n + j];
+      y = static_cast<float>(p.accumulate ? sum + double{y} : sum);
+    }
+  }
+}
+
+void RopeTable(const RopeTableParams& p, Worker worker) {
+  const Range mine = Share(p.rows, worker);
+  for (int64_t r = mine.begin; r < mine.end; ++r) {
+    for (int64_t i = 0; i < p.half_dim; ++i) {
+      const float angle = static_cast<float>(p.positions[r]) * p.inv_freq[i];
+      float* out = p.cos_sin + (r * p.half_dim + i) * 2;
+      out[0] = static_cast<float>(double{p.scale} * std::cos(double{angle}));
+      out[1] = static_cast<float>(double{p.scale} * std::sin(double{angle}));
+    }
+  }
+}
+
+void RopeAppend(const RopeAppendParams& p, Worker worker) {
+  const PagedCache& c = p.cache;
+  const int64_t dim = c.head_dim;
+  const Range mine = Share(p.rows, worker);
+  for (int64_t r = mine.begin; r < mine.end; ++r) {
+    if (p.slots[r] < 0) continue;
+    float* row = p.qkv + r * (p.heads + 2 * c.kv_heads) * dim;
+    const float* cos_sin = p.cos_sin + r * dim;
+    for (int64_t h = 0; h < p.heads + c.kv_heads; ++h) {
+      const bool is_query = h < p.heads;
+      float* head = row + h * dim;
+      std::vector<double> x(head, head + dim);
+      NormaliseHead(x, is_query ? p.q_norm : p.k_norm, p.epsilon);
+      Rotate(x, cos_sin);
+      const int64_t kv_head = h - p.heads;
+      const int64_t key = is_query ? 0 : KeyIndex(c, p.slots[r], p.positions[r], kv_head);
+      for (int64_t i = 0; i < dim; ++i) {
+        if (is_query) {
+          head[i] = static_cast<float>(x[static_cast<size_t>(i)]);
+        } else {
+          Put(c.base, c.type, key + i, x[static_cast<size_t>(i)]);
+          const float* value = row + (p.heads + c.kv_heads + kv_head) * dim;
+          Put(c.base, c.type, key + int64_t{c.block_tokens} * dim + i, value[i]);
+        }
+      }
+    }
+  }
+}
+
+void SiluMul(const SiluMulParams& p, Worker worker) {
+  const Range mine = Share(p.rows, worker);
+  for (int64_t r = mine.begin; r < mine.end; ++r) {
+    for (int64_t i = 0; i < p.dim; ++i) {
+      const double gate = p.gate_up[r * 2 * p.dim + i];
+      const double up = p.gate_up[r * 2 * p.dim + p.dim + i];
+      Put(p.out, p.out_type, r * p.dim + i, gate / (1.0 + std::exp(-gate)) * up);
+    }
+  }
+}
+
+}  // namespace sluice::kernels::reference

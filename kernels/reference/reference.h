@@ -1,0 +1,22 @@
+// The oracle: every operator written as plainly as its contract, in float64. Slow, may allocate;
+// any weight layout, caches of bf16 or float32, activations float32.
+#pragma once
+
+#include "kernels/kernel_table.h"
+
+namespace sluice::kernels::reference {
+
+void Embedding(const EmbeddingParams& p, Worker worker);
+void RmsNorm(const RmsNormParams& p, Worker worker);
+void Linear(const LinearParams& p, Worker worker);
+void RopeTable(const RopeTableParams& p, Worker worker);
+void RopeAppend(const RopeAppendParams& p, Worker worker);
+void Attention(const AttentionParams& p, Worker worker);
+void AttentionMerge(const AttentionParams& p, Worker worker);
+void Merge(const MergeParams& p, Worker worker);
+void SiluMul(const SiluMulParams& p, Worker worker);
+void Sample(const SampleParams& p, Worker worker);
+
+const KernelTable& Table();
+
+}  // namespace sluice::kernels::reference

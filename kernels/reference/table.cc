@@ -1,0 +1,24 @@
+#include "kernels/reference/reference.h"
+
+namespace sluice::kernels::reference {
+
+const KernelTable& Table() {
+  static constexpr KernelTable table = {
+      .name = "reference",
+      .activation_type = DType::kFloat32,
+      .weight_layout = WeightLayout::kRowMajor,
+      .embedding = Embedding,
+      .rms_norm = RmsNorm,
+      .linear = Linear,
+      .rope_table = RopeTable,
+      .rope_append = RopeAppend,
+      .attention = Attention,
+      .attention_merge = AttentionMerge,
+      .merge = Merge,
+      .silu_mul = SiluMul,
+      .sample = Sample,
+  };
+  return table;
+}
+
+}  // namespace sluice::kernels::reference

@@ -1,0 +1,50 @@
+// The policy seam: where a sequence's caches are, and how a layer attends to them.
+//
+// A policy has two faces. On the engine's thread it places sequences (Admit, Grow, Release); inside a
+// step it is called by the model, layer by layer, and only enqueues work: what it needs of a sequence
+// there it reads from device tables, by slot.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "kernels/params.h"
+#include "src/device/device.h"
+#include "src/kv/cache_layout.h"
+#include "src/kv/sequence_cache.h"
+
+namespace sluice {
+
+class AttentionPolicy {
+ public:
+  virtual ~AttentionPolicy() = default;
+  virtual const std::string& name() const = 0;
+
+  // Room that a sequence of `context` handed-over tokens and `total` tokens at its end takes.
+  virtual Footprint FootprintOf(int64_t context, int64_t total) const = 0;
+
+  // Whether a sequence of `total` tokens fits where nothing else is.
+  virtual bool CouldEverFit(int64_t context, int64_t total) const = 0;
+
+  // Places a sequence: takes its HBM and starts to copy the first `context` tokens from `home` (null
+  // if context is 0). False: no room now, nothing has changed and `home` is still the caller's.
+  virtual bool Admit(int slot, int64_t context, int64_t total,
+                     std::unique_ptr<SequenceCache>& home) = 0;
+  // Whether the working set is there; no step may read the slot before. Gives up what was only
+  // needed for warming.
+  virtual bool Warm(int slot) = 0;
+  // To wait for Warm.
+  virtual Event& WarmEvent(int slot) = 0;
+  // Makes places for positions below `tokens`, in order with what is on `stream`.
+  virtual void Grow(int slot, int64_t tokens, Stream& stream) = 0;
+  // Gives everything back. REQUIRES: Warm(slot), and every step that has the slot is done.
+  virtual void Release(int slot) = 0;
+
+  // Stage of layer `layer`: RoPE, and keys and values into the cache. `params` but its cache.
+  virtual void Append(Stream& stream, int layer, kernels::RopeAppendParams params) = 0;
+  // Stage of layer `layer`: attention of the rows over their caches. `params` but its cache.
+  virtual void Attend(Stream& stream, int layer, kernels::AttentionParams params) = 0;
+};
+
+}  // namespace sluice

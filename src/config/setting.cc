@@ -1,0 +1,279 @@
+#include "src/config/setting.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "absl/flags/marshalling.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/string_view.h"
+#include "src/base/status_macros.h"
+#include "src/config/units.h"
+
+namespace sluice {
+namespace {
+
+using google::protobuf::FieldDescriptor;
+
+// Longer than any path that Linux opens (PATH_MAX is 4096 with its NUL).
+constexpr size_t kMaxTextBytes = 4096;
+
+absl::string_view View(std::string_view text) { return {text.data(), text.size()}; }
+
+// A value in an error message: quoted, cut where nobody would read on, nothing unprintable.
+std::string Shown(std::string_view text) {
+  constexpr size_t kShownBytes = 80;
+  if (text.empty()) return "empty";
+  const bool cut = text.size() > kShownBytes;
+  std::string shown(text.substr(0, kShownBytes));
+  for (char& c : shown) {
+    if (absl::ascii_iscntrl(static_cast<unsigned char>(c))) c = '?';
+  }
+  return absl::StrCat("\"", shown, cut ? "..." : "", "\"");
+}
+
+// Edits between two names: insertions, deletions, substitutions, swaps of neighbours.
+size_t EditDistance(std::string_view a, std::string_view b) {
+  std::vector<size_t> before_last(b.size() + 1), last(b.size() + 1), row(b.size() + 1);
+  for (size_t j = 0; j <= b.size(); ++j) last[j] = j;
+  for (size_t i = 1; i <= a.size(); ++i) {
+    row[0] = i;
+    for (size_t j = 1; j <= b.size(); ++j) {
+      row[j] =
+          std::min({last[j] + 1, row[j - 1] + 1, last[j - 1] + (a[i - 1] == b[j - 1] ? 0u : 1u)});
+      if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1]) {
+        row[j] = std::min(row[j], before_last[j - 2] + 1);
+      }
+    }
+    before_last.swap(last);
+    last.swap(row);
+  }
+  return last[b.size()];
+}
+
+}  // namespace
+
+Setting::Setting(const FieldDescriptor* field)
+    : field_(field),
+      options_(&field->options().GetExtension(config::v1::setting)),
+      flag_(absl::StrCat("--", absl::StrReplaceAll(field->name(), {{"_", "-"}}))),
+      env_(absl::StrCat("SLUICE_", absl::AsciiStrToUpper(field->name()))) {
+  SLUICE_CHECK(!field->is_repeated(), "the schema is flat: ", name());
+}
+
+bool Setting::is_bool() const { return field_->cpp_type() == FieldDescriptor::CPPTYPE_BOOL; }
+
+bool Setting::is_bare_scalar() const {
+  return field_->cpp_type() != FieldDescriptor::CPPTYPE_STRING &&
+         options_->unit() == config::v1::UNIT_NONE;
+}
+
+bool Setting::AppliesTo(std::string_view program) const {
+  const auto& programs = options_->programs();
+  return programs.empty() || std::find(programs.begin(), programs.end(), program) != programs.end();
+}
+
+std::string Setting::FormatNumber(double value) const {
+  switch (options_->unit()) {
+    case config::v1::UNIT_BYTES:
+      return FormatBytes(static_cast<uint64_t>(value));
+    case config::v1::UNIT_SECONDS:
+      return FormatSeconds(value);
+    default:
+      // Bounds of counts are whole and below 2^53.
+      return value == std::floor(value) ? absl::StrCat(static_cast<int64_t>(value))
+                                        : absl::StrCat(value);
+  }
+}
+
+std::string Setting::Allowed() const {
+  if (!options_->choices().empty()) {
+    if (options_->choices_size() == 1) return absl::StrCat("\"", options_->choices(0), "\"");
+    return absl::StrCat("one of ", absl::StrJoin(options_->choices(), ", "));
+  }
+  std::string what;
+  std::string example;
+  switch (field_->cpp_type()) {
+    case FieldDescriptor::CPPTYPE_BOOL:
+      return "true or false";
+    case FieldDescriptor::CPPTYPE_STRING:
+      if (options_->unit() != config::v1::UNIT_ADDRESS) return "text";
+      return absl::StrCat("host:port with a port from 0 to 65535",
+                          options_->required() ? "" : ", or empty for none");
+    case FieldDescriptor::CPPTYPE_DOUBLE:
+      what = "a number";
+      break;
+    default:
+      what = "a whole number";
+  }
+  if (options_->unit() == config::v1::UNIT_BYTES) {
+    what = "a whole number of bytes";
+    example = " (such as 1073741824, 512MiB or 1GiB)";
+  } else if (options_->unit() == config::v1::UNIT_SECONDS) {
+    what = "a time";
+    example = " (such as 30, 1.5s, 200ms or 2m)";
+  }
+  if (options_->max() > 0) {
+    absl::StrAppend(&what, " from ", FormatNumber(options_->min()), " to ",
+                    FormatNumber(options_->max()));
+  } else {
+    absl::StrAppend(&what, " of at least ", FormatNumber(options_->min()));
+  }
+  return what + example;
+}
+
+absl::Status Setting::Refuse(std::string_view text) const {
+  return absl::InvalidArgumentError(absl::StrCat("must be ", Allowed(), ", but is ", Shown(text)));
+}
+
+absl::Status Setting::ParseString(std::string_view text, Config* config) const {
+  if (text.size() > kMaxTextBytes) {
+    return absl::InvalidArgumentError(absl::StrCat("must be at most ", kMaxTextBytes,
+                                                   " bytes long, but is ", text.size(), " long"));
+  }
+  for (char c : text) {
+    if (absl::ascii_iscntrl(static_cast<unsigned char>(c))) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("must be text without control characters, but is ", Shown(text)));
+    }
+  }
+  if (options_->required() && text.empty()) {
+    return absl::InvalidArgumentError("must not be empty");
+  }
+  const auto& choices = options_->choices();
+  if (!choices.empty() && std::find(choices.begin(), choices.end(), text) == choices.end()) {
+    return Refuse(text);
+  }
+  if (options_->unit() == config::v1::UNIT_ADDRESS && !text.empty() && !IsAddress(text)) {
+    return Refuse(text);
+  }
+  config->GetReflection()->SetString(config, field_, std::string(text));
+  return absl::OkStatus();
+}
+
+absl::Status Setting::ParseNumber(std::string_view text, Config* config) const {
+  const auto* reflection = config->GetReflection();
+  std::string error;  // Abseil's own words, which name no bounds: not shown
+  if (field_->cpp_type() == FieldDescriptor::CPPTYPE_DOUBLE) {
+    double value = 0;
+    if (options_->unit() == config::v1::UNIT_SECONDS) {
+      const std::optional<double> seconds = ParseSeconds(text);
+      if (!seconds.has_value()) return Refuse(text);
+      value = *seconds;
+    } else if (!absl::ParseFlag(View(text), &value, &error)) {
+      return Refuse(text);
+    }
+    // Written so that NaN is refused.
+    if (!(value >= options_->min() && std::isfinite(value))) return Refuse(text);
+    if (options_->max() > 0 && value > options_->max()) return Refuse(text);
+    reflection->SetDouble(config, field_, value);
+    return absl::OkStatus();
+  }
+
+  uint64_t value = 0;
+  if (options_->unit() == config::v1::UNIT_BYTES) {
+    const std::optional<uint64_t> bytes = ParseBytes(text);
+    if (!bytes.has_value()) return Refuse(text);
+    value = *bytes;
+  } else if (!absl::ParseFlag(View(text), &value, &error)) {
+    return Refuse(text);
+  }
+  if (value < static_cast<uint64_t>(options_->min())) return Refuse(text);
+  if (options_->max() > 0 && value > static_cast<uint64_t>(options_->max())) return Refuse(text);
+  if (field_->cpp_type() == FieldDescriptor::CPPTYPE_UINT32) {
+    if (value > std::numeric_limits<uint32_t>::max()) return Refuse(text);
+    reflection->SetUInt32(config, field_, static_cast<uint32_t>(value));
+  } else {
+    reflection->SetUInt64(config, field_, value);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Setting::Parse(std::string_view text, Config* config) const {
+  switch (field_->cpp_type()) {
+    case FieldDescriptor::CPPTYPE_STRING:
+      return ParseString(text, config);
+    case FieldDescriptor::CPPTYPE_BOOL: {
+      bool value = false;
+      std::string error;
+      if (!absl::ParseFlag(View(text), &value, &error)) return Refuse(text);
+      config->GetReflection()->SetBool(config, field_, value);
+      return absl::OkStatus();
+    }
+    case FieldDescriptor::CPPTYPE_DOUBLE:
+    case FieldDescriptor::CPPTYPE_UINT32:
+    case FieldDescriptor::CPPTYPE_UINT64:
+      return ParseNumber(text, config);
+    default:
+      SLUICE_CHECK(false, "the loader reads no fields of type ", field_->cpp_type_name(), ": ",
+                   name());
+  }
+}
+
+std::string Setting::Format(const Config& config) const {
+  const auto* reflection = config.GetReflection();
+  switch (field_->cpp_type()) {
+    case FieldDescriptor::CPPTYPE_STRING:
+      return reflection->GetString(config, field_);
+    case FieldDescriptor::CPPTYPE_BOOL:
+      return reflection->GetBool(config, field_) ? "true" : "false";
+    case FieldDescriptor::CPPTYPE_DOUBLE: {
+      const std::string seconds = FormatSeconds(reflection->GetDouble(config, field_));
+      return options_->unit() == config::v1::UNIT_SECONDS ? seconds
+                                                          : seconds.substr(0, seconds.size() - 1);
+    }
+    default: {
+      const uint64_t value = field_->cpp_type() == FieldDescriptor::CPPTYPE_UINT32
+                                 ? reflection->GetUInt32(config, field_)
+                                 : reflection->GetUInt64(config, field_);
+      return options_->unit() == config::v1::UNIT_BYTES ? FormatBytes(value) : absl::StrCat(value);
+    }
+  }
+}
+
+std::span<const Setting> AllSettings() {
+  static const auto* settings = [] {
+    auto* all = new std::vector<Setting>;
+    const auto* descriptor = Config::descriptor();
+    for (int i = 0; i < descriptor->field_count(); ++i) all->emplace_back(descriptor->field(i));
+    return all;
+  }();
+  return *settings;
+}
+
+const Setting* FindSetting(std::string_view name) {
+  for (const Setting& setting : AllSettings()) {
+    if (setting.name() == name) return &setting;
+  }
+  return nullptr;
+}
+
+Config DefaultConfig() {
+  Config config;
+  for (const Setting& setting : AllSettings()) {
+    if (setting.options().required() && setting.options().default_value().empty()) continue;
+    const absl::Status status = setting.Parse(setting.options().default_value(), &config);
+    SLUICE_CHECK(status.ok(), "default of ", setting.name(), " ", status.message());
+  }
+  return config;
+}
+
+std::string DidYouMean(std::string_view name, std::span<const std::string> candidates) {
+  size_t best_distance = std::numeric_limits<size_t>::max();
+  const std::string* best = nullptr;
+  for (const std::string& candidate : candidates) {
+    const size_t distance = EditDistance(name.substr(0, 2 * candidate.size()), candidate);
+    if (distance < best_distance) {
+      best_distance = distance;
+      best = &candidate;
+    }
+  }
+  // Past half its letters a guess is noise.
+  if (best == nullptr || best_distance > best->size() / 2) return "";
+  return absl::StrCat(" (did you mean ", *best, "?)");
+}
+
+}  // namespace sluice

@@ -1,0 +1,145 @@
+#include "src/device/cpu/cpu_kernel_set.h"
+
+#include <algorithm>
+
+#include "src/device/cpu/cpu_stream.h"
+
+namespace sluice {
+namespace {
+
+using kernels::KernelTable;
+using kernels::Worker;
+
+// Below this many elements an operator is done before a helper would have woken up. The number of
+// workers never changes a result (kernels/params.h).
+constexpr int64_t kElementsPerWorker = 16 * 1024;
+
+int WorkersFor(int64_t elements, const CpuTeam& team) {
+  return static_cast<int>(
+      std::clamp<int64_t>(elements / kElementsPerWorker, 1, static_cast<int64_t>(team.threads())));
+}
+
+class CpuKernelSet : public KernelSet {
+ public:
+  CpuKernelSet(const KernelTable& table, CpuTeam* team, Device* device)
+      : table_(table), name_(table.name), team_(team), device_(device) {}
+
+  const std::string& name() const override { return name_; }
+  DType activation_type() const override { return table_.activation_type; }
+
+  absl::StatusOr<Weight> Prepare(absl::Span<const MatrixPart> parts, int32_t k) override;
+
+  int64_t SampleScratchBytes(int32_t vocab) const override {
+    return kernels::SampleScratchBytes(vocab) * team_->threads();
+  }
+
+  void Embedding(Stream& s, const kernels::EmbeddingParams& p) override {
+    Launch(s, table_.embedding, p, int64_t{p.rows} * p.table.k);
+  }
+  void RmsNorm(Stream& s, const kernels::RmsNormParams& p) override {
+    Launch(s, table_.rms_norm, p, int64_t{p.rows} * p.dim);
+  }
+  void Linear(Stream& s, const kernels::LinearParams& p) override {
+    Launch(s, table_.linear, p, int64_t{p.w.n} * p.w.k);
+  }
+  void RopeTable(Stream& s, const kernels::RopeTableParams& p) override {
+    Launch(s, table_.rope_table, p, int64_t{p.rows} * p.half_dim * 16);
+  }
+  void RopeAppend(Stream& s, const kernels::RopeAppendParams& p) override {
+    Launch(s, table_.rope_append, p,
+           int64_t{p.rows} * (p.heads + 2 * p.cache.kv_heads) * p.cache.head_dim);
+  }
+  void Attention(Stream& s, const kernels::AttentionParams& p) override {
+    // Positions are not known here: any row may have a long context.
+    constexpr int64_t kAllWorkers = int64_t{1} << 40;
+    Launch(s, table_.attention, p, kAllWorkers);
+    Launch(s, table_.attention_merge, p, int64_t{p.rows} * p.heads * p.cache.head_dim);
+  }
+  void Merge(Stream& s, const kernels::MergeParams& p) override {
+    Launch(s, table_.merge, p, int64_t{p.parts} * p.rows * p.heads * p.head_dim);
+  }
+  void SiluMul(Stream& s, const kernels::SiluMulParams& p) override {
+    Launch(s, table_.silu_mul, p, int64_t{p.rows} * p.dim);
+  }
+  void Sample(Stream& s, const kernels::SampleParams& p) override {
+    // Rows are the unit of work.
+    Launch(s, table_.sample, p, int64_t{p.rows} * kElementsPerWorker);
+  }
+
+ private:
+  template <typename Params>
+  struct Work {
+    void (*run)(const Params&, Worker);
+    int workers;
+    Params params;
+  };
+  template <typename Params>
+  void Launch(Stream& stream, void (*run)(const Params&, Worker), const Params& params,
+              int64_t elements) {
+    static_cast<CpuStream&>(stream).Enqueue<Work<Params>>(
+        [](const Work<Params>& work, CpuTeam* team) {
+          team->Run(
+              [](const void* erased, Worker worker) {
+                const auto& w = *static_cast<const Work<Params>*>(erased);
+                w.run(w.params, worker);
+              },
+              &work, work.workers);
+        },
+        {run, WorkersFor(elements, *team_), params});
+  }
+
+  const KernelTable& table_;
+  const std::string name_;
+  CpuTeam* const team_;
+  Device* const device_;
+};
+
+absl::StatusOr<Weight> CpuKernelSet::Prepare(absl::Span<const MatrixPart> parts, int32_t k) {
+  int32_t n = 0;
+  for (const MatrixPart& part : parts) n += part.rows;
+  Weight weight;
+  weight.matrix = {nullptr, n, k, table_.weight_layout};
+  const bool panels = table_.weight_layout == kernels::WeightLayout::kPanel16;
+  if (!panels && parts.size() == 1) {
+    weight.matrix.data = parts[0].data;
+    return weight;
+  }
+  const int64_t elements = panels ? kernels::PanelElements(n, k) : int64_t{n} * k;
+  SLUICE_ASSIGN_OR_RETURN(
+      weight.storage, device_->Allocate(MemoryKind::kDevice, static_cast<size_t>(elements) * 2,
+                                        absl::StrCat("a matrix of weights, ", n, " x ", k)));
+  auto* out = weight.storage.as<uint16_t>();
+  weight.matrix.data = out;
+  int32_t first_row = 0;
+  for (const MatrixPart& part : parts) {
+    if (!panels) {
+      std::memcpy(out + int64_t{first_row} * k, part.data, static_cast<size_t>(part.rows) * k * 2);
+    } else {
+      struct Pack {
+        const MatrixPart* part;
+        int32_t k, first_row;
+        uint16_t* out;
+      } pack{&part, k, first_row, out};
+      team_->Run(
+          [](const void* erased, Worker worker) {
+            const auto& p = *static_cast<const Pack*>(erased);
+            const int64_t begin = int64_t{p.part->rows} * worker.index / worker.count;
+            const int64_t end = int64_t{p.part->rows} * (worker.index + 1) / worker.count;
+            kernels::PackPanels(p.part->data + begin * p.k, static_cast<int32_t>(end - begin), p.k,
+                                p.first_row + static_cast<int32_t>(begin), p.out);
+          },
+          &pack, WorkersFor(int64_t{part.rows} * k, *team_));
+    }
+    first_row += part.rows;
+  }
+  return weight;
+}
+
+}  // namespace
+
+std::unique_ptr<KernelSet> NewCpuKernelSet(const KernelTable& table, CpuTeam* team,
+                                           Device* device) {
+  return std::make_unique<CpuKernelSet>(table, team, device);
+}
+
+}  // namespace sluice

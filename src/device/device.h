@@ -1,0 +1,89 @@
+// The seam between the engine and the hardware. One Device gives memory, ordered streams, events and
+// the operators (KernelSet). Models and policies are written once, against this.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/status/statusor.h"
+
+namespace sluice {
+
+class KernelSet;
+
+enum class MemoryKind {
+  kDevice,  // HBM; on the CPU device ordinary memory with huge pages
+  kPinned,  // DRAM that the device can read and write; huge pages
+};
+
+// Owns a piece of device or pinned memory; zeroed. Move-only.
+class Buffer {
+ public:
+  using Deleter = std::function<void(void* data, size_t bytes)>;
+  Buffer() = default;
+  Buffer(void* data, size_t bytes, Deleter deleter)
+      : data_(data), bytes_(bytes), deleter_(std::move(deleter)) {}
+  Buffer(Buffer&& other) noexcept { *this = std::move(other); }
+  Buffer& operator=(Buffer&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    std::swap(deleter_, other.deleter_);
+    return *this;
+  }
+  ~Buffer() {
+    if (data_ != nullptr) deleter_(data_, bytes_);
+  }
+
+  void* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+  template <typename T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+  Deleter deleter_;
+};
+
+// Marks a point of a stream. Any thread may ask or wait; recorded again only when it is ready.
+class Event {
+ public:
+  virtual ~Event() = default;
+  // Whether everything before the last Record is done; true if never recorded.
+  virtual bool Ready() const = 0;
+  virtual void Wait() const = 0;
+};
+
+// An ordered queue of work. Enqueued from one thread at a time; nothing waits but where the queue is
+// full.
+class Stream {
+ public:
+  virtual ~Stream() = default;
+  // Copies between any two memories of the device; both stay valid until it is done.
+  virtual void Copy(void* target, const void* source, size_t bytes) = 0;
+  virtual void Fill(void* target, uint8_t value, size_t bytes) = 0;
+  virtual void Record(Event& event) = 0;
+  // What is enqueued later starts after `event`.
+  virtual void WaitFor(Event& event) = 0;
+};
+
+class Device {
+ public:
+  virtual ~Device() = default;
+  virtual const std::string& name() const = 0;  // "cpu"
+  // RESOURCE_EXHAUSTED naming `what` and the bytes asked for.
+  virtual absl::StatusOr<Buffer> Allocate(MemoryKind kind, size_t bytes, const std::string& what) = 0;
+  // A compute stream runs kernels; a copy stream only copies, beside it.
+  enum class StreamKind { kCompute, kCopy };
+  virtual std::unique_ptr<Stream> NewStream(StreamKind kind) = 0;
+  virtual std::unique_ptr<Event> NewEvent() = 0;
+  virtual KernelSet& kernels() = 0;
+};
+
+}  // namespace sluice

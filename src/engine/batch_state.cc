@@ -1,0 +1,193 @@
+#include "src/engine/batch_state.h"
+
+#include <algorithm>
+
+#include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
+
+namespace sluice {
+
+using kernels::kMaxLogitBias;
+using kernels::kMaxStopIds;
+using kernels::kMaxTopLogprobs;
+using kernels::SamplingSlot;
+
+absl::StatusOr<std::unique_ptr<BatchState>> BatchState::Create(const Options& options,
+                                                               Device* device, const Model& model) {
+  SLUICE_CHECK(options.slots <= model.max_logits() && options.slots <= model.max_rows());
+  std::unique_ptr<BatchState> state(new BatchState(options, device, model));
+  SLUICE_RETURN_IF_ERROR(state->AllocateAll());
+  return state;
+}
+
+BatchState::BatchState(const Options& options, Device* device, const Model& model)
+    : device_(device),
+      slots_(options.slots),
+      max_context_(options.max_context),
+      vocab_(model.config().vocab_size),
+      max_rows_(model.max_rows()),
+      max_samples_(options.slots) {
+  for (auto& event : events_) event = device->NewEvent();
+  for (int slot = 0; slot < slots_; ++slot) joined_.push_back(device->NewEvent());
+}
+
+absl::Status BatchState::Allocate(Buffer* buffer, MemoryKind kind, int64_t bytes,
+                                  const char* what) {
+  SLUICE_ASSIGN_OR_RETURN(*buffer, device_->Allocate(kind, static_cast<size_t>(bytes), what));
+  bytes_ += bytes;
+  return absl::OkStatus();
+}
+
+absl::Status BatchState::AllocateAll() {
+  const int64_t n = slots_;
+  for (auto [tables, kind] : {std::pair{&device_tables_, MemoryKind::kDevice},
+                              std::pair{&host_tables_, MemoryKind::kPinned}}) {
+    SLUICE_RETURN_IF_ERROR(
+        Allocate(&tables->tokens, kind, n * max_context_ * 4, "token histories"));
+    SLUICE_RETURN_IF_ERROR(Allocate(&tables->sampling, kind,
+                                    n * static_cast<int64_t>(sizeof(SamplingSlot)),
+                                    "sampling state"));
+    SLUICE_RETURN_IF_ERROR(Allocate(&tables->stop_ids, kind, n * kMaxStopIds * 4, "stop ids"));
+    SLUICE_RETURN_IF_ERROR(Allocate(&tables->bias_ids, kind, n * kMaxLogitBias * 4, "logit bias"));
+    SLUICE_RETURN_IF_ERROR(
+        Allocate(&tables->bias_values, kind, n * kMaxLogitBias * 4, "logit bias"));
+  }
+  SLUICE_RETURN_IF_ERROR(Allocate(&inputs_, MemoryKind::kDevice, input_bytes(), "step inputs"));
+  SLUICE_RETURN_IF_ERROR(Allocate(&results_, MemoryKind::kDevice, result_bytes(), "step results"));
+  for (int i = 0; i < kDepth; ++i) {
+    const auto b = static_cast<size_t>(i);
+    SLUICE_RETURN_IF_ERROR(
+        Allocate(&host_inputs_[b], MemoryKind::kPinned, input_bytes(), "step inputs"));
+    SLUICE_RETURN_IF_ERROR(
+        Allocate(&host_results_[b], MemoryKind::kPinned, result_bytes(), "step results"));
+  }
+  SLUICE_RETURN_IF_ERROR(
+      Allocate(&logits_, MemoryKind::kDevice, int64_t{max_samples_} * vocab_ * 4, "logits"));
+  return Allocate(&sample_scratch_, MemoryKind::kDevice,
+                  device_->kernels().SampleScratchBytes(vocab_), "sampling scratch");
+}
+
+BatchState::Inputs BatchState::InputsAt(const Buffer& buffer) const {
+  auto* p = buffer.as<int32_t>();
+  Inputs in{};
+  in.slots = p;
+  in.positions = in.slots + max_rows_;
+  in.logit_rows = in.positions + max_rows_;
+  in.sample_slots = in.logit_rows + max_samples_;
+  in.sample_positions = in.sample_slots + max_samples_;
+  return in;
+}
+
+BatchState::Results BatchState::ResultsAt(const Buffer& buffer) const {
+  Results r{};
+  r.tokens = buffer.as<int32_t>();
+  r.logprobs = buffer.as<float>() + max_samples_;
+  r.top_ids = buffer.as<int32_t>() + 2 * int64_t{max_samples_};
+  r.top_logprobs = buffer.as<float>() + int64_t{max_samples_} * (2 + kMaxTopLogprobs);
+  return r;
+}
+
+void BatchState::Join(Stream& stream, int slot, absl::Span<const int32_t> tokens,
+                      const SamplingParams& params, uint64_t seed, int32_t prompt_length,
+                      absl::Span<const int32_t> stop_ids) {
+  SLUICE_CHECK(static_cast<int64_t>(tokens.size()) <= max_context_ &&
+               stop_ids.size() <= kMaxStopIds && params.logit_bias.size() <= kMaxLogitBias);
+  const SamplingSlot sampling =
+      MakeSamplingSlot(params, seed, prompt_length, static_cast<int32_t>(stop_ids.size()));
+  auto* bias_ids = host_tables_.bias_ids.as<int32_t>() + int64_t{slot} * kMaxLogitBias;
+  auto* bias_values = host_tables_.bias_values.as<float>() + int64_t{slot} * kMaxLogitBias;
+  for (const auto& [id, value] : params.logit_bias) {
+    *bias_ids++ = static_cast<int32_t>(id);
+    *bias_values++ = value;
+  }
+  std::copy(tokens.begin(), tokens.end(),
+            host_tables_.tokens.as<int32_t>() + int64_t{slot} * max_context_);
+  std::copy(stop_ids.begin(), stop_ids.end(),
+            host_tables_.stop_ids.as<int32_t>() + int64_t{slot} * kMaxStopIds);
+  host_tables_.sampling.as<SamplingSlot>()[slot] = sampling;
+
+  const auto send = [&](Buffer Tables::*table, size_t row_bytes, size_t bytes) {
+    if (bytes == 0) return;
+    const size_t at = static_cast<size_t>(slot) * row_bytes;
+    stream.Copy((device_tables_.*table).as<uint8_t>() + at,
+                (host_tables_.*table).as<uint8_t>() + at, bytes);
+  };
+  send(&Tables::tokens, static_cast<size_t>(max_context_) * 4, tokens.size() * 4);
+  send(&Tables::sampling, sizeof(SamplingSlot), sizeof(SamplingSlot));
+  send(&Tables::stop_ids, kMaxStopIds * 4, stop_ids.size() * 4);
+  send(&Tables::bias_ids, kMaxLogitBias * 4, params.logit_bias.size() * 4);
+  send(&Tables::bias_values, kMaxLogitBias * 4, params.logit_bias.size() * 4);
+  stream.Record(joined(slot));
+}
+
+void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model& model,
+                        AttentionPolicy& policy) {
+  SLUICE_CHECK(plan.row_count <= max_rows_ && plan.sample_count <= max_samples_);
+  const Inputs host = InputsAt(host_inputs_[static_cast<size_t>(buffer)]);
+  int32_t row = 0, sample = 0;
+  for (const PlanRow& planned : plan.rows) {
+    for (int32_t i = 0; i < planned.count; ++i, ++row) {
+      host.slots[row] = planned.slot;
+      host.positions[row] = static_cast<int32_t>(planned.first_position + i);
+    }
+    if (planned.sample) {
+      host.logit_rows[sample] = row - 1;
+      host.sample_slots[sample] = planned.slot;
+      host.sample_positions[sample] = host.positions[row - 1];
+      ++sample;
+    }
+  }
+  stream.Copy(inputs_.data(), host.slots, static_cast<size_t>(input_bytes()));
+
+  const Inputs in = InputsAt(inputs_);
+  StepInputs step;
+  step.tokens = device_tables_.tokens.as<int32_t>();
+  step.token_stride = max_context_;
+  step.slots = in.slots;
+  step.positions = in.positions;
+  step.rows = plan.row_count;
+  step.logit_rows = in.logit_rows;
+  step.logit_count = plan.sample_count;
+  step.logits = logits_.as<float>();
+  model.Forward(stream, step, policy);
+
+  const Results results = ResultsAt(results_);
+  if (plan.sample_count > 0) {
+    kernels::SampleParams choose{};
+    choose.logits = step.logits;
+    choose.slots = in.sample_slots;
+    choose.positions = in.sample_positions;
+    choose.sampling = device_tables_.sampling.as<SamplingSlot>();
+    choose.stop_ids = device_tables_.stop_ids.as<int32_t>();
+    choose.bias_ids = device_tables_.bias_ids.as<int32_t>();
+    choose.bias_values = device_tables_.bias_values.as<float>();
+    choose.tokens = device_tables_.tokens.as<int32_t>();
+    choose.token_stride = max_context_;
+    choose.out_tokens = results.tokens;
+    choose.out_logprobs = results.logprobs;
+    choose.out_top_ids = results.top_ids;
+    choose.out_top_logprobs = results.top_logprobs;
+    choose.scratch = sample_scratch_.data();
+    choose.rows = plan.sample_count;
+    choose.vocab = vocab_;
+    device_->kernels().Sample(stream, choose);
+    stream.Copy(host_results_[static_cast<size_t>(buffer)].data(), results_.data(),
+                static_cast<size_t>(result_bytes()));
+  }
+  stream.Record(event(buffer));
+}
+
+OutputToken BatchState::Result(int buffer, int index, std::optional<uint32_t> logprobs) const {
+  const Results results = ResultsAt(host_results_[static_cast<size_t>(buffer)]);
+  OutputToken token;
+  token.id = results.tokens[index];
+  if (!logprobs.has_value()) return token;
+  token.logprob = results.logprobs[index];
+  const int64_t first = int64_t{index} * kMaxTopLogprobs;
+  for (int64_t i = first; i < first + *logprobs; ++i) {
+    token.top_logprobs.emplace_back(results.top_ids[i], results.top_logprobs[i]);
+  }
+  return token;
+}
+
+}  // namespace sluice

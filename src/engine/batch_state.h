@@ -1,0 +1,109 @@
+// The running batch as the device sees it: token histories, sampling state, the rows of the step and
+// its results, all at fixed addresses. The host changes tables when a sequence joins, and uploads the
+// rows of each step; token values never pass through it.
+//
+// Engine's thread only.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "src/device/device.h"
+#include "src/model/model.h"
+#include "src/request/token.h"
+#include "src/sampling/sampling_params.h"
+#include "src/scheduler/planner.h"
+
+namespace sluice {
+
+class BatchState {
+ public:
+  // Steps that may be launched and not yet read.
+  static constexpr int kDepth = 2;
+
+  struct Options {
+    int slots = 0;
+    int max_context = 0;
+  };
+  static absl::StatusOr<std::unique_ptr<BatchState>> Create(const Options& options, Device* device,
+                                                            const Model& model);
+
+  // Puts a sequence's tokens and sampling state into `slot`. REQUIRES: no step that has the slot is
+  // under way; tokens.size() <= max_context.
+  void Join(Stream& stream, int slot, absl::Span<const int32_t> tokens,
+            const SamplingParams& params, uint64_t seed, int32_t prompt_length,
+            absl::Span<const int32_t> stop_ids);
+
+  // Ready when what Join enqueued for the slot is done; before, the slot must not be joined again.
+  Event& joined(int slot) { return *joined_[static_cast<size_t>(slot)]; }
+
+  // Enqueues rows, forward pass, sampling and the way back of the results; `buffer` < kDepth is free
+  // again once event(buffer) is ready and its results were read.
+  void Launch(Stream& stream, int buffer, const StepPlan& plan, Model& model,
+              AttentionPolicy& policy);
+  Event& event(int buffer) { return *events_[static_cast<size_t>(buffer)]; }
+
+  // Result of the plan's sample number `index` (in the order of its sampling rows); an id of -1: the
+  // logits were not finite. `logprobs`: alternatives wanted, none if absent.
+  OutputToken Result(int buffer, int index, std::optional<uint32_t> logprobs) const;
+
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  BatchState(const Options& options, Device* device, const Model& model);
+  absl::Status Allocate(Buffer* buffer, MemoryKind kind, int64_t bytes, const char* what);
+  absl::Status AllocateAll();
+
+  // Step inputs, int32, one after the other in one buffer.
+  struct Inputs {
+    int32_t *slots, *positions;                               // [max_rows]
+    int32_t *logit_rows, *sample_slots, *sample_positions;    // [max_samples]
+  };
+  Inputs InputsAt(const Buffer& buffer) const;
+  int64_t input_bytes() const { return (2 * int64_t{max_rows_} + 3 * int64_t{max_samples_}) * 4; }
+  // Step results, one after the other in one buffer.
+  struct Results {
+    int32_t* tokens;      // [max_samples]
+    float* logprobs;      // [max_samples]
+    int32_t* top_ids;     // [max_samples][kMaxTopLogprobs]
+    float* top_logprobs;  // [max_samples][kMaxTopLogprobs]
+  };
+  Results ResultsAt(const Buffer& buffer) const;
+  int64_t result_bytes() const {
+    return int64_t{max_samples_} * (2 + 2 * kernels::kMaxTopLogprobs) * 4;
+  }
+
+  // What Join uploads, per slot, and where it is sent from: the host copy of a slot is rewritten only
+  // after every step of the sequence before is done.
+  struct Tables {
+    Buffer tokens;       // int32 [slots][max_context]
+    Buffer sampling;     // SamplingSlot [slots]
+    Buffer stop_ids;     // int32 [slots][kMaxStopIds]
+    Buffer bias_ids;     // int32 [slots][kMaxLogitBias]
+    Buffer bias_values;  // float [slots][kMaxLogitBias]
+  };
+
+  Device* const device_;
+  const int slots_;
+  const int max_context_;
+  const int vocab_;
+  const int max_rows_;
+  const int max_samples_;
+  int64_t bytes_ = 0;
+  Tables device_tables_, host_tables_;
+  Buffer inputs_;                            // device
+  std::array<Buffer, kDepth> host_inputs_;   // pinned
+  Buffer results_;                           // device
+  std::array<Buffer, kDepth> host_results_;  // pinned
+  Buffer logits_;                            // float32 [max_samples][vocab]
+  Buffer sample_scratch_;
+  std::array<std::unique_ptr<Event>, kDepth> events_;
+  std::vector<std::unique_ptr<Event>> joined_;  // per slot
+};
+
+}  // namespace sluice

@@ -1,0 +1,113 @@
+// The decode loop: owns the running batch. One thread calls Turn(); everything else reaches the engine
+// through its inbox, so no other thread touches a sequence.
+//
+// A turn: drain the inbox, reap leases and deadlines, admit, plan, launch the next step, and only then
+// take the results of the step before: the device always has work queued while the host emits.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "src/base/clock.h"
+#include "src/device/device.h"
+#include "src/request/request.h"
+
+namespace sluice {
+
+class AttentionPolicy;
+class Metrics;
+class Model;
+class TokenBytes;
+class TransferTable;
+
+struct SequenceSnapshot {
+  enum class State { kAwaitingTransfer, kWaiting, kRunning, kParked };
+  std::string request_id;
+  std::string transfer_id;
+  State state = State::kWaiting;
+  uint32_t prompt_tokens = 0;
+  uint32_t output_tokens = 0;
+  uint32_t max_tokens = 0;
+  absl::Duration age;
+};
+
+struct EngineSnapshot {
+  std::vector<SequenceSnapshot> sequences;
+  uint32_t running = 0;  // parked ones included
+  uint32_t waiting = 0;  // awaiting their transfer, or room
+  bool draining = false;
+};
+
+class Engine {
+ public:
+  struct Options {
+    uint32_t max_sequences = 32;
+    uint32_t max_waiting = 1024;
+    uint32_t max_context = 0;
+    uint32_t chunk_tokens = 512;
+    bool local_prefill = false;
+    uint64_t seed = 0;
+    absl::Duration transfer_wait = absl::Seconds(60);
+    absl::Duration slow_reader_timeout = absl::Seconds(30);
+  };
+  // Everything outlives the engine. `token_bytes` null: no stop strings. `metrics` may be null.
+  struct Parts {
+    Device* device = nullptr;
+    Model* model = nullptr;
+    AttentionPolicy* policy = nullptr;
+    TransferTable* transfers = nullptr;
+    const TokenBytes* token_bytes = nullptr;
+    Metrics* metrics = nullptr;
+    Clock* clock = nullptr;
+  };
+  static absl::StatusOr<std::unique_ptr<Engine>> Create(const Options& options, const Parts& parts);
+  virtual ~Engine() = default;
+
+  // ---- From any thread ----
+
+  // Checks what can be checked without the batch and queues the request. A returned error means that
+  // the sink will never be called; after OK the sink gets exactly one Finish.
+  virtual absl::Status Submit(Request request) = 0;
+  // The sequence (if it is alive) ends with `why`. `done(found)` runs on the engine's thread.
+  virtual void Cancel(const std::string& request_id, absl::Status why,
+                      std::function<void(bool)> done) = 0;
+  // `done` runs on the engine's thread within one step.
+  virtual void Snapshot(std::function<void(EngineSnapshot)> done) = 0;
+  // New requests are refused with UNAVAILABLE from now on; what runs goes on. `idle` runs on the
+  // engine's thread once nothing runs or waits.
+  virtual void Drain(std::function<void()> idle) = 0;
+  // Ends everything that is alive with `why`.
+  virtual void CancelAll(absl::Status why) = 0;
+  // Makes a sleeping engine turn: something it waits for has changed.
+  virtual void Wake() = 0;
+
+  // ---- From the engine's one thread ----
+
+  // What to wait for before the next turn.
+  struct Next {
+    enum class Kind { kNow, kEvent, kInbox } kind = Kind::kInbox;
+    Event* event = nullptr;                    // kEvent
+    absl::Time until = absl::InfiniteFuture();  // kInbox: turn by then at the latest
+  };
+  virtual Next Turn() = 0;
+  // Blocks until the inbox has something, Wake() was called, or `until`.
+  virtual void WaitForInbox(absl::Time until) = 0;
+};
+
+// Runs an engine on a thread of its own until destroyed; cancels what is alive when it ends.
+class EngineThread {
+ public:
+  explicit EngineThread(Engine* engine);
+  ~EngineThread();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,49 @@
+// The engine's inbox: closures from any thread, run on the engine's thread in order.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+
+namespace sluice {
+
+class Inbox {
+ public:
+  void Post(std::function<void()> work) {
+    absl::MutexLock lock(&mutex_);
+    work_.push_back(std::move(work));
+  }
+  // Ends a Wait without anything to run.
+  void Wake() {
+    absl::MutexLock lock(&mutex_);
+    woken_ = true;
+  }
+  // Runs what is there.
+  void Drain() {
+    {
+      absl::MutexLock lock(&mutex_);
+      running_.swap(work_);
+      woken_ = false;
+    }
+    for (const std::function<void()>& work : running_) work();
+    running_.clear();
+  }
+  void Wait(absl::Time until) {
+    absl::MutexLock lock(&mutex_);
+    mutex_.AwaitWithDeadline(absl::Condition(
+                                 +[](Inbox* self) { return self->woken_ || !self->work_.empty(); },
+                                 this),
+                             until);
+  }
+
+ private:
+  absl::Mutex mutex_;
+  bool woken_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<std::function<void()>> work_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::function<void()>> running_;  // engine's thread; keeps its memory
+};
+
+}  // namespace sluice

@@ -1,0 +1,61 @@
+// A sequence as the engine keeps it, from Submit to its one Finish. Engine's thread only.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "src/kv/transfer_table.h"
+#include "src/request/request.h"
+#include "src/request/stop_conditions.h"
+
+namespace sluice {
+
+struct Sequence {
+  enum class State {
+    kAwaitingTransfer,  // its Generate is here, its transfer is not ready
+    kWaiting,           // ready; no slot or no HBM yet
+    kRunning,           // has a slot (its working set may still be warming)
+    kFinished,          // the sink has had its Finish; a slot goes back when no step has it any more
+  };
+
+  Sequence(Request r, StopConditions conditions)
+      : request(std::move(r)), stops(std::move(conditions)) {}
+
+  Request request;
+  StopConditions stops;
+  State state = State::kWaiting;
+  absl::Time arrival;
+  absl::Time give_up = absl::InfiniteFuture();  // of kAwaitingTransfer
+
+  // The handoff.
+  std::optional<TransferTable::AttachId> attached;
+  std::string transfer_id;
+  std::unique_ptr<SequenceCache> home;  // until admitted
+
+  // Tokens. [0, prompt_length) are the prompt, then output. Those that a step has been launched to
+  // choose count in `length`, although the host learns them a step later.
+  std::vector<int32_t> tokens;  // as far as the host knew them at admission
+  int64_t prompt_length = 0;
+  int64_t context_length = 0;  // handed over
+  int64_t max_tokens = 0;
+  int64_t length = 0;
+  int64_t cached = 0;   // tokens [0, cached) have their KV, or a launched step makes it
+  int64_t emitted = 0;  // output tokens given to the sink
+
+  // The batch.
+  int slot = -1;
+  int in_flight = 0;         // launched steps whose result is not read
+  uint64_t last_step = 0;    // newest launched step that has it
+  absl::Time admitted;
+  absl::Time last_emit;
+  std::optional<absl::Time> parked_since;
+
+  int64_t total() const { return prompt_length + max_tokens; }
+  bool wants_token() const { return length < total(); }
+};
+
+}  // namespace sluice

@@ -1,0 +1,48 @@
+// The caches that a model keeps, as a list of kinds. Pools, reservations, manifests and chunks are
+// driven by this list; nothing in kv/ or above knows what a kind means.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "src/base/dtype.h"
+
+namespace sluice {
+
+// A block is `parts` arrays, one after the other, each [block_tokens][bytes_per_token / parts], of one
+// head of one layer. A page is one block of every head: [heads] blocks.
+struct CacheKind {
+  std::string name;  // "kv": K after RoPE, then V
+  DType element_type = DType::kBFloat16;
+  int heads = 0;
+  int block_tokens = 32;
+  int parts = 1;
+  int64_t bytes_per_token = 0;  // of one head, all parts
+
+  int64_t block_bytes() const { return bytes_per_token * block_tokens; }
+  int64_t page_bytes() const { return block_bytes() * heads; }
+  int64_t BlocksFor(int64_t tokens) const { return (tokens + block_tokens - 1) / block_tokens; }
+};
+
+struct CacheLayout {
+  int layers = 0;
+  std::vector<CacheKind> kinds;
+
+  // Bytes of the pages that hold `tokens` tokens, all layers and kinds.
+  int64_t BytesFor(int64_t tokens) const;
+  // Pages of kind `kind` that hold `tokens` tokens, all layers.
+  int64_t PagesFor(size_t kind, int64_t tokens) const {
+    return kinds[kind].BlocksFor(tokens) * layers;
+  }
+  // Index of the kind of that name, or -1.
+  int FindKind(const std::string& name) const;
+};
+
+// Tokens of a sequence that a policy wants room for in each tier, growth included.
+struct Footprint {
+  int64_t dram_tokens = 0;
+  int64_t hbm_tokens = 0;
+};
+
+}  // namespace sluice

@@ -1,0 +1,410 @@
+#include "src/kv/transfer_table.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_format.h"
+#include "src/base/error.h"
+#include "src/base/rng.h"
+#include "src/base/status_macros.h"
+#include "src/kv/transfer.h"
+
+namespace sluice {
+namespace {
+
+constexpr size_t kMaxNameBytes = 128;    // tenant, rendezvous_key
+constexpr size_t kMaxExpected = 65536;   // Generates that wait for a Reserve; each has a deadline
+constexpr size_t kTakenRemembered = 4096;
+constexpr size_t kCommitRanges = 64;
+// How soon a refused Reserve may find room: about the time in which a sequence finishes.
+constexpr absl::Duration kRetryAfter = absl::Seconds(1);
+
+std::string NewTransferId() { return absl::StrFormat("%016x%016x", RandomU64(), RandomU64()); }
+
+absl::Status NoSuchTransfer(const std::string& id) {
+  return WithReason(absl::NotFoundError(absl::StrCat(
+                        "transfer_id '", id.substr(0, 64),
+                        "': no such transfer: it was never reserved here, or has ended")),
+                    "TRANSFER_NOT_FOUND");
+}
+
+absl::Status Poisoned(const std::string& id) {
+  return WithReason(
+      absl::FailedPreconditionError(absl::StrCat(
+          "transfer ", id, ": a landed block was sent again with other bytes; abort and reserve anew")),
+      "POISONED");
+}
+
+std::string Describe(const CacheKind& k) {
+  return absl::StrCat("{name ", k.name, ", ", std::string(DTypeName(k.element_type)), ", heads ",
+                      k.heads, ", block_tokens ", k.block_tokens, ", parts ", k.parts,
+                      ", bytes_per_token ", k.bytes_per_token, "}");
+}
+
+bool Same(const CacheKind& a, const CacheKind& b) {
+  return a.name == b.name && a.element_type == b.element_type && a.heads == b.heads &&
+         a.block_tokens == b.block_tokens && a.parts == b.parts &&
+         a.bytes_per_token == b.bytes_per_token;
+}
+
+}  // namespace
+
+TransferTable::TransferTable(Options options, PagePool* dram, const PagePool* hbm, Clock* clock)
+    : options_(std::move(options)), dram_(dram), hbm_(hbm), clock_(clock) {}
+
+TransferTable::~TransferTable() = default;
+
+void TransferTable::SetWake(std::function<void()> wake) { wake_ = std::move(wake); }
+
+void TransferTable::Wake() {
+  if (wake_ != nullptr) wake_();
+}
+
+absl::Status TransferTable::CheckManifest(const Manifest& m) const {
+  if (m.model_fingerprint != options_.model_fingerprint) {
+    return WithReason(
+        absl::FailedPreconditionError(absl::StrCat(
+            "manifest.model_fingerprint: this node serves ", options_.model_fingerprint, ", found ",
+            m.model_fingerprint.empty() ? "none" : m.model_fingerprint.substr(0, 64),
+            "; prefill with the same model")),
+        "FINGERPRINT_MISMATCH");
+  }
+  const CacheLayout& layout = dram_->layout();
+  if (!m.cache_kinds.empty()) {
+    bool same = m.cache_kinds.size() == layout.kinds.size();
+    for (size_t i = 0; same && i < layout.kinds.size(); ++i) {
+      same = Same(m.cache_kinds[i], layout.kinds[i]);
+    }
+    if (!same) {
+      std::string ours, theirs;
+      for (const CacheKind& kind : layout.kinds) ours += Describe(kind);
+      for (size_t i = 0; i < m.cache_kinds.size() && i < 8; ++i) theirs += Describe(m.cache_kinds[i]);
+      return InvalidField("manifest.cache_kinds",
+                          absl::StrCat("this node keeps ", ours, ", found ", theirs));
+    }
+  }
+  const size_t prompt = m.prompt_token_ids.size();
+  if (prompt == 0) return InvalidField("manifest.prompt_token_ids", "must not be empty");
+  if (m.context_length == 0 || m.context_length > prompt) {
+    return InvalidField("manifest.context_length",
+                        absl::StrCat("must be between 1 and the ", prompt,
+                                     " prompt tokens, found ", m.context_length));
+  }
+  if (m.max_new_tokens == 0) return InvalidField("manifest.max_new_tokens", "must be at least 1");
+  if (prompt > options_.max_context) {
+    return InvalidField("manifest.prompt_token_ids",
+                        absl::StrCat("this node's context is ", options_.max_context,
+                                     " tokens, found a prompt of ", prompt));
+  }
+  if (m.max_new_tokens > options_.max_context - prompt) {
+    return InvalidField("manifest.max_new_tokens",
+                        absl::StrCat("the context of ", options_.max_context, " leaves ",
+                                     options_.max_context - prompt, " after the prompt, found ",
+                                     m.max_new_tokens));
+  }
+  for (size_t i = 0; i < prompt; ++i) {
+    if (m.prompt_token_ids[i] >= options_.vocab_size) {
+      return InvalidField("manifest.prompt_token_ids",
+                          absl::StrCat("token ", i, " is ", m.prompt_token_ids[i],
+                                       ", outside the vocabulary of ", options_.vocab_size));
+    }
+  }
+  if (m.tenant.size() > kMaxNameBytes) {
+    return InvalidField("manifest.tenant", absl::StrCat("at most ", kMaxNameBytes, " bytes, found ",
+                                                        m.tenant.size()));
+  }
+  if (m.rendezvous_key.size() > kMaxNameBytes) {
+    return InvalidField("rendezvous_key", absl::StrCat("at most ", kMaxNameBytes, " bytes, found ",
+                                                       m.rendezvous_key.size()));
+  }
+  if (m.lease < absl::ZeroDuration() || m.lease > options_.max_lease) {
+    return InvalidField("lease", absl::StrCat("must be positive and at most ",
+                                              absl::FormatDuration(options_.max_lease), ", found ",
+                                              absl::FormatDuration(m.lease)));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status TransferTable::CheckFits(const Manifest& m) const {
+  const int64_t total = static_cast<int64_t>(m.prompt_token_ids.size()) + m.max_new_tokens;
+  const Footprint need = options_.footprint(m.context_length, total);
+  const auto never = [&](const PagePool& pool, int64_t tokens) {
+    return InvalidField(
+        "manifest", absl::StrCat("the sequence needs room for ", tokens, " tokens (",
+                                 pool.layout().BytesFor(tokens), " bytes) in ", pool.name(),
+                                 ", which holds ", pool.capacity_tokens(),
+                                 " at most; shorten the prompt or max_new_tokens, or raise --",
+                                 pool.name(), "-bytes"));
+  };
+  if (!dram_->CouldEverFit(need.dram_tokens)) return never(*dram_, need.dram_tokens);
+  if (!hbm_->CouldEverFit(need.hbm_tokens)) return never(*hbm_, need.hbm_tokens);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m) {
+  SLUICE_RETURN_IF_ERROR(CheckManifest(m));
+  SLUICE_RETURN_IF_ERROR(CheckFits(m));
+  const Key key{m.tenant, m.rendezvous_key};
+  const auto taken = [&] {
+    return WithReason(absl::AlreadyExistsError(absl::StrCat(
+                          "rendezvous_key '", m.rendezvous_key, "' is in use by another transfer")),
+                      "RENDEZVOUS_KEY_IN_USE");
+  };
+  {
+    absl::MutexLock lock(&mutex_);
+    if (!m.rendezvous_key.empty() && keys_.contains(key)) return taken();
+  }
+  const int64_t total = static_cast<int64_t>(m.prompt_token_ids.size()) + m.max_new_tokens;
+  const Footprint need = options_.footprint(m.context_length, total);
+  Reservation reservation = dram_->TryReserve(need.dram_tokens);
+  if (reservation.empty()) {
+    return ResourceExhausted("DRAM_FULL",
+                             absl::StrCat("no room now for the caches of ", need.dram_tokens,
+                                          " tokens in DRAM; try again later"),
+                             kRetryAfter);
+  }
+  auto home = std::make_unique<SequenceCache>(dram_, std::move(reservation));
+  home->EnsureTokens(m.context_length);
+  auto transfer = std::make_shared<Transfer>(NewTransferId(), m, std::move(home));
+  transfer->lease = m.lease > absl::ZeroDuration() ? m.lease : options_.max_lease;
+  transfer->lease_end = clock_->Now() + transfer->lease;
+  Reserved reserved{transfer->id, transfer->lease, options_.max_chunk_bytes};
+  {
+    absl::MutexLock lock(&mutex_);
+    if (!m.rendezvous_key.empty()) {
+      if (!keys_.emplace(key, transfer).second) return taken();
+      if (const auto expected = expected_.find(key); expected != expected_.end()) {
+        attachments_.at(expected->second).transfer = transfer;
+        transfer->attached = expected->second;
+        expected_.erase(expected);
+      }
+    }
+    transfers_.emplace(transfer->id, transfer);
+  }
+  Wake();
+  return reserved;
+}
+
+absl::StatusOr<std::shared_ptr<Transfer>> TransferTable::FindLocked(const std::string& id) {
+  const auto it = transfers_.find(id);
+  if (it == transfers_.end()) return NoSuchTransfer(id);
+  return it->second;
+}
+
+absl::StatusOr<uint32_t> TransferTable::Commit(const std::string& transfer_id,
+                                               std::vector<OutputToken> first_tokens,
+                                               TransferInfo* missing) {
+  absl::StatusOr<uint32_t> committed;
+  {
+    absl::MutexLock lock(&mutex_);
+    committed = CommitLocked(transfer_id, std::move(first_tokens), missing);
+  }
+  if (committed.ok()) Wake();
+  return committed;
+}
+
+absl::StatusOr<uint32_t> TransferTable::CommitLocked(const std::string& transfer_id,
+                                                     std::vector<OutputToken> first_tokens,
+                                                     TransferInfo* missing) {
+  if (const auto it = taken_.find(transfer_id); it != taken_.end()) return it->second;
+  SLUICE_ASSIGN_OR_RETURN(const std::shared_ptr<Transfer> transfer, FindLocked(transfer_id));
+  if (transfer->state == Transfer::State::kPoisoned) return Poisoned(transfer_id);
+  if (transfer->state == Transfer::State::kCommitted) return transfer->context_length;
+  const size_t most_first = std::min<size_t>(transfer->max_new_tokens, kMaxFirstTokens);
+  if (first_tokens.size() > most_first) {
+    return InvalidField("first_tokens", absl::StrCat("at most ", most_first, " on this transfer, found ",
+                                                     first_tokens.size()));
+  }
+  for (const OutputToken& token : first_tokens) {
+    if (token.id < 0 || static_cast<uint32_t>(token.id) >= options_.vocab_size) {
+      return InvalidField("first_tokens",
+                          absl::StrCat("token id ", static_cast<uint32_t>(token.id),
+                                       " is outside the vocabulary of ", options_.vocab_size));
+    }
+  }
+  transfer->lease_end = clock_->Now() + transfer->lease;
+  if (const uint64_t lacking = transfer->blocks.size() - transfer->landed; lacking > 0) {
+    std::vector<MissingRange> ranges = transfer->Missing(kCommitRanges);
+    const MissingRange& first = ranges.front();
+    absl::Status status = WithReason(
+        absl::FailedPreconditionError(absl::StrCat(
+            lacking, " of ", transfer->blocks.size(), " blocks are missing, the first: layer ",
+            first.layer, ", kind ", first.kind, ", heads [", first.head_begin, ", ",
+            first.head_end, "), tokens [", first.token_begin, ", ", first.token_end,
+            "); write them and commit again")),
+        "MISSING_BLOCKS");
+    if (missing != nullptr) {
+      missing->blocks_landed = transfer->landed;
+      missing->blocks_total = transfer->blocks.size();
+      missing->missing = std::move(ranges);
+    }
+    return status;
+  }
+  transfer->first_tokens = std::move(first_tokens);
+  transfer->state = Transfer::State::kCommitted;
+  return transfer->context_length;
+}
+
+absl::Status TransferTable::Abort(const std::string& transfer_id, const std::string& reason) {
+  {
+    absl::MutexLock lock(&mutex_);
+    const auto it = transfers_.find(transfer_id);
+    if (it == transfers_.end()) return absl::OkStatus();
+    const std::shared_ptr<Transfer> transfer = it->second;
+    EndLocked(transfer, WithReason(absl::AbortedError(absl::StrCat(
+                                         "transfer ", transfer_id, " was aborted by its sender",
+                                         reason.empty() ? "" : ": ", reason.substr(0, 256))),
+                                     "TRANSFER_ABORTED"));
+  }
+  Wake();
+  return absl::OkStatus();
+}
+
+absl::StatusOr<TransferInfo> TransferTable::Get(const std::string& transfer_id, size_t max_ranges) {
+  absl::MutexLock lock(&mutex_);
+  SLUICE_ASSIGN_OR_RETURN(const std::shared_ptr<Transfer> transfer, FindLocked(transfer_id));
+  TransferInfo info;
+  info.state = transfer->state == Transfer::State::kReceiving   ? TransferInfo::State::kReceiving
+               : transfer->state == Transfer::State::kCommitted ? TransferInfo::State::kCommitted
+                                                                : TransferInfo::State::kPoisoned;
+  info.blocks_landed = transfer->landed;
+  info.blocks_total = transfer->blocks.size();
+  info.missing = transfer->Missing(max_ranges);
+  info.lease_left = std::max(absl::ZeroDuration(), transfer->lease_end - clock_->Now());
+  return info;
+}
+
+uint64_t TransferTable::BlocksMissing(const std::string& transfer_id) {
+  absl::MutexLock lock(&mutex_);
+  const auto it = transfers_.find(transfer_id);
+  return it == transfers_.end() ? 0 : it->second->blocks.size() - it->second->landed;
+}
+
+absl::StatusOr<TransferTable::AttachId> TransferTable::Attach(const HandoffRef& ref) {
+  absl::MutexLock lock(&mutex_);
+  std::shared_ptr<Transfer> transfer;
+  const Key key{ref.tenant, ref.rendezvous_key};
+  if (!ref.transfer_id.empty()) {
+    SLUICE_ASSIGN_OR_RETURN(transfer, FindLocked(ref.transfer_id));
+  } else if (const auto it = keys_.find(key); it != keys_.end()) {
+    transfer = it->second;
+  } else if (expected_.contains(key)) {
+    return WithReason(absl::AlreadyExistsError(absl::StrCat(
+                          "rendezvous_key '", ref.rendezvous_key, "' has its Generate already")),
+                      "GENERATE_EXISTS");
+  } else if (expected_.size() >= kMaxExpected) {
+    return ResourceExhausted("TOO_MANY_EXPECTED", "too many Generates wait for their transfer",
+                             kRetryAfter);
+  }
+  if (transfer != nullptr && transfer->attached != 0) {
+    return WithReason(
+        absl::AlreadyExistsError(absl::StrCat("transfer ", transfer->id, " has its Generate already")),
+        "GENERATE_EXISTS");
+  }
+  const AttachId id = next_attach_++;
+  if (transfer != nullptr) {
+    transfer->attached = id;
+  } else {
+    expected_.emplace(key, id);
+  }
+  attachments_.emplace(id, Attachment{ref, std::move(transfer), absl::OkStatus()});
+  return id;
+}
+
+std::optional<TransferTable::AttachedInfo> TransferTable::Info(AttachId id) {
+  absl::MutexLock lock(&mutex_);
+  const auto it = attachments_.find(id);
+  if (it == attachments_.end() || it->second.transfer == nullptr) return std::nullopt;
+  const Transfer& t = *it->second.transfer;
+  return AttachedInfo{t.id, t.prompt, t.context_length, t.max_new_tokens};
+}
+
+absl::StatusOr<std::optional<ReadySequence>> TransferTable::TakeReady(AttachId id) {
+  absl::MutexLock lock(&mutex_);
+  const auto it = attachments_.find(id);
+  SLUICE_CHECK(it != attachments_.end(), "taken once, while attached");
+  if (!it->second.ended.ok()) {
+    absl::Status ended = std::move(it->second.ended);
+    attachments_.erase(it);
+    return ended;
+  }
+  const std::shared_ptr<Transfer> transfer = it->second.transfer;
+  if (transfer == nullptr || transfer->state != Transfer::State::kCommitted ||
+      transfer->landings > 0) {
+    return std::optional<ReadySequence>();
+  }
+  ReadySequence ready{transfer->id,
+                      std::move(transfer->prompt),
+                      transfer->context_length,
+                      transfer->max_new_tokens,
+                      std::move(transfer->first_tokens),
+                      std::move(transfer->home)};
+  attachments_.erase(it);
+  ForgetLocked(transfer);
+  taken_.emplace(transfer->id, transfer->context_length);
+  taken_order_.push_back(transfer->id);
+  if (taken_order_.size() > kTakenRemembered) {
+    taken_.erase(taken_order_.front());
+    taken_order_.pop_front();
+  }
+  return std::optional<ReadySequence>(std::move(ready));
+}
+
+void TransferTable::Detach(AttachId id, bool abort_transfer) {
+  absl::MutexLock lock(&mutex_);
+  const auto it = attachments_.find(id);
+  if (it == attachments_.end()) return;
+  const Attachment attachment = std::move(it->second);
+  attachments_.erase(it);
+  if (attachment.transfer == nullptr) {
+    expected_.erase(Key{attachment.ref.tenant, attachment.ref.rendezvous_key});
+    return;
+  }
+  attachment.transfer->attached = 0;
+  if (abort_transfer && attachment.ended.ok()) {
+    EndLocked(attachment.transfer, absl::CancelledError("its Generate ended"));
+  }
+}
+
+void TransferTable::ForgetLocked(const std::shared_ptr<Transfer>& transfer) {
+  transfers_.erase(transfer->id);
+  if (!transfer->rendezvous_key.empty()) {
+    keys_.erase(Key{transfer->tenant, transfer->rendezvous_key});
+  }
+}
+
+void TransferTable::EndLocked(const std::shared_ptr<Transfer>& transfer, const absl::Status& why) {
+  ForgetLocked(transfer);
+  if (transfer->attached == 0) return;
+  Attachment& attachment = attachments_.at(transfer->attached);
+  attachment.ended = why;
+  attachment.transfer = nullptr;
+}
+
+absl::Time TransferTable::Reap(uint64_t* expired) {
+  absl::MutexLock lock(&mutex_);
+  const absl::Time now = clock_->Now();
+  absl::Time next = absl::InfiniteFuture();
+  std::vector<std::shared_ptr<Transfer>> over;
+  for (const auto& [id, transfer] : transfers_) {
+    if (transfer->lease_end <= now) {
+      over.push_back(transfer);
+    } else {
+      next = std::min(next, transfer->lease_end);
+    }
+  }
+  for (const std::shared_ptr<Transfer>& transfer : over) {
+    EndLocked(transfer, WithReason(absl::DeadlineExceededError(absl::StrCat(
+                                       "transfer ", transfer->id, ": its lease of ",
+                                       absl::FormatDuration(transfer->lease), " ended")),
+                                   "LEASE_EXPIRED"));
+  }
+  *expired = over.size();
+  return next;
+}
+
+size_t TransferTable::open_transfers() const {
+  absl::MutexLock lock(&mutex_);
+  return transfers_.size();
+}
+
+}  // namespace sluice

@@ -1,0 +1,89 @@
+// Every metric that Sluice exports: name, type, help, labels. Base units (seconds, bytes), the unit
+// last, counters end in _total. Dashboards and routers rely on these names: they are added, not
+// renamed.
+#pragma once
+
+namespace sluice::metric_names {
+
+enum class Type { kCounter, kGauge, kHistogram };
+
+struct Metric {
+  const char* name;
+  Type type;
+  const char* help;
+  const char* labels;  // names, separated by commas; "" for none
+};
+
+// Requests and tokens.
+inline constexpr Metric kRequests{
+    "sluice_requests_total", Type::kCounter,
+    "Generate calls that have ended, by how: finished_stop, finished_length, cancelled, deadline, "
+    "slow_reader, error, refused",
+    "outcome"};
+inline constexpr Metric kTokens{
+    "sluice_tokens_total", Type::kCounter,
+    "Tokens: output were sampled here, prompt were computed here, handed_over arrived with their "
+    "cache",
+    "kind"};
+inline constexpr Metric kTimeToFirstToken{"sluice_time_to_first_token_seconds", Type::kHistogram,
+                                          "From the Generate call to its first token", ""};
+inline constexpr Metric kInterTokenLatency{"sluice_inter_token_latency_seconds", Type::kHistogram,
+                                           "Between two tokens of one sequence", ""};
+inline constexpr Metric kRequestSeconds{"sluice_request_duration_seconds", Type::kHistogram,
+                                        "From the Generate call to its end", ""};
+inline constexpr Metric kQueueSeconds{
+    "sluice_queue_seconds", Type::kHistogram,
+    "From a sequence being ready to its place in the running batch", ""};
+inline constexpr Metric kSlowReaders{"sluice_slow_readers_total", Type::kCounter,
+                                     "Sequences parked because their reader lagged behind", ""};
+
+// The step loop.
+inline constexpr Metric kBatchSequences{"sluice_batch_sequences", Type::kGauge,
+                                        "Sequences in the running batch", ""};
+inline constexpr Metric kStepSequences{"sluice_step_sequences", Type::kHistogram,
+                                       "Sequences that took part in a step", ""};
+inline constexpr Metric kStepSeconds{"sluice_step_seconds", Type::kHistogram,
+                                     "A step of the engine, by phase: plan, compute, emit, total",
+                                     "phase"};
+
+// Ingest.
+inline constexpr Metric kIngestBytes{"sluice_ingest_bytes_total", Type::kCounter,
+                                     "Payload of verified chunks", ""};
+inline constexpr Metric kIngestBlocks{"sluice_ingest_blocks_total", Type::kCounter,
+                                      "Blocks of verified chunks", ""};
+inline constexpr Metric kIngestSeconds{"sluice_ingest_seconds", Type::kHistogram,
+                                       "From Reserve to Commit of a transfer", ""};
+inline constexpr Metric kChecksumFailures{"sluice_ingest_checksum_failures_total", Type::kCounter,
+                                          "Chunks whose crc32c did not match their payload", ""};
+inline constexpr Metric kTransfersOpen{"sluice_transfers_open", Type::kGauge,
+                                       "Transfers that are reserved and not yet committed", ""};
+inline constexpr Metric kLeasesExpired{"sluice_leases_expired_total", Type::kCounter,
+                                       "Transfers dropped because their lease ran out", ""};
+
+// Memory.
+inline constexpr Metric kTierCapacity{"sluice_tier_capacity_bytes", Type::kGauge,
+                                      "Bytes of a tier set aside for a kind of cache", "tier,kind"};
+inline constexpr Metric kTierReserved{"sluice_tier_reserved_bytes", Type::kGauge,
+                                      "Bytes promised to sequences, their growth included",
+                                      "tier,kind"};
+inline constexpr Metric kTierUsed{"sluice_tier_used_bytes", Type::kGauge,
+                                  "Bytes of pages that sequences hold", "tier,kind"};
+
+// What routers read, by the names that they know from vLLM.
+inline constexpr Metric kVllmRunning{"vllm:num_requests_running", Type::kGauge,
+                                     "Sequences in the running batch", ""};
+inline constexpr Metric kVllmWaiting{"vllm:num_requests_waiting", Type::kGauge,
+                                     "Sequences that wait for a place in the running batch", ""};
+inline constexpr Metric kVllmKvUsage{"vllm:kv_cache_usage_perc", Type::kGauge,
+                                     "Share of the HBM for caches that is in use; 1 is all of it",
+                                     ""};
+
+inline constexpr const Metric* kAll[] = {
+    &kRequests,      &kTokens,       &kTimeToFirstToken, &kInterTokenLatency, &kRequestSeconds,
+    &kQueueSeconds,  &kSlowReaders,  &kBatchSequences,   &kStepSequences,     &kStepSeconds,
+    &kIngestBytes,   &kIngestBlocks, &kIngestSeconds,    &kChecksumFailures,  &kTransfersOpen,
+    &kLeasesExpired, &kTierCapacity, &kTierReserved,     &kTierUsed,          &kVllmRunning,
+    &kVllmWaiting,   &kVllmKvUsage,
+};
+
+}  // namespace sluice::metric_names

@@ -1,0 +1,154 @@
+#include "src/metrics/metrics.h"
+
+#include <prometheus/counter.h>
+#include <prometheus/family.h>
+#include <prometheus/gauge.h>
+#include <prometheus/histogram.h>
+#include <prometheus/registry.h>
+#include <prometheus/text_serializer.h>
+
+#include <utility>
+
+#include "src/base/status_macros.h"
+#include "src/metrics/metric_names.h"
+
+namespace sluice {
+namespace {
+
+namespace names = metric_names;
+using Buckets = prometheus::Histogram::BucketBoundaries;
+
+// Bounds a factor of about 2 apart: the worst error of a quantile read from them.
+//
+// Steps and the gaps between tokens: from 50 us, a plan, to 10 s, a stall.
+const Buckets& ShortSeconds() {
+  static const Buckets buckets = {50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3,
+                                  50e-3, 100e-3, 200e-3, 500e-3, 1,    2,    5,    10};
+  return buckets;
+}
+
+// Requests, queues and transfers: from 1 ms to 10 minutes.
+const Buckets& LongSeconds() {
+  static const Buckets buckets = {1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 100e-3, 200e-3, 500e-3,
+                                  1,    2,    5,    10,    30,    60,    120,    300,    600};
+  return buckets;
+}
+
+// Up to the largest max_sequences that the configuration takes.
+const Buckets& Sequences() {
+  static const Buckets buckets = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096};
+  return buckets;
+}
+
+constexpr std::array<const char*, kRequestOutcomes> kOutcomeNames = {
+    "finished_stop", "finished_length", "cancelled", "deadline", "slow_reader", "error", "refused"};
+constexpr std::array<const char*, kTokenKinds> kTokenKindNames = {"output", "prompt",
+                                                                  "handed_over"};
+constexpr std::array<const char*, kStepPhases> kPhaseNames = {"plan", "compute", "emit", "total"};
+
+}  // namespace
+
+// Families by metric, each made with the name and help of metric_names.h.
+struct Metrics::Registry {
+  Counter MakeCounter(const names::Metric& metric, const prometheus::Labels& labels = {}) {
+    SLUICE_CHECK(metric.type == names::Type::kCounter, metric.name);
+    auto& family =
+        prometheus::BuildCounter().Name(metric.name).Help(metric.help).Register(registry);
+    return Counter(&family.Add(labels));
+  }
+
+  Gauge MakeGauge(const names::Metric& metric, const prometheus::Labels& labels = {}) {
+    SLUICE_CHECK(metric.type == names::Type::kGauge, metric.name);
+    auto& family = prometheus::BuildGauge().Name(metric.name).Help(metric.help).Register(registry);
+    return Gauge(&family.Add(labels));
+  }
+
+  Histogram MakeHistogram(const names::Metric& metric, const Buckets& buckets,
+                          const prometheus::Labels& labels = {}) {
+    SLUICE_CHECK(metric.type == names::Type::kHistogram, metric.name);
+    auto& family =
+        prometheus::BuildHistogram().Name(metric.name).Help(metric.help).Register(registry);
+    return Histogram(&family.Add(labels, buckets));
+  }
+
+  // make(value) for each value of a label, in order.
+  template <typename Instrument, size_t n, typename Make>
+  static std::array<Instrument, n> ForEach(const std::array<const char*, n>& values, Make make) {
+    return [&]<size_t... i>(std::index_sequence<i...>) {
+      return std::array<Instrument, n>{make(values[i])...};
+    }
+    (std::make_index_sequence<n>());
+  }
+
+  // Registering a family twice under one name, help and set of labels gives the same family.
+  prometheus::Registry registry{prometheus::Registry::InsertBehavior::Merge};
+};
+
+Metrics::Metrics()
+    : registry_(std::make_unique<Registry>()),
+      time_to_first_token(registry_->MakeHistogram(names::kTimeToFirstToken, LongSeconds())),
+      inter_token_latency(registry_->MakeHistogram(names::kInterTokenLatency, ShortSeconds())),
+      request_seconds(registry_->MakeHistogram(names::kRequestSeconds, LongSeconds())),
+      queue_seconds(registry_->MakeHistogram(names::kQueueSeconds, LongSeconds())),
+      slow_readers(registry_->MakeCounter(names::kSlowReaders)),
+      step_sequences(registry_->MakeHistogram(names::kStepSequences, Sequences())),
+      ingest_bytes(registry_->MakeCounter(names::kIngestBytes)),
+      ingest_blocks(registry_->MakeCounter(names::kIngestBlocks)),
+      ingest_seconds(registry_->MakeHistogram(names::kIngestSeconds, LongSeconds())),
+      checksum_failures(registry_->MakeCounter(names::kChecksumFailures)),
+      transfers_open(registry_->MakeGauge(names::kTransfersOpen)),
+      leases_expired(registry_->MakeCounter(names::kLeasesExpired)),
+      waiting(registry_->MakeGauge(names::kVllmWaiting)),
+      kv_usage(registry_->MakeGauge(names::kVllmKvUsage)),
+      requests_(Registry::ForEach<Counter>(
+          kOutcomeNames,
+          [&](const char* name) {
+            return registry_->MakeCounter(names::kRequests, {{"outcome", name}});
+          })),
+      tokens_(Registry::ForEach<Counter>(
+          kTokenKindNames,
+          [&](const char* name) {
+            return registry_->MakeCounter(names::kTokens, {{"kind", name}});
+          })),
+      step_seconds_(Registry::ForEach<Histogram>(
+          kPhaseNames,
+          [&](const char* name) {
+            return registry_->MakeHistogram(names::kStepSeconds, ShortSeconds(), {{"phase", name}});
+          })),
+      batch_sequences_(registry_->MakeGauge(names::kBatchSequences)),
+      vllm_running_(registry_->MakeGauge(names::kVllmRunning)) {}
+
+Metrics::~Metrics() = default;
+
+TierGauges Metrics::Tier(std::string_view tier, std::string_view kind) {
+  const prometheus::Labels labels = {{"tier", std::string(tier)}, {"kind", std::string(kind)}};
+  return TierGauges{registry_->MakeGauge(names::kTierCapacity, labels),
+                    registry_->MakeGauge(names::kTierReserved, labels),
+                    registry_->MakeGauge(names::kTierUsed, labels)};
+}
+
+void Metrics::SetRunning(double sequences) const {
+  batch_sequences_.Set(sequences);
+  vllm_running_.Set(sequences);
+}
+
+std::string Metrics::Render() const {
+  return prometheus::TextSerializer().Serialize(registry_->registry.Collect());
+}
+
+void Counter::Add(double amount) const {
+  SLUICE_CHECK(amount >= 0, "a counter was asked to go down by ", -amount);
+  counter_->Increment(amount);
+}
+
+void Gauge::Set(double value) const { gauge_->Set(value); }
+
+void Gauge::Add(double amount) const { gauge_->Increment(amount); }
+
+void Histogram::Observe(double value) const { histogram_->Observe(value); }
+
+void Histogram::Observe(absl::Duration duration) const {
+  histogram_->Observe(absl::ToDoubleSeconds(duration));
+}
+
+}  // namespace sluice

@@ -1,0 +1,455 @@
+#include "src/model/dense_model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "src/attention/attention_policy.h"
+#include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
+#include "src/model/rope.h"
+#include "src/model/tensor_list.h"
+
+namespace sluice {
+namespace {
+
+using kernels::DType;
+
+// Room for partial attention results: enough for every worker of a large host, small beside weights.
+constexpr int64_t kPartialBytes = int64_t{16} << 20;
+
+// Rows [begin, begin + count) of a step.
+struct RowRange {
+  int32_t begin;
+  int32_t count;
+};
+
+// A float32 vector on the device; empty where the model has none.
+struct Vector {
+  Buffer storage;
+  const float* data() const { return storage.as<float>(); }
+};
+
+struct Layer {
+  Vector input_norm, post_attention_norm, q_norm, k_norm;
+  Weight qkv, o, gate_up, down;
+  Vector qkv_bias, o_bias, gate_up_bias, down_bias;
+};
+
+// Moves weights from a source to the device, counting bytes.
+class WeightLoader {
+ public:
+  WeightLoader(Device* device, WeightSource* source, std::vector<MatrixView>* kept)
+      : device_(device), source_(source), kept_(kept) {}
+
+  struct Part {
+    std::string name;
+    int rows;
+  };
+  // Matrices one below the other.
+  absl::StatusOr<Weight> Matrix(const std::vector<Part>& parts, int columns) {
+    std::vector<MatrixView> views;
+    std::vector<MatrixPart> data;
+    int64_t rows = 0;
+    for (const Part& part : parts) {
+      SLUICE_ASSIGN_OR_RETURN(MatrixView view, source_->Matrix(part.name, part.rows, columns));
+      data.push_back({view.data(), part.rows});
+      views.push_back(std::move(view));
+      rows += part.rows;
+    }
+    SLUICE_ASSIGN_OR_RETURN(Weight weight, device_->kernels().Prepare(data, columns));
+    bytes_ += weight.storage.bytes() > 0 ? static_cast<int64_t>(weight.storage.bytes())
+                                         : rows * columns * 2;
+    for (MatrixView& view : views) {
+      if (weight.storage.bytes() > 0) {
+        source_->Release(std::move(view));
+      } else {
+        kept_->push_back(std::move(view));
+      }
+    }
+    return weight;
+  }
+
+  absl::StatusOr<Vector> Vectors(const std::vector<Part>& parts) {
+    std::vector<float> all;
+    for (const Part& part : parts) {
+      SLUICE_ASSIGN_OR_RETURN(const std::vector<float> values,
+                              source_->Vector(part.name, part.rows));
+      all.insert(all.end(), values.begin(), values.end());
+    }
+    return Upload(all, parts.front().name);
+  }
+
+  absl::StatusOr<Vector> Upload(const std::vector<float>& values, const std::string& what) {
+    const size_t bytes = values.size() * sizeof(float);
+    Vector vector;
+    SLUICE_ASSIGN_OR_RETURN(vector.storage, device_->Allocate(MemoryKind::kDevice, bytes, what));
+    stream_->Copy(vector.storage.data(), values.data(), bytes);
+    stream_->Record(*done_);
+    done_->Wait();
+    bytes_ += static_cast<int64_t>(bytes);
+    return vector;
+  }
+
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  Device* const device_;
+  WeightSource* const source_;
+  std::vector<MatrixView>* const kept_;
+  const std::unique_ptr<Event> done_ = device_->NewEvent();
+  const std::unique_ptr<Stream> stream_ = device_->NewStream(Device::StreamKind::kCopy);
+  int64_t bytes_ = 0;
+};
+
+class DenseModel : public Model {
+ public:
+  DenseModel(const Options& options, const ModelConfig& config, std::string fingerprint,
+             std::unique_ptr<WeightSource> source, Device* device)
+      : config_(config),
+        fingerprint_(std::move(fingerprint)),
+        max_context_(options.max_context > 0 ? options.max_context
+                                             : config.max_position_embeddings),
+        max_rows_(options.max_rows),
+        max_logits_(options.max_logits),
+        device_(device),
+        kernels_(device->kernels()),
+        source_(std::move(source)) {
+    CacheKind kv;
+    kv.name = "kv";
+    kv.element_type = options.kv_dtype;
+    kv.heads = config.kv_heads;
+    kv.block_tokens = options.block_tokens;
+    kv.parts = 2;
+    kv.bytes_per_token = 2 * config.head_dim * SizeOf(options.kv_dtype);
+    layout_ = {config.layers, {kv}};
+  }
+
+  absl::Status LoadWeights();
+  absl::Status AllocateWorkspace();
+
+  const ModelConfig& config() const override { return config_; }
+  const std::string& fingerprint() const override { return fingerprint_; }
+  const CacheLayout& cache_layout() const override { return layout_; }
+  int max_context() const override { return max_context_; }
+  int max_rows() const override { return max_rows_; }
+  int max_logits() const override { return max_logits_; }
+  int64_t weight_bytes() const override { return weight_bytes_; }
+  int64_t workspace_bytes() const override { return workspace_bytes_; }
+
+  void Forward(Stream& stream, const StepInputs& inputs, AttentionPolicy& policy) override;
+
+ private:
+  // The stages of a layer, over a range of the step's rows.
+  void Project(Stream& stream, int layer, const StepInputs& in, RowRange rows,
+               AttentionPolicy& policy);
+  void Attend(Stream& stream, int layer, const StepInputs& in, RowRange rows,
+              AttentionPolicy& policy);
+  void Ffn(Stream& stream, int layer, RowRange rows);
+  void Logits(Stream& stream, const StepInputs& in);
+
+  absl::Status Workspace(Buffer* buffer, int64_t rows, int64_t row_bytes, const char* what);
+  // Activations that feed a product, in the kernels' activation type.
+  void* Activation(const Buffer& buffer, int64_t row, int64_t dim) const {
+    return buffer.as<uint8_t>() + row * dim * SizeOf(kernels_.activation_type());
+  }
+  int qkv_size() const { return config_.q_size() + 2 * config_.kv_size(); }
+
+  const ModelConfig config_;
+  const std::string fingerprint_;
+  const int max_context_;
+  const int max_rows_;
+  const int max_logits_;
+  Device* const device_;
+  KernelSet& kernels_;
+  CacheLayout layout_;
+
+  std::unique_ptr<WeightSource> source_;
+  std::vector<MatrixView> kept_;  // matrices that the kernels read where the checkpoint has them
+  Weight embedding_;              // untied models only; else the head serves
+  Weight head_;
+  Vector final_norm_;
+  Vector inv_freq_;
+  std::vector<Layer> layers_;
+  int64_t weight_bytes_ = 0;
+  int64_t workspace_bytes_ = 0;
+
+  Buffer residual_;     // float32 [rows][hidden]
+  Buffer normed_;       // activation [rows][hidden]
+  Buffer qkv_;          // float32 [rows][q + k + v]
+  Buffer attended_;     // activation [rows][q]
+  Buffer gate_up_;      // float32 [rows][2 * intermediate]
+  Buffer activated_;    // activation [rows][intermediate]
+  Buffer cos_sin_;      // float32 [rows][head_dim / 2][2]
+  Buffer head_input_;   // activation [logits][hidden]
+  Buffer partial_;      // float32 [partial_rows_][heads * (head_dim + 1)]
+  int64_t partial_rows_ = 0;
+};
+
+absl::Status DenseModel::LoadWeights() {
+  WeightLoader loader(device_, source_.get(), &kept_);
+  const int hidden = config_.hidden_size, inter = config_.intermediate_size;
+  const int q = config_.q_size(), kv = config_.kv_size();
+  SLUICE_ASSIGN_OR_RETURN(
+      head_, loader.Matrix({{HeadTensor(config_), config_.vocab_size}}, hidden));
+  if (!config_.tie_word_embeddings) {
+    SLUICE_ASSIGN_OR_RETURN(embedding_,
+                            loader.Matrix({{kEmbeddingTensor, config_.vocab_size}}, hidden));
+  }
+  SLUICE_ASSIGN_OR_RETURN(final_norm_, loader.Vectors({{kFinalNormTensor, hidden}}));
+  for (int i = 0; i < config_.layers; ++i) {
+    const auto name = [i](const char* suffix) { return LayerTensor(i, suffix); };
+    Layer layer;
+    SLUICE_ASSIGN_OR_RETURN(layer.input_norm,
+                            loader.Vectors({{name("input_layernorm.weight"), hidden}}));
+    SLUICE_ASSIGN_OR_RETURN(layer.post_attention_norm,
+                            loader.Vectors({{name("post_attention_layernorm.weight"), hidden}}));
+    SLUICE_ASSIGN_OR_RETURN(layer.qkv, loader.Matrix({{name("self_attn.q_proj.weight"), q},
+                                                      {name("self_attn.k_proj.weight"), kv},
+                                                      {name("self_attn.v_proj.weight"), kv}},
+                                                     hidden));
+    SLUICE_ASSIGN_OR_RETURN(layer.o,
+                            loader.Matrix({{name("self_attn.o_proj.weight"), hidden}}, q));
+    SLUICE_ASSIGN_OR_RETURN(layer.gate_up, loader.Matrix({{name("mlp.gate_proj.weight"), inter},
+                                                          {name("mlp.up_proj.weight"), inter}},
+                                                         hidden));
+    SLUICE_ASSIGN_OR_RETURN(layer.down,
+                            loader.Matrix({{name("mlp.down_proj.weight"), hidden}}, inter));
+    if (config_.qk_norm) {
+      SLUICE_ASSIGN_OR_RETURN(
+          layer.q_norm, loader.Vectors({{name("self_attn.q_norm.weight"), config_.head_dim}}));
+      SLUICE_ASSIGN_OR_RETURN(
+          layer.k_norm, loader.Vectors({{name("self_attn.k_norm.weight"), config_.head_dim}}));
+    }
+    if (config_.qkv_bias) {
+      SLUICE_ASSIGN_OR_RETURN(layer.qkv_bias, loader.Vectors({{name("self_attn.q_proj.bias"), q},
+                                                              {name("self_attn.k_proj.bias"), kv},
+                                                              {name("self_attn.v_proj.bias"), kv}}));
+    }
+    if (config_.o_bias) {
+      SLUICE_ASSIGN_OR_RETURN(layer.o_bias,
+                              loader.Vectors({{name("self_attn.o_proj.bias"), hidden}}));
+    }
+    if (config_.mlp_bias) {
+      SLUICE_ASSIGN_OR_RETURN(layer.gate_up_bias,
+                              loader.Vectors({{name("mlp.gate_proj.bias"), inter},
+                                              {name("mlp.up_proj.bias"), inter}}));
+      SLUICE_ASSIGN_OR_RETURN(layer.down_bias,
+                              loader.Vectors({{name("mlp.down_proj.bias"), hidden}}));
+    }
+    layers_.push_back(std::move(layer));
+  }
+  SLUICE_ASSIGN_OR_RETURN(
+      inv_freq_, loader.Upload(RopeInverseFrequencies(config_.rope, config_.head_dim),
+                               "RoPE frequencies"));
+  weight_bytes_ = loader.bytes();
+  if (kept_.empty()) source_.reset();  // nothing points into the files any more
+  return absl::OkStatus();
+}
+
+absl::Status DenseModel::Workspace(Buffer* buffer, int64_t rows, int64_t row_bytes,
+                                   const char* what) {
+  SLUICE_ASSIGN_OR_RETURN(*buffer, device_->Allocate(MemoryKind::kDevice,
+                                                     static_cast<size_t>(rows * row_bytes), what));
+  workspace_bytes_ += rows * row_bytes;
+  return absl::OkStatus();
+}
+
+absl::Status DenseModel::AllocateWorkspace() {
+  const int64_t act = SizeOf(kernels_.activation_type());
+  const int64_t rows = max_rows_;
+  const int64_t hidden = config_.hidden_size, inter = config_.intermediate_size;
+  SLUICE_RETURN_IF_ERROR(Workspace(&residual_, rows, hidden * 4, "the residual"));
+  SLUICE_RETURN_IF_ERROR(Workspace(&normed_, rows, hidden * act, "normed activations"));
+  SLUICE_RETURN_IF_ERROR(Workspace(&qkv_, rows, qkv_size() * 4, "queries, keys and values"));
+  SLUICE_RETURN_IF_ERROR(
+      Workspace(&attended_, rows, config_.q_size() * act, "attention results"));
+  SLUICE_RETURN_IF_ERROR(Workspace(&gate_up_, rows, 2 * inter * 4, "gate and up"));
+  SLUICE_RETURN_IF_ERROR(Workspace(&activated_, rows, inter * act, "gated activations"));
+  SLUICE_RETURN_IF_ERROR(
+      Workspace(&cos_sin_, rows, int64_t{config_.head_dim} * 4, "RoPE angles"));
+  SLUICE_RETURN_IF_ERROR(
+      Workspace(&head_input_, max_logits_, hidden * act, "the head's input"));
+  const int64_t entry = int64_t{config_.heads} * (config_.head_dim + 1) * 4;
+  const int64_t splits = (max_context_ + kernels::kAttentionSplitTokens - 1) /
+                         kernels::kAttentionSplitTokens;
+  partial_rows_ = std::min(max_logits_ * splits, std::max<int64_t>(kPartialBytes / entry, splits));
+  return Workspace(&partial_, partial_rows_, entry, "partial attention results");
+}
+
+void DenseModel::Forward(Stream& stream, const StepInputs& in, AttentionPolicy& policy) {
+  SLUICE_CHECK(in.rows <= max_rows_ && in.logit_count <= max_logits_);
+  const RowRange all{0, in.rows};
+  kernels::EmbeddingParams embedding{};
+  embedding.tokens = in.tokens;
+  embedding.token_stride = in.token_stride;
+  embedding.slots = in.slots;
+  embedding.positions = in.positions;
+  embedding.table = config_.tie_word_embeddings ? head_.matrix : embedding_.matrix;
+  embedding.out = residual_.as<float>();
+  embedding.rows = in.rows;
+  kernels_.Embedding(stream, embedding);
+
+  kernels::RopeTableParams rope{};
+  rope.positions = in.positions;
+  rope.inv_freq = inv_freq_.data();
+  rope.scale = RopeAttentionFactor(config_.rope);
+  rope.cos_sin = cos_sin_.as<float>();
+  rope.rows = in.rows;
+  rope.half_dim = config_.head_dim / 2;
+  kernels_.RopeTable(stream, rope);
+
+  for (int layer = 0; layer < config_.layers; ++layer) {
+    Project(stream, layer, in, all, policy);
+    Attend(stream, layer, in, all, policy);
+    Ffn(stream, layer, all);
+  }
+  Logits(stream, in);
+}
+
+void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRange rows,
+                         AttentionPolicy& policy) {
+  const Layer& w = layers_[static_cast<size_t>(layer)];
+  const int64_t hidden = config_.hidden_size;
+  kernels::RmsNormParams norm{};
+  norm.x = residual_.as<float>() + rows.begin * hidden;
+  norm.weight = w.input_norm.data();
+  norm.out = Activation(normed_, rows.begin, hidden);
+  norm.x_stride = hidden;
+  norm.rows = rows.count;
+  norm.dim = config_.hidden_size;
+  norm.epsilon = config_.rms_norm_eps;
+  norm.out_type = kernels_.activation_type();
+  kernels_.RmsNorm(stream, norm);
+
+  kernels::LinearParams qkv{};
+  qkv.x = norm.out;
+  qkv.w = w.qkv.matrix;
+  qkv.bias = w.qkv_bias.data();
+  qkv.y = qkv_.as<float>() + int64_t{rows.begin} * qkv_size();
+  qkv.rows = rows.count;
+  qkv.x_type = kernels_.activation_type();
+  kernels_.Linear(stream, qkv);
+
+  kernels::RopeAppendParams append{};
+  append.qkv = qkv.y;
+  append.q_norm = w.q_norm.data();
+  append.k_norm = w.k_norm.data();
+  append.cos_sin = cos_sin_.as<float>() + int64_t{rows.begin} * config_.head_dim;
+  append.slots = in.slots + rows.begin;
+  append.positions = in.positions + rows.begin;
+  append.rows = rows.count;
+  append.heads = config_.heads;
+  append.epsilon = config_.rms_norm_eps;
+  policy.Append(stream, layer, append);
+}
+
+void DenseModel::Attend(Stream& stream, int layer, const StepInputs& in, RowRange rows,
+                        AttentionPolicy& policy) {
+  const Layer& w = layers_[static_cast<size_t>(layer)];
+  kernels::AttentionParams attention{};
+  attention.q = qkv_.as<float>() + int64_t{rows.begin} * qkv_size();
+  attention.q_stride = qkv_size();
+  attention.slots = in.slots + rows.begin;
+  attention.positions = in.positions + rows.begin;
+  attention.out = Activation(attended_, rows.begin, config_.q_size());
+  attention.partial = partial_.as<float>();
+  attention.partial_rows = partial_rows_;
+  attention.rows = rows.count;
+  attention.heads = config_.heads;
+  attention.scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim));
+  attention.out_type = kernels_.activation_type();
+  policy.Attend(stream, layer, attention);
+
+  kernels::LinearParams o{};
+  o.x = attention.out;
+  o.w = w.o.matrix;
+  o.bias = w.o_bias.data();
+  o.y = residual_.as<float>() + int64_t{rows.begin} * config_.hidden_size;
+  o.rows = rows.count;
+  o.x_type = kernels_.activation_type();
+  o.accumulate = true;
+  kernels_.Linear(stream, o);
+}
+
+void DenseModel::Ffn(Stream& stream, int layer, RowRange rows) {
+  const Layer& w = layers_[static_cast<size_t>(layer)];
+  const int64_t hidden = config_.hidden_size, inter = config_.intermediate_size;
+  kernels::RmsNormParams norm{};
+  norm.x = residual_.as<float>() + rows.begin * hidden;
+  norm.weight = w.post_attention_norm.data();
+  norm.out = Activation(normed_, rows.begin, hidden);
+  norm.x_stride = hidden;
+  norm.rows = rows.count;
+  norm.dim = config_.hidden_size;
+  norm.epsilon = config_.rms_norm_eps;
+  norm.out_type = kernels_.activation_type();
+  kernels_.RmsNorm(stream, norm);
+
+  kernels::LinearParams gate_up{};
+  gate_up.x = norm.out;
+  gate_up.w = w.gate_up.matrix;
+  gate_up.bias = w.gate_up_bias.data();
+  gate_up.y = gate_up_.as<float>() + rows.begin * 2 * inter;
+  gate_up.rows = rows.count;
+  gate_up.x_type = kernels_.activation_type();
+  kernels_.Linear(stream, gate_up);
+
+  kernels::SiluMulParams silu{};
+  silu.gate_up = gate_up.y;
+  silu.out = Activation(activated_, rows.begin, inter);
+  silu.rows = rows.count;
+  silu.dim = config_.intermediate_size;
+  silu.out_type = kernels_.activation_type();
+  kernels_.SiluMul(stream, silu);
+
+  kernels::LinearParams down{};
+  down.x = silu.out;
+  down.w = w.down.matrix;
+  down.bias = w.down_bias.data();
+  down.y = residual_.as<float>() + rows.begin * hidden;
+  down.rows = rows.count;
+  down.x_type = kernels_.activation_type();
+  down.accumulate = true;
+  kernels_.Linear(stream, down);
+}
+
+void DenseModel::Logits(Stream& stream, const StepInputs& in) {
+  if (in.logit_count == 0) return;
+  kernels::RmsNormParams norm{};
+  norm.x = residual_.as<float>();
+  norm.row_index = in.logit_rows;
+  norm.weight = final_norm_.data();
+  norm.out = head_input_.data();
+  norm.x_stride = config_.hidden_size;
+  norm.rows = in.logit_count;
+  norm.dim = config_.hidden_size;
+  norm.epsilon = config_.rms_norm_eps;
+  norm.out_type = kernels_.activation_type();
+  kernels_.RmsNorm(stream, norm);
+
+  kernels::LinearParams head{};
+  head.x = norm.out;
+  head.w = head_.matrix;
+  head.y = in.logits;
+  head.rows = in.logit_count;
+  head.x_type = kernels_.activation_type();
+  kernels_.Linear(stream, head);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Model>> NewDenseModel(const Model::Options& options,
+                                                     const ModelConfig& config,
+                                                     std::string fingerprint,
+                                                     std::unique_ptr<WeightSource> source,
+                                                     Device* device) {
+  auto model = std::make_unique<DenseModel>(options, config, std::move(fingerprint),
+                                            std::move(source), device);
+  SLUICE_RETURN_IF_ERROR(model->LoadWeights());
+  SLUICE_RETURN_IF_ERROR(model->AllocateWorkspace());
+  return model;
+}
+
+}  // namespace sluice

@@ -1,0 +1,29 @@
+// Weights from a formula, so that a model of any size can be made from config.json alone and has
+// known answers: element i of a tensor is a hash of (seed, tensor name, i), scaled by what the
+// tensor is. The formula is that of the fixtures in tests/fixtures (uniform() and randomise() of
+// the script that made their golden outputs); it must never change.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "absl/types/span.h"
+#include "src/model/tensor_list.h"
+
+namespace sluice {
+
+inline constexpr uint64_t kDummySeed = 20261121;
+
+// out[j] = u(name, first + j) in [-1, 1), exact in float32:
+//   state = fnv1a64(name) xor seed; z = output number i of splitmix64 from state;
+//   u = (z >> 40) / 2^23 - 1.
+void DummyUniform(const std::string& name, uint64_t seed, int64_t first, absl::Span<float> out);
+
+// Elements [first, first + out.size()) of a dummy tensor as bf16. Norm weights are 1 + 0.3 u,
+// biases 0.2 u, embeddings 1.7 u (0.25 u where they are the output head too), matrices gain /
+// sqrt(columns)
+// * u with gain 2.0 for q_proj and k_proj, 1.4 for o_proj and down_proj, 2.8 for the others.
+void FillDummy(const TensorSpec& tensor, bool tied_head, uint64_t seed, int64_t first,
+               absl::Span<uint16_t> out);
+
+}  // namespace sluice

@@ -1,0 +1,91 @@
+#include "src/model/fingerprint.h"
+
+#include <openssl/evp.h>
+
+#include <memory>
+#include <vector>
+
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "src/base/status_macros.h"
+#include "src/model/tensor_list.h"
+
+namespace sluice {
+namespace {
+
+constexpr int64_t kWindows = 64;
+constexpr int64_t kWindowElements = 32;  // 64 bytes of bf16
+
+// Changes with the meaning of the text below, so that an old and a new build do not agree by
+// chance.
+constexpr char kVersion[] = "sluice model fingerprint 1";
+
+class Sha256 {
+ public:
+  Sha256() : context_(EVP_MD_CTX_new(), EVP_MD_CTX_free) {
+    SLUICE_CHECK(EVP_DigestInit_ex(context_.get(), EVP_sha256(), nullptr) == 1);
+  }
+  void Update(const void* data, size_t bytes) {
+    SLUICE_CHECK(EVP_DigestUpdate(context_.get(), data, bytes) == 1);
+  }
+  std::string Hex() {
+    unsigned char digest[EVP_MAX_MD_SIZE];
+    unsigned int size = 0;
+    SLUICE_CHECK(EVP_DigestFinal_ex(context_.get(), digest, &size) == 1);
+    std::string out;
+    for (unsigned int i = 0; i < size; ++i) absl::StrAppendFormat(&out, "%02x", digest[i]);
+    return out;
+  }
+
+ private:
+  std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> context_;
+};
+
+// One field per line; floating numbers in hexadecimal, which is exact.
+std::string CanonicalConfig(const ModelConfig& c) {
+  const RopeConfig& r = c.rope;
+  std::string out;
+  absl::StrAppendFormat(&out, "%s\narchitecture %s\n", kVersion, c.architecture);
+  absl::StrAppendFormat(&out, "hidden %d intermediate %d layers %d heads %d kv_heads %d\n",
+                        c.hidden_size, c.intermediate_size, c.layers, c.heads, c.kv_heads);
+  absl::StrAppendFormat(&out, "head_dim %d vocabulary %d rms_norm_eps %a\n", c.head_dim,
+                        c.vocab_size, c.rms_norm_eps);
+  absl::StrAppendFormat(&out, "tied %d qkv_bias %d o_bias %d mlp_bias %d qk_norm %d\n",
+                        c.tie_word_embeddings, c.qkv_bias, c.o_bias, c.mlp_bias, c.qk_norm);
+  absl::StrAppendFormat(&out, "rope %s theta %a factor %a original %d\n", RopeKindName(r.kind),
+                        r.theta, r.factor, r.original_max_position_embeddings);
+  absl::StrAppendFormat(&out, "rope low %a high %a fast %a slow %a truncate %d attention %a\n",
+                        r.low_freq_factor, r.high_freq_factor, r.beta_fast, r.beta_slow, r.truncate,
+                        r.attention_factor);
+  return out;
+}
+
+absl::Status AddTensor(const TensorSpec& spec, WeightSource& weights, Sha256* sha) {
+  const std::string head =
+      absl::StrFormat("tensor %s %s\n", spec.name, absl::StrJoin(spec.shape, "x"));
+  sha->Update(head.data(), head.size());
+  const int64_t n = spec.elements();
+  const bool whole = n <= kWindows * kWindowElements;
+  std::vector<uint16_t> window(static_cast<size_t>(whole ? n : kWindowElements));
+  for (int64_t w = 0; w < (whole ? 1 : kWindows); ++w) {
+    const int64_t first = w * (n - static_cast<int64_t>(window.size())) / (kWindows - 1);
+    SLUICE_RETURN_IF_ERROR(
+        weights.ReadBFloat16(spec.name, spec.shape, first, absl::MakeSpan(window)));
+    sha->Update(window.data(), window.size() * sizeof(uint16_t));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<std::string> Fingerprint(const ModelConfig& config, WeightSource& weights) {
+  Sha256 sha;
+  const std::string text = CanonicalConfig(config);
+  sha.Update(text.data(), text.size());
+  for (const TensorSpec& spec : ExpectedTensors(config)) {
+    SLUICE_RETURN_IF_ERROR(AddTensor(spec, weights, &sha));
+  }
+  return sha.Hex();
+}
+
+}  // namespace sluice

@@ -1,0 +1,63 @@
+// A loaded model: weights in the device's form and the layer loop of its family.
+//
+// Forward() enqueues one step on a stream and returns; it allocates nothing and reads nothing back.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "src/device/device.h"
+#include "src/kv/cache_layout.h"
+#include "src/model/model_config.h"
+
+namespace sluice {
+
+class AttentionPolicy;
+
+// One step's rows, as the device sees them. A row is one token: tokens[slot * token_stride +
+// position].
+struct StepInputs {
+  const int32_t* tokens = nullptr;  // [slots][token_stride]
+  int64_t token_stride = 0;
+  const int32_t* slots = nullptr;      // [rows]; -1: padded
+  const int32_t* positions = nullptr;  // [rows]
+  int32_t rows = 0;
+  const int32_t* logit_rows = nullptr;  // [logit_count] rows whose logits are wanted
+  int32_t logit_count = 0;
+  float* logits = nullptr;  // [logit_count][vocab]
+};
+
+class Model {
+ public:
+  struct Options {
+    std::string directory;
+    std::string load_format = "auto";  // or "dummy"
+    DType kv_dtype = DType::kBFloat16;
+    int block_tokens = 32;
+    int max_context = 0;  // 0: what the config allows
+    int max_rows = 512;   // rows of a step at most
+    int max_logits = 32;  // logit rows of a step at most
+    int load_threads = 1;  // threads that make dummy weights
+  };
+  // Errors name the file, tensor or key, what was expected and what was found.
+  static absl::StatusOr<std::unique_ptr<Model>> Load(const Options& options, Device* device);
+  virtual ~Model() = default;
+
+  virtual const ModelConfig& config() const = 0;
+  virtual const std::string& fingerprint() const = 0;
+  virtual const CacheLayout& cache_layout() const = 0;
+  virtual int max_context() const = 0;
+  virtual int max_rows() const = 0;
+  virtual int max_logits() const = 0;
+  // Bytes of weights in memory, in the form in which they are used.
+  virtual int64_t weight_bytes() const = 0;
+  // Bytes of activations and scratch.
+  virtual int64_t workspace_bytes() const = 0;
+
+  // Enqueues a step. REQUIRES: rows <= max_rows(), logit_count <= max_logits().
+  virtual void Forward(Stream& stream, const StepInputs& inputs, AttentionPolicy& policy) = 0;
+};
+
+}  // namespace sluice

@@ -1,0 +1,49 @@
+// What a Hugging Face directory says about its model, checked. A plain value, for any thread.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "src/model/rope.h"
+
+namespace sluice {
+
+struct ModelConfig {
+  std::string name;          // the directory's last component; for people
+  std::string architecture;  // "llama", "qwen2", "qwen3"
+  int hidden_size = 0;
+  int intermediate_size = 0;
+  int layers = 0;
+  int heads = 0;
+  int kv_heads = 0;  // divides heads
+  int head_dim = 0;  // multiple of 16, at most 256; not always hidden_size / heads
+  int vocab_size = 0;
+  int max_position_embeddings = 0;
+  float rms_norm_eps = 0;
+  bool tie_word_embeddings = false;
+  bool qkv_bias = false;
+  bool o_bias = false;
+  bool mlp_bias = false;
+  bool qk_norm = false;  // RMSNorm of every q and k head before RoPE
+  RopeConfig rope;
+  // From generation_config.json, else from config.json; sorted, without repeats, may be empty.
+  std::vector<int32_t> eos_token_ids;
+
+  int q_size() const { return heads * head_dim; }
+  int kv_size() const { return kv_heads * head_dim; }
+};
+
+// "llama, qwen2, qwen3".
+std::string SupportedArchitectures();
+
+// Reads DIR/config.json, and DIR/generation_config.json for the EOS ids alone (its sampling
+// defaults do not apply). One sentence per error, naming the file, the key, what was expected and
+// what was found:
+//   NOT_FOUND         no directory, no config.json
+//   INVALID_ARGUMENT  not JSON, a key is missing, of the wrong type or out of range
+//   UNIMPLEMENTED     an architecture or an option that is not supported
+absl::StatusOr<ModelConfig> LoadModelConfig(const std::string& dir);
+
+}  // namespace sluice

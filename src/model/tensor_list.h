@@ -1,0 +1,38 @@
+// Every tensor that a model's config implies, by its name in published checkpoints. The loader, the
+// dummy weights and the fingerprint all go by this list.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "src/model/model_config.h"
+
+namespace sluice {
+
+struct TensorSpec {
+  std::string name;
+  std::vector<int64_t> shape;  // [rows, columns] or [n]
+
+  int64_t elements() const;
+};
+
+// Sorted by name. With a tied head there is no lm_head.weight.
+std::vector<TensorSpec> ExpectedTensors(const ModelConfig& config);
+
+// "model.layers.<layer>.<suffix>", e.g. LayerTensor(3, "self_attn.q_proj.weight").
+std::string LayerTensor(int layer, const char* suffix);
+
+inline constexpr char kEmbeddingTensor[] = "model.embed_tokens.weight";
+inline constexpr char kFinalNormTensor[] = "model.norm.weight";
+inline constexpr char kHeadTensor[] = "lm_head.weight";
+
+// Name of the matrix that makes logits: the embedding where the head is tied.
+const char* HeadTensor(const ModelConfig& config);
+
+// Whether a checkpoint may carry `name` although the config does not imply it: a copy of the
+// embedding under the head's name where the head is tied, and rotary frequencies, which old
+// checkpoints saved and which follow from the config.
+bool IsIgnorableTensor(const ModelConfig& config, const std::string& name);
+
+}  // namespace sluice

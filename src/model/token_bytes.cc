@@ -1,0 +1,164 @@
+#include "src/model/token_bytes.h"
+
+#include <array>
+#include <map>
+#include <set>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "src/base/status_macros.h"
+#include "src/model/json_file.h"
+
+namespace sluice {
+namespace {
+
+using nlohmann::json;
+
+// Far above any vocabulary; bounds the table that a stray id would make.
+constexpr int64_t kMaxTokenId = (int64_t{1} << 24) - 1;
+
+enum class DecoderKind { kByteLevel, kByteFallback };
+
+// Appends the code point to UTF-8 text; enough for GPT-2's alphabet, which ends at U+0143.
+std::string Utf8(uint32_t code) {
+  if (code < 0x80) return std::string(1, static_cast<char>(code));
+  return {static_cast<char>(0xC0 | (code >> 6)), static_cast<char>(0x80 | (code & 0x3F))};
+}
+
+// GPT-2's alphabet (bytes_to_unicode of its encoder.py): printable bytes stand for themselves, the
+// others, in order, for U+0100 and on. Character -> byte.
+const std::map<std::string, char>& ByteAlphabet() {
+  static const auto* alphabet = [] {
+    auto* out = new std::map<std::string, char>;
+    uint32_t next = 0x100;
+    for (uint32_t byte = 0; byte < 256; ++byte) {
+      const bool printable = (byte >= '!' && byte <= '~') || (byte >= 0xA1 && byte <= 0xAC) ||
+                             (byte >= 0xAE && byte <= 0xFF);
+      (*out)[Utf8(printable ? byte : next++)] = static_cast<char>(byte);
+    }
+    return out;
+  }();
+  return *alphabet;
+}
+
+// A token with a character outside the alphabet stands for its own text, as in tokenizers.
+std::string ByteLevelBytes(const std::string& token) {
+  const auto& alphabet = ByteAlphabet();
+  std::string out;
+  for (size_t i = 0; i < token.size();) {
+    const size_t length = static_cast<uint8_t>(token[i]) < 0x80 ? 1 : 2;
+    const auto it = alphabet.find(token.substr(i, length));
+    if (it == alphabet.end()) return token;
+    out.push_back(it->second);
+    i += length;
+  }
+  return out;
+}
+
+std::string ByteFallbackBytes(const std::string& token) {
+  uint32_t byte = 0;
+  if (token.size() == 6 && token.compare(0, 3, "<0x") == 0 && token[5] == '>' &&
+      absl::SimpleHexAtoi(token.substr(3, 2), &byte)) {
+    return std::string(1, static_cast<char>(byte));
+  }
+  return absl::StrReplaceAll(token, {{"\xE2\x96\x81", " "}});  // U+2581
+}
+
+void CollectDecoders(const json& decoder, std::set<std::string>* types) {
+  if (!decoder.is_object()) return;
+  const auto type = decoder.find("type");
+  if (type != decoder.end() && type->is_string()) types->insert(type->get<std::string>());
+  const auto parts = decoder.find("decoders");
+  if (parts == decoder.end() || !parts->is_array()) return;
+  for (const json& part : *parts) CollectDecoders(part, types);
+}
+
+absl::StatusOr<DecoderKind> FindKind(const std::string& path, const json& root) {
+  std::set<std::string> types;
+  if (root.contains("decoder")) CollectDecoders(root["decoder"], &types);
+  if (types.count("ByteLevel") != 0) return DecoderKind::kByteLevel;
+  if (types.count("ByteFallback") != 0) return DecoderKind::kByteFallback;
+  types.erase("Sequence");
+  return absl::UnimplementedError(
+      absl::StrCat(path, ": decoder: expected ByteLevel or ByteFallback, found ",
+                   types.empty() ? "none" : absl::StrJoin(types, ", "),
+                   "; without it stop strings cannot be matched"));
+}
+
+absl::Status Add(const std::string& path, const std::string& token, const json& id,
+                 DecoderKind kind, std::vector<std::string>* out) {
+  if (!id.is_number_unsigned() || id.get<uint64_t>() > static_cast<uint64_t>(kMaxTokenId)) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": token ", json(token).dump(),
+                                                   ": expected an id of 0 to ", kMaxTokenId,
+                                                   ", found ", id.dump()));
+  }
+  const auto index = id.get<size_t>();
+  if (index >= out->size()) out->resize(index + 1);
+  (*out)[index] =
+      kind == DecoderKind::kByteLevel ? ByteLevelBytes(token) : ByteFallbackBytes(token);
+  return absl::OkStatus();
+}
+
+// BPE and WordPiece: {token: id}. Unigram: [[token, score], ...], the id being the place.
+absl::Status AddVocabulary(const std::string& path, const json& root, DecoderKind kind,
+                           std::vector<std::string>* out) {
+  const auto model = root.find("model");
+  const bool has = model != root.end() && model->is_object() && model->contains("vocab");
+  static const json none;
+  const json& vocab = has ? model->at("vocab") : none;
+  if (vocab.is_object()) {
+    for (const auto& [token, id] : vocab.items()) {
+      SLUICE_RETURN_IF_ERROR(Add(path, token, id, kind, out));
+    }
+    return absl::OkStatus();
+  }
+  if (!vocab.is_array()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, ": model.vocab: expected an object or a list, found ",
+                     has ? vocab.type_name() : "nothing"));
+  }
+  uint64_t id = 0;
+  for (const json& entry : vocab) {
+    if (!entry.is_array() || entry.empty() || !entry[0].is_string()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          path, ": model.vocab[", id, "]: expected [token, score], found ", entry.type_name()));
+    }
+    SLUICE_RETURN_IF_ERROR(Add(path, entry[0].get<std::string>(), json(id), kind, out));
+    ++id;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<TokenBytes> TokenBytes::Load(const std::string& path) {
+  // Merges are most of the file, and only for encoding.
+  SLUICE_ASSIGN_OR_RETURN(const json root, ReadJsonFile(path, kMaxTokenizerBytes, "merges"));
+  SLUICE_ASSIGN_OR_RETURN(const DecoderKind kind, FindKind(path, root));
+  TokenBytes out;
+  SLUICE_RETURN_IF_ERROR(AddVocabulary(path, root, kind, &out.bytes_));
+  const auto added = root.find("added_tokens");
+  if (added == root.end() || added->is_null()) return out;
+  if (!added->is_array()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, ": added_tokens: expected a list, found ", added->type_name()));
+  }
+  for (const json& token : *added) {
+    if (!token.is_object() || !token.contains("id") || !token.contains("content") ||
+        !token["content"].is_string()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(path, ": added_tokens: expected {id, content, ...}, found ", token.dump()));
+    }
+    SLUICE_RETURN_IF_ERROR(
+        Add(path, token["content"].get<std::string>(), token["id"], kind, &out.bytes_));
+  }
+  return out;
+}
+
+const std::string& TokenBytes::Bytes(int32_t id) const {
+  static const auto* none = new std::string;
+  return id >= 0 && id < size() ? bytes_[static_cast<size_t>(id)] : *none;
+}
+
+}  // namespace sluice

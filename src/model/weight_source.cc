@@ -1,0 +1,279 @@
+#include "src/model/weight_source.h"
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_join.h"
+#include "src/base/dtype.h"
+#include "src/base/status_macros.h"
+#include "src/model/checkpoint.h"
+#include "src/model/dummy_weights.h"
+#include "src/model/tensor_list.h"
+
+namespace sluice {
+namespace {
+
+// Names in one message.
+constexpr size_t kMaxNamed = 8;
+
+float HalfToFloat(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+  const uint32_t exponent = (half >> 10) & 0x1Fu;
+  const uint32_t mantissa = half & 0x3FFu;
+  if (exponent == 0) {  // zero or subnormal: mantissa * 2^-24
+    const float magnitude = static_cast<float>(mantissa) * 0x1.0p-24f;
+    return sign != 0 ? -magnitude : magnitude;
+  }
+  const uint32_t wide = exponent == 0x1F ? 0xFFu : exponent + 112;
+  return std::bit_cast<float>(sign | (wide << 23) | (mantissa << 13));
+}
+
+// Every F16 value as bf16: a table of 128 KiB, where a conversion has branches.
+const std::vector<uint16_t>& HalfToBFloat16Table() {
+  static const auto* table = [] {
+    auto* t = new std::vector<uint16_t>(1 << 16);
+    for (uint32_t h = 0; h < t->size(); ++h) {
+      (*t)[h] = FloatToBFloat16(HalfToFloat(static_cast<uint16_t>(h)));
+    }
+    return t;
+  }();
+  return *table;
+}
+
+template <typename T>
+T LoadAt(const uint8_t* from, size_t i) {  // shards need not align their data
+  T value;
+  std::memcpy(&value, from + i * sizeof(T), sizeof(T));
+  return value;
+}
+
+// `n` stored elements as bf16. REQUIRES: type is BF16, F16 or F32.
+void ConvertToBFloat16(TensorType type, const uint8_t* from, size_t n, uint16_t* to) {
+  if (type == TensorType::kBF16) {
+    std::memcpy(to, from, n * 2);
+  } else if (type == TensorType::kF16) {
+    const uint16_t* table = HalfToBFloat16Table().data();
+    for (size_t i = 0; i < n; ++i) to[i] = table[LoadAt<uint16_t>(from, i)];
+  } else {
+    for (size_t i = 0; i < n; ++i) to[i] = FloatToBFloat16(LoadAt<float>(from, i));
+  }
+}
+
+void ConvertToFloat(TensorType type, const uint8_t* from, size_t n, float* to) {
+  for (size_t i = 0; i < n; ++i) {
+    to[i] = type == TensorType::kBF16  ? BFloat16ToFloat(LoadAt<uint16_t>(from, i))
+            : type == TensorType::kF16 ? HalfToFloat(LoadAt<uint16_t>(from, i))
+                                       : LoadAt<float>(from, i);
+  }
+}
+
+bool IsFloatingWeight(TensorType type) {
+  return type == TensorType::kBF16 || type == TensorType::kF16 || type == TensorType::kF32;
+}
+
+// "a; b; ... and 3 more".
+std::string ListText(const std::vector<std::string>& items) {
+  const size_t shown = std::min(items.size(), kMaxNamed);
+  return absl::StrCat(
+      absl::StrJoin(items.begin(), items.begin() + static_cast<ptrdiff_t>(shown), "; "),
+      shown < items.size() ? absl::StrCat("; and ", items.size() - shown, " more") : "");
+}
+
+class CheckpointSource : public WeightSource {
+ public:
+  CheckpointSource(std::string dir, const ModelConfig& config, Checkpoint checkpoint)
+      : dir_(std::move(dir)), config_(config), checkpoint_(std::move(checkpoint)) {}
+
+  absl::Status CheckComplete() const {
+    std::vector<std::string> faults;
+    for (const TensorSpec& spec : ExpectedTensors(config_)) {
+      const auto found = Find(spec.name, spec.shape);
+      if (!found.ok()) faults.emplace_back(found.status().message());
+    }
+    if (faults.empty()) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat(dir_, ": the weights do not fit config.json: ", ListText(faults)));
+  }
+
+  absl::StatusOr<MatrixView> Matrix(const std::string& name, int64_t rows, int64_t cols) override {
+    SLUICE_ASSIGN_OR_RETURN(const Checkpoint::Entry entry, Find(name, {rows, cols}));
+    const TensorInfo& tensor = *entry.tensor;
+    const uint8_t* data = entry.file->Data(tensor);
+    entry.file->WillNeed(tensor);
+    if (tensor.type == TensorType::kBF16 && reinterpret_cast<uintptr_t>(data) % 2 == 0) {
+      return MatrixView::Borrowed(reinterpret_cast<const uint16_t*>(data), rows, cols);
+    }
+    const auto n = static_cast<size_t>(tensor.elements());
+    auto owned = std::make_unique_for_overwrite<uint16_t[]>(n);
+    ConvertToBFloat16(tensor.type, data, n, owned.get());
+    entry.file->DontNeed(tensor);
+    return MatrixView::Owned(std::move(owned), rows, cols);
+  }
+
+  absl::StatusOr<std::vector<float>> Vector(const std::string& name, int64_t n) override {
+    SLUICE_ASSIGN_OR_RETURN(const Checkpoint::Entry entry, Find(name, {n}));
+    std::vector<float> out(static_cast<size_t>(n));
+    std::vector<uint8_t> stored(entry.tensor->bytes);
+    SLUICE_RETURN_IF_ERROR(entry.file->Read(*entry.tensor, 0, stored.size(), stored.data()));
+    ConvertToFloat(entry.tensor->type, stored.data(), out.size(), out.data());
+    return out;
+  }
+
+  absl::Status ReadBFloat16(const std::string& name, absl::Span<const int64_t> shape, int64_t first,
+                            absl::Span<uint16_t> out) override {
+    SLUICE_ASSIGN_OR_RETURN(const Checkpoint::Entry entry, Find(name, shape));
+    const auto size = static_cast<uint64_t>(TensorTypeBytes(entry.tensor->type));
+    stored_.resize(out.size() * size);
+    SLUICE_RETURN_IF_ERROR(entry.file->Read(*entry.tensor, static_cast<uint64_t>(first) * size,
+                                            stored_.size(), stored_.data()));
+    ConvertToBFloat16(entry.tensor->type, stored_.data(), out.size(), out.data());
+    return absl::OkStatus();
+  }
+
+  void Release(MatrixView view) override {
+    if (view.owned()) return;
+    const auto* bytes = reinterpret_cast<const uint8_t*>(view.data());
+    for (const auto& [name, entry] : checkpoint_.tensors()) {
+      if (entry.file->Data(*entry.tensor) == bytes) {
+        entry.file->DontNeed(*entry.tensor);
+        return;
+      }
+    }
+    SLUICE_CHECK(false, "a view of another source was released");
+  }
+
+  absl::Status CheckNoLeftovers() override {
+    std::vector<TensorSpec> expected = ExpectedTensors(config_);
+    std::vector<std::string> extra;
+    for (const auto& [name, entry] : checkpoint_.tensors()) {
+      const bool known = std::binary_search(
+          expected.begin(), expected.end(), TensorSpec{name, {}},
+          [](const TensorSpec& a, const TensorSpec& b) { return a.name < b.name; });
+      if (!known && !IsIgnorableTensor(config_, name)) {
+        extra.push_back(absl::StrCat(name, " ", ShapeText(entry.tensor->shape)));
+      }
+    }
+    if (extra.empty()) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat(
+        dir_, ": the weights hold ", extra.size(), " tensor", extra.size() > 1 ? "s" : "",
+        " that config.json does not imply: ", ListText(extra)));
+  }
+
+ private:
+  absl::StatusOr<Checkpoint::Entry> Find(const std::string& name,
+                                         absl::Span<const int64_t> shape) const {
+    const Checkpoint::Entry* entry = checkpoint_.Find(name);
+    if (entry == nullptr) {
+      return absl::NotFoundError(
+          absl::StrCat("tensor ", name, " ", ShapeText(shape), " is missing"));
+    }
+    const TensorInfo& tensor = *entry->tensor;
+    if (absl::MakeConstSpan(tensor.shape) != shape) {
+      return absl::InvalidArgumentError(absl::StrCat("tensor ", name, ": expected shape ",
+                                                     ShapeText(shape), ", found ",
+                                                     ShapeText(tensor.shape)));
+    }
+    if (!IsFloatingWeight(tensor.type)) {
+      return absl::InvalidArgumentError(absl::StrCat("tensor ", name,
+                                                     ": expected dtype BF16, F16 or F32, found ",
+                                                     TensorTypeName(tensor.type)));
+    }
+    return *entry;
+  }
+
+  const std::string dir_;
+  const ModelConfig config_;
+  const Checkpoint checkpoint_;
+  std::vector<uint8_t> stored_;  // scratch of ReadBFloat16
+};
+
+class DummySource : public WeightSource {
+ public:
+  DummySource(const ModelConfig& config, int threads)
+      : config_(config), threads_(std::max(threads, 1)) {
+    for (TensorSpec& spec : ExpectedTensors(config)) {
+      const std::string name = spec.name;
+      tensors_.emplace(name, std::move(spec));
+    }
+  }
+
+  absl::StatusOr<MatrixView> Matrix(const std::string& name, int64_t rows, int64_t cols) override {
+    SLUICE_ASSIGN_OR_RETURN(const TensorSpec* spec, Find(name, {rows, cols}));
+    const auto n = static_cast<size_t>(spec->elements());
+    auto owned = std::make_unique_for_overwrite<uint16_t[]>(n);
+    FillParallel(*spec, absl::MakeSpan(owned.get(), n));
+    return MatrixView::Owned(std::move(owned), rows, cols);
+  }
+
+  absl::StatusOr<std::vector<float>> Vector(const std::string& name, int64_t n) override {
+    SLUICE_ASSIGN_OR_RETURN(const TensorSpec* spec, Find(name, {n}));
+    std::vector<uint16_t> bf16(static_cast<size_t>(n));
+    FillDummy(*spec, config_.tie_word_embeddings, kDummySeed, 0, absl::MakeSpan(bf16));
+    std::vector<float> out(bf16.size());
+    std::transform(bf16.begin(), bf16.end(), out.begin(), BFloat16ToFloat);
+    return out;
+  }
+
+  absl::Status ReadBFloat16(const std::string& name, absl::Span<const int64_t> shape, int64_t first,
+                            absl::Span<uint16_t> out) override {
+    SLUICE_ASSIGN_OR_RETURN(const TensorSpec* spec, Find(name, shape));
+    FillDummy(*spec, config_.tie_word_embeddings, kDummySeed, first, out);
+    return absl::OkStatus();
+  }
+
+  void Release(MatrixView) override {}
+  absl::Status CheckNoLeftovers() override { return absl::OkStatus(); }
+
+ private:
+  absl::StatusOr<const TensorSpec*> Find(const std::string& name,
+                                         absl::Span<const int64_t> shape) const {
+    const auto it = tensors_.find(name);
+    if (it == tensors_.end()) {
+      return absl::NotFoundError(absl::StrCat("tensor ", name, " is not implied by config.json"));
+    }
+    if (absl::MakeConstSpan(it->second.shape) != shape) {
+      return absl::InvalidArgumentError(absl::StrCat("tensor ", name, ": expected shape ",
+                                                     ShapeText(shape), ", config.json implies ",
+                                                     ShapeText(it->second.shape)));
+    }
+    return &it->second;
+  }
+
+  void FillParallel(const TensorSpec& spec, absl::Span<uint16_t> out) const {
+    // A thread costs some 50 us: about what 50,000 elements do.
+    constexpr size_t kMinPerThread = 1 << 18;
+    const size_t threads =
+        std::clamp<size_t>(out.size() / kMinPerThread, 1, static_cast<size_t>(threads_));
+    const size_t share = (out.size() + threads - 1) / threads;
+    std::vector<std::jthread> helpers;
+    const auto fill = [&, this](size_t t) {
+      const size_t begin = std::min(t * share, out.size());
+      FillDummy(spec, config_.tie_word_embeddings, kDummySeed, static_cast<int64_t>(begin),
+                out.subspan(begin, share));
+    };
+    for (size_t t = 1; t < threads; ++t) helpers.emplace_back(fill, t);
+    fill(0);
+  }
+
+  const ModelConfig config_;
+  const int threads_;
+  std::map<std::string, TensorSpec> tensors_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<WeightSource>> OpenCheckpoint(const std::string& dir,
+                                                             const ModelConfig& config) {
+  SLUICE_ASSIGN_OR_RETURN(Checkpoint checkpoint, Checkpoint::Open(dir));
+  auto source = std::make_unique<CheckpointSource>(dir, config, std::move(checkpoint));
+  SLUICE_RETURN_IF_ERROR(source->CheckComplete());
+  return source;
+}
+
+std::unique_ptr<WeightSource> DummyWeights(const ModelConfig& config, int threads) {
+  return std::make_unique<DummySource>(config, threads);
+}
+
+}  // namespace sluice

@@ -1,0 +1,258 @@
+#include "src/prefill/prefiller.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "absl/synchronization/mutex.h"
+#include "src/attention/policies/full/full_policy.h"
+#include "src/base/error.h"
+#include "src/base/rng.h"
+#include "src/base/status_macros.h"
+#include "src/engine/batch_state.h"
+#include "src/kv/page_pool.h"
+#include "src/model/model.h"
+
+namespace sluice {
+namespace {
+
+constexpr int kSlot = 0;  // one prompt at a time
+
+// Policy `full` that marks in the stream when a layer's keys and values are in the cache: what is
+// before that layer's attention and FFN can leave already.
+class MarkingPolicy : public AttentionPolicy {
+ public:
+  MarkingPolicy(FullPolicy* full, Device* device, int layers) : full_(full) {
+    for (auto& events : events_) {
+      for (int layer = 0; layer < layers; ++layer) events.push_back(device->NewEvent());
+    }
+  }
+
+  // Marks go to the events of `buffer` from now on.
+  void SetBuffer(int buffer) { buffer_ = static_cast<size_t>(buffer); }
+  Event& appended(int buffer, int layer) {
+    return *events_[static_cast<size_t>(buffer)][static_cast<size_t>(layer)];
+  }
+
+  const std::string& name() const override { return full_->name(); }
+  Footprint FootprintOf(int64_t context, int64_t total) const override {
+    return full_->FootprintOf(context, total);
+  }
+  bool CouldEverFit(int64_t context, int64_t total) const override {
+    return full_->CouldEverFit(context, total);
+  }
+  bool Admit(int slot, int64_t context, int64_t total,
+             std::unique_ptr<SequenceCache>& home) override {
+    return full_->Admit(slot, context, total, home);
+  }
+  bool Warm(int slot) override { return full_->Warm(slot); }
+  Event& WarmEvent(int slot) override { return full_->WarmEvent(slot); }
+  void Grow(int slot, int64_t tokens, Stream& stream) override {
+    full_->Grow(slot, tokens, stream);
+  }
+  void Release(int slot) override { full_->Release(slot); }
+  void Append(Stream& stream, int layer, kernels::RopeAppendParams params) override {
+    full_->Append(stream, layer, params);
+    stream.Record(appended(static_cast<int>(buffer_), layer));
+  }
+  void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
+    full_->Attend(stream, layer, params);
+  }
+
+ private:
+  FullPolicy* const full_;
+  std::array<std::vector<std::unique_ptr<Event>>, BatchState::kDepth> events_;
+  size_t buffer_ = 0;
+};
+
+// The bytes of tokens [begin, end) of one layer and kind, all heads, in the order of a chunk's
+// payload; neighbours in memory are joined.
+std::vector<absl::Span<const uint8_t>> ChunkPieces(const SequenceCache& cache, int layer,
+                                                   size_t kind_index, int begin, int end) {
+  const CacheKind& kind = cache.pool()->layout().kinds[kind_index];
+  const int64_t part_token_bytes = kind.bytes_per_token / kind.parts;
+  std::vector<absl::Span<const uint8_t>> pieces;
+  for (int64_t block = begin / kind.block_tokens; block < kind.BlocksFor(end); ++block) {
+    const int64_t tokens = std::min<int64_t>(kind.block_tokens, end - block * kind.block_tokens);
+    for (int head = 0; head < kind.heads; ++head) {
+      const uint8_t* home = cache.BlockAddress(layer, kind_index, head, block);
+      for (int part = 0; part < kind.parts; ++part) {
+        const uint8_t* from = home + part * kind.block_tokens * part_token_bytes;
+        const auto bytes = static_cast<size_t>(tokens * part_token_bytes);
+        if (!pieces.empty() && pieces.back().data() + pieces.back().size() == from) {
+          pieces.back() = {pieces.back().data(), pieces.back().size() + bytes};
+        } else {
+          pieces.emplace_back(from, bytes);
+        }
+      }
+    }
+  }
+  return pieces;
+}
+
+class PrefillerImpl : public Prefiller {
+ public:
+  PrefillerImpl(const Options& options, Device* device, Model* model, Clock* clock,
+                std::unique_ptr<PagePool> pool, std::unique_ptr<FullPolicy> policy,
+                std::unique_ptr<BatchState> batch)
+      : options_(options),
+        model_(model),
+        clock_(clock),
+        pool_(std::move(pool)),
+        policy_(std::move(policy)),
+        marking_(policy_.get(), device, model->cache_layout().layers),
+        batch_(std::move(batch)),
+        stream_(device->NewStream(Device::StreamKind::kCompute)),
+        seeds_(options.seed != 0 ? options.seed : RandomU64()) {
+    // Chunks end on blocks, as the wire wants them.
+    int block = 1;
+    for (const CacheKind& kind : model->cache_layout().kinds) block = std::max(block, kind.block_tokens);
+    chunk_tokens_ = std::max(block, static_cast<int>(options.chunk_tokens) / block * block);
+    chunk_tokens_ = std::min(chunk_tokens_, model->max_rows() / block * block);
+  }
+
+  absl::StatusOr<PrefillResult> Run(const std::vector<int32_t>& prompt,
+                                    const SamplingParams& sampling, bool want_first_token,
+                                    LayerSink& sink,
+                                    const std::function<bool()>& cancelled) override {
+    SLUICE_RETURN_IF_ERROR(Check(prompt, sampling));
+    const absl::Time arrived = clock_->Now();
+    absl::MutexLock lock(&mutex_);
+    const absl::Time started = clock_->Now();
+    std::unique_ptr<SequenceCache> no_home;
+    SLUICE_CHECK(policy_->Admit(kSlot, 0, static_cast<int64_t>(prompt.size()), no_home));
+    policy_->WarmEvent(kSlot).Wait();
+    std::vector<int32_t> stop_ids;
+    if (!sampling.ignore_eos) stop_ids = model_->config().eos_token_ids;
+    for (const uint32_t id : sampling.stop_token_ids) stop_ids.push_back(static_cast<int32_t>(id));
+    batch_->Join(*stream_, kSlot, prompt, sampling, seeds_(), static_cast<int32_t>(prompt.size()),
+                 stop_ids);
+    absl::StatusOr<PrefillResult> result =
+        Compute(static_cast<int>(prompt.size()), sampling, want_first_token, sink, cancelled);
+    // Also after an error: what was launched still writes to the pages.
+    batch_->joined(kSlot).Wait();
+    for (int buffer = 0; buffer < BatchState::kDepth; ++buffer) batch_->event(buffer).Wait();
+    policy_->Release(kSlot);
+    if (!result.ok()) return result.status();
+    result->queued = started - arrived;
+    result->compute = clock_->Now() - started;
+    return result;
+  }
+
+ private:
+  absl::Status Check(const std::vector<int32_t>& prompt, const SamplingParams& sampling) const {
+    const auto vocab = static_cast<uint32_t>(model_->config().vocab_size);
+    // Stop strings are the decode node's business: they end a stream, not a choice of token.
+    SLUICE_RETURN_IF_ERROR(ValidateSamplingParams(sampling, vocab, /*stop_strings_supported=*/true));
+    if (prompt.empty()) return InvalidField("prompt_token_ids", "must not be empty");
+    if (prompt.size() >= options_.max_context) {
+      return InvalidField("prompt_token_ids",
+                          absl::StrCat("this node's context is ", options_.max_context,
+                                       " tokens and must hold one more, found a prompt of ",
+                                       prompt.size()));
+    }
+    for (size_t i = 0; i < prompt.size(); ++i) {
+      if (static_cast<uint32_t>(prompt[i]) >= vocab) {
+        return InvalidField("prompt_token_ids",
+                            absl::StrCat("token ", i, " is ", static_cast<uint32_t>(prompt[i]),
+                                         ", outside the vocabulary of ", vocab));
+      }
+    }
+    if (!pool_->CouldEverFit(static_cast<int64_t>(prompt.size()))) {
+      return InvalidField("prompt_token_ids",
+                          absl::StrCat("this node's caches hold ", pool_->capacity_tokens(),
+                                       " tokens, found a prompt of ", prompt.size(),
+                                       "; raise --hbm-bytes"));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<PrefillResult> Compute(int tokens, const SamplingParams& sampling,
+                                        bool want_first_token, LayerSink& sink,
+                                        const std::function<bool()>& cancelled)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const int chunks = (tokens + chunk_tokens_ - 1) / chunk_tokens_;
+    const auto launch = [&](int chunk) {
+      const int begin = chunk * chunk_tokens_;
+      const int count = std::min(chunk_tokens_, tokens - begin);
+      const bool sample = want_first_token && begin + count == tokens;
+      plan_.rows.assign(1, PlanRow{kSlot, begin, count, sample});
+      plan_.row_count = count;
+      plan_.sample_count = sample ? 1 : 0;
+      const int buffer = chunk % BatchState::kDepth;
+      batch_->event(buffer).Wait();
+      policy_->Grow(kSlot, begin + count, *stream_);
+      marking_.SetBuffer(buffer);
+      batch_->Launch(*stream_, buffer, plan_, *model_, marking_);
+    };
+    launch(0);
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      // The device has the next chunk before this one is on its way.
+      if (chunk + 1 < chunks) launch(chunk + 1);
+      SLUICE_RETURN_IF_ERROR(Push(chunk, tokens, sink, cancelled));
+    }
+    const int last = (chunks - 1) % BatchState::kDepth;
+    batch_->event(last).Wait();
+    PrefillResult result;
+    if (!want_first_token) return result;
+    result.first_token = batch_->Result(last, 0, sampling.logprobs);
+    if (result.first_token->id < 0) {
+      return WithReason(absl::InternalError("the model's logits are not finite"), "BAD_LOGITS");
+    }
+    return result;
+  }
+
+  absl::Status Push(int chunk, int tokens, LayerSink& sink,
+                    const std::function<bool()>& cancelled) {
+    const int begin = chunk * chunk_tokens_;
+    const int end = std::min(begin + chunk_tokens_, tokens);
+    const CacheLayout& layout = model_->cache_layout();
+    const SequenceCache& cache = policy_->resident(kSlot);
+    for (int layer = 0; layer < layout.layers; ++layer) {
+      if (cancelled()) return absl::CancelledError("the caller has gone");
+      marking_.appended(chunk % BatchState::kDepth, layer).Wait();
+      for (size_t kind = 0; kind < layout.kinds.size(); ++kind) {
+        SLUICE_RETURN_IF_ERROR(sink.Layer(layer, layout.kinds[kind], begin, end,
+                                          ChunkPieces(cache, layer, kind, begin, end)));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  const Options options_;
+  Model* const model_;
+  Clock* const clock_;
+  const std::unique_ptr<PagePool> pool_;
+  const std::unique_ptr<FullPolicy> policy_;
+  int chunk_tokens_ = 0;
+  absl::Mutex mutex_;  // held for a whole prompt
+  MarkingPolicy marking_;
+  const std::unique_ptr<BatchState> batch_;
+  const std::unique_ptr<Stream> stream_;
+  StepPlan plan_ ABSL_GUARDED_BY(mutex_);
+  SplitMix64 seeds_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Prefiller>> Prefiller::Create(const Options& options, Device* device,
+                                                             Model* model, Clock* clock) {
+  for (const CacheKind& kind : model->cache_layout().kinds) {
+    SLUICE_CHECK(model->max_rows() >= kind.block_tokens, "a chunk is at least a block");
+  }
+  SLUICE_ASSIGN_OR_RETURN(
+      Buffer arena, device->Allocate(MemoryKind::kDevice, static_cast<size_t>(options.hbm_bytes),
+                                     "the caches (--hbm-bytes)"));
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<PagePool> pool,
+                          PagePool::Create("hbm", model->cache_layout(), std::move(arena)));
+  SLUICE_ASSIGN_OR_RETURN(
+      std::unique_ptr<FullPolicy> policy,
+      NewFullPolicy({device, pool.get(), 1, static_cast<int64_t>(options.max_context)}));
+  SLUICE_ASSIGN_OR_RETURN(
+      std::unique_ptr<BatchState> batch,
+      BatchState::Create({1, static_cast<int>(options.max_context)}, device, *model));
+  return std::make_unique<PrefillerImpl>(options, device, model, clock, std::move(pool),
+                                         std::move(policy), std::move(batch));
+}
+
+}  // namespace sluice

@@ -1,0 +1,61 @@
+// Computes prompts: the other half of a handoff, over the same model code as the decode engine.
+//
+// Run() computes a prompt in chunks and calls the sink with every layer of every chunk as soon as its
+// caches are computed, while the later layers are still being computed.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "src/base/clock.h"
+#include "src/device/device.h"
+#include "src/kv/cache_layout.h"
+#include "src/request/token.h"
+#include "src/sampling/sampling_params.h"
+
+namespace sluice {
+
+class Model;
+
+// Takes one layer's caches of tokens [token_begin, token_end) of one kind, all heads, as chunk payload
+// (the home layout; design: "a chunk on the wire"). `pieces` are valid during the call. Called on a
+// thread of the prefiller, in order of chunks, then layers. An error ends the run with that error.
+class LayerSink {
+ public:
+  virtual ~LayerSink() = default;
+  virtual absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
+                             absl::Span<const absl::Span<const uint8_t>> pieces) = 0;
+};
+
+struct PrefillResult {
+  std::optional<OutputToken> first_token;
+  absl::Duration queued;
+  absl::Duration compute;
+};
+
+class Prefiller {
+ public:
+  struct Options {
+    uint32_t max_context = 0;
+    uint32_t chunk_tokens = 512;
+    uint64_t seed = 0;
+    int64_t hbm_bytes = 0;
+  };
+  static absl::StatusOr<std::unique_ptr<Prefiller>> Create(const Options& options, Device* device,
+                                                           Model* model, Clock* clock);
+  virtual ~Prefiller() = default;
+  // Blocking; one prompt at a time, others wait their turn. `cancelled` is asked between chunks and
+  // layers. Errors: INVALID_ARGUMENT (prompt, sampling), RESOURCE_EXHAUSTED (the prompt does not fit
+  // in hbm_bytes), CANCELLED, and the sink's own.
+  virtual absl::StatusOr<PrefillResult> Run(const std::vector<int32_t>& prompt,
+                                            const SamplingParams& sampling, bool want_first_token,
+                                            LayerSink& sink,
+                                            const std::function<bool()>& cancelled) = 0;
+};
+
+}  // namespace sluice

@@ -1,0 +1,49 @@
+// Which rows the next step computes. Pure: a plan is a function of what is passed in, reads no token
+// values, and is the same on every device.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/types/span.h"
+
+namespace sluice {
+
+// A sequence of the running batch as the planner sees it.
+struct PlannerSequence {
+  int32_t slot = 0;
+  // Tokens [cached, length) have no KV yet: they are pending.
+  int64_t cached = 0;
+  int64_t length = 0;
+  // Whether the row of the last pending token chooses a new one (false: all were chosen that may be).
+  bool wants_token = true;
+  // False: its working set is not warm, its reader is slow, or it has nothing left to compute.
+  bool runnable = true;
+};
+
+// Tokens [first_position, first_position + count) of one sequence.
+struct PlanRow {
+  int32_t slot = 0;
+  int64_t first_position = 0;
+  int32_t count = 0;
+  bool sample = false;  // the last of them chooses the next token
+};
+
+struct StepPlan {
+  std::vector<PlanRow> rows;
+  int32_t row_count = 0;     // sum of counts
+  int32_t sample_count = 0;  // rows that sample
+};
+
+struct PlannerLimits {
+  int32_t max_rows = 0;      // of a step, all sequences
+  int32_t chunk_tokens = 0;  // of pending prompts in a step
+};
+
+// Every runnable sequence with one pending token gets its row; what is left of the step goes, up to
+// chunk_tokens, to sequences with more, in the order given (first come, first served). `plan` is
+// overwritten; its memory is used again. REQUIRES: sequences.size() <= max_rows.
+void PlanStep(const PlannerLimits& limits, absl::Span<const PlannerSequence> sequences,
+              StepPlan* plan);
+
+}  // namespace sluice

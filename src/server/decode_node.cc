@@ -1,0 +1,250 @@
+#include "src/server/decode_node.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "src/attention/policies/full/full_policy.h"
+#include "src/base/clock.h"
+#include "src/base/error.h"
+#include "src/base/logging.h"
+#include "src/base/rng.h"
+#include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
+#include "src/server/address_file.h"
+#include "src/server/model_setup.h"
+#include "src/service/admin_service.h"
+#include "src/service/decode_service.h"
+#include "src/service/ingest_service.h"
+#include "src/service/proto_conversion.h"
+#include "src/service/status_mapping.h"
+
+namespace sluice {
+namespace {
+
+constexpr absl::Duration kCanaryTimeout = absl::Minutes(5);
+// For callers to take their last messages, after every sequence has ended.
+constexpr absl::Duration kFlushTime = absl::Seconds(5);
+
+absl::Status Draining() {
+  return WithReason(
+      absl::UnavailableError("the node was stopped before the sequence ended: use another one"),
+      "DRAINING");
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<DecodeNode>> DecodeNode::Start(const Config& config) {
+  const absl::Time start = absl::Now();
+  std::unique_ptr<DecodeNode> node(new DecodeNode(config));
+  SLUICE_RETURN_IF_ERROR(node->StartAdminHttp());
+  SLUICE_RETURN_IF_ERROR(node->LoadModelAndMemory());
+  SLUICE_RETURN_IF_ERROR(node->StartEngine());
+  SLUICE_RETURN_IF_ERROR(node->DecodeCanary());
+  SLUICE_RETURN_IF_ERROR(node->StartGrpc());
+  node->readiness_.SetReady();
+  node->grpc_->SetServing(true);
+  const std::string admin = node->admin_http_ == nullptr ? "" : node->admin_http_->address();
+  if (!config.address_file().empty()) {
+    SLUICE_RETURN_IF_ERROR(
+        WriteAddressFile(config.address_file(), {node->grpc_->address(), admin}));
+  }
+  Log(LogLevel::kInfo, "ready",
+      {{"listen", node->grpc_->address()},
+       {"admin_listen", admin},
+       {"model", node->model_->config().name},
+       {"architecture", node->model_->config().architecture},
+       {"device", node->device_->name()},
+       {"kernels", node->device_->kernels().name()},
+       {"threads", ThreadsOf(config)},
+       {"policy", node->policy_->name()},
+       {"max_context", node->model_->max_context()},
+       {"max_sequences", config.max_sequences()},
+       {"weight_bytes", node->model_->weight_bytes()},
+       {"workspace_bytes", node->model_->workspace_bytes()},
+       {"hbm_bytes", config.hbm_bytes()},
+       {"dram_bytes", config.dram_bytes()},
+       {"ready_after_seconds", absl::ToDoubleSeconds(absl::Now() - start)}});
+  return node;
+}
+
+absl::Status DecodeNode::StartAdminHttp() {
+  if (config_.admin_listen().empty()) return absl::OkStatus();
+  AdminHttp::Options options;
+  options.listen = config_.admin_listen();
+  options.metrics = [this] { return RenderMetrics(); };
+  options.ready = [this] { return readiness_.ready(); };
+  absl::StatusOr<std::unique_ptr<AdminHttp>> started = AdminHttp::Start(std::move(options));
+  if (!started.ok()) return WithMessagePrefix(started.status(), "admin_listen");
+  admin_http_ = *std::move(started);
+  return absl::OkStatus();
+}
+
+absl::Status DecodeNode::LoadModelAndMemory() {
+  SLUICE_ASSIGN_OR_RETURN(device_, NewDevice(config_));
+  // A step holds one row for every sequence and, beside them, a chunk of pending prompts.
+  const auto sequences = static_cast<int>(config_.max_sequences());
+  SLUICE_ASSIGN_OR_RETURN(
+      model_, LoadModel(config_, sequences + static_cast<int>(config_.chunk_tokens()), sequences,
+                        device_.get()));
+  SLUICE_ASSIGN_OR_RETURN(token_bytes_, LoadTokenBytes(config_));
+  SLUICE_ASSIGN_OR_RETURN(Buffer hbm,
+                          device_->Allocate(MemoryKind::kDevice, config_.hbm_bytes(), "hbm_bytes"));
+  SLUICE_ASSIGN_OR_RETURN(hbm_, PagePool::Create("hbm", model_->cache_layout(), std::move(hbm)));
+  SLUICE_ASSIGN_OR_RETURN(
+      Buffer dram, device_->Allocate(MemoryKind::kPinned, config_.dram_bytes(), "dram_bytes"));
+  SLUICE_ASSIGN_OR_RETURN(dram_, PagePool::Create("dram", model_->cache_layout(), std::move(dram)));
+  FullPolicyOptions policy;
+  policy.device = device_.get();
+  policy.hbm = hbm_.get();
+  policy.slots = sequences;
+  policy.max_context = model_->max_context();
+  SLUICE_ASSIGN_OR_RETURN(policy_, NewFullPolicy(policy));
+  return absl::OkStatus();
+}
+
+absl::Status DecodeNode::StartEngine() {
+  TransferTable::Options table;
+  table.model_fingerprint = model_->fingerprint();
+  table.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
+  table.max_context = static_cast<uint32_t>(model_->max_context());
+  table.max_lease = absl::Seconds(config_.lease_seconds());
+  table.max_chunk_bytes = config_.max_chunk_bytes();
+  table.footprint = [policy = policy_.get()](int64_t context, int64_t total) {
+    return policy->FootprintOf(context, total);
+  };
+  transfers_ =
+      std::make_unique<TransferTable>(std::move(table), dram_.get(), hbm_.get(), RealClock());
+  Engine::Options options;
+  options.max_sequences = config_.max_sequences();
+  options.max_waiting = config_.max_waiting();
+  options.max_context = static_cast<uint32_t>(model_->max_context());
+  options.chunk_tokens = config_.chunk_tokens();
+  options.local_prefill = config_.local_prefill();
+  options.seed = SeedOf(config_);
+  options.transfer_wait = absl::Seconds(config_.transfer_wait_seconds());
+  options.slow_reader_timeout = absl::Seconds(config_.slow_reader_timeout_seconds());
+  Engine::Parts parts;
+  parts.device = device_.get();
+  parts.model = model_.get();
+  parts.policy = policy_.get();
+  parts.transfers = transfers_.get();
+  parts.token_bytes = token_bytes_.has_value() ? &*token_bytes_ : nullptr;
+  parts.metrics = &metrics_;
+  parts.clock = RealClock();
+  SLUICE_ASSIGN_OR_RETURN(engine_, Engine::Create(options, parts));
+  engine_thread_ = std::make_unique<EngineThread>(engine_.get());
+  memory_ready_.store(true);
+  return absl::OkStatus();
+}
+
+absl::Status DecodeNode::DecodeCanary() {
+  constexpr uint32_t kTokens = 2;
+  auto stream = std::make_shared<TokenStream>(2 * kTokens);
+  Request request;
+  request.request_id = absl::StrCat("canary-", absl::Hex(RandomU64()));
+  request.prompt = {0};
+  request.sampling.temperature = 0;
+  request.sampling.max_tokens = kTokens;
+  request.sampling.ignore_eos = true;
+  request.deadline = absl::Now() + kCanaryTimeout;
+  request.allow_local_prefill = true;
+  request.sink = stream;
+  absl::Status status = engine_->Submit(std::move(request));
+  size_t tokens = 0;
+  while (status.ok()) {
+    const TokenStream::Batch batch = stream->ReadBlocking();
+    tokens += batch.tokens.size();
+    if (!batch.finish.has_value()) continue;
+    if (batch.finish->reason == FinishInfo::Reason::kError) status = batch.finish->status;
+    break;
+  }
+  if (status.ok() && tokens != kTokens) {
+    status = absl::InternalError(absl::StrCat(kTokens, " tokens were expected, found ", tokens));
+  }
+  return WithMessagePrefix(status, "the canary could not be decoded");
+}
+
+absl::Status DecodeNode::StartGrpc() {
+  std::vector<GrpcService> services;
+  const auto vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
+  IngestServiceOptions ingest;
+  ingest.vocab_size = vocab_size;
+  ingest.transfers = transfers_.get();
+  ingest.readiness = &readiness_;
+  ingest.metrics = &metrics_;
+  services.push_back(NewIngestService(ingest));
+  DecodeServiceOptions decode;
+  decode.vocab_size = vocab_size;
+  decode.max_context = static_cast<uint32_t>(model_->max_context());
+  decode.engine = engine_.get();
+  decode.metrics = &metrics_;
+  services.push_back(NewDecodeService(decode));
+  AdminServiceOptions admin;
+  *admin.model.mutable_model() = MakeModelInfo(*model_);
+  admin.model.set_device(device_->name());
+  admin.model.set_policy(policy_->name());
+  admin.model.set_kernels(device_->kernels().name());
+  admin.model.set_version(Version());
+  admin.max_sequences = config_.max_sequences();
+  admin.engine = engine_.get();
+  admin.transfers = transfers_.get();
+  admin.pools = {dram_.get(), hbm_.get()};
+  admin.readiness = &readiness_;
+  services.push_back(NewAdminService(std::move(admin)));
+  GrpcServer::Options options;
+  options.listen = config_.listen();
+  options.max_receive_message_bytes = MaxReceiveMessageBytes(config_.max_chunk_bytes());
+  absl::StatusOr<std::unique_ptr<GrpcServer>> started =
+      GrpcServer::Start(options, std::move(services));
+  if (!started.ok()) return WithMessagePrefix(started.status(), "listen");
+  grpc_ = *std::move(started);
+  return absl::OkStatus();
+}
+
+std::string DecodeNode::RenderMetrics() {
+  if (memory_ready_.load()) {
+    for (const PagePool* pool : {dram_.get(), hbm_.get()}) {
+      PagePool::Usage all;
+      for (size_t kind = 0; kind < pool->layout().kinds.size(); ++kind) {
+        const PagePool::Usage usage = pool->UsageOf(kind);
+        const TierGauges gauges = metrics_.Tier(pool->name(), pool->layout().kinds[kind].name);
+        gauges.capacity_bytes.Set(static_cast<double>(usage.capacity_bytes));
+        gauges.reserved_bytes.Set(static_cast<double>(usage.reserved_bytes));
+        gauges.used_bytes.Set(static_cast<double>(usage.used_bytes));
+        all.capacity_bytes += usage.capacity_bytes;
+        all.used_bytes += usage.used_bytes;
+      }
+      if (pool == hbm_.get()) {
+        metrics_.kv_usage.Set(static_cast<double>(all.used_bytes) /
+                              static_cast<double>(std::max<int64_t>(all.capacity_bytes, 1)));
+      }
+    }
+    metrics_.transfers_open.Set(static_cast<double>(transfers_->open_transfers()));
+  }
+  return metrics_.Render();
+}
+
+void DecodeNode::ServeUntil(Signals& signals) {
+  signals.Serving();
+  signals.WaitForStop();
+  const absl::Time start = absl::Now();
+  readiness_.SetDraining();
+  grpc_->SetServing(false);
+  // Shared: the engine may still hold the callback when this function has gone on.
+  auto idle = std::make_shared<absl::Notification>();
+  engine_->Drain([idle] { idle->Notify(); });
+  signals.WaitForSecond(absl::Seconds(config_.drain_timeout_seconds()),
+                        [&] { return idle->HasBeenNotified(); });
+  const bool finished = idle->HasBeenNotified();
+  if (!finished) engine_->CancelAll(Draining());
+  grpc_->Shutdown(signals.Count() > 1 ? absl::Milliseconds(100) : kFlushTime);
+  Log(LogLevel::kInfo, "stopped",
+      {{"everything_finished", finished},
+       {"elapsed_seconds", absl::ToDoubleSeconds(absl::Now() - start)}});
+}
+
+}  // namespace sluice

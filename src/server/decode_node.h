@@ -1,0 +1,64 @@
+// sluice-server's objects, from a configuration to a node that decodes, and back down again.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "src/attention/attention_policy.h"
+#include "src/config/setting.h"
+#include "src/device/device.h"
+#include "src/engine/engine.h"
+#include "src/kv/page_pool.h"
+#include "src/kv/transfer_table.h"
+#include "src/metrics/metrics.h"
+#include "src/model/model.h"
+#include "src/model/token_bytes.h"
+#include "src/server/signals.h"
+#include "src/service/admin_http.h"
+#include "src/service/grpc_server.h"
+#include "src/service/readiness.h"
+
+namespace sluice {
+
+class DecodeNode {
+ public:
+  // Everything up to ready: the model loaded, a canary decoded, the address file written.
+  static absl::StatusOr<std::unique_ptr<DecodeNode>> Start(const Config& config);
+  // Serves until `signals` says stop, lets what runs finish in the configured time, and stops.
+  void ServeUntil(Signals& signals);
+
+ private:
+  explicit DecodeNode(const Config& config) : config_(config) {}
+  absl::Status StartAdminHttp();
+  absl::Status LoadModelAndMemory();
+  absl::Status StartEngine();
+  // Decodes two tokens through the engine: everything between a prompt and its tokens works.
+  absl::Status DecodeCanary();
+  absl::Status StartGrpc();
+  std::string RenderMetrics();
+
+  const Config config_;
+  // In order of making; each may use those before it.
+  Metrics metrics_;
+  Readiness readiness_;
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<Model> model_;
+  std::optional<TokenBytes> token_bytes_;
+  std::unique_ptr<PagePool> hbm_;
+  std::unique_ptr<PagePool> dram_;
+  std::unique_ptr<AttentionPolicy> policy_;
+  std::unique_ptr<TransferTable> transfers_;
+  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<EngineThread> engine_thread_;
+  std::unique_ptr<GrpcServer> grpc_;
+  // Its callbacks ask the pools: see memory_ready_.
+  std::atomic<bool> memory_ready_ = false;
+  std::unique_ptr<AdminHttp> admin_http_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,62 @@
+#include "src/server/model_setup.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "src/base/logging.h"
+#include "src/base/rng.h"
+#include "src/base/status_macros.h"
+#include "src/device/cpu/cpu_device.h"
+
+namespace sluice {
+
+absl::StatusOr<std::unique_ptr<Device>> NewDevice(const Config& config) {
+  if (config.device() != "cpu") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("device: expected cpu, found ", config.device()));
+  }
+  CpuDeviceOptions options;
+  options.kernels = config.kernels();
+  options.threads = static_cast<int>(config.threads());
+  return NewCpuDevice(options);
+}
+
+absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_rows, int max_logits,
+                                                 Device* device) {
+  Model::Options options;
+  options.directory = config.model();
+  options.load_format = config.load_format();
+  options.kv_dtype = KvDType(config);
+  options.block_tokens = static_cast<int>(config.block_tokens());
+  options.max_context = static_cast<int>(config.max_context());
+  options.max_rows = max_rows;
+  options.max_logits = max_logits;
+  return Model::Load(options, device);
+}
+
+absl::StatusOr<std::optional<TokenBytes>> LoadTokenBytes(const Config& config) {
+  absl::StatusOr<TokenBytes> loaded =
+      TokenBytes::Load(absl::StrCat(config.model(), "/tokenizer.json"));
+  if (loaded.ok()) return std::optional<TokenBytes>(*std::move(loaded));
+  if (absl::IsNotFound(loaded.status())) return std::optional<TokenBytes>();
+  if (absl::IsUnimplemented(loaded.status())) {
+    Log(LogLevel::kWarn, "stop strings are refused: the tokenizer is of an unknown kind",
+        {{"error", std::string(loaded.status().message())}});
+    return std::optional<TokenBytes>();
+  }
+  return loaded.status();
+}
+
+DType KvDType(const Config& config) {
+  return config.kv_dtype() == "float32" ? DType::kFloat32 : DType::kBFloat16;
+}
+
+uint64_t SeedOf(const Config& config) { return config.seed() != 0 ? config.seed() : RandomU64(); }
+
+int ThreadsOf(const Config& config) {
+  return config.threads() != 0 ? static_cast<int>(config.threads()) : AvailableCores();
+}
+
+std::string Version() { return SLUICE_VERSION; }
+
+}  // namespace sluice

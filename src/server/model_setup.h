@@ -1,0 +1,35 @@
+// Configuration -> device, model and tokenizer: what both programs need.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "src/config/setting.h"
+#include "src/device/device.h"
+#include "src/model/model.h"
+#include "src/model/token_bytes.h"
+
+namespace sluice {
+
+absl::StatusOr<std::unique_ptr<Device>> NewDevice(const Config& config);
+
+// `max_rows`, `max_logits`: of a step, for Model::Options.
+absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_rows, int max_logits,
+                                                 Device* device);
+
+// nullopt if the model directory has no tokenizer.json, or one of a kind that is not known (which
+// is logged): stop strings are then refused. An error if the file is broken.
+absl::StatusOr<std::optional<TokenBytes>> LoadTokenBytes(const Config& config);
+
+DType KvDType(const Config& config);
+// The configured seed, or one from the system.
+uint64_t SeedOf(const Config& config);
+int ThreadsOf(const Config& config);
+
+// The version that GetModel tells.
+std::string Version();
+
+}  // namespace sluice

@@ -1,0 +1,113 @@
+#include "src/server/prefill_node.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "src/base/clock.h"
+#include "src/base/logging.h"
+#include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
+#include "src/server/address_file.h"
+#include "src/server/model_setup.h"
+#include "src/service/prefill_service.h"
+#include "src/service/proto_conversion.h"
+#include "src/service/status_mapping.h"
+
+namespace sluice {
+namespace {
+
+// Prompts are computed again elsewhere more cheaply than sequences are decoded again.
+constexpr absl::Duration kGrace = absl::Seconds(30);
+
+// Takes caches and forgets them.
+class DiscardingSink : public LayerSink {
+ public:
+  absl::Status Layer(int, const CacheKind&, int, int,
+                     absl::Span<const absl::Span<const uint8_t>>) override {
+    return absl::OkStatus();
+  }
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<PrefillNode>> PrefillNode::Start(const Config& config) {
+  const absl::Time start = absl::Now();
+  std::unique_ptr<PrefillNode> node(new PrefillNode(config));
+  SLUICE_RETURN_IF_ERROR(node->LoadModelAndMemory());
+  SLUICE_RETURN_IF_ERROR(node->ComputeCanary());
+  SLUICE_RETURN_IF_ERROR(node->StartGrpc());
+  node->readiness_.SetReady();
+  node->grpc_->SetServing(true);
+  if (!config.address_file().empty()) {
+    SLUICE_RETURN_IF_ERROR(WriteAddressFile(config.address_file(), {node->grpc_->address(), ""}));
+  }
+  Log(LogLevel::kInfo, "ready",
+      {{"listen", node->grpc_->address()},
+       {"model", node->model_->config().name},
+       {"architecture", node->model_->config().architecture},
+       {"device", node->device_->name()},
+       {"kernels", node->device_->kernels().name()},
+       {"threads", ThreadsOf(config)},
+       {"max_context", node->model_->max_context()},
+       {"weight_bytes", node->model_->weight_bytes()},
+       {"workspace_bytes", node->model_->workspace_bytes()},
+       {"hbm_bytes", config.hbm_bytes()},
+       {"ready_after_seconds", absl::ToDoubleSeconds(absl::Now() - start)}});
+  return node;
+}
+
+absl::Status PrefillNode::LoadModelAndMemory() {
+  SLUICE_ASSIGN_OR_RETURN(device_, NewDevice(config_));
+  // Layers go out in whole blocks, so a chunk is a number of them.
+  const uint32_t block = config_.block_tokens();
+  const uint32_t chunk = (config_.chunk_tokens() + block - 1) / block * block;
+  SLUICE_ASSIGN_OR_RETURN(
+      model_, LoadModel(config_, static_cast<int>(chunk), /*max_logits=*/1, device_.get()));
+  Prefiller::Options options;
+  options.max_context = static_cast<uint32_t>(model_->max_context());
+  options.chunk_tokens = chunk;
+  options.seed = SeedOf(config_);
+  options.hbm_bytes = static_cast<int64_t>(config_.hbm_bytes());
+  SLUICE_ASSIGN_OR_RETURN(prefiller_,
+                          Prefiller::Create(options, device_.get(), model_.get(), RealClock()));
+  return absl::OkStatus();
+}
+
+absl::Status PrefillNode::ComputeCanary() {
+  DiscardingSink sink;
+  SamplingParams greedy;
+  greedy.temperature = 0;
+  const auto result =
+      prefiller_->Run({0}, greedy, /*want_first_token=*/true, sink, [] { return false; });
+  return WithMessagePrefix(result.status(), "the canary could not be computed");
+}
+
+absl::Status PrefillNode::StartGrpc() {
+  PrefillServiceOptions service;
+  *service.model.mutable_model() = MakeModelInfo(*model_);
+  service.model.set_kernels(device_->kernels().name());
+  service.prefiller = prefiller_.get();
+  service.readiness = &readiness_;
+  std::vector<GrpcService> services;
+  services.push_back(NewPrefillService(std::move(service)));
+  GrpcServer::Options options;
+  options.listen = config_.listen();
+  absl::StatusOr<std::unique_ptr<GrpcServer>> started =
+      GrpcServer::Start(options, std::move(services));
+  if (!started.ok()) return WithMessagePrefix(started.status(), "listen");
+  grpc_ = *std::move(started);
+  return absl::OkStatus();
+}
+
+void PrefillNode::ServeUntil(Signals& signals) {
+  signals.Serving();
+  signals.WaitForStop();
+  readiness_.SetDraining();
+  grpc_->SetServing(false);
+  grpc_->Shutdown(signals.Count() > 1 ? absl::ZeroDuration() : kGrace);
+  Log(LogLevel::kInfo, "stopped");
+}
+
+}  // namespace sluice

@@ -1,0 +1,39 @@
+// sluice-prefill's objects: a prefill node for demos, tests and small clusters.
+#pragma once
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "src/config/setting.h"
+#include "src/device/device.h"
+#include "src/model/model.h"
+#include "src/prefill/prefiller.h"
+#include "src/server/signals.h"
+#include "src/service/grpc_server.h"
+#include "src/service/readiness.h"
+
+namespace sluice {
+
+class PrefillNode {
+ public:
+  // Everything up to ready: the model loaded, a token computed, the address file written.
+  static absl::StatusOr<std::unique_ptr<PrefillNode>> Start(const Config& config);
+  // Serves until `signals` says stop; prompts that run get kGrace to finish.
+  void ServeUntil(Signals& signals);
+
+ private:
+  explicit PrefillNode(const Config& config) : config_(config) {}
+  absl::Status LoadModelAndMemory();
+  absl::Status ComputeCanary();
+  absl::Status StartGrpc();
+
+  const Config config_;
+  // In order of making; each may use those before it.
+  Readiness readiness_;
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<Model> model_;
+  std::unique_ptr<Prefiller> prefiller_;
+  std::unique_ptr<GrpcServer> grpc_;
+};
+
+}  // namespace sluice

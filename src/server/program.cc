@@ -1,0 +1,55 @@
+#include "src/server/program.h"
+
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "src/base/logging.h"
+#include "src/config/config.h"
+#include "src/config/help.h"
+#include "src/service/grpc_server.h"
+
+namespace sluice {
+namespace {
+
+int Fail(std::string_view program, const absl::Status& status) {
+  std::fprintf(stderr, "%.*s: %s\n", static_cast<int>(program.size()), program.data(),
+               std::string(status.message()).c_str());
+  return 1;
+}
+
+int Print(const std::string& text) {
+  std::fputs(text.c_str(), stdout);
+  if (text.empty() || text.back() != '\n') std::fputc('\n', stdout);
+  return std::fflush(stdout) == 0 ? 0 : 1;
+}
+
+}  // namespace
+
+int Main(const Program& program, int argc, char** argv) {
+  const std::vector<std::string> args(argv + 1, argv + argc);
+  const absl::StatusOr<LoadResult> loaded = LoadConfig(program.name, args, SluiceEnvironment());
+  if (!loaded.ok()) return Fail(program.name, loaded.status());
+  const Config& config = loaded->config;
+  switch (loaded->action) {
+    case Action::kHelp:
+      return Print(HelpText(program.name));
+    case Action::kVersion:
+      return Print(VersionText(program.name));
+    case Action::kCheckConfig:
+      return Print(EffectiveConfigYaml(program.name, *loaded));
+    case Action::kPrintPlan: {
+      const absl::StatusOr<std::string> plan = program.plan(config);
+      return plan.ok() ? Print(*plan) : Fail(program.name, plan.status());
+    }
+    case Action::kRun:
+      break;
+  }
+  SetUpLogging(ParseLogLevel(config.log_level()), ParseLogFormat(config.log_format()));
+  RouteLibraryLogs();
+  Signals signals;
+  const absl::Status status = program.run(config, signals);
+  return status.ok() ? 0 : Fail(program.name, status);
+}
+
+}  // namespace sluice

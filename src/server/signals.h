@@ -1,0 +1,43 @@
+// SIGTERM and SIGINT, taken by a thread of its own. The first asks a serving program to finish what
+// runs; the second asks it to stop at once; the third ends the process.
+#pragma once
+
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+
+namespace sluice {
+
+class Signals {
+ public:
+  // Make it before any other thread: threads inherit the mask that keeps the signals for this one.
+  Signals();
+  ~Signals();
+
+  // Until this is called nothing runs that could be finished: a signal ends the process.
+  void Serving();
+  // Blocks until the first signal.
+  void WaitForStop();
+  // Blocks until the second signal, until `done` is true, or for `timeout`; `done` is asked every
+  // few milliseconds.
+  template <typename Done>
+  void WaitForSecond(absl::Duration timeout, const Done& done) {
+    const absl::Time end = absl::Now() + timeout;
+    while (!done() && Count() < 2 && absl::Now() < end) absl::SleepFor(absl::Milliseconds(5));
+  }
+  int Count() const;
+
+ private:
+  void Loop();
+  bool Stopping() const ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return count_ > 0; }
+
+  mutable absl::Mutex mutex_;
+  int count_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool serving_ ABSL_GUARDED_BY(mutex_) = false;
+  bool ending_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;
+};
+
+}  // namespace sluice

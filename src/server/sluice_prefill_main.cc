@@ -1,0 +1,13 @@
+// sluice-prefill: computes prompts and hands their caches to sluice-server.
+#include "src/base/status_macros.h"
+#include "src/server/prefill_node.h"
+#include "src/server/program.h"
+
+int main(int argc, char** argv) {
+  const auto run = [](const sluice::Config& config, sluice::Signals& signals) -> absl::Status {
+    SLUICE_ASSIGN_OR_RETURN(const auto node, sluice::PrefillNode::Start(config));
+    node->ServeUntil(signals);
+    return absl::OkStatus();
+  };
+  return sluice::Main({"sluice-prefill", run, nullptr}, argc, argv);
+}

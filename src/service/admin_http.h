@@ -1,0 +1,33 @@
+// The admin port: HTTP for people and machines that watch. /metrics (Prometheus text), /healthz
+// (the process answers), /readyz (it takes work). One thread; thread-safe callbacks are asked for
+// each call.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+
+namespace sluice {
+
+class AdminHttp {
+ public:
+  struct Options {
+    std::string listen;  // host:port, port 0: any free one
+    // Called on the server's thread; they must not block for long.
+    std::function<std::string()> metrics;  // text format 0.0.4
+    std::function<bool()> ready;
+    int max_connections = 64;                    // more are closed at once
+    absl::Duration timeout = absl::Seconds(10);  // to send a request, or to take the answer
+    size_t max_header_bytes = 8 << 10;
+  };
+  static absl::StatusOr<std::unique_ptr<AdminHttp>> Start(Options options);
+  // Closes every connection.
+  virtual ~AdminHttp() = default;
+  // With the port that was chosen.
+  virtual const std::string& address() const = 0;
+};
+
+}  // namespace sluice

@@ -1,0 +1,95 @@
+#include "src/service/admin_service.h"
+
+#include <grpcpp/grpcpp.h>
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "sluice/v1/admin.grpc.pb.h"
+#include "src/base/error.h"
+#include "src/service/proto_conversion.h"
+#include "src/service/status_mapping.h"
+
+namespace sluice {
+namespace {
+
+constexpr uint32_t kDefaultLimit = 1000;
+constexpr uint32_t kMaxLimit = 10000;  // x about 350 bytes, names of full length: 3.5 MB
+
+class AdminService final : public v1::Admin::CallbackService {
+ public:
+  explicit AdminService(AdminServiceOptions options) : options_(std::move(options)) {}
+
+  grpc::ServerUnaryReactor* GetModel(grpc::CallbackServerContext* context,
+                                     const v1::GetModelRequest* /*request*/,
+                                     v1::GetModelResponse* response) override {
+    *response = options_.model;
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    reactor->Finish(grpc::Status::OK);
+    return reactor;
+  }
+
+  grpc::ServerUnaryReactor* GetCapacity(grpc::CallbackServerContext* context,
+                                        const v1::GetCapacityRequest* /*request*/,
+                                        v1::GetCapacityResponse* response) override {
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    options_.engine->Snapshot([this, reactor, response](const EngineSnapshot& snapshot) {
+      FillCapacity(snapshot, response);
+      reactor->Finish(grpc::Status::OK);
+    });
+    return reactor;
+  }
+
+  grpc::ServerUnaryReactor* ListSequences(grpc::CallbackServerContext* context,
+                                          const v1::ListSequencesRequest* request,
+                                          v1::ListSequencesResponse* response) override {
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    const uint32_t limit = request->limit() == 0 ? kDefaultLimit : request->limit();
+    if (limit > kMaxLimit) {
+      reactor->Finish(ToGrpcStatus(
+          InvalidField("limit", absl::StrCat("at most ", kMaxLimit, ", found ", limit))));
+      return reactor;
+    }
+    options_.engine->Snapshot([reactor, response, limit](const EngineSnapshot& snapshot) {
+      const size_t count = std::min<size_t>(limit, snapshot.sequences.size());
+      for (size_t i = 0; i < count; ++i) {
+        *response->add_sequences() = ToProto(snapshot.sequences[i]);
+      }
+      response->set_total(static_cast<uint32_t>(snapshot.sequences.size()));
+      reactor->Finish(grpc::Status::OK);
+    });
+    return reactor;
+  }
+
+ private:
+  void FillCapacity(const EngineSnapshot& snapshot, v1::GetCapacityResponse* response) const {
+    for (const PagePool* pool : options_.pools) {
+      for (size_t kind = 0; kind < pool->layout().kinds.size(); ++kind) {
+        const PagePool::Usage usage = pool->UsageOf(kind);
+        v1::TierCapacity* tier = response->add_tiers();
+        tier->set_tier(pool->name());
+        tier->set_kind(pool->layout().kinds[kind].name);
+        tier->set_capacity_bytes(static_cast<uint64_t>(usage.capacity_bytes));
+        tier->set_reserved_bytes(static_cast<uint64_t>(usage.reserved_bytes));
+        tier->set_used_bytes(static_cast<uint64_t>(usage.used_bytes));
+      }
+    }
+    response->set_max_sequences(options_.max_sequences);
+    response->set_running(snapshot.running);
+    response->set_waiting(snapshot.waiting);
+    response->set_transfers(static_cast<uint32_t>(options_.transfers->open_transfers()));
+    response->set_draining(snapshot.draining || options_.readiness->draining());
+  }
+
+  const AdminServiceOptions options_;
+};
+
+}  // namespace
+
+GrpcService NewAdminService(AdminServiceOptions options) {
+  return {v1::Admin::service_full_name(), std::make_shared<AdminService>(std::move(options))};
+}
+
+}  // namespace sluice

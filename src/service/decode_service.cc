@@ -1,0 +1,200 @@
+#include "src/service/decode_service.h"
+
+#include <grpcpp/grpcpp.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "sluice/v1/decode.grpc.pb.h"
+#include "src/base/error.h"
+#include "src/base/rng.h"
+#include "src/base/status_macros.h"
+#include "src/metrics/metrics.h"
+#include "src/request/token_sink.h"
+#include "src/service/proto_conversion.h"
+#include "src/service/status_mapping.h"
+
+namespace sluice {
+namespace {
+
+std::string RandomRequestId() { return absl::StrFormat("%016x%016x", RandomU64(), RandomU64()); }
+
+absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
+  const auto deadline = context.deadline();
+  if (deadline == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();
+  return absl::FromChrono(deadline);
+}
+
+// One Generate. The engine's thread (through the TokenStream) and gRPC's threads meet in Pump().
+//
+// Its one Finish follows the engine's one Finish, whatever ended the sequence: a client that is
+// gone makes the engine end the sequence, and what the engine then says ends the call. gRPC calls
+// OnDone after that and after every other reaction has returned; SetReadyCallback(nullptr) waits
+// for the engine's thread. So nothing can reach a reactor that is deleted.
+class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
+ public:
+  GenerateReactor(const DecodeServiceOptions& options, grpc::CallbackServerContext* context,
+                  const v1::GenerateRequest& message)
+      : engine_(options.engine), context_(context) {
+    if (const absl::Status status = Begin(options, message); !status.ok()) {
+      if (options.metrics != nullptr) options.metrics->requests(RequestOutcome::kRefused).Add();
+      absl::MutexLock lock(&mutex_);
+      finished_ = true;
+      Finish(ToGrpcStatus(status));
+      return;
+    }
+    stream_->SetReadyCallback([this] { Pump(); });
+  }
+
+  void OnWriteDone(bool ok) override {
+    {
+      absl::MutexLock lock(&mutex_);
+      writing_ = false;
+      if (!ok) gone_ = true;
+    }
+    if (!ok) CancelSequence();
+    Pump();
+  }
+
+  // The client has cancelled, its connection broke, or its deadline passed.
+  void OnCancel() override {
+    {
+      absl::MutexLock lock(&mutex_);
+      gone_ = true;
+    }
+    CancelSequence();
+    Pump();
+  }
+
+  void OnDone() override {
+    if (stream_ != nullptr) stream_->SetReadyCallback(nullptr);
+    delete this;
+  }
+
+ private:
+  absl::Status Begin(const DecodeServiceOptions& options, const v1::GenerateRequest& message) {
+    SLUICE_ASSIGN_OR_RETURN(Request request,
+                            FromProto(message, options.vocab_size, options.max_context));
+    if (request.request_id.empty()) request.request_id = RandomRequestId();
+    request_id_ = request.request_id;
+    request.deadline = DeadlineOf(*context_);
+    auto stream = std::make_shared<TokenStream>(options.stream_capacity,
+                                                [engine = engine_] { engine->Wake(); });
+    request.sink = stream;
+    SLUICE_RETURN_IF_ERROR(engine_->Submit(std::move(request)));
+    stream_ = std::move(stream);
+    return absl::OkStatus();
+  }
+
+  // Sends what has come, unless a write is under way; its end calls here again.
+  void Pump() {
+    absl::MutexLock lock(&mutex_);
+    if (writing_ || finished_) return;
+    if (!end_.has_value()) {
+      TokenStream::Batch batch = stream_->Read();
+      end_ = std::move(batch.finish);
+      if (!batch.tokens.empty() && !gone_) {
+        message_.Clear();
+        message_.set_request_id(request_id_);
+        for (const OutputToken& token : batch.tokens) *message_.add_tokens() = ToProto(token);
+        const bool last = end_.has_value() && end_->reason != FinishInfo::Reason::kError;
+        if (last) {
+          WriteLast();
+        } else {
+          writing_ = true;
+          StartWrite(&message_);
+        }
+        return;
+      }
+    }
+    if (!end_.has_value()) return;
+    if (end_->reason == FinishInfo::Reason::kError) {
+      finished_ = true;
+      Finish(ToGrpcStatus(end_->status));
+    } else {
+      message_.Clear();
+      message_.set_request_id(request_id_);
+      WriteLast();
+    }
+  }
+
+  void WriteLast() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    *message_.mutable_finish() = ToProto(*end_);
+    finished_ = true;
+    StartWriteAndFinish(&message_, grpc::WriteOptions(), grpc::Status::OK);
+  }
+
+  void CancelSequence() {
+    {
+      // Once the end has been read the name may be another caller's.
+      absl::MutexLock lock(&mutex_);
+      if (end_.has_value() || finished_ || cancelled_) return;
+      cancelled_ = true;
+    }
+    const absl::Status why = DeadlineOf(*context_) <= absl::Now()
+                                 ? absl::DeadlineExceededError("the call's deadline has passed")
+                                 : absl::CancelledError("the caller is gone or has cancelled");
+    engine_->Cancel(request_id_, why, [](bool) {});
+  }
+
+  Engine* const engine_;
+  grpc::CallbackServerContext* const context_;
+  std::string request_id_;
+  std::shared_ptr<TokenStream> stream_;  // null: Submit was refused
+
+  absl::Mutex mutex_;
+  v1::GenerateResponse message_;                           // under way while writing_ or finished_
+  std::optional<FinishInfo> end_ ABSL_GUARDED_BY(mutex_);  // read from the stream
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool finished_ ABSL_GUARDED_BY(mutex_) = false;
+  bool gone_ ABSL_GUARDED_BY(mutex_) = false;       // nobody reads any more
+  bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;  // the engine was told
+};
+
+class DecodeService final : public v1::Decode::CallbackService {
+ public:
+  explicit DecodeService(const DecodeServiceOptions& options) : options_(options) {}
+
+  grpc::ServerWriteReactor<v1::GenerateResponse>* Generate(
+      grpc::CallbackServerContext* context, const v1::GenerateRequest* request) override {
+    return new GenerateReactor(options_, context, *request);  // deletes itself
+  }
+
+  grpc::ServerUnaryReactor* Cancel(grpc::CallbackServerContext* context,
+                                   const v1::CancelRequest* request,
+                                   v1::CancelResponse* response) override {
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    absl::Status status = CheckName("request_id", request->request_id());
+    if (status.ok() && request->request_id().empty()) {
+      status = InvalidField("request_id", "is empty");
+    }
+    if (!status.ok()) {
+      reactor->Finish(ToGrpcStatus(status));
+      return reactor;
+    }
+    options_.engine->Cancel(request->request_id(), absl::CancelledError("cancelled by Cancel"),
+                            [reactor, response](bool found) {
+                              response->set_found(found);
+                              reactor->Finish(grpc::Status::OK);
+                            });
+    return reactor;
+  }
+
+ private:
+  const DecodeServiceOptions options_;
+};
+
+}  // namespace
+
+GrpcService NewDecodeService(const DecodeServiceOptions& options) {
+  return {v1::Decode::service_full_name(), std::make_shared<DecodeService>(options)};
+}
+
+}  // namespace sluice

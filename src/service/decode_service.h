@@ -1,0 +1,28 @@
+// Decode: Generate and Cancel over an Engine. Tokens pass through a bounded TokenStream per call;
+// the engine's thread starts a write when none is under way, so no thread ever waits for a reader.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "src/engine/engine.h"
+#include "src/service/grpc_service.h"
+
+namespace sluice {
+
+class Metrics;
+
+struct DecodeServiceOptions {
+  uint32_t vocab_size = 0;
+  uint32_t max_context = 0;
+  // Tokens that a slow reader may leave unread before its sequence is parked.
+  size_t stream_capacity = 256;
+  // Outlive the service; `metrics` may be null. The engine counts what it ends, this service what
+  // never became a sequence.
+  Engine* engine = nullptr;
+  Metrics* metrics = nullptr;
+};
+
+GrpcService NewDecodeService(const DecodeServiceOptions& options);
+
+}  // namespace sluice

@@ -1,0 +1,86 @@
+#include "src/service/grpc_server.h"
+
+#include <google/protobuf/stubs/logging.h>
+#include <grpc/support/log.h>
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/health_check_service_interface.h>
+#include <grpcpp/resource_quota.h>
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "src/base/logging.h"
+#include "src/base/status_macros.h"
+#include "src/service/host_port.h"
+
+namespace sluice {
+
+void RouteLibraryLogs() {
+  gpr_set_log_function([](gpr_log_func_args* args) {
+    Log(LogLevel::kDebug, "grpc",
+        {{"file", args->file}, {"line", args->line}, {"text", args->message}});
+  });
+  google::protobuf::SetLogHandler(
+      [](google::protobuf::LogLevel, const char* file, int line, const std::string& message) {
+        Log(LogLevel::kDebug, "protobuf", {{"file", file}, {"line", line}, {"text", message}});
+      });
+}
+
+absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const Options& options,
+                                                              std::vector<GrpcService> services) {
+  SLUICE_ASSIGN_OR_RETURN(HostPort address, ParseHostPort(options.listen));
+  static const bool plugins = [] {
+    grpc::EnableDefaultHealthCheckService(true);
+    // Names the plugin, so that the linker keeps it.
+    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+    return true;
+  }();
+  (void)plugins;
+  grpc::ServerBuilder builder;
+  int port = 0;
+  builder.AddListeningPort(address.ToString(), grpc::InsecureServerCredentials(), &port);
+  for (const GrpcService& service : services) builder.RegisterService(service.service.get());
+  builder.SetMaxReceiveMessageSize(static_cast<int>(options.max_receive_message_bytes));
+  // Two processes on one port would share its calls at random.
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, options.max_concurrent_streams);
+  // Finds peers that vanished without a word; clients may ping as often as every 10 s.
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  grpc::ResourceQuota quota("sluice");
+  quota.Resize(options.max_buffer_bytes);
+  builder.SetResourceQuota(quota);
+  std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
+  if (server == nullptr || port == 0) {
+    return absl::UnavailableError(
+        absl::StrCat("cannot listen on ", address.ToString(), ": ", WhyCannotListen(address)));
+  }
+  address.port = static_cast<uint16_t>(port);
+  std::unique_ptr<GrpcServer> out(
+      new GrpcServer(std::move(services), std::move(server), address.ToString()));
+  out->SetServing(false);
+  return out;
+}
+
+GrpcServer::GrpcServer(std::vector<GrpcService> services, std::unique_ptr<grpc::Server> server,
+                       std::string address)
+    : services_(std::move(services)), server_(std::move(server)), address_(std::move(address)) {}
+
+GrpcServer::~GrpcServer() { Shutdown(absl::ZeroDuration()); }
+
+void GrpcServer::SetServing(bool serving) {
+  grpc::HealthCheckServiceInterface* health = server_->GetHealthCheckService();
+  SLUICE_CHECK(health != nullptr);
+  health->SetServingStatus("", serving);
+  for (const GrpcService& service : services_) health->SetServingStatus(service.name, serving);
+}
+
+void GrpcServer::Shutdown(absl::Duration grace) {
+  server_->Shutdown(absl::ToChronoTime(absl::Now() + grace));
+}
+
+}  // namespace sluice

@@ -1,0 +1,56 @@
+// Runs gRPC services on one address, with grpc.health.v1 and reflection beside them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "src/service/grpc_service.h"
+
+namespace grpc {
+class Server;
+}
+
+namespace sluice {
+
+// Sends gRPC's and protobuf's own messages to our log, at debug level: what matters in them reaches
+// a caller as a status, and a peer that sends nonsense must not fill the log. Call once, before the
+// first use of gRPC.
+void RouteLibraryLogs();
+
+class GrpcServer {
+ public:
+  struct Options {
+    std::string listen;  // host:port, port 0: any free one
+    uint64_t max_receive_message_bytes = 4 << 20;
+    int max_concurrent_streams = 4096;                // of one connection
+    uint64_t max_buffer_bytes = uint64_t{512} << 20;  // of all connections, in gRPC's own buffers
+  };
+  // Not serving yet in the eyes of health checks. The error is one sentence: what cannot be
+  // listened on and why.
+  static absl::StatusOr<std::unique_ptr<GrpcServer>> Start(const Options& options,
+                                                           std::vector<GrpcService> services);
+  // Shutdown(zero).
+  ~GrpcServer();
+
+  // With the port that was chosen.
+  const std::string& address() const { return address_; }
+  // What health checks are told, for every service and for "". Thread-safe.
+  void SetServing(bool serving);
+  // No new calls; those that run get `grace` to end and are then cancelled. Returns when all have
+  // ended. Idempotent; any thread.
+  void Shutdown(absl::Duration grace);
+
+ private:
+  GrpcServer(std::vector<GrpcService> services, std::unique_ptr<grpc::Server> server,
+             std::string address);
+
+  std::vector<GrpcService> services_;  // outlive server_
+  std::unique_ptr<grpc::Server> server_;
+  const std::string address_;
+};
+
+}  // namespace sluice

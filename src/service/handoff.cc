@@ -1,0 +1,152 @@
+#include "src/service/handoff.h"
+
+#include <grpcpp/client_context.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "src/base/error.h"
+#include "src/base/status_macros.h"
+#include "src/service/kv_pusher.h"
+#include "src/service/proto_conversion.h"
+#include "src/service/status_mapping.h"
+
+namespace sluice {
+namespace {
+
+constexpr size_t kMaxRangesOfGet = 1024;  // GetTransferResponse.missing
+
+// A broken stream (whatever the transport calls it), or blocks that a checksum refused.
+bool MayMend(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsDataLoss(status) || absl::IsInternal(status) ||
+         absl::IsUnknown(status) || ReasonOf(status) == "MISSING_BLOCKS";
+}
+
+absl::Duration FromProtoDuration(const google::protobuf::Duration& duration) {
+  return absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos());
+}
+
+}  // namespace
+
+Handoff::Handoff(Options options)
+    : options_(std::move(options)), stub_(v1::KvIngest::NewStub(options_.channel)) {}
+
+absl::Status Handoff::Run(v1::RunResponse* response) {
+  SLUICE_RETURN_IF_ERROR(Reserve());
+  absl::Status status = Attempt(nullptr, response);
+  if (!status.ok() && retryable_ && !options_.cancelled()) {
+    bool everything = false;
+    bool committed = false;
+    const auto missing = Missing(&everything, &committed);
+    if (committed) {
+      status = absl::OkStatus();
+    } else if (missing.ok()) {
+      // The same prompt gives the same bytes, so computing again is as good as having kept them.
+      status = Attempt(everything ? nullptr : &*missing, response);
+    }
+  }
+  if (!status.ok()) {
+    Abort(status);
+    return status;
+  }
+  response->set_transfer_id(transfer_id_);
+  const absl::Time end = absl::Now();
+  *response->mutable_timings()->mutable_push() =
+      ToProto(first_sent_ > end ? absl::ZeroDuration() : end - first_sent_);
+  return absl::OkStatus();
+}
+
+absl::Status Handoff::Reserve() {
+  const auto context = NewContext(options_.call_timeout);
+  v1::ReserveResponse reserved;
+  SLUICE_RETURN_IF_ERROR(
+      FromDecodeNode(FromGrpcStatus(stub_->Reserve(context.get(), options_.reserve, &reserved))));
+  transfer_id_ = reserved.transfer_id();
+  max_chunk_bytes_ = reserved.max_chunk_bytes();
+  return absl::OkStatus();
+}
+
+absl::Status Handoff::Attempt(const std::vector<MissingRange>* missing, v1::RunResponse* response) {
+  retryable_ = false;
+  KvPusher::Options pusher_options;
+  pusher_options.transfer_id = transfer_id_;
+  pusher_options.max_chunk_bytes = max_chunk_bytes_;
+  if (missing != nullptr) {
+    pusher_options.filter = true;
+    pusher_options.missing = *missing;
+  }
+  KvPusher pusher(stub_.get(), NewContext(options_.push_timeout), std::move(pusher_options));
+  const absl::StatusOr<PrefillResult> result = options_.prefiller->Run(
+      options_.prompt, options_.sampling, options_.want_first_token, pusher, options_.cancelled);
+  // A broken stream ends the computation: then it is the stream's error that explains.
+  const absl::Status pushed = result.ok() ? pusher.Finish() : pusher.Abandon();
+  v1::RunResponse::Timings* timings = response->mutable_timings();
+  timings->set_bytes_pushed(timings->bytes_pushed() + pusher.bytes_sent());
+  first_sent_ = std::min(first_sent_, pusher.first_sent());
+  if (!pushed.ok()) {
+    retryable_ = MayMend(pushed);
+    return FromDecodeNode(pushed);
+  }
+  SLUICE_RETURN_IF_ERROR(result.status());
+  *timings->mutable_queued() = ToProto(FromProtoDuration(timings->queued()) + result->queued);
+  *timings->mutable_compute() = ToProto(FromProtoDuration(timings->compute()) + result->compute);
+  response->clear_first_token();
+  if (result->first_token.has_value()) {
+    *response->mutable_first_token() = ToProto(*result->first_token);
+  }
+  const absl::Status committed = Commit(*response);
+  retryable_ = MayMend(committed);
+  return FromDecodeNode(committed);
+}
+
+absl::Status Handoff::Commit(const v1::RunResponse& response) {
+  const auto context = NewContext(options_.call_timeout);
+  v1::CommitRequest request;
+  v1::CommitResponse answer;
+  request.set_transfer_id(transfer_id_);
+  if (response.has_first_token()) *request.add_first_tokens() = response.first_token();
+  return FromGrpcStatus(stub_->Commit(context.get(), request, &answer));
+}
+
+absl::StatusOr<std::vector<MissingRange>> Handoff::Missing(bool* everything, bool* committed) {
+  const auto context = NewContext(options_.call_timeout);
+  v1::GetTransferRequest request;
+  v1::GetTransferResponse answer;
+  request.set_transfer_id(transfer_id_);
+  SLUICE_RETURN_IF_ERROR(FromGrpcStatus(stub_->GetTransfer(context.get(), request, &answer)));
+  *committed = answer.state() == v1::GetTransferResponse::STATE_COMMITTED;
+  std::vector<MissingRange> out;
+  for (const v1::BlockRange& range : answer.missing().ranges()) {
+    out.push_back({range.layer(), range.kind(), range.head_begin(), range.head_end(),
+                   range.token_begin(), range.token_end()});
+  }
+  *everything = out.size() >= kMaxRangesOfGet;  // there may be more than are listed
+  return out;
+}
+
+void Handoff::Abort(const absl::Status& why) {
+  // Not the parent's child: that call may be cancelled already, and this is its clean-up.
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + options_.call_timeout));
+  v1::AbortRequest request;
+  v1::AbortResponse answer;
+  request.set_transfer_id(transfer_id_);
+  request.set_reason(absl::StrCat("prefill failed: ", absl::StatusCodeToString(why.code())));
+  // If this fails too, the lease ends the transfer.
+  (void)stub_->Abort(&context, request, &answer);
+}
+
+std::unique_ptr<grpc::ClientContext> Handoff::NewContext(absl::Duration timeout) const {
+  std::unique_ptr<grpc::ClientContext> context =
+      grpc::ClientContext::FromCallbackServerContext(*options_.parent);
+  context->set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+  return context;
+}
+
+absl::Status Handoff::FromDecodeNode(const absl::Status& status) const {
+  return WithMessagePrefix(status, absl::StrCat("decode node ", options_.decode_address));
+}
+
+}  // namespace sluice

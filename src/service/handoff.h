@@ -1,0 +1,67 @@
+// One prompt's way from this node to a decode node: Reserve, compute and push at once, Commit;
+// Abort where anything fails. Blocking; one thread per object.
+#pragma once
+
+#include <grpcpp/channel.h>
+#include <grpcpp/server_context.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "sluice/v1/ingest.grpc.pb.h"
+#include "sluice/v1/prefill.pb.h"
+#include "src/kv/transfer_table.h"
+#include "src/prefill/prefiller.h"
+
+namespace sluice {
+
+class Handoff {
+ public:
+  struct Options {
+    Prefiller* prefiller = nullptr;
+    std::shared_ptr<grpc::Channel> channel;
+    std::string decode_address;  // for messages
+    v1::ReserveRequest reserve;
+    std::vector<int32_t> prompt;
+    SamplingParams sampling;
+    bool want_first_token = true;
+    absl::Duration call_timeout;
+    absl::Duration push_timeout;
+    // The call that this is done for: its deadline and cancellation pass on to every call made
+    // here.
+    const grpc::CallbackServerContext* parent = nullptr;
+    std::function<bool()> cancelled;
+  };
+  explicit Handoff(Options options);
+
+  // Fills everything but queued and total of the timings, which the caller adds to. Errors of the
+  // decode node keep their code and details; "decode node ADDRESS" stands before the message.
+  absl::Status Run(v1::RunResponse* response);
+
+ private:
+  absl::Status Reserve();
+  // One attempt to compute, push and commit; with `missing`, only those ranges are sent.
+  absl::Status Attempt(const std::vector<MissingRange>* missing, v1::RunResponse* response);
+  absl::Status Commit(const v1::RunResponse& response);
+  // What has not landed. Sets *committed if the last Commit did arrive after all.
+  absl::StatusOr<std::vector<MissingRange>> Missing(bool* everything, bool* committed);
+  void Abort(const absl::Status& why);
+
+  std::unique_ptr<grpc::ClientContext> NewContext(absl::Duration timeout) const;
+  absl::Status FromDecodeNode(const absl::Status& status) const;
+
+  const Options options_;
+  const std::unique_ptr<v1::KvIngest::Stub> stub_;
+  std::string transfer_id_;
+  uint64_t max_chunk_bytes_ = 0;
+  absl::Time first_sent_ = absl::InfiniteFuture();
+  bool retryable_ = false;  // the last attempt failed in a way that sending again may mend
+};
+
+}  // namespace sluice

@@ -1,0 +1,171 @@
+#include "src/service/prefill_service.h"
+
+#include <grpcpp/grpcpp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <list>
+#include <string>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "sluice/v1/prefill.grpc.pb.h"
+#include "src/base/error.h"
+#include "src/base/status_macros.h"
+#include "src/sampling/sampling_params.h"
+#include "src/service/handoff.h"
+#include "src/service/host_port.h"
+#include "src/service/proto_conversion.h"
+#include "src/service/status_mapping.h"
+#include "src/service/worker_queue.h"
+
+namespace sluice {
+namespace {
+
+// Channels to the decode nodes used last. Thread-safe.
+class ChannelCache {
+ public:
+  std::shared_ptr<grpc::Channel> Get(const std::string& address) {
+    absl::MutexLock lock(&mutex_);
+    const auto found = std::find_if(channels_.begin(), channels_.end(),
+                                    [&](const auto& entry) { return entry.first == address; });
+    if (found != channels_.end()) {
+      channels_.splice(channels_.begin(), channels_, found);
+      return channels_.front().second;
+    }
+    grpc::ChannelArguments arguments;
+    // Decode nodes are neighbours: no proxy, and a restarted one is found again soon.
+    arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+    arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
+    arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2000);
+    channels_.emplace_front(
+        address, grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments));
+    if (channels_.size() > kMaxChannels) channels_.pop_back();
+    return channels_.front().second;
+  }
+
+ private:
+  static constexpr size_t kMaxChannels = 64;
+  absl::Mutex mutex_;
+  // Used last first.
+  std::list<std::pair<std::string, std::shared_ptr<grpc::Channel>>> channels_
+      ABSL_GUARDED_BY(mutex_);
+};
+
+class RunReactor : public grpc::ServerUnaryReactor {
+ public:
+  void OnCancel() override { cancelled_.store(true); }
+  void OnDone() override { delete this; }
+  bool cancelled() const { return cancelled_.load(); }
+
+ private:
+  std::atomic<bool> cancelled_ = false;
+};
+
+class PrefillService final : public v1::Prefill::CallbackService {
+ public:
+  explicit PrefillService(PrefillServiceOptions options)
+      : options_(std::move(options)),
+        workers_("prefill-rpc", options_.threads, options_.max_queued) {}
+
+  grpc::ServerUnaryReactor* Run(grpc::CallbackServerContext* context, const v1::RunRequest* request,
+                                v1::RunResponse* response) override {
+    auto* reactor = new RunReactor;  // deletes itself
+    const absl::Time arrived = absl::Now();
+    absl::StatusOr<Handoff::Options> handoff = Check(*request);
+    if (!handoff.ok()) {
+      reactor->Finish(ToGrpcStatus(handoff.status()));
+      return reactor;
+    }
+    handoff->parent = context;
+    handoff->cancelled = [reactor] { return reactor->cancelled(); };
+    // Shared: std::function wants to copy what it holds.
+    auto job = std::make_shared<Handoff::Options>(*std::move(handoff));
+    const bool taken = workers_.TryPost([this, reactor, response, arrived, job] {
+      reactor->Finish(ToGrpcStatus(Work(std::move(*job), arrived, response)));
+    });
+    if (!taken) {
+      reactor->Finish(ToGrpcStatus(
+          ResourceExhausted("QUEUE_FULL",
+                            absl::StrCat("more than ", options_.max_queued,
+                                         " prompts wait: try again, or use another prefill node"),
+                            absl::Seconds(1))));
+    }
+    return reactor;
+  }
+
+  grpc::ServerUnaryReactor* GetModel(grpc::CallbackServerContext* context,
+                                     const v1::GetPrefillModelRequest* /*request*/,
+                                     v1::GetPrefillModelResponse* response) override {
+    *response = options_.model;
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    reactor->Finish(grpc::Status::OK);
+    return reactor;
+  }
+
+ private:
+  absl::StatusOr<Handoff::Options> Check(const v1::RunRequest& request) {
+    SLUICE_RETURN_IF_ERROR(options_.readiness->CheckNotDraining());
+    const v1::ModelInfo& model = options_.model.model();
+    Handoff::Options out;
+    if (request.prompt_token_ids().empty()) return InvalidField("prompt_token_ids", "is empty");
+    SLUICE_ASSIGN_OR_RETURN(out.prompt, TokenIds("prompt_token_ids", request.prompt_token_ids(),
+                                                 model.vocab_size(), model.max_context()));
+    SLUICE_ASSIGN_OR_RETURN(out.sampling, FromProto(request.sampling()));
+    // Stop strings are the decode node's to judge: it alone matches them.
+    SLUICE_RETURN_IF_ERROR(ValidateSamplingParams(out.sampling, model.vocab_size(),
+                                                  /*stop_strings_supported=*/true));
+    SLUICE_RETURN_IF_ERROR(CheckName("rendezvous_key", request.rendezvous_key()));
+    SLUICE_RETURN_IF_ERROR(CheckName("tenant", request.tenant()));
+    const absl::StatusOr<HostPort> address = ParseHostPort(request.decode_address());
+    if (!address.ok() || address->port == 0) {
+      return InvalidField("decode_address", address.ok() ? "port 0 cannot be called"
+                                                         : std::string(address.status().message()));
+    }
+    out.decode_address = address->ToString();
+
+    v1::Manifest* manifest = out.reserve.mutable_manifest();
+    manifest->set_model_fingerprint(model.fingerprint());
+    *manifest->mutable_cache_kinds() = model.cache_kinds();
+    manifest->set_context_length(static_cast<uint32_t>(out.prompt.size()));
+    *manifest->mutable_prompt_token_ids() = request.prompt_token_ids();
+    const auto left = model.max_context() - static_cast<uint32_t>(out.prompt.size());
+    manifest->set_max_new_tokens(out.sampling.max_tokens.value_or(std::max(left, 1u)));
+    manifest->set_tenant(request.tenant());
+    out.reserve.set_rendezvous_key(request.rendezvous_key());
+
+    out.want_first_token = !request.skip_first_token();
+    out.prefiller = options_.prefiller;
+    out.call_timeout = options_.call_timeout;
+    out.push_timeout = options_.push_timeout;
+    return out;
+  }
+
+  absl::Status Work(Handoff::Options options, absl::Time arrived, v1::RunResponse* response) {
+    if (options.cancelled()) return absl::CancelledError("the caller is gone or has cancelled");
+    const absl::Duration waited = absl::Now() - arrived;
+    options.channel = channels_.Get(options.decode_address);
+    Handoff handoff(std::move(options));
+    SLUICE_RETURN_IF_ERROR(handoff.Run(response));
+    v1::RunResponse::Timings* timings = response->mutable_timings();
+    *timings->mutable_queued() = ToProto(absl::Seconds(timings->queued().seconds()) +
+                                         absl::Nanoseconds(timings->queued().nanos()) + waited);
+    *timings->mutable_total() = ToProto(absl::Now() - arrived);
+    return absl::OkStatus();
+  }
+
+  const PrefillServiceOptions options_;
+  ChannelCache channels_;
+  WorkerQueue workers_;  // last: its threads use the rest
+};
+
+}  // namespace
+
+GrpcService NewPrefillService(PrefillServiceOptions options) {
+  return {v1::Prefill::service_full_name(), std::make_shared<PrefillService>(std::move(options))};
+}
+
+}  // namespace sluice

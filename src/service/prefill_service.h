@@ -1,0 +1,33 @@
+// Prefill: computes prompts and hands them to decode nodes. Run() blocks for as long as a prompt
+// takes, so it runs on a small queue of threads; while one prompt computes, another may finish its
+// push.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "absl/time/time.h"
+#include "sluice/v1/prefill.pb.h"
+#include "src/prefill/prefiller.h"
+#include "src/service/grpc_service.h"
+#include "src/service/readiness.h"
+
+namespace sluice {
+
+struct PrefillServiceOptions {
+  v1::GetPrefillModelResponse model;  // the whole answer of GetModel
+  // Outlive the service.
+  Prefiller* prefiller = nullptr;
+  const Readiness* readiness = nullptr;
+  int threads = 2;
+  // Calls that may wait for a thread; more are refused with RESOURCE_EXHAUSTED.
+  size_t max_queued = 64;
+  // Deadlines of calls to the decode node; the caller's own applies if it is earlier.
+  absl::Duration call_timeout = absl::Seconds(20);
+  absl::Duration push_timeout = absl::Minutes(10);
+};
+
+GrpcService NewPrefillService(PrefillServiceOptions options);
+
+}  // namespace sluice

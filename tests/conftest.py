@@ -1,0 +1,14 @@
+"""What all Python tests share: running those whose name matches, as `tools/test NAME_REGEX` does."""
+
+import re
+
+
+def pytest_addoption(parser):
+    parser.addoption("--name-regex", help="run the tests whose id matches this regular expression")
+
+
+def pytest_collection_modifyitems(config, items):
+    pattern = config.getoption("--name-regex")
+    if pattern:
+        expression = re.compile(pattern)
+        items[:] = [item for item in items if expression.search(item.nodeid)]

@@ -1,0 +1,103 @@
+"""Models and nodes, started once for all tests that can share them."""
+
+import pytest
+from nodes import BIN, SMOLLM2, Golden, Node, run
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory):
+    """name -> directory with weights, for the tiny models."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            done = run(BIN / "sluice-make-fixture", name, made[name])
+            assert done.returncode == 0, done.stderr
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory):
+    """start(program, model, *flags) -> Node; all are stopped at the end."""
+    nodes = []
+
+    def begin(program, model, *flags, **kwargs):
+        nodes.append(Node(program, model, tmp_path_factory.mktemp("node"), *flags, **kwargs))
+        return nodes[-1]
+
+    yield begin
+    for node in nodes:
+        if node.process.poll() is None:
+            status = node.stop()
+            assert status == 0, f"{node.program} ended with {status}:\n{node.tail()}"
+
+
+class Pair:
+    """A decode node and a prefill node of one model."""
+
+    def __init__(self, decode: Node, prefill: Node):
+        self.decode = decode
+        self.prefill = prefill
+
+    def flags(self) -> list[str]:
+        return ["--prefill", self.prefill.address, "--decode", self.decode.address]
+
+
+@pytest.fixture(scope="session")
+def pairs(tiny_models, start):
+    """name -> Pair of a tiny model."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            model = tiny_models(name)
+            made[name] = Pair(start("sluice-server", model, "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB"),
+                              start("sluice-prefill", model, "--hbm-bytes", "64MiB"))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The directory of the real model."""
+    if not (SMOLLM2 / "model.safetensors").is_file():
+        pytest.skip(f"no model in {SMOLLM2}: tools/fetch-model smollm2-135m-instruct {SMOLLM2}")
+    return SMOLLM2
+
+
+@pytest.fixture(scope="session")
+def smollm2_pairs(smollm2, start):
+    """kernels -> Pair of the real model; "auto" is what this processor does best."""
+    made = {}
+
+    def get(kernels):
+        if kernels not in made:
+            flags = ["--hbm-bytes", "256MiB", "--kernels", kernels]
+            made[kernels] = Pair(start("sluice-server", smollm2, "--dram-bytes", "256MiB", *flags),
+                                 start("sluice-prefill", smollm2, *flags))
+        return made[kernels]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def smollm2_pair(smollm2_pairs):
+    return smollm2_pairs("auto")
+
+
+@pytest.fixture(scope="session")
+def small(tiny_models, start):
+    """A decode node of tiny-llama that is soon full: 1536 bytes a token, 2730 tokens in HBM."""
+    return start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB", "--dram-bytes", "6MiB",
+                 "--max-sequences", "4")
+
+
+@pytest.fixture(scope="session")
+def golden():
+    """name -> Golden."""
+    made = {}
+    return lambda name: made.setdefault(name, Golden(name))

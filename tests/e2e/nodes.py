@@ -1,0 +1,197 @@
+"""Starts Sluice's programs on free ports, and what several tests ask of them."""
+
+import json
+import os
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import grpc
+import numpy as np
+from sluice.v1 import (admin_pb2, admin_pb2_grpc, common_pb2, decode_pb2, decode_pb2_grpc, ingest_pb2_grpc,
+                       prefill_pb2_grpc)
+from sluice_client import rpc
+from sluice_client.safetensors_file import SafetensorsFile
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(os.environ.get("SLUICE_BIN_DIR", ROOT / "build/release/bin"))
+FIXTURES = ROOT / "tests/fixtures"
+SLUICE = ROOT / "tools/sluice"
+SMOLLM2 = ROOT / "models/smollm2-135m-instruct"
+TINY = ["tiny-llama", "tiny-qwen2", "tiny-qwen3"]
+# Sanitizers make everything slower; SLUICE_TEST_TIMEOUT_SCALE=10 gives them time.
+SCALE = float(os.environ.get("SLUICE_TEST_TIMEOUT_SCALE", "1"))
+TIMEOUT_S = 60 * SCALE
+# The programs take SLUICE_... for settings and refuse those they do not know.
+ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("SLUICE_")}
+
+
+def run(*args, timeout=TIMEOUT_S, env=ENVIRONMENT, **kwargs) -> subprocess.CompletedProcess:
+    """A command to its end, with its output as text."""
+    return subprocess.run([str(a) for a in args], capture_output=True, text=True, timeout=timeout,
+                          env=env, check=False, **kwargs)
+
+
+def sluice_json(*args) -> dict:
+    """tools/sluice ... --json, which must succeed."""
+    done = run(SLUICE, *args, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+class Node:
+    """A running sluice-server or sluice-prefill."""
+
+    def __init__(self, program: str, model: Path, folder: Path, *flags: str, admin: bool = True):
+        self.program = program
+        self.address_file = folder / f"{program}.json"
+        self.log = folder / f"{program}.log"
+        self.address_file.unlink(missing_ok=True)
+        command = [str(BIN / program), "--model", str(model), "--device", "cpu", "--listen", "127.0.0.1:0",
+                   "--address-file", str(self.address_file)]
+        if program == "sluice-server" and admin:
+            command += ["--admin-listen", "127.0.0.1:0"]
+        started = time.monotonic()
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen([*command, *flags], stdout=log,
+                                            stderr=subprocess.STDOUT, env=ENVIRONMENT)
+        while not self.address_file.exists() or not self.address_file.read_text().strip():
+            if self.process.poll() is not None:
+                raise AssertionError(f"{program} exited with {self.process.returncode}:\n{self.tail()}")
+            if time.monotonic() - started > TIMEOUT_S:
+                self.process.kill()
+                raise AssertionError(f"{program} was not ready in time:\n{self.tail()}")
+            time.sleep(0.01)
+        self.ready_seconds = time.monotonic() - started
+        self.addresses = json.loads(self.address_file.read_text())
+        self.address = self.addresses["listen"]
+        self.channel = rpc.open_channel(self.address)
+        self.decode = decode_pb2_grpc.DecodeStub(self.channel)
+        self.ingest = ingest_pb2_grpc.KvIngestStub(self.channel)
+        self.admin = admin_pb2_grpc.AdminStub(self.channel)
+        self.prefill = prefill_pb2_grpc.PrefillStub(self.channel)
+
+    def tail(self) -> str:
+        return self.log.read_text()[-4000:]
+
+    def stop(self, timeout: float = TIMEOUT_S) -> int:
+        """SIGTERM; returns the exit status."""
+        self.channel.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                raise
+        return self.process.returncode
+
+    def http(self, path: str) -> tuple[int, str]:
+        """Status and body of the admin port."""
+        try:
+            with urllib.request.urlopen(f"http://{self.addresses['admin_listen']}{path}",
+                                        timeout=TIMEOUT_S) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def capacity(self) -> admin_pb2.GetCapacityResponse:
+        return self.admin.GetCapacity(admin_pb2.GetCapacityRequest(), timeout=TIMEOUT_S)
+
+    def kernels(self) -> str:
+        return self.admin.GetModel(admin_pb2.GetModelRequest(), timeout=TIMEOUT_S).kernels
+
+    def held(self) -> tuple:
+        """All that requests hold: per tier bytes reserved and used, then sequences and transfers."""
+        c = self.capacity()
+        return (*((t.tier, t.kind, t.reserved_bytes, t.used_bytes) for t in c.tiers),
+                c.running, c.waiting, c.transfers)
+
+    def wait_until_held(self, expected: tuple, seconds: float = 5 * SCALE) -> None:
+        """Memory comes back after its last reader and writer, so a moment after the answer."""
+        deadline = time.monotonic() + seconds
+        while (now := self.held()) != expected and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert now == expected
+
+    def rss_bytes(self) -> int:
+        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+        raise AssertionError("no VmRSS")
+
+
+class Golden:
+    """The recorded answers of a tiny model."""
+
+    def __init__(self, name: str):
+        self.path = FIXTURES / name / "golden.safetensors"
+        self.file = SafetensorsFile(self.path)
+
+    def prompt(self, case: int) -> list[int]:
+        return self.file[f"case{case}.prompt"].tolist()
+
+    def tokens(self, case: int) -> list[int]:
+        return self.file[f"case{case}.tokens"].tolist()
+
+    def margins(self, case: int) -> list[float]:
+        return self.file[f"case{case}.margin"].tolist()
+
+    def logprobs(self, case: int) -> np.ndarray:
+        """[steps, vocabulary]."""
+        logits = self.file[f"case{case}.logits"].astype(np.float64)
+        top = logits.max(axis=1, keepdims=True)
+        return logits - top - np.log(np.exp(logits - top).sum(axis=1, keepdims=True))
+
+
+def matching_steps(found: list[int], expected: list[int], margins: list[float], threshold: float) -> int:
+    """Steps that agree; a first difference is allowed only where the margin is within the threshold.
+
+    After a difference the two continue different texts, so nothing is compared behind it.
+    """
+    for step, (a, b) in enumerate(zip(found, expected)):
+        if a != b:
+            assert margins[step] <= threshold, (
+                f"step {step}: token {a}, expected {b} with margin {margins[step]:.4f}; found {found}")
+            return step
+    assert len(found) == len(expected), f"{len(found)} tokens, expected {len(expected)}"
+    return len(found)
+
+
+def tokens_of(stream) -> tuple[list[common_pb2.Token], decode_pb2.Finish]:
+    """All tokens of a Generate stream, and its one Finish, which comes last."""
+    tokens, finish = [], None
+    for message in stream:
+        assert finish is None
+        tokens.extend(message.tokens)
+        if message.HasField("finish"):
+            finish = message.finish
+    assert finish is not None
+    return tokens, finish
+
+
+def greedy(**settings) -> common_pb2.SamplingParams:
+    return common_pb2.SamplingParams(temperature=0, **settings)
+
+
+def error_of(call) -> grpc.RpcError:
+    """The error that `call()` ends with; a stream is read to its end."""
+    try:
+        answer = call()
+        if hasattr(answer, "__next__"):
+            list(answer)
+    except grpc.RpcError as error:
+        return error
+    raise AssertionError("expected an error, found an answer")
+
+
+def refused_field(error: grpc.RpcError) -> str:
+    """The field that BadRequest names; the status must be INVALID_ARGUMENT."""
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT, (error.code(), error.details())
+    violations = rpc.details_of(error)["BadRequest"].field_violations
+    assert len(violations) == 1 and violations[0].description
+    assert violations[0].field in error.details()
+    return violations[0].field

@@ -1,0 +1,268 @@
+"""Pushing caches: what is refused, how it is said, and that a transfer survives what it can."""
+
+import time
+import uuid
+
+import grpc
+import pytest
+from google.protobuf import duration_pb2
+from nodes import SCALE, TIMEOUT_S, error_of, greedy, matching_steps, refused_field, tokens_of
+from sluice.v1 import decode_pb2, ingest_pb2
+from sluice_client import rpc
+from transfers import Part, Transfer
+
+Code = grpc.StatusCode
+
+
+@pytest.fixture
+def g(golden):
+    return golden("tiny-llama")
+
+
+@pytest.fixture(autouse=True)
+def unharmed(small, golden):
+    """After each test the small node is as before, and a good transfer decodes."""
+    before = small.held()
+    yield
+    small.wait_until_held(before)
+    transfer = Transfer(small, golden("tiny-llama"), case=0)
+    finish_and_decode(transfer, transfer.parts())
+    small.wait_until_held(before)
+
+
+def finish_and_decode(transfer, parts):
+    """Writes `parts`, commits, and checks the tokens that are decoded from it."""
+    if parts:
+        transfer.write(*(transfer.message(p) for p in parts))
+    assert transfer.commit().context_length == len(transfer.prompt)
+    tokens, _ = tokens_of(transfer.node.decode.Generate(decode_pb2.GenerateRequest(
+        transfer_id=transfer.id, sampling=greedy(max_tokens=24)), timeout=TIMEOUT_S))
+    g, case = transfer.golden, transfer.case
+    matching_steps([t.id for t in tokens], g.tokens(case), g.margins(case), 0.1)
+
+
+# A chunk of layer 1, head 0, tokens 0-32 of 33 with one thing wrong.
+GOOD = Part(1, (0, 1), (0, 32))
+
+
+@pytest.mark.parametrize("field, wrong", [
+    ("layer", {"layer": 3}), ("layer", {"layer": 2**32 - 1}),
+    ("kind", {"kind": "latent"}), ("kind", {"kind": ""}),
+    ("head", {"head_begin": 1, "head_end": 1}), ("head", {"head_begin": 2, "head_end": 3}),
+    ("head", {"head_end": 3}), ("head", {"head_begin": 2**32 - 1, "head_end": 0}),
+    ("token", {"token_begin": 1}), ("token", {"token_end": 31}), ("token", {"token_end": 64}),
+    ("token", {"token_begin": 32, "token_end": 32}), ("token", {"token_end": 2**32 - 1}),
+    ("token", {"token_begin": 2**32 - 32, "token_end": 2**32 - 1}),
+    ("payload", {"payload": b""}), ("payload", {"payload": b"x" * 8191}),
+    ("payload", {"payload": b"x" * 8193}),
+], ids=str)
+def test_a_chunk_that_is_not_of_this_model_is_refused_by_field(small, g, field, wrong):
+    transfer = Transfer(small, g)
+    error = error_of(lambda: transfer.write(transfer.message(GOOD, **wrong)))
+    assert field in refused_field(error)
+    assert transfer.status().blocks_landed == 0
+    finish_and_decode(transfer, transfer.parts())
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xff" * 40, b"\x0a\x05short", b"\x12\x04late"], ids=str)
+def test_a_write_that_is_no_message_is_refused(small, g, raw):
+    transfer = Transfer(small, g)
+    call = small.channel.stream_unary("/sluice.v1.KvIngest/Write")
+    error = error_of(lambda: call(iter([raw]), timeout=TIMEOUT_S))
+    assert error.code() in (Code.INVALID_ARGUMENT, Code.NOT_FOUND), error.details()
+    finish_and_decode(transfer, transfer.parts())
+
+
+def test_a_chunk_over_the_limit_is_refused(small, g):
+    limit = Transfer(small, g, reserve=False)
+    most = limit.reserve().max_chunk_bytes
+    assert most > 0
+    limit.abort()
+    # No case is so large: what counts is that the size alone is refused, before anything lands.
+    transfer = Transfer(small, g)
+    error = error_of(lambda: transfer.write(transfer.message(GOOD, payload=b"x" * (most + 1))))
+    assert error.code() in (Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED)
+    finish_and_decode(transfer, transfer.parts())
+
+
+def test_a_damaged_chunk_is_data_loss_and_may_be_sent_again(small, g):
+    transfer = Transfer(small, g)
+    good = transfer.message(GOOD)
+    error = error_of(lambda: transfer.write(transfer.message(GOOD, crc32c=good.header.crc32c ^ 1)))
+    assert error.code() == Code.DATA_LOSS and "layer 1" in error.details()
+    assert transfer.status().blocks_landed == 0
+    assert transfer.write(good).blocks_landed == 1
+    finish_and_decode(transfer, transfer.parts())
+
+
+def test_a_write_to_an_unknown_transfer_is_not_found(small, g):
+    transfer = Transfer(small, g)
+    stranger = error_of(lambda: transfer.write(transfer.message(GOOD, transfer_id="0" * 32)))
+    assert stranger.code() == Code.NOT_FOUND
+    transfer.abort()
+    assert error_of(lambda: transfer.write(transfer.message(GOOD))).code() == Code.NOT_FOUND
+    assert error_of(transfer.commit).code() == Code.NOT_FOUND
+    transfer.abort()  # Again: idempotent.
+
+
+def test_the_same_block_twice_is_fine_and_with_other_bytes_poisons(small, g):
+    transfer = Transfer(small, g)
+    message = transfer.message(GOOD)
+    assert transfer.write(message).blocks_landed == 1
+    transfer.write(message)
+    assert transfer.status().blocks_landed == 1
+    other = transfer.message(GOOD, payload=bytes(len(message.payload)))
+    assert error_of(lambda: transfer.write(other)).code() == Code.FAILED_PRECONDITION
+    assert transfer.status().state == ingest_pb2.GetTransferResponse.STATE_POISONED
+    assert error_of(transfer.commit).code() == Code.FAILED_PRECONDITION
+    transfer.abort()
+
+
+def test_commit_names_the_missing_blocks_and_then_resumes(small, g):
+    transfer = Transfer(small, g, case=2)  # 257 tokens: 9 blocks of 2 heads in 3 layers.
+    parts = transfer.parts()
+    missing = [parts[0], parts[20], parts[-1]]
+    transfer.write(*(transfer.message(p) for p in parts if p not in missing))
+    error = error_of(transfer.commit)
+    assert error.code() == Code.FAILED_PRECONDITION
+    detail = rpc.details_of(error)["MissingBlocks"]
+    assert detail.count == 3
+    named = {(r.layer, r.head_begin, r.head_end, r.token_begin, r.token_end) for r in detail.ranges}
+    assert named == {(p.layer, *p.heads, *p.tokens) for p in missing}
+    status = transfer.status()
+    assert (status.blocks_landed, status.blocks_total) == (51, 54)
+    assert {(r.layer, r.head_begin, r.token_begin) for r in status.missing.ranges} == {
+        (p.layer, p.heads[0], p.tokens[0]) for p in missing}
+    finish_and_decode(transfer, missing)
+
+
+def test_a_broken_stream_resumes_from_what_was_acknowledged(small, g):
+    transfer = Transfer(small, g, case=2)
+    parts = transfer.parts()
+
+    def breaks():
+        for part in parts[:10]:
+            yield transfer.message(part)
+        while transfer.status().blocks_landed < 10:
+            time.sleep(0.01)
+        call.cancel()
+
+    call = small.ingest.Write.future(breaks(), timeout=TIMEOUT_S)
+    with pytest.raises(grpc.FutureCancelledError):
+        call.result()
+    landed = transfer.status()
+    assert landed.state == ingest_pb2.GetTransferResponse.STATE_RECEIVING
+    assert landed.blocks_landed == 10
+    finish_and_decode(transfer, parts[10:])
+
+
+def test_chunks_of_several_blocks_and_heads_in_any_order(small, g):
+    transfer = Transfer(small, g, case=2)
+    parts = [Part(layer, (0, 2), tokens) for layer in (2, 0, 1) for tokens in ((128, 257), (0, 64), (64, 128))]
+    finish_and_decode(transfer, parts)
+
+
+def test_commit_is_idempotent(small, g):
+    transfer = Transfer(small, g, case=0)
+    transfer.write_all()
+    assert transfer.commit().context_length == transfer.commit().context_length == 1
+    finish_and_decode(transfer, [])
+
+
+def reserve_error(transfer):
+    return error_of(transfer.reserve)
+
+
+@pytest.mark.parametrize("field, change", [
+    ("manifest.prompt_token_ids", lambda m: m.ClearField("prompt_token_ids")),
+    ("manifest.prompt_token_ids", lambda m: m.prompt_token_ids.__setitem__(3, 512)),
+    ("manifest.prompt_token_ids", lambda m: m.prompt_token_ids.extend([5] * 4097)),
+    ("manifest.context_length", lambda m: setattr(m, "context_length", 34)),
+    ("manifest.max_new_tokens", lambda m: setattr(m, "max_new_tokens", 0)),
+    ("manifest.max_new_tokens", lambda m: setattr(m, "max_new_tokens", 4096)),
+    ("manifest.max_new_tokens", lambda m: setattr(m, "max_new_tokens", 2**32 - 1)),
+    ("manifest.tenant", lambda m: setattr(m, "tenant", "x" * 129)),
+    ("manifest.cache_kinds", lambda m: setattr(m.cache_kinds[0], "block_tokens", 16)),
+    ("manifest.cache_kinds", lambda m: setattr(m.cache_kinds[0], "name", "latent")),
+], ids=["empty", "id", "long", "context", "no-new", "new", "new32", "tenant", "blocks", "kind"])
+def test_a_bad_manifest_is_refused_by_field(small, g, field, change):
+    transfer = Transfer(small, g, reserve=False)
+    change(transfer.request.manifest)
+    assert refused_field(reserve_error(transfer)).startswith(field)
+
+
+def test_the_cache_of_another_model_is_refused(small, g):
+    transfer = Transfer(small, g, reserve=False)
+    transfer.request.manifest.model_fingerprint = "0" * 64
+    error = reserve_error(transfer)
+    assert error.code() == Code.FAILED_PRECONDITION and rpc.reason_of(error) == "FINGERPRINT_MISMATCH"
+    assert transfer.model.fingerprint in error.details()
+
+
+def test_what_can_never_fit_is_refused_for_good(small, g):
+    transfer = Transfer(small, g, reserve=False)
+    # 3000 tokens of 1536 bytes are more than 4 MiB of HBM, and within the model's 4096 tokens.
+    transfer.request.manifest.prompt_token_ids.extend([5] * 2900)
+    error = reserve_error(transfer)
+    assert error.code() == Code.INVALID_ARGUMENT
+    assert "hbm" in error.details().lower()
+
+
+def test_what_does_not_fit_now_is_told_when_to_retry(small, g):
+    def large():
+        """A prompt of 1533 tokens: 2.4 MB of the 6 MiB of DRAM."""
+        transfer = Transfer(small, g, reserve=False)
+        transfer.request.manifest.prompt_token_ids.extend([5] * 1500)
+        transfer.request.manifest.context_length = 1533
+        return transfer
+
+    held = [large() for _ in range(2)]
+    for transfer in held:
+        transfer.reserve()
+    refused = large()
+    error = reserve_error(refused)
+    assert error.code() == Code.RESOURCE_EXHAUSTED
+    assert 0 < rpc.retry_seconds(error) < 3600
+    held.pop().abort()
+    refused.reserve()  # There is room again.
+    for transfer in (refused, *held):
+        transfer.abort()
+
+
+def test_a_rendezvous_key_in_use_is_refused_within_its_tenant(small, g):
+    key = uuid.uuid4().hex
+    first = Transfer(small, g, rendezvous_key=key)
+    twin = Transfer(small, g, rendezvous_key=key, reserve=False)
+    assert reserve_error(twin).code() == Code.ALREADY_EXISTS
+    twin.request.manifest.tenant = "another"
+    twin.reserve()
+    twin.abort()
+    finish_and_decode(first, first.parts())
+    again = Transfer(small, g, rendezvous_key=key)  # The key's transfer has ended: it is free.
+    again.abort()
+
+
+def test_a_lease_that_ends_gives_the_memory_back(small, g):
+    before = small.held()
+    transfer = Transfer(small, g, lease=duration_pb2.Duration(nanos=300_000_000))
+    assert small.held() != before
+    # Without a request that would wake anything up.
+    time.sleep(1.0 * SCALE)
+    small.wait_until_held(before)
+    assert error_of(transfer.commit).code() == Code.NOT_FOUND
+
+
+def test_a_first_token_outside_the_vocabulary_is_refused(small, g):
+    transfer = Transfer(small, g, case=0)
+    transfer.write_all()
+    assert refused_field(error_of(lambda: transfer.commit([512]))).startswith("first_tokens")
+    finish_and_decode(transfer, [])
+
+
+def test_a_slow_sender_keeps_its_lease_while_it_writes(small, g):
+    transfer = Transfer(small, g, lease=duration_pb2.Duration(nanos=600_000_000))
+    parts = transfer.parts()
+    for part in parts[:4]:
+        time.sleep(0.3)
+        transfer.write(transfer.message(part))
+    finish_and_decode(transfer, parts[4:])

@@ -1,0 +1,188 @@
+"""The programs as processes: command line, addresses, health, metrics, memory, shutdown."""
+
+import json
+import re
+import threading
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from nodes import BIN, TIMEOUT_S, Node, greedy, run, sluice_json, tokens_of
+from sluice.v1 import decode_pb2, ingest_pb2
+from transfers import committed
+
+PROGRAMS = ["sluice-server", "sluice-prefill"]
+MIB = 1 << 20
+
+
+def test_the_address_file_says_where_to_call(small):
+    for name in ("listen", "admin_listen"):
+        assert re.fullmatch(r"127\.0\.0\.1:[1-9][0-9]*", small.addresses[name])
+    assert small.addresses["pid"] == small.process.pid
+    assert small.addresses["listen"] in small.log.read_text()
+
+
+def test_health_and_readiness(small):
+    assert small.http("/healthz")[0] == 200
+    assert small.http("/readyz")[0] == 200
+    assert small.http("/nonsense")[0] == 404
+    health = health_pb2_grpc.HealthStub(small.channel)
+    for service in ("", "sluice.v1.Decode", "sluice.v1.KvIngest"):
+        answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING, service
+
+
+def test_reflection_lists_the_services(small, pairs):
+    database = ProtoReflectionDescriptorDatabase(small.channel)
+    assert {"sluice.v1.KvIngest", "sluice.v1.Decode", "sluice.v1.Admin",
+            "grpc.health.v1.Health"} <= set(database.get_services())
+    prefill = ProtoReflectionDescriptorDatabase(pairs("tiny-llama").prefill.channel)
+    assert "sluice.v1.Prefill" in prefill.get_services()
+
+
+def metric(text: str, name: str, label: str = "") -> float:
+    """A metric's value, 0 if it is not there yet; `label` is one of its labels, as written."""
+    values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*{re.escape(label)}[^}}]*}})? ([0-9.e+-]+)$", text,
+                        re.MULTILINE)
+    return sum(map(float, values))
+
+
+def test_metrics_count_what_was_done(small, golden):
+    status, before = small.http("/metrics")
+    assert status == 200
+    tokens, _ = tokens_of(small.decode.Generate(decode_pb2.GenerateRequest(
+        transfer_id=committed(small, golden("tiny-llama")), sampling=greedy(max_tokens=24, ignore_eos=True)),
+        timeout=TIMEOUT_S))
+    after = small.http("/metrics")[1]
+    for name, label, growth in (
+            ("sluice_tokens_total", 'kind="output"', len(tokens)),
+            ("sluice_tokens_total", 'kind="handed_over"', 33),
+            ("sluice_requests_total", 'outcome="finished_length"', 1),
+            ("sluice_ingest_bytes_total", "", 33 * 1536),
+            ("sluice_time_to_first_token_seconds_count", "", 1),
+            ("sluice_inter_token_latency_seconds_count", "", len(tokens) - 1)):
+        assert metric(after, name, label) - metric(before, name, label) == growth, (name, label)
+    for gauge in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
+        assert f"\n{gauge} 0\n" in after, gauge
+    assert metric(after, "sluice_tier_capacity_bytes", 'tier="hbm"') > 4e6
+
+
+def test_memory_is_weights_and_arenas_and_at_most_150_mb(small, tiny_models):
+    weights = (tiny_models("tiny-llama") / "model.safetensors").stat().st_size
+    assert small.rss_bytes() < weights + 10 * MIB + 150e6
+
+
+def test_memory_with_a_real_model(smollm2_pair, smollm2):
+    sluice_json("generate", *smollm2_pair.flags(), "--prompt-ids", ",".join(["9"] * 500), "--max-tokens", 4)
+    weights = (smollm2 / "model.safetensors").stat().st_size
+    assert smollm2_pair.decode.rss_bytes() < weights + 512 * MIB + 150e6
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_teaches(program):
+    done = run(BIN / program, "--help")
+    assert done.returncode == 0
+    for words in ("--model", "--listen", "--hbm-bytes", "SLUICE_", "xamples"):
+        assert words in done.stdout
+
+
+def test_check_config_shows_what_flag_environment_and_file_make(tiny_models, tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text(f"model: {tiny_models('tiny-llama')}\nmax_sequences: 5\nthreads: 3\nhbm_bytes: 7MiB\n")
+    done = run(BIN / "sluice-server", "--config", config, "--check-config", "--max-sequences", "6",
+               env={"SLUICE_MAX_SEQUENCES": "4", "SLUICE_THREADS": "2", "PATH": "/usr/bin:/bin"})
+    assert done.returncode == 0, done.stderr
+    for pattern in (r"max_sequences: 6\b.*--max-sequences", r"threads: 2\b.*SLUICE_THREADS", r"hbm_bytes: (7MiB|7340032).*c\.yaml"):
+        assert re.search(pattern, done.stdout), done.stdout
+
+
+def test_print_plan_says_what_fits(tiny_models):
+    done = run(BIN / "sluice-server", "--model", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB",
+               "--print-plan")
+    assert done.returncode == 0, done.stderr
+    assert "1.5 KiB a token" in done.stdout and re.search(r"HBM +4.0 MiB +2[67][0-9]{2} tokens", done.stdout)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("flag, nearest", [("--hbm-byts=1GiB", "--hbm-bytes"), ("--modle=x", "--model")])
+def test_an_unknown_flag_is_refused_with_the_nearest(program, flag, nearest):
+    done = run(BIN / program, flag)
+    assert done.returncode != 0
+    assert flag.split("=")[0] in done.stderr and nearest in done.stderr
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--max-sequences", "0"], "max"), (["--max-sequences", "x"], "max"), (["--hbm-bytes", "12parsecs"], "hbm"),
+    (["--device", "tpu"], "device"), (["--policy", "wishful"], "policy"), (["--listen", "nowhere"], "listen"),
+    (["--kv-dtype", "int1"], "kv"), (["--config", "/no/such/file.yaml"], "/no/such/file.yaml"),
+])
+def test_a_bad_setting_is_refused_by_name(tiny_models, flags, words):
+    done = run(BIN / "sluice-server", "--model", tiny_models("tiny-llama"), *flags)
+    assert done.returncode not in (0, -6, -11) and words in done.stderr
+
+
+def test_an_unknown_key_of_a_file_is_refused_with_the_nearest(tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text("max_sequence: 5\n")
+    done = run(BIN / "sluice-server", "--config", config, "--check-config", "--model", "x")
+    assert done.returncode != 0 and "max_sequence" in done.stderr and "max_sequences" in done.stderr
+
+
+def test_a_port_in_use_is_named(small, tiny_models):
+    done = run(BIN / "sluice-server", "--model", tiny_models("tiny-llama"), "--listen", small.address,
+               "--admin-listen", "127.0.0.1:0", "--hbm-bytes", "4MiB", "--dram-bytes", "4MiB")
+    assert done.returncode == 1 and small.address in done.stderr
+
+
+def test_sigterm_finishes_what_runs_and_refuses_what_comes(tiny_models, start, golden):
+    node = start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "8MiB", "--dram-bytes", "8MiB")
+    stream = node.decode.Generate(decode_pb2.GenerateRequest(
+        transfer_id=committed(node, golden("tiny-llama"), max_new_tokens=3000),
+        sampling=greedy(max_tokens=3000, ignore_eos=True)), timeout=TIMEOUT_S)
+    first = next(stream)
+    node.process.terminate()
+    refusals = []
+
+    def ask():
+        while True:
+            try:
+                node.ingest.Reserve(hopeless_reserve(), timeout=1)
+            except grpc.RpcError as error:
+                refusals.append(error.code())
+                if error.code() == grpc.StatusCode.UNAVAILABLE:
+                    return
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    tokens, finish = tokens_of(stream)
+    assert len(first.tokens) + len(tokens) == 3000
+    assert finish.reason == decode_pb2.FINISH_REASON_LENGTH
+    asker.join(TIMEOUT_S)
+    assert refusals[-1] == grpc.StatusCode.UNAVAILABLE
+    assert node.process.wait(TIMEOUT_S) == 0
+
+
+def hopeless_reserve():
+    """A Reserve that is refused for its manifest while the node serves, and for draining after."""
+    return ingest_pb2.ReserveRequest(manifest=ingest_pb2.Manifest(model_fingerprint="?"))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_sigterm_at_rest_ends_at_once(tiny_models, tmp_path, program):
+    flags = ["--hbm-bytes", "4MiB"] + (["--dram-bytes", "4MiB"] if program == "sluice-server" else [])
+    node = Node(program, tiny_models("tiny-llama"), tmp_path, *flags)
+    assert node.stop(timeout=5) == 0
+
+
+def test_logs_are_json_off_a_terminal(small):
+    lines = small.log.read_text().splitlines()
+    assert lines and all(isinstance(json.loads(line), dict) for line in lines)
+
+
+def test_a_server_without_admin_port_serves(tiny_models, tmp_path, golden):
+    node = Node("sluice-server", tiny_models("tiny-llama"), tmp_path, "--hbm-bytes", "4MiB", "--dram-bytes",
+                "4MiB", "--admin-listen", "", admin=False)
+    got = sluice_json("push", "--decode", node.address, "--kv", golden("tiny-llama").path, "--case", 0)
+    assert len(got["output_ids"]) == 24
+    assert node.stop() == 0

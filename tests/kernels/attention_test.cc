@@ -1,0 +1,185 @@
+#include "tests/kernels/kernel_cases.h"
+#include "tests/kernels/kernel_test_support.h"
+
+namespace sluice::kernels {
+namespace {
+
+constexpr int64_t kNoPartial = 0, kAmplePartial = 300;
+
+struct Result {
+  Guarded<float> out, lse;
+};
+
+// Caches of every sequence of a case, scattered over an arena in which all else is NaN.
+template <typename T>
+class AttentionFixture {
+ public:
+  AttentionFixture(const AttentionCase& c, Random& random) : case_(c), arena_(0) {
+    std::vector<int32_t> contexts;
+    for (const AttentionRow& row : c.rows) {
+      if (row.slot < 0) continue;
+      contexts.resize(std::max(contexts.size(), static_cast<size_t>(row.slot) + 1), 0);
+      int32_t& context = contexts[static_cast<size_t>(row.slot)];
+      context = std::max(context, row.position + 1);
+    }
+    for (int32_t context : contexts) {
+      stride_ = std::max(stride_, int64_t{context + c.block_tokens - 1} / c.block_tokens);
+    }
+    const int64_t entries = static_cast<int64_t>(contexts.size()) * stride_;
+    for (int64_t i = 0; i < entries; ++i) table_.push_back(static_cast<int32_t>(i) + 1);
+    std::shuffle(table_.begin(), table_.end(), random);
+    page_elements_ = int64_t{c.kv_heads} * 2 * c.block_tokens * c.head_dim;
+    arena_ = Guarded<T>((entries + 2) * page_elements_);
+    const PagedCache cache = Cache();
+    for (size_t slot = 0; slot < contexts.size(); ++slot) {
+      for (int32_t t = 0; t < contexts[slot]; ++t) {
+        for (int32_t h = 0; h < c.kv_heads; ++h) {
+          T* key = arena_.data() + KeyIndex(cache, static_cast<int64_t>(slot), t, h);
+          T* value = key + int64_t{c.block_tokens} * c.head_dim;
+          FillNormal(std::span<T>(key, static_cast<size_t>(c.head_dim)), random);
+          FillNormal(std::span<T>(value, static_cast<size_t>(c.head_dim)), random);
+        }
+      }
+    }
+    FillNormal(std::span<float>(q_.data(), static_cast<size_t>(q_.size())), random, 1.5f);
+  }
+
+  PagedCache Cache() {
+    return {arena_.data(),
+            table_.data(),
+            stride_,
+            page_elements_ * static_cast<int64_t>(sizeof(T)),
+            case_.block_tokens,
+            case_.kv_heads,
+            case_.head_dim,
+            case_.cache_type};
+  }
+
+  // Both phases over rows [first, first + rows).
+  Result Run(const KernelTable& path, int64_t first, int32_t rows, int64_t partial_rows,
+             int workers, bool threads = false) {
+    Result result{Guarded<float>(rows * width_), Guarded<float>(int64_t{rows} * case_.heads)};
+    Guarded<float> partial(partial_rows * case_.heads * (case_.head_dim + 1));
+    std::vector<int32_t> slots, positions;
+    for (int64_t r = first; r < first + rows; ++r) {
+      slots.push_back(case_.rows[static_cast<size_t>(r)].slot);
+      positions.push_back(case_.rows[static_cast<size_t>(r)].position);
+    }
+    const AttentionParams p = {q_.data() + first * q_stride_,
+                               q_stride_,
+                               slots.data(),
+                               positions.data(),
+                               Cache(),
+                               result.out.data(),
+                               result.lse.data(),
+                               partial_rows > 0 ? partial.data() : nullptr,
+                               partial_rows,
+                               rows,
+                               case_.heads,
+                               1.0f / std::sqrt(static_cast<float>(case_.head_dim)),
+                               DType::kFloat32};
+    threads ? RunThreads(path.attention, p, workers) : RunWorkers(path.attention, p, workers);
+    RunWorkers(path.attention_merge, p, workers);
+    CHECK(result.out.Damage() == "");
+    CHECK(result.lse.Damage() == "");
+    CHECK(partial.Damage() == "");
+    return result;
+  }
+
+  int32_t rows() const { return static_cast<int32_t>(case_.rows.size()); }
+  int64_t width() const { return width_; }
+
+ private:
+  const AttentionCase case_;
+  Guarded<T> arena_;
+  int64_t stride_ = 1;
+  int64_t page_elements_ = 0;
+  std::vector<int32_t> table_;
+  const int64_t width_ = int64_t{case_.heads} * case_.head_dim;
+  const int64_t q_stride_ = width_ + 2 * int64_t{case_.kv_heads} * case_.head_dim;
+  Guarded<float> q_{static_cast<int64_t>(case_.rows.size()) * q_stride_};
+};
+
+// Calls `check` with a fixture of each case.
+template <typename Check>
+void ForEachCase(Random& random, Check check) {
+  for (const AttentionCase& c : AttentionCases()) {
+    INFO(c.name);
+    if (c.cache_type == DType::kFloat32) {
+      AttentionFixture<float> fixture(c, random);
+      check(c, fixture);
+    } else {
+      AttentionFixture<uint16_t> fixture(c, random);
+      check(c, fixture);
+    }
+  }
+}
+
+void CheckSame(const Result& got, const Result& want, const AttentionCase& c) {
+  CHECK(BitDifference(got.out.span(), want.out.span(), int64_t{c.heads} * c.head_dim) == "");
+  CHECK(BitDifference(got.lse.span(), want.lse.span(), c.heads) == "");
+}
+
+void TestAttention(const KernelTable& path, Random& random) {
+  ForEachCase(random, [&](const AttentionCase& c, auto& fixture) {
+    const Result want =
+        fixture.Run(*FindKernelTable("reference"), 0, fixture.rows(), kNoPartial, 1);
+    const Result got = fixture.Run(path, 0, fixture.rows(), kAmplePartial, 2);
+    CHECK(Difference(got.out.span(), want.out.span(), 3e-6, fixture.width()) == "");
+    CHECK(Difference(got.lse.span(), want.lse.span(), 1e-6, c.heads) == "");
+  });
+}
+SLUICE_TEST_ON_EVERY_PATH("attention agrees with the reference", TestAttention)
+
+void TestAttentionSharing(const KernelTable& path, Random& random) {
+  ForEachCase(random, [&](const AttentionCase& c, auto& fixture) {
+    const Result want = fixture.Run(path, 0, fixture.rows(), kNoPartial, 1);
+    for (int64_t partial_rows : {kNoPartial, int64_t{5}, kAmplePartial}) {
+      for (int workers : {1, 3, 16}) {
+        INFO(partial_rows << " partial rows, " << workers << " workers");
+        CheckSame(fixture.Run(path, 0, fixture.rows(), partial_rows, workers, workers == 3), want,
+                  c);
+      }
+    }
+  });
+}
+SLUICE_TEST_ON_EVERY_PATH("attention has the same bits with any workers and any partial scratch",
+                          TestAttentionSharing)
+
+void TestAttentionAlone(const KernelTable& path, Random& random) {
+  ForEachCase(random, [&](const AttentionCase& c, auto& fixture) {
+    const Result all = fixture.Run(path, 0, fixture.rows(), kNoPartial, 1);
+    for (int32_t r = 0; r < fixture.rows(); ++r) {
+      INFO("row " << r);
+      const Result alone = fixture.Run(path, r, 1, r % 2 == 0 ? kNoPartial : int64_t{3}, 2);
+      const auto out = all.out.span().subspan(static_cast<size_t>(r * fixture.width()),
+                                              static_cast<size_t>(fixture.width()));
+      const auto lse =
+          all.lse.span().subspan(static_cast<size_t>(r * c.heads), static_cast<size_t>(c.heads));
+      CHECK(BitDifference(alone.out.span(), out, fixture.width()) == "");
+      CHECK(BitDifference(alone.lse.span(), lse, c.heads) == "");
+    }
+  });
+}
+SLUICE_TEST_ON_EVERY_PATH("a row of attention has the same bits alone and in a batch",
+                          TestAttentionAlone)
+
+void TestAttentionPadding(const KernelTable& path, Random& random) {
+  const AttentionCase c = AttentionCases()[2];
+  AttentionFixture<uint16_t> fixture(c, random);
+  const Result result = fixture.Run(path, 0, fixture.rows(), kNoPartial, 2);
+  int padded = 0;
+  for (int64_t r = 0; r < fixture.rows(); ++r) {
+    if (c.rows[static_cast<size_t>(r)].slot >= 0) continue;
+    ++padded;
+    for (int64_t i = 0; i < fixture.width(); ++i) REQUIRE(result.out[r * fixture.width() + i] == 0);
+    for (int64_t h = 0; h < c.heads; ++h) {
+      REQUIRE(result.lse[r * c.heads + h] == kNegativeInfinity);
+    }
+  }
+  CHECK(padded == 2);
+}
+SLUICE_TEST_ON_EVERY_PATH("padded rows of attention give zeros and -inf", TestAttentionPadding)
+
+}  // namespace
+}  // namespace sluice::kernels

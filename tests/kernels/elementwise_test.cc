@@ -1,0 +1,180 @@
+#include "tests/kernels/kernel_test_support.h"
+
+namespace sluice::kernels {
+namespace {
+
+const KernelTable& Reference() { return *FindKernelTable("reference"); }
+
+// What an operator that writes floats or bf16 gave, as floats, with the tolerance of that type.
+double Tolerance(DType type) { return type == DType::kFloat32 ? 2e-6 : 4e-3; }
+
+template <typename Params>
+Guarded<float> RunTyped(void (*kernel)(const Params&, Worker), Params p, int64_t size,
+                        int workers) {
+  if (p.out_type == DType::kFloat32) {
+    Guarded<float> out(size);
+    p.out = out.data();
+    RunWorkers(kernel, p, workers);
+    CHECK(out.Damage() == "");
+    return out;
+  }
+  Guarded<uint16_t> out(size);
+  p.out = out.data();
+  RunWorkers(kernel, p, workers);
+  CHECK(out.Damage() == "");
+  Guarded<float> floats(size);
+  for (int64_t i = 0; i < size; ++i) floats[i] = Bf16ToFloat(out[i]);
+  return floats;
+}
+
+void TestRmsNorm(const KernelTable& table, Random& random) {
+  for (int32_t dim : {1, 15, 16, 33, 576}) {
+    for (int32_t rows : {0, 1, 7}) {
+      for (DType type : {DType::kFloat32, DType::kBFloat16}) {
+        INFO(rows << " rows of " << dim);
+        const int64_t stride = dim + 5;
+        const auto x = NormalBuffer<float>(9 * stride, random, 3.0f);
+        const auto weight = NormalBuffer<float>(dim, random);
+        const int32_t index[] = {3, -1, 8, 0, 0, 5, -1};
+        for (const int32_t* rows_of_x : {static_cast<const int32_t*>(nullptr), index}) {
+          const RmsNormParams p = {x.data(), rows_of_x, weight.data(), nullptr, stride,
+                                   rows,     dim,       1e-5f,         type};
+          const auto want = RunTyped(Reference().rms_norm, p, int64_t{rows} * dim, 1);
+          const auto got = RunTyped(table.rms_norm, p, int64_t{rows} * dim, 3);
+          CHECK(Difference(got.span(), want.span(), Tolerance(type), dim) == "");
+        }
+      }
+    }
+  }
+}
+SLUICE_TEST_ON_EVERY_PATH("rms_norm agrees with the reference", TestRmsNorm)
+
+void TestSiluMul(const KernelTable& table, Random& random) {
+  for (int32_t dim : {1, 17, 1536}) {
+    for (int32_t rows : {0, 1, 5}) {
+      for (DType type : {DType::kFloat32, DType::kBFloat16}) {
+        INFO(rows << " rows of " << dim);
+        auto gate_up = NormalBuffer<float>(int64_t{rows} * 2 * dim, random, 4.0f);
+        const float extremes[] = {0.0f, -0.0f, -87.0f, -89.0f, -300.0f, 88.0f, 300.0f};
+        for (int64_t i = 0; i < std::min<int64_t>(7, rows * dim); ++i) gate_up[i] = extremes[i];
+        const SiluMulParams p = {gate_up.data(), nullptr, rows, dim, type};
+        const auto want = RunTyped(Reference().silu_mul, p, int64_t{rows} * dim, 1);
+        const auto got = RunTyped(table.silu_mul, p, int64_t{rows} * dim, 2);
+        CHECK(Difference(got.span(), want.span(), Tolerance(type), dim) == "");
+      }
+    }
+  }
+}
+SLUICE_TEST_ON_EVERY_PATH("silu_mul agrees with the reference", TestSiluMul)
+
+void TestEmbedding(const KernelTable& table, Random& random) {
+  constexpr int32_t kVocab = 45, kHidden = 71;
+  const auto rows = NormalBuffer<uint16_t>(kVocab * kHidden, random);
+  Guarded<uint16_t> panels(PanelElements(kVocab, kHidden));
+  std::fill_n(panels.data(), panels.size(), uint16_t{0});
+  PackPanels(rows.data(), kVocab, kHidden, 0, panels.data());
+  const int32_t tokens[2][4] = {{0, 44, 7, -1}, {16, 15, 45, 3}};
+  const int32_t slots[] = {0, 0, -1, 1, 1, 0, 1}, positions[] = {0, 1, 0, 0, 3, 3, 2};
+  Guarded<float> out(7 * kHidden);
+  const EmbeddingParams p = {
+      &tokens[0][0], 4, slots, positions, {panels.data(), kVocab, kHidden, WeightLayout::kPanel16},
+      out.data(),    7};
+  RunWorkers(table.embedding, p, 3);
+  CHECK(out.Damage() == "");
+  for (int64_t r = 0; r < 7; ++r) {
+    const int32_t token = slots[r] < 0 ? -1 : tokens[slots[r]][positions[r]];
+    for (int64_t i = 0; i < kHidden; ++i) {
+      const bool none = token < 0 || token >= kVocab;
+      REQUIRE(out[r * kHidden + i] == (none ? 0.0f : Bf16ToFloat(rows[token * kHidden + i])));
+    }
+  }
+}
+SLUICE_TEST_ON_EVERY_PATH("embedding takes the token's row; padding and bad tokens give zeros",
+                          TestEmbedding)
+TEST_CASE("embedding takes the token's row; padding and bad tokens give zeros (reference)",
+          "[kernels]") {
+  OnPath("reference", TestEmbedding);
+}
+
+void TestRopeTable(const KernelTable& table, Random& random) {
+  const auto inv_freq = NormalBuffer<float>(32, random);
+  const int32_t positions[] = {0, 1, 77, 8191, 131071};
+  Guarded<float> want(5 * 64), got(5 * 64);
+  RopeTableParams p = {positions, inv_freq.data(), 1.25f, want.data(), 5, 32};
+  RunWorkers(Reference().rope_table, p, 1);
+  p.cos_sin = got.data();
+  RunWorkers(table.rope_table, p, 2);
+  CHECK(got.Damage() == "");
+  CHECK(Difference(got.span(), want.span(), 1e-6, 64) == "");
+  CHECK(got[0] == 1.25f);
+  CHECK(got[1] == 0.0f);
+}
+SLUICE_TEST_ON_EVERY_PATH("rope_table agrees with the reference at far positions", TestRopeTable)
+
+struct RopeCase {
+  int32_t heads, kv_heads, head_dim, block_tokens;
+  bool norm;
+  DType type;
+};
+
+template <typename T>
+void CheckRopeAppend(const KernelTable& table, const RopeCase& c, Random& random) {
+  constexpr int32_t kRows = 6, kPages = 7, kTable = 3;
+  const int32_t slots[kRows] = {0, 0, -1, 1, 1, 0}, positions[kRows] = {0, 31, 4, 40, 41, 32};
+  const int32_t pages[2][kTable] = {{6, 1, 3}, {0, 5, 2}};
+  const int64_t width = int64_t{c.heads + 2 * c.kv_heads} * c.head_dim;
+  const int64_t page_elements = int64_t{c.kv_heads} * 2 * c.block_tokens * c.head_dim;
+  const auto qkv = NormalBuffer<float>(kRows * width, random, 2.0f);
+  const auto cos_sin = NormalBuffer<float>(kRows * c.head_dim, random);
+  const auto q_norm = NormalBuffer<float>(c.head_dim, random);
+  const auto k_norm = NormalBuffer<float>(c.head_dim, random);
+  const auto run = [&](const KernelTable& path, Guarded<float>& q, Guarded<T>& cache, int workers) {
+    std::copy_n(qkv.data(), qkv.size(), q.data());
+    const RopeAppendParams p = {q.data(),
+                                c.norm ? q_norm.data() : nullptr,
+                                c.norm ? k_norm.data() : nullptr,
+                                cos_sin.data(),
+                                slots,
+                                positions,
+                                {cache.data(), &pages[0][0], kTable, page_elements * SizeOf(c.type),
+                                 c.block_tokens, c.kv_heads, c.head_dim, c.type},
+                                kRows,
+                                c.heads,
+                                1e-6f};
+    RunWorkers(path.rope_append, p, workers);
+    CHECK(q.Damage() == "");
+    CHECK(cache.Damage() == "");
+  };
+  Guarded<float> want_q(qkv.size()), got_q(qkv.size());
+  Guarded<T> want_cache(kPages * page_elements), got_cache(kPages * page_elements);
+  run(Reference(), want_q, want_cache, 1);
+  run(table, got_q, got_cache, 2);
+  for (int64_t r = 0; r < kRows; ++r) {
+    const auto part = [&](const Guarded<float>& all, int64_t size) {
+      return all.span().subspan(static_cast<size_t>(r * width), static_cast<size_t>(size));
+    };
+    INFO("row " << r);
+    CHECK(Difference(part(got_q, c.heads * c.head_dim), part(want_q, c.heads * c.head_dim), 2e-6,
+                     c.head_dim) == "");
+    if (slots[r] < 0) CHECK(BitDifference(part(got_q, width), part(qkv, width), width) == "");
+  }
+  // What nobody wrote is still NaN in both, so this also says where nothing was written.
+  CHECK(Difference(got_cache.span(), want_cache.span(), Tolerance(c.type), c.head_dim) == "");
+}
+
+void TestRopeAppend(const KernelTable& table, Random& random) {
+  for (int32_t head_dim : {16, 32, 64, 80, 128, 256}) {
+    for (bool norm : {false, true}) {
+      INFO("head_dim " << head_dim << " norm " << norm);
+      const int32_t block_tokens = head_dim == 64 ? 16 : 32;
+      CheckRopeAppend<uint16_t>(table, {6, 2, head_dim, block_tokens, norm, DType::kBFloat16},
+                                random);
+      CheckRopeAppend<float>(table, {3, 1, head_dim, block_tokens, norm, DType::kFloat32}, random);
+    }
+  }
+}
+SLUICE_TEST_ON_EVERY_PATH("rope_append turns q, and writes k and v to their places only",
+                          TestRopeAppend)
+
+}  // namespace
+}  // namespace sluice::kernels

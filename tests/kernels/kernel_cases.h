@@ -1,0 +1,105 @@
+// Shapes that the kernel tests and the kernel bench share.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/params.h"
+
+namespace sluice::kernels {
+
+struct LinearCase {
+  int32_t rows;
+  int32_t n;
+  int32_t k;
+  bool bias = false;
+  bool accumulate = false;
+};
+
+// The products of SmolLM2-135M: qkv, o, gate and up, down, head. `rows` is the bench's to choose.
+inline std::vector<LinearCase> ModelLinearCases() {
+  return {{1, 960, 576}, {1, 576, 576}, {1, 3072, 576}, {1, 576, 1536}, {1, 49152, 576}};
+}
+
+// Empty, one, odd, around every tile size, and n and k that fill no panel.
+inline std::vector<LinearCase> OddLinearCases() {
+  std::vector<LinearCase> cases;
+  for (int32_t rows : {0, 1, 2, 3, 5, 6, 7, 15, 16, 17, 31, 32, 33, 47, 65}) {
+    cases.push_back({rows, 80, 96});
+    cases.push_back({rows, 33, 31, true, false});
+  }
+  for (int32_t n : {1, 15, 16, 17, 130, 576}) {
+    for (int32_t k : {1, 2, 31, 32, 33, 64, 576, 1536}) {
+      cases.push_back({1, n, k, n % 2 == 0, true});
+      cases.push_back({19, n, k, n % 2 != 0, k % 2 == 0});
+    }
+  }
+  cases.push_back({200, 50, 1537, true, true});
+  return cases;
+}
+
+// A row of an attention case: its slot (-1: padded) and its position.
+struct AttentionRow {
+  int32_t slot;
+  int32_t position;
+};
+
+struct AttentionCase {
+  const char* name;
+  int32_t heads;
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t block_tokens;
+  DType cache_type;
+  std::vector<AttentionRow> rows;
+};
+
+// `count` rows of one sequence from `first` on.
+inline void AppendRun(std::vector<AttentionRow>& rows, int32_t slot, int32_t first, int32_t count) {
+  for (int32_t i = 0; i < count; ++i) rows.push_back({slot, first + i});
+}
+
+// One row of each context length around the cuts of chunks and splits, padded rows between.
+inline std::vector<AttentionRow> DecodeRows() {
+  std::vector<AttentionRow> rows;
+  int32_t slot = 0;
+  for (int32_t context : {1, 31, 32, 33, 511, 512, 513, 1500}) {
+    rows.push_back({slot++, context - 1});
+    if (slot % 3 == 0) rows.push_back({-1, 0});
+  }
+  return rows;
+}
+
+// Prompts in one go, a later chunk across a split, decode rows and padding, in one launch.
+inline std::vector<AttentionRow> MixedRows() {
+  std::vector<AttentionRow> rows;
+  AppendRun(rows, 2, 0, 70);
+  rows.push_back({0, 600});
+  AppendRun(rows, 1, 500, 30);
+  rows.push_back({-1, 0});
+  rows.push_back({-1, 7});
+  rows.push_back({3, 0});
+  AppendRun(rows, 4, 1020, 9);
+  return rows;
+}
+
+inline std::vector<AttentionCase> AttentionCases() {
+  constexpr DType kBf16 = DType::kBFloat16, kF32 = DType::kFloat32;
+  return {
+      {"no rows", 9, 3, 64, 32, kBf16, {}},
+      {"only padding", 9, 3, 64, 32, kBf16, {{-1, 0}, {-1, 5}}},
+      {"decode, group 3", 9, 3, 64, 32, kBf16, DecodeRows()},
+      {"decode, group 1, float32 cache", 2, 2, 64, 16, kF32, DecodeRows()},
+      {"decode, group 6, head_dim 32", 6, 1, 32, 32, kBf16, DecodeRows()},
+      {"decode, group 4, head_dim 128", 8, 2, 128, 64, kBf16, DecodeRows()},
+      {"mixed, group 3", 9, 3, 64, 32, kBf16, MixedRows()},
+      {"mixed, group 1", 2, 2, 32, 48, kBf16, MixedRows()},
+      {"mixed, group 8, head_dim 128", 8, 1, 128, 32, kBf16, MixedRows()},
+      {"mixed, group 4, float32 cache", 4, 1, 128, 32, kF32, MixedRows()},
+      {"mixed, group 16, head_dim 256", 16, 1, 256, 16, kBf16, MixedRows()},
+      {"mixed, group 17, head_dim 80", 34, 2, 80, 32, kBf16, MixedRows()},
+      {"mixed, head_dim 16, float32 cache", 3, 3, 16, 32, kF32, MixedRows()},
+  };
+}
+
+}  // namespace sluice::kernels

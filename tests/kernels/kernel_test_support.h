@@ -1,0 +1,163 @@
+// Buffers with sentinels, random inputs, comparisons and the running of a path, for kernel tests.
+#pragma once
+
+#include <catch2/catch.hpp>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <random>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels/kernel_table.h"
+#include "kernels/scalar.h"
+#include "tests/test_main.h"
+
+namespace sluice::kernels {
+
+// `size` elements, 64-byte aligned, between two guards whose bytes must stay as they are. Starts as
+// all-ones bytes: NaN as float32 and as bf16, -1 as an integer.
+template <typename T>
+class Guarded {
+ public:
+  explicit Guarded(int64_t size)
+      : size_(static_cast<size_t>(size)),
+        bytes_((size_ * sizeof(T) + 63) / 64 * 64 + 2 * kGuard),
+        memory_(static_cast<unsigned char*>(::operator new(bytes_, std::align_val_t(64)))) {
+    std::memset(memory_.get(), kSentinel, bytes_);
+    std::memset(data(), 0xFF, size_ * sizeof(T));
+  }
+  Guarded(Guarded&&) = default;
+  Guarded& operator=(Guarded&&) = default;
+
+  T* data() { return reinterpret_cast<T*>(memory_.get() + kGuard); }
+  const T* data() const { return reinterpret_cast<const T*>(memory_.get() + kGuard); }
+  int64_t size() const { return static_cast<int64_t>(size_); }
+  T& operator[](int64_t i) { return data()[i]; }
+  const T& operator[](int64_t i) const { return data()[i]; }
+  std::span<const T> span() const { return {data(), size_}; }
+
+  // The first byte offset, relative to the data, that was written outside it; or an empty string.
+  std::string Damage() const {
+    for (size_t i = 0; i < bytes_; ++i) {
+      const bool inside = i >= kGuard && i < kGuard + size_ * sizeof(T);
+      if (!inside && memory_.get()[i] != kSentinel) {
+        return "byte " + std::to_string(static_cast<int64_t>(i) - static_cast<int64_t>(kGuard)) +
+               " of a buffer of " + std::to_string(size_ * sizeof(T)) + " was written";
+      }
+    }
+    return "";
+  }
+
+ private:
+  static constexpr size_t kGuard = 256;
+  static constexpr unsigned char kSentinel = 0xA5;
+  struct Free {
+    void operator()(unsigned char* p) const { ::operator delete(p, std::align_val_t(64)); }
+  };
+  size_t size_;
+  size_t bytes_;
+  std::unique_ptr<unsigned char, Free> memory_;
+};
+
+using Random = std::mt19937_64;
+
+inline void FillNormal(std::span<float> out, Random& random, float scale = 1.0f) {
+  std::normal_distribution<float> normal(0.0f, scale);
+  for (float& v : out) v = normal(random);
+}
+
+inline void FillNormal(std::span<uint16_t> out, Random& random, float scale = 1.0f) {
+  std::normal_distribution<float> normal(0.0f, scale);
+  for (uint16_t& v : out) v = FloatToBf16(normal(random));
+}
+
+template <typename T>
+Guarded<T> NormalBuffer(int64_t size, Random& random, float scale = 1.0f) {
+  Guarded<T> buffer(size);
+  FillNormal(std::span<T>(buffer.data(), static_cast<size_t>(size)), random, scale);
+  return buffer;
+}
+
+inline double Value(float v) { return v; }
+inline double Value(uint16_t v) { return Bf16ToFloat(v); }
+
+// An empty string where `got` is within `relative` of `want` in L2 and no element is further off
+// than 20 * relative of the largest; else the first coordinate that is off, in rows of `width`.
+// `typical` is the size of elements that do not happen to cancel: a floor under both norms.
+template <typename T>
+std::string Difference(std::span<const T> got, std::span<const T> want, double relative,
+                       int64_t width, double typical = 0) {
+  double error2 = 0, norm2 = 0, largest = typical;
+  for (size_t i = 0; i < want.size(); ++i) {
+    const double w = Value(want[i]), d = Value(got[i]) - w;
+    if (!std::isfinite(w)) continue;
+    error2 += d * d;
+    norm2 += std::max(w * w, typical * typical);
+    largest = std::max(largest, std::fabs(w));
+  }
+  const bool l2_bad = !(std::sqrt(error2) <= relative * std::sqrt(norm2));
+  const double allowed = 20 * relative * largest;
+  for (size_t i = 0; i < want.size(); ++i) {
+    const double w = Value(want[i]), g = Value(got[i]);
+    const bool same = g == w || (std::isnan(g) && std::isnan(w));
+    const double limit = l2_bad ? relative * largest : allowed;
+    if (same || std::fabs(g - w) <= limit) continue;
+    const int64_t at = static_cast<int64_t>(i);
+    return "row " + std::to_string(at / width) + " column " + std::to_string(at % width) +
+           ": got " + std::to_string(g) + ", want " + std::to_string(w) + "; relative L2 of all " +
+           std::to_string(std::sqrt(error2 / (norm2 + 1e-300)));
+  }
+  return l2_bad ? "relative L2 " + std::to_string(std::sqrt(error2 / (norm2 + 1e-300))) : "";
+}
+
+// An empty string where the bits are equal, else the first coordinate where they are not.
+template <typename T>
+std::string BitDifference(std::span<const T> a, std::span<const T> b, int64_t width) {
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (std::memcmp(&a[i], &b[i], sizeof(T)) != 0) {
+      const int64_t at = static_cast<int64_t>(i);
+      return "row " + std::to_string(at / width) + " column " + std::to_string(at % width) +
+             ": bits of " + std::to_string(Value(a[i])) + " and " + std::to_string(Value(b[i]));
+    }
+  }
+  return "";
+}
+
+// Calls an operator for every worker, last first: there is no order among them.
+template <typename Params>
+void RunWorkers(void (*kernel)(const Params&, Worker), const Params& p, int count) {
+  for (int i = count - 1; i >= 0; --i) kernel(p, {i, count});
+}
+
+// The same on one thread per worker.
+template <typename Params>
+void RunThreads(void (*kernel)(const Params&, Worker), const Params& p, int count) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < count; ++i) threads.emplace_back([&, i] { kernel(p, {i, count}); });
+  for (std::thread& t : threads) t.join();
+}
+
+// Runs `test` with the path of that name, or marks the test as skipped.
+inline void OnPath(const char* name, void (*test)(const KernelTable&, Random&)) {
+  const KernelTable* table = FindKernelTable(name);
+  if (table == nullptr) {
+    SkipTest(std::string("this processor lacks the kernel path ") + name);
+    return;
+  }
+  Random random(TestSeed());
+  test(*table, random);
+}
+
+// One test case per path, so that what a machine lacks is counted path by path.
+#define SLUICE_TEST_ON_EVERY_PATH(claim, test)                                  \
+  TEST_CASE(claim " (portable)", "[kernels]") { OnPath("portable", test); }     \
+  TEST_CASE(claim " (avx2)", "[kernels]") { OnPath("avx2", test); }             \
+  TEST_CASE(claim " (avx512bf16)", "[kernels]") { OnPath("avx512bf16", test); } \
+  TEST_CASE(claim " (amx)", "[kernels]") { OnPath("amx", test); }
+
+}  // namespace sluice::kernels

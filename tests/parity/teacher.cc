@@ -1,0 +1,114 @@
+#include "tests/parity/teacher.h"
+
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <cstring>
+
+#include "src/device/cpu/cpu_device.h"
+
+namespace sluice::testing {
+namespace {
+
+constexpr int kMaxRows = 512;
+constexpr int kMaxContext = 1024;
+
+template <typename T>
+T OrFail(absl::StatusOr<T> value) {
+  INFO(std::string(value.status().ToString()));
+  REQUIRE(value.ok());
+  return *std::move(value);
+}
+
+}  // namespace
+
+Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype) {
+  device_ = OrFail(NewCpuDevice({kernels, 2}));
+  Model::Options options;
+  options.directory = model_dir;
+  options.kv_dtype = kv_dtype;
+  options.max_context = kMaxContext;
+  options.max_rows = kMaxRows;
+  options.max_logits = 1;
+  model_ = OrFail(Model::Load(options, device_.get()));
+  pool_ = OrFail(PagePool::Create(
+      "hbm", model_->cache_layout(),
+      OrFail(device_->Allocate(MemoryKind::kDevice, size_t{32} << 20, "test"))));
+  policy_ = OrFail(NewFullPolicy({device_.get(), pool_.get(), 1, kMaxContext}));
+  stream_ = device_->NewStream(Device::StreamKind::kCompute);
+  done_ = device_->NewEvent();
+  tokens_ = OrFail(device_->Allocate(MemoryKind::kDevice, kMaxContext * 4, "test"));
+  rows_ = OrFail(device_->Allocate(MemoryKind::kDevice, (2 * kMaxRows + 1) * 4, "test"));
+  logits_ = OrFail(device_->Allocate(
+      MemoryKind::kDevice, static_cast<size_t>(model_->config().vocab_size) * 4, "test"));
+}
+
+void Teacher::End() {
+  if (admitted_) policy_->Release(0);
+  admitted_ = false;
+}
+
+void Teacher::Begin(const std::vector<int32_t>& tokens) {
+  End();
+  std::copy(tokens.begin(), tokens.end(), tokens_.as<int32_t>());
+  std::unique_ptr<SequenceCache> none;
+  REQUIRE(policy_->Admit(0, 0, static_cast<int64_t>(tokens.size()), none));
+  policy_->WarmEvent(0).Wait();
+  admitted_ = true;
+}
+
+void Teacher::BeginWithCache(const std::vector<int32_t>& tokens, int context,
+                             const std::vector<std::vector<uint16_t>>& k,
+                             const std::vector<std::vector<uint16_t>>& v) {
+  Begin(tokens);
+  policy_->Grow(0, context, *stream_);
+  const CacheKind& kind = model_->cache_layout().kinds[0];
+  const int dim = model_->config().head_dim;
+  for (int layer = 0; layer < model_->cache_layout().layers; ++layer) {
+    for (int token = 0; token < context; ++token) {
+      for (int head = 0; head < kind.heads; ++head) {
+        uint8_t* block = policy_->resident(0).BlockAddress(layer, 0, head, token / kind.block_tokens);
+        for (int part = 0; part < 2; ++part) {
+          const auto& source = (part == 0 ? k : v)[static_cast<size_t>(layer)];
+          const size_t from = (static_cast<size_t>(token) * static_cast<size_t>(kind.heads) +
+                               static_cast<size_t>(head)) * static_cast<size_t>(dim);
+          const int at = (part * kind.block_tokens + token % kind.block_tokens) * dim;
+          for (int d = 0; d < dim; ++d) {
+            const uint16_t bits = source[from + static_cast<size_t>(d)];
+            if (kind.element_type == DType::kBFloat16) {
+              reinterpret_cast<uint16_t*>(block)[at + d] = bits;
+            } else {
+              reinterpret_cast<float*>(block)[at + d] = BFloat16ToFloat(bits);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+std::vector<float> Teacher::Step(int position, int count) {
+  int32_t* slots = rows_.as<int32_t>();
+  int32_t* positions = slots + kMaxRows;
+  int32_t* logit_row = positions + kMaxRows;
+  for (int i = 0; i < count; ++i) {
+    slots[i] = 0;
+    positions[i] = position + i;
+  }
+  *logit_row = count - 1;
+  policy_->Grow(0, position + count, *stream_);
+  StepInputs in;
+  in.tokens = tokens_.as<int32_t>();
+  in.token_stride = kMaxContext;
+  in.slots = slots;
+  in.positions = positions;
+  in.rows = count;
+  in.logit_rows = logit_row;
+  in.logit_count = 1;
+  in.logits = logits_.as<float>();
+  model_->Forward(*stream_, in, *policy_);
+  stream_->Record(*done_);
+  done_->Wait();
+  return {in.logits, in.logits + model_->config().vocab_size};
+}
+
+}  // namespace sluice::testing

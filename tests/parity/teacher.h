@@ -1,0 +1,42 @@
+// Runs a model step by step with the tokens that the test dictates, and shows the logits.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "src/attention/policies/full/full_policy.h"
+#include "src/device/device.h"
+#include "src/kv/page_pool.h"
+#include "src/model/model.h"
+
+namespace sluice::testing {
+
+class Teacher {
+ public:
+  Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype);
+
+  // Starts anew with this token sequence: prompt and what will be dictated after it.
+  void Begin(const std::vector<int32_t>& tokens);
+  // The same, the first `context` tokens' caches being given, bf16 [context][kv_heads][head_dim] per
+  // layer.
+  void BeginWithCache(const std::vector<int32_t>& tokens, int context,
+                      const std::vector<std::vector<uint16_t>>& k,
+                      const std::vector<std::vector<uint16_t>>& v);
+  // Computes tokens [position, position + count) and returns the logits of the last, [vocab].
+  std::vector<float> Step(int position, int count);
+
+ private:
+  void End();
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<Model> model_;
+  std::unique_ptr<PagePool> pool_;
+  std::unique_ptr<FullPolicy> policy_;
+  std::unique_ptr<Stream> stream_;
+  std::unique_ptr<Event> done_;
+  Buffer tokens_, rows_, logits_;
+  bool admitted_ = false;
+};
+
+}  // namespace sluice::testing

@@ -1,0 +1,185 @@
+// Every kernel path on every tiny model, held to transformers' logits and tokens.
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "kernels/kernel_table.h"
+#include "tests/fixtures/fixtures.h"
+#include "tests/parity/teacher.h"
+#include "tests/support/node.h"
+#include "tests/test_main.h"
+
+namespace sluice {
+namespace {
+
+using testing::Generated;
+using testing::GreedyRequest;
+using testing::Node;
+using testing::NodeOptions;
+using testing::Teacher;
+
+struct Tolerance {
+  double relative_l2;
+  double cosine;
+  double margin;  // greedy tokens may differ where the golden margin is no more than this
+};
+
+// Float32 activations; activations rounded to bf16; everything exact but the golden's own rounding.
+constexpr Tolerance kFloat32{1.0e-2, 0.9999, 0.05};
+constexpr Tolerance kBFloat16{2.5e-2, 0.9997, 0.1};
+constexpr Tolerance kExact{1.0e-3, 0.999999, 0.05};
+
+Tolerance ToleranceOf(const std::string& path) {
+  return path == "amx" || path == "avx512bf16" ? kBFloat16 : kFloat32;
+}
+
+void CheckLogits(const std::vector<float>& got, const float* want, const Tolerance& tolerance) {
+  double error = 0, got2 = 0, want2 = 0, dot = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    error += (got[i] - want[i]) * (got[i] - want[i]);
+    got2 += got[i] * got[i];
+    want2 += want[i] * want[i];
+    dot += got[i] * want[i];
+  }
+  CHECK(std::sqrt(error / want2) <= tolerance.relative_l2);
+  CHECK(dot / std::sqrt(got2 * want2) >= tolerance.cosine);
+}
+
+std::vector<int32_t> Joined(const fixtures::GoldenCase& golden) {
+  std::vector<int32_t> tokens = golden.prompt;
+  tokens.insert(tokens.end(), golden.tokens.begin(), golden.tokens.end());
+  return tokens;
+}
+
+// Row i of the golden logits is what follows prompt + tokens[0, i).
+void CheckTeacherForced(Teacher& teacher, const fixtures::GoldenCase& golden,
+                        const Tolerance& tolerance, bool from_cache) {
+  const int prompt = static_cast<int>(golden.prompt.size());
+  const size_t vocab = golden.logits.size() / golden.tokens.size();
+  std::vector<float> logits;
+  if (from_cache) {
+    teacher.BeginWithCache(Joined(golden), prompt, golden.k, golden.v);
+    logits = teacher.Step(prompt - 1, 1);
+  } else {
+    teacher.Begin(Joined(golden));
+    constexpr int kChunk = 100;  // no multiple of a block
+    for (int at = 0; at < prompt; at += kChunk) {
+      logits = teacher.Step(at, std::min(kChunk, prompt - at));
+    }
+  }
+  for (size_t step = 0; step < golden.tokens.size(); ++step) {
+    INFO("step " << step);
+    CheckLogits(logits, &golden.logits[step * vocab], tolerance);
+    logits = teacher.Step(prompt + static_cast<int>(step), 1);
+  }
+}
+
+void CheckGreedy(const std::vector<int32_t>& ids, const fixtures::GoldenCase& golden,
+                 double margin) {
+  REQUIRE(ids.size() == golden.tokens.size());
+  for (size_t i = 0; i < ids.size(); ++i) {
+    INFO("token " << i << ", margin " << golden.margin[i]);
+    // After a legitimate flip the two texts are different ones.
+    if (ids[i] != golden.tokens[i] && golden.margin[i] <= margin) return;
+    REQUIRE(ids[i] == golden.tokens[i]);
+  }
+}
+
+void CheckPath(const std::string& path) {
+  if (kernels::FindKernelTable(path.c_str()) == nullptr) {
+    SkipTest("this processor has no " + path);
+    return;
+  }
+  const Tolerance tolerance = ToleranceOf(path);
+  for (const std::string& name : fixtures::TinyModels()) {
+    const auto golden = fixtures::LoadGolden(name);
+    REQUIRE(golden.ok());
+    Teacher teacher(fixtures::ModelDir(name), path, DType::kBFloat16);
+    NodeOptions options;
+    options.model_dir = fixtures::ModelDir(name);
+    options.kernels = path;
+    options.max_context = 1024;
+    Node node(options);
+    for (size_t c = 0; c < golden->size(); ++c) {
+      const fixtures::GoldenCase& g = (*golden)[c];
+      INFO(name << " case " << c);
+      CheckTeacherForced(teacher, g, tolerance, /*from_cache=*/false);
+      CheckTeacherForced(teacher, g, tolerance, /*from_cache=*/true);
+
+      const auto steps = static_cast<uint32_t>(g.tokens.size());
+      CheckGreedy(node.Generate(GreedyRequest(g.prompt, steps)).ids, g, tolerance.margin);
+      Request pushed = GreedyRequest({}, steps);
+      pushed.handoff.transfer_id =
+          node.Push(g.prompt, static_cast<uint32_t>(g.prompt.size()), steps, g.k, g.v);
+      const Generated generated = node.Generate(std::move(pushed));
+      CheckGreedy(generated.ids, g, tolerance.margin);
+      CHECK(generated.finish.cached_tokens == g.prompt.size());
+      CHECK(node.Quiescent());
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("tiny models match transformers on reference kernels") { CheckPath("reference"); }
+TEST_CASE("tiny models match transformers on portable kernels") { CheckPath("portable"); }
+TEST_CASE("tiny models match transformers on AVX2 kernels") { CheckPath("avx2"); }
+TEST_CASE("tiny models match transformers on AVX-512 BF16 kernels") { CheckPath("avx512bf16"); }
+TEST_CASE("tiny models match transformers on AMX kernels") { CheckPath("amx"); }
+
+TEST_CASE("reference kernels with float32 caches match transformers to 1e-3") {
+  for (const std::string& name : fixtures::TinyModels()) {
+    const auto golden = fixtures::LoadGolden(name);
+    REQUIRE(golden.ok());
+    Teacher teacher(fixtures::ModelDir(name), "reference", DType::kFloat32);
+    for (size_t c = 0; c < golden->size(); ++c) {
+      INFO(name << " case " << c);
+      CheckTeacherForced(teacher, (*golden)[c], kExact, /*from_cache=*/false);
+    }
+  }
+}
+
+TEST_CASE("sixteen sequences together give exactly what each gives alone") {
+  for (const kernels::KernelTable* table : kernels::AvailableKernelTables()) {
+    if (std::string(table->name) == "reference") continue;
+    NodeOptions options;
+    options.model_dir = fixtures::ModelDir("tiny-qwen3");
+    options.kernels = table->name;
+    options.max_context = 1024;
+    options.chunk_tokens = 48;
+    Node node(options);
+    std::vector<Request> requests;
+    for (int i = 0; i < 16; ++i) {
+      std::vector<int32_t> prompt;
+      for (int t = 0; t < 1 + i * 37; ++t) prompt.push_back(3 + (t * 7919 + i * 104729) % 500);
+      Request request = GreedyRequest(prompt, static_cast<uint32_t>(8 + i * 3));
+      if (i % 2 == 1) {
+        request.sampling.temperature = 1.3f;
+        request.sampling.top_p = 0.9f;
+        request.sampling.seed = static_cast<uint64_t>(i);
+        request.sampling.repetition_penalty = 1.2f;
+      }
+      request.sampling.logprobs = 2;
+      requests.push_back(std::move(request));
+    }
+    std::vector<Generated> alone;
+    for (const Request& request : requests) alone.push_back(node.Generate(request));
+    std::vector<std::shared_ptr<TokenStream>> streams;
+    for (const Request& request : requests) streams.push_back(node.Start(request));
+    for (size_t i = 0; i < streams.size(); ++i) {
+      INFO(table->name << ", sequence " << i);
+      const Generated together = Node::Collect(*streams[i]);
+      CHECK(together.ids == alone[i].ids);
+      // To the bit: the log-probabilities too.
+      REQUIRE(together.tokens.size() == alone[i].tokens.size());
+      for (size_t t = 0; t < together.tokens.size(); ++t) {
+        CHECK(together.tokens[t].logprob == alone[i].tokens[t].logprob);
+        CHECK(together.tokens[t].top_logprobs == alone[i].tokens[t].top_logprobs);
+      }
+    }
+  }
+}
+
+}  // namespace sluice

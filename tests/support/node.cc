@@ -1,0 +1,214 @@
+#include "tests/support/node.h"
+
+#include <catch2/catch.hpp>
+#include <cstring>
+#include <filesystem>
+
+extern "C" {
+#include <isa-l/crc.h>
+}
+
+#include "absl/strings/str_cat.h"
+#include "src/device/cpu/cpu_device.h"
+
+namespace sluice::testing {
+namespace {
+
+template <typename T>
+T OrFail(absl::StatusOr<T> value) {
+  INFO(std::string(value.status().ToString()));
+  REQUIRE(value.ok());
+  return *std::move(value);
+}
+
+}  // namespace
+
+uint32_t Crc32c(const std::vector<uint8_t>& bytes) {
+  return ~crc32_iscsi(const_cast<uint8_t*>(bytes.data()), static_cast<int>(bytes.size()), ~0u);
+}
+
+Node::Node(const NodeOptions& o) {
+  device_ = OrFail(NewCpuDevice({o.kernels, o.threads}));
+  Model::Options model;
+  model.directory = o.model_dir;
+  model.load_format = o.load_format;
+  model.kv_dtype = o.kv_dtype;
+  model.block_tokens = o.block_tokens;
+  model.max_context = o.max_context;
+  model.max_rows = o.chunk_tokens + o.max_sequences;
+  model.max_logits = o.max_sequences;
+  model_ = OrFail(Model::Load(model, device_.get()));
+  hbm_ = OrFail(PagePool::Create(
+      "hbm", model_->cache_layout(),
+      OrFail(device_->Allocate(MemoryKind::kDevice, static_cast<size_t>(o.hbm_bytes), "hbm"))));
+  dram_ = OrFail(PagePool::Create(
+      "dram", model_->cache_layout(),
+      OrFail(device_->Allocate(MemoryKind::kPinned, static_cast<size_t>(o.dram_bytes), "dram"))));
+  policy_ = OrFail(
+      NewFullPolicy({device_.get(), hbm_.get(), o.max_sequences, model_->max_context()}));
+  TransferTable::Options transfers;
+  transfers.model_fingerprint = model_->fingerprint();
+  transfers.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
+  transfers.max_context = static_cast<uint32_t>(model_->max_context());
+  transfers.max_lease = o.max_lease;
+  transfers.footprint = [this](int64_t context, int64_t total) {
+    return policy_->FootprintOf(context, total);
+  };
+  transfers_ = std::make_unique<TransferTable>(transfers, dram_.get(), hbm_.get(), o.clock);
+  const std::string tokenizer = o.model_dir + "/tokenizer.json";
+  if (std::filesystem::exists(tokenizer)) token_bytes_ = OrFail(TokenBytes::Load(tokenizer));
+  Engine::Options engine;
+  engine.max_sequences = static_cast<uint32_t>(o.max_sequences);
+  engine.max_waiting = o.max_waiting;
+  engine.max_context = static_cast<uint32_t>(model_->max_context());
+  engine.chunk_tokens = static_cast<uint32_t>(o.chunk_tokens);
+  engine.local_prefill = o.local_prefill;
+  engine.seed = 7;
+  engine.transfer_wait = o.transfer_wait;
+  engine.slow_reader_timeout = o.slow_reader_timeout;
+  Engine::Parts parts;
+  parts.device = device_.get();
+  parts.model = model_.get();
+  parts.policy = policy_.get();
+  parts.transfers = transfers_.get();
+  parts.token_bytes = token_bytes_.has_value() ? &*token_bytes_ : nullptr;
+  parts.clock = o.clock;
+  engine_ = OrFail(Engine::Create(engine, parts));
+  if (o.run_engine) thread_ = std::make_unique<EngineThread>(engine_.get());
+}
+
+Node::~Node() {
+  thread_.reset();
+  engine_.reset();
+  transfers_.reset();
+  policy_.reset();
+}
+
+Manifest Node::MakeManifest(const std::vector<int32_t>& prompt, uint32_t context_length,
+                            uint32_t max_new_tokens) const {
+  Manifest manifest;
+  manifest.model_fingerprint = model_->fingerprint();
+  manifest.cache_kinds = model_->cache_layout().kinds;
+  manifest.context_length = context_length;
+  manifest.prompt_token_ids.assign(prompt.begin(), prompt.end());
+  manifest.max_new_tokens = max_new_tokens;
+  return manifest;
+}
+
+std::vector<uint8_t> Node::ChunkPayload(const std::vector<uint16_t>& k,
+                                        const std::vector<uint16_t>& v, uint32_t begin,
+                                        uint32_t end) const {
+  const CacheKind& kind = model_->cache_layout().kinds[0];
+  const auto heads = static_cast<size_t>(kind.heads);
+  const auto dim = static_cast<size_t>(model_->config().head_dim);
+  std::vector<uint8_t> payload;
+  const auto block_tokens = static_cast<uint32_t>(kind.block_tokens);
+  for (uint32_t first = begin; first < end; first += block_tokens) {
+    const uint32_t last = std::min(first + block_tokens, end);
+    for (size_t head = 0; head < heads; ++head) {
+      for (const std::vector<uint16_t>* part : {&k, &v}) {
+        for (uint32_t token = first; token < last; ++token) {
+          for (size_t d = 0; d < dim; ++d) {
+            const uint16_t bits = (*part)[(token * heads + head) * dim + d];
+            const size_t at = payload.size();
+            if (kind.element_type == DType::kBFloat16) {
+              payload.resize(at + 2);
+              std::memcpy(&payload[at], &bits, 2);
+            } else {
+              const float value = BFloat16ToFloat(bits);
+              payload.resize(at + 4);
+              std::memcpy(&payload[at], &value, 4);
+            }
+          }
+        }
+      }
+    }
+  }
+  return payload;
+}
+
+absl::StatusOr<uint64_t> Node::Land(const ChunkHeader& header,
+                                    const std::vector<uint8_t>& payload) {
+  auto landing = transfers_->BeginChunk(header, payload.size());
+  if (!landing.ok()) return landing.status();
+  // In odd pieces, as slices of a gRPC buffer come.
+  const absl::Span<const uint8_t> bytes(payload);
+  for (size_t at = 0; at < bytes.size(); at += 1013) (*landing)->Append(bytes.subspan(at, 1013));
+  return (*landing)->Finish();
+}
+
+std::string Node::Push(const std::vector<int32_t>& prompt, uint32_t context_length,
+                       uint32_t max_new_tokens, const std::vector<std::vector<uint16_t>>& k,
+                       const std::vector<std::vector<uint16_t>>& v,
+                       std::vector<OutputToken> first_tokens) {
+  const auto reserved =
+      OrFail(transfers_->Reserve(MakeManifest(prompt, context_length, max_new_tokens)));
+  for (uint32_t layer = 0; layer < k.size(); ++layer) {
+    const std::vector<uint8_t> payload = ChunkPayload(k[layer], v[layer], 0, context_length);
+    ChunkHeader header;
+    header.transfer_id = reserved.transfer_id;
+    header.layer = layer;
+    header.kind = "kv";
+    header.head_end = static_cast<uint32_t>(model_->config().kv_heads);
+    header.token_end = context_length;
+    header.crc32c = Crc32c(payload);
+    OrFail(Land(header, payload));
+  }
+  OrFail(transfers_->Commit(reserved.transfer_id, std::move(first_tokens), nullptr));
+  return reserved.transfer_id;
+}
+
+std::shared_ptr<TokenStream> Node::Start(Request request, size_t capacity) {
+  if (request.request_id.empty()) request.request_id = absl::StrCat("r", next_request_++);
+  auto stream = std::make_shared<TokenStream>(capacity, [this] { engine_->Wake(); });
+  request.sink = stream;
+  const absl::Status status = engine_->Submit(std::move(request));
+  INFO(std::string(status.ToString()));
+  REQUIRE(status.ok());
+  return stream;
+}
+
+Generated Node::Collect(TokenStream& stream) {
+  Generated result;
+  for (;;) {
+    TokenStream::Batch batch = stream.ReadBlocking();
+    for (OutputToken& token : batch.tokens) {
+      result.ids.push_back(token.id);
+      result.tokens.push_back(std::move(token));
+    }
+    if (batch.finish.has_value()) {
+      result.finish = *std::move(batch.finish);
+      return result;
+    }
+  }
+}
+
+Generated Node::Generate(Request request) {
+  const std::shared_ptr<TokenStream> stream = Start(std::move(request));
+  return Collect(*stream);
+}
+
+bool Node::Quiescent() {
+  const absl::Time give_up = absl::Now() + absl::Seconds(10);
+  while (absl::Now() < give_up) {
+    bool quiet = transfers_->open_transfers() == 0;
+    for (const PagePool* pool : {hbm_.get(), dram_.get()}) {
+      const PagePool::Usage usage = pool->UsageOf(0);
+      quiet = quiet && usage.reserved_bytes == 0 && usage.used_bytes == 0;
+    }
+    if (quiet) return true;
+    absl::SleepFor(absl::Milliseconds(5));
+  }
+  return false;
+}
+
+Request GreedyRequest(std::vector<int32_t> prompt, uint32_t max_tokens) {
+  Request request;
+  request.prompt = std::move(prompt);
+  request.sampling.temperature = 0;
+  request.sampling.max_tokens = max_tokens;
+  request.sampling.ignore_eos = true;
+  return request;
+}
+
+}  // namespace sluice::testing

@@ -1,0 +1,103 @@
+// A decode node without its services, for tests: device, model, pools, policy, transfers, engine.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "src/attention/policies/full/full_policy.h"
+#include "src/device/device.h"
+#include "src/engine/engine.h"
+#include "src/kv/page_pool.h"
+#include "src/kv/transfer_table.h"
+#include "src/model/model.h"
+#include "src/model/token_bytes.h"
+#include "src/request/token_sink.h"
+
+namespace sluice::testing {
+
+struct NodeOptions {
+  std::string model_dir;
+  std::string load_format = "auto";
+  std::string kernels = "auto";
+  int threads = 2;
+  DType kv_dtype = DType::kBFloat16;
+  int block_tokens = 32;
+  int max_context = 0;
+  int max_sequences = 16;
+  int chunk_tokens = 64;
+  int64_t hbm_bytes = int64_t{64} << 20;
+  int64_t dram_bytes = int64_t{64} << 20;
+  bool local_prefill = true;
+  bool run_engine = true;  // false: the test calls Turn() itself
+  absl::Duration max_lease = absl::Seconds(60);
+  absl::Duration transfer_wait = absl::Seconds(60);
+  absl::Duration slow_reader_timeout = absl::Seconds(30);
+  uint32_t max_waiting = 1024;
+  Clock* clock = RealClock();
+};
+
+// What a sequence gave.
+struct Generated {
+  std::vector<int32_t> ids;
+  std::vector<OutputToken> tokens;
+  FinishInfo finish;
+};
+
+class Node {
+ public:
+  // Fails the test where the node cannot be made.
+  explicit Node(const NodeOptions& options);
+  ~Node();
+
+  Device& device() { return *device_; }
+  Model& model() { return *model_; }
+  PagePool& hbm() { return *hbm_; }
+  PagePool& dram() { return *dram_; }
+  FullPolicy& policy() { return *policy_; }
+  TransferTable& transfers() { return *transfers_; }
+  Engine& engine() { return *engine_; }
+
+  // A manifest for this model.
+  Manifest MakeManifest(const std::vector<int32_t>& prompt, uint32_t context_length,
+                        uint32_t max_new_tokens) const;
+  // Pushes bf16 caches [tokens][kv_heads][head_dim] per layer as KvIngest would, converted to this
+  // node's element type; returns the transfer id, committed with `first_tokens`.
+  std::string Push(const std::vector<int32_t>& prompt, uint32_t context_length,
+                   uint32_t max_new_tokens, const std::vector<std::vector<uint16_t>>& k,
+                   const std::vector<std::vector<uint16_t>>& v,
+                   std::vector<OutputToken> first_tokens = {});
+  // One layer's chunk payload of tokens [begin, end), all heads.
+  std::vector<uint8_t> ChunkPayload(const std::vector<uint16_t>& k, const std::vector<uint16_t>& v,
+                                    uint32_t begin, uint32_t end) const;
+  // Lands one chunk.
+  absl::StatusOr<uint64_t> Land(const ChunkHeader& header, const std::vector<uint8_t>& payload);
+
+  // Submits and waits for the end.
+  Generated Generate(Request request);
+  // Submits; the stream is the caller's to read.
+  std::shared_ptr<TokenStream> Start(Request request, size_t capacity = 4096);
+  static Generated Collect(TokenStream& stream);
+  // Waits until the engine has nothing to do; then nothing may be reserved or used.
+  bool Quiescent();
+
+ private:
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<Model> model_;
+  std::unique_ptr<PagePool> hbm_, dram_;
+  std::unique_ptr<FullPolicy> policy_;
+  std::unique_ptr<TransferTable> transfers_;
+  std::optional<TokenBytes> token_bytes_;
+  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<EngineThread> thread_;
+  int next_request_ = 0;
+};
+
+// Greedy, `max_tokens` of them, EOS ignored.
+Request GreedyRequest(std::vector<int32_t> prompt, uint32_t max_tokens);
+
+uint32_t Crc32c(const std::vector<uint8_t>& bytes);
+
+}  // namespace sluice::testing

@@ -1,0 +1,164 @@
+"""Holds the tree to the architecture: what includes what, what is built, what is linked.
+
+    python3 tests/tidy/tidy.py SOURCE_DIR BUILD_DIR --cuda ON|OFF
+
+prints one line per breach and exits with 1 if there is any. The rules:
+
+include   Folders of src/ are layers. A file includes its own folder, folders below it in LAYERS,
+          and of kernels/ the two contracts, params.h and kernel_table.h. kernels/ includes nothing from
+          src/, and neither includes anything from tests/.
+unbuilt   Every .cc and .cu under src/, kernels/ and tests/ belongs to a target, as
+          compile_commands.json of BUILD_DIR says. With CUDA off, .cu files and folders named cuda/ are exempt.
+unused    Every header under those three is included by some file.
+link      The library of a folder of src/ lists, in its own CMakeLists.txt, every folder that its
+          files include: the link graph is the architecture.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import sys
+
+# From the top down; includes point down.
+LAYERS = ["server", "service", "prefill", "engine", "scheduler", "model", "attention", "kv",
+          "request", "sampling", "device", "metrics", "config", "base"]
+KERNEL_CONTRACTS = {"kernels/params.h": "sluice_kernel_params",
+                    "kernels/kernel_table.h": "sluice_kernels"}
+ROOTS = ["src", "kernels", "tests"]
+SOURCES = {".cc", ".cu"}
+HEADERS = {".h", ".cuh"}
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
+# The names of ours that a target is declared and linked with.
+DECLARATION = re.compile(r"\b(?:sluice_library|sluice_binary|add_library|add_executable|"
+                         r"target_link_libraries)\s*\(([^)]*)\)")
+
+
+class Tree:
+    """The source files of a tree and the project files that each includes."""
+
+    def __init__(self, root):
+        self.root = pathlib.Path(root).resolve()
+        self.files = sorted(
+            path.relative_to(self.root).as_posix()
+            for top in ROOTS for path in (self.root / top).rglob("*")
+            if path.suffix in SOURCES | HEADERS and path.is_file())
+        self.includes = {file: INCLUDE.findall(self.text(file)) for file in self.files}
+
+    def text(self, file):
+        return (self.root / file).read_text(encoding="utf-8")
+
+
+def layer(path):
+    """The folder of src/ that a file is in, or None: src/device/cpu/a.h is in device."""
+    parts = path.split("/")
+    return parts[1] if parts[0] == "src" and len(parts) > 2 else None
+
+
+def check_include_direction(tree):
+    for file, includes in tree.includes.items():
+        top = file.split("/")[0]
+        if top == "tests":
+            continue
+        own = layer(file)
+        if top == "src" and own not in LAYERS:
+            yield f"include: {file}: no layer of this name; the layers are {', '.join(LAYERS)}"
+            continue
+        for include in includes:
+            other_top = include.split("/")[0]
+            if other_top == "tests":
+                yield f"include: {file} includes {include}: {top}/ includes nothing from tests/"
+            elif top == "kernels" and other_top == "src":
+                yield f"include: {file} includes {include}: kernels/ includes nothing from src/"
+            elif top == "src" and other_top == "kernels" and include not in KERNEL_CONTRACTS:
+                yield (f"include: {file} includes {include}: of kernels/, src/ includes only "
+                       f"{' and '.join(KERNEL_CONTRACTS)}")
+            elif top == "src" and other_top == "src":
+                other = layer(include)
+                if other not in LAYERS:
+                    yield f"include: {file} includes {include}: no layer of this name"
+                elif LAYERS.index(other) < LAYERS.index(own):
+                    yield f"include: {file} includes {include}: {own} is below {other}"
+
+
+def is_cuda(file):
+    return file.endswith(".cu") or "cuda" in file.split("/")[:-1]
+
+
+def check_every_source_is_built(tree, build_dir, cuda):
+    commands = pathlib.Path(build_dir) / "compile_commands.json"
+    if not commands.is_file():
+        yield f"unbuilt: {commands} is missing: configure with -DCMAKE_EXPORT_COMPILE_COMMANDS=ON"
+        return
+    built = set()
+    for entry in json.loads(commands.read_text(encoding="utf-8")):
+        built.add((pathlib.Path(entry["directory"]) / entry["file"]).resolve())
+    for file in tree.files:
+        if pathlib.PurePosixPath(file).suffix not in SOURCES or (is_cuda(file) and not cuda):
+            continue
+        if (tree.root / file).resolve() not in built:
+            yield f"unbuilt: {file}: no target builds it"
+
+
+def check_every_header_is_included(tree):
+    included = {include for includes in tree.includes.values() for include in includes}
+    for file in tree.files:
+        if pathlib.PurePosixPath(file).suffix in HEADERS and file not in included:
+            yield f"unused: {file}: nothing includes it"
+
+
+def linked_libraries(tree, folder):
+    """Names that the CMakeLists.txt files of a folder of src/ link, those below it too."""
+    names = set()
+    for path in sorted((tree.root / "src" / folder).rglob("CMakeLists.txt")):
+        text = re.sub(r"#.*", "", path.read_text(encoding="utf-8"))
+        for arguments in DECLARATION.findall(text):
+            names.update(arguments.split())
+    return names
+
+
+def check_links(tree):
+    for folder in LAYERS:
+        needed = {}
+        for file, includes in tree.includes.items():
+            if layer(file) != folder:
+                continue
+            for include in includes:
+                other = layer(include)
+                if other in LAYERS and other != folder:
+                    needed.setdefault(f"sluice_{other}", (file, include))
+                elif include in KERNEL_CONTRACTS:
+                    needed.setdefault(KERNEL_CONTRACTS[include], (file, include))
+        linked = linked_libraries(tree, folder)
+        if "sluice_kernels" in linked or (folder != "base" and "sluice_base" in linked):
+            linked.add("sluice_kernel_params")  # both hand it on
+        for library, (file, include) in sorted(needed.items()):
+            if library not in linked:
+                yield (f"link: src/{folder}/CMakeLists.txt does not list {library}, but {file} "
+                       f"includes {include}")
+
+
+def breaches(source_dir, build_dir, cuda):
+    tree = Tree(source_dir)
+    if not tree.files:
+        return [f"there are no sources under {source_dir}"]
+    return [*check_include_direction(tree), *check_every_source_is_built(tree, build_dir, cuda),
+            *check_every_header_is_included(tree), *check_links(tree)]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source_dir")
+    parser.add_argument("build_dir")
+    parser.add_argument("--cuda", choices=["ON", "OFF"], required=True)
+    args = parser.parse_args()
+    found = breaches(args.source_dir, args.build_dir, args.cuda == "ON")
+    for breach in found:
+        print(breach)
+    print(f"{len(found)} breaches" if found else "the tree is tidy")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+#include "src/config/config_file.h"
+
+#include <catch2/catch.hpp>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+
+#include "absl/strings/match.h"
+
+namespace sluice {
+namespace {
+
+std::vector<ConfigFileEntry> Parsed(const std::string& text) {
+  auto entries = ParseConfigText(text, "f");
+  INFO(entries.status().message());
+  REQUIRE(entries.ok());
+  return *std::move(entries);
+}
+
+std::string Refusal(const std::string& text) {
+  const auto entries = ParseConfigText(text, "f");
+  CHECK(entries.status().code() == absl::StatusCode::kInvalidArgument);
+  return std::string(entries.status().message());
+}
+
+void CheckBoth(const std::vector<ConfigFileEntry>& entries) {
+  REQUIRE(entries.size() == 3);
+  CHECK(entries[0].key == "model");
+  CHECK(entries[0].value == "a: #b");
+  CHECK(entries[0].quoted);
+  CHECK(entries[1].key == "threads");
+  CHECK(entries[1].value == "4");
+  CHECK_FALSE(entries[1].quoted);
+  CHECK(entries[2].value == "true");
+  CHECK(entries[2].line == 4);
+}
+
+TEST_CASE("YAML and JSON give the same entries") {
+  CheckBoth(Parsed("# comment\nmodel: 'a: #b'\nthreads: 4   # four\nlocal_prefill: true\n"));
+  CheckBoth(
+      Parsed("{\n  \"model\": \"a: #b\",\n  \"threads\": 4,\n  \"local_prefill\": true\n}\n"));
+  CheckBoth(
+      Parsed("{\n\t\"model\": \"a: #b\",\n\t\"threads\": 4,\n\t\"local_prefill\": true\n}\n"));
+}
+
+TEST_CASE("JSON escapes are read") {
+  const auto entries = Parsed(R"({"model": "a\"b\\c\/d\u00e9", "policy": ""})");
+  CHECK(entries.at(0).value == "a\"b\\c/d\xc3\xa9");
+  CHECK(entries.at(1).value.empty());
+}
+
+TEST_CASE("a file without settings has none") {
+  CHECK(Parsed("").empty());
+  CHECK(Parsed("# nothing\n\n").empty());
+  CHECK(Parsed("---\n").empty());
+  CHECK(Parsed("{}").empty());
+}
+
+TEST_CASE("what is not one flat mapping is refused with its line") {
+  CHECK(Refusal("model: a\nmodel: b\n") == "f:2: model is set twice, first on line 1");
+  CHECK(Refusal("{\"a\": 1,\n \"a\": 1}") == "f:2: a is set twice, first on line 1");
+  CHECK(absl::StartsWith(Refusal("model:\n"), "f:1: model has no value"));
+  CHECK(absl::StartsWith(Refusal("model: ~\n"), "f:1: model has no value"));
+  CHECK(absl::StartsWith(Refusal("{\"model\": null}"), "f:1: model has no value"));
+  CHECK(Refusal("model: [a]\n") == "f:1: model must be a single value, but is a list");
+  CHECK(Refusal("a: 1\nmodel:\n  x: 1\n") == "f:3: model must be a single value, but is a mapping");
+  CHECK(Refusal("- a\n") == "f:1: expected lines of the form name: value, found a list");
+  CHECK(Refusal("hello\n") == "f:1: expected lines of the form name: value, found a single value");
+  CHECK(absl::StartsWith(Refusal("[a]: 1\n"), "f:1: expected a setting's name, found a list"));
+  CHECK(Refusal("a: &x 1\nb: *x\n") == "f:2: aliases (*name) are not read: write the value itself");
+  CHECK(Refusal("a: 1\n---\nb: 2\n") == "f holds more than one YAML document (---): keep one");
+}
+
+TEST_CASE("what is no YAML is refused with its line") {
+  CHECK(absl::StartsWith(Refusal("a: 1\nb: [\n"), "f:"));
+  CHECK(absl::StrContains(Refusal("a: 1\n}\n"), "is neither YAML nor JSON"));
+  CHECK(absl::StrContains(Refusal("{\"a\": 1"), "a { that is never closed"));
+  CHECK(absl::StrContains(Refusal("a: \"open\n"), "is neither YAML nor JSON"));
+}
+
+TEST_CASE("size and nesting are bounded") {
+  CHECK(absl::StrContains(Refusal(std::string(kMaxConfigFileBytes + 1, '#')), "at most 1048576"));
+  // Deep enough to end a parser that recurses without asking.
+  CHECK(Refusal("a: " + std::string(200000, '[')) ==
+        "f:1: a must be a single value, but is a list");
+  CHECK(absl::StartsWith(Refusal(std::string(200000, '[')), "f:1: "));
+  CHECK(absl::StartsWith(Refusal(std::string(200000, '{')), "f:1: "));
+}
+
+TEST_CASE("a file is read from disk, and what is none is named") {
+  const auto folder = std::filesystem::temp_directory_path() / "sluice_config_file_test_XXXXXX";
+  std::string path = folder.string();
+  REQUIRE(mkdtemp(path.data()) != nullptr);
+  const std::string file = path + "/a.yaml";
+  std::ofstream(file) << "threads: 3\n";
+  const auto entries = ReadConfigFile(file);
+  REQUIRE(entries.ok());
+  CHECK(entries->at(0).value == "3");
+
+  const auto absent = ReadConfigFile(path + "/absent.yaml");
+  CHECK(absent.status().code() == absl::StatusCode::kNotFound);
+  CHECK(absl::StrContains(absent.status().message(), path + "/absent.yaml: No such file"));
+  CHECK(absl::StrContains(ReadConfigFile(path).status().message(), "is not a regular file"));
+  std::ofstream(file) << std::string(kMaxConfigFileBytes + 1, '\n');
+  CHECK(absl::StrContains(ReadConfigFile(file).status().message(), "1048577 bytes"));
+  std::filesystem::remove_all(path);
+}
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,327 @@
+#include "src/metrics/metrics.h"
+
+#include <algorithm>
+#include <atomic>
+#include <catch2/catch.hpp>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <new>
+#include <set>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "src/metrics/metric_names.h"
+#include "tests/test_main.h"
+
+// Counts what this program allocates, to hold updates to allocating nothing. Not inlined: the
+// compiler takes an inlined pair for a mismatched new and free.
+static std::atomic<size_t> allocations{0};
+[[gnu::noinline]] void* operator new(size_t bytes) {
+  ++allocations;
+  if (void* p = std::malloc(bytes == 0 ? 1 : bytes)) return p;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+  ++allocations;
+  return std::malloc(bytes == 0 ? 1 : bytes);
+}
+[[gnu::noinline]] void operator delete(void* p) noexcept { std::free(p); }
+[[gnu::noinline]] void operator delete(void* p, size_t) noexcept { std::free(p); }
+
+namespace sluice {
+namespace {
+
+// A scrape, read back by the rules of the text format.
+struct Scrape {
+  std::map<std::string, std::string> types;
+  std::map<std::string, std::string> helps;
+  std::map<std::string, double> samples;  // by name{label="value",...}
+};
+
+// The longest prefix of `text` that is a name: [a-zA-Z_][a-zA-Z0-9_]*, with colons in metrics'
+// names.
+std::string TakeName(std::string_view text, bool colons) {
+  size_t n = 0;
+  while (n < text.size() &&
+         (absl::ascii_isalpha(text[n]) || text[n] == '_' || (colons && text[n] == ':') ||
+          (n > 0 && absl::ascii_isdigit(text[n])))) {
+    ++n;
+  }
+  return std::string(text.substr(0, n));
+}
+
+// name{label="value",...} up to the blank before the value; no label here needs an escape.
+std::string TakeSeries(std::string_view line) {
+  std::string series = TakeName(line, true);
+  REQUIRE_FALSE(series.empty());
+  if (line.substr(series.size(), 1) != "{") return series;
+  char before = '{';
+  while (before != '}') {
+    series += before;
+    const std::string label = TakeName(line.substr(series.size()), false);
+    REQUIRE_FALSE(label.empty());
+    series += label;
+    REQUIRE(line.substr(series.size(), 2) == "=\"");
+    const size_t end = line.find('"', series.size() + 2);
+    REQUIRE(end < line.size() - 1);
+    series = std::string(line.substr(0, end + 1));
+    before = line[end + 1];
+    REQUIRE((before == ',' || before == '}'));
+  }
+  return series + "}";
+}
+
+Scrape Parse(const std::string& text) {
+  Scrape scrape;
+  REQUIRE(text.back() == '\n');
+  const std::vector<std::string> lines = absl::StrSplit(text, '\n', absl::SkipEmpty());
+  for (const std::string& line : lines) {
+    CAPTURE(line);
+    if (line[0] == '#') {
+      const std::vector<std::string> parts = absl::StrSplit(line, absl::MaxSplits(' ', 3));
+      REQUIRE(parts.size() == 4);
+      REQUIRE((parts[1] == "HELP" || parts[1] == "TYPE"));
+      CHECK(TakeName(parts[2], true) == parts[2]);
+      auto& into = parts[1] == "HELP" ? scrape.helps : scrape.types;
+      CHECK(into.emplace(parts[2], parts[3]).second);  // once for each family
+      continue;
+    }
+    const std::string series = TakeSeries(line);
+    REQUIRE(line.substr(series.size(), 1) == " ");
+    double value = 0;
+    REQUIRE(absl::SimpleAtod(line.substr(series.size() + 1), &value));
+    CHECK(scrape.samples.emplace(series, value).second);
+  }
+  return scrape;
+}
+
+double Sample(const Metrics& metrics, const std::string& name) {
+  const Scrape scrape = Parse(metrics.Render());
+  CAPTURE(name);
+  REQUIRE(scrape.samples.contains(name));
+  return scrape.samples.at(name);
+}
+
+const char* TypeName(metric_names::Type type) {
+  return type == metric_names::Type::kCounter ? "counter"
+         : type == metric_names::Type::kGauge ? "gauge"
+                                              : "histogram";
+}
+
+TEST_CASE("every metric of the header is exported with its help and type, and nothing else") {
+  Metrics metrics;
+  metrics.Tier("dram", "kv");
+  const Scrape scrape = Parse(metrics.Render());
+  CHECK(scrape.types.size() == std::size(metric_names::kAll));
+  for (const metric_names::Metric* metric : metric_names::kAll) {
+    CAPTURE(metric->name);
+    REQUIRE(scrape.types.contains(metric->name));
+    CHECK(scrape.types.at(metric->name) == TypeName(metric->type));
+    CHECK(scrape.helps.at(metric->name) == metric->help);
+  }
+}
+
+TEST_CASE("names follow the rules of Prometheus") {
+  std::set<std::string> seen;
+  for (const metric_names::Metric* metric : metric_names::kAll) {
+    const std::string name = metric->name;
+    CAPTURE(name);
+    CHECK(seen.insert(name).second);
+    CHECK((absl::StartsWith(name, "sluice_") || absl::StartsWith(name, "vllm:")));
+    CHECK(absl::EndsWith(name, "_total") == (metric->type == metric_names::Type::kCounter));
+    for (const char* scaled : {"_ms", "_us", "_millis", "_kb", "_mb", "_gb"}) {
+      CHECK_FALSE(absl::StrContains(name + "_", absl::StrCat(scaled, "_")));
+    }
+  }
+}
+
+TEST_CASE("samples carry the labels that the header names") {
+  Metrics metrics;
+  metrics.Tier("hbm", "kv");
+  const Scrape scrape = Parse(metrics.Render());
+  for (const metric_names::Metric* metric : metric_names::kAll) {
+    const std::vector<std::string> labels = absl::StrSplit(metric->labels, ',', absl::SkipEmpty());
+    int samples = 0;
+    for (const auto& [sample, value] : scrape.samples) {
+      const std::string name = sample.substr(0, sample.find('{'));
+      if (name != metric->name && name != absl::StrCat(metric->name, "_count")) continue;
+      CAPTURE(sample);
+      ++samples;
+      CHECK(static_cast<size_t>(std::count(sample.begin(), sample.end(), '=')) == labels.size());
+      for (const std::string& label : labels) CHECK(absl::StrContains(sample, label + "=\""));
+    }
+    CAPTURE(metric->name);
+    CHECK(samples >= 1);
+  }
+}
+
+TEST_CASE("counters and gauges move when updated, and only the one that was") {
+  Metrics metrics;
+  const std::map<RequestOutcome, std::string> outcomes = {
+      {RequestOutcome::kFinishedStop, "finished_stop"},
+      {RequestOutcome::kFinishedLength, "finished_length"},
+      {RequestOutcome::kCancelled, "cancelled"},
+      {RequestOutcome::kDeadline, "deadline"},
+      {RequestOutcome::kSlowReader, "slow_reader"},
+      {RequestOutcome::kError, "error"},
+      {RequestOutcome::kRefused, "refused"}};
+  REQUIRE(outcomes.size() == kRequestOutcomes);
+  const Scrape before = Parse(metrics.Render());
+  int expected = 0;
+  for (const auto& [outcome, name] : outcomes) {
+    ++expected;
+    for (int i = 0; i < expected; ++i) metrics.requests(outcome).Add();
+  }
+  metrics.tokens(TokenKind::kOutput).Add(5);
+  metrics.tokens(TokenKind::kPrompt).Add(6);
+  metrics.tokens(TokenKind::kHandedOver).Add(7);
+  metrics.slow_readers.Add();
+  metrics.ingest_bytes.Add(1 << 20);
+  metrics.ingest_blocks.Add(3);
+  metrics.checksum_failures.Add(2);
+  metrics.transfers_open.Add(4);
+  metrics.transfers_open.Add(-1);
+  metrics.leases_expired.Add(8);
+  metrics.SetRunning(9);
+  metrics.waiting.Set(10);
+  metrics.kv_usage.Set(0.25);
+
+  std::map<std::string, double> moved;
+  for (const auto& [name, value] : Parse(metrics.Render()).samples) {
+    if (value != before.samples.at(name)) moved[name] = value;
+  }
+  std::map<std::string, double> wanted = {
+      {"sluice_tokens_total{kind=\"output\"}", 5},
+      {"sluice_tokens_total{kind=\"prompt\"}", 6},
+      {"sluice_tokens_total{kind=\"handed_over\"}", 7},
+      {"sluice_slow_readers_total", 1},
+      {"sluice_ingest_bytes_total", 1 << 20},
+      {"sluice_ingest_blocks_total", 3},
+      {"sluice_ingest_checksum_failures_total", 2},
+      {"sluice_transfers_open", 3},
+      {"sluice_leases_expired_total", 8},
+      {"sluice_batch_sequences", 9},
+      {"vllm:num_requests_running", 9},
+      {"vllm:num_requests_waiting", 10},
+      {"vllm:kv_cache_usage_perc", 0.25},
+  };
+  expected = 0;
+  for (const auto& [outcome, name] : outcomes) {
+    wanted[absl::StrCat("sluice_requests_total{outcome=\"", name, "\"}")] = ++expected;
+  }
+  CHECK(moved == wanted);
+}
+
+TEST_CASE("histograms count into cumulative buckets") {
+  Metrics metrics;
+  metrics.inter_token_latency.Observe(0.015);
+  metrics.inter_token_latency.Observe(absl::Milliseconds(150));
+  metrics.inter_token_latency.Observe(absl::Hours(1));
+  const std::string name = "sluice_inter_token_latency_seconds";
+  CHECK(Sample(metrics, name + "_count") == 3);
+  CHECK(Sample(metrics, name + "_sum") == Approx(3600.165));
+  CHECK(Sample(metrics, name + "_bucket{le=\"0.01\"}") == 0);
+  CHECK(Sample(metrics, name + "_bucket{le=\"0.02\"}") == 1);
+  CHECK(Sample(metrics, name + "_bucket{le=\"0.2\"}") == 2);
+  CHECK(Sample(metrics, name + "_bucket{le=\"+Inf\"}") == 3);
+
+  metrics.step_seconds(StepPhase::kPlan).Observe(absl::Microseconds(60));
+  metrics.step_seconds(StepPhase::kCompute).Observe(0.02);
+  metrics.step_seconds(StepPhase::kEmit).Observe(0.001);
+  metrics.step_seconds(StepPhase::kTotal).Observe(0.0215);
+  CHECK(Sample(metrics, "sluice_step_seconds_sum{phase=\"plan\"}") == Approx(60e-6));
+  CHECK(Sample(metrics, "sluice_step_seconds_sum{phase=\"compute\"}") == Approx(0.02));
+  CHECK(Sample(metrics, "sluice_step_seconds_sum{phase=\"emit\"}") == Approx(0.001));
+  CHECK(Sample(metrics, "sluice_step_seconds_sum{phase=\"total\"}") == Approx(0.0215));
+
+  metrics.time_to_first_token.Observe(1);
+  metrics.request_seconds.Observe(2);
+  metrics.queue_seconds.Observe(3);
+  metrics.ingest_seconds.Observe(4);
+  metrics.step_sequences.Observe(5);
+  CHECK(Sample(metrics, "sluice_time_to_first_token_seconds_sum") == 1);
+  CHECK(Sample(metrics, "sluice_request_duration_seconds_sum") == 2);
+  CHECK(Sample(metrics, "sluice_queue_seconds_sum") == 3);
+  CHECK(Sample(metrics, "sluice_ingest_seconds_sum") == 4);
+  CHECK(Sample(metrics, "sluice_step_sequences_sum") == 5);
+}
+
+TEST_CASE("a tier's gauges go by tier and kind, asked for twice they are the same") {
+  Metrics metrics;
+  const TierGauges dram = metrics.Tier("dram", "kv");
+  const TierGauges hbm = metrics.Tier("hbm", "kv");
+  dram.capacity_bytes.Set(4294967296);
+  hbm.capacity_bytes.Set(1073741824);
+  hbm.reserved_bytes.Set(4096);
+  metrics.Tier("hbm", "kv").used_bytes.Set(1024);
+  const auto samples = Parse(metrics.Render()).samples;
+  CHECK(samples.at("sluice_tier_capacity_bytes{kind=\"kv\",tier=\"dram\"}") == 4294967296);
+  CHECK(samples.at("sluice_tier_capacity_bytes{kind=\"kv\",tier=\"hbm\"}") == 1073741824);
+  CHECK(samples.at("sluice_tier_reserved_bytes{kind=\"kv\",tier=\"hbm\"}") == 4096);
+  CHECK(samples.at("sluice_tier_used_bytes{kind=\"kv\",tier=\"hbm\"}") == 1024);
+  CHECK(samples.at("sluice_tier_used_bytes{kind=\"kv\",tier=\"dram\"}") == 0);
+}
+
+TEST_CASE("updates allocate nothing") {
+  Metrics metrics;
+  const TierGauges tier = metrics.Tier("hbm", "kv");
+  const size_t before = allocations;
+  for (int i = 0; i < 100; ++i) {
+    metrics.requests(RequestOutcome::kFinishedStop).Add();
+    metrics.tokens(TokenKind::kOutput).Add(32);
+    metrics.step_seconds(StepPhase::kTotal).Observe(absl::Milliseconds(20));
+    metrics.inter_token_latency.Observe(0.02);
+    metrics.step_sequences.Observe(32);
+    metrics.SetRunning(32);
+    metrics.waiting.Set(i);
+    tier.used_bytes.Set(i);
+  }
+  CHECK(allocations == before);
+  metrics.Render();
+  CHECK(allocations > before);  // the counter itself counts
+}
+
+TEST_CASE("threads lose no updates, and render in between") {
+  Metrics metrics;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 5000; ++i) {
+        metrics.tokens(TokenKind::kOutput).Add();
+        metrics.inter_token_latency.Observe(0.01);
+      }
+    });
+  }
+  for (int i = 0; i < 10; ++i) Parse(metrics.Render());
+  for (std::thread& thread : threads) thread.join();
+  CHECK(Sample(metrics, "sluice_tokens_total{kind=\"output\"}") == 20000);
+  CHECK(Sample(metrics, "sluice_inter_token_latency_seconds_count") == 20000);
+}
+
+TEST_CASE("promtool finds nothing to say about the names") {
+  if (std::system("command -v promtool > /dev/null 2>&1") != 0) {
+    SkipTest("promtool is not installed");
+    return;
+  }
+  Metrics metrics;
+  metrics.Tier("hbm", "kv");
+  std::FILE* pipe = popen("promtool check metrics", "w");
+  REQUIRE(pipe != nullptr);
+  // Colons are for recording rules, and _perc is no unit: both are vLLM's.
+  std::string text;
+  for (const auto line : absl::StrSplit(metrics.Render(), '\n')) {
+    if (!absl::StrContains(line, "vllm:") && !line.empty()) absl::StrAppend(&text, line, "\n");
+  }
+  REQUIRE(std::fwrite(text.data(), 1, text.size(), pipe) == text.size());
+  CHECK(pclose(pipe) == 0);
+}
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,85 @@
+#include "src/service/chunking.h"
+
+#include <catch2/catch.hpp>
+#include <string>
+
+#include "absl/strings/string_view.h"
+
+namespace sluice {
+namespace {
+
+CacheKind Kind() {
+  CacheKind kind;
+  kind.name = "kv";
+  kind.heads = 3;
+  kind.block_tokens = 32;
+  kind.parts = 2;
+  kind.bytes_per_token = 256;
+  return kind;
+}
+
+TEST_CASE("crc32c has the published check value") {
+  const std::string text = "123456789";
+  CHECK(Crc32c({reinterpret_cast<const uint8_t*>(text.data()), text.size()}) == 0xE3069283u);
+  CHECK(Crc32c({}) == 0);
+}
+
+TEST_CASE("chunks cover the range once, on blocks, within the limit") {
+  const CacheKind kind = Kind();
+  const auto limit = GENERATE(as<uint64_t>(), 8192, 8193, 20000, 24576, 50000, 1 << 20);
+  for (const int end : {33, 64, 100, 257, 512}) {
+    INFO("limit " << limit << ", tokens [32, " << end << ")");
+    const auto chunks = PlanChunks(kind, 32, end, limit);
+    REQUIRE(chunks.ok());
+    uint64_t offset = 0;
+    uint64_t cells = 0;
+    for (const ChunkPlan& chunk : *chunks) {
+      CHECK(chunk.bytes <= limit);
+      CHECK(chunk.bytes > 0);
+      CHECK(chunk.offset == offset);
+      CHECK(chunk.token_begin % 32 == 0);
+      CHECK((chunk.token_end % 32 == 0 || chunk.token_end == static_cast<uint32_t>(end)));
+      // Part of the heads only within one block: else the payload would not lie together.
+      if (chunk.head_end - chunk.head_begin < 3) CHECK(chunk.token_end - chunk.token_begin <= 32);
+      offset += chunk.bytes;
+      cells += uint64_t{chunk.token_end - chunk.token_begin} * (chunk.head_end - chunk.head_begin);
+    }
+    CHECK(cells == static_cast<uint64_t>(end - 32) * 3);
+    CHECK(offset == cells * 256);
+  }
+}
+
+TEST_CASE("a limit below one head's block is refused with the remedy") {
+  const auto chunks = PlanChunks(Kind(), 0, 32, 8191);
+  CHECK(absl::IsFailedPrecondition(chunks.status()));
+  CHECK_THAT(std::string(chunks.status().message()), Catch::Contains("max_chunk_bytes"));
+}
+
+TEST_CASE("a range is copied across pieces") {
+  const std::string a = "abc", b = "", c = "defgh";
+  const auto span = [](const std::string& s) {
+    return absl::Span<const uint8_t>(reinterpret_cast<const uint8_t*>(s.data()), s.size());
+  };
+  const std::vector<absl::Span<const uint8_t>> pieces = {span(a), span(b), span(c)};
+  const std::string all = a + b + c;
+  for (uint64_t offset = 0; offset <= all.size(); ++offset) {
+    for (uint64_t bytes = 0; offset + bytes <= all.size(); ++bytes) {
+      CHECK(CopyRange(pieces, offset, bytes) == all.substr(offset, bytes));
+    }
+  }
+}
+
+TEST_CASE("a chunk overlaps a missing range only where heads and tokens both do") {
+  ChunkPlan chunk;
+  chunk.head_begin = 1;
+  chunk.head_end = 3;
+  chunk.token_begin = 32;
+  chunk.token_end = 64;
+  CHECK(Overlaps(chunk, {0, "kv", 2, 4, 0, 33}));
+  CHECK_FALSE(Overlaps(chunk, {0, "kv", 3, 4, 0, 64}));
+  CHECK_FALSE(Overlaps(chunk, {0, "kv", 0, 4, 64, 96}));
+  CHECK_FALSE(Overlaps(chunk, {0, "kv", 0, 1, 32, 64}));
+}
+
+}  // namespace
+}  // namespace sluice

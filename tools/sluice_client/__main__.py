@@ -1,0 +1,5 @@
+import sys
+
+from sluice_client.cli import main
+
+sys.exit(main())

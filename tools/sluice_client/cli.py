@@ -1,0 +1,186 @@
+"""The command line of tools/sluice. What a command does is in the module of its name."""
+
+import argparse
+import importlib
+import sys
+
+from sluice_client.errors import ToolError
+
+_DESCRIPTION = """Talks to Sluice: a prefill node computes a prompt and hands its KV cache to a decode node,
+which generates.
+
+  generate  one prompt in, its continuation out, streaming
+  chat      a conversation on the terminal
+  push      a recorded KV cache (safetensors) in, its continuation out
+  status    what a decode node runs and how full it is
+"""
+
+_GENERATE_EXAMPLES = """examples:
+  tools/sluice generate --prefill 127.0.0.1:7100 --decode 127.0.0.1:7000 \\
+      --tokenizer models/smollm2-135m-instruct --chat --prompt "Why is the sky blue?"
+  tools/sluice generate --prefill 127.0.0.1:7100 --decode 127.0.0.1:7000 \\
+      --prompt-ids 1,2,3 --max-tokens 16 --json
+
+Without --prefill the decode node computes the prompt itself, if it was started with --local-prefill.
+--json prints one object: prompt_ids, output_ids, output_text (null without --tokenizer),
+logprobs and top_logprobs (null without --logprobs), finish_reason ("stop" or "length"),
+ttft_seconds (from sending to the first token), itl_seconds (gaps between the tokens).
+Exit status: 0, 1 for an error, 2 for a wrong command line.
+"""
+
+_CHAT_EXAMPLES = """example:
+  tools/sluice chat --prefill 127.0.0.1:7100 --decode 127.0.0.1:7000 \\
+      --tokenizer models/smollm2-135m-instruct --system "Answer briefly."
+
+Ctrl-C stops the running answer, /exit or Ctrl-D leaves.
+"""
+
+_PUSH_EXAMPLES = """example:
+  tools/sluice push --decode 127.0.0.1:7000 --kv tests/fixtures/tiny-llama/golden.safetensors --case 1
+
+The file holds, for case C: caseC.prompt (int32 ids) and for every layer L caseC.k.L and caseC.v.L
+([tokens, kv_heads, head_dim], K after RoPE). Greedy. Output and --json as for generate.
+"""
+
+_STATUS_EXAMPLES = """examples:
+  tools/sluice status --decode 127.0.0.1:7000
+  tools/sluice status --decode 127.0.0.1:7000 --watch
+In the bars # is in use, - is promised to sequences, . is free.
+"""
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        ids = [int(part) for part in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not a list of token ids such as 1,2,3") from None
+    if any(not 0 <= i < 1 << 32 for i in ids):
+        raise argparse.ArgumentTypeError("a token id lies between 0 and 4294967295")
+    return ids
+
+
+def _unsigned(bits: int):
+    def parse(text: str) -> int:
+        value = int(text)
+        if not 0 <= value < 1 << bits:
+            raise argparse.ArgumentTypeError(f"{value} does not lie between 0 and 2^{bits} - 1")
+        return value
+    parse.__name__ = "whole number"
+    return parse
+
+
+def _add_nodes(parser, prefill: bool = True) -> None:
+    if prefill:
+        parser.add_argument("--prefill", metavar="ADDR", help="prefill node, host:port")
+    parser.add_argument("--decode", metavar="ADDR", required=True, help="decode node, host:port")
+
+
+def _add_sampling(parser, max_tokens: int) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=_unsigned(32), default=max_tokens, metavar="N",
+                       help=f"output tokens at most (default {max_tokens})")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T",
+                       help="0 takes the most probable token each time (default)")
+    group.add_argument("--top-k", type=_unsigned(32), metavar="K",
+                       help="sample from the K most probable tokens")
+    group.add_argument("--top-p", type=float, metavar="P",
+                       help="sample from the fewest tokens whose probabilities reach P")
+    group.add_argument("--seed", type=_unsigned(64), metavar="S",
+                       help="the same seed and prompt give the same tokens")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                       help="end before this text (may be given several times)")
+    group.add_argument("--logprobs", type=_unsigned(32), metavar="N",
+                       help="log-probabilities of the chosen token and of the N best")
+    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tools/sluice", description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        epilog="tools/sluice COMMAND --help explains a command, with examples.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name, summary, epilog):
+        return commands.add_parser(
+            name, description=summary, epilog=epilog, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    p = command("generate", "One prompt in, its continuation out, streaming.", _GENERATE_EXAMPLES)
+    _add_nodes(p)
+    prompt = p.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; needs --tokenizer")
+    prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="the prompt as token ids")
+    p.add_argument("--tokenizer", metavar="DIR", help="Hugging Face directory with tokenizer.json")
+    p.add_argument("--chat", action="store_true",
+                   help="put the prompt into the model's chat template, as the user's message")
+    p.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    _add_sampling(p, 128)
+    p.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+    p = command("chat", "A conversation on the terminal.", _CHAT_EXAMPLES)
+    _add_nodes(p)
+    p.add_argument("--tokenizer", metavar="DIR", required=True,
+                   help="Hugging Face directory with tokenizer.json and a chat template")
+    p.add_argument("--system", metavar="TEXT", help="system message")
+    _add_sampling(p, 512)
+
+    p = command("push", "Pushes a recorded KV cache into a decode node and generates from it.",
+                _PUSH_EXAMPLES)
+    _add_nodes(p, prefill=False)
+    p.add_argument("--kv", metavar="FILE", required=True, help="safetensors file with the cache")
+    p.add_argument("--case", type=_unsigned(31), required=True, metavar="N", help="which case")
+    p.add_argument("--max-tokens", type=_unsigned(32), metavar="N",
+                   help="output tokens at most (default: as many as are recorded, else 64)")
+    p.add_argument("--first-token", action="store_true",
+                   help="hand over the recorded first token, too; otherwise the decode node "
+                        "recomputes the last position")
+    p.add_argument("--tokenizer", metavar="DIR", help="print text instead of ids")
+    p.add_argument("--logprobs", type=_unsigned(32), metavar="N",
+                   help="log-probabilities of the chosen token and of the N best")
+    p.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
+    p.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+    p = command("status", "What a decode node runs and how full it is.", _STATUS_EXAMPLES)
+    _add_nodes(p, prefill=False)
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    p.add_argument("--watch", action="store_true", help="again and again, until Ctrl-C")
+    p.add_argument("--interval", type=float, default=1.0, metavar="S",
+                   help="seconds between looks (default 1)")
+    p.add_argument("--limit", type=_unsigned(32), default=20, metavar="N",
+                   help="sequences shown at most (default 20)")
+    return parser
+
+
+def _check(parser: argparse.ArgumentParser, args) -> None:
+    """What argparse cannot say: leaves with status 2."""
+    if args.command == "generate":
+        if args.prompt is not None and not args.tokenizer:
+            parser.error("--prompt needs --tokenizer DIR (the model's Hugging Face directory)")
+        if (args.chat or args.system) and args.prompt is None:
+            parser.error("--chat and --system need --prompt")
+        if args.system and not args.chat:
+            parser.error("--system needs --chat")
+    if args.command in ("generate", "chat") and args.temperature == 0:
+        idle = [f for f in ("top_k", "top_p", "seed") if getattr(args, f) is not None]
+        if idle:
+            names = ", ".join("--" + f.replace("_", "-") for f in idle)
+            print(f"tools/sluice: {names}: no effect at temperature 0; add --temperature 1",
+                  file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    _check(parser, args)
+    try:
+        return importlib.import_module(f"sluice_client.{args.command}").run(args)
+    except ToolError as error:
+        print(f"tools/sluice {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # The reader of our output has gone.
+        sys.stderr.close()
+        return 1

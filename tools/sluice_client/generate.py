@@ -1,0 +1,209 @@
+"""Prompt in, tokens out: prefill at one node, decode at the other. And the command `generate`."""
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Callable
+
+import grpc
+
+from sluice.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from sluice_client import rpc
+from sluice_client.errors import ToolError
+from sluice_client.text import IncrementalDecoder, StopFilter, Text
+
+_FINISH_NAMES = {decode_pb2.FINISH_REASON_STOP: "stop", decode_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass
+class Result:
+    """What one generation gave. Times are of this process's clock."""
+
+    prompt_ids: list[int]
+    output_ids: list[int] = field(default_factory=list)
+    # Per output token; None when none were asked for.
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    finish_reason: str = ""
+    stop_string: str | None = None
+    cached_tokens: int = 0
+    # From sending the request (to the prefill node, if there is one) to the first token.
+    ttft_seconds: float | None = None
+    # Gaps between arrivals of the output tokens: one less than there are tokens.
+    itl_seconds: list[float] = field(default_factory=list)
+
+    def add(self, token: common_pb2.Token, want_logprobs: bool) -> None:
+        self.output_ids.append(token.id)
+        if want_logprobs:
+            self.logprobs = self.logprobs or []
+            self.logprobs.append(token.logprob if token.HasField("logprob") else None)
+            self.top_logprobs = self.top_logprobs or []
+            self.top_logprobs.append([(t.token_id, t.logprob) for t in token.top_logprobs])
+
+
+def prefill(address: str, decode_address: str, prompt_ids: list[int],
+            sampling: common_pb2.SamplingParams, timeout: float | None = None) -> str:
+    """Has the prefill node compute the prompt and push it; returns the transfer id."""
+    with rpc.open_channel(address) as channel:
+        try:
+            return prefill_pb2_grpc.PrefillStub(channel).Run(prefill_pb2.RunRequest(
+                prompt_token_ids=prompt_ids, sampling=sampling, decode_address=decode_address),
+                timeout=timeout).transfer_id
+        except grpc.RpcError as error:
+            raise ToolError(rpc.explain(error, address)) from error
+
+
+def generate(decode_address: str, prompt_ids: list[int], sampling: common_pb2.SamplingParams, *,
+             prefill_address: str | None = None, transfer_id: str | None = None,
+             on_token: Callable[[int], None] | None = None,
+             timeout: float | None = None) -> Result:
+    """Generates one sequence; calls `on_token` with each id as it comes.
+
+    With `prefill_address` the prompt is computed there and handed over; with `transfer_id` it was
+    handed over already; with neither the decode node computes it (its `local_prefill`). Leaving by
+    an exception (KeyboardInterrupt too) cancels the sequence. Raises ToolError.
+    """
+    result = Result(prompt_ids=list(prompt_ids))
+    started = time.monotonic()
+    if prefill_address:
+        transfer_id = prefill(prefill_address, decode_address, prompt_ids, sampling, timeout)
+    request = decode_pb2.GenerateRequest(sampling=sampling)
+    if transfer_id:
+        request.transfer_id = transfer_id
+    else:
+        request.prompt_token_ids.extend(prompt_ids)
+    last = started
+    with rpc.open_channel(decode_address) as channel:
+        call = decode_pb2_grpc.DecodeStub(channel).Generate(request, timeout=timeout)
+        try:
+            for message in call:
+                now = time.monotonic()
+                for token in message.tokens:
+                    if result.ttft_seconds is None:
+                        result.ttft_seconds = now - started
+                    else:
+                        result.itl_seconds.append(now - last)
+                    last = now
+                    result.add(token, sampling.HasField("logprobs"))
+                    if on_token:
+                        on_token(token.id)
+                if message.HasField("finish"):
+                    _finish(result, message.finish)
+        except grpc.RpcError as error:
+            raise ToolError(rpc.explain(error, decode_address)) from error
+        finally:
+            call.cancel()  # No effect on a stream that has ended.
+    if not result.finish_reason:
+        raise ToolError(f"{decode_address} ended the stream without saying why")
+    return result
+
+
+def _finish(result: Result, finish: decode_pb2.Finish) -> None:
+    result.finish_reason = _FINISH_NAMES.get(finish.reason, "unknown")
+    if finish.HasField("stop_string"):
+        result.stop_string = finish.stop_string
+    result.cached_tokens = finish.usage.cached_tokens
+
+
+class TextOutput:
+    """Turns ids into text as they come, cut at stop strings; `write` gets each piece."""
+
+    def __init__(self, text: Text, stops: list[str], write: Callable[[str], None] | None):
+        self._decoder = IncrementalDecoder(text)
+        self._stops = StopFilter(stops)
+        self._write = write
+        self.said = ""
+
+    def add(self, token_id: int) -> None:
+        self._say(self._stops.add(self._decoder.add(token_id)))
+
+    def finish(self) -> str:
+        """Says what was held back; returns the whole text."""
+        self._say(self._stops.add(self._decoder.finish()))
+        self._say(self._stops.finish())
+        return self.said
+
+    def _say(self, piece: str) -> None:
+        self.said += piece
+        if piece and self._write:
+            self._write(piece)
+
+
+def to_terminal(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def sampling_from(args) -> common_pb2.SamplingParams:
+    """SamplingParams of the command line; what was not given stays absent, but greedy is said."""
+    sampling = common_pb2.SamplingParams(temperature=args.temperature, ignore_eos=args.ignore_eos)
+    for name in ("max_tokens", "top_k", "top_p", "seed", "logprobs"):
+        value = getattr(args, name)
+        if value is not None:
+            setattr(sampling, name, value)
+    sampling.stop.extend(args.stop)
+    return sampling
+
+
+def as_json(result: Result, output_text: str | None) -> str:
+    """The object of --json, on one line."""
+    return json.dumps({
+        "prompt_ids": result.prompt_ids,
+        "output_ids": result.output_ids,
+        "output_text": output_text,
+        "logprobs": result.logprobs,
+        "top_logprobs": result.top_logprobs,
+        "finish_reason": result.finish_reason,
+        "ttft_seconds": result.ttft_seconds,
+        "itl_seconds": result.itl_seconds,
+    })
+
+
+def summary(result: Result) -> str:
+    """One line of figures: tokens, time to the first, rate of the others."""
+    tokens = f"{len(result.output_ids)} tokens"
+    if result.ttft_seconds is None:
+        return tokens
+    line = f"{tokens}, first after {result.ttft_seconds:.3f} s"
+    seconds = sum(result.itl_seconds)
+    if seconds > 0:
+        line += f", then {len(result.itl_seconds) / seconds:.1f} tokens/s"
+    return f"{line} ({result.finish_reason})"
+
+
+def prompt_from(args, text: Text | None) -> list[int]:
+    if args.prompt_ids is not None:
+        return args.prompt_ids
+    if args.chat:
+        system = [{"role": "system", "content": args.system}] if args.system else []
+        return text.encode_chat(system + [{"role": "user", "content": args.prompt}])
+    return text.encode(args.prompt)
+
+
+def run(args) -> int:
+    """The command `generate`."""
+    text = Text(args.tokenizer) if args.tokenizer else None
+    sampling = sampling_from(args)
+    output = TextOutput(text, args.stop, None if args.json else to_terminal) if text else None
+
+    def on_token(token_id: int) -> None:
+        if output:
+            output.add(token_id)
+        elif not args.json:
+            to_terminal(f"{token_id} ")
+
+    try:
+        result = generate(args.decode, prompt_from(args, text), sampling,
+                          prefill_address=args.prefill, on_token=on_token)
+    except BaseException:
+        if output and output.said and not args.json:
+            print()  # So that what follows begins on a line of its own.
+        raise
+    output_text = output.finish() if output else None
+    if args.json:
+        print(as_json(result, output_text))
+    else:
+        print()
+        print(summary(result), file=sys.stderr)
+    return 0

@@ -1,0 +1,348 @@
+"""Pushes a prompt's caches into a decode node: what a prefill node written in Python needs.
+
+    with Pusher("127.0.0.1:7000") as pusher:
+        pusher.reserve(prompt_ids, max_new_tokens=256)
+        for layer in range(layers):
+            k, v = compute(layer)                # [tokens, kv_heads, head_dim], K after RoPE
+            pusher.write_layer(layer, k, v)      # goes out while the next layer is computed
+        transfer_id = pusher.commit(first_tokens=[token])
+
+Leaving the block by an exception aborts the transfer. A stream that breaks, or a chunk that arrives
+damaged, is sent again: so the arrays given to write_layer must not change before commit() returns
+(or give callables that make them again).
+
+One thread uses a Pusher; its streams have threads of their own.
+"""
+
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from typing import Callable
+
+import google_crc32c
+import grpc
+import numpy as np
+
+from sluice.v1 import admin_pb2, admin_pb2_grpc, common_pb2, ingest_pb2, ingest_pb2_grpc
+from sluice_client import layout, rpc
+from sluice_client.errors import ToolError
+
+# One message's payload: large enough that a message costs little, small enough to overlap.
+_CHUNK_BYTES = 1 << 20
+# Chunks that wait for a stream: 4 MiB at most.
+_QUEUE_CHUNKS = 4
+_CALL_TIMEOUT_S = 30.0
+# Without progress for so long, the node is taken to be stuck.
+_STALL_TIMEOUT_S = 60.0
+_MAX_RESUMES = 5
+_RESUMABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DATA_LOSS, grpc.StatusCode.INTERNAL,
+              grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
+
+Array = np.ndarray | Callable[[], np.ndarray]
+
+
+class PushError(ToolError):
+    """A push that failed for good. `rpc_error` is the server's answer, if one was given."""
+
+    def __init__(self, message: str, rpc_error: grpc.RpcError | None = None):
+        super().__init__(message)
+        self.rpc_error = rpc_error
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A chunk and how to make its bytes, now or again."""
+
+    layer: int
+    kind: str
+    heads: tuple[int, int]
+    tokens: tuple[int, int]
+    payload: Callable[[], bytes]
+
+    def message(self, transfer_id: str) -> ingest_pb2.WriteRequest:
+        payload = self.payload()
+        header = ingest_pb2.ChunkHeader(
+            transfer_id=transfer_id, layer=self.layer, kind=self.kind,
+            head_begin=self.heads[0], head_end=self.heads[1],
+            token_begin=self.tokens[0], token_end=self.tokens[1],
+            crc32c=google_crc32c.value(payload))
+        return ingest_pb2.WriteRequest(header=header, payload=payload)
+
+    def meets(self, r: ingest_pb2.BlockRange) -> bool:
+        return (self.layer == r.layer and self.kind == r.kind
+                and self.heads[0] < r.head_end and r.head_begin < self.heads[1]
+                and self.tokens[0] < r.token_end and r.token_begin < self.tokens[1])
+
+
+class _Stream(threading.Thread):
+    """One Write stream, opened again when it breaks; what it loses, commit() finds missing."""
+
+    def __init__(self, address: str, transfer_id: str):
+        super().__init__(daemon=True)
+        self._address = address
+        self._transfer_id = transfer_id
+        # None wakes the reader up, so that it sees _closing at once.
+        self._queue: queue.Queue[_Chunk | None] = queue.Queue(_QUEUE_CHUNKS)
+        self._closing = threading.Event()
+        self._abandoned = threading.Event()
+        # What ended the stream for good.
+        self.error: Exception | None = None
+        self.start()
+
+    def put(self, chunk: _Chunk) -> None:
+        """Waits for room. Raises what ended the stream for good."""
+        deadline = time.monotonic() + _STALL_TIMEOUT_S
+        while self.error is None and time.monotonic() < deadline:
+            try:
+                self._queue.put(chunk, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+        raise self.error or self._stalled()
+
+    def finish(self) -> None:
+        """No more chunks: waits until the server has answered. Raises what ended the stream."""
+        self._closing.set()
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            pass  # Then the reader is awake.
+        self.join(_STALL_TIMEOUT_S)
+        if self.is_alive():
+            self.abandon()
+            raise self._stalled()
+        if self.error is not None:
+            raise self.error
+
+    def abandon(self) -> None:
+        """Ends the stream where it is."""
+        self._abandoned.set()
+        self.join()
+
+    def run(self) -> None:
+        failures = 0
+        with rpc.open_channel(self._address) as channel:
+            stub = ingest_pb2_grpc.KvIngestStub(channel)
+            while not self._abandoned.is_set():
+                over = threading.Event()
+                call = stub.Write.future(self._messages(over))
+                call.add_done_callback(lambda _, event=over: event.set())
+                while not over.wait(0.1):
+                    if self._abandoned.is_set():
+                        call.cancel()
+                error = None if call.cancelled() else call.exception()
+                if self.error is not None or self._abandoned.is_set():
+                    return
+                if error is not None:
+                    failures += 1
+                    if error.code() not in _RESUMABLE or failures > _MAX_RESUMES:
+                        self.error = PushError(rpc.explain(error, self._address), error)
+                        return
+                if self._closing.is_set() and self._queue.empty():
+                    return
+
+    def _messages(self, over: threading.Event):
+        """The call's messages, taken by a thread of gRPC's until the call is over."""
+        while not over.is_set():
+            closing = self._closing.is_set()
+            try:
+                chunk = self._queue.get(block=not closing, timeout=0.05)
+            except queue.Empty:
+                if closing:
+                    return
+                continue
+            if chunk is None:
+                continue
+            try:
+                message = chunk.message(self._transfer_id)
+            except Exception as error:  # From the caller's own callable.
+                self.error = error
+                raise
+            yield message
+
+    def _stalled(self) -> "PushError":
+        return PushError(f"{self._address} took nothing for {_STALL_TIMEOUT_S:g} s")
+
+
+class Pusher:
+    """One transfer into the decode node at `decode_address`."""
+
+    def __init__(self, decode_address: str, streams: int = 2):
+        """Asks the node for its model. Raises PushError if it does not answer."""
+        self.address = decode_address
+        self._channel = rpc.open_channel(decode_address)
+        self._ingest = ingest_pb2_grpc.KvIngestStub(self._channel)
+        self._stream_count = streams
+        self._streams: list[_Stream] = []
+        self._next = 0
+        self._chunks: list[_Chunk] = []
+        self._max_chunk_bytes = _CHUNK_BYTES
+        self.transfer_id = ""
+        self.context_length = 0
+        admin = admin_pb2_grpc.AdminStub(self._channel)
+        self.model = self._call(admin.GetModel, admin_pb2.GetModelRequest()).model
+        self.kinds = {kind.name: kind for kind in self.model.cache_kinds}
+
+    def reserve(self, prompt_ids: list[int], context_length: int | None = None,
+                max_new_tokens: int = 256, *, fingerprint: str | None = None, tenant: str = "",
+                rendezvous_key: str = "", lease_seconds: float | None = None) -> str:
+        """Opens the transfer; returns its id.
+
+        `context_length`: how many of `prompt_ids` have their caches sent (default: all).
+        `fingerprint`: that of the model that made the caches; None trusts that it is the node's.
+        """
+        if context_length is None:
+            context_length = len(prompt_ids)
+        request = ingest_pb2.ReserveRequest(
+            manifest=ingest_pb2.Manifest(
+                model_fingerprint=fingerprint or self.model.fingerprint,
+                cache_kinds=self.model.cache_kinds, context_length=context_length,
+                prompt_token_ids=prompt_ids, max_new_tokens=max_new_tokens, tenant=tenant),
+            rendezvous_key=rendezvous_key)
+        if lease_seconds is not None:
+            request.lease.FromNanoseconds(int(lease_seconds * 1e9))
+        answer = self._call(self._ingest.Reserve, request)
+        self.transfer_id = answer.transfer_id
+        self.context_length = context_length
+        self._max_chunk_bytes = min(_CHUNK_BYTES, answer.max_chunk_bytes or _CHUNK_BYTES)
+        return self.transfer_id
+
+    def write_layer(self, layer: int, k: Array, v: Array, token_begin: int = 0,
+                    head_begin: int = 0, kind: str = "kv") -> None:
+        """Sends K (after RoPE) and V of one layer, [tokens, heads, head_dim], float32 or bfloat16.
+
+        `token_begin` begins a block; the tokens end on a block or at the context's end. Fewer heads
+        than the model's may be given from `head_begin` on (a tensor-parallel node's own). Callables
+        are called now, and again if a chunk has to be sent again.
+        """
+        cache_kind = self._kind(kind)
+        arrays = [a() if callable(a) else a for a in (k, v)]
+        shape = arrays[0].shape
+        if arrays[1].shape != shape or len(shape) != 3:
+            raise PushError(f"layer {layer}: K is {shape} and V {arrays[1].shape}; expected two "
+                            "arrays [tokens, heads, head_dim] of one shape")
+        tokens, heads, dim = shape
+        if cache_kind.parts != 2 or dim * 2 * layout.dtype_of(cache_kind).itemsize != \
+                cache_kind.bytes_per_token or head_begin + heads > cache_kind.heads:
+            raise PushError(f"layer {layer}: arrays of {heads} heads from head {head_begin} with "
+                            f"head_dim {dim} do not fit the node's cache: {cache_kind.heads} heads, "
+                            f"{cache_kind.bytes_per_token} bytes per token and head")
+        if callable(k) or callable(v):
+            arrays = None  # Made again from the callables, so that nothing is kept.
+        step = self._chunk_tokens(cache_kind, heads)
+        for begin in range(0, tokens, step):
+            end = min(begin + step, tokens)
+
+            def payload(begin=begin, end=end, arrays=arrays):
+                sources = arrays or [a() if callable(a) else a for a in (k, v)]
+                return layout.pack(cache_kind, [a[begin:end] for a in sources])
+
+            self._send(_Chunk(layer, kind, (head_begin, head_begin + heads),
+                              (token_begin + begin, token_begin + end), payload))
+
+    def write_chunk(self, layer: int, kind: str, heads: tuple[int, int], tokens: tuple[int, int],
+                    payload: bytes | Callable[[], bytes]) -> None:
+        """Sends one chunk of any cache kind as it is at home (design: [head) and [token) ranges)."""
+        self._send(_Chunk(layer, kind, heads, tokens,
+                          payload if callable(payload) else lambda: payload))
+
+    def commit(self, first_tokens: list[int | common_pb2.Token] = ()) -> str:
+        """Waits until all has landed, sends again what has not, commits; returns the transfer id."""
+        request = ingest_pb2.CommitRequest(transfer_id=self.transfer_id)
+        for token in first_tokens:
+            request.first_tokens.append(
+                token if isinstance(token, common_pb2.Token) else common_pb2.Token(id=token))
+        for _ in range(_MAX_RESUMES):
+            self._finish_streams()
+            try:
+                self._ingest.Commit(request, timeout=_CALL_TIMEOUT_S)
+                transfer_id, self.transfer_id = self.transfer_id, ""
+                self._chunks.clear()
+                return transfer_id
+            except grpc.RpcError as error:
+                # UNAVAILABLE may have lost only the answer: Commit is idempotent.
+                if error.code() == grpc.StatusCode.UNAVAILABLE:
+                    last = error
+                    continue
+                if "MissingBlocks" not in rpc.details_of(error) or not self._send_missing(error):
+                    raise PushError(rpc.explain(error, self.address), error) from error
+                last = error
+        raise PushError(f"{rpc.explain(last, self.address)} (after {_MAX_RESUMES} attempts)", last)
+
+    def transfer(self) -> ingest_pb2.GetTransferResponse:
+        """What has landed."""
+        return self._call(self._ingest.GetTransfer,
+                          ingest_pb2.GetTransferRequest(transfer_id=self.transfer_id))
+
+    def abort(self, reason: str = "aborted by the prefill node") -> None:
+        """Gives the transfer up and its memory back. Does nothing after commit()."""
+        for stream in self._streams:
+            stream.abandon()
+        self._streams.clear()
+        if self.transfer_id:
+            request = ingest_pb2.AbortRequest(transfer_id=self.transfer_id, reason=reason[:256])
+            self.transfer_id = ""
+            self._call(self._ingest.Abort, request)
+
+    def close(self) -> None:
+        """Closes the connection; a transfer that is still open ends with its lease."""
+        self._channel.close()
+
+    def __enter__(self) -> "Pusher":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            if self.transfer_id:
+                self.abort(f"{kind.__name__}: {error}" if kind else "left without commit")
+        except PushError:
+            if kind is None:
+                raise
+        finally:
+            self.close()
+
+    def _kind(self, name: str) -> common_pb2.CacheKind:
+        if name not in self.kinds:
+            raise PushError(f"the node's model has no cache kind '{name}': it has "
+                            f"{', '.join(self.kinds)}")
+        return self.kinds[name]
+
+    def _chunk_tokens(self, kind: common_pb2.CacheKind, heads: int) -> int:
+        """Tokens of a chunk of so many heads: whole blocks, at least one."""
+        blocks = self._max_chunk_bytes // layout.payload_bytes(kind, heads, kind.block_tokens)
+        return max(1, blocks) * kind.block_tokens
+
+    def _send(self, chunk: _Chunk) -> None:
+        if not self.transfer_id:
+            raise PushError("reserve() comes before anything is written")
+        self._chunks.append(chunk)
+        self._post(chunk)
+
+    def _post(self, chunk: _Chunk) -> None:
+        if len(self._streams) < self._stream_count:
+            self._streams.append(_Stream(self.address, self.transfer_id))
+        self._next = (self._next + 1) % len(self._streams)
+        self._streams[self._next].put(chunk)
+
+    def _finish_streams(self) -> None:
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            stream.finish()
+
+    def _send_missing(self, error: grpc.RpcError) -> bool:
+        """Posts every kept chunk that meets a missing range; False if some range meets none."""
+        ranges = list(rpc.details_of(error)["MissingBlocks"].ranges) + list(
+            self.transfer().missing.ranges)
+        again = [c for c in self._chunks if any(c.meets(r) for r in ranges)]
+        if not ranges or any(not any(c.meets(r) for c in again) for r in ranges):
+            return False
+        for chunk in again:
+            self._post(chunk)
+        return True
+
+    def _call(self, method, request):
+        try:
+            return method(request, timeout=_CALL_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise PushError(rpc.explain(error, self.address), error) from error

@@ -1,0 +1,82 @@
+"""Channels to Sluice's services, and their errors in one sentence for people."""
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+from sluice.v1 import ingest_pb2
+from sluice_client.errors import ToolError
+
+_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # Each channel its own connection, so that several streams are several sockets.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+_DETAILS = (error_details_pb2.BadRequest, error_details_pb2.ErrorInfo, error_details_pb2.RetryInfo,
+            ingest_pb2.MissingBlocks)
+
+
+def open_channel(address: str) -> grpc.Channel:
+    """A channel to host:port, in clear."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ToolError(f"'{address}' is not an address: give host:port, e.g. 127.0.0.1:7000")
+    return grpc.insecure_channel(address, options=_OPTIONS)
+
+
+def details_of(error: grpc.RpcError) -> dict[str, object]:
+    """The google.rpc details of an error, by message name: {"RetryInfo": RetryInfo(...), ...}."""
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            status = status_pb2.Status.FromString(value)
+            found = {}
+            for packed in status.details:
+                for kind in _DETAILS:
+                    if packed.Is(kind.DESCRIPTOR):
+                        found[kind.__name__] = kind.FromString(packed.value)
+            return found
+    return {}
+
+
+def reason_of(error: grpc.RpcError) -> str:
+    """ErrorInfo.reason, or nothing."""
+    info = details_of(error).get("ErrorInfo")
+    return info.reason if info else ""
+
+
+def retry_seconds(error: grpc.RpcError) -> float | None:
+    """When the server says to try again."""
+    info = details_of(error).get("RetryInfo")
+    return info.retry_delay.seconds + info.retry_delay.nanos / 1e9 if info else None
+
+
+def range_text(r: "ingest_pb2.BlockRange") -> str:
+    return (f"layer {r.layer} {r.kind} heads {r.head_begin}-{r.head_end} "
+            f"tokens {r.token_begin}-{r.token_end}")
+
+
+def explain(error: grpc.RpcError, address: str) -> str:
+    """One sentence: where, which status, what the server said, and what its details add."""
+    code = error.code()
+    text = (error.details() or "").strip()
+    if code == grpc.StatusCode.UNAVAILABLE and ("onnect" in text or "DNS" in text):
+        return f"no server answers at {address}: is it running there? ({text.splitlines()[0]})"
+    parts = [f"{address} answered {code.name}: {text or 'no message'}"]
+    details = details_of(error)
+    for violation in getattr(details.get("BadRequest"), "field_violations", ()):
+        if violation.field and violation.field not in text:
+            parts.append(f"field {violation.field}: {violation.description}")
+        elif violation.description and violation.description not in text:
+            parts.append(violation.description)
+    info = details.get("ErrorInfo")
+    if info and info.reason and info.reason not in text:
+        parts.append(f"reason {info.reason}")
+    missing = details.get("MissingBlocks")
+    if missing:
+        ranges = ", ".join(range_text(r) for r in missing.ranges[:3])
+        parts.append(f"{missing.count} blocks are missing: {ranges}"
+                     + (", ..." if len(missing.ranges) > 3 else ""))
+    seconds = retry_seconds(error)
+    if seconds is not None:
+        parts.append(f"try again in {seconds:g} s")
+    return "; ".join(parts)
