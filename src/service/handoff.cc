@@ -18,10 +18,12 @@ namespace {
 
 constexpr size_t kMaxRangesOfGet = 1024;  // GetTransferResponse.missing
 
-// A broken stream (whatever the transport calls it), or blocks that a checksum refused.
+// A broken stream (whatever the transport calls it: a server that stops cancels), or blocks that a
+// checksum refused. Whether it was our own caller who cancelled, Run() asks.
 bool MayMend(const absl::Status& status) {
-  return absl::IsUnavailable(status) || absl::IsDataLoss(status) || absl::IsInternal(status) ||
-         absl::IsUnknown(status) || ReasonOf(status) == "MISSING_BLOCKS";
+  return absl::IsUnavailable(status) || absl::IsCancelled(status) || absl::IsDataLoss(status) ||
+         absl::IsInternal(status) || absl::IsUnknown(status) ||
+         ReasonOf(status) == "MISSING_BLOCKS";
 }
 
 absl::Duration FromProtoDuration(const google::protobuf::Duration& duration) {
@@ -112,6 +114,7 @@ absl::Status Handoff::Commit(const v1::RunResponse& response) {
 
 absl::StatusOr<std::vector<MissingRange>> Handoff::Missing(bool* everything, bool* committed) {
   const auto context = NewContext(options_.call_timeout);
+  context->set_wait_for_ready(true);  // the connection may just be coming back
   v1::GetTransferRequest request;
   v1::GetTransferResponse answer;
   request.set_transfer_id(transfer_id_);

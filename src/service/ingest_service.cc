@@ -88,14 +88,16 @@ class LandingSink : public ChunkSink {
 // to the speed at which chunks land.
 class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
  public:
-  WriteReactor(const IngestServiceOptions& options, grpc::ByteBuffer* response)
-      : options_(options), response_(response) {
+  WriteReactor(const IngestServiceOptions& options, grpc::CallbackServerContext* context,
+               grpc::ByteBuffer* response)
+      : options_(options), context_(context), response_(response) {
     StartRead(&message_);
   }
 
   void OnReadDone(bool ok) override {
-    if (!ok) {  // the client has closed its side, or is gone
-      FinishWith(absl::OkStatus());
+    if (!ok) {  // the client has closed its side, or the call is over
+      FinishWith(context_->IsCancelled() ? absl::CancelledError("the stream was cancelled")
+                                         : absl::OkStatus());
       return;
     }
     const absl::Status status = Land();
@@ -150,6 +152,7 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   }
 
   const IngestServiceOptions& options_;
+  grpc::CallbackServerContext* const context_;
   grpc::ByteBuffer* const response_;
   grpc::ByteBuffer message_;
   std::string transfer_id_;
@@ -172,9 +175,9 @@ class IngestService final : public IngestBase {
     return Reply(context, DoReserve(*request, *response));
   }
 
-  grpc::ServerReadReactor<grpc::ByteBuffer>* Write(grpc::CallbackServerContext* /*context*/,
+  grpc::ServerReadReactor<grpc::ByteBuffer>* Write(grpc::CallbackServerContext* context,
                                                    grpc::ByteBuffer* response) override {
-    return new WriteReactor(options_, response);  // deletes itself
+    return new WriteReactor(options_, context, response);  // deletes itself
   }
 
   grpc::ServerUnaryReactor* Commit(grpc::CallbackServerContext* context,

@@ -82,6 +82,10 @@ void KvPusher::SendLoop() {
   }
   writer_->WritesDone();
   status_ = FromGrpcStatus(writer_->Finish());
+  absl::MutexLock lock(&mutex_);
+  if (broken_ && status_.ok()) {
+    status_ = absl::UnavailableError("the stream ended before everything was sent");
+  }
 }
 
 absl::Status KvPusher::Finish() {

@@ -1,0 +1,156 @@
+#include <algorithm>
+#include <atomic>
+#include <catch2/catch.hpp>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "src/device/cpu/cpu_device.h"
+#include "src/device/cpu/cpu_stream.h"
+#include "src/device/cpu/cpu_team.h"
+#include "src/device/kernel_set.h"
+
+namespace sluice {
+namespace {
+
+TEST_CASE("a stream runs more commands than its ring holds, in order") {
+  auto device = NewCpuDevice({"portable", 1});
+  REQUIRE(device.ok());
+  const auto stream = (*device)->NewStream(Device::StreamKind::kCopy);
+  const auto done = (*device)->NewEvent();
+  constexpr int kCopies = 10000;
+  std::vector<int> chain(kCopies + 1, 0);
+  chain[0] = 42;
+  for (int i = 0; i < kCopies; ++i) stream->Copy(&chain[i + 1], &chain[i], sizeof(int));
+  stream->Record(*done);
+  done->Wait();
+  CHECK(done->Ready());
+  CHECK(std::count(chain.begin(), chain.end(), 42) == kCopies + 1);
+}
+
+TEST_CASE("a stream waits for another's event") {
+  auto device = NewCpuDevice({"portable", 2});
+  REQUIRE(device.ok());
+  for (int round = 0; round < 200; ++round) {
+    const auto first = (*device)->NewStream(Device::StreamKind::kCopy);
+    const auto second = (*device)->NewStream(Device::StreamKind::kCompute);
+    const auto copied = (*device)->NewEvent();
+    const auto done = (*device)->NewEvent();
+    std::vector<uint8_t> a(1 << 16, 7), b(1 << 16, 0), c(1 << 16, 0);
+    first->Copy(b.data(), a.data(), a.size());
+    first->Record(*copied);
+    second->WaitFor(*copied);
+    second->Copy(c.data(), b.data(), b.size());
+    second->Record(*done);
+    done->Wait();
+    REQUIRE(c == a);
+  }
+}
+
+TEST_CASE("an event that was never recorded is ready") {
+  auto device = NewCpuDevice({"portable", 1});
+  REQUIRE(device.ok());
+  const auto event = (*device)->NewEvent();
+  CHECK(event->Ready());
+  event->Wait();
+}
+
+// Many hand-overs with pauses on both sides of the spin: a lost wake-up would hang here.
+TEST_CASE("no wake-up is lost between a stream, its waiter and its helpers") {
+  auto device = NewCpuDevice({"portable", 3});
+  REQUIRE(device.ok());
+  const auto stream = (*device)->NewStream(Device::StreamKind::kCompute);
+  const auto done = (*device)->NewEvent();
+  std::vector<float> x(64 * 1024, 1.0f), y(64 * 1024, 0.0f), weight(1024, 1.0f);
+  kernels::RmsNormParams norm{};
+  norm.x = x.data();
+  norm.weight = weight.data();
+  norm.out = y.data();
+  norm.x_stride = 1024;
+  norm.rows = 64;
+  norm.dim = 1024;
+  norm.epsilon = 0;
+  norm.out_type = DType::kFloat32;
+  for (int round = 0; round < 3000; ++round) {
+    if (round % 7 == 0) std::this_thread::sleep_for(std::chrono::microseconds(40 + round % 40));
+    (*device)->kernels().RmsNorm(*stream, norm);
+    stream->Record(*done);
+    done->Wait();
+  }
+  CHECK(y[0] == Approx(1.0f));
+}
+
+TEST_CASE("a team gives every share to exactly one worker") {
+  CpuTeam team(4);
+  for (int workers = 1; workers <= 4; ++workers) {
+    for (int round = 0; round < 500; ++round) {
+      std::atomic<int> shares[4] = {};
+      team.Run(
+          [](const void* work, kernels::Worker worker) {
+            auto* counts = static_cast<std::atomic<int>*>(const_cast<void*>(work));
+            counts[worker.index].fetch_add(worker.count);
+          },
+          shares, workers);
+      for (int i = 0; i < 4; ++i) REQUIRE(shares[i].load() == (i < workers ? workers : 0));
+    }
+  }
+}
+
+TEST_CASE("memory is zeroed, and a refusal says for what it was asked") {
+  auto device = NewCpuDevice({"portable", 1});
+  REQUIRE(device.ok());
+  auto buffer = (*device)->Allocate(MemoryKind::kDevice, 5 << 20, "a test");
+  REQUIRE(buffer.ok());
+  const auto* bytes = buffer->as<uint8_t>();
+  CHECK(std::all_of(bytes, bytes + buffer->bytes(), [](uint8_t b) { return b == 0; }));
+  const auto refused = (*device)->Allocate(MemoryKind::kPinned, size_t{1} << 60, "the caches");
+  REQUIRE(absl::IsResourceExhausted(refused.status()));
+  CHECK(std::string(refused.status().message()).find("the caches") != std::string::npos);
+}
+
+TEST_CASE("unknown kernels are refused with those that this processor has") {
+  const auto device = NewCpuDevice({"quantum", 1});
+  REQUIRE(absl::IsInvalidArgument(device.status()));
+  const std::string message(device.status().message());
+  CHECK(message.find("quantum") != std::string::npos);
+  CHECK(message.find("portable") != std::string::npos);
+}
+
+TEST_CASE("matrices prepared together are one below the other") {
+  for (const char* name : {"reference", "portable"}) {
+    auto device = NewCpuDevice({name, 2});
+    REQUIRE(device.ok());
+    constexpr int kColumns = 5;
+    std::vector<uint16_t> a(3 * kColumns), b(18 * kColumns);
+    for (size_t i = 0; i < a.size(); ++i) a[i] = FloatToBFloat16(static_cast<float>(i % 7) - 3);
+    for (size_t i = 0; i < b.size(); ++i) b[i] = FloatToBFloat16(static_cast<float>(i % 5) - 2);
+    const MatrixPart parts[] = {{a.data(), 3}, {b.data(), 18}};
+    auto weight = (*device)->kernels().Prepare(parts, kColumns);
+    REQUIRE(weight.ok());
+    CHECK(weight->matrix.n == 21);
+    const std::vector<float> x = {1, -1, 2, 0.5f, -2};
+    std::vector<float> y(21, 99.0f);
+    kernels::LinearParams linear{};
+    linear.x = x.data();
+    linear.w = weight->matrix;
+    linear.y = y.data();
+    linear.rows = 1;
+    linear.x_type = DType::kFloat32;
+    const auto stream = (*device)->NewStream(Device::StreamKind::kCompute);
+    const auto done = (*device)->NewEvent();
+    (*device)->kernels().Linear(*stream, linear);
+    stream->Record(*done);
+    done->Wait();
+    for (size_t row = 0; row < 21; ++row) {
+      float want = 0;
+      for (size_t k = 0; k < kColumns; ++k) {
+        const uint16_t w = row < 3 ? a[row * kColumns + k] : b[(row - 3) * kColumns + k];
+        want += x[k] * BFloat16ToFloat(w);
+      }
+      CHECK(y[row] == Approx(want));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sluice

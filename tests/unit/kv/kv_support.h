@@ -1,0 +1,40 @@
+// Small pools and transfer tables for the tests of src/kv.
+#pragma once
+
+#include <catch2/catch.hpp>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "src/kv/page_pool.h"
+
+namespace sluice {
+
+// Two kinds of different sizes: nothing in kv/ may count on one.
+inline CacheLayout TwoKinds() {
+  CacheKind kv;
+  kv.name = "kv";
+  kv.heads = 3;
+  kv.block_tokens = 4;
+  kv.parts = 2;
+  kv.bytes_per_token = 16;
+  CacheKind index;
+  index.name = "index";
+  index.element_type = DType::kFloat32;
+  index.heads = 1;
+  index.block_tokens = 8;
+  index.parts = 1;
+  index.bytes_per_token = 12;
+  return {2, {kv, index}};
+}
+
+inline std::unique_ptr<PagePool> MakePool(const std::string& name, const CacheLayout& layout,
+                                          size_t bytes) {
+  auto pool = PagePool::Create(
+      name, layout, Buffer(std::calloc(bytes, 1), bytes, [](void* p, size_t) { std::free(p); }));
+  REQUIRE(pool.ok());
+  return *std::move(pool);
+}
+
+}  // namespace sluice

@@ -1,0 +1,477 @@
+#include "src/kv/transfer_table.h"
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+extern "C" {
+#include <isa-l/crc.h>
+}
+
+#include "src/base/error.h"
+#include "src/base/manual_clock.h"
+#include "src/base/rng.h"
+#include "tests/test_main.h"
+#include "tests/unit/kv/kv_support.h"
+
+namespace sluice {
+namespace {
+
+constexpr uint32_t kContext = 21;  // blocks of 4 and of 8 tokens: the last is short in both kinds
+
+struct Table {
+  explicit Table(size_t dram_bytes = 256 << 10)
+      : layout(TwoKinds()),
+        dram(MakePool("dram", layout, dram_bytes)),
+        hbm(MakePool("hbm", layout, 256 << 10)) {
+    TransferTable::Options options;
+    options.model_fingerprint = "f00d";
+    options.vocab_size = 100;
+    options.max_context = 1000;
+    options.max_lease = absl::Seconds(10);
+    options.max_chunk_bytes = 4096;
+    options.footprint = [](int64_t context, int64_t total) { return Footprint{context, total}; };
+    table = std::make_unique<TransferTable>(options, dram.get(), hbm.get(), &clock);
+  }
+
+  Manifest Good() const {
+    Manifest manifest;
+    manifest.model_fingerprint = "f00d";
+    manifest.cache_kinds = layout.kinds;
+    manifest.context_length = kContext;
+    manifest.prompt_token_ids.assign(kContext, 5);
+    manifest.max_new_tokens = 10;
+    return manifest;
+  }
+
+  std::string Reserve() {
+    const auto reserved = table->Reserve(Good());
+    INFO(std::string(reserved.status().ToString()));
+    REQUIRE(reserved.ok());
+    return reserved->transfer_id;
+  }
+
+  uint64_t PayloadBytes(const ChunkHeader& h) const {
+    const CacheKind& kind = layout.kinds[static_cast<size_t>(layout.FindKind(h.kind))];
+    return uint64_t{h.token_end - h.token_begin} * (h.head_end - h.head_begin) *
+           static_cast<uint64_t>(kind.bytes_per_token);
+  }
+
+  // Byte `i` of a chunk's payload: a function of where it belongs, so that a misplaced byte shows.
+  std::vector<uint8_t> Payload(const ChunkHeader& h) const {
+    SplitMix64 random(h.layer * 1000003u + h.head_begin * 10007u + h.token_begin * 101u +
+                      (h.kind == "kv" ? 1u : 2u));
+    std::vector<uint8_t> bytes(PayloadBytes(h));
+    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random());
+    return bytes;
+  }
+
+  static uint32_t Crc(const std::vector<uint8_t>& bytes) {
+    return ~crc32_iscsi(const_cast<uint8_t*>(bytes.data()), static_cast<int>(bytes.size()), ~0u);
+  }
+
+  absl::StatusOr<uint64_t> Land(ChunkHeader h, const std::vector<uint8_t>& payload) {
+    h.crc32c = Crc(payload);
+    auto landing = table->BeginChunk(h, payload.size());
+    if (!landing.ok()) return landing.status();
+    (*landing)->Append(payload);
+    return (*landing)->Finish();
+  }
+
+  // One chunk per block of one head: every block of the transfer.
+  std::vector<ChunkHeader> AllChunks(const std::string& id) const {
+    std::vector<ChunkHeader> chunks;
+    for (const CacheKind& kind : layout.kinds) {
+      for (uint32_t layer = 0; layer < 2; ++layer) {
+        for (uint32_t head = 0; head < static_cast<uint32_t>(kind.heads); ++head) {
+          for (uint32_t begin = 0; begin < kContext;
+               begin += static_cast<uint32_t>(kind.block_tokens)) {
+            const uint32_t end =
+                std::min(begin + static_cast<uint32_t>(kind.block_tokens), kContext);
+            chunks.push_back({id, layer, kind.name, head, head + 1, begin, end, 0});
+          }
+        }
+      }
+    }
+    return chunks;
+  }
+
+  std::string ReserveAndFill() {
+    const std::string id = Reserve();
+    for (const ChunkHeader& chunk : AllChunks(id)) REQUIRE(Land(chunk, Payload(chunk)).ok());
+    return id;
+  }
+
+  bool Empty() const {
+    for (size_t kind = 0; kind < 2; ++kind) {
+      if (dram->UsageOf(kind).reserved_bytes != 0 || dram->UsageOf(kind).used_bytes != 0) {
+        return false;
+      }
+    }
+    return table->open_transfers() == 0;
+  }
+
+  uint64_t Reap() {
+    uint64_t expired = 0;
+    table->Reap(&expired);
+    return expired;
+  }
+
+  const CacheLayout layout;
+  ManualClock clock;
+  std::unique_ptr<PagePool> dram, hbm;
+  std::unique_ptr<TransferTable> table;
+};
+
+HandoffRef ById(const std::string& id) {
+  HandoffRef ref;
+  ref.transfer_id = id;
+  return ref;
+}
+
+HandoffRef ByKey(const std::string& key, const std::string& tenant = "") {
+  HandoffRef ref;
+  ref.rendezvous_key = key;
+  ref.tenant = tenant;
+  return ref;
+}
+
+TEST_CASE("a manifest's fault is named by its field, and the next manifest is accepted") {
+  struct Bad {
+    const char* field;
+    std::function<void(Manifest&)> spoil;
+  };
+  const std::vector<Bad> table = {
+      {"manifest.prompt_token_ids", [](auto& m) { m.prompt_token_ids.clear(); }},
+      {"manifest.prompt_token_ids", [](auto& m) { m.prompt_token_ids[3] = 100; }},
+      {"manifest.prompt_token_ids", [](auto& m) { m.prompt_token_ids.assign(1001, 1); }},
+      {"manifest.context_length", [](auto& m) { m.context_length = 0; }},
+      {"manifest.context_length", [](auto& m) { m.context_length = kContext + 1; }},
+      {"manifest.max_new_tokens", [](auto& m) { m.max_new_tokens = 0; }},
+      {"manifest.max_new_tokens", [](auto& m) { m.max_new_tokens = 980; }},
+      {"manifest.max_new_tokens", [](auto& m) { m.max_new_tokens = 0xFFFFFFFFu; }},
+      {"manifest.tenant", [](auto& m) { m.tenant.assign(129, 'x'); }},
+      {"rendezvous_key", [](auto& m) { m.rendezvous_key.assign(129, 'x'); }},
+      {"lease", [](auto& m) { m.lease = absl::Seconds(11); }},
+      {"lease", [](auto& m) { m.lease = -absl::Seconds(1); }},
+      {"manifest.cache_kinds", [](auto& m) { m.cache_kinds.pop_back(); }},
+      {"manifest.cache_kinds", [](auto& m) { m.cache_kinds[0].heads = 4; }},
+      {"manifest.cache_kinds", [](auto& m) { m.cache_kinds[1].element_type = DType::kBFloat16; }},
+      {"manifest.cache_kinds", [](auto& m) { m.cache_kinds[0].block_tokens = 16; }},
+  };
+  Table t;
+  for (const Bad& bad : table) {
+    Manifest manifest = t.Good();
+    bad.spoil(manifest);
+    const absl::Status status = t.table->Reserve(manifest).status();
+    INFO(bad.field << ": " << std::string(status.ToString()));
+    REQUIRE(absl::IsInvalidArgument(status));
+    CHECK(FieldOf(status) == bad.field);
+    CHECK(t.Empty());
+    const auto good = t.table->Reserve(t.Good());
+    REQUIRE(good.ok());
+    REQUIRE(t.table->Abort(good->transfer_id, "").ok());
+  }
+  Manifest other = t.Good();
+  other.model_fingerprint = "beef";
+  const absl::Status status = t.table->Reserve(other).status();
+  CHECK(absl::IsFailedPrecondition(status));
+  CHECK(ReasonOf(status) == "FINGERPRINT_MISMATCH");
+}
+
+TEST_CASE("what can never fit is refused for good, what does not fit now with a time to retry") {
+  Table t(24 << 10);
+  Manifest huge = t.Good();
+  huge.prompt_token_ids.assign(900, 1);
+  huge.context_length = 900;
+  CHECK(absl::IsInvalidArgument(t.table->Reserve(huge).status()));
+  std::vector<std::string> ids;
+  for (;;) {
+    const auto reserved = t.table->Reserve(t.Good());
+    if (!reserved.ok()) {
+      CHECK(absl::IsResourceExhausted(reserved.status()));
+      CHECK(RetryAfterOf(reserved.status()).has_value());
+      break;
+    }
+    ids.push_back(reserved->transfer_id);
+  }
+  REQUIRE(ids.size() > 2);
+  REQUIRE(t.table->Abort(ids.back(), "make room").ok());
+  ids.back() = t.Reserve();
+  for (const std::string& id : ids) REQUIRE(t.table->Abort(id, "").ok());
+  CHECK(t.Empty());
+}
+
+TEST_CASE("chunks in any order and any grouping land byte for byte at home") {
+  Table t;
+  const std::string id = t.Reserve();
+  std::vector<ChunkHeader> chunks = t.AllChunks(id);
+  SplitMix64 random(TestSeed());
+  for (size_t i = chunks.size(); i > 1; --i) std::swap(chunks[i - 1], chunks[random.Below(i)]);
+  for (const ChunkHeader& chunk : chunks) REQUIRE(*t.Land(chunk, t.Payload(chunk)) == 1);
+  REQUIRE(*t.table->Commit(id, {}, nullptr) == kContext);
+  const auto attached = t.table->Attach(ById(id));
+  REQUIRE(attached.ok());
+  auto ready = t.table->TakeReady(*attached);
+  REQUIRE(ready.ok());
+  REQUIRE(ready->has_value());
+  for (const ChunkHeader& chunk : chunks) {
+    const auto kind = static_cast<size_t>(t.layout.FindKind(chunk.kind));
+    const CacheKind& k = t.layout.kinds[kind];
+    const uint8_t* block =
+        (*ready)->home->BlockAddress(static_cast<int>(chunk.layer), kind,
+                                     static_cast<int>(chunk.head_begin),
+                                     chunk.token_begin / static_cast<uint32_t>(k.block_tokens));
+    const std::vector<uint8_t> want = t.Payload(chunk);
+    const size_t part_bytes = want.size() / static_cast<size_t>(k.parts);
+    for (int part = 0; part < k.parts; ++part) {
+      const uint8_t* at = block + part * k.block_bytes() / k.parts;
+      REQUIRE(std::equal(at, at + part_bytes, want.begin() + part * static_cast<int64_t>(part_bytes)));
+    }
+  }
+  CHECK((*ready)->prompt.size() == kContext);
+  ready->reset();
+  CHECK(t.Empty());
+}
+
+TEST_CASE("a chunk over several blocks and heads equals its pieces") {
+  Table t;
+  const std::string id = t.Reserve();
+  ChunkHeader whole{id, 1, "kv", 0, 3, 0, kContext, 0};
+  const std::vector<uint8_t> payload = t.Payload(whole);
+  REQUIRE(*t.Land(whole, payload) == 3 * 6);
+  // The first block of head 1 lies behind that of head 0 in the payload: 4 tokens of 16 bytes.
+  ChunkHeader piece{id, 1, "kv", 1, 2, 0, 4, 0};
+  const std::vector<uint8_t> same(payload.begin() + 64, payload.begin() + 128);
+  CHECK(*t.Land(piece, same) == 0);
+  REQUIRE(t.table->Abort(id, "").ok());
+}
+
+TEST_CASE("a header's fault is named by its field") {
+  struct Bad {
+    const char* field;
+    std::function<void(ChunkHeader&, uint64_t&)> spoil;
+  };
+  const std::vector<Bad> table = {
+      {"header.layer", [](auto& h, auto&) { h.layer = 2; }},
+      {"header.layer", [](auto& h, auto&) { h.layer = 0xFFFFFFFFu; }},
+      {"header.kind", [](auto& h, auto&) { h.kind = "latent"; }},
+      {"header.kind", [](auto& h, auto&) { h.kind.clear(); }},
+      {"header.head_begin, header.head_end", [](auto& h, auto&) { h.head_end = 4; }},
+      {"header.head_begin, header.head_end", [](auto& h, auto&) { h.head_begin = 1; }},
+      {"header.token_begin, header.token_end", [](auto& h, auto&) { h.token_end = 22; }},
+      {"header.token_begin, header.token_end", [](auto& h, auto&) { h.token_end = 0; }},
+      {"header.token_begin, header.token_end",
+       [](auto& h, auto&) { h.token_begin = h.token_end = 0xFFFFFFFCu; }},
+      {"header.token_begin", [](auto& h, auto&) { h.token_begin = 2; }},
+      {"header.token_end", [](auto& h, auto&) { h.token_end = 6; }},
+      {"payload", [](auto&, auto& bytes) { bytes -= 1; }},
+      {"payload", [](auto&, auto& bytes) { bytes = uint64_t{1} << 63; }},
+  };
+  Table t;
+  const std::string id = t.Reserve();
+  for (const Bad& bad : table) {
+    ChunkHeader header{id, 0, "kv", 0, 1, 0, 8, 0};
+    uint64_t bytes = t.PayloadBytes(header);
+    bad.spoil(header, bytes);
+    const absl::Status status = t.table->BeginChunk(header, bytes).status();
+    INFO(bad.field << ": " << std::string(status.ToString()));
+    REQUIRE(absl::IsInvalidArgument(status));
+    CHECK(FieldOf(status) == bad.field);
+  }
+  const ChunkHeader good{id, 0, "kv", 0, 1, 0, 8, 0};
+  CHECK(t.Land(good, t.Payload(good)).ok());
+  CHECK(absl::IsNotFound(t.table->BeginChunk({"nobody", 0, "kv", 0, 1, 0, 8, 0}, 128).status()));
+  REQUIRE(t.table->Abort(id, "").ok());
+}
+
+TEST_CASE("a chunk that fails its checksum leaves its blocks missing, and may be sent again") {
+  Table t;
+  const std::string id = t.Reserve();
+  const std::vector<ChunkHeader> chunks = t.AllChunks(id);
+  for (size_t i = 1; i < chunks.size(); ++i) REQUIRE(t.Land(chunks[i], t.Payload(chunks[i])).ok());
+  ChunkHeader broken = chunks[0];
+  const std::vector<uint8_t> payload = t.Payload(broken);
+  broken.crc32c = Table::Crc(payload) ^ 1;
+  {
+    auto landing = t.table->BeginChunk(broken, payload.size());
+    REQUIRE(landing.ok());
+    (*landing)->Append(payload);
+    const absl::Status status = (*landing)->Finish().status();
+    CHECK(absl::IsDataLoss(status));
+    CHECK(std::string(status.message()).find("layer 0") != std::string::npos);
+  }
+  TransferInfo missing;
+  const absl::Status commit = t.table->Commit(id, {}, &missing).status();
+  CHECK(absl::IsFailedPrecondition(commit));
+  CHECK(ReasonOf(commit) == "MISSING_BLOCKS");
+  REQUIRE(missing.missing.size() == 1);
+  CHECK(missing.missing[0].token_end == 4);
+  CHECK(missing.missing[0].head_end == 1);
+  REQUIRE(t.Land(chunks[0], payload).ok());
+  CHECK(t.table->Commit(id, {}, nullptr).ok());
+  CHECK(t.table->Commit(id, {}, nullptr).ok());  // idempotent
+  REQUIRE(t.table->Abort(id, "").ok());
+  CHECK(t.Empty());
+}
+
+TEST_CASE("the same chunk twice is accepted once; other bytes for a landed block poison the transfer") {
+  Table t;
+  const std::string id = t.Reserve();
+  const auto attached = t.table->Attach(ById(id));
+  REQUIRE(attached.ok());
+  const ChunkHeader chunk{id, 0, "kv", 0, 3, 0, 8, 0};
+  std::vector<uint8_t> payload = t.Payload(chunk);
+  CHECK(*t.Land(chunk, payload) == 6);
+  CHECK(*t.Land(chunk, payload) == 0);
+  payload[17] ^= 1;
+  const absl::Status status = t.Land(chunk, payload).status();
+  CHECK(absl::IsFailedPrecondition(status));
+  CHECK(ReasonOf(status) == "POISONED");
+  CHECK(absl::IsFailedPrecondition(t.table->Commit(id, {}, nullptr).status()));
+  CHECK(absl::IsFailedPrecondition(t.Land(chunk, payload).status()));
+  // Its Generate learns at once.
+  CHECK(ReasonOf(t.table->TakeReady(*attached).status()) == "POISONED");
+  REQUIRE(t.table->Abort(id, "").ok());
+  CHECK(t.Empty());
+}
+
+TEST_CASE("missing ranges join neighbours in tokens and heads") {
+  Table t;
+  const std::string id = t.Reserve();
+  auto info = t.table->Get(id, 100);
+  REQUIRE(info.ok());
+  // All heads miss everything: a range per layer and kind.
+  CHECK(info->missing.size() == 4);
+  CHECK(info->missing[0].head_end == 3);
+  CHECK(info->missing[0].token_end == kContext);
+  const ChunkHeader middle{id, 0, "kv", 1, 2, 8, 12, 0};
+  REQUIRE(t.Land(middle, t.Payload(middle)).ok());
+  info = t.table->Get(id, 100);
+  REQUIRE(info.ok());
+  CHECK(info->blocks_landed == 1);
+  CHECK(info->missing.size() == 7);
+  CHECK(t.table->Get(id, 2)->missing.size() == 2);
+  REQUIRE(t.table->Abort(id, "").ok());
+}
+
+TEST_CASE("a lease that ends gives the pages back, although nothing else arrives") {
+  Table t;
+  const std::string id = t.Reserve();
+  const auto attached = t.table->Attach(ById(id));
+  t.clock.Advance(absl::Seconds(9));
+  CHECK(t.Reap() == 0);
+  const ChunkHeader chunk{id, 0, "kv", 0, 3, 0, 8, 0};
+  REQUIRE(t.Land(chunk, t.Payload(chunk)).ok());  // a Write renews it
+  t.clock.Advance(absl::Seconds(9));
+  CHECK(t.Reap() == 0);
+  t.clock.Advance(absl::Seconds(2));
+  CHECK(t.Reap() == 1);
+  CHECK(t.Empty());
+  const absl::Status ended = t.table->TakeReady(*attached).status();
+  CHECK(absl::IsDeadlineExceeded(ended));
+  CHECK(ReasonOf(ended) == "LEASE_EXPIRED");
+  CHECK(absl::IsNotFound(t.table->Commit(id, {}, nullptr).status()));
+}
+
+TEST_CASE("pages of an ended transfer come back only after its last writer") {
+  Table t;
+  const std::string id = t.Reserve();
+  const ChunkHeader chunk{id, 0, "kv", 0, 3, 0, 8, 0};
+  const std::vector<uint8_t> payload = t.Payload(chunk);
+  auto landing = t.table->BeginChunk(chunk, payload.size());
+  REQUIRE(landing.ok());
+  std::atomic<bool> go{false};
+  // The writer is held up for longer than the lease, then writes.
+  std::thread writer([&, held = *std::move(landing)]() mutable {
+    while (!go) std::this_thread::yield();
+    held->Append(payload);
+    CHECK_FALSE(held->Finish().ok());
+    held.reset();
+  });
+  t.clock.Advance(absl::Seconds(11));
+  CHECK(t.Reap() == 1);
+  CHECK(t.table->open_transfers() == 0);
+  CHECK_FALSE(t.Empty());
+  // Another sequence gets other pages meanwhile.
+  const std::string second = t.ReserveAndFill();
+  go = true;
+  writer.join();
+  for (const ChunkHeader& h : t.AllChunks(second)) CHECK(*t.Land(h, t.Payload(h)) == 0);
+  REQUIRE(t.table->Abort(second, "").ok());
+  CHECK(t.Empty());
+}
+
+TEST_CASE("two writers of the same block: one lands it, the other is told to come again") {
+  Table t;
+  const std::string id = t.Reserve();
+  const ChunkHeader chunk{id, 0, "kv", 0, 1, 0, 4, 0};
+  auto first = t.table->BeginChunk(chunk, 64);
+  REQUIRE(first.ok());
+  CHECK(absl::IsAborted(t.table->BeginChunk(chunk, 64).status()));
+  first->reset();  // gives its claim up
+  CHECK(t.Land(chunk, t.Payload(chunk)).ok());
+  REQUIRE(t.table->Abort(id, "").ok());
+}
+
+TEST_CASE("a Generate and a transfer meet by key, whichever comes first, and only once") {
+  Table t;
+  const auto early = t.table->Attach(ByKey("room"));
+  REQUIRE(early.ok());
+  CHECK_FALSE(t.table->Info(*early).has_value());
+  CHECK(absl::IsAlreadyExists(t.table->Attach(ByKey("room")).status()));
+  Manifest manifest = t.Good();
+  manifest.rendezvous_key = "room";
+  const auto reserved = t.table->Reserve(manifest);
+  REQUIRE(reserved.ok());
+  CHECK(absl::IsAlreadyExists(t.table->Reserve(manifest).status()));
+  CHECK(t.table->Info(*early)->transfer_id == reserved->transfer_id);
+  CHECK(absl::IsAlreadyExists(t.table->Attach(ById(reserved->transfer_id)).status()));
+  // The key is the tenant's own.
+  manifest.tenant = "other";
+  const auto others = t.table->Reserve(manifest);
+  REQUIRE(others.ok());
+  REQUIRE(t.table->Attach(ByKey("room", "other")).ok());
+  REQUIRE(t.table->Abort(others->transfer_id, "").ok());
+
+  for (const ChunkHeader& h : t.AllChunks(reserved->transfer_id)) {
+    REQUIRE(t.Land(h, t.Payload(h)).ok());
+  }
+  auto ready = t.table->TakeReady(*early);
+  REQUIRE(ready.ok());
+  CHECK_FALSE(ready->has_value());  // not committed yet
+  OutputToken first;
+  first.id = 7;
+  REQUIRE(t.table->Commit(reserved->transfer_id, {first}, nullptr).ok());
+  ready = t.table->TakeReady(*early);
+  REQUIRE(ready.ok());
+  REQUIRE(ready->has_value());
+  CHECK((*ready)->first_tokens.at(0).id == 7);
+  // A Commit whose answer was lost is answered again.
+  CHECK(t.table->Commit(reserved->transfer_id, {}, nullptr).ok());
+  ready->reset();
+  manifest.tenant.clear();
+  const auto again = t.table->Reserve(manifest);  // the key is free again
+  REQUIRE(again.ok());
+  REQUIRE(t.table->Abort(again->transfer_id, "").ok());
+  CHECK(t.Empty());
+}
+
+TEST_CASE("first tokens are checked, and a transfer whose Generate went away is given up") {
+  Table t;
+  const std::string id = t.ReserveAndFill();
+  OutputToken bad;
+  bad.id = 100;
+  CHECK(FieldOf(t.table->Commit(id, {bad}, nullptr).status()) == "first_tokens");
+  bad.id = 1;
+  CHECK(FieldOf(t.table->Commit(id, std::vector<OutputToken>(11, bad), nullptr).status()) ==
+        "first_tokens");
+  const auto attached = t.table->Attach(ById(id));
+  REQUIRE(attached.ok());
+  t.table->Detach(*attached, /*abort_transfer=*/true);
+  CHECK(t.Empty());
+  CHECK(t.table->Abort(id, "").ok());  // idempotent
+}
+
+}  // namespace
+}  // namespace sluice

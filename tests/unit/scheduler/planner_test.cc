@@ -1,0 +1,97 @@
+#include "src/scheduler/planner.h"
+
+#include <catch2/catch.hpp>
+#include <map>
+
+#include "src/base/rng.h"
+#include "tests/test_main.h"
+
+namespace sluice {
+namespace {
+
+PlannerSequence Pending(int slot, int64_t cached, int64_t length) {
+  PlannerSequence sequence;
+  sequence.slot = slot;
+  sequence.cached = cached;
+  sequence.length = length;
+  return sequence;
+}
+
+TEST_CASE("decoding sequences get their row before pending prompts share the rest") {
+  StepPlan plan;
+  const std::vector<PlannerSequence> sequences = {Pending(0, 0, 100), Pending(1, 40, 41),
+                                                  Pending(2, 10, 50), Pending(3, 7, 8)};
+  PlanStep({66, 64}, sequences, &plan);
+  REQUIRE(plan.rows.size() == 3);
+  CHECK(plan.rows[0].slot == 1);
+  CHECK(plan.rows[0].sample);
+  CHECK(plan.rows[1].slot == 3);
+  CHECK(plan.rows[2].slot == 0);
+  CHECK(plan.rows[2].count == 64);
+  CHECK_FALSE(plan.rows[2].sample);
+  CHECK(plan.row_count == 66);
+  CHECK(plan.sample_count == 2);
+}
+
+TEST_CASE("the last chunk of a prompt samples, and the next prompt uses what is left of the step") {
+  StepPlan plan;
+  const std::vector<PlannerSequence> sequences = {Pending(0, 64, 100), Pending(1, 0, 100)};
+  PlanStep({80, 64}, sequences, &plan);
+  REQUIRE(plan.rows.size() == 2);
+  CHECK(plan.rows[0].sample);
+  CHECK(plan.rows[0].count == 36);
+  CHECK(plan.rows[1].count == 28);
+  CHECK_FALSE(plan.rows[1].sample);
+}
+
+TEST_CASE("what is not runnable gets no row, and nothing gives an empty plan") {
+  StepPlan plan;
+  PlannerSequence parked = Pending(0, 5, 6);
+  parked.runnable = false;
+  PlanStep({8, 8}, {&parked, 1}, &plan);
+  CHECK(plan.rows.empty());
+  CHECK(plan.row_count == 0);
+}
+
+TEST_CASE("any plan keeps its limits, gives a sequence one range, and starves no decoder") {
+  SplitMix64 random(TestSeed());
+  StepPlan plan;
+  for (int round = 0; round < 2000; ++round) {
+    const auto count = static_cast<int>(random.Below(20));
+    PlannerLimits limits;
+    limits.max_rows = count + static_cast<int>(random.Below(100));
+    limits.chunk_tokens = 1 + static_cast<int>(random.Below(100));
+    std::vector<PlannerSequence> sequences;
+    for (int slot = 0; slot < count; ++slot) {
+      const auto cached = static_cast<int64_t>(random.Below(50));
+      PlannerSequence s = Pending(slot, cached, cached + static_cast<int64_t>(random.Below(4)));
+      if (random.Below(3) == 0) s.length += 80;
+      s.runnable = random.Below(4) != 0 && s.length > s.cached;
+      s.wants_token = random.Below(8) != 0;
+      sequences.push_back(s);
+    }
+    PlanStep(limits, sequences, &plan);
+    std::map<int, PlanRow> by_slot;
+    int rows = 0, samples = 0;
+    for (const PlanRow& row : plan.rows) {
+      REQUIRE(by_slot.emplace(row.slot, row).second);
+      const PlannerSequence& s = sequences[static_cast<size_t>(row.slot)];
+      REQUIRE(s.runnable);
+      REQUIRE(row.count >= 1);
+      REQUIRE(row.first_position == s.cached);
+      REQUIRE(row.first_position + row.count <= s.length);
+      REQUIRE(row.sample == (s.wants_token && row.first_position + row.count == s.length));
+      rows += row.count;
+      samples += row.sample ? 1 : 0;
+    }
+    REQUIRE(rows == plan.row_count);
+    REQUIRE(samples == plan.sample_count);
+    REQUIRE(rows <= limits.max_rows);
+    for (const PlannerSequence& s : sequences) {
+      if (s.runnable && s.length - s.cached == 1) REQUIRE(by_slot.contains(s.slot));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sluice
