@@ -137,6 +137,7 @@ class EngineImpl : public Engine {
   std::deque<Step> steps_;
   std::vector<Step> spare_steps_;
   std::vector<PlannerSequence> planner_view_;
+  Event* cold_ = nullptr;  // of a slot that could not run in the newest plan for it was not warm
   StepPlan plan_;
   uint64_t launched_steps_ = 0;
   uint64_t completed_steps_ = 0;
@@ -470,6 +471,7 @@ void EngineImpl::AdmitWaiting(absl::Time now) {
 
 bool EngineImpl::LaunchStep(absl::Time now) {
   planner_view_.clear();
+  cold_ = nullptr;
   for (Sequence* sequence : running_) {
     const bool room =
         sequence->request.sink->HasRoom(static_cast<size_t>(sequence->in_flight) + 1);
@@ -486,6 +488,7 @@ bool EngineImpl::LaunchStep(absl::Time now) {
     view.length = sequence->length;
     view.wants_token = sequence->wants_token();
     view.runnable = room && work && parts_.policy->Warm(sequence->slot);
+    if (room && work && !view.runnable) cold_ = &parts_.policy->WarmEvent(sequence->slot);
     planner_view_.push_back(view);
   }
   PlanStep({parts_.model->max_rows(), static_cast<int32_t>(options_.chunk_tokens)}, planner_view_,
@@ -637,9 +640,8 @@ void EngineImpl::ReleaseSlots() {
 }
 
 Event* EngineImpl::PendingSlotEvent() {
-  for (const Sequence* sequence : running_) {
-    if (!parts_.policy->Warm(sequence->slot)) return &parts_.policy->WarmEvent(sequence->slot);
-  }
+  // What planning saw, not what is so now: a slot that became warm in between has its step to come.
+  if (cold_ != nullptr) return cold_;
   for (const auto& sequence : leaving_) {
     Event& joined = batch_->joined(sequence->slot);
     return joined.Ready() ? &parts_.policy->WarmEvent(sequence->slot) : &joined;

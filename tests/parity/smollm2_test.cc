@@ -1,5 +1,10 @@
 // A real model, every CPU path: each greedy token of golden.json, and its log-probability. The model is
 // made by `tools/fetch-model smollm2-135m-instruct models/smollm2-135m-instruct`.
+//
+// With float32 caches and activations every log-probability is transformers' own to 1e-3. Rounding the
+// caches to bf16 moves single ones by up to 0.08 whatever computes them (nothing else is rounded on the
+// portable and AVX2 paths), so there, and where activations are rounded too, the root mean square of a
+// case is held to 0.02, and each one to 0.1.
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <cstdlib>
@@ -21,14 +26,21 @@ using testing::GreedyRequest;
 using testing::Node;
 using testing::NodeOptions;
 
-constexpr double kLogprobTolerance = 0.02;
+struct Tolerance {
+  double margin;  // tokens may differ where the golden's margin is no more than this
+  double logprob_rms;
+  double logprob_worst;
+};
+constexpr Tolerance kExact{0.002, 1e-3, 1e-3};
+constexpr Tolerance kFloat32{0.05, 0.02, 0.1};
+constexpr Tolerance kBFloat16{0.1, 0.02, 0.1};
 
 std::string ModelDirectory() {
   const char* given = std::getenv("SLUICE_TEST_SMOLLM2");
   return given != nullptr ? given : SLUICE_SOURCE_DIR "/models/smollm2-135m-instruct";
 }
 
-void CheckPath(const std::string& path, double margin) {
+void CheckPath(const std::string& path, DType kv_dtype, const Tolerance& tolerance) {
   if (kernels::FindKernelTable(path.c_str()) == nullptr) {
     SkipTest("this processor has no " + path);
     return;
@@ -45,6 +57,7 @@ void CheckPath(const std::string& path, double margin) {
   options.kernels = path;
   options.max_context = 4096;
   options.chunk_tokens = 512;
+  options.kv_dtype = kv_dtype;
   options.hbm_bytes = int64_t{512} << 20;
   Node node(options);
   for (size_t c = 0; c < golden.size(); ++c) {
@@ -56,23 +69,42 @@ void CheckPath(const std::string& path, double margin) {
     request.sampling.logprobs = 0;
     const Generated got = node.Generate(std::move(request));
     REQUIRE(got.ids.size() == want.size());
-    for (size_t i = 0; i < want.size(); ++i) {
+    double squares = 0;
+    size_t compared = 0;
+    for (; compared < want.size(); ++compared) {
+      const size_t i = compared;
       INFO("case " << c << ", token " << i << ", margin " << margins[i]);
       // After a legitimate flip the two texts are different ones.
-      if (got.ids[i] != want[i] && margins[i] <= margin) break;
+      if (got.ids[i] != want[i] && margins[i] <= tolerance.margin) break;
       REQUIRE(got.ids[i] == want[i]);
-      CHECK(std::abs(*got.tokens[i].logprob - logprobs[i]) <= kLogprobTolerance);
+      const double error = *got.tokens[i].logprob - logprobs[i];
+      CHECK(std::abs(error) <= tolerance.logprob_worst);
+      squares += error * error;
+    }
+    INFO("case " << c << ", " << compared << " tokens compared");
+    if (compared > 0) {
+      CHECK(std::sqrt(squares / static_cast<double>(compared)) <= tolerance.logprob_rms);
     }
   }
 }
 
 }  // namespace
 
-TEST_CASE("SmolLM2 gives transformers' tokens on portable kernels") { CheckPath("portable", 0.05); }
-TEST_CASE("SmolLM2 gives transformers' tokens on AVX2 kernels") { CheckPath("avx2", 0.05); }
-TEST_CASE("SmolLM2 gives transformers' tokens on AVX-512 BF16 kernels") {
-  CheckPath("avx512bf16", 0.1);
+TEST_CASE("SmolLM2 gives transformers' tokens on portable kernels") {
+  CheckPath("portable", DType::kBFloat16, kFloat32);
 }
-TEST_CASE("SmolLM2 gives transformers' tokens on AMX kernels") { CheckPath("amx", 0.1); }
+TEST_CASE("SmolLM2 gives transformers' tokens on AVX2 kernels") {
+  CheckPath("avx2", DType::kBFloat16, kFloat32);
+}
+TEST_CASE("SmolLM2 gives transformers' tokens on AVX-512 BF16 kernels") {
+  CheckPath("avx512bf16", DType::kBFloat16, kBFloat16);
+}
+TEST_CASE("SmolLM2 gives transformers' tokens on AMX kernels") {
+  CheckPath("amx", DType::kBFloat16, kBFloat16);
+}
+TEST_CASE("SmolLM2 gives transformers' log-probabilities with float32 caches") {
+  const bool avx2 = kernels::FindKernelTable("avx2") != nullptr;
+  CheckPath(avx2 ? "avx2" : "portable", DType::kFloat32, kExact);
+}
 
 }  // namespace sluice

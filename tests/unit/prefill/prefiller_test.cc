@@ -1,0 +1,167 @@
+#include "src/prefill/prefiller.h"
+
+#include <catch2/catch.hpp>
+
+#include "src/base/error.h"
+#include "src/device/cpu/cpu_device.h"
+#include "tests/fixtures/fixtures.h"
+#include "tests/support/node.h"
+
+namespace sluice {
+namespace {
+
+using testing::GreedyRequest;
+using testing::Node;
+using testing::NodeOptions;
+
+// Lands what it is given in a node, as a push over the wire would.
+class LandingSink : public LayerSink {
+ public:
+  LandingSink(Node* node, std::string transfer_id)
+      : node_(node), transfer_id_(std::move(transfer_id)) {}
+
+  absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
+                     absl::Span<const absl::Span<const uint8_t>> pieces) override {
+    calls.emplace_back(layer, token_begin, token_end);
+    if (calls.size() == fail_at) return absl::UnavailableError("the sink broke");
+    std::vector<uint8_t> payload;
+    for (const auto& piece : pieces) payload.insert(payload.end(), piece.begin(), piece.end());
+    ChunkHeader header;
+    header.transfer_id = transfer_id_;
+    header.layer = static_cast<uint32_t>(layer);
+    header.kind = kind.name;
+    header.head_end = static_cast<uint32_t>(kind.heads);
+    header.token_begin = static_cast<uint32_t>(token_begin);
+    header.token_end = static_cast<uint32_t>(token_end);
+    header.crc32c = testing::Crc32c(payload);
+    return node_->Land(header, payload).status();
+  }
+
+  std::vector<std::tuple<int, int, int>> calls;
+  size_t fail_at = 0;
+
+ private:
+  Node* const node_;
+  const std::string transfer_id_;
+};
+
+struct PrefillNode {
+  explicit PrefillNode(const std::string& model_dir, uint32_t chunk_tokens = 64,
+                       int64_t hbm_bytes = 8 << 20) {
+    device = *NewCpuDevice({"auto", 2});
+    Model::Options options;
+    options.directory = model_dir;
+    options.max_context = 1024;
+    options.max_rows = static_cast<int>(std::max(chunk_tokens, 32u));
+    options.max_logits = 1;
+    auto loaded = Model::Load(options, device.get());
+    REQUIRE(loaded.ok());
+    model = *std::move(loaded);
+    auto made = Prefiller::Create({1024, chunk_tokens, 1, hbm_bytes}, device.get(), model.get(),
+                                  RealClock());
+    REQUIRE(made.ok());
+    prefiller = *std::move(made);
+  }
+  std::unique_ptr<Device> device;
+  std::unique_ptr<Model> model;
+  std::unique_ptr<Prefiller> prefiller;
+};
+
+SamplingParams Greedy() {
+  SamplingParams params;
+  params.temperature = 0;
+  params.ignore_eos = true;
+  return params;
+}
+
+bool Never() { return false; }
+
+TEST_CASE("what a prefill node pushes decodes as if the node had computed it itself") {
+  for (const std::string& name : fixtures::TinyModels()) {
+    NodeOptions options;
+    options.model_dir = fixtures::ModelDir(name);
+    options.max_context = 1024;
+    Node node(options);
+    const auto golden = fixtures::LoadGolden(name);
+    REQUIRE(golden.ok());
+    for (const uint32_t chunk : {32u, 100u, 512u}) {
+      PrefillNode prefill(options.model_dir, chunk);
+      CHECK(prefill.model->fingerprint() == node.model().fingerprint());
+      for (const fixtures::GoldenCase& g : *golden) {
+        INFO(name << ", chunk " << chunk << ", prompt " << g.prompt.size());
+        const auto context = static_cast<uint32_t>(g.prompt.size());
+        const auto reserved = node.transfers().Reserve(node.MakeManifest(g.prompt, context, 16));
+        REQUIRE(reserved.ok());
+        LandingSink sink(&node, reserved->transfer_id);
+        const auto result = prefill.prefiller->Run(g.prompt, Greedy(), true, sink, Never);
+        INFO(std::string(result.status().ToString()));
+        REQUIRE(result.ok());
+        REQUIRE(result->first_token.has_value());
+        REQUIRE(node.transfers()
+                    .Commit(reserved->transfer_id, {*result->first_token}, nullptr)
+                    .ok());
+        Request request = GreedyRequest({}, 16);
+        request.handoff.transfer_id = reserved->transfer_id;
+        // To the bit: chunks and nodes do not show in a row.
+        CHECK(node.Generate(std::move(request)).ids ==
+              node.Generate(GreedyRequest(g.prompt, 16)).ids);
+      }
+    }
+  }
+}
+
+TEST_CASE("layers are pushed in order, chunk by chunk, on block boundaries") {
+  NodeOptions options;
+  options.model_dir = fixtures::ModelDir("tiny-llama");
+  options.max_context = 1024;
+  Node node(options);
+  PrefillNode prefill(options.model_dir, 70);  // rounds down to 64
+  const std::vector<int32_t> prompt(150, 7);
+  const auto reserved = node.transfers().Reserve(node.MakeManifest(prompt, 150, 1));
+  REQUIRE(reserved.ok());
+  LandingSink sink(&node, reserved->transfer_id);
+  const auto result = prefill.prefiller->Run(prompt, Greedy(), false, sink, Never);
+  REQUIRE(result.ok());
+  CHECK_FALSE(result->first_token.has_value());
+  std::vector<std::tuple<int, int, int>> want;
+  for (const auto& [begin, end] : {std::pair{0, 64}, {64, 128}, {128, 150}}) {
+    for (int layer = 0; layer < 3; ++layer) want.emplace_back(layer, begin, end);
+  }
+  CHECK(sink.calls == want);
+  REQUIRE(node.transfers().Abort(reserved->transfer_id, "").ok());
+}
+
+TEST_CASE("a failing sink, a caller who left and a bad prompt end a run, and the next one works") {
+  NodeOptions options;
+  options.model_dir = fixtures::ModelDir("tiny-llama");
+  options.max_context = 1024;
+  Node node(options);
+  PrefillNode prefill(options.model_dir, 64, 3 * 2 * (2 * 64 * 2 * 2) * 256 + 8192);
+  const std::vector<int32_t> prompt(200, 7);
+  const auto reserved = node.transfers().Reserve(node.MakeManifest(prompt, 200, 1));
+  REQUIRE(reserved.ok());
+  const auto run = [&](const std::vector<int32_t>& tokens, LandingSink& sink,
+                       const std::function<bool()>& cancelled) {
+    return prefill.prefiller->Run(tokens, Greedy(), true, sink, cancelled).status();
+  };
+  LandingSink broken(&node, reserved->transfer_id);
+  broken.fail_at = 5;
+  CHECK(absl::IsUnavailable(run(prompt, broken, Never)));
+  LandingSink sink(&node, reserved->transfer_id);
+  int asked = 0;
+  CHECK(absl::IsCancelled(run(prompt, sink, [&] { return ++asked > 4; })));
+  CHECK(FieldOf(run({}, sink, Never)) == "prompt_token_ids");
+  CHECK(FieldOf(run({512}, sink, Never)) == "prompt_token_ids");
+  CHECK(FieldOf(run(std::vector<int32_t>(1024, 1), sink, Never)) == "prompt_token_ids");
+  CHECK(FieldOf(run(std::vector<int32_t>(700, 1), sink, Never)) == "prompt_token_ids");
+  SamplingParams hot = Greedy();
+  hot.temperature = -1;
+  CHECK(FieldOf(prefill.prefiller->Run(prompt, hot, true, sink, Never).status()) ==
+        "sampling.temperature");
+  CHECK(run(prompt, sink, Never).ok());
+  REQUIRE(node.transfers().Abort(reserved->transfer_id, "").ok());
+  CHECK(node.Quiescent());
+}
+
+}  // namespace
+}  // namespace sluice
