@@ -1,8 +1,8 @@
 // The policy seam: where a sequence's caches are, and how a layer attends to them.
 //
-// A policy has two faces. On the engine's thread it places sequences (Admit, Grow, Release); inside a
-// step it is called by the model, layer by layer, and only enqueues work: what it needs of a sequence
-// there it reads from device tables, by slot.
+// A policy has two faces. On the engine's thread it places sequences (Admit, Grow, Release); inside
+// a step it is called by the model, layer by layer, and only enqueues work: what it needs of a
+// sequence there it reads from device tables, by slot.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,9 @@ class AttentionPolicy {
   // Whether a sequence of `total` tokens fits where nothing else is.
   virtual bool CouldEverFit(int64_t context, int64_t total) const = 0;
 
-  // Places a sequence: takes its HBM and starts to copy the first `context` tokens from `home` (null
-  // if context is 0). False: no room now, nothing has changed and `home` is still the caller's.
+  // Places a sequence: takes its HBM and starts to copy the first `context` tokens from `home`
+  // (null if context is 0). False: no room now, nothing has changed and `home` is still the
+  // caller's.
   virtual bool Admit(int slot, int64_t context, int64_t total,
                      std::unique_ptr<SequenceCache>& home) = 0;
   // Whether the working set is there; no step may read the slot before. Gives up what was only

@@ -7,7 +7,8 @@
 namespace sluice {
 namespace {
 
-// Wall time at the first use plus the steady clock since: a leap of the wall clock moves no deadline.
+// Wall time at the first use plus the steady clock since: a leap of the wall clock moves no
+// deadline.
 class SteadyClock : public Clock {
  public:
   absl::Time Now() const override {

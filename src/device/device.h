@@ -1,5 +1,5 @@
-// The seam between the engine and the hardware. One Device gives memory, ordered streams, events and
-// the operators (KernelSet). Models and policies are written once, against this.
+// The seam between the engine and the hardware. One Device gives memory, ordered streams, events
+// and the operators (KernelSet). Models and policies are written once, against this.
 #pragma once
 
 #include <cstddef>
@@ -60,8 +60,8 @@ class Event {
   virtual void Wait() const = 0;
 };
 
-// An ordered queue of work. Enqueued from one thread at a time; nothing waits but where the queue is
-// full.
+// An ordered queue of work. Enqueued from one thread at a time; nothing waits but where the queue
+// is full.
 class Stream {
  public:
   virtual ~Stream() = default;
@@ -78,7 +78,8 @@ class Device {
   virtual ~Device() = default;
   virtual const std::string& name() const = 0;  // "cpu"
   // RESOURCE_EXHAUSTED naming `what` and the bytes asked for.
-  virtual absl::StatusOr<Buffer> Allocate(MemoryKind kind, size_t bytes, const std::string& what) = 0;
+  virtual absl::StatusOr<Buffer> Allocate(MemoryKind kind, size_t bytes,
+                                          const std::string& what) = 0;
   // A compute stream runs kernels; a copy stream only copies, beside it.
   enum class StreamKind { kCompute, kCopy };
   virtual std::unique_ptr<Stream> NewStream(StreamKind kind) = 0;

@@ -44,9 +44,8 @@ absl::Status BatchState::AllocateAll() {
                               std::pair{&host_tables_, MemoryKind::kPinned}}) {
     SLUICE_RETURN_IF_ERROR(
         Allocate(&tables->tokens, kind, n * max_context_ * 4, "token histories"));
-    SLUICE_RETURN_IF_ERROR(Allocate(&tables->sampling, kind,
-                                    n * static_cast<int64_t>(sizeof(SamplingSlot)),
-                                    "sampling state"));
+    SLUICE_RETURN_IF_ERROR(Allocate(
+        &tables->sampling, kind, n * static_cast<int64_t>(sizeof(SamplingSlot)), "sampling state"));
     SLUICE_RETURN_IF_ERROR(Allocate(&tables->stop_ids, kind, n * kMaxStopIds * 4, "stop ids"));
     SLUICE_RETURN_IF_ERROR(Allocate(&tables->bias_ids, kind, n * kMaxLogitBias * 4, "logit bias"));
     SLUICE_RETURN_IF_ERROR(

@@ -1,6 +1,6 @@
-// The running batch as the device sees it: token histories, sampling state, the rows of the step and
-// its results, all at fixed addresses. The host changes tables when a sequence joins, and uploads the
-// rows of each step; token values never pass through it.
+// The running batch as the device sees it: token histories, sampling state, the rows of the step
+// and its results, all at fixed addresses. The host changes tables when a sequence joins, and
+// uploads the rows of each step; token values never pass through it.
 //
 // Engine's thread only.
 #pragma once
@@ -42,14 +42,14 @@ class BatchState {
   // Ready when what Join enqueued for the slot is done; before, the slot must not be joined again.
   Event& joined(int slot) { return *joined_[static_cast<size_t>(slot)]; }
 
-  // Enqueues rows, forward pass, sampling and the way back of the results; `buffer` < kDepth is free
-  // again once event(buffer) is ready and its results were read.
+  // Enqueues rows, forward pass, sampling and the way back of the results; `buffer` < kDepth is
+  // free again once event(buffer) is ready and its results were read.
   void Launch(Stream& stream, int buffer, const StepPlan& plan, Model& model,
               AttentionPolicy& policy);
   Event& event(int buffer) { return *events_[static_cast<size_t>(buffer)]; }
 
-  // Result of the plan's sample number `index` (in the order of its sampling rows); an id of -1: the
-  // logits were not finite. `logprobs`: alternatives wanted, none if absent.
+  // Result of the plan's sample number `index` (in the order of its sampling rows); an id of -1:
+  // the logits were not finite. `logprobs`: alternatives wanted, none if absent.
   OutputToken Result(int buffer, int index, std::optional<uint32_t> logprobs) const;
 
   int64_t bytes() const { return bytes_; }
@@ -61,8 +61,8 @@ class BatchState {
 
   // Step inputs, int32, one after the other in one buffer.
   struct Inputs {
-    int32_t *slots, *positions;                               // [max_rows]
-    int32_t *logit_rows, *sample_slots, *sample_positions;    // [max_samples]
+    int32_t *slots, *positions;                             // [max_rows]
+    int32_t *logit_rows, *sample_slots, *sample_positions;  // [max_samples]
   };
   Inputs InputsAt(const Buffer& buffer) const;
   int64_t input_bytes() const { return (2 * int64_t{max_rows_} + 3 * int64_t{max_samples_}) * 4; }
@@ -78,8 +78,8 @@ class BatchState {
     return int64_t{max_samples_} * (2 + 2 * kernels::kMaxTopLogprobs) * 4;
   }
 
-  // What Join uploads, per slot, and where it is sent from: the host copy of a slot is rewritten only
-  // after every step of the sequence before is done.
+  // What Join uploads, per slot, and where it is sent from: the host copy of a slot is rewritten
+  // only after every step of the sequence before is done.
   struct Tables {
     Buffer tokens;       // int32 [slots][max_context]
     Buffer sampling;     // SamplingSlot [slots]

@@ -23,8 +23,8 @@
 namespace sluice {
 namespace {
 
-// When a refused Generate may find a place among those that wait: about the time in which a sequence
-// finishes.
+// When a refused Generate may find a place among those that wait: about the time in which a
+// sequence finishes.
 constexpr absl::Duration kRetryAfter = absl::Seconds(1);
 
 RequestOutcome OutcomeOf(const FinishInfo& info) {
@@ -105,8 +105,8 @@ class EngineImpl : public Engine {
 
   void Add(std::unique_ptr<Sequence> sequence, absl::Time now);
   void BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time now);
-  // Emits an output token and ends the sequence if it stops there; then the sequence may be gone, and
-  // the result is false.
+  // Emits an output token and ends the sequence if it stops there; then the sequence may be gone,
+  // and the result is false.
   bool Emit(Sequence& sequence, OutputToken token, absl::Time now);
   void Finish(Sequence& sequence, FinishInfo info, absl::Time now);
   void FinishWith(Sequence& sequence, absl::Status why, absl::Time now);
@@ -128,9 +128,9 @@ class EngineImpl : public Engine {
   const std::unique_ptr<BatchState> batch_;
   const std::unique_ptr<Stream> stream_;
   absl::flat_hash_map<std::string, std::unique_ptr<Sequence>> sequences_;  // by request id
-  std::vector<Sequence*> awaiting_;  // for their transfer
-  std::deque<Sequence*> waiting_;    // for room, in order of arrival
-  std::vector<Sequence*> running_;   // in order of admission
+  std::vector<Sequence*> awaiting_;                                        // for their transfer
+  std::deque<Sequence*> waiting_;                   // for room, in order of arrival
+  std::vector<Sequence*> running_;                  // in order of admission
   std::vector<std::unique_ptr<Sequence>> leaving_;  // finished, slot still in a launched step
   std::vector<Sequence*> slots_;
   std::vector<int> free_slots_;
@@ -155,9 +155,9 @@ absl::Status EngineImpl::CheckRequest(const Request& request) const {
       ValidateSamplingParams(request.sampling, vocab, parts_.token_bytes != nullptr));
   for (size_t i = 0; i < request.prompt.size(); ++i) {
     if (static_cast<uint32_t>(request.prompt[i]) >= vocab) {
-      return InvalidField("prompt_token_ids",
-                          absl::StrCat("token ", i, " is ", static_cast<uint32_t>(request.prompt[i]),
-                                       ", outside the vocabulary of ", vocab));
+      return InvalidField("prompt_token_ids", absl::StrCat("token ", i, " is ",
+                                                           static_cast<uint32_t>(request.prompt[i]),
+                                                           ", outside the vocabulary of ", vocab));
     }
   }
   if (!request.handoff.empty()) return absl::OkStatus();
@@ -172,10 +172,10 @@ absl::Status EngineImpl::CheckRequest(const Request& request) const {
                                      " tokens and must hold one more, found a prompt of ", prompt));
   }
   if (output > options_.max_context - prompt) {
-    return InvalidField("sampling.max_tokens",
-                        absl::StrCat("the context of ", options_.max_context, " leaves ",
-                                     options_.max_context - prompt, " after the prompt, found ",
-                                     output));
+    return InvalidField(
+        "sampling.max_tokens",
+        absl::StrCat("the context of ", options_.max_context, " leaves ",
+                     options_.max_context - prompt, " after the prompt, found ", output));
   }
   if (!options_.local_prefill && !request.allow_local_prefill) {
     return WithReason(
@@ -214,14 +214,14 @@ absl::Status EngineImpl::Submit(Request request) {
                       "DRAINING");
   }
   if (waiting_count_ >= options_.max_waiting) {
-    return ResourceExhausted("TOO_MANY_WAITING",
-                             absl::StrCat(waiting_count_, " sequences wait already; try again later"),
-                             kRetryAfter);
+    return ResourceExhausted(
+        "TOO_MANY_WAITING",
+        absl::StrCat(waiting_count_, " sequences wait already; try again later"), kRetryAfter);
   }
   if (alive_ids_.contains(request.request_id)) {
-    return WithReason(absl::AlreadyExistsError(
-                          absl::StrCat("request_id '", request.request_id, "' is alive")),
-                      "REQUEST_ID_IN_USE");
+    return WithReason(
+        absl::AlreadyExistsError(absl::StrCat("request_id '", request.request_id, "' is alive")),
+        "REQUEST_ID_IN_USE");
   }
   std::optional<TransferTable::AttachId> attached;
   if (!request.handoff.empty()) {
@@ -423,12 +423,13 @@ void EngineImpl::CheckTimes(absl::Time now) {
                                 ? *sequence->parked_since + options_.slow_reader_timeout
                                 : absl::InfiniteFuture();
     if (deadline <= now) {
-      over.emplace_back(sequence.get(), absl::DeadlineExceededError("the request's deadline passed"));
+      over.emplace_back(sequence.get(),
+                        absl::DeadlineExceededError("the request's deadline passed"));
     } else if (sequence->give_up <= now) {
       over.emplace_back(sequence.get(),
-                        WithReason(absl::DeadlineExceededError(absl::StrCat(
-                                       "its transfer was not complete within ",
-                                       absl::FormatDuration(options_.transfer_wait))),
+                        WithReason(absl::DeadlineExceededError(
+                                       absl::StrCat("its transfer was not complete within ",
+                                                    absl::FormatDuration(options_.transfer_wait))),
                                    "TRANSFER_WAIT"));
     } else if (slow <= now) {
       if (parts_.metrics != nullptr) parts_.metrics->slow_readers.Add();
@@ -450,7 +451,8 @@ void EngineImpl::AdmitWaiting(absl::Time now) {
   while (!waiting_.empty() && !free_slots_.empty()) {
     Sequence& sequence = *waiting_.front();
     const int slot = free_slots_.back();
-    if (!parts_.policy->Admit(slot, sequence.context_length, sequence.total(), sequence.home)) return;
+    if (!parts_.policy->Admit(slot, sequence.context_length, sequence.total(), sequence.home))
+      return;
     waiting_.pop_front();
     free_slots_.pop_back();
     slots_[static_cast<size_t>(slot)] = &sequence;
@@ -473,8 +475,7 @@ bool EngineImpl::LaunchStep(absl::Time now) {
   planner_view_.clear();
   cold_ = nullptr;
   for (Sequence* sequence : running_) {
-    const bool room =
-        sequence->request.sink->HasRoom(static_cast<size_t>(sequence->in_flight) + 1);
+    const bool room = sequence->request.sink->HasRoom(static_cast<size_t>(sequence->in_flight) + 1);
     const bool work = sequence->cached < sequence->length && sequence->wants_token();
     if (room) {
       sequence->parked_since.reset();
@@ -539,8 +540,8 @@ void EngineImpl::CompleteStep() {
     Sequence& sequence = *step.sampled[i];
     // Stopped a step ago: this token is surplus, and its KV goes with the sequence's pages.
     if (sequence.state == Sequence::State::kFinished) continue;
-    OutputToken token = batch_->Result(step.buffer, static_cast<int>(i),
-                                       sequence.request.sampling.logprobs);
+    OutputToken token =
+        batch_->Result(step.buffer, static_cast<int>(i), sequence.request.sampling.logprobs);
     if (token.id < 0) {
       FinishWith(sequence,
                  WithReason(absl::InternalError("the model's logits are not finite"), "BAD_LOGITS"),
@@ -671,11 +672,10 @@ void EngineImpl::CheckIdle() {
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const Options& options, const Parts& parts) {
   SLUICE_CHECK(options.max_context > 0 &&
                options.max_context <= static_cast<uint32_t>(parts.model->max_context()));
-  SLUICE_ASSIGN_OR_RETURN(
-      std::unique_ptr<BatchState> batch,
-      BatchState::Create({static_cast<int>(options.max_sequences),
-                          static_cast<int>(options.max_context)},
-                         parts.device, *parts.model));
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<BatchState> batch,
+                          BatchState::Create({static_cast<int>(options.max_sequences),
+                                              static_cast<int>(options.max_context)},
+                                             parts.device, *parts.model));
   return std::make_unique<EngineImpl>(options, parts, std::move(batch));
 }
 

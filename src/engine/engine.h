@@ -1,8 +1,8 @@
-// The decode loop: owns the running batch. One thread calls Turn(); everything else reaches the engine
-// through its inbox, so no other thread touches a sequence.
+// The decode loop: owns the running batch. One thread calls Turn(); everything else reaches the
+// engine through its inbox, so no other thread touches a sequence.
 //
-// A turn: drain the inbox, reap leases and deadlines, admit, plan, launch the next step, and only then
-// take the results of the step before: the device always has work queued while the host emits.
+// A turn: drain the inbox, reap leases and deadlines, admit, plan, launch the next step, and only
+// then take the results of the step before: the device always has work queued while the host emits.
 #pragma once
 
 #include <cstdint>
@@ -70,8 +70,8 @@ class Engine {
 
   // ---- From any thread ----
 
-  // Checks what can be checked without the batch and queues the request. A returned error means that
-  // the sink will never be called; after OK the sink gets exactly one Finish.
+  // Checks what can be checked without the batch and queues the request. A returned error means
+  // that the sink will never be called; after OK the sink gets exactly one Finish.
   virtual absl::Status Submit(Request request) = 0;
   // The sequence (if it is alive) ends with `why`. `done(found)` runs on the engine's thread.
   virtual void Cancel(const std::string& request_id, absl::Status why,
@@ -91,7 +91,7 @@ class Engine {
   // What to wait for before the next turn.
   struct Next {
     enum class Kind { kNow, kEvent, kInbox } kind = Kind::kInbox;
-    Event* event = nullptr;                    // kEvent
+    Event* event = nullptr;                     // kEvent
     absl::Time until = absl::InfiniteFuture();  // kInbox: turn by then at the latest
   };
   virtual Next Turn() = 0;

@@ -33,10 +33,10 @@ class Inbox {
   }
   void Wait(absl::Time until) {
     absl::MutexLock lock(&mutex_);
-    mutex_.AwaitWithDeadline(absl::Condition(
-                                 +[](Inbox* self) { return self->woken_ || !self->work_.empty(); },
-                                 this),
-                             until);
+    mutex_.AwaitWithDeadline(
+        absl::Condition(
+            +[](Inbox* self) { return self->woken_ || !self->work_.empty(); }, this),
+        until);
   }
 
  private:

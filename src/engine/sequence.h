@@ -19,7 +19,7 @@ struct Sequence {
     kAwaitingTransfer,  // its Generate is here, its transfer is not ready
     kWaiting,           // ready; no slot or no HBM yet
     kRunning,           // has a slot (its working set may still be warming)
-    kFinished,          // the sink has had its Finish; a slot goes back when no step has it any more
+    kFinished,  // the sink has had its Finish; a slot goes back when no step has it any more
   };
 
   Sequence(Request r, StopConditions conditions)
@@ -48,8 +48,8 @@ struct Sequence {
 
   // The batch.
   int slot = -1;
-  int in_flight = 0;         // launched steps whose result is not read
-  uint64_t last_step = 0;    // newest launched step that has it
+  int in_flight = 0;       // launched steps whose result is not read
+  uint64_t last_step = 0;  // newest launched step that has it
   absl::Time admitted;
   absl::Time last_emit;
   std::optional<absl::Time> parked_since;

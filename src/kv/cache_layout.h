@@ -10,8 +10,8 @@
 
 namespace sluice {
 
-// A block is `parts` arrays, one after the other, each [block_tokens][bytes_per_token / parts], of one
-// head of one layer. A page is one block of every head: [heads] blocks.
+// A block is `parts` arrays, one after the other, each [block_tokens][bytes_per_token / parts], of
+// one head of one layer. A page is one block of every head: [heads] blocks.
 struct CacheKind {
   std::string name;  // "kv": K after RoPE, then V
   DType element_type = DType::kBFloat16;

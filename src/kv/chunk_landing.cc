@@ -1,5 +1,5 @@
-// How a chunk gets into its pages: checked against the transfer, claimed block by block, copied, and
-// counted only when its checksum holds.
+// How a chunk gets into its pages: checked against the transfer, claimed block by block, copied,
+// and counted only when its checksum holds.
 #include <algorithm>
 #include <cstring>
 
@@ -18,15 +18,16 @@ absl::Status TransferTable::CheckChunk(const Transfer& transfer, const ChunkHead
                                        uint64_t payload_bytes) const {
   const CacheLayout& layout = transfer.layout();
   if (h.layer >= static_cast<uint32_t>(layout.layers)) {
-    return InvalidField("header.layer", absl::StrCat("the model has layers 0 to ", layout.layers - 1,
-                                                     ", found ", h.layer));
+    return InvalidField("header.layer", absl::StrCat("the model has layers 0 to ",
+                                                     layout.layers - 1, ", found ", h.layer));
   }
   const int found = layout.FindKind(h.kind);
   if (found < 0) {
     std::string known;
-    for (const CacheKind& k : layout.kinds) absl::StrAppend(&known, known.empty() ? "" : ", ", k.name);
-    return InvalidField("header.kind",
-                        absl::StrCat("must be one of ", known, ", found '", h.kind.substr(0, 64), "'"));
+    for (const CacheKind& k : layout.kinds)
+      absl::StrAppend(&known, known.empty() ? "" : ", ", k.name);
+    return InvalidField("header.kind", absl::StrCat("must be one of ", known, ", found '",
+                                                    h.kind.substr(0, 64), "'"));
   }
   *kind = static_cast<size_t>(found);
   const CacheKind& k = layout.kinds[*kind];
@@ -55,13 +56,13 @@ absl::Status TransferTable::CheckChunk(const Transfer& transfer, const ChunkHead
   const uint64_t expected = uint64_t{h.token_end - h.token_begin} * (h.head_end - h.head_begin) *
                             static_cast<uint64_t>(k.bytes_per_token);
   if (payload_bytes != expected) {
-    return InvalidField("payload",
-                        absl::StrCat("its ranges imply ", expected, " bytes, found ", payload_bytes));
+    return InvalidField(
+        "payload", absl::StrCat("its ranges imply ", expected, " bytes, found ", payload_bytes));
   }
   if (payload_bytes > options_.max_chunk_bytes) {
-    return InvalidField("payload", absl::StrCat("at most max_chunk_bytes = ",
-                                                options_.max_chunk_bytes, ", found ", payload_bytes,
-                                                "; send smaller chunks"));
+    return InvalidField(
+        "payload", absl::StrCat("at most max_chunk_bytes = ", options_.max_chunk_bytes, ", found ",
+                                payload_bytes, "; send smaller chunks"));
   }
   return absl::OkStatus();
 }
@@ -183,20 +184,21 @@ absl::StatusOr<uint64_t> TransferTable::FinishChunk(ChunkLanding& landing) {
       // Its Generate need not wait for the lease.
       const auto it = attachments_.find(transfer.attached);
       if (it != attachments_.end()) {
-        it->second.ended = WithReason(absl::FailedPreconditionError(absl::StrCat(
-                                          "transfer ", transfer.id, " is poisoned: a landed block "
-                                          "was sent again with other bytes")),
-                                      "POISONED");
+        it->second.ended = WithReason(
+            absl::FailedPreconditionError(absl::StrCat("transfer ", transfer.id,
+                                                       " is poisoned: a landed block "
+                                                       "was sent again with other bytes")),
+            "POISONED");
         it->second.transfer = nullptr;
       }
       transfer.attached = 0;
     }
-    return WithReason(
-        absl::FailedPreconditionError(absl::StrCat(
-            "layer ", h.layer, ", heads [", h.head_begin, ", ", h.head_end, "), tokens [",
-            h.token_begin, ", ", h.token_end, "): these blocks have landed with other bytes; the "
-            "transfer is poisoned, abort and reserve anew")),
-        "POISONED");
+    return WithReason(absl::FailedPreconditionError(
+                          absl::StrCat("layer ", h.layer, ", heads [", h.head_begin, ", ",
+                                       h.head_end, "), tokens [", h.token_begin, ", ", h.token_end,
+                                       "): these blocks have landed with other bytes; the "
+                                       "transfer is poisoned, abort and reserve anew")),
+                      "POISONED");
   }
   for (const size_t index : landing.claimed_) transfer.blocks[index] = Transfer::Block::kLanded;
   transfer.landed += landing.claimed_.size();

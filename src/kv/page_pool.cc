@@ -21,8 +21,9 @@ std::vector<int64_t> DividePages(const CacheLayout& layout, int64_t bytes) {
   std::vector<int64_t> pages;
   for (const CacheKind& kind : layout.kinds) {
     const double share = static_cast<double>(kind.bytes_per_token * kind.heads) / bytes_per_token;
-    pages.push_back(static_cast<int64_t>(static_cast<double>(std::max<int64_t>(usable, 0)) * share) /
-                    kind.page_bytes());
+    pages.push_back(
+        static_cast<int64_t>(static_cast<double>(std::max<int64_t>(usable, 0)) * share) /
+        kind.page_bytes());
   }
   return pages;
 }
@@ -49,7 +50,8 @@ void Reservation::Reset() {
 }
 
 absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(std::string name,
-                                                           const CacheLayout& layout, Buffer arena) {
+                                                           const CacheLayout& layout,
+                                                           Buffer arena) {
   const std::vector<int64_t> pages = DividePages(layout, static_cast<int64_t>(arena.bytes()));
   for (size_t kind = 0; kind < pages.size(); ++kind) {
     // A sequence needs a page of every layer.
@@ -187,8 +189,8 @@ int64_t PagePool::capacity_tokens() const {
   absl::MutexLock lock(&mutex_);
   int64_t tokens = std::numeric_limits<int64_t>::max();
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
-    tokens = std::min(tokens,
-                      kinds_[kind].pages / layout_.layers * layout_.kinds[kind].block_tokens);
+    tokens =
+        std::min(tokens, kinds_[kind].pages / layout_.layers * layout_.kinds[kind].block_tokens);
   }
   return tokens;
 }

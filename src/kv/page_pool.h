@@ -1,8 +1,8 @@
 // One tier: an arena cut into pages of each cache kind, handed out in runs.
 //
 // A reservation promises pages; pages are taken under a reservation, so taking never fails. The
-// arena is divided among the kinds in proportion to the bytes that a token needs of each, since every
-// sequence takes them in that proportion. Thread-safe.
+// arena is divided among the kinds in proportion to the bytes that a token needs of each, since
+// every sequence takes them in that proportion. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -50,8 +50,8 @@ class PagePool {
  public:
   // `arena` holds the pages; `name` ("hbm", "dram") is for messages and metrics.
   // INVALID_ARGUMENT if not even one page of each kind fits.
-  static absl::StatusOr<std::unique_ptr<PagePool>> Create(std::string name, const CacheLayout& layout,
-                                                          Buffer arena);
+  static absl::StatusOr<std::unique_ptr<PagePool>> Create(std::string name,
+                                                          const CacheLayout& layout, Buffer arena);
   ~PagePool();
 
   // Whether a sequence of `tokens` tokens fits into the empty pool.

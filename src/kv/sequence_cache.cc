@@ -38,9 +38,10 @@ bool SequenceCache::EnsureTokens(int64_t tokens) {
     const int64_t need = layout.kinds[kind].BlocksFor(tokens) - have;
     const int64_t most = reservation_.left(kind) / layout.layers;
     SLUICE_CHECK(need <= most, "a sequence grows inside its reservation");
-    // The first extent is what is asked for (the handed-over context); later ones are large, so that
-    // a layer's pages stay together.
-    const int64_t take = have == 0 ? need : std::clamp(kGrowthBlocks, std::max<int64_t>(need, 0), most);
+    // The first extent is what is asked for (the handed-over context); later ones are large, so
+    // that a layer's pages stay together.
+    const int64_t take =
+        have == 0 ? need : std::clamp(kGrowthBlocks, std::max<int64_t>(need, 0), most);
     if (take > 0) {
       for (int layer = 0; layer < layout.layers; ++layer) {
         std::vector<int32_t>& pages = pages_[static_cast<size_t>(layer) * kinds_ + kind];
@@ -50,7 +51,8 @@ bool SequenceCache::EnsureTokens(int64_t tokens) {
         }
       }
     }
-    room = std::min(room, static_cast<int64_t>(pages_[kind].size()) * layout.kinds[kind].block_tokens);
+    room =
+        std::min(room, static_cast<int64_t>(pages_[kind].size()) * layout.kinds[kind].block_tokens);
   }
   tokens_ = room;
   return true;

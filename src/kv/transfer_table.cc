@@ -11,8 +11,8 @@
 namespace sluice {
 namespace {
 
-constexpr size_t kMaxNameBytes = 128;    // tenant, rendezvous_key
-constexpr size_t kMaxExpected = 65536;   // Generates that wait for a Reserve; each has a deadline
+constexpr size_t kMaxNameBytes = 128;   // tenant, rendezvous_key
+constexpr size_t kMaxExpected = 65536;  // Generates that wait for a Reserve; each has a deadline
 constexpr size_t kTakenRemembered = 4096;
 constexpr size_t kCommitRanges = 64;
 // How soon a refused Reserve may find room: about the time in which a sequence finishes.
@@ -29,8 +29,9 @@ absl::Status NoSuchTransfer(const std::string& id) {
 
 absl::Status Poisoned(const std::string& id) {
   return WithReason(
-      absl::FailedPreconditionError(absl::StrCat(
-          "transfer ", id, ": a landed block was sent again with other bytes; abort and reserve anew")),
+      absl::FailedPreconditionError(
+          absl::StrCat("transfer ", id,
+                       ": a landed block was sent again with other bytes; abort and reserve anew")),
       "POISONED");
 }
 
@@ -77,7 +78,8 @@ absl::Status TransferTable::CheckManifest(const Manifest& m) const {
     if (!same) {
       std::string ours, theirs;
       for (const CacheKind& kind : layout.kinds) ours += Describe(kind);
-      for (size_t i = 0; i < m.cache_kinds.size() && i < 8; ++i) theirs += Describe(m.cache_kinds[i]);
+      for (size_t i = 0; i < m.cache_kinds.size() && i < 8; ++i)
+        theirs += Describe(m.cache_kinds[i]);
       return InvalidField("manifest.cache_kinds",
                           absl::StrCat("this node keeps ", ours, ", found ", theirs));
     }
@@ -86,8 +88,8 @@ absl::Status TransferTable::CheckManifest(const Manifest& m) const {
   if (prompt == 0) return InvalidField("manifest.prompt_token_ids", "must not be empty");
   if (m.context_length == 0 || m.context_length > prompt) {
     return InvalidField("manifest.context_length",
-                        absl::StrCat("must be between 1 and the ", prompt,
-                                     " prompt tokens, found ", m.context_length));
+                        absl::StrCat("must be between 1 and the ", prompt, " prompt tokens, found ",
+                                     m.context_length));
   }
   if (m.max_new_tokens == 0) return InvalidField("manifest.max_new_tokens", "must be at least 1");
   if (prompt > options_.max_context) {
@@ -96,10 +98,10 @@ absl::Status TransferTable::CheckManifest(const Manifest& m) const {
                                      " tokens, found a prompt of ", prompt));
   }
   if (m.max_new_tokens > options_.max_context - prompt) {
-    return InvalidField("manifest.max_new_tokens",
-                        absl::StrCat("the context of ", options_.max_context, " leaves ",
-                                     options_.max_context - prompt, " after the prompt, found ",
-                                     m.max_new_tokens));
+    return InvalidField(
+        "manifest.max_new_tokens",
+        absl::StrCat("the context of ", options_.max_context, " leaves ",
+                     options_.max_context - prompt, " after the prompt, found ", m.max_new_tokens));
   }
   for (size_t i = 0; i < prompt; ++i) {
     if (m.prompt_token_ids[i] >= options_.vocab_size) {
@@ -109,8 +111,8 @@ absl::Status TransferTable::CheckManifest(const Manifest& m) const {
     }
   }
   if (m.tenant.size() > kMaxNameBytes) {
-    return InvalidField("manifest.tenant", absl::StrCat("at most ", kMaxNameBytes, " bytes, found ",
-                                                        m.tenant.size()));
+    return InvalidField("manifest.tenant",
+                        absl::StrCat("at most ", kMaxNameBytes, " bytes, found ", m.tenant.size()));
   }
   if (m.rendezvous_key.size() > kMaxNameBytes) {
     return InvalidField("rendezvous_key", absl::StrCat("at most ", kMaxNameBytes, " bytes, found ",
@@ -128,12 +130,12 @@ absl::Status TransferTable::CheckFits(const Manifest& m) const {
   const int64_t total = static_cast<int64_t>(m.prompt_token_ids.size()) + m.max_new_tokens;
   const Footprint need = options_.footprint(m.context_length, total);
   const auto never = [&](const PagePool& pool, int64_t tokens) {
-    return InvalidField(
-        "manifest", absl::StrCat("the sequence needs room for ", tokens, " tokens (",
-                                 pool.layout().BytesFor(tokens), " bytes) in ", pool.name(),
-                                 ", which holds ", pool.capacity_tokens(),
-                                 " at most; shorten the prompt or max_new_tokens, or raise --",
-                                 pool.name(), "-bytes"));
+    return InvalidField("manifest",
+                        absl::StrCat("the sequence needs room for ", tokens, " tokens (",
+                                     pool.layout().BytesFor(tokens), " bytes) in ", pool.name(),
+                                     ", which holds ", pool.capacity_tokens(),
+                                     " at most; shorten the prompt or max_new_tokens, or raise --",
+                                     pool.name(), "-bytes"));
   };
   if (!dram_->CouldEverFit(need.dram_tokens)) return never(*dram_, need.dram_tokens);
   if (!hbm_->CouldEverFit(need.hbm_tokens)) return never(*hbm_, need.hbm_tokens);
@@ -145,8 +147,8 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
   SLUICE_RETURN_IF_ERROR(CheckFits(m));
   const Key key{m.tenant, m.rendezvous_key};
   const auto taken = [&] {
-    return WithReason(absl::AlreadyExistsError(absl::StrCat(
-                          "rendezvous_key '", m.rendezvous_key, "' is in use by another transfer")),
+    return WithReason(absl::AlreadyExistsError(absl::StrCat("rendezvous_key '", m.rendezvous_key,
+                                                            "' is in use by another transfer")),
                       "RENDEZVOUS_KEY_IN_USE");
   };
   {
@@ -211,8 +213,9 @@ absl::StatusOr<uint32_t> TransferTable::CommitLocked(const std::string& transfer
   if (transfer->state == Transfer::State::kCommitted) return transfer->context_length;
   const size_t most_first = std::min<size_t>(transfer->max_new_tokens, kMaxFirstTokens);
   if (first_tokens.size() > most_first) {
-    return InvalidField("first_tokens", absl::StrCat("at most ", most_first, " on this transfer, found ",
-                                                     first_tokens.size()));
+    return InvalidField(
+        "first_tokens",
+        absl::StrCat("at most ", most_first, " on this transfer, found ", first_tokens.size()));
   }
   for (const OutputToken& token : first_tokens) {
     if (token.id < 0 || static_cast<uint32_t>(token.id) >= options_.vocab_size) {
@@ -225,13 +228,13 @@ absl::StatusOr<uint32_t> TransferTable::CommitLocked(const std::string& transfer
   if (const uint64_t lacking = transfer->blocks.size() - transfer->landed; lacking > 0) {
     std::vector<MissingRange> ranges = transfer->Missing(kCommitRanges);
     const MissingRange& first = ranges.front();
-    absl::Status status = WithReason(
-        absl::FailedPreconditionError(absl::StrCat(
-            lacking, " of ", transfer->blocks.size(), " blocks are missing, the first: layer ",
-            first.layer, ", kind ", first.kind, ", heads [", first.head_begin, ", ",
-            first.head_end, "), tokens [", first.token_begin, ", ", first.token_end,
-            "); write them and commit again")),
-        "MISSING_BLOCKS");
+    absl::Status status =
+        WithReason(absl::FailedPreconditionError(absl::StrCat(
+                       lacking, " of ", transfer->blocks.size(),
+                       " blocks are missing, the first: layer ", first.layer, ", kind ", first.kind,
+                       ", heads [", first.head_begin, ", ", first.head_end, "), tokens [",
+                       first.token_begin, ", ", first.token_end, "); write them and commit again")),
+                   "MISSING_BLOCKS");
     if (missing != nullptr) {
       missing->blocks_landed = transfer->landed;
       missing->blocks_total = transfer->blocks.size();
@@ -251,9 +254,9 @@ absl::Status TransferTable::Abort(const std::string& transfer_id, const std::str
     if (it == transfers_.end()) return absl::OkStatus();
     const std::shared_ptr<Transfer> transfer = it->second;
     EndLocked(transfer, WithReason(absl::AbortedError(absl::StrCat(
-                                         "transfer ", transfer_id, " was aborted by its sender",
-                                         reason.empty() ? "" : ": ", reason.substr(0, 256))),
-                                     "TRANSFER_ABORTED"));
+                                       "transfer ", transfer_id, " was aborted by its sender",
+                                       reason.empty() ? "" : ": ", reason.substr(0, 256))),
+                                   "TRANSFER_ABORTED"));
   }
   Wake();
   return absl::OkStatus();
@@ -288,17 +291,17 @@ absl::StatusOr<TransferTable::AttachId> TransferTable::Attach(const HandoffRef& 
   } else if (const auto it = keys_.find(key); it != keys_.end()) {
     transfer = it->second;
   } else if (expected_.contains(key)) {
-    return WithReason(absl::AlreadyExistsError(absl::StrCat(
-                          "rendezvous_key '", ref.rendezvous_key, "' has its Generate already")),
+    return WithReason(absl::AlreadyExistsError(absl::StrCat("rendezvous_key '", ref.rendezvous_key,
+                                                            "' has its Generate already")),
                       "GENERATE_EXISTS");
   } else if (expected_.size() >= kMaxExpected) {
     return ResourceExhausted("TOO_MANY_EXPECTED", "too many Generates wait for their transfer",
                              kRetryAfter);
   }
   if (transfer != nullptr && transfer->attached != 0) {
-    return WithReason(
-        absl::AlreadyExistsError(absl::StrCat("transfer ", transfer->id, " has its Generate already")),
-        "GENERATE_EXISTS");
+    return WithReason(absl::AlreadyExistsError(
+                          absl::StrCat("transfer ", transfer->id, " has its Generate already")),
+                      "GENERATE_EXISTS");
   }
   const AttachId id = next_attach_++;
   if (transfer != nullptr) {

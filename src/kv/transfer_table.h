@@ -1,9 +1,9 @@
 // Transfers: caches on their way in. Reserve -> chunks land -> Commit -> taken by the engine.
 //
-// Called from service threads and from the engine's thread; thread-safe. A transfer's pages are given
-// back after it has ended AND the last landing that writes to them is gone (ChunkLanding is that
-// writer's share of the ownership). Leases are reaped by Reap(), which the engine calls in time
-// whether or not new work arrives.
+// Called from service threads and from the engine's thread; thread-safe. A transfer's pages are
+// given back after it has ended AND the last landing that writes to them is gone (ChunkLanding is
+// that writer's share of the ownership). Leases are reaped by Reap(), which the engine calls in
+// time whether or not new work arrives.
 #pragma once
 
 #include <cstdint>
@@ -151,8 +151,8 @@ class TransferTable {
                                                            uint64_t payload_bytes);
   // Returns the context length. On missing blocks: FAILED_PRECONDITION, reason MISSING_BLOCKS, and
   // *missing (if not null) holds up to 64 ranges.
-  absl::StatusOr<uint32_t> Commit(const std::string& transfer_id, std::vector<OutputToken> first_tokens,
-                                  TransferInfo* missing);
+  absl::StatusOr<uint32_t> Commit(const std::string& transfer_id,
+                                  std::vector<OutputToken> first_tokens, TransferInfo* missing);
   // OK also if there is no such transfer any more.
   absl::Status Abort(const std::string& transfer_id, const std::string& reason);
   absl::StatusOr<TransferInfo> Get(const std::string& transfer_id, size_t max_ranges);
@@ -176,8 +176,8 @@ class TransferTable {
   // The Generate is gone. `abort_transfer`: nobody will come for it any more.
   void Detach(AttachId id, bool abort_transfer);
 
-  // Ends every transfer whose lease is over; returns when the next one is. Sets *expired to how many
-  // ended.
+  // Ends every transfer whose lease is over; returns when the next one is. Sets *expired to how
+  // many ended.
   absl::Time Reap(uint64_t* expired);
 
   // Transfers that are receiving or committed and not taken.
@@ -195,11 +195,13 @@ class TransferTable {
   // owner.
   void EndLocked(const std::shared_ptr<Transfer>& transfer, const absl::Status& why)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void ForgetLocked(const std::shared_ptr<Transfer>& transfer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void ForgetLocked(const std::shared_ptr<Transfer>& transfer)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<std::shared_ptr<Transfer>> FindLocked(const std::string& transfer_id)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<uint32_t> CommitLocked(const std::string& transfer_id,
-                                        std::vector<OutputToken> first_tokens, TransferInfo* missing)
+                                        std::vector<OutputToken> first_tokens,
+                                        TransferInfo* missing)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckManifest(const Manifest& manifest) const;
   absl::Status CheckFits(const Manifest& manifest) const;

@@ -16,7 +16,8 @@ namespace {
 
 using kernels::DType;
 
-// Room for partial attention results: enough for every worker of a large host, small beside weights.
+// Room for partial attention results: enough for every worker of a large host, small beside
+// weights.
 constexpr int64_t kPartialBytes = int64_t{16} << 20;
 
 // Rows [begin, begin + count) of a step.
@@ -175,15 +176,15 @@ class DenseModel : public Model {
   int64_t weight_bytes_ = 0;
   int64_t workspace_bytes_ = 0;
 
-  Buffer residual_;     // float32 [rows][hidden]
-  Buffer normed_;       // activation [rows][hidden]
-  Buffer qkv_;          // float32 [rows][q + k + v]
-  Buffer attended_;     // activation [rows][q]
-  Buffer gate_up_;      // float32 [rows][2 * intermediate]
-  Buffer activated_;    // activation [rows][intermediate]
-  Buffer cos_sin_;      // float32 [rows][head_dim / 2][2]
-  Buffer head_input_;   // activation [logits][hidden]
-  Buffer partial_;      // float32 [partial_rows_][heads * (head_dim + 1)]
+  Buffer residual_;    // float32 [rows][hidden]
+  Buffer normed_;      // activation [rows][hidden]
+  Buffer qkv_;         // float32 [rows][q + k + v]
+  Buffer attended_;    // activation [rows][q]
+  Buffer gate_up_;     // float32 [rows][2 * intermediate]
+  Buffer activated_;   // activation [rows][intermediate]
+  Buffer cos_sin_;     // float32 [rows][head_dim / 2][2]
+  Buffer head_input_;  // activation [logits][hidden]
+  Buffer partial_;     // float32 [partial_rows_][heads * (head_dim + 1)]
   int64_t partial_rows_ = 0;
 };
 
@@ -191,8 +192,8 @@ absl::Status DenseModel::LoadWeights() {
   WeightLoader loader(device_, source_.get(), &kept_);
   const int hidden = config_.hidden_size, inter = config_.intermediate_size;
   const int q = config_.q_size(), kv = config_.kv_size();
-  SLUICE_ASSIGN_OR_RETURN(
-      head_, loader.Matrix({{HeadTensor(config_), config_.vocab_size}}, hidden));
+  SLUICE_ASSIGN_OR_RETURN(head_,
+                          loader.Matrix({{HeadTensor(config_), config_.vocab_size}}, hidden));
   if (!config_.tie_word_embeddings) {
     SLUICE_ASSIGN_OR_RETURN(embedding_,
                             loader.Matrix({{kEmbeddingTensor, config_.vocab_size}}, hidden));
@@ -209,8 +210,7 @@ absl::Status DenseModel::LoadWeights() {
                                                       {name("self_attn.k_proj.weight"), kv},
                                                       {name("self_attn.v_proj.weight"), kv}},
                                                      hidden));
-    SLUICE_ASSIGN_OR_RETURN(layer.o,
-                            loader.Matrix({{name("self_attn.o_proj.weight"), hidden}}, q));
+    SLUICE_ASSIGN_OR_RETURN(layer.o, loader.Matrix({{name("self_attn.o_proj.weight"), hidden}}, q));
     SLUICE_ASSIGN_OR_RETURN(layer.gate_up, loader.Matrix({{name("mlp.gate_proj.weight"), inter},
                                                           {name("mlp.up_proj.weight"), inter}},
                                                          hidden));
@@ -223,26 +223,27 @@ absl::Status DenseModel::LoadWeights() {
           layer.k_norm, loader.Vectors({{name("self_attn.k_norm.weight"), config_.head_dim}}));
     }
     if (config_.qkv_bias) {
-      SLUICE_ASSIGN_OR_RETURN(layer.qkv_bias, loader.Vectors({{name("self_attn.q_proj.bias"), q},
-                                                              {name("self_attn.k_proj.bias"), kv},
-                                                              {name("self_attn.v_proj.bias"), kv}}));
+      SLUICE_ASSIGN_OR_RETURN(layer.qkv_bias,
+                              loader.Vectors({{name("self_attn.q_proj.bias"), q},
+                                              {name("self_attn.k_proj.bias"), kv},
+                                              {name("self_attn.v_proj.bias"), kv}}));
     }
     if (config_.o_bias) {
       SLUICE_ASSIGN_OR_RETURN(layer.o_bias,
                               loader.Vectors({{name("self_attn.o_proj.bias"), hidden}}));
     }
     if (config_.mlp_bias) {
-      SLUICE_ASSIGN_OR_RETURN(layer.gate_up_bias,
-                              loader.Vectors({{name("mlp.gate_proj.bias"), inter},
-                                              {name("mlp.up_proj.bias"), inter}}));
+      SLUICE_ASSIGN_OR_RETURN(
+          layer.gate_up_bias,
+          loader.Vectors({{name("mlp.gate_proj.bias"), inter}, {name("mlp.up_proj.bias"), inter}}));
       SLUICE_ASSIGN_OR_RETURN(layer.down_bias,
                               loader.Vectors({{name("mlp.down_proj.bias"), hidden}}));
     }
     layers_.push_back(std::move(layer));
   }
   SLUICE_ASSIGN_OR_RETURN(
-      inv_freq_, loader.Upload(RopeInverseFrequencies(config_.rope, config_.head_dim),
-                               "RoPE frequencies"));
+      inv_freq_,
+      loader.Upload(RopeInverseFrequencies(config_.rope, config_.head_dim), "RoPE frequencies"));
   weight_bytes_ = loader.bytes();
   if (kept_.empty()) source_.reset();  // nothing points into the files any more
   return absl::OkStatus();
@@ -250,8 +251,8 @@ absl::Status DenseModel::LoadWeights() {
 
 absl::Status DenseModel::Workspace(Buffer* buffer, int64_t rows, int64_t row_bytes,
                                    const char* what) {
-  SLUICE_ASSIGN_OR_RETURN(*buffer, device_->Allocate(MemoryKind::kDevice,
-                                                     static_cast<size_t>(rows * row_bytes), what));
+  SLUICE_ASSIGN_OR_RETURN(
+      *buffer, device_->Allocate(MemoryKind::kDevice, static_cast<size_t>(rows * row_bytes), what));
   workspace_bytes_ += rows * row_bytes;
   return absl::OkStatus();
 }
@@ -263,17 +264,14 @@ absl::Status DenseModel::AllocateWorkspace() {
   SLUICE_RETURN_IF_ERROR(Workspace(&residual_, rows, hidden * 4, "the residual"));
   SLUICE_RETURN_IF_ERROR(Workspace(&normed_, rows, hidden * act, "normed activations"));
   SLUICE_RETURN_IF_ERROR(Workspace(&qkv_, rows, qkv_size() * 4, "queries, keys and values"));
-  SLUICE_RETURN_IF_ERROR(
-      Workspace(&attended_, rows, config_.q_size() * act, "attention results"));
+  SLUICE_RETURN_IF_ERROR(Workspace(&attended_, rows, config_.q_size() * act, "attention results"));
   SLUICE_RETURN_IF_ERROR(Workspace(&gate_up_, rows, 2 * inter * 4, "gate and up"));
   SLUICE_RETURN_IF_ERROR(Workspace(&activated_, rows, inter * act, "gated activations"));
-  SLUICE_RETURN_IF_ERROR(
-      Workspace(&cos_sin_, rows, int64_t{config_.head_dim} * 4, "RoPE angles"));
-  SLUICE_RETURN_IF_ERROR(
-      Workspace(&head_input_, max_logits_, hidden * act, "the head's input"));
+  SLUICE_RETURN_IF_ERROR(Workspace(&cos_sin_, rows, int64_t{config_.head_dim} * 4, "RoPE angles"));
+  SLUICE_RETURN_IF_ERROR(Workspace(&head_input_, max_logits_, hidden * act, "the head's input"));
   const int64_t entry = int64_t{config_.heads} * (config_.head_dim + 1) * 4;
-  const int64_t splits = (max_context_ + kernels::kAttentionSplitTokens - 1) /
-                         kernels::kAttentionSplitTokens;
+  const int64_t splits =
+      (max_context_ + kernels::kAttentionSplitTokens - 1) / kernels::kAttentionSplitTokens;
   partial_rows_ = std::min(max_logits_ * splits, std::max<int64_t>(kPartialBytes / entry, splits));
   return Workspace(&partial_, partial_rows_, entry, "partial attention results");
 }

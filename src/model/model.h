@@ -36,9 +36,9 @@ class Model {
     std::string load_format = "auto";  // or "dummy"
     DType kv_dtype = DType::kBFloat16;
     int block_tokens = 32;
-    int max_context = 0;  // 0: what the config allows
-    int max_rows = 512;   // rows of a step at most
-    int max_logits = 32;  // logit rows of a step at most
+    int max_context = 0;   // 0: what the config allows
+    int max_rows = 512;    // rows of a step at most
+    int max_logits = 32;   // logit rows of a step at most
     int load_threads = 1;  // threads that make dummy weights
   };
   // Errors name the file, tensor or key, what was expected and what was found.

@@ -106,7 +106,8 @@ class PrefillerImpl : public Prefiller {
         seeds_(options.seed != 0 ? options.seed : RandomU64()) {
     // Chunks end on blocks, as the wire wants them.
     int block = 1;
-    for (const CacheKind& kind : model->cache_layout().kinds) block = std::max(block, kind.block_tokens);
+    for (const CacheKind& kind : model->cache_layout().kinds)
+      block = std::max(block, kind.block_tokens);
     chunk_tokens_ = std::max(block, static_cast<int>(options.chunk_tokens) / block * block);
     chunk_tokens_ = std::min(chunk_tokens_, model->max_rows() / block * block);
   }
@@ -143,13 +144,14 @@ class PrefillerImpl : public Prefiller {
   absl::Status Check(const std::vector<int32_t>& prompt, const SamplingParams& sampling) const {
     const auto vocab = static_cast<uint32_t>(model_->config().vocab_size);
     // Stop strings are the decode node's business: they end a stream, not a choice of token.
-    SLUICE_RETURN_IF_ERROR(ValidateSamplingParams(sampling, vocab, /*stop_strings_supported=*/true));
+    SLUICE_RETURN_IF_ERROR(
+        ValidateSamplingParams(sampling, vocab, /*stop_strings_supported=*/true));
     if (prompt.empty()) return InvalidField("prompt_token_ids", "must not be empty");
     if (prompt.size() >= options_.max_context) {
-      return InvalidField("prompt_token_ids",
-                          absl::StrCat("this node's context is ", options_.max_context,
-                                       " tokens and must hold one more, found a prompt of ",
-                                       prompt.size()));
+      return InvalidField(
+          "prompt_token_ids",
+          absl::StrCat("this node's context is ", options_.max_context,
+                       " tokens and must hold one more, found a prompt of ", prompt.size()));
     }
     for (size_t i = 0; i < prompt.size(); ++i) {
       if (static_cast<uint32_t>(prompt[i]) >= vocab) {
@@ -159,10 +161,10 @@ class PrefillerImpl : public Prefiller {
       }
     }
     if (!pool_->CouldEverFit(static_cast<int64_t>(prompt.size()))) {
-      return InvalidField("prompt_token_ids",
-                          absl::StrCat("this node's caches hold ", pool_->capacity_tokens(),
-                                       " tokens, found a prompt of ", prompt.size(),
-                                       "; raise --hbm-bytes"));
+      return InvalidField(
+          "prompt_token_ids",
+          absl::StrCat("this node's caches hold ", pool_->capacity_tokens(),
+                       " tokens, found a prompt of ", prompt.size(), "; raise --hbm-bytes"));
     }
     return absl::OkStatus();
   }

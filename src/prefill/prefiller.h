@@ -1,7 +1,7 @@
 // Computes prompts: the other half of a handoff, over the same model code as the decode engine.
 //
-// Run() computes a prompt in chunks and calls the sink with every layer of every chunk as soon as its
-// caches are computed, while the later layers are still being computed.
+// Run() computes a prompt in chunks and calls the sink with every layer of every chunk as soon as
+// its caches are computed, while the later layers are still being computed.
 #pragma once
 
 #include <cstdint>
@@ -22,9 +22,10 @@ namespace sluice {
 
 class Model;
 
-// Takes one layer's caches of tokens [token_begin, token_end) of one kind, all heads, as chunk payload
-// (the home layout; design: "a chunk on the wire"). `pieces` are valid during the call. Called on a
-// thread of the prefiller, in order of chunks, then layers. An error ends the run with that error.
+// Takes one layer's caches of tokens [token_begin, token_end) of one kind, all heads, as chunk
+// payload (the home layout; design: "a chunk on the wire"). `pieces` are valid during the call.
+// Called on a thread of the prefiller, in order of chunks, then layers. An error ends the run with
+// that error.
 class LayerSink {
  public:
   virtual ~LayerSink() = default;
@@ -50,8 +51,8 @@ class Prefiller {
                                                            Model* model, Clock* clock);
   virtual ~Prefiller() = default;
   // Blocking; one prompt at a time, others wait their turn. `cancelled` is asked between chunks and
-  // layers. Errors: INVALID_ARGUMENT (prompt, sampling), RESOURCE_EXHAUSTED (the prompt does not fit
-  // in hbm_bytes), CANCELLED, and the sink's own.
+  // layers. Errors: INVALID_ARGUMENT (prompt, sampling), RESOURCE_EXHAUSTED (the prompt does not
+  // fit in hbm_bytes), CANCELLED, and the sink's own.
   virtual absl::StatusOr<PrefillResult> Run(const std::vector<int32_t>& prompt,
                                             const SamplingParams& sampling, bool want_first_token,
                                             LayerSink& sink,

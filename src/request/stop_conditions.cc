@@ -7,13 +7,16 @@ namespace sluice {
 
 StopConditions::StopConditions(std::vector<int32_t> stop_ids, std::vector<std::string> stop_strings,
                                uint32_t min_tokens)
-    : stop_ids_(std::move(stop_ids)), stop_strings_(std::move(stop_strings)), min_tokens_(min_tokens) {
+    : stop_ids_(std::move(stop_ids)),
+      stop_strings_(std::move(stop_strings)),
+      min_tokens_(min_tokens) {
   for (const std::string& text : stop_strings_) longest_ = std::max(longest_, text.size());
 }
 
 std::optional<StopConditions::Match> StopConditions::Take(int32_t id, const std::string* bytes) {
   ++taken_;
-  // The sampler masks stop ids for the first min_tokens tokens; a handed-over one may still be there.
+  // The sampler masks stop ids for the first min_tokens tokens; a handed-over one may still be
+  // there.
   if (taken_ > min_tokens_ &&
       std::find(stop_ids_.begin(), stop_ids_.end(), id) != stop_ids_.end()) {
     return Match{id, std::nullopt};

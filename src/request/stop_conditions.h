@@ -10,8 +10,9 @@ namespace sluice {
 
 class StopConditions {
  public:
-  // `stop_ids`: EOS ids and the request's own. `stop_strings` are searched in the bytes of the output
-  // tokens; the first to be completed ends the sequence. Nothing stops before `min_tokens` tokens.
+  // `stop_ids`: EOS ids and the request's own. `stop_strings` are searched in the bytes of the
+  // output tokens; the first to be completed ends the sequence. Nothing stops before `min_tokens`
+  // tokens.
   StopConditions(std::vector<int32_t> stop_ids, std::vector<std::string> stop_strings,
                  uint32_t min_tokens);
 

@@ -10,7 +10,7 @@ namespace sluice {
 
 struct OutputToken {
   int32_t id = 0;
-  std::optional<float> logprob;  // natural log, raw logits
+  std::optional<float> logprob;                         // natural log, raw logits
   std::vector<std::pair<int32_t, float>> top_logprobs;  // (id, logprob), best first
 };
 

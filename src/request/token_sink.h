@@ -1,5 +1,5 @@
-// Where a sequence's tokens go. The engine never waits for a reader: it asks HasRoom() before it plans
-// a row for the sequence, and parks the sequence while there is none.
+// Where a sequence's tokens go. The engine never waits for a reader: it asks HasRoom() before it
+// plans a row for the sequence, and parks the sequence while there is none.
 #pragma once
 
 #include <deque>
@@ -43,17 +43,17 @@ class TokenSink {
 // A bounded queue between the engine and one reader on another thread.
 class TokenStream : public TokenSink {
  public:
-  // `on_room`: called from the reader's thread when it has taken enough that a parked sequence can go
-  // on: wakes the engine.
+  // `on_room`: called from the reader's thread when it has taken enough that a parked sequence can
+  // go on: wakes the engine.
   explicit TokenStream(size_t capacity, std::function<void()> on_room = nullptr);
 
   bool HasRoom(size_t count) const override;
   void Emit(OutputToken token) override;
   void Finish(FinishInfo info) override;
 
-  // Reader's side. `on_ready` is called from the engine's thread, outside the lock, whenever there is
-  // something to Read() that was not there at the last Read(); at once if there is now. Once set, it
-  // may be cleared with nullptr; after that returns no call is under way or will come.
+  // Reader's side. `on_ready` is called from the engine's thread, outside the lock, whenever there
+  // is something to Read() that was not there at the last Read(); at once if there is now. Once
+  // set, it may be cleared with nullptr; after that returns no call is under way or will come.
   void SetReadyCallback(std::function<void()> on_ready);
   struct Batch {
     std::vector<OutputToken> tokens;

@@ -10,7 +10,8 @@ namespace sluice {
 namespace {
 
 absl::Status CheckRange(const char* field, float value, float min, float max, bool open_below) {
-  const bool inside = std::isfinite(value) && value <= max && (open_below ? value > min : value >= min);
+  const bool inside =
+      std::isfinite(value) && value <= max && (open_below ? value > min : value >= min);
   if (inside) return absl::OkStatus();
   return InvalidField(absl::StrCat("sampling.", field),
                       absl::StrCat("must be ", open_below ? "above " : "at least ", min,
@@ -25,8 +26,9 @@ absl::Status CheckTokenIds(const char* field, const std::vector<uint32_t>& ids, 
   }
   for (const uint32_t id : ids) {
     if (id >= vocab_size) {
-      return InvalidField(absl::StrCat("sampling.", field),
-                          absl::StrCat("token id ", id, " is outside the vocabulary of ", vocab_size));
+      return InvalidField(
+          absl::StrCat("sampling.", field),
+          absl::StrCat("token id ", id, " is outside the vocabulary of ", vocab_size));
     }
   }
   return absl::OkStatus();
@@ -54,8 +56,9 @@ absl::Status CheckStopStrings(const SamplingParams& params, bool supported) {
   }
   for (const std::string& text : params.stop) {
     if (text.empty() || text.size() > kMaxStopStringBytes) {
-      return InvalidField("sampling.stop", absl::StrCat("each string has 1 to ", kMaxStopStringBytes,
-                                                        " bytes, found ", text.size()));
+      return InvalidField("sampling.stop",
+                          absl::StrCat("each string has 1 to ", kMaxStopStringBytes,
+                                       " bytes, found ", text.size()));
     }
   }
   return absl::OkStatus();
@@ -87,8 +90,8 @@ absl::Status ValidateSamplingParams(const SamplingParams& params, uint32_t vocab
   }
   if (params.max_tokens.has_value() && params.min_tokens > *params.max_tokens) {
     return InvalidField("sampling.min_tokens",
-                        absl::StrCat("must be at most max_tokens (", *params.max_tokens, "), found ",
-                                     params.min_tokens));
+                        absl::StrCat("must be at most max_tokens (", *params.max_tokens,
+                                     "), found ", params.min_tokens));
   }
   if (params.logprobs.has_value() && *params.logprobs > kernels::kMaxTopLogprobs) {
     return InvalidField("sampling.logprobs", absl::StrCat("at most ", kernels::kMaxTopLogprobs,

@@ -8,8 +8,7 @@ namespace sluice {
 namespace {
 
 void AddRow(const PlannerSequence& sequence, int32_t count, StepPlan* plan) {
-  const bool sample =
-      sequence.wants_token && sequence.cached + count == sequence.length;
+  const bool sample = sequence.wants_token && sequence.cached + count == sequence.length;
   plan->rows.push_back({sequence.slot, sequence.cached, count, sample});
   plan->row_count += count;
   plan->sample_count += sample ? 1 : 0;

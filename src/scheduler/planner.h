@@ -1,5 +1,5 @@
-// Which rows the next step computes. Pure: a plan is a function of what is passed in, reads no token
-// values, and is the same on every device.
+// Which rows the next step computes. Pure: a plan is a function of what is passed in, reads no
+// token values, and is the same on every device.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,8 @@ struct PlannerSequence {
   // Tokens [cached, length) have no KV yet: they are pending.
   int64_t cached = 0;
   int64_t length = 0;
-  // Whether the row of the last pending token chooses a new one (false: all were chosen that may be).
+  // Whether the row of the last pending token chooses a new one (false: all were chosen that may
+  // be).
   bool wants_token = true;
   // False: its working set is not warm, its reader is slow, or it has nothing left to compute.
   bool runnable = true;

@@ -63,7 +63,7 @@ struct Timing {
 // shorter than 50 us are timed in batches.
 Timing Measure(double seconds, const std::function<void()>& call);
 
-// Bytes per second that the crew reads from `buffer`, each thread its own part.
+// Seconds in which the crew reads `buffer` once, each thread its own part.
 Timing MeasureRead(Crew& crew, const HugeBuffer& buffer, double seconds);
 
 }  // namespace sluice

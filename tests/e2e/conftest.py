@@ -1,7 +1,12 @@
 """Models and nodes, started once for all tests that can share them."""
 
+from pathlib import Path
+
 import pytest
 from nodes import BIN, SMOLLM2, Golden, Node, run
+
+# The fastest kernels of this processor that do not round activations to bf16.
+FLOAT32_KERNELS = "avx2" if "avx2" in Path("/proc/cpuinfo").read_text().split() else "portable"
 
 
 @pytest.fixture(scope="session")
@@ -71,22 +76,28 @@ def smollm2():
 
 @pytest.fixture(scope="session")
 def smollm2_pairs(smollm2, start):
-    """kernels -> Pair of the real model; "auto" is what this processor does best."""
+    """precision -> Pair of the real model.
+
+    "default" is what users get: the processor's best kernels and bf16 caches. "float32" keeps caches
+    and activations in float32.
+    """
     made = {}
 
-    def get(kernels):
-        if kernels not in made:
-            flags = ["--hbm-bytes", "256MiB", "--kernels", kernels]
-            made[kernels] = Pair(start("sluice-server", smollm2, "--dram-bytes", "256MiB", *flags),
-                                 start("sluice-prefill", smollm2, *flags))
-        return made[kernels]
+    def get(precision):
+        if precision not in made:
+            flags = ["--hbm-bytes", "256MiB"]
+            if precision == "float32":
+                flags = ["--hbm-bytes", "512MiB", "--kv-dtype", "float32", "--kernels", FLOAT32_KERNELS]
+            made[precision] = Pair(start("sluice-server", smollm2, "--dram-bytes", "256MiB", *flags),
+                                   start("sluice-prefill", smollm2, *flags))
+        return made[precision]
 
     return get
 
 
 @pytest.fixture(scope="session")
 def smollm2_pair(smollm2_pairs):
-    return smollm2_pairs("auto")
+    return smollm2_pairs("default")
 
 
 @pytest.fixture(scope="session")

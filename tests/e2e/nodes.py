@@ -101,9 +101,6 @@ class Node:
     def capacity(self) -> admin_pb2.GetCapacityResponse:
         return self.admin.GetCapacity(admin_pb2.GetCapacityRequest(), timeout=TIMEOUT_S)
 
-    def kernels(self) -> str:
-        return self.admin.GetModel(admin_pb2.GetModelRequest(), timeout=TIMEOUT_S).kernels
-
     def held(self) -> tuple:
         """All that requests hold: per tier bytes reserved and used, then sequences and transfers."""
         c = self.capacity()

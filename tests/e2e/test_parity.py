@@ -1,7 +1,6 @@
 """Every token is the one that Hugging Face transformers gives."""
 
 import json
-from pathlib import Path
 
 import pytest
 from nodes import FIXTURES, TINY, matching_steps, sluice_json
@@ -9,20 +8,10 @@ from nodes import FIXTURES, TINY, matching_steps, sluice_json
 CASES = json.loads((FIXTURES / "smollm2-135m-instruct/golden.json").read_text())
 # Best logit minus second best, below which a path with bf16 activations may choose otherwise.
 MARGIN = 0.1
-# Margin and error of log-probabilities that a real model is allowed, by what the kernels do with
-# activations: keep them in float32, or round them to bf16 before products.
-ALLOWED_FLOAT32 = (0.05, 0.02)
-ALLOWED_BF16 = (0.1, 0.08)
-ROUNDING_KERNELS = ("avx512bf16", "amx")
-
-
-def cpu_has(flag):
-    return flag in Path("/proc/cpuinfo").read_text().split()
-
-
-# What this processor does best, and the best path that keeps activations in float32.
-SMOLLM2_KERNELS = ["auto", pytest.param("avx2", marks=pytest.mark.skipif(
-    not (cpu_has("avx2") and cpu_has("fma")), reason="this processor has no AVX2"))]
+# Margin and error of log-probabilities that a real model is allowed. In float32 throughout, the
+# errors are of the order 1e-4; caches in bf16 alone cost up to 0.08 on the worst token of these texts,
+# and activations in bf16 hardly more.
+ALLOWED = {"float32": (0.05, 0.02), "default": (0.1, 0.1)}
 
 
 @pytest.mark.parametrize("case", [0, 1, 2])
@@ -46,8 +35,8 @@ def test_a_pushed_golden_cache_continues_as_in_transformers(pairs, golden, name,
     matching_steps(got["output_ids"], g.tokens(case), g.margins(case), MARGIN)
 
 
-def check_smollm2(node, got, case):
-    margin, tolerance = ALLOWED_BF16 if node.kernels() in ROUNDING_KERNELS else ALLOWED_FLOAT32
+def check_smollm2(precision, got, case):
+    margin, tolerance = ALLOWED[precision]
     steps = matching_steps(got["output_ids"], case["tokens"], case["margins"], margin)
     errors = [abs(a - b) for a, b in zip(got["logprobs"][:steps], case["logprobs"])]
     assert max(errors, default=0) <= tolerance, errors
@@ -57,23 +46,23 @@ def check_smollm2(node, got, case):
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c["chat"]], ids=lambda c: c["text"][:20])
-@pytest.mark.parametrize("kernels", SMOLLM2_KERNELS)
-def test_a_real_model_answers_chats_as_in_transformers(smollm2_pairs, smollm2, kernels, case):
-    pair = smollm2_pairs(kernels)
+@pytest.mark.parametrize("precision", list(ALLOWED))
+def test_a_real_model_answers_chats_as_in_transformers(smollm2_pairs, smollm2, precision, case):
+    pair = smollm2_pairs(precision)
     got = sluice_json("generate", *pair.flags(), "--tokenizer", smollm2, "--chat", "--prompt",
                       case["text"], "--max-tokens", 48, "--logprobs", 0)
     assert got["prompt_ids"] == case["ids"]
-    if check_smollm2(pair.decode, got, case) == len(case["tokens"]):
+    if check_smollm2(precision, got, case) == len(case["tokens"]):
         assert got["output_text"] == case["output"].removesuffix("<|im_end|>")
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c["chat"]], ids=lambda c: str(len(c["ids"])))
-@pytest.mark.parametrize("kernels", SMOLLM2_KERNELS)
-def test_a_real_model_continues_long_texts_as_in_transformers(smollm2_pairs, kernels, case):
-    pair = smollm2_pairs(kernels)
+@pytest.mark.parametrize("precision", list(ALLOWED))
+def test_a_real_model_continues_long_texts_as_in_transformers(smollm2_pairs, precision, case):
+    pair = smollm2_pairs(precision)
     got = sluice_json("generate", *pair.flags(), "--prompt-ids", ",".join(map(str, case["ids"])),
                       "--max-tokens", 48, "--logprobs", 0)
-    check_smollm2(pair.decode, got, case)
+    check_smollm2(precision, got, case)
 
 
 def test_a_real_model_is_ready_within_three_seconds(smollm2_pair):

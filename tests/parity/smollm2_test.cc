@@ -1,10 +1,10 @@
-// A real model, every CPU path: each greedy token of golden.json, and its log-probability. The model is
-// made by `tools/fetch-model smollm2-135m-instruct models/smollm2-135m-instruct`.
+// A real model, every CPU path: each greedy token of golden.json, and its log-probability. The
+// model is made by `tools/fetch-model smollm2-135m-instruct models/smollm2-135m-instruct`.
 //
-// With float32 caches and activations every log-probability is transformers' own to 1e-3. Rounding the
-// caches to bf16 moves single ones by up to 0.08 whatever computes them (nothing else is rounded on the
-// portable and AVX2 paths), so there, and where activations are rounded too, the root mean square of a
-// case is held to 0.02, and each one to 0.1.
+// With float32 caches and activations every log-probability is transformers' own to 1e-3. Rounding
+// the caches to bf16 moves single ones by up to 0.08 whatever computes them (nothing else is
+// rounded on the portable and AVX2 paths), so there, and where activations are rounded too, the
+// root mean square of a case is held to 0.02, and each one to 0.1.
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <cstdlib>
@@ -46,10 +46,12 @@ void CheckPath(const std::string& path, DType kv_dtype, const Tolerance& toleran
     return;
   }
   if (!std::filesystem::exists(ModelDirectory() + "/model.safetensors")) {
-    SkipTest("no model in " + ModelDirectory() + "; tools/fetch-model smollm2-135m-instruct makes it");
+    SkipTest("no model in " + ModelDirectory() +
+             "; tools/fetch-model smollm2-135m-instruct makes it");
     return;
   }
-  const auto text = fixtures::ReadFile(fixtures::SourceDir("smollm2-135m-instruct") + "/golden.json");
+  const auto text =
+      fixtures::ReadFile(fixtures::SourceDir("smollm2-135m-instruct") + "/golden.json");
   REQUIRE(text.ok());
   const nlohmann::json golden = nlohmann::json::parse(*text);
   NodeOptions options;

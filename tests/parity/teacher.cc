@@ -30,16 +30,16 @@ Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType
   options.max_rows = kMaxRows;
   options.max_logits = 1;
   model_ = OrFail(Model::Load(options, device_.get()));
-  pool_ = OrFail(PagePool::Create(
-      "hbm", model_->cache_layout(),
-      OrFail(device_->Allocate(MemoryKind::kDevice, size_t{32} << 20, "test"))));
+  pool_ = OrFail(
+      PagePool::Create("hbm", model_->cache_layout(),
+                       OrFail(device_->Allocate(MemoryKind::kDevice, size_t{32} << 20, "test"))));
   policy_ = OrFail(NewFullPolicy({device_.get(), pool_.get(), 1, kMaxContext}));
   stream_ = device_->NewStream(Device::StreamKind::kCompute);
   done_ = device_->NewEvent();
   tokens_ = OrFail(device_->Allocate(MemoryKind::kDevice, kMaxContext * 4, "test"));
   rows_ = OrFail(device_->Allocate(MemoryKind::kDevice, (2 * kMaxRows + 1) * 4, "test"));
-  logits_ = OrFail(device_->Allocate(
-      MemoryKind::kDevice, static_cast<size_t>(model_->config().vocab_size) * 4, "test"));
+  logits_ = OrFail(device_->Allocate(MemoryKind::kDevice,
+                                     static_cast<size_t>(model_->config().vocab_size) * 4, "test"));
 }
 
 void Teacher::End() {
@@ -66,11 +66,13 @@ void Teacher::BeginWithCache(const std::vector<int32_t>& tokens, int context,
   for (int layer = 0; layer < model_->cache_layout().layers; ++layer) {
     for (int token = 0; token < context; ++token) {
       for (int head = 0; head < kind.heads; ++head) {
-        uint8_t* block = policy_->resident(0).BlockAddress(layer, 0, head, token / kind.block_tokens);
+        uint8_t* block =
+            policy_->resident(0).BlockAddress(layer, 0, head, token / kind.block_tokens);
         for (int part = 0; part < 2; ++part) {
           const auto& source = (part == 0 ? k : v)[static_cast<size_t>(layer)];
           const size_t from = (static_cast<size_t>(token) * static_cast<size_t>(kind.heads) +
-                               static_cast<size_t>(head)) * static_cast<size_t>(dim);
+                               static_cast<size_t>(head)) *
+                              static_cast<size_t>(dim);
           const int at = (part * kind.block_tokens + token % kind.block_tokens) * dim;
           for (int d = 0; d < dim; ++d) {
             const uint16_t bits = source[from + static_cast<size_t>(d)];

@@ -19,8 +19,8 @@ class Teacher {
 
   // Starts anew with this token sequence: prompt and what will be dictated after it.
   void Begin(const std::vector<int32_t>& tokens);
-  // The same, the first `context` tokens' caches being given, bf16 [context][kv_heads][head_dim] per
-  // layer.
+  // The same, the first `context` tokens' caches being given, bf16 [context][kv_heads][head_dim]
+  // per layer.
   void BeginWithCache(const std::vector<int32_t>& tokens, int context,
                       const std::vector<std::vector<uint16_t>>& k,
                       const std::vector<std::vector<uint16_t>>& v);

@@ -44,8 +44,8 @@ Node::Node(const NodeOptions& o) {
   dram_ = OrFail(PagePool::Create(
       "dram", model_->cache_layout(),
       OrFail(device_->Allocate(MemoryKind::kPinned, static_cast<size_t>(o.dram_bytes), "dram"))));
-  policy_ = OrFail(
-      NewFullPolicy({device_.get(), hbm_.get(), o.max_sequences, model_->max_context()}));
+  policy_ =
+      OrFail(NewFullPolicy({device_.get(), hbm_.get(), o.max_sequences, model_->max_context()}));
   TransferTable::Options transfers;
   transfers.model_fingerprint = model_->fingerprint();
   transfers.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);

@@ -18,8 +18,8 @@ namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 
-// Anonymous memory; large pieces begin on a huge page and ask for them (2-3 x the read bandwidth for
-// weights). Touched on first use.
+// Anonymous memory; large pieces begin on a huge page and ask for them (2-3 x the read bandwidth
+// for weights). Touched on first use.
 absl::StatusOr<Buffer> MapMemory(size_t bytes, const std::string& what) {
   if (bytes == 0) return Buffer();
   const bool huge = bytes >= kHugePage;

@@ -1,5 +1,6 @@
-// The CPU device: "HBM" is ordinary memory with huge pages, a stream is an ordered queue with a thread
-// of its own, and an operator runs on that thread together with the device's team of helpers.
+// The CPU device: "HBM" is ordinary memory with huge pages, a stream is an ordered queue with a
+// thread of its own, and an operator runs on that thread together with the device's team of
+// helpers.
 #pragma once
 
 #include <memory>
@@ -13,7 +14,8 @@ namespace sluice {
 struct CpuDeviceOptions {
   // "auto": the best path of this processor; or a name of kernels/kernel_table.h.
   std::string kernels = "auto";
-  // Threads that compute, the compute stream's own included. 0: one per core that this process may use.
+  // Threads that compute, the compute stream's own included. 0: one per core that this process may
+  // use.
   int threads = 0;
 };
 

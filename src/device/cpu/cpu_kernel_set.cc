@@ -105,9 +105,9 @@ absl::StatusOr<Weight> CpuKernelSet::Prepare(absl::Span<const MatrixPart> parts,
     return weight;
   }
   const int64_t elements = panels ? kernels::PanelElements(n, k) : int64_t{n} * k;
-  SLUICE_ASSIGN_OR_RETURN(
-      weight.storage, device_->Allocate(MemoryKind::kDevice, static_cast<size_t>(elements) * 2,
-                                        absl::StrCat("a matrix of weights, ", n, " x ", k)));
+  SLUICE_ASSIGN_OR_RETURN(weight.storage,
+                          device_->Allocate(MemoryKind::kDevice, static_cast<size_t>(elements) * 2,
+                                            absl::StrCat("a matrix of weights, ", n, " x ", k)));
   auto* out = weight.storage.as<uint16_t>();
   weight.matrix.data = out;
   int32_t first_row = 0;

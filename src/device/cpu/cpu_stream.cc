@@ -49,11 +49,8 @@ void CpuStream::Record(Event& event) {
     uint32_t value;
   };
   const uint32_t value = cpu_event.recorded_.fetch_add(1, std::memory_order_relaxed) + 1;
-  Enqueue<Work>(
-      [](const Work& w, CpuTeam*) {
-        StoreAndNotify(w.event->done_, w.value);
-      },
-      Work{&cpu_event, value});
+  Enqueue<Work>([](const Work& w, CpuTeam*) { StoreAndNotify(w.event->done_, w.value); },
+                Work{&cpu_event, value});
 }
 
 void CpuStream::WaitFor(Event& event) {
@@ -73,9 +70,7 @@ CpuStream::Command& CpuStream::NextSlot() {
   return ring_[head % kCommands];
 }
 
-void CpuStream::Publish() {
-  StoreAndNotify(head_, head_.load(std::memory_order_relaxed) + 1);
-}
+void CpuStream::Publish() { StoreAndNotify(head_, head_.load(std::memory_order_relaxed) + 1); }
 
 void CpuStream::Loop() {
   for (uint32_t tail = 0;;) {

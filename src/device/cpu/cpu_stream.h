@@ -43,7 +43,8 @@ class CpuStream : public Stream {
   // Queues run(work, team). Work is copied bytewise.
   template <typename Work>
   void Enqueue(void (*run)(const Work& work, CpuTeam* team), const Work& work) {
-    static_assert(std::is_trivially_copyable_v<Work> && sizeof(Work) + sizeof(run) <= kPayloadBytes);
+    static_assert(std::is_trivially_copyable_v<Work> &&
+                  sizeof(Work) + sizeof(run) <= kPayloadBytes);
     struct Packed {
       void (*run)(const Work&, CpuTeam*);
       Work work;

@@ -17,8 +17,8 @@ class CpuTeam {
   ~CpuTeam();
   int threads() const { return threads_; }
 
-  // Calls run(work, {i, workers}) for every i in [0, workers), the last share on the calling thread,
-  // and returns when all are done. workers <= threads().
+  // Calls run(work, {i, workers}) for every i in [0, workers), the last share on the calling
+  // thread, and returns when all are done. workers <= threads().
   using RunFn = void (*)(const void* work, kernels::Worker worker);
   void Run(RunFn run, const void* work, int workers);
 

@@ -1,5 +1,5 @@
-// The engine on a real tiny model: joining, leaving, handoffs and every way to end. What it computes is
-// tests/parity's business.
+// The engine on a real tiny model: joining, leaving, handoffs and every way to end. What it
+// computes is tests/parity's business.
 #include "src/engine/engine.h"
 
 #include <catch2/catch.hpp>
@@ -83,15 +83,14 @@ TEST_CASE("a handed-over first token is emitted first and continued from") {
   Node node(Options());
   const fixtures::GoldenCase& g = Golden();
   const auto context = static_cast<uint32_t>(g.prompt.size());
-  const std::vector<int32_t> without =
-      node.Generate(ById(PushGolden(node, context, 8), 8)).ids;
+  const std::vector<int32_t> without = node.Generate(ById(PushGolden(node, context, 8), 8)).ids;
   const Generated with =
       node.Generate(ById(PushGolden(node, context, 8, {TokenOf(without[0])}), 8));
   CHECK(with.ids == without);
   CHECK(with.finish.completion_tokens == 8);
   // Several of them, and none left to compute.
-  const Generated all = node.Generate(
-      ById(PushGolden(node, context, 3, {TokenOf(9), TokenOf(8), TokenOf(7)}), 3));
+  const Generated all =
+      node.Generate(ById(PushGolden(node, context, 3, {TokenOf(9), TokenOf(8), TokenOf(7)}), 3));
   CHECK(all.ids == std::vector<int32_t>{9, 8, 7});
   CHECK(all.finish.reason == Reason::kLength);
   // One of them ends the sequence.
@@ -134,10 +133,10 @@ TEST_CASE("a stop string ends a sequence at the token that completes it") {
                         std::filesystem::copy_options::recursive);
   std::string vocab;
   for (int i = 0; i < 512; ++i) absl::StrAppend(&vocab, i == 0 ? "" : ",", "\"<", i, ">\":", i);
-  REQUIRE(fixtures::WriteFile(dir.File("tokenizer.json"),
-                              absl::StrCat(R"({"added_tokens":[],"decoder":{"type":"ByteLevel"},)",
-                                           R"("model":{"type":"BPE","merges":[],"vocab":{)", vocab,
-                                           "}}}"))
+  REQUIRE(fixtures::WriteFile(
+              dir.File("tokenizer.json"),
+              absl::StrCat(R"({"added_tokens":[],"decoder":{"type":"ByteLevel"},)",
+                           R"("model":{"type":"BPE","merges":[],"vocab":{)", vocab, "}}}"))
               .ok());
   NodeOptions options = Options();
   options.model_dir = dir.path();
@@ -166,7 +165,8 @@ TEST_CASE("more sequences than slots, and than HBM holds, all finish as if alone
   CHECK(node.Quiescent());
 }
 
-TEST_CASE("cancel, deadline and a vanished transfer end a sequence once, and its memory comes back") {
+TEST_CASE(
+    "cancel, deadline and a vanished transfer end a sequence once, and its memory comes back") {
   NodeOptions options = Options();
   options.max_sequences = 2;
   options.transfer_wait = absl::Milliseconds(200);
@@ -247,7 +247,7 @@ TEST_CASE("a Generate waits for its transfer by key, and for its commit") {
   REQUIRE(reserved.ok());
   for (uint32_t layer = 0; layer < g.k.size(); ++layer) {
     const std::vector<uint8_t> payload = node.ChunkPayload(g.k[layer], g.v[layer], 0, context);
-    ChunkHeader header{reserved->transfer_id, layer, "kv", 0, 2, 0, context,
+    ChunkHeader header{reserved->transfer_id,   layer, "kv", 0, 2, 0, context,
                        testing::Crc32c(payload)};
     REQUIRE(node.Land(header, payload).ok());
   }

@@ -96,7 +96,8 @@ TEST_CASE("whatever comes and goes, no page has two owners and everything comes 
   // One run again: the neighbours were joined.
   Reservation whole = pool->TryReserve(pool->capacity_tokens());
   CHECK(pool->Take(whole, 0, whole.left(0), -2).size() == 1);
-  pool->Give(0, {{0, static_cast<int32_t>(pool->UsageOf(0).used_bytes / layout.kinds[0].page_bytes())}});
+  pool->Give(
+      0, {{0, static_cast<int32_t>(pool->UsageOf(0).used_bytes / layout.kinds[0].page_bytes())}});
 }
 
 }  // namespace

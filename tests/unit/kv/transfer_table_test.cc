@@ -218,15 +218,15 @@ TEST_CASE("chunks in any order and any grouping land byte for byte at home") {
   for (const ChunkHeader& chunk : chunks) {
     const auto kind = static_cast<size_t>(t.layout.FindKind(chunk.kind));
     const CacheKind& k = t.layout.kinds[kind];
-    const uint8_t* block =
-        (*ready)->home->BlockAddress(static_cast<int>(chunk.layer), kind,
-                                     static_cast<int>(chunk.head_begin),
-                                     chunk.token_begin / static_cast<uint32_t>(k.block_tokens));
+    const uint8_t* block = (*ready)->home->BlockAddress(
+        static_cast<int>(chunk.layer), kind, static_cast<int>(chunk.head_begin),
+        chunk.token_begin / static_cast<uint32_t>(k.block_tokens));
     const std::vector<uint8_t> want = t.Payload(chunk);
     const size_t part_bytes = want.size() / static_cast<size_t>(k.parts);
     for (int part = 0; part < k.parts; ++part) {
       const uint8_t* at = block + part * k.block_bytes() / k.parts;
-      REQUIRE(std::equal(at, at + part_bytes, want.begin() + part * static_cast<int64_t>(part_bytes)));
+      REQUIRE(
+          std::equal(at, at + part_bytes, want.begin() + part * static_cast<int64_t>(part_bytes)));
     }
   }
   CHECK((*ready)->prompt.size() == kContext);
@@ -315,7 +315,8 @@ TEST_CASE("a chunk that fails its checksum leaves its blocks missing, and may be
   CHECK(t.Empty());
 }
 
-TEST_CASE("the same chunk twice is accepted once; other bytes for a landed block poison the transfer") {
+TEST_CASE(
+    "the same chunk twice is accepted once; other bytes for a landed block poison the transfer") {
   Table t;
   const std::string id = t.Reserve();
   const auto attached = t.table->Attach(ById(id));

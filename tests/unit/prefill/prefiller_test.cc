@@ -97,9 +97,8 @@ TEST_CASE("what a prefill node pushes decodes as if the node had computed it its
         INFO(std::string(result.status().ToString()));
         REQUIRE(result.ok());
         REQUIRE(result->first_token.has_value());
-        REQUIRE(node.transfers()
-                    .Commit(reserved->transfer_id, {*result->first_token}, nullptr)
-                    .ok());
+        REQUIRE(
+            node.transfers().Commit(reserved->transfer_id, {*result->first_token}, nullptr).ok());
         Request request = GreedyRequest({}, 16);
         request.handoff.transfer_id = reserved->transfer_id;
         // To the bit: chunks and nodes do not show in a row.

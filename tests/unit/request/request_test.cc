@@ -45,7 +45,8 @@ TEST_CASE("a full stream has no room, and a read that frees it wakes the engine"
   CHECK_FALSE(stream.HasRoom(5));
 }
 
-TEST_CASE("the ready callback comes for what was there before it was set, and never after clearing") {
+TEST_CASE(
+    "the ready callback comes for what was there before it was set, and never after clearing") {
   TokenStream stream(8);
   stream.Emit(TokenOf(1));
   int called = 0;

@@ -32,9 +32,18 @@ TEST_CASE("every value out of range is refused by the name of its field") {
       {"repetition_penalty", [=](auto& p) { p.repetition_penalty = infinity; }},
       {"frequency_penalty", [](auto& p) { p.frequency_penalty = 2.5f; }},
       {"presence_penalty", [](auto& p) { p.presence_penalty = -2.5f; }},
-      {"logit_bias", [](auto& p) { p.logit_bias = {{100, 1.0f}}; }},
-      {"logit_bias", [](auto& p) { p.logit_bias = {{1, 101.0f}}; }},
-      {"logit_bias", [=](auto& p) { p.logit_bias = {{1, nan}}; }},
+      {"logit_bias",
+       [](auto& p) {
+         p.logit_bias = {{100, 1.0f}};
+       }},
+      {"logit_bias",
+       [](auto& p) {
+         p.logit_bias = {{1, 101.0f}};
+       }},
+      {"logit_bias",
+       [=](auto& p) {
+         p.logit_bias = {{1, nan}};
+       }},
       {"stop_token_ids", [](auto& p) { p.stop_token_ids = {100}; }},
       {"stop_token_ids", [](auto& p) { p.stop_token_ids.assign(33, 1); }},
       {"stop", [](auto& p) { p.stop = {""}; }},

@@ -155,9 +155,9 @@ class FullPolicyImpl : public FullPolicy {
   Device* const device_;
   PagePool* const hbm_;
   const int slots_count_;
-  const int64_t table_stride_;   // blocks
-  const Buffer device_tables_;   // int32 [layers][slots][table_stride]
-  const Buffer host_tables_;     // the same, where they are sent from
+  const int64_t table_stride_;  // blocks
+  const Buffer device_tables_;  // int32 [layers][slots][table_stride]
+  const Buffer host_tables_;    // the same, where they are sent from
   std::vector<Slot> slots_;
   std::unique_ptr<Stream> copy_stream_;  // last: its thread ends first
 };
@@ -170,11 +170,12 @@ absl::StatusOr<std::unique_ptr<FullPolicy>> NewFullPolicy(const FullPolicyOption
   const size_t bytes = static_cast<size_t>(layout.layers) * static_cast<size_t>(options.slots) *
                        static_cast<size_t>(layout.kinds[kKv].BlocksFor(options.max_context)) *
                        sizeof(int32_t);
-  SLUICE_ASSIGN_OR_RETURN(
-      Buffer device_tables, options.device->Allocate(MemoryKind::kDevice, bytes, "block tables"));
-  SLUICE_ASSIGN_OR_RETURN(
-      Buffer host_tables, options.device->Allocate(MemoryKind::kPinned, bytes, "block tables"));
-  return std::make_unique<FullPolicyImpl>(options, std::move(device_tables), std::move(host_tables));
+  SLUICE_ASSIGN_OR_RETURN(Buffer device_tables,
+                          options.device->Allocate(MemoryKind::kDevice, bytes, "block tables"));
+  SLUICE_ASSIGN_OR_RETURN(Buffer host_tables,
+                          options.device->Allocate(MemoryKind::kPinned, bytes, "block tables"));
+  return std::make_unique<FullPolicyImpl>(options, std::move(device_tables),
+                                          std::move(host_tables));
 }
 
 }  // namespace sluice
