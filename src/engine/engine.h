@@ -12,8 +12,10 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "src/base/clock.h"
+#include "src/base/strong_id.h"
 #include "src/device/device.h"
 #include "src/request/request.h"
 
@@ -71,11 +73,13 @@ class Engine {
   // ---- From any thread ----
 
   // Checks what can be checked without the batch and queues the request. A returned error means
-  // that the sink will never be called; after OK the sink gets exactly one Finish.
-  virtual absl::Status Submit(Request request) = 0;
-  // The sequence (if it is alive) ends with `why`. `done(found)` runs on the engine's thread.
-  virtual void Cancel(const std::string& request_id, absl::Status why,
-                      std::function<void(bool)> done) = 0;
+  // that the sink will never be called; after an id the sink gets exactly one Finish.
+  virtual absl::StatusOr<SequenceId> Submit(Request request) = 0;
+  // The sequence, if it is alive, ends with `why`.
+  virtual void Cancel(SequenceId id, absl::Status why) = 0;
+  // The same by its caller's name for it. `done(found)` runs on the engine's thread.
+  virtual void CancelRequest(const std::string& request_id, absl::Status why,
+                             std::function<void(bool)> done) = 0;
   // `done` runs on the engine's thread within one step.
   virtual void Snapshot(std::function<void(EngineSnapshot)> done) = 0;
   // New requests are refused with UNAVAILABLE from now on; what runs goes on. `idle` runs on the

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "src/base/strong_id.h"
 #include "src/kv/transfer_table.h"
 #include "src/request/request.h"
 #include "src/request/stop_conditions.h"
@@ -25,6 +26,7 @@ struct Sequence {
   Sequence(Request r, StopConditions conditions)
       : request(std::move(r)), stops(std::move(conditions)) {}
 
+  SequenceId id;
   Request request;
   StopConditions stops;
   State state = State::kWaiting;

@@ -153,7 +153,7 @@ absl::Status DecodeNode::DecodeCanary() {
   request.deadline = absl::Now() + kCanaryTimeout;
   request.allow_local_prefill = true;
   request.sink = stream;
-  absl::Status status = engine_->Submit(std::move(request));
+  absl::Status status = engine_->Submit(std::move(request)).status();
   size_t tokens = 0;
   while (status.ok()) {
     const TokenStream::Batch batch = stream->ReadBlocking();

@@ -88,7 +88,7 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
     auto stream = std::make_shared<TokenStream>(options.stream_capacity,
                                                 [engine = engine_] { engine->Wake(); });
     request.sink = stream;
-    SLUICE_RETURN_IF_ERROR(engine_->Submit(std::move(request)));
+    SLUICE_ASSIGN_OR_RETURN(sequence_, engine_->Submit(std::move(request)));
     stream_ = std::move(stream);
     return absl::OkStatus();
   }
@@ -133,7 +133,6 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
 
   void CancelSequence() {
     {
-      // Once the end has been read the name may be another caller's.
       absl::MutexLock lock(&mutex_);
       if (end_.has_value() || finished_ || cancelled_) return;
       cancelled_ = true;
@@ -141,12 +140,13 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
     const absl::Status why = DeadlineOf(*context_) <= absl::Now()
                                  ? absl::DeadlineExceededError("the call's deadline has passed")
                                  : absl::CancelledError("the caller is gone or has cancelled");
-    engine_->Cancel(request_id_, why, [](bool) {});
+    engine_->Cancel(sequence_, why);
   }
 
   Engine* const engine_;
   grpc::CallbackServerContext* const context_;
   std::string request_id_;
+  SequenceId sequence_;
   std::shared_ptr<TokenStream> stream_;  // null: Submit was refused
 
   absl::Mutex mutex_;
@@ -179,11 +179,12 @@ class DecodeService final : public v1::Decode::CallbackService {
       reactor->Finish(ToGrpcStatus(status));
       return reactor;
     }
-    options_.engine->Cancel(request->request_id(), absl::CancelledError("cancelled by Cancel"),
-                            [reactor, response](bool found) {
-                              response->set_found(found);
-                              reactor->Finish(grpc::Status::OK);
-                            });
+    options_.engine->CancelRequest(request->request_id(),
+                                   absl::CancelledError("cancelled by Cancel"),
+                                   [reactor, response](bool found) {
+                                     response->set_found(found);
+                                     reactor->Finish(grpc::Status::OK);
+                                   });
     return reactor;
   }
 

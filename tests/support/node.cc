@@ -162,7 +162,7 @@ std::shared_ptr<TokenStream> Node::Start(Request request, size_t capacity) {
   if (request.request_id.empty()) request.request_id = absl::StrCat("r", next_request_++);
   auto stream = std::make_shared<TokenStream>(capacity, [this] { engine_->Wake(); });
   request.sink = stream;
-  const absl::Status status = engine_->Submit(std::move(request));
+  const absl::Status status = engine_->Submit(std::move(request)).status();
   INFO(std::string(status.ToString()));
   REQUIRE(status.ok());
   return stream;

@@ -59,7 +59,7 @@ Request ById(const std::string& transfer_id, uint32_t max_tokens) {
 absl::Status SubmitStatus(Node& node, Request request) {
   request.request_id = request.request_id.empty() ? "x" : request.request_id;
   request.sink = std::make_shared<TokenStream>(64);
-  return node.engine().Submit(std::move(request));
+  return node.engine().Submit(std::move(request)).status();
 }
 
 TEST_CASE("any part of the prompt may be handed over: the rest is pending") {
@@ -174,7 +174,7 @@ TEST_CASE(
   const auto cancel = [&](const std::string& id) {
     absl::Notification done;
     bool was_there = false;
-    node.engine().Cancel(id, absl::CancelledError("by test"), [&](bool found) {
+    node.engine().CancelRequest(id, absl::CancelledError("by test"), [&](bool found) {
       was_there = found;
       done.Notify();
     });

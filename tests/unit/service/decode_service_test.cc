@@ -26,16 +26,26 @@ namespace {
 // Finish, and calls it from one thread at a time.
 class FakeEngine : public Engine {
  public:
-  absl::Status Submit(Request request) override {
+  absl::StatusOr<SequenceId> Submit(Request request) override {
     absl::MutexLock lock(&mutex_);
     if (!refusal.ok()) return refusal;
     const std::string id = request.request_id;
     if (!alive_.emplace(id, std::move(request)).second) {
       return absl::AlreadyExistsError("a sequence of this name is alive");
     }
-    return absl::OkStatus();
+    names_.push_back(id);
+    return SequenceId(names_.size() - 1);
   }
-  void Cancel(const std::string& id, absl::Status why, std::function<void(bool)> done) override {
+  void Cancel(SequenceId id, absl::Status why) override {
+    std::string name;
+    {
+      absl::MutexLock lock(&mutex_);
+      name = names_.at(id.value());
+    }
+    CancelRequest(name, std::move(why), [](bool) {});
+  }
+  void CancelRequest(const std::string& id, absl::Status why,
+                     std::function<void(bool)> done) override {
     FinishInfo info;
     info.status = why;
     const bool found = Finish(id, info);
@@ -104,6 +114,7 @@ class FakeEngine : public Engine {
   absl::Mutex engine_thread_;
   absl::Mutex mutex_;
   std::map<std::string, Request> alive_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::string> names_ ABSL_GUARDED_BY(mutex_);  // by SequenceId
   std::vector<absl::Status> cancelled_with ABSL_GUARDED_BY(mutex_);
 };
 

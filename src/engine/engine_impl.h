@@ -1,0 +1,113 @@
+// The engine's insides, shared by engine.cc (what any thread may call), turn.cc (the phases of a
+// turn) and sequence_life.cc (how a sequence comes, emits and goes).
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/synchronization/mutex.h"
+#include "src/base/rng.h"
+#include "src/engine/batch_state.h"
+#include "src/engine/engine.h"
+#include "src/engine/inbox.h"
+#include "src/engine/sequence.h"
+#include "src/scheduler/planner.h"
+
+namespace sluice {
+
+class EngineImpl : public Engine {
+ public:
+  EngineImpl(const Options& options, const Parts& parts, std::unique_ptr<BatchState> batch);
+  ~EngineImpl() override;
+
+  absl::StatusOr<SequenceId> Submit(Request request) override;
+  void Cancel(SequenceId id, absl::Status why) override;
+  void CancelRequest(const std::string& request_id, absl::Status why,
+                     std::function<void(bool)> done) override;
+  void Snapshot(std::function<void(EngineSnapshot)> done) override;
+  void Drain(std::function<void()> idle) override;
+  void CancelAll(absl::Status why) override;
+  void Wake() override { inbox_.Wake(); }
+  Next Turn() override;
+  void WaitForInbox(absl::Time until) override { inbox_.Wait(until); }
+
+ private:
+  // A launched step whose results are not read.
+  struct Step {
+    uint64_t number = 0;
+    int buffer = 0;
+    absl::Time launched;
+    std::vector<Sequence*> sampled;  // in the order of the plan's sampling rows
+    std::vector<Sequence*> members;  // every sequence that has a row
+  };
+
+  absl::Status CheckRequest(const Request& request) const;
+  // The rules between a request and its manifest; sets what follows from the latter.
+  static absl::Status CheckManifest(const Request& request, const std::vector<int32_t>& prompt,
+                                    uint32_t max_new_tokens);
+
+  // Phases of a turn.
+  void CheckTimes(absl::Time now);
+  void TakeReadyTransfers(absl::Time now);
+  void AdmitWaiting(absl::Time now);
+  bool LaunchStep(absl::Time now);
+  void CompleteStep();
+  void ReleaseSlots();
+  void UpdateGauges();
+  // The event that the first slot on its way in or out waits for, or null.
+  Event* PendingSlotEvent();
+
+  void Add(std::unique_ptr<Sequence> sequence, absl::Time now);
+  void BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time now);
+  // Emits an output token and ends the sequence if it stops there; then the sequence may be gone,
+  // and the result is false.
+  bool Emit(Sequence& sequence, OutputToken token, absl::Time now);
+  void Finish(Sequence& sequence, FinishInfo info, absl::Time now);
+  void FinishWith(Sequence& sequence, absl::Status why, absl::Time now);
+  void Erase(Sequence& sequence);
+  void CheckIdle();
+
+  const Options options_;
+  const Parts parts_;
+  Inbox inbox_;
+
+  // Shared with Submit.
+  absl::Mutex submit_mutex_;
+  absl::flat_hash_set<std::string> alive_ids_ ABSL_GUARDED_BY(submit_mutex_);
+  uint64_t next_id_ ABSL_GUARDED_BY(submit_mutex_) = 1;
+  uint32_t waiting_count_ ABSL_GUARDED_BY(submit_mutex_) = 0;  // submitted and not yet admitted
+  bool draining_ ABSL_GUARDED_BY(submit_mutex_) = false;
+  std::atomic<bool> transfers_changed_{false};
+
+  // Engine's thread.
+  const std::unique_ptr<BatchState> batch_;
+  const std::unique_ptr<Stream> stream_;
+  absl::flat_hash_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
+  absl::flat_hash_map<std::string, Sequence*> by_name_;  // request id
+  std::vector<Sequence*> awaiting_;                      // for their transfer
+  std::deque<Sequence*> waiting_;                        // for room, in order of arrival
+  std::vector<Sequence*> running_;                       // in order of admission
+  std::vector<std::unique_ptr<Sequence>> leaving_;       // finished, slot still in a launched step
+  std::vector<Sequence*> slots_;
+  std::vector<int> free_slots_;
+  std::deque<Step> steps_;
+  std::vector<Step> spare_steps_;
+  std::vector<PlannerSequence> planner_view_;
+  Event* cold_ = nullptr;  // of a slot that could not run in the newest plan for it was not warm
+  StepPlan plan_;
+  uint64_t launched_steps_ = 0;
+  uint64_t completed_steps_ = 0;
+  absl::Time next_reap_ = absl::InfinitePast();
+  absl::Time next_check_ = absl::InfinitePast();
+  SplitMix64 seeds_;
+  std::vector<std::function<void()>> idle_callbacks_;
+};
+
+}  // namespace sluice

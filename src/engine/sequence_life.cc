@@ -1,0 +1,149 @@
+// How a sequence comes, becomes ready, emits and ends.
+#include <algorithm>
+#include <utility>
+
+#include "src/attention/attention_policy.h"
+#include "src/base/error.h"
+#include "src/base/status_macros.h"
+#include "src/engine/engine_impl.h"
+#include "src/metrics/metrics.h"
+#include "src/model/token_bytes.h"
+
+namespace sluice {
+namespace {
+
+RequestOutcome OutcomeOf(const FinishInfo& info) {
+  switch (info.reason) {
+    case FinishInfo::Reason::kStop:
+      return RequestOutcome::kFinishedStop;
+    case FinishInfo::Reason::kLength:
+      return RequestOutcome::kFinishedLength;
+    case FinishInfo::Reason::kError:
+      break;
+  }
+  if (absl::IsCancelled(info.status)) return RequestOutcome::kCancelled;
+  if (absl::IsDeadlineExceeded(info.status)) return RequestOutcome::kDeadline;
+  if (ReasonOf(info.status) == "SLOW_READER") return RequestOutcome::kSlowReader;
+  return RequestOutcome::kError;
+}
+
+}  // namespace
+
+void EngineImpl::Add(std::unique_ptr<Sequence> owned, absl::Time now) {
+  Sequence& sequence = *owned;
+  sequence.arrival = now;
+  by_name_.emplace(sequence.request.request_id, &sequence);
+  sequences_.emplace(sequence.id, std::move(owned));
+  next_check_ = absl::InfinitePast();
+  if (sequence.attached.has_value()) {
+    sequence.state = Sequence::State::kAwaitingTransfer;
+    sequence.give_up = now + options_.transfer_wait;
+    awaiting_.push_back(&sequence);
+    transfers_changed_.store(true, std::memory_order_release);
+    return;
+  }
+  ReadySequence ready;
+  ready.prompt = sequence.request.prompt;
+  ready.max_new_tokens =
+      static_cast<uint32_t>(options_.max_context - sequence.request.prompt.size());
+  BecomeReady(sequence, std::move(ready), now);
+}
+
+void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time now) {
+  sequence.state = Sequence::State::kWaiting;
+  sequence.give_up = absl::InfiniteFuture();
+  sequence.transfer_id = std::move(ready.transfer_id);
+  sequence.home = std::move(ready.home);
+  sequence.tokens = std::move(ready.prompt);
+  sequence.prompt_length = static_cast<int64_t>(sequence.tokens.size());
+  sequence.context_length = ready.context_length;
+  sequence.max_tokens = sequence.request.sampling.max_tokens.value_or(ready.max_new_tokens);
+  sequence.last_emit = sequence.arrival;
+  waiting_.push_back(&sequence);
+  if (parts_.metrics != nullptr) {
+    parts_.metrics->tokens(TokenKind::kHandedOver).Add(static_cast<double>(ready.context_length));
+  }
+  // The handoff's first tokens are pending, and the caller's before anything is computed.
+  for (OutputToken& token : ready.first_tokens) {
+    sequence.tokens.push_back(token.id);
+    if (!sequence.request.sampling.logprobs.has_value()) {
+      token.logprob.reset();
+      token.top_logprobs.clear();
+    }
+    if (!Emit(sequence, std::move(token), now)) return;
+  }
+  sequence.length = static_cast<int64_t>(sequence.tokens.size());
+  // A cache that covers every token recomputes the last one, whose logits choose the next.
+  sequence.cached = std::min(sequence.context_length, sequence.length - 1);
+}
+
+bool EngineImpl::Emit(Sequence& sequence, OutputToken token, absl::Time now) {
+  const int32_t id = token.id;
+  ++sequence.emitted;
+  if (parts_.metrics != nullptr) {
+    if (sequence.emitted == 1) {
+      parts_.metrics->time_to_first_token.Observe(now - sequence.arrival);
+    } else {
+      parts_.metrics->inter_token_latency.Observe(now - sequence.last_emit);
+    }
+    parts_.metrics->tokens(TokenKind::kOutput).Add();
+  }
+  sequence.last_emit = now;
+  sequence.request.sink->Emit(std::move(token));
+  const std::string* bytes =
+      parts_.token_bytes != nullptr ? &parts_.token_bytes->Bytes(id) : nullptr;
+  if (auto match = sequence.stops.Take(id, bytes); match.has_value()) {
+    FinishInfo info;
+    info.reason = FinishInfo::Reason::kStop;
+    info.stop_token_id = match->token_id;
+    info.stop_string = match->text;
+    Finish(sequence, std::move(info), now);
+    return false;
+  }
+  if (sequence.emitted < sequence.max_tokens) return true;
+  FinishInfo info;
+  info.reason = FinishInfo::Reason::kLength;
+  Finish(sequence, std::move(info), now);
+  return false;
+}
+
+void EngineImpl::FinishWith(Sequence& sequence, absl::Status why, absl::Time now) {
+  FinishInfo info;
+  info.reason = FinishInfo::Reason::kError;
+  info.status = std::move(why);
+  Finish(sequence, std::move(info), now);
+}
+
+void EngineImpl::Finish(Sequence& sequence, FinishInfo info, absl::Time now) {
+  SLUICE_CHECK(sequence.state != Sequence::State::kFinished, "a sequence ends exactly once");
+  info.prompt_tokens = static_cast<uint32_t>(sequence.prompt_length);
+  info.completion_tokens = static_cast<uint32_t>(sequence.emitted);
+  info.cached_tokens = static_cast<uint32_t>(sequence.context_length);
+  if (parts_.metrics != nullptr) {
+    parts_.metrics->requests(OutcomeOf(info)).Add();
+    parts_.metrics->request_seconds.Observe(now - sequence.arrival);
+  }
+  const bool had_slot = sequence.state == Sequence::State::kRunning;
+  if (sequence.attached.has_value()) {
+    parts_.transfers->Detach(*sequence.attached, /*abort_transfer=*/true);
+  }
+  std::erase(awaiting_, &sequence);
+  std::erase(waiting_, &sequence);
+  std::erase(running_, &sequence);
+  sequence.state = Sequence::State::kFinished;
+  const std::shared_ptr<TokenSink> sink = std::move(sequence.request.sink);
+  by_name_.erase(sequence.request.request_id);
+  const auto it = sequences_.find(sequence.id);
+  std::unique_ptr<Sequence> owned = std::move(it->second);
+  sequences_.erase(it);
+  {
+    absl::MutexLock lock(&submit_mutex_);
+    alive_ids_.erase(sequence.request.request_id);
+    if (!had_slot) --waiting_count_;
+  }
+  // A launched step may still point to it: it goes in ReleaseSlots, between turns' phases.
+  if (had_slot) leaving_.push_back(std::move(owned));
+  sink->Finish(std::move(info));
+}
+
+}  // namespace sluice

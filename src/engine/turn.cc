@@ -1,0 +1,253 @@
+// The phases of a turn: times, transfers, admission, launch, results, slots.
+#include <algorithm>
+#include <utility>
+
+#include "src/attention/attention_policy.h"
+#include "src/base/error.h"
+#include "src/base/status_macros.h"
+#include "src/engine/engine_impl.h"
+#include "src/metrics/metrics.h"
+#include "src/model/model.h"
+
+namespace sluice {
+
+Engine::Next EngineImpl::Turn() {
+  inbox_.Drain();
+  const absl::Time now = parts_.clock->Now();
+  if (now >= next_reap_ || transfers_changed_.load(std::memory_order_acquire)) {
+    TakeReadyTransfers(now);
+  }
+  if (now >= next_check_) CheckTimes(now);
+  ReleaseSlots();
+  AdmitWaiting(now);
+  UpdateGauges();
+
+  const bool launched = steps_.size() < BatchState::kDepth && LaunchStep(now);
+  if (steps_.size() == BatchState::kDepth || (!steps_.empty() && !launched)) {
+    Event& event = batch_->event(steps_.front().buffer);
+    if (!event.Ready()) return {Next::Kind::kEvent, &event, {}};
+    CompleteStep();
+    return {Next::Kind::kNow, nullptr, {}};
+  }
+  if (launched) return {Next::Kind::kNow, nullptr, {}};
+  // Nothing is launched: what has a slot is parked, or on its way in or out.
+  if (Event* event = PendingSlotEvent(); event != nullptr) return {Next::Kind::kEvent, event, {}};
+  CheckIdle();
+  return {Next::Kind::kInbox, nullptr, std::min(next_reap_, next_check_)};
+}
+
+void EngineImpl::TakeReadyTransfers(absl::Time now) {
+  // Cleared first: what changes meanwhile is seen in the next turn.
+  transfers_changed_.store(false, std::memory_order_release);
+  uint64_t expired = 0;
+  next_reap_ = parts_.transfers->Reap(&expired);
+  if (expired > 0 && parts_.metrics != nullptr) {
+    parts_.metrics->leases_expired.Add(static_cast<double>(expired));
+  }
+  const std::vector<Sequence*> awaiting = awaiting_;  // finishing one changes the list
+  for (Sequence* sequence : awaiting) {
+    absl::StatusOr<std::optional<ReadySequence>> ready =
+        parts_.transfers->TakeReady(*sequence->attached);
+    if (ready.ok() && !ready->has_value()) continue;
+    sequence->attached.reset();
+    if (!ready.ok()) {
+      FinishWith(*sequence, ready.status(), now);
+      continue;
+    }
+    absl::Status status =
+        CheckManifest(sequence->request, (*ready)->prompt, (*ready)->max_new_tokens);
+    if (!status.ok()) {
+      FinishWith(*sequence, std::move(status), now);
+      continue;
+    }
+    awaiting_.erase(std::find(awaiting_.begin(), awaiting_.end(), sequence));
+    BecomeReady(*sequence, **std::move(ready), now);
+  }
+}
+
+void EngineImpl::CheckTimes(absl::Time now) {
+  absl::Time next = absl::InfiniteFuture();
+  std::vector<std::pair<Sequence*, absl::Status>> over;
+  for (const auto& [id, sequence] : sequences_) {
+    const absl::Time deadline = sequence->request.deadline;
+    const absl::Time slow = sequence->parked_since.has_value()
+                                ? *sequence->parked_since + options_.slow_reader_timeout
+                                : absl::InfiniteFuture();
+    if (deadline <= now) {
+      over.emplace_back(sequence.get(),
+                        absl::DeadlineExceededError("the request's deadline passed"));
+    } else if (sequence->give_up <= now) {
+      over.emplace_back(sequence.get(),
+                        WithReason(absl::DeadlineExceededError(
+                                       absl::StrCat("its transfer was not complete within ",
+                                                    absl::FormatDuration(options_.transfer_wait))),
+                                   "TRANSFER_WAIT"));
+    } else if (slow <= now) {
+      if (parts_.metrics != nullptr) parts_.metrics->slow_readers.Add();
+      over.emplace_back(sequence.get(),
+                        WithReason(absl::AbortedError(absl::StrCat(
+                                       "the stream was not read for ",
+                                       absl::FormatDuration(options_.slow_reader_timeout))),
+                                   "SLOW_READER"));
+    } else {
+      next = std::min({next, deadline, sequence->give_up, slow});
+    }
+  }
+  next_check_ = next;
+  for (auto& [sequence, why] : over) FinishWith(*sequence, std::move(why), now);
+}
+
+void EngineImpl::AdmitWaiting(absl::Time now) {
+  // First come, first served: a large sequence at the head is not overtaken for ever by small ones.
+  while (!waiting_.empty() && !free_slots_.empty()) {
+    Sequence& sequence = *waiting_.front();
+    const int slot = free_slots_.back();
+    if (!parts_.policy->Admit(slot, sequence.context_length, sequence.total(), sequence.home))
+      return;
+    waiting_.pop_front();
+    free_slots_.pop_back();
+    slots_[static_cast<size_t>(slot)] = &sequence;
+    sequence.slot = slot;
+    sequence.state = Sequence::State::kRunning;
+    sequence.admitted = now;
+    sequence.last_step = launched_steps_;
+    running_.push_back(&sequence);
+    batch_->Join(*stream_, slot, sequence.tokens, sequence.request.sampling, seeds_(),
+                 static_cast<int32_t>(sequence.prompt_length), sequence.stops.stop_ids());
+    {
+      absl::MutexLock lock(&submit_mutex_);
+      --waiting_count_;
+    }
+    if (parts_.metrics != nullptr) parts_.metrics->queue_seconds.Observe(now - sequence.arrival);
+  }
+}
+
+bool EngineImpl::LaunchStep(absl::Time now) {
+  planner_view_.clear();
+  cold_ = nullptr;
+  for (Sequence* sequence : running_) {
+    const bool room = sequence->request.sink->HasRoom(static_cast<size_t>(sequence->in_flight) + 1);
+    const bool work = sequence->cached < sequence->length && sequence->wants_token();
+    if (room) {
+      sequence->parked_since.reset();
+    } else if (work && !sequence->parked_since.has_value()) {
+      sequence->parked_since = now;
+      next_check_ = std::min(next_check_, now + options_.slow_reader_timeout);
+    }
+    PlannerSequence view;
+    view.slot = sequence->slot;
+    view.cached = sequence->cached;
+    view.length = sequence->length;
+    view.wants_token = sequence->wants_token();
+    view.runnable = room && work && parts_.policy->Warm(sequence->slot);
+    if (room && work && !view.runnable) cold_ = &parts_.policy->WarmEvent(sequence->slot);
+    planner_view_.push_back(view);
+  }
+  PlanStep({parts_.model->max_rows(), static_cast<int32_t>(options_.chunk_tokens)}, planner_view_,
+           &plan_);
+  if (plan_.rows.empty()) return false;
+
+  Step step;
+  if (!spare_steps_.empty()) {
+    step = std::move(spare_steps_.back());
+    spare_steps_.pop_back();
+  }
+  step.number = ++launched_steps_;
+  step.buffer = static_cast<int>(step.number % BatchState::kDepth);
+  step.launched = now;
+  step.sampled.clear();
+  step.members.clear();
+  for (const PlanRow& row : plan_.rows) {
+    Sequence& sequence = *slots_[static_cast<size_t>(row.slot)];
+    parts_.policy->Grow(row.slot, row.first_position + row.count, *stream_);
+    sequence.cached += row.count;
+    sequence.last_step = step.number;
+    ++sequence.in_flight;
+    step.members.push_back(&sequence);
+    if (row.sample) {
+      ++sequence.length;
+      step.sampled.push_back(&sequence);
+    }
+  }
+  const absl::Time planned = parts_.clock->Now();
+  batch_->Launch(*stream_, step.buffer, plan_, *parts_.model, *parts_.policy);
+  steps_.push_back(std::move(step));
+  if (parts_.metrics != nullptr) {
+    parts_.metrics->step_sequences.Observe(static_cast<double>(plan_.rows.size()));
+    parts_.metrics->step_seconds(StepPhase::kPlan).Observe(planned - now);
+    const int64_t pending = plan_.row_count - static_cast<int64_t>(plan_.sample_count);
+    if (pending > 0) parts_.metrics->tokens(TokenKind::kPrompt).Add(static_cast<double>(pending));
+  }
+  return true;
+}
+
+void EngineImpl::CompleteStep() {
+  Step step = std::move(steps_.front());
+  steps_.pop_front();
+  completed_steps_ = step.number;
+  const absl::Time now = parts_.clock->Now();
+  for (Sequence* sequence : step.members) --sequence->in_flight;
+  for (size_t i = 0; i < step.sampled.size(); ++i) {
+    Sequence& sequence = *step.sampled[i];
+    // Stopped a step ago: this token is surplus, and its KV goes with the sequence's pages.
+    if (sequence.state == Sequence::State::kFinished) continue;
+    OutputToken token =
+        batch_->Result(step.buffer, static_cast<int>(i), sequence.request.sampling.logprobs);
+    if (token.id < 0) {
+      FinishWith(sequence,
+                 WithReason(absl::InternalError("the model's logits are not finite"), "BAD_LOGITS"),
+                 now);
+      continue;
+    }
+    Emit(sequence, std::move(token), now);
+  }
+  if (parts_.metrics != nullptr) {
+    const absl::Time end = parts_.clock->Now();
+    parts_.metrics->step_seconds(StepPhase::kCompute).Observe(now - step.launched);
+    parts_.metrics->step_seconds(StepPhase::kEmit).Observe(end - now);
+    parts_.metrics->step_seconds(StepPhase::kTotal).Observe(end - step.launched);
+  }
+  spare_steps_.push_back(std::move(step));
+}
+
+void EngineImpl::ReleaseSlots() {
+  std::erase_if(leaving_, [this](const std::unique_ptr<Sequence>& sequence) {
+    if (sequence->last_step > completed_steps_ || !parts_.policy->Warm(sequence->slot) ||
+        !batch_->joined(sequence->slot).Ready()) {
+      return false;
+    }
+    parts_.policy->Release(sequence->slot);
+    slots_[static_cast<size_t>(sequence->slot)] = nullptr;
+    free_slots_.push_back(sequence->slot);
+    return true;
+  });
+}
+
+Event* EngineImpl::PendingSlotEvent() {
+  // What planning saw, not what is so now: a slot that became warm in between has its step to come.
+  if (cold_ != nullptr) return cold_;
+  for (const auto& sequence : leaving_) {
+    Event& joined = batch_->joined(sequence->slot);
+    return joined.Ready() ? &parts_.policy->WarmEvent(sequence->slot) : &joined;
+  }
+  return nullptr;
+}
+
+void EngineImpl::UpdateGauges() {
+  if (parts_.metrics == nullptr) return;
+  parts_.metrics->SetRunning(static_cast<double>(running_.size()));
+  parts_.metrics->waiting.Set(static_cast<double>(awaiting_.size() + waiting_.size()));
+}
+
+void EngineImpl::CheckIdle() {
+  if (idle_callbacks_.empty() || !sequences_.empty() || !leaving_.empty()) return;
+  {
+    absl::MutexLock lock(&submit_mutex_);
+    if (!alive_ids_.empty()) return;  // submitted, still in the inbox
+  }
+  std::vector<std::function<void()>> callbacks;
+  callbacks.swap(idle_callbacks_);
+  for (const auto& callback : callbacks) callback();
+}
+
+}  // namespace sluice
