@@ -15,11 +15,13 @@ class Inbox {
   void Post(std::function<void()> work) {
     absl::MutexLock lock(&mutex_);
     work_.push_back(std::move(work));
+    changed_.Signal();
   }
   // Ends a Wait without anything to run.
   void Wake() {
     absl::MutexLock lock(&mutex_);
     woken_ = true;
+    changed_.Signal();
   }
   // Runs what is there.
   void Drain() {
@@ -33,14 +35,14 @@ class Inbox {
   }
   void Wait(absl::Time until) {
     absl::MutexLock lock(&mutex_);
-    mutex_.AwaitWithDeadline(
-        absl::Condition(
-            +[](Inbox* self) { return self->woken_ || !self->work_.empty(); }, this),
-        until);
+    while (!woken_ && work_.empty()) {
+      if (changed_.WaitWithDeadline(&mutex_, until)) return;  // timed out
+    }
   }
 
  private:
   absl::Mutex mutex_;
+  absl::CondVar changed_;  // not Mutex::Await: ThreadSanitizer cannot see into Debian's Abseil
   bool woken_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::function<void()>> work_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::function<void()>> running_;  // engine's thread; keeps its memory

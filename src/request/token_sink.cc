@@ -19,6 +19,7 @@ void TokenStream::Emit(OutputToken token) {
     absl::MutexLock lock(&mutex_);
     SLUICE_CHECK(!finish_.has_value() && tokens_.size() < capacity_);
     tokens_.push_back(std::move(token));
+    readable_.Signal();
   }
   Notify();
 }
@@ -28,6 +29,7 @@ void TokenStream::Finish(FinishInfo info) {
     absl::MutexLock lock(&mutex_);
     SLUICE_CHECK(!finish_.has_value(), "a stream ends exactly once");
     finish_ = std::move(info);
+    readable_.Signal();
   }
   Notify();
 }
@@ -86,8 +88,7 @@ TokenStream::Batch TokenStream::ReadBlocking() {
   bool freed = false;
   {
     absl::MutexLock lock(&mutex_);
-    mutex_.Await(absl::Condition(
-        +[](TokenStream* self) { return self->Readable(); }, this));
+    while (!Readable()) readable_.Wait(&mutex_);
     batch = TakeLocked(&freed);
   }
   if (freed && on_room_ != nullptr) on_room_();

@@ -71,6 +71,7 @@ class TokenStream : public TokenSink {
   absl::Mutex callback_mutex_ ABSL_ACQUIRED_BEFORE(mutex_);
   std::function<void()> on_ready_ ABSL_GUARDED_BY(callback_mutex_);
   mutable absl::Mutex mutex_;
+  absl::CondVar readable_;  // not Mutex::Await: ThreadSanitizer cannot see into Debian's Abseil
   std::deque<OutputToken> tokens_ ABSL_GUARDED_BY(mutex_);
   std::optional<FinishInfo> finish_ ABSL_GUARDED_BY(mutex_);
   bool finish_read_ ABSL_GUARDED_BY(mutex_) = false;
