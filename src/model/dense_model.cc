@@ -10,6 +10,7 @@
 #include "src/device/kernel_set.h"
 #include "src/model/rope.h"
 #include "src/model/tensor_list.h"
+#include "src/model/weight_loader.h"
 
 namespace sluice {
 namespace {
@@ -26,82 +27,10 @@ struct RowRange {
   int32_t count;
 };
 
-// A float32 vector on the device; empty where the model has none.
-struct Vector {
-  Buffer storage;
-  const float* data() const { return storage.as<float>(); }
-};
-
 struct Layer {
-  Vector input_norm, post_attention_norm, q_norm, k_norm;
+  DeviceVector input_norm, post_attention_norm, q_norm, k_norm;
   Weight qkv, o, gate_up, down;
-  Vector qkv_bias, o_bias, gate_up_bias, down_bias;
-};
-
-// Moves weights from a source to the device, counting bytes.
-class WeightLoader {
- public:
-  WeightLoader(Device* device, WeightSource* source, std::vector<MatrixView>* kept)
-      : device_(device), source_(source), kept_(kept) {}
-
-  struct Part {
-    std::string name;
-    int rows;
-  };
-  // Matrices one below the other.
-  absl::StatusOr<Weight> Matrix(const std::vector<Part>& parts, int columns) {
-    std::vector<MatrixView> views;
-    std::vector<MatrixPart> data;
-    int64_t rows = 0;
-    for (const Part& part : parts) {
-      SLUICE_ASSIGN_OR_RETURN(MatrixView view, source_->Matrix(part.name, part.rows, columns));
-      data.push_back({view.data(), part.rows});
-      views.push_back(std::move(view));
-      rows += part.rows;
-    }
-    SLUICE_ASSIGN_OR_RETURN(Weight weight, device_->kernels().Prepare(data, columns));
-    bytes_ += weight.storage.bytes() > 0 ? static_cast<int64_t>(weight.storage.bytes())
-                                         : rows * columns * 2;
-    for (MatrixView& view : views) {
-      if (weight.storage.bytes() > 0) {
-        source_->Release(std::move(view));
-      } else {
-        kept_->push_back(std::move(view));
-      }
-    }
-    return weight;
-  }
-
-  absl::StatusOr<Vector> Vectors(const std::vector<Part>& parts) {
-    std::vector<float> all;
-    for (const Part& part : parts) {
-      SLUICE_ASSIGN_OR_RETURN(const std::vector<float> values,
-                              source_->Vector(part.name, part.rows));
-      all.insert(all.end(), values.begin(), values.end());
-    }
-    return Upload(all, parts.front().name);
-  }
-
-  absl::StatusOr<Vector> Upload(const std::vector<float>& values, const std::string& what) {
-    const size_t bytes = values.size() * sizeof(float);
-    Vector vector;
-    SLUICE_ASSIGN_OR_RETURN(vector.storage, device_->Allocate(MemoryKind::kDevice, bytes, what));
-    stream_->Copy(vector.storage.data(), values.data(), bytes);
-    stream_->Record(*done_);
-    done_->Wait();
-    bytes_ += static_cast<int64_t>(bytes);
-    return vector;
-  }
-
-  int64_t bytes() const { return bytes_; }
-
- private:
-  Device* const device_;
-  WeightSource* const source_;
-  std::vector<MatrixView>* const kept_;
-  const std::unique_ptr<Event> done_ = device_->NewEvent();
-  const std::unique_ptr<Stream> stream_ = device_->NewStream(Device::StreamKind::kCopy);
-  int64_t bytes_ = 0;
+  DeviceVector qkv_bias, o_bias, gate_up_bias, down_bias;
 };
 
 class DenseModel : public Model {
@@ -150,6 +79,16 @@ class DenseModel : public Model {
   void Ffn(Stream& stream, int layer, RowRange rows);
   void Logits(Stream& stream, const StepInputs& in);
 
+  // out = RMSNorm of rows of the residual.
+  void Norm(Stream& stream, const float* x, const int32_t* row_index, const DeviceVector& weight,
+            void* out, int32_t rows);
+  // y = x W^T + bias, or added to y.
+  void Product(Stream& stream, const void* x, const Weight& weight, const DeviceVector& bias,
+               float* y, int32_t rows, bool accumulate);
+  float* Residual(RowRange rows) const {
+    return residual_.as<float>() + int64_t{rows.begin} * config_.hidden_size;
+  }
+
   absl::Status Workspace(Buffer* buffer, int64_t rows, int64_t row_bytes, const char* what);
   // Activations that feed a product, in the kernels' activation type.
   void* Activation(const Buffer& buffer, int64_t row, int64_t dim) const {
@@ -170,8 +109,8 @@ class DenseModel : public Model {
   std::vector<MatrixView> kept_;  // matrices that the kernels read where the checkpoint has them
   Weight embedding_;              // untied models only; else the head serves
   Weight head_;
-  Vector final_norm_;
-  Vector inv_freq_;
+  DeviceVector final_norm_;
+  DeviceVector inv_freq_;
   std::vector<Layer> layers_;
   int64_t weight_bytes_ = 0;
   int64_t workspace_bytes_ = 0;
@@ -306,32 +245,45 @@ void DenseModel::Forward(Stream& stream, const StepInputs& in, AttentionPolicy& 
   Logits(stream, in);
 }
 
-void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRange rows,
-                         AttentionPolicy& policy) {
-  const Layer& w = layers_[static_cast<size_t>(layer)];
-  const int64_t hidden = config_.hidden_size;
+void DenseModel::Norm(Stream& stream, const float* x, const int32_t* row_index,
+                      const DeviceVector& weight, void* out, int32_t rows) {
   kernels::RmsNormParams norm{};
-  norm.x = residual_.as<float>() + rows.begin * hidden;
-  norm.weight = w.input_norm.data();
-  norm.out = Activation(normed_, rows.begin, hidden);
-  norm.x_stride = hidden;
-  norm.rows = rows.count;
+  norm.x = x;
+  norm.row_index = row_index;
+  norm.weight = weight.data();
+  norm.out = out;
+  norm.x_stride = config_.hidden_size;
+  norm.rows = rows;
   norm.dim = config_.hidden_size;
   norm.epsilon = config_.rms_norm_eps;
   norm.out_type = kernels_.activation_type();
   kernels_.RmsNorm(stream, norm);
+}
 
-  kernels::LinearParams qkv{};
-  qkv.x = norm.out;
-  qkv.w = w.qkv.matrix;
-  qkv.bias = w.qkv_bias.data();
-  qkv.y = qkv_.as<float>() + int64_t{rows.begin} * qkv_size();
-  qkv.rows = rows.count;
-  qkv.x_type = kernels_.activation_type();
-  kernels_.Linear(stream, qkv);
+void DenseModel::Product(Stream& stream, const void* x, const Weight& weight,
+                         const DeviceVector& bias, float* y, int32_t rows, bool accumulate) {
+  kernels::LinearParams linear{};
+  linear.x = x;
+  linear.w = weight.matrix;
+  linear.bias = bias.data();
+  linear.y = y;
+  linear.rows = rows;
+  linear.x_type = kernels_.activation_type();
+  linear.accumulate = accumulate;
+  kernels_.Linear(stream, linear);
+}
+
+void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRange rows,
+                         AttentionPolicy& policy) {
+  const Layer& w = layers_[static_cast<size_t>(layer)];
+  const int64_t hidden = config_.hidden_size;
+  void* normed = Activation(normed_, rows.begin, hidden);
+  float* qkv = qkv_.as<float>() + int64_t{rows.begin} * qkv_size();
+  Norm(stream, Residual(rows), nullptr, w.input_norm, normed, rows.count);
+  Product(stream, normed, w.qkv, w.qkv_bias, qkv, rows.count, /*accumulate=*/false);
 
   kernels::RopeAppendParams append{};
-  append.qkv = qkv.y;
+  append.qkv = qkv;
   append.q_norm = w.q_norm.data();
   append.k_norm = w.k_norm.data();
   append.cos_sin = cos_sin_.as<float>() + int64_t{rows.begin} * config_.head_dim;
@@ -359,81 +311,33 @@ void DenseModel::Attend(Stream& stream, int layer, const StepInputs& in, RowRang
   attention.scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim));
   attention.out_type = kernels_.activation_type();
   policy.Attend(stream, layer, attention);
-
-  kernels::LinearParams o{};
-  o.x = attention.out;
-  o.w = w.o.matrix;
-  o.bias = w.o_bias.data();
-  o.y = residual_.as<float>() + int64_t{rows.begin} * config_.hidden_size;
-  o.rows = rows.count;
-  o.x_type = kernels_.activation_type();
-  o.accumulate = true;
-  kernels_.Linear(stream, o);
+  Product(stream, attention.out, w.o, w.o_bias, Residual(rows), rows.count, /*accumulate=*/true);
 }
 
 void DenseModel::Ffn(Stream& stream, int layer, RowRange rows) {
   const Layer& w = layers_[static_cast<size_t>(layer)];
   const int64_t hidden = config_.hidden_size, inter = config_.intermediate_size;
-  kernels::RmsNormParams norm{};
-  norm.x = residual_.as<float>() + rows.begin * hidden;
-  norm.weight = w.post_attention_norm.data();
-  norm.out = Activation(normed_, rows.begin, hidden);
-  norm.x_stride = hidden;
-  norm.rows = rows.count;
-  norm.dim = config_.hidden_size;
-  norm.epsilon = config_.rms_norm_eps;
-  norm.out_type = kernels_.activation_type();
-  kernels_.RmsNorm(stream, norm);
-
-  kernels::LinearParams gate_up{};
-  gate_up.x = norm.out;
-  gate_up.w = w.gate_up.matrix;
-  gate_up.bias = w.gate_up_bias.data();
-  gate_up.y = gate_up_.as<float>() + rows.begin * 2 * inter;
-  gate_up.rows = rows.count;
-  gate_up.x_type = kernels_.activation_type();
-  kernels_.Linear(stream, gate_up);
+  void* normed = Activation(normed_, rows.begin, hidden);
+  float* gate_up = gate_up_.as<float>() + rows.begin * 2 * inter;
+  Norm(stream, Residual(rows), nullptr, w.post_attention_norm, normed, rows.count);
+  Product(stream, normed, w.gate_up, w.gate_up_bias, gate_up, rows.count, /*accumulate=*/false);
 
   kernels::SiluMulParams silu{};
-  silu.gate_up = gate_up.y;
+  silu.gate_up = gate_up;
   silu.out = Activation(activated_, rows.begin, inter);
   silu.rows = rows.count;
   silu.dim = config_.intermediate_size;
   silu.out_type = kernels_.activation_type();
   kernels_.SiluMul(stream, silu);
-
-  kernels::LinearParams down{};
-  down.x = silu.out;
-  down.w = w.down.matrix;
-  down.bias = w.down_bias.data();
-  down.y = residual_.as<float>() + rows.begin * hidden;
-  down.rows = rows.count;
-  down.x_type = kernels_.activation_type();
-  down.accumulate = true;
-  kernels_.Linear(stream, down);
+  Product(stream, silu.out, w.down, w.down_bias, Residual(rows), rows.count, /*accumulate=*/true);
 }
 
 void DenseModel::Logits(Stream& stream, const StepInputs& in) {
   if (in.logit_count == 0) return;
-  kernels::RmsNormParams norm{};
-  norm.x = residual_.as<float>();
-  norm.row_index = in.logit_rows;
-  norm.weight = final_norm_.data();
-  norm.out = head_input_.data();
-  norm.x_stride = config_.hidden_size;
-  norm.rows = in.logit_count;
-  norm.dim = config_.hidden_size;
-  norm.epsilon = config_.rms_norm_eps;
-  norm.out_type = kernels_.activation_type();
-  kernels_.RmsNorm(stream, norm);
-
-  kernels::LinearParams head{};
-  head.x = norm.out;
-  head.w = head_.matrix;
-  head.y = in.logits;
-  head.rows = in.logit_count;
-  head.x_type = kernels_.activation_type();
-  kernels_.Linear(stream, head);
+  Norm(stream, residual_.as<float>(), in.logit_rows, final_norm_, head_input_.data(),
+       in.logit_count);
+  Product(stream, head_input_.data(), head_, DeviceVector{}, in.logits, in.logit_count,
+          /*accumulate=*/false);
 }
 
 }  // namespace

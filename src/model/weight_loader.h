@@ -1,0 +1,91 @@
+// Takes weights out of a source into the form in which the device's kernels read them. Used while a
+// model is loaded, from one thread.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "src/base/status_macros.h"
+#include "src/device/device.h"
+#include "src/device/kernel_set.h"
+#include "src/model/weight_source.h"
+
+namespace sluice {
+
+// A float32 vector on the device; empty where the model has none.
+struct DeviceVector {
+  Buffer storage;
+  const float* data() const { return storage.as<float>(); }
+};
+
+// Moves weights from a source to the device, counting bytes.
+class WeightLoader {
+ public:
+  WeightLoader(Device* device, WeightSource* source, std::vector<MatrixView>* kept)
+      : device_(device), source_(source), kept_(kept) {}
+
+  struct Part {
+    std::string name;
+    int rows;
+  };
+  // Matrices one below the other.
+  absl::StatusOr<Weight> Matrix(const std::vector<Part>& parts, int columns) {
+    std::vector<MatrixView> views;
+    std::vector<MatrixPart> data;
+    int64_t rows = 0;
+    for (const Part& part : parts) {
+      SLUICE_ASSIGN_OR_RETURN(MatrixView view, source_->Matrix(part.name, part.rows, columns));
+      data.push_back({view.data(), part.rows});
+      views.push_back(std::move(view));
+      rows += part.rows;
+    }
+    SLUICE_ASSIGN_OR_RETURN(Weight weight, device_->kernels().Prepare(data, columns));
+    bytes_ += weight.storage.bytes() > 0 ? static_cast<int64_t>(weight.storage.bytes())
+                                         : rows * columns * 2;
+    for (MatrixView& view : views) {
+      if (weight.storage.bytes() > 0) {
+        source_->Release(std::move(view));
+      } else {
+        kept_->push_back(std::move(view));
+      }
+    }
+    return weight;
+  }
+
+  absl::StatusOr<DeviceVector> Vectors(const std::vector<Part>& parts) {
+    std::vector<float> all;
+    for (const Part& part : parts) {
+      SLUICE_ASSIGN_OR_RETURN(const std::vector<float> values,
+                              source_->Vector(part.name, part.rows));
+      all.insert(all.end(), values.begin(), values.end());
+    }
+    return Upload(all, parts.front().name);
+  }
+
+  absl::StatusOr<DeviceVector> Upload(const std::vector<float>& values, const std::string& what) {
+    const size_t bytes = values.size() * sizeof(float);
+    DeviceVector vector;
+    SLUICE_ASSIGN_OR_RETURN(vector.storage, device_->Allocate(MemoryKind::kDevice, bytes, what));
+    stream_->Copy(vector.storage.data(), values.data(), bytes);
+    stream_->Record(*done_);
+    done_->Wait();
+    bytes_ += static_cast<int64_t>(bytes);
+    return vector;
+  }
+
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  Device* const device_;
+  WeightSource* const source_;
+  std::vector<MatrixView>* const kept_;
+  const std::unique_ptr<Event> done_ = device_->NewEvent();
+  const std::unique_ptr<Stream> stream_ = device_->NewStream(Device::StreamKind::kCopy);
+  int64_t bytes_ = 0;
+};
+
+}  // namespace sluice
