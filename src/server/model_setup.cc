@@ -54,7 +54,7 @@ DType KvDType(const Config& config) {
 uint64_t SeedOf(const Config& config) { return config.seed() != 0 ? config.seed() : RandomU64(); }
 
 int ThreadsOf(const Config& config) {
-  return config.threads() != 0 ? static_cast<int>(config.threads()) : AvailableCores();
+  return config.threads() != 0 ? static_cast<int>(config.threads()) : DefaultThreads();
 }
 
 std::string Version() { return SLUICE_VERSION; }

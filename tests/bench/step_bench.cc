@@ -32,7 +32,7 @@ constexpr char kHelp[] =
   --model DIR        Hugging Face directory (config.json alone with --dummy)
   --dummy            weights by formula
   --kernels NAME     auto, portable, avx2, avx512bf16, amx
-  --threads N        default: every core
+  --threads N        default: as the server chooses
   --contexts A,B     default 64,512,2048
   --batches A,B      default 1,8,32
   --steps N          measured steps of each figure (default 40)
@@ -197,7 +197,7 @@ class Bench {
 
 int Main(int argc, char** argv) {
   const Options options = Parse(argc, argv);
-  const int threads = options.threads > 0 ? options.threads : AvailableCores();
+  const int threads = options.threads > 0 ? options.threads : DefaultThreads();
   double bytes_per_second = 0;
   {
     Crew crew(threads);

@@ -68,6 +68,11 @@ int AvailableCores() {
   return static_cast<int>(std::thread::hardware_concurrency());
 }
 
+int DefaultThreads() {
+  const int cores = AvailableCores();
+  return cores >= 4 ? cores - 1 : cores;
+}
+
 absl::StatusOr<std::unique_ptr<Device>> NewCpuDevice(const CpuDeviceOptions& options) {
   const kernels::KernelTable* table = options.kernels == "auto"
                                           ? kernels::AvailableKernelTables().back()
@@ -78,7 +83,7 @@ absl::StatusOr<std::unique_ptr<Device>> NewCpuDevice(const CpuDeviceOptions& opt
         absl::StrJoin(kernels::AvailableKernelTables(), ", ",
                       [](std::string* out, const kernels::KernelTable* t) { *out += t->name; })));
   }
-  const int threads = options.threads > 0 ? options.threads : AvailableCores();
+  const int threads = options.threads > 0 ? options.threads : DefaultThreads();
   return std::make_unique<CpuDevice>(*table, threads);
 }
 
