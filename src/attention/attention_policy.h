@@ -24,8 +24,8 @@ class AttentionPolicy {
   // Room that a sequence of `context` handed-over tokens and `total` tokens at its end takes.
   virtual Footprint FootprintOf(int64_t context, int64_t total) const = 0;
 
-  // Whether a sequence of `total` tokens fits where nothing else is.
-  virtual bool CouldEverFit(int64_t context, int64_t total) const = 0;
+  // Tokens of the longest sequence that fits where nothing else is.
+  virtual int64_t max_tokens() const = 0;
 
   // Places a sequence: takes its HBM and starts to copy the first `context` tokens from `home`
   // (null if context is 0). False: no room now, nothing has changed and `home` is still the

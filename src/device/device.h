@@ -67,6 +67,13 @@ class Stream {
   virtual ~Stream() = default;
   // Copies between any two memories of the device; both stay valid until it is done.
   virtual void Copy(void* target, const void* source, size_t bytes) = 0;
+  // The same for many pieces, in no order among them; `ops` too stays valid until it is done.
+  struct CopyOp {
+    void* target;
+    const void* source;
+    size_t bytes;
+  };
+  virtual void CopyBatch(const CopyOp* ops, size_t count) = 0;
   virtual void Fill(void* target, uint8_t value, size_t bytes) = 0;
   virtual void Record(Event& event) = 0;
   // What is enqueued later starts after `event`.

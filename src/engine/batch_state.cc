@@ -34,7 +34,6 @@ BatchState::BatchState(const Options& options, Device* device, const Model& mode
 absl::Status BatchState::Allocate(Buffer* buffer, MemoryKind kind, int64_t bytes,
                                   const char* what) {
   SLUICE_ASSIGN_OR_RETURN(*buffer, device_->Allocate(kind, static_cast<size_t>(bytes), what));
-  bytes_ += bytes;
   return absl::OkStatus();
 }
 

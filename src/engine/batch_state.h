@@ -52,8 +52,6 @@ class BatchState {
   // the logits were not finite. `logprobs`: alternatives wanted, none if absent.
   OutputToken Result(int buffer, int index, std::optional<uint32_t> logprobs) const;
 
-  int64_t bytes() const { return bytes_; }
-
  private:
   BatchState(const Options& options, Device* device, const Model& model);
   absl::Status Allocate(Buffer* buffer, MemoryKind kind, int64_t bytes, const char* what);
@@ -94,7 +92,6 @@ class BatchState {
   const int vocab_;
   const int max_rows_;
   const int max_samples_;
-  int64_t bytes_ = 0;
   Tables device_tables_, host_tables_;
   Buffer inputs_;                            // device
   std::array<Buffer, kDepth> host_inputs_;   // pinned

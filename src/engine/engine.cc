@@ -61,17 +61,10 @@ absl::Status EngineImpl::CheckRequest(const Request& request) const {
     return InvalidField("prompt_token_ids", "must not be empty where nothing is handed over");
   }
   const size_t prompt = request.prompt.size();
-  const uint32_t output = request.sampling.max_tokens.value_or(1);
   if (prompt >= options_.max_context) {
     return InvalidField("prompt_token_ids",
                         absl::StrCat("this node's context is ", options_.max_context,
                                      " tokens and must hold one more, found a prompt of ", prompt));
-  }
-  if (output > options_.max_context - prompt) {
-    return InvalidField(
-        "sampling.max_tokens",
-        absl::StrCat("the context of ", options_.max_context, " leaves ",
-                     options_.max_context - prompt, " after the prompt, found ", output));
   }
   if (!options_.local_prefill && !request.allow_local_prefill) {
     return WithReason(
@@ -80,10 +73,29 @@ absl::Status EngineImpl::CheckRequest(const Request& request) const {
             "compute prompts: send the caches by KvIngest first, or set local_prefill"),
         "NO_HANDOFF");
   }
-  if (!parts_.policy->CouldEverFit(0, static_cast<int64_t>(prompt) + output)) {
-    return InvalidField("sampling.max_tokens",
-                        "prompt and output need more HBM than this node has; shorten them, or "
-                        "raise --hbm-bytes");
+  const int64_t room = LocalMaxTokens(static_cast<int64_t>(prompt));
+  if (room < 1) {
+    return InvalidField("prompt_token_ids",
+                        absl::StrCat("this node's HBM holds ", parts_.policy->max_tokens(),
+                                     " tokens and must hold one more, found a prompt of ", prompt,
+                                     "; shorten it, or raise --hbm-bytes"));
+  }
+  return CheckTokens(request.sampling, room, "what context and HBM leave after the prompt");
+}
+
+int64_t EngineImpl::LocalMaxTokens(int64_t prompt) const {
+  return std::min<int64_t>(options_.max_context, parts_.policy->max_tokens()) - prompt;
+}
+
+absl::Status EngineImpl::CheckTokens(const SamplingParams& sampling, int64_t most,
+                                     const std::string& why) {
+  if (sampling.max_tokens.value_or(1) > most) {
+    return InvalidField("sampling.max_tokens", absl::StrCat("at most ", most, ", ", why, "; found ",
+                                                            *sampling.max_tokens));
+  }
+  if (sampling.min_tokens > most) {
+    return InvalidField("sampling.min_tokens",
+                        absl::StrCat("at most ", most, ", ", why, "; found ", sampling.min_tokens));
   }
   return absl::OkStatus();
 }
@@ -94,12 +106,7 @@ absl::Status EngineImpl::CheckManifest(const Request& request, const std::vector
     return InvalidField("prompt_token_ids",
                         "differs from the manifest's; leave it empty with a handoff");
   }
-  if (request.sampling.max_tokens.value_or(1) > max_new_tokens) {
-    return InvalidField("sampling.max_tokens",
-                        absl::StrCat("the transfer reserved max_new_tokens = ", max_new_tokens,
-                                     ", found ", *request.sampling.max_tokens));
-  }
-  return absl::OkStatus();
+  return CheckTokens(request.sampling, max_new_tokens, "the max_new_tokens of its transfer");
 }
 
 absl::StatusOr<SequenceId> EngineImpl::Submit(Request request) {
@@ -133,13 +140,7 @@ absl::StatusOr<SequenceId> EngineImpl::Submit(Request request) {
   alive_ids_.insert(request.request_id);
   ++waiting_count_;
 
-  std::vector<int32_t> stop_ids;
-  if (!request.sampling.ignore_eos) stop_ids = parts_.model->config().eos_token_ids;
-  for (const uint32_t id : request.sampling.stop_token_ids) {
-    stop_ids.push_back(static_cast<int32_t>(id));
-  }
-  std::sort(stop_ids.begin(), stop_ids.end());
-  stop_ids.erase(std::unique(stop_ids.begin(), stop_ids.end()), stop_ids.end());
+  std::vector<int32_t> stop_ids = StopIds(request.sampling, parts_.model->config().eos_token_ids);
   StopConditions stops(std::move(stop_ids), request.sampling.stop, request.sampling.min_tokens);
   // std::function wants to be copied; the sequence is handed on once.
   auto sequence = std::make_shared<std::unique_ptr<Sequence>>(
@@ -176,9 +177,13 @@ void EngineImpl::Snapshot(std::function<void(EngineSnapshot)> done) {
       snapshot.draining = draining_;
     }
     const absl::Time now = parts_.clock->Now();
+    std::vector<const Sequence*> by_age;
+    for (const auto& [id, sequence] : sequences_) by_age.push_back(sequence.get());
+    std::sort(by_age.begin(), by_age.end(),
+              [](const Sequence* a, const Sequence* b) { return a->id < b->id; });
     snapshot.running = static_cast<uint32_t>(running_.size());
     snapshot.waiting = static_cast<uint32_t>(awaiting_.size() + waiting_.size());
-    for (const auto& [id, sequence] : sequences_) {
+    for (const Sequence* sequence : by_age) {
       using State = SequenceSnapshot::State;
       SequenceSnapshot s;
       s.request_id = sequence->request.request_id;
@@ -204,6 +209,16 @@ void EngineImpl::Drain(std::function<void()> idle) {
   }
   inbox_.Post([this, idle = std::move(idle)] {
     if (idle != nullptr) idle_callbacks_.push_back(idle);
+    // No Reserve is accepted any more: who waits for one waits in vain.
+    const std::vector<Sequence*> awaiting = awaiting_;
+    for (Sequence* sequence : awaiting) {
+      if (parts_.transfers->Info(*sequence->attached).has_value()) continue;
+      FinishWith(*sequence,
+                 WithReason(absl::UnavailableError("this node is draining and its transfer had not "
+                                                   "begun; send the request elsewhere"),
+                            "DRAINING"),
+                 parts_.clock->Now());
+    }
   });
 }
 

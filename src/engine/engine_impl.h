@@ -49,7 +49,12 @@ class EngineImpl : public Engine {
   };
 
   absl::Status CheckRequest(const Request& request) const;
-  // The rules between a request and its manifest; sets what follows from the latter.
+  // Output tokens at most after a prompt that this node computes itself.
+  int64_t LocalMaxTokens(int64_t prompt) const;
+  // max_tokens and min_tokens against the most that there may be.
+  static absl::Status CheckTokens(const SamplingParams& sampling, int64_t most,
+                                  const std::string& why);
+  // The rules between a request and its manifest.
   static absl::Status CheckManifest(const Request& request, const std::vector<int32_t>& prompt,
                                     uint32_t max_new_tokens);
 
@@ -71,7 +76,6 @@ class EngineImpl : public Engine {
   bool Emit(Sequence& sequence, OutputToken token, absl::Time now);
   void Finish(Sequence& sequence, FinishInfo info, absl::Time now);
   void FinishWith(Sequence& sequence, absl::Status why, absl::Time now);
-  void Erase(Sequence& sequence);
   void CheckIdle();
 
   const Options options_;
@@ -104,6 +108,7 @@ class EngineImpl : public Engine {
   StepPlan plan_;
   uint64_t launched_steps_ = 0;
   uint64_t completed_steps_ = 0;
+  absl::Time last_completed_ = absl::InfinitePast();
   absl::Time next_reap_ = absl::InfinitePast();
   absl::Time next_check_ = absl::InfinitePast();
   SplitMix64 seeds_;

@@ -31,6 +31,7 @@ struct Sequence {
   StopConditions stops;
   State state = State::kWaiting;
   absl::Time arrival;
+  absl::Time ready;                             // its transfer was complete
   absl::Time give_up = absl::InfiniteFuture();  // of kAwaitingTransfer
 
   // The handoff.
@@ -52,7 +53,6 @@ struct Sequence {
   int slot = -1;
   int in_flight = 0;       // launched steps whose result is not read
   uint64_t last_step = 0;  // newest launched step that has it
-  absl::Time admitted;
   absl::Time last_emit;
   std::optional<absl::Time> parked_since;
 

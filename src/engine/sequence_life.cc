@@ -45,13 +45,14 @@ void EngineImpl::Add(std::unique_ptr<Sequence> owned, absl::Time now) {
   ReadySequence ready;
   ready.prompt = sequence.request.prompt;
   ready.max_new_tokens =
-      static_cast<uint32_t>(options_.max_context - sequence.request.prompt.size());
+      static_cast<uint32_t>(LocalMaxTokens(static_cast<int64_t>(sequence.request.prompt.size())));
   BecomeReady(sequence, std::move(ready), now);
 }
 
 void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time now) {
   sequence.state = Sequence::State::kWaiting;
   sequence.give_up = absl::InfiniteFuture();
+  sequence.ready = now;
   sequence.transfer_id = std::move(ready.transfer_id);
   sequence.home = std::move(ready.home);
   sequence.tokens = std::move(ready.prompt);

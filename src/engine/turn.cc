@@ -109,7 +109,6 @@ void EngineImpl::AdmitWaiting(absl::Time now) {
     slots_[static_cast<size_t>(slot)] = &sequence;
     sequence.slot = slot;
     sequence.state = Sequence::State::kRunning;
-    sequence.admitted = now;
     sequence.last_step = launched_steps_;
     running_.push_back(&sequence);
     batch_->Join(*stream_, slot, sequence.tokens, sequence.request.sampling, seeds_(),
@@ -118,7 +117,7 @@ void EngineImpl::AdmitWaiting(absl::Time now) {
       absl::MutexLock lock(&submit_mutex_);
       --waiting_count_;
     }
-    if (parts_.metrics != nullptr) parts_.metrics->queue_seconds.Observe(now - sequence.arrival);
+    if (parts_.metrics != nullptr) parts_.metrics->queue_seconds.Observe(now - sequence.ready);
   }
 }
 
@@ -203,10 +202,13 @@ void EngineImpl::CompleteStep() {
   }
   if (parts_.metrics != nullptr) {
     const absl::Time end = parts_.clock->Now();
-    parts_.metrics->step_seconds(StepPhase::kCompute).Observe(now - step.launched);
+    // It was launched while the step before still ran.
+    const absl::Time began = std::max(step.launched, last_completed_);
+    parts_.metrics->step_seconds(StepPhase::kCompute).Observe(now - began);
     parts_.metrics->step_seconds(StepPhase::kEmit).Observe(end - now);
-    parts_.metrics->step_seconds(StepPhase::kTotal).Observe(end - step.launched);
+    parts_.metrics->step_seconds(StepPhase::kTotal).Observe(end - began);
   }
+  last_completed_ = now;
   spare_steps_.push_back(std::move(step));
 }
 

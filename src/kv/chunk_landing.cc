@@ -178,6 +178,11 @@ absl::StatusOr<uint64_t> TransferTable::FinishChunk(ChunkLanding& landing) {
   }
   absl::MutexLock lock(&mutex_);
   Transfer& transfer = *landing.transfer_;
+  if (!transfers_.contains(transfer.id)) {
+    return WithReason(absl::NotFoundError(absl::StrCat("transfer ", transfer.id,
+                                                       " ended while the chunk was landing")),
+                      "TRANSFER_NOT_FOUND");
+  }
   if (landing.differs_) {
     transfer.state = Transfer::State::kPoisoned;
     if (transfer.attached != 0) {

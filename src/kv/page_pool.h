@@ -49,7 +49,7 @@ class Reservation {
 class PagePool {
  public:
   // `arena` holds the pages; `name` ("hbm", "dram") is for messages and metrics.
-  // INVALID_ARGUMENT if not even one page of each kind fits.
+  // INVALID_ARGUMENT if not even one page of each kind and layer fits.
   static absl::StatusOr<std::unique_ptr<PagePool>> Create(std::string name,
                                                           const CacheLayout& layout, Buffer arena);
   ~PagePool();

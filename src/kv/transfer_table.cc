@@ -11,7 +11,6 @@
 namespace sluice {
 namespace {
 
-constexpr size_t kMaxNameBytes = 128;   // tenant, rendezvous_key
 constexpr size_t kMaxExpected = 65536;  // Generates that wait for a Reserve; each has a deadline
 constexpr size_t kTakenRemembered = 4096;
 constexpr size_t kCommitRanges = 64;
@@ -264,8 +263,13 @@ absl::Status TransferTable::Abort(const std::string& transfer_id, const std::str
 
 absl::StatusOr<TransferInfo> TransferTable::Get(const std::string& transfer_id, size_t max_ranges) {
   absl::MutexLock lock(&mutex_);
-  SLUICE_ASSIGN_OR_RETURN(const std::shared_ptr<Transfer> transfer, FindLocked(transfer_id));
   TransferInfo info;
+  if (taken_.contains(transfer_id)) {
+    // A sender whose Commit was not answered learns that it arrived.
+    info.state = TransferInfo::State::kCommitted;
+    return info;
+  }
+  SLUICE_ASSIGN_OR_RETURN(const std::shared_ptr<Transfer> transfer, FindLocked(transfer_id));
   info.state = transfer->state == Transfer::State::kReceiving   ? TransferInfo::State::kReceiving
                : transfer->state == Transfer::State::kCommitted ? TransferInfo::State::kCommitted
                                                                 : TransferInfo::State::kPoisoned;
@@ -297,6 +301,9 @@ absl::StatusOr<TransferTable::AttachId> TransferTable::Attach(const HandoffRef& 
   } else if (expected_.size() >= kMaxExpected) {
     return ResourceExhausted("TOO_MANY_EXPECTED", "too many Generates wait for their transfer",
                              kRetryAfter);
+  }
+  if (transfer != nullptr && transfer->state == Transfer::State::kPoisoned) {
+    return Poisoned(transfer->id);
   }
   if (transfer != nullptr && transfer->attached != 0) {
     return WithReason(absl::AlreadyExistsError(
@@ -359,7 +366,9 @@ void TransferTable::Detach(AttachId id, bool abort_transfer) {
   const Attachment attachment = std::move(it->second);
   attachments_.erase(it);
   if (attachment.transfer == nullptr) {
-    expected_.erase(Key{attachment.ref.tenant, attachment.ref.rendezvous_key});
+    // After its transfer has ended, another Generate may expect the same key.
+    const auto expected = expected_.find(Key{attachment.ref.tenant, attachment.ref.rendezvous_key});
+    if (expected != expected_.end() && expected->second == id) expected_.erase(expected);
     return;
   }
   attachment.transfer->attached = 0;

@@ -40,6 +40,9 @@ struct Manifest {
   absl::Duration lease;  // zero: the table's
 };
 
+// Of tenant and rendezvous_key.
+inline constexpr size_t kMaxNameBytes = 128;
+
 // Output tokens that a prefill node may hand over: fewer than any stream's buffer holds.
 inline constexpr size_t kMaxFirstTokens = 16;
 

@@ -22,7 +22,7 @@ inline constexpr Metric kRequests{
     "outcome"};
 inline constexpr Metric kTokens{
     "sluice_tokens_total", Type::kCounter,
-    "Tokens: output were sampled here, prompt were computed here, handed_over arrived with their "
+    "Tokens: output went to callers, prompt were computed here, handed_over arrived with their "
     "cache",
     "kind"};
 inline constexpr Metric kTimeToFirstToken{"sluice_time_to_first_token_seconds", Type::kHistogram,
@@ -35,7 +35,7 @@ inline constexpr Metric kQueueSeconds{
     "sluice_queue_seconds", Type::kHistogram,
     "From a sequence being ready to its place in the running batch", ""};
 inline constexpr Metric kSlowReaders{"sluice_slow_readers_total", Type::kCounter,
-                                     "Sequences parked because their reader lagged behind", ""};
+                                     "Sequences ended because nobody read their stream", ""};
 
 // The step loop.
 inline constexpr Metric kBatchSequences{"sluice_batch_sequences", Type::kGauge,
@@ -56,7 +56,7 @@ inline constexpr Metric kIngestSeconds{"sluice_ingest_seconds", Type::kHistogram
 inline constexpr Metric kChecksumFailures{"sluice_ingest_checksum_failures_total", Type::kCounter,
                                           "Chunks whose crc32c did not match their payload", ""};
 inline constexpr Metric kTransfersOpen{"sluice_transfers_open", Type::kGauge,
-                                       "Transfers that are reserved and not yet committed", ""};
+                                       "Transfers that are reserved and have no sequence yet", ""};
 inline constexpr Metric kLeasesExpired{"sluice_leases_expired_total", Type::kCounter,
                                        "Transfers dropped because their lease ran out", ""};
 

@@ -46,14 +46,7 @@ class DenseModel : public Model {
         device_(device),
         kernels_(device->kernels()),
         source_(std::move(source)) {
-    CacheKind kv;
-    kv.name = "kv";
-    kv.element_type = options.kv_dtype;
-    kv.heads = config.kv_heads;
-    kv.block_tokens = options.block_tokens;
-    kv.parts = 2;
-    kv.bytes_per_token = 2 * config.head_dim * SizeOf(options.kv_dtype);
-    layout_ = {config.layers, {kv}};
+    layout_ = DenseCacheLayout(config, options.kv_dtype, options.block_tokens);
   }
 
   absl::Status LoadWeights();
@@ -341,6 +334,17 @@ void DenseModel::Logits(Stream& stream, const StepInputs& in) {
 }
 
 }  // namespace
+
+CacheLayout DenseCacheLayout(const ModelConfig& config, DType kv_dtype, int block_tokens) {
+  CacheKind kv;
+  kv.name = "kv";
+  kv.element_type = kv_dtype;
+  kv.heads = config.kv_heads;
+  kv.block_tokens = block_tokens;
+  kv.parts = 2;
+  kv.bytes_per_token = 2 * config.head_dim * SizeOf(kv_dtype);
+  return {config.layers, {kv}};
+}
 
 absl::StatusOr<std::unique_ptr<Model>> NewDenseModel(const Model::Options& options,
                                                      const ModelConfig& config,

@@ -9,6 +9,9 @@
 
 namespace sluice {
 
+// The caches of such a model: one kind, "kv".
+CacheLayout DenseCacheLayout(const ModelConfig& config, DType kv_dtype, int block_tokens);
+
 // Takes the weights out of `source` into the form of the device's kernels.
 absl::StatusOr<std::unique_ptr<Model>> NewDenseModel(const Model::Options& options,
                                                      const ModelConfig& config,

@@ -9,6 +9,7 @@
 #include "src/model/config_reader.h"
 #include "src/model/json_file.h"
 #include "src/model/rope_config.h"
+#include "src/sampling/sampling_params.h"
 
 namespace sluice {
 namespace {
@@ -45,8 +46,6 @@ constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kHeadDimStep = 16;
 // 2^40 parameters are 2 TiB of bf16: no node holds them.
 constexpr int64_t kMaxParameters = int64_t{1} << 40;
-// Of one sequence, stop token ids and EOS ids together (kernels::kMaxStopIds).
-constexpr size_t kMaxEosIds = kernels::kMaxStopIds;
 
 absl::StatusOr<const Family*> FindFamily(const ConfigReader& config) {
   SLUICE_ASSIGN_OR_RETURN(const std::string type, config.StringOr("model_type", ""));

@@ -38,9 +38,7 @@ class MarkingPolicy : public AttentionPolicy {
   Footprint FootprintOf(int64_t context, int64_t total) const override {
     return full_->FootprintOf(context, total);
   }
-  bool CouldEverFit(int64_t context, int64_t total) const override {
-    return full_->CouldEverFit(context, total);
-  }
+  int64_t max_tokens() const override { return full_->max_tokens(); }
   bool Admit(int slot, int64_t context, int64_t total,
              std::unique_ptr<SequenceCache>& home) override {
     return full_->Admit(slot, context, total, home);
@@ -119,15 +117,14 @@ class PrefillerImpl : public Prefiller {
     SLUICE_RETURN_IF_ERROR(Check(prompt, sampling));
     const absl::Time arrived = clock_->Now();
     absl::MutexLock lock(&mutex_);
+    if (cancelled()) return absl::CancelledError("the caller has gone");
+    SLUICE_RETURN_IF_ERROR(sink.Begin());
     const absl::Time started = clock_->Now();
     std::unique_ptr<SequenceCache> no_home;
     SLUICE_CHECK(policy_->Admit(kSlot, 0, static_cast<int64_t>(prompt.size()), no_home));
     policy_->WarmEvent(kSlot).Wait();
-    std::vector<int32_t> stop_ids;
-    if (!sampling.ignore_eos) stop_ids = model_->config().eos_token_ids;
-    for (const uint32_t id : sampling.stop_token_ids) stop_ids.push_back(static_cast<int32_t>(id));
     batch_->Join(*stream_, kSlot, prompt, sampling, seeds_(), static_cast<int32_t>(prompt.size()),
-                 stop_ids);
+                 StopIds(sampling, model_->config().eos_token_ids));
     absl::StatusOr<PrefillResult> result =
         Compute(static_cast<int>(prompt.size()), sampling, want_first_token, sink, cancelled);
     // Also after an error: what was launched still writes to the pages.

@@ -29,6 +29,8 @@ class Model;
 class LayerSink {
  public:
   virtual ~LayerSink() = default;
+  // The prompt's turn has come; nothing is computed yet.
+  virtual absl::Status Begin() = 0;
   virtual absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
                              absl::Span<const absl::Span<const uint8_t>> pieces) = 0;
 };

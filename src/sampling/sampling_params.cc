@@ -1,5 +1,6 @@
 #include "src/sampling/sampling_params.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
@@ -72,7 +73,7 @@ absl::Status ValidateSamplingParams(const SamplingParams& params, uint32_t vocab
   SLUICE_RETURN_IF_ERROR(CheckRange("top_p", params.top_p, 0.0f, 1.0f, true));
   SLUICE_RETURN_IF_ERROR(CheckRange("min_p", params.min_p, 0.0f, 1.0f, false));
   SLUICE_RETURN_IF_ERROR(
-      CheckRange("repetition_penalty", params.repetition_penalty, 0.0f, 100.0f, true));
+      CheckRange("repetition_penalty", params.repetition_penalty, 0.01f, 100.0f, false));
   SLUICE_RETURN_IF_ERROR(
       CheckRange("frequency_penalty", params.frequency_penalty, -2.0f, 2.0f, false));
   SLUICE_RETURN_IF_ERROR(
@@ -103,6 +104,16 @@ absl::Status ValidateSamplingParams(const SamplingParams& params, uint32_t vocab
                                      "; send one request per completion, each with its own seed"));
   }
   return absl::OkStatus();
+}
+
+std::vector<int32_t> StopIds(const SamplingParams& params, const std::vector<int32_t>& eos_ids) {
+  std::vector<int32_t> ids;
+  if (!params.ignore_eos) ids = eos_ids;
+  for (const uint32_t id : params.stop_token_ids) ids.push_back(static_cast<int32_t>(id));
+  std::sort(ids.begin(), ids.end());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  SLUICE_CHECK(ids.size() <= kernels::kMaxStopIds);
+  return ids;
 }
 
 kernels::SamplingSlot MakeSamplingSlot(const SamplingParams& params, uint64_t seed,

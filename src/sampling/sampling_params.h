@@ -16,6 +16,8 @@ namespace sluice {
 // stop_token_ids share kMaxStopIds).
 inline constexpr size_t kMaxStopTokenIds = 32;
 inline constexpr size_t kMaxLogitBiasEntries = kernels::kMaxLogitBias;
+// What a model may bring itself.
+inline constexpr size_t kMaxEosIds = kernels::kMaxStopIds - kMaxStopTokenIds;
 inline constexpr size_t kMaxStopStrings = 16;
 inline constexpr size_t kMaxStopStringBytes = 256;
 
@@ -43,8 +45,12 @@ struct SamplingParams {
 absl::Status ValidateSamplingParams(const SamplingParams& params, uint32_t vocab_size,
                                     bool stop_strings_supported);
 
-// The device's form. `seed` is the one to use where params bring none; `stop_ids`: EOS ids (unless
-// ignored) and stop_token_ids, already counted against kernels::kMaxStopIds.
+// The token ids that end a sequence: the request's and, unless it ignores them, the model's EOS
+// ids; sorted, without repeats, at most kernels::kMaxStopIds. REQUIRES: params were validated, and
+// at most kMaxEosIds EOS ids.
+std::vector<int32_t> StopIds(const SamplingParams& params, const std::vector<int32_t>& eos_ids);
+
+// The device's form. `seed` is the one to use where params bring none; `stop_count`: of StopIds().
 kernels::SamplingSlot MakeSamplingSlot(const SamplingParams& params, uint64_t seed,
                                        int32_t prompt_length, int32_t stop_count);
 

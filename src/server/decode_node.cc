@@ -142,15 +142,16 @@ absl::Status DecodeNode::StartEngine() {
 }
 
 absl::Status DecodeNode::DecodeCanary() {
-  constexpr uint32_t kTokens = 2;
-  auto stream = std::make_shared<TokenStream>(2 * kTokens);
+  // One token less where the context is too short for two after the prompt.
+  const uint32_t tokens_wanted = model_->max_context() > 2 ? 2 : 1;
+  auto stream = std::make_shared<TokenStream>(2 * tokens_wanted);
   Request request;
   request.request_id = absl::StrCat("canary-", absl::Hex(RandomU64()));
   request.prompt = {0};
   request.sampling.temperature = 0;
-  request.sampling.max_tokens = kTokens;
+  request.sampling.max_tokens = tokens_wanted;
   request.sampling.ignore_eos = true;
-  request.deadline = absl::Now() + kCanaryTimeout;
+  request.deadline = RealClock()->Now() + kCanaryTimeout;
   request.allow_local_prefill = true;
   request.sink = stream;
   absl::Status status = engine_->Submit(std::move(request)).status();
@@ -162,8 +163,9 @@ absl::Status DecodeNode::DecodeCanary() {
     if (batch.finish->reason == FinishInfo::Reason::kError) status = batch.finish->status;
     break;
   }
-  if (status.ok() && tokens != kTokens) {
-    status = absl::InternalError(absl::StrCat(kTokens, " tokens were expected, found ", tokens));
+  if (status.ok() && tokens != tokens_wanted) {
+    status =
+        absl::InternalError(absl::StrCat(tokens_wanted, " tokens were expected, found ", tokens));
   }
   return WithMessagePrefix(status, "the canary could not be decoded");
 }
@@ -197,7 +199,10 @@ absl::Status DecodeNode::StartGrpc() {
   services.push_back(NewAdminService(std::move(admin)));
   GrpcServer::Options options;
   options.listen = config_.listen();
-  options.max_receive_message_bytes = MaxReceiveMessageBytes(config_.max_chunk_bytes());
+  // A chunk, or a prompt of the longest context at up to 5 bytes a token.
+  constexpr uint64_t kTokenBytes = 8;
+  options.max_receive_message_bytes = MaxReceiveMessageBytes(std::max<uint64_t>(
+      config_.max_chunk_bytes(), kTokenBytes * static_cast<uint64_t>(model_->max_context())));
   absl::StatusOr<std::unique_ptr<GrpcServer>> started =
       GrpcServer::Start(options, std::move(services));
   if (!started.ok()) return WithMessagePrefix(started.status(), "listen");

@@ -31,6 +31,7 @@ absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_r
   options.max_context = static_cast<int>(config.max_context());
   options.max_rows = max_rows;
   options.max_logits = max_logits;
+  options.load_threads = ThreadsOf(config);
   return Model::Load(options, device);
 }
 

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "src/base/status_macros.h"
+#include "src/model/dense_model.h"
 #include "src/model/tensor_list.h"
 #include "src/server/model_setup.h"
 
@@ -125,14 +126,7 @@ absl::StatusOr<std::string> PrintPlan(const Config& config) {
         absl::StrCat("max_context: the model's max_position_embeddings is ",
                      in.model.max_position_embeddings, ", found ", config.max_context()));
   }
-  CacheKind kv;
-  kv.name = "kv";
-  kv.element_type = KvDType(config);
-  kv.heads = in.model.kv_heads;
-  kv.block_tokens = static_cast<int>(config.block_tokens());
-  kv.parts = 2;
-  kv.bytes_per_token = 2 * int64_t{in.model.head_dim} * SizeOf(kv.element_type);
-  in.layout = {in.model.layers, {kv}};
+  in.layout = DenseCacheLayout(in.model, KvDType(config), static_cast<int>(config.block_tokens()));
   in.hbm_bytes = static_cast<int64_t>(config.hbm_bytes());
   in.dram_bytes = static_cast<int64_t>(config.dram_bytes());
   in.max_context =

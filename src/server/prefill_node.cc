@@ -24,6 +24,7 @@ constexpr absl::Duration kGrace = absl::Seconds(30);
 // Takes caches and forgets them.
 class DiscardingSink : public LayerSink {
  public:
+  absl::Status Begin() override { return absl::OkStatus(); }
   absl::Status Layer(int, const CacheKind&, int, int,
                      absl::Span<const absl::Span<const uint8_t>>) override {
     return absl::OkStatus();

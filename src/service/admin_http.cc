@@ -161,8 +161,16 @@ class BeastAdminHttp final : public AdminHttp {
   void Accept() {
     acceptor_.async_accept([this](error_code error, tcp::socket socket) {
       if (error == asio::error::operation_aborted) return;
+      if (error) {
+        // Out of file descriptors, most likely: one will come back, but not by asking at once.
+        pause_.expires_after(std::chrono::milliseconds(100));
+        pause_.async_wait([this](error_code ended) {
+          if (!ended) Accept();
+        });
+        return;
+      }
       // A socket over the limit closes here, by going out of scope.
-      if (!error && open_ < options_.max_connections) {
+      if (open_ < options_.max_connections) {
         std::make_shared<Session>(std::move(socket), options_, &open_)->Read();
       }
       Accept();
@@ -174,6 +182,7 @@ class BeastAdminHttp final : public AdminHttp {
   int open_ = 0;  // connections; before io_, whose pending operations own them
   asio::io_context io_{1};
   tcp::acceptor acceptor_;
+  asio::steady_timer pause_{io_};  // before the next accept, after one failed
   std::thread thread_;
 };
 

@@ -11,8 +11,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "sluice/v1/decode.grpc.pb.h"
+#include "src/base/clock.h"
 #include "src/base/error.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
@@ -29,7 +31,8 @@ std::string RandomRequestId() { return absl::StrFormat("%016x%016x", RandomU64()
 absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   const auto deadline = context.deadline();
   if (deadline == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();
-  return absl::FromChrono(deadline);
+  // The engine's clock does not follow leaps of the wall clock, gRPC's deadline does.
+  return RealClock()->Now() + (absl::FromChrono(deadline) - absl::Now());
 }
 
 // One Generate. The engine's thread (through the TokenStream) and gRPC's threads meet in Pump().
@@ -137,7 +140,7 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
       if (end_.has_value() || finished_ || cancelled_) return;
       cancelled_ = true;
     }
-    const absl::Status why = DeadlineOf(*context_) <= absl::Now()
+    const absl::Status why = DeadlineOf(*context_) <= RealClock()->Now()
                                  ? absl::DeadlineExceededError("the call's deadline has passed")
                                  : absl::CancelledError("the caller is gone or has cancelled");
     engine_->Cancel(sequence_, why);

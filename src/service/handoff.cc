@@ -3,6 +3,7 @@
 #include <grpcpp/client_context.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -23,7 +24,7 @@ constexpr size_t kMaxRangesOfGet = 1024;  // GetTransferResponse.missing
 bool MayMend(const absl::Status& status) {
   return absl::IsUnavailable(status) || absl::IsCancelled(status) || absl::IsDataLoss(status) ||
          absl::IsInternal(status) || absl::IsUnknown(status) ||
-         ReasonOf(status) == "MISSING_BLOCKS";
+         ReasonOf(status) == "MISSING_BLOCKS" || ReasonOf(status) == "BLOCK_BUSY";
 }
 
 absl::Duration FromProtoDuration(const google::protobuf::Duration& duration) {
@@ -32,13 +33,47 @@ absl::Duration FromProtoDuration(const google::protobuf::Duration& duration) {
 
 }  // namespace
 
+// Reserves and opens the stream when the prompt's turn has come: a prompt that waits for another
+// holds no room at the decode node, and its lease does not run.
+class Handoff::Sink : public LayerSink {
+ public:
+  Sink(Handoff* handoff, const std::vector<MissingRange>* missing)
+      : handoff_(handoff), missing_(missing) {}
+
+  absl::Status Begin() override {
+    if (handoff_->transfer_id_.empty()) SLUICE_RETURN_IF_ERROR(handoff_->Reserve());
+    KvPusher::Options options;
+    options.transfer_id = handoff_->transfer_id_;
+    options.max_chunk_bytes = handoff_->max_chunk_bytes_;
+    if (missing_ != nullptr) {
+      options.filter = true;
+      options.missing = *missing_;
+    }
+    pusher_.emplace(handoff_->stub_.get(), handoff_->NewContext(handoff_->options_.push_timeout),
+                    std::move(options));
+    return absl::OkStatus();
+  }
+  absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
+                     absl::Span<const absl::Span<const uint8_t>> pieces) override {
+    return pusher_->Layer(layer, kind, token_begin, token_end, pieces);
+  }
+  // Null before Begin.
+  KvPusher* pusher() { return pusher_.has_value() ? &*pusher_ : nullptr; }
+
+ private:
+  Handoff* const handoff_;
+  const std::vector<MissingRange>* const missing_;
+  std::optional<KvPusher> pusher_;
+};
+
 Handoff::Handoff(Options options)
     : options_(std::move(options)), stub_(v1::KvIngest::NewStub(options_.channel)) {}
 
 absl::Status Handoff::Run(v1::RunResponse* response) {
-  SLUICE_RETURN_IF_ERROR(Reserve());
   absl::Status status = Attempt(nullptr, response);
   if (!status.ok() && retryable_ && !options_.cancelled()) {
+    // The landing that a broken stream left behind ends when the decode node notices.
+    if (ReasonOf(status) == "BLOCK_BUSY") absl::SleepFor(absl::Milliseconds(100));
     bool everything = false;
     bool committed = false;
     const auto missing = Missing(&everything, &committed);
@@ -50,7 +85,7 @@ absl::Status Handoff::Run(v1::RunResponse* response) {
     }
   }
   if (!status.ok()) {
-    Abort(status);
+    if (!transfer_id_.empty()) Abort(status);
     return status;
   }
   response->set_transfer_id(transfer_id_);
@@ -72,16 +107,11 @@ absl::Status Handoff::Reserve() {
 
 absl::Status Handoff::Attempt(const std::vector<MissingRange>* missing, v1::RunResponse* response) {
   retryable_ = false;
-  KvPusher::Options pusher_options;
-  pusher_options.transfer_id = transfer_id_;
-  pusher_options.max_chunk_bytes = max_chunk_bytes_;
-  if (missing != nullptr) {
-    pusher_options.filter = true;
-    pusher_options.missing = *missing;
-  }
-  KvPusher pusher(stub_.get(), NewContext(options_.push_timeout), std::move(pusher_options));
+  Sink sink(this, missing);
   const absl::StatusOr<PrefillResult> result = options_.prefiller->Run(
-      options_.prompt, options_.sampling, options_.want_first_token, pusher, options_.cancelled);
+      options_.prompt, options_.sampling, options_.want_first_token, sink, options_.cancelled);
+  if (sink.pusher() == nullptr) return result.status();  // refused, by Reserve or before it
+  KvPusher& pusher = *sink.pusher();
   // A broken stream ends the computation: then it is the stream's error that explains.
   const absl::Status pushed = result.ok() ? pusher.Finish() : pusher.Abandon();
   v1::RunResponse::Timings* timings = response->mutable_timings();

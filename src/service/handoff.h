@@ -45,6 +45,7 @@ class Handoff {
   absl::Status Run(v1::RunResponse* response);
 
  private:
+  class Sink;
   absl::Status Reserve();
   // One attempt to compute, push and commit; with `missing`, only those ranges are sent.
   absl::Status Attempt(const std::vector<MissingRange>* missing, v1::RunResponse* response);

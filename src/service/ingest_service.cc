@@ -27,7 +27,6 @@
 namespace sluice {
 namespace {
 
-constexpr size_t kMaxFirstTokens = 16;
 constexpr size_t kMaxRangesOfGet = 1024;  // GetTransferResponse.missing
 
 // When each transfer was reserved, for the histogram of ingest times. Remembers the newest kMax:

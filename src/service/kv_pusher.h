@@ -21,7 +21,7 @@
 
 namespace sluice {
 
-class KvPusher : public LayerSink {
+class KvPusher {
  public:
   struct Options {
     std::string transfer_id;
@@ -33,11 +33,12 @@ class KvPusher : public LayerSink {
   // Opens the stream on `context`, which carries the deadline.
   KvPusher(v1::KvIngest::Stub* stub, std::unique_ptr<grpc::ClientContext> context, Options options);
   // Cancels the stream if it is still open.
-  ~KvPusher() override;
+  ~KvPusher();
 
-  // Blocks while kMaxQueuedBytes wait to be sent. Fails once the stream is broken.
+  // LayerSink::Layer's contract. Blocks while kMaxQueuedBytes wait to be sent. Fails once the
+  // stream is broken.
   absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
-                     absl::Span<const absl::Span<const uint8_t>> pieces) override;
+                     absl::Span<const absl::Span<const uint8_t>> pieces);
 
   // Sends what is queued, closes, and returns what the decode node says.
   absl::Status Finish();

@@ -14,7 +14,6 @@ constexpr int64_t kMaxDurationSeconds = 315'576'000'000;  // 10,000 years: googl
 constexpr int kMaxCacheKinds = 8;
 constexpr size_t kMaxTransferIdBytes = 64;  // 32 are minted
 constexpr size_t kMaxFingerprintBytes = 128;
-constexpr int kMaxTopLogprobs = 20;
 
 template <typename T>
 absl::Status CheckSize(const std::string& field, const T& list, size_t max) {
@@ -122,7 +121,8 @@ v1::Token ToProto(const OutputToken& token) {
 absl::StatusOr<OutputToken> FromProto(const std::string& field, const v1::Token& token,
                                       uint32_t vocab_size) {
   SLUICE_RETURN_IF_ERROR(CheckTokenId(field + ".id", token.id(), vocab_size));
-  SLUICE_RETURN_IF_ERROR(CheckSize(field + ".top_logprobs", token.top_logprobs(), kMaxTopLogprobs));
+  SLUICE_RETURN_IF_ERROR(
+      CheckSize(field + ".top_logprobs", token.top_logprobs(), kernels::kMaxTopLogprobs));
   OutputToken out;
   out.id = static_cast<int32_t>(token.id());
   if (token.has_logprob()) {

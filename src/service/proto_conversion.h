@@ -24,7 +24,6 @@
 namespace sluice {
 
 // Longest request_id, tenant, rendezvous_key and reason, in bytes; the proto files say so.
-inline constexpr size_t kMaxNameBytes = 128;
 
 // `value` itself, or the error that names `field` and the bytes allowed and found.
 absl::Status CheckName(const std::string& field, const std::string& value,

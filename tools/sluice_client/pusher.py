@@ -39,6 +39,16 @@ _MAX_RESUMES = 5
 _RESUMABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DATA_LOSS, grpc.StatusCode.INTERNAL,
               grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
 
+
+def _resumable(error: grpc.RpcError) -> bool:
+    """Whether sending again may mend it. ABORTED, BLOCK_BUSY: a broken stream's last landing is still
+    there; it goes when the node notices."""
+    if error.code() is grpc.StatusCode.ABORTED:
+        time.sleep(0.1)
+        return True
+    return error.code() in _RESUMABLE
+
+
 Array = np.ndarray | Callable[[], np.ndarray]
 
 
@@ -136,7 +146,7 @@ class _Stream(threading.Thread):
                     return
                 if error is not None:
                     failures += 1
-                    if error.code() not in _RESUMABLE or failures > _MAX_RESUMES:
+                    if not _resumable(error) or failures > _MAX_RESUMES:
                         self.error = PushError(rpc.explain(error, self._address), error)
                         return
                 if self._closing.is_set() and self._queue.empty():

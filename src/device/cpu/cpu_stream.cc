@@ -32,6 +32,20 @@ void CpuStream::Copy(void* target, const void* source, size_t bytes) {
                 Work{target, source, bytes});
 }
 
+void CpuStream::CopyBatch(const CopyOp* ops, size_t count) {
+  struct Work {
+    const CopyOp* ops;
+    size_t count;
+  };
+  Enqueue<Work>(
+      [](const Work& w, CpuTeam*) {
+        for (size_t i = 0; i < w.count; ++i) {
+          std::memcpy(w.ops[i].target, w.ops[i].source, w.ops[i].bytes);
+        }
+      },
+      Work{ops, count});
+}
+
 void CpuStream::Fill(void* target, uint8_t value, size_t bytes) {
   struct Work {
     void* target;

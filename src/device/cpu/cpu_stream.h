@@ -36,6 +36,7 @@ class CpuStream : public Stream {
   ~CpuStream() override;  // runs what is queued first
 
   void Copy(void* target, const void* source, size_t bytes) override;
+  void CopyBatch(const CopyOp* ops, size_t count) override;
   void Fill(void* target, uint8_t value, size_t bytes) override;
   void Record(Event& event) override;
   void WaitFor(Event& event) override;

@@ -42,7 +42,7 @@ void CpuTeam::HelperLoop(int index) {
     ++seen;
     if (stop_) return;
     if (index < workers_ - 1) run_(work_, {index, workers_});
-    if (busy_.fetch_sub(1, std::memory_order_acq_rel) == 1) busy_.notify_all();
+    if (busy_.fetch_sub(1, std::memory_order_seq_cst) == 1) busy_.notify_all();
   }
 }
 

@@ -308,6 +308,15 @@ TEST_CASE("a cache that is not finite ends its own sequence only") {
   CHECK(node.Quiescent());
 }
 
+TEST_CASE("prompt and output share the context") {
+  Node node(Options());
+  Request request = GreedyRequest(std::vector<int32_t>(1000, 3), 25);
+  CHECK(FieldOf(SubmitStatus(node, request)) == "sampling.max_tokens");
+  request.sampling.max_tokens = 24;
+  CHECK(node.Generate(request).ids.size() == 24);
+  CHECK(node.Quiescent());
+}
+
 TEST_CASE("what a request may not say is refused at the door, by field") {
   NodeOptions options = Options();
   options.hbm_bytes = 3 * 2 * (2 * 64 * 2 * 2) * 128 + 8192;
@@ -320,11 +329,19 @@ TEST_CASE("what a request may not say is refused at the door, by field") {
   CHECK(FieldOf(SubmitStatus(node, request)) == "prompt_token_ids");
   request.prompt.assign(1024, 3);
   CHECK(FieldOf(SubmitStatus(node, request)) == "prompt_token_ids");
-  request.prompt.assign(1000, 3);
-  request.sampling.max_tokens = 25;
+  request.prompt.assign(1000, 3);  // fits the context, not the HBM
+  CHECK(FieldOf(SubmitStatus(node, request)) == "prompt_token_ids");
+  request.prompt.assign(200, 3);
+  request.sampling.max_tokens = 100;
   CHECK(FieldOf(SubmitStatus(node, request)) == "sampling.max_tokens");
-  request.sampling.max_tokens = 24;  // fits the context, not the HBM
-  CHECK(FieldOf(SubmitStatus(node, request)) == "sampling.max_tokens");
+  request.sampling.max_tokens.reset();
+  request.sampling.min_tokens = 3000000000u;
+  CHECK(FieldOf(SubmitStatus(node, request)) == "sampling.min_tokens");
+  // Without max_tokens: as many as HBM leaves, and nobody behind it waits for ever.
+  request.sampling.min_tokens = 0;
+  const Generated most = node.Generate(request);
+  CHECK(most.finish.reason == Reason::kLength);
+  CHECK(most.ids.size() == 256 - 200);
   request = GreedyRequest({1, 2}, 5);
   request.sampling.stop = {"x"};  // no tokenizer.json
   CHECK(FieldOf(SubmitStatus(node, request)) == "sampling.stop");
@@ -332,6 +349,10 @@ TEST_CASE("what a request may not say is refused at the door, by field") {
 
   const std::string id = PushGolden(node, 1, 5);
   CHECK(FieldOf(SubmitStatus(node, ById(id, 6))) == "sampling.max_tokens");
+  Request unending = ById(id, 5);
+  unending.sampling.max_tokens.reset();
+  unending.sampling.min_tokens = 6;
+  CHECK(FieldOf(SubmitStatus(node, unending)) == "sampling.min_tokens");
   Request other = ById(id, 5);
   other.prompt = {1, 2, 3};
   CHECK(FieldOf(SubmitStatus(node, other)) == "prompt_token_ids");
@@ -369,12 +390,34 @@ TEST_CASE("a request id is unique among the living, and local prefill is a choic
   CHECK(node.Generate(std::move(canary)).ids.size() == 2);
 }
 
+TEST_CASE("a sequence that ends while its caches are still on their way leaves nothing behind") {
+  Node node(Options());
+  const fixtures::GoldenCase& g = Golden(2);
+  for (int round = 0; round < 50; ++round) {
+    const std::string id =
+        node.Push(g.prompt, static_cast<uint32_t>(g.prompt.size()), 50, g.k, g.v);
+    Request request = ById(id, 50);
+    request.request_id = absl::StrCat("brief", round);
+    const auto stream = node.Start(request);
+    node.engine().CancelRequest(request.request_id, absl::CancelledError("at once"), [](bool) {});
+    Node::Collect(*stream);
+  }
+  CHECK(node.Quiescent());
+  CHECK(node.Generate(GreedyRequest(g.prompt, 3)).ids ==
+        std::vector<int32_t>(g.tokens.begin(), g.tokens.begin() + 3));
+}
+
 TEST_CASE("a draining engine refuses, finishes what runs, and says when it is idle") {
   Node node(Options());
   const auto running = node.Start(GreedyRequest(Golden().prompt, 200));
+  // Its transfer has not begun, and will not.
+  Request expecting = GreedyRequest({}, 5);
+  expecting.handoff.rendezvous_key = "never";
+  const auto waiting = node.Start(std::move(expecting));
   absl::Notification idle;
   node.engine().Drain([&] { idle.Notify(); });
   CHECK(absl::IsUnavailable(SubmitStatus(node, GreedyRequest({1, 2}, 5))));
+  CHECK(absl::IsUnavailable(Node::Collect(*waiting).finish.status));
   CHECK(Node::Collect(*running).ids.size() == 200);
   CHECK(idle.WaitForNotificationWithTimeout(absl::Seconds(10)));
   CHECK(node.Quiescent());

@@ -333,8 +333,28 @@ TEST_CASE(
   CHECK(absl::IsFailedPrecondition(t.Land(chunk, payload).status()));
   // Its Generate learns at once.
   CHECK(ReasonOf(t.table->TakeReady(*attached).status()) == "POISONED");
+  // So does one that comes now.
+  CHECK(ReasonOf(t.table->Attach(ById(id)).status()) == "POISONED");
   REQUIRE(t.table->Abort(id, "").ok());
   CHECK(t.Empty());
+}
+
+TEST_CASE("a Generate whose transfer ended does not take the key from the next one") {
+  Table t;
+  Manifest manifest = t.Good();
+  manifest.rendezvous_key = "room";
+  const auto first = t.table->Reserve(manifest);
+  const auto old = t.table->Attach(ByKey("room"));
+  REQUIRE(old.ok());
+  REQUIRE(t.table->Abort(first->transfer_id, "").ok());
+  const auto next = t.table->Attach(ByKey("room"));
+  REQUIRE(next.ok());
+  t.table->Detach(*old, /*abort_transfer=*/true);
+  const auto second = t.table->Reserve(manifest);
+  REQUIRE(second.ok());
+  REQUIRE(t.table->Info(*next).has_value());
+  CHECK(t.table->Info(*next)->transfer_id == second->transfer_id);
+  REQUIRE(t.table->Abort(second->transfer_id, "").ok());
 }
 
 TEST_CASE("missing ranges join neighbours in tokens and heads") {
@@ -378,8 +398,9 @@ TEST_CASE("a lease that ends gives the pages back, although nothing else arrives
 TEST_CASE("pages of an ended transfer come back only after its last writer") {
   Table t;
   const std::string id = t.Reserve();
-  const ChunkHeader chunk{id, 0, "kv", 0, 3, 0, 8, 0};
+  ChunkHeader chunk{id, 0, "kv", 0, 3, 0, 8, 0};
   const std::vector<uint8_t> payload = t.Payload(chunk);
+  chunk.crc32c = Table::Crc(payload);
   auto landing = t.table->BeginChunk(chunk, payload.size());
   REQUIRE(landing.ok());
   std::atomic<bool> go{false};
@@ -387,7 +408,8 @@ TEST_CASE("pages of an ended transfer come back only after its last writer") {
   std::thread writer([&, held = *std::move(landing)]() mutable {
     while (!go) std::this_thread::yield();
     held->Append(payload);
-    CHECK_FALSE(held->Finish().ok());
+    // Never acknowledged: the transfer is gone.
+    CHECK(absl::IsNotFound(held->Finish().status()));
     held.reset();
   });
   t.clock.Advance(absl::Seconds(11));
@@ -448,7 +470,8 @@ TEST_CASE("a Generate and a transfer meet by key, whichever comes first, and onl
   REQUIRE(ready.ok());
   REQUIRE(ready->has_value());
   CHECK((*ready)->first_tokens.at(0).id == 7);
-  // A Commit whose answer was lost is answered again.
+  // A Commit whose answer was lost is answered again, and so is the question whether it arrived.
+  CHECK(t.table->Get(reserved->transfer_id, 1)->state == TransferInfo::State::kCommitted);
   CHECK(t.table->Commit(reserved->transfer_id, {}, nullptr).ok());
   ready->reset();
   manifest.tenant.clear();

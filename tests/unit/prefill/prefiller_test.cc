@@ -20,6 +20,7 @@ class LandingSink : public LayerSink {
   LandingSink(Node* node, std::string transfer_id)
       : node_(node), transfer_id_(std::move(transfer_id)) {}
 
+  absl::Status Begin() override { return absl::OkStatus(); }
   absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
                      absl::Span<const absl::Span<const uint8_t>> pieces) override {
     calls.emplace_back(layer, token_begin, token_end);

@@ -29,6 +29,7 @@ TEST_CASE("every value out of range is refused by the name of its field") {
       {"min_p", [](auto& p) { p.min_p = 1.5f; }},
       {"top_k", [](auto& p) { p.top_k = 101; }},
       {"repetition_penalty", [](auto& p) { p.repetition_penalty = 0; }},
+      {"repetition_penalty", [](auto& p) { p.repetition_penalty = 1e-38f; }},
       {"repetition_penalty", [=](auto& p) { p.repetition_penalty = infinity; }},
       {"frequency_penalty", [](auto& p) { p.frequency_penalty = 2.5f; }},
       {"presence_penalty", [](auto& p) { p.presence_penalty = -2.5f; }},
@@ -71,6 +72,14 @@ TEST_CASE("stop strings need a tokenizer") {
   params.stop = {"END"};
   CHECK(ValidateSamplingParams(params, 100, true).ok());
   CHECK(FieldOf(ValidateSamplingParams(params, 100, false)) == "sampling.stop");
+}
+
+TEST_CASE("stop ids are the request's and the model's, once each") {
+  SamplingParams params;
+  params.stop_token_ids = {9, 2, 9};
+  CHECK(StopIds(params, {2, 7}) == std::vector<int32_t>{2, 7, 9});
+  params.ignore_eos = true;
+  CHECK(StopIds(params, {2, 7}) == std::vector<int32_t>{2, 9});
 }
 
 TEST_CASE("the device's form keeps every value, and the request's seed before the server's") {

@@ -208,6 +208,7 @@ class FakePrefiller : public Prefiller {
   absl::StatusOr<PrefillResult> Run(const std::vector<int32_t>& prompt, const SamplingParams&,
                                     bool want_first_token, LayerSink& sink,
                                     const std::function<bool()>& cancelled) override {
+    if (const absl::Status begun = sink.Begin(); !begun.ok()) return begun;
     ++runs;
     const auto length = static_cast<int>(prompt.size());
     for (int begin = 0; begin < length; begin += 64) {

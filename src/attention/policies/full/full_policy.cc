@@ -36,7 +36,7 @@ class FullPolicyImpl : public FullPolicy {
     return {context, total};
   }
 
-  bool CouldEverFit(int64_t, int64_t total) const override { return hbm_->CouldEverFit(total); }
+  int64_t max_tokens() const override { return hbm_->capacity_tokens(); }
 
   bool Admit(int slot, int64_t context, int64_t total,
              std::unique_ptr<SequenceCache>& home) override {
@@ -60,6 +60,7 @@ class FullPolicyImpl : public FullPolicy {
     Slot& s = slots_[static_cast<size_t>(slot)];
     if (!s.warm->Ready()) return false;
     s.home.reset();
+    s.copies.clear();
     return true;
   }
 
@@ -94,6 +95,7 @@ class FullPolicyImpl : public FullPolicy {
   struct Slot {
     std::unique_ptr<SequenceCache> cache;  // null: the slot is free
     std::unique_ptr<SequenceCache> home;   // until the copy is done
+    std::vector<Stream::CopyOp> copies;    // the same
     std::unique_ptr<Event> warm;
     size_t published = 0;  // blocks whose pages the device table knows
   };
@@ -135,7 +137,7 @@ class FullPolicyImpl : public FullPolicy {
   }
 
   // Copies the pages of the first `context` tokens, joined where both sides are contiguous.
-  void CopyHome(const Slot& s, int64_t context) {
+  void CopyHome(Slot& s, int64_t context) {
     const CacheKind& kind = hbm_->layout().kinds[kKv];
     const auto blocks = static_cast<size_t>(kind.BlocksFor(context));
     for (int layer = 0; layer < hbm_->layout().layers; ++layer) {
@@ -144,11 +146,13 @@ class FullPolicyImpl : public FullPolicy {
       for (size_t begin = 0, end; begin < blocks; begin = end) {
         end = begin + 1;
         while (end < blocks && from[end] == from[end - 1] + 1 && to[end] == to[end - 1] + 1) ++end;
-        copy_stream_->Copy(hbm_->PageAddress(kKv, to[begin]),
-                           s.home->pool()->PageAddress(kKv, from[begin]),
-                           (end - begin) * static_cast<size_t>(kind.page_bytes()));
+        s.copies.push_back({hbm_->PageAddress(kKv, to[begin]),
+                            s.home->pool()->PageAddress(kKv, from[begin]),
+                            (end - begin) * static_cast<size_t>(kind.page_bytes())});
       }
     }
+    // One command, however scattered the pages: the engine's thread never waits for the queue.
+    copy_stream_->CopyBatch(s.copies.data(), s.copies.size());
   }
 
   const std::string name_ = "full";
