@@ -4,6 +4,8 @@ import sys
 import time
 
 from sluice.v1 import common_pb2
+from tqdm import tqdm
+
 from sluice_client import generate as gen
 from sluice_client.errors import ToolError
 from sluice_client.pusher import Pusher
@@ -32,7 +34,8 @@ def push_case(file: SafetensorsFile, case: int, decode_address: str, max_new_tok
             raise ToolError(f"{file.path} has caches of {recorded} layers for {name}, the model at "
                             f"{decode_address} ({pusher.model.name}) has {layers}")
         pusher.reserve(prompt_ids, max_new_tokens=max_new_tokens)
-        for layer in range(layers):
+        for layer in tqdm(range(layers), desc="push", unit=" layers", leave=False,
+                          disable=not sys.stderr.isatty()):
             pusher.write_layer(layer, file[f"{name}.k.{layer}"], file[f"{name}.v.{layer}"])
         first = [int(file[f"{name}.tokens"][0])] if with_first_token else []
         return pusher.commit(first), prompt_ids

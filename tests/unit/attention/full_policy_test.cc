@@ -1,0 +1,128 @@
+#include "src/attention/policies/full/full_policy.h"
+
+#include <catch2/catch.hpp>
+#include <cstring>
+
+#include "src/base/rng.h"
+#include "src/device/cpu/cpu_device.h"
+#include "tests/test_main.h"
+
+namespace sluice {
+namespace {
+
+constexpr int kLayers = 3;
+constexpr int kSlots = 4;
+
+struct Tiers {
+  Tiers() {
+    CacheKind kv;
+    kv.name = "kv";
+    kv.heads = 2;
+    kv.block_tokens = 16;
+    kv.parts = 2;
+    kv.bytes_per_token = 2 * 16 * 2;
+    const CacheLayout layout{kLayers, {kv}};
+    device = *NewCpuDevice({"portable", 1});
+    hbm = *PagePool::Create("hbm", layout, *device->Allocate(MemoryKind::kDevice, 1 << 20, "hbm"));
+    dram =
+        *PagePool::Create("dram", layout, *device->Allocate(MemoryKind::kPinned, 1 << 20, "dram"));
+    policy = *NewFullPolicy({device.get(), hbm.get(), kSlots, 1024});
+  }
+  // A home of `tokens` tokens whose bytes say where they belong.
+  std::unique_ptr<SequenceCache> Home(int64_t tokens, uint8_t mark) {
+    auto home = std::make_unique<SequenceCache>(dram.get(), dram->TryReserve(tokens));
+    home->EnsureTokens(tokens);
+    ForEachBlock(tokens, [&](int layer, int head, int64_t block) {
+      std::memset(home->BlockAddress(layer, 0, head, block), Byte(layer, head, block, mark),
+                  static_cast<size_t>(hbm->layout().kinds[0].block_bytes()));
+    });
+    return home;
+  }
+  void CheckResident(int slot, int64_t tokens, uint8_t mark) {
+    ForEachBlock(tokens, [&](int layer, int head, int64_t block) {
+      const uint8_t* at = policy->resident(slot).BlockAddress(layer, 0, head, block);
+      const auto bytes = hbm->layout().kinds[0].block_bytes();
+      for (int64_t i = 0; i < bytes; ++i) REQUIRE(at[i] == Byte(layer, head, block, mark));
+    });
+  }
+  template <typename Visit>
+  void ForEachBlock(int64_t tokens, Visit visit) {
+    for (int layer = 0; layer < kLayers; ++layer) {
+      for (int head = 0; head < 2; ++head) {
+        for (int64_t block = 0; block < hbm->layout().kinds[0].BlocksFor(tokens); ++block) {
+          visit(layer, head, block);
+        }
+      }
+    }
+  }
+  static uint8_t Byte(int layer, int head, int64_t block, uint8_t mark) {
+    return static_cast<uint8_t>(mark + layer * 61 + head * 29 + block * 7);
+  }
+  std::unique_ptr<Device> device;
+  std::unique_ptr<PagePool> hbm, dram;
+  std::unique_ptr<FullPolicy> policy;
+};
+
+TEST_CASE("an admitted sequence has its caches in HBM, and its home is given up when it is warm") {
+  Tiers t;
+  std::unique_ptr<SequenceCache> home = t.Home(100, 1);
+  REQUIRE(t.policy->Admit(0, 100, 300, home));
+  CHECK(home == nullptr);
+  t.policy->WarmEvent(0).Wait();
+  CHECK(t.policy->Warm(0));
+  t.CheckResident(0, 100, 1);
+  CHECK(t.dram->UsageOf(0).reserved_bytes == 0);
+  t.policy->Release(0);
+  CHECK(t.hbm->UsageOf(0).reserved_bytes == 0);
+}
+
+TEST_CASE("whatever comes and goes, scattered pages hold each sequence's own bytes") {
+  Tiers t;
+  SplitMix64 random(TestSeed());
+  const std::unique_ptr<Stream> stream = t.device->NewStream(Device::StreamKind::kCompute);
+  const std::unique_ptr<Event> grown = t.device->NewEvent();
+  int64_t context[kSlots] = {};
+  for (int round = 0; round < 400; ++round) {
+    const auto slot = static_cast<int>(random.Below(kSlots));
+    const auto mark = static_cast<uint8_t>(slot * 50);
+    if (context[slot] != 0) {
+      t.CheckResident(slot, context[slot], mark);
+      t.policy->Release(slot);
+      context[slot] = 0;
+      continue;
+    }
+    const auto tokens = static_cast<int64_t>(1 + random.Below(400));
+    std::unique_ptr<SequenceCache> home = t.Home(tokens, mark);
+    REQUIRE(t.policy->Admit(slot, tokens, tokens + 200, home));
+    t.policy->WarmEvent(slot).Wait();
+    REQUIRE(t.policy->Warm(slot));
+    t.policy->Grow(slot, tokens + static_cast<int64_t>(random.Below(200)), *stream);
+    stream->Record(*grown);
+    grown->Wait();
+    context[slot] = tokens;
+  }
+  for (int slot = 0; slot < kSlots; ++slot) {
+    if (context[slot] != 0) t.policy->Release(slot);
+  }
+  CHECK(t.hbm->UsageOf(0).reserved_bytes == 0);
+  CHECK(t.dram->UsageOf(0).reserved_bytes == 0);
+}
+
+TEST_CASE("what does not fit is not admitted, and its home stays with the caller") {
+  Tiers t;
+  const int64_t most = t.policy->max_tokens();
+  std::unique_ptr<SequenceCache> none;
+  REQUIRE(t.policy->Admit(0, 0, most, none));
+  std::unique_ptr<SequenceCache> home = t.Home(10, 1);
+  CHECK_FALSE(t.policy->Admit(1, 10, 20, home));
+  CHECK(home != nullptr);
+  t.policy->WarmEvent(0).Wait();
+  t.policy->Release(0);
+  CHECK(t.policy->Admit(1, 10, 20, home));
+  t.policy->WarmEvent(1).Wait();
+  CHECK(t.policy->Warm(1));
+  t.policy->Release(1);
+}
+
+}  // namespace
+}  // namespace sluice
