@@ -1,6 +1,9 @@
 // sluice-onednn-peer: oneDNN's bf16 products at the shapes of sluice-kernel-bench, one thread,
-// weights prepacked and read from memory, to hold ours against. Built only where oneDNN is
-// installed (Debian: libdnnl-dev, ocl-icd-opencl-dev); nothing else of Sluice needs it.
+// weights prepacked and read from memory, to hold ours against. Does its work only where oneDNN was
+// found at configuration; nothing else of Sluice needs it.
+#include <cstdio>
+
+#if SLUICE_HAVE_ONEDNN
 #include <omp.h>
 
 #include <algorithm>
