@@ -72,11 +72,12 @@ absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(std::string name,
 PagePool::PagePool(std::string name, const CacheLayout& layout, Buffer arena)
     : name_(std::move(name)), layout_(layout), arena_(std::move(arena)) {
   const std::vector<int64_t> pages = DividePages(layout_, static_cast<int64_t>(arena_.bytes()));
-  auto next = reinterpret_cast<uintptr_t>(arena_.data());
+  auto* next = arena_.as<uint8_t>();
   for (size_t kind = 0; kind < pages.size(); ++kind) {
-    next = (next + kKindAlignment - 1) / kKindAlignment * kKindAlignment;
-    base_.push_back(reinterpret_cast<uint8_t*>(next));
-    next += static_cast<uintptr_t>(pages[kind] * layout_.kinds[kind].page_bytes());
+    const auto past = reinterpret_cast<uintptr_t>(next) % kKindAlignment;
+    next += past == 0 ? 0 : kKindAlignment - past;
+    base_.push_back(next);
+    next += pages[kind] * layout_.kinds[kind].page_bytes();
     KindState state;
     state.pages = pages[kind];
     state.free_runs.emplace(0, static_cast<int32_t>(pages[kind]));

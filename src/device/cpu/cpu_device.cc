@@ -29,13 +29,12 @@ absl::StatusOr<Buffer> MapMemory(size_t bytes, const std::string& what) {
     return absl::ResourceExhaustedError(absl::StrCat(
         "no memory for ", what, ": ", bytes, " bytes were asked for (", std::strerror(errno), ")"));
   }
-  auto address = reinterpret_cast<uintptr_t>(raw);
+  auto* address = static_cast<uint8_t*>(raw);
   if (huge) {
-    address = (address + kHugePage - 1) / kHugePage * kHugePage;
-    madvise(reinterpret_cast<void*>(address), bytes, MADV_HUGEPAGE);  // advice: may be refused
+    address += (kHugePage - reinterpret_cast<uintptr_t>(raw) % kHugePage) % kHugePage;
+    madvise(address, bytes, MADV_HUGEPAGE);  // advice: may be refused
   }
-  return Buffer(reinterpret_cast<void*>(address), bytes,
-                [raw, mapped](void*, size_t) { munmap(raw, mapped); });
+  return Buffer(address, bytes, [raw, mapped](void*, size_t) { munmap(raw, mapped); });
 }
 
 class CpuDevice : public Device {
