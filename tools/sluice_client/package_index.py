@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import requests
+from pip._internal.models.index import PyPI  # pip's own default; pip says it nowhere else
 from tqdm import tqdm
 
 from sluice_client.errors import ToolError
 
-PYPI = "https://pypi.org/simple"
 _SIMPLE_API = "application/vnd.pypi.simple.v1+json, text/html;q=0.2"
 _TIMEOUT_S = 30
 _ATTEMPTS = 6
@@ -86,7 +86,7 @@ def _without_credentials(url: str) -> str:
 
 def find_wheel(session: requests.Session, package: str, version: str) -> IndexFile:
     """The wheel of `package` `version` in pip's index."""
-    index = (_pip_setting("index-url") or PYPI).rstrip("/")
+    index = (_pip_setting("index-url") or PyPI.simple_url).rstrip("/")
     url = f"{index}/{package}/"
     try:
         page = session.get(url, headers={"Accept": _SIMPLE_API}, timeout=_TIMEOUT_S)
