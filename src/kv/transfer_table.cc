@@ -231,7 +231,7 @@ std::optional<TransferTable::AttachedInfo> TransferTable::Info(AttachId id) {
   const auto it = attachments_.find(id);
   if (it == attachments_.end() || it->second.transfer == nullptr) return std::nullopt;
   const Transfer& t = *it->second.transfer;
-  return AttachedInfo{t.id, t.prompt, t.context_length, t.max_new_tokens};
+  return AttachedInfo{t.id, t.prompt, t.max_new_tokens};
 }
 
 absl::StatusOr<std::optional<ReadySequence>> TransferTable::TakeReady(AttachId id) {

@@ -170,7 +170,6 @@ class TransferTable {
   struct AttachedInfo {
     std::string transfer_id;
     std::vector<int32_t> prompt;
-    uint32_t context_length = 0;
     uint32_t max_new_tokens = 0;
   };
   std::optional<AttachedInfo> Info(AttachId id);
