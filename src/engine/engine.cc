@@ -176,6 +176,7 @@ void EngineImpl::Snapshot(std::function<void(EngineSnapshot)> done) {
       absl::MutexLock lock(&submit_mutex_);
       snapshot.draining = draining_;
     }
+    snapshot.times = times_;
     const absl::Time now = parts_.clock->Now();
     std::vector<const Sequence*> by_age;
     for (const auto& [id, sequence] : sequences_) by_age.push_back(sequence.get());

@@ -38,8 +38,20 @@ struct SequenceSnapshot {
   absl::Duration age;
 };
 
+// Where the engine's thread spends its time, summed since the engine was made. `turn` runs beside
+// the device but for what it keeps the device waiting: the host's share of a step is turn / step.
+struct StepTimes {
+  uint64_t steps = 0;     // whose results were read
+  absl::Duration step;    // wall time of those: from the results before (or its launch, if later)
+  absl::Duration turn;    // all of Turn(), the next three included; waiting is not in it
+  absl::Duration plan;    // which rows, and pages for their growth
+  absl::Duration launch;  // upload of the rows, and enqueueing model and sampling
+  absl::Duration emit;    // results to their streams
+};
+
 struct EngineSnapshot {
   std::vector<SequenceSnapshot> sequences;
+  StepTimes times;
   uint32_t running = 0;  // parked ones included
   uint32_t waiting = 0;  // awaiting their transfer, or room
   bool draining = false;
@@ -101,6 +113,7 @@ class Engine {
   virtual Next Turn() = 0;
   // Blocks until the inbox has something, Wake() was called, or `until`.
   virtual void WaitForInbox(absl::Time until) = 0;
+  virtual const StepTimes& times() const = 0;
 };
 
 // Runs an engine on a thread of its own until destroyed; cancels what is alive when it ends.

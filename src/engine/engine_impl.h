@@ -37,6 +37,7 @@ class EngineImpl : public Engine {
   void Wake() override { inbox_.Wake(); }
   Next Turn() override;
   void WaitForInbox(absl::Time until) override { inbox_.Wait(until); }
+  const StepTimes& times() const override { return times_; }
 
  private:
   // A launched step whose results are not read.
@@ -59,6 +60,7 @@ class EngineImpl : public Engine {
                                     uint32_t max_new_tokens);
 
   // Phases of a turn.
+  Next TakeTurn();
   void CheckTimes(absl::Time now);
   void TakeReadyTransfers(absl::Time now);
   void AdmitWaiting(absl::Time now);
@@ -108,6 +110,7 @@ class EngineImpl : public Engine {
   StepPlan plan_;
   uint64_t launched_steps_ = 0;
   uint64_t completed_steps_ = 0;
+  StepTimes times_;
   absl::Time last_completed_ = absl::InfinitePast();
   absl::Time next_reap_ = absl::InfinitePast();
   absl::Time next_check_ = absl::InfinitePast();

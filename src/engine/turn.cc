@@ -12,6 +12,13 @@
 namespace sluice {
 
 Engine::Next EngineImpl::Turn() {
+  const absl::Time begin = parts_.clock->Now();
+  const Next next = TakeTurn();
+  times_.turn += parts_.clock->Now() - begin;
+  return next;
+}
+
+Engine::Next EngineImpl::TakeTurn() {
   inbox_.Drain();
   const absl::Time now = parts_.clock->Now();
   if (now >= next_reap_ || transfers_changed_.load(std::memory_order_acquire)) {
@@ -171,6 +178,8 @@ bool EngineImpl::LaunchStep(absl::Time now) {
   const absl::Time planned = parts_.clock->Now();
   batch_->Launch(*stream_, step.buffer, plan_, *parts_.model, *parts_.policy);
   steps_.push_back(std::move(step));
+  times_.plan += planned - now;
+  times_.launch += parts_.clock->Now() - planned;
   if (parts_.metrics != nullptr) {
     parts_.metrics->step_sequences.Observe(static_cast<double>(plan_.rows.size()));
     parts_.metrics->step_seconds(StepPhase::kPlan).Observe(planned - now);
@@ -200,10 +209,13 @@ void EngineImpl::CompleteStep() {
     }
     Emit(sequence, std::move(token), now);
   }
+  const absl::Time end = parts_.clock->Now();
+  // It was launched while the step before still ran.
+  const absl::Time began = std::max(step.launched, last_completed_);
+  ++times_.steps;
+  times_.step += now - began;
+  times_.emit += end - now;
   if (parts_.metrics != nullptr) {
-    const absl::Time end = parts_.clock->Now();
-    // It was launched while the step before still ran.
-    const absl::Time began = std::max(step.launched, last_completed_);
     parts_.metrics->step_seconds(StepPhase::kCompute).Observe(now - began);
     parts_.metrics->step_seconds(StepPhase::kEmit).Observe(end - now);
     parts_.metrics->step_seconds(StepPhase::kTotal).Observe(end - began);

@@ -258,11 +258,7 @@ TEST_CASE("a Generate waits for its transfer by key, and for its commit") {
   CHECK(node.Quiescent());
 }
 
-TEST_CASE("a slow reader is parked, the others go on, and it loses nothing when it reads again") {
-  Node node(Options());
-  const std::vector<int32_t> want = node.Generate(GreedyRequest(Golden().prompt, 100)).ids;
-  const auto slow = node.Start(GreedyRequest(Golden().prompt, 100), /*capacity=*/16);
-  CHECK(node.Generate(GreedyRequest(Golden().prompt, 100)).ids == want);
+EngineSnapshot SnapshotOf(Node& node) {
   absl::Notification done;
   EngineSnapshot snapshot;
   node.engine().Snapshot([&](EngineSnapshot s) {
@@ -270,6 +266,28 @@ TEST_CASE("a slow reader is parked, the others go on, and it loses nothing when 
     done.Notify();
   });
   done.WaitForNotification();
+  return snapshot;
+}
+
+TEST_CASE("the engine knows where the time of its steps goes") {
+  Node node(Options());
+  node.Generate(GreedyRequest(Golden().prompt, 20));
+  const StepTimes times = SnapshotOf(node).times;
+  // The prompt's step chooses the first token; the last step's sums may still be under way.
+  CHECK(times.steps >= 19);
+  CHECK(times.step > absl::ZeroDuration());
+  CHECK(times.plan > absl::ZeroDuration());
+  CHECK(times.launch > absl::ZeroDuration());
+  CHECK(times.emit > absl::ZeroDuration());
+  CHECK(times.turn >= times.plan + times.launch + times.emit);
+}
+
+TEST_CASE("a slow reader is parked, the others go on, and it loses nothing when it reads again") {
+  Node node(Options());
+  const std::vector<int32_t> want = node.Generate(GreedyRequest(Golden().prompt, 100)).ids;
+  const auto slow = node.Start(GreedyRequest(Golden().prompt, 100), /*capacity=*/16);
+  CHECK(node.Generate(GreedyRequest(Golden().prompt, 100)).ids == want);
+  const EngineSnapshot snapshot = SnapshotOf(node);
   REQUIRE(snapshot.sequences.size() == 1);
   CHECK(snapshot.sequences[0].state == SequenceSnapshot::State::kParked);
   CHECK(snapshot.sequences[0].output_tokens <= 16);

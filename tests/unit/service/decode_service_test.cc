@@ -61,6 +61,7 @@ class FakeEngine : public Engine {
   void Wake() override { ++wakes; }
   Next Turn() override { return {}; }
   void WaitForInbox(absl::Time) override {}
+  const StepTimes& times() const override { return times_; }
 
   // The test's side, "the engine's thread".
   Request WaitForRequest() {
@@ -111,6 +112,7 @@ class FakeEngine : public Engine {
   std::atomic<int> wakes = 0;
 
  private:
+  const StepTimes times_;
   absl::Mutex engine_thread_;
   absl::Mutex mutex_;
   std::map<std::string, Request> alive_ ABSL_GUARDED_BY(mutex_);
