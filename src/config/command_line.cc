@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "src/base/nearest_name.h"
 #include "src/base/status_macros.h"
 
 namespace sluice {

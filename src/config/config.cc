@@ -10,6 +10,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "src/base/nearest_name.h"
 #include "src/base/status_macros.h"
 #include "src/config/config_file.h"
 

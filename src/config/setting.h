@@ -60,8 +60,4 @@ const Setting* FindSetting(std::string_view name);
 // The schema's defaults. A default that the schema itself refuses is a broken invariant.
 Config DefaultConfig();
 
-// " (did you mean NAME?)" for the candidate with the fewest edits to `name`, or "" where even that
-// one shares too little with it.
-std::string DidYouMean(std::string_view name, std::span<const std::string> candidates);
-
 }  // namespace sluice
