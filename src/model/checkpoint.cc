@@ -1,6 +1,6 @@
 #include "src/model/checkpoint.h"
 
-#include <unistd.h>
+#include <sys/stat.h>
 
 #include <set>
 
@@ -18,7 +18,11 @@ absl::Status Broken(const std::string& where, const Parts&... parts) {
   return absl::InvalidArgumentError(absl::StrCat(where, ": ", parts...));
 }
 
-bool Exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
+// Also of a link to nowhere: opening it then says what is wrong.
+bool Exists(const std::string& path) {
+  struct stat st {};
+  return lstat(path.c_str(), &st) == 0;
+}
 
 // The index's weight_map: tensor name -> shard's file name.
 absl::StatusOr<std::map<std::string, std::string>> ReadIndex(const std::string& path) {
@@ -30,14 +34,15 @@ absl::StatusOr<std::map<std::string, std::string>> ReadIndex(const std::string& 
   std::map<std::string, std::string> out;
   for (const auto& [tensor, file] : index["weight_map"].items()) {
     if (!file.is_string()) {
-      return Broken(path, "weight_map[\"", tensor, "\"]: expected a file name, found ",
-                    file.dump());
+      return Broken(path, "weight_map[\"", Shown(tensor), "\"]: expected a file name, found ",
+                    ShownJson(file));
     }
     const auto& name = file.get_ref<const std::string&>();
     if (name.find('/') != std::string::npos || name.find('\0') != std::string::npos ||
         !absl::EndsWith(name, ".safetensors")) {
-      return Broken(path, "weight_map[\"", tensor, "\"]: expected the name of a .safetensors file ",
-                    "in the same directory, found ", file.dump());
+      return Broken(path, "weight_map[\"", Shown(tensor),
+                    "\"]: expected the name of a .safetensors file ",
+                    "in the same directory, found ", ShownJson(file));
     }
     out.emplace(tensor, name);
   }
@@ -65,8 +70,8 @@ absl::StatusOr<Checkpoint> Checkpoint::Open(const std::string& dir) {
   for (const std::string& name : names) {
     const std::string path = absl::StrCat(dir, "/", name);
     if (!index.empty() && !Exists(path)) {
-      return absl::NotFoundError(
-          absl::StrCat(index_path, ": names the shard ", name, ", which is not in the directory"));
+      return absl::NotFoundError(absl::StrCat(index_path, ": names the shard ", Shown(name),
+                                              ", which is not in the directory"));
     }
     SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<SafetensorsFile> file, SafetensorsFile::Open(path));
     for (const auto& [tensor, info] : file->tensors()) {
@@ -81,7 +86,8 @@ absl::StatusOr<Checkpoint> Checkpoint::Open(const std::string& dir) {
   for (const auto& [tensor, file] : index) {
     const Entry* entry = out.Find(tensor);
     if (entry == nullptr || !absl::EndsWith(entry->file->path(), "/" + file)) {
-      return Broken(index_path, "tensor ", tensor, " should be in ", file, ", which lacks it");
+      return Broken(index_path, "tensor ", Shown(tensor), " should be in ", file,
+                    ", which lacks it");
     }
   }
   return out;

@@ -4,15 +4,11 @@
 
 #include "absl/strings/str_format.h"
 #include "src/base/status_macros.h"
+#include "src/model/json_file.h"
 
 namespace sluice {
 
 using nlohmann::json;
-
-namespace {
-// Of a foreign value shown in a message.
-constexpr size_t kMaxShownBytes = 80;
-}  // namespace
 
 bool ConfigReader::Has(const char* key) const {
   const auto it = object_.find(key);
@@ -88,9 +84,7 @@ absl::Status ConfigReader::Unsupported(const char* key, const std::string& suppo
 std::string ConfigReader::Found(const char* key) const {
   const auto it = object_.find(key);
   if (it == object_.end()) return "nothing";
-  std::string text = it->dump();
-  if (text.size() > kMaxShownBytes) text = text.substr(0, kMaxShownBytes) + "...";
-  return text;
+  return ShownJson(*it);
 }
 
 }  // namespace sluice

@@ -8,20 +8,49 @@
 #include <cstring>
 #include <set>
 
+#include "absl/strings/escaping.h"
 #include "src/base/status_macros.h"
 
 namespace sluice {
 
 using nlohmann::json;
 
+namespace {
+
+constexpr size_t kMaxShownBytes = 80;
+
+// Leaves the parser where the nesting passes its limit: every level costs memory.
+struct TooDeep {};
+
+// Before a UTF-8 sequence rather than inside it.
+std::string Cut(std::string_view text, size_t max_bytes) {
+  if (text.size() <= max_bytes) return std::string(text);
+  while (max_bytes > 0 && (static_cast<uint8_t>(text[max_bytes]) & 0xC0) == 0x80) --max_bytes;
+  return std::string(text.substr(0, max_bytes)) + "...";
+}
+
+}  // namespace
+
+std::string Shown(std::string_view text) {
+  return absl::Utf8SafeCHexEscape(Cut(text, kMaxShownBytes));
+}
+
+std::string ShownJson(const json& value) {
+  if (value.is_string()) {
+    return absl::StrCat("\"", Shown(value.get_ref<const std::string&>()), "\"");
+  }
+  if (value.size() > kMaxShownBytes) {
+    return absl::StrCat(value.type_name(), " of ", value.size(), " entries");
+  }
+  return Cut(value.dump(), kMaxShownBytes);  // which escapes what is not printable
+}
+
 absl::StatusOr<json> ParseJsonObject(const char* text, int64_t size, const std::string& what,
                                      const std::string& skip_key) {
-  int deepest = 0;
   std::string repeated;
   std::set<std::string> seen;
-  // nlohmann's parser and destructor keep their own stacks, so depth is a limit, not a crash.
   const auto watch = [&](int depth, json::parse_event_t event, json& parsed) {
-    deepest = std::max(deepest, depth);
+    if (depth > kMaxJsonDepth) throw TooDeep();
     if (event != json::parse_event_t::key) return true;
     const auto& key = parsed.get_ref<const std::string&>();
     if (depth == 1 && !seen.insert(key).second && repeated.empty()) repeated = key;
@@ -29,27 +58,30 @@ absl::StatusOr<json> ParseJsonObject(const char* text, int64_t size, const std::
   };
   try {
     json value = json::parse(text, text + size, watch);
-    if (deepest > kMaxJsonDepth) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          what, ": nested ", deepest, " levels deep, expected at most ", kMaxJsonDepth));
-    }
     if (!value.is_object()) {
       return absl::InvalidArgumentError(
           absl::StrCat(what, ": expected a JSON object, found ", value.type_name()));
     }
     if (!repeated.empty()) {
       return absl::InvalidArgumentError(
-          absl::StrCat(what, ": the key \"", repeated, "\" appears twice"));
+          absl::StrCat(what, ": the key \"", Shown(repeated), "\" appears twice"));
     }
     return value;
+  } catch (const TooDeep&) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(what, ": nested more than ", kMaxJsonDepth, " levels deep"));
   } catch (const json::exception& e) {
-    return absl::InvalidArgumentError(absl::StrCat(what, ": not valid JSON: ", e.what()));
+    // It quotes the last token that it read, however long.
+    constexpr size_t kMaxBytes = 400;
+    return absl::InvalidArgumentError(
+        absl::StrCat(what, ": not valid JSON: ", Cut(e.what(), kMaxBytes)));
   }
 }
 
 absl::StatusOr<json> ReadJsonFile(const std::string& path, int64_t max_bytes,
                                   const std::string& skip_key) {
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // O_NONBLOCK: a FIFO opens without a writer, and is then refused.
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) {
     const std::string message = absl::StrCat(path, ": ", std::strerror(errno));
     return errno == ENOENT || errno == ENOTDIR ? absl::NotFoundError(message)

@@ -75,7 +75,7 @@ absl::Status ParseTensor(const std::string& where, const json& entry, uint64_t d
     return dtype.is_string() && dtype.get_ref<const std::string&>() == r.name;
   });
   if (row == std::end(kTypes)) {
-    return Broken(where, "unknown dtype ", dtype.dump(), ", expected BF16, F16 or F32");
+    return Broken(where, "unknown dtype ", ShownJson(dtype), ", expected BF16, F16 or F32");
   }
   out->type = row->type;
 
@@ -86,9 +86,9 @@ absl::Status ParseTensor(const std::string& where, const json& entry, uint64_t d
   uint64_t bytes = static_cast<uint64_t>(row->bytes);
   for (const json& value : shape) {
     uint64_t dim = 0;
-    if (!AsSize(value, &dim)) return Broken(where, "shape has no size ", value.dump());
+    if (!AsSize(value, &dim)) return Broken(where, "shape has no size ", ShownJson(value));
     if (__builtin_mul_overflow(bytes, dim, &bytes)) {
-      return Broken(where, "shape ", shape.dump(), " is too large for any file");
+      return Broken(where, "shape ", ShownJson(shape), " is too large for any file");
     }
     out->shape.push_back(static_cast<int64_t>(dim));
   }
@@ -98,14 +98,14 @@ absl::Status ParseTensor(const std::string& where, const json& entry, uint64_t d
   if (!offsets.is_array() || offsets.size() != 2 || !AsSize(offsets[0], &begin) ||
       !AsSize(offsets[1], &end) || begin > end) {
     return Broken(where, "data_offsets must be [begin, end] with 0 <= begin <= end, found ",
-                  offsets.dump());
+                  ShownJson(offsets));
   }
   if (end > data_bytes) {
-    return Broken(where, "data_offsets ", offsets.dump(), " lie outside the file, which holds ",
+    return Broken(where, "data_offsets ", ShownJson(offsets), " lie outside the file, which holds ",
                   data_bytes, " bytes of data: the file is truncated or damaged");
   }
   if (end - begin != bytes) {
-    return Broken(where, "data_offsets ", offsets.dump(), " span ", end - begin, " bytes, but ",
+    return Broken(where, "data_offsets ", ShownJson(offsets), " span ", end - begin, " bytes, but ",
                   row->name, " ", ShapeText(out->shape), " needs ", bytes);
   }
   out->offset = begin;
@@ -125,12 +125,13 @@ absl::Status CheckCover(const std::string& path, const std::map<std::string, Ten
   const TensorInfo* last = nullptr;
   for (const TensorInfo* t : order) {
     if (t->offset < end) {
-      return Broken(path, "tensors ", last->name, " and ", t->name, " overlap: one ends at byte ",
-                    end, " of the data, the other begins at ", t->offset);
+      return Broken(path, "tensors ", Shown(last->name), " and ", Shown(t->name),
+                    " overlap: one ends at byte ", end, " of the data, the other begins at ",
+                    t->offset);
     }
     if (t->offset > end) {
-      return Broken(path, "bytes [", end, ", ", t->offset, ") of the data before tensor ", t->name,
-                    " belong to no tensor");
+      return Broken(path, "bytes [", end, ", ", t->offset, ") of the data before tensor ",
+                    Shown(t->name), " belong to no tensor");
     }
     end = t->offset + t->bytes;
     last = t;
@@ -151,7 +152,8 @@ std::string ShapeText(absl::Span<const int64_t> shape) {
 }
 
 absl::StatusOr<std::unique_ptr<SafetensorsFile>> SafetensorsFile::Open(const std::string& path) {
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // O_NONBLOCK: a FIFO opens without a writer, and is then refused.
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) {
     const std::string message = absl::StrCat(path, ": ", std::strerror(errno));
     return errno == ENOENT ? absl::NotFoundError(message) : absl::InvalidArgumentError(message);
@@ -209,7 +211,7 @@ absl::Status SafetensorsFile::ReadHeader() {
     TensorInfo tensor;
     tensor.name = name;
     SLUICE_RETURN_IF_ERROR(
-        ParseTensor(absl::StrCat(path_, ": tensor ", name), entry, data_bytes, &tensor));
+        ParseTensor(absl::StrCat(path_, ": tensor ", Shown(name)), entry, data_bytes, &tensor));
     tensors_.emplace(name, std::move(tensor));
   }
   SLUICE_RETURN_IF_ERROR(CheckCover(path_, tensors_, data_bytes));

@@ -16,7 +16,7 @@ namespace {
 using nlohmann::json;
 
 // Far above any vocabulary; bounds the table that a stray id would make.
-constexpr int64_t kMaxTokenId = (int64_t{1} << 24) - 1;
+constexpr int64_t kMaxTokenId = (int64_t{1} << 22) - 1;
 
 enum class DecoderKind { kByteLevel, kByteFallback };
 
@@ -89,9 +89,9 @@ absl::StatusOr<DecoderKind> FindKind(const std::string& path, const json& root) 
 absl::Status Add(const std::string& path, const std::string& token, const json& id,
                  DecoderKind kind, std::vector<std::string>* out) {
   if (!id.is_number_unsigned() || id.get<uint64_t>() > static_cast<uint64_t>(kMaxTokenId)) {
-    return absl::InvalidArgumentError(absl::StrCat(path, ": token ", json(token).dump(),
+    return absl::InvalidArgumentError(absl::StrCat(path, ": token \"", Shown(token), "\"",
                                                    ": expected an id of 0 to ", kMaxTokenId,
-                                                   ", found ", id.dump()));
+                                                   ", found ", ShownJson(id)));
   }
   const auto index = id.get<size_t>();
   if (index >= out->size()) out->resize(index + 1);
@@ -147,8 +147,8 @@ absl::StatusOr<TokenBytes> TokenBytes::Load(const std::string& path) {
   for (const json& token : *added) {
     if (!token.is_object() || !token.contains("id") || !token.contains("content") ||
         !token["content"].is_string()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(path, ": added_tokens: expected {id, content, ...}, found ", token.dump()));
+      return absl::InvalidArgumentError(absl::StrCat(
+          path, ": added_tokens: expected {id, content, ...}, found ", ShownJson(token)));
     }
     SLUICE_RETURN_IF_ERROR(
         Add(path, token["content"].get<std::string>(), token["id"], kind, &out.bytes_));

@@ -10,6 +10,7 @@
 #include "src/base/status_macros.h"
 #include "src/model/checkpoint.h"
 #include "src/model/dummy_weights.h"
+#include "src/model/json_file.h"
 #include "src/model/tensor_list.h"
 
 namespace sluice {
@@ -152,7 +153,7 @@ class CheckpointSource : public WeightSource {
           expected.begin(), expected.end(), TensorSpec{name, {}},
           [](const TensorSpec& a, const TensorSpec& b) { return a.name < b.name; });
       if (!known && !IsIgnorableTensor(config_, name)) {
-        extra.push_back(absl::StrCat(name, " ", ShapeText(entry.tensor->shape)));
+        extra.push_back(absl::StrCat(Shown(name), " ", ShapeText(entry.tensor->shape)));
       }
     }
     if (extra.empty()) return absl::OkStatus();

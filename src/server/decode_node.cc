@@ -199,10 +199,9 @@ absl::Status DecodeNode::StartGrpc() {
   services.push_back(NewAdminService(std::move(admin)));
   GrpcServer::Options options;
   options.listen = config_.listen();
-  // A chunk, or a prompt of the longest context at up to 5 bytes a token.
-  constexpr uint64_t kTokenBytes = 8;
-  options.max_receive_message_bytes = MaxReceiveMessageBytes(std::max<uint64_t>(
-      config_.max_chunk_bytes(), kTokenBytes * static_cast<uint64_t>(model_->max_context())));
+  options.max_receive_message_bytes =
+      std::max(MaxChunkMessageBytes(config_.max_chunk_bytes()),
+               MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context())));
   absl::StatusOr<std::unique_ptr<GrpcServer>> started =
       GrpcServer::Start(options, std::move(services));
   if (!started.ok()) return WithMessagePrefix(started.status(), "listen");

@@ -95,6 +95,8 @@ absl::Status PrefillNode::StartGrpc() {
   services.push_back(NewPrefillService(std::move(service)));
   GrpcServer::Options options;
   options.listen = config_.listen();
+  options.max_receive_message_bytes =
+      MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context()));
   absl::StatusOr<std::unique_ptr<GrpcServer>> started =
       GrpcServer::Start(options, std::move(services));
   if (!started.ok()) return WithMessagePrefix(started.status(), "listen");

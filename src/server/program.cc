@@ -1,5 +1,7 @@
 #include "src/server/program.h"
 
+#include <sys/resource.h>
+
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -16,6 +18,17 @@ int Fail(std::string_view program, const absl::Status& status) {
   std::fprintf(stderr, "%.*s: %s\n", static_cast<int>(program.size()), program.data(),
                std::string(status.message()).c_str());
   return 1;
+}
+
+// Every connection takes a file descriptor, and gRPC stops listening for good once one cannot be
+// had. The soft limit, 1024 on most systems, is there for programs that use select(); nothing here
+// does.
+void TakeFileDescriptors() {
+  rlimit limit = {};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  limit.rlim_cur = limit.rlim_max;
+  // Fails only where a sandbox forbids it: then the soft limit stays.
+  (void)setrlimit(RLIMIT_NOFILE, &limit);
 }
 
 int Print(const std::string& text) {
@@ -47,6 +60,7 @@ int Main(const Program& program, int argc, char** argv) {
   }
   SetUpLogging(ParseLogLevel(config.log_level()), ParseLogFormat(config.log_format()));
   RouteLibraryLogs();
+  TakeFileDescriptors();
   Signals signals;
   const absl::Status status = program.run(config, signals);
   return status.ok() ? 0 : Fail(program.name, status);

@@ -8,6 +8,7 @@
 #include <boost/beast/core/tcp_stream.hpp>
 #include <boost/beast/http.hpp>
 #include <chrono>
+#include <list>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -58,16 +59,18 @@ http::response<http::string_body> Answer(const http::request<http::empty_body>& 
   return response;
 }
 
-// One connection; kept alive by its pending operation.
+// One connection; kept alive by its pending operation. `open` lists all of them, the one that has
+// been without a whole request for longest first.
 class Session : public std::enable_shared_from_this<Session> {
  public:
-  Session(tcp::socket socket, const AdminHttp::Options& options, int* open)
+  Session(tcp::socket socket, const AdminHttp::Options& options, std::list<Session*>* open)
       : stream_(std::move(socket)), options_(options), open_(open) {
-    ++*open_;
+    place_ = open_->insert(open_->end(), this);
   }
-  ~Session() { --*open_; }
+  ~Session() { open_->erase(place_); }
 
   void Read() {
+    open_->splice(open_->end(), *open_, place_);
     parser_.emplace();
     parser_->header_limit(static_cast<uint32_t>(options_.max_header_bytes));
     parser_->body_limit(0);
@@ -75,6 +78,13 @@ class Session : public std::enable_shared_from_this<Session> {
     http::async_read(
         stream_, buffer_, *parser_,
         [self = shared_from_this()](error_code error, size_t) { self->OnRead(error); });
+  }
+
+  // Closes the connection at once, whatever is under way.
+  void Drop() {
+    // No longer the one to drop, although it is there until its operation has ended.
+    open_->splice(open_->end(), *open_, place_);
+    stream_.close();
   }
 
  private:
@@ -116,7 +126,8 @@ class Session : public std::enable_shared_from_this<Session> {
 
   beast::tcp_stream stream_;
   const AdminHttp::Options& options_;
-  int* const open_;
+  std::list<Session*>* const open_;
+  std::list<Session*>::iterator place_;
   beast::flat_buffer buffer_{16 << 10};  // at most: a header and what is read ahead of the next
   std::optional<http::request_parser<http::empty_body>> parser_;
   http::response<http::string_body> response_;
@@ -169,17 +180,16 @@ class BeastAdminHttp final : public AdminHttp {
         });
         return;
       }
-      // A socket over the limit closes here, by going out of scope.
-      if (open_ < options_.max_connections) {
-        std::make_shared<Session>(std::move(socket), options_, &open_)->Read();
-      }
+      // Its operation ends with an error, and with that the session.
+      if (open_.size() >= options_.max_connections) open_.front()->Drop();
+      std::make_shared<Session>(std::move(socket), options_, &open_)->Read();
       Accept();
     });
   }
 
   const Options options_;
   std::string address_;
-  int open_ = 0;  // connections; before io_, whose pending operations own them
+  std::list<Session*> open_;  // before io_, whose pending operations own them
   asio::io_context io_{1};
   tcp::acceptor acceptor_;
   asio::steady_timer pause_{io_};  // before the next accept, after one failed

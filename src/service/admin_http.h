@@ -19,7 +19,9 @@ class AdminHttp {
     // Called on the server's thread; they must not block for long.
     std::function<std::string()> metrics;  // text format 0.0.4
     std::function<bool()> ready;
-    int max_connections = 64;                    // more are closed at once
+    // One more closes the one that has been without a whole request for longest, so that idle
+    // peers cannot keep out those who ask whether the node lives.
+    size_t max_connections = 64;
     absl::Duration timeout = absl::Seconds(10);  // to send a request, or to take the answer
     size_t max_header_bytes = 8 << 10;
   };

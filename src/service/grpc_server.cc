@@ -7,6 +7,8 @@
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/resource_quota.h>
 
+#include <algorithm>
+#include <climits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -14,6 +16,7 @@
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/service/host_port.h"
+#include "src/service/malformed_messages.h"
 
 namespace sluice {
 
@@ -42,7 +45,8 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const Options& opt
   int port = 0;
   builder.AddListeningPort(address.ToString(), grpc::InsecureServerCredentials(), &port);
   for (const GrpcService& service : services) builder.RegisterService(service.service.get());
-  builder.SetMaxReceiveMessageSize(static_cast<int>(options.max_receive_message_bytes));
+  builder.SetMaxReceiveMessageSize(
+      static_cast<int>(std::min<uint64_t>(options.max_receive_message_bytes, INT_MAX)));
   // Two processes on one port would share its calls at random.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, options.max_concurrent_streams);
@@ -54,6 +58,17 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const Options& opt
   grpc::ResourceQuota quota("sluice");
   quota.Resize(options.max_buffer_bytes);
   builder.SetResourceQuota(quota);
+  // Messages are taken uncompressed alone: gRPC unpacks before it looks at the size, so that 1 MiB
+  // on the wire could become 1 GiB here. A compressed one is UNIMPLEMENTED, as the protocol has it.
+  for (const grpc_compression_algorithm algorithm : {GRPC_COMPRESS_DEFLATE, GRPC_COMPRESS_GZIP}) {
+    builder.SetCompressionAlgorithmSupportStatus(algorithm, false);
+  }
+  builder.AddChannelArgument(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
+  // A peer that connects and does not speak HTTP/2.
+  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, 20'000);
+  std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> interceptors;
+  interceptors.push_back(NewMalformedMessages());
+  builder.experimental().SetInterceptorCreators(std::move(interceptors));
   std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
   if (server == nullptr || port == 0) {
     return absl::UnavailableError(

@@ -26,8 +26,12 @@ class GrpcServer {
   struct Options {
     std::string listen;  // host:port, port 0: any free one
     uint64_t max_receive_message_bytes = 4 << 20;
-    int max_concurrent_streams = 4096;                // of one connection
-    uint64_t max_buffer_bytes = uint64_t{512} << 20;  // of all connections, in gRPC's own buffers
+    int max_concurrent_streams = 4096;  // of one connection
+    // Of all connections, in gRPC's own buffers. gRPC gathers a message whole before it refuses its
+    // size, up to 4 GiB of it, and at this bound it ends calls of every connection, whoever filled
+    // the buffers. So this is only the net against running out of memory: several times what one
+    // peer's mistake takes, and far above max_receive_message_bytes x the peers that send at once.
+    uint64_t max_buffer_bytes = uint64_t{8} << 30;
   };
   // Not serving yet in the eyes of health checks. The error is one sentence: what cannot be
   // listened on and why.

@@ -24,7 +24,7 @@ GrpcService NewIngestService(const IngestServiceOptions& options);
 
 // A message around the largest chunk: its header (at most kMaxChunkHeaderBytes), tags, lengths, and
 // fields that a later version may add.
-constexpr uint64_t MaxReceiveMessageBytes(uint64_t max_chunk_bytes) {
+constexpr uint64_t MaxChunkMessageBytes(uint64_t max_chunk_bytes) {
   return max_chunk_bytes + (64 << 10);
 }
 

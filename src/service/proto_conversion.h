@@ -37,6 +37,12 @@ google::protobuf::Duration ToProto(absl::Duration duration);
 // Bounds lists and strings; values are checked by ValidateSamplingParams.
 absl::StatusOr<SamplingParams> FromProto(const v1::SamplingParams& params);
 
+// A message around the longest prompt: an id has up to 5 bytes; the lists of SamplingParams and
+// everything else have less than 64 KiB.
+constexpr uint64_t MaxPromptMessageBytes(uint64_t max_context) {
+  return 5 * max_context + (64 << 10);
+}
+
 // Every id below `vocab_size`, at most `max_tokens` of them.
 absl::StatusOr<std::vector<int32_t>> TokenIds(const std::string& field,
                                               const google::protobuf::RepeatedField<uint32_t>& ids,

@@ -79,7 +79,7 @@ struct DecodeSide {
     service.metrics = &metrics;
     GrpcServer::Options server_options;
     server_options.listen = "127.0.0.1:0";
-    server_options.max_receive_message_bytes = MaxReceiveMessageBytes(kMaxChunk);
+    server_options.max_receive_message_bytes = MaxChunkMessageBytes(kMaxChunk);
     auto started = GrpcServer::Start(server_options, {NewIngestService(service)});
     REQUIRE(started.ok());
     server = *std::move(started);
@@ -482,7 +482,7 @@ TEST_CASE("blocks that a broken push left out are sent once more") {
     service.readiness = &decode.readiness;
     GrpcServer::Options options;
     options.listen = decode.server->address();
-    options.max_receive_message_bytes = MaxReceiveMessageBytes(kMaxChunk);
+    options.max_receive_message_bytes = MaxChunkMessageBytes(kMaxChunk);
     decode.server.reset();
     // gRPC closes the old listener in its own time.
     auto again = GrpcServer::Start(options, {NewIngestService(service)});
