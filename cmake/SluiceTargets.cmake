@@ -21,6 +21,10 @@ endfunction()
 
 # sluice_test(NAME SRCS ... DEPS ... [LABELS ...]): a Catch2 program; every test case is a ctest test.
 # A case that calls SkipTest() makes the program exit with 77, which ctest reports as skipped.
+#
+# Labels: `below-service` (also from SLUICE_TEST_LABELS of the folder) may run under ThreadSanitizer;
+# `asan-subset` and `tsan-subset` are what tools/test runs under a sanitizer unless it is told --all.
+# Target tests-LABEL builds the programs that have the label.
 function(sluice_test name)
   cmake_parse_arguments(ARG "" "TIMEOUT" "SRCS;DEPS;LABELS" ${ARGN})
   add_executable(${name} ${ARG_SRCS})
@@ -28,8 +32,17 @@ function(sluice_test name)
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 300)
   endif()
+  list(APPEND ARG_LABELS ${SLUICE_TEST_LABELS})
+  # One word, since catch_discover_tests would flatten a list; ctest -L searches in it.
+  string(JOIN "+" labels ${ARG_LABELS})
   catch_discover_tests(${name} TEST_PREFIX "${name}: "
-    PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
+    PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT ${ARG_TIMEOUT} LABELS "${labels}")
+  foreach(label IN LISTS ARG_LABELS)
+    if(NOT TARGET tests-${label})
+      add_custom_target(tests-${label})
+    endif()
+    add_dependencies(tests-${label} ${name})
+  endforeach()
 endfunction()
 
 add_library(sluice_warnings INTERFACE)

@@ -24,7 +24,7 @@ constexpr ActionFlag kActions[] = {
     {"--print-plan", Action::kPrintPlan},
 };
 
-absl::Status Error(std::string message) { return absl::InvalidArgumentError(std::move(message)); }
+absl::Status Error(const std::string& message) { return absl::InvalidArgumentError(message); }
 
 const Setting* FindByFlag(std::string_view flag) {
   for (const Setting& setting : AllSettings()) {

@@ -156,7 +156,7 @@ class Loader {
 
 // A value as YAML: texts are always quoted, so that none is read as a number or a comment.
 std::string YamlValue(const Setting& setting, const Config& config) {
-  const std::string value = setting.Format(config);
+  std::string value = setting.Format(config);
   if (setting.is_bare_scalar() || setting.options().unit() == config::v1::UNIT_BYTES ||
       setting.options().unit() == config::v1::UNIT_SECONDS) {
     return value;

@@ -1,17 +1,16 @@
 """The last line of tools/test: adds up the results of ctest, pytest and the one-line checks.
 
-A results folder holds JUnit files (*.xml) and checks (*.txt: "passed" or "failed"). A file that is
-there but cannot be read, or a JUnit file without which its program must have died, is a failure.
+    python -m sluice_client.test_summary FOLDER [JUNIT_FILE ...]
+
+FOLDER holds the JUnit files named (those of the programs that ran) and checks (*.txt: "passed" or
+"failed"). A JUnit file that is missing or cannot be read, since its program died, is a failure.
 """
 
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-
-# Written whenever the programs ran, whatever the tests gave.
-_EXPECTED = ("ctest.xml", "pytest.xml")
-
 
 def count_junit(path: Path) -> Counter:
     """Test cases of one JUnit file by outcome; each case has one."""
@@ -32,19 +31,17 @@ def count_junit(path: Path) -> Counter:
     return counts
 
 
-def count_folder(folder: Path) -> Counter:
+def count_folder(folder: Path, junit_files: Sequence[str]) -> Counter:
     counts = Counter()
     for check in sorted(folder.glob("*.txt")):
         counts["passed" if check.read_text().strip() == "passed" else "failed"] += 1
-    build_failed = (folder / "build.txt").exists()
-    for name in _EXPECTED:
-        if not build_failed:
-            counts += count_junit(folder / name)
+    for name in junit_files:
+        counts += count_junit(folder / name)
     return counts
 
 
 def main() -> int:
-    counts = count_folder(Path(sys.argv[1]))
+    counts = count_folder(Path(sys.argv[1]), sys.argv[2:])
     print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
     return 1 if counts["failed"] or not counts["passed"] else 0
 
