@@ -1,4 +1,4 @@
-// sluice-onednn-peer: oneDNN's bf16 products at the shapes of sluice-kernel-bench, one thread,
+// sluice-onednn-peer: oneDNN's bf16 products at the shapes of sluice-bench kernels, one thread,
 // weights prepacked and read from memory, to hold ours against. Does its work only where oneDNN was
 // found at configuration; nothing else of Sluice needs it.
 #include <cstdio>
@@ -11,7 +11,7 @@
 #include <dnnl.hpp>
 #include <vector>
 
-#include "tests/bench/bench_support.h"
+#include "src/bench/timing.h"
 
 namespace {
 

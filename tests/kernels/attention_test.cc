@@ -1,4 +1,4 @@
-#include "tests/kernels/kernel_cases.h"
+#include "kernels/kernel_cases.h"
 #include "tests/kernels/kernel_test_support.h"
 
 namespace sluice::kernels {

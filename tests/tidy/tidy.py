@@ -5,8 +5,9 @@
 prints one line per breach and exits with 1 if there is any. The rules:
 
 include   Folders of src/ are layers. A file includes its own folder, folders below it in LAYERS,
-          and of kernels/ the two contracts, params.h and kernel_table.h. kernels/ includes nothing from
-          src/, and neither includes anything from tests/.
+          and of kernels/ the contracts, params.h and kernel_table.h, and the case table,
+          kernel_cases.h. kernels/ includes nothing from src/, and neither includes anything from
+          tests/.
 unbuilt   Every .cc and .cu under src/, kernels/ and tests/ belongs to a target, as
           compile_commands.json of BUILD_DIR says. With CUDA off, .cu files and folders named cuda/ are exempt.
 unused    Every header under those three is included by some file.
@@ -21,10 +22,11 @@ import re
 import sys
 
 # From the top down; includes point down.
-LAYERS = ["server", "service", "prefill", "engine", "scheduler", "model", "attention", "kv",
+LAYERS = ["server", "bench", "service", "prefill", "engine", "scheduler", "model", "attention", "kv",
           "request", "sampling", "device", "metrics", "config", "base"]
 KERNEL_CONTRACTS = {"kernels/params.h": "sluice_kernel_params",
-                    "kernels/kernel_table.h": "sluice_kernels"}
+                    "kernels/kernel_table.h": "sluice_kernels",
+                    "kernels/kernel_cases.h": "sluice_kernels"}
 ROOTS = ["src", "kernels", "tests"]
 SOURCES = {".cc", ".cu"}
 HEADERS = {".h", ".cuh"}

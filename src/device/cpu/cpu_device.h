@@ -27,7 +27,7 @@ int AvailableCores();
 
 // One thread per core, but from four cores on one core is left to the engine and gRPC: an operator
 // waits for its slowest worker, and a worker that has to share its core makes every step three
-// times as long (16 cores: 6.5 ms a step with 16 threads, 1.9 with 15; sluice-step-bench).
+// times as long (16 cores: 6.5 ms a step with 16 threads, 1.9 with 15; sluice-bench step).
 int DefaultThreads();
 
 }  // namespace sluice

@@ -1,4 +1,5 @@
-// Shapes that the kernel tests and the kernel bench share.
+// Shapes of the operators that tests/kernels holds to the reference and that `sluice-bench kernels`
+// checks and times: one table, so that what is fast is also right.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +17,20 @@ struct LinearCase {
   bool accumulate = false;
 };
 
-// The products of SmolLM2-135M: qkv, o, gate and up, down, head. `rows` is the bench's to choose.
-inline std::vector<LinearCase> ModelLinearCases() {
-  return {{1, 960, 576}, {1, 576, 576}, {1, 3072, 576}, {1, 576, 1536}, {1, 49152, 576}};
+// The products of a layer of SmolLM2-135M: qkv, o, gate and up, down.
+inline std::vector<LinearCase> LayerLinearCases(int32_t rows) {
+  return {{rows, 960, 576}, {rows, 576, 576}, {rows, 3072, 576}, {rows, 576, 1536}};
+}
+
+// What is timed of linear: decode steps and a prompt of 1,024 tokens, which needs the head for its
+// last row only.
+inline std::vector<LinearCase> TimedLinearCases() {
+  std::vector<LinearCase> cases;
+  for (int32_t rows : {1, 8, 32, 1024}) {
+    for (const LinearCase& c : LayerLinearCases(rows)) cases.push_back(c);
+    if (rows <= 32) cases.push_back({rows, 49152, 576});
+  }
+  return cases;
 }
 
 // Empty, one, odd, around every tile size, and n and k that fill no panel.
@@ -99,6 +111,52 @@ inline std::vector<AttentionCase> AttentionCases() {
       {"mixed, group 16, head_dim 256", 16, 1, 256, 16, kBf16, MixedRows()},
       {"mixed, group 17, head_dim 80", 34, 2, 80, 32, kBf16, MixedRows()},
       {"mixed, head_dim 16, float32 cache", 3, 3, 16, 32, kF32, MixedRows()},
+  };
+}
+
+// What is timed of attention. Decode: SmolLM2's heads, then every group size and head_dim at 16K.
+inline std::vector<AttentionCase> TimedDecodeCases() {
+  constexpr DType kBf16 = DType::kBFloat16;
+  return {
+      {"9/3 heads of 64, context 64", 9, 3, 64, 32, kBf16, {{0, 63}}},
+      {"9/3 heads of 64, context 512", 9, 3, 64, 32, kBf16, {{0, 511}}},
+      {"9/3 heads of 64, context 2048", 9, 3, 64, 32, kBf16, {{0, 2047}}},
+      {"group 1, head_dim 64, context 16384", 4, 4, 64, 32, kBf16, {{0, 16383}}},
+      {"group 3, head_dim 64, context 16384", 12, 4, 64, 32, kBf16, {{0, 16383}}},
+      {"group 4, head_dim 64, context 16384", 16, 4, 64, 32, kBf16, {{0, 16383}}},
+      {"group 8, head_dim 64, context 16384", 32, 4, 64, 32, kBf16, {{0, 16383}}},
+      {"group 1, head_dim 128, context 16384", 4, 4, 128, 32, kBf16, {{0, 16383}}},
+      {"group 3, head_dim 128, context 16384", 12, 4, 128, 32, kBf16, {{0, 16383}}},
+      {"group 4, head_dim 128, context 16384", 16, 4, 128, 32, kBf16, {{0, 16383}}},
+      {"group 8, head_dim 128, context 16384", 32, 4, 128, 32, kBf16, {{0, 16383}}},
+  };
+}
+
+// A prompt of SmolLM2 in one go.
+inline AttentionCase PrefillCase(int32_t tokens) {
+  AttentionCase c = {"prefill", 9, 3, 64, 32, DType::kBFloat16, {}};
+  AppendRun(c.rows, 0, 0, tokens);
+  return c;
+}
+
+// What is timed of sample: rows, the vocabulary, and how the token is chosen.
+struct SampleCase {
+  const char* name;
+  int32_t rows;
+  int32_t vocab;
+  float temperature;
+  int32_t top_k;
+  float top_p;
+};
+
+inline std::vector<SampleCase> TimedSampleCases() {
+  return {
+      {"greedy", 1, 49152, 0.0f, 0, 1.0f},
+      {"greedy", 8, 49152, 0.0f, 0, 1.0f},
+      {"greedy", 32, 49152, 0.0f, 0, 1.0f},
+      {"temperature", 8, 49152, 0.8f, 0, 1.0f},
+      {"top_k 50, top_p 0.95", 8, 49152, 0.8f, 50, 0.95f},
+      {"top_p 0.95", 8, 49152, 0.8f, 0, 0.95f},
   };
 }
 

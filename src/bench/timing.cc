@@ -1,4 +1,4 @@
-#include "tests/bench/bench_support.h"
+#include "src/bench/timing.h"
 
 #include <sys/mman.h>
 
@@ -7,6 +7,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
+
+#include "src/base/status_macros.h"
 
 namespace sluice {
 namespace {
@@ -59,6 +62,13 @@ void Crew::Work(int index) {
   }
 }
 
+Timing TimingOf(std::vector<double> values) {
+  SLUICE_CHECK(!values.empty());
+  std::sort(values.begin(), values.end());
+  const size_t n = values.size();
+  return {values[n / 2], values[n / 10], values[n - 1 - n / 10], static_cast<int>(n)};
+}
+
 Timing Measure(double seconds, const std::function<void()>& call) {
   call();
   double start = Now();
@@ -72,9 +82,7 @@ Timing Measure(double seconds, const std::function<void()>& call) {
     for (int i = 0; i < batch; ++i) call();
     times.push_back((Now() - start) / batch);
   }
-  std::sort(times.begin(), times.end());
-  const size_t n = times.size();
-  return {times[n / 2], times[n / 10], times[n - 1 - n / 10], static_cast<int>(n)};
+  return TimingOf(std::move(times));
 }
 
 Timing MeasureRead(Crew& crew, const HugeBuffer& buffer, double seconds) {

@@ -59,6 +59,9 @@ struct Timing {
   int samples = 0;
 };
 
+// Of values that were measured, which are seconds unless the caller says otherwise. REQUIRES: some.
+Timing TimingOf(std::vector<double> values);
+
 // Times `call` for about `seconds`, at least 5 times, after one call that does not count. Calls
 // shorter than 50 us are timed in batches.
 Timing Measure(double seconds, const std::function<void()>& call);

@@ -1,0 +1,53 @@
+// sluice-bench: measures what runs here. Its subcommands are in src/bench.
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "src/base/nearest_name.h"
+#include "src/bench/subcommand.h"
+
+namespace sluice {
+namespace {
+
+constexpr char kHelp[] = R"(sluice-bench: measures Sluice, and says on what
+
+  sluice-bench kernels     the CPU kernels, one by one: right, and how fast beside the machine's memory
+  sluice-bench step        decode steps and a prefill of a whole model, without gRPC
+  sluice-bench --compare A.json B.json
+                           two reports of one subcommand, figure by figure
+
+  sluice-bench SUBCOMMAND --help    its flags and examples
+
+Every report names its command, shape, machine and revision, and gives each figure with its spread; --json
+FILE writes it for --compare and for programs. Figures need a quiet machine.
+)";
+
+struct Subcommand {
+  const char* name;
+  int (*run)(const Invocation&);
+};
+constexpr Subcommand kSubcommands[] = {
+    {"kernels", RunKernelBench}, {"step", RunStepBench}, {"--compare", RunCompare}};
+
+int BenchMain(int argc, char** argv) {
+  Invocation invocation;
+  invocation.command = "sluice-bench";
+  for (int i = 1; i < argc; ++i) invocation.command += std::string(" ") + argv[i];
+  const std::string name = argc > 1 ? argv[1] : "--help";
+  if (name == "--help" || name == "-h") {
+    std::fputs(kHelp, stdout);
+    return 0;
+  }
+  invocation.args.assign(argv + 2, argv + argc);
+  std::vector<std::string> names;
+  for (const Subcommand& s : kSubcommands) {
+    if (name == s.name) return s.run(invocation);
+    names.emplace_back(s.name);
+  }
+  return Usage("there is no subcommand " + name + DidYouMean(name, names));
+}
+
+}  // namespace
+}  // namespace sluice
+
+int main(int argc, char** argv) { return sluice::BenchMain(argc, argv); }
