@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 
 namespace sluice {
 
@@ -60,6 +61,15 @@ class Event {
   virtual void Wait() const = 0;
 };
 
+// An event that also notes when its stream reached it, by the device's own clock: what lies between
+// two of them is timed without a wait. (CUDA: an event with timing enabled.)
+class TimedEvent : public Event {
+ public:
+  // The time from `earlier` to this one. REQUIRES: both are of one device, were recorded and are
+  // ready.
+  virtual absl::Duration Since(const TimedEvent& earlier) const = 0;
+};
+
 // An ordered queue of work. Enqueued from one thread at a time; nothing waits but where the queue
 // is full.
 class Stream {
@@ -91,6 +101,7 @@ class Device {
   enum class StreamKind { kCompute, kCopy };
   virtual std::unique_ptr<Stream> NewStream(StreamKind kind) = 0;
   virtual std::unique_ptr<Event> NewEvent() = 0;
+  virtual std::unique_ptr<TimedEvent> NewTimedEvent() = 0;
   virtual KernelSet& kernels() = 0;
 };
 

@@ -1,6 +1,7 @@
 #include "src/engine/batch_state.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
@@ -27,7 +28,11 @@ BatchState::BatchState(const Options& options, Device* device, const Model& mode
       vocab_(model.config().vocab_size),
       max_rows_(model.max_rows()),
       max_samples_(options.slots) {
-  for (auto& event : events_) event = device->NewEvent();
+  for (Marks& m : marks_) {
+    for (auto* mark : {&m.begin, &m.rows_in, &m.forward_done, &m.sampled, &m.end}) {
+      *mark = device->NewTimedEvent();
+    }
+  }
   for (int slot = 0; slot < slots_; ++slot) joined_.push_back(device->NewEvent());
 }
 
@@ -118,9 +123,23 @@ void BatchState::Join(Stream& stream, int slot, absl::Span<const int32_t> tokens
   stream.Record(joined(slot));
 }
 
+void BatchState::Begin(Stream& stream, int buffer) {
+  Marks& marks = marks_[static_cast<size_t>(buffer)];
+  marks.timed = true;
+  stream.Record(*marks.begin);
+}
+
+BatchState::Times BatchState::TimesOf(int buffer) const {
+  const Marks& m = marks_[static_cast<size_t>(buffer)];
+  return {m.rows_in->Since(*m.begin) + m.end->Since(*m.sampled), m.forward_done->Since(*m.rows_in),
+          m.sampled->Since(*m.forward_done)};
+}
+
 void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model& model,
                         AttentionPolicy& policy) {
   SLUICE_CHECK(plan.row_count <= max_rows_ && plan.sample_count <= max_samples_);
+  Marks& marks = marks_[static_cast<size_t>(buffer)];
+  const bool timed = std::exchange(marks.timed, false);
   const Inputs host = InputsAt(host_inputs_[static_cast<size_t>(buffer)]);
   int32_t row = 0, sample = 0;
   for (const PlanRow& planned : plan.rows) {
@@ -136,6 +155,7 @@ void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model&
     }
   }
   stream.Copy(inputs_.data(), host.slots, static_cast<size_t>(input_bytes()));
+  if (timed) stream.Record(*marks.rows_in);
 
   const Inputs in = InputsAt(inputs_);
   StepInputs step;
@@ -148,6 +168,7 @@ void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model&
   step.logit_count = plan.sample_count;
   step.logits = logits_.as<float>();
   model.Forward(stream, step, policy);
+  if (timed) stream.Record(*marks.forward_done);
 
   const Results results = ResultsAt(results_);
   if (plan.sample_count > 0) {
@@ -169,10 +190,13 @@ void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model&
     choose.rows = plan.sample_count;
     choose.vocab = vocab_;
     device_->kernels().Sample(stream, choose);
+  }
+  if (timed) stream.Record(*marks.sampled);
+  if (plan.sample_count > 0) {
     stream.Copy(host_results_[static_cast<size_t>(buffer)].data(), results_.data(),
                 static_cast<size_t>(result_bytes()));
   }
-  stream.Record(event(buffer));
+  stream.Record(*marks.end);
 }
 
 OutputToken BatchState::Result(int buffer, int index, std::optional<uint32_t> logprobs) const {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "src/device/device.h"
 #include "src/model/model.h"
@@ -42,11 +43,24 @@ class BatchState {
   // Ready when what Join enqueued for the slot is done; before, the slot must not be joined again.
   Event& joined(int slot) { return *joined_[static_cast<size_t>(slot)]; }
 
+  // Notes on the stream where a step begins, for TimesOf(buffer): call before anything of the step
+  // is enqueued, Grow included. Without it the step is not timed.
+  void Begin(Stream& stream, int buffer);
+
   // Enqueues rows, forward pass, sampling and the way back of the results; `buffer` < kDepth is
   // free again once event(buffer) is ready and its results were read.
   void Launch(Stream& stream, int buffer, const StepPlan& plan, Model& model,
               AttentionPolicy& policy);
-  Event& event(int buffer) { return *events_[static_cast<size_t>(buffer)]; }
+  Event& event(int buffer) { return *marks_[static_cast<size_t>(buffer)].end; }
+
+  // Where the device's time went in a step. REQUIRES: Begin was called for the step, and
+  // event(buffer) is ready.
+  struct Times {
+    absl::Duration copy;     // tables and rows in, results out
+    absl::Duration compute;  // the model
+    absl::Duration sample;
+  };
+  Times TimesOf(int buffer) const;
 
   // Result of the plan's sample number `index` (in the order of its sampling rows); an id of -1:
   // the logits were not finite. `logprobs`: alternatives wanted, none if absent.
@@ -99,7 +113,12 @@ class BatchState {
   std::array<Buffer, kDepth> host_results_;  // pinned
   Buffer logits_;                            // float32 [max_samples][vocab]
   Buffer sample_scratch_;
-  std::array<std::unique_ptr<Event>, kDepth> events_;
+  // Points of a step on its stream.
+  struct Marks {
+    std::unique_ptr<TimedEvent> begin, rows_in, forward_done, sampled, end;
+    bool timed = false;  // Begin was called
+  };
+  std::array<Marks, kDepth> marks_;
   std::vector<std::unique_ptr<Event>> joined_;  // per slot
 };
 

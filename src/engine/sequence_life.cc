@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "src/attention/attention_policy.h"
-#include "src/base/error.h"
 #include "src/base/status_macros.h"
 #include "src/engine/engine_impl.h"
 #include "src/metrics/metrics.h"
@@ -12,19 +11,18 @@
 namespace sluice {
 namespace {
 
-RequestOutcome OutcomeOf(const FinishInfo& info) {
+void CountEnd(const Metrics& metrics, const FinishInfo& info) {
   switch (info.reason) {
     case FinishInfo::Reason::kStop:
-      return RequestOutcome::kFinishedStop;
+      return metrics
+          .requests(RequestOutcome::kFinishedStop,
+                    info.stop_string.has_value() ? kStopString : kStopToken)
+          .Add();
     case FinishInfo::Reason::kLength:
-      return RequestOutcome::kFinishedLength;
+      return metrics.requests(RequestOutcome::kFinishedLength, kMaxTokens).Add();
     case FinishInfo::Reason::kError:
-      break;
+      return metrics.requests(OutcomeOfError(info.status), ReasonLabel(info.status)).Add();
   }
-  if (absl::IsCancelled(info.status)) return RequestOutcome::kCancelled;
-  if (absl::IsDeadlineExceeded(info.status)) return RequestOutcome::kDeadline;
-  if (ReasonOf(info.status) == "SLOW_READER") return RequestOutcome::kSlowReader;
-  return RequestOutcome::kError;
 }
 
 }  // namespace
@@ -121,7 +119,7 @@ void EngineImpl::Finish(Sequence& sequence, FinishInfo info, absl::Time now) {
   info.completion_tokens = static_cast<uint32_t>(sequence.emitted);
   info.cached_tokens = static_cast<uint32_t>(sequence.context_length);
   if (parts_.metrics != nullptr) {
-    parts_.metrics->requests(OutcomeOf(info)).Add();
+    CountEnd(*parts_.metrics, info);
     parts_.metrics->request_seconds.Observe(now - sequence.arrival);
   }
   const bool had_slot = sequence.state == Sequence::State::kRunning;

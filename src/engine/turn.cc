@@ -163,6 +163,7 @@ bool EngineImpl::LaunchStep(absl::Time now) {
   step.launched = now;
   step.sampled.clear();
   step.members.clear();
+  if (parts_.metrics != nullptr) batch_->Begin(*stream_, step.buffer);
   for (const PlanRow& row : plan_.rows) {
     Sequence& sequence = *slots_[static_cast<size_t>(row.slot)];
     parts_.policy->Grow(row.slot, row.first_position + row.count, *stream_);
@@ -178,11 +179,13 @@ bool EngineImpl::LaunchStep(absl::Time now) {
   const absl::Time planned = parts_.clock->Now();
   batch_->Launch(*stream_, step.buffer, plan_, *parts_.model, *parts_.policy);
   steps_.push_back(std::move(step));
+  const absl::Duration launch = parts_.clock->Now() - planned;
   times_.plan += planned - now;
-  times_.launch += parts_.clock->Now() - planned;
+  times_.launch += launch;
   if (parts_.metrics != nullptr) {
     parts_.metrics->step_sequences.Observe(static_cast<double>(plan_.rows.size()));
     parts_.metrics->step_seconds(StepPhase::kPlan).Observe(planned - now);
+    parts_.metrics->step_seconds(StepPhase::kLaunch).Observe(launch);
     const int64_t pending = plan_.row_count - static_cast<int64_t>(plan_.sample_count);
     if (pending > 0) parts_.metrics->tokens(TokenKind::kPrompt).Add(static_cast<double>(pending));
   }
@@ -216,7 +219,12 @@ void EngineImpl::CompleteStep() {
   times_.step += now - began;
   times_.emit += end - now;
   if (parts_.metrics != nullptr) {
-    parts_.metrics->step_seconds(StepPhase::kCompute).Observe(now - began);
+    const BatchState::Times device = batch_->TimesOf(step.buffer);
+    parts_.metrics->step_seconds(StepPhase::kCopy).Observe(device.copy);
+    parts_.metrics->step_seconds(StepPhase::kCompute).Observe(device.compute);
+    if (!step.sampled.empty()) {
+      parts_.metrics->step_seconds(StepPhase::kSample).Observe(device.sample);
+    }
     parts_.metrics->step_seconds(StepPhase::kEmit).Observe(end - now);
     parts_.metrics->step_seconds(StepPhase::kTotal).Observe(end - began);
   }

@@ -18,8 +18,8 @@ struct Metric {
 inline constexpr Metric kRequests{
     "sluice_requests_total", Type::kCounter,
     "Generate calls that have ended, by how: finished_stop, finished_length, cancelled, deadline, "
-    "slow_reader, error, refused",
-    "outcome"};
+    "slow_reader, error, refused; the reason is that of the status, or OTHER",
+    "outcome,reason"};
 inline constexpr Metric kTokens{
     "sluice_tokens_total", Type::kCounter,
     "Tokens: output went to callers, prompt were computed here, handed_over arrived with their "
@@ -36,6 +36,9 @@ inline constexpr Metric kQueueSeconds{
     "From a sequence being ready to its place in the running batch", ""};
 inline constexpr Metric kSlowReaders{"sluice_slow_readers_total", Type::kCounter,
                                      "Sequences ended because nobody read their stream", ""};
+inline constexpr Metric kPreemptions{
+    "sluice_preemptions_total", Type::kCounter,
+    "Running sequences moved to their DRAM home to make room for others", ""};
 
 // The step loop.
 inline constexpr Metric kBatchSequences{"sluice_batch_sequences", Type::kGauge,
@@ -43,10 +46,16 @@ inline constexpr Metric kBatchSequences{"sluice_batch_sequences", Type::kGauge,
 inline constexpr Metric kStepSequences{"sluice_step_sequences", Type::kHistogram,
                                        "Sequences that took part in a step", ""};
 inline constexpr Metric kStepSeconds{"sluice_step_seconds", Type::kHistogram,
-                                     "A step of the engine, by phase: plan, compute, emit, total",
+                                     "A step by phase: plan, launch and emit on the host, copy, "
+                                     "compute and sample on the device, total "
+                                     "from the step before",
                                      "phase"};
 
 // Ingest.
+inline constexpr Metric kReserves{
+    "sluice_reserves_total", Type::kCounter,
+    "Reserve calls, by outcome: accepted or refused; the reason is that of the status, or OTHER",
+    "outcome,reason"};
 inline constexpr Metric kIngestBytes{"sluice_ingest_bytes_total", Type::kCounter,
                                      "Payload of verified chunks", ""};
 inline constexpr Metric kIngestBlocks{"sluice_ingest_blocks_total", Type::kCounter,
@@ -55,6 +64,9 @@ inline constexpr Metric kIngestSeconds{"sluice_ingest_seconds", Type::kHistogram
                                        "From Reserve to Commit of a transfer", ""};
 inline constexpr Metric kChecksumFailures{"sluice_ingest_checksum_failures_total", Type::kCounter,
                                           "Chunks whose crc32c did not match their payload", ""};
+inline constexpr Metric kResumes{
+    "sluice_ingest_resumes_total", Type::kCounter,
+    "Write streams that went on with a transfer whose stream before them broke", ""};
 inline constexpr Metric kTransfersOpen{"sluice_transfers_open", Type::kGauge,
                                        "Transfers that are reserved and have no sequence yet", ""};
 inline constexpr Metric kLeasesExpired{"sluice_leases_expired_total", Type::kCounter,
@@ -68,6 +80,29 @@ inline constexpr Metric kTierReserved{"sluice_tier_reserved_bytes", Type::kGauge
                                       "tier,kind"};
 inline constexpr Metric kTierUsed{"sluice_tier_used_bytes", Type::kGauge,
                                   "Bytes of pages that sequences hold", "tier,kind"};
+inline constexpr Metric kTierCapacityBlocks{"sluice_tier_capacity_blocks", Type::kGauge,
+                                            "Blocks of a kind of cache that a tier has room for",
+                                            "tier,kind"};
+inline constexpr Metric kTierReservedBlocks{"sluice_tier_reserved_blocks", Type::kGauge,
+                                            "Blocks promised to sequences, their growth included",
+                                            "tier,kind"};
+inline constexpr Metric kTierUsedBlocks{"sluice_tier_used_blocks", Type::kGauge,
+                                        "Blocks that sequences hold", "tier,kind"};
+
+// The process: names that every Prometheus client shares, and what runs.
+inline constexpr Metric kBuildInfo{"sluice_build_info", Type::kGauge,
+                                   "Always 1; what runs is in the labels",
+                                   "version,model,device,kernels,policy"};
+inline constexpr Metric kProcessCpu{"process_cpu_seconds_total", Type::kCounter,
+                                    "User and system CPU time spent", ""};
+inline constexpr Metric kProcessResident{"process_resident_memory_bytes", Type::kGauge,
+                                         "Resident memory", ""};
+inline constexpr Metric kProcessOpenFds{"process_open_fds", Type::kGauge, "Open file descriptors",
+                                        ""};
+inline constexpr Metric kProcessMaxFds{"process_max_fds", Type::kGauge,
+                                       "File descriptors that may be open", ""};
+inline constexpr Metric kProcessStart{"process_start_time_seconds", Type::kGauge,
+                                      "Start of the process, in seconds since 1970", ""};
 
 // What routers read, by the names that they know from vLLM.
 inline constexpr Metric kVllmRunning{"vllm:num_requests_running", Type::kGauge,
@@ -79,11 +114,13 @@ inline constexpr Metric kVllmKvUsage{"vllm:kv_cache_usage_perc", Type::kGauge,
                                      ""};
 
 inline constexpr const Metric* kAll[] = {
-    &kRequests,      &kTokens,       &kTimeToFirstToken, &kInterTokenLatency, &kRequestSeconds,
-    &kQueueSeconds,  &kSlowReaders,  &kBatchSequences,   &kStepSequences,     &kStepSeconds,
-    &kIngestBytes,   &kIngestBlocks, &kIngestSeconds,    &kChecksumFailures,  &kTransfersOpen,
-    &kLeasesExpired, &kTierCapacity, &kTierReserved,     &kTierUsed,          &kVllmRunning,
-    &kVllmWaiting,   &kVllmKvUsage,
+    &kRequests,         &kTokens,      &kTimeToFirstToken,   &kInterTokenLatency,  &kRequestSeconds,
+    &kQueueSeconds,     &kSlowReaders, &kPreemptions,        &kBatchSequences,     &kStepSequences,
+    &kStepSeconds,      &kReserves,    &kIngestBytes,        &kIngestBlocks,       &kIngestSeconds,
+    &kChecksumFailures, &kResumes,     &kTransfersOpen,      &kLeasesExpired,      &kTierCapacity,
+    &kTierReserved,     &kTierUsed,    &kTierCapacityBlocks, &kTierReservedBlocks, &kTierUsedBlocks,
+    &kBuildInfo,        &kProcessCpu,  &kProcessResident,    &kProcessOpenFds,     &kProcessMaxFds,
+    &kProcessStart,     &kVllmRunning, &kVllmWaiting,        &kVllmKvUsage,
 };
 
 }  // namespace sluice::metric_names

@@ -7,7 +7,11 @@
 #include <prometheus/registry.h>
 #include <prometheus/text_serializer.h>
 
+#include <algorithm>
+#include <iterator>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "src/base/status_macros.h"
 #include "src/metrics/metric_names.h"
@@ -40,11 +44,10 @@ const Buckets& Sequences() {
   return buckets;
 }
 
-constexpr std::array<const char*, kRequestOutcomes> kOutcomeNames = {
-    "finished_stop", "finished_length", "cancelled", "deadline", "slow_reader", "error", "refused"};
 constexpr std::array<const char*, kTokenKinds> kTokenKindNames = {"output", "prompt",
                                                                   "handed_over"};
-constexpr std::array<const char*, kStepPhases> kPhaseNames = {"plan", "compute", "emit", "total"};
+constexpr std::array<const char*, kStepPhases> kPhaseNames = {"plan",   "launch", "copy", "compute",
+                                                              "sample", "emit",   "total"};
 
 }  // namespace
 
@@ -80,6 +83,25 @@ struct Metrics::Registry {
     (std::make_index_sequence<n>());
   }
 
+  std::vector<Counter> MakeRequests() {
+    std::vector<Counter> counters;
+    for (const RequestReason& r : kRequestReasons) {
+      const std::string_view outcome = kRequestOutcomeNames[static_cast<size_t>(r.outcome)];
+      counters.push_back(MakeCounter(names::kRequests, {{"outcome", std::string(outcome)},
+                                                        {"reason", std::string(r.reason)}}));
+    }
+    return counters;
+  }
+
+  std::vector<Counter> MakeReservesRefused() {
+    std::vector<Counter> counters;
+    for (const std::string_view reason : kReserveReasons) {
+      counters.push_back(
+          MakeCounter(names::kReserves, {{"outcome", "refused"}, {"reason", std::string(reason)}}));
+    }
+    return counters;
+  }
+
   // Registering a family twice under one name, help and set of labels gives the same family.
   prometheus::Registry registry{prometheus::Registry::InsertBehavior::Merge};
 };
@@ -91,20 +113,26 @@ Metrics::Metrics()
       request_seconds(registry_->MakeHistogram(names::kRequestSeconds, LongSeconds())),
       queue_seconds(registry_->MakeHistogram(names::kQueueSeconds, LongSeconds())),
       slow_readers(registry_->MakeCounter(names::kSlowReaders)),
+      preemptions(registry_->MakeCounter(names::kPreemptions)),
       step_sequences(registry_->MakeHistogram(names::kStepSequences, Sequences())),
+      reserves_accepted(
+          registry_->MakeCounter(names::kReserves, {{"outcome", "accepted"}, {"reason", "NONE"}})),
       ingest_bytes(registry_->MakeCounter(names::kIngestBytes)),
       ingest_blocks(registry_->MakeCounter(names::kIngestBlocks)),
       ingest_seconds(registry_->MakeHistogram(names::kIngestSeconds, LongSeconds())),
       checksum_failures(registry_->MakeCounter(names::kChecksumFailures)),
+      resumes(registry_->MakeCounter(names::kResumes)),
       transfers_open(registry_->MakeGauge(names::kTransfersOpen)),
       leases_expired(registry_->MakeCounter(names::kLeasesExpired)),
       waiting(registry_->MakeGauge(names::kVllmWaiting)),
       kv_usage(registry_->MakeGauge(names::kVllmKvUsage)),
-      requests_(Registry::ForEach<Counter>(
-          kOutcomeNames,
-          [&](const char* name) {
-            return registry_->MakeCounter(names::kRequests, {{"outcome", name}});
-          })),
+      process_cpu_seconds(registry_->MakeCounter(names::kProcessCpu)),
+      process_resident_bytes(registry_->MakeGauge(names::kProcessResident)),
+      process_open_fds(registry_->MakeGauge(names::kProcessOpenFds)),
+      process_max_fds(registry_->MakeGauge(names::kProcessMaxFds)),
+      process_start_seconds(registry_->MakeGauge(names::kProcessStart)),
+      requests_(registry_->MakeRequests()),
+      reserves_refused_(registry_->MakeReservesRefused()),
       tokens_(Registry::ForEach<Counter>(
           kTokenKindNames,
           [&](const char* name) {
@@ -124,7 +152,36 @@ TierGauges Metrics::Tier(std::string_view tier, std::string_view kind) {
   const prometheus::Labels labels = {{"tier", std::string(tier)}, {"kind", std::string(kind)}};
   return TierGauges{registry_->MakeGauge(names::kTierCapacity, labels),
                     registry_->MakeGauge(names::kTierReserved, labels),
-                    registry_->MakeGauge(names::kTierUsed, labels)};
+                    registry_->MakeGauge(names::kTierUsed, labels),
+                    registry_->MakeGauge(names::kTierCapacityBlocks, labels),
+                    registry_->MakeGauge(names::kTierReservedBlocks, labels),
+                    registry_->MakeGauge(names::kTierUsedBlocks, labels)};
+}
+
+const Counter& Metrics::requests(RequestOutcome outcome, std::string_view reason) const {
+  size_t other = 0;
+  for (size_t i = 0; i < std::size(kRequestReasons); ++i) {
+    if (kRequestReasons[i].outcome != outcome) continue;
+    if (kRequestReasons[i].reason == reason) return requests_[i];
+    other = i;
+  }
+  return requests_[other];
+}
+
+const Counter& Metrics::reserves_refused(std::string_view reason) const {
+  const auto* const last = std::end(kReserveReasons) - 1;
+  const auto* const found = std::find(std::begin(kReserveReasons), last, reason);
+  return reserves_refused_[static_cast<size_t>(found - std::begin(kReserveReasons))];
+}
+
+void Metrics::SetBuildInfo(const BuildInfo& info) {
+  registry_
+      ->MakeGauge(names::kBuildInfo, {{"version", info.version},
+                                      {"model", info.model},
+                                      {"device", info.device},
+                                      {"kernels", info.kernels},
+                                      {"policy", info.policy}})
+      .Set(1);
 }
 
 void Metrics::SetRunning(double sequences) const {

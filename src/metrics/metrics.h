@@ -10,8 +10,10 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "absl/time/time.h"
+#include "src/metrics/reasons.h"
 
 namespace prometheus {
 class Counter;
@@ -55,18 +57,6 @@ class Histogram {
   prometheus::Histogram* histogram_;
 };
 
-// How a Generate call ended; each ends in exactly one of these.
-enum class RequestOutcome {
-  kFinishedStop,    // a stop token, stop string or EOS
-  kFinishedLength,  // max_tokens or the context's end
-  kCancelled,       // by Cancel, or by a caller who went away
-  kDeadline,
-  kSlowReader,
-  kError,
-  kRefused,  // before it was a sequence: bad input, no room, draining
-};
-inline constexpr size_t kRequestOutcomes = 7;
-
 enum class TokenKind {
   kOutput,      // sampled here
   kPrompt,      // computed here
@@ -74,14 +64,30 @@ enum class TokenKind {
 };
 inline constexpr size_t kTokenKinds = 3;
 
-enum class StepPhase { kPlan, kCompute, kEmit, kTotal };
-inline constexpr size_t kStepPhases = 4;
+// On the host: kPlan (choose the rows, and pages for their growth), kLaunch (enqueue them) and
+// kEmit. On the device: kCopy (rows and tables in, results out), kCompute (the model) and kSample.
+// Host and device overlap, so that they do not add up to kTotal, which begins where the step before
+// ended.
+enum class StepPhase { kPlan, kLaunch, kCopy, kCompute, kSample, kEmit, kTotal };
+inline constexpr size_t kStepPhases = 7;
 
 // Memory of one kind of cache in one tier.
 struct TierGauges {
   Gauge capacity_bytes;
   Gauge reserved_bytes;
   Gauge used_bytes;
+  Gauge capacity_blocks;
+  Gauge reserved_blocks;
+  Gauge used_blocks;
+};
+
+// The labels of sluice_build_info.
+struct BuildInfo {
+  std::string version;
+  std::string model;
+  std::string device;
+  std::string kernels;
+  std::string policy;
 };
 
 class Metrics {
@@ -96,9 +102,9 @@ class Metrics {
   Metrics(const Metrics&) = delete;
   Metrics& operator=(const Metrics&) = delete;
 
-  const Counter& requests(RequestOutcome outcome) const {
-    return requests_[static_cast<size_t>(outcome)];
-  }
+  // The reason is one of src/metrics/reasons.h; any other counts as OTHER.
+  const Counter& requests(RequestOutcome outcome, std::string_view reason) const;
+  const Counter& reserves_refused(std::string_view reason) const;
   const Counter& tokens(TokenKind kind) const { return tokens_[static_cast<size_t>(kind)]; }
   const Histogram& step_seconds(StepPhase phase) const {
     return step_seconds_[static_cast<size_t>(phase)];
@@ -108,6 +114,9 @@ class Metrics {
   // same names give the same gauges.
   TierGauges Tier(std::string_view tier, std::string_view kind);
 
+  // Once, when it is known what runs.
+  void SetBuildInfo(const BuildInfo& info);
+
   // The text exposition format, version 0.0.4.
   std::string Render() const;
 
@@ -116,21 +125,30 @@ class Metrics {
   const Histogram request_seconds;
   const Histogram queue_seconds;
   const Counter slow_readers;
+  const Counter preemptions;
   const Histogram step_sequences;
+  const Counter reserves_accepted;
   const Counter ingest_bytes;
   const Counter ingest_blocks;
   const Histogram ingest_seconds;
   const Counter checksum_failures;
+  const Counter resumes;
   const Gauge transfers_open;
   const Counter leases_expired;
   const Gauge waiting;   // vllm:num_requests_waiting
   const Gauge kv_usage;  // vllm:kv_cache_usage_perc, in [0, 1]
+  const Counter process_cpu_seconds;
+  const Gauge process_resident_bytes;
+  const Gauge process_open_fds;
+  const Gauge process_max_fds;
+  const Gauge process_start_seconds;
 
   // Sequences in the running batch, under Sluice's name and vLLM's.
   void SetRunning(double sequences) const;
 
  private:
-  const std::array<Counter, kRequestOutcomes> requests_;
+  const std::vector<Counter> requests_;          // by index in kRequestReasons
+  const std::vector<Counter> reserves_refused_;  // by index in kReserveReasons
   const std::array<Counter, kTokenKinds> tokens_;
   const std::array<Histogram, kStepPhases> step_seconds_;
   const Gauge batch_sequences_;

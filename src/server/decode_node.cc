@@ -137,6 +137,8 @@ absl::Status DecodeNode::StartEngine() {
   parts.clock = RealClock();
   SLUICE_ASSIGN_OR_RETURN(engine_, Engine::Create(options, parts));
   engine_thread_ = std::make_unique<EngineThread>(engine_.get());
+  metrics_.SetBuildInfo({Version(), model_->config().name, device_->name(),
+                         device_->kernels().name(), policy_->name()});
   memory_ready_.store(true);
   return absl::OkStatus();
 }
@@ -219,6 +221,10 @@ std::string DecodeNode::RenderMetrics() {
         gauges.capacity_bytes.Set(static_cast<double>(usage.capacity_bytes));
         gauges.reserved_bytes.Set(static_cast<double>(usage.reserved_bytes));
         gauges.used_bytes.Set(static_cast<double>(usage.used_bytes));
+        const int64_t block_bytes = pool->layout().kinds[kind].page_bytes();
+        gauges.capacity_blocks.Set(static_cast<double>(usage.capacity_bytes / block_bytes));
+        gauges.reserved_blocks.Set(static_cast<double>(usage.reserved_bytes / block_bytes));
+        gauges.used_blocks.Set(static_cast<double>(usage.used_bytes / block_bytes));
         all.capacity_bytes += usage.capacity_bytes;
         all.used_bytes += usage.used_bytes;
       }
@@ -229,6 +235,7 @@ std::string DecodeNode::RenderMetrics() {
     }
     metrics_.transfers_open.Set(static_cast<double>(transfers_->open_transfers()));
   }
+  process_metrics_.Update(metrics_);
   return metrics_.Render();
 }
 

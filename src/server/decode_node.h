@@ -16,6 +16,7 @@
 #include "src/kv/page_pool.h"
 #include "src/kv/transfer_table.h"
 #include "src/metrics/metrics.h"
+#include "src/metrics/process_metrics.h"
 #include "src/model/model.h"
 #include "src/model/token_bytes.h"
 #include "src/server/signals.h"
@@ -45,6 +46,7 @@ class DecodeNode {
   const Config config_;
   // In order of making; each may use those before it.
   Metrics metrics_;
+  ProcessMetrics process_metrics_;
   Readiness readiness_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;

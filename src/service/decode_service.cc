@@ -47,7 +47,9 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
                   const v1::GenerateRequest& message)
       : engine_(options.engine), context_(context) {
     if (const absl::Status status = Begin(options, message); !status.ok()) {
-      if (options.metrics != nullptr) options.metrics->requests(RequestOutcome::kRefused).Add();
+      if (options.metrics != nullptr) {
+        options.metrics->requests(RequestOutcome::kRefused, ReasonLabel(status)).Add();
+      }
       absl::MutexLock lock(&mutex_);
       finished_ = true;
       Finish(ToGrpcStatus(status));
@@ -140,9 +142,11 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
       if (end_.has_value() || finished_ || cancelled_) return;
       cancelled_ = true;
     }
-    const absl::Status why = DeadlineOf(*context_) <= RealClock()->Now()
-                                 ? absl::DeadlineExceededError("the call's deadline has passed")
-                                 : absl::CancelledError("the caller is gone or has cancelled");
+    const absl::Status why =
+        DeadlineOf(*context_) <= RealClock()->Now()
+            ? absl::DeadlineExceededError("the call's deadline has passed")
+            : WithReason(absl::CancelledError("the caller is gone or has cancelled"),
+                         "CALLER_GONE");
     engine_->Cancel(sequence_, why);
   }
 
@@ -182,12 +186,13 @@ class DecodeService final : public v1::Decode::CallbackService {
       reactor->Finish(ToGrpcStatus(status));
       return reactor;
     }
-    options_.engine->CancelRequest(request->request_id(),
-                                   absl::CancelledError("cancelled by Cancel"),
-                                   [reactor, response](bool found) {
-                                     response->set_found(found);
-                                     reactor->Finish(grpc::Status::OK);
-                                   });
+    options_.engine->CancelRequest(
+        request->request_id(),
+        WithReason(absl::CancelledError("cancelled by Cancel"), "CANCEL_CALL"),
+        [reactor, response](bool found) {
+          response->set_found(found);
+          reactor->Finish(grpc::Status::OK);
+        });
     return reactor;
   }
 

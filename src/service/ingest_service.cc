@@ -29,33 +29,50 @@ namespace {
 
 constexpr size_t kMaxRangesOfGet = 1024;  // GetTransferResponse.missing
 
-// When each transfer was reserved, for the histogram of ingest times. Remembers the newest kMax:
-// transfers that end without a Commit are forgotten by being old. Thread-safe.
-class ReserveTimes {
+// What metrics need to remember of transfers: when each was reserved, and whether its last stream
+// broke. Remembers the newest kMax: transfers that end without a Commit are forgotten by being old.
+// Thread-safe.
+class TransferNotes {
  public:
-  void Add(const std::string& transfer_id) {
+  void Reserved(const std::string& transfer_id) {
     absl::MutexLock lock(&mutex_);
-    times_[transfer_id] = absl::Now();
+    notes_[transfer_id] = Note{absl::Now(), /*broken=*/false};
     order_.push_back(transfer_id);
     if (order_.size() > kMax) {
-      times_.erase(order_.front());
+      notes_.erase(order_.front());
       order_.pop_front();
     }
   }
-  // Once for each transfer.
-  std::optional<absl::Duration> Take(const std::string& transfer_id) {
+  // Time since Reserve; once for each transfer.
+  std::optional<absl::Duration> Committed(const std::string& transfer_id) {
     absl::MutexLock lock(&mutex_);
-    const auto found = times_.find(transfer_id);
-    if (found == times_.end()) return std::nullopt;
-    const absl::Duration elapsed = absl::Now() - found->second;
-    times_.erase(found);
+    const auto found = notes_.find(transfer_id);
+    if (found == notes_.end()) return std::nullopt;
+    const absl::Duration elapsed = absl::Now() - found->second.reserved;
+    notes_.erase(found);
     return elapsed;
+  }
+  // A stream that wrote to it ended with an error.
+  void Broke(const std::string& transfer_id) {
+    absl::MutexLock lock(&mutex_);
+    const auto found = notes_.find(transfer_id);
+    if (found != notes_.end()) found->second.broken = true;
+  }
+  // A stream writes its first chunk to it: whether it goes on for one that broke.
+  bool Resumes(const std::string& transfer_id) {
+    absl::MutexLock lock(&mutex_);
+    const auto found = notes_.find(transfer_id);
+    return found != notes_.end() && std::exchange(found->second.broken, false);
   }
 
  private:
+  struct Note {
+    absl::Time reserved;
+    bool broken;
+  };
   static constexpr size_t kMax = 4096;
   absl::Mutex mutex_;
-  absl::flat_hash_map<std::string, absl::Time> times_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<std::string, Note> notes_ ABSL_GUARDED_BY(mutex_);
   std::deque<std::string> order_ ABSL_GUARDED_BY(mutex_);
 };
 
@@ -87,9 +104,9 @@ class LandingSink : public ChunkSink {
 // to the speed at which chunks land.
 class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
  public:
-  WriteReactor(const IngestServiceOptions& options, grpc::CallbackServerContext* context,
-               grpc::ByteBuffer* response)
-      : options_(options), context_(context), response_(response) {
+  WriteReactor(const IngestServiceOptions& options, TransferNotes* notes,
+               grpc::CallbackServerContext* context, grpc::ByteBuffer* response)
+      : options_(options), notes_(notes), context_(context), response_(response) {
     StartRead(&message_);
   }
 
@@ -115,12 +132,17 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
     if (!reader.status().ok()) return InvalidField("message", "is not readable");
     LandingSink sink(options_.transfers);
     SLUICE_RETURN_IF_ERROR(ParseWriteRequest(&reader, message_.Length(), sink));
+    if (sink.transfer_id() != transfer_id_) {
+      transfer_id_ = sink.transfer_id();
+      if (notes_->Resumes(transfer_id_) && options_.metrics != nullptr) {
+        options_.metrics->resumes.Add();
+      }
+    }
     const absl::StatusOr<uint64_t> blocks = sink.Finish();
     if (options_.metrics != nullptr) Count(blocks, sink.bytes());
     SLUICE_RETURN_IF_ERROR(blocks.status());
     blocks_landed_ += *blocks;
     bytes_landed_ += sink.bytes();
-    transfer_id_ = sink.transfer_id();
     return absl::OkStatus();
   }
 
@@ -135,6 +157,7 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
 
   void FinishWith(const absl::Status& status) {
     if (!status.ok()) {
+      notes_->Broke(transfer_id_);
       Finish(ToGrpcStatus(status));
       return;
     }
@@ -151,10 +174,11 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   }
 
   const IngestServiceOptions& options_;
+  TransferNotes* const notes_;
   grpc::CallbackServerContext* const context_;
   grpc::ByteBuffer* const response_;
   grpc::ByteBuffer message_;
-  std::string transfer_id_;
+  std::string transfer_id_;  // of the last chunk that had a place
   uint64_t blocks_landed_ = 0;
   uint64_t bytes_landed_ = 0;
 };
@@ -171,12 +195,18 @@ class IngestService final : public IngestBase {
   grpc::ServerUnaryReactor* Reserve(grpc::CallbackServerContext* context,
                                     const v1::ReserveRequest* request,
                                     v1::ReserveResponse* response) override {
-    return Reply(context, DoReserve(*request, *response));
+    const absl::Status status = DoReserve(*request, *response);
+    if (options_.metrics != nullptr) {
+      const Metrics& metrics = *options_.metrics;
+      (status.ok() ? metrics.reserves_accepted : metrics.reserves_refused(ReasonLabel(status)))
+          .Add();
+    }
+    return Reply(context, status);
   }
 
   grpc::ServerReadReactor<grpc::ByteBuffer>* Write(grpc::CallbackServerContext* context,
                                                    grpc::ByteBuffer* response) override {
-    return new WriteReactor(options_, context, response);  // deletes itself
+    return new WriteReactor(options_, &notes_, context, response);  // deletes itself
   }
 
   grpc::ServerUnaryReactor* Commit(grpc::CallbackServerContext* context,
@@ -221,7 +251,7 @@ class IngestService final : public IngestBase {
     SLUICE_ASSIGN_OR_RETURN(const Manifest manifest, FromProto(request));
     SLUICE_ASSIGN_OR_RETURN(const TransferTable::Reserved reserved,
                             options_.transfers->Reserve(manifest));
-    if (options_.metrics != nullptr) reserve_times_.Add(reserved.transfer_id);
+    notes_.Reserved(reserved.transfer_id);
     response.set_transfer_id(reserved.transfer_id);
     *response.mutable_lease() = ToProto(reserved.lease);
     response.set_max_chunk_bytes(reserved.max_chunk_bytes);
@@ -245,10 +275,9 @@ class IngestService final : public IngestBase {
     SLUICE_ASSIGN_OR_RETURN(
         const uint32_t context_length,
         options_.transfers->Commit(request.transfer_id(), std::move(first_tokens), &missing));
-    if (options_.metrics != nullptr) {
-      if (const auto elapsed = reserve_times_.Take(request.transfer_id())) {
-        options_.metrics->ingest_seconds.Observe(*elapsed);
-      }
+    const std::optional<absl::Duration> elapsed = notes_.Committed(request.transfer_id());
+    if (elapsed.has_value() && options_.metrics != nullptr) {
+      options_.metrics->ingest_seconds.Observe(*elapsed);
     }
     response.set_context_length(context_length);
     return absl::OkStatus();
@@ -276,7 +305,7 @@ class IngestService final : public IngestBase {
   }
 
   const IngestServiceOptions options_;
-  ReserveTimes reserve_times_;
+  TransferNotes notes_;
 };
 
 }  // namespace

@@ -50,6 +50,7 @@ class CpuDevice : public Device {
     return std::make_unique<CpuStream>(kind == StreamKind::kCompute ? &team_ : nullptr);
   }
   std::unique_ptr<Event> NewEvent() override { return std::make_unique<CpuEvent>(); }
+  std::unique_ptr<TimedEvent> NewTimedEvent() override { return std::make_unique<CpuEvent>(); }
   KernelSet& kernels() override { return *kernels_; }
 
  private:

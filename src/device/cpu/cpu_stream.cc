@@ -13,6 +13,12 @@ void CpuEvent::Wait() const {
   }
 }
 
+absl::Duration CpuEvent::Since(const TimedEvent& earlier) const {
+  const auto& from = static_cast<const CpuEvent&>(earlier);
+  SLUICE_CHECK(Ready() && from.Ready(), "only what has been reached is timed");
+  return absl::FromChrono(reached_ - from.reached_);
+}
+
 CpuStream::CpuStream(CpuTeam* team) : team_(team), thread_([this] { Loop(); }) {}
 
 CpuStream::~CpuStream() {
@@ -63,8 +69,12 @@ void CpuStream::Record(Event& event) {
     uint32_t value;
   };
   const uint32_t value = cpu_event.recorded_.fetch_add(1, std::memory_order_relaxed) + 1;
-  Enqueue<Work>([](const Work& w, CpuTeam*) { StoreAndNotify(w.event->done_, w.value); },
-                Work{&cpu_event, value});
+  Enqueue<Work>(
+      [](const Work& w, CpuTeam*) {
+        w.event->reached_ = std::chrono::steady_clock::now();
+        StoreAndNotify(w.event->done_, w.value);
+      },
+      Work{&cpu_event, value});
 }
 
 void CpuStream::WaitFor(Event& event) {

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <atomic>
 #include <catch2/catch.hpp>
+#include <chrono>
 #include <cstring>
 #include <thread>
 #include <vector>
@@ -53,6 +54,32 @@ TEST_CASE("an event that was never recorded is ready") {
   const auto event = (*device)->NewEvent();
   CHECK(event->Ready());
   event->Wait();
+}
+
+TEST_CASE("timed events tell how long what lies between them took") {
+  auto device = NewCpuDevice({"portable", 1});
+  REQUIRE(device.ok());
+  const auto stream = (*device)->NewStream(Device::StreamKind::kCopy);
+  const auto before = (*device)->NewTimedEvent();
+  const auto between = (*device)->NewTimedEvent();
+  const auto after = (*device)->NewTimedEvent();
+  std::vector<uint8_t> from(1 << 22, 7), to(1 << 22, 0);
+  for (int round = 0; round < 3; ++round) {  // an event may be recorded again
+    const auto start = std::chrono::steady_clock::now();
+    stream->Record(*before);
+    for (int i = 0; i < 8; ++i) stream->Copy(to.data(), from.data(), from.size());
+    stream->Record(*between);
+    stream->Record(*after);
+    after->Wait();
+    const absl::Duration outside = absl::FromChrono(std::chrono::steady_clock::now() - start);
+    const absl::Duration copies = between->Since(*before);
+    // 32 MiB takes longer than a microsecond, and no longer than the time in which it lies.
+    CHECK(copies > absl::Microseconds(1));
+    CHECK(after->Since(*between) >= absl::ZeroDuration());
+    CHECK(copies + after->Since(*between) == after->Since(*before));
+    CHECK(after->Since(*before) <= outside);
+    CHECK(before->Since(*after) == -after->Since(*before));
+  }
 }
 
 // Many hand-overs with pauses on both sides of the spin: a lost wake-up would hang here.

@@ -5,6 +5,7 @@
 #include <catch2/catch.hpp>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <map>
 #include <new>
 #include <set>
@@ -17,7 +18,12 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "src/base/error.h"
 #include "src/metrics/metric_names.h"
+#include "src/metrics/process_metrics.h"
+#include "src/metrics/reasons.h"
 #include "tests/test_main.h"
 
 // Counts what this program allocates, to hold updates to allocating nothing. Not inlined: the
@@ -109,6 +115,11 @@ double Sample(const Metrics& metrics, const std::string& name) {
   return scrape.samples.at(name);
 }
 
+std::string RequestsSeries(std::string_view outcome, std::string_view reason) {
+  return absl::StrCat("sluice_requests_total{outcome=\"", std::string(outcome), "\",reason=\"",
+                      std::string(reason), "\"}");
+}
+
 const char* TypeName(metric_names::Type type) {
   return type == metric_names::Type::kCounter ? "counter"
          : type == metric_names::Type::kGauge ? "gauge"
@@ -118,6 +129,7 @@ const char* TypeName(metric_names::Type type) {
 TEST_CASE("every metric of the header is exported with its help and type, and nothing else") {
   Metrics metrics;
   metrics.Tier("dram", "kv");
+  metrics.SetBuildInfo({"0", "m", "cpu", "amx", "full"});
   const Scrape scrape = Parse(metrics.Render());
   CHECK(scrape.types.size() == std::size(metric_names::kAll));
   for (const metric_names::Metric* metric : metric_names::kAll) {
@@ -134,7 +146,8 @@ TEST_CASE("names follow the rules of Prometheus") {
     const std::string name = metric->name;
     CAPTURE(name);
     CHECK(seen.insert(name).second);
-    CHECK((absl::StartsWith(name, "sluice_") || absl::StartsWith(name, "vllm:")));
+    CHECK((absl::StartsWith(name, "sluice_") || absl::StartsWith(name, "process_") ||
+           absl::StartsWith(name, "vllm:")));
     CHECK(absl::EndsWith(name, "_total") == (metric->type == metric_names::Type::kCounter));
     for (const char* scaled : {"_ms", "_us", "_millis", "_kb", "_mb", "_gb"}) {
       CHECK_FALSE(absl::StrContains(name + "_", absl::StrCat(scaled, "_")));
@@ -145,6 +158,7 @@ TEST_CASE("names follow the rules of Prometheus") {
 TEST_CASE("samples carry the labels that the header names") {
   Metrics metrics;
   metrics.Tier("hbm", "kv");
+  metrics.SetBuildInfo({"0", "m", "cpu", "amx", "full"});
   const Scrape scrape = Parse(metrics.Render());
   for (const metric_names::Metric* metric : metric_names::kAll) {
     const std::vector<std::string> labels = absl::StrSplit(metric->labels, ',', absl::SkipEmpty());
@@ -164,21 +178,18 @@ TEST_CASE("samples carry the labels that the header names") {
 
 TEST_CASE("counters and gauges move when updated, and only the one that was") {
   Metrics metrics;
-  const std::map<RequestOutcome, std::string> outcomes = {
-      {RequestOutcome::kFinishedStop, "finished_stop"},
-      {RequestOutcome::kFinishedLength, "finished_length"},
-      {RequestOutcome::kCancelled, "cancelled"},
-      {RequestOutcome::kDeadline, "deadline"},
-      {RequestOutcome::kSlowReader, "slow_reader"},
-      {RequestOutcome::kError, "error"},
-      {RequestOutcome::kRefused, "refused"}};
-  REQUIRE(outcomes.size() == kRequestOutcomes);
   const Scrape before = Parse(metrics.Render());
   int expected = 0;
-  for (const auto& [outcome, name] : outcomes) {
-    ++expected;
-    for (int i = 0; i < expected; ++i) metrics.requests(outcome).Add();
+  for (const auto& [outcome, reason] : kRequestReasons) {
+    metrics.requests(outcome, reason).Add(++expected);
   }
+  expected = 0;
+  for (const std::string_view reason : kReserveReasons) {
+    metrics.reserves_refused(reason).Add(++expected);
+  }
+  metrics.reserves_accepted.Add(12);
+  metrics.preemptions.Add(13);
+  metrics.resumes.Add(14);
   metrics.tokens(TokenKind::kOutput).Add(5);
   metrics.tokens(TokenKind::kPrompt).Add(6);
   metrics.tokens(TokenKind::kHandedOver).Add(7);
@@ -202,6 +213,9 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
       {"sluice_tokens_total{kind=\"prompt\"}", 6},
       {"sluice_tokens_total{kind=\"handed_over\"}", 7},
       {"sluice_slow_readers_total", 1},
+      {"sluice_preemptions_total", 13},
+      {"sluice_ingest_resumes_total", 14},
+      {R"(sluice_reserves_total{outcome="accepted",reason="NONE"})", 12},
       {"sluice_ingest_bytes_total", 1 << 20},
       {"sluice_ingest_blocks_total", 3},
       {"sluice_ingest_checksum_failures_total", 2},
@@ -213,10 +227,38 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
       {"vllm:kv_cache_usage_perc", 0.25},
   };
   expected = 0;
-  for (const auto& [outcome, name] : outcomes) {
-    wanted[absl::StrCat("sluice_requests_total{outcome=\"", name, "\"}")] = ++expected;
+  for (const auto& [outcome, reason] : kRequestReasons) {
+    wanted[RequestsSeries(kRequestOutcomeNames[static_cast<size_t>(outcome)], reason)] = ++expected;
+  }
+  expected = 0;
+  for (const std::string_view reason : kReserveReasons) {
+    wanted[absl::StrCat(R"(sluice_reserves_total{outcome="refused",reason=")", std::string(reason),
+                        R"("})")] = ++expected;
   }
   CHECK(moved == wanted);
+}
+
+TEST_CASE("a reason that is not listed makes no series: it counts as OTHER") {
+  Metrics metrics;
+  const size_t series = Parse(metrics.Render()).samples.size();
+  metrics.requests(RequestOutcome::kError, "caller's own words").Add();
+  metrics.requests(RequestOutcome::kRefused, "NO_SUCH_REASON").Add();
+  metrics.reserves_refused("NO_SUCH_REASON").Add();
+  CHECK(Sample(metrics, RequestsSeries("error", "OTHER")) == 1);
+  CHECK(Sample(metrics, RequestsSeries("refused", "OTHER")) == 1);
+  CHECK(Sample(metrics, R"(sluice_reserves_total{outcome="refused",reason="OTHER"})") == 1);
+  CHECK(Parse(metrics.Render()).samples.size() == series);
+}
+
+TEST_CASE("a status is counted by its reason, without one by its code") {
+  CHECK(ReasonLabel(WithReason(absl::AbortedError("x"), "SLOW_READER")) == "SLOW_READER");
+  CHECK(ReasonLabel(InvalidField("f", "x")) == "INVALID_ARGUMENT");
+  CHECK(ReasonLabel(absl::DeadlineExceededError("x")) == "DEADLINE_EXCEEDED");
+  CHECK(OutcomeOfError(absl::CancelledError("x")) == RequestOutcome::kCancelled);
+  CHECK(OutcomeOfError(absl::DeadlineExceededError("x")) == RequestOutcome::kDeadline);
+  CHECK(OutcomeOfError(WithReason(absl::AbortedError("x"), "SLOW_READER")) ==
+        RequestOutcome::kSlowReader);
+  CHECK(OutcomeOfError(absl::AbortedError("x")) == RequestOutcome::kError);
 }
 
 TEST_CASE("histograms count into cumulative buckets") {
@@ -235,10 +277,16 @@ TEST_CASE("histograms count into cumulative buckets") {
   metrics.step_seconds(StepPhase::kPlan).Observe(absl::Microseconds(60));
   metrics.step_seconds(StepPhase::kCompute).Observe(0.02);
   metrics.step_seconds(StepPhase::kEmit).Observe(0.001);
+  metrics.step_seconds(StepPhase::kLaunch).Observe(0.004);
+  metrics.step_seconds(StepPhase::kCopy).Observe(0.002);
+  metrics.step_seconds(StepPhase::kSample).Observe(0.003);
   metrics.step_seconds(StepPhase::kTotal).Observe(0.0215);
   CHECK(Sample(metrics, "sluice_step_seconds_sum{phase=\"plan\"}") == Approx(60e-6));
   CHECK(Sample(metrics, "sluice_step_seconds_sum{phase=\"compute\"}") == Approx(0.02));
   CHECK(Sample(metrics, "sluice_step_seconds_sum{phase=\"emit\"}") == Approx(0.001));
+  CHECK(Sample(metrics, "sluice_step_seconds_sum{phase=\"launch\"}") == Approx(0.004));
+  CHECK(Sample(metrics, "sluice_step_seconds_sum{phase=\"copy\"}") == Approx(0.002));
+  CHECK(Sample(metrics, "sluice_step_seconds_sum{phase=\"sample\"}") == Approx(0.003));
   CHECK(Sample(metrics, "sluice_step_seconds_sum{phase=\"total\"}") == Approx(0.0215));
 
   metrics.time_to_first_token.Observe(1);
@@ -274,7 +322,7 @@ TEST_CASE("updates allocate nothing") {
   const TierGauges tier = metrics.Tier("hbm", "kv");
   const size_t before = allocations;
   for (int i = 0; i < 100; ++i) {
-    metrics.requests(RequestOutcome::kFinishedStop).Add();
+    metrics.requests(RequestOutcome::kFinishedStop, kStopToken).Add();
     metrics.tokens(TokenKind::kOutput).Add(32);
     metrics.step_seconds(StepPhase::kTotal).Observe(absl::Milliseconds(20));
     metrics.inter_token_latency.Observe(0.02);
@@ -305,14 +353,39 @@ TEST_CASE("threads lose no updates, and render in between") {
   CHECK(Sample(metrics, "sluice_inter_token_latency_seconds_count") == 20000);
 }
 
+TEST_CASE("the process's figures are those of this process") {
+  Metrics metrics;
+  ProcessMetrics process;
+  process.Update(metrics);
+  const double cpu = Sample(metrics, "process_cpu_seconds_total");
+  const double fds = Sample(metrics, "process_open_fds");
+  CHECK(cpu > 0);
+  CHECK(Sample(metrics, "process_max_fds") >= fds);
+  CHECK(Sample(metrics, "process_resident_memory_bytes") > 1 << 20);
+  const double now = absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch());
+  CHECK(Sample(metrics, "process_start_time_seconds") <= now + 1);
+  CHECK(Sample(metrics, "process_start_time_seconds") > now - 3600);
+
+  std::FILE* file = std::fopen("/dev/null", "r");
+  const absl::Time busy_until = absl::Now() + absl::Milliseconds(30);
+  while (absl::Now() < busy_until) {
+  }
+  process.Update(metrics);
+  CHECK(Sample(metrics, "process_open_fds") == fds + 1);
+  CHECK(Sample(metrics, "process_cpu_seconds_total") > cpu);
+  std::fclose(file);
+}
+
 TEST_CASE("promtool finds nothing to say about the names") {
-  if (std::system("command -v promtool > /dev/null 2>&1") != 0) {
-    SkipTest("promtool is not installed");
+  const std::string promtool = SLUICE_SOURCE_DIR "/.venv/bin/promtool";
+  if (!std::filesystem::exists(promtool)) {
+    SkipTest("no .venv/bin/promtool: tools/setup puts it there");
     return;
   }
   Metrics metrics;
   metrics.Tier("hbm", "kv");
-  std::FILE* pipe = popen("promtool check metrics", "w");
+  metrics.SetBuildInfo({"0", "m", "cpu", "amx", "full"});
+  std::FILE* pipe = popen((promtool + " check metrics").c_str(), "w");
   REQUIRE(pipe != nullptr);
   // Colons are for recording rules, and _perc is no unit: both are vLLM's.
   std::string text;

@@ -1,0 +1,21 @@
+// What the process costs, read from the system for a scrape.
+#pragma once
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+
+namespace sluice {
+
+class Metrics;
+
+class ProcessMetrics {
+ public:
+  // Brings the process_... instruments up to date. Any thread.
+  void Update(const Metrics& metrics);
+
+ private:
+  absl::Mutex mutex_;
+  double counted_cpu_seconds_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace sluice

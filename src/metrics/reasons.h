@@ -1,0 +1,86 @@
+// The label `reason`: a closed set, so that no caller can make series. Spelled as the reasons that
+// statuses carry on the wire (ErrorInfo.reason), so that a log line, an error and a metric say the
+// same word.
+#pragma once
+
+#include <array>
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+
+namespace sluice {
+
+// How a Generate call ended; each ends in exactly one of these.
+enum class RequestOutcome {
+  kFinishedStop,    // a stop token, stop string or EOS
+  kFinishedLength,  // max_tokens or the context's end
+  kCancelled,       // by Cancel, or by a caller who went away
+  kDeadline,
+  kSlowReader,
+  kError,
+  kRefused,  // before it was a sequence: bad input, no room, draining
+};
+inline constexpr std::array<std::string_view, 7> kRequestOutcomeNames = {
+    "finished_stop", "finished_length", "cancelled", "deadline", "slow_reader", "error", "refused"};
+
+// Of a sequence that ended well; no status says it.
+inline constexpr std::string_view kStopToken = "STOP_TOKEN";
+inline constexpr std::string_view kStopString = "STOP_STRING";
+inline constexpr std::string_view kMaxTokens = "MAX_TOKENS";
+
+// What is counted where nothing in a table below fits: a reason is missing in it.
+inline constexpr std::string_view kOtherReason = "OTHER";
+
+struct RequestReason {
+  RequestOutcome outcome;
+  std::string_view reason;
+};
+
+// Every series of sluice_requests_total; the last of an outcome is for reasons not listed.
+inline constexpr RequestReason kRequestReasons[] = {
+    {RequestOutcome::kFinishedStop, kStopToken},
+    {RequestOutcome::kFinishedStop, kStopString},
+    {RequestOutcome::kFinishedLength, kMaxTokens},
+    {RequestOutcome::kCancelled, "CANCEL_CALL"},
+    {RequestOutcome::kCancelled, "CALLER_GONE"},
+    {RequestOutcome::kCancelled, kOtherReason},
+    {RequestOutcome::kDeadline, "DEADLINE_EXCEEDED"},
+    {RequestOutcome::kDeadline, "TRANSFER_WAIT"},
+    {RequestOutcome::kDeadline, "LEASE_EXPIRED"},
+    {RequestOutcome::kDeadline, kOtherReason},
+    {RequestOutcome::kSlowReader, "SLOW_READER"},
+    {RequestOutcome::kError, "BAD_LOGITS"},
+    {RequestOutcome::kError, "DRAINING"},
+    {RequestOutcome::kError, "INTERNAL"},
+    {RequestOutcome::kError, "INVALID_ARGUMENT"},
+    {RequestOutcome::kError, "POISONED"},
+    {RequestOutcome::kError, "TRANSFER_ABORTED"},
+    {RequestOutcome::kError, "UNAVAILABLE"},
+    {RequestOutcome::kError, kOtherReason},
+    {RequestOutcome::kRefused, "DRAINING"},
+    {RequestOutcome::kRefused, "GENERATE_EXISTS"},
+    {RequestOutcome::kRefused, "INVALID_ARGUMENT"},
+    {RequestOutcome::kRefused, "NO_HANDOFF"},
+    {RequestOutcome::kRefused, "POISONED"},
+    {RequestOutcome::kRefused, "REQUEST_ID_IN_USE"},
+    {RequestOutcome::kRefused, "TOO_MANY_EXPECTED"},
+    {RequestOutcome::kRefused, "TOO_MANY_WAITING"},
+    {RequestOutcome::kRefused, "TRANSFER_NOT_FOUND"},
+    {RequestOutcome::kRefused, kOtherReason},
+};
+
+// Why a Reserve was refused: the series of sluice_reserves_total with outcome "refused"; the last
+// is for reasons not listed.
+inline constexpr std::string_view kReserveReasons[] = {
+    "DRAINING",   "DRAM_FULL", "FINGERPRINT_MISMATCH", "INVALID_ARGUMENT", "RENDEZVOUS_KEY_IN_USE",
+    kOtherReason,
+};
+
+// The reason that a status carries, or the name of its code.
+std::string ReasonLabel(const absl::Status& status);
+
+// The outcome that an error is counted as, where the sequence had begun.
+RequestOutcome OutcomeOfError(const absl::Status& status);
+
+}  // namespace sluice
