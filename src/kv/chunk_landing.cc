@@ -2,17 +2,21 @@
 // and counted only when its checksum holds.
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
-extern "C" {
-#include <isa-l/crc.h>
-}
-
+#include "src/base/crc32c.h"
 #include "src/base/error.h"
 #include "src/base/status_macros.h"
 #include "src/kv/transfer.h"
 #include "src/kv/transfer_table.h"
 
 namespace sluice {
+namespace {
+
+// Half of a small L1 data cache.
+constexpr size_t kPassBytes = 16 << 10;
+
+}  // namespace
 
 absl::Status TransferTable::CheckChunk(const Transfer& transfer, const ChunkHeader& h, size_t* kind,
                                        uint64_t payload_bytes) const {
@@ -69,83 +73,94 @@ absl::Status TransferTable::CheckChunk(const Transfer& transfer, const ChunkHead
 
 absl::StatusOr<std::unique_ptr<ChunkLanding>> TransferTable::BeginChunk(const ChunkHeader& h,
                                                                         uint64_t payload_bytes) {
-  absl::MutexLock lock(&mutex_);
-  SLUICE_ASSIGN_OR_RETURN(const std::shared_ptr<Transfer> transfer, FindLocked(h.transfer_id));
-  if (transfer->state == Transfer::State::kPoisoned) {
-    return WithReason(absl::FailedPreconditionError(absl::StrCat(
-                          "transfer ", h.transfer_id, " is poisoned; abort and reserve anew")),
-                      "POISONED");
-  }
-  if (transfer->state == Transfer::State::kCommitted) {
-    return WithReason(absl::FailedPreconditionError(absl::StrCat(
-                          "transfer ", h.transfer_id, " is committed and takes no more chunks")),
-                      "COMMITTED");
-  }
+  std::unique_ptr<ChunkLanding> landing(new ChunkLanding);
   size_t kind = 0;
-  SLUICE_RETURN_IF_ERROR(CheckChunk(*transfer, h, &kind, payload_bytes));
-  const CacheKind& k = transfer->layout().kinds[kind];
-  const int64_t first_block = h.token_begin / static_cast<uint32_t>(k.block_tokens);
-  const int64_t end_block = k.BlocksFor(h.token_end);
+  {
+    Ended ended(this);
+    absl::MutexLock lock(&mutex_);
+    const absl::Time now = clock_->Now();
+    EndOverLocked(now, &ended);
+    SLUICE_ASSIGN_OR_RETURN(std::shared_ptr<Transfer> transfer, FindLocked(h.transfer_id));
+    if (transfer->state == Transfer::State::kPoisoned) return Poisoned(transfer->id);
+    if (transfer->state == Transfer::State::kCommitted) {
+      return WithReason(absl::FailedPreconditionError(absl::StrCat(
+                            "transfer ", h.transfer_id, " is committed and takes no more chunks")),
+                        "COMMITTED");
+    }
+    SLUICE_RETURN_IF_ERROR(CheckChunk(*transfer, h, &kind, payload_bytes));
+    SLUICE_ASSIGN_OR_RETURN(landing->claimed_, ClaimLocked(*transfer, h, kind));
+    ++transfer->landings;
+    RenewLocked(*transfer, now);
+    landing->table_ = this;
+    landing->transfer_ = std::move(transfer);
+  }
+  landing->header_ = h;
+  landing->left_ = payload_bytes;
+  landing->FindPieces(kind);
+  return landing;
+}
 
+absl::StatusOr<std::vector<size_t>> TransferTable::ClaimLocked(Transfer& transfer,
+                                                               const ChunkHeader& h, size_t kind) {
+  const CacheKind& k = transfer.layout().kinds[kind];
+  const int64_t end_block = k.BlocksFor(h.token_end);
   std::vector<size_t> claimed;
-  for (int64_t block = first_block; block < end_block; ++block) {
+  for (int64_t block = h.token_begin / k.block_tokens; block < end_block; ++block) {
     for (uint32_t head = h.head_begin; head < h.head_end; ++head) {
-      const size_t index = transfer->BlockIndex(h.layer, kind, head, block);
-      if (transfer->blocks[index] == Transfer::Block::kClaimed) {
+      const size_t index = transfer.BlockIndex(h.layer, kind, head, block);
+      if (transfer.blocks[index] == Transfer::Block::kClaimed) {
         return WithReason(
             absl::AbortedError(absl::StrCat("layer ", h.layer, ", head ", head, ", block ", block,
                                             " is being written by another stream; send it again "
                                             "when that one has ended")),
             "BLOCK_BUSY");
       }
-      if (transfer->blocks[index] == Transfer::Block::kMissing) claimed.push_back(index);
+      if (transfer.blocks[index] == Transfer::Block::kMissing) claimed.push_back(index);
     }
   }
-  for (const size_t index : claimed) transfer->blocks[index] = Transfer::Block::kClaimed;
-  ++transfer->landings;
-  transfer->lease_end = clock_->Now() + transfer->lease;
+  for (const size_t index : claimed) transfer.blocks[index] = Transfer::Block::kClaimed;
+  return claimed;
+}
 
-  std::unique_ptr<ChunkLanding> landing(new ChunkLanding);
-  landing->table_ = this;
-  landing->transfer_ = transfer;
-  landing->header_ = h;
-  landing->left_ = payload_bytes;
-  landing->claimed_ = std::move(claimed);
-  const int64_t part_token_bytes = k.bytes_per_token / k.parts;
-  for (int64_t block = first_block; block < end_block; ++block) {
-    const int64_t tokens = std::min<int64_t>(k.block_tokens, h.token_end - block * k.block_tokens);
-    for (uint32_t head = h.head_begin; head < h.head_end; ++head) {
-      uint8_t* home = transfer->home->BlockAddress(static_cast<int>(h.layer), kind,
-                                                   static_cast<int>(head), block);
-      const bool landed = transfer->blocks[transfer->BlockIndex(h.layer, kind, head, block)] ==
-                          Transfer::Block::kLanded;
-      for (int part = 0; part < k.parts; ++part) {
-        uint8_t* target = home + part * k.block_tokens * part_token_bytes;
-        const auto bytes = static_cast<uint64_t>(tokens * part_token_bytes);
-        auto& pieces = landing->pieces_;
-        if (!pieces.empty() && pieces.back().landed == landed &&
-            pieces.back().target + pieces.back().bytes == target) {
-          pieces.back().bytes += bytes;
-        } else {
-          pieces.push_back({target, bytes, landed});
-        }
-      }
+// Outside the table's lock: while this landing lives nobody else takes the pages or its claims.
+void ChunkLanding::FindPieces(size_t kind) {
+  HomeRange range;
+  range.layer = static_cast<int>(header_.layer);
+  range.kind = kind;
+  range.head_begin = static_cast<int>(header_.head_begin);
+  range.head_end = static_cast<int>(header_.head_end);
+  range.token_begin = header_.token_begin;
+  range.token_end = header_.token_end;
+  // claimed_ is in the order of the walk: a block that is not the next of it has landed before.
+  auto next = claimed_.begin();
+  std::optional<size_t> claimed;  // the last block of claimed_ that was met
+  transfer_->home->ForEachPiece(range, [&](const HomePiece& at) {
+    const size_t index =
+        transfer_->BlockIndex(header_.layer, kind, static_cast<uint32_t>(at.head), at.block);
+    if (next != claimed_.end() && *next == index) claimed = *next++;
+    const bool landed = claimed != index;
+    if (!pieces_.empty() && pieces_.back().landed == landed &&
+        pieces_.back().target + pieces_.back().bytes == at.data) {
+      pieces_.back().bytes += at.bytes;
+    } else {
+      pieces_.push_back({at.data, at.bytes, landed});
     }
-  }
-  return landing;
+  });
 }
 
 void ChunkLanding::Append(absl::Span<const uint8_t> bytes) {
   SLUICE_CHECK(bytes.size() <= left_, "a chunk takes no more than its header implies");
-  crc_ = ~crc32_iscsi(const_cast<uint8_t*>(bytes.data()), static_cast<int>(bytes.size()), ~crc_);
   left_ -= bytes.size();
   while (!bytes.empty()) {
     const Piece& piece = pieces_[piece_];
-    const size_t take = std::min<uint64_t>(bytes.size(), piece.bytes - offset_);
+    // So little at a time that the copy finds in the cache what the checksum has read.
+    const size_t take = std::min<uint64_t>({bytes.size(), piece.bytes - offset_, kPassBytes});
+    const absl::Span<const uint8_t> now = bytes.subspan(0, take);
+    crc_ = ExtendCrc32c(crc_, now);
     if (piece.landed) {
-      differs_ = differs_ || std::memcmp(piece.target + offset_, bytes.data(), take) != 0;
+      differs_ = differs_ || std::memcmp(piece.target + offset_, now.data(), take) != 0;
     } else {
-      std::memcpy(piece.target + offset_, bytes.data(), take);
+      std::memcpy(piece.target + offset_, now.data(), take);
     }
     bytes.remove_prefix(take);
     offset_ += take;
@@ -164,7 +179,9 @@ absl::StatusOr<uint64_t> ChunkLanding::Finish() {
   return table_->FinishChunk(*this);
 }
 
-ChunkLanding::~ChunkLanding() { table_->AbandonChunk(*this); }
+ChunkLanding::~ChunkLanding() {
+  if (transfer_ != nullptr) table_->AbandonChunk(*this);
+}
 
 absl::StatusOr<uint64_t> TransferTable::FinishChunk(ChunkLanding& landing) {
   const ChunkHeader& h = landing.header_;
@@ -176,42 +193,40 @@ absl::StatusOr<uint64_t> TransferTable::FinishChunk(ChunkLanding& landing) {
             h.crc32c, ", the payload has ", landing.crc_, "; send it again")),
         "CHECKSUM_MISMATCH");
   }
-  absl::MutexLock lock(&mutex_);
-  Transfer& transfer = *landing.transfer_;
-  if (!transfers_.contains(transfer.id)) {
-    return WithReason(absl::NotFoundError(absl::StrCat("transfer ", transfer.id,
-                                                       " ended while the chunk was landing")),
-                      "TRANSFER_NOT_FOUND");
-  }
-  if (landing.differs_) {
-    transfer.state = Transfer::State::kPoisoned;
-    if (transfer.attached != 0) {
-      // Its Generate need not wait for the lease.
-      const auto it = attachments_.find(transfer.attached);
-      if (it != attachments_.end()) {
-        it->second.ended = WithReason(
-            absl::FailedPreconditionError(absl::StrCat("transfer ", transfer.id,
-                                                       " is poisoned: a landed block "
-                                                       "was sent again with other bytes")),
-            "POISONED");
-        it->second.transfer = nullptr;
-      }
-      transfer.attached = 0;
+  absl::Status poisoned;
+  {
+    Ended ended(this);
+    absl::MutexLock lock(&mutex_);
+    const absl::Time now = clock_->Now();
+    EndOverLocked(now, &ended);
+    Transfer& transfer = *landing.transfer_;
+    if (!transfers_.contains(transfer.id)) {
+      return WithReason(absl::NotFoundError(absl::StrCat("transfer ", transfer.id,
+                                                         " ended while the chunk was landing")),
+                        "TRANSFER_NOT_FOUND");
     }
-    return WithReason(absl::FailedPreconditionError(
-                          absl::StrCat("layer ", h.layer, ", heads [", h.head_begin, ", ",
-                                       h.head_end, "), tokens [", h.token_begin, ", ", h.token_end,
-                                       "): these blocks have landed with other bytes; the "
-                                       "transfer is poisoned, abort and reserve anew")),
-                      "POISONED");
+    if (transfer.state == Transfer::State::kPoisoned) return Poisoned(transfer.id);
+    if (!landing.differs_) {
+      for (const size_t index : landing.claimed_) transfer.blocks[index] = Transfer::Block::kLanded;
+      const uint64_t landed = landing.claimed_.size();
+      transfer.landed += landed;
+      RenewLocked(transfer, now);
+      landing.claimed_.clear();
+      landing.finished_ = true;
+      return landed;
+    }
+    transfer.state = Transfer::State::kPoisoned;
+    poisoned = WithReason(
+        absl::FailedPreconditionError(absl::StrCat(
+            "transfer ", transfer.id, ", layer ", h.layer, ", heads [", h.head_begin, ", ",
+            h.head_end, "), tokens [", h.token_begin, ", ", h.token_end,
+            "): these blocks have landed with other bytes; the transfer is poisoned, abort and "
+            "reserve anew")),
+        "POISONED");
+    DetachLocked(transfer, poisoned);  // its Generate need not wait for the lease
   }
-  for (const size_t index : landing.claimed_) transfer.blocks[index] = Transfer::Block::kLanded;
-  transfer.landed += landing.claimed_.size();
-  transfer.lease_end = clock_->Now() + transfer.lease;
-  const uint64_t landed = landing.claimed_.size();
-  landing.claimed_.clear();
-  landing.finished_ = true;
-  return landed;
+  Wake();
+  return poisoned;
 }
 
 void TransferTable::AbandonChunk(ChunkLanding& landing) {
@@ -223,7 +238,9 @@ void TransferTable::AbandonChunk(ChunkLanding& landing) {
     for (const size_t index : landing.claimed_) {
       transfer->blocks[index] = Transfer::Block::kMissing;
     }
-    wake = --transfer->landings == 0 && transfer->state != Transfer::State::kReceiving;
+    // The last writer of a transfer that is ready, or that has ended and gives its pages back.
+    wake = --transfer->landings == 0 &&
+           (transfer->state != Transfer::State::kReceiving || !transfers_.contains(transfer->id));
   }
   transfer.reset();  // the last owner gives the pages back, outside the lock
   if (wake) Wake();

@@ -63,4 +63,27 @@ uint8_t* SequenceCache::BlockAddress(int layer, size_t kind, int head, int64_t b
          head * pool_->layout().kinds[kind].block_bytes();
 }
 
+void SequenceCache::ForEachPiece(const HomeRange& range,
+                                 absl::FunctionRef<void(const HomePiece&)> visit) const {
+  const CacheKind& kind = pool_->layout().kinds[range.kind];
+  SLUICE_CHECK(range.token_begin % kind.block_tokens == 0 && range.token_end <= tokens_);
+  const int64_t part_bytes_per_token = kind.bytes_per_token / kind.parts;
+  for (int64_t block = range.token_begin / kind.block_tokens;
+       block < kind.BlocksFor(range.token_end); ++block) {
+    const int64_t tokens =
+        std::min<int64_t>(kind.block_tokens, range.token_end - block * kind.block_tokens);
+    for (int head = range.head_begin; head < range.head_end; ++head) {
+      uint8_t* home = BlockAddress(range.layer, range.kind, head, block);
+      if (tokens == kind.block_tokens) {  // its parts follow one another
+        visit({block, head, home, static_cast<uint64_t>(kind.block_bytes())});
+        continue;
+      }
+      for (int part = 0; part < kind.parts; ++part) {
+        visit({block, head, home + part * kind.block_tokens * part_bytes_per_token,
+               static_cast<uint64_t>(tokens * part_bytes_per_token)});
+      }
+    }
+  }
+}
+
 }  // namespace sluice

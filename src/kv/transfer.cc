@@ -1,5 +1,10 @@
 #include "src/kv/transfer.h"
 
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "src/base/error.h"
+
 namespace sluice {
 
 Transfer::Transfer(std::string transfer_id, const Manifest& manifest,
@@ -8,6 +13,7 @@ Transfer::Transfer(std::string transfer_id, const Manifest& manifest,
       tenant(manifest.tenant),
       rendezvous_key(manifest.rendezvous_key),
       prompt(manifest.prompt_token_ids.begin(), manifest.prompt_token_ids.end()),
+      prompt_length(prompt.size()),
       context_length(manifest.context_length),
       max_new_tokens(manifest.max_new_tokens),
       home(std::move(pages)),
@@ -59,6 +65,14 @@ std::vector<MissingRange> Transfer::Missing(size_t most) const {
     }
   }
   return ranges;
+}
+
+absl::Status Poisoned(const std::string& id) {
+  return WithReason(
+      absl::FailedPreconditionError(
+          absl::StrCat("transfer ", id,
+                       ": a landed block was sent again with other bytes; abort and reserve anew")),
+      "POISONED");
 }
 
 }  // namespace sluice

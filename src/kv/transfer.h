@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -35,6 +36,7 @@ class Transfer {
   const std::string tenant;
   const std::string rendezvous_key;
   std::vector<int32_t> prompt;
+  const size_t prompt_length;
   const uint32_t context_length;
   const uint32_t max_new_tokens;
   std::unique_ptr<SequenceCache> home;
@@ -42,6 +44,9 @@ class Transfer {
   State state = State::kReceiving;
   absl::Duration lease;
   absl::Time lease_end;
+  // This transfer's entry in the table's order of leases. A Write only moves lease_end: the entry's
+  // time is never later than it, and catches up when it is reached.
+  std::multimap<absl::Time, Transfer*>::iterator lease_entry;
   std::vector<size_t> kind_begin;  // first index of each kind in `blocks`
   std::vector<Block> blocks;
   uint64_t landed = 0;
@@ -52,5 +57,8 @@ class Transfer {
  private:
   const CacheLayout* layout_;
 };
+
+// What every call on a poisoned transfer is answered with.
+absl::Status Poisoned(const std::string& transfer_id);
 
 }  // namespace sluice

@@ -17,6 +17,8 @@ constexpr size_t kCommitRanges = 64;
 // How soon a refused Reserve may find room: about the time in which a sequence finishes.
 constexpr absl::Duration kRetryAfter = absl::Seconds(1);
 
+uint64_t PromptBytes(size_t tokens) { return tokens * sizeof(int32_t); }
+
 std::string NewTransferId() { return absl::StrFormat("%016x%016x", RandomU64(), RandomU64()); }
 
 absl::Status NoSuchTransfer(const std::string& id) {
@@ -24,14 +26,6 @@ absl::Status NoSuchTransfer(const std::string& id) {
                         "transfer_id '", id.substr(0, 64),
                         "': no such transfer: it was never reserved here, or has ended")),
                     "TRANSFER_NOT_FOUND");
-}
-
-absl::Status Poisoned(const std::string& id) {
-  return WithReason(
-      absl::FailedPreconditionError(
-          absl::StrCat("transfer ", id,
-                       ": a landed block was sent again with other bytes; abort and reserve anew")),
-      "POISONED");
 }
 
 }  // namespace
@@ -47,18 +41,37 @@ void TransferTable::Wake() {
   if (wake_ != nullptr) wake_();
 }
 
-absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m) {
-  SLUICE_RETURN_IF_ERROR(CheckManifest(m));
-  SLUICE_RETURN_IF_ERROR(CheckFits(m));
-  const Key key{m.tenant, m.rendezvous_key};
-  const auto taken = [&] {
+TransferTable::Ended::~Ended() {
+  if (transfers_.empty()) return;
+  transfers_.clear();
+  table_->Wake();
+}
+
+absl::Status TransferTable::CheckRoomLocked(const Manifest& m) const {
+  if (!m.rendezvous_key.empty() && keys_.contains(Key{m.tenant, m.rendezvous_key})) {
     return WithReason(absl::AlreadyExistsError(absl::StrCat("rendezvous_key '", m.rendezvous_key,
                                                             "' is in use by another transfer")),
                       "RENDEZVOUS_KEY_IN_USE");
-  };
+  }
+  if (transfers_.size() >= options_.max_open ||
+      prompt_bytes_ + PromptBytes(m.prompt_token_ids.size()) > options_.max_prompt_bytes) {
+    return ResourceExhausted("TOO_MANY_TRANSFERS",
+                             absl::StrCat(transfers_.size(), " transfers with ", prompt_bytes_,
+                                          " bytes of prompts are open; try again later"),
+                             kRetryAfter);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m) {
+  SLUICE_RETURN_IF_ERROR(CheckManifest(m));
+  SLUICE_RETURN_IF_ERROR(CheckFits(m));
   {
+    // What is over makes room first. Refused here, nothing is reserved for it.
+    Ended ended(this);
     absl::MutexLock lock(&mutex_);
-    if (!m.rendezvous_key.empty() && keys_.contains(key)) return taken();
+    EndOverLocked(clock_->Now(), &ended);
+    SLUICE_RETURN_IF_ERROR(CheckRoomLocked(m));
   }
   const int64_t total = static_cast<int64_t>(m.prompt_token_ids.size()) + m.max_new_tokens;
   const Footprint need = options_.footprint(m.context_length, total);
@@ -77,14 +90,18 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
   Reserved reserved{transfer->id, transfer->lease, options_.max_chunk_bytes};
   {
     absl::MutexLock lock(&mutex_);
+    SLUICE_RETURN_IF_ERROR(CheckRoomLocked(m));  // others came meanwhile
     if (!m.rendezvous_key.empty()) {
-      if (!keys_.emplace(key, transfer).second) return taken();
+      const Key key{m.tenant, m.rendezvous_key};
+      keys_.emplace(key, transfer);
       if (const auto expected = expected_.find(key); expected != expected_.end()) {
         attachments_.at(expected->second).transfer = transfer;
         transfer->attached = expected->second;
         expected_.erase(expected);
       }
     }
+    transfer->lease_entry = leases_.emplace(transfer->lease_end, transfer.get());
+    prompt_bytes_ += PromptBytes(transfer->prompt_length);
     transfers_.emplace(transfer->id, transfer);
   }
   Wake();
@@ -102,8 +119,11 @@ absl::StatusOr<uint32_t> TransferTable::Commit(const std::string& transfer_id,
                                                TransferInfo* missing) {
   absl::StatusOr<uint32_t> committed;
   {
+    Ended ended(this);
     absl::MutexLock lock(&mutex_);
-    committed = CommitLocked(transfer_id, std::move(first_tokens), missing);
+    const absl::Time now = clock_->Now();
+    EndOverLocked(now, &ended);
+    committed = CommitLocked(transfer_id, std::move(first_tokens), missing, now);
   }
   if (committed.ok()) Wake();
   return committed;
@@ -111,7 +131,7 @@ absl::StatusOr<uint32_t> TransferTable::Commit(const std::string& transfer_id,
 
 absl::StatusOr<uint32_t> TransferTable::CommitLocked(const std::string& transfer_id,
                                                      std::vector<OutputToken> first_tokens,
-                                                     TransferInfo* missing) {
+                                                     TransferInfo* missing, absl::Time now) {
   if (const auto it = taken_.find(transfer_id); it != taken_.end()) return it->second;
   SLUICE_ASSIGN_OR_RETURN(const std::shared_ptr<Transfer> transfer, FindLocked(transfer_id));
   if (transfer->state == Transfer::State::kPoisoned) return Poisoned(transfer_id);
@@ -129,7 +149,7 @@ absl::StatusOr<uint32_t> TransferTable::CommitLocked(const std::string& transfer
                                        " is outside the vocabulary of ", options_.vocab_size));
     }
   }
-  transfer->lease_end = clock_->Now() + transfer->lease;
+  RenewLocked(*transfer, now);
   if (const uint64_t lacking = transfer->blocks.size() - transfer->landed; lacking > 0) {
     std::vector<MissingRange> ranges = transfer->Missing(kCommitRanges);
     const MissingRange& first = ranges.front();
@@ -153,22 +173,24 @@ absl::StatusOr<uint32_t> TransferTable::CommitLocked(const std::string& transfer
 }
 
 absl::Status TransferTable::Abort(const std::string& transfer_id, const std::string& reason) {
-  {
-    absl::MutexLock lock(&mutex_);
-    const auto it = transfers_.find(transfer_id);
-    if (it == transfers_.end()) return absl::OkStatus();
-    const std::shared_ptr<Transfer> transfer = it->second;
-    EndLocked(transfer, WithReason(absl::AbortedError(absl::StrCat(
-                                       "transfer ", transfer_id, " was aborted by its sender",
-                                       reason.empty() ? "" : ": ", reason.substr(0, 256))),
-                                   "TRANSFER_ABORTED"));
-  }
-  Wake();
+  Ended ended(this);
+  absl::MutexLock lock(&mutex_);
+  EndOverLocked(clock_->Now(), &ended);
+  const auto it = transfers_.find(transfer_id);
+  if (it == transfers_.end()) return absl::OkStatus();
+  EndLocked(it->second,
+            WithReason(absl::AbortedError(
+                           absl::StrCat("transfer ", transfer_id, " was aborted by its sender",
+                                        reason.empty() ? "" : ": ", reason.substr(0, 256))),
+                       "TRANSFER_ABORTED"),
+            &ended);
   return absl::OkStatus();
 }
 
 absl::StatusOr<TransferInfo> TransferTable::Get(const std::string& transfer_id, size_t max_ranges) {
+  Ended ended(this);
   absl::MutexLock lock(&mutex_);
+  EndOverLocked(clock_->Now(), &ended);
   TransferInfo info;
   if (taken_.contains(transfer_id)) {
     // A sender whose Commit was not answered learns that it arrived.
@@ -193,7 +215,9 @@ uint64_t TransferTable::BlocksMissing(const std::string& transfer_id) {
 }
 
 absl::StatusOr<TransferTable::AttachId> TransferTable::Attach(const HandoffRef& ref) {
+  Ended ended(this);
   absl::MutexLock lock(&mutex_);
+  EndOverLocked(clock_->Now(), &ended);
   std::shared_ptr<Transfer> transfer;
   const Key key{ref.tenant, ref.rendezvous_key};
   if (!ref.transfer_id.empty()) {
@@ -255,7 +279,7 @@ absl::StatusOr<std::optional<ReadySequence>> TransferTable::TakeReady(AttachId i
                       std::move(transfer->first_tokens),
                       std::move(transfer->home)};
   attachments_.erase(it);
-  ForgetLocked(transfer);
+  ForgetLocked(*transfer);
   taken_.emplace(transfer->id, transfer->context_length);
   taken_order_.push_back(transfer->id);
   if (taken_order_.size() > kTakenRemembered) {
@@ -266,6 +290,7 @@ absl::StatusOr<std::optional<ReadySequence>> TransferTable::TakeReady(AttachId i
 }
 
 void TransferTable::Detach(AttachId id, bool abort_transfer) {
+  Ended ended(this);
   absl::MutexLock lock(&mutex_);
   const auto it = attachments_.find(id);
   if (it == attachments_.end()) return;
@@ -279,45 +304,63 @@ void TransferTable::Detach(AttachId id, bool abort_transfer) {
   }
   attachment.transfer->attached = 0;
   if (abort_transfer && attachment.ended.ok()) {
-    EndLocked(attachment.transfer, absl::CancelledError("its Generate ended"));
+    EndLocked(attachment.transfer, absl::CancelledError("its Generate ended"), &ended);
   }
 }
 
-void TransferTable::ForgetLocked(const std::shared_ptr<Transfer>& transfer) {
-  transfers_.erase(transfer->id);
-  if (!transfer->rendezvous_key.empty()) {
-    keys_.erase(Key{transfer->tenant, transfer->rendezvous_key});
+void TransferTable::ForgetLocked(const Transfer& transfer) {
+  leases_.erase(transfer.lease_entry);
+  prompt_bytes_ -= PromptBytes(transfer.prompt_length);
+  if (!transfer.rendezvous_key.empty()) {
+    keys_.erase(Key{transfer.tenant, transfer.rendezvous_key});
   }
+  transfers_.erase(transfer.id);
 }
 
-void TransferTable::EndLocked(const std::shared_ptr<Transfer>& transfer, const absl::Status& why) {
-  ForgetLocked(transfer);
-  if (transfer->attached == 0) return;
-  Attachment& attachment = attachments_.at(transfer->attached);
+void TransferTable::EndLocked(std::shared_ptr<Transfer> transfer, const absl::Status& why,
+                              Ended* ended) {
+  ForgetLocked(*transfer);
+  DetachLocked(*transfer, why);
+  ended->Add(std::move(transfer));
+}
+
+void TransferTable::DetachLocked(Transfer& transfer, const absl::Status& why) {
+  if (transfer.attached == 0) return;
+  Attachment& attachment = attachments_.at(transfer.attached);
   attachment.ended = why;
   attachment.transfer = nullptr;
+  transfer.attached = 0;
+}
+
+void TransferTable::RenewLocked(Transfer& transfer, absl::Time now) {
+  transfer.lease_end = std::max(transfer.lease_end, now + transfer.lease);
+}
+
+void TransferTable::EndOverLocked(absl::Time now, Ended* ended) {
+  while (!leases_.empty() && leases_.begin()->first <= now) {
+    Transfer& transfer = *leases_.begin()->second;
+    if (transfer.lease_end > now) {  // renewed since
+      auto entry = leases_.extract(leases_.begin());
+      entry.key() = transfer.lease_end;
+      transfer.lease_entry = leases_.insert(std::move(entry));
+      continue;
+    }
+    ++expired_;
+    EndLocked(transfers_.at(transfer.id),
+              WithReason(absl::DeadlineExceededError(
+                             absl::StrCat("transfer ", transfer.id, ": its lease of ",
+                                          absl::FormatDuration(transfer.lease), " ended")),
+                         "LEASE_EXPIRED"),
+              ended);
+  }
 }
 
 absl::Time TransferTable::Reap(uint64_t* expired) {
+  Ended ended(this);
   absl::MutexLock lock(&mutex_);
-  const absl::Time now = clock_->Now();
-  absl::Time next = absl::InfiniteFuture();
-  std::vector<std::shared_ptr<Transfer>> over;
-  for (const auto& [id, transfer] : transfers_) {
-    if (transfer->lease_end <= now) {
-      over.push_back(transfer);
-    } else {
-      next = std::min(next, transfer->lease_end);
-    }
-  }
-  for (const std::shared_ptr<Transfer>& transfer : over) {
-    EndLocked(transfer, WithReason(absl::DeadlineExceededError(absl::StrCat(
-                                       "transfer ", transfer->id, ": its lease of ",
-                                       absl::FormatDuration(transfer->lease), " ended")),
-                                   "LEASE_EXPIRED"));
-  }
-  *expired = over.size();
-  return next;
+  EndOverLocked(clock_->Now(), &ended);
+  *expired = std::exchange(expired_, 0);
+  return leases_.empty() ? absl::InfiniteFuture() : leases_.begin()->first;
 }
 
 size_t TransferTable::open_transfers() const {

@@ -111,6 +111,8 @@ class ChunkLanding {
     bool landed;  // the block is there already: compare, do not write
   };
   ChunkLanding() = default;
+  // Fills pieces_ from header_ and claimed_.
+  void FindPieces(size_t kind);
   TransferTable* table_ = nullptr;
   std::shared_ptr<Transfer> transfer_;
   ChunkHeader header_;
@@ -132,6 +134,10 @@ class TransferTable {
     uint32_t max_context = 0;
     absl::Duration max_lease = absl::Seconds(60);
     uint64_t max_chunk_bytes = 8 << 20;
+    // Transfers that are open at once, and bytes of their prompts: what reservations take beside
+    // their pages. 16384 transfers of a 4096-token prompt fill the 256 MiB.
+    size_t max_open = 16384;
+    uint64_t max_prompt_bytes = uint64_t{256} << 20;
     // What the policy needs for a sequence of `context` handed-over tokens and `total` at the end.
     std::function<Footprint(int64_t context, int64_t total)> footprint;
   };
@@ -178,8 +184,10 @@ class TransferTable {
   // The Generate is gone. `abort_transfer`: nobody will come for it any more.
   void Detach(AttachId id, bool abort_transfer);
 
-  // Ends every transfer whose lease is over; returns when the next one is. Sets *expired to how
-  // many ended.
+  // Ends every transfer whose lease is over; returns when to look again: no lease ends before.
+  // Sets *expired to how many have ended by their lease since the last call (every other call ends
+  // those that are over too, so that an answer does not depend on when the reaper came by).
+  // Takes time for those that end, not for those that are open.
   absl::Time Reap(uint64_t* expired);
 
   // Transfers that are receiving or committed and not taken.
@@ -193,22 +201,47 @@ class TransferTable {
     absl::Status ended;                  // not OK: the transfer ended with this
   };
   using Key = std::pair<std::string, std::string>;  // tenant, rendezvous_key
+  // What a call ended. Made before the lock is taken: when it goes, after the lock, pages go back
+  // that no landing holds, and the engine is told.
+  class Ended {
+   public:
+    explicit Ended(TransferTable* table) : table_(table) {}
+    Ended(const Ended&) = delete;
+    Ended& operator=(const Ended&) = delete;
+    ~Ended();
+    void Add(std::shared_ptr<Transfer> transfer) { transfers_.push_back(std::move(transfer)); }
+
+   private:
+    TransferTable* const table_;
+    std::vector<std::shared_ptr<Transfer>> transfers_;
+  };
   // Takes the transfer out of the table and tells its Generate; its pages go back with the last
   // owner.
-  void EndLocked(const std::shared_ptr<Transfer>& transfer, const absl::Status& why)
+  void EndLocked(std::shared_ptr<Transfer> transfer, const absl::Status& why, Ended* ended)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void ForgetLocked(const std::shared_ptr<Transfer>& transfer)
+  // Ends what is over at `now`. Every call begins with it.
+  void EndOverLocked(absl::Time now, Ended* ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckRoomLocked(const Manifest& manifest) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RenewLocked(Transfer& transfer, absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Tells the transfer's Generate, if it has one, that nothing will come.
+  void DetachLocked(Transfer& transfer, const absl::Status& why)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void ForgetLocked(const Transfer& transfer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<std::shared_ptr<Transfer>> FindLocked(const std::string& transfer_id)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<uint32_t> CommitLocked(const std::string& transfer_id,
                                         std::vector<OutputToken> first_tokens,
-                                        TransferInfo* missing)
+                                        TransferInfo* missing, absl::Time now)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckManifest(const Manifest& manifest) const;
   absl::Status CheckFits(const Manifest& manifest) const;
   absl::Status CheckChunk(const Transfer& transfer, const ChunkHeader& header, size_t* kind,
                           uint64_t payload_bytes) const;
+  // Claims the blocks of a chunk that have not landed; returns their indices, in the payload's
+  // order.
+  static absl::StatusOr<std::vector<size_t>> ClaimLocked(Transfer& transfer, const ChunkHeader& h,
+                                                         size_t kind);
   absl::StatusOr<uint64_t> FinishChunk(ChunkLanding& landing);
   void AbandonChunk(ChunkLanding& landing);
   void Wake();
@@ -220,6 +253,9 @@ class TransferTable {
   std::function<void()> wake_;
   mutable absl::Mutex mutex_;
   absl::flat_hash_map<std::string, std::shared_ptr<Transfer>> transfers_ ABSL_GUARDED_BY(mutex_);
+  std::multimap<absl::Time, Transfer*> leases_ ABSL_GUARDED_BY(mutex_);  // one of each transfer
+  uint64_t prompt_bytes_ ABSL_GUARDED_BY(mutex_) = 0;                    // of transfers_
+  uint64_t expired_ ABSL_GUARDED_BY(mutex_) = 0;                         // since the last Reap
   std::map<Key, std::shared_ptr<Transfer>> keys_ ABSL_GUARDED_BY(mutex_);
   // Keys that a Generate names and no Reserve has brought yet.
   std::map<Key, AttachId> expected_ ABSL_GUARDED_BY(mutex_);

@@ -66,25 +66,16 @@ class MarkingPolicy : public AttentionPolicy {
 // The bytes of tokens [begin, end) of one layer and kind, all heads, in the order of a chunk's
 // payload; neighbours in memory are joined.
 std::vector<absl::Span<const uint8_t>> ChunkPieces(const SequenceCache& cache, int layer,
-                                                   size_t kind_index, int begin, int end) {
-  const CacheKind& kind = cache.pool()->layout().kinds[kind_index];
-  const int64_t part_token_bytes = kind.bytes_per_token / kind.parts;
+                                                   size_t kind, int begin, int end) {
   std::vector<absl::Span<const uint8_t>> pieces;
-  for (int64_t block = begin / kind.block_tokens; block < kind.BlocksFor(end); ++block) {
-    const int64_t tokens = std::min<int64_t>(kind.block_tokens, end - block * kind.block_tokens);
-    for (int head = 0; head < kind.heads; ++head) {
-      const uint8_t* home = cache.BlockAddress(layer, kind_index, head, block);
-      for (int part = 0; part < kind.parts; ++part) {
-        const uint8_t* from = home + part * kind.block_tokens * part_token_bytes;
-        const auto bytes = static_cast<size_t>(tokens * part_token_bytes);
-        if (!pieces.empty() && pieces.back().data() + pieces.back().size() == from) {
-          pieces.back() = {pieces.back().data(), pieces.back().size() + bytes};
-        } else {
-          pieces.emplace_back(from, bytes);
-        }
-      }
+  const int heads = cache.pool()->layout().kinds[kind].heads;
+  cache.ForEachPiece({layer, kind, 0, heads, begin, end}, [&](const HomePiece& piece) {
+    if (!pieces.empty() && pieces.back().data() + pieces.back().size() == piece.data) {
+      pieces.back() = {pieces.back().data(), pieces.back().size() + piece.bytes};
+    } else {
+      pieces.emplace_back(piece.data, piece.bytes);
     }
-  }
+  });
   return pieces;
 }
 

@@ -1,7 +1,5 @@
 #include "src/service/chunking.h"
 
-#include <isa-l/crc.h>
-
 #include <algorithm>
 #include <climits>
 
@@ -67,17 +65,6 @@ std::string CopyRange(absl::Span<const absl::Span<const uint8_t>> pieces, uint64
   }
   SLUICE_CHECK(out.size() == bytes, "the pieces end ", bytes - out.size(), " bytes early");
   return out;
-}
-
-uint32_t Crc32c(absl::Span<const uint8_t> bytes) {
-  uint32_t crc = ~uint32_t{0};
-  while (!bytes.empty()) {
-    // ISA-L takes an int of bytes and does not write to them, whatever its signature says.
-    const size_t take = std::min<size_t>(bytes.size(), 1 << 30);
-    crc = crc32_iscsi(const_cast<unsigned char*>(bytes.data()), static_cast<int>(take), crc);
-    bytes.remove_prefix(take);
-  }
-  return ~crc;
 }
 
 }  // namespace sluice

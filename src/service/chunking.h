@@ -33,7 +33,4 @@ bool Overlaps(const ChunkPlan& chunk, const MissingRange& range);
 std::string CopyRange(absl::Span<const absl::Span<const uint8_t>> pieces, uint64_t offset,
                       uint64_t bytes);
 
-// CRC-32C (Castagnoli).
-uint32_t Crc32c(absl::Span<const uint8_t> bytes);
-
 }  // namespace sluice

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/time/clock.h"
+#include "src/base/crc32c.h"
 #include "src/base/status_macros.h"
 #include "src/service/chunking.h"
 #include "src/service/status_mapping.h"

@@ -4,11 +4,8 @@
 #include <cstring>
 #include <filesystem>
 
-extern "C" {
-#include <isa-l/crc.h>
-}
-
 #include "absl/strings/str_cat.h"
+#include "src/base/crc32c.h"
 #include "src/device/cpu/cpu_device.h"
 
 namespace sluice::testing {
@@ -22,10 +19,6 @@ T OrFail(absl::StatusOr<T> value) {
 }
 
 }  // namespace
-
-uint32_t Crc32c(const std::vector<uint8_t>& bytes) {
-  return ~crc32_iscsi(const_cast<uint8_t*>(bytes.data()), static_cast<int>(bytes.size()), ~0u);
-}
 
 Node::Node(const NodeOptions& o) {
   device_ = OrFail(NewCpuDevice({o.kernels, o.threads}));

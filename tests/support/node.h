@@ -98,6 +98,4 @@ class Node {
 // Greedy, `max_tokens` of them, EOS ignored.
 Request GreedyRequest(std::vector<int32_t> prompt, uint32_t max_tokens);
 
-uint32_t Crc32c(const std::vector<uint8_t>& bytes);
-
 }  // namespace sluice::testing

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "src/base/crc32c.h"
 #include "src/base/error.h"
 #include "tests/fixtures/fixtures.h"
 #include "tests/support/node.h"
@@ -247,8 +248,7 @@ TEST_CASE("a Generate waits for its transfer by key, and for its commit") {
   REQUIRE(reserved.ok());
   for (uint32_t layer = 0; layer < g.k.size(); ++layer) {
     const std::vector<uint8_t> payload = node.ChunkPayload(g.k[layer], g.v[layer], 0, context);
-    ChunkHeader header{reserved->transfer_id,   layer, "kv", 0, 2, 0, context,
-                       testing::Crc32c(payload)};
+    ChunkHeader header{reserved->transfer_id, layer, "kv", 0, 2, 0, context, Crc32c(payload)};
     REQUIRE(node.Land(header, payload).ok());
   }
   absl::SleepFor(absl::Milliseconds(20));

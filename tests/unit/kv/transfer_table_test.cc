@@ -1,140 +1,13 @@
 #include "src/kv/transfer_table.h"
 
 #include <algorithm>
-#include <atomic>
-#include <thread>
-
-extern "C" {
-#include <isa-l/crc.h>
-}
 
 #include "src/base/error.h"
-#include "src/base/manual_clock.h"
-#include "src/base/rng.h"
 #include "tests/test_main.h"
-#include "tests/unit/kv/kv_support.h"
+#include "tests/unit/kv/transfer_support.h"
 
 namespace sluice {
 namespace {
-
-constexpr uint32_t kContext = 21;  // blocks of 4 and of 8 tokens: the last is short in both kinds
-
-struct Table {
-  explicit Table(size_t dram_bytes = 256 << 10)
-      : layout(TwoKinds()),
-        dram(MakePool("dram", layout, dram_bytes)),
-        hbm(MakePool("hbm", layout, 256 << 10)) {
-    TransferTable::Options options;
-    options.model_fingerprint = "f00d";
-    options.vocab_size = 100;
-    options.max_context = 1000;
-    options.max_lease = absl::Seconds(10);
-    options.max_chunk_bytes = 4096;
-    options.footprint = [](int64_t context, int64_t total) { return Footprint{context, total}; };
-    table = std::make_unique<TransferTable>(options, dram.get(), hbm.get(), &clock);
-  }
-
-  Manifest Good() const {
-    Manifest manifest;
-    manifest.model_fingerprint = "f00d";
-    manifest.cache_kinds = layout.kinds;
-    manifest.context_length = kContext;
-    manifest.prompt_token_ids.assign(kContext, 5);
-    manifest.max_new_tokens = 10;
-    return manifest;
-  }
-
-  std::string Reserve() {
-    const auto reserved = table->Reserve(Good());
-    INFO(std::string(reserved.status().ToString()));
-    REQUIRE(reserved.ok());
-    return reserved->transfer_id;
-  }
-
-  uint64_t PayloadBytes(const ChunkHeader& h) const {
-    const CacheKind& kind = layout.kinds[static_cast<size_t>(layout.FindKind(h.kind))];
-    return uint64_t{h.token_end - h.token_begin} * (h.head_end - h.head_begin) *
-           static_cast<uint64_t>(kind.bytes_per_token);
-  }
-
-  // Byte `i` of a chunk's payload: a function of where it belongs, so that a misplaced byte shows.
-  std::vector<uint8_t> Payload(const ChunkHeader& h) const {
-    SplitMix64 random(h.layer * 1000003u + h.head_begin * 10007u + h.token_begin * 101u +
-                      (h.kind == "kv" ? 1u : 2u));
-    std::vector<uint8_t> bytes(PayloadBytes(h));
-    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random());
-    return bytes;
-  }
-
-  static uint32_t Crc(const std::vector<uint8_t>& bytes) {
-    return ~crc32_iscsi(const_cast<uint8_t*>(bytes.data()), static_cast<int>(bytes.size()), ~0u);
-  }
-
-  absl::StatusOr<uint64_t> Land(ChunkHeader h, const std::vector<uint8_t>& payload) {
-    h.crc32c = Crc(payload);
-    auto landing = table->BeginChunk(h, payload.size());
-    if (!landing.ok()) return landing.status();
-    (*landing)->Append(payload);
-    return (*landing)->Finish();
-  }
-
-  // One chunk per block of one head: every block of the transfer.
-  std::vector<ChunkHeader> AllChunks(const std::string& id) const {
-    std::vector<ChunkHeader> chunks;
-    for (const CacheKind& kind : layout.kinds) {
-      for (uint32_t layer = 0; layer < 2; ++layer) {
-        for (uint32_t head = 0; head < static_cast<uint32_t>(kind.heads); ++head) {
-          for (uint32_t begin = 0; begin < kContext;
-               begin += static_cast<uint32_t>(kind.block_tokens)) {
-            const uint32_t end =
-                std::min(begin + static_cast<uint32_t>(kind.block_tokens), kContext);
-            chunks.push_back({id, layer, kind.name, head, head + 1, begin, end, 0});
-          }
-        }
-      }
-    }
-    return chunks;
-  }
-
-  std::string ReserveAndFill() {
-    const std::string id = Reserve();
-    for (const ChunkHeader& chunk : AllChunks(id)) REQUIRE(Land(chunk, Payload(chunk)).ok());
-    return id;
-  }
-
-  bool Empty() const {
-    for (size_t kind = 0; kind < 2; ++kind) {
-      if (dram->UsageOf(kind).reserved_bytes != 0 || dram->UsageOf(kind).used_bytes != 0) {
-        return false;
-      }
-    }
-    return table->open_transfers() == 0;
-  }
-
-  uint64_t Reap() {
-    uint64_t expired = 0;
-    table->Reap(&expired);
-    return expired;
-  }
-
-  const CacheLayout layout;
-  ManualClock clock;
-  std::unique_ptr<PagePool> dram, hbm;
-  std::unique_ptr<TransferTable> table;
-};
-
-HandoffRef ById(const std::string& id) {
-  HandoffRef ref;
-  ref.transfer_id = id;
-  return ref;
-}
-
-HandoffRef ByKey(const std::string& key, const std::string& tenant = "") {
-  HandoffRef ref;
-  ref.rendezvous_key = key;
-  ref.tenant = tenant;
-  return ref;
-}
 
 TEST_CASE("a manifest's fault is named by its field, and the next manifest is accepted") {
   struct Bad {
@@ -292,7 +165,7 @@ TEST_CASE("a chunk that fails its checksum leaves its blocks missing, and may be
   for (size_t i = 1; i < chunks.size(); ++i) REQUIRE(t.Land(chunks[i], t.Payload(chunks[i])).ok());
   ChunkHeader broken = chunks[0];
   const std::vector<uint8_t> payload = t.Payload(broken);
-  broken.crc32c = Table::Crc(payload) ^ 1;
+  broken.crc32c = Crc32c(payload) ^ 1;
   {
     auto landing = t.table->BeginChunk(broken, payload.size());
     REQUIRE(landing.ok());
@@ -393,36 +266,6 @@ TEST_CASE("a lease that ends gives the pages back, although nothing else arrives
   CHECK(absl::IsDeadlineExceeded(ended));
   CHECK(ReasonOf(ended) == "LEASE_EXPIRED");
   CHECK(absl::IsNotFound(t.table->Commit(id, {}, nullptr).status()));
-}
-
-TEST_CASE("pages of an ended transfer come back only after its last writer") {
-  Table t;
-  const std::string id = t.Reserve();
-  ChunkHeader chunk{id, 0, "kv", 0, 3, 0, 8, 0};
-  const std::vector<uint8_t> payload = t.Payload(chunk);
-  chunk.crc32c = Table::Crc(payload);
-  auto landing = t.table->BeginChunk(chunk, payload.size());
-  REQUIRE(landing.ok());
-  std::atomic<bool> go{false};
-  // The writer is held up for longer than the lease, then writes.
-  std::thread writer([&, held = *std::move(landing)]() mutable {
-    while (!go) std::this_thread::yield();
-    held->Append(payload);
-    // Never acknowledged: the transfer is gone.
-    CHECK(absl::IsNotFound(held->Finish().status()));
-    held.reset();
-  });
-  t.clock.Advance(absl::Seconds(11));
-  CHECK(t.Reap() == 1);
-  CHECK(t.table->open_transfers() == 0);
-  CHECK_FALSE(t.Empty());
-  // Another sequence gets other pages meanwhile.
-  const std::string second = t.ReserveAndFill();
-  go = true;
-  writer.join();
-  for (const ChunkHeader& h : t.AllChunks(second)) CHECK(*t.Land(h, t.Payload(h)) == 0);
-  REQUIRE(t.table->Abort(second, "").ok());
-  CHECK(t.Empty());
 }
 
 TEST_CASE("two writers of the same block: one lands it, the other is told to come again") {

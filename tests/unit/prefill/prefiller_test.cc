@@ -2,6 +2,7 @@
 
 #include <catch2/catch.hpp>
 
+#include "src/base/crc32c.h"
 #include "src/base/error.h"
 #include "src/device/cpu/cpu_device.h"
 #include "tests/fixtures/fixtures.h"
@@ -34,7 +35,7 @@ class LandingSink : public LayerSink {
     header.head_end = static_cast<uint32_t>(kind.heads);
     header.token_begin = static_cast<uint32_t>(token_begin);
     header.token_end = static_cast<uint32_t>(token_end);
-    header.crc32c = testing::Crc32c(payload);
+    header.crc32c = Crc32c(payload);
     return node_->Land(header, payload).status();
   }
 

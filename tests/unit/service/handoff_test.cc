@@ -13,6 +13,7 @@
 #include "sluice/v1/ingest.grpc.pb.h"
 #include "sluice/v1/prefill.grpc.pb.h"
 #include "src/base/clock.h"
+#include "src/base/crc32c.h"
 #include "src/base/error.h"
 #include "src/metrics/metrics.h"
 #include "src/service/chunking.h"
