@@ -1,11 +1,13 @@
 // The engine's inbox: closures from any thread, run on the engine's thread in order.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 
 namespace sluice {
@@ -33,12 +35,16 @@ class Inbox {
     for (const std::function<void()>& work : running_) work();
     running_.clear();
   }
+  // Until there is something or `until`, and never longer than kLookAgain: a wake-up that got lost,
+  // or a clock that leapt, makes the engine late by that much, and hangs nobody.
   void Wait(absl::Time until) {
+    until = std::min(until, absl::Now() + kLookAgain);
     absl::MutexLock lock(&mutex_);
     while (!woken_ && work_.empty()) {
       if (changed_.WaitWithDeadline(&mutex_, until)) return;  // timed out
     }
   }
+  static constexpr absl::Duration kLookAgain = absl::Milliseconds(100);
 
  private:
   absl::Mutex mutex_;

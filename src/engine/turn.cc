@@ -47,7 +47,8 @@ void EngineImpl::TakeReadyTransfers(absl::Time now) {
   // Cleared first: what changes meanwhile is seen in the next turn.
   transfers_changed_.store(false, std::memory_order_release);
   uint64_t expired = 0;
-  next_reap_ = parts_.transfers->Reap(&expired);
+  // Whether or not somebody says that something has changed: see Inbox::Wait.
+  next_reap_ = std::min(parts_.transfers->Reap(&expired), now + Inbox::kLookAgain);
   if (expired > 0 && parts_.metrics != nullptr) {
     parts_.metrics->leases_expired.Add(static_cast<double>(expired));
   }

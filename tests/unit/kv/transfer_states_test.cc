@@ -146,7 +146,9 @@ TEST_CASE("every call has one answer in every state of a transfer") {
        {kNone, kNone, "OK", kNone, kNone, "waits", "OK"},
        ""},
       {"its lease has ended after Commit",
-       [](Scene& s) { s.Open(), s.Fill(), s.Commit(), s.clock.Advance(absl::Seconds(10)), s.Reap(); },
+       [](Scene& s) {
+         s.Open(), s.Fill(), s.Commit(), s.clock.Advance(absl::Seconds(10)), s.Reap();
+       },
        {kNone, kNone, "OK", kNone, kNone, "waits", "OK"},
        ""},
       {"its lease has ended under its Generate",

@@ -14,7 +14,8 @@
 
 namespace sluice {
 
-inline constexpr uint32_t kContext = 21;  // blocks of 4 and of 8 tokens: the last is short in both kinds
+inline constexpr uint32_t kContext =
+    21;  // blocks of 4 and of 8 tokens: the last is short in both kinds
 
 struct Table {
   explicit Table(size_t dram_bytes = 256 << 10)
