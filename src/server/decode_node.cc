@@ -221,7 +221,7 @@ std::string DecodeNode::RenderMetrics() {
         gauges.capacity_bytes.Set(static_cast<double>(usage.capacity_bytes));
         gauges.reserved_bytes.Set(static_cast<double>(usage.reserved_bytes));
         gauges.used_bytes.Set(static_cast<double>(usage.used_bytes));
-        const int64_t block_bytes = pool->layout().kinds[kind].page_bytes();
+        const int64_t block_bytes = pool->layout().kinds[kind].block_bytes();
         gauges.capacity_blocks.Set(static_cast<double>(usage.capacity_bytes / block_bytes));
         gauges.reserved_blocks.Set(static_cast<double>(usage.reserved_bytes / block_bytes));
         gauges.used_blocks.Set(static_cast<double>(usage.used_bytes / block_bytes));
