@@ -5,6 +5,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "src/base/error.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 
@@ -113,8 +114,9 @@ const FailpointInfo& InfoOf(Failpoint point) { return kInfos[static_cast<size_t>
 absl::Status ArmFailpoints(std::string_view terms, uint64_t seed) {
   SLUICE_ASSIGN_OR_RETURN(const std::vector<FailpointTerm> parsed, ParseFailpoints(terms));
   if (!kFailpointsCompiledIn && !parsed.empty()) {
-    return absl::UnimplementedError(
-        "this build has no failpoints: configure it with -DSLUICE_FAILPOINTS=ON");
+    return WithReason(absl::FailedPreconditionError(
+                          "this build has no failpoints: configure it with -DSLUICE_FAILPOINTS=ON"),
+                      "NO_FAILPOINTS");
   }
   for (const FailpointTerm& term : parsed) TheRegistry().Arm(term, seed);
   return absl::OkStatus();

@@ -138,7 +138,7 @@ absl::StatusOr<std::vector<FailpointTerm>> ParseFailpoints(std::string_view term
 std::string FormatFailpoint(const FailpointTerm& term);
 
 // Arms all of `terms` or, with an error, none. A failpoint's counts start again at zero.
-// UNIMPLEMENTED where failpoints are not compiled in.
+// FAILED_PRECONDITION, reason NO_FAILPOINTS, where they are not compiled in.
 absl::Status ArmFailpoints(std::string_view terms, uint64_t seed = 0);
 // Disarms all. Counts stay.
 void DisarmFailpoints();

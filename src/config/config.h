@@ -32,7 +32,7 @@ struct LoadResult {
 // A setting that `program` does not take is an error as a flag. In the environment and in the file
 // it is checked like any other and then passed over, so that the programs of one node can share
 // both. The file is that of --config, else of SLUICE_CONFIG. Unknown SLUICE_* variables are errors,
-// except those for tests and builds (SLUICE_TEST_*, SLUICE_FAILPOINTS, SLUICE_CUDA, ...) and those
+// except those for tests and builds (SLUICE_TEST_*, SLUICE_CUDA, ...) and those
 // that Kubernetes sets for a service whose name begins with sluice.
 //
 // Under kHelp and kVersion nothing is read: `config` is empty. Otherwise every required setting has

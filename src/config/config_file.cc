@@ -15,6 +15,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 
 namespace sluice {
@@ -161,6 +162,10 @@ absl::StatusOr<std::vector<ConfigFileEntry>> ReadConfigFile(const std::string& p
   std::string text(static_cast<size_t>(info.st_size), '\0');
   stream.read(text.data(), info.st_size);
   text.resize(static_cast<size_t>(stream.gcount()));
+  if (SLUICE_FAILPOINT(kConfigRead)) {
+    stream.setstate(std::ios::badbit);
+    errno = EIO;
+  }
   if (stream.bad() || (!stream && !stream.eof())) {
     return absl::InvalidArgumentError(
         absl::StrCat("configuration file ", path, " cannot be read: ", std::strerror(errno)));

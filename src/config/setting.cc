@@ -10,6 +10,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
+#include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/config/units.h"
 
@@ -130,6 +131,10 @@ absl::Status Setting::ParseString(std::string_view text, Config* config) const {
   }
   if (options_->unit() == config::v1::UNIT_ADDRESS && !text.empty() && !IsAddress(text)) {
     return Refuse(text);
+  }
+  if (options_->unit() == config::v1::UNIT_FAILPOINTS) {
+    const absl::Status status = ParseFailpoints(text).status();
+    if (!status.ok()) return absl::InvalidArgumentError(absl::StrCat("has ", status.message()));
   }
   config->GetReflection()->SetString(config, field_, std::string(text));
   return absl::OkStatus();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 
@@ -172,6 +173,9 @@ void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model&
 
   const Results results = ResultsAt(results_);
   if (plan.sample_count > 0) {
+    if (SLUICE_FAILPOINT(kEngineLogits)) {
+      stream.Fill(step.logits, 0xFF, static_cast<size_t>(vocab_) * sizeof(float));  // NaN
+    }
     kernels::SampleParams choose{};
     choose.logits = step.logits;
     choose.slots = in.sample_slots;

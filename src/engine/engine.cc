@@ -7,6 +7,7 @@
 
 #include "src/attention/attention_policy.h"
 #include "src/base/error.h"
+#include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/engine/engine_impl.h"
 #include "src/model/model.h"
@@ -116,7 +117,7 @@ absl::StatusOr<SequenceId> EngineImpl::Submit(Request request) {
     return WithReason(absl::UnavailableError("this node is draining; send the request elsewhere"),
                       "DRAINING");
   }
-  if (waiting_count_ >= options_.max_waiting) {
+  if (SLUICE_FAILPOINT(kEngineQueue) || waiting_count_ >= options_.max_waiting) {
     return ResourceExhausted(
         "TOO_MANY_WAITING",
         absl::StrCat(waiting_count_, " sequences wait already; try again later"), kRetryAfter);

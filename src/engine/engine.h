@@ -111,7 +111,7 @@ class Engine {
     absl::Time until = absl::InfiniteFuture();  // kInbox: turn by then at the latest
   };
   virtual Next Turn() = 0;
-  // Blocks until the inbox has something, Wake() was called, or `until`.
+  // Blocks until the inbox has something, Wake() was called, or `until`; or less.
   virtual void WaitForInbox(absl::Time until) = 0;
   virtual const StepTimes& times() const = 0;
 };

@@ -3,12 +3,13 @@
 
 #include <algorithm>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "src/base/failpoint.h"
 
 namespace sluice {
 
@@ -17,13 +18,13 @@ class Inbox {
   void Post(std::function<void()> work) {
     absl::MutexLock lock(&mutex_);
     work_.push_back(std::move(work));
-    changed_.Signal();
+    SignalLocked();
   }
   // Ends a Wait without anything to run.
   void Wake() {
     absl::MutexLock lock(&mutex_);
     woken_ = true;
-    changed_.Signal();
+    SignalLocked();
   }
   // Runs what is there.
   void Drain() {
@@ -35,18 +36,20 @@ class Inbox {
     for (const std::function<void()>& work : running_) work();
     running_.clear();
   }
-  // Until there is something or `until`, and never longer than kLookAgain: a wake-up that got lost,
-  // or a clock that leapt, makes the engine late by that much, and hangs nobody.
-  void Wait(absl::Time until) {
-    until = std::min(until, absl::Now() + kLookAgain);
+  // Until there is something, `timeout` at most and never longer than kLookAgain: a wake-up that
+  // got lost, or a clock that leapt, makes the engine late by that much, and hangs nobody.
+  void Wait(absl::Duration timeout) {
     absl::MutexLock lock(&mutex_);
-    while (!woken_ && work_.empty()) {
-      if (changed_.WaitWithDeadline(&mutex_, until)) return;  // timed out
-    }
+    if (woken_ || !work_.empty()) return;
+    changed_.WaitWithTimeout(&mutex_, std::min(timeout, kLookAgain));
   }
   static constexpr absl::Duration kLookAgain = absl::Milliseconds(100);
 
  private:
+  void SignalLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (!SLUICE_FAILPOINT(kEngineWake)) changed_.Signal();
+  }
+
   absl::Mutex mutex_;
   absl::CondVar changed_;  // not Mutex::Await: ThreadSanitizer cannot see into Debian's Abseil
   bool woken_ ABSL_GUARDED_BY(mutex_) = false;

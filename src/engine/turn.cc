@@ -4,13 +4,13 @@
 
 #include "src/attention/attention_policy.h"
 #include "src/base/error.h"
+#include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/engine/engine_impl.h"
 #include "src/metrics/metrics.h"
 #include "src/model/model.h"
 
 namespace sluice {
-
 Engine::Next EngineImpl::Turn() {
   const absl::Time begin = parts_.clock->Now();
   const Next next = TakeTurn();
@@ -178,6 +178,7 @@ bool EngineImpl::LaunchStep(absl::Time now) {
     }
   }
   const absl::Time planned = parts_.clock->Now();
+  SLUICE_FAILPOINT_PAUSE(kEngineStep);
   batch_->Launch(*stream_, step.buffer, plan_, *parts_.model, *parts_.policy);
   steps_.push_back(std::move(step));
   const absl::Duration launch = parts_.clock->Now() - planned;

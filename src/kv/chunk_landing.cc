@@ -6,6 +6,7 @@
 
 #include "src/base/crc32c.h"
 #include "src/base/error.h"
+#include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/kv/transfer.h"
 #include "src/kv/transfer_table.h"
@@ -149,6 +150,7 @@ void ChunkLanding::FindPieces(size_t kind) {
 }
 
 void ChunkLanding::Append(absl::Span<const uint8_t> bytes) {
+  SLUICE_FAILPOINT_PAUSE(kIngestLanding);
   SLUICE_CHECK(bytes.size() <= left_, "a chunk takes no more than its header implies");
   left_ -= bytes.size();
   while (!bytes.empty()) {
@@ -185,6 +187,7 @@ ChunkLanding::~ChunkLanding() {
 
 absl::StatusOr<uint64_t> TransferTable::FinishChunk(ChunkLanding& landing) {
   const ChunkHeader& h = landing.header_;
+  if (SLUICE_FAILPOINT(kIngestChecksum)) landing.crc_ ^= 1;
   if (landing.crc_ != h.crc32c) {
     return WithReason(
         absl::DataLossError(absl::StrCat(

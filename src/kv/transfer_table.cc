@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_format.h"
 #include "src/base/error.h"
+#include "src/base/failpoint.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/kv/transfer.h"
@@ -14,6 +15,7 @@ namespace {
 constexpr size_t kMaxExpected = 65536;  // Generates that wait for a Reserve; each has a deadline
 constexpr size_t kTakenRemembered = 4096;
 constexpr size_t kCommitRanges = 64;
+constexpr absl::Duration kReapAgain = absl::Milliseconds(50);  // after a pass that was left out
 // How soon a refused Reserve may find room: about the time in which a sequence finishes.
 constexpr absl::Duration kRetryAfter = absl::Seconds(1);
 
@@ -38,6 +40,7 @@ TransferTable::~TransferTable() = default;
 void TransferTable::SetWake(std::function<void()> wake) { wake_ = std::move(wake); }
 
 void TransferTable::Wake() {
+  if (SLUICE_FAILPOINT(kKvWake)) return;
   if (wake_ != nullptr) wake_();
 }
 
@@ -76,7 +79,7 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
   const int64_t total = static_cast<int64_t>(m.prompt_token_ids.size()) + m.max_new_tokens;
   const Footprint need = options_.footprint(m.context_length, total);
   Reservation reservation = dram_->TryReserve(need.dram_tokens);
-  if (reservation.empty()) {
+  if (SLUICE_FAILPOINT(kKvReserve) || reservation.empty()) {
     return ResourceExhausted("DRAM_FULL",
                              absl::StrCat("no room now for the caches of ", need.dram_tokens,
                                           " tokens in DRAM; try again later"),
@@ -356,6 +359,8 @@ void TransferTable::EndOverLocked(absl::Time now, Ended* ended) {
 }
 
 absl::Time TransferTable::Reap(uint64_t* expired) {
+  *expired = 0;
+  if (SLUICE_FAILPOINT(kKvReap)) return clock_->Now() + kReapAgain;
   Ended ended(this);
   absl::MutexLock lock(&mutex_);
   EndOverLocked(clock_->Now(), &ended);

@@ -12,6 +12,7 @@
 #include <limits>
 
 #include "absl/strings/str_join.h"
+#include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/model/json_file.h"
 
@@ -191,6 +192,7 @@ SafetensorsFile::~SafetensorsFile() {
 absl::Status SafetensorsFile::ReadHeader() {
   uint64_t header_bytes = 0;
   std::memcpy(&header_bytes, base_, kSizeBytes);
+  if (SLUICE_FAILPOINT(kWeightsHeader)) header_bytes = ~header_bytes;
   if (header_bytes > kMaxHeaderBytes) {
     return Broken(path_, "the header says that it is ", header_bytes,
                   " bytes long, expected at most ", kMaxHeaderBytes,
@@ -229,7 +231,9 @@ absl::Status SafetensorsFile::Read(const TensorInfo& tensor, uint64_t begin, uin
   SLUICE_CHECK(begin <= tensor.bytes && count <= tensor.bytes - begin, tensor.name);
   char* to = static_cast<char*>(out);
   while (count > 0) {
-    const ssize_t n = pread(fd_, to, count, static_cast<off_t>(tensor.offset + begin));
+    const ssize_t n = SLUICE_FAILPOINT(kWeightsRead)
+                          ? 0
+                          : pread(fd_, to, count, static_cast<off_t>(tensor.offset + begin));
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0) {
       return absl::DataLossError(absl::StrCat(

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 
 namespace sluice {
@@ -10,6 +11,7 @@ TokenStream::TokenStream(size_t capacity, std::function<void()> on_room)
     : capacity_(capacity), on_room_(std::move(on_room)) {}
 
 bool TokenStream::HasRoom(size_t count) const {
+  if (SLUICE_FAILPOINT(kDecodeSink)) return false;
   absl::MutexLock lock(&mutex_);
   return tokens_.size() + count <= capacity_;
 }

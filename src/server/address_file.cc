@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
+#include "src/base/failpoint.h"
 
 namespace sluice {
 
@@ -21,6 +22,10 @@ absl::Status WriteAddressFile(const std::string& path, const Addresses& addresse
   std::ofstream out(temporary, std::ios::trunc);
   out << json.dump() << "\n";
   out.close();
+  if (SLUICE_FAILPOINT(kAddressFileWrite)) {
+    out.setstate(std::ios::badbit);
+    errno = EIO;
+  }
   if (!out || std::rename(temporary.c_str(), path.c_str()) != 0) {
     const std::string why = std::strerror(errno);
     std::remove(temporary.c_str());

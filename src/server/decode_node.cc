@@ -10,6 +10,7 @@
 #include "src/attention/policies/full/full_policy.h"
 #include "src/base/clock.h"
 #include "src/base/error.h"
+#include "src/base/failpoint.h"
 #include "src/base/logging.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
@@ -157,6 +158,7 @@ absl::Status DecodeNode::DecodeCanary() {
   request.allow_local_prefill = true;
   request.sink = stream;
   absl::Status status = engine_->Submit(std::move(request)).status();
+  if (SLUICE_FAILPOINT(kServerCanary)) status = absl::InternalError("failpoint server.canary");
   size_t tokens = 0;
   while (status.ok()) {
     const TokenStream::Batch batch = stream->ReadBlocking();
@@ -198,6 +200,7 @@ absl::Status DecodeNode::StartGrpc() {
   admin.transfers = transfers_.get();
   admin.pools = {dram_.get(), hbm_.get()};
   admin.readiness = &readiness_;
+  admin.allow_failpoints = config_.allow_failpoints();
   services.push_back(NewAdminService(std::move(admin)));
   GrpcServer::Options options;
   options.listen = config_.listen();
@@ -247,7 +250,9 @@ void DecodeNode::ServeUntil(Signals& signals) {
   grpc_->SetServing(false);
   // Shared: the engine may still hold the callback when this function has gone on.
   auto idle = std::make_shared<absl::Notification>();
-  engine_->Drain([idle] { idle->Notify(); });
+  engine_->Drain([idle] {
+    if (!SLUICE_FAILPOINT(kServerDrain)) idle->Notify();
+  });
   signals.WaitForSecond(absl::Seconds(config_.drain_timeout_seconds()),
                         [&] { return idle->HasBeenNotified(); });
   const bool finished = idle->HasBeenNotified();

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "src/base/failpoint.h"
 #include "src/base/logging.h"
 #include "src/config/config.h"
 #include "src/config/help.h"
@@ -61,6 +62,12 @@ int Main(const Program& program, int argc, char** argv) {
   SetUpLogging(ParseLogLevel(config.log_level()), ParseLogFormat(config.log_format()));
   RouteLibraryLogs();
   TakeFileDescriptors();
+  if (const absl::Status armed = ArmFailpoints(config.failpoints(), config.seed()); !armed.ok()) {
+    return Fail(program.name, armed);
+  }
+  if (!config.failpoints().empty()) {
+    Log(LogLevel::kWarn, "failpoints are armed", {{"terms", config.failpoints()}});
+  }
   Signals signals;
   const absl::Status status = program.run(config, signals);
   return status.ok() ? 0 : Fail(program.name, status);

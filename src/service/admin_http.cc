@@ -8,12 +8,16 @@
 #include <boost/beast/core/tcp_stream.hpp>
 #include <boost/beast/http.hpp>
 #include <chrono>
+#include <exception>
 #include <list>
 #include <optional>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "src/base/failpoint.h"
+#include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/service/host_port.h"
 
@@ -26,8 +30,9 @@ namespace http = beast::http;
 using tcp = asio::ip::tcp;
 using boost::system::error_code;
 
-http::response<http::string_body> Answer(const http::request<http::empty_body>& request,
+http::response<http::string_body> Handle(const http::request<http::empty_body>& request,
                                          const AdminHttp::Options& options) {
+  if (SLUICE_FAILPOINT(kAdminHttp)) throw std::runtime_error("failpoint admin.http");
   http::response<http::string_body> response;
   response.version(request.version());
   response.keep_alive(request.keep_alive());
@@ -57,6 +62,24 @@ http::response<http::string_body> Answer(const http::request<http::empty_body>& 
   response.prepare_payload();
   if (request.method() == http::verb::head) response.body().clear();  // the length stays
   return response;
+}
+
+// An answer, whatever a handler throws: the one thread serves all connections.
+http::response<http::string_body> Answer(const http::request<http::empty_body>& request,
+                                         const AdminHttp::Options& options) {
+  try {
+    return Handle(request, options);
+  } catch (const std::exception& error) {
+    Log(LogLevel::kError, "an admin request failed",
+        {{"target", std::string(request.target())}, {"error", error.what()}});
+    http::response<http::string_body> response(http::status::internal_server_error,
+                                               request.version());
+    response.set(http::field::content_type, "text/plain; charset=utf-8");
+    response.keep_alive(request.keep_alive());
+    if (request.method() != http::verb::head) response.body() = "internal error: see the log\n";
+    response.prepare_payload();
+    return response;
+  }
 }
 
 // One connection; kept alive by its pending operation. `open` lists all of them, the one that has

@@ -9,12 +9,16 @@
 #include "absl/strings/str_cat.h"
 #include "sluice/v1/admin.grpc.pb.h"
 #include "src/base/error.h"
+#include "src/base/failpoint.h"
+#include "src/base/logging.h"
+#include "src/base/status_macros.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
 
 namespace sluice {
 namespace {
 
+constexpr size_t kMaxTermsBytes = 4096;
 constexpr uint32_t kDefaultLimit = 1000;
 constexpr uint32_t kMaxLimit = 10000;  // x about 350 bytes, names of full length: 3.5 MB
 
@@ -63,7 +67,59 @@ class AdminService final : public v1::Admin::CallbackService {
     return reactor;
   }
 
+  grpc::ServerUnaryReactor* ListFailpoints(grpc::CallbackServerContext* context,
+                                           const v1::ListFailpointsRequest* /*request*/,
+                                           v1::ListFailpointsResponse* response) override {
+    for (const FailpointState& state : sluice::ListFailpoints()) {
+      const FailpointInfo& info = InfoOf(state.point);
+      v1::Failpoint* out = response->add_failpoints();
+      out->set_name(info.name);
+      out->set_effect(info.effect);
+      out->set_survives(info.survives);
+      if (state.term.action != FailpointTerm::Action::kOff) {
+        out->set_term(FormatFailpoint(state.term));
+      }
+      out->set_armed(state.armed);
+      out->set_hits(state.hits);
+      out->set_fired(state.fired);
+    }
+    response->set_allowed(options_.allow_failpoints);
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    reactor->Finish(grpc::Status::OK);
+    return reactor;
+  }
+
+  grpc::ServerUnaryReactor* SetFailpoints(grpc::CallbackServerContext* context,
+                                          const v1::SetFailpointsRequest* request,
+                                          v1::SetFailpointsResponse* /*response*/) override {
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    reactor->Finish(ToGrpcStatus(DoSetFailpoints(*request)));
+    return reactor;
+  }
+
  private:
+  absl::Status DoSetFailpoints(const v1::SetFailpointsRequest& request) const {
+    if (!options_.allow_failpoints) {
+      return WithReason(absl::FailedPreconditionError(
+                            "faults are not injected here: the node was started without "
+                            "--allow-failpoints"),
+                        "FAILPOINTS_NOT_ALLOWED");
+    }
+    if (request.terms().size() > kMaxTermsBytes) {
+      return InvalidField("terms", absl::StrCat("at most ", kMaxTermsBytes, " bytes, found ",
+                                                request.terms().size()));
+    }
+    // Looked at before anything changes.
+    if (const absl::Status status = ParseFailpoints(request.terms()).status(); !status.ok()) {
+      return InvalidField("terms", std::string(status.message()));
+    }
+    if (request.clear()) DisarmFailpoints();
+    SLUICE_RETURN_IF_ERROR(ArmFailpoints(request.terms(), request.seed()));
+    Log(LogLevel::kWarn, "failpoints were set",
+        {{"terms", request.terms()}, {"seed", request.seed()}, {"clear", request.clear()}});
+    return absl::OkStatus();
+  }
+
   void FillCapacity(const EngineSnapshot& snapshot, v1::GetCapacityResponse* response) const {
     for (const PagePool* pool : options_.pools) {
       for (size_t kind = 0; kind < pool->layout().kinds.size(); ++kind) {

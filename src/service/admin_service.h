@@ -22,6 +22,7 @@ struct AdminServiceOptions {
   const TransferTable* transfers = nullptr;
   std::vector<const PagePool*> pools;
   const Readiness* readiness = nullptr;
+  bool allow_failpoints = false;
 };
 
 GrpcService NewAdminService(AdminServiceOptions options);

@@ -16,6 +16,7 @@
 #include "sluice/v1/decode.grpc.pb.h"
 #include "src/base/clock.h"
 #include "src/base/error.h"
+#include "src/base/failpoint.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/metrics/metrics.h"
@@ -59,6 +60,7 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
   }
 
   void OnWriteDone(bool ok) override {
+    if (SLUICE_FAILPOINT(kDecodeReset)) context_->TryCancel();
     {
       absl::MutexLock lock(&mutex_);
       writing_ = false;

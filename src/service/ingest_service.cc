@@ -18,6 +18,7 @@
 #include "absl/time/clock.h"
 #include "sluice/v1/ingest.grpc.pb.h"
 #include "src/base/error.h"
+#include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/metrics/metrics.h"
 #include "src/service/proto_conversion.h"
@@ -122,6 +123,7 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
       FinishWith(status);
       return;
     }
+    if (SLUICE_FAILPOINT(kIngestReset)) context_->TryCancel();
     StartRead(&message_);
   }
   void OnDone() override { delete this; }
@@ -156,6 +158,7 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   }
 
   void FinishWith(const absl::Status& status) {
+    if (SLUICE_FAILPOINT(kIngestWriteAnswer)) context_->TryCancel();
     if (!status.ok()) {
       notes_->Broke(transfer_id_);
       Finish(ToGrpcStatus(status));
@@ -214,6 +217,7 @@ class IngestService final : public IngestBase {
                                    v1::CommitResponse* response) override {
     TransferInfo info;
     const absl::Status status = DoCommit(*request, *response, info);
+    if (SLUICE_FAILPOINT(kIngestCommitAnswer)) context->TryCancel();
     const v1::MissingBlocks missing = ToMissingBlocks(info);
     return Finish(context, ToGrpcStatus(status, info.missing.empty() ? nullptr : &missing));
   }

@@ -5,6 +5,7 @@
 
 #include "absl/time/clock.h"
 #include "src/base/crc32c.h"
+#include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/service/chunking.h"
 #include "src/service/status_mapping.h"
@@ -53,6 +54,7 @@ absl::Status KvPusher::Layer(int layer, const CacheKind& kind, int token_begin, 
 }
 
 absl::Status KvPusher::Enqueue(v1::WriteRequest chunk) {
+  if (SLUICE_FAILPOINT(kPrefillPush)) context_->TryCancel();
   absl::MutexLock lock(&mutex_);
   // The stream's deadline bounds this wait: a write that outlives it fails.
   mutex_.Await(absl::Condition(this, &KvPusher::CanEnqueue));

@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "src/base/failpoint.h"
+
 namespace sluice {
 
 WorkerQueue::WorkerQueue(const std::string& name, int threads, size_t capacity)
@@ -24,6 +26,7 @@ WorkerQueue::~WorkerQueue() {
 }
 
 bool WorkerQueue::TryPost(std::function<void()> job) {
+  if (SLUICE_FAILPOINT(kServiceQueue)) return false;
   absl::MutexLock lock(&mutex_);
   if (closed_ || jobs_.size() >= capacity_) return false;
   jobs_.push_back(std::move(job));

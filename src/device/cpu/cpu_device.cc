@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "absl/strings/str_join.h"
+#include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/device/cpu/cpu_kernel_set.h"
 #include "src/device/cpu/cpu_stream.h"
@@ -18,6 +19,11 @@ namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 
+absl::Status NoMemory(size_t bytes, const std::string& what, int error) {
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "no memory for ", what, ": ", bytes, " bytes were asked for (", std::strerror(error), ")"));
+}
+
 // Anonymous memory; large pieces begin on a huge page and ask for them (2-3 x the read bandwidth
 // for weights). Touched on first use.
 absl::StatusOr<Buffer> MapMemory(size_t bytes, const std::string& what) {
@@ -26,8 +32,7 @@ absl::StatusOr<Buffer> MapMemory(size_t bytes, const std::string& what) {
   const size_t mapped = huge ? bytes + kHugePage : bytes;
   void* raw = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (raw == MAP_FAILED) {
-    return absl::ResourceExhaustedError(absl::StrCat(
-        "no memory for ", what, ": ", bytes, " bytes were asked for (", std::strerror(errno), ")"));
+    return NoMemory(bytes, what, errno);
   }
   auto* address = static_cast<uint8_t*>(raw);
   if (huge) {
@@ -44,6 +49,7 @@ class CpuDevice : public Device {
 
   const std::string& name() const override { return name_; }
   absl::StatusOr<Buffer> Allocate(MemoryKind, size_t bytes, const std::string& what) override {
+    if (SLUICE_FAILPOINT(kDeviceAllocate)) return NoMemory(bytes, what, ENOMEM);
     return MapMemory(bytes, what);
   }
   std::unique_ptr<Stream> NewStream(StreamKind kind) override {

@@ -1,5 +1,6 @@
 #include "src/device/cpu/cpu_stream.h"
 
+#include "src/base/failpoint.h"
 #include "src/device/cpu/spin_wait.h"
 
 namespace sluice {
@@ -45,6 +46,7 @@ void CpuStream::CopyBatch(const CopyOp* ops, size_t count) {
   };
   Enqueue<Work>(
       [](const Work& w, CpuTeam*) {
+        SLUICE_FAILPOINT_PAUSE(kKvCopy);
         for (size_t i = 0; i < w.count; ++i) {
           std::memcpy(w.ops[i].target, w.ops[i].source, w.ops[i].bytes);
         }

@@ -154,7 +154,6 @@ TEST_CASE("variables of tests, builds and Kubernetes are passed over") {
   const Environment environment = {
       {"SLUICE_TEST_SEED", "1"},
       {"SLUICE_CUDA", "OFF"},
-      {"SLUICE_FAILPOINTS", "x"},
       {"SLUICE_SERVICE_HOST", "10.0.0.1"},
       {"SLUICE_DECODE_SERVICE_PORT_GRPC", "7000"},
       {"SLUICE_PORT", "tcp://10.0.0.1:7000"},
@@ -165,6 +164,16 @@ TEST_CASE("variables of tests, builds and Kubernetes are passed over") {
   CHECK(
       absl::StrContains(Refusal({"--model=m"}, {{"SLUICE_PORT", "7000"}}), "unknown environment"));
   CHECK(absl::StrContains(Refusal({"--model=m"}, {{"SLUICE_CUDAS", "1"}}), "unknown environment"));
+}
+
+TEST_CASE("failpoints are a setting whose terms are checked") {
+  const Environment environment = {{"SLUICE_FAILPOINTS", "kv.reserve=error*1"}};
+  CHECK(Loaded({"--model=m"}, environment).config.failpoints() == "kv.reserve=error*1");
+  CHECK(Loaded({"--model=m"}, environment, "sluice-prefill").config.failpoints() ==
+        "kv.reserve=error*1");
+  const std::string refusal = Refusal({"--model=m", "--failpoints=kv.resrve=error"});
+  CHECK(absl::StartsWith(refusal, "failpoints (--failpoints) has 'kv.resrve=error'"));
+  CHECK(absl::StrContains(refusal, "did you mean kv.reserve?"));
 }
 
 TEST_CASE("a setting of another program is refused as a flag and passed over elsewhere") {

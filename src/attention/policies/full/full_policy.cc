@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 
@@ -42,6 +43,7 @@ class FullPolicyImpl : public FullPolicy {
              std::unique_ptr<SequenceCache>& home) override {
     Slot& s = slots_.at(static_cast<size_t>(slot));
     SLUICE_CHECK(s.cache == nullptr, "a slot has one sequence");
+    if (SLUICE_FAILPOINT(kKvAdmit)) return false;
     Reservation reservation = hbm_->TryReserve(total);
     if (reservation.empty()) return false;
     s.cache = std::make_unique<SequenceCache>(hbm_, std::move(reservation));
