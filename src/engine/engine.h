@@ -108,7 +108,7 @@ class Engine {
   struct Next {
     enum class Kind { kNow, kEvent, kInbox } kind = Kind::kInbox;
     Event* event = nullptr;                     // kEvent
-    absl::Time until = absl::InfiniteFuture();  // kInbox: turn by then at the latest
+    absl::Time until = absl::InfiniteFuture();  // turn by then at the latest
   };
   virtual Next Turn() = 0;
   // Blocks until the inbox has something, Wake() was called, or `until`; or less.

@@ -22,7 +22,12 @@ EngineThread::EngineThread(Engine* engine) : state_(new State{engine, {}, {}}) {
         case Engine::Next::Kind::kNow:
           break;
         case Engine::Next::Kind::kEvent:
-          next.event->Wait();
+          // What has a time too is waited for in the inbox: events wake nobody there.
+          if (next.until == absl::InfiniteFuture()) {
+            next.event->Wait();
+          } else if (!next.event->Ready()) {
+            state->engine->WaitForInbox(next.until);
+          }
           break;
         case Engine::Next::Kind::kInbox:
           if (!state->idle) state->engine->WaitForInbox(next.until);

@@ -11,6 +11,13 @@
 #include "src/model/model.h"
 
 namespace sluice {
+namespace {
+
+// While nothing is launched and a slot's copy is under way, the inbox is not left waiting for it.
+constexpr absl::Duration kSlotLookAgain = absl::Microseconds(250);
+
+}  // namespace
+
 Engine::Next EngineImpl::Turn() {
   const absl::Time begin = parts_.clock->Now();
   const Next next = TakeTurn();
@@ -32,13 +39,15 @@ Engine::Next EngineImpl::TakeTurn() {
   const bool launched = steps_.size() < BatchState::kDepth && LaunchStep(now);
   if (steps_.size() == BatchState::kDepth || (!steps_.empty() && !launched)) {
     Event& event = batch_->event(steps_.front().buffer);
-    if (!event.Ready()) return {Next::Kind::kEvent, &event, {}};
+    if (!event.Ready()) return {Next::Kind::kEvent, &event, absl::InfiniteFuture()};
     CompleteStep();
     return {Next::Kind::kNow, nullptr, {}};
   }
   if (launched) return {Next::Kind::kNow, nullptr, {}};
   // Nothing is launched: what has a slot is parked, or on its way in or out.
-  if (Event* event = PendingSlotEvent(); event != nullptr) return {Next::Kind::kEvent, event, {}};
+  if (Event* event = PendingSlotEvent(); event != nullptr) {
+    return {Next::Kind::kEvent, event, now + kSlotLookAgain};
+  }
   CheckIdle();
   return {Next::Kind::kInbox, nullptr, std::min(next_reap_, next_check_)};
 }

@@ -13,6 +13,7 @@ which generates.
   chat      a conversation on the terminal
   push      a recorded KV cache (safetensors) in, its continuation out
   status    what a decode node runs and how full it is
+  failpoint faults that a decode node can be made to have, for tests of what survives them
 """
 
 _GENERATE_EXAMPLES = """examples:
@@ -46,6 +47,15 @@ _STATUS_EXAMPLES = """examples:
   tools/sluice status --decode 127.0.0.1:7000
   tools/sluice status --decode 127.0.0.1:7000 --watch
 In the bars # is in use, - is promised to sequences, . is free.
+"""
+
+_FAILPOINT_EXAMPLES = """examples:
+  tools/sluice failpoint list --decode 127.0.0.1:7000
+  tools/sluice failpoint set --decode 127.0.0.1:7000 kv.reserve=error*1 'kv.copy=delay(50ms)'
+  tools/sluice failpoint clear --decode 127.0.0.1:7000
+
+A term is NAME=ACTION[%PROBABILITY][*COUNT][@SKIP]; ACTION is error, delay(TIME), jump(TIME) or off.
+set and clear need a node that was started with --allow-failpoints.
 """
 
 
@@ -150,6 +160,17 @@ def build_parser() -> argparse.ArgumentParser:
                    help="seconds between looks (default 1)")
     p.add_argument("--limit", type=_unsigned(32), default=20, metavar="N",
                    help="sequences shown at most (default 20)")
+
+    p = command("failpoint", "Faults that a decode node can be made to have.", _FAILPOINT_EXAMPLES)
+    actions = p.add_subparsers(dest="action", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="what there is, and what it did so far")
+    listing.add_argument("--json", action="store_true", help="print one JSON object")
+    setting = actions.add_parser("set", help="arm by terms")
+    setting.add_argument("terms", nargs="+", metavar="TERM", help="such as kv.reserve=error*1")
+    setting.add_argument("--seed", type=_unsigned(64), default=0, metavar="S",
+                         help="of the draws under a probability (default 0)")
+    for action in (listing, setting, actions.add_parser("clear", help="disarm all")):
+        _add_nodes(action, prefill=False)
     return parser
 
 

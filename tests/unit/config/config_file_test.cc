@@ -6,6 +6,7 @@
 #include <fstream>
 
 #include "absl/strings/match.h"
+#include "src/base/failpoint.h"
 
 namespace sluice {
 namespace {
@@ -96,6 +97,12 @@ TEST_CASE("a file is read from disk, and what is none is named") {
   const auto entries = ReadConfigFile(file);
   REQUIRE(entries.ok());
   CHECK(entries->at(0).value == "3");
+  if (kFailpointsCompiledIn) {
+    const ScopedFailpoints armed("config.read=error*1");
+    const auto broken = ReadConfigFile(file);
+    CHECK(absl::StrContains(broken.status().message(), file + " cannot be read: "));
+    CHECK(ReadConfigFile(file).ok());
+  }
 
   const auto absent = ReadConfigFile(path + "/absent.yaml");
   CHECK(absent.status().code() == absl::StatusCode::kNotFound);

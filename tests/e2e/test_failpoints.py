@@ -1,0 +1,511 @@
+"""Faults on purpose: what the caller sees, and that nothing else is harmed.
+
+Each test arms failpoints of src/base/failpoint.h, does its work, and states what that header says that
+survives. Around each: sequences that run beside it give the tokens that they give without the fault, the
+next good request works, and nothing stays reserved.
+"""
+
+import re
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf import duration_pb2
+from nodes import BIN, ENVIRONMENT, SCALE, SLUICE, TIMEOUT_S, Node, error_of, greedy, refused_field, run
+from sluice.v1 import admin_pb2, decode_pb2, ingest_pb2, prefill_pb2
+from sluice_client import rpc
+from transfers import Transfer, committed
+
+Code = grpc.StatusCode
+TESTS = Path(__file__).resolve().parents[1]
+# Steps slow enough that what runs beside a test still runs at its end; 1500 of them take 3 s or more.
+PACE = "engine.step=delay(2ms)"
+LONG = 1500
+
+
+class Stream:
+    """A Generate read to its end on a thread of its own."""
+
+    def __init__(self, node: Node, timeout: float | None = TIMEOUT_S, **request):
+        self.ids: list[int] = []
+        self.error: grpc.RpcError | None = None
+        self.call = node.decode.Generate(decode_pb2.GenerateRequest(**request), timeout=timeout)
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+
+    def _read(self):
+        try:
+            for message in self.call:
+                self.ids.extend(token.id for token in message.tokens)
+        except grpc.RpcError as error:
+            self.error = error
+
+    def end(self) -> "Stream":
+        self.thread.join(2 * TIMEOUT_S)
+        assert not self.thread.is_alive(), "the stream hangs"
+        return self
+
+    def wait_for_tokens(self, count: int) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(self.ids) < count and self.error is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert len(self.ids) >= count, self.error
+
+
+class Lab:
+    """A node whose failpoints may be set, and the answers that it gives when nothing fails."""
+
+    def __init__(self, node: Node, golden):
+        self.node, self.golden = node, golden
+        self.at_rest = node.held()
+        self.long = self.start(LONG).end().ids
+        assert len(self.long) == LONG
+        self.node.wait_until_held(self.at_rest)
+
+    def set(self, *terms: str, clear: bool = False, seed: int = 0) -> None:
+        self.node.admin.SetFailpoints(
+            admin_pb2.SetFailpointsRequest(terms=";".join(terms), clear=clear, seed=seed), timeout=TIMEOUT_S)
+
+    def state(self, name: str) -> admin_pb2.Failpoint:
+        answer = self.node.admin.ListFailpoints(admin_pb2.ListFailpointsRequest(), timeout=TIMEOUT_S)
+        return next(point for point in answer.failpoints if point.name == name)
+
+    def start(self, tokens: int, timeout: float | None = TIMEOUT_S, **handoff) -> Stream:
+        """`tokens` of case 0, greedy; of a transfer of its own unless `handoff` names one."""
+        if not handoff:
+            handoff = {"transfer_id": committed(self.node, self.golden, 0, max_new_tokens=tokens)}
+        return Stream(self.node, timeout, sampling=greedy(max_tokens=tokens, ignore_eos=True), **handoff)
+
+    def wait_for_transfers(self, count: int) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.node.capacity().transfers != count and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert self.node.capacity().transfers == count
+
+    def dram_used(self) -> int:
+        return sum(t.used_bytes for t in self.node.capacity().tiers if t.tier == "dram")
+
+    def check_good_request(self) -> None:
+        stream = self.start(24).end()
+        assert stream.error is None and stream.ids == self.long[:24]
+
+    def transfer(self, **kwargs) -> Transfer:
+        return Transfer(self.node, self.golden, 0, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def the_lab(tiny_models, start, golden):
+    node = start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "16MiB", "--dram-bytes", "16MiB",
+                 "--allow-failpoints", "--local-prefill")
+    return Lab(node, golden("tiny-llama"))
+
+
+@pytest.fixture
+def lab(the_lab):
+    """At rest before and after, and a good request works."""
+    yield the_lab
+    the_lab.set(clear=True)
+    the_lab.node.wait_until_held(the_lab.at_rest)
+    the_lab.check_good_request()
+    the_lab.node.wait_until_held(the_lab.at_rest)
+
+
+@pytest.fixture
+def busy(lab):
+    """The lab with two sequences that run during the whole test and are none the worse for it."""
+    lab.set(PACE)
+    neighbours = [lab.start(LONG) for _ in range(2)]
+    for neighbour in neighbours:
+        neighbour.wait_for_tokens(1)
+    yield lab
+    running = [n.error is None and len(n.ids) < LONG for n in neighbours]
+    lab.set(clear=True)
+    for neighbour in neighbours:
+        neighbour.end()
+        assert neighbour.error is None and neighbour.ids == lab.long
+    assert all(running), "the neighbours were done before the fault was"
+
+
+def fired(lab, name):
+    return lab.state(name).fired
+
+
+# ---- The way in
+
+def test_no_dram_at_reserve_is_refused_with_when_to_try_again(busy):
+    busy.set("kv.reserve=error*1")
+    error = error_of(busy.transfer)
+    assert error.code() == Code.RESOURCE_EXHAUSTED and rpc.reason_of(error) == "DRAM_FULL"
+    assert rpc.retry_seconds(error) > 0
+    assert fired(busy, "kv.reserve") == 1
+    assert busy.dram_used() == 0
+
+
+def test_a_damaged_chunk_stays_missing_and_may_be_sent_again(busy):
+    transfer = busy.transfer()
+    parts = transfer.parts()
+    busy.set("ingest.checksum=error*1@1")
+    error = error_of(lambda: transfer.write(*(transfer.message(p) for p in parts)))
+    assert error.code() == Code.DATA_LOSS and "layer" in error.details()
+    assert transfer.status().blocks_landed == 1 and fired(busy, "ingest.checksum") == 1
+    transfer.write_all()
+    transfer.commit()
+    assert busy.start(24, transfer_id=transfer.id).end().ids == busy.long[:24]
+
+
+def test_a_writer_held_up_beyond_its_lease_keeps_its_pages_till_it_ends(busy):
+    transfer = busy.transfer(lease=duration_pb2.Duration(nanos=200_000_000))
+    busy.set(f"ingest.landing=delay({int(1500 * SCALE)}ms)*1")
+    errors = []
+    writer = threading.Thread(target=lambda: errors.append(error_of(transfer.write_all)))
+    writer.start()
+    busy.wait_for_transfers(0)
+    assert writer.is_alive(), "the lease should end while the writer is held up"
+    # The transfer has ended, its pages are not free: others get other pages, and right tokens.
+    assert busy.dram_used() > 0
+    busy.check_good_request()
+    assert writer.is_alive(), "the writer should still be held up"
+    writer.join(TIMEOUT_S)
+    assert [e.code() for e in errors] == [Code.NOT_FOUND]
+    assert fired(busy, "ingest.landing") == 1 and busy.dram_used() == 0
+
+
+def test_a_write_stream_that_breaks_resumes_from_what_has_landed(busy):
+    transfer = busy.transfer()
+    parts = transfer.parts()
+    busy.set("ingest.reset=error*1@2")
+    assert error_of(transfer.write_all).code() in (Code.CANCELLED, Code.UNAVAILABLE)
+    assert fired(busy, "ingest.reset") == 1
+    status = transfer.status()
+    assert 3 <= status.blocks_landed < len(parts)
+    missing = {(r.layer, head) for r in status.missing.ranges for head in range(r.head_begin, r.head_end)}
+    transfer.write(*(transfer.message(p) for p in parts if (p.layer, p.heads[0]) in missing))
+    transfer.commit()
+    assert busy.start(24, transfer_id=transfer.id).end().ids == busy.long[:24]
+
+
+def test_the_answer_to_a_write_may_be_lost(busy):
+    transfer = busy.transfer()
+    busy.set("ingest.write_answer=error*1")
+    assert error_of(transfer.write_all).code() in (Code.CANCELLED, Code.UNAVAILABLE)
+    assert fired(busy, "ingest.write_answer") == 1
+    assert transfer.status().blocks_landed == transfer.status().blocks_total
+    transfer.write_all()  # a sender that does not ask sends again
+    transfer.commit()
+    assert busy.start(24, transfer_id=transfer.id).end().ids == busy.long[:24]
+
+
+@pytest.mark.parametrize("decode_before_repeating", [False, True])
+def test_the_answer_to_a_commit_may_be_lost(busy, decode_before_repeating):
+    transfer = busy.transfer()
+    transfer.write_all()
+    busy.set("ingest.commit_answer=error*1")
+    assert error_of(transfer.commit).code() in (Code.CANCELLED, Code.UNAVAILABLE)
+    assert fired(busy, "ingest.commit_answer") == 1
+    if not decode_before_repeating:
+        assert transfer.commit().context_length == len(transfer.prompt)
+    assert busy.start(24, transfer_id=transfer.id).end().ids == busy.long[:24]
+    if decode_before_repeating:
+        assert transfer.commit().context_length == len(transfer.prompt)
+
+
+def test_a_lease_ends_though_passes_over_the_leases_are_left_out(lab):
+    lab.set("kv.reap=error*3")
+    lab.transfer(lease=duration_pb2.Duration(nanos=100_000_000))
+    lab.node.wait_until_held(lab.at_rest)
+    assert fired(lab, "kv.reap") == 3
+
+
+# ---- Lost wake-ups: on a node at rest, where nothing else would make the engine look
+
+def test_a_stream_ends_though_no_wake_up_of_the_transfer_table_arrives(lab):
+    lab.set("kv.wake=error")
+    key = uuid.uuid4().hex
+    stream = lab.start(24, rendezvous_key=key)
+    time.sleep(0.1)
+    transfer = lab.transfer(rendezvous_key=key)
+    transfer.write_all()
+    transfer.commit()
+    stream.end()
+    assert stream.error is None and stream.ids == lab.long[:24]
+    assert fired(lab, "kv.wake") >= 2
+
+
+def test_a_lease_ends_though_the_engine_was_not_told_of_it(lab):
+    lab.set("kv.wake=error")
+    lab.transfer(lease=duration_pb2.Duration(nanos=100_000_000))
+    lab.node.wait_until_held(lab.at_rest)
+    assert fired(lab, "kv.wake") >= 1
+
+
+def test_a_stream_ends_though_the_engine_is_never_woken(lab):
+    lab.set("engine.wake=error")
+    stream = lab.start(24).end()
+    assert stream.error is None and stream.ids == lab.long[:24]
+    assert fired(lab, "engine.wake") >= 1
+    assert lab.node.capacity().running == 0  # which asks the engine
+
+
+# ---- Admission and steps
+
+@pytest.mark.parametrize("node", ["busy", "lab"])
+def test_no_hbm_at_admission_only_delays(node, request):
+    lab = request.getfixturevalue(node)
+    lab.set("kv.admit=error*3")
+    stream = lab.start(24).end()
+    assert stream.error is None and stream.ids == lab.long[:24]
+    assert fired(lab, "kv.admit") == 3
+
+
+def test_a_slow_copy_delays_its_own_sequence_alone(busy):
+    neighbour = busy.start(LONG)
+    neighbour.wait_for_tokens(1)
+    busy.set("kv.copy=delay(700ms)*1")
+    begin, before = time.monotonic(), len(neighbour.ids)
+    victim = busy.start(24)
+    victim.wait_for_tokens(1)
+    assert time.monotonic() - begin >= 0.7
+    assert len(neighbour.ids) - before >= 20, "the neighbour waited for another's copy"
+    assert victim.end().ids == busy.long[:24] and fired(busy, "kv.copy") == 1
+    neighbour.call.cancel()
+    neighbour.end()
+
+
+def test_a_slow_copy_does_not_hold_up_an_engine_that_has_nothing_else(lab):
+    lab.set("kv.copy=delay(3s)*1")
+    stream = lab.start(24)
+    time.sleep(0.1)
+    begin = time.monotonic()
+    assert lab.node.capacity().running == 1
+    asked = time.monotonic() - begin
+    assert not stream.ids and asked < 1.5, f"GetCapacity took {asked:.1f} s"
+    assert stream.end().ids == lab.long[:24]
+
+
+def test_too_many_waiting_is_refused_and_the_transfer_stays(busy):
+    transfer_id = committed(busy.node, busy.golden, 0, max_new_tokens=24)
+    busy.set("engine.queue=error*1")
+    error = busy.start(24, transfer_id=transfer_id).end().error
+    assert error.code() == Code.RESOURCE_EXHAUSTED and rpc.reason_of(error) == "TOO_MANY_WAITING"
+    assert rpc.retry_seconds(error) > 0 and fired(busy, "engine.queue") == 1
+    assert busy.start(24, transfer_id=transfer_id).end().ids == busy.long[:24]
+
+
+def test_deadlines_and_cancels_end_sequences_whose_steps_take_long(lab):
+    lab.set("engine.step=delay(300ms)")
+    begin = time.monotonic()
+    late = lab.start(LONG, timeout=1)
+    cancelled = lab.start(LONG)
+    cancelled.wait_for_tokens(1)
+    cancelled.call.cancel()
+    assert cancelled.end().error.code() == Code.CANCELLED
+    assert late.end().error.code() == Code.DEADLINE_EXCEEDED
+    assert len(late.ids) < 10
+    lab.node.wait_until_held(lab.at_rest)  # within a step or two
+    assert time.monotonic() - begin < 10 * SCALE and fired(lab, "engine.step") >= 2
+
+
+def test_logits_of_nan_end_one_sequence(lab):
+    lab.set(PACE)
+    streams = [lab.start(300) for _ in range(3)]
+    for stream in streams:
+        stream.wait_for_tokens(1)
+    lab.set("engine.logits=error*1")
+    ended = [stream.end() for stream in streams]
+    failed = [stream for stream in ended if stream.error is not None]
+    assert len(failed) == 1 and fired(lab, "engine.logits") == 1
+    assert failed[0].error.code() == Code.INTERNAL and rpc.reason_of(failed[0].error) == "BAD_LOGITS"
+    assert failed[0].ids == lab.long[:len(failed[0].ids)]
+    assert all(stream.ids == lab.long[:300] for stream in ended if stream.error is None)
+
+
+# ---- The way out
+
+def test_a_stream_without_room_is_parked_and_loses_nothing(lab):
+    lab.set("decode.sink=error%0.5*30")
+    stream = lab.start(200).end()
+    assert stream.error is None and stream.ids == lab.long[:200]
+    assert fired(lab, "decode.sink") == 30
+
+
+def test_a_generate_stream_that_breaks_ends_alone(lab):
+    lab.set(PACE)
+    streams = [lab.start(300) for _ in range(3)]
+    for stream in streams:
+        stream.wait_for_tokens(1)
+    lab.set("decode.reset=error*1")
+    ended = [stream.end() for stream in streams]
+    failed = [stream for stream in ended if stream.error is not None]
+    assert [stream.error.code() for stream in failed] == [Code.CANCELLED]
+    assert failed[0].ids == lab.long[:len(failed[0].ids)] and fired(lab, "decode.reset") == 1
+    assert all(stream.ids == lab.long[:300] for stream in ended if stream.error is None)
+
+
+def test_an_admin_handler_that_throws_is_answered(busy):
+    busy.set("admin.http=error*1")
+    assert busy.node.http("/metrics")[0] == 500
+    assert busy.node.http("/metrics")[0] == 200
+    assert busy.node.http("/readyz")[0] == 200
+    assert fired(busy, "admin.http") == 1
+
+
+# ---- The clock
+
+def test_a_clock_that_leaps_forward_ends_what_its_time_has_passed(lab):
+    lab.set(PACE)
+    free = lab.start(LONG, timeout=None)
+    bound = lab.start(LONG, timeout=600)
+    for stream in (free, bound):
+        stream.wait_for_tokens(1)
+    transfer = lab.transfer()
+    lab.set("clock.jump=jump(2h)*1")
+    assert bound.end().error.code() == Code.DEADLINE_EXCEEDED
+    lab.wait_for_transfers(0)
+    assert error_of(transfer.commit).code() == Code.NOT_FOUND  # its lease of a minute
+    assert fired(lab, "clock.jump") == 1
+    lab.set(clear=True)
+    assert free.end().error is None and free.ids == lab.long
+    lab.node.wait_until_held(lab.at_rest)
+    lab.check_good_request()
+
+
+def test_a_clock_that_leaps_back_hangs_nothing(busy):
+    busy.set("clock.jump=jump(-2h)*1")
+    busy.check_good_request()
+    assert fired(busy, "clock.jump") == 1
+    # What begins after the leap has its own time.
+    busy.transfer(lease=duration_pb2.Duration(nanos=200_000_000))
+    busy.wait_for_transfers(0)
+    assert busy.dram_used() == 0
+    late = busy.start(LONG, timeout=0.3).end()
+    assert late.error.code() == Code.DEADLINE_EXCEEDED
+    assert busy.node.http("/metrics")[0] == 200
+
+
+# ---- Programs that cannot start
+
+def starts_in_vain(program, model, tmp_path, terms, *flags) -> str:
+    """The program ends with 1 and leaves no address file; returns what it says."""
+    address_file = tmp_path / "address.json"
+    flags = (*flags, "--dram-bytes", "4MiB", "--admin-listen", "127.0.0.1:0") \
+        if program == "sluice-server" else flags
+    done = run(BIN / program, "--model", model, "--listen", "127.0.0.1:0", "--hbm-bytes", "4MiB",
+               "--address-file", address_file, *flags, env={**ENVIRONMENT, "SLUICE_FAILPOINTS": terms})
+    assert done.returncode == 1, (done.returncode, done.stderr)
+    assert list(tmp_path.iterdir()) == [], "something half-written stays"
+    return done.stderr
+
+
+@pytest.mark.parametrize("program", ["sluice-server", "sluice-prefill"])
+@pytest.mark.parametrize("terms, words", [
+    ("device.allocate=error", "no memory for"),
+    ("device.allocate=error@20", "no memory for"),
+    ("weights.read=error@1", "model.safetensors"),
+    ("weights.header=error", "model.safetensors"),
+    ("address_file.write=error", "address.json"),
+], ids=str)
+def test_a_program_that_cannot_start_says_why(tiny_models, tmp_path, program, terms, words):
+    said = starts_in_vain(program, tiny_models("tiny-llama"), tmp_path, terms)
+    assert words in said.splitlines()[-1], said
+
+
+def test_a_node_whose_canary_fails_never_becomes_ready(tiny_models, tmp_path):
+    said = starts_in_vain("sluice-server", tiny_models("tiny-llama"), tmp_path, "server.canary=error")
+    assert "canary" in said.splitlines()[-1] and '"ready"' not in said
+
+
+def test_a_wrong_term_is_refused_at_start(tiny_models, tmp_path):
+    said = starts_in_vain("sluice-server", tiny_models("tiny-llama"), tmp_path, "kv.resrve=error")
+    assert "SLUICE_FAILPOINTS" in said and "did you mean kv.reserve?" in said
+
+
+# ---- Ending and prefill
+
+def test_a_drain_whose_end_is_lost_ends_by_its_timeout(tiny_models, start, golden):
+    node = start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "8MiB", "--dram-bytes", "8MiB",
+                 "--failpoints", "server.drain=error", "--drain-timeout-seconds", "0.5s")
+    stream = Stream(node, transfer_id=committed(node, golden("tiny-llama"), 0, max_new_tokens=1000),
+                    sampling=greedy(max_tokens=1000, ignore_eos=True))
+    stream.wait_for_tokens(1)
+    begin = time.monotonic()
+    node.process.terminate()
+    assert node.process.wait(TIMEOUT_S) == 0
+    assert 0.4 < time.monotonic() - begin < 20 * SCALE
+    assert stream.end().error is None or stream.error.code() == Code.UNAVAILABLE
+    assert '"everything_finished":false' in node.log.read_text().replace(" ", "")
+
+
+def test_a_prefill_node_answers_whatever_its_workers_meet(lab, tiny_models, start):
+    node = start("sluice-prefill", tiny_models("tiny-llama"), "--hbm-bytes", "8MiB", "--failpoints",
+                 "service.queue=error*1;service.worker=error*1;prefill.push=error*1@1")
+    prompt = lab.golden.prompt(0)
+
+    def prefill() -> prefill_pb2.RunResponse:
+        return node.prefill.Run(prefill_pb2.RunRequest(
+            prompt_token_ids=prompt, decode_address=lab.node.address,
+            sampling=greedy(max_tokens=24), skip_first_token=True), timeout=TIMEOUT_S)
+
+    full = error_of(prefill)
+    assert full.code() == Code.RESOURCE_EXHAUSTED and rpc.reason_of(full) == "QUEUE_FULL"
+    assert rpc.retry_seconds(full) > 0
+    thrown = error_of(prefill)
+    assert thrown.code() == Code.INTERNAL and rpc.reason_of(thrown) == "EXCEPTION"
+    assert "service.worker" in thrown.details()
+    lab.node.wait_until_held(lab.at_rest)
+    # The stream breaks under a layer, and Run mends it: more is sent than the cache holds.
+    mended = prefill()
+    assert lab.start(24, transfer_id=mended.transfer_id).end().ids == lab.long[:24]
+    plain = prefill()
+    assert lab.start(24, transfer_id=plain.transfer_id).end().ids == lab.long[:24]
+    assert "sent again" in node.log.read_text() or \
+        mended.timings.compute.ToNanoseconds() > 0
+
+
+# ---- The doors
+
+def test_only_a_node_that_allows_it_lets_itself_be_broken(small, lab):
+    request = admin_pb2.SetFailpointsRequest(terms="kv.reserve=error")
+    error = error_of(lambda: small.admin.SetFailpoints(request, timeout=TIMEOUT_S))
+    assert error.code() == Code.FAILED_PRECONDITION
+    assert rpc.reason_of(error) == "FAILPOINTS_NOT_ALLOWED" and "--allow-failpoints" in error.details()
+    listing = small.admin.ListFailpoints(admin_pb2.ListFailpointsRequest(), timeout=TIMEOUT_S)
+    assert not listing.allowed and not any(p.armed or p.hits for p in listing.failpoints)
+    assert lab.node.admin.ListFailpoints(admin_pb2.ListFailpointsRequest(), timeout=TIMEOUT_S).allowed
+
+
+@pytest.mark.parametrize("terms, words", [
+    ("kv.resrve=error", "did you mean kv.reserve?"), ("kv.reserve", "NAME=ACTION"),
+    ("kv.copy=error", "delay(50ms) or off"), ("kv.reserve=error;kv.copy=x", "delay(50ms) or off"),
+    ("x" * 5000, "4096"),
+], ids=lambda v: v[:20])
+def test_a_wrong_term_is_refused_by_what_is_right(lab, terms, words):
+    error = error_of(lambda: lab.set(terms))
+    assert refused_field(error) == "terms" and words in error.details()
+    assert not lab.state("kv.reserve").armed
+
+
+def test_the_tool_lists_sets_and_clears(lab):
+    flags = ["--decode", lab.node.address]
+    done = run(SLUICE, "failpoint", "set", *flags, "kv.reserve=error*7", "kv.copy=delay(1ms)")
+    assert done.returncode == 0, done.stderr
+    assert lab.state("kv.reserve").armed and lab.state("kv.copy").term == "kv.copy=delay(1ms)"
+    listed = run(SLUICE, "failpoint", "list", *flags).stdout
+    assert re.search(r"^kv\.reserve +Reserve finds no room", listed, re.MULTILINE)
+    assert "kv.reserve=error*7: armed, 0 hits" in listed
+    assert run(SLUICE, "failpoint", "clear", *flags).returncode == 0
+    assert not lab.state("kv.reserve").armed
+    wrong = run(SLUICE, "failpoint", "set", *flags, "kv.resrve=error")
+    assert wrong.returncode == 1 and "did you mean kv.reserve?" in wrong.stderr
+    assert run(SLUICE, "failpoint", "set", *flags).returncode == 2
+
+
+def test_every_failpoint_is_armed_by_a_test(lab):
+    answer = lab.node.admin.ListFailpoints(admin_pb2.ListFailpointsRequest(), timeout=TIMEOUT_S)
+    text = "".join(p.read_text() for p in [*TESTS.glob("e2e/*.py"), *TESTS.glob("unit/**/*_test.cc")])
+    assert len(answer.failpoints) >= 20
+    for point in answer.failpoints:
+        assert f'"{point.name}=' in text or f";{point.name}=" in text, f"no test arms {point.name}"
+        assert point.effect and point.survives
