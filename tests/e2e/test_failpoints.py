@@ -21,9 +21,9 @@ from transfers import Transfer, committed
 
 Code = grpc.StatusCode
 TESTS = Path(__file__).resolve().parents[1]
-# Steps slow enough that what runs beside a test still runs at its end; 1500 of them take 3 s or more.
-PACE = "engine.step=delay(2ms)"
-LONG = 1500
+# Steps slow enough that what runs beside a test still runs at its end; 1000 of them take 5 s or more.
+PACE = "engine.step=delay(5ms)"
+LONG = 1000
 
 
 class Stream:
