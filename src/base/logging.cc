@@ -69,8 +69,33 @@ Json ToJson(const LogField::Value& value) {
       value);
 }
 
+// Characters that JSON lets through but that end a line or steer a terminal: DEL, C1 controls and
+// the separators U+2028 and U+2029, as \u escapes. `utf8` is valid UTF-8.
+std::string EscapeInvisible(const std::string& utf8) {
+  std::string out;
+  out.reserve(utf8.size());
+  for (size_t i = 0; i < utf8.size(); ++i) {
+    const auto at = [&](size_t j) {
+      return j < utf8.size() ? static_cast<unsigned char>(utf8[j]) : 0u;
+    };
+    if (at(i) == 0x7F) {
+      out += "\\u007f";
+    } else if (at(i) == 0xC2 && at(i + 1) < 0xA0) {
+      absl::StrAppend(&out, "\\u00", absl::Hex(at(i + 1), absl::kZeroPad2));
+      i += 1;
+    } else if (at(i) == 0xE2 && at(i + 1) == 0x80 && (at(i + 2) == 0xA8 || at(i + 2) == 0xA9)) {
+      out += at(i + 2) == 0xA8 ? "\\u2028" : "\\u2029";
+      i += 2;
+    } else {
+      out.push_back(utf8[i]);
+    }
+  }
+  return out;
+}
+
 std::string Dump(const Json& json) {
-  return json.dump(-1, ' ', /*ensure_ascii=*/false, Json::error_handler_t::replace);
+  return EscapeInvisible(
+      json.dump(-1, ' ', /*ensure_ascii=*/false, Json::error_handler_t::replace));
 }
 
 // Text without the quotes of a JSON string, so that control characters cannot forge a line.

@@ -51,8 +51,10 @@ struct Sequence {
 
   // The batch.
   int slot = -1;
-  int in_flight = 0;       // launched steps whose result is not read
-  uint64_t last_step = 0;  // newest launched step that has it
+  int in_flight = 0;           // launched steps whose result is not read
+  uint64_t last_step = 0;      // newest launched step that has it
+  absl::Duration queued;       // from ready to its slot
+  absl::Duration first_token;  // from its arrival; zero: none yet
   absl::Time last_emit;
   std::optional<absl::Time> parked_since;
 

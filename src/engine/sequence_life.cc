@@ -7,25 +7,9 @@
 #include "src/engine/engine_impl.h"
 #include "src/metrics/metrics.h"
 #include "src/model/token_bytes.h"
+#include "src/request/request_end.h"
 
 namespace sluice {
-namespace {
-
-void CountEnd(const Metrics& metrics, const FinishInfo& info) {
-  switch (info.reason) {
-    case FinishInfo::Reason::kStop:
-      return metrics
-          .requests(RequestOutcome::kFinishedStop,
-                    info.stop_string.has_value() ? kStopString : kStopToken)
-          .Add();
-    case FinishInfo::Reason::kLength:
-      return metrics.requests(RequestOutcome::kFinishedLength, kMaxTokens).Add();
-    case FinishInfo::Reason::kError:
-      return metrics.requests(OutcomeOfError(info.status), ReasonLabel(info.status)).Add();
-  }
-}
-
-}  // namespace
 
 void EngineImpl::Add(std::unique_ptr<Sequence> owned, absl::Time now) {
   Sequence& sequence = *owned;
@@ -79,6 +63,7 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
 bool EngineImpl::Emit(Sequence& sequence, OutputToken token, absl::Time now) {
   const int32_t id = token.id;
   ++sequence.emitted;
+  if (sequence.emitted == 1) sequence.first_token = now - sequence.arrival;
   if (parts_.metrics != nullptr) {
     if (sequence.emitted == 1) {
       parts_.metrics->time_to_first_token.Observe(now - sequence.arrival);
@@ -118,8 +103,13 @@ void EngineImpl::Finish(Sequence& sequence, FinishInfo info, absl::Time now) {
   info.prompt_tokens = static_cast<uint32_t>(sequence.prompt_length);
   info.completion_tokens = static_cast<uint32_t>(sequence.emitted);
   info.cached_tokens = static_cast<uint32_t>(sequence.context_length);
+  info.transfer_id = sequence.transfer_id;
+  info.queued = sequence.queued;
+  info.first_token = sequence.first_token;
+  info.total = now - sequence.arrival;
   if (parts_.metrics != nullptr) {
-    CountEnd(*parts_.metrics, info);
+    const RequestEnd end = EndOf(info);
+    parts_.metrics->requests(end.outcome, end.reason).Add();
     parts_.metrics->request_seconds.Observe(now - sequence.arrival);
   }
   const bool had_slot = sequence.state == Sequence::State::kRunning;

@@ -134,7 +134,8 @@ void EngineImpl::AdmitWaiting(absl::Time now) {
       absl::MutexLock lock(&submit_mutex_);
       --waiting_count_;
     }
-    if (parts_.metrics != nullptr) parts_.metrics->queue_seconds.Observe(now - sequence.ready);
+    sequence.queued = now - sequence.ready;
+    if (parts_.metrics != nullptr) parts_.metrics->queue_seconds.Observe(sequence.queued);
   }
 }
 

@@ -5,6 +5,7 @@
 #include "absl/strings/str_format.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
+#include "src/base/logging.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/kv/transfer.h"
@@ -48,6 +49,13 @@ TransferTable::Ended::~Ended() {
   if (transfers_.empty()) return;
   transfers_.clear();
   table_->Wake();
+  for (const std::string& id : expired_) {
+    if (!LogEnabled(LogLevel::kWarn)) return;
+    if (const std::optional<uint64_t> suppressed = table_->expiries_.Admit()) {
+      Log(LogLevel::kWarn, "transfer lease expired",
+          {{"transfer_id", id}, {"suppressed", *suppressed}});
+    }
+  }
 }
 
 absl::Status TransferTable::CheckRoomLocked(const Manifest& m) const {
@@ -349,6 +357,7 @@ void TransferTable::EndOverLocked(absl::Time now, Ended* ended) {
       continue;
     }
     ++expired_;
+    ended->AddExpired(transfer.id);
     EndLocked(transfers_.at(transfer.id),
               WithReason(absl::DeadlineExceededError(
                              absl::StrCat("transfer ", transfer.id, ": its lease of ",

@@ -23,6 +23,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "src/base/clock.h"
+#include "src/base/log_limiter.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/sequence_cache.h"
 #include "src/request/request.h"
@@ -210,10 +211,13 @@ class TransferTable {
     Ended& operator=(const Ended&) = delete;
     ~Ended();
     void Add(std::shared_ptr<Transfer> transfer) { transfers_.push_back(std::move(transfer)); }
+    // One that was added ended with its lease: a line in the log.
+    void AddExpired(std::string id) { expired_.push_back(std::move(id)); }
 
    private:
     TransferTable* const table_;
     std::vector<std::shared_ptr<Transfer>> transfers_;
+    std::vector<std::string> expired_;
   };
   // Takes the transfer out of the table and tells its Generate; its pages go back with the last
   // owner.
@@ -250,6 +254,7 @@ class TransferTable {
   PagePool* const dram_;
   const PagePool* const hbm_;
   Clock* const clock_;
+  LogLimiter expiries_{clock_, 20, absl::Seconds(1)};
   std::function<void()> wake_;
   mutable absl::Mutex mutex_;
   absl::flat_hash_map<std::string, std::shared_ptr<Transfer>> transfers_ ABSL_GUARDED_BY(mutex_);

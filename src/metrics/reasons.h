@@ -73,7 +73,12 @@ inline constexpr RequestReason kRequestReasons[] = {
 // Why a Reserve was refused: the series of sluice_reserves_total with outcome "refused"; the last
 // is for reasons not listed.
 inline constexpr std::string_view kReserveReasons[] = {
-    "DRAINING",   "DRAM_FULL", "FINGERPRINT_MISMATCH", "INVALID_ARGUMENT", "RENDEZVOUS_KEY_IN_USE",
+    "DRAINING",
+    "DRAM_FULL",
+    "FINGERPRINT_MISMATCH",
+    "INVALID_ARGUMENT",
+    "RENDEZVOUS_KEY_IN_USE",
+    "TOO_MANY_TRANSFERS",
     kOtherReason,
 };
 

@@ -12,6 +12,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "src/request/token.h"
 
 namespace sluice {
@@ -26,6 +27,10 @@ struct FinishInfo {
   uint32_t prompt_tokens = 0;
   uint32_t completion_tokens = 0;
   uint32_t cached_tokens = 0;
+  std::string transfer_id;     // empty: nothing was handed over
+  absl::Duration queued;       // from ready to its place in the batch
+  absl::Duration first_token;  // from its arrival; zero: there was none
+  absl::Duration total;        // from its arrival
 };
 
 // Engine's side; called from the engine's thread only.

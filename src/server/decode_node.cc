@@ -182,12 +182,14 @@ absl::Status DecodeNode::StartGrpc() {
   ingest.transfers = transfers_.get();
   ingest.readiness = &readiness_;
   ingest.metrics = &metrics_;
+  ingest.log_prompts = config_.log_prompts();
   services.push_back(NewIngestService(ingest));
   DecodeServiceOptions decode;
   decode.vocab_size = vocab_size;
   decode.max_context = static_cast<uint32_t>(model_->max_context());
   decode.engine = engine_.get();
   decode.metrics = &metrics_;
+  decode.log_prompts = config_.log_prompts();
   services.push_back(NewDecodeService(decode));
   AdminServiceOptions admin;
   *admin.model.mutable_model() = MakeModelInfo(*model_);

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
@@ -22,6 +23,7 @@
 #include "src/metrics/metrics.h"
 #include "src/request/token_sink.h"
 #include "src/service/proto_conversion.h"
+#include "src/service/request_log.h"
 #include "src/service/status_mapping.h"
 
 namespace sluice {
@@ -44,13 +46,14 @@ absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
 // for the engine's thread. So nothing can reach a reactor that is deleted.
 class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
  public:
-  GenerateReactor(const DecodeServiceOptions& options, grpc::CallbackServerContext* context,
-                  const v1::GenerateRequest& message)
-      : engine_(options.engine), context_(context) {
+  GenerateReactor(const DecodeServiceOptions& options, RequestLog* log,
+                  grpc::CallbackServerContext* context, const v1::GenerateRequest& message)
+      : engine_(options.engine), log_(log), context_(context) {
     if (const absl::Status status = Begin(options, message); !status.ok()) {
       if (options.metrics != nullptr) {
         options.metrics->requests(RequestOutcome::kRefused, ReasonLabel(status)).Add();
       }
+      log_->Refused(message.request_id().substr(0, kMaxNameBytes), status);
       absl::MutexLock lock(&mutex_);
       finished_ = true;
       Finish(ToGrpcStatus(status));
@@ -81,16 +84,25 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
   }
 
   void OnDone() override {
-    if (stream_ != nullptr) stream_->SetReadyCallback(nullptr);
+    if (stream_ != nullptr) {
+      stream_->SetReadyCallback(nullptr);
+      Ended();
+    }
     delete this;
   }
 
  private:
+  void Ended() {
+    absl::MutexLock lock(&mutex_);
+    log_->Ended(request_id_, sequence_, *end_, prompt_, output_);
+  }
+
   absl::Status Begin(const DecodeServiceOptions& options, const v1::GenerateRequest& message) {
     SLUICE_ASSIGN_OR_RETURN(Request request,
                             FromProto(message, options.vocab_size, options.max_context));
     if (request.request_id.empty()) request.request_id = RandomRequestId();
     request_id_ = request.request_id;
+    if (log_->log_prompts()) prompt_ = request.prompt;
     request.deadline = DeadlineOf(*context_);
     auto stream = std::make_shared<TokenStream>(options.stream_capacity,
                                                 [engine = engine_] { engine->Wake(); });
@@ -107,6 +119,9 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
     if (!end_.has_value()) {
       TokenStream::Batch batch = stream_->Read();
       end_ = std::move(batch.finish);
+      if (log_->log_prompts()) {
+        for (const OutputToken& token : batch.tokens) output_.push_back(token.id);
+      }
       if (!batch.tokens.empty() && !gone_) {
         message_.Clear();
         message_.set_request_id(request_id_);
@@ -153,14 +168,17 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
   }
 
   Engine* const engine_;
+  RequestLog* const log_;
   grpc::CallbackServerContext* const context_;
   std::string request_id_;
   SequenceId sequence_;
+  std::vector<int32_t> prompt_;          // for the log, if it takes it
   std::shared_ptr<TokenStream> stream_;  // null: Submit was refused
 
   absl::Mutex mutex_;
   v1::GenerateResponse message_;                           // under way while writing_ or finished_
   std::optional<FinishInfo> end_ ABSL_GUARDED_BY(mutex_);  // read from the stream
+  std::vector<int32_t> output_ ABSL_GUARDED_BY(mutex_);    // the same
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;
   bool gone_ ABSL_GUARDED_BY(mutex_) = false;       // nobody reads any more
@@ -169,11 +187,12 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
 
 class DecodeService final : public v1::Decode::CallbackService {
  public:
-  explicit DecodeService(const DecodeServiceOptions& options) : options_(options) {}
+  explicit DecodeService(const DecodeServiceOptions& options)
+      : options_(options), log_(RealClock(), options.log_prompts) {}
 
   grpc::ServerWriteReactor<v1::GenerateResponse>* Generate(
       grpc::CallbackServerContext* context, const v1::GenerateRequest* request) override {
-    return new GenerateReactor(options_, context, *request);  // deletes itself
+    return new GenerateReactor(options_, &log_, context, *request);  // deletes itself
   }
 
   grpc::ServerUnaryReactor* Cancel(grpc::CallbackServerContext* context,
@@ -200,6 +219,7 @@ class DecodeService final : public v1::Decode::CallbackService {
 
  private:
   const DecodeServiceOptions options_;
+  RequestLog log_;
 };
 
 }  // namespace

@@ -21,6 +21,8 @@ struct DecodeServiceOptions {
   // never became a sequence.
   Engine* engine = nullptr;
   Metrics* metrics = nullptr;
+  // Writes token ids into the log.
+  bool log_prompts = false;
 };
 
 GrpcService NewDecodeService(const DecodeServiceOptions& options);

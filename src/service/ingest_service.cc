@@ -4,7 +4,6 @@
 #include <grpcpp/support/proto_buffer_reader.h>
 #include <grpcpp/support/proto_buffer_writer.h>
 
-#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,17 +11,16 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
 #include "sluice/v1/ingest.grpc.pb.h"
+#include "src/base/clock.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
-#include "src/metrics/metrics.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
+#include "src/service/transfer_watch.h"
 #include "src/service/write_parser.h"
 
 namespace sluice {
@@ -30,61 +28,14 @@ namespace {
 
 constexpr size_t kMaxRangesOfGet = 1024;  // GetTransferResponse.missing
 
-// What metrics need to remember of transfers: when each was reserved, and whether its last stream
-// broke. Remembers the newest kMax: transfers that end without a Commit are forgotten by being old.
-// Thread-safe.
-class TransferNotes {
- public:
-  void Reserved(const std::string& transfer_id) {
-    absl::MutexLock lock(&mutex_);
-    notes_[transfer_id] = Note{absl::Now(), /*broken=*/false};
-    order_.push_back(transfer_id);
-    if (order_.size() > kMax) {
-      notes_.erase(order_.front());
-      order_.pop_front();
-    }
-  }
-  // Time since Reserve; once for each transfer.
-  std::optional<absl::Duration> Committed(const std::string& transfer_id) {
-    absl::MutexLock lock(&mutex_);
-    const auto found = notes_.find(transfer_id);
-    if (found == notes_.end()) return std::nullopt;
-    const absl::Duration elapsed = absl::Now() - found->second.reserved;
-    notes_.erase(found);
-    return elapsed;
-  }
-  // A stream that wrote to it ended with an error.
-  void Broke(const std::string& transfer_id) {
-    absl::MutexLock lock(&mutex_);
-    const auto found = notes_.find(transfer_id);
-    if (found != notes_.end()) found->second.broken = true;
-  }
-  // A stream writes its first chunk to it: whether it goes on for one that broke.
-  bool Resumes(const std::string& transfer_id) {
-    absl::MutexLock lock(&mutex_);
-    const auto found = notes_.find(transfer_id);
-    return found != notes_.end() && std::exchange(found->second.broken, false);
-  }
-
- private:
-  struct Note {
-    absl::Time reserved;
-    bool broken;
-  };
-  static constexpr size_t kMax = 4096;
-  absl::Mutex mutex_;
-  absl::flat_hash_map<std::string, Note> notes_ ABSL_GUARDED_BY(mutex_);
-  std::deque<std::string> order_ ABSL_GUARDED_BY(mutex_);
-};
-
 // Lands one chunk in the transfer table.
 class LandingSink : public ChunkSink {
  public:
   explicit LandingSink(TransferTable* transfers) : transfers_(transfers) {}
 
   absl::Status Begin(const ChunkHeader& header, uint64_t payload_bytes) override {
-    SLUICE_ASSIGN_OR_RETURN(landing_, transfers_->BeginChunk(header, payload_bytes));
     transfer_id_ = header.transfer_id;
+    SLUICE_ASSIGN_OR_RETURN(landing_, transfers_->BeginChunk(header, payload_bytes));
     bytes_ = payload_bytes;
     return absl::OkStatus();
   }
@@ -105,9 +56,9 @@ class LandingSink : public ChunkSink {
 // to the speed at which chunks land.
 class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
  public:
-  WriteReactor(const IngestServiceOptions& options, TransferNotes* notes,
+  WriteReactor(const IngestServiceOptions& options, TransferWatch* watch,
                grpc::CallbackServerContext* context, grpc::ByteBuffer* response)
-      : options_(options), notes_(notes), context_(context), response_(response) {
+      : options_(options), watch_(watch), context_(context), response_(response) {
     StartRead(&message_);
   }
 
@@ -133,34 +84,23 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
     grpc::ProtoBufferReader reader(&message_);
     if (!reader.status().ok()) return InvalidField("message", "is not readable");
     LandingSink sink(options_.transfers);
-    SLUICE_RETURN_IF_ERROR(ParseWriteRequest(&reader, message_.Length(), sink));
-    if (sink.transfer_id() != transfer_id_) {
-      transfer_id_ = sink.transfer_id();
-      if (notes_->Resumes(transfer_id_) && options_.metrics != nullptr) {
-        options_.metrics->resumes.Add();
-      }
-    }
+    const absl::Status begun = ParseWriteRequest(&reader, message_.Length(), sink);
+    const bool first = sink.transfer_id() != transfer_id_;
+    if (first) transfer_id_ = sink.transfer_id().substr(0, kMaxNameBytes);
+    SLUICE_RETURN_IF_ERROR(begun);
+    if (first) watch_->StreamBegan(transfer_id_);
     const absl::StatusOr<uint64_t> blocks = sink.Finish();
-    if (options_.metrics != nullptr) Count(blocks, sink.bytes());
+    watch_->ChunkEnded(blocks, sink.bytes());
     SLUICE_RETURN_IF_ERROR(blocks.status());
     blocks_landed_ += *blocks;
     bytes_landed_ += sink.bytes();
     return absl::OkStatus();
   }
 
-  void Count(const absl::StatusOr<uint64_t>& blocks, uint64_t bytes) {
-    if (blocks.ok()) {
-      options_.metrics->ingest_bytes.Add(static_cast<double>(bytes));
-      options_.metrics->ingest_blocks.Add(static_cast<double>(*blocks));
-    } else if (absl::IsDataLoss(blocks.status())) {
-      options_.metrics->checksum_failures.Add();
-    }
-  }
-
   void FinishWith(const absl::Status& status) {
     if (SLUICE_FAILPOINT(kIngestWriteAnswer)) context_->TryCancel();
     if (!status.ok()) {
-      notes_->Broke(transfer_id_);
+      watch_->StreamBroke(transfer_id_, status);
       Finish(ToGrpcStatus(status));
       return;
     }
@@ -177,11 +117,11 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   }
 
   const IngestServiceOptions& options_;
-  TransferNotes* const notes_;
+  TransferWatch* const watch_;
   grpc::CallbackServerContext* const context_;
   grpc::ByteBuffer* const response_;
   grpc::ByteBuffer message_;
-  std::string transfer_id_;  // of the last chunk that had a place
+  std::string transfer_id_;  // of the last chunk
   uint64_t blocks_landed_ = 0;
   uint64_t bytes_landed_ = 0;
 };
@@ -193,23 +133,20 @@ using IngestBase =
 
 class IngestService final : public IngestBase {
  public:
-  explicit IngestService(const IngestServiceOptions& options) : options_(options) {}
+  explicit IngestService(const IngestServiceOptions& options)
+      : options_(options), watch_(options.metrics, RealClock(), options.log_prompts) {}
 
   grpc::ServerUnaryReactor* Reserve(grpc::CallbackServerContext* context,
                                     const v1::ReserveRequest* request,
                                     v1::ReserveResponse* response) override {
     const absl::Status status = DoReserve(*request, *response);
-    if (options_.metrics != nullptr) {
-      const Metrics& metrics = *options_.metrics;
-      (status.ok() ? metrics.reserves_accepted : metrics.reserves_refused(ReasonLabel(status)))
-          .Add();
-    }
+    if (!status.ok()) watch_.ReserveRefused(status);
     return Reply(context, status);
   }
 
   grpc::ServerReadReactor<grpc::ByteBuffer>* Write(grpc::CallbackServerContext* context,
                                                    grpc::ByteBuffer* response) override {
-    return new WriteReactor(options_, &notes_, context, response);  // deletes itself
+    return new WriteReactor(options_, &watch_, context, response);  // deletes itself
   }
 
   grpc::ServerUnaryReactor* Commit(grpc::CallbackServerContext* context,
@@ -227,6 +164,7 @@ class IngestService final : public IngestBase {
                                   v1::AbortResponse* /*response*/) override {
     absl::Status status = CheckName("reason", request->reason(), kMaxReasonBytes);
     if (status.ok()) status = options_.transfers->Abort(request->transfer_id(), request->reason());
+    if (status.ok()) watch_.Aborted(request->transfer_id());
     return Reply(context, status);
   }
 
@@ -255,7 +193,7 @@ class IngestService final : public IngestBase {
     SLUICE_ASSIGN_OR_RETURN(const Manifest manifest, FromProto(request));
     SLUICE_ASSIGN_OR_RETURN(const TransferTable::Reserved reserved,
                             options_.transfers->Reserve(manifest));
-    notes_.Reserved(reserved.transfer_id);
+    watch_.Reserved(manifest, reserved.transfer_id);
     response.set_transfer_id(reserved.transfer_id);
     *response.mutable_lease() = ToProto(reserved.lease);
     response.set_max_chunk_bytes(reserved.max_chunk_bytes);
@@ -279,10 +217,7 @@ class IngestService final : public IngestBase {
     SLUICE_ASSIGN_OR_RETURN(
         const uint32_t context_length,
         options_.transfers->Commit(request.transfer_id(), std::move(first_tokens), &missing));
-    const std::optional<absl::Duration> elapsed = notes_.Committed(request.transfer_id());
-    if (elapsed.has_value() && options_.metrics != nullptr) {
-      options_.metrics->ingest_seconds.Observe(*elapsed);
-    }
+    watch_.Committed(request.transfer_id(), context_length);
     response.set_context_length(context_length);
     return absl::OkStatus();
   }
@@ -309,7 +244,7 @@ class IngestService final : public IngestBase {
   }
 
   const IngestServiceOptions options_;
-  TransferNotes notes_;
+  TransferWatch watch_;
 };
 
 }  // namespace

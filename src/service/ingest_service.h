@@ -18,6 +18,8 @@ struct IngestServiceOptions {
   TransferTable* transfers = nullptr;
   const Readiness* readiness = nullptr;
   Metrics* metrics = nullptr;
+  // Writes the token ids of prompts into the log.
+  bool log_prompts = false;
 };
 
 GrpcService NewIngestService(const IngestServiceOptions& options);

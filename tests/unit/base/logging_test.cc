@@ -2,14 +2,17 @@
 
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/strings/str_split.h"
+#include "tests/test_main.h"
 
 namespace sluice {
 namespace {
@@ -145,6 +148,51 @@ TEST_CASE("levels and formats go by the names of their settings") {
   CHECK(ParseLogFormat("auto") == LogFormat::kAuto);
   CHECK(ParseLogFormat("text") == LogFormat::kText);
   CHECK(ParseLogFormat("json") == LogFormat::kJson);
+}
+
+TEST_CASE("what ends a line or steers a terminal is escaped, what people read is not") {
+  const std::string nasty = "a\x7f\u009b31m\u0085\u2028\u2029\u00e4\u20ac";
+  const std::string json =
+      FormatLogRecord(LogFormat::kJson, kTime, LogLevel::kInfo, "m", {{"k", nasty}});
+  CHECK(json.find(R"("k":"a\u007f\u009b31m\u0085\u2028\u2029)"
+                  "\u00e4\u20ac\"") != std::string::npos);
+  CHECK(Json::parse(json).at("k") == nasty);
+  const std::string text =
+      FormatLogRecord(LogFormat::kText, kTime, LogLevel::kInfo, nasty, {{"k", nasty}});
+  for (const char* escaped : {"\x7f", "\u009b", "\u0085", "\u2028", "\u2029"}) {
+    CHECK(text.find(escaped) == std::string::npos);
+  }
+  CHECK(text.find("\u00e4\u20ac k=") != std::string::npos);
+}
+
+TEST_CASE("any bytes in message, keys and values give one line of valid JSON or text") {
+  std::mt19937_64 random(TestSeed());
+  const auto bytes = [&] {
+    std::string out(random() % 40, '\0');
+    for (char& c : out) {
+      // Control characters, quotes, backslashes and broken UTF-8 more often than chance.
+      constexpr std::string_view kNasty("\0\n\r\t\x1b\x7f\"\\={}\x80\xc3\xe2\xff\xf4\xed", 18);
+      c = random() % 2 == 0 ? kNasty[random() % kNasty.size()] : static_cast<char>(random());
+    }
+    return out;
+  };
+  for (int round = 0; round < 2000; ++round) {
+    const std::string message = bytes(), key = "k" + bytes(), text = bytes();
+    const auto number = static_cast<double>(random());
+    const auto record = [&](LogFormat format) {
+      return FormatLogRecord(format, kTime, LogLevel::kInfo, message,
+                             {{key, text}, {"number", number}, {"nan", std::nan("")}});
+    };
+    const std::string json = record(LogFormat::kJson);
+    CAPTURE(json);
+    const Json parsed = Json::parse(json, nullptr, /*allow_exceptions=*/false);
+    REQUIRE(parsed.is_object());
+    REQUIRE(parsed.at("number").get<double>() == number);
+    for (const std::string& line : {json, record(LogFormat::kText)}) {
+      REQUIRE(std::none_of(line.begin(), line.end(),
+                           [](char c) { return static_cast<unsigned char>(c) < 0x20; }));
+    }
+  }
 }
 
 }  // namespace

@@ -1,0 +1,26 @@
+#include "src/base/log_limiter.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace sluice {
+
+std::optional<uint64_t> LogLimiter::Admit() {
+  const absl::Time now = clock_->Now();
+  absl::MutexLock lock(&mutex_);
+  absl::Duration rest;
+  const int64_t earned = absl::IDivDuration(now - counted_, interval_, &rest);
+  if (earned > 0) {
+    // Also after ages: IDivDuration saturates, burst_ bounds.
+    lines_ = std::min(burst_, lines_ + std::min(earned, burst_));
+    counted_ = now - rest;
+  }
+  if (lines_ == 0) {
+    ++suppressed_;
+    return std::nullopt;
+  }
+  --lines_;
+  return std::exchange(suppressed_, 0);
+}
+
+}  // namespace sluice

@@ -1,0 +1,34 @@
+// Bounds how often a line is written, for lines that callers can cause: a flood of bad requests
+// must not fill a disk, nor slow down what answers them. Thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "src/base/clock.h"
+
+namespace sluice {
+
+class LogLimiter {
+ public:
+  // `burst` lines at once, and one more every `interval`.
+  LogLimiter(const Clock* clock, int burst, absl::Duration interval)
+      : clock_(clock), burst_(burst), interval_(interval), lines_(burst), counted_(clock->Now()) {}
+
+  // Nothing: leave the line out. Otherwise write it, with the number that was left out before it.
+  std::optional<uint64_t> Admit();
+
+ private:
+  const Clock* const clock_;
+  const int64_t burst_;
+  const absl::Duration interval_;
+  absl::Mutex mutex_;
+  int64_t lines_ ABSL_GUARDED_BY(mutex_);       // that may be written at once
+  absl::Time counted_ ABSL_GUARDED_BY(mutex_);  // up to when intervals have become lines
+  uint64_t suppressed_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace sluice
