@@ -21,6 +21,7 @@ struct Invocation {
 // line.
 int RunKernelBench(const Invocation& invocation);
 int RunStepBench(const Invocation& invocation);
+int RunServeBench(const Invocation& invocation);
 // `args`: two files.
 int RunCompare(const Invocation& invocation);
 

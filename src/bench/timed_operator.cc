@@ -1,6 +1,7 @@
 #include "src/bench/timed_operator.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <random>
 #include <span>
@@ -345,8 +346,11 @@ class PrefillLayer : public TimedOperator {
 
 OperandArena::OperandArena(size_t bytes) : buffer_(bytes) {
   SplitMix64 random(12345);
-  for (size_t i = 0; i < buffer_.bytes() / 2; ++i) {
-    buffer_.as<uint16_t>()[i] = Bf16Near1(random());
+  for (size_t i = 0; i < buffer_.bytes() / 2; i += 4) {
+    uint64_t bits = random();
+    for (size_t k = 0; k < 4; ++k, bits = std::rotl(bits, 16)) {
+      buffer_.as<uint16_t>()[i + k] = Bf16Near1(bits);
+    }
   }
 }
 

@@ -11,6 +11,7 @@ namespace {
 
 constexpr char kHelp[] = R"(sluice-bench: measures Sluice, and says on what
 
+  sluice-bench serve       load on a running decode node: throughput, times, refusals
   sluice-bench kernels     the CPU kernels, one by one: right, and how fast beside the machine's memory
   sluice-bench step        decode steps and a prefill of a whole model, without gRPC
   sluice-bench --compare A.json B.json
@@ -26,8 +27,10 @@ struct Subcommand {
   const char* name;
   int (*run)(const Invocation&);
 };
-constexpr Subcommand kSubcommands[] = {
-    {"kernels", RunKernelBench}, {"step", RunStepBench}, {"--compare", RunCompare}};
+constexpr Subcommand kSubcommands[] = {{"serve", RunServeBench},
+                                       {"kernels", RunKernelBench},
+                                       {"step", RunStepBench},
+                                       {"--compare", RunCompare}};
 
 int BenchMain(int argc, char** argv) {
   Invocation invocation;

@@ -1,0 +1,159 @@
+"""sluice-bench as a program: its command line, its reports, and load on a node with exact counts."""
+
+import json
+import re
+
+import pytest
+from nodes import BIN, FIXTURES, run
+
+BENCH = BIN / "sluice-bench"
+FIGURE_KEYS = {"name", "unit", "better", "median", "p10", "p90", "samples", "more"}
+
+
+def report_of(*args, status: int = 0, **kwargs) -> dict:
+    """The JSON report of a run with that exit status."""
+    done = run(BENCH, *args, "--json", **kwargs)
+    assert done.returncode == status, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["schema"] == "sluice-bench/1" and report["subcommand"] == args[0]
+    assert report["machine"]["cores"] >= 1 and report["revision"]
+    names = [figure["name"] for figure in report["figures"]]
+    assert len(names) == len(set(names))
+    for figure in report["figures"]:
+        assert set(figure) == FIGURE_KEYS
+        assert figure["p10"] <= figure["p90"]
+    return report
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["kernels"], ["step"], ["--compare"]])
+def test_help_teaches(command):
+    done = run(BENCH, *command, "--help")
+    assert done.returncode == 0
+    assert "sluice-bench" in done.stdout and "--json" in done.stdout
+    if command:
+        assert "Examples:" in done.stdout and "--help" in done.stdout
+
+
+@pytest.mark.parametrize("args, words", [
+    (["srve"], "serve"), (["serve", "--rat", "3"], "--rate"), (["serve", "--rate"], "--rate"),
+    (["serve", "--concurrency", "-1"], "--concurrency"), (["serve", "--prompt", "lognormal:5"], "--prompt"),
+    (["serve", "--rate", "1", "--concurrency", "2"], "rate and concurrency"),
+    (["serve", "--requests", "1", "--seconds", "2"], "requests and seconds"),
+    (["serve", "--phase", "name=a,rate=4x,seconds=1"], "first phase"),
+    (["serve", "--phase", "name=a,rate=1,seconds=1", "--requests", "4"], "--phase"),
+    (["serve", "stray"], "stray"), (["kernels", "--path", "abacus"], "--path"),
+    (["step"], "--model"), (["step", "--model", "x", "--batches", "0"], "--batches"),
+    (["--compare", "a.json"], "two reports"),
+])
+def test_a_bad_command_line_is_refused_by_name(args, words):
+    done = run(BENCH, *args)
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("args, words", [
+    (["serve", "--decode", "127.0.0.1:1"], "127.0.0.1:1"),
+    (["step", "--model", "/no/such/model"], "/no/such/model"),
+    (["--compare", "/no/such/a.json", "/no/such/b.json"], "/no/such/a.json"),
+])
+def test_what_cannot_be_measured_is_said_in_a_sentence(args, words):
+    done = run(BENCH, *args)
+    assert done.returncode == 1 and words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_every_kernel_of_the_case_table_is_right():
+    report = report_of("kernels", "--seconds", "1ms", "--threads", "1", "--arena-mib", "64",
+                       timeout=300)
+    errors = [f["more"]["relative_error"] for f in report["figures"] if "relative_error" in f["more"]]
+    assert len(errors) > 30
+
+
+def test_steps_and_a_prefill_of_a_tiny_model(tiny_models):
+    report = report_of("step", "--model", tiny_models("tiny-llama"), "--batches", "1,4", "--contexts", "40",
+                       "--steps", "8", "--prefill", "64", "--chunk", "32")
+    names = [f["name"] for f in report["figures"]]
+    assert names[:2] == ["step, batch 1, context 40", "step, batch 4, context 40"]
+    assert all(f["median"] > 0 for f in report["figures"])
+
+
+def test_serve_counts_every_request_and_token(small):
+    before = small.held()
+    report = report_of("serve", "--decode", small.address, "--requests", 12, "--concurrency", 3, "--prompt",
+                       40, "--output", 17, "--warmup", 2, "--slo-ttft", "60s")
+    warmup, load = report["details"]["phases"]
+    assert (warmup["came"], warmup["done"]) == (2, 2)
+    assert (load["came"], load["done"], load["refused"], load["failed"]) == (12, 12, 0, 0)
+    assert load["tokens"] == 12 * 17 and sum(report["details"]["tokens"]) == 14 * 17
+    assert load["ttft_seconds"]["samples"] == 12 and load["good_share"] == 1
+    assert 0 < load["ttft_seconds"]["p50"] <= load["latency_seconds"]["p50"]
+    # 3 layers, 2 heads of 64, K and V in bf16: 1,536 bytes a token.
+    assert report["details"]["bytes_pushed"] == 14 * 40 * 1536
+    small.wait_until_held(before)
+
+
+def test_serve_takes_the_same_requests_for_the_same_seed(small):
+    def tokens(seed):
+        report = report_of("serve", "--decode", small.address, "--rate", 200, "--requests", 10, "--prompt",
+                           "lognormal:30:0.5", "--output", "lognormal:8:0.5", "--seed", seed)
+        assert report["details"]["phases"][0]["done"] == 10
+        return report["details"]["bytes_pushed"], report["details"]["phases"][0]["tokens"]
+
+    assert tokens(5) == tokens(5) != tokens(6)
+
+
+def test_serve_holds_recorded_caches_to_their_recorded_tokens(pairs, golden):
+    decode = pairs("tiny-llama").decode
+    kv = FIXTURES / "tiny-llama/golden.safetensors"
+    report = report_of("serve", "--decode", decode.address, "--kv", kv, "--case", 2, "--requests", 4)
+    assert report["details"]["phases"][0]["done"] == 4
+    assert report["details"]["phases"][0]["tokens"] == 4 * len(golden("tiny-llama").tokens(2))
+    done = run(BENCH, "serve", "--decode", decode.address, "--kv", FIXTURES / "tiny-qwen3/golden.safetensors")
+    assert done.returncode == 1 and "case0" in done.stderr
+
+
+def test_refusals_are_counted_with_their_reason_or_asked_again(small):
+    # A token takes 1,536 bytes: three sequences of 900 tokens fill the node's 4 MiB of HBM, and a few
+    # more its 6 MiB of DRAM.
+    phases = ["--phase", "name=flood,rate=2000,requests=40,on-refusal=count",
+              "--phase", "name=patient,concurrency=20,requests=20,on-refusal=retry"]
+    report = report_of("serve", "--decode", small.address, "--prompt", 800, "--output", 100, *phases,
+                       timeout=180)
+    flood, patient = report["details"]["phases"]
+    assert flood["came"] == 40 and flood["done"] + flood["refused"] == 40 and flood["refused"] > 0
+    assert flood["refusals_without_retry_info"] == 0 and flood["longest_retry_delay_seconds"] > 0
+    assert set(flood["errors"]) == {"RESOURCE_EXHAUSTED DRAM_FULL"}
+    assert patient["done"] == 20 and patient["refused"] == 0
+    table = run(BENCH, "serve", "--decode", small.address, "--prompt", 20, "--output", 3, "--requests", 2)
+    assert re.search(r"2 requests came, 2 done, 0 refused, 0 failed", table.stdout)
+    assert "gap between tokens" in table.stdout and "\r" not in table.stderr
+
+
+def test_a_failed_request_makes_the_run_fail(small):
+    # More than the model's context: no node can take it.
+    report = report_of("serve", "--decode", small.address, "--requests", 3, "--output", 5, "--prompt", 10,
+                       "--timeout", "1ms", status=1)
+    phase = report["details"]["phases"][0]
+    assert phase["failed"] == 3 and set(phase["errors"]) == {"DEADLINE_EXCEEDED"}
+
+
+def test_compare_gives_ratios_with_their_range(tmp_path):
+    def write(name, **change):
+        report = {"schema": "sluice-bench/1", "subcommand": "step", "command": "c", "revision": "r",
+                  "machine": {"cpu": "x", "cores": 2, "memory_bytes": 1}, "shape": {"a": "1"}, "details": {},
+                  "figures": [{"name": "step", "unit": "s", "better": "lower", "median": 2.0, "p10": 1.9,
+                               "p90": 2.1, "samples": 9, "more": {}}]}
+        report["figures"][0].update(change.pop("figure", {}))
+        report.update(change)
+        path = tmp_path / name
+        path.write_text(json.dumps(report))
+        return path
+
+    a = write("a.json")
+    faster = run(BENCH, "--compare", a, write("b.json", figure={"median": 1.0, "p10": 0.9, "p90": 1.1}))
+    assert faster.returncode == 0, faster.stderr
+    assert re.search(r"step .* 0\.500 +0\.429-0\.579 +s, better", faster.stdout)
+    same = run(BENCH, "--compare", a, a)
+    assert same.returncode == 0 and "within the spread" in same.stdout
+    other = run(BENCH, "--compare", a, write("c.json", subcommand="serve"))
+    assert other.returncode == 1 and "nothing to compare" in other.stderr
+    strange = run(BENCH, "--compare", a, write("d.json", shape={"a": "2"}, figure={"name": "else"}))
+    assert "shapes differ" in strange.stdout and "0 figures in both, 1 only in A, 1 only in B" in strange.stdout
