@@ -6,7 +6,8 @@
 // keeps of the weights from one step to the next it keeps for the floor too. Beside it stands the
 // floor over 512 MiB, of which it keeps little. Caches are empty pages (zeros), since a step's time
 // does not depend on values; the steps are launched as the engine launches them, one ahead of the
-// results.
+// results. Then the engine itself runs the same batch: the host's share of a step is what is not
+// kernels by the device's own clock.
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -17,6 +18,7 @@
 #include "absl/time/clock.h"
 #include "src/attention/policies/full/full_policy.h"
 #include "src/base/status_macros.h"
+#include "src/bench/engine_run.h"
 #include "src/bench/subcommand.h"
 #include "src/bench/timed_operator.h"
 #include "src/device/cpu/cpu_device.h"
@@ -33,7 +35,8 @@ constexpr char kAbout[] =
 
 Columns: median time of a step and its 10th-90th percentiles, tokens/s, the floor (weights and caches once,
 at the bandwidth at which as many bytes are read over and over), the share of it that is reached, and the
-same against a bandwidth over 512 MiB, of which the L3 keeps little: that one can be above 100 %.
+same against a bandwidth over 512 MiB, of which the L3 keeps little: that one can be above 100 %. Then a step
+of the real engine over the same batch, and the host's share of it: all that is not kernels.
 )";
 constexpr char kExamples[] =
     R"(  sluice-bench step --model models/smollm2-135m-instruct --batches 1 --contexts 64,2048
@@ -46,7 +49,7 @@ constexpr double kProbeSeconds = 0.15;
 
 struct Options {
   std::string model, kernels = "auto", json;
-  bool dummy = false;
+  bool dummy = false, no_engine = false;
   int64_t threads = 0, steps = 40, prefill = 1024, chunk = 512;
   std::vector<int64_t> contexts = {64, 512, 2048}, batches = {1, 8, 32};
 };
@@ -73,9 +76,9 @@ class StepBench {
                                                  {"weight_bytes", absl::StrCat(weight_bytes())}});
     out_.Print(Preamble(report_));
     if (!options_.batches.empty()) {
-      out_.Print(absl::StrFormat("\n%6s %8s %12s %17s %10s %10s %9s %16s\n", "batch", "context",
-                                 "ms a step", "10th-90th", "tokens/s", "floor ms", "of floor",
-                                 "of 512 MiB floor"));
+      out_.Print(absl::StrFormat("\n%6s %8s %12s %17s %10s %10s %9s %9s %10s %9s\n", "batch",
+                                 "context", "ms a step", "10th-90th", "tokens/s", "floor ms",
+                                 "of floor", "512 MiB", "engine ms", "host"));
     }
     for (const int64_t batch : options_.batches) {
       for (const int64_t context : options_.contexts) {
@@ -93,14 +96,16 @@ class StepBench {
     SLUICE_ASSIGN_OR_RETURN(device_, NewCpuDevice({options_.kernels, threads_}));
     max_batch_ =
         static_cast<int>(*std::max_element(options_.batches.begin(), options_.batches.end()));
-    const int64_t longest = *std::max_element(options_.contexts.begin(), options_.contexts.end()) +
-                            options_.steps + (kWarmUp + 1) * kRounds;
+    const int64_t more = std::max<int64_t>(options_.steps + (kWarmUp + 1) * kRounds,
+                                           EngineTokens(EngineOptions(1, 1)));
+    const int64_t longest =
+        *std::max_element(options_.contexts.begin(), options_.contexts.end()) + more;
     max_context_ = static_cast<int>(std::max(longest, options_.prefill + 1));
     Model::Options model;
     model.directory = options_.model;
     model.load_format = options_.dummy ? "dummy" : "auto";
     model.max_context = max_context_;
-    model.max_rows = std::max(max_batch_, static_cast<int>(options_.chunk));
+    model.max_rows = std::max(max_batch_ + 1, static_cast<int>(options_.chunk));
     model.max_logits = max_batch_;
     model.load_threads = threads_;
     SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(model, device_.get()));
@@ -160,6 +165,32 @@ class StepBench {
     for (int b = 0; b < 2; ++b) batch_->event(b).Wait();
   }
 
+  EngineRunOptions EngineOptions(int batch, int context) const {
+    return {batch, context, kRounds,
+            static_cast<int>(std::max<int64_t>(options_.steps / kRounds, 1))};
+  }
+
+  // Adds what the engine makes of the same steps to the figure; returns the end of its line.
+  absl::StatusOr<std::string> RunTheEngine(int batch, int context, Figure* figure) {
+    SLUICE_ASSIGN_OR_RETURN(const std::vector<EngineWindow> windows,
+                            RunEngine(EngineOptions(batch, context), max_batch_, device_.get(),
+                                      model_.get(), pool_.get(), policy_.get()));
+    std::vector<double> step, share, busy;
+    for (const EngineWindow& w : windows) {
+      step.push_back(w.step_seconds);
+      share.push_back(1 - w.kernels_seconds / w.step_seconds);
+      busy.push_back(w.turn_seconds / w.step_seconds);
+    }
+    const Timing t = TimingOf(share);
+    figure->more.insert(figure->more.end(), {{"engine_step_seconds", TimingOf(step).median},
+                                             {"host_share", t.median},
+                                             {"host_share_low", t.low},
+                                             {"host_share_high", t.high},
+                                             {"engine_thread_share", TimingOf(busy).median}});
+    return absl::StrFormat("%10.2f %8.1f%% (%.1f-%.1f)\n", TimingOf(step).median * 1e3,
+                           100 * t.median, 100 * t.low, 100 * t.high);
+  }
+
   absl::Status RunSteps(int batch, int context) {
     StepPlan plan;
     for (int slot = 0; slot < batch; ++slot) {
@@ -186,10 +217,15 @@ class StepBench {
               {"floor_seconds", bytes / warm_rate},
               {"of_floor", bytes / warm_rate / f.median},
               {"of_512_mib_floor", bytes / cold_rate / f.median}};
-    out_.Print(absl::StrFormat("%6d %8d %12.2f %8.2f-%8.2f %10.1f %10.2f %8.0f%% %15.0f%%\n", batch,
+    out_.Print(absl::StrFormat("%6d %8d %12.2f %8.2f-%8.2f %10.1f %10.2f %8.0f%% %8.0f%%", batch,
                                context, f.median * 1e3, f.low * 1e3, f.high * 1e3, batch / f.median,
                                bytes / warm_rate * 1e3, 100 * bytes / warm_rate / f.median,
                                100 * bytes / cold_rate / f.median));
+    std::string rest = "\n";
+    if (!options_.no_engine) {
+      SLUICE_ASSIGN_OR_RETURN(rest, RunTheEngine(batch, context, &f));
+    }
+    out_.Print(rest);
     report_.figures.push_back(std::move(f));
     return absl::OkStatus();
   }
@@ -276,12 +312,14 @@ int RunStepBench(const Invocation& invocation) {
   flags.Integers("batches", "sequences in a step", 1, 4096, &o.batches);
   flags.Integers("contexts", "tokens that each has", 1, 1 << 20, &o.contexts);
   flags.Integer("steps", "measured steps of each figure", 4, 1'000'000, &o.steps);
+  flags.Switch("no-engine", "leave out the engine", &o.no_engine);
   flags.Integer("prefill", "tokens of the prompt that is computed; 0: none", 0, 1 << 20,
                 &o.prefill);
   flags.Integer("chunk", "tokens of it in one step", 1, 65536, &o.chunk);
   flags.File("json", "write the report as JSON, without FILE to standard output", &o.json);
   if (const auto status = ReadFlags(flags, invocation)) return *status;
   if (o.model.empty()) return Usage("--model is missing");
+  if (o.prefill > 0) o.chunk = std::min(o.chunk, o.prefill);
   Report report = NewReport("step", invocation);
   report.shape = {{"batches", absl::StrJoin(o.batches, ",")},
                   {"contexts", absl::StrJoin(o.contexts, ",")},

@@ -47,6 +47,8 @@ struct StepTimes {
   absl::Duration plan;    // which rows, and pages for their growth
   absl::Duration launch;  // upload of the rows, and enqueueing model and sampling
   absl::Duration emit;    // results to their streams
+  // Of `step`: the forward pass and sampling, by the device's own clock. Needs Parts::metrics.
+  absl::Duration kernels;
 };
 
 struct EngineSnapshot {

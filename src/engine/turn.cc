@@ -232,6 +232,7 @@ void EngineImpl::CompleteStep() {
   times_.emit += end - now;
   if (parts_.metrics != nullptr) {
     const BatchState::Times device = batch_->TimesOf(step.buffer);
+    times_.kernels += device.compute + device.sample;
     parts_.metrics->step_seconds(StepPhase::kCopy).Observe(device.copy);
     parts_.metrics->step_seconds(StepPhase::kCompute).Observe(device.compute);
     if (!step.sampled.empty()) {

@@ -1,0 +1,38 @@
+// The real engine over a device, a model and a policy, without gRPC: sequences that were handed
+// over as empty caches decode together, and what the engine notes of its steps is read in windows.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "src/attention/attention_policy.h"
+#include "src/device/device.h"
+#include "src/kv/page_pool.h"
+#include "src/model/model.h"
+
+namespace sluice {
+
+// Means over a window of steps in which every sequence had a row.
+struct EngineWindow {
+  double step_seconds = 0;     // from one step's end to the next
+  double kernels_seconds = 0;  // forward pass and sampling, as the device saw it
+  double turn_seconds = 0;     // that the engine's thread was busy
+};
+
+struct EngineRunOptions {
+  int batch = 1;
+  int context = 512;
+  int windows = 4;
+  int steps = 10;  // of a window
+};
+
+// Tokens that each sequence may add to its context: models and policies need room for them.
+int EngineTokens(const EngineRunOptions& options);
+
+// REQUIRES: `policy` has `slots` free slots and room for the batch; it has them again afterwards.
+absl::StatusOr<std::vector<EngineWindow>> RunEngine(const EngineRunOptions& options, int slots,
+                                                    Device* device, Model* model, PagePool* hbm,
+                                                    AttentionPolicy* policy);
+
+}  // namespace sluice

@@ -1,0 +1,96 @@
+"""A node under the load of sluice-bench, for the long runs: starts it, watches its memory, judges bounds."""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests/e2e"))
+
+from nodes import BIN, ENVIRONMENT, SMOLLM2, Node  # noqa: E402
+
+
+def parser(description: str, streams: int) -> argparse.ArgumentParser:
+    """The flags that both runs have."""
+    out = argparse.ArgumentParser(description=description,
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)
+    out.add_argument("--model", type=Path, default=SMOLLM2, help="model directory (default: %(default)s)")
+    out.add_argument("--streams", type=int, default=streams,
+                     help="sequences that decode at once (default: %(default)s)")
+    out.add_argument("--prompt", default="128", help="tokens of a prompt, as sluice-bench serve has it")
+    out.add_argument("--output", default="lognormal:128:0.4", help="the same, of an output")
+    out.add_argument("--hbm-bytes", default="1GiB", help="of the node (default: %(default)s)")
+    out.add_argument("--dram-bytes", default="512MiB", help="of the node (default: %(default)s)")
+    out.add_argument("--threads", default="0", help="of the node; 0: as it chooses (default: %(default)s)")
+    out.add_argument("--json", type=Path, help="write the report of sluice-bench there")
+    return out
+
+
+class LoadedNode:
+    """A sluice-server of its own, its memory noted every second, and what sluice-bench makes of it."""
+
+    def __init__(self, args, *flags: str):
+        self.args = args
+        self.folder = tempfile.TemporaryDirectory(prefix="sluice-bench-")
+        self.node = Node("sluice-server", args.model, Path(self.folder.name), "--hbm-bytes", args.hbm_bytes,
+                         "--dram-bytes", args.dram_bytes, "--max-sequences", str(args.streams), "--threads", args.threads,
+                         *flags)
+        self.rss: list[tuple[float, int]] = []  # (seconds since the load began, bytes)
+        self._ending = threading.Event()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        status = self.node.stop()
+        self.folder.cleanup()
+        if status != 0:
+            raise AssertionError(f"the node ended with {status}")
+
+    def serve(self, *flags: str) -> dict:
+        """Runs `sluice-bench serve` to its end; its table goes to standard output."""
+        path = self.args.json or Path(self.folder.name) / "report.json"
+        command = [str(BIN / "sluice-bench"), "serve", "--decode", self.node.address, "--prompt",
+                   self.args.prompt, "--output", self.args.output, "--json", str(path), *flags]
+        watcher = threading.Thread(target=self._watch, args=(time.monotonic(),))
+        watcher.start()
+        try:
+            # Requests that failed make its status 1 and are in the report; anything else is an end.
+            done = subprocess.run(command, env=ENVIRONMENT, check=False)
+        finally:
+            self._ending.set()
+            watcher.join()
+        if done.returncode not in (0, 1) or not path.exists():
+            raise SystemExit(f"sluice-bench ended with {done.returncode}")
+        return json.loads(path.read_text())
+
+    def gives_back(self, idle: tuple) -> bool:
+        """Whether what requests held comes back to what it was."""
+        try:
+            self.node.wait_until_held(idle)
+        except AssertionError:
+            return False
+        return True
+
+    def _watch(self, began: float) -> None:
+        while not self._ending.wait(0.25):
+            self.rss.append((time.monotonic() - began, self.node.rss_bytes()))
+
+
+class Verdict:
+    """Bounds as they are judged: prints each with its figure."""
+
+    def __init__(self):
+        self.broken = 0
+
+    def hold(self, what: str, figure: str, holds: bool) -> None:
+        print(f"{'holds ' if holds else 'BROKEN'}  {what}: {figure}", flush=True)
+        self.broken += not holds
+
+    def status(self) -> int:
+        return 1 if self.broken else 0

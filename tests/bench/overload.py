@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""Several times the load that a node can bear: the surplus is refused, the rest does not suffer.
+
+    .venv/bin/python tests/bench/overload.py                     # 4 x for 3 minutes, SmolLM2
+    .venv/bin/python tests/bench/overload.py --seconds 20 --full-seconds 15
+
+Starts a sluice-server and drives it through four phases without a pause: warm-up and full load (--streams
+requests at a time), overload (--factor times the requests per second that full load finished, at random
+times; refused ones do not come back), and full load again. Prints the figures of each and every bound beside
+what was found; the exit status is 1 if a bound is broken.
+"""
+
+import sys
+
+from loaded_node import LoadedNode, Verdict, parser
+
+RETURN_SECONDS = 2  # after which full speed is back
+
+
+def tokens_per_second(report: dict, begin: float, end: float) -> float:
+    bucket = report["details"]["bucket_seconds"]
+    tokens = report["details"]["tokens"][round(begin / bucket):round(end / bucket)]
+    return sum(tokens) / (len(tokens) * bucket)
+
+
+def main() -> int:
+    flags = parser(__doc__, streams=32)
+    flags.add_argument("--max-waiting", type=int, default=64, help="of the node (default: %(default)s)")
+    flags.add_argument("--factor", type=float, default=4, help="of overload (default: %(default)s)")
+    flags.add_argument("--warm-seconds", type=float, default=10, help="(default: %(default)s)")
+    flags.add_argument("--full-seconds", type=float, default=60, help="of full load (default: %(default)s)")
+    flags.add_argument("--seconds", type=float, default=180, help="of overload (default: %(default)s)")
+    flags.add_argument("--after-seconds", type=float, default=12,
+                       help="of full load again (default: %(default)s)")
+    flags.add_argument("--gap-ratio", type=float, default=1.5,
+                       help="bound on the 99th percentile of gaps, over full load's (default: %(default)s)")
+    flags.add_argument("--speed-share", type=float, default=0.9,
+                       help="share of full speed that counts as full (default: %(default)s)")
+    args = flags.parse_args()
+    if args.after_seconds <= RETURN_SECONDS:
+        flags.error(f"--after-seconds must be more than {RETURN_SECONDS}")
+    with LoadedNode(args, "--max-waiting", str(args.max_waiting)) as loaded:
+        idle = loaded.node.held()
+        phases = [f"name=warm,concurrency={args.streams},seconds={args.warm_seconds}s",
+                  f"name=full,concurrency={args.streams},seconds={args.full_seconds}s",
+                  f"name=overload,rate={args.factor}x,seconds={args.seconds}s,on-refusal=count",
+                  f"name=after,concurrency={args.streams},seconds={args.after_seconds}s"]
+        report = loaded.serve(*(part for phase in phases for part in ("--phase", phase)))
+        returned = loaded.gives_back(idle)
+    phase = {p["name"]: p for p in report["details"]["phases"]}
+    full, overload, after = phase["full"], phase["overload"], phase["after"]
+    verdict = Verdict()
+    failed = sum(p["failed"] for p in phase.values())
+    verdict.hold("no request fails", f"{failed} failed", failed == 0)
+    verdict.hold("the surplus is refused", f"{overload['refused']} of {overload['came']}",
+                 overload["refused"] > 0.3 * overload["came"])
+    without = sum(p["refusals_without_retry_info"] for p in phase.values())
+    verdict.hold("every refusal carries RetryInfo", f"{without} do not", without == 0)
+    gaps = overload["itl_seconds"]["p99"] / full["itl_seconds"]["p99"]
+    verdict.hold(f"the 99th percentile of gaps stays within {args.gap_ratio:g} x",
+                 f"{full['itl_seconds']['p99'] * 1e3:.1f} ms at full load, "
+                 f"{overload['itl_seconds']['p99'] * 1e3:.1f} ms under overload: {gaps:.2f} x",
+                 gaps <= args.gap_ratio)
+    speed = tokens_per_second(report, full["begin_seconds"], full["end_seconds"])
+    back = tokens_per_second(report, after["begin_seconds"] + RETURN_SECONDS, after["end_seconds"])
+    verdict.hold(f"from {RETURN_SECONDS} s after it on, speed is {args.speed_share:.0%} of full or more",
+                 f"{speed:.0f} tokens/s before, {back:.0f} after: {back / speed:.0%}",
+                 back >= args.speed_share * speed)
+    verdict.hold("all that requests held is back", "it is" if returned else "it is not", returned)
+    return verdict.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+#!/usr/bin/env python3
+"""Many streams on one node for a long time: no request may fail, and its memory may not grow.
+
+    .venv/bin/python tests/bench/soak.py                         # 64 streams for 10 minutes, SmolLM2
+    .venv/bin/python tests/bench/soak.py --seconds 60 --settle 20
+
+Starts a sluice-server, keeps --streams requests decoding with random caches (as one ends the next comes),
+and notes the node's resident memory. Prints the figures of the load and each bound beside what was found;
+the exit status is 1 if a bound is broken.
+"""
+
+import sys
+
+from loaded_node import LoadedNode, Verdict, parser
+
+
+def main() -> int:
+    flags = parser(__doc__, streams=64)
+    flags.add_argument("--seconds", type=float, default=600, help="of load (default: %(default)s)")
+    flags.add_argument("--settle", type=float, default=60,
+                       help="seconds until memory has its size (default: %(default)s)")
+    flags.add_argument("--growth-mb", type=float, default=10,
+                       help="MB that memory may grow after that (default: %(default)s)")
+    args = flags.parse_args()
+    if not 0 < args.settle < args.seconds:
+        flags.error("--settle must lie within --seconds")
+    with LoadedNode(args) as loaded:
+        idle = loaded.node.held()
+        report = loaded.serve("--phase", f"name=soak,concurrency={args.streams},seconds={args.seconds}s")
+        back = loaded.gives_back(idle)
+    phase = report["details"]["phases"][0]
+    before = [rss for at, rss in loaded.rss if at <= args.settle][-1]
+    after = max(rss for at, rss in loaded.rss if at > args.settle)
+    growth = (after - before) / 1e6
+    verdict = Verdict()
+    verdict.hold("every request is done", f"{phase['done']} of {phase['came']}",
+                 phase["done"] == phase["came"] > 0)
+    verdict.hold(f"memory grows by at most {args.growth_mb:g} MB after {args.settle:g} s",
+                 f"{before / 1e6:.1f} MB then, at most {after / 1e6:.1f} MB later: {growth:+.1f} MB",
+                 growth <= args.growth_mb)
+    verdict.hold("all that requests held is back", "it is" if back else "it is not", back)
+    return verdict.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Short forms of the long runs in tests/bench. Their bounds leave room for a busy machine; the long forms,
+whose bounds are the product's, are for a quiet one."""
+
+import sys
+
+import pytest
+from nodes import ROOT, SCALE, run
+
+TINY = ["--threads", 1, "--prompt", 64, "--hbm-bytes", "16MiB"]
+
+
+def long_run(script, *args, timeout=300 * SCALE):
+    return run(sys.executable, ROOT / "tests/bench" / script, *args, timeout=timeout)
+
+
+def test_a_soak_loses_nothing_and_does_not_grow(tiny_models):
+    done = long_run("soak.py", "--model", tiny_models("tiny-llama"), *TINY, "--dram-bytes", "16MiB", "--streams",
+                    16, "--output", "lognormal:60:0.4", "--seconds", 10, "--settle", 5)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("holds ") == 3 and "0 failed" in done.stdout
+
+
+def test_an_overload_is_refused_and_harms_nobody(tiny_models):
+    # 1,536 bytes a token: DRAM for 10 prompts and HBM for 9 whole sequences.
+    done = long_run("overload.py", "--model", tiny_models("tiny-llama"), *TINY, "--dram-bytes", "1MiB",
+                    "--streams", 8, "--max-waiting", 4, "--output", 1000, "--warm-seconds", 2, "--full-seconds",
+                    4, "--seconds", 6, "--after-seconds", 5, "--gap-ratio", 6, "--speed-share", 0.2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("holds ") == 6
+    assert "RESOURCE_EXHAUSTED" in done.stdout
+
+
+@pytest.mark.parametrize("script, args, words", [
+    ("soak.py", ["--settle", 10, "--seconds", 10], "--settle"),
+    ("overload.py", ["--after-seconds", 1], "--after-seconds"),
+])
+def test_a_long_run_that_could_say_nothing_is_refused(script, args, words):
+    done = long_run(script, *args)
+    assert done.returncode == 2 and words in done.stderr
+
+
+@pytest.mark.parametrize("script", ["soak.py", "overload.py"])
+def test_a_long_run_explains_itself(script):
+    done = long_run(script, "--help")
+    assert done.returncode == 0 and "tests/bench/" + script in done.stdout
+    for words in ("--model", "--streams", "--seconds", "exit status"):
+        assert words in done.stdout
+
+
+def test_a_broken_bound_makes_a_soak_fail(tiny_models):
+    done = long_run("soak.py", "--model", tiny_models("tiny-llama"), *TINY, "--dram-bytes", "16MiB", "--streams",
+                    2, "--output", 20, "--seconds", 2, "--settle", 1, "--growth-mb", -1000)
+    assert done.returncode == 1 and "BROKEN  memory grows" in done.stdout
