@@ -73,10 +73,5 @@ class TileWalk {
   int64_t used_ = 0;
 };
 
-// Work per token of a tile's context: its dot products, and the conversion of K and V.
-inline int64_t CostPerToken(const AttentionTile& tile, const GroupShape& group) {
-  return tile.rows * group.heads + 6;
-}
-
 }  // namespace
 }  // namespace sluice::kernels::cpu

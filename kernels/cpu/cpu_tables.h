@@ -17,9 +17,10 @@ const KernelTable& PortableTable();
 const KernelTable& Avx2Table();
 const KernelTable& Avx512Bf16Table();
 
-// linear() of the path "amx"; its other operators are those of "avx512bf16". REQUIRES: the process
-// has been granted tile data (AmxPermitted()).
+// linear() and attention() of the path "amx"; its other operators are those of "avx512bf16".
+// REQUIRES: the process has been granted tile data (AmxPermitted()).
 void LinearAmx(const LinearParams& p, Worker worker);
+void AttentionAmx(const AttentionParams& p, Worker worker);
 #endif
 
 }  // namespace sluice::kernels::cpu

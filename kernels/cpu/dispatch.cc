@@ -58,12 +58,13 @@ Features Detect() {
   return f;
 }
 
-// The path "amx" is "avx512bf16" with its matrix products on tiles.
+// The path "amx" is "avx512bf16" with its matrix products and its attention on tiles.
 const KernelTable& AmxTable() {
   static const KernelTable table = [] {
     KernelTable t = cpu::Avx512Bf16Table();
     t.name = "amx";
     t.linear = cpu::LinearAmx;
+    t.attention = cpu::AttentionAmx;
     return t;
   }();
   return table;

@@ -5,32 +5,18 @@
 // column alone, so neither the number of rows nor the tiling changes a bit.
 #include <immintrin.h>
 
+#include "kernels/cpu/amx_tiles.h"
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/linear_bf16.h"
 
 namespace sluice::kernels::cpu {
 namespace {
 
-constexpr int64_t kTileRows = 16;
-constexpr int64_t kTileBytes = 64;                              // bytes of a tile's row
 constexpr int64_t kStepElements = kPanelDepth * kPanelColumns;  // of a panel, per step
 
-// Tiles: 0-3 sums, 4-5 rows of x, 6-7 panels with two tiles of rows; 0-3 sums, 4 rows of x, 5-7
-// panels with one.
-struct alignas(64) TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t column_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// g++ 12 does not know that tile loads and ldtilecfg read memory: what was written to `data` must
-// be there before them.
-inline void Written(const void* data) { __asm__ volatile("" : : "r"(data) : "memory"); }
-
 // Sets up this thread's tiles for `rows` rows of x, 1 to 32. Costs little beside the products of
-// one call, and leaves nothing behind that another library's tiles could disturb.
+// one call, and leaves nothing behind that another library's tiles could disturb. Tiles: 0-3 sums,
+// 4-5 rows of x, 6-7 panels with two tiles of rows; 0-3 sums, 4 rows of x, 5-7 panels with one.
 void ConfigureTiles(int64_t rows) {
   TileConfig config;
   const auto first = static_cast<uint8_t>(Min(rows, kTileRows));

@@ -111,7 +111,7 @@ const KernelTable& Avx2Table() {
       .linear = Linear<Avx2>,
       .rope_table = RopeTable,
       .rope_append = RopeAppend<Avx2>,
-      .attention = Attention<Avx2>,
+      .attention = Attention<SimdAttention<Avx2>>,
       .attention_merge = AttentionMerge<Avx2>,
       .merge = Merge<Avx2>,
       .silu_mul = SiluMul<Avx2>,

@@ -75,7 +75,7 @@ const KernelTable& PortableTable() {
       .linear = Linear<Portable>,
       .rope_table = RopeTable,
       .rope_append = RopeAppend<Portable>,
-      .attention = Attention<Portable>,
+      .attention = Attention<SimdAttention<Portable>>,
       .attention_merge = AttentionMerge<Portable>,
       .merge = Merge<Portable>,
       .silu_mul = SiluMul<Portable>,

@@ -1,0 +1,414 @@
+// Attention of the path "amx" over bf16 caches: both products on tiles, softmax in float32.
+//
+// Over one split of at most kAttentionSplitTokens tokens, for up to three tiles of 16 queries:
+//   scores   S^T[token][query] = K Q^T. K is read as it lies in memory; Q^T is put in order once.
+//   softmax  over the whole split at once: no running maximum, nothing is rescaled.
+//   values   O[query][dim] = P V. Pairs of rows of V are interleaved as tiles want them.
+// A query, and then its weights P, enter as two bf16 parts, x = high + low, which keeps 16 bits of
+// each: far more than the caches hold. A tile adds each product in float32, by rising k, in an
+// order that does not depend on the other rows and columns, so a query has the same bits in any
+// tile.
+#include <immintrin.h>
+
+#include "kernels/cpu/amx_tiles.h"
+#include "kernels/cpu/cpu_tables.h"
+#include "kernels/cpu/simd_avx512.h"
+
+namespace sluice::kernels::cpu {
+namespace {
+
+constexpr int64_t kPieces = kAttentionSplitTokens / kPieceTokens;  // of a split
+constexpr int64_t kGroupPieces = 4;  // pieces whose scores are four tiles
+constexpr int64_t kAhead = 8;        // pieces between what is read and what is asked for
+constexpr int64_t kStepDims = 32;    // bf16 elements of a tile's row
+constexpr int64_t kTileFloats = kTileRows * 16;
+constexpr int64_t kStepTokens = 32;    // tokens of one step of P V
+constexpr int64_t kRangeTokens = 128;  // tokens whose V is interleaved at a time
+
+// A row of scores, later of weights: per step of 32 tokens 64 bytes of high parts, then 64 of low
+// ones. Padded, so that the 16 rows of a tile do not meet in the same sets of the cache.
+constexpr int64_t kScoreStride = kAttentionSplitTokens + 32;
+
+struct AmxScratch : ItemScratch {
+  // [query tile][step of 32 dims][high, low][16 pairs of dims][16 queries][2]
+  alignas(64) uint16_t queries[kMaxQueries * kMaxHeadDim * 2];
+  alignas(64) float scores[kMaxQueries * kScoreStride];
+  alignas(64) float tiles[kGroupPieces][kTileFloats];
+  // [step of 32 tokens][16 columns of O][16 pairs of tokens][16 columns][2]
+  alignas(64) uint16_t values[kRangeTokens * kMaxHeadDim];
+  // Where the pieces lie in order of use: keys of the split, its values, keys of the next split.
+  const uint16_t* pieces[2 * kPieces + kAhead];
+  int64_t first_value;
+  float sums[kMaxQueries];
+};
+
+// Tiles 0 to 5 of `rows` rows, 6 and 7 of 16.
+void ConfigureTiles(int64_t rows) {
+  TileConfig config;
+  for (int t = 0; t < 8; ++t) {
+    config.column_bytes[t] = kTileBytes;
+    config.rows[t] = static_cast<uint8_t>(t < 6 ? rows : kTileRows);
+  }
+  Written(&config);
+  _tile_loadconfig(&config);
+}
+
+// x to the nearest of those floats that are bf16. REQUIRES: |x| is finite.
+inline __m512 HighPart(__m512 x) {
+  const __m512i rounded = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
+  return _mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32(int32_t(0xFFFF0000))));
+}
+
+// Elements 0-15 from a, 16-31 from b, rounded to bf16.
+inline __m512i PackBf16(__m512 a, __m512 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
+
+// The high and the low parts of 32 elements.
+inline void StoreParts(__m512 a, __m512 b, void* high, void* low) {
+  const __m512 high_a = HighPart(a), high_b = HighPart(b);
+  _mm512_store_si512(high, PackBf16(high_a, high_b));
+  _mm512_store_si512(low, PackBf16(_mm512_sub_ps(a, high_a), _mm512_sub_ps(b, high_b)));
+}
+
+// 2^x, 0 for x below -126; relative error below 2e-7. REQUIRES: x <= 0 or -inf.
+inline __m512 Exp2(__m512 x) {
+  const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-1000.0f), x);  // NaN stays NaN
+  const __m512 n = Avx512::Round(clamped);
+  const __m512 r = _mm512_sub_ps(clamped, n);
+  __m512 e = _mm512_set1_ps(1.3333558146e-3f);
+  e = _mm512_fmadd_ps(e, r, _mm512_set1_ps(9.6181291076e-3f));
+  e = _mm512_fmadd_ps(e, r, _mm512_set1_ps(5.5504108664e-2f));
+  e = _mm512_fmadd_ps(e, r, _mm512_set1_ps(2.4022650696e-1f));
+  e = _mm512_fmadd_ps(e, r, _mm512_set1_ps(6.9314718056e-1f));
+  e = _mm512_fmadd_ps(e, r, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(e, n);
+}
+
+// Puts the pieces [begin, end) of one head into `out`: keys, or values with an offset.
+void LocatePieces(const PagedCache& c, int64_t slot, int64_t kv_head, int64_t begin, int64_t count,
+                  int64_t offset, const uint16_t** out) {
+  const int64_t per_block = c.block_tokens / kPieceTokens;
+  for (int64_t i = 0; i < count;) {
+    const int64_t piece = begin + i;
+    const uint16_t* at = static_cast<const uint16_t*>(c.base) +
+                         KeyIndex(c, slot, piece * kPieceTokens, kv_head) + offset;
+    const int64_t run = Min(per_block - piece % per_block, count - i);
+    for (int64_t j = 0; j < run; ++j, ++i) out[i] = at + j * kPieceTokens * c.head_dim;
+  }
+}
+
+// Columns [0, columns) of a 16 x 16 tile to rows of `out`, `stride` floats apart.
+inline void TransposeTile(const float* tile, int64_t columns, int64_t stride, float* out) {
+  for (int64_t q = 0; q < columns; q += 4) {
+    __m512 rows[4];
+    // 128-bit lane i of rows[m]: four columns of row 4 i + m.
+    for (int m = 0; m < 4; ++m) {
+      const float* from = tile + m * 16 + q;
+      __m512 v = _mm512_castps128_ps512(_mm_load_ps(from));
+      v = _mm512_insertf32x4(v, _mm_load_ps(from + 4 * 16), 1);
+      v = _mm512_insertf32x4(v, _mm_load_ps(from + 8 * 16), 2);
+      rows[m] = _mm512_insertf32x4(v, _mm_load_ps(from + 12 * 16), 3);
+    }
+    const __m512 low01 = _mm512_unpacklo_ps(rows[0], rows[1]);
+    const __m512 high01 = _mm512_unpackhi_ps(rows[0], rows[1]);
+    const __m512 low23 = _mm512_unpacklo_ps(rows[2], rows[3]);
+    const __m512 high23 = _mm512_unpackhi_ps(rows[2], rows[3]);
+    const __m512 of_column[4] = {
+        _mm512_shuffle_ps(low01, low23, 0x44), _mm512_shuffle_ps(low01, low23, 0xEE),
+        _mm512_shuffle_ps(high01, high23, 0x44), _mm512_shuffle_ps(high01, high23, 0xEE)};
+    const int64_t count = Min(4, columns - q);
+    for (int64_t j = 0; j < count; ++j) _mm512_store_ps(out + (q + j) * stride, of_column[j]);
+  }
+}
+
+// Asks for the 1 KiB of a piece that lie where step `step` of another piece does.
+inline void PrefetchStep(const uint16_t* piece, int64_t step) {
+  const char* from = reinterpret_cast<const char*>(piece) + step * 1024;
+#pragma GCC unroll 16
+  for (int line = 0; line < 16; ++line) _mm_prefetch(from + line * 64, _MM_HINT_T0);
+}
+
+// Adds K Q^T over 32 dims to one tile of scores.
+#define SLUICE_SCORE_STEP(tile, keys_tile, keys) \
+  _tile_loadd(keys_tile, keys, row_bytes);       \
+  _tile_dpbf16ps(tile, keys_tile, 4);            \
+  _tile_dpbf16ps(tile, keys_tile, 5)
+
+// Scores of every query for the tokens of four pieces. `first`: the first of them in s.pieces.
+template <bool kPrefetch>
+void ScoreGroup(AmxScratch& s, int64_t first, int64_t queries, int64_t dim) {
+  const int64_t steps = dim / kStepDims;
+  const int64_t row_bytes = dim * 2;
+  const uint16_t* const* pieces = s.pieces + first;
+  for (int64_t q = 0; q < queries; q += kTileRows) {
+    const uint16_t* of_tile = s.queries + q * dim * 2;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t step = 0; step < steps; ++step) {
+      const uint16_t* parts = of_tile + step * 4 * kTileFloats;
+      _tile_loadd(4, parts, kTileBytes);
+      _tile_loadd(5, parts + 2 * kTileFloats, kTileBytes);
+      const int64_t dims = step * kStepDims;
+      if constexpr (kPrefetch) PrefetchStep(pieces[kAhead], step);
+      SLUICE_SCORE_STEP(0, 6, pieces[0] + dims);
+      if constexpr (kPrefetch) PrefetchStep(pieces[kAhead + 1], step);
+      SLUICE_SCORE_STEP(1, 7, pieces[1] + dims);
+      if constexpr (kPrefetch) PrefetchStep(pieces[kAhead + 2], step);
+      SLUICE_SCORE_STEP(2, 6, pieces[2] + dims);
+      if constexpr (kPrefetch) PrefetchStep(pieces[kAhead + 3], step);
+      SLUICE_SCORE_STEP(3, 7, pieces[3] + dims);
+    }
+    _tile_stored(0, s.tiles[0], kTileBytes);
+    _tile_stored(1, s.tiles[1], kTileBytes);
+    _tile_stored(2, s.tiles[2], kTileBytes);
+    _tile_stored(3, s.tiles[3], kTileBytes);
+    for (int64_t i = 0; i < kGroupPieces; ++i) {
+      TransposeTile(s.tiles[i], Min(kTileRows, queries - q), kScoreStride,
+                    s.scores + q * kScoreStride + (first + i) * kPieceTokens);
+    }
+  }
+}
+
+// Scores to weights 2^(score - largest) of one query, in two parts, of `steps` steps of tokens of
+// which the first `valid` count; leaves their sum and lse.
+void Softmax(AmxScratch& s, int64_t query, int64_t valid, int64_t steps) {
+  float* row = s.scores + query * kScoreStride;
+  if (valid <= 0) {
+    for (int64_t i = 0; i < steps * kStepTokens; i += 16) {
+      _mm512_store_ps(row + i, _mm512_setzero_ps());
+    }
+    s.sums[query] = 0;
+    s.lse[query] = kNegativeInfinity;
+    return;
+  }
+  valid = Min(valid, steps * kStepTokens);
+  const int64_t valid_steps = CeilDiv(valid, kStepTokens);
+  for (int64_t t = valid; t < valid_steps * kStepTokens; ++t) row[t] = kNegativeInfinity;
+  __m512 best0 = _mm512_set1_ps(kNegativeInfinity), best1 = best0;
+  for (int64_t i = 0; i < valid_steps * kStepTokens; i += kStepTokens) {
+    best0 = _mm512_max_ps(best0, _mm512_load_ps(row + i));
+    best1 = _mm512_max_ps(best1, _mm512_load_ps(row + i + 16));
+  }
+  const float largest = Avx512::Largest(_mm512_max_ps(best0, best1));
+  const __m512 offset = _mm512_set1_ps(largest);
+  __m512 total0 = _mm512_setzero_ps(), total1 = total0;
+  for (int64_t i = 0; i < valid_steps * kStepTokens; i += kStepTokens) {
+    const __m512 w0 = Exp2(_mm512_sub_ps(_mm512_load_ps(row + i), offset));
+    const __m512 w1 = Exp2(_mm512_sub_ps(_mm512_load_ps(row + i + 16), offset));
+    total0 = _mm512_add_ps(total0, w0);
+    total1 = _mm512_add_ps(total1, w1);
+    StoreParts(w0, w1, row + i, row + i + 16);
+  }
+  for (int64_t i = valid_steps * kStepTokens; i < steps * kStepTokens; i += 16) {
+    _mm512_store_ps(row + i, _mm512_setzero_ps());
+  }
+  constexpr float kLn2 = 0.69314718055994531f;
+  s.sums[query] = Avx512::Sum(_mm512_add_ps(total0, total1));
+  s.lse[query] = largest * kLn2 + __builtin_logf(s.sums[query]);
+}
+
+// Pairs of rows of V of one step of 32 tokens, `valid` of them, as tiles of 16 columns.
+// Interleaving within 128-bit lanes leaves the columns of two neighbouring tiles mixed: FinishOuts
+// puts them right.
+template <bool kPrefetch>
+void InterleaveValues(const uint16_t* const* pieces, int64_t valid, int64_t dim, uint16_t* out) {
+  for (int64_t half = 0; half < 2; ++half) {
+    for (int64_t pair = 0; pair < 8; ++pair) {
+      const int64_t token = half * kPieceTokens + 2 * pair;
+      const uint16_t* even = pieces[half] + 2 * pair * dim;
+      uint16_t* to = out + token * 16;  // row token / 2 of the first tile
+      // Weights past the end are 0, but 0 x NaN would not be.
+      const __mmask32 keep_even = token < valid ? ~__mmask32{0} : 0;
+      const __mmask32 keep_odd = token + 1 < valid ? ~__mmask32{0} : 0;
+      if constexpr (kPrefetch) {
+        const char* ahead = reinterpret_cast<const char*>(pieces[half + kAhead] + 2 * pair * dim);
+        for (int64_t line = 0; line < dim * 4; line += 64) _mm_prefetch(ahead + line, _MM_HINT_T0);
+      }
+      for (int64_t d = 0; d < dim; d += kStepDims) {
+        const __m512i a = _mm512_maskz_loadu_epi16(keep_even, even + d);
+        const __m512i b = _mm512_maskz_loadu_epi16(keep_odd, even + dim + d);
+        _mm512_store_si512(to, _mm512_unpacklo_epi16(a, b));
+        _mm512_store_si512(to + 2 * kTileFloats, _mm512_unpackhi_epi16(a, b));
+        to += 4 * kTileFloats;
+      }
+    }
+  }
+}
+
+// Adds the weights of one step to the columns of one tile of outs.
+#define SLUICE_VALUE_STEP(tile, values_tile, values) \
+  _tile_loadd(values_tile, values, kTileBytes);      \
+  _tile_dpbf16ps(tile, 4, values_tile);              \
+  _tile_dpbf16ps(tile, 5, values_tile)
+
+// Adds P V of `steps` steps to kTiles x 16 columns of up to 16 queries; begins them where `fresh`.
+template <int kTiles>
+void ValueTiles(const float* weights, const uint16_t* values, int64_t steps, int64_t dim,
+                bool fresh, float* outs) {
+  const int64_t row_bytes = dim * 4;
+  if (fresh) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, outs, row_bytes);
+    _tile_loadd(1, outs + 16, row_bytes);
+    if constexpr (kTiles > 2) {
+      _tile_loadd(2, outs + 32, row_bytes);
+      _tile_loadd(3, outs + 48, row_bytes);
+    }
+  }
+  for (int64_t step = 0; step < steps; ++step) {
+    const float* parts = weights + step * kStepTokens;
+    const uint16_t* of_step = values + step * kStepTokens * dim;
+    _tile_loadd(4, parts, kScoreStride * 4);
+    _tile_loadd(5, parts + 16, kScoreStride * 4);
+    SLUICE_VALUE_STEP(0, 6, of_step);
+    SLUICE_VALUE_STEP(1, 7, of_step + 2 * kTileFloats);
+    if constexpr (kTiles > 2) {
+      SLUICE_VALUE_STEP(2, 6, of_step + 4 * kTileFloats);
+      SLUICE_VALUE_STEP(3, 7, of_step + 6 * kTileFloats);
+    }
+  }
+  _tile_stored(0, outs, row_bytes);
+  _tile_stored(1, outs + 16, row_bytes);
+  if constexpr (kTiles > 2) {
+    _tile_stored(2, outs + 32, row_bytes);
+    _tile_stored(3, outs + 48, row_bytes);
+  }
+}
+
+// Columns back in order, divided by the sum of the weights.
+void FinishOuts(AmxScratch& s, int64_t query, int64_t dim) {
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  const __m512 sum = _mm512_set1_ps(s.sums[query]);
+  float* outs = s.outs + query * dim;
+  for (int64_t d = 0; d < dim; d += 32) {
+    const __m512 a = _mm512_load_ps(outs + d), b = _mm512_load_ps(outs + d + 16);
+    _mm512_store_ps(outs + d, _mm512_div_ps(_mm512_permutex2var_ps(a, first, b), sum));
+    _mm512_store_ps(outs + d + 16, _mm512_div_ps(_mm512_permutex2var_ps(a, second, b), sum));
+  }
+}
+
+template <bool kPrefetch>
+void AttendPieces(int64_t queries, int64_t begin, int64_t end, int64_t dim, AmxScratch& s) {
+  const int64_t tokens = end - begin;
+  const int64_t piece_count = CeilDiv(tokens, kPieceTokens);
+  const int64_t steps = CeilDiv(tokens, kStepTokens);
+  const int64_t rows = Min(kTileRows, queries);
+  ConfigureTiles(kTileRows);
+  for (int64_t i = 0; i < piece_count; i += kGroupPieces) {
+    ScoreGroup<kPrefetch>(s, i, queries, dim);
+  }
+  const int64_t padded = CeilDiv(queries, rows) * rows;
+  for (int64_t q = 0; q < padded; ++q) {
+    const int64_t valid = q < queries ? s.last_token[q] + 1 - begin : 0;
+    Softmax(s, q, valid, steps);
+  }
+  Written(s.scores);
+  if (rows < kTileRows) ConfigureTiles(rows);
+  constexpr int64_t kRangeSteps = kRangeTokens / kStepTokens;
+  for (int64_t step = 0; step < steps; step += kRangeSteps) {
+    const int64_t count = Min(kRangeSteps, steps - step);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t token = (step + i) * kStepTokens;
+      InterleaveValues<kPrefetch>(s.pieces + s.first_value + token / kPieceTokens, tokens - token,
+                                  dim, s.values + i * kStepTokens * dim);
+    }
+    Written(s.values);
+    for (int64_t q = 0; q < queries; q += rows) {
+      const float* weights = s.scores + q * kScoreStride + step * kStepTokens;
+      float* outs = s.outs + q * dim;
+      int64_t d = 0;
+      for (; d + 64 <= dim; d += 64) {
+        ValueTiles<4>(weights, s.values + d * 32, count, dim, step == 0, outs + d);
+      }
+      if (d < dim) ValueTiles<2>(weights, s.values + d * 32, count, dim, step == 0, outs + d);
+    }
+  }
+  _tile_release();
+}
+
+struct AmxAttention {
+  using Vectors = Avx512;
+  using Scratch = AmxScratch;
+
+  static constexpr int64_t CostPerToken(int64_t queries) { return CeilDiv(queries, kTileRows) + 2; }
+
+  // Scaled by log2(e) too: softmax is in powers of 2.
+  static void LoadQueries(const AttentionParams& p, const AttentionItem& item, AmxScratch& s) {
+    const int64_t dim = p.cache.head_dim;
+    const int64_t queries = item.tile.rows * item.heads;
+    const __m512 scale = _mm512_set1_ps(p.scale * 1.44269504088896341f);
+    for (int64_t first = 0; first < queries; first += kTileRows) {
+      for (int64_t d = 0; d < dim; d += kStepDims) {
+        for (int64_t r = 0; r < kTileRows; ++r) {
+          __m512 x0 = _mm512_setzero_ps(), x1 = x0;
+          if (first + r < queries) {
+            const int64_t q = first + r;
+            const float* from = p.q + (item.tile.row + q / item.heads) * p.q_stride +
+                                (item.first_head + q % item.heads) * dim + d;
+            x0 = _mm512_mul_ps(_mm512_loadu_ps(from), scale);
+            x1 = _mm512_mul_ps(_mm512_loadu_ps(from + 16), scale);
+          }
+          StoreParts(x0, x1, s.tiles[0] + r * 16, s.tiles[1] + r * 16);
+        }
+        uint16_t* parts = s.queries + first * dim * 2 + d / kStepDims * 4 * kTileFloats;
+        TransposeTile(s.tiles[0], kTileRows, 16, reinterpret_cast<float*>(parts));
+        TransposeTile(s.tiles[1], kTileRows, 16, reinterpret_cast<float*>(parts + 2 * kTileFloats));
+      }
+    }
+    Written(s.queries);
+  }
+
+  static void AttendSplit(const PagedCache& c, int64_t slot, int64_t kv_head, int64_t queries,
+                          int64_t split, int64_t tokens, AmxScratch& s) {
+    const int64_t begin = split * kAttentionSplitTokens;
+    const int64_t end = Min(begin + kAttentionSplitTokens, tokens);
+    LocateSplit(c, slot, kv_head, begin, end, tokens, s);
+    // With few queries K and V come from memory; with many they are used long enough.
+    if (queries <= kTileRows) {
+      AttendPieces<true>(queries, begin, end, c.head_dim, s);
+    } else {
+      AttendPieces<false>(queries, begin, end, c.head_dim, s);
+    }
+    for (int64_t q = 0; q < queries; ++q) {
+      if (s.lse[q] != kNegativeInfinity) FinishOuts(s, q, c.head_dim);
+    }
+  }
+
+  // Fills s.pieces. A short split's last group and step are filled up with pieces that are there:
+  // what they give is masked.
+  static void LocateSplit(const PagedCache& c, int64_t slot, int64_t kv_head, int64_t begin,
+                          int64_t end, int64_t tokens, AmxScratch& s) {
+    const int64_t first = begin / kPieceTokens;
+    const int64_t count = CeilDiv(end - begin, kPieceTokens);
+    const int64_t values = int64_t{c.block_tokens} * c.head_dim;
+    const auto fill = [&s](int64_t from, int64_t to) {
+      for (int64_t i = from; i < to; ++i) s.pieces[i] = s.pieces[from - 1];
+      return to;
+    };
+    LocatePieces(c, slot, kv_head, first, count, 0, s.pieces);
+    s.first_value = fill(count, CeilDiv(count, kGroupPieces) * kGroupPieces);
+    LocatePieces(c, slot, kv_head, first, count, values, s.pieces + s.first_value);
+    const int64_t last = fill(s.first_value + count, s.first_value + CeilDiv(count, 2) * 2);
+    const int64_t next = Min(kAhead, CeilDiv(tokens - end, kPieceTokens));
+    LocatePieces(c, slot, kv_head, first + count, next, 0, s.pieces + last);
+    fill(last + next, last + kAhead);
+  }
+};
+
+}  // namespace
+
+void AttentionAmx(const AttentionParams& p, Worker worker) {
+  if (p.cache.type == DType::kBFloat16 && p.cache.head_dim % kStepDims == 0) {
+    Attention<AmxAttention>(p, worker);
+  } else {
+    Attention<SimdAttention<Avx512>>(p, worker);
+  }
+}
+
+}  // namespace sluice::kernels::cpu

@@ -1,0 +1,97 @@
+// AVX-512 as a path's vectors (simd_math.h). Compiled with AVX-512 flags: internal linkage only.
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernels/cpu/simd_attention.h"
+
+namespace sluice::kernels::cpu {
+namespace {
+
+struct Avx512 {
+  using F = __m512;
+  static constexpr int kWidth = 16;
+
+  // Tiles that fit 32 registers.
+  static constexpr int kQueryRows = 6;
+  static constexpr int kScoreVectors = 2;
+  static constexpr int kValueVectors = 4;
+
+  static F Load(const float* p) { return _mm512_loadu_ps(p); }
+  static void Store(float* p, F v) { _mm512_storeu_ps(p, v); }
+  static F Set1(float v) { return _mm512_set1_ps(v); }
+  static F Add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F Sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F Mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F Div(F a, F b) { return _mm512_div_ps(a, b); }
+  static F Fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F Max(F a, F b) { return _mm512_max_ps(a, b); }
+  static F Min(F a, F b) { return _mm512_min_ps(a, b); }
+  static F ZeroBelow(F x, float limit, F y) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, Set1(limit), _CMP_NLT_UQ), y);
+  }
+  static F Round(F x) {
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  static F Pow2(F n) { return _mm512_scalef_ps(Set1(1.0f), n); }
+  static F LoadBf16(const uint16_t* p) {
+    const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
+  }
+  static void StoreBf16(uint16_t* p, F v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
+  }
+  static float Sum(F v) { return _mm512_reduce_add_ps(v); }
+  static float Largest(F v) { return _mm512_reduce_max_ps(v); }
+
+  // 16 keys of `dim` bf16 to columns of floats, by 16 pairs of dimensions at a time.
+  static void TransposeKeys(const uint16_t* keys, int64_t dim, float* out) {
+    int64_t d = 0;
+    for (; d + 32 <= dim; d += 32) TransposeBlock<32>(keys + d, dim, out + d * kChunk);
+    if (d < dim) TransposeBlock<16>(keys + d, dim, out + d * kChunk);
+  }
+
+  template <int kDims>
+  static void TransposeBlock(const uint16_t* keys, int64_t dim, float* out) {
+    constexpr __mmask16 kPairs = static_cast<__mmask16>((1u << (kDims / 2)) - 1);
+    __m512i a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) a[i] = _mm512_maskz_loadu_epi32(kPairs, keys + i * dim);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 2) {
+      b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+      b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 4) {
+      a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+      a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+      a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+      a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    // Lane l of a[4 i + c] holds pair 4 l + c of keys 4 i .. 4 i + 3.
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+      const __m512i even01 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88);
+      const __m512i odd01 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xDD);
+      const __m512i even23 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
+      const __m512i odd23 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xDD);
+      StorePair(_mm512_shuffle_i32x4(even01, even23, 0x88), out, c);
+      StorePair(_mm512_shuffle_i32x4(odd01, odd23, 0x88), out, 4 + c);
+      if constexpr (kDims == 32) {
+        StorePair(_mm512_shuffle_i32x4(even01, even23, 0xDD), out, 8 + c);
+        StorePair(_mm512_shuffle_i32x4(odd01, odd23, 0xDD), out, 12 + c);
+      }
+    }
+  }
+
+  // Dimensions 2 * pair (low halves) and 2 * pair + 1 (high halves) of 16 keys.
+  static void StorePair(__m512i pairs, float* out, int pair) {
+    Store(out + 2 * pair * kChunk, _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)));
+    Store(out + (2 * pair + 1) * kChunk,
+          _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int32_t(0xFFFF0000)))));
+  }
+};
+
+}  // namespace
+}  // namespace sluice::kernels::cpu
