@@ -1,13 +1,16 @@
-// Attention of the path "amx" over bf16 caches: both products on tiles, softmax in float32.
+// Attention of the path "amx" over bf16 caches: both products on tiles, softmax
+// in float32.
 //
-// Over one split of at most kAttentionSplitTokens tokens, for up to three tiles of 16 queries:
-//   scores   S^T[token][query] = K Q^T. K is read as it lies in memory; Q^T is put in order once.
-//   softmax  over the whole split at once: no running maximum, nothing is rescaled.
-//   values   O[query][dim] = P V. Pairs of rows of V are interleaved as tiles want them.
-// A query, and then its weights P, enter as two bf16 parts, x = high + low, which keeps 16 bits of
-// each: far more than the caches hold. A tile adds each product in float32, by rising k, in an
-// order that does not depend on the other rows and columns, so a query has the same bits in any
-// tile.
+// Over one split of at most kAttentionSplitTokens tokens, for up to three tiles
+// of 16 queries:
+//   scores   S^T[token][query] = K Q^T. K is read as it lies in memory; Q^T is
+//   put in order once. softmax  over the whole split at once: no running
+//   maximum, nothing is rescaled. values   O[query][dim] = P V. Pairs of rows
+//   of V are interleaved as tiles want them.
+// A query, and then its weights P, enter as two bf16 parts, x = high + low,
+// which keeps 16 bits of each: far more than the caches hold. A tile adds each
+// product in float32, by rising k, in an order that does not depend on the
+// other rows and columns, so a query has the same bits in any tile.
 #include <immintrin.h>
 
 #include "kernels/cpu/amx_tiles.h"
@@ -18,28 +21,63 @@ namespace sluice::kernels::cpu {
 namespace {
 
 constexpr int64_t kPieces = kAttentionSplitTokens / kPieceTokens;  // of a split
-constexpr int64_t kGroupPieces = 4;  // pieces whose scores are four tiles
-constexpr int64_t kAhead = 8;        // pieces between what is read and what is asked for
-constexpr int64_t kStepDims = 32;    // bf16 elements of a tile's row
+constexpr int64_t kGroupPieces = 4;                                // scores of four tiles at a time
+constexpr int64_t kStepDims = 32;                                  // elements of a tile's row
+constexpr int64_t kStepTokens = 32;                                // tokens of one step of P V
 constexpr int64_t kTileFloats = kTileRows * 16;
-constexpr int64_t kStepTokens = 32;    // tokens of one step of P V
-constexpr int64_t kRangeTokens = 128;  // tokens whose V is interleaved at a time
+constexpr int64_t kValueElements = 8 << 10;  // of V interleaved at a time: they stay in L1
 
-// A row of scores, later of weights: per step of 32 tokens 64 bytes of high parts, then 64 of low
-// ones. Padded, so that the 16 rows of a tile do not meet in the same sets of the cache.
+// A row of scores, later of weights: per step of 32 tokens 64 bytes of high
+// parts, then 64 of low ones. Padded, so that the 16 rows of a tile do not meet
+// in the same sets of the cache.
 constexpr int64_t kScoreStride = kAttentionSplitTokens + 32;
+
+// Asks for keys and values before they are used, line by line, spread over all
+// the work on what is there already: a core reads as fast as memory allows only
+// if it always has requests under way.
+struct Ahead {
+  // Where the pieces of a split lie in order of use, keys then values; then
+  // those of the next one.
+  const uint16_t* pieces[4 * kPieces + kGroupPieces];
+  int64_t count = 0;       // of pieces
+  int64_t next_begin = 0;  // those of the next split
+  int64_t piece = 0;       // the first that is not yet asked for as a whole,
+  int64_t line = 0;        // and its first line that is not
+  int64_t piece_lines = 0;
+  SplitPlace next;
+
+  // Asks for the next n lines.
+  void Issue(int64_t n) {
+    while (n > 0 && piece < count) {
+      const char* at = reinterpret_cast<const char*>(pieces[piece]) + line * 64;
+      const int64_t here = Min(n, piece_lines - line);
+      for (int64_t i = 0; i < here; ++i) _mm_prefetch(at + i * 64, _MM_HINT_T1);
+      n -= here;
+      line += here;
+      if (line < piece_lines) return;
+      line = 0;
+      ++piece;
+    }
+  }
+
+  // Goes on after piece `used`, should it be behind: what is being read need
+  // not be asked for.
+  void SkipTo(int64_t used) {
+    if (piece >= used) return;
+    piece = used;
+    line = 0;
+  }
+};
 
 struct AmxScratch : ItemScratch {
   // [query tile][step of 32 dims][high, low][16 pairs of dims][16 queries][2]
   alignas(64) uint16_t queries[kMaxQueries * kMaxHeadDim * 2];
   alignas(64) float scores[kMaxQueries * kScoreStride];
-  alignas(64) float tiles[kGroupPieces][kTileFloats];
+  alignas(64) float tiles[2][kGroupPieces][kTileFloats];
   // [step of 32 tokens][16 columns of O][16 pairs of tokens][16 columns][2]
-  alignas(64) uint16_t values[kRangeTokens * kMaxHeadDim];
-  // Where the pieces lie in order of use: keys of the split, its values, keys of the next split.
-  const uint16_t* pieces[2 * kPieces + kAhead];
-  int64_t first_value;
+  alignas(64) uint16_t values[2][kValueElements];
   float sums[kMaxQueries];
+  Ahead ahead;
 };
 
 // Tiles 0 to 5 of `rows` rows, 6 and 7 of 16.
@@ -83,20 +121,50 @@ inline __m512 Exp2(__m512 x) {
   return _mm512_scalef_ps(e, n);
 }
 
-// Puts the pieces [begin, end) of one head into `out`: keys, or values with an offset.
-void LocatePieces(const PagedCache& c, int64_t slot, int64_t kv_head, int64_t begin, int64_t count,
-                  int64_t offset, const uint16_t** out) {
-  const int64_t per_block = c.block_tokens / kPieceTokens;
+// Appends the pieces of a split: keys, then values.
+void LocatePieces(const PagedCache& c, const SplitPlace& place, Ahead& ahead) {
+  const int64_t count = CeilDiv(place.end - place.begin, kPieceTokens);
+  const int64_t values = int64_t{c.block_tokens} * c.head_dim;
+  const uint16_t** out = ahead.pieces + ahead.count;
   for (int64_t i = 0; i < count;) {
-    const int64_t piece = begin + i;
-    const uint16_t* at = static_cast<const uint16_t*>(c.base) +
-                         KeyIndex(c, slot, piece * kPieceTokens, kv_head) + offset;
-    const int64_t run = Min(per_block - piece % per_block, count - i);
-    for (int64_t j = 0; j < run; ++j, ++i) out[i] = at + j * kPieceTokens * c.head_dim;
+    const int64_t token = place.begin + i * kPieceTokens;
+    const uint16_t* at =
+        static_cast<const uint16_t*>(c.base) + KeyIndex(c, place.slot, token, place.kv_head);
+    const int64_t run = Min((c.block_tokens - token % c.block_tokens) / kPieceTokens, count - i);
+    for (int64_t j = 0; j < run; ++j, ++i) {
+      out[i] = at + j * kPieceTokens * c.head_dim;
+      out[count + i] = out[i] + values;
+    }
+  }
+  ahead.count += 2 * count;
+}
+
+// Makes `place` the current split, with what was asked for of it already, and
+// `next` the next one.
+void Advance(const PagedCache& c, const SplitPlace& place, const SplitPlace& next, Ahead& ahead) {
+  if (SamePlace(place, ahead.next)) {
+    const int64_t gone = ahead.next_begin;
+    for (int64_t i = gone; i < ahead.count; ++i) ahead.pieces[i - gone] = ahead.pieces[i];
+    ahead.count -= gone;
+    ahead.line = ahead.piece < gone ? 0 : ahead.line;
+    ahead.piece = Max(ahead.piece - gone, 0);
+  } else {
+    ahead.count = ahead.piece = ahead.line = 0;
+    LocatePieces(c, place, ahead);
+  }
+  ahead.piece_lines = c.head_dim * kPieceTokens * 2 / 64;
+  ahead.next_begin = ahead.count;
+  ahead.next = next;
+  if (next.begin < next.end) LocatePieces(c, next, ahead);
+  // The last group of pieces and the last step may reach past the end: what
+  // they give is masked.
+  for (int64_t i = 0; i < kGroupPieces; ++i) {
+    ahead.pieces[ahead.count + i] = ahead.pieces[ahead.count - 1];
   }
 }
 
-// Columns [0, columns) of a 16 x 16 tile to rows of `out`, `stride` floats apart.
+// Columns [0, columns) of a 16 x 16 tile to rows of `out`, `stride` floats
+// apart.
 inline void TransposeTile(const float* tile, int64_t columns, int64_t stride, float* out) {
   for (int64_t q = 0; q < columns; q += 4) {
     __m512 rows[4];
@@ -120,25 +188,35 @@ inline void TransposeTile(const float* tile, int64_t columns, int64_t stride, fl
   }
 }
 
-// Asks for the 1 KiB of a piece that lie where step `step` of another piece does.
-inline void PrefetchStep(const uint16_t* piece, int64_t step) {
-  const char* from = reinterpret_cast<const char*>(piece) + step * 1024;
-#pragma GCC unroll 16
-  for (int line = 0; line < 16; ++line) _mm_prefetch(from + line * 64, _MM_HINT_T0);
-}
-
 // Adds K Q^T over 32 dims to one tile of scores.
 #define SLUICE_SCORE_STEP(tile, keys_tile, keys) \
   _tile_loadd(keys_tile, keys, row_bytes);       \
   _tile_dpbf16ps(tile, keys_tile, 4);            \
   _tile_dpbf16ps(tile, keys_tile, 5)
 
-// Scores of every query for the tokens of four pieces. `first`: the first of them in s.pieces.
-template <bool kPrefetch>
-void ScoreGroup(AmxScratch& s, int64_t first, int64_t queries, int64_t dim) {
+// Scores of the turn-th (group of pieces, query tile) to their rows.
+inline void TransposeGroup(AmxScratch& s, int64_t turn, int64_t query_tiles, int64_t queries,
+                           int64_t lines) {
+  const int64_t first = turn / query_tiles * kGroupPieces;
+  const int64_t q = turn % query_tiles * kTileRows;
+  for (int64_t i = 0; i < kGroupPieces; ++i) {
+    TransposeTile(s.tiles[turn % 2][i], Min(kTileRows, queries - q), kScoreStride,
+                  s.scores + q * kScoreStride + (first + i) * kPieceTokens);
+    if (lines > 0) s.ahead.Issue(lines);
+  }
+}
+
+// Scores of every query for the tokens of four pieces, of which `first` is the
+// first; those of the last turn stay in s.tiles. `lines`: of what comes next,
+// per KiB of keys.
+void ScoreGroup(AmxScratch& s, int64_t first, int64_t queries, int64_t dim, int64_t lines,
+                int64_t& turn) {
   const int64_t steps = dim / kStepDims;
+  const int64_t tile_lines = lines * 5 / 8;  // the rest beside the transposition
   const int64_t row_bytes = dim * 2;
-  const uint16_t* const* pieces = s.pieces + first;
+  const int64_t query_tiles = CeilDiv(queries, kTileRows);
+  const uint16_t* const* pieces = s.ahead.pieces + first;
+  if (lines > 0) s.ahead.SkipTo(first + kGroupPieces);
   for (int64_t q = 0; q < queries; q += kTileRows) {
     const uint16_t* of_tile = s.queries + q * dim * 2;
     _tile_zero(0);
@@ -150,29 +228,31 @@ void ScoreGroup(AmxScratch& s, int64_t first, int64_t queries, int64_t dim) {
       _tile_loadd(4, parts, kTileBytes);
       _tile_loadd(5, parts + 2 * kTileFloats, kTileBytes);
       const int64_t dims = step * kStepDims;
-      if constexpr (kPrefetch) PrefetchStep(pieces[kAhead], step);
       SLUICE_SCORE_STEP(0, 6, pieces[0] + dims);
-      if constexpr (kPrefetch) PrefetchStep(pieces[kAhead + 1], step);
+      if (lines > 0) s.ahead.Issue(tile_lines);
       SLUICE_SCORE_STEP(1, 7, pieces[1] + dims);
-      if constexpr (kPrefetch) PrefetchStep(pieces[kAhead + 2], step);
+      if (lines > 0) s.ahead.Issue(tile_lines);
       SLUICE_SCORE_STEP(2, 6, pieces[2] + dims);
-      if constexpr (kPrefetch) PrefetchStep(pieces[kAhead + 3], step);
+      if (lines > 0) s.ahead.Issue(tile_lines);
       SLUICE_SCORE_STEP(3, 7, pieces[3] + dims);
+      if (lines > 0) s.ahead.Issue(tile_lines);
     }
-    _tile_stored(0, s.tiles[0], kTileBytes);
-    _tile_stored(1, s.tiles[1], kTileBytes);
-    _tile_stored(2, s.tiles[2], kTileBytes);
-    _tile_stored(3, s.tiles[3], kTileBytes);
-    for (int64_t i = 0; i < kGroupPieces; ++i) {
-      TransposeTile(s.tiles[i], Min(kTileRows, queries - q), kScoreStride,
-                    s.scores + q * kScoreStride + (first + i) * kPieceTokens);
-    }
+    float(&tiles)[kGroupPieces][kTileFloats] = s.tiles[turn % 2];
+    _tile_stored(0, tiles[0], kTileBytes);
+    _tile_stored(1, tiles[1], kTileBytes);
+    _tile_stored(2, tiles[2], kTileBytes);
+    _tile_stored(3, tiles[3], kTileBytes);
+    // One turn late: what was just stored is not there yet, and waiting for it
+    // would leave memory idle.
+    if (turn > 0) TransposeGroup(s, turn - 1, query_tiles, queries, steps * (lines - tile_lines));
+    ++turn;
   }
 }
 
-// Scores to weights 2^(score - largest) of one query, in two parts, of `steps` steps of tokens of
-// which the first `valid` count; leaves their sum and lse.
-void Softmax(AmxScratch& s, int64_t query, int64_t valid, int64_t steps) {
+// Scores to weights 2^(score - largest) of one query, in two parts, of `steps`
+// steps of tokens of which the first `valid` count; leaves their sum and lse.
+// `lines`: of what comes next, per step.
+void Softmax(AmxScratch& s, int64_t query, int64_t valid, int64_t steps, int64_t lines) {
   float* row = s.scores + query * kScoreStride;
   if (valid <= 0) {
     for (int64_t i = 0; i < steps * kStepTokens; i += 16) {
@@ -199,6 +279,7 @@ void Softmax(AmxScratch& s, int64_t query, int64_t valid, int64_t steps) {
     total0 = _mm512_add_ps(total0, w0);
     total1 = _mm512_add_ps(total1, w1);
     StoreParts(w0, w1, row + i, row + i + 16);
+    if (lines > 0) s.ahead.Issue(lines);
   }
   for (int64_t i = valid_steps * kStepTokens; i < steps * kStepTokens; i += 16) {
     _mm512_store_ps(row + i, _mm512_setzero_ps());
@@ -208,23 +289,21 @@ void Softmax(AmxScratch& s, int64_t query, int64_t valid, int64_t steps) {
   s.lse[query] = largest * kLn2 + __builtin_logf(s.sums[query]);
 }
 
-// Pairs of rows of V of one step of 32 tokens, `valid` of them, as tiles of 16 columns.
-// Interleaving within 128-bit lanes leaves the columns of two neighbouring tiles mixed: FinishOuts
-// puts them right.
-template <bool kPrefetch>
-void InterleaveValues(const uint16_t* const* pieces, int64_t valid, int64_t dim, uint16_t* out) {
+// Pairs of rows of V of one step of 32 tokens, `valid` of them, as tiles of 16
+// columns. Interleaving within 128-bit lanes leaves the columns of two
+// neighbouring tiles mixed: FinishOuts puts them right.
+void InterleaveValues(AmxScratch& s, int64_t piece, int64_t valid, int64_t dim, int64_t lines,
+                      uint16_t* out) {
   for (int64_t half = 0; half < 2; ++half) {
+    const uint16_t* rows = s.ahead.pieces[piece + half];
+    if (lines > 0) s.ahead.SkipTo(piece + half + 1);
     for (int64_t pair = 0; pair < 8; ++pair) {
       const int64_t token = half * kPieceTokens + 2 * pair;
-      const uint16_t* even = pieces[half] + 2 * pair * dim;
+      const uint16_t* even = rows + 2 * pair * dim;
       uint16_t* to = out + token * 16;  // row token / 2 of the first tile
       // Weights past the end are 0, but 0 x NaN would not be.
       const __mmask32 keep_even = token < valid ? ~__mmask32{0} : 0;
       const __mmask32 keep_odd = token + 1 < valid ? ~__mmask32{0} : 0;
-      if constexpr (kPrefetch) {
-        const char* ahead = reinterpret_cast<const char*>(pieces[half + kAhead] + 2 * pair * dim);
-        for (int64_t line = 0; line < dim * 4; line += 64) _mm_prefetch(ahead + line, _MM_HINT_T0);
-      }
       for (int64_t d = 0; d < dim; d += kStepDims) {
         const __m512i a = _mm512_maskz_loadu_epi16(keep_even, even + d);
         const __m512i b = _mm512_maskz_loadu_epi16(keep_odd, even + dim + d);
@@ -232,6 +311,7 @@ void InterleaveValues(const uint16_t* const* pieces, int64_t valid, int64_t dim,
         _mm512_store_si512(to + 2 * kTileFloats, _mm512_unpackhi_epi16(a, b));
         to += 4 * kTileFloats;
       }
+      if (lines > 0) s.ahead.Issue(lines);
     }
   }
 }
@@ -242,10 +322,11 @@ void InterleaveValues(const uint16_t* const* pieces, int64_t valid, int64_t dim,
   _tile_dpbf16ps(tile, 4, values_tile);              \
   _tile_dpbf16ps(tile, 5, values_tile)
 
-// Adds P V of `steps` steps to kTiles x 16 columns of up to 16 queries; begins them where `fresh`.
+// Adds P V of `steps` steps to kTiles x 16 columns of up to 16 queries; begins
+// them where `fresh`.
 template <int kTiles>
 void ValueTiles(const float* weights, const uint16_t* values, int64_t steps, int64_t dim,
-                bool fresh, float* outs) {
+                bool fresh, int64_t lines, Ahead& ahead, float* outs) {
   const int64_t row_bytes = dim * 4;
   if (fresh) {
     _tile_zero(0);
@@ -266,10 +347,14 @@ void ValueTiles(const float* weights, const uint16_t* values, int64_t steps, int
     _tile_loadd(4, parts, kScoreStride * 4);
     _tile_loadd(5, parts + 16, kScoreStride * 4);
     SLUICE_VALUE_STEP(0, 6, of_step);
+    if (lines > 0) ahead.Issue(lines);
     SLUICE_VALUE_STEP(1, 7, of_step + 2 * kTileFloats);
+    if (lines > 0) ahead.Issue(lines);
     if constexpr (kTiles > 2) {
       SLUICE_VALUE_STEP(2, 6, of_step + 4 * kTileFloats);
+      if (lines > 0) ahead.Issue(lines);
       SLUICE_VALUE_STEP(3, 7, of_step + 6 * kTileFloats);
+      if (lines > 0) ahead.Issue(lines);
     }
   }
   _tile_stored(0, outs, row_bytes);
@@ -293,40 +378,62 @@ void FinishOuts(AmxScratch& s, int64_t query, int64_t dim) {
   }
 }
 
-template <bool kPrefetch>
-void AttendPieces(int64_t queries, int64_t begin, int64_t end, int64_t dim, AmxScratch& s) {
-  const int64_t tokens = end - begin;
+// Half of s.values, in turn.
+inline uint16_t* ValuesOf(AmxScratch& s, int64_t step, int64_t range_steps) {
+  return s.values[step / range_steps % 2];
+}
+
+void AttendPieces(const SplitPlace& place, int64_t queries, int64_t dim, AmxScratch& s) {
+  const int64_t tokens = place.end - place.begin;
   const int64_t piece_count = CeilDiv(tokens, kPieceTokens);
   const int64_t steps = CeilDiv(tokens, kStepTokens);
   const int64_t rows = Min(kTileRows, queries);
+  // Lines to ask for beside the work on one KiB, and on one step of a query's
+  // softmax: together as many as are used. With many queries K and V are used
+  // long enough to come by themselves.
+  const bool few = queries <= kTileRows;
+  const int64_t lines = few ? Max(4, 16 - queries * kStepDims / dim) : 0;
+  const int64_t softmax_lines = few ? 4 : 0;
   ConfigureTiles(kTileRows);
+  int64_t turn = 0;
   for (int64_t i = 0; i < piece_count; i += kGroupPieces) {
-    ScoreGroup<kPrefetch>(s, i, queries, dim);
+    ScoreGroup(s, i, queries, dim, lines, turn);
   }
+  TransposeGroup(s, turn - 1, CeilDiv(queries, kTileRows), queries, 0);
   const int64_t padded = CeilDiv(queries, rows) * rows;
   for (int64_t q = 0; q < padded; ++q) {
-    const int64_t valid = q < queries ? s.last_token[q] + 1 - begin : 0;
-    Softmax(s, q, valid, steps);
+    const int64_t valid = q < queries ? s.last_token[q] + 1 - place.begin : 0;
+    Softmax(s, q, valid, steps, softmax_lines);
   }
   Written(s.scores);
   if (rows < kTileRows) ConfigureTiles(rows);
-  constexpr int64_t kRangeSteps = kRangeTokens / kStepTokens;
-  for (int64_t step = 0; step < steps; step += kRangeSteps) {
-    const int64_t count = Min(kRangeSteps, steps - step);
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t token = (step + i) * kStepTokens;
-      InterleaveValues<kPrefetch>(s.pieces + s.first_value + token / kPieceTokens, tokens - token,
-                                  dim, s.values + i * kStepTokens * dim);
+  const int64_t pair_lines = CeilDiv(lines * dim, 16 * kStepDims);
+  const int64_t range_steps = Max(1, kValueElements / (dim * kStepTokens) / (few ? 4 : 1));
+  const auto interleave = [&](int64_t step) {
+    for (int64_t i = step; i < Min(step + range_steps, steps); ++i) {
+      InterleaveValues(s, piece_count + i * (kStepTokens / kPieceTokens), tokens - i * kStepTokens,
+                       dim, pair_lines,
+                       ValuesOf(s, step, range_steps) + (i - step) * kStepTokens * dim);
     }
+  };
+  interleave(0);
+  for (int64_t step = 0; step < steps; step += range_steps) {
+    // One range early, for the same reason.
+    interleave(step + range_steps);
     Written(s.values);
+    const int64_t count = Min(range_steps, steps - step);
+    const uint16_t* values = ValuesOf(s, step, range_steps);
     for (int64_t q = 0; q < queries; q += rows) {
       const float* weights = s.scores + q * kScoreStride + step * kStepTokens;
       float* outs = s.outs + q * dim;
       int64_t d = 0;
       for (; d + 64 <= dim; d += 64) {
-        ValueTiles<4>(weights, s.values + d * 32, count, dim, step == 0, outs + d);
+        ValueTiles<4>(weights, values + d * 32, count, dim, step == 0, lines / 2, s.ahead,
+                      outs + d);
       }
-      if (d < dim) ValueTiles<2>(weights, s.values + d * 32, count, dim, step == 0, outs + d);
+      if (d < dim)
+        ValueTiles<2>(weights, values + d * 32, count, dim, step == 0, lines / 2, s.ahead,
+                      outs + d);
     }
   }
   _tile_release();
@@ -339,9 +446,9 @@ struct AmxAttention {
   static constexpr int64_t CostPerToken(int64_t queries) { return CeilDiv(queries, kTileRows) + 2; }
 
   // Scaled by log2(e) too: softmax is in powers of 2.
-  static void LoadQueries(const AttentionParams& p, const AttentionItem& item, AmxScratch& s) {
+  static void LoadQueries(const AttentionParams& p, const AttentionUnit& unit, AmxScratch& s) {
     const int64_t dim = p.cache.head_dim;
-    const int64_t queries = item.tile.rows * item.heads;
+    const int64_t queries = unit.tile.rows * unit.heads;
     const __m512 scale = _mm512_set1_ps(p.scale * 1.44269504088896341f);
     for (int64_t first = 0; first < queries; first += kTileRows) {
       for (int64_t d = 0; d < dim; d += kStepDims) {
@@ -349,55 +456,29 @@ struct AmxAttention {
           __m512 x0 = _mm512_setzero_ps(), x1 = x0;
           if (first + r < queries) {
             const int64_t q = first + r;
-            const float* from = p.q + (item.tile.row + q / item.heads) * p.q_stride +
-                                (item.first_head + q % item.heads) * dim + d;
+            const float* from = p.q + (unit.tile.row + q / unit.heads) * p.q_stride +
+                                (unit.first_head + q % unit.heads) * dim + d;
             x0 = _mm512_mul_ps(_mm512_loadu_ps(from), scale);
             x1 = _mm512_mul_ps(_mm512_loadu_ps(from + 16), scale);
           }
-          StoreParts(x0, x1, s.tiles[0] + r * 16, s.tiles[1] + r * 16);
+          StoreParts(x0, x1, s.tiles[0][0] + r * 16, s.tiles[0][1] + r * 16);
         }
         uint16_t* parts = s.queries + first * dim * 2 + d / kStepDims * 4 * kTileFloats;
-        TransposeTile(s.tiles[0], kTileRows, 16, reinterpret_cast<float*>(parts));
-        TransposeTile(s.tiles[1], kTileRows, 16, reinterpret_cast<float*>(parts + 2 * kTileFloats));
+        TransposeTile(s.tiles[0][0], kTileRows, 16, reinterpret_cast<float*>(parts));
+        TransposeTile(s.tiles[0][1], kTileRows, 16,
+                      reinterpret_cast<float*>(parts + 2 * kTileFloats));
       }
     }
     Written(s.queries);
   }
 
-  static void AttendSplit(const PagedCache& c, int64_t slot, int64_t kv_head, int64_t queries,
-                          int64_t split, int64_t tokens, AmxScratch& s) {
-    const int64_t begin = split * kAttentionSplitTokens;
-    const int64_t end = Min(begin + kAttentionSplitTokens, tokens);
-    LocateSplit(c, slot, kv_head, begin, end, tokens, s);
-    // With few queries K and V come from memory; with many they are used long enough.
-    if (queries <= kTileRows) {
-      AttendPieces<true>(queries, begin, end, c.head_dim, s);
-    } else {
-      AttendPieces<false>(queries, begin, end, c.head_dim, s);
-    }
+  static void AttendSplit(const PagedCache& c, const SplitPlace& place, const SplitPlace& next,
+                          int64_t queries, AmxScratch& s) {
+    Advance(c, place, next, s.ahead);
+    AttendPieces(place, queries, c.head_dim, s);
     for (int64_t q = 0; q < queries; ++q) {
       if (s.lse[q] != kNegativeInfinity) FinishOuts(s, q, c.head_dim);
     }
-  }
-
-  // Fills s.pieces. A short split's last group and step are filled up with pieces that are there:
-  // what they give is masked.
-  static void LocateSplit(const PagedCache& c, int64_t slot, int64_t kv_head, int64_t begin,
-                          int64_t end, int64_t tokens, AmxScratch& s) {
-    const int64_t first = begin / kPieceTokens;
-    const int64_t count = CeilDiv(end - begin, kPieceTokens);
-    const int64_t values = int64_t{c.block_tokens} * c.head_dim;
-    const auto fill = [&s](int64_t from, int64_t to) {
-      for (int64_t i = from; i < to; ++i) s.pieces[i] = s.pieces[from - 1];
-      return to;
-    };
-    LocatePieces(c, slot, kv_head, first, count, 0, s.pieces);
-    s.first_value = fill(count, CeilDiv(count, kGroupPieces) * kGroupPieces);
-    LocatePieces(c, slot, kv_head, first, count, values, s.pieces + s.first_value);
-    const int64_t last = fill(s.first_value + count, s.first_value + CeilDiv(count, 2) * 2);
-    const int64_t next = Min(kAhead, CeilDiv(tokens - end, kPieceTokens));
-    LocatePieces(c, slot, kv_head, first + count, next, 0, s.pieces + last);
-    fill(last + next, last + kAhead);
   }
 };
 

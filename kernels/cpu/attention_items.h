@@ -1,10 +1,11 @@
-// Attention's work items, for any way to attend to one split (`Core`):
+// Attention's work, shared out in units, for any way to attend to one split (`Core`):
 //   Vectors                 the path's vectors (simd_math.h)
 //   Scratch                 a worker's working memory, derived from ItemScratch; on its stack
 //   CostPerToken(queries)   work per token of context of a tile with so many queries
-//   LoadQueries(p, item, s) the item's queries, scaled, in the core's own form
-//   AttendSplit(cache, slot, kv_head, queries, split, tokens, s)
-//                           s.outs and s.lse of every query over one split of a context of `tokens`
+//   LoadQueries(p, unit, s) the unit's queries, scaled, in the core's own form
+//   AttendSplit(cache, place, next, queries, s)
+//                           s.outs and s.lse of every query over the tokens of `place`; `next` is
+//                           what this worker will be asked for then
 // A core gives a query one fixed sequence of operations, whatever its neighbours in the tile are.
 #pragma once
 
@@ -25,63 +26,103 @@ struct ItemScratch {
   MergeState state[kMaxQueries];
 };
 
-// A tile and the query heads [first_head, first_head + heads) of one kv head.
-struct AttentionItem {
+// The tokens [begin, end) of one kv head of a sequence; none: an empty range.
+struct SplitPlace {
+  int64_t slot = -1;
+  int64_t kv_head = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+inline bool SamePlace(const SplitPlace& a, const SplitPlace& b) {
+  return a.slot == b.slot && a.kv_head == b.kv_head && a.begin == b.begin && a.end == b.end;
+}
+
+// One split of a tile and of the query heads [first_head, first_head + heads) of one kv head.
+struct AttentionUnit {
   AttentionTile tile;
   int64_t kv_head;
   int64_t first_head;
   int64_t heads;
+  int64_t split;
 };
 
+// Runs units in order, each with a look at the next one, whose keys and values a core may ask for
+// ahead of time.
 template <class Core>
-void LoadItem(const AttentionParams& p, const AttentionItem& item, typename Core::Scratch& s) {
-  Core::LoadQueries(p, item, s);
-  for (int64_t q = 0; q < item.tile.rows * item.heads; ++q) {
-    s.last_token[q] = p.positions[item.tile.row + q / item.heads];
-  }
-}
-
-// One split of an item, into its entries of `partial`: [heads][head_dim] outs, then [heads] lse.
-template <class Core>
-void RunPartialItem(const AttentionParams& p, const AttentionItem& item, int64_t split,
-                    typename Core::Scratch& s) {
-  const int64_t dim = p.cache.head_dim;
-  const int64_t queries = item.tile.rows * item.heads;
-  LoadItem<Core>(p, item, s);
-  Core::AttendSplit(p.cache, p.slots[item.tile.row], item.kv_head, queries, split, item.tile.tokens,
-                    s);
-  for (int64_t q = 0; q < queries; ++q) {
-    const int64_t head = item.first_head + q % item.heads;
-    const int64_t entry = item.tile.partial + q / item.heads * item.tile.splits + split;
-    float* outs = p.partial + entry * p.heads * (dim + 1);
-    outs[p.heads * dim + head] = s.lse[q];
-    if (s.lse[q] == kNegativeInfinity) continue;
-    for (int64_t d = 0; d < dim; ++d) outs[head * dim + d] = s.outs[q * dim + d];
-  }
-}
-
-// Every split of an item, merged on the way.
-template <class Core>
-void RunWholeItem(const AttentionParams& p, const AttentionItem& item, typename Core::Scratch& s) {
+class UnitRunner {
+ public:
   using S = typename Core::Vectors;
-  const int64_t dim = p.cache.head_dim;
-  const int64_t queries = item.tile.rows * item.heads;
-  LoadItem<Core>(p, item, s);
-  for (int64_t q = 0; q < queries; ++q) s.state[q] = MergeState();
-  for (int64_t split = 0; split < item.tile.splits; ++split) {
-    Core::AttendSplit(p.cache, p.slots[item.tile.row], item.kv_head, queries, split,
-                      item.tile.tokens, s);
-    for (int64_t q = 0; q < queries; ++q) {
-      MergePart<S>(s.state[q], s.merged + q * dim, s.outs + q * dim, s.lse[q], dim);
+
+  explicit UnitRunner(const AttentionParams& p) : p_(p) {}
+
+  void Add(const AttentionUnit& unit) {
+    if (waiting_) Run(unit_, PlaceOf(unit));
+    unit_ = unit;
+    waiting_ = true;
+  }
+
+  void Finish() {
+    if (waiting_) Run(unit_, SplitPlace());
+    waiting_ = false;
+  }
+
+ private:
+  SplitPlace PlaceOf(const AttentionUnit& u) const {
+    const int64_t begin = u.split * kAttentionSplitTokens;
+    return {p_.slots[u.tile.row], u.kv_head, begin,
+            Min(begin + kAttentionSplitTokens, u.tile.tokens)};
+  }
+
+  void Run(const AttentionUnit& u, const SplitPlace& next) {
+    const int64_t queries = u.tile.rows * u.heads;
+    const bool partial = u.tile.partial >= 0;
+    if (partial || u.split == 0) {
+      for (int64_t q = 0; q < queries; ++q) {
+        s_.last_token[q] = p_.positions[u.tile.row + q / u.heads];
+        s_.state[q] = MergeState();
+      }
+      Core::LoadQueries(p_, u, s_);
+    }
+    Core::AttendSplit(p_.cache, PlaceOf(u), next, queries, s_);
+    if (partial) {
+      StorePartial(u, queries);
+    } else {
+      MergeSplit(u, queries);
     }
   }
-  for (int64_t q = 0; q < queries; ++q) {
-    const int64_t out =
-        (item.tile.row + q / item.heads) * p.heads + item.first_head + q % item.heads;
-    FinishMerge<S>(s.state[q], s.merged + q * dim, dim, p.out, p.out_type, out * dim,
-                   p.lse != nullptr ? p.lse + out : nullptr);
+
+  // Into the split's entries of `partial`: [heads][head_dim] outs, then [heads] lse.
+  void StorePartial(const AttentionUnit& u, int64_t queries) {
+    const int64_t dim = p_.cache.head_dim;
+    for (int64_t q = 0; q < queries; ++q) {
+      const int64_t head = u.first_head + q % u.heads;
+      const int64_t entry = u.tile.partial + q / u.heads * u.tile.splits + u.split;
+      float* outs = p_.partial + entry * p_.heads * (dim + 1);
+      outs[p_.heads * dim + head] = s_.lse[q];
+      if (s_.lse[q] == kNegativeInfinity) continue;
+      for (int64_t d = 0; d < dim; ++d) outs[head * dim + d] = s_.outs[q * dim + d];
+    }
   }
-}
+
+  // To the splits so far; the last one completes the result.
+  void MergeSplit(const AttentionUnit& u, int64_t queries) {
+    const int64_t dim = p_.cache.head_dim;
+    const bool last = u.split + 1 == u.tile.splits;
+    for (int64_t q = 0; q < queries; ++q) {
+      MergePart<S>(s_.state[q], s_.merged + q * dim, s_.outs + q * dim, s_.lse[q], dim);
+      if (!last) continue;
+      const int64_t out = (u.tile.row + q / u.heads) * p_.heads + u.first_head + q % u.heads;
+      FinishMerge<S>(s_.state[q], s_.merged + q * dim, dim, p_.out, p_.out_type, out * dim,
+                     p_.lse != nullptr ? p_.lse + out : nullptr);
+    }
+  }
+
+  const AttentionParams& p_;
+  bool waiting_ = false;
+  AttentionUnit unit_;
+  typename Core::Scratch s_;
+};
 
 inline void ClearPaddedRows(const AttentionParams& p, Worker worker) {
   const int64_t width = int64_t{p.heads} * p.cache.head_dim;
@@ -95,32 +136,26 @@ inline void ClearPaddedRows(const AttentionParams& p, Worker worker) {
   }
 }
 
-// Runs the items of one tile whose cost begins within `mine`; `cost` is the tile's own beginning.
+// Adds the units of one tile whose work begins within `mine`; `cost` is the tile's own beginning.
 template <class Core>
-void RunTile(const AttentionParams& p, const GroupShape& group, const AttentionTile& tile,
-             int64_t cost, Range mine, typename Core::Scratch& s) {
+void AddTile(const AttentionParams& p, const GroupShape& group, const AttentionTile& tile,
+             int64_t cost, Range mine, UnitRunner<Core>& runner) {
   const int64_t per_token = Core::CostPerToken(tile.rows * group.heads);
   for (int64_t part = 0; part < p.cache.kv_heads * group.parts; ++part) {
     const int64_t kv_head = part / group.parts;
     const int64_t offset = part % group.parts * group.heads;
-    const AttentionItem item = {tile, kv_head, kv_head * group.group + offset,
-                                Min(group.heads, group.group - offset)};
     const int64_t start = cost + part * tile.tokens * per_token;
-    if (tile.partial < 0) {
-      if (start >= mine.begin && start < mine.end) RunWholeItem<Core>(p, item, s);
-      continue;
-    }
-    for (int64_t split = 0; split < tile.splits; ++split) {
-      const int64_t split_start = start + split * kAttentionSplitTokens * per_token;
-      if (split_start >= mine.begin && split_start < mine.end) {
-        RunPartialItem<Core>(p, item, split, s);
-      }
+    AttentionUnit unit = {tile, kv_head, kv_head * group.group + offset,
+                          Min(group.heads, group.group - offset), 0};
+    for (; unit.split < tile.splits; ++unit.split) {
+      const int64_t skipped = tile.partial < 0 ? 0 : unit.split * kAttentionSplitTokens * per_token;
+      if (start + skipped >= mine.begin && start + skipped < mine.end) runner.Add(unit);
     }
   }
 }
 
-// Items in order, cut into shares of equal cost: a worker runs those whose cost begins in its
-// share.
+// Units in order, cut into shares of equal cost: a worker runs those whose cost begins in its
+// share. Splits that merge on the way stay together.
 template <class Core>
 void Attention(const AttentionParams& p, Worker worker) {
   const PagedCache& c = p.cache;
@@ -136,13 +171,14 @@ void Attention(const AttentionParams& p, Worker worker) {
     total += parts * tile.tokens * Core::CostPerToken(tile.rows * group.heads);
   }
   const Range mine = Share(total, worker);
-  typename Core::Scratch scratch;
+  UnitRunner<Core> runner(p);
   int64_t cost = 0;
   for (TileWalk walk(p, group.tile_rows); cost < mine.end && walk.Next(&tile);) {
     const int64_t next = cost + parts * tile.tokens * Core::CostPerToken(tile.rows * group.heads);
-    if (next > mine.begin) RunTile<Core>(p, group, tile, cost, mine, scratch);
+    if (next > mine.begin) AddTile<Core>(p, group, tile, cost, mine, runner);
     cost = next;
   }
+  runner.Finish();
 }
 
 template <class S>

@@ -204,27 +204,25 @@ void ChunkRows(AttentionScratch& s, int64_t query, int64_t rows, int64_t dim, in
   ValueRows<S, kRows>(s, query, dim, tokens);
 }
 
-// (outs, lse) of every query of the scratch over split `split` of its context of `tokens`.
+// (outs, lse) of every query of the scratch over `place`.
 template <class S>
-void AttendSplit(const PagedCache& c, int64_t slot, int64_t kv_head, int64_t queries, int64_t split,
-                 int64_t tokens, AttentionScratch& s) {
+void AttendSplit(const PagedCache& c, const SplitPlace& place, int64_t queries,
+                 AttentionScratch& s) {
   const int64_t dim = c.head_dim;
   for (int64_t q = 0; q < queries; ++q) {
     s.largest[q] = kNegativeInfinity;
     s.sums[q] = 0;
   }
   for (int64_t i = 0; i < queries * dim; ++i) s.outs[i] = 0;
-  const int64_t begin = split * kAttentionSplitTokens;
-  const int64_t end = Min(begin + kAttentionSplitTokens, tokens);
-  for (int64_t first = begin; first < end; first += kChunk) {
-    LoadChunk<S>(c, slot, kv_head, first, end, s);
-    const int64_t valid = Min(kChunk, end - first);
+  for (int64_t first = place.begin; first < place.end; first += kChunk) {
+    LoadChunk<S>(c, place.slot, place.kv_head, first, place.end, s);
+    const int64_t valid = Min(kChunk, place.end - first);
     for (int64_t q = 0; q < queries; q += S::kQueryRows) {
       ChunkRows<S, S::kQueryRows>(s, q, Min(S::kQueryRows, queries - q), dim, first, valid);
     }
   }
   for (int64_t q = 0; q < queries; ++q) {
-    const bool empty = s.last_token[q] < begin;
+    const bool empty = s.last_token[q] < place.begin;
     s.lse[q] = empty ? kNegativeInfinity : s.largest[q] + __builtin_logf(s.sums[q]);
     if (empty) continue;
     const typename S::F sum = S::Set1(s.sums[q]);
@@ -235,12 +233,12 @@ void AttendSplit(const PagedCache& c, int64_t slot, int64_t kv_head, int64_t que
 }
 
 template <class S>
-void LoadQueries(const AttentionParams& p, const AttentionItem& item, AttentionScratch& s) {
+void LoadQueries(const AttentionParams& p, const AttentionUnit& unit, AttentionScratch& s) {
   const int64_t dim = p.cache.head_dim;
   const typename S::F scale = S::Set1(p.scale);
-  for (int64_t q = 0; q < item.tile.rows * item.heads; ++q) {
-    const int64_t row = item.tile.row + q / item.heads;
-    const float* from = p.q + row * p.q_stride + (item.first_head + q % item.heads) * dim;
+  for (int64_t q = 0; q < unit.tile.rows * unit.heads; ++q) {
+    const int64_t row = unit.tile.row + q / unit.heads;
+    const float* from = p.q + row * p.q_stride + (unit.first_head + q % unit.heads) * dim;
     for (int64_t d = 0; d < dim; d += S::kWidth) {
       S::Store(s.queries + q * dim + d, S::Mul(S::Load(from + d), scale));
     }
@@ -255,12 +253,12 @@ struct SimdAttention {
   // Work per token of a tile's context: its dot products, and the conversion of K and V.
   static constexpr int64_t CostPerToken(int64_t queries) { return queries + 6; }
 
-  static void LoadQueries(const AttentionParams& p, const AttentionItem& item, Scratch& s) {
-    sluice::kernels::cpu::LoadQueries<S>(p, item, s);
+  static void LoadQueries(const AttentionParams& p, const AttentionUnit& unit, Scratch& s) {
+    cpu::LoadQueries<S>(p, unit, s);
   }
-  static void AttendSplit(const PagedCache& c, int64_t slot, int64_t kv_head, int64_t queries,
-                          int64_t split, int64_t tokens, Scratch& s) {
-    sluice::kernels::cpu::AttendSplit<S>(c, slot, kv_head, queries, split, tokens, s);
+  static void AttendSplit(const PagedCache& c, const SplitPlace& place, const SplitPlace&,
+                          int64_t queries, Scratch& s) {
+    cpu::AttendSplit<S>(c, place, queries, s);
   }
 };
 

@@ -180,9 +180,14 @@ template <class S>
 inline void FinishMerge(const MergeState& state, const float* o, int64_t dim, void* out,
                         DType out_type, int64_t out_index, float* lse) {
   const bool empty = state.sum == 0;
-  for (int64_t i = 0; i < dim; ++i) {
-    PutAs(out, out_type, out_index + i, empty ? 0.0f : o[i] / state.sum);
+  int64_t i = 0;
+  if (!empty) {
+    const typename S::F sum = S::Set1(state.sum);
+    for (; i + S::kWidth <= dim; i += S::kWidth) {
+      StoreAs<S>(out, out_type, out_index + i, S::Div(S::Load(o + i), sum));
+    }
   }
+  for (; i < dim; ++i) PutAs(out, out_type, out_index + i, empty ? 0.0f : o[i] / state.sum);
   if (lse != nullptr) *lse = empty ? kNegativeInfinity : state.largest + __builtin_logf(state.sum);
 }
 
