@@ -113,8 +113,9 @@ class Engine {
     absl::Time until = absl::InfiniteFuture();  // turn by then at the latest
   };
   virtual Next Turn() = 0;
-  // Blocks until the inbox has something, Wake() was called, or `until`; or less.
-  virtual void WaitForInbox(absl::Time until) = 0;
+  // Blocks until the inbox has something or Wake() was called (true), or until `until` or sooner
+  // (false). A time that is past never blocks: a simulation only looks.
+  virtual bool WaitForInbox(absl::Time until) = 0;
   virtual const StepTimes& times() const = 0;
 };
 

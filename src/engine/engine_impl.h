@@ -36,7 +36,7 @@ class EngineImpl : public Engine {
   void CancelAll(absl::Status why) override;
   void Wake() override { inbox_.Wake(); }
   Next Turn() override;
-  void WaitForInbox(absl::Time until) override { inbox_.Wait(until - parts_.clock->Now()); }
+  bool WaitForInbox(absl::Time until) override { return inbox_.Wait(until - parts_.clock->Now()); }
   const StepTimes& times() const override { return times_; }
 
  private:

@@ -36,12 +36,15 @@ class Inbox {
     for (const std::function<void()>& work : running_) work();
     running_.clear();
   }
-  // Until there is something, `timeout` at most and never longer than kLookAgain: a wake-up that
-  // got lost, or a clock that leapt, makes the engine late by that much, and hangs nobody.
-  void Wait(absl::Duration timeout) {
+  // Whether there is something: at once, or after `timeout` at most (none: it only looks) and never
+  // more than kLookAgain: a wake-up that got lost, or a clock that leapt, makes the engine late by
+  // that much, and hangs nobody.
+  bool Wait(absl::Duration timeout) {
     absl::MutexLock lock(&mutex_);
-    if (woken_ || !work_.empty()) return;
-    changed_.WaitWithTimeout(&mutex_, std::min(timeout, kLookAgain));
+    if (!woken_ && work_.empty() && timeout > absl::ZeroDuration()) {
+      changed_.WaitWithTimeout(&mutex_, std::min(timeout, kLookAgain));
+    }
+    return woken_ || !work_.empty();
   }
   static constexpr absl::Duration kLookAgain = absl::Milliseconds(100);
 

@@ -1,8 +1,10 @@
 #include "src/device/cpu/cpu_kernel_set.h"
 
 #include <algorithm>
+#include <cstring>
 
-#include "src/device/cpu/cpu_stream.h"
+#include "src/base/status_macros.h"
+#include "src/device/cpu/host_stream.h"
 
 namespace sluice {
 namespace {
@@ -76,7 +78,7 @@ class CpuKernelSet : public KernelSet {
   template <typename Params>
   void Launch(Stream& stream, void (*run)(const Params&, Worker), const Params& params,
               int64_t elements) {
-    static_cast<CpuStream&>(stream).Enqueue<Work<Params>>(
+    static_cast<HostStream&>(stream).Enqueue<Work<Params>>(
         [](const Work<Params>& work, CpuTeam* team) {
           team->Run(
               [](const void* erased, Worker worker) {

@@ -1,4 +1,4 @@
-// KernelSet over one of the tables of kernels/kernel_table.h, on CPU streams.
+// KernelSet over one of the tables of kernels/kernel_table.h, on streams in host memory.
 #pragma once
 
 #include <memory>

@@ -1,6 +1,6 @@
 #include "src/device/cpu/cpu_stream.h"
 
-#include "src/base/failpoint.h"
+#include "src/base/status_macros.h"
 #include "src/device/cpu/spin_wait.h"
 
 namespace sluice {
@@ -29,41 +29,6 @@ CpuStream::~CpuStream() {
   thread_.join();
 }
 
-void CpuStream::Copy(void* target, const void* source, size_t bytes) {
-  struct Work {
-    void* target;
-    const void* source;
-    size_t bytes;
-  };
-  Enqueue<Work>([](const Work& w, CpuTeam*) { std::memcpy(w.target, w.source, w.bytes); },
-                Work{target, source, bytes});
-}
-
-void CpuStream::CopyBatch(const CopyOp* ops, size_t count) {
-  struct Work {
-    const CopyOp* ops;
-    size_t count;
-  };
-  Enqueue<Work>(
-      [](const Work& w, CpuTeam*) {
-        SLUICE_FAILPOINT_PAUSE(kKvCopy);
-        for (size_t i = 0; i < w.count; ++i) {
-          std::memcpy(w.ops[i].target, w.ops[i].source, w.ops[i].bytes);
-        }
-      },
-      Work{ops, count});
-}
-
-void CpuStream::Fill(void* target, uint8_t value, size_t bytes) {
-  struct Work {
-    void* target;
-    size_t bytes;
-    uint8_t value;
-  };
-  Enqueue<Work>([](const Work& w, CpuTeam*) { std::memset(w.target, w.value, w.bytes); },
-                Work{target, bytes, value});
-}
-
 void CpuStream::Record(Event& event) {
   auto& cpu_event = static_cast<CpuEvent&>(event);
   struct Work {
@@ -87,7 +52,7 @@ void CpuStream::WaitFor(Event& event) {
                 Work{&static_cast<CpuEvent&>(event)});
 }
 
-CpuStream::Command& CpuStream::NextSlot() {
+HostStream::Command& CpuStream::NextSlot() {
   const uint32_t head = head_.load(std::memory_order_relaxed);
   for (uint32_t tail = tail_.load(std::memory_order_acquire); head - tail >= kCommands;
        tail = tail_.load(std::memory_order_acquire)) {

@@ -60,7 +60,7 @@ class FakeEngine : public Engine {
   void CancelAll(absl::Status) override {}
   void Wake() override { ++wakes; }
   Next Turn() override { return {}; }
-  void WaitForInbox(absl::Time) override {}
+  bool WaitForInbox(absl::Time) override { return false; }
   const StepTimes& times() const override { return times_; }
 
   // The test's side, "the engine's thread".

@@ -1,0 +1,50 @@
+// What the streams of devices in host memory share: a queue of small commands, run one after the
+// other. CpuKernelSet enqueues operators on any of them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <new>
+#include <type_traits>
+
+#include "src/device/cpu/cpu_team.h"
+#include "src/device/device.h"
+
+namespace sluice {
+
+class HostStream : public Stream {
+ public:
+  void Copy(void* target, const void* source, size_t bytes) override;
+  void CopyBatch(const CopyOp* ops, size_t count) override;
+  void Fill(void* target, uint8_t value, size_t bytes) override;
+
+  // Queues run(work, team). Work is copied bytewise.
+  template <typename Work>
+  void Enqueue(void (*run)(const Work& work, CpuTeam* team), const Work& work) {
+    static_assert(std::is_trivially_copyable_v<Work> &&
+                  sizeof(Work) + sizeof(run) <= kPayloadBytes);
+    struct Packed {
+      void (*run)(const Work&, CpuTeam*);
+      Work work;
+    };
+    Command& slot = NextSlot();
+    new (slot.payload) Packed{run, work};
+    slot.run = [](const std::byte* payload, CpuTeam* team) {
+      const auto* packed = std::launder(reinterpret_cast<const Packed*>(payload));
+      packed->run(packed->work, team);
+    };
+    Publish();
+  }
+
+ protected:
+  static constexpr size_t kPayloadBytes = 240;
+  struct Command {
+    void (*run)(const std::byte* payload, CpuTeam* team);
+    alignas(16) std::byte payload[kPayloadBytes];
+  };
+  // Where the next command is written, and that it has been.
+  virtual Command& NextSlot() = 0;
+  virtual void Publish() = 0;
+};
+
+}  // namespace sluice

@@ -1,0 +1,60 @@
+#include "src/device/sim/sim_device.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#include "src/base/status_macros.h"
+#include "src/device/cpu/cpu_kernel_set.h"
+#include "src/device/cpu/cpu_team.h"
+#include "src/device/sim/sim_stream.h"
+
+namespace sluice {
+namespace {
+
+class SimDeviceImpl : public SimDevice {
+ public:
+  SimDeviceImpl(const SimDeviceOptions& options, SimClock* clock)
+      : state_{options, clock, SplitMix64(options.seed)},
+        team_(1),
+        kernels_(NewCpuKernelSet(*options.kernels, &team_, this)) {}
+
+  const std::string& name() const override { return name_; }
+  absl::StatusOr<Buffer> Allocate(MemoryKind, size_t bytes, const std::string& what) override {
+    if (allocations_++ == state_.options.refused_allocation) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("no memory for ", what, ": ", bytes, " bytes were asked for (simulated)"));
+    }
+    if (bytes == 0) return Buffer();
+    constexpr size_t kAlignment = 64;
+    const size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    void* memory = std::aligned_alloc(kAlignment, rounded);
+    SLUICE_CHECK(memory != nullptr);
+    std::memset(memory, 0, rounded);
+    return Buffer(memory, bytes, [](void* data, size_t) { std::free(data); });
+  }
+  std::unique_ptr<Stream> NewStream(StreamKind kind) override {
+    return std::make_unique<SimStream>(&state_, kind == StreamKind::kCompute ? &team_ : nullptr);
+  }
+  std::unique_ptr<Event> NewEvent() override { return std::make_unique<SimEvent>(state_.clock); }
+  std::unique_ptr<TimedEvent> NewTimedEvent() override {
+    return std::make_unique<SimEvent>(state_.clock);
+  }
+  KernelSet& kernels() override { return *kernels_; }
+  uint64_t stalls() const override { return state_.stalls; }
+
+ private:
+  const std::string name_ = "sim";
+  SimDeviceState state_;
+  CpuTeam team_;
+  int allocations_ = 0;
+  const std::unique_ptr<KernelSet> kernels_;
+};
+
+}  // namespace
+
+std::unique_ptr<SimDevice> NewSimDevice(const SimDeviceOptions& options, SimClock* clock) {
+  SLUICE_CHECK(options.kernels != nullptr);
+  return std::make_unique<SimDeviceImpl>(options, clock);
+}
+
+}  // namespace sluice

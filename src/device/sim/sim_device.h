@@ -1,0 +1,46 @@
+// The simulated device: host memory and the CPU's operators, on a virtual clock. Every command of a
+// stream takes a time drawn from the seed, a copy of many pieces lands them in any order, and its
+// faults come from the seed too: streams that stall, an allocation that is refused. One thread runs
+// everything, so a run is a function of the seed.
+//
+// A command touches memory either when it begins or when it ends (drawn as well): whoever gives
+// memory back too early, or reads it too soon, meets both.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/time/time.h"
+#include "kernels/kernel_table.h"
+#include "src/device/device.h"
+#include "src/device/sim/sim_clock.h"
+
+namespace sluice {
+
+struct SimDeviceOptions {
+  // The operators; a table of kernels/kernel_table.h or one of the caller's. Lives as long.
+  const kernels::KernelTable* kernels = nullptr;
+  uint64_t seed = 0;
+  // Mean times: a command takes between nothing and twice that.
+  absl::Duration kernel_time = absl::Microseconds(50);
+  absl::Duration copy_time = absl::Microseconds(50);
+  // Share of the commands that take `stall` more.
+  double stall_share = 0;
+  absl::Duration stall = absl::ZeroDuration();
+  // The Allocate that is refused, counted from 0; -1: none.
+  int refused_allocation = -1;
+  // Breaches of the Device contract, for tests of whatever must notice them: the share of events
+  // that are ready before what they mark is done, and of copies that never happen.
+  double early_events = 0;
+  double lost_copies = 0;
+};
+
+class SimDevice : public Device {
+ public:
+  virtual uint64_t stalls() const = 0;  // so far
+};
+
+// `clock` outlives the device.
+std::unique_ptr<SimDevice> NewSimDevice(const SimDeviceOptions& options, SimClock* clock);
+
+}  // namespace sluice
