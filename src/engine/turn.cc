@@ -87,6 +87,11 @@ void EngineImpl::CheckTimes(absl::Time now) {
   std::vector<std::pair<Sequence*, absl::Status>> over;
   for (const auto& [id, sequence] : sequences_) {
     const absl::Time deadline = sequence->request.deadline;
+    // What planning saw last may be long ago: a reader that has made room since is not slow.
+    if (sequence->parked_since.has_value() &&
+        sequence->request.sink->HasRoom(static_cast<size_t>(sequence->in_flight) + 1)) {
+      sequence->parked_since.reset();
+    }
     const absl::Time slow = sequence->parked_since.has_value()
                                 ? *sequence->parked_since + options_.slow_reader_timeout
                                 : absl::InfiniteFuture();

@@ -82,6 +82,8 @@ class PagePool {
     int64_t used_bytes = 0;      // taken pages
   };
   Usage UsageOf(size_t kind) const;
+  // Pages that nobody owns, for whoever watches over them.
+  std::vector<PageRun> FreeRuns(size_t kind) const;
 
  private:
   friend class Reservation;

@@ -4,6 +4,7 @@
 // One thread.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <queue>
@@ -27,7 +28,7 @@ class SimClock : public Clock {
     At(now_ + delay, std::move(what));
   }
 
-  bool empty() const { return due_.empty(); }
+  size_t due() const { return due_.size(); }  // happenings to come
   // Moves to the next happening and runs it. False: there is none.
   bool RunNext();
   // Runs until done() holds. REQUIRES: it comes to that.

@@ -1,0 +1,54 @@
+// The arithmetic of the simulated model, shared by the kernels that read pages and by the oracle
+// that never sees one: a token's state mixes its id, its position and, layer by layer, every byte
+// of every key and value up to it.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+namespace sluice::sim {
+
+inline constexpr int kLayers = 2;
+inline constexpr int kKvHeads = 2;
+inline constexpr int kHeads = 2;
+inline constexpr int kHeadDim = 4;  // float32: 16 bytes of K and 16 of V per head
+inline constexpr int kBlockTokens = 4;
+inline constexpr int kVocab = 64;
+inline constexpr int32_t kEosToken = 1;
+// A token whose own row gives logits that are not finite.
+inline constexpr int32_t kBrokenToken = 63;
+
+inline constexpr int kParts = 2;                                       // K and V
+inline constexpr int kWords = kHeadDim * 4 / 8;                        // 64-bit words of a part
+inline constexpr int kTokenWords = kKvHeads * kParts * kWords;         // of one layer
+inline constexpr int64_t kPageBytes = kBlockTokens * kTokenWords * 8;  // of one layer
+
+constexpr uint64_t Mix(uint64_t h, uint64_t word) {
+  h = (h ^ word) * 0x9E3779B97F4A7C15ull;
+  return h ^ (h >> 29);
+}
+
+inline constexpr uint64_t kEmpty = 0x243F6A8885A308D3ull;  // of a context of no tokens
+
+// State of a token before the first layer.
+constexpr uint64_t Embed(int32_t token, int32_t position) {
+  return Mix(Mix(kEmpty, static_cast<uint64_t>(static_cast<int64_t>(token))),
+             static_cast<uint64_t>(position));
+}
+
+// Word `i` of the keys and values that a token of that state has in a layer: head by head, K then
+// V.
+constexpr uint64_t KvWord(uint64_t state, int layer, int i) {
+  return Mix(state, static_cast<uint64_t>(layer * kTokenWords + i + 1));
+}
+
+// Logit of token `v` after a token of that state; `token` is that token's id.
+inline float Logit(uint64_t state, int32_t token, int v) {
+  if (token == kBrokenToken) return std::numeric_limits<float>::quiet_NaN();
+  const float logit =
+      static_cast<float>(Mix(state, static_cast<uint64_t>(1000 + v)) >> 40) * 0x1p-21f - 4.0f;
+  return v == kBrokenToken ? logit - 1.0f : logit;  // rare, not absent
+}
+
+}  // namespace sluice::sim

@@ -1,0 +1,33 @@
+// The simulated model and its operators: they go through the real policy's block tables to the real
+// pages, and read every byte of a sequence's caches for every token.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "kernels/kernel_table.h"
+#include "src/device/device.h"
+#include "src/model/model.h"
+
+namespace sluice::sim {
+
+// The portable operators, with RopeAppend and Attention replaced by ones that move and hash bytes.
+const kernels::KernelTable& HashKernels();
+
+struct HashModelOptions {
+  int max_context = 0;
+  int max_rows = 0;
+  int max_logits = 0;
+};
+
+class HashModel : public Model {
+ public:
+  // Most steps that were launched and not yet run at the same time.
+  virtual int deepest() const = 0;
+};
+
+// RESOURCE_EXHAUSTED as the device says it.
+absl::StatusOr<std::unique_ptr<HashModel>> NewHashModel(const HashModelOptions& options,
+                                                        Device* device);
+
+}  // namespace sluice::sim

@@ -1,0 +1,68 @@
+#include "tests/sim/node.h"
+
+#include <utility>
+
+#include "src/attention/policies/full/full_policy.h"
+#include "src/base/status_macros.h"
+#include "tests/sim/hash.h"
+
+namespace sluice::sim {
+namespace {
+
+absl::StatusOr<std::unique_ptr<PagePool>> MakePool(const char* name, int64_t pages, MemoryKind kind,
+                                                   const CacheLayout& layout, Device* device) {
+  // PagePool keeps 4096 bytes for the alignment of its one kind.
+  SLUICE_ASSIGN_OR_RETURN(
+      Buffer arena, device->Allocate(kind, static_cast<size_t>(pages * kPageBytes + 4096), name));
+  return PagePool::Create(name, layout, std::move(arena));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Node>> Node::Create(const NodeSpec& spec, SimClock* clock) {
+  std::unique_ptr<Node> node(new Node);
+  SLUICE_RETURN_IF_ERROR(node->Build(spec, clock));
+  return node;
+}
+
+absl::Status Node::Build(const NodeSpec& spec, SimClock* clock) {
+  device_ = NewSimDevice(spec.device, clock);
+  const auto slots = static_cast<int>(spec.engine.max_sequences);
+  const auto max_context = static_cast<int>(spec.engine.max_context);
+  HashModelOptions model;
+  model.max_context = max_context;
+  model.max_rows = static_cast<int>(spec.engine.chunk_tokens) + slots;
+  model.max_logits = slots;
+  SLUICE_ASSIGN_OR_RETURN(model_, NewHashModel(model, device_.get()));
+  const CacheLayout& layout = model_->cache_layout();
+  SLUICE_ASSIGN_OR_RETURN(
+      hbm_, MakePool("hbm", spec.hbm_pages, MemoryKind::kDevice, layout, device_.get()));
+  SLUICE_ASSIGN_OR_RETURN(
+      dram_, MakePool("dram", spec.dram_pages, MemoryKind::kPinned, layout, device_.get()));
+  SLUICE_ASSIGN_OR_RETURN(policy_, NewFullPolicy({device_.get(), hbm_.get(), slots, max_context}));
+  TransferTable::Options transfers;
+  transfers.model_fingerprint = model_->fingerprint();
+  transfers.vocab_size = kVocab;
+  transfers.max_context = spec.engine.max_context;
+  transfers.max_lease = spec.lease;
+  transfers.footprint = [this](int64_t context, int64_t total) {
+    return policy_->FootprintOf(context, total);
+  };
+  transfers_ = std::make_unique<TransferTable>(transfers, dram_.get(), hbm_.get(), clock);
+  Engine::Parts parts;
+  parts.device = device_.get();
+  parts.model = model_.get();
+  parts.policy = policy_.get();
+  parts.transfers = transfers_.get();
+  parts.clock = clock;
+  SLUICE_ASSIGN_OR_RETURN(engine_, Engine::Create(spec.engine, parts));
+  return absl::OkStatus();
+}
+
+Node::~Node() {
+  engine_.reset();
+  transfers_.reset();
+  policy_.reset();
+}
+
+}  // namespace sluice::sim

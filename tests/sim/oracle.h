@@ -1,0 +1,45 @@
+// What a request must give, from its own prompt and parameters alone: no pages, no batch, no
+// engine. The simulated model's arithmetic over a plain history, and the sampling operator over it.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "src/request/token.h"
+#include "src/sampling/sampling_params.h"
+#include "tests/sim/hash.h"
+
+namespace sluice::sim {
+
+// The caches of a history of tokens, and the state of its newest.
+class History {
+ public:
+  void Append(int32_t token);
+  uint64_t state() const { return state_; }
+  const std::vector<int32_t>& tokens() const { return tokens_; }
+  // Words of one token's keys and values in a layer.
+  const uint64_t* Words(int layer, size_t position) const {
+    return &words_[static_cast<size_t>(layer)][position * kTokenWords];
+  }
+
+ private:
+  std::vector<int32_t> tokens_;
+  std::vector<uint64_t> words_[kLayers];  // [tokens][kTokenWords]
+  uint64_t hashes_[kLayers] = {kEmpty, kEmpty};
+  uint64_t state_ = 0;
+};
+
+// All that a request emits if nobody interferes, and how it ends.
+struct Expected {
+  enum class End { kStop, kLength, kBadLogits };
+  std::vector<OutputToken> tokens;
+  End end = End::kLength;
+  std::optional<int32_t> stop_token;  // of kStop
+};
+
+// `first`: tokens handed over with the prompt. REQUIRES: params bring a seed, or are greedy.
+Expected Expect(const std::vector<int32_t>& prompt, const std::vector<OutputToken>& first,
+                const SamplingParams& params, int64_t max_tokens);
+
+}  // namespace sluice::sim

@@ -1,0 +1,45 @@
+// Runs seeds in processes of their own, so that a broken invariant, which ends its process, is a
+// report like any other.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "tests/sim/scenario.h"
+#include "tests/sim/situations.h"
+
+namespace sluice::sim {
+
+// Ends the process with what is wrong with the seed that it runs, and how to see it again.
+[[noreturn]] void ReportFailure(const std::string& what);
+
+struct RunOptions {
+  uint64_t first_seed = 1;
+  uint64_t last_seed = 1;
+  int jobs = 1;
+  bool trace = false;
+  bool twice = false;  // every seed, and both runs must be the same
+  Plant plant = Plant::kNone;
+};
+
+// In memory that the processes of a run share.
+struct RunResult {
+  SituationCounts counts{};
+  std::atomic<uint64_t> seeds{0};   // that passed
+  std::atomic<bool> failed{false};  // ends the run
+  std::atomic<uint64_t> failed_seed{0};
+  char failure[1024] = {};  // of the first seed that failed
+};
+
+// Runs the seeds until one fails. The result stays mapped until the process ends.
+const RunResult& RunSeeds(const RunOptions& options);
+
+// The command that runs a seed again.
+std::string ReplayCommand(uint64_t seed, Plant plant);
+
+const char* Name(Plant plant);
+
+}  // namespace sluice::sim

@@ -1,0 +1,178 @@
+#include "tests/sim/scenario.h"
+
+#include <algorithm>
+
+#include "tests/sim/hash_model.h"
+
+namespace sluice::sim {
+
+absl::Duration DrawDuration(SplitMix64& random, absl::Duration most) {
+  return random.Uniform() * most;
+}
+
+bool OneIn(SplitMix64& random, uint64_t n) { return random.Below(n) == 0; }
+
+namespace {
+
+constexpr uint32_t kMaxContext = 64;
+// The span over which requests arrive.
+constexpr absl::Duration kArrivals = absl::Milliseconds(120);
+
+int64_t Between(SplitMix64& random, int64_t low, int64_t high) {
+  return low + static_cast<int64_t>(random.Below(static_cast<uint64_t>(high - low + 1)));
+}
+
+NodeSpec DrawNode(SplitMix64& random, Plant plant) {
+  NodeSpec node;
+  node.engine.max_sequences = static_cast<uint32_t>(Between(random, 1, 5));
+  node.engine.max_waiting = static_cast<uint32_t>(Between(random, 2, 12));
+  node.engine.max_context = kMaxContext;
+  node.engine.chunk_tokens = static_cast<uint32_t>(Between(random, 1, 16));
+  node.engine.local_prefill = true;
+  node.engine.seed = 1 + random();
+  node.engine.transfer_wait = absl::Milliseconds(Between(random, 20, 400));
+  node.engine.slow_reader_timeout = absl::Milliseconds(Between(random, 10, 100));
+  // The longest sequence takes kMaxContext / kBlockTokens pages of each layer.
+  constexpr int64_t kLongest = kMaxContext / kBlockTokens * kLayers;
+  node.hbm_pages = Between(random, kLongest * 5 / 8, kLongest * 3);
+  node.dram_pages = Between(random, kLongest * 5 / 8, kLongest * 3);
+  node.lease = absl::Milliseconds(Between(random, 10, 200));
+  node.device.kernels = &HashKernels();
+  node.device.seed = random();
+  node.device.kernel_time = absl::Microseconds(Between(random, 1, 60));
+  node.device.copy_time = absl::Microseconds(Between(random, 1, 200));
+  if (OneIn(random, 3)) {
+    node.device.stall_share = 0.004;
+    node.device.stall = absl::Milliseconds(Between(random, 1, 60));
+  }
+  if (OneIn(random, 12)) node.device.refused_allocation = static_cast<int>(random.Below(40));
+  if (plant == Plant::kEarlyEvents) node.device.early_events = 0.05;
+  if (plant == Plant::kLostCopies) node.device.lost_copies = 0.01;
+  node.host_time = absl::Microseconds(OneIn(random, 4) ? 1000 : 20);
+  return node;
+}
+
+SamplingParams DrawSampling(SplitMix64& random, uint32_t max_new_tokens) {
+  SamplingParams sampling;
+  sampling.temperature = 0;
+  if (OneIn(random, 2)) {
+    sampling.temperature = static_cast<float>(0.3 + random.Uniform());
+    sampling.seed = random();
+    if (OneIn(random, 3)) sampling.top_k = static_cast<uint32_t>(Between(random, 1, 20));
+    if (OneIn(random, 3)) sampling.top_p = static_cast<float>(0.3 + 0.7 * random.Uniform());
+    if (OneIn(random, 4)) sampling.min_p = static_cast<float>(0.2 * random.Uniform());
+  }
+  if (OneIn(random, 4)) sampling.repetition_penalty = 1.3f;
+  if (OneIn(random, 4)) sampling.frequency_penalty = 0.5f;
+  if (OneIn(random, 4)) sampling.presence_penalty = 0.7f;
+  if (OneIn(random, 6)) sampling.logit_bias = {{5, 1.5f}, {9, -3.0f}};
+  if (OneIn(random, 3)) sampling.logprobs = static_cast<uint32_t>(random.Below(4));
+  sampling.ignore_eos = OneIn(random, 3);
+  if (OneIn(random, 3)) {
+    sampling.stop_token_ids = {static_cast<uint32_t>(random.Below(kVocab)),
+                               static_cast<uint32_t>(random.Below(kVocab))};
+  }
+  if (!OneIn(random, 4)) {
+    sampling.max_tokens = static_cast<uint32_t>(Between(random, 1, max_new_tokens));
+  }
+  const uint32_t most = sampling.max_tokens.value_or(max_new_tokens);
+  if (OneIn(random, 4)) sampling.min_tokens = static_cast<uint32_t>(random.Below(most + 1));
+  return sampling;
+}
+
+RequestSpec DrawRequest(SplitMix64& random, const NodeSpec& node, int index) {
+  RequestSpec r;
+  r.index = index;
+  r.seed = random();
+  // What an empty pool holds is the most that a request may ask for.
+  const int64_t room = std::min<int64_t>({kMaxContext, node.hbm_pages / kLayers * kBlockTokens,
+                                          node.dram_pages / kLayers * kBlockTokens});
+  const int64_t prompt = Between(random, 1, room - 2);
+  r.max_new_tokens = static_cast<uint32_t>(Between(random, 1, room - prompt));
+  for (int64_t i = 0; i < prompt; ++i) {
+    r.prompt.push_back(static_cast<int32_t>(random.Below(kVocab - 1)));
+  }
+  r.sampling = DrawSampling(random, r.max_new_tokens);
+  switch (random.Below(6)) {
+    case 0:
+      r.meeting = Meeting::kLocal;
+      break;
+    case 1:
+    case 2:
+      r.meeting = Meeting::kByKey;
+      break;
+    default:
+      r.meeting = Meeting::kById;
+      break;
+  }
+  int64_t max_tokens = r.sampling.max_tokens.value_or(r.max_new_tokens);
+  if (r.meeting == Meeting::kLocal) {
+    if (!r.sampling.max_tokens.has_value()) {
+      max_tokens = std::min<int64_t>(kMaxContext, node.hbm_pages / kLayers * kBlockTokens) - prompt;
+    }
+  } else {
+    r.context = OneIn(random, 2) ? static_cast<uint32_t>(prompt)
+                                 : static_cast<uint32_t>(Between(random, 1, prompt));
+    if (OneIn(random, 3)) {
+      const int64_t most = std::min<int64_t>(4, max_tokens);
+      for (int64_t i = Between(random, 1, most); i > 0; --i) {
+        OutputToken token;
+        token.id = static_cast<int32_t>(random.Below(kVocab - 1));
+        token.logprob = -0.5f;
+        r.first.push_back(token);
+      }
+    }
+  }
+  r.expected = Expect(r.prompt, r.first, r.sampling, max_tokens);
+
+  r.reserve_at = DrawDuration(random, kArrivals);
+  if (r.meeting == Meeting::kById) {
+    r.generate_after_commit = OneIn(random, 2);
+    r.generate_at = DrawDuration(random, absl::Milliseconds(OneIn(random, 4) ? 100 : 10));
+    r.never_generates = OneIn(random, 10);
+  } else {
+    r.generate_at = DrawDuration(random, kArrivals);
+  }
+  r.generates_twice = OneIn(random, 6);
+  if (OneIn(random, 6)) r.deadline = DrawDuration(random, absl::Milliseconds(150));
+  if (OneIn(random, 6)) r.cancel = DrawDuration(random, absl::Milliseconds(100));
+  switch (random.Below(8)) {
+    case 0:
+      r.reading = Reading::kNever;
+      break;
+    case 1:
+      r.reading = Reading::kNowAndThen;
+      break;
+    case 2:
+    case 3:
+      r.reading = Reading::kPausing;
+      break;
+    default:
+      r.reading = Reading::kAtOnce;
+      break;
+  }
+  r.pause = DrawDuration(random, 1.5 * node.engine.slow_reader_timeout);
+  // A stream holds what is handed over and the tokens of the steps in flight.
+  r.stream_capacity = r.first.size() + static_cast<size_t>(Between(random, 3, 10));
+  return r;
+}
+
+}  // namespace
+
+Scenario DrawScenario(uint64_t seed, Plant plant) {
+  SplitMix64 random(seed);
+  Scenario scenario;
+  scenario.seed = seed;
+  scenario.plant = plant;
+  scenario.node = DrawNode(random, plant);
+  const int64_t requests = Between(random, 1, OneIn(random, 12) ? 80 : 24);
+  for (int i = 0; i < requests; ++i) {
+    scenario.requests.push_back(DrawRequest(random, scenario.node, i));
+  }
+  if (OneIn(random, 6)) scenario.leaps_at.push_back(DrawDuration(random, 2 * kArrivals));
+  if (OneIn(random, 5)) scenario.drain_at = DrawDuration(random, 2 * kArrivals);
+  if (OneIn(random, 12)) scenario.cancel_all_at = DrawDuration(random, 2 * kArrivals);
+  return scenario;
+}
+
+}  // namespace sluice::sim

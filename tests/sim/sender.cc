@@ -1,0 +1,435 @@
+#include "tests/sim/sender.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+extern "C" {
+#include <isa-l/crc.h>
+}
+
+#include "absl/strings/str_cat.h"
+#include "src/base/error.h"
+#include "tests/sim/world.h"
+
+namespace sluice::sim {
+namespace {
+
+constexpr int kReserveAttempts = 4;
+
+uint32_t Crc32c(const std::vector<uint8_t>& bytes) {
+  return ~crc32_iscsi(const_cast<uint8_t*>(bytes.data()), static_cast<int>(bytes.size()), ~0u);
+}
+
+}  // namespace
+
+Sender::Sender(World* world, const RequestSpec& request, std::function<void()> reserved,
+               std::function<void()> committed)
+    : world_(world),
+      request_(request),
+      on_reserved_(std::move(reserved)),
+      on_committed_(std::move(committed)),
+      random_(request.seed),
+      lease_(OneIn(random_, 3) ? world->scenario().node.lease * (0.1 + 0.9 * random_.Uniform())
+                               : world->scenario().node.lease),
+      pace_(absl::Milliseconds(OneIn(random_, 6) ? 30 : 2)),
+      known_(size_t{kLayers} * kKvHeads * blocks(), Block::kMissing) {
+  for (const int32_t token : request.prompt) history_.Append(token);
+  if (OneIn(random_, 8)) steps_to_abort_ = 1 + random_.Below(20);
+  if (OneIn(random_, 8)) steps_to_forget_ = 1 + random_.Below(20);
+  commits_early_ = OneIn(random_, 5);
+}
+
+void Sender::Start() {
+  world_->clock().After(request_.reserve_at, [this] { Reserve(); });
+}
+
+std::string Sender::rendezvous_key() const {
+  return request_.meeting == Meeting::kByKey ? absl::StrCat("room ", request_.index) : "";
+}
+
+bool Sender::LeaseMayBeOver() const { return world_->clock().Now() >= lease_end_; }
+
+bool Sender::MayBeGone() const {
+  return aborted_ || caller_ended_ || LeaseMayBeOver() || (committed_ && attached_);
+}
+
+bool Sender::IsReady() const {
+  if (!committed_ || !attached_ || !held_.empty() || LeaseMayBeOver()) return false;
+  // What has been taken is remembered without its blocks.
+  const auto info = world_->transfers().Get(id_, 0);
+  return info.ok() && info->blocks_total > 0;
+}
+
+void Sender::LeaseRenewed() { lease_end_ = world_->clock().Now() + lease_; }
+
+void Sender::Reserve() {
+  Manifest manifest;
+  manifest.model_fingerprint = world_->node().model().fingerprint();
+  manifest.context_length = request_.context;
+  manifest.prompt_token_ids.assign(request_.prompt.begin(), request_.prompt.end());
+  manifest.max_new_tokens = request_.max_new_tokens;
+  manifest.rendezvous_key = rendezvous_key();
+  manifest.lease = lease_;
+  const auto reserved = world_->transfers().Reserve(manifest);
+  if (!reserved.ok()) {
+    world_->Trace("sender ", request_.index, ": Reserve: ", ReasonOr(reserved.status()));
+    if (!absl::IsResourceExhausted(reserved.status()) ||
+        !RetryAfterOf(reserved.status()).has_value()) {
+      world_->Fail(request_.index, "Reserve was refused: ", reserved.status().ToString());
+    }
+    world_->Note(Situation::kReserveRefusedForRoom);
+    if (++reserve_attempts_ < kReserveAttempts) {
+      world_->clock().After(*RetryAfterOf(reserved.status()), [this] { Reserve(); });
+    }
+    return;
+  }
+  id_ = reserved->transfer_id;
+  LeaseRenewed();
+  world_->Trace("sender ", request_.index, ": reserved");
+  PlanChunks();
+  on_reserved_();
+  Continue(pace_);
+}
+
+void Sender::PlanChunks() {
+  for (uint32_t layer = 0; layer < kLayers; ++layer) {
+    const bool by_head = OneIn(random_, 2);
+    for (uint32_t head = 0; head < kKvHeads; head += by_head ? 1 : kKvHeads) {
+      for (uint32_t begin = 0; begin < blocks();) {
+        const uint32_t end =
+            std::min(blocks(), begin + 1 + static_cast<uint32_t>(random_.Below(8)));
+        to_send_.push_back({layer, head, by_head ? head + 1 : uint32_t{kKvHeads}, begin, end});
+        begin = end;
+      }
+    }
+  }
+  for (size_t i = to_send_.size(); i > 1; --i) {
+    std::swap(to_send_[i - 1], to_send_[random_.Below(i)]);
+  }
+  for (size_t i = 0; i < to_send_.size(); ++i) {
+    switch (random_.Below(24)) {
+      case 0:
+        to_send_[i].fault = Fault::kCorrupt;
+        break;
+      case 1:
+        to_send_[i].fault = Fault::kDropped;
+        break;
+      case 2:
+        to_send_[i].fault = Fault::kHeldUp;
+        break;
+      case 3:
+        to_send_.insert(to_send_.begin() + static_cast<int64_t>(random_.Below(i + 1)),
+                        Chunk(to_send_[i]));
+        ++i;
+        break;
+      default:
+        break;
+    }
+  }
+  if (OneIn(random_, 25)) {
+    Chunk other = to_send_.back();
+    other.fault = Fault::kDiffers;
+    to_send_.insert(to_send_.begin() + static_cast<int64_t>(random_.Below(to_send_.size())), other);
+  }
+}
+
+void Sender::Continue(absl::Duration most) {
+  world_->clock().After(DrawDuration(random_, most), [this] { Step(); });
+}
+
+void Sender::Step() {
+  if (stopped_) return;
+  if (steps_to_abort_ > 0 && --steps_to_abort_ == 0) return Abort();
+  if (steps_to_forget_ > 0 && --steps_to_forget_ == 0) {
+    stopped_ = true;
+    return;
+  }
+  if (OneIn(random_, 40)) {
+    const auto reserved = [&] {
+      Manifest manifest;
+      manifest.model_fingerprint = world_->node().model().fingerprint();
+      manifest.context_length = 1;
+      manifest.prompt_token_ids = {2};
+      manifest.max_new_tokens = 1;
+      manifest.rendezvous_key = rendezvous_key();
+      return world_->transfers().Reserve(manifest);
+    };
+    // A router that retries its room gets an answer, not a second transfer.
+    if (request_.meeting == Meeting::kByKey && !MayBeGone()) {
+      const absl::Status again = reserved().status();
+      if (!absl::IsAlreadyExists(again)) {
+        world_->Fail(request_.index, "Reserve with a key in use: ", again.ToString());
+      }
+      world_->Note(Situation::kReserveRetriedWithItsKey);
+    }
+  }
+  if (commits_early_ && OneIn(random_, 4)) {
+    commits_early_ = false;
+    return TryCommit();
+  }
+  if (to_send_.empty()) {
+    if (held_.empty()) return TryCommit();
+    return Continue(absl::Milliseconds(20));
+  }
+  const Chunk chunk = to_send_.back();
+  to_send_.pop_back();
+  Send(chunk);
+}
+
+template <typename Visit>
+void Sender::EachBlock(const Chunk& chunk, Visit visit) {
+  for (uint32_t head = chunk.head_begin; head < chunk.head_end; ++head) {
+    for (uint32_t b = chunk.block_begin; b < chunk.block_end; ++b)
+      visit(block(chunk.layer, head, b));
+  }
+}
+
+Sender::Block& Sender::block(uint32_t layer, uint32_t head, uint32_t b) {
+  return known_[(layer * kKvHeads + head) * blocks() + b];
+}
+
+ChunkHeader Sender::Header(const Chunk& chunk) const {
+  ChunkHeader header;
+  header.transfer_id = id_;
+  header.layer = chunk.layer;
+  header.kind = "kv";
+  header.head_begin = chunk.head_begin;
+  header.head_end = chunk.head_end;
+  header.token_begin = chunk.block_begin * kBlockTokens;
+  header.token_end = std::min(chunk.block_end * kBlockTokens, request_.context);
+  return header;
+}
+
+std::vector<uint8_t> Sender::Payload(const Chunk& chunk) const {
+  std::vector<uint8_t> payload;
+  for (uint32_t b = chunk.block_begin; b < chunk.block_end; ++b) {
+    const uint32_t end = std::min((b + 1) * kBlockTokens, request_.context);
+    for (uint32_t head = chunk.head_begin; head < chunk.head_end; ++head) {
+      for (uint32_t part = 0; part < kParts; ++part) {
+        for (uint32_t token = b * kBlockTokens; token < end; ++token) {
+          const uint64_t* words = history_.Words(static_cast<int>(chunk.layer), token) +
+                                  (head * kParts + part) * kWords;
+          const auto* bytes = reinterpret_cast<const uint8_t*>(words);
+          payload.insert(payload.end(), bytes, bytes + kWords * 8);
+        }
+      }
+    }
+  }
+  return payload;
+}
+
+void Sender::CheckRefusal(const char* call, const absl::Status& status, bool busy) {
+  const std::string reason = ReasonOf(status).value_or("");
+  const bool expected = (absl::IsNotFound(status) && MayBeGone()) ||
+                        (reason == "POISONED" && poisoned_) ||
+                        (reason == "COMMITTED" && committed_) || (reason == "BLOCK_BUSY" && busy);
+  if (!expected) world_->Fail(request_.index, call, " was refused: ", status.ToString());
+}
+
+void Sender::Send(Chunk chunk) {
+  std::vector<uint8_t> payload = Payload(chunk);
+  ChunkHeader header = Header(chunk);
+  header.crc32c = Crc32c(payload);
+  const bool skipped = world_->scenario().plant == Plant::kChecksumSkipped;
+  bool corrupted = chunk.fault == Fault::kCorrupt;
+  if (corrupted || chunk.fault == Fault::kDiffers) {
+    payload[random_.Below(payload.size())] ^= static_cast<uint8_t>(1 + random_.Below(255));
+    if (!corrupted || skipped) header.crc32c = Crc32c(payload);
+    if (skipped) corrupted = false;
+  }
+  bool busy = false, landed = true;
+  EachBlock(chunk, [&](const Block& b) {
+    busy = busy || b == Block::kHeld;
+    landed = landed && b == Block::kLanded;
+  });
+  if (chunk.fault == Fault::kDiffers && !landed) {
+    // Not there yet, so it would land: later.
+    if (!to_send_.empty()) to_send_.insert(to_send_.begin(), chunk);
+    return Continue(pace_);
+  }
+  auto landing = world_->transfers().BeginChunk(header, payload.size());
+  if (!landing.ok()) {
+    world_->Trace("sender ", request_.index, ": chunk: ", ReasonOr(landing.status()));
+    CheckRefusal("a chunk", landing.status(), busy);
+    if (busy && ReasonOf(landing.status()) == "BLOCK_BUSY") {
+      world_->Note(Situation::kBlockBusy);
+      to_send_.insert(to_send_.begin(), chunk);
+    } else {
+      stopped_ = !OneIn(random_, 3);  // some go on in vain
+    }
+    return Continue(pace_);
+  }
+  if (busy || poisoned_ || committed_ || aborted_) {
+    world_->Fail(request_.index, "a chunk was taken that could not be");
+  }
+  LeaseRenewed();
+  if (landed && chunk.fault != Fault::kDiffers) world_->Note(Situation::kChunkTwice);
+  if (chunk.fault == Fault::kHeldUp || chunk.fault == Fault::kDropped) {
+    // The blocks that it claims stay claimed until it goes.
+    const size_t half = random_.Below(payload.size() + 1);
+    (*landing)->Append({payload.data(), half});
+    chunk.fault = chunk.fault == Fault::kHeldUp ? Fault::kHeldUp : Fault::kNone;
+    if (chunk.fault == Fault::kHeldUp) {
+      payload.erase(payload.begin(), payload.begin() + static_cast<int64_t>(half));
+      HoldUp(chunk, *std::move(landing), std::move(payload));
+    } else {
+      world_->Note(Situation::kChunkDropped);
+      to_send_.insert(to_send_.begin() + static_cast<int64_t>(random_.Below(to_send_.size() + 1)),
+                      chunk);
+    }
+    return Continue(pace_);
+  }
+  // In slices, as a transport hands them over.
+  for (size_t at = 0; at < payload.size();) {
+    const size_t take = std::min(payload.size() - at, 1 + random_.Below(200));
+    (*landing)->Append({payload.data() + at, take});
+    at += take;
+  }
+  FinishLanding(chunk, *std::move(landing), corrupted);
+  Continue(pace_);
+}
+
+void Sender::FinishLanding(const Chunk& chunk, std::unique_ptr<ChunkLanding> landing,
+                           bool corrupted) {
+  uint64_t claimed = 0;
+  EachBlock(chunk, [&](const Block& b) { claimed += b != Block::kLanded ? 1 : 0; });
+  const auto landed = landing->Finish();
+  world_->Trace("sender ", request_.index, ": chunk of ", claimed,
+                " new blocks: ", landed.ok() ? "landed" : ReasonOr(landed.status()));
+  if (corrupted) {
+    if (!absl::IsDataLoss(landed.status())) {
+      world_->Fail(request_.index, "a corrupted chunk: ", landed.status().ToString());
+    }
+    world_->Note(Situation::kChunkCorrupted);
+    Chunk again = chunk;
+    again.fault = Fault::kNone;
+    to_send_.insert(to_send_.begin() + static_cast<int64_t>(random_.Below(to_send_.size() + 1)),
+                    again);
+    return;
+  }
+  if (chunk.fault == Fault::kDiffers) {
+    if (absl::IsNotFound(landed.status()) && MayBeGone()) return;
+    if (landed.ok() || ReasonOf(landed.status()) != "POISONED") {
+      world_->Fail(request_.index, "other bytes for a landed block: ", landed.status().ToString());
+    }
+    world_->Note(Situation::kChunkDiffers);
+    poisoned_ = true;
+    return;
+  }
+  if (!landed.ok()) return CheckRefusal("the end of a chunk", landed.status());
+  if (*landed != claimed) {
+    world_->Fail(request_.index, "a chunk of ", claimed, " new blocks counted as ", *landed);
+  }
+  EachBlock(chunk, [](Block& b) { b = Block::kLanded; });
+  LeaseRenewed();
+}
+
+void Sender::HoldUp(const Chunk& chunk, std::unique_ptr<ChunkLanding> landing,
+                    std::vector<uint8_t> payload) {
+  world_->Note(Situation::kChunkHeldUp);
+  if (OneIn(random_, 3)) {
+    // The sender takes the stream for lost and sends the chunk again.
+    Chunk again = chunk;
+    again.fault = Fault::kNone;
+    to_send_.push_back(again);
+  }
+  EachBlock(chunk, [](Block& b) {
+    if (b == Block::kMissing) b = Block::kHeld;
+  });
+  held_.push_back({chunk, std::move(landing), std::move(payload)});
+  const auto it = std::prev(held_.end());
+  const absl::Duration held_for =
+      OneIn(random_, 2) ? 3 * random_.Uniform() * lease_ : DrawDuration(random_, 10 * pace_);
+  world_->Trace("sender ", request_.index, ": held up for ", absl::FormatDuration(held_for));
+  world_->clock().After(held_for, [this, it] {
+    Held held = std::move(*it);
+    held_.erase(it);
+    if (MayBeGone()) world_->Note(Situation::kChunkHeldUpPastTheEnd);
+    held.landing->Append(held.payload);
+    const bool gives_up = OneIn(random_, 4);
+    if (!gives_up) FinishLanding(held.chunk, std::move(held.landing), /*corrupted=*/false);
+    held.landing.reset();
+    EachBlock(held.chunk, [](Block& b) {
+      if (b == Block::kHeld) b = Block::kMissing;
+    });
+    if (gives_up) {
+      held.chunk.fault = Fault::kNone;
+      to_send_.insert(to_send_.begin(), held.chunk);
+    }
+  });
+}
+
+void Sender::TryCommit() {
+  std::vector<OutputToken> first = request_.first;
+  TransferInfo missing;
+  const auto committed = world_->transfers().Commit(id_, std::move(first), &missing);
+  world_->Trace("sender ", request_.index,
+                ": Commit: ", committed.ok() ? "done" : ReasonOr(committed.status()));
+  const bool complete =
+      std::all_of(known_.begin(), known_.end(), [](Block b) { return b == Block::kLanded; });
+  if (committed.ok()) {
+    if (committed_) return;  // as the first was answered
+    if (!complete || poisoned_ || aborted_) {
+      world_->Fail(request_.index, "a transfer was committed that is not whole");
+    }
+    if (*committed != request_.context) {
+      world_->Fail(request_.index, "Commit says a context of ", *committed);
+    }
+    committed_ = true;
+    LeaseRenewed();
+    on_committed_();
+    return AfterCommit();
+  }
+  if (ReasonOf(committed.status()) == "MISSING_BLOCKS") {
+    if (complete) world_->Fail(request_.index, "Commit misses blocks that have landed");
+    for (const MissingRange& range : missing.missing) {
+      if (block(range.layer, range.head_begin, range.token_begin / kBlockTokens) ==
+          Block::kLanded) {
+        world_->Fail(request_.index, "Commit says that a landed block is missing");
+      }
+    }
+    world_->Note(Situation::kCommitTooEarly);
+    LeaseRenewed();
+    return Continue(pace_);
+  }
+  CheckRefusal("Commit", committed.status());
+  if (poisoned_ && OneIn(random_, 2)) return Abort();
+}
+
+void Sender::AfterCommit() {
+  if (OneIn(random_, 4)) {
+    world_->clock().After(DrawDuration(random_, 10 * pace_), [this] {
+      const auto again = world_->transfers().Commit(id_, {}, nullptr);
+      world_->Note(Situation::kCommitTwice);
+      if (!again.ok()) CheckRefusal("a second Commit", again.status());
+    });
+  }
+  if (OneIn(random_, 6)) {
+    world_->clock().After(DrawDuration(random_, 10 * pace_), [this] {
+      world_->Note(Situation::kWriteAfterCommit);
+      stopped_ = true;
+      Send({0, 0, 1, 0, 1});
+    });
+  }
+  if (OneIn(random_, 10)) {
+    world_->clock().After(DrawDuration(random_, 20 * pace_), [this] { Abort(); });
+  }
+}
+
+void Sender::Abort() {
+  world_->Note(Situation::kAbort);
+  if (!held_.empty()) world_->Note(Situation::kAbortDuringChunk);
+  world_->Trace("sender ", request_.index, ": aborts");
+  aborted_ = true;
+  const absl::Status status = world_->transfers().Abort(id_, "simulated");
+  if (!status.ok()) world_->Fail(request_.index, "Abort: ", status.ToString());
+  if (world_->transfers().Get(id_, 1).ok() && !committed_) {
+    world_->Fail(request_.index, "an aborted transfer is still there");
+  }
+  // A sender that was not told, or a second stream, may go on for a while.
+  stopped_ = OneIn(random_, 2);
+  Continue(pace_);
+}
+
+}  // namespace sluice::sim

@@ -1,0 +1,68 @@
+// What the seeds are meant to bring about, and how often they did.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace sluice::sim {
+
+enum class Situation {
+  kGenerateBeforeReserve,
+  kGenerateDuringTransfer,
+  kGenerateAfterCommit,
+  kGenerateNever,
+  kGenerateTwice,
+  kLocalPrefill,
+  kPartialContext,
+  kFirstTokens,
+  kSampled,
+  kReserveRefusedForRoom,
+  kReserveRetriedWithItsKey,
+  kChunkTwice,
+  kChunkCorrupted,
+  kChunkDiffers,
+  kChunkDropped,
+  kChunkHeldUp,
+  kChunkHeldUpPastTheEnd,
+  kBlockBusy,
+  kCommitTooEarly,
+  kCommitTwice,
+  kWriteAfterCommit,
+  kAbort,
+  kAbortDuringChunk,
+  kLeaseExpired,
+  kTooManyWaiting,
+  kWaitedForHbm,
+  kTwoStepsInFlight,
+  kParked,
+  kReadAgainAfterParking,
+  kEndedByStop,
+  kEndedByLength,
+  kEndedByCancel,
+  kEndedByDeadline,
+  kEndedByTransferWait,
+  kEndedBySlowReader,
+  kEndedByBadLogits,
+  kEndedByPoison,
+  kEndedByAbort,
+  kEndedByDrain,
+  kCancelMissed,
+  kCancelAll,
+  kRefusedWhileDraining,
+  kDrained,
+  kClockLeapt,
+  kStreamStalled,
+  kAllocationRefused,
+  kCount,
+};
+inline constexpr size_t kSituations = static_cast<size_t>(Situation::kCount);
+
+// In plain words.
+const char* Name(Situation situation);
+
+// How often each occurred; in memory that the processes of a run share.
+using SituationCounts = std::array<std::atomic<uint64_t>, kSituations>;
+
+}  // namespace sluice::sim

@@ -1,0 +1,240 @@
+#include "tests/sim/world.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+
+#include "absl/strings/str_format.h"
+#include "src/base/error.h"
+#include "tests/sim/runner.h"
+
+namespace sluice::sim {
+namespace {
+
+// A seed takes a few thousand; more is an engine that turns and turns.
+constexpr uint64_t kMaxTurns = 200'000;
+// Turns by the clock alone, with nothing else to come: every deadline is nearer than that.
+constexpr int kMaxLooks = 1000;
+
+}  // namespace
+
+std::string ReasonOr(const absl::Status& status) {
+  return ReasonOf(status).value_or(absl::StatusCodeToString(status.code()));
+}
+
+World::World(Scenario scenario, bool trace, SituationCounts* counts)
+    : scenario_(std::move(scenario)),
+      trace_(trace),
+      counts_(counts),
+      random_(scenario_.seed ^ 0x5EED) {}
+
+World::~World() = default;
+
+void World::Run() {
+  StartNode();
+  for (const RequestSpec& request : scenario_.requests) {
+    RequestActors& actors = requests_.emplace_back();
+    if (request.meeting != Meeting::kLocal) {
+      // By number: the list moves while it grows.
+      const size_t i = requests_.size() - 1;
+      actors.sender = std::make_unique<Sender>(
+          this, request, [this, i] { requests_[i].caller->Reserved(); },
+          [this, i] { requests_[i].caller->Committed(); });
+      actors.sender->Start();
+    }
+    actors.caller = std::make_unique<Caller>(this, request, actors.sender.get());
+    actors.caller->Start();
+  }
+  PlanHappenings();
+  TurnAfter(absl::ZeroDuration());
+  while (!IsOver() && clock_.RunNext()) {
+    CheckAlways();
+    TurnIfWoken();
+  }
+  if (next_.kind != Engine::Next::Kind::kInbox) Fail(-1, "the engine waits for a dead stream");
+  for (const RequestActors& actors : requests_) actors.caller->CheckOver();
+  if (draining_ && !drained_) Fail(-1, "a drain was never told that all is idle");
+  if (drained_) Note(Situation::kDrained);
+  CheckQuiet();
+  if (node_->model().deepest() >= 2) Note(Situation::kTwoStepsInFlight);
+  if (node_->device().stalls() > 0) Note(Situation::kStreamStalled);
+  leaked_.Reset();
+  // Requests point to the node's parts, and the node's streams to the clock.
+  pools_.clear();
+  node_.reset();
+}
+
+// Nothing is due any more but the engine's own looks at the clock, and nothing is left for those to
+// end.
+bool World::IsOver() {
+  if (clock_.due() > sleeps_ + (turn_is_due_ ? 1 : 0)) {
+    looks_ = 0;
+    return false;
+  }
+  if (turn_is_due_) return false;
+  bool alive = node_->transfers().open_transfers() > 0;
+  for (const RequestActors& actors : requests_) alive = alive || actors.caller->alive();
+  if (++looks_ > kMaxLooks) return true;  // what still lives hangs: the checks say what
+  return !alive;
+}
+
+void World::StartNode() {
+  NodeSpec spec = scenario_.node;
+  auto node = Node::Create(spec, &clock_);
+  if (!node.ok()) {
+    if (spec.device.refused_allocation < 0 || !absl::IsResourceExhausted(node.status())) {
+      Fail(-1, "the node did not start: ", node.status().ToString());
+    }
+    Note(Situation::kAllocationRefused);
+    Trace("node: ", node.status().ToString());
+    spec.device.refused_allocation = -1;
+    node = Node::Create(spec, &clock_);
+    if (!node.ok()) Fail(-1, "the node did not start: ", node.status().ToString());
+  }
+  node_ = *std::move(node);
+  pools_.emplace_back(&node_->hbm());
+  pools_.emplace_back(&node_->dram());
+}
+
+void World::PlanHappenings() {
+  for (const absl::Duration at : scenario_.leaps_at) {
+    clock_.After(at, [this] {
+      Note(Situation::kClockLeapt);
+      Trace("the clock leaps");
+      clock_.Leap(absl::Milliseconds(50) + DrawDuration(random_, absl::Seconds(2)));
+    });
+  }
+  if (scenario_.drain_at.has_value()) {
+    clock_.After(*scenario_.drain_at, [this] { Drain(); });
+  }
+  if (scenario_.cancel_all_at.has_value()) {
+    clock_.After(*scenario_.cancel_all_at, [this] {
+      Note(Situation::kCancelAll);
+      Trace("everything is cancelled");
+      engine().CancelAll(absl::CancelledError("simulated"));
+      for (const RequestActors& actors : requests_) actors.caller->EverythingWasCancelled();
+    });
+  }
+  for (int i = 0; i < 6; ++i) {
+    clock_.After(DrawDuration(random_, absl::Milliseconds(250)), [this] {
+      engine().Snapshot([this](const EngineSnapshot& snapshot) { CheckSnapshot(snapshot); });
+    });
+  }
+  clock_.After(DrawDuration(random_, absl::Milliseconds(100)), [this] { Breach(); });
+}
+
+void World::Drain() {
+  Trace("drains");
+  draining_ = true;
+  engine().Drain([this] {
+    if (drained_) Fail(-1, "a drain ended twice");
+    drained_ = true;
+    for (const RequestActors& actors : requests_) {
+      if (actors.caller->alive()) Fail(-1, "a drain ended before ", actors.caller->name());
+    }
+    Trace("is idle");
+  });
+}
+
+void World::TurnAfter(absl::Duration delay) {
+  turn_is_due_ = true;
+  clock_.After(delay, [this] { Turn(); });
+}
+
+void World::Turn() {
+  turn_is_due_ = false;
+  if (++turns_ > kMaxTurns) Fail(-1, "the engine turns without end");
+  const absl::Time start = clock_.Now();
+  next_ = engine().Turn();
+  for (const RequestActors& actors : requests_) actors.caller->CheckAfterTurn(start);
+  switch (next_.kind) {
+    case Engine::Next::Kind::kNow:
+      return TurnAfter(DrawDuration(random_, scenario_.node.host_time));
+    case Engine::Next::Kind::kEvent:
+      if (next_.until != absl::InfiniteFuture()) break;
+      return;
+    case Engine::Next::Kind::kInbox:
+      break;
+  }
+  // Both are a wait in the inbox: see EngineThread.
+  for (const RequestActors& actors : requests_) {
+    if (actors.caller->Due() < next_.until && !engine().WaitForInbox(absl::InfinitePast())) {
+      Fail(-1, "the engine sleeps until ", absl::FormatTime(next_.until), ", past the time of ",
+           actors.caller->name());
+    }
+  }
+  if (next_.until == absl::InfiniteFuture()) return;
+  ++sleeps_;
+  clock_.At(next_.until, [this, sleep = turns_] {
+    --sleeps_;
+    // Still the same sleep?
+    if (sleep == turns_ && !turn_is_due_) TurnAfter(absl::ZeroDuration());
+  });
+}
+
+void World::TurnIfWoken() {
+  if (turn_is_due_) return;
+  const bool in_inbox =
+      next_.kind == Engine::Next::Kind::kInbox || next_.until != absl::InfiniteFuture();
+  const bool woken = !in_inbox ? next_.event->Ready() : engine().WaitForInbox(absl::InfinitePast());
+  if (woken) return TurnAfter(DrawDuration(random_, scenario_.node.host_time));
+  if (next_.kind != Engine::Next::Kind::kInbox) return;
+  for (const RequestActors& actors : requests_) {
+    if (const char* why = actors.caller->Stranded(); why != nullptr) {
+      Fail(-1, "the engine sleeps, and nobody woke it for ", actors.caller->name(), ": ", why);
+    }
+  }
+}
+
+void World::CheckAlways() {
+  for (PoolWatch& pool : pools_) {
+    if (const auto wrong = pool.Check(); wrong.has_value()) Fail(-1, *wrong);
+  }
+}
+
+void World::CheckQuiet() {
+  if (node_->transfers().open_transfers() > 0) {
+    Fail(-1, node_->transfers().open_transfers(), " transfers are open, and nobody will end them");
+  }
+  for (PoolWatch& pool : pools_) {
+    if (const auto wrong = pool.CheckEmpty(); wrong.has_value()) Fail(-1, *wrong);
+  }
+}
+
+void World::CheckSnapshot(const EngineSnapshot& snapshot) {
+  using State = SequenceSnapshot::State;
+  const uint32_t slots = scenario_.node.engine.max_sequences;
+  if (snapshot.running > slots) Fail(-1, snapshot.running, " sequences run in ", slots, " slots");
+  for (const SequenceSnapshot& sequence : snapshot.sequences) {
+    if (sequence.state == State::kParked) Note(Situation::kParked);
+    if (sequence.state == State::kWaiting && snapshot.running < slots) {
+      Note(Situation::kWaitedForHbm);
+    }
+    if (sequence.output_tokens > sequence.max_tokens && sequence.max_tokens > 0) {
+      Fail(-1, sequence.request_id, " has more tokens than it may");
+    }
+  }
+}
+
+void World::Breach() {
+  if (scenario_.plant == Plant::kPageLeaked) {
+    leaked_ = node_->hbm().TryReserve(1);
+  } else if (scenario_.plant == Plant::kStrayWrite) {
+    if (uint8_t* byte = pools_[random_.Below(2)].FreeByte(); byte != nullptr) ++*byte;
+  }
+}
+
+void World::WriteTrace(const std::string& line) {
+  const double ms = absl::ToDoubleMilliseconds(clock_.Now() - start_);
+  const std::string stamped = absl::StrFormat("%12.6f  %s", ms, line);
+  for (const char c : stamped) digest_ = (digest_ ^ static_cast<uint8_t>(c)) * 0x100000001B3ull;
+  if (trace_) std::puts(stamped.c_str());
+}
+
+void World::FailWith(int request, const std::string& what) {
+  ReportFailure(
+      absl::StrFormat("after %.6f ms%s: %s", absl::ToDoubleMilliseconds(clock_.Now() - start_),
+                      request < 0 ? std::string() : absl::StrCat(", request ", request), what));
+}
+
+}  // namespace sluice::sim

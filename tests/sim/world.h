@@ -1,0 +1,103 @@
+// One seed: a node, its requests, and one thread in virtual time. The engine turns when a server's
+// engine thread would, and after every happening what must always hold is asserted.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "src/base/rng.h"
+#include "src/device/sim/sim_clock.h"
+#include "src/engine/engine.h"
+#include "tests/sim/caller.h"
+#include "tests/sim/node.h"
+#include "tests/sim/pool_watch.h"
+#include "tests/sim/scenario.h"
+#include "tests/sim/sender.h"
+#include "tests/sim/situations.h"
+
+namespace sluice::sim {
+
+// The status's reason, or its code.
+std::string ReasonOr(const absl::Status& status);
+
+class World {
+ public:
+  // `trace`: prints what happens. `counts` outlives the world.
+  World(Scenario scenario, bool trace, SituationCounts* counts);
+  ~World();
+  // Ends the process with what is wrong, if anything is.
+  void Run();
+  // Of all that happened, traced or not: equal for equal seeds.
+  uint64_t digest() const { return digest_; }
+
+  // ---- For the actors ----
+  const Scenario& scenario() const { return scenario_; }
+  SimClock& clock() { return clock_; }
+  Node& node() { return *node_; }
+  Engine& engine() { return node_->engine(); }
+  TransferTable& transfers() { return node_->transfers(); }
+  bool draining() const { return draining_; }
+  void Note(Situation situation) { ++(*counts_)[static_cast<size_t>(situation)]; }
+  template <typename... Args>
+  void Trace(const Args&... args) {
+    WriteTrace(absl::StrCat(args...));
+  }
+  // What is wrong with a request, or (-1) with the node.
+  template <typename... Args>
+  [[noreturn]] void Fail(int request, const Args&... args) {
+    FailWith(request, absl::StrCat(args...));
+  }
+
+ private:
+  struct RequestActors {
+    std::unique_ptr<Caller> caller;
+    std::unique_ptr<Sender> sender;
+  };
+  void StartNode();
+  void PlanHappenings();
+  bool IsOver();
+  void Drain();
+
+  // The engine's thread, as an actor.
+  void Turn();
+  void TurnAfter(absl::Duration delay);
+  void TurnIfWoken();
+
+  void CheckAlways();
+  void CheckQuiet();  // once the engine sleeps without a deadline
+  void CheckSnapshot(const EngineSnapshot& snapshot);
+  void Breach();  // the planted fault of this seed, if it is one of the world's
+
+  void WriteTrace(const std::string& line);
+  [[noreturn]] void FailWith(int request, const std::string& what);
+
+  const Scenario scenario_;
+  const bool trace_;
+  SituationCounts* const counts_;
+  SplitMix64 random_;
+  SimClock clock_;
+  const absl::Time start_ = clock_.Now();
+  std::unique_ptr<Node> node_;
+  std::deque<PoolWatch> pools_;
+  std::vector<RequestActors> requests_;
+  uint64_t digest_ = 0;
+
+  bool turn_is_due_ = false;
+  Engine::Next next_;  // what the engine waits for
+  uint64_t turns_ = 0;
+  size_t sleeps_ = 0;  // ends of the engine's sleeps among what is due
+  int looks_ = 0;      // see IsOver
+
+  bool draining_ = false;
+  bool drained_ = false;
+  Reservation leaked_;  // Plant::kPageLeaked
+};
+
+}  // namespace sluice::sim
