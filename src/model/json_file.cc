@@ -8,7 +8,6 @@
 #include <cstring>
 #include <set>
 
-#include "absl/strings/escaping.h"
 #include "src/base/status_macros.h"
 
 namespace sluice {
@@ -29,11 +28,15 @@ std::string Cut(std::string_view text, size_t max_bytes) {
   return std::string(text.substr(0, max_bytes)) + "...";
 }
 
+// Escaped as in a JSON string, and what is no UTF-8 replaced.
+std::string OneLine(const std::string& text) {
+  const std::string quoted = json(text).dump(-1, ' ', false, json::error_handler_t::replace);
+  return quoted.substr(1, quoted.size() - 2);
+}
+
 }  // namespace
 
-std::string Shown(std::string_view text) {
-  return absl::Utf8SafeCHexEscape(Cut(text, kMaxShownBytes));
-}
+std::string Shown(std::string_view text) { return OneLine(Cut(text, kMaxShownBytes)); }
 
 std::string ShownJson(const json& value) {
   if (value.is_string()) {
@@ -74,7 +77,7 @@ absl::StatusOr<json> ParseJsonObject(const char* text, int64_t size, const std::
     // It quotes the last token that it read, however long.
     constexpr size_t kMaxBytes = 400;
     return absl::InvalidArgumentError(
-        absl::StrCat(what, ": not valid JSON: ", Cut(e.what(), kMaxBytes)));
+        absl::StrCat(what, ": not valid JSON: ", OneLine(Cut(e.what(), kMaxBytes))));
   }
 }
 

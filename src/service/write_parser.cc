@@ -21,6 +21,14 @@ constexpr uint32_t Tag(int field) {
   return WireFormatLite::MakeTag(field, WireFormatLite::WIRETYPE_LENGTH_DELIMITED);
 }
 
+absl::Status ToUint32(const char* field, uint64_t value, uint32_t* out) {
+  if (value > UINT32_MAX) {
+    return InvalidField(field, absl::StrCat("expected less than 2^32, found ", value));
+  }
+  *out = static_cast<uint32_t>(value);
+  return absl::OkStatus();
+}
+
 absl::Status ReadHeader(CodedInputStream& in, ChunkHeader* out) {
   uint32_t bytes = 0;
   std::string text;
@@ -35,12 +43,12 @@ absl::Status ReadHeader(CodedInputStream& in, ChunkHeader* out) {
   }
   if (!header.ParseFromString(text)) return InvalidField("header", "is not a ChunkHeader");
   out->transfer_id = std::move(*header.mutable_transfer_id());
-  out->layer = header.layer();
   out->kind = std::move(*header.mutable_kind());
-  out->head_begin = header.head_begin();
-  out->head_end = header.head_end();
-  out->token_begin = header.token_begin();
-  out->token_end = header.token_end();
+  SLUICE_RETURN_IF_ERROR(ToUint32("header.layer", header.layer(), &out->layer));
+  SLUICE_RETURN_IF_ERROR(ToUint32("header.head_begin", header.head_begin(), &out->head_begin));
+  SLUICE_RETURN_IF_ERROR(ToUint32("header.head_end", header.head_end(), &out->head_end));
+  SLUICE_RETURN_IF_ERROR(ToUint32("header.token_begin", header.token_begin(), &out->token_begin));
+  SLUICE_RETURN_IF_ERROR(ToUint32("header.token_end", header.token_end(), &out->token_end));
   out->crc32c = header.crc32c();
   return absl::OkStatus();
 }

@@ -183,12 +183,3 @@ def error_of(call) -> grpc.RpcError:
     except grpc.RpcError as error:
         return error
     raise AssertionError("expected an error, found an answer")
-
-
-def refused_field(error: grpc.RpcError) -> str:
-    """The field that BadRequest names; the status must be INVALID_ARGUMENT."""
-    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT, (error.code(), error.details())
-    violations = rpc.details_of(error)["BadRequest"].field_violations
-    assert len(violations) == 1 and violations[0].description
-    assert violations[0].field in error.details()
-    return violations[0].field

@@ -1,4 +1,4 @@
-"""Pushing caches: what is refused, how it is said, and that a transfer survives what it can."""
+"""Pushing caches: that a transfer survives what it can. What is refused, and how: test_bad_input.py."""
 
 import time
 import uuid
@@ -6,7 +6,7 @@ import uuid
 import grpc
 import pytest
 from google.protobuf import duration_pb2
-from nodes import SCALE, TIMEOUT_S, error_of, greedy, matching_steps, refused_field, tokens_of
+from nodes import SCALE, TIMEOUT_S, error_of, greedy, matching_steps, tokens_of
 from sluice.v1 import decode_pb2, ingest_pb2
 from sluice_client import rpc
 from transfers import Part, Transfer
@@ -45,43 +45,13 @@ def finish_and_decode(transfer, parts):
 GOOD = Part(1, (0, 1), (0, 32))
 
 
-@pytest.mark.parametrize("field, wrong", [
-    ("layer", {"layer": 3}), ("layer", {"layer": 2**32 - 1}),
-    ("kind", {"kind": "latent"}), ("kind", {"kind": ""}),
-    ("head", {"head_begin": 1, "head_end": 1}), ("head", {"head_begin": 2, "head_end": 3}),
-    ("head", {"head_end": 3}), ("head", {"head_begin": 2**32 - 1, "head_end": 0}),
-    ("token", {"token_begin": 1}), ("token", {"token_end": 31}), ("token", {"token_end": 64}),
-    ("token", {"token_begin": 32, "token_end": 32}), ("token", {"token_end": 2**32 - 1}),
-    ("token", {"token_begin": 2**32 - 32, "token_end": 2**32 - 1}),
-    ("payload", {"payload": b""}), ("payload", {"payload": b"x" * 8191}),
-    ("payload", {"payload": b"x" * 8193}),
-], ids=str)
-def test_a_chunk_that_is_not_of_this_model_is_refused_by_field(small, g, field, wrong):
+def test_chunks_that_are_refused_leave_the_transfer_as_it_was(small, g):
     transfer = Transfer(small, g)
-    error = error_of(lambda: transfer.write(transfer.message(GOOD, **wrong)))
-    assert field in refused_field(error)
+    for wrong in ({"layer": 3}, {"head_end": 3}, {"token_begin": 1}, {"payload": b"x"}):
+        assert error_of(lambda w=wrong: transfer.write(transfer.message(GOOD, **w))).code() == Code.INVALID_ARGUMENT
+    assert error_of(lambda: small.channel.stream_unary("/sluice.v1.KvIngest/Write")(
+        iter([b"\xff" * 40]), timeout=TIMEOUT_S)).code() == Code.INVALID_ARGUMENT
     assert transfer.status().blocks_landed == 0
-    finish_and_decode(transfer, transfer.parts())
-
-
-@pytest.mark.parametrize("raw", [b"", b"\xff" * 40, b"\x0a\x05short", b"\x12\x04late"], ids=str)
-def test_a_write_that_is_no_message_is_refused(small, g, raw):
-    transfer = Transfer(small, g)
-    call = small.channel.stream_unary("/sluice.v1.KvIngest/Write")
-    error = error_of(lambda: call(iter([raw]), timeout=TIMEOUT_S))
-    assert error.code() in (Code.INVALID_ARGUMENT, Code.NOT_FOUND), error.details()
-    finish_and_decode(transfer, transfer.parts())
-
-
-def test_a_chunk_over_the_limit_is_refused(small, g):
-    limit = Transfer(small, g, reserve=False)
-    most = limit.reserve().max_chunk_bytes
-    assert most > 0
-    limit.abort()
-    # No case is so large: what counts is that the size alone is refused, before anything lands.
-    transfer = Transfer(small, g)
-    error = error_of(lambda: transfer.write(transfer.message(GOOD, payload=b"x" * (most + 1))))
-    assert error.code() in (Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED)
     finish_and_decode(transfer, transfer.parts())
 
 
@@ -173,41 +143,6 @@ def reserve_error(transfer):
     return error_of(transfer.reserve)
 
 
-@pytest.mark.parametrize("field, change", [
-    ("manifest.prompt_token_ids", lambda m: m.ClearField("prompt_token_ids")),
-    ("manifest.prompt_token_ids", lambda m: m.prompt_token_ids.__setitem__(3, 512)),
-    ("manifest.prompt_token_ids", lambda m: m.prompt_token_ids.extend([5] * 4097)),
-    ("manifest.context_length", lambda m: setattr(m, "context_length", 34)),
-    ("manifest.max_new_tokens", lambda m: setattr(m, "max_new_tokens", 0)),
-    ("manifest.max_new_tokens", lambda m: setattr(m, "max_new_tokens", 4096)),
-    ("manifest.max_new_tokens", lambda m: setattr(m, "max_new_tokens", 2**32 - 1)),
-    ("manifest.tenant", lambda m: setattr(m, "tenant", "x" * 129)),
-    ("manifest.cache_kinds", lambda m: setattr(m.cache_kinds[0], "block_tokens", 16)),
-    ("manifest.cache_kinds", lambda m: setattr(m.cache_kinds[0], "name", "latent")),
-], ids=["empty", "id", "long", "context", "no-new", "new", "new32", "tenant", "blocks", "kind"])
-def test_a_bad_manifest_is_refused_by_field(small, g, field, change):
-    transfer = Transfer(small, g, reserve=False)
-    change(transfer.request.manifest)
-    assert refused_field(reserve_error(transfer)).startswith(field)
-
-
-def test_the_cache_of_another_model_is_refused(small, g):
-    transfer = Transfer(small, g, reserve=False)
-    transfer.request.manifest.model_fingerprint = "0" * 64
-    error = reserve_error(transfer)
-    assert error.code() == Code.FAILED_PRECONDITION and rpc.reason_of(error) == "FINGERPRINT_MISMATCH"
-    assert transfer.model.fingerprint in error.details()
-
-
-def test_what_can_never_fit_is_refused_for_good(small, g):
-    transfer = Transfer(small, g, reserve=False)
-    # 3000 tokens of 1536 bytes are more than 4 MiB of HBM, and within the model's 4096 tokens.
-    transfer.request.manifest.prompt_token_ids.extend([5] * 2900)
-    error = reserve_error(transfer)
-    assert error.code() == Code.INVALID_ARGUMENT
-    assert "hbm" in error.details().lower()
-
-
 def test_what_does_not_fit_now_is_told_when_to_retry(small, g):
     def large():
         """A prompt of 1533 tokens: 2.4 MB of the 6 MiB of DRAM."""
@@ -250,13 +185,6 @@ def test_a_lease_that_ends_gives_the_memory_back(small, g):
     time.sleep(1.0 * SCALE)
     small.wait_until_held(before)
     assert error_of(transfer.commit).code() == Code.NOT_FOUND
-
-
-def test_a_first_token_outside_the_vocabulary_is_refused(small, g):
-    transfer = Transfer(small, g, case=0)
-    transfer.write_all()
-    assert refused_field(error_of(lambda: transfer.commit([512]))).startswith("first_tokens")
-    finish_and_decode(transfer, [])
 
 
 def test_a_slow_sender_keeps_its_lease_while_it_writes(small, g):

@@ -104,31 +104,6 @@ def test_print_plan_says_what_fits(tiny_models):
     assert "1.5 KiB a token" in done.stdout and re.search(r"HBM +4.0 MiB +2[67][0-9]{2} tokens", done.stdout)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("flag, nearest", [("--hbm-byts=1GiB", "--hbm-bytes"), ("--modle=x", "--model")])
-def test_an_unknown_flag_is_refused_with_the_nearest(program, flag, nearest):
-    done = run(BIN / program, flag)
-    assert done.returncode != 0
-    assert flag.split("=")[0] in done.stderr and nearest in done.stderr
-
-
-@pytest.mark.parametrize("flags, words", [
-    (["--max-sequences", "0"], "max"), (["--max-sequences", "x"], "max"), (["--hbm-bytes", "12parsecs"], "hbm"),
-    (["--device", "tpu"], "device"), (["--policy", "wishful"], "policy"), (["--listen", "nowhere"], "listen"),
-    (["--kv-dtype", "int1"], "kv"), (["--config", "/no/such/file.yaml"], "/no/such/file.yaml"),
-])
-def test_a_bad_setting_is_refused_by_name(tiny_models, flags, words):
-    done = run(BIN / "sluice-server", "--model", tiny_models("tiny-llama"), *flags)
-    assert done.returncode not in (0, -6, -11) and words in done.stderr
-
-
-def test_an_unknown_key_of_a_file_is_refused_with_the_nearest(tmp_path):
-    config = tmp_path / "c.yaml"
-    config.write_text("max_sequence: 5\n")
-    done = run(BIN / "sluice-server", "--config", config, "--check-config", "--model", "x")
-    assert done.returncode != 0 and "max_sequence" in done.stderr and "max_sequences" in done.stderr
-
-
 def test_a_port_in_use_is_named(small, tiny_models):
     done = run(BIN / "sluice-server", "--model", tiny_models("tiny-llama"), "--listen", small.address,
                "--admin-listen", "127.0.0.1:0", "--hbm-bytes", "4MiB", "--dram-bytes", "4MiB")
