@@ -50,7 +50,7 @@ absl::Status UnknownFlag(std::string_view program, const std::string& flag) {
     known.push_back(setting.flag());
     if (setting.is_bool()) known.push_back(absl::StrCat("--no-", setting.flag().substr(2)));
   }
-  return Error(absl::StrCat("unknown flag ", flag.substr(0, 80), DidYouMean(flag, known),
+  return Error(absl::StrCat("unknown flag ", Printable(flag), DidYouMean(flag, known),
                             "; --help lists them all"));
 }
 
@@ -117,7 +117,7 @@ class Parser {
     if (arg.size() > 2 && arg[0] == '-' && FindByFlag(absl::StrCat("-", arg)) != nullptr) {
       hint = absl::StrCat(" (did you mean -", arg, "?)");
     }
-    return Error(absl::StrCat("unexpected argument \"", arg.substr(0, 80), "\"", hint,
+    return Error(absl::StrCat("unexpected argument \"", Printable(arg), "\"", hint,
                               ": settings are given as --name VALUE; --help lists them"));
   }
 
@@ -151,7 +151,7 @@ class Parser {
     }
     if (absl::StartsWith(args_[next_], "--")) {
       return Error(absl::StrCat(spelling_, " needs a value (", form, "), but is followed by ",
-                                args_[next_].substr(0, 80),
+                                Printable(args_[next_]),
                                 "; a value that begins with -- is written ", spelling_, "=VALUE"));
     }
     value_ = args_[next_++];

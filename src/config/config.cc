@@ -101,10 +101,9 @@ class Loader {
       const Setting* setting = FindSetting(entry.key);
       if (setting == nullptr) return UnknownKey(entry.key, origin);
       if (entry.quoted && setting->is_bare_scalar()) {
-        return absl::InvalidArgumentError(
-            absl::StrCat(setting->name(), " (", origin, ") must be ", setting->Allowed(),
-                         ", but is the quoted text \"", entry.value.substr(0, 80),
-                         "\": write it without quotes"));
+        return absl::InvalidArgumentError(absl::StrCat(
+            setting->name(), " (", origin, ") must be ", setting->Allowed(),
+            ", but is the quoted text \"", Printable(entry.value), "\": write it without quotes"));
       }
       SLUICE_RETURN_IF_ERROR(Apply(*setting, entry.value, origin));
     }
@@ -114,8 +113,8 @@ class Loader {
   static absl::Status UnknownKey(const std::string& key, const std::string& origin) {
     std::vector<std::string> known;
     for (const Setting& setting : AllSettings()) known.push_back(setting.name());
-    return absl::InvalidArgumentError(absl::StrCat("unknown setting ", key.substr(0, 80), " (",
-                                                   origin, ")", DidYouMean(key, known),
+    return absl::InvalidArgumentError(absl::StrCat("unknown setting ", Printable(key), " (", origin,
+                                                   ")", DidYouMean(key, known),
                                                    "; --help lists them all"));
   }
 
@@ -130,7 +129,7 @@ class Loader {
         std::vector<std::string> known = {kConfigFileEnv};
         for (const auto& [env, setting] : settings) known.push_back(env);
         return absl::InvalidArgumentError(absl::StrCat("unknown environment variable ",
-                                                       name.substr(0, 80), DidYouMean(name, known),
+                                                       Printable(name), DidYouMean(name, known),
                                                        "; unset it, or see --help for the names"));
       }
     }

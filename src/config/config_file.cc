@@ -17,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
+#include "src/config/setting.h"
 
 namespace sluice {
 namespace {
@@ -27,8 +28,6 @@ struct Refused {
   int line;
   std::string why;
 };
-
-constexpr size_t kShownBytes = 80;  // of a name in an error
 
 // Collects `key: value` pairs of one flat mapping.
 class FlatMapping : public YAML::EventHandler {
@@ -42,7 +41,7 @@ class FlatMapping : public YAML::EventHandler {
     if (!in_mapping_) return;  // a document with nothing in it
     if (!have_key_) throw Refused{Line(mark), "a setting's name is missing"};
     throw Refused{Line(mark),
-                  absl::StrCat(key_.substr(0, kShownBytes),
+                  absl::StrCat(Printable(key_),
                                " has no value: write one, \"\" for an empty text, or leave "
                                "the line out for the default")};
   }
@@ -59,8 +58,8 @@ class FlatMapping : public YAML::EventHandler {
     if (!have_key_) {
       const auto [first, added] = lines_.emplace(value, Line(mark));
       if (!added) {
-        throw Refused{Line(mark), absl::StrCat(value.substr(0, kShownBytes),
-                                               " is set twice, first on line ", first->second)};
+        throw Refused{Line(mark), absl::StrCat(Printable(value), " is set twice, first on line ",
+                                               first->second)};
       }
       key_ = value;
       key_line_ = Line(mark);
@@ -90,8 +89,8 @@ class FlatMapping : public YAML::EventHandler {
 
   [[noreturn]] void RefuseNested(const YAML::Mark& mark, const char* what) const {
     if (have_key_) {
-      throw Refused{Line(mark), absl::StrCat(key_.substr(0, kShownBytes),
-                                             " must be a single value, but is ", what)};
+      throw Refused{Line(mark),
+                    absl::StrCat(Printable(key_), " must be a single value, but is ", what)};
     }
     if (in_mapping_) {  // also what yaml-cpp makes of a flow mapping without its end
       throw Refused{Line(mark), absl::StrCat("expected a setting's name, found ", what,
@@ -140,7 +139,7 @@ absl::StatusOr<std::vector<ConfigFileEntry>> ParseConfigText(const std::string& 
     return ErrorAt(name, refused.line, refused.why);
   } catch (const YAML::Exception& error) {
     return ErrorAt(name, error.mark.line + 1,
-                   absl::StrCat("is neither YAML nor JSON: ", error.msg, " (column ",
+                   absl::StrCat("is neither YAML nor JSON: ", Printable(error.msg), " (column ",
                                 error.mark.column + 1, ")"));
   }
   return mapping.Take();

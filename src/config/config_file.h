@@ -12,7 +12,7 @@
 namespace sluice {
 
 // Some 40 settings of at most 4 KiB each fit several times over.
-inline constexpr size_t kMaxConfigFileBytes = 1 << 20;
+inline constexpr size_t kMaxConfigFileBytes = 256 << 10;
 
 struct ConfigFileEntry {
   std::string key;

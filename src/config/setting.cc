@@ -24,16 +24,8 @@ constexpr size_t kMaxTextBytes = 4096;
 
 absl::string_view View(std::string_view text) { return {text.data(), text.size()}; }
 
-// A value in an error message: quoted, cut where nobody would read on, nothing unprintable.
 std::string Shown(std::string_view text) {
-  constexpr size_t kShownBytes = 80;
-  if (text.empty()) return "empty";
-  const bool cut = text.size() > kShownBytes;
-  std::string shown(text.substr(0, kShownBytes));
-  for (char& c : shown) {
-    if (absl::ascii_iscntrl(static_cast<unsigned char>(c))) c = '?';
-  }
-  return absl::StrCat("\"", shown, cut ? "..." : "", "\"");
+  return text.empty() ? "empty" : absl::StrCat("\"", Printable(text), "\"");
 }
 
 }  // namespace
@@ -228,6 +220,15 @@ std::span<const Setting> AllSettings() {
     return all;
   }();
   return *settings;
+}
+
+std::string Printable(std::string_view text) {
+  constexpr size_t kShownBytes = 80;
+  std::string shown(text.substr(0, kShownBytes));
+  for (char& c : shown) {
+    if (absl::ascii_iscntrl(static_cast<unsigned char>(c))) c = '?';
+  }
+  return text.size() > kShownBytes ? shown + "..." : shown;
 }
 
 const Setting* FindSetting(std::string_view name) {

@@ -54,6 +54,9 @@ class Setting {
 // Every setting, in the schema's order.
 std::span<const Setting> AllSettings();
 
+// Foreign text as an error shows it: cut where nobody would read on, nothing unprintable.
+std::string Printable(std::string_view text);
+
 // The setting of that name (hbm_bytes), or null.
 const Setting* FindSetting(std::string_view name);
 

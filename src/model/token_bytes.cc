@@ -15,8 +15,9 @@ namespace {
 
 using nlohmann::json;
 
-// Far above any vocabulary; bounds the table that a stray id would make.
-constexpr int64_t kMaxTokenId = (int64_t{1} << 22) - 1;
+// Ids are dense but for a few holes, so the table of them is about as long as the list: a stray id
+// must not make it longer than twice that and these (2 MiB).
+constexpr uint64_t kMaxHoles = 1 << 16;
 
 enum class DecoderKind { kByteLevel, kByteFallback };
 
@@ -87,11 +88,11 @@ absl::StatusOr<DecoderKind> FindKind(const std::string& path, const json& root) 
 }
 
 absl::Status Add(const std::string& path, const std::string& token, const json& id,
-                 DecoderKind kind, std::vector<std::string>* out) {
-  if (!id.is_number_unsigned() || id.get<uint64_t>() > static_cast<uint64_t>(kMaxTokenId)) {
+                 DecoderKind kind, uint64_t max_id, std::vector<std::string>* out) {
+  if (!id.is_number_unsigned() || id.get<uint64_t>() > max_id) {
     return absl::InvalidArgumentError(absl::StrCat(path, ": token \"", Shown(token), "\"",
-                                                   ": expected an id of 0 to ", kMaxTokenId,
-                                                   ", found ", ShownJson(id)));
+                                                   ": expected an id of 0 to ", max_id, ", found ",
+                                                   ShownJson(id)));
   }
   const auto index = id.get<size_t>();
   if (index >= out->size()) out->resize(index + 1);
@@ -100,23 +101,28 @@ absl::Status Add(const std::string& path, const std::string& token, const json& 
   return absl::OkStatus();
 }
 
-// BPE and WordPiece: {token: id}. Unigram: [[token, score], ...], the id being the place.
-absl::Status AddVocabulary(const std::string& path, const json& root, DecoderKind kind,
-                           std::vector<std::string>* out) {
+// What stands there, or null.
+const json& Vocabulary(const json& root) {
+  static const json none;
   const auto model = root.find("model");
   const bool has = model != root.end() && model->is_object() && model->contains("vocab");
-  static const json none;
-  const json& vocab = has ? model->at("vocab") : none;
+  return has ? model->at("vocab") : none;
+}
+
+// BPE and WordPiece: {token: id}. Unigram: [[token, score], ...], the id being the place.
+absl::Status AddVocabulary(const std::string& path, const json& root, DecoderKind kind,
+                           uint64_t max_id, std::vector<std::string>* out) {
+  const json& vocab = Vocabulary(root);
   if (vocab.is_object()) {
     for (const auto& [token, id] : vocab.items()) {
-      SLUICE_RETURN_IF_ERROR(Add(path, token, id, kind, out));
+      SLUICE_RETURN_IF_ERROR(Add(path, token, id, kind, max_id, out));
     }
     return absl::OkStatus();
   }
   if (!vocab.is_array()) {
     return absl::InvalidArgumentError(
         absl::StrCat(path, ": model.vocab: expected an object or a list, found ",
-                     has ? vocab.type_name() : "nothing"));
+                     vocab.is_null() ? "nothing" : vocab.type_name()));
   }
   uint64_t id = 0;
   for (const json& entry : vocab) {
@@ -124,7 +130,7 @@ absl::Status AddVocabulary(const std::string& path, const json& root, DecoderKin
       return absl::InvalidArgumentError(absl::StrCat(
           path, ": model.vocab[", id, "]: expected [token, score], found ", entry.type_name()));
     }
-    SLUICE_RETURN_IF_ERROR(Add(path, entry[0].get<std::string>(), json(id), kind, out));
+    SLUICE_RETURN_IF_ERROR(Add(path, entry[0].get<std::string>(), json(id), kind, max_id, out));
     ++id;
   }
   return absl::OkStatus();
@@ -137,8 +143,10 @@ absl::StatusOr<TokenBytes> TokenBytes::Load(const std::string& path) {
   SLUICE_ASSIGN_OR_RETURN(const json root, ReadJsonFile(path, kMaxTokenizerBytes, "merges"));
   SLUICE_ASSIGN_OR_RETURN(const DecoderKind kind, FindKind(path, root));
   TokenBytes out;
-  SLUICE_RETURN_IF_ERROR(AddVocabulary(path, root, kind, &out.bytes_));
   const auto added = root.find("added_tokens");
+  const uint64_t tokens = Vocabulary(root).size() + (added == root.end() ? 0 : added->size());
+  const uint64_t max_id = 2 * tokens + kMaxHoles;
+  SLUICE_RETURN_IF_ERROR(AddVocabulary(path, root, kind, max_id, &out.bytes_));
   if (added == root.end() || added->is_null()) return out;
   if (!added->is_array()) {
     return absl::InvalidArgumentError(
@@ -151,7 +159,7 @@ absl::StatusOr<TokenBytes> TokenBytes::Load(const std::string& path) {
           path, ": added_tokens: expected {id, content, ...}, found ", ShownJson(token)));
     }
     SLUICE_RETURN_IF_ERROR(
-        Add(path, token["content"].get<std::string>(), token["id"], kind, &out.bytes_));
+        Add(path, token["content"].get<std::string>(), token["id"], kind, max_id, &out.bytes_));
   }
   return out;
 }

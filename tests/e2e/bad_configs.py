@@ -111,7 +111,7 @@ def file_cases() -> list[BadConfig]:
         "an escape of a NUL": (b'model: "a\\0b"\n', "model ({file}:1) must be text without control characters"),
         "noise": (bytes(range(128, 256)) * 8, "{file}"),
         "NULs": (bytes(64), "{file}"),
-        "2 MiB": (b"#" * (2 << 20), "has 2097152 bytes; a configuration file may have at most 1048576"),
+        "2 MiB": (b"#" * (2 << 20), "has 2097152 bytes; a configuration file may have at most 262144"),
         "a key of 1 kB": (b"x" * 1000 + b": 1\n", "unknown setting xxx"),
         "a key of 100 kB": (b"x" * 100_000 + b": 1\n", "{file}:1: is neither YAML nor JSON"),
         "a text of 100 kB": (b"model: " + b"x" * 100_000 + b"\n", "model ({file}:1) must be at most 4096 bytes"),

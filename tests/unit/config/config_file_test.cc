@@ -80,7 +80,7 @@ TEST_CASE("what is no YAML is refused with its line") {
 }
 
 TEST_CASE("size and nesting are bounded") {
-  CHECK(absl::StrContains(Refusal(std::string(kMaxConfigFileBytes + 1, '#')), "at most 1048576"));
+  CHECK(absl::StrContains(Refusal(std::string(kMaxConfigFileBytes + 1, '#')), "at most 262144"));
   // Deep enough to end a parser that recurses without asking.
   CHECK(Refusal("a: " + std::string(200000, '[')) ==
         "f:1: a must be a single value, but is a list");
