@@ -12,6 +12,7 @@
 #include "kernels/params.h"
 #include "src/device/device.h"
 #include "src/kv/cache_layout.h"
+#include "src/kv/page_pool.h"
 #include "src/kv/sequence_cache.h"
 
 namespace sluice {
@@ -27,20 +28,39 @@ class AttentionPolicy {
   // Tokens of the longest sequence that fits where nothing else is.
   virtual int64_t max_tokens() const = 0;
 
+  // Room now, in tokens of one more sequence; home_tokens is what DRAM could take in.
+  struct Room {
+    PagePool::Room hbm;
+    int64_t home_tokens = 0;
+  };
+  virtual Room RoomNow() const = 0;
+
   // Places a sequence: takes its HBM and starts to copy the first `context` tokens from `home`
-  // (null if context is 0). False: no room now, nothing has changed and `home` is still the
-  // caller's.
-  virtual bool Admit(int slot, int64_t context, int64_t total,
+  // (null if context is 0). With a soft promise it also takes room in DRAM for the whole sequence,
+  // so that it can always be moved out. False: no room now, nothing has changed and `home` is still
+  // the caller's.
+  virtual bool Admit(int slot, int64_t context, int64_t total, Promise promise,
                      std::unique_ptr<SequenceCache>& home) = 0;
-  // Whether the working set is there; no step may read the slot before. Gives up what was only
-  // needed for warming.
+  // Whether no copy of the slot is under way: after Admit no step may read it before. Gives up what
+  // was only needed for warming.
   virtual bool Warm(int slot) = 0;
   // To wait for Warm.
   virtual Event& WarmEvent(int slot) = 0;
-  // Makes places for positions below `tokens`, in order with what is on `stream`.
-  virtual void Grow(int slot, int64_t tokens, Stream& stream) = 0;
+  // Makes places for positions below `tokens`, in order with what is on `stream`. False: no page is
+  // free now (never where HBM is not overcommitted), and nothing has changed.
+  virtual bool Grow(int slot, int64_t tokens, Stream& stream) = 0;
   // Gives everything back. REQUIRES: Warm(slot), and every step that has the slot is done.
   virtual void Release(int slot) = 0;
+
+  // Of a slot with a soft promise: makes it firm and gives its room in DRAM back; false if there is
+  // no room for that now.
+  virtual bool MakeFirm(int slot) = 0;
+  // Starts to copy positions below `tokens` to the sequence's room in DRAM. REQUIRES: a soft
+  // promise, Warm(slot), and every step that has the slot is done.
+  virtual void Evict(int slot, int64_t tokens) = 0;
+  // After Evict, once Warm(slot): releases the slot and returns the home that Admit takes (null if
+  // no token was cached).
+  virtual std::unique_ptr<SequenceCache> TakeHome(int slot) = 0;
 
   // Stage of layer `layer`: RoPE, and keys and values into the cache. `params` but its cache.
   virtual void Append(Stream& stream, int layer, kernels::RopeAppendParams params) = 0;

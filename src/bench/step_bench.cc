@@ -138,7 +138,7 @@ class StepBench {
 
   absl::Status Join(int slot, int tokens) {
     std::unique_ptr<SequenceCache> none;
-    if (!policy_->Admit(slot, 0, max_context_, none)) {
+    if (!policy_->Admit(slot, 0, max_context_, Promise::kFirm, none)) {
       return absl::ResourceExhaustedError("the caches do not fit");
     }
     policy_->WarmEvent(slot).Wait();

@@ -34,6 +34,9 @@ EngineImpl::EngineImpl(const Options& options, const Parts& parts,
   }
   running_.reserve(options.max_sequences);
   planner_view_.reserve(options.max_sequences);
+  waiting_view_.reserve(options.max_sequences);
+  victim_view_.reserve(options.max_sequences);
+  admissions_.reserve(options.max_sequences);
   parts_.transfers->SetWake([this] {
     transfers_changed_.store(true, std::memory_order_release);
     inbox_.Wake();
@@ -190,8 +193,11 @@ void EngineImpl::Snapshot(std::function<void(EngineSnapshot)> done) {
       SequenceSnapshot s;
       s.request_id = sequence->request.request_id;
       s.transfer_id = sequence->transfer_id;
+      const bool waiting = sequence->state == Sequence::State::kWaiting;
       s.state = sequence->state == Sequence::State::kAwaitingTransfer ? State::kAwaitingTransfer
-                : sequence->state == Sequence::State::kWaiting        ? State::kWaiting
+                : sequence->state == Sequence::State::kPreempting     ? State::kPreempted
+                : waiting && sequence->preemptions > 0                ? State::kPreempted
+                : waiting                                             ? State::kWaiting
                 : sequence->parked_since.has_value()                  ? State::kParked
                                                                       : State::kRunning;
       s.prompt_tokens = static_cast<uint32_t>(sequence->prompt_length);

@@ -28,7 +28,7 @@ class TokenBytes;
 class TransferTable;
 
 struct SequenceSnapshot {
-  enum class State { kAwaitingTransfer, kWaiting, kRunning, kParked };
+  enum class State { kAwaitingTransfer, kWaiting, kRunning, kParked, kPreempted };
   std::string request_id;
   std::string transfer_id;
   State state = State::kWaiting;

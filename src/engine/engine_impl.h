@@ -1,5 +1,6 @@
 // The engine's insides, shared by engine.cc (what any thread may call), turn.cc (the phases of a
-// turn) and sequence_life.cc (how a sequence comes, emits and goes).
+// turn), placement.cc (who comes into the batch, leaves it and comes back) and sequence_life.cc
+// (how a sequence comes, emits and goes).
 #pragma once
 
 #include <atomic>
@@ -18,6 +19,7 @@
 #include "src/engine/engine.h"
 #include "src/engine/inbox.h"
 #include "src/engine/sequence.h"
+#include "src/scheduler/admission.h"
 #include "src/scheduler/planner.h"
 
 namespace sluice {
@@ -63,13 +65,28 @@ class EngineImpl : public Engine {
   Next TakeTurn();
   void CheckTimes(absl::Time now);
   void TakeReadyTransfers(absl::Time now);
+  void ReleaseSlots();
+  void MoveOut(absl::Time now);
+  void MakeFirm();
   void AdmitWaiting(absl::Time now);
   bool LaunchStep(absl::Time now);
   void CompleteStep();
-  void ReleaseSlots();
   void UpdateGauges();
   // The event that the first slot on its way in or out waits for, or null.
   Event* PendingSlotEvent();
+
+  bool Admit(Sequence& sequence, Promise promise, absl::Time now);
+  void FreeSlot(int slot);
+  // Every launched step that has its row is done, and so is every copy of its slot.
+  bool SlotAtRest(const Sequence& sequence);
+  // What SlotAtRest waits for, where no step is under way.
+  Event* SlotEvent(const Sequence& sequence);
+  // Makes places for the rows that the next step may give it. False: a page is lacking, and if
+  // nobody is on his way out already, the one whose turn it is has been sent.
+  bool MakeRoom(Sequence& sequence);
+  void Preempt(Sequence& sequence);
+  // Into waiting_, by ticket.
+  void Enqueue(Sequence& sequence);
 
   void Add(std::unique_ptr<Sequence> sequence, absl::Time now);
   void BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time now);
@@ -98,14 +115,20 @@ class EngineImpl : public Engine {
   absl::flat_hash_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
   absl::flat_hash_map<std::string, Sequence*> by_name_;  // request id
   std::vector<Sequence*> awaiting_;                      // for their transfer
-  std::deque<Sequence*> waiting_;                        // for room, in order of arrival
-  std::vector<Sequence*> running_;                       // in order of admission
-  std::vector<std::unique_ptr<Sequence>> leaving_;       // finished, slot still in a launched step
+  std::deque<Sequence*> waiting_;                        // for room, by ticket
+  std::vector<Sequence*> running_;                       // by ticket
+  std::vector<Sequence*> preempting_;
+  std::vector<std::unique_ptr<Sequence>> leaving_;  // finished, slot still in a launched step
   std::vector<Sequence*> slots_;
   std::vector<int> free_slots_;
   std::deque<Step> steps_;
   std::vector<Step> spare_steps_;
   std::vector<PlannerSequence> planner_view_;
+  std::vector<WaitingSequence> waiting_view_;
+  std::vector<VictimCandidate> victim_view_;
+  std::vector<Admission> admissions_;
+  int soft_running_ = 0;
+  uint64_t next_ticket_ = 1;
   Event* cold_ = nullptr;  // of a slot that could not run in the newest plan for it was not warm
   StepPlan plan_;
   uint64_t launched_steps_ = 0;

@@ -18,8 +18,9 @@ namespace sluice {
 struct Sequence {
   enum class State {
     kAwaitingTransfer,  // its Generate is here, its transfer is not ready
-    kWaiting,           // ready; no slot or no HBM yet
+    kWaiting,           // ready; no slot or no HBM yet, or none any more
     kRunning,           // has a slot (its working set may still be warming)
+    kPreempting,        // has a slot, and no row any more: its caches are on their way to DRAM
     kFinished,  // the sink has had its Finish; a slot goes back when no step has it any more
   };
 
@@ -37,11 +38,14 @@ struct Sequence {
   // The handoff.
   std::optional<TransferTable::AttachId> attached;
   std::string transfer_id;
-  std::unique_ptr<SequenceCache> home;  // until admitted
+
+  // While it waits: caches of tokens [0, home_tokens), null if there are none.
+  std::unique_ptr<SequenceCache> home;
+  int64_t home_tokens = 0;
 
   // Tokens. [0, prompt_length) are the prompt, then output. Those that a step has been launched to
   // choose count in `length`, although the host learns them a step later.
-  std::vector<int32_t> tokens;  // as far as the host knew them at admission
+  std::vector<int32_t> tokens;  // as far as the host knows them
   int64_t prompt_length = 0;
   int64_t context_length = 0;  // handed over
   int64_t max_tokens = 0;
@@ -50,7 +54,14 @@ struct Sequence {
   int64_t emitted = 0;  // output tokens given to the sink
 
   // The batch.
+  uint64_t ticket = 0;           // order in which sequences became ready: that of admission
+  std::optional<uint64_t> seed;  // since its first admission
   int slot = -1;
+  bool soft = false;     // its promise of HBM
+  bool evicted = false;  // of kPreempting: the copy to DRAM is enqueued
+  int preemptions = 0;
+  absl::Time preempted_at;     // the last time
+  absl::Duration preempted;    // waited in all before that
   int in_flight = 0;           // launched steps whose result is not read
   uint64_t last_step = 0;      // newest launched step that has it
   absl::Duration queued;       // from ready to its slot
@@ -58,6 +69,7 @@ struct Sequence {
   absl::Time last_emit;
   std::optional<absl::Time> parked_since;
 
+  bool in_batch() const { return state == State::kRunning || state == State::kPreempting; }
   int64_t total() const { return prompt_length + max_tokens; }
   bool wants_token() const { return length < total(); }
 };

@@ -32,23 +32,23 @@ void EngineImpl::Add(std::unique_ptr<Sequence> owned, absl::Time now) {
 }
 
 void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time now) {
-  sequence.state = Sequence::State::kWaiting;
   sequence.give_up = absl::InfiniteFuture();
   sequence.ready = now;
   sequence.transfer_id = std::move(ready.transfer_id);
   sequence.home = std::move(ready.home);
+  sequence.home_tokens = ready.context_length;
   sequence.tokens = std::move(ready.prompt);
   sequence.prompt_length = static_cast<int64_t>(sequence.tokens.size());
   sequence.context_length = ready.context_length;
   sequence.max_tokens = sequence.request.sampling.max_tokens.value_or(ready.max_new_tokens);
   sequence.last_emit = sequence.arrival;
-  waiting_.push_back(&sequence);
+  sequence.ticket = next_ticket_++;
+  Enqueue(sequence);
   if (parts_.metrics != nullptr) {
     parts_.metrics->tokens(TokenKind::kHandedOver).Add(static_cast<double>(ready.context_length));
   }
   // The handoff's first tokens are pending, and the caller's before anything is computed.
   for (OutputToken& token : ready.first_tokens) {
-    sequence.tokens.push_back(token.id);
     if (!sequence.request.sampling.logprobs.has_value()) {
       token.logprob.reset();
       token.top_logprobs.clear();
@@ -62,6 +62,7 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
 
 bool EngineImpl::Emit(Sequence& sequence, OutputToken token, absl::Time now) {
   const int32_t id = token.id;
+  sequence.tokens.push_back(id);
   ++sequence.emitted;
   if (sequence.emitted == 1) sequence.first_token = now - sequence.arrival;
   if (parts_.metrics != nullptr) {
@@ -112,13 +113,15 @@ void EngineImpl::Finish(Sequence& sequence, FinishInfo info, absl::Time now) {
     parts_.metrics->requests(end.outcome, end.reason).Add();
     parts_.metrics->request_seconds.Observe(now - sequence.arrival);
   }
-  const bool had_slot = sequence.state == Sequence::State::kRunning;
+  const bool had_slot = sequence.in_batch();
   if (sequence.attached.has_value()) {
     parts_.transfers->Detach(*sequence.attached, /*abort_transfer=*/true);
   }
   std::erase(awaiting_, &sequence);
   std::erase(waiting_, &sequence);
   std::erase(running_, &sequence);
+  std::erase(preempting_, &sequence);
+  if (sequence.soft) --soft_running_;
   sequence.state = Sequence::State::kFinished;
   const std::shared_ptr<TokenSink> sink = std::move(sequence.request.sink);
   by_name_.erase(sequence.request.request_id);
@@ -128,7 +131,7 @@ void EngineImpl::Finish(Sequence& sequence, FinishInfo info, absl::Time now) {
   {
     absl::MutexLock lock(&submit_mutex_);
     alive_ids_.erase(sequence.request.request_id);
-    if (!had_slot) --waiting_count_;
+    if (!sequence.seed.has_value()) --waiting_count_;  // never admitted
   }
   // A launched step may still point to it: it goes in ReleaseSlots, between turns' phases.
   if (had_slot) leaving_.push_back(std::move(owned));

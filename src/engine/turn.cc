@@ -1,4 +1,4 @@
-// The phases of a turn: times, transfers, admission, launch, results, slots.
+// The phases of a turn: times, transfers, launch, results. Who has a slot is in placement.cc.
 #include <algorithm>
 #include <utility>
 
@@ -33,6 +33,8 @@ Engine::Next EngineImpl::TakeTurn() {
   }
   if (now >= next_check_) CheckTimes(now);
   ReleaseSlots();
+  MoveOut(now);
+  MakeFirm();
   AdmitWaiting(now);
   UpdateGauges();
 
@@ -119,35 +121,11 @@ void EngineImpl::CheckTimes(absl::Time now) {
   for (auto& [sequence, why] : over) FinishWith(*sequence, std::move(why), now);
 }
 
-void EngineImpl::AdmitWaiting(absl::Time now) {
-  // First come, first served: a large sequence at the head is not overtaken for ever by small ones.
-  while (!waiting_.empty() && !free_slots_.empty()) {
-    Sequence& sequence = *waiting_.front();
-    const int slot = free_slots_.back();
-    if (!parts_.policy->Admit(slot, sequence.context_length, sequence.total(), sequence.home))
-      return;
-    waiting_.pop_front();
-    free_slots_.pop_back();
-    slots_[static_cast<size_t>(slot)] = &sequence;
-    sequence.slot = slot;
-    sequence.state = Sequence::State::kRunning;
-    sequence.last_step = launched_steps_;
-    running_.push_back(&sequence);
-    batch_->Join(*stream_, slot, sequence.tokens, sequence.request.sampling, seeds_(),
-                 static_cast<int32_t>(sequence.prompt_length), sequence.stops.stop_ids());
-    {
-      absl::MutexLock lock(&submit_mutex_);
-      --waiting_count_;
-    }
-    sequence.queued = now - sequence.ready;
-    if (parts_.metrics != nullptr) parts_.metrics->queue_seconds.Observe(sequence.queued);
-  }
-}
-
 bool EngineImpl::LaunchStep(absl::Time now) {
   planner_view_.clear();
   cold_ = nullptr;
   for (Sequence* sequence : running_) {
+    if (sequence->state == Sequence::State::kPreempting) continue;  // since a moment ago
     const bool room = sequence->request.sink->HasRoom(static_cast<size_t>(sequence->in_flight) + 1);
     const bool work = sequence->cached < sequence->length && sequence->wants_token();
     if (room) {
@@ -156,14 +134,22 @@ bool EngineImpl::LaunchStep(absl::Time now) {
       sequence->parked_since = now;
       next_check_ = std::min(next_check_, now + options_.slow_reader_timeout);
     }
+    bool runnable = room && work;
+    if (runnable && !parts_.policy->Warm(sequence->slot)) {
+      cold_ = &parts_.policy->WarmEvent(sequence->slot);
+      runnable = false;
+    }
     PlannerSequence view;
     view.slot = sequence->slot;
     view.cached = sequence->cached;
     view.length = sequence->length;
     view.wants_token = sequence->wants_token();
-    view.runnable = room && work && parts_.policy->Warm(sequence->slot);
-    if (room && work && !view.runnable) cold_ = &parts_.policy->WarmEvent(sequence->slot);
+    view.runnable = runnable && MakeRoom(*sequence);
     planner_view_.push_back(view);
+  }
+  if (!preempting_.empty()) {
+    std::erase_if(running_,
+                  [](const Sequence* s) { return s->state != Sequence::State::kRunning; });
   }
   PlanStep({parts_.model->max_rows(), static_cast<int32_t>(options_.chunk_tokens)}, planner_view_,
            &plan_);
@@ -182,7 +168,6 @@ bool EngineImpl::LaunchStep(absl::Time now) {
   if (parts_.metrics != nullptr) batch_->Begin(*stream_, step.buffer);
   for (const PlanRow& row : plan_.rows) {
     Sequence& sequence = *slots_[static_cast<size_t>(row.slot)];
-    parts_.policy->Grow(row.slot, row.first_position + row.count, *stream_);
     sequence.cached += row.count;
     sequence.last_step = step.number;
     ++sequence.in_flight;
@@ -248,29 +233,6 @@ void EngineImpl::CompleteStep() {
   }
   last_completed_ = now;
   spare_steps_.push_back(std::move(step));
-}
-
-void EngineImpl::ReleaseSlots() {
-  std::erase_if(leaving_, [this](const std::unique_ptr<Sequence>& sequence) {
-    if (sequence->last_step > completed_steps_ || !parts_.policy->Warm(sequence->slot) ||
-        !batch_->joined(sequence->slot).Ready()) {
-      return false;
-    }
-    parts_.policy->Release(sequence->slot);
-    slots_[static_cast<size_t>(sequence->slot)] = nullptr;
-    free_slots_.push_back(sequence->slot);
-    return true;
-  });
-}
-
-Event* EngineImpl::PendingSlotEvent() {
-  // What planning saw, not what is so now: a slot that became warm in between has its step to come.
-  if (cold_ != nullptr) return cold_;
-  for (const auto& sequence : leaving_) {
-    Event& joined = batch_->joined(sequence->slot);
-    return joined.Ready() ? &parts_.policy->WarmEvent(sequence->slot) : &joined;
-  }
-  return nullptr;
 }
 
 void EngineImpl::UpdateGauges() {

@@ -34,6 +34,8 @@ Reservation& Reservation::operator=(Reservation&& other) noexcept {
   if (this != &other) {
     Reset();
     pool_ = std::exchange(other.pool_, nullptr);
+    firm_ = other.firm_;
+    total_ = std::move(other.total_);
     left_ = std::move(other.left_);
   }
   return *this;
@@ -41,17 +43,21 @@ Reservation& Reservation::operator=(Reservation&& other) noexcept {
 
 void Reservation::Reset() {
   if (pool_ == nullptr) return;
+  SLUICE_CHECK(left_ == total_, "pages go back before their promise ends");
   absl::MutexLock lock(&pool_->mutex_);
-  for (size_t kind = 0; kind < left_.size(); ++kind) {
-    pool_->kinds_[kind].promised -= left_[kind];
-    SLUICE_CHECK(pool_->kinds_[kind].promised >= pool_->kinds_[kind].taken);
+  for (size_t kind = 0; kind < total_.size(); ++kind) {
+    PagePool::KindState& state = pool_->kinds_[kind];
+    state.promised -= total_[kind];
+    if (firm_) state.firm -= total_[kind];
+    SLUICE_CHECK(state.promised >= state.taken && state.firm >= 0);
   }
   pool_ = nullptr;
 }
 
 absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(std::string name,
-                                                           const CacheLayout& layout,
-                                                           Buffer arena) {
+                                                           const CacheLayout& layout, Buffer arena,
+                                                           double overcommit) {
+  SLUICE_CHECK(overcommit >= 1);
   const std::vector<int64_t> pages = DividePages(layout, static_cast<int64_t>(arena.bytes()));
   for (size_t kind = 0; kind < pages.size(); ++kind) {
     // A sequence needs a page of every layer.
@@ -66,11 +72,12 @@ absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(std::string name,
           absl::StrCat(name, "_bytes: ", arena.bytes(), " bytes are more pages than 2^31"));
     }
   }
-  return std::unique_ptr<PagePool>(new PagePool(std::move(name), layout, std::move(arena)));
+  return std::unique_ptr<PagePool>(
+      new PagePool(std::move(name), layout, std::move(arena), overcommit));
 }
 
-PagePool::PagePool(std::string name, const CacheLayout& layout, Buffer arena)
-    : name_(std::move(name)), layout_(layout), arena_(std::move(arena)) {
+PagePool::PagePool(std::string name, const CacheLayout& layout, Buffer arena, double overcommit)
+    : name_(std::move(name)), layout_(layout), arena_(std::move(arena)), overcommit_(overcommit) {
   const std::vector<int64_t> pages = DividePages(layout_, static_cast<int64_t>(arena_.bytes()));
   auto* next = arena_.as<uint8_t>();
   for (size_t kind = 0; kind < pages.size(); ++kind) {
@@ -80,6 +87,7 @@ PagePool::PagePool(std::string name, const CacheLayout& layout, Buffer arena)
     next += pages[kind] * layout_.kinds[kind].page_bytes();
     KindState state;
     state.pages = pages[kind];
+    state.limit = static_cast<int64_t>(static_cast<double>(pages[kind]) * overcommit_);
     state.free_runs.emplace(0, static_cast<int32_t>(pages[kind]));
     state.owned.resize(static_cast<size_t>(pages[kind]));
     kinds_.push_back(std::move(state));
@@ -89,7 +97,8 @@ PagePool::PagePool(std::string name, const CacheLayout& layout, Buffer arena)
 PagePool::~PagePool() {
   absl::MutexLock lock(&mutex_);
   for (const KindState& kind : kinds_) {
-    SLUICE_CHECK(kind.taken == 0 && kind.promised == 0, name_, ": pages outlive their pool");
+    SLUICE_CHECK(kind.taken == 0 && kind.promised == 0 && kind.firm == 0, name_,
+                 ": pages outlive their pool");
   }
 }
 
@@ -101,36 +110,70 @@ bool PagePool::CouldEverFit(int64_t tokens) const {
   return true;
 }
 
-Reservation PagePool::TryReserve(int64_t tokens) {
+Reservation PagePool::TryReserve(int64_t tokens, Promise promise) {
+  const bool firm = promise == Promise::kFirm;
   absl::MutexLock lock(&mutex_);
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
     const KindState& state = kinds_[kind];
-    if (layout_.PagesFor(kind, tokens) > state.pages - state.promised) return Reservation();
+    const int64_t pages = layout_.PagesFor(kind, tokens);
+    if (pages > state.limit - state.promised) return Reservation();
+    if (pages > state.pages - (firm ? state.firm : 0)) return Reservation();
   }
   Reservation reservation;
   reservation.pool_ = this;
+  reservation.firm_ = firm;
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
-    reservation.left_.push_back(layout_.PagesFor(kind, tokens));
-    kinds_[kind].promised += reservation.left_.back();
+    reservation.total_.push_back(layout_.PagesFor(kind, tokens));
+    kinds_[kind].promised += reservation.total_.back();
+    if (firm) kinds_[kind].firm += reservation.total_.back();
   }
+  reservation.left_ = reservation.total_;
   return reservation;
 }
 
-std::vector<PageRun> PagePool::Take(Reservation& reservation, size_t kind, int64_t count,
-                                    int32_t after) {
-  SLUICE_CHECK(reservation.pool_ == this && reservation.left_[kind] >= count,
-               "pages are taken under a reservation");
+bool PagePool::MakeFirm(Reservation& reservation) {
+  SLUICE_CHECK(reservation.pool_ == this && !reservation.firm_);
   absl::MutexLock lock(&mutex_);
-  KindState& state = kinds_[kind];
-  reservation.left_[kind] -= count;
-  state.taken += count;
-  SLUICE_CHECK(state.taken <= state.promised && state.promised <= state.pages);
-  std::vector<PageRun> runs;
+  for (size_t kind = 0; kind < kinds_.size(); ++kind) {
+    if (reservation.total_[kind] > kinds_[kind].pages - kinds_[kind].firm) return false;
+  }
+  for (size_t kind = 0; kind < kinds_.size(); ++kind) {
+    kinds_[kind].firm += reservation.total_[kind];
+  }
+  reservation.firm_ = true;
+  return true;
+}
+
+bool PagePool::TryTake(Reservation& reservation, absl::Span<const Extent> extents) {
+  SLUICE_CHECK(reservation.pool_ == this);
+  absl::MutexLock lock(&mutex_);
+  for (size_t kind = 0; kind < kinds_.size(); ++kind) {
+    int64_t count = 0;
+    for (const Extent& extent : extents) count += extent.kind == kind ? extent.count : 0;
+    SLUICE_CHECK(count <= reservation.left_[kind], "pages are taken under a reservation");
+    if (count > kinds_[kind].pages - kinds_[kind].taken) {
+      SLUICE_CHECK(overcommitted(), "promised pages are there");
+      return false;
+    }
+  }
+  for (const Extent& extent : extents) {
+    KindState& state = kinds_[extent.kind];
+    reservation.left_[extent.kind] -= extent.count;
+    state.taken += extent.count;
+    SLUICE_CHECK(state.taken <= state.promised && state.taken <= state.pages);
+    TakeRuns(state, extent);
+  }
+  return true;
+}
+
+void PagePool::TakeRuns(KindState& state, const Extent& extent) {
+  int64_t count = extent.count;
+  int32_t after = extent.pages->empty() ? -2 : extent.pages->back();
   while (count > 0) {
     // The run right after `after`; else the smallest that holds all; else the largest there is.
     auto best = state.free_runs.end();
     for (auto it = state.free_runs.begin(); it != state.free_runs.end(); ++it) {
-      if (runs.empty() && it->first == after + 1) {
+      if (it->first == after + 1) {
         best = it;
         break;
       }
@@ -144,46 +187,77 @@ std::vector<PageRun> PagePool::Take(Reservation& reservation, size_t kind, int64
         best = it;
       }
     }
-    SLUICE_CHECK(best != state.free_runs.end(), "promised pages are there");
-    const auto [first, length] = *best;
+    SLUICE_CHECK(best != state.free_runs.end(), "free pages are in runs");
+    auto node = state.free_runs.extract(best);  // used again for what is left of the run
+    const auto [first, length] = node.value();
     const auto take = static_cast<int32_t>(std::min<int64_t>(length, count));
-    state.free_runs.erase(best);
-    if (take < length) state.free_runs.emplace(first + take, length - take);
     for (int32_t page = first; page < first + take; ++page) {
       SLUICE_CHECK(!state.owned[static_cast<size_t>(page)], "no page has two owners");
       state.owned[static_cast<size_t>(page)] = true;
+      extent.pages->push_back(page);
     }
-    runs.push_back({first, take});
+    if (take < length) {
+      node.value() = {first + take, length - take};
+      state.free_runs.insert(std::move(node));
+    }
+    after = -2;
     count -= take;
   }
-  return runs;
 }
 
-void PagePool::Give(size_t kind, const std::vector<PageRun>& runs) {
+void PagePool::Give(Reservation& reservation, size_t kind, absl::Span<const int32_t> pages) {
+  SLUICE_CHECK(reservation.pool_ == this);
   absl::MutexLock lock(&mutex_);
   KindState& state = kinds_[kind];
-  for (PageRun run : runs) {
-    for (int32_t page = run.first; page < run.first + run.count; ++page) {
-      SLUICE_CHECK(state.owned[static_cast<size_t>(page)], "a page is given back once");
-      state.owned[static_cast<size_t>(page)] = false;
-    }
-    state.taken -= run.count;
-    state.promised -= run.count;
-    // Merge with the neighbours.
-    auto next = state.free_runs.lower_bound({run.first, 0});
-    if (next != state.free_runs.end() && next->first == run.first + run.count) {
-      run.count += next->second;
-      next = state.free_runs.erase(next);
-    }
-    if (next != state.free_runs.begin()) {
-      auto previous = std::prev(next);
-      if (previous->first + previous->second == run.first) {
-        run = {previous->first, previous->second + run.count};
-        state.free_runs.erase(previous);
-      }
-    }
-    state.free_runs.emplace(run.first, run.count);
+  const auto count = static_cast<int64_t>(pages.size());
+  state.taken -= count;
+  reservation.left_[kind] += count;
+  SLUICE_CHECK(reservation.left_[kind] <= reservation.total_[kind]);
+  for (size_t begin = 0, end; begin < pages.size(); begin = end) {
+    end = begin + 1;
+    while (end < pages.size() && pages[end] == pages[end - 1] + 1) ++end;
+    GiveRun(state, pages[begin], static_cast<int32_t>(end - begin));
   }
+}
+
+void PagePool::GiveRun(KindState& state, int32_t first, int32_t count) {
+  for (int32_t page = first; page < first + count; ++page) {
+    SLUICE_CHECK(state.owned[static_cast<size_t>(page)], "a page is given back once");
+    state.owned[static_cast<size_t>(page)] = false;
+  }
+  // Merge with the neighbours.
+  auto next = state.free_runs.lower_bound({first, 0});
+  if (next != state.free_runs.end() && next->first == first + count) {
+    count += next->second;
+    next = state.free_runs.erase(next);
+  }
+  if (next != state.free_runs.begin()) {
+    const auto previous = std::prev(next);
+    if (previous->first + previous->second == first) {
+      first = previous->first;
+      count += previous->second;
+      state.free_runs.erase(previous);
+    }
+  }
+  state.free_runs.emplace(first, count);
+}
+
+PagePool::Room PagePool::RoomNow() const {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  Room room{kMost, kMost, kMost};
+  absl::MutexLock lock(&mutex_);
+  for (size_t kind = 0; kind < kinds_.size(); ++kind) {
+    const KindState& state = kinds_[kind];
+    const auto tokens = [&](int64_t pages) {
+      return pages / layout_.layers * layout_.kinds[kind].block_tokens;
+    };
+    const int64_t unpromised = state.limit - state.promised;
+    room.firm_tokens =
+        std::min(room.firm_tokens, tokens(std::min(unpromised, state.pages - state.firm)));
+    room.soft_tokens = std::min(room.soft_tokens, tokens(std::min(unpromised, state.pages)));
+    room.free_tokens = std::min(room.free_tokens, tokens(state.pages - state.taken));
+  }
+  return room;
 }
 
 int64_t PagePool::capacity_tokens() const {

@@ -1,8 +1,10 @@
-// One tier: an arena cut into pages of each cache kind, handed out in runs.
+// One tier: an arena cut into pages of each cache kind.
 //
-// A reservation promises pages; pages are taken under a reservation, so taking never fails. The
-// arena is divided among the kinds in proportion to the bytes that a token needs of each, since
-// every sequence takes them in that proportion. Thread-safe.
+// A reservation promises pages; pages are taken under a reservation. What is promised firmly is
+// never more than the arena, so a sequence with a firm promise gets every page of it once those
+// with a soft promise are out of the way. Soft promises go beyond, up to `overcommit` arenas; there
+// taking may find no page. The arena is divided among the kinds in proportion to the bytes that a
+// token needs of each, since every sequence takes them in that proportion. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -15,56 +17,69 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
 #include "src/device/device.h"
 #include "src/kv/cache_layout.h"
 
 namespace sluice {
 
-// Pages [first, first + count) of one kind.
-struct PageRun {
-  int32_t first = 0;
-  int32_t count = 0;
-};
-
 class PagePool;
 
-// A promise of pages of every kind; move-only, gives the rest back when it ends.
+enum class Promise {
+  kFirm,  // the pages are there
+  kSoft,  // they may have to be waited for
+};
+
+// A promise of pages of every kind; move-only, ends with the object. One thread at a time.
 class Reservation {
  public:
   Reservation() = default;
   Reservation(Reservation&& other) noexcept { *this = std::move(other); }
   Reservation& operator=(Reservation&& other) noexcept;
   ~Reservation() { Reset(); }
+  // REQUIRES: every page that was taken was given back.
   void Reset();
   bool empty() const { return pool_ == nullptr; }
-  // Pages of `kind` that are promised and not yet taken.
+  bool firm() const { return firm_; }
+  // Pages of `kind` that are promised and not taken.
   int64_t left(size_t kind) const { return left_.at(kind); }
 
  private:
   friend class PagePool;
   PagePool* pool_ = nullptr;
-  std::vector<int64_t> left_;
+  bool firm_ = true;
+  std::vector<int64_t> total_, left_;  // by kind
 };
 
 class PagePool {
  public:
-  // `arena` holds the pages; `name` ("hbm", "dram") is for messages and metrics.
+  // `arena` holds the pages; `name` ("hbm", "dram") is for messages and metrics; `overcommit` >= 1.
   // INVALID_ARGUMENT if not even one page of each kind and layer fits.
   static absl::StatusOr<std::unique_ptr<PagePool>> Create(std::string name,
-                                                          const CacheLayout& layout, Buffer arena);
+                                                          const CacheLayout& layout, Buffer arena,
+                                                          double overcommit = 1.0);
   ~PagePool();
 
   // Whether a sequence of `tokens` tokens fits into the empty pool.
   bool CouldEverFit(int64_t tokens) const;
   // Promises pages for `tokens` tokens; an empty reservation if there is no room now.
-  Reservation TryReserve(int64_t tokens);
+  Reservation TryReserve(int64_t tokens, Promise promise = Promise::kFirm);
+  // Turns a soft promise into a firm one; false if there is no room for it now.
+  bool MakeFirm(Reservation& reservation);
 
-  // Takes `count` pages of `kind`, in as few runs as can be: first those that follow page `after`
-  // (-2: none), so that a layer's pages stay together. They go back by Give.
-  // REQUIRES: reservation.left(kind) >= count.
-  std::vector<PageRun> Take(Reservation& reservation, size_t kind, int64_t count, int32_t after);
-  // Gives pages back; their promise ends with them.
-  void Give(size_t kind, const std::vector<PageRun>& runs);
+  // `count` pages of `kind`, to be appended to `pages`.
+  struct Extent {
+    size_t kind = 0;
+    int64_t count = 0;
+    std::vector<int32_t>* pages = nullptr;
+  };
+  // Takes all of them, each in as few runs as can be: first the pages that follow those already in
+  // `pages`, so that a layer's pages stay together. False, and nothing has changed, where too few
+  // are free, which happens in an overcommitted pool alone. Allocates nothing but what `pages`
+  // lack. REQUIRES: reservation.left() covers them.
+  bool TryTake(Reservation& reservation, absl::Span<const Extent> extents);
+  // Gives pages back; they are promised to the reservation as before.
+  void Give(Reservation& reservation, size_t kind, absl::Span<const int32_t> pages);
 
   const std::string& name() const { return name_; }
   const CacheLayout& layout() const { return layout_; }
@@ -75,11 +90,20 @@ class PagePool {
   }
   // Tokens of a single sequence that the whole pool holds.
   int64_t capacity_tokens() const;
+  bool overcommitted() const { return overcommit_ > 1; }
+
+  // Tokens of one more sequence for which there is room now.
+  struct Room {
+    int64_t firm_tokens = 0;  // with a firm promise
+    int64_t soft_tokens = 0;  // with a soft one
+    int64_t free_tokens = 0;  // in pages that nobody has
+  };
+  Room RoomNow() const;
 
   struct Usage {
     int64_t capacity_bytes = 0;
-    int64_t reserved_bytes = 0;  // taken pages included
-    int64_t used_bytes = 0;      // taken pages
+    int64_t reserved_bytes = 0;  // taken pages included; at most overcommit x the capacity
+    int64_t used_bytes = 0;      // taken pages; at most the capacity
   };
   Usage UsageOf(size_t kind) const;
   // Pages that nobody owns, for whoever watches over them.
@@ -89,16 +113,21 @@ class PagePool {
   friend class Reservation;
   struct KindState {
     int64_t pages = 0;
-    int64_t promised = 0;  // taken or promised
+    int64_t limit = 0;     // of promises: pages x overcommit
+    int64_t promised = 0;  // firm or soft, taken or not
+    int64_t firm = 0;      // of them firm: at most pages
     int64_t taken = 0;
     std::set<std::pair<int32_t, int32_t>> free_runs;  // (first, count), disjoint, never adjacent
     std::vector<bool> owned;                          // per page: no page has two owners
   };
-  PagePool(std::string name, const CacheLayout& layout, Buffer arena);
+  PagePool(std::string name, const CacheLayout& layout, Buffer arena, double overcommit);
+  void TakeRuns(KindState& state, const Extent& extent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static void GiveRun(KindState& state, int32_t first, int32_t count);
 
   const std::string name_;
   const CacheLayout layout_;
   const Buffer arena_;
+  const double overcommit_;
   std::vector<uint8_t*> base_;
   mutable absl::Mutex mutex_;
   std::vector<KindState> kinds_ ABSL_GUARDED_BY(mutex_);

@@ -12,49 +12,61 @@ SequenceCache::SequenceCache(PagePool* pool, Reservation reservation)
       kinds_(pool->layout().kinds.size()),
       pages_(static_cast<size_t>(pool->layout().layers) * kinds_) {
   SLUICE_CHECK(!reservation_.empty());
+  for (size_t i = 0; i < pages_.size(); ++i) {
+    pages_[i].reserve(static_cast<size_t>(reservation_.left(i % kinds_) / pool->layout().layers));
+  }
+  extents_.reserve(pages_.size());
 }
 
-SequenceCache::~SequenceCache() {
-  std::vector<PageRun> runs;
+SequenceCache::~SequenceCache() { GivePages(); }
+
+void SequenceCache::GivePages() {
   for (size_t i = 0; i < pages_.size(); ++i) {
-    runs.clear();
-    for (const int32_t page : pages_[i]) {
-      if (!runs.empty() && runs.back().first + runs.back().count == page) {
-        ++runs.back().count;
-      } else {
-        runs.push_back({page, 1});
-      }
-    }
-    if (!runs.empty()) pool_->Give(i % kinds_, runs);
+    if (!pages_[i].empty()) pool_->Give(reservation_, i % kinds_, pages_[i]);
+    pages_[i].clear();
   }
 }
 
-bool SequenceCache::EnsureTokens(int64_t tokens) {
-  if (tokens <= tokens_) return false;
+Reservation SequenceCache::Dissolve(std::unique_ptr<SequenceCache> cache) {
+  cache->GivePages();
+  return std::move(cache->reservation_);
+}
+
+bool SequenceCache::Covers(int64_t tokens) const {
+  for (size_t kind = 0; kind < kinds_; ++kind) {
+    const int64_t taken = static_cast<int64_t>(pages_[kind].size()) * pool_->layout().layers;
+    if (taken + reservation_.left(kind) < pool_->layout().PagesFor(kind, tokens)) return false;
+  }
+  return true;
+}
+
+SequenceCache::Growth SequenceCache::EnsureTokens(int64_t tokens) {
+  if (tokens <= tokens_) return Growth::kNone;
+  // The first extent is what is asked for (the handed-over context); later ones are large, so that
+  // a layer's pages stay together, unless others may be short of them.
+  const int64_t at_least = tokens_ == 0 || pool_->overcommitted() ? 0 : kGrowthBlocks;
+  return TakeBlocks(tokens, at_least) ? Growth::kAdded : Growth::kNoRoom;
+}
+
+bool SequenceCache::TakeBlocks(int64_t tokens, int64_t at_least) {
   const CacheLayout& layout = pool_->layout();
-  int64_t room = INT64_MAX;
+  extents_.clear();
   for (size_t kind = 0; kind < kinds_; ++kind) {
     const int64_t have = static_cast<int64_t>(pages_[kind].size());
-    const int64_t need = layout.kinds[kind].BlocksFor(tokens) - have;
+    const int64_t need = std::max<int64_t>(layout.kinds[kind].BlocksFor(tokens) - have, 0);
     const int64_t most = reservation_.left(kind) / layout.layers;
     SLUICE_CHECK(need <= most, "a sequence grows inside its reservation");
-    // The first extent is what is asked for (the handed-over context); later ones are large, so
-    // that a layer's pages stay together.
-    const int64_t take =
-        have == 0 ? need : std::clamp(kGrowthBlocks, std::max<int64_t>(need, 0), most);
-    if (take > 0) {
-      for (int layer = 0; layer < layout.layers; ++layer) {
-        std::vector<int32_t>& pages = pages_[static_cast<size_t>(layer) * kinds_ + kind];
-        const int32_t last = pages.empty() ? -2 : pages.back();
-        for (const PageRun& run : pool_->Take(reservation_, kind, take, last)) {
-          for (int32_t i = 0; i < run.count; ++i) pages.push_back(run.first + i);
-        }
-      }
+    const int64_t take = std::clamp(at_least, need, most);
+    for (int layer = 0; layer < layout.layers && take > 0; ++layer) {
+      extents_.push_back({kind, take, &pages_[static_cast<size_t>(layer) * kinds_ + kind]});
     }
-    room =
-        std::min(room, static_cast<int64_t>(pages_[kind].size()) * layout.kinds[kind].block_tokens);
   }
-  tokens_ = room;
+  if (!pool_->TryTake(reservation_, extents_)) return false;
+  tokens_ = INT64_MAX;
+  for (size_t kind = 0; kind < kinds_; ++kind) {
+    const auto blocks = static_cast<int64_t>(pages_[kind].size());
+    tokens_ = std::min(tokens_, blocks * layout.kinds[kind].block_tokens);
+  }
   return true;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -34,10 +35,20 @@ class SequenceCache {
   SequenceCache& operator=(const SequenceCache&) = delete;
   ~SequenceCache();  // gives every page back: nothing may read or write them any more
 
-  // Makes room for positions [0, tokens). Extents grow by kGrowthBlocks at least, where the
-  // reservation allows. Returns whether any page was added.
-  bool EnsureTokens(int64_t tokens);
+  // Makes room for positions [0, tokens): all of it, or nothing where an overcommitted pool has no
+  // page now. Extents grow by kGrowthBlocks at least, where the reservation allows and pages cannot
+  // run out. REQUIRES: the reservation covers `tokens`.
+  enum class Growth { kNone, kAdded, kNoRoom };
+  Growth EnsureTokens(int64_t tokens);
   static constexpr int64_t kGrowthBlocks = 16;
+
+  // Makes the promise firm: from now on it finds every page as soon as soft ones have left.
+  bool MakeFirm() { return pool_->MakeFirm(reservation_); }
+  bool firm() const { return reservation_.firm(); }
+  // Whether all that is promised, taken or not, is enough for `tokens`.
+  bool Covers(int64_t tokens) const;
+  // Gives every page back, as the destructor does, and keeps the promise.
+  static Reservation Dissolve(std::unique_ptr<SequenceCache> cache);
 
   PagePool* pool() const { return pool_; }
   int64_t tokens() const { return tokens_; }  // for which there is room
@@ -52,11 +63,15 @@ class SequenceCache {
   void ForEachPiece(const HomeRange& range, absl::FunctionRef<void(const HomePiece&)> visit) const;
 
  private:
+  void GivePages();
+  bool TakeBlocks(int64_t tokens, int64_t at_least);
+
   PagePool* pool_;
   Reservation reservation_;
   size_t kinds_;
   int64_t tokens_ = 0;
-  std::vector<std::vector<int32_t>> pages_;
+  std::vector<std::vector<int32_t>> pages_;  // [layer][kind]; room for all that is promised
+  std::vector<PagePool::Extent> extents_;    // of the growth under way; keeps its memory
 };
 
 }  // namespace sluice

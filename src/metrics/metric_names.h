@@ -39,6 +39,9 @@ inline constexpr Metric kSlowReaders{"sluice_slow_readers_total", Type::kCounter
 inline constexpr Metric kPreemptions{
     "sluice_preemptions_total", Type::kCounter,
     "Running sequences moved to their DRAM home to make room for others", ""};
+inline constexpr Metric kPreemptedSeconds{
+    "sluice_preempted_seconds", Type::kHistogram,
+    "From a preemption to the sequence's return into the running batch", ""};
 
 // The step loop.
 inline constexpr Metric kBatchSequences{"sluice_batch_sequences", Type::kGauge,
@@ -114,13 +117,15 @@ inline constexpr Metric kVllmKvUsage{"vllm:kv_cache_usage_perc", Type::kGauge,
                                      ""};
 
 inline constexpr const Metric* kAll[] = {
-    &kRequests,         &kTokens,      &kTimeToFirstToken,   &kInterTokenLatency,  &kRequestSeconds,
-    &kQueueSeconds,     &kSlowReaders, &kPreemptions,        &kBatchSequences,     &kStepSequences,
-    &kStepSeconds,      &kReserves,    &kIngestBytes,        &kIngestBlocks,       &kIngestSeconds,
-    &kChecksumFailures, &kResumes,     &kTransfersOpen,      &kLeasesExpired,      &kTierCapacity,
-    &kTierReserved,     &kTierUsed,    &kTierCapacityBlocks, &kTierReservedBlocks, &kTierUsedBlocks,
-    &kBuildInfo,        &kProcessCpu,  &kProcessResident,    &kProcessOpenFds,     &kProcessMaxFds,
-    &kProcessStart,     &kVllmRunning, &kVllmWaiting,        &kVllmKvUsage,
+    &kRequests,           &kTokens,         &kTimeToFirstToken, &kInterTokenLatency,
+    &kRequestSeconds,     &kQueueSeconds,   &kSlowReaders,      &kPreemptions,
+    &kPreemptedSeconds,   &kBatchSequences, &kStepSequences,    &kStepSeconds,
+    &kReserves,           &kIngestBytes,    &kIngestBlocks,     &kIngestSeconds,
+    &kChecksumFailures,   &kResumes,        &kTransfersOpen,    &kLeasesExpired,
+    &kTierCapacity,       &kTierReserved,   &kTierUsed,         &kTierCapacityBlocks,
+    &kTierReservedBlocks, &kTierUsedBlocks, &kBuildInfo,        &kProcessCpu,
+    &kProcessResident,    &kProcessOpenFds, &kProcessMaxFds,    &kProcessStart,
+    &kVllmRunning,        &kVllmWaiting,    &kVllmKvUsage,
 };
 
 }  // namespace sluice::metric_names

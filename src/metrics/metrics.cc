@@ -114,6 +114,7 @@ Metrics::Metrics()
       queue_seconds(registry_->MakeHistogram(names::kQueueSeconds, LongSeconds())),
       slow_readers(registry_->MakeCounter(names::kSlowReaders)),
       preemptions(registry_->MakeCounter(names::kPreemptions)),
+      preempted_seconds(registry_->MakeHistogram(names::kPreemptedSeconds, LongSeconds())),
       step_sequences(registry_->MakeHistogram(names::kStepSequences, Sequences())),
       reserves_accepted(
           registry_->MakeCounter(names::kReserves, {{"outcome", "accepted"}, {"reason", "NONE"}})),

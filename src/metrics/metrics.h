@@ -126,6 +126,7 @@ class Metrics {
   const Histogram queue_seconds;
   const Counter slow_readers;
   const Counter preemptions;
+  const Histogram preempted_seconds;
   const Histogram step_sequences;
   const Counter reserves_accepted;
   const Counter ingest_bytes;

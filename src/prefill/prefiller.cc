@@ -39,16 +39,20 @@ class MarkingPolicy : public AttentionPolicy {
     return full_->FootprintOf(context, total);
   }
   int64_t max_tokens() const override { return full_->max_tokens(); }
-  bool Admit(int slot, int64_t context, int64_t total,
+  Room RoomNow() const override { return full_->RoomNow(); }
+  bool Admit(int slot, int64_t context, int64_t total, Promise promise,
              std::unique_ptr<SequenceCache>& home) override {
-    return full_->Admit(slot, context, total, home);
+    return full_->Admit(slot, context, total, promise, home);
   }
   bool Warm(int slot) override { return full_->Warm(slot); }
   Event& WarmEvent(int slot) override { return full_->WarmEvent(slot); }
-  void Grow(int slot, int64_t tokens, Stream& stream) override {
-    full_->Grow(slot, tokens, stream);
+  bool Grow(int slot, int64_t tokens, Stream& stream) override {
+    return full_->Grow(slot, tokens, stream);
   }
   void Release(int slot) override { full_->Release(slot); }
+  bool MakeFirm(int slot) override { return full_->MakeFirm(slot); }
+  void Evict(int slot, int64_t tokens) override { full_->Evict(slot, tokens); }
+  std::unique_ptr<SequenceCache> TakeHome(int slot) override { return full_->TakeHome(slot); }
   void Append(Stream& stream, int layer, kernels::RopeAppendParams params) override {
     full_->Append(stream, layer, params);
     stream.Record(appended(static_cast<int>(buffer_), layer));
@@ -112,7 +116,8 @@ class PrefillerImpl : public Prefiller {
     SLUICE_RETURN_IF_ERROR(sink.Begin());
     const absl::Time started = clock_->Now();
     std::unique_ptr<SequenceCache> no_home;
-    SLUICE_CHECK(policy_->Admit(kSlot, 0, static_cast<int64_t>(prompt.size()), no_home));
+    SLUICE_CHECK(
+        policy_->Admit(kSlot, 0, static_cast<int64_t>(prompt.size()), Promise::kFirm, no_home));
     policy_->WarmEvent(kSlot).Wait();
     batch_->Join(*stream_, kSlot, prompt, sampling, seeds_(), static_cast<int32_t>(prompt.size()),
                  StopIds(sampling, model_->config().eos_token_ids));

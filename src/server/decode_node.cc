@@ -94,7 +94,8 @@ absl::Status DecodeNode::LoadModelAndMemory() {
   SLUICE_ASSIGN_OR_RETURN(token_bytes_, LoadTokenBytes(config_));
   SLUICE_ASSIGN_OR_RETURN(Buffer hbm,
                           device_->Allocate(MemoryKind::kDevice, config_.hbm_bytes(), "hbm_bytes"));
-  SLUICE_ASSIGN_OR_RETURN(hbm_, PagePool::Create("hbm", model_->cache_layout(), std::move(hbm)));
+  SLUICE_ASSIGN_OR_RETURN(
+      hbm_, PagePool::Create("hbm", model_->cache_layout(), std::move(hbm), config_.overcommit()));
   SLUICE_ASSIGN_OR_RETURN(
       Buffer dram, device_->Allocate(MemoryKind::kPinned, config_.dram_bytes(), "dram_bytes"));
   SLUICE_ASSIGN_OR_RETURN(dram_, PagePool::Create("dram", model_->cache_layout(), std::move(dram)));
@@ -103,6 +104,7 @@ absl::Status DecodeNode::LoadModelAndMemory() {
   policy.hbm = hbm_.get();
   policy.slots = sequences;
   policy.max_context = model_->max_context();
+  policy.dram = dram_.get();
   SLUICE_ASSIGN_OR_RETURN(policy_, NewFullPolicy(policy));
   return absl::OkStatus();
 }

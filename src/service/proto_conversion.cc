@@ -308,6 +308,9 @@ v1::SequenceInfo ToProto(const SequenceSnapshot& sequence) {
     case SequenceSnapshot::State::kParked:
       out.set_state(v1::SequenceInfo::STATE_PARKED);
       break;
+    case SequenceSnapshot::State::kPreempted:
+      out.set_state(v1::SequenceInfo::STATE_PREEMPTED);
+      break;
   }
   out.set_prompt_tokens(sequence.prompt_tokens);
   out.set_output_tokens(sequence.output_tokens);

@@ -51,7 +51,7 @@ void Teacher::Begin(const std::vector<int32_t>& tokens) {
   End();
   std::copy(tokens.begin(), tokens.end(), tokens_.as<int32_t>());
   std::unique_ptr<SequenceCache> none;
-  REQUIRE(policy_->Admit(0, 0, static_cast<int64_t>(tokens.size()), none));
+  REQUIRE(policy_->Admit(0, 0, static_cast<int64_t>(tokens.size()), Promise::kFirm, none));
   policy_->WarmEvent(0).Wait();
   admitted_ = true;
 }

@@ -33,12 +33,13 @@ Node::Node(const NodeOptions& o) {
   model_ = OrFail(Model::Load(model, device_.get()));
   hbm_ = OrFail(PagePool::Create(
       "hbm", model_->cache_layout(),
-      OrFail(device_->Allocate(MemoryKind::kDevice, static_cast<size_t>(o.hbm_bytes), "hbm"))));
+      OrFail(device_->Allocate(MemoryKind::kDevice, static_cast<size_t>(o.hbm_bytes), "hbm")),
+      o.overcommit));
   dram_ = OrFail(PagePool::Create(
       "dram", model_->cache_layout(),
       OrFail(device_->Allocate(MemoryKind::kPinned, static_cast<size_t>(o.dram_bytes), "dram"))));
-  policy_ =
-      OrFail(NewFullPolicy({device_.get(), hbm_.get(), o.max_sequences, model_->max_context()}));
+  policy_ = OrFail(NewFullPolicy(
+      {device_.get(), hbm_.get(), o.max_sequences, model_->max_context(), dram_.get()}));
   TransferTable::Options transfers;
   transfers.model_fingerprint = model_->fingerprint();
   transfers.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
@@ -66,6 +67,7 @@ Node::Node(const NodeOptions& o) {
   parts.transfers = transfers_.get();
   parts.token_bytes = token_bytes_.has_value() ? &*token_bytes_ : nullptr;
   parts.clock = o.clock;
+  parts.metrics = o.metrics;
   engine_ = OrFail(Engine::Create(engine, parts));
   if (o.run_engine) thread_ = std::make_unique<EngineThread>(engine_.get());
 }

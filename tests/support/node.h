@@ -12,6 +12,7 @@
 #include "src/engine/engine.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/transfer_table.h"
+#include "src/metrics/metrics.h"
 #include "src/model/model.h"
 #include "src/model/token_bytes.h"
 #include "src/request/token_sink.h"
@@ -30,6 +31,7 @@ struct NodeOptions {
   int chunk_tokens = 64;
   int64_t hbm_bytes = int64_t{64} << 20;
   int64_t dram_bytes = int64_t{64} << 20;
+  double overcommit = 1;
   bool local_prefill = true;
   bool run_engine = true;  // false: the test calls Turn() itself
   absl::Duration max_lease = absl::Seconds(60);
@@ -37,6 +39,7 @@ struct NodeOptions {
   absl::Duration slow_reader_timeout = absl::Seconds(30);
   uint32_t max_waiting = 1024;
   Clock* clock = RealClock();
+  Metrics* metrics = nullptr;
 };
 
 // What a sequence gave.

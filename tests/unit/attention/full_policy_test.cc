@@ -14,7 +14,7 @@ constexpr int kLayers = 3;
 constexpr int kSlots = 4;
 
 struct Tiers {
-  Tiers() {
+  explicit Tiers(double overcommit = 1) {
     CacheKind kv;
     kv.name = "kv";
     kv.heads = 2;
@@ -23,10 +23,11 @@ struct Tiers {
     kv.bytes_per_token = 2 * 16 * 2;
     const CacheLayout layout{kLayers, {kv}};
     device = *NewCpuDevice({"portable", 1});
-    hbm = *PagePool::Create("hbm", layout, *device->Allocate(MemoryKind::kDevice, 1 << 20, "hbm"));
+    hbm = *PagePool::Create("hbm", layout, *device->Allocate(MemoryKind::kDevice, 1 << 20, "hbm"),
+                            overcommit);
     dram =
         *PagePool::Create("dram", layout, *device->Allocate(MemoryKind::kPinned, 1 << 20, "dram"));
-    policy = *NewFullPolicy({device.get(), hbm.get(), kSlots, 1024});
+    policy = *NewFullPolicy({device.get(), hbm.get(), kSlots, 1024, dram.get()});
   }
   // A home of `tokens` tokens whose bytes say where they belong.
   std::unique_ptr<SequenceCache> Home(int64_t tokens, uint8_t mark) {
@@ -66,7 +67,7 @@ struct Tiers {
 TEST_CASE("an admitted sequence has its caches in HBM, and its home is given up when it is warm") {
   Tiers t;
   std::unique_ptr<SequenceCache> home = t.Home(100, 1);
-  REQUIRE(t.policy->Admit(0, 100, 300, home));
+  REQUIRE(t.policy->Admit(0, 100, 300, Promise::kFirm, home));
   CHECK(home == nullptr);
   t.policy->WarmEvent(0).Wait();
   CHECK(t.policy->Warm(0));
@@ -93,7 +94,7 @@ TEST_CASE("whatever comes and goes, scattered pages hold each sequence's own byt
     }
     const auto tokens = static_cast<int64_t>(1 + random.Below(400));
     std::unique_ptr<SequenceCache> home = t.Home(tokens, mark);
-    REQUIRE(t.policy->Admit(slot, tokens, tokens + 200, home));
+    REQUIRE(t.policy->Admit(slot, tokens, tokens + 200, Promise::kFirm, home));
     t.policy->WarmEvent(slot).Wait();
     REQUIRE(t.policy->Warm(slot));
     t.policy->Grow(slot, tokens + static_cast<int64_t>(random.Below(200)), *stream);
@@ -112,16 +113,76 @@ TEST_CASE("what does not fit is not admitted, and its home stays with the caller
   Tiers t;
   const int64_t most = t.policy->max_tokens();
   std::unique_ptr<SequenceCache> none;
-  REQUIRE(t.policy->Admit(0, 0, most, none));
+  REQUIRE(t.policy->Admit(0, 0, most, Promise::kFirm, none));
   std::unique_ptr<SequenceCache> home = t.Home(10, 1);
-  CHECK_FALSE(t.policy->Admit(1, 10, 20, home));
+  CHECK_FALSE(t.policy->Admit(1, 10, 20, Promise::kFirm, home));
   CHECK(home != nullptr);
   t.policy->WarmEvent(0).Wait();
   t.policy->Release(0);
-  CHECK(t.policy->Admit(1, 10, 20, home));
+  CHECK(t.policy->Admit(1, 10, 20, Promise::kFirm, home));
   t.policy->WarmEvent(1).Wait();
   CHECK(t.policy->Warm(1));
   t.policy->Release(1);
+}
+
+TEST_CASE("a sequence with a soft promise goes to DRAM and comes back with its bytes") {
+  Tiers t(2.0);
+  const int64_t most = t.policy->max_tokens();
+  const std::unique_ptr<Stream> stream = t.device->NewStream(Device::StreamKind::kCompute);
+  std::unique_ptr<SequenceCache> none;
+  REQUIRE(t.policy->Admit(0, 0, most, Promise::kFirm, none));
+  std::unique_ptr<SequenceCache> home = t.Home(100, 1);
+  CHECK_FALSE(t.policy->Admit(1, 100, 300, Promise::kFirm, home));
+  REQUIRE(t.policy->Admit(1, 100, 300, Promise::kSoft, home));
+  t.policy->WarmEvent(1).Wait();
+  REQUIRE(t.policy->Warm(1));
+  // Its way out is kept.
+  CHECK(t.dram->UsageOf(0).reserved_bytes == t.hbm->layout().BytesFor(300));
+  CHECK_FALSE(t.policy->MakeFirm(1));
+  // The firm one grows until pages are lacking; then the other one leaves.
+  CHECK_FALSE(t.policy->Grow(0, most, *stream));
+  for (int round = 0; round < 3; ++round) {
+    t.policy->Evict(1, 100);
+    t.policy->WarmEvent(1).Wait();
+    REQUIRE(t.policy->Warm(1));
+    home = t.policy->TakeHome(1);
+    REQUIRE(home != nullptr);
+    CHECK(t.hbm->UsageOf(0).used_bytes == 0);
+    // Into another slot; its home is its way out again, whatever else DRAM holds.
+    std::unique_ptr<SequenceCache> other = t.Home(t.dram->RoomNow().firm_tokens, 9);
+    REQUIRE(t.policy->Admit(1 + round, 100, 300, Promise::kSoft, home));
+    t.policy->WarmEvent(1 + round).Wait();
+    REQUIRE(t.policy->Warm(1 + round));
+    t.CheckResident(1 + round, 100, 1);
+    if (round == 2) break;
+    t.policy->Evict(1 + round, 100);
+    t.policy->WarmEvent(1 + round).Wait();
+    home = t.policy->TakeHome(1 + round);
+    REQUIRE(t.policy->Admit(1, 100, 300, Promise::kSoft, home));
+    t.policy->WarmEvent(1).Wait();
+    REQUIRE(t.policy->Warm(1));
+  }
+  t.policy->Release(0);
+  CHECK(t.policy->MakeFirm(3));
+  CHECK(t.dram->UsageOf(0).reserved_bytes == 0);
+  t.policy->Release(3);
+  CHECK(t.hbm->UsageOf(0).reserved_bytes == 0);
+}
+
+TEST_CASE("a soft promise needs room in DRAM, and a sequence without caches has no home") {
+  Tiers t(2.0);
+  std::unique_ptr<SequenceCache> all = t.Home(t.dram->capacity_tokens(), 1);
+  std::unique_ptr<SequenceCache> none;
+  CHECK_FALSE(t.policy->Admit(0, 0, 100, Promise::kSoft, none));
+  all.reset();
+  REQUIRE(t.policy->Admit(0, 0, 100, Promise::kSoft, none));
+  t.policy->WarmEvent(0).Wait();
+  t.policy->Evict(0, 0);
+  t.policy->WarmEvent(0).Wait();
+  REQUIRE(t.policy->Warm(0));
+  CHECK(t.policy->TakeHome(0) == nullptr);
+  CHECK(t.dram->UsageOf(0).reserved_bytes == 0);
+  CHECK(t.hbm->UsageOf(0).reserved_bytes == 0);
 }
 
 }  // namespace

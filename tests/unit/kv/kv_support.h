@@ -30,9 +30,10 @@ inline CacheLayout TwoKinds() {
 }
 
 inline std::unique_ptr<PagePool> MakePool(const std::string& name, const CacheLayout& layout,
-                                          size_t bytes) {
+                                          size_t bytes, double overcommit = 1) {
   auto pool = PagePool::Create(
-      name, layout, Buffer(std::calloc(bytes, 1), bytes, [](void* p, size_t) { std::free(p); }));
+      name, layout, Buffer(std::calloc(bytes, 1), bytes, [](void* p, size_t) { std::free(p); }),
+      overcommit);
   REQUIRE(pool.ok());
   return *std::move(pool);
 }

@@ -95,9 +95,51 @@ TEST_CASE("whatever comes and goes, no page has two owners and everything comes 
   }
   // One run again: the neighbours were joined.
   Reservation whole = pool->TryReserve(pool->capacity_tokens());
-  CHECK(pool->Take(whole, 0, whole.left(0), -2).size() == 1);
-  pool->Give(
-      0, {{0, static_cast<int32_t>(pool->UsageOf(0).used_bytes / layout.kinds[0].page_bytes())}});
+  std::vector<int32_t> pages;
+  REQUIRE(pool->TryTake(whole, {{0, whole.left(0), &pages}}));
+  for (size_t i = 1; i < pages.size(); ++i) REQUIRE(pages[i] == pages[i - 1] + 1);
+  pool->Give(whole, 0, pages);
+}
+
+TEST_CASE("an overcommitted pool promises more than it has, and gives no page twice") {
+  const CacheLayout layout = TwoKinds();
+  const auto pool = MakePool("hbm", layout, 64 << 10, 2.0);
+  const int64_t most = pool->capacity_tokens();
+  CHECK_FALSE(pool->CouldEverFit(2 * most));
+  SequenceCache firm(pool.get(), pool->TryReserve(most));
+  CHECK(pool->TryReserve(most, Promise::kFirm).empty());
+  auto soft = std::make_unique<SequenceCache>(pool.get(), pool->TryReserve(most, Promise::kSoft));
+  CHECK(pool->TryReserve(most, Promise::kSoft).empty());
+  CHECK(pool->RoomNow().firm_tokens == 0);
+  CHECK(pool->RoomNow().soft_tokens < most / 4);
+  CHECK(pool->UsageOf(0).reserved_bytes > pool->UsageOf(0).capacity_bytes);
+
+  using Growth = SequenceCache::Growth;
+  CHECK(soft->EnsureTokens(most / 2) == Growth::kAdded);
+  const int64_t before = pool->UsageOf(0).used_bytes;
+  CHECK(firm.EnsureTokens(most) == Growth::kNoRoom);
+  CHECK(pool->UsageOf(0).used_bytes == before);
+  CHECK(firm.tokens() == 0);
+  CHECK_FALSE(soft->MakeFirm());
+  // Once the soft one is out of the way, the firm one finds all of its pages.
+  Reservation promise = SequenceCache::Dissolve(std::move(soft));
+  CHECK(firm.EnsureTokens(most) == Growth::kAdded);
+  CHECK(pool->RoomNow().free_tokens == 0);
+  CHECK(pool->UsageOf(0).used_bytes <= pool->UsageOf(0).capacity_bytes);
+}
+
+TEST_CASE("a soft promise becomes firm when the firm ones have left") {
+  const auto pool = MakePool("hbm", TwoKinds(), 64 << 10, 1.5);
+  const int64_t most = pool->capacity_tokens();
+  auto first = std::make_unique<SequenceCache>(pool.get(), pool->TryReserve(most));
+  SequenceCache second(pool.get(), pool->TryReserve(most / 3, Promise::kSoft));
+  CHECK_FALSE(second.firm());
+  CHECK_FALSE(second.MakeFirm());
+  first.reset();
+  CHECK(second.MakeFirm());
+  CHECK(second.firm());
+  // It counts as firm from now on.
+  CHECK(pool->TryReserve(most).empty());
 }
 
 }  // namespace

@@ -18,6 +18,7 @@ class FullPolicyImpl : public FullPolicy {
   FullPolicyImpl(const FullPolicyOptions& options, Buffer device_tables, Buffer host_tables)
       : device_(options.device),
         hbm_(options.hbm),
+        dram_(options.dram),
         slots_count_(options.slots),
         table_stride_(hbm_->layout().kinds[kKv].BlocksFor(options.max_context)),
         device_tables_(std::move(device_tables)),
@@ -39,20 +40,35 @@ class FullPolicyImpl : public FullPolicy {
 
   int64_t max_tokens() const override { return hbm_->capacity_tokens(); }
 
-  bool Admit(int slot, int64_t context, int64_t total,
+  Room RoomNow() const override {
+    return {hbm_->RoomNow(), dram_ == nullptr ? 0 : dram_->RoomNow().firm_tokens};
+  }
+
+  bool Admit(int slot, int64_t context, int64_t total, Promise promise,
              std::unique_ptr<SequenceCache>& home) override {
     Slot& s = slots_.at(static_cast<size_t>(slot));
     SLUICE_CHECK(s.cache == nullptr, "a slot has one sequence");
     if (SLUICE_FAILPOINT(kKvAdmit)) return false;
-    Reservation reservation = hbm_->TryReserve(total);
+    // A home that an eviction made is large enough to become the way out once more.
+    const bool keep =
+        promise == Promise::kSoft && context > 0 && home->pool() == dram_ && home->Covers(total);
+    Reservation way_out;
+    if (promise == Promise::kSoft && !keep) {
+      way_out = dram_->TryReserve(total);
+      if (way_out.empty()) return false;
+    }
+    Reservation reservation = hbm_->TryReserve(total, promise);
     if (reservation.empty()) return false;
-    s.cache = std::make_unique<SequenceCache>(hbm_, std::move(reservation));
+    auto cache = std::make_unique<SequenceCache>(hbm_, std::move(reservation));
+    if (cache->EnsureTokens(context) == SequenceCache::Growth::kNoRoom) return false;
+    s.cache = std::move(cache);
+    s.way_out = std::move(way_out);
+    s.keep_home = keep;
     s.published = 0;
     if (context > 0) {
-      s.cache->EnsureTokens(context);
       s.home = std::move(home);
       PublishTables(slot, *copy_stream_);
-      CopyHome(s, context);
+      Copy(s, *s.home, *s.cache, context);
     }
     copy_stream_->Record(*s.warm);
     return true;
@@ -61,22 +77,68 @@ class FullPolicyImpl : public FullPolicy {
   bool Warm(int slot) override {
     Slot& s = slots_[static_cast<size_t>(slot)];
     if (!s.warm->Ready()) return false;
-    s.home.reset();
     s.copies.clear();
+    if (s.home == nullptr || s.evicted) return true;
+    if (s.keep_home) {
+      s.way_out = SequenceCache::Dissolve(std::move(s.home));
+    } else {
+      s.home.reset();
+    }
     return true;
   }
 
   Event& WarmEvent(int slot) override { return *slots_[static_cast<size_t>(slot)].warm; }
 
-  void Grow(int slot, int64_t tokens, Stream& stream) override {
-    if (slots_[static_cast<size_t>(slot)].cache->EnsureTokens(tokens)) PublishTables(slot, stream);
+  bool Grow(int slot, int64_t tokens, Stream& stream) override {
+    switch (slots_[static_cast<size_t>(slot)].cache->EnsureTokens(tokens)) {
+      case SequenceCache::Growth::kNone:
+        return true;
+      case SequenceCache::Growth::kAdded:
+        PublishTables(slot, stream);
+        return true;
+      case SequenceCache::Growth::kNoRoom:
+        break;
+    }
+    return false;
   }
 
   void Release(int slot) override {
     Slot& s = slots_[static_cast<size_t>(slot)];
-    SLUICE_CHECK(s.cache != nullptr && s.warm->Ready(), "released once, and not while it warms");
+    SLUICE_CHECK(s.cache != nullptr && s.warm->Ready(),
+                 "released once, and while nothing is copied");
     s.home.reset();
     s.cache.reset();
+    s.way_out.Reset();
+    s.copies.clear();
+    s.evicted = false;
+  }
+
+  bool MakeFirm(int slot) override {
+    Slot& s = slots_[static_cast<size_t>(slot)];
+    if (!s.cache->MakeFirm()) return false;
+    s.way_out.Reset();
+    s.keep_home = false;
+    return true;
+  }
+
+  void Evict(int slot, int64_t tokens) override {
+    Slot& s = slots_[static_cast<size_t>(slot)];
+    SLUICE_CHECK(!s.cache->firm() && !s.evicted && Warm(slot) && tokens <= s.cache->tokens());
+    s.evicted = true;
+    if (tokens > 0) {
+      s.home = std::make_unique<SequenceCache>(dram_, std::move(s.way_out));
+      s.home->EnsureTokens(tokens);
+      Copy(s, *s.cache, *s.home, tokens);
+    }
+    copy_stream_->Record(*s.warm);
+  }
+
+  std::unique_ptr<SequenceCache> TakeHome(int slot) override {
+    Slot& s = slots_[static_cast<size_t>(slot)];
+    SLUICE_CHECK(s.evicted);
+    std::unique_ptr<SequenceCache> home = std::move(s.home);
+    Release(slot);
+    return home;
   }
 
   void Append(Stream& stream, int layer, kernels::RopeAppendParams params) override {
@@ -96,9 +158,12 @@ class FullPolicyImpl : public FullPolicy {
  private:
   struct Slot {
     std::unique_ptr<SequenceCache> cache;  // null: the slot is free
-    std::unique_ptr<SequenceCache> home;   // until the copy is done
-    std::vector<Stream::CopyOp> copies;    // the same
-    std::unique_ptr<Event> warm;
+    std::unique_ptr<SequenceCache> home;   // until the copy from it is done, or to be taken
+    std::vector<Stream::CopyOp> copies;    // under way
+    std::unique_ptr<Event> warm;           // no copy is under way
+    Reservation way_out;                   // of DRAM, as long as the promise of HBM is soft
+    bool keep_home = false;                // the home's promise becomes the way out
+    bool evicted = false;
     size_t published = 0;  // blocks whose pages the device table knows
   };
 
@@ -138,18 +203,19 @@ class FullPolicyImpl : public FullPolicy {
     s.published += count;
   }
 
-  // Copies the pages of the first `context` tokens, joined where both sides are contiguous.
-  void CopyHome(Slot& s, int64_t context) {
+  // Copies the pages of the first `tokens` tokens, joined where both sides are contiguous.
+  void Copy(Slot& s, const SequenceCache& from_cache, const SequenceCache& to_cache,
+            int64_t tokens) {
     const CacheKind& kind = hbm_->layout().kinds[kKv];
-    const auto blocks = static_cast<size_t>(kind.BlocksFor(context));
+    const auto blocks = static_cast<size_t>(kind.BlocksFor(tokens));
     for (int layer = 0; layer < hbm_->layout().layers; ++layer) {
-      const std::vector<int32_t>& from = s.home->Pages(layer, kKv);
-      const std::vector<int32_t>& to = s.cache->Pages(layer, kKv);
+      const std::vector<int32_t>& from = from_cache.Pages(layer, kKv);
+      const std::vector<int32_t>& to = to_cache.Pages(layer, kKv);
       for (size_t begin = 0, end; begin < blocks; begin = end) {
         end = begin + 1;
         while (end < blocks && from[end] == from[end - 1] + 1 && to[end] == to[end - 1] + 1) ++end;
-        s.copies.push_back({hbm_->PageAddress(kKv, to[begin]),
-                            s.home->pool()->PageAddress(kKv, from[begin]),
+        s.copies.push_back({to_cache.pool()->PageAddress(kKv, to[begin]),
+                            from_cache.pool()->PageAddress(kKv, from[begin]),
                             (end - begin) * static_cast<size_t>(kind.page_bytes())});
       }
     }
@@ -160,6 +226,7 @@ class FullPolicyImpl : public FullPolicy {
   const std::string name_ = "full";
   Device* const device_;
   PagePool* const hbm_;
+  PagePool* const dram_;  // null: nothing is preempted
   const int slots_count_;
   const int64_t table_stride_;  // blocks
   const Buffer device_tables_;  // int32 [layers][slots][table_stride]
@@ -173,6 +240,7 @@ class FullPolicyImpl : public FullPolicy {
 absl::StatusOr<std::unique_ptr<FullPolicy>> NewFullPolicy(const FullPolicyOptions& options) {
   const CacheLayout& layout = options.hbm->layout();
   SLUICE_CHECK(layout.kinds.size() == 1 && layout.kinds[kKv].parts == 2);
+  SLUICE_CHECK(options.dram != nullptr || !options.hbm->overcommitted());
   const size_t bytes = static_cast<size_t>(layout.layers) * static_cast<size_t>(options.slots) *
                        static_cast<size_t>(layout.kinds[kKv].BlocksFor(options.max_context)) *
                        sizeof(int32_t);

@@ -15,6 +15,7 @@ struct FullPolicyOptions {
   PagePool* hbm = nullptr;
   int slots = 0;
   int64_t max_context = 0;
+  PagePool* dram = nullptr;  // where preempted sequences go; needed where `hbm` is overcommitted
 };
 
 // A full policy shows where a sequence's caches are: a prefill node reads them there.

@@ -1,0 +1,183 @@
+// Who has a slot: admission, preemption and the way back, release. The decisions are the
+// scheduler's (src/scheduler/admission.h).
+#include <algorithm>
+#include <utility>
+
+#include "src/attention/attention_policy.h"
+#include "src/base/status_macros.h"
+#include "src/engine/engine_impl.h"
+#include "src/metrics/metrics.h"
+
+namespace sluice {
+namespace {
+
+bool ByTicket(const Sequence* a, const Sequence* b) { return a->ticket < b->ticket; }
+
+}  // namespace
+
+void EngineImpl::Enqueue(Sequence& sequence) {
+  sequence.state = Sequence::State::kWaiting;
+  waiting_.insert(std::upper_bound(waiting_.begin(), waiting_.end(), &sequence, ByTicket),
+                  &sequence);
+}
+
+void EngineImpl::AdmitWaiting(absl::Time now) {
+  if (waiting_.empty() || free_slots_.empty()) return;
+  const AttentionPolicy::Room policy_room = parts_.policy->RoomNow();
+  AdmissionRoom room;
+  room.firm_tokens = policy_room.hbm.firm_tokens;
+  room.soft_tokens = policy_room.hbm.soft_tokens;
+  room.free_tokens = policy_room.hbm.free_tokens;
+  room.home_tokens = policy_room.home_tokens;
+  room.slots = static_cast<int>(free_slots_.size());
+  room.soft_running = soft_running_ > 0;
+  for (const Sequence* sequence : running_) {
+    room.growth_tokens += std::min(sequence->total() - sequence->cached, kGrowthTokens);
+  }
+  waiting_view_.clear();
+  for (const Sequence* sequence : waiting_) {
+    if (waiting_view_.size() == free_slots_.size()) break;
+    WaitingSequence view;
+    view.context = sequence->length;
+    view.total = parts_.policy->FootprintOf(sequence->context_length, sequence->total()).hbm_tokens;
+    view.has_home = sequence->preemptions > 0 && sequence->home != nullptr;
+    view.preemptions = sequence->preemptions;
+    view.preempted = sequence->preempted;
+    if (sequence->preemptions > 0) view.preempted += now - sequence->preempted_at;
+    waiting_view_.push_back(view);
+  }
+  PlanAdmission(room, waiting_view_, &admissions_);
+  for (const Admission admission : admissions_) {
+    const Promise promise = admission == Admission::kFirm ? Promise::kFirm : Promise::kSoft;
+    // The plan counts tokens, the pools whole blocks, and DRAM may have gone to a Reserve
+    // meanwhile.
+    if (!Admit(*waiting_.front(), promise, now)) return;
+    waiting_.pop_front();
+  }
+}
+
+bool EngineImpl::Admit(Sequence& sequence, Promise promise, absl::Time now) {
+  const int slot = free_slots_.back();
+  if (!parts_.policy->Admit(slot, sequence.home_tokens, sequence.total(), promise, sequence.home)) {
+    return false;
+  }
+  free_slots_.pop_back();
+  slots_[static_cast<size_t>(slot)] = &sequence;
+  sequence.slot = slot;
+  sequence.state = Sequence::State::kRunning;
+  sequence.soft = promise == Promise::kSoft;
+  soft_running_ += sequence.soft ? 1 : 0;
+  sequence.last_step = launched_steps_;
+  running_.insert(std::upper_bound(running_.begin(), running_.end(), &sequence, ByTicket),
+                  &sequence);
+  const bool first = !sequence.seed.has_value();
+  if (first) {
+    sequence.seed = seeds_();
+    // Grows without allocating.
+    sequence.tokens.reserve(static_cast<size_t>(sequence.total()));
+    absl::MutexLock lock(&submit_mutex_);
+    --waiting_count_;
+    sequence.queued = now - sequence.ready;
+  } else {
+    sequence.preempted += now - sequence.preempted_at;
+  }
+  batch_->Join(*stream_, slot, sequence.tokens, sequence.request.sampling, *sequence.seed,
+               static_cast<int32_t>(sequence.prompt_length), sequence.stops.stop_ids());
+  if (parts_.metrics != nullptr) {
+    if (first) {
+      parts_.metrics->queue_seconds.Observe(sequence.queued);
+    } else {
+      parts_.metrics->preempted_seconds.Observe(now - sequence.preempted_at);
+    }
+  }
+  return true;
+}
+
+void EngineImpl::MakeFirm() {
+  if (soft_running_ == 0) return;
+  for (Sequence* sequence : running_) {  // the oldest first, and nobody past one that must wait
+    if (!sequence->soft) continue;
+    if (!parts_.policy->MakeFirm(sequence->slot)) return;
+    sequence->soft = false;
+    --soft_running_;
+  }
+}
+
+bool EngineImpl::MakeRoom(Sequence& sequence) {
+  const int64_t most = sequence.cached + static_cast<int64_t>(options_.chunk_tokens);
+  if (parts_.policy->Grow(sequence.slot, std::min(sequence.length, most), *stream_)) return true;
+  // What is on its way out gives pages back soon.
+  if (!leaving_.empty() || !preempting_.empty()) return false;
+  victim_view_.clear();
+  for (const Sequence* running : running_) {
+    victim_view_.push_back({running->ticket, running->soft});
+  }
+  const int victim = ChooseVictim(victim_view_);
+  SLUICE_CHECK(victim >= 0, "firm promises fit together");
+  Preempt(*running_[static_cast<size_t>(victim)]);
+  return false;
+}
+
+void EngineImpl::Preempt(Sequence& sequence) {
+  sequence.state = Sequence::State::kPreempting;
+  sequence.evicted = false;
+  sequence.soft = false;
+  --soft_running_;
+  ++sequence.preemptions;
+  sequence.preempted_at = parts_.clock->Now();
+  preempting_.push_back(&sequence);
+  if (parts_.metrics != nullptr) parts_.metrics->preemptions.Add();
+}
+
+void EngineImpl::MoveOut(absl::Time /*now*/) {
+  std::erase_if(preempting_, [this](Sequence* sequence) {
+    if (!SlotAtRest(*sequence)) return false;
+    if (!sequence->evicted) {
+      // Nothing is in flight: the host knows every token, and every KV is where it belongs.
+      SLUICE_CHECK(sequence->length == static_cast<int64_t>(sequence->tokens.size()) &&
+                   sequence->in_flight == 0);
+      parts_.policy->Evict(sequence->slot, sequence->cached);
+      sequence->evicted = true;
+      return false;
+    }
+    sequence->home = parts_.policy->TakeHome(sequence->slot);
+    sequence->home_tokens = sequence->cached;
+    FreeSlot(sequence->slot);
+    Enqueue(*sequence);
+    return true;
+  });
+}
+
+void EngineImpl::FreeSlot(int slot) {
+  slots_[static_cast<size_t>(slot)] = nullptr;
+  free_slots_.push_back(slot);
+}
+
+bool EngineImpl::SlotAtRest(const Sequence& sequence) {
+  return sequence.last_step <= completed_steps_ && parts_.policy->Warm(sequence.slot) &&
+         batch_->joined(sequence.slot).Ready();
+}
+
+Event* EngineImpl::SlotEvent(const Sequence& sequence) {
+  Event& joined = batch_->joined(sequence.slot);
+  return joined.Ready() ? &parts_.policy->WarmEvent(sequence.slot) : &joined;
+}
+
+void EngineImpl::ReleaseSlots() {
+  std::erase_if(leaving_, [this](const std::unique_ptr<Sequence>& sequence) {
+    if (!SlotAtRest(*sequence)) return false;
+    parts_.policy->Release(sequence->slot);
+    FreeSlot(sequence->slot);
+    return true;
+  });
+}
+
+Event* EngineImpl::PendingSlotEvent() {
+  // What planning saw, not what is so now: a slot that became warm in between has its step to come.
+  if (cold_ != nullptr) return cold_;
+  if (!leaving_.empty()) return SlotEvent(*leaving_.front());
+  if (!preempting_.empty()) return SlotEvent(*preempting_.front());
+  return nullptr;
+}
+
+}  // namespace sluice

@@ -1,0 +1,47 @@
+#include "src/scheduler/admission.h"
+
+#include <algorithm>
+
+namespace sluice {
+namespace {
+
+bool FitsSoftly(const WaitingSequence& sequence, const AdmissionRoom& room) {
+  if (sequence.preemptions >= kMaxPreemptions || sequence.preempted >= kMaxPreempted) return false;
+  const int64_t growth = std::min(sequence.total - sequence.context, kGrowthTokens);
+  return sequence.total <= room.soft_tokens &&
+         (sequence.has_home || sequence.total <= room.home_tokens) &&
+         sequence.context + growth + room.growth_tokens <= room.free_tokens;
+}
+
+}  // namespace
+
+void PlanAdmission(AdmissionRoom room, absl::Span<const WaitingSequence> waiting,
+                   std::vector<Admission>* admissions) {
+  admissions->clear();
+  for (const WaitingSequence& sequence : waiting) {
+    const bool firm = !room.soft_running && sequence.total <= room.firm_tokens &&
+                      sequence.context <= room.free_tokens;
+    if (room.slots == 0 || (!firm && !FitsSoftly(sequence, room))) return;
+    admissions->push_back(firm ? Admission::kFirm : Admission::kSoft);
+    --room.slots;
+    room.soft_running = room.soft_running || !firm;
+    room.firm_tokens -= sequence.total;
+    room.soft_tokens -= sequence.total;
+    room.free_tokens -= sequence.context;
+    room.home_tokens -= firm || sequence.has_home ? 0 : sequence.total;
+    room.growth_tokens += std::min(sequence.total - sequence.context, kGrowthTokens);
+  }
+}
+
+int ChooseVictim(absl::Span<const VictimCandidate> running) {
+  int victim = -1;
+  for (size_t i = 0; i < running.size(); ++i) {
+    if (!running[i].soft) continue;
+    if (victim < 0 || running[i].ticket > running[static_cast<size_t>(victim)].ticket) {
+      victim = static_cast<int>(i);
+    }
+  }
+  return victim;
+}
+
+}  // namespace sluice

@@ -1,0 +1,67 @@
+// Who comes into the running batch, and who has to leave it. Pure: decisions are functions of what
+// is passed in.
+//
+// HBM may be promised to more sequences than it holds (`overcommit`). A promise is firm or soft:
+// all firm ones fit together, so a sequence with a firm promise finds every page of its growth once
+// those with soft ones have left. When a page is lacking, the latest of the soft ones is preempted:
+// it goes to its room in DRAM, waits ahead of all newer ones and comes back. So
+//   - the oldest sequence always goes on: those with a firm promise are older than those with a
+//   soft
+//     one, who get theirs in order of arrival, and before anyone who waits;
+//   - nobody starves: one that was preempted kMaxPreemptions times, or waited kMaxPreempted in all,
+//     comes back with a firm promise only, and is never chosen again;
+//   - nobody is moved back and forth: a soft promise is given only where all that run can grow by
+//     kGrowthTokens before a page is lacking.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+
+namespace sluice {
+
+inline constexpr int kMaxPreemptions = 2;
+inline constexpr absl::Duration kMaxPreempted = absl::Seconds(10);
+inline constexpr int64_t kGrowthTokens = 64;
+
+// A sequence that waits for room. Tokens are those of its footprint in HBM.
+struct WaitingSequence {
+  int64_t context = 0;  // that it takes at once, or for its pending tokens soon
+  int64_t total = 0;    // at its end
+  // Its room in DRAM is there: it was preempted, and its home is still large enough.
+  bool has_home = false;
+  int preemptions = 0;
+  absl::Duration preempted;  // waited in all since its first preemption
+};
+
+// Room for one more sequence, in tokens.
+struct AdmissionRoom {
+  int64_t firm_tokens = 0;    // that can be promised firmly
+  int64_t soft_tokens = 0;    // that can be promised at all
+  int64_t free_tokens = 0;    // in pages that nobody has
+  int64_t home_tokens = 0;    // in DRAM
+  int slots = 0;              // free places in the batch
+  bool soft_running = false;  // somebody in the batch has a soft promise
+  // Tokens by which those that run may still grow, of each at most kGrowthTokens.
+  int64_t growth_tokens = 0;
+};
+
+enum class Admission { kWait, kFirm, kSoft };
+
+// For each of `waiting` (in the order in which they are to come) how it is admitted; nobody is
+// overtaken, so all after the first that waits wait too. `admissions` is overwritten and holds only
+// those that do not wait.
+void PlanAdmission(AdmissionRoom room, absl::Span<const WaitingSequence> waiting,
+                   std::vector<Admission>* admissions);
+
+struct VictimCandidate {
+  uint64_t ticket = 0;  // order of arrival
+  bool soft = false;
+};
+
+// Index of the sequence that is to leave, or -1: the latest with a soft promise.
+int ChooseVictim(absl::Span<const VictimCandidate> running);
+
+}  // namespace sluice

@@ -1,0 +1,191 @@
+#include "src/scheduler/admission.h"
+
+#include <catch2/catch.hpp>
+#include <deque>
+
+#include "src/base/rng.h"
+#include "tests/test_main.h"
+
+namespace sluice {
+namespace {
+
+WaitingSequence Waiting(int64_t context, int64_t total) {
+  WaitingSequence sequence;
+  sequence.context = context;
+  sequence.total = total;
+  return sequence;
+}
+
+AdmissionRoom Room(int64_t firm, int64_t soft, int64_t free) {
+  AdmissionRoom room;
+  room.firm_tokens = firm;
+  room.soft_tokens = soft;
+  room.free_tokens = free;
+  room.home_tokens = 1 << 20;
+  room.slots = 8;
+  return room;
+}
+
+std::vector<Admission> Plan(const AdmissionRoom& room, std::vector<WaitingSequence> waiting) {
+  std::vector<Admission> admissions(3);  // overwritten
+  PlanAdmission(room, waiting, &admissions);
+  return admissions;
+}
+
+constexpr Admission kFirm = Admission::kFirm, kSoft = Admission::kSoft;
+
+TEST_CASE("first come, first served: a large one at the head is not overtaken") {
+  CHECK(Plan(Room(100, 100, 100), {Waiting(10, 60), Waiting(10, 60), Waiting(1, 2)}) ==
+        std::vector<Admission>{kFirm});
+  AdmissionRoom one = Room(100, 100, 100);
+  one.slots = 1;
+  CHECK(Plan(one, {Waiting(1, 2), Waiting(1, 2)}) == std::vector<Admission>{kFirm});
+  CHECK(Plan(Room(0, 0, 100), {Waiting(1, 2)}).empty());
+}
+
+TEST_CASE("beyond what fits, promises are soft, and only with room to grow for all that run") {
+  const WaitingSequence sequence = Waiting(100, 500);
+  CHECK(Plan(Room(500, 1000, 600), {sequence, sequence}) == std::vector<Admission>{kFirm, kSoft});
+  // 100 + 64 of its own, 64 of the first, after the first has taken its 100.
+  CHECK(Plan(Room(500, 1000, 328), {sequence, sequence}) == std::vector<Admission>{kFirm, kSoft});
+  CHECK(Plan(Room(500, 1000, 327), {sequence, sequence}) == std::vector<Admission>{kFirm});
+  AdmissionRoom running = Room(0, 1000, 300);
+  running.growth_tokens = 300 - 164;
+  CHECK(Plan(running, {sequence}) == std::vector<Admission>{kSoft});
+  running.growth_tokens += 1;
+  CHECK(Plan(running, {sequence}).empty());
+}
+
+TEST_CASE("a soft promise needs a way out in DRAM") {
+  AdmissionRoom room = Room(0, 1000, 1000);
+  room.home_tokens = 499;
+  WaitingSequence sequence = Waiting(100, 500);
+  CHECK(Plan(room, {sequence}).empty());
+  sequence.has_home = true;
+  CHECK(Plan(room, {sequence}) == std::vector<Admission>{kSoft});
+  room.home_tokens = 999;
+  sequence.has_home = false;
+  CHECK(Plan(room, {sequence, sequence}) == std::vector<Admission>{kSoft});
+}
+
+TEST_CASE("nobody younger gets a firm promise before one with a soft promise") {
+  AdmissionRoom room = Room(50, 1000, 1000);
+  CHECK(Plan(room, {Waiting(10, 60), Waiting(10, 40)}) == std::vector<Admission>{kSoft, kSoft});
+  room.soft_running = true;
+  CHECK(Plan(room, {Waiting(10, 40)}) == std::vector<Admission>{kSoft});
+}
+
+TEST_CASE("who was preempted often or for long comes back with a firm promise or waits") {
+  WaitingSequence sequence = Waiting(100, 500);
+  sequence.preemptions = kMaxPreemptions;
+  CHECK(Plan(Room(499, 1000, 1000), {sequence}).empty());
+  CHECK(Plan(Room(500, 1000, 1000), {sequence}) == std::vector<Admission>{kFirm});
+  sequence.preemptions = 1;
+  CHECK(Plan(Room(499, 1000, 1000), {sequence}) == std::vector<Admission>{kSoft});
+  sequence.preempted = kMaxPreempted;
+  CHECK(Plan(Room(499, 1000, 1000), {sequence}).empty());
+}
+
+TEST_CASE("the victim is the latest with a soft promise") {
+  CHECK(ChooseVictim({}) == -1);
+  CHECK(ChooseVictim({{1, false}, {2, false}}) == -1);
+  CHECK(ChooseVictim({{1, false}, {7, true}, {3, true}, {9, false}}) == 1);
+}
+
+// A model of the batch on these two decisions alone: every sequence ends, however small the memory.
+TEST_CASE("whatever arrives, everybody ends, and nobody is preempted more often than is allowed") {
+  SplitMix64 random(TestSeed());
+  for (int round = 0; round < 60; ++round) {
+    struct S {
+      uint64_t ticket;
+      int64_t length, total;
+      bool soft = false;
+      int preemptions = 0;
+    };
+    const int64_t capacity = 200 + static_cast<int64_t>(random.Below(800));
+    const double overcommit = 1 + static_cast<double>(random.Below(300)) / 100;
+    const auto limit = static_cast<int64_t>(static_cast<double>(capacity) * overcommit);
+    std::deque<S> waiting;
+    std::vector<S> running;
+    for (uint64_t ticket = 0; ticket < 30; ++ticket) {
+      const auto total =
+          2 + static_cast<int64_t>(random.Below(static_cast<uint64_t>(capacity) - 1));
+      waiting.push_back({ticket,
+                         1 + static_cast<int64_t>(random.Below(static_cast<uint64_t>(total) - 1)),
+                         total});
+    }
+    int steps = 0;
+    while (!waiting.empty() || !running.empty()) {
+      REQUIRE(++steps < 100000);
+      int64_t firm = 0, promised = 0, used = 0;
+      const auto count = [&] {
+        firm = promised = used = 0;
+        for (const S& s : running) {
+          firm += s.soft ? 0 : s.total;
+          promised += s.total;
+          used += s.length;
+        }
+        REQUIRE(firm <= capacity);
+        REQUIRE(promised <= limit);
+        REQUIRE(used <= capacity);
+      };
+      count();
+      for (S& s : running) {
+        if (!s.soft) continue;
+        if (s.total > capacity - firm) break;
+        s.soft = false;
+        count();
+      }
+      AdmissionRoom room =
+          Room(std::min(capacity - firm, limit - promised), limit - promised, capacity - used);
+      room.slots = 16 - static_cast<int>(running.size());
+      for (const S& s : running) {
+        room.growth_tokens += std::min(s.total - s.length, kGrowthTokens);
+        room.soft_running = room.soft_running || s.soft;
+      }
+      std::vector<WaitingSequence> views;
+      for (const S& s : waiting) {
+        views.push_back(Waiting(s.length, s.total));
+        views.back().preemptions = s.preemptions;
+      }
+      std::vector<Admission> admissions;
+      PlanAdmission(room, views, &admissions);
+      for (const Admission admission : admissions) {
+        running.push_back(waiting.front());
+        running.back().soft = admission == kSoft;
+        waiting.pop_front();
+      }
+      REQUIRE_FALSE(running.empty());
+      std::sort(running.begin(), running.end(),
+                [](const S& a, const S& b) { return a.ticket < b.ticket; });
+      count();
+      // One step: each grows by a token, the oldest first.
+      const uint64_t oldest = running.front().ticket;
+      bool oldest_grew = false;
+      for (size_t i = 0; i < running.size(); ++i) {
+        while (used == capacity) {
+          std::vector<VictimCandidate> candidates;
+          for (const S& s : running) candidates.push_back({s.ticket, s.soft});
+          const int victim = ChooseVictim(candidates);
+          REQUIRE(victim >= 0);
+          S moved = running[static_cast<size_t>(victim)];
+          REQUIRE(++moved.preemptions <= kMaxPreemptions);
+          used -= moved.length;
+          running.erase(running.begin() + victim);
+          const auto at = std::find_if(waiting.begin(), waiting.end(),
+                                       [&](const S& s) { return s.ticket > moved.ticket; });
+          waiting.insert(at, moved);
+        }
+        if (i >= running.size()) break;
+        ++running[i].length;
+        ++used;
+        oldest_grew = oldest_grew || running[i].ticket == oldest;
+      }
+      REQUIRE(oldest_grew);
+      std::erase_if(running, [](const S& s) { return s.length >= s.total; });
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sluice
