@@ -25,6 +25,7 @@ EngineImpl::EngineImpl(const Options& options, const Parts& parts,
                        std::unique_ptr<BatchState> batch)
     : options_(options),
       parts_(parts),
+      readiness_(parts.readiness != nullptr ? parts.readiness : &own_readiness_),
       batch_(std::move(batch)),
       stream_(parts.device->NewStream(Device::StreamKind::kCompute)),
       slots_(options.max_sequences, nullptr),
@@ -116,10 +117,7 @@ absl::Status EngineImpl::CheckManifest(const Request& request, const std::vector
 absl::StatusOr<SequenceId> EngineImpl::Submit(Request request) {
   SLUICE_RETURN_IF_ERROR(CheckRequest(request));
   absl::MutexLock lock(&submit_mutex_);
-  if (draining_) {
-    return WithReason(absl::UnavailableError("this node is draining; send the request elsewhere"),
-                      "DRAINING");
-  }
+  SLUICE_RETURN_IF_ERROR(readiness_->CheckNotDraining());
   if (SLUICE_FAILPOINT(kEngineQueue) || waiting_count_ >= options_.max_waiting) {
     return ResourceExhausted(
         "TOO_MANY_WAITING",
@@ -176,10 +174,7 @@ void EngineImpl::CancelRequest(const std::string& request_id, absl::Status why,
 void EngineImpl::Snapshot(std::function<void(EngineSnapshot)> done) {
   inbox_.Post([this, done = std::move(done)] {
     EngineSnapshot snapshot;
-    {
-      absl::MutexLock lock(&submit_mutex_);
-      snapshot.draining = draining_;
-    }
+    snapshot.draining = readiness_->draining();
     snapshot.times = times_;
     const absl::Time now = parts_.clock->Now();
     std::vector<const Sequence*> by_age;
@@ -210,12 +205,13 @@ void EngineImpl::Snapshot(std::function<void(EngineSnapshot)> done) {
   });
 }
 
-void EngineImpl::Drain(std::function<void()> idle) {
-  {
-    absl::MutexLock lock(&submit_mutex_);
-    draining_ = true;
-  }
-  inbox_.Post([this, idle = std::move(idle)] {
+void EngineImpl::Drain(absl::Time deadline, absl::Status why, std::function<void()> idle) {
+  absl::MutexLock lock(&submit_mutex_);
+  readiness_->SetDraining(true);
+  inbox_.Post([this, deadline, why = std::move(why), idle = std::move(idle)] {
+    drain_deadline_ = deadline;
+    drain_why_ = why;
+    next_check_ = absl::InfinitePast();
     if (idle != nullptr) idle_callbacks_.push_back(idle);
     // No Reserve is accepted any more: who waits for one waits in vain.
     const std::vector<Sequence*> awaiting = awaiting_;
@@ -230,13 +226,20 @@ void EngineImpl::Drain(std::function<void()> idle) {
   });
 }
 
+void EngineImpl::Resume() {
+  absl::MutexLock lock(&submit_mutex_);
+  readiness_->SetDraining(false);
+  inbox_.Post([this] { drain_deadline_ = absl::InfiniteFuture(); });
+}
+
 void EngineImpl::CancelAll(absl::Status why) {
-  inbox_.Post([this, why = std::move(why)] {
-    const absl::Time now = parts_.clock->Now();
-    std::vector<Sequence*> all;
-    for (const auto& [id, sequence] : sequences_) all.push_back(sequence.get());
-    for (Sequence* sequence : all) FinishWith(*sequence, why, now);
-  });
+  inbox_.Post([this, why = std::move(why)] { EndAll(why, parts_.clock->Now()); });
+}
+
+void EngineImpl::EndAll(const absl::Status& why, absl::Time now) {
+  std::vector<Sequence*> all;
+  for (const auto& [id, sequence] : sequences_) all.push_back(sequence.get());
+  for (Sequence* sequence : all) FinishWith(*sequence, why, now);
 }
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const Options& options, const Parts& parts) {

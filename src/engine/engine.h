@@ -24,6 +24,7 @@ namespace sluice {
 class AttentionPolicy;
 class Metrics;
 class Model;
+class Readiness;
 class TokenBytes;
 class TransferTable;
 
@@ -80,6 +81,7 @@ class Engine {
     const TokenBytes* token_bytes = nullptr;
     Metrics* metrics = nullptr;
     Clock* clock = nullptr;
+    Readiness* readiness = nullptr;  // null: the engine keeps its own
   };
   static absl::StatusOr<std::unique_ptr<Engine>> Create(const Options& options, const Parts& parts);
   virtual ~Engine() = default;
@@ -96,9 +98,13 @@ class Engine {
                              std::function<void(bool)> done) = 0;
   // `done` runs on the engine's thread within one step.
   virtual void Snapshot(std::function<void(EngineSnapshot)> done) = 0;
-  // New requests are refused with UNAVAILABLE from now on; what runs goes on. `idle` runs on the
-  // engine's thread once nothing runs or waits.
-  virtual void Drain(std::function<void()> idle) = 0;
+  // New requests are refused with UNAVAILABLE from now on, reason DRAINING. What is alive goes on
+  // until `deadline` and then ends with `why`; what waits for a transfer that has not begun ends at
+  // once. `idle` (may be null) runs on the engine's thread the next time that nothing runs or
+  // waits. Again while draining: `deadline` and `why` are set anew.
+  virtual void Drain(absl::Time deadline, absl::Status why, std::function<void()> idle) = 0;
+  // Takes requests again; what is left of the time to drain is forgotten. Nothing if not draining.
+  virtual void Resume() = 0;
   // Ends everything that is alive with `why`.
   virtual void CancelAll(absl::Status why) = 0;
   // Makes a sleeping engine turn: something it waits for has changed.

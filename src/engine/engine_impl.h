@@ -14,6 +14,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/synchronization/mutex.h"
+#include "src/base/readiness.h"
 #include "src/base/rng.h"
 #include "src/engine/batch_state.h"
 #include "src/engine/engine.h"
@@ -34,7 +35,8 @@ class EngineImpl : public Engine {
   void CancelRequest(const std::string& request_id, absl::Status why,
                      std::function<void(bool)> done) override;
   void Snapshot(std::function<void(EngineSnapshot)> done) override;
-  void Drain(std::function<void()> idle) override;
+  void Drain(absl::Time deadline, absl::Status why, std::function<void()> idle) override;
+  void Resume() override;
   void CancelAll(absl::Status why) override;
   void Wake() override { inbox_.Wake(); }
   Next Turn() override;
@@ -93,6 +95,8 @@ class EngineImpl : public Engine {
   // Emits an output token and ends the sequence if it stops there; then the sequence may be gone,
   // and the result is false.
   bool Emit(Sequence& sequence, OutputToken token, absl::Time now);
+  // Ends all of them.
+  void EndAll(const absl::Status& why, absl::Time now);
   void Finish(Sequence& sequence, FinishInfo info, absl::Time now);
   void FinishWith(Sequence& sequence, absl::Status why, absl::Time now);
   void CheckIdle();
@@ -100,13 +104,15 @@ class EngineImpl : public Engine {
   const Options options_;
   const Parts parts_;
   Inbox inbox_;
+  Readiness own_readiness_;
+  // Drains and resumes under submit_mutex_: every request was submitted before or after.
+  Readiness* const readiness_;
 
   // Shared with Submit.
   absl::Mutex submit_mutex_;
   absl::flat_hash_set<std::string> alive_ids_ ABSL_GUARDED_BY(submit_mutex_);
   uint64_t next_id_ ABSL_GUARDED_BY(submit_mutex_) = 1;
   uint32_t waiting_count_ ABSL_GUARDED_BY(submit_mutex_) = 0;  // submitted and not yet admitted
-  bool draining_ ABSL_GUARDED_BY(submit_mutex_) = false;
   std::atomic<bool> transfers_changed_{false};
 
   // Engine's thread.
@@ -138,6 +144,8 @@ class EngineImpl : public Engine {
   absl::Time next_reap_ = absl::InfinitePast();
   absl::Time next_check_ = absl::InfinitePast();
   SplitMix64 seeds_;
+  absl::Time drain_deadline_ = absl::InfiniteFuture();
+  absl::Status drain_why_;
   std::vector<std::function<void()>> idle_callbacks_;
 };
 

@@ -38,8 +38,8 @@ EngineThread::EngineThread(Engine* engine) : state_(new State{engine, {}, {}}) {
 }
 
 EngineThread::~EngineThread() {
-  state_->engine->Drain([state = state_.get()] { state->idle = true; });
-  state_->engine->CancelAll(absl::UnavailableError("the server is shutting down"));
+  state_->engine->Drain(absl::InfinitePast(), absl::UnavailableError("the server is shutting down"),
+                        [state = state_.get()] { state->idle = true; });
   state_->thread.join();
 }
 

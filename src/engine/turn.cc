@@ -85,7 +85,11 @@ void EngineImpl::TakeReadyTransfers(absl::Time now) {
 }
 
 void EngineImpl::CheckTimes(absl::Time now) {
-  absl::Time next = absl::InfiniteFuture();
+  if (drain_deadline_ <= now) {
+    drain_deadline_ = absl::InfiniteFuture();
+    EndAll(drain_why_, now);
+  }
+  absl::Time next = drain_deadline_;
   std::vector<std::pair<Sequence*, absl::Status>> over;
   for (const auto& [id, sequence] : sequences_) {
     const absl::Time deadline = sequence->request.deadline;

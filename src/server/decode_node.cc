@@ -29,12 +29,8 @@ namespace {
 constexpr absl::Duration kCanaryTimeout = absl::Minutes(5);
 // For callers to take their last messages, after every sequence has ended.
 constexpr absl::Duration kFlushTime = absl::Seconds(5);
-
-absl::Status Draining() {
-  return WithReason(
-      absl::UnavailableError("the node was stopped before the sequence ended: use another one"),
-      "DRAINING");
-}
+// For the engine to end what the time to drain has left.
+constexpr absl::Duration kEndTime = absl::Seconds(1);
 
 }  // namespace
 
@@ -46,8 +42,7 @@ absl::StatusOr<std::unique_ptr<DecodeNode>> DecodeNode::Start(const Config& conf
   SLUICE_RETURN_IF_ERROR(node->StartEngine());
   SLUICE_RETURN_IF_ERROR(node->DecodeCanary());
   SLUICE_RETURN_IF_ERROR(node->StartGrpc());
-  node->readiness_.SetReady();
-  node->grpc_->SetServing(true);
+  node->drain_->Open([grpc = node->grpc_.get()](bool serving) { grpc->SetServing(serving); });
   const std::string admin = node->admin_http_ == nullptr ? "" : node->admin_http_->address();
   if (!config.address_file().empty()) {
     SLUICE_RETURN_IF_ERROR(
@@ -138,8 +133,15 @@ absl::Status DecodeNode::StartEngine() {
   parts.token_bytes = token_bytes_.has_value() ? &*token_bytes_ : nullptr;
   parts.metrics = &metrics_;
   parts.clock = RealClock();
+  parts.readiness = &readiness_;
   SLUICE_ASSIGN_OR_RETURN(engine_, Engine::Create(options, parts));
   engine_thread_ = std::make_unique<EngineThread>(engine_.get());
+  DrainControl::Options drain;
+  drain.timeout = absl::Seconds(config_.drain_timeout_seconds());
+  drain.engine = engine_.get();
+  drain.readiness = &readiness_;
+  drain.clock = RealClock();
+  drain_ = std::make_unique<DrainControl>(drain);
   metrics_.SetBuildInfo({Version(), model_->config().name, device_->name(),
                          device_->kernels().name(), policy_->name()});
   memory_ready_.store(true);
@@ -203,8 +205,8 @@ absl::Status DecodeNode::StartGrpc() {
   admin.engine = engine_.get();
   admin.transfers = transfers_.get();
   admin.pools = {dram_.get(), hbm_.get()};
-  admin.readiness = &readiness_;
   admin.allow_failpoints = config_.allow_failpoints();
+  admin.drain = drain_.get();
   services.push_back(NewAdminService(std::move(admin)));
   GrpcServer::Options options;
   options.listen = config_.listen();
@@ -250,17 +252,20 @@ void DecodeNode::ServeUntil(Signals& signals) {
   signals.Serving();
   signals.WaitForStop();
   const absl::Time start = absl::Now();
-  readiness_.SetDraining();
-  grpc_->SetServing(false);
   // Shared: the engine may still hold the callback when this function has gone on.
   auto idle = std::make_shared<absl::Notification>();
-  engine_->Drain([idle] {
+  drain_->Stop([idle] {
     if (!SLUICE_FAILPOINT(kServerDrain)) idle->Notify();
   });
-  signals.WaitForSecond(absl::Seconds(config_.drain_timeout_seconds()),
-                        [&] { return idle->HasBeenNotified(); });
-  const bool finished = idle->HasBeenNotified();
-  if (!finished) engine_->CancelAll(Draining());
+  const absl::Duration time = absl::Seconds(config_.drain_timeout_seconds());
+  // The engine ends what is left when the time is over; that takes it a step or two.
+  signals.WaitForSecond(time + kEndTime, [&] { return idle->HasBeenNotified(); });
+  const bool finished = idle->HasBeenNotified() && absl::Now() - start < time;
+  if (!idle->HasBeenNotified()) {
+    engine_->CancelAll(WithReason(
+        absl::UnavailableError("the node was stopped before the sequence ended: use another one"),
+        "DRAINING"));
+  }
   grpc_->Shutdown(signals.Count() > 1 ? absl::Milliseconds(100) : kFlushTime);
   Log(LogLevel::kInfo, "stopped",
       {{"everything_finished", finished},

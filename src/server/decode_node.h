@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "src/attention/attention_policy.h"
+#include "src/base/readiness.h"
 #include "src/config/setting.h"
 #include "src/device/device.h"
 #include "src/engine/engine.h"
@@ -21,8 +22,8 @@
 #include "src/model/token_bytes.h"
 #include "src/server/signals.h"
 #include "src/service/admin_http.h"
+#include "src/service/drain_control.h"
 #include "src/service/grpc_server.h"
-#include "src/service/readiness.h"
 
 namespace sluice {
 
@@ -57,6 +58,7 @@ class DecodeNode {
   std::unique_ptr<TransferTable> transfers_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<EngineThread> engine_thread_;
+  std::unique_ptr<DrainControl> drain_;
   std::unique_ptr<GrpcServer> grpc_;
   // Its callbacks ask the pools: see memory_ready_.
   std::atomic<bool> memory_ready_ = false;

@@ -107,7 +107,7 @@ absl::Status PrefillNode::StartGrpc() {
 void PrefillNode::ServeUntil(Signals& signals) {
   signals.Serving();
   signals.WaitForStop();
-  readiness_.SetDraining();
+  readiness_.SetDraining(true);
   grpc_->SetServing(false);
   grpc_->Shutdown(signals.Count() > 1 ? absl::ZeroDuration() : kGrace);
   Log(LogLevel::kInfo, "stopped");

@@ -4,13 +4,13 @@
 #include <memory>
 
 #include "absl/status/statusor.h"
+#include "src/base/readiness.h"
 #include "src/config/setting.h"
 #include "src/device/device.h"
 #include "src/model/model.h"
 #include "src/prefill/prefiller.h"
 #include "src/server/signals.h"
 #include "src/service/grpc_server.h"
-#include "src/service/readiness.h"
 
 namespace sluice {
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -20,6 +21,7 @@ namespace {
 
 constexpr size_t kMaxTermsBytes = 4096;
 constexpr uint32_t kDefaultLimit = 1000;
+constexpr absl::Duration kMaxDrain = absl::Hours(24);
 constexpr uint32_t kMaxLimit = 10000;  // x about 350 bytes, names of full length: 3.5 MB
 
 class AdminService final : public v1::Admin::CallbackService {
@@ -97,6 +99,40 @@ class AdminService final : public v1::Admin::CallbackService {
     return reactor;
   }
 
+  grpc::ServerUnaryReactor* Drain(grpc::CallbackServerContext* context,
+                                  const v1::DrainRequest* request,
+                                  v1::DrainResponse* response) override {
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    std::optional<absl::Duration> timeout;
+    if (request->has_timeout()) {
+      const auto given = DurationUpTo("timeout", request->timeout(), kMaxDrain);
+      if (!given.ok()) {
+        reactor->Finish(ToGrpcStatus(given.status()));
+        return reactor;
+      }
+      timeout = *given;
+    }
+    const DrainControl::Drained drained = options_.drain->Drain(timeout);
+    response->set_was_draining(drained.was_draining);
+    *response->mutable_timeout() = ToProto(drained.timeout);
+    options_.engine->Snapshot([reactor, response](const EngineSnapshot& snapshot) {
+      response->set_running(snapshot.running);
+      response->set_waiting(snapshot.waiting);
+      reactor->Finish(grpc::Status::OK);
+    });
+    return reactor;
+  }
+
+  grpc::ServerUnaryReactor* Resume(grpc::CallbackServerContext* context,
+                                   const v1::ResumeRequest* /*request*/,
+                                   v1::ResumeResponse* response) override {
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    const absl::StatusOr<bool> was_draining = options_.drain->Resume();
+    response->set_was_draining(was_draining.value_or(true));
+    reactor->Finish(ToGrpcStatus(was_draining.status()));
+    return reactor;
+  }
+
  private:
   absl::Status DoSetFailpoints(const v1::SetFailpointsRequest& request) const {
     if (!options_.allow_failpoints) {
@@ -136,7 +172,7 @@ class AdminService final : public v1::Admin::CallbackService {
     response->set_running(snapshot.running);
     response->set_waiting(snapshot.waiting);
     response->set_transfers(static_cast<uint32_t>(options_.transfers->open_transfers()));
-    response->set_draining(snapshot.draining || options_.readiness->draining());
+    response->set_draining(snapshot.draining);
   }
 
   const AdminServiceOptions options_;

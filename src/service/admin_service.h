@@ -1,4 +1,5 @@
-// Admin: what runs here and how full it is. The engine's thread answers what only it knows.
+// Admin: what runs here, how full it is, and taking the node out of service. The engine's thread
+// answers what only it knows.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +10,8 @@
 #include "src/engine/engine.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/transfer_table.h"
+#include "src/service/drain_control.h"
 #include "src/service/grpc_service.h"
-#include "src/service/readiness.h"
 
 namespace sluice {
 
@@ -21,8 +22,8 @@ struct AdminServiceOptions {
   Engine* engine = nullptr;
   const TransferTable* transfers = nullptr;
   std::vector<const PagePool*> pools;
-  const Readiness* readiness = nullptr;
   bool allow_failpoints = false;
+  DrainControl* drain = nullptr;
 };
 
 GrpcService NewAdminService(AdminServiceOptions options);

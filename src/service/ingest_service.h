@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
+#include "src/base/readiness.h"
 #include "src/kv/transfer_table.h"
 #include "src/service/grpc_service.h"
-#include "src/service/readiness.h"
 
 namespace sluice {
 

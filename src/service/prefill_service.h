@@ -9,9 +9,9 @@
 
 #include "absl/time/time.h"
 #include "sluice/v1/prefill.pb.h"
+#include "src/base/readiness.h"
 #include "src/prefill/prefiller.h"
 #include "src/service/grpc_service.h"
-#include "src/service/readiness.h"
 
 namespace sluice {
 

@@ -50,6 +50,20 @@ absl::StatusOr<absl::Duration> PositiveDuration(const std::string& field,
   return absl::Seconds(seconds) + absl::Nanoseconds(nanos);
 }
 
+absl::StatusOr<absl::Duration> DurationUpTo(const std::string& field,
+                                            const google::protobuf::Duration& duration,
+                                            absl::Duration most) {
+  const bool valid = duration.seconds() >= 0 && duration.seconds() <= kMaxDurationSeconds &&
+                     duration.nanos() >= 0 && duration.nanos() <= 999'999'999;
+  const absl::Duration value =
+      valid ? absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos())
+            : absl::InfiniteDuration();
+  if (value <= most) return value;
+  return InvalidField(
+      field, absl::StrCat("expected 0 to ", absl::FormatDuration(most), ", found ",
+                          duration.seconds(), " seconds and ", duration.nanos(), " nanoseconds"));
+}
+
 google::protobuf::Duration ToProto(absl::Duration duration) {
   google::protobuf::Duration out;
   absl::Duration rest = std::min(duration, absl::Seconds(kMaxDurationSeconds));

@@ -33,6 +33,10 @@ absl::Status CheckName(const std::string& field, const std::string& value,
 absl::StatusOr<absl::Duration> PositiveDuration(const std::string& field,
                                                 const google::protobuf::Duration& duration);
 google::protobuf::Duration ToProto(absl::Duration duration);
+// INVALID_ARGUMENT naming `field` unless it lies in [0, most].
+absl::StatusOr<absl::Duration> DurationUpTo(const std::string& field,
+                                            const google::protobuf::Duration& duration,
+                                            absl::Duration most);
 
 // Bounds lists and strings; values are checked by ValidateSamplingParams.
 absl::StatusOr<SamplingParams> FromProto(const v1::SamplingParams& params);

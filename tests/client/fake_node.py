@@ -45,6 +45,9 @@ class FakeNode(ingest_pb2_grpc.KvIngestServicer, decode_pb2_grpc.DecodeServicer,
         self.refusal = None  # (code, message, details...) of Generate
         self.hang = False
         self.cancelled = threading.Event()
+        # Sequences that still run, one less at every look, once drained; None: not draining.
+        self.draining = None
+        self.drained_within = None
         self.requests = []
         self.server = grpc.server(futures.ThreadPoolExecutor(8))
         for add in (ingest_pb2_grpc.add_KvIngestServicer_to_server,
@@ -64,7 +67,19 @@ class FakeNode(ingest_pb2_grpc.KvIngestServicer, decode_pb2_grpc.DecodeServicer,
         return admin_pb2.GetModelResponse(model=info, device="cpu", policy="full", kernels="none",
                                           version="0")
 
+    def Drain(self, request, context):
+        was, self.draining = self.draining is not None, 2
+        self.drained_within = request.timeout if request.HasField("timeout") else None
+        return admin_pb2.DrainResponse(was_draining=was, running=2)
+
+    def Resume(self, request, context):
+        was, self.draining = self.draining is not None, None
+        return admin_pb2.ResumeResponse(was_draining=was)
+
     def GetCapacity(self, request, context):
+        if self.draining is not None:
+            self.draining -= 1
+            return admin_pb2.GetCapacityResponse(max_sequences=4, running=self.draining, draining=True)
         return admin_pb2.GetCapacityResponse(max_sequences=4, running=1, tiers=[
             admin_pb2.TierCapacity(tier="hbm", kind="kv", capacity_bytes=1 << 30,
                                    reserved_bytes=1 << 29, used_bytes=1 << 20)])

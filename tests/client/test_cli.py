@@ -181,14 +181,15 @@ def test_nobody_at_the_address_is_said(node):
     ["generate", "--decode", "a:1", "--prompt-ids", "1,x"],
     ["generate", "--decode", "a:1", "--prompt-ids", "1", "--chat"],
     ["generate", "--decode", "a:1", "--prompt-ids", "1", "--max-tokens", "-1"],
-    ["push", "--decode", "a:1", "--kv", "f"],
+    ["push", "--decode", "a:1", "--kv", "f"], ["drain"], ["drain", "--decode", "a:1", "--timeout", "-1"],
+    ["drain", "--decode", "a:1", "--timeout", "x"], ["resume"],
 ])
 def test_a_wrong_command_line_exits_with_2(args):
     out = sluice(*args)
     assert out.returncode == 2 and "usage:" in out.stderr
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "push", "status"])
+@pytest.mark.parametrize("command", ["generate", "chat", "push", "status", "drain", "resume"])
 def test_help_shows_an_example(command):
     out = sluice(command, "--help")
     assert out.returncode == 0 and f"  tools/sluice {command} " in out.stdout.split("example")[1]
@@ -231,3 +232,14 @@ def test_status_shows_model_and_capacity(node):
         assert words in out.stdout, out.stdout
     got = json.loads(sluice("status", "--decode", node.address, "--json").stdout)
     assert got["model"]["model"]["fingerprint"] == "f1" and got["sequences"]["total"] == 3
+
+
+def test_drain_waits_until_nothing_runs_and_resume_opens_again(node):
+    out = sluice("drain", "--decode", node.address, "--timeout", "2.5")
+    assert out.returncode == 0 and "nothing runs or waits" in out.stdout, out.stderr
+    assert node.draining == 0 and node.drained_within.ToTimedelta().total_seconds() == 2.5
+    out = sluice("drain", "--decode", node.address, "--no-wait", "--json")
+    assert json.loads(out.stdout) == {"idle": False, "running": 2, "waiting": 0, "was_draining": True}
+    assert node.drained_within is None
+    assert "takes work again" in sluice("resume", "--decode", node.address).stdout
+    assert json.loads(sluice("resume", "--decode", node.address, "--json").stdout) == {"was_draining": False}

@@ -9,7 +9,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from nodes import BIN, TIMEOUT_S, Node, greedy, run, sluice_json, tokens_of
-from sluice.v1 import decode_pb2, ingest_pb2
+from sluice.v1 import admin_pb2, decode_pb2, ingest_pb2
+from sluice_client import rpc
 from transfers import committed
 
 PROGRAMS = ["sluice-server", "sluice-prefill"]
@@ -135,6 +136,81 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes(tiny_models, start, g
     assert finish.reason == decode_pb2.FINISH_REASON_LENGTH
     asker.join(TIMEOUT_S)
     assert refusals[-1] == grpc.StatusCode.UNAVAILABLE
+    assert node.process.wait(TIMEOUT_S) == 0
+
+
+def serving(node) -> bool:
+    answer = health_pb2_grpc.HealthStub(node.channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_drain_and_resume_open_and_close_the_node(tiny_models, start, golden):
+    node = start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "8MiB", "--dram-bytes", "8MiB")
+    empty = node.held()
+
+    def long_stream(name):
+        stream = node.decode.Generate(decode_pb2.GenerateRequest(
+            request_id=name, transfer_id=committed(node, golden("tiny-llama"), max_new_tokens=3000),
+            sampling=greedy(max_tokens=3000, ignore_eos=True)), timeout=TIMEOUT_S)
+        next(stream)
+        return stream
+
+    def refusal(call):
+        with pytest.raises(grpc.RpcError) as raised:
+            call()
+        return raised.value.code(), rpc.reason_of(raised.value)
+
+    # Nothing to resume.
+    assert sluice_json("resume", "--decode", node.address) == {"was_draining": False}
+    stream = long_stream("finished")
+    answer = node.admin.Drain(admin_pb2.DrainRequest(), timeout=TIMEOUT_S)
+    assert not answer.was_draining and answer.running == 1 and answer.timeout.seconds in (29, 30)
+    assert not serving(node) and node.http("/readyz")[0] == 503 and node.capacity().draining
+    unavailable = (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    assert refusal(lambda: node.ingest.Reserve(hopeless_reserve(), timeout=TIMEOUT_S)) == unavailable
+    assert refusal(lambda: next(node.decode.Generate(decode_pb2.GenerateRequest(
+        rendezvous_key="k", sampling=greedy(max_tokens=1)), timeout=TIMEOUT_S))) == unavailable
+    tokens, finish = tokens_of(stream)
+    assert finish.reason == decode_pb2.FINISH_REASON_LENGTH and len(tokens) > 2000
+    got = sluice_json("drain", "--decode", node.address)
+    assert got == {"idle": True, "running": 0, "waiting": 0, "was_draining": True}
+
+    assert sluice_json("resume", "--decode", node.address) == {"was_draining": True}
+    assert serving(node) and node.http("/readyz")[0] == 200 and not node.capacity().draining
+    # Resumed in the middle of a drain: it goes on to its end.
+    stream = long_stream("resumed")
+    node.admin.Drain(admin_pb2.DrainRequest(timeout={"nanos": 400_000_000}), timeout=TIMEOUT_S)
+    node.admin.Resume(admin_pb2.ResumeRequest(), timeout=TIMEOUT_S)
+    assert tokens_of(stream)[1].reason == decode_pb2.FINISH_REASON_LENGTH
+    # Out of time.
+    stream = long_stream("ended")
+    node.admin.Drain(admin_pb2.DrainRequest(timeout={}), timeout=TIMEOUT_S)
+    assert refusal(lambda: tokens_of(stream)) == unavailable
+    node.wait_until_held(empty)
+    for bad in ({"seconds": -1}, {"seconds": 86401}, {"nanos": 1_000_000_000}):
+        with pytest.raises(grpc.RpcError) as raised:
+            node.admin.Drain(admin_pb2.DrainRequest(timeout=bad), timeout=TIMEOUT_S)
+        assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT and "timeout" in raised.value.details()
+
+
+def test_sigterm_during_a_drain_takes_over_and_is_final(tiny_models, start, golden):
+    node = start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "8MiB", "--dram-bytes", "8MiB",
+                 "--drain-timeout-seconds", "30")
+    stream = node.decode.Generate(decode_pb2.GenerateRequest(
+        transfer_id=committed(node, golden("tiny-llama"), max_new_tokens=3000),
+        sampling=greedy(max_tokens=3000, ignore_eos=True)), timeout=TIMEOUT_S)
+    next(stream)
+    node.admin.Drain(admin_pb2.DrainRequest(timeout={"seconds": 86400}), timeout=TIMEOUT_S)
+    node.process.terminate()
+    while True:
+        try:
+            node.admin.Resume(admin_pb2.ResumeRequest(), timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
+            assert (error.code(), rpc.reason_of(error)) == (grpc.StatusCode.FAILED_PRECONDITION, "STOPPING")
+            break
+    assert node.admin.Drain(admin_pb2.DrainRequest(timeout={}), timeout=TIMEOUT_S).was_draining
+    # What runs is finished all the same.
+    assert tokens_of(stream)[1].reason == decode_pb2.FINISH_REASON_LENGTH
     assert node.process.wait(TIMEOUT_S) == 0
 
 

@@ -14,6 +14,8 @@ which generates.
   push      a recorded KV cache (safetensors) in, its continuation out
   status    what a decode node runs and how full it is
   failpoint faults that a decode node can be made to have, for tests of what survives them
+  drain     takes a decode node out of service: what runs is finished, nothing new is taken
+  resume    takes it back into service
 """
 
 _GENERATE_EXAMPLES = """examples:
@@ -58,6 +60,18 @@ A term is NAME=ACTION[%PROBABILITY][*COUNT][@SKIP]; ACTION is error, delay(TIME)
 set and clear need a node that was started with --allow-failpoints.
 """
 
+_DRAIN_EXAMPLES = """examples:
+  tools/sluice drain --decode 127.0.0.1:7000
+  tools/sluice drain --decode 127.0.0.1:7000 --timeout 120 --no-wait
+Waits until nothing runs or waits there; what is left after the time ends with UNAVAILABLE.
+--json prints one object: idle, running, waiting, was_draining.
+Exit status: 0, 1 for an error (also when somebody resumed the node meanwhile), 2 for a wrong command line.
+"""
+
+_RESUME_EXAMPLES = """example:
+  tools/sluice resume --decode 127.0.0.1:7000
+"""
+
 
 def _ids(text: str) -> list[int]:
     try:
@@ -78,6 +92,13 @@ def _unsigned(bits: int):
         return value
     parse.__name__ = "whole number"
     return parse
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text} does not lie between 0 and 86400 seconds")
+    return value
 
 
 def _add_nodes(parser, prefill: bool = True) -> None:
@@ -171,6 +192,18 @@ def build_parser() -> argparse.ArgumentParser:
                          help="of the draws under a probability (default 0)")
     for action in (listing, setting, actions.add_parser("clear", help="disarm all")):
         _add_nodes(action, prefill=False)
+
+    p = command("drain", "Takes a decode node out of service: what runs is finished, nothing new is "
+                "taken.", _DRAIN_EXAMPLES)
+    _add_nodes(p, prefill=False)
+    p.add_argument("--timeout", type=_seconds, metavar="S",
+                   help="seconds for what runs (default: the node's drain_timeout_seconds)")
+    p.add_argument("--no-wait", action="store_true", help="do not wait until it is idle")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+
+    p = command("resume", "Takes a drained decode node back into service.", _RESUME_EXAMPLES)
+    _add_nodes(p, prefill=False)
+    p.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 

@@ -427,21 +427,5 @@ TEST_CASE("a sequence that ends while its caches are still on their way leaves n
         std::vector<int32_t>(g.tokens.begin(), g.tokens.begin() + 3));
 }
 
-TEST_CASE("a draining engine refuses, finishes what runs, and says when it is idle") {
-  Node node(Options());
-  const auto running = node.Start(GreedyRequest(Golden().prompt, 200));
-  // Its transfer has not begun, and will not.
-  Request expecting = GreedyRequest({}, 5);
-  expecting.handoff.rendezvous_key = "never";
-  const auto waiting = node.Start(std::move(expecting));
-  absl::Notification idle;
-  node.engine().Drain([&] { idle.Notify(); });
-  CHECK(absl::IsUnavailable(SubmitStatus(node, GreedyRequest({1, 2}, 5))));
-  CHECK(absl::IsUnavailable(Node::Collect(*waiting).finish.status));
-  CHECK(Node::Collect(*running).ids.size() == 200);
-  CHECK(idle.WaitForNotificationWithTimeout(absl::Seconds(10)));
-  CHECK(node.Quiescent());
-}
-
 }  // namespace
 }  // namespace sluice

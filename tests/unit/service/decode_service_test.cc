@@ -56,7 +56,8 @@ class FakeEngine : public Engine {
     done(found);
   }
   void Snapshot(std::function<void(EngineSnapshot)> done) override { done({}); }
-  void Drain(std::function<void()> idle) override { idle(); }
+  void Drain(absl::Time, absl::Status, std::function<void()>) override {}
+  void Resume() override {}
   void CancelAll(absl::Status) override {}
   void Wake() override { ++wakes; }
   Next Turn() override { return {}; }

@@ -187,7 +187,7 @@ TEST_CASE("Commit with blocks missing lists them, and succeeds once they are sen
 
 TEST_CASE("a draining node refuses Reserve and says why") {
   DecodeSide decode;
-  decode.readiness.SetDraining();
+  decode.readiness.SetDraining(true);
   const auto id = decode.Reserve(32);
   CHECK(absl::IsUnavailable(id.status()));
   CHECK(ReasonOf(id.status()) == "DRAINING");
@@ -353,7 +353,7 @@ TEST_CASE("without a first token none is handed over, and max_tokens is what is 
 TEST_CASE("the decode node's refusals keep their details and name its address") {
   DecodeSide decode;
   PrefillSide prefill;
-  decode.readiness.SetDraining();
+  decode.readiness.SetDraining(true);
   v1::RunResponse response;
   const std::string address = decode.server->address();
   const absl::Status status = prefill.Run(PromptOf(4, address), &response);
