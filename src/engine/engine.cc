@@ -13,14 +13,6 @@
 #include "src/model/model.h"
 
 namespace sluice {
-namespace {
-
-// When a refused Generate may find a place among those that wait: about the time in which a
-// sequence finishes.
-constexpr absl::Duration kRetryAfter = absl::Seconds(1);
-
-}  // namespace
-
 EngineImpl::EngineImpl(const Options& options, const Parts& parts,
                        std::unique_ptr<BatchState> batch)
     : options_(options),
@@ -33,6 +25,11 @@ EngineImpl::EngineImpl(const Options& options, const Parts& parts,
   for (int slot = static_cast<int>(options.max_sequences) - 1; slot >= 0; --slot) {
     free_slots_.push_back(slot);
   }
+  for (Step& step : steps_) {
+    step.sampled.reserve(options.max_sequences);
+    step.members.reserve(options.max_sequences);
+  }
+  plan_.rows.reserve(options.max_sequences);
   running_.reserve(options.max_sequences);
   planner_view_.reserve(options.max_sequences);
   waiting_view_.reserve(options.max_sequences);
@@ -46,7 +43,7 @@ EngineImpl::EngineImpl(const Options& options, const Parts& parts,
 
 EngineImpl::~EngineImpl() {
   parts_.transfers->SetWake(nullptr);
-  SLUICE_CHECK(sequences_.empty() && steps_.empty(),
+  SLUICE_CHECK(sequences_.empty() && steps_under_way() == 0,
                "an engine ends idle: EngineThread sees to it");
 }
 
@@ -121,7 +118,8 @@ absl::StatusOr<SequenceId> EngineImpl::Submit(Request request) {
   if (SLUICE_FAILPOINT(kEngineQueue) || waiting_count_ >= options_.max_waiting) {
     return ResourceExhausted(
         "TOO_MANY_WAITING",
-        absl::StrCat(waiting_count_, " sequences wait already; try again later"), kRetryAfter);
+        absl::StrCat(waiting_count_, " sequences wait already; try again later"),
+        parts_.finish_rate != nullptr ? parts_.finish_rate->RetryAfter() : FinishRate::kDefault);
   }
   if (alive_ids_.contains(request.request_id)) {
     return WithReason(

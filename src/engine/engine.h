@@ -22,6 +22,7 @@
 namespace sluice {
 
 class AttentionPolicy;
+class FinishRate;
 class Metrics;
 class Model;
 class Readiness;
@@ -81,7 +82,8 @@ class Engine {
     const TokenBytes* token_bytes = nullptr;
     Metrics* metrics = nullptr;
     Clock* clock = nullptr;
-    Readiness* readiness = nullptr;  // null: the engine keeps its own
+    Readiness* readiness = nullptr;     // null: the engine keeps its own
+    FinishRate* finish_rate = nullptr;  // told of every end, asked for refusals; may be null
   };
   static absl::StatusOr<std::unique_ptr<Engine>> Create(const Options& options, const Parts& parts);
   virtual ~Engine() = default;

@@ -3,6 +3,7 @@
 // (how a sequence comes, emits and goes).
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <deque>
 #include <memory>
@@ -20,6 +21,7 @@
 #include "src/engine/engine.h"
 #include "src/engine/inbox.h"
 #include "src/engine/sequence.h"
+#include "src/request/finish_rate.h"
 #include "src/scheduler/admission.h"
 #include "src/scheduler/planner.h"
 
@@ -46,8 +48,6 @@ class EngineImpl : public Engine {
  private:
   // A launched step whose results are not read.
   struct Step {
-    uint64_t number = 0;
-    int buffer = 0;
     absl::Time launched;
     std::vector<Sequence*> sampled;  // in the order of the plan's sampling rows
     std::vector<Sequence*> members;  // every sequence that has a row
@@ -62,6 +62,9 @@ class EngineImpl : public Engine {
   // The rules between a request and its manifest.
   static absl::Status CheckManifest(const Request& request, const std::vector<int32_t>& prompt,
                                     uint32_t max_new_tokens);
+
+  static int BufferOf(uint64_t step) { return static_cast<int>(step % BatchState::kDepth); }
+  int steps_under_way() const { return static_cast<int>(launched_steps_ - completed_steps_); }
 
   // Phases of a turn.
   Next TakeTurn();
@@ -94,7 +97,7 @@ class EngineImpl : public Engine {
   void BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time now);
   // Emits an output token and ends the sequence if it stops there; then the sequence may be gone,
   // and the result is false.
-  bool Emit(Sequence& sequence, OutputToken token, absl::Time now);
+  bool Emit(Sequence& sequence, const OutputToken& token, absl::Time now);
   // Ends all of them.
   void EndAll(const absl::Status& why, absl::Time now);
   void Finish(Sequence& sequence, FinishInfo info, absl::Time now);
@@ -127,8 +130,8 @@ class EngineImpl : public Engine {
   std::vector<std::unique_ptr<Sequence>> leaving_;  // finished, slot still in a launched step
   std::vector<Sequence*> slots_;
   std::vector<int> free_slots_;
-  std::deque<Step> steps_;
-  std::vector<Step> spare_steps_;
+  // Step `number` is steps_[number % kDepth]; those after completed_steps_ are under way.
+  std::array<Step, BatchState::kDepth> steps_;
   std::vector<PlannerSequence> planner_view_;
   std::vector<WaitingSequence> waiting_view_;
   std::vector<VictimCandidate> victim_view_;

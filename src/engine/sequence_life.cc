@@ -53,14 +53,14 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
       token.logprob.reset();
       token.top_logprobs.clear();
     }
-    if (!Emit(sequence, std::move(token), now)) return;
+    if (!Emit(sequence, token, now)) return;
   }
   sequence.length = static_cast<int64_t>(sequence.tokens.size());
   // A cache that covers every token recomputes the last one, whose logits choose the next.
   sequence.cached = std::min(sequence.context_length, sequence.length - 1);
 }
 
-bool EngineImpl::Emit(Sequence& sequence, OutputToken token, absl::Time now) {
+bool EngineImpl::Emit(Sequence& sequence, const OutputToken& token, absl::Time now) {
   const int32_t id = token.id;
   sequence.tokens.push_back(id);
   ++sequence.emitted;
@@ -74,7 +74,7 @@ bool EngineImpl::Emit(Sequence& sequence, OutputToken token, absl::Time now) {
     parts_.metrics->tokens(TokenKind::kOutput).Add();
   }
   sequence.last_emit = now;
-  sequence.request.sink->Emit(std::move(token));
+  sequence.request.sink->Emit(token);
   const std::string* bytes =
       parts_.token_bytes != nullptr ? &parts_.token_bytes->Bytes(id) : nullptr;
   if (auto match = sequence.stops.Take(id, bytes); match.has_value()) {
@@ -113,6 +113,7 @@ void EngineImpl::Finish(Sequence& sequence, FinishInfo info, absl::Time now) {
     parts_.metrics->requests(end.outcome, end.reason).Add();
     parts_.metrics->request_seconds.Observe(now - sequence.arrival);
   }
+  if (parts_.finish_rate != nullptr) parts_.finish_rate->Finished();
   const bool had_slot = sequence.in_batch();
   if (sequence.attached.has_value()) {
     parts_.transfers->Detach(*sequence.attached, /*abort_transfer=*/true);

@@ -38,9 +38,9 @@ Engine::Next EngineImpl::TakeTurn() {
   AdmitWaiting(now);
   UpdateGauges();
 
-  const bool launched = steps_.size() < BatchState::kDepth && LaunchStep(now);
-  if (steps_.size() == BatchState::kDepth || (!steps_.empty() && !launched)) {
-    Event& event = batch_->event(steps_.front().buffer);
+  const bool launched = steps_under_way() < BatchState::kDepth && LaunchStep(now);
+  if (steps_under_way() == BatchState::kDepth || (steps_under_way() > 0 && !launched)) {
+    Event& event = batch_->event(BufferOf(completed_steps_ + 1));
     if (!event.Ready()) return {Next::Kind::kEvent, &event, absl::InfiniteFuture()};
     CompleteStep();
     return {Next::Kind::kNow, nullptr, {}};
@@ -93,7 +93,7 @@ void EngineImpl::CheckTimes(absl::Time now) {
   std::vector<std::pair<Sequence*, absl::Status>> over;
   for (const auto& [id, sequence] : sequences_) {
     const absl::Time deadline = sequence->request.deadline;
-    // What planning saw last may be long ago: a reader that has made room since is not slow.
+    // A reader may have made room since the batch asked, or while its sequence was preempted.
     if (sequence->parked_since.has_value() &&
         sequence->request.sink->HasRoom(static_cast<size_t>(sequence->in_flight) + 1)) {
       sequence->parked_since.reset();
@@ -159,21 +159,17 @@ bool EngineImpl::LaunchStep(absl::Time now) {
            &plan_);
   if (plan_.rows.empty()) return false;
 
-  Step step;
-  if (!spare_steps_.empty()) {
-    step = std::move(spare_steps_.back());
-    spare_steps_.pop_back();
-  }
-  step.number = ++launched_steps_;
-  step.buffer = static_cast<int>(step.number % BatchState::kDepth);
+  const uint64_t number = ++launched_steps_;
+  const int buffer = BufferOf(number);
+  Step& step = steps_[static_cast<size_t>(buffer)];
   step.launched = now;
   step.sampled.clear();
   step.members.clear();
-  if (parts_.metrics != nullptr) batch_->Begin(*stream_, step.buffer);
+  if (parts_.metrics != nullptr) batch_->Begin(*stream_, buffer);
   for (const PlanRow& row : plan_.rows) {
     Sequence& sequence = *slots_[static_cast<size_t>(row.slot)];
     sequence.cached += row.count;
-    sequence.last_step = step.number;
+    sequence.last_step = number;
     ++sequence.in_flight;
     step.members.push_back(&sequence);
     if (row.sample) {
@@ -183,8 +179,7 @@ bool EngineImpl::LaunchStep(absl::Time now) {
   }
   const absl::Time planned = parts_.clock->Now();
   SLUICE_FAILPOINT_PAUSE(kEngineStep);
-  batch_->Launch(*stream_, step.buffer, plan_, *parts_.model, *parts_.policy);
-  steps_.push_back(std::move(step));
+  batch_->Launch(*stream_, buffer, plan_, *parts_.model, *parts_.policy);
   const absl::Duration launch = parts_.clock->Now() - planned;
   times_.plan += planned - now;
   times_.launch += launch;
@@ -199,24 +194,23 @@ bool EngineImpl::LaunchStep(absl::Time now) {
 }
 
 void EngineImpl::CompleteStep() {
-  Step step = std::move(steps_.front());
-  steps_.pop_front();
-  completed_steps_ = step.number;
+  const int buffer = BufferOf(++completed_steps_);
+  const Step& step = steps_[static_cast<size_t>(buffer)];
   const absl::Time now = parts_.clock->Now();
   for (Sequence* sequence : step.members) --sequence->in_flight;
   for (size_t i = 0; i < step.sampled.size(); ++i) {
     Sequence& sequence = *step.sampled[i];
     // Stopped a step ago: this token is surplus, and its KV goes with the sequence's pages.
     if (sequence.state == Sequence::State::kFinished) continue;
-    OutputToken token =
-        batch_->Result(step.buffer, static_cast<int>(i), sequence.request.sampling.logprobs);
+    const OutputToken token =
+        batch_->Result(buffer, static_cast<int>(i), sequence.request.sampling.logprobs);
     if (token.id < 0) {
       FinishWith(sequence,
                  WithReason(absl::InternalError("the model's logits are not finite"), "BAD_LOGITS"),
                  now);
       continue;
     }
-    Emit(sequence, std::move(token), now);
+    Emit(sequence, token, now);
   }
   const absl::Time end = parts_.clock->Now();
   // It was launched while the step before still ran.
@@ -225,7 +219,7 @@ void EngineImpl::CompleteStep() {
   times_.step += now - began;
   times_.emit += end - now;
   if (parts_.metrics != nullptr) {
-    const BatchState::Times device = batch_->TimesOf(step.buffer);
+    const BatchState::Times device = batch_->TimesOf(buffer);
     times_.kernels += device.compute + device.sample;
     parts_.metrics->step_seconds(StepPhase::kCopy).Observe(device.copy);
     parts_.metrics->step_seconds(StepPhase::kCompute).Observe(device.compute);
@@ -236,7 +230,6 @@ void EngineImpl::CompleteStep() {
     parts_.metrics->step_seconds(StepPhase::kTotal).Observe(end - began);
   }
   last_completed_ = now;
-  spare_steps_.push_back(std::move(step));
 }
 
 void EngineImpl::UpdateGauges() {

@@ -17,8 +17,6 @@ constexpr size_t kMaxExpected = 65536;  // Generates that wait for a Reserve; ea
 constexpr size_t kTakenRemembered = 4096;
 constexpr size_t kCommitRanges = 64;
 constexpr absl::Duration kReapAgain = absl::Milliseconds(50);  // after a pass that was left out
-// How soon a refused Reserve may find room: about the time in which a sequence finishes.
-constexpr absl::Duration kRetryAfter = absl::Seconds(1);
 
 uint64_t PromptBytes(size_t tokens) { return tokens * sizeof(int32_t); }
 
@@ -39,6 +37,10 @@ TransferTable::TransferTable(Options options, PagePool* dram, const PagePool* hb
 TransferTable::~TransferTable() = default;
 
 void TransferTable::SetWake(std::function<void()> wake) { wake_ = std::move(wake); }
+
+absl::Duration TransferTable::RetryAfter() const {
+  return options_.retry_after != nullptr ? options_.retry_after() : absl::Seconds(1);
+}
 
 void TransferTable::Wake() {
   if (SLUICE_FAILPOINT(kKvWake)) return;
@@ -69,7 +71,7 @@ absl::Status TransferTable::CheckRoomLocked(const Manifest& m) const {
     return ResourceExhausted("TOO_MANY_TRANSFERS",
                              absl::StrCat(transfers_.size(), " transfers with ", prompt_bytes_,
                                           " bytes of prompts are open; try again later"),
-                             kRetryAfter);
+                             RetryAfter());
   }
   return absl::OkStatus();
 }
@@ -91,7 +93,7 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
     return ResourceExhausted("DRAM_FULL",
                              absl::StrCat("no room now for the caches of ", need.dram_tokens,
                                           " tokens in DRAM; try again later"),
-                             kRetryAfter);
+                             RetryAfter());
   }
   auto home = std::make_unique<SequenceCache>(dram_, std::move(reservation));
   home->EnsureTokens(m.context_length);
@@ -241,7 +243,7 @@ absl::StatusOr<TransferTable::AttachId> TransferTable::Attach(const HandoffRef& 
                       "GENERATE_EXISTS");
   } else if (expected_.size() >= kMaxExpected) {
     return ResourceExhausted("TOO_MANY_EXPECTED", "too many Generates wait for their transfer",
-                             kRetryAfter);
+                             RetryAfter());
   }
   if (transfer != nullptr && transfer->state == Transfer::State::kPoisoned) {
     return Poisoned(transfer->id);

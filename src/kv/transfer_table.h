@@ -141,6 +141,8 @@ class TransferTable {
     uint64_t max_prompt_bytes = uint64_t{256} << 20;
     // What the policy needs for a sequence of `context` handed-over tokens and `total` at the end.
     std::function<Footprint(int64_t context, int64_t total)> footprint;
+    // When a Reserve that is refused for want of room may be tried again; null: a second.
+    std::function<absl::Duration()> retry_after;
   };
   // `dram`: where caches land. `hbm`: only asked whether a sequence could ever fit.
   TransferTable(Options options, PagePool* dram, const PagePool* hbm, Clock* clock);
@@ -249,6 +251,7 @@ class TransferTable {
   absl::StatusOr<uint64_t> FinishChunk(ChunkLanding& landing);
   void AbandonChunk(ChunkLanding& landing);
   void Wake();
+  absl::Duration RetryAfter() const;
 
   const Options options_;
   PagePool* const dram_;

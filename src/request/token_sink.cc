@@ -1,5 +1,6 @@
 #include "src/request/token_sink.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "src/base/failpoint.h"
@@ -13,14 +14,20 @@ TokenStream::TokenStream(size_t capacity, std::function<void()> on_room)
 bool TokenStream::HasRoom(size_t count) const {
   if (SLUICE_FAILPOINT(kDecodeSink)) return false;
   absl::MutexLock lock(&mutex_);
-  return tokens_.size() + count <= capacity_;
+  return size_ + count <= capacity_;
 }
 
 void TokenStream::Emit(OutputToken token) {
   {
     absl::MutexLock lock(&mutex_);
-    SLUICE_CHECK(!finish_.has_value() && tokens_.size() < capacity_);
-    tokens_.push_back(std::move(token));
+    SLUICE_CHECK(!finish_.has_value() && size_ < capacity_);
+    if (size_ == ring_.size()) {
+      std::rotate(ring_.begin(), ring_.begin() + static_cast<ptrdiff_t>(first_), ring_.end());
+      first_ = 0;
+      ring_.resize(std::min(capacity_, std::max<size_t>(16, 2 * size_)));
+    }
+    ring_[(first_ + size_) % ring_.size()] = token;
+    ++size_;
     readable_.Signal();
   }
   Notify();
@@ -53,21 +60,26 @@ void TokenStream::SetReadyCallback(std::function<void()> on_ready) {
   if (readable) on_ready_();
 }
 
-bool TokenStream::Readable() const {
-  return !tokens_.empty() || (finish_.has_value() && !finish_read_);
-}
+bool TokenStream::Readable() const { return size_ > 0 || (finish_.has_value() && !finish_read_); }
 
 TokenStream::Batch TokenStream::TakeLocked(bool* freed) {
   Batch batch;
-  *freed = !tokens_.empty();
-  batch.tokens.assign(std::make_move_iterator(tokens_.begin()),
-                      std::make_move_iterator(tokens_.end()));
-  tokens_.clear();
+  *freed = size_ > 0;
+  batch.tokens.reserve(size_);
+  for (; size_ > 0; --size_) {
+    batch.tokens.push_back(ring_[first_]);
+    first_ = (first_ + 1) % ring_.size();
+  }
   if (finish_.has_value() && !finish_read_) {
     finish_read_ = true;
     batch.finish = finish_;
   }
   return batch;
+}
+
+bool TokenStream::Finished() const {
+  absl::MutexLock lock(&mutex_);
+  return finish_.has_value();
 }
 
 TokenStream::Batch TokenStream::Read() {
@@ -77,7 +89,7 @@ TokenStream::Batch TokenStream::Read() {
     absl::MutexLock lock(&mutex_);
     // The engine parks a sequence a few tokens before the queue is full, so "was it full" is its
     // business; a reader that took at least half of it makes room worth waking up for.
-    const bool was_long = tokens_.size() * 2 >= capacity_;
+    const bool was_long = size_ * 2 >= capacity_;
     batch = TakeLocked(&freed);
     freed = freed && was_long;
   }

@@ -2,7 +2,6 @@
 // plans a row for the sequence, and parks the sequence while there is none.
 #pragma once
 
-#include <deque>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -68,6 +67,8 @@ class TokenStream : public TokenSink {
   Batch Read();
   // Blocks until Read() would give something.
   Batch ReadBlocking();
+  // Whether Finish was called, read or not.
+  bool Finished() const;
 
  private:
   const size_t capacity_;
@@ -77,7 +78,10 @@ class TokenStream : public TokenSink {
   std::function<void()> on_ready_ ABSL_GUARDED_BY(callback_mutex_);
   mutable absl::Mutex mutex_;
   absl::CondVar readable_;  // not Mutex::Await: ThreadSanitizer cannot see into Debian's Abseil
-  std::deque<OutputToken> tokens_ ABSL_GUARDED_BY(mutex_);
+  // A ring that grows up to capacity_: where the reader keeps up, a token allocates nothing.
+  std::vector<OutputToken> ring_ ABSL_GUARDED_BY(mutex_);
+  size_t first_ ABSL_GUARDED_BY(mutex_) = 0;
+  size_t size_ ABSL_GUARDED_BY(mutex_) = 0;
   std::optional<FinishInfo> finish_ ABSL_GUARDED_BY(mutex_);
   bool finish_read_ ABSL_GUARDED_BY(mutex_) = false;
 

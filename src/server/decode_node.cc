@@ -114,6 +114,7 @@ absl::Status DecodeNode::StartEngine() {
   table.footprint = [policy = policy_.get()](int64_t context, int64_t total) {
     return policy->FootprintOf(context, total);
   };
+  table.retry_after = [this] { return finish_rate_.RetryAfter(); };
   transfers_ =
       std::make_unique<TransferTable>(std::move(table), dram_.get(), hbm_.get(), RealClock());
   Engine::Options options;
@@ -134,6 +135,7 @@ absl::Status DecodeNode::StartEngine() {
   parts.metrics = &metrics_;
   parts.clock = RealClock();
   parts.readiness = &readiness_;
+  parts.finish_rate = &finish_rate_;
   SLUICE_ASSIGN_OR_RETURN(engine_, Engine::Create(options, parts));
   engine_thread_ = std::make_unique<EngineThread>(engine_.get());
   DrainControl::Options drain;
@@ -191,6 +193,7 @@ absl::Status DecodeNode::StartGrpc() {
   DecodeServiceOptions decode;
   decode.vocab_size = vocab_size;
   decode.max_context = static_cast<uint32_t>(model_->max_context());
+  decode.linger = absl::Seconds(config_.slow_reader_timeout_seconds());
   decode.engine = engine_.get();
   decode.metrics = &metrics_;
   decode.log_prompts = config_.log_prompts();

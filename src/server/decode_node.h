@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "src/attention/attention_policy.h"
+#include "src/base/clock.h"
 #include "src/base/readiness.h"
 #include "src/config/setting.h"
 #include "src/device/device.h"
@@ -20,6 +21,7 @@
 #include "src/metrics/process_metrics.h"
 #include "src/model/model.h"
 #include "src/model/token_bytes.h"
+#include "src/request/finish_rate.h"
 #include "src/server/signals.h"
 #include "src/service/admin_http.h"
 #include "src/service/drain_control.h"
@@ -49,6 +51,7 @@ class DecodeNode {
   Metrics metrics_;
   ProcessMetrics process_metrics_;
   Readiness readiness_;
+  FinishRate finish_rate_{RealClock()};
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
   std::optional<TokenBytes> token_bytes_;

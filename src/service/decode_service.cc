@@ -1,5 +1,6 @@
 #include "src/service/decode_service.h"
 
+#include <grpcpp/alarm.h>
 #include <grpcpp/grpcpp.h>
 
 #include <memory>
@@ -38,6 +39,33 @@ absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   return RealClock()->Now() + (absl::FromChrono(deadline) - absl::Now());
 }
 
+// Cancels a call some time after its sequence has ended, unless it is over by then. Shared by the
+// reactor and the alarm, either of which may be the last.
+class Linger {
+ public:
+  explicit Linger(grpc::CallbackServerContext* context) : context_(context) {}
+
+  static void Start(const std::shared_ptr<Linger>& linger, absl::Duration time) {
+    linger->alarm_.Set(absl::ToChronoTime(absl::Now() + time), [linger](bool fired) {
+      absl::MutexLock lock(&linger->mutex_);
+      if (fired && linger->context_ != nullptr) linger->context_->TryCancel();
+    });
+  }
+  // The call is over: its context goes.
+  void Stop() {
+    {
+      absl::MutexLock lock(&mutex_);
+      context_ = nullptr;
+    }
+    alarm_.Cancel();
+  }
+
+ private:
+  absl::Mutex mutex_;
+  grpc::CallbackServerContext* context_ ABSL_GUARDED_BY(mutex_);
+  grpc::Alarm alarm_;
+};
+
 // One Generate. The engine's thread (through the TokenStream) and gRPC's threads meet in Pump().
 //
 // Its one Finish follows the engine's one Finish, whatever ended the sequence: a client that is
@@ -48,7 +76,7 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
  public:
   GenerateReactor(const DecodeServiceOptions& options, RequestLog* log,
                   grpc::CallbackServerContext* context, const v1::GenerateRequest& message)
-      : engine_(options.engine), log_(log), context_(context) {
+      : engine_(options.engine), log_(log), linger_time_(options.linger), context_(context) {
     if (const absl::Status status = Begin(options, message); !status.ok()) {
       if (options.metrics != nullptr) {
         options.metrics->requests(RequestOutcome::kRefused, ReasonLabel(status)).Add();
@@ -88,6 +116,7 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
       stream_->SetReadyCallback(nullptr);
       Ended();
     }
+    if (linger_ != nullptr) linger_->Stop();
     delete this;
   }
 
@@ -115,6 +144,10 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
   // Sends what has come, unless a write is under way; its end calls here again.
   void Pump() {
     absl::MutexLock lock(&mutex_);
+    if (linger_ == nullptr && stream_->Finished()) {
+      linger_ = std::make_shared<Linger>(context_);
+      Linger::Start(linger_, linger_time_);
+    }
     if (writing_ || finished_) return;
     if (!end_.has_value()) {
       TokenStream::Batch batch = stream_->Read();
@@ -169,6 +202,7 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
 
   Engine* const engine_;
   RequestLog* const log_;
+  const absl::Duration linger_time_;
   grpc::CallbackServerContext* const context_;
   std::string request_id_;
   SequenceId sequence_;
@@ -179,6 +213,7 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
   v1::GenerateResponse message_;                           // under way while writing_ or finished_
   std::optional<FinishInfo> end_ ABSL_GUARDED_BY(mutex_);  // read from the stream
   std::vector<int32_t> output_ ABSL_GUARDED_BY(mutex_);    // the same
+  std::shared_ptr<Linger> linger_;  // set once, under mutex_, when the sequence has ended
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;
   bool gone_ ABSL_GUARDED_BY(mutex_) = false;       // nobody reads any more

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "absl/time/time.h"
 #include "src/engine/engine.h"
 #include "src/service/grpc_service.h"
 
@@ -17,6 +18,9 @@ struct DecodeServiceOptions {
   uint32_t max_context = 0;
   // Tokens that a slow reader may leave unread before its sequence is parked.
   size_t stream_capacity = 256;
+  // For a caller to take what is left after its sequence has ended; then its call is cancelled, so
+  // that one who never reads keeps nothing here.
+  absl::Duration linger = absl::Seconds(30);
   // Outlive the service; `metrics` may be null. The engine counts what it ends, this service what
   // never became a sequence.
   Engine* engine = nullptr;

@@ -122,12 +122,13 @@ class FakeEngine : public Engine {
 };
 
 struct Fixture {
-  explicit Fixture(size_t capacity = 16) {
+  explicit Fixture(size_t capacity = 16, absl::Duration linger = absl::Seconds(30)) {
     DecodeServiceOptions options;
     options.vocab_size = 1000;
     options.max_context = 64;
     options.stream_capacity = capacity;
     options.engine = &engine;
+    options.linger = linger;
     service = NewDecodeService(options);
     grpc::ServerBuilder builder;
     builder.RegisterService(service.service.get());
@@ -205,6 +206,25 @@ TEST_CASE("tokens before an error arrive, and the error brings its details") {
   google::rpc::ErrorInfo detail;
   REQUIRE(DetailOf(status, &detail));
   CHECK(detail.reason() == "SLOW_READER");
+}
+
+TEST_CASE("a caller who never reads keeps its call for a bounded time after its sequence ended") {
+  Fixture f(16, absl::Milliseconds(100));
+  grpc::ClientContext context;
+  auto reader = f.stub->Generate(&context, Prompt());
+  f.engine.WaitForRequest();
+  for (int32_t token = 0; token < 5; ++token) REQUIRE(f.engine.Emit("r", token));
+  FinishInfo info;
+  info.status = WithReason(absl::AbortedError("its reader is too slow"), "SLOW_READER");
+  REQUIRE(f.engine.Finish("r", info));
+  // Returns once every call is over; by force only long after.
+  const absl::Time begin = absl::Now();
+  f.server->Shutdown(absl::ToChronoTime(begin + absl::Seconds(60)));
+  CHECK(absl::Now() - begin < absl::Seconds(30));
+  v1::GenerateResponse message;
+  while (reader->Read(&message)) {
+  }
+  CHECK_FALSE(reader->Finish().ok());
 }
 
 TEST_CASE("what is wrong with a request is said before it reaches the engine") {

@@ -151,8 +151,9 @@ TEST_CASE("a token comes back as it was, and its errors name the entry") {
   CHECK(FieldOfError(FromProto("t", ToProto(token), 41)) == "t.id");
   token.top_logprobs[1].first = 100;
   CHECK(FieldOfError(FromProto("t", ToProto(token), 100)) == "t.top_logprobs[1].token_id");
-  token.top_logprobs.assign(21, {1, 0.0f});
-  CHECK(FieldOfError(FromProto("t", ToProto(token), 100)) == "t.top_logprobs");
+  v1::Token many = ToProto(token);
+  while (many.top_logprobs_size() < 21) many.add_top_logprobs()->set_token_id(1);
+  CHECK(FieldOfError(FromProto("t", many, 100)) == "t.top_logprobs");
   token.top_logprobs.clear();
   token.logprob = std::numeric_limits<float>::quiet_NaN();
   CHECK(FieldOfError(FromProto("t", ToProto(token), 100)) == "t.logprob");

@@ -1,0 +1,116 @@
+// A steady decode step allocates nothing: not on the engine's thread, and not on the device's.
+//
+// A program of its own, since it counts every operator new of the process.
+#include <atomic>
+#include <catch2/catch.hpp>
+#include <cstdlib>
+#include <new>
+
+#include "src/engine/engine.h"
+#include "src/metrics/metrics.h"
+#include "tests/fixtures/fixtures.h"
+#include "tests/support/node.h"
+
+namespace {
+
+std::atomic<bool> counting{false};
+std::atomic<int64_t> allocations{0};
+
+void* Counted(std::size_t bytes, std::size_t alignment) {
+  if (counting.load(std::memory_order_relaxed)) allocations.fetch_add(1);
+  void* memory =
+      alignment <= alignof(std::max_align_t)
+          ? std::malloc(bytes)
+          : std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+}  // namespace
+
+void* operator new(std::size_t bytes) { return Counted(bytes, 1); }
+void* operator new[](std::size_t bytes) { return Counted(bytes, 1); }
+void* operator new(std::size_t bytes, std::align_val_t alignment) {
+  return Counted(bytes, static_cast<std::size_t>(alignment));
+}
+void* operator new[](std::size_t bytes, std::align_val_t alignment) {
+  return Counted(bytes, static_cast<std::size_t>(alignment));
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete[](void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete[](void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+void operator delete[](void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+
+namespace sluice {
+namespace {
+
+using testing::GreedyRequest;
+using testing::Node;
+using testing::NodeOptions;
+
+TEST_CASE("a steady step allocates nothing, growth and log-probabilities included") {
+  const double overcommit = GENERATE(1.0, 2.0);
+  Metrics metrics;
+  NodeOptions options;
+  options.model_dir = fixtures::ModelDir("tiny-llama");
+  options.max_context = 1024;
+  options.run_engine = false;
+  options.overcommit = overcommit;
+  options.metrics = &metrics;
+  Node node(options);
+  std::vector<std::shared_ptr<TokenStream>> streams;
+  for (int i = 0; i < 4; ++i) {
+    Request request = GreedyRequest({1, 7, 9}, 1000);
+    request.sampling.logprobs = i % 2 == 0 ? 5 : 0;
+    if (i % 2 == 1) {
+      request.sampling.temperature = 0.8f;
+      request.sampling.repetition_penalty = 1.1f;
+    }
+    request.deadline = options.clock->Now() + absl::Hours(1);
+    streams.push_back(node.Start(std::move(request)));
+  }
+  const auto turn = [&] {
+    const Engine::Next next = node.engine().Turn();
+    if (next.kind == Engine::Next::Kind::kEvent) next.event->Wait();
+  };
+  size_t tokens = 0;
+  const auto read = [&] {
+    for (const auto& stream : streams) tokens += stream->Read().tokens.size();
+  };
+  // Until buffers have their size.
+  while (tokens < 4 * 100) {
+    for (int i = 0; i < 40; ++i) turn();
+    read();
+  }
+  // Past token 512, where a sequence takes further pages.
+  const size_t before = tokens;
+  const uint64_t steps = node.engine().times().steps;
+  allocations = 0;
+  while (tokens < 4 * 800) {
+    counting = true;
+    for (int i = 0; i < 20; ++i) turn();
+    counting = false;
+    read();
+  }
+  INFO(node.engine().times().steps - steps << " steps, " << tokens - before << " tokens");
+  CHECK(node.engine().times().steps - steps >= 600);
+  CHECK(allocations == 0);
+  node.engine().CancelAll(absl::CancelledError("test"));
+  for (int i = 0; i < 40; ++i) turn();
+  CHECK(node.Quiescent());
+}
+
+TEST_CASE("what is counted is what allocates") {
+  allocations = 0;
+  counting = true;
+  delete new int(1);
+  counting = false;
+  CHECK(allocations >= 1);
+}
+
+}  // namespace
+}  // namespace sluice
