@@ -82,8 +82,8 @@
     "its sequence ends and its memory comes back; the others go on")                             \
   F(kServiceQueue, "service.queue", kFault, "a queue of workers is full",                        \
     "RESOURCE_EXHAUSTED with RetryInfo")                                                         \
-  F(kServiceWorker, "service.worker", kFault, "a worker throws an exception",                    \
-    "its call ends with INTERNAL; the worker goes on")                                           \
+  F(kServiceHandler, "service.handler", kFault, "the handler of a call throws an exception",     \
+    "that call ends with INTERNAL, reason EXCEPTION; the next one is answered")                  \
   F(kPrefillPush, "prefill.push", kFault, "the stream to the decode node breaks under a layer",  \
     "what is missing is sent again on a new one")                                                \
   F(kAdminHttp, "admin.http", kFault, "an admin HTTP handler throws an exception",               \

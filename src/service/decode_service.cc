@@ -23,6 +23,7 @@
 #include "src/base/status_macros.h"
 #include "src/metrics/metrics.h"
 #include "src/request/token_sink.h"
+#include "src/service/guarded.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/request_log.h"
 #include "src/service/status_mapping.h"
@@ -77,7 +78,8 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
   GenerateReactor(const DecodeServiceOptions& options, RequestLog* log,
                   grpc::CallbackServerContext* context, const v1::GenerateRequest& message)
       : engine_(options.engine), log_(log), linger_time_(options.linger), context_(context) {
-    if (const absl::Status status = Begin(options, message); !status.ok()) {
+    const absl::Status status = Guarded("Generate", [&] { return Begin(options, message); });
+    if (!status.ok()) {
       if (options.metrics != nullptr) {
         options.metrics->requests(RequestOutcome::kRefused, ReasonLabel(status)).Add();
       }

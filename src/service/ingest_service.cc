@@ -18,6 +18,7 @@
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
+#include "src/service/guarded.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
 #include "src/service/transfer_watch.h"
@@ -68,7 +69,7 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
                                          : absl::OkStatus());
       return;
     }
-    const absl::Status status = Land();
+    const absl::Status status = Guarded("Write", [&] { return Land(); });
     message_.Clear();
     if (!status.ok()) {
       FinishWith(status);
@@ -139,7 +140,7 @@ class IngestService final : public IngestBase {
   grpc::ServerUnaryReactor* Reserve(grpc::CallbackServerContext* context,
                                     const v1::ReserveRequest* request,
                                     v1::ReserveResponse* response) override {
-    const absl::Status status = DoReserve(*request, *response);
+    const absl::Status status = Guarded("Reserve", [&] { return DoReserve(*request, *response); });
     if (!status.ok()) watch_.ReserveRefused(status);
     return Reply(context, status);
   }
@@ -153,7 +154,8 @@ class IngestService final : public IngestBase {
                                    const v1::CommitRequest* request,
                                    v1::CommitResponse* response) override {
     TransferInfo info;
-    const absl::Status status = DoCommit(*request, *response, info);
+    const absl::Status status =
+        Guarded("Commit", [&] { return DoCommit(*request, *response, info); });
     if (SLUICE_FAILPOINT(kIngestCommitAnswer)) context->TryCancel();
     const v1::MissingBlocks missing = ToMissingBlocks(info);
     return Finish(context, ToGrpcStatus(status, info.missing.empty() ? nullptr : &missing));
@@ -171,7 +173,7 @@ class IngestService final : public IngestBase {
   grpc::ServerUnaryReactor* GetTransfer(grpc::CallbackServerContext* context,
                                         const v1::GetTransferRequest* request,
                                         v1::GetTransferResponse* response) override {
-    return Reply(context, DoGet(*request, *response));
+    return Reply(context, Guarded("GetTransfer", [&] { return DoGet(*request, *response); }));
   }
 
  private:

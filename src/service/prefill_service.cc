@@ -4,9 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <exception>
 #include <list>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -16,9 +14,9 @@
 #include "absl/time/clock.h"
 #include "sluice/v1/prefill.grpc.pb.h"
 #include "src/base/error.h"
-#include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/sampling/sampling_params.h"
+#include "src/service/guarded.h"
 #include "src/service/handoff.h"
 #include "src/service/host_port.h"
 #include "src/service/proto_conversion.h"
@@ -88,7 +86,8 @@ class PrefillService final : public v1::Prefill::CallbackService {
     // Shared: std::function wants to copy what it holds.
     auto job = std::make_shared<Handoff::Options>(*std::move(handoff));
     const bool taken = workers_.TryPost([this, reactor, response, arrived, job] {
-      reactor->Finish(ToGrpcStatus(GuardedWork(std::move(*job), arrived, response)));
+      reactor->Finish(
+          ToGrpcStatus(Guarded("Run", [&] { return Work(std::move(*job), arrived, response); })));
     });
     if (!taken) {
       reactor->Finish(ToGrpcStatus(
@@ -145,19 +144,6 @@ class PrefillService final : public v1::Prefill::CallbackService {
     out.call_timeout = options_.call_timeout;
     out.push_timeout = options_.push_timeout;
     return out;
-  }
-
-  // A call is answered, whatever its work throws, and the worker goes on.
-  absl::Status GuardedWork(Handoff::Options options, absl::Time arrived,
-                           v1::RunResponse* response) {
-    try {
-      if (SLUICE_FAILPOINT(kServiceWorker)) throw std::runtime_error("failpoint service.worker");
-      return Work(std::move(options), arrived, response);
-    } catch (const std::exception& error) {
-      return WithReason(
-          absl::InternalError(absl::StrCat("the prompt could not be computed: ", error.what())),
-          "EXCEPTION");
-    }
   }
 
   absl::Status Work(Handoff::Options options, absl::Time arrived, v1::RunResponse* response) {
