@@ -22,6 +22,7 @@ struct Invocation {
 int RunKernelBench(const Invocation& invocation);
 int RunStepBench(const Invocation& invocation);
 int RunServeBench(const Invocation& invocation);
+int RunIngestBench(const Invocation& invocation);
 // `args`: two files.
 int RunCompare(const Invocation& invocation);
 

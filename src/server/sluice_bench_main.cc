@@ -14,6 +14,7 @@ constexpr char kHelp[] = R"(sluice-bench: measures Sluice, and says on what
   sluice-bench serve       load on a running decode node: throughput, times, refusals
   sluice-bench kernels     the CPU kernels, one by one: right, and how fast beside the machine's memory
   sluice-bench step        decode steps and a prefill of a whole model, without gRPC
+  sluice-bench ingest      caches on their way into a node, beside raw gRPC, and what a decode loses to it
   sluice-bench --compare A.json B.json
                            two reports of one subcommand, figure by figure
 
@@ -30,6 +31,7 @@ struct Subcommand {
 constexpr Subcommand kSubcommands[] = {{"serve", RunServeBench},
                                        {"kernels", RunKernelBench},
                                        {"step", RunStepBench},
+                                       {"ingest", RunIngestBench},
                                        {"--compare", RunCompare}};
 
 int BenchMain(int argc, char** argv) {

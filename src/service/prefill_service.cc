@@ -19,6 +19,7 @@
 #include "src/service/guarded.h"
 #include "src/service/handoff.h"
 #include "src/service/host_port.h"
+#include "src/service/ingest_channel.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
 #include "src/service/worker_queue.h"
@@ -37,13 +38,9 @@ class ChannelCache {
       channels_.splice(channels_.begin(), channels_, found);
       return channels_.front().second;
     }
-    grpc::ChannelArguments arguments;
-    // Decode nodes are neighbours: no proxy, and a restarted one is found again soon.
-    arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-    arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
-    arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2000);
-    channels_.emplace_front(
-        address, grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments));
+    channels_.emplace_front(address,
+                            grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(),
+                                                      IngestChannelArguments()));
     if (channels_.size() > kMaxChannels) channels_.pop_back();
     return channels_.front().second;
   }

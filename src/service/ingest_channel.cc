@@ -1,0 +1,14 @@
+#include "src/service/ingest_channel.h"
+
+namespace sluice {
+
+grpc::ChannelArguments IngestChannelArguments() {
+  grpc::ChannelArguments arguments;
+  // Decode nodes are neighbours: no proxy, and a restarted one is found again soon.
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2000);
+  return arguments;
+}
+
+}  // namespace sluice
