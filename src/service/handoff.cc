@@ -17,16 +17,6 @@
 namespace sluice {
 namespace {
 
-constexpr size_t kMaxRangesOfGet = 1024;  // GetTransferResponse.missing
-
-// A broken stream (whatever the transport calls it: a server that stops cancels), or blocks that a
-// checksum refused. Whether it was our own caller who cancelled, Run() asks.
-bool MayMend(const absl::Status& status) {
-  return absl::IsUnavailable(status) || absl::IsCancelled(status) || absl::IsDataLoss(status) ||
-         absl::IsInternal(status) || absl::IsUnknown(status) ||
-         ReasonOf(status) == "MISSING_BLOCKS" || ReasonOf(status) == "BLOCK_BUSY";
-}
-
 absl::Duration FromProtoDuration(const google::protobuf::Duration& duration) {
   return absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos());
 }
@@ -49,8 +39,10 @@ class Handoff::Sink : public LayerSink {
       options.filter = true;
       options.missing = *missing_;
     }
-    pusher_.emplace(handoff_->stub_.get(), handoff_->NewContext(handoff_->options_.push_timeout),
-                    std::move(options));
+    options.stream_context = [h = handoff_] { return h->NewContext(h->options_.push_timeout); };
+    options.call_context = [h = handoff_] { return h->NewContext(h->options_.call_timeout); };
+    options.max_kept_bytes = handoff_->options_.max_kept_bytes;
+    pusher_.emplace(handoff_->stub_.get(), std::move(options));
     return absl::OkStatus();
   }
   absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
@@ -74,14 +66,15 @@ absl::Status Handoff::Run(v1::RunResponse* response) {
   if (!status.ok() && retryable_ && !options_.cancelled()) {
     // The landing that a broken stream left behind ends when the decode node notices.
     if (ReasonOf(status) == "BLOCK_BUSY") absl::SleepFor(absl::Milliseconds(100));
-    bool everything = false;
-    bool committed = false;
-    const auto missing = Missing(&everything, &committed);
-    if (committed) {
-      status = absl::OkStatus();
-    } else if (missing.ok()) {
-      // The same prompt gives the same bytes, so computing again is as good as having kept them.
-      status = Attempt(everything ? nullptr : &*missing, response);
+    const auto context = NewContext(options_.call_timeout);
+    context->set_wait_for_ready(true);  // the connection may just be coming back
+    const auto progress = GetProgress(stub_.get(), context.get(), transfer_id_);
+    if (progress.ok() && progress->committed) {
+      status = absl::OkStatus();  // only the answer of Commit was lost
+    } else if (progress.ok()) {
+      // More is missing than the pusher had kept, or it broke too often. The same prompt gives the
+      // same bytes, so computing again is as good as having kept them.
+      status = Attempt(progress->everything ? nullptr : &progress->missing, response);
     }
   }
   if (!status.ok()) {
@@ -140,23 +133,6 @@ absl::Status Handoff::Commit(const v1::RunResponse& response) {
   request.set_transfer_id(transfer_id_);
   if (response.has_first_token()) *request.add_first_tokens() = response.first_token();
   return FromGrpcStatus(stub_->Commit(context.get(), request, &answer));
-}
-
-absl::StatusOr<std::vector<MissingRange>> Handoff::Missing(bool* everything, bool* committed) {
-  const auto context = NewContext(options_.call_timeout);
-  context->set_wait_for_ready(true);  // the connection may just be coming back
-  v1::GetTransferRequest request;
-  v1::GetTransferResponse answer;
-  request.set_transfer_id(transfer_id_);
-  SLUICE_RETURN_IF_ERROR(FromGrpcStatus(stub_->GetTransfer(context.get(), request, &answer)));
-  *committed = answer.state() == v1::GetTransferResponse::STATE_COMMITTED;
-  std::vector<MissingRange> out;
-  for (const v1::BlockRange& range : answer.missing().ranges()) {
-    out.push_back({range.layer(), range.kind(), range.head_begin(), range.head_end(),
-                   range.token_begin(), range.token_end()});
-  }
-  *everything = out.size() >= kMaxRangesOfGet;  // there may be more than are listed
-  return out;
 }
 
 void Handoff::Abort(const absl::Status& why) {

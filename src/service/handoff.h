@@ -33,6 +33,7 @@ class Handoff {
     bool want_first_token = true;
     absl::Duration call_timeout;
     absl::Duration push_timeout;
+    uint64_t max_kept_bytes = 0;  // see KvPusher
     // The call that this is done for: its deadline and cancellation pass on to every call made
     // here.
     const grpc::CallbackServerContext* parent = nullptr;
@@ -50,8 +51,6 @@ class Handoff {
   // One attempt to compute, push and commit; with `missing`, only those ranges are sent.
   absl::Status Attempt(const std::vector<MissingRange>* missing, v1::RunResponse* response);
   absl::Status Commit(const v1::RunResponse& response);
-  // What has not landed. Sets *committed if the last Commit did arrive after all.
-  absl::StatusOr<std::vector<MissingRange>> Missing(bool* everything, bool* committed);
   void Abort(const absl::Status& why);
 
   std::unique_ptr<grpc::ClientContext> NewContext(absl::Duration timeout) const;

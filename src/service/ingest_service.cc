@@ -53,8 +53,9 @@ class LandingSink : public ChunkSink {
   uint64_t bytes_ = 0;
 };
 
-// One Write stream. Reads one message at a time, so the transport's flow control holds the sender
-// to the speed at which chunks land.
+// One Write stream. While one message lands, on the thread that brought it, the transport receives
+// the next, and one more may wait: then nothing is read, so that the transport's flow control holds
+// the sender to the speed at which chunks land. Chunks of one stream land one after the other.
 class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
  public:
   WriteReactor(const IngestServiceOptions& options, TransferWatch* watch,
@@ -64,28 +65,66 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   }
 
   void OnReadDone(bool ok) override {
-    if (!ok) {  // the client has closed its side, or the call is over
-      FinishWith(context_->IsCancelled() ? absl::CancelledError("the stream was cancelled")
-                                         : absl::OkStatus());
-      return;
+    {
+      absl::MutexLock lock(&mutex_);
+      if (!ok) {  // the client has closed its side, or the call is over
+        closed_ = true;
+        if (landing_) return;  // whoever lands finishes
+      } else if (landing_) {
+        waiting_.Swap(&message_);
+        has_waiting_ = true;
+        return;
+      } else {
+        landing_ = true;
+        current_.Swap(&message_);
+      }
     }
-    const absl::Status status = Guarded("Write", [&] { return Land(); });
-    message_.Clear();
-    if (!status.ok()) {
-      FinishWith(status);
+    if (!ok) {
+      FinishClosed();
       return;
     }
     if (SLUICE_FAILPOINT(kIngestReset)) context_->TryCancel();
     StartRead(&message_);
+    while (LandCurrent()) continue;
   }
   void OnDone() override { delete this; }
 
  private:
+  // Lands current_; false: there is no next one now, or the call has been finished.
+  bool LandCurrent() {
+    const absl::Status status = Guarded("Write", [&] { return Land(); });
+    current_.Clear();
+    if (!status.ok()) {
+      // landing_ stays set: what is still read is dropped.
+      FinishWith(status);
+      return false;
+    }
+    bool more, closed;
+    {
+      absl::MutexLock lock(&mutex_);
+      more = std::exchange(has_waiting_, false);
+      if (more) current_.Swap(&waiting_);
+      landing_ = more;
+      closed = closed_;
+    }
+    if (more) {
+      StartRead(&message_);
+    } else if (closed) {
+      FinishClosed();
+    }
+    return more;
+  }
+
+  void FinishClosed() {
+    FinishWith(context_->IsCancelled() ? absl::CancelledError("the stream was cancelled")
+                                       : absl::OkStatus());
+  }
+
   absl::Status Land() {
-    grpc::ProtoBufferReader reader(&message_);
+    grpc::ProtoBufferReader reader(&current_);
     if (!reader.status().ok()) return InvalidField("message", "is not readable");
     LandingSink sink(options_.transfers);
-    const absl::Status begun = ParseWriteRequest(&reader, message_.Length(), sink);
+    const absl::Status begun = ParseWriteRequest(&reader, current_.Length(), sink);
     const bool first = sink.transfer_id() != transfer_id_;
     if (first) transfer_id_ = sink.transfer_id().substr(0, kMaxNameBytes);
     SLUICE_RETURN_IF_ERROR(begun);
@@ -121,10 +160,18 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   TransferWatch* const watch_;
   grpc::CallbackServerContext* const context_;
   grpc::ByteBuffer* const response_;
-  grpc::ByteBuffer message_;
-  std::string transfer_id_;  // of the last chunk
+  grpc::ByteBuffer message_;  // the read under way
+  // Of whoever lands.
+  grpc::ByteBuffer current_;
+  std::string transfer_id_;  // of the last chunk that had a place
   uint64_t blocks_landed_ = 0;
   uint64_t bytes_landed_ = 0;
+
+  absl::Mutex mutex_;
+  grpc::ByteBuffer waiting_ ABSL_GUARDED_BY(mutex_);  // no read is under way while it is there
+  bool has_waiting_ ABSL_GUARDED_BY(mutex_) = false;
+  bool landing_ ABSL_GUARDED_BY(mutex_) = false;  // somebody lands, or has finished the call
+  bool closed_ ABSL_GUARDED_BY(mutex_) = false;   // no read will succeed any more
 };
 
 using IngestBase =

@@ -1,11 +1,13 @@
-// Pushes a prompt's caches into a decode node over one KvIngest.Write stream, while they are
-// computed: Layer() cuts and queues, a thread of its own sends. One transfer, one attempt.
+// Pushes a prompt's caches into a decode node over KvIngest.Write while they are computed: Layer()
+// cuts and queues, a thread of its own sends. A stream that breaks is opened again, and goes on
+// with what has not landed.
 #pragma once
 
 #include <grpcpp/client_context.h>
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -13,6 +15,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "sluice/v1/ingest.grpc.pb.h"
@@ -20,6 +23,24 @@
 #include "src/prefill/prefiller.h"
 
 namespace sluice {
+
+// Whether sending again may mend what a call ended with: a broken stream (whatever the transport
+// calls it: a server that stops cancels), or blocks that a checksum refused.
+bool MayMend(const absl::Status& status);
+
+// What the decode node says of a transfer.
+struct TransferProgress {
+  bool committed = false;
+  bool everything = false;            // `missing` may be but a part: take all to be missing
+  std::vector<MissingRange> missing;  // that have not landed
+};
+absl::StatusOr<TransferProgress> GetProgress(v1::KvIngest::Stub* stub, grpc::ClientContext* context,
+                                             const std::string& transfer_id);
+
+// Chunks that were sent are kept, the newest of them, for the case that they do not land. More than
+// what can be under way, so that a resumed stream lacks nothing: a stream's window (16 MiB at
+// most), two chunks at the node, and the sockets' buffers.
+inline constexpr uint64_t kMaxKeptBytes = 48 << 20;
 
 class KvPusher {
  public:
@@ -29,14 +50,16 @@ class KvPusher {
     // Send only chunks that overlap one of these; `filter` false: everything.
     bool filter = false;
     std::vector<MissingRange> missing;
+    // Contexts of a stream and of other calls, with their deadlines.
+    std::function<std::unique_ptr<grpc::ClientContext>()> stream_context, call_context;
+    uint64_t max_kept_bytes = kMaxKeptBytes;
   };
-  // Opens the stream on `context`, which carries the deadline.
-  KvPusher(v1::KvIngest::Stub* stub, std::unique_ptr<grpc::ClientContext> context, Options options);
+  KvPusher(v1::KvIngest::Stub* stub, Options options);
   // Cancels the stream if it is still open.
   ~KvPusher();
 
   // LayerSink::Layer's contract. Blocks while kMaxQueuedBytes wait to be sent. Fails once the
-  // stream is broken.
+  // stream is broken for good.
   absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
                      absl::Span<const absl::Span<const uint8_t>> pieces);
 
@@ -50,24 +73,32 @@ class KvPusher {
 
  private:
   // Memory of one running prompt; deep enough to cover the time of a slow write.
-  static constexpr uint64_t kMaxQueuedBytes = 64 << 20;
+  static constexpr uint64_t kMaxQueuedBytes = 32 << 20;
+  static constexpr int kMaxResumes = 5;
 
   absl::Status Enqueue(v1::WriteRequest chunk);
   void SendLoop();
+  // One stream, to its end. OK: everything was sent, and the node has answered.
+  absl::Status SendStream();
+  // Waits its time, asks what has landed, and queues again what was kept and has not.
+  absl::Status PrepareResume(int resume);
+  void Keep(v1::WriteRequest chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool CanEnqueue() const ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
     return broken_ || queued_bytes_ < kMaxQueuedBytes;
   }
   bool CanSend() const ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return !queue_.empty() || closed_; }
 
+  v1::KvIngest::Stub* const stub_;
   const Options options_;
-  const std::unique_ptr<grpc::ClientContext> context_;
-  v1::WriteResponse response_;
-  std::unique_ptr<grpc::ClientWriter<v1::WriteRequest>> writer_;
 
   absl::Mutex mutex_;
   std::deque<v1::WriteRequest> queue_ ABSL_GUARDED_BY(mutex_);
   uint64_t queued_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::deque<v1::WriteRequest> kept_ ABSL_GUARDED_BY(mutex_);
+  uint64_t kept_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  grpc::ClientContext* context_ ABSL_GUARDED_BY(mutex_) = nullptr;  // of the stream under way
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;
+  bool abandoned_ ABSL_GUARDED_BY(mutex_) = false;
   bool broken_ ABSL_GUARDED_BY(mutex_) = false;
 
   // Written by the sending thread, read after it was joined.

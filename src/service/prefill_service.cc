@@ -140,6 +140,7 @@ class PrefillService final : public v1::Prefill::CallbackService {
     out.prefiller = options_.prefiller;
     out.call_timeout = options_.call_timeout;
     out.push_timeout = options_.push_timeout;
+    out.max_kept_bytes = options_.max_kept_bytes;
     return out;
   }
 

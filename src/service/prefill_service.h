@@ -26,6 +26,8 @@ struct PrefillServiceOptions {
   // Deadlines of calls to the decode node; the caller's own applies if it is earlier.
   absl::Duration call_timeout = absl::Seconds(20);
   absl::Duration push_timeout = absl::Minutes(10);
+  // Of each running prompt, for chunks that a broken stream loses: see KvPusher.
+  uint64_t max_kept_bytes = uint64_t{48} << 20;
 };
 
 GrpcService NewPrefillService(PrefillServiceOptions options);
