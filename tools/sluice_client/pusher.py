@@ -36,6 +36,8 @@ _CALL_TIMEOUT_S = 30.0
 # Without progress for so long, the node is taken to be stuck.
 _STALL_TIMEOUT_S = 60.0
 _MAX_RESUMES = 5
+# Before a resume; then twice that, so that a node has time to be back: 3 s in all.
+_FIRST_PAUSE_S = 0.1
 _RESUMABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DATA_LOSS, grpc.StatusCode.INTERNAL,
               grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
 
@@ -43,10 +45,12 @@ _RESUMABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DATA_LOSS, grpc.Statu
 def _resumable(error: grpc.RpcError) -> bool:
     """Whether sending again may mend it. ABORTED, BLOCK_BUSY: a broken stream's last landing is still
     there; it goes when the node notices."""
-    if error.code() is grpc.StatusCode.ABORTED:
-        time.sleep(0.1)
-        return True
-    return error.code() in _RESUMABLE
+    return error.code() is grpc.StatusCode.ABORTED or error.code() in _RESUMABLE
+
+
+def _pause_s(resume: int) -> float:
+    """Before resume number 0, 1, ..."""
+    return _FIRST_PAUSE_S * 2 ** resume
 
 
 Array = np.ndarray | Callable[[], np.ndarray]
@@ -149,6 +153,7 @@ class _Stream(threading.Thread):
                     if not _resumable(error) or failures > _MAX_RESUMES:
                         self.error = PushError(rpc.explain(error, self._address), error)
                         return
+                    self._abandoned.wait(_pause_s(failures - 1))
                 if self._closing.is_set() and self._queue.empty():
                     return
 
@@ -263,7 +268,7 @@ class Pusher:
         for token in first_tokens:
             request.first_tokens.append(
                 token if isinstance(token, common_pb2.Token) else common_pb2.Token(id=token))
-        for _ in range(_MAX_RESUMES):
+        for attempt in range(_MAX_RESUMES):
             self._finish_streams()
             try:
                 self._ingest.Commit(request, timeout=_CALL_TIMEOUT_S)
@@ -271,9 +276,10 @@ class Pusher:
                 self._chunks.clear()
                 return transfer_id
             except grpc.RpcError as error:
-                # UNAVAILABLE may have lost only the answer: Commit is idempotent.
-                if error.code() == grpc.StatusCode.UNAVAILABLE:
+                # A broken connection may have lost only the answer: Commit is idempotent.
+                if _resumable(error):
                     last = error
+                    time.sleep(_pause_s(attempt))
                     continue
                 if "MissingBlocks" not in rpc.details_of(error) or not self._send_missing(error):
                     raise PushError(rpc.explain(error, self.address), error) from error
