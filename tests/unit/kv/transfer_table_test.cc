@@ -340,5 +340,69 @@ TEST_CASE("first tokens are checked, and a transfer whose Generate went away is 
   CHECK(t.table->Abort(id, "").ok());  // idempotent
 }
 
+TEST_CASE("open transfers are bounded in number and in bytes of prompts") {
+  const CacheLayout layout = TwoKinds();
+  const auto dram = MakePool("dram", layout, 256 << 10), hbm = MakePool("hbm", layout, 256 << 10);
+  ManualClock clock;
+  TransferTable::Options options;
+  options.model_fingerprint = "f00d";
+  options.vocab_size = 100;
+  options.max_context = 1000;
+  options.footprint = [](int64_t context, int64_t) { return Footprint{context, 0}; };
+  options.max_open = 3;
+  options.max_prompt_bytes = 200;
+  TransferTable table(options, dram.get(), hbm.get(), &clock);
+  Manifest manifest;
+  manifest.model_fingerprint = "f00d";
+  manifest.context_length = 1;
+  manifest.max_new_tokens = 1;
+  const auto reserve = [&](size_t prompt) {
+    manifest.prompt_token_ids.assign(prompt, 1);
+    return table.Reserve(manifest);
+  };
+  const auto first = reserve(40);  // 160 bytes
+  REQUIRE(first.ok());
+  const absl::Status too_long = reserve(11).status();
+  CHECK(ReasonOf(too_long) == "TOO_MANY_TRANSFERS");
+  CHECK(RetryAfterOf(too_long).has_value());
+  REQUIRE(reserve(10).ok());
+  REQUIRE(table.Abort(first->transfer_id, "").ok());
+  REQUIRE(reserve(1).ok());
+  REQUIRE(reserve(1).ok());
+  const int64_t reserved_bytes = dram->UsageOf(0).reserved_bytes;
+  CHECK(ReasonOf(reserve(1).status()) == "TOO_MANY_TRANSFERS");
+  CHECK(dram->UsageOf(0).reserved_bytes == reserved_bytes);
+  clock.Advance(absl::Seconds(61));
+  CHECK(reserve(1).ok());  // the leases of the others are over
+  CHECK(table.open_transfers() == 1);
+}
+
+TEST_CASE(
+    "ten thousand abandoned reservations end with their leases, without a pass over the open") {
+  Table t(16 << 20);
+  Manifest manifest = t.Good();
+  manifest.context_length = 1;
+  constexpr int kMany = 10'000;
+  std::vector<std::string> ids;
+  for (int i = 0; i < kMany; ++i) {
+    const auto reserved = t.table->Reserve(manifest);
+    REQUIRE(reserved.ok());
+    ids.push_back(reserved->transfer_id);
+    REQUIRE(t.Reap() == 0);  // as often as the engine would: 10^8 looks if each went over all
+  }
+  CHECK(t.table->open_transfers() == kMany);
+  // Those that are written to stay; the others go, all at once.
+  t.clock.Advance(absl::Seconds(9));
+  for (int i = 0; i < kMany; i += 100) {
+    const ChunkHeader chunk{ids[static_cast<size_t>(i)], 0, "kv", 0, 1, 0, 1, 0};
+    REQUIRE(t.Land(chunk, t.Payload(chunk)).ok());
+  }
+  t.clock.Advance(absl::Seconds(2));
+  CHECK(t.Reap() == kMany - kMany / 100);
+  t.clock.Advance(absl::Seconds(9));
+  CHECK(t.Reap() == kMany / 100);
+  CHECK(t.Empty());
+}
+
 }  // namespace
 }  // namespace sluice
