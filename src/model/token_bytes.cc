@@ -83,7 +83,7 @@ absl::StatusOr<DecoderKind> FindKind(const std::string& path, const json& root) 
   types.erase("Sequence");
   return absl::UnimplementedError(
       absl::StrCat(path, ": decoder: expected ByteLevel or ByteFallback, found ",
-                   types.empty() ? "none" : absl::StrJoin(types, ", "),
+                   types.empty() ? "none" : Shown(absl::StrJoin(types, ", ")),
                    "; without it stop strings cannot be matched"));
 }
 

@@ -12,6 +12,12 @@
 #include "src/config/help.h"
 #include "src/service/grpc_server.h"
 
+// Read by jemalloc: freed pages go back to the system after its usual 10 s even if the threads that
+// freed them sleep. Without this what one large message took stays.
+extern "C" {
+const char* malloc_conf = "background_thread:true";
+}
+
 namespace sluice {
 namespace {
 

@@ -13,7 +13,7 @@ from transfers import committed
 # A machine that is busy with something else can spoil a round, so a few may be tried; what really holds
 # the stream up spoils them all.
 ATTEMPTS = 5
-ROUNDS = 4
+ROUNDS = 3
 
 
 @dataclass
