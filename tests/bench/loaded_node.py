@@ -23,7 +23,7 @@ def parser(description: str, streams: int) -> argparse.ArgumentParser:
     out.add_argument("--streams", type=int, default=streams,
                      help="sequences that decode at once (default: %(default)s)")
     out.add_argument("--prompt", default="128", help="tokens of a prompt, as sluice-bench serve has it")
-    out.add_argument("--output", default="lognormal:128:0.4", help="the same, of an output")
+    out.add_argument("--output", default="128", help="the same, of an output")
     out.add_argument("--hbm-bytes", default="1GiB", help="of the node (default: %(default)s)")
     out.add_argument("--dram-bytes", default="512MiB", help="of the node (default: %(default)s)")
     out.add_argument("--threads", default="0", help="of the node; 0: as it chooses (default: %(default)s)")
@@ -40,7 +40,8 @@ class LoadedNode:
         self.node = Node("sluice-server", args.model, Path(self.folder.name), "--hbm-bytes", args.hbm_bytes,
                          "--dram-bytes", args.dram_bytes, "--max-sequences", str(args.streams), "--threads", args.threads,
                          *flags)
-        self.rss: list[tuple[float, int]] = []  # (seconds since the load began, bytes)
+        # (seconds since the load began, resident bytes, those of them outside the arenas)
+        self.memory: list[tuple[float, int, int]] = []
         self._ending = threading.Event()
 
     def __enter__(self):
@@ -79,7 +80,19 @@ class LoadedNode:
 
     def _watch(self, began: float) -> None:
         while not self._ending.wait(0.25):
-            self.rss.append((time.monotonic() - began, self.node.rss_bytes()))
+            self.memory.append((time.monotonic() - began, *resident_bytes(self.node.process.pid)))
+
+
+def resident_bytes(pid: int) -> tuple[int, int]:
+    """All resident memory, and what lies outside the arenas and weights, which ask for huge pages."""
+    total = outside = rss = 0
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if line.startswith("Rss:"):
+            rss = int(line.split()[1]) * 1024
+            total += rss
+        elif line.startswith("VmFlags:") and " hg" not in line:
+            outside += rss
+    return total, outside
 
 
 class Verdict:
