@@ -368,14 +368,14 @@ class LoadDriver {
                       static_cast<int64_t>(shared_.model->max_context()),
                       options_.seed + 0x9E3779B9u * number);
     PlannedRequest next = arrivals.Next();
-    in_phase_ = 0;
     number_ = number;
     for (int64_t came = 0; phase.requests == 0 || came < phase.requests;) {
       const double now = shared_.Now();
       const double end = phase.seconds > 0 ? begin + phase.seconds : now + 3600;
       if (now >= end) break;
       const bool open = phase.rate > 0;
-      if (open ? begin + next.at <= now : in_phase_ < phase.concurrency) {
+      if (open ? begin + next.at <= now
+               : running_.size() < static_cast<size_t>(phase.concurrency)) {
         Start(number, phase, next, open ? begin + next.at : now);
         next = arrivals.Next();
         ++came;
@@ -386,7 +386,7 @@ class LoadDriver {
     result_.phases.back().end = shared_.Now();
   }
 
-  // Of a phase's requests, while it lasted.
+  // Whatever was done while the phase lasted, also of those before.
   double FinishedPerSecond(size_t phase) const {
     const LoadResult::PhaseTimes& times = result_.phases[phase];
     double finished = 0;
@@ -409,7 +409,6 @@ class LoadDriver {
                                        description.retry, record);
     Call* const raw = call.get();
     running_.emplace(raw, std::move(call));
-    ++in_phase_;
     React(raw, raw->Begin());
   }
 
@@ -426,7 +425,6 @@ class LoadDriver {
       default:
         ++progress_now_.failed;
     }
-    if (call->record.phase == number_) --in_phase_;
     result_.requests[call->index()] = std::move(call->record);
     running_.erase(call);
   }
@@ -472,8 +470,7 @@ class LoadDriver {
   std::map<Call*, std::unique_ptr<Call>> running_;
   using Retry = std::pair<double, Call*>;
   std::priority_queue<Retry, std::vector<Retry>, std::greater<>> retries_;
-  size_t number_ = 0;     // of the phase
-  int64_t in_phase_ = 0;  // its requests that have not ended
+  size_t number_ = 0;  // of the phase
   double next_progress_ = 0;
   LoadProgress progress_now_;
   LoadResult result_;

@@ -132,6 +132,7 @@ absl::StatusOr<int> Serve(Options o, Report report) {
   }
   report.details["bucket_seconds"] = LoadResult::kBucketSeconds;
   report.details["tokens"] = result.tokens;
+  report.details["decoding"] = DecodingOverTime(result);
   report.details["end_seconds"] = result.end;
   report.details["bytes_pushed"] = result.bytes_pushed;
   report.details["client_cpu_seconds"] = result.client_cpu_seconds;

@@ -156,6 +156,19 @@ std::vector<Figure> FiguresOf(const PhaseStats& s) {
   return figures;
 }
 
+std::vector<uint32_t> DecodingOverTime(const LoadResult& result) {
+  std::vector<uint32_t> out(result.tokens.size());
+  for (const RequestRecord& r : result.requests) {
+    if (r.first_token == 0) continue;
+    const auto first = static_cast<size_t>(std::ceil(r.first_token / kBucket - 0.5));
+    for (size_t i = first; i < out.size(); ++i) {
+      if ((static_cast<double>(i) + 0.5) * kBucket > r.last_token) break;
+      ++out[i];
+    }
+  }
+  return out;
+}
+
 nlohmann::json DetailsOf(const PhaseStats& s, const LoadResult& result, size_t number) {
   const LoadResult::PhaseTimes& times = result.phases[number];
   return {{"name", s.name},

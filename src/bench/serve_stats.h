@@ -53,6 +53,8 @@ PhaseStats StatsOf(const LoadResult& result, const Phase& phase, size_t number,
 
 // A phase's figures, each named "NAME: ...".
 std::vector<Figure> FiguresOf(const PhaseStats& stats);
+// Requests that were decoding (from their first token to their last) in the middle of each bucket.
+std::vector<uint32_t> DecodingOverTime(const LoadResult& result);
 // The phase as an object of details.phases.
 nlohmann::json DetailsOf(const PhaseStats& stats, const LoadResult& result, size_t number);
 std::string TableOf(const PhaseStats& stats, const ServiceLevel& bounds);

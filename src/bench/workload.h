@@ -27,7 +27,8 @@ struct Lengths {
 struct Phase {
   std::string name;
   // One of these is set. Open loop: requests come at random (a Poisson process), whatever became of
-  // those before. Closed loop: so many at once, each ended one replaced.
+  // those before. Closed loop: so many at once, what earlier phases left among them, each that ends
+  // replaced.
   double rate = 0;              // requests/s
   bool rate_is_factor = false;  // `rate` times what the phase before finished per second
   int64_t concurrency = 0;

@@ -38,8 +38,8 @@ class LoadedNode:
         self.args = args
         self.folder = tempfile.TemporaryDirectory(prefix="sluice-bench-")
         self.node = Node("sluice-server", args.model, Path(self.folder.name), "--hbm-bytes", args.hbm_bytes,
-                         "--dram-bytes", args.dram_bytes, "--max-sequences", str(args.streams), "--threads", args.threads,
-                         *flags)
+                         "--dram-bytes", args.dram_bytes, "--max-sequences", str(args.streams), "--threads",
+                         args.threads, *flags)
         # (seconds since the load began, resident bytes, those of them outside the arenas)
         self.memory: list[tuple[float, int, int]] = []
         self._ending = threading.Event()

@@ -17,10 +17,11 @@ from loaded_node import LoadedNode, Verdict, parser
 RETURN_SECONDS = 2  # after which full speed is back
 
 
-def tokens_per_second(report: dict, begin: float, end: float) -> float:
+def mean(report: dict, what: str, begin: float, end: float) -> float:
+    """Of a series of the report, over seconds [begin, end)."""
     bucket = report["details"]["bucket_seconds"]
-    tokens = report["details"]["tokens"][round(begin / bucket):round(end / bucket)]
-    return sum(tokens) / (len(tokens) * bucket)
+    values = report["details"][what][round(begin / bucket):round(end / bucket)]
+    return sum(values) / len(values)
 
 
 def main() -> int:
@@ -36,6 +37,8 @@ def main() -> int:
                        help="bound on the 99th percentile of gaps, over full load's (default: %(default)s)")
     flags.add_argument("--speed-share", type=float, default=0.9,
                        help="share of full speed that counts as full (default: %(default)s)")
+    flags.add_argument("--batch-share", type=float, default=0.9,
+                       help="the same, of the sequences that decode at once (default: %(default)s)")
     args = flags.parse_args()
     if args.after_seconds <= RETURN_SECONDS:
         flags.error(f"--after-seconds must be more than {RETURN_SECONDS}")
@@ -61,11 +64,15 @@ def main() -> int:
                  f"{full['itl_seconds']['p99'] * 1e3:.1f} ms at full load, "
                  f"{overload['itl_seconds']['p99'] * 1e3:.1f} ms under overload: {gaps:.2f} x",
                  gaps <= args.gap_ratio)
-    speed = tokens_per_second(report, full["begin_seconds"], full["end_seconds"])
-    back = tokens_per_second(report, after["begin_seconds"] + RETURN_SECONDS, after["end_seconds"])
-    verdict.hold(f"from {RETURN_SECONDS} s after it on, speed is {args.speed_share:.0%} of full or more",
-                 f"{speed:.0f} tokens/s before, {back:.0f} after: {back / speed:.0%}",
-                 back >= args.speed_share * speed)
+    times = (full["begin_seconds"], full["end_seconds"])
+    back_times = (after["begin_seconds"] + RETURN_SECONDS, after["end_seconds"])
+    for what, unit, share in (("tokens", "tokens/s", args.speed_share),
+                              ("decoding", "sequences decode", args.batch_share)):
+        scale = 1 / report["details"]["bucket_seconds"] if what == "tokens" else 1
+        before, back = (scale * mean(report, what, *t) for t in (times, back_times))
+        verdict.hold(f"from {RETURN_SECONDS} s after it on, {share:.0%} of full load's {what} are back",
+                     f"{before:.1f} {unit} before, {back:.1f} after: {back / before:.0%}",
+                     back >= share * before)
     verdict.hold("all that requests held is back", "it is" if returned else "it is not", returned)
     return verdict.status()
 

@@ -6,8 +6,8 @@
 
 Starts a sluice-server, keeps --streams requests decoding with random caches (as one ends the next comes),
 and notes the node's resident memory. Outputs are equally long, so that the arenas have been touched as far
-as they will be after the first of them: from then on growth is a leak. Prints the figures of the load and each bound beside what was found;
-the exit status is 1 if a bound is broken.
+as they will be after the first of them: from then on growth is a leak. Prints the figures of the load and
+each bound beside what was found; the exit status is 1 if a bound is broken.
 """
 
 import sys
@@ -39,8 +39,8 @@ def main() -> int:
     for i, what in enumerate(("resident memory", "what of it lies outside arenas and weights")):
         growth = (after[i] - before[i]) / 1e6
         verdict.hold(f"{what} grows by at most {args.growth_mb:g} MB after {args.settle:g} s",
-                     f"{before[i] / 1e6:.1f} MB then, at most {after[i] / 1e6:.1f} MB later: {growth:+.1f} MB",
-                     growth <= args.growth_mb)
+                     f"{before[i] / 1e6:.1f} MB then, at most {after[i] / 1e6:.1f} MB later: "
+                     f"{growth:+.1f} MB", growth <= args.growth_mb)
     verdict.hold("all that requests held is back", "it is" if back else "it is not", back)
     return verdict.status()
 

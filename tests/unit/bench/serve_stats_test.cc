@@ -74,6 +74,13 @@ TEST_CASE("a timed phase counts every token that came while it lasted") {
   CHECK(s.requests_per_second == Approx(0.1));
 }
 
+TEST_CASE("a request decodes from its first token to its last") {
+  LoadResult result;
+  result.tokens.resize(10);
+  result.requests = {Done(0, 0, 0.2, 0.1, 4), Done(0, 0, 0.31, 0.1, 2), RequestRecord()};
+  CHECK(DecodingOverTime(result) == std::vector<uint32_t>{0, 0, 1, 2, 1, 0, 0, 0, 0, 0});
+}
+
 TEST_CASE("goodput counts requests that are done within the bounds") {
   const Phase phase = *Phase::Parse("name=a,concurrency=2,requests=4");
   LoadResult result;
