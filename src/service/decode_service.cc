@@ -146,7 +146,7 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
   // Sends what has come, unless a write is under way; its end calls here again.
   void Pump() {
     absl::MutexLock lock(&mutex_);
-    if (linger_ == nullptr && stream_->Finished()) {
+    if (stream_ != nullptr && linger_ == nullptr && stream_->Finished()) {
       linger_ = std::make_shared<Linger>(context_);
       Linger::Start(linger_, linger_time_);
     }
