@@ -277,7 +277,7 @@ PagePool::Usage PagePool::UsageOf(size_t kind) const {
   return {state.pages * page_bytes, state.promised * page_bytes, state.taken * page_bytes};
 }
 
-std::vector<PageRun> PagePool::FreeRuns(size_t kind) const {
+std::vector<PagePool::PageRun> PagePool::FreeRuns(size_t kind) const {
   absl::MutexLock lock(&mutex_);
   std::vector<PageRun> runs;
   for (const auto& [first, count] : kinds_[kind].free_runs) runs.push_back({first, count});

@@ -106,7 +106,12 @@ class PagePool {
     int64_t used_bytes = 0;      // taken pages; at most the capacity
   };
   Usage UsageOf(size_t kind) const;
-  // Pages that nobody owns, for whoever watches over them.
+  // Pages [first, first + count).
+  struct PageRun {
+    int32_t first = 0;
+    int32_t count = 0;
+  };
+  // Those that nobody owns, for whoever watches over them.
   std::vector<PageRun> FreeRuns(size_t kind) const;
 
  private:

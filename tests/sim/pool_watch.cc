@@ -26,7 +26,7 @@ std::optional<std::string> PoolWatch::Check() {
   }
   std::vector<bool> now_free(free_.size(), false);
   size_t free_pages = 0;
-  for (const PageRun& run : pool_->FreeRuns(kKv)) {
+  for (const PagePool::PageRun& run : pool_->FreeRuns(kKv)) {
     for (int32_t page = run.first; page < run.first + run.count; ++page) {
       const auto p = static_cast<size_t>(page);
       if (now_free.at(p)) return absl::StrCat(pool_->name(), ": page ", page, " is free twice");
@@ -58,7 +58,7 @@ std::optional<std::string> PoolWatch::CheckEmpty() {
 }
 
 uint8_t* PoolWatch::FreeByte() {
-  const std::vector<PageRun> runs = pool_->FreeRuns(kKv);
+  const std::vector<PagePool::PageRun> runs = pool_->FreeRuns(kKv);
   return runs.empty() ? nullptr : pool_->PageAddress(kKv, runs.front().first);
 }
 
