@@ -295,11 +295,13 @@ TEST_CASE("histograms count into cumulative buckets") {
   metrics.time_to_first_token.Observe(1);
   metrics.request_seconds.Observe(2);
   metrics.queue_seconds.Observe(3);
+  metrics.preempted_seconds.Observe(6);
   metrics.ingest_seconds.Observe(4);
   metrics.step_sequences.Observe(5);
   CHECK(Sample(metrics, "sluice_time_to_first_token_seconds_sum") == 1);
   CHECK(Sample(metrics, "sluice_request_duration_seconds_sum") == 2);
   CHECK(Sample(metrics, "sluice_queue_seconds_sum") == 3);
+  CHECK(Sample(metrics, "sluice_preempted_seconds_sum") == 6);
   CHECK(Sample(metrics, "sluice_ingest_seconds_sum") == 4);
   CHECK(Sample(metrics, "sluice_step_sequences_sum") == 5);
 }
