@@ -12,6 +12,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "src/base/clock.h"
+#include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/bench/ingest_peers.h"
 #include "src/bench/ingest_sender.h"
@@ -242,6 +243,8 @@ int RunIngestBench(const Invocation& invocation) {
     report.shape.emplace_back("model", o.model);
     report.shape.emplace_back("rate", absl::StrCat(o.rate));
   }
+  // The node's own lines about transfers that come and go are not the report's.
+  SetUpLogging(LogLevel::kWarn, LogFormat::kText);
   const absl::StatusOr<int> status = IngestBench(o, std::move(report)).Run();
   return status.ok() ? *status : Fail(status.status());
 }
