@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "src/base/error.h"
+#include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/service/kv_pusher.h"
 #include "src/service/proto_conversion.h"
@@ -64,6 +65,8 @@ Handoff::Handoff(Options options)
 absl::Status Handoff::Run(v1::RunResponse* response) {
   absl::Status status = Attempt(nullptr, response);
   if (!status.ok() && retryable_ && !options_.cancelled()) {
+    Log(LogLevel::kWarn, "a push broke: sending what is missing",
+        {{"transfer_id", transfer_id_}, {"error", status.ToString()}});
     // The landing that a broken stream left behind ends when the decode node notices.
     if (ReasonOf(status) == "BLOCK_BUSY") absl::SleepFor(absl::Milliseconds(100));
     const auto context = NewContext(options_.call_timeout);
