@@ -65,7 +65,7 @@ Handoff::Handoff(Options options)
 absl::Status Handoff::Run(v1::RunResponse* response) {
   absl::Status status = Attempt(nullptr, response);
   if (!status.ok() && retryable_ && !options_.cancelled()) {
-    Log(LogLevel::kWarn, "a push broke: sending what is missing",
+    Log(LogLevel::kWarn, "a push could not be resumed: computing again",
         {{"transfer_id", transfer_id_}, {"error", status.ToString()}});
     // The landing that a broken stream left behind ends when the decode node notices.
     if (ReasonOf(status) == "BLOCK_BUSY") absl::SleepFor(absl::Milliseconds(100));

@@ -8,6 +8,7 @@
 #include "src/base/crc32c.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
+#include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/service/chunking.h"
 #include "src/service/status_mapping.h"
@@ -85,7 +86,6 @@ absl::Status KvPusher::Layer(int layer, const CacheKind& kind, int token_begin, 
 
 absl::Status KvPusher::Enqueue(v1::WriteRequest chunk) {
   absl::MutexLock lock(&mutex_);
-  if (SLUICE_FAILPOINT(kPrefillPush) && context_ != nullptr) context_->TryCancel();
   // The streams' deadlines bound this wait: a write that outlives its own fails.
   mutex_.Await(absl::Condition(this, &KvPusher::CanEnqueue));
   if (broken_) return absl::UnavailableError("the stream to the decode node is broken");
@@ -97,6 +97,8 @@ absl::Status KvPusher::Enqueue(v1::WriteRequest chunk) {
 void KvPusher::SendLoop() {
   absl::Status status = SendStream();
   for (int resume = 0; resume < kMaxResumes && MayMend(status); ++resume) {
+    Log(LogLevel::kWarn, "a push broke: sending what is missing",
+        {{"transfer_id", options_.transfer_id}, {"error", status.ToString()}});
     status = PrepareResume(resume);
     if (status.ok()) status = SendStream();
   }
@@ -126,6 +128,7 @@ absl::Status KvPusher::SendStream() {
       queued_bytes_ -= chunk.payload().size();
     }
     if (first_sent_ == absl::InfiniteFuture()) first_sent_ = absl::Now();
+    if (SLUICE_FAILPOINT(kPrefillPush)) context->TryCancel();  // a connection that breaks
     sent = writer->Write(chunk);
     if (sent) bytes_sent_ += chunk.payload().size();
     absl::MutexLock lock(&mutex_);
