@@ -59,6 +59,7 @@ inline constexpr RequestReason kRequestReasons[] = {
     {RequestOutcome::kError, "UNAVAILABLE"},
     {RequestOutcome::kError, kOtherReason},
     {RequestOutcome::kRefused, "DRAINING"},
+    {RequestOutcome::kRefused, "EXCEPTION"},
     {RequestOutcome::kRefused, "GENERATE_EXISTS"},
     {RequestOutcome::kRefused, "INVALID_ARGUMENT"},
     {RequestOutcome::kRefused, "NO_HANDOFF"},
@@ -73,13 +74,10 @@ inline constexpr RequestReason kRequestReasons[] = {
 // Why a Reserve was refused: the series of sluice_reserves_total with outcome "refused"; the last
 // is for reasons not listed.
 inline constexpr std::string_view kReserveReasons[] = {
-    "DRAINING",
-    "DRAM_FULL",
-    "FINGERPRINT_MISMATCH",
-    "INVALID_ARGUMENT",
-    "RENDEZVOUS_KEY_IN_USE",
-    "TOO_MANY_TRANSFERS",
-    kOtherReason,
+    "DRAINING",           "DRAM_FULL",
+    "EXCEPTION",          "FINGERPRINT_MISMATCH",
+    "INVALID_ARGUMENT",   "RENDEZVOUS_KEY_IN_USE",
+    "TOO_MANY_TRANSFERS", kOtherReason,
 };
 
 // The reason that a status carries, or the name of its code.

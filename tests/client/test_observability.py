@@ -11,8 +11,8 @@ RULES = ROOT / "deploy/prometheus"
 PROMTOOL = ROOT / ".venv/bin/promtool"
 # Reasons of calls that sluice_requests_total and sluice_reserves_total do not count: Write, Commit, Admin, and
 # the prefill node's Run.
-OF_OTHER_CALLS = {"BLOCK_BUSY", "CHECKSUM_MISMATCH", "COMMITTED", "EXCEPTION", "FAILPOINTS_NOT_ALLOWED",
-                  "MISSING_BLOCKS", "NO_FAILPOINTS", "QUEUE_FULL"}
+OF_OTHER_CALLS = {"BLOCK_BUSY", "CHECKSUM_MISMATCH", "COMMITTED", "FAILPOINTS_NOT_ALLOWED",
+                  "MISSING_BLOCKS", "NO_FAILPOINTS", "QUEUE_FULL", "STOPPING"}
 
 
 def exported() -> dict[str, str]:
