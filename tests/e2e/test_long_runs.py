@@ -25,7 +25,8 @@ def test_an_overload_is_refused_and_harms_nobody(tiny_models):
     # there: other work on the machine changes it tenfold. That the batch is full again does not depend on it.
     done = long_run("overload.py", "--model", tiny_models("tiny-llama"), *TINY, "--dram-bytes", "1MiB",
                     "--streams", 8, "--max-waiting", 4, "--output", 1000, "--warm-seconds", 2, "--full-seconds",
-                    4, "--seconds", 6, "--after-seconds", 5, "--gap-ratio", 20, "--speed-share", 0.01, "--batch-share", 0.6)
+                    4, "--seconds", 6, "--after-seconds", 5, "--gap-ratio", 20, "--speed-share", 0.01,
+                    "--batch-share", 0.6)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("holds ") == 7
     assert "RESOURCE_EXHAUSTED" in done.stdout
