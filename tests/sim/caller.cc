@@ -279,7 +279,9 @@ void Caller::CheckError(const FinishInfo& info) {
              emitted_ == request_.expected.tokens.size(),
          Situation::kEndedByBadLogits);
   } else if (reason == "DRAINING") {
-    ends(world_->draining(), Situation::kEndedByDrain);
+    ends(world_->has_drained(), Situation::kEndedByDrain);
+  } else if (reason == "DRAIN_TIME") {
+    ends(now >= world_->drain_deadline(), Situation::kEndedByDrainTime);
   } else {
     ends(false, Situation::kCount);
   }
@@ -310,7 +312,7 @@ void Caller::Read() {
 
 absl::Time Caller::Due() const {
   if (!alive()) return absl::InfiniteFuture();
-  absl::Time due = deadline_;
+  absl::Time due = std::min(deadline_, world_->drain_deadline());
   if (cancelled_at_.has_value()) due = std::min(due, *cancelled_at_);
   if (sender_ != nullptr && !sender_->is_committed() && added_at_.has_value()) {
     due = std::min(due, *added_at_ + world_->scenario().node.engine.transfer_wait);

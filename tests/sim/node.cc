@@ -10,11 +10,12 @@ namespace sluice::sim {
 namespace {
 
 absl::StatusOr<std::unique_ptr<PagePool>> MakePool(const char* name, int64_t pages, MemoryKind kind,
-                                                   const CacheLayout& layout, Device* device) {
+                                                   const CacheLayout& layout, double overcommit,
+                                                   Device* device) {
   // PagePool keeps 4096 bytes for the alignment of its one kind.
   SLUICE_ASSIGN_OR_RETURN(
       Buffer arena, device->Allocate(kind, static_cast<size_t>(pages * kPageBytes + 4096), name));
-  return PagePool::Create(name, layout, std::move(arena));
+  return PagePool::Create(name, layout, std::move(arena), overcommit);
 }
 
 }  // namespace
@@ -35,11 +36,12 @@ absl::Status Node::Build(const NodeSpec& spec, SimClock* clock) {
   model.max_logits = slots;
   SLUICE_ASSIGN_OR_RETURN(model_, NewHashModel(model, device_.get()));
   const CacheLayout& layout = model_->cache_layout();
+  SLUICE_ASSIGN_OR_RETURN(hbm_, MakePool("hbm", spec.hbm_pages, MemoryKind::kDevice, layout,
+                                         spec.overcommit, device_.get()));
   SLUICE_ASSIGN_OR_RETURN(
-      hbm_, MakePool("hbm", spec.hbm_pages, MemoryKind::kDevice, layout, device_.get()));
+      dram_, MakePool("dram", spec.dram_pages, MemoryKind::kPinned, layout, 1.0, device_.get()));
   SLUICE_ASSIGN_OR_RETURN(
-      dram_, MakePool("dram", spec.dram_pages, MemoryKind::kPinned, layout, device_.get()));
-  SLUICE_ASSIGN_OR_RETURN(policy_, NewFullPolicy({device_.get(), hbm_.get(), slots, max_context}));
+      policy_, NewFullPolicy({device_.get(), hbm_.get(), slots, max_context, dram_.get()}));
   TransferTable::Options transfers;
   transfers.model_fingerprint = model_->fingerprint();
   transfers.vocab_size = kVocab;
@@ -48,6 +50,8 @@ absl::Status Node::Build(const NodeSpec& spec, SimClock* clock) {
   transfers.footprint = [this](int64_t context, int64_t total) {
     return policy_->FootprintOf(context, total);
   };
+  finish_rate_ = std::make_unique<FinishRate>(clock);
+  transfers.retry_after = [this] { return finish_rate_->RetryAfter(); };
   transfers_ = std::make_unique<TransferTable>(transfers, dram_.get(), hbm_.get(), clock);
   Engine::Parts parts;
   parts.device = device_.get();
@@ -55,6 +59,7 @@ absl::Status Node::Build(const NodeSpec& spec, SimClock* clock) {
   parts.policy = policy_.get();
   parts.transfers = transfers_.get();
   parts.clock = clock;
+  parts.finish_rate = finish_rate_.get();
   SLUICE_ASSIGN_OR_RETURN(engine_, Engine::Create(spec.engine, parts));
   return absl::OkStatus();
 }

@@ -9,6 +9,7 @@
 #include "src/engine/engine.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/transfer_table.h"
+#include "src/request/finish_rate.h"
 #include "tests/sim/hash_model.h"
 #include "tests/sim/scenario.h"
 
@@ -35,6 +36,7 @@ class Node {
   std::unique_ptr<HashModel> model_;
   std::unique_ptr<PagePool> hbm_, dram_;
   std::unique_ptr<AttentionPolicy> policy_;
+  std::unique_ptr<FinishRate> finish_rate_;
   std::unique_ptr<TransferTable> transfers_;
   std::unique_ptr<Engine> engine_;
 };

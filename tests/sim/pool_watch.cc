@@ -12,15 +12,17 @@ constexpr uint8_t kPattern = 0xA5;
 
 }  // namespace
 
-PoolWatch::PoolWatch(PagePool* pool)
+PoolWatch::PoolWatch(PagePool* pool, double overcommit)
     : pool_(pool),
+      overcommit_(overcommit),
       pattern_(static_cast<size_t>(pool->layout().kinds[kKv].page_bytes()), kPattern),
       free_(static_cast<size_t>(pool->UsageOf(kKv).capacity_bytes) / pattern_.size(), false) {}
 
 std::optional<std::string> PoolWatch::Check() {
   const PagePool::Usage usage = pool_->UsageOf(kKv);
   if (usage.used_bytes > usage.capacity_bytes || usage.used_bytes > usage.reserved_bytes ||
-      usage.reserved_bytes > usage.capacity_bytes) {
+      static_cast<double>(usage.reserved_bytes) >
+          overcommit_ * static_cast<double>(usage.capacity_bytes)) {
     return absl::StrCat(pool_->name(), ": used ", usage.used_bytes, ", reserved ",
                         usage.reserved_bytes, " of ", usage.capacity_bytes);
   }

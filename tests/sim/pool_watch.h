@@ -13,7 +13,8 @@ namespace sluice::sim {
 
 class PoolWatch {
  public:
-  explicit PoolWatch(PagePool* pool);
+  // `overcommit`: what may be promised, in pools.
+  PoolWatch(PagePool* pool, double overcommit);
   // What is wrong with the pool's counts or its free pages, if anything is.
   std::optional<std::string> Check();
   // The same, and that nothing is taken or promised.
@@ -23,6 +24,7 @@ class PoolWatch {
 
  private:
   PagePool* const pool_;
+  const double overcommit_;
   const std::vector<uint8_t> pattern_;  // one page
   std::vector<bool> free_;              // at the last check
 };

@@ -14,7 +14,10 @@ bool OneIn(SplitMix64& random, uint64_t n) { return random.Below(n) == 0; }
 
 namespace {
 
-constexpr uint32_t kMaxContext = 64;
+// Most of the seeds; preemption takes sequences that grow by far more than the scheduler keeps free
+// for those that run.
+constexpr int64_t kShortContext = 64;
+constexpr int64_t kLongContext = 256;
 // The span over which requests arrive.
 constexpr absl::Duration kArrivals = absl::Milliseconds(120);
 
@@ -26,16 +29,22 @@ NodeSpec DrawNode(SplitMix64& random, Plant plant) {
   NodeSpec node;
   node.engine.max_sequences = static_cast<uint32_t>(Between(random, 1, 5));
   node.engine.max_waiting = static_cast<uint32_t>(Between(random, 2, 12));
-  node.engine.max_context = kMaxContext;
+  const int64_t longest = OneIn(random, 6) ? kLongContext : kShortContext;
+  node.engine.max_context = static_cast<uint32_t>(longest);
   node.engine.chunk_tokens = static_cast<uint32_t>(Between(random, 1, 16));
   node.engine.local_prefill = true;
   node.engine.seed = 1 + random();
   node.engine.transfer_wait = absl::Milliseconds(Between(random, 20, 400));
   node.engine.slow_reader_timeout = absl::Milliseconds(Between(random, 10, 100));
-  // The longest sequence takes kMaxContext / kBlockTokens pages of each layer.
-  constexpr int64_t kLongest = kMaxContext / kBlockTokens * kLayers;
-  node.hbm_pages = Between(random, kLongest * 5 / 8, kLongest * 3);
-  node.dram_pages = Between(random, kLongest * 5 / 8, kLongest * 3);
+  const int64_t pages = longest / kBlockTokens * kLayers;  // of the longest sequence
+  node.hbm_pages = Between(random, pages * 5 / 8, pages * 3);
+  node.dram_pages = Between(random, pages * 5 / 8, pages * 3);
+  if (longest == kLongContext) {
+    // Room for the ways out of HBM, and slots enough to fill it.
+    node.dram_pages = pages * 6;
+    node.engine.max_sequences = static_cast<uint32_t>(Between(random, 3, 8));
+  }
+  if (longest == kLongContext || OneIn(random, 2)) node.overcommit = 1 + 3 * random.Uniform();
   node.lease = absl::Milliseconds(Between(random, 10, 200));
   node.device.kernels = &HashKernels();
   node.device.seed = random();
@@ -85,14 +94,21 @@ RequestSpec DrawRequest(SplitMix64& random, const NodeSpec& node, int index) {
   r.index = index;
   r.seed = random();
   // What an empty pool holds is the most that a request may ask for.
-  const int64_t room = std::min<int64_t>({kMaxContext, node.hbm_pages / kLayers * kBlockTokens,
-                                          node.dram_pages / kLayers * kBlockTokens});
-  const int64_t prompt = Between(random, 1, room - 2);
-  r.max_new_tokens = static_cast<uint32_t>(Between(random, 1, room - prompt));
+  const int64_t room =
+      std::min<int64_t>({node.engine.max_context, node.hbm_pages / kLayers * kBlockTokens,
+                         node.dram_pages / kLayers * kBlockTokens});
+  const bool grows = room > kShortContext;
+  const int64_t prompt = grows ? Between(random, 1, 24) : Between(random, 1, room - 2);
+  r.max_new_tokens = static_cast<uint32_t>(Between(random, grows ? room / 2 : 1, room - prompt));
   for (int64_t i = 0; i < prompt; ++i) {
     r.prompt.push_back(static_cast<int32_t>(random.Below(kVocab - 1)));
   }
   r.sampling = DrawSampling(random, r.max_new_tokens);
+  if (grows && !OneIn(random, 3)) {
+    r.sampling.ignore_eos = true;
+    r.sampling.stop_token_ids.clear();
+    r.sampling.max_tokens.reset();
+  }
   switch (random.Below(6)) {
     case 0:
       r.meeting = Meeting::kLocal;
@@ -108,7 +124,9 @@ RequestSpec DrawRequest(SplitMix64& random, const NodeSpec& node, int index) {
   int64_t max_tokens = r.sampling.max_tokens.value_or(r.max_new_tokens);
   if (r.meeting == Meeting::kLocal) {
     if (!r.sampling.max_tokens.has_value()) {
-      max_tokens = std::min<int64_t>(kMaxContext, node.hbm_pages / kLayers * kBlockTokens) - prompt;
+      max_tokens =
+          std::min<int64_t>(node.engine.max_context, node.hbm_pages / kLayers * kBlockTokens) -
+          prompt;
     }
   } else {
     r.context = OneIn(random, 2) ? static_cast<uint32_t>(prompt)
@@ -170,7 +188,14 @@ Scenario DrawScenario(uint64_t seed, Plant plant) {
     scenario.requests.push_back(DrawRequest(random, scenario.node, i));
   }
   if (OneIn(random, 6)) scenario.leaps_at.push_back(DrawDuration(random, 2 * kArrivals));
-  if (OneIn(random, 5)) scenario.drain_at = DrawDuration(random, 2 * kArrivals);
+  if (OneIn(random, 4)) {
+    for (int64_t drains = Between(random, 1, 2); drains > 0; --drains) {
+      Scenario::DrainSpec& drain = scenario.drains.emplace_back();
+      drain.at = DrawDuration(random, 2 * kArrivals);
+      drain.time = DrawDuration(random, absl::Milliseconds(60));
+      if (OneIn(random, 2)) drain.resume_at = drain.at + DrawDuration(random, 1.5 * drain.time);
+    }
+  }
   if (OneIn(random, 12)) scenario.cancel_all_at = DrawDuration(random, 2 * kArrivals);
   return scenario;
 }

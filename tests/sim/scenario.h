@@ -33,6 +33,7 @@ struct NodeSpec {
   Engine::Options engine;
   int64_t hbm_pages = 0;
   int64_t dram_pages = 0;
+  double overcommit = 1;  // of HBM
   absl::Duration lease;
   SimDeviceOptions device;
   absl::Duration host_time;  // most that the host takes between two turns
@@ -79,7 +80,12 @@ struct Scenario {
   NodeSpec node;
   std::vector<RequestSpec> requests;
   std::vector<absl::Duration> leaps_at;
-  std::optional<absl::Duration> drain_at;
+  // Drains, each with the time that what runs then has left; the later sets the earlier's anew.
+  struct DrainSpec {
+    absl::Duration at, time;
+    std::optional<absl::Duration> resume_at;
+  };
+  std::vector<DrainSpec> drains;
   std::optional<absl::Duration> cancel_all_at;
 };
 

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "absl/time/clock.h"
+#include "src/base/logging.h"
 #include "tests/sim/runner.h"
 
 namespace sluice::sim {
@@ -135,6 +136,8 @@ int Main(int argc, char** argv) {
       return Usage("unknown argument " + std::string(arg));
     }
   }
+  // What happens is told by --trace, in virtual time.
+  SetUpLogging(LogLevel::kError, LogFormat::kText);
   if (check_plants) return CheckPlants(options);
 
   const absl::Time start = absl::Now();

@@ -88,6 +88,12 @@ const char* Name(Situation situation) {
       return "everything cancelled";
     case Situation::kRefusedWhileDraining:
       return "Generate refused, draining";
+    case Situation::kEndedByDrainTime:
+      return "ended by the end of a drain's time";
+    case Situation::kResumed:
+      return "drain taken back";
+    case Situation::kPreempted:
+      return "preempted, and not back yet";
     case Situation::kDrained:
       return "drained to idle";
     case Situation::kClockLeapt:

@@ -53,8 +53,7 @@ void World::Run() {
   }
   if (next_.kind != Engine::Next::Kind::kInbox) Fail(-1, "the engine waits for a dead stream");
   for (const RequestActors& actors : requests_) actors.caller->CheckOver();
-  if (draining_ && !drained_) Fail(-1, "a drain was never told that all is idle");
-  if (drained_) Note(Situation::kDrained);
+  if (drained_ != drains_) Fail(-1, "a drain was never told that all is idle");
   CheckQuiet();
   if (node_->model().deepest() >= 2) Note(Situation::kTwoStepsInFlight);
   if (node_->device().stalls() > 0) Note(Situation::kStreamStalled);
@@ -92,8 +91,8 @@ void World::StartNode() {
     if (!node.ok()) Fail(-1, "the node did not start: ", node.status().ToString());
   }
   node_ = *std::move(node);
-  pools_.emplace_back(&node_->hbm());
-  pools_.emplace_back(&node_->dram());
+  pools_.emplace_back(&node_->hbm(), spec.overcommit);
+  pools_.emplace_back(&node_->dram(), 1.0);
 }
 
 void World::PlanHappenings() {
@@ -104,8 +103,9 @@ void World::PlanHappenings() {
       clock_.Leap(absl::Milliseconds(50) + DrawDuration(random_, absl::Seconds(2)));
     });
   }
-  if (scenario_.drain_at.has_value()) {
-    clock_.After(*scenario_.drain_at, [this] { Drain(); });
+  for (const Scenario::DrainSpec& drain : scenario_.drains) {
+    clock_.After(drain.at, [this, time = drain.time] { Drain(time); });
+    if (drain.resume_at.has_value()) clock_.After(*drain.resume_at, [this] { Resume(); });
   }
   if (scenario_.cancel_all_at.has_value()) {
     clock_.After(*scenario_.cancel_all_at, [this] {
@@ -115,7 +115,7 @@ void World::PlanHappenings() {
       for (const RequestActors& actors : requests_) actors.caller->EverythingWasCancelled();
     });
   }
-  for (int i = 0; i < 6; ++i) {
+  for (int i = 0; i < 12; ++i) {
     clock_.After(DrawDuration(random_, absl::Milliseconds(250)), [this] {
       engine().Snapshot([this](const EngineSnapshot& snapshot) { CheckSnapshot(snapshot); });
     });
@@ -123,17 +123,32 @@ void World::PlanHappenings() {
   clock_.After(DrawDuration(random_, absl::Milliseconds(100)), [this] { Breach(); });
 }
 
-void World::Drain() {
+void World::Drain(absl::Duration time) {
   Trace("drains");
   draining_ = true;
-  engine().Drain([this] {
-    if (drained_) Fail(-1, "a drain ended twice");
-    drained_ = true;
+  drain_deadline_ = clock_.Now() + time;
+  ++drains_;
+  const auto idle = [this, told = false]() mutable {
+    if (told) Fail(-1, "a drain ended twice");
+    told = true;
+    ++drained_;
+    Note(Situation::kDrained);
     for (const RequestActors& actors : requests_) {
       if (actors.caller->alive()) Fail(-1, "a drain ended before ", actors.caller->name());
     }
     Trace("is idle");
-  });
+  };
+  engine().Drain(drain_deadline_,
+                 WithReason(absl::UnavailableError("the drain's time is over"), "DRAIN_TIME"),
+                 idle);
+}
+
+void World::Resume() {
+  if (draining_) Note(Situation::kResumed);
+  Trace("resumes");
+  draining_ = false;
+  drain_deadline_ = absl::InfiniteFuture();
+  engine().Resume();
 }
 
 void World::TurnAfter(absl::Duration delay) {
@@ -151,14 +166,15 @@ void World::Turn() {
     case Engine::Next::Kind::kNow:
       return TurnAfter(DrawDuration(random_, scenario_.node.host_time));
     case Engine::Next::Kind::kEvent:
+      // With a time too it is a wait in the inbox, and a short one: see EngineThread.
       if (next_.until != absl::InfiniteFuture()) break;
       return;
     case Engine::Next::Kind::kInbox:
       break;
   }
-  // Both are a wait in the inbox: see EngineThread.
   for (const RequestActors& actors : requests_) {
-    if (actors.caller->Due() < next_.until && !engine().WaitForInbox(absl::InfinitePast())) {
+    if (next_.kind == Engine::Next::Kind::kInbox && actors.caller->Due() < next_.until &&
+        !engine().WaitForInbox(absl::InfinitePast())) {
       Fail(-1, "the engine sleeps until ", absl::FormatTime(next_.until), ", past the time of ",
            actors.caller->name());
     }
@@ -207,6 +223,7 @@ void World::CheckSnapshot(const EngineSnapshot& snapshot) {
   if (snapshot.running > slots) Fail(-1, snapshot.running, " sequences run in ", slots, " slots");
   for (const SequenceSnapshot& sequence : snapshot.sequences) {
     if (sequence.state == State::kParked) Note(Situation::kParked);
+    if (sequence.state == State::kPreempted) Note(Situation::kPreempted);
     if (sequence.state == State::kWaiting && snapshot.running < slots) {
       Note(Situation::kWaitedForHbm);
     }

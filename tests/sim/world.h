@@ -44,6 +44,9 @@ class World {
   Engine& engine() { return node_->engine(); }
   TransferTable& transfers() { return node_->transfers(); }
   bool draining() const { return draining_; }
+  bool has_drained() const { return drains_ > 0; }
+  // When what is alive must have ended, and not before: InfiniteFuture while not draining.
+  absl::Time drain_deadline() const { return drain_deadline_; }
   void Note(Situation situation) { ++(*counts_)[static_cast<size_t>(situation)]; }
   template <typename... Args>
   void Trace(const Args&... args) {
@@ -63,7 +66,8 @@ class World {
   void StartNode();
   void PlanHappenings();
   bool IsOver();
-  void Drain();
+  void Drain(absl::Duration time);
+  void Resume();
 
   // The engine's thread, as an actor.
   void Turn();
@@ -96,7 +100,9 @@ class World {
   int looks_ = 0;      // see IsOver
 
   bool draining_ = false;
-  bool drained_ = false;
+  absl::Time drain_deadline_ = absl::InfiniteFuture();
+  int drains_ = 0;
+  int drained_ = 0;     // drains that were told that all is idle
   Reservation leaked_;  // Plant::kPageLeaked
 };
 
