@@ -175,13 +175,9 @@ void EngineImpl::Snapshot(std::function<void(EngineSnapshot)> done) {
     snapshot.draining = readiness_->draining();
     snapshot.times = times_;
     const absl::Time now = parts_.clock->Now();
-    std::vector<const Sequence*> by_age;
-    for (const auto& [id, sequence] : sequences_) by_age.push_back(sequence.get());
-    std::sort(by_age.begin(), by_age.end(),
-              [](const Sequence* a, const Sequence* b) { return a->id < b->id; });
     snapshot.running = static_cast<uint32_t>(running_.size());
     snapshot.waiting = static_cast<uint32_t>(awaiting_.size() + waiting_.size());
-    for (const Sequence* sequence : by_age) {
+    for (const auto& [id, sequence] : sequences_) {
       using State = SequenceSnapshot::State;
       SequenceSnapshot s;
       s.request_id = sequence->request.request_id;

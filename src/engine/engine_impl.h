@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/btree_map.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/synchronization/mutex.h"
@@ -121,7 +122,8 @@ class EngineImpl : public Engine {
   // Engine's thread.
   const std::unique_ptr<BatchState> batch_;
   const std::unique_ptr<Stream> stream_;
-  absl::flat_hash_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
+  // In order of arrival: what ends at one time ends in that order, and a run can be repeated.
+  absl::btree_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
   absl::flat_hash_map<std::string, Sequence*> by_name_;  // request id
   std::vector<Sequence*> awaiting_;                      // for their transfer
   std::deque<Sequence*> waiting_;                        // for room, by ticket
