@@ -1,0 +1,110 @@
+"""Breaks the engine and the KV store, one line at a time; sluice-sim must report each.
+
+    python3 tests/sim/mutants.py [BUILD_DIR] [--seeds N]
+
+For each mutant one file is compiled with the line changed and linked in front of the libraries of
+BUILD_DIR (default build/release, where sluice-sim is built); the tree stays as it is. Prints which
+seed reports it, and exits with 1 if any mutant survives all seeds.
+"""
+
+import argparse
+import json
+import pathlib
+import shlex
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+# (what goes wrong, file, line as it is, line as it becomes)
+MUTANTS = [
+    ("pages go back while a launched step still has them", "src/engine/placement.cc",
+     "return sequence.last_step <= completed_steps_ && ", "return "),
+    ("a checksum is not looked at", "src/kv/chunk_landing.cc",
+     "if (landing.crc_ != h.crc32c) {", "if (landing.crc_ != h.crc32c && landing.left_ > 0) {"),
+    ("other bytes for a landed block go unnoticed", "src/kv/chunk_landing.cc",
+     "differs_ = differs_ ||", "differs_ = differs_ &&"),
+    ("a transfer is committed with a block missing", "src/kv/transfer_table.cc",
+     "lacking > 0) {", "lacking > 1) {"),
+    ("the last block of a table stays with the device's old one",
+     "src/attention/policies/full/full_policy.cc",
+     "count * sizeof(int32_t));", "(count - 1) * sizeof(int32_t));"),
+    ("tokens that were not handed over count as cached", "src/engine/sequence_life.cc",
+     "std::min(sequence.context_length, sequence.length - 1)", "sequence.length - 1"),
+    ("a surplus token is emitted after the end", "src/engine/turn.cc",
+     "if (sequence.state == Sequence::State::kFinished) continue;", ""),
+    ("a preempted sequence leaves its newest key behind", "src/engine/placement.cc",
+     "Evict(sequence->slot, sequence->cached);",
+     "Evict(sequence->slot, std::max<int64_t>(0, sequence->cached - 4));"),
+    ("the engine is not woken for a transfer", "src/engine/engine.cc",
+     "    inbox_.Wake();\n", ""),
+    ("nobody looks at slow readers", "src/engine/turn.cc",
+     "} else if (slow <= now) {", "} else if (slow < absl::InfinitePast()) {"),
+    ("deadlines are not looked at", "src/engine/turn.cc",
+     "if (deadline <= now) {", "if (deadline < absl::InfinitePast()) {"),
+    ("a sequence keeps its transfer when it ends", "src/engine/sequence_life.cc",
+     "/*abort_transfer=*/true", "/*abort_transfer=*/false"),
+]
+
+
+def compile_mutant(build, file, text, out):
+    """Compiles `text` in the place of `file` to `out`; returns the compiler's complaint."""
+    commands = json.loads((build / "compile_commands.json").read_text(encoding="utf-8"))
+    entry = next(e for e in commands if pathlib.Path(e["file"]).resolve() == ROOT / file)
+    arguments = shlex.split(entry["command"])
+    source = out.with_suffix(".cc")
+    source.write_text(text, encoding="utf-8")
+    arguments[arguments.index("-c") + 1] = str(source)
+    arguments[arguments.index("-o") + 1] = str(out)
+    run = subprocess.run(arguments + ["-Wno-error"], cwd=entry["directory"], capture_output=True,
+                         text=True, check=False)
+    return run.stderr if run.returncode else ""
+
+
+def link(build, mutant, program):
+    """Links sluice-sim with `mutant` in front: the library's own object is then left out."""
+    commands = subprocess.run(["ninja", "-C", str(build), "-t", "commands", "sluice-sim"],
+                              capture_output=True, text=True, check=True).stdout
+    command = next(line for line in reversed(commands.splitlines()) if "-o bin/sluice-sim" in line)
+    command = command.replace("-o bin/sluice-sim", f"-o {program} {mutant}")
+    subprocess.run(command, shell=True, cwd=build, check=True, capture_output=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("build", nargs="?", default=str(ROOT / "build/release"))
+    parser.add_argument("--seeds", type=int, default=1000)
+    args = parser.parse_args()
+    build = pathlib.Path(args.build).resolve()
+    survived = 0
+    for what, file, before, after in MUTANTS:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        if text.count(before) != 1:
+            print(f"{what}: {file} has not exactly one {before!r}: the list is out of date")
+            survived += 1
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            mutant = pathlib.Path(folder) / "mutant.o"
+            complaint = compile_mutant(build, file, text.replace(before, after), mutant)
+            if complaint:
+                print(f"{what}: does not compile\n{complaint}")
+                survived += 1
+                continue
+            program = pathlib.Path(folder) / "sluice-sim"
+            link(build, mutant, program)
+            run = subprocess.run([program, "--seeds", str(args.seeds)], capture_output=True,
+                                 text=True, check=False)
+        lines = [line for line in run.stdout.splitlines() if line.startswith("seed ")]
+        if run.returncode == 0 or not lines:
+            survived += 1
+            print(f"SURVIVES  {what}", flush=True)
+        else:
+            print(f"reported  {what}: {lines[0]}", flush=True)
+    print(f"{len(MUTANTS) - survived} of {len(MUTANTS)} mutants were reported")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
