@@ -323,6 +323,8 @@ absl::Time Caller::Due() const {
 void Caller::CheckAfterTurn(absl::Time start) {
   if (!alive()) return;
   if (!added_at_.has_value()) added_at_ = start;
+  // The engine had its chance to see it, even if the sequence is preempted and nobody asked.
+  if (parked_ && sink_->stream().HasRoom(1)) parked_ = false;
   if (Due() <= start) Fail("it is past its time, and a turn did not end it");
 }
 
