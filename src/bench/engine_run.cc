@@ -1,6 +1,7 @@
 #include "src/bench/engine_run.h"
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -22,21 +23,26 @@ namespace {
 constexpr absl::Duration kPatience = absl::Minutes(5);  // for anything that must come
 constexpr int kWarmUpTokens = 3;
 
-// Counts, and reads at once.
+// Counts, and reads at once. `on_count`, if not null, is called with the count after each token, on
+// the engine's thread.
 class CountingSink : public TokenSink {
  public:
+  explicit CountingSink(std::function<void(int64_t)> on_count) : on_count_(std::move(on_count)) {}
   bool HasRoom(size_t) const override { return true; }
-  void Emit(OutputToken) override { tokens_.fetch_add(1, std::memory_order_relaxed); }
+  void Emit(OutputToken) override {
+    ++tokens_;
+    if (on_count_ != nullptr) on_count_(tokens_);
+  }
   void Finish(FinishInfo info) override {
     failed_.store(info.reason == FinishInfo::Reason::kError, std::memory_order_relaxed);
     finished_.Notify();
   }
-  int64_t tokens() const { return tokens_.load(std::memory_order_relaxed); }
   bool ended() const { return finished_.HasBeenNotified(); }
   void WaitForEnd() const { finished_.WaitForNotification(); }
 
  private:
-  std::atomic<int64_t> tokens_{0};
+  const std::function<void(int64_t)> on_count_;
+  int64_t tokens_ = 0;
   std::atomic<bool> failed_{false};
   absl::Notification finished_;
 };
@@ -48,22 +54,28 @@ class EngineRun {
   absl::StatusOr<std::vector<EngineWindow>> Run(int slots, Device* device, PagePool* hbm,
                                                 AttentionPolicy* policy) {
     SLUICE_RETURN_IF_ERROR(Start(slots, device, hbm, policy));
+    marks_->times.resize(static_cast<size_t>(options_.windows) + 1);
     // All are there before the first decodes, so that they stay equally long.
     std::vector<Request> requests(static_cast<size_t>(options_.batch));
     for (Request& request : requests) SLUICE_RETURN_IF_ERROR(HandOver(request));
     for (Request& request : requests) {
       SLUICE_RETURN_IF_ERROR(engine_->Submit(std::move(request)).status());
     }
+    const absl::Time give_up = absl::Now() + kPatience;
+    while (!marks_->all.WaitForNotificationWithTimeout(absl::Milliseconds(20))) {
+      if (sinks_.back()->ended() && !marks_->all.HasBeenNotified()) {
+        return absl::InternalError("a sequence ended before its time");
+      }
+      if (absl::Now() > give_up) return absl::DeadlineExceededError("no tokens came");
+    }
     std::vector<EngineWindow> windows;
-    StepTimes last = Times(kWarmUpTokens);
-    for (int i = 1; i <= options_.windows; ++i) {
-      const StepTimes now = Times(kWarmUpTokens + i * options_.steps);
+    for (size_t i = 1; i < marks_->times.size(); ++i) {
+      const StepTimes &last = marks_->times[i - 1], &now = marks_->times[i];
       const auto steps = static_cast<double>(now.steps - last.steps);
       if (now.steps == last.steps) return absl::DeadlineExceededError("the engine does not step");
       windows.push_back({absl::ToDoubleSeconds(now.step - last.step) / steps,
                          absl::ToDoubleSeconds(now.kernels - last.kernels) / steps,
                          absl::ToDoubleSeconds(now.turn - last.turn) / steps});
-      last = now;
     }
     engine_->CancelAll(absl::CancelledError("measured"));
     for (const auto& sink : sinks_) sink->WaitForEnd();
@@ -138,43 +150,36 @@ class EngineRun {
     request.sampling.temperature = 0;
     request.sampling.max_tokens = manifest.max_new_tokens;
     request.sampling.ignore_eos = true;
-    sinks_.push_back(std::make_shared<CountingSink>());
+    const bool youngest = sinks_.size() + 1 == static_cast<size_t>(options_.batch);
+    std::function<void(int64_t)> note;
+    if (youngest) note = [this](int64_t tokens) { NoteTimes(tokens); };
+    sinks_.push_back(std::make_shared<CountingSink>(std::move(note)));
     request.sink = sinks_.back();
     return absl::OkStatus();
   }
 
-  // Until the youngest sequence has `count` tokens.
-  absl::Status WaitForTokens(int64_t count) const {
-    const absl::Time give_up = absl::Now() + kPatience;
-    while (sinks_.back()->tokens() < count) {
-      if (sinks_.back()->ended()) return absl::InternalError("a sequence ended before its time");
-      if (absl::Now() > give_up) return absl::DeadlineExceededError("no tokens came");
-      absl::SleepFor(absl::Milliseconds(2));
-    }
-    return absl::OkStatus();
-  }
-
-  // What the engine has noted once the youngest sequence has `count` tokens.
-  StepTimes Times(int64_t count) const {
-    if (!WaitForTokens(count).ok()) return {};
-    // Shared: the engine may hold the callback when this function has gone on.
-    struct Answer {
-      StepTimes times;
-      absl::Notification there;
-    };
-    auto answer = std::make_shared<Answer>();
-    engine_->Snapshot([answer](EngineSnapshot snapshot) {
-      answer->times = snapshot.times;
-      answer->there.Notify();
+  // Of the youngest sequence: notes the engine's times where a window begins or ends.
+  void NoteTimes(int64_t tokens) {
+    const int64_t past = tokens - kWarmUpTokens;
+    if (past < 0 || past % options_.steps != 0) return;
+    const auto mark = static_cast<size_t>(past / options_.steps);
+    if (mark >= marks_->times.size()) return;
+    // In the next turn; shared, since that may be after this object's end.
+    engine_->Snapshot([marks = marks_, mark](const EngineSnapshot& snapshot) {
+      marks->times[mark] = snapshot.times;
+      if (mark + 1 == marks->times.size()) marks->all.Notify();
     });
-    answer->there.WaitForNotification();
-    return answer->times;
   }
 
+  struct Marks {
+    std::vector<StepTimes> times;  // engine's thread, until `all`
+    absl::Notification all;
+  };
   const EngineRunOptions options_;
   Model* const model_;
   int total_ = 0;  // tokens of a sequence at its end
   Metrics metrics_;
+  std::shared_ptr<Marks> marks_ = std::make_shared<Marks>();
   std::vector<std::shared_ptr<CountingSink>> sinks_;
   std::unique_ptr<PagePool> dram_;
   std::unique_ptr<TransferTable> transfers_;

@@ -3,7 +3,7 @@
 import grpc
 from bad_calls import BadCall, Site, raw
 from nodes import TIMEOUT_S
-from sluice.v1 import admin_pb2
+from sluice.v1 import admin_pb2, admin_pb2_grpc
 
 Code = grpc.StatusCode
 WRITE = "KvIngest/Write"
@@ -26,8 +26,10 @@ STRING_FIRST = ("Decode/Cancel", "KvIngest/Commit", "KvIngest/Abort", "KvIngest/
 
 def wire_cases() -> list[BadCall]:
     def with_metadata(site: Site):
-        return site.node.admin.GetCapacity(admin_pb2.GetCapacityRequest(), timeout=TIMEOUT_S,
-                                           metadata=[("x-large", "y" * 100_000)])
+        # On a connection of its own: the transport may close it after such a call.
+        with grpc.insecure_channel(site.node.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            return admin_pb2_grpc.AdminStub(channel).GetCapacity(
+                admin_pb2.GetCapacityRequest(), timeout=TIMEOUT_S, metadata=[("x-large", "y" * 100_000)])
 
     def compressed(algorithm):
         return lambda site: site.node.admin.ListSequences(
