@@ -1,5 +1,5 @@
 // How much memory a piece of code holds at once: this program's operator new and delete are
-// counted.
+// counted, or what a sanitizer's allocator gives.
 #pragma once
 
 #include <cstddef>

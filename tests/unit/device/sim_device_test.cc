@@ -143,9 +143,10 @@ TEST_CASE("faults come where they are asked for: stalls, a refused allocation, b
   options.early_events = 1;
   options.lost_copies = 1;
   const auto device = NewSimDevice(options, &clock);
-  const auto stream = device->NewStream(Device::StreamKind::kCopy);
   const auto done = device->NewEvent();
   int a = 0, b = 1;
+  // Last: what it has not done yet, it does when it ends.
+  const auto stream = device->NewStream(Device::StreamKind::kCopy);
   stream->Fill(&b, 0, sizeof(b));
   stream->Copy(&a, &b, sizeof(a));
   stream->Record(*done);
