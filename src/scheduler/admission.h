@@ -5,9 +5,8 @@
 // all firm ones fit together, so a sequence with a firm promise finds every page of its growth once
 // those with soft ones have left. When a page is lacking, the latest of the soft ones is preempted:
 // it goes to its room in DRAM, waits ahead of all newer ones and comes back. So
-//   - the oldest sequence always goes on: those with a firm promise are older than those with a
-//   soft
-//     one, who get theirs in order of arrival, and before anyone who waits;
+//   - the oldest sequence always goes on: firm promises belong to the older ones, and the next to
+//     get one is the oldest with a soft one, before anyone who waits;
 //   - nobody starves: one that was preempted kMaxPreemptions times, or waited kMaxPreempted in all,
 //     comes back with a firm promise only, and is never chosen again;
 //   - nobody is moved back and forth: a soft promise is given only where all that run can grow by
