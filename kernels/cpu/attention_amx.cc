@@ -1,16 +1,12 @@
-// Attention of the path "amx" over bf16 caches: both products on tiles, softmax
-// in float32.
+// Attention of the path "amx" over bf16 caches: both products on tiles, softmax in float32.
 //
-// Over one split of at most kAttentionSplitTokens tokens, for up to three tiles
-// of 16 queries:
-//   scores   S^T[token][query] = K Q^T. K is read as it lies in memory; Q^T is
-//   put in order once. softmax  over the whole split at once: no running
-//   maximum, nothing is rescaled. values   O[query][dim] = P V. Pairs of rows
-//   of V are interleaved as tiles want them.
-// A query, and then its weights P, enter as two bf16 parts, x = high + low,
-// which keeps 16 bits of each: far more than the caches hold. A tile adds each
-// product in float32, by rising k, in an order that does not depend on the
-// other rows and columns, so a query has the same bits in any tile.
+// Over one split of at most kAttentionSplitTokens tokens, for up to three tiles of 16 queries:
+// - scores: S^T[token][query] = K Q^T. K is read as it lies in memory; Q^T is put in order once.
+// - softmax: over the whole split at once, so there is no running maximum and nothing is rescaled.
+// - values: O[query][dim] = P V. Pairs of rows of V are interleaved as tiles want them.
+// A query enters as three bf16 parts, x = high + middle + low, which are all of its 24 bits; its
+// weights P as two, which keep 16. A tile adds each product in float32, by rising k, in an order
+// that does not depend on the other rows and columns, so a query has the same bits in any tile.
 #include <immintrin.h>
 
 #include "kernels/cpu/amx_tiles.h"
@@ -25,6 +21,7 @@ constexpr int64_t kGroupPieces = 4;                                // scores of 
 constexpr int64_t kStepDims = 32;                                  // elements of a tile's row
 constexpr int64_t kStepTokens = 32;                                // tokens of one step of P V
 constexpr int64_t kTileFloats = kTileRows * 16;
+constexpr int64_t kQueryParts = 3;
 constexpr int64_t kValueElements = 8 << 10;  // of V interleaved at a time: they stay in L1
 
 // A row of scores, later of weights: per step of 32 tokens 64 bytes of high
@@ -70,8 +67,8 @@ struct Ahead {
 };
 
 struct AmxScratch : ItemScratch {
-  // [query tile][step of 32 dims][high, low][16 pairs of dims][16 queries][2]
-  alignas(64) uint16_t queries[kMaxQueries * kMaxHeadDim * 2];
+  // [query tile][step of 32 dims][part][16 pairs of dims][16 queries][2]
+  alignas(64) uint16_t queries[kMaxQueries * kMaxHeadDim * kQueryParts];
   alignas(64) float scores[kMaxQueries * kScoreStride];
   alignas(64) float tiles[2][kGroupPieces][kTileFloats];
   // [step of 32 tokens][16 columns of O][16 pairs of tokens][16 columns][2]
@@ -189,10 +186,11 @@ inline void TransposeTile(const float* tile, int64_t columns, int64_t stride, fl
 }
 
 // Adds K Q^T over 32 dims to one tile of scores.
-#define SLUICE_SCORE_STEP(tile, keys_tile, keys) \
-  _tile_loadd(keys_tile, keys, row_bytes);       \
-  _tile_dpbf16ps(tile, keys_tile, 4);            \
-  _tile_dpbf16ps(tile, keys_tile, 5)
+#define SLUICE_SCORE_STEP(tile, keys) \
+  _tile_loadd(6, keys, row_bytes);    \
+  _tile_dpbf16ps(tile, 6, 4);         \
+  _tile_dpbf16ps(tile, 6, 5);         \
+  _tile_dpbf16ps(tile, 6, 7)
 
 // Scores of the turn-th (group of pieces, query tile) to their rows.
 inline void TransposeGroup(AmxScratch& s, int64_t turn, int64_t query_tiles, int64_t queries,
@@ -218,23 +216,24 @@ void ScoreGroup(AmxScratch& s, int64_t first, int64_t queries, int64_t dim, int6
   const uint16_t* const* pieces = s.ahead.pieces + first;
   if (lines > 0) s.ahead.SkipTo(first + kGroupPieces);
   for (int64_t q = 0; q < queries; q += kTileRows) {
-    const uint16_t* of_tile = s.queries + q * dim * 2;
+    const uint16_t* of_tile = s.queries + q * dim * kQueryParts;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t step = 0; step < steps; ++step) {
-      const uint16_t* parts = of_tile + step * 4 * kTileFloats;
+      const uint16_t* parts = of_tile + step * 2 * kQueryParts * kTileFloats;
       _tile_loadd(4, parts, kTileBytes);
       _tile_loadd(5, parts + 2 * kTileFloats, kTileBytes);
+      _tile_loadd(7, parts + 4 * kTileFloats, kTileBytes);
       const int64_t dims = step * kStepDims;
-      SLUICE_SCORE_STEP(0, 6, pieces[0] + dims);
+      SLUICE_SCORE_STEP(0, pieces[0] + dims);
       if (lines > 0) s.ahead.Issue(tile_lines);
-      SLUICE_SCORE_STEP(1, 7, pieces[1] + dims);
+      SLUICE_SCORE_STEP(1, pieces[1] + dims);
       if (lines > 0) s.ahead.Issue(tile_lines);
-      SLUICE_SCORE_STEP(2, 6, pieces[2] + dims);
+      SLUICE_SCORE_STEP(2, pieces[2] + dims);
       if (lines > 0) s.ahead.Issue(tile_lines);
-      SLUICE_SCORE_STEP(3, 7, pieces[3] + dims);
+      SLUICE_SCORE_STEP(3, pieces[3] + dims);
       if (lines > 0) s.ahead.Issue(tile_lines);
     }
     float(&tiles)[kGroupPieces][kTileFloats] = s.tiles[turn % 2];
@@ -461,12 +460,19 @@ struct AmxAttention {
             x0 = _mm512_mul_ps(_mm512_loadu_ps(from), scale);
             x1 = _mm512_mul_ps(_mm512_loadu_ps(from + 16), scale);
           }
-          StoreParts(x0, x1, s.tiles[0][0] + r * 16, s.tiles[0][1] + r * 16);
+          for (int64_t part = 0; part < kQueryParts; ++part) {
+            const __m512 high0 = HighPart(x0), high1 = HighPart(x1);
+            _mm512_store_si512(s.tiles[0][part] + r * 16, PackBf16(high0, high1));
+            x0 = _mm512_sub_ps(x0, high0);
+            x1 = _mm512_sub_ps(x1, high1);
+          }
         }
-        uint16_t* parts = s.queries + first * dim * 2 + d / kStepDims * 4 * kTileFloats;
-        TransposeTile(s.tiles[0][0], kTileRows, 16, reinterpret_cast<float*>(parts));
-        TransposeTile(s.tiles[0][1], kTileRows, 16,
-                      reinterpret_cast<float*>(parts + 2 * kTileFloats));
+        uint16_t* parts =
+            s.queries + first * dim * kQueryParts + d / kStepDims * 2 * kQueryParts * kTileFloats;
+        for (int64_t part = 0; part < kQueryParts; ++part) {
+          TransposeTile(s.tiles[0][part], kTileRows, 16,
+                        reinterpret_cast<float*>(parts + part * 2 * kTileFloats));
+        }
       }
     }
     Written(s.queries);

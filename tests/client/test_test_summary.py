@@ -34,3 +34,15 @@ def test_a_missing_or_broken_result_is_a_failure(results):
 def test_a_failed_build_is_one_failure(results):
     (results / "build-asan.txt").write_text("failed\n")
     assert dict(count_folder(results, [])) == {"passed": 1, "failed": 1}
+
+
+def test_a_failure_is_named_with_the_end_of_what_it_said(results, capsys):
+    said = "\n".join(f"line {n}" for n in range(100))
+    (results / JUNIT[1]).write_text(
+        f'<testsuite><testcase name="broke"><failure>{said}</failure></testcase></testsuite>'
+    )
+    count_folder(results, JUNIT)
+    printed = capsys.readouterr().out
+    assert "FAILED ctest-release: b\n" in printed
+    assert "FAILED pytest-release: broke\n    line 60\n" in printed
+    assert printed.endswith("    line 99\n")

@@ -4,8 +4,7 @@
 // With float32 caches and activations every log-probability is transformers' own to 1e-3. Rounding
 // the caches to bf16 moves single ones by up to 0.08 whatever computes them (nothing else is
 // rounded on the portable and AVX2 paths), so there, and where activations are rounded too, the
-// root mean square of a path is held to 0.02, that of one case (12 to 48 tokens, so 0.006 to 0.022
-// by chance alone) to 0.03, and each one to 0.1.
+// root mean square of a case is held to 0.02, and each one to 0.1.
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <cstdlib>
@@ -28,14 +27,13 @@ using testing::Node;
 using testing::NodeOptions;
 
 struct Tolerance {
-  double margin;            // tokens may differ where the golden's margin is no more than this
-  double logprob_rms;       // over all cases
-  double logprob_case_rms;  // over one
+  double margin;  // tokens may differ where the golden's margin is no more than this
+  double logprob_rms;
   double logprob_worst;
 };
-constexpr Tolerance kExact{0.002, 1e-3, 1e-3, 1e-3};
-constexpr Tolerance kFloat32{0.05, 0.02, 0.03, 0.1};
-constexpr Tolerance kBFloat16{0.1, 0.02, 0.03, 0.1};
+constexpr Tolerance kExact{0.002, 1e-3, 1e-3};
+constexpr Tolerance kFloat32{0.05, 0.02, 0.1};
+constexpr Tolerance kBFloat16{0.1, 0.02, 0.1};
 
 std::string ModelDirectory() {
   const char* given = std::getenv("SLUICE_TEST_SMOLLM2");
@@ -64,8 +62,6 @@ void CheckPath(const std::string& path, DType kv_dtype, const Tolerance& toleran
   options.kv_dtype = kv_dtype;
   options.hbm_bytes = int64_t{512} << 20;
   Node node(options);
-  double all_squares = 0;
-  size_t all_compared = 0;
   for (size_t c = 0; c < golden.size(); ++c) {
     const auto want = golden[c].at("tokens").get<std::vector<int32_t>>();
     const auto logprobs = golden[c].at("logprobs").get<std::vector<double>>();
@@ -89,13 +85,9 @@ void CheckPath(const std::string& path, DType kv_dtype, const Tolerance& toleran
     }
     INFO("case " << c << ", " << compared << " tokens compared");
     if (compared > 0) {
-      CHECK(std::sqrt(squares / static_cast<double>(compared)) <= tolerance.logprob_case_rms);
+      CHECK(std::sqrt(squares / static_cast<double>(compared)) <= tolerance.logprob_rms);
     }
-    all_squares += squares;
-    all_compared += compared;
   }
-  REQUIRE(all_compared > 0);
-  CHECK(std::sqrt(all_squares / static_cast<double>(all_compared)) <= tolerance.logprob_rms);
 }
 
 }  // namespace

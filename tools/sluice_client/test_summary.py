@@ -1,4 +1,4 @@
-"""The last line of tools/test: adds up the results of ctest, pytest and the one-line checks.
+"""The end of tools/test: every failure by name, with the end of what it said, then the sums.
 
     python -m sluice_client.test_summary FOLDER [JUNIT_FILE ...]
 
@@ -12,18 +12,31 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+FAILURE_LINES = 40  # of what a failed test said, which are shown
+
+
+def report_failure(name: str, said: str = "") -> None:
+    print(f"FAILED {name}")
+    for line in said.strip().splitlines()[-FAILURE_LINES:]:
+        print(f"    {line}")
+
+
 def count_junit(path: Path) -> Counter:
-    """Test cases of one JUnit file by outcome; each case has one."""
+    """Test cases of one JUnit file by outcome; each case has one. Failures are printed."""
     counts = Counter()
     try:
         cases = list(ElementTree.parse(path).iter("testcase"))
     except (OSError, ElementTree.ParseError) as error:
-        print(f"{path}: {error}", file=sys.stderr)
+        report_failure(path.stem, str(error))
         return Counter(failed=1)
     for case in cases:
-        children = {child.tag for child in case}
-        if children & {"failure", "error"} or case.get("status") == "fail":
+        children = {child.tag: child for child in case}
+        if children.keys() & {"failure", "error"} or case.get("status") == "fail":
             counts["failed"] += 1
+            # pytest puts what it has to say into the failure, ctest into system-out.
+            tags = children.keys() & {"system-out", "failure", "error"}
+            said = [children[tag].text for tag in sorted(tags, reverse=True)]
+            report_failure(f"{path.stem}: {case.get('name')}", "\n".join(filter(None, said)))
         elif "skipped" in children or case.get("status") in ("notrun", "disabled"):
             counts["skipped"] += 1
         else:
@@ -34,7 +47,10 @@ def count_junit(path: Path) -> Counter:
 def count_folder(folder: Path, junit_files: Sequence[str]) -> Counter:
     counts = Counter()
     for check in sorted(folder.glob("*.txt")):
-        counts["passed" if check.read_text().strip() == "passed" else "failed"] += 1
+        outcome = check.read_text().strip()
+        if outcome != "passed":
+            report_failure(check.stem)
+        counts["passed" if outcome == "passed" else "failed"] += 1
     for name in junit_files:
         counts += count_junit(folder / name)
     return counts
