@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "src/base/crc32c.h"
 #include "src/device/cpu/cpu_device.h"
+#include "tests/support/eventually.h"
 
 namespace sluice::testing {
 namespace {
@@ -184,17 +185,14 @@ Generated Node::Generate(Request request) {
 }
 
 bool Node::Quiescent() {
-  const absl::Time give_up = absl::Now() + absl::Seconds(10);
-  while (absl::Now() < give_up) {
+  return Eventually([&] {
     bool quiet = transfers_->open_transfers() == 0;
     for (const PagePool* pool : {hbm_.get(), dram_.get()}) {
       const PagePool::Usage usage = pool->UsageOf(0);
       quiet = quiet && usage.reserved_bytes == 0 && usage.used_bytes == 0;
     }
-    if (quiet) return true;
-    absl::SleepFor(absl::Milliseconds(5));
-  }
-  return false;
+    return quiet;
+  });
 }
 
 Request GreedyRequest(std::vector<int32_t> prompt, uint32_t max_tokens) {

@@ -13,6 +13,7 @@
 #include "src/base/crc32c.h"
 #include "src/base/error.h"
 #include "tests/fixtures/fixtures.h"
+#include "tests/support/eventually.h"
 #include "tests/support/node.h"
 
 namespace sluice {
@@ -302,7 +303,7 @@ TEST_CASE("a reader that never reads ends with SLOW_READER, after what was emitt
   options.slow_reader_timeout = absl::Milliseconds(100);
   Node node(options);
   const auto slow = node.Start(GreedyRequest(Golden().prompt, 100), /*capacity=*/16);
-  absl::SleepFor(absl::Milliseconds(400));
+  REQUIRE(testing::Eventually([&] { return SnapshotOf(node).sequences.empty(); }));
   const Generated got = Node::Collect(*slow);
   CHECK(absl::IsAborted(got.finish.status));
   CHECK(ReasonOf(got.finish.status) == "SLOW_READER");

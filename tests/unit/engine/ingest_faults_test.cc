@@ -6,6 +6,7 @@
 #include "src/base/crc32c.h"
 #include "src/base/error.h"
 #include "tests/fixtures/fixtures.h"
+#include "tests/support/eventually.h"
 #include "tests/support/node.h"
 
 namespace sluice {
@@ -102,7 +103,7 @@ TEST_CASE("a writer held up past its lease keeps its pages from everyone, and ha
   auto landing = node.transfers().BeginChunk(chunk.header, chunk.payload.size());
   REQUIRE(landing.ok());
   (*landing)->Append(absl::Span<const uint8_t>(chunk.payload).subspan(0, 100));
-  while (node.transfers().open_transfers() > 0) absl::SleepFor(absl::Milliseconds(1));
+  REQUIRE(testing::Eventually([&] { return node.transfers().open_transfers() == 0; }));
   // The lease is over by some time, and its writer still there: no room for another.
   absl::SleepFor(absl::Milliseconds(200));
   const auto refused = node.transfers().Reserve(

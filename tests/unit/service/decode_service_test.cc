@@ -17,6 +17,7 @@
 #include "sluice/v1/decode.grpc.pb.h"
 #include "src/base/error.h"
 #include "src/service/status_mapping.h"
+#include "tests/support/eventually.h"
 #include "tests/test_main.h"
 
 namespace sluice {
@@ -395,8 +396,7 @@ TEST_CASE("calls, ends and cancellations in any interleaving leave nothing behin
   }
   for (std::thread& caller : callers) caller.join();
   // Cancellations reach the engine a little after their callers are done.
-  for (int i = 0; i < 500 && f.engine.Alive(); ++i) absl::SleepFor(absl::Milliseconds(10));
-  CHECK_FALSE(f.engine.Alive());
+  CHECK(testing::Eventually([&] { return !f.engine.Alive(); }));
   stop = true;
   engine.join();
 }

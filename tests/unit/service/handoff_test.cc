@@ -23,6 +23,7 @@
 #include "src/service/prefill_service.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
+#include "tests/support/eventually.h"
 
 namespace sluice {
 namespace {
@@ -253,7 +254,7 @@ struct PrefillSide {
     options.readiness = &readiness;
     options.threads = threads;
     options.max_queued = max_queued;
-    options.call_timeout = absl::Seconds(3);
+    options.call_timeout = absl::Seconds(20);
     options.max_kept_bytes = max_kept_bytes;
     GrpcServer::Options server_options;
     server_options.listen = "127.0.0.1:0";
@@ -400,12 +401,9 @@ TEST_CASE("a caller that goes away ends the computation and the transfer") {
   CHECK(decode.table->open_transfers() == 1);
   context.TryCancel();
   caller.join();
-  absl::SleepFor(absl::Milliseconds(100));
+  absl::SleepFor(absl::Milliseconds(500));  // until its server knows
   go_on = true;
-  for (int i = 0; i < 300 && decode.table->open_transfers() > 0; ++i) {
-    absl::SleepFor(absl::Milliseconds(10));
-  }
-  CHECK(decode.table->open_transfers() == 0);
+  CHECK(testing::Eventually([&] { return decode.table->open_transfers() == 0; }));
 }
 
 TEST_CASE("bad requests name the field, and nobody is called") {
@@ -465,8 +463,7 @@ TEST_CASE("a full queue refuses with a time to try again") {
   callers.emplace_back(call);
   while (prefill.prefiller.runs == 0) absl::SleepFor(absl::Milliseconds(1));
   for (int i = 0; i < 3; ++i) callers.emplace_back(call);
-  for (int i = 0; i < 5000 && refused < 2; ++i) absl::SleepFor(absl::Milliseconds(1));
-  CHECK(refused == 2);
+  CHECK(testing::Eventually([&] { return refused == 2; }));
   go_on = true;
   for (std::thread& caller : callers) caller.join();
   CHECK(served == 2);
@@ -492,13 +489,11 @@ TEST_CASE("a broken push resumes from what has landed, on a new connection") {
     options.max_receive_message_bytes = MaxChunkMessageBytes(kMaxChunk);
     decode.server.reset();
     // gRPC closes the old listener in its own time.
-    auto again = GrpcServer::Start(options, {NewIngestService(service)});
-    for (int i = 0; i < 500 && !again.ok(); ++i) {
-      absl::SleepFor(absl::Milliseconds(10));
-      again = GrpcServer::Start(options, {NewIngestService(service)});
-    }
-    REQUIRE(again.ok());
-    decode.server = *std::move(again);
+    REQUIRE(testing::Eventually([&] {
+      auto again = GrpcServer::Start(options, {NewIngestService(service)});
+      if (again.ok()) decode.server = *std::move(again);
+      return again.ok();
+    }));
   };
   v1::RunResponse response;
   const absl::Status status = prefill.Run(PromptOf(150, decode.server->address()), &response);
