@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import termios
@@ -102,10 +103,15 @@ def test_chat_sends_the_whole_history(node, byte_tokenizer):
     assert prompts == ["<s>[user]one[assistant]", "<s>[user]one[assistant]yes[user]two[assistant]"]
 
 
+def heed_ctrl_c():
+    """In the child: tests that run in a shell's background inherit a SIGINT that is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_cancels_the_sequence(node):
     node.hang = True
     process = subprocess.Popen([SLUICE, "generate", "--decode", node.address, "--prompt-ids", "1"],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_ctrl_c)
     deadline = time.monotonic() + 20
     while not node.requests and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -120,7 +126,8 @@ def read_until(terminal, words, seconds=20):
     """What the terminal shows up to `words`."""
     shown, deadline = "", time.monotonic() + seconds
     while words not in shown:
-        assert time.monotonic() < deadline, shown
+        ready, _, _ = select.select([terminal], [], [], max(0, deadline - time.monotonic()))
+        assert ready, shown
         shown += os.read(terminal, 4096).decode()
     return shown
 
@@ -129,10 +136,14 @@ def test_ctrl_c_in_a_chat_stops_the_answer_and_goes_on(node, byte_tokenizer):
     from sluice_client.text import Text
     text = Text(byte_tokenizer)
     node.answer, node.hang = [text.encode("partly")], True
+    def at_the_terminal():
+        heed_ctrl_c()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
     terminal, side = pty.openpty()
     process = subprocess.Popen([SLUICE, "chat", "--decode", node.address, "--tokenizer", byte_tokenizer],
                                stdin=side, stdout=side, stderr=side, start_new_session=True,
-                               preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+                               preexec_fn=at_the_terminal)
     os.close(side)
     try:
         read_until(terminal, "> ")
