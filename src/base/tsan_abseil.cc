@@ -1,4 +1,4 @@
-// Shows Abseil's locks to ThreadSanitizer.
+// Shows Abseil's locks, and the reference counts of its Status, to ThreadSanitizer.
 //
 // Debian's Abseil is a shared library built without the sanitizer, which so sees none of its
 // synchronisation and reports a race for everything that an absl::Mutex guards. In builds with
@@ -9,6 +9,7 @@
 #include <dlfcn.h>
 #include <sanitizer/tsan_interface.h>
 
+#include "absl/status/status.h"
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
@@ -154,6 +155,15 @@ void BlockingCounter::Wait() {
   SLUICE_REAL("4absl7debian315BlockingCounter4WaitEv", void(BlockingCounter*));
   real(this);
   Acquire(this);
+}
+
+// Who gives up the last reference deletes what the others have read.
+void Status::UnrefNonInlined(uintptr_t rep) {
+  SLUICE_REAL("4absl7debian36Status15UnrefNonInlinedEm", void(uintptr_t));
+  void* const shared = reinterpret_cast<void*>(rep);
+  Release(shared);
+  Acquire(shared);
+  real(rep);
 }
 
 ABSL_NAMESPACE_END
