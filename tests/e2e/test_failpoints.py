@@ -326,18 +326,24 @@ def test_deadlines_and_cancels_end_sequences_whose_steps_take_long(lab):
     assert time.monotonic() - begin < 10 * SCALE and fired(lab, "engine.step") >= 2
 
 
-def test_logits_of_nan_end_one_sequence(lab):
+def one_of_three(lab, failpoint):
+    """Of three streams the one that `failpoint` ended; the others must not have noticed."""
     lab.set(PACE)
     streams = [lab.start(300) for _ in range(3)]
     for stream in streams:
         stream.wait_for_tokens(1)
-    lab.set("engine.logits=error*1")
+    lab.set(f"{failpoint}=error*1")
     ended = [stream.end() for stream in streams]
     failed = [stream for stream in ended if stream.error is not None]
-    assert len(failed) == 1 and fired(lab, "engine.logits") == 1
-    assert failed[0].error.code() == Code.INTERNAL and rpc.reason_of(failed[0].error) == "BAD_LOGITS"
+    assert len(failed) == 1 and fired(lab, failpoint) == 1
     assert failed[0].ids == lab.long[:len(failed[0].ids)]
     assert all(stream.ids == lab.long[:300] for stream in ended if stream.error is None)
+    return failed[0]
+
+
+def test_logits_of_nan_end_one_sequence(lab):
+    error = one_of_three(lab, "engine.logits").error
+    assert error.code() == Code.INTERNAL and rpc.reason_of(error) == "BAD_LOGITS"
 
 
 # ---- The way out
@@ -350,16 +356,7 @@ def test_a_stream_without_room_is_parked_and_loses_nothing(lab):
 
 
 def test_a_generate_stream_that_breaks_ends_alone(lab):
-    lab.set(PACE)
-    streams = [lab.start(300) for _ in range(3)]
-    for stream in streams:
-        stream.wait_for_tokens(1)
-    lab.set("decode.reset=error*1")
-    ended = [stream.end() for stream in streams]
-    failed = [stream for stream in ended if stream.error is not None]
-    assert [stream.error.code() for stream in failed] == [Code.CANCELLED]
-    assert failed[0].ids == lab.long[:len(failed[0].ids)] and fired(lab, "decode.reset") == 1
-    assert all(stream.ids == lab.long[:300] for stream in ended if stream.error is None)
+    assert one_of_three(lab, "decode.reset").error.code() == Code.CANCELLED
 
 
 def test_an_admin_handler_that_throws_is_answered(busy):
