@@ -10,76 +10,23 @@
 #include <immintrin.h>
 
 #include "kernels/cpu/amx_tiles.h"
+#include "kernels/cpu/attention_ahead.h"
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/simd_avx512.h"
 
 namespace sluice::kernels::cpu {
 namespace {
 
-constexpr int64_t kPieces = kAttentionSplitTokens / kPieceTokens;  // of a split
-constexpr int64_t kGroupPieces = 4;                                // scores of four tiles at a time
-constexpr int64_t kStepDims = 32;                                  // elements of a tile's row
-constexpr int64_t kStepTokens = 32;                                // tokens of one step of P V
+constexpr int64_t kGroupPieces = 4;  // scores of four tiles at a time
+constexpr int64_t kStepDims = 32;    // elements of a tile's row
+constexpr int64_t kStepTokens = 32;  // tokens of one step of P V
 constexpr int64_t kTileFloats = kTileRows * 16;
 constexpr int64_t kQueryParts = 3;
-constexpr int64_t kLead = 512;  // lines of 64 bytes asked for before their split begins
 constexpr int64_t kValueElements = 8 << 10;  // of V interleaved at a time: they stay in L1
 
-// A row of scores, later of weights: per step of 32 tokens 64 bytes of high
-// parts, then 64 of low ones. Padded, so that the 16 rows of a tile do not meet
-// in the same sets of the cache.
+// A row of scores, later of weights: per step of 32 tokens 64 bytes of high parts, then 64 of low
+// ones. Padded, so that the 16 rows of a tile do not meet in the same sets of the cache.
 constexpr int64_t kScoreStride = kAttentionSplitTokens + 32;
-
-// Asks for keys and values before they are used, line by line, spread over all
-// the work on what is there already: a core reads as fast as memory allows only
-// if it always has requests under way.
-struct Ahead {
-  // Where the pieces of a split lie in order of use, keys then values; then
-  // those of the next one.
-  const uint16_t* pieces[4 * kPieces + kGroupPieces];
-  int64_t count = 0;       // of pieces
-  int64_t next_begin = 0;  // those of the next split
-  int64_t piece = 0;       // the first that is not yet asked for as a whole,
-  int64_t line = 0;        // and its first line that is not
-  int64_t piece_lines = 0;
-  int64_t share = 0;  // lines to ask for, in 1/65536 of a planned one,
-  int64_t owed = 0;   // and those that are due, in the same
-  SplitPlace next;
-
-  // Spreads what is left to ask for over `planned` lines of Issue, so that at the end of this split
-  // kLead lines of the next are under way. With fewer they come late; with all of it (256 KiB at
-  // head_dim 128) decode took 4/3 of the time on Sapphire Rapids.
-  void Plan(int64_t planned) {
-    const int64_t end = Min(count * piece_lines, next_begin * piece_lines + kLead);
-    share = (Max(0, end - piece * piece_lines - line) << 16) / planned + 1;
-    owed = 0;
-  }
-
-  // Asks for the share of n planned lines.
-  void Issue(int64_t n) {
-    owed += n * share;
-    n = owed >> 16;
-    owed &= 0xFFFF;
-    while (n > 0 && piece < count) {
-      const char* at = reinterpret_cast<const char*>(pieces[piece]) + line * 64;
-      const int64_t here = Min(n, piece_lines - line);
-      for (int64_t i = 0; i < here; ++i) _mm_prefetch(at + i * 64, _MM_HINT_T1);
-      n -= here;
-      line += here;
-      if (line < piece_lines) return;
-      line = 0;
-      ++piece;
-    }
-  }
-
-  // Goes on after piece `used`, should it be behind: what is being read need
-  // not be asked for.
-  void SkipTo(int64_t used) {
-    if (piece >= used) return;
-    piece = used;
-    line = 0;
-  }
-};
 
 struct AmxScratch : ItemScratch {
   // [query tile][step of 32 dims][part][16 pairs of dims][16 queries][2]
@@ -89,7 +36,7 @@ struct AmxScratch : ItemScratch {
   // [step of 32 tokens][16 columns of O][16 pairs of tokens][16 columns][2]
   alignas(64) uint16_t values[2][kValueElements];
   float sums[kMaxQueries];
-  Ahead ahead;
+  Ahead<kGroupPieces> ahead;
 };
 
 // Tiles 0 to 5 of `rows` rows, 6 and 7 of 16.
@@ -133,50 +80,7 @@ inline __m512 Exp2(__m512 x) {
   return _mm512_scalef_ps(e, n);
 }
 
-// Appends the pieces of a split: keys, then values.
-void LocatePieces(const PagedCache& c, const SplitPlace& place, Ahead& ahead) {
-  const int64_t count = CeilDiv(place.end - place.begin, kPieceTokens);
-  const int64_t values = int64_t{c.block_tokens} * c.head_dim;
-  const uint16_t** out = ahead.pieces + ahead.count;
-  for (int64_t i = 0; i < count;) {
-    const int64_t token = place.begin + i * kPieceTokens;
-    const uint16_t* at =
-        static_cast<const uint16_t*>(c.base) + KeyIndex(c, place.slot, token, place.kv_head);
-    const int64_t run = Min((c.block_tokens - token % c.block_tokens) / kPieceTokens, count - i);
-    for (int64_t j = 0; j < run; ++j, ++i) {
-      out[i] = at + j * kPieceTokens * c.head_dim;
-      out[count + i] = out[i] + values;
-    }
-  }
-  ahead.count += 2 * count;
-}
-
-// Makes `place` the current split, with what was asked for of it already, and
-// `next` the next one.
-void Advance(const PagedCache& c, const SplitPlace& place, const SplitPlace& next, Ahead& ahead) {
-  if (SamePlace(place, ahead.next)) {
-    const int64_t gone = ahead.next_begin;
-    for (int64_t i = gone; i < ahead.count; ++i) ahead.pieces[i - gone] = ahead.pieces[i];
-    ahead.count -= gone;
-    ahead.line = ahead.piece < gone ? 0 : ahead.line;
-    ahead.piece = Max(ahead.piece - gone, 0);
-  } else {
-    ahead.count = ahead.piece = ahead.line = 0;
-    LocatePieces(c, place, ahead);
-  }
-  ahead.piece_lines = c.head_dim * kPieceTokens * 2 / 64;
-  ahead.next_begin = ahead.count;
-  ahead.next = next;
-  if (next.begin < next.end) LocatePieces(c, next, ahead);
-  // The last group of pieces and the last step may reach past the end: what
-  // they give is masked.
-  for (int64_t i = 0; i < kGroupPieces; ++i) {
-    ahead.pieces[ahead.count + i] = ahead.pieces[ahead.count - 1];
-  }
-}
-
-// Columns [0, columns) of a 16 x 16 tile to rows of `out`, `stride` floats
-// apart.
+// Columns [0, columns) of a 16 x 16 tile to rows of `out`, `stride` floats apart.
 inline void TransposeTile(const float* tile, int64_t columns, int64_t stride, float* out) {
   for (int64_t q = 0; q < columns; q += 4) {
     __m512 rows[4];
@@ -223,16 +127,15 @@ inline void TransposeGroup(AmxScratch& s, int64_t turn, int64_t query_tiles, int
 // transposition of its scores.
 constexpr int64_t TileLines(int64_t lines) { return lines * 5 / 8; }
 
-// Scores of every query for the tokens of four pieces, of which `first` is the
-// first; those of the last turn stay in s.tiles. `lines`: of what comes next,
-// per KiB of keys.
+// Scores of every query for the tokens of four pieces, of which `first` is the first; those of the
+// last turn stay in s.tiles. `lines`: of what comes next, per KiB of keys.
 void ScoreGroup(AmxScratch& s, int64_t first, int64_t queries, int64_t dim, int64_t lines,
                 int64_t& turn) {
   const int64_t steps = dim / kStepDims;
   const int64_t tile_lines = TileLines(lines);
   const int64_t row_bytes = dim * 2;
   const int64_t query_tiles = CeilDiv(queries, kTileRows);
-  const uint16_t* const* pieces = s.ahead.pieces + first;
+  const uint16_t* const* pieces = s.ahead.pieces() + first;
   if (lines > 0) s.ahead.SkipTo(first + kGroupPieces);
   for (int64_t q = 0; q < queries; q += kTileRows) {
     const uint16_t* of_tile = s.queries + q * dim * kQueryParts;
@@ -260,16 +163,15 @@ void ScoreGroup(AmxScratch& s, int64_t first, int64_t queries, int64_t dim, int6
     _tile_stored(1, tiles[1], kTileBytes);
     _tile_stored(2, tiles[2], kTileBytes);
     _tile_stored(3, tiles[3], kTileBytes);
-    // One turn late: what was just stored is not there yet, and waiting for it
-    // would leave memory idle.
+    // One turn late: what was just stored is not there yet, and waiting for it would leave memory
+    // idle.
     if (turn > 0) TransposeGroup(s, turn - 1, query_tiles, queries, steps * (lines - tile_lines));
     ++turn;
   }
 }
 
-// Scores to weights 2^(score - largest) of one query, in two parts, of `steps`
-// steps of tokens of which the first `valid` count; leaves their sum and lse.
-// `lines`: of what comes next, per step.
+// Scores to weights 2^(score - largest) of one query, in two parts, of `steps` steps of tokens of
+// which the first `valid` count; leaves their sum and lse. `lines`: of what comes next, per step.
 void Softmax(AmxScratch& s, int64_t query, int64_t valid, int64_t steps, int64_t lines) {
   float* row = s.scores + query * kScoreStride;
   if (valid <= 0) {
@@ -307,13 +209,13 @@ void Softmax(AmxScratch& s, int64_t query, int64_t valid, int64_t steps, int64_t
   s.lse[query] = largest * kLn2 + __builtin_logf(s.sums[query]);
 }
 
-// Pairs of rows of V of one step of 32 tokens, `valid` of them, as tiles of 16
-// columns. Interleaving within 128-bit lanes leaves the columns of two
-// neighbouring tiles mixed: FinishOuts puts them right.
+// Pairs of rows of V of one step of 32 tokens, `valid` of them, as tiles of 16 columns.
+// Interleaving within 128-bit lanes leaves the columns of two neighbouring tiles mixed: FinishOuts
+// puts them right.
 void InterleaveValues(AmxScratch& s, int64_t piece, int64_t valid, int64_t dim, int64_t lines,
                       uint16_t* out) {
   for (int64_t half = 0; half < 2; ++half) {
-    const uint16_t* rows = s.ahead.pieces[piece + half];
+    const uint16_t* rows = s.ahead.pieces()[piece + half];
     if (lines > 0) s.ahead.SkipTo(piece + half + 1);
     for (int64_t pair = 0; pair < 8; ++pair) {
       const int64_t token = half * kPieceTokens + 2 * pair;
@@ -340,11 +242,10 @@ void InterleaveValues(AmxScratch& s, int64_t piece, int64_t valid, int64_t dim, 
   _tile_dpbf16ps(tile, 4, values_tile);              \
   _tile_dpbf16ps(tile, 5, values_tile)
 
-// Adds P V of `steps` steps to kTiles x 16 columns of up to 16 queries; begins
-// them where `fresh`.
+// Adds P V of `steps` steps to kTiles x 16 columns of up to 16 queries; begins them where `fresh`.
 template <int kTiles>
 void ValueTiles(const float* weights, const uint16_t* values, int64_t steps, int64_t dim,
-                bool fresh, int64_t lines, Ahead& ahead, float* outs) {
+                bool fresh, int64_t lines, Ahead<kGroupPieces>& ahead, float* outs) {
   const int64_t row_bytes = dim * 4;
   if (fresh) {
     _tile_zero(0);
@@ -406,9 +307,9 @@ void AttendPieces(const SplitPlace& place, int64_t queries, int64_t dim, AmxScra
   const int64_t piece_count = CeilDiv(tokens, kPieceTokens);
   const int64_t steps = CeilDiv(tokens, kStepTokens);
   const int64_t rows = Min(kTileRows, queries);
-  // Lines to plan for beside the work on one KiB, and on one step of a query's
-  // softmax: in proportion to their times. With many queries K and V are used
-  // long enough to come by themselves.
+  // Lines to plan for beside the work on one KiB, and on one step of a query's softmax: in
+  // proportion to their times. With many queries K and V are used long enough to come by
+  // themselves.
   const bool few = queries <= kTileRows;
   const int64_t lines = few ? Max(4, 16 - queries * kStepDims / dim) : 0;
   const int64_t softmax_lines = few ? 4 : 0;
@@ -506,7 +407,7 @@ struct AmxAttention {
 
   static void AttendSplit(const PagedCache& c, const SplitPlace& place, const SplitPlace& next,
                           int64_t queries, AmxScratch& s) {
-    Advance(c, place, next, s.ahead);
+    s.ahead.Advance(c, place, next);
     AttendPieces(place, queries, c.head_dim, s);
     for (int64_t q = 0; q < queries; ++q) {
       if (s.lse[q] != kNegativeInfinity) FinishOuts(s, q, c.head_dim);
