@@ -8,6 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from metrics_text import Scrape, wait_for
 from nodes import BIN, TIMEOUT_S, Node, greedy, run, sluice_json, tokens_of
 from sluice.v1 import admin_pb2, decode_pb2, ingest_pb2
 from sluice_client import rpc
@@ -42,31 +43,27 @@ def test_reflection_lists_the_services(small, pairs):
     assert "sluice.v1.Prefill" in prefill.get_services()
 
 
-def metric(text: str, name: str, label: str = "") -> float:
-    """A metric's value, 0 if it is not there yet; `label` is one of its labels, as written."""
-    values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*{re.escape(label)}[^}}]*}})? ([0-9.e+-]+)$", text,
-                        re.MULTILINE)
-    return sum(map(float, values))
+def idle(scrape: Scrape) -> bool:
+    return all(scrape.get(f"vllm:{gauge}") == 0
+               for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"))
 
 
 def test_metrics_count_what_was_done(small, golden):
-    status, before = small.http("/metrics")
-    assert status == 200
+    before = wait_for(small, idle, TIMEOUT_S)
     tokens, _ = tokens_of(small.decode.Generate(decode_pb2.GenerateRequest(
         transfer_id=committed(small, golden("tiny-llama")), sampling=greedy(max_tokens=24, ignore_eos=True)),
         timeout=TIMEOUT_S))
-    after = small.http("/metrics")[1]
-    for name, label, growth in (
-            ("sluice_tokens_total", 'kind="output"', len(tokens)),
-            ("sluice_tokens_total", 'kind="handed_over"', 33),
-            ("sluice_requests_total", 'outcome="finished_length"', 1),
-            ("sluice_ingest_bytes_total", "", 33 * 1536),
-            ("sluice_time_to_first_token_seconds_count", "", 1),
-            ("sluice_inter_token_latency_seconds_count", "", len(tokens) - 1)):
-        assert metric(after, name, label) - metric(before, name, label) == growth, (name, label)
-    for gauge in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
-        assert f"\n{gauge} 0\n" in after, gauge
-    assert metric(after, "sluice_tier_capacity_bytes", 'tier="hbm"') > 4e6
+    after = wait_for(small, idle, TIMEOUT_S)
+    assert idle(before) and idle(after)
+    for name, labels, growth in (
+            ("sluice_tokens_total", {"kind": "output"}, len(tokens)),
+            ("sluice_tokens_total", {"kind": "handed_over"}, 33),
+            ("sluice_requests_total", {"outcome": "finished_length"}, 1),
+            ("sluice_ingest_bytes_total", {}, 33 * 1536),
+            ("sluice_time_to_first_token_seconds_count", {}, 1),
+            ("sluice_inter_token_latency_seconds_count", {}, len(tokens) - 1)):
+        assert after.get(name, **labels) - before.get(name, **labels) == growth, (name, labels)
+    assert after.get("sluice_tier_capacity_bytes", tier="hbm") > 4e6
 
 
 def test_memory_is_weights_and_arenas_and_at_most_150_mb(small, tiny_models):
