@@ -107,6 +107,16 @@ class Node:
         return (*((t.tier, t.kind, t.reserved_bytes, t.used_bytes) for t in c.tiers),
                 c.running, c.waiting, c.transfers)
 
+    def settled(self, seconds: float = TIMEOUT_S) -> tuple:
+        """held(), once no sequence is there: the last ones end a moment after their answers."""
+        deadline = time.monotonic() + seconds
+        while True:
+            c = self.capacity()
+            if not (c.running or c.waiting or any(t.reserved_bytes for t in c.tiers if t.tier == "hbm")):
+                return self.held()
+            assert time.monotonic() < deadline, c
+            time.sleep(0.01)
+
     def wait_until_held(self, expected: tuple, seconds: float = 5 * SCALE) -> None:
         """Memory comes back after its last reader and writer, so a moment after the answer."""
         deadline = time.monotonic() + seconds

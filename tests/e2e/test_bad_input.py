@@ -24,7 +24,7 @@ CALLS = [*DECODE_CALLS, *INGEST_CALLS, *WIRE_CALLS]
 @pytest.fixture(scope="module")
 def ready(small, golden):
     """A committed transfer that bad requests must leave alone; a good one uses it up at the end."""
-    before = small.held()
+    before = small.settled()
     transfer = committed(small, golden("tiny-llama"))
     yield transfer
     tokens, _ = tokens_of(small.decode.Generate(decode_pb2.GenerateRequest(
@@ -41,7 +41,7 @@ def site(small, pairs, golden, ready):
 @pytest.fixture
 def unharmed(small, golden):
     """After a case: capacity is as it was, and the next request works."""
-    before = small.held()
+    before = small.settled()
     yield
     small.wait_until_held(before)
     transfer = Transfer(small, golden("tiny-llama"), case=0, max_new_tokens=2)

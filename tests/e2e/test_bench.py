@@ -76,7 +76,7 @@ def test_steps_and_a_prefill_of_a_tiny_model(tiny_models):
 
 
 def test_serve_counts_every_request_and_token(small):
-    before = small.held()
+    before = small.settled()
     report = report_of("serve", "--decode", small.address, "--requests", 12, "--concurrency", 3, "--prompt",
                        40, "--output", 17, "--warmup", 2, "--slo-ttft", "60s")
     warmup, load = report["details"]["phases"]

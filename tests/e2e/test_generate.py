@@ -19,7 +19,7 @@ LOGPROB_TOLERANCE = 0.3
 @pytest.fixture(autouse=True)
 def memory_comes_back(small):
     """Each test leaves the small node as it found it."""
-    before = small.held()
+    before = small.settled()
     yield
     small.wait_until_held(before)
 
@@ -329,7 +329,7 @@ def test_a_prefill_node_names_the_decode_node_it_cannot_reach(pairs):
 
 def test_prefill_gives_up_with_its_caller_and_leaves_no_transfer(pairs):
     pair = pairs("tiny-llama")
-    before = pair.decode.held()
+    before = pair.decode.settled()
     error = error_of(lambda: prefill_run_with_deadline(pair))
     assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     pair.decode.wait_until_held(before, 10 * SCALE)

@@ -37,7 +37,7 @@ def g(golden):
 
 @pytest.fixture(autouse=True)
 def unharmed(node, g):
-    before = node.held()
+    before = node.settled()
     yield
     node.wait_until_held(before, 20 * SCALE)
     watch(node, g, 50)
@@ -154,7 +154,7 @@ def test_10000_abandoned_reservations_are_forgotten(node, g, capsys):
     before = node.rss_bytes()
     transfer = Transfer(node, g, case=0, max_new_tokens=1, reserve=False)
     transfer.request.lease.CopyFrom(duration_pb2.Duration(seconds=int(15 * SCALE)))
-    empty = node.held()
+    empty = node.settled()
     for _ in range(100):
         for call in [node.ingest.Reserve.future(transfer.request, timeout=TIMEOUT_S) for _ in range(100)]:
             call.result()

@@ -22,7 +22,7 @@ def g(golden):
 @pytest.fixture(autouse=True)
 def unharmed(small, golden):
     """After each test the small node is as before, and a good transfer decodes."""
-    before = small.held()
+    before = small.settled()
     yield
     small.wait_until_held(before)
     transfer = Transfer(small, golden("tiny-llama"), case=0)
@@ -178,7 +178,7 @@ def test_a_rendezvous_key_in_use_is_refused_within_its_tenant(small, g):
 
 
 def test_a_lease_that_ends_gives_the_memory_back(small, g):
-    before = small.held()
+    before = small.settled()
     transfer = Transfer(small, g, lease=duration_pb2.Duration(nanos=300_000_000))
     assert small.held() != before
     # Without a request that would wake anything up.

@@ -27,7 +27,7 @@ def g(golden):
 @pytest.fixture(autouse=True)
 def unharmed(small):
     """After each test the small node holds what it held before."""
-    before = small.held()
+    before = small.settled()
     yield
     small.wait_until_held(before)
 
@@ -296,7 +296,7 @@ def test_a_pusher_whose_connections_are_cut_mid_chunk_goes_on_by_itself(small, g
 
 def test_a_prefill_node_whose_connection_is_cut_goes_on_by_itself(pairs, g, cut):
     pair = pairs("tiny-llama")
-    before = pair.decode.held()
+    before = pair.decode.settled()
     case = 2
     cutter = cut(pair.decode, 60_000, 120_000)
     answer_ = pair.prefill.prefill.Run(prefill_pb2.RunRequest(

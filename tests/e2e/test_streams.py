@@ -39,7 +39,7 @@ def g(golden):
 
 @pytest.fixture(autouse=True)
 def memory_comes_back(node):
-    before = node.held()
+    before = node.settled()
     yield
     node.wait_until_held(before)
 
@@ -95,7 +95,7 @@ def test_a_slow_reader_is_parked_and_loses_no_token(node, g):
 
 
 def test_a_reader_that_stays_away_ends_with_aborted(node, g):
-    before = node.held()
+    before = node.settled()
     reader = SlowReader(node, g)
     given = reader.wait_until_parked()
     parked = time.monotonic()
@@ -229,7 +229,7 @@ def test_a_sequence_ends_once_and_its_memory_is_back_in_a_tenth_of_a_second(node
     late = []
     # A busy machine may take the server's core away for longer than the bound: three attempts.
     for _ in range(3):
-        before, ends = node.held(), ended(node)
+        before, ends = node.settled(), ended(node)
         end(node, g)
         over = time.monotonic()
         node.wait_until_held(before)
