@@ -47,9 +47,11 @@ class Linger {
   explicit Linger(grpc::CallbackServerContext* context) : context_(context) {}
 
   static void Start(const std::shared_ptr<Linger>& linger, absl::Duration time) {
-    linger->alarm_.Set(absl::ToChronoTime(absl::Now() + time), [linger](bool fired) {
-      absl::MutexLock lock(&linger->mutex_);
-      if (fired && linger->context_ != nullptr) linger->context_->TryCancel();
+    linger->alarm_.Set(absl::ToChronoTime(absl::Now() + time), [held = linger](bool fired) mutable {
+      // gRPC keeps this function for as long as the alarm, which is a member of what it holds.
+      const std::shared_ptr<Linger> self = std::move(held);
+      absl::MutexLock lock(&self->mutex_);
+      if (fired && self->context_ != nullptr) self->context_->TryCancel();
     });
   }
   // The call is over: its context goes.

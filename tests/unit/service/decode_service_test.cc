@@ -1,6 +1,7 @@
 #include "src/service/decode_service.h"
 
 #include <grpcpp/grpcpp.h>
+#include <malloc.h>
 
 #include <catch2/catch.hpp>
 #include <map>
@@ -351,6 +352,35 @@ TEST_CASE("a reader that does not read fills its stream, and wakes the engine wh
   CHECK(received == sent);
   CHECK(most > 1);  // a backlog goes out several tokens to a message
   CHECK(f.engine.wakes > wakes_before);
+}
+
+TEST_CASE("memory does not grow with the number of calls") {
+  Fixture f;
+  std::atomic<bool> stop = false;
+  std::thread engine([&] {
+    while (!stop) f.engine.Finish("r", Length());
+  });
+  const auto call = [&](int times) {
+    for (int i = 0; i < times; ++i) {
+      grpc::ClientContext context;
+      auto reader = f.stub->Generate(&context, Prompt());
+      v1::GenerateResponse message;
+      while (reader->Read(&message)) {
+      }
+      REQUIRE(reader->Finish().ok());
+    }
+  };
+  call(500);
+  const size_t before = mallinfo2().uordblks;
+  call(4000);
+  const auto grown = [&] {
+    return static_cast<int64_t>(mallinfo2().uordblks) - static_cast<int64_t>(before);
+  };
+  const bool came_back = testing::Eventually([&] { return grown() < 4000 * 64; });
+  INFO(grown() << " bytes more are allocated");
+  CHECK(came_back);
+  stop = true;
+  engine.join();
 }
 
 TEST_CASE("calls, ends and cancellations in any interleaving leave nothing behind") {
