@@ -127,9 +127,10 @@ def test_refusals_are_counted_with_their_reason_or_asked_again(small):
     assert "gap between tokens" in table.stdout and "\r" not in table.stderr
 
 
-def test_a_failed_request_makes_the_run_fail(small):
-    # More than the model's context: no node can take it.
-    report = report_of("serve", "--decode", small.address, "--requests", 3, "--output", 5, "--prompt", 10,
+def test_a_failed_request_makes_the_run_fail(tiny_models, start):
+    # A node of its own: what the server has opened when the caller gives up stays until its lease ends.
+    node = start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB", "--dram-bytes", "4MiB")
+    report = report_of("serve", "--decode", node.address, "--requests", 3, "--output", 5, "--prompt", 10,
                        "--timeout", "1ms", status=1)
     phase = report["details"]["phases"][0]
     assert phase["failed"] == 3 and set(phase["errors"]) == {"DEADLINE_EXCEEDED"}
