@@ -185,7 +185,7 @@ Generated Node::Generate(Request request) {
 }
 
 bool Node::Quiescent() {
-  return Eventually([&] {
+  return Eventually(absl::Seconds(10), [&] {
     bool quiet = transfers_->open_transfers() == 0;
     for (const PagePool* pool : {hbm_.get(), dram_.get()}) {
       const PagePool::Usage usage = pool->UsageOf(0);

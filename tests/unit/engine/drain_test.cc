@@ -47,7 +47,7 @@ TEST_CASE("a draining engine refuses, finishes what runs, and says when it is id
   CHECK(ReasonOf(Submit(node)) == "DRAINING");
   CHECK(absl::IsUnavailable(Node::Collect(*waiting).finish.status));
   CHECK(Node::Collect(*running).ids.size() == 200);
-  CHECK(idle.WaitForNotificationWithTimeout(absl::Minutes(1)));
+  CHECK(idle.WaitForNotificationWithTimeout(absl::Seconds(10)));
   CHECK(node.Quiescent());
 }
 

@@ -303,7 +303,8 @@ TEST_CASE("a reader that never reads ends with SLOW_READER, after what was emitt
   options.slow_reader_timeout = absl::Milliseconds(100);
   Node node(options);
   const auto slow = node.Start(GreedyRequest(Golden().prompt, 100), /*capacity=*/16);
-  REQUIRE(testing::Eventually([&] { return SnapshotOf(node).sequences.empty(); }));
+  REQUIRE(
+      testing::Eventually(absl::Seconds(10), [&] { return SnapshotOf(node).sequences.empty(); }));
   const Generated got = Node::Collect(*slow);
   CHECK(absl::IsAborted(got.finish.status));
   CHECK(ReasonOf(got.finish.status) == "SLOW_READER");

@@ -103,7 +103,8 @@ TEST_CASE("a writer held up past its lease keeps its pages from everyone, and ha
   auto landing = node.transfers().BeginChunk(chunk.header, chunk.payload.size());
   REQUIRE(landing.ok());
   (*landing)->Append(absl::Span<const uint8_t>(chunk.payload).subspan(0, 100));
-  REQUIRE(testing::Eventually([&] { return node.transfers().open_transfers() == 0; }));
+  REQUIRE(testing::Eventually(absl::Seconds(10),
+                              [&] { return node.transfers().open_transfers() == 0; }));
   // The lease is over by some time, and its writer still there: no room for another.
   absl::SleepFor(absl::Milliseconds(200));
   const auto refused = node.transfers().Reserve(

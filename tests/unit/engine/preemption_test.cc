@@ -1,4 +1,5 @@
 // Overcommitted HBM: sequences leave for DRAM and come back, and nobody can tell from their tokens.
+#include <algorithm>
 #include <catch2/catch.hpp>
 
 #include "absl/strings/str_cat.h"
@@ -105,10 +106,10 @@ TEST_CASE("sequences that were preempted give the same tokens and log-probabilit
   Node node(tight);
   std::vector<Generated> got = RunAll(node, kCount, kTokens);
   // Who has finished when another lacks a page is a matter of time.
-  for (int again = 0; again < 5 && Preemptions(tight_metrics) == 0; ++again) {
+  for (int again = 0; again < 9 && Preemptions(tight_metrics) < 2; ++again) {
     got = RunAll(node, kCount, kTokens);
   }
-  CHECK(Preemptions(tight_metrics) >= 1);
+  CHECK(Preemptions(tight_metrics) >= 2);
   for (int i = 0; i < kCount; ++i) {
     INFO("sequence " << i);
     CHECK(got[i].ids == want[i].ids);
@@ -152,13 +153,18 @@ Cost CostOf(double overcommit) {
 }
 
 TEST_CASE("overcommitted memory does not slow a batch down, even where every sequence is long") {
-  // The worst case: nobody stops early, so that every promise is called in. Held to steps, which
-  // other programs on the machine do not change.
-  const Cost plain = CostOf(1), twice = CostOf(2);
+  // The worst case: nobody stops early, so that every promise is called in. Other programs on the
+  // machine change the time but not the steps, so the time may be taken again.
+  Cost plain = CostOf(1), twice = CostOf(2);
+  for (int again = 0; again < 5 && twice.seconds > 1.5 * plain.seconds; ++again) {
+    plain.seconds = std::min(plain.seconds, CostOf(1).seconds);
+    twice.seconds = std::min(twice.seconds, CostOf(2).seconds);
+  }
   WARN("overcommit 2 takes " << twice.steps << " steps and " << twice.seconds << " s, 1 "
                              << plain.steps << " and " << plain.seconds << "; " << twice.preemptions
                              << " preemptions");
   CHECK(plain.preemptions == 0);
+  CHECK(twice.seconds <= 1.5 * plain.seconds);
   CHECK(static_cast<double>(twice.steps) <= 1.2 * static_cast<double>(plain.steps));
 }
 

@@ -376,7 +376,8 @@ TEST_CASE("memory does not grow with the number of calls") {
   const auto grown = [&] {
     return static_cast<int64_t>(mallinfo2().uordblks) - static_cast<int64_t>(before);
   };
-  const bool came_back = testing::Eventually([&] { return grown() < 4000 * 64; });
+  const bool came_back =
+      testing::Eventually(absl::Seconds(10), [&] { return grown() < 4000 * 64; });
   INFO(grown() << " bytes more are allocated");
   CHECK(came_back);
   stop = true;
@@ -426,7 +427,7 @@ TEST_CASE("calls, ends and cancellations in any interleaving leave nothing behin
   }
   for (std::thread& caller : callers) caller.join();
   // Cancellations reach the engine a little after their callers are done.
-  CHECK(testing::Eventually([&] { return !f.engine.Alive(); }));
+  CHECK(testing::Eventually(absl::Seconds(5), [&] { return !f.engine.Alive(); }));
   stop = true;
   engine.join();
 }

@@ -254,7 +254,7 @@ struct PrefillSide {
     options.readiness = &readiness;
     options.threads = threads;
     options.max_queued = max_queued;
-    options.call_timeout = absl::Seconds(20);
+    options.call_timeout = absl::Seconds(3);
     options.max_kept_bytes = max_kept_bytes;
     GrpcServer::Options server_options;
     server_options.listen = "127.0.0.1:0";
@@ -403,7 +403,7 @@ TEST_CASE("a caller that goes away ends the computation and the transfer") {
   caller.join();
   absl::SleepFor(absl::Milliseconds(500));  // until its server knows
   go_on = true;
-  CHECK(testing::Eventually([&] { return decode.table->open_transfers() == 0; }));
+  CHECK(testing::Eventually(absl::Seconds(3), [&] { return decode.table->open_transfers() == 0; }));
 }
 
 TEST_CASE("bad requests name the field, and nobody is called") {
@@ -463,7 +463,7 @@ TEST_CASE("a full queue refuses with a time to try again") {
   callers.emplace_back(call);
   while (prefill.prefiller.runs == 0) absl::SleepFor(absl::Milliseconds(1));
   for (int i = 0; i < 3; ++i) callers.emplace_back(call);
-  CHECK(testing::Eventually([&] { return refused == 2; }));
+  CHECK(testing::Eventually(absl::Seconds(5), [&] { return refused == 2; }));
   go_on = true;
   for (std::thread& caller : callers) caller.join();
   CHECK(served == 2);
@@ -489,7 +489,7 @@ TEST_CASE("a broken push resumes from what has landed, on a new connection") {
     options.max_receive_message_bytes = MaxChunkMessageBytes(kMaxChunk);
     decode.server.reset();
     // gRPC closes the old listener in its own time.
-    REQUIRE(testing::Eventually([&] {
+    REQUIRE(testing::Eventually(absl::Seconds(5), [&] {
       auto again = GrpcServer::Start(options, {NewIngestService(service)});
       if (again.ok()) decode.server = *std::move(again);
       return again.ok();
