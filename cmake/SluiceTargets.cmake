@@ -19,14 +19,15 @@ function(sluice_binary name)
   endif()
 endfunction()
 
-# sluice_test(NAME SRCS ... DEPS ... [LABELS ...]): a Catch2 program; every test case is a ctest test.
-# A case that calls SkipTest() makes the program exit with 77, which ctest reports as skipped.
+# sluice_test(NAME SRCS ... DEPS ... [LABELS ...] [TIMEOUT ...] [SERIAL]): a Catch2 program; every test
+# case is a ctest test. A case that calls SkipTest() makes the program exit with 77, which ctest reports
+# as skipped. SERIAL: no other test runs beside its cases, for those that measure time.
 #
 # Labels: `below-service` (also from SLUICE_TEST_LABELS of the folder) may run under ThreadSanitizer;
 # `asan-subset` and `tsan-subset` are what tools/test runs under a sanitizer unless it is told --all.
 # Target tests-LABEL builds the programs that have the label.
 function(sluice_test name)
-  cmake_parse_arguments(ARG "" "TIMEOUT" "SRCS;DEPS;LABELS" ${ARGN})
+  cmake_parse_arguments(ARG "SERIAL" "TIMEOUT" "SRCS;DEPS;LABELS" ${ARGN})
   add_executable(${name} ${ARG_SRCS})
   target_link_libraries(${name} PRIVATE sluice_warnings sluice_test_main ${ARG_DEPS})
   if(NOT ARG_TIMEOUT)
@@ -36,7 +37,8 @@ function(sluice_test name)
   # One word, since catch_discover_tests would flatten a list; ctest -L searches in it.
   string(JOIN "+" labels ${ARG_LABELS})
   catch_discover_tests(${name} TEST_PREFIX "${name}: "
-    PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT ${ARG_TIMEOUT} LABELS "${labels}")
+    PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT ${ARG_TIMEOUT} LABELS "${labels}"
+               RUN_SERIAL ${ARG_SERIAL})
   foreach(label IN LISTS ARG_LABELS)
     if(NOT TARGET tests-${label})
       add_custom_target(tests-${label})

@@ -47,6 +47,8 @@ inline std::vector<LinearCase> OddLinearCases() {
     }
   }
   cases.push_back({200, 50, 1537, true, true});
+  cases.push_back({130, 260, 1288, true, true});
+  cases.push_back({9, 1028, 2048});
   return cases;
 }
 
@@ -82,6 +84,14 @@ inline std::vector<AttentionRow> DecodeRows() {
   return rows;
 }
 
+// One row of each context length around the cuts of longer splits, and of groups of them.
+inline std::vector<AttentionRow> LongDecodeRows() {
+  std::vector<AttentionRow> rows;
+  int32_t slot = 0;
+  for (int32_t context : {4100, 255, 256, 257, 2048, 2049}) rows.push_back({slot++, context - 1});
+  return rows;
+}
+
 // Prompts in one go, a later chunk across a split, decode rows and padding, in one launch.
 inline std::vector<AttentionRow> MixedRows() {
   std::vector<AttentionRow> rows;
@@ -104,9 +114,14 @@ inline std::vector<AttentionCase> AttentionCases() {
       {"decode, group 1, float32 cache", 2, 2, 64, 16, kF32, DecodeRows()},
       {"decode, group 6, head_dim 32", 6, 1, 32, 32, kBf16, DecodeRows()},
       {"decode, group 4, head_dim 128", 8, 2, 128, 64, kBf16, DecodeRows()},
+      {"long decode, group 4, head_dim 128", 8, 2, 128, 32, kBf16, LongDecodeRows()},
+      {"long decode, group 12, head_dim 64", 12, 1, 64, 32, kBf16, LongDecodeRows()},
+      {"decode, group 16, head_dim 128", 16, 1, 128, 16, kBf16, DecodeRows()},
+      {"decode, group 7, head_dim 64", 14, 2, 64, 32, kBf16, DecodeRows()},
       {"mixed, group 3", 9, 3, 64, 32, kBf16, MixedRows()},
       {"mixed, group 1", 2, 2, 32, 48, kBf16, MixedRows()},
       {"mixed, group 8, head_dim 128", 8, 1, 128, 32, kBf16, MixedRows()},
+      {"mixed, group 4, head_dim 128", 8, 2, 128, 32, kBf16, MixedRows()},
       {"mixed, group 4, float32 cache", 4, 1, 128, 32, kF32, MixedRows()},
       {"mixed, group 16, head_dim 256", 16, 1, 256, 16, kBf16, MixedRows()},
       {"mixed, group 17, head_dim 80", 34, 2, 80, 32, kBf16, MixedRows()},

@@ -33,6 +33,7 @@ struct KernelTable {
   void (*merge)(const MergeParams&, Worker);
   void (*silu_mul)(const SiluMulParams&, Worker);
   void (*sample)(const SampleParams&, Worker);
+  void (*transfer)(const TransferParams&, Worker);
 };
 
 // Every path that this processor can run, slowest first: reference, portable, ..., the best.

@@ -66,6 +66,13 @@ struct RmsNormParams {
   DType out_type;
 };
 
+// Rows [0, decode_rows) of a step are tokens past the prompts of sequences that generate: the
+// newest ones, at most kMaxNewTokens of a sequence. The others are tokens of prompts. Which of the
+// two a token is depends on its sequence alone (its position is past the prompt or not), so a
+// kernel set may compute the two kinds in different ways, and a row's bits are still its own. 0 <=
+// decode_rows <= rows.
+inline constexpr int32_t kMaxNewTokens = 16;
+
 // y = x W^T (+ bias) (+ y if accumulate).
 struct LinearParams {
   const void* x;      // [rows][k] of x_type, dense
@@ -73,7 +80,8 @@ struct LinearParams {
   const float* bias;  // [n] or null
   float* y;           // [rows][n]
   int32_t rows;
-  DType x_type;  // the kernel set's activation type
+  int32_t decode_rows;  // above
+  DType x_type;         // the kernel set's activation type
   bool accumulate;
 };
 
@@ -113,13 +121,17 @@ struct RopeAppendParams {
   const int32_t* slots;      // [rows]
   const int32_t* positions;  // [rows]
   PagedCache cache;
+  // [rows][kv_heads][2][head_dim] of the cache's type, or null: k and v of each row once more,
+  // dense, for a write-through to the sequences' home. Padded rows: left as they are.
+  void* written;
   int32_t rows;
   int32_t heads;
   float epsilon;
 };
 
-// Tokens per split of attention. The rule depends on the row's position alone: row r's context of
-// position + 1 tokens is cut at multiples of this, each part gives (o, lse), parts merge in order.
+// Tokens per split of attention (on a GPU of decode rows; prompt rows are not split there). The
+// rule depends on the row's position alone: row r's context of position + 1 tokens is cut at
+// multiples of this, each part gives (o, lse), parts merge in order.
 inline constexpr int kAttentionSplitTokens = 512;
 
 // Causal paged attention: row r attends to positions 0..positions[r] of its own sequence.
@@ -137,6 +149,7 @@ struct AttentionParams {
   float* partial;
   int64_t partial_rows;
   int32_t rows;
+  int32_t decode_rows;  // as in LinearParams
   int32_t heads;
   float scale;
   DType out_type;
@@ -164,6 +177,41 @@ struct SiluMulParams {
   int32_t rows;
   int32_t dim;
   DType out_type;
+};
+
+// Moves units of `unit_bytes` (a latent row, a GQA block, a page) between any two memories that the
+// device reaches, as lists on the device say: gather is pinned DRAM -> HBM, scatter HBM -> pinned
+// DRAM. There is a list per sequence, or per sequence and layer or head. Entry i of list l, for
+// 0 <= i < counts[l], copies
+//   unit source_units[l * capacity + i] of the list's source: at source + source_offsets[l] +
+//   unit * source_pitch
+// to the unit of the target that is written likewise; an entry with a negative unit on either side
+// is skipped. A count below 0 is taken as 0, one above the capacity as the capacity. Units are
+// copied in no order among them: no two entries may have the same target, and no target may be a
+// source. Only the launch shape (lists, capacity) is the host's: lists, counts and offsets change
+// between replays.
+//
+// Every address, offset, pitch and unit_bytes is a multiple of 4; where all of them are multiples
+// of 16 the units move in pieces of 16 bytes, which is what the floors are measured with. A link
+// serves rows best that lie near each other: sort a list's entries by where they lie in DRAM.
+struct TransferParams {
+  const void* source;
+  void* target;
+  const int64_t* source_offsets;  // [lists] bytes; null: list l at l * source_stride
+  const int64_t* target_offsets;  // [lists] bytes; null: list l at l * target_stride
+  int64_t source_stride;          // bytes between lists, where there are no offsets
+  int64_t target_stride;
+  int64_t source_pitch;         // bytes between units
+  int64_t target_pitch;         // bytes between units
+  const int32_t* source_units;  // [lists][capacity]; null: entry i is unit i
+  const int32_t* target_units;  // [lists][capacity]; null: entry i is unit i
+  const int32_t* counts;        // [lists]
+  int32_t lists;
+  int32_t capacity;    // entries of a list
+  int32_t unit_bytes;  // > 0
+  // How many processors it may take at most, so that other work runs beside it; 0: as many as serve
+  // it. (CUDA: thread blocks, one to a multiprocessor.) No result depends on it.
+  int32_t max_workers;
 };
 
 inline constexpr int kMaxStopIds = 64;      // stop token ids and EOS ids of a sequence

@@ -20,10 +20,11 @@ SLUICE_PLAIN_PARAMS(RmsNormParams, 56);
 SLUICE_PLAIN_PARAMS(LinearParams, 64);
 SLUICE_PLAIN_PARAMS(RopeTableParams, 40);
 SLUICE_PLAIN_PARAMS(PagedCache, 48);
-SLUICE_PLAIN_PARAMS(RopeAppendParams, 112);
-SLUICE_PLAIN_PARAMS(AttentionParams, 128);
+SLUICE_PLAIN_PARAMS(RopeAppendParams, 120);
+SLUICE_PLAIN_PARAMS(AttentionParams, 136);
 SLUICE_PLAIN_PARAMS(MergeParams, 56);
 SLUICE_PLAIN_PARAMS(SiluMulParams, 32);
+SLUICE_PLAIN_PARAMS(TransferParams, 104);
 SLUICE_PLAIN_PARAMS(SamplingSlot, 64);
 SLUICE_PLAIN_PARAMS(SampleParams, 120);
 
@@ -32,11 +33,13 @@ SLUICE_PLAIN_PARAMS(SampleParams, 120);
 static_assert(offsetof(EmbeddingParams, table) == 32, "EmbeddingParams::table");
 static_assert(offsetof(RmsNormParams, out_type) == 52, "RmsNormParams::out_type");
 static_assert(offsetof(LinearParams, bias) == 32, "LinearParams::bias");
-static_assert(offsetof(LinearParams, accumulate) == 56, "LinearParams::accumulate");
+static_assert(offsetof(LinearParams, accumulate) == 60, "LinearParams::accumulate");
 static_assert(offsetof(PagedCache, block_tokens) == 32, "PagedCache::block_tokens");
 static_assert(offsetof(RopeAppendParams, cache) == 48, "RopeAppendParams::cache");
 static_assert(offsetof(AttentionParams, cache) == 32, "AttentionParams::cache");
 static_assert(offsetof(AttentionParams, partial_rows) == 104, "AttentionParams::partial_rows");
+static_assert(offsetof(TransferParams, counts) == 80, "TransferParams::counts");
+static_assert(offsetof(TransferParams, max_workers) == 100, "TransferParams::max_workers");
 static_assert(offsetof(SamplingSlot, top_k) == 32, "SamplingSlot::top_k");
 static_assert(offsetof(SampleParams, vocab) == 116, "SampleParams::vocab");
 

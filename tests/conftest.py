@@ -1,6 +1,12 @@
 """What all Python tests share: running those whose name matches, as `tools/test NAME_REGEX` does."""
 
+import os
 import re
+import sys
+
+# Packages that a staged folder (tools/gpu-stage) brings, behind the machine's own.
+if os.environ.get("SLUICE_TEST_SITE"):
+    sys.path.append(os.environ["SLUICE_TEST_SITE"])
 
 
 def pytest_addoption(parser):

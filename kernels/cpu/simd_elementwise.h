@@ -112,13 +112,14 @@ void NormAndRotate(const float* x, const float* weight, float epsilon, const flo
   for (int64_t i = 0; i < dim; ++i) out[i] = turned[i];
 }
 
-inline void WriteCache(const PagedCache& c, int64_t index, const float* x) {
-  if (c.type == DType::kFloat32) {
-    float* out = static_cast<float*>(c.base) + index;
-    for (int64_t i = 0; i < c.head_dim; ++i) out[i] = x[i];
+// Writes [dim] floats at element `index` of an array of `type`.
+inline void WriteRounded(void* array, DType type, int64_t index, const float* x, int64_t dim) {
+  if (type == DType::kFloat32) {
+    float* out = static_cast<float*>(array) + index;
+    for (int64_t i = 0; i < dim; ++i) out[i] = x[i];
   } else {
-    uint16_t* out = static_cast<uint16_t*>(c.base) + index;
-    for (int64_t i = 0; i < c.head_dim; ++i) out[i] = FloatToBf16(x[i]);
+    uint16_t* out = static_cast<uint16_t*>(array) + index;
+    for (int64_t i = 0; i < dim; ++i) out[i] = FloatToBf16(x[i]);
   }
 }
 
@@ -144,8 +145,12 @@ void RopeAppend(const RopeAppendParams& p, Worker worker) {
     for (int64_t h = 0; h < c.kv_heads; ++h) {
       NormAndRotate<S>(k + h * dim, p.k_norm, p.epsilon, cosines, sines, dim, key);
       const int64_t at = KeyIndex(c, p.slots[r], p.positions[r], h);
-      WriteCache(c, at, key);
-      WriteCache(c, at + int64_t{c.block_tokens} * dim, v + h * dim);
+      WriteRounded(c.base, c.type, at, key, dim);
+      WriteRounded(c.base, c.type, at + int64_t{c.block_tokens} * dim, v + h * dim, dim);
+      if (p.written == nullptr) continue;
+      const int64_t copy = (r * c.kv_heads + h) * 2 * dim;
+      WriteRounded(p.written, c.type, copy, key, dim);
+      WriteRounded(p.written, c.type, copy + dim, v + h * dim, dim);
     }
   }
 }

@@ -116,6 +116,7 @@ const KernelTable& Avx2Table() {
       .merge = Merge<Avx2>,
       .silu_mul = SiluMul<Avx2>,
       .sample = Sample,
+      .transfer = Transfer,
   };
   return table;
 }

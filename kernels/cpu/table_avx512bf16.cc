@@ -105,6 +105,7 @@ const KernelTable& Avx512Bf16Table() {
       .merge = Merge<Avx512>,
       .silu_mul = SiluMul<Avx512>,
       .sample = Sample,
+      .transfer = Transfer,
   };
   return table;
 }

@@ -80,6 +80,7 @@ const KernelTable& PortableTable() {
       .merge = Merge<Portable>,
       .silu_mul = SiluMul<Portable>,
       .sample = Sample,
+      .transfer = Transfer,
   };
   return table;
 }

@@ -1,5 +1,5 @@
 // Proof that the operators' contracts compile under nvcc, for host and device, with the layout that
-// the C++ side asserts. The CUDA kernels themselves are not here yet: no operator runs on a GPU.
+// the C++ side asserts.
 #include "kernels/params_check.h"
 
 namespace sluice::kernels {

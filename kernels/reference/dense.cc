@@ -101,14 +101,19 @@ void RopeAppend(const RopeAppendParams& p, Worker worker) {
       Rotate(x, cos_sin);
       const int64_t kv_head = h - p.heads;
       const int64_t key = is_query ? 0 : KeyIndex(c, p.slots[r], p.positions[r], kv_head);
+      const int64_t copy = (r * c.kv_heads + kv_head) * 2 * dim;
       for (int64_t i = 0; i < dim; ++i) {
         if (is_query) {
           head[i] = static_cast<float>(x[static_cast<size_t>(i)]);
-        } else {
-          Put(c.base, c.type, key + i, x[static_cast<size_t>(i)]);
-          const float* value = row + (p.heads + c.kv_heads + kv_head) * dim;
-          Put(c.base, c.type, key + int64_t{c.block_tokens} * dim + i, value[i]);
+          continue;
         }
+        const double k = x[static_cast<size_t>(i)];
+        const float v = row[(p.heads + c.kv_heads + kv_head) * dim + i];
+        Put(c.base, c.type, key + i, k);
+        Put(c.base, c.type, key + int64_t{c.block_tokens} * dim + i, v);
+        if (p.written == nullptr) continue;
+        Put(p.written, c.type, copy + i, k);
+        Put(p.written, c.type, copy + dim + i, v);
       }
     }
   }

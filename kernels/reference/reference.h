@@ -16,6 +16,7 @@ void AttentionMerge(const AttentionParams& p, Worker worker);
 void Merge(const MergeParams& p, Worker worker);
 void SiluMul(const SiluMulParams& p, Worker worker);
 void Sample(const SampleParams& p, Worker worker);
+void Transfer(const TransferParams& p, Worker worker);
 
 const KernelTable& Table();
 

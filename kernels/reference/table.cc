@@ -17,6 +17,7 @@ const KernelTable& Table() {
       .merge = Merge,
       .silu_mul = SiluMul,
       .sample = Sample,
+      .transfer = Transfer,
   };
   return table;
 }

@@ -2,13 +2,15 @@
 //
 // A policy has two faces. On the engine's thread it places sequences (Admit, Grow, Release); inside
 // a step it is called by the model, layer by layer, and only enqueues work: what it needs of a
-// sequence there it reads from device tables, by slot.
+// sequence there it reads from device tables, by slot. Append and Attend may be recorded once and
+// run in many steps (Device::Record), so they decide nothing by what the host knows of the batch.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <string>
 
+#include "absl/types/span.h"
 #include "kernels/params.h"
 #include "src/device/device.h"
 #include "src/kv/cache_layout.h"
@@ -46,9 +48,12 @@ class AttentionPolicy {
   virtual bool Warm(int slot) = 0;
   // To wait for Warm.
   virtual Event& WarmEvent(int slot) = 0;
-  // Makes places for positions below `tokens`, in order with what is on `stream`. False: no page is
-  // free now (never where HBM is not overcommitted), and nothing has changed.
-  virtual bool Grow(int slot, int64_t tokens, Stream& stream) = 0;
+  // Makes places for positions below `tokens`; the device knows them from the slot's next BeginStep
+  // on. False: no page is free now (never where HBM is not overcommitted), and nothing has changed.
+  virtual bool Grow(int slot, int64_t tokens) = 0;
+  // Enqueues what the device has to know of those that grew, before a step's first operator.
+  // `slots`: of the step's rows, in any order, repeated or not.
+  virtual void BeginStep(Stream& stream, absl::Span<const int32_t> slots) = 0;
   // Gives everything back. REQUIRES: Warm(slot), and every step that has the slot is done.
   virtual void Release(int slot) = 0;
 

@@ -35,6 +35,8 @@
 #define SLUICE_FAILPOINTS_LIST(F)                                                                \
   F(kDeviceAllocate, "device.allocate", kFault, "a buffer of the device finds no memory",        \
     "the program ends at start with a status that names the buffer")                             \
+  F(kDeviceFailure, "device.failure", kFault, "the GPU fails, or what stands in for it",         \
+    "every sequence ends with INTERNAL, reason GPU_FAILED; then the program, with status 1")     \
   F(kWeightsRead, "weights.read", kFault, "a file of weights ends too soon",                     \
     "the program ends at start, naming file and tensor")                                         \
   F(kWeightsHeader, "weights.header", kFault, "the header of a file of weights is damaged",      \

@@ -4,7 +4,9 @@
 
 #include <atomic>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
 #include "src/base/error.h"
 
 namespace sluice {
@@ -15,12 +17,22 @@ class Readiness {
   void SetReady() { ready_.store(true); }
   // While draining what runs is finished, and nothing new is taken.
   void SetDraining(bool draining) { draining_.store(draining); }
+  // Nothing can be done here any more, for ever; the first reason stays.
+  void SetFailed(const absl::Status& why) {
+    absl::MutexLock lock(&mutex_);
+    if (failure_.ok()) failure_ = why;
+    failed_.store(true);
+  }
 
-  bool ready() const { return ready_.load() && !draining(); }
+  bool ready() const { return ready_.load() && !draining() && !failed_.load(); }
   bool draining() const { return draining_.load(); }
 
-  // UNAVAILABLE with reason DRAINING while draining.
-  absl::Status CheckNotDraining() const {
+  // What keeps the node from taking work: its failure, or UNAVAILABLE with reason DRAINING.
+  absl::Status CheckTakesWork() const {
+    if (failed_.load()) {
+      absl::MutexLock lock(&mutex_);
+      return failure_;
+    }
     if (!draining()) return absl::OkStatus();
     return WithReason(absl::UnavailableError("the node is draining: use another one"), "DRAINING");
   }
@@ -28,6 +40,9 @@ class Readiness {
  private:
   std::atomic<bool> ready_ = false;
   std::atomic<bool> draining_ = false;
+  std::atomic<bool> failed_ = false;
+  mutable absl::Mutex mutex_;
+  absl::Status failure_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace sluice

@@ -1,9 +1,11 @@
 #include "src/bench/engine_run.h"
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -13,6 +15,8 @@
 #include "src/base/crc32c.h"
 #include "src/base/error.h"
 #include "src/base/status_macros.h"
+#include "src/bench/random_caches.h"
+#include "src/device/cpu/cpu_device.h"
 #include "src/engine/engine.h"
 #include "src/kv/transfer_table.h"
 #include "src/metrics/metrics.h"
@@ -22,13 +26,15 @@ namespace {
 
 constexpr absl::Duration kPatience = absl::Minutes(5);  // for anything that must come
 constexpr int kWarmUpTokens = 3;
+constexpr int kPeers = 8;  // that hand over at once
 
-// Counts, and reads at once. `on_count`, if not null, is called with the count after each token, on
-// the engine's thread.
+// Counts, and reads at once as soon as `open`. `on_count`, if not null, is called with the count
+// after each token, on the engine's thread.
 class CountingSink : public TokenSink {
  public:
-  explicit CountingSink(std::function<void(int64_t)> on_count) : on_count_(std::move(on_count)) {}
-  bool HasRoom(size_t) const override { return true; }
+  CountingSink(const std::atomic<bool>* open, std::function<void(int64_t)> on_count)
+      : open_(open), on_count_(std::move(on_count)) {}
+  bool HasRoom(size_t) const override { return open_->load(std::memory_order_acquire); }
   void Emit(OutputToken) override {
     ++tokens_;
     if (on_count_ != nullptr) on_count_(tokens_);
@@ -41,6 +47,7 @@ class CountingSink : public TokenSink {
   void WaitForEnd() const { finished_.WaitForNotification(); }
 
  private:
+  const std::atomic<bool>* const open_;
   const std::function<void(int64_t)> on_count_;
   int64_t tokens_ = 0;
   std::atomic<bool> failed_{false};
@@ -55,13 +62,20 @@ class EngineRun {
                                                 AttentionPolicy* policy) {
     SLUICE_RETURN_IF_ERROR(Start(slots, device, hbm, policy));
     marks_->times.resize(static_cast<size_t>(options_.windows) + 1);
-    // All are there before the first decodes, so that they stay equally long.
-    std::vector<Request> requests(static_cast<size_t>(options_.batch));
-    for (Request& request : requests) SLUICE_RETURN_IF_ERROR(HandOver(request));
-    for (Request& request : requests) {
-      SLUICE_RETURN_IF_ERROR(engine_->Submit(std::move(request)).status());
+    marks_->taken.resize(marks_->times.size());
+    // All are in the batch, caches and all, before the first decodes, so that they stay equally
+    // long.
+    SLUICE_ASSIGN_OR_RETURN(const std::vector<std::string> transfers, HandOverAll());
+    for (const std::string& transfer : transfers) {
+      SLUICE_RETURN_IF_ERROR(engine_->Submit(RequestFor(transfer)).status());
     }
     const absl::Time give_up = absl::Now() + kPatience;
+    while (!AllWarm(slots, policy)) {
+      if (absl::Now() > give_up) return absl::DeadlineExceededError("they do not fit together");
+      absl::SleepFor(absl::Milliseconds(5));
+    }
+    open_.store(true, std::memory_order_release);
+    engine_->Wake();
     while (!marks_->all.WaitForNotificationWithTimeout(absl::Milliseconds(20))) {
       if (sinks_.back()->ended() && !marks_->all.HasBeenNotified()) {
         return absl::InternalError("a sequence ended before its time");
@@ -75,7 +89,8 @@ class EngineRun {
       if (now.steps == last.steps) return absl::DeadlineExceededError("the engine does not step");
       windows.push_back({absl::ToDoubleSeconds(now.step - last.step) / steps,
                          absl::ToDoubleSeconds(now.kernels - last.kernels) / steps,
-                         absl::ToDoubleSeconds(now.turn - last.turn) / steps});
+                         absl::ToDoubleSeconds(now.turn - last.turn) / steps, marks_->taken[i - 1],
+                         marks_->taken[i]});
     }
     engine_->CancelAll(absl::CancelledError("measured"));
     for (const auto& sink : sinks_) sink->WaitForEnd();
@@ -99,6 +114,10 @@ class EngineRun {
     table.model_fingerprint = model_->fingerprint();
     table.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
     table.max_context = static_cast<uint32_t>(model_->max_context());
+    for (const CacheKind& kind : layout.kinds) {  // a chunk is a layer
+      const int64_t bytes = kind.bytes_per_token * kind.heads * options_.context;
+      table.max_chunk_bytes = std::max(table.max_chunk_bytes, static_cast<uint64_t>(bytes));
+    }
     table.footprint = [policy](int64_t context, int64_t total) {
       return policy->FootprintOf(context, total);
     };
@@ -114,48 +133,108 @@ class EngineRun {
     parts.transfers = transfers_.get();
     parts.metrics = &metrics_;
     parts.clock = RealClock();
+    parts.trace = options_.trace;
     SLUICE_ASSIGN_OR_RETURN(engine_, Engine::Create(options, parts));
     thread_ = std::make_unique<EngineThread>(engine_.get());
     return absl::OkStatus();
   }
 
-  // A transfer of zeros, committed, and the Generate for it.
-  absl::Status HandOver(Request& request) {
+  // The ids of as many committed transfers as there are sequences. By several threads, as peers
+  // would: contexts of gigabytes are there in seconds.
+  absl::StatusOr<std::vector<std::string>> HandOverAll() {
+    for (const CacheKind& kind : model_->cache_layout().kinds) payloads_.push_back(PayloadOf(kind));
+    std::vector<absl::StatusOr<std::string>> transfers(static_cast<size_t>(options_.batch));
+    std::atomic<size_t> next{0};
+    {
+      std::vector<std::jthread> threads;
+      for (int i = 0; i < std::min(kPeers, AvailableCores()); ++i) {
+        threads.emplace_back([&] {
+          for (size_t t = next++; t < transfers.size(); t = next++) transfers[t] = HandOver();
+        });
+      }
+    }
+    std::vector<std::string> ids;
+    for (auto& transfer : transfers) {
+      SLUICE_ASSIGN_OR_RETURN(ids.emplace_back(), std::move(transfer));
+    }
+    return ids;
+  }
+
+  // One transfer, committed: its id.
+  absl::StatusOr<std::string> HandOver() {
     Manifest manifest;
     manifest.model_fingerprint = model_->fingerprint();
     manifest.context_length = static_cast<uint32_t>(options_.context);
     manifest.prompt_token_ids.assign(manifest.context_length, 1);
     manifest.max_new_tokens = static_cast<uint32_t>(total_ - options_.context);
     SLUICE_ASSIGN_OR_RETURN(const TransferTable::Reserved reserved, transfers_->Reserve(manifest));
-    for (const CacheKind& kind : model_->cache_layout().kinds) {
-      const std::vector<uint8_t> zeros(
-          static_cast<size_t>(kind.bytes_per_token * kind.heads * options_.context));
+    const CacheLayout& layout = model_->cache_layout();
+    for (size_t k = 0; k < layout.kinds.size(); ++k) {
       ChunkHeader header;
       header.transfer_id = reserved.transfer_id;
-      header.kind = kind.name;
-      header.head_end = static_cast<uint32_t>(kind.heads);
+      header.kind = layout.kinds[k].name;
+      header.head_end = static_cast<uint32_t>(layout.kinds[k].heads);
       header.token_end = manifest.context_length;
-      header.crc32c = Crc32c(zeros);
-      for (int layer = 0; layer < model_->cache_layout().layers; ++layer) {
+      header.crc32c = payloads_[k].crc32c;
+      for (int layer = 0; layer < layout.layers; ++layer) {
         header.layer = static_cast<uint32_t>(layer);
-        SLUICE_ASSIGN_OR_RETURN(const auto landing, transfers_->BeginChunk(header, zeros.size()));
-        landing->Append(zeros);
+        SLUICE_ASSIGN_OR_RETURN(const auto landing,
+                                transfers_->BeginChunk(header, payloads_[k].bytes().size()));
+        landing->Append(payloads_[k].bytes());
         SLUICE_RETURN_IF_ERROR(landing->Finish().status());
       }
     }
     SLUICE_RETURN_IF_ERROR(
         transfers_->Commit(reserved.transfer_id, {}, /*missing=*/nullptr).status());
+    return reserved.transfer_id;
+  }
+
+  // The Generate for a transfer; that of the last one notes the times.
+  Request RequestFor(const std::string& transfer) {
+    Request request;
     request.request_id = absl::StrCat("bench-", sinks_.size());
-    request.handoff.transfer_id = reserved.transfer_id;
+    request.handoff.transfer_id = transfer;
     request.sampling.temperature = 0;
-    request.sampling.max_tokens = manifest.max_new_tokens;
+    request.sampling.max_tokens = static_cast<uint32_t>(total_ - options_.context);
     request.sampling.ignore_eos = true;
     const bool youngest = sinks_.size() + 1 == static_cast<size_t>(options_.batch);
     std::function<void(int64_t)> note;
     if (youngest) note = [this](int64_t tokens) { NoteTimes(tokens); };
-    sinks_.push_back(std::make_shared<CountingSink>(std::move(note)));
+    sinks_.push_back(std::make_shared<CountingSink>(&open_, std::move(note)));
     request.sink = sinks_.back();
-    return absl::OkStatus();
+    return request;
+  }
+
+  // Whether every sequence has its slot, and its caches are there. Asks the engine's thread, which
+  // alone may ask the policy.
+  bool AllWarm(int slots, AttentionPolicy* policy) {
+    bool warm = false;
+    absl::Notification asked;
+    engine_->Snapshot([&](const EngineSnapshot& snapshot) {
+      warm = snapshot.running == static_cast<uint32_t>(options_.batch);
+      for (int slot = 0; slot < slots; ++slot) warm = policy->Warm(slot) && warm;
+      asked.Notify();
+    });
+    asked.WaitForNotification();
+    return warm;
+  }
+
+  // What every layer of every sequence holds of one kind.
+  struct Payload {
+    std::vector<uint16_t> values;
+    uint32_t crc32c = 0;
+    absl::Span<const uint8_t> bytes() const {
+      return {reinterpret_cast<const uint8_t*>(values.data()), values.size() * sizeof(uint16_t)};
+    }
+  };
+  Payload PayloadOf(const CacheKind& kind) const {
+    Payload payload;
+    const auto count =
+        static_cast<size_t>(kind.bytes_per_token * kind.heads * options_.context) / 2;
+    payload.values =
+        options_.random_context ? RandomValues(count, /*seed=*/2) : std::vector<uint16_t>(count);
+    payload.crc32c = Crc32c(payload.bytes());
+    return payload;
   }
 
   // Of the youngest sequence: notes the engine's times where a window begins or ends.
@@ -167,17 +246,21 @@ class EngineRun {
     // In the next turn; shared, since that may be after this object's end.
     engine_->Snapshot([marks = marks_, mark](const EngineSnapshot& snapshot) {
       marks->times[mark] = snapshot.times;
+      marks->taken[mark] = absl::Now();
       if (mark + 1 == marks->times.size()) marks->all.Notify();
     });
   }
 
   struct Marks {
     std::vector<StepTimes> times;  // engine's thread, until `all`
+    std::vector<absl::Time> taken;
     absl::Notification all;
   };
   const EngineRunOptions options_;
   Model* const model_;
-  int total_ = 0;  // tokens of a sequence at its end
+  int total_ = 0;                  // tokens of a sequence at its end
+  std::atomic<bool> open_{false};  // the readers are there
+  std::vector<Payload> payloads_;  // by kind
   Metrics metrics_;
   std::shared_ptr<Marks> marks_ = std::make_shared<Marks>();
   std::vector<std::shared_ptr<CountingSink>> sinks_;
@@ -190,7 +273,7 @@ class EngineRun {
 }  // namespace
 
 int EngineTokens(const EngineRunOptions& options) {
-  // The youngest sequence joins some steps after the oldest.
+  // Steps under way when the last window ends, and those until the engine is told to stop.
   constexpr int kSpare = 64;
   return kWarmUpTokens + (options.windows + 1) * options.steps + kSpare;
 }

@@ -1,5 +1,6 @@
 // The real engine over a device, a model and a policy, without gRPC: sequences that were handed
-// over as empty caches decode together, and what the engine notes of its steps is read in windows.
+// over with caches of random values, or zeros, decode together, and what the engine notes of its
+// steps is read in windows.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "src/attention/attention_policy.h"
 #include "src/device/device.h"
+#include "src/engine/turn_trace.h"
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
 
@@ -18,13 +20,16 @@ struct EngineWindow {
   double step_seconds = 0;     // from one step's end to the next
   double kernels_seconds = 0;  // forward pass and sampling, as the device saw it
   double turn_seconds = 0;     // that the engine's thread was busy
+  absl::Time begin, end;
 };
 
 struct EngineRunOptions {
   int batch = 1;
   int context = 512;
   int windows = 4;
-  int steps = 10;  // of a window
+  int steps = 10;              // of a window
+  bool random_context = true;  // random_caches.h; else zeros
+  TurnTrace* trace = nullptr;  // told of the engine's phases, the ones before the windows too
 };
 
 // Tokens that each sequence may add to its context: models and policies need room for them.

@@ -80,7 +80,6 @@ class BusyNode {
     Model::Options model;
     model.directory = o.model;
     model.load_format = o.dummy ? "dummy" : "auto";
-    model.load_threads = threads;
     SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(model, device_.get()));
     const CacheLayout& layout = model_->cache_layout();
     SLUICE_ASSIGN_OR_RETURN(hbm_, NewPool("hbm", layout.BytesFor(kMaxContext)));

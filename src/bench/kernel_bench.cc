@@ -98,7 +98,9 @@ class KernelBench {
     if (Wanted("prefill")) RunPrefill(path);
   }
 
-  void ProbeFor(double seconds) { probe_ = MeasureRead(*crew_, arena_.buffer(), seconds); }
+  void ProbeFor(double seconds) {
+    probe_ = MeasureRead(*crew_, arena_.buffer(), arena_.buffer().bytes(), seconds);
+  }
   double arena_bytes() const { return static_cast<double>(arena_.buffer().bytes()); }
   double bandwidth() const { return arena_bytes() / probe_.median; }
 

@@ -94,9 +94,13 @@ class Linear : public TimedOperator {
 
  private:
   LinearParams Params(const uint16_t* w, float* y, int32_t rows) const {
-    return {x_.data(), {w, case_.n, case_.k, path_.weight_layout},
-            nullptr,   y,
-            rows,      path_.activation_type,
+    return {x_.data(),
+            {w, case_.n, case_.k, path_.weight_layout},
+            nullptr,
+            y,
+            rows,
+            rows,
+            path_.activation_type,
             false};
   }
 

@@ -85,9 +85,10 @@ Timing Measure(double seconds, const std::function<void()>& call) {
   return TimingOf(std::move(times));
 }
 
-Timing MeasureRead(Crew& crew, const HugeBuffer& buffer, double seconds) {
+Timing MeasureRead(Crew& crew, const HugeBuffer& buffer, size_t bytes, double seconds) {
+  SLUICE_CHECK(bytes <= buffer.bytes());
   typedef uint64_t Lane __attribute__((vector_size(64)));
-  const size_t lanes = buffer.bytes() / sizeof(Lane);
+  const size_t lanes = bytes / sizeof(Lane);
   std::atomic<uint64_t> sink{0};
   const std::function<void(int)> job = [&](int index) {
     const size_t n = static_cast<size_t>(crew.count()), i = static_cast<size_t>(index);

@@ -66,7 +66,8 @@ Timing TimingOf(std::vector<double> values);
 // shorter than 50 us are timed in batches.
 Timing Measure(double seconds, const std::function<void()>& call);
 
-// Seconds in which the crew reads `buffer` once, each thread its own part.
-Timing MeasureRead(Crew& crew, const HugeBuffer& buffer, double seconds);
+// Seconds in which the crew reads the first `bytes` bytes of `buffer` once, each thread its own
+// part.
+Timing MeasureRead(Crew& crew, const HugeBuffer& buffer, size_t bytes, double seconds);
 
 }  // namespace sluice

@@ -14,7 +14,10 @@
 
 namespace sluice {
 
+class DeviceTrace;
 class KernelSet;
+class Mailbox;
+struct MailboxOptions;
 
 enum class MemoryKind {
   kDevice,  // HBM; on the CPU device ordinary memory with huge pages
@@ -90,6 +93,15 @@ class Stream {
   virtual void WaitFor(Event& event) = 0;
 };
 
+// Work that was recorded once and runs as often as wanted, with the addresses and shapes of its
+// recording. (CUDA: an instantiated graph.)
+class Program {
+ public:
+  virtual ~Program() = default;
+  // Enqueues all of it. REQUIRES: a stream of the device and kind that it was recorded for.
+  virtual void Run(Stream& stream) = 0;
+};
+
 class Device {
  public:
   virtual ~Device() = default;
@@ -103,6 +115,34 @@ class Device {
   virtual std::unique_ptr<Event> NewEvent() = 0;
   virtual std::unique_ptr<TimedEvent> NewTimedEvent() = 0;
   virtual KernelSet& kernels() = 0;
+
+  // Records what `enqueue` puts on the stream it is given: operators, copies and fills; no events.
+  // Nothing of it runs. Without an override the closure is kept, and is called at each Run.
+  virtual absl::StatusOr<std::unique_ptr<Program>> Record(Stream& stream,
+                                                          std::function<void(Stream&)> enqueue);
+  // A mailbox between streams of this device and CPU threads (src/device/mailbox.h).
+  // INVALID_ARGUMENT: options out of range; RESOURCE_EXHAUSTED: no pinned memory for its words;
+  // FAILED_PRECONDITION: a driver without memory operations of streams;
+  // UNIMPLEMENTED: a device whose streams and workers share one thread.
+  virtual absl::StatusOr<std::unique_ptr<Mailbox>> NewMailbox(const MailboxOptions& options) = 0;
+  // Rows that a step of `rows` decode rows is padded to, so that one Program serves all steps of a
+  // bucket; 0: such a step is enqueued operator by operator, unpadded.
+  virtual int RowBucket(int rows) const;
+
+  // Notes what runs on the streams until the result's Stop (src/device/trace.h). UNIMPLEMENTED: not
+  // on this device; FAILED_PRECONDITION names what is lacking.
+  virtual absl::StatusOr<std::unique_ptr<DeviceTrace>> StartTrace();
+
+  // Memory of kind kDevice; total 0: it is the host's, and not told apart.
+  struct DeviceMemory {
+    int64_t free_bytes = 0;
+    int64_t total_bytes = 0;
+  };
+  virtual DeviceMemory Memory() const { return {}; }
+
+  // Once it is not OK nothing more runs: every event is ready, and results mean nothing. Any
+  // thread.
+  virtual absl::Status Health() const { return absl::OkStatus(); }
 };
 
 }  // namespace sluice

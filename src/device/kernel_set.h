@@ -8,15 +8,26 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/params.h"
+#include "kernels/weight_formula.h"
 #include "src/base/dtype.h"
 #include "src/device/device.h"
 
 namespace sluice {
 
-// Rows of a matrix of weights as a checkpoint has them: bf16, row-major.
+// Rows of a matrix of weights as a checkpoint has them, bf16 and row-major; or made by a formula.
 struct MatrixPart {
-  const uint16_t* data;
+  const uint16_t* data;  // null: element i of the rows is element i of the formula
   int32_t rows;
+  kernels::WeightFormula formula{};
+};
+
+// What decides how much scratch attention needs.
+struct AttentionShape {
+  int32_t decode_rows;  // of a step at most
+  int32_t heads;
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t max_context;
 };
 
 // Weights in the form in which the kernels read them.
@@ -25,17 +36,30 @@ struct Weight {
   kernels::WeightMatrix matrix{};
 };
 
+// What decides whether a model can be computed at all.
+struct ModelShape {
+  int32_t hidden_size = 0;
+  int32_t vocab_size = 0;
+  int32_t block_tokens = 0;
+};
+
 class KernelSet {
  public:
   virtual ~KernelSet() = default;
   virtual const std::string& name() const = 0;
   // Element type of what Linear reads.
   virtual DType activation_type() const = 0;
+  // INVALID_ARGUMENT where an operator would refuse such a model; names the field and the remedy.
+  virtual absl::Status Check(const ModelShape&) const { return absl::OkStatus(); }
   // Puts matrices of `k` columns one below the other. The result may refer to a single part's data
   // where no copy is needed (then storage is empty, and the part must stay).
   virtual absl::StatusOr<Weight> Prepare(absl::Span<const MatrixPart> parts, int32_t k) = 0;
-  // Bytes of scratch that Sample needs for a vocabulary.
+  // Bytes of a matrix of weights in the form in which the kernels read it.
+  virtual int64_t WeightBytes(int32_t n, int32_t k) const = 0;
+  // Bytes of scratch that Sample needs for a vocabulary; may be 0.
   virtual int64_t SampleScratchBytes(int32_t vocab) const = 0;
+  // Bytes of AttentionParams::partial with which no row is computed without it.
+  virtual int64_t AttentionScratchBytes(const AttentionShape& shape) const = 0;
 
   virtual void Embedding(Stream& stream, const kernels::EmbeddingParams& params) = 0;
   virtual void RmsNorm(Stream& stream, const kernels::RmsNormParams& params) = 0;
@@ -46,6 +70,7 @@ class KernelSet {
   virtual void Merge(Stream& stream, const kernels::MergeParams& params) = 0;
   virtual void SiluMul(Stream& stream, const kernels::SiluMulParams& params) = 0;
   virtual void Sample(Stream& stream, const kernels::SampleParams& params) = 0;
+  virtual void Transfer(Stream& stream, const kernels::TransferParams& params) = 0;
 };
 
 }  // namespace sluice

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "src/attention/attention_policy.h"
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
@@ -56,12 +57,13 @@ absl::Status BatchState::AllocateAll() {
     SLUICE_RETURN_IF_ERROR(
         Allocate(&tables->bias_values, kind, n * kMaxLogitBias * 4, "logit bias"));
   }
-  SLUICE_RETURN_IF_ERROR(Allocate(&inputs_, MemoryKind::kDevice, input_bytes(), "step inputs"));
+  const int64_t input_bytes = InputBytes({max_rows_, 0, max_samples_});
+  SLUICE_RETURN_IF_ERROR(Allocate(&inputs_, MemoryKind::kDevice, input_bytes, "step inputs"));
   SLUICE_RETURN_IF_ERROR(Allocate(&results_, MemoryKind::kDevice, result_bytes(), "step results"));
   for (int i = 0; i < kDepth; ++i) {
     const auto b = static_cast<size_t>(i);
     SLUICE_RETURN_IF_ERROR(
-        Allocate(&host_inputs_[b], MemoryKind::kPinned, input_bytes(), "step inputs"));
+        Allocate(&host_inputs_[b], MemoryKind::kPinned, input_bytes, "step inputs"));
     SLUICE_RETURN_IF_ERROR(
         Allocate(&host_results_[b], MemoryKind::kPinned, result_bytes(), "step results"));
   }
@@ -71,14 +73,13 @@ absl::Status BatchState::AllocateAll() {
                   device_->kernels().SampleScratchBytes(vocab_), "sampling scratch");
 }
 
-BatchState::Inputs BatchState::InputsAt(const Buffer& buffer) const {
-  auto* p = buffer.as<int32_t>();
+BatchState::Inputs BatchState::InputsAt(const Buffer& buffer, const Shape& shape) {
   Inputs in{};
-  in.slots = p;
-  in.positions = in.slots + max_rows_;
-  in.logit_rows = in.positions + max_rows_;
-  in.sample_slots = in.logit_rows + max_samples_;
-  in.sample_positions = in.sample_slots + max_samples_;
+  in.slots = buffer.as<int32_t>();
+  in.positions = in.slots + shape.rows;
+  in.logit_rows = in.positions + shape.rows;
+  in.sample_slots = in.logit_rows + shape.samples;
+  in.sample_positions = in.sample_slots + shape.samples;
   return in;
 }
 
@@ -136,12 +137,41 @@ BatchState::Times BatchState::TimesOf(int buffer) const {
           m.sampled->Since(*m.forward_done)};
 }
 
-void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model& model,
-                        AttentionPolicy& policy) {
-  SLUICE_CHECK(plan.row_count <= max_rows_ && plan.sample_count <= max_samples_);
-  Marks& marks = marks_[static_cast<size_t>(buffer)];
-  const bool timed = std::exchange(marks.timed, false);
-  const Inputs host = InputsAt(host_inputs_[static_cast<size_t>(buffer)]);
+int32_t BatchState::BucketOf(int32_t rows) const {
+  return std::min(device_->RowBucket(rows), max_rows_);
+}
+
+absl::Status BatchState::RecordPrograms(Stream& stream, Model& model, AttentionPolicy& policy) {
+  programs_.clear();
+  for (int32_t rows = 1; rows <= slots_; ++rows) {
+    const int32_t bucket = BucketOf(rows);
+    if (bucket == 0 || (!programs_.empty() && programs_.back().shape.rows == bucket)) continue;
+    const Shape shape{bucket, bucket, std::min(bucket, max_samples_)};
+    StepProgram program;
+    program.shape = shape;
+    SLUICE_ASSIGN_OR_RETURN(program.forward,
+                            device_->Record(stream, [this, shape, &model, &policy](Stream& s) {
+                              Forward(s, shape, model, policy);
+                            }));
+    SLUICE_ASSIGN_OR_RETURN(
+        program.sample, device_->Record(stream, [this, shape](Stream& s) { Sample(s, shape); }));
+    programs_.push_back(std::move(program));
+  }
+  return absl::OkStatus();
+}
+
+const BatchState::StepProgram* BatchState::ProgramFor(const StepPlan& plan) const {
+  if (plan.decode_rows < plan.row_count) return nullptr;
+  // Several handed-over first tokens of a sequence are as many decode rows, and may be more than
+  // any program has.
+  const auto program = std::find_if(
+      programs_.begin(), programs_.end(),
+      [bucket = BucketOf(plan.row_count)](const StepProgram& p) { return p.shape.rows == bucket; });
+  return program == programs_.end() ? nullptr : &*program;
+}
+
+void BatchState::FillInputs(int buffer, const StepPlan& plan, const Shape& shape) {
+  const Inputs host = InputsAt(host_inputs_[static_cast<size_t>(buffer)], shape);
   int32_t row = 0, sample = 0;
   for (const PlanRow& planned : plan.rows) {
     for (int32_t i = 0; i < planned.count; ++i, ++row) {
@@ -155,50 +185,94 @@ void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model&
       ++sample;
     }
   }
-  stream.Copy(inputs_.data(), host.slots, static_cast<size_t>(input_bytes()));
-  if (timed) stream.Record(*marks.rows_in);
+  for (; row < shape.rows; ++row) {
+    host.slots[row] = -1;
+    host.positions[row] = 0;
+  }
+  for (; sample < shape.samples; ++sample) {
+    host.logit_rows[sample] = -1;
+    host.sample_slots[sample] = -1;
+    host.sample_positions[sample] = 0;
+  }
+}
 
-  const Inputs in = InputsAt(inputs_);
+void BatchState::Forward(Stream& stream, const Shape& shape, Model& model,
+                         AttentionPolicy& policy) const {
+  const Inputs in = InputsAt(inputs_, shape);
   StepInputs step;
   step.tokens = device_tables_.tokens.as<int32_t>();
   step.token_stride = max_context_;
   step.slots = in.slots;
   step.positions = in.positions;
-  step.rows = plan.row_count;
+  step.rows = shape.rows;
+  step.decode_rows = shape.decode_rows;
   step.logit_rows = in.logit_rows;
-  step.logit_count = plan.sample_count;
+  step.logit_count = shape.samples;
   step.logits = logits_.as<float>();
   model.Forward(stream, step, policy);
+}
+
+void BatchState::Sample(Stream& stream, const Shape& shape) const {
+  const Inputs in = InputsAt(inputs_, shape);
+  const Results results = ResultsAt(results_);
+  kernels::SampleParams choose{};
+  choose.logits = logits_.as<float>();
+  choose.slots = in.sample_slots;
+  choose.positions = in.sample_positions;
+  choose.sampling = device_tables_.sampling.as<SamplingSlot>();
+  choose.stop_ids = device_tables_.stop_ids.as<int32_t>();
+  choose.bias_ids = device_tables_.bias_ids.as<int32_t>();
+  choose.bias_values = device_tables_.bias_values.as<float>();
+  choose.tokens = device_tables_.tokens.as<int32_t>();
+  choose.token_stride = max_context_;
+  choose.out_tokens = results.tokens;
+  choose.out_logprobs = results.logprobs;
+  choose.out_top_ids = results.top_ids;
+  choose.out_top_logprobs = results.top_logprobs;
+  choose.scratch = sample_scratch_.data();
+  choose.rows = shape.samples;
+  choose.vocab = vocab_;
+  device_->kernels().Sample(stream, choose);
+}
+
+void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model& model,
+                        AttentionPolicy& policy) {
+  SLUICE_CHECK(plan.row_count <= max_rows_ && plan.sample_count <= max_samples_);
+  const auto b = static_cast<size_t>(buffer);
+  Marks& marks = marks_[b];
+  const bool timed = std::exchange(marks.timed, false);
+  const StepProgram* program = ProgramFor(plan);
+  const Shape shape = program != nullptr
+                          ? program->shape
+                          : Shape{plan.row_count, plan.decode_rows, plan.sample_count};
+  FillInputs(buffer, plan, shape);
+  const int32_t* slots = InputsAt(host_inputs_[b], shape).slots;
+  // Before the copy: a kernel may read tables before the kernels ahead of it in the stream have
+  // ended (kernels/cuda/launch.cuh), but never before a copy ahead of it has.
+  policy.BeginStep(stream, {slots, static_cast<size_t>(plan.row_count)});
+  stream.Copy(inputs_.data(), host_inputs_[b].data(), static_cast<size_t>(InputBytes(shape)));
+  if (timed) stream.Record(*marks.rows_in);
+
+  if (program != nullptr) {
+    program->forward->Run(stream);
+  } else {
+    Forward(stream, shape, model, policy);
+  }
   if (timed) stream.Record(*marks.forward_done);
 
-  const Results results = ResultsAt(results_);
   if (plan.sample_count > 0) {
     if (SLUICE_FAILPOINT(kEngineLogits)) {
-      stream.Fill(step.logits, 0xFF, static_cast<size_t>(vocab_) * sizeof(float));  // NaN
+      stream.Fill(logits_.data(), 0xFF, static_cast<size_t>(vocab_) * sizeof(float));  // NaN
     }
-    kernels::SampleParams choose{};
-    choose.logits = step.logits;
-    choose.slots = in.sample_slots;
-    choose.positions = in.sample_positions;
-    choose.sampling = device_tables_.sampling.as<SamplingSlot>();
-    choose.stop_ids = device_tables_.stop_ids.as<int32_t>();
-    choose.bias_ids = device_tables_.bias_ids.as<int32_t>();
-    choose.bias_values = device_tables_.bias_values.as<float>();
-    choose.tokens = device_tables_.tokens.as<int32_t>();
-    choose.token_stride = max_context_;
-    choose.out_tokens = results.tokens;
-    choose.out_logprobs = results.logprobs;
-    choose.out_top_ids = results.top_ids;
-    choose.out_top_logprobs = results.top_logprobs;
-    choose.scratch = sample_scratch_.data();
-    choose.rows = plan.sample_count;
-    choose.vocab = vocab_;
-    device_->kernels().Sample(stream, choose);
+    if (program != nullptr) {
+      program->sample->Run(stream);
+    } else {
+      Sample(stream, shape);
+    }
   }
   if (timed) stream.Record(*marks.sampled);
   if (plan.sample_count > 0) {
-    stream.Copy(host_results_[static_cast<size_t>(buffer)].data(), results_.data(),
-                static_cast<size_t>(result_bytes()));
+    stream.Copy(host_results_[b].data(), results_.data(), static_cast<size_t>(result_bytes()));
   }
   stream.Record(*marks.end);
 }

@@ -2,6 +2,11 @@
 // and its results, all at fixed addresses. The host changes tables when a sequence joins, and
 // uploads the rows of each step; token values never pass through it.
 //
+// So nearly all of a step of decode rows can be recorded once: one pair of programs (forward pass,
+// sampling) for every row bucket of the device, whose missing rows are padded. Such a step is then
+// one copy in, two programs and one copy out, whoever joined or left since. Steps with rows of
+// prompts, and all steps of a device without buckets, are enqueued operator by operator.
+//
 // Engine's thread only.
 #pragma once
 
@@ -34,6 +39,11 @@ class BatchState {
   static absl::StatusOr<std::unique_ptr<BatchState>> Create(const Options& options, Device* device,
                                                             const Model& model);
 
+  // Records the programs for steps of up to `slots` decode rows, so that no later step has to; runs
+  // nothing. From then on Launch has to be called with streams of the kind of `stream`, and with
+  // `model` and `policy`, which outlive this. The device's errors.
+  absl::Status RecordPrograms(Stream& stream, Model& model, AttentionPolicy& policy);
+
   // Puts a sequence's tokens and sampling state into `slot`. REQUIRES: no step that has the slot is
   // under way; tokens.size() <= max_context.
   void Join(Stream& stream, int slot, absl::Span<const int32_t> tokens,
@@ -47,8 +57,9 @@ class BatchState {
   // is enqueued, Grow included. Without it the step is not timed.
   void Begin(Stream& stream, int buffer);
 
-  // Enqueues rows, forward pass, sampling and the way back of the results; `buffer` < kDepth is
-  // free again once event(buffer) is ready and its results were read.
+  // Enqueues what the policy has for the device, rows, forward pass, sampling and the way back of
+  // the results; `buffer` < kDepth is free again once event(buffer) is ready and its results were
+  // read.
   void Launch(Stream& stream, int buffer, const StepPlan& plan, Model& model,
               AttentionPolicy& policy);
   Event& event(int buffer) { return *marks_[static_cast<size_t>(buffer)].end; }
@@ -67,17 +78,40 @@ class BatchState {
   OutputToken Result(int buffer, int index, std::optional<uint32_t> logprobs) const;
 
  private:
+  // How large a step is on the device, padded rows included.
+  struct Shape {
+    int32_t rows = 0;
+    int32_t decode_rows = 0;
+    int32_t samples = 0;
+  };
+  // A step of decode rows, recorded. In two parts, so that the time of each is known.
+  struct StepProgram {
+    Shape shape;
+    std::unique_ptr<Program> forward, sample;
+  };
+
   BatchState(const Options& options, Device* device, const Model& model);
+  // Rows that a step of `rows` decode rows is padded to; 0: it is not.
+  int32_t BucketOf(int32_t rows) const;
+  // The program that serves a plan, or null.
+  const StepProgram* ProgramFor(const StepPlan& plan) const;
+  // Writes the plan's rows and samples to `buffer`'s inputs on the host, padded to `shape`.
+  void FillInputs(int buffer, const StepPlan& plan, const Shape& shape);
+  void Forward(Stream& stream, const Shape& shape, Model& model, AttentionPolicy& policy) const;
+  void Sample(Stream& stream, const Shape& shape) const;
   absl::Status Allocate(Buffer* buffer, MemoryKind kind, int64_t bytes, const char* what);
   absl::Status AllocateAll();
 
-  // Step inputs, int32, one after the other in one buffer.
+  // Step inputs, int32, one after the other in one buffer: a step uploads as many bytes as its
+  // shape has, and their addresses are the same in every step of that shape.
   struct Inputs {
-    int32_t *slots, *positions;                             // [max_rows]
-    int32_t *logit_rows, *sample_slots, *sample_positions;  // [max_samples]
+    int32_t *slots, *positions;                             // [rows]
+    int32_t *logit_rows, *sample_slots, *sample_positions;  // [samples]
   };
-  Inputs InputsAt(const Buffer& buffer) const;
-  int64_t input_bytes() const { return (2 * int64_t{max_rows_} + 3 * int64_t{max_samples_}) * 4; }
+  static Inputs InputsAt(const Buffer& buffer, const Shape& shape);
+  static int64_t InputBytes(const Shape& shape) {
+    return (2 * int64_t{shape.rows} + 3 * int64_t{shape.samples}) * 4;
+  }
   // Step results, one after the other in one buffer.
   struct Results {
     int32_t* tokens;      // [max_samples]
@@ -119,6 +153,7 @@ class BatchState {
     bool timed = false;  // Begin was called
   };
   std::array<Marks, kDepth> marks_;
+  std::vector<StepProgram> programs_;           // by rows, ascending
   std::vector<std::unique_ptr<Event>> joined_;  // per slot
 };
 

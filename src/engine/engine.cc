@@ -14,12 +14,12 @@
 
 namespace sluice {
 EngineImpl::EngineImpl(const Options& options, const Parts& parts,
-                       std::unique_ptr<BatchState> batch)
+                       std::unique_ptr<BatchState> batch, std::unique_ptr<Stream> stream)
     : options_(options),
       parts_(parts),
       readiness_(parts.readiness != nullptr ? parts.readiness : &own_readiness_),
       batch_(std::move(batch)),
-      stream_(parts.device->NewStream(Device::StreamKind::kCompute)),
+      stream_(std::move(stream)),
       slots_(options.max_sequences, nullptr),
       seeds_(options.seed != 0 ? options.seed : RandomU64()) {
   for (int slot = static_cast<int>(options.max_sequences) - 1; slot >= 0; --slot) {
@@ -114,7 +114,7 @@ absl::Status EngineImpl::CheckManifest(const Request& request, const std::vector
 absl::StatusOr<SequenceId> EngineImpl::Submit(Request request) {
   SLUICE_RETURN_IF_ERROR(CheckRequest(request));
   absl::MutexLock lock(&submit_mutex_);
-  SLUICE_RETURN_IF_ERROR(readiness_->CheckNotDraining());
+  SLUICE_RETURN_IF_ERROR(readiness_->CheckTakesWork());
   if (SLUICE_FAILPOINT(kEngineQueue) || waiting_count_ >= options_.max_waiting) {
     return ResourceExhausted(
         "TOO_MANY_WAITING",
@@ -243,7 +243,9 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const Options& options, c
                           BatchState::Create({static_cast<int>(options.max_sequences),
                                               static_cast<int>(options.max_context)},
                                              parts.device, *parts.model));
-  return std::make_unique<EngineImpl>(options, parts, std::move(batch));
+  std::unique_ptr<Stream> stream = parts.device->NewStream(Device::StreamKind::kCompute);
+  SLUICE_RETURN_IF_ERROR(batch->RecordPrograms(*stream, *parts.model, *parts.policy));
+  return std::make_unique<EngineImpl>(options, parts, std::move(batch), std::move(stream));
 }
 
 }  // namespace sluice

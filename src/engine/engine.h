@@ -28,6 +28,7 @@ class Model;
 class Readiness;
 class TokenBytes;
 class TransferTable;
+class TurnTrace;
 
 struct SequenceSnapshot {
   enum class State { kAwaitingTransfer, kWaiting, kRunning, kParked, kPreempted };
@@ -84,6 +85,7 @@ class Engine {
     Clock* clock = nullptr;
     Readiness* readiness = nullptr;     // null: the engine keeps its own
     FinishRate* finish_rate = nullptr;  // told of every end, asked for refusals; may be null
+    TurnTrace* trace = nullptr;         // told of every phase; may be null
   };
   static absl::StatusOr<std::unique_ptr<Engine>> Create(const Options& options, const Parts& parts);
   virtual ~Engine() = default;

@@ -30,7 +30,8 @@ namespace sluice {
 
 class EngineImpl : public Engine {
  public:
-  EngineImpl(const Options& options, const Parts& parts, std::unique_ptr<BatchState> batch);
+  EngineImpl(const Options& options, const Parts& parts, std::unique_ptr<BatchState> batch,
+             std::unique_ptr<Stream> stream);
   ~EngineImpl() override;
 
   absl::StatusOr<SequenceId> Submit(Request request) override;
@@ -70,6 +71,9 @@ class EngineImpl : public Engine {
   // Phases of a turn.
   Next TakeTurn();
   void CheckTimes(absl::Time now);
+  // The device has failed: every sequence ends with why, and no other comes. Again in every turn,
+  // for what was submitted meanwhile.
+  void EndFailed(const absl::Status& health, absl::Time now);
   void TakeReadyTransfers(absl::Time now);
   void ReleaseSlots();
   void MoveOut(absl::Time now);
@@ -146,9 +150,11 @@ class EngineImpl : public Engine {
   uint64_t completed_steps_ = 0;
   StepTimes times_;
   absl::Time last_completed_ = absl::InfinitePast();
+  absl::Time last_turn_ = absl::InfinitePast();  // its end; kept for a trace alone
   absl::Time next_reap_ = absl::InfinitePast();
   absl::Time next_check_ = absl::InfinitePast();
   SplitMix64 seeds_;
+  bool device_failed_ = false;
   absl::Time drain_deadline_ = absl::InfiniteFuture();
   absl::Status drain_why_;
   std::vector<std::function<void()>> idle_callbacks_;

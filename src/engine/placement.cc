@@ -105,7 +105,7 @@ void EngineImpl::MakeFirm() {
 
 bool EngineImpl::MakeRoom(Sequence& sequence) {
   const int64_t most = sequence.cached + static_cast<int64_t>(options_.chunk_tokens);
-  if (parts_.policy->Grow(sequence.slot, std::min(sequence.length, most), *stream_)) return true;
+  if (parts_.policy->Grow(sequence.slot, std::min(sequence.length, most))) return true;
   // What is on its way out gives pages back soon.
   if (!leaving_.empty() || !preempting_.empty()) return false;
   victim_view_.clear();

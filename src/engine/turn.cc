@@ -7,6 +7,7 @@
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/engine/engine_impl.h"
+#include "src/engine/turn_trace.h"
 #include "src/metrics/metrics.h"
 #include "src/model/model.h"
 
@@ -21,13 +22,20 @@ constexpr absl::Duration kSlotLookAgain = absl::Microseconds(250);
 Engine::Next EngineImpl::Turn() {
   const absl::Time begin = parts_.clock->Now();
   const Next next = TakeTurn();
-  times_.turn += parts_.clock->Now() - begin;
+  const absl::Time end = parts_.clock->Now();
+  times_.turn += end - begin;
+  if (parts_.trace != nullptr) {
+    if (last_turn_ != absl::InfinitePast()) parts_.trace->Phase("wait", last_turn_, begin);
+    parts_.trace->Phase("turn", begin, end);
+    last_turn_ = end;
+  }
   return next;
 }
 
 Engine::Next EngineImpl::TakeTurn() {
   inbox_.Drain();
   const absl::Time now = parts_.clock->Now();
+  if (const absl::Status health = parts_.device->Health(); !health.ok()) EndFailed(health, now);
   if (now >= next_reap_ || transfers_changed_.load(std::memory_order_acquire)) {
     TakeReadyTransfers(now);
   }
@@ -42,6 +50,8 @@ Engine::Next EngineImpl::TakeTurn() {
   if (steps_under_way() == BatchState::kDepth || (steps_under_way() > 0 && !launched)) {
     Event& event = batch_->event(BufferOf(completed_steps_ + 1));
     if (!event.Ready()) return {Next::Kind::kEvent, &event, absl::InfiniteFuture()};
+    // What a failed device leaves behind is nobody's token: first its sequences end.
+    if (!device_failed_ && !parts_.device->Health().ok()) return {Next::Kind::kNow, nullptr, {}};
     CompleteStep();
     return {Next::Kind::kNow, nullptr, {}};
   }
@@ -52,6 +62,12 @@ Engine::Next EngineImpl::TakeTurn() {
   }
   CheckIdle();
   return {Next::Kind::kInbox, nullptr, std::min(next_reap_, next_check_)};
+}
+
+void EngineImpl::EndFailed(const absl::Status& health, absl::Time now) {
+  device_failed_ = true;
+  readiness_->SetFailed(health);  // nothing is submitted after this
+  EndAll(health, now);
 }
 
 void EngineImpl::TakeReadyTransfers(absl::Time now) {
@@ -145,6 +161,7 @@ bool EngineImpl::LaunchStep(absl::Time now) {
     }
     PlannerSequence view;
     view.slot = sequence->slot;
+    view.prompt_length = sequence->prompt_length;
     view.cached = sequence->cached;
     view.length = sequence->length;
     view.wants_token = sequence->wants_token();
@@ -183,6 +200,10 @@ bool EngineImpl::LaunchStep(absl::Time now) {
   const absl::Duration launch = parts_.clock->Now() - planned;
   times_.plan += planned - now;
   times_.launch += launch;
+  if (parts_.trace != nullptr) {
+    parts_.trace->Phase("plan", now, planned);
+    parts_.trace->Phase("launch", planned, planned + launch);
+  }
   if (parts_.metrics != nullptr) {
     parts_.metrics->step_sequences.Observe(static_cast<double>(plan_.rows.size()));
     parts_.metrics->step_seconds(StepPhase::kPlan).Observe(planned - now);
@@ -218,6 +239,7 @@ void EngineImpl::CompleteStep() {
   ++times_.steps;
   times_.step += now - began;
   times_.emit += end - now;
+  if (parts_.trace != nullptr) parts_.trace->Phase("emit", now, end);
   if (parts_.metrics != nullptr) {
     const BatchState::Times device = batch_->TimesOf(buffer);
     times_.kernels += device.compute + device.sample;

@@ -22,6 +22,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "kernels/params.h"
 #include "src/base/clock.h"
 #include "src/base/log_limiter.h"
 #include "src/kv/page_pool.h"
@@ -46,6 +47,7 @@ inline constexpr size_t kMaxNameBytes = 128;
 
 // Output tokens that a prefill node may hand over: fewer than any stream's buffer holds.
 inline constexpr size_t kMaxFirstTokens = 16;
+static_assert(kMaxFirstTokens <= kernels::kMaxNewTokens, "they may be decode rows of one step");
 
 struct ChunkHeader {
   std::string transfer_id;

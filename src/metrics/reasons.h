@@ -52,6 +52,7 @@ inline constexpr RequestReason kRequestReasons[] = {
     {RequestOutcome::kSlowReader, "SLOW_READER"},
     {RequestOutcome::kError, "BAD_LOGITS"},
     {RequestOutcome::kError, "DRAINING"},
+    {RequestOutcome::kError, "GPU_FAILED"},
     {RequestOutcome::kError, "INTERNAL"},
     {RequestOutcome::kError, "INVALID_ARGUMENT"},
     {RequestOutcome::kError, "POISONED"},
@@ -61,6 +62,7 @@ inline constexpr RequestReason kRequestReasons[] = {
     {RequestOutcome::kRefused, "DRAINING"},
     {RequestOutcome::kRefused, "EXCEPTION"},
     {RequestOutcome::kRefused, "GENERATE_EXISTS"},
+    {RequestOutcome::kRefused, "GPU_FAILED"},
     {RequestOutcome::kRefused, "INVALID_ARGUMENT"},
     {RequestOutcome::kRefused, "NO_HANDOFF"},
     {RequestOutcome::kRefused, "POISONED"},
@@ -74,10 +76,15 @@ inline constexpr RequestReason kRequestReasons[] = {
 // Why a Reserve was refused: the series of sluice_reserves_total with outcome "refused"; the last
 // is for reasons not listed.
 inline constexpr std::string_view kReserveReasons[] = {
-    "DRAINING",           "DRAM_FULL",
-    "EXCEPTION",          "FINGERPRINT_MISMATCH",
-    "INVALID_ARGUMENT",   "RENDEZVOUS_KEY_IN_USE",
-    "TOO_MANY_TRANSFERS", kOtherReason,
+    "DRAINING",
+    "DRAM_FULL",
+    "EXCEPTION",
+    "FINGERPRINT_MISMATCH",
+    "GPU_FAILED",
+    "INVALID_ARGUMENT",
+    "RENDEZVOUS_KEY_IN_USE",
+    "TOO_MANY_TRANSFERS",
+    kOtherReason,
 };
 
 // The reason that a status carries, or the name of its code.

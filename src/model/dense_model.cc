@@ -17,14 +17,11 @@ namespace {
 
 using kernels::DType;
 
-// Room for partial attention results: enough for every worker of a large host, small beside
-// weights.
-constexpr int64_t kPartialBytes = int64_t{16} << 20;
-
-// Rows [begin, begin + count) of a step.
+// Rows [begin, begin + count) of a step, of which the first `decode` generate.
 struct RowRange {
   int32_t begin;
   int32_t count;
+  int32_t decode;
 };
 
 struct Layer {
@@ -77,7 +74,7 @@ class DenseModel : public Model {
             void* out, int32_t rows);
   // y = x W^T + bias, or added to y.
   void Product(Stream& stream, const void* x, const Weight& weight, const DeviceVector& bias,
-               float* y, int32_t rows, bool accumulate);
+               float* y, int32_t rows, int32_t decode_rows, bool accumulate);
   float* Residual(RowRange rows) const {
     return residual_.as<float>() + int64_t{rows.begin} * config_.hidden_size;
   }
@@ -202,15 +199,15 @@ absl::Status DenseModel::AllocateWorkspace() {
   SLUICE_RETURN_IF_ERROR(Workspace(&cos_sin_, rows, int64_t{config_.head_dim} * 4, "RoPE angles"));
   SLUICE_RETURN_IF_ERROR(Workspace(&head_input_, max_logits_, hidden * act, "the head's input"));
   const int64_t entry = int64_t{config_.heads} * (config_.head_dim + 1) * 4;
-  const int64_t splits =
-      (max_context_ + kernels::kAttentionSplitTokens - 1) / kernels::kAttentionSplitTokens;
-  partial_rows_ = std::min(max_logits_ * splits, std::max<int64_t>(kPartialBytes / entry, splits));
+  partial_rows_ = kernels_.AttentionScratchBytes({max_logits_, config_.heads, config_.kv_heads,
+                                                  config_.head_dim, max_context_}) /
+                  entry;
   return Workspace(&partial_, partial_rows_, entry, "partial attention results");
 }
 
 void DenseModel::Forward(Stream& stream, const StepInputs& in, AttentionPolicy& policy) {
   SLUICE_CHECK(in.rows <= max_rows_ && in.logit_count <= max_logits_);
-  const RowRange all{0, in.rows};
+  const RowRange all{0, in.rows, in.decode_rows};
   kernels::EmbeddingParams embedding{};
   embedding.tokens = in.tokens;
   embedding.token_stride = in.token_stride;
@@ -254,13 +251,15 @@ void DenseModel::Norm(Stream& stream, const float* x, const int32_t* row_index,
 }
 
 void DenseModel::Product(Stream& stream, const void* x, const Weight& weight,
-                         const DeviceVector& bias, float* y, int32_t rows, bool accumulate) {
+                         const DeviceVector& bias, float* y, int32_t rows, int32_t decode_rows,
+                         bool accumulate) {
   kernels::LinearParams linear{};
   linear.x = x;
   linear.w = weight.matrix;
   linear.bias = bias.data();
   linear.y = y;
   linear.rows = rows;
+  linear.decode_rows = decode_rows;
   linear.x_type = kernels_.activation_type();
   linear.accumulate = accumulate;
   kernels_.Linear(stream, linear);
@@ -273,7 +272,7 @@ void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRan
   void* normed = Activation(normed_, rows.begin, hidden);
   float* qkv = qkv_.as<float>() + int64_t{rows.begin} * qkv_size();
   Norm(stream, Residual(rows), nullptr, w.input_norm, normed, rows.count);
-  Product(stream, normed, w.qkv, w.qkv_bias, qkv, rows.count, /*accumulate=*/false);
+  Product(stream, normed, w.qkv, w.qkv_bias, qkv, rows.count, rows.decode, /*accumulate=*/false);
 
   kernels::RopeAppendParams append{};
   append.qkv = qkv;
@@ -300,11 +299,13 @@ void DenseModel::Attend(Stream& stream, int layer, const StepInputs& in, RowRang
   attention.partial = partial_.as<float>();
   attention.partial_rows = partial_rows_;
   attention.rows = rows.count;
+  attention.decode_rows = rows.decode;
   attention.heads = config_.heads;
   attention.scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim));
   attention.out_type = kernels_.activation_type();
   policy.Attend(stream, layer, attention);
-  Product(stream, attention.out, w.o, w.o_bias, Residual(rows), rows.count, /*accumulate=*/true);
+  Product(stream, attention.out, w.o, w.o_bias, Residual(rows), rows.count, rows.decode,
+          /*accumulate=*/true);
 }
 
 void DenseModel::Ffn(Stream& stream, int layer, RowRange rows) {
@@ -313,7 +314,8 @@ void DenseModel::Ffn(Stream& stream, int layer, RowRange rows) {
   void* normed = Activation(normed_, rows.begin, hidden);
   float* gate_up = gate_up_.as<float>() + rows.begin * 2 * inter;
   Norm(stream, Residual(rows), nullptr, w.post_attention_norm, normed, rows.count);
-  Product(stream, normed, w.gate_up, w.gate_up_bias, gate_up, rows.count, /*accumulate=*/false);
+  Product(stream, normed, w.gate_up, w.gate_up_bias, gate_up, rows.count, rows.decode,
+          /*accumulate=*/false);
 
   kernels::SiluMulParams silu{};
   silu.gate_up = gate_up;
@@ -322,15 +324,17 @@ void DenseModel::Ffn(Stream& stream, int layer, RowRange rows) {
   silu.dim = config_.intermediate_size;
   silu.out_type = kernels_.activation_type();
   kernels_.SiluMul(stream, silu);
-  Product(stream, silu.out, w.down, w.down_bias, Residual(rows), rows.count, /*accumulate=*/true);
+  Product(stream, silu.out, w.down, w.down_bias, Residual(rows), rows.count, rows.decode,
+          /*accumulate=*/true);
 }
 
 void DenseModel::Logits(Stream& stream, const StepInputs& in) {
   if (in.logit_count == 0) return;
   Norm(stream, residual_.as<float>(), in.logit_rows, final_norm_, head_input_.data(),
        in.logit_count);
+  // Each makes the choice of a token that generates, the last row of a prompt too.
   Product(stream, head_input_.data(), head_, DeviceVector{}, in.logits, in.logit_count,
-          /*accumulate=*/false);
+          in.logit_count, /*accumulate=*/false);
 }
 
 }  // namespace
@@ -351,6 +355,8 @@ absl::StatusOr<std::unique_ptr<Model>> NewDenseModel(const Model::Options& optio
                                                      std::string fingerprint,
                                                      std::unique_ptr<WeightSource> source,
                                                      Device* device) {
+  SLUICE_RETURN_IF_ERROR(
+      device->kernels().Check({config.hidden_size, config.vocab_size, options.block_tokens}));
   auto model = std::make_unique<DenseModel>(options, config, std::move(fingerprint),
                                             std::move(source), device);
   SLUICE_RETURN_IF_ERROR(model->LoadWeights());

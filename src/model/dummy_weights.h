@@ -8,6 +8,7 @@
 #include <string>
 
 #include "absl/types/span.h"
+#include "kernels/weight_formula.h"
 #include "src/model/tensor_list.h"
 
 namespace sluice {
@@ -19,10 +20,12 @@ inline constexpr uint64_t kDummySeed = 20261121;
 //   u = (z >> 40) / 2^23 - 1.
 void DummyUniform(const std::string& name, uint64_t seed, int64_t first, absl::Span<float> out);
 
-// Elements [first, first + out.size()) of a dummy tensor as bf16. Norm weights are 1 + 0.3 u,
-// biases 0.2 u, embeddings 1.7 u (0.25 u where they are the output head too), matrices gain /
-// sqrt(columns)
-// * u with gain 2.0 for q_proj and k_proj, 1.4 for o_proj and down_proj, 2.8 for the others.
+// The formula of a dummy tensor. Norm weights are 1 + 0.3 u, biases 0.2 u, embeddings 1.7 u (0.25 u
+// where they are the output head too), matrices gain / sqrt(columns) * u with gain 2.0 for q_proj
+// and k_proj, 1.4 for o_proj and down_proj, 2.8 for the others.
+kernels::WeightFormula DummyFormula(const TensorSpec& tensor, bool tied_head, uint64_t seed);
+
+// Elements [first, first + out.size()) of a dummy tensor as bf16.
 void FillDummy(const TensorSpec& tensor, bool tied_head, uint64_t seed, int64_t first,
                absl::Span<uint16_t> out);
 

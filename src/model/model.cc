@@ -16,7 +16,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const Options& options, Devic
   }
   std::unique_ptr<WeightSource> source;
   if (options.load_format == "dummy") {
-    source = DummyWeights(config, options.load_threads);
+    source = DummyWeights(config);
   } else {
     SLUICE_ASSIGN_OR_RETURN(source, OpenCheckpoint(options.directory, config));
   }

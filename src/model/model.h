@@ -24,7 +24,8 @@ struct StepInputs {
   const int32_t* slots = nullptr;      // [rows]; -1: padded
   const int32_t* positions = nullptr;  // [rows]
   int32_t rows = 0;
-  const int32_t* logit_rows = nullptr;  // [logit_count] rows whose logits are wanted
+  int32_t decode_rows = 0;              // the first of them: kernels/params.h
+  const int32_t* logit_rows = nullptr;  // [logit_count] rows whose logits are wanted; -1: padded
   int32_t logit_count = 0;
   float* logits = nullptr;  // [logit_count][vocab]
 };
@@ -36,10 +37,9 @@ class Model {
     std::string load_format = "auto";  // or "dummy"
     DType kv_dtype = DType::kBFloat16;
     int block_tokens = 32;
-    int max_context = 0;   // 0: what the config allows
-    int max_rows = 512;    // rows of a step at most
-    int max_logits = 32;   // logit rows of a step at most
-    int load_threads = 1;  // threads that make dummy weights
+    int max_context = 0;  // 0: what the config allows
+    int max_rows = 512;   // rows of a step at most
+    int max_logits = 32;  // logit rows of a step at most
   };
   // Errors name the file, tensor or key, what was expected and what was found.
   static absl::StatusOr<std::unique_ptr<Model>> Load(const Options& options, Device* device);

@@ -38,10 +38,14 @@ class WeightLoader {
     std::vector<MatrixPart> data;
     int64_t rows = 0;
     for (const Part& part : parts) {
-      SLUICE_ASSIGN_OR_RETURN(MatrixView view, source_->Matrix(part.name, part.rows, columns));
-      data.push_back({view.data(), part.rows});
-      views.push_back(std::move(view));
       rows += part.rows;
+      if (const auto formula = source_->Formula(part.name); formula.has_value()) {
+        data.push_back({nullptr, part.rows, *formula});
+        continue;
+      }
+      SLUICE_ASSIGN_OR_RETURN(MatrixView view, source_->Matrix(part.name, part.rows, columns));
+      data.push_back({view.data(), part.rows, {}});
+      views.push_back(std::move(view));
     }
     SLUICE_ASSIGN_OR_RETURN(Weight weight, device_->kernels().Prepare(data, columns));
     bytes_ += weight.storage.bytes() > 0 ? static_cast<int64_t>(weight.storage.bytes())
@@ -73,6 +77,7 @@ class WeightLoader {
     stream_->Copy(vector.storage.data(), values.data(), bytes);
     stream_->Record(*done_);
     done_->Wait();
+    SLUICE_RETURN_IF_ERROR(device_->Health());
     bytes_ += static_cast<int64_t>(bytes);
     return vector;
   }

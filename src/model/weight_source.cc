@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_join.h"
@@ -96,6 +95,10 @@ class CheckpointSource : public WeightSource {
     if (faults.empty()) return absl::OkStatus();
     return absl::InvalidArgumentError(
         absl::StrCat(dir_, ": the weights do not fit config.json: ", ListText(faults)));
+  }
+
+  std::optional<kernels::WeightFormula> Formula(const std::string&) const override {
+    return std::nullopt;
   }
 
   absl::StatusOr<MatrixView> Matrix(const std::string& name, int64_t rows, int64_t cols) override {
@@ -192,19 +195,24 @@ class CheckpointSource : public WeightSource {
 
 class DummySource : public WeightSource {
  public:
-  DummySource(const ModelConfig& config, int threads)
-      : config_(config), threads_(std::max(threads, 1)) {
+  explicit DummySource(const ModelConfig& config) : config_(config) {
     for (TensorSpec& spec : ExpectedTensors(config)) {
       const std::string name = spec.name;
       tensors_.emplace(name, std::move(spec));
     }
   }
 
+  std::optional<kernels::WeightFormula> Formula(const std::string& name) const override {
+    const auto it = tensors_.find(name);
+    if (it == tensors_.end()) return std::nullopt;
+    return DummyFormula(it->second, config_.tie_word_embeddings, kDummySeed);
+  }
+
   absl::StatusOr<MatrixView> Matrix(const std::string& name, int64_t rows, int64_t cols) override {
     SLUICE_ASSIGN_OR_RETURN(const TensorSpec* spec, Find(name, {rows, cols}));
     const auto n = static_cast<size_t>(spec->elements());
     auto owned = std::make_unique_for_overwrite<uint16_t[]>(n);
-    FillParallel(*spec, absl::MakeSpan(owned.get(), n));
+    FillDummy(*spec, config_.tie_word_embeddings, kDummySeed, 0, absl::MakeSpan(owned.get(), n));
     return MatrixView::Owned(std::move(owned), rows, cols);
   }
 
@@ -242,24 +250,7 @@ class DummySource : public WeightSource {
     return &it->second;
   }
 
-  void FillParallel(const TensorSpec& spec, absl::Span<uint16_t> out) const {
-    // A thread costs some 50 us: about what 50,000 elements do.
-    constexpr size_t kMinPerThread = 1 << 18;
-    const size_t threads =
-        std::clamp<size_t>(out.size() / kMinPerThread, 1, static_cast<size_t>(threads_));
-    const size_t share = (out.size() + threads - 1) / threads;
-    std::vector<std::jthread> helpers;
-    const auto fill = [&, this](size_t t) {
-      const size_t begin = std::min(t * share, out.size());
-      FillDummy(spec, config_.tie_word_embeddings, kDummySeed, static_cast<int64_t>(begin),
-                out.subspan(begin, share));
-    };
-    for (size_t t = 1; t < threads; ++t) helpers.emplace_back(fill, t);
-    fill(0);
-  }
-
   const ModelConfig config_;
-  const int threads_;
   std::map<std::string, TensorSpec> tensors_;
 };
 
@@ -273,8 +264,8 @@ absl::StatusOr<std::unique_ptr<WeightSource>> OpenCheckpoint(const std::string& 
   return source;
 }
 
-std::unique_ptr<WeightSource> DummyWeights(const ModelConfig& config, int threads) {
-  return std::make_unique<DummySource>(config, threads);
+std::unique_ptr<WeightSource> DummyWeights(const ModelConfig& config) {
+  return std::make_unique<DummySource>(config);
 }
 
 }  // namespace sluice

@@ -4,11 +4,13 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "kernels/weight_formula.h"
 #include "src/model/model_config.h"
 
 namespace sluice {
@@ -50,6 +52,8 @@ class WeightSource {
  public:
   virtual ~WeightSource() = default;
 
+  // What makes the matrix, where it comes from a formula: then nothing needs to ask for its bytes.
+  virtual std::optional<kernels::WeightFormula> Formula(const std::string& name) const = 0;
   // The matrix as bf16: mapped where it is stored so, converted once (nearest, ties to even) where
   // it is F16 or F32.
   virtual absl::StatusOr<MatrixView> Matrix(const std::string& name, int64_t rows,
@@ -73,7 +77,7 @@ class WeightSource {
 absl::StatusOr<std::unique_ptr<WeightSource>> OpenCheckpoint(const std::string& dir,
                                                              const ModelConfig& config);
 
-// Weights from a formula (dummy_weights.h), made as they are asked for on up to `threads` threads.
-std::unique_ptr<WeightSource> DummyWeights(const ModelConfig& config, int threads);
+// Weights from a formula (dummy_weights.h), made as they are asked for.
+std::unique_ptr<WeightSource> DummyWeights(const ModelConfig& config);
 
 }  // namespace sluice

@@ -46,8 +46,9 @@ class MarkingPolicy : public AttentionPolicy {
   }
   bool Warm(int slot) override { return full_->Warm(slot); }
   Event& WarmEvent(int slot) override { return full_->WarmEvent(slot); }
-  bool Grow(int slot, int64_t tokens, Stream& stream) override {
-    return full_->Grow(slot, tokens, stream);
+  bool Grow(int slot, int64_t tokens) override { return full_->Grow(slot, tokens); }
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots) override {
+    full_->BeginStep(stream, slots);
   }
   void Release(int slot) override { full_->Release(slot); }
   bool MakeFirm(int slot) override { return full_->MakeFirm(slot); }
@@ -83,12 +84,20 @@ std::vector<absl::Span<const uint8_t>> ChunkPieces(const SequenceCache& cache, i
   return pieces;
 }
 
+// A layer's part of a chunk on its way from the caches to the wire.
+struct Staging {
+  Buffer memory;  // pinned
+  std::vector<Stream::CopyOp> copies;
+  std::unique_ptr<Event> copied;
+};
+
 class PrefillerImpl : public Prefiller {
  public:
   PrefillerImpl(const Options& options, Device* device, Model* model, Clock* clock,
                 std::unique_ptr<PagePool> pool, std::unique_ptr<FullPolicy> policy,
-                std::unique_ptr<BatchState> batch)
+                std::unique_ptr<BatchState> batch, std::array<Staging, 2> staging)
       : options_(options),
+        device_(device),
         model_(model),
         clock_(clock),
         pool_(std::move(pool)),
@@ -96,6 +105,8 @@ class PrefillerImpl : public Prefiller {
         marking_(policy_.get(), device, model->cache_layout().layers),
         batch_(std::move(batch)),
         stream_(device->NewStream(Device::StreamKind::kCompute)),
+        staging_(std::move(staging)),
+        copy_stream_(device->NewStream(Device::StreamKind::kCopy)),
         seeds_(options.seed != 0 ? options.seed : RandomU64()) {
     // Chunks end on blocks, as the wire wants them.
     int block = 1;
@@ -103,6 +114,7 @@ class PrefillerImpl : public Prefiller {
       block = std::max(block, kind.block_tokens);
     chunk_tokens_ = std::max(block, static_cast<int>(options.chunk_tokens) / block * block);
     chunk_tokens_ = std::min(chunk_tokens_, model->max_rows() / block * block);
+    for (Staging& s : staging_) s.copied = device->NewEvent();
   }
 
   absl::StatusOr<PrefillResult> Run(const std::vector<int32_t>& prompt,
@@ -173,10 +185,11 @@ class PrefillerImpl : public Prefiller {
       const bool sample = want_first_token && begin + count == tokens;
       plan_.rows.assign(1, PlanRow{kSlot, begin, count, sample});
       plan_.row_count = count;
+      plan_.decode_rows = 0;
       plan_.sample_count = sample ? 1 : 0;
       const int buffer = chunk % BatchState::kDepth;
       batch_->event(buffer).Wait();
-      policy_->Grow(kSlot, begin + count, *stream_);
+      policy_->Grow(kSlot, begin + count);
       marking_.SetBuffer(buffer);
       batch_->Launch(*stream_, buffer, plan_, *model_, marking_);
     };
@@ -188,6 +201,7 @@ class PrefillerImpl : public Prefiller {
     }
     const int last = (chunks - 1) % BatchState::kDepth;
     batch_->event(last).Wait();
+    SLUICE_RETURN_IF_ERROR(device_->Health());
     PrefillResult result;
     if (!want_first_token) return result;
     result.first_token = batch_->Result(last, 0, sampling.logprobs);
@@ -197,24 +211,57 @@ class PrefillerImpl : public Prefiller {
     return result;
   }
 
+  // Layer by layer through pinned memory: the next is on its way while this one is pushed.
   absl::Status Push(int chunk, int tokens, LayerSink& sink,
                     const std::function<bool()>& cancelled) {
     const int begin = chunk * chunk_tokens_;
     const int end = std::min(begin + chunk_tokens_, tokens);
     const CacheLayout& layout = model_->cache_layout();
-    const SequenceCache& cache = policy_->resident(kSlot);
-    for (int layer = 0; layer < layout.layers; ++layer) {
-      if (cancelled()) return absl::CancelledError("the caller has gone");
-      marking_.appended(chunk % BatchState::kDepth, layer).Wait();
-      for (size_t kind = 0; kind < layout.kinds.size(); ++kind) {
-        SLUICE_RETURN_IF_ERROR(sink.Layer(layer, layout.kinds[kind], begin, end,
-                                          ChunkPieces(cache, layer, kind, begin, end)));
+    for (int layer = 0; layer <= layout.layers; ++layer) {
+      if (layer < layout.layers) Stage(chunk, layer, begin, end);
+      if (layer == 0) continue;
+      absl::Status pushed = cancelled() ? absl::CancelledError("the caller has gone")
+                                        : PushStaged(layer - 1, begin, end, sink);
+      if (pushed.ok()) continue;
+      // What was staged still reads the pages.
+      for (Staging& staging : staging_) staging.copied->Wait();
+      return pushed;
+    }
+    return absl::OkStatus();
+  }
+
+  // Copies a layer's part of the chunk, once it is in the cache.
+  void Stage(int chunk, int layer, int begin, int end) {
+    Staging& staging = staging_[static_cast<size_t>(layer) % staging_.size()];
+    staging.copies.clear();
+    auto* target = staging.memory.as<uint8_t>();
+    for (size_t kind = 0; kind < model_->cache_layout().kinds.size(); ++kind) {
+      for (const auto piece : ChunkPieces(policy_->resident(kSlot), layer, kind, begin, end)) {
+        staging.copies.push_back({target, piece.data(), piece.size()});
+        target += piece.size();
       }
+    }
+    copy_stream_->WaitFor(marking_.appended(chunk % BatchState::kDepth, layer));
+    copy_stream_->CopyBatch(staging.copies.data(), staging.copies.size());
+    copy_stream_->Record(*staging.copied);
+  }
+
+  absl::Status PushStaged(int layer, int begin, int end, LayerSink& sink) {
+    const Staging& staging = staging_[static_cast<size_t>(layer) % staging_.size()];
+    staging.copied->Wait();
+    SLUICE_RETURN_IF_ERROR(device_->Health());
+    const auto* payload = staging.memory.as<uint8_t>();
+    for (const CacheKind& kind : model_->cache_layout().kinds) {
+      const auto bytes = static_cast<size_t>(kind.bytes_per_token * kind.heads * (end - begin));
+      const absl::Span<const uint8_t> piece(payload, bytes);
+      SLUICE_RETURN_IF_ERROR(sink.Layer(layer, kind, begin, end, {&piece, 1}));
+      payload += bytes;
     }
     return absl::OkStatus();
   }
 
   const Options options_;
+  Device* const device_;
   Model* const model_;
   Clock* const clock_;
   const std::unique_ptr<PagePool> pool_;
@@ -224,6 +271,8 @@ class PrefillerImpl : public Prefiller {
   MarkingPolicy marking_;
   const std::unique_ptr<BatchState> batch_;
   const std::unique_ptr<Stream> stream_;
+  std::array<Staging, 2> staging_;  // of even and odd layers
+  const std::unique_ptr<Stream> copy_stream_;
   StepPlan plan_ ABSL_GUARDED_BY(mutex_);
   SplitMix64 seeds_ ABSL_GUARDED_BY(mutex_);
 };
@@ -246,8 +295,18 @@ absl::StatusOr<std::unique_ptr<Prefiller>> Prefiller::Create(const Options& opti
   SLUICE_ASSIGN_OR_RETURN(
       std::unique_ptr<BatchState> batch,
       BatchState::Create({1, static_cast<int>(options.max_context)}, device, *model));
+  std::array<Staging, 2> staging;
+  for (Staging& s : staging) {
+    int64_t bytes = 0;
+    for (const CacheKind& kind : model->cache_layout().kinds) {
+      bytes += kind.bytes_per_token * kind.heads * model->max_rows();
+    }
+    SLUICE_ASSIGN_OR_RETURN(
+        s.memory,
+        device->Allocate(MemoryKind::kPinned, static_cast<size_t>(bytes), "layers to push"));
+  }
   return std::make_unique<PrefillerImpl>(options, device, model, clock, std::move(pool),
-                                         std::move(policy), std::move(batch));
+                                         std::move(policy), std::move(batch), std::move(staging));
 }
 
 }  // namespace sluice

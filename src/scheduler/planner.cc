@@ -7,10 +7,21 @@
 namespace sluice {
 namespace {
 
+bool Decodes(const PlannerSequence& sequence) { return sequence.cached >= sequence.prompt_length; }
+
+// Pending tokens of the kind that comes next; none where it may not run.
+int64_t Pending(const PlannerSequence& sequence) {
+  if (!sequence.runnable) return 0;
+  const int64_t end =
+      Decodes(sequence) ? sequence.length : std::min(sequence.length, sequence.prompt_length);
+  return end - sequence.cached;
+}
+
 void AddRow(const PlannerSequence& sequence, int32_t count, StepPlan* plan) {
   const bool sample = sequence.wants_token && sequence.cached + count == sequence.length;
   plan->rows.push_back({sequence.slot, sequence.cached, count, sample});
   plan->row_count += count;
+  plan->decode_rows += Decodes(sequence) ? count : 0;
   plan->sample_count += sample ? 1 : 0;
 }
 
@@ -21,17 +32,20 @@ void PlanStep(const PlannerLimits& limits, absl::Span<const PlannerSequence> seq
   SLUICE_CHECK(sequences.size() <= static_cast<size_t>(limits.max_rows));
   plan->rows.clear();
   plan->row_count = 0;
+  plan->decode_rows = 0;
   plan->sample_count = 0;
-  for (const PlannerSequence& sequence : sequences) {
-    if (sequence.runnable && sequence.length - sequence.cached == 1) AddRow(sequence, 1, plan);
-  }
-  int32_t left = std::min(limits.chunk_tokens, limits.max_rows - plan->row_count);
-  for (const PlannerSequence& sequence : sequences) {
-    const int64_t pending = sequence.length - sequence.cached;
-    if (!sequence.runnable || pending <= 1 || left == 0) continue;
-    const auto count = static_cast<int32_t>(std::min<int64_t>(pending, left));
-    AddRow(sequence, count, plan);
-    left -= count;
+  int32_t single = 0;
+  for (const PlannerSequence& sequence : sequences) single += Pending(sequence) == 1 ? 1 : 0;
+  // Both kinds share what is left in the order of the sequences, so each walk counts all of it.
+  for (const bool decode : {true, false}) {
+    int32_t left = std::min(limits.chunk_tokens, limits.max_rows - single);
+    for (const PlannerSequence& sequence : sequences) {
+      const int64_t pending = Pending(sequence);
+      const auto count = static_cast<int32_t>(pending == 1 ? 1 : std::min<int64_t>(pending, left));
+      if (count <= 0) continue;
+      if (pending > 1) left -= count;
+      if (Decodes(sequence) == decode) AddRow(sequence, count, plan);
+    }
   }
 }
 

@@ -1,5 +1,10 @@
 // Which rows the next step computes. Pure: a plan is a function of what is passed in, reads no
 // token values, and is the same on every device.
+//
+// A row is of one of two kinds: a decode row is a token past its sequence's prompt, a prompt row
+// one of the prompt. Kernel sets may compute the two in different ways (kernels/params.h), so the
+// kind depends on the row's position alone: neither on how a prompt was cut into chunks nor on how
+// much of it was handed over.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +17,8 @@ namespace sluice {
 // A sequence of the running batch as the planner sees it.
 struct PlannerSequence {
   int32_t slot = 0;
+  // Tokens [0, prompt_length) are the prompt.
+  int64_t prompt_length = 0;
   // Tokens [cached, length) have no KV yet: they are pending.
   int64_t cached = 0;
   int64_t length = 0;
@@ -22,7 +29,7 @@ struct PlannerSequence {
   bool runnable = true;
 };
 
-// Tokens [first_position, first_position + count) of one sequence.
+// Tokens [first_position, first_position + count) of one sequence, all of one kind.
 struct PlanRow {
   int32_t slot = 0;
   int64_t first_position = 0;
@@ -31,9 +38,10 @@ struct PlanRow {
 };
 
 struct StepPlan {
-  std::vector<PlanRow> rows;
-  int32_t row_count = 0;     // sum of counts
-  int32_t sample_count = 0;  // rows that sample
+  std::vector<PlanRow> rows;  // those of decode rows come first
+  int32_t row_count = 0;      // sum of counts
+  int32_t decode_rows = 0;    // of them decode rows
+  int32_t sample_count = 0;   // rows that sample
 };
 
 struct PlannerLimits {
@@ -42,8 +50,9 @@ struct PlannerLimits {
 };
 
 // Every runnable sequence with one pending token gets its row; what is left of the step goes, up to
-// chunk_tokens, to sequences with more, in the order given (first come, first served). `plan` is
-// overwritten; its memory is used again. REQUIRES: sequences.size() <= max_rows.
+// chunk_tokens, to sequences with more, in the order given (first come, first served). What is
+// pending past the prompt waits until the prompt has its rows: a step gives a sequence rows of one
+// kind. `plan` is overwritten; its memory is used again. REQUIRES: sequences.size() <= max_rows.
 void PlanStep(const PlannerLimits& limits, absl::Span<const PlannerSequence> sequences,
               StepPlan* plan);
 

@@ -7,7 +7,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
-#include "src/attention/policies/full/full_policy.h"
 #include "src/base/clock.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
@@ -17,6 +16,7 @@
 #include "src/device/kernel_set.h"
 #include "src/server/address_file.h"
 #include "src/server/model_setup.h"
+#include "src/server/program.h"
 #include "src/service/admin_service.h"
 #include "src/service/decode_service.h"
 #include "src/service/ingest_service.h"
@@ -40,7 +40,10 @@ absl::StatusOr<std::unique_ptr<DecodeNode>> DecodeNode::Start(const Config& conf
   SLUICE_RETURN_IF_ERROR(node->StartAdminHttp());
   SLUICE_RETURN_IF_ERROR(node->LoadModelAndMemory());
   SLUICE_RETURN_IF_ERROR(node->StartEngine());
-  SLUICE_RETURN_IF_ERROR(node->DecodeCanary());
+  if (absl::Status canary = node->DecodeCanary(); !canary.ok()) {
+    if (!node->device_->Health().ok()) ExitWithin(kFlushTime + kEndTime);
+    return canary;
+  }
   SLUICE_RETURN_IF_ERROR(node->StartGrpc());
   node->drain_->Open([grpc = node->grpc_.get()](bool serving) { grpc->SetServing(serving); });
   const std::string admin = node->admin_http_ == nullptr ? "" : node->admin_http_->address();
@@ -87,20 +90,10 @@ absl::Status DecodeNode::LoadModelAndMemory() {
       model_, LoadModel(config_, sequences + static_cast<int>(config_.chunk_tokens()), sequences,
                         device_.get()));
   SLUICE_ASSIGN_OR_RETURN(token_bytes_, LoadTokenBytes(config_));
-  SLUICE_ASSIGN_OR_RETURN(Buffer hbm,
-                          device_->Allocate(MemoryKind::kDevice, config_.hbm_bytes(), "hbm_bytes"));
-  SLUICE_ASSIGN_OR_RETURN(
-      hbm_, PagePool::Create("hbm", model_->cache_layout(), std::move(hbm), config_.overcommit()));
-  SLUICE_ASSIGN_OR_RETURN(
-      Buffer dram, device_->Allocate(MemoryKind::kPinned, config_.dram_bytes(), "dram_bytes"));
-  SLUICE_ASSIGN_OR_RETURN(dram_, PagePool::Create("dram", model_->cache_layout(), std::move(dram)));
-  FullPolicyOptions policy;
-  policy.device = device_.get();
-  policy.hbm = hbm_.get();
-  policy.slots = sequences;
-  policy.max_context = model_->max_context();
-  policy.dram = dram_.get();
-  SLUICE_ASSIGN_OR_RETURN(policy_, NewFullPolicy(policy));
+  SLUICE_ASSIGN_OR_RETURN(NodeMemory memory, NewNodeMemory(config_, *model_, device_.get()));
+  hbm_ = std::move(memory.hbm);
+  dram_ = std::move(memory.dram);
+  policy_ = std::move(memory.policy);
   return absl::OkStatus();
 }
 
@@ -251,9 +244,21 @@ std::string DecodeNode::RenderMetrics() {
   return metrics_.Render();
 }
 
-void DecodeNode::ServeUntil(Signals& signals) {
+absl::Status DecodeNode::EndFailed() {
+  const absl::Status health = device_->Health();
+  readiness_.SetFailed(health);
+  grpc_->SetServing(false);
+  Log(LogLevel::kError, "ending: the device failed", {{"error", std::string(health.message())}});
+  ExitWithin(kFlushTime + kEndTime);
+  grpc_->Shutdown(kFlushTime);  // the engine has ended every stream, or is about to
+  return health;
+}
+
+absl::Status DecodeNode::ServeUntil(Signals& signals) {
+  const auto failed = [this] { return !device_->Health().ok(); };
   signals.Serving();
-  signals.WaitForStop();
+  signals.WaitForStop(failed);
+  if (failed()) return EndFailed();
   const absl::Time start = absl::Now();
   // Shared: the engine may still hold the callback when this function has gone on.
   auto idle = std::make_shared<absl::Notification>();
@@ -262,17 +267,21 @@ void DecodeNode::ServeUntil(Signals& signals) {
   });
   const absl::Duration time = absl::Seconds(config_.drain_timeout_seconds());
   // The engine ends what is left when the time is over; that takes it a step or two.
-  signals.WaitForSecond(time + kEndTime, [&] { return idle->HasBeenNotified(); });
+  signals.WaitForSecond(time + kEndTime, [&] { return idle->HasBeenNotified() || failed(); });
+  if (failed()) return EndFailed();
   const bool finished = idle->HasBeenNotified() && absl::Now() - start < time;
   if (!idle->HasBeenNotified()) {
     engine_->CancelAll(WithReason(
         absl::UnavailableError("the node was stopped before the sequence ended: use another one"),
         "DRAINING"));
+    // Not everything finished, and if a GPU that hangs is why, its memory cannot be given back.
+    ExitWithin(kFlushTime + kEndTime);
   }
   grpc_->Shutdown(signals.Count() > 1 ? absl::Milliseconds(100) : kFlushTime);
   Log(LogLevel::kInfo, "stopped",
       {{"everything_finished", finished},
        {"elapsed_seconds", absl::ToDoubleSeconds(absl::Now() - start)}});
+  return absl::OkStatus();
 }
 
 }  // namespace sluice

@@ -33,8 +33,9 @@ class DecodeNode {
  public:
   // Everything up to ready: the model loaded, a canary decoded, the address file written.
   static absl::StatusOr<std::unique_ptr<DecodeNode>> Start(const Config& config);
-  // Serves until `signals` says stop, lets what runs finish in the configured time, and stops.
-  void ServeUntil(Signals& signals);
+  // Serves until `signals` says stop, lets what runs finish in the configured time, and stops. An
+  // error: the device failed; every sequence has ended with it.
+  absl::Status ServeUntil(Signals& signals);
 
  private:
   explicit DecodeNode(const Config& config) : config_(config) {}
@@ -44,6 +45,7 @@ class DecodeNode {
   // Decodes two tokens through the engine: everything between a prompt and its tokens works.
   absl::Status DecodeCanary();
   absl::Status StartGrpc();
+  absl::Status EndFailed();
   std::string RenderMetrics();
 
   const Config config_;

@@ -3,17 +3,31 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "src/attention/policies/full/full_policy.h"
 #include "src/base/logging.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/device/cpu/cpu_device.h"
+#ifdef SLUICE_HAVE_CUDA
+#include "src/device/cuda/cuda_device.h"
+#endif
 
 namespace sluice {
 
 absl::StatusOr<std::unique_ptr<Device>> NewDevice(const Config& config) {
-  if (config.device() != "cpu") {
-    return absl::InvalidArgumentError(
-        absl::StrCat("device: expected cpu, found ", config.device()));
+  if (config.device() == "cuda") {
+    if (config.kernels() != "auto") {
+      return absl::InvalidArgumentError(
+          absl::StrCat("kernels: chooses among the CPU's: expected auto with --device cuda, found ",
+                       config.kernels()));
+    }
+#ifdef SLUICE_HAVE_CUDA
+    return NewCudaDevice();
+#else
+    return absl::FailedPreconditionError(
+        "device: cuda: this build has no CUDA: configure one with -DSLUICE_CUDA=ON where nvcc is, "
+        "or run with --device cpu");
+#endif
   }
   CpuDeviceOptions options;
   options.kernels = config.kernels();
@@ -31,8 +45,27 @@ absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_r
   options.max_context = static_cast<int>(config.max_context());
   options.max_rows = max_rows;
   options.max_logits = max_logits;
-  options.load_threads = ThreadsOf(config);
   return Model::Load(options, device);
+}
+
+absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& model, Device* device) {
+  NodeMemory memory;
+  SLUICE_ASSIGN_OR_RETURN(Buffer hbm,
+                          device->Allocate(MemoryKind::kDevice, config.hbm_bytes(), "hbm_bytes"));
+  SLUICE_ASSIGN_OR_RETURN(memory.hbm, PagePool::Create("hbm", model.cache_layout(), std::move(hbm),
+                                                       config.overcommit()));
+  SLUICE_ASSIGN_OR_RETURN(Buffer dram,
+                          device->Allocate(MemoryKind::kPinned, config.dram_bytes(), "dram_bytes"));
+  SLUICE_ASSIGN_OR_RETURN(memory.dram,
+                          PagePool::Create("dram", model.cache_layout(), std::move(dram)));
+  FullPolicyOptions policy;
+  policy.device = device;
+  policy.hbm = memory.hbm.get();
+  policy.slots = static_cast<int>(config.max_sequences());
+  policy.max_context = model.max_context();
+  policy.dram = memory.dram.get();
+  SLUICE_ASSIGN_OR_RETURN(memory.policy, NewFullPolicy(policy));
+  return memory;
 }
 
 absl::StatusOr<std::optional<TokenBytes>> LoadTokenBytes(const Config& config) {

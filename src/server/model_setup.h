@@ -7,8 +7,10 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "src/attention/attention_policy.h"
 #include "src/config/setting.h"
 #include "src/device/device.h"
+#include "src/kv/page_pool.h"
 #include "src/model/model.h"
 #include "src/model/token_bytes.h"
 
@@ -19,6 +21,14 @@ absl::StatusOr<std::unique_ptr<Device>> NewDevice(const Config& config);
 // `max_rows`, `max_logits`: of a step, for Model::Options.
 absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_rows, int max_logits,
                                                  Device* device);
+
+// The pools of a decode node and the policy over them.
+struct NodeMemory {
+  std::unique_ptr<PagePool> hbm;
+  std::unique_ptr<PagePool> dram;
+  std::unique_ptr<AttentionPolicy> policy;
+};
+absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& model, Device* device);
 
 // nullopt if the model directory has no tokenizer.json, or one of a kind that is not known (which
 // is logged): stop strings are then refused. An error if the file is broken.

@@ -6,9 +6,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "src/base/status_macros.h"
-#include "src/model/dense_model.h"
-#include "src/model/tensor_list.h"
+#include "src/device/kernel_set.h"
+#include "src/engine/batch_state.h"
 #include "src/server/model_setup.h"
+#include "src/server/planning_device.h"
 
 namespace sluice {
 namespace {
@@ -28,22 +29,26 @@ int64_t Usable(const CacheLayout& layout, int64_t bytes) {
   return std::max<int64_t>(bytes - kAlignment * static_cast<int64_t>(layout.kinds.size()), 0);
 }
 
-int64_t WeightBytes(const ModelConfig& model) {
-  int64_t bytes = 0;
-  // Matrices are bf16 in memory, vectors float32.
-  for (const TensorSpec& tensor : ExpectedTensors(model)) {
-    bytes += tensor.elements() * (tensor.shape.size() > 1 ? 2 : 4);
+// Lines about a device with memory of its own.
+std::string DeviceLines(const PlanInput& in) {
+  // For CUDA's own needs: the programs of steps, and what its libraries keep.
+  constexpr int64_t kAside = int64_t{512} << 20;
+  if (in.device.total_bytes == 0) return "";
+  const int64_t beside = in.weight_bytes + in.workspace_bytes + in.batch_bytes;
+  const int64_t most = in.device.free_bytes - kAside - beside;
+  std::string out = absl::StrFormat("device      %s, %s free; ", Bytes(in.device.total_bytes),
+                                    Bytes(in.device.free_bytes));
+  if (most <= 0) {
+    absl::StrAppend(&out, "too small: ", Bytes(beside),
+                    " are needed beside the caches; lower --max-sequences, --max-context or "
+                    "--chunk-tokens, or take a smaller model\n");
+  } else if (in.hbm_bytes > most) {
+    absl::StrAppendFormat(&out, "hbm_bytes of %s do not fit, %s would\n", Bytes(in.hbm_bytes),
+                          Bytes(most));
+  } else {
+    absl::StrAppendFormat(&out, "hbm_bytes may be up to %s\n", Bytes(most));
   }
-  return bytes;
-}
-
-// Activations of a step's rows in float32, the widest they get; logits of every sequence. The model
-// adds a few megabytes of scratch for split attention.
-int64_t WorkspaceBytes(const PlanInput& in) {
-  const ModelConfig& m = in.model;
-  const int64_t per_row = 2 * int64_t{m.hidden_size} + 2 * int64_t{m.q_size()} +
-                          2 * int64_t{m.kv_size()} + 3 * int64_t{m.intermediate_size} + m.head_dim;
-  return 4 * (in.max_rows * per_row + in.max_sequences * int64_t{m.vocab_size});
+  return out;
 }
 
 // 512, 1024, ... and the longest.
@@ -84,14 +89,18 @@ std::string FormatPlan(const PlanInput& in) {
   std::string out;
   absl::StrAppendFormat(&out, "model       %s: %s, %d layers, %d heads and %d KV heads of %d\n",
                         m.name, m.architecture, m.layers, m.heads, m.kv_heads, m.head_dim);
-  absl::StrAppendFormat(&out, "weights     %s in bf16\n", Bytes(WeightBytes(m)));
-  absl::StrAppendFormat(&out, "workspace   about %s (steps of up to %d rows)\n",
-                        Bytes(WorkspaceBytes(in)), in.max_rows);
+  absl::StrAppendFormat(&out, "weights     %s\n", Bytes(in.weight_bytes));
+  absl::StrAppendFormat(&out, "workspace   %s (steps of up to %d rows)\n",
+                        Bytes(in.workspace_bytes), in.max_rows);
+  absl::StrAppendFormat(&out, "batch       %s (histories, tables and logits of %d sequences)\n",
+                        Bytes(in.batch_bytes), in.max_sequences);
   absl::StrAppendFormat(&out, "caches      %s a token (%s, blocks of %d tokens, all layers)\n",
                         Bytes(token_bytes), std::string(DTypeName(kind.element_type)),
                         kind.block_tokens);
-  absl::StrAppendFormat(&out, "memory      %s: weights, workspace, HBM and DRAM together\n\n",
-                        Bytes(WeightBytes(m) + WorkspaceBytes(in) + in.hbm_bytes + in.dram_bytes));
+  absl::StrAppendFormat(
+      &out, "memory      %s: weights, workspace, batch, HBM and DRAM together\n",
+      Bytes(in.weight_bytes + in.workspace_bytes + in.batch_bytes + in.hbm_bytes + in.dram_bytes));
+  absl::StrAppend(&out, DeviceLines(in), "\n");
 
   // Policy full: a running sequence is wholly in HBM with its growth; DRAM holds what was handed
   // over until then.
@@ -118,21 +127,38 @@ std::string FormatPlan(const PlanInput& in) {
   return out;
 }
 
-absl::StatusOr<std::string> PrintPlan(const Config& config) {
+absl::StatusOr<PlanInput> PlanOf(const Config& config) {
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Device> real, NewDevice(config));
+  const std::unique_ptr<PlanningDevice> device = NewPlanningDevice(real.get());
+  const auto sequences = static_cast<int>(config.max_sequences());
+  Config by_formula = config;  // no weights are read
+  by_formula.set_load_format("dummy");
   PlanInput in;
-  SLUICE_ASSIGN_OR_RETURN(in.model, LoadModelConfig(config.model()));
-  if (config.max_context() > static_cast<uint32_t>(in.model.max_position_embeddings)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("max_context: the model's max_position_embeddings is ",
-                     in.model.max_position_embeddings, ", found ", config.max_context()));
-  }
-  in.layout = DenseCacheLayout(in.model, KvDType(config), static_cast<int>(config.block_tokens()));
+  in.device = real->Memory();
+  in.max_rows = int64_t{config.max_sequences()} + config.chunk_tokens();
+  SLUICE_ASSIGN_OR_RETURN(
+      const std::unique_ptr<Model> model,
+      LoadModel(by_formula, static_cast<int>(in.max_rows), sequences, device.get()));
+  in.model = model->config();
+  in.layout = model->cache_layout();
   in.hbm_bytes = static_cast<int64_t>(config.hbm_bytes());
   in.dram_bytes = static_cast<int64_t>(config.dram_bytes());
-  in.max_context =
-      config.max_context() > 0 ? config.max_context() : in.model.max_position_embeddings;
-  in.max_sequences = config.max_sequences();
-  in.max_rows = int64_t{config.max_sequences()} + config.chunk_tokens();
+  in.max_context = model->max_context();
+  in.max_sequences = sequences;
+  in.weight_bytes = model->weight_bytes();
+  in.workspace_bytes = model->workspace_bytes();
+
+  const int64_t before = device->asked(MemoryKind::kDevice);
+  SLUICE_ASSIGN_OR_RETURN(const NodeMemory memory, NewNodeMemory(config, *model, device.get()));
+  SLUICE_ASSIGN_OR_RETURN(
+      const std::unique_ptr<BatchState> batch,
+      BatchState::Create({sequences, model->max_context()}, device.get(), *model));
+  in.batch_bytes = device->asked(MemoryKind::kDevice) - before - in.hbm_bytes;
+  return in;
+}
+
+absl::StatusOr<std::string> PrintPlan(const Config& config) {
+  SLUICE_ASSIGN_OR_RETURN(const PlanInput in, PlanOf(config));
   return FormatPlan(in);
 }
 

@@ -7,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "src/config/setting.h"
+#include "src/device/device.h"
 #include "src/kv/cache_layout.h"
 #include "src/model/model_config.h"
 
@@ -20,6 +21,11 @@ struct PlanInput {
   int64_t max_context = 0;
   int64_t max_sequences = 0;
   int64_t max_rows = 0;  // of a step
+  // What the device is asked for beside the caches.
+  int64_t weight_bytes = 0;
+  int64_t workspace_bytes = 0;
+  int64_t batch_bytes = 0;      // histories, tables, logits of the running batch
+  Device::DeviceMemory device;  // what it has before any of it
 };
 
 // Sequences of `context` tokens that an arena of `bytes` holds at once.
@@ -30,7 +36,10 @@ int64_t TokensThatFit(const CacheLayout& layout, int64_t bytes);
 // A readable table, a few dozen lines.
 std::string FormatPlan(const PlanInput& input);
 
-// FormatPlan for a configuration; errors are those of LoadModelConfig and the settings'.
+// What sluice-server will ask its device for under this configuration, found by making its objects
+// on a PlanningDevice. Errors are those of LoadModelConfig, of the settings and of NewDevice.
+absl::StatusOr<PlanInput> PlanOf(const Config& config);
+// FormatPlan of PlanOf.
 absl::StatusOr<std::string> PrintPlan(const Config& config);
 
 }  // namespace sluice

@@ -11,6 +11,7 @@
 #include "src/device/kernel_set.h"
 #include "src/server/address_file.h"
 #include "src/server/model_setup.h"
+#include "src/server/program.h"
 #include "src/service/prefill_service.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
@@ -20,6 +21,8 @@ namespace {
 
 // Prompts are computed again elsewhere more cheaply than sequences are decoded again.
 constexpr absl::Duration kGrace = absl::Seconds(30);
+// For callers to take the error, after the device has failed.
+constexpr absl::Duration kFailedGrace = absl::Seconds(5);
 
 // Takes caches and forgets them.
 class DiscardingSink : public LayerSink {
@@ -37,7 +40,10 @@ absl::StatusOr<std::unique_ptr<PrefillNode>> PrefillNode::Start(const Config& co
   const absl::Time start = absl::Now();
   std::unique_ptr<PrefillNode> node(new PrefillNode(config));
   SLUICE_RETURN_IF_ERROR(node->LoadModelAndMemory());
-  SLUICE_RETURN_IF_ERROR(node->ComputeCanary());
+  if (absl::Status canary = node->ComputeCanary(); !canary.ok()) {
+    if (!node->device_->Health().ok()) ExitWithin(kFailedGrace);
+    return canary;
+  }
   SLUICE_RETURN_IF_ERROR(node->StartGrpc());
   node->readiness_.SetReady();
   node->grpc_->SetServing(true);
@@ -104,13 +110,23 @@ absl::Status PrefillNode::StartGrpc() {
   return absl::OkStatus();
 }
 
-void PrefillNode::ServeUntil(Signals& signals) {
+absl::Status PrefillNode::ServeUntil(Signals& signals) {
   signals.Serving();
-  signals.WaitForStop();
-  readiness_.SetDraining(true);
+  signals.WaitForStop([this] { return !device_->Health().ok(); });
+  const absl::Status health = device_->Health();
+  if (health.ok()) {
+    readiness_.SetDraining(true);
+  } else {
+    readiness_.SetFailed(health);
+    Log(LogLevel::kError, "ending: the device failed", {{"error", std::string(health.message())}});
+    ExitWithin(kFailedGrace + absl::Seconds(1));
+  }
   grpc_->SetServing(false);
-  grpc_->Shutdown(signals.Count() > 1 ? absl::ZeroDuration() : kGrace);
-  Log(LogLevel::kInfo, "stopped");
+  grpc_->Shutdown(!health.ok()          ? kFailedGrace
+                  : signals.Count() > 1 ? absl::ZeroDuration()
+                                        : kGrace);
+  if (health.ok()) Log(LogLevel::kInfo, "stopped");
+  return health;
 }
 
 }  // namespace sluice

@@ -18,8 +18,9 @@ class PrefillNode {
  public:
   // Everything up to ready: the model loaded, a token computed, the address file written.
   static absl::StatusOr<std::unique_ptr<PrefillNode>> Start(const Config& config);
-  // Serves until `signals` says stop; prompts that run get kGrace to finish.
-  void ServeUntil(Signals& signals);
+  // Serves until `signals` says stop; prompts that run get kGrace to finish. An error: the device
+  // failed.
+  absl::Status ServeUntil(Signals& signals);
 
  private:
   explicit PrefillNode(const Config& config) : config_(config) {}

@@ -3,9 +3,12 @@
 #include <sys/resource.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "src/base/failpoint.h"
 #include "src/base/logging.h"
 #include "src/config/config.h"
@@ -46,7 +49,14 @@ int Print(const std::string& text) {
 
 }  // namespace
 
-int Main(const Program& program, int argc, char** argv) {
+void ExitWithin(absl::Duration time) {
+  std::thread([time] {
+    absl::SleepFor(time);
+    std::_Exit(1);
+  }).detach();
+}
+
+int Main(const NodeProgram& program, int argc, char** argv) {
   const std::vector<std::string> args(argv + 1, argv + argc);
   const absl::StatusOr<LoadResult> loaded = LoadConfig(program.name, args, SluiceEnvironment());
   if (!loaded.ok()) return Fail(program.name, loaded.status());

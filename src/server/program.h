@@ -7,12 +7,13 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "src/config/setting.h"
 #include "src/server/signals.h"
 
 namespace sluice {
 
-struct Program {
+struct NodeProgram {
   std::string_view name;  // "sluice-server"
   // Serves until stopped.
   std::function<absl::Status(const Config&, Signals&)> run;
@@ -20,7 +21,11 @@ struct Program {
   std::function<absl::StatusOr<std::string>(const Config&)> plan;
 };
 
+// Ends the process with status 1 once `time` has passed, unless it has ended before: what gives
+// back the memory of a GPU that failed may hang.
+void ExitWithin(absl::Duration time);
+
 // Returns the exit status: 0, or 1 after one sentence on stderr.
-int Main(const Program& program, int argc, char** argv);
+int Main(const NodeProgram& program, int argc, char** argv);
 
 }  // namespace sluice

@@ -41,9 +41,10 @@ void Signals::Serving() {
   serving_ = true;
 }
 
-void Signals::WaitForStop() {
+void Signals::WaitForStop(const std::function<bool()>& failed) {
   absl::MutexLock lock(&mutex_);
-  mutex_.Await(absl::Condition(this, &Signals::Stopping));
+  while (!mutex_.AwaitWithTimeout(absl::Condition(this, &Signals::Stopping), kLook) && !failed()) {
+  }
 }
 
 int Signals::Count() const {

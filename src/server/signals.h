@@ -2,6 +2,7 @@
 // runs; the second asks it to stop at once; the third ends the process.
 #pragma once
 
+#include <functional>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
@@ -18,8 +19,9 @@ class Signals {
 
   // Until this is called nothing runs that could be finished: a signal ends the process.
   void Serving();
-  // Blocks until the first signal.
-  void WaitForStop();
+  // Blocks until the first signal, or until `failed` is true; it is asked every kLook.
+  void WaitForStop(const std::function<bool()>& failed);
+  static constexpr absl::Duration kLook = absl::Milliseconds(50);
   // Blocks until the second signal, until `done` is true, or for `timeout`; `done` is asked every
   // few milliseconds.
   template <typename Done>

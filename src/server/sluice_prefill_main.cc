@@ -6,8 +6,7 @@
 int main(int argc, char** argv) {
   const auto run = [](const sluice::Config& config, sluice::Signals& signals) -> absl::Status {
     SLUICE_ASSIGN_OR_RETURN(const auto node, sluice::PrefillNode::Start(config));
-    node->ServeUntil(signals);
-    return absl::OkStatus();
+    return node->ServeUntil(signals);
   };
   return sluice::Main({"sluice-prefill", run, nullptr}, argc, argv);
 }

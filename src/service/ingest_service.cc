@@ -238,7 +238,7 @@ class IngestService final : public IngestBase {
   }
 
   absl::Status DoReserve(const v1::ReserveRequest& request, v1::ReserveResponse& response) {
-    SLUICE_RETURN_IF_ERROR(options_.readiness->CheckNotDraining());
+    SLUICE_RETURN_IF_ERROR(options_.readiness->CheckTakesWork());
     SLUICE_ASSIGN_OR_RETURN(const Manifest manifest, FromProto(request));
     SLUICE_ASSIGN_OR_RETURN(const TransferTable::Reserved reserved,
                             options_.transfers->Reserve(manifest));

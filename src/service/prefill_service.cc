@@ -107,7 +107,7 @@ class PrefillService final : public v1::Prefill::CallbackService {
 
  private:
   absl::StatusOr<Handoff::Options> Check(const v1::RunRequest& request) {
-    SLUICE_RETURN_IF_ERROR(options_.readiness->CheckNotDraining());
+    SLUICE_RETURN_IF_ERROR(options_.readiness->CheckTakesWork());
     const v1::ModelInfo& model = options_.model.model();
     Handoff::Options out;
     if (request.prompt_token_ids().empty()) return InvalidField("prompt_token_ids", "is empty");

@@ -1,5 +1,6 @@
 """Models and nodes, started once for all tests that can share them."""
 
+import os
 import signal
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def tiny_models(tmp_path_factory):
     def get(name):
         if name not in made:
             made[name] = tmp_path_factory.mktemp(name)
-            done = run(BIN / "sluice-make-fixture", name, made[name])
+            done = run(BIN / "sluice-make-fixture", name, made[name], env=os.environ)
             assert done.returncode == 0, done.stderr
         return made[name]
 

@@ -438,6 +438,47 @@ def test_a_wrong_term_is_refused_at_start(tiny_models, tmp_path):
     assert "SLUICE_FAILPOINTS" in said and "did you mean kv.reserve?" in said
 
 
+# ---- A device that fails
+
+def test_a_failing_gpu_ends_every_sequence_and_then_the_node(tiny_models, tmp_path, golden):
+    node = Node("sluice-server", tiny_models("tiny-llama"), tmp_path, "--hbm-bytes", "16MiB", "--dram-bytes",
+                "16MiB", "--allow-failpoints", "--max-sequences", "2", "--failpoints", PACE)
+    try:
+        # Two run, one waits for a slot, one for its transfer.
+        handoffs = [{"transfer_id": committed(node, golden("tiny-llama"), 0, max_new_tokens=LONG)}
+                    for _ in range(3)]
+        streams = [Stream(node, sampling=greedy(max_tokens=LONG, ignore_eos=True), **handoff)
+                   for handoff in (*handoffs, {"rendezvous_key": "never"})]
+        deadline = time.monotonic() + TIMEOUT_S
+        while sum(len(s.ids) >= 2 for s in streams) < 2 and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert node.http("/readyz")[0] == 200
+        node.admin.SetFailpoints(admin_pb2.SetFailpointsRequest(terms="device.failure=error*1"),
+                                 timeout=TIMEOUT_S)
+        for stream in streams:
+            error = stream.end().error
+            assert error.code() == Code.INTERNAL and rpc.reason_of(error) == "GPU_FAILED", error
+            assert error.details().startswith("the GPU failed: ")
+        assert node.process.wait(TIMEOUT_S) == 1
+        log = node.log.read_text()
+        assert log.splitlines()[-1] == "sluice-server: the GPU failed: failpoint device.failure", log
+        assert log.count('"ending: the device failed"') == 1
+    finally:
+        node.stop()
+
+
+def test_a_failing_gpu_ends_a_prefill_node(tiny_models, tmp_path):
+    # It is asked a few times a second: ready first, and failed soon after.
+    node = Node("sluice-prefill", tiny_models("tiny-llama"), tmp_path, "--hbm-bytes", "8MiB",
+                "--failpoints", "device.failure=error@20")
+    try:
+        assert node.process.wait(TIMEOUT_S) == 1
+        last = node.log.read_text().splitlines()[-1]
+        assert last == "sluice-prefill: the GPU failed: failpoint device.failure"
+    finally:
+        node.stop()
+
+
 # ---- Ending and prefill
 
 def test_a_drain_whose_end_is_lost_ends_by_its_timeout(tiny_models, start, golden):

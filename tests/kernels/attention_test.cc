@@ -4,7 +4,35 @@
 namespace sluice::kernels {
 namespace {
 
-constexpr int64_t kNoPartial = 0, kAmplePartial = 300;
+constexpr int64_t kNoPartial = 0;
+
+bool IsCuda(const KernelTable& path) { return std::string_view(path.name) == "cuda"; }
+
+// Rows of `partial` with which a path spreads the splits of every case: on a GPU each of up to 132
+// SMs leaves two lots of at most 20 splits and groups of splits, for one KV head.
+int64_t AmplePartial(const KernelTable& path, const AttentionCase& c) {
+  return IsCuda(path) ? 132 * 2 * 20 * 17 / 16 / c.kv_heads : 300;
+}
+
+// How many of a case's rows are said to be decode rows. A GPU has a kernel for either kind.
+std::vector<int32_t> DecodeCounts(const KernelTable& path, int32_t rows) {
+  return IsCuda(path) ? std::vector<int32_t>{rows, 0, rows / 2} : std::vector<int32_t>{rows};
+}
+
+struct Tolerance {
+  double out;
+  double lse;
+};
+
+// The CUDA path's tensor-core kernels take bf16 operands. Decode rows split queries and weights
+// into two bf16 parts: 16 bits of mantissa. Prompt rows round both once: 8 bits.
+Tolerance ToleranceOf(const KernelTable& path, const AttentionCase& c, int32_t decode_rows) {
+  const bool tensor_cores = IsCuda(path) && c.cache_type == DType::kBFloat16 &&
+                            (c.head_dim == 64 || c.head_dim == 128) && c.heads / c.kv_heads <= 16;
+  if (!tensor_cores) return {3e-6, 1e-6};
+  const bool prompts = decode_rows < static_cast<int32_t>(c.rows.size());
+  return prompts ? Tolerance{5e-3, 5e-3} : Tolerance{2e-5, 1e-5};
+}
 
 struct Result {
   Guarded<float> out, lse;
@@ -26,8 +54,9 @@ class AttentionFixture {
       stride_ = std::max(stride_, int64_t{context + c.block_tokens - 1} / c.block_tokens);
     }
     const int64_t entries = static_cast<int64_t>(contexts.size()) * stride_;
-    for (int64_t i = 0; i < entries; ++i) table_.push_back(static_cast<int32_t>(i) + 1);
-    std::shuffle(table_.begin(), table_.end(), random);
+    table_ = Guarded<int32_t>(entries);
+    for (int64_t i = 0; i < entries; ++i) table_[i] = static_cast<int32_t>(i) + 1;
+    std::shuffle(table_.data(), table_.data() + entries, random);
     page_elements_ = int64_t{c.kv_heads} * 2 * c.block_tokens * c.head_dim;
     arena_ = Guarded<T>((entries + 2) * page_elements_);
     const PagedCache cache = Cache();
@@ -55,15 +84,16 @@ class AttentionFixture {
             case_.cache_type};
   }
 
-  // Both phases over rows [first, first + rows).
-  Result Run(const KernelTable& path, int64_t first, int32_t rows, int64_t partial_rows,
-             int workers, bool threads = false) {
+  // Both phases over rows [first, first + rows); of the case's rows the first `decode_rows` are
+  // decode rows.
+  Result Run(const KernelTable& path, int32_t first, int32_t rows, int32_t decode_rows,
+             int64_t partial_rows, int workers, bool threads = false) {
     Result result{Guarded<float>(rows * width_), Guarded<float>(int64_t{rows} * case_.heads)};
     Guarded<float> partial(partial_rows * case_.heads * (case_.head_dim + 1));
-    std::vector<int32_t> slots, positions;
-    for (int64_t r = first; r < first + rows; ++r) {
-      slots.push_back(case_.rows[static_cast<size_t>(r)].slot);
-      positions.push_back(case_.rows[static_cast<size_t>(r)].position);
+    Guarded<int32_t> slots(rows), positions(rows);
+    for (int32_t r = 0; r < rows; ++r) {
+      slots[r] = case_.rows[static_cast<size_t>(first + r)].slot;
+      positions[r] = case_.rows[static_cast<size_t>(first + r)].position;
     }
     const AttentionParams p = {q_.data() + first * q_stride_,
                                q_stride_,
@@ -75,6 +105,7 @@ class AttentionFixture {
                                partial_rows > 0 ? partial.data() : nullptr,
                                partial_rows,
                                rows,
+                               std::clamp(decode_rows - first, 0, rows),
                                case_.heads,
                                1.0f / std::sqrt(static_cast<float>(case_.head_dim)),
                                DType::kFloat32};
@@ -94,7 +125,7 @@ class AttentionFixture {
   Guarded<T> arena_;
   int64_t stride_ = 1;
   int64_t page_elements_ = 0;
-  std::vector<int32_t> table_;
+  Guarded<int32_t> table_{0};
   const int64_t width_ = int64_t{case_.heads} * case_.head_dim;
   const int64_t q_stride_ = width_ + 2 * int64_t{case_.kv_heads} * case_.head_dim;
   Guarded<float> q_{static_cast<int64_t>(case_.rows.size()) * q_stride_};
@@ -122,23 +153,33 @@ void CheckSame(const Result& got, const Result& want, const AttentionCase& c) {
 
 void TestAttention(const KernelTable& path, Random& random) {
   ForEachCase(random, [&](const AttentionCase& c, auto& fixture) {
-    const Result want =
-        fixture.Run(*FindKernelTable("reference"), 0, fixture.rows(), kNoPartial, 1);
-    const Result got = fixture.Run(path, 0, fixture.rows(), kAmplePartial, 2);
-    CHECK(Difference(got.out.span(), want.out.span(), 3e-6, fixture.width()) == "");
-    CHECK(Difference(got.lse.span(), want.lse.span(), 1e-6, c.heads) == "");
+    const Result want = fixture.Run(*FindKernelTable("reference"), 0, fixture.rows(),
+                                    fixture.rows(), kNoPartial, 1);
+    for (int32_t decode_rows : DecodeCounts(path, fixture.rows())) {
+      INFO(decode_rows << " decode rows");
+      const Tolerance tolerance = ToleranceOf(path, c, decode_rows);
+      const Result got =
+          fixture.Run(path, 0, fixture.rows(), decode_rows, AmplePartial(path, c), 2);
+      CHECK(Difference(got.out.span(), want.out.span(), tolerance.out, fixture.width()) == "");
+      CHECK(Difference(got.lse.span(), want.lse.span(), tolerance.lse, c.heads) == "");
+    }
   });
 }
 SLUICE_TEST_ON_EVERY_PATH("attention agrees with the reference", TestAttention)
 
 void TestAttentionSharing(const KernelTable& path, Random& random) {
   ForEachCase(random, [&](const AttentionCase& c, auto& fixture) {
-    const Result want = fixture.Run(path, 0, fixture.rows(), kNoPartial, 1);
-    for (int64_t partial_rows : {kNoPartial, int64_t{5}, kAmplePartial}) {
-      for (int workers : {1, 3, 16}) {
-        INFO(partial_rows << " partial rows, " << workers << " workers");
-        CheckSame(fixture.Run(path, 0, fixture.rows(), partial_rows, workers, workers == 3), want,
-                  c);
+    for (int32_t decode_rows : DecodeCounts(path, fixture.rows())) {
+      const Result want = fixture.Run(path, 0, fixture.rows(), decode_rows, kNoPartial, 1);
+      for (int64_t partial_rows : {kNoPartial, int64_t{5}, AmplePartial(path, c)}) {
+        for (int workers : {1, 3, 16}) {
+          if (IsCuda(path) && workers > 1) continue;
+          INFO(decode_rows << " decode rows, " << partial_rows << " partial rows, " << workers
+                           << " workers");
+          CheckSame(fixture.Run(path, 0, fixture.rows(), decode_rows, partial_rows, workers,
+                                workers == 3),
+                    want, c);
+        }
       }
     }
   });
@@ -146,38 +187,66 @@ void TestAttentionSharing(const KernelTable& path, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("attention has the same bits with any workers and any partial scratch",
                           TestAttentionSharing)
 
+// Holds rows [first, first + rows), computed by themselves, to the same rows of `all`.
+template <typename Fixture>
+void CheckPart(const KernelTable& path, const AttentionCase& c, Fixture& fixture, const Result& all,
+               int32_t first, int32_t rows, int32_t decode_rows, int64_t partial_rows) {
+  INFO(rows << " rows from row " << first << ", " << decode_rows << " decode rows in all");
+  const auto part = [&](const Guarded<float>& of, int64_t width) {
+    return of.span().subspan(static_cast<size_t>(first * width), static_cast<size_t>(rows * width));
+  };
+  const Result got = fixture.Run(path, first, rows, decode_rows, partial_rows, 2);
+  CHECK(BitDifference(got.out.span(), part(all.out, fixture.width()), fixture.width()) == "");
+  CHECK(BitDifference(got.lse.span(), part(all.lse, c.heads), c.heads) == "");
+}
+
 void TestAttentionAlone(const KernelTable& path, Random& random) {
   ForEachCase(random, [&](const AttentionCase& c, auto& fixture) {
-    const Result all = fixture.Run(path, 0, fixture.rows(), kNoPartial, 1);
-    for (int32_t r = 0; r < fixture.rows(); ++r) {
-      INFO("row " << r);
-      const Result alone = fixture.Run(path, r, 1, r % 2 == 0 ? kNoPartial : int64_t{3}, 2);
-      const auto out = all.out.span().subspan(static_cast<size_t>(r * fixture.width()),
-                                              static_cast<size_t>(fixture.width()));
-      const auto lse =
-          all.lse.span().subspan(static_cast<size_t>(r * c.heads), static_cast<size_t>(c.heads));
-      CHECK(BitDifference(alone.out.span(), out, fixture.width()) == "");
-      CHECK(BitDifference(alone.lse.span(), lse, c.heads) == "");
+    for (int32_t decode_rows : DecodeCounts(path, fixture.rows())) {
+      const Result all = fixture.Run(path, 0, fixture.rows(), decode_rows, kNoPartial, 1);
+      for (int32_t r = 0; r < fixture.rows(); ++r) {
+        const int64_t partial_rows = r == 0       ? AmplePartial(path, c)
+                                     : r % 2 == 0 ? kNoPartial
+                                                  : int64_t{3};
+        CheckPart(path, c, fixture, all, r, 1, decode_rows, partial_rows);
+      }
     }
   });
 }
 SLUICE_TEST_ON_EVERY_PATH("a row of attention has the same bits alone and in a batch",
                           TestAttentionAlone)
 
+void TestAttentionChunks(const KernelTable& path, Random& random) {
+  ForEachCase(random, [&](const AttentionCase& c, auto& fixture) {
+    const Result all = fixture.Run(path, 0, fixture.rows(), 0, kNoPartial, 1);
+    for (int32_t chunk : {7, 32, 50}) {
+      for (int32_t first = 0; first < fixture.rows(); first += chunk) {
+        CheckPart(path, c, fixture, all, first, std::min(chunk, fixture.rows() - first), 0,
+                  kNoPartial);
+      }
+    }
+  });
+}
+SLUICE_TEST_ON_EVERY_PATH("prompt rows have the same bits however a prompt is cut",
+                          TestAttentionChunks)
+
 void TestAttentionPadding(const KernelTable& path, Random& random) {
   const AttentionCase c = AttentionCases()[2];
   AttentionFixture<uint16_t> fixture(c, random);
-  const Result result = fixture.Run(path, 0, fixture.rows(), kNoPartial, 2);
-  int padded = 0;
-  for (int64_t r = 0; r < fixture.rows(); ++r) {
-    if (c.rows[static_cast<size_t>(r)].slot >= 0) continue;
-    ++padded;
-    for (int64_t i = 0; i < fixture.width(); ++i) REQUIRE(result.out[r * fixture.width() + i] == 0);
-    for (int64_t h = 0; h < c.heads; ++h) {
-      REQUIRE(result.lse[r * c.heads + h] == kNegativeInfinity);
+  for (int32_t decode_rows : DecodeCounts(path, fixture.rows())) {
+    const Result result = fixture.Run(path, 0, fixture.rows(), decode_rows, kNoPartial, 2);
+    int padded = 0;
+    for (int64_t r = 0; r < fixture.rows(); ++r) {
+      if (c.rows[static_cast<size_t>(r)].slot >= 0) continue;
+      ++padded;
+      for (int64_t i = 0; i < fixture.width(); ++i)
+        REQUIRE(result.out[r * fixture.width() + i] == 0);
+      for (int64_t h = 0; h < c.heads; ++h) {
+        REQUIRE(result.lse[r * c.heads + h] == kNegativeInfinity);
+      }
     }
+    CHECK(padded == 2);
   }
-  CHECK(padded == 2);
 }
 SLUICE_TEST_ON_EVERY_PATH("padded rows of attention give zeros and -inf", TestAttentionPadding)
 

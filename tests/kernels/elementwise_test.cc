@@ -28,15 +28,15 @@ Guarded<float> RunTyped(void (*kernel)(const Params&, Worker), Params p, int64_t
 }
 
 void TestRmsNorm(const KernelTable& table, Random& random) {
-  for (int32_t dim : {1, 15, 16, 33, 576}) {
+  const auto index = BufferOf<int32_t>({3, -1, 8, 0, 0, 5, -1});
+  for (int32_t dim : {1, 15, 16, 33, 576, 4096, 5120, 9216, 16384}) {
     for (int32_t rows : {0, 1, 7}) {
       for (DType type : {DType::kFloat32, DType::kBFloat16}) {
         INFO(rows << " rows of " << dim);
-        const int64_t stride = dim + 5;
+        const int64_t stride = dim + (dim % 3 == 0 ? 5 : 8);
         const auto x = NormalBuffer<float>(9 * stride, random, 3.0f);
         const auto weight = NormalBuffer<float>(dim, random);
-        const int32_t index[] = {3, -1, 8, 0, 0, 5, -1};
-        for (const int32_t* rows_of_x : {static_cast<const int32_t*>(nullptr), index}) {
+        for (const int32_t* rows_of_x : {static_cast<const int32_t*>(nullptr), index.data()}) {
           const RmsNormParams p = {x.data(), rows_of_x, weight.data(), nullptr, stride,
                                    rows,     dim,       1e-5f,         type};
           const auto want = RunTyped(Reference().rms_norm, p, int64_t{rows} * dim, 1);
@@ -50,7 +50,7 @@ void TestRmsNorm(const KernelTable& table, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("rms_norm agrees with the reference", TestRmsNorm)
 
 void TestSiluMul(const KernelTable& table, Random& random) {
-  for (int32_t dim : {1, 17, 1536}) {
+  for (int32_t dim : {1, 17, 1536, 12288}) {
     for (int32_t rows : {0, 1, 5}) {
       for (DType type : {DType::kFloat32, DType::kBFloat16}) {
         INFO(rows << " rows of " << dim);
@@ -68,24 +68,30 @@ void TestSiluMul(const KernelTable& table, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("silu_mul agrees with the reference", TestSiluMul)
 
 void TestEmbedding(const KernelTable& table, Random& random) {
-  constexpr int32_t kVocab = 45, kHidden = 71;
-  const auto rows = NormalBuffer<uint16_t>(kVocab * kHidden, random);
-  Guarded<uint16_t> panels(PanelElements(kVocab, kHidden));
-  std::fill_n(panels.data(), panels.size(), uint16_t{0});
-  PackPanels(rows.data(), kVocab, kHidden, 0, panels.data());
-  const int32_t tokens[2][4] = {{0, 44, 7, -1}, {16, 15, 45, 3}};
-  const int32_t slots[] = {0, 0, -1, 1, 1, 0, 1}, positions[] = {0, 1, 0, 0, 3, 3, 2};
-  Guarded<float> out(7 * kHidden);
-  const EmbeddingParams p = {
-      &tokens[0][0], 4, slots, positions, {panels.data(), kVocab, kHidden, WeightLayout::kPanel16},
-      out.data(),    7};
-  RunWorkers(table.embedding, p, 3);
-  CHECK(out.Damage() == "");
-  for (int64_t r = 0; r < 7; ++r) {
-    const int32_t token = slots[r] < 0 ? -1 : tokens[slots[r]][positions[r]];
-    for (int64_t i = 0; i < kHidden; ++i) {
-      const bool none = token < 0 || token >= kVocab;
-      REQUIRE(out[r * kHidden + i] == (none ? 0.0f : Bf16ToFloat(rows[token * kHidden + i])));
+  constexpr int32_t kVocab = 45, kStride = 4;
+  const auto tokens = BufferOf<int32_t>({0, 44, 7, -1, 16, 15, 45, 3});  // [2][kStride]
+  const auto slots = BufferOf<int32_t>({0, 0, -1, 1, 1, 0, 1});
+  const auto positions = BufferOf<int32_t>({0, 1, 0, 0, 3, 3, 2});
+  for (int32_t hidden : {1, 71, 4096}) {
+    INFO("hidden " << hidden);
+    const auto rows = NormalBuffer<uint16_t>(kVocab * hidden, random);
+    Guarded<uint16_t> panels(PanelElements(kVocab, hidden));
+    std::fill_n(panels.data(), panels.size(), uint16_t{0});
+    PackPanels(rows.data(), kVocab, hidden, 0, panels.data());
+    const bool packed = table.weight_layout == WeightLayout::kPanel16;
+    const WeightMatrix matrix = {packed ? panels.data() : rows.data(), kVocab, hidden,
+                                 table.weight_layout};
+    Guarded<float> out(7 * hidden);
+    const EmbeddingParams p = {tokens.data(), kStride, slots.data(), positions.data(), matrix,
+                               out.data(),    7};
+    RunWorkers(table.embedding, p, 3);
+    CHECK(out.Damage() == "");
+    for (int64_t r = 0; r < 7; ++r) {
+      const int32_t token = slots[r] < 0 ? -1 : tokens[slots[r] * kStride + positions[r]];
+      for (int64_t i = 0; i < hidden; ++i) {
+        const bool none = token < 0 || token >= kVocab;
+        REQUIRE(out[r * hidden + i] == (none ? 0.0f : Bf16ToFloat(rows[token * hidden + i])));
+      }
     }
   }
 }
@@ -98,9 +104,9 @@ TEST_CASE("embedding takes the token's row; padding and bad tokens give zeros (r
 
 void TestRopeTable(const KernelTable& table, Random& random) {
   const auto inv_freq = NormalBuffer<float>(32, random);
-  const int32_t positions[] = {0, 1, 77, 8191, 131071};
+  const auto positions = BufferOf<int32_t>({0, 1, 77, 8191, 131071});
   Guarded<float> want(5 * 64), got(5 * 64);
-  RopeTableParams p = {positions, inv_freq.data(), 1.25f, want.data(), 5, 32};
+  RopeTableParams p = {positions.data(), inv_freq.data(), 1.25f, want.data(), 5, 32};
   RunWorkers(Reference().rope_table, p, 1);
   p.cos_sin = got.data();
   RunWorkers(table.rope_table, p, 2);
@@ -120,24 +126,27 @@ struct RopeCase {
 template <typename T>
 void CheckRopeAppend(const KernelTable& table, const RopeCase& c, Random& random) {
   constexpr int32_t kRows = 6, kPages = 7, kTable = 3;
-  const int32_t slots[kRows] = {0, 0, -1, 1, 1, 0}, positions[kRows] = {0, 31, 4, 40, 41, 32};
-  const int32_t pages[2][kTable] = {{6, 1, 3}, {0, 5, 2}};
+  const auto slots = BufferOf<int32_t>({0, 0, -1, 1, 1, 0});
+  const auto positions = BufferOf<int32_t>({0, 31, 4, 40, 41, 32});
+  const auto pages = BufferOf<int32_t>({6, 1, 3, 0, 5, 2});  // [2][kTable]
   const int64_t width = int64_t{c.heads + 2 * c.kv_heads} * c.head_dim;
   const int64_t page_elements = int64_t{c.kv_heads} * 2 * c.block_tokens * c.head_dim;
   const auto qkv = NormalBuffer<float>(kRows * width, random, 2.0f);
   const auto cos_sin = NormalBuffer<float>(kRows * c.head_dim, random);
   const auto q_norm = NormalBuffer<float>(c.head_dim, random);
   const auto k_norm = NormalBuffer<float>(c.head_dim, random);
-  const auto run = [&](const KernelTable& path, Guarded<float>& q, Guarded<T>& cache, int workers) {
+  const auto run = [&](const KernelTable& path, Guarded<float>& q, Guarded<T>& cache,
+                       Guarded<T>* written, int workers) {
     std::copy_n(qkv.data(), qkv.size(), q.data());
     const RopeAppendParams p = {q.data(),
                                 c.norm ? q_norm.data() : nullptr,
                                 c.norm ? k_norm.data() : nullptr,
                                 cos_sin.data(),
-                                slots,
-                                positions,
-                                {cache.data(), &pages[0][0], kTable, page_elements * SizeOf(c.type),
+                                slots.data(),
+                                positions.data(),
+                                {cache.data(), pages.data(), kTable, page_elements * SizeOf(c.type),
                                  c.block_tokens, c.kv_heads, c.head_dim, c.type},
+                                written != nullptr ? written->data() : nullptr,
                                 kRows,
                                 c.heads,
                                 1e-6f};
@@ -147,8 +156,11 @@ void CheckRopeAppend(const KernelTable& table, const RopeCase& c, Random& random
   };
   Guarded<float> want_q(qkv.size()), got_q(qkv.size());
   Guarded<T> want_cache(kPages * page_elements), got_cache(kPages * page_elements);
-  run(Reference(), want_q, want_cache, 1);
-  run(table, got_q, got_cache, 2);
+  const int64_t written_width = int64_t{c.kv_heads} * 2 * c.head_dim;
+  Guarded<T> want_written(kRows * written_width), got_written(kRows * written_width);
+  run(Reference(), want_q, want_cache, &want_written, 1);
+  run(table, got_q, got_cache, &got_written, 2);
+  CHECK(got_written.Damage() == "");
   for (int64_t r = 0; r < kRows; ++r) {
     const auto part = [&](const Guarded<float>& all, int64_t size) {
       return all.span().subspan(static_cast<size_t>(r * width), static_cast<size_t>(size));
@@ -160,6 +172,31 @@ void CheckRopeAppend(const KernelTable& table, const RopeCase& c, Random& random
   }
   // What nobody wrote is still NaN in both, so this also says where nothing was written.
   CHECK(Difference(got_cache.span(), want_cache.span(), Tolerance(c.type), c.head_dim) == "");
+  CHECK(Difference(got_written.span(), want_written.span(), Tolerance(c.type), c.head_dim) == "");
+  // The copy is what went to the cache, and asking for it changes nothing else.
+  for (int64_t r = 0; r < kRows; ++r) {
+    if (slots[r] < 0) continue;
+    for (int64_t h = 0; h < c.kv_heads; ++h) {
+      const PagedCache place = {
+          nullptr,        pages.data(), kTable,     page_elements * SizeOf(c.type),
+          c.block_tokens, c.kv_heads,   c.head_dim, c.type};
+      const int64_t key = KeyIndex(place, slots[r], positions[r], h);
+      for (int64_t kv = 0; kv < 2; ++kv) {
+        const auto in_cache =
+            got_cache.span().subspan(static_cast<size_t>(key + kv * c.block_tokens * c.head_dim),
+                                     static_cast<size_t>(c.head_dim));
+        const auto in_copy = got_written.span().subspan(
+            static_cast<size_t>(((r * c.kv_heads + h) * 2 + kv) * c.head_dim),
+            static_cast<size_t>(c.head_dim));
+        CHECK(BitDifference(in_copy, in_cache, c.head_dim) == "");
+      }
+    }
+  }
+  Guarded<float> same_q(qkv.size());
+  Guarded<T> same_cache(kPages * page_elements);
+  run(table, same_q, same_cache, nullptr, 2);
+  CHECK(BitDifference(same_q.span(), got_q.span(), width) == "");
+  CHECK(BitDifference(same_cache.span(), got_cache.span(), c.head_dim) == "");
 }
 
 void TestRopeAppend(const KernelTable& table, Random& random) {

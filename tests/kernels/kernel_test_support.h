@@ -1,20 +1,24 @@
 // Buffers with sentinels, random inputs, comparisons and the running of a path, for kernel tests.
 #pragma once
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <initializer_list>
 #include <limits>
 #include <memory>
 #include <random>
 #include <span>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
 #include "kernels/kernel_table.h"
 #include "kernels/scalar.h"
+#include "tests/kernels/cuda/cuda_path.h"
 #include "tests/test_main.h"
 
 namespace sluice::kernels {
@@ -27,7 +31,7 @@ class Guarded {
   explicit Guarded(int64_t size)
       : size_(static_cast<size_t>(size)),
         bytes_((size_ * sizeof(T) + 63) / 64 * 64 + 2 * kGuard),
-        memory_(static_cast<unsigned char*>(::operator new(bytes_, std::align_val_t(64)))) {
+        memory_(static_cast<unsigned char*>(AllocateForPaths(bytes_))) {
     std::memset(memory_.get(), kSentinel, bytes_);
     std::memset(data(), 0xFF, size_ * sizeof(T));
   }
@@ -36,6 +40,8 @@ class Guarded {
 
   T* data() { return reinterpret_cast<T*>(memory_.get() + kGuard); }
   const T* data() const { return reinterpret_cast<const T*>(memory_.get() + kGuard); }
+  T* begin() { return data(); }
+  T* end() { return data() + size_; }
   int64_t size() const { return static_cast<int64_t>(size_); }
   T& operator[](int64_t i) { return data()[i]; }
   const T& operator[](int64_t i) const { return data()[i]; }
@@ -57,7 +63,7 @@ class Guarded {
   static constexpr size_t kGuard = 256;
   static constexpr unsigned char kSentinel = 0xA5;
   struct Free {
-    void operator()(unsigned char* p) const { ::operator delete(p, std::align_val_t(64)); }
+    void operator()(unsigned char* p) const { FreeForPaths(p); }
   };
   size_t size_;
   size_t bytes_;
@@ -80,6 +86,14 @@ template <typename T>
 Guarded<T> NormalBuffer(int64_t size, Random& random, float scale = 1.0f) {
   Guarded<T> buffer(size);
   FillNormal(std::span<T>(buffer.data(), static_cast<size_t>(size)), random, scale);
+  return buffer;
+}
+
+// The values in memory that every path reads, in the order given.
+template <typename T>
+Guarded<T> BufferOf(std::initializer_list<T> values) {
+  Guarded<T> buffer(static_cast<int64_t>(values.size()));
+  std::copy(values.begin(), values.end(), buffer.data());
   return buffer;
 }
 
@@ -144,9 +158,11 @@ void RunThreads(void (*kernel)(const Params&, Worker), const Params& p, int coun
 
 // Runs `test` with the path of that name, or marks the test as skipped.
 inline void OnPath(const char* name, void (*test)(const KernelTable&, Random&)) {
-  const KernelTable* table = FindKernelTable(name);
+  std::string why = std::string("this processor lacks the kernel path ") + name;
+  const KernelTable* table =
+      std::string_view(name) == "cuda" ? CudaPath(&why) : FindKernelTable(name);
   if (table == nullptr) {
-    SkipTest(std::string("this processor lacks the kernel path ") + name);
+    SkipTest(why);
     return;
   }
   Random random(TestSeed());
@@ -158,6 +174,7 @@ inline void OnPath(const char* name, void (*test)(const KernelTable&, Random&)) 
   TEST_CASE(claim " (portable)", "[kernels]") { OnPath("portable", test); }     \
   TEST_CASE(claim " (avx2)", "[kernels]") { OnPath("avx2", test); }             \
   TEST_CASE(claim " (avx512bf16)", "[kernels]") { OnPath("avx512bf16", test); } \
-  TEST_CASE(claim " (amx)", "[kernels]") { OnPath("amx", test); }
+  TEST_CASE(claim " (amx)", "[kernels]") { OnPath("amx", test); }               \
+  TEST_CASE(claim " (cuda)", "[kernels][cuda]") { OnPath("cuda", test); }
 
 }  // namespace sluice::kernels

@@ -1,3 +1,5 @@
+#include <set>
+
 #include "kernels/kernel_cases.h"
 #include "tests/kernels/kernel_test_support.h"
 
@@ -24,9 +26,10 @@ struct Operands {
                                      : x_bf16.data() + row * shape.k;
   }
 
-  // y = the case's product of rows [first, first + rows), by `workers` workers.
+  // y = the case's product of rows [first, first + rows), by `workers` workers; the first
+  // `decode_rows` of them as decode rows, all of them where it is -1.
   Guarded<float> Run(const KernelTable& table, WeightLayout layout, int64_t first, int32_t rows,
-                     int workers, bool threads = false) const {
+                     int workers, bool threads = false, int32_t decode_rows = -1) const {
     Guarded<float> y(int64_t{rows} * shape.n);
     if (shape.accumulate) {
       std::copy_n(start.data() + first * shape.n, y.size(), y.data());
@@ -37,6 +40,7 @@ struct Operands {
                             shape.bias ? bias.data() : nullptr,
                             y.data(),
                             rows,
+                            decode_rows < 0 ? rows : decode_rows,
                             x_type,
                             shape.accumulate};
     threads ? RunThreads(table.linear, p, workers) : RunWorkers(table.linear, p, workers);
@@ -64,9 +68,12 @@ void TestLinear(const KernelTable& table, Random& random) {
     INFO(Name(c));
     const Operands o(c, table.activation_type, random);
     const auto want = o.Run(Reference(), WeightLayout::kRowMajor, 0, c.rows, 1);
-    const auto got = o.Run(table, table.weight_layout, 0, c.rows, 2);
     const double typical = 0.1 * std::sqrt(static_cast<double>(c.k));
-    CHECK(Difference(got.span(), want.span(), 3e-6, c.n, typical) == "");
+    for (int32_t decode_rows : std::set<int32_t>{c.rows, 0, c.rows / 3}) {
+      INFO(decode_rows << " decode rows");
+      const auto got = o.Run(table, table.weight_layout, 0, c.rows, 2, false, decode_rows);
+      CHECK(Difference(got.span(), want.span(), 3e-6, c.n, typical) == "");
+    }
   }
 }
 SLUICE_TEST_ON_EVERY_PATH("linear agrees with the reference", TestLinear)
@@ -94,6 +101,35 @@ void TestLinearBits(const KernelTable& table, Random& random) {
   }
 }
 SLUICE_TEST_ON_EVERY_PATH("a row of linear has the same bits in any batch", TestLinearBits)
+
+// Of a batch of both kinds each row has the bits that it has among rows of its own kind, however
+// many there are.
+void TestLinearKinds(const KernelTable& table, Random& random) {
+  for (const LinearCase& c : {LinearCase{513, 144, 1544}, LinearCase{260, 576, 640, true, true}}) {
+    INFO(Name(c));
+    const Operands o(c, table.activation_type, random);
+    const auto run = [&](int32_t first, int32_t rows, int32_t decode_rows) {
+      return o.Run(table, table.weight_layout, first, rows, 2, false, decode_rows);
+    };
+    const auto decode = run(0, c.rows, c.rows), prompt = run(0, c.rows, 0);
+    const auto rows_of = [&](const Guarded<float>& y, int32_t first, int32_t rows) {
+      return y.span().subspan(static_cast<size_t>(first) * c.n, static_cast<size_t>(rows) * c.n);
+    };
+    for (int32_t rows : {1, 8, 9, 17, 33, 64, 65, 128, 129, 200}) {
+      for (int32_t decode_rows : {0, 1, rows / 2, rows}) {
+        const int32_t first = c.rows - rows;
+        INFO("the last " << rows << " rows, " << decode_rows << " of them decode rows");
+        const auto some = run(first, rows, decode_rows);
+        CHECK(BitDifference(rows_of(some, 0, decode_rows), rows_of(decode, first, decode_rows),
+                            c.n) == "");
+        CHECK(BitDifference(rows_of(some, decode_rows, rows - decode_rows),
+                            rows_of(prompt, first + decode_rows, rows - decode_rows), c.n) == "");
+      }
+    }
+  }
+}
+SLUICE_TEST_ON_EVERY_PATH("decode and prompt rows of linear keep their bits in one batch",
+                          TestLinearKinds)
 
 void TestLinearIsolation(const KernelTable& table, Random& random) {
   const LinearCase c = {37, 40, 70};

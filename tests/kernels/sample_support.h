@@ -26,7 +26,9 @@ class SampleFixture {
         vocab(vocab_size),
         token_stride(history_room),
         logits(int64_t{rows} * vocab),
-        sampling(static_cast<size_t>(rows), GreedySlot()),
+        sampling(rows),
+        slots(rows),
+        positions(rows),
         stop_ids(int64_t{rows} * kMaxStopIds),
         bias_ids(int64_t{rows} * kMaxLogitBias),
         bias_values(int64_t{rows} * kMaxLogitBias),
@@ -36,8 +38,9 @@ class SampleFixture {
         top_ids(int64_t{rows} * kMaxTopLogprobs),
         top_logprobs(int64_t{rows} * kMaxTopLogprobs) {
     for (int32_t r = 0; r < rows; ++r) {
-      slots.push_back(r);
-      positions.push_back(0);
+      sampling[r] = GreedySlot();
+      slots[r] = r;
+      positions[r] = 0;
     }
     std::fill_n(tokens.data(), tokens.size(), 0);
   }
@@ -77,8 +80,8 @@ class SampleFixture {
   int32_t rows, vocab;
   int64_t token_stride;
   Guarded<float> logits;
-  std::vector<SamplingSlot> sampling;
-  std::vector<int32_t> slots, positions;
+  Guarded<SamplingSlot> sampling;
+  Guarded<int32_t> slots, positions;
   Guarded<int32_t> stop_ids, bias_ids;
   Guarded<float> bias_values;
   Guarded<int32_t> tokens, out_tokens;

@@ -15,6 +15,7 @@
 
 #include "kernels/kernel_table.h"
 #include "tests/fixtures/fixtures.h"
+#include "tests/support/device.h"
 #include "tests/support/node.h"
 #include "tests/test_main.h"
 
@@ -34,6 +35,7 @@ struct Tolerance {
 constexpr Tolerance kExact{0.002, 1e-3, 1e-3};
 constexpr Tolerance kFloat32{0.05, 0.02, 0.1};
 constexpr Tolerance kBFloat16{0.1, 0.02, 0.1};
+constexpr Tolerance kCuda{0.15, 0.02, 0.1};
 
 std::string ModelDirectory() {
   const char* given = std::getenv("SLUICE_TEST_SMOLLM2");
@@ -41,8 +43,8 @@ std::string ModelDirectory() {
 }
 
 void CheckPath(const std::string& path, DType kv_dtype, const Tolerance& tolerance) {
-  if (kernels::FindKernelTable(path.c_str()) == nullptr) {
-    SkipTest("this processor has no " + path);
+  if (const absl::Status status = testing::TestDevice(path).status(); !status.ok()) {
+    SkipTest(std::string(status.message()));
     return;
   }
   if (!std::filesystem::exists(ModelDirectory() + "/model.safetensors")) {
@@ -103,6 +105,9 @@ TEST_CASE("SmolLM2 gives transformers' tokens on AVX-512 BF16 kernels") {
 }
 TEST_CASE("SmolLM2 gives transformers' tokens on AMX kernels") {
   CheckPath("amx", DType::kBFloat16, kBFloat16);
+}
+TEST_CASE("SmolLM2 gives transformers' tokens on a GPU", "[cuda]") {
+  CheckPath("cuda", DType::kBFloat16, kCuda);
 }
 TEST_CASE("SmolLM2 gives transformers' log-probabilities with float32 caches") {
   const bool avx2 = kernels::FindKernelTable("avx2") != nullptr;

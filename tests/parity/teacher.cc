@@ -4,13 +4,14 @@
 #include <catch2/catch.hpp>
 #include <cstring>
 
-#include "src/device/cpu/cpu_device.h"
+#include "tests/support/device.h"
 
 namespace sluice::testing {
 namespace {
 
 constexpr int kMaxRows = 512;
 constexpr int kMaxContext = 1024;
+constexpr size_t kPoolBytes = size_t{32} << 20;
 
 template <typename T>
 T OrFail(absl::StatusOr<T> value) {
@@ -22,7 +23,7 @@ T OrFail(absl::StatusOr<T> value) {
 }  // namespace
 
 Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype) {
-  device_ = OrFail(NewCpuDevice({kernels, 2}));
+  device_ = OrFail(TestDevice(kernels));
   Model::Options options;
   options.directory = model_dir;
   options.kv_dtype = kv_dtype;
@@ -30,16 +31,31 @@ Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType
   options.max_rows = kMaxRows;
   options.max_logits = 1;
   model_ = OrFail(Model::Load(options, device_.get()));
-  pool_ = OrFail(
-      PagePool::Create("hbm", model_->cache_layout(),
-                       OrFail(device_->Allocate(MemoryKind::kDevice, size_t{32} << 20, "test"))));
+  pool_ =
+      OrFail(PagePool::Create("hbm", model_->cache_layout(),
+                              OrFail(device_->Allocate(MemoryKind::kDevice, kPoolBytes, "test"))));
   policy_ = OrFail(NewFullPolicy({device_.get(), pool_.get(), 1, kMaxContext}));
   stream_ = device_->NewStream(Device::StreamKind::kCompute);
   done_ = device_->NewEvent();
-  tokens_ = OrFail(device_->Allocate(MemoryKind::kDevice, kMaxContext * 4, "test"));
-  rows_ = OrFail(device_->Allocate(MemoryKind::kDevice, (2 * kMaxRows + 1) * 4, "test"));
-  logits_ = OrFail(device_->Allocate(MemoryKind::kDevice,
-                                     static_cast<size_t>(model_->config().vocab_size) * 4, "test"));
+  const auto vocab = static_cast<size_t>(model_->config().vocab_size);
+  const auto allocate = [this](Mirrored* both, size_t bytes) {
+    both->device = OrFail(device_->Allocate(MemoryKind::kDevice, bytes, "test"));
+    both->host = OrFail(device_->Allocate(MemoryKind::kPinned, bytes, "test"));
+  };
+  allocate(&tokens_, kMaxContext * 4);
+  allocate(&rows_, (2 * kMaxRows + 1) * 4);
+  allocate(&logits_, vocab * 4);
+  pool_image_ = OrFail(device_->Allocate(MemoryKind::kPinned, kPoolBytes, "test"));
+}
+
+void Teacher::ToDevice(const Mirrored& both) {
+  stream_->Copy(both.device.data(), both.host.data(), both.host.bytes());
+}
+
+void Teacher::Finish() {
+  stream_->Record(*done_);
+  done_->Wait();
+  REQUIRE(device_->Health().ok());
 }
 
 void Teacher::End() {
@@ -49,7 +65,9 @@ void Teacher::End() {
 
 void Teacher::Begin(const std::vector<int32_t>& tokens) {
   End();
-  std::copy(tokens.begin(), tokens.end(), tokens_.as<int32_t>());
+  std::copy(tokens.begin(), tokens.end(), tokens_.host.as<int32_t>());
+  ToDevice(tokens_);
+  Finish();
   std::unique_ptr<SequenceCache> none;
   REQUIRE(policy_->Admit(0, 0, static_cast<int64_t>(tokens.size()), Promise::kFirm, none));
   policy_->WarmEvent(0).Wait();
@@ -60,14 +78,17 @@ void Teacher::BeginWithCache(const std::vector<int32_t>& tokens, int context,
                              const std::vector<std::vector<uint16_t>>& k,
                              const std::vector<std::vector<uint16_t>>& v) {
   Begin(tokens);
-  policy_->Grow(0, context, *stream_);
+  policy_->Grow(0, context);
   const CacheKind& kind = model_->cache_layout().kinds[0];
   const int dim = model_->config().head_dim;
+  const auto image_of = [&](const uint8_t* block) {
+    return pool_image_.as<uint8_t>() + (block - static_cast<const uint8_t*>(pool_->base(0)));
+  };
   for (int layer = 0; layer < model_->cache_layout().layers; ++layer) {
     for (int token = 0; token < context; ++token) {
       for (int head = 0; head < kind.heads; ++head) {
         uint8_t* block =
-            policy_->resident(0).BlockAddress(layer, 0, head, token / kind.block_tokens);
+            image_of(policy_->resident(0).BlockAddress(layer, 0, head, token / kind.block_tokens));
         for (int part = 0; part < 2; ++part) {
           const auto& source = (part == 0 ? k : v)[static_cast<size_t>(layer)];
           const size_t from = (static_cast<size_t>(token) * static_cast<size_t>(kind.heads) +
@@ -85,11 +106,18 @@ void Teacher::BeginWithCache(const std::vector<int32_t>& tokens, int context,
         }
       }
     }
+    for (int head = 0; head < kind.heads; ++head) {
+      for (int block = 0; block < kind.BlocksFor(context); ++block) {
+        uint8_t* target = policy_->resident(0).BlockAddress(layer, 0, head, block);
+        stream_->Copy(target, image_of(target), static_cast<size_t>(kind.block_bytes()));
+      }
+    }
   }
+  Finish();
 }
 
-std::vector<float> Teacher::Step(int position, int count) {
-  int32_t* slots = rows_.as<int32_t>();
+std::vector<float> Teacher::Step(int position, int count, bool generates) {
+  int32_t* slots = rows_.host.as<int32_t>();
   int32_t* positions = slots + kMaxRows;
   int32_t* logit_row = positions + kMaxRows;
   for (int i = 0; i < count; ++i) {
@@ -97,20 +125,24 @@ std::vector<float> Teacher::Step(int position, int count) {
     positions[i] = position + i;
   }
   *logit_row = count - 1;
-  policy_->Grow(0, position + count, *stream_);
+  policy_->Grow(0, position + count);
+  policy_->BeginStep(*stream_, {slots, static_cast<size_t>(count)});
+  ToDevice(rows_);
   StepInputs in;
-  in.tokens = tokens_.as<int32_t>();
+  in.tokens = tokens_.device.as<int32_t>();
   in.token_stride = kMaxContext;
-  in.slots = slots;
-  in.positions = positions;
+  in.slots = rows_.device.as<int32_t>();
+  in.positions = in.slots + kMaxRows;
   in.rows = count;
-  in.logit_rows = logit_row;
+  in.decode_rows = generates ? count : 0;
+  in.logit_rows = in.positions + kMaxRows;
   in.logit_count = 1;
-  in.logits = logits_.as<float>();
+  in.logits = logits_.device.as<float>();
   model_->Forward(*stream_, in, *policy_);
-  stream_->Record(*done_);
-  done_->Wait();
-  return {in.logits, in.logits + model_->config().vocab_size};
+  stream_->Copy(logits_.host.data(), logits_.device.data(), logits_.host.bytes());
+  Finish();
+  const auto* logits = logits_.host.as<float>();
+  return {logits, logits + model_->config().vocab_size};
 }
 
 }  // namespace sluice::testing

@@ -25,9 +25,17 @@ class Teacher {
                       const std::vector<std::vector<uint16_t>>& k,
                       const std::vector<std::vector<uint16_t>>& v);
   // Computes tokens [position, position + count) and returns the logits of the last, [vocab].
-  std::vector<float> Step(int position, int count);
+  // `generates`: they are past the prompt.
+  std::vector<float> Step(int position, int count, bool generates);
 
  private:
+  // Memory of the device and where the host reads and writes it.
+  struct Mirrored {
+    Buffer device, host;
+  };
+  void ToDevice(const Mirrored& both);
+  // Waits for what is enqueued.
+  void Finish();
   void End();
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
@@ -35,7 +43,8 @@ class Teacher {
   std::unique_ptr<FullPolicy> policy_;
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Event> done_;
-  Buffer tokens_, rows_, logits_;
+  Mirrored tokens_, rows_, logits_;
+  Buffer pool_image_;  // what the caches were given, byte for byte
   bool admitted_ = false;
 };
 

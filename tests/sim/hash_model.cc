@@ -134,6 +134,7 @@ class HashModelImpl : public HashModel {
 
   static void Embeddings(const Step& s, CpuTeam*) {
     for (int32_t r = 0; r < s.in.rows; ++r) {
+      s.model->state(r) = 0;
       if (s.in.slots[r] < 0) continue;
       s.model->state(r) = Embed(TokenOf(s.in, r), s.in.positions[r]);
     }
@@ -165,7 +166,8 @@ class HashModelImpl : public HashModel {
     for (int64_t i = 0; i < s.in.logit_count; ++i) {
       const int32_t row = s.in.logit_rows[i];
       for (int v = 0; v < kVocab; ++v) {
-        s.in.logits[i * kVocab + v] = Logit(s.model->state(row), TokenOf(s.in, row), v);
+        s.in.logits[i * kVocab + v] =
+            row < 0 ? 0 : Logit(s.model->state(row), TokenOf(s.in, row), v);
       }
     }
   }

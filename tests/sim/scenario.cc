@@ -197,6 +197,8 @@ Scenario DrawScenario(uint64_t seed, Plant plant) {
     }
   }
   if (OneIn(random, 12)) scenario.cancel_all_at = DrawDuration(random, 2 * kArrivals);
+  // Most devices run a step of decode rows as a recorded program, and pad it.
+  if (!OneIn(random, 4)) scenario.node.device.row_bucket = static_cast<int>(Between(random, 1, 8));
   return scenario;
 }
 

@@ -6,7 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "src/base/crc32c.h"
-#include "src/device/cpu/cpu_device.h"
+#include "tests/support/device.h"
 #include "tests/support/eventually.h"
 
 namespace sluice::testing {
@@ -22,7 +22,7 @@ T OrFail(absl::StatusOr<T> value) {
 }  // namespace
 
 Node::Node(const NodeOptions& o) {
-  device_ = OrFail(NewCpuDevice({o.kernels, o.threads}));
+  device_ = OrFail(TestDevice(o.kernels, o.threads, o.row_bucket));
   Model::Options model;
   model.directory = o.model_dir;
   model.load_format = o.load_format;

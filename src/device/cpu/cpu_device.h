@@ -16,6 +16,9 @@ struct CpuDeviceOptions {
   std::string kernels = "auto";
   // Threads that compute, the compute stream's own included. 0: DefaultThreads().
   int threads = 0;
+  // For tests of padded steps: a step of decode rows is padded to a multiple of this many. 0: none
+  // is, since here a padded row costs what any row costs.
+  int row_bucket = 0;
 };
 
 // INVALID_ARGUMENT if the kernels are unknown or this processor lacks them; the message lists those

@@ -31,41 +31,61 @@ class CpuKernelSet : public KernelSet {
 
   absl::StatusOr<Weight> Prepare(absl::Span<const MatrixPart> parts, int32_t k) override;
 
+  int64_t WeightBytes(int32_t n, int32_t k) const override {
+    const bool panels = table_.weight_layout == kernels::WeightLayout::kPanel16;
+    return 2 * (panels ? kernels::PanelElements(n, k) : int64_t{n} * k);
+  }
   int64_t SampleScratchBytes(int32_t vocab) const override {
     return kernels::SampleScratchBytes(vocab) * team_->threads();
   }
 
+  int64_t AttentionScratchBytes(const AttentionShape& shape) const override {
+    // Enough for every worker of a large host, small beside weights; one row always has room.
+    constexpr int64_t kEnough = int64_t{16} << 20;
+    const int64_t entry = int64_t{shape.heads} * (shape.head_dim + 1) * 4;
+    const int64_t splits = (int64_t{shape.max_context} + kernels::kAttentionSplitTokens - 1) /
+                           kernels::kAttentionSplitTokens;
+    return std::min(shape.decode_rows * splits, std::max(kEnough / entry, splits)) * entry;
+  }
+
   void Embedding(Stream& s, const kernels::EmbeddingParams& p) override {
-    Launch(s, table_.embedding, p, int64_t{p.rows} * p.table.k);
+    Launch(s, "embedding", table_.embedding, p, int64_t{p.rows} * p.table.k);
   }
   void RmsNorm(Stream& s, const kernels::RmsNormParams& p) override {
-    Launch(s, table_.rms_norm, p, int64_t{p.rows} * p.dim);
+    Launch(s, "rms_norm", table_.rms_norm, p, int64_t{p.rows} * p.dim);
   }
   void Linear(Stream& s, const kernels::LinearParams& p) override {
-    Launch(s, table_.linear, p, int64_t{p.w.n} * p.w.k);
+    Launch(s, "linear", table_.linear, p, int64_t{p.w.n} * p.w.k);
   }
   void RopeTable(Stream& s, const kernels::RopeTableParams& p) override {
-    Launch(s, table_.rope_table, p, int64_t{p.rows} * p.half_dim * 16);
+    Launch(s, "rope_table", table_.rope_table, p, int64_t{p.rows} * p.half_dim * 16);
   }
   void RopeAppend(Stream& s, const kernels::RopeAppendParams& p) override {
-    Launch(s, table_.rope_append, p,
+    Launch(s, "rope_append", table_.rope_append, p,
            int64_t{p.rows} * (p.heads + 2 * p.cache.kv_heads) * p.cache.head_dim);
   }
   void Attention(Stream& s, const kernels::AttentionParams& p) override {
     // Positions are not known here: any row may have a long context.
     constexpr int64_t kAllWorkers = int64_t{1} << 40;
-    Launch(s, table_.attention, p, kAllWorkers);
-    Launch(s, table_.attention_merge, p, int64_t{p.rows} * p.heads * p.cache.head_dim);
+    Launch(s, "attention", table_.attention, p, kAllWorkers);
+    Launch(s, "attention_merge", table_.attention_merge, p,
+           int64_t{p.rows} * p.heads * p.cache.head_dim);
   }
   void Merge(Stream& s, const kernels::MergeParams& p) override {
-    Launch(s, table_.merge, p, int64_t{p.parts} * p.rows * p.heads * p.head_dim);
+    Launch(s, "merge", table_.merge, p, int64_t{p.parts} * p.rows * p.heads * p.head_dim);
   }
   void SiluMul(Stream& s, const kernels::SiluMulParams& p) override {
-    Launch(s, table_.silu_mul, p, int64_t{p.rows} * p.dim);
+    Launch(s, "silu_mul", table_.silu_mul, p, int64_t{p.rows} * p.dim);
   }
   void Sample(Stream& s, const kernels::SampleParams& p) override {
     // Rows are the unit of work.
-    Launch(s, table_.sample, p, int64_t{p.rows} * kElementsPerWorker);
+    Launch(s, "sample", table_.sample, p, int64_t{p.rows} * kElementsPerWorker);
+  }
+  void Transfer(Stream& s, const kernels::TransferParams& p) override {
+    // Counts are not known here: any list may be full.
+    const int64_t words = int64_t{p.lists} * p.capacity * p.unit_bytes / 4;
+    const int64_t allowed = p.max_workers > 0 ? p.max_workers : team_->threads();
+    Launch(s, "transfer", table_.transfer, p, std::min(words, allowed * kElementsPerWorker));
   }
 
  private:
@@ -76,8 +96,8 @@ class CpuKernelSet : public KernelSet {
     Params params;
   };
   template <typename Params>
-  void Launch(Stream& stream, void (*run)(const Params&, Worker), const Params& params,
-              int64_t elements) {
+  void Launch(Stream& stream, const char* name, void (*run)(const Params&, Worker),
+              const Params& params, int64_t elements) {
     static_cast<HostStream&>(stream).Enqueue<Work<Params>>(
         [](const Work<Params>& work, CpuTeam* team) {
           team->Run(
@@ -87,8 +107,11 @@ class CpuKernelSet : public KernelSet {
               },
               &work, work.workers);
         },
-        {run, WorkersFor(elements, *team_), params});
+        {run, WorkersFor(elements, *team_), params}, {name});
   }
+
+  // A part's rows; where a formula makes them, they are made in `made`, by the team.
+  const uint16_t* Rows(const MatrixPart& part, int32_t k, std::vector<uint16_t>* made);
 
   const KernelTable& table_;
   const std::string name_;
@@ -96,38 +119,58 @@ class CpuKernelSet : public KernelSet {
   Device* const device_;
 };
 
+const uint16_t* CpuKernelSet::Rows(const MatrixPart& part, int32_t k, std::vector<uint16_t>* made) {
+  if (part.data != nullptr) return part.data;
+  made->resize(static_cast<size_t>(part.rows) * static_cast<size_t>(k));
+  struct Fill {
+    const kernels::WeightFormula* formula;
+    int64_t count;
+    uint16_t* out;
+  } fill{&part.formula, static_cast<int64_t>(made->size()), made->data()};
+  team_->Run(
+      [](const void* erased, Worker worker) {
+        const auto& f = *static_cast<const Fill*>(erased);
+        const int64_t begin = f.count * worker.index / worker.count;
+        const int64_t end = f.count * (worker.index + 1) / worker.count;
+        kernels::FillWeights(*f.formula, begin, end - begin, f.out + begin);
+      },
+      &fill, WorkersFor(fill.count, *team_));
+  return made->data();
+}
+
 absl::StatusOr<Weight> CpuKernelSet::Prepare(absl::Span<const MatrixPart> parts, int32_t k) {
   int32_t n = 0;
   for (const MatrixPart& part : parts) n += part.rows;
   Weight weight;
   weight.matrix = {nullptr, n, k, table_.weight_layout};
   const bool panels = table_.weight_layout == kernels::WeightLayout::kPanel16;
-  if (!panels && parts.size() == 1) {
+  if (!panels && parts.size() == 1 && parts[0].data != nullptr) {
     weight.matrix.data = parts[0].data;
     return weight;
   }
-  const int64_t elements = panels ? kernels::PanelElements(n, k) : int64_t{n} * k;
-  SLUICE_ASSIGN_OR_RETURN(weight.storage,
-                          device_->Allocate(MemoryKind::kDevice, static_cast<size_t>(elements) * 2,
-                                            absl::StrCat("a matrix of weights, ", n, " x ", k)));
+  SLUICE_ASSIGN_OR_RETURN(
+      weight.storage, device_->Allocate(MemoryKind::kDevice, static_cast<size_t>(WeightBytes(n, k)),
+                                        absl::StrCat("a matrix of weights, ", n, " x ", k)));
   auto* out = weight.storage.as<uint16_t>();
   weight.matrix.data = out;
   int32_t first_row = 0;
+  std::vector<uint16_t> made;
   for (const MatrixPart& part : parts) {
+    const uint16_t* rows = Rows(part, k, &made);
     if (!panels) {
-      std::memcpy(out + int64_t{first_row} * k, part.data, static_cast<size_t>(part.rows) * k * 2);
+      std::memcpy(out + int64_t{first_row} * k, rows, static_cast<size_t>(part.rows) * k * 2);
     } else {
       struct Pack {
-        const MatrixPart* part;
-        int32_t k, first_row;
+        const uint16_t* rows;
+        int32_t count, k, first_row;
         uint16_t* out;
-      } pack{&part, k, first_row, out};
+      } pack{rows, part.rows, k, first_row, out};
       team_->Run(
           [](const void* erased, Worker worker) {
             const auto& p = *static_cast<const Pack*>(erased);
-            const int64_t begin = int64_t{p.part->rows} * worker.index / worker.count;
-            const int64_t end = int64_t{p.part->rows} * (worker.index + 1) / worker.count;
-            kernels::PackPanels(p.part->data + begin * p.k, static_cast<int32_t>(end - begin), p.k,
+            const int64_t begin = int64_t{p.count} * worker.index / worker.count;
+            const int64_t end = int64_t{p.count} * (worker.index + 1) / worker.count;
+            kernels::PackPanels(p.rows + begin * p.k, static_cast<int32_t>(end - begin), p.k,
                                 p.first_row + static_cast<int32_t>(begin), p.out);
           },
           &pack, WorkersFor(int64_t{part.rows} * k, *team_));

@@ -1,12 +1,14 @@
 #include "src/device/cpu/cpu_stream.h"
 
+#include <utility>
+
+#include "absl/time/clock.h"
 #include "src/base/status_macros.h"
 #include "src/device/cpu/spin_wait.h"
 
 namespace sluice {
 
-void CpuEvent::Wait() const {
-  const uint32_t wanted = recorded_.load(std::memory_order_relaxed);
+void CpuEvent::WaitFor(uint32_t wanted) const {
   // Signed distance: the counters may wrap.
   for (uint32_t done = done_.load(std::memory_order_acquire);
        static_cast<int32_t>(done - wanted) < 0; done = done_.load(std::memory_order_acquire)) {
@@ -20,7 +22,8 @@ absl::Duration CpuEvent::Since(const TimedEvent& earlier) const {
   return absl::FromChrono(reached_ - from.reached_);
 }
 
-CpuStream::CpuStream(CpuTeam* team) : team_(team), thread_([this] { Loop(); }) {}
+CpuStream::CpuStream(CpuTeam* team, CpuTraceLog* log)
+    : team_(team), log_(log), id_(log->NewStreamId()), thread_([this] { Loop(); }) {}
 
 CpuStream::~CpuStream() {
   Command& slot = NextSlot();
@@ -45,11 +48,13 @@ void CpuStream::Record(Event& event) {
 }
 
 void CpuStream::WaitFor(Event& event) {
+  auto& cpu_event = static_cast<CpuEvent&>(event);
   struct Work {
     CpuEvent* event;
+    uint32_t value;  // the last record by now: a later one is not waited for
   };
-  Enqueue<Work>([](const Work& w, CpuTeam*) { w.event->Wait(); },
-                Work{&static_cast<CpuEvent&>(event)});
+  Enqueue<Work>([](const Work& w, CpuTeam*) { w.event->WaitFor(w.value); },
+                Work{&cpu_event, cpu_event.recorded_.load(std::memory_order_relaxed)});
 }
 
 HostStream::Command& CpuStream::NextSlot() {
@@ -63,12 +68,28 @@ HostStream::Command& CpuStream::NextSlot() {
 
 void CpuStream::Publish() { StoreAndNotify(head_, head_.load(std::memory_order_relaxed) + 1); }
 
+void CpuStream::RunTraced(const Command& command) {
+  TraceSlice slice;
+  slice.kind = command.label.kind;
+  slice.name = command.label.name;
+  slice.stream = id_;
+  slice.bytes = static_cast<int64_t>(command.label.bytes);
+  slice.begin = absl::Now();
+  command.run(command.payload, team_);
+  slice.end = absl::Now();
+  log_->Add(std::move(slice));
+}
+
 void CpuStream::Loop() {
   for (uint32_t tail = 0;;) {
     WaitWhileEqual(head_, tail);
     const Command& command = ring_[tail % kCommands];
     if (command.run == nullptr) return;
-    command.run(command.payload, team_);
+    if (log_->on() && command.label.name != nullptr) {
+      RunTraced(command);
+    } else {
+      command.run(command.payload, team_);
+    }
     StoreAndNotify(tail_, ++tail);
   }
 }

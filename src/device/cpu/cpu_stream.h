@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "src/device/cpu/cpu_team.h"
+#include "src/device/cpu/cpu_trace.h"
 #include "src/device/cpu/host_stream.h"
 #include "src/device/device.h"
 
@@ -19,11 +20,14 @@ class CpuEvent : public TimedEvent {
   bool Ready() const override {
     return done_.load(std::memory_order_acquire) == recorded_.load(std::memory_order_relaxed);
   }
-  void Wait() const override;
+  void Wait() const override { WaitFor(recorded_.load(std::memory_order_relaxed)); }
   absl::Duration Since(const TimedEvent& earlier) const override;
 
  private:
   friend class CpuStream;
+  // Until the record of that number is done.
+  void WaitFor(uint32_t wanted) const;
+
   std::chrono::steady_clock::time_point reached_;  // written before done_, read after it
   std::atomic<uint32_t> recorded_{0};
   std::atomic<uint32_t> done_{0};
@@ -32,8 +36,8 @@ class CpuEvent : public TimedEvent {
 // A ring of small commands and a thread that runs them in order. Enqueueing allocates nothing.
 class CpuStream : public HostStream {
  public:
-  // `team` null: a copy stream, which takes no operators.
-  explicit CpuStream(CpuTeam* team);
+  // `team` null: a copy stream, which takes no operators. `log` outlives the stream.
+  CpuStream(CpuTeam* team, CpuTraceLog* log);
   ~CpuStream() override;  // runs what is queued first
 
   void Record(Event& event) override;
@@ -45,7 +49,11 @@ class CpuStream : public HostStream {
   void Publish() override;
   void Loop();
 
+  void RunTraced(const Command& command);
+
   CpuTeam* const team_;
+  CpuTraceLog* const log_;
+  const uint32_t id_;
   const std::unique_ptr<Command[]> ring_ = std::make_unique<Command[]>(kCommands);
   alignas(64) std::atomic<uint32_t> head_{0};  // commands queued so far; written by the producer
   alignas(64) std::atomic<uint32_t> tail_{0};  // commands run so far; written by the thread

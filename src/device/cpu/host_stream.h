@@ -9,8 +9,16 @@
 
 #include "src/device/cpu/cpu_team.h"
 #include "src/device/device.h"
+#include "src/device/trace.h"
 
 namespace sluice {
+
+// What a command is called in a trace; one without a name is not in it.
+struct CommandLabel {
+  const char* name = nullptr;  // a literal
+  TraceSlice::Kind kind = TraceSlice::Kind::kKernel;
+  size_t bytes = 0;
+};
 
 class HostStream : public Stream {
  public:
@@ -20,7 +28,8 @@ class HostStream : public Stream {
 
   // Queues run(work, team). Work is copied bytewise.
   template <typename Work>
-  void Enqueue(void (*run)(const Work& work, CpuTeam* team), const Work& work) {
+  void Enqueue(void (*run)(const Work& work, CpuTeam* team), const Work& work,
+               const CommandLabel& label = {}) {
     static_assert(std::is_trivially_copyable_v<Work> &&
                   sizeof(Work) + sizeof(run) <= kPayloadBytes);
     struct Packed {
@@ -28,6 +37,7 @@ class HostStream : public Stream {
       Work work;
     };
     Command& slot = NextSlot();
+    slot.label = label;
     new (slot.payload) Packed{run, work};
     slot.run = [](const std::byte* payload, CpuTeam* team) {
       const auto* packed = std::launder(reinterpret_cast<const Packed*>(payload));
@@ -40,6 +50,7 @@ class HostStream : public Stream {
   static constexpr size_t kPayloadBytes = 240;
   struct Command {
     void (*run)(const std::byte* payload, CpuTeam* team);
+    CommandLabel label;
     alignas(16) std::byte payload[kPayloadBytes];
   };
   // Where the next command is written, and that it has been.

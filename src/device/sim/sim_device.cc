@@ -6,6 +6,7 @@
 #include "src/base/status_macros.h"
 #include "src/device/cpu/cpu_kernel_set.h"
 #include "src/device/cpu/cpu_team.h"
+#include "src/device/mailbox.h"
 #include "src/device/sim/sim_stream.h"
 
 namespace sluice {
@@ -40,6 +41,14 @@ class SimDeviceImpl : public SimDevice {
     return std::make_unique<SimEvent>(state_.clock);
   }
   KernelSet& kernels() override { return *kernels_; }
+  int RowBucket(int rows) const override {
+    const int bucket = state_.options.row_bucket;
+    return bucket == 0 ? 0 : (rows + bucket - 1) / bucket * bucket;
+  }
+  absl::StatusOr<std::unique_ptr<Mailbox>> NewMailbox(const MailboxOptions&) override {
+    return absl::UnimplementedError(
+        "the simulated device has one thread: there is nobody to answer a mailbox");
+  }
   uint64_t stalls() const override { return state_.stalls; }
 
  private:

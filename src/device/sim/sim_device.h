@@ -29,6 +29,8 @@ struct SimDeviceOptions {
   absl::Duration stall = absl::ZeroDuration();
   // The Allocate that is refused, counted from 0; -1: none.
   int refused_allocation = -1;
+  // A step of decode rows is padded to a multiple of this many; 0: none is.
+  int row_bucket = 0;
   // Breaches of the Device contract, for tests of whatever must notice them: the share of events
   // that are ready before what they mark is done, and of copies that never happen.
   double early_events = 0;

@@ -5,6 +5,8 @@
 
 #include "src/base/rng.h"
 #include "src/device/cpu/cpu_device.h"
+#include "src/device/cpu/cpu_team.h"
+#include "src/device/cpu/host_stream.h"
 #include "tests/test_main.h"
 
 namespace sluice {
@@ -97,7 +99,8 @@ TEST_CASE("whatever comes and goes, scattered pages hold each sequence's own byt
     REQUIRE(t.policy->Admit(slot, tokens, tokens + 200, Promise::kFirm, home));
     t.policy->WarmEvent(slot).Wait();
     REQUIRE(t.policy->Warm(slot));
-    t.policy->Grow(slot, tokens + static_cast<int64_t>(random.Below(200)), *stream);
+    t.policy->Grow(slot, tokens + static_cast<int64_t>(random.Below(200)));
+    t.policy->BeginStep(*stream, {slot});
     stream->Record(*grown);
     grown->Wait();
     context[slot] = tokens;
@@ -107,6 +110,60 @@ TEST_CASE("whatever comes and goes, scattered pages hold each sequence's own byt
   }
   CHECK(t.hbm->UsageOf(0).reserved_bytes == 0);
   CHECK(t.dram->UsageOf(0).reserved_bytes == 0);
+}
+
+// Runs everything at once, and counts it.
+class CountingStream : public HostStream {
+ public:
+  void Record(Event&) override {}  // an event that was never recorded is ready
+  void WaitFor(Event& event) override { event.Wait(); }
+
+  int commands = 0;
+
+ private:
+  Command& NextSlot() override { return command_; }
+  void Publish() override {
+    ++commands;
+    command_.run(command_.payload, &team_);
+  }
+
+  CpuTeam team_{1};
+  Command command_{};
+};
+
+TEST_CASE("the device is told of all that grew in one command, by the step that has their rows") {
+  Tiers t;
+  CountingStream stream;
+  std::unique_ptr<SequenceCache> none;
+  for (int slot = 0; slot < 3; ++slot) {
+    REQUIRE(t.policy->Admit(slot, 0, 600, Promise::kFirm, none));
+    t.policy->WarmEvent(slot).Wait();
+    REQUIRE(t.policy->Grow(slot, 1));
+  }
+  CHECK(stream.commands == 0);
+  t.policy->BeginStep(stream, {0, 2, 2});
+  CHECK(stream.commands == 1);
+  t.policy->BeginStep(stream, {0, 2});  // nothing grew since
+  CHECK(stream.commands == 1);
+  t.policy->BeginStep(stream, {1});
+  CHECK(stream.commands == 2);
+  // Growth comes in large extents: in most steps there is nothing to tell.
+  for (int tokens = 2; tokens <= 600; ++tokens) {
+    for (int slot = 0; slot < 3; ++slot) REQUIRE(t.policy->Grow(slot, tokens));
+    t.policy->BeginStep(stream, {0, 1, 2});
+  }
+  CHECK(stream.commands > 2);
+  CHECK(stream.commands <= 2 + 600 / (SequenceCache::kGrowthBlocks * 16) + 1);
+  // Who leaves before a step had its rows leaves nothing to tell.
+  t.policy->Release(0);
+  REQUIRE(t.policy->Admit(0, 0, 600, Promise::kFirm, none));
+  t.policy->WarmEvent(0).Wait();
+  REQUIRE(t.policy->Grow(0, 1));
+  t.policy->Release(0);
+  const int before = stream.commands;
+  t.policy->BeginStep(stream, {0, 1, 2});
+  CHECK(stream.commands == before);
+  for (int slot = 1; slot < 3; ++slot) t.policy->Release(slot);
 }
 
 TEST_CASE("what does not fit is not admitted, and its home stays with the caller") {
@@ -140,7 +197,7 @@ TEST_CASE("a sequence with a soft promise goes to DRAM and comes back with its b
   CHECK(t.dram->UsageOf(0).reserved_bytes == t.hbm->layout().BytesFor(300));
   CHECK_FALSE(t.policy->MakeFirm(1));
   // The firm one grows until pages are lacking; then the other one leaves.
-  CHECK_FALSE(t.policy->Grow(0, most, *stream));
+  CHECK_FALSE(t.policy->Grow(0, most));
   for (int round = 0; round < 3; ++round) {
     t.policy->Evict(1, 100);
     t.policy->WarmEvent(1).Wait();

@@ -65,12 +65,14 @@ TEST_CASE("a steady step allocates nothing, growth and log-probabilities include
   return;
 #endif
   const double overcommit = GENERATE(1.0, 2.0);
+  const int row_bucket = GENERATE(0, 8);  // 8: a step is a recorded program, padded
   Metrics metrics;
   NodeOptions options;
   options.model_dir = fixtures::ModelDir("tiny-llama");
   options.max_context = 1024;
   options.run_engine = false;
   options.overcommit = overcommit;
+  options.row_bucket = row_bucket;
   options.metrics = &metrics;
   Node node(options);
   std::vector<std::shared_ptr<TokenStream>> streams;

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "src/base/error.h"
+#include "src/base/failpoint.h"
 #include "src/base/manual_clock.h"
 #include "src/base/rng.h"
 #include "src/engine/engine.h"
@@ -17,6 +18,7 @@
 namespace sluice {
 namespace {
 
+using testing::Generated;
 using testing::GreedyRequest;
 using testing::Node;
 using testing::NodeOptions;
@@ -216,6 +218,27 @@ TEST_CASE("on the real clock memory is back within a step and 100 ms") {
     best = std::min(best, absl::Now() - ended);
   }
   CHECK(best <= absl::Milliseconds(100));
+}
+
+TEST_CASE("a device that fails ends every sequence, and no other comes") {
+  if (!kFailpointsCompiledIn) return SkipTest("this build has no failpoints");
+  NodeOptions options = Options();
+  options.max_sequences = 2;
+  Node node(options);
+  std::vector<std::shared_ptr<TokenStream>> streams;
+  for (int i = 0; i < 3; ++i) streams.push_back(node.Start(GreedyRequest(Golden().prompt, 500)));
+  const ScopedFailpoints armed("device.failure=error*1@40");
+  for (const auto& stream : streams) {
+    const Generated got = Node::Collect(*stream);
+    CHECK(got.finish.reason == Reason::kError);
+    CHECK(absl::IsInternal(got.finish.status));
+    CHECK(ReasonOf(got.finish.status) == "GPU_FAILED");
+  }
+  Request late = GreedyRequest({1}, 1);
+  late.request_id = "late";
+  late.sink = std::make_shared<TokenStream>(2);
+  CHECK(ReasonOf(node.engine().Submit(std::move(late)).status()) == "GPU_FAILED");
+  CHECK(node.Quiescent());
 }
 
 }  // namespace

@@ -65,7 +65,9 @@ absl::Status SubmitStatus(Node& node, Request request) {
 }
 
 TEST_CASE("any part of the prompt may be handed over: the rest is pending") {
-  Node node(Options());
+  NodeOptions options = Options();
+  options.row_bucket = GENERATE(0, 4);
+  Node node(options);
   const fixtures::GoldenCase& g = Golden(2);
   const std::vector<int32_t> want = node.Generate(GreedyRequest(g.prompt, 12)).ids;
   for (const uint32_t context : {1u, 31u, 32u, 33u, 200u, 256u, 257u}) {
@@ -82,7 +84,9 @@ TEST_CASE("any part of the prompt may be handed over: the rest is pending") {
 }
 
 TEST_CASE("a handed-over first token is emitted first and continued from") {
-  Node node(Options());
+  NodeOptions options = Options();
+  options.row_bucket = GENERATE(0, 4);
+  Node node(options);
   const fixtures::GoldenCase& g = Golden();
   const auto context = static_cast<uint32_t>(g.prompt.size());
   const std::vector<int32_t> without = node.Generate(ById(PushGolden(node, context, 8), 8)).ids;
@@ -157,6 +161,7 @@ TEST_CASE("a stop string ends a sequence at the token that completes it") {
 TEST_CASE("more sequences than slots, and than HBM holds, all finish as if alone") {
   NodeOptions options = Options();
   options.max_sequences = 4;
+  options.row_bucket = GENERATE(0, 1, 3);
   // Room for about two of them at a time.
   options.hbm_bytes = 3 * 2 * (2 * 64 * 2 * 2) * 192 + 8192;
   Node node(options);

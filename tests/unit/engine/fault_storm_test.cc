@@ -120,6 +120,7 @@ TEST_CASE("a storm of faults ends no stream twice, mixes no tokens and leaks not
   options.model_dir = fixtures::ModelDir(kModel);
   options.max_context = 512;
   options.max_sequences = 3;
+  options.row_bucket = GENERATE(0, 2);
   Node node(options);
   const auto context = static_cast<uint32_t>(Golden().prompt.size());
   Request first = GreedyRequest({}, kTokens);

@@ -7,7 +7,10 @@
 #include "absl/time/clock.h"
 #include "src/engine/engine.h"
 #include "tests/fixtures/fixtures.h"
+#include "tests/support/device.h"
 #include "tests/support/node.h"
+#include "tests/test_main.h"
+#include "tests/unit/engine/preemption_support.h"
 
 namespace sluice {
 namespace {
@@ -16,29 +19,6 @@ using testing::Generated;
 using testing::GreedyRequest;
 using testing::Node;
 using testing::NodeOptions;
-
-constexpr char kModel[] = "tiny-llama";
-
-const fixtures::GoldenCase& Golden(size_t c) {
-  static const auto golden = *fixtures::LoadGolden(kModel);
-  return golden[c];
-}
-
-NodeOptions Options(Metrics* metrics) {
-  NodeOptions options;
-  options.model_dir = fixtures::ModelDir(kModel);
-  options.max_context = 1024;
-  options.metrics = metrics;
-  return options;
-}
-
-double Preemptions(const Metrics& metrics) {
-  const std::string text = metrics.Render();
-  const std::string name = "\nsluice_preemptions_total ";
-  const size_t at = text.find(name);
-  REQUIRE(at != std::string::npos);
-  return std::stod(text.substr(at + name.size()));
-}
 
 // A mix of what a caller may ask for; number `i` of them.
 Request Mixed(int i, uint32_t max_tokens) {
@@ -88,18 +68,20 @@ std::vector<Generated> RunAll(Node& node, int count, uint32_t max_tokens) {
   return out;
 }
 
-TEST_CASE("sequences that were preempted give the same tokens and log-probabilities to the bit") {
-  const DType type = GENERATE(DType::kBFloat16, DType::kFloat32);
+void CheckPreempted(const std::string& kernels, DType type) {
   constexpr int kCount = 9;
   constexpr uint32_t kTokens = 150;
   Metrics roomy_metrics, tight_metrics;
   NodeOptions roomy = Options(&roomy_metrics);
+  roomy.kernels = kernels;
   roomy.kv_dtype = type;
   Node alone(roomy);
   const std::vector<Generated> want = RunAll(alone, kCount, kTokens);
   CHECK(Preemptions(roomy_metrics) == 0);
 
+  // Those that leave and come back are among padded rows.
   NodeOptions tight = roomy;
+  tight.row_bucket = 4;
   tight.metrics = &tight_metrics;
   tight.overcommit = 3;
   tight.hbm_bytes = (type == DType::kFloat32 ? 2 : 1) * 1536 * 400 + 8192;
@@ -123,49 +105,14 @@ TEST_CASE("sequences that were preempted give the same tokens and log-probabilit
   CHECK(node.Quiescent());
 }
 
-struct Cost {
-  double seconds = 0;
-  uint64_t steps = 0;
-  double preemptions = 0;
-};
-
-// Of 16 sequences of a prompt of 33 and 80 tokens each.
-Cost CostOf(double overcommit) {
-  Metrics metrics;
-  NodeOptions options = Options(&metrics);
-  options.overcommit = overcommit;
-  options.hbm_bytes = 1536 * 600 + 8192;
-  Node node(options);
-  std::vector<std::shared_ptr<TokenStream>> streams;
-  const absl::Time begin = absl::Now();
-  for (int i = 0; i < 16; ++i) streams.push_back(node.Start(GreedyRequest(Golden(1).prompt, 80)));
-  for (const auto& stream : streams) CHECK(Node::Collect(*stream).ids.size() == 80);
-  Cost cost;
-  cost.seconds = absl::ToDoubleSeconds(absl::Now() - begin);
-  cost.preemptions = Preemptions(metrics);
-  absl::Notification there;
-  node.engine().Snapshot([&](const EngineSnapshot& snapshot) {
-    cost.steps = snapshot.times.steps;
-    there.Notify();
-  });
-  there.WaitForNotification();
-  return cost;
+TEST_CASE("sequences that were preempted give the same tokens and log-probabilities to the bit") {
+  CheckPreempted("auto", GENERATE(DType::kBFloat16, DType::kFloat32));
 }
-
-TEST_CASE("overcommitted memory does not slow a batch down, even where every sequence is long") {
-  // The worst case: nobody stops early, so that every promise is called in. Other programs on the
-  // machine change the time but not the steps, so the time may be taken again.
-  Cost plain = CostOf(1), twice = CostOf(2);
-  for (int again = 0; again < 5 && twice.seconds > 1.5 * plain.seconds; ++again) {
-    plain.seconds = std::min(plain.seconds, CostOf(1).seconds);
-    twice.seconds = std::min(twice.seconds, CostOf(2).seconds);
+TEST_CASE("sequences that were preempted give the same on a GPU, to the bit", "[cuda]") {
+  if (const auto status = testing::TestDevice("cuda").status(); !status.ok()) {
+    return SkipTest(std::string(status.message()));
   }
-  WARN("overcommit 2 takes " << twice.steps << " steps and " << twice.seconds << " s, 1 "
-                             << plain.steps << " and " << plain.seconds << "; " << twice.preemptions
-                             << " preemptions");
-  CHECK(plain.preemptions == 0);
-  CHECK(twice.seconds <= 1.5 * plain.seconds);
-  CHECK(static_cast<double>(twice.steps) <= 1.2 * static_cast<double>(plain.steps));
+  CheckPreempted("cuda", DType::kBFloat16);
 }
 
 }  // namespace

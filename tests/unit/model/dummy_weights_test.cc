@@ -57,7 +57,7 @@ TEST_CASE("each kind of tensor has its own scale") {
   CHECK(largest("lm_head.weight", square, false) == Approx(0.35).epsilon(.01));
 }
 
-TEST_CASE("dummy weights equal the checkpoint that the formula wrote, on any number of threads") {
+TEST_CASE("dummy weights equal the checkpoint that the formula wrote") {
   for (const std::string& name : fixtures::TinyModels()) {
     const std::string& dir = fixtures::ModelDir(name);
     const auto config = LoadModelConfig(dir);
@@ -65,39 +65,26 @@ TEST_CASE("dummy weights equal the checkpoint that the formula wrote, on any num
     auto stored = OpenCheckpoint(dir, *config);
     INFO(stored.status());
     REQUIRE(stored.ok());
-    for (const int threads : {1, 3}) {
-      const auto dummy = DummyWeights(*config, threads);
-      for (const TensorSpec& spec : ExpectedTensors(*config)) {
-        INFO(spec.name);
-        if (spec.shape.size() == 1) {
-          CHECK(dummy->Vector(spec.name, spec.shape[0]).value() ==
-                (*stored)->Vector(spec.name, spec.shape[0]).value());
-          continue;
-        }
-        const auto a = dummy->Matrix(spec.name, spec.shape[0], spec.shape[1]);
-        const auto b = (*stored)->Matrix(spec.name, spec.shape[0], spec.shape[1]);
-        REQUIRE(a.ok());
-        REQUIRE(b.ok());
-        CHECK(std::equal(a->data(), a->data() + spec.elements(), b->data()));
+    const auto dummy = DummyWeights(*config);
+    for (const TensorSpec& spec : ExpectedTensors(*config)) {
+      INFO(spec.name);
+      if (spec.shape.size() == 1) {
+        CHECK(dummy->Vector(spec.name, spec.shape[0]).value() ==
+              (*stored)->Vector(spec.name, spec.shape[0]).value());
+        continue;
       }
+      const auto a = dummy->Matrix(spec.name, spec.shape[0], spec.shape[1]);
+      const auto b = (*stored)->Matrix(spec.name, spec.shape[0], spec.shape[1]);
+      REQUIRE(a.ok());
+      REQUIRE(b.ok());
+      CHECK(std::equal(a->data(), a->data() + spec.elements(), b->data()));
     }
   }
 }
 
-TEST_CASE("a large dummy matrix is the same on one thread and on three") {
-  ModelConfig config = LoadModelConfig(fixtures::SourceDir("tiny-llama")).value();
-  config.vocab_size = 8192;  // 2^20 elements: enough to be split
-  const auto one = DummyWeights(config, 1)->Matrix("lm_head.weight", 8192, 128);
-  const auto three = DummyWeights(config, 3)->Matrix("lm_head.weight", 8192, 128);
-  REQUIRE(one.ok());
-  REQUIRE(three.ok());
-  CHECK(one->owned_bytes() == 8192 * 128 * 2);
-  CHECK(std::equal(one->data(), one->data() + 8192 * 128, three->data()));
-}
-
 TEST_CASE("a dummy tensor that the config does not imply is refused") {
   const ModelConfig config = LoadModelConfig(fixtures::SourceDir("tiny-llama")).value();
-  const auto dummy = DummyWeights(config, 1);
+  const auto dummy = DummyWeights(config);
   CHECK(absl::IsNotFound(dummy->Matrix("model.layers.9.mlp.up_proj.weight", 256, 128).status()));
   CHECK(absl::IsInvalidArgument(dummy->Matrix("lm_head.weight", 512, 64).status()));
 }

@@ -75,7 +75,7 @@ TEST_CASE("shards, one file, F32 and the dummy formula give one fingerprint") {
   CHECK(FingerprintOf(copy.path()) == expected);
 
   const ModelConfig config = LoadModelConfig(shards).value();
-  CHECK(Fingerprint(config, *DummyWeights(config, 1)).value() == expected);
+  CHECK(Fingerprint(config, *DummyWeights(config)).value() == expected);
 }
 
 TEST_CASE("any one tensor that changes everywhere changes the fingerprint") {
@@ -117,9 +117,7 @@ TEST_CASE("the first and the last element of a large tensor are sampled") {
 
 TEST_CASE("config fields that enter the computation change the fingerprint, others do not") {
   const ModelConfig config = LoadModelConfig(fixtures::SourceDir("tiny-llama")).value();
-  const auto print = [](const ModelConfig& c) {
-    return Fingerprint(c, *DummyWeights(c, 1)).value();
-  };
+  const auto print = [](const ModelConfig& c) { return Fingerprint(c, *DummyWeights(c)).value(); };
   std::set<std::string> seen{print(config)};
   const auto differs = [&](auto change) {
     ModelConfig c = config;

@@ -9,18 +9,26 @@
 namespace sluice {
 namespace {
 
-PlannerSequence Pending(int slot, int64_t cached, int64_t length) {
+PlannerSequence Pending(int slot, int64_t cached, int64_t length, int64_t prompt_length) {
   PlannerSequence sequence;
   sequence.slot = slot;
+  sequence.prompt_length = prompt_length;
   sequence.cached = cached;
   sequence.length = length;
   return sequence;
 }
+// A sequence that has its whole prompt, and one that has none of its output.
+PlannerSequence Decoding(int slot, int64_t cached) {
+  return Pending(slot, cached, cached + 1, cached);
+}
+PlannerSequence Prompt(int slot, int64_t cached, int64_t length) {
+  return Pending(slot, cached, length, length);
+}
 
 TEST_CASE("decoding sequences get their row before pending prompts share the rest") {
   StepPlan plan;
-  const std::vector<PlannerSequence> sequences = {Pending(0, 0, 100), Pending(1, 40, 41),
-                                                  Pending(2, 10, 50), Pending(3, 7, 8)};
+  const std::vector<PlannerSequence> sequences = {Prompt(0, 0, 100), Decoding(1, 40),
+                                                  Prompt(2, 10, 50), Decoding(3, 7)};
   PlanStep({66, 64}, sequences, &plan);
   REQUIRE(plan.rows.size() == 3);
   CHECK(plan.rows[0].slot == 1);
@@ -30,12 +38,54 @@ TEST_CASE("decoding sequences get their row before pending prompts share the res
   CHECK(plan.rows[2].count == 64);
   CHECK_FALSE(plan.rows[2].sample);
   CHECK(plan.row_count == 66);
+  CHECK(plan.decode_rows == 2);
   CHECK(plan.sample_count == 2);
+}
+
+TEST_CASE(
+    "a prompt's last token is a prompt row, alone in its step or not, behind all decode rows") {
+  StepPlan plan;
+  const std::vector<PlannerSequence> sequences = {Prompt(0, 9, 10), Decoding(1, 40),
+                                                  Prompt(2, 4, 10), Decoding(3, 7)};
+  PlanStep({16, 8}, sequences, &plan);
+  REQUIRE(plan.rows.size() == 4);
+  CHECK(plan.rows[0].slot == 1);
+  CHECK(plan.rows[1].slot == 3);
+  CHECK(plan.rows[2].slot == 0);
+  CHECK(plan.rows[2].sample);
+  CHECK(plan.rows[3].slot == 2);
+  CHECK(plan.decode_rows == 2);
+  CHECK(plan.row_count == 9);
+}
+
+TEST_CASE("what is pending past the prompt waits for the prompt, and is decoded in one step") {
+  StepPlan plan;
+  // Two tokens of the prompt were not handed over, three tokens past it were.
+  PlannerSequence sequence = Pending(0, 98, 103, 100);
+  PlanStep({16, 8}, {&sequence, 1}, &plan);
+  REQUIRE(plan.rows.size() == 1);
+  CHECK(plan.rows[0].first_position == 98);
+  CHECK(plan.rows[0].count == 2);
+  CHECK_FALSE(plan.rows[0].sample);
+  CHECK(plan.decode_rows == 0);
+  CHECK(plan.sample_count == 0);
+  sequence.cached = 100;
+  PlanStep({16, 8}, {&sequence, 1}, &plan);
+  REQUIRE(plan.rows.size() == 1);
+  CHECK(plan.rows[0].count == 3);
+  CHECK(plan.rows[0].sample);
+  CHECK(plan.decode_rows == 3);
+  // One token of the prompt is left: as good as a single pending one, so it asks for no budget.
+  sequence.cached = 99;
+  const std::vector<PlannerSequence> both = {Prompt(1, 0, 100), sequence};
+  PlanStep({9, 8}, both, &plan);
+  CHECK(plan.row_count == 9);
+  CHECK(plan.rows[1].count == 1);
 }
 
 TEST_CASE("the last chunk of a prompt samples, and the next prompt uses what is left of the step") {
   StepPlan plan;
-  const std::vector<PlannerSequence> sequences = {Pending(0, 64, 100), Pending(1, 0, 100)};
+  const std::vector<PlannerSequence> sequences = {Prompt(0, 64, 100), Prompt(1, 0, 100)};
   PlanStep({80, 64}, sequences, &plan);
   REQUIRE(plan.rows.size() == 2);
   CHECK(plan.rows[0].sample);
@@ -46,11 +96,12 @@ TEST_CASE("the last chunk of a prompt samples, and the next prompt uses what is 
 
 TEST_CASE("what is not runnable gets no row, and nothing gives an empty plan") {
   StepPlan plan;
-  PlannerSequence parked = Pending(0, 5, 6);
+  PlannerSequence parked = Decoding(0, 5);
   parked.runnable = false;
   PlanStep({8, 8}, {&parked, 1}, &plan);
   CHECK(plan.rows.empty());
   CHECK(plan.row_count == 0);
+  CHECK(plan.decode_rows == 0);
 }
 
 TEST_CASE("any plan keeps its limits, gives a sequence one range, and starves no decoder") {
@@ -64,7 +115,8 @@ TEST_CASE("any plan keeps its limits, gives a sequence one range, and starves no
     std::vector<PlannerSequence> sequences;
     for (int slot = 0; slot < count; ++slot) {
       const auto cached = static_cast<int64_t>(random.Below(50));
-      PlannerSequence s = Pending(slot, cached, cached + static_cast<int64_t>(random.Below(4)));
+      PlannerSequence s = Pending(slot, cached, cached + static_cast<int64_t>(random.Below(4)),
+                                  static_cast<int64_t>(random.Below(60)));
       if (random.Below(3) == 0) s.length += 80;
       s.runnable = random.Below(4) != 0 && s.length > s.cached;
       s.wants_token = random.Below(8) != 0;
@@ -72,7 +124,7 @@ TEST_CASE("any plan keeps its limits, gives a sequence one range, and starves no
     }
     PlanStep(limits, sequences, &plan);
     std::map<int, PlanRow> by_slot;
-    int rows = 0, samples = 0;
+    int rows = 0, samples = 0, decode_rows = 0;
     for (const PlanRow& row : plan.rows) {
       REQUIRE(by_slot.emplace(row.slot, row).second);
       const PlannerSequence& s = sequences[static_cast<size_t>(row.slot)];
@@ -81,10 +133,16 @@ TEST_CASE("any plan keeps its limits, gives a sequence one range, and starves no
       REQUIRE(row.first_position == s.cached);
       REQUIRE(row.first_position + row.count <= s.length);
       REQUIRE(row.sample == (s.wants_token && row.first_position + row.count == s.length));
+      // Of one kind, and the decode rows first.
+      const bool decode = row.first_position >= s.prompt_length;
+      REQUIRE((decode || row.first_position + row.count <= s.prompt_length));
+      REQUIRE((!decode || decode_rows == rows));
+      decode_rows += decode ? row.count : 0;
       rows += row.count;
       samples += row.sample ? 1 : 0;
     }
     REQUIRE(rows == plan.row_count);
+    REQUIRE(decode_rows == plan.decode_rows);
     REQUIRE(samples == plan.sample_count);
     REQUIRE(rows <= limits.max_rows);
     for (const PlannerSequence& s : sequences) {

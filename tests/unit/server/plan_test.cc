@@ -4,6 +4,8 @@
 #include <cstdlib>
 
 #include "src/kv/page_pool.h"
+#include "src/server/model_setup.h"
+#include "tests/fixtures/fixtures.h"
 
 namespace sluice {
 namespace {
@@ -63,6 +65,53 @@ TEST_CASE("the plan shows the contexts up to the longest, and caps by max_sequen
   // 512 tokens take 11.25 MiB: 91 would fit into 1 GiB, 364 do into 4 GiB.
   CHECK_THAT(plan, Catch::Contains("11.2 MiB"));
   CHECK_THAT(plan, Catch::Contains("512      11.2 MiB                32               364"));
+}
+
+TEST_CASE("the plan asks for what a node asks for") {
+  Config config;
+  config.set_model(fixtures::ModelDir("tiny-qwen3"));
+  config.set_device("cpu");
+  config.set_kernels("portable");
+  config.set_threads(1);
+  config.set_load_format("auto");
+  config.set_block_tokens(32);
+  config.set_max_context(700);
+  config.set_max_sequences(5);
+  config.set_chunk_tokens(64);
+  config.set_hbm_bytes(8 << 20);
+  config.set_dram_bytes(16 << 20);
+  config.set_overcommit(1);
+  const auto plan = PlanOf(config);
+  INFO(plan.status());
+  REQUIRE(plan.ok());
+
+  const auto device = NewDevice(config);
+  REQUIRE(device.ok());
+  const auto model = LoadModel(config, 5 + 64, 5, device->get());
+  REQUIRE(model.ok());
+  CHECK(plan->weight_bytes == (*model)->weight_bytes());
+  CHECK(plan->workspace_bytes == (*model)->workspace_bytes());
+  CHECK(plan->max_context == 700);
+  CHECK(plan->layout.layers == (*model)->cache_layout().layers);
+  // Histories, biases and logits of five sequences at least.
+  CHECK(plan->batch_bytes > 5 * (700 + 2 * 1024 + (*model)->config().vocab_size) * 4);
+}
+
+TEST_CASE("the plan says what fits into a device of its own memory") {
+  PlanInput in;
+  in.layout = Layout();
+  in.max_context = 100;
+  in.max_sequences = 1;
+  in.weight_bytes = int64_t{10} << 30;
+  in.hbm_bytes = int64_t{60} << 30;
+  CHECK_THAT(FormatPlan(in), !Catch::Contains("device "));
+  in.device = {int64_t{79} << 30, int64_t{80} << 30};
+  CHECK_THAT(FormatPlan(in), Catch::Contains("80.00 GiB, 79.00 GiB free; hbm_bytes may be up to "
+                                             "68.50 GiB"));
+  in.hbm_bytes = int64_t{70} << 30;
+  CHECK_THAT(FormatPlan(in), Catch::Contains("hbm_bytes of 70.00 GiB do not fit, 68.50 GiB would"));
+  in.weight_bytes = int64_t{100} << 30;
+  CHECK_THAT(FormatPlan(in), Catch::Contains("too small: 100.00 GiB are needed"));
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "src/attention/policies/full/full_policy.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <vector>
 
@@ -15,7 +16,11 @@ constexpr size_t kKv = 0;  // the one cache kind
 
 class FullPolicyImpl : public FullPolicy {
  public:
-  FullPolicyImpl(const FullPolicyOptions& options, Buffer device_tables, Buffer host_tables)
+  static constexpr size_t kTableBatches = 2;
+
+  // `lists`: of each TableBatch.
+  FullPolicyImpl(const FullPolicyOptions& options, Buffer device_tables, Buffer host_tables,
+                 std::array<Buffer, kTableBatches> lists)
       : device_(options.device),
         hbm_(options.hbm),
         dram_(options.dram),
@@ -26,9 +31,14 @@ class FullPolicyImpl : public FullPolicy {
         slots_(static_cast<size_t>(options.slots)),
         copy_stream_(device_->NewStream(Device::StreamKind::kCopy)) {
     for (Slot& slot : slots_) slot.warm = device_->NewEvent();
+    for (size_t i = 0; i < kTableBatches; ++i) {
+      table_batches_[i].lists = std::move(lists[i]);
+      table_batches_[i].done = device_->NewEvent();
+    }
   }
   ~FullPolicyImpl() override {
     for (Slot& slot : slots_) slot.warm->Wait();
+    for (TableBatch& batch : table_batches_) batch.done->Wait();
   }
 
   const std::string& name() const override { return name_; }
@@ -67,7 +77,11 @@ class FullPolicyImpl : public FullPolicy {
     s.published = 0;
     if (context > 0) {
       s.home = std::move(home);
-      PublishTables(slot, *copy_stream_);
+      ForNewEntries(slot, [&](int64_t first, int32_t count) {
+        s.copies.push_back({device_tables_.as<int32_t>() + first,
+                            host_tables_.as<int32_t>() + first,
+                            static_cast<size_t>(count) * sizeof(int32_t)});
+      });
       Copy(s, *s.home, *s.cache, context);
     }
     copy_stream_->Record(*s.warm);
@@ -89,17 +103,43 @@ class FullPolicyImpl : public FullPolicy {
 
   Event& WarmEvent(int slot) override { return *slots_[static_cast<size_t>(slot)].warm; }
 
-  bool Grow(int slot, int64_t tokens, Stream& stream) override {
-    switch (slots_[static_cast<size_t>(slot)].cache->EnsureTokens(tokens)) {
-      case SequenceCache::Growth::kNone:
-        return true;
-      case SequenceCache::Growth::kAdded:
-        PublishTables(slot, stream);
-        return true;
-      case SequenceCache::Growth::kNoRoom:
-        break;
+  bool Grow(int slot, int64_t tokens) override {
+    Slot& s = slots_[static_cast<size_t>(slot)];
+    const SequenceCache::Growth growth = s.cache->EnsureTokens(tokens);
+    if (growth == SequenceCache::Growth::kAdded) s.grown = true;
+    return growth != SequenceCache::Growth::kNoRoom;
+  }
+
+  // One operator however many sequences grew, which takes the entries out of the host's table: a
+  // copy for each layer of each of them would hold up the device for a microsecond apiece. Where
+  // HBM is not overcommitted a sequence grows once in SequenceCache::kGrowthBlocks blocks, so most
+  // steps have none.
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots) override {
+    const auto grown = [this](int32_t slot) { return slots_[static_cast<size_t>(slot)].grown; };
+    if (std::none_of(slots.begin(), slots.end(), grown)) return;
+    TableBatch& batch = table_batches_[next_table_batch_];
+    next_table_batch_ = (next_table_batch_ + 1) % table_batches_.size();
+    batch.done->Wait();  // it was, unless more steps are under way than there are batches
+    // A list for each layer of each slot: where its new entries begin, and how many there are.
+    auto* const begins = batch.lists.as<int64_t>();
+    auto* const counts = reinterpret_cast<int32_t*>(begins + MostLists());
+    kernels::TransferParams params{};
+    for (const int32_t slot : slots) {
+      if (!grown(slot)) continue;
+      ForNewEntries(slot, [&](int64_t first, int32_t count) {
+        begins[params.lists] = first * int64_t{sizeof(int32_t)};
+        counts[params.lists] = count;
+        params.capacity = std::max(params.capacity, count);
+        ++params.lists;
+      });
     }
-    return false;
+    params.source = host_tables_.data();
+    params.target = device_tables_.data();
+    params.source_offsets = params.target_offsets = begins;
+    params.source_pitch = params.target_pitch = params.unit_bytes = sizeof(int32_t);
+    params.counts = counts;
+    device_->kernels().Transfer(stream, params);
+    stream.Record(*batch.done);
   }
 
   void Release(int slot) override {
@@ -111,6 +151,7 @@ class FullPolicyImpl : public FullPolicy {
     s.way_out.Reset();
     s.copies.clear();
     s.evicted = false;
+    s.grown = false;
   }
 
   bool MakeFirm(int slot) override {
@@ -164,8 +205,15 @@ class FullPolicyImpl : public FullPolicy {
     Reservation way_out;                   // of DRAM, as long as the promise of HBM is soft
     bool keep_home = false;                // the home's promise becomes the way out
     bool evicted = false;
+    bool grown = false;    // since the device was told
     size_t published = 0;  // blocks whose pages the device table knows
   };
+  // Table entries on their way to the device.
+  struct TableBatch {
+    Buffer lists;  // int64 [MostLists()] first bytes, then int32 [MostLists()] counts
+    std::unique_ptr<Event> done;
+  };
+  int64_t MostLists() const { return int64_t{slots_count_} * hbm_->layout().layers; }
 
   kernels::PagedCache LayerCache(int layer) const {
     const CacheKind& kind = hbm_->layout().kinds[kKv];
@@ -186,24 +234,26 @@ class FullPolicyImpl : public FullPolicy {
     return (int64_t{layer} * slots_count_ + slot) * table_stride_;
   }
 
-  // Sends the page numbers that the device does not know. The host table keeps them at fixed
-  // addresses: a slot's rows are written again only after the steps that read them.
-  void PublishTables(int slot, Stream& stream) {
+  // Writes the page numbers that the device does not know to the host's table, and calls
+  // visit(first entry, count) for those of each layer. They keep their place until the device has
+  // them: a slot's entries are written again only after the steps that read them.
+  template <typename Visit>
+  void ForNewEntries(int slot, const Visit& visit) {
     Slot& s = slots_[static_cast<size_t>(slot)];
+    s.grown = false;
     const size_t count = s.cache->Pages(0, kKv).size() - s.published;
-    if (count == 0) return;
     for (int layer = 0; layer < hbm_->layout().layers; ++layer) {
       const int64_t at = TableOffset(layer, slot) + static_cast<int64_t>(s.published);
       const std::vector<int32_t>& pages = s.cache->Pages(layer, kKv);
       std::copy_n(pages.begin() + static_cast<int64_t>(s.published), count,
                   host_tables_.as<int32_t>() + at);
-      stream.Copy(device_tables_.as<int32_t>() + at, host_tables_.as<int32_t>() + at,
-                  count * sizeof(int32_t));
+      visit(at, static_cast<int32_t>(count));
     }
     s.published += count;
   }
 
-  // Copies the pages of the first `tokens` tokens, joined where both sides are contiguous.
+  // Copies the pages of the first `tokens` tokens, joined where both sides are contiguous, after
+  // what is in s.copies already.
   void Copy(Slot& s, const SequenceCache& from_cache, const SequenceCache& to_cache,
             int64_t tokens) {
     const CacheKind& kind = hbm_->layout().kinds[kKv];
@@ -219,7 +269,8 @@ class FullPolicyImpl : public FullPolicy {
                             (end - begin) * static_cast<size_t>(kind.page_bytes())});
       }
     }
-    // One command, however scattered the pages: the engine's thread never waits for the queue.
+    // One command, however scattered the pages: on the CPU device the engine's thread never waits
+    // for the queue. (A GPU's may wait for the last batch but one, where pages are small.)
     copy_stream_->CopyBatch(s.copies.data(), s.copies.size());
   }
 
@@ -232,6 +283,9 @@ class FullPolicyImpl : public FullPolicy {
   const Buffer device_tables_;  // int32 [layers][slots][table_stride]
   const Buffer host_tables_;    // the same, where they are sent from
   std::vector<Slot> slots_;
+  // In turn, as the engine's steps: at most one is under way when the next begins.
+  std::array<TableBatch, kTableBatches> table_batches_;
+  size_t next_table_batch_ = 0;
   std::unique_ptr<Stream> copy_stream_;  // last: its thread ends first
 };
 
@@ -248,8 +302,16 @@ absl::StatusOr<std::unique_ptr<FullPolicy>> NewFullPolicy(const FullPolicyOption
                           options.device->Allocate(MemoryKind::kDevice, bytes, "block tables"));
   SLUICE_ASSIGN_OR_RETURN(Buffer host_tables,
                           options.device->Allocate(MemoryKind::kPinned, bytes, "block tables"));
-  return std::make_unique<FullPolicyImpl>(options, std::move(device_tables),
-                                          std::move(host_tables));
+  std::array<Buffer, FullPolicyImpl::kTableBatches> lists;
+  for (Buffer& buffer : lists) {
+    const size_t list_bytes = static_cast<size_t>(layout.layers) *
+                              static_cast<size_t>(options.slots) *
+                              (sizeof(int64_t) + sizeof(int32_t));
+    SLUICE_ASSIGN_OR_RETURN(
+        buffer, options.device->Allocate(MemoryKind::kPinned, list_bytes, "block tables' growth"));
+  }
+  return std::make_unique<FullPolicyImpl>(options, std::move(device_tables), std::move(host_tables),
+                                          std::move(lists));
 }
 
 }  // namespace sluice

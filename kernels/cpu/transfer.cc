@@ -1,0 +1,45 @@
+#include <cstring>
+
+#include "kernels/cpu/cpu_tables.h"
+#include "kernels/scalar.h"
+
+namespace sluice::kernels::cpu {
+namespace {
+
+int64_t CountOf(const TransferParams& p, int64_t list) {
+  return Max(0, Min(p.counts[list], p.capacity));
+}
+
+void CopyEntries(const TransferParams& p, int64_t list, int64_t begin, int64_t end) {
+  const char* source =
+      static_cast<const char*>(p.source) +
+      (p.source_offsets != nullptr ? p.source_offsets[list] : list * p.source_stride);
+  char* target = static_cast<char*>(p.target) +
+                 (p.target_offsets != nullptr ? p.target_offsets[list] : list * p.target_stride);
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t entry = list * p.capacity + i;
+    const int64_t from = p.source_units != nullptr ? p.source_units[entry] : i;
+    const int64_t to = p.target_units != nullptr ? p.target_units[entry] : i;
+    if (from < 0 || to < 0) continue;
+    std::memcpy(target + to * p.target_pitch, source + from * p.source_pitch,
+                static_cast<size_t>(p.unit_bytes));
+  }
+}
+
+}  // namespace
+
+// Entries are numbered list by list, and each worker takes its share of the numbers: a list may be
+// longer than all the others together.
+void Transfer(const TransferParams& p, Worker worker) {
+  int64_t total = 0;
+  for (int64_t list = 0; list < p.lists; ++list) total += CountOf(p, list);
+  const Range mine = Share(total, worker);
+  int64_t before = 0;
+  for (int64_t list = 0; list < p.lists && before < mine.end; ++list) {
+    const int64_t count = CountOf(p, list);
+    CopyEntries(p, list, Max(mine.begin - before, 0), Min(mine.end - before, count));
+    before += count;
+  }
+}
+
+}  // namespace sluice::kernels::cpu

@@ -1,0 +1,62 @@
+// The operators on an NVIDIA GPU: each function enqueues one operator on a stream and returns at
+// once, and can be captured in a graph. Contracts: kernels/params.h; weights are row-major bf16,
+// activations that feed a product are bf16. The result is what the launch said;
+// cudaErrorInvalidValue: a shape outside the contract or the limits below. Pointers are device
+// addresses (pinned host memory counts).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/params.h"
+#include "kernels/weight_formula.h"
+
+namespace sluice::kernels::cuda {
+
+// Limits of these operators that the contract has not.
+inline constexpr int32_t kMaxNormDim = 16384;      // RmsNormParams::dim
+inline constexpr int32_t kMaxVocabulary = 390000;  // SampleParams::vocab
+inline constexpr int32_t kBlockTokensStep = 16;    // PagedCache::block_tokens is a multiple of it
+
+// out[i] = element i of the formula, for i in [0, count): the bits of FillWeights.
+cudaError_t LaunchFillWeights(const WeightFormula& formula, int64_t count, uint16_t* out,
+                              cudaStream_t stream);
+
+cudaError_t LaunchEmbedding(const EmbeddingParams& params, cudaStream_t stream);
+cudaError_t LaunchRmsNorm(const RmsNormParams& params, cudaStream_t stream);
+cudaError_t LaunchLinear(const LinearParams& params, cudaStream_t stream);
+// Whether LaunchLinear can compute prompt rows: libcublasLt is there.
+bool HasPromptProducts();
+cudaError_t LaunchRopeTable(const RopeTableParams& params, cudaStream_t stream);
+cudaError_t LaunchRopeAppend(const RopeAppendParams& params, cudaStream_t stream);
+cudaError_t LaunchAttention(const AttentionParams& params, cudaStream_t stream);
+// Bytes of AttentionParams::partial with which LaunchAttention spreads the contexts of up to
+// `max_decode_rows` decode rows, of up to `max_context` tokens, evenly over the current device; a
+// multiple of what one of its partial_rows takes. With less, a (row, KV head) stays on one SM: the
+// same bits, slower for few or uneven rows.
+int64_t AttentionScratchBytes(int32_t max_decode_rows, int32_t heads, int32_t kv_heads,
+                              int32_t head_dim, int32_t max_context);
+cudaError_t LaunchMerge(const MergeParams& params, cudaStream_t stream);
+cudaError_t LaunchSiluMul(const SiluMulParams& params, cudaStream_t stream);
+cudaError_t LaunchSample(const SampleParams& params, cudaStream_t stream);
+cudaError_t LaunchTransfer(const TransferParams& params, cudaStream_t stream);
+
+// One piece of a batch of copies: any sizes and alignments, HBM and pinned memory in any mix.
+struct CopyPiece {
+  void* target;
+  const void* source;
+  size_t bytes;
+};
+
+// Copies all pieces, in no order among them, by a kernel of at most `max_blocks` thread blocks (one
+// to a multiprocessor; 0: the default, which fills the link). For pieces below some 64 KiB: larger
+// ones the copy engine moves as fast, and out of everybody's way (cudaMemcpyBatchAsync). `pieces`
+// lies in pinned memory: it is read here, for the shape of the launch, and by the kernel, and so
+// stays until that is done.
+cudaError_t LaunchCopyBatch(const CopyPiece* pieces, int64_t count, int max_blocks,
+                            cudaStream_t stream);
+
+// Reads `bytes` (a multiple of 16, from an address that is one) and nothing else: the rate is the
+// ceiling of what is bound by memory. `sink`: 4 bytes, hardly ever written.
+cudaError_t LaunchReadProbe(const void* data, int64_t bytes, uint32_t* sink, cudaStream_t stream);
+
+}  // namespace sluice::kernels::cuda

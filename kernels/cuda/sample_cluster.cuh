@@ -1,0 +1,115 @@
+// A row of logits is shared by the blocks of one cluster; these are the steps that its blocks take
+// together. All sums are of integers, so that they are the same in whatever order they are taken.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include <cstdint>
+
+namespace sluice::kernels::cuda {
+
+constexpr int kWarpSize = 32;
+constexpr int kSampleThreads = 512;
+constexpr int kSampleWarps = kSampleThreads / kWarpSize;
+constexpr int kClusterBlocks = 8;  // the most that every GPU of the architecture takes
+
+constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
+
+// The sum over this warp's lanes up to this one, it included.
+__device__ __forceinline__ uint64_t SumThroughLane(uint64_t value) {
+#pragma unroll
+  for (int lane = 1; lane < kWarpSize; lane *= 2) {
+    const uint64_t other = __shfl_up_sync(kAllLanes, value, lane);
+    if (threadIdx.x % kWarpSize >= lane) value += other;
+  }
+  return value;
+}
+
+// Shared memory through which the blocks' warps tell each other their values. Two sets, in turn: a
+// block still reads one while another, a step ahead, writes the other.
+struct ClusterExchange {
+  uint64_t values[2][kClusterBlocks * kSampleWarps];
+};
+
+// Every thread of the cluster makes the same calls in the same order.
+class Cluster {
+ public:
+  __device__ explicit Cluster(ClusterExchange& exchange)
+      : group_(cooperative_groups::this_cluster()),
+        exchange_(exchange),
+        rank_(static_cast<int>(group_.block_rank())) {}
+
+  __device__ int rank() const { return rank_; }
+  __device__ void Sync() { group_.sync(); }
+  // Sync() in two halves.
+  __device__ void Arrive() { group_.barrier_arrive(); }
+  __device__ void Wait() { group_.barrier_wait(); }
+
+  // Where `block` has what this block has at `mine`.
+  template <typename T>
+  __device__ T* At(T* mine, int block) {
+    return group_.map_shared_rank(mine, block);
+  }
+
+  // The largest value of all threads.
+  __device__ uint64_t Max(uint64_t value) {
+    for (int lane = kWarpSize / 2; lane > 0; lane /= 2) {
+      value = Larger(value, __shfl_xor_sync(kAllLanes, value, lane));
+    }
+    const uint64_t* values = Exchange(value);
+    value = 0;
+#pragma unroll
+    for (int i = Lane(); i < kClusterBlocks * kSampleWarps; i += kWarpSize) {
+      value = Larger(value, values[i]);
+    }
+    for (int lane = kWarpSize / 2; lane > 0; lane /= 2) {
+      value = Larger(value, __shfl_xor_sync(kAllLanes, value, lane));
+    }
+    return value;
+  }
+
+  // The sum over the threads before this one, blocks in order of rank, and that over all.
+  struct Scan {
+    uint64_t before;
+    uint64_t total;
+  };
+  __device__ Scan Sum(uint64_t value) {
+    const uint64_t through = SumThroughLane(value);
+    const uint64_t* values = Exchange(__shfl_sync(kAllLanes, through, kWarpSize - 1));
+    const int mine = rank_ * kSampleWarps + threadIdx.x / kWarpSize;
+    Scan scan = {0, 0};
+#pragma unroll
+    for (int i = Lane(); i < kClusterBlocks * kSampleWarps; i += kWarpSize) {
+      scan.total += values[i];
+      scan.before += i < mine ? values[i] : 0;
+    }
+    for (int lane = kWarpSize / 2; lane > 0; lane /= 2) {
+      scan.total += __shfl_xor_sync(kAllLanes, scan.total, lane);
+      scan.before += __shfl_xor_sync(kAllLanes, scan.before, lane);
+    }
+    scan.before += through - value;
+    return scan;
+  }
+
+ private:
+  __device__ static int Lane() { return threadIdx.x % kWarpSize; }
+  __device__ static uint64_t Larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
+
+  // Every warp's value, by rank and warp.
+  __device__ const uint64_t* Exchange(uint64_t value) {
+    uint64_t* values = exchange_.values[turn_];
+    turn_ ^= 1;
+    if (Lane() < kClusterBlocks) {
+      At(values, Lane())[rank_ * kSampleWarps + threadIdx.x / kWarpSize] = value;
+    }
+    Sync();
+    return values;
+  }
+
+  cooperative_groups::cluster_group group_;
+  ClusterExchange& exchange_;
+  const int rank_;
+  int turn_ = 0;
+};
+
+}  // namespace sluice::kernels::cuda

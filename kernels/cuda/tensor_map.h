@@ -1,0 +1,17 @@
+// How the copy engine (TMA) is told of a matrix.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace sluice::kernels::cuda {
+
+// A row-major bf16 matrix [rows][columns], to be copied in tiles of tile_rows rows (<= 256) and 64
+// columns, each row of a tile swizzled over its 128 bytes. cudaErrorInvalidValue: `data` is not
+// 16-byte aligned or columns not a multiple of 8. Host work of under a microsecond.
+cudaError_t MakeTileMap(const void* data, int32_t rows, int32_t columns, int tile_rows,
+                        CUtensorMap* map);
+
+}  // namespace sluice::kernels::cuda

@@ -1,0 +1,27 @@
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/reference/reference.h"
+
+namespace sluice::kernels::reference {
+
+void Transfer(const TransferParams& p, Worker worker) {
+  for (int64_t list = worker.index; list < p.lists; list += worker.count) {
+    const char* source =
+        static_cast<const char*>(p.source) +
+        (p.source_offsets != nullptr ? p.source_offsets[list] : list * p.source_stride);
+    char* target = static_cast<char*>(p.target) +
+                   (p.target_offsets != nullptr ? p.target_offsets[list] : list * p.target_stride);
+    const int64_t count = std::clamp(p.counts[list], 0, p.capacity);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t entry = list * p.capacity + i;
+      const int64_t from = p.source_units != nullptr ? p.source_units[entry] : i;
+      const int64_t to = p.target_units != nullptr ? p.target_units[entry] : i;
+      if (from < 0 || to < 0) continue;
+      std::memcpy(target + to * p.target_pitch, source + from * p.source_pitch,
+                  static_cast<size_t>(p.unit_bytes));
+    }
+  }
+}
+
+}  // namespace sluice::kernels::reference

@@ -1,0 +1,39 @@
+// Weights from a formula, so that a model of any size can be made from its shapes alone, on the
+// device that holds them, and has known answers. Element i of a tensor is
+//   z = output number i of splitmix64 from `state`; u = (z >> 40) / 2^23 - 1;
+//   bf16(offset + scale * u), every operation rounded to float32, the last one to nearest even.
+// The formula is that of the fixtures in tests/fixtures; it must never change.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+namespace sluice::kernels {
+
+struct WeightFormula {
+  uint64_t state;  // fnv1a64(tensor name) xor seed
+  float scale;
+  float offset;
+};
+
+// u of element i, in [-1, 1), exact in float32.
+constexpr float WeightUniform(uint64_t state, uint64_t i) {
+  uint64_t z = state + (i + 1) * 0x9E3779B97F4A7C15ull;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  z ^= z >> 31;
+  return static_cast<float>(static_cast<int32_t>(z >> 40)) / 8388608.0f - 1.0f;
+}
+
+// Element i as bf16. REQUIRES: compiled without contraction of a * b + c. Offset and scale are
+// finite, so no branch for NaN.
+constexpr uint16_t FormulaElement(const WeightFormula& formula, uint64_t i) {
+  const float value = formula.offset + formula.scale * WeightUniform(formula.state, i);
+  const auto bits = std::bit_cast<uint32_t>(value);
+  return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// out[j] = element first + j as bf16, for j in [0, count).
+void FillWeights(const WeightFormula& formula, int64_t first, int64_t count, uint16_t* out);
+
+}  // namespace sluice::kernels

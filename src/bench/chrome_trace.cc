@@ -1,0 +1,124 @@
+#include "src/bench/chrome_trace.h"
+
+#include <algorithm>
+#include <fstream>
+#include <map>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "src/bench/trace_summary.h"
+
+namespace sluice {
+namespace {
+
+using nlohmann::json;
+
+constexpr absl::Duration kShownGap = absl::Microseconds(1);
+// Threads of a process: the engine's, then two lanes and the gaps of every stream.
+constexpr int kHostThread = 1;
+constexpr int kThreadsPerStream = 3;
+constexpr int kGapLane = 2;
+int ThreadOf(uint32_t stream, int lane) {
+  return 10 + static_cast<int>(stream) * kThreadsPerStream + lane;
+}
+
+class Writer {
+ public:
+  Writer(json* events, int process, const StepTrace& trace)
+      : events_(events), process_(process), trace_(trace) {}
+
+  void Run() {
+    Name("process_name", 0, trace_.name);
+    Name("thread_name", kHostThread, "engine");
+    for (const HostPhase& phase : trace_.host) {
+      Slice(kHostThread, phase.name, "host", phase.begin, phase.end);
+    }
+    // When a lane's last slice ends.
+    std::map<int, absl::Time> busy_until;
+    for (const TraceSlice& slice : trace_.device) {
+      const int first = ThreadOf(slice.stream, 0);
+      const auto it = busy_until.find(first);
+      const bool overlaps = it != busy_until.end() && slice.begin < it->second;
+      const int thread = ThreadOf(slice.stream, overlaps ? 1 : 0);
+      // A third one at a time is cut: two lanes show every kernel that starts under another's tail.
+      const auto lane = busy_until.try_emplace(thread, absl::InfinitePast()).first;
+      const absl::Time begin = std::max(slice.begin, lane->second);
+      const absl::Time end = std::max(slice.end, begin);
+      lane->second = end;
+      Thread(thread, absl::StrCat("stream ", slice.stream, overlaps ? ", overlapping" : ""));
+      json& event = Slice(thread, slice.name, CategoryOf(slice.kind), begin, end);
+      if (slice.kind != TraceSlice::Kind::kKernel) event["args"]["bytes"] = slice.bytes;
+    }
+    for (const TraceGap& gap : FindGaps(trace_.device)) {
+      if (gap.end - gap.begin < kShownGap) continue;
+      const int thread = ThreadOf(gap.stream, kGapLane);
+      Thread(thread, absl::StrCat("stream ", gap.stream, ", gaps"));
+      json& event =
+          Slice(thread, gap.inside_step ? "gap" : "gap between steps", "gap", gap.begin, gap.end);
+      event["args"] = {{"after", gap.after}, {"before", gap.before}};
+    }
+  }
+
+ private:
+  static const char* CategoryOf(TraceSlice::Kind kind) {
+    switch (kind) {
+      case TraceSlice::Kind::kKernel:
+        return "kernel";
+      case TraceSlice::Kind::kCopy:
+        return "copy";
+      case TraceSlice::Kind::kFill:
+        return "fill";
+    }
+    return "";
+  }
+  void Name(const char* what, int thread, const std::string& name) {
+    events_->push_back({{"ph", "M"},
+                        {"pid", process_},
+                        {"tid", thread},
+                        {"name", what},
+                        {"args", {{"name", name}}}});
+  }
+  void Thread(int thread, const std::string& name) {
+    if (named_.emplace(thread, name).second) Name("thread_name", thread, name);
+  }
+  // Microseconds since the trace's begin. Both ends are rounded alike, so that what follows each
+  // other still does.
+  double Micros(absl::Time t) const {
+    return static_cast<double>(absl::ToInt64Nanoseconds(t - trace_.begin)) * 1e-3;
+  }
+  json& Slice(int thread, const std::string& name, const char* category, absl::Time begin,
+              absl::Time end) {
+    events_->push_back({{"ph", "X"},
+                        {"pid", process_},
+                        {"tid", thread},
+                        {"name", name},
+                        {"cat", category},
+                        {"ts", Micros(begin)},
+                        {"dur", Micros(end) - Micros(begin)}});
+    return events_->back();
+  }
+
+  json* const events_;
+  const int process_;
+  const StepTrace& trace_;
+  std::map<int, std::string> named_;
+};
+
+}  // namespace
+
+json ChromeTrace(const std::vector<StepTrace>& traces) {
+  json events = json::array();
+  for (size_t i = 0; i < traces.size(); ++i) {
+    Writer(&events, static_cast<int>(i) + 1, traces[i]).Run();
+  }
+  return {{"displayTimeUnit", "ns"}, {"traceEvents", std::move(events)}};
+}
+
+absl::Status WriteChromeTrace(const std::vector<StepTrace>& traces, const std::string& path) {
+  std::ofstream out(path, std::ios::trunc);
+  out << ChromeTrace(traces).dump() << "\n";
+  out.close();
+  return out ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("cannot write ", path));
+}
+
+}  // namespace sluice

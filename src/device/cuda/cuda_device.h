@@ -1,0 +1,18 @@
+// The CUDA device: one NVIDIA GPU of compute capability 9.0 (H100, H200). HBM comes from
+// cudaMalloc, streams and events are CUDA's, a Program is an instantiated graph. This header needs
+// no CUDA headers.
+#pragma once
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "src/device/device.h"
+
+namespace sluice {
+
+// The GPU is the first that CUDA_VISIBLE_DEVICES shows. FAILED_PRECONDITION in one sentence that
+// names what was found, what is needed and the remedy: no driver, one that is too old, no GPU, or
+// one of another compute capability.
+absl::StatusOr<std::unique_ptr<Device>> NewCudaDevice();
+
+}  // namespace sluice

@@ -1,0 +1,126 @@
+#include "src/device/cuda/cuda_kernel_set.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cuda/launch.h"
+#include "src/base/status_macros.h"
+#include "src/device/cuda/cuda_memory.h"
+#include "src/device/cuda/weight_uploader.h"
+
+namespace sluice {
+namespace {
+
+namespace cuda = kernels::cuda;
+
+absl::Status AtMost(const char* field, int32_t most, int32_t found) {
+  if (found <= most) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(field, ": the GPU's operators take at most ", most,
+                                                 ", found ", found, ": run with --device cpu"));
+}
+
+class CudaKernelSet : public KernelSet {
+ public:
+  explicit CudaKernelSet(DeviceHealth* health)
+      : health_(health), setup_(health, Device::StreamKind::kCompute), set_up_(health, false) {}
+
+  const std::string& name() const override { return name_; }
+  DType activation_type() const override { return DType::kBFloat16; }
+  absl::Status Check(const ModelShape& shape) const override {
+    if (shape.block_tokens % cuda::kBlockTokensStep != 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("block_tokens: expected a multiple of ", cuda::kBlockTokensStep,
+                       " with --device cuda, found ", shape.block_tokens));
+    }
+    SLUICE_RETURN_IF_ERROR(AtMost("hidden_size", cuda::kMaxNormDim, shape.hidden_size));
+    return AtMost("vocab_size", cuda::kMaxVocabulary, shape.vocab_size);
+  }
+  absl::StatusOr<Weight> Prepare(absl::Span<const MatrixPart> parts, int32_t k) override;
+  int64_t WeightBytes(int32_t n, int32_t k) const override { return int64_t{n} * k * 2; }
+  int64_t SampleScratchBytes(int32_t) const override { return 0; }
+  int64_t AttentionScratchBytes(const AttentionShape& shape) const override {
+    return cuda::AttentionScratchBytes(shape.decode_rows, shape.heads, shape.kv_heads,
+                                       shape.head_dim, shape.max_context);
+  }
+
+  void Embedding(Stream& s, const kernels::EmbeddingParams& p) override {
+    Launch(s, cuda::LaunchEmbedding, p, "embedding");
+  }
+  void RmsNorm(Stream& s, const kernels::RmsNormParams& p) override {
+    Launch(s, cuda::LaunchRmsNorm, p, "RMSNorm");
+  }
+  void Linear(Stream& s, const kernels::LinearParams& p) override {
+    Launch(s, cuda::LaunchLinear, p, "a product");
+  }
+  void RopeTable(Stream& s, const kernels::RopeTableParams& p) override {
+    Launch(s, cuda::LaunchRopeTable, p, "RoPE's table");
+  }
+  void RopeAppend(Stream& s, const kernels::RopeAppendParams& p) override {
+    Launch(s, cuda::LaunchRopeAppend, p, "RoPE and append");
+  }
+  void Attention(Stream& s, const kernels::AttentionParams& p) override {
+    Launch(s, cuda::LaunchAttention, p, "attention");
+  }
+  void Merge(Stream& s, const kernels::MergeParams& p) override {
+    Launch(s, cuda::LaunchMerge, p, "merge");
+  }
+  void SiluMul(Stream& s, const kernels::SiluMulParams& p) override {
+    Launch(s, cuda::LaunchSiluMul, p, "SiLU");
+  }
+  void Sample(Stream& s, const kernels::SampleParams& p) override {
+    Launch(s, cuda::LaunchSample, p, "sampling");
+  }
+  void Transfer(Stream& s, const kernels::TransferParams& p) override {
+    Launch(s, cuda::LaunchTransfer, p, "transfer");
+  }
+
+ private:
+  template <typename Params>
+  static void Launch(Stream& stream, cudaError_t (*launch)(const Params&, cudaStream_t),
+                     const Params& params, const char* what) {
+    auto& s = static_cast<CudaStream&>(stream);
+    if (s.usable()) s.Check(launch(params, s.handle()), what);
+  }
+
+  const std::string name_ = "cuda";
+  DeviceHealth* const health_;
+  CudaStream setup_;  // what is made before serving
+  CudaEvent set_up_;
+  std::unique_ptr<WeightUploader> uploader_;  // from the first matrix with bytes on
+};
+
+absl::StatusOr<Weight> CudaKernelSet::Prepare(absl::Span<const MatrixPart> parts, int32_t k) {
+  int32_t n = 0;
+  for (const MatrixPart& part : parts) n += part.rows;
+  Weight weight;
+  SLUICE_ASSIGN_OR_RETURN(weight.storage,
+                          AllocateHbm(static_cast<size_t>(WeightBytes(n, k)),
+                                      absl::StrCat("a matrix of weights, ", n, " x ", k)));
+  auto* out = weight.storage.as<uint16_t>();
+  weight.matrix = {out, n, k, kernels::WeightLayout::kRowMajor};
+  for (const MatrixPart& part : parts) {
+    const int64_t count = int64_t{part.rows} * k;
+    if (part.data == nullptr) {
+      setup_.Check(cuda::LaunchFillWeights(part.formula, count, out, setup_.handle()),
+                   "weights by formula");
+    } else {
+      if (uploader_ == nullptr) {
+        SLUICE_ASSIGN_OR_RETURN(uploader_, WeightUploader::Create(health_));
+      }
+      uploader_->Upload(out, part.data, static_cast<size_t>(count) * 2);
+    }
+    out += count;
+  }
+  setup_.Record(set_up_);
+  set_up_.Wait();
+  SLUICE_RETURN_IF_ERROR(health_->status());
+  return weight;
+}
+
+}  // namespace
+
+std::unique_ptr<KernelSet> NewCudaKernelSet(DeviceHealth* health) {
+  return std::make_unique<CudaKernelSet>(health);
+}
+
+}  // namespace sluice

@@ -1,0 +1,73 @@
+#include "src/device/cuda/cuda_machine.h"
+
+#include <cuda_runtime_api.h>
+
+#include "absl/strings/str_cat.h"
+
+namespace sluice {
+namespace {
+
+constexpr int kMajor = 9;  // the kernels are compiled for sm_90a alone
+constexpr char kElse[] = ", or run with --device cpu";
+
+std::string VersionText(int version) {
+  return absl::StrCat(version / 1000, ".", version % 1000 / 10);
+}
+
+absl::Status Lacks(const std::string& found, const std::string& remedy) {
+  return absl::FailedPreconditionError(absl::StrCat("device: cuda: ", found, ": ", remedy, kElse));
+}
+
+}  // namespace
+
+CudaMachine ProbeCudaMachine() {
+  CudaMachine machine;
+  cudaDriverGetVersion(&machine.driver_version);
+  cudaRuntimeGetVersion(&machine.runtime_version);
+  if (const cudaError_t error = cudaGetDeviceCount(&machine.gpus); error != cudaSuccess) {
+    machine.gpus = 0;
+    if (error != cudaErrorNoDevice) machine.error = cudaGetErrorString(error);
+    cudaGetLastError();  // known now
+  }
+  if (machine.gpus == 0) return machine;
+  cudaDeviceProp properties{};
+  if (const cudaError_t error = cudaGetDeviceProperties(&properties, 0); error != cudaSuccess) {
+    machine.error = cudaGetErrorString(error);
+    return machine;
+  }
+  machine.gpu = properties.name;
+  machine.major = properties.major;
+  machine.minor = properties.minor;
+  return machine;
+}
+
+absl::Status CheckCudaMachine(const CudaMachine& machine) {
+  const std::string needed = VersionText(machine.runtime_version);
+  if (machine.driver_version == 0) {
+    return Lacks("this machine has no NVIDIA driver",
+                 absl::StrCat("install one that supports CUDA ", needed));
+  }
+  // A driver serves every release of its own major version, and those before.
+  if (machine.driver_version / 1000 < machine.runtime_version / 1000) {
+    return Lacks(
+        absl::StrCat("the NVIDIA driver supports CUDA up to ", VersionText(machine.driver_version),
+                     ", and this build needs ", needed),
+        "install a newer driver");
+  }
+  if (!machine.error.empty()) {
+    return Lacks(absl::StrCat("the NVIDIA driver refused: ", machine.error),
+                 "see what nvidia-smi says");
+  }
+  if (machine.gpus == 0) {
+    return Lacks("the driver shows no GPU", "see nvidia-smi and CUDA_VISIBLE_DEVICES");
+  }
+  if (machine.major != kMajor) {
+    return Lacks(
+        absl::StrCat("the GPU is an ", machine.gpu, " of compute capability ", machine.major, ".",
+                     machine.minor, ", and this build's kernels need 9.0 (H100, H200)"),
+        "choose another GPU by CUDA_VISIBLE_DEVICES");
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace sluice

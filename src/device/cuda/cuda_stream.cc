@@ -1,0 +1,236 @@
+#include "src/device/cuda/cuda_stream.h"
+
+#include <algorithm>
+#include <chrono>
+#include <iterator>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cuda/launch.h"
+#include "src/base/failpoint.h"
+#include "src/base/status_macros.h"
+#include "src/device/cpu/spin_wait.h"
+#include "src/device/cuda/cuda_memory.h"
+
+namespace sluice {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// After the spin an event is asked for this often; a step is far longer.
+constexpr std::chrono::microseconds kPoll{20};
+// A GPU that has not come to an event by then hangs: no step takes a tenth of that.
+constexpr std::chrono::seconds kStalled{120};
+constexpr int64_t kStalledNanoseconds = std::chrono::nanoseconds(kStalled).count();
+// Pieces of one launch: bounds the pinned memory of a list, 96 KiB.
+constexpr size_t kBatch = 4096;
+// From this size on the copy engine fills the link by itself (128 KiB each: 53 GB/s either way,
+// also beside a step, whose reads keep 93 %), where a kernel takes multiprocessors and bandwidth
+// from the step; below it a batch is bound by the cost of a piece (656 B: 0.7 GB/s against a
+// kernel's 40).
+constexpr size_t kLargePiece = size_t{64} << 10;
+// So few pieces are enqueued one by one as fast.
+constexpr size_t kFewPieces = 4;
+// Thread blocks of that kernel, one to a multiprocessor: fills the link beside a step that has the
+// others.
+constexpr int kCopyBlocks = 8;
+
+std::string ErrorText(const char* what, cudaError_t error) {
+  return absl::StrCat(what, ": ", cudaGetErrorString(error), " (", cudaGetErrorName(error), ")");
+}
+
+int64_t Now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
+      .count();
+}
+
+void Report(DeviceHealth* health, cudaError_t error, const char* what) {
+  if (error != cudaSuccess) health->Fail(ErrorText(what, error));
+}
+
+}  // namespace
+
+CudaEvent::CudaEvent(DeviceHealth* health, bool timed) : health_(health) {
+  Report(health_, cudaEventCreateWithFlags(&event_, timed ? 0 : cudaEventDisableTiming),
+         "a new event");
+}
+
+CudaEvent::~CudaEvent() {
+  if (event_ != nullptr) cudaEventDestroy(event_);
+}
+
+bool CudaEvent::Ready() const {
+  if (health_->failed()) return true;
+  const cudaError_t error = cudaEventQuery(event_);
+  if (error != cudaErrorNotReady) {
+    Report(health_, error, "what the GPU was given");
+    return true;
+  }
+  if (Now() - recorded_at_.load(std::memory_order_relaxed) < kStalledNanoseconds) return false;
+  health_->Fail(absl::StrCat("no progress for ", kStalled.count(), " seconds"));
+  return true;
+}
+
+void CudaEvent::Wait() const {
+  const Clock::time_point start = Clock::now();
+  while (!Ready()) {
+    if (Clock::now() - start < kSpin) {
+      CpuRelax();
+    } else {
+      std::this_thread::sleep_for(kPoll);
+    }
+  }
+}
+
+absl::Duration CudaEvent::Since(const TimedEvent& earlier) const {
+  if (health_->failed()) return absl::ZeroDuration();
+  float milliseconds = 0;
+  Report(health_,
+         cudaEventElapsedTime(&milliseconds, static_cast<const CudaEvent&>(earlier).event_, event_),
+         "the time between two events");
+  return absl::Milliseconds(static_cast<double>(milliseconds));
+}
+
+CudaStream::CudaStream(DeviceHealth* health, Device::StreamKind kind) : health_(health) {
+  int least = 0, greatest = 0;
+  cudaDeviceGetStreamPriorityRange(&least, &greatest);
+  // Copies are short and somebody waits for them; kernels fill the GPU whenever they run.
+  Report(health_,
+         cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking,
+                                      kind == Device::StreamKind::kCopy ? greatest : least),
+         "a new stream");
+}
+
+CudaStream::~CudaStream() {
+  if (stream_ == nullptr) return;
+  if (!health_->failed()) cudaStreamSynchronize(stream_);
+  cudaStreamDestroy(stream_);
+}
+
+void CudaStream::Check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  if (capturing_) {
+    if (capture_error_.ok()) capture_error_ = absl::InternalError(ErrorText(what, error));
+  } else {
+    Report(health_, error, what);
+  }
+}
+
+void CudaStream::Copy(void* target, const void* source, size_t bytes) {
+  if (bytes == 0 || !usable()) return;
+  Check(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDefault, stream_), "a copy");
+}
+
+void CudaStream::CopyBatch(const CopyOp* ops, size_t count) {
+  SLUICE_FAILPOINT_PAUSE(kKvCopy);
+  for (size_t at = 0; at < count && usable(); at += kBatch) {
+    CopyRun(ops + at, std::min(kBatch, count - at));
+  }
+}
+
+struct CudaStream::Pieces {
+  Pieces(DeviceHealth* health, Buffer pinned) : list(std::move(pinned)), read(health, false) {}
+  Buffer list;     // of kBatch CopyPiece
+  CudaEvent read;  // the kernel is done with it
+};
+
+CudaStream::Pieces* CudaStream::NextPieces() {
+  std::unique_ptr<Pieces>& pieces = pieces_[next_pieces_];
+  next_pieces_ = (next_pieces_ + 1) % std::size(pieces_);
+  if (pieces == nullptr) {
+    auto list = AllocatePinned(kBatch * sizeof(kernels::cuda::CopyPiece), "a batch of copies");
+    if (!list.ok()) {
+      health_->Fail(std::string(list.status().message()));
+      return nullptr;
+    }
+    pieces = std::make_unique<Pieces>(health_, *std::move(list));
+  }
+  pieces->read.Wait();
+  return pieces.get();
+}
+
+void CudaStream::CopyRun(const CopyOp* ops, size_t count) {
+  size_t bytes = 0;
+  for (size_t i = 0; i < count; ++i) bytes += ops[i].bytes;
+  // A batch cannot be captured, and a program would read the kernel's list again.
+  if (capturing_ || count <= kFewPieces) {
+    for (size_t i = 0; i < count; ++i) Copy(ops[i].target, ops[i].source, ops[i].bytes);
+  } else if (bytes / count >= kLargePiece) {
+    CopyByEngine(ops, count);
+  } else {
+    CopyByKernel(ops, count);
+  }
+}
+
+void CudaStream::CopyByEngine(const CopyOp* ops, size_t count) {
+  targets_.clear();
+  sources_.clear();
+  sizes_.clear();
+  for (size_t i = 0; i < count; ++i) {
+    if (ops[i].bytes == 0) continue;  // refused by the driver
+    targets_.push_back(ops[i].target);
+    sources_.push_back(ops[i].source);
+    sizes_.push_back(ops[i].bytes);
+  }
+  cudaMemcpyAttributes attributes{};
+  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  size_t first = 0;
+  Check(cudaMemcpyBatchAsync(targets_.data(), sources_.data(), sizes_.data(), targets_.size(),
+                             &attributes, &first, 1, stream_),
+        "a batch of copies");
+}
+
+void CudaStream::CopyByKernel(const CopyOp* ops, size_t count) {
+  Pieces* const pieces = NextPieces();
+  if (pieces == nullptr) return;
+  auto* list = pieces->list.as<kernels::cuda::CopyPiece>();
+  int64_t used = 0;
+  for (size_t i = 0; i < count; ++i) {
+    if (ops[i].bytes > 0) list[used++] = {ops[i].target, ops[i].source, ops[i].bytes};
+  }
+  Check(kernels::cuda::LaunchCopyBatch(list, used, kCopyBlocks, stream_), "a batch of copies");
+  Record(pieces->read);
+}
+
+void CudaStream::Fill(void* target, uint8_t value, size_t bytes) {
+  if (bytes == 0 || !usable()) return;
+  Check(cudaMemsetAsync(target, value, bytes, stream_), "a fill");
+}
+
+void CudaStream::Record(Event& event) {
+  if (!usable()) return;
+  auto& mark = static_cast<CudaEvent&>(event);
+  mark.recorded_at_.store(Now(), std::memory_order_relaxed);
+  Check(cudaEventRecord(mark.event_, stream_), "recording an event");
+}
+
+void CudaStream::WaitFor(Event& event) {
+  if (!usable()) return;
+  Check(cudaStreamWaitEvent(stream_, static_cast<CudaEvent&>(event).event_),
+        "waiting for an event");
+}
+
+absl::StatusOr<cudaGraph_t> CudaStream::Capture(const std::function<void(Stream&)>& enqueue) {
+  SLUICE_CHECK(!capturing_, "one program at a time");
+  // Relaxed: a library may load a kernel or ask for memory on the first call.
+  if (const cudaError_t error = cudaStreamBeginCapture(stream_, cudaStreamCaptureModeRelaxed);
+      error != cudaSuccess) {
+    return absl::InternalError(ErrorText("a program's recording", error));
+  }
+  capturing_ = true;
+  enqueue(*this);
+  capturing_ = false;
+  cudaGraph_t graph = nullptr;
+  const cudaError_t error = cudaStreamEndCapture(stream_, &graph);
+  absl::Status status = std::exchange(capture_error_, absl::OkStatus());
+  if (status.ok() && error != cudaSuccess) {
+    status = absl::InternalError(ErrorText("a program's recording", error));
+  }
+  if (status.ok()) return graph;
+  if (graph != nullptr) cudaGraphDestroy(graph);
+  cudaGetLastError();  // it is in the status
+  return status;
+}
+
+}  // namespace sluice

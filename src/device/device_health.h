@@ -1,0 +1,29 @@
+// Whether a device still works. Its streams, events and operators report what failed; the first
+// report stays.
+#pragma once
+
+#include <atomic>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+
+namespace sluice {
+
+// Any thread.
+class DeviceHealth {
+ public:
+  // INTERNAL, reason GPU_FAILED, "the GPU failed: <why>" from now on; logged once.
+  void Fail(const std::string& why);
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
+  // OK, or what Fail was told first. Cheap while OK.
+  absl::Status status() const;
+
+ private:
+  std::atomic<bool> failed_{false};
+  mutable absl::Mutex mutex_;
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace sluice

@@ -1,0 +1,234 @@
+#include "src/device/mailbox.h"
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+
+#include "absl/strings/str_cat.h"
+#include "src/base/status_macros.h"
+
+namespace sluice {
+namespace {
+
+int64_t NowNs() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+uint32_t OwedBy(uint64_t round) { return static_cast<uint32_t>(round); }
+uint32_t NumberOf(uint64_t round) { return static_cast<uint32_t>(round >> 32); }
+
+}  // namespace
+
+absl::Status Mailbox::CheckOptions(const MailboxOptions& options) {
+  if (options.workers < 1 || options.workers > kMaxWorkers) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("mailbox: ", options.workers, " workers; it takes 1 to ", kMaxWorkers));
+  }
+  if (options.channels < 1 || options.slots < 1 || options.deadline <= absl::ZeroDuration()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "mailbox: ", options.channels, " channels, ", options.slots, " slots, a deadline of ",
+        absl::FormatDuration(options.deadline), "; each must be above 0"));
+  }
+  return absl::OkStatus();
+}
+
+size_t Mailbox::PinnedBytes(const MailboxOptions& options) {
+  return sizeof(Word) * static_cast<size_t>(options.channels) +
+         sizeof(uint32_t) * static_cast<size_t>(options.slots);
+}
+
+Mailbox::Mailbox(Buffer pinned, const MailboxOptions& options)
+    : options_(options),
+      pinned_(std::move(pinned)),
+      words_(pinned_.as<Word>()),
+      errors_(reinterpret_cast<uint32_t*>(words_ + options.channels)),
+      channels_(std::make_unique<Channel[]>(static_cast<size_t>(options.channels))),
+      worker_states_(std::make_unique<WorkerState[]>(static_cast<size_t>(options.workers))),
+      servers_(std::make_unique<std::atomic<uint32_t>[]>(static_cast<size_t>(options.slots))) {
+  SLUICE_CHECK(CheckOptions(options).ok() && pinned_.bytes() >= PinnedBytes(options));
+  for (int slot = 0; slot < options_.slots; ++slot) SetServers(slot, Everyone());
+  watchdog_ = std::thread([this] { WatchdogLoop(); });
+}
+
+Mailbox::~Mailbox() {
+  {
+    absl::MutexLock lock(&mutex_);
+    stop_ = true;
+    changed_.Signal();
+  }
+  watchdog_.join();
+}
+
+uint32_t Mailbox::Everyone() const {
+  return options_.workers == kMaxWorkers ? ~0u : (1u << options_.workers) - 1;
+}
+
+// Any number of threads may come here at once: the one that turns `open` has the round.
+void Mailbox::OpenIfRaised(int channel) {
+  const std::atomic_ref<uint32_t> asked(*word(channel));
+  Channel& c = channels_[channel];
+  if (asked.load(std::memory_order_relaxed) != kAsked) return;
+  if (c.open.load(std::memory_order_relaxed) || c.open.exchange(true, std::memory_order_acquire)) {
+    return;
+  }
+  // That word may have been the last round's. This one is not: closing it came before `open` went.
+  if (asked.load(std::memory_order_acquire) != kAsked) {
+    c.open.store(false, std::memory_order_release);
+    return;
+  }
+  const uint32_t gone = gone_.load(std::memory_order_acquire);
+  const uint32_t late = late_.load(std::memory_order_acquire) & ~gone;
+  const uint32_t present = Everyone() & ~gone & ~late;
+  if (gone != 0) SetErrors(gone, MailboxError::kLeft);
+  if (late != 0) SetErrors(late, MailboxError::kDeadline);
+  const uint64_t number = NumberOf(c.round.load(std::memory_order_relaxed)) + 1u;
+  c.opened_ns.store(NowNs(), std::memory_order_relaxed);
+  c.round.store(number << 32 | present, std::memory_order_release);
+  if (present == 0) Close(channel);
+}
+
+// In this order: see OpenIfRaised. The device may ask again between the two.
+void Mailbox::Close(int channel) {
+  std::atomic_ref<uint32_t>(*word(channel)).store(kAnswered, std::memory_order_release);
+  channels_[channel].open.store(false, std::memory_order_release);
+}
+
+// Every look at a word makes the next write by the device slower, and so does every worker that
+// would open the round: two look each time, the others now and then, in case those are busy.
+bool Mailbox::LooksAtWords(int worker) {
+  constexpr uint32_t kOthersEvery = 16;
+  constexpr int kFirst = 2;
+  const uint32_t away =
+      gone_.load(std::memory_order_relaxed) | late_.load(std::memory_order_relaxed);
+  const uint32_t before = Everyone() & ~away & ((1u << worker) - 1);
+  return std::popcount(before) < kFirst || ++worker_states_[worker].polls % kOthersEvery == 0;
+}
+
+int Mailbox::Poll(int worker) {
+  const uint32_t bit = 1u << worker;
+  // It owes nothing from here on but what it finds below.
+  if ((late_.load(std::memory_order_relaxed) & bit) != 0) late_.fetch_and(~bit);
+  WorkerState& state = worker_states_[worker];
+  const bool looks = LooksAtWords(worker);
+  // From the channel after the last: none waits for ever, and the next layer's comes first.
+  int channel = state.channel;
+  for (int i = 0; i < options_.channels; ++i) {
+    channel = channel + 1 < options_.channels ? channel + 1 : 0;
+    if (looks) OpenIfRaised(channel);
+    const uint64_t round = channels_[channel].round.load(std::memory_order_acquire);
+    if ((OwedBy(round) & bit) == 0) continue;
+    state.channel = channel;
+    state.number = NumberOf(round);
+    return channel;
+  }
+  return -1;
+}
+
+void Mailbox::Fail(int worker, int slot) {
+  const WorkerState& state = worker_states_[worker];
+  const uint64_t round = channels_[state.channel].round.load(std::memory_order_acquire);
+  if (NumberOf(round) == state.number) SetError(slot, MailboxError::kFailed);
+}
+
+void Mailbox::FailAll(int worker) {
+  const WorkerState& state = worker_states_[worker];
+  const uint64_t round = channels_[state.channel].round.load(std::memory_order_acquire);
+  if (NumberOf(round) == state.number) SetErrors(1u << worker, MailboxError::kFailed);
+}
+
+// No need to compare the round's number: a worker that is late is in no later round before it has
+// polled (OpenIfRaised), so its bit is not there to be cleared.
+bool Mailbox::Answer(int worker) {
+  const uint32_t bit = 1u << worker;
+  const int channel = worker_states_[worker].channel;
+  const uint64_t before =
+      channels_[channel].round.fetch_and(~uint64_t{bit}, std::memory_order_acq_rel);
+  if ((OwedBy(before) & bit) == 0) return false;
+  if (OwedBy(before) == bit) Close(channel);  // the last
+  return true;
+}
+
+void Mailbox::Leave(int worker) {
+  gone_.fetch_or(1u << worker, std::memory_order_acq_rel);
+  absl::MutexLock lock(&mutex_);
+  look_ = true;
+  changed_.Signal();
+}
+
+void Mailbox::SetServers(int slot, uint32_t workers) {
+  servers_[slot].store(workers, std::memory_order_release);
+}
+
+MailboxError Mailbox::error(int slot) const {
+  return static_cast<MailboxError>(
+      std::atomic_ref<uint32_t>(errors_[slot]).load(std::memory_order_acquire));
+}
+
+void Mailbox::Reset(int slot) {
+  std::atomic_ref<uint32_t>(errors_[slot]).store(0, std::memory_order_release);
+}
+
+void Mailbox::SetError(int slot, MailboxError error) {
+  uint32_t none = 0;
+  std::atomic_ref<uint32_t>(errors_[slot])
+      .compare_exchange_strong(none, static_cast<uint32_t>(error), std::memory_order_acq_rel);
+}
+
+void Mailbox::SetErrors(uint32_t workers, MailboxError error) {
+  for (int slot = 0; slot < options_.slots; ++slot) {
+    if ((servers_[slot].load(std::memory_order_acquire) & workers) != 0) SetError(slot, error);
+  }
+}
+
+// Answers for those who will not. Errors are there before the answer is.
+void Mailbox::Watch(int channel) {
+  OpenIfRaised(channel);  // there may be nobody else to see it
+  Channel& c = channels_[channel];
+  uint64_t round = c.round.load(std::memory_order_acquire);
+  const uint32_t owed = OwedBy(round), number = NumberOf(round);
+  if (owed == 0) return;
+  const uint32_t gone = owed & gone_.load(std::memory_order_acquire);
+  const bool over = NowNs() - c.opened_ns.load(std::memory_order_relaxed) >
+                    absl::ToInt64Nanoseconds(options_.deadline);
+  if (over || gone == owed) {
+    // Late before the answer is up: the next round does not count on them.
+    late_.fetch_or(owed & ~gone, std::memory_order_acq_rel);
+    if (!c.round.compare_exchange_strong(round, round & ~uint64_t{owed},
+                                         std::memory_order_acq_rel)) {
+      // Another answer came: the next look sees what is left.
+      const uint32_t left = NumberOf(round) == number ? OwedBy(round) : 0;
+      late_.fetch_and(~(owed & ~left), std::memory_order_acq_rel);
+      return;
+    }
+    SetErrors(gone, MailboxError::kLeft);
+    SetErrors(owed & ~gone, MailboxError::kDeadline);
+    Close(channel);
+  } else if (gone != 0) {
+    // Others owe too; the last of them raises the answer, maybe at once.
+    SetErrors(gone, MailboxError::kLeft);
+    c.round.compare_exchange_strong(round, round & ~uint64_t{gone}, std::memory_order_acq_rel);
+  }
+}
+
+void Mailbox::WatchdogLoop() {
+  // Often enough that a deadline is not missed by much; where nobody is left but the watchdog, it
+  // is what answers every round.
+  const absl::Duration period =
+      std::clamp(options_.deadline / 8, absl::Microseconds(100), absl::Milliseconds(10));
+  for (;;) {
+    const uint32_t gone = gone_.load(std::memory_order_acquire);
+    {
+      absl::MutexLock lock(&mutex_);
+      if (!stop_ && !look_) {
+        changed_.WaitWithTimeout(&mutex_, gone == Everyone() ? absl::Microseconds(100) : period);
+      }
+      if (stop_) return;
+      look_ = false;
+    }
+    for (int channel = 0; channel < options_.channels; ++channel) Watch(channel);
+  }
+}
+
+}  // namespace sluice

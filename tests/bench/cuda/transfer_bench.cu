@@ -1,0 +1,468 @@
+// Gather and scatter between pinned DRAM and HBM at the shapes of the offloading policies, beside
+// the copy engine; and pages of a sequence that leaves HBM and comes back.
+//
+//   sluice-transfer-bench [POOL_GIB]
+//
+// ESS: sequences lie POOL / sequences apart, rows of 656 B of one layer of 32,768 tokens lie
+// together, a sequence's misses are sorted; each graph replay moves eight layers, one after the
+// other. GB/s count payload only.
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+
+#include "kernels/cuda/launch.h"
+#include "tests/bench/cuda/pinned_pool.h"
+#include "tests/bench/cuda/stream_timing.h"
+
+namespace sluice::bench {
+namespace {
+
+using kernels::TransferParams;
+using kernels::cuda::CopyPiece;
+
+constexpr int64_t kTokens = 32768;  // of a sequence
+constexpr int kLayers = 8;          // moved by one replay
+constexpr int kRepeats = 5;
+
+template <typename T>
+T* NewDevice(size_t count) {
+  void* data = nullptr;
+  SLUICE_BENCH_CHECK(cudaMalloc(&data, count * sizeof(T)));
+  return static_cast<T*>(data);
+}
+
+template <typename T>
+T* ToDevice(const std::vector<T>& values) {
+  T* data = NewDevice<T>(values.size());
+  SLUICE_BENCH_CHECK(
+      cudaMemcpy(data, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return data;
+}
+
+// `count` distinct numbers below `below`, sorted or shuffled.
+std::vector<int32_t> Distinct(int64_t count, int64_t below, bool sorted, std::mt19937_64& random) {
+  std::vector<int32_t> all(static_cast<size_t>(below));
+  std::iota(all.begin(), all.end(), 0);
+  for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
+    std::swap(all[i], all[i + random() % (all.size() - i)]);
+  }
+  all.resize(static_cast<size_t>(count));
+  if (sorted) std::sort(all.begin(), all.end());
+  return all;
+}
+
+uint32_t Pattern(uint64_t address) {
+  return static_cast<uint32_t>((address * 0x9E3779B97F4A7C15ull) >> 32) | 1u;
+}
+
+// One shape: lists of `units` random units out of `home_units` in DRAM, into random slots of HBM.
+struct Shape {
+  std::string name;
+  int64_t unit_bytes;
+  int lists;      // sequences, or sequences x heads
+  int64_t units;  // moved per list
+  int64_t home_units;
+  int64_t slots;  // of a list in HBM
+};
+
+class Case {
+ public:
+  Case(const Shape& shape, const PinnedPool& pool, cudaStream_t stream)
+      : shape_(shape), pool_(pool), stream_(stream) {
+    std::mt19937_64 random(7);
+    const int64_t home_bytes = shape.home_units * shape.unit_bytes;
+    const int64_t apart = static_cast<int64_t>(pool.bytes()) / shape.lists / 4096 * 4096;
+    const int64_t homes = apart / home_bytes;  // layers that a sequence has room for
+    if (homes < 1) {
+      std::printf("%s: the pool is too small\n", shape.name.c_str());
+      std::exit(1);
+    }
+    hbm_ = NewDevice<char>(static_cast<size_t>(shape.lists * shape.slots * shape.unit_bytes));
+    for (int layer = 0; layer < kLayers; ++layer) {
+      Lists& l = lists_[layer];
+      for (int list = 0; list < shape.lists; ++list) {
+        const auto units = Distinct(shape.units, shape.home_units, true, random);
+        const auto slots = Distinct(shape.units, shape.slots, false, random);
+        l.home_units.insert(l.home_units.end(), units.begin(), units.end());
+        l.slots.insert(l.slots.end(), slots.begin(), slots.end());
+        l.offsets.push_back(list * apart + layer * homes / kLayers * home_bytes);
+      }
+      l.device_home_units = ToDevice(l.home_units);
+      l.device_slots = ToDevice(l.slots);
+      l.device_offsets = ToDevice(l.offsets);
+    }
+    counts_ = ToDevice(
+        std::vector<int32_t>(static_cast<size_t>(shape.lists), static_cast<int32_t>(shape.units)));
+  }
+  ~Case() {
+    for (Lists& l : lists_) {
+      cudaFree(l.device_home_units);
+      cudaFree(l.device_slots);
+      cudaFree(l.device_offsets);
+    }
+    cudaFree(hbm_);
+    cudaFree(counts_);
+  }
+  Case(const Case&) = delete;
+  Case& operator=(const Case&) = delete;
+
+  TransferParams Params(int layer, bool gather, int max_blocks) const {
+    const Lists& l = lists_[layer];
+    TransferParams p{};
+    p.source = gather ? pool_.data() : hbm_;
+    p.target = gather ? hbm_ : pool_.data();
+    p.source_offsets = gather ? l.device_offsets : nullptr;
+    p.target_offsets = gather ? nullptr : l.device_offsets;
+    p.source_stride = p.target_stride = shape_.slots * shape_.unit_bytes;
+    p.source_pitch = p.target_pitch = shape_.unit_bytes;
+    p.source_units = gather ? l.device_home_units : l.device_slots;
+    p.target_units = gather ? l.device_slots : l.device_home_units;
+    p.counts = counts_;
+    p.lists = shape_.lists;
+    p.capacity = static_cast<int32_t>(shape_.units);
+    p.unit_bytes = static_cast<int32_t>(shape_.unit_bytes);
+    p.max_workers = max_blocks;
+    return p;
+  }
+
+  double bytes() const {
+    return static_cast<double>(shape_.unit_bytes) * static_cast<double>(shape_.units) *
+           shape_.lists;
+  }
+
+  Times Time(bool gather, int max_blocks) {
+    Graph graph(stream_, [&] {
+      for (int layer = 0; layer < kLayers; ++layer) {
+        SLUICE_BENCH_CHECK(
+            kernels::cuda::LaunchTransfer(Params(layer, gather, max_blocks), stream_));
+      }
+    });
+    Times t = TimeOnStream(stream_, kRepeats, [&] { graph.Launch(stream_); });
+    return {t.median / kLayers, t.low / kLayers, t.high / kLayers};
+  }
+
+  // Gathers what the host wrote, scatters it to where nothing of it was, and compares.
+  bool Verify() {
+    ForEachUnit([&](char* home, int64_t) { Fill(home); });
+    SLUICE_BENCH_CHECK(kernels::cuda::LaunchTransfer(Params(0, true, 0), stream_));
+    SLUICE_BENCH_CHECK(cudaStreamSynchronize(stream_));
+    ForEachUnit([&](char* home, int64_t) {
+      std::memset(home, 0xEE, static_cast<size_t>(shape_.unit_bytes));
+    });
+    SLUICE_BENCH_CHECK(kernels::cuda::LaunchTransfer(Params(0, false, 0), stream_));
+    SLUICE_BENCH_CHECK(cudaStreamSynchronize(stream_));
+    bool same = true;
+    ForEachUnit([&](char* home, int64_t) {
+      for (int64_t at = 0; at < shape_.unit_bytes; at += 4) {
+        uint32_t word;
+        std::memcpy(&word, home + at, 4);
+        same = same && word == Pattern(reinterpret_cast<uintptr_t>(home) + at);
+      }
+    });
+    return same;
+  }
+
+  // The same by one cudaMemcpyAsync a unit, and by cudaMemcpyBatchAsync; a part of the first layer.
+  Times TimeCopies(bool batch, int64_t* count) {
+    std::vector<void*> from, to;
+    ForEachUnit([&](char* home, int64_t i) {
+      if (static_cast<int64_t>(from.size()) >= 4096) return;
+      from.push_back(home);
+      to.push_back(hbm_ +
+                   (i / shape_.units * shape_.slots + lists_[0].slots[i]) * shape_.unit_bytes);
+    });
+    *count = static_cast<int64_t>(from.size());
+    std::vector<size_t> sizes(from.size(), static_cast<size_t>(shape_.unit_bytes));
+    return TimeOnStream(stream_, 3, [&] {
+      if (batch) {
+        cudaMemcpyAttributes attributes{};
+        attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+        size_t first = 0;
+        SLUICE_BENCH_CHECK(cudaMemcpyBatchAsync(
+            to.data(), const_cast<const void**>(reinterpret_cast<void**>(from.data())),
+            sizes.data(), from.size(), &attributes, &first, 1, stream_));
+      } else {
+        for (size_t i = 0; i < from.size(); ++i) {
+          SLUICE_BENCH_CHECK(cudaMemcpyAsync(to[i], from[i], sizes[i], cudaMemcpyDefault, stream_));
+        }
+      }
+    });
+  }
+
+ private:
+  struct Lists {
+    std::vector<int32_t> home_units, slots;
+    std::vector<int64_t> offsets;
+    int32_t* device_home_units;
+    int32_t* device_slots;
+    int64_t* device_offsets;
+  };
+  void Fill(char* home) {
+    for (int64_t at = 0; at < shape_.unit_bytes; at += 4) {
+      const uint32_t word = Pattern(reinterpret_cast<uintptr_t>(home) + at);
+      std::memcpy(home + at, &word, 4);
+    }
+  }
+  template <typename F>
+  void ForEachUnit(F use) {
+    for (int64_t i = 0; i < shape_.lists * shape_.units; ++i) {
+      use(pool_.data() + lists_[0].offsets[i / shape_.units] +
+              lists_[0].home_units[i] * shape_.unit_bytes,
+          i);
+    }
+  }
+
+  const Shape shape_;
+  const PinnedPool& pool_;
+  const cudaStream_t stream_;
+  Lists lists_[kLayers];
+  char* hbm_ = nullptr;
+  int32_t* counts_ = nullptr;
+};
+
+// Each block reads 64 KiB. Many short blocks, so that processors which a transfer holds just take
+// fewer of them.
+constexpr int kReadLoads = 16;
+__global__ void __launch_bounds__(256) ReadKernel(const uint4* data, uint32_t* sink) {
+  const uint4* mine = data + int64_t{blockIdx.x} * kReadLoads * 256 + threadIdx.x;
+  uint4 value[kReadLoads];
+#pragma unroll
+  for (int i = 0; i < kReadLoads; ++i) value[i] = __ldcs(mine + i * 256);
+  uint32_t sum = 0;
+#pragma unroll
+  for (int i = 0; i < kReadLoads; ++i) sum += value[i].x ^ value[i].y ^ value[i].z ^ value[i].w;
+  if (sum == 0x12345678u) *sink = sum;
+}
+
+// A kernel that reads HBM as fast as it can, alone and with a transfer beside it.
+class Reader {
+ public:
+  static constexpr int64_t kBytes = int64_t{1} << 30;
+  Reader() : data_(NewDevice<uint4>(kBytes / 16)), sink_(NewDevice<uint32_t>(1)) {
+    SLUICE_BENCH_CHECK(cudaMemset(data_, 1, kBytes));
+    SLUICE_BENCH_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+  }
+  void Enqueue() {
+    ReadKernel<<<kBytes / (kReadLoads * 256 * 16), 256, 0, stream_>>>(data_, sink_);
+    SLUICE_BENCH_CHECK(cudaGetLastError());
+  }
+  // Reads until `other`, enqueued on its own stream, is done. Seconds of one read, alone in
+  // *alone, beside it in *beside; of one `other` beside the reads in *other_seconds.
+  void Against(cudaStream_t other_stream, const std::function<void()>& other, double* alone,
+               double* beside, double* other_seconds) {
+    *alone = TimeOnStream(stream_, 20, [&] { Enqueue(); }).median;
+    // Others first, so that they hold their processors; enough of them for all the reads.
+    cudaEvent_t start, stop;
+    SLUICE_BENCH_CHECK(cudaEventCreate(&start));
+    SLUICE_BENCH_CHECK(cudaEventCreate(&stop));
+    SLUICE_BENCH_CHECK(cudaEventRecord(start, other_stream));
+    constexpr int kOthers = 10;
+    for (int i = 0; i < kOthers; ++i) other();
+    SLUICE_BENCH_CHECK(cudaEventRecord(stop, other_stream));
+    std::vector<double> reads;
+    while (cudaEventQuery(stop) == cudaErrorNotReady) {
+      reads.push_back(TimeOnStream(stream_, 1, [&] { Enqueue(); }).median);
+    }
+    float ms = 0;
+    SLUICE_BENCH_CHECK(cudaEventElapsedTime(&ms, start, stop));
+    *other_seconds = ms * 1e-3 / kOthers;
+    if (reads.size() > 2) reads.pop_back();
+    *beside = Summary(reads).median;
+  }
+
+ private:
+  uint4* data_;
+  uint32_t* sink_;
+  cudaStream_t stream_ = nullptr;
+};
+
+void PrintCopyEngine(const PinnedPool& pool, cudaStream_t stream) {
+  const size_t bytes = size_t{1} << 30;
+  char* hbm = NewDevice<char>(bytes);
+  const Times in = TimeOnStream(stream, 5, [&] {
+    SLUICE_BENCH_CHECK(cudaMemcpyAsync(hbm, pool.data(), bytes, cudaMemcpyDefault, stream));
+  });
+  const Times out = TimeOnStream(stream, 5, [&] {
+    SLUICE_BENCH_CHECK(cudaMemcpyAsync(pool.data(), hbm, bytes, cudaMemcpyDefault, stream));
+  });
+  std::printf("copy engine, 1 GiB: %.1f GB/s to HBM, %.1f to DRAM\n", bytes / in.median * 1e-9,
+              bytes / out.median * 1e-9);
+  cudaFree(hbm);
+}
+
+void PrintShape(const Shape& shape, const PinnedPool& pool, cudaStream_t stream, Reader& reader,
+                bool peers, bool beside) {
+  Case c(shape, pool, stream);
+  std::printf("%-34s %s", shape.name.c_str(), c.Verify() ? "" : "WRONG BYTES ");
+  for (const bool gather : {true, false}) {
+    std::printf(" | %s", gather ? "gather" : "scatter");
+    for (const int blocks : {0, 8, 16, 132}) {
+      const Times t = c.Time(gather, blocks);
+      std::printf(" %.1f (%.1f-%.1f)", c.bytes() / t.median * 1e-9, c.bytes() / t.high * 1e-9,
+                  c.bytes() / t.low * 1e-9);
+    }
+  }
+  std::printf("\n");
+  if (peers) {
+    int64_t count = 0;
+    const Times one = c.TimeCopies(false, &count);
+    const double bytes = static_cast<double>(count * shape.unit_bytes);
+    const Times batch = c.TimeCopies(true, &count);
+    std::printf("%-34s  cudaMemcpyAsync a unit %.2f, cudaMemcpyBatchAsync %.2f GB/s\n", "",
+                bytes / one.median * 1e-9, bytes / batch.median * 1e-9);
+  }
+  if (!beside) return;
+  for (const bool gather : {true, false}) {
+    for (const int blocks : {8, 16}) {
+      double alone = 0, with = 0, transfer = 0;
+      reader.Against(
+          stream,
+          [&] {
+            for (int layer = 0; layer < kLayers; ++layer) {
+              SLUICE_BENCH_CHECK(
+                  kernels::cuda::LaunchTransfer(c.Params(layer, gather, blocks), stream));
+            }
+          },
+          &alone, &with, &transfer);
+      std::printf(
+          "%-34s  %s, %d blocks, beside a reader: %.1f GB/s; the reader %.0f -> %.0f GB/s\n", "",
+          gather ? "gather" : "scatter", blocks, c.bytes() * kLayers / transfer * 1e-9,
+          Reader::kBytes / alone * 1e-9, Reader::kBytes / with * 1e-9);
+    }
+  }
+}
+
+// As CudaStream::CopyBatch does it.
+void CopyByBatches(const CopyPiece* pieces, int64_t count, cudaStream_t stream) {
+  constexpr int64_t kBatch = 4096;
+  std::vector<void*> targets;
+  std::vector<const void*> sources;
+  std::vector<size_t> sizes;
+  for (int64_t begin = 0; begin < count; begin += kBatch) {
+    targets.clear(), sources.clear(), sizes.clear();
+    for (int64_t i = begin; i < std::min(begin + kBatch, count); ++i) {
+      targets.push_back(pieces[i].target);
+      sources.push_back(pieces[i].source);
+      sizes.push_back(pieces[i].bytes);
+    }
+    cudaMemcpyAttributes attributes{};
+    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    size_t first = 0;
+    SLUICE_BENCH_CHECK(cudaMemcpyBatchAsync(targets.data(), sources.data(), sizes.data(),
+                                            sizes.size(), &attributes, &first, 1, stream));
+  }
+}
+
+// A 32K-token sequence of an 8B model: 36 layers x 1024 pages of 128 KiB.
+void PrintPages(const PinnedPool& pool, cudaStream_t stream, Reader& reader) {
+  constexpr int64_t kPage = 128 << 10, kPages = 36 * 1024, kArena = 40 * 1024;
+  char* arena = NewDevice<char>(kPage * kArena);
+  std::mt19937_64 random(3);
+  const auto slots = Distinct(kPages, kArena, false, random);
+  CopyPiece* pieces[2];  // out, in
+  for (auto& list : pieces) {
+    SLUICE_BENCH_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&list), kPages * sizeof(CopyPiece),
+                                     cudaHostAllocDefault));
+  }
+  // DRAM pages in pairs that have changed places: as a free list gives them after a while.
+  for (int64_t i = 0; i < kPages; ++i) {
+    char* home = pool.data() + (i ^ 1) * kPage;
+    char* page = arena + slots[static_cast<size_t>(i)] * kPage;
+    pieces[0][i] = {home, page, kPage};
+    pieces[1][i] = {page, home, kPage};
+  }
+  for (int64_t at = 0; at < kPages * kPage; at += 4096) {
+    const uint32_t word = Pattern(at);
+    std::memcpy(pool.data() + at, &word, 4);
+  }
+  const auto rate = [&](double seconds, int64_t pages) {
+    return static_cast<double>(pages * kPage) / seconds * 1e-9;
+  };
+  for (const int direction : {1, 0}) {
+    const CopyPiece* list = pieces[direction];
+    const auto by_kernel = [&](int64_t count, int blocks) {
+      SLUICE_BENCH_CHECK(kernels::cuda::LaunchCopyBatch(list, count, blocks, stream));
+    };
+    const auto by_engine = [&](int64_t count) { CopyByBatches(list, count, stream); };
+    std::printf("4.8 GB in pages of 128 KiB, %s, GB/s:", direction == 1 ? "restore" : "preempt");
+    const Times engine = TimeOnStream(stream, 3, [&] { by_engine(kPages); });
+    std::printf(" cudaMemcpyBatchAsync %.1f (%.1f-%.1f)", rate(engine.median, kPages),
+                rate(engine.high, kPages), rate(engine.low, kPages));
+    for (const int blocks : {8, 16}) {
+      const Times t = TimeOnStream(stream, 3, [&] { by_kernel(kPages, blocks); });
+      std::printf(", kernel of %d blocks %.1f (%.1f-%.1f)", blocks, rate(t.median, kPages),
+                  rate(t.high, kPages), rate(t.low, kPages));
+    }
+    const Times single = TimeOnStream(stream, 1, [&] {
+      for (int64_t i = 0; i < kPages; ++i) {
+        SLUICE_BENCH_CHECK(
+            cudaMemcpyAsync(list[i].target, list[i].source, kPage, cudaMemcpyDefault, stream));
+      }
+    });
+    std::printf(", cudaMemcpyAsync a page %.1f\n", rate(single.median, kPages));
+    for (const int blocks : {0, 8, 16}) {
+      double alone = 0, with = 0, seconds = 0;
+      reader.Against(
+          stream, [&] { blocks == 0 ? by_engine(kPages / 8) : by_kernel(kPages / 8, blocks); },
+          &alone, &with, &seconds);
+      std::printf("  %s beside a reader: %.1f GB/s; the reader %.0f -> %.0f GB/s\n",
+                  blocks == 0 ? "cudaMemcpyBatchAsync"
+                              : ("a kernel of " + std::to_string(blocks) + " blocks").c_str(),
+                  rate(seconds, kPages / 8), Reader::kBytes / alone * 1e-9,
+                  Reader::kBytes / with * 1e-9);
+    }
+    // What comes back must come from HBM.
+    if (direction == 1) std::memset(pool.data(), 0, static_cast<size_t>(kPages * kPage));
+  }
+  bool same = true;
+  for (int64_t at = 0; at < kPages * kPage; at += 4096) {
+    uint32_t word;
+    std::memcpy(&word, pool.data() + at, 4);
+    same = same && word == Pattern(at);
+  }
+  std::printf("  pages came back %s\n", same ? "the same" : "WRONG");
+  for (auto* list : pieces) cudaFreeHost(list);
+  cudaFree(arena);
+}
+
+int Main(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // whoever stops it keeps what there is
+  const size_t gib = argc > 1 ? std::strtoul(argv[1], nullptr, 10) : 64;
+  cudaDeviceProp properties;
+  SLUICE_BENCH_CHECK(cudaGetDeviceProperties(&properties, 0));
+  cudaStream_t stream;
+  SLUICE_BENCH_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  const PinnedPool pool(gib << 30);
+  std::printf("%s; %zu GiB pinned in %.2f s\n", properties.name, gib, pool.seconds());
+  PrintCopyEngine(pool, stream);
+  Reader reader;
+  std::printf("GB/s by default and with at most 8, 16 and 132 blocks (lowest-highest):\n");
+  for (const int sequences : {32, 128}) {
+    for (const int64_t misses : {64, 256, 605}) {
+      PrintShape({"656 B, " + std::to_string(sequences) + " x " + std::to_string(misses), 656,
+                  sequences, misses, kTokens, 2048},
+                 pool, stream, reader, misses == 256, misses == 605);
+    }
+  }
+  for (const int64_t rows : {64, 256, 605, 2048}) {
+    Case one({"one", 656, 1, rows, kTokens, 2048}, pool, stream);
+    std::printf("one list of %d rows of 656 B: gather %.1f us, scatter %.1f us\n",
+                static_cast<int>(rows), one.Time(true, 0).median * 1e6,
+                one.Time(false, 0).median * 1e6);
+  }
+  // 32 sequences x 8 KV heads, blocks of 32 tokens of 128 dimensions, K and V.
+  PrintShape({"16 KiB, 256 x 16", 16 << 10, 256, 16, kTokens / 32, 64}, pool, stream, reader, true,
+             true);
+  PrintShape({"2 KiB, 128 x 64", 2 << 10, 128, 64, kTokens, 256}, pool, stream, reader, false,
+             false);
+  PrintPages(pool, stream, reader);
+  return 0;
+}
+
+}  // namespace
+}  // namespace sluice::bench
+
+int main(int argc, char** argv) { return sluice::bench::Main(argc, argv); }

@@ -1,0 +1,228 @@
+"""tools/gpu-stage and tools/gpu-test: what they run, count and pack. None of it needs a GPU."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from sluice_gpu import bench, cases, e2e, gpu_test, stage, weights
+from sluice_gpu.jobs import Job, run_jobs
+from sluice_gpu.place import Place
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!{sys.executable}\n{text}")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A place whose test programs answer as Catch2's do."""
+    catch = """
+import sys
+names = {names!r}
+tagged = {tagged!r}
+if "--list-test-names-only" in sys.argv:
+    shown = tagged if "[cuda]" in sys.argv else names
+    print("\\n".join(shown))
+    sys.exit(len(shown))
+print("ran", sys.argv[1])
+if "lacks" in sys.argv[1]:
+    print("skipped: this machine has no GPU")
+    sys.exit(77)
+sys.exit(1 if "wrong" in sys.argv[1] else 0)
+"""
+    bin_dir = tmp_path / "build/release/bin"
+    script(bin_dir, "sluice_kernels_test", catch.format(
+        names=["norm, [8] rows (portable)", "norm, [8] rows (cuda)", "wrong (cuda)", "lacks one (cuda)"],
+        tagged=[]))
+    script(bin_dir, "device_test", catch.format(names=["a stream", "an error ends the node"],
+                                                tagged=["an error ends the node"]))
+    script(bin_dir, "cuda_device_test", catch.format(names=["copies"], tagged=[]))
+    return Place(tmp_path)
+
+
+def test_cuda_cases_are_found_by_name_tag_and_program(place):
+    assert [(p.name, name) for p, name in cases.cuda_cases(place)] == [
+        ("cuda_device_test", "copies"),
+        ("device_test", "an error ends the node"),
+        ("sluice_kernels_test", "norm, [8] rows (cuda)"),
+        ("sluice_kernels_test", "wrong (cuda)"),
+        ("sluice_kernels_test", "lacks one (cuda)")]
+
+
+def test_each_case_has_its_outcome_and_its_name_is_escaped(place, capsys):
+    results = run_jobs(cases.case_jobs(place, cases.cuda_cases(place), 60), side_by_side=3)
+    assert [r.outcome for r in results] == ["passed", "passed", "passed", "failed", "skipped"]
+    assert r"ran norm\, \[8\] rows (cuda)" in results[2].said
+    shown = capsys.readouterr().out
+    assert "FAILED  sluice_kernels_test: wrong (cuda)" in shown
+    assert "skipped sluice_kernels_test: lacks one (cuda) (this machine has no GPU)" in shown
+
+
+def test_without_a_sanitizer_its_cases_are_skipped_and_with_one_only_kernels_run(place):
+    found = cases.cuda_cases(place)
+    jobs = cases.sanitizer_jobs(place, found, "memcheck", None, 60)
+    assert [r.outcome for r in run_jobs(jobs)] == ["skipped"] * 3
+    jobs = cases.sanitizer_jobs(place, found, "racecheck", "/usr/bin/compute-sanitizer", 60)
+    assert all(job.command[:3] == ("/usr/bin/compute-sanitizer", "--tool", "racecheck") for job in jobs)
+
+
+def test_a_job_out_of_its_time_fails_and_one_out_of_its_phases_is_skipped_each_with_its_children(tmp_path):
+    child = tmp_path / "child"
+    command = ("/bin/sh", "-c", f"(sleep 3; touch {child}) & echo begun; wait")
+    begin = time.monotonic()
+    [own] = run_jobs([Job("slow", command, dict(os.environ), 0.2)])
+    cut, late = run_jobs([Job("cut", command, dict(os.environ), 10), Job("late", ("/bin/true",), {}, 10)],
+                         seconds=0.2)
+    assert time.monotonic() - begin < 2
+    assert [r.outcome for r in (own, cut, late)] == ["failed", "skipped", "skipped"]
+    assert "begun" in own.said and "out of time" in own.said
+    time.sleep(3)
+    assert not child.exists()
+
+
+def test_a_sanitizer_is_judged_by_what_it_says_of_our_kernels(tmp_path):
+    ours = "========= Error: Race reported between Read access at DecodeProduct+0x10\n"
+    library = "========= Error: Race reported between Read access at nvjet_sm90_tss+0xac0\n"
+    passed = "All tests passed (3 assertions in 1 test case)\n"
+    nothing = "========= Error: Target application terminated before first instrumented API call\n"
+
+    def outcome(said: str) -> str:
+        program = script(tmp_path, "sanitizer", f"print({said!r}); raise SystemExit(99)")
+        [result] = run_jobs([Job("racecheck: one", (str(program),), judge=cases.judge_sanitizer)])
+        return result.outcome
+
+    assert outcome(library + passed) == "passed"
+    assert outcome(library + ours + passed) == "failed"
+    assert outcome(library + "test cases: 1 | 1 failed") == "failed"
+    assert outcome(nothing + passed) == "skipped"
+    assert outcome(nothing) == "failed"
+
+
+def test_gpu_test_takes_what_it_runs_with_it(tmp_path):
+    begun, survived = tmp_path / "begun", tmp_path / "survived"
+    program = f"""
+from sluice_gpu.jobs import Job, end_with_signals, run_jobs
+end_with_signals()
+run_jobs([Job("a", ("/bin/sh", "-c", "touch {begun}; sleep 2; touch {survived}"), {{}}, 60)])
+"""
+    process = subprocess.Popen([sys.executable, "-c", program],
+                               env=os.environ | {"PYTHONPATH": str(ROOT / "tools")})
+    while not begun.exists():
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(10) == 128 + 15
+    time.sleep(2.2)
+    assert not survived.exists()
+
+
+def test_a_program_that_is_not_there_is_a_failure():
+    assert run_jobs([Job("none", ("/no/such/program",), {}, 1)])[0].outcome == "failed"
+
+
+def test_parts_of_the_weights_come_together_and_strangers_do_not(tmp_path, monkeypatch):
+    gguf = tmp_path / "w.gguf"
+    gguf.write_bytes(os.urandom(1000))
+    folder = tmp_path / "model"
+    weights.write_part(gguf, folder, 1, 0, 400)
+    assert "1 of 2 parts" in weights.make_model(folder, tmp_path)
+    weights.write_part(gguf, folder, 2, 400, 1000)
+    made = []
+    fake = type(sys)("sluice_client.fetch_model")
+    fake.ToolError = RuntimeError
+    fake.make_from_gguf = lambda name, into, file: made.append(
+        (name, into, hashlib.sha256(file.read_bytes()).hexdigest()))
+    monkeypatch.setitem(sys.modules, "sluice_client.fetch_model", fake)
+    monkeypatch.setattr("sluice_client.fetch_model", fake, raising=False)
+    assert weights.make_model(folder, ROOT / "tools") == ""
+    assert made == [("smollm2-135m-instruct", folder, hashlib.sha256(gguf.read_bytes()).hexdigest())]
+    assert weights.parts_here(folder) == []
+
+    weights.write_part(gguf, folder, 1, 0, 400)
+    gguf.write_bytes(os.urandom(1000))
+    weights.write_part(gguf, folder, 2, 400, 1000)
+    assert "not of one file" in weights.make_model(folder, ROOT / "tools")
+
+
+def test_a_stage_unpacks_beside_itself_and_a_part_alone_says_what_is_lacking(tmp_path):
+    whole = stage.Item(script(tmp_path, "sluice-server", ""), "tools/sluice-server", "programs")
+    folder = tmp_path / "stage"
+    folder.mkdir()
+    stage.write_payload([whole], Place(tmp_path), folder / stage.PAYLOAD)
+    with pytest.raises(SystemExit, match="part 2 alone"):
+        gpu_test.unpack(folder)  # no programs in it
+    (tmp_path / "stage-unpacked/build/release/bin").mkdir(parents=True)
+    assert gpu_test.unpack(folder).root == tmp_path / "stage-unpacked"
+    assert (tmp_path / "stage-unpacked/tools/sluice-server").is_file()
+    assert os.access(tmp_path / "stage-unpacked/tools/sluice-server", os.X_OK)
+
+
+def test_end_to_end_results_are_pytests_one_by_one(tmp_path):
+    junit = tmp_path / "junit.xml"
+    junit.write_text("""<testsuites><testsuite>
+      <testcase name="test_a" time="0.5"/>
+      <testcase name="test_b"><failure message="no">assert 1 == 2</failure></testcase>
+      <testcase name="test_c"><error message="no">setup</error></testcase>
+      <testcase name="test_d"><skipped message="no model"/></testcase>
+    </testsuite></testsuites>""")
+    results = e2e.read_results(junit, "e2e")
+    assert [(r.name, r.outcome) for r in results] == [
+        ("e2e: test_a", "passed"), ("e2e: test_b", "failed"), ("e2e: test_c", "failed"),
+        ("e2e: test_d", "skipped")]
+    assert results[1].said == "assert 1 == 2"
+
+
+def test_end_to_end_tests_are_there_and_need_no_other_program():
+    for file in e2e.FILES:
+        text = (ROOT / "tests/e2e" / file).read_text()
+        assert "SLUICE" not in text and "sluice_json" not in text, file
+
+
+def test_libraries_are_those_that_a_bare_system_lacks():
+    names = stage.libraries([Path("/bin/bash")])
+    assert names and not any(stage.SYSTEM_LIBRARIES.match(name) for name in names)
+    assert all(file.is_file() for file in names.values())
+
+
+def test_a_folder_that_is_no_stage_is_left_alone(tmp_path):
+    (tmp_path / "precious").write_text("x")
+    with pytest.raises(SystemExit, match="choose another --out"):
+        stage.stage(Place(ROOT), tmp_path, None)
+    assert (tmp_path / "precious").is_file()
+
+
+def test_a_bench_writes_what_was_measured_and_on_what_and_a_failed_one_counts(place, tmp_path, capsys):
+    script(place.bin, "sluice-copy-bench", "print('copy 55.1 GB/s')")
+    script(place.bin, "sluice-other-bench", "import sys; print('no memory'); sys.exit(3)")
+    script(place.bin, "sluice-third-bench", "import sys; sys.exit(77)")
+    script(place.bin, "sluice-metrics-bench", "import sys; sys.exit(1)")  # a CPU's
+    assert bench.run_benches(place, tmp_path / "out", None) == (1, 1, 1)
+    report = json.loads((tmp_path / "out/bench.json").read_text())
+    assert [b["status"] for b in report["benches"]] == [0, 3, 77]
+    assert {"processor", "cores", "date", "revision"} <= report["machine"].keys()
+    text = (tmp_path / "out/bench.md").read_text()
+    assert "copy 55.1 GB/s" in text and "ended with 3" in text
+    assert "FAILED  sluice-other-bench" in capsys.readouterr().err
+
+
+def test_a_large_gpu_measures_64_sequences_and_one_of_80_gb_48(place, tmp_path):
+    small = bench.step_bench(place, {"memory_mib": "81559"}, tmp_path)
+    large = bench.step_bench(place, {"memory_mib": "143771"}, tmp_path)
+    assert "1,8,32,48" in small.command
+    assert "1,8,32,64" in large.command
+
+
+@pytest.mark.parametrize("tool", ["gpu-stage", "gpu-test"])
+def test_help_teaches(tool):
+    done = subprocess.run([ROOT / "tools" / tool, "--help"], capture_output=True, text=True, check=True)
+    assert "examples:" in done.stdout and f"{tool}" in done.stdout

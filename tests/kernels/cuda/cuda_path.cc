@@ -1,0 +1,78 @@
+#include "tests/kernels/cuda/cuda_path.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <new>
+
+#include "kernels/cuda/launch.h"
+
+namespace sluice::kernels {
+namespace {
+
+bool HasGpu(std::string* why) {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaSuccess && count > 0) return true;
+  *why = std::string("this machine has no GPU (") + cudaGetErrorString(error) + ")";
+  return false;
+}
+
+bool HasGpu() {
+  static const bool has = [] {
+    std::string why;
+    return HasGpu(&why);
+  }();
+  return has;
+}
+
+// An error ends the program: nothing that follows on a failed GPU means anything.
+void Check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
+  std::exit(1);
+}
+
+template <typename Params, cudaError_t (*launch)(const Params&, cudaStream_t)>
+void Run(const Params& params, Worker worker) {
+  if (worker.index != 0) return;
+  Check(launch(params, nullptr), "launch");
+  Check(cudaDeviceSynchronize(), "kernel");
+}
+
+void NoSecondPhase(const AttentionParams&, Worker) {}
+
+constexpr KernelTable kTable = {"cuda",
+                                DType::kBFloat16,
+                                WeightLayout::kRowMajor,
+                                &Run<EmbeddingParams, cuda::LaunchEmbedding>,
+                                &Run<RmsNormParams, cuda::LaunchRmsNorm>,
+                                &Run<LinearParams, cuda::LaunchLinear>,
+                                &Run<RopeTableParams, cuda::LaunchRopeTable>,
+                                &Run<RopeAppendParams, cuda::LaunchRopeAppend>,
+                                &Run<AttentionParams, cuda::LaunchAttention>,
+                                &NoSecondPhase,
+                                &Run<MergeParams, cuda::LaunchMerge>,
+                                &Run<SiluMulParams, cuda::LaunchSiluMul>,
+                                &Run<SampleParams, cuda::LaunchSample>,
+                                &Run<TransferParams, cuda::LaunchTransfer>};
+
+}  // namespace
+
+const KernelTable* CudaPath(std::string* why) { return HasGpu(why) ? &kTable : nullptr; }
+
+void* AllocateForPaths(size_t bytes) {
+  if (!HasGpu()) return ::operator new(bytes, std::align_val_t(64));
+  void* data = nullptr;
+  Check(cudaHostAlloc(&data, bytes, cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+  return data;
+}
+
+void FreeForPaths(void* data) {
+  if (HasGpu()) {
+    cudaFreeHost(data);
+  } else {
+    ::operator delete(data, std::align_val_t(64));
+  }
+}
+
+}  // namespace sluice::kernels

@@ -1,0 +1,248 @@
+// Steps as recorded programs: when one serves, and that nobody can tell from the results.
+#include "src/engine/batch_state.h"
+
+#include <catch2/catch.hpp>
+#include <cstring>
+
+#include "src/attention/policies/full/full_policy.h"
+#include "src/base/rng.h"
+#include "src/device/cpu/cpu_device.h"
+#include "src/device/mailbox.h"
+#include "tests/fixtures/fixtures.h"
+#include "tests/test_main.h"
+
+namespace sluice {
+namespace {
+
+constexpr int kSlots = 6;
+constexpr int kMaxRows = 32;
+constexpr int kTokens = 256;
+
+// A CPU device that counts the programs that were recorded, and those that ran.
+class CountingDevice : public Device {
+ public:
+  explicit CountingDevice(int row_bucket) : device_(*NewCpuDevice({"auto", 2, row_bucket})) {}
+  const std::string& name() const override { return device_->name(); }
+  absl::StatusOr<Buffer> Allocate(MemoryKind kind, size_t bytes, const std::string& what) override {
+    return device_->Allocate(kind, bytes, what);
+  }
+  std::unique_ptr<Stream> NewStream(StreamKind kind) override { return device_->NewStream(kind); }
+  std::unique_ptr<Event> NewEvent() override { return device_->NewEvent(); }
+  std::unique_ptr<TimedEvent> NewTimedEvent() override { return device_->NewTimedEvent(); }
+  KernelSet& kernels() override { return device_->kernels(); }
+  absl::StatusOr<std::unique_ptr<Mailbox>> NewMailbox(const MailboxOptions& options) override {
+    return device_->NewMailbox(options);
+  }
+  int RowBucket(int rows) const override { return device_->RowBucket(rows); }
+  absl::StatusOr<std::unique_ptr<Program>> Record(Stream& stream,
+                                                  std::function<void(Stream&)> enqueue) override {
+    if (recorded == refused) return absl::InternalError("no more programs");
+    ++recorded;
+    auto program = device_->Record(stream, std::move(enqueue));
+    return std::make_unique<CountingProgram>(*std::move(program), &runs);
+  }
+
+  int recorded = 0, runs = 0;
+  int refused = -1;  // the Record that fails
+
+ private:
+  class CountingProgram : public Program {
+   public:
+    CountingProgram(std::unique_ptr<Program> program, int* runs)
+        : program_(std::move(program)), runs_(runs) {}
+    void Run(Stream& stream) override {
+      ++*runs_;
+      program_->Run(stream);
+    }
+
+   private:
+    const std::unique_ptr<Program> program_;
+    int* const runs_;
+  };
+  const std::unique_ptr<Device> device_;
+};
+
+// What the engine has of it, driven step by step.
+struct Rig {
+  explicit Rig(int row_bucket) : device(row_bucket) {
+    Model::Options options;
+    options.directory = fixtures::ModelDir("tiny-llama");
+    options.max_context = kTokens;
+    options.max_rows = kMaxRows;
+    options.max_logits = kSlots;
+    model = *Model::Load(options, &device);
+    constexpr size_t kBytes = 8 << 20;
+    Buffer arena = *device.Allocate(MemoryKind::kDevice, kBytes, "caches");
+    std::memset(arena.data(), kUntouched, kBytes);
+    pool = *PagePool::Create("hbm", model->cache_layout(), std::move(arena));
+    policy = *NewFullPolicy({&device, pool.get(), kSlots, kTokens});
+    stream = device.NewStream(Device::StreamKind::kCompute);
+    batch = *BatchState::Create({kSlots, kTokens}, &device, *model);
+    recorded = batch->RecordPrograms(*stream, *model, *policy);
+  }
+  void Join(int slot, const std::vector<int32_t>& prompt, const SamplingParams& params) {
+    std::unique_ptr<SequenceCache> none;
+    REQUIRE(policy->Admit(slot, 0, kTokens, Promise::kFirm, none));
+    policy->WarmEvent(slot).Wait();
+    batch->Join(*stream, slot, prompt, params, /*seed=*/static_cast<uint64_t>(slot) + 1,
+                static_cast<int32_t>(prompt.size()), {});
+  }
+  // Runs the plan to its end; one result for each of its samples.
+  std::vector<OutputToken> Step(const StepPlan& plan) {
+    for (const PlanRow& row : plan.rows) {
+      REQUIRE(policy->Grow(row.slot, row.first_position + row.count));
+    }
+    batch->Begin(*stream, buffer);
+    batch->Launch(*stream, buffer, plan, *model, *policy);
+    batch->event(buffer).Wait();
+    const BatchState::Times times = batch->TimesOf(buffer);
+    CHECK(times.compute > absl::ZeroDuration());
+    CHECK(times.sample >= absl::ZeroDuration());
+    std::vector<OutputToken> results;
+    results.reserve(static_cast<size_t>(plan.sample_count));
+    for (int i = 0; i < plan.sample_count; ++i) results.push_back(batch->Result(buffer, i, 2));
+    buffer = (buffer + 1) % BatchState::kDepth;
+    return results;
+  }
+
+  static constexpr uint8_t kUntouched = 0x3C;
+  CountingDevice device;
+  std::unique_ptr<Model> model;
+  std::unique_ptr<PagePool> pool;
+  std::unique_ptr<FullPolicy> policy;
+  std::unique_ptr<BatchState> batch;
+  std::unique_ptr<Stream> stream;
+  absl::Status recorded;
+  int buffer = 0;
+};
+
+StepPlan DecodePlan(const std::vector<PlanRow>& rows) {
+  StepPlan plan;
+  plan.rows = rows;
+  for (const PlanRow& row : rows) {
+    plan.row_count += row.count;
+    plan.sample_count += row.sample ? 1 : 0;
+  }
+  plan.decode_rows = plan.row_count;
+  return plan;
+}
+
+SamplingParams Sampling(uint64_t kind) {
+  SamplingParams params;
+  params.temperature = kind % 2 == 0 ? 0.0f : 0.9f;
+  params.logprobs = 2;
+  if (kind % 3 == 0) params.repetition_penalty = 1.2f;
+  if (kind % 5 == 0) params.logit_bias = {{7, 1.0f}};
+  return params;
+}
+
+TEST_CASE("padded programs give what single operators give, to the bit, whoever comes and goes") {
+  SplitMix64 random(TestSeed());
+  Rig plain(0), padded(GENERATE(1, 4));
+  REQUIRE(padded.recorded.ok());
+  std::vector<PlannerSequence> sequences(kSlots);
+  for (int slot = 0; slot < kSlots; ++slot) sequences[static_cast<size_t>(slot)].slot = slot;
+  StepPlan plan;
+  int decode_steps = 0, mixed_steps = 0;
+  for (int round = 0; round < 300; ++round) {
+    for (PlannerSequence& s : sequences) {
+      if (s.length != 0 && (s.length >= kTokens - 1 || random.Below(40) == 0)) {
+        for (Rig* rig : {&plain, &padded}) rig->policy->Release(s.slot);
+        s.length = s.cached = 0;
+      } else if (s.length == 0 && random.Below(8) == 0) {
+        std::vector<int32_t> prompt(1 + random.Below(60));
+        for (int32_t& token : prompt) token = static_cast<int32_t>(random.Below(512));
+        const SamplingParams params = Sampling(random());
+        for (Rig* rig : {&plain, &padded}) rig->Join(s.slot, prompt, params);
+        s.cached = 0;
+        s.length = s.prompt_length = static_cast<int64_t>(prompt.size());
+      }
+      s.runnable = s.length > 0 && random.Below(8) != 0;  // slow readers
+    }
+    PlanStep({kMaxRows, 20}, sequences, &plan);
+    if (plan.rows.empty()) continue;
+    ++(plan.decode_rows == plan.row_count ? decode_steps : mixed_steps);
+    for (const PlanRow& row : plan.rows) {
+      PlannerSequence& s = sequences[static_cast<size_t>(row.slot)];
+      s.cached += row.count;
+      s.length += row.sample ? 1 : 0;
+    }
+    const std::vector<OutputToken> want = plain.Step(plan), got = padded.Step(plan);
+    for (size_t i = 0; i < want.size(); ++i) {
+      INFO("round " << round << ", sample " << i << " of " << want.size());
+      REQUIRE(got[i].id == want[i].id);
+      REQUIRE(got[i].id >= 0);
+      REQUIRE(got[i].logprob == want[i].logprob);
+      REQUIRE(got[i].top_logprobs == want[i].top_logprobs);
+    }
+  }
+  INFO(decode_steps << " decode steps, " << mixed_steps << " with rows of prompts");
+  CHECK(decode_steps > 50);
+  CHECK(mixed_steps > 20);
+  CHECK(plain.device.runs == 0);
+  CHECK(padded.device.runs == 2 * decode_steps);
+}
+
+TEST_CASE("programs are recorded once for each bucket, before the first step") {
+  Rig rig(4);
+  REQUIRE(rig.recorded.ok());
+  constexpr int kRecorded = 2 * 2;  // 4 and 8 rows, forward pass and sampling
+  CHECK(rig.device.recorded == kRecorded);
+  CHECK(rig.device.runs == 0);
+  for (int slot = 0; slot < kSlots; ++slot) rig.Join(slot, {3, 5, 7}, Sampling(0));
+  StepPlan prompts;
+  for (int slot = 0; slot < kSlots; ++slot) prompts.rows.push_back({slot, 0, 3, true});
+  prompts.row_count = 3 * kSlots;
+  prompts.sample_count = kSlots;
+  rig.Step(prompts);
+  CHECK(rig.device.runs == 0);
+  std::vector<PlanRow> rows;
+  int steps = 0;
+  for (int slot = 0; slot < kSlots; ++slot) {
+    for (PlanRow& row : rows) ++row.first_position;
+    rows.push_back({slot, 3, 1, true});
+    rig.Step(DecodePlan(rows));
+    CHECK(rig.device.runs == 2 * ++steps);
+  }
+  // Several rows of each: more than any program has, and still decode rows.
+  for (PlanRow& row : rows) row = {row.slot, row.first_position + 1, 3, true};
+  rig.Step(DecodePlan(rows));
+  CHECK(rig.device.runs == 2 * steps);
+  CHECK(rig.device.recorded == kRecorded);
+}
+
+TEST_CASE("a program that cannot be recorded is an error at the start") {
+  Rig rig(2);
+  rig.device.refused = rig.device.recorded + 1;
+  CHECK(absl::IsInternal(rig.batch->RecordPrograms(*rig.stream, *rig.model, *rig.policy)));
+}
+
+TEST_CASE("padded rows write nothing: no page of anyone, no result") {
+  Rig rig(kSlots);
+  REQUIRE(rig.recorded.ok());
+  constexpr int kSlot = 2;
+  rig.Join(kSlot, {3, 5, 7}, Sampling(0));
+  for (int step = 0; step < 40; ++step) {
+    const PlanRow row{kSlot, step == 0 ? 0 : step + 2, step == 0 ? 3 : 1, true};
+    StepPlan plan = DecodePlan({row});
+    if (step == 0) plan.decode_rows = 0;
+    rig.Step(plan);
+  }
+  CHECK(rig.device.runs == 2 * 39);
+  const int64_t page_bytes = rig.model->cache_layout().kinds[0].page_bytes();
+  for (const PagePool::PageRun& run : rig.pool->FreeRuns(0)) {
+    const uint8_t* begin = rig.pool->PageAddress(0, run.first);
+    const uint8_t* end = begin + run.count * page_bytes;
+    CHECK(std::all_of(begin, end, [](uint8_t byte) { return byte == Rig::kUntouched; }));
+  }
+  for (int buffer = 0; buffer < BatchState::kDepth; ++buffer) {
+    for (int padded = 1; padded < kSlots; ++padded) {
+      const OutputToken none = rig.batch->Result(buffer, padded, 2);  // zeroed at the start
+      CHECK(none.id == 0);
+      CHECK(none.logprob == 0);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sluice

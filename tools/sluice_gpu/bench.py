@@ -1,0 +1,100 @@
+"""tools/gpu-test --bench: the figures behind README's tables, with the machine they came from."""
+
+import json
+import re
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from sluice_gpu import machine
+from sluice_gpu.jobs import SKIPPED_STATUS, run_command
+from sluice_gpu.place import Place
+
+MODEL = "configs/models/qwen3-8b"  # its config.json; weights are dummies
+# Weights of 16.4 GB and 1.2 GB of cache a sequence at 8K tokens: 48 of them fill 80 GB.
+LARGEST_BATCH_80_GB = 48
+CPU_BENCHES = {"sluice-metrics-bench"}
+_LARGE_GPU_MIB = 100_000
+
+
+@dataclass(frozen=True)
+class Bench:
+    name: str
+    command: list[str]
+    seconds: float  # its limit
+    json_file: Path | None = None  # that it writes
+
+
+@dataclass
+class Outcome:
+    name: str
+    command: str
+    status: int | None  # None: it ran out of time
+    seconds: float
+    said: str
+    report: dict = field(default_factory=dict)  # of a program that writes one
+
+
+def step_bench(place: Place, gpu: dict[str, str], results: Path) -> Bench:
+    large = float(gpu.get("memory_mib", 0)) > _LARGE_GPU_MIB
+    batches = f"1,8,32,{64 if large else LARGEST_BATCH_80_GB}"
+    file = results / "step.json"
+    return Bench("step, Qwen3-8B geometry, 8K tokens each",
+                 [str(place.bin / "sluice-bench"), "step", "--device", "cuda", "--model",
+                  str(place.root / MODEL), "--dummy", "--batches", batches, "--contexts", "8192",
+                  "--trace", str(results / "step-trace.json"), "--json", str(file)], 300, file)
+
+
+def benches(place: Place, gpu: dict[str, str], results: Path) -> list[Bench]:
+    """Every program of tests/bench/cuda (sluice-NAME-bench), then a whole step."""
+    found = [Bench(program.name, [str(program)], 120)
+             for program in sorted(place.bin.glob("sluice-*-bench")) if program.name not in CPU_BENCHES]
+    if (place.bin / "sluice-bench").is_file():
+        found.append(step_bench(place, gpu, results))
+    return found
+
+
+def run_bench(place: Place, bench: Bench) -> Outcome:
+    begin = time.monotonic()
+    try:
+        status, said = run_command(bench.command, place.program_environment(), bench.seconds)
+    except OSError as error:
+        status, said = 1, str(error)
+    outcome = Outcome(bench.name, " ".join(bench.command).replace(f"{place.root}/", ""), status,
+                      round(time.monotonic() - begin, 1), said)
+    if bench.json_file is not None and bench.json_file.is_file():
+        outcome.report = json.loads(bench.json_file.read_text())
+    return outcome
+
+
+def markdown(about: dict[str, str], outcomes: list[Outcome]) -> str:
+    lines = ["# Sluice on a GPU: measured", ""]
+    lines += [f"* {key.replace('_', ' ')}: {value}" for key, value in about.items()]
+    for outcome in outcomes:
+        end = "" if outcome.status == 0 else f", **ended with {outcome.status}**"
+        lines += ["", f"## {outcome.name}", "", f"`{outcome.command}` ({outcome.seconds} s{end})", "",
+                  "```", outcome.said.strip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def run_benches(place: Place, results: Path, only: str | None) -> tuple[int, int, int]:
+    """Runs them one after the other; returns how many ran well, failed and were skipped."""
+    results.mkdir(parents=True, exist_ok=True)
+    about = machine.describe(place)
+    wanted = [b for b in benches(place, machine.gpu(), results)
+              if only is None or re.search(only, b.name)]
+    outcomes = []
+    for bench in wanted:
+        print(f"== {bench.name}", flush=True)
+        outcomes.append(run_bench(place, bench))
+        print(outcomes[-1].said.strip(), flush=True)
+        if outcomes[-1].status not in (0, SKIPPED_STATUS):
+            print(f"FAILED  {bench.name}: status {outcomes[-1].status}", file=sys.stderr)
+        # After each one: what was measured survives whatever comes next.
+        (results / "bench.json").write_text(json.dumps(
+            {"machine": about, "benches": [asdict(o) for o in outcomes]}, indent=1) + "\n")
+        (results / "bench.md").write_text(markdown(about, outcomes))
+    skipped = sum(o.status == SKIPPED_STATUS for o in outcomes)
+    failed = sum(o.status not in (0, SKIPPED_STATUS) for o in outcomes)
+    return len(outcomes) - failed - skipped, failed, skipped

@@ -1,0 +1,46 @@
+"""Where programs, fixtures and models lie: in a checkout, or in what tools/gpu-stage packed."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+PRESET = "build/release"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder laid out like a checkout; one that was staged has libraries beside its programs."""
+
+    root: Path
+
+    @property
+    def bin(self) -> Path:
+        return self.root / PRESET / "bin"
+
+    @property
+    def lib(self) -> Path:
+        return self.root / PRESET / "lib"
+
+    @property
+    def fixtures(self) -> Path:
+        return self.root / "tests/fixtures"
+
+    @property
+    def smollm2(self) -> Path:
+        return self.root / "models/smollm2-135m-instruct"
+
+    def program_environment(self) -> dict[str, str]:
+        """For Sluice's programs: they refuse variables named SLUICE_... that are no settings."""
+        env = {k: v for k, v in os.environ.items() if not k.startswith("SLUICE_")}
+        if self.lib.is_dir():
+            # Last, so that what the machine has of its own (CUDA's) is found first.
+            paths = [p for p in env.get("LD_LIBRARY_PATH", "").split(":") if p]
+            env["LD_LIBRARY_PATH"] = ":".join([*paths, str(self.lib)])
+        return env
+
+    def test_environment(self) -> dict[str, str]:
+        """For the test programs."""
+        return self.program_environment() | {
+            "SLUICE_TEST_FIXTURES": str(self.fixtures),
+            "SLUICE_TEST_SMOLLM2": str(self.smollm2),
+        }
