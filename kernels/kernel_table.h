@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels/params.h"
+#include "kernels/sparse_params.h"
 
 namespace sluice::kernels {
 
@@ -34,6 +35,19 @@ struct KernelTable {
   void (*silu_mul)(const SiluMulParams&, Worker);
   void (*sample)(const SampleParams&, Worker);
   void (*transfer)(const TransferParams&, Worker);
+  // Sparse attention (kernels/sparse_params.h).
+  void (*digest)(const DigestParams&, Worker) = nullptr;
+  void (*digest_scores)(const DigestScoresParams&, Worker) = nullptr;
+  void (*exact_scores)(const ExactScoresParams&, Worker) = nullptr;
+  void (*partial_keys)(const PartialKeysParams&, Worker) = nullptr;
+  void (*partial_scores)(const PartialScoresParams&, Worker) = nullptr;
+  void (*top_k)(const TopKParams&, Worker) = nullptr;
+  void (*split)(const SplitParams&, Worker) = nullptr;
+  void (*recall_due)(const RecallDueParams&, Worker) = nullptr;
+  void (*recall)(const RecallParams&, Worker) = nullptr;
+  void (*write_through)(const WriteThroughParams&, Worker) = nullptr;
+  void (*sparse_attention)(const SparseAttentionParams&, Worker) = nullptr;
+  void (*moving_average)(const MovingAverageParams&, Worker) = nullptr;
 };
 
 // Every path that this processor can run, slowest first: reference, portable, ..., the best.

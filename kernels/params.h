@@ -108,11 +108,15 @@ struct PagedCache {
   int32_t kv_heads;
   int32_t head_dim;
   DType type;
+  // > 0: the table is a ring, block b is its entry b % ring_blocks. RopeAppend, Digest and
+  // SparseAttention alone take one.
+  int32_t ring_blocks = 0;
 };
 
 // For every row: optional RMSNorm of each q and k head (Qwen3), RoPE (half-split pairs: element i
 // with element i + head_dim/2), q stored back in place, k and v written to the row's place in the
-// cache (rounded to the cache's type). Padded rows write nothing.
+// cache (rounded to the cache's type). Padded rows write nothing. With cache.kv_heads = 0 a row has
+// q heads alone, and nothing is appended.
 struct RopeAppendParams {
   float* qkv;                // [rows][(heads + 2 * kv_heads) * head_dim]: q heads, k heads, v heads
   const float* q_norm;       // [head_dim] or null
@@ -127,6 +131,7 @@ struct RopeAppendParams {
   int32_t rows;
   int32_t heads;
   float epsilon;
+  int32_t decode_rows = 0;  // as in LinearParams; for policies, kernels treat all rows alike
 };
 
 // Tokens per split of attention (on a GPU of decode rows; prompt rows are not split there). The

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "kernels/params.h"
+#include "kernels/sparse_params.h"
 
 namespace sluice::kernels {
 
@@ -19,14 +20,30 @@ SLUICE_PLAIN_PARAMS(EmbeddingParams, 72);
 SLUICE_PLAIN_PARAMS(RmsNormParams, 56);
 SLUICE_PLAIN_PARAMS(LinearParams, 64);
 SLUICE_PLAIN_PARAMS(RopeTableParams, 40);
-SLUICE_PLAIN_PARAMS(PagedCache, 48);
-SLUICE_PLAIN_PARAMS(RopeAppendParams, 120);
-SLUICE_PLAIN_PARAMS(AttentionParams, 136);
+SLUICE_PLAIN_PARAMS(PagedCache, 56);
+SLUICE_PLAIN_PARAMS(RopeAppendParams, 128);
+SLUICE_PLAIN_PARAMS(AttentionParams, 144);
 SLUICE_PLAIN_PARAMS(MergeParams, 56);
 SLUICE_PLAIN_PARAMS(SiluMulParams, 32);
 SLUICE_PLAIN_PARAMS(TransferParams, 104);
 SLUICE_PLAIN_PARAMS(SamplingSlot, 64);
 SLUICE_PLAIN_PARAMS(SampleParams, 120);
+SLUICE_PLAIN_PARAMS(PagedRows, 56);
+SLUICE_PLAIN_PARAMS(UnitLists, 24);
+SLUICE_PLAIN_PARAMS(DigestParams, 144);
+SLUICE_PLAIN_PARAMS(DigestScoresParams, 128);
+SLUICE_PLAIN_PARAMS(ExactScoresParams, 128);
+SLUICE_PLAIN_PARAMS(PartialKeysParams, 152);
+SLUICE_PLAIN_PARAMS(PartialScoresParams, 136);
+SLUICE_PLAIN_PARAMS(TopKParams, 88);
+SLUICE_PLAIN_PARAMS(ResidencyTable, 120);
+SLUICE_PLAIN_PARAMS(SplitParams, 232);
+SLUICE_PLAIN_PARAMS(SparseCounters, 40);
+SLUICE_PLAIN_PARAMS(RecallDueParams, 104);
+SLUICE_PLAIN_PARAMS(RecallParams, 328);
+SLUICE_PLAIN_PARAMS(WriteThroughParams, 88);
+SLUICE_PLAIN_PARAMS(SparseAttentionParams, 160);
+SLUICE_PLAIN_PARAMS(MovingAverageParams, 208);
 
 #undef SLUICE_PLAIN_PARAMS
 
@@ -37,7 +54,7 @@ static_assert(offsetof(LinearParams, accumulate) == 60, "LinearParams::accumulat
 static_assert(offsetof(PagedCache, block_tokens) == 32, "PagedCache::block_tokens");
 static_assert(offsetof(RopeAppendParams, cache) == 48, "RopeAppendParams::cache");
 static_assert(offsetof(AttentionParams, cache) == 32, "AttentionParams::cache");
-static_assert(offsetof(AttentionParams, partial_rows) == 104, "AttentionParams::partial_rows");
+static_assert(offsetof(AttentionParams, partial_rows) == 112, "AttentionParams::partial_rows");
 static_assert(offsetof(TransferParams, counts) == 80, "TransferParams::counts");
 static_assert(offsetof(TransferParams, max_workers) == 100, "TransferParams::max_workers");
 static_assert(offsetof(SamplingSlot, top_k) == 32, "SamplingSlot::top_k");

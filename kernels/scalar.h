@@ -55,10 +55,19 @@ constexpr int64_t WeightIndex(const WeightMatrix& w, int64_t row, int64_t column
 // Where K of (slot, token, head) lies in a cache, in elements of the page's type from `base`; V is
 // block_tokens * head_dim elements further on.
 constexpr int64_t KeyIndex(const PagedCache& c, int64_t slot, int64_t token, int64_t head) {
-  const int64_t page = c.block_table[slot * c.table_stride + token / c.block_tokens];
+  int64_t block = token / c.block_tokens;
+  if (c.ring_blocks > 0) block %= c.ring_blocks;
+  const int64_t page = c.block_table[slot * c.table_stride + block];
   const int64_t block_elements = 2 * int64_t{c.block_tokens} * c.head_dim;
   return page * (c.page_bytes / (c.type == DType::kFloat32 ? 4 : 2)) + head * block_elements +
          token % c.block_tokens * c.head_dim;
+}
+
+// Where row `row` of (slot, head) lies, in bytes from `base`.
+constexpr int64_t RowOffset(const PagedRows& r, int64_t slot, int64_t row, int64_t head) {
+  const int64_t page = r.page_table[slot * r.table_stride + row / r.rows_per_page];
+  return page * r.page_bytes + head * r.head_bytes +
+         row % r.rows_per_page * r.dim * (r.type == DType::kFloat32 ? 4 : 2);
 }
 
 }  // namespace

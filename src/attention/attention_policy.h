@@ -1,4 +1,6 @@
-// The policy seam: where a sequence's caches are, and how a layer attends to them.
+// The policy seam: where a sequence's caches are, and how a layer attends to them. A policy is a
+// selector (which units of the cache a row attends to), a placement (which of them lie in HBM) and
+// a schedule (who attends to what, and when); the parts they are made of are shared.
 //
 // A policy has two faces. On the engine's thread it places sequences (Admit, Grow, Release); inside
 // a step it is called by the model, layer by layer, and only enqueues work: what it needs of a
@@ -10,6 +12,7 @@
 #include <memory>
 #include <string>
 
+#include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "kernels/params.h"
 #include "src/device/device.h"
@@ -66,6 +69,33 @@ class AttentionPolicy {
   // After Evict, once Warm(slot): releases the slot and returns the home that Admit takes (null if
   // no token was cached).
   virtual std::unique_ptr<SequenceCache> TakeHome(int slot) = 0;
+
+  // Decode rows of one sequence that a step may have.
+  virtual int decode_rows_per_sequence() const { return kernels::kMaxNewTokens; }
+  // Whether a sequence whose prompt was computed here needs EndPrompt before its first decode row.
+  virtual bool NeedsEndPrompt() const { return false; }
+  // The slot's first `tokens` tokens are its prompt, and computed: starts to make its working set;
+  // Warm(slot) says when it is there. REQUIRES: every step that has the slot is done.
+  virtual void EndPrompt(int /*slot*/, int64_t /*tokens*/) {}
+  // Not OK: what the slot's sequence was given since Admit may be wrong, and it must end.
+  virtual absl::Status SlotHealth(int /*slot*/) const { return absl::OkStatus(); }
+
+  // Queries of decode rows, after q_norm and RoPE.
+  struct Queries {
+    const float* q = nullptr;  // [rows][stride], heads * head_dim used; padded rows: anything
+    int64_t stride = 0;
+    const int32_t* slots = nullptr;      // [rows]
+    const int32_t* positions = nullptr;  // [rows]
+    int32_t rows = 0;
+    int32_t heads = 0;
+    float scale = 0;
+  };
+  // Whether Ahead is wanted for a layer.
+  virtual bool LooksAhead(int /*layer*/) const { return false; }
+  // Before anything of layer `layer` - 1 (of layer 0 itself) is enqueued: what the queries of
+  // `layer` will be about, its own norm and projection on the input of the layer before. Layer 0's
+  // are the real ones. They are overwritten by the next Ahead.
+  virtual void Ahead(Stream& /*stream*/, int /*layer*/, const Queries& /*predicted*/) {}
 
   // Stage of layer `layer`: RoPE, and keys and values into the cache. `params` but its cache.
   virtual void Append(Stream& stream, int layer, kernels::RopeAppendParams params) = 0;

@@ -8,6 +8,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/params.h"
+#include "kernels/sparse_params.h"
 #include "kernels/weight_formula.h"
 #include "src/base/dtype.h"
 #include "src/device/device.h"
@@ -71,6 +72,21 @@ class KernelSet {
   virtual void SiluMul(Stream& stream, const kernels::SiluMulParams& params) = 0;
   virtual void Sample(Stream& stream, const kernels::SampleParams& params) = 0;
   virtual void Transfer(Stream& stream, const kernels::TransferParams& params) = 0;
+
+  // Sparse attention (kernels/sparse_params.h). REQUIRES: HasSparse().
+  virtual bool HasSparse() const { return false; }
+  virtual void Digest(Stream& stream, const kernels::DigestParams& params);
+  virtual void DigestScores(Stream& stream, const kernels::DigestScoresParams& params);
+  virtual void ExactScores(Stream& stream, const kernels::ExactScoresParams& params);
+  virtual void PartialKeys(Stream& stream, const kernels::PartialKeysParams& params);
+  virtual void PartialScores(Stream& stream, const kernels::PartialScoresParams& params);
+  virtual void TopK(Stream& stream, const kernels::TopKParams& params);
+  virtual void Split(Stream& stream, const kernels::SplitParams& params);
+  virtual void RecallDue(Stream& stream, const kernels::RecallDueParams& params);
+  virtual void Recall(Stream& stream, const kernels::RecallParams& params);
+  virtual void WriteThrough(Stream& stream, const kernels::WriteThroughParams& params);
+  virtual void SparseAttention(Stream& stream, const kernels::SparseAttentionParams& params);
+  virtual void MovingAverage(Stream& stream, const kernels::MovingAverageParams& params);
 };
 
 }  // namespace sluice

@@ -66,6 +66,9 @@ class DenseModel : public Model {
                AttentionPolicy& policy);
   void Attend(Stream& stream, int layer, const StepInputs& in, RowRange rows,
               AttentionPolicy& policy);
+  // Gives the policy the queries of `layer` as the residual that is there now predicts them.
+  void LookAhead(Stream& stream, int layer, const StepInputs& in, AttentionPolicy& policy);
+  float AttentionScale() const { return 1.0f / std::sqrt(static_cast<float>(config_.head_dim)); }
   void Ffn(Stream& stream, int layer, RowRange rows);
   void Logits(Stream& stream, const StepInputs& in);
 
@@ -113,6 +116,7 @@ class DenseModel : public Model {
   Buffer activated_;   // activation [rows][intermediate]
   Buffer cos_sin_;     // float32 [rows][head_dim / 2][2]
   Buffer head_input_;  // activation [logits][hidden]
+  Buffer predicted_;   // float32 [logits][q], of the decode rows
   Buffer partial_;     // float32 [partial_rows_][heads * (head_dim + 1)]
   int64_t partial_rows_ = 0;
 };
@@ -198,6 +202,8 @@ absl::Status DenseModel::AllocateWorkspace() {
   SLUICE_RETURN_IF_ERROR(Workspace(&activated_, rows, inter * act, "gated activations"));
   SLUICE_RETURN_IF_ERROR(Workspace(&cos_sin_, rows, int64_t{config_.head_dim} * 4, "RoPE angles"));
   SLUICE_RETURN_IF_ERROR(Workspace(&head_input_, max_logits_, hidden * act, "the head's input"));
+  SLUICE_RETURN_IF_ERROR(
+      Workspace(&predicted_, max_logits_, config_.q_size() * 4, "predicted queries"));
   const int64_t entry = int64_t{config_.heads} * (config_.head_dim + 1) * 4;
   partial_rows_ = kernels_.AttentionScratchBytes({max_logits_, config_.heads, config_.kv_heads,
                                                   config_.head_dim, max_context_}) /
@@ -227,7 +233,9 @@ void DenseModel::Forward(Stream& stream, const StepInputs& in, AttentionPolicy& 
   rope.half_dim = config_.head_dim / 2;
   kernels_.RopeTable(stream, rope);
 
+  LookAhead(stream, 0, in, policy);
   for (int layer = 0; layer < config_.layers; ++layer) {
+    LookAhead(stream, layer + 1, in, policy);
     Project(stream, layer, in, all, policy);
     Attend(stream, layer, in, all, policy);
     Ffn(stream, layer, all);
@@ -284,7 +292,38 @@ void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRan
   append.rows = rows.count;
   append.heads = config_.heads;
   append.epsilon = config_.rms_norm_eps;
+  append.decode_rows = rows.decode;
   policy.Append(stream, layer, append);
+}
+
+void DenseModel::LookAhead(Stream& stream, int layer, const StepInputs& in,
+                           AttentionPolicy& policy) {
+  if (in.decode_rows == 0 || layer == config_.layers || !policy.LooksAhead(layer)) return;
+  SLUICE_CHECK(in.decode_rows <= max_logits_, "one decode row of a sequence in a step");
+  const Layer& w = layers_[static_cast<size_t>(layer)];
+  // The queries' rows of the one matrix that makes queries, keys and values.
+  Weight query;
+  query.matrix = w.qkv.matrix;
+  query.matrix.n = config_.q_size();
+  Norm(stream, residual_.as<float>(), nullptr, w.input_norm, normed_.data(), in.decode_rows);
+  Product(stream, normed_.data(), query, w.qkv_bias, predicted_.as<float>(), in.decode_rows,
+          in.decode_rows, /*accumulate=*/false);
+
+  kernels::RopeAppendParams rope{};
+  rope.qkv = predicted_.as<float>();
+  rope.q_norm = w.q_norm.data();
+  rope.cos_sin = cos_sin_.as<float>();
+  rope.slots = in.slots;
+  rope.positions = in.positions;
+  rope.cache.head_dim = config_.head_dim;
+  rope.rows = in.decode_rows;
+  rope.decode_rows = in.decode_rows;
+  rope.heads = config_.heads;
+  rope.epsilon = config_.rms_norm_eps;
+  kernels_.RopeAppend(stream, rope);
+  policy.Ahead(stream, layer,
+               {predicted_.as<float>(), config_.q_size(), in.slots, in.positions, in.decode_rows,
+                config_.heads, AttentionScale()});
 }
 
 void DenseModel::Attend(Stream& stream, int layer, const StepInputs& in, RowRange rows,
@@ -301,7 +340,7 @@ void DenseModel::Attend(Stream& stream, int layer, const StepInputs& in, RowRang
   attention.rows = rows.count;
   attention.decode_rows = rows.decode;
   attention.heads = config_.heads;
-  attention.scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim));
+  attention.scale = AttentionScale();
   attention.out_type = kernels_.activation_type();
   policy.Attend(stream, layer, attention);
   Product(stream, attention.out, w.o, w.o_bias, Residual(rows), rows.count, rows.decode,

@@ -16,6 +16,9 @@ using kernels::Worker;
 // workers never changes a result (kernels/params.h).
 constexpr int64_t kElementsPerWorker = 16 * 1024;
 
+// Of operators whose work depends on what only the device knows: any row may have a long context.
+constexpr int64_t kAnyLength = int64_t{1} << 40;
+
 int WorkersFor(int64_t elements, const CpuTeam& team) {
   return static_cast<int>(
       std::clamp<int64_t>(elements / kElementsPerWorker, 1, static_cast<int64_t>(team.threads())));
@@ -65,9 +68,7 @@ class CpuKernelSet : public KernelSet {
            int64_t{p.rows} * (p.heads + 2 * p.cache.kv_heads) * p.cache.head_dim);
   }
   void Attention(Stream& s, const kernels::AttentionParams& p) override {
-    // Positions are not known here: any row may have a long context.
-    constexpr int64_t kAllWorkers = int64_t{1} << 40;
-    Launch(s, "attention", table_.attention, p, kAllWorkers);
+    Launch(s, "attention", table_.attention, p, kAnyLength);
     Launch(s, "attention_merge", table_.attention_merge, p,
            int64_t{p.rows} * p.heads * p.cache.head_dim);
   }
@@ -86,6 +87,44 @@ class CpuKernelSet : public KernelSet {
     const int64_t words = int64_t{p.lists} * p.capacity * p.unit_bytes / 4;
     const int64_t allowed = p.max_workers > 0 ? p.max_workers : team_->threads();
     Launch(s, "transfer", table_.transfer, p, std::min(words, allowed * kElementsPerWorker));
+  }
+
+  bool HasSparse() const override { return true; }
+  void Digest(Stream& s, const kernels::DigestParams& p) override {
+    Launch(s, "digest", table_.digest, p, kAnyLength);
+  }
+  void DigestScores(Stream& s, const kernels::DigestScoresParams& p) override {
+    Launch(s, "digest_scores", table_.digest_scores, p, kAnyLength);
+  }
+  void ExactScores(Stream& s, const kernels::ExactScoresParams& p) override {
+    Launch(s, "exact_scores", table_.exact_scores, p, kAnyLength);
+  }
+  void PartialKeys(Stream& s, const kernels::PartialKeysParams& p) override {
+    Launch(s, "partial_keys", table_.partial_keys, p, kAnyLength);
+  }
+  void PartialScores(Stream& s, const kernels::PartialScoresParams& p) override {
+    Launch(s, "partial_scores", table_.partial_scores, p, kAnyLength);
+  }
+  void TopK(Stream& s, const kernels::TopKParams& p) override {
+    Launch(s, "top_k", table_.top_k, p, kAnyLength);
+  }
+  void Split(Stream& s, const kernels::SplitParams& p) override {
+    Launch(s, "split", table_.split, p, kAnyLength);
+  }
+  void RecallDue(Stream& s, const kernels::RecallDueParams& p) override {
+    Launch(s, "recall_due", table_.recall_due, p, kAnyLength);
+  }
+  void Recall(Stream& s, const kernels::RecallParams& p) override {
+    Launch(s, "recall", table_.recall, p, kAnyLength);
+  }
+  void WriteThrough(Stream& s, const kernels::WriteThroughParams& p) override {
+    Launch(s, "write_through", table_.write_through, p, kAnyLength);
+  }
+  void SparseAttention(Stream& s, const kernels::SparseAttentionParams& p) override {
+    Launch(s, "sparse_attention", table_.sparse_attention, p, kAnyLength);
+  }
+  void MovingAverage(Stream& s, const kernels::MovingAverageParams& p) override {
+    Launch(s, "moving_average", table_.moving_average, p, kAnyLength);
   }
 
  private:

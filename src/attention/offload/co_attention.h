@@ -1,0 +1,59 @@
+// Co-attention: CPU workers that attend to lists of units in the sequences' home while the device
+// goes on, fed and answered through a mailbox.
+//
+// A *channel* is one request that may be under way, one for each layer. The device writes the lists
+// to lists(channel) and calls Start; workers compute (o, lse) of every (row, KV head); Finish makes
+// the stream wait for that and brings it to device memory. Both may be recorded. At most two
+// channels are under way at once, of neighbouring layers.
+//
+// Workers are in groups, a sequence (a slot) belongs to one group, whose workers share its KV
+// heads; a head's K and V are read once for all its query heads. A worker that fails, dies or
+// misses the deadline ends the sequences of its group (Health); the step goes on.
+#pragma once
+
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "kernels/kernel_table.h"
+#include "kernels/sparse_params.h"
+#include "src/attention/attention_policy.h"
+#include "src/device/device.h"
+
+namespace sluice {
+
+class CoAttention {
+ public:
+  struct Options {
+    Device* device = nullptr;
+    const kernels::KernelTable* kernels = nullptr;  // null: the best of this processor
+    int workers = 1;
+    absl::Duration deadline = absl::Seconds(1);
+    int slots = 0;
+    int layers = 0;
+    int max_rows = 0;
+    int heads = 0;
+    int kv_heads = 0;
+    int head_dim = 0;
+    int capacity = 0;  // units of a list at most
+    int unit_tokens = 0;
+  };
+  static absl::StatusOr<std::unique_ptr<CoAttention>> Create(const Options& options);
+  virtual ~CoAttention() = default;
+
+  // Where the device writes the units to attend to, for the rows of the next Start on the channel.
+  virtual kernels::UnitLists lists(int channel) const = 0;
+  // `home`: the layer's.
+  virtual void Start(Stream& stream, int channel, const AttentionPolicy::Queries& queries,
+                     const kernels::PagedCache& home) = 0;
+  // o [rows][heads][head_dim] and lse [rows][heads], in device memory; `rows` as at Start.
+  virtual void Finish(Stream& stream, int channel, int rows, float* o, float* lse) = 0;
+
+  // A new sequence moves into the slot.
+  virtual void Join(int slot) = 0;
+  // INTERNAL: workers failed the sequence in the slot since Join.
+  virtual absl::Status Health(int slot) const = 0;
+};
+
+}  // namespace sluice

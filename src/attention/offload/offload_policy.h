@@ -1,0 +1,73 @@
+// What every policy over the offload tiers does alike: a sequence's life in the tiers, new tokens
+// written to HBM and home, rows of prompts (which attend to all of the home) and dense layers. A
+// policy adds how a decode row attends in a sparse layer.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "src/attention/attention_policy.h"
+#include "src/attention/offload/offload_tier.h"
+#include "src/attention/policy_options.h"
+
+namespace sluice {
+
+class OffloadPolicy : public AttentionPolicy {
+ public:
+  const std::string& name() const override { return name_; }
+  Footprint FootprintOf(int64_t context, int64_t total) const override;
+  int64_t max_tokens() const override;
+  Room RoomNow() const override;
+  // REQUIRES: a firm promise. A context that covers `context` tokens of prompt is warmed at once;
+  // of a shorter one the rest is rows of the prompt, and EndPrompt warms it.
+  bool Admit(int slot, int64_t context, int64_t total, Promise promise,
+             std::unique_ptr<SequenceCache>& home) override;
+  bool Warm(int slot) override;
+  Event& WarmEvent(int slot) override;
+  bool Grow(int slot, int64_t tokens) override;
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots) override;
+  void Release(int slot) override;
+  bool NeedsEndPrompt() const override { return true; }
+  void EndPrompt(int slot, int64_t tokens) override;
+  int decode_rows_per_sequence() const override { return 1; }
+
+  // Nothing is preempted: promises are firm.
+  bool MakeFirm(int slot) override;
+  void Evict(int slot, int64_t tokens) override;
+  std::unique_ptr<SequenceCache> TakeHome(int slot) override;
+
+  void Append(Stream& stream, int layer, kernels::RopeAppendParams params) override;
+  void Attend(Stream& stream, int layer, kernels::AttentionParams params) override;
+
+ protected:
+  OffloadPolicy(const PolicyOptions& options, std::unique_ptr<OffloadTier> tier, Buffer written);
+
+  // Attention of decode rows in a sparse layer, their keys and values being in the ring and on
+  // their way home: to `out`, [rows][heads * head_dim] of out_type.
+  virtual void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
+                            kernels::DType out_type) = 0;
+  // The units that a sequence of `tokens` tokens begins with in HBM, of each sparse layer and KV
+  // head, as OffloadTier::WarmUp takes them. Default: the first block, and the newest before the
+  // ring.
+  virtual std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens);
+  // Enqueues what the policy's arrays need of a sequence that is being warmed.
+  virtual void BuildArrays(Stream& stream, int slot, int64_t tokens,
+                           const OffloadTier::BulkRow& row);
+  // A sequence has come into the slot; one is about to leave it.
+  virtual void Joined(int /*slot*/) {}
+  virtual void Left(int /*slot*/) {}
+
+  OffloadTier& tier() const { return *tier_; }
+  KernelSet& kernels() const;
+  const PolicyOptions& options() const { return options_; }
+  const CacheKind& kv() const { return options_.hbm->layout().kinds[0]; }
+
+ private:
+  const std::string name_;
+  const PolicyOptions options_;
+  const std::unique_ptr<OffloadTier> tier_;
+  const Buffer written_;  // [slots][kv_heads][2][head_dim]: K and V of a layer's decode rows
+};
+
+}  // namespace sluice

@@ -1,0 +1,112 @@
+// The tiers of a policy that keeps a sequence's cache in DRAM and a fixed budget of it in HBM.
+//
+// A sequence's *home* is its whole cache in pinned DRAM: what was handed over, and every new token,
+// written through. In HBM it has, for each sparse layer and KV head, *places* for units of its
+// cache (kernels/sparse_params.h): a ring of the newest blocks, and places for what a policy
+// recalls. Dense layers have all of their cache in HBM. Beside that lie *arrays*, rows of numbers
+// that grow with the sequence (digests, partial keys) or with its places. All of it is pages of the
+// HBM pool, taken at admission for the whole length of the sequence, so that admission counts real
+// bytes and a running sequence never lacks room.
+//
+// Placement only: which units are recalled, and when, is the policy's. Engine's thread, but for the
+// views of layers, which operators read by slot.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "kernels/sparse_params.h"
+#include "src/attention/attention_policy.h"
+#include "src/device/device.h"
+#include "src/kv/page_pool.h"
+#include "src/kv/sequence_cache.h"
+
+namespace sluice {
+
+// An array that each slot has in every sparse layer.
+struct OffloadArray {
+  std::string name;
+  // Rows: one for every `tokens_per_row` tokens of the sequence; 0: one for every token of its
+  // places.
+  int64_t tokens_per_row = 0;
+  int32_t dim = 0;
+  kernels::DType type = kernels::DType::kFloat32;  // int32 tables: kFloat32
+};
+
+struct OffloadTierOptions {
+  Device* device = nullptr;
+  PagePool* hbm = nullptr;
+  PagePool* dram = nullptr;
+  int slots = 0;
+  int max_context = 0;
+  // Layers [0, dense_layers) are dense.
+  int dense_layers = 0;
+  // Blocks of the ring, at least 1: the newest blocks of a sequence, all KV heads.
+  int ring_blocks = 2;
+  // Places beside the ring, in blocks; a sequence that is shorter has fewer.
+  int recall_blocks = 0;
+  // Tokens of a unit that is recalled: block_tokens, or 1.
+  int unit_tokens = 0;
+  std::vector<OffloadArray> arrays;
+};
+
+class OffloadTier {
+ public:
+  // RESOURCE_EXHAUSTED: no memory for the tables; INVALID_ARGUMENT names what is out of range.
+  static absl::StatusOr<std::unique_ptr<OffloadTier>> Create(const OffloadTierOptions& options);
+  virtual ~OffloadTier() = default;
+
+  // AttentionPolicy's placement face (there is no soft promise: nothing is preempted).
+  virtual Footprint FootprintOf(int64_t context, int64_t total) const = 0;
+  virtual int64_t max_tokens() const = 0;
+  virtual AttentionPolicy::Room RoomNow() const = 0;
+  // Takes HBM and keeps `home` (or takes one for `total` tokens from DRAM). The tables are on their
+  // way; no unit has a place yet.
+  virtual bool Admit(int slot, int64_t context, int64_t total,
+                     std::unique_ptr<SequenceCache>& home) = 0;
+  // Room in the home for positions below `tokens`.
+  virtual void Grow(int slot, int64_t tokens) = 0;
+  // REQUIRES: nothing reads or writes the slot's pages any more.
+  virtual void Release(int slot) = 0;
+
+  // Makes the working set of the slot's first `tokens` tokens: the newest blocks into the ring, the
+  // dense layers' caches, and `units` (of each sparse layer and KV head in turn: [layer -
+  // dense_layers][kv_head], each ascending, none of the ring's) into places; as many as there are
+  // places for. On stream(), after which `build(stream, slot_row)` may enqueue what the policy's
+  // arrays need, with one row (slot, positions [0, tokens)) for Digest or PartialKeys.
+  struct BulkRow {
+    const int32_t* slots;            // [1], on the device's side
+    const int32_t* first_positions;  // [1] 0
+    const int32_t* positions;        // [1] tokens - 1
+  };
+  virtual void WarmUp(int slot, int64_t tokens, const std::vector<std::vector<int32_t>>& units,
+                      const std::function<void(Stream&, const BulkRow&)>& build) = 0;
+  // Whether everything that Admit and WarmUp enqueued for the slot is done.
+  virtual bool Warm(int slot) = 0;
+  virtual Event& WarmEvent(int slot) = 0;
+
+  // Views of a layer, for operators.
+  bool dense(int layer) const { return layer < options_.dense_layers; }
+  virtual kernels::PagedCache Home(int layer) const = 0;   // by block; in pinned memory
+  virtual kernels::PagedCache Dense(int layer) const = 0;  // REQUIRES: dense(layer); by block
+  // REQUIRES of these: !dense(layer).
+  virtual kernels::PagedCache Ring(int layer) const = 0;    // by block, ring_blocks set
+  virtual kernels::PagedCache Places(int layer) const = 0;  // by place of a block, ring first
+  virtual kernels::ResidencyTable Residency(int layer) const = 0;
+  virtual kernels::PagedRows Array(int layer, size_t index) const = 0;
+
+  // Places of a sequence of `total` tokens, in units, the ring's included.
+  virtual int32_t PlacesOf(int64_t total) const = 0;
+  int64_t block_tokens() const { return options_.hbm->layout().kinds[0].block_tokens; }
+  const OffloadTierOptions& options() const { return options_; }
+
+ protected:
+  explicit OffloadTier(const OffloadTierOptions& options) : options_(options) {}
+  const OffloadTierOptions options_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,67 @@
+// What a policy is made of and with: one struct for all, so that a factory, a test and a bench give
+// each of them the same world. What a policy does not name it does not read.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "kernels/kernel_table.h"
+#include "kernels/sparse_params.h"
+#include "src/device/device.h"
+#include "src/kv/page_pool.h"
+
+namespace sluice {
+
+struct PolicyOptions {
+  std::string name = "full";
+  Device* device = nullptr;
+  PagePool* hbm = nullptr;
+  PagePool* dram = nullptr;  // full: may be null, then nothing is preempted
+  int slots = 0;
+  int max_context = 0;
+  int heads = 0;  // query heads of the model
+
+  // Every sparse policy.
+  int budget_tokens = 2048;  // selected of a sequence, for each layer and KV head
+  int dense_layers = 2;      // the first ones, wholly in HBM
+  kernels::GroupReduction reduction = kernels::GroupReduction::kMax;
+
+  // CPU workers that attend to what is not in HBM.
+  const kernels::KernelTable* host_kernels = nullptr;  // null: the best of this processor
+  int workers = 1;
+  absl::Duration worker_deadline = absl::Seconds(1);
+
+  struct Scout {
+    float share_limit = 0.12f;       // beta: of the budget that the CPU attends to
+    std::vector<int32_t> intervals;  // steps between recalls, by layer; empty: a controller decides
+    bool layer_ahead = true;         // false: the CPU gets the real query, when it is known
+    bool recall = true;
+    bool attend_whole = false;  // all that is resident, selected or not
+  } scout;
+
+  struct Recall {
+    float margin = 4.5f;     // alpha: scores below the largest by more are not fetched
+    bool fetch_all = false;  // nothing stays resident from step to step
+    int rank = 0;            // elements of a partial key; 0: a quarter of head_dim
+    // [layers][kv_heads][head_dim][rank] from sluice-profile; empty: each head's `rank` elements of
+    // the largest magnitude in the weights of the rotated identity, that is: plain columns.
+    std::vector<float> projection;
+  } recall;
+
+  struct Hgca {
+    int window_tokens = 512;  // blk_num * blk_size
+    float beta = 1.0f;
+    float alpha = 0.3f;                                                 // of the moving average
+    kernels::GroupReduction reduction = kernels::GroupReduction::kMax;  // kMax or kMean
+  } hgca;
+
+  struct Oracle {
+    enum class Selector { kExact, kDigest, kEnds, kRandom };
+    Selector selector = Selector::kExact;
+    uint64_t seed = 1;
+  } oracle;
+};
+
+}  // namespace sluice
