@@ -47,7 +47,7 @@ class HostStream : public Stream {
   }
 
  protected:
-  static constexpr size_t kPayloadBytes = 240;
+  static constexpr size_t kPayloadBytes = 368;  // RecallParams is the largest
   struct Command {
     void (*run)(const std::byte* payload, CpuTeam* team);
     CommandLabel label;
