@@ -15,6 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "kernels/params.h"
+#include "src/attention/policy_statistics.h"
 #include "src/device/device.h"
 #include "src/kv/cache_layout.h"
 #include "src/kv/page_pool.h"
@@ -79,6 +80,10 @@ class AttentionPolicy {
   virtual void EndPrompt(int /*slot*/, int64_t /*tokens*/) {}
   // Not OK: what the slot's sequence was given since Admit may be wrong, and it must end.
   virtual absl::Status SlotHealth(int /*slot*/) const { return absl::OkStatus(); }
+
+  // What was selected and where it lay. REQUIRES: no step is under way, its counters are the
+  // device's until it is done.
+  virtual PolicyStatistics Statistics() const { return {}; }
 
   // Queries of decode rows, after q_norm and RoPE.
   struct Queries {
