@@ -176,7 +176,7 @@ struct SplitParams {
   bool forget = false;
 };
 
-// What a policy counts for one slot and layer, since the slot was taken.
+// What a policy counts for one slot and layer, of all the sequences that the slot has had.
 struct SparseCounters {
   int64_t steps;
   int64_t selected;  // tokens x KV heads
