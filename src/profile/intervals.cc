@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "src/base/check.h"
+#include "src/base/status_macros.h"
 
 namespace sluice {
 

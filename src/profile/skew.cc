@@ -4,7 +4,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "src/base/check.h"
+#include "src/base/status_macros.h"
 #include "src/profile/svd.h"
 
 namespace sluice {
@@ -18,7 +18,8 @@ std::vector<double> Times(absl::Span<const float> x, int64_t rows, absl::Span<co
     double* row = &out[static_cast<size_t>(r * columns)];
     for (int64_t i = 0; i < inner; ++i) {
       const double factor = x[static_cast<size_t>(r * inner + i)];
-      for (int64_t c = 0; c < columns; ++c) row[c] += factor * y[static_cast<size_t>(i * columns + c)];
+      for (int64_t c = 0; c < columns; ++c)
+        row[c] += factor * y[static_cast<size_t>(i * columns + c)];
     }
   }
   return out;
@@ -73,10 +74,9 @@ double RankCorrelation(absl::Span<const float> q, absl::Span<const float> k,
   double sum = 0;
   for (int64_t i = 0; i < queries; ++i) {
     for (int64_t t = 0; t < keys; ++t) {
-      exact[static_cast<size_t>(t)] =
-          std::inner_product(&q[static_cast<size_t>(i * head_dim)],
-                             &q[static_cast<size_t>(i * head_dim)] + head_dim,
-                             &k[static_cast<size_t>(t * head_dim)], 0.0);
+      exact[static_cast<size_t>(t)] = std::inner_product(
+          &q[static_cast<size_t>(i * head_dim)], &q[static_cast<size_t>(i * head_dim)] + head_dim,
+          &k[static_cast<size_t>(t * head_dim)], 0.0);
       partial[static_cast<size_t>(t)] =
           std::inner_product(&partial_q[static_cast<size_t>(i * rank)],
                              &partial_q[static_cast<size_t>(i * rank)] + rank,

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "src/base/check.h"
+#include "src/base/status_macros.h"
 
 namespace sluice {
 namespace {

@@ -14,7 +14,7 @@ namespace sluice {
 // a = U diag(singular_values) v^T.
 struct Svd {
   std::vector<double> singular_values;  // [columns], largest first; 0 past the rank
-  std::vector<double> v;                // [columns][columns] orthogonal; column j belongs to value j
+  std::vector<double> v;  // [columns][columns] orthogonal; column j belongs to value j
 };
 
 // The upper triangle R [columns][columns] of a = QR. `a`: [rows][columns], rows >= 0; with fewer

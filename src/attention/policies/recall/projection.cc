@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
-#include "src/base/check.h"
+#include "src/base/status_macros.h"
 
 namespace sluice {
 
@@ -36,15 +36,15 @@ absl::StatusOr<int32_t> ProjectionRank(int64_t layers, int64_t kv_heads, int64_t
   }
   const int64_t columns = layers * kv_heads * head_dim;  // of one element each
   if (elements % columns != 0 || elements / columns > head_dim) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "recall projection: expected [", layers, "][", kv_heads, "][", head_dim,
-        "][rank] numbers for this model, found ", elements,
-        " in all: make it with sluice-profile --skew for the model that is served"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("recall projection: expected [", layers, "][", kv_heads, "][", head_dim,
+                     "][rank] numbers for this model, found ", elements,
+                     " in all: make it with sluice-profile --skew for the model that is served"));
   }
   if (rank > 0 && rank != elements / columns) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("recall rank: the projection has ", elements / columns,
-                     " columns a head, found ", rank, ": leave the rank out, or profile again"));
+    return absl::InvalidArgumentError(absl::StrCat("recall rank: the projection has ",
+                                                   elements / columns, " columns a head, found ",
+                                                   rank, ": leave the rank out, or profile again"));
   }
   return static_cast<int32_t>(elements / columns);
 }

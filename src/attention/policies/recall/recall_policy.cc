@@ -29,14 +29,14 @@ struct Chosen {
 
 // Scratch of one Ahead.
 struct Workspace {
-  Buffer projection;                           // float [layers][kv_heads][head_dim][rank]
-  Buffer scores;                               // float [lists][max_context]
-  Buffer selected, selected_counts;            // int32 [lists][capacity], [lists]
-  Buffer missing, missing_counts;              // the same
-  Buffer source_units, target_units, moves;    // the same
-  Buffer since, due;                           // int32 [layers][slots], [rows]
-  std::array<Chosen, 2> chosen;                // of even and odd layers
-  Buffer o, lse;                               // float [rows][heads][head_dim], [rows][heads]
+  Buffer projection;                         // float [layers][kv_heads][head_dim][rank]
+  Buffer scores;                             // float [lists][max_context]
+  Buffer selected, selected_counts;          // int32 [lists][capacity], [lists]
+  Buffer missing, missing_counts;            // the same
+  Buffer source_units, target_units, moves;  // the same
+  Buffer since, due;                         // int32 [layers][slots], [rows]
+  std::array<Chosen, 2> chosen;              // of even and odd layers
+  Buffer o, lse;                             // float [rows][heads][head_dim], [rows][heads]
   std::unique_ptr<SelectionCounters> counters;
 };
 
@@ -177,8 +177,8 @@ class RecallPolicy : public OffloadPolicy {
     kernels().TopK(stream, params);
   }
 
-  void Split(Stream& stream, int layer, const Queries& predicted,
-             const kernels::UnitLists& missing, bool forget) {
+  void Split(Stream& stream, int layer, const Queries& predicted, const kernels::UnitLists& missing,
+             bool forget) {
     Chosen& chosen = ChosenOf(layer);
     kernels::SplitParams params{};
     params.residency = tier().Residency(layer);
@@ -268,23 +268,23 @@ absl::Status Upload(Device* device, const std::vector<float>& values, Buffer* ta
 absl::StatusOr<Workspace> NewWorkspace(const PolicyOptions& options, const CacheKind& kv,
                                        const ProjectionShape& shape) {
   Workspace w;
-  SLUICE_RETURN_IF_ERROR(Upload(
-      options.device,
-      options.recall.projection.empty() ? PlainProjection(shape) : options.recall.projection,
-      &w.projection));
+  SLUICE_RETURN_IF_ERROR(
+      Upload(options.device,
+             options.recall.projection.empty() ? PlainProjection(shape) : options.recall.projection,
+             &w.projection));
   // Steps are padded to the device's row buckets.
   const int64_t rows = std::max(options.slots, options.device->RowBucket(options.slots));
   const int64_t lists = rows * kv.heads, entries = lists * options.budget_tokens;
   const auto allocate = [&](Buffer* buffer, int64_t elements, const char* what) -> absl::Status {
-    SLUICE_ASSIGN_OR_RETURN(*buffer, options.device->Allocate(MemoryKind::kDevice,
-                                                              static_cast<size_t>(elements) * 4,
-                                                              absl::StrCat("recall's ", what)));
+    SLUICE_ASSIGN_OR_RETURN(
+        *buffer, options.device->Allocate(MemoryKind::kDevice, static_cast<size_t>(elements) * 4,
+                                          absl::StrCat("recall's ", what)));
     return absl::OkStatus();
   };
   SLUICE_RETURN_IF_ERROR(allocate(&w.scores, lists * options.max_context, "scores"));
-  for (Buffer* units : {&w.selected, &w.missing, &w.source_units, &w.target_units,
-                        &w.chosen[0].units, &w.chosen[0].places, &w.chosen[1].units,
-                        &w.chosen[1].places}) {
+  for (Buffer* units :
+       {&w.selected, &w.missing, &w.source_units, &w.target_units, &w.chosen[0].units,
+        &w.chosen[0].places, &w.chosen[1].units, &w.chosen[1].places}) {
     SLUICE_RETURN_IF_ERROR(allocate(units, entries, "lists of tokens"));
   }
   for (Buffer* counts : {&w.selected_counts, &w.missing_counts, &w.moves, &w.chosen[0].counts,
@@ -294,8 +294,8 @@ absl::StatusOr<Workspace> NewWorkspace(const PolicyOptions& options, const Cache
   SLUICE_RETURN_IF_ERROR(allocate(&w.since, shape.layers * options.slots, "counters"));
   SLUICE_RETURN_IF_ERROR(allocate(&w.o, rows * options.heads * shape.head_dim, "results"));
   SLUICE_RETURN_IF_ERROR(allocate(&w.lse, rows * options.heads, "results"));
-  SLUICE_ASSIGN_OR_RETURN(w.counters, SelectionCounters::Create(options.device, options.slots,
-                                                                options.hbm->layout()));
+  SLUICE_ASSIGN_OR_RETURN(
+      w.counters, SelectionCounters::Create(options.device, options.slots, options.hbm->layout()));
   return w;
 }
 
@@ -315,10 +315,10 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> NewRecallPolicy(const PolicyOpt
   shape.rank = rank;
   const int64_t ring = int64_t{kRingBlocks} * kv.block_tokens;
   if (options.budget_tokens <= ring) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "budget_tokens: policy ", options.name, " attends to the newest ", ring,
-        " tokens always (block_tokens of the cache): expected more than that, found ",
-        options.budget_tokens));
+    return absl::InvalidArgumentError(
+        absl::StrCat("budget_tokens: policy ", options.name, " attends to the newest ", ring,
+                     " tokens always (block_tokens of the cache): expected more than that, found ",
+                     options.budget_tokens));
   }
   OffloadTierOptions tier;
   tier.device = options.device;
