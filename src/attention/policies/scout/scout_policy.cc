@@ -1,0 +1,315 @@
+#include "src/attention/policies/scout/scout_policy.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "src/attention/offload/selection_counters.h"
+#include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
+
+namespace sluice {
+namespace {
+
+// The first block, and the newest: always attended to.
+constexpr int32_t kFirstBlocks = 1;
+constexpr int32_t kLastBlocks = 1;
+
+// A recall has a whole step for its way; it leaves the processors to the model (TransferParams).
+constexpr int32_t kRecallWorkers = 4;
+
+// Blocks of the ring: the newest, and the one before, for which a recall may then take a step.
+constexpr int32_t kRingBlocks = 2;
+
+constexpr size_t kDigests = 0;  // of the tier's arrays
+
+// What decides every size. A list is of one (row, KV head).
+struct Shape {
+  int32_t layers = 0;
+  int32_t rows = 0;  // decode rows of a step at most, padded ones included
+  int32_t heads = 0;
+  int32_t kv_heads = 0;
+  int32_t head_dim = 0;
+  int32_t block_tokens = 0;
+  int32_t budget_blocks = 0;    // selected of a list
+  int32_t resident_blocks = 0;  // attended to on the device of a list
+  int32_t most_blocks = 0;      // of the longest sequence
+  int64_t lists() const { return int64_t{rows} * kv_heads; }
+};
+
+// What Ahead leaves for AttendSparse of the same layer. Two layers are under way at once.
+struct Choice {
+  Buffer resident, places, resident_counts, due;
+};
+
+struct Scratch {
+  Buffer scores;                             // float [lists][most_blocks]
+  Buffer selected, selected_counts;          // int32 [lists][budget_blocks], [lists]
+  std::array<Choice, 2> choices;             // by a layer's parity
+  Buffer since;                              // int32 [layers][slots] steps since the last recall
+  Buffer sources, targets, move_counts;      // int32 [lists][budget_blocks] twice, [lists]
+  Buffer o;                                  // float [2][rows][heads][head_dim]
+  Buffer lse;                                // float [2][rows][heads]
+};
+
+class ScoutPolicyImpl : public ScoutPolicy {
+ public:
+  ScoutPolicyImpl(const PolicyOptions& options, const Shape& shape,
+                  std::unique_ptr<OffloadTier> tier, Buffer written, Scratch scratch,
+                  std::unique_ptr<SelectionCounters> counters, std::unique_ptr<CoAttention> workers)
+      : ScoutPolicy(options, std::move(tier), std::move(written)),
+        shape_(shape),
+        scratch_(std::move(scratch)),
+        counters_(std::move(counters)),
+        workers_(std::move(workers)) {}
+
+  absl::Status SlotHealth(int slot) const override { return workers_->Health(slot); }
+  PolicyStatistics Statistics() const override { return counters_->Sum(); }
+  const float* parts_lse() const override { return scratch_.lse.as<float>(); }
+
+  bool LooksAhead(int layer) const override {
+    return options().scout.layer_ahead && !tier().dense(layer);
+  }
+
+  // Algorithm 1, lines 5 to 7, of layer i + 1; the model has made the queries of line 4.
+  void Ahead(Stream& stream, int layer, const Queries& predicted) override {
+    Select(stream, layer, predicted);
+    workers_->Start(stream, layer, predicted, tier().Home(layer));
+  }
+
+ protected:
+  // Algorithm 1, lines 9 to 13, then section 3.4.
+  void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
+                    kernels::DType out_type) override {
+    ExtendDigests(stream, layer, queries);
+    // Without looking ahead everything is of the real queries, and the CPU begins only now.
+    if (!LooksAhead(layer)) {
+      Select(stream, layer, queries);
+      workers_->Start(stream, layer, queries, tier().Home(layer));
+    }
+    AttendResident(stream, layer, queries);
+    const int64_t values = int64_t{queries.rows} * queries.heads;
+    workers_->Finish(stream, layer, queries.rows, scratch_.o.as<float>() + values * shape_.head_dim,
+                     scratch_.lse.as<float>() + values);
+    Merge(stream, queries, out, out_type);
+    if (options().scout.recall) Recall(stream, layer, queries);
+  }
+
+  void BuildArrays(Stream& stream, int slot, int64_t /*tokens*/,
+                   const OffloadTier::BulkRow& row) override {
+    for (int layer = tier().options().dense_layers; layer < shape_.layers; ++layer) {
+      kernels::DigestParams digest{};
+      digest.cache = tier().Home(layer);
+      digest.digests = tier().Array(layer, kDigests);
+      digest.slots = row.slots;
+      digest.first_positions = row.first_positions;
+      digest.positions = row.positions;
+      digest.rows = 1;
+      kernels().Digest(stream, digest);
+      stream.Fill(since(layer) + slot, 0, sizeof(int32_t));
+    }
+  }
+
+  void Joined(int slot) override { workers_->Join(slot); }
+
+ private:
+  int32_t* since(int layer) const {
+    return scratch_.since.as<int32_t>() + int64_t{layer} * options().slots;
+  }
+  const Choice& choice(int layer) const {
+    return scratch_.choices[static_cast<size_t>(layer) % scratch_.choices.size()];
+  }
+  kernels::UnitLists Selected() const {
+    return {scratch_.selected.as<int32_t>(), scratch_.selected_counts.as<int32_t>(),
+            shape_.budget_blocks};
+  }
+  kernels::UnitLists Resident(int layer) const {
+    return {choice(layer).resident.as<int32_t>(), choice(layer).resident_counts.as<int32_t>(),
+            shape_.resident_blocks};
+  }
+
+  // The newest block's digest, with the row's own token.
+  void ExtendDigests(Stream& stream, int layer, const Queries& queries) {
+    kernels::DigestParams digest{};
+    digest.cache = tier().Ring(layer);
+    digest.digests = tier().Array(layer, kDigests);
+    digest.slots = queries.slots;
+    digest.positions = queries.positions;
+    digest.rows = queries.rows;
+    kernels().Digest(stream, digest);
+  }
+
+  // Which blocks the rows attend to, and who attends to them: those without a place go straight
+  // into the workers' lists. A layer ahead the digest of the newest block lacks the row's own
+  // token, or is another sequence's where that token begins the block: it is selected whatever it
+  // says.
+  void Select(Stream& stream, int layer, const Queries& queries) {
+    kernels::DigestScoresParams scores{};
+    scores.q = queries.q;
+    scores.q_stride = queries.stride;
+    scores.slots = queries.slots;
+    scores.positions = queries.positions;
+    scores.digests = tier().Array(layer, kDigests);
+    scores.scores = scratch_.scores.as<float>();
+    scores.score_stride = shape_.most_blocks;
+    scores.rows = queries.rows;
+    scores.heads = queries.heads;
+    scores.block_tokens = shape_.block_tokens;
+    scores.scale = queries.scale;
+    scores.reduction = options().reduction;
+    kernels().DigestScores(stream, scores);
+
+    kernels::TopKParams top{};
+    top.scores = scores.scores;
+    top.score_stride = scores.score_stride;
+    top.slots = queries.slots;
+    top.positions = queries.positions;
+    top.selected = Selected();
+    top.rows = queries.rows;
+    top.kv_heads = shape_.kv_heads;
+    top.unit_tokens = shape_.block_tokens;
+    top.k = shape_.budget_blocks;
+    top.first_units = kFirstBlocks;
+    top.last_units = kLastBlocks;
+    top.margin = std::numeric_limits<float>::infinity();
+    kernels().TopK(stream, top);
+
+    kernels::SplitParams split{};
+    split.residency = tier().Residency(layer);
+    split.slots = queries.slots;
+    split.positions = queries.positions;
+    split.selected = top.selected;
+    split.resident = Resident(layer);
+    split.places = choice(layer).places.as<int32_t>();
+    split.missing = workers_->lists(layer);
+    split.rows = queries.rows;
+    split.kv_heads = shape_.kv_heads;
+    split.unit_tokens = shape_.block_tokens;
+    split.whole = options().scout.attend_whole;
+    kernels().Split(stream, split);
+
+    kernels::RecallDueParams due{};
+    due.slots = queries.slots;
+    due.selected = split.selected;
+    due.missing = split.missing;
+    due.since = since(layer);
+    due.counters = counters_->of(layer);
+    due.due = choice(layer).due.as<int32_t>();
+    due.rows = queries.rows;
+    due.kv_heads = shape_.kv_heads;
+    due.unit_tokens = shape_.block_tokens;
+    due.budget_units = shape_.budget_blocks;
+    const std::vector<int32_t>& intervals = options().scout.intervals;
+    due.interval = intervals.empty() ? 0 : intervals[static_cast<size_t>(layer)];
+    due.share_limit = options().scout.share_limit;
+    kernels().RecallDue(stream, due);
+  }
+
+  void AttendResident(Stream& stream, int layer, const Queries& queries) {
+    kernels::SparseAttentionParams attention{};
+    attention.q = queries.q;
+    attention.q_stride = queries.stride;
+    attention.slots = queries.slots;
+    attention.positions = queries.positions;
+    attention.cache = tier().Places(layer);
+    attention.units = choice(layer).resident.as<int32_t>();
+    attention.places = choice(layer).places.as<int32_t>();
+    attention.counts = choice(layer).resident_counts.as<int32_t>();
+    attention.o = scratch_.o.as<float>();
+    attention.lse = scratch_.lse.as<float>();
+    attention.capacity = shape_.resident_blocks;
+    attention.unit_tokens = shape_.block_tokens;
+    attention.rows = queries.rows;
+    attention.heads = queries.heads;
+    attention.kv_head_begin = 0;
+    attention.kv_head_end = shape_.kv_heads;
+    attention.scale = queries.scale;
+    kernels().SparseAttention(stream, attention);
+  }
+
+  void Merge(Stream& stream, const Queries& queries, void* out, kernels::DType out_type) {
+    kernels::MergeParams merge{};
+    merge.o = scratch_.o.as<float>();
+    merge.lse = scratch_.lse.as<float>();
+    merge.out = out;
+    merge.parts = 2;
+    merge.rows = queries.rows;
+    merge.heads = queries.heads;
+    merge.head_dim = shape_.head_dim;
+    merge.out_type = out_type;
+    kernels().Merge(stream, merge);
+  }
+
+  // What this step missed is brought in for the next one, where it is due. The tables say so at
+  // once: who reads them next, this layer's Select of the next step, is behind the transfer on the
+  // stream.
+  void Recall(Stream& stream, int layer, const Queries& queries) {
+    kernels::RecallParams recall{};
+    recall.residency = tier().Residency(layer);
+    recall.slots = queries.slots;
+    recall.positions = queries.positions;
+    recall.missing = workers_->lists(layer);
+    recall.due = choice(layer).due.as<int32_t>();
+    recall.home = tier().Home(layer);
+    recall.resident = tier().Places(layer);
+    recall.source_units = scratch_.sources.as<int32_t>();
+    recall.target_units = scratch_.targets.as<int32_t>();
+    recall.move_counts = scratch_.move_counts.as<int32_t>();
+    recall.counters = counters_->of(layer);
+    recall.rows = queries.rows;
+    recall.kv_heads = shape_.kv_heads;
+    recall.unit_tokens = shape_.block_tokens;
+    kernels().Recall(stream, recall);
+
+    kernels::TransferParams move{};
+    move.source = recall.home.base;
+    move.target = recall.resident.base;
+    move.source_pitch = move.target_pitch = kv().block_bytes();
+    move.unit_bytes = static_cast<int32_t>(kv().block_bytes());
+    move.source_units = recall.source_units;
+    move.target_units = recall.target_units;
+    move.counts = recall.move_counts;
+    move.lists = queries.rows * shape_.kv_heads;
+    move.capacity = recall.missing.capacity;
+    move.max_workers = kRecallWorkers;
+    kernels().Transfer(stream, move);
+  }
+
+  const Shape shape_;
+  const Scratch scratch_;
+  const std::unique_ptr<SelectionCounters> counters_;
+  const std::unique_ptr<CoAttention> workers_;
+};
+
+absl::Status CheckOptions(const PolicyOptions& options, const CacheKind& kv, int layers) {
+  const PolicyOptions::Scout& scout = options.scout;
+  const int least = (kFirstBlocks + kLastBlocks) * kv.block_tokens;
+  if (options.budget_tokens < least) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("budget_tokens: ", options.budget_tokens, ", must be at least ", least,
+                     ", the first block and the last"));
+  }
+  if (!(scout.share_limit > 0)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("scout share_limit: ", scout.share_limit, ", must be above 0"));
+  }
+  if (!scout.intervals.empty() && scout.intervals.size() != static_cast<size_t>(layers)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("scout intervals: of ", scout.intervals.size(), " layers, the model has ",
+                     layers, "; profile this model"));
+  }
+  for (const int32_t interval : scout.intervals) {
+    if (interval < 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("scout intervals: ", interval, ", must be 0 or more"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+}  // namespace sluice
