@@ -62,7 +62,9 @@ struct DigestParams {
 };
 
 // scores[l][b] = reduction over the group's heads of  scale * sum_d max(q_d * largest_d, q_d *
-// least_d), an upper bound of scale * q k over block b; for b <= positions[r] / block_tokens.
+// least_d), an upper bound of scale * q k over block b; for b < positions[r] / block_tokens. The
+// newest block's score is -inf and its digest is not read: a layer ahead it lacks the row's own
+// token, and is another sequence's where that token begins the block. Whoever selects forces it in.
 struct DigestScoresParams {
   const float* q;  // [rows][q_stride], heads * head_dim used, after RoPE
   int64_t q_stride;
