@@ -30,12 +30,15 @@ constexpr size_t kDigests = 0;  // of the tier's arrays
 // What decides every size. A list is of one (row, KV head).
 struct Shape {
   int32_t layers = 0;
+  int32_t dense_layers = 0;
+  int32_t slots = 0;
   int32_t rows = 0;  // decode rows of a step at most, padded ones included
   int32_t heads = 0;
   int32_t kv_heads = 0;
   int32_t head_dim = 0;
   int32_t block_tokens = 0;
   int32_t budget_blocks = 0;    // selected of a list
+  int32_t recall_blocks = 0;    // places beside the ring
   int32_t resident_blocks = 0;  // attended to on the device of a list
   int32_t most_blocks = 0;      // of the longest sequence
   int64_t lists() const { return int64_t{rows} * kv_heads; }
@@ -47,13 +50,13 @@ struct Choice {
 };
 
 struct Scratch {
-  Buffer scores;                             // float [lists][most_blocks]
-  Buffer selected, selected_counts;          // int32 [lists][budget_blocks], [lists]
-  std::array<Choice, 2> choices;             // by a layer's parity
-  Buffer since;                              // int32 [layers][slots] steps since the last recall
-  Buffer sources, targets, move_counts;      // int32 [lists][budget_blocks] twice, [lists]
-  Buffer o;                                  // float [2][rows][heads][head_dim]
-  Buffer lse;                                // float [2][rows][heads]
+  Buffer scores;                         // float [lists][most_blocks]
+  Buffer selected, selected_counts;      // int32 [lists][budget_blocks], [lists]
+  std::array<Choice, 2> choices;         // by a layer's parity
+  Buffer since;                          // int32 [layers][slots] steps since the last recall
+  Buffer sources, targets, move_counts;  // int32 [lists][budget_blocks] twice, [lists]
+  Buffer o;                              // float [2][rows][heads][head_dim]
+  Buffer lse;                            // float [2][rows][heads]
 };
 
 class ScoutPolicyImpl : public ScoutPolicy {
@@ -144,9 +147,8 @@ class ScoutPolicyImpl : public ScoutPolicy {
   }
 
   // Which blocks the rows attend to, and who attends to them: those without a place go straight
-  // into the workers' lists. A layer ahead the digest of the newest block lacks the row's own
-  // token, or is another sequence's where that token begins the block: it is selected whatever it
-  // says.
+  // into the workers' lists. A layer ahead the newest block's digest does not know the row's own
+  // token yet, so that block is selected without one.
   void Select(Stream& stream, int layer, const Queries& queries) {
     kernels::DigestScoresParams scores{};
     scores.q = queries.q;
@@ -285,31 +287,141 @@ class ScoutPolicyImpl : public ScoutPolicy {
   const std::unique_ptr<CoAttention> workers_;
 };
 
-absl::Status CheckOptions(const PolicyOptions& options, const CacheKind& kv, int layers) {
+absl::Status CheckOptions(const PolicyOptions& options) {
+  const CacheLayout& layout = options.hbm->layout();
   const PolicyOptions::Scout& scout = options.scout;
-  const int least = (kFirstBlocks + kLastBlocks) * kv.block_tokens;
+  const int least = (kFirstBlocks + kLastBlocks) * layout.kinds[0].block_tokens;
   if (options.budget_tokens < least) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("budget_tokens: ", options.budget_tokens, ", must be at least ", least,
-                     ", the first block and the last"));
+    return absl::InvalidArgumentError(absl::StrCat("budget_tokens: ", options.budget_tokens,
+                                                   ", must be at least ", least,
+                                                   ", the first block and the last"));
+  }
+  if (scout.resident_tokens < 0) {
+    return absl::InvalidArgumentError(absl::StrCat("scout resident_tokens: ", scout.resident_tokens,
+                                                   ", must be 0 (as the budget) or more"));
   }
   if (!(scout.share_limit > 0)) {
     return absl::InvalidArgumentError(
         absl::StrCat("scout share_limit: ", scout.share_limit, ", must be above 0"));
   }
-  if (!scout.intervals.empty() && scout.intervals.size() != static_cast<size_t>(layers)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("scout intervals: of ", scout.intervals.size(), " layers, the model has ",
-                     layers, "; profile this model"));
+  const std::vector<int32_t>& intervals = scout.intervals;
+  if (!intervals.empty() && intervals.size() != static_cast<size_t>(layout.layers)) {
+    return absl::InvalidArgumentError(absl::StrCat("scout intervals: of ", intervals.size(),
+                                                   " layers, the model has ", layout.layers,
+                                                   "; profile this model"));
   }
-  for (const int32_t interval : scout.intervals) {
-    if (interval < 0) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("scout intervals: ", interval, ", must be 0 or more"));
+  for (size_t layer = 0; layer < intervals.size(); ++layer) {
+    if (intervals[layer] < 0) {
+      return absl::InvalidArgumentError(absl::StrCat("scout intervals: layer ", layer, " has ",
+                                                     intervals[layer],
+                                                     ", must be 0 (a controller "
+                                                     "decides) or more"));
     }
   }
   return absl::OkStatus();
 }
 
+Shape ShapeOf(const PolicyOptions& options) {
+  const CacheLayout& layout = options.hbm->layout();
+  const CacheKind& kind = layout.kinds[0];
+  Shape shape;
+  shape.layers = layout.layers;
+  shape.dense_layers = std::min(options.dense_layers, layout.layers);
+  shape.slots = options.slots;
+  shape.rows = std::max(options.slots, options.device->RowBucket(options.slots));
+  shape.heads = options.heads;
+  shape.kv_heads = kind.heads;
+  shape.head_dim =
+      static_cast<int32_t>(kind.bytes_per_token / kind.parts / SizeOf(kind.element_type));
+  shape.block_tokens = kind.block_tokens;
+  shape.most_blocks = static_cast<int32_t>(kind.BlocksFor(options.max_context));
+  shape.budget_blocks =
+      std::max(std::min(options.budget_tokens / kind.block_tokens, shape.most_blocks),
+               kFirstBlocks + kLastBlocks);
+  // All that is selected has room, the newest being in the ring.
+  shape.recall_blocks =
+      options.scout.resident_tokens > 0
+          ? std::min(static_cast<int32_t>(kind.BlocksFor(options.scout.resident_tokens)),
+                     shape.most_blocks)
+          : shape.budget_blocks - kLastBlocks;
+  shape.resident_blocks =
+      options.scout.attend_whole ? shape.recall_blocks + kRingBlocks : shape.budget_blocks;
+  return shape;
+}
+
+absl::StatusOr<Scratch> MakeScratch(Device& device, const Shape& shape) {
+  Scratch scratch;
+  absl::Status status;
+  const auto allocate = [&](Buffer* buffer, int64_t words) {
+    if (!status.ok()) return;
+    auto allocated = device.Allocate(MemoryKind::kDevice, static_cast<size_t>(words) * 4,
+                                     "what a step of policy scout selects");
+    status = allocated.status();
+    if (status.ok()) *buffer = *std::move(allocated);
+  };
+  const int64_t lists = shape.lists();
+  allocate(&scratch.scores, lists * shape.most_blocks);
+  allocate(&scratch.selected, lists * shape.budget_blocks);
+  allocate(&scratch.selected_counts, lists);
+  for (Choice& choice : scratch.choices) {
+    allocate(&choice.resident, lists * shape.resident_blocks);
+    allocate(&choice.places, lists * shape.resident_blocks);
+    allocate(&choice.resident_counts, lists);
+    allocate(&choice.due, shape.rows);
+  }
+  allocate(&scratch.since, int64_t{shape.layers} * shape.slots);
+  allocate(&scratch.sources, lists * shape.budget_blocks);
+  allocate(&scratch.targets, lists * shape.budget_blocks);
+  allocate(&scratch.move_counts, lists);
+  const int64_t values = 2 * int64_t{shape.rows} * shape.heads;
+  allocate(&scratch.o, values * shape.head_dim);
+  allocate(&scratch.lse, values);
+  SLUICE_RETURN_IF_ERROR(status);
+  return scratch;
+}
+
 }  // namespace
+
+absl::StatusOr<std::unique_ptr<ScoutPolicy>> NewScoutPolicy(const PolicyOptions& options) {
+  SLUICE_RETURN_IF_ERROR(CheckOptions(options));
+  const Shape shape = ShapeOf(options);
+  const CacheKind& kind = options.hbm->layout().kinds[0];
+
+  OffloadTierOptions tier_options;
+  tier_options.device = options.device;
+  tier_options.hbm = options.hbm;
+  tier_options.dram = options.dram;
+  tier_options.slots = options.slots;
+  tier_options.max_context = options.max_context;
+  tier_options.dense_layers = shape.dense_layers;
+  tier_options.ring_blocks = kRingBlocks;
+  tier_options.recall_blocks = shape.recall_blocks;
+  tier_options.unit_tokens = kind.block_tokens;
+  tier_options.arrays = {{"digests", kind.block_tokens, 2 * shape.head_dim, kind.element_type}};
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<OffloadTier> tier, OffloadTier::Create(tier_options));
+
+  CoAttention::Options co_options;
+  co_options.device = options.device;
+  co_options.kernels = options.host_kernels;
+  co_options.workers = options.workers;
+  co_options.deadline = options.worker_deadline;
+  co_options.slots = options.slots;
+  co_options.layers = shape.layers;
+  co_options.max_rows = shape.rows;
+  co_options.heads = shape.heads;
+  co_options.kv_heads = shape.kv_heads;
+  co_options.head_dim = shape.head_dim;
+  co_options.capacity = shape.budget_blocks;
+  co_options.unit_tokens = shape.block_tokens;
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<CoAttention> workers, CoAttention::Create(co_options));
+
+  SLUICE_ASSIGN_OR_RETURN(
+      std::unique_ptr<SelectionCounters> counters,
+      SelectionCounters::Create(options.device, options.slots, options.hbm->layout()));
+  SLUICE_ASSIGN_OR_RETURN(Scratch scratch, MakeScratch(*options.device, shape));
+  return std::make_unique<ScoutPolicyImpl>(options, shape, std::move(tier), std::move(written),
+                                           std::move(scratch), std::move(counters),
+                                           std::move(workers));
+}
+
 }  // namespace sluice
