@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -24,6 +25,12 @@ struct ArrayPages {
     int64_t offset = 0;  // bytes, in a head's part of the page
     int32_t rows_per_page = 0;
     int64_t row_bytes() const { return dim * kernels::SizeOf(type); }
+    // Where a row of KV head `head` lies, the array's pages being `pages`.
+    uint8_t* At(const PagePool& pool, const int32_t* pages, int head, int64_t row) const {
+      return pool.PageAddress(0, pages[row / rows_per_page]) +
+             head * pool.layout().kinds[0].block_bytes() + offset +
+             row % rows_per_page * row_bytes();
+    }
   };
   std::vector<Rows> rows;
   int64_t tokens_per_page = 0;
@@ -49,12 +56,29 @@ struct OffloadPages {
   ArrayPages by_token;  // of the sequence: OffloadTierOptions::arrays with tokens_per_row > 0, in
                         // their order, then ResidencyTable::place_of
   ArrayPages by_place;  // the other arrays, by token of a place, then ResidencyTable::places
+  std::vector<bool> array_by_token;  // of OffloadTierOptions::arrays
+  std::function<int64_t(int64_t)> extra_home_tokens;
+
+  const ArrayPages::Rows& residency() const { return by_token.rows.back(); }
+  const ArrayPages::Rows& places() const { return by_place.rows.back(); }
+  // Of OffloadTierOptions::arrays, by its index.
+  struct ArrayAt {
+    const ArrayPages* group;
+    const ArrayPages::Rows* rows;
+  };
+  ArrayAt Array(size_t index) const;
+  // Where the pages of a group begin in a slot's row of page numbers.
+  int64_t EntryOf(const ArrayPages& group, int layer) const {
+    return &group == &by_token ? ByTokenEntry(layer) : ByPlaceEntry(layer);
+  }
 
   int sparse_layers() const { return layers - dense_layers; }
   int64_t unit_tokens() const { return kind.block_tokens / units_per_block; }
   int64_t ring_units() const { return ring_blocks * units_per_block; }
   int64_t place_units() const { return place_blocks * units_per_block; }
   int64_t PlaceBlocksOf(int64_t total) const;
+  // Tokens of the home of a sequence of `total` tokens, whole blocks where something follows them.
+  int64_t HomeTokensOf(int64_t total) const;
   // The tables of places have a row for every place that any sequence could have.
   int64_t place_pages() const { return by_place.PagesFor(place_blocks * kind.block_tokens); }
 

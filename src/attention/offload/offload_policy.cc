@@ -52,7 +52,8 @@ bool OffloadPolicy::Grow(int slot, int64_t tokens) {
   return true;
 }
 
-void OffloadPolicy::BeginStep(Stream& /*stream*/, absl::Span<const int32_t> /*slots*/) {}
+void OffloadPolicy::BeginStep(Stream& /*stream*/, absl::Span<const int32_t> /*slots*/,
+                              absl::Span<const int32_t> /*positions*/) {}
 
 void OffloadPolicy::Release(int slot) {
   Left(slot);

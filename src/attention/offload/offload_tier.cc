@@ -44,15 +44,15 @@ class OffloadTierImpl : public OffloadTier {
   }
 
   Footprint FootprintOf(int64_t /*context*/, int64_t total) const override {
-    return {total, pages_.PoolTokensOf(total)};
+    return {pages_.HomeTokensOf(total), pages_.PoolTokensOf(total)};
   }
 
   int64_t max_tokens() const override {
-    int64_t low = 0,
-            high = std::min<int64_t>(options_.max_context, options_.dram->capacity_tokens());
+    int64_t low = 0, high = options_.max_context;
     while (low < high) {
       const int64_t middle = low + (high - low + 1) / 2;
-      if (pages_.PoolTokensOf(middle) <= options_.hbm->capacity_tokens()) {
+      if (pages_.PoolTokensOf(middle) <= options_.hbm->capacity_tokens() &&
+          pages_.HomeTokensOf(middle) <= options_.dram->capacity_tokens()) {
         low = middle;
       } else {
         high = middle - 1;
@@ -69,18 +69,18 @@ class OffloadTierImpl : public OffloadTier {
              std::unique_ptr<SequenceCache>& home) override {
     Slot& s = slots_.at(static_cast<size_t>(slot));
     SLUICE_CHECK(s.hbm == nullptr, "a slot has one sequence");
-    SLUICE_CHECK(home == nullptr ? context == 0 : home->Covers(total),
+    SLUICE_CHECK(home == nullptr ? context == 0 : home->Covers(pages_.HomeTokensOf(total)),
                  "a home has room for its sequence's end");
     if (SLUICE_FAILPOINT(kKvAdmit)) return false;
     Reservation hbm = options_.hbm->TryReserve(pages_.PoolTokensOf(total));
     if (hbm.empty()) return false;
     if (home == nullptr) {
-      Reservation dram = options_.dram->TryReserve(total);
+      Reservation dram = options_.dram->TryReserve(pages_.HomeTokensOf(total));
       if (dram.empty()) return false;
       home = std::make_unique<SequenceCache>(options_.dram, std::move(dram));
     }
     s.home = std::move(home);
-    s.home->EnsureTokens(total);
+    s.home->EnsureTokens(pages_.HomeTokensOf(total));
     s.hbm = std::make_unique<SequenceCache>(options_.hbm, std::move(hbm));
     s.hbm->EnsureTokens(pages_.PoolTokensOf(total));
     s.total = total;
@@ -161,22 +161,25 @@ class OffloadTierImpl : public OffloadTier {
   kernels::ResidencyTable Residency(int layer) const override {
     SLUICE_CHECK(!dense(layer));
     kernels::ResidencyTable table;
-    table.place_of = Rows(pages_.by_token, pages_.by_token.rows.back(), pages_.ByTokenEntry(layer));
-    table.places = Rows(pages_.by_place, pages_.by_place.rows.back(), pages_.ByPlaceEntry(layer));
+    table.place_of = Rows(pages_.residency(), pages_.ByTokenEntry(layer));
+    table.places = Rows(pages_.places(), pages_.ByPlaceEntry(layer));
     table.ring = static_cast<int32_t>(pages_.ring_units());
     table.count = static_cast<int32_t>(pages_.place_units());
     return table;
   }
   kernels::PagedRows Array(int layer, size_t index) const override {
     SLUICE_CHECK(!dense(layer));
-    const bool by_token = options_.arrays.at(index).tokens_per_row > 0;
-    const ArrayPages& group = by_token ? pages_.by_token : pages_.by_place;
-    size_t at = 0;  // among those of its group
-    for (size_t i = 0; i < index; ++i) {
-      if ((options_.arrays[i].tokens_per_row > 0) == by_token) ++at;
-    }
-    return Rows(group, group.rows[at],
-                by_token ? pages_.ByTokenEntry(layer) : pages_.ByPlaceEntry(layer));
+    const OffloadPages::ArrayAt array = pages_.Array(index);
+    return Rows(*array.rows, pages_.EntryOf(*array.group, layer));
+  }
+
+  const SequenceCache& HomeOf(int slot) const override {
+    return *slots_[static_cast<size_t>(slot)].home;
+  }
+  uint8_t* ArrayRow(int slot, int layer, size_t index, int head, int64_t row) const override {
+    const OffloadPages::ArrayAt array = pages_.Array(index);
+    const int32_t* pages = Table(slot) + pages_.EntryOf(*array.group, layer);
+    return array.rows->At(*options_.hbm, pages, head, row);
   }
 
   int32_t PlacesOf(int64_t total) const override {
@@ -215,9 +218,7 @@ class OffloadTierImpl : public OffloadTier {
     return cache;
   }
 
-  kernels::PagedRows Rows(const ArrayPages& group, const ArrayPages::Rows& rows,
-                          int64_t entry) const {
-    SLUICE_CHECK(&rows >= group.rows.data());
+  kernels::PagedRows Rows(const ArrayPages::Rows& rows, int64_t entry) const {
     kernels::PagedRows out;
     out.base = options_.hbm->base(kKv) + rows.offset;
     out.page_table = DeviceEntry(entry);

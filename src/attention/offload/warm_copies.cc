@@ -12,7 +12,8 @@ absl::StatusOr<WarmConstants> WarmConstants::Create(const OffloadPages& pages, D
   constants.units_ = pages.most_blocks * pages.units_per_block;
   constants.per_page_ =
       std::max(pages.by_token.rows.back().rows_per_page, pages.by_place.rows.back().rows_per_page);
-  const int64_t count = constants.places_ + 2 * constants.units_ + 5 * constants.per_page_;
+  const int64_t zeros = pages.kind.block_bytes() / int64_t{sizeof(int32_t)};
+  const int64_t count = constants.places_ + 2 * constants.units_ + 5 * constants.per_page_ + zeros;
   SLUICE_ASSIGN_OR_RETURN(
       constants.buffer_,
       device->Allocate(MemoryKind::kPinned, static_cast<size_t>(count) * sizeof(int32_t),
@@ -29,6 +30,7 @@ absl::StatusOr<WarmConstants> WarmConstants::Create(const OffloadPages& pages, D
   out = std::fill_n(out, constants.per_page_, -1);
   rows(constants.per_page_, [](int64_t) { return -1; });
   rows(constants.per_page_, [](int64_t) { return kernels::kNoPlace; });
+  std::fill_n(out, zeros, 0);
   return constants;
 }
 
@@ -48,20 +50,12 @@ void WarmCopies::Make(const std::vector<std::vector<int32_t>>& units, Ops* first
   }
 }
 
-uint8_t* WarmCopies::Row(const ArrayPages& group, int64_t entry, int head, int64_t row) const {
-  const ArrayPages::Rows& rows = group.rows.back();
-  return hbm.PageAddress(0, table[entry + row / rows.rows_per_page]) +
-         head * pages.kind.block_bytes() + rows.offset +
-         row % rows.rows_per_page * rows.row_bytes();
-}
-
-void WarmCopies::CopyRows(const ArrayPages& group, int64_t entry, int head, int64_t row,
+void WarmCopies::CopyRows(const ArrayPages::Rows& rows, int64_t entry, int head, int64_t row,
                           int64_t count, const int32_t* values, bool repeat, Ops* ops) const {
-  const ArrayPages::Rows& rows = group.rows.back();
   for (const int64_t end = row + count; row < end;) {
     const int64_t n = std::min(end - row, rows.rows_per_page - row % rows.rows_per_page);
-    ops->push_back(
-        {Row(group, entry, head, row), values, static_cast<size_t>(n * rows.row_bytes())});
+    ops->push_back({rows.At(hbm, table + entry, head, row), values,
+                    static_cast<size_t>(n * rows.row_bytes())});
     if (!repeat) values += n * rows.dim;
     row += n;
   }
@@ -80,16 +74,22 @@ void WarmCopies::CopyDense(int layer, Ops* ops) const {
 }
 
 void WarmCopies::ClearTables(int layer, int head, Ops* ops) const {
-  const int64_t units = pages.kind.BlocksFor(total) * pages.units_per_block;
-  const int64_t last = std::min(units, (total + pages.unit_tokens() - 1) / pages.unit_tokens());
-  CopyRows(pages.by_token, pages.ByTokenEntry(layer), head, 0, last, constants.none(), true, ops);
-  const int64_t places = pages.PlaceBlocksOf(total) * pages.units_per_block;
-  const int64_t ring = std::min(pages.ring_units(), places);
+  const int64_t units = (total + pages.unit_tokens() - 1) / pages.unit_tokens();
+  CopyRows(pages.residency(), pages.ByTokenEntry(layer), head, 0, units, constants.none(), true,
+           ops);
+  const int64_t blocks = pages.PlaceBlocksOf(total);
+  const int64_t count = blocks * pages.units_per_block;
+  const int64_t ring = std::min(pages.ring_units(), count);
   const int64_t entry = pages.ByPlaceEntry(layer);
-  CopyRows(pages.by_place, entry, head, 0, ring, constants.no_place_rows(), true, ops);
-  CopyRows(pages.by_place, entry, head, ring, places - ring, constants.free_rows(), true, ops);
-  CopyRows(pages.by_place, entry, head, places, pages.place_units() - places,
-           constants.no_place_rows(), true, ops);
+  const ArrayPages::Rows& places = pages.places();
+  CopyRows(places, entry, head, 0, ring, constants.no_place_rows(), true, ops);
+  CopyRows(places, entry, head, ring, count - ring, constants.free_rows(), true, ops);
+  CopyRows(places, entry, head, count, pages.place_units() - count, constants.no_place_rows(), true,
+           ops);
+  for (const ArrayPages::Rows& rows : pages.by_place.rows) {
+    if (&rows == &places) continue;
+    CopyRows(rows, entry, head, 0, blocks * pages.kind.block_tokens, constants.zeros(), true, ops);
+  }
 }
 
 void WarmCopies::CopyTokens(int layer, int head, int64_t from, int64_t to, int64_t count,
@@ -144,9 +144,9 @@ void WarmCopies::CopyUnits(int layer, int head, const std::vector<int32_t>& unit
     SLUICE_CHECK(from >= 0 && from + n <= end && (begin == 0 || from > units[begin - 1]),
                  "warm units are ascending, and older than the ring");
     CopyTokens(layer, head, from * unit, to * unit, n * unit, first);
-    CopyRows(pages.by_token, pages.ByTokenEntry(layer), head, from, n, constants.index() + to,
+    CopyRows(pages.residency(), pages.ByTokenEntry(layer), head, from, n, constants.index() + to,
              false, then);
-    CopyRows(pages.by_place, pages.ByPlaceEntry(layer), head, to, n,
+    CopyRows(pages.places(), pages.ByPlaceEntry(layer), head, to, n,
              constants.unit_rows() + 2 * from, false, then);
   }
 }

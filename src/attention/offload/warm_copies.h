@@ -23,6 +23,8 @@ class WarmConstants {
   const int32_t* none() const { return unit_rows() + 2 * units_; }
   const int32_t* free_rows() const { return none() + per_page_; }
   const int32_t* no_place_rows() const { return free_rows() + 2 * per_page_; }
+  // A head's part of a page.
+  const int32_t* zeros() const { return no_place_rows() + 2 * per_page_; }
 
  private:
   int64_t places_ = 0, units_ = 0, per_page_ = 0;
@@ -47,10 +49,9 @@ struct WarmCopies {
 
  private:
   using Ops = std::vector<Stream::CopyOp>;
-  uint8_t* Row(const ArrayPages& group, int64_t entry, int head, int64_t row) const;
-  // `count` rows of the last array of `group`, from `values`; the same ones again for each page if
-  // `repeat`.
-  void CopyRows(const ArrayPages& group, int64_t entry, int head, int64_t row, int64_t count,
+  // `count` rows of an array whose pages begin at `entry`, from `values`; the same ones again for
+  // each page if `repeat`.
+  void CopyRows(const ArrayPages::Rows& rows, int64_t entry, int head, int64_t row, int64_t count,
                 const int32_t* values, bool repeat, Ops* ops) const;
   void CopyDense(int layer, Ops* ops) const;
   void ClearTables(int layer, int head, Ops* ops) const;
