@@ -1,10 +1,12 @@
-#include "src/attention/policies/factory.h"
+#include "src/attention/policy_factory.h"
 
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "src/attention/policies/full/full_policy.h"
+#include "src/base/nearest_name.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 
@@ -44,21 +46,17 @@ absl::Status CheckOffload(const PolicyOptions& o) {
 
 }  // namespace
 
-std::vector<std::string> PolicyNames() {
-  std::vector<std::string> names;
-  for (const Known& known : kPolicies) names.emplace_back(known.name);
-  return names;
-}
-
 Made NewPolicy(const PolicyOptions& options) {
   for (const Known& known : kPolicies) {
     if (options.name != known.name) continue;
     if (known.offloads) SLUICE_RETURN_IF_ERROR(CheckOffload(options));
     return known.make(options);
   }
-  return absl::InvalidArgumentError(absl::StrCat("policy: expected one of ",
-                                                 absl::StrJoin(PolicyNames(), ", "), ", found '",
-                                                 options.name, "'"));
+  std::vector<std::string> names;
+  for (const Known& known : kPolicies) names.emplace_back(known.name);
+  return absl::InvalidArgumentError(
+      absl::StrCat("policy: expected one of ", absl::StrJoin(names, ", "), ", found '",
+                   options.name, "'", DidYouMean(options.name, names)));
 }
 
 }  // namespace sluice
