@@ -288,8 +288,13 @@ void DigestScores(const DigestScoresParams& p, Worker worker) {
   const int64_t kv_heads = p.digests.kv_heads;
   const bool whole = p.reduction == GroupReduction::kSoftmaxSum;
   const auto units = [&](int64_t r) {
-    return p.slots[r] < 0 ? int64_t{0} : int64_t{p.positions[r] / p.block_tokens} + 1;
+    return p.slots[r] < 0 ? int64_t{0} : int64_t{p.positions[r] / p.block_tokens};
   };
+  for (int64_t list = worker.index; list < p.rows * kv_heads; list += worker.count) {
+    const int64_t row = list / kv_heads;
+    if (p.slots[row] < 0) continue;
+    p.scores[list * p.score_stride + p.positions[row] / p.block_tokens] = kNegativeInfinity;
+  }
   ShareUnits(p.rows, kv_heads, whole, worker, units, [&](int64_t list, int64_t begin, int64_t end) {
     DigestSource<S> source(p, list);
     ReduceGroup<S>(source, p.heads / kv_heads, p.reduction, begin, end,

@@ -83,11 +83,11 @@ void DigestScores(const DigestScoresParams& p, Worker worker) {
   for (int64_t list = mine.begin; list < mine.end; ++list) {
     const int64_t r = list / kv_heads, kv_head = list % kv_heads, slot = p.slots[r];
     if (slot < 0) continue;
-    const int64_t blocks = p.positions[r] / p.block_tokens + 1;
+    const int64_t newest = p.positions[r] / p.block_tokens;
     std::vector<std::vector<double>> scores(static_cast<size_t>(group));
     for (int64_t g = 0; g < group; ++g) {
       const float* q = p.q + r * p.q_stride + (kv_head * group + g) * dim;
-      for (int64_t b = 0; b < blocks; ++b) {
+      for (int64_t b = 0; b < newest; ++b) {
         const char* row =
             static_cast<const char*>(p.digests.base) + RowOffset(p.digests, slot, b, kv_head);
         double sum = 0;
@@ -99,6 +99,7 @@ void DigestScores(const DigestScoresParams& p, Worker worker) {
       }
     }
     Reduce(scores, p.reduction, p.scores + list * p.score_stride);
+    p.scores[list * p.score_stride + newest] = kNegativeInfinity;
   }
 }
 
