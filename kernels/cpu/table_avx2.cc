@@ -5,6 +5,7 @@
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/simd_attention.h"
 #include "kernels/cpu/simd_linear.h"
+#include "kernels/cpu/simd_scores.h"
 
 namespace sluice::kernels::cpu {
 namespace {
@@ -117,6 +118,14 @@ const KernelTable& Avx2Table() {
       .silu_mul = SiluMul<Avx2>,
       .sample = Sample,
       .transfer = Transfer,
+      .digest = Digest<Avx2>,
+      .digest_scores = DigestScores<Avx2>,
+      .exact_scores = ExactScores<Avx2>,
+      .top_k = TopK,
+      .split = Split,
+      .recall_due = RecallDue,
+      .recall = Recall,
+      .write_through = WriteThrough,
   };
   return table;
 }

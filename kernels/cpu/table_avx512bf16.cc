@@ -6,6 +6,7 @@
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/linear_bf16.h"
 #include "kernels/cpu/simd_avx512.h"
+#include "kernels/cpu/simd_scores.h"
 
 namespace sluice::kernels::cpu {
 namespace {
@@ -106,6 +107,14 @@ const KernelTable& Avx512Bf16Table() {
       .silu_mul = SiluMul<Avx512>,
       .sample = Sample,
       .transfer = Transfer,
+      .digest = Digest<Avx512>,
+      .digest_scores = DigestScores<Avx512>,
+      .exact_scores = ExactScores<Avx512>,
+      .top_k = TopK,
+      .split = Split,
+      .recall_due = RecallDue,
+      .recall = Recall,
+      .write_through = WriteThrough,
   };
   return table;
 }

@@ -2,6 +2,7 @@
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/simd_attention.h"
 #include "kernels/cpu/simd_linear.h"
+#include "kernels/cpu/simd_scores.h"
 
 namespace sluice::kernels::cpu {
 namespace {
@@ -81,6 +82,14 @@ const KernelTable& PortableTable() {
       .silu_mul = SiluMul<Portable>,
       .sample = Sample,
       .transfer = Transfer,
+      .digest = Digest<Portable>,
+      .digest_scores = DigestScores<Portable>,
+      .exact_scores = ExactScores<Portable>,
+      .top_k = TopK,
+      .split = Split,
+      .recall_due = RecallDue,
+      .recall = Recall,
+      .write_through = WriteThrough,
   };
   return table;
 }

@@ -17,6 +17,14 @@ void Merge(const MergeParams& p, Worker worker);
 void SiluMul(const SiluMulParams& p, Worker worker);
 void Sample(const SampleParams& p, Worker worker);
 void Transfer(const TransferParams& p, Worker worker);
+void Digest(const DigestParams& p, Worker worker);
+void DigestScores(const DigestScoresParams& p, Worker worker);
+void ExactScores(const ExactScoresParams& p, Worker worker);
+void TopK(const TopKParams& p, Worker worker);
+void Split(const SplitParams& p, Worker worker);
+void RecallDue(const RecallDueParams& p, Worker worker);
+void Recall(const RecallParams& p, Worker worker);
+void WriteThrough(const WriteThroughParams& p, Worker worker);
 
 const KernelTable& Table();
 

@@ -18,6 +18,14 @@ const KernelTable& Table() {
       .silu_mul = SiluMul,
       .sample = Sample,
       .transfer = Transfer,
+      .digest = Digest,
+      .digest_scores = DigestScores,
+      .exact_scores = ExactScores,
+      .top_k = TopK,
+      .split = Split,
+      .recall_due = RecallDue,
+      .recall = Recall,
+      .write_through = WriteThrough,
   };
   return table;
 }

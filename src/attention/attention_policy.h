@@ -56,8 +56,9 @@ class AttentionPolicy {
   // on. False: no page is free now (never where HBM is not overcommitted), and nothing has changed.
   virtual bool Grow(int slot, int64_t tokens) = 0;
   // Enqueues what the device has to know of those that grew, before a step's first operator.
-  // `slots`: of the step's rows, in any order, repeated or not.
-  virtual void BeginStep(Stream& stream, absl::Span<const int32_t> slots) = 0;
+  // `slots` and `positions`: of the step's rows, in any order; a slot has as many as it has rows.
+  virtual void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                         absl::Span<const int32_t> positions) = 0;
   // Gives everything back. REQUIRES: Warm(slot), and every step that has the slot is done.
   virtual void Release(int slot) = 0;
 

@@ -51,9 +51,9 @@ void OnPath(const std::string& name, void (*test)(Device&, const KernelTable&)) 
   REQUIRE(device.ok());
   test(**device, *kernels::FindKernelTable(name.c_str()));
 }
-#define SLUICE_TEST_ON_EVERY_PATH(claim, test)                    \
-  TEST_CASE(claim " (portable)") { OnPath("portable", test); }    \
-  TEST_CASE(claim " (avx2)") { OnPath("avx2", test); }            \
+#define SLUICE_TEST_ON_EVERY_PATH(claim, test)                     \
+  TEST_CASE(claim " (portable)") { OnPath("portable", test); }     \
+  TEST_CASE(claim " (avx2)") { OnPath("avx2", test); }             \
   TEST_CASE(claim " (avx512bf16)") { OnPath("avx512bf16", test); } \
   TEST_CASE(claim " (amx)") { OnPath("amx", test); }
 
@@ -88,8 +88,8 @@ void Replays(Device& device, const KernelTable& table) {
   std::vector<std::unique_ptr<Program>> programs;
   const int buckets[] = {2, 5, 8};
   for (const int rows : buckets) {
-    programs.push_back(*device.Record(
-        *world.stream, [&world, rows](Stream& s) { world.Enqueue(s, rows); }));
+    programs.push_back(
+        *device.Record(*world.stream, [&world, rows](Stream& s) { world.Enqueue(s, rows); }));
   }
   for (int step = 0; step < 600; ++step) {
     const auto bucket = static_cast<size_t>(step) % std::size(buckets);

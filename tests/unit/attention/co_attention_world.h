@@ -89,8 +89,8 @@ class World {
     std::vector<int32_t> order(static_cast<size_t>(shape.slots));
     std::iota(order.begin(), order.end(), 0);
     for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random_.Below(i)]);
-    const int used = static_cast<int>(random_.Below(
-        static_cast<uint64_t>(std::min(rows, shape.slots)) + 1));
+    const int used =
+        static_cast<int>(random_.Below(static_cast<uint64_t>(std::min(rows, shape.slots)) + 1));
     for (int r = 0; r < rows; ++r) {
       slots[static_cast<size_t>(r)] = r < used ? order[static_cast<size_t>(r)] : -1;
       if (r < used) {
@@ -215,8 +215,7 @@ class World {
     const Request& r = requests_[static_cast<size_t>(layer)];
     const kernels::UnitLists to = co_attention->lists(layer);
     const size_t lists = static_cast<size_t>(rows * shape.kv_heads);
-    s.Copy(to.units, r.units.data(),
-           lists * static_cast<size_t>(shape.capacity) * sizeof(int32_t));
+    s.Copy(to.units, r.units.data(), lists * static_cast<size_t>(shape.capacity) * sizeof(int32_t));
     s.Copy(to.counts, r.counts.data(), lists * sizeof(int32_t));
     AttentionPolicy::Queries queries;
     queries.q = r.q.data();
@@ -247,8 +246,8 @@ class World {
     std::vector<double> scores, sum(static_cast<size_t>(shape.head_dim));
     std::vector<int> tokens;
     for (int32_t i = 0; i < r.counts[list]; ++i) {
-      const int32_t unit = r.units[list * static_cast<size_t>(shape.capacity) +
-                                   static_cast<size_t>(i)];
+      const int32_t unit =
+          r.units[list * static_cast<size_t>(shape.capacity) + static_cast<size_t>(i)];
       for (int t = unit * shape.unit_tokens; t < (unit + 1) * shape.unit_tokens; ++t) {
         if (t > positions[static_cast<size_t>(row)]) break;
         double dot = 0;
@@ -269,8 +268,8 @@ class World {
     for (double s : scores) total += std::exp(s - largest);
     for (size_t i = 0; i < scores.size(); ++i) {
       for (int d = 0; d < shape.head_dim; ++d) {
-        sum[static_cast<size_t>(d)] += std::exp(scores[i] - largest) / total *
-                                       Element(layer, slot, kv_head, tokens[i], 1, d);
+        sum[static_cast<size_t>(d)] +=
+            std::exp(scores[i] - largest) / total * Element(layer, slot, kv_head, tokens[i], 1, d);
       }
     }
     INFO("layer " << layer << " row " << row << " slot " << slot << " head " << head);
@@ -310,10 +309,10 @@ class World {
     const size_t at = static_cast<size_t>(row);
     REQUIRE(std::memcmp(want.data(), o[static_cast<size_t>(layer)].data() + at * width,
                         width * sizeof(float)) == 0);
-    REQUIRE(std::memcmp(want_lse.data(),
-                        lse[static_cast<size_t>(layer)].data() +
-                            at * static_cast<size_t>(shape.heads),
-                        want_lse.size() * sizeof(float)) == 0);
+    REQUIRE(
+        std::memcmp(want_lse.data(),
+                    lse[static_cast<size_t>(layer)].data() + at * static_cast<size_t>(shape.heads),
+                    want_lse.size() * sizeof(float)) == 0);
   }
 
   Device& device_;
