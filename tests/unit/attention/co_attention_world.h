@@ -47,8 +47,8 @@ struct Request {
 
 class World {
  public:
-  World(Device& device, const kernels::KernelTable& table, const Shape& shape, uint64_t seed)
-      : shape(shape), device_(device), table_(table), random_(seed) {
+  World(Device& device, const kernels::KernelTable& table, const Shape& of, uint64_t seed)
+      : shape(of), device_(device), table_(table), random_(seed) {
     CoAttention::Options options;
     options.device = &device;
     options.kernels = &table_;
