@@ -113,6 +113,11 @@ void PolicyRig::Admit(AttentionPolicy& policy, int slot, uint64_t seed, int cont
   REQUIRE(policy.Admit(slot, context, total, Promise::kFirm, home));
   policy.WarmEvent(slot).Wait();
   REQUIRE(policy.Warm(slot));
+  if (policy.NeedsEndPrompt()) {
+    policy.EndPrompt(slot, context);
+    policy.WarmEvent(slot).Wait();
+    REQUIRE(policy.Warm(slot));
+  }
   sequences_[slot] = {seed, context};
 }
 
@@ -138,8 +143,7 @@ void PolicyRig::Ahead(Stream& stream, AttentionPolicy& policy, int layer, int ro
   policy.Ahead(stream, layer, queries);
 }
 
-void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows,
-                        const Attended& attended) {
+void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows) {
   const auto bytes = static_cast<size_t>(rows) * 4;
   stream.Copy(slots_.device.data(), slots_.host.data(), bytes);
   stream.Copy(positions_.device.data(), positions_.host.data(), bytes);
@@ -172,15 +176,13 @@ void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows,
     attention.scale = scale();
     attention.out_type = DType::kFloat32;
     policy.Attend(stream, i, attention);
-    if (attended) attended(stream, i);
     stream.Copy(layer.out.host.data(), layer.out.device.data(),
                 static_cast<size_t>(rows) * shape_.heads * shape_.head_dim * 4);
   }
 }
 
 std::vector<std::vector<std::vector<float>>> PolicyRig::Step(AttentionPolicy& policy,
-                                                             const std::vector<int32_t>& slots,
-                                                             const Attended& attended) {
+                                                             const std::vector<int32_t>& slots) {
   const int rows = static_cast<int>(slots.size());
   REQUIRE(rows <= MaxRows(shape_));
   const size_t q = static_cast<size_t>(shape_.heads) * shape_.head_dim;
@@ -208,16 +210,15 @@ std::vector<std::vector<std::vector<float>>> PolicyRig::Step(AttentionPolicy& po
     }
   }
   policy.BeginStep(*stream_, real_slots, real_positions);
-  if (shape_.recorded && !attended) {
+  if (shape_.recorded) {
     std::unique_ptr<Program>& program = programs_[rows];
     if (program == nullptr) {
-      program = OrFail(device_->Record(*stream_, [this, &policy, rows](Stream& stream) {
-        Enqueue(stream, policy, rows, nullptr);
-      }));
+      program = OrFail(device_->Record(
+          *stream_, [this, &policy, rows](Stream& stream) { Enqueue(stream, policy, rows); }));
     }
     program->Run(*stream_);
   } else {
-    Enqueue(*stream_, policy, rows, attended);
+    Enqueue(*stream_, policy, rows);
   }
   Finish();
   std::vector<std::vector<std::vector<float>>> out;
@@ -229,6 +230,13 @@ std::vector<std::vector<std::vector<float>>> PolicyRig::Step(AttentionPolicy& po
     }
   }
   return out;
+}
+
+std::vector<float> PolicyRig::Read(const float* at, size_t count) {
+  const Buffer host = OrFail(device_->Allocate(MemoryKind::kPinned, count * 4, "test"));
+  stream_->Copy(host.data(), at, count * 4);
+  Finish();
+  return {host.as<float>(), host.as<float>() + count};
 }
 
 std::vector<float> PolicyRig::Naive(uint64_t seed, int layer, int position,

@@ -57,7 +57,7 @@ struct Scratch {
   Buffer first_since;                    // int32 [layers], pinned: what that begins with
   Buffer sources, targets, move_counts;  // int32 [lists][budget_blocks] twice, [lists]
   Buffer o;                              // float [2][rows][heads][head_dim]
-  Buffer lse;                            // float [2][rows][heads]
+  Buffer lse;  // float [layers][2][rows][heads]: what a layer was made of can be read afterwards
 };
 
 class ScoutPolicyImpl : public ScoutPolicy {
@@ -74,7 +74,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
 
   absl::Status SlotHealth(int slot) const override { return workers_->Health(slot); }
   PolicyStatistics Statistics() const override { return counters_->Sum(); }
-  const float* parts_lse() const override { return scratch_.lse.as<float>(); }
+  const float* parts_lse(int layer) const override { return lse(layer); }
 
   bool LooksAhead(int layer) const override {
     return options().scout.layer_ahead && !tier().dense(layer);
@@ -99,8 +99,8 @@ class ScoutPolicyImpl : public ScoutPolicy {
     AttendResident(stream, layer, queries);
     const int64_t values = int64_t{queries.rows} * queries.heads;
     workers_->Finish(stream, layer, queries.rows, scratch_.o.as<float>() + values * shape_.head_dim,
-                     scratch_.lse.as<float>() + values);
-    Merge(stream, queries, out, out_type);
+                     lse(layer) + values);
+    Merge(stream, layer, queries, out, out_type);
     if (options().scout.recall) Recall(stream, layer, queries);
   }
 
@@ -126,6 +126,9 @@ class ScoutPolicyImpl : public ScoutPolicy {
  private:
   int32_t* since(int layer) const {
     return scratch_.since.as<int32_t>() + int64_t{layer} * options().slots;
+  }
+  float* lse(int layer) const {
+    return scratch_.lse.as<float>() + layer * 2 * int64_t{shape_.rows} * shape_.heads;
   }
   const Choice& choice(int layer) const {
     return scratch_.choices[static_cast<size_t>(layer) % scratch_.choices.size()];
@@ -226,7 +229,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
     attention.places = choice(layer).places.as<int32_t>();
     attention.counts = choice(layer).resident_counts.as<int32_t>();
     attention.o = scratch_.o.as<float>();
-    attention.lse = scratch_.lse.as<float>();
+    attention.lse = lse(layer);
     attention.capacity = shape_.resident_blocks;
     attention.unit_tokens = shape_.block_tokens;
     attention.rows = queries.rows;
@@ -237,10 +240,11 @@ class ScoutPolicyImpl : public ScoutPolicy {
     kernels().SparseAttention(stream, attention);
   }
 
-  void Merge(Stream& stream, const Queries& queries, void* out, kernels::DType out_type) {
+  void Merge(Stream& stream, int layer, const Queries& queries, void* out,
+             kernels::DType out_type) {
     kernels::MergeParams merge{};
     merge.o = scratch_.o.as<float>();
-    merge.lse = scratch_.lse.as<float>();
+    merge.lse = lse(layer);
     merge.out = out;
     merge.parts = 2;
     merge.rows = queries.rows;
@@ -380,7 +384,7 @@ absl::StatusOr<Scratch> MakeScratch(Device& device, const Shape& shape,
   allocate(&scratch.move_counts, lists);
   const int64_t values = 2 * int64_t{shape.rows} * shape.heads;
   allocate(&scratch.o, values * shape.head_dim);
-  allocate(&scratch.lse, values);
+  allocate(&scratch.lse, shape.layers * values);
   SLUICE_RETURN_IF_ERROR(status);
   SLUICE_ASSIGN_OR_RETURN(
       scratch.first_since,
