@@ -10,6 +10,7 @@ void Embedding(const EmbeddingParams& p, Worker worker);
 void RopeTable(const RopeTableParams& p, Worker worker);
 void Sample(const SampleParams& p, Worker worker);
 void Transfer(const TransferParams& p, Worker worker);
+void SparseAttention(const SparseAttentionParams& p, Worker worker);
 
 // One table per path. Calling a function of a table on a processor without its instructions is an
 // illegal instruction; dispatch.cc is the only one to hand them out.

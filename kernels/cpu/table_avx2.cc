@@ -5,6 +5,8 @@
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/simd_attention.h"
 #include "kernels/cpu/simd_linear.h"
+#include "kernels/cpu/simd_moving_average.h"
+#include "kernels/cpu/simd_partial.h"
 
 namespace sluice::kernels::cpu {
 namespace {
@@ -117,6 +119,10 @@ const KernelTable& Avx2Table() {
       .silu_mul = SiluMul<Avx2>,
       .sample = Sample,
       .transfer = Transfer,
+      .partial_keys = PartialKeys<Avx2>,
+      .partial_scores = PartialScores<Avx2>,
+      .sparse_attention = SparseAttention,
+      .moving_average = MovingAverage<Avx2>,
   };
   return table;
 }

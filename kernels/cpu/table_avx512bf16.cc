@@ -6,6 +6,8 @@
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/linear_bf16.h"
 #include "kernels/cpu/simd_avx512.h"
+#include "kernels/cpu/simd_moving_average.h"
+#include "kernels/cpu/simd_partial.h"
 
 namespace sluice::kernels::cpu {
 namespace {
@@ -106,6 +108,10 @@ const KernelTable& Avx512Bf16Table() {
       .silu_mul = SiluMul<Avx512>,
       .sample = Sample,
       .transfer = Transfer,
+      .partial_keys = PartialKeys<Avx512>,
+      .partial_scores = PartialScores<Avx512>,
+      .sparse_attention = SparseAttention,
+      .moving_average = MovingAverage<Avx512>,
   };
   return table;
 }

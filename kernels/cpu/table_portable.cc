@@ -2,6 +2,8 @@
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/simd_attention.h"
 #include "kernels/cpu/simd_linear.h"
+#include "kernels/cpu/simd_moving_average.h"
+#include "kernels/cpu/simd_partial.h"
 
 namespace sluice::kernels::cpu {
 namespace {
@@ -81,6 +83,10 @@ const KernelTable& PortableTable() {
       .silu_mul = SiluMul<Portable>,
       .sample = Sample,
       .transfer = Transfer,
+      .partial_keys = PartialKeys<Portable>,
+      .partial_scores = PartialScores<Portable>,
+      .sparse_attention = SparseAttention,
+      .moving_average = MovingAverage<Portable>,
   };
   return table;
 }

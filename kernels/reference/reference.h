@@ -17,6 +17,10 @@ void Merge(const MergeParams& p, Worker worker);
 void SiluMul(const SiluMulParams& p, Worker worker);
 void Sample(const SampleParams& p, Worker worker);
 void Transfer(const TransferParams& p, Worker worker);
+void PartialKeys(const PartialKeysParams& p, Worker worker);
+void PartialScores(const PartialScoresParams& p, Worker worker);
+void SparseAttention(const SparseAttentionParams& p, Worker worker);
+void MovingAverage(const MovingAverageParams& p, Worker worker);
 
 const KernelTable& Table();
 

@@ -18,6 +18,10 @@ const KernelTable& Table() {
       .silu_mul = SiluMul,
       .sample = Sample,
       .transfer = Transfer,
+      .partial_keys = PartialKeys,
+      .partial_scores = PartialScores,
+      .sparse_attention = SparseAttention,
+      .moving_average = MovingAverage,
   };
   return table;
 }
