@@ -108,8 +108,8 @@ struct PagedCache {
   int32_t kv_heads;
   int32_t head_dim;
   DType type;
-  // > 0: the table is a ring, block b is its entry b % ring_blocks. RopeAppend, Digest and
-  // SparseAttention alone take one.
+  // > 0: the table is a ring, block b is its entry b % ring_blocks. RopeAppend, Digest, PartialKeys
+  // and SparseAttention alone take one.
   int32_t ring_blocks = 0;
 };
 

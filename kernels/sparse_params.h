@@ -62,7 +62,9 @@ struct DigestParams {
 };
 
 // scores[l][b] = reduction over the group's heads of  scale * sum_d max(q_d * largest_d, q_d *
-// least_d), an upper bound of scale * q k over block b; for b <= positions[r] / block_tokens.
+// least_d), an upper bound of scale * q k over block b; for b < positions[r] / block_tokens. The
+// newest block's score is -inf and its digest is not read: a layer ahead it lacks the row's own
+// token, and is another sequence's where that token begins the block. Whoever selects forces it in.
 struct DigestScoresParams {
   const float* q;  // [rows][q_stride], heads * head_dim used, after RoPE
   int64_t q_stride;
@@ -99,7 +101,7 @@ struct ExactScoresParams {
 // InfiniGen's partial keys: key row [head_dim] times projection [head_dim][rank], for every
 // position in [first_positions[r], positions[r]]. A row of `partial` is one token.
 struct PartialKeysParams {
-  PagedCache cache;
+  PagedCache cache;         // may be a ring, as Digest's
   const float* projection;  // [kv_heads][head_dim][rank]
   PagedRows partial;        // dim = rank
   const int32_t* slots;
@@ -108,8 +110,9 @@ struct PartialKeysParams {
   int32_t rows;
 };
 
-// scores[l][t] = reduction over the group's heads of scale * (q projection) . partial[t], for t <=
-// positions[r].
+// scores[l][t] = reduction over the group's heads of scale * (q projection) . partial[t], for t <
+// positions[r]; scores[l][positions[r]] = -inf, and that row of `partial` is not read: a layer's
+// newest key is not known yet when its queries are predicted.
 struct PartialScoresParams {
   const float* q;
   int64_t q_stride;
@@ -158,7 +161,8 @@ struct ResidencyTable {
 inline constexpr int32_t kNoPlace = -2;
 
 // Splits each list into what has a place and what has none, and stamps the places of selected units
-// with positions[r].
+// with positions[r]. With `forget` every place but the ring's is taken back first, in both tables,
+// so that only the ring is resident.
 struct SplitParams {
   ResidencyTable residency;
   const int32_t* slots;
@@ -171,9 +175,10 @@ struct SplitParams {
   int32_t kv_heads;
   int32_t unit_tokens;
   bool whole;
+  bool forget = false;
 };
 
-// What a policy counts for one slot and layer, since the slot was taken.
+// What a policy counts for one slot and layer, of all the sequences that the slot has had.
 struct SparseCounters {
   int64_t steps;
   int64_t selected;  // tokens x KV heads

@@ -15,6 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "kernels/params.h"
+#include "src/attention/policy_statistics.h"
 #include "src/device/device.h"
 #include "src/kv/cache_layout.h"
 #include "src/kv/page_pool.h"
@@ -55,8 +56,9 @@ class AttentionPolicy {
   // on. False: no page is free now (never where HBM is not overcommitted), and nothing has changed.
   virtual bool Grow(int slot, int64_t tokens) = 0;
   // Enqueues what the device has to know of those that grew, before a step's first operator.
-  // `slots`: of the step's rows, in any order, repeated or not.
-  virtual void BeginStep(Stream& stream, absl::Span<const int32_t> slots) = 0;
+  // `slots` and `positions`: of the step's rows, in any order; a slot has as many as it has rows.
+  virtual void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                         absl::Span<const int32_t> positions) = 0;
   // Gives everything back. REQUIRES: Warm(slot), and every step that has the slot is done.
   virtual void Release(int slot) = 0;
 
@@ -79,6 +81,10 @@ class AttentionPolicy {
   virtual void EndPrompt(int /*slot*/, int64_t /*tokens*/) {}
   // Not OK: what the slot's sequence was given since Admit may be wrong, and it must end.
   virtual absl::Status SlotHealth(int /*slot*/) const { return absl::OkStatus(); }
+
+  // What was selected and where it lay. REQUIRES: no step is under way, its counters are the
+  // device's until it is done.
+  virtual PolicyStatistics Statistics() const { return {}; }
 
   // Queries of decode rows, after q_norm and RoPE.
   struct Queries {

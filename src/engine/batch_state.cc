@@ -246,10 +246,11 @@ void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model&
                           ? program->shape
                           : Shape{plan.row_count, plan.decode_rows, plan.sample_count};
   FillInputs(buffer, plan, shape);
-  const int32_t* slots = InputsAt(host_inputs_[b], shape).slots;
+  const Inputs rows = InputsAt(host_inputs_[b], shape);
   // Before the copy: a kernel may read tables before the kernels ahead of it in the stream have
   // ended (kernels/cuda/launch.cuh), but never before a copy ahead of it has.
-  policy.BeginStep(stream, {slots, static_cast<size_t>(plan.row_count)});
+  const auto row_count = static_cast<size_t>(plan.row_count);
+  policy.BeginStep(stream, {rows.slots, row_count}, {rows.positions, row_count});
   stream.Copy(inputs_.data(), host_inputs_[b].data(), static_cast<size_t>(InputBytes(shape)));
   if (timed) stream.Record(*marks.rows_in);
 

@@ -47,8 +47,9 @@ class MarkingPolicy : public AttentionPolicy {
   bool Warm(int slot) override { return full_->Warm(slot); }
   Event& WarmEvent(int slot) override { return full_->WarmEvent(slot); }
   bool Grow(int slot, int64_t tokens) override { return full_->Grow(slot, tokens); }
-  void BeginStep(Stream& stream, absl::Span<const int32_t> slots) override {
-    full_->BeginStep(stream, slots);
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                 absl::Span<const int32_t> positions) override {
+    full_->BeginStep(stream, slots, positions);
   }
   void Release(int slot) override { full_->Release(slot); }
   bool MakeFirm(int slot) override { return full_->MakeFirm(slot); }

@@ -126,7 +126,8 @@ std::vector<float> Teacher::Step(int position, int count, bool generates) {
   }
   *logit_row = count - 1;
   policy_->Grow(0, position + count);
-  policy_->BeginStep(*stream_, {slots, static_cast<size_t>(count)});
+  policy_->BeginStep(*stream_, {slots, static_cast<size_t>(count)},
+                     {positions, static_cast<size_t>(count)});
   ToDevice(rows_);
   StepInputs in;
   in.tokens = tokens_.device.as<int32_t>();

@@ -26,7 +26,8 @@ class OffloadPolicy : public AttentionPolicy {
   bool Warm(int slot) override;
   Event& WarmEvent(int slot) override;
   bool Grow(int slot, int64_t tokens) override;
-  void BeginStep(Stream& stream, absl::Span<const int32_t> slots) override;
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                 absl::Span<const int32_t> positions) override;
   void Release(int slot) override;
   bool NeedsEndPrompt() const override { return true; }
   void EndPrompt(int slot, int64_t tokens) override;

@@ -100,7 +100,7 @@ TEST_CASE("whatever comes and goes, scattered pages hold each sequence's own byt
     t.policy->WarmEvent(slot).Wait();
     REQUIRE(t.policy->Warm(slot));
     t.policy->Grow(slot, tokens + static_cast<int64_t>(random.Below(200)));
-    t.policy->BeginStep(*stream, {slot});
+    t.policy->BeginStep(*stream, {slot}, {0});
     stream->Record(*grown);
     grown->Wait();
     context[slot] = tokens;
@@ -141,16 +141,16 @@ TEST_CASE("the device is told of all that grew in one command, by the step that 
     REQUIRE(t.policy->Grow(slot, 1));
   }
   CHECK(stream.commands == 0);
-  t.policy->BeginStep(stream, {0, 2, 2});
+  t.policy->BeginStep(stream, {0, 2, 2}, {0, 0, 1});
   CHECK(stream.commands == 1);
-  t.policy->BeginStep(stream, {0, 2});  // nothing grew since
+  t.policy->BeginStep(stream, {0, 2}, {1, 2});  // nothing grew since
   CHECK(stream.commands == 1);
-  t.policy->BeginStep(stream, {1});
+  t.policy->BeginStep(stream, {1}, {0});
   CHECK(stream.commands == 2);
   // Growth comes in large extents: in most steps there is nothing to tell.
   for (int tokens = 2; tokens <= 600; ++tokens) {
     for (int slot = 0; slot < 3; ++slot) REQUIRE(t.policy->Grow(slot, tokens));
-    t.policy->BeginStep(stream, {0, 1, 2});
+    t.policy->BeginStep(stream, {0, 1, 2}, {tokens - 1, tokens - 1, tokens - 1});
   }
   CHECK(stream.commands > 2);
   CHECK(stream.commands <= 2 + 600 / (SequenceCache::kGrowthBlocks * 16) + 1);
@@ -161,7 +161,7 @@ TEST_CASE("the device is told of all that grew in one command, by the step that 
   REQUIRE(t.policy->Grow(0, 1));
   t.policy->Release(0);
   const int before = stream.commands;
-  t.policy->BeginStep(stream, {0, 1, 2});
+  t.policy->BeginStep(stream, {0, 1, 2}, {0, 600, 600});
   CHECK(stream.commands == before);
   for (int slot = 1; slot < 3; ++slot) t.policy->Release(slot);
 }

@@ -114,7 +114,8 @@ class FullPolicyImpl : public FullPolicy {
   // copy for each layer of each of them would hold up the device for a microsecond apiece. Where
   // HBM is not overcommitted a sequence grows once in SequenceCache::kGrowthBlocks blocks, so most
   // steps have none.
-  void BeginStep(Stream& stream, absl::Span<const int32_t> slots) override {
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                 absl::Span<const int32_t> /*positions*/) override {
     const auto grown = [this](int32_t slot) { return slots_[static_cast<size_t>(slot)].grown; };
     if (std::none_of(slots.begin(), slots.end(), grown)) return;
     TableBatch& batch = table_batches_[next_table_batch_];

@@ -1,0 +1,51 @@
+#include "src/attention/offload/selection_counters.h"
+
+#include <utility>
+
+#include "src/base/status_macros.h"
+
+namespace sluice {
+
+absl::StatusOr<std::unique_ptr<SelectionCounters>> SelectionCounters::Create(
+    Device* device, int slots, const CacheLayout& layout) {
+  const size_t bytes = static_cast<size_t>(layout.layers) * static_cast<size_t>(slots) *
+                       sizeof(kernels::SparseCounters);
+  SLUICE_ASSIGN_OR_RETURN(
+      Buffer on_device, device->Allocate(MemoryKind::kDevice, bytes, "the counters of selection"));
+  SLUICE_ASSIGN_OR_RETURN(
+      Buffer on_host, device->Allocate(MemoryKind::kPinned, bytes, "the counters of selection"));
+  return std::unique_ptr<SelectionCounters>(
+      new SelectionCounters(device, slots, layout, std::move(on_device), std::move(on_host)));
+}
+
+SelectionCounters::SelectionCounters(Device* device, int slots, const CacheLayout& layout,
+                                     Buffer on_device, Buffer on_host)
+    : slots_(slots),
+      layout_(layout),
+      device_(std::move(on_device)),
+      host_(std::move(on_host)),
+      copied_(device->NewEvent()),
+      stream_(device->NewStream(Device::StreamKind::kCopy)) {}
+
+PolicyStatistics SelectionCounters::Sum() const {
+  stream_->Copy(host_.data(), device_.data(), host_.bytes());
+  stream_->Record(*copied_);
+  copied_->Wait();
+  const CacheKind& kv = layout_.kinds[0];
+  PolicyStatistics sum;
+  const auto* counters = host_.as<kernels::SparseCounters>();
+  for (int layer = 0; layer < layout_.layers; ++layer) {
+    PolicyStatistics::Layer& of = sum.layers.emplace_back();
+    for (int slot = 0; slot < slots_; ++slot, ++counters) {
+      of.steps += counters->steps;
+      of.selected += counters->selected;
+      of.missing += counters->missing;
+      of.recalled += counters->recalled;
+      of.recalls += counters->recalls;
+    }
+    of.link_bytes = (of.recalled + of.steps * kv.heads) * kv.bytes_per_token;
+  }
+  return sum;
+}
+
+}  // namespace sluice

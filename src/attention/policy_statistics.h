@@ -1,0 +1,34 @@
+// What a sparse policy did since it was made: of sequences that run and of those that have ended.
+// For benches, profiles and metrics; their difference between two moments is what happened between.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace sluice {
+
+struct PolicyStatistics {
+  // Sums over sequences. A token counts once for each KV head that selected it.
+  struct Layer {
+    int64_t steps = 0;     // decode rows
+    int64_t selected = 0;  // tokens x KV heads attended to, wherever they lay
+    int64_t missing = 0;   // of them, those with no place in HBM: the CPU's, or fetched
+    int64_t recalled = 0;  // tokens x KV heads that were given a place
+    int64_t recalls = 0;   // decode rows with a recall
+    // K and V of decode rows over the link: recalled or fetched, and written through. No warm-up.
+    int64_t link_bytes = 0;
+
+    // What the CPU attends to (or the link brings) of a budget of `budget_tokens` tokens.
+    double Share(int64_t budget_tokens, int kv_heads) const {
+      const int64_t budget = steps * budget_tokens * kv_heads;
+      return budget == 0 ? 0 : static_cast<double>(missing) / static_cast<double>(budget);
+    }
+    // Of what was selected, how much had a place.
+    double HitRate() const {
+      return selected == 0 ? 1 : 1 - static_cast<double>(missing) / static_cast<double>(selected);
+    }
+  };
+  std::vector<Layer> layers;  // empty: the policy selects nothing; dense layers have zeros
+};
+
+}  // namespace sluice
