@@ -189,10 +189,11 @@ void PartialScoresOfList(const PartialScoresParams& p, int64_t list) {
   PartialQueries queries;
   queries.slot = p.slots[row];
   queries.kv_head = list % kv_heads;
-  queries.tokens = int64_t{p.positions[row]} + 1;
+  queries.tokens = p.positions[row];
   float* out = p.scores + list * p.score_stride;
   const bool max = p.reduction == GroupReduction::kMax;
   for (int64_t t = 0; t < queries.tokens; ++t) out[t] = max ? kNegativeInfinity : 0.0f;
+  out[queries.tokens] = kNegativeInfinity;
   const float factor =
       p.reduction == GroupReduction::kMean ? p.scale / static_cast<float>(group) : p.scale;
   for (int64_t first = 0; first < group; first += kScoreHeads) {

@@ -13,7 +13,7 @@ void* RowOf(const PagedRows& rows, int64_t slot, int64_t row, int64_t head) {
   return static_cast<char*>(rows.base) + RowOffset(rows, slot, row, head);
 }
 
-// scale * (q projection) . partial[t] of one query head, for every t of the row.
+// scale * (q projection) . partial[t] of one query head, for every t before the row.
 std::vector<double> HeadScores(const PartialScoresParams& p, int64_t r, int64_t head) {
   const int64_t rank = p.partial.dim, dim = p.head_dim;
   const int64_t kv_head = head / (p.heads / p.partial.kv_heads);
@@ -26,7 +26,7 @@ std::vector<double> HeadScores(const PartialScoresParams& p, int64_t r, int64_t 
     }
   }
   std::vector<double> scores;
-  for (int64_t t = 0; t <= p.positions[r]; ++t) {
+  for (int64_t t = 0; t < p.positions[r]; ++t) {
     const void* partial = RowOf(p.partial, p.slots[r], t, kv_head);
     double dot = 0;
     for (int64_t j = 0; j < rank; ++j) {
@@ -39,6 +39,7 @@ std::vector<double> HeadScores(const PartialScoresParams& p, int64_t r, int64_t 
 
 // softmax(scores), in place.
 void Softmax(std::vector<double>& scores) {
+  if (scores.empty()) return;
   const double largest = *std::max_element(scores.begin(), scores.end());
   double sum = 0;
   for (double& score : scores) sum += score = std::exp(score - largest);
@@ -79,7 +80,7 @@ void PartialScores(const PartialScoresParams& p, Worker worker) {
     const int64_t r = list / kv_heads;
     if (p.slots[r] < 0) continue;
     const bool largest = p.reduction == GroupReduction::kMax;
-    std::vector<double> reduced(static_cast<size_t>(p.positions[r]) + 1,
+    std::vector<double> reduced(static_cast<size_t>(p.positions[r]),
                                 largest ? -std::numeric_limits<double>::infinity() : 0.0);
     for (int64_t i = 0; i < group; ++i) {
       std::vector<double> scores = HeadScores(p, r, list % kv_heads * group + i);
@@ -93,6 +94,7 @@ void PartialScores(const PartialScoresParams& p, Worker worker) {
       p.scores[list * p.score_stride + static_cast<int64_t>(t)] =
           static_cast<float>(reduced[t] / divisor);
     }
+    p.scores[list * p.score_stride + p.positions[r]] = kNegativeInfinity;
   }
 }
 
