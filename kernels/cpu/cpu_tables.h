@@ -11,6 +11,11 @@ void RopeTable(const RopeTableParams& p, Worker worker);
 void Sample(const SampleParams& p, Worker worker);
 void Transfer(const TransferParams& p, Worker worker);
 void SparseAttention(const SparseAttentionParams& p, Worker worker);
+void TopK(const TopKParams& p, Worker worker);
+void Split(const SplitParams& p, Worker worker);
+void RecallDue(const RecallDueParams& p, Worker worker);
+void Recall(const RecallParams& p, Worker worker);
+void WriteThrough(const WriteThroughParams& p, Worker worker);
 
 // One table per path. Calling a function of a table on a processor without its instructions is an
 // illegal instruction; dispatch.cc is the only one to hand them out.

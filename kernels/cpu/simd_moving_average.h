@@ -2,7 +2,7 @@
 // over workers. A weight is one fixed sequence of operations on its token and its heads.
 #pragma once
 
-#include "kernels/cpu/simd_math.h"
+#include "kernels/cpu/simd_scores.h"
 #include "kernels/cpu/unit_list.h"
 
 namespace sluice::kernels::cpu {
@@ -10,44 +10,32 @@ namespace {
 
 inline constexpr int kAverageTokens = 16;  // weights computed at a time
 
-// q . k over `dim` elements, a multiple of 16.
-template <class S>
-inline float DotKey(const float* q, const void* keys, DType type, int64_t key, int64_t dim) {
-  typename S::F sum = S::Set1(0.0f);
-  if (type == DType::kFloat32) {
-    const float* k = static_cast<const float*>(keys) + key;
-    for (int64_t d = 0; d < dim; d += S::kWidth) {
-      sum = S::Fma(S::Load(q + d), S::Load(k + d), sum);
-    }
-  } else {
-    const uint16_t* k = static_cast<const uint16_t*>(keys) + key;
-    for (int64_t d = 0; d < dim; d += S::kWidth) {
-      sum = S::Fma(S::Load(q + d), S::LoadBf16(k + d), sum);
-    }
-  }
-  return S::Sum(sum);
-}
-
-// The group's reduced weights of `count` list tokens from `first` on.
+// The group's reduced weights of `count` list tokens, whose keys are rows of the cache at `keys`.
 template <class S>
 void ReducedWeights(const MovingAverageParams& p, int64_t row, int64_t kv_head, const int64_t* keys,
                     int64_t count, float* weights) {
-  const int64_t dim = p.cache.head_dim;
-  const int64_t group = p.heads / p.cache.kv_heads;
+  const PagedCache& c = p.cache;
+  const int64_t group = p.heads / c.kv_heads;
   for (int t = 0; t < kAverageTokens; ++t) weights[t] = 0;
-  for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
-    const float* q = p.q + row * p.q_stride + h * dim;
-    const float lse = p.lse[row * p.heads + h];
-    alignas(64) float scores[kAverageTokens];
-    for (int64_t t = 0; t < kAverageTokens; ++t) {
-      scores[t] = t < count ? p.scale * DotKey<S>(q, p.cache.base, p.cache.type, keys[t], dim) - lse
-                            : kNegativeInfinity;
+  for (int64_t first = 0; first < group; first += kScoreHeads) {
+    const int64_t heads = Min(kScoreHeads, group - first);
+    const int64_t head = kv_head * group + first;
+    alignas(64) float scores[kScoreHeads][kAverageTokens] = {};
+    for (int64_t t = 0; t < count; ++t) {
+      DotRow<S>(p.q + row * p.q_stride + head * c.head_dim, heads, c.head_dim,
+                static_cast<const char*>(c.base) + keys[t] * SizeOf(c.type), c.type, c.head_dim,
+                &scores[0][t], kAverageTokens);
     }
-    for (int t = 0; t < kAverageTokens; t += S::kWidth) {
-      // At most 1 but for rounding: the token is one of those that made lse.
-      const typename S::F w = Exp<S>(S::Min(S::Load(scores + t), S::Set1(80.0f)));
-      const typename S::F old = S::Load(weights + t);
-      S::Store(weights + t, p.reduction == GroupReduction::kMax ? S::Max(old, w) : S::Add(old, w));
+    for (int64_t h = 0; h < heads; ++h) {
+      const typename S::F lse = S::Set1(p.lse[row * p.heads + head + h]);
+      for (int t = 0; t < kAverageTokens; t += S::kWidth) {
+        const typename S::F scaled = S::Mul(S::Load(scores[h] + t), S::Set1(p.scale));
+        // At most 1 but for rounding: the token is one of those that made lse.
+        const typename S::F w = Exp<S>(S::Min(S::Sub(scaled, lse), S::Set1(80.0f)));
+        const typename S::F so_far = S::Load(weights + t);
+        S::Store(weights + t,
+                 p.reduction == GroupReduction::kMax ? S::Max(so_far, w) : S::Add(so_far, w));
+      }
     }
   }
   if (p.reduction == GroupReduction::kMax) return;

@@ -2,14 +2,12 @@
 // are split over workers; sums run over elements in one order, whatever the other tokens.
 #pragma once
 
-#include "kernels/cpu/simd_elementwise.h"
+#include "kernels/cpu/simd_scores.h"
 
 namespace sluice::kernels::cpu {
 namespace {
 
 inline constexpr int kMaxRank = kMaxHeadDim;
-inline constexpr int kScoreTokens = 16;  // scored at a time
-inline constexpr int kScoreHeads = 16;   // query heads that share the reading of partial keys
 
 inline void* PartialRow(const PagedRows& rows, int64_t slot, int64_t row, int64_t head) {
   return static_cast<char*>(rows.base) + RowOffset(rows, slot, row, head);
@@ -100,134 +98,67 @@ void PartialKeys(const PartialKeysParams& p, Worker worker) {
   }
 }
 
-// q . partial, both of `rank` elements.
+// A token's score is one dot product of its partial key with the projected query.
 template <class S>
-inline float DotPartial(const float* q, const void* partial, DType type, int64_t rank) {
-  typename S::F sum = S::Set1(0.0f);
-  int64_t j = 0;
-  for (; j + S::kWidth <= rank; j += S::kWidth) {
-    sum = S::Fma(S::Load(q + j), LoadAs<S>(partial, type, j), sum);
+struct PartialSource {
+  const PartialScoresParams& p;
+  int64_t row, kv_head;
+  int64_t heads = 0;
+  alignas(64) float queries[kScoreHeads * kMaxRank];
+
+  PartialSource(const PartialScoresParams& params, int64_t list)
+      : p(params), row(list / p.partial.kv_heads), kv_head(list % p.partial.kv_heads) {}
+
+  void SetHeads(int64_t first, int64_t count) {
+    const int64_t dim = p.head_dim, rank = p.partial.dim, group = p.heads / p.partial.kv_heads;
+    heads = count;
+    for (int64_t h = 0; h < count; ++h) {
+      float* out = queries + h * kMaxRank;
+      Project<S>(p.q + row * p.q_stride + (kv_head * group + first + h) * dim,
+                 p.projection + kv_head * dim * rank, dim, rank, out);
+      for (int64_t j = 0; j < rank; ++j) out[j] *= p.scale;
+    }
   }
-  float tail = 0;
-  for (; j < rank; ++j) tail += q[j] * ElementOf(partial, type, j);
-  return S::Sum(sum) + tail;
-}
 
-// The projected queries of some heads of one list, scaled.
-struct PartialQueries {
-  alignas(64) float q[kScoreHeads][kMaxRank];
-  int64_t slot;
-  int64_t kv_head;
-  int64_t heads;
-  int64_t tokens;
-};
-
-// Calls take(t, count, scores) for tokens [t, t + count) in order, count <= kScoreTokens;
-// scores[h][i], those past the count being -inf.
-template <class S, typename Take>
-void ForEachScores(const PartialScoresParams& p, const PartialQueries& queries, Take take) {
-  const PagedRows& rows = p.partial;
-  const int64_t row_bytes = rows.dim * (rows.type == DType::kFloat32 ? 4 : 2);
-  for (int64_t t = 0; t < queries.tokens;) {
-    const int64_t in_page = rows.rows_per_page - t % rows.rows_per_page;
-    const int64_t count = Min(kScoreTokens, Min(in_page, queries.tokens - t));
-    const char* at = static_cast<const char*>(PartialRow(rows, queries.slot, t, queries.kv_head));
-    alignas(64) float scores[kScoreHeads][kScoreTokens];
-    for (int64_t h = 0; h < queries.heads; ++h) {
-      for (int64_t i = 0; i < kScoreTokens; ++i) {
-        scores[h][i] = i < count
-                           ? DotPartial<S>(queries.q[h], at + i * row_bytes, rows.type, rows.dim)
-                           : kNegativeInfinity;
-      }
-    }
-    take(t, count, scores);
-    t += count;
-  }
-}
-
-// Replaces scores by exp(scores - largest) and returns their sum.
-template <class S>
-inline float Exponentials(float* scores, float largest) {
-  typename S::F total = S::Set1(0.0f);
-  for (int i = 0; i < kScoreTokens; i += S::kWidth) {
-    const typename S::F e = Exp<S>(S::Sub(S::Load(scores + i), S::Set1(largest)));
-    S::Store(scores + i, e);
-    total = S::Add(total, e);
-  }
-  return S::Sum(total);
-}
-
-// out[t] += the sum over heads of softmax(scores): once for the sums, once for the weights.
-template <class S>
-void AddSoftmax(const PartialScoresParams& p, const PartialQueries& queries, float* out) {
-  float largest[kScoreHeads], sums[kScoreHeads];
-  for (int64_t h = 0; h < queries.heads; ++h) {
-    largest[h] = kNegativeInfinity;
-    sums[h] = 0;
-  }
-  ForEachScores<S>(p, queries, [&](int64_t, int64_t count, auto& scores) {
-    for (int64_t h = 0; h < queries.heads; ++h) {
-      float best = largest[h];
-      for (int64_t i = 0; i < count; ++i) best = scores[h][i] > best ? scores[h][i] : best;
-      const float rescale = best == largest[h] ? 1.0f : __builtin_expf(largest[h] - best);
-      sums[h] = sums[h] * rescale + Exponentials<S>(scores[h], best);
-      largest[h] = best;
-    }
-  });
-  ForEachScores<S>(p, queries, [&](int64_t t, int64_t count, auto& scores) {
-    for (int64_t h = 0; h < queries.heads; ++h) {
-      Exponentials<S>(scores[h], largest[h]);
-      for (int64_t i = 0; i < count; ++i) out[t + i] += scores[h][i] / sums[h];
-    }
-  });
-}
-
-template <class S>
-void PartialScoresOfList(const PartialScoresParams& p, int64_t list) {
-  const int64_t kv_heads = p.partial.kv_heads, rank = p.partial.dim, dim = p.head_dim;
-  const int64_t row = list / kv_heads, group = p.heads / kv_heads;
-  PartialQueries queries;
-  queries.slot = p.slots[row];
-  queries.kv_head = list % kv_heads;
-  queries.tokens = p.positions[row];
-  float* out = p.scores + list * p.score_stride;
-  const bool max = p.reduction == GroupReduction::kMax;
-  for (int64_t t = 0; t < queries.tokens; ++t) out[t] = max ? kNegativeInfinity : 0.0f;
-  out[queries.tokens] = kNegativeInfinity;
-  const float factor =
-      p.reduction == GroupReduction::kMean ? p.scale / static_cast<float>(group) : p.scale;
-  for (int64_t first = 0; first < group; first += kScoreHeads) {
-    queries.heads = Min(kScoreHeads, group - first);
-    for (int64_t h = 0; h < queries.heads; ++h) {
-      const int64_t head = queries.kv_head * group + first + h;
-      Project<S>(p.q + row * p.q_stride + head * dim, p.projection + queries.kv_head * dim * rank,
-                 dim, rank, queries.q[h]);
-      for (int64_t j = 0; j < rank; ++j) queries.q[h][j] *= factor;
-    }
-    if (p.reduction == GroupReduction::kSoftmaxSum) {
-      AddSoftmax<S>(p, queries, out);
-      continue;
-    }
-    ForEachScores<S>(p, queries, [&](int64_t t, int64_t count, auto& scores) {
-      for (int64_t h = 0; h < queries.heads; ++h) {
-        for (int64_t i = 0; i < count; ++i) {
-          const float score = scores[h][i];
-          out[t + i] = !max ? out[t + i] + score : score > out[t + i] ? score : out[t + i];
+  void Fill(int64_t first, int64_t count, UnitScores& tile) const {
+    const PagedRows& rows = p.partial;
+    const int64_t whole = rows.dim / 16 * 16;
+    for (int64_t i = 0; i < count; ++i) {
+      const char* partial =
+          static_cast<const char*>(rows.base) + RowOffset(rows, p.slots[row], first + i, kv_head);
+      DotRow<S>(queries, heads, kMaxRank, partial, rows.type, whole, &tile.scores[0][i],
+                kScoreUnits);
+      for (int64_t j = whole; j < rows.dim; ++j) {
+        const float element = ElementOf(partial, rows.type, j);
+        for (int64_t h = 0; h < heads; ++h) {
+          tile.scores[h][i] += queries[h * kMaxRank + j] * element;
         }
       }
-    });
+    }
   }
-}
+};
 
 template <class S>
 void PartialScores(const PartialScoresParams& p, Worker worker) {
   if (p.head_dim > kMaxHeadDim || p.partial.dim > kMaxRank) {
     KernelCheckFailed("partial_scores: head_dim and rank up to 256");
   }
-  const Range mine = Share(int64_t{p.rows} * p.partial.kv_heads, worker);
-  for (int64_t list = mine.begin; list < mine.end; ++list) {
-    if (p.slots[list / p.partial.kv_heads] >= 0) PartialScoresOfList<S>(p, list);
+  const int64_t kv_heads = p.partial.kv_heads;
+  const bool whole = p.reduction == GroupReduction::kSoftmaxSum;
+  const auto tokens = [&](int64_t r) {
+    return p.slots[r] < 0 ? int64_t{0} : int64_t{p.positions[r]};
+  };
+  for (int64_t list = worker.index; list < p.rows * kv_heads; list += worker.count) {
+    const int64_t row = list / kv_heads;
+    if (p.slots[row] < 0) continue;
+    p.scores[list * p.score_stride + p.positions[row]] = kNegativeInfinity;
   }
+  ShareUnits(p.rows, kv_heads, whole, worker, tokens,
+             [&](int64_t list, int64_t begin, int64_t end) {
+               PartialSource<S> source(p, list);
+               ReduceGroup<S>(source, p.heads / kv_heads, p.reduction, begin, end,
+                              p.scores + list * p.score_stride);
+             });
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "kernels/cpu/simd_linear.h"
 #include "kernels/cpu/simd_moving_average.h"
 #include "kernels/cpu/simd_partial.h"
+#include "kernels/cpu/simd_scores.h"
 
 namespace sluice::kernels::cpu {
 namespace {
@@ -119,8 +120,16 @@ const KernelTable& Avx2Table() {
       .silu_mul = SiluMul<Avx2>,
       .sample = Sample,
       .transfer = Transfer,
+      .digest = Digest<Avx2>,
+      .digest_scores = DigestScores<Avx2>,
+      .exact_scores = ExactScores<Avx2>,
       .partial_keys = PartialKeys<Avx2>,
       .partial_scores = PartialScores<Avx2>,
+      .top_k = TopK,
+      .split = Split,
+      .recall_due = RecallDue,
+      .recall = Recall,
+      .write_through = WriteThrough,
       .sparse_attention = SparseAttention,
       .moving_average = MovingAverage<Avx2>,
   };

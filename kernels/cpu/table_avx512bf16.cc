@@ -8,6 +8,7 @@
 #include "kernels/cpu/simd_avx512.h"
 #include "kernels/cpu/simd_moving_average.h"
 #include "kernels/cpu/simd_partial.h"
+#include "kernels/cpu/simd_scores.h"
 
 namespace sluice::kernels::cpu {
 namespace {
@@ -108,8 +109,16 @@ const KernelTable& Avx512Bf16Table() {
       .silu_mul = SiluMul<Avx512>,
       .sample = Sample,
       .transfer = Transfer,
+      .digest = Digest<Avx512>,
+      .digest_scores = DigestScores<Avx512>,
+      .exact_scores = ExactScores<Avx512>,
       .partial_keys = PartialKeys<Avx512>,
       .partial_scores = PartialScores<Avx512>,
+      .top_k = TopK,
+      .split = Split,
+      .recall_due = RecallDue,
+      .recall = Recall,
+      .write_through = WriteThrough,
       .sparse_attention = SparseAttention,
       .moving_average = MovingAverage<Avx512>,
   };

@@ -4,6 +4,7 @@
 #include "kernels/cpu/simd_linear.h"
 #include "kernels/cpu/simd_moving_average.h"
 #include "kernels/cpu/simd_partial.h"
+#include "kernels/cpu/simd_scores.h"
 
 namespace sluice::kernels::cpu {
 namespace {
@@ -83,8 +84,16 @@ const KernelTable& PortableTable() {
       .silu_mul = SiluMul<Portable>,
       .sample = Sample,
       .transfer = Transfer,
+      .digest = Digest<Portable>,
+      .digest_scores = DigestScores<Portable>,
+      .exact_scores = ExactScores<Portable>,
       .partial_keys = PartialKeys<Portable>,
       .partial_scores = PartialScores<Portable>,
+      .top_k = TopK,
+      .split = Split,
+      .recall_due = RecallDue,
+      .recall = Recall,
+      .write_through = WriteThrough,
       .sparse_attention = SparseAttention,
       .moving_average = MovingAverage<Portable>,
   };

@@ -21,6 +21,14 @@ void PartialKeys(const PartialKeysParams& p, Worker worker);
 void PartialScores(const PartialScoresParams& p, Worker worker);
 void SparseAttention(const SparseAttentionParams& p, Worker worker);
 void MovingAverage(const MovingAverageParams& p, Worker worker);
+void Digest(const DigestParams& p, Worker worker);
+void DigestScores(const DigestScoresParams& p, Worker worker);
+void ExactScores(const ExactScoresParams& p, Worker worker);
+void TopK(const TopKParams& p, Worker worker);
+void Split(const SplitParams& p, Worker worker);
+void RecallDue(const RecallDueParams& p, Worker worker);
+void Recall(const RecallParams& p, Worker worker);
+void WriteThrough(const WriteThroughParams& p, Worker worker);
 
 const KernelTable& Table();
 

@@ -39,6 +39,7 @@ struct PolicyOptions {
     bool layer_ahead = true;         // false: the CPU gets the real query, when it is known
     bool recall = true;
     bool attend_whole = false;  // all that is resident, selected or not
+    int resident_tokens = 0;    // places for recalled blocks; 0: as many as the budget can fill
   } scout;
 
   struct Recall {

@@ -16,6 +16,7 @@ which generates.
   failpoint faults that a decode node can be made to have, for tests of what survives them
   drain     takes a decode node out of service: what runs is finished, nothing new is taken
   resume    takes it back into service
+  texts     real text as token ids, for sluice-bench policies --quality
 """
 
 _GENERATE_EXAMPLES = """examples:
@@ -70,6 +71,14 @@ Exit status: 0, 1 for an error (also when somebody resumed the node meanwhile), 
 
 _RESUME_EXAMPLES = """example:
   tools/sluice resume --decode 127.0.0.1:7000
+"""
+
+_TEXTS_EXAMPLES = """examples:
+  tools/sluice texts --tokenizer models/smollm2-135m-instruct --out texts.json
+  build/release/bin/sluice-bench policies --model models/smollm2-135m-instruct --quality texts.json
+
+Without --text: the licences, news and manuals that this machine's packages carry, and the project's own
+documents. No two cases share text.
 """
 
 
@@ -204,6 +213,21 @@ def build_parser() -> argparse.ArgumentParser:
     p = command("resume", "Takes a drained decode node back into service.", _RESUME_EXAMPLES)
     _add_nodes(p, prefill=False)
     p.add_argument("--json", action="store_true", help="print one JSON object")
+
+    p = command("texts", "Real text as token ids, and pass keys hidden in it.", _TEXTS_EXAMPLES)
+    p.add_argument("--tokenizer", metavar="DIR", required=True,
+                   help="Hugging Face directory with tokenizer.json and a chat template")
+    p.add_argument("--out", metavar="FILE", required=True, help="JSON to write")
+    p.add_argument("--text", metavar="FILE", action="append", default=[],
+                   help="a document, plain or .gz (may be given several times)")
+    p.add_argument("--texts", type=_unsigned(16), default=4, metavar="N", help="texts (default 4)")
+    p.add_argument("--tokens", type=_unsigned(20), default=8192, metavar="N",
+                   help="tokens of each (default 8192)")
+    p.add_argument("--passkeys", type=_unsigned(16), default=20, metavar="N",
+                   help="pass keys (default 20)")
+    p.add_argument("--passkey-tokens", type=_ids, default=[2048, 4096, 6144, 8000], metavar="2048,4096",
+                   help="lengths of their texts, in turn (default 2048,4096,6144,8000)")
+    p.add_argument("--seed", type=_unsigned(64), default=1, metavar="S", help="of the keys (default 1)")
     return parser
 
 

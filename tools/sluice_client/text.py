@@ -39,9 +39,13 @@ class Text:
         """Plain text, with the special tokens that the tokenizer itself puts around it."""
         return self._tokenizer.encode(text).ids
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Text as it is, special tokens only where it has them."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """[{"role": "user", "content": "..."}, ...] up to where the assistant's answer begins."""
-        return self._tokenizer.encode(self.render_chat(messages), add_special_tokens=False).ids
+        return self.encode_plain(self.render_chat(messages))
 
     def render_chat(self, messages: list[dict[str, str]]) -> str:
         from jinja2 import TemplateError

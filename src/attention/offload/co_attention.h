@@ -25,6 +25,28 @@ namespace sluice {
 
 class CoAttention {
  public:
+  // One row and KV heads [head_begin, head_end) of it, as a worker gets them.
+  struct Task {
+    int channel = 0;
+    int slot = 0;
+    int position = 0;
+    int head_begin = 0;
+    int head_end = 0;
+    const float* q = nullptr;  // [heads][head_dim]; all of the row's heads, here and below
+    float scale = 0;
+    const kernels::PagedCache* home = nullptr;
+    float* o = nullptr;    // [heads][head_dim]
+    float* lse = nullptr;  // [heads]
+  };
+  // What workers attend to where no list of the device's says it: the host's own tables do.
+  class Source {
+   public:
+    virtual ~Source() = default;
+    // Writes o and lse of the task's heads. On worker `worker`; the heads of a row are one task or
+    // several, on any workers of its group. Not OK: the row's sequence ends, no other.
+    virtual absl::Status Attend(int worker, const Task& task) = 0;
+  };
+
   struct Options {
     Device* device = nullptr;
     const kernels::KernelTable* kernels = nullptr;  // null: the best of this processor
@@ -38,6 +60,8 @@ class CoAttention {
     int head_dim = 0;
     int capacity = 0;  // units of a list at most
     int unit_tokens = 0;
+    // Outlives the result. There are no lists then; capacity and unit_tokens are not read.
+    Source* source = nullptr;
   };
   static absl::StatusOr<std::unique_ptr<CoAttention>> Create(const Options& options);
   virtual ~CoAttention() = default;

@@ -52,6 +52,9 @@ struct OffloadTierOptions {
   // Tokens of a unit that is recalled: block_tokens, or 1.
   int unit_tokens = 0;
   std::vector<OffloadArray> arrays;
+  // Tokens of room that a home has behind those of a sequence of `total` tokens, for copies that
+  // the policy makes: from block BlocksFor(total) on, all of it from Admit on. Null: none.
+  std::function<int64_t(int64_t total)> extra_home_tokens;
 };
 
 class OffloadTier {
@@ -78,6 +81,7 @@ class OffloadTier {
   // dense_layers][kv_head], each ascending, none of the ring's) into places; as many as there are
   // places for. On stream(), after which `build(stream, slot_row)` may enqueue what the policy's
   // arrays need, with one row (slot, positions [0, tokens)) for Digest or PartialKeys.
+  // Before that, arrays with a row for every token of the places are zeroed.
   struct BulkRow {
     const int32_t* slots;            // [1], on the device's side
     const int32_t* first_positions;  // [1] 0
@@ -98,6 +102,10 @@ class OffloadTier {
   virtual kernels::PagedCache Places(int layer) const = 0;  // by place of a block, ring first
   virtual kernels::ResidencyTable Residency(int layer) const = 0;
   virtual kernels::PagedRows Array(int layer, size_t index) const = 0;
+
+  // For the host: the slot's home, and where on the device a row of an array lies.
+  virtual const SequenceCache& HomeOf(int slot) const = 0;
+  virtual uint8_t* ArrayRow(int slot, int layer, size_t index, int head, int64_t row) const = 0;
 
   // Places of a sequence of `total` tokens, in units, the ring's included.
   virtual int32_t PlacesOf(int64_t total) const = 0;

@@ -1,0 +1,235 @@
+// Where units lie: Split, RecallDue, Recall, WriteThrough. Integers and copies, for every path.
+#include <cstring>
+
+#include "kernels/cpu/cpu_tables.h"
+#include "kernels/scalar.h"
+
+namespace sluice::kernels::cpu {
+namespace {
+
+// Row `row` of a table of int32.
+int32_t* TableRow(const PagedRows& rows, int64_t slot, int64_t row, int64_t head) {
+  return reinterpret_cast<int32_t*>(static_cast<char*>(rows.base) +
+                                    RowOffset(rows, slot, row, head));
+}
+
+// The place of a unit, or -1, as the tables and the ring have it.
+int32_t PlaceOf(const ResidencyTable& t, int64_t slot, int64_t head, int32_t newest, int32_t unit) {
+  if (newest - unit < t.ring) return unit % t.ring;
+  return *TableRow(t.place_of, slot, unit, head);
+}
+
+// Adds to one list of `lists`.
+class ListWriter {
+ public:
+  ListWriter(const UnitLists& lists, int64_t list)
+      : units_(lists.units + list * lists.capacity),
+        count_(lists.counts + list),
+        capacity_(lists.capacity) {
+    *count_ = 0;
+  }
+  // The index of the new entry.
+  int32_t Add(int32_t unit) {
+    if (*count_ == capacity_) KernelCheckFailed("split: a list of units has no room");
+    units_[*count_] = unit;
+    return (*count_)++;
+  }
+
+ private:
+  int32_t* units_;
+  int32_t* count_;
+  int32_t capacity_;
+};
+
+void SplitList(const SplitParams& p, int64_t list) {
+  const ResidencyTable& t = p.residency;
+  const int64_t r = list / p.kv_heads, head = list % p.kv_heads, slot = p.slots[r];
+  ListWriter resident(p.resident, list), missing(p.missing, list);
+  if (slot < 0) return;
+  const int32_t newest = p.positions[r] / p.unit_tokens;
+  int32_t* places = p.places + list * p.resident.capacity;
+  const int32_t* selected = p.selected.units + list * p.selected.capacity;
+  for (int32_t i = 0; i < p.selected.counts[list]; ++i) {
+    const int32_t unit = selected[i], place = PlaceOf(t, slot, head, newest, unit);
+    if (place < 0) {
+      missing.Add(unit);
+      continue;
+    }
+    if (newest - unit >= t.ring) TableRow(t.places, slot, place, head)[1] = p.positions[r];
+    if (!p.whole) places[resident.Add(unit)] = place;
+  }
+  for (int32_t unit = 0; p.whole && unit <= newest; ++unit) {
+    const int32_t place = PlaceOf(t, slot, head, newest, unit);
+    if (place >= 0) places[resident.Add(unit)] = place;
+  }
+}
+
+// Of a block, or of a token's K row, as an index of pieces of that size in `cache`; `at` is the
+// unit or place. See RecallParams.
+int32_t PieceIndex(const PagedCache& c, int64_t slot, int64_t head, int64_t at, int64_t tokens) {
+  const bool token = tokens == 1;
+  const int64_t block = token ? at / c.block_tokens : at;
+  const int64_t piece = int64_t{c.block_table[slot * c.table_stride + block]} * c.kv_heads + head;
+  if (!token) return static_cast<int32_t>(piece);
+  return static_cast<int32_t>(piece * 2 * c.block_tokens + at % c.block_tokens);
+}
+
+// Places that may be given, those to give first being first: the least of (stamp, place), where a
+// free place's stamp is before any other. The `capacity` best are kept, as a heap whose top is the
+// worst of them; its two halves lie where the list's moves will be.
+class PlaceHeap {
+ public:
+  static constexpr int32_t kFree = INT32_MIN;
+
+  PlaceHeap(int32_t* stamps, int32_t* places, int32_t capacity)
+      : stamps_(stamps), places_(places), capacity_(capacity) {}
+
+  int32_t count() const { return count_; }
+
+  void Offer(int32_t stamp, int32_t place) {
+    if (count_ < capacity_) {
+      int32_t i = count_++;
+      for (; i > 0 && Before(Entry((i - 1) / 2), {stamp, place}); i = (i - 1) / 2) {
+        Put(i, Entry((i - 1) / 2));
+      }
+      Put(i, {stamp, place});
+    } else if (count_ > 0 && Before({stamp, place}, Entry(0))) {
+      Sink({stamp, place}, count_);
+    }
+  }
+
+  // Leaves the places in the order in which they are given.
+  void Sort() {
+    for (int32_t end = count_ - 1; end > 0; --end) {
+      const Item last = Entry(end);
+      Put(end, Entry(0));
+      Sink(last, end);
+    }
+  }
+
+ private:
+  struct Item {
+    int32_t stamp;
+    int32_t place;
+  };
+  static bool Before(Item a, Item b) {
+    return a.stamp != b.stamp ? a.stamp < b.stamp : a.place < b.place;
+  }
+  Item Entry(int32_t i) const { return {stamps_[i], places_[i]}; }
+  void Put(int32_t i, Item item) {
+    stamps_[i] = item.stamp;
+    places_[i] = item.place;
+  }
+  // Puts `item` in the place of the top of the heap [0, end).
+  void Sink(Item item, int32_t end) {
+    int32_t i = 0;
+    for (int32_t child = 1; child < end; child = 2 * i + 1) {
+      if (child + 1 < end && Before(Entry(child), Entry(child + 1))) ++child;
+      if (!Before(item, Entry(child))) break;
+      Put(i, Entry(child));
+      i = child;
+    }
+    Put(i, item);
+  }
+
+  int32_t* stamps_;
+  int32_t* places_;
+  int32_t capacity_;
+  int32_t count_ = 0;
+};
+
+// How many units of the list were given a place.
+int32_t RecallList(const RecallParams& p, int64_t list) {
+  const ResidencyTable& t = p.residency;
+  const int64_t r = list / p.kv_heads, head = list % p.kv_heads, slot = p.slots[r];
+  const int64_t moves = list * p.missing.capacity;
+  const int32_t* units = p.missing.units + moves;
+  PlaceHeap heap(p.source_units + moves, p.target_units + moves, p.missing.counts[list]);
+  if (p.missing.counts[list] == 0) return 0;
+  for (int32_t place = t.ring; place < t.count; ++place) {
+    const int32_t* row = TableRow(t.places, slot, place, head);
+    if (row[0] == kNoPlace || (row[0] >= 0 && row[1] == p.positions[r])) continue;
+    heap.Offer(row[0] < 0 ? PlaceHeap::kFree : row[1], place);
+  }
+  heap.Sort();
+  for (int32_t i = 0; i < heap.count(); ++i) {
+    const int32_t place = p.target_units[moves + i];
+    int32_t* row = TableRow(t.places, slot, place, head);
+    if (row[0] >= 0) *TableRow(t.place_of, slot, row[0], head) = -1;
+    row[0] = units[i];
+    row[1] = p.positions[r];
+    *TableRow(t.place_of, slot, units[i], head) = place;
+    p.source_units[moves + i] = PieceIndex(p.home, slot, head, units[i], p.unit_tokens);
+    p.target_units[moves + i] = PieceIndex(p.resident, slot, head, place, p.unit_tokens);
+  }
+  return heap.count();
+}
+
+}  // namespace
+
+void Split(const SplitParams& p, Worker worker) {
+  const Range mine = Share(int64_t{p.rows} * p.kv_heads, worker);
+  for (int64_t list = mine.begin; list < mine.end; ++list) SplitList(p, list);
+}
+
+void RecallDue(const RecallDueParams& p, Worker worker) {
+  const Range mine = Share(p.rows, worker);
+  for (int64_t r = mine.begin; r < mine.end; ++r) {
+    p.due[r] = 0;
+    if (p.slots[r] < 0) continue;
+    int64_t selected = 0, missing = 0;
+    for (int64_t list = r * p.kv_heads; list < (r + 1) * p.kv_heads; ++list) {
+      selected += p.selected.counts[list];
+      missing += p.missing.counts[list];
+    }
+    SparseCounters& counters = p.counters[p.slots[r]];
+    counters.steps += 1;
+    counters.selected += selected * p.unit_tokens;
+    counters.missing += missing * p.unit_tokens;
+    int32_t& since = p.since[p.slots[r]];
+    bool due = p.interval > 0 && since + 1 >= p.interval;
+    if (p.interval <= 0) {
+      const double share =
+          static_cast<double>(missing) / (static_cast<double>(p.kv_heads) * p.budget_units);
+      const double steps = double{1} + since;
+      due = share * (steps + 1) / steps > double{p.share_limit};
+    }
+    p.due[r] = due ? 1 : 0;
+    since = due ? 0 : since + 1;
+  }
+}
+
+// A worker takes whole lists; the counters of a slot are sums over its lists, whoever adds first.
+void Recall(const RecallParams& p, Worker worker) {
+  if (p.unit_tokens != 1 && p.unit_tokens != p.home.block_tokens) {
+    KernelCheckFailed("recall: a unit is a block or a token");
+  }
+  const Range mine = Share(int64_t{p.rows} * p.kv_heads, worker);
+  for (int64_t list = mine.begin; list < mine.end; ++list) {
+    const int64_t r = list / p.kv_heads, slot = p.slots[r];
+    p.move_counts[list] = 0;
+    if (slot < 0 || (p.due != nullptr && p.due[r] == 0)) continue;
+    p.move_counts[list] = RecallList(p, list);
+    if (p.counters == nullptr) continue;
+    __atomic_fetch_add(&p.counters[slot].recalled, int64_t{p.move_counts[list]} * p.unit_tokens,
+                       __ATOMIC_RELAXED);
+    if (list % p.kv_heads == 0) p.counters[slot].recalls += 1;
+  }
+}
+
+void WriteThrough(const WriteThroughParams& p, Worker worker) {
+  const PagedCache& c = p.home;
+  const int64_t bytes = int64_t{c.head_dim} * SizeOf(c.type);
+  const Range mine = Share(int64_t{p.rows} * c.kv_heads, worker);
+  for (int64_t item = mine.begin; item < mine.end; ++item) {
+    const int64_t r = item / c.kv_heads, head = item % c.kv_heads;
+    if (p.slots[r] < 0) continue;
+    const char* from = static_cast<const char*>(p.written) + item * 2 * bytes;
+    char* key =
+        static_cast<char*>(c.base) + KeyIndex(c, p.slots[r], p.positions[r], head) * SizeOf(c.type);
+    std::memcpy(key, from, static_cast<size_t>(bytes));
+    std::memcpy(key + c.block_tokens * bytes, from + bytes, static_cast<size_t>(bytes));
+  }
+}
+
+}  // namespace sluice::kernels::cpu

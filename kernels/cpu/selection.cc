@@ -1,0 +1,100 @@
+// TopK for every path: exact, and linear in the units of a row. Scores become integers of the same
+// order; three histograms of their digits find the score of the k-th, and a last walk takes those
+// above it, and the first of those equal to it.
+#include "kernels/cpu/cpu_tables.h"
+#include "kernels/scalar.h"
+
+namespace sluice::kernels::cpu {
+namespace {
+
+constexpr int kDigitBits = 11;
+constexpr uint32_t kDigits = 1u << kDigitBits;
+
+// Rises with the score; NaN is -inf, and -0 is 0.
+uint32_t KeyOf(float score) {
+  if (score != score) score = kNegativeInfinity;
+  const uint32_t bits = __builtin_bit_cast(uint32_t, score + 0.0f);
+  return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+// The units that may be chosen by score, [begin, end) without what is forced.
+struct Candidates {
+  const float* scores;
+  int64_t begin;
+  int64_t end;
+  uint32_t least;  // key
+};
+
+uint32_t LeastKey(const float* scores, int64_t units, float margin) {
+  if (margin == __builtin_inff()) return 0;
+  float largest = kNegativeInfinity;
+  for (int64_t u = 0; u < units; ++u) largest = scores[u] > largest ? scores[u] : largest;
+  return KeyOf(largest - margin);
+}
+
+// What is taken: keys above `key`, and the first `equal` that have it.
+struct Cut {
+  uint32_t key;
+  int64_t equal;
+};
+
+// The cut that leaves `wanted` >= 1 candidates, or all where there are fewer.
+Cut CutOf(const Candidates& c, int64_t wanted) {
+  uint32_t prefix = 0;
+  for (int shift = 32 - kDigitBits, known = 0;;) {
+    uint32_t histogram[kDigits] = {};
+    const int width = shift >= 0 ? kDigitBits : kDigitBits + shift;
+    const int low = shift >= 0 ? shift : 0;
+    const uint32_t mask = (1u << width) - 1;
+    for (int64_t u = c.begin; u < c.end; ++u) {
+      const uint32_t key = KeyOf(c.scores[u]);
+      if (key < c.least || (known > 0 && key >> (32 - known) != prefix)) continue;
+      ++histogram[key >> low & mask];
+    }
+    int64_t digit = mask;
+    for (; digit >= 0 && histogram[digit] < wanted; --digit) wanted -= histogram[digit];
+    if (digit < 0) return {c.least, c.end};  // fewer than wanted
+    prefix = prefix << width | static_cast<uint32_t>(digit);
+    known += width;
+    if (low == 0) return {prefix, wanted};
+    shift -= kDigitBits;
+  }
+}
+
+void TopKList(const TopKParams& p, int64_t list) {
+  int32_t& count = p.selected.counts[list];
+  count = 0;
+  const int64_t r = list / p.kv_heads;
+  if (p.slots[r] < 0) return;
+  const int64_t units = p.positions[r] / p.unit_tokens + 1;
+  const float* scores = p.scores + list * p.score_stride;
+  int32_t* selected = p.selected.units + list * p.selected.capacity;
+  const int64_t begin = Min(p.first_units, units);
+  const int64_t end = Max(begin, units - p.last_units);
+  const int64_t wanted = p.k - begin - (units - end);
+  const Candidates candidates = {scores, begin, end, LeastKey(scores, units, p.margin)};
+  for (int64_t u = 0; u < begin; ++u) selected[count++] = static_cast<int32_t>(u);
+  if (wanted > 0) {
+    Cut cut = CutOf(candidates, wanted);
+    for (int64_t u = begin; u < end; ++u) {
+      const uint32_t key = KeyOf(scores[u]);
+      if (key > cut.key || (key == cut.key && cut.equal-- > 0)) {
+        selected[count++] = static_cast<int32_t>(u);
+      }
+    }
+  }
+  for (int64_t u = end; u < units; ++u) selected[count++] = static_cast<int32_t>(u);
+}
+
+}  // namespace
+
+void TopK(const TopKParams& p, Worker worker) {
+  if (p.first_units < 0 || p.last_units < 0 || p.k < p.first_units + p.last_units ||
+      p.selected.capacity < p.k) {
+    KernelCheckFailed("top_k: first_units + last_units <= k <= capacity");
+  }
+  const Range mine = Share(int64_t{p.rows} * p.kv_heads, worker);
+  for (int64_t list = mine.begin; list < mine.end; ++list) TopKList(p, list);
+}
+
+}  // namespace sluice::kernels::cpu

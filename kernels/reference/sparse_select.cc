@@ -1,0 +1,193 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "kernels/reference/element.h"
+#include "kernels/reference/reference.h"
+
+namespace sluice::kernels::reference {
+namespace {
+
+// Row `row` of a table of int32.
+int32_t* TableRow(const PagedRows& rows, int64_t slot, int64_t row, int64_t head) {
+  return reinterpret_cast<int32_t*>(static_cast<char*>(rows.base) +
+                                    RowOffset(rows, slot, row, head));
+}
+
+std::vector<int32_t> ListOf(const UnitLists& lists, int64_t list) {
+  const int32_t* units = lists.units + list * lists.capacity;
+  return std::vector<int32_t>(units, units + lists.counts[list]);
+}
+
+void PutList(const UnitLists& lists, int64_t list, const std::vector<int32_t>& units) {
+  if (std::ssize(units) > lists.capacity) KernelCheckFailed("a list of units has no room");
+  std::copy(units.begin(), units.end(), lists.units + list * lists.capacity);
+  lists.counts[list] = static_cast<int32_t>(units.size());
+}
+
+// The place of a unit, or -1, as the tables and the ring have it.
+int32_t PlaceOf(const ResidencyTable& t, int64_t slot, int64_t head, int64_t newest, int32_t unit) {
+  if (newest - unit < t.ring) return unit % t.ring;
+  return *TableRow(t.place_of, slot, unit, head);
+}
+
+// Of a block, or of a token's K row, as an index of pieces of that size in `cache`; `at` is the
+// unit or place. See RecallParams.
+int32_t PieceIndex(const PagedCache& c, int64_t slot, int64_t head, int64_t at, int64_t tokens) {
+  const bool token = tokens == 1;
+  const int64_t block = token ? at / c.block_tokens : at;
+  const int64_t piece = int64_t{c.block_table[slot * c.table_stride + block]} * c.kv_heads + head;
+  if (!token) return static_cast<int32_t>(piece);
+  return static_cast<int32_t>(piece * 2 * c.block_tokens + at % c.block_tokens);
+}
+
+}  // namespace
+
+void TopK(const TopKParams& p, Worker worker) {
+  const Range mine = Share(int64_t{p.rows} * p.kv_heads, worker);
+  for (int64_t list = mine.begin; list < mine.end; ++list) {
+    const int64_t r = list / p.kv_heads;
+    std::set<int32_t> chosen;
+    if (p.slots[r] >= 0) {
+      const int32_t units = p.positions[r] / p.unit_tokens + 1;
+      std::vector<std::pair<float, int32_t>> others;  // {-score, unit}
+      float largest = kNegativeInfinity;
+      for (int32_t u = 0; u < units; ++u) {
+        const float given = p.scores[list * p.score_stride + u];
+        const float score = std::isnan(given) ? kNegativeInfinity : given;
+        largest = std::max(largest, score);
+        if (u < p.first_units || u >= units - p.last_units) {
+          chosen.insert(u);
+        } else {
+          others.emplace_back(-score, u);
+        }
+      }
+      std::sort(others.begin(), others.end());
+      const float least = std::isinf(p.margin) ? kNegativeInfinity : largest - p.margin;
+      for (const auto& [minus, unit] : others) {
+        if (std::ssize(chosen) < p.k && -minus >= least) chosen.insert(unit);
+      }
+    }
+    PutList(p.selected, list, {chosen.begin(), chosen.end()});
+  }
+}
+
+void Split(const SplitParams& p, Worker worker) {
+  const ResidencyTable& t = p.residency;
+  const Range mine = Share(int64_t{p.rows} * p.kv_heads, worker);
+  for (int64_t list = mine.begin; list < mine.end; ++list) {
+    const int64_t r = list / p.kv_heads, head = list % p.kv_heads, slot = p.slots[r];
+    std::vector<int32_t> resident, missing;
+    if (slot >= 0) {
+      const int32_t newest = p.positions[r] / p.unit_tokens;
+      for (int32_t unit : ListOf(p.selected, list)) {
+        const int32_t place = PlaceOf(t, slot, head, newest, unit);
+        if (place < 0) {
+          missing.push_back(unit);
+          continue;
+        }
+        if (newest - unit >= t.ring) TableRow(t.places, slot, place, head)[1] = p.positions[r];
+        if (!p.whole) resident.push_back(unit);
+      }
+      for (int32_t unit = 0; p.whole && unit <= newest; ++unit) {
+        if (PlaceOf(t, slot, head, newest, unit) >= 0) resident.push_back(unit);
+      }
+      if (std::ssize(resident) > p.resident.capacity) KernelCheckFailed("split: no room");
+      for (size_t i = 0; i < resident.size(); ++i) {
+        p.places[list * p.resident.capacity + static_cast<int64_t>(i)] =
+            PlaceOf(t, slot, head, newest, resident[i]);
+      }
+    }
+    PutList(p.resident, list, resident);
+    PutList(p.missing, list, missing);
+  }
+}
+
+void RecallDue(const RecallDueParams& p, Worker worker) {
+  const Range mine = Share(p.rows, worker);
+  for (int64_t r = mine.begin; r < mine.end; ++r) {
+    p.due[r] = 0;
+    if (p.slots[r] < 0) continue;
+    int64_t selected = 0, missing = 0;
+    for (int64_t h = 0; h < p.kv_heads; ++h) {
+      selected += p.selected.counts[r * p.kv_heads + h];
+      missing += p.missing.counts[r * p.kv_heads + h];
+    }
+    SparseCounters& counters = p.counters[p.slots[r]];
+    counters.steps += 1;
+    counters.selected += selected * p.unit_tokens;
+    counters.missing += missing * p.unit_tokens;
+    int32_t& since = p.since[p.slots[r]];
+    if (p.interval > 0) {
+      p.due[r] = since + 1 >= p.interval ? 1 : 0;
+    } else {
+      const double share =
+          static_cast<double>(missing) / (static_cast<double>(p.kv_heads) * p.budget_units);
+      const double steps = double{1} + since;
+      p.due[r] = share * (steps + 1) / steps > double{p.share_limit} ? 1 : 0;
+    }
+    since = p.due[r] != 0 ? 0 : since + 1;
+  }
+}
+
+void Recall(const RecallParams& p, Worker worker) {
+  const ResidencyTable& t = p.residency;
+  if (p.unit_tokens != 1 && p.unit_tokens != p.home.block_tokens) {
+    KernelCheckFailed("recall: a unit is a block or a token");
+  }
+  const Range mine = Share(p.rows, worker);
+  for (int64_t r = mine.begin; r < mine.end; ++r) {
+    const int64_t slot = p.slots[r];
+    const bool due = slot >= 0 && (p.due == nullptr || p.due[r] != 0);
+    int64_t moved = 0;
+    for (int64_t h = 0; h < p.kv_heads; ++h) {
+      const int64_t list = r * p.kv_heads + h;
+      p.move_counts[list] = 0;
+      if (!due) continue;
+      for (int32_t unit : ListOf(p.missing, list)) {
+        constexpr int64_t kFree = std::numeric_limits<int64_t>::min();
+        std::pair<int64_t, int32_t> best = {std::numeric_limits<int64_t>::max(), -1};
+        for (int32_t place = t.ring; place < t.count; ++place) {
+          const int32_t* row = TableRow(t.places, slot, place, h);
+          if (row[0] == kNoPlace || (row[0] >= 0 && row[1] == p.positions[r])) continue;
+          best = std::min(best, {row[0] < 0 ? kFree : row[1], place});
+        }
+        if (best.second < 0) break;
+        int32_t* row = TableRow(t.places, slot, best.second, h);
+        if (row[0] >= 0) *TableRow(t.place_of, slot, row[0], h) = -1;
+        row[0] = unit;
+        row[1] = p.positions[r];
+        *TableRow(t.place_of, slot, unit, h) = best.second;
+        const int64_t move = list * p.missing.capacity + p.move_counts[list]++;
+        p.source_units[move] = PieceIndex(p.home, slot, h, unit, p.unit_tokens);
+        p.target_units[move] = PieceIndex(p.resident, slot, h, best.second, p.unit_tokens);
+      }
+      moved += p.move_counts[list];
+    }
+    if (!due || p.counters == nullptr) continue;
+    p.counters[slot].recalled += moved * p.unit_tokens;
+    p.counters[slot].recalls += 1;
+  }
+}
+
+void WriteThrough(const WriteThroughParams& p, Worker worker) {
+  const PagedCache& c = p.home;
+  const int64_t dim = c.head_dim;
+  const Range mine = Share(p.rows, worker);
+  for (int64_t r = mine.begin; r < mine.end; ++r) {
+    if (p.slots[r] < 0) continue;
+    for (int64_t h = 0; h < c.kv_heads; ++h) {
+      const int64_t key = KeyIndex(c, p.slots[r], p.positions[r], h);
+      const int64_t from = (r * c.kv_heads + h) * 2 * dim;
+      for (int64_t d = 0; d < dim; ++d) {
+        Put(c.base, c.type, key + d, Get(p.written, c.type, from + d));
+        Put(c.base, c.type, key + c.block_tokens * dim + d, Get(p.written, c.type, from + dim + d));
+      }
+    }
+  }
+}
+
+}  // namespace sluice::kernels::reference

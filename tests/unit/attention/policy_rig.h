@@ -1,0 +1,108 @@
+// Drives an attention policy without a model: decode steps of made-up queries, keys and values, in
+// the order in which a model calls the policy, and a naive softmax to hold the results to.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "src/attention/attention_policy.h"
+#include "src/attention/policy_options.h"
+#include "src/device/device.h"
+#include "src/kv/page_pool.h"
+
+namespace sluice::testing {
+
+class PolicyRig {
+ public:
+  struct Shape {
+    int layers = 3;
+    int heads = 4;
+    int kv_heads = 2;
+    int head_dim = 32;
+    int block_tokens = 16;
+    int slots = 4;
+    int max_context = 1024;
+    std::string kernels = "portable";
+    int threads = 1;
+    bool recorded = false;  // steps run as recorded programs, one for each number of rows
+  };
+  // What a token is in one layer.
+  struct Vectors {
+    std::vector<float> q, predicted;  // [heads][head_dim]
+    std::vector<float> k, v;          // [kv_heads][head_dim], of bf16 values
+  };
+  using Make = std::function<Vectors(uint64_t seed, int layer, int position)>;
+
+  PolicyRig(const Shape& shape, Make make);
+  ~PolicyRig();
+
+  // Device, pools and shapes; the rest is the test's. Every token of every layer counts.
+  PolicyOptions Options() const;
+
+  // Hands over the first `context` tokens of stream `seed`; warm on return.
+  void Admit(AttentionPolicy& policy, int slot, uint64_t seed, int context, int total);
+  void Release(AttentionPolicy& policy, int slot);
+  // The next position of a slot.
+  int position(int slot) const { return sequences_.at(slot).length; }
+
+  // One decode row of each slot (-1: a padded row) through all layers. [layer][row][heads *
+  // head_dim]. `attended`: after a layer's Attend, to enqueue more.
+  using Attended = std::function<void(Stream& stream, int layer)>;
+  std::vector<std::vector<std::vector<float>>> Step(AttentionPolicy& policy,
+                                                    const std::vector<int32_t>& slots,
+                                                    const Attended& attended = nullptr);
+
+  // softmax(scale * q K) V of stream `seed` at `position` in float64, over the tokens that `weigh`
+  // gives a query for: the real one, the predicted one, or none.
+  enum class Who { kNobody, kReal, kPredicted };
+  std::vector<float> Naive(uint64_t seed, int layer, int position,
+                           const std::function<Who(int kv_head, int token)>& weigh) const;
+  // The blocks with the highest digest scores for predicted (or real) queries, the first and the
+  // newest forced, by kv_head. Digests count tokens before `position`; reduction is the largest.
+  std::vector<std::vector<int32_t>> NaiveTopBlocks(uint64_t seed, int layer, int position,
+                                                   int blocks, bool predicted) const;
+
+  const Shape& shape() const { return shape_; }
+  float scale() const;
+  Device& device() { return *device_; }
+  PagePool& hbm() { return *hbm_; }
+  PagePool& dram() { return *dram_; }
+
+ private:
+  struct Sequence {
+    uint64_t seed = 0;
+    int length = 0;
+  };
+  // Memory of the device and where the host reads and writes it.
+  struct Mirrored {
+    Buffer device, host;
+  };
+  // Of one layer.
+  struct Layer {
+    Mirrored qkv, predicted, out;
+  };
+  void Enqueue(Stream& stream, AttentionPolicy& policy, int rows, const Attended& attended);
+  void Ahead(Stream& stream, AttentionPolicy& policy, int layer, int rows);
+  void Finish();
+
+  const Shape shape_;
+  const Make make_;
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<PagePool> hbm_, dram_;
+  std::map<int, Sequence> sequences_;
+  std::vector<Layer> layers_;
+  Mirrored slots_, positions_, cos_sin_;
+  Buffer partial_;
+  std::unique_ptr<Event> done_;
+  std::map<int, std::unique_ptr<Program>> programs_;  // by rows, of the policy that came first
+  std::unique_ptr<Stream> stream_;
+};
+
+// Random vectors, the predicted query `error` away from the real one.
+PolicyRig::Make RandomVectors(const PolicyRig::Shape& shape, float error);
+
+}  // namespace sluice::testing
