@@ -24,7 +24,7 @@ T OrFail(absl::StatusOr<T> value) {
   return *std::move(value);
 }
 
-int64_t MaxRows(const PolicyRig::Shape& shape) { return shape.slots + 4; }
+int64_t MaxRows(const PolicyRig::Shape& shape) { return shape.slots + shape.row_bucket; }
 
 }  // namespace
 
@@ -36,7 +36,7 @@ PolicyRig::PolicyRig(const Shape& shape, Make make) : shape_(shape), make_(std::
   kv.parts = 2;
   kv.bytes_per_token = int64_t{2} * shape.head_dim * 2;
   const CacheLayout layout{shape.layers, {kv}};
-  device_ = OrFail(TestDevice(shape.kernels, shape.threads));
+  device_ = OrFail(TestDevice(shape.kernels, shape.threads, shape.row_bucket));
   hbm_ = OrFail(PagePool::Create(
       "hbm", layout, OrFail(device_->Allocate(MemoryKind::kDevice, kPoolBytes, "hbm"))));
   dram_ = OrFail(PagePool::Create(
@@ -183,15 +183,17 @@ void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows) {
 
 std::vector<std::vector<std::vector<float>>> PolicyRig::Step(AttentionPolicy& policy,
                                                              const std::vector<int32_t>& slots) {
-  const int rows = static_cast<int>(slots.size());
-  REQUIRE(rows <= MaxRows(shape_));
+  const int bucket = device_->RowBucket(static_cast<int>(slots.size()));
+  const int rows = std::max(bucket, static_cast<int>(slots.size()));
+  for (int row = 0; row < rows; ++row) {  // padded, but for those below
+    slots_.host.as<int32_t>()[row] = -1;
+    positions_.host.as<int32_t>()[row] = 0;
+  }
   const size_t q = static_cast<size_t>(shape_.heads) * shape_.head_dim;
   const size_t kv = static_cast<size_t>(shape_.kv_heads) * shape_.head_dim;
   std::vector<int32_t> real_slots, real_positions;
   for (size_t r = 0; r < slots.size(); ++r) {
     slots_.host.as<int32_t>()[r] = slots[r];
-    positions_.host.as<int32_t>()[r] = 0;
-    if (slots[r] < 0) continue;
     Sequence& sequence = sequences_.at(slots[r]);
     const int position = sequence.length++;
     positions_.host.as<int32_t>()[r] = position;
@@ -210,7 +212,7 @@ std::vector<std::vector<std::vector<float>>> PolicyRig::Step(AttentionPolicy& po
     }
   }
   policy.BeginStep(*stream_, real_slots, real_positions);
-  if (shape_.recorded) {
+  if (bucket > 0) {
     std::unique_ptr<Program>& program = programs_[rows];
     if (program == nullptr) {
       program = OrFail(device_->Record(

@@ -28,7 +28,7 @@ class PolicyRig {
     int max_context = 1024;
     std::string kernels = "portable";
     int threads = 1;
-    bool recorded = false;  // steps run as recorded programs, one for each number of rows
+    int row_bucket = 0;  // CpuDeviceOptions::row_bucket; > 0: steps are recorded programs, padded
   };
   // What a token is in one layer.
   struct Vectors {
@@ -49,8 +49,7 @@ class PolicyRig {
   // The next position of a slot.
   int position(int slot) const { return sequences_.at(slot).length; }
 
-  // One decode row of each slot (-1: a padded row) through all layers. [layer][row][heads *
-  // head_dim].
+  // One decode row of each slot through all layers. [layer][row][heads * head_dim].
   std::vector<std::vector<std::vector<float>>> Step(AttentionPolicy& policy,
                                                     const std::vector<int32_t>& slots);
   // What lies at an address of the device.

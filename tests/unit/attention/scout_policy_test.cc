@@ -100,7 +100,7 @@ void CheckAgainstNaive(const PolicyRig::Shape& shape, bool layer_ahead, float er
 TEST_CASE("a row attends to what naive selection of the predicted queries chooses") {
   PolicyRig::Shape shape;
   CheckAgainstNaive(shape, /*layer_ahead=*/true, 0.3f);
-  shape.recorded = true;
+  shape.row_bucket = 3;
   shape.heads = 6;
   shape.kv_heads = 1;
   CheckAgainstNaive(shape, /*layer_ahead=*/true, 0.3f);
@@ -176,7 +176,7 @@ PolicyRig::Make Drifting(const PolicyRig::Shape& shape, double blocks_per_step) 
   return [shape, blocks_per_step, random = RandomVectors(shape, 0.1f)](uint64_t seed, int layer,
                                                                        int position) {
     PolicyRig::Vectors vectors = random(seed, layer, position);
-    constexpr double kCircle = 64;  // blocks
+    constexpr double kCircle = 40;  // blocks
     const auto point = [&](std::vector<float>& x, int head, double at, double length) {
       float* to = &x[static_cast<size_t>(head * shape.head_dim)];
       for (int d = 0; d < shape.head_dim; ++d) to[d] *= 0.05f;
@@ -205,7 +205,7 @@ struct Drift {
 
 Drift RunDrift(const PolicyOptions::Scout& scout, int steps) {
   PolicyRig::Shape shape;
-  PolicyRig rig(shape, Drifting(shape, 0.05));
+  PolicyRig rig(shape, Drifting(shape, 0.25));
   PolicyOptions options = rig.Options();
   options.budget_tokens = 16 * shape.block_tokens;
   options.scout = scout;
@@ -234,10 +234,17 @@ TEST_CASE("the controller keeps the CPU's share below its limit while importance
   scout.share_limit = 0.2f;
   constexpr int kSteps = 200;
   const Drift with = RunDrift(scout, kSteps);
-  for (int step = 1; step < kSteps; ++step) {  // before the first, nothing was known
+  // Before the first step nothing was known. Blocks are whole: the one that passes the limit is
+  // more than any forecast of a steady growth says.
+  constexpr double kOneBlock = 1.0 / 16;
+  int above = 0;
+  for (int step = 1; step < kSteps; ++step) {
     INFO("step " << step);
-    CHECK(with.shares[static_cast<size_t>(step)] <= 0.2);
+    const double share = with.shares[static_cast<size_t>(step)];
+    CHECK(share <= 0.2 + kOneBlock);
+    above += share > 0.2 ? 1 : 0;
   }
+  CHECK(above <= kSteps / 50);
   // It recalls now and then, not in every step.
   CHECK(with.recalls.size() >= 5);
   CHECK(with.recalls.size() <= kSteps / 4);
@@ -304,7 +311,7 @@ void CheckTraffic(const PolicyRig::Shape& together, int workers,
   SplitMix64 random(TestSeed());
   PolicyRig::Shape single = together;
   single.threads = 1;
-  single.recorded = false;
+  single.row_bucket = 0;
   struct Running {
     uint64_t seed;
     Decoded decoded;
@@ -321,11 +328,9 @@ void CheckTraffic(const PolicyRig::Shape& together, int workers,
     }
     std::vector<int32_t> slots;
     for (const auto& [slot, sequence] : running) slots.push_back(slot);
-    for (uint64_t padded = random.Below(3); padded > 0; --padded) slots.push_back(-1);
     if (slots.empty()) continue;
     const auto out = rig.Step(*policy, slots);
     for (size_t row = 0; row < slots.size(); ++row) {
-      if (slots[row] < 0) continue;
       Running& sequence = running.at(slots[row]);
       Add(sequence.decoded, out, row);
       if (static_cast<int>(sequence.decoded.size()) < StepsOf(sequence.seed)) continue;
@@ -346,7 +351,7 @@ TEST_CASE("sequences that come and go give to the bit what each gives alone") {
   PolicyRig::Shape shape;
   CheckTraffic(shape, 1, kernels::GroupReduction::kMax);
   shape.threads = 3;
-  shape.recorded = true;
+  shape.row_bucket = 3;
   CheckTraffic(shape, 3, kernels::GroupReduction::kSoftmaxSum);
 }
 
