@@ -1,3 +1,4 @@
+#include "kernels/kernel_cases.h"
 #include "tests/kernels/sparse_support.h"
 
 namespace sluice::kernels {

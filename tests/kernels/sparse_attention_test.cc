@@ -1,4 +1,4 @@
-#include "tests/kernels/sparse_support.h"
+#include "tests/kernels/unit_list_support.h"
 
 namespace sluice::kernels {
 namespace {
