@@ -125,7 +125,11 @@ void CheckExact(const std::string& kernels, DType kv_dtype, double tolerance) {
 TEST_CASE("half of the blocks in HBM, the rest on the CPU: logits and tokens are those of full") {
   CheckExact("reference", DType::kFloat32, 1e-5);
   for (const kernels::KernelTable* table : kernels::AvailableKernelTables()) {
-    if (std::string(table->name) != "reference") CheckExact(table->name, DType::kBFloat16, 2e-2);
+    const std::string path = table->name;
+    if (path == "reference") continue;
+    // Activations rounded to bf16 round anew whatever differs in a last bit.
+    const bool rounds = table->activation_type == DType::kBFloat16;
+    CheckExact(path, DType::kBFloat16, rounds ? 2e-2 : 1e-3);
   }
 }
 
