@@ -10,6 +10,7 @@
 #include "src/base/rng.h"
 #include "tests/test_main.h"
 #include "tests/unit/attention/policy_rig.h"
+#include "tests/unit/attention/policy_traffic.h"
 
 namespace sluice {
 namespace {
@@ -270,89 +271,26 @@ TEST_CASE("with intervals a layer recalls in its first step and every interval-t
   }
 }
 
-// Results of a sequence, step by step, one vector of all layers each.
-using Decoded = std::vector<std::vector<float>>;
-
-void Add(Decoded& decoded, const std::vector<std::vector<std::vector<float>>>& out, size_t row) {
-  std::vector<float>& step = decoded.emplace_back();
-  for (const auto& layer : out) step.insert(step.end(), layer[row].begin(), layer[row].end());
-}
-
-// A sequence's stream of vectors, its context and its steps, all of one seed.
-int ContextOf(uint64_t seed) { return 1 + static_cast<int>(SplitMix64(seed).Below(500)); }
-int StepsOf(uint64_t seed) { return 20 + static_cast<int>(SplitMix64(seed + 1).Below(60)); }
-
-PolicyOptions TrafficOptions(const PolicyRig& rig, kernels::GroupReduction reduction) {
-  PolicyOptions options = rig.Options();
-  options.budget_tokens = 8 * rig.shape().block_tokens;
-  options.dense_layers = 1;
-  options.reduction = reduction;
-  options.scout.share_limit = 0.25f;
-  return options;
-}
-
-Decoded Alone(const PolicyRig::Shape& shape, kernels::GroupReduction reduction, uint64_t seed) {
-  PolicyRig rig(shape, RandomVectors(shape, 0.3f));
-  const auto policy = MakePolicy(TrafficOptions(rig, reduction));
-  rig.Admit(*policy, 0, seed, ContextOf(seed), ContextOf(seed) + StepsOf(seed));
-  Decoded decoded;
-  for (int step = 0; step < StepsOf(seed); ++step) Add(decoded, rig.Step(*policy, {0}), 0);
-  return decoded;
-}
-
-// Whatever comes and goes, in whichever slot and row, with padded rows between, recorded or not,
-// with any number of threads and workers: a sequence's bits are its own.
-void CheckTraffic(const PolicyRig::Shape& together, int workers,
-                  kernels::GroupReduction reduction) {
-  PolicyRig rig(together, RandomVectors(together, 0.3f));
-  PolicyOptions options = TrafficOptions(rig, reduction);
-  options.workers = workers;
-  const auto policy = MakePolicy(options);
-  SplitMix64 random(TestSeed());
-  PolicyRig::Shape single = together;
-  single.threads = 1;
-  single.row_bucket = 0;
-  struct Running {
-    uint64_t seed;
-    Decoded decoded;
-  };
-  std::map<int, Running> running;
-  int finished = 0;
-  uint64_t next_seed = random.Below(1 << 20);
-  while (finished < 12) {
-    for (int slot = 0; slot < together.slots; ++slot) {
-      if (running.contains(slot) || random.Below(4) != 0) continue;
-      const uint64_t seed = next_seed++;
-      rig.Admit(*policy, slot, seed, ContextOf(seed), ContextOf(seed) + StepsOf(seed));
-      running[slot] = {seed, {}};
-    }
-    std::vector<int32_t> slots;
-    for (const auto& [slot, sequence] : running) slots.push_back(slot);
-    if (slots.empty()) continue;
-    const auto out = rig.Step(*policy, slots);
-    for (size_t row = 0; row < slots.size(); ++row) {
-      Running& sequence = running.at(slots[row]);
-      Add(sequence.decoded, out, row);
-      if (static_cast<int>(sequence.decoded.size()) < StepsOf(sequence.seed)) continue;
-      CHECK(policy->SlotHealth(slots[row]).ok());
-      INFO("sequence " << sequence.seed << " in slot " << slots[row]);
-      CHECK(sequence.decoded == Alone(single, reduction, sequence.seed));
-      rig.Release(*policy, slots[row]);
-      running.erase(slots[row]);
-      ++finished;
-    }
-  }
-  for (const auto& [slot, sequence] : running) rig.Release(*policy, slot);
-  CHECK(rig.hbm().UsageOf(0).reserved_bytes == 0);
-  CHECK(rig.dram().UsageOf(0).reserved_bytes == 0);
+// Whatever comes and goes, with any number of threads and workers, and padded rows between.
+void CheckScoutTraffic(const PolicyRig::Shape& shape, int workers,
+                       kernels::GroupReduction reduction) {
+  testing::CheckTraffic(shape, RandomVectors(shape, 0.3f), [&](const PolicyRig& rig, bool alone) {
+    PolicyOptions options = rig.Options();
+    options.budget_tokens = 8 * shape.block_tokens;
+    options.dense_layers = 1;
+    options.reduction = reduction;
+    options.scout.share_limit = 0.25f;
+    if (!alone) options.workers = workers;
+    return MakePolicy(options);
+  });
 }
 
 TEST_CASE("sequences that come and go give to the bit what each gives alone") {
   PolicyRig::Shape shape;
-  CheckTraffic(shape, 1, kernels::GroupReduction::kMax);
+  CheckScoutTraffic(shape, 1, kernels::GroupReduction::kMax);
   shape.threads = 3;
   shape.row_bucket = 3;
-  CheckTraffic(shape, 3, kernels::GroupReduction::kSoftmaxSum);
+  CheckScoutTraffic(shape, 3, kernels::GroupReduction::kSoftmaxSum);
 }
 
 TEST_CASE("options out of range are refused by name") {
