@@ -12,19 +12,16 @@ namespace {
 
 constexpr int kSequences = 12;
 
-// Results of a sequence, step by step, one vector of all layers each.
-using Decoded = std::vector<std::vector<float>>;
-
-void Add(Decoded& decoded, const std::vector<std::vector<std::vector<float>>>& out, size_t row) {
-  std::vector<float>& step = decoded.emplace_back();
-  for (const auto& layer : out) step.insert(step.end(), layer[row].begin(), layer[row].end());
-}
-
 // A sequence's stream of vectors, its context and its steps, all of one seed.
 int ContextOf(uint64_t seed) { return 1 + static_cast<int>(SplitMix64(seed).Below(500)); }
 int StepsOf(uint64_t seed) { return 20 + static_cast<int>(SplitMix64(seed + 1).Below(60)); }
 
 }  // namespace
+
+void Add(Decoded& decoded, const std::vector<std::vector<std::vector<float>>>& out, size_t row) {
+  std::vector<float>& step = decoded.emplace_back();
+  for (const auto& layer : out) step.insert(step.end(), layer[row].begin(), layer[row].end());
+}
 
 void CheckTraffic(
     const PolicyRig::Shape& shape, const PolicyRig::Make& make,

@@ -277,15 +277,20 @@ TEST_CASE("with intervals a layer recalls in its first step and every interval-t
   }
 }
 
+PolicyOptions TrafficOptions(const PolicyRig& rig, kernels::GroupReduction reduction) {
+  PolicyOptions options = rig.Options();
+  options.budget_tokens = 8 * rig.shape().block_tokens;
+  options.dense_layers = 1;
+  options.reduction = reduction;
+  options.scout.share_limit = 0.25f;
+  return options;
+}
+
 // Whatever comes and goes, with any number of threads and workers, and padded rows between.
 void CheckScoutTraffic(const PolicyRig::Shape& shape, int workers,
                        kernels::GroupReduction reduction) {
   testing::CheckTraffic(shape, RandomVectors(shape, 0.3f), [&](const PolicyRig& rig, bool alone) {
-    PolicyOptions options = rig.Options();
-    options.budget_tokens = 8 * shape.block_tokens;
-    options.dense_layers = 1;
-    options.reduction = reduction;
-    options.scout.share_limit = 0.25f;
+    PolicyOptions options = TrafficOptions(rig, reduction);
     if (!alone) options.workers = workers;
     return MakePolicy(options);
   });
@@ -318,7 +323,7 @@ TEST_CASE("a worker that fails ends its group's sequences; the others' bits stay
   options.workers = 2;  // two groups: even slots, odd slots
   const auto policy = MakePolicy(options);
   constexpr int kSteps = 12, kFaultAt = 5;
-  std::map<int, Decoded> decoded;
+  std::map<int, testing::Decoded> decoded;
   for (int slot = 0; slot < shape.slots; ++slot) {
     // Long enough that the CPU has a part of every step.
     rig.Admit(*policy, slot, static_cast<uint64_t>(slot), 300 + 20 * slot, 400);
@@ -327,7 +332,7 @@ TEST_CASE("a worker that fails ends its group's sequences; the others' bits stay
   for (int step = 0; step < kSteps; ++step) {
     const auto out = rig.Step(*policy, {0, 1, 2, 3});
     for (int slot = 0; slot < shape.slots; ++slot) {
-      Add(decoded[slot], out, static_cast<size_t>(slot));
+      testing::Add(decoded[slot], out, static_cast<size_t>(slot));
       CHECK(policy->SlotHealth(slot).ok() == (slot % 2 == 0 || step < kFaultAt));
     }
   }
@@ -341,8 +346,8 @@ TEST_CASE("a worker that fails ends its group's sequences; the others' bits stay
   }
   for (int step = 0; step < kSteps; ++step) {
     const auto out = rig.Step(*policy, {1, 3});
-    Add(decoded[1], out, 0);
-    Add(decoded[3], out, 1);
+    testing::Add(decoded[1], out, 0);
+    testing::Add(decoded[3], out, 1);
   }
   for (int slot = 0; slot < shape.slots; ++slot) {
     CHECK(policy->SlotHealth(slot).ok());
@@ -352,8 +357,8 @@ TEST_CASE("a worker that fails ends its group's sequences; the others' bits stay
     alone_options.host_kernels = &table;
     const auto alone = MakePolicy(alone_options);
     alone_rig.Admit(*alone, 0, static_cast<uint64_t>(slot), 300 + 20 * slot, 400);
-    Decoded want;
-    for (int step = 0; step < kSteps; ++step) Add(want, alone_rig.Step(*alone, {0}), 0);
+    testing::Decoded want;
+    for (int step = 0; step < kSteps; ++step) testing::Add(want, alone_rig.Step(*alone, {0}), 0);
     CHECK(decoded[slot] == want);
   }
 }
