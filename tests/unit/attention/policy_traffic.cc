@@ -14,6 +14,8 @@ constexpr int kSequences = 12;
 
 // A sequence's stream of vectors, its context and its steps, all of one seed.
 int ContextOf(uint64_t seed) { return 1 + static_cast<int>(SplitMix64(seed).Below(500)); }
+// Whether the prompt's last token is computed, as a row of the prompt, and not handed over.
+bool ComputesLast(uint64_t seed) { return seed % 2 == 0 && ContextOf(seed) > 1; }
 int StepsOf(uint64_t seed) { return 20 + static_cast<int>(SplitMix64(seed + 1).Below(60)); }
 
 }  // namespace
@@ -32,7 +34,8 @@ void CheckTraffic(
   const auto alone = [&](uint64_t seed) {
     PolicyRig rig(single, make);
     const auto policy = make_policy(rig, true);
-    rig.Admit(*policy, 0, seed, ContextOf(seed), ContextOf(seed) + StepsOf(seed));
+    rig.Admit(*policy, 0, seed, ContextOf(seed), ContextOf(seed) + StepsOf(seed),
+              ComputesLast(seed));
     Decoded decoded;
     for (int step = 0; step < StepsOf(seed); ++step) Add(decoded, rig.Step(*policy, {0}), 0);
     rig.Release(*policy, 0);
@@ -52,7 +55,8 @@ void CheckTraffic(
     for (int slot = 0; slot < shape.slots; ++slot) {
       if (running.contains(slot) || random.Below(4) != 0) continue;
       const uint64_t seed = next_seed++;
-      rig.Admit(*policy, slot, seed, ContextOf(seed), ContextOf(seed) + StepsOf(seed));
+      rig.Admit(*policy, slot, seed, ContextOf(seed), ContextOf(seed) + StepsOf(seed),
+                ComputesLast(seed));
       running[slot] = {seed, {}};
     }
     std::vector<int32_t> slots;

@@ -8,6 +8,7 @@
 #include <map>
 #include <set>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "kernels/kernel_table.h"
@@ -263,6 +264,37 @@ TEST_CASE("the controller keeps the CPU's share below its limit while importance
   for (size_t layer = 0; layer < with.mean_share.size(); ++layer) {
     CHECK(with.mean_share[layer] < 0.5 * without.mean_share[layer]);
   }
+}
+
+// Share of the first step and of the second, of layer 0.
+std::pair<double, double> FirstShares(bool compute_last) {
+  PolicyRig::Shape shape;
+  PolicyRig rig(shape, Drifting(shape, 0.25));
+  PolicyOptions options = rig.Options();
+  options.budget_tokens = 16 * shape.block_tokens;
+  const auto policy = MakePolicy(options);
+  const int context = 40 * shape.block_tokens + 1;
+  rig.Admit(*policy, 2, TestSeed(), context, context + 8, compute_last);
+  const auto share = [&] {
+    const int64_t before = policy->Statistics().layers[0].missing;
+    rig.Step(*policy, {2});
+    return static_cast<double>(policy->Statistics().layers[0].missing - before) /
+           (options.budget_tokens * shape.kv_heads);
+  };
+  const double first = share();
+  const double second = share();
+  rig.Release(*policy, 2);
+  return {first, second};
+}
+
+TEST_CASE("a prompt whose last position was computed here begins with what mattered to it") {
+  const auto [first, second] = FirstShares(/*compute_last=*/true);
+  CHECK(first <= 0.07);  // a block, by drift
+  CHECK(second <= 0.13);
+  // Handed over whole, nothing is known before the first step, which then recalls.
+  const auto [unknown, then] = FirstShares(/*compute_last=*/false);
+  CHECK(unknown > 0.3);
+  CHECK(then <= 0.07);
 }
 
 TEST_CASE("with intervals a layer recalls in its first step and every interval-th after it") {
