@@ -6,7 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "src/attention/policies/full/full_policy.h"
+#include "src/attention/attention_policy.h"
+#include "src/attention/policy_options.h"
 #include "src/device/device.h"
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
@@ -15,7 +16,9 @@ namespace sluice::testing {
 
 class Teacher {
  public:
-  Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype);
+  // `policy`: its name and settings; device, pools and shapes are filled in.
+  Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype,
+          PolicyOptions policy = {});
 
   // Starts anew with this token sequence: prompt and what will be dictated after it.
   void Begin(const std::vector<int32_t>& tokens);
@@ -25,7 +28,7 @@ class Teacher {
                       const std::vector<std::vector<uint16_t>>& k,
                       const std::vector<std::vector<uint16_t>>& v);
   // Computes tokens [position, position + count) and returns the logits of the last, [vocab].
-  // `generates`: they are past the prompt.
+  // `generates`: they are past the prompt, which ended before the first of them.
   std::vector<float> Step(int position, int count, bool generates);
 
  private:
@@ -36,16 +39,18 @@ class Teacher {
   void ToDevice(const Mirrored& both);
   // Waits for what is enqueued.
   void Finish();
+  void Admit(const std::vector<int32_t>& tokens, int context, std::unique_ptr<SequenceCache> home);
+  void AwaitWarm();
   void End();
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
-  std::unique_ptr<PagePool> pool_;
-  std::unique_ptr<FullPolicy> policy_;
+  std::unique_ptr<PagePool> hbm_, dram_;
+  std::unique_ptr<AttentionPolicy> policy_;
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Event> done_;
   Mirrored tokens_, rows_, logits_;
-  Buffer pool_image_;  // what the caches were given, byte for byte
   bool admitted_ = false;
+  bool prompt_ended_ = false;
 };
 
 }  // namespace sluice::testing
