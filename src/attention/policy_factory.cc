@@ -7,6 +7,7 @@
 #include "absl/strings/str_join.h"
 #include "src/attention/policies/full/full_policy.h"
 #include "src/attention/policies/oracle/oracle_policy.h"
+#include "src/attention/policies/scout/scout_policy.h"
 #include "src/base/nearest_name.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
@@ -20,6 +21,8 @@ Made NewFull(const PolicyOptions& o) {
   return NewFullPolicy({o.device, o.hbm, o.slots, o.max_context, o.dram});
 }
 
+Made NewScout(const PolicyOptions& o) { return NewScoutPolicy(o); }
+
 struct Known {
   const char* name;
   Made (*make)(const PolicyOptions&);
@@ -29,6 +32,7 @@ struct Known {
 constexpr Known kPolicies[] = {
     {"full", NewFull, false},
     {"oracle", NewOraclePolicy, true},
+    {"scout", NewScout, true},
 };
 
 absl::Status CheckOffload(const PolicyOptions& o) {

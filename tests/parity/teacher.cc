@@ -24,7 +24,7 @@ T OrFail(absl::StatusOr<T> value) {
 }  // namespace
 
 Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype,
-                 PolicyOptions policy) {
+                 const std::function<void(PolicyOptions&)>& choose) {
   device_ = OrFail(TestDevice(kernels));
   Model::Options options;
   options.directory = model_dir;
@@ -39,12 +39,14 @@ Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType
   };
   hbm_ = pool("hbm", MemoryKind::kDevice);
   dram_ = pool("dram", MemoryKind::kPinned);
+  PolicyOptions policy;
   policy.device = device_.get();
   policy.hbm = hbm_.get();
   policy.dram = dram_.get();
   policy.slots = 1;
   policy.max_context = kMaxContext;
   policy.heads = model_->config().heads;
+  if (choose != nullptr) choose(policy);
   policy_ = OrFail(NewPolicy(policy));
   stream_ = device_->NewStream(Device::StreamKind::kCompute);
   done_ = device_->NewEvent();
@@ -161,6 +163,13 @@ std::vector<float> Teacher::Step(int position, int count, bool generates) {
   Finish();
   const auto* logits = logits_.host.as<float>();
   return {logits, logits + model_->config().vocab_size};
+}
+
+std::vector<float> Teacher::Read(const float* at, size_t count) {
+  const Buffer host = OrFail(device_->Allocate(MemoryKind::kPinned, count * 4, "test"));
+  stream_->Copy(host.data(), at, count * 4);
+  Finish();
+  return {host.as<float>(), host.as<float>() + count};
 }
 
 }  // namespace sluice::testing

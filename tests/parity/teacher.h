@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,9 +17,9 @@ namespace sluice::testing {
 
 class Teacher {
  public:
-  // `policy`: its name and settings; device, pools and shapes are filled in.
+  // `choose` changes the policy's options, which say `full`.
   Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype,
-          PolicyOptions policy = {});
+          const std::function<void(PolicyOptions&)>& choose = nullptr);
 
   // Starts anew with this token sequence: prompt and what will be dictated after it.
   void Begin(const std::vector<int32_t>& tokens);
@@ -30,6 +31,11 @@ class Teacher {
   // Computes tokens [position, position + count) and returns the logits of the last, [vocab].
   // `generates`: they are past the prompt, which ended before the first of them.
   std::vector<float> Step(int position, int count, bool generates);
+
+  AttentionPolicy& policy() { return *policy_; }
+  const ModelConfig& config() const { return model_->config(); }
+  // What lies at an address of the device.
+  std::vector<float> Read(const float* at, size_t count);
 
  private:
   // Memory of the device and where the host reads and writes it.
