@@ -1,12 +1,17 @@
 #include "src/attention/policies/scout/scout_policy.h"
 
 #include <algorithm>
+#include <atomic>
 #include <catch2/catch.hpp>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <set>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
+#include "kernels/kernel_table.h"
 #include "src/base/rng.h"
 #include "tests/test_main.h"
 #include "tests/unit/attention/policy_rig.h"
@@ -19,6 +24,8 @@ using testing::RandomVectors;
 using Who = PolicyRig::Who;
 
 constexpr int kRing = 2;  // blocks
+// A limit of the CPU's share with which nothing is ever recalled.
+constexpr float kNever = std::numeric_limits<float>::infinity();
 
 std::unique_ptr<ScoutPolicy> MakePolicy(const PolicyOptions& options) {
   auto policy = NewScoutPolicy(options);
@@ -57,7 +64,7 @@ void CheckAgainstNaive(const PolicyRig::Shape& shape, bool layer_ahead, float er
   PolicyOptions options = rig.Options();
   options.budget_tokens = 6 * shape.block_tokens;
   options.scout.layer_ahead = layer_ahead;
-  options.scout.recall = false;  // what lies where is known
+  options.scout.share_limit = kNever;  // what lies where is known
   options.scout.resident_tokens = 4 * shape.block_tokens;
   const auto policy = MakePolicy(options);
   const int context = 12 * shape.block_tokens + 5;
@@ -117,7 +124,7 @@ TEST_CASE("both sides together are exact attention where everything is selected"
   PolicyOptions options = rig.Options();
   options.budget_tokens = shape.max_context;
   options.scout.layer_ahead = false;
-  options.scout.recall = false;
+  options.scout.share_limit = kNever;
   const int context = 20 * shape.block_tokens;
   options.scout.resident_tokens = context / 2 - kRing * shape.block_tokens;
   const auto policy = MakePolicy(options);
@@ -149,7 +156,7 @@ TEST_CASE("with attend_whole everything that lies in HBM counts, selected or not
   PolicyOptions options = rig.Options();
   options.budget_tokens = 4 * shape.block_tokens;
   options.scout.attend_whole = true;
-  options.scout.recall = false;
+  options.scout.share_limit = kNever;
   options.scout.resident_tokens = 5 * shape.block_tokens;
   const auto policy = MakePolicy(options);
   const int context = 14 * shape.block_tokens + 3;
@@ -251,11 +258,42 @@ TEST_CASE("the controller keeps the CPU's share below its limit while importance
 
   scout.recall = false;
   const Drift without = RunDrift(scout, kSteps);
-  CHECK(without.recalls.empty());
+  CHECK(without.recalls == std::vector<int>{0});  // the first working set
   CHECK(without.shares.back() > 0.4);
   for (size_t layer = 0; layer < with.mean_share.size(); ++layer) {
     CHECK(with.mean_share[layer] < 0.5 * without.mean_share[layer]);
   }
+}
+
+// Share of the first step and of the second, of layer 0.
+std::pair<double, double> FirstShares(bool compute_last) {
+  PolicyRig::Shape shape;
+  PolicyRig rig(shape, Drifting(shape, 0.25));
+  PolicyOptions options = rig.Options();
+  options.budget_tokens = 16 * shape.block_tokens;
+  const auto policy = MakePolicy(options);
+  const int context = 40 * shape.block_tokens + 1;
+  rig.Admit(*policy, 2, TestSeed(), context, context + 8, compute_last);
+  const auto share = [&] {
+    const int64_t before = policy->Statistics().layers[0].missing;
+    rig.Step(*policy, {2});
+    return static_cast<double>(policy->Statistics().layers[0].missing - before) /
+           (options.budget_tokens * shape.kv_heads);
+  };
+  const double first = share();
+  const double second = share();
+  rig.Release(*policy, 2);
+  return {first, second};
+}
+
+TEST_CASE("a prompt whose last position was computed here begins with what mattered to it") {
+  const auto [first, second] = FirstShares(/*compute_last=*/true);
+  CHECK(first <= 0.07);  // a block, by drift
+  CHECK(second <= 0.13);
+  // Handed over whole, nothing is known before the first step, which then recalls.
+  const auto [unknown, then] = FirstShares(/*compute_last=*/false);
+  CHECK(unknown > 0.3);
+  CHECK(then <= 0.07);
 }
 
 TEST_CASE("with intervals a layer recalls in its first step and every interval-th after it") {
@@ -280,6 +318,7 @@ void Add(Decoded& decoded, const std::vector<std::vector<std::vector<float>>>& o
 
 // A sequence's stream of vectors, its context and its steps, all of one seed.
 int ContextOf(uint64_t seed) { return 1 + static_cast<int>(SplitMix64(seed).Below(500)); }
+bool ComputesLast(uint64_t seed) { return seed % 2 == 0 && ContextOf(seed) > 1; }
 int StepsOf(uint64_t seed) { return 20 + static_cast<int>(SplitMix64(seed + 1).Below(60)); }
 
 PolicyOptions TrafficOptions(const PolicyRig& rig, kernels::GroupReduction reduction) {
@@ -294,7 +333,7 @@ PolicyOptions TrafficOptions(const PolicyRig& rig, kernels::GroupReduction reduc
 Decoded Alone(const PolicyRig::Shape& shape, kernels::GroupReduction reduction, uint64_t seed) {
   PolicyRig rig(shape, RandomVectors(shape, 0.3f));
   const auto policy = MakePolicy(TrafficOptions(rig, reduction));
-  rig.Admit(*policy, 0, seed, ContextOf(seed), ContextOf(seed) + StepsOf(seed));
+  rig.Admit(*policy, 0, seed, ContextOf(seed), ContextOf(seed) + StepsOf(seed), ComputesLast(seed));
   Decoded decoded;
   for (int step = 0; step < StepsOf(seed); ++step) Add(decoded, rig.Step(*policy, {0}), 0);
   return decoded;
@@ -323,7 +362,8 @@ void CheckTraffic(const PolicyRig::Shape& together, int workers,
     for (int slot = 0; slot < together.slots; ++slot) {
       if (running.contains(slot) || random.Below(4) != 0) continue;
       const uint64_t seed = next_seed++;
-      rig.Admit(*policy, slot, seed, ContextOf(seed), ContextOf(seed) + StepsOf(seed));
+      rig.Admit(*policy, slot, seed, ContextOf(seed), ContextOf(seed) + StepsOf(seed),
+                ComputesLast(seed));
       running[slot] = {seed, {}};
     }
     std::vector<int32_t> slots;
@@ -353,6 +393,65 @@ TEST_CASE("sequences that come and go give to the bit what each gives alone") {
   shape.threads = 3;
   shape.row_bucket = 3;
   CheckTraffic(shape, 3, kernels::GroupReduction::kSoftmaxSum);
+}
+
+// Throws at this position of a sequence.
+std::atomic<int> faulty_position{-1};
+void (*working)(const kernels::SparseAttentionParams&, kernels::Worker) = nullptr;
+void Faulty(const kernels::SparseAttentionParams& params, kernels::Worker worker) {
+  if (params.positions[0] == faulty_position.load()) throw std::runtime_error("a worker's fault");
+  working(params, worker);
+}
+
+TEST_CASE("a worker that fails ends its group's sequences; the others' bits stay their own") {
+  const PolicyRig::Shape shape;
+  PolicyRig rig(shape, RandomVectors(shape, 0.3f));
+  PolicyOptions options = TrafficOptions(rig, kernels::GroupReduction::kMax);
+  kernels::KernelTable table = *kernels::FindKernelTable("portable");
+  working = table.sparse_attention;
+  table.sparse_attention = Faulty;
+  options.host_kernels = &table;
+  options.workers = 2;  // two groups: even slots, odd slots
+  const auto policy = MakePolicy(options);
+  constexpr int kSteps = 12, kFaultAt = 5;
+  std::map<int, Decoded> decoded;
+  for (int slot = 0; slot < shape.slots; ++slot) {
+    // Long enough that the CPU has a part of every step.
+    rig.Admit(*policy, slot, static_cast<uint64_t>(slot), 300 + 20 * slot, 400);
+  }
+  faulty_position = 320 + kFaultAt;  // slot 1's
+  for (int step = 0; step < kSteps; ++step) {
+    const auto out = rig.Step(*policy, {0, 1, 2, 3});
+    for (int slot = 0; slot < shape.slots; ++slot) {
+      Add(decoded[slot], out, static_cast<size_t>(slot));
+      CHECK(policy->SlotHealth(slot).ok() == (slot % 2 == 0 || step < kFaultAt));
+    }
+  }
+  CHECK(absl::IsInternal(policy->SlotHealth(1)));
+  faulty_position = -1;
+  for (const int slot : {1, 3}) {
+    rig.Release(*policy, slot);
+    rig.Admit(*policy, slot, static_cast<uint64_t>(slot), 300 + 20 * slot, 400);
+    CHECK(policy->SlotHealth(slot).ok());
+    decoded[slot].clear();
+  }
+  for (int step = 0; step < kSteps; ++step) {
+    const auto out = rig.Step(*policy, {1, 3});
+    Add(decoded[1], out, 0);
+    Add(decoded[3], out, 1);
+  }
+  for (int slot = 0; slot < shape.slots; ++slot) {
+    CHECK(policy->SlotHealth(slot).ok());
+    INFO("slot " << slot);
+    PolicyRig alone_rig(shape, RandomVectors(shape, 0.3f));
+    PolicyOptions alone_options = TrafficOptions(alone_rig, kernels::GroupReduction::kMax);
+    alone_options.host_kernels = &table;
+    const auto alone = MakePolicy(alone_options);
+    alone_rig.Admit(*alone, 0, static_cast<uint64_t>(slot), 300 + 20 * slot, 400);
+    Decoded want;
+    for (int step = 0; step < kSteps; ++step) Add(want, alone_rig.Step(*alone, {0}), 0);
+    CHECK(decoded[slot] == want);
+  }
 }
 
 TEST_CASE("options out of range are refused by name") {
