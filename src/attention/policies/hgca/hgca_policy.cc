@@ -104,7 +104,7 @@ class HgcaPolicyImpl : public HgcaPolicy {
   void Joined(int slot) override {
     Slot& s = slots_[static_cast<size_t>(slot)];
     s.decodes = false;
-    cache_->Join(slot, &tier().HomeOf(slot), kv().BlocksFor(s.total));
+    cache_->Join(slot, tier().HomeOf(slot), kv().BlocksFor(s.total));
     co_attention_->Join(slot);
   }
   void Left(int slot) override { cache_->Leave(slot); }
@@ -317,6 +317,8 @@ absl::StatusOr<std::unique_ptr<ContextualCache>> NewCache(const PolicyOptions& o
   o.slots = options.slots;
   o.heads = options.heads;
   o.workers = options.workers;
+  o.max_context = options.max_context;
+  o.arena = options.dram->base(0);
   o.window = window;
   o.beta = options.hgca.beta;
   o.alpha = options.hgca.alpha;
