@@ -193,7 +193,7 @@ class Bench {
     for (int layer = 0; layer < kLayers; ++layer) {
       for (int head = 0; head < kKvHeads; ++head) {
         for (int64_t b = judged_[{slot, layer, head}];
-             b * kBlock < cache_->SettledTokens(slot, layer, head); ++b) {
+             b * kBlock < cache_->JudgedTokens(slot, layer, head); ++b) {
           Judge(slot, layer, head, b);
         }
         const std::set<int64_t>& set = selected_[{slot, layer, head}];
@@ -290,7 +290,7 @@ TEST_CASE("rows attend to all, then to what their weights and the averages selec
     bench.CheckSelected(0);
     const int64_t selected = bench.cache().SelectedTokens(0, 1, 1);
     CHECK(selected > 0);
-    CHECK(selected < bench.cache().SettledTokens(0, 1, 1));
+    CHECK(selected < bench.cache().JudgedTokens(0, 1, 1));
     bench.Leave(0);
   }
 }
@@ -300,8 +300,8 @@ TEST_CASE("at beta 0 every token that leaves the window is selected") {
   bench.Join(0, 260, TestSeed());
   for (int64_t position = 70; position < 260; ++position) bench.CheckRow(0, position, 3);
   for (int head = 0; head < kKvHeads; ++head) {
-    CHECK(bench.cache().SettledTokens(0, 0, head) == (bench.Outside(259) - 1) * kBlock);
-    CHECK(bench.cache().SelectedTokens(0, 0, head) == bench.cache().SettledTokens(0, 0, head));
+    CHECK(bench.cache().JudgedTokens(0, 0, head) == (bench.Outside(259) - 1) * kBlock);
+    CHECK(bench.cache().SelectedTokens(0, 0, head) == bench.cache().JudgedTokens(0, 0, head));
   }
   const ContextualCache::Counters counters = bench.cache().LayerCounters(0);
   CHECK(counters.rows == 190);
@@ -331,7 +331,7 @@ TEST_CASE("an append selects anew from all that is outside: tokens come back, ot
   }
   CHECK_FALSE(gone.empty());
   CHECK_FALSE(back.empty());
-  CHECK(bench.cache().SettledTokens(0, 1, 0) == bench.Outside(260) * kBlock);
+  CHECK(bench.cache().JudgedTokens(0, 1, 0) == bench.Outside(260) * kBlock);
   for (int64_t position = 262; position < 400; ++position) bench.CheckRow(0, position, seed + 1);
   bench.CheckSelected(0);
 }
@@ -398,7 +398,7 @@ TEST_CASE("a worker that is too late writes nothing, and nothing is selected by 
     CHECK(out == untouched);
   }
   CHECK_FALSE(bench.cache().SelectAhead());
-  CHECK(bench.cache().SettledTokens(0, 0, 0) == 0);
+  CHECK(bench.cache().JudgedTokens(0, 0, 0) == 0);
   CHECK(bench.cache().LayerCounters(0).rows == 0);
 }
 
