@@ -25,7 +25,7 @@ struct Workspace {
   Buffer places;  // int32 [lists][ring]
   Buffer none;    // int32 [lists]: the units of lists that are empty
   Buffer o;       // float32 [2][rows][heads][head_dim]: the window's, the CPU's
-  Buffer lse;     // float32 [2][rows][heads]
+  Buffer lse;     // float32 [layers][2][rows][heads]
 };
 
 // Averages of blocks on their way to DRAM: one list for each (sequence, layer, KV head).
@@ -70,6 +70,7 @@ class HgcaPolicyImpl : public HgcaPolicy {
   }
 
   const ContextualCache& contextual_cache() const override { return *cache_; }
+  const float* parts_lse(int layer) const override { return LseOf(layer); }
 
   bool Admit(int slot, int64_t context, int64_t total, Promise promise,
              std::unique_ptr<SequenceCache>& home) override {
@@ -116,6 +117,9 @@ class HgcaPolicyImpl : public HgcaPolicy {
   };
   const CacheLayout& kv_layout() const { return options().hbm->layout(); }
   void ListWindow(Stream& stream, const Queries& queries);
+  float* LseOf(int layer) const {
+    return workspace_.lse.as<float>() + int64_t{layer} * 2 * max_rows_ * options().heads;
+  }
 
   const HgcaWindow window_;
   const int max_rows_;
@@ -212,7 +216,7 @@ void HgcaPolicyImpl::AttendSparse(Stream& stream, int layer, const Queries& quer
   const int32_t* const counts = workspace_.counts.as<int32_t>() + int64_t{max_rows_} * kv().heads;
   const kernels::PagedCache cache = tier().Places(layer);
   auto* const o = workspace_.o.as<float>();
-  auto* const lse = workspace_.lse.as<float>();
+  float* const lse = LseOf(layer);
   const int64_t lse_part = int64_t{queries.rows} * queries.heads;
   const int64_t o_part = lse_part * cache.head_dim;
 
@@ -383,7 +387,7 @@ absl::StatusOr<Workspace> NewWorkspace(const PolicyOptions& options, const HgcaW
   allocate(&w.places, lists * window.blocks, "lists of windows");
   allocate(&w.none, lists, "lists of windows");
   allocate(&w.o, results * HeadDim(kind), "partial attention results");
-  allocate(&w.lse, results, "partial attention results");
+  allocate(&w.lse, results * options.hbm->layout().layers, "partial attention results");
   if (!status.ok()) return status;
   return w;
 }

@@ -16,6 +16,8 @@ class HgcaPolicy : public OffloadPolicy {
  public:
   // What the CPU attends to, for whoever watches. REQUIRES: no step is under way.
   virtual const ContextualCache& contextual_cache() const = 0;
+  // Of the last step, in device memory: [2][rows][heads], the window's and the CPU's.
+  virtual const float* parts_lse(int layer) const = 0;
 
  protected:
   using OffloadPolicy::OffloadPolicy;
