@@ -210,7 +210,7 @@ void HgcaPolicyImpl::ListWindow(Stream& stream, const Queries& queries) {
 void HgcaPolicyImpl::AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                                   kernels::DType out_type) {
   SLUICE_CHECK(queries.rows <= max_rows_);
-  // Lines 11 and 12, beside what follows.
+  // Line 12, beside what follows.
   co_attention_->Start(stream, layer, queries, tier().Home(layer));
   if (layer == tier().options().dense_layers) ListWindow(stream, queries);
   const int32_t* const counts = workspace_.counts.as<int32_t>() + int64_t{max_rows_} * kv().heads;
@@ -262,7 +262,7 @@ void HgcaPolicyImpl::AttendSparse(Stream& stream, int layer, const Queries& quer
   kernels().MovingAverage(stream, average);
 
   co_attention_->Finish(stream, layer, queries.rows, o + o_part, lse + lse_part);
-  // Lines 13 to 15.
+  // Section 3.3, merging states.
   kernels::MergeParams merge{};
   merge.o = o;
   merge.lse = lse;
