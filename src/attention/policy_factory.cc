@@ -7,6 +7,7 @@
 #include "absl/strings/str_join.h"
 #include "src/attention/policies/full/full_policy.h"
 #include "src/attention/policies/hgca/hgca_policy.h"
+#include "src/attention/policies/recall/recall_policy.h"
 #include "src/attention/policies/scout/scout_policy.h"
 #include "src/base/nearest_name.h"
 #include "src/base/status_macros.h"
@@ -34,6 +35,7 @@ struct Known {
 constexpr Known kPolicies[] = {
     {"full", NewFull, false},
     {"hgca", NewHgca, true},
+    {"recall", NewRecallPolicy, true},
     {"scout", NewScout, true},
 };
 
