@@ -87,6 +87,7 @@ PolicyOptions PolicyRig::Options() const {
   options.max_context = shape_.max_context;
   options.heads = shape_.heads;
   options.dense_layers = 0;
+  options.worker_deadline = absl::Seconds(60);  // a busy machine is no fault
   return options;
 }
 
