@@ -63,6 +63,7 @@ std::set<int32_t> FirstResident(int context, int block_tokens, int places) {
 void CheckAgainstNaive(const PolicyRig::Shape& shape, bool layer_ahead, float error) {
   PolicyRig rig(shape, RandomVectors(shape, error));
   PolicyOptions options = rig.Options();
+  options.host_kernels = kernels::FindKernelTable(shape.kernels.c_str());
   options.budget_tokens = 6 * shape.block_tokens;
   options.scout.layer_ahead = layer_ahead;
   options.scout.share_limit = kNever;  // what lies where is known
@@ -107,7 +108,11 @@ void CheckAgainstNaive(const PolicyRig::Shape& shape, bool layer_ahead, float er
 
 TEST_CASE("a row attends to what naive selection of the predicted queries chooses") {
   PolicyRig::Shape shape;
-  CheckAgainstNaive(shape, /*layer_ahead=*/true, 0.3f);
+  for (const kernels::KernelTable* table : kernels::AvailableKernelTables()) {
+    shape.kernels = table->name;
+    INFO(shape.kernels);
+    CheckAgainstNaive(shape, /*layer_ahead=*/true, 0.3f);
+  }
   shape.row_bucket = 3;
   shape.heads = 6;
   shape.kv_heads = 1;
