@@ -1,0 +1,72 @@
+"""sluice-profile as a program: its command line, its profiles, and a node that reads them."""
+
+import json
+
+import pytest
+from nodes import BIN, run
+
+PROFILE = BIN / "sluice-profile"
+
+
+def profile(model, out, *flags: str, status: int = 0) -> str:
+    """Its standard output, or its error."""
+    done = run(PROFILE, "--model", model, "--out", out, *flags, timeout=300)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stderr if status else done.stdout
+
+
+def test_help_teaches():
+    done = run(PROFILE, "--help")
+    assert done.returncode == 0
+    for words in ("--share-limit", "--skew", "Examples:", "--policy-profile"):
+        assert words in done.stdout
+
+
+@pytest.mark.parametrize("args, words", [
+    ([], "--model"), (["--model", "m"], "--out"), (["--model", "m", "--out", "o", "--step", "3"], "--steps"),
+    (["--model", "m", "--out", "o", "--no-intervals"], "--skew"),
+    (["--model", "m", "--out", "o", "--share-limit", "2"], "--share-limit"),
+    (["--model", "m", "--out", "o", "stray"], "stray"),
+])
+def test_a_bad_command_line_is_refused_by_name(args, words):
+    done = run(PROFILE, *args)
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_what_cannot_be_profiled_is_said_in_a_sentence(tiny_models, tmp_path):
+    model, out = tiny_models("tiny-llama"), tmp_path / "p.json"
+    assert "/no/such/model" in profile("/no/such/model", out, status=1)
+    assert "/no/such/traffic" in profile(model, out, "--traffic", "/no/such/traffic", status=1)
+    traffic = tmp_path / "traffic.jsonl"
+    traffic.write_text("[1, 2]\n[1, 999999]\n")
+    assert "traffic.jsonl:2" in profile(model, out, "--traffic", traffic, status=1)
+    assert "--context" in profile(model, out, "--context", 100_000, status=1)
+    assert "budget_tokens" in profile(model, out, "--budget-tokens", 8, status=1)
+    assert not out.exists()
+    assert "/no/such/dir" in profile(model, "/no/such/dir/p.json", "--skew", "--no-intervals", "--prompts", "1",
+                                     "--context", "80", status=1)
+
+
+def test_a_profile_has_intervals_that_keep_to_the_limit(tiny_models, tmp_path):
+    out = tmp_path / "p.json"
+    traffic = tmp_path / "traffic.txt"
+    traffic.write_text("\n".join(" ".join(str(3 + (i * 7919 + p * 104729) % 500) for i in range(200 + 40 * p))
+                                 for p in range(3)))
+    text = profile(tiny_models("tiny-qwen3"), out, "--traffic", traffic, "--steps", "24", "--budget-tokens", "128",
+                   "--dense-layers", "1", "--share-limit", "0.3")
+    assert "mean" in text and str(out) in text
+    made = json.loads(out.read_text())
+    assert (made["format"], made["version"]) == ("sluice-policy-profile", 1)
+    assert (made["block_tokens"], made["budget_tokens"], made["share_limit"]) == (32, 128, 0.3)
+    assert made["layers"][0] == {"interval": 0, "shares": []}
+    for layer in made["layers"][1:]:
+        assert len(layer["shares"]) == 24 and 1 <= layer["interval"] <= 24
+        assert all(0 <= share <= 1 for share in layer["shares"])
+        assert layer["interval"] == 1 or max(layer["shares"][:layer["interval"]]) < 0.3
+        if layer["interval"] < 24:
+            assert max(layer["shares"][:layer["interval"] + 1]) >= 0.3
+    assert any(share > 0 for layer in made["layers"] for share in layer["shares"])
+    again = tmp_path / "again.json"
+    profile(tiny_models("tiny-qwen3"), again, "--traffic", traffic, "--steps", "24", "--budget-tokens", "128",
+            "--dense-layers", "1", "--share-limit", "0.3")
+    assert again.read_text() == out.read_text()  # what is measured is no time
