@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from nodes import BIN, run
+from nodes import BIN, SLUICE, run
 
 PROFILE = BIN / "sluice-profile"
 
@@ -70,3 +70,32 @@ def test_a_profile_has_intervals_that_keep_to_the_limit(tiny_models, tmp_path):
     profile(tiny_models("tiny-qwen3"), again, "--traffic", traffic, "--steps", "24", "--budget-tokens", "128",
             "--dense-layers", "1", "--share-limit", "0.3")
     assert again.read_text() == out.read_text()  # what is measured is no time
+
+
+def test_a_node_serves_with_its_profile_and_refuses_another_ones(tiny_models, start, golden, tmp_path):
+    model = tiny_models("tiny-llama")
+    out = tmp_path / "p.json"
+    shape = ["--budget-tokens", "128", "--dense-layers", "1"]
+    profile(model, out, *shape, "--prompts", "2", "--context", "200", "--steps", "8", "--skew")
+    memory = ["--hbm-bytes", "32MiB", "--dram-bytes", "32MiB", "--local-prefill"]
+    prompt = golden("tiny-llama").prompt(1)
+    answers = {}
+    for policy in ("scout", "recall", "full"):
+        node = start("sluice-server", model, "--policy", policy, "--policy-profile", out, *shape, *memory)
+        done = run(SLUICE, "generate", "--decode", node.address, "--prompt-ids", ",".join(map(str, prompt)),
+                   "--max-tokens", "8", "--temperature", "0", "--json")
+        assert done.returncode == 0, done.stderr
+        answers[policy] = json.loads(done.stdout)["output_ids"]
+    # Everything fits the budget.
+    assert answers["scout"] == answers["recall"] == answers["full"]
+
+    def refused(directory, *flags):
+        done = run(BIN / "sluice-server", "--model", directory, "--listen", "127.0.0.1:0", "--admin-listen", "",
+                   "--policy-profile", out, *memory, *flags)
+        assert done.returncode == 1
+        return done.stderr
+
+    assert "fingerprint" in refused(tiny_models("tiny-qwen3"), "--policy", "scout", *shape)
+    assert "budget_tokens" in refused(model, "--policy", "scout", "--budget-tokens", "256")
+    (tmp_path / "p.json.projection").write_bytes(b"short")
+    assert "p.json.projection" in refused(model, "--policy", "recall", *shape)
