@@ -210,8 +210,7 @@ absl::StatusOr<PolicyProfile> ReadPolicyProfile(const std::string& path) {
 }
 
 absl::Status ApplyPolicyProfile(const PolicyProfile& profile, const std::string& model_fingerprint,
-                                PolicyOptions* options) {
-  const CacheLayout& layout = options->hbm->layout();
+                                const CacheLayout& layout, PolicyOptions* options) {
   const CacheKind& kv = layout.kinds[0];
   if (profile.model_fingerprint != model_fingerprint) {
     return DoesNotFit(absl::StrCat("it was made for the model with fingerprint ",

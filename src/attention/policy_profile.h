@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "src/attention/policy_options.h"
+#include "src/kv/cache_layout.h"
 
 namespace sluice {
 
@@ -43,9 +44,10 @@ absl::Status WritePolicyProfile(const PolicyProfile& profile, const std::string&
 // key and the remedy.
 absl::StatusOr<PolicyProfile> ReadPolicyProfile(const std::string& path);
 
-// Fills in what the policies of `options` take from a profile. FAILED_PRECONDITION: it was made for
-// another model, or under other settings; names what does not fit.
+// Fills in what the policies of `options` take from a profile. `layout`: of the model that has that
+// fingerprint. FAILED_PRECONDITION: it was made for another model, or under other settings; names
+// what does not fit.
 absl::Status ApplyPolicyProfile(const PolicyProfile& profile, const std::string& model_fingerprint,
-                                PolicyOptions* options);
+                                const CacheLayout& layout, PolicyOptions* options);
 
 }  // namespace sluice

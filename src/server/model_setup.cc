@@ -58,8 +58,8 @@ absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_r
   return Model::Load(options, device);
 }
 
-absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config,
-                                              const std::string& fingerprint) {
+absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::string& fingerprint,
+                                              const CacheLayout& layout) {
   using Selector = PolicyOptions::Oracle::Selector;
   PolicyOptions o;
   o.name = config.policy();
@@ -87,7 +87,7 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config,
   if (config.policy_profile().empty()) return o;
   SLUICE_ASSIGN_OR_RETURN(const PolicyProfile profile, ReadPolicyProfile(config.policy_profile()));
   SLUICE_RETURN_IF_ERROR(ApplyPolicyProfile(
-      profile, fingerprint.empty() ? profile.model_fingerprint : fingerprint, &o));
+      profile, fingerprint.empty() ? profile.model_fingerprint : fingerprint, layout, &o));
   return o;
 }
 
@@ -101,7 +101,8 @@ absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& mode
                           device->Allocate(MemoryKind::kPinned, config.dram_bytes(), "dram_bytes"));
   SLUICE_ASSIGN_OR_RETURN(memory.dram,
                           PagePool::Create("dram", model.cache_layout(), std::move(dram)));
-  SLUICE_ASSIGN_OR_RETURN(PolicyOptions policy, PolicyOptionsOf(config, model.fingerprint()));
+  SLUICE_ASSIGN_OR_RETURN(PolicyOptions policy,
+                          PolicyOptionsOf(config, model.fingerprint(), model.cache_layout()));
   policy.device = device;
   policy.hbm = memory.hbm.get();
   policy.dram = memory.dram.get();

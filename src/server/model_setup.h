@@ -32,7 +32,8 @@ struct NodeMemory {
 // What `config` says of the policy, with its profile; device, pools and shapes are left to the
 // caller. `fingerprint`: of the model that the profile must be of; empty: of any.
 // Errors are those of ReadPolicyProfile and ApplyPolicyProfile.
-absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::string& fingerprint);
+absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::string& fingerprint,
+                                              const CacheLayout& layout);
 absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& model, Device* device);
 
 // nullopt if the model directory has no tokenizer.json, or one of a kind that is not known (which

@@ -211,7 +211,8 @@ absl::StatusOr<PlanInput> PlanOf(const Config& config) {
       const std::unique_ptr<BatchState> batch,
       BatchState::Create({sequences, model->max_context()}, device.get(), *model));
   in.batch_bytes = device->asked(MemoryKind::kDevice) - before - in.hbm_bytes;
-  SLUICE_ASSIGN_OR_RETURN(PolicyOptions options, PolicyOptionsOf(config, /*fingerprint=*/""));
+  SLUICE_ASSIGN_OR_RETURN(PolicyOptions options,
+                          PolicyOptionsOf(config, /*fingerprint=*/"", in.layout));
   for (const std::string& name : OffloadingPolicies()) {
     options.name = name;
     absl::StatusOr<std::vector<PlanInput::Policy::Room>> rooms = RoomsOf(options, in, real.get());

@@ -7,7 +7,6 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
-#include "src/device/cpu/cpu_device.h"
 #include "tests/fixtures/fixtures.h"
 
 namespace sluice {
@@ -44,15 +43,14 @@ struct Model {
     kv.block_tokens = 16;
     kv.parts = 2;
     kv.bytes_per_token = 2 * kHeadDim * 2;
-    device = *NewCpuDevice({"portable", 1});
-    hbm = *PagePool::Create("hbm", {kLayers, {kv}},
-                            *device->Allocate(MemoryKind::kDevice, 1 << 16, "hbm"));
-    options.hbm = hbm.get();
+    layout = {kLayers, {kv}};
     options.budget_tokens = 256;
     options.dense_layers = 1;
   }
-  std::unique_ptr<Device> device;
-  std::unique_ptr<PagePool> hbm;
+  absl::Status Apply(const PolicyProfile& profile, const std::string& fingerprint) {
+    return ApplyPolicyProfile(profile, fingerprint, layout, &options);
+  }
+  CacheLayout layout;
   PolicyOptions options;
 };
 
@@ -128,9 +126,9 @@ TEST_CASE("a profile may have intervals alone, or a projection alone") {
 
   Model model;
   model.options.scout.intervals = {9, 9, 9};
-  REQUIRE(ApplyPolicyProfile(*no_intervals, kFingerprint, &model.options).ok());
+  REQUIRE(model.Apply(*no_intervals, kFingerprint).ok());
   CHECK(model.options.scout.intervals == std::vector<int32_t>{9, 9, 9});
-  REQUIRE(ApplyPolicyProfile(*no_projection, kFingerprint, &model.options).ok());
+  REQUIRE(model.Apply(*no_projection, kFingerprint).ok());
   CHECK(model.options.scout.intervals == std::vector<int32_t>{0, 7, 1});
   CHECK(model.options.recall.projection == projection.projection);
 }
@@ -191,7 +189,7 @@ TEST_CASE("a profile that does not fit the node is refused, and says in what") {
     Model model;
     PolicyProfile profile = Profile();
     change(profile, model.options);
-    const absl::Status status = ApplyPolicyProfile(profile, fingerprint, &model.options);
+    const absl::Status status = model.Apply(profile, fingerprint);
     CHECK(absl::IsFailedPrecondition(status));
     CheckSays(status, words);
     CheckSays(status, "sluice-profile");
