@@ -1,12 +1,16 @@
 #include "src/attention/policies/scout/scout_policy.h"
 
 #include <algorithm>
+#include <atomic>
 #include <catch2/catch.hpp>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <set>
+#include <stdexcept>
 #include <vector>
 
+#include "kernels/kernel_table.h"
 #include "src/base/rng.h"
 #include "tests/test_main.h"
 #include "tests/unit/attention/policy_rig.h"
@@ -19,6 +23,8 @@ using testing::RandomVectors;
 using Who = PolicyRig::Who;
 
 constexpr int kRing = 2;  // blocks
+// A limit of the CPU's share with which nothing is ever recalled.
+constexpr float kNever = std::numeric_limits<float>::infinity();
 
 std::unique_ptr<ScoutPolicy> MakePolicy(const PolicyOptions& options) {
   auto policy = NewScoutPolicy(options);
@@ -57,7 +63,7 @@ void CheckAgainstNaive(const PolicyRig::Shape& shape, bool layer_ahead, float er
   PolicyOptions options = rig.Options();
   options.budget_tokens = 6 * shape.block_tokens;
   options.scout.layer_ahead = layer_ahead;
-  options.scout.recall = false;  // what lies where is known
+  options.scout.share_limit = kNever;  // what lies where is known
   options.scout.resident_tokens = 4 * shape.block_tokens;
   const auto policy = MakePolicy(options);
   const int context = 12 * shape.block_tokens + 5;
@@ -117,7 +123,7 @@ TEST_CASE("both sides together are exact attention where everything is selected"
   PolicyOptions options = rig.Options();
   options.budget_tokens = shape.max_context;
   options.scout.layer_ahead = false;
-  options.scout.recall = false;
+  options.scout.share_limit = kNever;
   const int context = 20 * shape.block_tokens;
   options.scout.resident_tokens = context / 2 - kRing * shape.block_tokens;
   const auto policy = MakePolicy(options);
@@ -149,7 +155,7 @@ TEST_CASE("with attend_whole everything that lies in HBM counts, selected or not
   PolicyOptions options = rig.Options();
   options.budget_tokens = 4 * shape.block_tokens;
   options.scout.attend_whole = true;
-  options.scout.recall = false;
+  options.scout.share_limit = kNever;
   options.scout.resident_tokens = 5 * shape.block_tokens;
   const auto policy = MakePolicy(options);
   const int context = 14 * shape.block_tokens + 3;
@@ -251,7 +257,7 @@ TEST_CASE("the controller keeps the CPU's share below its limit while importance
 
   scout.recall = false;
   const Drift without = RunDrift(scout, kSteps);
-  CHECK(without.recalls.empty());
+  CHECK(without.recalls == std::vector<int>{0});  // the first working set
   CHECK(without.shares.back() > 0.4);
   for (size_t layer = 0; layer < with.mean_share.size(); ++layer) {
     CHECK(with.mean_share[layer] < 0.5 * without.mean_share[layer]);
@@ -353,6 +359,65 @@ TEST_CASE("sequences that come and go give to the bit what each gives alone") {
   shape.threads = 3;
   shape.row_bucket = 3;
   CheckTraffic(shape, 3, kernels::GroupReduction::kSoftmaxSum);
+}
+
+// Throws at this position of a sequence.
+std::atomic<int> faulty_position{-1};
+void (*working)(const kernels::SparseAttentionParams&, kernels::Worker) = nullptr;
+void Faulty(const kernels::SparseAttentionParams& params, kernels::Worker worker) {
+  if (params.positions[0] == faulty_position.load()) throw std::runtime_error("a worker's fault");
+  working(params, worker);
+}
+
+TEST_CASE("a worker that fails ends its group's sequences; the others' bits stay their own") {
+  const PolicyRig::Shape shape;
+  PolicyRig rig(shape, RandomVectors(shape, 0.3f));
+  PolicyOptions options = TrafficOptions(rig, kernels::GroupReduction::kMax);
+  kernels::KernelTable table = *kernels::FindKernelTable("portable");
+  working = table.sparse_attention;
+  table.sparse_attention = Faulty;
+  options.host_kernels = &table;
+  options.workers = 2;  // two groups: even slots, odd slots
+  const auto policy = MakePolicy(options);
+  constexpr int kSteps = 12, kFaultAt = 5;
+  std::map<int, Decoded> decoded;
+  for (int slot = 0; slot < shape.slots; ++slot) {
+    // Long enough that the CPU has a part of every step.
+    rig.Admit(*policy, slot, static_cast<uint64_t>(slot), 300 + 20 * slot, 400);
+  }
+  faulty_position = 320 + kFaultAt;  // slot 1's
+  for (int step = 0; step < kSteps; ++step) {
+    const auto out = rig.Step(*policy, {0, 1, 2, 3});
+    for (int slot = 0; slot < shape.slots; ++slot) {
+      Add(decoded[slot], out, static_cast<size_t>(slot));
+      CHECK(policy->SlotHealth(slot).ok() == (slot % 2 == 0 || step < kFaultAt));
+    }
+  }
+  CHECK(absl::IsInternal(policy->SlotHealth(1)));
+  faulty_position = -1;
+  for (const int slot : {1, 3}) {
+    rig.Release(*policy, slot);
+    rig.Admit(*policy, slot, static_cast<uint64_t>(slot), 300 + 20 * slot, 400);
+    CHECK(policy->SlotHealth(slot).ok());
+    decoded[slot].clear();
+  }
+  for (int step = 0; step < kSteps; ++step) {
+    const auto out = rig.Step(*policy, {1, 3});
+    Add(decoded[1], out, 0);
+    Add(decoded[3], out, 1);
+  }
+  for (int slot = 0; slot < shape.slots; ++slot) {
+    CHECK(policy->SlotHealth(slot).ok());
+    INFO("slot " << slot);
+    PolicyRig alone_rig(shape, RandomVectors(shape, 0.3f));
+    PolicyOptions alone_options = TrafficOptions(alone_rig, kernels::GroupReduction::kMax);
+    alone_options.host_kernels = &table;
+    const auto alone = MakePolicy(alone_options);
+    alone_rig.Admit(*alone, 0, static_cast<uint64_t>(slot), 300 + 20 * slot, 400);
+    Decoded want;
+    for (int step = 0; step < kSteps; ++step) Add(want, alone_rig.Step(*alone, {0}), 0);
+    CHECK(decoded[slot] == want);
+  }
 }
 
 TEST_CASE("options out of range are refused by name") {

@@ -60,6 +60,12 @@ struct Scratch {
   Buffer lse;  // float [layers][2][rows][heads]: what a layer was made of can be read afterwards
 };
 
+// Steps from one recall of a layer to the next; 0: the controller decides.
+int32_t IntervalOf(const PolicyOptions::Scout& scout, int layer) {
+  if (!scout.recall) return std::numeric_limits<int32_t>::max();
+  return scout.intervals.empty() ? 0 : scout.intervals[static_cast<size_t>(layer)];
+}
+
 class ScoutPolicyImpl : public ScoutPolicy {
  public:
   static absl::StatusOr<std::unique_ptr<ScoutPolicy>> Create(const PolicyOptions& options);
@@ -101,11 +107,11 @@ class ScoutPolicyImpl : public ScoutPolicy {
     workers_->Finish(stream, layer, queries.rows, scratch_.o.as<float>() + values * shape_.head_dim,
                      lse(layer) + values);
     Merge(stream, layer, queries, out, out_type);
-    if (options().scout.recall) Recall(stream, layer, queries);
+    Recall(stream, layer, queries);
   }
 
-  // The first places hold what is new, not what is important: with intervals the first recall is at
-  // the first step. The controller finds that step's share too large by itself.
+  // The first places hold what is new, not what is important: whatever the interval, the first
+  // recall is in the first step. The controller finds that step's share too large by itself.
   void BuildArrays(Stream& stream, int slot, int64_t /*tokens*/,
                    const OffloadTier::BulkRow& row) override {
     for (int layer = tier().options().dense_layers; layer < shape_.layers; ++layer) {
@@ -212,8 +218,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
     due.kv_heads = shape_.kv_heads;
     due.unit_tokens = shape_.block_tokens;
     due.budget_units = shape_.budget_blocks;
-    const std::vector<int32_t>& intervals = options().scout.intervals;
-    due.interval = intervals.empty() ? 0 : intervals[static_cast<size_t>(layer)];
+    due.interval = IntervalOf(options().scout, layer);
     due.share_limit = options().scout.share_limit;
     kernels().RecallDue(stream, due);
   }
@@ -358,7 +363,7 @@ Shape ShapeOf(const PolicyOptions& options, int rows) {
 }
 
 absl::StatusOr<Scratch> MakeScratch(Device& device, const Shape& shape,
-                                    const std::vector<int32_t>& intervals) {
+                                    const PolicyOptions::Scout& scout) {
   Scratch scratch;
   absl::Status status;
   const auto allocate = [&](Buffer* buffer, int64_t words) {
@@ -390,8 +395,8 @@ absl::StatusOr<Scratch> MakeScratch(Device& device, const Shape& shape,
       scratch.first_since,
       device.Allocate(MemoryKind::kPinned, static_cast<size_t>(shape.layers) * sizeof(int32_t),
                       "the intervals of policy scout"));
-  for (size_t layer = 0; layer < intervals.size(); ++layer) {
-    scratch.first_since.as<int32_t>()[layer] = std::max(intervals[layer] - 1, 0);
+  for (int32_t layer = 0; layer < shape.layers; ++layer) {
+    scratch.first_since.as<int32_t>()[layer] = std::max(IntervalOf(scout, layer) - 1, 0);
   }
   return scratch;
 }
@@ -432,8 +437,7 @@ absl::StatusOr<std::unique_ptr<ScoutPolicy>> ScoutPolicyImpl::Create(const Polic
   SLUICE_ASSIGN_OR_RETURN(
       std::unique_ptr<SelectionCounters> counters,
       SelectionCounters::Create(options.device, options.slots, options.hbm->layout()));
-  SLUICE_ASSIGN_OR_RETURN(Scratch scratch,
-                          MakeScratch(*options.device, shape, options.scout.intervals));
+  SLUICE_ASSIGN_OR_RETURN(Scratch scratch, MakeScratch(*options.device, shape, options.scout));
   SLUICE_ASSIGN_OR_RETURN(Buffer written, AllocateWritten(options));
   return std::make_unique<ScoutPolicyImpl>(options, shape, std::move(tier), std::move(written),
                                            std::move(scratch), std::move(counters),
