@@ -74,13 +74,17 @@ void MailboxTeam::Loop(int worker) {
     } catch (...) {
       status = absl::InternalError("an exception of an unknown kind");
     }
-    if (!status.ok()) mailbox_->FailAll(worker);
-    mailbox_->Answer(worker);
+    const bool dies = absl::IsAborted(status);
+    if (!dies) {
+      if (!status.ok()) mailbox_->FailAll(worker);
+      mailbox_->Answer(worker);
+    }
     // The first of a row of failures: a fault that stays comes with every layer of every step.
     if (!status.ok() && last.ok()) {
       Log(LogLevel::kError, "a mailbox worker failed",
           {{"worker", worker}, {"channel", channel}, {"error", status.ToString()}});
     }
+    if (dies) return;
     last = std::move(status);
     idle.Reset();
   }

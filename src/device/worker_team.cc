@@ -22,6 +22,7 @@ class MailboxWorkers : public WorkerTeam {
   void SetServers(int slot, uint32_t workers) override { mailbox_->SetServers(slot, workers); }
   MailboxError error(int slot) const override { return mailbox_->error(slot); }
   void Reset(int slot) override { mailbox_->Reset(slot); }
+  int64_t failures(MailboxError error) const override { return mailbox_->failures(error); }
   uint32_t gone() const override { return mailbox_->gone(); }
 
  private:

@@ -100,6 +100,14 @@ class World {
     }
     DrawLists(rows);
   }
+  // Every sequence, in order, at position 40 + slot. REQUIRES: as many rows as slots.
+  void DrawWhole(int rows) {
+    for (int r = 0; r < rows; ++r) {
+      slots[static_cast<size_t>(r)] = r;
+      positions[static_cast<size_t>(r)] = 40 + r;
+    }
+    DrawLists(rows);
+  }
   void DrawLists(int rows) {
     for (Request& r : requests_) {
       for (float& v : r.q) v = static_cast<float>(random_.Uniform() * 4 - 2);
@@ -146,6 +154,19 @@ class World {
   bool Attends(int row) const {
     const auto first = static_cast<size_t>(row * shape.kv_heads);
     return requests_[0].counts[first] > 0;
+  }
+  // Of all layers, rows and KV heads.
+  int64_t UnitsAsked(int rows) const {
+    int64_t units = 0;
+    for (const Request& r : requests_) {
+      for (int row = 0; row < rows; ++row) {
+        if (slots[static_cast<size_t>(row)] < 0) continue;
+        for (int head = 0; head < shape.kv_heads; ++head) {
+          units += r.counts[static_cast<size_t>(row * shape.kv_heads + head)];
+        }
+      }
+    }
+    return units;
   }
   int MaxTokens() const { return shape.max_blocks * shape.block_tokens; }
   std::vector<int> Failed() const {
