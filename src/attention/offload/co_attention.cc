@@ -228,6 +228,7 @@ class CoAttentionImpl : public CoAttention {
   int32_t* counts_ = nullptr;  // [max_rows + 1] 0, 1, ...: what a stream copies a row count from
   std::vector<WorkerShare> shares_;                   // by worker
   std::vector<ChannelHome> homes_;                    // by channel
+  std::unique_ptr<Done[]> done_;                      // by worker
   std::unique_ptr<std::atomic<uint32_t>[]> servers_;  // [slots] workers, as bits
   std::unique_ptr<WorkerTeam> team_;                  // last: its threads use all of this
 };

@@ -184,7 +184,9 @@ void Late(Device& device, const KernelTable& table) {
     world.Check(8, ToleranceOf(table));
   }
   CHECK(world.Failed().empty());
-  CHECK(world.co_attention->Statistics().late == 1);
+  // Of one channel or of two that were under way.
+  const int64_t late = world.co_attention->Statistics().late;
+  CHECK((late == 1 || late == 2));
 }
 SLUICE_TEST_ON_EVERY_PATH("a late worker ends its group's sequences, and may come back", Late)
 
@@ -200,7 +202,7 @@ void Dying(Device& device, const KernelTable& table) {
   step();
   CHECK(world.co_attention->Statistics().workers == 3);
   {
-    const ScopedFailpoints fault("attention.worker_exit=error*1");
+    const ScopedFailpoints armed("attention.worker_exit=error*1");
     step();
   }
   const std::vector<int> lost = world.Failed();
@@ -216,7 +218,7 @@ void Dying(Device& device, const KernelTable& table) {
   CHECK(world.co_attention->Statistics().left == 1);
   // With nobody left no sequence is well, and steps end none the less.
   {
-    const ScopedFailpoints faults("attention.worker_exit=error");
+    const ScopedFailpoints armed("attention.worker_exit=error");
     step();
   }
   for (int slot = 0; slot < world.shape.slots; ++slot) world.co_attention->Join(slot);
@@ -229,7 +231,7 @@ SLUICE_TEST_ON_EVERY_PATH("a worker that dies ends its group's sequences, and no
 void Failing(Device& device, const KernelTable& table) {
   World world(device, table, Shape{}, TestSeed());
   {
-    const ScopedFailpoints fault("attention.worker=error*1");
+    const ScopedFailpoints armed("attention.worker=error*1");
     world.DrawWhole(6);
     world.Step(6);
   }
