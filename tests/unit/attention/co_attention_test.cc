@@ -122,12 +122,14 @@ std::vector<int> GroupOf(int slot, const Shape& shape, int groups) {
   return out;
 }
 
-// Sequence s is row s, at position 40 + s. Sequence 0's row meets the fault.
+// Sequence s is row s; sequence 0's row, at the last position there is, meets the fault.
 int MeetFault(World& world, Fault what) {
+  world.DrawWhole(6);
+  world.positions[0] = world.LastPosition();
   do {
-    world.DrawWhole(6);
+    world.DrawLists(6);
   } while (!world.Attends(0));
-  fault_row = 40;
+  fault_row = world.LastPosition();
   fault = what;
   return 0;
 }

@@ -83,6 +83,8 @@ class World {
                std::vector<float>(rows * static_cast<size_t>(shape.heads)));
   }
 
+  ~World() { co_attention.reset(); }  // its workers read the homes
+
   // Rows of some of the sequences in any order, `rows` in all, the last ones padded; new lists and
   // queries for every layer. REQUIRES: nothing is under way.
   void Draw(int rows) {
@@ -95,7 +97,7 @@ class World {
       slots[static_cast<size_t>(r)] = r < used ? order[static_cast<size_t>(r)] : -1;
       if (r < used) {
         positions[static_cast<size_t>(r)] =
-            static_cast<int32_t>(random_.Below(static_cast<uint64_t>(MaxTokens())));
+            static_cast<int32_t>(random_.Below(static_cast<uint64_t>(LastPosition())));
       }
     }
     DrawLists(rows);
@@ -168,6 +170,8 @@ class World {
     }
     return units;
   }
+  // Of the longest sequence; Draw takes none as late.
+  int LastPosition() const { return MaxTokens() - 1; }
   int MaxTokens() const { return shape.max_blocks * shape.block_tokens; }
   std::vector<int> Failed() const {
     std::vector<int> out;
