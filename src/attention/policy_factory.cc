@@ -7,6 +7,7 @@
 #include "absl/strings/str_join.h"
 #include "src/attention/policies/full/full_policy.h"
 #include "src/attention/policies/hgca/hgca_policy.h"
+#include "src/attention/policies/oracle/oracle_policy.h"
 #include "src/attention/policies/recall/recall_policy.h"
 #include "src/attention/policies/scout/scout_policy.h"
 #include "src/base/nearest_name.h"
@@ -35,6 +36,7 @@ struct Known {
 constexpr Known kPolicies[] = {
     {"full", NewFull, false},
     {"hgca", NewHgca, true},
+    {"oracle", NewOraclePolicy, true},
     {"recall", NewRecallPolicy, true},
     {"scout", NewScout, true},
 };
