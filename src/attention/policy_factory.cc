@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "src/attention/policies/full/full_policy.h"
+#include "src/attention/policies/oracle/oracle_policy.h"
 #include "src/attention/policies/recall/recall_policy.h"
 #include "src/attention/policies/scout/scout_policy.h"
 #include "src/base/nearest_name.h"
@@ -31,6 +32,7 @@ struct Known {
 
 constexpr Known kPolicies[] = {
     {"full", NewFull, false},
+    {"oracle", NewOraclePolicy, true},
     {"recall", NewRecallPolicy, true},
     {"scout", NewScout, true},
 };
