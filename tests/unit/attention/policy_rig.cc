@@ -93,7 +93,8 @@ PolicyOptions PolicyRig::Options() const {
 
 void PolicyRig::Admit(AttentionPolicy& policy, int slot, uint64_t seed, int context, int total,
                       bool compute_last) {
-  auto home = std::make_unique<SequenceCache>(dram_.get(), dram_->TryReserve(total));
+  auto home = std::make_unique<SequenceCache>(
+      dram_.get(), dram_->TryReserve(policy.FootprintOf(context, total).dram_tokens));
   home->EnsureTokens(context);
   const int handed_over = compute_last ? context - 1 : context;
   for (int layer = 0; layer < shape_.layers; ++layer) {
