@@ -61,8 +61,8 @@ absl::Status Dictation::Begin(const Context& context, int total) {
   SLUICE_RETURN_IF_ERROR(Finish());
   const auto no_room = [&] {
     return absl::ResourceExhaustedError(
-        absl::StrCat("a sequence of ", total, " tokens does not fit policy ",
-                     parts_.policy->name(), "; raise --hbm-bytes or --dram-bytes"));
+        absl::StrCat("a sequence of ", total, " tokens does not fit policy ", parts_.policy->name(),
+                     "; raise --hbm-bytes or --dram-bytes"));
   };
   const int64_t handed_over = count_ - 1;
   Reservation room = parts_.dram->TryReserve(parts_.policy->FootprintOf(count_, total).dram_tokens);
@@ -84,7 +84,8 @@ absl::StatusOr<absl::Span<const float>> Dictation::Step() {
   rows[2] = 0;
   parts_.policy->Grow(kSlot, count_);
   const int32_t slots[] = {kSlot};
-  parts_.policy->BeginStep(*stream_, slots);
+  const int32_t positions[] = {count_ - 1};
+  parts_.policy->BeginStep(*stream_, slots, positions);
   stream_->Copy(rows_.device.data(), rows, rows_.host.bytes());
   stream_->Copy(tokens_.device.data(), tokens_.host.data(), tokens_.host.bytes());
   StepInputs in;

@@ -75,7 +75,7 @@ _RESUME_EXAMPLES = """example:
 
 _TEXTS_EXAMPLES = """examples:
   tools/sluice texts --tokenizer models/smollm2-135m-instruct --out texts.json
-  build/release/bin/sluice-bench policies --model models/smollm2-135m-instruct --quality texts.json
+  build/release/bin/sluice-bench policies --model models/smollm2-135m-instruct --quality --texts texts.json
 
 Without --text: the licences, news and manuals that this machine's packages carry, and the project's own
 documents. No two cases share text.
