@@ -41,11 +41,21 @@ class ListWriter {
   int32_t capacity_;
 };
 
+void ForgetPlaces(const ResidencyTable& t, int64_t slot, int64_t head) {
+  for (int32_t place = t.ring; place < t.count; ++place) {
+    int32_t& unit = *TableRow(t.places, slot, place, head);
+    if (unit < 0) continue;
+    *TableRow(t.place_of, slot, unit, head) = -1;
+    unit = -1;
+  }
+}
+
 void SplitList(const SplitParams& p, int64_t list) {
   const ResidencyTable& t = p.residency;
   const int64_t r = list / p.kv_heads, head = list % p.kv_heads, slot = p.slots[r];
   ListWriter resident(p.resident, list), missing(p.missing, list);
   if (slot < 0) return;
+  if (p.forget) ForgetPlaces(t, slot, head);
   const int32_t newest = p.positions[r] / p.unit_tokens;
   int32_t* places = p.places + list * p.resident.capacity;
   const int32_t* selected = p.selected.units + list * p.selected.capacity;

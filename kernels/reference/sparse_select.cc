@@ -82,6 +82,12 @@ void Split(const SplitParams& p, Worker worker) {
     const int64_t r = list / p.kv_heads, head = list % p.kv_heads, slot = p.slots[r];
     std::vector<int32_t> resident, missing;
     if (slot >= 0) {
+      for (int32_t place = t.ring; p.forget && place < t.count; ++place) {
+        int32_t& unit = *TableRow(t.places, slot, place, head);
+        if (unit < 0) continue;
+        *TableRow(t.place_of, slot, unit, head) = -1;
+        unit = -1;
+      }
       const int32_t newest = p.positions[r] / p.unit_tokens;
       for (int32_t unit : ListOf(p.selected, list)) {
         const int32_t place = PlaceOf(t, slot, head, newest, unit);

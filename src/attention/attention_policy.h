@@ -74,10 +74,11 @@ class AttentionPolicy {
 
   // Decode rows of one sequence that a step may have.
   virtual int decode_rows_per_sequence() const { return kernels::kMaxNewTokens; }
-  // Whether a sequence whose prompt was computed here needs EndPrompt before its first decode row.
+  // Whether a sequence needs EndPrompt before its first decode row: at once after Admit where the
+  // whole prompt was handed over, else after the prompt's last step.
   virtual bool NeedsEndPrompt() const { return false; }
   // The slot's first `tokens` tokens are its prompt, and computed: starts to make its working set;
-  // Warm(slot) says when it is there. REQUIRES: every step that has the slot is done.
+  // Warm(slot) says when it is there. Once. REQUIRES: every step that has the slot is done.
   virtual void EndPrompt(int /*slot*/, int64_t /*tokens*/) {}
   // Not OK: what the slot's sequence was given since Admit may be wrong, and it must end.
   virtual absl::Status SlotHealth(int /*slot*/) const { return absl::OkStatus(); }

@@ -10,7 +10,8 @@
 namespace sluice {
 
 // INVALID_ARGUMENT: there is no such policy (names the nearest), or an option is out of range;
-// UNIMPLEMENTED: not on this device.
+// UNIMPLEMENTED: the device lacks operators that it needs; RESOURCE_EXHAUSTED: no memory for its
+// tables.
 absl::StatusOr<std::unique_ptr<AttentionPolicy>> NewPolicy(const PolicyOptions& options);
 
 }  // namespace sluice

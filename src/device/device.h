@@ -17,7 +17,9 @@ namespace sluice {
 class DeviceTrace;
 class KernelSet;
 class Mailbox;
+class WorkerTeam;
 struct MailboxOptions;
+struct WorkerTeamOptions;
 
 enum class MemoryKind {
   kDevice,  // HBM; on the CPU device ordinary memory with huge pages
@@ -125,6 +127,11 @@ class Device {
   // FAILED_PRECONDITION: a driver without memory operations of streams;
   // UNIMPLEMENTED: a device whose streams and workers share one thread.
   virtual absl::StatusOr<std::unique_ptr<Mailbox>> NewMailbox(const MailboxOptions& options) = 0;
+  // CPU workers that streams of this device hand work to (src/device/worker_team.h), doing
+  // work(worker, channel). Without an override: threads that answer a mailbox. The errors of
+  // NewMailbox.
+  virtual absl::StatusOr<std::unique_ptr<WorkerTeam>> NewWorkerTeam(
+      const WorkerTeamOptions& options, std::function<absl::Status(int worker, int channel)> work);
   // Rows that a step of `rows` decode rows is padded to, so that one Program serves all steps of a
   // bucket; 0: such a step is enqueued operator by operator, unpadded.
   virtual int RowBucket(int rows) const;

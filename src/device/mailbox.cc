@@ -138,6 +138,19 @@ void Mailbox::FailAll(int worker) {
   if (NumberOf(round) == state.number) SetErrors(1u << worker, MailboxError::kFailed);
 }
 
+// As in Answer, the bit is that of the round taken up or of none. The worker's reads of what was
+// asked come before this look, not after it.
+bool Mailbox::Owes(int worker) const {
+  std::atomic<uint64_t>& word = channels_[worker_states_[worker].channel].round;
+#if defined(__x86_64__)
+  std::atomic_signal_fence(std::memory_order_acq_rel);  // the processor keeps loads in order
+  const uint64_t round = word.load(std::memory_order_acquire);
+#else
+  const uint64_t round = word.fetch_add(0, std::memory_order_acq_rel);
+#endif
+  return (OwedBy(round) & (1u << worker)) != 0;
+}
+
 // No need to compare the round's number: a worker that is late is in no later round before it has
 // polled (OpenIfRaised), so its bit is not there to be cleared.
 bool Mailbox::Answer(int worker) {

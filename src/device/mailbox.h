@@ -82,6 +82,9 @@ class Mailbox {
   void Fail(int worker, int slot);
   // The same for every sequence that it serves.
   void FailAll(int worker);
+  // Whether the round that it took up still waits for this worker: until then nothing of what was
+  // asked changes.
+  bool Owes(int worker) const;
   // This worker's results are written. False: too late, the round went on without them.
   bool Answer(int worker);
   // The worker takes part no more, and answers nothing that it owes. Any thread.
@@ -95,6 +98,9 @@ class Mailbox {
   MailboxError error(int slot) const;
   // A new sequence moves in.
   void Reset(int slot);
+
+  // Workers that have left, as bits.
+  uint32_t gone() const { return gone_.load(std::memory_order_acquire); }
 
   int channels() const { return options_.channels; }
   int workers() const { return options_.workers; }

@@ -34,7 +34,8 @@ class Idle {
 
 }  // namespace
 
-MailboxTeam::MailboxTeam(Mailbox* mailbox, Work work) : mailbox_(mailbox), work_(std::move(work)) {
+MailboxTeam::MailboxTeam(Mailbox* mailbox, WorkerFn work)
+    : mailbox_(mailbox), work_(std::move(work)) {
   for (int i = 0; i < mailbox_->workers(); ++i) {
     threads_.emplace_back([this, i] { Loop(i); });
   }

@@ -5,8 +5,8 @@
 #include <set>
 
 #include "absl/strings/match.h"
+#include "src/base/json_file.h"
 #include "src/base/status_macros.h"
-#include "src/model/json_file.h"
 
 namespace sluice {
 namespace {

@@ -116,9 +116,10 @@ class DenseModel : public Model {
   Buffer activated_;   // activation [rows][intermediate]
   Buffer cos_sin_;     // float32 [rows][head_dim / 2][2]
   Buffer head_input_;  // activation [logits][hidden]
-  Buffer predicted_;   // float32 [logits][q], of the decode rows
+  Buffer predicted_;   // float32 [predicted_rows_][q], of the decode rows
   Buffer partial_;     // float32 [partial_rows_][heads * (head_dim + 1)]
   int64_t partial_rows_ = 0;
+  int predicted_rows_ = 0;
 };
 
 absl::Status DenseModel::LoadWeights() {
@@ -202,8 +203,10 @@ absl::Status DenseModel::AllocateWorkspace() {
   SLUICE_RETURN_IF_ERROR(Workspace(&activated_, rows, inter * act, "gated activations"));
   SLUICE_RETURN_IF_ERROR(Workspace(&cos_sin_, rows, int64_t{config_.head_dim} * 4, "RoPE angles"));
   SLUICE_RETURN_IF_ERROR(Workspace(&head_input_, max_logits_, hidden * act, "the head's input"));
+  // A step of decode rows alone may be padded.
+  predicted_rows_ = std::min(max_rows_, std::max(max_logits_, device_->RowBucket(max_logits_)));
   SLUICE_RETURN_IF_ERROR(
-      Workspace(&predicted_, max_logits_, config_.q_size() * 4, "predicted queries"));
+      Workspace(&predicted_, predicted_rows_, config_.q_size() * 4, "predicted queries"));
   const int64_t entry = int64_t{config_.heads} * (config_.head_dim + 1) * 4;
   partial_rows_ = kernels_.AttentionScratchBytes({max_logits_, config_.heads, config_.kv_heads,
                                                   config_.head_dim, max_context_}) /
@@ -299,7 +302,7 @@ void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRan
 void DenseModel::LookAhead(Stream& stream, int layer, const StepInputs& in,
                            AttentionPolicy& policy) {
   if (in.decode_rows == 0 || layer == config_.layers || !policy.LooksAhead(layer)) return;
-  SLUICE_CHECK(in.decode_rows <= max_logits_, "one decode row of a sequence in a step");
+  SLUICE_CHECK(in.decode_rows <= predicted_rows_, "one decode row of a sequence in a step");
   const Layer& w = layers_[static_cast<size_t>(layer)];
   // The queries' rows of the one matrix that makes queries, keys and values.
   Weight query;

@@ -5,9 +5,9 @@
 
 #include "absl/strings/str_join.h"
 #include "kernels/params.h"
+#include "src/base/config_reader.h"
+#include "src/base/json_file.h"
 #include "src/base/status_macros.h"
-#include "src/model/config_reader.h"
-#include "src/model/json_file.h"
 #include "src/model/rope_config.h"
 #include "src/sampling/sampling_params.h"
 

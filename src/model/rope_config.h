@@ -2,7 +2,7 @@
 #pragma once
 
 #include "absl/status/statusor.h"
-#include "src/model/config_reader.h"
+#include "src/base/config_reader.h"
 #include "src/model/rope.h"
 
 namespace sluice {

@@ -13,8 +13,8 @@
 
 #include "absl/strings/str_join.h"
 #include "src/base/failpoint.h"
+#include "src/base/json_file.h"
 #include "src/base/status_macros.h"
-#include "src/model/json_file.h"
 
 namespace sluice {
 namespace {

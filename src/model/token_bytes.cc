@@ -7,8 +7,8 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "src/base/json_file.h"
 #include "src/base/status_macros.h"
-#include "src/model/json_file.h"
 
 namespace sluice {
 namespace {

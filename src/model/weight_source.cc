@@ -6,10 +6,10 @@
 
 #include "absl/strings/str_join.h"
 #include "src/base/dtype.h"
+#include "src/base/json_file.h"
 #include "src/base/status_macros.h"
 #include "src/model/checkpoint.h"
 #include "src/model/dummy_weights.h"
-#include "src/model/json_file.h"
 #include "src/model/tensor_list.h"
 
 namespace sluice {

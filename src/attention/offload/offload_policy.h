@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "src/attention/attention_policy.h"
 #include "src/attention/offload/offload_tier.h"
 #include "src/attention/policy_options.h"
@@ -19,8 +20,8 @@ class OffloadPolicy : public AttentionPolicy {
   Footprint FootprintOf(int64_t context, int64_t total) const override;
   int64_t max_tokens() const override;
   Room RoomNow() const override;
-  // REQUIRES: a firm promise. A context that covers `context` tokens of prompt is warmed at once;
-  // of a shorter one the rest is rows of the prompt, and EndPrompt warms it.
+  // REQUIRES: a firm promise. The working set is EndPrompt's; until then there are prompt rows
+  // only.
   bool Admit(int slot, int64_t context, int64_t total, Promise promise,
              std::unique_ptr<SequenceCache>& home) override;
   bool Warm(int slot) override;
@@ -42,7 +43,12 @@ class OffloadPolicy : public AttentionPolicy {
   void Attend(Stream& stream, int layer, kernels::AttentionParams params) override;
 
  protected:
+  // `written`: AllocateWritten(options).
   OffloadPolicy(const PolicyOptions& options, std::unique_ptr<OffloadTier> tier, Buffer written);
+  static absl::StatusOr<Buffer> AllocateWritten(const PolicyOptions& options);
+  // Decode rows of a step, padded ones counted.
+  static int MaxDecodeRows(const PolicyOptions& options);
+  int max_decode_rows() const { return MaxDecodeRows(options_); }
 
   // Attention of decode rows in a sparse layer, their keys and values being in the ring and on
   // their way home: to `out`, [rows][heads * head_dim] of out_type.
@@ -68,7 +74,8 @@ class OffloadPolicy : public AttentionPolicy {
   const std::string name_;
   const PolicyOptions options_;
   const std::unique_ptr<OffloadTier> tier_;
-  const Buffer written_;  // [slots][kv_heads][2][head_dim]: K and V of a layer's decode rows
+  const Buffer written_;         // [MaxDecodeRows][kv_heads][2][head_dim]: K and V of a layer
+  std::vector<int64_t> totals_;  // tokens of each slot's sequence at its end
 };
 
 }  // namespace sluice

@@ -67,8 +67,8 @@ class OffloadTier {
   virtual Footprint FootprintOf(int64_t context, int64_t total) const = 0;
   virtual int64_t max_tokens() const = 0;
   virtual AttentionPolicy::Room RoomNow() const = 0;
-  // Takes HBM and keeps `home` (or takes one for `total` tokens from DRAM). The tables are on their
-  // way; no unit has a place yet.
+  // Takes HBM and keeps `home` (or takes one for `total` tokens from DRAM). The page numbers are on
+  // their way; residency and arrays are WarmUp's. False: no room now, and nothing has changed.
   virtual bool Admit(int slot, int64_t context, int64_t total,
                      std::unique_ptr<SequenceCache>& home) = 0;
   // Room in the home for positions below `tokens`.
@@ -76,12 +76,14 @@ class OffloadTier {
   // REQUIRES: nothing reads or writes the slot's pages any more.
   virtual void Release(int slot) = 0;
 
-  // Makes the working set of the slot's first `tokens` tokens: the newest blocks into the ring, the
-  // dense layers' caches, and `units` (of each sparse layer and KV head in turn: [layer -
-  // dense_layers][kv_head], each ascending, none of the ring's) into places; as many as there are
-  // places for. On stream(), after which `build(stream, slot_row)` may enqueue what the policy's
-  // arrays need, with one row (slot, positions [0, tokens)) for Digest or PartialKeys.
-  // Before that, arrays with a row for every token of the places are zeroed.
+  // Makes the working set of the slot's first `tokens` tokens, as the row of position `tokens` will
+  // find it: the newest blocks in the ring, the dense layers' caches, and `units` (of each sparse
+  // layer and KV head in turn: [layer - dense_layers][kv_head], each ascending, all older than that
+  // row's ring) in places after the ring's, in their order; as many as there are places for. Arrays
+  // with a row for every token of the places are zeroed. Then `build(stream, row)`, which is called
+  // here, may enqueue what the policy's arrays need, with one row (slot, positions [0, tokens)) for
+  // Digest or PartialKeys. REQUIRES: the home has those
+  // tokens, and no step has a decode row of the slot.
   struct BulkRow {
     const int32_t* slots;            // [1], on the device's side
     const int32_t* first_positions;  // [1] 0

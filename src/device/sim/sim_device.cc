@@ -8,6 +8,7 @@
 #include "src/device/cpu/cpu_team.h"
 #include "src/device/mailbox.h"
 #include "src/device/sim/sim_stream.h"
+#include "src/device/sim/sim_worker_team.h"
 
 namespace sluice {
 namespace {
@@ -48,6 +49,15 @@ class SimDeviceImpl : public SimDevice {
   absl::StatusOr<std::unique_ptr<Mailbox>> NewMailbox(const MailboxOptions&) override {
     return absl::UnimplementedError(
         "the simulated device has one thread: there is nobody to answer a mailbox");
+  }
+  absl::StatusOr<std::unique_ptr<WorkerTeam>> NewWorkerTeam(const WorkerTeamOptions& options,
+                                                            WorkerFn work) override {
+    SLUICE_RETURN_IF_ERROR(Mailbox::CheckOptions(options.mailbox));
+    SLUICE_ASSIGN_OR_RETURN(
+        Buffer errors,
+        Allocate(MemoryKind::kPinned, sizeof(uint32_t) * static_cast<size_t>(options.mailbox.slots),
+                 "a worker team"));
+    return NewSimWorkerTeam(&state_, options.mailbox, std::move(errors), std::move(work));
   }
   uint64_t stalls() const override { return state_.stalls; }
 

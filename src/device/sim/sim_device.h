@@ -31,6 +31,11 @@ struct SimDeviceOptions {
   int refused_allocation = -1;
   // A step of decode rows is padded to a multiple of this many; 0: none is.
   int row_bucket = 0;
+  // Shares of the rounds in which a worker of a team (src/device/worker_team.h) says that it
+  // failed, is past the deadline, and leaves for good.
+  double worker_failures = 0;
+  double late_workers = 0;
+  double leaving_workers = 0;
   // Breaches of the Device contract, for tests of whatever must notice them: the share of events
   // that are ready before what they mark is done, and of copies that never happen.
   double early_events = 0;

@@ -51,6 +51,11 @@ void SimStream::WaitFor(Event& event) {
   StartIfIdle();
 }
 
+void SimStream::WaitFor(SimGate& gate) {
+  Push(Entry::Kind::kGate, absl::ZeroDuration()).gate = &gate;
+  StartIfIdle();
+}
+
 HostStream::Command& SimStream::NextSlot() {
   return Push(Entry::Kind::kCommand,
               team_ != nullptr ? device_->options.kernel_time : device_->options.copy_time)
@@ -98,6 +103,13 @@ void SimStream::Begin() {
         device_->clock->After(absl::ZeroDuration(), [this] { Done(); });
       } else {
         entry.event->waiters_.push_back([this] { Done(); });
+      }
+      return;
+    case Entry::Kind::kGate:
+      if (entry.gate->open) {
+        device_->clock->After(absl::ZeroDuration(), [this] { Done(); });
+      } else {
+        entry.gate->waiters.push_back([this] { Done(); });
       }
       return;
   }

@@ -6,6 +6,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "src/base/rng.h"
@@ -37,6 +38,16 @@ class SimEvent : public TimedEvent {
   std::vector<std::function<void()>> waiters_;  // streams that stand still for it
 };
 
+// A place where a stream stands still until it is opened: what no event marks.
+struct SimGate {
+  bool open = true;
+  std::vector<std::function<void()>> waiters;
+  void Open() {
+    open = true;
+    for (auto& waiter : std::exchange(waiters, {})) waiter();
+  }
+};
+
 // What the streams of one device share.
 struct SimDeviceState {
   SimDeviceOptions options;
@@ -59,14 +70,16 @@ class SimStream : public HostStream {
   void CopyBatch(const CopyOp* ops, size_t count) override;
   void Record(Event& event) override;
   void WaitFor(Event& event) override;
+  void WaitFor(SimGate& gate);
 
  private:
-  // One command. Exactly one of `command`, `record`, `wait` and `ops` is meant.
+  // One command; its kind says which fields are meant.
   struct Entry {
-    enum class Kind { kCommand, kCopyBatch, kRecord, kWait } kind = Kind::kCommand;
+    enum class Kind { kCommand, kCopyBatch, kRecord, kWait, kGate } kind = Kind::kCommand;
     Command command{};
     absl::Duration mean;
     SimEvent* event = nullptr;      // kRecord, kWait
+    SimGate* gate = nullptr;        // kGate
     uint64_t value = 0;             // kRecord
     const CopyOp* ops = nullptr;    // kCopyBatch: valid until all is done, read piece by piece
     std::vector<size_t> remaining;  // kCopyBatch: pieces to come, from the back

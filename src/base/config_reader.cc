@@ -1,10 +1,10 @@
-#include "src/model/config_reader.h"
+#include "src/base/config_reader.h"
 
 #include <cmath>
 
 #include "absl/strings/str_format.h"
+#include "src/base/json_file.h"
 #include "src/base/status_macros.h"
-#include "src/model/json_file.h"
 
 namespace sluice {
 

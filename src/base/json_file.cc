@@ -1,4 +1,4 @@
-#include "src/model/json_file.h"
+#include "src/base/json_file.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>

@@ -1,5 +1,5 @@
 // Typed, bounded reads of one JSON object of a config file; every error names the file, the key,
-// what was expected and what was found. Internal to src/model.
+// what was expected and what was found.
 #pragma once
 
 #include <cstdint>

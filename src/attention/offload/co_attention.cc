@@ -1,0 +1,217 @@
+#include "src/attention/offload/co_attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "src/attention/offload/worker_share.h"
+#include "src/base/error.h"
+#include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
+#include "src/device/worker_team.h"
+
+namespace sluice {
+namespace {
+
+// Two channels are under way at most, of neighbouring layers.
+constexpr int kSides = 2;
+
+uint32_t Bits(int count) { return count >= 32 ? ~0u : (1u << count) - 1; }
+
+class CoAttentionImpl : public CoAttention {
+ public:
+  CoAttentionImpl(const Options& options, Buffer memory)
+      : options_(options), memory_(std::move(memory)) {
+    CoAttentionMemory carve(options_, memory_.as<std::byte>());
+    for (CoAttentionSide& side : sides_) side = carve.Side();
+    counts_ = carve.Counts();
+    for (int32_t i = 0; i <= options_.max_rows; ++i) counts_[i] = i;
+    shares_.reserve(static_cast<size_t>(options_.workers));
+    for (int w = 0; w < options_.workers; ++w) shares_.emplace_back(options_);
+    homes_.resize(static_cast<size_t>(options_.layers));
+    servers_ = std::make_unique<std::atomic<uint32_t>[]>(static_cast<size_t>(options_.slots));
+  }
+
+  absl::Status Begin() {
+    WorkerTeamOptions team;
+    team.mailbox = {options_.layers, options_.workers, options_.slots, options_.deadline};
+    SLUICE_ASSIGN_OR_RETURN(
+        team_, options_.device->NewWorkerTeam(
+                   team, [this](int worker, int channel) { return Work(worker, channel); }));
+    for (int slot = 0; slot < options_.slots; ++slot) Join(slot);
+    return absl::OkStatus();
+  }
+
+  kernels::UnitLists lists(int channel) const override { return side(channel).lists; }
+
+  void Start(Stream& stream, int channel, const AttentionPolicy::Queries& queries,
+             const kernels::PagedCache& home) override {
+    SLUICE_CHECK(queries.rows <= options_.max_rows && queries.heads == options_.heads);
+    SetHome(channel, home, queries.scale);
+    const CoAttentionSide& to = side(channel);
+    const size_t row_bytes = sizeof(int32_t) * static_cast<size_t>(queries.rows);
+    stream.Copy(to.rows, counts_ + queries.rows, sizeof(int32_t));
+    stream.Copy(to.slots, queries.slots, row_bytes);
+    stream.Copy(to.positions, queries.positions, row_bytes);
+    kernels::TransferParams q{};
+    q.source = queries.q;
+    q.target = to.q;
+    q.source_pitch = queries.stride * static_cast<int64_t>(sizeof(float));
+    q.target_pitch = int64_t{options_.heads} * options_.head_dim * int64_t{sizeof(float)};
+    q.counts = counts_ + queries.rows;
+    q.lists = 1;
+    q.capacity = queries.rows;
+    q.unit_bytes = static_cast<int32_t>(q.target_pitch);
+    options_.device->kernels().Transfer(stream, q);
+    team_->Raise(stream, channel);
+  }
+
+  // Answers lie by slot: what a worker that is late writes is for its own sequences, whatever rows
+  // those have meanwhile.
+  void Finish(Stream& stream, int channel, int rows, float* o, float* lse) override {
+    team_->Await(stream, channel);
+    const CoAttentionSide& from = side(channel);
+    Gather(stream, from, rows, from.o, options_.heads * options_.head_dim, o);
+    Gather(stream, from, rows, from.lse, options_.heads, lse);
+  }
+
+  void Join(int slot) override {
+    const uint32_t servers = ServersOf(slot);
+    servers_[static_cast<size_t>(slot)].store(servers, std::memory_order_relaxed);
+    team_->SetServers(slot, servers);
+    team_->Reset(slot);
+  }
+
+  absl::Status Health(int slot) const override {
+    const char* what = nullptr;
+    switch (team_->error(slot)) {
+      case MailboxError::kNone:
+        return absl::OkStatus();
+      case MailboxError::kFailed:
+        what = "failed";
+        break;
+      case MailboxError::kLeft:
+        what = "has died";
+        break;
+      case MailboxError::kDeadline:
+        what = "did not answer in time";
+        break;
+    }
+    return WithReason(
+        absl::InternalError(absl::StrCat("a CPU worker that attends to this sequence ", what)),
+        "WORKER_FAILED");
+  }
+
+ private:
+  const CoAttentionSide& side(int channel) const { return sides_[channel % kSides]; }
+
+  // Written before the channel's first round, read by workers in every one.
+  void SetHome(int channel, const kernels::PagedCache& home, float scale) {
+    ChannelHome& known = homes_[static_cast<size_t>(channel)];
+    if (known.cache.base == nullptr) {
+      known = {home, scale};
+    }
+    SLUICE_CHECK(known.cache.base == home.base && known.cache.block_table == home.block_table &&
+                     known.scale == scale,
+                 "a channel is of one layer");
+  }
+
+  void Gather(Stream& stream, const CoAttentionSide& from, int rows, const float* source, int width,
+              float* target) const {
+    kernels::TransferParams p{};
+    p.source = source;
+    p.target = target;
+    p.unit_bytes = width * static_cast<int32_t>(sizeof(float));
+    p.source_pitch = p.target_pitch = p.unit_bytes;
+    p.source_units = from.slots;
+    p.counts = counts_ + rows;
+    p.lists = 1;
+    p.capacity = rows;
+    options_.device->kernels().Transfer(stream, p);
+  }
+
+  // A group's workers that are left; where none is, the next group's.
+  uint32_t ServersOf(int slot) const {
+    const int groups = CoAttentionGroups(options_);
+    const uint32_t gone = team_->gone();
+    for (int i = 0; i < groups; ++i) {
+      const int group = (slot + i) % groups;
+      const int begin = group * options_.workers / groups;
+      const int end = (group + 1) * options_.workers / groups;
+      const uint32_t left = Bits(end) & ~Bits(begin) & ~gone;
+      if (left != 0) return left;
+    }
+    return Bits(options_.workers);  // all have died: the next round says so
+  }
+
+  absl::Status Work(int worker, int channel) {
+    const CoAttentionSide& request = side(channel);
+    const uint32_t bit = 1u << worker;
+    WorkerShare& share = shares_[static_cast<size_t>(worker)];
+    const auto owes = [this, worker] { return team_->Owes(worker); };
+    const int rows = std::clamp(*request.rows, 0, options_.max_rows);
+    for (int row = 0; row < rows; ++row) {
+      const int slot = request.slots[row];
+      if (slot < 0 || slot >= options_.slots) continue;  // a padded row
+      const uint32_t servers = servers_[static_cast<size_t>(slot)].load(std::memory_order_relaxed);
+      if ((servers & bit) == 0) continue;
+      const int mine = std::popcount(servers & (bit - 1)), of = std::popcount(servers);
+      // The first of a sequence's heads goes round, so that what they cannot share evenly does not
+      // come to the same worker in every layer.
+      for (int head = 0; head < options_.kv_heads; ++head) {
+        if ((head + slot + channel) % of != mine) continue;
+        if (!share.Attend(request, homes_[static_cast<size_t>(channel)], row, slot, head, owes)) {
+          return absl::OkStatus();  // too late: the answer is refused anyway
+        }
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  const Options options_;
+  const Buffer memory_;
+  CoAttentionSide sides_[kSides];
+  int32_t* counts_ = nullptr;  // [max_rows + 1] 0, 1, ...: what a stream copies a row count from
+  std::vector<WorkerShare> shares_;                   // by worker
+  std::vector<ChannelHome> homes_;                    // by channel
+  std::unique_ptr<std::atomic<uint32_t>[]> servers_;  // [slots] workers, as bits
+  std::unique_ptr<WorkerTeam> team_;                  // last: its threads use all of this
+};
+
+}  // namespace
+
+// Whoever shares a sequence shares its KV heads, so a group has no more workers than those; and the
+// sequences of one group can even out among its workers, not with other groups', so groups are no
+// smaller than that either. But where there are two workers and two slots there are two groups: the
+// loss of a worker leaves half of the sequences.
+int CoAttentionGroups(const CoAttention::Options& options) {
+  const int by_heads = (options.workers + options.kv_heads - 1) / options.kv_heads;
+  return std::clamp(std::max(by_heads, 2), 1, std::min(options.workers, options.slots));
+}
+
+absl::StatusOr<std::unique_ptr<CoAttention>> CoAttention::Create(const Options& given) {
+  Options options = given;
+  if (options.kernels == nullptr) options.kernels = kernels::AvailableKernelTables().back();
+  if (options.kernels->sparse_attention == nullptr) {
+    return absl::UnimplementedError(
+        absl::StrCat("the kernels ", options.kernels->name, " have no sparse attention"));
+  }
+  if (options.slots < 1 || options.layers < 1 || options.max_rows < 1 || options.kv_heads < 1 ||
+      options.heads % options.kv_heads != 0 || options.head_dim < 1 || options.capacity < 1 ||
+      options.unit_tokens < 1) {
+    return absl::InvalidArgumentError("co-attention: a shape is not above 0");
+  }
+  SLUICE_ASSIGN_OR_RETURN(Buffer memory, options.device->Allocate(
+                                             MemoryKind::kPinned, CoAttentionMemory::Bytes(options),
+                                             "requests to CPU workers and their answers"));
+  auto out = std::make_unique<CoAttentionImpl>(options, std::move(memory));
+  SLUICE_RETURN_IF_ERROR(out->Begin());
+  return out;
+}
+
+}  // namespace sluice

@@ -1,0 +1,113 @@
+#include "src/attention/offload/offload_pages.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "src/base/status_macros.h"
+
+namespace sluice {
+namespace {
+
+// Rows begin where a GPU can read 16 bytes at once.
+constexpr int64_t kAlignment = 16;
+
+int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+absl::Status OutOfRange(const std::string& field, const std::string& expected, int64_t found) {
+  return absl::InvalidArgumentError(
+      absl::StrCat(field, ": expected ", expected, ", found ", found));
+}
+
+}  // namespace
+
+absl::Status ArrayPages::Fit(int64_t head_bytes) {
+  int64_t step = 1;  // tokens of which every array has whole rows
+  for (const Rows& r : rows) step = std::max(step, r.tokens_per_row);
+  int64_t step_bytes = 0;
+  for (const Rows& r : rows) {
+    SLUICE_CHECK(step % r.tokens_per_row == 0);
+    step_bytes += step / r.tokens_per_row * r.row_bytes();
+  }
+  for (int64_t steps = head_bytes / step_bytes; steps > 0; --steps) {
+    int64_t offset = 0;
+    for (Rows& r : rows) {
+      r.offset = offset;
+      r.rows_per_page = static_cast<int32_t>(steps * step / r.tokens_per_row);
+      offset = Aligned(offset + r.rows_per_page * r.row_bytes());
+    }
+    tokens_per_page = steps * step;
+    if (offset <= head_bytes) return absl::OkStatus();
+  }
+  std::string names;
+  for (const Rows& r : rows) absl::StrAppend(&names, names.empty() ? "" : ", ", r.name);
+  return absl::InvalidArgumentError(
+      absl::StrCat("block_tokens: a block of one head has ", head_bytes, " bytes, but the rows of ",
+                   names, " for ", step, " tokens take ", step_bytes, "; take larger blocks"));
+}
+
+absl::StatusOr<OffloadPages> OffloadPages::Of(const OffloadTierOptions& options) {
+  const CacheLayout& layout = options.hbm->layout();
+  SLUICE_CHECK(layout.kinds.size() == 1 && layout.kinds[0].parts == 2);
+  OffloadPages pages;
+  pages.layers = layout.layers;
+  pages.kind = layout.kinds[0];
+  pages.dense_layers = options.dense_layers;
+  const int64_t block_tokens = pages.kind.block_tokens;
+  if (options.dense_layers < 0 || options.dense_layers > layout.layers) {
+    return OutOfRange("dense_layers", absl::StrCat("0 to the model's ", layout.layers),
+                      options.dense_layers);
+  }
+  if (options.ring_blocks < 1) return OutOfRange("ring_blocks", "at least 1", options.ring_blocks);
+  if (options.recall_blocks < 0) {
+    return OutOfRange("recall_blocks", "0 or more", options.recall_blocks);
+  }
+  if (options.unit_tokens != 1 && options.unit_tokens != block_tokens) {
+    return OutOfRange("unit_tokens", absl::StrCat("1 or a block's ", block_tokens),
+                      options.unit_tokens);
+  }
+  pages.units_per_block = block_tokens / options.unit_tokens;
+  pages.most_blocks = pages.kind.BlocksFor(options.max_context);
+  pages.ring_blocks = options.ring_blocks;
+  pages.place_blocks =
+      std::min<int64_t>(options.ring_blocks + options.recall_blocks, pages.most_blocks);
+  for (const OffloadArray& array : options.arrays) {
+    pages.array_by_token.push_back(array.tokens_per_row > 0);
+    ArrayPages& group = array.tokens_per_row > 0 ? pages.by_token : pages.by_place;
+    group.rows.push_back(
+        {array.name, std::max<int64_t>(array.tokens_per_row, 1), array.dim, array.type});
+  }
+  pages.extra_home_tokens = options.extra_home_tokens;
+  pages.by_token.rows.push_back({"residency", options.unit_tokens, 1, kernels::DType::kFloat32});
+  pages.by_place.rows.push_back({"places", options.unit_tokens, 2, kernels::DType::kFloat32});
+  SLUICE_RETURN_IF_ERROR(pages.by_token.Fit(pages.kind.block_bytes()));
+  SLUICE_RETURN_IF_ERROR(pages.by_place.Fit(pages.kind.block_bytes()));
+  return pages;
+}
+
+OffloadPages::ArrayAt OffloadPages::Array(size_t index) const {
+  const bool wanted = array_by_token.at(index);
+  const auto end = array_by_token.begin() + static_cast<int64_t>(index);
+  const auto at = static_cast<size_t>(std::count(array_by_token.begin(), end, wanted));
+  const ArrayPages& group = wanted ? by_token : by_place;
+  return {&group, &group.rows[at]};
+}
+
+int64_t OffloadPages::HomeTokensOf(int64_t total) const {
+  const int64_t extra = extra_home_tokens == nullptr ? 0 : extra_home_tokens(total);
+  return extra == 0 ? total : kind.BlocksFor(total) * kind.block_tokens + extra;
+}
+
+int64_t OffloadPages::PlaceBlocksOf(int64_t total) const {
+  return std::min(place_blocks, kind.BlocksFor(total));
+}
+
+int64_t OffloadPages::PagesOf(int64_t total) const {
+  return dense_layers * kind.BlocksFor(total) +
+         sparse_layers() * (PlaceBlocksOf(total) + by_token.PagesFor(total) + place_pages());
+}
+
+int64_t OffloadPages::PoolTokensOf(int64_t total) const {
+  return (PagesOf(total) + layers - 1) / layers * kind.block_tokens;
+}
+
+}  // namespace sluice

@@ -1,0 +1,104 @@
+// How the HBM pages of a sequence in the offload tiers are divided: the blocks of dense layers,
+// then, for each sparse layer, places and the rows of arrays. Pages are equal, so this is
+// arithmetic alone.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "src/attention/offload/offload_tier.h"
+#include "src/kv/cache_layout.h"
+
+namespace sluice {
+
+// Arrays that grow together share their pages: a page has room, in each head's part, for the rows
+// of `tokens_per_page` tokens of every one of them.
+struct ArrayPages {
+  struct Rows {
+    std::string name;
+    int64_t tokens_per_row = 0;
+    int32_t dim = 0;
+    kernels::DType type = kernels::DType::kFloat32;
+    int64_t offset = 0;  // bytes, in a head's part of the page
+    int32_t rows_per_page = 0;
+    int64_t row_bytes() const { return dim * kernels::SizeOf(type); }
+    // Where a row of KV head `head` lies, the array's pages being `pages`.
+    uint8_t* At(const PagePool& pool, const int32_t* pages, int head, int64_t row) const {
+      return pool.PageAddress(0, pages[row / rows_per_page]) +
+             head * pool.layout().kinds[0].block_bytes() + offset +
+             row % rows_per_page * row_bytes();
+    }
+  };
+  std::vector<Rows> rows;
+  int64_t tokens_per_page = 0;
+
+  int64_t PagesFor(int64_t tokens) const {
+    return (tokens + tokens_per_page - 1) / tokens_per_page;
+  }
+  // Sets offsets, rows_per_page and tokens_per_page. INVALID_ARGUMENT names a row that no page
+  // holds.
+  absl::Status Fit(int64_t head_bytes);
+};
+
+struct OffloadPages {
+  // INVALID_ARGUMENT names what is out of range.
+  static absl::StatusOr<OffloadPages> Of(const OffloadTierOptions& options);
+
+  int layers = 0, dense_layers = 0;
+  CacheKind kind;
+  int64_t ring_blocks = 0;
+  int64_t place_blocks = 0;  // of the longest sequence, the ring's included
+  int64_t most_blocks = 0;   // of the longest sequence
+  int64_t units_per_block = 1;
+  ArrayPages by_token;  // of the sequence: OffloadTierOptions::arrays with tokens_per_row > 0, in
+                        // their order, then ResidencyTable::place_of
+  ArrayPages by_place;  // the other arrays, by token of a place, then ResidencyTable::places
+  std::vector<bool> array_by_token;  // of OffloadTierOptions::arrays
+  std::function<int64_t(int64_t)> extra_home_tokens;
+
+  const ArrayPages::Rows& residency() const { return by_token.rows.back(); }
+  const ArrayPages::Rows& places() const { return by_place.rows.back(); }
+  // Of OffloadTierOptions::arrays, by its index.
+  struct ArrayAt {
+    const ArrayPages* group;
+    const ArrayPages::Rows* rows;
+  };
+  ArrayAt Array(size_t index) const;
+  // Where the pages of a group begin in a slot's row of page numbers.
+  int64_t EntryOf(const ArrayPages& group, int layer) const {
+    return &group == &by_token ? ByTokenEntry(layer) : ByPlaceEntry(layer);
+  }
+
+  int sparse_layers() const { return layers - dense_layers; }
+  int64_t unit_tokens() const { return kind.block_tokens / units_per_block; }
+  int64_t ring_units() const { return ring_blocks * units_per_block; }
+  int64_t place_units() const { return place_blocks * units_per_block; }
+  int64_t PlaceBlocksOf(int64_t total) const;
+  // Tokens of the home of a sequence of `total` tokens, whole blocks where something follows them.
+  int64_t HomeTokensOf(int64_t total) const;
+  // The tables of places have a row for every place that any sequence could have.
+  int64_t place_pages() const { return by_place.PagesFor(place_blocks * kind.block_tokens); }
+
+  // Of a sequence of `total` tokens: pages in all, and tokens of a reservation that has as many.
+  int64_t PagesOf(int64_t total) const;
+  int64_t PoolTokensOf(int64_t total) const;
+
+  // A slot's page numbers, in one row of int32: the dense layers' blocks, then for each sparse
+  // layer its places, by_token's pages and by_place's.
+  int64_t token_pages() const { return by_token.PagesFor(most_blocks * kind.block_tokens); }
+  int64_t sparse_entries() const { return place_blocks + token_pages() + place_pages(); }
+  int64_t entries() const {
+    return dense_layers * most_blocks + sparse_layers() * sparse_entries();
+  }
+  int64_t DenseEntry(int layer) const { return layer * most_blocks; }
+  int64_t PlacesEntry(int layer) const {
+    return dense_layers * most_blocks + (layer - dense_layers) * sparse_entries();
+  }
+  int64_t ByTokenEntry(int layer) const { return PlacesEntry(layer) + place_blocks; }
+  int64_t ByPlaceEntry(int layer) const { return ByTokenEntry(layer) + token_pages(); }
+};
+
+}  // namespace sluice

@@ -1,0 +1,148 @@
+#include "src/attention/offload/offload_policy.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
+
+namespace sluice {
+
+int OffloadPolicy::MaxDecodeRows(const PolicyOptions& options) {
+  return std::max(options.slots, options.device->RowBucket(options.slots));
+}
+
+absl::StatusOr<Buffer> OffloadPolicy::AllocateWritten(const PolicyOptions& options) {
+  const CacheKind& kind = options.hbm->layout().kinds[0];
+  const int64_t bytes = int64_t{MaxDecodeRows(options)} * kind.heads * kind.bytes_per_token;
+  return options.device->Allocate(MemoryKind::kDevice, static_cast<size_t>(bytes),
+                                  "keys and values of a step");
+}
+
+OffloadPolicy::OffloadPolicy(const PolicyOptions& options, std::unique_ptr<OffloadTier> tier,
+                             Buffer written)
+    : name_(options.name),
+      options_(options),
+      tier_(std::move(tier)),
+      written_(std::move(written)),
+      totals_(static_cast<size_t>(options.slots)) {}
+
+KernelSet& OffloadPolicy::kernels() const { return options_.device->kernels(); }
+
+Footprint OffloadPolicy::FootprintOf(int64_t context, int64_t total) const {
+  return tier_->FootprintOf(context, total);
+}
+int64_t OffloadPolicy::max_tokens() const { return tier_->max_tokens(); }
+AttentionPolicy::Room OffloadPolicy::RoomNow() const { return tier_->RoomNow(); }
+
+bool OffloadPolicy::Admit(int slot, int64_t context, int64_t total, Promise promise,
+                          std::unique_ptr<SequenceCache>& home) {
+  SLUICE_CHECK(promise == Promise::kFirm, "nothing is preempted");
+  if (!tier_->Admit(slot, context, total, home)) return false;
+  totals_[static_cast<size_t>(slot)] = total;
+  Joined(slot);
+  return true;
+}
+
+bool OffloadPolicy::Warm(int slot) { return tier_->Warm(slot); }
+Event& OffloadPolicy::WarmEvent(int slot) { return tier_->WarmEvent(slot); }
+
+bool OffloadPolicy::Grow(int slot, int64_t tokens) {
+  tier_->Grow(slot, tokens);
+  return true;
+}
+
+void OffloadPolicy::BeginStep(Stream& /*stream*/, absl::Span<const int32_t> /*slots*/,
+                              absl::Span<const int32_t> /*positions*/) {}
+
+void OffloadPolicy::Release(int slot) {
+  Left(slot);
+  tier_->Release(slot);
+}
+
+void OffloadPolicy::EndPrompt(int slot, int64_t tokens) {
+  tier_->WarmUp(slot, tokens, FirstUnits(slot, tokens),
+                [&](Stream& stream, const OffloadTier::BulkRow& row) {
+                  BuildArrays(stream, slot, tokens, row);
+                });
+}
+
+bool OffloadPolicy::MakeFirm(int /*slot*/) { return true; }
+void OffloadPolicy::Evict(int /*slot*/, int64_t /*tokens*/) {
+  SLUICE_CHECK(false, "nothing is preempted");
+}
+std::unique_ptr<SequenceCache> OffloadPolicy::TakeHome(int /*slot*/) {
+  SLUICE_CHECK(false, "nothing is preempted");
+}
+
+std::vector<std::vector<int32_t>> OffloadPolicy::FirstUnits(int slot, int64_t tokens) {
+  const OffloadTierOptions& o = tier_->options();
+  const int64_t per_block = tier_->block_tokens() / o.unit_tokens;
+  const int64_t ring = o.ring_blocks * per_block;
+  // Older than the ring of the first decode row.
+  const int64_t end = std::max<int64_t>(tokens / o.unit_tokens - ring + 1, 0);
+  const int64_t places = tier_->PlacesOf(totals_[static_cast<size_t>(slot)]);
+  const int64_t count = std::min(std::max<int64_t>(places - ring, 0), end);
+  std::vector<int32_t> units;
+  for (int64_t i = 0; i < count; ++i) {
+    units.push_back(static_cast<int32_t>(i < per_block ? i : end - count + i));
+  }
+  const int sparse = o.hbm->layout().layers - o.dense_layers;
+  return std::vector<std::vector<int32_t>>(static_cast<size_t>(sparse * kv().heads), units);
+}
+
+void OffloadPolicy::BuildArrays(Stream& /*stream*/, int /*slot*/, int64_t /*tokens*/,
+                                const OffloadTier::BulkRow& /*row*/) {}
+
+void OffloadPolicy::Append(Stream& stream, int layer, kernels::RopeAppendParams params) {
+  const int32_t decode = params.decode_rows;
+  kernels::RopeAppendParams prompt = params;
+  if (decode > 0) {
+    SLUICE_CHECK(decode <= max_decode_rows(), "one decode row of a sequence in a step");
+    params.cache = tier_->dense(layer) ? tier_->Dense(layer) : tier_->Ring(layer);
+    params.written = written_.data();
+    params.rows = decode;
+    kernels().RopeAppend(stream, params);
+    kernels().WriteThrough(
+        stream, {written_.data(), params.slots, params.positions, tier_->Home(layer), decode});
+  }
+  if (prompt.rows == decode) return;
+  prompt.cache = tier_->Home(layer);
+  const int64_t dim = prompt.cache.head_dim;
+  prompt.qkv += decode * (prompt.heads + 2 * prompt.cache.kv_heads) * dim;
+  prompt.cos_sin += decode * dim;
+  prompt.slots += decode;
+  prompt.positions += decode;
+  prompt.rows -= decode;
+  prompt.decode_rows = 0;
+  kernels().RopeAppend(stream, prompt);
+}
+
+void OffloadPolicy::Attend(Stream& stream, int layer, kernels::AttentionParams params) {
+  const int32_t decode = params.decode_rows;
+  kernels::AttentionParams prompt = params;
+  if (decode > 0 && tier_->dense(layer)) {
+    params.cache = tier_->Dense(layer);
+    params.rows = decode;
+    kernels().Attention(stream, params);
+  } else if (decode > 0) {
+    AttendSparse(stream, layer,
+                 {params.q, params.q_stride, params.slots, params.positions, decode, params.heads,
+                  params.scale},
+                 params.out, params.out_type);
+  }
+  if (prompt.rows == decode) return;
+  prompt.cache = tier_->Home(layer);
+  prompt.q += decode * prompt.q_stride;
+  prompt.slots += decode;
+  prompt.positions += decode;
+  prompt.out = static_cast<uint8_t*>(prompt.out) + int64_t{decode} * prompt.heads *
+                                                       prompt.cache.head_dim *
+                                                       kernels::SizeOf(prompt.out_type);
+  if (prompt.lse != nullptr) prompt.lse += int64_t{decode} * prompt.heads;
+  prompt.rows -= decode;
+  prompt.decode_rows = 0;
+  kernels().Attention(stream, prompt);
+}
+
+}  // namespace sluice

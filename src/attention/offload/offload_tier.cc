@@ -1,0 +1,304 @@
+#include "src/attention/offload/offload_tier.h"
+
+#include <algorithm>
+
+#include "src/attention/offload/offload_pages.h"
+#include "src/attention/offload/warm_copies.h"
+#include "src/base/failpoint.h"
+#include "src/base/status_macros.h"
+
+namespace sluice {
+namespace {
+
+constexpr size_t kKv = 0;  // the one cache kind
+
+class OffloadTierImpl : public OffloadTier {
+ public:
+  struct Buffers {
+    WarmConstants constants;
+    Buffer home_tables;    // int32 [slots][layers][most_blocks], pinned
+    Buffer device_tables;  // int32 [slots][OffloadPages::entries()]
+    Buffer host_tables;    // the same, where they are sent from
+    Buffer device_rows;    // int32 [slots][3]: BulkRow's
+    Buffer host_rows;
+  };
+
+  OffloadTierImpl(const OffloadTierOptions& options, OffloadPages pages, Buffers buffers)
+      : OffloadTier(options),
+        pages_(std::move(pages)),
+        buffers_(std::move(buffers)),
+        slots_(static_cast<size_t>(options.slots)),
+        copy_stream_(options.device->NewStream(Device::StreamKind::kCopy)),
+        build_stream_(options.device->NewStream(Device::StreamKind::kCompute)) {
+    for (Slot& slot : slots_) {
+      for (auto* event : {&slot.placed, &slot.copied, &slot.warm}) {
+        *event = options.device->NewEvent();
+      }
+    }
+  }
+  ~OffloadTierImpl() override {
+    for (const Slot& slot : slots_) {
+      slot.placed->Wait();
+      slot.warm->Wait();
+    }
+  }
+
+  Footprint FootprintOf(int64_t /*context*/, int64_t total) const override {
+    return {pages_.HomeTokensOf(total), pages_.PoolTokensOf(total)};
+  }
+
+  int64_t max_tokens() const override {
+    int64_t low = 0, high = options_.max_context;
+    while (low < high) {
+      const int64_t middle = low + (high - low + 1) / 2;
+      if (pages_.PoolTokensOf(middle) <= options_.hbm->capacity_tokens() &&
+          pages_.HomeTokensOf(middle) <= options_.dram->capacity_tokens()) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return low;
+  }
+
+  AttentionPolicy::Room RoomNow() const override {
+    return {options_.hbm->RoomNow(), options_.dram->RoomNow().firm_tokens};
+  }
+
+  bool Admit(int slot, int64_t context, int64_t total,
+             std::unique_ptr<SequenceCache>& home) override {
+    Slot& s = slots_.at(static_cast<size_t>(slot));
+    SLUICE_CHECK(s.hbm == nullptr, "a slot has one sequence");
+    SLUICE_CHECK(home == nullptr ? context == 0 : home->Covers(pages_.HomeTokensOf(total)),
+                 "a home has room for its sequence's end");
+    if (SLUICE_FAILPOINT(kKvAdmit)) return false;
+    Reservation hbm = options_.hbm->TryReserve(pages_.PoolTokensOf(total));
+    if (hbm.empty()) return false;
+    if (home == nullptr) {
+      Reservation dram = options_.dram->TryReserve(pages_.HomeTokensOf(total));
+      if (dram.empty()) return false;
+      home = std::make_unique<SequenceCache>(options_.dram, std::move(dram));
+    }
+    s.home = std::move(home);
+    s.home->EnsureTokens(pages_.HomeTokensOf(total));
+    s.hbm = std::make_unique<SequenceCache>(options_.hbm, std::move(hbm));
+    s.hbm->EnsureTokens(pages_.PoolTokensOf(total));
+    s.total = total;
+    WriteHomeTable(slot);
+    WriteTable(slot);
+    const auto at = static_cast<size_t>(slot * pages_.entries());
+    copy_stream_->Copy(buffers_.device_tables.as<int32_t>() + at, Table(slot),
+                       static_cast<size_t>(pages_.entries()) * sizeof(int32_t));
+    copy_stream_->Record(*s.placed);
+    return true;
+  }
+
+  void Grow(int slot, int64_t tokens) override {
+    // Its pages were taken at admission, so that a layer's lie together.
+    SLUICE_CHECK(tokens <= slots_[static_cast<size_t>(slot)].total);
+  }
+
+  void Release(int slot) override {
+    Slot& s = slots_[static_cast<size_t>(slot)];
+    SLUICE_CHECK(s.hbm != nullptr && Warm(slot), "released once, and while nothing is copied");
+    s.home.reset();
+    s.hbm.reset();
+  }
+
+  void WarmUp(int slot, int64_t tokens, const std::vector<std::vector<int32_t>>& units,
+              const std::function<void(Stream&, const BulkRow&)>& build) override {
+    Slot& s = slots_[static_cast<size_t>(slot)];
+    SLUICE_CHECK(s.hbm != nullptr && s.warm->Ready(), "a slot is warmed once at a time");
+    SLUICE_CHECK(tokens > 0 && tokens <= s.total);
+    const WarmCopies copies{pages_,  buffers_.constants, *options_.dram, *options_.hbm,
+                            *s.home, Table(slot),        s.total,        tokens};
+    copies.Make(units, &s.first, &s.then);
+    int32_t* const row = buffers_.host_rows.as<int32_t>() + 3 * slot;
+    row[0] = slot;
+    row[1] = 0;
+    row[2] = static_cast<int32_t>(tokens - 1);
+    int32_t* const device_row = buffers_.device_rows.as<int32_t>() + 3 * slot;
+    // One command each, however scattered the pages.
+    copy_stream_->CopyBatch(s.first.data(), s.first.size());
+    copy_stream_->CopyBatch(s.then.data(), s.then.size());
+    copy_stream_->Copy(device_row, row, 3 * sizeof(int32_t));
+    copy_stream_->Record(*s.copied);
+    build_stream_->WaitFor(*s.copied);
+    build(*build_stream_, {device_row, device_row + 1, device_row + 2});
+    build_stream_->Record(*s.warm);
+  }
+
+  bool Warm(int slot) override {
+    Slot& s = slots_[static_cast<size_t>(slot)];
+    if (!s.placed->Ready() || !s.warm->Ready()) return false;
+    s.first = {};
+    s.then = {};
+    return true;
+  }
+
+  Event& WarmEvent(int slot) override {
+    Slot& s = slots_[static_cast<size_t>(slot)];
+    return s.placed->Ready() ? *s.warm : *s.placed;
+  }
+
+  kernels::PagedCache Home(int layer) const override {
+    return Cache(*options_.dram, buffers_.home_tables.as<int32_t>() + layer * pages_.most_blocks,
+                 pages_.layers * pages_.most_blocks);
+  }
+  kernels::PagedCache Dense(int layer) const override {
+    SLUICE_CHECK(dense(layer));
+    return Cache(*options_.hbm, DeviceEntry(pages_.DenseEntry(layer)), pages_.entries());
+  }
+  kernels::PagedCache Ring(int layer) const override {
+    kernels::PagedCache ring = Places(layer);
+    ring.ring_blocks = static_cast<int32_t>(pages_.ring_blocks);
+    return ring;
+  }
+  kernels::PagedCache Places(int layer) const override {
+    SLUICE_CHECK(!dense(layer));
+    return Cache(*options_.hbm, DeviceEntry(pages_.PlacesEntry(layer)), pages_.entries());
+  }
+  kernels::ResidencyTable Residency(int layer) const override {
+    SLUICE_CHECK(!dense(layer));
+    kernels::ResidencyTable table;
+    table.place_of = Rows(pages_.residency(), pages_.ByTokenEntry(layer));
+    table.places = Rows(pages_.places(), pages_.ByPlaceEntry(layer));
+    table.ring = static_cast<int32_t>(pages_.ring_units());
+    table.count = static_cast<int32_t>(pages_.place_units());
+    return table;
+  }
+  kernels::PagedRows Array(int layer, size_t index) const override {
+    SLUICE_CHECK(!dense(layer));
+    const OffloadPages::ArrayAt array = pages_.Array(index);
+    return Rows(*array.rows, pages_.EntryOf(*array.group, layer));
+  }
+
+  const SequenceCache& HomeOf(int slot) const override {
+    return *slots_[static_cast<size_t>(slot)].home;
+  }
+  uint8_t* ArrayRow(int slot, int layer, size_t index, int head, int64_t row) const override {
+    const OffloadPages::ArrayAt array = pages_.Array(index);
+    const int32_t* pages = Table(slot) + pages_.EntryOf(*array.group, layer);
+    return array.rows->At(*options_.hbm, pages, head, row);
+  }
+
+  int32_t PlacesOf(int64_t total) const override {
+    return static_cast<int32_t>(pages_.PlaceBlocksOf(total) * pages_.units_per_block);
+  }
+
+ private:
+  struct Slot {
+    std::unique_ptr<SequenceCache> home;
+    std::unique_ptr<SequenceCache> hbm;       // null: the slot is free
+    int64_t total = 0;                        // tokens at its end
+    std::vector<Stream::CopyOp> first, then;  // of a warm-up under way
+    std::unique_ptr<Event> placed;            // the device has its page numbers
+    std::unique_ptr<Event> copied, warm;      // of the warm-up
+  };
+
+  int32_t* Table(int slot) const {
+    return buffers_.host_tables.as<int32_t>() + slot * pages_.entries();
+  }
+  const int32_t* DeviceEntry(int64_t entry) const {
+    return buffers_.device_tables.as<int32_t>() + entry;
+  }
+
+  kernels::PagedCache Cache(const PagePool& pool, const int32_t* table, int64_t stride) const {
+    const CacheKind& kind = pages_.kind;
+    kernels::PagedCache cache;
+    cache.base = pool.base(kKv);
+    cache.block_table = table;
+    cache.table_stride = stride;
+    cache.page_bytes = kind.page_bytes();
+    cache.block_tokens = kind.block_tokens;
+    cache.kv_heads = kind.heads;
+    cache.head_dim =
+        static_cast<int32_t>(kind.bytes_per_token / kind.parts / SizeOf(kind.element_type));
+    cache.type = kind.element_type;
+    return cache;
+  }
+
+  kernels::PagedRows Rows(const ArrayPages::Rows& rows, int64_t entry) const {
+    kernels::PagedRows out;
+    out.base = options_.hbm->base(kKv) + rows.offset;
+    out.page_table = DeviceEntry(entry);
+    out.table_stride = pages_.entries();
+    out.page_bytes = pages_.kind.page_bytes();
+    out.head_bytes = pages_.kind.block_bytes();
+    out.rows_per_page = rows.rows_per_page;
+    out.dim = rows.dim;
+    out.type = rows.type;
+    out.kv_heads = pages_.kind.heads;
+    return out;
+  }
+
+  // Read by steps and by nobody else; none has the slot now.
+  void WriteHomeTable(int slot) {
+    const SequenceCache& home = *slots_[static_cast<size_t>(slot)].home;
+    int32_t* out = buffers_.home_tables.as<int32_t>() + slot * pages_.layers * pages_.most_blocks;
+    for (int layer = 0; layer < pages_.layers; ++layer, out += pages_.most_blocks) {
+      const std::vector<int32_t>& pages = home.Pages(layer, kKv);
+      std::copy_n(pages.begin(),
+                  std::min<size_t>(pages.size(), static_cast<size_t>(pages_.most_blocks)), out);
+    }
+  }
+
+  // Deals the sequence's pages out in the order of the table. What it has no page for is -1.
+  void WriteTable(int slot) {
+    const Slot& s = slots_[static_cast<size_t>(slot)];
+    int32_t* const table = Table(slot);
+    std::fill_n(table, pages_.entries(), -1);
+    int layer_of_page = 0;
+    size_t next = 0;
+    const auto deal = [&](int64_t entry, int64_t count) {
+      for (int64_t i = 0; i < count; ++i) {
+        while (next == s.hbm->Pages(layer_of_page, kKv).size()) {
+          ++layer_of_page;
+          next = 0;
+        }
+        table[entry + i] = s.hbm->Pages(layer_of_page, kKv)[next++];
+      }
+    };
+    for (int layer = 0; layer < pages_.layers; ++layer) {
+      if (dense(layer)) {
+        deal(pages_.DenseEntry(layer), pages_.kind.BlocksFor(s.total));
+        continue;
+      }
+      deal(pages_.PlacesEntry(layer), pages_.PlaceBlocksOf(s.total));
+      deal(pages_.ByTokenEntry(layer), pages_.by_token.PagesFor(s.total));
+      deal(pages_.ByPlaceEntry(layer), pages_.place_pages());
+    }
+  }
+
+  const OffloadPages pages_;
+  const Buffers buffers_;
+  std::vector<Slot> slots_;
+  // Last: their threads end first, the one that waits for the other before it.
+  std::unique_ptr<Stream> copy_stream_;
+  std::unique_ptr<Stream> build_stream_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<OffloadTier>> OffloadTier::Create(
+    const OffloadTierOptions& options) {
+  SLUICE_CHECK(!options.hbm->overcommitted(), "what is taken at admission is never given up");
+  SLUICE_ASSIGN_OR_RETURN(OffloadPages pages, OffloadPages::Of(options));
+  OffloadTierImpl::Buffers buffers;
+  SLUICE_ASSIGN_OR_RETURN(buffers.constants, WarmConstants::Create(pages, options.device));
+  const auto allocate = [&](Buffer* buffer, MemoryKind kind, int64_t entries) {
+    const auto bytes = static_cast<size_t>(options.slots * entries) * sizeof(int32_t);
+    absl::StatusOr<Buffer> made = options.device->Allocate(kind, bytes, "block tables");
+    if (made.ok()) *buffer = *std::move(made);
+    return made.status();
+  };
+  SLUICE_RETURN_IF_ERROR(allocate(&buffers.home_tables, MemoryKind::kPinned,
+                                  int64_t{pages.layers} * pages.most_blocks));
+  SLUICE_RETURN_IF_ERROR(allocate(&buffers.device_tables, MemoryKind::kDevice, pages.entries()));
+  SLUICE_RETURN_IF_ERROR(allocate(&buffers.host_tables, MemoryKind::kPinned, pages.entries()));
+  SLUICE_RETURN_IF_ERROR(allocate(&buffers.device_rows, MemoryKind::kDevice, 3));
+  SLUICE_RETURN_IF_ERROR(allocate(&buffers.host_rows, MemoryKind::kPinned, 3));
+  return std::make_unique<OffloadTierImpl>(options, std::move(pages), std::move(buffers));
+}
+
+}  // namespace sluice

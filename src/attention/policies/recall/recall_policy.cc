@@ -1,0 +1,338 @@
+#include "src/attention/policies/recall/recall_policy.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "src/attention/offload/offload_policy.h"
+#include "src/attention/offload/selection_counters.h"
+#include "src/attention/policies/recall/projection.h"
+#include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
+
+namespace sluice {
+namespace {
+
+constexpr int32_t kUnitTokens = 1;
+constexpr int kRingBlocks = 1;
+constexpr size_t kPartialKeys = 0;  // the policy's one array
+
+// What a layer was found to need, from Ahead to AttendSparse. The layer after it is looked at
+// between the two.
+struct Chosen {
+  Buffer units, places, counts;  // int32 [lists][capacity] twice, [lists]
+};
+
+// Scratch of one Ahead.
+struct Workspace {
+  Buffer projection;                         // float [layers][kv_heads][head_dim][rank]
+  Buffer scores;                             // float [lists][max_context]
+  Buffer selected, selected_counts;          // int32 [lists][capacity], [lists]
+  Buffer missing, missing_counts;            // the same
+  Buffer source_units, target_units, moves;  // the same
+  Buffer since, due;                         // int32 [layers][slots], [rows]
+  std::array<Chosen, 2> chosen;              // of even and odd layers
+  Buffer o, lse;                             // float [rows][heads][head_dim], [rows][heads]
+  std::unique_ptr<SelectionCounters> counters;
+};
+
+class RecallPolicy : public OffloadPolicy {
+ public:
+  RecallPolicy(const PolicyOptions& options, std::unique_ptr<OffloadTier> tier, Buffer written,
+               int32_t rank, Workspace workspace)
+      : OffloadPolicy(options, std::move(tier), std::move(written)),
+        rank_(rank),
+        workspace_(std::move(workspace)) {}
+
+  bool LooksAhead(int layer) const override { return !tier().dense(layer); }
+
+  PolicyStatistics Statistics() const override { return workspace_.counters->Sum(); }
+
+  // Speculation and prefetch (InfiniGen, 4.3): the tokens whose partial score comes within the
+  // margin of the largest, all of them brought to HBM.
+  void Ahead(Stream& stream, int layer, const Queries& predicted) override {
+    Score(stream, layer, predicted);
+    Select(stream, predicted);
+    const kernels::UnitLists missing = Lists(workspace_.missing, workspace_.missing_counts);
+    Split(stream, layer, predicted, missing, options().recall.fetch_all);
+    Fetch(stream, layer, predicted, missing);
+    // Now all of them have a place: there are as many places as the budget has tokens.
+    Split(stream, layer, predicted, missing, /*forget=*/false);
+  }
+
+ protected:
+  void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
+                    kernels::DType out_type) override {
+    ExtendPartialKeys(stream, layer, tier().Ring(layer), queries.slots, nullptr, queries.positions,
+                      queries.rows);
+    const Chosen& chosen = ChosenOf(layer);
+    kernels::SparseAttentionParams attend{};
+    attend.q = queries.q;
+    attend.q_stride = queries.stride;
+    attend.slots = queries.slots;
+    attend.positions = queries.positions;
+    attend.cache = tier().Places(layer);
+    attend.units = chosen.units.as<int32_t>();
+    attend.places = chosen.places.as<int32_t>();
+    attend.counts = chosen.counts.as<int32_t>();
+    attend.o = workspace_.o.as<float>();
+    attend.lse = workspace_.lse.as<float>();
+    attend.capacity = options().budget_tokens;
+    attend.unit_tokens = kUnitTokens;
+    attend.rows = queries.rows;
+    attend.heads = queries.heads;
+    attend.kv_head_end = kv().heads;
+    attend.scale = queries.scale;
+    kernels().SparseAttention(stream, attend);
+
+    kernels::MergeParams merge{};  // of one part: to out_type
+    merge.o = attend.o;
+    merge.lse = attend.lse;
+    merge.out = out;
+    merge.parts = 1;
+    merge.rows = queries.rows;
+    merge.heads = queries.heads;
+    merge.head_dim = attend.cache.head_dim;
+    merge.out_type = out_type;
+    kernels().Merge(stream, merge);
+  }
+
+  // Nothing needs to be there before the first step asks for it, if it would be forgotten then.
+  std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens) override {
+    std::vector<std::vector<int32_t>> units = OffloadPolicy::FirstUnits(slot, tokens);
+    if (options().recall.fetch_all) std::fill(units.begin(), units.end(), std::vector<int32_t>());
+    return units;
+  }
+
+  void BuildArrays(Stream& stream, int /*slot*/, int64_t /*tokens*/,
+                   const OffloadTier::BulkRow& row) override {
+    for (int layer = tier().options().dense_layers; layer < layers(); ++layer) {
+      ExtendPartialKeys(stream, layer, tier().Home(layer), row.slots, row.first_positions,
+                        row.positions, 1);
+    }
+  }
+
+ private:
+  int layers() const { return options().hbm->layout().layers; }
+  Chosen& ChosenOf(int layer) { return workspace_.chosen[static_cast<size_t>(layer) % 2]; }
+  kernels::UnitLists Lists(const Buffer& units, const Buffer& counts) const {
+    return {units.as<int32_t>(), counts.as<int32_t>(), options().budget_tokens};
+  }
+  const float* Projection(int layer) const {
+    const int64_t of_layer = int64_t{kv().heads} * tier().Home(layer).head_dim * rank_;
+    return workspace_.projection.as<float>() + layer * of_layer;
+  }
+
+  // Positions [first, position] of each row.
+  void ExtendPartialKeys(Stream& stream, int layer, const kernels::PagedCache& keys,
+                         const int32_t* slots, const int32_t* first, const int32_t* positions,
+                         int32_t rows) {
+    kernels::PartialKeysParams params{};
+    params.cache = keys;
+    params.projection = Projection(layer);
+    params.partial = tier().Array(layer, kPartialKeys);
+    params.slots = slots;
+    params.first_positions = first;
+    params.positions = positions;
+    params.rows = rows;
+    kernels().PartialKeys(stream, params);
+  }
+
+  void Score(Stream& stream, int layer, const Queries& predicted) {
+    kernels::PartialScoresParams params{};
+    params.q = predicted.q;
+    params.q_stride = predicted.stride;
+    params.slots = predicted.slots;
+    params.positions = predicted.positions;
+    params.projection = Projection(layer);
+    params.partial = tier().Array(layer, kPartialKeys);
+    params.scores = workspace_.scores.as<float>();
+    params.score_stride = options().max_context;
+    params.rows = predicted.rows;
+    params.heads = predicted.heads;
+    params.head_dim = tier().Home(layer).head_dim;
+    params.scale = predicted.scale;
+    params.reduction = options().reduction;
+    kernels().PartialScores(stream, params);
+  }
+
+  void Select(Stream& stream, const Queries& predicted) {
+    kernels::TopKParams params{};
+    params.scores = workspace_.scores.as<float>();
+    params.score_stride = options().max_context;
+    params.slots = predicted.slots;
+    params.positions = predicted.positions;
+    params.selected = Lists(workspace_.selected, workspace_.selected_counts);
+    params.rows = predicted.rows;
+    params.kv_heads = kv().heads;
+    params.unit_tokens = kUnitTokens;
+    params.k = options().budget_tokens;
+    // The ring is in HBM anyway: what it holds costs nothing to attend to.
+    params.last_units = static_cast<int32_t>(kRingBlocks * tier().block_tokens());
+    params.margin = options().recall.margin;
+    kernels().TopK(stream, params);
+  }
+
+  void Split(Stream& stream, int layer, const Queries& predicted, const kernels::UnitLists& missing,
+             bool forget) {
+    Chosen& chosen = ChosenOf(layer);
+    kernels::SplitParams params{};
+    params.residency = tier().Residency(layer);
+    params.slots = predicted.slots;
+    params.positions = predicted.positions;
+    params.selected = Lists(workspace_.selected, workspace_.selected_counts);
+    params.resident = Lists(chosen.units, chosen.counts);
+    params.places = chosen.places.as<int32_t>();
+    params.missing = missing;
+    params.rows = predicted.rows;
+    params.kv_heads = kv().heads;
+    params.unit_tokens = kUnitTokens;
+    params.forget = forget;
+    kernels().Split(stream, params);
+  }
+
+  // Gives every missing token a place, and brings its K and V there.
+  void Fetch(Stream& stream, int layer, const Queries& predicted,
+             const kernels::UnitLists& missing) {
+    kernels::RecallDueParams due{};  // always: it counts
+    due.slots = predicted.slots;
+    due.selected = Lists(workspace_.selected, workspace_.selected_counts);
+    due.missing = missing;
+    due.since = workspace_.since.as<int32_t>() + int64_t{layer} * options().slots;
+    due.counters = workspace_.counters->of(layer);
+    due.due = workspace_.due.as<int32_t>();
+    due.rows = predicted.rows;
+    due.kv_heads = kv().heads;
+    due.unit_tokens = kUnitTokens;
+    due.budget_units = options().budget_tokens;
+    due.interval = 1;
+    kernels().RecallDue(stream, due);
+
+    kernels::RecallParams recall{};
+    recall.residency = tier().Residency(layer);
+    recall.slots = predicted.slots;
+    recall.positions = predicted.positions;
+    recall.missing = missing;
+    recall.home = tier().Home(layer);
+    recall.resident = tier().Places(layer);
+    recall.source_units = workspace_.source_units.as<int32_t>();
+    recall.target_units = workspace_.target_units.as<int32_t>();
+    recall.move_counts = workspace_.moves.as<int32_t>();
+    recall.counters = due.counters;
+    recall.rows = predicted.rows;
+    recall.kv_heads = kv().heads;
+    recall.unit_tokens = kUnitTokens;
+    kernels().Recall(stream, recall);
+
+    const int64_t row_bytes = int64_t{recall.home.head_dim} * SizeOf(recall.home.type);
+    const int64_t values = recall.home.block_tokens * row_bytes;  // V of a block, after its K
+    for (const int64_t part : {int64_t{0}, values}) {
+      kernels::TransferParams move{};
+      move.source = static_cast<const uint8_t*>(recall.home.base) + part;
+      move.target = static_cast<uint8_t*>(recall.resident.base) + part;
+      move.source_pitch = move.target_pitch = row_bytes;
+      move.source_units = recall.source_units;
+      move.target_units = recall.target_units;
+      move.counts = recall.move_counts;
+      move.lists = predicted.rows * kv().heads;
+      move.capacity = missing.capacity;
+      move.unit_bytes = static_cast<int32_t>(row_bytes);
+      kernels().Transfer(stream, move);
+    }
+  }
+
+  const int32_t rank_;
+  Workspace workspace_;
+};
+
+// Puts the projection into device memory.
+absl::Status Upload(Device* device, const std::vector<float>& values, Buffer* target) {
+  const size_t bytes = values.size() * sizeof(float);
+  SLUICE_ASSIGN_OR_RETURN(*target,
+                          device->Allocate(MemoryKind::kDevice, bytes, "recall's projection"));
+  SLUICE_ASSIGN_OR_RETURN(Buffer staged,
+                          device->Allocate(MemoryKind::kPinned, bytes, "recall's projection"));
+  std::memcpy(staged.data(), values.data(), bytes);
+  const std::unique_ptr<Stream> stream = device->NewStream(Device::StreamKind::kCopy);
+  const std::unique_ptr<Event> done = device->NewEvent();
+  stream->Copy(target->data(), staged.data(), bytes);
+  stream->Record(*done);
+  done->Wait();
+  return device->Health();
+}
+
+absl::StatusOr<Workspace> NewWorkspace(const PolicyOptions& options, const CacheKind& kv,
+                                       const ProjectionShape& shape) {
+  Workspace w;
+  SLUICE_RETURN_IF_ERROR(
+      Upload(options.device,
+             options.recall.projection.empty() ? PlainProjection(shape) : options.recall.projection,
+             &w.projection));
+  // Steps are padded to the device's row buckets.
+  const int64_t rows = std::max(options.slots, options.device->RowBucket(options.slots));
+  const int64_t lists = rows * kv.heads, entries = lists * options.budget_tokens;
+  const auto allocate = [&](Buffer* buffer, int64_t elements, const char* what) -> absl::Status {
+    SLUICE_ASSIGN_OR_RETURN(
+        *buffer, options.device->Allocate(MemoryKind::kDevice, static_cast<size_t>(elements) * 4,
+                                          absl::StrCat("recall's ", what)));
+    return absl::OkStatus();
+  };
+  SLUICE_RETURN_IF_ERROR(allocate(&w.scores, lists * options.max_context, "scores"));
+  for (Buffer* units :
+       {&w.selected, &w.missing, &w.source_units, &w.target_units, &w.chosen[0].units,
+        &w.chosen[0].places, &w.chosen[1].units, &w.chosen[1].places}) {
+    SLUICE_RETURN_IF_ERROR(allocate(units, entries, "lists of tokens"));
+  }
+  for (Buffer* counts : {&w.selected_counts, &w.missing_counts, &w.moves, &w.chosen[0].counts,
+                         &w.chosen[1].counts, &w.due}) {
+    SLUICE_RETURN_IF_ERROR(allocate(counts, lists, "lists of tokens"));
+  }
+  SLUICE_RETURN_IF_ERROR(allocate(&w.since, shape.layers * options.slots, "counters"));
+  SLUICE_RETURN_IF_ERROR(allocate(&w.o, rows * options.heads * shape.head_dim, "results"));
+  SLUICE_RETURN_IF_ERROR(allocate(&w.lse, rows * options.heads, "results"));
+  SLUICE_ASSIGN_OR_RETURN(
+      w.counters, SelectionCounters::Create(options.device, options.slots, options.hbm->layout()));
+  return w;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<AttentionPolicy>> NewRecallPolicy(const PolicyOptions& options) {
+  const CacheLayout& layout = options.hbm->layout();
+  const CacheKind& kv = layout.kinds[0];
+  ProjectionShape shape;
+  shape.layers = layout.layers;
+  shape.kv_heads = kv.heads;
+  shape.head_dim = kv.bytes_per_token / kv.parts / SizeOf(kv.element_type);
+  SLUICE_ASSIGN_OR_RETURN(
+      const int32_t rank,
+      ProjectionRank(shape.layers, shape.kv_heads, shape.head_dim,
+                     static_cast<int64_t>(options.recall.projection.size()), options.recall.rank));
+  shape.rank = rank;
+  const int64_t ring = int64_t{kRingBlocks} * kv.block_tokens;
+  if (options.budget_tokens <= ring) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("budget_tokens: policy ", options.name, " attends to the newest ", ring,
+                     " tokens always (block_tokens of the cache): expected more than that, found ",
+                     options.budget_tokens));
+  }
+  OffloadTierOptions tier;
+  tier.device = options.device;
+  tier.hbm = options.hbm;
+  tier.dram = options.dram;
+  tier.slots = options.slots;
+  tier.max_context = options.max_context;
+  tier.dense_layers = std::min(options.dense_layers, layout.layers);
+  tier.ring_blocks = kRingBlocks;
+  // As many places as the budget has tokens, so that whatever is chosen finds one.
+  tier.recall_blocks = static_cast<int>(kv.BlocksFor(options.budget_tokens - ring));
+  tier.unit_tokens = kUnitTokens;
+  tier.arrays = {{"partial keys", 1, rank, kernels::DType::kBFloat16}};
+  return absl::UnimplementedError("");
+}
+
+}  // namespace sluice

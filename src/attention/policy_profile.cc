@@ -1,0 +1,258 @@
+#include "src/attention/policy_profile.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "src/base/config_reader.h"
+#include "src/base/crc32c.h"
+#include "src/base/json_file.h"
+#include "src/base/status_macros.h"
+
+namespace sluice {
+namespace {
+
+using nlohmann::json;
+
+constexpr char kFormat[] = "sluice-policy-profile";
+constexpr int64_t kVersion = 1;
+constexpr int64_t kMaxProfileBytes = int64_t{64} << 20;  // 128 layers of 4096 shares: 10 MiB
+constexpr int64_t kMaxLayers = 4096;
+constexpr int64_t kMaxInterval = 1'000'000;
+constexpr size_t kFingerprintDigits = 64;
+
+// A projection's file: this, then float32, little-endian as every machine that this runs on.
+struct ProjectionHeader {
+  char magic[8];
+  char model_fingerprint[kFingerprintDigits];
+  int32_t layers, kv_heads, head_dim, rank;
+};
+static_assert(sizeof(ProjectionHeader) == 88);
+constexpr char kMagic[9] = "SLUPROJ1";
+
+absl::Status WriteFile(const std::string& path, absl::Span<const std::string> pieces) {
+  std::ofstream file(path, std::ios::binary | std::ios::trunc);
+  for (const std::string& piece : pieces) file << piece;
+  file << std::flush;
+  if (file) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(path, ": ", std::strerror(errno)));
+}
+
+absl::Span<const uint8_t> Bytes(const std::vector<float>& values) {
+  return {reinterpret_cast<const uint8_t*>(values.data()), values.size() * sizeof(float)};
+}
+
+ProjectionHeader HeaderOf(const PolicyProfile& profile) {
+  ProjectionHeader header{};
+  std::memcpy(header.magic, kMagic, sizeof(header.magic));
+  std::memcpy(header.model_fingerprint, profile.model_fingerprint.data(), kFingerprintDigits);
+  header.layers = profile.projection_layers;
+  header.kv_heads = profile.kv_heads;
+  header.head_dim = profile.head_dim;
+  header.rank = profile.rank;
+  return header;
+}
+
+absl::StatusOr<PolicyProfile::Layer> ParseLayer(const std::string& where, const json& object) {
+  PolicyProfile::Layer layer;
+  if (!object.is_object()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where, ": expected an object, found ", ShownJson(object)));
+  }
+  const ConfigReader reader(where, object);
+  SLUICE_ASSIGN_OR_RETURN(const int64_t interval, reader.Int("interval", 0, kMaxInterval));
+  layer.interval = static_cast<int32_t>(interval);
+  if (!reader.Has("shares")) return layer;
+  const json& shares = reader.At("shares");
+  const auto is_share = [](const json& v) { return v.is_number() && v.get<double>() >= 0; };
+  if (!shares.is_array() || !std::all_of(shares.begin(), shares.end(), is_share)) {
+    return reader.Wrong("shares", "a list of numbers from 0 up");
+  }
+  layer.shares = shares.get<std::vector<double>>();
+  return layer;
+}
+
+absl::Status ParseLayers(const ConfigReader& reader, const std::string& path,
+                         PolicyProfile* profile) {
+  if (!reader.Has("layers")) return absl::OkStatus();
+  SLUICE_ASSIGN_OR_RETURN(const int64_t block_tokens, reader.Int("block_tokens", 1, 1 << 16));
+  SLUICE_ASSIGN_OR_RETURN(const int64_t budget_tokens, reader.Int("budget_tokens", 1, 1 << 30));
+  SLUICE_ASSIGN_OR_RETURN(profile->share_limit, reader.Number("share_limit", 0, 1));
+  profile->block_tokens = static_cast<int32_t>(block_tokens);
+  profile->budget_tokens = static_cast<int32_t>(budget_tokens);
+  const json& layers = reader.At("layers");
+  if (!layers.is_array() || layers.empty() || layers.size() > kMaxLayers) {
+    return reader.Wrong("layers", absl::StrCat("a list of 1 to ", kMaxLayers, " layers"));
+  }
+  for (size_t i = 0; i < layers.size(); ++i) {
+    SLUICE_ASSIGN_OR_RETURN(profile->layers.emplace_back(),
+                            ParseLayer(absl::StrCat(path, ": layers[", i, "]"), layers[i]));
+  }
+  return absl::OkStatus();
+}
+
+// `bytes`: of the payload that belongs to the profile, as its JSON says.
+absl::Status ReadProjection(const std::string& path, int64_t bytes, int64_t crc,
+                            PolicyProfile* profile) {
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
+  if (!file) {
+    return absl::NotFoundError(absl::StrCat(path, ": ", std::strerror(errno),
+                                            ": keep it beside the profile that it was made with"));
+  }
+  const int64_t want = static_cast<int64_t>(sizeof(ProjectionHeader)) + bytes;
+  if (const int64_t found = file.tellg(); found != want) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": expected ", want, " bytes, found ",
+                                                   found, ": copy it again, or profile again"));
+  }
+  ProjectionHeader header{};
+  file.seekg(0);
+  file.read(reinterpret_cast<char*>(&header), sizeof(header));
+  profile->projection.resize(static_cast<size_t>(bytes) / sizeof(float));
+  file.read(reinterpret_cast<char*>(profile->projection.data()), bytes);
+  if (!file) return absl::DataLossError(absl::StrCat(path, ": could not be read"));
+  const ProjectionHeader expected = HeaderOf(*profile);
+  const bool finite = std::all_of(profile->projection.begin(), profile->projection.end(),
+                                  [](float v) { return std::isfinite(v); });
+  if (std::memcmp(&header, &expected, sizeof(header)) != 0 || !finite ||
+      Crc32c(Bytes(profile->projection)) != crc) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path,
+                     ": not the projection that was written with the profile beside it: "
+                     "copy both again, or profile again"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ParseProjection(const ConfigReader& reader, const std::string& path,
+                             PolicyProfile* profile) {
+  if (!reader.Has("projection")) return absl::OkStatus();
+  SLUICE_ASSIGN_OR_RETURN(const ConfigReader of, reader.Object("projection"));
+  SLUICE_ASSIGN_OR_RETURN(const int64_t layers, of.Int("layers", 1, kMaxLayers));
+  SLUICE_ASSIGN_OR_RETURN(const int64_t kv_heads, of.Int("kv_heads", 1, 4096));
+  SLUICE_ASSIGN_OR_RETURN(const int64_t head_dim, of.Int("head_dim", 1, 4096));
+  SLUICE_ASSIGN_OR_RETURN(const int64_t rank, of.Int("rank", 1, head_dim));
+  SLUICE_ASSIGN_OR_RETURN(const int64_t crc, of.Int("crc32c", 0, UINT32_MAX));
+  profile->projection_layers = static_cast<int32_t>(layers);
+  profile->kv_heads = static_cast<int32_t>(kv_heads);
+  profile->head_dim = static_cast<int32_t>(head_dim);
+  profile->rank = static_cast<int32_t>(rank);
+  // At most 2^48 elements: no product overflows.
+  return ReadProjection(ProjectionPath(path), layers * kv_heads * head_dim * rank * 4, crc,
+                        profile);
+}
+
+absl::Status DoesNotFit(const std::string& what) {
+  return absl::FailedPreconditionError(
+      absl::StrCat("policy_profile: ", what, ": profile this model again with sluice-profile"));
+}
+
+}  // namespace
+
+std::string ProjectionPath(const std::string& path) { return path + ".projection"; }
+
+absl::Status WritePolicyProfile(const PolicyProfile& profile, const std::string& path) {
+  SLUICE_CHECK(profile.model_fingerprint.size() == kFingerprintDigits);
+  json root = {
+      {"format", kFormat}, {"version", kVersion}, {"model_fingerprint", profile.model_fingerprint}};
+  if (!profile.layers.empty()) {
+    root["block_tokens"] = profile.block_tokens;
+    root["budget_tokens"] = profile.budget_tokens;
+    root["share_limit"] = profile.share_limit;
+    for (const PolicyProfile::Layer& layer : profile.layers) {
+      root["layers"].push_back({{"interval", layer.interval}, {"shares", layer.shares}});
+    }
+  }
+  if (profile.rank > 0) {
+    const ProjectionHeader header = HeaderOf(profile);
+    const absl::Span<const uint8_t> payload = Bytes(profile.projection);
+    SLUICE_CHECK(static_cast<int64_t>(profile.projection.size()) ==
+                 int64_t{header.layers} * header.kv_heads * header.head_dim * header.rank);
+    root["projection"] = {{"layers", header.layers},
+                          {"kv_heads", header.kv_heads},
+                          {"head_dim", header.head_dim},
+                          {"rank", header.rank},
+                          {"crc32c", Crc32c(payload)}};
+    SLUICE_RETURN_IF_ERROR(
+        WriteFile(ProjectionPath(path),
+                  {std::string(reinterpret_cast<const char*>(&header), sizeof(header)),
+                   std::string(reinterpret_cast<const char*>(payload.data()), payload.size())}));
+  }
+  return WriteFile(path, {root.dump(2), "\n"});
+}
+
+absl::StatusOr<PolicyProfile> ReadPolicyProfile(const std::string& path) {
+  SLUICE_ASSIGN_OR_RETURN(const json root, ReadJsonFile(path, kMaxProfileBytes));
+  const ConfigReader reader(path, root);
+  SLUICE_ASSIGN_OR_RETURN(const std::string format, reader.StringOr("format", ""));
+  if (format != kFormat) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        path, ": not a profile of sluice-profile: \"format\" must be \"", kFormat, "\""));
+  }
+  SLUICE_ASSIGN_OR_RETURN(const int64_t version, reader.Int("version", 0, INT32_MAX));
+  if (version != kVersion) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, ": version ", version, " of the format, this build reads ", kVersion,
+                     ": profile again with the sluice-profile of this build"));
+  }
+  PolicyProfile profile;
+  SLUICE_ASSIGN_OR_RETURN(profile.model_fingerprint, reader.StringOr("model_fingerprint", ""));
+  if (profile.model_fingerprint.size() != kFingerprintDigits) {
+    return reader.Wrong("model_fingerprint", absl::StrCat(kFingerprintDigits, " digits"));
+  }
+  SLUICE_RETURN_IF_ERROR(ParseLayers(reader, path, &profile));
+  SLUICE_RETURN_IF_ERROR(ParseProjection(reader, path, &profile));
+  return profile;
+}
+
+absl::Status ApplyPolicyProfile(const PolicyProfile& profile, const std::string& model_fingerprint,
+                                PolicyOptions* options) {
+  const CacheLayout& layout = options->hbm->layout();
+  const CacheKind& kv = layout.kinds[0];
+  if (profile.model_fingerprint != model_fingerprint) {
+    return DoesNotFit(absl::StrCat("it was made for the model with fingerprint ",
+                                   profile.model_fingerprint, ", this one has ",
+                                   model_fingerprint));
+  }
+  if (!profile.layers.empty()) {
+    if (static_cast<int>(profile.layers.size()) != layout.layers) {
+      return DoesNotFit(absl::StrCat("it has intervals of ", profile.layers.size(),
+                                     " layers, the model has ", layout.layers));
+    }
+    if (profile.block_tokens != kv.block_tokens) {
+      return DoesNotFit(absl::StrCat("it was measured with block_tokens ", profile.block_tokens,
+                                     ", this node has ", kv.block_tokens));
+    }
+    if (profile.budget_tokens != options->budget_tokens) {
+      return DoesNotFit(absl::StrCat("it was measured with budget_tokens ", profile.budget_tokens,
+                                     ", this node has ", options->budget_tokens));
+    }
+    options->scout.intervals.clear();
+    for (int layer = 0; layer < layout.layers; ++layer) {
+      const int32_t interval = profile.layers[static_cast<size_t>(layer)].interval;
+      if (interval == 0 && layer >= options->dense_layers) {
+        return DoesNotFit(absl::StrCat("layer ", layer, " was dense when it was measured, here ",
+                                       "dense_layers is ", options->dense_layers));
+      }
+      options->scout.intervals.push_back(interval);
+    }
+  }
+  if (profile.rank > 0) {
+    const int64_t head_dim = kv.bytes_per_token / kv.parts / SizeOf(kv.element_type);
+    if (profile.projection_layers != layout.layers || profile.kv_heads != kv.heads ||
+        profile.head_dim != head_dim) {
+      return DoesNotFit(absl::StrCat("its projection is for ", profile.projection_layers,
+                                     " layers of ", profile.kv_heads, " KV heads of ",
+                                     profile.head_dim, ", the model has ", layout.layers, " of ",
+                                     kv.heads, " of ", head_dim));
+    }
+    options->recall.projection = profile.projection;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace sluice

@@ -1,0 +1,161 @@
+#include "src/device/sim/sim_worker_team.h"
+
+#include <exception>
+#include <utility>
+#include <vector>
+
+#include "src/base/status_macros.h"
+
+namespace sluice {
+namespace {
+
+class SimWorkerTeam : public WorkerTeam {
+ public:
+  SimWorkerTeam(SimDeviceState* device, const MailboxOptions& options, Buffer errors, WorkerFn work)
+      : device_(device),
+        options_(options),
+        errors_memory_(std::move(errors)),
+        errors_(errors_memory_.as<uint32_t>()),
+        work_(std::move(work)),
+        channels_(static_cast<size_t>(options.channels)),
+        workers_(static_cast<size_t>(options.workers)),
+        servers_(static_cast<size_t>(options.slots), ~0u) {}
+  // A late worker's share may still be to come.
+  ~SimWorkerTeam() override {
+    device_->clock->RunUntil([this] { return under_way_ == 0; });
+  }
+
+  void Raise(Stream& stream, int channel) override {
+    struct Round {
+      SimWorkerTeam* team;
+      int channel;
+    };
+    static_cast<SimStream&>(stream).Enqueue<Round>(
+        [](const Round& round, CpuTeam*) { round.team->Open(round.channel); },
+        Round{this, channel});
+  }
+  void Await(Stream& stream, int channel) override {
+    static_cast<SimStream&>(stream).WaitFor(channels_[static_cast<size_t>(channel)].gate);
+  }
+  const uint32_t* errors() const override { return errors_; }
+  bool Owes(int worker) const override { return workers_[static_cast<size_t>(worker)].owes; }
+  void SetServers(int slot, uint32_t workers) override {
+    servers_[static_cast<size_t>(slot)] = workers;
+  }
+  MailboxError error(int slot) const override { return static_cast<MailboxError>(errors_[slot]); }
+  void Reset(int slot) override { errors_[slot] = 0; }
+  uint32_t gone() const override { return gone_; }
+
+ private:
+  struct Channel {
+    SimGate gate;
+    int owed = 0;  // answers that the round waits for
+  };
+  struct WorkerState {
+    int late = 0;       // shares that it does past their deadline
+    bool owes = false;  // while it does a share: its round waits for it
+  };
+
+  // In one order for every worker of a round, so that the draws are the seed's alone.
+  void Open(int channel) {
+    Channel& c = channels_[static_cast<size_t>(channel)];
+    SLUICE_CHECK(c.gate.open, "a round is raised before the last one's answer");
+    c.gate.open = false;
+    c.owed = options_.workers;
+    for (int w = 0; w < options_.workers; ++w) {
+      const uint32_t bit = 1u << w;
+      if (device_->Chance(device_->options.leaving_workers)) gone_ |= bit;
+      if ((gone_ & bit) != 0) {
+        After(DrawTime(), [this, channel, bit] { Fail(channel, bit, MailboxError::kLeft); });
+      } else if (workers_[static_cast<size_t>(w)].late > 0) {
+        // It has not come back: this round does not count on it.
+        After(absl::ZeroDuration(),
+              [this, channel, bit] { Fail(channel, bit, MailboxError::kDeadline); });
+      } else if (device_->Chance(device_->options.late_workers)) {
+        BeLate(channel, w);
+      } else {
+        After(DrawTime(), [this, channel, w] {
+          DoShare(channel, w, true);
+          Answer(channel);
+        });
+      }
+    }
+  }
+
+  // Its share is done before the deadline, and the answer is not; or it is done after it, upon
+  // whatever the device has written meanwhile.
+  void BeLate(int channel, int worker) {
+    ++workers_[static_cast<size_t>(worker)].late;
+    After(options_.deadline,
+          [this, channel, worker] { Fail(channel, 1u << worker, MailboxError::kDeadline); });
+    const bool done_before = device_->Chance(0.5);
+    if (done_before) {
+      After(DrawTime(), [this, channel, worker] { DoShare(channel, worker, true); });
+    }
+    After(options_.deadline + device_->DrawTime(options_.deadline),
+          [this, channel, worker, done_before] {
+            if (!done_before && (gone_ & (1u << worker)) == 0) DoShare(channel, worker, false);
+            --workers_[static_cast<size_t>(worker)].late;
+          });
+  }
+
+  absl::Duration DrawTime() { return device_->DrawTime(device_->options.kernel_time); }
+  void After(absl::Duration delay, std::function<void()> what) {
+    ++under_way_;
+    device_->clock->After(delay, [this, what = std::move(what)] {
+      what();
+      --under_way_;
+    });
+  }
+
+  void DoShare(int channel, int worker, bool owes) {
+    WorkerState& state = workers_[static_cast<size_t>(worker)];
+    state.owes = owes;
+    absl::Status status;
+    try {
+      status = work_(worker, channel);
+    } catch (const std::exception& error) {
+      status = absl::InternalError(error.what());
+    }
+    if (device_->Chance(device_->options.worker_failures))
+      status = absl::InternalError("simulated");
+    if (!status.ok() && owes) SetErrors(1u << worker, MailboxError::kFailed);
+    state.owes = false;
+  }
+
+  void Fail(int channel, uint32_t worker, MailboxError error) {
+    SetErrors(worker, error);
+    Answer(channel);
+  }
+  void Answer(int channel) {
+    Channel& c = channels_[static_cast<size_t>(channel)];
+    if (--c.owed == 0) c.gate.Open();
+  }
+  void SetErrors(uint32_t workers, MailboxError error) {
+    for (size_t slot = 0; slot < servers_.size(); ++slot) {
+      if ((servers_[slot] & workers) != 0 && errors_[slot] == 0) {
+        errors_[slot] = static_cast<uint32_t>(error);
+      }
+    }
+  }
+
+  SimDeviceState* const device_;
+  const MailboxOptions options_;
+  const Buffer errors_memory_;
+  uint32_t* const errors_;  // [slots]
+  const WorkerFn work_;
+  std::vector<Channel> channels_;
+  std::vector<WorkerState> workers_;
+  std::vector<uint32_t> servers_;  // [slots]
+  uint32_t gone_ = 0;
+  int under_way_ = 0;  // happenings of this team to come
+};
+
+}  // namespace
+
+std::unique_ptr<WorkerTeam> NewSimWorkerTeam(SimDeviceState* device, const MailboxOptions& options,
+                                             Buffer errors, WorkerFn work) {
+  return std::make_unique<SimWorkerTeam>(device, options, std::move(errors), std::move(work));
+}
+
+}  // namespace sluice

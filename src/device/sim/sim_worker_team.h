@@ -1,0 +1,16 @@
+// Workers of the simulated device: shares of work that happen in virtual time between the Raise and
+// the Await of a round, in any order, with faults from the seed.
+#pragma once
+
+#include <memory>
+
+#include "src/device/sim/sim_stream.h"
+#include "src/device/worker_team.h"
+
+namespace sluice {
+
+// `errors`: zeroed, one word a slot. REQUIRES: valid options; streams are SimStreams of `device`.
+std::unique_ptr<WorkerTeam> NewSimWorkerTeam(SimDeviceState* device, const MailboxOptions& options,
+                                             Buffer errors, WorkerFn work);
+
+}  // namespace sluice

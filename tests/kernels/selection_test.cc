@@ -1,0 +1,164 @@
+// TopK: exact, whatever the scores are.
+#include "tests/kernels/sparse_support.h"
+
+namespace sluice::kernels {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+struct TopKOptions {
+  int32_t k = 4;
+  int32_t first_units = 0;
+  int32_t last_units = 0;
+  float margin = kInfinity;
+  int32_t unit_tokens = 1;
+  int32_t kv_heads = 1;
+};
+
+// What is selected of one row of one head with these scores.
+std::vector<int32_t> SelectedOf(const KernelTable& table, std::initializer_list<float> scores,
+                                const TopKOptions& o) {
+  const auto slots = BufferOf<int32_t>({3});
+  const auto positions =
+      BufferOf<int32_t>({static_cast<int32_t>(scores.size()) * o.unit_tokens - 1});
+  const auto values = BufferOf<float>(scores);
+  TestLists selected(1, o.k);
+  RunWorkers(
+      table.top_k,
+      TopKParams{values.data(), static_cast<int64_t>(scores.size()), slots.data(), positions.data(),
+                 selected.view, 1, 1, o.unit_tokens, o.k, o.first_units, o.last_units, o.margin},
+      1);
+  CHECK(selected.Damage() == "");
+  return selected.List(0);
+}
+
+using Units = std::vector<int32_t>;
+
+void TestTopKByHand(const KernelTable& table, Random&) {
+  if (Lacks(table, table.top_k)) return;
+  const auto of = [&](std::initializer_list<float> scores, const TopKOptions& o) {
+    return SelectedOf(table, scores, o);
+  };
+  // The best, in order of their numbers; among equals the lower ones; -0 equals 0.
+  CHECK(of({1, 5, 3, 4, 2, 6}, {.k = 3}) == Units{1, 3, 5});
+  CHECK(of({2, 2, 2, 2, 2, 2}, {.k = 3}) == Units{0, 1, 2});
+  CHECK(of({1, 2, 1, 2, 1, 2}, {.k = 4}) == Units{0, 1, 3, 5});
+  CHECK(of({-0.0f, 0.0f, -0.0f, 0.0f}, {.k = 2}) == Units{0, 1});
+  CHECK(of({-1, -2, -3}, {.k = 2}) == Units{0, 1});
+  // More than there are.
+  CHECK(of({1, kNan, -kInfinity}, {.k = 9}) == Units{0, 1, 2});
+  CHECK(of({7}, {.k = 1, .first_units = 1}) == Units{0});
+  // Forced units count, are never left out, and need no score.
+  CHECK(of({0, 9, 8, 7, 0}, {.k = 3, .first_units = 1, .last_units = 1}) == Units{0, 1, 4});
+  CHECK(of({0, 9, 8, 7, 0}, {.k = 2, .first_units = 1, .last_units = 1}) == Units{0, 4});
+  CHECK(of({kNan, 9, 8, kNan}, {.k = 3, .first_units = 1, .last_units = 1}) == Units{0, 1, 3});
+  CHECK(of({0, 0, 9}, {.k = 4, .first_units = 2, .last_units = 2}) == Units{0, 1, 2});
+  CHECK(of({5}, {.k = 4, .first_units = 2, .last_units = 2}) == Units{0});
+  // NaN is the worst there is, and ties with -inf.
+  CHECK(of({kNan, 1, kNan, 2}, {.k = 2}) == Units{1, 3});
+  CHECK(of({kNan, -kInfinity, 2, kNan}, {.k = 2}) == Units{0, 2});
+  CHECK(of({kNan, kNan, kNan}, {.k = 2}) == Units{0, 1});
+  CHECK(of({kNan, kNan, kNan}, {.k = 2, .margin = 3}) == Units{0, 1});
+  CHECK(of({1, kInfinity, 3, kInfinity}, {.k = 3}) == Units{1, 2, 3});
+  CHECK(of({1, kInfinity, 3, kInfinity}, {.k = 3, .margin = 3}) == Units{1, 3});
+  // The margin is below the largest of all, forced ones too; what lies on it is in.
+  CHECK(of({10, 5, 6, 7, 4}, {.k = 5, .margin = 4}) == Units{0, 2, 3});
+  CHECK(of({10, 5, 6, 7, 4}, {.k = 4, .first_units = 1, .margin = 3}) == Units{0, 3});
+  CHECK(of({10, 5, 6, 7, 4}, {.k = 4, .last_units = 1, .margin = 0}) == Units{0, 4});
+  CHECK(of({10, 9, 9, 9, 8}, {.k = 3, .margin = 1}) == Units{0, 1, 2});
+  CHECK(of({kNan, 5, 6}, {.k = 3, .margin = 100}) == Units{1, 2});
+}
+SLUICE_TEST_ON_EVERY_PATH("top_k selects what its contract says", TestTopKByHand)
+TEST_CASE("top_k selects what its contract says (reference)", "[kernels]") {
+  OnPath("reference", TestTopKByHand);
+}
+
+// Scores of every kind of trouble: equal, one bit apart, of all magnitudes, NaN and infinite.
+float AnyScore(int kind, Random& random) {
+  std::normal_distribution<float> normal(0.0f, 1.0f);
+  switch (kind) {
+    case 0:
+      return normal(random);
+    case 1:
+      return std::round(normal(random) * 3);
+    case 2:  // one bit apart, at random
+      return __builtin_bit_cast(float, 0x3F800000u + static_cast<uint32_t>(random() % 40));
+    case 3: {
+      const float special[] = {kNan, -kInfinity, kInfinity, 0.0f, -0.0f, -kNan, 1e-42f, -1e-42f};
+      return random() % 3 == 0 ? special[random() % 8] : normal(random);
+    }
+    default:  // any bits
+      return __builtin_bit_cast(float, static_cast<uint32_t>(random()));
+  }
+}
+
+struct TopKInput {
+  TopKInput(const TopKOptions& options, int32_t units, Random& random)
+      : o(options),
+        score_stride(units + static_cast<int32_t>(random() % 3)),
+        slots(BufferOf<int32_t>({1, -1, 0, 5, 2})),
+        positions(5),
+        scores(5 * o.kv_heads * score_stride) {
+    const int32_t last = units * o.unit_tokens - 1;
+    for (int32_t& position : positions) {
+      position = static_cast<int32_t>(random() % static_cast<uint64_t>(last + 1));
+    }
+    positions[3] = last;
+    const int kind = static_cast<int>(random() % 5);
+    for (float& score : scores) score = AnyScore(kind, random);
+  }
+
+  TopKParams Params(const UnitLists& selected) const {
+    return {scores.data(), score_stride,  slots.data(), positions.data(), selected,     5,
+            o.kv_heads,    o.unit_tokens, o.k,          o.first_units,    o.last_units, o.margin};
+  }
+
+  const TopKOptions o;
+  const int64_t score_stride;
+  Guarded<int32_t> slots, positions;
+  Guarded<float> scores;
+};
+
+void CheckTopK(const KernelTable& table, const TopKOptions& o, int32_t units, Random& random) {
+  INFO("k " << o.k << " of " << units << ", first " << o.first_units << ", last " << o.last_units
+            << ", margin " << o.margin << ", units of " << o.unit_tokens);
+  const TopKInput in(o, units, random);
+  const int64_t lists = 5 * int64_t{o.kv_heads};
+  const int32_t capacity = o.k + static_cast<int32_t>(random() % 4);
+  TestLists want(lists, capacity);
+  RunWorkers(Reference().top_k, in.Params(want.view), 1);
+  for (int workers : {1, 4}) {
+    TestLists got(lists, capacity);
+    RunThreads(table.top_k, in.Params(got.view), workers);
+    CHECK(got.Damage() == "");
+    for (int64_t list = 0; list < lists; ++list) {
+      INFO("list " << list);
+      REQUIRE(got.List(list) == want.List(list));
+      if (in.slots[list / o.kv_heads] < 0) REQUIRE(got.counts[list] == 0);
+    }
+  }
+}
+
+void TestTopK(const KernelTable& table, Random& random) {
+  if (Lacks(table, table.top_k)) return;
+  for (int i = 0; i < 300; ++i) {
+    TopKOptions o;
+    o.first_units = static_cast<int32_t>(random() % 4);
+    o.last_units = static_cast<int32_t>(random() % 4);
+    o.k = std::max(1, o.first_units + o.last_units + static_cast<int32_t>(random() % 60));
+    const float margins[] = {kInfinity, 0.0f, 0.5f, 2.0f, 4.5f};
+    o.margin = margins[random() % 5];
+    const int32_t sizes[] = {1, 1, 16, 32};
+    o.unit_tokens = sizes[random() % 4];
+    o.kv_heads = 1 + static_cast<int32_t>(random() % 3);
+    CheckTopK(table, o, 1 + static_cast<int32_t>(random() % 130), random);
+  }
+  // Tokens of a long context.
+  CheckTopK(table, {.k = 2048, .first_units = 4, .last_units = 64, .kv_heads = 2}, 65536, random);
+  CheckTopK(table, {.k = 13107, .last_units = 1, .margin = 4.5f}, 65536, random);
+}
+SLUICE_TEST_ON_EVERY_PATH("top_k selects what the reference does", TestTopK)
+
+}  // namespace
+}  // namespace sluice::kernels

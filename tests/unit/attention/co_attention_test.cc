@@ -1,0 +1,219 @@
+#include "src/attention/offload/co_attention.h"
+
+#include <catch2/catch.hpp>
+
+#include "src/base/error.h"
+#include "src/device/sim/sim_device.h"
+#include "tests/support/device.h"
+#include "tests/test_main.h"
+#include "tests/unit/attention/co_attention_world.h"
+
+namespace sluice::co_attention {
+namespace {
+
+using kernels::DType;
+using kernels::KernelTable;
+using kernels::SparseAttentionParams;
+
+// What the workers of a test do instead of the kernel alone, for the row at position `row`.
+enum class Fault { kNone, kThrow, kSleep };
+std::atomic<Fault> fault{Fault::kNone};
+std::atomic<int> fault_row{-1};
+std::atomic<bool> asleep{false};
+void (*kernel)(const SparseAttentionParams&, kernels::Worker) = nullptr;
+
+void Faulty(const SparseAttentionParams& p, kernels::Worker worker) {
+  if (fault.load() != Fault::kNone && p.positions[0] == fault_row.load()) {
+    if (fault.load() == Fault::kThrow) throw std::runtime_error("a worker's fault");
+    asleep = true;
+    while (fault.load() == Fault::kSleep) std::this_thread::yield();
+  }
+  kernel(p, worker);
+  asleep = false;
+}
+
+KernelTable WithFaults(const KernelTable& table) {
+  KernelTable out = table;
+  kernel = table.sparse_attention;
+  out.sparse_attention = Faulty;
+  fault = Fault::kNone;
+  return out;
+}
+
+// Bits of one kernel against another's are in tests/kernels; this is for bf16 queries.
+double ToleranceOf(const KernelTable& table) {
+  return std::string(table.name) == "amx" || std::string(table.name) == "avx512bf16" ? 3e-2 : 1e-4;
+}
+
+void OnPath(const std::string& name, void (*test)(Device&, const KernelTable&)) {
+  const auto device = testing::TestDevice(name);
+  if (absl::IsNotFound(device.status())) return SkipTest(std::string(device.status().message()));
+  REQUIRE(device.ok());
+  const KernelTable& table = *kernels::FindKernelTable(name.c_str());
+  if (table.sparse_attention == nullptr) return SkipTest(name + " has no sparse attention");
+  test(**device, table);
+}
+#define SLUICE_TEST_ON_EVERY_PATH(claim, test)                     \
+  TEST_CASE(claim " (portable)") { OnPath("portable", test); }     \
+  TEST_CASE(claim " (avx2)") { OnPath("avx2", test); }             \
+  TEST_CASE(claim " (avx512bf16)") { OnPath("avx512bf16", test); } \
+  TEST_CASE(claim " (amx)") { OnPath("amx", test); }
+
+void EveryShape(Device& device, const KernelTable& table) {
+  const uint64_t seed = TestSeed();
+  for (const int workers : {1, 2, 3, 7}) {
+    for (const int unit_tokens : {16, 1}) {
+      for (const DType type : {DType::kBFloat16, DType::kFloat32}) {
+        Shape shape;
+        shape.workers = workers;
+        shape.unit_tokens = unit_tokens;
+        shape.capacity = unit_tokens == 1 ? 40 : 5;
+        shape.type = type;
+        World world(device, table, shape, seed + static_cast<uint64_t>(workers));
+        for (int step = 0; step < 10; ++step) {
+          const int rows = 1 + step % shape.max_rows;
+          world.Draw(rows);
+          world.Step(rows);
+          world.Check(rows, ToleranceOf(table));
+        }
+        CHECK(world.Failed().empty());
+      }
+    }
+  }
+}
+SLUICE_TEST_ON_EVERY_PATH("workers attend to random lists as the operator does, to the bit",
+                          EveryShape)
+
+// Programs of several buckets share the channels.
+void Replays(Device& device, const KernelTable& table) {
+  World world(device, table, Shape{}, TestSeed());
+  std::vector<std::unique_ptr<Program>> programs;
+  const int buckets[] = {2, 5, 8};
+  for (const int rows : buckets) {
+    programs.push_back(
+        *device.Record(*world.stream, [&world, rows](Stream& s) { world.Enqueue(s, rows); }));
+  }
+  for (int step = 0; step < 600; ++step) {
+    const auto bucket = static_cast<size_t>(step) % std::size(buckets);
+    world.Draw(buckets[bucket]);
+    programs[bucket]->Run(*world.stream);
+    world.Wait();
+    world.Check(buckets[bucket], ToleranceOf(table));
+  }
+  // The host far ahead of the stream: the same step again and again.
+  for (int step = 0; step < 600; ++step) programs[2]->Run(*world.stream);
+  CHECK(world.Failed().empty());
+  world.Wait();
+}
+SLUICE_TEST_ON_EVERY_PATH("recorded steps of several buckets run thousands of rounds", Replays)
+
+// Sequences that share their group with `slot`.
+std::vector<int> GroupOf(int slot, const Shape& shape, int groups) {
+  std::vector<int> out;
+  for (int s = slot % groups; s < shape.slots; s += groups) out.push_back(s);
+  return out;
+}
+
+// A sequence whose row meets the fault: row 0's, in every layer and head.
+int MeetFault(World& world, Fault what) {
+  world.Draw(6);
+  for (int row = 0; row < 6; ++row) {
+    world.slots[static_cast<size_t>(row)] = row;
+    world.positions[static_cast<size_t>(row)] = 40 + row;
+  }
+  for (;;) {
+    world.DrawLists(6);
+    if (world.Attends(0)) break;
+  }
+  fault_row = 40;
+  fault = what;
+  return 0;
+}
+
+void Throwing(Device& device, const KernelTable& table) {
+  World world(device, WithFaults(table), Shape{}, TestSeed());
+  const int slot = MeetFault(world, Fault::kThrow);
+  world.Step(6);
+  fault = Fault::kNone;
+  CHECK(world.Failed() == GroupOf(slot, world.shape, 2));
+  const absl::Status health = world.co_attention->Health(slot);
+  CHECK(absl::IsInternal(health));
+  CHECK(health.message() == "a CPU worker that attends to this sequence failed");
+  CHECK(ReasonOf(health) == "WORKER_FAILED");
+  world.Check(6, ToleranceOf(table));
+  // The next sequence in the same place is served.
+  for (int s : GroupOf(slot, world.shape, 2)) world.co_attention->Join(s);
+  world.Step(6);
+  CHECK(world.Failed().empty());
+  world.Check(6, ToleranceOf(table));
+}
+SLUICE_TEST_ON_EVERY_PATH("a worker that throws ends its group's sequences alone", Throwing)
+
+void Late(Device& device, const KernelTable& table) {
+  Shape shape;
+  shape.deadline = absl::Milliseconds(200);
+  World world(device, WithFaults(table), shape, TestSeed());
+  const int slot = MeetFault(world, Fault::kSleep);
+  const absl::Time before = absl::Now();
+  world.Step(6);
+  CHECK(absl::Now() - before > shape.deadline);
+  CHECK(world.Failed() == GroupOf(slot, shape, 2));
+  CHECK(world.co_attention->Health(slot).message() ==
+        "a CPU worker that attends to this sequence did not answer in time");
+  world.Check(6, ToleranceOf(table));
+  // While it is away, others' results are right, wherever their rows are, also as it comes back in
+  // the midst of them; and what is asked of it is refused.
+  for (int s : world.Failed()) world.co_attention->Join(s);
+  for (int step = 0; step < 50; ++step) {
+    if (step == 25) fault = Fault::kNone;
+    world.Draw(8);
+    world.Step(8);
+    world.Check(8, ToleranceOf(table));
+    if (step < 25) REQUIRE(world.Failed() == GroupOf(slot, shape, 2));
+  }
+  while (asleep.load()) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // until it has polled
+  for (int s = 0; s < shape.slots; ++s) world.co_attention->Join(s);
+  for (int step = 0; step < 20; ++step) {
+    world.Draw(8);
+    world.Step(8);
+    world.Check(8, ToleranceOf(table));
+  }
+  CHECK(world.Failed().empty());
+}
+SLUICE_TEST_ON_EVERY_PATH("a late worker ends its group's sequences, and may come back", Late)
+
+TEST_CASE("on the simulated device every fault leaves the other sequences right, to the bit") {
+  const KernelTable& table = *kernels::FindKernelTable("portable");
+  if (table.sparse_attention == nullptr) return SkipTest("no sparse attention");
+  const uint64_t first = TestSeed();
+  int failed = 0, checked = 0;
+  for (uint64_t seed = first; seed < first + 60; ++seed) {
+    SimClock clock;
+    SimDeviceOptions options;
+    options.kernels = &table;
+    options.seed = seed;
+    if (seed % 4 == 1) options.worker_failures = 0.02;
+    if (seed % 4 == 2) options.late_workers = 0.02;
+    if (seed % 4 == 3) options.leaving_workers = 0.002;
+    const auto device = NewSimDevice(options, &clock);
+    Shape shape;
+    shape.deadline = absl::Milliseconds(1);
+    World world(*device, table, shape, seed);
+    for (int step = 0; step < 30; ++step) {
+      world.Draw(8);
+      world.Step(8);
+      world.Check(8, 1e-4);
+      const auto lost = world.Failed();
+      failed += static_cast<int>(lost.size());
+      checked += shape.slots - static_cast<int>(lost.size());
+      if (seed % 4 == 0) REQUIRE(lost.empty());
+      for (int slot : lost) world.co_attention->Join(slot);
+    }
+  }
+  CHECK(failed > 100);
+  CHECK(checked > 60 * 30 * 3);
+}
+
+}  // namespace
+}  // namespace sluice::co_attention

@@ -1,0 +1,328 @@
+// Sequences with a home, random requests to CPU workers and what must come of them.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <catch2/catch.hpp>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels/scalar.h"
+#include "src/attention/offload/co_attention.h"
+#include "src/base/rng.h"
+#include "src/base/status_macros.h"
+
+namespace sluice::co_attention {
+
+struct Shape {
+  int slots = 6;
+  int layers = 4;
+  int max_rows = 8;
+  int heads = 4;
+  int kv_heads = 2;
+  int head_dim = 16;
+  int block_tokens = 16;
+  int unit_tokens = 16;
+  int max_blocks = 6;  // of a sequence
+  int capacity = 5;
+  int workers = 3;
+  absl::Duration deadline = absl::Seconds(60);
+  kernels::DType type = kernels::DType::kBFloat16;
+};
+
+// What the device asks of one layer: written to lists(channel), and given to Start.
+struct Request {
+  std::vector<int32_t> units;   // [max_rows * kv_heads][capacity]
+  std::vector<int32_t> counts;  // [max_rows * kv_heads]
+  std::vector<float> q;         // [max_rows][stride]
+};
+
+class World {
+ public:
+  World(Device& device, const kernels::KernelTable& table, const Shape& of, uint64_t seed)
+      : shape(of), device_(device), table_(table), random_(seed) {
+    CoAttention::Options options;
+    options.device = &device;
+    options.kernels = &table_;
+    options.workers = shape.workers;
+    options.deadline = shape.deadline;
+    options.slots = shape.slots;
+    options.layers = shape.layers;
+    options.max_rows = shape.max_rows;
+    options.heads = shape.heads;
+    options.kv_heads = shape.kv_heads;
+    options.head_dim = shape.head_dim;
+    options.capacity = shape.capacity;
+    options.unit_tokens = shape.unit_tokens;
+    auto made = CoAttention::Create(options);
+    REQUIRE(made.ok());
+    co_attention = *std::move(made);
+    stream = device.NewStream(Device::StreamKind::kCompute);
+    done_ = device.NewEvent();
+    MakeHomes();
+    requests_.resize(static_cast<size_t>(shape.layers));
+    const size_t rows = static_cast<size_t>(shape.max_rows);
+    for (Request& r : requests_) {
+      r.units.resize(rows * static_cast<size_t>(shape.kv_heads * shape.capacity));
+      r.counts.resize(rows * static_cast<size_t>(shape.kv_heads));
+      r.q.resize(rows * static_cast<size_t>(Stride()));
+    }
+    slots.assign(rows, -1);
+    positions.assign(rows, 0);
+    const size_t o_size = rows * static_cast<size_t>(shape.heads * shape.head_dim);
+    o.assign(static_cast<size_t>(shape.layers), std::vector<float>(o_size));
+    lse.assign(static_cast<size_t>(shape.layers),
+               std::vector<float>(rows * static_cast<size_t>(shape.heads)));
+  }
+
+  // Rows of some of the sequences in any order, `rows` in all, the last ones padded; new lists and
+  // queries for every layer. REQUIRES: nothing is under way.
+  void Draw(int rows) {
+    std::vector<int32_t> order(static_cast<size_t>(shape.slots));
+    std::iota(order.begin(), order.end(), 0);
+    for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random_.Below(i)]);
+    const int used =
+        static_cast<int>(random_.Below(static_cast<uint64_t>(std::min(rows, shape.slots)) + 1));
+    for (int r = 0; r < rows; ++r) {
+      slots[static_cast<size_t>(r)] = r < used ? order[static_cast<size_t>(r)] : -1;
+      if (r < used) {
+        positions[static_cast<size_t>(r)] =
+            static_cast<int32_t>(random_.Below(static_cast<uint64_t>(MaxTokens())));
+      }
+    }
+    DrawLists(rows);
+  }
+  void DrawLists(int rows) {
+    for (Request& r : requests_) {
+      for (float& v : r.q) v = static_cast<float>(random_.Uniform() * 4 - 2);
+      for (int row = 0; row < rows; ++row) {
+        for (int head = 0; head < shape.kv_heads; ++head) DrawList(r, row, head);
+      }
+    }
+  }
+
+  // One step as a policy with a look ahead makes it.
+  void Enqueue(Stream& s, int rows) {
+    Ask(s, 0, rows);
+    for (int layer = 0; layer < shape.layers; ++layer) {
+      if (layer + 1 < shape.layers) Ask(s, layer + 1, rows);
+      const auto l = static_cast<size_t>(layer);
+      co_attention->Finish(s, layer, rows, o[l].data(), lse[l].data());
+    }
+  }
+  void Wait() {
+    stream->Record(*done_);
+    done_->Wait();
+  }
+  void Step(int rows) {
+    Enqueue(*stream, rows);
+    Wait();
+  }
+
+  // Every row of a sequence in good health is what one call of the kernel for this row and head
+  // gives, to the bit, and what float64 gives, to `tolerance`.
+  void Check(int rows, double tolerance) {
+    for (int layer = 0; layer < shape.layers; ++layer) {
+      for (int row = 0; row < rows; ++row) {
+        const int slot = slots[static_cast<size_t>(row)];
+        if (slot < 0 || !co_attention->Health(slot).ok()) continue;
+        for (int head = 0; head < shape.heads; ++head) {
+          CheckHead(layer, row, head, tolerance);
+        }
+        CheckBits(layer, row);
+      }
+    }
+  }
+
+  // Whether a worker has something to do for the row.
+  bool Attends(int row) const {
+    const auto first = static_cast<size_t>(row * shape.kv_heads);
+    return requests_[0].counts[first] > 0;
+  }
+  int MaxTokens() const { return shape.max_blocks * shape.block_tokens; }
+  std::vector<int> Failed() const {
+    std::vector<int> out;
+    for (int slot = 0; slot < shape.slots; ++slot) {
+      if (!co_attention->Health(slot).ok()) out.push_back(slot);
+    }
+    return out;
+  }
+
+  const Shape shape;
+  std::vector<int32_t> slots, positions;   // [max_rows]
+  std::vector<std::vector<float>> o, lse;  // by layer
+  std::unique_ptr<CoAttention> co_attention;
+  std::unique_ptr<Stream> stream;
+
+ private:
+  int Stride() const { return (shape.heads + 2 * shape.kv_heads) * shape.head_dim; }
+  float Scale() const { return 1.0f / std::sqrt(static_cast<float>(shape.head_dim)); }
+
+  void MakeHomes() {
+    const int pages = shape.slots * shape.max_blocks;
+    kernels::PagedCache cache{};
+    cache.block_tokens = shape.block_tokens;
+    cache.kv_heads = shape.kv_heads;
+    cache.head_dim = shape.head_dim;
+    cache.type = shape.type;
+    cache.page_bytes = int64_t{shape.kv_heads} * 2 * shape.block_tokens * shape.head_dim *
+                       kernels::SizeOf(shape.type);
+    cache.table_stride = shape.max_blocks;
+    table_of_pages_.resize(static_cast<size_t>(pages));
+    std::iota(table_of_pages_.begin(), table_of_pages_.end(), 0);
+    for (size_t i = table_of_pages_.size(); i > 1; --i) {
+      std::swap(table_of_pages_[i - 1], table_of_pages_[random_.Below(i)]);
+    }
+    cache.block_table = table_of_pages_.data();
+    for (int layer = 0; layer < shape.layers; ++layer) {
+      Buffer memory = *device_.Allocate(MemoryKind::kPinned,
+                                        static_cast<size_t>(pages * cache.page_bytes), "homes");
+      const int64_t elements = pages * cache.page_bytes / kernels::SizeOf(shape.type);
+      for (int64_t i = 0; i < elements; ++i) {
+        const auto value = static_cast<float>(random_.Uniform() * 2 - 1);
+        if (shape.type == kernels::DType::kFloat32) {
+          memory.as<float>()[i] = value;
+        } else {
+          memory.as<uint16_t>()[i] = kernels::FloatToBf16(value);
+        }
+      }
+      cache.base = memory.data();
+      memory_.push_back(std::move(memory));
+      homes_.push_back(cache);
+    }
+  }
+
+  void DrawList(Request& r, int row, int head) {
+    const size_t list = static_cast<size_t>(row * shape.kv_heads + head);
+    int32_t* const units = r.units.data() + list * static_cast<size_t>(shape.capacity);
+    r.counts[list] = 0;
+    if (random_.Below(4) == 0) return;
+    const int last = positions[static_cast<size_t>(row)] / shape.unit_tokens;
+    for (int unit = 0; unit <= last && r.counts[list] < shape.capacity; ++unit) {
+      if (random_.Below(2) == 0) units[r.counts[list]++] = unit;
+    }
+  }
+
+  void Ask(Stream& s, int layer, int rows) {
+    const Request& r = requests_[static_cast<size_t>(layer)];
+    const kernels::UnitLists to = co_attention->lists(layer);
+    const size_t lists = static_cast<size_t>(rows * shape.kv_heads);
+    s.Copy(to.units, r.units.data(), lists * static_cast<size_t>(shape.capacity) * sizeof(int32_t));
+    s.Copy(to.counts, r.counts.data(), lists * sizeof(int32_t));
+    AttentionPolicy::Queries queries;
+    queries.q = r.q.data();
+    queries.stride = Stride();
+    queries.slots = slots.data();
+    queries.positions = positions.data();
+    queries.rows = rows;
+    queries.heads = shape.heads;
+    queries.scale = Scale();
+    co_attention->Start(s, layer, queries, homes_[static_cast<size_t>(layer)]);
+  }
+
+  double Element(int layer, int slot, int kv_head, int position, int part, int d) const {
+    const kernels::PagedCache& c = homes_[static_cast<size_t>(layer)];
+    const int64_t page = c.block_table[slot * c.table_stride + position / c.block_tokens];
+    const int64_t at = ((page * c.kv_heads + kv_head) * 2 + part) * c.block_tokens * c.head_dim +
+                       position % c.block_tokens * c.head_dim + d;
+    return c.type == kernels::DType::kFloat32
+               ? static_cast<const float*>(c.base)[at]
+               : kernels::Bf16ToFloat(static_cast<const uint16_t*>(c.base)[at]);
+  }
+
+  void CheckHead(int layer, int row, int head, double tolerance) {
+    const Request& r = requests_[static_cast<size_t>(layer)];
+    const int kv_head = head / (shape.heads / shape.kv_heads);
+    const int slot = slots[static_cast<size_t>(row)];
+    const size_t list = static_cast<size_t>(row * shape.kv_heads + kv_head);
+    std::vector<double> scores, sum(static_cast<size_t>(shape.head_dim));
+    std::vector<int> tokens;
+    for (int32_t i = 0; i < r.counts[list]; ++i) {
+      const int32_t unit =
+          r.units[list * static_cast<size_t>(shape.capacity) + static_cast<size_t>(i)];
+      for (int t = unit * shape.unit_tokens; t < (unit + 1) * shape.unit_tokens; ++t) {
+        if (t > positions[static_cast<size_t>(row)]) break;
+        double dot = 0;
+        for (int d = 0; d < shape.head_dim; ++d) {
+          dot += double{r.q[static_cast<size_t>(row * Stride() + head * shape.head_dim + d)]} *
+                 Element(layer, slot, kv_head, t, 0, d);
+        }
+        scores.push_back(dot * double{Scale()});
+        tokens.push_back(t);
+      }
+    }
+    const size_t at = static_cast<size_t>(row * shape.heads + head);
+    const float got_lse = lse[static_cast<size_t>(layer)][at];
+    const float* const got =
+        o[static_cast<size_t>(layer)].data() + at * static_cast<size_t>(shape.head_dim);
+    double largest = -std::numeric_limits<double>::infinity(), total = 0;
+    for (double s : scores) largest = std::max(largest, s);
+    for (double s : scores) total += std::exp(s - largest);
+    for (size_t i = 0; i < scores.size(); ++i) {
+      for (int d = 0; d < shape.head_dim; ++d) {
+        sum[static_cast<size_t>(d)] +=
+            std::exp(scores[i] - largest) / total * Element(layer, slot, kv_head, tokens[i], 1, d);
+      }
+    }
+    INFO("layer " << layer << " row " << row << " slot " << slot << " head " << head);
+    if (scores.empty()) {
+      REQUIRE(got_lse == -std::numeric_limits<float>::infinity());
+    } else {
+      REQUIRE(std::fabs(got_lse - (largest + std::log(total))) <= tolerance);
+    }
+    for (int d = 0; d < shape.head_dim; ++d) {
+      REQUIRE(std::fabs(got[d] - sum[static_cast<size_t>(d)]) <= tolerance);
+    }
+  }
+
+  // The whole row in one call, upon the homes themselves.
+  void CheckBits(int layer, int row) {
+    const Request& r = requests_[static_cast<size_t>(layer)];
+    const size_t list = static_cast<size_t>(row * shape.kv_heads);
+    const size_t width = static_cast<size_t>(shape.heads * shape.head_dim);
+    std::vector<float> want(width), want_lse(static_cast<size_t>(shape.heads));
+    kernels::SparseAttentionParams p{};
+    p.q = r.q.data() + row * Stride();
+    p.q_stride = Stride();
+    p.slots = &slots[static_cast<size_t>(row)];
+    p.positions = &positions[static_cast<size_t>(row)];
+    p.cache = homes_[static_cast<size_t>(layer)];
+    p.units = r.units.data() + list * static_cast<size_t>(shape.capacity);
+    p.counts = r.counts.data() + list;
+    p.o = want.data();
+    p.lse = want_lse.data();
+    p.capacity = shape.capacity;
+    p.unit_tokens = shape.unit_tokens;
+    p.rows = 1;
+    p.heads = shape.heads;
+    p.kv_head_end = shape.kv_heads;
+    p.scale = Scale();
+    table_.sparse_attention(p, {0, 1});
+    const size_t at = static_cast<size_t>(row);
+    REQUIRE(std::memcmp(want.data(), o[static_cast<size_t>(layer)].data() + at * width,
+                        width * sizeof(float)) == 0);
+    REQUIRE(
+        std::memcmp(want_lse.data(),
+                    lse[static_cast<size_t>(layer)].data() + at * static_cast<size_t>(shape.heads),
+                    want_lse.size() * sizeof(float)) == 0);
+  }
+
+  Device& device_;
+  const kernels::KernelTable table_;
+  SplitMix64 random_;
+  std::unique_ptr<Event> done_;
+  std::vector<Buffer> memory_;
+  std::vector<int32_t> table_of_pages_;     // [slots][max_blocks]
+  std::vector<kernels::PagedCache> homes_;  // by layer
+  std::vector<Request> requests_;           // by layer
+};
+
+}  // namespace sluice::co_attention
