@@ -154,6 +154,76 @@ inline AttentionCase PrefillCase(int32_t tokens) {
   return c;
 }
 
+// A row of sparse attention: its slot (-1: padded), its position, and how many units each of its
+// lists has (-1: all).
+struct SparseRow {
+  int32_t slot;
+  int32_t position;
+  int32_t units;
+};
+
+// Where the units of a list lie: at the places of their own numbers, at others, or in a ring of the
+// newest blocks; or they have no numbers (SparseAttentionParams::units is null).
+enum class SparsePlaces { kOwn, kOther, kRing, kUnnumbered };
+
+struct SparseCase {
+  const char* name;
+  int32_t heads;
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t block_tokens;
+  int32_t unit_tokens;
+  DType cache_type;
+  SparsePlaces places;
+  std::vector<SparseRow> rows;
+};
+
+// Lists around the cuts of pieces, chunks and splits, empty ones, padded rows between; the newest
+// unit is whole or short.
+inline std::vector<SparseRow> SparseRows(int32_t unit_tokens) {
+  std::vector<SparseRow> rows;
+  int32_t slot = 0;
+  for (int32_t tokens : {1, 16, 32, 33, 96, 496, 512, 544, 1300}) {
+    const int32_t units = (tokens + unit_tokens - 1) / unit_tokens;
+    // All of a short sequence, and a part of a longer one.
+    rows.push_back({slot++, tokens - 1, -1});
+    rows.push_back({slot++, 2 * units * unit_tokens + tokens % 7, units});
+    if (slot % 3 == 0) rows.push_back({-1, 5, 0});
+  }
+  rows.push_back({slot, 700, 0});
+  return rows;
+}
+
+inline std::vector<SparseCase> SparseCases() {
+  constexpr DType kBf16 = DType::kBFloat16, kF32 = DType::kFloat32;
+  constexpr SparsePlaces kOwn = SparsePlaces::kOwn, kOther = SparsePlaces::kOther,
+                         kRing = SparsePlaces::kRing, kUnnumbered = SparsePlaces::kUnnumbered;
+  return {
+      {"no rows", 8, 2, 64, 32, 32, kBf16, kOwn, {}},
+      {"only padding", 8, 2, 64, 32, 32, kBf16, kOwn, {{-1, 0, 0}, {-1, 5, 0}}},
+      {"blocks, group 4, head_dim 128", 8, 2, 128, 32, 32, kBf16, kOwn, SparseRows(32)},
+      {"blocks at places, group 8, head_dim 128", 8, 1, 128, 32, 32, kBf16, kOther, SparseRows(32)},
+      {"halves of blocks, group 3, head_dim 64", 9, 3, 64, 32, 16, kBf16, kOther, SparseRows(16)},
+      {"units of two blocks, group 1", 2, 2, 64, 32, 64, kBf16, kOwn, SparseRows(64)},
+      {"blocks of 64, group 16", 16, 1, 128, 64, 64, kBf16, kOther, SparseRows(64)},
+      {"blocks, head_dim 80, group 17", 34, 2, 80, 16, 16, kBf16, kOther, SparseRows(16)},
+      {"blocks, head_dim 96, group 2", 4, 2, 96, 32, 32, kBf16, kOther, SparseRows(32)},
+      {"blocks, head_dim 256, group 5", 5, 1, 256, 16, 16, kBf16, kOwn, SparseRows(16)},
+      {"blocks, head_dim 16, float32", 3, 3, 16, 16, 16, kF32, kOther, SparseRows(16)},
+      {"blocks, group 4, float32", 8, 2, 128, 32, 32, kF32, kOwn, SparseRows(32)},
+      {"ring, group 4", 8, 2, 64, 32, 32, kBf16, kRing, SparseRows(32)},
+      {"ring, float32", 2, 2, 128, 16, 16, kF32, kRing, SparseRows(16)},
+      {"tokens, group 4, head_dim 128", 8, 2, 128, 32, 1, kBf16, kOwn, SparseRows(1)},
+      {"tokens at places, group 8", 8, 1, 64, 32, 1, kBf16, kOther, SparseRows(1)},
+      {"tokens, head_dim 256", 2, 1, 256, 16, 1, kBf16, kOther, SparseRows(1)},
+      {"tokens, head_dim 48, group 6", 6, 1, 48, 16, 1, kBf16, kOther, SparseRows(1)},
+      {"tokens, float32", 4, 1, 128, 32, 1, kF32, kOther, SparseRows(1)},
+      {"tokens without numbers", 8, 2, 128, 32, 1, kBf16, kUnnumbered, SparseRows(1)},
+      {"blocks without numbers", 8, 2, 64, 32, 32, kBf16, kUnnumbered, SparseRows(32)},
+      {"units of 8", 4, 2, 64, 32, 8, kBf16, kOther, SparseRows(8)},
+  };
+}
+
 // What is timed of sample: rows, the vocabulary, and how the token is chosen.
 struct SampleCase {
   const char* name;

@@ -5,6 +5,8 @@
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/simd_attention.h"
 #include "kernels/cpu/simd_linear.h"
+#include "kernels/cpu/simd_moving_average.h"
+#include "kernels/cpu/simd_partial.h"
 #include "kernels/cpu/simd_scores.h"
 
 namespace sluice::kernels::cpu {
@@ -121,11 +123,15 @@ const KernelTable& Avx2Table() {
       .digest = Digest<Avx2>,
       .digest_scores = DigestScores<Avx2>,
       .exact_scores = ExactScores<Avx2>,
+      .partial_keys = PartialKeys<Avx2>,
+      .partial_scores = PartialScores<Avx2>,
       .top_k = TopK,
       .split = Split,
       .recall_due = RecallDue,
       .recall = Recall,
       .write_through = WriteThrough,
+      .sparse_attention = SparseAttention,
+      .moving_average = MovingAverage<Avx2>,
   };
   return table;
 }

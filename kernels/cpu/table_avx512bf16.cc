@@ -6,6 +6,8 @@
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/linear_bf16.h"
 #include "kernels/cpu/simd_avx512.h"
+#include "kernels/cpu/simd_moving_average.h"
+#include "kernels/cpu/simd_partial.h"
 #include "kernels/cpu/simd_scores.h"
 
 namespace sluice::kernels::cpu {
@@ -110,11 +112,15 @@ const KernelTable& Avx512Bf16Table() {
       .digest = Digest<Avx512>,
       .digest_scores = DigestScores<Avx512>,
       .exact_scores = ExactScores<Avx512>,
+      .partial_keys = PartialKeys<Avx512>,
+      .partial_scores = PartialScores<Avx512>,
       .top_k = TopK,
       .split = Split,
       .recall_due = RecallDue,
       .recall = Recall,
       .write_through = WriteThrough,
+      .sparse_attention = SparseAttention,
+      .moving_average = MovingAverage<Avx512>,
   };
   return table;
 }

@@ -2,6 +2,8 @@
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/simd_attention.h"
 #include "kernels/cpu/simd_linear.h"
+#include "kernels/cpu/simd_moving_average.h"
+#include "kernels/cpu/simd_partial.h"
 #include "kernels/cpu/simd_scores.h"
 
 namespace sluice::kernels::cpu {
@@ -85,11 +87,15 @@ const KernelTable& PortableTable() {
       .digest = Digest<Portable>,
       .digest_scores = DigestScores<Portable>,
       .exact_scores = ExactScores<Portable>,
+      .partial_keys = PartialKeys<Portable>,
+      .partial_scores = PartialScores<Portable>,
       .top_k = TopK,
       .split = Split,
       .recall_due = RecallDue,
       .recall = Recall,
       .write_through = WriteThrough,
+      .sparse_attention = SparseAttention,
+      .moving_average = MovingAverage<Portable>,
   };
   return table;
 }

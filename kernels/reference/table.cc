@@ -21,11 +21,15 @@ const KernelTable& Table() {
       .digest = Digest,
       .digest_scores = DigestScores,
       .exact_scores = ExactScores,
+      .partial_keys = PartialKeys,
+      .partial_scores = PartialScores,
       .top_k = TopK,
       .split = Split,
       .recall_due = RecallDue,
       .recall = Recall,
       .write_through = WriteThrough,
+      .sparse_attention = SparseAttention,
+      .moving_average = MovingAverage,
   };
   return table;
 }

@@ -1,0 +1,203 @@
+#include "tests/kernels/unit_list_support.h"
+
+namespace sluice::kernels {
+namespace {
+
+struct Result {
+  Guarded<float> o, lse;
+};
+
+struct Part {
+  int64_t first = 0;
+  int64_t rows = 0;
+  int32_t kv_head_begin = 0;
+  int32_t kv_head_end = 0;
+};
+
+template <typename Fixture>
+Part Everything(const SparseCase& c, const Fixture& fixture) {
+  return {0, fixture.rows(), 0, c.kv_heads};
+}
+
+// Results start as NaN: what is not computed stays so.
+template <typename Fixture>
+Result Run(const KernelTable& path, const SparseCase& c, Fixture& fixture, const Part& part,
+           int workers, bool threads = false) {
+  Result result{Guarded<float>(part.rows * fixture.width()), Guarded<float>(part.rows * c.heads)};
+  SparseAttentionParams p =
+      fixture.Params(part.first, part.rows, result.o.data(), result.lse.data());
+  p.kv_head_begin = part.kv_head_begin;
+  p.kv_head_end = part.kv_head_end;
+  threads ? RunThreads(path.sparse_attention, p, workers)
+          : RunWorkers(path.sparse_attention, p, workers);
+  CHECK(result.o.Damage() == "");
+  CHECK(result.lse.Damage() == "");
+  return result;
+}
+
+void CheckSame(const Result& got, const Result& want, const SparseCase& c) {
+  CHECK(BitDifference(got.o.span(), want.o.span(), int64_t{c.heads} * c.head_dim) == "");
+  CHECK(BitDifference(got.lse.span(), want.lse.span(), c.heads) == "");
+}
+
+void TestReference(const KernelTable& path, Random& random) {
+  if (Lacks(path, path.sparse_attention)) return;
+  ForEachSparseCase(SparseCases(), random, [&](const SparseCase& c, auto& fixture) {
+    const Part all = Everything(c, fixture);
+    const Result want = Run(*FindKernelTable("reference"), c, fixture, all, 1);
+    const Result got = Run(path, c, fixture, all, 2);
+    CHECK(Difference(got.o.span(), want.o.span(), 3e-6, fixture.width()) == "");
+    CHECK(Difference(got.lse.span(), want.lse.span(), 1e-6, c.heads) == "");
+  });
+}
+SLUICE_TEST_ON_EVERY_PATH("sparse attention agrees with the reference", TestReference)
+
+void TestSharing(const KernelTable& path, Random& random) {
+  if (Lacks(path, path.sparse_attention)) return;
+  ForEachSparseCase(SparseCases(), random, [&](const SparseCase& c, auto& fixture) {
+    const Part all = Everything(c, fixture);
+    const Result want = Run(path, c, fixture, all, 1);
+    for (int workers : {2, 3, 16}) {
+      INFO(workers << " workers");
+      CheckSame(Run(path, c, fixture, all, workers, workers == 3), want, c);
+    }
+  });
+}
+SLUICE_TEST_ON_EVERY_PATH("sparse attention has the same bits with any workers", TestSharing)
+
+void TestAlone(const KernelTable& path, Random& random) {
+  if (Lacks(path, path.sparse_attention)) return;
+  ForEachSparseCase(SparseCases(), random, [&](const SparseCase& c, auto& fixture) {
+    const Result all = Run(path, c, fixture, Everything(c, fixture), 1);
+    const int64_t group = c.heads / c.kv_heads;
+    for (int64_t r = 0; r < fixture.rows(); ++r) {
+      for (int32_t h = 0; h < c.kv_heads; ++h) {
+        INFO("row " << r << ", KV head " << h);
+        const Result one = Run(path, c, fixture, {r, 1, h, h + 1}, 1);
+        for (int64_t head = 0; head < c.heads; ++head) {
+          const bool computed = head / group == h;
+          const int64_t at = r * c.heads + head;
+          const float* o = one.o.data() + head * c.head_dim;
+          if (!computed) {
+            REQUIRE(std::isnan(one.lse[head]));
+            REQUIRE(std::all_of(o, o + c.head_dim, [](float v) { return std::isnan(v); }));
+            continue;
+          }
+          REQUIRE(std::memcmp(&one.lse[head], &all.lse[at], sizeof(float)) == 0);
+          REQUIRE(std::memcmp(o, all.o.data() + at * c.head_dim,
+                              static_cast<size_t>(c.head_dim) * sizeof(float)) == 0);
+        }
+      }
+    }
+  });
+}
+SLUICE_TEST_ON_EVERY_PATH(
+    "a row and KV head of sparse attention has the same bits alone, and leaves the others as they "
+    "are",
+    TestAlone)
+
+void TestEmpty(const KernelTable& path, Random& random) {
+  if (Lacks(path, path.sparse_attention)) return;
+  int empty = 0, padded = 0;
+  ForEachSparseCase(SparseCases(), random, [&](const SparseCase& c, auto& fixture) {
+    const Result all = Run(path, c, fixture, Everything(c, fixture), 2);
+    for (int64_t r = 0; r < fixture.rows(); ++r) {
+      const SparseRow& row = c.rows[static_cast<size_t>(r)];
+      for (int64_t i = 0; i < c.heads; ++i) {
+        const bool none = row.slot < 0 || row.units == 0;
+        REQUIRE(std::isinf(all.lse[r * c.heads + i]) == none);
+      }
+      if (row.slot >= 0 && row.units != 0) continue;
+      ++(row.slot < 0 ? padded : empty);
+      for (int64_t i = 0; i < fixture.width(); ++i) REQUIRE(all.o[r * fixture.width() + i] == 0);
+    }
+  });
+  CHECK(empty > 10);
+  CHECK(padded > 10);
+}
+SLUICE_TEST_ON_EVERY_PATH("an empty list and a padded row give zeros and -inf", TestEmpty)
+
+// Every row of a case with all its units at their own places.
+std::vector<SparseCase> WholeCases() {
+  std::vector<SparseCase> cases;
+  for (SparseCase c : SparseCases()) {
+    if (c.places != SparsePlaces::kOwn) continue;
+    for (SparseRow& row : c.rows) row.units = -1;
+    cases.push_back(c);
+  }
+  return cases;
+}
+
+void TestDense(const KernelTable& path, Random& random) {
+  if (Lacks(path, path.sparse_attention)) return;
+  ForEachSparseCase(WholeCases(), random, [&](const SparseCase& c, auto& fixture) {
+    const Result sparse = Run(path, c, fixture, Everything(c, fixture), 1);
+    Result dense{Guarded<float>(sparse.o.size()), Guarded<float>(sparse.lse.size())};
+    const SparseAttentionParams p = fixture.Params(0, fixture.rows(), nullptr, nullptr);
+    const AttentionParams of_dense = {
+        p.q,     p.q_stride, p.slots, p.positions, p.cache, dense.o.data(), dense.lse.data(),
+        nullptr, 0,          p.rows,  p.rows,      p.heads, p.scale,        DType::kFloat32};
+    RunWorkers(path.attention, of_dense, 1);
+    CHECK(Difference(sparse.o.span(), dense.o.span(), 3e-6, fixture.width()) == "");
+    CHECK(Difference(sparse.lse.span(), dense.lse.span(), 1e-6, c.heads) == "");
+  });
+}
+SLUICE_TEST_ON_EVERY_PATH("a list of everything is attention", TestDense)
+
+// Keeps of every list the units whose index is `rest` modulo 2.
+template <typename Fixture>
+void Halve(const SparseCase& c, Fixture& fixture, int64_t rest) {
+  for (int64_t list = 0; list < fixture.rows() * c.kv_heads; ++list) {
+    int64_t kept = 0;
+    for (int64_t i = 0; i < fixture.counts()[list]; ++i) {
+      if (i % 2 != rest) continue;
+      fixture.units()[list * fixture.capacity() + kept] =
+          fixture.units()[list * fixture.capacity() + i];
+      fixture.places()[list * fixture.capacity() + kept++] =
+          fixture.places()[list * fixture.capacity() + i];
+    }
+    fixture.counts()[list] = static_cast<int32_t>(kept);
+  }
+}
+
+void TestMerge(const KernelTable& path, Random& random) {
+  if (Lacks(path, path.sparse_attention)) return;
+  std::vector<SparseCase> cases;
+  for (const SparseCase& c : SparseCases()) {
+    if (c.places != SparsePlaces::kUnnumbered) cases.push_back(c);
+  }
+  for (const SparseCase& c : cases) {
+    const Random::result_type seed = random();
+    Guarded<float> o(0), lse(0), whole_o(0), whole_lse(0);
+    int64_t width = 0;
+    for (int64_t half = 0; half < 3; ++half) {
+      Random same(seed);
+      ForEachSparseCase({c}, same, [&](const SparseCase&, auto& fixture) {
+        if (half < 2) Halve(c, fixture, half);
+        const Result part = Run(path, c, fixture, Everything(c, fixture), 1);
+        width = fixture.width();
+        if (half == 0) {
+          o = Guarded<float>(2 * part.o.size());
+          lse = Guarded<float>(2 * part.lse.size());
+        }
+        if (half < 2) {
+          std::copy_n(part.o.data(), part.o.size(), o.data() + half * part.o.size());
+          std::copy_n(part.lse.data(), part.lse.size(), lse.data() + half * part.lse.size());
+          return;
+        }
+        Result merged{Guarded<float>(part.o.size()), Guarded<float>(part.lse.size())};
+        const MergeParams p = {o.data(),          lse.data(), merged.o.data(),
+                               merged.lse.data(), 2,          static_cast<int32_t>(fixture.rows()),
+                               c.heads,           c.head_dim, DType::kFloat32};
+        RunWorkers(path.merge, p, 1);
+        INFO(c.name);
+        CHECK(Difference(merged.o.span(), part.o.span(), 3e-6, width) == "");
+        CHECK(Difference(merged.lse.span(), part.lse.span(), 1e-6, c.heads) == "");
+      });
+    }
+  }
+}
+SLUICE_TEST_ON_EVERY_PATH("two disjoint lists merge into the whole", TestMerge)
+
+}  // namespace
+}  // namespace sluice::kernels
