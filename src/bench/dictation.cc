@@ -46,6 +46,12 @@ absl::Status Dictation::Finish() {
   return parts_.device->Health();
 }
 
+absl::Status Dictation::WaitUntilWarm() {
+  parts_.policy->WarmEvent(kSlot).Wait();
+  if (parts_.policy->Warm(kSlot)) return parts_.device->Health();
+  return absl::InternalError("a sequence was admitted and is never warm");
+}
+
 void Dictation::End() {
   if (admitted_) parts_.policy->Release(kSlot);
   admitted_ = false;
@@ -72,9 +78,10 @@ absl::Status Dictation::Begin(const Context& context, int total) {
   WriteContext(context, parts_.model->cache_layout(), *home);
   if (!parts_.policy->Admit(kSlot, handed_over, total, Promise::kFirm, home)) return no_room();
   admitted_ = true;
-  parts_.policy->WarmEvent(kSlot).Wait();
-  if (!parts_.policy->Warm(kSlot)) return absl::InternalError("admitted, and never warm");
-  return absl::OkStatus();
+  SLUICE_RETURN_IF_ERROR(WaitUntilWarm());
+  if (!parts_.policy->NeedsEndPrompt()) return absl::OkStatus();
+  parts_.policy->EndPrompt(kSlot, handed_over);
+  return WaitUntilWarm();
 }
 
 absl::StatusOr<absl::Span<const float>> Dictation::Step() {

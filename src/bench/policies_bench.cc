@@ -20,7 +20,9 @@
 #include "src/bench/policy_quality.h"
 #include "src/bench/policy_run.h"
 #include "src/bench/subcommand.h"
+#include "src/bench/topic_drift.h"
 #include "src/bench/trace_summary.h"
+#include "src/bench/workload_statistics.h"
 #include "src/config/units.h"
 #include "src/device/cpu/cpu_device.h"
 
@@ -35,6 +37,10 @@ output token of one sequence, p50 and p99; the share of a traced run's time in w
 ran; of the budget what the CPU attended to or the link brought; of what was selected what lay in HBM; K and V
 over the link in a step; steps from one recall of a layer to its next.
 
+--topic-drift takes config.json alone and makes a model and contexts whose attention is sparse and drifts;
+--statistics N says first how a workload behaves over N steps: how well queries are predicted, how fast the
+important blocks change, and what of policy scout's budget the CPU gets if nothing is recalled.
+
 --quality compares with policy full instead, on texts as tokens (tools/sluice texts): every step is given the
 text's own tokens, and its logits are compared; pass keys that are hidden in a text are asked for.
 )";
@@ -44,12 +50,15 @@ constexpr char kExamples[] =
   tools/sluice texts --tokenizer models/smollm2-135m-instruct --out texts.json
   sluice-bench policies --model models/smollm2-135m-instruct --quality --texts texts.json
   sluice-bench policies --model M --quality --texts texts.json --contexts 8000 --quality-texts 8 --passkeys 0
+  sluice-bench policies --model configs/models/topic-drift-small --topic-drift --statistics 16 --dense-layers 0
 )";
 
 struct Options {
   std::string device = "cpu", model, kernels = "auto", policies = "full,scout,recall,hgca,oracle";
   std::string texts, json, out, hbm_bytes = "256MiB", dram_bytes = "2GiB";
-  bool dummy = false, quality = false;
+  bool dummy = false, quality = false, topic_drift = false, no_recall = false;
+  TopicDrift drift;
+  int64_t topics = 256, segment = 96, statistics = 0;
   int64_t threads = 0, workers = 1, steps = 16, most = 16, seed = 1;
   int64_t budget = 512, dense_layers = 2, block_tokens = 32;
   int64_t quality_texts = 2, quality_steps = 64, passkeys = 4;
@@ -81,6 +90,11 @@ class PoliciesBench {
     if (options_.quality) {
       SLUICE_RETURN_IF_ERROR(RunQuality());
     } else {
+      for (const int64_t context : options_.contexts) {
+        if (options_.statistics > 0) {
+          SLUICE_RETURN_IF_ERROR(RunStatistics(static_cast<int>(context)));
+        }
+      }
       out_.Print("\n" + RunHeader());
       for (const int64_t context : options_.contexts) {
         SLUICE_RETURN_IF_ERROR(RunContext(static_cast<int>(context)));
@@ -104,6 +118,9 @@ class PoliciesBench {
     if (!options_.quality) {
       model.max_context = static_cast<int>(longest) + PolicyRunTokens(steps());
     }
+    if (options_.topic_drift) {
+      model.weights = [this](const ModelConfig& config) { return DriftWeights(config); };
+    }
     SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(model, &bench_device_->device()));
     world_.device = &bench_device_->device();
     world_.model = model_.get();
@@ -115,7 +132,21 @@ class PoliciesBench {
     world_.options.budget_tokens = static_cast<int>(options_.budget);
     world_.options.dense_layers = static_cast<int>(options_.dense_layers);
     world_.options.workers = static_cast<int>(options_.workers);
+    world_.options.scout.recall = !options_.no_recall;
     return absl::OkStatus();
+  }
+
+  absl::StatusOr<std::unique_ptr<WeightSource>> DriftWeights(const ModelConfig& config) const {
+    return TopicDriftWeights(config, Drift());
+  }
+  TopicDrift Drift() const {
+    TopicDrift drift = options_.drift;
+    drift.seed = static_cast<uint64_t>(options_.seed);
+    drift.topics = static_cast<int>(options_.topics);
+    drift.segment = static_cast<int>(options_.segment);
+    drift.max_context =
+        static_cast<int>(*std::max_element(options_.contexts.begin(), options_.contexts.end()));
+    return drift;
   }
 
   int steps() const { return static_cast<int>(options_.steps); }
@@ -140,6 +171,9 @@ class PoliciesBench {
           return absl::InvalidArgumentError(
               absl::StrCat("no text of --texts has ", tokens, " tokens"));
         }
+      } else if (options_.topic_drift) {
+        ids = TopicDriftContext(world_.model->config(), Drift(), tokens, PolicyRunTokens(steps()),
+                                random);
       } else {
         const auto vocab = static_cast<uint64_t>(world_.model->config().vocab_size);
         for (int t = 0; t < tokens; ++t) ids.push_back(static_cast<int32_t>(random.Below(vocab)));
@@ -147,6 +181,23 @@ class PoliciesBench {
       SLUICE_ASSIGN_OR_RETURN(out.emplace_back(), maker->Compute(ids));
     }
     return out;
+  }
+
+  absl::Status RunStatistics(int context) {
+    SLUICE_ASSIGN_OR_RETURN(std::vector<Context> contexts, Contexts(context));
+    // The path goes on.
+    std::vector<int32_t> next;
+    const auto more = static_cast<size_t>(options_.statistics);
+    for (size_t i = 1; i <= more; ++i) {
+      next.push_back(contexts[0].tokens.back() + static_cast<int32_t>(i));
+    }
+    SLUICE_ASSIGN_OR_RETURN(const WorkloadStatistics statistics,
+                            MeasureWorkload(world_, contexts[0], next));
+    SLUICE_ASSIGN_OR_RETURN(const std::vector<std::vector<double>> shares,
+                            MeasureShares(world_, contexts[0], next));
+    out_.Print(StatisticsText(statistics, shares, context));
+    report_.details["statistics"].push_back(StatisticsJson(statistics, shares, context));
+    return absl::OkStatus();
   }
 
   absl::Status RunContext(int context) {
@@ -238,6 +289,9 @@ class PoliciesBench {
 // What is wrong with the flags beyond what each says itself.
 std::optional<std::string> Wrong(const Options& o) {
   if (o.model.empty()) return "--model is missing";
+  if (o.topic_drift && !o.texts.empty()) return "--topic-drift and --texts exclude each other";
+  if (o.statistics > 0 && !o.topic_drift) return "--statistics needs --topic-drift";
+  if (o.statistics > 4 * o.steps) return "--statistics takes at most four times --steps";
   if (o.quality && o.texts.empty()) return "--quality needs --texts FILE (tools/sluice texts)";
   for (const auto& [flag, value] :
        {std::pair{"--hbm-bytes", o.hbm_bytes}, {"--dram-bytes", o.dram_bytes}}) {
@@ -251,6 +305,15 @@ std::optional<std::string> Wrong(const Options& o) {
       return absl::StrCat("--batches has ", batch, ", more than --max-batch ", o.most);
   }
   return std::nullopt;
+}
+
+std::string WorkloadName(const Options& o) {
+  if (!o.topic_drift) return o.texts.empty() ? "random tokens" : o.texts;
+  return absl::StrFormat(
+      "topic drift (drift %g, noise %g, head change %g, layer change %g, sharpness %g, %d topics, "
+      "segments of %d, seed %d)",
+      o.drift.drift, o.drift.noise, o.drift.head_change, o.drift.layer_change, o.drift.sharpness,
+      o.topics, o.segment, o.seed);
 }
 
 }  // namespace
@@ -278,7 +341,22 @@ int RunPoliciesBench(const Invocation& invocation) {
   flags.Integer("block-tokens", "tokens of a cache block", 16, 1024, &o.block_tokens);
   flags.Integer("dense-layers", "first layers that stay wholly in HBM", 0, 1024, &o.dense_layers);
   flags.Text("texts", "FILE", "texts as tokens (tools/sluice texts); else random tokens", &o.texts);
-  flags.Integer("seed", "of random tokens", 1, 1 << 30, &o.seed);
+  flags.Integer("seed", "of random tokens, and of a workload", 1, 1 << 30, &o.seed);
+  flags.Switch("no-recall", "policy scout never recalls a block", &o.no_recall);
+  flags.Switch("topic-drift", "weights and contexts of the topic-drift workload", &o.topic_drift);
+  flags.Integer("statistics", "steps over which the workload is looked at first; 0: not at all", 0,
+                1000, &o.statistics);
+  flags.Number("drift", "of the way to the next topic that a token goes", 0, 1, &o.drift.drift);
+  flags.Number("noise", "a token's own part of its embedding, its topic's being 1", 0, 100,
+               &o.drift.noise);
+  flags.Number("head-change", "a query head's part of its own, its KV head's being 1", 0, 100,
+               &o.drift.head_change);
+  flags.Number("layer-change", "what a layer adds to the residual, as a part of it", 0, 10,
+               &o.drift.layer_change);
+  flags.Number("sharpness", "logit of two equal embeddings", 0, 1000, &o.drift.sharpness);
+  flags.Integer("topics", "of the path", 1, 1 << 20, &o.topics);
+  flags.Integer("segment", "tokens of the path that a context has at a time", 1, 1 << 20,
+                &o.segment);
   flags.Switch("quality",
                "compare logits and pass keys with full, at a budget of a quarter of the context",
                &o.quality);
@@ -294,7 +372,7 @@ int RunPoliciesBench(const Invocation& invocation) {
   Report report = NewReport("policies", invocation);
   report.shape = {
       {"policies", o.policies},
-      {"workload", o.texts.empty() ? "random tokens" : o.texts},
+      {"workload", WorkloadName(o)},
       {"contexts", absl::StrJoin(o.contexts, ",")},
       {"hbm", o.hbm_bytes},
       {"dram", o.dram_bytes},

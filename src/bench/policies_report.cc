@@ -1,5 +1,7 @@
 #include "src/bench/policies_report.h"
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 
@@ -59,6 +61,69 @@ json RunJson(const PolicyRun& run, bool largest) {
       {"largest", largest},   {"step_seconds", run.step.median}, {"layers", std::move(layers)}};
   for (const auto& [name, value] : RunFigure(run).more) out[name] = value;
   return out;
+}
+
+namespace {
+
+// Mean, least and largest of the layers that select; zeros where none does.
+struct Spread {
+  double mean = 0, low = 0, high = 0;
+};
+Spread SpreadOf(const std::vector<double>& layers) {
+  Spread out;
+  int count = 0;
+  for (const double share : layers) {
+    if (share == 0) continue;
+    out.low = count == 0 ? share : std::min(out.low, share);
+    out.high = std::max(out.high, share);
+    out.mean += share;
+    ++count;
+  }
+  if (count > 0) out.mean /= count;
+  return out;
+}
+
+}  // namespace
+
+std::string StatisticsText(const WorkloadStatistics& statistics,
+                           const std::vector<std::vector<double>>& shares, int context) {
+  std::string out = absl::StrFormat(
+      "\nworkload at context %d: cosine of predicted and real queries %.3f (by layer", context,
+      statistics.MeanCosine());
+  for (size_t i = 1; i < statistics.layers.size(); ++i) {
+    absl::StrAppendFormat(&out, " %.3f", statistics.layers[i].cosine);
+  }
+  absl::StrAppendFormat(
+      &out,
+      ");\nimportant blocks change by %.1f%% a step; full's choice is the path's next in %.0f%% of "
+      "steps\n",
+      100 * statistics.MeanChange(), 100 * statistics.greedy);
+  absl::StrAppendFormat(&out, "%6s %30s %32s\n", "step", "important blocks since step 0",
+                        "scout's CPU share, no recall");
+  const std::vector<double> away = statistics.MeanAway();
+  for (size_t step = 0; step < shares.size(); ++step) {
+    const Spread spread = SpreadOf(shares[step]);
+    absl::StrAppendFormat(&out, "%6d %29.1f%% %14.1f%% (%.1f-%.1f)\n", step, 100 * away[step],
+                          100 * spread.mean, 100 * spread.low, 100 * spread.high);
+  }
+  return out;
+}
+
+json StatisticsJson(const WorkloadStatistics& statistics,
+                    const std::vector<std::vector<double>>& shares, int context) {
+  json cosines = json::array(), changes = json::array();
+  for (const WorkloadStatistics::Layer& layer : statistics.layers) {
+    cosines.push_back(layer.cosine);
+    changes.push_back(layer.change);
+  }
+  return {{"context", context},
+          {"query_cosine", statistics.MeanCosine()},
+          {"query_cosine_by_layer", std::move(cosines)},
+          {"important_change_per_step", statistics.MeanChange()},
+          {"important_change_by_layer", std::move(changes)},
+          {"important_since_step_0", statistics.MeanAway()},
+          {"greedy_follows_path", statistics.greedy},
+          {"scout_cpu_share_without_recall", shares}};
 }
 
 std::string QualityHeader() {
