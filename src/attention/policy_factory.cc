@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "src/attention/policies/full/full_policy.h"
+#include "src/attention/policies/scout/scout_policy.h"
 #include "src/base/nearest_name.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
@@ -19,6 +20,8 @@ Made NewFull(const PolicyOptions& o) {
   return NewFullPolicy({o.device, o.hbm, o.slots, o.max_context, o.dram});
 }
 
+Made NewScout(const PolicyOptions& o) { return NewScoutPolicy(o); }
+
 struct Known {
   const char* name;
   Made (*make)(const PolicyOptions&);
@@ -27,6 +30,7 @@ struct Known {
 
 constexpr Known kPolicies[] = {
     {"full", NewFull, false},
+    {"scout", NewScout, true},
 };
 
 absl::Status CheckOffload(const PolicyOptions& o) {

@@ -37,9 +37,9 @@ struct PolicyOptions {
     float share_limit = 0.12f;       // beta: of the budget that the CPU attends to
     std::vector<int32_t> intervals;  // steps between recalls, by layer; empty: a controller decides
     bool layer_ahead = true;         // false: the CPU gets the real query, when it is known
-    bool recall = true;
-    bool attend_whole = false;  // all that is resident, selected or not
-    int resident_tokens = 0;    // places for recalled blocks; 0: as many as the budget can fill
+    bool recall = true;              // false: in a sequence's first step alone
+    bool attend_whole = false;       // all that is resident, selected or not
+    int resident_tokens = 0;  // places for recalled blocks; 0: as many as the budget can fill
   } scout;
 
   struct Recall {

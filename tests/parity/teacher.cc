@@ -4,6 +4,7 @@
 #include <catch2/catch.hpp>
 #include <cstring>
 
+#include "src/attention/policy_factory.h"
 #include "tests/support/device.h"
 
 namespace sluice::testing {
@@ -22,7 +23,8 @@ T OrFail(absl::StatusOr<T> value) {
 
 }  // namespace
 
-Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype) {
+Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype,
+                 const std::function<void(PolicyOptions&)>& choose) {
   device_ = OrFail(TestDevice(kernels));
   Model::Options options;
   options.directory = model_dir;
@@ -34,7 +36,19 @@ Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType
   pool_ =
       OrFail(PagePool::Create("hbm", model_->cache_layout(),
                               OrFail(device_->Allocate(MemoryKind::kDevice, kPoolBytes, "test"))));
-  policy_ = OrFail(NewFullPolicy({device_.get(), pool_.get(), 1, kMaxContext}));
+  dram_ =
+      OrFail(PagePool::Create("dram", model_->cache_layout(),
+                              OrFail(device_->Allocate(MemoryKind::kPinned, kPoolBytes, "test"))));
+  PolicyOptions policy;
+  policy.device = device_.get();
+  policy.hbm = pool_.get();
+  policy.dram = dram_.get();
+  policy.slots = 1;
+  policy.max_context = kMaxContext;
+  policy.heads = model_->config().heads;
+  if (choose != nullptr) choose(policy);
+  policy_ = OrFail(NewPolicy(policy));
+  full_ = dynamic_cast<FullPolicy*>(policy_.get());
   stream_ = device_->NewStream(Device::StreamKind::kCompute);
   done_ = device_->NewEvent();
   const auto vocab = static_cast<size_t>(model_->config().vocab_size);
@@ -71,12 +85,15 @@ void Teacher::Begin(const std::vector<int32_t>& tokens) {
   std::unique_ptr<SequenceCache> none;
   REQUIRE(policy_->Admit(0, 0, static_cast<int64_t>(tokens.size()), Promise::kFirm, none));
   policy_->WarmEvent(0).Wait();
+  REQUIRE(policy_->Warm(0));
   admitted_ = true;
+  prompt_ended_ = false;
 }
 
 void Teacher::BeginWithCache(const std::vector<int32_t>& tokens, int context,
                              const std::vector<std::vector<uint16_t>>& k,
                              const std::vector<std::vector<uint16_t>>& v) {
+  REQUIRE(full_ != nullptr);
   Begin(tokens);
   policy_->Grow(0, context);
   const CacheKind& kind = model_->cache_layout().kinds[0];
@@ -88,7 +105,7 @@ void Teacher::BeginWithCache(const std::vector<int32_t>& tokens, int context,
     for (int token = 0; token < context; ++token) {
       for (int head = 0; head < kind.heads; ++head) {
         uint8_t* block =
-            image_of(policy_->resident(0).BlockAddress(layer, 0, head, token / kind.block_tokens));
+            image_of(full_->resident(0).BlockAddress(layer, 0, head, token / kind.block_tokens));
         for (int part = 0; part < 2; ++part) {
           const auto& source = (part == 0 ? k : v)[static_cast<size_t>(layer)];
           const size_t from = (static_cast<size_t>(token) * static_cast<size_t>(kind.heads) +
@@ -108,7 +125,7 @@ void Teacher::BeginWithCache(const std::vector<int32_t>& tokens, int context,
     }
     for (int head = 0; head < kind.heads; ++head) {
       for (int block = 0; block < kind.BlocksFor(context); ++block) {
-        uint8_t* target = policy_->resident(0).BlockAddress(layer, 0, head, block);
+        uint8_t* target = full_->resident(0).BlockAddress(layer, 0, head, block);
         stream_->Copy(target, image_of(target), static_cast<size_t>(kind.block_bytes()));
       }
     }
@@ -125,6 +142,12 @@ std::vector<float> Teacher::Step(int position, int count, bool generates) {
     positions[i] = position + i;
   }
   *logit_row = count - 1;
+  if (generates && !prompt_ended_ && policy_->NeedsEndPrompt()) {
+    policy_->EndPrompt(0, position);
+    policy_->WarmEvent(0).Wait();
+    REQUIRE(policy_->Warm(0));
+  }
+  prompt_ended_ = prompt_ended_ || generates;
   policy_->Grow(0, position + count);
   policy_->BeginStep(*stream_, {slots, static_cast<size_t>(count)},
                      {positions, static_cast<size_t>(count)});
@@ -144,6 +167,13 @@ std::vector<float> Teacher::Step(int position, int count, bool generates) {
   Finish();
   const auto* logits = logits_.host.as<float>();
   return {logits, logits + model_->config().vocab_size};
+}
+
+std::vector<float> Teacher::Read(const float* at, size_t count) {
+  const Buffer host = OrFail(device_->Allocate(MemoryKind::kPinned, count * 4, "test"));
+  stream_->Copy(host.data(), at, count * 4);
+  Finish();
+  return {host.as<float>(), host.as<float>() + count};
 }
 
 }  // namespace sluice::testing

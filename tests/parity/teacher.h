@@ -2,11 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "src/attention/attention_policy.h"
 #include "src/attention/policies/full/full_policy.h"
+#include "src/attention/policy_options.h"
 #include "src/device/device.h"
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
@@ -15,18 +18,25 @@ namespace sluice::testing {
 
 class Teacher {
  public:
-  Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype);
+  // `choose` changes the policy's options, which say `full`.
+  Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype,
+          const std::function<void(PolicyOptions&)>& choose = nullptr);
 
   // Starts anew with this token sequence: prompt and what will be dictated after it.
   void Begin(const std::vector<int32_t>& tokens);
   // The same, the first `context` tokens' caches being given, bf16 [context][kv_heads][head_dim]
-  // per layer.
+  // per layer. REQUIRES: policy `full`.
   void BeginWithCache(const std::vector<int32_t>& tokens, int context,
                       const std::vector<std::vector<uint16_t>>& k,
                       const std::vector<std::vector<uint16_t>>& v);
   // Computes tokens [position, position + count) and returns the logits of the last, [vocab].
   // `generates`: they are past the prompt.
   std::vector<float> Step(int position, int count, bool generates);
+
+  AttentionPolicy& policy() { return *policy_; }
+  const ModelConfig& config() const { return model_->config(); }
+  // What lies at an address of the device.
+  std::vector<float> Read(const float* at, size_t count);
 
  private:
   // Memory of the device and where the host reads and writes it.
@@ -39,13 +49,15 @@ class Teacher {
   void End();
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
-  std::unique_ptr<PagePool> pool_;
-  std::unique_ptr<FullPolicy> policy_;
+  std::unique_ptr<PagePool> pool_, dram_;
+  std::unique_ptr<AttentionPolicy> policy_;
+  FullPolicy* full_ = nullptr;  // policy_, if it is that one
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Event> done_;
   Mirrored tokens_, rows_, logits_;
   Buffer pool_image_;  // what the caches were given, byte for byte
   bool admitted_ = false;
+  bool prompt_ended_ = false;
 };
 
 }  // namespace sluice::testing

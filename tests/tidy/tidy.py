@@ -5,8 +5,8 @@
 prints one line per breach and exits with 1 if there is any. The rules:
 
 include   Folders of src/ are layers. A file includes its own folder, folders below it in LAYERS,
-          and of kernels/ the contracts, params.h and kernel_table.h, and the case table,
-          kernel_cases.h. kernels/ includes nothing from src/, and neither includes anything from
+          and of kernels/ the contracts, params.h, sparse_params.h and kernel_table.h, and the case
+          table, kernel_cases.h. kernels/ includes nothing from src/, and neither includes anything from
           tests/.
 unbuilt   Every .cc and .cu under src/, kernels/ and tests/ belongs to a target, as
           compile_commands.json of BUILD_DIR says. With CUDA off, .cu files and folders named cuda/
@@ -26,6 +26,7 @@ import sys
 LAYERS = ["server", "profile", "bench", "service", "prefill", "engine", "scheduler", "model", "attention", "kv",
           "request", "sampling", "device", "metrics", "config", "base"]
 KERNEL_CONTRACTS = {"kernels/params.h": "sluice_kernel_params",
+                    "kernels/sparse_params.h": "sluice_kernel_params",
                     "kernels/kernel_table.h": "sluice_kernels",
                     "kernels/weight_formula.h": "sluice_kernels",
                     "kernels/cuda/launch.h": "sluice_kernels_cuda",

@@ -24,7 +24,7 @@ T OrFail(absl::StatusOr<T> value) {
   return *std::move(value);
 }
 
-int64_t MaxRows(const PolicyRig::Shape& shape) { return shape.slots + 4; }
+int64_t MaxRows(const PolicyRig::Shape& shape) { return shape.slots + shape.row_bucket; }
 
 }  // namespace
 
@@ -36,7 +36,7 @@ PolicyRig::PolicyRig(const Shape& shape, Make make) : shape_(shape), make_(std::
   kv.parts = 2;
   kv.bytes_per_token = int64_t{2} * shape.head_dim * 2;
   const CacheLayout layout{shape.layers, {kv}};
-  device_ = OrFail(TestDevice(shape.kernels, shape.threads));
+  device_ = OrFail(TestDevice(shape.kernels, shape.threads, shape.row_bucket));
   hbm_ = OrFail(PagePool::Create(
       "hbm", layout, OrFail(device_->Allocate(MemoryKind::kDevice, kPoolBytes, "hbm"))));
   dram_ = OrFail(PagePool::Create(
@@ -113,6 +113,11 @@ void PolicyRig::Admit(AttentionPolicy& policy, int slot, uint64_t seed, int cont
   REQUIRE(policy.Admit(slot, context, total, Promise::kFirm, home));
   policy.WarmEvent(slot).Wait();
   REQUIRE(policy.Warm(slot));
+  if (policy.NeedsEndPrompt()) {
+    policy.EndPrompt(slot, context);
+    policy.WarmEvent(slot).Wait();
+    REQUIRE(policy.Warm(slot));
+  }
   sequences_[slot] = {seed, context};
 }
 
@@ -138,8 +143,7 @@ void PolicyRig::Ahead(Stream& stream, AttentionPolicy& policy, int layer, int ro
   policy.Ahead(stream, layer, queries);
 }
 
-void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows,
-                        const Attended& attended) {
+void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows) {
   const auto bytes = static_cast<size_t>(rows) * 4;
   stream.Copy(slots_.device.data(), slots_.host.data(), bytes);
   stream.Copy(positions_.device.data(), positions_.host.data(), bytes);
@@ -172,24 +176,24 @@ void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows,
     attention.scale = scale();
     attention.out_type = DType::kFloat32;
     policy.Attend(stream, i, attention);
-    if (attended) attended(stream, i);
     stream.Copy(layer.out.host.data(), layer.out.device.data(),
                 static_cast<size_t>(rows) * shape_.heads * shape_.head_dim * 4);
   }
 }
 
 std::vector<std::vector<std::vector<float>>> PolicyRig::Step(AttentionPolicy& policy,
-                                                             const std::vector<int32_t>& slots,
-                                                             const Attended& attended) {
-  const int rows = static_cast<int>(slots.size());
-  REQUIRE(rows <= MaxRows(shape_));
+                                                             const std::vector<int32_t>& slots) {
+  const int bucket = device_->RowBucket(static_cast<int>(slots.size()));
+  const int rows = std::max(bucket, static_cast<int>(slots.size()));
+  for (int row = 0; row < rows; ++row) {  // padded, but for those below
+    slots_.host.as<int32_t>()[row] = -1;
+    positions_.host.as<int32_t>()[row] = 0;
+  }
   const size_t q = static_cast<size_t>(shape_.heads) * shape_.head_dim;
   const size_t kv = static_cast<size_t>(shape_.kv_heads) * shape_.head_dim;
   std::vector<int32_t> real_slots, real_positions;
   for (size_t r = 0; r < slots.size(); ++r) {
     slots_.host.as<int32_t>()[r] = slots[r];
-    positions_.host.as<int32_t>()[r] = 0;
-    if (slots[r] < 0) continue;
     Sequence& sequence = sequences_.at(slots[r]);
     const int position = sequence.length++;
     positions_.host.as<int32_t>()[r] = position;
@@ -208,16 +212,15 @@ std::vector<std::vector<std::vector<float>>> PolicyRig::Step(AttentionPolicy& po
     }
   }
   policy.BeginStep(*stream_, real_slots, real_positions);
-  if (shape_.recorded && !attended) {
+  if (bucket > 0) {
     std::unique_ptr<Program>& program = programs_[rows];
     if (program == nullptr) {
-      program = OrFail(device_->Record(*stream_, [this, &policy, rows](Stream& stream) {
-        Enqueue(stream, policy, rows, nullptr);
-      }));
+      program = OrFail(device_->Record(
+          *stream_, [this, &policy, rows](Stream& stream) { Enqueue(stream, policy, rows); }));
     }
     program->Run(*stream_);
   } else {
-    Enqueue(*stream_, policy, rows, attended);
+    Enqueue(*stream_, policy, rows);
   }
   Finish();
   std::vector<std::vector<std::vector<float>>> out;
@@ -229,6 +232,13 @@ std::vector<std::vector<std::vector<float>>> PolicyRig::Step(AttentionPolicy& po
     }
   }
   return out;
+}
+
+std::vector<float> PolicyRig::Read(const float* at, size_t count) {
+  const Buffer host = OrFail(device_->Allocate(MemoryKind::kPinned, count * 4, "test"));
+  stream_->Copy(host.data(), at, count * 4);
+  Finish();
+  return {host.as<float>(), host.as<float>() + count};
 }
 
 std::vector<float> PolicyRig::Naive(uint64_t seed, int layer, int position,

@@ -28,7 +28,7 @@ class PolicyRig {
     int max_context = 1024;
     std::string kernels = "portable";
     int threads = 1;
-    bool recorded = false;  // steps run as recorded programs, one for each number of rows
+    int row_bucket = 0;  // CpuDeviceOptions::row_bucket; > 0: steps are recorded programs, padded
   };
   // What a token is in one layer.
   struct Vectors {
@@ -49,12 +49,11 @@ class PolicyRig {
   // The next position of a slot.
   int position(int slot) const { return sequences_.at(slot).length; }
 
-  // One decode row of each slot (-1: a padded row) through all layers. [layer][row][heads *
-  // head_dim]. `attended`: after a layer's Attend, to enqueue more.
-  using Attended = std::function<void(Stream& stream, int layer)>;
+  // One decode row of each slot through all layers. [layer][row][heads * head_dim].
   std::vector<std::vector<std::vector<float>>> Step(AttentionPolicy& policy,
-                                                    const std::vector<int32_t>& slots,
-                                                    const Attended& attended = nullptr);
+                                                    const std::vector<int32_t>& slots);
+  // What lies at an address of the device.
+  std::vector<float> Read(const float* at, size_t count);
 
   // softmax(scale * q K) V of stream `seed` at `position` in float64, over the tokens that `weigh`
   // gives a query for: the real one, the predicted one, or none.
@@ -85,7 +84,7 @@ class PolicyRig {
   struct Layer {
     Mirrored qkv, predicted, out;
   };
-  void Enqueue(Stream& stream, AttentionPolicy& policy, int rows, const Attended& attended);
+  void Enqueue(Stream& stream, AttentionPolicy& policy, int rows);
   void Ahead(Stream& stream, AttentionPolicy& policy, int layer, int rows);
   void Finish();
 

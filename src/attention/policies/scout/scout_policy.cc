@@ -54,13 +54,21 @@ struct Scratch {
   Buffer selected, selected_counts;      // int32 [lists][budget_blocks], [lists]
   std::array<Choice, 2> choices;         // by a layer's parity
   Buffer since;                          // int32 [layers][slots] steps since the last recall
+  Buffer first_since;                    // int32 [layers], pinned: what that begins with
   Buffer sources, targets, move_counts;  // int32 [lists][budget_blocks] twice, [lists]
   Buffer o;                              // float [2][rows][heads][head_dim]
-  Buffer lse;                            // float [2][rows][heads]
+  Buffer lse;  // float [layers][2][rows][heads]: what a layer was made of can be read afterwards
 };
+
+// Steps from one recall of a layer to the next; 0: the controller decides.
+int32_t IntervalOf(const PolicyOptions::Scout& scout, int layer) {
+  if (!scout.recall) return std::numeric_limits<int32_t>::max();
+  return scout.intervals.empty() ? 0 : scout.intervals[static_cast<size_t>(layer)];
+}
 
 class ScoutPolicyImpl : public ScoutPolicy {
  public:
+  static absl::StatusOr<std::unique_ptr<ScoutPolicy>> Create(const PolicyOptions& options);
   ScoutPolicyImpl(const PolicyOptions& options, const Shape& shape,
                   std::unique_ptr<OffloadTier> tier, Buffer written, Scratch scratch,
                   std::unique_ptr<SelectionCounters> counters, std::unique_ptr<CoAttention> workers)
@@ -72,7 +80,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
 
   absl::Status SlotHealth(int slot) const override { return workers_->Health(slot); }
   PolicyStatistics Statistics() const override { return counters_->Sum(); }
-  const float* parts_lse() const override { return scratch_.lse.as<float>(); }
+  const float* parts_lse(int layer) const override { return lse(layer); }
 
   bool LooksAhead(int layer) const override {
     return options().scout.layer_ahead && !tier().dense(layer);
@@ -97,11 +105,13 @@ class ScoutPolicyImpl : public ScoutPolicy {
     AttendResident(stream, layer, queries);
     const int64_t values = int64_t{queries.rows} * queries.heads;
     workers_->Finish(stream, layer, queries.rows, scratch_.o.as<float>() + values * shape_.head_dim,
-                     scratch_.lse.as<float>() + values);
-    Merge(stream, queries, out, out_type);
-    if (options().scout.recall) Recall(stream, layer, queries);
+                     lse(layer) + values);
+    Merge(stream, layer, queries, out, out_type);
+    Recall(stream, layer, queries);
   }
 
+  // The first places hold what is new, not what is important: whatever the interval, the first
+  // recall is in the first step. The controller finds that step's share too large by itself.
   void BuildArrays(Stream& stream, int slot, int64_t /*tokens*/,
                    const OffloadTier::BulkRow& row) override {
     for (int layer = tier().options().dense_layers; layer < shape_.layers; ++layer) {
@@ -113,7 +123,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
       digest.positions = row.positions;
       digest.rows = 1;
       kernels().Digest(stream, digest);
-      stream.Fill(since(layer) + slot, 0, sizeof(int32_t));
+      stream.Copy(since(layer) + slot, scratch_.first_since.as<int32_t>() + layer, sizeof(int32_t));
     }
   }
 
@@ -122,6 +132,9 @@ class ScoutPolicyImpl : public ScoutPolicy {
  private:
   int32_t* since(int layer) const {
     return scratch_.since.as<int32_t>() + int64_t{layer} * options().slots;
+  }
+  float* lse(int layer) const {
+    return scratch_.lse.as<float>() + layer * 2 * int64_t{shape_.rows} * shape_.heads;
   }
   const Choice& choice(int layer) const {
     return scratch_.choices[static_cast<size_t>(layer) % scratch_.choices.size()];
@@ -205,8 +218,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
     due.kv_heads = shape_.kv_heads;
     due.unit_tokens = shape_.block_tokens;
     due.budget_units = shape_.budget_blocks;
-    const std::vector<int32_t>& intervals = options().scout.intervals;
-    due.interval = intervals.empty() ? 0 : intervals[static_cast<size_t>(layer)];
+    due.interval = IntervalOf(options().scout, layer);
     due.share_limit = options().scout.share_limit;
     kernels().RecallDue(stream, due);
   }
@@ -222,7 +234,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
     attention.places = choice(layer).places.as<int32_t>();
     attention.counts = choice(layer).resident_counts.as<int32_t>();
     attention.o = scratch_.o.as<float>();
-    attention.lse = scratch_.lse.as<float>();
+    attention.lse = lse(layer);
     attention.capacity = shape_.resident_blocks;
     attention.unit_tokens = shape_.block_tokens;
     attention.rows = queries.rows;
@@ -233,10 +245,11 @@ class ScoutPolicyImpl : public ScoutPolicy {
     kernels().SparseAttention(stream, attention);
   }
 
-  void Merge(Stream& stream, const Queries& queries, void* out, kernels::DType out_type) {
+  void Merge(Stream& stream, int layer, const Queries& queries, void* out,
+             kernels::DType out_type) {
     kernels::MergeParams merge{};
     merge.o = scratch_.o.as<float>();
-    merge.lse = scratch_.lse.as<float>();
+    merge.lse = lse(layer);
     merge.out = out;
     merge.parts = 2;
     merge.rows = queries.rows;
@@ -321,14 +334,14 @@ absl::Status CheckOptions(const PolicyOptions& options) {
   return absl::OkStatus();
 }
 
-Shape ShapeOf(const PolicyOptions& options) {
+Shape ShapeOf(const PolicyOptions& options, int rows) {
   const CacheLayout& layout = options.hbm->layout();
   const CacheKind& kind = layout.kinds[0];
   Shape shape;
   shape.layers = layout.layers;
   shape.dense_layers = std::min(options.dense_layers, layout.layers);
   shape.slots = options.slots;
-  shape.rows = std::max(options.slots, options.device->RowBucket(options.slots));
+  shape.rows = rows;
   shape.heads = options.heads;
   shape.kv_heads = kind.heads;
   shape.head_dim =
@@ -349,7 +362,8 @@ Shape ShapeOf(const PolicyOptions& options) {
   return shape;
 }
 
-absl::StatusOr<Scratch> MakeScratch(Device& device, const Shape& shape) {
+absl::StatusOr<Scratch> MakeScratch(Device& device, const Shape& shape,
+                                    const PolicyOptions::Scout& scout) {
   Scratch scratch;
   absl::Status status;
   const auto allocate = [&](Buffer* buffer, int64_t words) {
@@ -375,16 +389,21 @@ absl::StatusOr<Scratch> MakeScratch(Device& device, const Shape& shape) {
   allocate(&scratch.move_counts, lists);
   const int64_t values = 2 * int64_t{shape.rows} * shape.heads;
   allocate(&scratch.o, values * shape.head_dim);
-  allocate(&scratch.lse, values);
+  allocate(&scratch.lse, shape.layers * values);
   SLUICE_RETURN_IF_ERROR(status);
+  SLUICE_ASSIGN_OR_RETURN(
+      scratch.first_since,
+      device.Allocate(MemoryKind::kPinned, static_cast<size_t>(shape.layers) * sizeof(int32_t),
+                      "the intervals of policy scout"));
+  for (int32_t layer = 0; layer < shape.layers; ++layer) {
+    scratch.first_since.as<int32_t>()[layer] = std::max(IntervalOf(scout, layer) - 1, 0);
+  }
   return scratch;
 }
 
-}  // namespace
-
-absl::StatusOr<std::unique_ptr<ScoutPolicy>> NewScoutPolicy(const PolicyOptions& options) {
+absl::StatusOr<std::unique_ptr<ScoutPolicy>> ScoutPolicyImpl::Create(const PolicyOptions& options) {
   SLUICE_RETURN_IF_ERROR(CheckOptions(options));
-  const Shape shape = ShapeOf(options);
+  const Shape shape = ShapeOf(options, MaxDecodeRows(options));
   const CacheKind& kind = options.hbm->layout().kinds[0];
 
   OffloadTierOptions tier_options;
@@ -418,10 +437,17 @@ absl::StatusOr<std::unique_ptr<ScoutPolicy>> NewScoutPolicy(const PolicyOptions&
   SLUICE_ASSIGN_OR_RETURN(
       std::unique_ptr<SelectionCounters> counters,
       SelectionCounters::Create(options.device, options.slots, options.hbm->layout()));
-  SLUICE_ASSIGN_OR_RETURN(Scratch scratch, MakeScratch(*options.device, shape));
+  SLUICE_ASSIGN_OR_RETURN(Scratch scratch, MakeScratch(*options.device, shape, options.scout));
+  SLUICE_ASSIGN_OR_RETURN(Buffer written, AllocateWritten(options));
   return std::make_unique<ScoutPolicyImpl>(options, shape, std::move(tier), std::move(written),
                                            std::move(scratch), std::move(counters),
                                            std::move(workers));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<ScoutPolicy>> NewScoutPolicy(const PolicyOptions& options) {
+  return ScoutPolicyImpl::Create(options);
 }
 
 }  // namespace sluice

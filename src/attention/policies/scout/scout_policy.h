@@ -18,9 +18,9 @@ class ScoutPolicy : public OffloadPolicy {
  public:
   using OffloadPolicy::OffloadPolicy;
 
-  // For tests. The parts of the sparse layer that was attended to last: [2][rows][heads], the
-  // device's, then the CPU's, `rows` of that call. In device memory.
-  virtual const float* parts_lse() const = 0;
+  // For tests: lse of the parts of a sparse layer in the step before, [2][rows][heads] of its rows,
+  // the device's, then the CPU's. In device memory.
+  virtual const float* parts_lse(int layer) const = 0;
 };
 
 // Of the options: every sparse policy's, the CPU workers' and `scout`. INVALID_ARGUMENT names the

@@ -1,0 +1,441 @@
+#include "src/attention/policies/scout/scout_policy.h"
+
+#include <algorithm>
+#include <atomic>
+#include <catch2/catch.hpp>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <set>
+#include <stdexcept>
+#include <vector>
+
+#include "kernels/kernel_table.h"
+#include "src/base/rng.h"
+#include "tests/test_main.h"
+#include "tests/unit/attention/policy_rig.h"
+
+namespace sluice {
+namespace {
+
+using testing::PolicyRig;
+using testing::RandomVectors;
+using Who = PolicyRig::Who;
+
+constexpr int kRing = 2;  // blocks
+// A limit of the CPU's share with which nothing is ever recalled.
+constexpr float kNever = std::numeric_limits<float>::infinity();
+
+std::unique_ptr<ScoutPolicy> MakePolicy(const PolicyOptions& options) {
+  auto policy = NewScoutPolicy(options);
+  INFO(std::string(policy.status().ToString()));
+  REQUIRE(policy.ok());
+  return *std::move(policy);
+}
+
+double RelativeError(const std::vector<float>& got, const std::vector<float>& want) {
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    error += (double{got[i]} - want[i]) * (double{got[i]} - want[i]);
+    norm += double{want[i]} * want[i];
+  }
+  return std::sqrt(error / norm);
+}
+
+// The kernels' queries may be rounded to bf16 on their way to a product.
+constexpr double kTolerance = 1e-2;
+
+// The blocks that a sequence of `context` tokens begins with in `places` places beside the ring:
+// the first, and the newest before the ring.
+std::set<int32_t> FirstResident(int context, int block_tokens, int places) {
+  const int newest = (context - 1) / block_tokens;
+  std::set<int32_t> resident;
+  if (newest >= kRing) resident.insert(0);
+  for (int block = newest - kRing; block > 0 && static_cast<int>(resident.size()) < places; --block)
+    resident.insert(block);
+  return resident;
+}
+
+// Decodes one sequence and holds every row to softmax over the blocks that naive selection chooses,
+// with the real query where the block lies in HBM, else with the one that the CPU has.
+void CheckAgainstNaive(const PolicyRig::Shape& shape, bool layer_ahead, float error) {
+  PolicyRig rig(shape, RandomVectors(shape, error));
+  PolicyOptions options = rig.Options();
+  options.budget_tokens = 6 * shape.block_tokens;
+  options.scout.layer_ahead = layer_ahead;
+  options.scout.share_limit = kNever;  // what lies where is known
+  options.scout.resident_tokens = 4 * shape.block_tokens;
+  const auto policy = MakePolicy(options);
+  const int context = 12 * shape.block_tokens + 5;
+  const uint64_t seed = TestSeed();
+  rig.Admit(*policy, 1, seed, context, context + 64);
+  const std::set<int32_t> placed = FirstResident(context, shape.block_tokens, 4);
+  int64_t by_cpu = 0;
+  for (int step = 0; step < 40; ++step) {
+    const int position = rig.position(1);
+    const int newest = position / shape.block_tokens;
+    const auto out = rig.Step(*policy, {1});
+    for (int layer = 0; layer < shape.layers; ++layer) {
+      INFO("step " << step << " layer " << layer);
+      const auto top = rig.NaiveTopBlocks(seed, layer, position, 6, layer_ahead);
+      const auto want = rig.Naive(seed, layer, position, [&](int kv_head, int token) {
+        const int block = token / shape.block_tokens;
+        const auto& list = top[static_cast<size_t>(kv_head)];
+        if (!std::binary_search(list.begin(), list.end(), block)) return Who::kNobody;
+        if (newest - block < kRing || placed.contains(block)) return Who::kReal;
+        ++by_cpu;
+        return layer_ahead ? Who::kPredicted : Who::kReal;
+      });
+      CHECK(RelativeError(out[static_cast<size_t>(layer)][0], want) <= kTolerance);
+    }
+  }
+  CHECK(by_cpu > 0);
+  const PolicyStatistics statistics = policy->Statistics();
+  int64_t missing = 0;
+  for (const PolicyStatistics::Layer& layer : statistics.layers) {
+    CHECK(layer.steps == 40);
+    CHECK(layer.selected == 40 * 6 * shape.block_tokens * shape.kv_heads);
+    CHECK(layer.recalls == 0);
+    missing += layer.missing;
+  }
+  // Every query head of a group asked for its token above.
+  CHECK(missing * (shape.heads / shape.kv_heads) == by_cpu);
+  rig.Release(*policy, 1);
+}
+
+TEST_CASE("a row attends to what naive selection of the predicted queries chooses") {
+  PolicyRig::Shape shape;
+  CheckAgainstNaive(shape, /*layer_ahead=*/true, 0.3f);
+  shape.row_bucket = 3;
+  shape.heads = 6;
+  shape.kv_heads = 1;
+  CheckAgainstNaive(shape, /*layer_ahead=*/true, 0.3f);
+}
+
+TEST_CASE("without looking ahead the CPU has the real queries, and so has the selection") {
+  CheckAgainstNaive(PolicyRig::Shape{}, /*layer_ahead=*/false, 3.0f);
+}
+
+// Half of the blocks in HBM, half on the CPU, everything selected.
+TEST_CASE("both sides together are exact attention where everything is selected") {
+  const PolicyRig::Shape shape;
+  PolicyRig rig(shape, RandomVectors(shape, 5.0f));  // a prediction that is worth nothing
+  PolicyOptions options = rig.Options();
+  options.budget_tokens = shape.max_context;
+  options.scout.layer_ahead = false;
+  options.scout.share_limit = kNever;
+  const int context = 20 * shape.block_tokens;
+  options.scout.resident_tokens = context / 2 - kRing * shape.block_tokens;
+  const auto policy = MakePolicy(options);
+  const uint64_t seed = TestSeed();
+  rig.Admit(*policy, 0, seed, context, context + 16);
+  for (int step = 0; step < 8; ++step) {
+    const auto out = rig.Step(*policy, {0});
+    for (int layer = 0; layer < shape.layers; ++layer) {
+      for (const float lse :
+           rig.Read(policy->parts_lse(layer), static_cast<size_t>(2 * shape.heads))) {
+        CHECK(std::isfinite(lse));
+      }
+    }
+    for (int layer = 0; layer < shape.layers; ++layer) {
+      const auto want = rig.Naive(seed, layer, context + step, [](int, int) { return Who::kReal; });
+      CHECK(RelativeError(out[static_cast<size_t>(layer)][0], want) <= kTolerance);
+    }
+  }
+  for (const PolicyStatistics::Layer& layer : policy->Statistics().layers) {
+    CHECK(layer.HitRate() > 0.4);
+    CHECK(layer.HitRate() < 0.6);
+  }
+  rig.Release(*policy, 0);
+}
+
+TEST_CASE("with attend_whole everything that lies in HBM counts, selected or not") {
+  const PolicyRig::Shape shape;
+  PolicyRig rig(shape, RandomVectors(shape, 0.3f));
+  PolicyOptions options = rig.Options();
+  options.budget_tokens = 4 * shape.block_tokens;
+  options.scout.attend_whole = true;
+  options.scout.share_limit = kNever;
+  options.scout.resident_tokens = 5 * shape.block_tokens;
+  const auto policy = MakePolicy(options);
+  const int context = 14 * shape.block_tokens + 3;
+  const uint64_t seed = TestSeed();
+  rig.Admit(*policy, 0, seed, context, context + 16);
+  const std::set<int32_t> placed = FirstResident(context, shape.block_tokens, 5);
+  const auto out = rig.Step(*policy, {0});
+  for (int layer = 0; layer < shape.layers; ++layer) {
+    const auto top = rig.NaiveTopBlocks(seed, layer, context, 4, /*predicted=*/true);
+    const auto want = rig.Naive(seed, layer, context, [&](int kv_head, int token) {
+      const int block = token / shape.block_tokens;
+      if (context / shape.block_tokens - block < kRing || placed.contains(block)) return Who::kReal;
+      const auto& list = top[static_cast<size_t>(kv_head)];
+      return std::binary_search(list.begin(), list.end(), block) ? Who::kPredicted : Who::kNobody;
+    });
+    CHECK(RelativeError(out[static_cast<size_t>(layer)][0], want) <= kTolerance);
+  }
+  rig.Release(*policy, 0);
+}
+
+// Blocks' keys point in directions around a circle, and so do queries, which go round as decoding
+// goes on: `blocks_per_step` blocks become important in each step, and as many cease to be.
+PolicyRig::Make Drifting(const PolicyRig::Shape& shape, double blocks_per_step) {
+  return [shape, blocks_per_step, random = RandomVectors(shape, 0.1f)](uint64_t seed, int layer,
+                                                                       int position) {
+    PolicyRig::Vectors vectors = random(seed, layer, position);
+    constexpr double kCircle = 40;  // blocks
+    const auto point = [&](std::vector<float>& x, int head, double at, double length) {
+      float* to = &x[static_cast<size_t>(head * shape.head_dim)];
+      for (int d = 0; d < shape.head_dim; ++d) to[d] *= 0.05f;
+      const double angle = 2 * 3.14159265358979 * (at + 7 * layer) / kCircle;
+      to[0] = BFloat16ToFloat(FloatToBFloat16(static_cast<float>(length * std::cos(angle))));
+      to[1] = BFloat16ToFloat(FloatToBFloat16(static_cast<float>(length * std::sin(angle))));
+    };
+    for (int head = 0; head < shape.kv_heads; ++head) {
+      point(vectors.k, head, position / shape.block_tokens, 4);
+    }
+    // Layers drift at paces of their own.
+    const double at = position * blocks_per_step * (1 + layer);
+    for (int head = 0; head < shape.heads; ++head) {
+      point(vectors.q, head, at, 8);
+      point(vectors.predicted, head, at, 8);
+    }
+    return vectors;
+  };
+}
+
+struct Drift {
+  std::vector<double> shares;      // of each step, of layer 0
+  std::vector<int> recalls;        // steps of layer 0 with a recall
+  std::vector<double> mean_share;  // by layer
+};
+
+Drift RunDrift(const PolicyOptions::Scout& scout, int steps) {
+  PolicyRig::Shape shape;
+  PolicyRig rig(shape, Drifting(shape, 0.25));
+  PolicyOptions options = rig.Options();
+  options.budget_tokens = 16 * shape.block_tokens;
+  options.scout = scout;
+  const auto policy = MakePolicy(options);
+  const int context = 40 * shape.block_tokens + 1;
+  rig.Admit(*policy, 0, TestSeed(), context, context + steps);
+  Drift drift;
+  PolicyStatistics before = policy->Statistics();
+  for (int step = 0; step < steps; ++step) {
+    rig.Step(*policy, {0});
+    const PolicyStatistics now = policy->Statistics();
+    const int64_t missing = now.layers[0].missing - before.layers[0].missing;
+    drift.shares.push_back(static_cast<double>(missing) / (options.budget_tokens * shape.kv_heads));
+    if (now.layers[0].recalls > before.layers[0].recalls) drift.recalls.push_back(step);
+    before = now;
+  }
+  for (const PolicyStatistics::Layer& layer : before.layers) {
+    drift.mean_share.push_back(layer.Share(options.budget_tokens, shape.kv_heads));
+  }
+  rig.Release(*policy, 0);
+  return drift;
+}
+
+TEST_CASE("the controller keeps the CPU's share below its limit while importance drifts") {
+  PolicyOptions::Scout scout;
+  scout.share_limit = 0.2f;
+  constexpr int kSteps = 200;
+  const Drift with = RunDrift(scout, kSteps);
+  // Before the first step nothing was known. Blocks are whole: the one that passes the limit is
+  // more than any forecast of a steady growth says.
+  constexpr double kOneBlock = 1.0 / 16;
+  int above = 0;
+  for (int step = 1; step < kSteps; ++step) {
+    INFO("step " << step);
+    const double share = with.shares[static_cast<size_t>(step)];
+    CHECK(share <= 0.2 + kOneBlock);
+    above += share > 0.2 ? 1 : 0;
+  }
+  CHECK(above <= kSteps / 50);
+  // It recalls now and then, not in every step.
+  CHECK(with.recalls.size() >= 5);
+  CHECK(with.recalls.size() <= kSteps / 4);
+
+  scout.recall = false;
+  const Drift without = RunDrift(scout, kSteps);
+  CHECK(without.recalls == std::vector<int>{0});  // the first working set
+  CHECK(without.shares.back() > 0.4);
+  for (size_t layer = 0; layer < with.mean_share.size(); ++layer) {
+    CHECK(with.mean_share[layer] < 0.5 * without.mean_share[layer]);
+  }
+}
+
+TEST_CASE("with intervals a layer recalls in its first step and every interval-th after it") {
+  for (const int interval : {1, 3, 7}) {
+    PolicyOptions::Scout scout;
+    scout.share_limit = 1e-6f;  // the controller would recall all the time
+    scout.intervals = {interval, 100, 100};
+    const Drift drift = RunDrift(scout, 50);
+    std::vector<int> want;
+    for (int step = 0; step < 50; step += interval) want.push_back(step);
+    CHECK(drift.recalls == want);
+  }
+}
+
+// Results of a sequence, step by step, one vector of all layers each.
+using Decoded = std::vector<std::vector<float>>;
+
+void Add(Decoded& decoded, const std::vector<std::vector<std::vector<float>>>& out, size_t row) {
+  std::vector<float>& step = decoded.emplace_back();
+  for (const auto& layer : out) step.insert(step.end(), layer[row].begin(), layer[row].end());
+}
+
+// A sequence's stream of vectors, its context and its steps, all of one seed.
+int ContextOf(uint64_t seed) { return 1 + static_cast<int>(SplitMix64(seed).Below(500)); }
+int StepsOf(uint64_t seed) { return 20 + static_cast<int>(SplitMix64(seed + 1).Below(60)); }
+
+PolicyOptions TrafficOptions(const PolicyRig& rig, kernels::GroupReduction reduction) {
+  PolicyOptions options = rig.Options();
+  options.budget_tokens = 8 * rig.shape().block_tokens;
+  options.dense_layers = 1;
+  options.reduction = reduction;
+  options.scout.share_limit = 0.25f;
+  return options;
+}
+
+Decoded Alone(const PolicyRig::Shape& shape, kernels::GroupReduction reduction, uint64_t seed) {
+  PolicyRig rig(shape, RandomVectors(shape, 0.3f));
+  const auto policy = MakePolicy(TrafficOptions(rig, reduction));
+  rig.Admit(*policy, 0, seed, ContextOf(seed), ContextOf(seed) + StepsOf(seed));
+  Decoded decoded;
+  for (int step = 0; step < StepsOf(seed); ++step) Add(decoded, rig.Step(*policy, {0}), 0);
+  return decoded;
+}
+
+// Whatever comes and goes, in whichever slot and row, with padded rows between, recorded or not,
+// with any number of threads and workers: a sequence's bits are its own.
+void CheckTraffic(const PolicyRig::Shape& together, int workers,
+                  kernels::GroupReduction reduction) {
+  PolicyRig rig(together, RandomVectors(together, 0.3f));
+  PolicyOptions options = TrafficOptions(rig, reduction);
+  options.workers = workers;
+  const auto policy = MakePolicy(options);
+  SplitMix64 random(TestSeed());
+  PolicyRig::Shape single = together;
+  single.threads = 1;
+  single.row_bucket = 0;
+  struct Running {
+    uint64_t seed;
+    Decoded decoded;
+  };
+  std::map<int, Running> running;
+  int finished = 0;
+  uint64_t next_seed = random.Below(1 << 20);
+  while (finished < 12) {
+    for (int slot = 0; slot < together.slots; ++slot) {
+      if (running.contains(slot) || random.Below(4) != 0) continue;
+      const uint64_t seed = next_seed++;
+      rig.Admit(*policy, slot, seed, ContextOf(seed), ContextOf(seed) + StepsOf(seed));
+      running[slot] = {seed, {}};
+    }
+    std::vector<int32_t> slots;
+    for (const auto& [slot, sequence] : running) slots.push_back(slot);
+    if (slots.empty()) continue;
+    const auto out = rig.Step(*policy, slots);
+    for (size_t row = 0; row < slots.size(); ++row) {
+      Running& sequence = running.at(slots[row]);
+      Add(sequence.decoded, out, row);
+      if (static_cast<int>(sequence.decoded.size()) < StepsOf(sequence.seed)) continue;
+      CHECK(policy->SlotHealth(slots[row]).ok());
+      INFO("sequence " << sequence.seed << " in slot " << slots[row]);
+      CHECK(sequence.decoded == Alone(single, reduction, sequence.seed));
+      rig.Release(*policy, slots[row]);
+      running.erase(slots[row]);
+      ++finished;
+    }
+  }
+  for (const auto& [slot, sequence] : running) rig.Release(*policy, slot);
+  CHECK(rig.hbm().UsageOf(0).reserved_bytes == 0);
+  CHECK(rig.dram().UsageOf(0).reserved_bytes == 0);
+}
+
+TEST_CASE("sequences that come and go give to the bit what each gives alone") {
+  PolicyRig::Shape shape;
+  CheckTraffic(shape, 1, kernels::GroupReduction::kMax);
+  shape.threads = 3;
+  shape.row_bucket = 3;
+  CheckTraffic(shape, 3, kernels::GroupReduction::kSoftmaxSum);
+}
+
+// Throws at this position of a sequence.
+std::atomic<int> faulty_position{-1};
+void (*working)(const kernels::SparseAttentionParams&, kernels::Worker) = nullptr;
+void Faulty(const kernels::SparseAttentionParams& params, kernels::Worker worker) {
+  if (params.positions[0] == faulty_position.load()) throw std::runtime_error("a worker's fault");
+  working(params, worker);
+}
+
+TEST_CASE("a worker that fails ends its group's sequences; the others' bits stay their own") {
+  const PolicyRig::Shape shape;
+  PolicyRig rig(shape, RandomVectors(shape, 0.3f));
+  PolicyOptions options = TrafficOptions(rig, kernels::GroupReduction::kMax);
+  kernels::KernelTable table = *kernels::FindKernelTable("portable");
+  working = table.sparse_attention;
+  table.sparse_attention = Faulty;
+  options.host_kernels = &table;
+  options.workers = 2;  // two groups: even slots, odd slots
+  const auto policy = MakePolicy(options);
+  constexpr int kSteps = 12, kFaultAt = 5;
+  std::map<int, Decoded> decoded;
+  for (int slot = 0; slot < shape.slots; ++slot) {
+    // Long enough that the CPU has a part of every step.
+    rig.Admit(*policy, slot, static_cast<uint64_t>(slot), 300 + 20 * slot, 400);
+  }
+  faulty_position = 320 + kFaultAt;  // slot 1's
+  for (int step = 0; step < kSteps; ++step) {
+    const auto out = rig.Step(*policy, {0, 1, 2, 3});
+    for (int slot = 0; slot < shape.slots; ++slot) {
+      Add(decoded[slot], out, static_cast<size_t>(slot));
+      CHECK(policy->SlotHealth(slot).ok() == (slot % 2 == 0 || step < kFaultAt));
+    }
+  }
+  CHECK(absl::IsInternal(policy->SlotHealth(1)));
+  faulty_position = -1;
+  for (const int slot : {1, 3}) {
+    rig.Release(*policy, slot);
+    rig.Admit(*policy, slot, static_cast<uint64_t>(slot), 300 + 20 * slot, 400);
+    CHECK(policy->SlotHealth(slot).ok());
+    decoded[slot].clear();
+  }
+  for (int step = 0; step < kSteps; ++step) {
+    const auto out = rig.Step(*policy, {1, 3});
+    Add(decoded[1], out, 0);
+    Add(decoded[3], out, 1);
+  }
+  for (int slot = 0; slot < shape.slots; ++slot) {
+    CHECK(policy->SlotHealth(slot).ok());
+    INFO("slot " << slot);
+    PolicyRig alone_rig(shape, RandomVectors(shape, 0.3f));
+    PolicyOptions alone_options = TrafficOptions(alone_rig, kernels::GroupReduction::kMax);
+    alone_options.host_kernels = &table;
+    const auto alone = MakePolicy(alone_options);
+    alone_rig.Admit(*alone, 0, static_cast<uint64_t>(slot), 300 + 20 * slot, 400);
+    Decoded want;
+    for (int step = 0; step < kSteps; ++step) Add(want, alone_rig.Step(*alone, {0}), 0);
+    CHECK(decoded[slot] == want);
+  }
+}
+
+TEST_CASE("options out of range are refused by name") {
+  const PolicyRig::Shape shape;
+  PolicyRig rig(shape, RandomVectors(shape, 0));
+  const auto refused = [&](const char* what, auto change) {
+    PolicyOptions options = rig.Options();
+    change(options);
+    const absl::Status status = NewScoutPolicy(options).status();
+    CHECK(absl::IsInvalidArgument(status));
+    CHECK_THAT(std::string(status.message()), Catch::Matchers::Contains(what));
+  };
+  refused("budget_tokens: 31", [](PolicyOptions& o) { o.budget_tokens = 31; });
+  refused("share_limit", [](PolicyOptions& o) { o.scout.share_limit = 0; });
+  refused("resident_tokens", [](PolicyOptions& o) { o.scout.resident_tokens = -1; });
+  refused("of 2 layers, the model has 3", [](PolicyOptions& o) { o.scout.intervals = {1, 2}; });
+  refused("layer 1 has -4", [](PolicyOptions& o) { o.scout.intervals = {1, -4, 2}; });
+}
+
+}  // namespace
+}  // namespace sluice
