@@ -12,6 +12,8 @@ namespace {
 
 // The pieces of 16 tokens of a bf16 cache that one worker uses, in order: keys, then values, of a
 // split; then those of the next one. `kBeyond` more may be read past the last: it is repeated.
+// Where tokens lie scattered a piece is 16 rows, of one token each; past the split's end its last
+// token is repeated.
 template <int64_t kBeyond>
 class Ahead {
  public:
@@ -25,17 +27,19 @@ class Ahead {
       piece_ = Max(piece_ - gone, 0);
     } else {
       count_ = piece_ = line_ = 0;
-      Locate(c, place);
+      Append(c, place);
     }
-    piece_lines_ = c.head_dim * kPieceTokens * 2 / 64;
+    // All the places of one call are of one kind.
+    per_piece_ = place.Scattered() ? kPieceTokens : 1;
+    piece_lines_ = c.head_dim * kPieceTokens * 2 / 64 / per_piece_;
     next_begin_ = count_;
     next_ = next;
-    if (next.begin < next.end) Locate(c, next);
+    if (next.begin < next.end) Append(c, next);
     for (int64_t i = 0; i < kBeyond; ++i) pieces_[count_ + i] = pieces_[count_ - 1];
   }
 
-  // Where the current split's pieces lie.
-  const uint16_t* const* pieces() const { return pieces_; }
+  // Where piece i of the current split lies: one address, or those of its 16 rows.
+  const uint16_t* const* piece(int64_t i) const { return pieces_ + i * per_piece_; }
 
   // Spreads what is left to ask for over `planned` lines of Issue, so that at the end of this split
   // kLead lines of the next are under way. With fewer they come late; with all of it (256 KiB at
@@ -65,6 +69,7 @@ class Ahead {
 
   // Goes on after piece `used`, should it be behind: what is being read need not be asked for.
   void SkipTo(int64_t used) {
+    used *= per_piece_;
     if (piece_ >= used) return;
     piece_ = used;
     line_ = 0;
@@ -72,34 +77,37 @@ class Ahead {
 
  private:
   static constexpr int64_t kLead = 512;  // lines of 64 bytes asked for before their split begins
-  static constexpr int64_t kSplitPieces = 2 * kAttentionSplitTokens / kPieceTokens;
+  static constexpr int64_t kSplitRows = 2 * kAttentionSplitTokens;
 
-  // Appends the pieces of a split.
-  void Locate(const PagedCache& c, const SplitPlace& place) {
-    const int64_t count = CeilDiv(place.end - place.begin, kPieceTokens);
+  // Appends the pieces, or rows, of a split.
+  void Append(const PagedCache& c, const SplitPlace& place) {
     const int64_t values = int64_t{c.block_tokens} * c.head_dim;
+    const auto* base = static_cast<const uint16_t*>(c.base);
+    const bool scattered = place.Scattered();
+    const int64_t per_entry = scattered ? 1 : kPieceTokens;
+    const int64_t entries =
+        CeilDiv(place.end - place.begin, kPieceTokens) * kPieceTokens / per_entry;
     const uint16_t** out = pieces_ + count_;
-    for (int64_t i = 0; i < count;) {
-      const int64_t token = place.begin + i * kPieceTokens;
-      const uint16_t* at =
-          static_cast<const uint16_t*>(c.base) + KeyIndex(c, place.slot, token, place.kv_head);
-      const int64_t run = Min((c.block_tokens - token % c.block_tokens) / kPieceTokens, count - i);
+    for (int64_t i = 0; i < entries;) {
+      const Location at = Locate(c, place, Min(place.begin + i * per_entry, place.end - 1));
+      const int64_t run = scattered ? 1 : Min(at.tokens / per_entry, entries - i);
       for (int64_t j = 0; j < run; ++j, ++i) {
-        out[i] = at + j * kPieceTokens * c.head_dim;
-        out[count + i] = out[i] + values;
+        out[i] = base + at.key + j * per_entry * c.head_dim;
+        out[entries + i] = out[i] + values;
       }
     }
-    count_ += 2 * count;
+    count_ += 2 * entries;
   }
 
-  const uint16_t* pieces_[2 * kSplitPieces + kBeyond];
-  int64_t count_ = 0;       // of pieces
-  int64_t next_begin_ = 0;  // those of the next split
-  int64_t piece_ = 0;       // the first that is not yet asked for as a whole,
-  int64_t line_ = 0;        // and its first line that is not
-  int64_t piece_lines_ = 0;
-  int64_t share_ = 0;  // lines to ask for, in 1/65536 of a planned one,
-  int64_t owed_ = 0;   // and those that are due, in the same
+  const uint16_t* pieces_[2 * kSplitRows + kBeyond];
+  int64_t count_ = 0;        // of pieces, or of rows
+  int64_t next_begin_ = 0;   // those of the next split
+  int64_t per_piece_ = 1;    // entries of a piece
+  int64_t piece_ = 0;        // the first entry that is not yet asked for as a whole,
+  int64_t line_ = 0;         // and its first line that is not
+  int64_t piece_lines_ = 0;  // of an entry
+  int64_t share_ = 0;        // lines to ask for, in 1/65536 of a planned one,
+  int64_t owed_ = 0;         // and those that are due, in the same
   SplitPlace next_;
 };
 

@@ -13,6 +13,7 @@
 #include "kernels/cpu/attention_ahead.h"
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/simd_avx512.h"
+#include "kernels/cpu/sparse_items.h"
 
 namespace sluice::kernels::cpu {
 namespace {
@@ -23,6 +24,9 @@ constexpr int64_t kStepTokens = 32;  // tokens of one step of P V
 constexpr int64_t kTileFloats = kTileRows * 16;
 constexpr int64_t kQueryParts = 3;
 constexpr int64_t kValueElements = 8 << 10;  // of V interleaved at a time: they stay in L1
+
+// The second half of a step may lie past the end.
+using AheadOfWork = Ahead<kPieceTokens>;
 
 // A row of scores, later of weights: per step of 32 tokens 64 bytes of high parts, then 64 of low
 // ones. Padded, so that the 16 rows of a tile do not meet in the same sets of the cache.
@@ -35,8 +39,9 @@ struct AmxScratch : ItemScratch {
   alignas(64) float tiles[2][kGroupPieces][kTileFloats];
   // [step of 32 tokens][16 columns of O][16 pairs of tokens][16 columns][2]
   alignas(64) uint16_t values[2][kValueElements];
+  alignas(64) uint16_t gathered[kGroupPieces][kPieceTokens * kMaxHeadDim];  // scattered keys
   float sums[kMaxQueries];
-  Ahead<kGroupPieces> ahead;
+  AheadOfWork ahead;
 };
 
 // Tiles 0 to 5 of `rows` rows, 6 and 7 of 16.
@@ -127,15 +132,33 @@ inline void TransposeGroup(AmxScratch& s, int64_t turn, int64_t query_tiles, int
 // transposition of its scores.
 constexpr int64_t TileLines(int64_t lines) { return lines * 5 / 8; }
 
-// Scores of every query for the tokens of four pieces, of which `first` is the first; those of the
-// last turn stay in s.tiles. `lines`: of what comes next, per KiB of keys.
-void ScoreGroup(AmxScratch& s, int64_t first, int64_t queries, int64_t dim, int64_t lines,
-                int64_t& turn) {
+// Where the keys of piece `piece` lie one behind the other: where they are, or copied together.
+inline const uint16_t* KeysOf(AmxScratch& s, int64_t piece, int64_t dim, bool scattered) {
+  const uint16_t* const* at = s.ahead.piece(piece);
+  if (!scattered) return *at;
+  uint16_t* out = s.gathered[piece % kGroupPieces];
+  for (int64_t t = 0; t < kPieceTokens; ++t) {
+    for (int64_t d = 0; d < dim; d += kStepDims) {
+      _mm512_store_si512(out + t * dim + d, _mm512_loadu_si512(at[t] + d));
+    }
+  }
+  Written(out);
+  return out;
+}
+
+// Scores of every query for the tokens of four pieces, of which `first` is the first and `count`
+// exist; those of the last turn stay in s.tiles. `lines`: of what comes next, per KiB of keys.
+void ScoreGroup(AmxScratch& s, int64_t first, int64_t count, int64_t queries, int64_t dim,
+                bool scattered, int64_t lines, int64_t& turn) {
   const int64_t steps = dim / kStepDims;
   const int64_t tile_lines = TileLines(lines);
   const int64_t row_bytes = dim * 2;
   const int64_t query_tiles = CeilDiv(queries, kTileRows);
-  const uint16_t* const* pieces = s.ahead.pieces() + first;
+  const uint16_t* pieces[kGroupPieces];
+  for (int64_t i = 0; i < kGroupPieces; ++i) {
+    // One that does not exist has scores that nobody reads.
+    pieces[i] = i < count ? KeysOf(s, first + i, dim, scattered) : pieces[0];
+  }
   if (lines > 0) s.ahead.SkipTo(first + kGroupPieces);
   for (int64_t q = 0; q < queries; q += kTileRows) {
     const uint16_t* of_tile = s.queries + q * dim * kQueryParts;
@@ -212,21 +235,22 @@ void Softmax(AmxScratch& s, int64_t query, int64_t valid, int64_t steps, int64_t
 // Pairs of rows of V of one step of 32 tokens, `valid` of them, as tiles of 16 columns.
 // Interleaving within 128-bit lanes leaves the columns of two neighbouring tiles mixed: FinishOuts
 // puts them right.
-void InterleaveValues(AmxScratch& s, int64_t piece, int64_t valid, int64_t dim, int64_t lines,
-                      uint16_t* out) {
+void InterleaveValues(AmxScratch& s, int64_t piece, int64_t valid, int64_t dim, bool scattered,
+                      int64_t lines, uint16_t* out) {
   for (int64_t half = 0; half < 2; ++half) {
-    const uint16_t* rows = s.ahead.pieces()[piece + half];
+    const uint16_t* const* rows = s.ahead.piece(piece + half);
     if (lines > 0) s.ahead.SkipTo(piece + half + 1);
     for (int64_t pair = 0; pair < 8; ++pair) {
       const int64_t token = half * kPieceTokens + 2 * pair;
-      const uint16_t* even = rows + 2 * pair * dim;
+      const uint16_t* even = scattered ? rows[2 * pair] : *rows + 2 * pair * dim;
+      const uint16_t* odd = scattered ? rows[2 * pair + 1] : even + dim;
       uint16_t* to = out + token * 16;  // row token / 2 of the first tile
       // Weights past the end are 0, but 0 x NaN would not be.
       const __mmask32 keep_even = token < valid ? ~__mmask32{0} : 0;
       const __mmask32 keep_odd = token + 1 < valid ? ~__mmask32{0} : 0;
       for (int64_t d = 0; d < dim; d += kStepDims) {
         const __m512i a = _mm512_maskz_loadu_epi16(keep_even, even + d);
-        const __m512i b = _mm512_maskz_loadu_epi16(keep_odd, even + dim + d);
+        const __m512i b = _mm512_maskz_loadu_epi16(keep_odd, odd + d);
         _mm512_store_si512(to, _mm512_unpacklo_epi16(a, b));
         _mm512_store_si512(to + 2 * kTileFloats, _mm512_unpackhi_epi16(a, b));
         to += 4 * kTileFloats;
@@ -245,7 +269,7 @@ void InterleaveValues(AmxScratch& s, int64_t piece, int64_t valid, int64_t dim, 
 // Adds P V of `steps` steps to kTiles x 16 columns of up to 16 queries; begins them where `fresh`.
 template <int kTiles>
 void ValueTiles(const float* weights, const uint16_t* values, int64_t steps, int64_t dim,
-                bool fresh, int64_t lines, Ahead<kGroupPieces>& ahead, float* outs) {
+                bool fresh, int64_t lines, AheadOfWork& ahead, float* outs) {
   const int64_t row_bytes = dim * 4;
   if (fresh) {
     _tile_zero(0);
@@ -307,6 +331,7 @@ void AttendPieces(const SplitPlace& place, int64_t queries, int64_t dim, AmxScra
   const int64_t piece_count = CeilDiv(tokens, kPieceTokens);
   const int64_t steps = CeilDiv(tokens, kStepTokens);
   const int64_t rows = Min(kTileRows, queries);
+  const bool scattered = place.Scattered();
   // Lines to plan for beside the work on one KiB, and on one step of a query's softmax: in
   // proportion to their times. With many queries K and V are used long enough to come by
   // themselves.
@@ -323,7 +348,7 @@ void AttendPieces(const SplitPlace& place, int64_t queries, int64_t dim, AmxScra
   ConfigureTiles(kTileRows);
   int64_t turn = 0;
   for (int64_t i = 0; i < piece_count; i += kGroupPieces) {
-    ScoreGroup(s, i, queries, dim, lines, turn);
+    ScoreGroup(s, i, Min(kGroupPieces, piece_count - i), queries, dim, scattered, lines, turn);
   }
   TransposeGroup(s, turn - 1, CeilDiv(queries, kTileRows), queries,
                  dim / kStepDims * (lines - TileLines(lines)));
@@ -338,7 +363,7 @@ void AttendPieces(const SplitPlace& place, int64_t queries, int64_t dim, AmxScra
   const auto interleave = [&](int64_t step) {
     for (int64_t i = step; i < Min(step + range_steps, steps); ++i) {
       InterleaveValues(s, piece_count + i * (kStepTokens / kPieceTokens), tokens - i * kStepTokens,
-                       dim, pair_lines,
+                       dim, scattered, pair_lines,
                        ValuesOf(s, step, range_steps) + (i - step) * kStepTokens * dim);
     }
   };
@@ -422,6 +447,14 @@ void AttentionAmx(const AttentionParams& p, Worker worker) {
     Attention<AmxAttention>(p, worker);
   } else {
     Attention<SimdAttention<Avx512>>(p, worker);
+  }
+}
+
+void SparseAttentionAmx(const SparseAttentionParams& p, Worker worker) {
+  if (p.cache.type == DType::kBFloat16 && p.cache.head_dim % kStepDims == 0) {
+    SparseAttention<AmxAttention>(p, worker);
+  } else {
+    SparseAttention<SimdAttention<Avx512>>(p, worker);
   }
 }
 

@@ -6,6 +6,8 @@
 //   AttendSplit(cache, place, next, queries, s)
 //                           s.outs and s.lse of every query over the tokens of `place`; `next` is
 //                           what this worker will be asked for then
+// A place is a part of a sequence, or of a list of units (sparse_items.h): a core finds its tokens
+// by Locate() alone, 16 at a time, or one by one where they lie scattered.
 // A core gives a query one fixed sequence of operations, whatever its neighbours in the tile are.
 #pragma once
 
@@ -26,16 +28,45 @@ struct ItemScratch {
   MergeState state[kMaxQueries];
 };
 
-// The tokens [begin, end) of one kv head of a sequence; none: an empty range.
+// The tokens [begin, end) of one kv head of a sequence, or of a list; none: an empty range.
 struct SplitPlace {
   int64_t slot = -1;
   int64_t kv_head = 0;
   int64_t begin = 0;
   int64_t end = 0;
+  // Token t lies at token units[t / unit_tokens] * unit_tokens + t % unit_tokens of the cache;
+  // null: at token t.
+  const int32_t* units = nullptr;
+  int64_t unit_tokens = 1;
+
+  // Whether 16 neighbouring tokens may lie apart. Units of 16s of tokens never part a piece.
+  bool Scattered() const { return units != nullptr && unit_tokens % kPieceTokens != 0; }
 };
 
 inline bool SamePlace(const SplitPlace& a, const SplitPlace& b) {
-  return a.slot == b.slot && a.kv_head == b.kv_head && a.begin == b.begin && a.end == b.end;
+  return a.slot == b.slot && a.kv_head == b.kv_head && a.begin == b.begin && a.end == b.end &&
+         a.units == b.units;
+}
+
+// Where a token's key is, in elements from the cache's base, and how many tokens, it included, lie
+// one behind the other there.
+struct Location {
+  int64_t key;
+  int64_t tokens;
+};
+
+inline Location Locate(const PagedCache& c, const SplitPlace& place, int64_t token) {
+  int64_t tokens = c.block_tokens;
+  if (place.units != nullptr && place.unit_tokens == 1) {
+    token = place.units[token];
+    tokens = 1;
+  } else if (place.units != nullptr) {
+    const int64_t in_unit = token % place.unit_tokens;
+    token = place.units[token / place.unit_tokens] * place.unit_tokens + in_unit;
+    tokens = place.unit_tokens - in_unit;
+  }
+  return {KeyIndex(c, place.slot, token, place.kv_head),
+          Min(tokens, c.block_tokens - token % c.block_tokens)};
 }
 
 // One split of a tile and of the query heads [first_head, first_head + heads) of one kv head.
@@ -45,6 +76,9 @@ struct AttentionUnit {
   int64_t first_head;
   int64_t heads;
   int64_t split;
+  // Of a list: SplitPlace's.
+  const int32_t* units = nullptr;
+  int64_t unit_tokens = 1;
 };
 
 // Runs units in order, each with a look at the next one, whose keys and values a core may ask for
@@ -70,8 +104,12 @@ class UnitRunner {
  private:
   SplitPlace PlaceOf(const AttentionUnit& u) const {
     const int64_t begin = u.split * kAttentionSplitTokens;
-    return {p_.slots[u.tile.row], u.kv_head, begin,
-            Min(begin + kAttentionSplitTokens, u.tile.tokens)};
+    return {p_.slots[u.tile.row],
+            u.kv_head,
+            begin,
+            Min(begin + kAttentionSplitTokens, u.tile.tokens),
+            u.units,
+            u.unit_tokens};
   }
 
   void Run(const AttentionUnit& u, const SplitPlace& next) {
@@ -79,7 +117,9 @@ class UnitRunner {
     const bool partial = u.tile.partial >= 0;
     if (partial || u.split == 0) {
       for (int64_t q = 0; q < queries; ++q) {
-        s_.last_token[q] = p_.positions[u.tile.row + q / u.heads];
+        // A row by itself has the tile's tokens, which may be those of a list.
+        s_.last_token[q] = u.tile.rows == 1 ? static_cast<int32_t>(u.tile.tokens - 1)
+                                            : p_.positions[u.tile.row + q / u.heads];
         s_.state[q] = MergeState();
       }
       Core::LoadQueries(p_, u, s_);

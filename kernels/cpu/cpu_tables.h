@@ -10,7 +10,6 @@ void Embedding(const EmbeddingParams& p, Worker worker);
 void RopeTable(const RopeTableParams& p, Worker worker);
 void Sample(const SampleParams& p, Worker worker);
 void Transfer(const TransferParams& p, Worker worker);
-void SparseAttention(const SparseAttentionParams& p, Worker worker);
 void TopK(const TopKParams& p, Worker worker);
 void Split(const SplitParams& p, Worker worker);
 void RecallDue(const RecallDueParams& p, Worker worker);
@@ -24,10 +23,11 @@ const KernelTable& PortableTable();
 const KernelTable& Avx2Table();
 const KernelTable& Avx512Bf16Table();
 
-// linear() and attention() of the path "amx"; its other operators are those of "avx512bf16".
+// linear(), attention() and sparse_attention() of the path "amx"; its other operators are those of "avx512bf16".
 // REQUIRES: the process has been granted tile data (AmxPermitted()).
 void LinearAmx(const LinearParams& p, Worker worker);
 void AttentionAmx(const AttentionParams& p, Worker worker);
+void SparseAttentionAmx(const SparseAttentionParams& p, Worker worker);
 #endif
 
 }  // namespace sluice::kernels::cpu

@@ -65,6 +65,7 @@ const KernelTable& AmxTable() {
     t.name = "amx";
     t.linear = cpu::LinearAmx;
     t.attention = cpu::AttentionAmx;
+    t.sparse_attention = cpu::SparseAttentionAmx;
     return t;
   }();
   return table;

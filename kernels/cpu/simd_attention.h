@@ -16,30 +16,47 @@ namespace {
 inline constexpr int kChunk = 32;
 inline constexpr int kHalfChunk = kPieceTokens;
 
-// Working memory (215 KiB with that of the items; with head_dim 64 a quarter of it is touched).
+// Working memory (247 KiB with that of the items; with head_dim 64 a quarter of it is touched).
 struct AttentionScratch : ItemScratch {
-  alignas(64) float keys[kMaxHeadDim * kChunk];          // [head_dim][kChunk]
-  alignas(64) float values[kChunk * kMaxHeadDim];        // [kChunk][head_dim]
-  alignas(64) float queries[kMaxQueries * kMaxHeadDim];  // scaled, [queries][head_dim]
-  alignas(64) float weights[kMaxQueries * kChunk];       // scores, then softmax weights
+  alignas(64) float keys[kMaxHeadDim * kChunk];                // [head_dim][kChunk]
+  alignas(64) float values[kChunk * kMaxHeadDim];              // [kChunk][head_dim]
+  alignas(64) float queries[kMaxQueries * kMaxHeadDim];        // scaled, [queries][head_dim]
+  alignas(64) float weights[kMaxQueries * kChunk];             // scores, then softmax weights
+  alignas(64) char gathered[2][kHalfChunk * kMaxHeadDim * 4];  // K and V of scattered tokens
   float largest[kMaxQueries];
   float sums[kMaxQueries];
   float rescale[kMaxQueries];
 };
 
-// Where the half chunk at token `first` lies, or null where the context ends before it.
+// Where the half chunk at token `first` lies, or null where the place ends before it.
 struct HalfChunk {
   const char* keys;
   const char* values;
 };
 
-inline HalfChunk LocateHalfChunk(const PagedCache& c, int64_t slot, int64_t kv_head, int64_t first,
-                                 int64_t end) {
-  if (first >= end) return {nullptr, nullptr};
+inline HalfChunk LocateHalfChunk(const PagedCache& c, const SplitPlace& place, int64_t first) {
+  if (first >= place.end) return {nullptr, nullptr};
   const int64_t element_bytes = c.type == DType::kFloat32 ? 4 : 2;
-  const char* keys =
-      static_cast<const char*>(c.base) + KeyIndex(c, slot, first, kv_head) * element_bytes;
+  const char* keys = static_cast<const char*>(c.base) + Locate(c, place, first).key * element_bytes;
   return {keys, keys + int64_t{c.block_tokens} * c.head_dim * element_bytes};
+}
+
+// The half chunk at token `first` of a scattered place, copied together; past the place's end its
+// last token is repeated. Asks for the rows of the half chunk at token `ahead` of `of`.
+inline HalfChunk GatherHalfChunk(const PagedCache& c, const SplitPlace& place, int64_t first,
+                                 const SplitPlace& of, int64_t ahead, AttentionScratch& s) {
+  const int64_t row_bytes = c.head_dim * SizeOf(c.type);
+  for (int64_t t = 0; t < kHalfChunk; ++t) {
+    const HalfChunk row = LocateHalfChunk(c, place, Min(first + t, place.end - 1));
+    __builtin_memcpy(s.gathered[0] + t * row_bytes, row.keys, static_cast<size_t>(row_bytes));
+    __builtin_memcpy(s.gathered[1] + t * row_bytes, row.values, static_cast<size_t>(row_bytes));
+    const HalfChunk later = LocateHalfChunk(c, of, ahead + t);
+    for (int64_t i = 0; later.keys != nullptr && i < row_bytes; i += 64) {
+      __builtin_prefetch(later.keys + i);
+      __builtin_prefetch(later.values + i);
+    }
+  }
+  return {s.gathered[0], s.gathered[1]};
 }
 
 // Values to floats, line by line; with each line one of the keys and one of the values of `ahead`
@@ -63,15 +80,23 @@ void ConvertValues(const T* from, int64_t elements, HalfChunk ahead, float* to) 
   }
 }
 
-// K and V of tokens [first, end), at most kChunk of them, into the scratch. Whole half chunks are
-// read: the rest of a block is allocated memory whose values nobody uses.
+// K and V of at most kChunk tokens from `first` on into the scratch. Whole half chunks are read:
+// the rest of a block is allocated memory whose values nobody uses.
 template <class S>
-void LoadChunk(const PagedCache& c, int64_t slot, int64_t kv_head, int64_t first, int64_t end,
+void LoadChunk(const PagedCache& c, const SplitPlace& place, int64_t first, const SplitPlace& next,
                AttentionScratch& s) {
   const int64_t dim = c.head_dim;
-  for (int64_t half = 0; half < kChunk && first + half < end; half += kHalfChunk) {
-    const HalfChunk now = LocateHalfChunk(c, slot, kv_head, first + half, end);
-    const HalfChunk ahead = LocateHalfChunk(c, slot, kv_head, first + half + kChunk, end);
+  const bool last = first + kChunk >= place.end;
+  const SplitPlace& of = last ? next : place;
+  const int64_t ahead_first = last ? next.begin : first + kChunk;
+  for (int64_t half = 0; half < kChunk && first + half < place.end; half += kHalfChunk) {
+    HalfChunk now, ahead = {nullptr, nullptr};
+    if (place.Scattered()) {
+      now = GatherHalfChunk(c, place, first + half, of, ahead_first + half, s);
+    } else {
+      now = LocateHalfChunk(c, place, first + half);
+      ahead = LocateHalfChunk(c, of, ahead_first + half);
+    }
     float* keys = s.keys + half;
     float* values = s.values + half * dim;
     if (c.type == DType::kBFloat16) {
@@ -206,8 +231,8 @@ void ChunkRows(AttentionScratch& s, int64_t query, int64_t rows, int64_t dim, in
 
 // (outs, lse) of every query of the scratch over `place`.
 template <class S>
-void AttendSplit(const PagedCache& c, const SplitPlace& place, int64_t queries,
-                 AttentionScratch& s) {
+void AttendSplit(const PagedCache& c, const SplitPlace& place, const SplitPlace& next,
+                 int64_t queries, AttentionScratch& s) {
   const int64_t dim = c.head_dim;
   for (int64_t q = 0; q < queries; ++q) {
     s.largest[q] = kNegativeInfinity;
@@ -215,7 +240,7 @@ void AttendSplit(const PagedCache& c, const SplitPlace& place, int64_t queries,
   }
   for (int64_t i = 0; i < queries * dim; ++i) s.outs[i] = 0;
   for (int64_t first = place.begin; first < place.end; first += kChunk) {
-    LoadChunk<S>(c, place.slot, place.kv_head, first, place.end, s);
+    LoadChunk<S>(c, place, first, next, s);
     const int64_t valid = Min(kChunk, place.end - first);
     for (int64_t q = 0; q < queries; q += S::kQueryRows) {
       ChunkRows<S, S::kQueryRows>(s, q, Min(S::kQueryRows, queries - q), dim, first, valid);
@@ -256,9 +281,9 @@ struct SimdAttention {
   static void LoadQueries(const AttentionParams& p, const AttentionUnit& unit, Scratch& s) {
     cpu::LoadQueries<S>(p, unit, s);
   }
-  static void AttendSplit(const PagedCache& c, const SplitPlace& place, const SplitPlace&,
+  static void AttendSplit(const PagedCache& c, const SplitPlace& place, const SplitPlace& next,
                           int64_t queries, Scratch& s) {
-    cpu::AttendSplit<S>(c, place, queries, s);
+    cpu::AttendSplit<S>(c, place, next, queries, s);
   }
 };
 

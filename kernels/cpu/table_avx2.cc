@@ -8,6 +8,7 @@
 #include "kernels/cpu/simd_moving_average.h"
 #include "kernels/cpu/simd_partial.h"
 #include "kernels/cpu/simd_scores.h"
+#include "kernels/cpu/sparse_items.h"
 
 namespace sluice::kernels::cpu {
 namespace {
@@ -130,7 +131,7 @@ const KernelTable& Avx2Table() {
       .recall_due = RecallDue,
       .recall = Recall,
       .write_through = WriteThrough,
-      .sparse_attention = SparseAttention,
+      .sparse_attention = SparseAttention<SimdAttention<Avx2>>,
       .moving_average = MovingAverage<Avx2>,
   };
   return table;

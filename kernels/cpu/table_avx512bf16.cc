@@ -9,6 +9,7 @@
 #include "kernels/cpu/simd_moving_average.h"
 #include "kernels/cpu/simd_partial.h"
 #include "kernels/cpu/simd_scores.h"
+#include "kernels/cpu/sparse_items.h"
 
 namespace sluice::kernels::cpu {
 namespace {
@@ -119,7 +120,7 @@ const KernelTable& Avx512Bf16Table() {
       .recall_due = RecallDue,
       .recall = Recall,
       .write_through = WriteThrough,
-      .sparse_attention = SparseAttention,
+      .sparse_attention = SparseAttention<SimdAttention<Avx512>>,
       .moving_average = MovingAverage<Avx512>,
   };
   return table;

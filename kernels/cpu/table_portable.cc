@@ -5,6 +5,7 @@
 #include "kernels/cpu/simd_moving_average.h"
 #include "kernels/cpu/simd_partial.h"
 #include "kernels/cpu/simd_scores.h"
+#include "kernels/cpu/sparse_items.h"
 
 namespace sluice::kernels::cpu {
 namespace {
@@ -94,7 +95,7 @@ const KernelTable& PortableTable() {
       .recall_due = RecallDue,
       .recall = Recall,
       .write_through = WriteThrough,
-      .sparse_attention = SparseAttention,
+      .sparse_attention = SparseAttention<SimdAttention<Portable>>,
       .moving_average = MovingAverage<Portable>,
   };
   return table;

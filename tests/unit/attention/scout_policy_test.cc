@@ -8,6 +8,7 @@
 #include <map>
 #include <set>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "kernels/kernel_table.h"
@@ -264,6 +265,37 @@ TEST_CASE("the controller keeps the CPU's share below its limit while importance
   }
 }
 
+// Share of the first step and of the second, of layer 0.
+std::pair<double, double> FirstShares(bool compute_last) {
+  PolicyRig::Shape shape;
+  PolicyRig rig(shape, Drifting(shape, 0.25));
+  PolicyOptions options = rig.Options();
+  options.budget_tokens = 16 * shape.block_tokens;
+  const auto policy = MakePolicy(options);
+  const int context = 40 * shape.block_tokens + 1;
+  rig.Admit(*policy, 2, TestSeed(), context, context + 8, compute_last);
+  const auto share = [&] {
+    const int64_t before = policy->Statistics().layers[0].missing;
+    rig.Step(*policy, {2});
+    return static_cast<double>(policy->Statistics().layers[0].missing - before) /
+           (options.budget_tokens * shape.kv_heads);
+  };
+  const double first = share();
+  const double second = share();
+  rig.Release(*policy, 2);
+  return {first, second};
+}
+
+TEST_CASE("a prompt whose last position was computed here begins with what mattered to it") {
+  const auto [first, second] = FirstShares(/*compute_last=*/true);
+  CHECK(first <= 0.07);  // a block, by drift
+  CHECK(second <= 0.13);
+  // Handed over whole, nothing is known before the first step, which then recalls.
+  const auto [unknown, then] = FirstShares(/*compute_last=*/false);
+  CHECK(unknown > 0.3);
+  CHECK(then <= 0.07);
+}
+
 TEST_CASE("with intervals a layer recalls in its first step and every interval-th after it") {
   for (const int interval : {1, 3, 7}) {
     PolicyOptions::Scout scout;
@@ -286,6 +318,7 @@ void Add(Decoded& decoded, const std::vector<std::vector<std::vector<float>>>& o
 
 // A sequence's stream of vectors, its context and its steps, all of one seed.
 int ContextOf(uint64_t seed) { return 1 + static_cast<int>(SplitMix64(seed).Below(500)); }
+bool ComputesLast(uint64_t seed) { return seed % 2 == 0 && ContextOf(seed) > 1; }
 int StepsOf(uint64_t seed) { return 20 + static_cast<int>(SplitMix64(seed + 1).Below(60)); }
 
 PolicyOptions TrafficOptions(const PolicyRig& rig, kernels::GroupReduction reduction) {
@@ -300,7 +333,7 @@ PolicyOptions TrafficOptions(const PolicyRig& rig, kernels::GroupReduction reduc
 Decoded Alone(const PolicyRig::Shape& shape, kernels::GroupReduction reduction, uint64_t seed) {
   PolicyRig rig(shape, RandomVectors(shape, 0.3f));
   const auto policy = MakePolicy(TrafficOptions(rig, reduction));
-  rig.Admit(*policy, 0, seed, ContextOf(seed), ContextOf(seed) + StepsOf(seed));
+  rig.Admit(*policy, 0, seed, ContextOf(seed), ContextOf(seed) + StepsOf(seed), ComputesLast(seed));
   Decoded decoded;
   for (int step = 0; step < StepsOf(seed); ++step) Add(decoded, rig.Step(*policy, {0}), 0);
   return decoded;
@@ -329,7 +362,8 @@ void CheckTraffic(const PolicyRig::Shape& together, int workers,
     for (int slot = 0; slot < together.slots; ++slot) {
       if (running.contains(slot) || random.Below(4) != 0) continue;
       const uint64_t seed = next_seed++;
-      rig.Admit(*policy, slot, seed, ContextOf(seed), ContextOf(seed) + StepsOf(seed));
+      rig.Admit(*policy, slot, seed, ContextOf(seed), ContextOf(seed) + StepsOf(seed),
+                ComputesLast(seed));
       running[slot] = {seed, {}};
     }
     std::vector<int32_t> slots;
