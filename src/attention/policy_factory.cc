@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "src/attention/policies/full/full_policy.h"
+#include "src/attention/policies/oracle/oracle_policy.h"
 #include "src/attention/policies/scout/scout_policy.h"
 #include "src/base/nearest_name.h"
 #include "src/base/status_macros.h"
@@ -30,6 +31,7 @@ struct Known {
 
 constexpr Known kPolicies[] = {
     {"full", NewFull, false},
+    {"oracle", NewOraclePolicy, true},
     {"scout", NewScout, true},
 };
 
