@@ -56,6 +56,9 @@ struct PolicyOptions {
     float beta = 1.0f;
     float alpha = 0.3f;                                                 // of the moving average
     kernels::GroupReduction reduction = kernels::GroupReduction::kMax;  // kMax or kMean
+    // Selects on a thread of its own, ahead of the workers. They select where they need it else, to
+    // the same bits (a device with a single thread).
+    bool selection_thread = true;
   } hgca;
 
   struct Oracle {

@@ -165,12 +165,33 @@ class CoAttentionImpl : public CoAttention {
       // come to the same worker in every layer.
       for (int head = 0; head < options_.kv_heads; ++head) {
         if ((head + slot + channel) % of != mine) continue;
+        if (options_.source != nullptr) {
+          SLUICE_RETURN_IF_ERROR(AttendToSource(worker, channel, row, slot, head, owes));
+          continue;
+        }
         if (!share.Attend(request, homes_[static_cast<size_t>(channel)], row, slot, head, owes)) {
           return absl::OkStatus();  // too late: the answer is refused anyway
         }
       }
     }
     return absl::OkStatus();
+  }
+
+  absl::Status AttendToSource(int worker, int channel, int row, int slot, int head,
+                              absl::FunctionRef<bool()> owes) const {
+    const CoAttentionSide& request = side(channel);
+    const int64_t width = int64_t{options_.heads} * options_.head_dim;
+    Task task;
+    task.channel = channel;
+    task.slot = slot;
+    task.position = request.positions[row];
+    task.head_begin = head;
+    task.head_end = head + 1;
+    task.q = request.q + row * width;
+    task.scale = homes_[static_cast<size_t>(channel)].scale;
+    task.o = request.o + slot * width;
+    task.lse = request.lse + int64_t{slot} * options_.heads;
+    return options_.source->Attend(worker, task, owes);
   }
 
   const Options options_;
@@ -202,8 +223,8 @@ absl::StatusOr<std::unique_ptr<CoAttention>> CoAttention::Create(const Options& 
         absl::StrCat("the kernels ", options.kernels->name, " have no sparse attention"));
   }
   if (options.slots < 1 || options.layers < 1 || options.max_rows < 1 || options.kv_heads < 1 ||
-      options.heads % options.kv_heads != 0 || options.head_dim < 1 || options.capacity < 1 ||
-      options.unit_tokens < 1) {
+      options.heads % options.kv_heads != 0 || options.head_dim < 1 ||
+      (options.source == nullptr && (options.capacity < 1 || options.unit_tokens < 1))) {
     return absl::InvalidArgumentError("co-attention: a shape is not above 0");
   }
   SLUICE_ASSIGN_OR_RETURN(Buffer memory, options.device->Allocate(

@@ -13,6 +13,7 @@
 
 #include <memory>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -34,7 +35,6 @@ class CoAttention {
     int head_end = 0;
     const float* q = nullptr;  // [heads][head_dim]; all of the row's heads, here and below
     float scale = 0;
-    const kernels::PagedCache* home = nullptr;
     float* o = nullptr;    // [heads][head_dim]
     float* lse = nullptr;  // [heads]
   };
@@ -43,8 +43,10 @@ class CoAttention {
    public:
     virtual ~Source() = default;
     // Writes o and lse of the task's heads. On worker `worker`; the heads of a row are one task or
-    // several, on any workers of its group. Not OK: the row's sequence ends, no other.
-    virtual absl::Status Attend(int worker, const Task& task) = 0;
+    // several, on any workers of its group. `owes`: whether the round still waits for the worker;
+    // what was read before a true is whole, after a false it may be another sequence's, and nothing
+    // that is written counts. Not OK: as when a worker fails.
+    virtual absl::Status Attend(int worker, const Task& task, absl::FunctionRef<bool()> owes) = 0;
   };
 
   struct Options {

@@ -87,12 +87,14 @@ PolicyOptions PolicyRig::Options() const {
   options.max_context = shape_.max_context;
   options.heads = shape_.heads;
   options.dense_layers = 0;
+  options.worker_deadline = absl::Seconds(60);  // a busy machine is no fault
   return options;
 }
 
 void PolicyRig::Admit(AttentionPolicy& policy, int slot, uint64_t seed, int context, int total,
                       bool compute_last) {
-  auto home = std::make_unique<SequenceCache>(dram_.get(), dram_->TryReserve(total));
+  auto home = std::make_unique<SequenceCache>(
+      dram_.get(), dram_->TryReserve(policy.FootprintOf(context, total).dram_tokens));
   home->EnsureTokens(context);
   const int handed_over = compute_last ? context - 1 : context;
   for (int layer = 0; layer < shape_.layers; ++layer) {
