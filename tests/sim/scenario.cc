@@ -29,7 +29,7 @@ int64_t Between(SplitMix64& random, int64_t low, int64_t high) {
 }
 
 // Policies besides full, over the offload tiers.
-constexpr const char* kSparse[] = {"oracle", "scout"};
+constexpr const char* kSparse[] = {"oracle", "scout", "recall", "hgca"};
 
 // A policy with a budget of a few blocks, and pools that hold at least one sequence of it.
 void DrawSparse(SplitMix64& random, int64_t longest, NodeSpec* node) {
