@@ -18,9 +18,10 @@ def servers(tiny_models, start):
     def get(policy, name):
         if (policy, name) not in made:
             made[policy, name] = start(
-                "sluice-server", tiny_models(name), "--policy", policy, "--budget-tokens", 1024, "--dense-layers", 1,
-                "--max-context", 1024, "--max-sequences", 4, "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB",
-                "--policy-workers", 1, "--hgca-beta", 0, "--recall-margin", 1000)
+                "sluice-server", tiny_models(name), "--policy", policy, "--budget-tokens", "1024", "--dense-layers", "1",
+                "--max-context", "1024", "--max-sequences", "4", "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB",
+                "--policy-workers", "1", "--policy-worker-deadline-seconds", "60s", "--hgca-beta", "0",
+                "--recall-margin", "1000")
         return made[policy, name]
 
     return get
