@@ -34,11 +34,8 @@ struct Known {
 };
 
 constexpr Known kPolicies[] = {
-    {"full", NewFull, false},
-    {"hgca", NewHgca, true},
-    {"oracle", NewOraclePolicy, true},
-    {"recall", NewRecallPolicy, true},
-    {"scout", NewScout, true},
+    {"full", NewFull, false},          {"hgca", NewHgca, true},   {"oracle", NewOraclePolicy, true},
+    {"recall", NewRecallPolicy, true}, {"scout", NewScout, true},
 };
 
 absl::Status CheckOffload(const PolicyOptions& o) {
@@ -57,6 +54,14 @@ absl::Status CheckOffload(const PolicyOptions& o) {
 }
 
 }  // namespace
+
+std::vector<std::string> OffloadingPolicies() {
+  std::vector<std::string> names;
+  for (const Known& known : kPolicies) {
+    if (known.offloads) names.emplace_back(known.name);
+  }
+  return names;
+}
 
 Made NewPolicy(const PolicyOptions& options) {
   for (const Known& known : kPolicies) {

@@ -46,8 +46,8 @@ struct PolicyOptions {
     float margin = 4.5f;     // alpha: scores below the largest by more are not fetched
     bool fetch_all = false;  // nothing stays resident from step to step
     int rank = 0;            // elements of a partial key; 0: a quarter of head_dim
-    // [layers][kv_heads][head_dim][rank] from sluice-profile; empty: each head's `rank` elements of
-    // the largest magnitude in the weights of the rotated identity, that is: plain columns.
+    // [layers][kv_heads][head_dim][rank] from sluice-profile; empty: plain columns, of the pairs
+    // that RoPE turns slowest (policies/recall/projection.h).
     std::vector<float> projection;
   } recall;
 

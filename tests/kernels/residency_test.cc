@@ -120,7 +120,7 @@ class World {
                             .rows = kRows,
                             .kv_heads = kKvHeads,
                             .unit_tokens = c.unit_tokens};
-    RunWorkers(path.recall, p, workers);
+    workers < 4 ? RunWorkers(path.recall, p, workers) : RunThreads(path.recall, p, workers);
     Move(path, out);
   }
 

@@ -61,6 +61,13 @@ std::vector<Case> ExactCases() {
     c.name += ", by digests";
     c.policy.oracle.selector = PolicyOptions::Oracle::Selector::kDigest;
     cases.push_back(c);
+    // Half of a long prompt in HBM, half the CPU's, which gets the real queries.
+    Case scout{"scout, dense layers " + std::to_string(dense_layers), Covering("scout")};
+    scout.policy.dense_layers = dense_layers;
+    scout.policy.workers = 2;
+    scout.policy.scout.layer_ahead = false;
+    scout.policy.scout.resident_tokens = 64;
+    cases.push_back(scout);
   }
   return cases;
 }
@@ -156,6 +163,14 @@ TEST_CASE("under every policy sixteen sequences together give exactly what each 
     c.policy.oracle.selector = static_cast<PolicyOptions::Oracle::Selector>(selector);
     c.policy.budget_tokens = 96;
     c.policy.dense_layers = 1;
+    cases.push_back(c);
+  }
+  for (const int dense_layers : {0, 1}) {
+    Case c{"scout, dense layers " + std::to_string(dense_layers), Covering("scout")};
+    c.policy.budget_tokens = 96;
+    c.policy.dense_layers = dense_layers;
+    c.policy.workers = 1 + dense_layers;
+    c.policy.worker_deadline = absl::Seconds(60);  // a busy machine is no fault
     cases.push_back(c);
   }
   for (const Case& c : cases) {

@@ -166,6 +166,7 @@ void CheckAgainstModel(const PolicyRig::Shape& shape, PolicyOptions::Hgca hgca, 
   PolicyRig rig(shape, make);
   PolicyOptions options = rig.Options();
   options.workers = 2;
+  options.worker_deadline = absl::Seconds(60);
   options.hgca = hgca;
   const auto policy = MakePolicy(options);
   const uint64_t seed = TestSeed();
@@ -245,6 +246,7 @@ TEST_CASE("at beta 0 both sides together are exact attention") {
   const PolicyRig::Shape shape;
   PolicyRig rig(shape, RandomVectors(shape, 0));
   PolicyOptions options = rig.Options();
+  options.worker_deadline = absl::Seconds(60);
   options.hgca.window_tokens = 5 * shape.block_tokens;
   options.hgca.beta = 0;
   const auto policy = MakePolicy(options);
@@ -279,6 +281,7 @@ TEST_CASE("whoever comes and goes, a sequence's rows have the bits that they hav
   const auto options_of = [&](PolicyRig& rig, int workers, bool thread) {
     PolicyOptions options = rig.Options();
     options.workers = workers;
+    options.worker_deadline = absl::Seconds(60);
     options.dense_layers = 1;
     options.hgca.window_tokens = 2 * shape.block_tokens;
     options.hgca.selection_thread = thread;

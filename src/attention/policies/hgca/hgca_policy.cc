@@ -11,6 +11,7 @@
 #include "src/attention/policies/hgca/selection_thread.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
+#include "src/device/mailbox.h"
 
 namespace sluice {
 namespace {
@@ -43,6 +44,11 @@ const kernels::KernelTable* HostKernels(const PolicyOptions& options) {
                                          : kernels::AvailableKernelTables().back();
 }
 
+// A device that runs everything in one thread, in virtual time, has no mailbox for other threads.
+bool HasThreads(Device& device) {
+  return !absl::IsUnimplemented(device.NewMailbox(MailboxOptions{}).status());
+}
+
 class HgcaPolicyImpl : public HgcaPolicy {
  public:
   static constexpr size_t kBatches = 2;
@@ -57,8 +63,9 @@ class HgcaPolicyImpl : public HgcaPolicy {
         workspace_(std::move(workspace)),
         slots_(static_cast<size_t>(options.slots)),
         cache_(std::move(cache)),
-        thread_(options.hgca.selection_thread ? std::make_unique<SelectionThread>(cache_.get())
-                                              : nullptr),
+        thread_(options.hgca.selection_thread && HasThreads(*options.device)
+                    ? std::make_unique<SelectionThread>(cache_.get())
+                    : nullptr),
         co_attention_(std::move(co_attention)) {
     for (size_t i = 0; i < kBatches; ++i) {
       batches_[i].lists = std::move(lists[i]);
@@ -79,6 +86,7 @@ class HgcaPolicyImpl : public HgcaPolicy {
   }
 
   absl::Status SlotHealth(int slot) const override { return co_attention_->Health(slot); }
+  WorkerStatistics Workers() const override { return co_attention_->Statistics(); }
 
   // Algorithm 1, lines 10 to 14: the block that the step's row pushes out of the window. Its keys
   // and values are in the home already; its averages are final, and go to DRAM before the row's own
