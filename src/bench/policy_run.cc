@@ -9,7 +9,6 @@
 #include "src/base/status_macros.h"
 #include "src/bench/engine_run.h"
 #include "src/bench/policy_choice.h"
-#include "src/bench/trace_summary.h"
 #include "src/kv/sequence_cache.h"
 
 namespace sluice {
@@ -119,6 +118,23 @@ int PolicyRunTokens(int steps) {
   return EngineTokens(options);
 }
 
+double IdleShare(const StepTrace& trace) {
+  std::vector<std::pair<absl::Time, absl::Time>> busy;
+  for (const TraceSlice& slice : trace.device) {
+    if (slice.kind != TraceSlice::Kind::kKernel) continue;
+    busy.emplace_back(std::max(slice.begin, trace.begin), std::min(slice.end, trace.end));
+  }
+  std::sort(busy.begin(), busy.end());
+  absl::Duration idle;
+  absl::Time until = trace.begin;
+  for (const auto& [begin, end] : busy) {
+    if (begin > until) idle += begin - until;
+    until = std::max(until, end);
+  }
+  idle += trace.end - until;
+  return absl::FDivDuration(idle, trace.end - trace.begin);
+}
+
 double Percentile(std::vector<double> values, double share) {
   if (values.empty()) return 0;
   const auto at = static_cast<size_t>(share * static_cast<double>(values.size() - 1) + 0.5);
@@ -152,8 +168,7 @@ absl::StatusOr<PolicyRun> RunPolicy(const PolicyWorld& world, const std::string&
   SLUICE_ASSIGN_OR_RETURN(
       StepTrace traced, TraceSteps(options, world.slots, world.device, world.model, setup.hbm.get(),
                                    setup.policy.get()));
-  const TraceSummary summary = Summarize(traced);
-  run.idle_share = 1 - summary.kernels / summary.step;
+  run.idle_share = IdleShare(traced);
   if (trace != nullptr) {
     *trace = std::move(traced);
     trace->name = absl::StrCat(name, ", ", trace->name);

@@ -69,6 +69,10 @@ absl::StatusOr<PolicyRun> RunPolicy(const PolicyWorld& world, const std::string&
 // Tokens that RunPolicy needs beyond the context.
 int PolicyRunTokens(int steps);
 
+// The share of a trace's time in which no kernel ran on any stream; what a kernel does before the
+// trace's begin or after its end does not count. Waits are no kernels.
+double IdleShare(const StepTrace& trace);
+
 // The value below which that share of the values lie; 0 of none.
 double Percentile(std::vector<double> values, double share);
 

@@ -113,6 +113,27 @@ TEST_CASE("a run's shares leave out layers that select nothing") {
   CHECK(run.RecallInterval() == 0);
 }
 
+TEST_CASE("idle is what no kernel covers inside the trace") {
+  const absl::Time start = absl::FromUnixSeconds(100);
+  StepTrace trace;
+  trace.begin = start;
+  trace.end = start + absl::Seconds(10);
+  CHECK(IdleShare(trace) == 1);
+  const auto add = [&](TraceSlice::Kind kind, uint32_t stream, int from, int to) {
+    TraceSlice slice;
+    slice.kind = kind;
+    slice.stream = stream;
+    slice.begin = start + absl::Seconds(from);
+    slice.end = start + absl::Seconds(to);
+    trace.device.push_back(slice);
+  };
+  add(TraceSlice::Kind::kKernel, 0, 1, 4);
+  add(TraceSlice::Kind::kKernel, 1, 3, 5);   // beside it: counted once
+  add(TraceSlice::Kind::kCopy, 2, 5, 7);     // no kernel
+  add(TraceSlice::Kind::kKernel, 0, 8, 15);  // beyond the end
+  CHECK(IdleShare(trace) == Approx(0.4));
+}
+
 TEST_CASE("percentiles of gaps") {
   CHECK(Percentile({}, 0.5) == 0);
   CHECK(Percentile({3, 1, 2}, 0.5) == 2);
