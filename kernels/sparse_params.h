@@ -132,7 +132,8 @@ struct PartialScoresParams {
 // Of a row's units 0 .. positions[r] / unit_tokens: the first `first_units` and the newest
 // `last_units`, and, of the others whose score is at least the list's largest score - margin, those
 // with the highest scores, lower units first among equals, up to k units in all (forced ones
-// counted, and never left out). A NaN score is -inf. The largest score is over all units.
+// counted, and never left out). A NaN score is -inf. The largest score is over all units, and
+// largest - margin a float32.
 struct TopKParams {
   const float* scores;  // [lists][score_stride]
   int64_t score_stride;
@@ -168,7 +169,8 @@ struct SplitParams {
   const int32_t* slots;
   const int32_t* positions;
   UnitLists selected;
-  UnitLists resident;  // selected, and has a place; with `whole` everything that has a place
+  UnitLists resident;  // selected, and has a place; with `whole` everything that has a place, the
+                       // ring included; there must be room for all of it
   int32_t* places;     // [lists][resident.capacity] of those
   UnitLists missing;   // selected, and has none
   int32_t rows;
@@ -184,13 +186,14 @@ struct SparseCounters {
   int64_t selected;  // tokens x KV heads
   int64_t missing;   // of them without a place
   int64_t recalled;  // tokens x KV heads that were given one
-  int64_t recalls;   // steps with a recall
+  int64_t recalls;   // steps in which a recall was due
 };
 
 // Whether a row's missing units shall be recalled in this step: with interval > 0 in every
 // interval-th step of the sequence, else once their share, missing / (kv_heads * budget_units),
-// would pass `share_limit` in the next step if it grew on as it did since the last recall (in
-// proportion to the steps since). Adds to the counters but recalled.
+// would pass `share_limit` in the next step if it grew on as it did since the last recall, in
+// proportion to the steps since: once share * (since + 2) / (since + 1) > share_limit, in float64.
+// Adds to the counters but recalled and recalls, whole units.
 struct RecallDueParams {
   const int32_t* slots;
   UnitLists selected;
@@ -208,9 +211,9 @@ struct RecallDueParams {
 
 // Gives the missing units of each due row places, in their order, until none is left to give: free
 // places first, then those of the units selected longest ago, lower places first among equals,
-// never one that was stamped with this step's position. Updates the tables and writes what must be
-// moved, as indices of pieces of a block (unit_tokens = block_tokens) or of a token's K row
-// (unit_tokens = 1) of the two caches:
+// never one that was stamped with this step's position. What is given one is stamped with it.
+// Updates the tables and writes what must be moved, as indices of pieces of a block (unit_tokens =
+// block_tokens) or of a token's K row (unit_tokens = 1) of the two caches:
 //   block: page * kv_heads + head;  token: (page * kv_heads + head) * 2 * block_tokens + offset
 // so that one Transfer moves blocks, and two (the second block_tokens rows further) tokens. List
 // l's moves are [l * missing.capacity, ...).
@@ -225,7 +228,7 @@ struct RecallParams {
   int32_t* source_units;
   int32_t* target_units;
   int32_t* move_counts;      // [lists]
-  SparseCounters* counters;  // [slots], or null: adds to `recalled` and `recalls`
+  SparseCounters* counters;  // [slots], or null: adds to `recalled` and `recalls` of due rows
   int32_t rows;
   int32_t kv_heads;
   int32_t unit_tokens;

@@ -10,11 +10,14 @@ namespace {
 constexpr int kDigitBits = 11;
 constexpr uint32_t kDigits = 1u << kDigitBits;
 
-// Rises with the score; NaN is -inf, and -0 is 0.
+// Rises with the score; NaN is -inf, and -0 is 0. Signs are as good as random: no branches.
 uint32_t KeyOf(float score) {
-  if (score != score) score = kNegativeInfinity;
+  constexpr uint32_t kLowest = ~0xFF800000u;  // of -inf
   const uint32_t bits = __builtin_bit_cast(uint32_t, score + 0.0f);
-  return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+  const uint32_t negative = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31);
+  const uint32_t key = bits ^ (negative | 0x80000000u);
+  const uint32_t is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u ? ~0u : 0u;
+  return (key & ~is_nan) | (kLowest & is_nan);
 }
 
 // The units that may be chosen by score, [begin, end) without what is forced.
@@ -27,9 +30,32 @@ struct Candidates {
 
 uint32_t LeastKey(const float* scores, int64_t units, float margin) {
   if (margin == __builtin_inff()) return 0;
+  constexpr int64_t kLanes = 16;  // that the next maximum need not wait for the last
+  float lanes[kLanes];
+  for (float& lane : lanes) lane = kNegativeInfinity;
+  int64_t u = 0;
+  for (; u + kLanes <= units; u += kLanes) {
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const float score = scores[u + i];
+      lanes[i] = score > lanes[i] ? score : lanes[i];
+    }
+  }
+  for (; u < units; ++u) lanes[0] = scores[u] > lanes[0] ? scores[u] : lanes[0];
   float largest = kNegativeInfinity;
-  for (int64_t u = 0; u < units; ++u) largest = scores[u] > largest ? scores[u] : largest;
+  for (float lane : lanes) largest = lane > largest ? lane : largest;
   return KeyOf(largest - margin);
+}
+
+// Calls body(unit, key) for every candidate in order. Keys are made some at a time, in vectors.
+template <class Body>
+void ForEachKey(const Candidates& c, Body body) {
+  constexpr int64_t kAtOnce = 256;
+  for (int64_t first = c.begin; first < c.end; first += kAtOnce) {
+    uint32_t keys[kAtOnce];
+    const int64_t count = Min(kAtOnce, c.end - first);
+    for (int64_t i = 0; i < count; ++i) keys[i] = KeyOf(c.scores[first + i]);
+    for (int64_t i = 0; i < count; ++i) body(first + i, keys[i]);
+  }
 }
 
 // What is taken: keys above `key`, and the first `equal` that have it.
@@ -46,10 +72,12 @@ Cut CutOf(const Candidates& c, int64_t wanted) {
     const int width = shift >= 0 ? kDigitBits : kDigitBits + shift;
     const int low = shift >= 0 ? shift : 0;
     const uint32_t mask = (1u << width) - 1;
-    for (int64_t u = c.begin; u < c.end; ++u) {
-      const uint32_t key = KeyOf(c.scores[u]);
-      if (key < c.least || (known > 0 && key >> (32 - known) != prefix)) continue;
-      ++histogram[key >> low & mask];
+    if (known == 0) {
+      ForEachKey(c, [&](int64_t, uint32_t key) { histogram[key >> low] += key >= c.least; });
+    } else {
+      ForEachKey(c, [&](int64_t, uint32_t key) {
+        if (key >> (32 - known) == prefix) histogram[key >> low & mask] += key >= c.least;
+      });
     }
     int64_t digit = mask;
     for (; digit >= 0 && histogram[digit] < wanted; --digit) wanted -= histogram[digit];
@@ -76,12 +104,11 @@ void TopKList(const TopKParams& p, int64_t list) {
   for (int64_t u = 0; u < begin; ++u) selected[count++] = static_cast<int32_t>(u);
   if (wanted > 0) {
     Cut cut = CutOf(candidates, wanted);
-    for (int64_t u = begin; u < end; ++u) {
-      const uint32_t key = KeyOf(scores[u]);
+    ForEachKey(candidates, [&](int64_t unit, uint32_t key) {
       if (key > cut.key || (key == cut.key && cut.equal-- > 0)) {
-        selected[count++] = static_cast<int32_t>(u);
+        selected[count++] = static_cast<int32_t>(unit);
       }
-    }
+    });
   }
   for (int64_t u = end; u < units; ++u) selected[count++] = static_cast<int32_t>(u);
 }

@@ -270,10 +270,21 @@ struct DigestSource {
     }
   }
 
+  const char* RowAt(int64_t block) const {
+    return static_cast<const char*>(p.digests.base) +
+           RowOffset(p.digests, p.slots[row], block, kv_head);
+  }
+
   void Fill(int64_t first, int64_t count, UnitScores& tile) const {
+    // Rows of a head lie apart, too short for the processor's own prefetcher.
+    constexpr int64_t kAhead = 4;
     for (int64_t i = 0; i < count; ++i) {
-      const char* digest = static_cast<const char*>(p.digests.base) +
-                           RowOffset(p.digests, p.slots[row], first + i, kv_head);
+      if (i + kAhead < count) {
+        const char* ahead = RowAt(first + i + kAhead);
+        const int64_t bytes = p.digests.dim * SizeOf(p.digests.type);
+        for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(ahead + b);
+      }
+      const char* digest = RowAt(first + i);
       DotRow<S>(queries, heads, p.digests.dim, digest, p.digests.type, p.digests.dim,
                 &tile.scores[0][i], kScoreUnits);
     }

@@ -56,7 +56,7 @@ class AttentionPolicy {
   // on. False: no page is free now (never where HBM is not overcommitted), and nothing has changed.
   virtual bool Grow(int slot, int64_t tokens) = 0;
   // Enqueues what the device has to know of those that grew, before a step's first operator.
-  // `slots` and `positions`: of the step's rows, in any order; a slot has as many as it has rows.
+  // `slots` and `positions`: of the step's rows, in their order; a sequence's rows are neighbours.
   virtual void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                          absl::Span<const int32_t> positions) = 0;
   // Gives everything back. REQUIRES: Warm(slot), and every step that has the slot is done.
@@ -86,6 +86,8 @@ class AttentionPolicy {
   // What was selected and where it lay. REQUIRES: no step is under way, its counters are the
   // device's until it is done.
   virtual PolicyStatistics Statistics() const { return {}; }
+  // Any thread, at any time.
+  virtual WorkerStatistics Workers() const { return {}; }
 
   // Queries of decode rows, after q_norm and RoPE.
   struct Queries {

@@ -6,6 +6,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "src/attention/policies/full/full_policy.h"
+#include "src/attention/policies/hgca/hgca_policy.h"
+#include "src/attention/policies/oracle/oracle_policy.h"
+#include "src/attention/policies/recall/recall_policy.h"
 #include "src/attention/policies/scout/scout_policy.h"
 #include "src/base/nearest_name.h"
 #include "src/base/status_macros.h"
@@ -22,6 +25,8 @@ Made NewFull(const PolicyOptions& o) {
 
 Made NewScout(const PolicyOptions& o) { return NewScoutPolicy(o); }
 
+Made NewHgca(const PolicyOptions& o) { return NewHgcaPolicy(o); }
+
 struct Known {
   const char* name;
   Made (*make)(const PolicyOptions&);
@@ -29,8 +34,8 @@ struct Known {
 };
 
 constexpr Known kPolicies[] = {
-    {"full", NewFull, false},
-    {"scout", NewScout, true},
+    {"full", NewFull, false},          {"hgca", NewHgca, true},   {"oracle", NewOraclePolicy, true},
+    {"recall", NewRecallPolicy, true}, {"scout", NewScout, true},
 };
 
 absl::Status CheckOffload(const PolicyOptions& o) {
@@ -49,6 +54,14 @@ absl::Status CheckOffload(const PolicyOptions& o) {
 }
 
 }  // namespace
+
+std::vector<std::string> OffloadingPolicies() {
+  std::vector<std::string> names;
+  for (const Known& known : kPolicies) {
+    if (known.offloads) names.emplace_back(known.name);
+  }
+  return names;
+}
 
 Made NewPolicy(const PolicyOptions& options) {
   for (const Known& known : kPolicies) {

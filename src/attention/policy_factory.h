@@ -2,6 +2,8 @@
 #pragma once
 
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "src/attention/attention_policy.h"
@@ -13,5 +15,8 @@ namespace sluice {
 // UNIMPLEMENTED: the device lacks operators that it needs; RESOURCE_EXHAUSTED: no memory for its
 // tables.
 absl::StatusOr<std::unique_ptr<AttentionPolicy>> NewPolicy(const PolicyOptions& options);
+
+// The names of those that keep a sequence's home in DRAM.
+std::vector<std::string> OffloadingPolicies();
 
 }  // namespace sluice

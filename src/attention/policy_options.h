@@ -46,8 +46,8 @@ struct PolicyOptions {
     float margin = 4.5f;     // alpha: scores below the largest by more are not fetched
     bool fetch_all = false;  // nothing stays resident from step to step
     int rank = 0;            // elements of a partial key; 0: a quarter of head_dim
-    // [layers][kv_heads][head_dim][rank] from sluice-profile; empty: each head's `rank` elements of
-    // the largest magnitude in the weights of the rotated identity, that is: plain columns.
+    // [layers][kv_heads][head_dim][rank] from sluice-profile; empty: plain columns, of the pairs
+    // that RoPE turns slowest (policies/recall/projection.h).
     std::vector<float> projection;
   } recall;
 
@@ -56,6 +56,9 @@ struct PolicyOptions {
     float beta = 1.0f;
     float alpha = 0.3f;                                                 // of the moving average
     kernels::GroupReduction reduction = kernels::GroupReduction::kMax;  // kMax or kMean
+    // Selects on a thread of its own, ahead of the workers. They select where they need it else, to
+    // the same bits (a device with a single thread).
+    bool selection_thread = true;
   } hgca;
 
   struct Oracle {

@@ -86,6 +86,8 @@ class EngineImpl : public Engine {
   Event* PendingSlotEvent();
 
   bool Admit(Sequence& sequence, Promise promise, absl::Time now);
+  // Tells the policy, once, when every row of the prompt is computed.
+  void EndPromptIfDone(Sequence& sequence);
   void FreeSlot(int slot);
   // Every launched step that has its row is done, and so is every copy of its slot.
   bool SlotAtRest(const Sequence& sequence);

@@ -35,11 +35,16 @@ void EngineImpl::AdmitWaiting(absl::Time now) {
     room.growth_tokens += std::min(sequence->total() - sequence->cached, kGrowthTokens);
   }
   waiting_view_.clear();
+  size_t with_home = 0;  // the others may be passed over
   for (const Sequence* sequence : waiting_) {
-    if (waiting_view_.size() == free_slots_.size()) break;
+    if (with_home == free_slots_.size()) break;
     WaitingSequence view;
-    view.context = sequence->length;
-    view.total = parts_.policy->FootprintOf(sequence->context_length, sequence->total()).hbm_tokens;
+    const Footprint footprint =
+        parts_.policy->FootprintOf(sequence->home_tokens, sequence->total());
+    view.total = footprint.hbm_tokens;
+    view.context = std::min(sequence->length, view.total);
+    view.home = sequence->home == nullptr ? footprint.dram_tokens : 0;
+    with_home += view.home == 0 ? 1 : 0;
     view.has_home = sequence->preemptions > 0 && sequence->home != nullptr;
     view.preemptions = sequence->preemptions;
     view.preempted = sequence->preempted;
@@ -47,12 +52,17 @@ void EngineImpl::AdmitWaiting(absl::Time now) {
     waiting_view_.push_back(view);
   }
   PlanAdmission(room, waiting_view_, &admissions_);
+  size_t next = 0;
   for (const Admission admission : admissions_) {
+    if (admission == Admission::kWait) {
+      ++next;
+      continue;
+    }
     const Promise promise = admission == Admission::kFirm ? Promise::kFirm : Promise::kSoft;
     // The plan counts tokens, the pools whole blocks, and DRAM may have gone to a Reserve
     // meanwhile.
-    if (!Admit(*waiting_.front(), promise, now)) return;
-    waiting_.pop_front();
+    if (!Admit(*waiting_[next], promise, now)) return;
+    waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(next));
   }
 }
 
@@ -81,6 +91,8 @@ bool EngineImpl::Admit(Sequence& sequence, Promise promise, absl::Time now) {
   } else {
     sequence.preempted += now - sequence.preempted_at;
   }
+  sequence.prompt_ended = !parts_.policy->NeedsEndPrompt();
+  EndPromptIfDone(sequence);
   batch_->Join(*stream_, slot, sequence.tokens, sequence.request.sampling, *sequence.seed,
                static_cast<int32_t>(sequence.prompt_length), sequence.stops.stop_ids());
   if (parts_.metrics != nullptr) {
@@ -146,6 +158,15 @@ void EngineImpl::MoveOut(absl::Time /*now*/) {
     Enqueue(*sequence);
     return true;
   });
+}
+
+void EngineImpl::EndPromptIfDone(Sequence& sequence) {
+  if (sequence.prompt_ended || sequence.cached < sequence.prompt_length ||
+      sequence.last_step > completed_steps_) {
+    return;
+  }
+  parts_.policy->EndPrompt(sequence.slot, sequence.prompt_length);
+  sequence.prompt_ended = true;
 }
 
 void EngineImpl::FreeSlot(int slot) {

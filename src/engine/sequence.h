@@ -57,8 +57,9 @@ struct Sequence {
   uint64_t ticket = 0;           // order in which sequences became ready: that of admission
   std::optional<uint64_t> seed;  // since its first admission
   int slot = -1;
-  bool soft = false;     // its promise of HBM
-  bool evicted = false;  // of kPreempting: the copy to DRAM is enqueued
+  bool prompt_ended = false;  // AttentionPolicy::EndPrompt was called, or is not needed
+  bool soft = false;          // its promise of HBM
+  bool evicted = false;       // of kPreempting: the copy to DRAM is enqueued
   int preemptions = 0;
   absl::Time preempted_at;     // the last time
   absl::Duration preempted;    // waited in all before that

@@ -154,7 +154,9 @@ bool EngineImpl::LaunchStep(absl::Time now) {
       sequence->parked_since = now;
       next_check_ = std::min(next_check_, now + options_.slow_reader_timeout);
     }
-    bool runnable = room && work;
+    EndPromptIfDone(*sequence);
+    const bool decodes = sequence->cached >= sequence->prompt_length;
+    bool runnable = room && work && (sequence->prompt_ended || !decodes);
     if (runnable && !parts_.policy->Warm(sequence->slot)) {
       cold_ = &parts_.policy->WarmEvent(sequence->slot);
       runnable = false;
@@ -172,8 +174,9 @@ bool EngineImpl::LaunchStep(absl::Time now) {
     std::erase_if(running_,
                   [](const Sequence* s) { return s->state != Sequence::State::kRunning; });
   }
-  PlanStep({parts_.model->max_rows(), static_cast<int32_t>(options_.chunk_tokens)}, planner_view_,
-           &plan_);
+  PlanStep({parts_.model->max_rows(), static_cast<int32_t>(options_.chunk_tokens),
+            parts_.policy->decode_rows_per_sequence()},
+           planner_view_, &plan_);
   if (plan_.rows.empty()) return false;
 
   const uint64_t number = ++launched_steps_;
@@ -223,6 +226,10 @@ void EngineImpl::CompleteStep() {
     Sequence& sequence = *step.sampled[i];
     // Stopped a step ago: this token is surplus, and its KV goes with the sequence's pages.
     if (sequence.state == Sequence::State::kFinished) continue;
+    if (absl::Status health = parts_.policy->SlotHealth(sequence.slot); !health.ok()) {
+      FinishWith(sequence, std::move(health), now);
+      continue;
+    }
     const OutputToken token =
         batch_->Result(buffer, static_cast<int>(i), sequence.request.sampling.logprobs);
     if (token.id < 0) {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/synchronization/mutex.h"
+#include "src/attention/forwarding_policy.h"
 #include "src/attention/policies/full/full_policy.h"
 #include "src/base/error.h"
 #include "src/base/rng.h"
@@ -20,9 +21,9 @@ constexpr int kSlot = 0;  // one prompt at a time
 
 // Policy `full` that marks in the stream when a layer's keys and values are in the cache: what is
 // before that layer's attention and FFN can leave already.
-class MarkingPolicy : public AttentionPolicy {
+class MarkingPolicy : public ForwardingPolicy {
  public:
-  MarkingPolicy(FullPolicy* full, Device* device, int layers) : full_(full) {
+  MarkingPolicy(FullPolicy* full, Device* device, int layers) : ForwardingPolicy(full) {
     for (auto& events : events_) {
       for (int layer = 0; layer < layers; ++layer) events.push_back(device->NewEvent());
     }
@@ -34,37 +35,12 @@ class MarkingPolicy : public AttentionPolicy {
     return *events_[static_cast<size_t>(buffer)][static_cast<size_t>(layer)];
   }
 
-  const std::string& name() const override { return full_->name(); }
-  Footprint FootprintOf(int64_t context, int64_t total) const override {
-    return full_->FootprintOf(context, total);
-  }
-  int64_t max_tokens() const override { return full_->max_tokens(); }
-  Room RoomNow() const override { return full_->RoomNow(); }
-  bool Admit(int slot, int64_t context, int64_t total, Promise promise,
-             std::unique_ptr<SequenceCache>& home) override {
-    return full_->Admit(slot, context, total, promise, home);
-  }
-  bool Warm(int slot) override { return full_->Warm(slot); }
-  Event& WarmEvent(int slot) override { return full_->WarmEvent(slot); }
-  bool Grow(int slot, int64_t tokens) override { return full_->Grow(slot, tokens); }
-  void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
-                 absl::Span<const int32_t> positions) override {
-    full_->BeginStep(stream, slots, positions);
-  }
-  void Release(int slot) override { full_->Release(slot); }
-  bool MakeFirm(int slot) override { return full_->MakeFirm(slot); }
-  void Evict(int slot, int64_t tokens) override { full_->Evict(slot, tokens); }
-  std::unique_ptr<SequenceCache> TakeHome(int slot) override { return full_->TakeHome(slot); }
   void Append(Stream& stream, int layer, kernels::RopeAppendParams params) override {
-    full_->Append(stream, layer, params);
+    ForwardingPolicy::Append(stream, layer, params);
     stream.Record(appended(static_cast<int>(buffer_), layer));
-  }
-  void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
-    full_->Attend(stream, layer, params);
   }
 
  private:
-  FullPolicy* const full_;
   std::array<std::vector<std::unique_ptr<Event>>, BatchState::kDepth> events_;
   size_t buffer_ = 0;
 };

@@ -18,19 +18,28 @@ bool FitsSoftly(const WaitingSequence& sequence, const AdmissionRoom& room) {
 void PlanAdmission(AdmissionRoom room, absl::Span<const WaitingSequence> waiting,
                    std::vector<Admission>* admissions) {
   admissions->clear();
+  size_t admitted = 0;
+  bool home_awaited = false;
   for (const WaitingSequence& sequence : waiting) {
+    home_awaited = home_awaited || sequence.home > room.home_tokens;
+    if (home_awaited && sequence.home > 0) {
+      admissions->push_back(Admission::kWait);
+      continue;
+    }
     const bool firm = !room.soft_running && sequence.total <= room.firm_tokens &&
                       sequence.context <= room.free_tokens;
-    if (room.slots == 0 || (!firm && !FitsSoftly(sequence, room))) return;
+    if (room.slots == 0 || (!firm && !FitsSoftly(sequence, room))) break;
     admissions->push_back(firm ? Admission::kFirm : Admission::kSoft);
+    admitted = admissions->size();
     --room.slots;
     room.soft_running = room.soft_running || !firm;
     room.firm_tokens -= sequence.total;
     room.soft_tokens -= sequence.total;
     room.free_tokens -= sequence.context;
-    room.home_tokens -= firm || sequence.has_home ? 0 : sequence.total;
+    room.home_tokens -= firm || sequence.has_home ? sequence.home : sequence.total;
     room.growth_tokens += std::min(sequence.total - sequence.context, kGrowthTokens);
   }
+  admissions->resize(admitted);
 }
 
 int ChooseVictim(absl::Span<const VictimCandidate> running) {

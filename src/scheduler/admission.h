@@ -29,6 +29,7 @@ inline constexpr int64_t kGrowthTokens = 64;
 struct WaitingSequence {
   int64_t context = 0;  // that it takes at once, or for its pending tokens soon
   int64_t total = 0;    // at its end
+  int64_t home = 0;     // of DRAM, that it must find to be admitted; 0: it has all it needs
   // Its room in DRAM is there: it was preempted, and its home is still large enough.
   bool has_home = false;
   int preemptions = 0;
@@ -49,9 +50,10 @@ struct AdmissionRoom {
 
 enum class Admission { kWait, kFirm, kSoft };
 
-// For each of `waiting` (in the order in which they are to come) how it is admitted; nobody is
-// overtaken, so all after the first that waits wait too. `admissions` is overwritten and holds only
-// those that do not wait.
+// For each of `waiting` (in the order in which they are to come) how it is admitted. Nobody is
+// overtaken, so all after the first that waits wait too; but who waits for DRAM is overtaken by
+// those that have theirs, since only their end gives it back. `admissions` is overwritten and ends
+// with the last that does not wait.
 void PlanAdmission(AdmissionRoom room, absl::Span<const WaitingSequence> waiting,
                    std::vector<Admission>* admissions);
 

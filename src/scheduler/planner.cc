@@ -9,12 +9,13 @@ namespace {
 
 bool Decodes(const PlannerSequence& sequence) { return sequence.cached >= sequence.prompt_length; }
 
-// Pending tokens of the kind that comes next; none where it may not run.
-int64_t Pending(const PlannerSequence& sequence) {
+// Pending tokens of the kind that comes next that a step may have; none where it may not run.
+int64_t Pending(const PlannerSequence& sequence, const PlannerLimits& limits) {
   if (!sequence.runnable) return 0;
-  const int64_t end =
-      Decodes(sequence) ? sequence.length : std::min(sequence.length, sequence.prompt_length);
-  return end - sequence.cached;
+  if (Decodes(sequence)) {
+    return std::min<int64_t>(sequence.length - sequence.cached, limits.decode_rows);
+  }
+  return std::min(sequence.length, sequence.prompt_length) - sequence.cached;
 }
 
 void AddRow(const PlannerSequence& sequence, int32_t count, StepPlan* plan) {
@@ -35,12 +36,13 @@ void PlanStep(const PlannerLimits& limits, absl::Span<const PlannerSequence> seq
   plan->decode_rows = 0;
   plan->sample_count = 0;
   int32_t single = 0;
-  for (const PlannerSequence& sequence : sequences) single += Pending(sequence) == 1 ? 1 : 0;
+  for (const PlannerSequence& sequence : sequences)
+    single += Pending(sequence, limits) == 1 ? 1 : 0;
   // Both kinds share what is left in the order of the sequences, so each walk counts all of it.
   for (const bool decode : {true, false}) {
     int32_t left = std::min(limits.chunk_tokens, limits.max_rows - single);
     for (const PlannerSequence& sequence : sequences) {
-      const int64_t pending = Pending(sequence);
+      const int64_t pending = Pending(sequence, limits);
       const auto count = static_cast<int32_t>(pending == 1 ? 1 : std::min<int64_t>(pending, left));
       if (count <= 0) continue;
       if (pending > 1) left -= count;

@@ -45,8 +45,9 @@ struct StepPlan {
 };
 
 struct PlannerLimits {
-  int32_t max_rows = 0;      // of a step, all sequences
-  int32_t chunk_tokens = 0;  // of pending prompts in a step
+  int32_t max_rows = 0;             // of a step, all sequences
+  int32_t chunk_tokens = 0;         // of pending prompts in a step
+  int32_t decode_rows = INT32_MAX;  // of one sequence in a step
 };
 
 // Every runnable sequence with one pending token gets its row; what is left of the step goes, up to

@@ -3,7 +3,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "src/attention/policies/full/full_policy.h"
+#include "src/attention/policy_factory.h"
+#include "src/attention/policy_profile.h"
 #include "src/base/logging.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
@@ -13,6 +14,15 @@
 #endif
 
 namespace sluice {
+namespace {
+
+kernels::GroupReduction ReductionOf(const std::string& name) {
+  if (name == "mean") return kernels::GroupReduction::kMean;
+  if (name == "softmax-sum") return kernels::GroupReduction::kSoftmaxSum;
+  return kernels::GroupReduction::kMax;
+}
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<Device>> NewDevice(const Config& config) {
   if (config.device() == "cuda") {
@@ -48,6 +58,39 @@ absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_r
   return Model::Load(options, device);
 }
 
+absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config,
+                                              const std::string& fingerprint) {
+  using Selector = PolicyOptions::Oracle::Selector;
+  PolicyOptions o;
+  o.name = config.policy();
+  o.budget_tokens = static_cast<int>(config.budget_tokens());
+  o.dense_layers = static_cast<int>(config.dense_layers());
+  o.reduction = ReductionOf(config.score_reduction());
+  o.workers =
+      config.policy_workers() != 0 ? static_cast<int>(config.policy_workers()) : ThreadsOf(config);
+  o.worker_deadline = absl::Seconds(config.policy_worker_deadline_seconds());
+  o.scout.share_limit = static_cast<float>(config.scout_share_limit());
+  o.scout.attend_whole = config.scout_attend_whole();
+  o.scout.resident_tokens = static_cast<int>(config.scout_resident_tokens());
+  o.recall.margin = static_cast<float>(config.recall_margin());
+  o.recall.fetch_all = config.recall_fetch_all();
+  o.recall.rank = static_cast<int>(config.recall_rank());
+  o.hgca.window_tokens = static_cast<int>(config.hgca_window_tokens());
+  o.hgca.beta = static_cast<float>(config.hgca_beta());
+  o.hgca.alpha = static_cast<float>(config.hgca_alpha());
+  o.hgca.reduction = ReductionOf(config.hgca_reduction());
+  const std::string& selector = config.oracle_selector();
+  o.oracle.selector = selector == "digest"   ? Selector::kDigest
+                      : selector == "ends"   ? Selector::kEnds
+                      : selector == "random" ? Selector::kRandom
+                                             : Selector::kExact;
+  if (config.policy_profile().empty()) return o;
+  SLUICE_ASSIGN_OR_RETURN(const PolicyProfile profile, ReadPolicyProfile(config.policy_profile()));
+  SLUICE_RETURN_IF_ERROR(ApplyPolicyProfile(
+      profile, fingerprint.empty() ? profile.model_fingerprint : fingerprint, &o));
+  return o;
+}
+
 absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& model, Device* device) {
   NodeMemory memory;
   SLUICE_ASSIGN_OR_RETURN(Buffer hbm,
@@ -58,13 +101,14 @@ absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& mode
                           device->Allocate(MemoryKind::kPinned, config.dram_bytes(), "dram_bytes"));
   SLUICE_ASSIGN_OR_RETURN(memory.dram,
                           PagePool::Create("dram", model.cache_layout(), std::move(dram)));
-  FullPolicyOptions policy;
+  SLUICE_ASSIGN_OR_RETURN(PolicyOptions policy, PolicyOptionsOf(config, model.fingerprint()));
   policy.device = device;
   policy.hbm = memory.hbm.get();
+  policy.dram = memory.dram.get();
   policy.slots = static_cast<int>(config.max_sequences());
   policy.max_context = model.max_context();
-  policy.dram = memory.dram.get();
-  SLUICE_ASSIGN_OR_RETURN(memory.policy, NewFullPolicy(policy));
+  policy.heads = model.config().heads;
+  SLUICE_ASSIGN_OR_RETURN(memory.policy, NewPolicy(policy));
   return memory;
 }
 

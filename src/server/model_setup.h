@@ -8,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "src/attention/attention_policy.h"
+#include "src/attention/policy_options.h"
 #include "src/config/setting.h"
 #include "src/device/device.h"
 #include "src/kv/page_pool.h"
@@ -28,6 +29,10 @@ struct NodeMemory {
   std::unique_ptr<PagePool> dram;
   std::unique_ptr<AttentionPolicy> policy;
 };
+// What `config` says of the policy, with its profile; device, pools and shapes are left to the
+// caller. `fingerprint`: of the model that the profile must be of; empty: of any.
+// Errors are those of ReadPolicyProfile and ApplyPolicyProfile.
+absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::string& fingerprint);
 absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& model, Device* device);
 
 // nullopt if the model directory has no tokenizer.json, or one of a kind that is not known (which

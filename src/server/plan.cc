@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "src/attention/policy_factory.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 #include "src/engine/batch_state.h"
@@ -79,6 +80,59 @@ int64_t TokensThatFit(const CacheLayout& layout, int64_t bytes) {
   return low;
 }
 
+namespace {
+
+// A policy's footprints, from a small one of it: they depend on its settings and the model alone.
+absl::StatusOr<std::vector<PlanInput::Policy::Room>> RoomsOf(PolicyOptions options,
+                                                             const PlanInput& in, Device* device) {
+  const int64_t page = in.layout.BytesFor(1) + kAlignment;
+  const auto pool = [&](const char* name, MemoryKind kind) -> decltype(auto) {
+    absl::StatusOr<Buffer> arena = device->Allocate(kind, static_cast<size_t>(page), name);
+    return arena.ok() ? PagePool::Create(name, in.layout, *std::move(arena)) : arena.status();
+  };
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<PagePool> hbm, pool("hbm", MemoryKind::kDevice));
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<PagePool> dram, pool("dram", MemoryKind::kPinned));
+  options.device = device;
+  options.hbm = hbm.get();
+  options.dram = dram.get();
+  options.slots = 1;
+  options.workers = 1;
+  options.max_context = static_cast<int>(in.max_context);
+  options.heads = in.model.heads;
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<AttentionPolicy> policy, NewPolicy(options));
+  std::vector<PlanInput::Policy::Room> rooms;
+  for (const int64_t context : Contexts(in.max_context)) {
+    const Footprint footprint = policy->FootprintOf(context, context);
+    PlanInput::Policy::Room room;
+    room.context = context;
+    room.hbm_bytes = in.layout.BytesFor(footprint.hbm_tokens);
+    room.dram_bytes = in.layout.BytesFor(footprint.dram_tokens);
+    room.running = std::min({SequencesThatFit(in.layout, in.hbm_bytes, footprint.hbm_tokens),
+                             SequencesThatFit(in.layout, in.dram_bytes, footprint.dram_tokens),
+                             in.max_sequences});
+    rooms.push_back(room);
+  }
+  return rooms;
+}
+
+std::string PolicyLines(const PlanInput::Policy& policy) {
+  std::string out =
+      absl::StrFormat("\npolicy %s: its home in DRAM, a part of it in HBM\n", policy.name);
+  if (!policy.status.ok()) {
+    absl::StrAppend(&out, "  none: ", std::string(policy.status.message()), "\n");
+    return out;
+  }
+  absl::StrAppendFormat(&out, "  %10s  %12s  %12s  %16s\n", "context", "HBM", "DRAM",
+                        "running (both)");
+  for (const PlanInput::Policy::Room& room : policy.rooms) {
+    absl::StrAppendFormat(&out, "  %10d  %12s  %12s  %16d\n", room.context, Bytes(room.hbm_bytes),
+                          Bytes(room.dram_bytes), room.running);
+  }
+  return out;
+}
+
+}  // namespace
+
 std::string FormatPlan(const PlanInput& in) {
   const ModelConfig& m = in.model;
   int64_t token_bytes = 0;
@@ -124,6 +178,7 @@ std::string FormatPlan(const PlanInput& in) {
                         longest, in.max_context);
   absl::StrAppendFormat(&out, "  running sequences are capped by max_sequences (%d)\n",
                         in.max_sequences);
+  for (const PlanInput::Policy& policy : in.policies) absl::StrAppend(&out, PolicyLines(policy));
   return out;
 }
 
@@ -149,11 +204,21 @@ absl::StatusOr<PlanInput> PlanOf(const Config& config) {
   in.workspace_bytes = model->workspace_bytes();
 
   const int64_t before = device->asked(MemoryKind::kDevice);
-  SLUICE_ASSIGN_OR_RETURN(const NodeMemory memory, NewNodeMemory(config, *model, device.get()));
+  by_formula.set_policy("full");  // the others write into their memory
+  by_formula.clear_policy_profile();
+  SLUICE_ASSIGN_OR_RETURN(const NodeMemory memory, NewNodeMemory(by_formula, *model, device.get()));
   SLUICE_ASSIGN_OR_RETURN(
       const std::unique_ptr<BatchState> batch,
       BatchState::Create({sequences, model->max_context()}, device.get(), *model));
   in.batch_bytes = device->asked(MemoryKind::kDevice) - before - in.hbm_bytes;
+  SLUICE_ASSIGN_OR_RETURN(PolicyOptions options, PolicyOptionsOf(config, /*fingerprint=*/""));
+  for (const std::string& name : OffloadingPolicies()) {
+    options.name = name;
+    absl::StatusOr<std::vector<PlanInput::Policy::Room>> rooms = RoomsOf(options, in, real.get());
+    PlanInput::Policy policy{name, rooms.status(), {}};
+    if (rooms.ok()) policy.rooms = *std::move(rooms);
+    in.policies.push_back(std::move(policy));
+  }
   return in;
 }
 

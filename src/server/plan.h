@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "src/config/setting.h"
@@ -26,6 +27,20 @@ struct PlanInput {
   int64_t workspace_bytes = 0;
   int64_t batch_bytes = 0;      // histories, tables, logits of the running batch
   Device::DeviceMemory device;  // what it has before any of it
+  // The policies that keep a sequence's home in DRAM.
+  struct Policy {
+    std::string name;
+    absl::Status status;  // why there is none under these settings
+    // Of a sequence of so many tokens of prompt and output, by the policy's own footprint.
+    struct Room {
+      int64_t context = 0;
+      int64_t hbm_bytes = 0;
+      int64_t dram_bytes = 0;
+      int64_t running = 0;  // that HBM and DRAM hold, at most max_sequences
+    };
+    std::vector<Room> rooms;
+  };
+  std::vector<Policy> policies;
 };
 
 // Sequences of `context` tokens that an arena of `bytes` holds at once.

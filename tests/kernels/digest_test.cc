@@ -263,7 +263,7 @@ void TestBound(const KernelTable& table, Random& random) {
                                scores.data(), kTokens, 1, 6, 1, 0.125f, GroupReduction::kMax},
              1);
   for (int64_t h = 0; h < 2; ++h) {
-    for (int64_t t = 0; t < kTokens; ++t) {
+    for (int64_t t = 0; t < kTokens / 16 * 16; ++t) {  // the newest block has no score
       REQUIRE(scores[h * kTokens + t] <= bounds[h * kBlocks + t / 16] + 1e-5f);
     }
   }

@@ -17,6 +17,7 @@ struct ResidencyCase {
   int32_t max_selected;
   bool whole;
   bool every_row;  // no `due`
+  bool forget = false;
 };
 
 constexpr int32_t kSlots = 4, kKvHeads = 2, kBlockTokens = 16, kHeadDim = 16, kMaxBlocks = 24;
@@ -29,6 +30,8 @@ const ResidencyCase kCases[] = {
     {"blocks, places for a few", kBlockTokens, 1, 3, 9, false, true},
     {"blocks, no places", kBlockTokens, 2, 2, 5, false, true},
     {"tokens", 1, 2 * kBlockTokens, 5 * kBlockTokens, 40, false, true},
+    {"tokens, fetched anew in every step", 1, kBlockTokens, 6 * kBlockTokens, 70, false, true,
+     true},
     {"tokens, whole", 1, kBlockTokens, 4 * kBlockTokens, 60, true, false},
 };
 
@@ -97,7 +100,8 @@ class World {
                            .rows = kRows,
                            .kv_heads = kKvHeads,
                            .unit_tokens = c.unit_tokens,
-                           .whole = c.whole};
+                           .whole = c.whole,
+                           .forget = c.forget};
     RunWorkers(path.split, p, workers);
   }
 
@@ -116,7 +120,7 @@ class World {
                             .rows = kRows,
                             .kv_heads = kKvHeads,
                             .unit_tokens = c.unit_tokens};
-    RunWorkers(path.recall, p, workers);
+    workers < 4 ? RunWorkers(path.recall, p, workers) : RunThreads(path.recall, p, workers);
     Move(path, out);
   }
 
@@ -328,6 +332,7 @@ void RunTraffic(const KernelTable& table, const ResidencyCase& c, int steps, Ran
       }
     };
     sound(before);
+    if (c.forget) before.assign(before.size(), {});
     got.Split(table, in, out, 1 + step % 3);
     want.Split(Reference(), in, reference, 1);
     std::vector<std::map<int32_t, int32_t>> stamps(kRows * kKvHeads);

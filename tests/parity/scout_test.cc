@@ -10,11 +10,16 @@
 #include "kernels/kernel_table.h"
 #include "src/attention/policies/scout/scout_policy.h"
 #include "tests/fixtures/fixtures.h"
+#include "tests/parity/against_full.h"
 #include "tests/parity/teacher.h"
 
 namespace sluice {
 namespace {
 
+using testing::Best;
+using testing::Cosine;
+using testing::Dictate;
+using testing::RelativeError;
 using testing::Teacher;
 
 constexpr int kBlockTokens = 32;
@@ -27,58 +32,9 @@ void Covered(PolicyOptions& options, int prompt) {
   options.dense_layers = 0;
   options.budget_tokens = options.max_context;
   options.workers = 2;
+  options.worker_deadline = absl::Seconds(60);  // a busy machine is no fault
   options.scout.recall = false;
   options.scout.resident_tokens = std::max(blocks / 2 - kRing, 1) * kBlockTokens;
-}
-
-double Cosine(const std::vector<float>& a, const std::vector<float>& b) {
-  double dot = 0, a2 = 0, b2 = 0;
-  for (size_t i = 0; i < a.size(); ++i) {
-    dot += double{a[i]} * b[i];
-    a2 += double{a[i]} * a[i];
-    b2 += double{b[i]} * b[i];
-  }
-  return dot / std::sqrt(a2 * b2);
-}
-
-double RelativeError(const std::vector<float>& got, const std::vector<float>& want) {
-  double error = 0, norm = 0;
-  for (size_t i = 0; i < want.size(); ++i) {
-    error += (double{got[i]} - want[i]) * (double{got[i]} - want[i]);
-    norm += double{want[i]} * want[i];
-  }
-  return std::sqrt(error / norm);
-}
-
-int32_t Best(const std::vector<float>& logits) {
-  return static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
-}
-
-// Dictates the golden tokens of the model's longest prompt to both, and calls visit(logits of full,
-// logits of the other) of every step.
-void Dictate(
-    const fixtures::GoldenCase& golden, Teacher& full, Teacher& other,
-    const std::function<void(const std::vector<float>&, const std::vector<float>&)>& visit) {
-  std::vector<int32_t> tokens = golden.prompt;
-  tokens.insert(tokens.end(), golden.tokens.begin(), golden.tokens.end());
-  const int prompt = static_cast<int>(golden.prompt.size());
-  for (Teacher* teacher : {&full, &other}) {
-    teacher->Begin(tokens);
-    teacher->Step(0, prompt, /*generates=*/false);
-  }
-  for (int i = 0; i < static_cast<int>(golden.tokens.size()); ++i) {
-    INFO("step " << i);
-    const std::vector<float> want = full.Step(prompt + i, 1, /*generates=*/true);
-    visit(want, other.Step(prompt + i, 1, /*generates=*/true));
-  }
-}
-
-fixtures::GoldenCase Longest(const std::string& name) {
-  const auto golden = fixtures::LoadGolden(name);
-  REQUIRE(golden.ok());
-  return *std::max_element(golden->begin(), golden->end(), [](const auto& a, const auto& b) {
-    return a.prompt.size() < b.prompt.size();
-  });
 }
 
 // Both sides' lse of every layer are finite: neither is empty.
@@ -95,7 +51,7 @@ void CheckBothSides(Teacher& teacher) {
 void CheckExact(const std::string& kernels, DType kv_dtype, double tolerance) {
   for (const std::string& name : fixtures::TinyModels()) {
     INFO(name << " on " << kernels);
-    const fixtures::GoldenCase golden = Longest(name);
+    const fixtures::GoldenCase golden = testing::LongestCase(name);
     Teacher full(fixtures::ModelDir(name), kernels, kv_dtype);
     Teacher scout(fixtures::ModelDir(name), kernels, kv_dtype, [&](PolicyOptions& options) {
       Covered(options, static_cast<int>(golden.prompt.size()));
@@ -138,7 +94,7 @@ TEST_CASE("half of the blocks in HBM, the rest on the CPU: logits and tokens are
 TEST_CASE("with predicted queries the logits stay close to those of full") {
   for (const std::string& name : fixtures::TinyModels()) {
     INFO(name);
-    const fixtures::GoldenCase golden = Longest(name);
+    const fixtures::GoldenCase golden = testing::LongestCase(name);
     Teacher full(fixtures::ModelDir(name), "portable", DType::kBFloat16);
     Teacher scout(
         fixtures::ModelDir(name), "portable", DType::kBFloat16,

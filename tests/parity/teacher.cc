@@ -33,22 +33,21 @@ Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType
   options.max_rows = kMaxRows;
   options.max_logits = 1;
   model_ = OrFail(Model::Load(options, device_.get()));
-  pool_ =
-      OrFail(PagePool::Create("hbm", model_->cache_layout(),
-                              OrFail(device_->Allocate(MemoryKind::kDevice, kPoolBytes, "test"))));
-  dram_ =
-      OrFail(PagePool::Create("dram", model_->cache_layout(),
-                              OrFail(device_->Allocate(MemoryKind::kPinned, kPoolBytes, "test"))));
+  const auto pool = [this](const char* name, MemoryKind kind) {
+    return OrFail(PagePool::Create(name, model_->cache_layout(),
+                                   OrFail(device_->Allocate(kind, kPoolBytes, "test"))));
+  };
+  hbm_ = pool("hbm", MemoryKind::kDevice);
+  dram_ = pool("dram", MemoryKind::kPinned);
   PolicyOptions policy;
   policy.device = device_.get();
-  policy.hbm = pool_.get();
+  policy.hbm = hbm_.get();
   policy.dram = dram_.get();
   policy.slots = 1;
   policy.max_context = kMaxContext;
   policy.heads = model_->config().heads;
   if (choose != nullptr) choose(policy);
   policy_ = OrFail(NewPolicy(policy));
-  full_ = dynamic_cast<FullPolicy*>(policy_.get());
   stream_ = device_->NewStream(Device::StreamKind::kCompute);
   done_ = device_->NewEvent();
   const auto vocab = static_cast<size_t>(model_->config().vocab_size);
@@ -59,7 +58,6 @@ Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType
   allocate(&tokens_, kMaxContext * 4);
   allocate(&rows_, (2 * kMaxRows + 1) * 4);
   allocate(&logits_, vocab * 4);
-  pool_image_ = OrFail(device_->Allocate(MemoryKind::kPinned, kPoolBytes, "test"));
 }
 
 void Teacher::ToDevice(const Mirrored& both) {
@@ -77,35 +75,40 @@ void Teacher::End() {
   admitted_ = false;
 }
 
-void Teacher::Begin(const std::vector<int32_t>& tokens) {
-  End();
+void Teacher::Admit(const std::vector<int32_t>& tokens, int context,
+                    std::unique_ptr<SequenceCache> home) {
   std::copy(tokens.begin(), tokens.end(), tokens_.host.as<int32_t>());
   ToDevice(tokens_);
   Finish();
-  std::unique_ptr<SequenceCache> none;
-  REQUIRE(policy_->Admit(0, 0, static_cast<int64_t>(tokens.size()), Promise::kFirm, none));
-  policy_->WarmEvent(0).Wait();
-  REQUIRE(policy_->Warm(0));
+  REQUIRE(policy_->Admit(0, context, static_cast<int64_t>(tokens.size()), Promise::kFirm, home));
+  AwaitWarm();
   admitted_ = true;
   prompt_ended_ = false;
+}
+
+void Teacher::AwaitWarm() {
+  while (!policy_->Warm(0)) policy_->WarmEvent(0).Wait();
+}
+
+void Teacher::Begin(const std::vector<int32_t>& tokens) {
+  End();
+  Admit(tokens, 0, nullptr);
 }
 
 void Teacher::BeginWithCache(const std::vector<int32_t>& tokens, int context,
                              const std::vector<std::vector<uint16_t>>& k,
                              const std::vector<std::vector<uint16_t>>& v) {
-  REQUIRE(full_ != nullptr);
-  Begin(tokens);
-  policy_->Grow(0, context);
+  End();
+  const auto total = static_cast<int64_t>(tokens.size());
+  auto home = std::make_unique<SequenceCache>(
+      dram_.get(), dram_->TryReserve(policy_->FootprintOf(context, total).dram_tokens));
+  home->EnsureTokens(context);
   const CacheKind& kind = model_->cache_layout().kinds[0];
   const int dim = model_->config().head_dim;
-  const auto image_of = [&](const uint8_t* block) {
-    return pool_image_.as<uint8_t>() + (block - static_cast<const uint8_t*>(pool_->base(0)));
-  };
   for (int layer = 0; layer < model_->cache_layout().layers; ++layer) {
     for (int token = 0; token < context; ++token) {
       for (int head = 0; head < kind.heads; ++head) {
-        uint8_t* block =
-            image_of(full_->resident(0).BlockAddress(layer, 0, head, token / kind.block_tokens));
+        uint8_t* block = home->BlockAddress(layer, 0, head, token / kind.block_tokens);
         for (int part = 0; part < 2; ++part) {
           const auto& source = (part == 0 ? k : v)[static_cast<size_t>(layer)];
           const size_t from = (static_cast<size_t>(token) * static_cast<size_t>(kind.heads) +
@@ -123,17 +126,16 @@ void Teacher::BeginWithCache(const std::vector<int32_t>& tokens, int context,
         }
       }
     }
-    for (int head = 0; head < kind.heads; ++head) {
-      for (int block = 0; block < kind.BlocksFor(context); ++block) {
-        uint8_t* target = full_->resident(0).BlockAddress(layer, 0, head, block);
-        stream_->Copy(target, image_of(target), static_cast<size_t>(kind.block_bytes()));
-      }
-    }
   }
-  Finish();
+  Admit(tokens, context, std::move(home));
 }
 
 std::vector<float> Teacher::Step(int position, int count, bool generates) {
+  if (generates && !prompt_ended_) {
+    policy_->EndPrompt(0, position);
+    AwaitWarm();
+    prompt_ended_ = true;
+  }
   int32_t* slots = rows_.host.as<int32_t>();
   int32_t* positions = slots + kMaxRows;
   int32_t* logit_row = positions + kMaxRows;
@@ -142,12 +144,6 @@ std::vector<float> Teacher::Step(int position, int count, bool generates) {
     positions[i] = position + i;
   }
   *logit_row = count - 1;
-  if (generates && !prompt_ended_ && policy_->NeedsEndPrompt()) {
-    policy_->EndPrompt(0, position);
-    policy_->WarmEvent(0).Wait();
-    REQUIRE(policy_->Warm(0));
-  }
-  prompt_ended_ = prompt_ended_ || generates;
   policy_->Grow(0, position + count);
   policy_->BeginStep(*stream_, {slots, static_cast<size_t>(count)},
                      {positions, static_cast<size_t>(count)});

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "src/attention/attention_policy.h"
-#include "src/attention/policies/full/full_policy.h"
 #include "src/attention/policy_options.h"
 #include "src/device/device.h"
 #include "src/kv/page_pool.h"
@@ -25,12 +24,12 @@ class Teacher {
   // Starts anew with this token sequence: prompt and what will be dictated after it.
   void Begin(const std::vector<int32_t>& tokens);
   // The same, the first `context` tokens' caches being given, bf16 [context][kv_heads][head_dim]
-  // per layer. REQUIRES: policy `full`.
+  // per layer.
   void BeginWithCache(const std::vector<int32_t>& tokens, int context,
                       const std::vector<std::vector<uint16_t>>& k,
                       const std::vector<std::vector<uint16_t>>& v);
   // Computes tokens [position, position + count) and returns the logits of the last, [vocab].
-  // `generates`: they are past the prompt.
+  // `generates`: they are past the prompt, which ended before the first of them.
   std::vector<float> Step(int position, int count, bool generates);
 
   AttentionPolicy& policy() { return *policy_; }
@@ -46,16 +45,16 @@ class Teacher {
   void ToDevice(const Mirrored& both);
   // Waits for what is enqueued.
   void Finish();
+  void Admit(const std::vector<int32_t>& tokens, int context, std::unique_ptr<SequenceCache> home);
+  void AwaitWarm();
   void End();
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
-  std::unique_ptr<PagePool> pool_, dram_;
+  std::unique_ptr<PagePool> hbm_, dram_;
   std::unique_ptr<AttentionPolicy> policy_;
-  FullPolicy* full_ = nullptr;  // policy_, if it is that one
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Event> done_;
   Mirrored tokens_, rows_, logits_;
-  Buffer pool_image_;  // what the caches were given, byte for byte
   bool admitted_ = false;
   bool prompt_ended_ = false;
 };

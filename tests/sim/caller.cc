@@ -278,6 +278,10 @@ void Caller::CheckError(const FinishInfo& info) {
     ends(request_.expected.end == Expected::End::kBadLogits &&
              emitted_ == request_.expected.tokens.size(),
          Situation::kEndedByBadLogits);
+  } else if (reason == "WORKER_FAILED") {
+    const SimDeviceOptions& device = world_->scenario().node.device;
+    ends(device.worker_failures > 0 || device.late_workers > 0 || device.leaving_workers > 0,
+         Situation::kEndedByWorker);
   } else if (reason == "DRAINING") {
     ends(world_->has_drained(), Situation::kEndedByDrain);
   } else if (reason == "DRAIN_TIME") {

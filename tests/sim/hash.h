@@ -1,6 +1,10 @@
 // The arithmetic of the simulated model, shared by the kernels that read pages and by the oracle
 // that never sees one: a token's state mixes its id, its position and, layer by layer, every byte
-// of every key and value up to it.
+// of every key and value up to it that it attends to.
+//
+// What a KV head gives is the sum of a hash of each token's key and value: whoever attends to which
+// part of them, in whatever order, the parts add up to the same, and a token that is left out,
+// wrong or there twice shows.
 #pragma once
 
 #include <cmath>
@@ -38,9 +42,22 @@ constexpr uint64_t Embed(int32_t token, int32_t position) {
 }
 
 // Word `i` of the keys and values that a token of that state has in a layer: head by head, K then
-// V.
+// V. Two float32 each, below 2 in magnitude, so that selectors can score them.
 constexpr uint64_t KvWord(uint64_t state, int layer, int i) {
-  return Mix(state, static_cast<uint64_t>(layer * kTokenWords + i + 1));
+  return Mix(state, static_cast<uint64_t>(layer * kTokenWords + i + 1)) & 0xBFFFFFFFBFFFFFFFull;
+}
+
+// Word `i` of the queries that a token of that state has in a layer, all heads, by the same bits.
+constexpr uint64_t QueryWord(uint64_t state, int layer, int i) {
+  return Mix(state, ~static_cast<uint64_t>(layer * kHeads * kWords + i)) & 0xBFFFFFFFBFFFFFFFull;
+}
+
+// Of a token's key and value in one head.
+constexpr uint64_t TokenHash(const uint64_t* k, const uint64_t* v) {
+  uint64_t hash = kEmpty;
+  for (int i = 0; i < kWords; ++i) hash = Mix(hash, k[i]);
+  for (int i = 0; i < kWords; ++i) hash = Mix(hash, v[i]);
+  return hash;
 }
 
 // Logit of token `v` after a token of that state; `token` is that token's id.

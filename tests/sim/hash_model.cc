@@ -1,7 +1,9 @@
 #include "tests/sim/hash_model.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <string>
 
 #include "src/attention/attention_policy.h"
@@ -13,18 +15,30 @@ namespace sluice::sim {
 namespace {
 
 constexpr int kQkv = (kHeads + 2 * kKvHeads) * kHeadDim;  // floats of a row
+constexpr float kScale = 0.5f;
 
 // First byte of a part of a token's head in the cache.
-uint8_t* PartAddress(const kernels::PagedCache& cache, int32_t slot, int32_t position, int head,
+uint8_t* PartAddress(const kernels::PagedCache& cache, int32_t slot, int64_t position, int head,
                      int part) {
-  const int32_t page = cache.block_table[slot * cache.table_stride + position / cache.block_tokens];
+  int64_t block = position / cache.block_tokens;
+  if (cache.ring_blocks > 0) block %= cache.ring_blocks;
+  const int32_t page = cache.block_table[slot * cache.table_stride + block];
   const int64_t part_bytes = int64_t{cache.block_tokens} * cache.head_dim * SizeOf(cache.type);
   return static_cast<uint8_t*>(cache.base) + page * cache.page_bytes +
          (int64_t{head} * kParts + part) * part_bytes +
-         int64_t{position % cache.block_tokens} * cache.head_dim * SizeOf(cache.type);
+         position % cache.block_tokens * cache.head_dim * SizeOf(cache.type);
 }
 
-// Keys and values go to the cache as they are.
+// The hash of a token's key and value of one head, as the cache has them.
+uint64_t HashToken(const kernels::PagedCache& cache, int32_t slot, int64_t position, int head) {
+  uint64_t words[kParts][kWords];
+  for (int part = 0; part < kParts; ++part) {
+    std::memcpy(words[part], PartAddress(cache, slot, position, head, part), sizeof(words[part]));
+  }
+  return TokenHash(words[0], words[1]);
+}
+
+// Keys and values go to the cache as they are. There is nothing to do to queries.
 void AppendBytes(const kernels::RopeAppendParams& p, kernels::Worker) {
   for (int64_t r = 0; r < p.rows; ++r) {
     if (p.slots[r] < 0) continue;
@@ -32,36 +46,88 @@ void AppendBytes(const kernels::RopeAppendParams& p, kernels::Worker) {
       for (int part = 0; part < kParts; ++part) {
         const float* from =
             p.qkv + r * kQkv + (p.heads + part * p.cache.kv_heads + head) * p.cache.head_dim;
-        std::memcpy(PartAddress(p.cache, p.slots[r], p.positions[r], head, part), from,
-                    static_cast<size_t>(p.cache.head_dim) * 4);
+        const size_t bytes = static_cast<size_t>(p.cache.head_dim) * 4;
+        std::memcpy(PartAddress(p.cache, p.slots[r], p.positions[r], head, part), from, bytes);
+        if (p.written == nullptr) continue;
+        std::memcpy(static_cast<float*>(p.written) +
+                        ((r * p.cache.kv_heads + head) * kParts + part) * p.cache.head_dim,
+                    from, bytes);
       }
     }
   }
 }
 
-// The hash of every byte of positions 0..positions[r]; it is all that a row's output holds.
+// What a row's head gets: the sum of its tokens' hashes in the first 8 bytes.
+void Put(void* out, int64_t row, int head, uint64_t sum) {
+  static_assert(kHeads == kKvHeads);
+  std::memcpy(static_cast<float*>(out) + (row * kHeads + head) * kHeadDim, &sum, sizeof(sum));
+}
+
+// Positions 0..positions[r].
 void HashContext(const kernels::AttentionParams& p, kernels::Worker) {
   for (int64_t r = 0; r < p.rows; ++r) {
-    uint64_t hash = kEmpty;
-    for (int32_t position = 0; p.slots[r] >= 0 && position <= p.positions[r]; ++position) {
-      for (int head = 0; head < p.cache.kv_heads; ++head) {
-        for (int part = 0; part < kParts; ++part) {
-          uint64_t words[kWords];
-          std::memcpy(words, PartAddress(p.cache, p.slots[r], position, head, part), sizeof(words));
-          for (const uint64_t word : words) hash = Mix(hash, word);
-        }
+    for (int head = 0; head < p.cache.kv_heads; ++head) {
+      uint64_t sum = 0;
+      for (int64_t position = 0; p.slots[r] >= 0 && position <= p.positions[r]; ++position) {
+        sum += HashToken(p.cache, p.slots[r], position, head);
       }
+      Put(p.out, r, head, sum);
     }
-    std::memcpy(static_cast<float*>(p.out) + r * p.heads * p.cache.head_dim, &hash, sizeof(hash));
   }
 }
 
 void NothingToMerge(const kernels::AttentionParams&, kernels::Worker) {}
 
+// The tokens, up to the row's own, of its lists of units.
+void HashUnits(const kernels::SparseAttentionParams& p, kernels::Worker) {
+  for (int64_t r = 0; r < p.rows; ++r) {
+    for (int head = p.kv_head_begin; head < p.kv_head_end; ++head) {
+      const int64_t list = r * p.cache.kv_heads + head;
+      uint64_t sum = 0;
+      const int32_t count = p.slots[r] < 0 ? 0 : p.counts[list];
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t unit = p.units == nullptr ? i : p.units[list * p.capacity + i];
+        const int64_t place = p.places == nullptr ? unit : p.places[list * p.capacity + i];
+        for (int32_t t = 0; t < p.unit_tokens; ++t) {
+          if (p.units != nullptr && unit * p.unit_tokens + t > p.positions[r]) break;
+          sum += HashToken(p.cache, p.slots[r], place * p.unit_tokens + t, head);
+        }
+      }
+      Put(p.o, r, head, sum);
+      p.lse[r * p.heads + head] = count > 0 ? 0 : -std::numeric_limits<float>::infinity();
+    }
+  }
+}
+
+// Parts add up.
+void AddParts(const kernels::MergeParams& p, kernels::Worker) {
+  for (int64_t r = 0; r < p.rows; ++r) {
+    for (int head = 0; head < p.heads; ++head) {
+      uint64_t sum = 0;
+      float lse = -std::numeric_limits<float>::infinity();
+      for (int64_t part = 0; part < p.parts; ++part) {
+        const int64_t at = (part * p.rows + r) * p.heads + head;
+        if (std::isinf(p.lse[at])) continue;
+        uint64_t more;
+        std::memcpy(&more, p.o + at * p.head_dim, sizeof(more));
+        sum += more;
+        lse = 0;
+      }
+      Put(p.out, r, head, sum);
+      if (p.out_lse != nullptr) p.out_lse[r * p.heads + head] = lse;
+    }
+  }
+}
+
 class HashModelImpl : public HashModel {
  public:
-  HashModelImpl(const HashModelOptions& options, Buffer states, Buffer qkv, Buffer out)
-      : options_(options), states_(std::move(states)), qkv_(std::move(qkv)), out_(std::move(out)) {
+  HashModelImpl(const HashModelOptions& options, Buffer states, Buffer qkv, Buffer predicted,
+                Buffer out)
+      : options_(options),
+        states_(std::move(states)),
+        qkv_(std::move(qkv)),
+        predicted_(std::move(predicted)),
+        out_(std::move(out)) {
     config_.name = config_.architecture = "sim";
     config_.layers = kLayers;
     config_.heads = kHeads;
@@ -88,7 +154,7 @@ class HashModelImpl : public HashModel {
   int max_logits() const override { return options_.max_logits; }
   int64_t weight_bytes() const override { return 0; }
   int64_t workspace_bytes() const override {
-    return static_cast<int64_t>(states_.bytes() + qkv_.bytes() + out_.bytes());
+    return static_cast<int64_t>(states_.bytes() + qkv_.bytes() + predicted_.bytes() + out_.bytes());
   }
   int deepest() const override { return deepest_; }
 
@@ -98,6 +164,8 @@ class HashModelImpl : public HashModel {
     deepest_ = std::max(deepest_, ++under_way_);
     for (int layer = 0; layer < kLayers; ++layer) {
       host.Enqueue<Step>(layer == 0 ? &Embeddings : &MixIn, {this, in, layer});
+      if (layer == 0) LookAhead(host, in, 0, policy);
+      LookAhead(host, in, layer + 1, policy);
       host.Enqueue<Step>(&Project, {this, in, layer});
       kernels::RopeAppendParams append{};
       append.qkv = qkv_.as<float>();
@@ -105,6 +173,7 @@ class HashModelImpl : public HashModel {
       append.positions = in.positions;
       append.rows = in.rows;
       append.heads = kHeads;
+      append.decode_rows = in.decode_rows;
       policy.Append(stream, layer, append);
       kernels::AttentionParams attend{};
       attend.q = qkv_.as<float>();
@@ -113,7 +182,9 @@ class HashModelImpl : public HashModel {
       attend.positions = in.positions;
       attend.out = out_.data();
       attend.rows = in.rows;
+      attend.decode_rows = in.decode_rows;
       attend.heads = kHeads;
+      attend.scale = kScale;
       attend.out_type = DType::kFloat32;
       policy.Attend(stream, layer, attend);
     }
@@ -127,6 +198,14 @@ class HashModelImpl : public HashModel {
     StepInputs in;
     int layer;
   };
+  // The model's own order of things: DenseModel::LookAhead.
+  void LookAhead(HostStream& host, const StepInputs& in, int layer, AttentionPolicy& policy) {
+    if (in.decode_rows == 0 || layer == kLayers || !policy.LooksAhead(layer)) return;
+    host.Enqueue<Step>(&Predict, {this, in, layer});
+    policy.Ahead(host, layer,
+                 {predicted_.as<float>(), kHeads * kHeadDim, in.slots, in.positions, in.decode_rows,
+                  kHeads, kScale});
+  }
   static int32_t TokenOf(const StepInputs& in, int32_t row) {
     return in.tokens[in.slots[row] * in.token_stride + in.positions[row]];
   }
@@ -141,14 +220,17 @@ class HashModelImpl : public HashModel {
   }
   static void MixIn(const Step& s, CpuTeam*) {
     for (int64_t r = 0; r < s.in.rows; ++r) {
-      uint64_t hash;
-      std::memcpy(&hash, s.model->out_.as<float>() + r * kHeads * kHeadDim, sizeof(hash));
-      s.model->state(r) = Mix(s.model->state(r), hash);
+      for (int64_t head = 0; head < kKvHeads; ++head) {
+        uint64_t sum;
+        std::memcpy(&sum, s.model->out_.as<float>() + (r * kHeads + head) * kHeadDim, sizeof(sum));
+        s.model->state(r) = Mix(s.model->state(r), sum);
+      }
     }
   }
   static void Project(const Step& s, CpuTeam*) {
     for (int64_t r = 0; r < s.in.rows; ++r) {
       float* row = s.model->qkv_.as<float>() + r * kQkv;
+      WriteQueries(s, r, row);
       int word = 0;
       for (int head = 0; head < kKvHeads; ++head) {
         for (int part = 0; part < kParts; ++part) {
@@ -159,6 +241,19 @@ class HashModelImpl : public HashModel {
           }
         }
       }
+    }
+  }
+  static void WriteQueries(const Step& s, int64_t r, float* to) {
+    for (int i = 0; i < kHeads * kWords; ++i) {
+      const uint64_t value = QueryWord(s.model->state(r), s.layer, i);
+      std::memcpy(to + 2 * i, &value, sizeof(value));
+    }
+  }
+  // Nothing like the queries that they predict, but for layer 0: what a policy does with them must
+  // be right whatever they are.
+  static void Predict(const Step& s, CpuTeam*) {
+    for (int64_t r = 0; r < s.in.decode_rows; ++r) {
+      WriteQueries(s, r, s.model->predicted_.as<float>() + r * kHeads * kHeadDim);
     }
   }
   static void Logits(const Step& s, CpuTeam*) {
@@ -173,9 +268,10 @@ class HashModelImpl : public HashModel {
   }
 
   const HashModelOptions options_;
-  const Buffer states_;  // uint64 [max_rows]
-  const Buffer qkv_;     // [max_rows][kQkv], K and V of 32-bit halves of words
-  const Buffer out_;     // [max_rows][kHeads * kHeadDim], of which the first 8 bytes count
+  const Buffer states_;     // uint64 [max_rows]
+  const Buffer qkv_;        // [max_rows][kQkv], K and V of 32-bit halves of words
+  const Buffer predicted_;  // [max_rows][kHeads * kHeadDim]
+  const Buffer out_;        // [max_rows][kHeads][kHeadDim], of each head the first 8 bytes count
   const std::string fingerprint_ = "sim";
   ModelConfig config_;
   CacheLayout layout_;
@@ -192,6 +288,16 @@ const kernels::KernelTable& HashKernels() {
     t.rope_append = &AppendBytes;
     t.attention = &HashContext;
     t.attention_merge = &NothingToMerge;
+    t.merge = &AddParts;
+    t.sparse_attention = &HashUnits;
+    // Operators that take keys for numbers: the CPU's have a least size of heads and blocks.
+    const kernels::KernelTable& reference = *kernels::FindKernelTable("reference");
+    t.digest = reference.digest;
+    t.digest_scores = reference.digest_scores;
+    t.exact_scores = reference.exact_scores;
+    t.partial_keys = reference.partial_keys;
+    t.partial_scores = reference.partial_scores;
+    t.moving_average = reference.moving_average;
     return t;
   }();
   return table;
@@ -205,9 +311,10 @@ absl::StatusOr<std::unique_ptr<HashModel>> NewHashModel(const HashModelOptions& 
   };
   SLUICE_ASSIGN_OR_RETURN(Buffer states, allocate(8));
   SLUICE_ASSIGN_OR_RETURN(Buffer qkv, allocate(kQkv * 4));
+  SLUICE_ASSIGN_OR_RETURN(Buffer predicted, allocate(kHeads * kHeadDim * 4));
   SLUICE_ASSIGN_OR_RETURN(Buffer out, allocate(kHeads * kHeadDim * 4));
   return std::make_unique<HashModelImpl>(options, std::move(states), std::move(qkv),
-                                         std::move(out));
+                                         std::move(predicted), std::move(out));
 }
 
 }  // namespace sluice::sim

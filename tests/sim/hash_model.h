@@ -11,7 +11,8 @@
 
 namespace sluice::sim {
 
-// The portable operators, with RopeAppend and Attention replaced by ones that move and hash bytes.
+// The portable operators, with those that append, attend and merge replaced by ones that move, hash
+// and add up bytes, and those that score keys by the reference.
 const kernels::KernelTable& HashKernels();
 
 struct HashModelOptions {

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "src/attention/policies/full/full_policy.h"
+#include "src/attention/policy_factory.h"
 #include "src/base/status_macros.h"
 #include "tests/sim/hash.h"
 
@@ -40,8 +40,15 @@ absl::Status Node::Build(const NodeSpec& spec, SimClock* clock) {
                                          spec.overcommit, device_.get()));
   SLUICE_ASSIGN_OR_RETURN(
       dram_, MakePool("dram", spec.dram_pages, MemoryKind::kPinned, layout, 1.0, device_.get()));
-  SLUICE_ASSIGN_OR_RETURN(
-      policy_, NewFullPolicy({device_.get(), hbm_.get(), slots, max_context, dram_.get()}));
+  PolicyOptions policy = spec.policy;
+  policy.device = device_.get();
+  policy.hbm = hbm_.get();
+  policy.dram = dram_.get();
+  policy.slots = slots;
+  policy.max_context = max_context;
+  policy.heads = kHeads;
+  policy.host_kernels = &HashKernels();
+  SLUICE_ASSIGN_OR_RETURN(policy_, NewPolicy(policy));
   TransferTable::Options transfers;
   transfers.model_fingerprint = model_->fingerprint();
   transfers.vocab_size = kVocab;

@@ -23,6 +23,7 @@ class Node {
 
   SimDevice& device() { return *device_; }
   HashModel& model() { return *model_; }
+  const AttentionPolicy& policy() const { return *policy_; }
   PagePool& hbm() { return *hbm_; }
   PagePool& dram() { return *dram_; }
   TransferTable& transfers() { return *transfers_; }

@@ -11,13 +11,32 @@ void History::Append(int32_t token) {
   state_ = Embed(token, static_cast<int32_t>(tokens_.size()));
   tokens_.push_back(token);
   for (int layer = 0; layer < kLayers; ++layer) {
-    for (int i = 0; i < kTokenWords; ++i) {
-      const uint64_t word = KvWord(state_, layer, i);
-      words_[layer].push_back(word);
-      hashes_[layer] = Mix(hashes_[layer], word);
+    for (int i = 0; i < kTokenWords; ++i) words_[layer].push_back(KvWord(state_, layer, i));
+    const uint64_t* const words = Words(layer, tokens_.size() - 1);
+    for (int head = 0; head < kKvHeads; ++head) {
+      const uint64_t* const k = words + head * kParts * kWords;
+      sums_[layer][head] += TokenHash(k, k + kWords);
+      state_ = Mix(state_, sums_[layer][head]);
     }
-    state_ = Mix(state_, hashes_[layer]);
   }
+}
+
+std::vector<uint8_t> History::Payload(int layer, int head_begin, int head_end, size_t token_begin,
+                                      size_t token_end) const {
+  std::vector<uint8_t> payload;
+  for (size_t block = token_begin; block < token_end; block += kBlockTokens) {
+    const size_t end = std::min(block + kBlockTokens, token_end);
+    for (int head = head_begin; head < head_end; ++head) {
+      for (int part = 0; part < kParts; ++part) {
+        for (size_t token = block; token < end; ++token) {
+          const uint64_t* const words = Words(layer, token) + (head * kParts + part) * kWords;
+          const auto* const bytes = reinterpret_cast<const uint8_t*>(words);
+          payload.insert(payload.end(), bytes, bytes + kWords * 8);
+        }
+      }
+    }
+  }
+  return payload;
 }
 
 namespace {

@@ -18,6 +18,10 @@ class History {
   void Append(int32_t token);
   uint64_t state() const { return state_; }
   const std::vector<int32_t>& tokens() const { return tokens_; }
+  // A chunk's payload: tokens [token_begin, token_end) of heads [head_begin, head_end).
+  // REQUIRES: token_begin is a block's first.
+  std::vector<uint8_t> Payload(int layer, int head_begin, int head_end, size_t token_begin,
+                               size_t token_end) const;
   // Words of one token's keys and values in a layer.
   const uint64_t* Words(int layer, size_t position) const {
     return &words_[static_cast<size_t>(layer)][position * kTokenWords];
@@ -26,7 +30,7 @@ class History {
  private:
   std::vector<int32_t> tokens_;
   std::vector<uint64_t> words_[kLayers];  // [tokens][kTokenWords]
-  uint64_t hashes_[kLayers] = {kEmpty, kEmpty};
+  uint64_t sums_[kLayers][kKvHeads] = {};
   uint64_t state_ = 0;
 };
 

@@ -1,7 +1,10 @@
 #include "tests/sim/scenario.h"
 
 #include <algorithm>
+#include <iterator>
+#include <limits>
 
+#include "tests/sim/alone.h"
 #include "tests/sim/hash_model.h"
 
 namespace sluice::sim {
@@ -23,6 +26,45 @@ constexpr absl::Duration kArrivals = absl::Milliseconds(120);
 
 int64_t Between(SplitMix64& random, int64_t low, int64_t high) {
   return low + static_cast<int64_t>(random.Below(static_cast<uint64_t>(high - low + 1)));
+}
+
+// Policies besides full, over the offload tiers.
+constexpr const char* kSparse[] = {"oracle", "scout", "recall", "hgca"};
+
+// A policy with a budget of a few blocks, and pools that hold at least one sequence of it.
+void DrawSparse(SplitMix64& random, int64_t longest, NodeSpec* node) {
+  PolicyOptions& policy = node->policy;
+  policy.name = kSparse[random.Below(std::size(kSparse))];
+  policy.budget_tokens = static_cast<int>(Between(random, 4, 8)) * kBlockTokens;
+  policy.dense_layers = static_cast<int>(random.Below(2));
+  policy.reduction = static_cast<kernels::GroupReduction>(random.Below(3));
+  policy.workers = static_cast<int>(Between(random, 1, 3));
+  policy.worker_deadline = absl::Milliseconds(Between(random, 2, 20));
+  node->selects_all = OneIn(random, 3);
+  if (node->selects_all) policy.budget_tokens = static_cast<int>(longest) + kBlockTokens;
+  policy.scout.layer_ahead = !OneIn(random, 3);
+  policy.scout.recall = !OneIn(random, 4);
+  policy.scout.attend_whole = OneIn(random, 4);
+  policy.scout.resident_tokens = static_cast<int>(Between(random, 2, 6)) * kBlockTokens;
+  if (OneIn(random, 2)) {
+    policy.scout.intervals.assign(kLayers, static_cast<int32_t>(Between(random, 1, 6)));
+  }
+  policy.recall.margin = node->selects_all ? std::numeric_limits<float>::infinity() : 2.0f;
+  policy.recall.fetch_all = OneIn(random, 3);
+  policy.recall.rank = 2;
+  policy.hgca.window_tokens = static_cast<int>(Between(random, 2, 4)) * kBlockTokens;
+  policy.hgca.beta = node->selects_all ? 0.0f : static_cast<float>(random.Uniform());
+  policy.oracle.selector = static_cast<PolicyOptions::Oracle::Selector>(random.Below(4));
+  policy.oracle.seed = 1 + random();
+  node->overcommit = 1;
+  const int64_t pages = longest / kBlockTokens * kLayers;
+  node->hbm_pages = pages * 4;  // tables, digests and rings included, for one at least
+  node->dram_pages = Between(random, pages, pages * 4);
+  if (OneIn(random, 3)) {
+    node->device.worker_failures = 0.002;
+    node->device.late_workers = 0.001;
+    if (OneIn(random, 3)) node->device.leaving_workers = 0.0005;
+  }
 }
 
 NodeSpec DrawNode(SplitMix64& random, Plant plant) {
@@ -58,6 +100,12 @@ NodeSpec DrawNode(SplitMix64& random, Plant plant) {
   if (plant == Plant::kEarlyEvents) node.device.early_events = 0.05;
   if (plant == Plant::kLostCopies) node.device.lost_copies = 0.01;
   node.host_time = absl::Microseconds(OneIn(random, 4) ? 1000 : 20);
+  node.longest =
+      std::min<int64_t>(node.engine.max_context, node.hbm_pages / kLayers * kBlockTokens);
+  if (OneIn(random, 2)) {
+    DrawSparse(random, longest, &node);
+    node.longest = LongestSequence(node);
+  }
   return node;
 }
 
@@ -94,9 +142,7 @@ RequestSpec DrawRequest(SplitMix64& random, const NodeSpec& node, int index) {
   r.index = index;
   r.seed = random();
   // What an empty pool holds is the most that a request may ask for.
-  const int64_t room =
-      std::min<int64_t>({node.engine.max_context, node.hbm_pages / kLayers * kBlockTokens,
-                         node.dram_pages / kLayers * kBlockTokens});
+  const int64_t room = std::min(node.longest, node.dram_pages / kLayers * kBlockTokens);
   const bool grows = room > kShortContext;
   const int64_t prompt = grows ? Between(random, 1, 24) : Between(random, 1, room - 2);
   r.max_new_tokens = static_cast<uint32_t>(Between(random, grows ? room / 2 : 1, room - prompt));
@@ -124,9 +170,7 @@ RequestSpec DrawRequest(SplitMix64& random, const NodeSpec& node, int index) {
   int64_t max_tokens = r.sampling.max_tokens.value_or(r.max_new_tokens);
   if (r.meeting == Meeting::kLocal) {
     if (!r.sampling.max_tokens.has_value()) {
-      max_tokens =
-          std::min<int64_t>(node.engine.max_context, node.hbm_pages / kLayers * kBlockTokens) -
-          prompt;
+      max_tokens = node.longest - prompt;
     }
   } else {
     r.context = OneIn(random, 2) ? static_cast<uint32_t>(prompt)
@@ -141,7 +185,8 @@ RequestSpec DrawRequest(SplitMix64& random, const NodeSpec& node, int index) {
       }
     }
   }
-  r.expected = Expect(r.prompt, r.first, r.sampling, max_tokens);
+  r.expected =
+      node.selects_all ? Expect(r.prompt, r.first, r.sampling, max_tokens) : ExpectAlone(node, r);
 
   r.reserve_at = DrawDuration(random, kArrivals);
   if (r.meeting == Meeting::kById) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "src/attention/policy_options.h"
 #include "src/base/rng.h"
 #include "src/device/sim/sim_device.h"
 #include "src/engine/engine.h"
@@ -34,6 +35,11 @@ struct NodeSpec {
   int64_t hbm_pages = 0;
   int64_t dram_pages = 0;
   double overcommit = 1;  // of HBM
+  PolicyOptions policy;   // but for what is the node's own
+  // Whether what a decode row attends to is everything, wherever it lies: then the tokens are those
+  // of policy full.
+  bool selects_all = true;
+  int64_t longest = 0;  // tokens of the longest sequence
   absl::Duration lease;
   SimDeviceOptions device;
   absl::Duration host_time;  // most that the host takes between two turns

@@ -202,21 +202,9 @@ ChunkHeader Sender::Header(const Chunk& chunk) const {
 }
 
 std::vector<uint8_t> Sender::Payload(const Chunk& chunk) const {
-  std::vector<uint8_t> payload;
-  for (uint32_t b = chunk.block_begin; b < chunk.block_end; ++b) {
-    const uint32_t end = std::min((b + 1) * kBlockTokens, request_.context);
-    for (uint32_t head = chunk.head_begin; head < chunk.head_end; ++head) {
-      for (uint32_t part = 0; part < kParts; ++part) {
-        for (uint32_t token = b * kBlockTokens; token < end; ++token) {
-          const uint64_t* words = history_.Words(static_cast<int>(chunk.layer), token) +
-                                  (head * kParts + part) * kWords;
-          const auto* bytes = reinterpret_cast<const uint8_t*>(words);
-          payload.insert(payload.end(), bytes, bytes + kWords * 8);
-        }
-      }
-    }
-  }
-  return payload;
+  return history_.Payload(static_cast<int>(chunk.layer), static_cast<int>(chunk.head_begin),
+                          static_cast<int>(chunk.head_end), chunk.block_begin * kBlockTokens,
+                          std::min(chunk.block_end * kBlockTokens, request_.context));
 }
 
 void Sender::CheckRefusal(const char* call, const absl::Status& status, bool busy) {

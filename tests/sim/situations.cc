@@ -76,6 +76,8 @@ const char* Name(Situation situation) {
       return "ended by its slow reader";
     case Situation::kEndedByBadLogits:
       return "ended by logits that are not finite";
+    case Situation::kEndedByWorker:
+      return "ended by a worker's failure";
     case Situation::kEndedByPoison:
       return "ended by a poisoned transfer";
     case Situation::kEndedByAbort:

@@ -46,6 +46,7 @@ enum class Situation {
   kEndedByTransferWait,
   kEndedBySlowReader,
   kEndedByBadLogits,
+  kEndedByWorker,
   kEndedByPoison,
   kEndedByAbort,
   kEndedByDrain,

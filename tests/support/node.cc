@@ -5,6 +5,7 @@
 #include <filesystem>
 
 #include "absl/strings/str_cat.h"
+#include "src/attention/policy_factory.h"
 #include "src/base/crc32c.h"
 #include "tests/support/device.h"
 #include "tests/support/eventually.h"
@@ -39,8 +40,14 @@ Node::Node(const NodeOptions& o) {
   dram_ = OrFail(PagePool::Create(
       "dram", model_->cache_layout(),
       OrFail(device_->Allocate(MemoryKind::kPinned, static_cast<size_t>(o.dram_bytes), "dram"))));
-  policy_ = OrFail(NewFullPolicy(
-      {device_.get(), hbm_.get(), o.max_sequences, model_->max_context(), dram_.get()}));
+  PolicyOptions policy = o.policy;
+  policy.device = device_.get();
+  policy.hbm = hbm_.get();
+  policy.dram = dram_.get();
+  policy.slots = o.max_sequences;
+  policy.max_context = model_->max_context();
+  policy.heads = model_->config().heads;
+  policy_ = OrFail(NewPolicy(policy));
   TransferTable::Options transfers;
   transfers.model_fingerprint = model_->fingerprint();
   transfers.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);

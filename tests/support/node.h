@@ -7,7 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "src/attention/policies/full/full_policy.h"
+#include "src/attention/attention_policy.h"
+#include "src/attention/policy_options.h"
 #include "src/device/device.h"
 #include "src/engine/engine.h"
 #include "src/kv/page_pool.h"
@@ -33,6 +34,7 @@ struct NodeOptions {
   int64_t hbm_bytes = int64_t{64} << 20;
   int64_t dram_bytes = int64_t{64} << 20;
   double overcommit = 1;
+  PolicyOptions policy;  // its name and settings; device, pools and shapes are filled in
   bool local_prefill = true;
   bool run_engine = true;  // false: the test calls Turn() itself
   absl::Duration max_lease = absl::Seconds(60);
@@ -60,7 +62,7 @@ class Node {
   Model& model() { return *model_; }
   PagePool& hbm() { return *hbm_; }
   PagePool& dram() { return *dram_; }
-  FullPolicy& policy() { return *policy_; }
+  AttentionPolicy& policy() { return *policy_; }
   TransferTable& transfers() { return *transfers_; }
   Engine& engine() { return *engine_; }
 
@@ -91,7 +93,7 @@ class Node {
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<PagePool> hbm_, dram_;
-  std::unique_ptr<FullPolicy> policy_;
+  std::unique_ptr<AttentionPolicy> policy_;
   std::unique_ptr<TransferTable> transfers_;
   std::optional<TokenBytes> token_bytes_;
   std::unique_ptr<Engine> engine_;

@@ -13,12 +13,14 @@
 
 #include <memory>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "kernels/kernel_table.h"
 #include "kernels/sparse_params.h"
 #include "src/attention/attention_policy.h"
+#include "src/attention/policy_statistics.h"
 #include "src/device/device.h"
 
 namespace sluice {
@@ -34,7 +36,6 @@ class CoAttention {
     int head_end = 0;
     const float* q = nullptr;  // [heads][head_dim]; all of the row's heads, here and below
     float scale = 0;
-    const kernels::PagedCache* home = nullptr;
     float* o = nullptr;    // [heads][head_dim]
     float* lse = nullptr;  // [heads]
   };
@@ -43,8 +44,10 @@ class CoAttention {
    public:
     virtual ~Source() = default;
     // Writes o and lse of the task's heads. On worker `worker`; the heads of a row are one task or
-    // several, on any workers of its group. Not OK: the row's sequence ends, no other.
-    virtual absl::Status Attend(int worker, const Task& task) = 0;
+    // several, on any workers of its group. `owes`: whether the round still waits for the worker;
+    // what was read before a true is whole, after a false it may be another sequence's, and nothing
+    // that is written counts. Not OK: as when a worker fails.
+    virtual absl::Status Attend(int worker, const Task& task, absl::FunctionRef<bool()> owes) = 0;
   };
 
   struct Options {
@@ -76,8 +79,11 @@ class CoAttention {
 
   // A new sequence moves into the slot.
   virtual void Join(int slot) = 0;
-  // INTERNAL: workers failed the sequence in the slot since Join.
+  // INTERNAL, reason WORKER_FAILED: workers failed the sequence in the slot since Join.
   virtual absl::Status Health(int slot) const = 0;
+
+  // Any thread.
+  virtual WorkerStatistics Statistics() const = 0;
 };
 
 }  // namespace sluice

@@ -16,6 +16,11 @@ namespace sluice {
 
 class OffloadPolicy : public AttentionPolicy {
  public:
+  // Decode rows of a step at most, padded ones counted.
+  static int MaxDecodeRows(const PolicyOptions& options);
+  // Of the constructor.
+  static absl::StatusOr<Buffer> AllocateWritten(const PolicyOptions& options);
+
   const std::string& name() const override { return name_; }
   Footprint FootprintOf(int64_t context, int64_t total) const override;
   int64_t max_tokens() const override;
@@ -45,9 +50,6 @@ class OffloadPolicy : public AttentionPolicy {
  protected:
   // `written`: AllocateWritten(options).
   OffloadPolicy(const PolicyOptions& options, std::unique_ptr<OffloadTier> tier, Buffer written);
-  static absl::StatusOr<Buffer> AllocateWritten(const PolicyOptions& options);
-  // Decode rows of a step, padded ones counted.
-  static int MaxDecodeRows(const PolicyOptions& options);
   int max_decode_rows() const { return MaxDecodeRows(options_); }
 
   // Attention of decode rows in a sparse layer, their keys and values being in the ring and on

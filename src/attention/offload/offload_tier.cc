@@ -138,7 +138,7 @@ class OffloadTierImpl : public OffloadTier {
 
   Event& WarmEvent(int slot) override {
     Slot& s = slots_[static_cast<size_t>(slot)];
-    return s.placed->Ready() ? *s.warm : *s.placed;
+    return s.warm->Ready() ? *s.placed : *s.warm;  // a warm-up comes after the placing
   }
 
   kernels::PagedCache Home(int layer) const override {

@@ -87,14 +87,18 @@ PolicyOptions PolicyRig::Options() const {
   options.max_context = shape_.max_context;
   options.heads = shape_.heads;
   options.dense_layers = 0;
+  options.worker_deadline = absl::Seconds(60);  // a busy machine is no fault
   return options;
 }
 
-void PolicyRig::Admit(AttentionPolicy& policy, int slot, uint64_t seed, int context, int total) {
-  auto home = std::make_unique<SequenceCache>(dram_.get(), dram_->TryReserve(total));
+void PolicyRig::Admit(AttentionPolicy& policy, int slot, uint64_t seed, int context, int total,
+                      bool compute_last) {
+  auto home = std::make_unique<SequenceCache>(
+      dram_.get(), dram_->TryReserve(policy.FootprintOf(context, total).dram_tokens));
   home->EnsureTokens(context);
+  const int handed_over = compute_last ? context - 1 : context;
   for (int layer = 0; layer < shape_.layers; ++layer) {
-    for (int token = 0; token < context; ++token) {
+    for (int token = 0; token < handed_over; ++token) {
       const Vectors vectors = make_(seed, layer, token);
       for (int head = 0; head < shape_.kv_heads; ++head) {
         auto* block = reinterpret_cast<uint16_t*>(
@@ -110,15 +114,16 @@ void PolicyRig::Admit(AttentionPolicy& policy, int slot, uint64_t seed, int cont
       }
     }
   }
-  REQUIRE(policy.Admit(slot, context, total, Promise::kFirm, home));
+  REQUIRE(policy.Admit(slot, handed_over, total, Promise::kFirm, home));
   policy.WarmEvent(slot).Wait();
   REQUIRE(policy.Warm(slot));
+  sequences_[slot] = {seed, handed_over};
+  if (compute_last) Step(policy, {slot}, /*generates=*/false);
   if (policy.NeedsEndPrompt()) {
     policy.EndPrompt(slot, context);
     policy.WarmEvent(slot).Wait();
     REQUIRE(policy.Warm(slot));
   }
-  sequences_[slot] = {seed, context};
 }
 
 void PolicyRig::Release(AttentionPolicy& policy, int slot) {
@@ -127,7 +132,7 @@ void PolicyRig::Release(AttentionPolicy& policy, int slot) {
 }
 
 void PolicyRig::Ahead(Stream& stream, AttentionPolicy& policy, int layer, int rows) {
-  if (layer == shape_.layers || !policy.LooksAhead(layer)) return;
+  if (rows == 0 || layer == shape_.layers || !policy.LooksAhead(layer)) return;
   AttentionPolicy::Queries queries;
   // One buffer for all layers, as a model has it: who needs it later keeps its own.
   queries.q = layers_[0].predicted.device.as<float>();
@@ -143,13 +148,13 @@ void PolicyRig::Ahead(Stream& stream, AttentionPolicy& policy, int layer, int ro
   policy.Ahead(stream, layer, queries);
 }
 
-void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows) {
+void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows, int decode_rows) {
   const auto bytes = static_cast<size_t>(rows) * 4;
   stream.Copy(slots_.device.data(), slots_.host.data(), bytes);
   stream.Copy(positions_.device.data(), positions_.host.data(), bytes);
-  Ahead(stream, policy, 0, rows);
+  Ahead(stream, policy, 0, decode_rows);
   for (int i = 0; i < shape_.layers; ++i) {
-    Ahead(stream, policy, i + 1, rows);
+    Ahead(stream, policy, i + 1, decode_rows);
     const Layer& layer = layers_[static_cast<size_t>(i)];
     const int64_t width = (int64_t{shape_.heads} + 2 * shape_.kv_heads) * shape_.head_dim;
     stream.Copy(layer.qkv.device.data(), layer.qkv.host.data(),
@@ -159,7 +164,8 @@ void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows) {
     append.cos_sin = cos_sin_.device.as<float>();
     append.slots = slots_.device.as<int32_t>();
     append.positions = positions_.device.as<int32_t>();
-    append.rows = append.decode_rows = rows;
+    append.rows = rows;
+    append.decode_rows = decode_rows;
     append.heads = shape_.heads;
     append.epsilon = 1e-6f;
     policy.Append(stream, i, append);
@@ -171,7 +177,8 @@ void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows) {
     attention.out = layer.out.device.data();
     attention.partial = partial_.as<float>();
     attention.partial_rows = 1;
-    attention.rows = attention.decode_rows = rows;
+    attention.rows = rows;
+    attention.decode_rows = decode_rows;
     attention.heads = shape_.heads;
     attention.scale = scale();
     attention.out_type = DType::kFloat32;
@@ -182,8 +189,9 @@ void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows) {
 }
 
 std::vector<std::vector<std::vector<float>>> PolicyRig::Step(AttentionPolicy& policy,
-                                                             const std::vector<int32_t>& slots) {
-  const int bucket = device_->RowBucket(static_cast<int>(slots.size()));
+                                                             const std::vector<int32_t>& slots,
+                                                             bool generates) {
+  const int bucket = generates ? device_->RowBucket(static_cast<int>(slots.size())) : 0;
   const int rows = std::max(bucket, static_cast<int>(slots.size()));
   for (int row = 0; row < rows; ++row) {  // padded, but for those below
     slots_.host.as<int32_t>()[row] = -1;
@@ -215,12 +223,13 @@ std::vector<std::vector<std::vector<float>>> PolicyRig::Step(AttentionPolicy& po
   if (bucket > 0) {
     std::unique_ptr<Program>& program = programs_[rows];
     if (program == nullptr) {
-      program = OrFail(device_->Record(
-          *stream_, [this, &policy, rows](Stream& stream) { Enqueue(stream, policy, rows); }));
+      program = OrFail(device_->Record(*stream_, [this, &policy, rows](Stream& stream) {
+        Enqueue(stream, policy, rows, rows);
+      }));
     }
     program->Run(*stream_);
   } else {
-    Enqueue(*stream_, policy, rows);
+    Enqueue(*stream_, policy, rows, generates ? rows : 0);
   }
   Finish();
   std::vector<std::vector<std::vector<float>>> out;

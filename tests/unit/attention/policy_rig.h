@@ -43,15 +43,19 @@ class PolicyRig {
   // Device, pools and shapes; the rest is the test's. Every token of every layer counts.
   PolicyOptions Options() const;
 
-  // Hands over the first `context` tokens of stream `seed`; warm on return.
-  void Admit(AttentionPolicy& policy, int slot, uint64_t seed, int context, int total);
+  // Hands over the first `context` tokens of stream `seed`; warm on return. `compute_last`: all but
+  // the last, which is computed as a row of the prompt.
+  void Admit(AttentionPolicy& policy, int slot, uint64_t seed, int context, int total,
+             bool compute_last = false);
   void Release(AttentionPolicy& policy, int slot);
   // The next position of a slot.
   int position(int slot) const { return sequences_.at(slot).length; }
 
   // One decode row of each slot through all layers. [layer][row][heads * head_dim].
   std::vector<std::vector<std::vector<float>>> Step(AttentionPolicy& policy,
-                                                    const std::vector<int32_t>& slots);
+                                                    const std::vector<int32_t>& slots) {
+    return Step(policy, slots, /*generates=*/true);
+  }
   // What lies at an address of the device.
   std::vector<float> Read(const float* at, size_t count);
 
@@ -84,8 +88,11 @@ class PolicyRig {
   struct Layer {
     Mirrored qkv, predicted, out;
   };
-  void Enqueue(Stream& stream, AttentionPolicy& policy, int rows);
+  void Enqueue(Stream& stream, AttentionPolicy& policy, int rows, int decode_rows);
   void Ahead(Stream& stream, AttentionPolicy& policy, int layer, int rows);
+  std::vector<std::vector<std::vector<float>>> Step(AttentionPolicy& policy,
+                                                    const std::vector<int32_t>& slots,
+                                                    bool generates);
   void Finish();
 
   const Shape shape_;

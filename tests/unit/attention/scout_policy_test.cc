@@ -8,12 +8,14 @@
 #include <map>
 #include <set>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "kernels/kernel_table.h"
 #include "src/base/rng.h"
 #include "tests/test_main.h"
 #include "tests/unit/attention/policy_rig.h"
+#include "tests/unit/attention/policy_traffic.h"
 
 namespace sluice {
 namespace {
@@ -61,6 +63,7 @@ std::set<int32_t> FirstResident(int context, int block_tokens, int places) {
 void CheckAgainstNaive(const PolicyRig::Shape& shape, bool layer_ahead, float error) {
   PolicyRig rig(shape, RandomVectors(shape, error));
   PolicyOptions options = rig.Options();
+  options.host_kernels = kernels::FindKernelTable(shape.kernels.c_str());
   options.budget_tokens = 6 * shape.block_tokens;
   options.scout.layer_ahead = layer_ahead;
   options.scout.share_limit = kNever;  // what lies where is known
@@ -105,7 +108,11 @@ void CheckAgainstNaive(const PolicyRig::Shape& shape, bool layer_ahead, float er
 
 TEST_CASE("a row attends to what naive selection of the predicted queries chooses") {
   PolicyRig::Shape shape;
-  CheckAgainstNaive(shape, /*layer_ahead=*/true, 0.3f);
+  for (const kernels::KernelTable* table : kernels::AvailableKernelTables()) {
+    shape.kernels = table->name;
+    INFO(shape.kernels);
+    CheckAgainstNaive(shape, /*layer_ahead=*/true, 0.3f);
+  }
   shape.row_bucket = 3;
   shape.heads = 6;
   shape.kv_heads = 1;
@@ -264,6 +271,37 @@ TEST_CASE("the controller keeps the CPU's share below its limit while importance
   }
 }
 
+// Share of the first step and of the second, of layer 0.
+std::pair<double, double> FirstShares(bool compute_last) {
+  PolicyRig::Shape shape;
+  PolicyRig rig(shape, Drifting(shape, 0.25));
+  PolicyOptions options = rig.Options();
+  options.budget_tokens = 16 * shape.block_tokens;
+  const auto policy = MakePolicy(options);
+  const int context = 40 * shape.block_tokens + 1;
+  rig.Admit(*policy, 2, TestSeed(), context, context + 8, compute_last);
+  const auto share = [&] {
+    const int64_t before = policy->Statistics().layers[0].missing;
+    rig.Step(*policy, {2});
+    return static_cast<double>(policy->Statistics().layers[0].missing - before) /
+           (options.budget_tokens * shape.kv_heads);
+  };
+  const double first = share();
+  const double second = share();
+  rig.Release(*policy, 2);
+  return {first, second};
+}
+
+TEST_CASE("a prompt whose last position was computed here begins with what mattered to it") {
+  const auto [first, second] = FirstShares(/*compute_last=*/true);
+  CHECK(first <= 0.07);  // a block, by drift
+  CHECK(second <= 0.13);
+  // Handed over whole, nothing is known before the first step, which then recalls.
+  const auto [unknown, then] = FirstShares(/*compute_last=*/false);
+  CHECK(unknown > 0.3);
+  CHECK(then <= 0.07);
+}
+
 TEST_CASE("with intervals a layer recalls in its first step and every interval-th after it") {
   for (const int interval : {1, 3, 7}) {
     PolicyOptions::Scout scout;
@@ -276,18 +314,6 @@ TEST_CASE("with intervals a layer recalls in its first step and every interval-t
   }
 }
 
-// Results of a sequence, step by step, one vector of all layers each.
-using Decoded = std::vector<std::vector<float>>;
-
-void Add(Decoded& decoded, const std::vector<std::vector<std::vector<float>>>& out, size_t row) {
-  std::vector<float>& step = decoded.emplace_back();
-  for (const auto& layer : out) step.insert(step.end(), layer[row].begin(), layer[row].end());
-}
-
-// A sequence's stream of vectors, its context and its steps, all of one seed.
-int ContextOf(uint64_t seed) { return 1 + static_cast<int>(SplitMix64(seed).Below(500)); }
-int StepsOf(uint64_t seed) { return 20 + static_cast<int>(SplitMix64(seed + 1).Below(60)); }
-
 PolicyOptions TrafficOptions(const PolicyRig& rig, kernels::GroupReduction reduction) {
   PolicyOptions options = rig.Options();
   options.budget_tokens = 8 * rig.shape().block_tokens;
@@ -297,68 +323,22 @@ PolicyOptions TrafficOptions(const PolicyRig& rig, kernels::GroupReduction reduc
   return options;
 }
 
-Decoded Alone(const PolicyRig::Shape& shape, kernels::GroupReduction reduction, uint64_t seed) {
-  PolicyRig rig(shape, RandomVectors(shape, 0.3f));
-  const auto policy = MakePolicy(TrafficOptions(rig, reduction));
-  rig.Admit(*policy, 0, seed, ContextOf(seed), ContextOf(seed) + StepsOf(seed));
-  Decoded decoded;
-  for (int step = 0; step < StepsOf(seed); ++step) Add(decoded, rig.Step(*policy, {0}), 0);
-  return decoded;
-}
-
-// Whatever comes and goes, in whichever slot and row, with padded rows between, recorded or not,
-// with any number of threads and workers: a sequence's bits are its own.
-void CheckTraffic(const PolicyRig::Shape& together, int workers,
-                  kernels::GroupReduction reduction) {
-  PolicyRig rig(together, RandomVectors(together, 0.3f));
-  PolicyOptions options = TrafficOptions(rig, reduction);
-  options.workers = workers;
-  const auto policy = MakePolicy(options);
-  SplitMix64 random(TestSeed());
-  PolicyRig::Shape single = together;
-  single.threads = 1;
-  single.row_bucket = 0;
-  struct Running {
-    uint64_t seed;
-    Decoded decoded;
-  };
-  std::map<int, Running> running;
-  int finished = 0;
-  uint64_t next_seed = random.Below(1 << 20);
-  while (finished < 12) {
-    for (int slot = 0; slot < together.slots; ++slot) {
-      if (running.contains(slot) || random.Below(4) != 0) continue;
-      const uint64_t seed = next_seed++;
-      rig.Admit(*policy, slot, seed, ContextOf(seed), ContextOf(seed) + StepsOf(seed));
-      running[slot] = {seed, {}};
-    }
-    std::vector<int32_t> slots;
-    for (const auto& [slot, sequence] : running) slots.push_back(slot);
-    if (slots.empty()) continue;
-    const auto out = rig.Step(*policy, slots);
-    for (size_t row = 0; row < slots.size(); ++row) {
-      Running& sequence = running.at(slots[row]);
-      Add(sequence.decoded, out, row);
-      if (static_cast<int>(sequence.decoded.size()) < StepsOf(sequence.seed)) continue;
-      CHECK(policy->SlotHealth(slots[row]).ok());
-      INFO("sequence " << sequence.seed << " in slot " << slots[row]);
-      CHECK(sequence.decoded == Alone(single, reduction, sequence.seed));
-      rig.Release(*policy, slots[row]);
-      running.erase(slots[row]);
-      ++finished;
-    }
-  }
-  for (const auto& [slot, sequence] : running) rig.Release(*policy, slot);
-  CHECK(rig.hbm().UsageOf(0).reserved_bytes == 0);
-  CHECK(rig.dram().UsageOf(0).reserved_bytes == 0);
+// Whatever comes and goes, with any number of threads and workers, and padded rows between.
+void CheckScoutTraffic(const PolicyRig::Shape& shape, int workers,
+                       kernels::GroupReduction reduction) {
+  testing::CheckTraffic(shape, RandomVectors(shape, 0.3f), [&](const PolicyRig& rig, bool alone) {
+    PolicyOptions options = TrafficOptions(rig, reduction);
+    if (!alone) options.workers = workers;
+    return MakePolicy(options);
+  });
 }
 
 TEST_CASE("sequences that come and go give to the bit what each gives alone") {
   PolicyRig::Shape shape;
-  CheckTraffic(shape, 1, kernels::GroupReduction::kMax);
+  CheckScoutTraffic(shape, 1, kernels::GroupReduction::kMax);
   shape.threads = 3;
   shape.row_bucket = 3;
-  CheckTraffic(shape, 3, kernels::GroupReduction::kSoftmaxSum);
+  CheckScoutTraffic(shape, 3, kernels::GroupReduction::kSoftmaxSum);
 }
 
 // Throws at this position of a sequence.
@@ -380,7 +360,7 @@ TEST_CASE("a worker that fails ends its group's sequences; the others' bits stay
   options.workers = 2;  // two groups: even slots, odd slots
   const auto policy = MakePolicy(options);
   constexpr int kSteps = 12, kFaultAt = 5;
-  std::map<int, Decoded> decoded;
+  std::map<int, testing::Decoded> decoded;
   for (int slot = 0; slot < shape.slots; ++slot) {
     // Long enough that the CPU has a part of every step.
     rig.Admit(*policy, slot, static_cast<uint64_t>(slot), 300 + 20 * slot, 400);
@@ -389,7 +369,7 @@ TEST_CASE("a worker that fails ends its group's sequences; the others' bits stay
   for (int step = 0; step < kSteps; ++step) {
     const auto out = rig.Step(*policy, {0, 1, 2, 3});
     for (int slot = 0; slot < shape.slots; ++slot) {
-      Add(decoded[slot], out, static_cast<size_t>(slot));
+      testing::Add(decoded[slot], out, static_cast<size_t>(slot));
       CHECK(policy->SlotHealth(slot).ok() == (slot % 2 == 0 || step < kFaultAt));
     }
   }
@@ -403,8 +383,8 @@ TEST_CASE("a worker that fails ends its group's sequences; the others' bits stay
   }
   for (int step = 0; step < kSteps; ++step) {
     const auto out = rig.Step(*policy, {1, 3});
-    Add(decoded[1], out, 0);
-    Add(decoded[3], out, 1);
+    testing::Add(decoded[1], out, 0);
+    testing::Add(decoded[3], out, 1);
   }
   for (int slot = 0; slot < shape.slots; ++slot) {
     CHECK(policy->SlotHealth(slot).ok());
@@ -414,8 +394,8 @@ TEST_CASE("a worker that fails ends its group's sequences; the others' bits stay
     alone_options.host_kernels = &table;
     const auto alone = MakePolicy(alone_options);
     alone_rig.Admit(*alone, 0, static_cast<uint64_t>(slot), 300 + 20 * slot, 400);
-    Decoded want;
-    for (int step = 0; step < kSteps; ++step) Add(want, alone_rig.Step(*alone, {0}), 0);
+    testing::Decoded want;
+    for (int step = 0; step < kSteps; ++step) testing::Add(want, alone_rig.Step(*alone, {0}), 0);
     CHECK(decoded[slot] == want);
   }
 }

@@ -19,8 +19,8 @@ std::string Refusal(const char* name, std::string_view text) {
 }
 
 TEST_CASE("every setting says what it is, where it belongs and what stands for its value") {
-  const std::set<std::string> groups = {"Model",  "Serving", "Memory",
-                                        "Engine", "Logging", "Testing"};
+  const std::set<std::string> groups = {"Model",  "Serving", "Memory", "Engine",
+                                        "Policy", "Logging", "Testing"};
   REQUIRE(AllSettings().size() == static_cast<size_t>(Config::descriptor()->field_count()));
   for (const Setting& setting : AllSettings()) {
     CAPTURE(setting.name());
@@ -81,7 +81,8 @@ TEST_CASE("a refused value says what is allowed and what was found") {
   CHECK(absl::StrContains(Refusal("lease_seconds", "nan"), "must be a time"));
   CHECK(Refusal("load_format", "gguf") == "must be one of auto, dummy, but is \"gguf\"");
   CHECK(Refusal("load_format", "") == "must be one of auto, dummy, but is empty");
-  CHECK(Refusal("policy", "Full") == "must be \"full\", but is \"Full\"");
+  CHECK(Refusal("policy", "Full") ==
+        "must be one of full, scout, recall, hgca, oracle, but is \"Full\"");
   CHECK(Refusal("local_prefill", "maybe") == "must be true or false, but is \"maybe\"");
   CHECK(Refusal("listen", "7000") ==
         "must be host:port with a port from 0 to 65535, but is \"7000\"");

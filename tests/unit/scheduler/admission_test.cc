@@ -56,6 +56,27 @@ TEST_CASE("beyond what fits, promises are soft, and only with room to grow for a
   CHECK(Plan(running, {sequence}).empty());
 }
 
+TEST_CASE("who waits for DRAM is overtaken by those that have theirs, and by nobody else") {
+  constexpr Admission kWait = Admission::kWait;
+  WaitingSequence needs = Waiting(10, 20);
+  needs.home = 50;
+  WaitingSequence needs_little = needs;
+  needs_little.home = 10;
+  const WaitingSequence has = Waiting(10, 20);
+  AdmissionRoom room = Room(100, 100, 100);
+  room.home_tokens = 60;
+  // 50 are left to the first, 10 to the second.
+  CHECK(Plan(room, {needs, needs_little, has}) == std::vector<Admission>{kFirm, kFirm, kFirm});
+  CHECK(Plan(room, {needs, needs, has, needs_little, has}) ==
+        std::vector<Admission>{kFirm, kWait, kFirm, kWait, kFirm});
+  room.home_tokens = 49;
+  CHECK(Plan(room, {needs, needs_little}).empty());
+  // Of HBM and of slots there is no overtaking.
+  CHECK(Plan(room, {needs, Waiting(10, 200), has}).empty());
+  room.slots = 1;
+  CHECK(Plan(room, {needs, has, has}) == std::vector<Admission>{kWait, kFirm});
+}
+
 TEST_CASE("a soft promise needs a way out in DRAM") {
   AdmissionRoom room = Room(0, 1000, 1000);
   room.home_tokens = 499;

@@ -83,6 +83,34 @@ TEST_CASE("what is pending past the prompt waits for the prompt, and is decoded 
   CHECK(plan.rows[1].count == 1);
 }
 
+TEST_CASE("a sequence has no more decode rows in a step than the policy takes") {
+  StepPlan plan;
+  PlannerSequence sequence = Pending(0, 100, 103, 100);
+  PlannerLimits limits{16, 8, 2};
+  PlanStep(limits, {&sequence, 1}, &plan);
+  REQUIRE(plan.rows.size() == 1);
+  CHECK(plan.rows[0].count == 2);
+  CHECK_FALSE(plan.rows[0].sample);  // another token is known
+  limits.decode_rows = 1;
+  for (const int64_t cached : {100, 101, 102}) {
+    sequence.cached = cached;
+    // One row is a decoder's due, whatever prompts want.
+    const std::vector<PlannerSequence> both = {Prompt(1, 0, 100), sequence};
+    PlanStep({9, 8, 1}, both, &plan);
+    REQUIRE(plan.rows.size() == 2);
+    CHECK(plan.rows[0].slot == 0);
+    CHECK(plan.rows[0].count == 1);
+    CHECK(plan.rows[0].first_position == cached);
+    CHECK(plan.rows[0].sample == (cached == 102));
+    CHECK(plan.decode_rows == 1);
+    CHECK(plan.row_count == 9);
+  }
+  // Rows of prompts are not limited by it.
+  sequence.cached = 90;
+  PlanStep(limits, {&sequence, 1}, &plan);
+  CHECK(plan.rows[0].count == 8);
+}
+
 TEST_CASE("the last chunk of a prompt samples, and the next prompt uses what is left of the step") {
   StepPlan plan;
   const std::vector<PlannerSequence> sequences = {Prompt(0, 64, 100), Prompt(1, 0, 100)};
@@ -112,6 +140,7 @@ TEST_CASE("any plan keeps its limits, gives a sequence one range, and starves no
     PlannerLimits limits;
     limits.max_rows = count + static_cast<int>(random.Below(100));
     limits.chunk_tokens = 1 + static_cast<int>(random.Below(100));
+    if (random.Below(2) == 0) limits.decode_rows = 1 + static_cast<int>(random.Below(3));
     std::vector<PlannerSequence> sequences;
     for (int slot = 0; slot < count; ++slot) {
       const auto cached = static_cast<int64_t>(random.Below(50));
@@ -137,6 +166,7 @@ TEST_CASE("any plan keeps its limits, gives a sequence one range, and starves no
       const bool decode = row.first_position >= s.prompt_length;
       REQUIRE((decode || row.first_position + row.count <= s.prompt_length));
       REQUIRE((!decode || decode_rows == rows));
+      REQUIRE((!decode || row.count <= limits.decode_rows));
       decode_rows += decode ? row.count : 0;
       rows += row.count;
       samples += row.sample ? 1 : 0;

@@ -81,6 +81,14 @@ TEST_CASE("the plan asks for what a node asks for") {
   config.set_hbm_bytes(8 << 20);
   config.set_dram_bytes(16 << 20);
   config.set_overcommit(1);
+  config.set_budget_tokens(128);
+  config.set_dense_layers(1);
+  config.set_hgca_window_tokens(64);
+  config.set_hgca_beta(1);
+  config.set_hgca_alpha(0.3);
+  config.set_recall_margin(4.5);
+  config.set_scout_share_limit(0.12);
+  config.set_policy_worker_deadline_seconds(1);
   const auto plan = PlanOf(config);
   INFO(plan.status());
   REQUIRE(plan.ok());
@@ -93,6 +101,18 @@ TEST_CASE("the plan asks for what a node asks for") {
   CHECK(plan->workspace_bytes == (*model)->workspace_bytes());
   CHECK(plan->max_context == 700);
   CHECK(plan->layout.layers == (*model)->cache_layout().layers);
+  // Every policy but full, by its own footprint: sparse ones take less of HBM for long contexts.
+  REQUIRE(plan->policies.size() == 4);
+  for (const PlanInput::Policy& policy : plan->policies) {
+    INFO(policy.name << ": " << policy.status);
+    CHECK(policy.status.ok());
+    REQUIRE(policy.rooms.size() == 2);
+    CHECK(policy.rooms[1].context == 700);
+    CHECK(policy.rooms[1].dram_bytes >= plan->layout.BytesFor(700));
+    CHECK(policy.rooms[1].hbm_bytes > 0);
+    CHECK(policy.rooms[1].running >= 1);
+    CHECK_THAT(FormatPlan(*plan), Catch::Contains("policy " + policy.name + ":"));
+  }
   // Histories, biases and logits of five sequences at least.
   CHECK(plan->batch_bytes > 5 * (700 + 2 * 1024 + (*model)->config().vocab_size) * 4);
 }

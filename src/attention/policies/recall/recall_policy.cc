@@ -21,32 +21,9 @@ constexpr int32_t kUnitTokens = 1;
 constexpr int kRingBlocks = 1;
 constexpr size_t kPartialKeys = 0;  // the policy's one array
 
-// What a layer was found to need, from Ahead to AttendSparse. The layer after it is looked at
-// between the two.
-struct Chosen {
-  Buffer units, places, counts;  // int32 [lists][capacity] twice, [lists]
-};
-
-// Scratch of one Ahead.
-struct Workspace {
-  Buffer projection;                         // float [layers][kv_heads][head_dim][rank]
-  Buffer scores;                             // float [lists][max_context]
-  Buffer selected, selected_counts;          // int32 [lists][capacity], [lists]
-  Buffer missing, missing_counts;            // the same
-  Buffer source_units, target_units, moves;  // the same
-  Buffer since, due;                         // int32 [layers][slots], [rows]
-  std::array<Chosen, 2> chosen;              // of even and odd layers
-  Buffer o, lse;                             // float [rows][heads][head_dim], [rows][heads]
-  std::unique_ptr<SelectionCounters> counters;
-};
-
 class RecallPolicy : public OffloadPolicy {
  public:
-  RecallPolicy(const PolicyOptions& options, std::unique_ptr<OffloadTier> tier, Buffer written,
-               int32_t rank, Workspace workspace)
-      : OffloadPolicy(options, std::move(tier), std::move(written)),
-        rank_(rank),
-        workspace_(std::move(workspace)) {}
+  static absl::StatusOr<std::unique_ptr<AttentionPolicy>> Create(const PolicyOptions& options);
 
   bool LooksAhead(int layer) const override { return !tier().dense(layer); }
 
@@ -81,7 +58,7 @@ class RecallPolicy : public OffloadPolicy {
     attend.counts = chosen.counts.as<int32_t>();
     attend.o = workspace_.o.as<float>();
     attend.lse = workspace_.lse.as<float>();
-    attend.capacity = options().budget_tokens;
+    attend.capacity = capacity_;
     attend.unit_tokens = kUnitTokens;
     attend.rows = queries.rows;
     attend.heads = queries.heads;
@@ -117,14 +94,42 @@ class RecallPolicy : public OffloadPolicy {
   }
 
  private:
+  // What a layer was found to need, from Ahead to AttendSparse. The layer after it is looked at
+  // between the two.
+  struct Chosen {
+    Buffer units, places, counts;  // int32 [lists][capacity] twice, [lists]
+  };
+
+  // Scratch of one Ahead.
+  struct Workspace {
+    Buffer projection;                         // float [layers][kv_heads][head_dim][rank]
+    Buffer scores;                             // float [lists][max_context]
+    Buffer selected, selected_counts;          // int32 [lists][capacity], [lists]
+    Buffer missing, missing_counts;            // the same
+    Buffer source_units, target_units, moves;  // the same
+    Buffer since, due;                         // int32 [layers][slots], [rows]
+    std::array<Chosen, 2> chosen;              // of even and odd layers
+    Buffer o, lse;                             // float [rows][heads][head_dim], [rows][heads]
+    std::unique_ptr<SelectionCounters> counters;
+  };
+
+  RecallPolicy(const PolicyOptions& options, std::unique_ptr<OffloadTier> tier, Buffer written,
+               const ProjectionShape& shape, int64_t capacity, Workspace workspace)
+      : OffloadPolicy(options, std::move(tier), std::move(written)),
+        shape_(shape),
+        capacity_(static_cast<int32_t>(capacity)),
+        workspace_(std::move(workspace)) {}
+  static absl::StatusOr<Workspace> NewWorkspace(const PolicyOptions& options,
+                                                const ProjectionShape& shape, int64_t capacity);
+
   int layers() const { return options().hbm->layout().layers; }
   Chosen& ChosenOf(int layer) { return workspace_.chosen[static_cast<size_t>(layer) % 2]; }
   kernels::UnitLists Lists(const Buffer& units, const Buffer& counts) const {
-    return {units.as<int32_t>(), counts.as<int32_t>(), options().budget_tokens};
+    return {units.as<int32_t>(), counts.as<int32_t>(), capacity_};
   }
   const float* Projection(int layer) const {
-    const int64_t of_layer = int64_t{kv().heads} * tier().Home(layer).head_dim * rank_;
-    return workspace_.projection.as<float>() + layer * of_layer;
+    return workspace_.projection.as<float>() +
+           layer * shape_.kv_heads * shape_.head_dim * shape_.rank;
   }
 
   // Positions [first, position] of each row.
@@ -170,7 +175,7 @@ class RecallPolicy : public OffloadPolicy {
     params.rows = predicted.rows;
     params.kv_heads = kv().heads;
     params.unit_tokens = kUnitTokens;
-    params.k = options().budget_tokens;
+    params.k = capacity_;
     // The ring is in HBM anyway: what it holds costs nothing to attend to.
     params.last_units = static_cast<int32_t>(kRingBlocks * tier().block_tokens());
     params.margin = options().recall.margin;
@@ -245,7 +250,8 @@ class RecallPolicy : public OffloadPolicy {
     }
   }
 
-  const int32_t rank_;
+  const ProjectionShape shape_;
+  const int32_t capacity_;  // of a list: the budget, or all that a sequence can have
   Workspace workspace_;
 };
 
@@ -265,16 +271,17 @@ absl::Status Upload(Device* device, const std::vector<float>& values, Buffer* ta
   return device->Health();
 }
 
-absl::StatusOr<Workspace> NewWorkspace(const PolicyOptions& options, const CacheKind& kv,
-                                       const ProjectionShape& shape) {
+}  // namespace
+
+absl::StatusOr<RecallPolicy::Workspace> RecallPolicy::NewWorkspace(const PolicyOptions& options,
+                                                                   const ProjectionShape& shape,
+                                                                   int64_t capacity) {
   Workspace w;
   SLUICE_RETURN_IF_ERROR(
       Upload(options.device,
              options.recall.projection.empty() ? PlainProjection(shape) : options.recall.projection,
              &w.projection));
-  // Steps are padded to the device's row buckets.
-  const int64_t rows = std::max(options.slots, options.device->RowBucket(options.slots));
-  const int64_t lists = rows * kv.heads, entries = lists * options.budget_tokens;
+  const int64_t rows = MaxDecodeRows(options), lists = rows * shape.kv_heads;
   const auto allocate = [&](Buffer* buffer, int64_t elements, const char* what) -> absl::Status {
     SLUICE_ASSIGN_OR_RETURN(
         *buffer, options.device->Allocate(MemoryKind::kDevice, static_cast<size_t>(elements) * 4,
@@ -285,7 +292,7 @@ absl::StatusOr<Workspace> NewWorkspace(const PolicyOptions& options, const Cache
   for (Buffer* units :
        {&w.selected, &w.missing, &w.source_units, &w.target_units, &w.chosen[0].units,
         &w.chosen[0].places, &w.chosen[1].units, &w.chosen[1].places}) {
-    SLUICE_RETURN_IF_ERROR(allocate(units, entries, "lists of tokens"));
+    SLUICE_RETURN_IF_ERROR(allocate(units, lists * capacity, "lists of tokens"));
   }
   for (Buffer* counts : {&w.selected_counts, &w.missing_counts, &w.moves, &w.chosen[0].counts,
                          &w.chosen[1].counts, &w.due}) {
@@ -299,9 +306,8 @@ absl::StatusOr<Workspace> NewWorkspace(const PolicyOptions& options, const Cache
   return w;
 }
 
-}  // namespace
-
-absl::StatusOr<std::unique_ptr<AttentionPolicy>> NewRecallPolicy(const PolicyOptions& options) {
+absl::StatusOr<std::unique_ptr<AttentionPolicy>> RecallPolicy::Create(
+    const PolicyOptions& options) {
   const CacheLayout& layout = options.hbm->layout();
   const CacheKind& kv = layout.kinds[0];
   ProjectionShape shape;
@@ -309,30 +315,40 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> NewRecallPolicy(const PolicyOpt
   shape.kv_heads = kv.heads;
   shape.head_dim = kv.bytes_per_token / kv.parts / SizeOf(kv.element_type);
   SLUICE_ASSIGN_OR_RETURN(
-      const int32_t rank,
+      shape.rank,
       ProjectionRank(shape.layers, shape.kv_heads, shape.head_dim,
                      static_cast<int64_t>(options.recall.projection.size()), options.recall.rank));
-  shape.rank = rank;
   const int64_t ring = int64_t{kRingBlocks} * kv.block_tokens;
   if (options.budget_tokens <= ring) {
     return absl::InvalidArgumentError(
-        absl::StrCat("budget_tokens: policy ", options.name, " attends to the newest ", ring,
-                     " tokens always (block_tokens of the cache): expected more than that, found ",
+        absl::StrCat("budget_tokens: policy ", options.name, " always attends to the newest ", ring,
+                     " tokens, a block of block_tokens: expected more than that, found ",
                      options.budget_tokens));
   }
-  OffloadTierOptions tier;
-  tier.device = options.device;
-  tier.hbm = options.hbm;
-  tier.dram = options.dram;
-  tier.slots = options.slots;
-  tier.max_context = options.max_context;
-  tier.dense_layers = std::min(options.dense_layers, layout.layers);
-  tier.ring_blocks = kRingBlocks;
+  OffloadTierOptions tier_options;
+  tier_options.device = options.device;
+  tier_options.hbm = options.hbm;
+  tier_options.dram = options.dram;
+  tier_options.slots = options.slots;
+  tier_options.max_context = options.max_context;
+  tier_options.dense_layers = std::min(options.dense_layers, layout.layers);
+  tier_options.ring_blocks = kRingBlocks;
   // As many places as the budget has tokens, so that whatever is chosen finds one.
-  tier.recall_blocks = static_cast<int>(kv.BlocksFor(options.budget_tokens - ring));
-  tier.unit_tokens = kUnitTokens;
-  tier.arrays = {{"partial keys", 1, rank, kernels::DType::kBFloat16}};
-  return absl::UnimplementedError("");
+  tier_options.recall_blocks = static_cast<int>(kv.BlocksFor(options.budget_tokens - ring));
+  tier_options.unit_tokens = kUnitTokens;
+  tier_options.arrays = {
+      {"partial keys", 1, static_cast<int32_t>(shape.rank), kernels::DType::kBFloat16}};
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<OffloadTier> tier, OffloadTier::Create(tier_options));
+  SLUICE_ASSIGN_OR_RETURN(Buffer written, AllocateWritten(options));
+  const int64_t capacity =
+      std::min<int64_t>(options.budget_tokens, kv.BlocksFor(options.max_context) * kv.block_tokens);
+  SLUICE_ASSIGN_OR_RETURN(Workspace workspace, NewWorkspace(options, shape, capacity));
+  return std::unique_ptr<AttentionPolicy>(new RecallPolicy(
+      options, std::move(tier), std::move(written), shape, capacity, std::move(workspace)));
+}
+
+absl::StatusOr<std::unique_ptr<AttentionPolicy>> NewRecallPolicy(const PolicyOptions& options) {
+  return RecallPolicy::Create(options);
 }
 
 }  // namespace sluice

@@ -9,40 +9,16 @@
 
 #include "absl/strings/str_cat.h"
 #include "src/attention/offload/selection_counters.h"
+#include "src/attention/policies/scout/block_selection.h"
+#include "src/attention/policies/scout/first_blocks.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 
 namespace sluice {
 namespace {
 
-// The first block, and the newest: always attended to.
-constexpr int32_t kFirstBlocks = 1;
-constexpr int32_t kLastBlocks = 1;
-
-// A recall has a whole step for its way; it leaves the processors to the model (TransferParams).
-constexpr int32_t kRecallWorkers = 4;
-
 // Blocks of the ring: the newest, and the one before, for which a recall may then take a step.
 constexpr int32_t kRingBlocks = 2;
-
-constexpr size_t kDigests = 0;  // of the tier's arrays
-
-// What decides every size. A list is of one (row, KV head).
-struct Shape {
-  int32_t layers = 0;
-  int32_t dense_layers = 0;
-  int32_t slots = 0;
-  int32_t rows = 0;  // decode rows of a step at most, padded ones included
-  int32_t heads = 0;
-  int32_t kv_heads = 0;
-  int32_t head_dim = 0;
-  int32_t block_tokens = 0;
-  int32_t budget_blocks = 0;    // selected of a list
-  int32_t recall_blocks = 0;    // places beside the ring
-  int32_t resident_blocks = 0;  // attended to on the device of a list
-  int32_t most_blocks = 0;      // of the longest sequence
-  int64_t lists() const { return int64_t{rows} * kv_heads; }
-};
 
 // What Ahead leaves for AttendSparse of the same layer. Two layers are under way at once.
 struct Choice {
@@ -50,13 +26,10 @@ struct Choice {
 };
 
 struct Scratch {
-  Buffer scores;                         // float [lists][most_blocks]
-  Buffer selected, selected_counts;      // int32 [lists][budget_blocks], [lists]
-  std::array<Choice, 2> choices;         // by a layer's parity
-  Buffer since;                          // int32 [layers][slots] steps since the last recall
-  Buffer first_since;                    // int32 [layers], pinned: what that begins with
-  Buffer sources, targets, move_counts;  // int32 [lists][budget_blocks] twice, [lists]
-  Buffer o;                              // float [2][rows][heads][head_dim]
+  std::array<Choice, 2> choices;  // by a layer's parity
+  Buffer since;                   // int32 [layers][slots] steps since the last recall
+  Buffer first_since;  // int32 [1 + layers], pinned: what that begins with: 0, or by layer
+  Buffer o;            // float [2][rows][heads][head_dim]
   Buffer lse;  // float [layers][2][rows][heads]: what a layer was made of can be read afterwards
 };
 
@@ -66,21 +39,47 @@ int32_t IntervalOf(const PolicyOptions::Scout& scout, int layer) {
   return scout.intervals.empty() ? 0 : scout.intervals[static_cast<size_t>(layer)];
 }
 
+struct Parts {
+  std::unique_ptr<BlockSelection> selection;  // of steps
+  std::unique_ptr<FirstBlocks> first;
+  std::unique_ptr<SelectionCounters> counters;
+  std::unique_ptr<CoAttention> workers;
+};
+
 class ScoutPolicyImpl : public ScoutPolicy {
  public:
   static absl::StatusOr<std::unique_ptr<ScoutPolicy>> Create(const PolicyOptions& options);
-  ScoutPolicyImpl(const PolicyOptions& options, const Shape& shape,
-                  std::unique_ptr<OffloadTier> tier, Buffer written, Scratch scratch,
-                  std::unique_ptr<SelectionCounters> counters, std::unique_ptr<CoAttention> workers)
+  ScoutPolicyImpl(const PolicyOptions& options, const ScoutShape& shape,
+                  std::unique_ptr<OffloadTier> tier, Buffer written, Scratch scratch, Parts parts)
       : ScoutPolicy(options, std::move(tier), std::move(written)),
         shape_(shape),
         scratch_(std::move(scratch)),
-        counters_(std::move(counters)),
-        workers_(std::move(workers)) {}
+        parts_(std::move(parts)),
+        selection_(*parts_.selection),
+        first_(*parts_.first),
+        counters_(*parts_.counters),
+        workers_(*parts_.workers) {}
 
-  absl::Status SlotHealth(int slot) const override { return workers_->Health(slot); }
-  PolicyStatistics Statistics() const override { return counters_->Sum(); }
+  ~ScoutPolicyImpl() override {
+    // A warm-up under way uses what is here.
+    for (int slot = 0; slot < shape_.slots; ++slot) WarmEvent(slot).Wait();
+  }
+
+  absl::Status SlotHealth(int slot) const override { return workers_.Health(slot); }
+  PolicyStatistics Statistics() const override { return counters_.Sum(); }
+  WorkerStatistics Workers() const override { return workers_.Statistics(); }
   const float* parts_lse(int layer) const override { return lse(layer); }
+
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                 absl::Span<const int32_t> positions) override {
+    OffloadPolicy::BeginStep(stream, slots, positions);
+    first_.BeginStep(slots, positions);
+  }
+  void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
+    OffloadPolicy::Attend(stream, layer, params);
+    if (!tier().dense(layer)) first_.Keep(stream, layer, params);
+    if (layer == shape_.layers - 1) first_.EndStep(stream);
+  }
 
   bool LooksAhead(int layer) const override {
     return options().scout.layer_ahead && !tier().dense(layer);
@@ -89,7 +88,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
   // Algorithm 1, lines 5 to 7, of layer i + 1; the model has made the queries of line 4.
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
     Select(stream, layer, predicted);
-    workers_->Start(stream, layer, predicted, tier().Home(layer));
+    workers_.Start(stream, layer, predicted, tier().Home(layer));
   }
 
  protected:
@@ -100,34 +99,57 @@ class ScoutPolicyImpl : public ScoutPolicy {
     // Without looking ahead everything is of the real queries, and the CPU begins only now.
     if (!LooksAhead(layer)) {
       Select(stream, layer, queries);
-      workers_->Start(stream, layer, queries, tier().Home(layer));
+      workers_.Start(stream, layer, queries, tier().Home(layer));
     }
     AttendResident(stream, layer, queries);
     const int64_t values = int64_t{queries.rows} * queries.heads;
-    workers_->Finish(stream, layer, queries.rows, scratch_.o.as<float>() + values * shape_.head_dim,
-                     lse(layer) + values);
+    workers_.Finish(stream, layer, queries.rows, scratch_.o.as<float>() + values * shape_.head_dim,
+                    lse(layer) + values);
     Merge(stream, layer, queries, out, out_type);
-    Recall(stream, layer, queries);
+    // For the next step, where it is due.
+    selection_.Bring(stream, layer, queries, workers_.lists(layer), choice(layer).due.as<int32_t>(),
+                     counters_.of(layer));
   }
 
-  // The first places hold what is new, not what is important: whatever the interval, the first
-  // recall is in the first step. The controller finds that step's share too large by itself.
-  void BuildArrays(Stream& stream, int slot, int64_t /*tokens*/,
+  std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens) override {
+    std::vector<std::vector<int32_t>> units = OffloadPolicy::FirstUnits(slot, tokens);
+    // The other places are for what BuildArrays finds important.
+    if (first_.Knows(slot, tokens)) {
+      for (std::vector<int32_t>& of_head : units) {
+        if (of_head.size() > kScoutFirstBlocks) {
+          of_head.erase(of_head.begin() + kScoutFirstBlocks, of_head.end());
+        }
+      }
+    }
+    return units;
+  }
+
+  // Where nothing is known of what is important, the first places hold what is new, and the first
+  // recall is in the first step, whatever the interval. (The controller finds that step's share too
+  // large by itself.)
+  void BuildArrays(Stream& stream, int slot, int64_t tokens,
                    const OffloadTier::BulkRow& row) override {
-    for (int layer = tier().options().dense_layers; layer < shape_.layers; ++layer) {
+    const bool knows = first_.Knows(slot, tokens);
+    for (int layer = shape_.dense_layers; layer < shape_.layers; ++layer) {
       kernels::DigestParams digest{};
       digest.cache = tier().Home(layer);
-      digest.digests = tier().Array(layer, kDigests);
+      digest.digests = tier().Array(layer, kScoutDigests);
       digest.slots = row.slots;
       digest.first_positions = row.first_positions;
       digest.positions = row.positions;
       digest.rows = 1;
       kernels().Digest(stream, digest);
-      stream.Copy(since(layer) + slot, scratch_.first_since.as<int32_t>() + layer, sizeof(int32_t));
+      if (knows) first_.Bring(stream, layer, slot, row);
+      const int32_t* const first_since = scratch_.first_since.as<int32_t>();
+      stream.Copy(since(layer) + slot, first_since + (knows ? 0 : 1 + layer), sizeof(int32_t));
     }
+    first_.PromptEnded(slot);
   }
 
-  void Joined(int slot) override { workers_->Join(slot); }
+  void Joined(int slot) override {
+    first_.Joined(slot);
+    workers_.Join(slot);
+  }
 
  private:
   int32_t* since(int layer) const {
@@ -139,10 +161,6 @@ class ScoutPolicyImpl : public ScoutPolicy {
   const Choice& choice(int layer) const {
     return scratch_.choices[static_cast<size_t>(layer) % scratch_.choices.size()];
   }
-  kernels::UnitLists Selected() const {
-    return {scratch_.selected.as<int32_t>(), scratch_.selected_counts.as<int32_t>(),
-            shape_.budget_blocks};
-  }
   kernels::UnitLists Resident(int layer) const {
     return {choice(layer).resident.as<int32_t>(), choice(layer).resident_counts.as<int32_t>(),
             shape_.resident_blocks};
@@ -152,7 +170,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
   void ExtendDigests(Stream& stream, int layer, const Queries& queries) {
     kernels::DigestParams digest{};
     digest.cache = tier().Ring(layer);
-    digest.digests = tier().Array(layer, kDigests);
+    digest.digests = tier().Array(layer, kScoutDigests);
     digest.slots = queries.slots;
     digest.positions = queries.positions;
     digest.rows = queries.rows;
@@ -160,59 +178,18 @@ class ScoutPolicyImpl : public ScoutPolicy {
   }
 
   // Which blocks the rows attend to, and who attends to them: those without a place go straight
-  // into the workers' lists. A layer ahead the newest block's digest does not know the row's own
-  // token yet, so that block is selected without one.
+  // into the workers' lists.
   void Select(Stream& stream, int layer, const Queries& queries) {
-    kernels::DigestScoresParams scores{};
-    scores.q = queries.q;
-    scores.q_stride = queries.stride;
-    scores.slots = queries.slots;
-    scores.positions = queries.positions;
-    scores.digests = tier().Array(layer, kDigests);
-    scores.scores = scratch_.scores.as<float>();
-    scores.score_stride = shape_.most_blocks;
-    scores.rows = queries.rows;
-    scores.heads = queries.heads;
-    scores.block_tokens = shape_.block_tokens;
-    scores.scale = queries.scale;
-    scores.reduction = options().reduction;
-    kernels().DigestScores(stream, scores);
-
-    kernels::TopKParams top{};
-    top.scores = scores.scores;
-    top.score_stride = scores.score_stride;
-    top.slots = queries.slots;
-    top.positions = queries.positions;
-    top.selected = Selected();
-    top.rows = queries.rows;
-    top.kv_heads = shape_.kv_heads;
-    top.unit_tokens = shape_.block_tokens;
-    top.k = shape_.budget_blocks;
-    top.first_units = kFirstBlocks;
-    top.last_units = kLastBlocks;
-    top.margin = std::numeric_limits<float>::infinity();
-    kernels().TopK(stream, top);
-
-    kernels::SplitParams split{};
-    split.residency = tier().Residency(layer);
-    split.slots = queries.slots;
-    split.positions = queries.positions;
-    split.selected = top.selected;
-    split.resident = Resident(layer);
-    split.places = choice(layer).places.as<int32_t>();
-    split.missing = workers_->lists(layer);
-    split.rows = queries.rows;
-    split.kv_heads = shape_.kv_heads;
-    split.unit_tokens = shape_.block_tokens;
-    split.whole = options().scout.attend_whole;
-    kernels().Split(stream, split);
+    const BlockSelection::Split split{Resident(layer), choice(layer).places.as<int32_t>(),
+                                      workers_.lists(layer)};
+    const kernels::UnitLists selected = selection_.Choose(stream, layer, queries, split);
 
     kernels::RecallDueParams due{};
     due.slots = queries.slots;
-    due.selected = split.selected;
+    due.selected = selected;
     due.missing = split.missing;
     due.since = since(layer);
-    due.counters = counters_->of(layer);
+    due.counters = counters_.of(layer);
     due.due = choice(layer).due.as<int32_t>();
     due.rows = queries.rows;
     due.kv_heads = shape_.kv_heads;
@@ -259,51 +236,19 @@ class ScoutPolicyImpl : public ScoutPolicy {
     kernels().Merge(stream, merge);
   }
 
-  // What this step missed is brought in for the next one, where it is due. The tables say so at
-  // once: who reads them next, this layer's Select of the next step, is behind the transfer on the
-  // stream.
-  void Recall(Stream& stream, int layer, const Queries& queries) {
-    kernels::RecallParams recall{};
-    recall.residency = tier().Residency(layer);
-    recall.slots = queries.slots;
-    recall.positions = queries.positions;
-    recall.missing = workers_->lists(layer);
-    recall.due = choice(layer).due.as<int32_t>();
-    recall.home = tier().Home(layer);
-    recall.resident = tier().Places(layer);
-    recall.source_units = scratch_.sources.as<int32_t>();
-    recall.target_units = scratch_.targets.as<int32_t>();
-    recall.move_counts = scratch_.move_counts.as<int32_t>();
-    recall.counters = counters_->of(layer);
-    recall.rows = queries.rows;
-    recall.kv_heads = shape_.kv_heads;
-    recall.unit_tokens = shape_.block_tokens;
-    kernels().Recall(stream, recall);
-
-    kernels::TransferParams move{};
-    move.source = recall.home.base;
-    move.target = recall.resident.base;
-    move.source_pitch = move.target_pitch = kv().block_bytes();
-    move.unit_bytes = static_cast<int32_t>(kv().block_bytes());
-    move.source_units = recall.source_units;
-    move.target_units = recall.target_units;
-    move.counts = recall.move_counts;
-    move.lists = queries.rows * shape_.kv_heads;
-    move.capacity = recall.missing.capacity;
-    move.max_workers = kRecallWorkers;
-    kernels().Transfer(stream, move);
-  }
-
-  const Shape shape_;
+  const ScoutShape shape_;
   const Scratch scratch_;
-  const std::unique_ptr<SelectionCounters> counters_;
-  const std::unique_ptr<CoAttention> workers_;
+  const Parts parts_;
+  const BlockSelection& selection_;
+  FirstBlocks& first_;
+  SelectionCounters& counters_;
+  CoAttention& workers_;
 };
 
 absl::Status CheckOptions(const PolicyOptions& options) {
   const CacheLayout& layout = options.hbm->layout();
   const PolicyOptions::Scout& scout = options.scout;
-  const int least = (kFirstBlocks + kLastBlocks) * layout.kinds[0].block_tokens;
+  const int least = (kScoutFirstBlocks + kScoutLastBlocks) * layout.kinds[0].block_tokens;
   if (options.budget_tokens < least) {
     return absl::InvalidArgumentError(absl::StrCat("budget_tokens: ", options.budget_tokens,
                                                    ", must be at least ", least,
@@ -334,10 +279,10 @@ absl::Status CheckOptions(const PolicyOptions& options) {
   return absl::OkStatus();
 }
 
-Shape ShapeOf(const PolicyOptions& options, int rows) {
+ScoutShape ShapeOf(const PolicyOptions& options, int rows) {
   const CacheLayout& layout = options.hbm->layout();
   const CacheKind& kind = layout.kinds[0];
-  Shape shape;
+  ScoutShape shape;
   shape.layers = layout.layers;
   shape.dense_layers = std::min(options.dense_layers, layout.layers);
   shape.slots = options.slots;
@@ -350,19 +295,19 @@ Shape ShapeOf(const PolicyOptions& options, int rows) {
   shape.most_blocks = static_cast<int32_t>(kind.BlocksFor(options.max_context));
   shape.budget_blocks =
       std::max(std::min(options.budget_tokens / kind.block_tokens, shape.most_blocks),
-               kFirstBlocks + kLastBlocks);
+               kScoutFirstBlocks + kScoutLastBlocks);
   // All that is selected has room, the newest being in the ring.
   shape.recall_blocks =
       options.scout.resident_tokens > 0
           ? std::min(static_cast<int32_t>(kind.BlocksFor(options.scout.resident_tokens)),
                      shape.most_blocks)
-          : shape.budget_blocks - kLastBlocks;
+          : shape.budget_blocks - kScoutLastBlocks;
   shape.resident_blocks =
       options.scout.attend_whole ? shape.recall_blocks + kRingBlocks : shape.budget_blocks;
   return shape;
 }
 
-absl::StatusOr<Scratch> MakeScratch(Device& device, const Shape& shape,
+absl::StatusOr<Scratch> MakeScratch(Device& device, const ScoutShape& shape,
                                     const PolicyOptions::Scout& scout) {
   Scratch scratch;
   absl::Status status;
@@ -373,10 +318,7 @@ absl::StatusOr<Scratch> MakeScratch(Device& device, const Shape& shape,
     status = allocated.status();
     if (status.ok()) *buffer = *std::move(allocated);
   };
-  const int64_t lists = shape.lists();
-  allocate(&scratch.scores, lists * shape.most_blocks);
-  allocate(&scratch.selected, lists * shape.budget_blocks);
-  allocate(&scratch.selected_counts, lists);
+  const int64_t lists = int64_t{shape.rows} * shape.kv_heads;
   for (Choice& choice : scratch.choices) {
     allocate(&choice.resident, lists * shape.resident_blocks);
     allocate(&choice.places, lists * shape.resident_blocks);
@@ -384,26 +326,23 @@ absl::StatusOr<Scratch> MakeScratch(Device& device, const Shape& shape,
     allocate(&choice.due, shape.rows);
   }
   allocate(&scratch.since, int64_t{shape.layers} * shape.slots);
-  allocate(&scratch.sources, lists * shape.budget_blocks);
-  allocate(&scratch.targets, lists * shape.budget_blocks);
-  allocate(&scratch.move_counts, lists);
   const int64_t values = 2 * int64_t{shape.rows} * shape.heads;
   allocate(&scratch.o, values * shape.head_dim);
   allocate(&scratch.lse, shape.layers * values);
   SLUICE_RETURN_IF_ERROR(status);
   SLUICE_ASSIGN_OR_RETURN(
       scratch.first_since,
-      device.Allocate(MemoryKind::kPinned, static_cast<size_t>(shape.layers) * sizeof(int32_t),
+      device.Allocate(MemoryKind::kPinned, static_cast<size_t>(1 + shape.layers) * sizeof(int32_t),
                       "the intervals of policy scout"));
   for (int32_t layer = 0; layer < shape.layers; ++layer) {
-    scratch.first_since.as<int32_t>()[layer] = std::max(IntervalOf(scout, layer) - 1, 0);
+    scratch.first_since.as<int32_t>()[1 + layer] = std::max(IntervalOf(scout, layer) - 1, 0);
   }
   return scratch;
 }
 
 absl::StatusOr<std::unique_ptr<ScoutPolicy>> ScoutPolicyImpl::Create(const PolicyOptions& options) {
   SLUICE_RETURN_IF_ERROR(CheckOptions(options));
-  const Shape shape = ShapeOf(options, MaxDecodeRows(options));
+  const ScoutShape shape = ShapeOf(options, MaxDecodeRows(options));
   const CacheKind& kind = options.hbm->layout().kinds[0];
 
   OffloadTierOptions tier_options;
@@ -432,16 +371,18 @@ absl::StatusOr<std::unique_ptr<ScoutPolicy>> ScoutPolicyImpl::Create(const Polic
   co_options.head_dim = shape.head_dim;
   co_options.capacity = shape.budget_blocks;
   co_options.unit_tokens = shape.block_tokens;
-  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<CoAttention> workers, CoAttention::Create(co_options));
-
-  SLUICE_ASSIGN_OR_RETURN(
-      std::unique_ptr<SelectionCounters> counters,
-      SelectionCounters::Create(options.device, options.slots, options.hbm->layout()));
+  Parts parts;
+  SLUICE_ASSIGN_OR_RETURN(parts.workers, CoAttention::Create(co_options));
+  SLUICE_ASSIGN_OR_RETURN(parts.counters, SelectionCounters::Create(options.device, options.slots,
+                                                                    options.hbm->layout()));
+  SLUICE_ASSIGN_OR_RETURN(BlockSelection selection,
+                          BlockSelection::Create(options, shape, shape.rows, *tier));
+  parts.selection = std::make_unique<BlockSelection>(std::move(selection));
+  SLUICE_ASSIGN_OR_RETURN(parts.first, FirstBlocks::Create(options, shape, *tier));
   SLUICE_ASSIGN_OR_RETURN(Scratch scratch, MakeScratch(*options.device, shape, options.scout));
   SLUICE_ASSIGN_OR_RETURN(Buffer written, AllocateWritten(options));
   return std::make_unique<ScoutPolicyImpl>(options, shape, std::move(tier), std::move(written),
-                                           std::move(scratch), std::move(counters),
-                                           std::move(workers));
+                                           std::move(scratch), std::move(parts));
 }
 
 }  // namespace

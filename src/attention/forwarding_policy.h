@@ -1,0 +1,58 @@
+// A policy that hands every call on to another: the base of those that only watch. An override does
+// its own part and calls the one here.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "src/attention/attention_policy.h"
+
+namespace sluice {
+
+class ForwardingPolicy : public AttentionPolicy {
+ public:
+  // `policy` outlives this.
+  explicit ForwardingPolicy(AttentionPolicy* policy) : policy_(policy) {}
+
+  const std::string& name() const override { return policy_->name(); }
+  Footprint FootprintOf(int64_t context, int64_t total) const override {
+    return policy_->FootprintOf(context, total);
+  }
+  int64_t max_tokens() const override { return policy_->max_tokens(); }
+  Room RoomNow() const override { return policy_->RoomNow(); }
+  bool Admit(int slot, int64_t context, int64_t total, Promise promise,
+             std::unique_ptr<SequenceCache>& home) override {
+    return policy_->Admit(slot, context, total, promise, home);
+  }
+  bool Warm(int slot) override { return policy_->Warm(slot); }
+  Event& WarmEvent(int slot) override { return policy_->WarmEvent(slot); }
+  bool Grow(int slot, int64_t tokens) override { return policy_->Grow(slot, tokens); }
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                 absl::Span<const int32_t> positions) override {
+    policy_->BeginStep(stream, slots, positions);
+  }
+  void Release(int slot) override { policy_->Release(slot); }
+  bool MakeFirm(int slot) override { return policy_->MakeFirm(slot); }
+  void Evict(int slot, int64_t tokens) override { policy_->Evict(slot, tokens); }
+  std::unique_ptr<SequenceCache> TakeHome(int slot) override { return policy_->TakeHome(slot); }
+  int decode_rows_per_sequence() const override { return policy_->decode_rows_per_sequence(); }
+  bool NeedsEndPrompt() const override { return policy_->NeedsEndPrompt(); }
+  void EndPrompt(int slot, int64_t tokens) override { policy_->EndPrompt(slot, tokens); }
+  absl::Status SlotHealth(int slot) const override { return policy_->SlotHealth(slot); }
+  PolicyStatistics Statistics() const override { return policy_->Statistics(); }
+  bool LooksAhead(int layer) const override { return policy_->LooksAhead(layer); }
+  void Ahead(Stream& stream, int layer, const Queries& predicted) override {
+    policy_->Ahead(stream, layer, predicted);
+  }
+  void Append(Stream& stream, int layer, kernels::RopeAppendParams params) override {
+    policy_->Append(stream, layer, params);
+  }
+  void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
+    policy_->Attend(stream, layer, params);
+  }
+
+ private:
+  AttentionPolicy* const policy_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,200 @@
+// HGCA's contextual cache: what the CPU attends to of the tokens that have left the window. For
+// each sequence, layer and KV head the keys and values of the selected tokens, copied one behind
+// the other into blocks behind the sequence's home (HGCA, section 3.2.2; algorithm 1, lines 15-25).
+//
+// What a row attends to depends on its position alone:
+//   * the first decode row after an append (a handoff, a prompt computed here) attends to every
+//     token outside the window. Its weights A_cpu select anew, and the next row sees the result.
+//   * a later row attends to what was selected of the blocks that have left, but for the one that
+//     left last: of that, until the next one leaves, to all tokens. So its selection has the time
+//     of a whole block, off the path, and no token is ever left out unjudged.
+// Selection runs ahead on a thread of its own (SelectAhead). A worker that needs a selection that
+// is not there makes it itself, or waits for whoever does: no result depends on who was first.
+//
+// Threads: Join to Evict on the engine's, Attend on workers', SelectAhead on one. A selection that
+// readers of the last version may still need is never overwritten: counts are kept by parity of
+// blocks, and the device passes a block's end only when every row before it is done.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "kernels/kernel_table.h"
+#include "kernels/sparse_params.h"
+#include "src/attention/offload/co_attention.h"
+#include "src/attention/policies/hgca/window.h"
+#include "src/device/device.h"
+#include "src/kv/cache_layout.h"
+#include "src/kv/sequence_cache.h"
+
+namespace sluice {
+
+class ContextualCache : public CoAttention::Source {
+ public:
+  struct Options {
+    Device* device = nullptr;
+    const kernels::KernelTable* kernels = nullptr;
+    CacheLayout layout;  // of one kind, K and V
+    int slots = 0;
+    int heads = 0;
+    int workers = 0;  // that call Attend
+    int max_context = 0;
+    uint8_t* arena = nullptr;  // of the pages of homes
+    HgcaWindow window;
+    float beta = 1;
+    float alpha = 0;
+    kernels::GroupReduction reduction = kernels::GroupReduction::kMax;
+    // How long a worker waits for a selection that another thread makes.
+    absl::Duration patience = absl::Seconds(1);
+  };
+  // RESOURCE_EXHAUSTED: no pinned memory for the averages.
+  static absl::StatusOr<std::unique_ptr<ContextualCache>> Create(const Options& options);
+
+  // Tokens of room that a sequence of `total` tokens needs: at beta = 0 all that ever leaves the
+  // window.
+  static int64_t RoomTokens(const HgcaWindow& window, int64_t total);
+
+  // A sequence moves into the slot; its contextual cache lies in blocks of `home` from
+  // `first_block` on, and every page of it is there. Nothing is selected.
+  void Join(int slot, const SequenceCache& home, int64_t first_block);
+  // What was selected is forgotten: the next decode row selects anew. REQUIRES: every step that has
+  // the slot is done.
+  void Append(int slot);
+  // Nobody writes to the slot's home any more when it returns. (A late worker may read pages that
+  // are another's by then; nothing comes of it.)
+  void Leave(int slot);
+
+  // Where the device puts the averages of a block that leaves the window, float32
+  // [kv_heads][block_tokens], pinned. They stay until those of block + 2 come.
+  float* Averages(int slot, int layer, int64_t block) const;
+  // Blocks [0, blocks) will have left the window, and their averages be there, once `done` is
+  // ready; it stays the caller's, and may be recorded again.
+  void Evict(int slot, int64_t blocks, const Event* done);
+
+  absl::Status Attend(int worker, const CoAttention::Task& task,
+                      absl::FunctionRef<bool()> owes) override;
+
+  // Makes every selection that is known to be needed and can be made. Returns whether some wait for
+  // an event. One thread, ahead of the workers; optional.
+  bool SelectAhead();
+  // For that thread: changes whenever there is more to select, and waits for it to change.
+  uint32_t work() const { return work_.load(std::memory_order_acquire); }
+  void WaitForWork(uint32_t seen) const { work_.wait(seen, std::memory_order_acquire); }
+  void Wake();
+
+  // Tokens that are selected, of so many judged. REQUIRES: no step is under way.
+  int64_t SelectedTokens(int slot, int layer, int head) const;
+  int64_t JudgedTokens(int slot, int layer, int head) const;
+  // Element 0 of the key of selected token `index`.
+  const uint8_t* SelectedKey(int slot, int layer, int head, int64_t index) const;
+
+  // Sums over all sequences so far. REQUIRES: no step is under way.
+  struct Counters {
+    int64_t rows = 0;            // decode rows
+    int64_t cpu_tokens = 0;      // tokens x KV heads that workers attended to
+    int64_t window_tokens = 0;   // tokens x KV heads of the window, beside them
+    int64_t outside_tokens = 0;  // tokens x KV heads outside the window
+
+    Counters& operator+=(const Counters& other);
+  };
+  Counters LayerCounters(int layer) const;
+
+ private:
+  // One (slot, layer, KV head).
+  struct alignas(64) Entry {
+    std::atomic<bool> busy{false};  // somebody selects
+    // Blocks [0, judged) were judged; -1: none since the last append.
+    std::atomic<int64_t> judged{-1};
+    // Position of the row whose weights select anew; -1: none came yet.
+    std::atomic<int64_t> evaluated_at{-1};
+    std::array<int32_t, 2> counts{};  // selected tokens, by parity of the blocks judged
+  };
+  struct Slot {
+    // Which sequence, and since which append; 0: none. Whoever selects for another lets go.
+    std::atomic<uint64_t> sequence{0};
+    std::atomic<int64_t> first_block{0};
+    std::atomic<int64_t> evicted{0};  // blocks
+    std::atomic<const Event*> evicted_done{nullptr};
+  };
+  // Of a thread that attends or selects.
+  struct Scratch {
+    std::vector<int32_t> counts;     // [kv_heads]
+    std::vector<int32_t> only;       // [kv_heads], all 0 but one
+    std::vector<float> o, lse;       // [heads][head_dim], [heads]
+    std::vector<float> parts;        // [2][group][head_dim]
+    std::vector<float> parts_lse;    // [2][group]
+    std::vector<float> weights;      // [chunk]
+    std::vector<int32_t> pages;      // of what is attended to
+    std::vector<Counters> counters;  // [layers]
+  };
+
+  ContextualCache(const Options& options, Buffer averages);
+
+  size_t EntryIndex(int slot, int layer, int head) const {
+    return (static_cast<size_t>(slot) * static_cast<size_t>(layers_) + static_cast<size_t>(layer)) *
+               static_cast<size_t>(kind_.heads) +
+           static_cast<size_t>(head);
+  }
+  Entry& EntryOf(int slot, int layer, int head) { return entries_[EntryIndex(slot, layer, head)]; }
+  const Entry& EntryOf(int slot, int layer, int head) const {
+    return entries_[EntryIndex(slot, layer, head)];
+  }
+  // Page numbers of the slot's home, from its first block on.
+  int32_t* PagesOf(int slot, int layer) const {
+    return pages_.get() + (int64_t{slot} * layers_ + layer) * most_blocks_;
+  }
+  uint8_t* BlockAt(int slot, int layer, int head, int64_t block) const;
+  kernels::PagedCache View(const int32_t* pages) const;
+  bool Has(int slot, uint64_t sequence) const {
+    return slots_[static_cast<size_t>(slot)].sequence.load(std::memory_order_acquire) == sequence;
+  }
+
+  // Attention of the task's heads to the first scratch.counts[head] tokens of `pages`, of which
+  // `blocks` are read, to o and lse. False: the round does not wait for it any more.
+  bool AttendTo(const int32_t* pages, int64_t blocks, const CoAttention::Task& task,
+                absl::FunctionRef<bool()> owes, Scratch& scratch, float* o, float* lse) const;
+  // Merges what `scratch` has of the task's heads into the task's results.
+  void MergeInto(const CoAttention::Task& task, Scratch& scratch) const;
+  // Keeps what EvaluateHead needs of the row, for the task's heads.
+  void KeepRow(const CoAttention::Task& task, uint64_t sequence);
+
+  // Waits until blocks [0, blocks) are judged, or judges them.
+  absl::Status Settle(int slot, int layer, int head, uint64_t sequence, int64_t blocks,
+                      Scratch& scratch);
+  // REQUIRES: entry.busy is the caller's. False: the sequence is not there any more, or has no row
+  // to judge by.
+  bool Advance(int slot, int layer, int head, uint64_t sequence, int64_t blocks, Scratch& scratch);
+  bool EvaluateHead(int slot, int layer, int head, uint64_t sequence, Scratch& scratch);
+  void SelectBlock(int slot, int layer, int head, int64_t block);
+  // Copies tokens [first, first + tokens) of the home whose weights are salient behind the `count`
+  // that are selected; returns the new count.
+  int64_t CopySalient(int slot, int layer, int head, int64_t first, const float* weights,
+                      int64_t tokens, int64_t size, int64_t count) const;
+  void Forget(int slot);
+  static void Claim(Entry& entry);
+
+  const Options options_;
+  const CacheKind kind_;
+  const int layers_;
+  const int group_;
+  const int head_dim_;
+  const int64_t most_blocks_;               // of a home, room for selected tokens included
+  const Buffer averages_;                   // float32 [layers][slots][2][kv_heads][block_tokens]
+  const std::unique_ptr<int32_t[]> pages_;  // [slots][layers][most_blocks]
+  std::vector<Entry> entries_;
+  std::vector<Slot> slots_;
+  uint64_t sequences_ = 0;        // numbers given so far
+  std::vector<Scratch> scratch_;  // of the workers, then SelectAhead's
+  // Of the rows that select anew, [slots][layers][heads] x [head_dim] and x 1.
+  std::vector<float> row_queries_, row_lse_;
+  std::atomic<float> scale_{0};
+  std::atomic<uint32_t> work_{0};
+};
+
+}  // namespace sluice

@@ -1,0 +1,433 @@
+#include "src/attention/policies/hgca/hgca_policy.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "src/attention/offload/co_attention.h"
+#include "src/attention/policies/hgca/selection_thread.h"
+#include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
+#include "src/device/mailbox.h"
+
+namespace sluice {
+namespace {
+
+constexpr size_t kAverages = 0;  // the tier's only array
+
+// What a step's decode rows need in HBM beside the tier.
+struct Workspace {
+  // The units of a row's window, the same for every layer and KV head.
+  Buffer counts;  // int32 [3][lists]: selected (none), resident, missing (none)
+  Buffer units;   // int32 [lists][ring]
+  Buffer places;  // int32 [lists][ring]
+  Buffer none;    // int32 [lists]: the units of lists that are empty
+  Buffer o;       // float32 [2][rows][heads][head_dim]: the window's, the CPU's
+  Buffer lse;     // float32 [layers][2][rows][heads]
+};
+
+// Averages of blocks on their way to DRAM: one list for each (sequence, layer, KV head).
+struct EvictionBatch {
+  Buffer lists;  // int64 [2][most]: where from, where to; then int32 [most] ones
+  std::unique_ptr<Event> done;
+};
+
+int HeadDim(const CacheKind& kind) {
+  return static_cast<int>(kind.bytes_per_token / kind.parts / SizeOf(kind.element_type));
+}
+
+const kernels::KernelTable* HostKernels(const PolicyOptions& options) {
+  return options.host_kernels != nullptr ? options.host_kernels
+                                         : kernels::AvailableKernelTables().back();
+}
+
+// A device that runs everything in one thread, in virtual time, has no mailbox for other threads.
+bool HasThreads(Device& device) {
+  return !absl::IsUnimplemented(device.NewMailbox(MailboxOptions{}).status());
+}
+
+class HgcaPolicyImpl : public HgcaPolicy {
+ public:
+  static constexpr size_t kBatches = 2;
+  static absl::StatusOr<std::unique_ptr<HgcaPolicy>> Create(const PolicyOptions& options);
+
+  HgcaPolicyImpl(const PolicyOptions& options, HgcaWindow window, std::unique_ptr<OffloadTier> tier,
+                 Buffer written, Workspace workspace, std::array<Buffer, kBatches> lists,
+                 std::unique_ptr<ContextualCache> cache, std::unique_ptr<CoAttention> co_attention)
+      : HgcaPolicy(options, std::move(tier), std::move(written)),
+        window_(window),
+        max_rows_(max_decode_rows()),
+        workspace_(std::move(workspace)),
+        slots_(static_cast<size_t>(options.slots)),
+        cache_(std::move(cache)),
+        thread_(options.hgca.selection_thread && HasThreads(*options.device)
+                    ? std::make_unique<SelectionThread>(cache_.get())
+                    : nullptr),
+        co_attention_(std::move(co_attention)) {
+    for (size_t i = 0; i < kBatches; ++i) {
+      batches_[i].lists = std::move(lists[i]);
+      batches_[i].done = options.device->NewEvent();
+    }
+  }
+  ~HgcaPolicyImpl() override {
+    for (EvictionBatch& batch : batches_) batch.done->Wait();
+  }
+
+  const ContextualCache& contextual_cache() const override { return *cache_; }
+  const float* parts_lse(int layer) const override { return LseOf(layer); }
+
+  bool Admit(int slot, int64_t context, int64_t total, Promise promise,
+             std::unique_ptr<SequenceCache>& home) override {
+    slots_[static_cast<size_t>(slot)].total = total;
+    return HgcaPolicy::Admit(slot, context, total, promise, home);
+  }
+
+  absl::Status SlotHealth(int slot) const override { return co_attention_->Health(slot); }
+  WorkerStatistics Workers() const override { return co_attention_->Statistics(); }
+
+  // Algorithm 1, lines 10 to 14: the block that the step's row pushes out of the window. Its keys
+  // and values are in the home already; its averages are final, and go to DRAM before the row's own
+  // take their place.
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                 absl::Span<const int32_t> positions) override;
+
+  PolicyStatistics Statistics() const override;
+
+ protected:
+  // Algorithm 2.
+  void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
+                    kernels::DType out_type) override;
+  // The window alone is in HBM.
+  std::vector<std::vector<int32_t>> FirstUnits(int /*slot*/, int64_t /*tokens*/) override {
+    const int sparse = kv_layout().layers - tier().options().dense_layers;
+    return std::vector<std::vector<int32_t>>(static_cast<size_t>(sparse * kv().heads));
+  }
+  void BuildArrays(Stream& /*stream*/, int slot, int64_t /*tokens*/,
+                   const OffloadTier::BulkRow& /*row*/) override {
+    slots_[static_cast<size_t>(slot)].decodes = true;
+    cache_->Append(slot);
+  }
+  void Joined(int slot) override {
+    Slot& s = slots_[static_cast<size_t>(slot)];
+    s.decodes = false;
+    cache_->Join(slot, tier().HomeOf(slot), kv().BlocksFor(s.total));
+    co_attention_->Join(slot);
+  }
+  void Left(int slot) override { cache_->Leave(slot); }
+
+ private:
+  struct Slot {
+    int64_t total = 0;
+    bool decodes = false;  // its working set is there, or on its way
+  };
+  const CacheLayout& kv_layout() const { return options().hbm->layout(); }
+  void ListWindow(Stream& stream, const Queries& queries);
+  float* LseOf(int layer) const {
+    return workspace_.lse.as<float>() + int64_t{layer} * 2 * max_rows_ * options().heads;
+  }
+
+  const HgcaWindow window_;
+  const int max_rows_;
+  const Workspace workspace_;
+  std::vector<Slot> slots_;
+  std::array<EvictionBatch, kBatches> batches_;  // in turn
+  size_t next_batch_ = 0;
+  const std::unique_ptr<ContextualCache> cache_;
+  const std::unique_ptr<SelectionThread> thread_;  // null: workers select
+  const std::unique_ptr<CoAttention> co_attention_;
+};
+
+void HgcaPolicyImpl::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                               absl::Span<const int32_t> positions) {
+  HgcaPolicy::BeginStep(stream, slots, positions);
+  const int64_t block_tokens = window_.block_tokens;
+  const auto evicts = [&](size_t row) {
+    return slots[row] >= 0 && slots_[static_cast<size_t>(slots[row])].decodes &&
+           positions[row] % block_tokens == 0 && window_.BlocksOutside(positions[row]) > 0;
+  };
+  size_t row = 0;
+  while (row < slots.size() && !evicts(row)) ++row;
+  if (row == slots.size()) return;
+
+  EvictionBatch& batch = batches_[next_batch_];
+  next_batch_ = (next_batch_ + 1) % batches_.size();
+  batch.done->Wait();  // it was, unless more steps are under way than there are batches
+  const int layers = kv_layout().layers, heads = kv().heads;
+  const int64_t most = int64_t{options().slots} * layers * heads;
+  auto* const sources = batch.lists.as<int64_t>();
+  auto* const targets = sources + most;
+  auto* const ones = reinterpret_cast<int32_t*>(targets + most);
+  uint8_t* const hbm = options().hbm->base(0);
+  auto* const dram = reinterpret_cast<uint8_t*>(cache_->Averages(0, 0, 0));
+  kernels::TransferParams params{};
+  for (size_t r = row; r < slots.size(); ++r) {
+    if (!evicts(r)) continue;
+    const int slot = slots[r];
+    const int64_t block = window_.BlocksOutside(positions[r]) - 1;
+    for (int layer = tier().options().dense_layers; layer < layers; ++layer) {
+      auto* const target = reinterpret_cast<uint8_t*>(cache_->Averages(slot, layer, block));
+      for (int head = 0; head < heads; ++head) {
+        SLUICE_CHECK(params.lists < most, "one decode row of a sequence in a step");
+        sources[params.lists] =
+            tier().ArrayRow(slot, layer, kAverages, head, block % window_.blocks * block_tokens) -
+            hbm;
+        targets[params.lists] =
+            target - dram + head * block_tokens * static_cast<int64_t>(sizeof(float));
+        ones[params.lists] = 1;
+        ++params.lists;
+      }
+    }
+  }
+  params.source = hbm;
+  params.target = dram;
+  params.source_offsets = sources;
+  params.target_offsets = targets;
+  params.counts = ones;
+  params.capacity = 1;
+  params.unit_bytes = static_cast<int32_t>(block_tokens * static_cast<int64_t>(sizeof(float)));
+  params.source_pitch = params.target_pitch = params.unit_bytes;
+  kernels().Transfer(stream, params);
+  stream.Record(*batch.done);
+  for (size_t r = row; r < slots.size(); ++r) {
+    if (evicts(r)) cache_->Evict(slots[r], window_.BlocksOutside(positions[r]), batch.done.get());
+  }
+}
+
+void HgcaPolicyImpl::ListWindow(Stream& stream, const Queries& queries) {
+  const int64_t lists = int64_t{max_rows_} * kv().heads;
+  auto* const counts = workspace_.counts.as<int32_t>();
+  const auto ring = static_cast<int32_t>(window_.blocks);
+  kernels::SplitParams split{};
+  split.residency = tier().Residency(tier().options().dense_layers);
+  split.slots = queries.slots;
+  split.positions = queries.positions;
+  split.selected = {workspace_.none.as<int32_t>(), counts, 1};
+  split.resident = {workspace_.units.as<int32_t>(), counts + lists, ring};
+  split.places = workspace_.places.as<int32_t>();
+  split.missing = {workspace_.none.as<int32_t>(), counts + 2 * lists, 1};
+  split.rows = queries.rows;
+  split.kv_heads = kv().heads;
+  split.unit_tokens = static_cast<int32_t>(window_.block_tokens);
+  split.whole = true;
+  kernels().Split(stream, split);
+}
+
+void HgcaPolicyImpl::AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
+                                  kernels::DType out_type) {
+  SLUICE_CHECK(queries.rows <= max_rows_);
+  // Line 12, beside what follows.
+  co_attention_->Start(stream, layer, queries, tier().Home(layer));
+  if (layer == tier().options().dense_layers) ListWindow(stream, queries);
+  const int32_t* const counts = workspace_.counts.as<int32_t>() + int64_t{max_rows_} * kv().heads;
+  const kernels::PagedCache cache = tier().Places(layer);
+  auto* const o = workspace_.o.as<float>();
+  float* const lse = LseOf(layer);
+  const int64_t lse_part = int64_t{queries.rows} * queries.heads;
+  const int64_t o_part = lse_part * cache.head_dim;
+
+  // Line 10.
+  kernels::SparseAttentionParams dense{};
+  dense.q = queries.q;
+  dense.q_stride = queries.stride;
+  dense.slots = queries.slots;
+  dense.positions = queries.positions;
+  dense.cache = cache;
+  dense.units = workspace_.units.as<int32_t>();
+  dense.places = workspace_.places.as<int32_t>();
+  dense.counts = counts;
+  dense.o = o;
+  dense.lse = lse;
+  dense.capacity = static_cast<int32_t>(window_.blocks);
+  dense.unit_tokens = static_cast<int32_t>(window_.block_tokens);
+  dense.rows = queries.rows;
+  dense.heads = queries.heads;
+  dense.kv_head_end = kv().heads;
+  dense.scale = queries.scale;
+  kernels().SparseAttention(stream, dense);
+
+  // Algorithm 1, line 8.
+  kernels::MovingAverageParams average{};
+  average.q = dense.q;
+  average.q_stride = dense.q_stride;
+  average.slots = dense.slots;
+  average.positions = dense.positions;
+  average.cache = cache;
+  average.units = dense.units;
+  average.places = dense.places;
+  average.counts = counts;
+  average.lse = lse;
+  average.average = tier().Array(layer, kAverages);
+  average.capacity = dense.capacity;
+  average.unit_tokens = dense.unit_tokens;
+  average.rows = queries.rows;
+  average.heads = queries.heads;
+  average.scale = queries.scale;
+  average.alpha = options().hgca.alpha;
+  average.reduction = options().hgca.reduction;
+  kernels().MovingAverage(stream, average);
+
+  co_attention_->Finish(stream, layer, queries.rows, o + o_part, lse + lse_part);
+  // Section 3.3, merging states.
+  kernels::MergeParams merge{};
+  merge.o = o;
+  merge.lse = lse;
+  merge.out = out;
+  merge.parts = 2;
+  merge.rows = queries.rows;
+  merge.heads = queries.heads;
+  merge.head_dim = cache.head_dim;
+  merge.out_type = out_type;
+  kernels().Merge(stream, merge);
+}
+
+PolicyStatistics HgcaPolicyImpl::Statistics() const {
+  PolicyStatistics statistics;
+  for (int layer = 0; layer < kv_layout().layers; ++layer) {
+    const ContextualCache::Counters counters = cache_->LayerCounters(layer);
+    PolicyStatistics::Layer& out = statistics.layers.emplace_back();
+    out.steps = counters.rows;
+    out.selected = counters.window_tokens + counters.cpu_tokens;
+    out.missing = counters.cpu_tokens;
+    out.link_bytes = counters.rows * kv().heads * kv().bytes_per_token;  // written through
+  }
+  return statistics;
+}
+
+absl::StatusOr<HgcaWindow> WindowOf(const PolicyOptions& options) {
+  const PolicyOptions::Hgca& hgca = options.hgca;
+  const int block_tokens = options.hbm->layout().kinds[0].block_tokens;
+  const auto expected = [](const char* field, const auto& what, auto found) {
+    return absl::InvalidArgumentError(absl::StrCat(field, ": expected ", what, ", found ", found));
+  };
+  if (hgca.window_tokens < block_tokens || hgca.window_tokens % block_tokens != 0) {
+    return expected("hgca window_tokens",
+                    absl::StrCat("a multiple of block_tokens (", block_tokens, ")"),
+                    hgca.window_tokens);
+  }
+  if (!(hgca.beta >= 0 && hgca.beta < std::numeric_limits<float>::infinity())) {
+    return expected("hgca beta", "0 or more", hgca.beta);
+  }
+  if (!(hgca.alpha > 0 && hgca.alpha <= 1)) {
+    return expected("hgca alpha", "above 0, at most 1", hgca.alpha);
+  }
+  if (hgca.reduction != kernels::GroupReduction::kMax &&
+      hgca.reduction != kernels::GroupReduction::kMean) {
+    return expected("hgca reduction", "max or mean", static_cast<int>(hgca.reduction));
+  }
+  return HgcaWindow{block_tokens, hgca.window_tokens / block_tokens};
+}
+
+absl::StatusOr<std::unique_ptr<ContextualCache>> NewCache(const PolicyOptions& options,
+                                                          const HgcaWindow& window) {
+  ContextualCache::Options o;
+  o.device = options.device;
+  o.kernels = HostKernels(options);
+  o.layout = options.hbm->layout();
+  o.slots = options.slots;
+  o.heads = options.heads;
+  o.workers = options.workers;
+  o.max_context = options.max_context;
+  o.arena = options.dram->base(0);
+  o.window = window;
+  o.beta = options.hgca.beta;
+  o.alpha = options.hgca.alpha;
+  o.reduction = options.hgca.reduction;
+  o.patience = options.worker_deadline;
+  return ContextualCache::Create(o);
+}
+
+absl::StatusOr<std::unique_ptr<OffloadTier>> NewTier(const PolicyOptions& options,
+                                                     const HgcaWindow& window) {
+  OffloadTierOptions o;
+  o.device = options.device;
+  o.hbm = options.hbm;
+  o.dram = options.dram;
+  o.slots = options.slots;
+  o.max_context = options.max_context;
+  o.dense_layers = options.dense_layers;
+  o.ring_blocks = static_cast<int>(window.blocks);
+  o.recall_blocks = 0;
+  o.unit_tokens = static_cast<int>(window.block_tokens);
+  o.arrays = {{"averages of attention weights", 0, 1, kernels::DType::kFloat32}};
+  o.extra_home_tokens = [window](int64_t total) {
+    return ContextualCache::RoomTokens(window, total);
+  };
+  return OffloadTier::Create(o);
+}
+
+absl::StatusOr<std::unique_ptr<CoAttention>> NewWorkers(const PolicyOptions& options, int max_rows,
+                                                        ContextualCache* source) {
+  const CacheLayout& layout = options.hbm->layout();
+  CoAttention::Options o;
+  o.device = options.device;
+  o.kernels = HostKernels(options);
+  o.workers = options.workers;
+  o.deadline = options.worker_deadline;
+  o.slots = options.slots;
+  o.layers = layout.layers;
+  o.max_rows = max_rows;
+  o.heads = options.heads;
+  o.kv_heads = layout.kinds[0].heads;
+  o.head_dim = HeadDim(layout.kinds[0]);
+  o.source = source;
+  return CoAttention::Create(o);
+}
+
+absl::StatusOr<Workspace> NewWorkspace(const PolicyOptions& options, const HgcaWindow& window,
+                                       int max_rows) {
+  const CacheKind& kind = options.hbm->layout().kinds[0];
+  const int64_t lists = int64_t{max_rows} * kind.heads;
+  const int64_t results = int64_t{2} * max_rows * options.heads;
+  Workspace w;
+  absl::Status status;
+  const auto allocate = [&](Buffer* buffer, int64_t entries, const char* what) {
+    if (!status.ok()) return;
+    absl::StatusOr<Buffer> made = options.device->Allocate(
+        MemoryKind::kDevice, static_cast<size_t>(entries) * sizeof(int32_t), what);
+    status = made.status();
+    if (made.ok()) *buffer = *std::move(made);
+  };
+  allocate(&w.counts, 3 * lists, "lists of windows");
+  allocate(&w.units, lists * window.blocks, "lists of windows");
+  allocate(&w.places, lists * window.blocks, "lists of windows");
+  allocate(&w.none, lists, "lists of windows");
+  allocate(&w.o, results * HeadDim(kind), "partial attention results");
+  allocate(&w.lse, results * options.hbm->layout().layers, "partial attention results");
+  if (!status.ok()) return status;
+  return w;
+}
+
+absl::StatusOr<std::unique_ptr<HgcaPolicy>> HgcaPolicyImpl::Create(const PolicyOptions& options) {
+  SLUICE_ASSIGN_OR_RETURN(const HgcaWindow window, WindowOf(options));
+  const CacheLayout& layout = options.hbm->layout();
+  const int max_rows = MaxDecodeRows(options);
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<ContextualCache> cache, NewCache(options, window));
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<OffloadTier> tier, NewTier(options, window));
+  SLUICE_ASSIGN_OR_RETURN(Buffer written, AllocateWritten(options));
+  SLUICE_ASSIGN_OR_RETURN(Workspace workspace, NewWorkspace(options, window, max_rows));
+  const int64_t lists = int64_t{options.slots} * layout.layers * layout.kinds[0].heads;
+  std::array<Buffer, kBatches> batches;
+  for (Buffer& batch : batches) {
+    SLUICE_ASSIGN_OR_RETURN(
+        batch, options.device->Allocate(
+                   MemoryKind::kPinned,
+                   static_cast<size_t>(lists) * (2 * sizeof(int64_t) + sizeof(int32_t)),
+                   "lists of evicted blocks"));
+  }
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<CoAttention> workers,
+                          NewWorkers(options, max_rows, cache.get()));
+  return std::make_unique<HgcaPolicyImpl>(options, window, std::move(tier), std::move(written),
+                                          std::move(workspace), std::move(batches),
+                                          std::move(cache), std::move(workers));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<HgcaPolicy>> NewHgcaPolicy(const PolicyOptions& options) {
+  return HgcaPolicyImpl::Create(options);
+}
+
+}  // namespace sluice

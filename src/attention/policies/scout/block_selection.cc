@@ -1,0 +1,122 @@
+#include "src/attention/policies/scout/block_selection.h"
+
+#include <limits>
+#include <utility>
+
+#include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
+
+namespace sluice {
+namespace {
+
+// A recall has a whole step for its way; it leaves the processors to the model (TransferParams).
+constexpr int32_t kRecallWorkers = 4;
+
+}  // namespace
+
+absl::StatusOr<BlockSelection> BlockSelection::Create(const PolicyOptions& options,
+                                                      const ScoutShape& shape, int rows,
+                                                      const OffloadTier& tier) {
+  BlockSelection made(options, shape, tier);
+  const int64_t lists = int64_t{rows} * shape.kv_heads;
+  const std::pair<Buffer*, int64_t> sizes[] = {{&made.scores_, lists * shape.most_blocks},
+                                               {&made.selected_, lists * shape.budget_blocks},
+                                               {&made.selected_counts_, lists},
+                                               {&made.sources_, lists * shape.budget_blocks},
+                                               {&made.targets_, lists * shape.budget_blocks},
+                                               {&made.move_counts_, lists}};
+  for (const auto& [buffer, words] : sizes) {
+    SLUICE_ASSIGN_OR_RETURN(
+        *buffer, options.device->Allocate(MemoryKind::kDevice, static_cast<size_t>(words) * 4,
+                                          "the selection of blocks"));
+  }
+  return made;
+}
+
+kernels::UnitLists BlockSelection::Choose(Stream& stream, int layer,
+                                          const AttentionPolicy::Queries& queries,
+                                          const Split& to) const {
+  KernelSet& kernels = device_->kernels();
+  kernels::DigestScoresParams scores{};
+  scores.q = queries.q;
+  scores.q_stride = queries.stride;
+  scores.slots = queries.slots;
+  scores.positions = queries.positions;
+  scores.digests = tier_->Array(layer, kScoutDigests);
+  scores.scores = scores_.as<float>();
+  scores.score_stride = shape_.most_blocks;
+  scores.rows = queries.rows;
+  scores.heads = queries.heads;
+  scores.block_tokens = shape_.block_tokens;
+  scores.scale = queries.scale;
+  scores.reduction = reduction_;
+  kernels.DigestScores(stream, scores);
+
+  kernels::TopKParams top{};
+  top.scores = scores.scores;
+  top.score_stride = scores.score_stride;
+  top.slots = queries.slots;
+  top.positions = queries.positions;
+  top.selected = {selected_.as<int32_t>(), selected_counts_.as<int32_t>(), shape_.budget_blocks};
+  top.rows = queries.rows;
+  top.kv_heads = shape_.kv_heads;
+  top.unit_tokens = shape_.block_tokens;
+  top.k = shape_.budget_blocks;
+  top.first_units = kScoutFirstBlocks;
+  top.last_units = kScoutLastBlocks;
+  top.margin = std::numeric_limits<float>::infinity();
+  kernels.TopK(stream, top);
+
+  kernels::SplitParams split{};
+  split.residency = tier_->Residency(layer);
+  split.slots = queries.slots;
+  split.positions = queries.positions;
+  split.selected = top.selected;
+  split.resident = to.resident;
+  split.places = to.places;
+  split.missing = to.missing;
+  split.rows = queries.rows;
+  split.kv_heads = shape_.kv_heads;
+  split.unit_tokens = shape_.block_tokens;
+  split.whole = whole_;
+  kernels.Split(stream, split);
+  return top.selected;
+}
+
+void BlockSelection::Bring(Stream& stream, int layer, const AttentionPolicy::Queries& queries,
+                           const kernels::UnitLists& missing, const int32_t* due,
+                           kernels::SparseCounters* counters) const {
+  KernelSet& kernels = device_->kernels();
+  kernels::RecallParams recall{};
+  recall.residency = tier_->Residency(layer);
+  recall.slots = queries.slots;
+  recall.positions = queries.positions;
+  recall.missing = missing;
+  recall.due = due;
+  recall.home = tier_->Home(layer);
+  recall.resident = tier_->Places(layer);
+  recall.source_units = sources_.as<int32_t>();
+  recall.target_units = targets_.as<int32_t>();
+  recall.move_counts = move_counts_.as<int32_t>();
+  recall.counters = counters;
+  recall.rows = queries.rows;
+  recall.kv_heads = shape_.kv_heads;
+  recall.unit_tokens = shape_.block_tokens;
+  kernels.Recall(stream, recall);
+
+  const int64_t block_bytes = recall.home.page_bytes / shape_.kv_heads;
+  kernels::TransferParams move{};
+  move.source = recall.home.base;
+  move.target = recall.resident.base;
+  move.source_pitch = move.target_pitch = block_bytes;
+  move.unit_bytes = static_cast<int32_t>(block_bytes);
+  move.source_units = recall.source_units;
+  move.target_units = recall.target_units;
+  move.counts = recall.move_counts;
+  move.lists = queries.rows * shape_.kv_heads;
+  move.capacity = missing.capacity;
+  move.max_workers = kRecallWorkers;
+  kernels.Transfer(stream, move);
+}
+
+}  // namespace sluice

@@ -1,0 +1,82 @@
+// Which blocks rows attend to, where those lie, and how the missing ones are brought in: the
+// operators of one layer, with scratch of their own.
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "kernels/sparse_params.h"
+#include "src/attention/attention_policy.h"
+#include "src/attention/offload/offload_tier.h"
+#include "src/attention/policy_options.h"
+#include "src/device/device.h"
+
+namespace sluice {
+
+// What decides every size. A list is of one (row, KV head).
+struct ScoutShape {
+  int32_t layers = 0;
+  int32_t dense_layers = 0;
+  int32_t slots = 0;
+  int32_t rows = 0;  // decode rows of a step at most, padded ones included
+  int32_t heads = 0;
+  int32_t kv_heads = 0;
+  int32_t head_dim = 0;
+  int32_t block_tokens = 0;
+  int32_t budget_blocks = 0;    // selected of a list
+  int32_t recall_blocks = 0;    // places beside the ring
+  int32_t resident_blocks = 0;  // attended to on the device of a list
+  int32_t most_blocks = 0;      // of the longest sequence
+};
+
+// The first block, and the newest: always attended to.
+inline constexpr int32_t kScoutFirstBlocks = 1;
+inline constexpr int32_t kScoutLastBlocks = 1;
+
+// The tier's array of digests.
+inline constexpr size_t kScoutDigests = 0;
+
+class BlockSelection {
+ public:
+  // For up to `rows` rows; one stream at a time. `tier` outlives the result.
+  // RESOURCE_EXHAUSTED: no memory.
+  static absl::StatusOr<BlockSelection> Create(const PolicyOptions& options,
+                                               const ScoutShape& shape, int rows,
+                                               const OffloadTier& tier);
+
+  struct Split {
+    kernels::UnitLists resident;
+    int32_t* places;  // of those, as kernels::SplitParams has them
+    kernels::UnitLists missing;
+  };
+  // Section 3.2: the blocks with the highest digest scores, split by where they lie. The newest
+  // block's digest may not know the rows' own tokens yet; it is selected without one. Returns what
+  // was selected, until the next call.
+  kernels::UnitLists Choose(Stream& stream, int layer, const AttentionPolicy::Queries& queries,
+                            const Split& split) const;
+
+  // Section 3.4: gives the missing blocks of the due rows places (null: of every row), and copies
+  // them there. The tables say so at once: who reads them next must be behind this on the stream.
+  void Bring(Stream& stream, int layer, const AttentionPolicy::Queries& queries,
+             const kernels::UnitLists& missing, const int32_t* due,
+             kernels::SparseCounters* counters) const;
+
+ private:
+  BlockSelection(const PolicyOptions& options, const ScoutShape& shape, const OffloadTier& tier)
+      : reduction_(options.reduction),
+        whole_(options.scout.attend_whole),
+        shape_(shape),
+        device_(options.device),
+        tier_(&tier) {}
+
+  kernels::GroupReduction reduction_;
+  bool whole_;
+  ScoutShape shape_;
+  Device* device_;
+  const OffloadTier* tier_;
+  Buffer scores_;                           // float [lists][most_blocks]
+  Buffer selected_, selected_counts_;       // int32 [lists][budget_blocks], [lists]
+  Buffer sources_, targets_, move_counts_;  // int32 [lists][budget_blocks] twice, [lists]
+};
+
+}  // namespace sluice

@@ -1,0 +1,239 @@
+#include "src/profile/command.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "src/attention/policies/recall/projection.h"
+#include "src/attention/policy_profile.h"
+#include "src/base/status_macros.h"
+#include "src/bench/bench_device.h"
+#include "src/bench/flags.h"
+#include "src/device/cpu/cpu_device.h"
+#include "src/profile/progress.h"
+#include "src/profile/share_run.h"
+#include "src/profile/skew_run.h"
+#include "src/profile/traffic.h"
+
+namespace sluice {
+namespace {
+
+constexpr char kAbout[] =
+    "Measures what sparse policies should know of a model and its traffic beforehand, and writes "
+    "it\n"
+    "to a file that sluice-server reads (--policy-profile FILE).\n"
+    "\n"
+    "Recall intervals, for --policy scout: each prompt is decoded with recall off, the share of "
+    "the\n"
+    "budget that the CPU has to attend to is noted for every layer and step, and a layer's "
+    "interval\n"
+    "is the largest number of steps before that share reaches --share-limit. Profile with the\n"
+    "traffic, block_tokens and budget_tokens that will be served: the server refuses other ones.\n"
+    "\n"
+    "A projection, for --policy recall, with --skew: the queries of the prompts under full "
+    "attention\n"
+    "give an orthogonal skew for each layer and KV head (a singular value decomposition), of "
+    "which\n"
+    "the columns with the most weight become the partial queries and keys. It lies beside the\n"
+    "profile, as FILE.projection: keep the two together.";
+
+constexpr char kExamples[] =
+    "  sluice-profile --model models/m --traffic prompts.jsonl --out m.profile.json\n"
+    "  sluice-profile --model models/m --traffic prompts.jsonl --skew --no-intervals --out m.json\n"
+    "  sluice-profile --model models/m --prompts 4 --context 4096 --steps 128 --out m.json\n"
+    "  sluice-server --model models/m --policy scout --policy-profile m.profile.json";
+
+struct Options {
+  std::string model, out, traffic, kernels = "auto";
+  bool dummy = false, skew = false, no_intervals = false;
+  int64_t threads = 0, workers = 1, prompts = 4, context = 1024, seed = 1, steps = 64;
+  int64_t block_tokens = 32, budget_tokens = 2048, dense_layers = 2;
+  int64_t rank = 0, skew_tokens = 1024;
+  double share_limit = 0.12;
+};
+
+class Profiler {
+ public:
+  explicit Profiler(const Options& options)
+      : options_(options),
+        threads_(options.threads > 0 ? static_cast<int>(options.threads) : DefaultThreads()) {}
+
+  absl::Status Run() {
+    SLUICE_RETURN_IF_ERROR(Load());
+    if (!options_.no_intervals) SLUICE_RETURN_IF_ERROR(MeasureIntervals());
+    if (options_.skew) SLUICE_RETURN_IF_ERROR(MeasureSkew());
+    SLUICE_RETURN_IF_ERROR(WritePolicyProfile(profile_, options_.out));
+    std::printf("\nwritten: %s\n", options_.out.c_str());
+    if (profile_.rank > 0) std::printf("written: %s\n", ProjectionPath(options_.out).c_str());
+    return absl::OkStatus();
+  }
+
+ private:
+  static constexpr int kChunkTokens = 256;  // of a prompt, in one step
+
+  absl::Status Load() {
+    SLUICE_ASSIGN_OR_RETURN(device_, BenchDevice::Create({"cpu", options_.kernels, threads_}));
+    Model::Options model;
+    model.directory = options_.model;
+    model.load_format = options_.dummy ? "dummy" : "auto";
+    model.block_tokens = static_cast<int>(options_.block_tokens);
+    model.max_rows = kChunkTokens + 1;
+    model.max_logits = 1;
+    SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(model, &device_->device()));
+    profile_.model_fingerprint = model_->fingerprint();
+    const int64_t vocab = model_->config().vocab_size;
+    if (options_.traffic.empty()) {
+      prompts_ = RandomTraffic(options_.prompts, options_.context, vocab,
+                               static_cast<uint64_t>(options_.seed));
+    } else {
+      SLUICE_ASSIGN_OR_RETURN(prompts_, ReadTraffic(options_.traffic, vocab));
+    }
+    for (size_t i = 0; i < prompts_.size(); ++i) {
+      const int64_t need = static_cast<int64_t>(prompts_[i].size()) + options_.steps + 1;
+      if (need > model_->max_context()) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "prompt ", i + 1, " has ", prompts_[i].size(), " tokens: with --steps ", options_.steps,
+            " it needs a context of ", need, ", the model has ", model_->max_context(),
+            ": take shorter prompts (--context), or fewer steps"));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status MeasureIntervals() {
+    const int layers = model_->cache_layout().layers;
+    ShareRunOptions run;
+    run.policy.name = "scout";
+    run.policy.budget_tokens = static_cast<int>(options_.budget_tokens);
+    run.policy.dense_layers = static_cast<int>(std::min<int64_t>(options_.dense_layers, layers));
+    run.policy.workers = static_cast<int>(options_.workers);
+    run.steps = options_.steps;
+    std::vector<ShareSeries> series;
+    {
+      Progress bar("decoding with recall off");
+      SLUICE_ASSIGN_OR_RETURN(
+          series, MeasureShares(run, &device_->device(), model_.get(), prompts_,
+                                [&](int64_t done, int64_t all) { bar.Show(done, all); }));
+    }
+    profile_.block_tokens = static_cast<int32_t>(options_.block_tokens);
+    profile_.budget_tokens = static_cast<int32_t>(options_.budget_tokens);
+    profile_.share_limit = options_.share_limit;
+    std::printf("CPU share of the budget, by steps since the working set was made\n\n");
+    std::printf("%5s %9s %10s %10s %10s\n", "layer", "interval", "step 1", "at it", "last");
+    double sum = 0;
+    for (int layer = 0; layer < layers; ++layer) {
+      PolicyProfile::Layer& of = profile_.layers.emplace_back();
+      if (layer < run.policy.dense_layers) continue;
+      of.shares = series[static_cast<size_t>(layer)].Means();
+      of.interval = IntervalOf(of.shares, options_.share_limit);
+      sum += of.interval;
+      if (of.shares.empty()) continue;
+      std::printf("%5d %9d %9.1f%% %9.1f%% %9.1f%%\n", layer, of.interval, 100 * of.shares.front(),
+                  100 * of.shares[static_cast<size_t>(of.interval) - 1], 100 * of.shares.back());
+    }
+    const int sparse = layers - run.policy.dense_layers;
+    if (sparse > 0) {
+      std::printf("mean  %9.1f of %d steps measured\n", sum / sparse,
+                  static_cast<int>(options_.steps));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status MeasureSkew() {
+    CapturedQueries captured;
+    {
+      Progress bar("queries under full attention");
+      SLUICE_ASSIGN_OR_RETURN(
+          captured, CaptureQueries(&device_->device(), model_.get(), prompts_, options_.skew_tokens,
+                                   [&](int64_t done, int64_t all) { bar.Show(done, all); }));
+    }
+    SLUICE_ASSIGN_OR_RETURN(profile_.rank,
+                            ProjectionRank(captured.layers, captured.kv_heads, captured.head_dim,
+                                           /*elements=*/0, options_.rank));
+    profile_.projection_layers = static_cast<int32_t>(captured.layers);
+    profile_.kv_heads = static_cast<int32_t>(captured.kv_heads);
+    profile_.head_dim = static_cast<int32_t>(captured.head_dim);
+    SkewResult skew;
+    {
+      Progress bar("singular values");
+      skew = MakeSkew(captured, profile_.rank, threads_,
+                      [&](int64_t done, int64_t all) { bar.Show(done, all); });
+    }
+    profile_.projection = std::move(skew.projection);
+    std::printf("\nrank correlation of partial scores (%d of %d columns) with whole ones\n\n",
+                profile_.rank, profile_.head_dim);
+    std::printf("%5s %10s %10s\n", "layer", "plain", "skewed");
+    SkewQuality mean;
+    for (size_t layer = 0; layer < skew.layers.size(); ++layer) {
+      const SkewQuality& of = skew.layers[layer];
+      std::printf("%5zu %10.3f %10.3f\n", layer, of.plain, of.skewed);
+      mean.plain += of.plain / static_cast<double>(skew.layers.size());
+      mean.skewed += of.skewed / static_cast<double>(skew.layers.size());
+    }
+    std::printf("%5s %10.3f %10.3f\n", "mean", mean.plain, mean.skewed);
+    return absl::OkStatus();
+  }
+
+  const Options options_;
+  const int threads_;
+  std::unique_ptr<BenchDevice> device_;
+  std::unique_ptr<Model> model_;
+  std::vector<Prompt> prompts_;
+  PolicyProfile profile_;
+};
+
+int Fail(const std::string& what, int status) {
+  std::fprintf(stderr, "sluice-profile: %s\n", what.c_str());
+  return status;
+}
+
+}  // namespace
+
+int RunProfileCommand(const std::vector<std::string>& args) {
+  Options o;
+  Flags flags("sluice-profile", kAbout, kExamples);
+  flags.Text("model", "DIR", "Hugging Face directory", &o.model);
+  flags.Switch("dummy", "weights by formula: config.json alone is read", &o.dummy);
+  flags.Text("out", "FILE", "where the profile goes", &o.out);
+  flags.Text(
+      "traffic", "FILE",
+      "prompts, one a line: token ids, or JSON with \"prompt_token_ids\"; without it, random ids",
+      &o.traffic);
+  flags.Integer("prompts", "random prompts", 1, 100'000, &o.prompts);
+  flags.Integer("context", "tokens of a random prompt", 1, 1 << 20, &o.context);
+  flags.Integer("seed", "of random prompts", 0, INT64_MAX, &o.seed);
+  flags.Integer("steps", "tokens decoded after each prompt: no interval will be longer", 1, 4096,
+                &o.steps);
+  flags.Integer("block-tokens", "tokens in a cache block, as served", 16, 256, &o.block_tokens);
+  flags.Integer("budget-tokens", "tokens attended to in a sparse layer, as served", 1, 1 << 20,
+                &o.budget_tokens);
+  flags.Integer("dense-layers", "first layers that are not sparse, as served", 0, 4096,
+                &o.dense_layers);
+  flags.Number("share-limit", "share of the budget that the CPU's must stay below", 0, 1,
+               &o.share_limit);
+  flags.Switch("no-intervals", "measure no recall intervals", &o.no_intervals);
+  flags.Switch("skew", "make a projection for policy recall", &o.skew);
+  flags.Integer("rank", "columns of the projection; 0: a quarter of head_dim", 0, 4096, &o.rank);
+  flags.Integer("skew-tokens", "tokens whose queries it is made from, spread over the prompts", 64,
+                1 << 20, &o.skew_tokens);
+  flags.Text("kernels", "NAME", "CPU kernels, as sluice-server has them", &o.kernels);
+  flags.Integer("threads", "threads that compute; 0: as the server chooses", 0, 1024, &o.threads);
+  flags.Integer("workers", "threads that attend to what is not in HBM", 1, 1024, &o.workers);
+  const absl::StatusOr<bool> parsed = flags.Parse(args);
+  if (!parsed.ok()) return Fail(absl::StrCat(parsed.status().message(), " (see --help)"), 2);
+  if (!*parsed) {
+    std::fputs(flags.Help().c_str(), stdout);
+    return 0;
+  }
+  if (o.model.empty()) return Fail("--model is missing (see --help)", 2);
+  if (o.out.empty()) return Fail("--out is missing: where the profile goes (see --help)", 2);
+  if (o.no_intervals && !o.skew) {
+    return Fail("--no-intervals leaves nothing to measure: add --skew (see --help)", 2);
+  }
+  const absl::Status status = Profiler(o).Run();
+  return status.ok() ? 0 : Fail(std::string(status.message()), 1);
+}
+
+}  // namespace sluice

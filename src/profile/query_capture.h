@@ -1,0 +1,36 @@
+// The queries and keys of prompts, as attention meets them: after q_norm, k_norm and RoPE.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "src/device/device.h"
+#include "src/model/model.h"
+#include "src/profile/traffic.h"
+
+namespace sluice {
+
+// Of one layer and KV head.
+struct HeadQueries {
+  std::vector<float> q;  // [tokens * group][head_dim], the group's query heads of a token together
+  std::vector<float> k;  // [tokens][head_dim]
+};
+
+struct CapturedQueries {
+  int64_t layers = 0, kv_heads = 0, head_dim = 0;
+  std::vector<HeadQueries> heads;  // [layers * kv_heads]
+  const HeadQueries& of(int64_t layer, int64_t head) const {
+    return heads[static_cast<size_t>(layer * kv_heads + head)];
+  }
+};
+
+// Computes the prompts with full attention and keeps about `tokens` tokens of them, evenly spread.
+// `progress(done, all)` is told of prompt tokens. REQUIRES: every prompt fits the model's
+// max_context, and model->max_rows() >= 1. RESOURCE_EXHAUSTED: no memory.
+absl::StatusOr<CapturedQueries> CaptureQueries(
+    Device* device, Model* model, const std::vector<Prompt>& prompts, int64_t tokens,
+    const std::function<void(int64_t, int64_t)>& progress);
+
+}  // namespace sluice

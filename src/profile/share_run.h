@@ -1,0 +1,32 @@
+// How the CPU's share of a sparse policy's budget grows while nothing is recalled (Scout, section
+// 3.4): prompts run through the real engine, one after the other, and every step is looked at.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "src/attention/policy_options.h"
+#include "src/device/device.h"
+#include "src/model/model.h"
+#include "src/profile/intervals.h"
+#include "src/profile/traffic.h"
+
+namespace sluice {
+
+struct ShareRunOptions {
+  // The policy with all that it needs but device, pools, slots and max_context. Its recall is
+  // turned off.
+  PolicyOptions policy;
+  int64_t steps = 64;  // tokens decoded after each prompt, from its own first working set
+};
+
+// By layer; dense layers have no share. `progress(done, all)` is told of prompts. REQUIRES: every
+// prompt, and `steps` + 1 tokens more, fit the model's max_context. Errors are the policy's and
+// those that end a sequence.
+absl::StatusOr<std::vector<ShareSeries>> MeasureShares(
+    const ShareRunOptions& options, Device* device, Model* model,
+    const std::vector<Prompt>& prompts, const std::function<void(int64_t, int64_t)>& progress);
+
+}  // namespace sluice

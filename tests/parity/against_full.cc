@@ -1,0 +1,57 @@
+#include "tests/parity/against_full.h"
+
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <cmath>
+
+namespace sluice::testing {
+
+double Cosine(const std::vector<float>& a, const std::vector<float>& b) {
+  double dot = 0, a2 = 0, b2 = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    dot += double{a[i]} * b[i];
+    a2 += double{a[i]} * a[i];
+    b2 += double{b[i]} * b[i];
+  }
+  return dot / std::sqrt(a2 * b2);
+}
+
+double RelativeError(const std::vector<float>& got, const std::vector<float>& want) {
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    error += (double{got[i]} - want[i]) * (double{got[i]} - want[i]);
+    norm += double{want[i]} * want[i];
+  }
+  return std::sqrt(error / norm);
+}
+
+int32_t Best(const std::vector<float>& logits) {
+  return static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+}
+
+void Dictate(
+    const fixtures::GoldenCase& golden, Teacher& full, Teacher& other,
+    const std::function<void(const std::vector<float>&, const std::vector<float>&)>& visit) {
+  std::vector<int32_t> tokens = golden.prompt;
+  tokens.insert(tokens.end(), golden.tokens.begin(), golden.tokens.end());
+  const int prompt = static_cast<int>(golden.prompt.size());
+  for (Teacher* teacher : {&full, &other}) {
+    teacher->Begin(tokens);
+    teacher->Step(0, prompt, /*generates=*/false);
+  }
+  for (int i = 0; i < static_cast<int>(golden.tokens.size()); ++i) {
+    INFO("step " << i);
+    const std::vector<float> want = full.Step(prompt + i, 1, /*generates=*/true);
+    visit(want, other.Step(prompt + i, 1, /*generates=*/true));
+  }
+}
+
+fixtures::GoldenCase LongestCase(const std::string& name) {
+  const auto golden = fixtures::LoadGolden(name);
+  REQUIRE(golden.ok());
+  return *std::max_element(golden->begin(), golden->end(), [](const auto& a, const auto& b) {
+    return a.prompt.size() < b.prompt.size();
+  });
+}
+
+}  // namespace sluice::testing

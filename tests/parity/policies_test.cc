@@ -1,0 +1,185 @@
+// Every policy where it must be exact: with a budget that covers the context it gives what policy
+// full gives, on every path of the CPU, from prompts computed here and from caches handed over.
+#include <catch2/catch.hpp>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "kernels/kernel_table.h"
+#include "tests/fixtures/fixtures.h"
+#include "tests/parity/parity_support.h"
+#include "tests/parity/teacher.h"
+#include "tests/support/node.h"
+
+namespace sluice {
+namespace {
+
+using testing::CheckTeacherForced;
+using testing::CheckTogether;
+using testing::Generated;
+using testing::GreedyRequest;
+using testing::kExact;
+using testing::Node;
+using testing::NodeOptions;
+using testing::Teacher;
+using testing::TogetherOptions;
+using testing::ToleranceOf;
+
+struct Case {
+  std::string name;      // of the test's output
+  PolicyOptions policy;  // name and settings
+
+  // For a Teacher, which has filled in the rest.
+  std::function<void(PolicyOptions&)> choose() const {
+    return [settings = policy](PolicyOptions& options) {
+      const PolicyOptions rest = options;
+      options = settings;
+      options.device = rest.device;
+      options.hbm = rest.hbm;
+      options.dram = rest.dram;
+      options.slots = rest.slots;
+      options.max_context = rest.max_context;
+      options.heads = rest.heads;
+    };
+  }
+};
+
+PolicyOptions Covering(const std::string& name) {
+  PolicyOptions policy;
+  policy.name = name;
+  policy.budget_tokens = 1024;
+  return policy;
+}
+
+// Whose selection covers everything.
+std::vector<Case> ExactCases() {
+  std::vector<Case> cases;
+  for (const int dense_layers : {0, 1}) {
+    Case c{"oracle, dense layers " + std::to_string(dense_layers), Covering("oracle")};
+    c.policy.dense_layers = dense_layers;
+    cases.push_back(c);
+    c.name += ", by digests";
+    c.policy.oracle.selector = PolicyOptions::Oracle::Selector::kDigest;
+    cases.push_back(c);
+    // Half of a long prompt in HBM, half the CPU's, which gets the real queries.
+    Case scout{"scout, dense layers " + std::to_string(dense_layers), Covering("scout")};
+    scout.policy.dense_layers = dense_layers;
+    scout.policy.workers = 2;
+    scout.policy.scout.layer_ahead = false;
+    scout.policy.scout.resident_tokens = 64;
+    cases.push_back(scout);
+  }
+  return cases;
+}
+
+NodeOptions OptionsOf(const std::string& model, const std::string& path, DType kv_dtype,
+                      const PolicyOptions& policy) {
+  NodeOptions options;
+  options.model_dir = fixtures::ModelDir(model);
+  options.kernels = path;
+  options.kv_dtype = kv_dtype;
+  options.max_context = 1024;
+  options.policy = policy;
+  return options;
+}
+
+// Prompts computed here and caches handed over whole and in part, with and without first tokens.
+std::vector<Generated> Run(const NodeOptions& options,
+                           const std::vector<fixtures::GoldenCase>& golden) {
+  Node node(options);
+  std::vector<Generated> out;
+  for (const fixtures::GoldenCase& g : golden) {
+    const auto steps = static_cast<uint32_t>(g.tokens.size());
+    const auto prompt = static_cast<uint32_t>(g.prompt.size());
+    out.push_back(node.Generate(GreedyRequest(g.prompt, steps)));
+    for (const uint32_t context : {prompt, prompt / 2}) {
+      for (const size_t first : {0, 3}) {
+        if (context == 0 || first + 1 > g.tokens.size() || (first > 0 && context != prompt))
+          continue;
+        std::vector<OutputToken> tokens(first);
+        for (size_t i = 0; i < first; ++i) tokens[i].id = g.tokens[i];
+        Request pushed = GreedyRequest({}, steps);
+        pushed.handoff.transfer_id = node.Push(g.prompt, context, steps, g.k, g.v, tokens);
+        out.push_back(node.Generate(std::move(pushed)));
+      }
+    }
+    CHECK(node.Quiescent());
+  }
+  return out;
+}
+
+void CheckTokens(const std::string& model, const std::string& path, DType kv_dtype,
+                 const std::vector<Case>& cases) {
+  const auto golden = fixtures::LoadGolden(model);
+  REQUIRE(golden.ok());
+  const std::vector<Generated> full = Run(OptionsOf(model, path, kv_dtype, {}), *golden);
+  for (const Case& c : cases) {
+    const std::vector<Generated> got = Run(OptionsOf(model, path, kv_dtype, c.policy), *golden);
+    REQUIRE(got.size() == full.size());
+    for (size_t i = 0; i < full.size(); ++i) {
+      INFO(path << ", " << model << ", " << c.name << ", run " << i);
+      CHECK(got[i].finish.status.ok());
+      CHECK(got[i].ids == full[i].ids);
+    }
+  }
+}
+
+TEST_CASE("a budget of the whole context gives full's tokens on every model") {
+  for (const std::string& model : fixtures::TinyModels()) {
+    CheckTokens(model, "portable", DType::kBFloat16, ExactCases());
+  }
+}
+
+TEST_CASE("a budget of the whole context gives full's tokens on every path") {
+  for (const kernels::KernelTable* table : kernels::AvailableKernelTables()) {
+    CheckTokens("tiny-qwen3", table->name, DType::kBFloat16, {ExactCases()[0]});
+  }
+}
+
+TEST_CASE("a budget of the whole context gives full's tokens from float32 caches") {
+  CheckTokens("tiny-qwen3", "portable", DType::kFloat32, {ExactCases()[1]});
+}
+
+TEST_CASE("a budget of the whole context gives transformers' logits") {
+  for (const std::string& model : fixtures::TinyModels()) {
+    const auto golden = fixtures::LoadGolden(model);
+    REQUIRE(golden.ok());
+    for (const kernels::KernelTable* table : kernels::AvailableKernelTables()) {
+      const bool exact = std::string(table->name) == "reference";
+      const Case c = ExactCases()[exact ? 0 : 1];
+      INFO(table->name << ", " << model << ", " << c.name);
+      Teacher teacher(fixtures::ModelDir(model), table->name,
+                      exact ? DType::kFloat32 : DType::kBFloat16, c.choose());
+      CheckTeacherForced(teacher, golden->front(), exact ? kExact : ToleranceOf(table->name),
+                         /*from_cache=*/!exact);
+    }
+  }
+}
+
+TEST_CASE("under every policy sixteen sequences together give exactly what each gives alone") {
+  std::vector<Case> cases;
+  for (const int selector : {0, 1, 2, 3}) {
+    Case c{"oracle, selector " + std::to_string(selector), Covering("oracle")};
+    c.policy.oracle.selector = static_cast<PolicyOptions::Oracle::Selector>(selector);
+    c.policy.budget_tokens = 96;
+    c.policy.dense_layers = 1;
+    cases.push_back(c);
+  }
+  for (const int dense_layers : {0, 1}) {
+    Case c{"scout, dense layers " + std::to_string(dense_layers), Covering("scout")};
+    c.policy.budget_tokens = 96;
+    c.policy.dense_layers = dense_layers;
+    c.policy.workers = 1 + dense_layers;
+    c.policy.worker_deadline = absl::Seconds(60);  // a busy machine is no fault
+    cases.push_back(c);
+  }
+  for (const Case& c : cases) {
+    INFO(c.name);
+    NodeOptions options = TogetherOptions("auto");
+    options.policy = c.policy;
+    CheckTogether(options);
+  }
+}
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,222 @@
+#include "src/attention/policy_profile.h"
+
+#include <catch2/catch.hpp>
+#include <cmath>
+#include <filesystem>
+#include <functional>
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "src/device/cpu/cpu_device.h"
+#include "tests/fixtures/fixtures.h"
+
+namespace sluice {
+namespace {
+
+using nlohmann::json;
+
+const std::string kFingerprint(64, 'a');
+constexpr int kLayers = 3, kKvHeads = 2, kHeadDim = 16, kRank = 4;
+
+PolicyProfile Profile() {
+  PolicyProfile profile;
+  profile.model_fingerprint = kFingerprint;
+  profile.block_tokens = 16;
+  profile.budget_tokens = 256;
+  profile.share_limit = 0.12;
+  profile.layers = {{0, {}}, {7, {0.04, 0.1, 0.13}}, {1, {0.3}}};
+  profile.projection_layers = kLayers;
+  profile.kv_heads = kKvHeads;
+  profile.head_dim = kHeadDim;
+  profile.rank = kRank;
+  for (int i = 0; i < kLayers * kKvHeads * kHeadDim * kRank; ++i) {
+    profile.projection.push_back(0.1f * static_cast<float>(i % 77) - 3);
+  }
+  return profile;
+}
+
+// A node of that model, for ApplyPolicyProfile.
+struct Model {
+  Model() {
+    CacheKind kv;
+    kv.name = "kv";
+    kv.heads = kKvHeads;
+    kv.block_tokens = 16;
+    kv.parts = 2;
+    kv.bytes_per_token = 2 * kHeadDim * 2;
+    device = *NewCpuDevice({"portable", 1});
+    hbm = *PagePool::Create("hbm", {kLayers, {kv}},
+                            *device->Allocate(MemoryKind::kDevice, 1 << 16, "hbm"));
+    options.hbm = hbm.get();
+    options.budget_tokens = 256;
+    options.dense_layers = 1;
+  }
+  std::unique_ptr<Device> device;
+  std::unique_ptr<PagePool> hbm;
+  PolicyOptions options;
+};
+
+void CheckSays(const absl::Status& status, const std::string& words) {
+  INFO(std::string(status.message()));
+  CHECK_FALSE(status.ok());
+  CHECK_THAT(std::string(status.message()), Catch::Matchers::Contains(words));
+}
+
+// The error of a profile whose JSON was changed.
+absl::Status Changed(const std::function<void(json&)>& change) {
+  const fixtures::TempDir dir;
+  const std::string path = dir.File("p.json");
+  REQUIRE(WritePolicyProfile(Profile(), path).ok());
+  json root = json::parse(*fixtures::ReadFile(path));
+  change(root);
+  REQUIRE(fixtures::WriteFile(path, root.dump()).ok());
+  return ReadPolicyProfile(path).status();
+}
+
+// The same of its projection's bytes.
+absl::Status ChangedProjection(const std::function<void(std::string&)>& change) {
+  const fixtures::TempDir dir;
+  const std::string path = dir.File("p.json");
+  REQUIRE(WritePolicyProfile(Profile(), path).ok());
+  std::string bytes = *fixtures::ReadFile(ProjectionPath(path));
+  change(bytes);
+  REQUIRE(fixtures::WriteFile(ProjectionPath(path), bytes).ok());
+  return ReadPolicyProfile(path).status();
+}
+
+}  // namespace
+
+TEST_CASE("a profile is read as it was written") {
+  const fixtures::TempDir dir;
+  const PolicyProfile written = Profile();
+  REQUIRE(WritePolicyProfile(written, dir.File("p.json")).ok());
+  const auto read = ReadPolicyProfile(dir.File("p.json"));
+  INFO(std::string(read.status().message()));
+  REQUIRE(read.ok());
+  CHECK(read->model_fingerprint == written.model_fingerprint);
+  CHECK(read->block_tokens == 16);
+  CHECK(read->budget_tokens == 256);
+  CHECK(read->share_limit == 0.12);
+  REQUIRE(read->layers.size() == written.layers.size());
+  for (size_t i = 0; i < read->layers.size(); ++i) {
+    CHECK(read->layers[i].interval == written.layers[i].interval);
+    CHECK(read->layers[i].shares == written.layers[i].shares);
+  }
+  CHECK(read->rank == kRank);
+  CHECK(read->projection == written.projection);
+}
+
+TEST_CASE("a profile may have intervals alone, or a projection alone") {
+  const fixtures::TempDir dir;
+  PolicyProfile intervals = Profile();
+  intervals.rank = 0;
+  intervals.projection.clear();
+  REQUIRE(WritePolicyProfile(intervals, dir.File("i.json")).ok());
+  CHECK_FALSE(std::filesystem::exists(ProjectionPath(dir.File("i.json"))));
+  const auto no_projection = ReadPolicyProfile(dir.File("i.json"));
+  REQUIRE(no_projection.ok());
+  CHECK(no_projection->layers.size() == kLayers);
+  CHECK(no_projection->projection.empty());
+
+  PolicyProfile projection = Profile();
+  projection.layers.clear();
+  REQUIRE(WritePolicyProfile(projection, dir.File("p.json")).ok());
+  const auto no_intervals = ReadPolicyProfile(dir.File("p.json"));
+  REQUIRE(no_intervals.ok());
+  CHECK(no_intervals->layers.empty());
+  CHECK(no_intervals->projection == projection.projection);
+
+  Model model;
+  model.options.scout.intervals = {9, 9, 9};
+  REQUIRE(ApplyPolicyProfile(*no_intervals, kFingerprint, &model.options).ok());
+  CHECK(model.options.scout.intervals == std::vector<int32_t>{9, 9, 9});
+  REQUIRE(ApplyPolicyProfile(*no_projection, kFingerprint, &model.options).ok());
+  CHECK(model.options.scout.intervals == std::vector<int32_t>{0, 7, 1});
+  CHECK(model.options.recall.projection == projection.projection);
+}
+
+TEST_CASE("what is no profile is refused by file and key") {
+  CHECK(absl::IsNotFound(ReadPolicyProfile("/no/such/profile").status()));
+  const fixtures::TempDir dir;
+  REQUIRE(fixtures::WriteFile(dir.File("p"), "{\"format\": \"slu").ok());
+  CheckSays(ReadPolicyProfile(dir.File("p")).status(), "not valid JSON");
+  REQUIRE(fixtures::WriteFile(dir.File("p"), "{}").ok());
+  CheckSays(ReadPolicyProfile(dir.File("p")).status(), "not a profile of sluice-profile");
+  CheckSays(Changed([](json& j) { j["version"] = 2; }), "version 2 of the format");
+  CheckSays(Changed([](json& j) { j.erase("version"); }), "version");
+  CheckSays(Changed([](json& j) { j["model_fingerprint"] = "abc"; }), "model_fingerprint");
+  CheckSays(Changed([](json& j) { j.erase("block_tokens"); }), "block_tokens");
+  CheckSays(Changed([](json& j) { j["share_limit"] = 3; }), "share_limit");
+  CheckSays(Changed([](json& j) { j["layers"] = 5; }), "layers");
+  CheckSays(Changed([](json& j) { j["layers"] = json::array(); }), "layers");
+  CheckSays(Changed([](json& j) { j["layers"][1] = 5; }), "layers[1]");
+  CheckSays(Changed([](json& j) { j["layers"][1]["interval"] = -1; }), "interval");
+  CheckSays(Changed([](json& j) { j["layers"][1]["interval"] = "3"; }), "interval");
+  CheckSays(Changed([](json& j) { j["layers"][2]["shares"] = {0.1, -0.1}; }), "shares");
+  CheckSays(Changed([](json& j) { j["projection"] = 5; }), "projection");
+  CheckSays(Changed([](json& j) { j["projection"]["rank"] = kHeadDim + 1; }), "rank");
+}
+
+TEST_CASE("a projection that is not the profile's is refused") {
+  {
+    const fixtures::TempDir dir;
+    REQUIRE(WritePolicyProfile(Profile(), dir.File("p.json")).ok());
+    std::filesystem::remove(ProjectionPath(dir.File("p.json")));
+    const absl::Status lost = ReadPolicyProfile(dir.File("p.json")).status();
+    CHECK(absl::IsNotFound(lost));
+    CheckSays(lost, "keep it beside the profile");
+  }
+  CheckSays(ChangedProjection([](std::string& b) { b.pop_back(); }), "bytes, found");
+  CheckSays(ChangedProjection([](std::string& b) { b.clear(); }), "bytes, found 0");
+  CheckSays(ChangedProjection([](std::string& b) { b += "more"; }), "bytes, found");
+  CheckSays(ChangedProjection([](std::string& b) { b[0] ^= 1; }), "not the projection");
+  CheckSays(ChangedProjection([](std::string& b) { b[20] = 'b'; }), "not the projection");
+  CheckSays(ChangedProjection([](std::string& b) { b[200] ^= 1; }), "not the projection");
+  // Another shape of as many numbers.
+  CheckSays(Changed([](json& j) {
+              j["projection"]["layers"] = kKvHeads;
+              j["projection"]["kv_heads"] = kLayers;
+            }),
+            "not the projection");
+  CheckSays(Changed([](json& j) { j["projection"]["layers"] = 4096; }), "bytes, found");
+  const fixtures::TempDir dir;
+  PolicyProfile broken = Profile();
+  broken.projection[3] = std::numeric_limits<float>::quiet_NaN();
+  REQUIRE(WritePolicyProfile(broken, dir.File("p.json")).ok());
+  CheckSays(ReadPolicyProfile(dir.File("p.json")).status(), "not the projection");
+}
+
+TEST_CASE("a profile that does not fit the node is refused, and says in what") {
+  const auto refused = [](const std::string& words, auto change, const std::string& fingerprint) {
+    Model model;
+    PolicyProfile profile = Profile();
+    change(profile, model.options);
+    const absl::Status status = ApplyPolicyProfile(profile, fingerprint, &model.options);
+    CHECK(absl::IsFailedPrecondition(status));
+    CheckSays(status, words);
+    CheckSays(status, "sluice-profile");
+  };
+  refused(
+      "fingerprint", [](PolicyProfile&, PolicyOptions&) {}, std::string(64, 'b'));
+  refused(
+      "of 2 layers, the model has 3", [](PolicyProfile& p, PolicyOptions&) { p.layers.pop_back(); },
+      kFingerprint);
+  refused(
+      "block_tokens 32, this node has 16",
+      [](PolicyProfile& p, PolicyOptions&) { p.block_tokens = 32; }, kFingerprint);
+  refused(
+      "budget_tokens 256, this node has 128",
+      [](PolicyProfile&, PolicyOptions& o) { o.budget_tokens = 128; }, kFingerprint);
+  refused(
+      "layer 0 was dense", [](PolicyProfile&, PolicyOptions& o) { o.dense_layers = 0; },
+      kFingerprint);
+  refused(
+      "3 layers of 2 KV heads of 8", [](PolicyProfile& p, PolicyOptions&) { p.head_dim = 8; },
+      kFingerprint);
+}
+
+TEST_CASE("a profile that cannot be written is said by its path") {
+  CheckSays(WritePolicyProfile(Profile(), "/no/such/dir/p.json"), "/no/such/dir/p.json");
+}
+
+}  // namespace sluice
