@@ -86,6 +86,8 @@ class AttentionPolicy {
   // What was selected and where it lay. REQUIRES: no step is under way, its counters are the
   // device's until it is done.
   virtual PolicyStatistics Statistics() const { return {}; }
+  // Any thread, at any time.
+  virtual WorkerStatistics Workers() const { return {}; }
 
   // Queries of decode rows, after q_norm and RoPE.
   struct Queries {

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "absl/time/time.h"
+
 namespace sluice {
 
 struct PolicyStatistics {
@@ -29,6 +31,17 @@ struct PolicyStatistics {
     }
   };
   std::vector<Layer> layers;  // empty: the policy selects nothing; dense layers have zeros
+};
+
+// What the CPU workers of a policy did since it was made.
+struct WorkerStatistics {
+  int workers = 0;      // that are left
+  absl::Duration busy;  // attending, all workers together
+  int64_t tokens = 0;   // tokens x KV heads attended to
+  // Times that a worker failed, died, or missed its deadline.
+  int64_t failed = 0;
+  int64_t left = 0;
+  int64_t late = 0;
 };
 
 }  // namespace sluice

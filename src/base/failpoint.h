@@ -79,6 +79,10 @@
     "cancels and deadlines still end their sequences")                                           \
   F(kEngineLogits, "engine.logits", kFault, "the first sampled row of a step has logits of NaN", \
     "that sequence ends with INTERNAL, reason BAD_LOGITS; the others go on")                     \
+  F(kAttentionWorker, "attention.worker", kFault, "a CPU worker that attends fails, or is late", \
+    "its sequences end with INTERNAL, reason WORKER_FAILED; the others go on, to the bit")       \
+  F(kAttentionWorkerExit, "attention.worker_exit", kFault, "a CPU worker that attends dies",     \
+    "its sequences end likewise; later ones are served by the workers that are left")            \
   F(kDecodeSink, "decode.sink", kFault, "a stream has no room, as with a slow reader",           \
     "the sequence is parked and goes on without losing a token")                                 \
   F(kDecodeReset, "decode.reset", kFault, "a Generate stream breaks",                            \

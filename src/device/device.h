@@ -132,6 +132,9 @@ class Device {
   // NewMailbox.
   virtual absl::StatusOr<std::unique_ptr<WorkerTeam>> NewWorkerTeam(
       const WorkerTeamOptions& options, std::function<absl::Status(int worker, int channel)> work);
+  // Threads of the host that a step keeps busy, which workers leave a cpu each; at least the one
+  // that enqueues.
+  virtual int HostThreads() const { return 1; }
   // Rows that a step of `rows` decode rows is padded to, so that one Program serves all steps of a
   // bucket; 0: such a step is enqueued operator by operator, unpadded.
   virtual int RowBucket(int rows) const;

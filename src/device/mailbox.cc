@@ -135,7 +135,9 @@ void Mailbox::Fail(int worker, int slot) {
 void Mailbox::FailAll(int worker) {
   const WorkerState& state = worker_states_[worker];
   const uint64_t round = channels_[state.channel].round.load(std::memory_order_acquire);
-  if (NumberOf(round) == state.number) SetErrors(1u << worker, MailboxError::kFailed);
+  if (NumberOf(round) != state.number) return;
+  SetErrors(1u << worker, MailboxError::kFailed);
+  Count(MailboxError::kFailed, 1);
 }
 
 // As in Answer, the bit is that of the round taken up or of none. The worker's reads of what was
@@ -164,7 +166,8 @@ bool Mailbox::Answer(int worker) {
 }
 
 void Mailbox::Leave(int worker) {
-  gone_.fetch_or(1u << worker, std::memory_order_acq_rel);
+  const uint32_t bit = 1u << worker;
+  if ((gone_.fetch_or(bit, std::memory_order_acq_rel) & bit) == 0) Count(MailboxError::kLeft, 1);
   absl::MutexLock lock(&mutex_);
   look_ = true;
   changed_.Signal();
@@ -217,6 +220,7 @@ void Mailbox::Watch(int channel) {
     }
     SetErrors(gone, MailboxError::kLeft);
     SetErrors(owed & ~gone, MailboxError::kDeadline);
+    Count(MailboxError::kDeadline, std::popcount(owed & ~gone));
     Close(channel);
   } else if (gone != 0) {
     // Others owe too; the last of them raises the answer, maybe at once.

@@ -46,6 +46,8 @@ enum class MailboxError : uint32_t {
   kDeadline = 3,  // a worker that serves it did not answer in time
 };
 
+inline constexpr size_t kMailboxErrors = 4;
+
 struct MailboxOptions {
   int channels = 1;
   int workers = 1;  // at most Mailbox::kMaxWorkers
@@ -99,6 +101,10 @@ class Mailbox {
   // A new sequence moves in.
   void Reset(int slot);
 
+  // Times that a worker failed, left or was late.
+  int64_t failures(MailboxError error) const {
+    return failures_[static_cast<size_t>(error)].load(std::memory_order_relaxed);
+  }
   // Workers that have left, as bits.
   uint32_t gone() const { return gone_.load(std::memory_order_acquire); }
 
@@ -142,6 +148,9 @@ class Mailbox {
   void Close(int channel);
   void SetError(int slot, MailboxError error);
   void SetErrors(uint32_t workers, MailboxError error);
+  void Count(MailboxError error, int times) {
+    failures_[static_cast<size_t>(error)].fetch_add(times, std::memory_order_relaxed);
+  }
   void Watch(int channel);
   void WatchdogLoop();
 
@@ -153,6 +162,7 @@ class Mailbox {
   const std::unique_ptr<WorkerState[]> worker_states_;
   const std::unique_ptr<std::atomic<uint32_t>[]> servers_;  // [slots]
   std::atomic<uint32_t> gone_{0};                           // workers that have left
+  std::atomic<int64_t> failures_[kMailboxErrors]{};         // by MailboxError
   std::atomic<uint32_t> late_{0};  // workers that missed a deadline and have not polled since
 
   absl::Mutex mutex_;

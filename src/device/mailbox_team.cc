@@ -6,6 +6,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "src/base/logging.h"
 #include "src/device/cpu/spin_wait.h"
+#include "src/device/cpu_topology.h"
 
 namespace sluice {
 namespace {
@@ -34,8 +35,8 @@ class Idle {
 
 }  // namespace
 
-MailboxTeam::MailboxTeam(Mailbox* mailbox, WorkerFn work)
-    : mailbox_(mailbox), work_(std::move(work)) {
+MailboxTeam::MailboxTeam(Mailbox* mailbox, WorkerFn work, std::vector<int> cpus)
+    : mailbox_(mailbox), work_(std::move(work)), cpus_(std::move(cpus)) {
   for (int i = 0; i < mailbox_->workers(); ++i) {
     threads_.emplace_back([this, i] { Loop(i); });
   }
@@ -49,6 +50,14 @@ MailboxTeam::~MailboxTeam() {
 void MailboxTeam::Loop(int worker) {
   // Also where the thread ends in a way that nobody thought of.
   const absl::Cleanup leave = [this, worker] { mailbox_->Leave(worker); };
+  if (!cpus_.empty()) {
+    // A worker that is not pinned works as well, only less evenly.
+    const absl::Status pinned = PinThisThread(cpus_[static_cast<size_t>(worker)]);
+    if (!pinned.ok()) {
+      Log(LogLevel::kWarn, "a mailbox worker is not pinned",
+          {{"worker", worker}, {"error", pinned.ToString()}});
+    }
+  }
   Idle idle;
   absl::Status last;
   while (!stop_.load(std::memory_order_relaxed)) {
@@ -65,13 +74,17 @@ void MailboxTeam::Loop(int worker) {
     } catch (...) {
       status = absl::InternalError("an exception of an unknown kind");
     }
-    if (!status.ok()) mailbox_->FailAll(worker);
-    mailbox_->Answer(worker);
+    const bool dies = absl::IsAborted(status);
+    if (!dies) {
+      if (!status.ok()) mailbox_->FailAll(worker);
+      mailbox_->Answer(worker);
+    }
     // The first of a row of failures: a fault that stays comes with every layer of every step.
     if (!status.ok() && last.ok()) {
       Log(LogLevel::kError, "a mailbox worker failed",
           {{"worker", worker}, {"channel", channel}, {"error", status.ToString()}});
     }
+    if (dies) return;
     last = std::move(status);
     idle.Reset();
   }

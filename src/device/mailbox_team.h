@@ -12,8 +12,9 @@ namespace sluice {
 
 class MailboxTeam {
  public:
-  // One thread per worker of the mailbox, which outlives the team.
-  MailboxTeam(Mailbox* mailbox, WorkerFn work);
+  // One thread per worker of the mailbox, which outlives the team. `cpus`: where each stays; empty:
+  // wherever the system puts them.
+  MailboxTeam(Mailbox* mailbox, WorkerFn work, std::vector<int> cpus = {});
   // The workers answer what they have taken up, and leave.
   ~MailboxTeam();
   MailboxTeam(const MailboxTeam&) = delete;
@@ -24,6 +25,7 @@ class MailboxTeam {
 
   Mailbox* const mailbox_;
   const WorkerFn work_;
+  const std::vector<int> cpus_;  // [workers] or empty
   std::atomic<bool> stop_{false};
   std::vector<std::thread> threads_;
 };

@@ -2,7 +2,9 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "src/base/status_macros.h"
+#include "src/device/cpu_topology.h"
 #include "src/device/mailbox_team.h"
 
 namespace sluice {
@@ -10,8 +12,8 @@ namespace {
 
 class MailboxWorkers : public WorkerTeam {
  public:
-  MailboxWorkers(std::unique_ptr<Mailbox> mailbox, WorkerFn work)
-      : mailbox_(std::move(mailbox)), team_(mailbox_.get(), std::move(work)) {}
+  MailboxWorkers(std::unique_ptr<Mailbox> mailbox, WorkerFn work, std::vector<int> cpus)
+      : mailbox_(std::move(mailbox)), team_(mailbox_.get(), std::move(work), std::move(cpus)) {}
 
   void Raise(Stream& stream, int channel) override { mailbox_->Raise(stream, channel); }
   void Await(Stream& stream, int channel) override { mailbox_->Await(stream, channel); }
@@ -20,6 +22,7 @@ class MailboxWorkers : public WorkerTeam {
   void SetServers(int slot, uint32_t workers) override { mailbox_->SetServers(slot, workers); }
   MailboxError error(int slot) const override { return mailbox_->error(slot); }
   void Reset(int slot) override { mailbox_->Reset(slot); }
+  int64_t failures(MailboxError error) const override { return mailbox_->failures(error); }
   uint32_t gone() const override { return mailbox_->gone(); }
 
  private:
@@ -32,8 +35,20 @@ class MailboxWorkers : public WorkerTeam {
 absl::StatusOr<std::unique_ptr<WorkerTeam>> NewMailboxWorkers(Device& device,
                                                               const WorkerTeamOptions& options,
                                                               WorkerFn work) {
+  const int workers = options.mailbox.workers;
+  std::vector<int> cpus = options.cpus;
+  if (!cpus.empty() && static_cast<int>(cpus.size()) != workers) {
+    return absl::InvalidArgumentError(absl::StrCat("a worker team: ", cpus.size(), " cpus for ",
+                                                   workers,
+                                                   " workers; give one for each, or none"));
+  }
+  if (!options.pin) {
+    cpus.clear();
+  } else if (cpus.empty()) {
+    cpus = PlaceWorkers(UsableCpus(), device.HostThreads(), workers);
+  }
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<Mailbox> mailbox, device.NewMailbox(options.mailbox));
-  return std::make_unique<MailboxWorkers>(std::move(mailbox), std::move(work));
+  return std::make_unique<MailboxWorkers>(std::move(mailbox), std::move(work), std::move(cpus));
 }
 
 }  // namespace sluice

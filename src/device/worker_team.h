@@ -19,7 +19,7 @@
 namespace sluice {
 
 // One worker's share of one round. Not OK, or an exception: every sequence that this worker serves
-// has failed; the worker goes on.
+// has failed; the worker goes on, but with ABORTED it dies on the spot, its share undone.
 using WorkerFn = std::function<absl::Status(int worker, int channel)>;
 
 struct WorkerTeamOptions {
@@ -48,6 +48,8 @@ class WorkerTeam {
   virtual void SetServers(int slot, uint32_t workers) = 0;
   virtual MailboxError error(int slot) const = 0;
   virtual void Reset(int slot) = 0;
+  // Times that a worker failed, left or was late, since the team was made.
+  virtual int64_t failures(MailboxError error) const = 0;
   // Workers that have left for good, as bits.
   virtual uint32_t gone() const = 0;
 

@@ -54,6 +54,21 @@ inline constexpr Metric kStepSeconds{"sluice_step_seconds", Type::kHistogram,
                                      "from the step before",
                                      "phase"};
 
+// CPU workers that attend to what is not in HBM.
+inline constexpr Metric kWorkers{"sluice_attention_workers", Type::kGauge,
+                                 "CPU workers that attend, less those that have died", ""};
+inline constexpr Metric kWorkerBusySeconds{"sluice_attention_worker_busy_seconds_total",
+                                           Type::kCounter,
+                                           "Time that CPU workers attended, all together", ""};
+inline constexpr Metric kWorkerTokens{"sluice_attention_worker_tokens_total", Type::kCounter,
+                                      "Tokens that CPU workers attended to, once for each KV head",
+                                      ""};
+inline constexpr Metric kWorkerFailures{
+    "sluice_attention_worker_failures_total", Type::kCounter,
+    "Times that a CPU worker failed, died (left) or missed its deadline (late); each ends the "
+    "sequences that it serves",
+    "reason"};
+
 // Ingest.
 inline constexpr Metric kReserves{
     "sluice_reserves_total", Type::kCounter,
@@ -117,15 +132,45 @@ inline constexpr Metric kVllmKvUsage{"vllm:kv_cache_usage_perc", Type::kGauge,
                                      ""};
 
 inline constexpr const Metric* kAll[] = {
-    &kRequests,           &kTokens,         &kTimeToFirstToken, &kInterTokenLatency,
-    &kRequestSeconds,     &kQueueSeconds,   &kSlowReaders,      &kPreemptions,
-    &kPreemptedSeconds,   &kBatchSequences, &kStepSequences,    &kStepSeconds,
-    &kReserves,           &kIngestBytes,    &kIngestBlocks,     &kIngestSeconds,
-    &kChecksumFailures,   &kResumes,        &kTransfersOpen,    &kLeasesExpired,
-    &kTierCapacity,       &kTierReserved,   &kTierUsed,         &kTierCapacityBlocks,
-    &kTierReservedBlocks, &kTierUsedBlocks, &kBuildInfo,        &kProcessCpu,
-    &kProcessResident,    &kProcessOpenFds, &kProcessMaxFds,    &kProcessStart,
-    &kVllmRunning,        &kVllmWaiting,    &kVllmKvUsage,
+    &kRequests,
+    &kTokens,
+    &kTimeToFirstToken,
+    &kInterTokenLatency,
+    &kRequestSeconds,
+    &kQueueSeconds,
+    &kSlowReaders,
+    &kPreemptions,
+    &kPreemptedSeconds,
+    &kBatchSequences,
+    &kStepSequences,
+    &kStepSeconds,
+    &kWorkers,
+    &kWorkerBusySeconds,
+    &kWorkerTokens,
+    &kWorkerFailures,
+    &kReserves,
+    &kIngestBytes,
+    &kIngestBlocks,
+    &kIngestSeconds,
+    &kChecksumFailures,
+    &kResumes,
+    &kTransfersOpen,
+    &kLeasesExpired,
+    &kTierCapacity,
+    &kTierReserved,
+    &kTierUsed,
+    &kTierCapacityBlocks,
+    &kTierReservedBlocks,
+    &kTierUsedBlocks,
+    &kBuildInfo,
+    &kProcessCpu,
+    &kProcessResident,
+    &kProcessOpenFds,
+    &kProcessMaxFds,
+    &kProcessStart,
+    &kVllmRunning,
+    &kVllmWaiting,
+    &kVllmKvUsage,
 };
 
 }  // namespace sluice::metric_names

@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
 #include "src/base/status_macros.h"
 #include "src/metrics/metric_names.h"
 
@@ -48,6 +50,7 @@ constexpr std::array<const char*, kTokenKinds> kTokenKindNames = {"output", "pro
                                                                   "handed_over"};
 constexpr std::array<const char*, kStepPhases> kPhaseNames = {"plan",   "launch", "copy", "compute",
                                                               "sample", "emit",   "total"};
+constexpr std::array<const char*, 3> kWorkerFailureNames = {"failed", "left", "late"};
 
 }  // namespace
 
@@ -104,6 +107,9 @@ struct Metrics::Registry {
 
   // Registering a family twice under one name, help and set of labels gives the same family.
   prometheus::Registry registry{prometheus::Registry::InsertBehavior::Merge};
+
+  absl::Mutex mutex;
+  WorkerTotals counted ABSL_GUARDED_BY(mutex);
 };
 
 Metrics::Metrics()
@@ -145,7 +151,13 @@ Metrics::Metrics()
             return registry_->MakeHistogram(names::kStepSeconds, ShortSeconds(), {{"phase", name}});
           })),
       batch_sequences_(registry_->MakeGauge(names::kBatchSequences)),
-      vllm_running_(registry_->MakeGauge(names::kVllmRunning)) {}
+      vllm_running_(registry_->MakeGauge(names::kVllmRunning)),
+      workers_(registry_->MakeGauge(names::kWorkers)),
+      worker_busy_seconds_(registry_->MakeCounter(names::kWorkerBusySeconds)),
+      worker_tokens_(registry_->MakeCounter(names::kWorkerTokens)),
+      worker_failures_(Registry::ForEach<Counter>(kWorkerFailureNames, [&](const char* name) {
+        return registry_->MakeCounter(names::kWorkerFailures, {{"reason", name}});
+      })) {}
 
 Metrics::~Metrics() = default;
 
@@ -173,6 +185,23 @@ const Counter& Metrics::reserves_refused(std::string_view reason) const {
   const auto* const last = std::end(kReserveReasons) - 1;
   const auto* const found = std::find(std::begin(kReserveReasons), last, reason);
   return reserves_refused_[static_cast<size_t>(found - std::begin(kReserveReasons))];
+}
+
+void Metrics::SetWorkers(const WorkerTotals& totals) const {
+  absl::MutexLock lock(&registry_->mutex);
+  WorkerTotals& counted = registry_->counted;
+  workers_.Set(totals.alive);
+  // Two scrapes at once may bring older totals after newer ones.
+  const auto raise = [](const Counter& counter, double total, double& before) {
+    if (total <= before) return;
+    counter.Add(total - before);
+    before = total;
+  };
+  raise(worker_busy_seconds_, totals.busy_seconds, counted.busy_seconds);
+  raise(worker_tokens_, totals.tokens, counted.tokens);
+  for (size_t i = 0; i < totals.failures.size(); ++i) {
+    raise(worker_failures_[i], totals.failures[i], counted.failures[i]);
+  }
 }
 
 void Metrics::SetBuildInfo(const BuildInfo& info) {

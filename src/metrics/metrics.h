@@ -81,6 +81,14 @@ struct TierGauges {
   Gauge used_blocks;
 };
 
+// What CPU workers did since the process began.
+struct WorkerTotals {
+  double alive = 0;
+  double busy_seconds = 0;
+  double tokens = 0;
+  std::array<double, 3> failures{};  // failed, left, late
+};
+
 // The labels of sluice_build_info.
 struct BuildInfo {
   std::string version;
@@ -113,6 +121,9 @@ class Metrics {
   // The gauges of a cache kind ("kv") in a tier ("dram", "hbm"). Allocates: for use at start. The
   // same names give the same gauges.
   TierGauges Tier(std::string_view tier, std::string_view kind);
+
+  // Brings the instruments of CPU workers up to these totals, which never go down.
+  void SetWorkers(const WorkerTotals& totals) const;
 
   // Once, when it is known what runs.
   void SetBuildInfo(const BuildInfo& info);
@@ -154,6 +165,10 @@ class Metrics {
   const std::array<Histogram, kStepPhases> step_seconds_;
   const Gauge batch_sequences_;
   const Gauge vllm_running_;
+  const Gauge workers_;
+  const Counter worker_busy_seconds_;
+  const Counter worker_tokens_;
+  const std::array<Counter, 3> worker_failures_;
 };
 
 }  // namespace sluice

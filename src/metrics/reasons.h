@@ -58,6 +58,7 @@ inline constexpr RequestReason kRequestReasons[] = {
     {RequestOutcome::kError, "POISONED"},
     {RequestOutcome::kError, "TRANSFER_ABORTED"},
     {RequestOutcome::kError, "UNAVAILABLE"},
+    {RequestOutcome::kError, "WORKER_FAILED"},
     {RequestOutcome::kError, kOtherReason},
     {RequestOutcome::kRefused, "DRAINING"},
     {RequestOutcome::kRefused, "EXCEPTION"},

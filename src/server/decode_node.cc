@@ -238,6 +238,12 @@ std::string DecodeNode::RenderMetrics() {
                               static_cast<double>(std::max<int64_t>(all.capacity_bytes, 1)));
       }
     }
+    const WorkerStatistics workers = policy_->Workers();
+    metrics_.SetWorkers({static_cast<double>(workers.workers),
+                         absl::ToDoubleSeconds(workers.busy),
+                         static_cast<double>(workers.tokens),
+                         {static_cast<double>(workers.failed), static_cast<double>(workers.left),
+                          static_cast<double>(workers.late)}});
     metrics_.transfers_open.Set(static_cast<double>(transfers_->open_transfers()));
   }
   process_metrics_.Update(metrics_);

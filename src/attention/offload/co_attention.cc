@@ -3,14 +3,14 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
-#include <cstring>
-#include <limits>
+#include <chrono>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "src/attention/offload/worker_share.h"
 #include "src/base/error.h"
+#include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 #include "src/device/worker_team.h"
@@ -31,6 +31,7 @@ class CoAttentionImpl : public CoAttention {
     for (CoAttentionSide& side : sides_) side = carve.Side();
     counts_ = carve.Counts();
     for (int32_t i = 0; i <= options_.max_rows; ++i) counts_[i] = i;
+    done_ = std::make_unique<Done[]>(static_cast<size_t>(options_.workers));
     shares_.reserve(static_cast<size_t>(options_.workers));
     for (int w = 0; w < options_.workers; ++w) shares_.emplace_back(options_);
     homes_.resize(static_cast<size_t>(options_.layers));
@@ -107,6 +108,20 @@ class CoAttentionImpl : public CoAttention {
         "WORKER_FAILED");
   }
 
+  WorkerStatistics Statistics() const override {
+    WorkerStatistics out;
+    out.workers = options_.workers - std::popcount(team_->gone());
+    out.failed = team_->failures(MailboxError::kFailed);
+    out.left = team_->failures(MailboxError::kLeft);
+    out.late = team_->failures(MailboxError::kDeadline);
+    for (int w = 0; w < options_.workers; ++w) {
+      const Done& done = done_[static_cast<size_t>(w)];
+      out.busy += absl::Nanoseconds(done.busy_ns.load(std::memory_order_relaxed));
+      out.tokens += done.tokens.load(std::memory_order_relaxed);
+    }
+    return out;
+  }
+
  private:
   const CoAttentionSide& side(int channel) const { return sides_[channel % kSides]; }
 
@@ -150,16 +165,35 @@ class CoAttentionImpl : public CoAttention {
   }
 
   absl::Status Work(int worker, int channel) {
-    const CoAttentionSide& request = side(channel);
-    const uint32_t bit = 1u << worker;
+    const auto begin = std::chrono::steady_clock::now();
     WorkerShare& share = shares_[static_cast<size_t>(worker)];
+    const absl::StatusOr<bool> served = Serve(worker, channel, share);
+    if (!served.ok()) return served.status();
+    if (!*served) return absl::OkStatus();
+    Done& done = done_[static_cast<size_t>(worker)];
+    const auto busy = std::chrono::steady_clock::now() - begin;
+    done.busy_ns.store(done.busy_ns.load(std::memory_order_relaxed) +
+                           std::chrono::duration_cast<std::chrono::nanoseconds>(busy).count(),
+                       std::memory_order_relaxed);
+    done.tokens.store(share.tokens(), std::memory_order_relaxed);
+    return absl::OkStatus();
+  }
+
+  // Whether there was a sequence to serve.
+  absl::StatusOr<bool> Serve(int worker, int channel, WorkerShare& share) {
+    const CoAttentionSide& request = side(channel);
+    const ChannelHome& home = homes_[static_cast<size_t>(channel)];
+    const uint32_t bit = 1u << worker;
     const auto owes = [this, worker] { return team_->Owes(worker); };
     const int rows = std::clamp(*request.rows, 0, options_.max_rows);
+    bool served = false;
     for (int row = 0; row < rows; ++row) {
       const int slot = request.slots[row];
       if (slot < 0 || slot >= options_.slots) continue;  // a padded row
       const uint32_t servers = servers_[static_cast<size_t>(slot)].load(std::memory_order_relaxed);
       if ((servers & bit) == 0) continue;
+      if (!served) SLUICE_RETURN_IF_ERROR(InjectedFault());
+      served = true;
       const int mine = std::popcount(servers & (bit - 1)), of = std::popcount(servers);
       // The first of a sequence's heads goes round, so that what they cannot share evenly does not
       // come to the same worker in every layer.
@@ -169,13 +203,28 @@ class CoAttentionImpl : public CoAttention {
           SLUICE_RETURN_IF_ERROR(AttendToSource(worker, channel, row, slot, head, owes));
           continue;
         }
-        if (!share.Attend(request, homes_[static_cast<size_t>(channel)], row, slot, head, owes)) {
-          return absl::OkStatus();  // too late: the answer is refused anyway
-        }
+        // Too late: the answer is refused anyway.
+        if (!share.Attend(request, home, row, slot, head, owes)) return served;
       }
+    }
+    return served;
+  }
+
+  static absl::Status InjectedFault() {
+    if (SLUICE_FAILPOINT(kAttentionWorkerExit)) {
+      return absl::AbortedError("failpoint attention.worker_exit");
+    }
+    if (SLUICE_FAILPOINT(kAttentionWorker)) {
+      return absl::InternalError("failpoint attention.worker");
     }
     return absl::OkStatus();
   }
+
+  // What a worker did; it alone writes it.
+  struct alignas(64) Done {
+    std::atomic<int64_t> busy_ns{0};
+    std::atomic<int64_t> tokens{0};
+  };
 
   absl::Status AttendToSource(int worker, int channel, int row, int slot, int head,
                               absl::FunctionRef<bool()> owes) const {
@@ -200,6 +249,7 @@ class CoAttentionImpl : public CoAttention {
   int32_t* counts_ = nullptr;  // [max_rows + 1] 0, 1, ...: what a stream copies a row count from
   std::vector<WorkerShare> shares_;                   // by worker
   std::vector<ChannelHome> homes_;                    // by channel
+  std::unique_ptr<Done[]> done_;                      // by worker
   std::unique_ptr<std::atomic<uint32_t>[]> servers_;  // [slots] workers, as bits
   std::unique_ptr<WorkerTeam> team_;                  // last: its threads use all of this
 };

@@ -20,6 +20,7 @@
 #include "kernels/kernel_table.h"
 #include "kernels/sparse_params.h"
 #include "src/attention/attention_policy.h"
+#include "src/attention/policy_statistics.h"
 #include "src/device/device.h"
 
 namespace sluice {
@@ -78,8 +79,11 @@ class CoAttention {
 
   // A new sequence moves into the slot.
   virtual void Join(int slot) = 0;
-  // INTERNAL: workers failed the sequence in the slot since Join.
+  // INTERNAL, reason WORKER_FAILED: workers failed the sequence in the slot since Join.
   virtual absl::Status Health(int slot) const = 0;
+
+  // Any thread.
+  virtual WorkerStatistics Statistics() const = 0;
 };
 
 }  // namespace sluice

@@ -67,8 +67,11 @@ class WorkerShare {
     TakeCopy(request, home, row, slot, head);
     if (!owes()) return false;
     Compute(request, home, row, slot, head);
+    tokens_ += int64_t{counts_[static_cast<size_t>(head)]} * options_.unit_tokens;
     return true;
   }
+  // Of every list attended to; the newest unit counts as a whole one.
+  int64_t tokens() const { return tokens_; }
 
  private:
   void TakeCopy(const CoAttentionSide& request, const ChannelHome& home, int row, int slot,
@@ -77,6 +80,7 @@ class WorkerShare {
                int head);
 
   CoAttention::Options options_;
+  int64_t tokens_ = 0;
   // Of one row, as SparseAttentionParams has them.
   int32_t position_ = 0;
   std::vector<int32_t> units_;   // [kv_heads][capacity]

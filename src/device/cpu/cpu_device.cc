@@ -66,6 +66,7 @@ class CpuDevice : public Device {
     if (SLUICE_FAILPOINT(kDeviceFailure)) health_.Fail("failpoint device.failure");
     return health_.status();
   }
+  int HostThreads() const override { return team_.threads(); }
   int RowBucket(int rows) const override {
     return row_bucket_ == 0 ? 0 : (rows + row_bucket_ - 1) / row_bucket_ * row_bucket_;
   }

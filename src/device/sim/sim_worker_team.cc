@@ -44,6 +44,9 @@ class SimWorkerTeam : public WorkerTeam {
   }
   MailboxError error(int slot) const override { return static_cast<MailboxError>(errors_[slot]); }
   void Reset(int slot) override { errors_[slot] = 0; }
+  int64_t failures(MailboxError error) const override {
+    return failures_[static_cast<size_t>(error)];
+  }
   uint32_t gone() const override { return gone_; }
 
  private:
@@ -64,7 +67,7 @@ class SimWorkerTeam : public WorkerTeam {
     c.owed = options_.workers;
     for (int w = 0; w < options_.workers; ++w) {
       const uint32_t bit = 1u << w;
-      if (device_->Chance(device_->options.leaving_workers)) gone_ |= bit;
+      if (device_->Chance(device_->options.leaving_workers)) Leave(bit);
       if ((gone_ & bit) != 0) {
         After(DrawTime(), [this, channel, bit] { Fail(channel, bit, MailboxError::kLeft); });
       } else if (workers_[static_cast<size_t>(w)].late > 0) {
@@ -86,6 +89,7 @@ class SimWorkerTeam : public WorkerTeam {
   // whatever the device has written meanwhile.
   void BeLate(int channel, int worker) {
     ++workers_[static_cast<size_t>(worker)].late;
+    ++failures_[static_cast<size_t>(MailboxError::kDeadline)];
     After(options_.deadline,
           [this, channel, worker] { Fail(channel, 1u << worker, MailboxError::kDeadline); });
     const bool done_before = device_->Chance(0.5);
@@ -119,10 +123,22 @@ class SimWorkerTeam : public WorkerTeam {
     }
     if (device_->Chance(device_->options.worker_failures))
       status = absl::InternalError("simulated");
-    if (!status.ok() && owes) SetErrors(1u << worker, MailboxError::kFailed);
     state.owes = false;
+    const uint32_t bit = 1u << worker;
+    if (absl::IsAborted(status)) {
+      Leave(bit);
+      SetErrors(bit, MailboxError::kLeft);
+    } else if (!status.ok() && owes) {
+      ++failures_[static_cast<size_t>(MailboxError::kFailed)];
+      SetErrors(bit, MailboxError::kFailed);
+    }
   }
 
+  void Leave(uint32_t worker) {
+    if ((gone_ & worker) != 0) return;
+    gone_ |= worker;
+    ++failures_[static_cast<size_t>(MailboxError::kLeft)];
+  }
   void Fail(int channel, uint32_t worker, MailboxError error) {
     SetErrors(worker, error);
     Answer(channel);
@@ -146,7 +162,8 @@ class SimWorkerTeam : public WorkerTeam {
   const WorkerFn work_;
   std::vector<Channel> channels_;
   std::vector<WorkerState> workers_;
-  std::vector<uint32_t> servers_;  // [slots]
+  std::vector<uint32_t> servers_;          // [slots]
+  int64_t failures_[kMailboxErrors] = {};  // by MailboxError
   uint32_t gone_ = 0;
   int under_way_ = 0;  // happenings of this team to come
 };

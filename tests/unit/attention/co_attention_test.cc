@@ -2,7 +2,9 @@
 
 #include <catch2/catch.hpp>
 
+#include "src/attention/offload/worker_share.h"
 #include "src/base/error.h"
+#include "src/base/failpoint.h"
 #include "src/device/sim/sim_device.h"
 #include "tests/support/device.h"
 #include "tests/test_main.h"
@@ -39,6 +41,12 @@ KernelTable WithFaults(const KernelTable& table) {
   fault = Fault::kNone;
   return out;
 }
+
+// A test that ends early leaves no worker asleep, for which the team would wait. Made after the
+// world, so that it goes before it.
+struct NoFaultAtTheEnd {
+  ~NoFaultAtTheEnd() { fault = Fault::kNone; }
+};
 
 // Bits of one kernel against another's are in tests/kernels; this is for bf16 queries.
 double ToleranceOf(const KernelTable& table) {
@@ -114,24 +122,21 @@ std::vector<int> GroupOf(int slot, const Shape& shape, int groups) {
   return out;
 }
 
-// A sequence whose row meets the fault: row 0's, in every layer and head.
+// Sequence s is row s; sequence 0's row, at the last position there is, meets the fault.
 int MeetFault(World& world, Fault what) {
-  world.Draw(6);
-  for (int row = 0; row < 6; ++row) {
-    world.slots[static_cast<size_t>(row)] = row;
-    world.positions[static_cast<size_t>(row)] = 40 + row;
-  }
-  for (;;) {
+  world.DrawWhole(6);
+  world.positions[0] = world.LastPosition();
+  do {
     world.DrawLists(6);
-    if (world.Attends(0)) break;
-  }
-  fault_row = 40;
+  } while (!world.Attends(0));
+  fault_row = world.LastPosition();
   fault = what;
   return 0;
 }
 
 void Throwing(Device& device, const KernelTable& table) {
   World world(device, WithFaults(table), Shape{}, TestSeed());
+  const NoFaultAtTheEnd no_fault;
   const int slot = MeetFault(world, Fault::kThrow);
   world.Step(6);
   fault = Fault::kNone;
@@ -151,8 +156,9 @@ SLUICE_TEST_ON_EVERY_PATH("a worker that throws ends its group's sequences alone
 
 void Late(Device& device, const KernelTable& table) {
   Shape shape;
-  shape.deadline = absl::Milliseconds(200);
+  shape.deadline = absl::Seconds(2);  // a worker that is well keeps it on any machine
   World world(device, WithFaults(table), shape, TestSeed());
+  const NoFaultAtTheEnd no_fault;
   const int slot = MeetFault(world, Fault::kSleep);
   const absl::Time before = absl::Now();
   world.Step(6);
@@ -180,8 +186,98 @@ void Late(Device& device, const KernelTable& table) {
     world.Check(8, ToleranceOf(table));
   }
   CHECK(world.Failed().empty());
+  // Of one channel or of two that were under way.
+  const int64_t late = world.co_attention->Statistics().late;
+  CHECK((late == 1 || late == 2));
 }
 SLUICE_TEST_ON_EVERY_PATH("a late worker ends its group's sequences, and may come back", Late)
+
+#ifndef SLUICE_NO_FAILPOINTS
+
+void Dying(Device& device, const KernelTable& table) {
+  World world(device, table, Shape{}, TestSeed());
+  const auto step = [&] {
+    world.DrawWhole(6);
+    world.Step(6);
+    world.Check(6, ToleranceOf(table));
+  };
+  step();
+  CHECK(world.co_attention->Statistics().workers == 3);
+  {
+    const ScopedFailpoints armed("attention.worker_exit=error*1");
+    step();
+  }
+  const std::vector<int> lost = world.Failed();
+  REQUIRE_FALSE(lost.empty());
+  CHECK(lost == GroupOf(lost.front(), world.shape, 2));
+  CHECK(world.co_attention->Health(lost.front()).message() ==
+        "a CPU worker that attends to this sequence has died");
+  // Those that come after them are served by who is left.
+  for (int slot : lost) world.co_attention->Join(slot);
+  for (int i = 0; i < 20; ++i) step();
+  CHECK(world.Failed().empty());
+  CHECK(world.co_attention->Statistics().workers == 2);
+  CHECK(world.co_attention->Statistics().left == 1);
+  // With nobody left no sequence is well, and steps end none the less.
+  {
+    const ScopedFailpoints armed("attention.worker_exit=error");
+    step();
+  }
+  for (int slot = 0; slot < world.shape.slots; ++slot) world.co_attention->Join(slot);
+  for (int i = 0; i < 20; ++i) step();
+  CHECK(world.Failed().size() == 6);
+  CHECK(world.co_attention->Statistics().workers == 0);
+}
+SLUICE_TEST_ON_EVERY_PATH("a worker that dies ends its group's sequences, and no later one", Dying)
+
+void Failing(Device& device, const KernelTable& table) {
+  World world(device, table, Shape{}, TestSeed());
+  {
+    const ScopedFailpoints armed("attention.worker=error*1");
+    world.DrawWhole(6);
+    world.Step(6);
+  }
+  world.Check(6, ToleranceOf(table));
+  const std::vector<int> lost = world.Failed();
+  REQUIRE_FALSE(lost.empty());
+  CHECK(lost == GroupOf(lost.front(), world.shape, 2));
+  const WorkerStatistics did = world.co_attention->Statistics();
+  CHECK(did.failed == 1);
+  CHECK(did.workers == 3);
+  CHECK(did.busy > absl::ZeroDuration());
+}
+SLUICE_TEST_ON_EVERY_PATH("the failpoint attention.worker ends the sequences of one group", Failing)
+
+#endif
+
+void Counting(Device& device, const KernelTable& table) {
+  World world(device, table, Shape{}, TestSeed());
+  int64_t units = 0;
+  for (int i = 0; i < 10; ++i) {
+    world.Draw(8);
+    world.Step(8);
+    units += world.UnitsAsked(8);
+  }
+  CHECK(world.co_attention->Statistics().tokens == units * world.shape.unit_tokens);
+}
+SLUICE_TEST_ON_EVERY_PATH("every token that workers attend to is counted once", Counting)
+
+TEST_CASE("groups are as large as a sequence has KV heads to share, and two where there can be") {
+  const auto groups = [](int workers, int slots, int kv_heads) {
+    CoAttention::Options options;
+    options.workers = workers;
+    options.slots = slots;
+    options.kv_heads = kv_heads;
+    return CoAttentionGroups(options);
+  };
+  CHECK(groups(16, 64, 8) == 2);
+  CHECK(groups(16, 64, 4) == 4);
+  CHECK(groups(16, 64, 2) == 8);
+  CHECK(groups(4, 64, 8) == 2);
+  CHECK(groups(1, 64, 8) == 1);
+  CHECK(groups(16, 1, 8) == 1);
+  CHECK(groups(32, 3, 1) == 3);
+}
 
 TEST_CASE("on the simulated device every fault leaves the other sequences right, to the bit") {
   const KernelTable& table = *kernels::FindKernelTable("portable");

@@ -83,6 +83,8 @@ class World {
                std::vector<float>(rows * static_cast<size_t>(shape.heads)));
   }
 
+  ~World() { co_attention.reset(); }  // its workers read the homes
+
   // Rows of some of the sequences in any order, `rows` in all, the last ones padded; new lists and
   // queries for every layer. REQUIRES: nothing is under way.
   void Draw(int rows) {
@@ -95,8 +97,16 @@ class World {
       slots[static_cast<size_t>(r)] = r < used ? order[static_cast<size_t>(r)] : -1;
       if (r < used) {
         positions[static_cast<size_t>(r)] =
-            static_cast<int32_t>(random_.Below(static_cast<uint64_t>(MaxTokens())));
+            static_cast<int32_t>(random_.Below(static_cast<uint64_t>(LastPosition())));
       }
+    }
+    DrawLists(rows);
+  }
+  // Every sequence, in order, at position 40 + slot. REQUIRES: as many rows as slots.
+  void DrawWhole(int rows) {
+    for (int r = 0; r < rows; ++r) {
+      slots[static_cast<size_t>(r)] = r;
+      positions[static_cast<size_t>(r)] = 40 + r;
     }
     DrawLists(rows);
   }
@@ -147,6 +157,21 @@ class World {
     const auto first = static_cast<size_t>(row * shape.kv_heads);
     return requests_[0].counts[first] > 0;
   }
+  // Of all layers, rows and KV heads.
+  int64_t UnitsAsked(int rows) const {
+    int64_t units = 0;
+    for (const Request& r : requests_) {
+      for (int row = 0; row < rows; ++row) {
+        if (slots[static_cast<size_t>(row)] < 0) continue;
+        for (int head = 0; head < shape.kv_heads; ++head) {
+          units += r.counts[static_cast<size_t>(row * shape.kv_heads + head)];
+        }
+      }
+    }
+    return units;
+  }
+  // Of the longest sequence; Draw takes none as late.
+  int LastPosition() const { return MaxTokens() - 1; }
   int MaxTokens() const { return shape.max_blocks * shape.block_tokens; }
   std::vector<int> Failed() const {
     std::vector<int> out;

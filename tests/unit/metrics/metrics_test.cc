@@ -206,6 +206,9 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
   metrics.SetRunning(9);
   metrics.waiting.Set(10);
   metrics.kv_usage.Set(0.25);
+  metrics.SetWorkers({3, 1.5, 20, {4, 5, 6}});
+  metrics.SetWorkers({2, 2.5, 30, {7, 5, 6}});
+  metrics.SetWorkers({2, 1.0, 10, {7, 5, 6}});  // older
 
   std::map<std::string, double> moved;
   for (const auto& [name, value] : Parse(metrics.Render()).samples) {
@@ -228,6 +231,12 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
       {"vllm:num_requests_running", 9},
       {"vllm:num_requests_waiting", 10},
       {"vllm:kv_cache_usage_perc", 0.25},
+      {"sluice_attention_workers", 2},
+      {"sluice_attention_worker_busy_seconds_total", 2.5},
+      {"sluice_attention_worker_tokens_total", 30},
+      {R"(sluice_attention_worker_failures_total{reason="failed"})", 7},
+      {R"(sluice_attention_worker_failures_total{reason="left"})", 5},
+      {R"(sluice_attention_worker_failures_total{reason="late"})", 6},
   };
   expected = 0;
   for (const auto& [outcome, reason] : kRequestReasons) {

@@ -86,6 +86,7 @@ class HgcaPolicyImpl : public HgcaPolicy {
   }
 
   absl::Status SlotHealth(int slot) const override { return co_attention_->Health(slot); }
+  WorkerStatistics Workers() const override { return co_attention_->Statistics(); }
 
   // Algorithm 1, lines 10 to 14: the block that the step's row pushes out of the window. Its keys
   // and values are in the home already; its averages are final, and go to DRAM before the row's own

@@ -67,6 +67,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
 
   absl::Status SlotHealth(int slot) const override { return workers_.Health(slot); }
   PolicyStatistics Statistics() const override { return counters_.Sum(); }
+  WorkerStatistics Workers() const override { return workers_.Statistics(); }
   const float* parts_lse(int layer) const override { return lse(layer); }
 
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
