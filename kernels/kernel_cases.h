@@ -224,6 +224,33 @@ inline std::vector<SparseCase> SparseCases() {
   };
 }
 
+// What is timed of sparse attention: `rows` rows over lists of `tokens` tokens, anywhere in a long
+// sequence. With `alone` each (row, KV head) is a call of its own, as co-attention makes them.
+struct TimedSparseCase {
+  const char* name;
+  int32_t heads;
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t block_tokens;
+  int32_t unit_tokens;
+  int32_t rows;
+  int32_t tokens;
+  bool alone = false;
+};
+
+inline std::vector<TimedSparseCase> TimedSparseCases() {
+  return {
+      {"blocks, group 4, 2048 tokens", 32, 8, 128, 32, 32, 4, 2048},
+      {"blocks, group 8, 2048 tokens", 64, 8, 128, 32, 32, 4, 2048},
+      {"blocks, group 4, 160 tokens", 32, 8, 128, 32, 32, 32, 160},
+      {"blocks, group 8, 160 tokens", 64, 8, 128, 32, 32, 32, 160},
+      {"blocks, group 4, 160 tokens, alone", 32, 8, 128, 32, 32, 32, 160, true},
+      {"blocks, group 8, 160 tokens, alone", 64, 8, 128, 32, 32, 32, 160, true},
+      {"tokens, group 4, 1536 tokens", 32, 8, 128, 32, 1, 4, 1536},
+      {"tokens, group 8, 1536 tokens", 64, 8, 128, 32, 1, 4, 1536},
+  };
+}
+
 // What is timed of sample: rows, the vocabulary, and how the token is chosen.
 struct SampleCase {
   const char* name;

@@ -16,26 +16,35 @@ namespace {
 inline constexpr int kChunk = 32;
 inline constexpr int kHalfChunk = kPieceTokens;
 
-// Working memory (247 KiB with that of the items; with head_dim 64 a quarter of it is touched).
+// Where the half chunk at some token lies; null: nowhere.
+struct HalfChunk {
+  const char* keys = nullptr;
+  const char* values = nullptr;
+};
+
+// Working memory (279 KiB with that of the items; with head_dim 64 a quarter of it is touched).
 struct AttentionScratch : ItemScratch {
-  alignas(64) float keys[kMaxHeadDim * kChunk];                // [head_dim][kChunk]
-  alignas(64) float values[kChunk * kMaxHeadDim];              // [kChunk][head_dim]
-  alignas(64) float queries[kMaxQueries * kMaxHeadDim];        // scaled, [queries][head_dim]
-  alignas(64) float weights[kMaxQueries * kChunk];             // scores, then softmax weights
-  alignas(64) char gathered[2][kHalfChunk * kMaxHeadDim * 4];  // K and V of scattered tokens
+  alignas(64) float keys[kMaxHeadDim * kChunk];                   // [head_dim][kChunk]
+  alignas(64) float values[kChunk * kMaxHeadDim];                 // [kChunk][head_dim]
+  alignas(64) float queries[kMaxQueries * kMaxHeadDim];           // scaled, [queries][head_dim]
+  alignas(64) float weights[kMaxQueries * kChunk];                // scores, then softmax weights
+  alignas(64) char gathered[2][2][kHalfChunk * kMaxHeadDim * 4];  // K and V of scattered tokens
+  int64_t element_bytes;                                          // of the cache
+  HalfChunk now[2];                                               // the chunk's halves,
+  HalfChunk ahead[2];                                             // and those of the next one
   float largest[kMaxQueries];
   float sums[kMaxQueries];
   float rescale[kMaxQueries];
 };
 
-// Where the half chunk at token `first` lies, or null where the place ends before it.
-struct HalfChunk {
-  const char* keys;
-  const char* values;
-};
+// Asks for `bytes` bytes from `at` on: for the second-level cache, since the first one is full of
+// what is in use, and has room for few requests.
+inline void Ask(const char* at, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
 
 inline HalfChunk LocateHalfChunk(const PagedCache& c, const SplitPlace& place, int64_t first) {
-  if (first >= place.end) return {nullptr, nullptr};
+  if (first >= place.end) return {};
   const int64_t element_bytes = c.type == DType::kFloat32 ? 4 : 2;
   const char* keys = static_cast<const char*>(c.base) + Locate(c, place, first).key * element_bytes;
   return {keys, keys + int64_t{c.block_tokens} * c.head_dim * element_bytes};
@@ -44,72 +53,100 @@ inline HalfChunk LocateHalfChunk(const PagedCache& c, const SplitPlace& place, i
 // The half chunk at token `first` of a scattered place, copied together; past the place's end its
 // last token is repeated. Asks for the rows of the half chunk at token `ahead` of `of`.
 inline HalfChunk GatherHalfChunk(const PagedCache& c, const SplitPlace& place, int64_t first,
-                                 const SplitPlace& of, int64_t ahead, AttentionScratch& s) {
+                                 const SplitPlace& of, int64_t ahead,
+                                 char (&out)[2][kHalfChunk * kMaxHeadDim * 4]) {
   const int64_t row_bytes = c.head_dim * SizeOf(c.type);
   for (int64_t t = 0; t < kHalfChunk; ++t) {
     const HalfChunk row = LocateHalfChunk(c, place, Min(first + t, place.end - 1));
-    __builtin_memcpy(s.gathered[0] + t * row_bytes, row.keys, static_cast<size_t>(row_bytes));
-    __builtin_memcpy(s.gathered[1] + t * row_bytes, row.values, static_cast<size_t>(row_bytes));
+    __builtin_memcpy(out[0] + t * row_bytes, row.keys, static_cast<size_t>(row_bytes));
+    __builtin_memcpy(out[1] + t * row_bytes, row.values, static_cast<size_t>(row_bytes));
     const HalfChunk later = LocateHalfChunk(c, of, ahead + t);
-    for (int64_t i = 0; later.keys != nullptr && i < row_bytes; i += 64) {
-      __builtin_prefetch(later.keys + i);
-      __builtin_prefetch(later.values + i);
-    }
+    if (later.keys == nullptr) continue;
+    Ask(later.keys, row_bytes);
+    Ask(later.values, row_bytes);
   }
-  return {s.gathered[0], s.gathered[1]};
+  return {out[0], out[1]};
 }
 
-// Values to floats, line by line; with each line one of the keys and one of the values of `ahead`
-// are asked for: blocks lie scattered, which the processor's own prefetcher cannot foresee, and a
-// burst of requests would stall.
-template <class S, typename T>
-void ConvertValues(const T* from, int64_t elements, HalfChunk ahead, float* to) {
-  constexpr int64_t kLine = 64 / sizeof(T);
-  for (int64_t i = 0; i < elements; i += kLine) {
-    if (ahead.keys != nullptr) {
-      __builtin_prefetch(ahead.keys + i * static_cast<int64_t>(sizeof(T)));
-      __builtin_prefetch(ahead.values + i * static_cast<int64_t>(sizeof(T)));
-    }
-    for (int64_t j = i; j < i + kLine; j += S::kWidth) {
-      if constexpr (sizeof(T) == 2) {
-        S::Store(to + j, S::LoadBf16(from + j));
-      } else {
-        S::Store(to + j, S::Load(from + j));
-      }
-    }
-  }
-}
-
-// K and V of at most kChunk tokens from `first` on into the scratch. Whole half chunks are read:
-// the rest of a block is allocated memory whose values nobody uses.
+// The values of a chunk as floats: converted once, for many queries. With each line one of the
+// values of the next chunk is asked for, and its keys beside the scores: blocks lie scattered,
+// which the processor's own prefetcher cannot foresee, and a burst of requests would stall.
 template <class S>
+struct StagedValues {
+  static void Stage(AttentionScratch& s, int64_t half, int64_t dim) {
+    const auto* from = reinterpret_cast<const uint16_t*>(s.now[half].values);
+    float* to = s.values + half * kHalfChunk * dim;
+    for (int64_t i = 0; i < kHalfChunk * dim; i += 32) {
+      if (s.ahead[half].values != nullptr) Ask(s.ahead[half].values + i * 2, 64);
+      for (int64_t j = i; j < i + 32; j += S::kWidth) S::Store(to + j, S::LoadBf16(from + j));
+    }
+  }
+  static typename S::F Load(const AttentionScratch& s, int64_t t, int64_t d, int64_t dim) {
+    return S::Load(s.values + t * dim + d);
+  }
+  static void AskAhead(const AttentionScratch&, int64_t, int64_t, int64_t, int64_t) {}
+};
+
+// The same for few queries, which use a value so few times that it is best left where it is.
+template <class S, typename T>
+struct DirectValues {
+  static void Stage(AttentionScratch&, int64_t, int64_t) {}
+  static typename S::F Load(const AttentionScratch& s, int64_t t, int64_t d, int64_t dim) {
+    const T* at =
+        reinterpret_cast<const T*>(s.now[t / kHalfChunk].values) + t % kHalfChunk * dim + d;
+    if constexpr (sizeof(T) == 2) {
+      return S::LoadBf16(at);
+    } else {
+      return S::Load(at);
+    }
+  }
+  // With elements [d, d + count) of token t, the same of the next chunk.
+  static void AskAhead(const AttentionScratch& s, int64_t t, int64_t d, int64_t count,
+                       int64_t dim) {
+    constexpr auto kBytes = static_cast<int64_t>(sizeof(T));
+    const char* values = s.ahead[t / kHalfChunk].values;
+    if (values != nullptr) Ask(values + (t % kHalfChunk * dim + d) * kBytes, count * kBytes);
+  }
+};
+
+// K of at most kChunk tokens from `first` on into the scratch, and where V is. Whole half chunks
+// are read: the rest of a block is allocated memory whose values nobody uses.
+template <class S, class Values>
 void LoadChunk(const PagedCache& c, const SplitPlace& place, int64_t first, const SplitPlace& next,
                AttentionScratch& s) {
   const int64_t dim = c.head_dim;
   const bool last = first + kChunk >= place.end;
   const SplitPlace& of = last ? next : place;
   const int64_t ahead_first = last ? next.begin : first + kChunk;
-  for (int64_t half = 0; half < kChunk && first + half < place.end; half += kHalfChunk) {
-    HalfChunk now, ahead = {nullptr, nullptr};
+  s.element_bytes = SizeOf(c.type);
+  s.ahead[0] = s.ahead[1] = {};
+  for (int64_t half = 0; half < 2 && first + half * kHalfChunk < place.end; ++half) {
+    const int64_t begin = first + half * kHalfChunk, ahead = ahead_first + half * kHalfChunk;
     if (place.Scattered()) {
-      now = GatherHalfChunk(c, place, first + half, of, ahead_first + half, s);
+      s.now[half] = GatherHalfChunk(c, place, begin, of, ahead, s.gathered[half]);
     } else {
-      now = LocateHalfChunk(c, place, first + half);
-      ahead = LocateHalfChunk(c, of, ahead_first + half);
+      s.now[half] = LocateHalfChunk(c, place, begin);
+      s.ahead[half] = LocateHalfChunk(c, of, ahead);
     }
-    float* keys = s.keys + half;
-    float* values = s.values + half * dim;
+    float* keys = s.keys + half * kHalfChunk;
     if (c.type == DType::kBFloat16) {
-      S::TransposeKeys(reinterpret_cast<const uint16_t*>(now.keys), dim, keys);
-      ConvertValues<S>(reinterpret_cast<const uint16_t*>(now.values), kHalfChunk * dim, ahead,
-                       values);
+      S::TransposeKeys(reinterpret_cast<const uint16_t*>(s.now[half].keys), dim, keys);
     } else {
-      const float* from = reinterpret_cast<const float*>(now.keys);
+      const float* from = reinterpret_cast<const float*>(s.now[half].keys);
       for (int64_t t = 0; t < kHalfChunk; ++t) {
         for (int64_t d = 0; d < dim; ++d) keys[d * kChunk + t] = from[t * dim + d];
       }
-      ConvertValues<S>(reinterpret_cast<const float*>(now.values), kHalfChunk * dim, ahead, values);
     }
+    Values::Stage(s, half, dim);
+  }
+}
+
+// Of the next chunk's keys the share of one of the dimensions.
+inline void AskKeys(const AttentionScratch& s, int64_t d) {
+  const int64_t bytes = kHalfChunk * s.element_bytes;
+  if (d * bytes % 64 != 0) return;
+  for (const HalfChunk& half : s.ahead) {
+    if (half.keys != nullptr) Ask(half.keys + d * bytes, 64);
   }
 }
 
@@ -125,7 +162,9 @@ void ScoreTile(AttentionScratch& s, int64_t query, int64_t dim) {
     }
     const float* q = s.queries + query * dim;
     const float* keys = s.keys + v * S::kWidth;
+    const bool ask = query == 0 && v == 0;
     for (int64_t d = 0; d < dim; ++d) {
+      if (ask) AskKeys(s, d);
 #pragma GCC unroll 8
       for (int j = 0; j < kAtOnce; ++j) {
         const typename S::F key = S::Load(keys + d * kChunk + j * S::kWidth);
@@ -176,7 +215,7 @@ void SoftmaxChunk(AttentionScratch& s, int64_t query, int64_t first) {
 
 // outs[q] = outs[q] * rescale[q] + sum over `tokens` of weights[q][t] * values[t], for kRows
 // queries and kVectors vectors of the head.
-template <class S, int kRows, int kVectors>
+template <class S, class Values, int kRows, int kVectors>
 void ValueTile(AttentionScratch& s, int64_t query, int64_t first_dim, int64_t dim, int64_t tokens) {
   typename S::F sums[kRows][kVectors];
   float* outs = s.outs + query * dim + first_dim;
@@ -187,11 +226,11 @@ void ValueTile(AttentionScratch& s, int64_t query, int64_t first_dim, int64_t di
     }
   }
   const float* weights = s.weights + query * kChunk;
-  const float* values = s.values + first_dim;
   for (int64_t t = 0; t < tokens; ++t) {
+    if (query == 0) Values::AskAhead(s, t, first_dim, kVectors * S::kWidth, dim);
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
-      const typename S::F value = S::Load(values + t * dim + v * S::kWidth);
+      const typename S::F value = Values::Load(s, t, first_dim + v * S::kWidth, dim);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         sums[r][v] = S::Fma(S::Set1(weights[r * kChunk + t]), value, sums[r][v]);
@@ -203,22 +242,22 @@ void ValueTile(AttentionScratch& s, int64_t query, int64_t first_dim, int64_t di
   }
 }
 
-template <class S, int kRows>
+template <class S, class Values, int kRows>
 void ValueRows(AttentionScratch& s, int64_t query, int64_t dim, int64_t tokens) {
   constexpr int kVectors = S::kValueVectors;
   int64_t d = 0;
   for (; d + kVectors * S::kWidth <= dim; d += kVectors * S::kWidth) {
-    ValueTile<S, kRows, kVectors>(s, query, d, dim, tokens);
+    ValueTile<S, Values, kRows, kVectors>(s, query, d, dim, tokens);
   }
-  for (; d < dim; d += S::kWidth) ValueTile<S, kRows, 1>(s, query, d, dim, tokens);
+  for (; d < dim; d += S::kWidth) ValueTile<S, Values, kRows, 1>(s, query, d, dim, tokens);
 }
 
 // One chunk for `rows` <= kRows queries from `query` on.
-template <class S, int kRows>
+template <class S, class Values, int kRows>
 void ChunkRows(AttentionScratch& s, int64_t query, int64_t rows, int64_t dim, int64_t first,
                int64_t tokens) {
   if (rows < kRows) {
-    if constexpr (kRows > 1) ChunkRows<S, kRows - 1>(s, query, rows, dim, first, tokens);
+    if constexpr (kRows > 1) ChunkRows<S, Values, kRows - 1>(s, query, rows, dim, first, tokens);
     return;
   }
   bool any = false;
@@ -226,11 +265,11 @@ void ChunkRows(AttentionScratch& s, int64_t query, int64_t rows, int64_t dim, in
   if (!any) return;
   ScoreTile<S, kRows>(s, query, dim);
   for (int r = 0; r < kRows; ++r) SoftmaxChunk<S>(s, query + r, first);
-  ValueRows<S, kRows>(s, query, dim, tokens);
+  ValueRows<S, Values, kRows>(s, query, dim, tokens);
 }
 
-// (outs, lse) of every query of the scratch over `place`.
-template <class S>
+// (outs, lse) of every query of the scratch over `place`. How values are loaded changes no bit.
+template <class S, class Values>
 void AttendSplit(const PagedCache& c, const SplitPlace& place, const SplitPlace& next,
                  int64_t queries, AttentionScratch& s) {
   const int64_t dim = c.head_dim;
@@ -240,10 +279,10 @@ void AttendSplit(const PagedCache& c, const SplitPlace& place, const SplitPlace&
   }
   for (int64_t i = 0; i < queries * dim; ++i) s.outs[i] = 0;
   for (int64_t first = place.begin; first < place.end; first += kChunk) {
-    LoadChunk<S>(c, place, first, next, s);
+    LoadChunk<S, Values>(c, place, first, next, s);
     const int64_t valid = Min(kChunk, place.end - first);
     for (int64_t q = 0; q < queries; q += S::kQueryRows) {
-      ChunkRows<S, S::kQueryRows>(s, q, Min(S::kQueryRows, queries - q), dim, first, valid);
+      ChunkRows<S, Values, S::kQueryRows>(s, q, Min(S::kQueryRows, queries - q), dim, first, valid);
     }
   }
   for (int64_t q = 0; q < queries; ++q) {
@@ -283,7 +322,13 @@ struct SimdAttention {
   }
   static void AttendSplit(const PagedCache& c, const SplitPlace& place, const SplitPlace& next,
                           int64_t queries, Scratch& s) {
-    cpu::AttendSplit<S>(c, place, next, queries, s);
+    if (c.type == DType::kFloat32) {
+      cpu::AttendSplit<S, DirectValues<S, float>>(c, place, next, queries, s);
+    } else if (queries <= kMaxGroupPart) {
+      cpu::AttendSplit<S, DirectValues<S, uint16_t>>(c, place, next, queries, s);
+    } else {
+      cpu::AttendSplit<S, StagedValues<S>>(c, place, next, queries, s);
+    }
   }
 };
 

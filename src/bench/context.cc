@@ -39,10 +39,9 @@ class ContextMakerImpl : public ContextMaker {
     KeepingSink sink(&context);
     SamplingParams greedy;
     greedy.temperature = 0;
-    SLUICE_RETURN_IF_ERROR(prefiller_
-                               ->Run(tokens, greedy, /*want_first_token=*/false, sink,
-                                     [] { return false; })
-                               .status());
+    SLUICE_RETURN_IF_ERROR(
+        prefiller_->Run(tokens, greedy, /*want_first_token=*/false, sink, [] { return false; })
+            .status());
     return context;
   }
 

@@ -46,6 +46,12 @@ absl::Status Dictation::Finish() {
   return parts_.device->Health();
 }
 
+absl::Status Dictation::WaitUntilWarm() {
+  parts_.policy->WarmEvent(kSlot).Wait();
+  if (parts_.policy->Warm(kSlot)) return parts_.device->Health();
+  return absl::InternalError("a sequence was admitted and is never warm");
+}
+
 void Dictation::End() {
   if (admitted_) parts_.policy->Release(kSlot);
   admitted_ = false;
@@ -61,8 +67,8 @@ absl::Status Dictation::Begin(const Context& context, int total) {
   SLUICE_RETURN_IF_ERROR(Finish());
   const auto no_room = [&] {
     return absl::ResourceExhaustedError(
-        absl::StrCat("a sequence of ", total, " tokens does not fit policy ",
-                     parts_.policy->name(), "; raise --hbm-bytes or --dram-bytes"));
+        absl::StrCat("a sequence of ", total, " tokens does not fit policy ", parts_.policy->name(),
+                     "; raise --hbm-bytes or --dram-bytes"));
   };
   const int64_t handed_over = count_ - 1;
   Reservation room = parts_.dram->TryReserve(parts_.policy->FootprintOf(count_, total).dram_tokens);
@@ -72,9 +78,10 @@ absl::Status Dictation::Begin(const Context& context, int total) {
   WriteContext(context, parts_.model->cache_layout(), *home);
   if (!parts_.policy->Admit(kSlot, handed_over, total, Promise::kFirm, home)) return no_room();
   admitted_ = true;
-  parts_.policy->WarmEvent(kSlot).Wait();
-  if (!parts_.policy->Warm(kSlot)) return absl::InternalError("admitted, and never warm");
-  return absl::OkStatus();
+  SLUICE_RETURN_IF_ERROR(WaitUntilWarm());
+  if (!parts_.policy->NeedsEndPrompt()) return absl::OkStatus();
+  parts_.policy->EndPrompt(kSlot, handed_over);
+  return WaitUntilWarm();
 }
 
 absl::StatusOr<absl::Span<const float>> Dictation::Step() {
@@ -84,7 +91,8 @@ absl::StatusOr<absl::Span<const float>> Dictation::Step() {
   rows[2] = 0;
   parts_.policy->Grow(kSlot, count_);
   const int32_t slots[] = {kSlot};
-  parts_.policy->BeginStep(*stream_, slots);
+  const int32_t positions[] = {count_ - 1};
+  parts_.policy->BeginStep(*stream_, slots, positions);
   stream_->Copy(rows_.device.data(), rows, rows_.host.bytes());
   stream_->Copy(tokens_.device.data(), tokens_.host.data(), tokens_.host.bytes());
   StepInputs in;

@@ -49,7 +49,9 @@ class Dictation {
   };
   explicit Dictation(const Parts& parts);
   absl::Status Allocate();
+  // Waits for what is enqueued.
   absl::Status Finish();
+  absl::Status WaitUntilWarm();
 
   const Parts parts_;
   const std::unique_ptr<Stream> stream_;

@@ -63,6 +63,7 @@ class EngineRun {
     SLUICE_RETURN_IF_ERROR(Start(slots, device, hbm, policy));
     marks_->times.resize(static_cast<size_t>(options_.windows) + 1);
     marks_->taken.resize(marks_->times.size());
+    marks_->tokens.reserve(static_cast<size_t>(options_.windows * options_.steps) + 1);
     // All are in the batch, caches and all, before the first decodes, so that they stay equally
     // long.
     SLUICE_ASSIGN_OR_RETURN(const std::vector<std::string> transfers, HandOverAll());
@@ -90,7 +91,7 @@ class EngineRun {
       windows.push_back({absl::ToDoubleSeconds(now.step - last.step) / steps,
                          absl::ToDoubleSeconds(now.kernels - last.kernels) / steps,
                          absl::ToDoubleSeconds(now.turn - last.turn) / steps, marks_->taken[i - 1],
-                         marks_->taken[i]});
+                         marks_->taken[i], marks_->Gaps(i - 1, options_.steps)});
     }
     engine_->CancelAll(absl::CancelledError("measured"));
     for (const auto& sink : sinks_) sink->WaitForEnd();
@@ -103,13 +104,17 @@ class EngineRun {
     total_ = options_.context + EngineTokens(options_);
     SLUICE_CHECK(total_ <= model_->max_context());
     const CacheLayout& layout = model_->cache_layout();
-    SLUICE_ASSIGN_OR_RETURN(
-        Buffer memory,
-        device->Allocate(
-            MemoryKind::kPinned,
-            static_cast<size_t>((layout.BytesFor(options_.context) + 4096) * options_.batch),
-            "dram"));
-    SLUICE_ASSIGN_OR_RETURN(dram_, PagePool::Create("dram", layout, std::move(memory)));
+    PagePool* dram = options_.dram;
+    if (dram == nullptr) {
+      SLUICE_ASSIGN_OR_RETURN(
+          Buffer memory,
+          device->Allocate(
+              MemoryKind::kPinned,
+              static_cast<size_t>((layout.BytesFor(options_.context) + 4096) * options_.batch),
+              "dram"));
+      SLUICE_ASSIGN_OR_RETURN(dram_, PagePool::Create("dram", layout, std::move(memory)));
+      dram = dram_.get();
+    }
     TransferTable::Options table;
     table.model_fingerprint = model_->fingerprint();
     table.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
@@ -121,7 +126,7 @@ class EngineRun {
     table.footprint = [policy](int64_t context, int64_t total) {
       return policy->FootprintOf(context, total);
     };
-    transfers_ = std::make_unique<TransferTable>(table, dram_.get(), hbm, RealClock());
+    transfers_ = std::make_unique<TransferTable>(table, dram, hbm, RealClock());
     Engine::Options options;
     options.max_sequences = static_cast<uint32_t>(slots);
     options.max_context = table.max_context;
@@ -142,14 +147,20 @@ class EngineRun {
   // The ids of as many committed transfers as there are sequences. By several threads, as peers
   // would: contexts of gigabytes are there in seconds.
   absl::StatusOr<std::vector<std::string>> HandOverAll() {
-    for (const CacheKind& kind : model_->cache_layout().kinds) payloads_.push_back(PayloadOf(kind));
+    if (options_.contexts == nullptr) {
+      for (const CacheKind& kind : model_->cache_layout().kinds) {
+        payloads_.push_back(PayloadOf(kind));
+      }
+    }
     std::vector<absl::StatusOr<std::string>> transfers(static_cast<size_t>(options_.batch));
     std::atomic<size_t> next{0};
     {
       std::vector<std::jthread> threads;
       for (int i = 0; i < std::min(kPeers, AvailableCores()); ++i) {
         threads.emplace_back([&] {
-          for (size_t t = next++; t < transfers.size(); t = next++) transfers[t] = HandOver();
+          for (size_t t = next++; t < transfers.size(); t = next++) {
+            transfers[t] = HandOver(t);
+          }
         });
       }
     }
@@ -160,12 +171,19 @@ class EngineRun {
     return ids;
   }
 
-  // One transfer, committed: its id.
-  absl::StatusOr<std::string> HandOver() {
+  // Transfer number `index`, committed: its id.
+  absl::StatusOr<std::string> HandOver(size_t index) {
+    const Context* const given = options_.contexts == nullptr
+                                     ? nullptr
+                                     : &(*options_.contexts)[index % options_.contexts->size()];
     Manifest manifest;
     manifest.model_fingerprint = model_->fingerprint();
     manifest.context_length = static_cast<uint32_t>(options_.context);
     manifest.prompt_token_ids.assign(manifest.context_length, 1);
+    if (given != nullptr) {
+      SLUICE_CHECK(given->tokens.size() == manifest.context_length);
+      manifest.prompt_token_ids.assign(given->tokens.begin(), given->tokens.end());
+    }
     manifest.max_new_tokens = static_cast<uint32_t>(total_ - options_.context);
     SLUICE_ASSIGN_OR_RETURN(const TransferTable::Reserved reserved, transfers_->Reserve(manifest));
     const CacheLayout& layout = model_->cache_layout();
@@ -175,12 +193,14 @@ class EngineRun {
       header.kind = layout.kinds[k].name;
       header.head_end = static_cast<uint32_t>(layout.kinds[k].heads);
       header.token_end = manifest.context_length;
-      header.crc32c = payloads_[k].crc32c;
       for (int layer = 0; layer < layout.layers; ++layer) {
+        const auto bytes = given == nullptr
+                               ? payloads_[k].bytes()
+                               : absl::MakeConstSpan(given->layers[static_cast<size_t>(layer)]);
         header.layer = static_cast<uint32_t>(layer);
-        SLUICE_ASSIGN_OR_RETURN(const auto landing,
-                                transfers_->BeginChunk(header, payloads_[k].bytes().size()));
-        landing->Append(payloads_[k].bytes());
+        header.crc32c = given == nullptr ? payloads_[k].crc32c : Crc32c(bytes);
+        SLUICE_ASSIGN_OR_RETURN(const auto landing, transfers_->BeginChunk(header, bytes.size()));
+        landing->Append(bytes);
         SLUICE_RETURN_IF_ERROR(landing->Finish().status());
       }
     }
@@ -240,6 +260,9 @@ class EngineRun {
   // Of the youngest sequence: notes the engine's times where a window begins or ends.
   void NoteTimes(int64_t tokens) {
     const int64_t past = tokens - kWarmUpTokens;
+    if (past >= 0 && past <= int64_t{options_.windows} * options_.steps) {
+      marks_->tokens.push_back(absl::Now());
+    }
     if (past < 0 || past % options_.steps != 0) return;
     const auto mark = static_cast<size_t>(past / options_.steps);
     if (mark >= marks_->times.size()) return;
@@ -254,7 +277,17 @@ class EngineRun {
   struct Marks {
     std::vector<StepTimes> times;  // engine's thread, until `all`
     std::vector<absl::Time> taken;
+    std::vector<absl::Time> tokens;  // when each came, from the first window's begin on
     absl::Notification all;
+    // Between the tokens of a window. REQUIRES: `all`.
+    std::vector<double> Gaps(size_t window, int steps) const {
+      std::vector<double> gaps;
+      const size_t first = window * static_cast<size_t>(steps) + 1;
+      for (size_t i = first; i < first + static_cast<size_t>(steps) && i < tokens.size(); ++i) {
+        gaps.push_back(absl::ToDoubleSeconds(tokens[i] - tokens[i - 1]));
+      }
+      return gaps;
+    }
   };
   const EngineRunOptions options_;
   Model* const model_;

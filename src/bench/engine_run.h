@@ -1,6 +1,6 @@
 // The real engine over a device, a model and a policy, without gRPC: sequences that were handed
-// over with caches of random values, or zeros, decode together, and what the engine notes of its
-// steps is read in windows.
+// over with caches of random values, zeros, or contexts that were computed, decode together, and
+// what the engine notes of its steps is read in windows.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "src/attention/attention_policy.h"
+#include "src/bench/context.h"
 #include "src/device/device.h"
 #include "src/engine/turn_trace.h"
 #include "src/kv/page_pool.h"
@@ -21,6 +22,7 @@ struct EngineWindow {
   double kernels_seconds = 0;  // forward pass and sampling, as the device saw it
   double turn_seconds = 0;     // that the engine's thread was busy
   absl::Time begin, end;
+  std::vector<double> token_gaps;  // seconds between two tokens of one sequence
 };
 
 struct EngineRunOptions {
@@ -29,6 +31,9 @@ struct EngineRunOptions {
   int windows = 4;
   int steps = 10;              // of a window
   bool random_context = true;  // random_caches.h; else zeros
+  // What is handed over instead, in turn; each of `context` tokens.
+  const std::vector<Context>* contexts = nullptr;
+  PagePool* dram = nullptr;    // where homes are; null: one of its own
   TurnTrace* trace = nullptr;  // told of the engine's phases, the ones before the windows too
 };
 

@@ -87,6 +87,11 @@ class KernelBench {
         RunOne(path, *NewAttention(c, path, &arena_));
       }
     }
+    if (Wanted("sparse") && path.sparse_attention != nullptr) {
+      for (const auto& c : kernels::TimedSparseCases()) {
+        RunOne(path, *NewSparseAttention(c, path, &arena_));
+      }
+    }
     if (Wanted("attention") || Wanted("prefill")) {
       RunOne(path, *NewAttention(kernels::PrefillCase(kPrefillTokens), path, &arena_));
     }
@@ -175,8 +180,8 @@ int RunKernelBench(const Invocation& invocation) {
   flags.Integers("threads", "threads that share an operator; several: one table each", 1, 1024,
                  &o.threads);
   flags.Choice("path", paths, "instruction set; of those that this processor has", &o.path);
-  flags.Choice("only", {"all", "linear", "attention", "sample", "prefill"}, "which operators",
-               &o.only);
+  flags.Choice("only", {"all", "linear", "attention", "sparse", "sample", "prefill"},
+               "which operators", &o.only);
   flags.Seconds("seconds", "time of each figure", 60, &o.seconds);
   flags.Integer("arena-mib",
                 "memory that weights and caches cycle through, and that is read for the "

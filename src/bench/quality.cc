@@ -22,7 +22,8 @@ std::vector<int32_t> ReadIds(const json& j, int vocab) {
   auto ids = j.get<std::vector<int32_t>>();
   for (const int32_t id : ids) {
     // Caught below, as the library's own.
-    if (id < 0 || id >= vocab) throw json::other_error::create(500, "an id past the vocabulary", &j);
+    if (id < 0 || id >= vocab)
+      throw json::other_error::create(500, "an id past the vocabulary", &j);
   }
   return ids;
 }
@@ -74,9 +75,9 @@ double Distance::reference_perplexity() const {
 absl::StatusOr<QualityTexts> ParseQualityTexts(const std::string& text, int vocab) {
   const json root = json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!root.is_object() || !root.contains("schema") || root["schema"] != kSchema) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("is no file of texts: \"schema\" must be \"", kSchema,
-                     "\"; tools/sluice quality-texts makes one"));
+    return absl::InvalidArgumentError(absl::StrCat("is no file of texts: \"schema\" must be \"",
+                                                   kSchema,
+                                                   "\"; tools/sluice quality-texts makes one"));
   }
   // The library reports what is missing or of another type by exceptions, which stay in here.
   try {

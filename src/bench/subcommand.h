@@ -23,6 +23,7 @@ int RunKernelBench(const Invocation& invocation);
 int RunStepBench(const Invocation& invocation);
 int RunServeBench(const Invocation& invocation);
 int RunIngestBench(const Invocation& invocation);
+int RunPoliciesBench(const Invocation& invocation);
 // `args`: two files.
 int RunCompare(const Invocation& invocation);
 

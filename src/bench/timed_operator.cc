@@ -12,6 +12,22 @@
 #include "src/base/status_macros.h"
 
 namespace sluice {
+
+void FillFloat(std::span<float> out, float scale) {
+  SplitMix64 random(54321);
+  for (float& v : out) v = static_cast<float>(random.Uniform() * 2 - 1) * scale;
+}
+
+double RelativeError(std::span<const float> got, std::span<const float> want) {
+  double error2 = 0, norm2 = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    const double d = double{got[i]} - double{want[i]};
+    error2 += d * d;
+    norm2 += double{want[i]} * double{want[i]};
+  }
+  return norm2 > 0 ? std::sqrt(error2 / norm2) : (error2 > 0 ? HUGE_VAL : 0.0);
+}
+
 namespace {
 
 using namespace kernels;  // NOLINT: a file about them
@@ -23,23 +39,8 @@ constexpr float kTypicalActivation = 0.05f;
 
 const KernelTable& Reference() { return *FindKernelTable("reference"); }
 
-void FillFloat(std::span<float> out, float scale) {
-  SplitMix64 random(54321);
-  for (float& v : out) v = static_cast<float>(random.Uniform() * 2 - 1) * scale;
-}
-
 uint16_t Bf16Near1(uint64_t bits) {
   return static_cast<uint16_t>((bits & 0x8000u) | (0x3F00u + (bits >> 24 & 0x7Fu)));
-}
-
-double RelativeError(std::span<const float> got, std::span<const float> want) {
-  double error2 = 0, norm2 = 0;
-  for (size_t i = 0; i < want.size(); ++i) {
-    const double d = double{got[i]} - double{want[i]};
-    error2 += d * d;
-    norm2 += double{want[i]} * double{want[i]};
-  }
-  return norm2 > 0 ? std::sqrt(error2 / norm2) : (error2 > 0 ? HUGE_VAL : 0.0);
 }
 
 // Memory of `count` elements of the path's activations, random, in both forms that a path may read.

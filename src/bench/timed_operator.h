@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -43,11 +44,20 @@ class OperandArena {
   size_t at_ = 0;
 };
 
+// Uniform in [-scale, scale).
+void FillFloat(std::span<float> out, float scale);
+// ||got - want|| / ||want||.
+double RelativeError(std::span<const float> got, std::span<const float> want);
+
 // All outlive what they made; `path` is not the reference.
 std::unique_ptr<TimedOperator> NewLinear(const kernels::LinearCase& shape,
                                          const kernels::KernelTable& path, OperandArena* arena);
 std::unique_ptr<TimedOperator> NewAttention(const kernels::AttentionCase& shape,
                                             const kernels::KernelTable& path, OperandArena* arena);
+// REQUIRES: the path has the operator.
+std::unique_ptr<TimedOperator> NewSparseAttention(const kernels::TimedSparseCase& shape,
+                                                  const kernels::KernelTable& path,
+                                                  OperandArena* arena);
 std::unique_ptr<TimedOperator> NewSample(const kernels::SampleCase& shape,
                                          const kernels::KernelTable& path, int workers);
 // One layer of SmolLM2 over a prompt of `tokens` tokens: its products and causal attention, which

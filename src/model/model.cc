@@ -15,7 +15,9 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const Options& options, Devic
                      config.max_position_embeddings, ", found ", options.max_context));
   }
   std::unique_ptr<WeightSource> source;
-  if (options.load_format == "dummy") {
+  if (options.weights != nullptr) {
+    SLUICE_ASSIGN_OR_RETURN(source, options.weights(config));
+  } else if (options.load_format == "dummy") {
     source = DummyWeights(config);
   } else {
     SLUICE_ASSIGN_OR_RETURN(source, OpenCheckpoint(options.directory, config));

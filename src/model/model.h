@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -15,6 +16,7 @@
 namespace sluice {
 
 class AttentionPolicy;
+class WeightSource;
 
 // One step's rows, as the device sees them. A row is one token: tokens[slot * token_stride +
 // position].
@@ -35,6 +37,8 @@ class Model {
   struct Options {
     std::string directory;
     std::string load_format = "auto";  // or "dummy"
+    // Where set, makes the weights in place of load_format.
+    std::function<absl::StatusOr<std::unique_ptr<WeightSource>>(const ModelConfig&)> weights;
     DType kv_dtype = DType::kBFloat16;
     int block_tokens = 32;
     int max_context = 0;  // 0: what the config allows

@@ -1,5 +1,6 @@
 #include "src/server/model_setup.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -9,6 +10,7 @@
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/device/cpu/cpu_device.h"
+#include "src/device/mailbox.h"
 #ifdef SLUICE_HAVE_CUDA
 #include "src/device/cuda/cuda_device.h"
 #endif
@@ -66,8 +68,13 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
   o.budget_tokens = static_cast<int>(config.budget_tokens());
   o.dense_layers = static_cast<int>(config.dense_layers());
   o.reduction = ReductionOf(config.score_reduction());
-  o.workers =
-      config.policy_workers() != 0 ? static_cast<int>(config.policy_workers()) : ThreadsOf(config);
+  if (config.policy_workers() > Mailbox::kMaxWorkers) {
+    return absl::InvalidArgumentError(absl::StrCat("policy_workers: expected at most ",
+                                                   Mailbox::kMaxWorkers, ", found ",
+                                                   config.policy_workers()));
+  }
+  o.workers = config.policy_workers() != 0 ? static_cast<int>(config.policy_workers())
+                                           : std::min(ThreadsOf(config), Mailbox::kMaxWorkers);
   o.worker_deadline = absl::Seconds(config.policy_worker_deadline_seconds());
   o.scout.share_limit = static_cast<float>(config.scout_share_limit());
   o.scout.attend_whole = config.scout_attend_whole();

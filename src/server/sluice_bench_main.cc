@@ -15,6 +15,7 @@ constexpr char kHelp[] = R"(sluice-bench: measures Sluice, and says on what
   sluice-bench kernels     the CPU kernels, one by one: right, and how fast beside the machine's memory
   sluice-bench step        decode steps and a prefill of a whole model, without gRPC
   sluice-bench ingest      caches on their way into a node, beside raw gRPC, and what a decode loses to it
+  sluice-bench policies    attention policies side by side: speed, what they move, distance from full
   sluice-bench --compare A.json B.json
                            two reports of one subcommand, figure by figure
 
@@ -28,11 +29,9 @@ struct Subcommand {
   const char* name;
   int (*run)(const Invocation&);
 };
-constexpr Subcommand kSubcommands[] = {{"serve", RunServeBench},
-                                       {"kernels", RunKernelBench},
-                                       {"step", RunStepBench},
-                                       {"ingest", RunIngestBench},
-                                       {"--compare", RunCompare}};
+constexpr Subcommand kSubcommands[] = {{"serve", RunServeBench},       {"kernels", RunKernelBench},
+                                       {"step", RunStepBench},         {"ingest", RunIngestBench},
+                                       {"policies", RunPoliciesBench}, {"--compare", RunCompare}};
 
 int BenchMain(int argc, char** argv) {
   Invocation invocation;

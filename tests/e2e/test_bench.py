@@ -25,7 +25,7 @@ def report_of(*args, status: int = 0, **kwargs) -> dict:
     return report
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["kernels"], ["step"], ["--compare"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["kernels"], ["step"], ["policies"], ["--compare"]])
 def test_help_teaches(command):
     done = run(BENCH, *command, "--help")
     assert done.returncode == 0
@@ -43,6 +43,11 @@ def test_help_teaches(command):
     (["serve", "--phase", "name=a,rate=1,seconds=1", "--requests", "4"], "--phase"),
     (["serve", "stray"], "stray"), (["kernels", "--path", "abacus"], "--path"),
     (["step"], "--model"), (["step", "--model", "x", "--batches", "0"], "--batches"),
+    (["policies"], "--model"), (["policies", "--model", "x", "--policies", "full,scot"], "scout"),
+    (["policies", "--model", "x", "--quality"], "--texts"),
+    (["policies", "--model", "x", "--hbm-bytes", "lots"], "--hbm-bytes"),
+    (["policies", "--model", "x", "--batches", "99"], "--max-batch"),
+    (["policies", "--model", "x", "--statistics", "4"], "--topic-drift"),
     (["--compare", "a.json"], "two reports"),
 ])
 def test_a_bad_command_line_is_refused_by_name(args, words):
@@ -73,6 +78,36 @@ def test_steps_and_a_prefill_of_a_tiny_model(tiny_models):
     names = [f["name"] for f in report["figures"]]
     assert names[:2] == ["step, batch 1, context 40", "step, batch 4, context 40"]
     assert all(f["median"] > 0 for f in report["figures"])
+
+
+def test_policies_are_run_side_by_side(tiny_models, tmp_path):
+    out = tmp_path / "run"
+    report = report_of("policies", "--model", tiny_models("tiny-llama"), "--policies", "full,scout", "--contexts",
+                       "256", "--batches", "1", "--max-batch", "4", "--steps", "2", "--budget", "128", "--hbm-bytes",
+                       "4MiB", "--dram-bytes", "16MiB", "--dense-layers", "0", "--out", out, timeout=300)
+    runs = report["details"]["runs"]
+    assert {run["policy"] for run in runs} == {"full", "scout"}
+    assert all(run["tokens_per_second"] > 0 and 0 <= run["idle_share"] < 1 for run in runs)
+    scout = next(run for run in runs if run["policy"] == "scout")
+    assert all(layer["selected"] > 0 and layer["link_bytes"] > 0 for layer in scout["layers"])
+    assert json.loads((out / "policies.json").read_text())["details"]["runs"] == runs
+    for run in runs:
+        trace = out / f"trace-{run['policy']}-context-256-batch-{run['batch']}.json"
+        assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_quality_compares_with_full(tiny_models, tmp_path):
+    texts = tmp_path / "texts.json"
+    ids = [(i * 37) % 250 + 3 for i in range(300)]
+    texts.write_text(json.dumps({"schema": "sluice-texts/1", "texts": [{"name": "t", "ids": ids}],
+                                 "passkeys": [{"name": "p", "ids": ids[:200], "answer": [5]}]}))
+    report = report_of("policies", "--model", tiny_models("tiny-llama"), "--policies", "full,scout", "--quality",
+                       "--texts", texts, "--contexts", "256", "--quality-steps", "8", "--passkeys", "1",
+                       "--dense-layers", "0", "--hbm-bytes", "16MiB", "--dram-bytes", "32MiB", timeout=300)
+    full, scout = report["details"]["quality"]
+    assert full["top1_agreement"] == 1 and full["mean_kl_nats"] == 0 and full["perplexity_change"] == 0
+    assert scout["steps"] == 8 and scout["mean_kl_nats"] > 0
+    assert full["passkeys"] == scout["passkeys"] == 1
 
 
 def test_serve_counts_every_request_and_token(small):

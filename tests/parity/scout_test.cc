@@ -12,6 +12,7 @@
 #include "tests/fixtures/fixtures.h"
 #include "tests/parity/against_full.h"
 #include "tests/parity/teacher.h"
+#include "tests/support/node.h"
 
 namespace sluice {
 namespace {
@@ -19,6 +20,10 @@ namespace {
 using testing::Best;
 using testing::Cosine;
 using testing::Dictate;
+using testing::Generated;
+using testing::GreedyRequest;
+using testing::Node;
+using testing::NodeOptions;
 using testing::RelativeError;
 using testing::Teacher;
 
@@ -112,6 +117,45 @@ TEST_CASE("with predicted queries the logits stay close to those of full") {
                 name.c_str(), sum / steps, worst, same, steps);
     CHECK(worst >= 0.9);
   }
+}
+
+// Of a sequence that waits for room nothing is moved out: promises are firm.
+TEST_CASE("sequences for which HBM has no room wait, and give what each gives alone") {
+  NodeOptions options;
+  options.model_dir = fixtures::ModelDir("tiny-llama");
+  options.kernels = "portable";
+  options.max_context = 512;
+  options.max_sequences = 6;
+  options.chunk_tokens = 48;
+  options.row_bucket = 4;
+  options.policy.name = "scout";
+  options.policy.budget_tokens = 96;
+  options.policy.dense_layers = 0;
+  options.policy.workers = 2;
+  options.policy.worker_deadline = absl::Seconds(60);  // a busy machine is no fault
+  std::vector<Request> requests;
+  for (int i = 0; i < 9; ++i) {
+    std::vector<int32_t> prompt;
+    for (int t = 0; t < 30 + i * 29; ++t) prompt.push_back(3 + (t * 7919 + i * 104729) % 500);
+    requests.push_back(GreedyRequest(prompt, static_cast<uint32_t>(12 + 5 * (i % 3))));
+  }
+  std::vector<Generated> alone;
+  {
+    Node node(options);
+    for (const Request& request : requests) alone.push_back(node.Generate(request));
+    const int64_t tokens = node.policy().FootprintOf(0, 300).hbm_tokens;
+    options.hbm_bytes = node.model().cache_layout().BytesFor(tokens) * 5 / 2;
+  }
+  Node node(options);
+  std::vector<std::shared_ptr<TokenStream>> streams;
+  for (const Request& request : requests) streams.push_back(node.Start(request));
+  for (size_t i = 0; i < streams.size(); ++i) {
+    INFO("sequence " << i);
+    const Generated got = Node::Collect(*streams[i]);
+    CHECK(got.finish.status.ok());
+    CHECK(got.ids == alone[i].ids);
+  }
+  CHECK(node.Quiescent());
 }
 
 }  // namespace

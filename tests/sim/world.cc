@@ -73,6 +73,8 @@ bool World::IsOver() {
   if (turn_is_due_) return false;
   bool alive = node_->transfers().open_transfers() > 0;
   for (const RequestActors& actors : requests_) alive = alive || actors.caller->alive();
+  // A slot that is at rest is given back at the engine's next look.
+  alive = alive || next_.kind == Engine::Next::Kind::kEvent;
   if (++looks_ > kMaxLooks) return true;  // what still lives hangs: the checks say what
   return !alive;
 }

@@ -48,6 +48,7 @@ Node::Node(const NodeOptions& o) {
   policy.max_context = model_->max_context();
   policy.heads = model_->config().heads;
   policy_ = OrFail(NewPolicy(policy));
+  if (o.watch != nullptr) watch_ = o.watch(policy_.get());
   TransferTable::Options transfers;
   transfers.model_fingerprint = model_->fingerprint();
   transfers.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
@@ -71,7 +72,7 @@ Node::Node(const NodeOptions& o) {
   Engine::Parts parts;
   parts.device = device_.get();
   parts.model = model_.get();
-  parts.policy = policy_.get();
+  parts.policy = watch_ != nullptr ? watch_.get() : policy_.get();
   parts.transfers = transfers_.get();
   parts.token_bytes = token_bytes_.has_value() ? &*token_bytes_ : nullptr;
   parts.clock = o.clock;
@@ -84,6 +85,7 @@ Node::~Node() {
   thread_.reset();
   engine_.reset();
   transfers_.reset();
+  watch_.reset();
   policy_.reset();
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -35,6 +36,8 @@ struct NodeOptions {
   int64_t dram_bytes = int64_t{64} << 20;
   double overcommit = 1;
   PolicyOptions policy;  // its name and settings; device, pools and shapes are filled in
+  // What the engine has in the policy's place: one that watches it. Null: the policy.
+  std::function<std::unique_ptr<AttentionPolicy>(AttentionPolicy*)> watch;
   bool local_prefill = true;
   bool run_engine = true;  // false: the test calls Turn() itself
   absl::Duration max_lease = absl::Seconds(60);
@@ -94,6 +97,7 @@ class Node {
   std::unique_ptr<Model> model_;
   std::unique_ptr<PagePool> hbm_, dram_;
   std::unique_ptr<AttentionPolicy> policy_;
+  std::unique_ptr<AttentionPolicy> watch_;  // null, or over policy_
   std::unique_ptr<TransferTable> transfers_;
   std::optional<TokenBytes> token_bytes_;
   std::unique_ptr<Engine> engine_;

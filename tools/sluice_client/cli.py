@@ -17,6 +17,8 @@ which generates.
   drain     takes a decode node out of service: what runs is finished, nothing new is taken
   resume    takes it back into service
   texts     real text as token ids, for sluice-bench policies --quality
+  plot-policies
+            plots of what sluice-bench policies --out left
 """
 
 _GENERATE_EXAMPLES = """examples:
@@ -73,9 +75,15 @@ _RESUME_EXAMPLES = """example:
   tools/sluice resume --decode 127.0.0.1:7000
 """
 
+_PLOT_EXAMPLES = """example:
+  build/release/bin/sluice-bench policies --model models/smollm2-135m-instruct --out policies-run
+  tools/sluice plot-policies --run policies-run
+Needs matplotlib: .venv/bin/pip install matplotlib
+"""
+
 _TEXTS_EXAMPLES = """examples:
   tools/sluice texts --tokenizer models/smollm2-135m-instruct --out texts.json
-  build/release/bin/sluice-bench policies --model models/smollm2-135m-instruct --quality texts.json
+  build/release/bin/sluice-bench policies --model models/smollm2-135m-instruct --quality --texts texts.json
 
 Without --text: the licences, news and manuals that this machine's packages carry, and the project's own
 documents. No two cases share text.
@@ -228,6 +236,11 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--passkey-tokens", type=_ids, default=[2048, 4096, 6144, 8000], metavar="2048,4096",
                    help="lengths of their texts, in turn (default 2048,4096,6144,8000)")
     p.add_argument("--seed", type=_unsigned(64), default=1, metavar="S", help="of the keys (default 1)")
+
+    p = command("plot-policies", "Plots of a run of sluice-bench policies, as PNG files in its folder.",
+                _PLOT_EXAMPLES)
+    p.add_argument("--run", dest="run_folder", metavar="DIR", required=True,
+                   help="what --out named")
     return parser
 
 
@@ -253,7 +266,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     _check(parser, args)
     try:
-        return importlib.import_module(f"sluice_client.{args.command}").run(args)
+        return importlib.import_module("sluice_client." + args.command.replace("-", "_")).run(args)
     except ToolError as error:
         print(f"tools/sluice {args.command}: {error}", file=sys.stderr)
         return 1

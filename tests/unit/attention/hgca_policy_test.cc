@@ -4,9 +4,11 @@
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <map>
+#include <optional>
 #include <set>
 #include <vector>
 
+#include "src/base/failpoint.h"
 #include "src/base/rng.h"
 #include "tests/test_main.h"
 #include "tests/unit/attention/policy_rig.h"
@@ -342,6 +344,56 @@ TEST_CASE("whoever comes and goes, a sequence's rows have the bits that they hav
     }
     rig.Release(*policy, 0);
   }
+}
+
+TEST_CASE("a worker that fails ends the sequences of its group, and the others keep their bits") {
+  const PolicyRig::Shape shape;
+  const uint64_t seed = TestSeed();
+  const auto run = [&](const char* fault) {
+    PolicyRig rig(shape, Uneven(shape));
+    PolicyOptions options = rig.Options();
+    options.workers = 2;
+    options.worker_deadline = absl::Seconds(60);
+    options.hgca.window_tokens = 2 * shape.block_tokens;
+    const auto policy = MakePolicy(options);
+    std::vector<int32_t> slots;
+    for (int slot = 0; slot < shape.slots; ++slot) {
+      rig.Admit(*policy, slot, seed + static_cast<uint64_t>(slot), 100 + slot, 200);
+      slots.push_back(slot);
+    }
+    rig.Step(*policy, slots);
+    std::map<int, std::vector<std::vector<float>>> rows;  // of those that are well
+    {
+      std::optional<ScopedFailpoints> armed;
+      if (fault != nullptr) armed.emplace(fault);
+      for (int step = 0; step < 20; ++step) {
+        const auto out = rig.Step(*policy, slots);
+        for (const auto& layer : out) {
+          for (size_t r = 0; r < slots.size(); ++r) rows[slots[r]].push_back(layer[r]);
+        }
+      }
+    }
+    for (const int slot : slots) {
+      const absl::Status health = policy->SlotHealth(slot);
+      if (!health.ok()) {
+        CHECK(health.code() == absl::StatusCode::kInternal);
+        rows.erase(slot);
+      }
+      rig.Release(*policy, slot);
+    }
+    // The next sequence in a slot is served.
+    rig.Admit(*policy, 0, seed + 9, 120, 150);
+    rig.Step(*policy, {0});
+    CHECK(policy->SlotHealth(0).ok());
+    rig.Release(*policy, 0);
+    return rows;
+  };
+  const auto well = run(nullptr);
+  CHECK(std::ssize(well) == shape.slots);
+  const auto left = run("attention.worker=error*1");
+  CHECK(left.size() < well.size());
+  CHECK_FALSE(left.empty());
+  for (const auto& [slot, rows] : left) CHECK(rows == well.at(slot));
 }
 
 TEST_CASE("an option that is out of range is named") {

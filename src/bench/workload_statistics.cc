@@ -1,0 +1,236 @@
+#include "src/bench/workload_statistics.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <memory>
+#include <numeric>
+#include <utility>
+
+#include "src/base/dtype.h"
+#include "src/base/status_macros.h"
+#include "src/bench/dictation.h"
+#include "src/bench/query_watch.h"
+#include "src/model/model.h"
+
+namespace sluice {
+namespace {
+
+using Blocks = std::vector<int32_t>;
+
+double Cosine(const float* a, const float* b, int n) {
+  double ab = 0, aa = 0, bb = 0;
+  for (int i = 0; i < n; ++i) {
+    ab += double{a[i]} * double{b[i]};
+    aa += double{a[i]} * double{a[i]};
+    bb += double{b[i]} * double{b[i]};
+  }
+  return ab / std::sqrt(aa * bb);
+}
+
+// Keys of a context as floats, of one layer: [heads][tokens][head_dim].
+std::vector<float> KeysOf(const Context& context, const CacheLayout& layout, int layer) {
+  const CacheKind& kind = layout.kinds[0];
+  SLUICE_CHECK(kind.element_type == DType::kBFloat16 && kind.parts == 2);
+  const auto dim = static_cast<size_t>(kind.bytes_per_token / 4);
+  const size_t tokens = context.tokens.size();
+  std::vector<float> keys(static_cast<size_t>(kind.heads) * tokens * dim);
+  const auto* at =
+      reinterpret_cast<const uint16_t*>(context.layers[static_cast<size_t>(layer)].data());
+  const auto block = static_cast<size_t>(kind.block_tokens);
+  for (size_t first = 0; first < tokens; first += block) {
+    const size_t count = std::min(block, tokens - first) * dim;
+    for (int head = 0; head < kind.heads; ++head) {
+      float* const to = keys.data() + (static_cast<size_t>(head) * tokens + first) * dim;
+      for (size_t i = 0; i < count; ++i) to[i] = BFloat16ToFloat(at[i]);
+      at += 2 * count;  // over the values
+    }
+  }
+  return keys;
+}
+
+class Watcher {
+ public:
+  Watcher(const PolicyWorld& world, const Context& context)
+      : config_(world.model->config()),
+        block_(world.model->cache_layout().kinds[0].block_tokens),
+        blocks_(static_cast<int>(context.tokens.size()) / block_),
+        count_(std::min(world.options.budget_tokens / block_, blocks_)),
+        tokens_(context.tokens.size()) {
+    for (int layer = 0; layer < config_.layers; ++layer) {
+      keys_.push_back(KeysOf(context, world.model->cache_layout(), layer));
+    }
+    out_.layers.resize(static_cast<size_t>(config_.layers));
+  }
+
+  void Step(const QueryWatch& watch) {
+    std::vector<Blocks> now;
+    for (int layer = 0; layer < config_.layers; ++layer) {
+      WorkloadStatistics::Layer& sums = out_.layers[static_cast<size_t>(layer)];
+      const int dim = config_.head_dim;
+      for (int head = 0; head < config_.heads; ++head) {
+        sums.cosine += Cosine(watch.real(layer).data() + head * dim,
+                              watch.predicted(layer).data() + head * dim, dim) /
+                       config_.heads;
+      }
+      double change = 0, away = 0;
+      for (int head = 0; head < config_.kv_heads; ++head) {
+        now.push_back(Important(layer, head, watch.real(layer).data()));
+        if (steps_ == 0) continue;
+        change += ShareAway(last_[now.size() - 1], now.back()) / config_.kv_heads;
+        away += ShareAway(first_[now.size() - 1], now.back()) / config_.kv_heads;
+      }
+      sums.change += change;
+      sums.away.push_back(away);
+    }
+    if (steps_ == 0) first_ = now;
+    last_ = std::move(now);
+    ++steps_;
+  }
+
+  WorkloadStatistics Finish(double greedy) {
+    for (WorkloadStatistics::Layer& layer : out_.layers) {
+      layer.cosine /= steps_;
+      layer.change /= std::max(steps_ - 1, 1);
+    }
+    out_.greedy = greedy;
+    return std::move(out_);
+  }
+
+ private:
+  Blocks Important(int layer, int kv_head, const float* q) const {
+    const int group = config_.heads / config_.kv_heads, dim = config_.head_dim;
+    const double scale = 1 / std::sqrt(static_cast<double>(dim));
+    const float* const keys = keys_[static_cast<size_t>(layer)].data() +
+                              static_cast<size_t>(kv_head) * tokens_ * static_cast<size_t>(dim);
+    std::vector<double> best(static_cast<size_t>(blocks_), -HUGE_VAL);
+    std::vector<double> logits(static_cast<size_t>(block_));
+    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+      for (int block = 0; block < blocks_; ++block) {
+        for (int t = 0; t < block_; ++t) {
+          const float* const k = keys + (int64_t{block} * block_ + t) * dim;
+          logits[static_cast<size_t>(t)] =
+              scale * double{std::inner_product(k, k + dim, q + head * dim, 0.0f)};
+        }
+        const double top = *std::max_element(logits.begin(), logits.end());
+        double sum = 0;
+        for (const double logit : logits) sum += std::exp(logit - top);
+        double& score = best[static_cast<size_t>(block)];
+        score = std::max(score, top + std::log(sum));
+      }
+    }
+    return HighestBlocks(best, count_);
+  }
+
+  const ModelConfig config_;
+  const int block_, blocks_, count_;
+  const size_t tokens_;
+  std::vector<std::vector<float>> keys_;  // by layer
+  std::vector<Blocks> first_, last_;      // [layer][kv head]
+  int steps_ = 0;
+  WorkloadStatistics out_;
+};
+
+}  // namespace
+
+double WorkloadStatistics::MeanCosine() const {
+  // Layer 0's are the real ones.
+  double sum = 0;
+  for (size_t i = 1; i < layers.size(); ++i) sum += layers[i].cosine;
+  return layers.size() < 2 ? 1 : sum / static_cast<double>(layers.size() - 1);
+}
+
+double WorkloadStatistics::MeanChange() const {
+  double sum = 0;
+  for (const Layer& layer : layers) sum += layer.change;
+  return sum / static_cast<double>(layers.size());
+}
+
+std::vector<double> WorkloadStatistics::MeanAway() const {
+  std::vector<double> mean(layers.front().away.size());
+  for (const Layer& layer : layers) {
+    for (size_t i = 0; i < mean.size(); ++i) {
+      mean[i] += layer.away[i] / static_cast<double>(layers.size());
+    }
+  }
+  return mean;
+}
+
+std::vector<int32_t> HighestBlocks(const std::vector<double>& scores, int count) {
+  std::vector<int32_t> order(scores.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    return scores[static_cast<size_t>(a)] > scores[static_cast<size_t>(b)];
+  });
+  order.resize(std::min(order.size(), static_cast<size_t>(count)));
+  std::sort(order.begin(), order.end());
+  return order;
+}
+
+double ShareAway(const std::vector<int32_t>& before, const std::vector<int32_t>& now) {
+  if (now.empty()) return 0;
+  std::vector<int32_t> away;
+  std::set_difference(now.begin(), now.end(), before.begin(), before.end(),
+                      std::back_inserter(away));
+  return static_cast<double>(away.size()) / static_cast<double>(now.size());
+}
+
+absl::StatusOr<std::vector<std::vector<double>>> MeasureShares(const PolicyWorld& world,
+                                                               const Context& context,
+                                                               absl::Span<const int32_t> next) {
+  PolicyWorld one = world;
+  one.slots = 1;
+  one.options.scout.recall = false;
+  SLUICE_ASSIGN_OR_RETURN(PolicySetup setup, SetUpPolicy(one, "scout"));
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Dictation> dictation,
+                          Dictation::Create({world.device, world.model, setup.policy.get(),
+                                             setup.dram.get(), world.max_context}));
+  SLUICE_RETURN_IF_ERROR(
+      dictation->Begin(context, static_cast<int>(context.tokens.size() + next.size()) + 1));
+  std::vector<std::vector<double>> shares;
+  PolicyStatistics before = setup.policy->Statistics();
+  before.layers.resize(static_cast<size_t>(world.model->config().layers));
+  for (const int32_t token : next) {
+    SLUICE_RETURN_IF_ERROR(dictation->Step().status());
+    dictation->Append(token);
+    PolicyStatistics now = setup.policy->Statistics();
+    std::vector<double>& layers = shares.emplace_back();
+    for (size_t i = 0; i < now.layers.size(); ++i) {
+      PolicyStatistics::Layer step;
+      step.steps = now.layers[i].steps - before.layers[i].steps;
+      step.missing = now.layers[i].missing - before.layers[i].missing;
+      layers.push_back(step.Share(world.options.budget_tokens, world.model->config().kv_heads));
+    }
+    before = std::move(now);
+  }
+  return shares;
+}
+
+absl::StatusOr<WorkloadStatistics> MeasureWorkload(const PolicyWorld& world, const Context& context,
+                                                   absl::Span<const int32_t> next) {
+  PolicyWorld one = world;
+  one.slots = 1;
+  one.hbm_bytes = one.dram_bytes =
+      world.model->cache_layout().BytesFor(world.max_context) + (1 << 20);
+  SLUICE_ASSIGN_OR_RETURN(PolicySetup setup, SetUpPolicy(one, "full"));
+  const ModelConfig& config = world.model->config();
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<QueryWatch> watch,
+                          QueryWatch::Create(setup.policy.get(), config.layers, config.heads,
+                                             config.head_dim, world.device));
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Dictation> dictation,
+                          Dictation::Create({world.device, world.model, watch.get(),
+                                             setup.dram.get(), world.max_context}));
+  SLUICE_RETURN_IF_ERROR(
+      dictation->Begin(context, static_cast<int>(context.tokens.size() + next.size()) + 1));
+  Watcher watcher(world, context);
+  int64_t greedy = 0;
+  for (const int32_t token : next) {
+    SLUICE_ASSIGN_OR_RETURN(const auto logits, dictation->Step());
+    greedy += std::max_element(logits.begin(), logits.end()) - logits.begin() == token ? 1 : 0;
+    watcher.Step(*watch);
+    dictation->Append(token);
+  }
+  return watcher.Finish(static_cast<double>(greedy) / static_cast<double>(next.size()));
+}
+
+}  // namespace sluice

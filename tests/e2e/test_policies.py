@@ -1,0 +1,62 @@
+"""Servers under policies that keep a sequence's home in DRAM."""
+
+import pytest
+from nodes import BIN, DEVICE, TINY, matching_steps, run, sluice_json
+
+POLICIES = ["scout", "recall", "hgca", "oracle"]
+# Tokens may differ where the golden margin is no more than this (test_parity.py).
+MARGIN = 0.1
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="operators of sparse attention are the CPU's so far")
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_models, start):
+    """(policy, model) -> a server whose budget covers every golden context."""
+    made = {}
+
+    def get(policy, name):
+        if (policy, name) not in made:
+            made[policy, name] = start(
+                "sluice-server", tiny_models(name), "--policy", policy, "--budget-tokens", "1024", "--dense-layers", "1",
+                "--max-context", "1024", "--max-sequences", "4", "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB",
+                "--policy-workers", "1", "--policy-worker-deadline-seconds", "60s", "--hgca-beta", "0",
+                "--recall-margin", "1000")
+        return made[policy, name]
+
+    return get
+
+
+@pytest.mark.parametrize("first_token", [False, True], ids=["recomputed", "handed-over"])
+@pytest.mark.parametrize("case", [0, 1, 2])
+@pytest.mark.parametrize("name", TINY)
+def test_a_pushed_cache_continues_under_oracle_as_in_transformers(servers, golden, name, case, first_token):
+    g = golden(name)
+    got = sluice_json("push", "--decode", servers("oracle", name).address, "--kv", g.path, "--case", case,
+                      *(["--first-token"] if first_token else []))
+    matching_steps(got["output_ids"], g.tokens(case), g.margins(case), MARGIN)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_serves_a_pushed_cache(servers, golden, policy):
+    g = golden("tiny-qwen3")
+    got = sluice_json("push", "--decode", servers(policy, "tiny-qwen3").address, "--kv", g.path, "--case", 1,
+                      "--first-token")
+    assert got["finish_reason"] == "length" and len(got["output_ids"]) == len(g.tokens(1))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_that_never_preempts_refuses_overcommit(tiny_models, policy):
+    done = run(BIN / "sluice-server", "--model", tiny_models("tiny-qwen3"), "--policy", policy, "--overcommit", "2",
+               "--listen", "127.0.0.1:0", "--admin-listen", "")
+    assert done.returncode == 1, done.stderr
+    assert f"overcommit: expected 1 with policy {policy}" in done.stderr
+
+
+def test_the_plan_has_every_policy(tiny_models):
+    done = run(BIN / "sluice-server", "--model", tiny_models("tiny-qwen3"), "--budget-tokens", "128",
+               "--hgca-window-tokens", "64", "--print-plan")
+    assert done.returncode == 0, done.stderr
+    for policy in POLICIES:
+        assert f"policy {policy}:" in done.stdout
+    assert "none:" not in done.stdout

@@ -1,0 +1,165 @@
+#include "src/bench/quality.h"
+
+#include <catch2/catch.hpp>
+#include <cmath>
+
+#include "src/bench/policies_report.h"
+#include "src/bench/policy_choice.h"
+#include "src/bench/policy_quality.h"
+#include "src/bench/policy_run.h"
+
+namespace sluice {
+namespace {
+
+StepLogits Of(std::vector<float> logits) { return NormalizeLogits(logits); }
+
+TEST_CASE("logits become log-probabilities, and the lowest of equals is on top") {
+  const StepLogits step = Of({1.0f, 3.0f, 3.0f, -200.0f});
+  CHECK(step.top == 1);
+  double sum = 0;
+  for (const float p : step.log_probabilities) sum += std::exp(double{p});
+  CHECK(sum == Approx(1).epsilon(1e-6));
+  CHECK(step.log_probabilities[1] - step.log_probabilities[0] == Approx(2).epsilon(1e-6));
+  // Large logits do not overflow.
+  CHECK(Of({1000.0f, 1000.0f}).log_probabilities[0] == Approx(std::log(0.5)));
+}
+
+TEST_CASE("the distance of a policy from itself is nothing") {
+  Distance d;
+  for (int i = 0; i < 3; ++i) d.Add(Of({0.5f, -1, 2}), Of({0.5f, -1, 2}), i);
+  CHECK(d.steps() == 3);
+  CHECK(d.top1_agreement() == 1);
+  CHECK(d.mean_kl() == 0);
+  CHECK(d.perplexity_change() == 0);
+}
+
+TEST_CASE("agreement, KL and perplexity are what their formulas say") {
+  Distance d;
+  // p = (3/4, 1/4), q = (1/4, 3/4); the text goes on with token 0, then agrees.
+  const StepLogits p = Of({std::log(3.0f), 0}), q = Of({0, std::log(3.0f)});
+  d.Add(p, q, 0);
+  d.Add(p, p, 1);
+  CHECK(d.top1_agreement() == 0.5);
+  const double kl = 0.75 * std::log(3.0) + 0.25 * std::log(1.0 / 3);
+  CHECK(d.mean_kl() == Approx(kl / 2).epsilon(1e-6));
+  CHECK(d.perplexity() == Approx(std::sqrt(4.0 * 4.0)).epsilon(1e-6));
+  CHECK(d.reference_perplexity() == Approx(std::sqrt(4.0 / 3 * 4)).epsilon(1e-6));
+  Distance twice = d;
+  twice.Add(d);
+  CHECK(twice.steps() == 4);
+  CHECK(twice.mean_kl() == Approx(d.mean_kl()));
+  CHECK(twice.perplexity() == Approx(d.perplexity()));
+}
+
+TEST_CASE("a file of texts reads back, and what is wrong with one is said") {
+  const std::string good = R"({"schema": "sluice-texts/1",
+    "texts": [{"name": "a", "ids": [1, 2, 3]}],
+    "passkeys": [{"name": "b", "ids": [4], "answer": [5, 6]}]})";
+  const auto texts = ParseQualityTexts(good, 7);
+  REQUIRE(texts.ok());
+  CHECK(texts->texts[0].ids == std::vector<int32_t>{1, 2, 3});
+  CHECK(texts->passkeys[0].answer == std::vector<int32_t>{5, 6});
+  CHECK(ParseQualityTexts("{}", 7).status().message().find("sluice-texts/1") !=
+        absl::string_view::npos);
+  // Past the vocabulary, and a field that is missing.
+  CHECK(ParseQualityTexts(good, 6).status().code() == absl::StatusCode::kInvalidArgument);
+  const auto bare = ParseQualityTexts(R"({"schema": "sluice-texts/1", "texts": []})", 7);
+  CHECK(bare.status().message().find("passkeys") != absl::string_view::npos);
+}
+
+TEST_CASE("policies are named, once each, and a wrong name meets the nearest") {
+  CHECK(*ParsePolicies("scout,full") == std::vector<std::string>{"scout", "full"});
+  CHECK(ParsePolicies("scot").status().message().find("scout") != absl::string_view::npos);
+  CHECK_FALSE(ParsePolicies("full,full").ok());
+  CHECK_FALSE(ParsePolicies("").ok());
+  const PolicyOptions fetch_all = WithPolicy({}, "recall-fetch-all");
+  CHECK(fetch_all.name == "recall");
+  CHECK(fetch_all.recall.fetch_all);
+  CHECK_FALSE(WithPolicy({}, "recall").recall.fetch_all);
+  CHECK(WithPolicy({}, "ends").oracle.selector == PolicyOptions::Oracle::Selector::kEnds);
+  CHECK(WithPolicy({}, "random").oracle.selector == PolicyOptions::Oracle::Selector::kRandom);
+}
+
+TEST_CASE("a budget is a share of the context in whole blocks") {
+  CHECK(QualityBudget(2048, 0.25, 32) == 512);
+  CHECK(QualityBudget(2047, 0.25, 32) == 480);
+  CHECK(QualityBudget(64, 0.25, 32) == 128);
+}
+
+TEST_CASE("a run's shares leave out layers that select nothing") {
+  PolicyRun run;
+  run.batch = 2;
+  run.kv_heads = 2;
+  run.budget_tokens = 100;
+  run.statistics.layers.resize(3);  // the first is dense
+  run.statistics.layers[0].steps = 10;
+  auto set = [&](size_t i, int64_t missing, int64_t recalls) {
+    auto& layer = run.statistics.layers[i];
+    layer.steps = 10;
+    layer.selected = 2000;
+    layer.missing = missing;
+    layer.recalls = recalls;
+    layer.link_bytes = 500;
+  };
+  set(1, 200, 1);
+  set(2, 100, 3);
+  CHECK(run.CpuShare() == Approx((0.1 + 0.05) / 2));
+  CHECK(run.HitRate() == Approx(1 - 300.0 / 4000));
+  CHECK(run.RecallInterval() == Approx(20.0 / 4));
+  CHECK(run.LinkBytesPerStep() == Approx(1000.0 * 2 / 10));
+  run.statistics.layers.clear();
+  CHECK(run.CpuShare() == 0);
+  CHECK(run.HitRate() == 1);
+  CHECK(run.RecallInterval() == 0);
+}
+
+TEST_CASE("idle is what no kernel covers inside the trace") {
+  const absl::Time start = absl::FromUnixSeconds(100);
+  StepTrace trace;
+  trace.begin = start;
+  trace.end = start + absl::Seconds(10);
+  CHECK(IdleShare(trace) == 1);
+  const auto add = [&](TraceSlice::Kind kind, uint32_t stream, int from, int to) {
+    TraceSlice slice;
+    slice.kind = kind;
+    slice.stream = stream;
+    slice.begin = start + absl::Seconds(from);
+    slice.end = start + absl::Seconds(to);
+    trace.device.push_back(slice);
+  };
+  add(TraceSlice::Kind::kKernel, 0, 1, 4);
+  add(TraceSlice::Kind::kKernel, 1, 3, 5);   // beside it: counted once
+  add(TraceSlice::Kind::kCopy, 2, 5, 7);     // no kernel
+  add(TraceSlice::Kind::kKernel, 0, 8, 15);  // beyond the end
+  CHECK(IdleShare(trace) == Approx(0.4));
+}
+
+TEST_CASE("percentiles of gaps") {
+  CHECK(Percentile({}, 0.5) == 0);
+  CHECK(Percentile({3, 1, 2}, 0.5) == 2);
+  std::vector<double> hundred;
+  for (int i = 1; i <= 101; ++i) hundred.push_back(i);
+  CHECK(Percentile(hundred, 0.99) == 100);
+}
+
+TEST_CASE("the JSON of a run has its figures and its layers") {
+  PolicyRun run;
+  run.policy = "scout";
+  run.batch = 4;
+  run.context = 512;
+  run.step.median = 0.5;
+  run.kv_heads = 1;
+  run.budget_tokens = 10;
+  run.statistics.layers.resize(2);
+  const nlohmann::json j = RunJson(run, true);
+  CHECK(j["policy"] == "scout");
+  CHECK(j["largest"] == true);
+  CHECK(j["tokens_per_second"] == 8.0);
+  CHECK(j["layers"].size() == 2);
+  PolicyQuality quality;
+  quality.policy = "scout";
+  CHECK_FALSE(QualityJson(quality, 512).contains("top1_agreement"));  // no text was dictated
+}
+
+}  // namespace
+}  // namespace sluice

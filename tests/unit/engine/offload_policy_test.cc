@@ -1,0 +1,186 @@
+// What the engine owes a policy that offloads, and what such a policy does to others.
+#include <algorithm>
+#include <atomic>
+#include <catch2/catch.hpp>
+#include <map>
+#include <set>
+
+#include "src/attention/forwarding_policy.h"
+#include "src/base/error.h"
+#include "tests/fixtures/fixtures.h"
+#include "tests/support/node.h"
+
+namespace sluice {
+namespace {
+
+using testing::Generated;
+using testing::GreedyRequest;
+using testing::Node;
+using testing::NodeOptions;
+using Reason = FinishInfo::Reason;
+
+constexpr char kModel[] = "tiny-llama";
+
+// Holds the engine to the seam. Its thread alone, but for what is atomic.
+class Watch : public ForwardingPolicy {
+ public:
+  using ForwardingPolicy::ForwardingPolicy;
+
+  bool Admit(int slot, int64_t context, int64_t total, Promise promise,
+             std::unique_ptr<SequenceCache>& home) override {
+    if (!ForwardingPolicy::Admit(slot, context, total, promise, home)) return false;
+    slots_[slot] = {};
+    if (++admitted == sick_sequence) sick_slot = slot;
+    return true;
+  }
+  void EndPrompt(int slot, int64_t tokens) override {
+    Slot& s = slots_.at(slot);
+    if (s.prompt >= 0 || s.newest >= tokens) ++wrong;  // twice, or too late
+    s.prompt = tokens;
+    ++ended;
+    ForwardingPolicy::EndPrompt(slot, tokens);
+  }
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                 absl::Span<const int32_t> positions) override {
+    std::set<int32_t> decoding;
+    for (size_t i = 0; i < slots.size(); ++i) {
+      Slot& s = slots_.at(slots[i]);
+      s.newest = std::max<int64_t>(s.newest, positions[i]);
+      if (s.prompt < 0) continue;  // EndPrompt checks what came before it
+      if (positions[i] < s.prompt || !Warm(slots[i])) ++wrong;
+      if (!decoding.insert(slots[i]).second) ++wrong;
+      ++decode_rows;
+    }
+    ForwardingPolicy::BeginStep(stream, slots, positions);
+  }
+  absl::Status SlotHealth(int slot) const override {
+    if (slot != sick_slot || ++looked < 4) return absl::OkStatus();
+    return WithReason(absl::InternalError("a worker died"), "WORKER_FAILED");
+  }
+
+  int sick_sequence = 0;  // by the order of admission, from 1; 0: none
+  std::atomic<int> admitted{0}, ended{0}, decode_rows{0}, wrong{0};
+  std::atomic<int> sick_slot{-1};
+  mutable std::atomic<int> looked{0};
+
+ private:
+  struct Slot {
+    int64_t prompt = -1;  // since EndPrompt
+    int64_t newest = -1;
+  };
+  std::map<int, Slot> slots_;
+};
+
+NodeOptions Options(Watch** watch, int sick_sequence = 0) {
+  NodeOptions options;
+  options.model_dir = fixtures::ModelDir(kModel);
+  options.max_context = 1024;
+  options.chunk_tokens = 48;
+  options.max_sequences = 6;
+  options.policy.name = "oracle";
+  options.policy.budget_tokens = 64;
+  options.policy.dense_layers = 1;
+  options.watch = [watch, sick_sequence](AttentionPolicy* policy) {
+    auto made = std::make_unique<Watch>(policy);
+    made->sick_sequence = sick_sequence;
+    *watch = made.get();
+    return made;
+  };
+  return options;
+}
+
+TEST_CASE("a policy that offloads gets each prompt's end once, before single decode rows") {
+  const auto golden = *fixtures::LoadGolden(kModel);
+  Watch* watch = nullptr;
+  Node node(Options(&watch));
+  std::vector<std::shared_ptr<TokenStream>> streams;
+  int count = 0;
+  for (const fixtures::GoldenCase& g : golden) {
+    const auto prompt = static_cast<uint32_t>(g.prompt.size());
+    // Computed here; handed over in part, without and with first tokens, of which several are
+    // decode rows that nothing stands in the way of but the policy.
+    streams.push_back(node.Start(GreedyRequest(g.prompt, 9)));
+    for (const uint32_t context : {prompt, prompt / 2}) {
+      for (const size_t first : {0, 1, 4}) {
+        if (context == 0 || (first > 0 && context < prompt)) continue;
+        std::vector<OutputToken> tokens(first);
+        for (size_t i = 0; i < first; ++i) tokens[i].id = g.tokens[i];
+        Request request = GreedyRequest({}, 9);
+        request.handoff.transfer_id = node.Push(g.prompt, context, 9, g.k, g.v, tokens);
+        streams.push_back(node.Start(std::move(request)));
+      }
+    }
+  }
+  for (const auto& stream : streams) {
+    const Generated generated = Node::Collect(*stream);
+    CHECK(generated.finish.reason == Reason::kLength);
+    CHECK(generated.ids.size() == 9);
+    ++count;
+  }
+  CHECK(node.Quiescent());
+  CHECK(watch->wrong == 0);
+  CHECK(watch->admitted == count);
+  CHECK(watch->ended == count);
+  CHECK(watch->decode_rows >= count * 8);  // surplus ones too
+}
+
+TEST_CASE("a slot that is not well ends its own sequence, the others give what they give alone") {
+  std::vector<Request> requests;
+  for (int i = 0; i < 4; ++i) {
+    std::vector<int32_t> prompt;
+    for (int t = 0; t < 20 + i * 33; ++t) prompt.push_back(3 + (t * 7919 + i * 104729) % 500);
+    requests.push_back(GreedyRequest(prompt, 24));
+  }
+  Watch* watch = nullptr;
+  std::vector<Generated> alone;
+  {
+    Node node(Options(&watch));
+    for (const Request& request : requests) alone.push_back(node.Generate(request));
+  }
+  Node node(Options(&watch, /*sick_sequence=*/2));
+  std::vector<std::shared_ptr<TokenStream>> streams;
+  for (const Request& request : requests) streams.push_back(node.Start(request));
+  for (size_t i = 0; i < streams.size(); ++i) {
+    INFO("sequence " << i);
+    const Generated got = Node::Collect(*streams[i]);
+    if (i != 1) {
+      CHECK(got.ids == alone[i].ids);
+      CHECK(got.finish.reason == Reason::kLength);
+      continue;
+    }
+    CHECK(got.finish.reason == Reason::kError);
+    CHECK(got.finish.status.code() == absl::StatusCode::kInternal);
+    CHECK(ReasonOf(got.finish.status) == "WORKER_FAILED");
+    // The token after the third look is not emitted.
+    REQUIRE(got.ids.size() == 3);
+    CHECK(std::equal(got.ids.begin(), got.ids.end(), alone[i].ids.begin()));
+  }
+  CHECK(node.Quiescent());
+}
+
+TEST_CASE("homes stay until their sequences end, and who lacks one waits for that") {
+  const auto golden = *fixtures::LoadGolden(kModel);
+  const fixtures::GoldenCase& g = golden[1];
+  Watch* watch = nullptr;
+  NodeOptions options = Options(&watch);
+  Node node(options);
+  const auto prompt = static_cast<uint32_t>(g.prompt.size());
+  const std::string transfer = node.Push(g.prompt, prompt, 9, g.k, g.v);
+  const int64_t reserved = node.dram().UsageOf(0).reserved_bytes;
+  CHECK(reserved == node.model().cache_layout().BytesFor(prompt + 9));
+  // The rest of DRAM is somebody's: a prompt to compute here finds no room for its home.
+  Reservation rest = node.dram().TryReserve(node.dram().RoomNow().firm_tokens);
+  const std::shared_ptr<TokenStream> local = node.Start(GreedyRequest(g.prompt, 200));
+  // What was handed over comes later and goes first.
+  Request request = GreedyRequest({}, 9);
+  request.handoff.transfer_id = transfer;
+  CHECK(node.Generate(std::move(request)).ids.size() == 9);
+  CHECK(local->Read().tokens.empty());
+  rest.Reset();
+  node.engine().Wake();
+  CHECK(Node::Collect(*local).ids.size() == 200);
+  CHECK(node.Quiescent());
+}
+
+}  // namespace
+}  // namespace sluice

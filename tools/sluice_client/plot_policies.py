@@ -1,0 +1,133 @@
+"""Draws what `sluice-bench policies --out DIR` left there, as PNG files beside the report.
+
+Throughput over context and over batch, the share of the budget that the CPU attended to by layer, and the
+time of a step by operator. Needs matplotlib, which nothing else here does: this says so where it is missing.
+"""
+
+import json
+from pathlib import Path
+
+from sluice_client.errors import ToolError
+
+# In the order of the table; a policy keeps its colour in every plot.
+_ORDER = ["full", "scout", "recall", "recall-fetch-all", "hgca", "oracle", "ends", "random"]
+_KERNELS = 12  # of a trace, by time; the rest is one piece
+
+
+def load(folder: str) -> dict:
+    path = Path(folder) / "policies.json"
+    try:
+        report = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ToolError(f"{path}: {error}; sluice-bench policies --out {folder} writes it") from error
+    if report.get("subcommand") != "policies":
+        raise ToolError(f"{path} is no report of sluice-bench policies")
+    return report
+
+
+def series(runs: list[dict], over: str, fixed: str) -> dict[tuple[str, int], list[tuple[int, float]]]:
+    """Points (x, tokens/s) of each (policy, value of `fixed`), by x; the larger where two are at one x."""
+    found: dict[tuple[str, int], dict[int, float]] = {}
+    for run in runs:
+        points = found.setdefault((run["policy"], run[fixed]), {})
+        points[run[over]] = max(points.get(run[over], 0), run["tokens_per_second"])
+    return {key: sorted(points.items()) for key, points in found.items()}
+
+
+def largest(runs: list[dict]) -> dict[str, list[tuple[int, float]]]:
+    """Points (context, tokens/s) of each policy at the largest batch that it admits."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for run in runs:
+        if run["largest"]:
+            found.setdefault(run["policy"], []).append((run["context"], run["tokens_per_second"]))
+    return {policy: sorted(points) for policy, points in found.items()}
+
+
+def split_of(trace: dict) -> list[tuple[str, float]]:
+    """Seconds of a step by operator, the longest first, then what is left and what was idle."""
+    kernels = [(k["name"], k["seconds"]) for k in trace["kernels"]]
+    parts = kernels[:_KERNELS]
+    rest = sum(seconds for _, seconds in kernels[_KERNELS:])
+    if rest > 0:
+        parts.append(("other operators", rest))
+    parts.append(("no kernel", max(trace["step_seconds"] - trace["kernels_seconds"], 0.0)))
+    return parts
+
+
+def _colour(policy: str) -> str:
+    return f"C{_ORDER.index(policy)}" if policy in _ORDER else "C9"
+
+
+def _pyplot():
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ToolError("plots need matplotlib: .venv/bin/pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    return pyplot
+
+
+def draw(report: dict, folder: Path) -> list[Path]:
+    pyplot = _pyplot()
+    runs, traces = report["details"].get("runs", []), report["details"].get("traces", [])
+    if not runs:
+        raise ToolError("the report has no runs: a --quality run has nothing to draw")
+    title = ", ".join(report["shape"][key] for key in ("model", "device", "workload") if key in report["shape"])
+    written = []
+
+    def save(figure, name: str):
+        figure.suptitle(f"{title} ({report['machine']['cpu']}, {report['machine']['cores']} cores)", fontsize=9)
+        figure.tight_layout()
+        path = folder / name
+        figure.savefig(path, dpi=130)
+        pyplot.close(figure)
+        written.append(path)
+
+    figure, axes = pyplot.subplots()
+    for policy, points in largest(runs).items():
+        axes.plot(*zip(*points), marker="o", color=_colour(policy), label=policy)
+    axes.set(xlabel="context, tokens", ylabel="tokens/s at the largest batch that fits", ylim=(0, None))
+    axes.legend()
+    save(figure, "throughput-over-context.png")
+
+    longest = max(run["context"] for run in runs)
+    figure, axes = pyplot.subplots()
+    for (policy, context), points in series(runs, "batch", "context").items():
+        if context == longest:
+            axes.plot(*zip(*points), marker="o", color=_colour(policy), label=policy)
+    axes.set(xlabel=f"batch, context {longest}", ylabel="tokens/s", ylim=(0, None))
+    axes.legend()
+    save(figure, "throughput-over-batch.png")
+
+    figure, axes = pyplot.subplots()
+    for run in runs:
+        shares = [100 * layer["cpu_share"] for layer in run["layers"]]
+        if run["largest"] and run["context"] == longest and any(shares):
+            axes.plot(shares, marker=".", color=_colour(run["policy"]), label=f"{run['policy']}, batch {run['batch']}")
+    axes.set(xlabel="layer", ylabel="CPU share of the budget, %", ylim=(0, None))
+    if axes.lines:
+        axes.legend()
+    save(figure, "cpu-share-by-layer.png")
+
+    figure, axes = pyplot.subplots(figsize=(10, 1 + 0.5 * len(traces)))
+    names = sorted({name for trace in traces for name, _ in split_of(trace)})
+    colours = {name: pyplot.get_cmap("tab20")(i % 20) for i, name in enumerate(names)}
+    for row, trace in enumerate(traces):
+        left = 0.0
+        for name, seconds in split_of(trace):
+            colour = "lightgrey" if name == "no kernel" else colours[name]
+            axes.barh(row, 1e3 * seconds, left=left, color=colour, label=name)
+            left += 1e3 * seconds
+    axes.set_yticks(range(len(traces)), [trace["name"] for trace in traces], fontsize=7)
+    axes.set(xlabel="ms of a step, traced")
+    shown = dict(reversed(list(zip(*reversed(axes.get_legend_handles_labels())))))
+    axes.legend(shown.values(), shown.keys(), fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+    save(figure, "step-by-operator.png")
+    return written
+
+
+def run(args) -> int:
+    for path in draw(load(args.run_folder), Path(args.run_folder)):
+        print(path)
+    return 0
