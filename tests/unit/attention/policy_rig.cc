@@ -127,6 +127,8 @@ void PolicyRig::Admit(AttentionPolicy& policy, int slot, uint64_t seed, int cont
 }
 
 void PolicyRig::Release(AttentionPolicy& policy, int slot) {
+  policy.WarmEvent(slot).Wait();
+  REQUIRE(policy.Warm(slot));
   policy.Release(slot);
   sequences_.erase(slot);
 }

@@ -62,12 +62,10 @@ class ScoutPolicyImpl : public ScoutPolicy {
 
   ~ScoutPolicyImpl() override {
     // A warm-up under way uses what is here.
-    for (int slot = 0; slot < shape_.slots; ++slot) WarmEvent(slot).Wait();
+    for (int slot = 0; slot < shape_.slots; ++slot) tier().WarmEvent(slot).Wait();
   }
 
-  absl::Status SlotHealth(int slot) const override { return workers_.Health(slot); }
   PolicyStatistics Statistics() const override { return counters_.Sum(); }
-  WorkerStatistics Workers() const override { return workers_.Statistics(); }
   const float* parts_lse(int layer) const override { return lse(layer); }
 
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
@@ -92,6 +90,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
   }
 
  protected:
+  CoAttention* co_attention() const override { return &workers_; }
   // Algorithm 1, lines 9 to 13, then section 3.4.
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override {
