@@ -109,8 +109,8 @@ struct DirectValues {
   }
 };
 
-// K of at most kChunk tokens from `first` on into the scratch, and where V is. Whole half chunks
-// are read: the rest of a block is allocated memory whose values nobody uses.
+// K of at most kChunk tokens from `first` on into the scratch, and where V is. A half chunk that
+// the place ends in is copied: whoever adds to the block may be writing what comes behind.
 template <class S, class Values>
 void LoadChunk(const PagedCache& c, const SplitPlace& place, int64_t first, const SplitPlace& next,
                AttentionScratch& s) {
@@ -122,7 +122,7 @@ void LoadChunk(const PagedCache& c, const SplitPlace& place, int64_t first, cons
   s.ahead[0] = s.ahead[1] = {};
   for (int64_t half = 0; half < 2 && first + half * kHalfChunk < place.end; ++half) {
     const int64_t begin = first + half * kHalfChunk, ahead = ahead_first + half * kHalfChunk;
-    if (place.Scattered()) {
+    if (place.Scattered() || begin + kHalfChunk > place.end) {
       s.now[half] = GatherHalfChunk(c, place, begin, of, ahead, s.gathered[half]);
     } else {
       s.now[half] = LocateHalfChunk(c, place, begin);

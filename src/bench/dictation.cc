@@ -53,7 +53,10 @@ absl::Status Dictation::WaitUntilWarm() {
 }
 
 void Dictation::End() {
-  if (admitted_) parts_.policy->Release(kSlot);
+  if (admitted_) {
+    parts_.policy->WarmEvent(kSlot).Wait();  // after a step that failed
+    parts_.policy->Release(kSlot);
+  }
   admitted_ = false;
 }
 

@@ -127,29 +127,42 @@ int Mailbox::Poll(int worker) {
 }
 
 void Mailbox::Fail(int worker, int slot) {
-  const WorkerState& state = worker_states_[worker];
-  const uint64_t round = channels_[state.channel].round.load(std::memory_order_acquire);
-  if (NumberOf(round) == state.number) SetError(slot, MailboxError::kFailed);
+  if (!Hold(worker)) return;
+  SetError(slot, MailboxError::kFailed);
+  LetGo(worker);
 }
 
 void Mailbox::FailAll(int worker) {
-  const WorkerState& state = worker_states_[worker];
-  const uint64_t round = channels_[state.channel].round.load(std::memory_order_acquire);
-  if (NumberOf(round) != state.number) return;
+  if (!Hold(worker)) return;
   SetErrors(1u << worker, MailboxError::kFailed);
   Count(MailboxError::kFailed, 1);
+  LetGo(worker);
 }
 
-// As in Answer, the bit is that of the round taken up or of none. The worker's reads of what was
-// asked come before this look, not after it.
+// The worker says that it holds, then looks at the round; who ends the round takes the bit away,
+// then looks who holds. In the one order of all four, one of the two sees the other.
+bool Mailbox::Hold(int worker) {
+  worker_states_[worker].holds.exchange(true, std::memory_order_seq_cst);
+  if (Owes(worker)) return true;
+  LetGo(worker);
+  return false;
+}
+
+void Mailbox::LetGo(int worker) {
+  worker_states_[worker].holds.store(false, std::memory_order_release);
+}
+
+void Mailbox::AwaitLetGo(uint32_t workers) const {
+  for (; workers != 0; workers &= workers - 1) {
+    const WorkerState& state = worker_states_[std::countr_zero(workers)];
+    while (state.holds.load(std::memory_order_seq_cst)) std::this_thread::yield();
+  }
+}
+
+// As in Answer, the bit is that of the round taken up or of none.
 bool Mailbox::Owes(int worker) const {
-  std::atomic<uint64_t>& word = channels_[worker_states_[worker].channel].round;
-#if defined(__x86_64__)
-  std::atomic_signal_fence(std::memory_order_acq_rel);  // the processor keeps loads in order
-  const uint64_t round = word.load(std::memory_order_acquire);
-#else
-  const uint64_t round = word.fetch_add(0, std::memory_order_acq_rel);
-#endif
+  const uint64_t round =
+      channels_[worker_states_[worker].channel].round.load(std::memory_order_seq_cst);
   return (OwedBy(round) & (1u << worker)) != 0;
 }
 
@@ -212,12 +225,13 @@ void Mailbox::Watch(int channel) {
     // Late before the answer is up: the next round does not count on them.
     late_.fetch_or(owed & ~gone, std::memory_order_acq_rel);
     if (!c.round.compare_exchange_strong(round, round & ~uint64_t{owed},
-                                         std::memory_order_acq_rel)) {
+                                         std::memory_order_seq_cst)) {
       // Another answer came: the next look sees what is left.
       const uint32_t left = NumberOf(round) == number ? OwedBy(round) : 0;
       late_.fetch_and(~(owed & ~left), std::memory_order_acq_rel);
       return;
     }
+    AwaitLetGo(owed);
     SetErrors(gone, MailboxError::kLeft);
     SetErrors(owed & ~gone, MailboxError::kDeadline);
     Count(MailboxError::kDeadline, std::popcount(owed & ~gone));

@@ -20,8 +20,11 @@
 // Failure. The answer comes whatever happens: for a worker that has left, or owes its answer past
 // the deadline, a watchdog thread gives it, and every sequence that this worker serves has an error
 // from then on, which device and host can read; the others go on. A worker that comes back late
-// finds its answer refused, and takes part again from the next round on; what it wrote meanwhile
-// belongs to sequences that have an error, in every round since.
+// finds its answer refused, and takes part again from the next round on.
+//
+// What was asked changes as soon as the round is over, and the place of the results is read then.
+// So a worker touches the two only while it holds the round (Hold to LetGo), and that, alone of all
+// that it does, the watchdog waits for: holding is for copies in and out, not for work.
 #pragma once
 
 #include <atomic>
@@ -84,12 +87,16 @@ class Mailbox {
   void Fail(int worker, int slot);
   // The same for every sequence that it serves.
   void FailAll(int worker);
-  // Whether the round that it took up still waits for this worker: until then nothing of what was
-  // asked changes.
+  // False: the round that it took up does not wait for it any more. True: it does, and is not over
+  // before LetGo, past any deadline; in between the worker only copies, and calls nothing here.
+  bool Hold(int worker);
+  void LetGo(int worker);
+  // Whether the round still waits for it now. It may be over a moment later: see Hold.
   bool Owes(int worker) const;
   // This worker's results are written. False: too late, the round went on without them.
   bool Answer(int worker);
-  // The worker takes part no more, and answers nothing that it owes. Any thread.
+  // The worker takes part no more, and answers nothing that it owes. Any thread. REQUIRES: it holds
+  // nothing.
   void Leave(int worker);
 
   // The host's side, any thread.
@@ -135,10 +142,11 @@ class Mailbox {
     alignas(64) std::atomic<uint64_t> round{0};  // its number << 32 | workers that owe an answer
     std::atomic<int64_t> opened_ns{0};           // steady clock; written before `round`
   };
-  // Of one worker; no other thread touches it.
+  // Of one worker; it alone writes it.
   struct alignas(64) WorkerState {
-    int channel = 0;      // taken up last
-    uint32_t number = 0;  // of the round
+    std::atomic<bool> holds{false};  // the watchdog reads it, nobody the rest
+    int channel = 0;                 // taken up last
+    uint32_t number = 0;             // of the round
     uint32_t polls = 0;
   };
 
@@ -148,6 +156,7 @@ class Mailbox {
   void Close(int channel);
   void SetError(int slot, MailboxError error);
   void SetErrors(uint32_t workers, MailboxError error);
+  void AwaitLetGo(uint32_t workers) const;
   void Count(MailboxError error, int times) {
     failures_[static_cast<size_t>(error)].fetch_add(times, std::memory_order_relaxed);
   }

@@ -18,6 +18,8 @@ class MailboxWorkers : public WorkerTeam {
   void Raise(Stream& stream, int channel) override { mailbox_->Raise(stream, channel); }
   void Await(Stream& stream, int channel) override { mailbox_->Await(stream, channel); }
   const uint32_t* errors() const override { return mailbox_->errors(); }
+  bool Hold(int worker) override { return mailbox_->Hold(worker); }
+  void LetGo(int worker) override { mailbox_->LetGo(worker); }
   bool Owes(int worker) const override { return mailbox_->Owes(worker); }
   void SetServers(int slot, uint32_t workers) override { mailbox_->SetServers(slot, workers); }
   MailboxError error(int slot) const override { return mailbox_->error(slot); }

@@ -40,8 +40,10 @@ class WorkerTeam {
   virtual void Await(Stream& stream, int channel) = 0;
   virtual const uint32_t* errors() const = 0;  // [slots] of MailboxError, in pinned memory
 
-  // From within its share: whether the round still waits for this worker. Until it does not, what
-  // the round asked for stays as it was; so what was copied out of it before a true is whole.
+  // A worker's side, from within its share, as Mailbox has it: what the round asks for is read, and
+  // results are written, between a true Hold and LetGo.
+  virtual bool Hold(int worker) = 0;
+  virtual void LetGo(int worker) = 0;
   virtual bool Owes(int worker) const = 0;
 
   // The host's side, any thread.

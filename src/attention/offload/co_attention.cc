@@ -4,9 +4,12 @@
 #include <atomic>
 #include <bit>
 #include <chrono>
+#include <deque>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "src/attention/offload/worker_share.h"
 #include "src/base/error.h"
@@ -21,6 +24,37 @@ namespace {
 // Two channels are under way at most, of neighbouring layers.
 constexpr int kSides = 2;
 
+// A worker's hold on the round, if that still waits for it.
+class Held {
+ public:
+  Held(WorkerTeam& team, int worker) : team_(team), worker_(worker), held_(team.Hold(worker)) {}
+  ~Held() {
+    if (held_) team_.LetGo(worker_);
+  }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+  explicit operator bool() const { return held_; }
+
+ private:
+  WorkerTeam& team_;
+  const int worker_;
+  const bool held_;
+};
+
+// That a slot is at rest. Nobody signals it: it is waited for after a worker's fault alone.
+class SlotRest : public Event {
+ public:
+  SlotRest(const CoAttention* owner, int slot) : owner_(owner), slot_(slot) {}
+  bool Ready() const override { return owner_->AtRest(slot_); }
+  void Wait() const override {
+    while (!Ready()) std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+
+ private:
+  const CoAttention* const owner_;
+  const int slot_;
+};
+
 uint32_t Bits(int count) { return count >= 32 ? ~0u : (1u << count) - 1; }
 
 class CoAttentionImpl : public CoAttention {
@@ -31,7 +65,8 @@ class CoAttentionImpl : public CoAttention {
     for (CoAttentionSide& side : sides_) side = carve.Side();
     counts_ = carve.Counts();
     for (int32_t i = 0; i <= options_.max_rows; ++i) counts_[i] = i;
-    done_ = std::make_unique<Done[]>(static_cast<size_t>(options_.workers));
+    states_ = std::make_unique<WorkerState[]>(static_cast<size_t>(options_.workers));
+    for (int slot = 0; slot < options_.slots; ++slot) rests_.emplace_back(this, slot);
     shares_.reserve(static_cast<size_t>(options_.workers));
     for (int w = 0; w < options_.workers; ++w) shares_.emplace_back(options_);
     homes_.resize(static_cast<size_t>(options_.layers));
@@ -72,8 +107,7 @@ class CoAttentionImpl : public CoAttention {
     team_->Raise(stream, channel);
   }
 
-  // Answers lie by slot: what a worker that is late writes is for its own sequences, whatever rows
-  // those have meanwhile.
+  // Answers lie by slot.
   void Finish(Stream& stream, int channel, int rows, float* o, float* lse) override {
     team_->Await(stream, channel);
     const CoAttentionSide& from = side(channel);
@@ -108,6 +142,18 @@ class CoAttentionImpl : public CoAttention {
         "WORKER_FAILED");
   }
 
+  // Whoever is at work on a sequence past its step missed the deadline, which the sequence's health
+  // tells before the step is done. Of one in good health the workers are those of a step under way.
+  bool AtRest(int slot) const override {
+    if (team_->error(slot) == MailboxError::kNone) return true;
+    for (int w = 0; w < options_.workers; ++w) {
+      const WorkerState& state = states_[static_cast<size_t>(w)];
+      if (state.slot.load(std::memory_order_acquire) == slot) return false;
+    }
+    return true;
+  }
+  Event& RestEvent(int slot) override { return rests_[static_cast<size_t>(slot)]; }
+
   WorkerStatistics Statistics() const override {
     WorkerStatistics out;
     out.workers = options_.workers - std::popcount(team_->gone());
@@ -115,9 +161,9 @@ class CoAttentionImpl : public CoAttention {
     out.left = team_->failures(MailboxError::kLeft);
     out.late = team_->failures(MailboxError::kDeadline);
     for (int w = 0; w < options_.workers; ++w) {
-      const Done& done = done_[static_cast<size_t>(w)];
-      out.busy += absl::Nanoseconds(done.busy_ns.load(std::memory_order_relaxed));
-      out.tokens += done.tokens.load(std::memory_order_relaxed);
+      const WorkerState& state = states_[static_cast<size_t>(w)];
+      out.busy += absl::Nanoseconds(state.busy_ns.load(std::memory_order_relaxed));
+      out.tokens += state.tokens.load(std::memory_order_relaxed);
     }
     return out;
   }
@@ -170,44 +216,69 @@ class CoAttentionImpl : public CoAttention {
     const absl::StatusOr<bool> served = Serve(worker, channel, share);
     if (!served.ok()) return served.status();
     if (!*served) return absl::OkStatus();
-    Done& done = done_[static_cast<size_t>(worker)];
+    WorkerState& state = states_[static_cast<size_t>(worker)];
     const auto busy = std::chrono::steady_clock::now() - begin;
-    done.busy_ns.store(done.busy_ns.load(std::memory_order_relaxed) +
-                           std::chrono::duration_cast<std::chrono::nanoseconds>(busy).count(),
-                       std::memory_order_relaxed);
-    done.tokens.store(share.tokens(), std::memory_order_relaxed);
+    state.busy_ns.store(state.busy_ns.load(std::memory_order_relaxed) +
+                            std::chrono::duration_cast<std::chrono::nanoseconds>(busy).count(),
+                        std::memory_order_relaxed);
+    state.tokens.store(share.tokens(), std::memory_order_relaxed);
     return absl::OkStatus();
   }
 
   // Whether there was a sequence to serve.
   absl::StatusOr<bool> Serve(int worker, int channel, WorkerShare& share) {
-    const CoAttentionSide& request = side(channel);
-    const ChannelHome& home = homes_[static_cast<size_t>(channel)];
     const uint32_t bit = 1u << worker;
-    const auto owes = [this, worker] { return team_->Owes(worker); };
-    const int rows = std::clamp(*request.rows, 0, options_.max_rows);
-    bool served = false;
-    for (int row = 0; row < rows; ++row) {
-      const int slot = request.slots[row];
-      if (slot < 0 || slot >= options_.slots) continue;  // a padded row
-      const uint32_t servers = servers_[static_cast<size_t>(slot)].load(std::memory_order_relaxed);
-      if ((servers & bit) == 0) continue;
-      if (!served) SLUICE_RETURN_IF_ERROR(InjectedFault());
-      served = true;
-      const int mine = std::popcount(servers & (bit - 1)), of = std::popcount(servers);
+    {
+      const Held held(*team_, worker);
+      if (!held) return false;
+      share.TakeRows(side(channel), [this, bit](int slot) {
+        const uint32_t servers =
+            servers_[static_cast<size_t>(slot)].load(std::memory_order_relaxed);
+        return (servers & bit) != 0 ? servers : 0;
+      });
+    }
+    if (share.rows().empty()) return false;
+    SLUICE_RETURN_IF_ERROR(InjectedFault());
+    for (const WorkerShare::Row& row : share.rows()) {
+      const int mine = std::popcount(row.servers & (bit - 1)), of = std::popcount(row.servers);
       // The first of a sequence's heads goes round, so that what they cannot share evenly does not
       // come to the same worker in every layer.
       for (int head = 0; head < options_.kv_heads; ++head) {
-        if ((head + slot + channel) % of != mine) continue;
-        if (options_.source != nullptr) {
-          SLUICE_RETURN_IF_ERROR(AttendToSource(worker, channel, row, slot, head, owes));
-          continue;
-        }
-        // Too late: the answer is refused anyway.
-        if (!share.Attend(request, home, row, slot, head, owes)) return served;
+        if ((head + row.slot + channel) % of != mine) continue;
+        SLUICE_ASSIGN_OR_RETURN(const bool in_time, Attend(worker, channel, row, head, share));
+        if (!in_time) return true;
       }
     }
-    return served;
+    return true;
+  }
+
+  // To one head of a row. False: too late, nothing is written.
+  absl::StatusOr<bool> Attend(int worker, int channel, const WorkerShare::Row& row, int head,
+                              WorkerShare& share) {
+    const ChannelHome& home = homes_[static_cast<size_t>(channel)];
+    WorkerState& state = states_[static_cast<size_t>(worker)];
+    const absl::Cleanup rest = [&state] { state.slot.store(-1, std::memory_order_release); };
+    {
+      const Held held(*team_, worker);
+      if (!held) return false;
+      // While the step still waits: whoever sees it done sees this too.
+      state.slot.store(row.slot, std::memory_order_relaxed);
+      share.TakeQuery(side(channel), row, head);
+      if (options_.source == nullptr) share.TakeList(side(channel), home, row, head);
+    }
+    if (options_.source == nullptr) {
+      share.Compute(home, row, head);
+    } else {
+      Task task = share.TaskOf(row, head);
+      task.channel = channel;
+      task.scale = home.scale;
+      const auto owes = [this, worker] { return team_->Owes(worker); };
+      SLUICE_RETURN_IF_ERROR(options_.source->Attend(worker, task, owes));
+    }
+    const Held held(*team_, worker);
+    if (!held) return false;
+    share.Give(side(channel), row, head);
+    return true;
   }
 
   static absl::Status InjectedFault() {
@@ -220,28 +291,12 @@ class CoAttentionImpl : public CoAttention {
     return absl::OkStatus();
   }
 
-  // What a worker did; it alone writes it.
-  struct alignas(64) Done {
+  // What others know of a worker; it alone writes it.
+  struct alignas(64) WorkerState {
     std::atomic<int64_t> busy_ns{0};
     std::atomic<int64_t> tokens{0};
+    std::atomic<int32_t> slot{-1};  // whose home it reads
   };
-
-  absl::Status AttendToSource(int worker, int channel, int row, int slot, int head,
-                              absl::FunctionRef<bool()> owes) const {
-    const CoAttentionSide& request = side(channel);
-    const int64_t width = int64_t{options_.heads} * options_.head_dim;
-    Task task;
-    task.channel = channel;
-    task.slot = slot;
-    task.position = request.positions[row];
-    task.head_begin = head;
-    task.head_end = head + 1;
-    task.q = request.q + row * width;
-    task.scale = homes_[static_cast<size_t>(channel)].scale;
-    task.o = request.o + slot * width;
-    task.lse = request.lse + int64_t{slot} * options_.heads;
-    return options_.source->Attend(worker, task, owes);
-  }
 
   const Options options_;
   const Buffer memory_;
@@ -249,7 +304,8 @@ class CoAttentionImpl : public CoAttention {
   int32_t* counts_ = nullptr;  // [max_rows + 1] 0, 1, ...: what a stream copies a row count from
   std::vector<WorkerShare> shares_;                   // by worker
   std::vector<ChannelHome> homes_;                    // by channel
-  std::unique_ptr<Done[]> done_;                      // by worker
+  std::unique_ptr<WorkerState[]> states_;             // by worker
+  std::deque<SlotRest> rests_;                        // by slot
   std::unique_ptr<std::atomic<uint32_t>[]> servers_;  // [slots] workers, as bits
   std::unique_ptr<WorkerTeam> team_;                  // last: its threads use all of this
 };

@@ -8,7 +8,9 @@
 //
 // Workers are in groups, a sequence (a slot) belongs to one group, whose workers share its KV
 // heads; a head's K and V are read once for all its query heads. A worker that fails, dies or
-// misses the deadline ends the sequences of its group (Health); the step goes on.
+// misses the deadline ends the sequences of its group (Health); the step goes on. One that missed
+// the deadline may still read the home of the sequence that it is at: until it has come back the
+// slot is not at rest (AtRest), and nothing of it may become another's.
 #pragma once
 
 #include <memory>
@@ -34,7 +36,7 @@ class CoAttention {
     int position = 0;
     int head_begin = 0;
     int head_end = 0;
-    const float* q = nullptr;  // [heads][head_dim]; all of the row's heads, here and below
+    const float* q = nullptr;  // [heads][head_dim], here and below; only the task's heads of it
     float scale = 0;
     float* o = nullptr;    // [heads][head_dim]
     float* lse = nullptr;  // [heads]
@@ -44,9 +46,9 @@ class CoAttention {
    public:
     virtual ~Source() = default;
     // Writes o and lse of the task's heads. On worker `worker`; the heads of a row are one task or
-    // several, on any workers of its group. `owes`: whether the round still waits for the worker;
-    // what was read before a true is whole, after a false it may be another sequence's, and nothing
-    // that is written counts. Not OK: as when a worker fails.
+    // several, on any workers of its group. The task's memory is the worker's own, and the slot is
+    // not at rest meanwhile. `owes`: whether the round still waits for the worker; after a false
+    // nothing that is written counts, and it may return. Not OK: as when a worker fails.
     virtual absl::Status Attend(int worker, const Task& task, absl::FunctionRef<bool()> owes) = 0;
   };
 
@@ -81,6 +83,11 @@ class CoAttention {
   virtual void Join(int slot) = 0;
   // INTERNAL, reason WORKER_FAILED: workers failed the sequence in the slot since Join.
   virtual absl::Status Health(int slot) const = 0;
+  // Whether no worker is at work on the slot's sequence for a step that is done. REQUIRES, for an
+  // answer that stays: every step that has the slot is done.
+  virtual bool AtRest(int slot) const = 0;
+  // To wait for it; of the host's alone, no stream records it.
+  virtual Event& RestEvent(int slot) = 0;
 
   // Any thread.
   virtual WorkerStatistics Statistics() const = 0;

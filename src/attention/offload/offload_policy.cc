@@ -44,8 +44,24 @@ bool OffloadPolicy::Admit(int slot, int64_t context, int64_t total, Promise prom
   return true;
 }
 
-bool OffloadPolicy::Warm(int slot) { return tier_->Warm(slot); }
-Event& OffloadPolicy::WarmEvent(int slot) { return tier_->WarmEvent(slot); }
+// A late worker's reads of the home, too, come before anything of the slot is another's.
+bool OffloadPolicy::Warm(int slot) {
+  return tier_->Warm(slot) && (co_attention() == nullptr || co_attention()->AtRest(slot));
+}
+
+Event& OffloadPolicy::WarmEvent(int slot) {
+  if (co_attention() != nullptr && !co_attention()->AtRest(slot))
+    return co_attention()->RestEvent(slot);
+  return tier_->WarmEvent(slot);
+}
+
+absl::Status OffloadPolicy::SlotHealth(int slot) const {
+  return co_attention() == nullptr ? absl::OkStatus() : co_attention()->Health(slot);
+}
+
+WorkerStatistics OffloadPolicy::Workers() const {
+  return co_attention() == nullptr ? WorkerStatistics{} : co_attention()->Statistics();
+}
 
 bool OffloadPolicy::Grow(int slot, int64_t tokens) {
   tier_->Grow(slot, tokens);
@@ -56,6 +72,7 @@ void OffloadPolicy::BeginStep(Stream& /*stream*/, absl::Span<const int32_t> /*sl
                               absl::Span<const int32_t> /*positions*/) {}
 
 void OffloadPolicy::Release(int slot) {
+  SLUICE_CHECK(Warm(slot), "a slot is released at rest");
   Left(slot);
   tier_->Release(slot);
 }

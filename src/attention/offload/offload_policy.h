@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "src/attention/attention_policy.h"
+#include "src/attention/offload/co_attention.h"
 #include "src/attention/offload/offload_tier.h"
 #include "src/attention/policy_options.h"
 
@@ -38,6 +39,8 @@ class OffloadPolicy : public AttentionPolicy {
   bool NeedsEndPrompt() const override { return true; }
   void EndPrompt(int slot, int64_t tokens) override;
   int decode_rows_per_sequence() const override { return 1; }
+  absl::Status SlotHealth(int slot) const override;
+  WorkerStatistics Workers() const override;
 
   // Nothing is preempted: promises are firm.
   bool MakeFirm(int slot) override;
@@ -63,6 +66,8 @@ class OffloadPolicy : public AttentionPolicy {
   // Enqueues what the policy's arrays need of a sequence that is being warmed.
   virtual void BuildArrays(Stream& stream, int slot, int64_t tokens,
                            const OffloadTier::BulkRow& row);
+  // Who reads sequences' homes beside the device; null: nobody.
+  virtual CoAttention* co_attention() const { return nullptr; }
   // A sequence has come into the slot; one is about to leave it.
   virtual void Joined(int /*slot*/) {}
   virtual void Left(int /*slot*/) {}

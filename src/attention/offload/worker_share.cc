@@ -1,7 +1,6 @@
 #include "src/attention/offload/worker_share.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 
 namespace sluice {
@@ -42,29 +41,38 @@ size_t CoAttentionMemory::Bytes(const CoAttention::Options& options) {
 
 WorkerShare::WorkerShare(const CoAttention::Options& options)
     : options_(options),
+      group_(options.heads / options.kv_heads),
+      group_floats_(group_ * options.head_dim),
+      q_(static_cast<size_t>(options.heads) * static_cast<size_t>(options.head_dim)),
+      o_(q_.size()),
+      lse_(static_cast<size_t>(options.heads)),
       units_(static_cast<size_t>(options.kv_heads) * static_cast<size_t>(options.capacity)),
       places_(units_.size()),
       counts_(static_cast<size_t>(options.kv_heads)),
-      pages_(static_cast<size_t>(options.capacity)) {}
+      pages_(static_cast<size_t>(options.capacity)) {
+  rows_.reserve(static_cast<size_t>(options.max_rows));
+}
 
-// What is read here may be half of another request's, if the worker is late: every number is held
-// to its bounds before it is used as an index.
-void WorkerShare::TakeCopy(const CoAttentionSide& request, const ChannelHome& home, int row,
-                           int slot, int head) {
-  const int64_t list = int64_t{row} * options_.kv_heads + head;
-  const int32_t count = std::clamp(request.lists.counts[list], 0, options_.capacity);
-  position_ = request.positions[row];
+void WorkerShare::TakeQuery(const CoAttentionSide& request, const Row& row, int head) {
+  const int64_t width = int64_t{options_.heads} * options_.head_dim;
+  std::copy_n(request.q + row.row * width + head * group_floats_, group_floats_,
+              q_.begin() + head * group_floats_);
+}
+
+void WorkerShare::TakeList(const CoAttentionSide& request, const ChannelHome& home, const Row& row,
+                           int head) {
+  const int64_t list = int64_t{row.row} * options_.kv_heads + head;
+  const int32_t count = request.lists.counts[list];
   counts_[static_cast<size_t>(head)] = count;
   int32_t* const units = units_.data() + int64_t{head} * options_.capacity;
   int32_t* const places = places_.data() + int64_t{head} * options_.capacity;
   const int32_t* const listed = request.lists.units + list * options_.capacity;
-  const int32_t* const table = home.cache.block_table + slot * home.cache.table_stride;
+  const int32_t* const table = home.cache.block_table + row.slot * home.cache.table_stride;
   const int32_t per_block = home.cache.block_tokens / options_.unit_tokens;
   int32_t blocks = 0, last = -1;
   for (int32_t i = 0; i < count; ++i) {
     units[i] = listed[i];
-    const int32_t block = static_cast<int32_t>(
-        std::clamp<int64_t>(units[i] / per_block, 0, home.cache.table_stride - 1));
+    const int32_t block = units[i] / per_block;
     if (block != last) {
       pages_[static_cast<size_t>(blocks++)] = table[block];
       last = block;
@@ -73,33 +81,26 @@ void WorkerShare::TakeCopy(const CoAttentionSide& request, const ChannelHome& ho
   }
 }
 
-void WorkerShare::Compute(const CoAttentionSide& request, const ChannelHome& home, int row,
-                          int slot, int head) {
-  const int64_t width = int64_t{options_.heads} * options_.head_dim;
-  float* const o = request.o + slot * width;
-  float* const lse = request.lse + int64_t{slot} * options_.heads;
+void WorkerShare::Compute(const ChannelHome& home, const Row& row, int head) {
   if (counts_[static_cast<size_t>(head)] == 0) {
-    const int group = options_.heads / options_.kv_heads;
-    std::memset(
-        o + int64_t{head} * group * options_.head_dim, 0,
-        sizeof(float) * static_cast<size_t>(group) * static_cast<size_t>(options_.head_dim));
-    std::fill_n(lse + int64_t{head} * group, group, -std::numeric_limits<float>::infinity());
+    std::fill_n(o_.begin() + head * group_floats_, group_floats_, 0.0f);
+    std::fill_n(lse_.begin() + head * group_, group_, -std::numeric_limits<float>::infinity());
     return;
   }
   constexpr int32_t kFirst = 0;  // the copy is of one sequence, in slot 0
   kernels::SparseAttentionParams p{};
-  p.q = request.q + row * width;
-  p.q_stride = width;
+  p.q = q_.data();
+  p.q_stride = int64_t{options_.heads} * options_.head_dim;
   p.slots = &kFirst;
-  p.positions = &position_;
+  p.positions = &row.position;
   p.cache = home.cache;
   p.cache.block_table = pages_.data();
   p.cache.table_stride = static_cast<int64_t>(pages_.size());
   p.units = units_.data();
   p.places = places_.data();
   p.counts = counts_.data();
-  p.o = o;
-  p.lse = lse;
+  p.o = o_.data();
+  p.lse = lse_.data();
   p.capacity = options_.capacity;
   p.unit_tokens = options_.unit_tokens;
   p.rows = 1;
@@ -108,6 +109,27 @@ void WorkerShare::Compute(const CoAttentionSide& request, const ChannelHome& hom
   p.kv_head_end = head + 1;
   p.scale = home.scale;
   options_.kernels->sparse_attention(p, {0, 1});
+}
+
+CoAttention::Task WorkerShare::TaskOf(const Row& row, int head) {
+  CoAttention::Task task;
+  task.slot = row.slot;
+  task.position = row.position;
+  task.head_begin = head;
+  task.head_end = head + 1;
+  task.q = q_.data();
+  task.o = o_.data();
+  task.lse = lse_.data();
+  return task;
+}
+
+void WorkerShare::Give(const CoAttentionSide& answer, const Row& row, int head) {
+  const int64_t width = int64_t{options_.heads} * options_.head_dim;
+  std::copy_n(o_.begin() + head * group_floats_, group_floats_,
+              answer.o + row.slot * width + head * group_floats_);
+  std::copy_n(lse_.begin() + head * group_, group_,
+              answer.lse + int64_t{row.slot} * options_.heads + head * group_);
+  tokens_ += int64_t{counts_[static_cast<size_t>(head)]} * options_.unit_tokens;
 }
 
 }  // namespace sluice

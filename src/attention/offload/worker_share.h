@@ -51,38 +51,55 @@ struct ChannelHome {
 // Groups of workers that the options make.
 int CoAttentionGroups(const CoAttention::Options& options);
 
-// A worker's own memory. It attends to a copy of a list and of the pages that the list stands for,
-// made while the round still waited for the worker: a worker that is late meets lists, tables and
-// slots that have become another's, and would follow them to pages that are not there.
+// A worker's own memory. It attends to a copy of what it was asked, and to a list of the pages that
+// a copied list stands for, and its results lie here until they are given: a worker that is late
+// meets requests, tables and answers that are another's by then, and touches none. Take... and Give
+// are called while the worker holds the round, what is between them is not.
 class WorkerShare {
  public:
   explicit WorkerShare(const CoAttention::Options& options);
   WorkerShare(WorkerShare&&) = default;
 
-  // Attends to one list. False: the round did not wait for it any more, nothing is written.
-  // `owes`: whether the round still waits.
-  template <typename Owes>
-  bool Attend(const CoAttentionSide& request, const ChannelHome& home, int row, int slot, int head,
-              const Owes& owes) {
-    TakeCopy(request, home, row, slot, head);
-    if (!owes()) return false;
-    Compute(request, home, row, slot, head);
-    tokens_ += int64_t{counts_[static_cast<size_t>(head)]} * options_.unit_tokens;
-    return true;
+  struct Row {
+    int32_t row = 0;
+    int32_t slot = 0;
+    int32_t position = 0;
+    uint32_t servers = 0;  // workers, as bits
+  };
+  // The rows of the request that are the worker's. `servers_of(slot)`: 0 if it serves not the slot.
+  template <typename ServersOf>
+  void TakeRows(const CoAttentionSide& request, const ServersOf& servers_of) {
+    rows_.clear();
+    for (int32_t row = 0; row < *request.rows; ++row) {
+      const int32_t slot = request.slots[row];
+      if (slot < 0) continue;  // a padded row
+      const uint32_t servers = servers_of(slot);
+      if (servers != 0) rows_.push_back({row, slot, request.positions[row], servers});
+    }
   }
-  // Of every list attended to; the newest unit counts as a whole one.
+  const std::vector<Row>& rows() const { return rows_; }
+
+  // One KV head of a row: its queries, and the list with its pages.
+  void TakeQuery(const CoAttentionSide& request, const Row& row, int head);
+  void TakeList(const CoAttentionSide& request, const ChannelHome& home, const Row& row, int head);
+  // Of what was taken; the results are this worker's.
+  void Compute(const ChannelHome& home, const Row& row, int head);
+  CoAttention::Task TaskOf(const Row& row, int head);
+  void Give(const CoAttentionSide& answer, const Row& row, int head);
+
+  // Of every list given; the newest unit counts as a whole one.
   int64_t tokens() const { return tokens_; }
 
  private:
-  void TakeCopy(const CoAttentionSide& request, const ChannelHome& home, int row, int slot,
-                int head);
-  void Compute(const CoAttentionSide& request, const ChannelHome& home, int row, int slot,
-               int head);
-
   CoAttention::Options options_;
+  int64_t group_;         // query heads of a KV head
+  int64_t group_floats_;  // of their vectors
   int64_t tokens_ = 0;
+  std::vector<Row> rows_;  // [max_rows] at most
   // Of one row, as SparseAttentionParams has them.
-  int32_t position_ = 0;
+  std::vector<float> q_;         // [heads][head_dim]
+  std::vector<float> o_;         // [heads][head_dim]
+  std::vector<float> lse_;       // [heads]
   std::vector<int32_t> units_;   // [kv_heads][capacity]
   std::vector<int32_t> places_;  // [kv_heads][capacity]
   std::vector<int32_t> counts_;  // [kv_heads]

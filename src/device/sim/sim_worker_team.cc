@@ -38,6 +38,9 @@ class SimWorkerTeam : public WorkerTeam {
     static_cast<SimStream&>(stream).WaitFor(channels_[static_cast<size_t>(channel)].gate);
   }
   const uint32_t* errors() const override { return errors_; }
+  // A share happens at one moment of time: nothing comes in between.
+  bool Hold(int worker) override { return Owes(worker); }
+  void LetGo(int /*worker*/) override {}
   bool Owes(int worker) const override { return workers_[static_cast<size_t>(worker)].owes; }
   void SetServers(int slot, uint32_t workers) override {
     servers_[static_cast<size_t>(slot)] = workers;

@@ -22,16 +22,27 @@ enum class Fault { kNone, kThrow, kSleep };
 std::atomic<Fault> fault{Fault::kNone};
 std::atomic<int> fault_row{-1};
 std::atomic<bool> asleep{false};
+std::atomic<bool> foreign{false};  // what it read has become another's before it was done
 void (*kernel)(const SparseAttentionParams&, kernels::Worker) = nullptr;
+
+std::vector<float> ResultOf(const SparseAttentionParams& p) {
+  const int64_t group = p.heads / p.cache.kv_heads * int64_t{p.cache.head_dim};
+  return {p.o + p.kv_head_begin * group, p.o + p.kv_head_end * group};
+}
 
 void Faulty(const SparseAttentionParams& p, kernels::Worker worker) {
   if (fault.load() != Fault::kNone && p.positions[0] == fault_row.load()) {
     if (fault.load() == Fault::kThrow) throw std::runtime_error("a worker's fault");
+    kernel(p, worker);
+    const std::vector<float> o = ResultOf(p);
     asleep = true;
     while (fault.load() == Fault::kSleep) std::this_thread::yield();
+    kernel(p, worker);
+    if (ResultOf(p) != o) foreign = true;
+    asleep = false;
+    return;
   }
   kernel(p, worker);
-  asleep = false;
 }
 
 KernelTable WithFaults(const KernelTable& table) {
@@ -39,6 +50,7 @@ KernelTable WithFaults(const KernelTable& table) {
   kernel = table.sparse_attention;
   out.sparse_attention = Faulty;
   fault = Fault::kNone;
+  foreign = false;
   return out;
 }
 
@@ -191,6 +203,40 @@ void Late(Device& device, const KernelTable& table) {
   CHECK((late == 1 || late == 2));
 }
 SLUICE_TEST_ON_EVERY_PATH("a late worker ends its group's sequences, and may come back", Late)
+
+// Design: a page is freed only after its readers are fenced.
+void GivenAway(Device& device, const KernelTable& table) {
+  Shape shape;
+  shape.deadline = absl::Milliseconds(300);
+  World world(device, WithFaults(table), shape, TestSeed());
+  const NoFaultAtTheEnd no_fault;
+  const int slot = MeetFault(world, Fault::kSleep);
+  world.Step(6);
+  // The sequences of its group have ended, but only at one of them somebody still reads.
+  REQUIRE(asleep.load());
+  REQUIRE_FALSE(world.co_attention->Health(slot).ok());
+  CHECK_FALSE(world.co_attention->AtRest(slot));
+  CHECK_FALSE(world.co_attention->RestEvent(slot).Ready());
+  for (int s = 1; s < shape.slots; ++s) world.co_attention->RestEvent(s).Wait();
+  std::thread wakes([] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    fault = Fault::kNone;
+  });
+  world.co_attention->RestEvent(slot).Wait();
+  CHECK(world.co_attention->AtRest(slot));
+  world.MoveIn(slot);
+  wakes.join();
+  while (asleep.load()) std::this_thread::yield();
+  CHECK_FALSE(foreign.load());
+  // The other one, once the worker has polled.
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  for (int s = 0; s < shape.slots; ++s) world.co_attention->Join(s);
+  world.DrawWhole(6);
+  world.Step(6);
+  world.Check(6, ToleranceOf(table));
+}
+SLUICE_TEST_ON_EVERY_PATH("a slot becomes another's when a late worker has come back, not before",
+                          GivenAway)
 
 #ifndef SLUICE_NO_FAILPOINTS
 

@@ -152,6 +152,19 @@ class World {
     }
   }
 
+  // Another sequence in the slot's home. REQUIRES: nothing is under way, and the slot is at rest.
+  void MoveIn(int slot) {
+    for (size_t layer = 0; layer < homes_.size(); ++layer) {
+      for (int block = 0; block < shape.max_blocks; ++block) {
+        const kernels::PagedCache& cache = homes_[layer];
+        const int64_t page = cache.block_table[slot * cache.table_stride + block];
+        const int64_t elements = cache.page_bytes / kernels::SizeOf(shape.type);
+        DrawElements(memory_[layer], page * elements, elements);
+      }
+    }
+    co_attention->Join(slot);
+  }
+
   // Whether a worker has something to do for the row.
   bool Attends(int row) const {
     const auto first = static_cast<size_t>(row * shape.kv_heads);
@@ -211,17 +224,21 @@ class World {
       Buffer memory = *device_.Allocate(MemoryKind::kPinned,
                                         static_cast<size_t>(pages * cache.page_bytes), "homes");
       const int64_t elements = pages * cache.page_bytes / kernels::SizeOf(shape.type);
-      for (int64_t i = 0; i < elements; ++i) {
-        const auto value = static_cast<float>(random_.Uniform() * 2 - 1);
-        if (shape.type == kernels::DType::kFloat32) {
-          memory.as<float>()[i] = value;
-        } else {
-          memory.as<uint16_t>()[i] = kernels::FloatToBf16(value);
-        }
-      }
+      DrawElements(memory, 0, elements);
       cache.base = memory.data();
       memory_.push_back(std::move(memory));
       homes_.push_back(cache);
+    }
+  }
+
+  void DrawElements(const Buffer& memory, int64_t first, int64_t count) {
+    for (int64_t i = first; i < first + count; ++i) {
+      const auto value = static_cast<float>(random_.Uniform() * 2 - 1);
+      if (shape.type == kernels::DType::kFloat32) {
+        memory.as<float>()[i] = value;
+      } else {
+        memory.as<uint16_t>()[i] = kernels::FloatToBf16(value);
+      }
     }
   }
 

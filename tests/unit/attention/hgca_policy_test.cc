@@ -1,13 +1,18 @@
 #include "src/attention/policies/hgca/hgca_policy.h"
 
 #include <algorithm>
+#include <atomic>
 #include <catch2/catch.hpp>
+#include <chrono>
 #include <cmath>
 #include <map>
 #include <optional>
 #include <set>
+#include <thread>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
+#include "kernels/kernel_table.h"
 #include "src/base/failpoint.h"
 #include "src/base/rng.h"
 #include "tests/test_main.h"
@@ -394,6 +399,58 @@ TEST_CASE("a worker that fails ends the sequences of its group, and the others k
   CHECK(left.size() < well.size());
   CHECK_FALSE(left.empty());
   for (const auto& [slot, rows] : left) CHECK(rows == well.at(slot));
+}
+
+// A worker's kernel that waits at one position until it may go on.
+std::atomic<int> waits_at{-1};
+std::atomic<bool> waits{false};
+void (*real_kernel)(const kernels::SparseAttentionParams&, kernels::Worker) = nullptr;
+void WaitingKernel(const kernels::SparseAttentionParams& p, kernels::Worker worker) {
+  if (p.positions[0] == waits_at.load()) {
+    waits = true;
+    while (waits_at.load() >= 0) std::this_thread::yield();
+  }
+  real_kernel(p, worker);
+}
+
+TEST_CASE("a slot is released when a late worker has come back, and serves the next sequence") {
+  const PolicyRig::Shape shape;
+  const uint64_t seed = TestSeed();
+  kernels::KernelTable table = *kernels::FindKernelTable("portable");
+  real_kernel = table.sparse_attention;
+  table.sparse_attention = WaitingKernel;
+  PolicyRig rig(shape, Uneven(shape));
+  PolicyOptions options = rig.Options();
+  options.workers = 2;
+  options.worker_deadline = absl::Seconds(1);
+  options.hgca.window_tokens = 2 * shape.block_tokens;
+  options.host_kernels = &table;
+  const auto policy = MakePolicy(options);
+  const absl::Cleanup wake = [] { waits_at = -1; };  // the policy's end waits for the worker
+  for (int slot = 0; slot < 2; ++slot) {
+    rig.Admit(*policy, slot, seed + static_cast<uint64_t>(slot), 100 + 7 * slot, 200);
+  }
+  waits_at = rig.position(0);
+  rig.Step(*policy, {0, 1});
+  CHECK(waits.load());
+  CHECK(absl::IsInternal(policy->SlotHealth(0)));
+  CHECK_FALSE(policy->Warm(0));
+  CHECK_FALSE(policy->WarmEvent(0).Ready());
+  CHECK(policy->Warm(1));
+  std::thread wakes([] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    waits_at = -1;
+  });
+  policy->WarmEvent(0).Wait();
+  CHECK(waits_at.load() == -1);
+  wakes.join();
+  rig.Release(*policy, 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // until it has polled
+  rig.Admit(*policy, 0, seed + 9, 120, 150);
+  rig.Step(*policy, {0});
+  CHECK(policy->SlotHealth(0).ok());
+  rig.Release(*policy, 0);
+  rig.Release(*policy, 1);
 }
 
 TEST_CASE("an option that is out of range is named") {

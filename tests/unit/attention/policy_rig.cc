@@ -127,6 +127,8 @@ void PolicyRig::Admit(AttentionPolicy& policy, int slot, uint64_t seed, int cont
 }
 
 void PolicyRig::Release(AttentionPolicy& policy, int slot) {
+  policy.WarmEvent(slot).Wait();
+  REQUIRE(policy.Warm(slot));
   policy.Release(slot);
   sequences_.erase(slot);
 }
@@ -288,7 +290,8 @@ std::vector<float> PolicyRig::Naive(uint64_t seed, int layer, int position,
 }
 
 std::vector<std::vector<int32_t>> PolicyRig::NaiveTopBlocks(uint64_t seed, int layer, int position,
-                                                            int blocks, bool predicted) const {
+                                                            int blocks, int last,
+                                                            bool predicted) const {
   const Vectors own = make_(seed, layer, position);
   const std::vector<float>& q = predicted ? own.predicted : own.q;
   const size_t dim = static_cast<size_t>(shape_.head_dim);
@@ -322,9 +325,9 @@ std::vector<std::vector<int32_t>> PolicyRig::NaiveTopBlocks(uint64_t seed, int l
     std::sort(others.begin(), others.end());
     std::vector<int32_t>& list = selected.emplace_back();
     list.push_back(0);
-    if (newest > 0) list.push_back(newest);
+    for (int block = newest; block > std::max(newest - last, 0); --block) list.push_back(block);
     for (const auto& [score, block] : others) {
-      if (static_cast<int>(list.size()) < blocks) list.push_back(block);
+      if (static_cast<int>(list.size()) < blocks && block <= newest - last) list.push_back(block);
     }
     std::sort(list.begin(), list.end());
   }

@@ -65,9 +65,10 @@ class PolicyRig {
   std::vector<float> Naive(uint64_t seed, int layer, int position,
                            const std::function<Who(int kv_head, int token)>& weigh) const;
   // The blocks with the highest digest scores for predicted (or real) queries, the first and the
-  // newest forced, by kv_head. Digests count tokens before `position`; reduction is the largest.
+  // `last` newest forced, by kv_head. Digests count tokens before `position`; reduction is the
+  // largest.
   std::vector<std::vector<int32_t>> NaiveTopBlocks(uint64_t seed, int layer, int position,
-                                                   int blocks, bool predicted) const;
+                                                   int blocks, int last, bool predicted) const;
 
   const Shape& shape() const { return shape_; }
   float scale() const;

@@ -80,7 +80,7 @@ void CheckAgainstNaive(const PolicyRig::Shape& shape, bool layer_ahead, float er
     const auto out = rig.Step(*policy, {1});
     for (int layer = 0; layer < shape.layers; ++layer) {
       INFO("step " << step << " layer " << layer);
-      const auto top = rig.NaiveTopBlocks(seed, layer, position, 6, layer_ahead);
+      const auto top = rig.NaiveTopBlocks(seed, layer, position, 6, kRing, layer_ahead);
       const auto want = rig.Naive(seed, layer, position, [&](int kv_head, int token) {
         const int block = token / shape.block_tokens;
         const auto& list = top[static_cast<size_t>(kv_head)];
@@ -171,7 +171,7 @@ TEST_CASE("with attend_whole everything that lies in HBM counts, selected or not
   const std::set<int32_t> placed = FirstResident(context, shape.block_tokens, 5);
   const auto out = rig.Step(*policy, {0});
   for (int layer = 0; layer < shape.layers; ++layer) {
-    const auto top = rig.NaiveTopBlocks(seed, layer, context, 4, /*predicted=*/true);
+    const auto top = rig.NaiveTopBlocks(seed, layer, context, 4, kRing, /*predicted=*/true);
     const auto want = rig.Naive(seed, layer, context, [&](int kv_head, int token) {
       const int block = token / shape.block_tokens;
       if (context / shape.block_tokens - block < kRing || placed.contains(block)) return Who::kReal;

@@ -235,6 +235,34 @@ void SlowWorker(Device& device) {
 SLUICE_TEST_ON_EVERY_DEVICE("a worker past the deadline is not waited for, and may come back",
                             SlowWorker)
 
+void HoldingWorker(Device& device) {
+  Exchange e(device, {.channels = 1, .workers = 1, .slots = 1, .deadline = absl::Milliseconds(10)});
+  std::atomic<bool> over{false}, over_while_held{true}, refused{false};
+  std::thread worker([&] {
+    while (e.mailbox().Poll(0) < 0) std::this_thread::yield();
+    if (e.mailbox().Hold(0)) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      over_while_held = over.load();
+      e.mailbox().LetGo(0);
+    }
+    while (e.mailbox().Hold(0)) {
+      e.mailbox().LetGo(0);
+      std::this_thread::yield();
+    }
+    refused = !e.mailbox().Answer(0);
+  });
+  e.mailbox().Raise(e.stream(), 0);
+  e.mailbox().Await(e.stream(), 0);
+  e.Finish();
+  over = true;
+  worker.join();
+  CHECK_FALSE(over_while_held.load());
+  CHECK(refused.load());
+  CHECK(e.mailbox().error(0) == MailboxError::kDeadline);
+}
+SLUICE_TEST_ON_EVERY_DEVICE("a round is not over while a worker holds it, and may be just after",
+                            HoldingWorker)
+
 void ShutDownInARound(Device& device) {
   Exchange e(device, {.channels = 1, .workers = 2, .slots = 1, .deadline = absl::Seconds(60)});
   {

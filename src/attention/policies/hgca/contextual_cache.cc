@@ -62,8 +62,7 @@ ContextualCache::ContextualCache(const Options& options, Buffer averages)
     scratch.parts.resize(2 * group * dim);
     scratch.parts_lse.resize(2 * group);
     scratch.weights.resize(static_cast<size_t>(ChunkBlocks(kind_) * kind_.block_tokens));
-    scratch.pages.resize(static_cast<size_t>(most_blocks_));
-    scratch.counters.resize(static_cast<size_t>(layers_));
+    scratch.tallies = std::vector<Tally>(static_cast<size_t>(layers_));
   }
   const size_t rows = slots_.size() * static_cast<size_t>(layers_) * heads;
   row_queries_.resize(rows * dim);
@@ -86,7 +85,7 @@ void ContextualCache::Forget(int slot) {
       Claim(entry);
       entry.judged.store(-1, std::memory_order_relaxed);
       entry.evaluated_at.store(-1, std::memory_order_relaxed);
-      entry.counts = {};
+      for (std::atomic<int32_t>& count : entry.counts) count.store(0, std::memory_order_relaxed);
       entry.busy.store(false, std::memory_order_release);
     }
   }
@@ -152,19 +151,16 @@ kernels::PagedCache ContextualCache::View(const int32_t* pages) const {
   return cache;
 }
 
-// The page numbers are copied before the worker asks whether it still owes its answer: one that is
-// late must not follow another's.
 bool ContextualCache::AttendTo(const int32_t* pages, int64_t blocks, const CoAttention::Task& task,
                                absl::FunctionRef<bool()> owes, Scratch& scratch, float* o,
                                float* lse) const {
-  std::copy_n(pages, blocks, scratch.pages.begin());
   if (!owes()) return false;
   kernels::SparseAttentionParams params{};
   params.q = task.q;
   params.q_stride = int64_t{options_.heads} * head_dim_;
   params.slots = &kSlotZero;
   params.positions = &task.position;
-  params.cache = View(scratch.pages.data());
+  params.cache = View(pages);
   params.counts = scratch.counts.data();
   params.o = o;
   params.lse = lse;
@@ -206,7 +202,9 @@ absl::Status ContextualCache::Attend(int worker, const CoAttention::Task& task,
       count = outside * kind_.block_tokens;
     } else if (judged > 0) {
       SLUICE_RETURN_IF_ERROR(Settle(slot, layer, head, sequence, judged, scratch));
-      count = EntryOf(slot, layer, head).counts[judged & 1];
+      count = EntryOf(slot, layer, head)
+                  .counts[static_cast<size_t>(judged & 1)]
+                  .load(std::memory_order_acquire);
     }
     scratch.counts[static_cast<size_t>(head)] = static_cast<int32_t>(count);
     longest = std::max(longest, count);
@@ -229,7 +227,7 @@ absl::Status ContextualCache::Attend(int worker, const CoAttention::Task& task,
     }
     MergeInto(task, scratch);
   }
-  scratch.counters[static_cast<size_t>(layer)] += counters;
+  scratch.tallies[static_cast<size_t>(layer)].Add(counters);
   return absl::OkStatus();
 }
 
@@ -351,7 +349,8 @@ bool ContextualCache::EvaluateHead(int slot, int layer, int head, uint64_t seque
     count = CopySalient(slot, layer, head, block * kind_.block_tokens, scratch.weights.data(),
                         tokens, blocks * kind_.block_tokens, count);
   }
-  entry.counts[static_cast<size_t>(blocks & 1)] = static_cast<int32_t>(count);
+  entry.counts[static_cast<size_t>(blocks & 1)].store(static_cast<int32_t>(count),
+                                                      std::memory_order_release);
   entry.judged.store(blocks, std::memory_order_release);
   return true;
 }
@@ -367,9 +366,12 @@ void ContextualCache::SelectBlock(int slot, int layer, int head, int64_t block) 
   const int64_t old = std::clamp<int64_t>(evaluated_at - first, 0, kind_.block_tokens);
   const float correction = StartCorrection(options_.alpha, first + window.tokens() - evaluated_at);
   for (int64_t t = 0; t < old; ++t) averages[t] *= correction;
-  const int64_t count = CopySalient(slot, layer, head, first, averages, kind_.block_tokens,
-                                    window.tokens(), entry.counts[static_cast<size_t>(block & 1)]);
-  entry.counts[static_cast<size_t>((block + 1) & 1)] = static_cast<int32_t>(count);
+  const int64_t judged =
+      entry.counts[static_cast<size_t>(block & 1)].load(std::memory_order_relaxed);
+  const int64_t count =
+      CopySalient(slot, layer, head, first, averages, kind_.block_tokens, window.tokens(), judged);
+  entry.counts[static_cast<size_t>((block + 1) & 1)].store(static_cast<int32_t>(count),
+                                                           std::memory_order_release);
   entry.judged.store(block + 1, std::memory_order_release);
 }
 
@@ -429,7 +431,7 @@ bool ContextualCache::SelectAhead() {
 int64_t ContextualCache::SelectedTokens(int slot, int layer, int head) const {
   const Entry& entry = EntryOf(slot, layer, head);
   const int64_t judged = entry.judged.load(std::memory_order_acquire);
-  return judged < 0 ? 0 : entry.counts[static_cast<size_t>(judged & 1)];
+  return judged < 0 ? 0 : entry.counts[static_cast<size_t>(judged & 1)].load();
 }
 
 int64_t ContextualCache::JudgedTokens(int slot, int layer, int head) const {
@@ -452,9 +454,27 @@ ContextualCache::Counters& ContextualCache::Counters::operator+=(const Counters&
   return *this;
 }
 
+void ContextualCache::Tally::Add(const Counters& more) {
+  const auto add = [](std::atomic<int64_t>& to, int64_t count) {
+    to.store(to.load(std::memory_order_relaxed) + count, std::memory_order_relaxed);
+  };
+  add(rows, more.rows);
+  add(cpu_tokens, more.cpu_tokens);
+  add(window_tokens, more.window_tokens);
+  add(outside_tokens, more.outside_tokens);
+}
+
+ContextualCache::Counters ContextualCache::Tally::Sum() const {
+  return {rows.load(std::memory_order_relaxed), cpu_tokens.load(std::memory_order_relaxed),
+          window_tokens.load(std::memory_order_relaxed),
+          outside_tokens.load(std::memory_order_relaxed)};
+}
+
 ContextualCache::Counters ContextualCache::LayerCounters(int layer) const {
   Counters sum;
-  for (const Scratch& scratch : scratch_) sum += scratch.counters[static_cast<size_t>(layer)];
+  for (const Scratch& scratch : scratch_) {
+    sum += scratch.tallies[static_cast<size_t>(layer)].Sum();
+  }
   return sum;
 }
 

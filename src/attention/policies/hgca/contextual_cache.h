@@ -66,8 +66,7 @@ class ContextualCache : public CoAttention::Source {
   // What was selected is forgotten: the next decode row selects anew. REQUIRES: every step that has
   // the slot is done.
   void Append(int slot);
-  // Nobody writes to the slot's home any more when it returns. (A late worker may read pages that
-  // are another's by then; nothing comes of it.)
+  // Nobody selects for the slot any more when it returns. REQUIRES: no worker attends to it.
   void Leave(int slot);
 
   // Where the device puts the averages of a block that leaves the window, float32
@@ -77,6 +76,7 @@ class ContextualCache : public CoAttention::Source {
   // ready; it stays the caller's, and may be recorded again.
   void Evict(int slot, int64_t blocks, const Event* done);
 
+  // The sequence stays until it returns, also where the round does not wait for that.
   absl::Status Attend(int worker, const CoAttention::Task& task,
                       absl::FunctionRef<bool()> owes) override;
 
@@ -113,7 +113,9 @@ class ContextualCache : public CoAttention::Source {
     std::atomic<int64_t> judged{-1};
     // Position of the row whose weights select anew; -1: none came yet.
     std::atomic<int64_t> evaluated_at{-1};
-    std::array<int32_t, 2> counts{};  // selected tokens, by parity of the blocks judged
+    // Selected tokens, by parity of the blocks judged. A worker so late that the next selection but
+    // one is being made takes the one count or the other.
+    std::array<std::atomic<int32_t>, 2> counts{};
   };
   struct Slot {
     // Which sequence, and since which append; 0: none. Whoever selects for another lets go.
@@ -122,16 +124,22 @@ class ContextualCache : public CoAttention::Source {
     std::atomic<int64_t> evicted{0};  // blocks
     std::atomic<const Event*> evicted_done{nullptr};
   };
+  // Counters that one thread adds to. One that is late does when no step is under way.
+  struct Tally {
+    std::atomic<int64_t> rows{0}, cpu_tokens{0}, window_tokens{0}, outside_tokens{0};
+
+    void Add(const Counters& more);
+    Counters Sum() const;
+  };
   // Of a thread that attends or selects.
   struct Scratch {
-    std::vector<int32_t> counts;     // [kv_heads]
-    std::vector<int32_t> only;       // [kv_heads], all 0 but one
-    std::vector<float> o, lse;       // [heads][head_dim], [heads]
-    std::vector<float> parts;        // [2][group][head_dim]
-    std::vector<float> parts_lse;    // [2][group]
-    std::vector<float> weights;      // [chunk]
-    std::vector<int32_t> pages;      // of what is attended to
-    std::vector<Counters> counters;  // [layers]
+    std::vector<int32_t> counts;   // [kv_heads]
+    std::vector<int32_t> only;     // [kv_heads], all 0 but one
+    std::vector<float> o, lse;     // [heads][head_dim], [heads]
+    std::vector<float> parts;      // [2][group][head_dim]
+    std::vector<float> parts_lse;  // [2][group]
+    std::vector<float> weights;    // [chunk]
+    std::vector<Tally> tallies;    // [layers]
   };
 
   ContextualCache(const Options& options, Buffer averages);

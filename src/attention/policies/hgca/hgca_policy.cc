@@ -85,9 +85,6 @@ class HgcaPolicyImpl : public HgcaPolicy {
     return HgcaPolicy::Admit(slot, context, total, promise, home);
   }
 
-  absl::Status SlotHealth(int slot) const override { return co_attention_->Health(slot); }
-  WorkerStatistics Workers() const override { return co_attention_->Statistics(); }
-
   // Algorithm 1, lines 10 to 14: the block that the step's row pushes out of the window. Its keys
   // and values are in the home already; its averages are final, and go to DRAM before the row's own
   // take their place.
@@ -97,6 +94,7 @@ class HgcaPolicyImpl : public HgcaPolicy {
   PolicyStatistics Statistics() const override;
 
  protected:
+  CoAttention* co_attention() const override { return co_attention_.get(); }
   // Algorithm 2.
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override;

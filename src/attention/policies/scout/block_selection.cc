@@ -1,5 +1,6 @@
 #include "src/attention/policies/scout/block_selection.h"
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -63,7 +64,7 @@ kernels::UnitLists BlockSelection::Choose(Stream& stream, int layer,
   top.unit_tokens = shape_.block_tokens;
   top.k = shape_.budget_blocks;
   top.first_units = kScoutFirstBlocks;
-  top.last_units = kScoutLastBlocks;
+  top.last_units = std::min(kScoutRingBlocks, shape_.budget_blocks - kScoutFirstBlocks);
   top.margin = std::numeric_limits<float>::infinity();
   kernels.TopK(stream, top);
 

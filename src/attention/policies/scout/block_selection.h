@@ -33,6 +33,11 @@ struct ScoutShape {
 inline constexpr int32_t kScoutFirstBlocks = 1;
 inline constexpr int32_t kScoutLastBlocks = 1;
 
+// Blocks of the ring: the newest, and the one before, for which a recall may then take a step. All
+// of the ring is selected where the budget has room for it: just after a block has begun, the
+// newest one is a few tokens, and digests are a poor judge of the one before (README.md).
+inline constexpr int32_t kScoutRingBlocks = 2;
+
 // The tier's array of digests.
 inline constexpr size_t kScoutDigests = 0;
 

@@ -17,9 +17,6 @@
 namespace sluice {
 namespace {
 
-// Blocks of the ring: the newest, and the one before, for which a recall may then take a step.
-constexpr int32_t kRingBlocks = 2;
-
 // What Ahead leaves for AttendSparse of the same layer. Two layers are under way at once.
 struct Choice {
   Buffer resident, places, resident_counts, due;
@@ -62,12 +59,10 @@ class ScoutPolicyImpl : public ScoutPolicy {
 
   ~ScoutPolicyImpl() override {
     // A warm-up under way uses what is here.
-    for (int slot = 0; slot < shape_.slots; ++slot) WarmEvent(slot).Wait();
+    for (int slot = 0; slot < shape_.slots; ++slot) tier().WarmEvent(slot).Wait();
   }
 
-  absl::Status SlotHealth(int slot) const override { return workers_.Health(slot); }
   PolicyStatistics Statistics() const override { return counters_.Sum(); }
-  WorkerStatistics Workers() const override { return workers_.Statistics(); }
   const float* parts_lse(int layer) const override { return lse(layer); }
 
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
@@ -92,6 +87,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
   }
 
  protected:
+  CoAttention* co_attention() const override { return &workers_; }
   // Algorithm 1, lines 9 to 13, then section 3.4.
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override {
@@ -303,7 +299,7 @@ ScoutShape ShapeOf(const PolicyOptions& options, int rows) {
                      shape.most_blocks)
           : shape.budget_blocks - kScoutLastBlocks;
   shape.resident_blocks =
-      options.scout.attend_whole ? shape.recall_blocks + kRingBlocks : shape.budget_blocks;
+      options.scout.attend_whole ? shape.recall_blocks + kScoutRingBlocks : shape.budget_blocks;
   return shape;
 }
 
@@ -352,7 +348,7 @@ absl::StatusOr<std::unique_ptr<ScoutPolicy>> ScoutPolicyImpl::Create(const Polic
   tier_options.slots = options.slots;
   tier_options.max_context = options.max_context;
   tier_options.dense_layers = shape.dense_layers;
-  tier_options.ring_blocks = kRingBlocks;
+  tier_options.ring_blocks = kScoutRingBlocks;
   tier_options.recall_blocks = shape.recall_blocks;
   tier_options.unit_tokens = kind.block_tokens;
   tier_options.arrays = {{"digests", kind.block_tokens, 2 * shape.head_dim, kind.element_type}};
