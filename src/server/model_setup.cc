@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/kernel_table.h"
 #include "src/attention/policy_factory.h"
 #include "src/attention/policy_profile.h"
 #include "src/base/logging.h"
@@ -75,6 +76,8 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
   }
   o.workers = config.policy_workers() != 0 ? static_cast<int>(config.policy_workers())
                                            : std::min(ThreadsOf(config), Mailbox::kMaxWorkers);
+  // The workers compute on the path that was asked for; auto (and a GPU): null, the best.
+  o.host_kernels = kernels::FindKernelTable(config.kernels().c_str());
   o.worker_deadline = absl::Seconds(config.policy_worker_deadline_seconds());
   o.scout.share_limit = static_cast<float>(config.scout_share_limit());
   o.scout.attend_whole = config.scout_attend_whole();

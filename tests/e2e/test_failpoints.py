@@ -14,7 +14,8 @@ from pathlib import Path
 import grpc
 import pytest
 from google.protobuf import duration_pb2
-from nodes import BIN, ENVIRONMENT, SCALE, SLUICE, TIMEOUT_S, Node, error_of, greedy, run
+from metrics_text import Scrape
+from nodes import BIN, DEVICE, ENVIRONMENT, SCALE, SLUICE, TIMEOUT_S, Node, error_of, greedy, run
 from sluice.v1 import admin_pb2, decode_pb2, ingest_pb2, prefill_pb2
 from sluice_client import rpc
 from transfers import Transfer, committed
@@ -58,11 +59,11 @@ class Stream:
 class Lab:
     """A node whose failpoints may be set, and the answers that it gives when nothing fails."""
 
-    def __init__(self, node: Node, golden):
+    def __init__(self, node: Node, golden, tokens: int = LONG):
         self.node, self.golden = node, golden
         self.at_rest = node.held()
-        self.long = self.start(LONG).end().ids
-        assert len(self.long) == LONG
+        self.long = self.start(tokens).end().ids
+        assert len(self.long) == tokens
         self.node.wait_until_held(self.at_rest)
 
     def set(self, *terms: str, clear: bool = False, seed: int = 0) -> None:
@@ -413,6 +414,61 @@ def starts_in_vain(program, model, tmp_path, terms, *flags) -> str:
     assert done.returncode == 1, (done.returncode, done.stderr)
     assert list(tmp_path.iterdir()) == [], "something half-written stays"
     return done.stderr
+
+
+# ---- CPU workers that attend
+
+MANY = 300  # steps of 5 ms or more, over blocks that HBM has no place for
+
+
+@pytest.fixture
+def workers(tiny_models, start, golden):
+    """Policy scout with four sequences at most, two to each of two workers."""
+    if DEVICE != "cpu":
+        pytest.skip("operators of sparse attention are the CPU's so far")
+    node = start("sluice-server", tiny_models("tiny-qwen3"), "--policy", "scout", "--budget-tokens", "128",
+                 "--dense-layers", "0", "--max-sequences", "4", "--max-context", "512", "--hbm-bytes", "64MiB",
+                 "--dram-bytes", "64MiB", "--policy-workers", "2", "--policy-worker-deadline-seconds", "2s",
+                 "--allow-failpoints")
+    lab = Lab(node, golden("tiny-qwen3"), MANY)
+    yield lab
+    lab.set(clear=True)
+    lab.node.wait_until_held(lab.at_rest)
+    for stream in [lab.start(24) for _ in range(4)]:
+        assert stream.end().error is None and stream.ids == lab.long[:24]
+    lab.node.wait_until_held(lab.at_rest)
+
+
+@pytest.mark.parametrize("term, words, reason", [
+    ("attention.worker=error*1", "failed", "failed"),
+    ("attention.worker=delay(5s)*1", "did not answer in time", "late"),
+    ("attention.worker_exit=error*1", "has died", "left"),
+])
+def test_a_worker_of_the_cpu_ends_its_own_sequences_alone(workers, term, words, reason):
+    workers.set(PACE)
+    streams = [workers.start(MANY) for _ in range(4)]
+    for stream in streams:
+        stream.wait_for_tokens(2)
+    workers.set(term)
+    for stream in streams:
+        stream.end()
+    ended = [stream for stream in streams if stream.error is not None]
+    assert len(ended) == 2, [stream.error for stream in streams]
+    for stream in streams:
+        if stream in ended:
+            assert stream.error.code() == Code.INTERNAL, stream.error
+            assert rpc.reason_of(stream.error) == "WORKER_FAILED" and words in stream.error.details()
+            assert stream.ids == workers.long[:len(stream.ids)]
+        else:
+            assert stream.ids == workers.long
+    scrape = Scrape(workers.node)
+    assert scrape.get("sluice_attention_worker_failures_total", reason=reason) >= 1
+    assert scrape.get("sluice_attention_workers") == (1 if reason == "left" else 2)
+    assert scrape.get("sluice_attention_worker_tokens_total") > 0
+    assert scrape.get("sluice_requests_total", outcome="error", reason="WORKER_FAILED") == 2
+    if reason == "late":
+        time.sleep(5)  # it comes back
+
 
 
 @pytest.mark.parametrize("program", ["sluice-server", "sluice-prefill"])
