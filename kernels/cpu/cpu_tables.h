@@ -23,8 +23,8 @@ const KernelTable& PortableTable();
 const KernelTable& Avx2Table();
 const KernelTable& Avx512Bf16Table();
 
-// linear(), attention() and sparse_attention() of the path "amx"; its other operators are those of "avx512bf16".
-// REQUIRES: the process has been granted tile data (AmxPermitted()).
+// linear(), attention() and sparse_attention() of the path "amx"; its other operators are those of
+// "avx512bf16". REQUIRES: the process has been granted tile data (AmxPermitted()).
 void LinearAmx(const LinearParams& p, Worker worker);
 void AttentionAmx(const AttentionParams& p, Worker worker);
 void SparseAttentionAmx(const SparseAttentionParams& p, Worker worker);

@@ -150,9 +150,9 @@ std::string FormatJson(std::chrono::system_clock::time_point time, LogLevel leve
   return Dump(record);
 }
 
-// spdlog makes its registry at first use. Made here, before main, no thread's first line pays for it,
-// and ThreadSanitizer, blind to the guard inside Debian's libspdlog, sees no race between two first
-// lines.
+// spdlog makes its registry at first use. Made here, before main, no thread's first line pays for
+// it, and ThreadSanitizer, blind to the guard inside Debian's libspdlog, sees no race between two
+// first lines.
 [[maybe_unused]] const spdlog::logger* const made_before_any_thread = spdlog::default_logger_raw();
 
 // The fields of the record that this thread is logging. spdlog's records have no room for them, and

@@ -81,7 +81,8 @@ def test_a_node_serves_with_its_profile_and_refuses_another_ones(tiny_models, st
     prompt = golden("tiny-llama").prompt(1)
     answers = {}
     for policy in ("scout", "recall", "full"):
-        node = start("sluice-server", model, "--policy", policy, "--policy-profile", out, *shape, *memory)
+        node = start("sluice-server", model, "--policy", policy, "--policy-profile", out, *shape, *memory,
+                     "--policy-worker-deadline-seconds", "60s")
         done = run(SLUICE, "generate", "--decode", node.address, "--prompt-ids", ",".join(map(str, prompt)),
                    "--max-tokens", "8", "--temperature", "0", "--json")
         assert done.returncode == 0, done.stderr

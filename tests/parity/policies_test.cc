@@ -65,6 +65,7 @@ std::vector<Case> ExactCases() {
     Case scout{"scout, dense layers " + std::to_string(dense_layers), Covering("scout")};
     scout.policy.dense_layers = dense_layers;
     scout.policy.workers = 2;
+    scout.policy.worker_deadline = absl::Seconds(60);
     scout.policy.scout.layer_ahead = false;
     scout.policy.scout.resident_tokens = 64;
     cases.push_back(scout);

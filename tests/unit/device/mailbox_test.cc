@@ -236,12 +236,14 @@ SLUICE_TEST_ON_EVERY_DEVICE("a worker past the deadline is not waited for, and m
                             SlowWorker)
 
 void HoldingWorker(Device& device) {
-  Exchange e(device, {.channels = 1, .workers = 1, .slots = 1, .deadline = absl::Milliseconds(10)});
+  // Long enough that a worker on a busy machine has begun by then.
+  Exchange e(device,
+             {.channels = 1, .workers = 1, .slots = 1, .deadline = absl::Milliseconds(500)});
   std::atomic<bool> over{false}, over_while_held{true}, refused{false};
   std::thread worker([&] {
     while (e.mailbox().Poll(0) < 0) std::this_thread::yield();
     if (e.mailbox().Hold(0)) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      std::this_thread::sleep_for(std::chrono::milliseconds(1500));
       over_while_held = over.load();
       e.mailbox().LetGo(0);
     }

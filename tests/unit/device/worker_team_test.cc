@@ -162,7 +162,7 @@ TEST_CASE("workers in virtual time fail, come late and leave by the seed, and ro
   CHECK(count(late, MailboxError::kDeadline) > 0);
   CHECK(count(late, MailboxError::kNone) > 0);
   options.late_workers = 0;
-  options.leaving_workers = 0.05;
+  options.leaving_workers = 0.2;  // so that in 100 steps every one of them has left
   const Seen leaving = run(options);
   CHECK(count(leaving, MailboxError::kLeft) > 0);
   CHECK(leaving.errors.back() == MailboxError::kLeft);
