@@ -40,6 +40,7 @@ class ForwardingPolicy : public AttentionPolicy {
   void EndPrompt(int slot, int64_t tokens) override { policy_->EndPrompt(slot, tokens); }
   absl::Status SlotHealth(int slot) const override { return policy_->SlotHealth(slot); }
   PolicyStatistics Statistics() const override { return policy_->Statistics(); }
+  WorkerStatistics Workers() const override { return policy_->Workers(); }
   bool LooksAhead(int layer) const override { return policy_->LooksAhead(layer); }
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
     policy_->Ahead(stream, layer, predicted);

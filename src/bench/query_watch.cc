@@ -28,7 +28,7 @@ void QueryWatch::Attend(Stream& stream, int layer, kernels::AttentionParams para
   if (params.decode_rows > 0) {
     stream.Copy(At(real_, layer), params.q, static_cast<size_t>(size_) * 4);
   }
-  policy_->Attend(stream, layer, params);
+  ForwardingPolicy::Attend(stream, layer, params);
 }
 
 }  // namespace sluice

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
+#include <cstdio>
+
+#include "kernels/kernel_table.h"
 
 namespace sluice::testing {
 
@@ -52,6 +55,45 @@ fixtures::GoldenCase LongestCase(const std::string& name) {
   return *std::max_element(golden->begin(), golden->end(), [](const auto& a, const auto& b) {
     return a.prompt.size() < b.prompt.size();
   });
+}
+
+void CheckSameAsFull(const std::string& kernels, DType kv_dtype, double tolerance,
+                     const SameAsFull& check) {
+  for (const std::string& name : fixtures::TinyModels()) {
+    INFO(name << " on " << kernels);
+    const fixtures::GoldenCase golden = LongestCase(name);
+    Teacher full(fixtures::ModelDir(name), kernels, kv_dtype);
+    Teacher other(fixtures::ModelDir(name), kernels, kv_dtype, [&](PolicyOptions& options) {
+      options.host_kernels = kernels::FindKernelTable(kernels.c_str());
+      check.options(options, static_cast<int>(golden.prompt.size()));
+    });
+    size_t step = 0;
+    double worst = 0;
+    Dictate(golden, full, other, [&](const auto& want, const auto& got) {
+      const double error = RelativeError(got, want);
+      worst = std::max(worst, error);
+      CHECK(error <= tolerance);
+      ++step;
+      const bool close = step < golden.margin.size() && golden.margin[step] <= 0.05f;
+      if (!close) CHECK(Best(got) == Best(want));
+      check.step(other);
+    });
+    for (const PolicyStatistics::Layer& layer : other.policy().Statistics().layers) {
+      check.layer(layer);
+    }
+    std::printf("%s on %s: worst relative error of logits against full %.2g\n", name.c_str(),
+                kernels.c_str(), worst);
+  }
+}
+
+void CheckSameAsFullOnEveryPath(const SameAsFull& check) {
+  CheckSameAsFull("reference", DType::kFloat32, 1e-5, check);
+  for (const kernels::KernelTable* table : kernels::AvailableKernelTables()) {
+    const std::string path = table->name;
+    if (path == "reference") continue;
+    const bool rounds = table->activation_type == kernels::DType::kBFloat16;
+    CheckSameAsFull(path, DType::kBFloat16, rounds ? 2e-2 : 1e-3, check);
+  }
 }
 
 }  // namespace sluice::testing

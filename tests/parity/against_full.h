@@ -20,6 +20,21 @@ void Dictate(
     const fixtures::GoldenCase& golden, Teacher& full, Teacher& other,
     const std::function<void(const std::vector<float>&, const std::vector<float>&)>& visit);
 
+// A policy that has to give what full gives on every tiny model: its options for a prompt of that
+// length, and what else holds after every step and, at the end, of every layer.
+struct SameAsFull {
+  std::function<void(PolicyOptions& options, int prompt)> options;
+  std::function<void(Teacher& teacher)> step = [](Teacher&) {};
+  std::function<void(const PolicyStatistics::Layer& layer)> layer;
+};
+// Logits within `tolerance` (relative error), and the same tokens but where two are as good; prints
+// the worst. The policy's CPU workers compute on the same path.
+void CheckSameAsFull(const std::string& kernels, DType kv_dtype, double tolerance,
+                     const SameAsFull& check);
+// The reference with float32 caches within 1e-5, every path of this machine with bf16 ones within
+// 1e-3, or 2e-2 where activations are rounded: they round anew whatever differs in a last bit.
+void CheckSameAsFullOnEveryPath(const SameAsFull& check);
+
 double Cosine(const std::vector<float>& a, const std::vector<float>& b);
 double RelativeError(const std::vector<float>& got, const std::vector<float>& want);
 int32_t Best(const std::vector<float>& logits);

@@ -14,10 +14,12 @@ namespace sluice {
 namespace {
 
 using testing::Best;
+using testing::CheckSameAsFull;
+using testing::CheckSameAsFullOnEveryPath;
 using testing::Cosine;
 using testing::Dictate;
 using testing::LongestCase;
-using testing::RelativeError;
+using testing::SameAsFull;
 using testing::Teacher;
 
 void Recall(PolicyOptions& options, bool fetch_all) {
@@ -27,51 +29,28 @@ void Recall(PolicyOptions& options, bool fetch_all) {
   options.recall.fetch_all = fetch_all;
 }
 
-void CheckExact(const std::string& kernels, DType kv_dtype, double tolerance, bool fetch_all) {
-  for (const std::string& name : fixtures::TinyModels()) {
-    INFO(name << " on " << kernels);
-    const fixtures::GoldenCase golden = LongestCase(name);
-    Teacher full(fixtures::ModelDir(name), kernels, kv_dtype);
-    Teacher recall(fixtures::ModelDir(name), kernels, kv_dtype, [&](PolicyOptions& options) {
-      Recall(options, fetch_all);
-      options.budget_tokens = options.max_context;
-    });
-    size_t step = 0;
-    double worst = 0;
-    Dictate(golden, full, recall, [&](const auto& want, const auto& got) {
-      const double error = RelativeError(got, want);
-      worst = std::max(worst, error);
-      CHECK(error <= tolerance);
-      // The tokens are the same ones, but where two are as good.
-      ++step;
-      const bool close = step < golden.margin.size() && golden.margin[step] <= 0.05f;
-      if (!close) CHECK(Best(got) == Best(want));
-    });
-    for (const PolicyStatistics::Layer& layer : recall.policy().Statistics().layers) {
-      CHECK(layer.recalled == layer.missing);
-      // All but the ring is fetched; or what has left it, once.
-      CHECK((fetch_all ? layer.HitRate() < 0.5 : layer.HitRate() > 0.9));
-    }
-    std::printf("%s on %s: worst relative error of logits against full %.2g\n", name.c_str(),
-                kernels.c_str(), worst);
-  }
+SameAsFull WholeContext(bool fetch_all) {
+  SameAsFull check;
+  check.options = [fetch_all](PolicyOptions& options, int) {
+    Recall(options, fetch_all);
+    options.budget_tokens = options.max_context;
+  };
+  check.layer = [fetch_all](const PolicyStatistics::Layer& layer) {
+    CHECK(layer.recalled == layer.missing);
+    // All but the ring is fetched; or what has left it, once.
+    CHECK((fetch_all ? layer.HitRate() < 0.5 : layer.HitRate() > 0.9));
+  };
+  return check;
 }
 
 }  // namespace
 
 TEST_CASE("recall with a budget of the whole context gives the logits and tokens of full") {
-  CheckExact("reference", DType::kFloat32, 1e-5, false);
-  for (const kernels::KernelTable* table : kernels::AvailableKernelTables()) {
-    const std::string path = table->name;
-    if (path == "reference") continue;
-    // Activations rounded to bf16 round anew whatever differs in a last bit.
-    const bool rounds = table->activation_type == DType::kBFloat16;
-    CheckExact(path, DType::kBFloat16, rounds ? 2e-2 : 1e-3, false);
-  }
+  CheckSameAsFullOnEveryPath(WholeContext(false));
 }
 
 TEST_CASE("fetching everything in each step gives the logits and tokens of full") {
-  CheckExact("portable", DType::kBFloat16, 1e-3, true);
+  CheckSameAsFull("portable", DType::kBFloat16, 1e-3, WholeContext(true));
 }
 
 // The mean cosine of logits with those of full, a half of the prompt's tokens being selected by

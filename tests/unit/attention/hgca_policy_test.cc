@@ -24,6 +24,7 @@ namespace {
 using kernels::GroupReduction;
 using testing::PolicyRig;
 using testing::RandomVectors;
+using testing::RelativeError;
 using Who = PolicyRig::Who;
 
 constexpr double kTolerance = 2e-3;
@@ -35,15 +36,6 @@ constexpr int Steps(int count) {
 #else
   return count;
 #endif
-}
-
-double RelativeError(const std::vector<float>& got, const std::vector<float>& want) {
-  double error = 0, norm = 0;
-  for (size_t i = 0; i < want.size(); ++i) {
-    error += (double{got[i]} - want[i]) * (double{got[i]} - want[i]);
-    norm += double{want[i]} * want[i];
-  }
-  return std::sqrt(error / norm);
 }
 
 std::unique_ptr<HgcaPolicy> MakePolicy(const PolicyOptions& options) {

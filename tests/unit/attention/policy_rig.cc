@@ -357,4 +357,13 @@ PolicyRig::Make RandomVectors(const PolicyRig::Shape& shape, float error) {
   };
 }
 
+double RelativeError(const std::vector<float>& got, const std::vector<float>& want) {
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    error += (double{got[i]} - want[i]) * (double{got[i]} - want[i]);
+    norm += double{want[i]} * want[i];
+  }
+  return std::sqrt(error / norm);
+}
+
 }  // namespace sluice::testing

@@ -112,4 +112,7 @@ class PolicyRig {
 // Random vectors, the predicted query `error` away from the real one.
 PolicyRig::Make RandomVectors(const PolicyRig::Shape& shape, float error);
 
+// ||got - want|| / ||want||.
+double RelativeError(const std::vector<float>& got, const std::vector<float>& want);
+
 }  // namespace sluice::testing

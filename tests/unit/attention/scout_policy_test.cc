@@ -22,6 +22,7 @@ namespace {
 
 using testing::PolicyRig;
 using testing::RandomVectors;
+using testing::RelativeError;
 using Who = PolicyRig::Who;
 
 constexpr int kRing = 2;  // blocks
@@ -33,15 +34,6 @@ std::unique_ptr<ScoutPolicy> MakePolicy(const PolicyOptions& options) {
   INFO(std::string(policy.status().ToString()));
   REQUIRE(policy.ok());
   return *std::move(policy);
-}
-
-double RelativeError(const std::vector<float>& got, const std::vector<float>& want) {
-  double error = 0, norm = 0;
-  for (size_t i = 0; i < want.size(); ++i) {
-    error += (double{got[i]} - want[i]) * (double{got[i]} - want[i]);
-    norm += double{want[i]} * want[i];
-  }
-  return std::sqrt(error / norm);
 }
 
 // The kernels' queries may be rounded to bf16 on their way to a product.
