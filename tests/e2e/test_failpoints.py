@@ -13,88 +13,16 @@ from pathlib import Path
 
 import grpc
 import pytest
+from failpoint_lab import LONG, PACE, Lab, Stream
 from google.protobuf import duration_pb2
 from metrics_text import Scrape
 from nodes import BIN, DEVICE, ENVIRONMENT, SCALE, SLUICE, TIMEOUT_S, Node, error_of, greedy, run
-from sluice.v1 import admin_pb2, decode_pb2, ingest_pb2, prefill_pb2
+from sluice.v1 import admin_pb2, decode_pb2, prefill_pb2
 from sluice_client import rpc
-from transfers import Transfer, committed
+from transfers import committed
 
 Code = grpc.StatusCode
 TESTS = Path(__file__).resolve().parents[1]
-# Steps slow enough that what runs beside a test still runs at its end; 1000 of them take 5 s or more.
-PACE = "engine.step=delay(5ms)"
-LONG = 1000
-
-
-class Stream:
-    """A Generate read to its end on a thread of its own."""
-
-    def __init__(self, node: Node, timeout: float | None = TIMEOUT_S, **request):
-        self.ids: list[int] = []
-        self.error: grpc.RpcError | None = None
-        self.call = node.decode.Generate(decode_pb2.GenerateRequest(**request), timeout=timeout)
-        self.thread = threading.Thread(target=self._read)
-        self.thread.start()
-
-    def _read(self):
-        try:
-            for message in self.call:
-                self.ids.extend(token.id for token in message.tokens)
-        except grpc.RpcError as error:
-            self.error = error
-
-    def end(self) -> "Stream":
-        self.thread.join(2 * TIMEOUT_S)
-        assert not self.thread.is_alive(), "the stream hangs"
-        return self
-
-    def wait_for_tokens(self, count: int) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(self.ids) < count and self.error is None and time.monotonic() < deadline:
-            time.sleep(0.002)
-        assert len(self.ids) >= count, self.error
-
-
-class Lab:
-    """A node whose failpoints may be set, and the answers that it gives when nothing fails."""
-
-    def __init__(self, node: Node, golden, tokens: int = LONG):
-        self.node, self.golden = node, golden
-        self.at_rest = node.held()
-        self.long = self.start(tokens).end().ids
-        assert len(self.long) == tokens
-        self.node.wait_until_held(self.at_rest)
-
-    def set(self, *terms: str, clear: bool = False, seed: int = 0) -> None:
-        self.node.admin.SetFailpoints(
-            admin_pb2.SetFailpointsRequest(terms=";".join(terms), clear=clear, seed=seed), timeout=TIMEOUT_S)
-
-    def state(self, name: str) -> admin_pb2.Failpoint:
-        answer = self.node.admin.ListFailpoints(admin_pb2.ListFailpointsRequest(), timeout=TIMEOUT_S)
-        return next(point for point in answer.failpoints if point.name == name)
-
-    def start(self, tokens: int, timeout: float | None = TIMEOUT_S, **handoff) -> Stream:
-        """`tokens` of case 0, greedy; of a transfer of its own unless `handoff` names one."""
-        if not handoff:
-            handoff = {"transfer_id": committed(self.node, self.golden, 0, max_new_tokens=tokens)}
-        return Stream(self.node, timeout, sampling=greedy(max_tokens=tokens, ignore_eos=True), **handoff)
-
-    def wait_for_transfers(self, count: int) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while self.node.capacity().transfers != count and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert self.node.capacity().transfers == count
-
-    def dram_used(self) -> int:
-        return sum(t.used_bytes for t in self.node.capacity().tiers if t.tier == "dram")
-
-    def check_good_request(self) -> None:
-        stream = self.start(24).end()
-        assert stream.error is None and stream.ids == self.long[:24]
-
-    def transfer(self, **kwargs) -> Transfer:
-        return Transfer(self.node, self.golden, 0, **kwargs)
 
 
 @pytest.fixture(scope="module")
