@@ -8,6 +8,7 @@
 #include <cuda_runtime_api.h>
 
 #include "kernels/params.h"
+#include "kernels/sparse_params.h"
 #include "kernels/weight_formula.h"
 
 namespace sluice::kernels::cuda {
@@ -39,6 +40,21 @@ cudaError_t LaunchMerge(const MergeParams& params, cudaStream_t stream);
 cudaError_t LaunchSiluMul(const SiluMulParams& params, cudaStream_t stream);
 cudaError_t LaunchSample(const SampleParams& params, cudaStream_t stream);
 cudaError_t LaunchTransfer(const TransferParams& params, cudaStream_t stream);
+
+// Sparse attention (kernels/sparse_params.h). The home is pinned memory, read and written over the
+// link; everything else lies in HBM.
+cudaError_t LaunchDigest(const DigestParams& params, cudaStream_t stream);
+cudaError_t LaunchDigestScores(const DigestScoresParams& params, cudaStream_t stream);
+cudaError_t LaunchExactScores(const ExactScoresParams& params, cudaStream_t stream);
+cudaError_t LaunchPartialKeys(const PartialKeysParams& params, cudaStream_t stream);
+cudaError_t LaunchPartialScores(const PartialScoresParams& params, cudaStream_t stream);
+cudaError_t LaunchTopK(const TopKParams& params, cudaStream_t stream);
+cudaError_t LaunchSplit(const SplitParams& params, cudaStream_t stream);
+cudaError_t LaunchRecallDue(const RecallDueParams& params, cudaStream_t stream);
+cudaError_t LaunchRecall(const RecallParams& params, cudaStream_t stream);
+cudaError_t LaunchWriteThrough(const WriteThroughParams& params, cudaStream_t stream);
+cudaError_t LaunchSparseAttention(const SparseAttentionParams& params, cudaStream_t stream);
+cudaError_t LaunchMovingAverage(const MovingAverageParams& params, cudaStream_t stream);
 
 // One piece of a batch of copies: any sizes and alignments, HBM and pinned memory in any mix.
 struct CopyPiece {

@@ -4,7 +4,7 @@
 //
 // A policy has two faces. On the engine's thread it places sequences (Admit, Grow, Release); inside
 // a step it is called by the model, layer by layer, and only enqueues work: what it needs of a
-// sequence there it reads from device tables, by slot. Append and Attend may be recorded once and
+// sequence there it reads from device tables, by slot. Ahead to EndStep may be recorded once and
 // run in many steps (Device::Record), so they decide nothing by what the host knows of the batch.
 #pragma once
 
@@ -105,6 +105,10 @@ class AttentionPolicy {
   // `layer` will be about, its own norm and projection on the input of the layer before. Layer 0's
   // are the real ones. They are overwritten by the next Ahead.
   virtual void Ahead(Stream& /*stream*/, int /*layer*/, const Queries& /*predicted*/) {}
+
+  // After a step's last operator: what the policy has on branches of the stream (Stream::Branch)
+  // comes to its end here.
+  virtual void EndStep(Stream& /*stream*/) {}
 
   // Stage of layer `layer`: RoPE, and keys and values into the cache. `params` but its cache.
   virtual void Append(Stream& stream, int layer, kernels::RopeAppendParams params) = 0;

@@ -45,6 +45,7 @@ class ForwardingPolicy : public AttentionPolicy {
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
     policy_->Ahead(stream, layer, predicted);
   }
+  void EndStep(Stream& stream) override { policy_->EndStep(stream); }
   void Append(Stream& stream, int layer, kernels::RopeAppendParams params) override {
     policy_->Append(stream, layer, params);
   }

@@ -244,6 +244,7 @@ void DenseModel::Forward(Stream& stream, const StepInputs& in, AttentionPolicy& 
     Ffn(stream, layer, all);
   }
   Logits(stream, in);
+  policy.EndStep(stream);
 }
 
 void DenseModel::Norm(Stream& stream, const float* x, const int32_t* row_index,

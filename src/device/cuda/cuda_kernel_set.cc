@@ -74,6 +74,43 @@ class CudaKernelSet : public KernelSet {
     Launch(s, cuda::LaunchTransfer, p, "transfer");
   }
 
+  void Digest(Stream& s, const kernels::DigestParams& p) override {
+    Launch(s, cuda::LaunchDigest, p, "digests");
+  }
+  void DigestScores(Stream& s, const kernels::DigestScoresParams& p) override {
+    Launch(s, cuda::LaunchDigestScores, p, "scores of digests");
+  }
+  void ExactScores(Stream& s, const kernels::ExactScoresParams& p) override {
+    Launch(s, cuda::LaunchExactScores, p, "exact scores");
+  }
+  void PartialKeys(Stream& s, const kernels::PartialKeysParams& p) override {
+    Launch(s, cuda::LaunchPartialKeys, p, "partial keys");
+  }
+  void PartialScores(Stream& s, const kernels::PartialScoresParams& p) override {
+    Launch(s, cuda::LaunchPartialScores, p, "scores of partial keys");
+  }
+  void TopK(Stream& s, const kernels::TopKParams& p) override {
+    Launch(s, cuda::LaunchTopK, p, "top-k");
+  }
+  void Split(Stream& s, const kernels::SplitParams& p) override {
+    Launch(s, cuda::LaunchSplit, p, "a split by residency");
+  }
+  void RecallDue(Stream& s, const kernels::RecallDueParams& p) override {
+    Launch(s, cuda::LaunchRecallDue, p, "a recall's decision");
+  }
+  void Recall(Stream& s, const kernels::RecallParams& p) override {
+    Launch(s, cuda::LaunchRecall, p, "a recall");
+  }
+  void WriteThrough(Stream& s, const kernels::WriteThroughParams& p) override {
+    Launch(s, cuda::LaunchWriteThrough, p, "write-through");
+  }
+  void SparseAttention(Stream& s, const kernels::SparseAttentionParams& p) override {
+    Launch(s, cuda::LaunchSparseAttention, p, "sparse attention");
+  }
+  void MovingAverage(Stream& s, const kernels::MovingAverageParams& p) override {
+    Launch(s, cuda::LaunchMovingAverage, p, "moving averages");
+  }
+
  private:
   template <typename Params>
   static void Launch(Stream& stream, cudaError_t (*launch)(const Params&, cudaStream_t),
