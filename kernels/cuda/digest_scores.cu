@@ -86,10 +86,10 @@ __device__ void PutQueries(const DigestScoresParams& p, int row, int kv_head, in
   }
 }
 
-// 16 bytes that this kernel reads once.
+// 16 bytes that this kernel reads once. Not .nc: an earlier kernel may write them while this waits.
 __device__ __forceinline__ uint4 LoadOnce(const unsigned char* from) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(from));
   return v;
@@ -235,7 +235,7 @@ __device__ __forceinline__ void ScoreTile(const DigestScoresParams& p, int slot,
 // bf16 digests of head_dim up to 128; a group's queries in shared memory.
 __global__ void __launch_bounds__(32 * kWarps)
     DigestScoresKernel(const __grid_constant__ DigestScoresParams p) {
-  extern __shared__ uint4 queries[];
+  extern __shared__ uint4 operands[];
   WaitForPriorKernels();
   LetNextKernelStart();
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -247,14 +247,14 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (at == end) return;
   walk.Seek(at);
   while (true) {
-    PutQueries(p, walk.row, walk.kv_head, segments, queries);
+    PutQueries(p, walk.row, walk.kv_head, segments, operands);
     __syncthreads();
     const int slot = p.slots[walk.row], units = p.positions[walk.row] / p.block_tokens;
     const int last = static_cast<int>(min(int64_t{walk.tiles}, walk.tile + (end - at)));
     float* const scores =
         p.scores + (int64_t{walk.row} * p.digests.kv_heads + walk.kv_head) * p.score_stride;
     for (int tile = walk.tile + warp; tile < last; tile += kWarps) {
-      ScoreTile(p, slot, walk.kv_head, units, tile, segments, queries, scores);
+      ScoreTile(p, slot, walk.kv_head, units, tile, segments, operands, scores);
     }
     at += last - walk.tile;
     if (at == end) return;
