@@ -17,12 +17,6 @@ cudaError_t LaunchPartialScores(const PartialScoresParams&, cudaStream_t) {
   return cudaErrorNotSupported;
 }
 cudaError_t LaunchTopK(const TopKParams&, cudaStream_t) { return cudaErrorNotSupported; }
-cudaError_t LaunchSplit(const SplitParams&, cudaStream_t) { return cudaErrorNotSupported; }
-cudaError_t LaunchRecallDue(const RecallDueParams&, cudaStream_t) { return cudaErrorNotSupported; }
-cudaError_t LaunchRecall(const RecallParams&, cudaStream_t) { return cudaErrorNotSupported; }
-cudaError_t LaunchWriteThrough(const WriteThroughParams&, cudaStream_t) {
-  return cudaErrorNotSupported;
-}
 cudaError_t LaunchSparseAttention(const SparseAttentionParams&, cudaStream_t) {
   return cudaErrorNotSupported;
 }
