@@ -3,20 +3,12 @@
 
 namespace sluice::kernels::cuda {
 
-cudaError_t LaunchDigest(const DigestParams&, cudaStream_t) { return cudaErrorNotSupported; }
-cudaError_t LaunchDigestScores(const DigestScoresParams&, cudaStream_t) {
-  return cudaErrorNotSupported;
-}
-cudaError_t LaunchExactScores(const ExactScoresParams&, cudaStream_t) {
-  return cudaErrorNotSupported;
-}
 cudaError_t LaunchPartialKeys(const PartialKeysParams&, cudaStream_t) {
   return cudaErrorNotSupported;
 }
 cudaError_t LaunchPartialScores(const PartialScoresParams&, cudaStream_t) {
   return cudaErrorNotSupported;
 }
-cudaError_t LaunchTopK(const TopKParams&, cudaStream_t) { return cudaErrorNotSupported; }
 cudaError_t LaunchSparseAttention(const SparseAttentionParams&, cudaStream_t) {
   return cudaErrorNotSupported;
 }
