@@ -42,7 +42,7 @@ PolicyOptions OptionsOf(const PolicyWorld& world, const std::string& name) {
 
 // Kernels that move K and V over the link and compute nothing, by the begin of their names.
 bool OnlyMoves(const std::string& kernel) {
-  for (const char* name : {"Transfer", "WriteThrough", "CopyBatch"}) {
+  for (const char* name : {"Transfer", "WriteThrough", "CopyRows", "CopyBatch"}) {
     if (absl::StartsWith(kernel, name)) return true;
   }
   return false;
