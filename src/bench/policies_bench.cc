@@ -230,6 +230,7 @@ class PoliciesBench {
       out_.Print(FloorLine(run, rates_, base));
       report_.details["runs"][next_json_++].update(FloorJson(run, rates_, base));
     }
+    out_.Print(ScoutRatios(runs));
     return absl::OkStatus();
   }
 

@@ -124,6 +124,26 @@ std::string FloorLine(const PolicyRun& run, const StepTraffic& rates, const Poli
                                            100 * ratios.measured / ratios.floors));
 }
 
+std::string ScoutRatios(const std::vector<PolicyRun>& runs) {
+  std::string out;
+  for (const PolicyRun& scout : runs) {
+    if (scout.policy != "scout") continue;
+    std::string line;
+    for (const PolicyRun& other : runs) {
+      const bool same = scout.largest ? other.largest : other.batch == scout.batch;
+      if (&other == &scout || !same) continue;
+      absl::StrAppendFormat(&line, "%s %.2f x %s", line.empty() ? "" : ",",
+                            scout.tokens_per_second() / other.tokens_per_second(), other.policy);
+    }
+    if (line.empty()) continue;
+    absl::StrAppend(
+        &out, "scout at ",
+        scout.largest ? "the largest batch of each" : absl::StrCat("batch ", scout.batch), ":",
+        line, "\n");
+  }
+  return out;
+}
+
 json FloorJson(const PolicyRun& run, const StepTraffic& rates, const PolicyRun* full) {
   const StepFloor floor = FloorOf(run.step_bytes, rates);
   json out = {{"step_bytes", ToJson(run.step_bytes)},

@@ -16,6 +16,7 @@ namespace sluice {
 namespace {
 
 constexpr int kWindows = 4;
+constexpr int kMostTracedSteps = 16;  // some 2,000 slices each
 
 EngineRunOptions RunOptions(const std::vector<Context>& contexts, int batch, int steps,
                             PagePool* dram) {
@@ -201,6 +202,7 @@ absl::StatusOr<PolicyRun> RunPolicy(const PolicyWorld& world, const std::string&
   run.step_bytes = BytesOfStep(*world.model, *policy, run.statistics, batch,
                                run.context + 0.5 * kWindows * steps);
   if (trace == nullptr) return run;
+  options.steps = std::min(steps, kMostTracedSteps);
   SLUICE_ASSIGN_OR_RETURN(
       *trace, TraceSteps(options, world.slots, world.device, world.model, world.hbm, policy.get()));
   run.idle_share = IdleShare(*trace);

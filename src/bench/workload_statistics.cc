@@ -73,7 +73,9 @@ class Watcher {
     std::unique_ptr<Watcher> watcher(new Watcher(world, context));
     SLUICE_ASSIGN_OR_RETURN(const auto reader, ContextReader::Create(world.device));
     for (int layer = 0; layer < watcher->config_.layers; ++layer) {
-      watcher->keys_.push_back(KeysOf(context, world.model->cache_layout(), layer, *reader));
+      watcher->keys_.emplace_back();
+      if (layer % watcher->stride_ != 0) continue;
+      watcher->keys_.back() = KeysOf(context, world.model->cache_layout(), layer, *reader);
     }
     return watcher;
   }
@@ -109,10 +111,19 @@ class Watcher {
         blocks_(static_cast<int>(context.tokens.size()) / block_),
         count_(std::min(world.options.budget_tokens / block_, blocks_)),
         tokens_(context.tokens.size()),
+        stride_(StrideOf(config_, tokens_)),
         first_(static_cast<size_t>(config_.layers * config_.kv_heads)),
         last_(first_.size()) {
     SLUICE_CHECK(config_.head_dim % 16 == 0);
     out_.layers.resize(static_cast<size_t>(config_.layers));
+  }
+
+  // So that the host keeps 2 GiB of keys at most: homes have the rest of its memory.
+  static int StrideOf(const ModelConfig& config, size_t tokens) {
+    constexpr int64_t kMostBytes = int64_t{2} << 30;
+    const int64_t bytes = int64_t{config.layers} * config.kv_heads * config.head_dim *
+                          static_cast<int64_t>(tokens * sizeof(uint16_t));
+    return static_cast<int>((bytes + kMostBytes - 1) / kMostBytes);
   }
 
   void StepLayer(int layer, const QueryWatch& watch) {
@@ -123,6 +134,7 @@ class Watcher {
                             watch.predicted(layer).data() + head * dim, dim) /
                      config_.heads;
     }
+    if (layer % stride_ != 0) return;
     double change = 0, away = 0;
     for (int head = 0; head < config_.kv_heads; ++head) {
       const auto at = static_cast<size_t>(layer * config_.kv_heads + head);
@@ -168,6 +180,7 @@ class Watcher {
   const ModelConfig config_;
   const int block_, blocks_, count_;
   const size_t tokens_;
+  const int stride_;                         // every so many layers' blocks are looked at
   std::vector<std::vector<uint16_t>> keys_;  // by layer
   std::vector<Blocks> first_, last_;         // [layer][kv head]
   int steps_ = 0;
@@ -185,17 +198,25 @@ double WorkloadStatistics::MeanCosine() const {
 
 double WorkloadStatistics::MeanChange() const {
   double sum = 0;
-  for (const Layer& layer : layers) sum += layer.change;
-  return sum / static_cast<double>(layers.size());
+  int looked_at = 0;
+  for (const Layer& layer : layers) {
+    if (layer.away.empty()) continue;
+    sum += layer.change;
+    ++looked_at;
+  }
+  return looked_at == 0 ? 0 : sum / looked_at;
 }
 
 std::vector<double> WorkloadStatistics::MeanAway() const {
-  std::vector<double> mean(layers.front().away.size());
+  std::vector<double> mean;
+  int looked_at = 0;
   for (const Layer& layer : layers) {
-    for (size_t i = 0; i < mean.size(); ++i) {
-      mean[i] += layer.away[i] / static_cast<double>(layers.size());
-    }
+    if (layer.away.empty()) continue;
+    mean.resize(layer.away.size());
+    for (size_t i = 0; i < mean.size(); ++i) mean[i] += layer.away[i];
+    ++looked_at;
   }
+  for (double& share : mean) share /= looked_at;
   return mean;
 }
 

@@ -79,7 +79,7 @@ PARTS: dict[str, list[Run]] = {
     "quality": [Run("quality", ("full", "scout", "recall", "recall-fetch-all", "hgca", "oracle", "ends",
                                 "random"), (2048, 4096, 8000), quality=True, dense_layers=2)],
     "drift": [Run("drift", ("scout", "recall", "recall-fetch-all"), (32768,), batches=(4,), given_batches=True,
-                  most=4, drifts=(0.005, 0.01, 0.02, 0.04), distinct=1, steps=32, trace=False,
+                  most=4, drifts=(0.005, 0.01, 0.014, 0.02, 0.04), distinct=1, steps=32, trace=False,
                   dram_gib=24)],
 }
 
