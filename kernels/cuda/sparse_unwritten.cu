@@ -23,11 +23,5 @@ cudaError_t LaunchRecall(const RecallParams&, cudaStream_t) { return cudaErrorNo
 cudaError_t LaunchWriteThrough(const WriteThroughParams&, cudaStream_t) {
   return cudaErrorNotSupported;
 }
-cudaError_t LaunchSparseAttention(const SparseAttentionParams&, cudaStream_t) {
-  return cudaErrorNotSupported;
-}
-cudaError_t LaunchMovingAverage(const MovingAverageParams&, cudaStream_t) {
-  return cudaErrorNotSupported;
-}
 
 }  // namespace sluice::kernels::cuda
