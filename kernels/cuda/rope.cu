@@ -161,8 +161,9 @@ cudaError_t LaunchRopeTable(const RopeTableParams& p, cudaStream_t stream) {
 
 cudaError_t LaunchRopeAppend(const RopeAppendParams& p, cudaStream_t stream) {
   const PagedCache& c = p.cache;
+  const bool appends = c.kv_heads > 0;  // queries alone have no cache
   if (p.rows < 0 || p.rows > kMaxRows || p.heads < 1 || c.kv_heads < 0 || c.head_dim < 4 ||
-      c.head_dim > kMaxHeadDim || c.head_dim % 4 != 0 || c.block_tokens < 1 ||
+      c.head_dim > kMaxHeadDim || c.head_dim % 4 != 0 || (appends && c.block_tokens < 1) ||
       !AreAligned(16, p.qkv, p.q_norm, p.k_norm, p.cos_sin, c.base, p.written)) {
     return cudaErrorInvalidValue;
   }
