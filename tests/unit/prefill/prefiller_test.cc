@@ -39,7 +39,10 @@ class LandingSink : public LayerSink {
     return node_->Land(header, payload).status();
   }
 
+  int64_t hint_tokens() const override { return hints_wanted; }
+
   std::vector<std::tuple<int, int, int>> calls;
+  int64_t hints_wanted = 0;
   size_t fail_at = 0;
 
  private:
@@ -49,18 +52,19 @@ class LandingSink : public LayerSink {
 
 struct PrefillNode {
   explicit PrefillNode(const std::string& model_dir, uint32_t chunk_tokens = 64,
-                       int64_t hbm_bytes = 8 << 20) {
+                       int64_t hbm_bytes = 8 << 20, int block_tokens = 0) {
     device = *NewCpuDevice({"auto", 2});
     Model::Options options;
     options.directory = model_dir;
     options.max_context = 1024;
     options.max_rows = static_cast<int>(std::max(chunk_tokens, 32u));
     options.max_logits = 1;
+    if (block_tokens > 0) options.block_tokens = block_tokens;
     auto loaded = Model::Load(options, device.get());
     REQUIRE(loaded.ok());
     model = *std::move(loaded);
-    auto made = Prefiller::Create({1024, chunk_tokens, 1, hbm_bytes}, device.get(), model.get(),
-                                  RealClock());
+    auto made = Prefiller::Create({1024, chunk_tokens, 1, hbm_bytes, /*hints=*/true}, device.get(),
+                                  model.get(), RealClock());
     REQUIRE(made.ok());
     prefiller = *std::move(made);
   }
@@ -109,6 +113,50 @@ TEST_CASE("what a prefill node pushes decodes as if the node had computed it its
       }
     }
   }
+}
+
+TEST_CASE(
+    "hints come as the decode node wants them, and a sequence that begins with them is warm") {
+  NodeOptions options;
+  options.model_dir = fixtures::ModelDir("tiny-llama");
+  options.max_context = 1024;
+  options.block_tokens = 16;
+  options.policy.name = "scout";
+  options.policy.budget_tokens = 8 * 16;
+  options.policy.dense_layers = 0;
+  PrefillNode prefill(options.model_dir, 64, 8 << 20, 16);
+  std::vector<int32_t> prompt;
+  for (int i = 0; i < 700; ++i) prompt.push_back(i * i % 97);
+  // Tokens of each layer's first row that the CPU attended to.
+  const auto missing = [&](bool hinted) {
+    Node node(options);
+    REQUIRE(node.policy().hint_tokens() > 0);
+    const auto reserved = node.transfers().Reserve(node.MakeManifest(prompt, 700, 2));
+    REQUIRE(reserved.ok());
+    CHECK(reserved->hint_tokens == node.policy().hint_tokens());
+    LandingSink sink(&node, reserved->transfer_id);
+    sink.hints_wanted = hinted ? reserved->hint_tokens : 0;
+    auto result = prefill.prefiller->Run(prompt, Greedy(), true, sink, Never);
+    REQUIRE(result.ok());
+    CHECK(result->hints.empty() == !hinted);
+    const absl::Status committed =
+        node.transfers()
+            .Commit(reserved->transfer_id, {*result->first_token}, nullptr, result->hints)
+            .status();
+    INFO(std::string(committed.ToString()));
+    REQUIRE(committed.ok());
+    Request request = GreedyRequest({}, 2);
+    request.handoff.transfer_id = reserved->transfer_id;
+    node.Generate(std::move(request));
+    REQUIRE(node.Quiescent());
+    int64_t sum = 0;
+    for (const PolicyStatistics::Layer& layer : node.policy().Statistics().layers) {
+      sum += layer.missing;
+    }
+    return sum;
+  };
+  const int64_t with = missing(true), without = missing(false);
+  CHECK(with < without / 2);
 }
 
 TEST_CASE("layers are pushed in order, chunk by chunk, on block boundaries") {
