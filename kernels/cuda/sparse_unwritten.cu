@@ -9,12 +9,6 @@ cudaError_t LaunchPartialKeys(const PartialKeysParams&, cudaStream_t) {
 cudaError_t LaunchPartialScores(const PartialScoresParams&, cudaStream_t) {
   return cudaErrorNotSupported;
 }
-cudaError_t LaunchSplit(const SplitParams&, cudaStream_t) { return cudaErrorNotSupported; }
-cudaError_t LaunchRecallDue(const RecallDueParams&, cudaStream_t) { return cudaErrorNotSupported; }
-cudaError_t LaunchRecall(const RecallParams&, cudaStream_t) { return cudaErrorNotSupported; }
-cudaError_t LaunchWriteThrough(const WriteThroughParams&, cudaStream_t) {
-  return cudaErrorNotSupported;
-}
 cudaError_t LaunchSparseAttention(const SparseAttentionParams&, cudaStream_t) {
   return cudaErrorNotSupported;
 }
