@@ -50,8 +50,14 @@ nlohmann::json LayerTimeline(const StepTrace& trace, int layers) {
     lengths.push_back(absl::ToDoubleSeconds((*anchors)[i] - (*anchors)[i - 1]));
   }
   const Timing length = TimingOf(lengths);
-  const size_t middle = (anchors->size() - kShownLayers) / 2;
-  const absl::Time first = (*anchors)[middle], last = (*anchors)[middle + kShownLayers];
+  // Of all stretches of three the one of median length: not the one with a step's end in it.
+  std::vector<std::pair<absl::Duration, size_t>> stretches;
+  for (size_t i = 0; i + kShownLayers < anchors->size(); ++i) {
+    stretches.emplace_back((*anchors)[i + kShownLayers] - (*anchors)[i], i);
+  }
+  std::sort(stretches.begin(), stretches.end());
+  const size_t shown = stretches[stretches.size() / 2].second;
+  const absl::Time first = (*anchors)[shown], last = (*anchors)[shown + kShownLayers];
   nlohmann::json slices = nlohmann::json::array();
   for (const TraceSlice& slice : trace.device) {
     if (slice.end <= first || slice.begin >= last) continue;

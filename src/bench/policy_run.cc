@@ -43,7 +43,8 @@ PolicyOptions OptionsOf(const PolicyWorld& world, const std::string& name) {
 
 // Kernels that move K and V over the link and compute nothing, by the begin of their names.
 bool OnlyMoves(const std::string& kernel) {
-  for (const char* name : {"Transfer", "WriteThrough", "CopyRows", "CopyBatch"}) {
+  for (const char* name : {"Transfer", "WriteThrough", "CopyRows", "CopyBatch", "transfer",
+                           "write_through", "copy_rows"}) {
     if (absl::StartsWith(kernel, name)) return true;
   }
   return false;
