@@ -73,7 +73,7 @@ class CoAttention {
 
   // Where the device writes the units to attend to, for the rows of the next Start on the channel.
   virtual kernels::UnitLists lists(int channel) const = 0;
-  // `home`: the layer's.
+  // `home`: the layer's, with a table that the host can read.
   virtual void Start(Stream& stream, int channel, const AttentionPolicy::Queries& queries,
                      const kernels::PagedCache& home) = 0;
   // o [rows][heads][head_dim] and lse [rows][heads], in device memory; `rows` as at Start.

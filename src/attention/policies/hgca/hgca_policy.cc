@@ -217,7 +217,7 @@ void HgcaPolicyImpl::AttendSparse(Stream& stream, int layer, const Queries& quer
                                   kernels::DType out_type) {
   SLUICE_CHECK(queries.rows <= max_rows_);
   // Line 12, beside what follows.
-  co_attention_->Start(stream, layer, queries, tier().Home(layer));
+  co_attention_->Start(stream, layer, queries, tier().HostHome(layer));
   if (layer == tier().options().dense_layers) ListWindow(stream, queries);
   const int32_t* const counts = workspace_.counts.as<int32_t>() + int64_t{max_rows_} * kv().heads;
   const kernels::PagedCache cache = tier().Places(layer);

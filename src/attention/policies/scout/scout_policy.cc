@@ -83,7 +83,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
   // Algorithm 1, lines 5 to 7, of layer i + 1; the model has made the queries of line 4.
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
     Select(stream, layer, predicted);
-    workers_.Start(stream, layer, predicted, tier().Home(layer));
+    workers_.Start(stream, layer, predicted, tier().HostHome(layer));
   }
 
  protected:
@@ -95,7 +95,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
     // Without looking ahead everything is of the real queries, and the CPU begins only now.
     if (!LooksAhead(layer)) {
       Select(stream, layer, queries);
-      workers_.Start(stream, layer, queries, tier().Home(layer));
+      workers_.Start(stream, layer, queries, tier().HostHome(layer));
     }
     AttendResident(stream, layer, queries);
     const int64_t values = int64_t{queries.rows} * queries.heads;
