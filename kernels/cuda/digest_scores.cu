@@ -21,6 +21,7 @@
 #include "kernels/cuda/attention_tile.cuh"
 #include "kernels/cuda/group_scores.cuh"
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/tile_walk.cuh"
 
 namespace sluice::kernels::cuda {
 namespace {
@@ -131,70 +132,6 @@ struct DigestTile {
   }
 };
 
-// Two scores of neighbouring heads, and those of the other lanes with the same row, as one.
-__device__ __forceinline__ float Reduce(float a, float b, int head, int group, bool largest) {
-  if (largest) {
-    float x = fmaxf(head < group ? a : -INFINITY, head + 1 < group ? b : -INFINITY);
-    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-  }
-  float x = (head < group ? a : 0.0f) + (head + 1 < group ? b : 0.0f);
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
-// The tiles of all lists in order: rows, then heads. A list has one for every 16 blocks that it
-// scores, the newest included.
-struct TileWalk {
-  const DigestScoresParams& p;
-  int row = 0, kv_head = 0, tile = 0;  // where it is
-  int tiles = 0;                       // of the list
-
-  __device__ int TilesOfList(int r) const {
-    return r < p.rows && p.slots[r] >= 0 ? p.positions[r] / p.block_tokens / kTileRows + 1 : 0;
-  }
-
-  // Called by whole warps. The number of all tiles.
-  __device__ int64_t Count() const {
-    int64_t sum = 0;
-    for (int r = static_cast<int>(threadIdx.x) % 32; r < p.rows; r += 32) sum += TilesOfList(r);
-    for (int lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
-    return sum * p.digests.kv_heads;
-  }
-  // Goes to tile `index` < Count().
-  __device__ void Seek(int64_t index) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    int64_t before = 0;
-    for (int first = 0;; first += 32) {
-      const int64_t mine = int64_t{TilesOfList(first + lane)} * p.digests.kv_heads;
-      int64_t through = mine;
-      for (int step = 1; step < 32; step *= 2) {
-        const int64_t other = __shfl_up_sync(0xffffffffu, through, step);
-        if (lane >= step) through += other;
-      }
-      const unsigned beyond = __ballot_sync(0xffffffffu, before + through > index);
-      if (beyond == 0) {
-        before += __shfl_sync(0xffffffffu, through, 31);
-        continue;
-      }
-      const int found = __ffs(static_cast<int>(beyond)) - 1;
-      row = first + found;
-      before += __shfl_sync(0xffffffffu, through - mine, found);
-      break;
-    }
-    tiles = TilesOfList(row);
-    kv_head = static_cast<int>((index - before) / tiles);
-    tile = static_cast<int>((index - before) % tiles);
-  }
-  __device__ void NextList() {
-    tile = 0;
-    if (++kv_head < p.digests.kv_heads) return;
-    kv_head = 0;
-    do tiles = TilesOfList(++row);
-    while (tiles == 0 && row < p.rows);
-  }
-};
-
 // Scores of blocks [16 tile, 16 tile + 16) of a list.
 __device__ __forceinline__ void ScoreTile(const DigestScoresParams& p, int slot, int kv_head,
                                           int units, int tile, int segments, const uint4* queries,
@@ -217,8 +154,8 @@ __device__ __forceinline__ void ScoreTile(const DigestScoresParams& p, int slot,
       float of_heads[4];
       digests.Score(queries + first / kTileHeads * 64 * segments, segments, of_heads);
       const int head = first + lane % 4 * 2;
-      const float a = Reduce(of_heads[0], of_heads[1], head, group, largest);
-      const float b = Reduce(of_heads[2], of_heads[3], head, group, largest);
+      const float a = ReduceHeads(of_heads[0], of_heads[1], head, group, largest);
+      const float b = ReduceHeads(of_heads[2], of_heads[3], head, group, largest);
       upper_score = largest ? fmaxf(upper_score, a) : upper_score + a;
       lower_score = largest ? fmaxf(lower_score, b) : lower_score + b;
     }
@@ -240,7 +177,11 @@ __global__ void __launch_bounds__(32 * kWarps)
   LetNextKernelStart();
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int segments = p.digests.dim / kSegment;
-  TileWalk walk{p};
+  // A list has a tile for every 16 blocks that it scores, the newest included.
+  const auto tiles_of = [&p](int row) {
+    return p.slots[row] < 0 ? 0 : p.positions[row] / p.block_tokens / kTileRows + 1;
+  };
+  TileWalk walk(tiles_of, p.rows, p.digests.kv_heads);
   const int64_t count = walk.Count();
   int64_t at = count * blockIdx.x / gridDim.x;
   const int64_t end = count * (blockIdx.x + 1) / gridDim.x;

@@ -3,12 +3,6 @@
 
 namespace sluice::kernels::cuda {
 
-cudaError_t LaunchPartialKeys(const PartialKeysParams&, cudaStream_t) {
-  return cudaErrorNotSupported;
-}
-cudaError_t LaunchPartialScores(const PartialScoresParams&, cudaStream_t) {
-  return cudaErrorNotSupported;
-}
 cudaError_t LaunchSparseAttention(const SparseAttentionParams&, cudaStream_t) {
   return cudaErrorNotSupported;
 }
