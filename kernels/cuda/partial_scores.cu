@@ -238,7 +238,7 @@ __device__ __forceinline__ void ScoreRows(const PartialScoresParams& p, const La
 }
 
 // bf16 partial keys of an even rank up to kMaxRank, whose pages begin on multiples of 16 bytes.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     PartialScoresKernel(const __grid_constant__ PartialScoresParams p, const Layout layout) {
   extern __shared__ __align__(16) unsigned char shared[];
   WaitForPriorKernels();
