@@ -32,6 +32,12 @@ class CudaKernelSet : public KernelSet {
           absl::StrCat("block_tokens: expected a multiple of ", cuda::kBlockTokensStep,
                        " with --device cuda, found ", shape.block_tokens));
     }
+    if (shape.head_dim % cuda::kAttentionDimStep != 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("head_dim: the GPU's attention takes multiples of ", cuda::kAttentionDimStep,
+                       ", found ", shape.head_dim, ": run with --device cpu"));
+    }
+    SLUICE_RETURN_IF_ERROR(AtMost("head_dim", cuda::kMaxAttentionDim, shape.head_dim));
     SLUICE_RETURN_IF_ERROR(AtMost("hidden_size", cuda::kMaxNormDim, shape.hidden_size));
     return AtMost("vocab_size", cuda::kMaxVocabulary, shape.vocab_size);
   }
@@ -74,6 +80,8 @@ class CudaKernelSet : public KernelSet {
     Launch(s, cuda::LaunchTransfer, p, "transfer");
   }
 
+  bool HasSparse() const override { return true; }
+  int32_t MaxRecallPlaces() const override { return cuda::kMaxRecallPlaces; }
   void Digest(Stream& s, const kernels::DigestParams& p) override {
     Launch(s, cuda::LaunchDigest, p, "digests");
   }
