@@ -10,9 +10,8 @@ static_assert(kMaxNewTokens <= kBlockTokensStep, "see DecodeKernel: what it read
 bool IsValid(const AttentionParams& p) {
   const PagedCache& c = p.cache;
   return p.rows >= 0 && p.decode_rows >= 0 && p.decode_rows <= p.rows && c.kv_heads > 0 &&
-         p.heads > 0 && p.heads % c.kv_heads == 0 && c.head_dim > 0 &&
-         c.head_dim <= kMaxAttentionDim && c.head_dim % kAttentionDimStep == 0 &&
-         c.block_tokens > 0 && c.block_tokens % kBlockTokensStep == 0;
+         p.heads > 0 && p.heads % c.kv_heads == 0 && c.head_dim > 0 && c.head_dim <= 256 &&
+         c.head_dim % 16 == 0 && c.block_tokens > 0 && c.block_tokens % kBlockTokensStep == 0;
 }
 
 // What the tensor-core kernels compute; the rest is left to the plain one. The choice depends on

@@ -16,8 +16,6 @@ namespace sluice::kernels::cuda {
 // Limits of these operators that the contract has not.
 inline constexpr int32_t kMaxNormDim = 16384;       // RmsNormParams::dim
 inline constexpr int32_t kMaxVocabulary = 390000;   // SampleParams::vocab
-inline constexpr int32_t kAttentionDimStep = 16;    // PagedCache::head_dim is a multiple of it
-inline constexpr int32_t kMaxAttentionDim = 256;    // PagedCache::head_dim
 inline constexpr int32_t kBlockTokensStep = 16;     // PagedCache::block_tokens is a multiple of it
 inline constexpr int32_t kMaxRecallPlaces = 16384;  // ResidencyTable::count - ring, of Recall
 
