@@ -210,15 +210,17 @@ class PoliciesBench {
     if (options_.statistics > 0) SLUICE_RETURN_IF_ERROR(RunStatistics(contexts));
     out_.Print("\n" + RunHeader());
     std::vector<PolicyRun> runs;
+    absl::Status health;
     for (const std::string& policy : policies_) {
       const absl::Status status = RunOnePolicy(policy, contexts, &runs);
       if (status.ok()) continue;
-      // The others are still worth their time, unless nothing runs any more.
-      SLUICE_RETURN_IF_ERROR(world_.device->Health());
       clock_.Pause();
       out_.Print(absl::StrCat(policy, ": ", status.ToString(), "\n"));
       report_.details["failures"].push_back(
           {{"policy", policy}, {"context", context}, {"status", status.ToString()}});
+      // The others are still worth their time, unless nothing runs any more.
+      health = world_.device->Health();
+      if (!health.ok()) break;
     }
     // Full at its largest batch is what all are held against.
     const auto full = std::find_if(runs.begin(), runs.end(), [](const PolicyRun& run) {
@@ -231,7 +233,7 @@ class PoliciesBench {
       report_.details["runs"][next_json_++].update(FloorJson(run, rates_, base));
     }
     out_.Print(ScoutRatios(runs));
-    return absl::OkStatus();
+    return health;
   }
 
   absl::Status RunOnePolicy(const std::string& policy, const std::vector<Context>& contexts,

@@ -21,7 +21,7 @@ LARGE = "configs/models/qwen3-14b"
 SMALL = "configs/models/topic-drift-small"
 WINDOWS = 4  # of sluice-bench policies
 SPARE_TOKENS = 67  # that it decodes before its windows and may decode after them
-EVERYONE = ("full", "scout", "recall", "recall-fetch-all", "hgca-mean", "hgca")
+EVERYONE = ("full", "scout", "recall-fetch-all", "hgca-mean", "recall", "hgca")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def _hgca_quality() -> tuple[str, ...]:
 
 PARTS: dict[str, list[Run]] = {
     # Everyone at the largest batch and at full's own.
-    "main64k": [Run("64k", (*EVERYONE[:4], "recall:budget=20%", *EVERYONE[4:]), (65536,), batches=(2,))],
+    "main64k": [Run("64k", (*EVERYONE, "recall:budget=20%"), (65536,), batches=(2,))],
     # On one GPU of a host with 256 GiB.
     "big64k": [Run("64k-256gib", ("full", "scout"), (65536,), batches=(2,), most=24, dram_gib=220)],
     "budgets": [Run("contexts", ("full", "scout", "scout:budget=1024", "recall-fetch-all", "hgca-mean"),
