@@ -7,11 +7,17 @@
 // (attention_decode.cuh, whose tiles these are), and streams them through a ring of its own in
 // shared memory. The warps meet once, at the list's end: both blocks read all eight results out of
 // each other's shared memory, add them in the order of the warps, and write half of the elements
-// each. So there is no scratch and no second kernel, the arithmetic knows nothing but the list, and
-// two blocks fit an SM: up to 132 lists run at once, none waits for the start of another.
+// each. So there is no scratch and no second kernel, and the arithmetic knows nothing but the list.
 //
-// Units may be single tokens, so every row of K and V is copied by its own address, 16 bytes a
-// lane; neighbouring tokens of a block are neighbouring rows.
+// A slice of a unit of whole slices is one tile of the copy engine's; in other lists every token's
+// rows are copied by their own address, 16 bytes a lane.
+//
+// Measured on an H200, 40/8 heads of 128, blocks of 32, back to back in a graph, pages in any order
+// (sluice-sparse-attention-bench), as the share of what a plain kernel reads of the same size: 10
+// rows x 1,900 tokens of places 60 % (31.5 us), 8 rows 74 % (21.2 us), 20 rows 75 % (48.3 us), one
+// row 24 % (14.7 us); 10 rows x 512 tokens 54 % (12.0 us); 10 rows x 2,048 single tokens 61 % (33.5
+// us). A block alone on its SM reads 43 GB/s (4 rows x 16,384 tokens: 64 blocks, 63 %), so SMs that
+// have two blocks where others have one set the time at 10 rows.
 #include <bit>
 #include <limits>
 
