@@ -57,7 +57,10 @@ constexpr int kTileRows = 16;
 constexpr int kTileHeads = 8;
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kBlocksPerSm = 3;
+#ifndef VARIANT
+#define VARIANT 3
+#endif
+constexpr int kBlocksPerSm = VARIANT;
 constexpr int kSegment = 32;  // elements of a row that four lanes load at a time: 64 bytes
 constexpr int kMaxShared = 48 << 10;
 
@@ -198,9 +201,11 @@ struct TileWalk {
     kv_head = static_cast<int>(begin - before) / Tiles();
     tile = static_cast<int>(begin - before) - kv_head * Tiles();
   }
-  // To the list after this one, `scored` tiles further. REQUIRES: there are some left.
-  __device__ void NextList(int scored) {
-    left -= scored;
+  // This block's tiles of the list.
+  __device__ int Here() const { return min(Tiles() - tile, left); }
+  // To the list after this one. REQUIRES: more are left than Here().
+  __device__ void NextList() {
+    left -= Here();
     tile = 0;
     if (++kv_head < p.digests.kv_heads) return;
     kv_head = 0;
@@ -211,9 +216,10 @@ struct TileWalk {
 
  private:
   __device__ uint32_t TilesOfRow(int r) const {
-    if (r >= p.rows || p.slots[r] < 0) return 0;
-    return static_cast<uint32_t>((p.positions[r] / p.block_tokens / kTileRows + 1) *
-                                 p.digests.kv_heads);
+    const int at = min(r, p.rows - 1);
+    const int of_slot = p.slots[at], position = p.positions[at];  // both on their way at once
+    if (r >= p.rows || of_slot < 0) return 0;
+    return static_cast<uint32_t>((position / p.block_tokens / kTileRows + 1) * p.digests.kv_heads);
   }
   __device__ void EnterRow() {
     slot = p.slots[row];
@@ -249,46 +255,82 @@ __device__ __forceinline__ void ScoreTile(const DigestScoresParams& p,
   if (lower <= units) scores[lower] = lower < units ? lower_score : -INFINITY;
 }
 
-// bf16 digests of head_dim 16 * segments. Shared: queries, [ceil(group / 8)][2 * segments][32].
+// A list, and which of its tiles are this block's.
+struct ListPart {
+  int slot, kv_head, units, tile, tiles;
+  const float* q;
+  float* scores;
+};
+
+__device__ ListPart PartAt(const TileWalk& walk) {
+  const DigestScoresParams& p = walk.p;
+  const int64_t group = p.heads / p.digests.kv_heads, dim = p.digests.dim / 2;
+  return {walk.slot,
+          walk.kv_head,
+          walk.units,
+          walk.tile,
+          walk.Here(),
+          p.q + walk.row * p.q_stride + walk.kv_head * group * dim,
+          p.scores + (int64_t{walk.row} * p.digests.kv_heads + walk.kv_head) * p.score_stride};
+}
+
+// bf16 digests of head_dim 16 * segments. Two lists at a time: for most blocks all that they have.
+// Shared: queries, [2][ceil(group / 8)][2 * segments][32].
 template <int segments>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 3)
     DigestScoresKernel(const __grid_constant__ DigestScoresParams p) {
   extern __shared__ uint4 operands[];
+  __shared__ ListPart parts[2];
   WaitForPriorKernels();
   LetNextKernelStart();
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int group = p.heads / p.digests.kv_heads, dim = p.digests.dim / 2;
+  const int list_operands = (group + kTileHeads - 1) / kTileHeads * 64 * segments;
   TileWalk walk{p};
   walk.Start();
-  if (walk.left == 0) return;
-  while (true) {
-    const int last = min(walk.Tiles(), walk.tile + walk.left);
-    const int slot = walk.slot, units = walk.units;
-    int tile = walk.tile + warp;
-    DigestTile<segments> digests;  // on its way while the queries come
-    if (tile < last && units > 0) digests.Load(p.digests, slot, walk.kv_head, units, tile);
-    const float* const q = p.q + walk.row * p.q_stride + int64_t{walk.kv_head} * group * dim;
-    for (int first = 0; first < group; first += kTileHeads) {
-      PutQueries<segments>(q + first * dim, group - first, dim, p.scale,
-                           operands + first / kTileHeads * 64 * segments);
+  while (walk.left > 0) {
+    const int of_first = walk.Here();
+    int count = of_first;
+    if (threadIdx.x == 0) parts[0] = PartAt(walk);
+    if (walk.left > of_first) {
+      walk.NextList();
+      count += walk.Here();
+      if (threadIdx.x == 0) parts[1] = PartAt(walk);
     }
     __syncthreads();
-    float* const scores =
-        p.scores + (int64_t{walk.row} * p.digests.kv_heads + walk.kv_head) * p.score_stride;
-    while (tile < last) {
-      ScoreTile(p, digests, units, tile, operands, scores);
-      tile += kWarps;
-      if (tile < last) digests.Load(p.digests, slot, walk.kv_head, units, tile);
+    const auto load = [&](DigestTile<segments>& digests, int i) {
+      const ListPart& part = parts[i < of_first ? 0 : 1];
+      if (part.units > 0) {
+        digests.Load(p.digests, part.slot, part.kv_head, part.units,
+                     part.tile + i - (i < of_first ? 0 : of_first));
+      }
+    };
+    DigestTile<segments> digests;  // on its way while the queries come
+    int i = warp;
+    if (i < count) load(digests, i);
+    for (int list = 0; list < (count > of_first ? 2 : 1); ++list) {
+      for (int first = 0; first < group; first += kTileHeads) {
+        PutQueries<segments>(parts[list].q + first * dim, group - first, dim, p.scale,
+                             operands + list * list_operands + first / kTileHeads * 64 * segments);
+      }
     }
-    if (walk.left == last - walk.tile) return;
-    walk.NextList(last - walk.tile);
-    __syncthreads();  // before other queries take these ones' place
+    __syncthreads();
+    while (i < count) {
+      const ListPart& part = parts[i < of_first ? 0 : 1];
+      ScoreTile(p, digests, part.units, part.tile + i - (i < of_first ? 0 : of_first),
+                operands + (i < of_first ? 0 : list_operands), part.scores);
+      i += kWarps;
+      if (i < count) load(digests, i);
+    }
+    if (walk.left == walk.Here()) return;
+    walk.NextList();
+    __syncthreads();  // before other lists take these ones' place
   }
 }
 
 int SharedBytes(const DigestScoresParams& p) {
   const int group = p.heads / p.digests.kv_heads;
-  return (group + kTileHeads - 1) / kTileHeads * (p.digests.dim / kSegment) * 64 *
+  return 2 * ((group + kTileHeads - 1) / kTileHeads) * (p.digests.dim / kSegment) * 64 *
          static_cast<int>(sizeof(uint4));
 }
 
