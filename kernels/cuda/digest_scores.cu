@@ -21,6 +21,7 @@
 #include "kernels/cuda/attention_tile.cuh"
 #include "kernels/cuda/group_scores.cuh"
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/tile_walk.cuh"
 
 namespace sluice::kernels::cuda {
 namespace {
@@ -57,10 +58,7 @@ constexpr int kTileRows = 16;
 constexpr int kTileHeads = 8;
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-#ifndef VARIANT
-#define VARIANT 3
-#endif
-constexpr int kBlocksPerSm = VARIANT;
+constexpr int kBlocksPerSm = 3;
 constexpr int kSegment = 32;  // elements of a row that four lanes load at a time: 64 bytes
 constexpr int kMaxShared = 48 << 10;
 
@@ -145,76 +143,6 @@ struct DigestTile {
   }
 };
 
-// The tiles of all lists in order: rows, then heads. A list has one for every 16 blocks that it
-// scores, the newest included. All methods are called by whole warps.
-struct TileWalk {
-  const DigestScoresParams& p;
-  int row = 0, kv_head = 0;  // where it is
-  int tile = 0, left = 0;    // of the list; tiles that this block has yet to score, this one too
-  int slot = 0, units = 0;   // of the row: blocks before the newest
-
-  __device__ int Tiles() const { return units / kTileRows + 1; }
-
-  // Goes to where this block's share of all tiles begins.
-  __device__ void Start() {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    uint32_t total = 0;
-    for (int first = 0; first < p.rows; first += 32) {
-      total += __reduce_add_sync(0xffffffffu, TilesOfRow(first + lane));
-    }
-    // Below 2^32: blocks of a bucket's rows.
-    const uint32_t begin = static_cast<uint32_t>(uint64_t{total} * blockIdx.x / gridDim.x);
-    const uint32_t end = static_cast<uint32_t>(uint64_t{total} * (blockIdx.x + 1) / gridDim.x);
-    left = static_cast<int>(end - begin);
-    if (left == 0) return;
-    uint32_t before = 0;
-    for (int first = 0;; first += 32) {
-      const uint32_t mine = TilesOfRow(first + lane);
-      uint32_t through = mine;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const uint32_t other = __shfl_up_sync(0xffffffffu, through, step);
-        if (lane >= step) through += other;
-      }
-      const unsigned beyond = __ballot_sync(0xffffffffu, before + through > begin);
-      if (beyond != 0) {
-        const int found = __ffs(static_cast<int>(beyond)) - 1;
-        row = first + found;
-        before += __shfl_sync(0xffffffffu, through - mine, found);
-        break;
-      }
-      before += __shfl_sync(0xffffffffu, through, 31);
-    }
-    EnterRow();
-    kv_head = static_cast<int>(begin - before) / Tiles();
-    tile = static_cast<int>(begin - before) - kv_head * Tiles();
-  }
-  // This block's tiles of the list.
-  __device__ int Here() const { return min(Tiles() - tile, left); }
-  // To the list after this one. REQUIRES: more are left than Here().
-  __device__ void NextList() {
-    left -= Here();
-    tile = 0;
-    if (++kv_head < p.digests.kv_heads) return;
-    kv_head = 0;
-    do ++row;
-    while (p.slots[row] < 0);
-    EnterRow();
-  }
-
- private:
-  __device__ uint32_t TilesOfRow(int r) const {
-    const int at = min(r, p.rows - 1);
-    const int of_slot = p.slots[at], position = p.positions[at];  // both on their way at once
-    if (r >= p.rows || of_slot < 0) return 0;
-    return static_cast<uint32_t>((position / p.block_tokens / kTileRows + 1) * p.digests.kv_heads);
-  }
-  __device__ void EnterRow() {
-    slot = p.slots[row];
-    units = p.positions[row] / p.block_tokens;
-  }
-};
-
 // Writes the scores of the blocks of a tile that was loaded, and -inf for the newest.
 template <int segments>
 __device__ __forceinline__ void ScoreTile(const DigestScoresParams& p,
@@ -245,27 +173,25 @@ __device__ __forceinline__ void ScoreTile(const DigestScoresParams& p,
 
 // A list, and which of its tiles are this block's.
 struct ListPart {
-  int slot, kv_head, units, tile, tiles;
+  int slot, kv_head, units, tile;
   const float* q;
   float* scores;
 };
 
-__device__ ListPart PartAt(const TileWalk& walk) {
-  const DigestScoresParams& p = walk.p;
+__device__ ListPart PartOf(const DigestScoresParams& p, int row, int kv_head, int tile) {
   const int64_t group = p.heads / p.digests.kv_heads, dim = p.digests.dim / 2;
-  return {walk.slot,
-          walk.kv_head,
-          walk.units,
-          walk.tile,
-          walk.Here(),
-          p.q + walk.row * p.q_stride + walk.kv_head * group * dim,
-          p.scores + (int64_t{walk.row} * p.digests.kv_heads + walk.kv_head) * p.score_stride};
+  return {p.slots[row],
+          kv_head,
+          p.positions[row] / p.block_tokens,
+          tile,
+          p.q + row * p.q_stride + kv_head * group * dim,
+          p.scores + (int64_t{row} * p.digests.kv_heads + kv_head) * p.score_stride};
 }
 
 // bf16 digests of head_dim 16 * segments. Two lists at a time: for most blocks all that they have.
 // Shared: queries, [2][ceil(group / 8)][2 * segments][32].
 template <int segments>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     DigestScoresKernel(const __grid_constant__ DigestScoresParams p) {
   extern __shared__ uint4 operands[];
   __shared__ ListPart parts[2];
@@ -274,16 +200,24 @@ __global__ void __launch_bounds__(kThreads, 3)
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int group = p.heads / p.digests.kv_heads, dim = p.digests.dim / 2;
   const int list_operands = (group + kTileHeads - 1) / kTileHeads * 64 * segments;
-  TileWalk walk{p};
-  walk.Start();
-  while (walk.left > 0) {
-    const int of_first = walk.Here();
-    int count = of_first;
-    if (threadIdx.x == 0) parts[0] = PartAt(walk);
-    if (walk.left > of_first) {
-      walk.NextList();
-      count += walk.Here();
-      if (threadIdx.x == 0) parts[1] = PartAt(walk);
+  const auto tiles_of = [&](int row) {  // for the blocks that it scores and the newest
+    const int slot = p.slots[row], position = p.positions[row];  // both on their way at once
+    return slot < 0 ? 0 : position / p.block_tokens / kTileRows + 1;
+  };
+  TileWalk walk(tiles_of, p.rows, p.digests.kv_heads);
+  const int64_t all = walk.Count(), begin = all * blockIdx.x / gridDim.x;
+  int left = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x - begin);
+  if (left == 0) return;
+  walk.Seek(begin);
+  while (true) {
+    int count = 0, of_first = 0;
+    for (int list = 0; list < 2 && left > 0; ++list) {
+      if (threadIdx.x == 0) parts[list] = PartOf(p, walk.row, walk.kv_head, walk.tile);
+      const int here = min(walk.tiles - walk.tile, left);
+      if (list == 0) of_first = here;
+      count += here;
+      left -= here;
+      if (left > 0) walk.NextList();
     }
     __syncthreads();
     const auto load = [&](DigestTile<segments>& digests, int i) {
@@ -310,8 +244,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       i += kWarps;
       if (i < count) load(digests, i);
     }
-    if (walk.left == walk.Here()) return;
-    walk.NextList();
+    if (left == 0) return;
     __syncthreads();  // before other lists take these ones' place
   }
 }
