@@ -5,8 +5,9 @@
 //
 // Moves 4 bytes a unit: 8 KB a list of 2,048 units, 256 KB a list of 65,536. What it takes is
 // latency: of memory once, and of 7 or 8 meetings of the block. Up to 4,096 units stay in
-// registers; longer lists are read 5 times from the L2 cache. The blocks of short lists are small
-// enough to run beside those of products.
+// registers; longer lists are read 5 times from the L2 cache, and are bound by one SM's
+// instructions. The blocks of short lists are small enough to run beside those of products.
+// Measured on an H200, 80 lists: 64 of 2,048 units 4.9 us, 2,048 of 65,536 with a margin 35 us.
 #include <type_traits>
 
 #include "kernels/cuda/float_keys.cuh"
