@@ -181,15 +181,13 @@ __global__ void __launch_bounds__(kThreads)
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int group = p.heads / p.digests.kv_heads, dim = p.digests.dim / 2;
   // A list has a tile for every 16 blocks that it scores, the newest included.
-  const auto tiles_of = [&p](int row) {
-    return p.slots[row] < 0 ? 0 : p.positions[row] / p.block_tokens / kTileRows + 1;
-  };
-  TileWalk walk(tiles_of, p.rows, p.digests.kv_heads);
+  const auto tiles_at = [&p](int position) { return position / p.block_tokens / kTileRows + 1; };
+  TileWalk walk(p, p.digests.kv_heads, tiles_at);
   walk.Start();
   if (walk.left == 0) return;
   while (true) {
     const int last = walk.Last();
-    const int slot = p.slots[walk.row], units = p.positions[walk.row] / p.block_tokens;
+    const int slot = walk.slot, units = walk.position / p.block_tokens;
     int tile = walk.tile + warp;
     DigestTile<segments> digests;  // on its way while the queries come
     if (tile < last && units > 0) digests.Load(p.digests, slot, walk.kv_head, units, tile);

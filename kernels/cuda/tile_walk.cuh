@@ -8,18 +8,22 @@
 
 namespace sluice::kernels::cuda {
 
-// `Tiles`: tiles_of(row), for row < rows: how many each of the row's lists has; 0: a padded row, or
-// one without any. All methods are called by whole warps.
+// `Tiles`: tiles_at(position): how many each list of a row there has, perhaps none; padded rows
+// have none. All methods are called by whole warps.
 template <typename Tiles>
 struct TileWalk {
-  Tiles tiles_of;
+  Tiles tiles_at;
+  const int32_t* slots;
+  const int32_t* positions;
   int rows, kv_heads;
-  int row = 0, kv_head = 0;  // where it is
-  int tile = 0, left = 0;    // of the list; tiles that this block has yet to do, this one too
-  int tiles = 0;             // of the list
+  int row = 0, kv_head = 0;    // where it is
+  int slot = 0, position = 0;  // of the row
+  int tile = 0, left = 0;      // of the list; tiles that this block has yet to do, this one too
+  int tiles = 0;               // of the list
 
-  __device__ TileWalk(Tiles tiles_of_row, int row_count, int kv_head_count)
-      : tiles_of(tiles_of_row), rows(row_count), kv_heads(kv_head_count) {}
+  template <typename Params>
+  __device__ TileWalk(const Params& p, int of_heads, Tiles tiles)
+      : tiles_at(tiles), slots(p.slots), positions(p.positions), rows(p.rows), kv_heads(of_heads) {}
 
   // One past the last tile of the list that is this block's.
   __device__ int Last() const { return min(tiles, tile + left); }
@@ -53,7 +57,7 @@ struct TileWalk {
       }
       before += __shfl_sync(0xffffffffu, through, 31);
     }
-    tiles = tiles_of(row);
+    EnterRow();
     kv_head = static_cast<int>(begin - before) / tiles;
     tile = static_cast<int>(begin - before) - kv_head * tiles;
   }
@@ -64,13 +68,21 @@ struct TileWalk {
     tile = 0;
     if (++kv_head < kv_heads) return;
     kv_head = 0;
-    do tiles = tiles_of(++row);
-    while (tiles == 0);
+    do {
+      ++row;
+      EnterRow();
+    } while (tiles == 0);
   }
 
  private:
   __device__ uint32_t TilesOfRow(int r) const {
-    return r < rows ? static_cast<uint32_t>(tiles_of(r) * kv_heads) : 0;
+    if (r >= rows || slots[r] < 0) return 0;
+    return static_cast<uint32_t>(tiles_at(positions[r]) * kv_heads);
+  }
+  __device__ void EnterRow() {
+    slot = slots[row];
+    position = positions[row];
+    tiles = slot < 0 ? 0 : tiles_at(position);
   }
 };
 

@@ -104,6 +104,7 @@ class ResidencyBench {
     sources_ = DeviceArray<int32_t>(int64_t{kLists} * shape.selected);
     targets_ = DeviceArray<int32_t>(int64_t{kLists} * shape.selected);
     moves_ = DeviceArray<int32_t>(kLists);
+    since_ = DeviceCopy(std::vector<int32_t>(2 * kRows));
     missing_ = Lists({});
     resident_lists_ = Lists({});
     resident_places_ = DeviceArray<int32_t>(int64_t{kLists} * shape.selected);
@@ -175,8 +176,7 @@ class ResidencyBench {
     p.forget = forget;
     Check(cuda::LaunchSplit(p, stream), "split");
   }
-  void Due(cudaStream_t stream, const UnitLists& selected) {
-    if (since_ == nullptr) since_ = DeviceCopy(std::vector<int32_t>(2 * kRows));
+  void Due(cudaStream_t stream, const UnitLists& selected) const {
     RecallDueParams p{};
     p.slots = slots_;
     p.selected = selected;
