@@ -176,21 +176,22 @@ __device__ __forceinline__ void ScoreTile(const DigestScoresParams& p,
   if (lower <= units) scores[lower] = lower < units ? lower_score : -INFINITY;
 }
 
-// A list, and which of its tiles are this block's.
+// A list, and the first of its tiles that are this block's.
 struct ListPart {
   int slot, kv_head, units, tile;
   const float* q;
   float* scores;
 };
 
-__device__ ListPart PartOf(const DigestScoresParams& p, int row, int kv_head, int tile) {
+template <typename Walk>
+__device__ ListPart PartAt(const DigestScoresParams& p, const Walk& walk) {
   const int64_t group = p.heads / p.digests.kv_heads, dim = p.digests.dim / 2;
-  return {p.slots[row],
-          kv_head,
-          p.positions[row] / p.block_tokens,
-          tile,
-          p.q + row * p.q_stride + kv_head * group * dim,
-          p.scores + (int64_t{row} * p.digests.kv_heads + kv_head) * p.score_stride};
+  return {walk.slot,
+          walk.kv_head,
+          walk.position / p.block_tokens,
+          walk.tile,
+          p.q + walk.row * p.q_stride + walk.kv_head * group * dim,
+          p.scores + (int64_t{walk.row} * p.digests.kv_heads + walk.kv_head) * p.score_stride};
 }
 
 // bf16 digests of head_dim 16 * segments. Two lists at a time: for most blocks all that they have.
@@ -205,24 +206,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int group = p.heads / p.digests.kv_heads, dim = p.digests.dim / 2;
   const int list_operands = (group + kTileHeads - 1) / kTileHeads * 64 * segments;
-  const auto tiles_of = [&](int row) {  // for the blocks that it scores and the newest
-    const int slot = p.slots[row], position = p.positions[row];  // both on their way at once
-    return slot < 0 ? 0 : position / p.block_tokens / kTileRows + 1;
-  };
-  TileWalk walk(tiles_of, p.rows, p.digests.kv_heads);
-  const int64_t all = walk.Count(), begin = all * blockIdx.x / gridDim.x;
-  int left = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x - begin);
-  if (left == 0) return;
-  walk.Seek(begin);
+  // A list has a tile for every 16 blocks that it scores, the newest included.
+  const auto tiles_at = [&p](int position) { return position / p.block_tokens / kTileRows + 1; };
+  TileWalk walk(p, p.digests.kv_heads, tiles_at);
+  walk.Start();
+  if (walk.left == 0) return;
   while (true) {
-    int count = 0, of_first = 0;
-    for (int list = 0; list < 2 && left > 0; ++list) {
-      if (threadIdx.x == 0) parts[list] = PartOf(p, walk.row, walk.kv_head, walk.tile);
-      const int here = min(walk.tiles - walk.tile, left);
-      if (list == 0) of_first = here;
-      count += here;
-      left -= here;
-      if (left > 0) walk.NextList();
+    const int of_first = walk.Last() - walk.tile;
+    int count = of_first;
+    if (threadIdx.x == 0) parts[0] = PartAt(p, walk);
+    if (walk.left > of_first) {
+      walk.NextList();
+      count += walk.Last() - walk.tile;
+      if (threadIdx.x == 0) parts[1] = PartAt(p, walk);
     }
     __syncthreads();
     const auto load = [&](DigestTile<segments>& digests, int i) {
@@ -249,7 +245,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       i += kWarps;
       if (i < count) load(digests, i);
     }
-    if (left == 0) return;
+    if (walk.left == walk.Last() - walk.tile) return;
+    walk.NextList();
     __syncthreads();  // before other lists take these ones' place
   }
 }
