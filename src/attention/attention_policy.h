@@ -82,6 +82,9 @@ class AttentionPolicy {
   // Warm(slot) says when it is there. Once. `hints`: what its prefill node found important; they
   // count where nothing better is known. REQUIRES: every step that has the slot is done.
   virtual void EndPrompt(int /*slot*/, int64_t /*tokens*/, const SelectionHints& /*hints*/) {}
+  // Whether a prompt that was handed over whole, without hints, is to have its last row computed
+  // again, so that EndPrompt knows what that row attends to. The row reads all of the cache.
+  virtual bool wants_last_row() const { return false; }
   // Tokens of a layer and KV head that hints may name and EndPrompt finds places for; 0: it has no
   // use for hints.
   virtual int64_t hint_tokens() const { return 0; }

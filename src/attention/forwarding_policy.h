@@ -40,6 +40,7 @@ class ForwardingPolicy : public AttentionPolicy {
   void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override {
     policy_->EndPrompt(slot, tokens, hints);
   }
+  bool wants_last_row() const override { return policy_->wants_last_row(); }
   int64_t hint_tokens() const override { return policy_->hint_tokens(); }
   absl::Status SlotHealth(int slot) const override { return policy_->SlotHealth(slot); }
   PolicyStatistics Statistics() const override { return policy_->Statistics(); }

@@ -59,6 +59,10 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
   sequence.length = static_cast<int64_t>(sequence.tokens.size());
   // A cache that covers every token recomputes the last one, whose logits choose the next.
   sequence.cached = std::min(sequence.context_length, sequence.length - 1);
+  // A row of the prompt, which chooses nothing: its keys and values are there, and written again.
+  if (parts_.policy->wants_last_row() && sequence.hints.empty()) {
+    sequence.cached = std::min(sequence.cached, sequence.prompt_length - 1);
+  }
 }
 
 bool EngineImpl::Emit(Sequence& sequence, const OutputToken& token, absl::Time now) {

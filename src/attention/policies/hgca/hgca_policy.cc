@@ -89,6 +89,7 @@ class HgcaPolicyImpl : public HgcaPolicy {
     return HgcaPolicy::Admit(slot, context, total, promise, home);
   }
 
+  bool wants_last_row() const override { return options().recompute_last; }
   // An append's selection is a part of its working set.
   void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override {
     HgcaPolicy::EndPrompt(slot, tokens, hints);

@@ -66,6 +66,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
   PolicyStatistics Statistics() const override { return counters_.Sum(); }
   const float* parts_lse(int layer) const override { return lse(layer); }
 
+  bool wants_last_row() const override { return options().recompute_last; }
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                  absl::Span<const int32_t> positions) override {
     OffloadPolicy::BeginStep(stream, slots, positions);
