@@ -2,6 +2,7 @@
 
 #include <catch2/catch.hpp>
 
+#include "src/attention/forwarding_policy.h"
 #include "src/base/crc32c.h"
 #include "src/base/error.h"
 #include "src/device/cpu/cpu_device.h"
@@ -115,48 +116,69 @@ TEST_CASE("what a prefill node pushes decodes as if the node had computed it its
   }
 }
 
-TEST_CASE(
-    "hints come as the decode node wants them, and a sequence that begins with them is warm") {
+// Keeps what a sequence's prompt ended with.
+class HintWatch : public ForwardingPolicy {
+ public:
+  using ForwardingPolicy::ForwardingPolicy;
+  void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override {
+    seen = hints;
+    ForwardingPolicy::EndPrompt(slot, tokens, hints);
+  }
+  SelectionHints seen;
+};
+
+TEST_CASE("hints are what the decode node's policy takes, and come to it with the sequence") {
   NodeOptions options;
   options.model_dir = fixtures::ModelDir("tiny-llama");
   options.max_context = 1024;
   options.block_tokens = 16;
-  options.policy.name = "scout";
-  options.policy.budget_tokens = 8 * 16;
   options.policy.dense_layers = 0;
+  HintWatch* watch = nullptr;
+  options.watch = [&](AttentionPolicy* policy) {
+    auto made = std::make_unique<HintWatch>(policy);
+    watch = made.get();
+    return made;
+  };
   PrefillNode prefill(options.model_dir, 64, 8 << 20, 16);
   std::vector<int32_t> prompt;
   for (int i = 0; i < 700; ++i) prompt.push_back(i * i % 97);
-  // Tokens of each layer's first row that the CPU attended to.
-  const auto missing = [&](bool hinted) {
-    Node node(options);
-    REQUIRE(node.policy().hint_tokens() > 0);
-    const auto reserved = node.transfers().Reserve(node.MakeManifest(prompt, 700, 2));
-    REQUIRE(reserved.ok());
-    CHECK(reserved->hint_tokens == node.policy().hint_tokens());
-    LandingSink sink(&node, reserved->transfer_id);
-    sink.hints_wanted = hinted ? reserved->hint_tokens : 0;
-    auto result = prefill.prefiller->Run(prompt, Greedy(), true, sink, Never);
-    REQUIRE(result.ok());
-    CHECK(result->hints.empty() == !hinted);
-    const absl::Status committed =
-        node.transfers()
-            .Commit(reserved->transfer_id, {*result->first_token}, nullptr, result->hints)
-            .status();
-    INFO(std::string(committed.ToString()));
-    REQUIRE(committed.ok());
-    Request request = GreedyRequest({}, 2);
-    request.handoff.transfer_id = reserved->transfer_id;
-    node.Generate(std::move(request));
-    REQUIRE(node.Quiescent());
-    int64_t sum = 0;
-    for (const PolicyStatistics::Layer& layer : node.policy().Statistics().layers) {
-      sum += layer.missing;
+  for (const int budget_blocks : {8, 64}) {
+    for (const char* policy : {"scout", "recall", "full"}) {
+      INFO(policy << " " << budget_blocks);
+      options.policy.name = policy;
+      options.policy.budget_tokens = budget_blocks * 16;
+      Node node(options);
+      CHECK((node.policy().hint_tokens() > 0) == (options.policy.name != "full"));
+      const auto reserved = node.transfers().Reserve(node.MakeManifest(prompt, 700, 2));
+      REQUIRE(reserved.ok());
+      CHECK(reserved->hint_tokens == node.policy().hint_tokens());
+      LandingSink sink(&node, reserved->transfer_id);
+      sink.hints_wanted = reserved->hint_tokens;
+      auto result = prefill.prefiller->Run(prompt, Greedy(), true, sink, Never);
+      REQUIRE(result.ok());
+      const SelectionHints sent = result->hints;
+      const absl::Status committed =
+          node.transfers()
+              .Commit(reserved->transfer_id, {*result->first_token}, nullptr, sent)
+              .status();
+      INFO(std::string(committed.ToString()));
+      REQUIRE(committed.ok());
+      Request request = GreedyRequest({}, 2);
+      request.handoff.transfer_id = reserved->transfer_id;
+      CHECK(node.Generate(std::move(request)).ids.size() == 2);
+      REQUIRE(node.Quiescent());
+      const CacheKind& kind = node.model().cache_layout().kinds[0];
+      const size_t lists = static_cast<size_t>(node.model().cache_layout().layers * kind.heads);
+      CHECK(sent.entries.size() == (reserved->hint_tokens > 0 ? lists : 0));
+      if (options.policy.name == "full") continue;
+      REQUIRE(watch->seen.entries.size() == lists);
+      for (size_t i = 0; i < lists; ++i) {
+        CHECK(sent.entries[i].units.size() ==
+              static_cast<size_t>(std::min<int64_t>(reserved->hint_tokens / 16, 44)));
+        CHECK(watch->seen.entries[i].units == sent.entries[i].units);
+      }
     }
-    return sum;
-  };
-  const int64_t with = missing(true), without = missing(false);
-  CHECK(with < without / 2);
+  }
 }
 
 TEST_CASE("layers are pushed in order, chunk by chunk, on block boundaries") {
