@@ -9,11 +9,5 @@ cudaError_t LaunchPartialKeys(const PartialKeysParams&, cudaStream_t) {
 cudaError_t LaunchPartialScores(const PartialScoresParams&, cudaStream_t) {
   return cudaErrorNotSupported;
 }
-cudaError_t LaunchSparseAttention(const SparseAttentionParams&, cudaStream_t) {
-  return cudaErrorNotSupported;
-}
-cudaError_t LaunchMovingAverage(const MovingAverageParams&, cudaStream_t) {
-  return cudaErrorNotSupported;
-}
 
 }  // namespace sluice::kernels::cuda
