@@ -142,18 +142,6 @@ struct DigestTile {
   }
 };
 
-// Two scores of neighbouring heads, and those of the other lanes with the same row, as one.
-__device__ __forceinline__ float Reduce(float a, float b, int head, int group, bool largest) {
-  if (largest) {
-    float x = fmaxf(head < group ? a : -INFINITY, head + 1 < group ? b : -INFINITY);
-    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-  }
-  float x = (head < group ? a : 0.0f) + (head + 1 < group ? b : 0.0f);
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
 // The tiles of all lists in order: rows, then heads. A list has one for every 16 blocks that it
 // scores, the newest included. All methods are called by whole warps.
 struct TileWalk {
@@ -234,8 +222,8 @@ __device__ __forceinline__ void ScoreTile(const DigestScoresParams& p,
     float of_heads[4];
     digests.Score(queries + first / kTileHeads * 64 * segments, of_heads);
     const int head = first + lane % 4 * 2;
-    const float a = Reduce(of_heads[0], of_heads[1], head, group, largest);
-    const float b = Reduce(of_heads[2], of_heads[3], head, group, largest);
+    const float a = ReduceHeads(of_heads[0], of_heads[1], head, group, largest);
+    const float b = ReduceHeads(of_heads[2], of_heads[3], head, group, largest);
     upper_score = largest ? fmaxf(upper_score, a) : upper_score + a;
     lower_score = largest ? fmaxf(lower_score, b) : lower_score + b;
   }
