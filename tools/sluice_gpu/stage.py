@@ -24,8 +24,9 @@ MODEL = "smollm2-135m-instruct"
 # Of bin/: what runs there. Whatever else is named *_test and has no CUDA case stays here.
 PROGRAMS = ("sluice-server", "sluice-prefill", "sluice-bench", "sluice-make-fixture")
 TESTS = ("sluice_kernels_test", "device_test", "engine_test", "engine_allocation_test", "attention_test",
-         "prefill_test", "server_test", "model_files_test", "parity_tiny_models_test",
-         "parity_smollm2_test")
+         "co_attention_test", "hgca_test", "recall_policy_test", "scout_policy_test", "prefill_test",
+         "server_test", "model_files_test", "parity_tiny_models_test", "parity_policies_test",
+         "parity_hgca_test", "parity_recall_test", "parity_scout_test", "parity_smollm2_test")
 CUDA_PROGRAMS = ("*cuda*_test", "sluice-*-bench")
 # In every Linux of glibc, the driver's, or too large: cuBLAS is the GPU machine's own, if it has one.
 # What is named here is not carried.
