@@ -34,7 +34,7 @@ SYSTEM_LIBRARIES = re.compile(r"^(ld-linux.*|libc|libm|libdl|librt|libpthread|li
                               r"libcuda|libnvidia-.*|libcublas|libcublasLt|linux-vdso)\.so")
 # Loaded by name when it is asked for: sluice-bench's trace.
 CUPTI = "libcupti.so.13"
-SOURCES = ("tools/sluice_client", "tests/fixtures", "tests/e2e", "configs/models/qwen3-8b",
+SOURCES = ("tools/sluice_client", "tests/fixtures", "tests/e2e", "configs/models",
            ".venv/sluice_stubs")
 FILES = ("tests/conftest.py", "tests/pytest.ini")
 # Pure Python that dequantises the weights and that the end-to-end tests import, for a machine that
