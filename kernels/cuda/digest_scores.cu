@@ -21,6 +21,7 @@
 #include "kernels/cuda/attention_tile.cuh"
 #include "kernels/cuda/group_scores.cuh"
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/tile_walk.cuh"
 
 namespace sluice::kernels::cuda {
 namespace {
@@ -142,73 +143,6 @@ struct DigestTile {
   }
 };
 
-// The tiles of all lists in order: rows, then heads. A list has one for every 16 blocks that it
-// scores, the newest included. All methods are called by whole warps.
-struct TileWalk {
-  const DigestScoresParams& p;
-  int row = 0, kv_head = 0;  // where it is
-  int tile = 0, left = 0;    // of the list; tiles that this block has yet to score, this one too
-  int slot = 0, units = 0;   // of the row: blocks before the newest
-
-  __device__ int Tiles() const { return units / kTileRows + 1; }
-
-  // Goes to where this block's share of all tiles begins.
-  __device__ void Start() {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    uint32_t total = 0;
-    for (int first = 0; first < p.rows; first += 32) {
-      total += __reduce_add_sync(0xffffffffu, TilesOfRow(first + lane));
-    }
-    // Below 2^32: blocks of a bucket's rows.
-    const uint32_t begin = static_cast<uint32_t>(uint64_t{total} * blockIdx.x / gridDim.x);
-    const uint32_t end = static_cast<uint32_t>(uint64_t{total} * (blockIdx.x + 1) / gridDim.x);
-    left = static_cast<int>(end - begin);
-    if (left == 0) return;
-    uint32_t before = 0;
-    for (int first = 0;; first += 32) {
-      const uint32_t mine = TilesOfRow(first + lane);
-      uint32_t through = mine;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const uint32_t other = __shfl_up_sync(0xffffffffu, through, step);
-        if (lane >= step) through += other;
-      }
-      const unsigned beyond = __ballot_sync(0xffffffffu, before + through > begin);
-      if (beyond != 0) {
-        const int found = __ffs(static_cast<int>(beyond)) - 1;
-        row = first + found;
-        before += __shfl_sync(0xffffffffu, through - mine, found);
-        break;
-      }
-      before += __shfl_sync(0xffffffffu, through, 31);
-    }
-    EnterRow();
-    kv_head = static_cast<int>(begin - before) / Tiles();
-    tile = static_cast<int>(begin - before) - kv_head * Tiles();
-  }
-  // To the list after this one, `scored` tiles further. REQUIRES: there are some left.
-  __device__ void NextList(int scored) {
-    left -= scored;
-    tile = 0;
-    if (++kv_head < p.digests.kv_heads) return;
-    kv_head = 0;
-    do ++row;
-    while (p.slots[row] < 0);
-    EnterRow();
-  }
-
- private:
-  __device__ uint32_t TilesOfRow(int r) const {
-    if (r >= p.rows || p.slots[r] < 0) return 0;
-    return static_cast<uint32_t>((p.positions[r] / p.block_tokens / kTileRows + 1) *
-                                 p.digests.kv_heads);
-  }
-  __device__ void EnterRow() {
-    slot = p.slots[row];
-    units = p.positions[row] / p.block_tokens;
-  }
-};
-
 // Writes the scores of the blocks of a tile that was loaded, and -inf for the newest.
 template <int segments>
 __device__ __forceinline__ void ScoreTile(const DigestScoresParams& p,
@@ -246,12 +180,14 @@ __global__ void __launch_bounds__(kThreads)
   LetNextKernelStart();
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int group = p.heads / p.digests.kv_heads, dim = p.digests.dim / 2;
-  TileWalk walk{p};
+  // A list has a tile for every 16 blocks that it scores, the newest included.
+  const auto tiles_at = [&p](int position) { return position / p.block_tokens / kTileRows + 1; };
+  TileWalk walk(p, p.digests.kv_heads, tiles_at);
   walk.Start();
   if (walk.left == 0) return;
   while (true) {
-    const int last = min(walk.Tiles(), walk.tile + walk.left);
-    const int slot = walk.slot, units = walk.units;
+    const int last = walk.Last();
+    const int slot = walk.slot, units = walk.position / p.block_tokens;
     int tile = walk.tile + warp;
     DigestTile<segments> digests;  // on its way while the queries come
     if (tile < last && units > 0) digests.Load(p.digests, slot, walk.kv_head, units, tile);
@@ -269,7 +205,7 @@ __global__ void __launch_bounds__(kThreads)
       if (tile < last) digests.Load(p.digests, slot, walk.kv_head, units, tile);
     }
     if (walk.left == last - walk.tile) return;
-    walk.NextList(last - walk.tile);
+    walk.NextList();
     __syncthreads();  // before other queries take these ones' place
   }
 }
