@@ -96,7 +96,7 @@ class Stream {
 
   // A *branch*: a queue beside this one, for work that runs while this queue goes on. The same
   // queue for the same number, 0 <= number < kBranches, and this very stream where the device has
-  // none. After() orders the two, one way each time, also inside a recording; whatever ends a step
+  // none; a branch's branches are its stream's. After() orders the two, one way each time, also inside a recording; whatever ends a step
   // or a recording must come After() every branch that was used in it. On a stream without branches
   // the enqueued order is the order, so what is right there must be right for any that After()
   // allows.
