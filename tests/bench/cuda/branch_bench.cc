@@ -26,7 +26,7 @@ namespace sluice {
 namespace {
 
 constexpr int kLayers = 40;
-constexpr int kKernels = 10;  // of a layer
+constexpr int kKernels = 50;  // of a layer
 constexpr int kRuns = 200;
 constexpr int kRows = 10, kDim = 5120;
 
@@ -152,7 +152,7 @@ int Run() {
   Bench bench(**device);
   std::printf("%d layers of %d RMSNorms of %d x %d, medians of %d runs\n", kLayers, kKernels, kRows,
               kDim, kRuns);
-  bench.Measure("no branch", [&](Stream& s, int) { bench.Main(s, kKernels); });
+  bench.Measure("nothing beside it", [&](Stream& s, int) { bench.Main(s, kKernels); });
   bench.Measure("a fork, joined at the end alone", [&](Stream& s, int) {
     bench.Main(s, 2);
     s.Branch(0).After(s);
@@ -196,16 +196,16 @@ int Run() {
     bench.mailbox().Await(s, layer);
     bench.Main(s, kKernels - 4);
   });
-  bench.Measure("raised and awaited on a branch, joined 6 kernels later",
+  bench.Measure("raised and awaited on a branch, joined 26 kernels later",
                 [&](Stream& s, int layer) {
                   bench.Main(s, 2);
                   s.Branch(0).After(s);
                   bench.mailbox().Raise(s.Branch(0), layer);
                   bench.mailbox().Await(s.Branch(0), layer);
                   bench.Side(s.Branch(0), 1);
-                  bench.Main(s, 6);
+                  bench.Main(s, 26);
                   s.After(s.Branch(0));
-                  bench.Main(s, kKernels - 8);
+                  bench.Main(s, kKernels - 28);
                 });
   bench.Measure("raised on one branch, awaited on another, joined a layer later",
                 [&](Stream& s, int layer) {

@@ -38,7 +38,7 @@ struct Shape {
   kernels::DType type = kernels::DType::kBFloat16;
 };
 
-// What the device asks of one layer: written to lists(channel), and given to Start.
+// What the device asks of one layer.
 struct Request {
   std::vector<int32_t> units;   // [max_rows * kv_heads][capacity]
   std::vector<int32_t> counts;  // [max_rows * kv_heads]
@@ -125,7 +125,7 @@ class World {
     for (int layer = 0; layer < shape.layers; ++layer) {
       if (layer + 1 < shape.layers) Ask(s, layer + 1, rows);
       const auto l = static_cast<size_t>(layer);
-      co_attention->Finish(s, layer, rows, o[l].data(), lse[l].data());
+      co_attention->Finish(s, layer, slots.data(), rows, o[l].data(), lse[l].data());
     }
   }
   void Wait() {
@@ -254,11 +254,7 @@ class World {
   }
 
   void Ask(Stream& s, int layer, int rows) {
-    const Request& r = requests_[static_cast<size_t>(layer)];
-    const kernels::UnitLists to = co_attention->lists(layer);
-    const size_t lists = static_cast<size_t>(rows * shape.kv_heads);
-    s.Copy(to.units, r.units.data(), lists * static_cast<size_t>(shape.capacity) * sizeof(int32_t));
-    s.Copy(to.counts, r.counts.data(), lists * sizeof(int32_t));
+    Request& r = requests_[static_cast<size_t>(layer)];
     AttentionPolicy::Queries queries;
     queries.q = r.q.data();
     queries.stride = Stride();
@@ -267,7 +263,8 @@ class World {
     queries.rows = rows;
     queries.heads = shape.heads;
     queries.scale = Scale();
-    co_attention->Start(s, layer, queries, homes_[static_cast<size_t>(layer)]);
+    co_attention->Start(s, layer, queries, {r.units.data(), r.counts.data(), shape.capacity},
+                        homes_[static_cast<size_t>(layer)]);
   }
 
   double Element(int layer, int slot, int kv_head, int position, int part, int d) const {
