@@ -14,9 +14,10 @@
 namespace sluice::kernels::cuda {
 
 // Limits of these operators that the contract has not.
-inline constexpr int32_t kMaxNormDim = 16384;      // RmsNormParams::dim
-inline constexpr int32_t kMaxVocabulary = 390000;  // SampleParams::vocab
-inline constexpr int32_t kBlockTokensStep = 16;    // PagedCache::block_tokens is a multiple of it
+inline constexpr int32_t kMaxNormDim = 16384;       // RmsNormParams::dim
+inline constexpr int32_t kMaxVocabulary = 390000;   // SampleParams::vocab
+inline constexpr int32_t kBlockTokensStep = 16;     // PagedCache::block_tokens is a multiple of it
+inline constexpr int32_t kMaxRecallPlaces = 16384;  // ResidencyTable::count - ring, of Recall
 
 // out[i] = element i of the formula, for i in [0, count): the bits of FillWeights.
 cudaError_t LaunchFillWeights(const WeightFormula& formula, int64_t count, uint16_t* out,

@@ -74,7 +74,8 @@ class CoAttention {
   virtual ~CoAttention() = default;
 
   // `lists`: the units that each (row, KV head) attends to, in device memory; not read where there
-  // is a source. `home`: the layer's.
+  // is a source. `home`: the layer's, with a table that
+  // the host can read.
   virtual void Start(Stream& stream, int channel, const AttentionPolicy::Queries& queries,
                      const kernels::UnitLists& lists, const kernels::PagedCache& home) = 0;
   // o [rows][heads][head_dim] and lse [rows][heads], in device memory; `slots` and `rows` as at

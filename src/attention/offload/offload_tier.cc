@@ -16,7 +16,9 @@ class OffloadTierImpl : public OffloadTier {
  public:
   struct Buffers {
     WarmConstants constants;
-    Buffer home_tables;    // int32 [slots][layers][most_blocks], pinned
+    // int32 [slots][layers][most_blocks] of homes: for kernels, which would wait for the link at
+    // every block, and for workers; they are sent from there.
+    Buffer device_home_tables, host_home_tables;
     Buffer device_tables;  // int32 [slots][OffloadPages::entries()]
     Buffer host_tables;    // the same, where they are sent from
     Buffer device_rows;    // int32 [slots][3]: BulkRow's
@@ -86,9 +88,13 @@ class OffloadTierImpl : public OffloadTier {
     s.total = total;
     WriteHomeTable(slot);
     WriteTable(slot);
-    const auto at = static_cast<size_t>(slot * pages_.entries());
-    copy_stream_->Copy(buffers_.device_tables.as<int32_t>() + at, Table(slot),
-                       static_cast<size_t>(pages_.entries()) * sizeof(int32_t));
+    const auto send = [&](const Buffer& target, const Buffer& source, int64_t entries) {
+      const int64_t at = slot * entries;
+      copy_stream_->Copy(target.as<int32_t>() + at, source.as<int32_t>() + at,
+                         static_cast<size_t>(entries) * sizeof(int32_t));
+    };
+    send(buffers_.device_tables, buffers_.host_tables, pages_.entries());
+    send(buffers_.device_home_tables, buffers_.host_home_tables, home_entries());
     copy_stream_->Record(*s.placed);
     return true;
   }
@@ -142,8 +148,10 @@ class OffloadTierImpl : public OffloadTier {
   }
 
   kernels::PagedCache Home(int layer) const override {
-    return Cache(*options_.dram, buffers_.home_tables.as<int32_t>() + layer * pages_.most_blocks,
-                 pages_.layers * pages_.most_blocks);
+    return Home(layer, buffers_.device_home_tables);
+  }
+  kernels::PagedCache HostHome(int layer) const override {
+    return Home(layer, buffers_.host_home_tables);
   }
   kernels::PagedCache Dense(int layer) const override {
     SLUICE_CHECK(dense(layer));
@@ -203,6 +211,11 @@ class OffloadTierImpl : public OffloadTier {
     return buffers_.device_tables.as<int32_t>() + entry;
   }
 
+  int64_t home_entries() const { return pages_.layers * pages_.most_blocks; }  // of a slot
+  kernels::PagedCache Home(int layer, const Buffer& tables) const {
+    return Cache(*options_.dram, tables.as<int32_t>() + layer * pages_.most_blocks, home_entries());
+  }
+
   kernels::PagedCache Cache(const PagePool& pool, const int32_t* table, int64_t stride) const {
     const CacheKind& kind = pages_.kind;
     kernels::PagedCache cache;
@@ -232,10 +245,11 @@ class OffloadTierImpl : public OffloadTier {
     return out;
   }
 
-  // Read by steps and by nobody else; none has the slot now.
+  // Read by steps and by nobody else; none has the slot now. (A worker that is late for one reads
+  // the copy that it took in time, worker_share.h.)
   void WriteHomeTable(int slot) {
     const SequenceCache& home = *slots_[static_cast<size_t>(slot)].home;
-    int32_t* out = buffers_.home_tables.as<int32_t>() + slot * pages_.layers * pages_.most_blocks;
+    int32_t* out = buffers_.host_home_tables.as<int32_t>() + slot * home_entries();
     for (int layer = 0; layer < pages_.layers; ++layer, out += pages_.most_blocks) {
       const std::vector<int32_t>& pages = home.Pages(layer, kKv);
       std::copy_n(pages.begin(),
@@ -292,8 +306,9 @@ absl::StatusOr<std::unique_ptr<OffloadTier>> OffloadTier::Create(
     if (made.ok()) *buffer = *std::move(made);
     return made.status();
   };
-  SLUICE_RETURN_IF_ERROR(allocate(&buffers.home_tables, MemoryKind::kPinned,
-                                  int64_t{pages.layers} * pages.most_blocks));
+  const int64_t home_entries = int64_t{pages.layers} * pages.most_blocks;
+  SLUICE_RETURN_IF_ERROR(allocate(&buffers.device_home_tables, MemoryKind::kDevice, home_entries));
+  SLUICE_RETURN_IF_ERROR(allocate(&buffers.host_home_tables, MemoryKind::kPinned, home_entries));
   SLUICE_RETURN_IF_ERROR(allocate(&buffers.device_tables, MemoryKind::kDevice, pages.entries()));
   SLUICE_RETURN_IF_ERROR(allocate(&buffers.host_tables, MemoryKind::kPinned, pages.entries()));
   SLUICE_RETURN_IF_ERROR(allocate(&buffers.device_rows, MemoryKind::kDevice, 3));

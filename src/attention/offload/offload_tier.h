@@ -99,6 +99,8 @@ class OffloadTier {
   bool dense(int layer) const { return layer < options_.dense_layers; }
   virtual kernels::PagedCache Home(int layer) const = 0;   // by block; in pinned memory
   virtual kernels::PagedCache Dense(int layer) const = 0;  // REQUIRES: dense(layer); by block
+  // The home as CPU workers read it: its table is in the host's memory too.
+  virtual kernels::PagedCache HostHome(int layer) const = 0;
   // REQUIRES of these: !dense(layer).
   virtual kernels::PagedCache Ring(int layer) const = 0;    // by block, ring_blocks set
   virtual kernels::PagedCache Places(int layer) const = 0;  // by place of a block, ring first

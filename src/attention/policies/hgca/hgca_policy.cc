@@ -219,7 +219,7 @@ void HgcaPolicyImpl::AttendSparse(Stream& stream, int layer, const Queries& quer
   // Line 12, beside what follows.
   Stream& answers = LayerBranch(stream, layer);
   answers.After(stream);
-  co_attention_->Start(answers, layer, queries, /*lists=*/{}, tier().Home(layer));
+  co_attention_->Start(answers, layer, queries, /*lists=*/{}, tier().HostHome(layer));
   if (layer == tier().options().dense_layers) ListWindow(stream, queries);
   const int32_t* const counts = workspace_.counts.as<int32_t>() + int64_t{max_rows_} * kv().heads;
   const kernels::PagedCache cache = tier().Places(layer);

@@ -84,7 +84,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
   // Algorithm 1, lines 5 to 7, of layer i + 1; the model has made the queries of line 4.
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
     Select(stream, layer, predicted);
-    workers_.Start(stream, layer, predicted, Missing(layer), tier().Home(layer));
+    workers_.Start(stream, layer, predicted, Missing(layer), tier().HostHome(layer));
     LayerBranch(stream, layer).After(stream);
   }
 
@@ -100,7 +100,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
       // Everything is of the real queries, and the CPU begins only now.
       Select(stream, layer, queries);
       answers.After(stream);
-      workers_.Start(answers, layer, queries, Missing(layer), tier().Home(layer));
+      workers_.Start(answers, layer, queries, Missing(layer), tier().HostHome(layer));
     }
     AttendResident(stream, layer, queries);
     const int64_t values = int64_t{queries.rows} * queries.heads;
@@ -114,7 +114,6 @@ class ScoutPolicyImpl : public ScoutPolicy {
   // that it changes are read in the next step.
   void Settle(Stream& stream, int layer, const Queries& rows) override {
     ExtendDigests(stream, layer, rows);
-    if (!options().scout.recall) return;
     selection_.Bring(stream, layer, rows, Missing(layer), Due(layer), counters_.of(layer));
   }
 
