@@ -56,209 +56,220 @@ struct DigestRows {
 constexpr int kTileRows = 16;
 constexpr int kTileHeads = 8;
 constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocksPerSm = 3;
-constexpr int kSegment = 32;     // elements of a row that four lanes load at a time: 64 bytes
-constexpr int kMaxSegments = 8;  // of a row: head_dim 128
+constexpr int kSegment = 32;  // elements of a row that four lanes load at a time: 64 bytes
 constexpr int kMaxShared = 48 << 10;
 
-// B operands of the group's queries, for 8 heads and 16 places of k in each: upper parts, lower.
-__device__ void PutQueries(const DigestScoresParams& p, int row, int kv_head, int segments,
-                           uint4* queries) {
-  const int dim = p.digests.dim / 2, group = p.heads / p.digests.kv_heads;
-  const float* q = p.q + row * p.q_stride + int64_t{kv_head} * group * dim;
-  const int count = (group + kTileHeads - 1) / kTileHeads * segments * 64;
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += 32 * kWarps) {
-    const int lane = i % 32, step = i / 32 % (2 * segments);
-    const int head = i / (64 * segments) * kTileHeads + lane / 4;
+// B operands of 8 heads of the group, 32 lanes for each 16 places of k: upper parts, lower parts.
+template <int segments>
+__device__ void PutQueries(const float* q, int heads, int dim, float scale, uint4* queries) {
+  constexpr int kSteps = 2 * segments * 32 / kThreads;  // of a thread
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  float v[kSteps][4];  // all loads are on their way before the first is used
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const int step = i * kWarps + warp;
     const int element = step / 2 * kSegment + lane % 4 * 8 + step % 2 * 4;
-    const bool is_least = element < dim;
-    const float* from = q + head * dim + (is_least ? element : element - dim);
-    float v[4];
+    const float* from =
+        q + min(lane / 4, heads - 1) * dim + (element < dim ? element : element - dim);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[i][j] = from[j];
+  }
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const int step = i * kWarps + warp;
+    const bool is_least = step / 2 * kSegment + lane % 4 * 8 + step % 2 * 4 < dim;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float scaled = head < group ? from[j] * p.scale : 0.0f;
-      v[j] = (scaled < 0) == is_least ? scaled : 0.0f;
+      const float scaled = lane / 4 < heads ? v[i][j] * scale : 0.0f;
+      v[i][j] = (scaled < 0) == is_least ? scaled : 0.0f;
     }
     uint4 operand;
-    SplitBf16(v[0], v[1], operand.x, operand.z);
-    SplitBf16(v[2], v[3], operand.y, operand.w);
-    queries[i] = operand;
+    SplitBf16(v[i][0], v[i][1], operand.x, operand.z);
+    SplitBf16(v[i][2], v[i][3], operand.y, operand.w);
+    queries[step * 32 + lane] = operand;
   }
 }
 
 // 16 bytes that this kernel reads once. Not .nc: an earlier kernel may write them while this waits.
 __device__ __forceinline__ uint4 LoadOnce(const unsigned char* from) {
   uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(from));
   return v;
 }
 
 // A lane's part of 16 digest rows: rows lane / 4 and lane / 4 + 8, 16 bytes of each segment.
+template <int segments>
 struct DigestTile {
-  uint4 upper[kMaxSegments], lower[kMaxSegments];
+  uint4 upper[segments], lower[segments];
 
-  __device__ void Load(const unsigned char* upper_row, const unsigned char* lower_row,
-                       int segments) {
+  // Of blocks [16 tile, 16 tile + 16); those from `units` on are the last one before, and count
+  // nowhere. REQUIRES: units > 0.
+  __device__ __forceinline__ void Load(const PagedRows& digests, int slot, int kv_head, int units,
+                                       int tile) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int block = tile * kTileRows + lane / 4;
+    const auto* upper_row = reinterpret_cast<const unsigned char*>(
+        RowAt<__nv_bfloat16>(digests, slot, min(block, units - 1), kv_head));
+    const auto* lower_row = reinterpret_cast<const unsigned char*>(
+        RowAt<__nv_bfloat16>(digests, slot, min(block + 8, units - 1), kv_head));
 #pragma unroll
-    for (int j = 0; j < kMaxSegments; ++j) {
-      if (j < segments) {
-        upper[j] = LoadOnce(upper_row + j * 64);
-        lower[j] = LoadOnce(lower_row + j * 64);
-      }
+    for (int j = 0; j < segments; ++j) {
+      upper[j] = LoadOnce(upper_row + j * 64 + lane % 4 * 16);
+      lower[j] = LoadOnce(lower_row + j * 64 + lane % 4 * 16);
     }
   }
 
   // scores[0, 1]: of row lane / 4 and heads lane % 4 * 2 and the next; [2, 3]: of the other row.
-  __device__ void Score(const uint4* queries, int segments, float (&scores)[4]) const {
+  __device__ __forceinline__ void Score(const uint4* queries, float (&scores)[4]) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    float even[4] = {}, odd[4] = {}, low[4] = {};
+    float even[4] = {}, odd[4] = {}, low_even[4] = {}, low_odd[4] = {};
 #pragma unroll
-    for (int j = 0; j < kMaxSegments; ++j) {
-      if (j < segments) {
-        const uint4 b0 = queries[64 * j + lane], b1 = queries[64 * j + 32 + lane];
-        const uint32_t a0[4] = {upper[j].x, lower[j].x, upper[j].y, lower[j].y};
-        const uint32_t a1[4] = {upper[j].z, lower[j].z, upper[j].w, lower[j].w};
-        MultiplyAdd(even, a0, b0.x, b0.y);
-        MultiplyAdd(odd, a1, b1.x, b1.y);
-        MultiplyAdd(low, a0, b0.z, b0.w);
-        MultiplyAdd(low, a1, b1.z, b1.w);
-      }
+    for (int j = 0; j < segments; ++j) {
+      const uint4 b0 = queries[64 * j + lane], b1 = queries[64 * j + 32 + lane];
+      const uint32_t a0[4] = {upper[j].x, lower[j].x, upper[j].y, lower[j].y};
+      const uint32_t a1[4] = {upper[j].z, lower[j].z, upper[j].w, lower[j].w};
+      MultiplyAdd(even, a0, b0.x, b0.y);
+      MultiplyAdd(odd, a1, b1.x, b1.y);
+      MultiplyAdd(low_even, a0, b0.z, b0.w);
+      MultiplyAdd(low_odd, a1, b1.z, b1.w);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) scores[i] = (even[i] + odd[i]) + low[i];
+    for (int i = 0; i < 4; ++i) scores[i] = (even[i] + odd[i]) + (low_even[i] + low_odd[i]);
   }
 };
 
-// Two scores of neighbouring heads, and those of the other lanes with the same row, as one.
-__device__ __forceinline__ float Reduce(float a, float b, int head, int group, bool largest) {
-  if (largest) {
-    float x = fmaxf(head < group ? a : -INFINITY, head + 1 < group ? b : -INFINITY);
-    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-  }
-  float x = (head < group ? a : 0.0f) + (head + 1 < group ? b : 0.0f);
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
 // The tiles of all lists in order: rows, then heads. A list has one for every 16 blocks that it
-// scores, the newest included.
+// scores, the newest included. All methods are called by whole warps.
 struct TileWalk {
   const DigestScoresParams& p;
-  int row = 0, kv_head = 0, tile = 0;  // where it is
-  int tiles = 0;                       // of the list
+  int row = 0, kv_head = 0;  // where it is
+  int tile = 0, left = 0;    // of the list; tiles that this block has yet to score, this one too
+  int slot = 0, units = 0;   // of the row: blocks before the newest
 
-  __device__ int TilesOfList(int r) const {
-    return r < p.rows && p.slots[r] >= 0 ? p.positions[r] / p.block_tokens / kTileRows + 1 : 0;
-  }
+  __device__ int Tiles() const { return units / kTileRows + 1; }
 
-  // Called by whole warps. The number of all tiles.
-  __device__ int64_t Count() const {
-    int64_t sum = 0;
-    for (int r = static_cast<int>(threadIdx.x) % 32; r < p.rows; r += 32) sum += TilesOfList(r);
-    for (int lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
-    return sum * p.digests.kv_heads;
-  }
-  // Goes to tile `index` < Count().
-  __device__ void Seek(int64_t index) {
+  // Goes to where this block's share of all tiles begins.
+  __device__ void Start() {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    int64_t before = 0;
+    uint32_t total = 0;
+    for (int first = 0; first < p.rows; first += 32) {
+      total += __reduce_add_sync(0xffffffffu, TilesOfRow(first + lane));
+    }
+    // Below 2^32: blocks of a bucket's rows.
+    const uint32_t begin = static_cast<uint32_t>(uint64_t{total} * blockIdx.x / gridDim.x);
+    const uint32_t end = static_cast<uint32_t>(uint64_t{total} * (blockIdx.x + 1) / gridDim.x);
+    left = static_cast<int>(end - begin);
+    if (left == 0) return;
+    uint32_t before = 0;
     for (int first = 0;; first += 32) {
-      const int64_t mine = int64_t{TilesOfList(first + lane)} * p.digests.kv_heads;
-      int64_t through = mine;
+      const uint32_t mine = TilesOfRow(first + lane);
+      uint32_t through = mine;
+#pragma unroll
       for (int step = 1; step < 32; step *= 2) {
-        const int64_t other = __shfl_up_sync(0xffffffffu, through, step);
+        const uint32_t other = __shfl_up_sync(0xffffffffu, through, step);
         if (lane >= step) through += other;
       }
-      const unsigned beyond = __ballot_sync(0xffffffffu, before + through > index);
-      if (beyond == 0) {
-        before += __shfl_sync(0xffffffffu, through, 31);
-        continue;
+      const unsigned beyond = __ballot_sync(0xffffffffu, before + through > begin);
+      if (beyond != 0) {
+        const int found = __ffs(static_cast<int>(beyond)) - 1;
+        row = first + found;
+        before += __shfl_sync(0xffffffffu, through - mine, found);
+        break;
       }
-      const int found = __ffs(static_cast<int>(beyond)) - 1;
-      row = first + found;
-      before += __shfl_sync(0xffffffffu, through - mine, found);
-      break;
+      before += __shfl_sync(0xffffffffu, through, 31);
     }
-    tiles = TilesOfList(row);
-    kv_head = static_cast<int>((index - before) / tiles);
-    tile = static_cast<int>((index - before) % tiles);
+    EnterRow();
+    kv_head = static_cast<int>(begin - before) / Tiles();
+    tile = static_cast<int>(begin - before) - kv_head * Tiles();
   }
-  __device__ void NextList() {
+  // To the list after this one, `scored` tiles further. REQUIRES: there are some left.
+  __device__ void NextList(int scored) {
+    left -= scored;
     tile = 0;
     if (++kv_head < p.digests.kv_heads) return;
     kv_head = 0;
-    do tiles = TilesOfList(++row);
-    while (tiles == 0 && row < p.rows);
+    do ++row;
+    while (p.slots[row] < 0);
+    EnterRow();
+  }
+
+ private:
+  __device__ uint32_t TilesOfRow(int r) const {
+    if (r >= p.rows || p.slots[r] < 0) return 0;
+    return static_cast<uint32_t>((p.positions[r] / p.block_tokens / kTileRows + 1) *
+                                 p.digests.kv_heads);
+  }
+  __device__ void EnterRow() {
+    slot = p.slots[row];
+    units = p.positions[row] / p.block_tokens;
   }
 };
 
-// Scores of blocks [16 tile, 16 tile + 16) of a list.
-__device__ __forceinline__ void ScoreTile(const DigestScoresParams& p, int slot, int kv_head,
-                                          int units, int tile, int segments, const uint4* queries,
-                                          float* scores) {
+// Writes the scores of the blocks of a tile that was loaded, and -inf for the newest.
+template <int segments>
+__device__ __forceinline__ void ScoreTile(const DigestScoresParams& p,
+                                          const DigestTile<segments>& digests, int units, int tile,
+                                          const uint4* queries, float* scores) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int group = p.heads / p.digests.kv_heads;
-  const int upper = tile * kTileRows + lane / 4, lower = upper + 8;
-  float upper_score = -INFINITY, lower_score = -INFINITY;
-  if (tile * kTileRows < units) {  // else there is the newest alone
-    const auto row_at = [&](int unit) {
-      return reinterpret_cast<const unsigned char*>(
-                 RowAt<__nv_bfloat16>(p.digests, slot, min(unit, units - 1), kv_head)) +
-             lane % 4 * 16;
-    };
-    DigestTile digests;
-    digests.Load(row_at(upper), row_at(lower), segments);
-    const bool largest = p.reduction == GroupReduction::kMax;
-    if (!largest) upper_score = lower_score = 0.0f;
-    for (int first = 0; first < group; first += kTileHeads) {
-      float of_heads[4];
-      digests.Score(queries + first / kTileHeads * 64 * segments, segments, of_heads);
-      const int head = first + lane % 4 * 2;
-      const float a = Reduce(of_heads[0], of_heads[1], head, group, largest);
-      const float b = Reduce(of_heads[2], of_heads[3], head, group, largest);
-      upper_score = largest ? fmaxf(upper_score, a) : upper_score + a;
-      lower_score = largest ? fmaxf(lower_score, b) : lower_score + b;
-    }
-    if (!largest) {
-      upper_score /= static_cast<float>(group);
-      lower_score /= static_cast<float>(group);
-    }
+  const bool largest = p.reduction == GroupReduction::kMax;
+  float upper_score = largest ? -INFINITY : 0.0f, lower_score = upper_score;
+  for (int first = 0; first < group; first += kTileHeads) {
+    float of_heads[4];
+    digests.Score(queries + first / kTileHeads * 64 * segments, of_heads);
+    const int head = first + lane % 4 * 2;
+    const float a = ReduceHeads(of_heads[0], of_heads[1], head, group, largest);
+    const float b = ReduceHeads(of_heads[2], of_heads[3], head, group, largest);
+    upper_score = largest ? fmaxf(upper_score, a) : upper_score + a;
+    lower_score = largest ? fmaxf(lower_score, b) : lower_score + b;
+  }
+  if (!largest) {
+    upper_score /= static_cast<float>(group);
+    lower_score /= static_cast<float>(group);
   }
   if (lane % 4 != 0) return;
+  const int upper = tile * kTileRows + lane / 4, lower = upper + 8;
   if (upper <= units) scores[upper] = upper < units ? upper_score : -INFINITY;
   if (lower <= units) scores[lower] = lower < units ? lower_score : -INFINITY;
 }
 
-// bf16 digests of head_dim up to 128; a group's queries in shared memory.
-__global__ void __launch_bounds__(32 * kWarps)
+// bf16 digests of head_dim 16 * segments. Shared: queries, [ceil(group / 8)][2 * segments][32].
+template <int segments>
+__global__ void __launch_bounds__(kThreads)
     DigestScoresKernel(const __grid_constant__ DigestScoresParams p) {
   extern __shared__ uint4 operands[];
   WaitForPriorKernels();
   LetNextKernelStart();
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int segments = p.digests.dim / kSegment;
+  const int group = p.heads / p.digests.kv_heads, dim = p.digests.dim / 2;
   TileWalk walk{p};
-  const int64_t count = walk.Count();
-  int64_t at = count * blockIdx.x / gridDim.x;
-  const int64_t end = count * (blockIdx.x + 1) / gridDim.x;
-  if (at == end) return;
-  walk.Seek(at);
+  walk.Start();
+  if (walk.left == 0) return;
   while (true) {
-    PutQueries(p, walk.row, walk.kv_head, segments, operands);
+    const int last = min(walk.Tiles(), walk.tile + walk.left);
+    const int slot = walk.slot, units = walk.units;
+    int tile = walk.tile + warp;
+    DigestTile<segments> digests;  // on its way while the queries come
+    if (tile < last && units > 0) digests.Load(p.digests, slot, walk.kv_head, units, tile);
+    const float* const q = p.q + walk.row * p.q_stride + int64_t{walk.kv_head} * group * dim;
+    for (int first = 0; first < group; first += kTileHeads) {
+      PutQueries<segments>(q + first * dim, group - first, dim, p.scale,
+                           operands + first / kTileHeads * 64 * segments);
+    }
     __syncthreads();
-    const int slot = p.slots[walk.row], units = p.positions[walk.row] / p.block_tokens;
-    const int last = static_cast<int>(min(int64_t{walk.tiles}, walk.tile + (end - at)));
     float* const scores =
         p.scores + (int64_t{walk.row} * p.digests.kv_heads + walk.kv_head) * p.score_stride;
-    for (int tile = walk.tile + warp; tile < last; tile += kWarps) {
-      ScoreTile(p, slot, walk.kv_head, units, tile, segments, operands, scores);
+    while (tile < last) {
+      ScoreTile(p, digests, units, tile, operands, scores);
+      tile += kWarps;
+      if (tile < last) digests.Load(p.digests, slot, walk.kv_head, units, tile);
     }
-    at += last - walk.tile;
-    if (at == end) return;
-    walk.NextList();
+    if (walk.left == last - walk.tile) return;
+    walk.NextList(last - walk.tile);
     __syncthreads();  // before other queries take these ones' place
   }
 }
@@ -271,7 +282,7 @@ int SharedBytes(const DigestScoresParams& p) {
 
 bool FitsTensorCores(const DigestScoresParams& p) {
   return p.digests.type == DType::kBFloat16 && p.reduction != GroupReduction::kSoftmaxSum &&
-         p.digests.dim <= kMaxSegments * kSegment && SharedBytes(p) <= kMaxShared;
+         (p.digests.dim == 128 || p.digests.dim == 256) && SharedBytes(p) <= kMaxShared;
 }
 
 }  // namespace
@@ -289,13 +300,9 @@ cudaError_t LaunchDigestScores(const DigestScoresParams& p, cudaStream_t stream)
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   }
-  // The split of an SM's memory that products have: changing it between kernels drains the SM.
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(DigestScoresKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                 cudaSharedmemCarveoutMaxShared);
-  }
   if (error != cudaSuccess) return error;
-  return LaunchKernel(DigestScoresKernel, dim3(kBlocksPerSm * processors), dim3(32 * kWarps),
+  const auto kernel = p.digests.dim == 256 ? DigestScoresKernel<8> : DigestScoresKernel<4>;
+  return LaunchKernel(kernel, dim3(kBlocksPerSm * processors), dim3(kThreads),
                       static_cast<size_t>(SharedBytes(p)), stream, p);
 }
 

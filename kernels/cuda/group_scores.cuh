@@ -51,6 +51,18 @@ __device__ __forceinline__ float LargestOfLanes(float x) {
   return x;
 }
 
+// Two scores of neighbouring heads, and those of the other lanes with the same row, as one.
+__device__ __forceinline__ float ReduceHeads(float a, float b, int head, int group, bool largest) {
+  if (largest) {
+    float x = fmaxf(head < group ? a : -INFINITY, head + 1 < group ? b : -INFINITY);
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+  }
+  float x = (head < group ? a : 0.0f) + (head + 1 < group ? b : 0.0f);
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
 __device__ __forceinline__ float4 LoadFour(const float* x) {
   return *reinterpret_cast<const float4*>(x);
 }

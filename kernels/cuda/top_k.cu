@@ -1,10 +1,14 @@
-// TopK: exact, one thread block a list. Scores become integers of the same order; histograms of
-// their digits, of the range that the list's scores have, find the score of the k-th; then two
-// walks in order of the units count and write what is above it, and the first of what equals it.
+// TopK: exact, one thread block a list. Scores become integers of the same order; a histogram over
+// the range that the list's scores have finds the few among which the k-th is, and these are ranked
+// against each other (or another histogram splits them); then two walks in order of the units count
+// and write what is above the k-th, and the first of what equals it.
 //
-// Moves 4 bytes a unit, and reads them again from the nearest caches, 5 times or so: 8 KB a list of
-// 2,048 units, 256 KB a list of 65,536. What it takes is latency: of memory once, and of about 12
-// meetings of the block. 256 threads, or 512 for long lists, fit beside the blocks of products.
+// Moves 4 bytes a unit: 8 KB a list of 2,048 units, 256 KB a list of 65,536. What it takes is
+// latency: of memory once, and of 7 or 8 meetings of the block. Up to 4,096 units stay in
+// registers; longer lists are read 5 times from the L2 cache. The blocks of short lists are small
+// enough to run beside those of products.
+#include <type_traits>
+
 #include "kernels/cuda/float_keys.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/launch.h"
@@ -12,12 +16,10 @@
 namespace sluice::kernels::cuda {
 namespace {
 
-constexpr int kShortThreads = 256;
-constexpr int kThreads = 512;
-constexpr int kShortList = 8192;  // units
-constexpr int kAtOnce = 8;        // loads of a lane that are under way
+constexpr int kAtOnce = 8;  // scores that a lane loads, or keeps
 constexpr int kDigitBits = 11;
 constexpr int kBins = 1 << kDigitBits;
+constexpr int kRanked = 256;  // keys that are ranked at most
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 // NaN is -inf.
@@ -25,31 +27,59 @@ __device__ __forceinline__ uint32_t KeyOfScore(float score) {
   return KeyOf(isnan(score) ? -INFINITY : score);
 }
 
-// A list's units, those that scores choose among, [begin, end), and how many these choose.
+// A list's units, and those that scores choose among, [begin, end), in which `wanted` are chosen.
+// Each warp has a run of them; it reads them once and keeps their keys, or again and again.
+template <int threads, bool keeps>
 struct Candidates {
   const float* scores;
   int units, begin, end, wanted;
+  int first, last;  // this warp's units
+  uint32_t kept[keeps ? kAtOnce : 1];
 
-  // Calls visit(unit, key, is candidate) for this warp's share of the units, in order, 32 next to
-  // each other at a time; past the last unit too.
+  __device__ Candidates(const float* of_list, int count, int forced_first, int forced_last, int k)
+      : scores(of_list), units(count) {
+    begin = min(forced_first, units);
+    end = max(begin, units - forced_last);
+    wanted = k - begin - (units - end);
+    const int share = (units + threads - 1) / threads * 32;
+    first = min(static_cast<int>(threadIdx.x) / 32 * share, units);
+    last = min(first + share, units);
+    if constexpr (keeps) Load(first, kept);
+  }
+
+  // Calls visit(unit, key, is candidate) for this warp's units, in order, 32 next to each other at
+  // a time; past the last one too.
   template <typename Visit>
-  __device__ __forceinline__ void ForEach(Visit visit) const {
-    const int warps = static_cast<int>(blockDim.x) / 32;
-    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-    const int share = (units + 32 * warps - 1) / (32 * warps) * 32;
-    const int last = min((warp + 1) * share, units);
-    for (int first = warp * share; first < last; first += 32 * kAtOnce) {
-      float score[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int unit = first + 32 * i + lane;
-        score[i] = unit < last ? scores[unit] : -INFINITY;
+  __device__ __forceinline__ void ForEach(Visit visit) {
+    if constexpr (keeps) {
+      Visit32s(first, kept, visit);
+    } else {
+      for (int at = first; at < last; at += 32 * kAtOnce) {
+        uint32_t keys[kAtOnce];
+        Load(at, keys);
+        Visit32s(at, keys, visit);
       }
+    }
+  }
+
+ private:
+  template <int count>
+  __device__ __forceinline__ void Load(int from, uint32_t (&keys)[count]) const {
+    float score[count];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int unit = first + 32 * i + lane;
-        visit(unit, KeyOfScore(score[i]), unit >= begin && unit < end && unit < last);
-      }
+    for (int i = 0; i < count; ++i) {
+      const int unit = from + 32 * i + static_cast<int>(threadIdx.x) % 32;
+      score[i] = unit < last ? scores[unit] : -INFINITY;
+    }
+#pragma unroll
+    for (int i = 0; i < count; ++i) keys[i] = KeyOfScore(score[i]);
+  }
+  template <int count, typename Visit>
+  __device__ __forceinline__ void Visit32s(int from, const uint32_t (&keys)[count], Visit visit) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const int unit = from + 32 * i + static_cast<int>(threadIdx.x) % 32;
+      visit(unit, keys[i], unit >= begin && unit < min(end, last));
     }
   }
 };
@@ -62,10 +92,13 @@ struct Cut {
 };
 
 struct Shared {
-  int bins[kBins];  // zero where nobody is at work
-  int sums[kThreads / 32][2];
-  uint32_t bounds[kThreads / 32][3];
-  int digit, before, count;  // the bin that was found, what is in better ones, and in it
+  int4 bins[kBins / 4];  // zero where nobody is at work
+  int sums[32][2];
+  uint32_t bounds[32][3];
+  uint32_t ranked[kRanked];
+  int listed;
+  int bin, before, count;  // the bin that was found, what is in better ones, and in it
+  Cut cut;
 };
 
 // The least and largest keys that may be chosen; none: low > high.
@@ -73,7 +106,8 @@ struct KeyRange {
   uint32_t low, high;
 };
 
-__device__ KeyRange RangeOf(const Candidates& c, float margin, Shared& shared) {
+template <int threads, bool keeps>
+__device__ KeyRange RangeOf(Candidates<threads, keeps>& c, float margin, Shared& shared) {
   uint32_t top = 0, high = 0, low = ~0u;
   c.ForEach([&](int, uint32_t key, bool candidate) {
     top = max(top, key);
@@ -83,84 +117,125 @@ __device__ KeyRange RangeOf(const Candidates& c, float margin, Shared& shared) {
   top = __reduce_max_sync(kAllLanes, top);
   high = __reduce_max_sync(kAllLanes, high);
   low = __reduce_min_sync(kAllLanes, low);
-  uint32_t(&mine)[3] = shared.bounds[threadIdx.x / 32];
-  if (threadIdx.x % 32 == 0) {
-    mine[0] = top;
-    mine[1] = high;
-    mine[2] = low;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  if (lane == 0) {
+    shared.bounds[warp][0] = top;
+    shared.bounds[warp][1] = high;
+    shared.bounds[warp][2] = low;
   }
   __syncthreads();
-  for (int w = 0; w < static_cast<int>(blockDim.x) / 32; ++w) {
-    top = max(top, shared.bounds[w][0]);
-    high = max(high, shared.bounds[w][1]);
-    low = min(low, shared.bounds[w][2]);
-  }
+  const int other = min(lane, threads / 32 - 1);
+  top = __reduce_max_sync(kAllLanes, shared.bounds[other][0]);
+  high = __reduce_max_sync(kAllLanes, shared.bounds[other][1]);
+  low = __reduce_min_sync(kAllLanes, shared.bounds[other][2]);
   if (!isinf(margin)) low = max(low, KeyOf(FloatOf(top) - margin));
   return {low, high};
 }
 
-// Where the running sum of the bins, from the last one down, reaches `wanted`; count 0: nowhere.
-// Clears the bins.
+// Finds where the running sum of the bins, from the last one down, reaches `wanted`; count 0:
+// nowhere. Clears the bins.
+template <int threads>
 __device__ void FindBin(int wanted, Shared& shared) {
+  constexpr int kEach = kBins / threads, kVector = kEach < 4 ? 2 : 4;
+  using Vector = std::conditional_t<kVector == 4, int4, int2>;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int warps = static_cast<int>(blockDim.x) / 32;
-  const int each = kBins / static_cast<int>(blockDim.x);
-  const int first = kBins - (static_cast<int>(threadIdx.x) + 1) * each;  // of this thread's bins
-  int mine = 0;
-  for (int i = 0; i < each; ++i) mine += shared.bins[first + i];
-  int through = mine;
+  // This thread's bins, the first thread's being the last ones.
+  int* const mine =
+      reinterpret_cast<int*>(shared.bins) + kBins - (static_cast<int>(threadIdx.x) + 1) * kEach;
+  __align__(16) int bins[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; i += kVector) {
+    *reinterpret_cast<Vector*>(bins + i) = *reinterpret_cast<const Vector*>(mine + i);
+    *reinterpret_cast<Vector*>(mine + i) = Vector{};
+  }
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) sum += bins[i];
+  int through = sum;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const int other = __shfl_up_sync(kAllLanes, through, step);
     if (lane >= step) through += other;
   }
   if (lane == 31) shared.sums[warp][0] = through;
-  if (threadIdx.x == 0) shared.count = 0;
-  __syncthreads();
-  int before = through - mine;
-  for (int w = 0; w < warps; ++w) before += w < warp ? shared.sums[w][0] : 0;
-  if (before < wanted && wanted <= before + mine) {
-    int bin = first + each - 1;
-    for (; before + shared.bins[bin] < wanted; --bin) before += shared.bins[bin];
-    shared.digit = bin;
-    shared.before = before;
-    shared.count = shared.bins[bin];
+  if (threadIdx.x == 0) {
+    shared.count = 0;
+    shared.listed = 0;
   }
-  for (int i = 0; i < each; ++i) shared.bins[first + i] = 0;
+  __syncthreads();
+  const int of_warp = lane < warp ? shared.sums[lane][0] : 0;  // of those before this one
+  int before = __reduce_add_sync(kAllLanes, of_warp) + through - sum;
+  if (before < wanted && wanted <= before + sum) {
+#pragma unroll
+    for (int i = kEach - 1; i >= 0; --i) {
+      if (before < wanted && wanted <= before + bins[i]) {
+        shared.bin = kBins - (static_cast<int>(threadIdx.x) + 1) * kEach + i;
+        shared.before = before;
+        shared.count = bins[i];
+      }
+      before += bins[i];
+    }
+  }
   __syncthreads();
 }
 
+// Ranks the keys of a bin, at most kRanked: the cut that leaves `wanted` of them.
+template <int threads, bool keeps>
+__device__ Cut RankBin(Candidates<threads, keeps>& c, const KeyRange& range, int known,
+                       uint32_t prefix, int wanted, Shared& shared) {
+  const int count = shared.count;
+  c.ForEach([&](int, uint32_t key, bool candidate) {
+    if (candidate && key >= range.low && (key - range.low) >> known == prefix) {
+      shared.ranked[atomicAdd(&shared.listed, 1)] = key;
+    }
+  });
+  __syncthreads();
+  if (threadIdx.x < count) {
+    const uint32_t mine = shared.ranked[threadIdx.x];
+    int above = 0, equal = 0;
+    for (int i = 0; i < count; ++i) {
+      above += shared.ranked[i] > mine ? 1 : 0;
+      equal += shared.ranked[i] == mine ? 1 : 0;
+    }
+    // All of the equal ones write the same.
+    if (above < wanted && wanted <= above + equal) shared.cut = {mine + 1, mine, wanted - above};
+  }
+  __syncthreads();
+  return shared.cut;
+}
+
 // The cut that leaves c.wanted >= 1 candidates, or all where there are fewer.
-__device__ Cut CutOf(const Candidates& c, const KeyRange& range, Shared& shared) {
+template <int threads, bool keeps>
+__device__ Cut CutOf(Candidates<threads, keeps>& c, const KeyRange& range, Shared& shared) {
   if (range.low > range.high) return {~0u, 0, 0};
-  // Of key - low the digits from `shift` up are known to be `prefix`.
-  const int bits = 32 - __clz(static_cast<int>(range.high - range.low));
-  int known = bits, wanted = c.wanted;
+  // Of key - low the bits from `known` up are known to be `prefix`.
+  int known = 32 - __clz(static_cast<int>(range.high - range.low)), wanted = c.wanted;
   uint32_t prefix = 0;
   while (true) {
     const int shift = max(known - kDigitBits, 0);
     const uint32_t mask = (1u << (known - shift)) - 1;
     c.ForEach([&](int, uint32_t key, bool candidate) {
       const uint32_t value = key - range.low;
-      if (!candidate || key < range.low) return;
-      if (known < 32 && value >> known != prefix) return;
-      atomicAdd(&shared.bins[value >> shift & mask], 1);
+      if (!candidate || key < range.low || (known < 32 && value >> known != prefix)) return;
+      atomicAdd(reinterpret_cast<int*>(shared.bins) + (value >> shift & mask), 1);
     });
     __syncthreads();
-    FindBin(wanted, shared);
+    FindBin<threads>(wanted, shared);
     if (shared.count == 0) return {range.low, 0, 0};  // fewer than wanted
-    prefix = known < 32 ? prefix << (known - shift) : 0;
-    prefix |= static_cast<uint32_t>(shared.digit);
+    prefix = (known < 32 ? prefix << (known - shift) : 0) | static_cast<uint32_t>(shared.bin);
     wanted -= shared.before;
     known = shift;
     if (shared.count == wanted) return {range.low + (prefix << shift), 0, 0};
     if (shift == 0) return {range.low + prefix + 1, range.low + prefix, wanted};
-    // The next FindBin() writes what was read here only after a meeting.
+    if (shared.count <= kRanked) return RankBin(c, range, known, prefix, wanted, shared);
+    // What was read here is written again only after a meeting.
   }
 }
 
 // Writes what `cut` leaves to `out`, in order. Returns how many.
-__device__ int WriteChosen(const Candidates& c, const Cut& cut, int32_t* out, Shared& shared) {
+template <int threads, bool keeps>
+__device__ int WriteChosen(Candidates<threads, keeps>& c, const Cut& cut, int32_t* out,
+                           Shared& shared) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   int above = 0, equal = 0;
   c.ForEach([&](int, uint32_t key, bool candidate) {
@@ -169,20 +244,17 @@ __device__ int WriteChosen(const Candidates& c, const Cut& cut, int32_t* out, Sh
   });
   above = __reduce_add_sync(kAllLanes, above);
   equal = __reduce_add_sync(kAllLanes, equal);
-  __syncthreads();  // all have read what FindBin() left
   if (lane == 0) {
     shared.sums[warp][0] = above;
     shared.sums[warp][1] = equal;
   }
   __syncthreads();
-  int total_above = 0, total_equal = 0;
-  above = equal = 0;  // of the warps before
-  for (int w = 0; w < static_cast<int>(blockDim.x) / 32; ++w) {
-    above += w < warp ? shared.sums[w][0] : 0;
-    equal += w < warp ? shared.sums[w][1] : 0;
-    total_above += shared.sums[w][0];
-    total_equal += shared.sums[w][1];
-  }
+  const int of_lane_above = lane < threads / 32 ? shared.sums[lane][0] : 0;
+  const int of_lane_equal = lane < threads / 32 ? shared.sums[lane][1] : 0;
+  const int all_above = __reduce_add_sync(kAllLanes, of_lane_above);
+  const int all_equal = __reduce_add_sync(kAllLanes, of_lane_equal);
+  above = __reduce_add_sync(kAllLanes, lane < warp ? of_lane_above : 0);  // of the warps before
+  equal = __reduce_add_sync(kAllLanes, lane < warp ? of_lane_equal : 0);
   const unsigned before = (1u << lane) - 1;
   c.ForEach([&](int unit, uint32_t key, bool candidate) {
     const bool is_above = candidate && key >= cut.from, is_equal = candidate && key == cut.key;
@@ -195,15 +267,16 @@ __device__ int WriteChosen(const Candidates& c, const Cut& cut, int32_t* out, Sh
     above += __popc(aboves);
     equal += __popc(equals);
   });
-  return total_above + min(total_equal, cut.equals);
+  return all_above + min(all_equal, cut.equals);
 }
 
 // Grid: lists.
-__global__ void __launch_bounds__(kThreads) TopKKernel(const __grid_constant__ TopKParams p) {
+template <int threads, bool keeps>
+__global__ void __launch_bounds__(threads) TopKKernel(const __grid_constant__ TopKParams p) {
   __shared__ Shared shared;
   const int list = static_cast<int>(blockIdx.x), row = list / p.kv_heads;
-  for (int i = static_cast<int>(threadIdx.x); i < kBins; i += static_cast<int>(blockDim.x)) {
-    shared.bins[i] = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < kBins / 4; i += threads) {
+    shared.bins[i] = int4{0, 0, 0, 0};
   }
   WaitForPriorKernels();
   LetNextKernelStart();
@@ -211,23 +284,26 @@ __global__ void __launch_bounds__(kThreads) TopKKernel(const __grid_constant__ T
     if (threadIdx.x == 0) p.selected.counts[list] = 0;
     return;
   }
-  const int units = p.positions[row] / p.unit_tokens + 1;
-  const int begin = min(p.first_units, units), end = max(begin, units - p.last_units);
-  const Candidates c = {p.scores + list * p.score_stride, units, begin, end,
-                        p.k - begin - (units - end)};
+  Candidates<threads, keeps> c(p.scores + list * p.score_stride,
+                               p.positions[row] / p.unit_tokens + 1, p.first_units, p.last_units,
+                               p.k);
   int32_t* const out = p.selected.units + int64_t{list} * p.selected.capacity;
   int chosen = 0;
-  if (c.wanted > 0 && begin < end) {
+  if (c.wanted > 0 && c.begin < c.end) {
     const Cut cut = CutOf(c, RangeOf(c, p.margin, shared), shared);
-    chosen = WriteChosen(c, cut, out + begin, shared);
+    chosen = WriteChosen(c, cut, out + c.begin, shared);
   }
-  for (int i = static_cast<int>(threadIdx.x); i < begin; i += static_cast<int>(blockDim.x)) {
-    out[i] = i;
+  for (int i = static_cast<int>(threadIdx.x); i < c.begin; i += threads) out[i] = i;
+  for (int i = static_cast<int>(threadIdx.x); i < c.units - c.end; i += threads) {
+    out[c.begin + chosen + i] = c.end + i;
   }
-  for (int i = static_cast<int>(threadIdx.x); i < units - end; i += static_cast<int>(blockDim.x)) {
-    out[begin + chosen + i] = end + i;
-  }
-  if (threadIdx.x == 0) p.selected.counts[list] = begin + chosen + units - end;
+  if (threadIdx.x == 0) p.selected.counts[list] = c.begin + chosen + c.units - c.end;
+}
+
+template <int threads, bool keeps>
+cudaError_t Launch(const TopKParams& p, cudaStream_t stream) {
+  return LaunchKernel(TopKKernel<threads, keeps>, dim3(p.rows * p.kv_heads), dim3(threads), 0,
+                      stream, p);
 }
 
 }  // namespace
@@ -238,12 +314,10 @@ cudaError_t LaunchTopK(const TopKParams& p, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (p.rows == 0) return cudaSuccess;
-  // The split of an SM's memory that products have: changing it between kernels drains the SM.
-  const cudaError_t error = cudaFuncSetAttribute(
-      TopKKernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  if (error != cudaSuccess) return error;
-  return LaunchKernel(TopKKernel, dim3(p.rows * p.kv_heads),
-                      dim3(p.score_stride <= kShortList ? kShortThreads : kThreads), 0, stream, p);
+  // A list's units are at most score_stride.
+  if (p.score_stride <= 256 * kAtOnce) return Launch<256, true>(p, stream);
+  if (p.score_stride <= 512 * kAtOnce) return Launch<512, true>(p, stream);
+  return Launch<1024, false>(p, stream);
 }
 
 }  // namespace sluice::kernels::cuda

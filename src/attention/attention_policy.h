@@ -19,6 +19,7 @@
 #include "src/device/device.h"
 #include "src/kv/cache_layout.h"
 #include "src/kv/page_pool.h"
+#include "src/kv/selection_hints.h"
 #include "src/kv/sequence_cache.h"
 
 namespace sluice {
@@ -78,8 +79,12 @@ class AttentionPolicy {
   // whole prompt was handed over, else after the prompt's last step.
   virtual bool NeedsEndPrompt() const { return false; }
   // The slot's first `tokens` tokens are its prompt, and computed: starts to make its working set;
-  // Warm(slot) says when it is there. Once. REQUIRES: every step that has the slot is done.
-  virtual void EndPrompt(int /*slot*/, int64_t /*tokens*/) {}
+  // Warm(slot) says when it is there. Once. `hints`: what its prefill node found important; they
+  // count where nothing better is known. REQUIRES: every step that has the slot is done.
+  virtual void EndPrompt(int /*slot*/, int64_t /*tokens*/, const SelectionHints& /*hints*/) {}
+  // Tokens of a layer and KV head that hints may name and EndPrompt finds places for; 0: it has no
+  // use for hints.
+  virtual int64_t hint_tokens() const { return 0; }
   // Not OK: what the slot's sequence was given since Admit may be wrong, and it must end.
   virtual absl::Status SlotHealth(int /*slot*/) const { return absl::OkStatus(); }
 

@@ -37,7 +37,10 @@ class ForwardingPolicy : public AttentionPolicy {
   std::unique_ptr<SequenceCache> TakeHome(int slot) override { return policy_->TakeHome(slot); }
   int decode_rows_per_sequence() const override { return policy_->decode_rows_per_sequence(); }
   bool NeedsEndPrompt() const override { return policy_->NeedsEndPrompt(); }
-  void EndPrompt(int slot, int64_t tokens) override { policy_->EndPrompt(slot, tokens); }
+  void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override {
+    policy_->EndPrompt(slot, tokens, hints);
+  }
+  int64_t hint_tokens() const override { return policy_->hint_tokens(); }
   absl::Status SlotHealth(int slot) const override { return policy_->SlotHealth(slot); }
   PolicyStatistics Statistics() const override { return policy_->Statistics(); }
   WorkerStatistics Workers() const override { return policy_->Workers(); }

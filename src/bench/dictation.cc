@@ -83,7 +83,7 @@ absl::Status Dictation::Begin(const Context& context, int total) {
   admitted_ = true;
   SLUICE_RETURN_IF_ERROR(WaitUntilWarm());
   if (!parts_.policy->NeedsEndPrompt()) return absl::OkStatus();
-  parts_.policy->EndPrompt(kSlot, handed_over);
+  parts_.policy->EndPrompt(kSlot, handed_over, {});
   return WaitUntilWarm();
 }
 

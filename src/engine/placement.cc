@@ -165,7 +165,8 @@ void EngineImpl::EndPromptIfDone(Sequence& sequence) {
       sequence.last_step > completed_steps_) {
     return;
   }
-  parts_.policy->EndPrompt(sequence.slot, sequence.prompt_length);
+  parts_.policy->EndPrompt(sequence.slot, sequence.prompt_length, sequence.hints);
+  sequence.hints = {};
   sequence.prompt_ended = true;
 }
 

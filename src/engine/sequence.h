@@ -39,6 +39,8 @@ struct Sequence {
   std::optional<TransferTable::AttachId> attached;
   std::string transfer_id;
 
+  SelectionHints hints;  // until its working set is made
+
   // While it waits: caches of tokens [0, home_tokens), null if there are none.
   std::unique_ptr<SequenceCache> home;
   int64_t home_tokens = 0;

@@ -36,6 +36,7 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
   sequence.ready = now;
   sequence.transfer_id = std::move(ready.transfer_id);
   sequence.home = std::move(ready.home);
+  sequence.hints = std::move(ready.hints);
   sequence.home_tokens = ready.context_length;
   sequence.tokens = std::move(ready.prompt);
   sequence.prompt_length = static_cast<int64_t>(sequence.tokens.size());

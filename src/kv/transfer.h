@@ -52,6 +52,8 @@ class Transfer {
   uint64_t landed = 0;
   int landings = 0;  // ChunkLandings alive: the pages are not handed on before they are gone
   std::vector<OutputToken> first_tokens;
+  SelectionHints hints;
+  uint64_t prompt_bytes = 0;             // of prompt and hints, as the table counts them
   TransferTable::AttachId attached = 0;  // 0: no Generate yet
 
  private:

@@ -100,7 +100,8 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
   auto transfer = std::make_shared<Transfer>(NewTransferId(), m, std::move(home));
   transfer->lease = m.lease > absl::ZeroDuration() ? m.lease : options_.max_lease;
   transfer->lease_end = clock_->Now() + transfer->lease;
-  Reserved reserved{transfer->id, transfer->lease, options_.max_chunk_bytes};
+  transfer->prompt_bytes = PromptBytes(transfer->prompt_length);
+  Reserved reserved{transfer->id, transfer->lease, options_.max_chunk_bytes, options_.hint_tokens};
   {
     absl::MutexLock lock(&mutex_);
     SLUICE_RETURN_IF_ERROR(CheckRoomLocked(m));  // others came meanwhile
@@ -114,7 +115,7 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
       }
     }
     transfer->lease_entry = leases_.emplace(transfer->lease_end, transfer.get());
-    prompt_bytes_ += PromptBytes(transfer->prompt_length);
+    prompt_bytes_ += transfer->prompt_bytes;
     transfers_.emplace(transfer->id, transfer);
   }
   Wake();
@@ -129,14 +130,14 @@ absl::StatusOr<std::shared_ptr<Transfer>> TransferTable::FindLocked(const std::s
 
 absl::StatusOr<uint32_t> TransferTable::Commit(const std::string& transfer_id,
                                                std::vector<OutputToken> first_tokens,
-                                               TransferInfo* missing) {
+                                               TransferInfo* missing, SelectionHints hints) {
   absl::StatusOr<uint32_t> committed;
   {
     Ended ended(this);
     absl::MutexLock lock(&mutex_);
     const absl::Time now = clock_->Now();
     EndOverLocked(now, &ended);
-    committed = CommitLocked(transfer_id, std::move(first_tokens), missing, now);
+    committed = CommitLocked(transfer_id, std::move(first_tokens), std::move(hints), missing, now);
   }
   if (committed.ok()) Wake();
   return committed;
@@ -144,7 +145,8 @@ absl::StatusOr<uint32_t> TransferTable::Commit(const std::string& transfer_id,
 
 absl::StatusOr<uint32_t> TransferTable::CommitLocked(const std::string& transfer_id,
                                                      std::vector<OutputToken> first_tokens,
-                                                     TransferInfo* missing, absl::Time now) {
+                                                     SelectionHints hints, TransferInfo* missing,
+                                                     absl::Time now) {
   if (const auto it = taken_.find(transfer_id); it != taken_.end()) return it->second;
   SLUICE_ASSIGN_OR_RETURN(const std::shared_ptr<Transfer> transfer, FindLocked(transfer_id));
   if (transfer->state == Transfer::State::kPoisoned) return Poisoned(transfer_id);
@@ -162,6 +164,7 @@ absl::StatusOr<uint32_t> TransferTable::CommitLocked(const std::string& transfer
                                        " is outside the vocabulary of ", options_.vocab_size));
     }
   }
+  SLUICE_RETURN_IF_ERROR(CheckHintsLocked(*transfer, hints));
   RenewLocked(*transfer, now);
   if (const uint64_t lacking = transfer->blocks.size() - transfer->landed; lacking > 0) {
     std::vector<MissingRange> ranges = transfer->Missing(kCommitRanges);
@@ -181,8 +184,33 @@ absl::StatusOr<uint32_t> TransferTable::CommitLocked(const std::string& transfer
     return status;
   }
   transfer->first_tokens = std::move(first_tokens);
+  if (options_.hint_tokens > 0) {
+    transfer->prompt_bytes += hints.bytes();
+    prompt_bytes_ += hints.bytes();
+    transfer->hints = std::move(hints);
+  }
   transfer->state = Transfer::State::kCommitted;
   return transfer->context_length;
+}
+
+absl::Status TransferTable::CheckHintsLocked(const Transfer& transfer,
+                                             const SelectionHints& hints) const {
+  const CacheLayout& layout = dram_->layout();
+  HintBounds bounds;
+  bounds.layers = static_cast<uint32_t>(layout.layers);
+  bounds.kv_heads = static_cast<uint32_t>(layout.kinds[0].heads);
+  bounds.block_tokens = static_cast<uint32_t>(layout.kinds[0].block_tokens);
+  bounds.context_length = transfer.context_length;
+  bounds.most_tokens = options_.hint_tokens;
+  SLUICE_RETURN_IF_ERROR(CheckHints(hints, bounds));
+  if (options_.hint_tokens > 0 && prompt_bytes_ + hints.bytes() > options_.max_prompt_bytes) {
+    return ResourceExhausted("TOO_MANY_TRANSFERS",
+                             absl::StrCat(transfers_.size(), " transfers with ", prompt_bytes_,
+                                          " bytes of prompts and hints are open; try again later, "
+                                          "or commit without hints"),
+                             RetryAfter());
+  }
+  return absl::OkStatus();
 }
 
 absl::Status TransferTable::Abort(const std::string& transfer_id, const std::string& reason) {
@@ -290,6 +318,7 @@ absl::StatusOr<std::optional<ReadySequence>> TransferTable::TakeReady(AttachId i
                       transfer->context_length,
                       transfer->max_new_tokens,
                       std::move(transfer->first_tokens),
+                      std::move(transfer->hints),
                       std::move(transfer->home)};
   attachments_.erase(it);
   ForgetLocked(*transfer);
@@ -323,7 +352,7 @@ void TransferTable::Detach(AttachId id, bool abort_transfer) {
 
 void TransferTable::ForgetLocked(const Transfer& transfer) {
   leases_.erase(transfer.lease_entry);
-  prompt_bytes_ -= PromptBytes(transfer.prompt_length);
+  prompt_bytes_ -= transfer.prompt_bytes;
   if (!transfer.rendezvous_key.empty()) {
     keys_.erase(Key{transfer.tenant, transfer.rendezvous_key});
   }

@@ -26,6 +26,7 @@
 #include "src/base/clock.h"
 #include "src/base/log_limiter.h"
 #include "src/kv/page_pool.h"
+#include "src/kv/selection_hints.h"
 #include "src/kv/sequence_cache.h"
 #include "src/request/request.h"
 
@@ -82,6 +83,7 @@ struct ReadySequence {
   uint32_t context_length = 0;  // tokens of `prompt` whose caches are in `home`
   uint32_t max_new_tokens = 0;
   std::vector<OutputToken> first_tokens;
+  SelectionHints hints;
   std::unique_ptr<SequenceCache> home;
 };
 
@@ -137,8 +139,10 @@ class TransferTable {
     uint32_t max_context = 0;
     absl::Duration max_lease = absl::Seconds(60);
     uint64_t max_chunk_bytes = 8 << 20;
-    // Transfers that are open at once, and bytes of their prompts: what reservations take beside
-    // their pages. 16384 transfers of a 4096-token prompt fill the 256 MiB.
+    // Tokens of an entry of hints; 0: they are checked, and dropped.
+    int64_t hint_tokens = 0;
+    // Transfers that are open at once, and bytes of their prompts and hints: what reservations take
+    // beside their pages. 16384 transfers of a 4096-token prompt fill the 256 MiB.
     size_t max_open = 16384;
     uint64_t max_prompt_bytes = uint64_t{256} << 20;
     // What the policy needs for a sequence of `context` handed-over tokens and `total` at the end.
@@ -158,6 +162,7 @@ class TransferTable {
     std::string transfer_id;
     absl::Duration lease;
     uint64_t max_chunk_bytes = 0;
+    int64_t hint_tokens = 0;
   };
   absl::StatusOr<Reserved> Reserve(const Manifest& manifest);
   // Checks the header and opens the landing of `payload_bytes` bytes.
@@ -166,7 +171,8 @@ class TransferTable {
   // Returns the context length. On missing blocks: FAILED_PRECONDITION, reason MISSING_BLOCKS, and
   // *missing (if not null) holds up to 64 ranges.
   absl::StatusOr<uint32_t> Commit(const std::string& transfer_id,
-                                  std::vector<OutputToken> first_tokens, TransferInfo* missing);
+                                  std::vector<OutputToken> first_tokens, TransferInfo* missing,
+                                  SelectionHints hints = {});
   // OK also if there is no such transfer any more.
   absl::Status Abort(const std::string& transfer_id, const std::string& reason);
   absl::StatusOr<TransferInfo> Get(const std::string& transfer_id, size_t max_ranges);
@@ -239,13 +245,15 @@ class TransferTable {
   absl::StatusOr<std::shared_ptr<Transfer>> FindLocked(const std::string& transfer_id)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<uint32_t> CommitLocked(const std::string& transfer_id,
-                                        std::vector<OutputToken> first_tokens,
+                                        std::vector<OutputToken> first_tokens, SelectionHints hints,
                                         TransferInfo* missing, absl::Time now)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckManifest(const Manifest& manifest) const;
   absl::Status CheckFits(const Manifest& manifest) const;
   absl::Status CheckChunk(const Transfer& transfer, const ChunkHeader& header, size_t* kind,
                           uint64_t payload_bytes) const;
+  absl::Status CheckHintsLocked(const Transfer& transfer, const SelectionHints& hints) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Claims the blocks of a chunk that have not landed; returns their indices, in the payload's
   // order.
   static absl::StatusOr<std::vector<size_t>> ClaimLocked(Transfer& transfer, const ChunkHeader& h,
@@ -264,8 +272,9 @@ class TransferTable {
   mutable absl::Mutex mutex_;
   absl::flat_hash_map<std::string, std::shared_ptr<Transfer>> transfers_ ABSL_GUARDED_BY(mutex_);
   std::multimap<absl::Time, Transfer*> leases_ ABSL_GUARDED_BY(mutex_);  // one of each transfer
-  uint64_t prompt_bytes_ ABSL_GUARDED_BY(mutex_) = 0;                    // of transfers_
-  uint64_t expired_ ABSL_GUARDED_BY(mutex_) = 0;                         // since the last Reap
+  // Of transfers_, their hints too.
+  uint64_t prompt_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t expired_ ABSL_GUARDED_BY(mutex_) = 0;  // since the last Reap
   std::map<Key, std::shared_ptr<Transfer>> keys_ ABSL_GUARDED_BY(mutex_);
   // Keys that a Generate names and no Reserve has brought yet.
   std::map<Key, AttachId> expected_ ABSL_GUARDED_BY(mutex_);

@@ -244,6 +244,39 @@ absl::StatusOr<Manifest> FromProto(const v1::ReserveRequest& request) {
   return out;
 }
 
+absl::StatusOr<SelectionHints> FromProto(const v1::Hints& hints) {
+  SelectionHints out;
+  out.unit_tokens = hints.unit_tokens();
+  size_t units = 0;
+  for (const v1::Hints::Entry& entry : hints.entries()) {
+    units += static_cast<size_t>(entry.units_size());
+    if (units > kMaxHintUnits) {
+      return InvalidField("hints.entries", absl::StrCat("at most ", kMaxHintUnits,
+                                                        " units in all; send hints of fewer "
+                                                        "positions"));
+    }
+    SelectionHints::Entry& added = out.entries.emplace_back();
+    added.layer = entry.layer();
+    if (entry.has_kv_head()) added.kv_head = entry.kv_head();
+    if (entry.has_position()) added.position = entry.position();
+    added.units.assign(entry.units().begin(), entry.units().end());
+  }
+  return out;
+}
+
+v1::Hints ToProto(const SelectionHints& hints) {
+  v1::Hints out;
+  out.set_unit_tokens(hints.unit_tokens);
+  for (const SelectionHints::Entry& entry : hints.entries) {
+    v1::Hints::Entry* added = out.add_entries();
+    added->set_layer(entry.layer);
+    if (entry.kv_head.has_value()) added->set_kv_head(*entry.kv_head);
+    if (entry.position.has_value()) added->set_position(*entry.position);
+    *added->mutable_units() = {entry.units.begin(), entry.units.end()};
+  }
+  return out;
+}
+
 v1::MissingBlocks ToMissingBlocks(const TransferInfo& info) {
   v1::MissingBlocks out;
   out.set_count(info.blocks_total - info.blocks_landed);

@@ -8,6 +8,21 @@
 
 namespace sluice {
 
+namespace {
+
+// Fills `units`, ascending and below `end`, up to `count` with the newest that it lacks.
+void AddNewest(int64_t end, size_t count, std::vector<int32_t>* units) {
+  auto unit = static_cast<int32_t>(end - 1);
+  const size_t named = units->size();
+  for (size_t i = named; units->size() < count; --unit) {
+    while (i > 0 && (*units)[i - 1] > unit) --i;
+    if (i == 0 || (*units)[i - 1] != unit) units->push_back(unit);
+  }
+  std::sort(units->begin(), units->end());
+}
+
+}  // namespace
+
 int OffloadPolicy::MaxDecodeRows(const PolicyOptions& options) {
   return std::max(options.slots, options.device->RowBucket(options.slots));
 }
@@ -78,8 +93,12 @@ void OffloadPolicy::Release(int slot) {
   tier_->Release(slot);
 }
 
-void OffloadPolicy::EndPrompt(int slot, int64_t tokens) {
-  tier_->WarmUp(slot, tokens, FirstUnits(slot, tokens),
+int64_t OffloadPolicy::hint_tokens() const {
+  return int64_t{tier_->options().recall_blocks} * tier_->block_tokens();
+}
+
+void OffloadPolicy::EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) {
+  tier_->WarmUp(slot, tokens, FirstUnits(slot, tokens, hints),
                 [&](Stream& stream, const OffloadTier::BulkRow& row) {
                   BuildArrays(stream, slot, tokens, row);
                 });
@@ -93,7 +112,8 @@ std::unique_ptr<SequenceCache> OffloadPolicy::TakeHome(int /*slot*/) {
   SLUICE_CHECK(false, "nothing is preempted");
 }
 
-std::vector<std::vector<int32_t>> OffloadPolicy::FirstUnits(int slot, int64_t tokens) {
+std::vector<std::vector<int32_t>> OffloadPolicy::FirstUnits(int slot, int64_t tokens,
+                                                            const SelectionHints& hints) {
   const OffloadTierOptions& o = tier_->options();
   const int64_t per_block = tier_->block_tokens() / o.unit_tokens;
   const int64_t ring = o.ring_blocks * per_block;
@@ -101,12 +121,27 @@ std::vector<std::vector<int32_t>> OffloadPolicy::FirstUnits(int slot, int64_t to
   const int64_t end = std::max<int64_t>(tokens / o.unit_tokens - ring + 1, 0);
   const int64_t places = tier_->PlacesOf(totals_[static_cast<size_t>(slot)]);
   const int64_t count = std::min(std::max<int64_t>(places - ring, 0), end);
-  std::vector<int32_t> units;
+  std::vector<int32_t> newest;
   for (int64_t i = 0; i < count; ++i) {
-    units.push_back(static_cast<int32_t>(i < per_block ? i : end - count + i));
+    newest.push_back(static_cast<int32_t>(i < per_block ? i : end - count + i));
   }
-  const int sparse = o.hbm->layout().layers - o.dense_layers;
-  return std::vector<std::vector<int32_t>>(static_cast<size_t>(sparse * kv().heads), units);
+  const int layers = o.hbm->layout().layers;
+  std::vector<std::vector<int32_t>> all(static_cast<size_t>((layers - o.dense_layers) * kv().heads),
+                                        newest);
+  if (hints.empty()) return all;
+  HintedUnits hinted(hints, o.unit_tokens, end);
+  size_t list = 0;
+  for (int layer = o.dense_layers; layer < layers; ++layer) {
+    for (int head = 0; head < kv().heads; ++head, ++list) {
+      std::vector<int32_t>& units = all[list];
+      units.resize(static_cast<size_t>(std::min(per_block, count)));
+      hinted.Append(static_cast<uint32_t>(layer), static_cast<uint32_t>(head),
+                    static_cast<size_t>(count) - units.size(), &units);
+      std::sort(units.begin(), units.end());
+      AddNewest(end, static_cast<size_t>(count), &units);
+    }
+  }
+  return all;
 }
 
 void OffloadPolicy::BuildArrays(Stream& /*stream*/, int /*slot*/, int64_t /*tokens*/,

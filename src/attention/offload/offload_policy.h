@@ -37,7 +37,8 @@ class OffloadPolicy : public AttentionPolicy {
                  absl::Span<const int32_t> positions) override;
   void Release(int slot) override;
   bool NeedsEndPrompt() const override { return true; }
-  void EndPrompt(int slot, int64_t tokens) override;
+  void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override;
+  int64_t hint_tokens() const override;
   int decode_rows_per_sequence() const override { return 1; }
   absl::Status SlotHealth(int slot) const override;
   WorkerStatistics Workers() const override;
@@ -77,9 +78,10 @@ class OffloadPolicy : public AttentionPolicy {
   // there before it, on the stream itself.
   virtual bool attends_at_home() const { return false; }
   // The units that a sequence of `tokens` tokens begins with in HBM, of each sparse layer and KV
-  // head, as OffloadTier::WarmUp takes them. Default: the first block, and the newest before the
-  // ring.
-  virtual std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens);
+  // head, as OffloadTier::WarmUp takes them. Default: the first block, those of the hints, and the
+  // newest before the ring.
+  virtual std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens,
+                                                       const SelectionHints& hints);
   // Enqueues what the policy's arrays need of a sequence that is being warmed.
   virtual void BuildArrays(Stream& stream, int slot, int64_t tokens,
                            const OffloadTier::BulkRow& row);

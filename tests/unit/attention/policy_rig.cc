@@ -98,7 +98,7 @@ PolicyOptions PolicyRig::Options() const {
 }
 
 void PolicyRig::Admit(AttentionPolicy& policy, int slot, uint64_t seed, int context, int total,
-                      bool compute_last) {
+                      bool compute_last, const SelectionHints& hints) {
   auto home = std::make_unique<SequenceCache>(
       dram_.get(), dram_->TryReserve(policy.FootprintOf(context, total).dram_tokens));
   home->EnsureTokens(context);
@@ -126,7 +126,7 @@ void PolicyRig::Admit(AttentionPolicy& policy, int slot, uint64_t seed, int cont
   sequences_[slot] = {seed, handed_over};
   if (compute_last) Step(policy, {slot}, /*generates=*/false);
   if (policy.NeedsEndPrompt()) {
-    policy.EndPrompt(slot, context);
+    policy.EndPrompt(slot, context, hints);
     policy.WarmEvent(slot).Wait();
     REQUIRE(policy.Warm(slot));
   }

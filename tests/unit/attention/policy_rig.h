@@ -45,9 +45,9 @@ class PolicyRig {
   PolicyOptions Options() const;
 
   // Hands over the first `context` tokens of stream `seed`; warm on return. `compute_last`: all but
-  // the last, which is computed as a row of the prompt.
+  // the last, which is computed as a row of the prompt. `hints`: sent with them.
   void Admit(AttentionPolicy& policy, int slot, uint64_t seed, int context, int total,
-             bool compute_last = false);
+             bool compute_last = false, const SelectionHints& hints = {});
   void Release(AttentionPolicy& policy, int slot);
   // The next position of a slot.
   int position(int slot) const { return sequences_.at(slot).length; }

@@ -284,14 +284,36 @@ void Controlled(const PolicyRig::Shape& shape) {
 SLUICE_TEST_ON_CPU_AND_GPU(
     "the controller keeps the CPU's share below its limit while importance drifts", Controlled)
 
+enum class Start { kUnknown, kComputed, kHinted };
+
+// The blocks that naive selection finds important to the last of `context` tokens, as a prefill
+// node would send them.
+SelectionHints HintsOf(const PolicyRig& rig, uint64_t seed, int context, int blocks) {
+  SelectionHints hints;
+  hints.unit_tokens = static_cast<uint32_t>(rig.shape().block_tokens);
+  for (int layer = 0; layer < rig.shape().layers; ++layer) {
+    const auto top = rig.NaiveTopBlocks(seed, layer, context - 1, blocks, 0, /*predicted=*/false);
+    for (size_t head = 0; head < top.size(); ++head) {
+      hints.entries.push_back({static_cast<uint32_t>(layer),
+                               static_cast<uint32_t>(head),
+                               std::nullopt,
+                               {top[head].begin(), top[head].end()}});
+    }
+  }
+  return hints;
+}
+
 // Share of the first step and of the second, of layer 0.
-std::pair<double, double> FirstShares(const PolicyRig::Shape& shape, bool compute_last) {
+std::pair<double, double> FirstShares(const PolicyRig::Shape& shape, Start start) {
   PolicyRig rig(shape, Drifting(shape, 0.25));
   PolicyOptions options = rig.Options();
   options.budget_tokens = 16 * shape.block_tokens;
   const auto policy = MakePolicy(options);
   const int context = 40 * shape.block_tokens + 1;
-  rig.Admit(*policy, 2, TestSeed(), context, context + 8, compute_last);
+  const uint64_t seed = TestSeed();
+  const SelectionHints hints =
+      start == Start::kHinted ? HintsOf(rig, seed, context, 16) : SelectionHints{};
+  rig.Admit(*policy, 2, seed, context, context + 8, start == Start::kComputed, hints);
   const auto share = [&] {
     const int64_t before = policy->Statistics().layers[0].missing;
     rig.Step(*policy, {2});
@@ -304,17 +326,20 @@ std::pair<double, double> FirstShares(const PolicyRig::Shape& shape, bool comput
   return {first, second};
 }
 
-void ComputedHere(const PolicyRig::Shape& shape) {
-  const auto [first, second] = FirstShares(shape, /*compute_last=*/true);
-  CHECK(first <= 0.07);  // a block, by drift
-  CHECK(second <= 0.13);
+void BeginsWarm(const PolicyRig::Shape& shape) {
+  for (const Start start : {Start::kComputed, Start::kHinted}) {
+    const auto [first, second] = FirstShares(shape, start);
+    CHECK(first <= 0.07);  // a block, by drift
+    CHECK(second <= 0.13);
+  }
   // Handed over whole, nothing is known before the first step, which then recalls.
-  const auto [unknown, then] = FirstShares(shape, /*compute_last=*/false);
+  const auto [unknown, then] = FirstShares(shape, Start::kUnknown);
   CHECK(unknown > 0.3);
   CHECK(then <= 0.07);
 }
 SLUICE_TEST_ON_CPU_AND_GPU(
-    "a prompt whose last position was computed here begins with what mattered to it", ComputedHere)
+    "a sequence begins with what mattered to its prompt, where that was computed here or hinted",
+    BeginsWarm)
 
 void Intervals(const PolicyRig::Shape& shape) {
   for (const int interval : {1, 3, 7}) {

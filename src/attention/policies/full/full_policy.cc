@@ -196,6 +196,20 @@ class FullPolicyImpl : public FullPolicy {
   const SequenceCache& resident(int slot) const override {
     return *slots_[static_cast<size_t>(slot)].cache;
   }
+  kernels::PagedCache LayerCache(int layer) const override {
+    const CacheKind& kind = hbm_->layout().kinds[kKv];
+    kernels::PagedCache cache;
+    cache.base = hbm_->base(kKv);
+    cache.block_table = device_tables_.as<int32_t>() + TableOffset(layer, 0);
+    cache.table_stride = table_stride_;
+    cache.page_bytes = kind.page_bytes();
+    cache.block_tokens = kind.block_tokens;
+    cache.kv_heads = kind.heads;
+    cache.head_dim =
+        static_cast<int32_t>(kind.bytes_per_token / kind.parts / SizeOf(kind.element_type));
+    cache.type = kind.element_type;
+    return cache;
+  }
 
  private:
   struct Slot {
@@ -215,21 +229,6 @@ class FullPolicyImpl : public FullPolicy {
     std::unique_ptr<Event> done;
   };
   int64_t MostLists() const { return int64_t{slots_count_} * hbm_->layout().layers; }
-
-  kernels::PagedCache LayerCache(int layer) const {
-    const CacheKind& kind = hbm_->layout().kinds[kKv];
-    kernels::PagedCache cache;
-    cache.base = hbm_->base(kKv);
-    cache.block_table = device_tables_.as<int32_t>() + TableOffset(layer, 0);
-    cache.table_stride = table_stride_;
-    cache.page_bytes = kind.page_bytes();
-    cache.block_tokens = kind.block_tokens;
-    cache.kv_heads = kind.heads;
-    cache.head_dim =
-        static_cast<int32_t>(kind.bytes_per_token / kind.parts / SizeOf(kind.element_type));
-    cache.type = kind.element_type;
-    return cache;
-  }
 
   int64_t TableOffset(int layer, int slot) const {
     return (int64_t{layer} * slots_count_ + slot) * table_stride_;

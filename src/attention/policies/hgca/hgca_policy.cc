@@ -99,7 +99,8 @@ class HgcaPolicyImpl : public HgcaPolicy {
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override;
   // The window alone is in HBM.
-  std::vector<std::vector<int32_t>> FirstUnits(int /*slot*/, int64_t /*tokens*/) override {
+  std::vector<std::vector<int32_t>> FirstUnits(int /*slot*/, int64_t /*tokens*/,
+                                               const SelectionHints& /*hints*/) override {
     const int sparse = kv_layout().layers - tier().options().dense_layers;
     return std::vector<std::vector<int32_t>>(static_cast<size_t>(sparse * kv().heads));
   }

@@ -86,8 +86,9 @@ class RecallPolicy : public OffloadPolicy {
   }
 
   // Nothing needs to be there before the first step asks for it, if it would be forgotten then.
-  std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens) override {
-    std::vector<std::vector<int32_t>> units = OffloadPolicy::FirstUnits(slot, tokens);
+  std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens,
+                                               const SelectionHints& hints) override {
+    std::vector<std::vector<int32_t>> units = OffloadPolicy::FirstUnits(slot, tokens, hints);
     if (options().recall.fetch_all) std::fill(units.begin(), units.end(), std::vector<int32_t>());
     return units;
   }

@@ -56,7 +56,8 @@ class ScoutPolicyImpl : public ScoutPolicy {
         selection_(*parts_.selection),
         first_(*parts_.first),
         counters_(*parts_.counters),
-        workers_(*parts_.workers) {}
+        workers_(*parts_.workers),
+        hinted_(static_cast<size_t>(shape.slots)) {}
 
   ~ScoutPolicyImpl() override {
     // A warm-up under way uses what is here.
@@ -117,8 +118,10 @@ class ScoutPolicyImpl : public ScoutPolicy {
     selection_.Bring(stream, layer, rows, Missing(layer), Due(layer), counters_.of(layer));
   }
 
-  std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens) override {
-    std::vector<std::vector<int32_t>> units = OffloadPolicy::FirstUnits(slot, tokens);
+  std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens,
+                                               const SelectionHints& hints) override {
+    hinted_[static_cast<size_t>(slot)] = !hints.empty();
+    std::vector<std::vector<int32_t>> units = OffloadPolicy::FirstUnits(slot, tokens, hints);
     // The other places are for what BuildArrays finds important.
     if (first_.Knows(slot, tokens)) {
       for (std::vector<int32_t>& of_head : units) {
@@ -136,6 +139,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
   void BuildArrays(Stream& stream, int slot, int64_t tokens,
                    const OffloadTier::BulkRow& row) override {
     const bool knows = first_.Knows(slot, tokens);
+    const bool warm = knows || hinted_[static_cast<size_t>(slot)];
     for (int layer = shape_.dense_layers; layer < shape_.layers; ++layer) {
       kernels::DigestParams digest{};
       digest.cache = tier().Home(layer);
@@ -147,7 +151,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
       kernels().Digest(stream, digest);
       if (knows) first_.Bring(stream, layer, slot, row);
       const int32_t* const first_since = scratch_.first_since.as<int32_t>();
-      stream.Copy(since(layer) + slot, first_since + (knows ? 0 : 1 + layer), sizeof(int32_t));
+      stream.Copy(since(layer) + slot, first_since + (warm ? 0 : 1 + layer), sizeof(int32_t));
     }
     first_.PromptEnded(slot);
   }
@@ -259,6 +263,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
   FirstBlocks& first_;
   SelectionCounters& counters_;
   CoAttention& workers_;
+  std::vector<bool> hinted_;  // by slot: its first places are of hints
 };
 
 absl::Status CheckOptions(const PolicyOptions& options) {
