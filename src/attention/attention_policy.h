@@ -93,6 +93,9 @@ class AttentionPolicy {
   virtual PolicyStatistics Statistics() const { return {}; }
   // Any thread, at any time.
   virtual WorkerStatistics Workers() const { return {}; }
+  // Of its own in HBM (digests, partial keys, averages), what a decode row of a sequence of
+  // `tokens` tokens reads and writes in a layer that selects.
+  virtual int64_t MetadataBytes(int64_t /*tokens*/) const { return 0; }
 
   // Queries of decode rows, after q_norm and RoPE.
   struct Queries {

@@ -44,6 +44,7 @@ class ForwardingPolicy : public AttentionPolicy {
   absl::Status SlotHealth(int slot) const override { return policy_->SlotHealth(slot); }
   PolicyStatistics Statistics() const override { return policy_->Statistics(); }
   WorkerStatistics Workers() const override { return policy_->Workers(); }
+  int64_t MetadataBytes(int64_t tokens) const override { return policy_->MetadataBytes(tokens); }
   bool LooksAhead(int layer) const override { return policy_->LooksAhead(layer); }
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
     policy_->Ahead(stream, layer, predicted);

@@ -41,8 +41,8 @@ namespace sluice {
 struct TopicDrift {
   uint64_t seed = 1;
   int topics = 256;
-  double drift = 0.014;        // of the way to the next topic that a token goes
-  double noise = 0.05;         // a token's own part of its embedding; its topic's part is 1
+  double drift = 0.0095;       // of the way to the next topic that a token goes
+  double noise = 0.035;        // a token's own part of its embedding; its topic's part is 1
   double head_change = 0.3;    // of a query head against its KV head; 1: as large as W_k itself
   double layer_change = 0.25;  // what a layer adds to the residual, as a part of it, about
   double sharpness = 12;       // logit of two equal embeddings

@@ -432,8 +432,8 @@ absl::StatusOr<std::unique_ptr<Model>> NewDenseModel(const Model::Options& optio
                                                      std::string fingerprint,
                                                      std::unique_ptr<WeightSource> source,
                                                      Device* device) {
-  SLUICE_RETURN_IF_ERROR(
-      device->kernels().Check({config.hidden_size, config.vocab_size, options.block_tokens}));
+  SLUICE_RETURN_IF_ERROR(device->kernels().Check(
+      {config.hidden_size, config.vocab_size, options.block_tokens, config.head_dim}));
   auto model = std::make_unique<DenseModel>(options, config, std::move(fingerprint),
                                             std::move(source), device);
   SLUICE_RETURN_IF_ERROR(model->LoadWeights());

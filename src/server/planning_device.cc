@@ -65,6 +65,7 @@ class NoKernels : public KernelSet {
   void Sample(Stream&, const kernels::SampleParams&) override {}
   void Transfer(Stream&, const kernels::TransferParams&) override {}
   bool HasSparse() const override { return real_->HasSparse(); }
+  int32_t MaxRecallPlaces() const override { return real_->MaxRecallPlaces(); }
 
  private:
   KernelSet* const real_;

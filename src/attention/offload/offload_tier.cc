@@ -1,11 +1,15 @@
 #include "src/attention/offload/offload_tier.h"
 
 #include <algorithm>
+#include <limits>
+#include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "src/attention/offload/offload_pages.h"
 #include "src/attention/offload/warm_copies.h"
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
 
 namespace sluice {
 namespace {
@@ -292,12 +296,42 @@ class OffloadTierImpl : public OffloadTier {
   std::unique_ptr<Stream> build_stream_;
 };
 
+// What the operators of recall count in int32.
+absl::Status CheckRecall(const OffloadTierOptions& options, const OffloadPages& pages) {
+  const int64_t places = pages.place_units() - pages.ring_units();
+  const int64_t most = options.device->kernels().MaxRecallPlaces();
+  if (places > most) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("budget_tokens: device ", options.device->name(), " takes ", most,
+                     " units of ", pages.unit_tokens(), " tokens that are recalled, found ", places,
+                     ": take a smaller budget"));
+  }
+  // Pieces that are moved have an index in their arena (RecallParams): a block, or a token's K row.
+  // The 2^31 of them that there may be are 256 GiB of rows of 128 B, 512 GiB of rows of 256 B.
+  const int64_t piece_bytes = pages.units_per_block == 1
+                                  ? pages.kind.block_bytes()
+                                  : pages.kind.bytes_per_token / pages.kind.parts;
+  for (const auto& [field, pool] :
+       {std::pair{"hbm_bytes", options.hbm}, std::pair{"dram_bytes", options.dram}}) {
+    const int64_t bytes = pool->UsageOf(kKv).capacity_bytes;
+    if (options.recall_blocks == 0 || bytes / piece_bytes <= std::numeric_limits<int32_t>::max()) {
+      continue;
+    }
+    return absl::InvalidArgumentError(
+        absl::StrCat(field, ": with this policy at most ",
+                     piece_bytes * int64_t{std::numeric_limits<int32_t>::max()},
+                     ", 2^31 pieces of ", piece_bytes, " bytes, found ", bytes));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<OffloadTier>> OffloadTier::Create(
     const OffloadTierOptions& options) {
   SLUICE_CHECK(!options.hbm->overcommitted(), "what is taken at admission is never given up");
   SLUICE_ASSIGN_OR_RETURN(OffloadPages pages, OffloadPages::Of(options));
+  SLUICE_RETURN_IF_ERROR(CheckRecall(options, pages));
   OffloadTierImpl::Buffers buffers;
   SLUICE_ASSIGN_OR_RETURN(buffers.constants, WarmConstants::Create(pages, options.device));
   const auto allocate = [&](Buffer* buffer, MemoryKind kind, int64_t entries) {

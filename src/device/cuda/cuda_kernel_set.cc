@@ -13,6 +13,10 @@ namespace {
 
 namespace cuda = kernels::cuda;
 
+// Of attention's heads (kernels/cuda/attention.cu).
+constexpr int32_t kHeadDimStep = 16;
+constexpr int32_t kMaxHeadDim = 256;
+
 absl::Status AtMost(const char* field, int32_t most, int32_t found) {
   if (found <= most) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(field, ": the GPU's operators take at most ", most,
@@ -32,6 +36,12 @@ class CudaKernelSet : public KernelSet {
           absl::StrCat("block_tokens: expected a multiple of ", cuda::kBlockTokensStep,
                        " with --device cuda, found ", shape.block_tokens));
     }
+    if (shape.head_dim % kHeadDimStep != 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("head_dim: the GPU's attention takes multiples of ", kHeadDimStep,
+                       ", found ", shape.head_dim, ": run with --device cpu"));
+    }
+    SLUICE_RETURN_IF_ERROR(AtMost("head_dim", kMaxHeadDim, shape.head_dim));
     SLUICE_RETURN_IF_ERROR(AtMost("hidden_size", cuda::kMaxNormDim, shape.hidden_size));
     return AtMost("vocab_size", cuda::kMaxVocabulary, shape.vocab_size);
   }
@@ -74,6 +84,8 @@ class CudaKernelSet : public KernelSet {
     Launch(s, cuda::LaunchTransfer, p, "transfer");
   }
 
+  bool HasSparse() const override { return true; }
+  int32_t MaxRecallPlaces() const override { return cuda::kMaxRecallPlaces; }
   void Digest(Stream& s, const kernels::DigestParams& p) override {
     Launch(s, cuda::LaunchDigest, p, "digests");
   }

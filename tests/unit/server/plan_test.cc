@@ -67,7 +67,7 @@ TEST_CASE("the plan shows the contexts up to the longest, and caps by max_sequen
   CHECK_THAT(plan, Catch::Contains("512      11.2 MiB                32               364"));
 }
 
-TEST_CASE("the plan asks for what a node asks for") {
+Config TinyNode() {
   Config config;
   config.set_model(fixtures::ModelDir("tiny-qwen3"));
   config.set_device("cpu");
@@ -90,6 +90,11 @@ TEST_CASE("the plan asks for what a node asks for") {
   config.set_recall_margin(4.5);
   config.set_scout_share_limit(0.12);
   config.set_policy_worker_deadline_seconds(1);
+  return config;
+}
+
+TEST_CASE("the plan asks for what a node asks for") {
+  Config config = TinyNode();
   const auto plan = PlanOf(config);
   INFO(plan.status());
   REQUIRE(plan.ok());
@@ -134,6 +139,25 @@ TEST_CASE("the plan asks for what a node asks for") {
     REQUIRE(more.ok());
     CHECK(more->batch_bytes > 5 * with->batch_bytes);
     CHECK(more->pinned_bytes > with->pinned_bytes);
+  }
+}
+
+TEST_CASE("a policy whose moves a home is too large for is refused by name") {
+  Config config = TinyNode();
+  // Rows of keys are 256 bytes: an index of them ends at 512 GiB.
+  config.set_dram_bytes(uint64_t{511} << 30);
+  auto plan = PlanOf(config);
+  REQUIRE(plan.ok());
+  for (const PlanInput::Policy& policy : plan->policies) CHECK(policy.status.ok());
+  config.set_dram_bytes(uint64_t{513} << 30);
+  plan = PlanOf(config);
+  REQUIRE(plan.ok());
+  for (const PlanInput::Policy& policy : plan->policies) {
+    INFO(policy.name << ": " << policy.status);
+    CHECK(policy.status.ok() == (policy.name != "recall"));
+    if (policy.name == "recall") {
+      CHECK_THAT(std::string(policy.status.message()), Catch::StartsWith("dram_bytes: "));
+    }
   }
 }
 

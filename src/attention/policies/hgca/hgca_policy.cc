@@ -92,6 +92,9 @@ class HgcaPolicyImpl : public HgcaPolicy {
                  absl::Span<const int32_t> positions) override;
 
   PolicyStatistics Statistics() const override;
+  int64_t MetadataBytes(int64_t /*tokens*/) const override {  // averages, read and written
+    return 2 * options().hgca.window_tokens * kv().heads * static_cast<int64_t>(sizeof(float));
+  }
 
  protected:
   CoAttention* co_attention() const override { return co_attention_.get(); }

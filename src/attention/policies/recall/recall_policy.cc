@@ -28,6 +28,9 @@ class RecallPolicy : public OffloadPolicy {
   bool LooksAhead(int layer) const override { return !tier().dense(layer); }
 
   PolicyStatistics Statistics() const override { return workspace_.counters->Sum(); }
+  int64_t MetadataBytes(int64_t tokens) const override {  // partial keys
+    return tokens * shape_.kv_heads * shape_.rank * SizeOf(kernels::DType::kBFloat16);
+  }
 
   // Speculation and prefetch (InfiniGen, 4.3): the tokens whose partial score comes within the
   // margin of the largest, all of them brought to HBM.

@@ -65,6 +65,10 @@ class ScoutPolicyImpl : public ScoutPolicy {
   }
 
   PolicyStatistics Statistics() const override { return counters_.Sum(); }
+  int64_t MetadataBytes(int64_t tokens) const override {  // digests: a block's least and greatest
+    return kv().BlocksFor(tokens) * shape_.kv_heads * 2 * shape_.head_dim *
+           SizeOf(kv().element_type);
+  }
   const float* parts_lse(int layer) const override { return lse(layer); }
 
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,

@@ -70,15 +70,17 @@ TEST_CASE("a model that an operator would refuse is refused by name (cuda)", "[d
   }
   REQUIRE(device.ok());
   const KernelSet& kernels = (*device)->kernels();
-  CHECK(kernels.Check({4096, 151936, 32}).ok());
+  CHECK(kernels.Check({4096, 151936, 32, 128}).ok());
   const auto refuses = [&](const ModelShape& shape, const char* field) {
     const absl::Status status = kernels.Check(shape);
     CHECK(absl::IsInvalidArgument(status));
     CHECK_THAT(std::string(status.message()), Catch::StartsWith(std::string(field) + ": "));
   };
-  refuses({4096, 151936, 24}, "block_tokens");
-  refuses({16388, 151936, 32}, "hidden_size");
-  refuses({4096, 400000, 32}, "vocab_size");
+  refuses({4096, 151936, 24, 128}, "block_tokens");
+  refuses({16388, 151936, 32, 128}, "hidden_size");
+  refuses({4096, 400000, 32, 128}, "vocab_size");
+  refuses({4096, 151936, 32, 72}, "head_dim");
+  refuses({4096, 151936, 32, 512}, "head_dim");
 }
 
 TEST_CASE("a failing operator is named by the device's health", "[device][cuda]") {
