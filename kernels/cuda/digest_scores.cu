@@ -2,11 +2,16 @@
 // its positive ones: one dot product for each query head.
 //
 // Moves each digest row once for all query heads of its group, 4 * head_dim bytes: 84 MB for 10
-// rows of Qwen3-14B at 64K (8 KV heads, 2,048 blocks), floor 17.5 us at 4.8 TB/s. In float32 that
-// is 210 M multiplications beside twice as many instructions to convert and to add up, more than
-// the time of the bytes; on tensor cores it is little. The kernel runs beside products that fill
-// the machine, and so is small: 128 threads and 8 KB of shared memory fit beside three blocks of
-// them.
+// rows of Qwen3-14B at 64K (8 KV heads, 2,048 blocks), floor 17.5 us at 4.8 TB/s, 20.4 us at the
+// 4.1 TB/s at which an H200 reads as many. In float32 that is 210 M multiplications beside twice as
+// many instructions to convert and to add up, more than the time of the bytes; on tensor cores it
+// is little. Measured on an H200: 26.2 us, 78 % of reads, of which some 5 are the way to the first
+// row (1 row: 7.0 us); beside a product that reads 356 MB it adds 25 us to it, top-k included,
+// which is its bytes at the product's own rate.
+//
+// The kernel runs beside products that fill the machine, and so is small: 128 threads of 128
+// registers and 16 KB of shared memory fit beside three blocks of them. What is under way to
+// registers passes the L1 cache, so the split of an SM's memory is left to the driver.
 //
 // The A operand of a tensor-core tile is 16 digest rows, straight from memory: a lane loads 16
 // bytes of two rows at a time, which are 2 of its elements in each of 4 places of k, and what place
@@ -21,6 +26,7 @@
 #include "kernels/cuda/attention_tile.cuh"
 #include "kernels/cuda/group_scores.cuh"
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/tile_walk.cuh"
 
 namespace sluice::kernels::cuda {
 namespace {
@@ -57,7 +63,7 @@ constexpr int kTileRows = 16;
 constexpr int kTileHeads = 8;
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kBlocksPerSm = 3;
+constexpr int kBlocksPerSm = 4;
 constexpr int kSegment = 32;  // elements of a row that four lanes load at a time: 64 bytes
 constexpr int kMaxShared = 48 << 10;
 
@@ -142,73 +148,6 @@ struct DigestTile {
   }
 };
 
-// The tiles of all lists in order: rows, then heads. A list has one for every 16 blocks that it
-// scores, the newest included. All methods are called by whole warps.
-struct TileWalk {
-  const DigestScoresParams& p;
-  int row = 0, kv_head = 0;  // where it is
-  int tile = 0, left = 0;    // of the list; tiles that this block has yet to score, this one too
-  int slot = 0, units = 0;   // of the row: blocks before the newest
-
-  __device__ int Tiles() const { return units / kTileRows + 1; }
-
-  // Goes to where this block's share of all tiles begins.
-  __device__ void Start() {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    uint32_t total = 0;
-    for (int first = 0; first < p.rows; first += 32) {
-      total += __reduce_add_sync(0xffffffffu, TilesOfRow(first + lane));
-    }
-    // Below 2^32: blocks of a bucket's rows.
-    const uint32_t begin = static_cast<uint32_t>(uint64_t{total} * blockIdx.x / gridDim.x);
-    const uint32_t end = static_cast<uint32_t>(uint64_t{total} * (blockIdx.x + 1) / gridDim.x);
-    left = static_cast<int>(end - begin);
-    if (left == 0) return;
-    uint32_t before = 0;
-    for (int first = 0;; first += 32) {
-      const uint32_t mine = TilesOfRow(first + lane);
-      uint32_t through = mine;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const uint32_t other = __shfl_up_sync(0xffffffffu, through, step);
-        if (lane >= step) through += other;
-      }
-      const unsigned beyond = __ballot_sync(0xffffffffu, before + through > begin);
-      if (beyond != 0) {
-        const int found = __ffs(static_cast<int>(beyond)) - 1;
-        row = first + found;
-        before += __shfl_sync(0xffffffffu, through - mine, found);
-        break;
-      }
-      before += __shfl_sync(0xffffffffu, through, 31);
-    }
-    EnterRow();
-    kv_head = static_cast<int>(begin - before) / Tiles();
-    tile = static_cast<int>(begin - before) - kv_head * Tiles();
-  }
-  // To the list after this one, `scored` tiles further. REQUIRES: there are some left.
-  __device__ void NextList(int scored) {
-    left -= scored;
-    tile = 0;
-    if (++kv_head < p.digests.kv_heads) return;
-    kv_head = 0;
-    do ++row;
-    while (p.slots[row] < 0);
-    EnterRow();
-  }
-
- private:
-  __device__ uint32_t TilesOfRow(int r) const {
-    if (r >= p.rows || p.slots[r] < 0) return 0;
-    return static_cast<uint32_t>((p.positions[r] / p.block_tokens / kTileRows + 1) *
-                                 p.digests.kv_heads);
-  }
-  __device__ void EnterRow() {
-    slot = p.slots[row];
-    units = p.positions[row] / p.block_tokens;
-  }
-};
-
 // Writes the scores of the blocks of a tile that was loaded, and -inf for the newest.
 template <int segments>
 __device__ __forceinline__ void ScoreTile(const DigestScoresParams& p,
@@ -237,46 +176,84 @@ __device__ __forceinline__ void ScoreTile(const DigestScoresParams& p,
   if (lower <= units) scores[lower] = lower < units ? lower_score : -INFINITY;
 }
 
-// bf16 digests of head_dim 16 * segments. Shared: queries, [ceil(group / 8)][2 * segments][32].
+// A list, and the first of its tiles that are this block's.
+struct ListPart {
+  int slot, kv_head, units, tile;
+  const float* q;
+  float* scores;
+};
+
+template <typename Walk>
+__device__ ListPart PartAt(const DigestScoresParams& p, const Walk& walk) {
+  const int64_t group = p.heads / p.digests.kv_heads, dim = p.digests.dim / 2;
+  return {walk.slot,
+          walk.kv_head,
+          walk.position / p.block_tokens,
+          walk.tile,
+          p.q + walk.row * p.q_stride + walk.kv_head * group * dim,
+          p.scores + (int64_t{walk.row} * p.digests.kv_heads + walk.kv_head) * p.score_stride};
+}
+
+// bf16 digests of head_dim 16 * segments. Two lists at a time: for most blocks all that they have.
+// Shared: queries, [2][ceil(group / 8)][2 * segments][32].
 template <int segments>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     DigestScoresKernel(const __grid_constant__ DigestScoresParams p) {
   extern __shared__ uint4 operands[];
+  __shared__ ListPart parts[2];
   WaitForPriorKernels();
   LetNextKernelStart();
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int group = p.heads / p.digests.kv_heads, dim = p.digests.dim / 2;
-  TileWalk walk{p};
+  const int list_operands = (group + kTileHeads - 1) / kTileHeads * 64 * segments;
+  // A list has a tile for every 16 blocks that it scores, the newest included.
+  const auto tiles_at = [&p](int position) { return position / p.block_tokens / kTileRows + 1; };
+  TileWalk walk(p, p.digests.kv_heads, tiles_at);
   walk.Start();
   if (walk.left == 0) return;
   while (true) {
-    const int last = min(walk.Tiles(), walk.tile + walk.left);
-    const int slot = walk.slot, units = walk.units;
-    int tile = walk.tile + warp;
-    DigestTile<segments> digests;  // on its way while the queries come
-    if (tile < last && units > 0) digests.Load(p.digests, slot, walk.kv_head, units, tile);
-    const float* const q = p.q + walk.row * p.q_stride + int64_t{walk.kv_head} * group * dim;
-    for (int first = 0; first < group; first += kTileHeads) {
-      PutQueries<segments>(q + first * dim, group - first, dim, p.scale,
-                           operands + first / kTileHeads * 64 * segments);
+    const int of_first = walk.Last() - walk.tile;
+    int count = of_first;
+    if (threadIdx.x == 0) parts[0] = PartAt(p, walk);
+    if (walk.left > of_first) {
+      walk.NextList();
+      count += walk.Last() - walk.tile;
+      if (threadIdx.x == 0) parts[1] = PartAt(p, walk);
     }
     __syncthreads();
-    float* const scores =
-        p.scores + (int64_t{walk.row} * p.digests.kv_heads + walk.kv_head) * p.score_stride;
-    while (tile < last) {
-      ScoreTile(p, digests, units, tile, operands, scores);
-      tile += kWarps;
-      if (tile < last) digests.Load(p.digests, slot, walk.kv_head, units, tile);
+    const auto load = [&](DigestTile<segments>& digests, int i) {
+      const ListPart& part = parts[i < of_first ? 0 : 1];
+      if (part.units > 0) {
+        digests.Load(p.digests, part.slot, part.kv_head, part.units,
+                     part.tile + i - (i < of_first ? 0 : of_first));
+      }
+    };
+    DigestTile<segments> digests;  // on its way while the queries come
+    int i = warp;
+    if (i < count) load(digests, i);
+    for (int list = 0; list < (count > of_first ? 2 : 1); ++list) {
+      for (int first = 0; first < group; first += kTileHeads) {
+        PutQueries<segments>(parts[list].q + first * dim, group - first, dim, p.scale,
+                             operands + list * list_operands + first / kTileHeads * 64 * segments);
+      }
     }
-    if (walk.left == last - walk.tile) return;
-    walk.NextList(last - walk.tile);
-    __syncthreads();  // before other queries take these ones' place
+    __syncthreads();
+    while (i < count) {
+      const ListPart& part = parts[i < of_first ? 0 : 1];
+      ScoreTile(p, digests, part.units, part.tile + i - (i < of_first ? 0 : of_first),
+                operands + (i < of_first ? 0 : list_operands), part.scores);
+      i += kWarps;
+      if (i < count) load(digests, i);
+    }
+    if (walk.left == walk.Last() - walk.tile) return;
+    walk.NextList();
+    __syncthreads();  // before other lists take these ones' place
   }
 }
 
 int SharedBytes(const DigestScoresParams& p) {
   const int group = p.heads / p.digests.kv_heads;
-  return (group + kTileHeads - 1) / kTileHeads * (p.digests.dim / kSegment) * 64 *
+  return 2 * ((group + kTileHeads - 1) / kTileHeads) * (p.digests.dim / kSegment) * 64 *
          static_cast<int>(sizeof(uint4));
 }
 

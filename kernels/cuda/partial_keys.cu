@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kThreads)
   int tile = first / shape.tile_tokens + static_cast<int>(blockIdx.z);
   if (tile >= end) return;
   tiles.Load(tile, tiles.Start(tile));
-  // Its page number may come over the link too, and so is asked for a tile ahead.
+  // The way to its page, a tile ahead.
   const uint4* next = tile + step < end ? tiles.Start(tile + step) : nullptr;
   const int groups = shape.columns / 4;
   for (; tile < end; tile += step) {

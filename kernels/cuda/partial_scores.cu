@@ -256,21 +256,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     if (p.slots[row] < 0) continue;
     p.scores[list * p.score_stride + p.positions[row]] = -INFINITY;
   }
-  const auto tiles_of = [&p, &layout](int row) {
-    if (p.slots[row] < 0) return 0;
-    const int units = p.positions[row], pages = units / p.partial.rows_per_page;
+  const auto tiles_at = [&p, &layout](int units) {
+    const int pages = units / p.partial.rows_per_page;
     const int rest = units - pages * p.partial.rows_per_page;
     return pages * layout.page_tiles + (rest + kTileRows - 1) / kTileRows;
   };
-  TileWalk walk(tiles_of, p.rows, kv_heads);
-  const int64_t count = walk.Count();
-  int64_t at = count * blockIdx.x / gridDim.x;
-  const int64_t end = count * (blockIdx.x + 1) / gridDim.x;
-  if (at == end) return;
-  walk.Seek(at);
+  TileWalk walk(p, kv_heads, tiles_at);
+  walk.Start();
+  if (walk.left == 0) return;
   while (true) {
-    const int slot = p.slots[walk.row], units = p.positions[walk.row];
-    const int last = static_cast<int>(min(int64_t{walk.tiles}, walk.tile + (end - at)));
+    const int slot = walk.slot, units = walk.position, last = walk.Last();
     float* const scores = p.scores + (int64_t{walk.row} * kv_heads + walk.kv_head) * p.score_stride;
     const auto tile_at = [&](int index) {
       return Tile(p, layout, slot, walk.kv_head, index, units);
@@ -290,8 +285,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                   scores);
       }
     }
-    at += last - walk.tile;
-    if (at == end) return;
+    if (walk.left == last - walk.tile) return;
     walk.NextList();
     __syncthreads();  // before other queries take these ones' place
   }

@@ -1,5 +1,5 @@
-// Work of very uneven rows as tiles of lists, in order: rows, then KV heads, then a list's tiles.
-// Blocks take equal runs of them.
+// The work of uneven rows as tiles of their lists, in order: rows, then KV heads, then a list's
+// tiles. Blocks take equal runs of them, so that long contexts keep the whole device busy.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,55 +8,81 @@
 
 namespace sluice::kernels::cuda {
 
-// `Tiles`: tiles_of(row), for row < rows: how many each of the row's lists has; 0: padded.
+// `Tiles`: tiles_at(position): how many each list of a row there has, perhaps none; padded rows
+// have none. All methods are called by whole warps.
 template <typename Tiles>
 struct TileWalk {
-  Tiles tiles_of;
+  Tiles tiles_at;
+  const int32_t* slots;
+  const int32_t* positions;
   int rows, kv_heads;
-  int row = 0, kv_head = 0, tile = 0;  // where it is
-  int tiles = 0;                       // of the list
+  int row = 0, kv_head = 0;    // where it is
+  int slot = 0, position = 0;  // of the row
+  int tile = 0, left = 0;      // of the list; tiles that this block has yet to do, this one too
+  int tiles = 0;               // of the list
 
-  __device__ TileWalk(Tiles tiles_of_row, int row_count, int kv_head_count)
-      : tiles_of(tiles_of_row), rows(row_count), kv_heads(kv_head_count) {}
+  template <typename Params>
+  __device__ TileWalk(const Params& p, int of_heads, Tiles tiles)
+      : tiles_at(tiles), slots(p.slots), positions(p.positions), rows(p.rows), kv_heads(of_heads) {}
 
-  // Called by whole warps. The number of all tiles.
-  __device__ int64_t Count() const {
-    int64_t sum = 0;
-    for (int r = static_cast<int>(threadIdx.x) % 32; r < rows; r += 32) sum += tiles_of(r);
-    for (int lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
-    return sum * kv_heads;
-  }
-  // Goes to tile `index` < Count(). Called by whole warps.
-  __device__ void Seek(int64_t index) {
+  // One past the last tile of the list that is this block's.
+  __device__ int Last() const { return min(tiles, tile + left); }
+
+  // Goes to where this block's share of all tiles begins.
+  __device__ void Start() {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    int64_t before = 0;
+    uint32_t total = 0;  // below 2^32: tiles of a bucket's rows
+    for (int first = 0; first < rows; first += 32) {
+      total += __reduce_add_sync(0xffffffffu, TilesOfRow(first + lane));
+    }
+    const auto begin = static_cast<uint32_t>(uint64_t{total} * blockIdx.x / gridDim.x);
+    const auto end = static_cast<uint32_t>(uint64_t{total} * (blockIdx.x + 1) / gridDim.x);
+    left = static_cast<int>(end - begin);
+    if (left == 0) return;
+    uint32_t before = 0;
     for (int first = 0;; first += 32) {
-      const int64_t mine = first + lane < rows ? int64_t{tiles_of(first + lane)} * kv_heads : 0;
-      int64_t through = mine;
+      const uint32_t mine = TilesOfRow(first + lane);
+      uint32_t through = mine;
+#pragma unroll
       for (int step = 1; step < 32; step *= 2) {
-        const int64_t other = __shfl_up_sync(0xffffffffu, through, step);
+        const uint32_t other = __shfl_up_sync(0xffffffffu, through, step);
         if (lane >= step) through += other;
       }
-      const unsigned beyond = __ballot_sync(0xffffffffu, before + through > index);
-      if (beyond == 0) {
-        before += __shfl_sync(0xffffffffu, through, 31);
-        continue;
+      const unsigned beyond = __ballot_sync(0xffffffffu, before + through > begin);
+      if (beyond != 0) {
+        const int found = __ffs(static_cast<int>(beyond)) - 1;
+        row = first + found;
+        before += __shfl_sync(0xffffffffu, through - mine, found);
+        break;
       }
-      const int found = __ffs(static_cast<int>(beyond)) - 1;
-      row = first + found;
-      before += __shfl_sync(0xffffffffu, through - mine, found);
-      break;
+      before += __shfl_sync(0xffffffffu, through, 31);
     }
-    tiles = tiles_of(row);
-    kv_head = static_cast<int>((index - before) / tiles);
-    tile = static_cast<int>((index - before) % tiles);
+    EnterRow();
+    kv_head = static_cast<int>(begin - before) / tiles;
+    tile = static_cast<int>(begin - before) - kv_head * tiles;
   }
+  // To the next list that has tiles, those of this one up to Last() being done. REQUIRES: there are
+  // some left.
   __device__ void NextList() {
+    left -= Last() - tile;
     tile = 0;
     if (++kv_head < kv_heads) return;
     kv_head = 0;
-    tiles = 0;
-    while (tiles == 0 && ++row < rows) tiles = tiles_of(row);
+    do {
+      ++row;
+      EnterRow();
+    } while (tiles == 0);
+  }
+
+ private:
+  __device__ uint32_t TilesOfRow(int r) const {
+    if (r >= rows || slots[r] < 0) return 0;
+    return static_cast<uint32_t>(tiles_at(positions[r]) * kv_heads);
+  }
+  __device__ void EnterRow() {
+    slot = slots[row];
+    position = positions[row];
+    tiles = slot < 0 ? 0 : tiles_at(position);
   }
 };
 

@@ -1,8 +1,7 @@
 // WriteThrough: each row's K and V to the sequences' home, which is pinned memory.
 //
-// Bytes: rows x kv_heads x 2 x head_dim x element size over the link. At a decode step's few rows
-// they are nothing; what counts is that the way to them (the block table lies in pinned memory too)
-// is looked up before the kernel that makes the rows is done.
+// Bytes: rows x kv_heads x 2 x head_dim x element size over the link: 41 KB for 10 rows of 8 heads
+// of 128, a microsecond. Where they go is looked up before the kernel that makes the rows is done.
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/move.cuh"

@@ -44,8 +44,9 @@ class AttentionPolicy {
 
   // Places a sequence: takes its HBM and starts to copy the first `context` tokens from `home`
   // (null if context is 0). With a soft promise it also takes room in DRAM for the whole sequence,
-  // so that it can always be moved out. False: no room now, nothing has changed and `home` is still
-  // the caller's.
+  // so that it can always be moved out. A home that is too small for `total` (of a sequence that
+  // was kept) is made larger. False: no room now, nothing has changed and `home` is still the
+  // caller's.
   virtual bool Admit(int slot, int64_t context, int64_t total, Promise promise,
                      std::unique_ptr<SequenceCache>& home) = 0;
   // Whether no copy of the slot is under way: after Admit no step may read it before. Gives up what
@@ -66,8 +67,11 @@ class AttentionPolicy {
   // Of a slot with a soft promise: makes it firm and gives its room in DRAM back; false if there is
   // no room for that now.
   virtual bool MakeFirm(int slot) = 0;
+  // Makes room in DRAM for positions below `tokens`, where the sequence has none: it can be moved
+  // out from then on. False: no room now.
+  virtual bool MakeWayOut(int slot, int64_t tokens) = 0;
   // Starts to copy positions below `tokens` to the sequence's room in DRAM. REQUIRES: a soft
-  // promise, Warm(slot), and every step that has the slot is done.
+  // promise or MakeWayOut, Warm(slot), and every step that has the slot is done.
   virtual void Evict(int slot, int64_t tokens) = 0;
   // After Evict, once Warm(slot): releases the slot and returns the home that Admit takes (null if
   // no token was cached).
@@ -82,6 +86,9 @@ class AttentionPolicy {
   // Warm(slot) says when it is there. Once. `hints`: what its prefill node found important; they
   // count where nothing better is known. REQUIRES: every step that has the slot is done.
   virtual void EndPrompt(int /*slot*/, int64_t /*tokens*/, const SelectionHints& /*hints*/) {}
+  // Whether a prompt that was handed over whole, without hints, is to have its last row computed
+  // again, so that EndPrompt knows what that row attends to. The row reads all of the cache.
+  virtual bool wants_last_row() const { return false; }
   // Tokens of a layer and KV head that hints may name and EndPrompt finds places for; 0: it has no
   // use for hints.
   virtual int64_t hint_tokens() const { return 0; }

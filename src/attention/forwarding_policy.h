@@ -33,6 +33,7 @@ class ForwardingPolicy : public AttentionPolicy {
   }
   void Release(int slot) override { policy_->Release(slot); }
   bool MakeFirm(int slot) override { return policy_->MakeFirm(slot); }
+  bool MakeWayOut(int slot, int64_t tokens) override { return policy_->MakeWayOut(slot, tokens); }
   void Evict(int slot, int64_t tokens) override { policy_->Evict(slot, tokens); }
   std::unique_ptr<SequenceCache> TakeHome(int slot) override { return policy_->TakeHome(slot); }
   int decode_rows_per_sequence() const override { return policy_->decode_rows_per_sequence(); }
@@ -40,6 +41,7 @@ class ForwardingPolicy : public AttentionPolicy {
   void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override {
     policy_->EndPrompt(slot, tokens, hints);
   }
+  bool wants_last_row() const override { return policy_->wants_last_row(); }
   int64_t hint_tokens() const override { return policy_->hint_tokens(); }
   absl::Status SlotHealth(int slot) const override { return policy_->SlotHealth(slot); }
   PolicyStatistics Statistics() const override { return policy_->Statistics(); }

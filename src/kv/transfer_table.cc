@@ -29,6 +29,14 @@ absl::Status NoSuchTransfer(const std::string& id) {
                     "TRANSFER_NOT_FOUND");
 }
 
+absl::Status NoSuchSequence(const std::string& id) {
+  return WithReason(absl::NotFoundError(absl::StrCat(
+                        "sequence_id '", id.substr(0, 64),
+                        "': no such sequence is kept for this tenant: it never was, its lease has "
+                        "ended, or a Generate has it; send the whole prompt again")),
+                    "SEQUENCE_NOT_FOUND");
+}
+
 }  // namespace
 
 TransferTable::TransferTable(Options options, PagePool* dram, const PagePool* hbm, Clock* clock)
@@ -124,8 +132,73 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
 
 absl::StatusOr<std::shared_ptr<Transfer>> TransferTable::FindLocked(const std::string& id) {
   const auto it = transfers_.find(id);
-  if (it == transfers_.end()) return NoSuchTransfer(id);
+  if (it == transfers_.end() || it->second->kept) return NoSuchTransfer(id);
   return it->second;
+}
+
+std::shared_ptr<Transfer> TransferTable::FindKeptLocked(const std::string& sequence_id,
+                                                        const std::string& tenant) {
+  const auto it = transfers_.find(sequence_id);
+  if (it == transfers_.end() || !it->second->kept || it->second->tenant != tenant) return nullptr;
+  return it->second;
+}
+
+absl::StatusOr<std::string> TransferTable::Keep(KeptSequence sequence) {
+  const absl::Duration lease =
+      sequence.lease > absl::ZeroDuration() ? sequence.lease : options_.max_lease;
+  const auto transfer =
+      std::make_shared<Transfer>(NewTransferId(), std::move(sequence), dram_->layout());
+  transfer->prompt_bytes = PromptBytes(transfer->prompt_length);
+  transfer->lease = lease;
+  {
+    Ended ended(this);
+    absl::MutexLock lock(&mutex_);
+    const absl::Time now = clock_->Now();
+    EndOverLocked(now, &ended);
+    if (transfers_.size() >= options_.max_open ||
+        prompt_bytes_ + transfer->prompt_bytes > options_.max_prompt_bytes) {
+      return absl::ResourceExhaustedError("too many transfers are open");
+    }
+    transfer->lease_end = now + lease;
+    transfer->lease_entry = leases_.emplace(transfer->lease_end, transfer.get());
+    prompt_bytes_ += transfer->prompt_bytes;
+    transfers_.emplace(transfer->id, transfer);
+    ++kept_;
+  }
+  Wake();  // a lease was set
+  return transfer->id;
+}
+
+void TransferTable::KeepHome(const std::string& sequence_id, std::unique_ptr<SequenceCache> home) {
+  {
+    Ended ended(this);
+    absl::MutexLock lock(&mutex_);
+    EndOverLocked(clock_->Now(), &ended);
+    const auto it = transfers_.find(sequence_id);
+    if (it == transfers_.end()) return;  // after the lock `home` goes
+    if (home == nullptr) {
+      EndLocked(it->second, NoSuchSequence(sequence_id), &ended);
+      return;
+    }
+    it->second->home = std::move(home);
+    it->second->state = Transfer::State::kCommitted;
+  }
+  Wake();
+}
+
+bool TransferTable::Forget(const std::string& sequence_id, const std::string& tenant) {
+  Ended ended(this);
+  absl::MutexLock lock(&mutex_);
+  EndOverLocked(clock_->Now(), &ended);
+  const std::shared_ptr<Transfer> transfer = FindKeptLocked(sequence_id, tenant);
+  if (transfer == nullptr || transfer->attached != 0) return false;
+  EndLocked(transfer, NoSuchSequence(sequence_id), &ended);
+  return true;
+}
+
+size_t TransferTable::kept_sequences() const {
+  absl::MutexLock lock(&mutex_);
+  return kept_;
 }
 
 absl::StatusOr<uint32_t> TransferTable::Commit(const std::string& transfer_id,
@@ -218,7 +291,7 @@ absl::Status TransferTable::Abort(const std::string& transfer_id, const std::str
   absl::MutexLock lock(&mutex_);
   EndOverLocked(clock_->Now(), &ended);
   const auto it = transfers_.find(transfer_id);
-  if (it == transfers_.end()) return absl::OkStatus();
+  if (it == transfers_.end() || it->second->kept) return absl::OkStatus();
   EndLocked(it->second,
             WithReason(absl::AbortedError(
                            absl::StrCat("transfer ", transfer_id, " was aborted by its sender",
@@ -261,7 +334,10 @@ absl::StatusOr<TransferTable::AttachId> TransferTable::Attach(const HandoffRef& 
   EndOverLocked(clock_->Now(), &ended);
   std::shared_ptr<Transfer> transfer;
   const Key key{ref.tenant, ref.rendezvous_key};
-  if (!ref.transfer_id.empty()) {
+  if (!ref.sequence_id.empty()) {
+    transfer = FindKeptLocked(ref.sequence_id, ref.tenant);
+    if (transfer == nullptr) return NoSuchSequence(ref.sequence_id);
+  } else if (!ref.transfer_id.empty()) {
     SLUICE_ASSIGN_OR_RETURN(transfer, FindLocked(ref.transfer_id));
   } else if (const auto it = keys_.find(key); it != keys_.end()) {
     transfer = it->second;
@@ -277,9 +353,10 @@ absl::StatusOr<TransferTable::AttachId> TransferTable::Attach(const HandoffRef& 
     return Poisoned(transfer->id);
   }
   if (transfer != nullptr && transfer->attached != 0) {
-    return WithReason(absl::AlreadyExistsError(
-                          absl::StrCat("transfer ", transfer->id, " has its Generate already")),
-                      "GENERATE_EXISTS");
+    return WithReason(
+        absl::AlreadyExistsError(absl::StrCat(transfer->kept ? "sequence " : "transfer ",
+                                              transfer->id, " has its Generate already")),
+        "GENERATE_EXISTS");
   }
   const AttachId id = next_attach_++;
   if (transfer != nullptr) {
@@ -296,7 +373,7 @@ std::optional<TransferTable::AttachedInfo> TransferTable::Info(AttachId id) {
   const auto it = attachments_.find(id);
   if (it == attachments_.end() || it->second.transfer == nullptr) return std::nullopt;
   const Transfer& t = *it->second.transfer;
-  return AttachedInfo{t.id, t.prompt, t.max_new_tokens};
+  return AttachedInfo{t.id, t.prompt, t.max_new_tokens, t.kept};
 }
 
 absl::StatusOr<std::optional<ReadySequence>> TransferTable::TakeReady(AttachId id) {
@@ -317,11 +394,13 @@ absl::StatusOr<std::optional<ReadySequence>> TransferTable::TakeReady(AttachId i
                       std::move(transfer->prompt),
                       transfer->context_length,
                       transfer->max_new_tokens,
+                      transfer->kept,
                       std::move(transfer->first_tokens),
                       std::move(transfer->hints),
                       std::move(transfer->home)};
   attachments_.erase(it);
   ForgetLocked(*transfer);
+  if (ready.kept) return std::optional<ReadySequence>(std::move(ready));
   taken_.emplace(transfer->id, transfer->context_length);
   taken_order_.push_back(transfer->id);
   if (taken_order_.size() > kTakenRemembered) {
@@ -352,6 +431,7 @@ void TransferTable::Detach(AttachId id, bool abort_transfer) {
 
 void TransferTable::ForgetLocked(const Transfer& transfer) {
   leases_.erase(transfer.lease_entry);
+  kept_ -= transfer.kept ? 1 : 0;
   prompt_bytes_ -= transfer.prompt_bytes;
   if (!transfer.rendezvous_key.empty()) {
     keys_.erase(Key{transfer.tenant, transfer.rendezvous_key});
@@ -390,9 +470,9 @@ void TransferTable::EndOverLocked(absl::Time now, Ended* ended) {
     ++expired_;
     ended->AddExpired(transfer.id);
     EndLocked(transfers_.at(transfer.id),
-              WithReason(absl::DeadlineExceededError(
-                             absl::StrCat("transfer ", transfer.id, ": its lease of ",
-                                          absl::FormatDuration(transfer.lease), " ended")),
+              WithReason(absl::DeadlineExceededError(absl::StrCat(
+                             transfer.kept ? "sequence " : "transfer ", transfer.id,
+                             ": its lease of ", absl::FormatDuration(transfer.lease), " ended")),
                          "LEASE_EXPIRED"),
               ended);
   }

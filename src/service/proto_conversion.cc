@@ -298,6 +298,7 @@ absl::StatusOr<Request> FromProto(const v1::GenerateRequest& request, uint32_t v
   SLUICE_RETURN_IF_ERROR(CheckName("tenant", request.tenant()));
   SLUICE_RETURN_IF_ERROR(CheckName("rendezvous_key", request.rendezvous_key()));
   SLUICE_RETURN_IF_ERROR(CheckName("transfer_id", request.transfer_id(), kMaxTransferIdBytes));
+  SLUICE_RETURN_IF_ERROR(CheckName("sequence_id", request.sequence_id(), kMaxTransferIdBytes));
   Request out;
   out.request_id = request.request_id();
   out.handoff.tenant = request.tenant();
@@ -310,16 +311,24 @@ absl::StatusOr<Request> FromProto(const v1::GenerateRequest& request, uint32_t v
       if (request.rendezvous_key().empty()) return InvalidField("rendezvous_key", "is empty");
       out.handoff.rendezvous_key = request.rendezvous_key();
       break;
+    case v1::GenerateRequest::kSequenceId:
+      if (request.sequence_id().empty()) return InvalidField("sequence_id", "is empty");
+      out.handoff.sequence_id = request.sequence_id();
+      break;
     case v1::GenerateRequest::HANDOFF_NOT_SET:
       if (request.prompt_token_ids().empty()) {
         return InvalidField("prompt_token_ids",
-                            "is empty, and neither transfer_id nor rendezvous_key is given");
+                            "is empty, and none of transfer_id, rendezvous_key and sequence_id is "
+                            "given");
       }
       break;
   }
   SLUICE_ASSIGN_OR_RETURN(out.prompt, TokenIds("prompt_token_ids", request.prompt_token_ids(),
                                                vocab_size, max_context));
   SLUICE_ASSIGN_OR_RETURN(out.sampling, FromProto(request.sampling()));
+  if (request.has_keep()) {
+    SLUICE_ASSIGN_OR_RETURN(out.keep, PositiveDuration("keep", request.keep()));
+  }
   return out;
 }
 
@@ -335,6 +344,7 @@ v1::Finish ToProto(const FinishInfo& info) {
   out.mutable_usage()->set_prompt_tokens(info.prompt_tokens);
   out.mutable_usage()->set_completion_tokens(info.completion_tokens);
   out.mutable_usage()->set_cached_tokens(info.cached_tokens);
+  out.set_sequence_id(info.sequence_id);
   return out;
 }
 

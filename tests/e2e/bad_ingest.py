@@ -212,7 +212,7 @@ def ingest_cases() -> list[BadCall]:
         BadCall("Commit a hint of no head", hints(kv_head=HEADS), field="hints.entries[1].kv_head"),
         BadCall("Commit a hint of no row", hints(position=CONTEXT), field="hints.entries[1].position"),
         BadCall("Commit a hint past the end", hints(units=[0, CONTEXT]), field="hints.entries[1].units[1]"),
-        BadCall("Commit a hint twice", hints(units=[1, 1]), field="hints.entries[1].units[1]"),
+        BadCall("Commit a hint twice", hints(units=[0, 0]), field="hints.entries[1].units[1]"),
         BadCall("Commit second token", commit(token(id=1), token(id=VOCABULARY)), field="first_tokens[1].id"),
         BadCall("Commit logprob NaN", commit(token(id=1, logprob=NAN)), field="first_tokens[0].logprob"),
         BadCall("Commit 21 alternatives", commit(token(id=1, top_logprobs=[top(token_id=1)] * 21)),

@@ -105,11 +105,14 @@ void OffloadPolicy::EndPrompt(int slot, int64_t tokens, const SelectionHints& hi
 }
 
 bool OffloadPolicy::MakeFirm(int /*slot*/) { return true; }
-void OffloadPolicy::Evict(int /*slot*/, int64_t /*tokens*/) {
-  SLUICE_CHECK(false, "nothing is preempted");
-}
-std::unique_ptr<SequenceCache> OffloadPolicy::TakeHome(int /*slot*/) {
-  SLUICE_CHECK(false, "nothing is preempted");
+bool OffloadPolicy::MakeWayOut(int /*slot*/, int64_t /*tokens*/) { return true; }
+void OffloadPolicy::Evict(int /*slot*/, int64_t /*tokens*/) {}
+std::unique_ptr<SequenceCache> OffloadPolicy::TakeHome(int slot) {
+  SLUICE_CHECK(Warm(slot), "a slot is released at rest");
+  Left(slot);
+  std::unique_ptr<SequenceCache> home = tier_->TakeHome(slot);
+  tier_->Release(slot);
+  return home;
 }
 
 std::vector<std::vector<int32_t>> OffloadPolicy::FirstUnits(int slot, int64_t tokens,

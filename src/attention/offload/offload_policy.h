@@ -43,8 +43,9 @@ class OffloadPolicy : public AttentionPolicy {
   absl::Status SlotHealth(int slot) const override;
   WorkerStatistics Workers() const override;
 
-  // Nothing is preempted: promises are firm.
+  // Nothing is preempted: promises are firm. What is moved out for good is at home already.
   bool MakeFirm(int slot) override;
+  bool MakeWayOut(int slot, int64_t tokens) override;
   void Evict(int slot, int64_t tokens) override;
   std::unique_ptr<SequenceCache> TakeHome(int slot) override;
 

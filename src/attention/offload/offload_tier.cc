@@ -75,11 +75,14 @@ class OffloadTierImpl : public OffloadTier {
              std::unique_ptr<SequenceCache>& home) override {
     Slot& s = slots_.at(static_cast<size_t>(slot));
     SLUICE_CHECK(s.hbm == nullptr, "a slot has one sequence");
-    SLUICE_CHECK(home == nullptr ? context == 0 : home->Covers(pages_.HomeTokensOf(total)),
-                 "a home has room for its sequence's end");
+    SLUICE_CHECK(home != nullptr || context == 0);
     if (SLUICE_FAILPOINT(kKvAdmit)) return false;
     Reservation hbm = options_.hbm->TryReserve(pages_.PoolTokensOf(total));
     if (hbm.empty()) return false;
+    if (home != nullptr && !home->Covers(pages_.HomeTokensOf(total)) &&
+        !home->Extend(pages_.HomeTokensOf(total))) {
+      return false;
+    }
     if (home == nullptr) {
       Reservation dram = options_.dram->TryReserve(pages_.HomeTokensOf(total));
       if (dram.empty()) return false;
@@ -113,6 +116,10 @@ class OffloadTierImpl : public OffloadTier {
     SLUICE_CHECK(s.hbm != nullptr && Warm(slot), "released once, and while nothing is copied");
     s.home.reset();
     s.hbm.reset();
+  }
+
+  std::unique_ptr<SequenceCache> TakeHome(int slot) override {
+    return std::move(slots_[static_cast<size_t>(slot)].home);
   }
 
   void WarmUp(int slot, int64_t tokens, const std::vector<std::vector<int32_t>>& units,

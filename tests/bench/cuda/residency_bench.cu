@@ -98,12 +98,13 @@ class ResidencyBench {
     for (int i = 0; i < kLaunches; ++i) {
       positions_[i] = DeviceCopy(std::vector<int32_t>(kRows, kContext - 1 - kLaunches + i));
     }
-    home_ = Cache(kContext / kBlockTokens, true);
-    resident_ = Cache((shape.places * shape.unit_tokens - 1) / kBlockTokens + 1, false);
+    home_ = Cache(kContext / kBlockTokens);
+    resident_ = Cache((shape.places * shape.unit_tokens - 1) / kBlockTokens + 1);
     counters_ = DeviceCopy(std::vector<SparseCounters>(kRows));
     sources_ = DeviceArray<int32_t>(int64_t{kLists} * shape.selected);
     targets_ = DeviceArray<int32_t>(int64_t{kLists} * shape.selected);
     moves_ = DeviceArray<int32_t>(kLists);
+    since_ = DeviceCopy(std::vector<int32_t>(2 * kRows));
     missing_ = Lists({});
     resident_lists_ = Lists({});
     resident_places_ = DeviceArray<int32_t>(int64_t{kLists} * shape.selected);
@@ -153,14 +154,11 @@ class ResidencyBench {
             DeviceCopy(std::vector<int32_t>(kLists, static_cast<int32_t>(units.size()))),
             shape_.selected};
   }
-  PagedCache Cache(int32_t blocks, bool pinned) const {
-    const std::vector<int32_t> order = Shuffled(int64_t{kRows} * blocks);
-    int32_t* table = DeviceCopy(order);
-    if (pinned) {
-      Check(cudaHostAlloc(&table, order.size() * 4, 0), "pinned");
-      std::copy(order.begin(), order.end(), table);
-    }
-    return {nullptr, table, blocks, kPageBytes, kBlockTokens, kKvHeads, kHeadDim, DType::kBFloat16};
+  PagedCache Cache(int32_t blocks) const {
+    return {nullptr,      DeviceCopy(Shuffled(int64_t{kRows} * blocks)),
+            blocks,       kPageBytes,
+            kBlockTokens, kKvHeads,
+            kHeadDim,     DType::kBFloat16};
   }
 
   void Split(cudaStream_t stream, int i, const UnitLists& selected, bool forget) const {
@@ -178,8 +176,7 @@ class ResidencyBench {
     p.forget = forget;
     Check(cuda::LaunchSplit(p, stream), "split");
   }
-  void Due(cudaStream_t stream, const UnitLists& selected) {
-    if (since_ == nullptr) since_ = DeviceCopy(std::vector<int32_t>(2 * kRows));
+  void Due(cudaStream_t stream, const UnitLists& selected) const {
     RecallDueParams p{};
     p.slots = slots_;
     p.selected = selected;
@@ -234,10 +231,7 @@ PagedCache Home(int32_t rows, int32_t context) {
   const auto bytes = static_cast<size_t>(int64_t{rows} * blocks * kPageBytes);
   Check(cudaHostAlloc(&home.base, bytes, 0), "pinned");
   std::memset(home.base, 0x3c, bytes);
-  int32_t* table = nullptr;
-  Check(cudaHostAlloc(&table, order.size() * 4, 0), "pinned");
-  std::copy(order.begin(), order.end(), table);
-  home.block_table = table;
+  home.block_table = DeviceCopy(order);
   return home;
 }
 

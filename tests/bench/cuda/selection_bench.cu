@@ -69,26 +69,12 @@ class Bench {
     const std::string name = "digest scores, " + std::to_string(rows) + " x " +
                              std::to_string(context >> 10) + "K, " + what;
     if (!Wants(name)) return;
-    const int64_t blocks = context / kBlockTokens, pages = (blocks - 1) / kRowsOfPage + 1;
-    const double bytes = 1.0 * rows * kKvHeads * static_cast<double>(blocks * kRowBytes);
-    const int64_t sets = std::max<int64_t>(1, kArenaBytes / kPageBytes / (rows * pages));
-    std::vector<int32_t> slots(static_cast<size_t>(rows));
-    std::iota(slots.begin(), slots.end(), 0);
-    DigestScoresParams p{};
-    p.q = DeviceCopy(Normal(int64_t{rows} * kHeads * kHeadDim, 1.0f));
-    p.q_stride = kHeads * kHeadDim;
-    p.slots = DeviceCopy(slots);
-    p.positions = DeviceCopy(std::vector<int32_t>(static_cast<size_t>(rows), context));
-    p.digests = {
-        arena_,       pages_,           pages,   kPageBytes, kRowsOfPage * kRowBytes, kRowsOfPage,
-        2 * kHeadDim, DType::kBFloat16, kKvHeads};
-    p.score_stride = blocks + 1;
-    p.scores = DeviceArray<float>(rows * kKvHeads * p.score_stride);
-    p.rows = rows;
-    p.heads = kHeads;
-    p.block_tokens = kBlockTokens;
-    p.scale = 1 / std::sqrt(static_cast<float>(kHeadDim));
+    DigestScoresParams p = ScoresParams(rows, context);
     p.reduction = reduction;
+    const double bytes =
+        1.0 * rows * kKvHeads * static_cast<double>(context / kBlockTokens) * kRowBytes;
+    const int64_t pages = p.digests.table_stride;
+    const int64_t sets = std::max<int64_t>(1, kArenaBytes / kPageBytes / (rows * pages));
     Print(name, bytes, Time(kLaunches, kReplays, [&](int i, cudaStream_t stream) {
             DigestScoresParams of_set = p;
             of_set.digests.page_table = pages_ + i % sets * rows * pages;
@@ -121,6 +107,52 @@ class Bench {
     Print(name, 4.0 * static_cast<double>(lists) * units,
           Time(kLaunches, kReplays,
                [&](int, cudaStream_t stream) { Check(cuda::LaunchTopK(p, stream), "top-k"); }));
+  }
+
+  // Digest scores and top-k on a branch beside a product: what both take, and the product alone.
+  void Beside(int rows, int context, int n, int k) {
+    const std::string name = "product " + std::to_string(n) + " x " + std::to_string(k) + ", " +
+                             std::to_string(rows) + " rows";
+    if (!Wants(name)) return;
+    const int64_t matrix = int64_t{n} * k;
+    const int64_t matrices = std::max<int64_t>(1, kArenaBytes / 2 / matrix);
+    const auto* x = DeviceArray<uint16_t>(int64_t{rows} * k);
+    auto* y = DeviceArray<float>(int64_t{rows} * n);
+    const DigestScoresParams scores = ScoresParams(rows, context);
+    const TopKParams top = TopParams(rows, scores);
+    const int64_t of_set = scores.digests.table_stride * rows;
+    const int64_t sets = kArenaBytes / kPageBytes / of_set;
+    const auto product = [&](int i, cudaStream_t stream) {
+      const LinearParams p = {x,
+                              {arena_ + i % matrices * matrix, n, k, WeightLayout::kRowMajor},
+                              nullptr,
+                              y,
+                              rows,
+                              rows,
+                              DType::kBFloat16,
+                              false};
+      Check(cuda::LaunchLinear(p, stream), "product");
+    };
+    const double bytes = 2.0 * static_cast<double>(matrix);
+    Print(name + " alone", bytes, Time(kBesideLaunches, kReplays, product));
+    cudaStream_t side;
+    cudaEvent_t fork, join;
+    Check(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking), "stream");
+    Check(cudaEventCreateWithFlags(&fork, cudaEventDisableTiming), "event");
+    Check(cudaEventCreateWithFlags(&join, cudaEventDisableTiming), "event");
+    Print(name + " beside selection",
+          bytes + 1.0 * rows * kKvHeads * static_cast<double>(context / kBlockTokens * kRowBytes),
+          Time(kBesideLaunches, kReplays, [&](int i, cudaStream_t stream) {
+            Check(cudaEventRecord(fork, stream), "fork");
+            Check(cudaStreamWaitEvent(side, fork), "fork");
+            DigestScoresParams one = scores;
+            one.digests.page_table += i % sets * of_set;
+            Check(cuda::LaunchDigestScores(one, side), "digest scores");
+            Check(cuda::LaunchTopK(top, side), "top-k");
+            product(i, stream);
+            Check(cudaEventRecord(join, side), "join");
+            Check(cudaStreamWaitEvent(stream, join), "join");
+          }));
   }
 
   // Rows that extend their newest block, or one that begins at 0.
@@ -163,8 +195,53 @@ class Bench {
   }
 
  private:
+  static std::vector<int32_t> Slots(int rows) {
+    std::vector<int32_t> slots(static_cast<size_t>(rows));
+    std::iota(slots.begin(), slots.end(), 0);
+    return slots;
+  }
+
+  DigestScoresParams ScoresParams(int rows, int context) const {
+    const int64_t blocks = context / kBlockTokens, pages = (blocks - 1) / kRowsOfPage + 1;
+    DigestScoresParams p{};
+    p.q = DeviceCopy(Normal(int64_t{rows} * kHeads * kHeadDim, 1.0f));
+    p.q_stride = kHeads * kHeadDim;
+    p.slots = DeviceCopy(Slots(rows));
+    p.positions = DeviceCopy(std::vector<int32_t>(static_cast<size_t>(rows), context - 1));
+    p.digests = {
+        arena_,       pages_,           pages,   kPageBytes, kRowsOfPage * kRowBytes, kRowsOfPage,
+        2 * kHeadDim, DType::kBFloat16, kKvHeads};
+    p.score_stride = blocks;
+    p.scores = DeviceArray<float>(rows * kKvHeads * p.score_stride);
+    p.rows = rows;
+    p.heads = kHeads;
+    p.block_tokens = kBlockTokens;
+    p.scale = 1 / std::sqrt(static_cast<float>(kHeadDim));
+    p.reduction = GroupReduction::kMax;
+    return p;
+  }
+  // Scout's, of those scores.
+  static TopKParams TopParams(int rows, const DigestScoresParams& scores) {
+    constexpr int32_t kBudget = 64;
+    TopKParams p{};
+    p.scores = scores.scores;
+    p.score_stride = scores.score_stride;
+    p.slots = scores.slots;
+    p.positions = scores.positions;
+    p.selected = {DeviceArray<int32_t>(int64_t{rows} * kKvHeads * kBudget),
+                  DeviceArray<int32_t>(int64_t{rows} * kKvHeads), kBudget};
+    p.rows = rows;
+    p.kv_heads = kKvHeads;
+    p.unit_tokens = kBlockTokens;
+    p.k = kBudget;
+    p.first_units = 1;
+    p.last_units = 2;
+    p.margin = std::numeric_limits<float>::infinity();
+    return p;
+  }
+
   static constexpr int64_t kArenaBytes = int64_t{2} << 30;
-  static constexpr int kLaunches = 40, kReplays = 15;
+  static constexpr int kLaunches = 40, kBesideLaunches = 10, kReplays = 15;
 
   bool Wants(const std::string& name) const { return name.find(filter_) != std::string::npos; }
 
@@ -204,6 +281,8 @@ int main(int argc, char** argv) {
   bench.Top(64, 2048, 32, 64, 2, kNoMargin);
   bench.Top(10, 65536, 1, 2048, 64, 4.5f);
   bench.Top(1, 65536, 1, 2048, 64, 4.5f);
+  bench.Beside(10, 64 << 10, 34816, 5120);
+  bench.Beside(10, 64 << 10, 5120, 17408);
   bench.Digest(10, 8 << 10, false);
   bench.Digest(1, 64 << 10, true);
 }

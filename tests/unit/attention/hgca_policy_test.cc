@@ -76,6 +76,14 @@ class Model {
         layer_(layer),
         kv_head_(kv_head) {}
 
+  // An append that ends before row `first`: its last row's weights over what is outside that row's
+  // window select.
+  void Append(int first) {
+    first_ = first;
+    judged_ =
+        std::max(0, first / shape_.block_tokens - hgca_.window_tokens / shape_.block_tokens + 1);
+    Select(first - 1, judged_ * shape_.block_tokens);
+  }
   // The set of tokens that the row attends to, window included.
   std::set<int> Row(int position) {
     const int block = shape_.block_tokens, blocks = hgca_.window_tokens / block;
@@ -83,12 +91,7 @@ class Model {
     if (first_ < 0) {
       first_ = position;
       judged_ = outside;
-      std::set<int> all;
-      for (int t = 0; t < outside * block; ++t) all.insert(t);
-      const std::map<int, double> a_cpu = Weights(position, all);
-      for (const auto& [t, weight] : a_cpu) {
-        if (weight > hgca_.beta / (outside * block) || hgca_.beta == 0) selected_.insert(t);
-      }
+      std::set<int> all = Select(position, outside * block);
       Average(position, outside * block);
       cpu_ = static_cast<int64_t>(all.size());
       for (int t = outside * block; t <= position; ++t) all.insert(t);
@@ -116,6 +119,15 @@ class Model {
   int64_t cpu_tokens() const { return cpu_; }  // of the last row
 
  private:
+  // A_cpu of the row over tokens [0, size), and what of them it selects. Returns all of them.
+  std::set<int> Select(int position, int size) {
+    std::set<int> all;
+    for (int t = 0; t < size; ++t) all.insert(t);
+    for (const auto& [t, weight] : Weights(position, all)) {
+      if (weight > hgca_.beta / size || hgca_.beta == 0) selected_.insert(t);
+    }
+    return all;
+  }
   // Softmax over `tokens` of each query head of the group, reduced.
   std::map<int, double> Weights(int position, const std::set<int>& tokens) {
     const int group = shape_.heads / shape_.kv_heads, dim = shape_.head_dim;
@@ -170,8 +182,9 @@ class Model {
   std::map<int, std::vector<float>> keys_;
 };
 
+// `append`: the last token is pending, and computed as a row of the prompt.
 void CheckAgainstModel(const PolicyRig::Shape& shape, PolicyOptions::Hgca hgca, int context,
-                       int steps) {
+                       int steps, bool append = false) {
   const PolicyRig::Make make = Uneven(shape);
   PolicyRig rig(shape, make);
   PolicyOptions options = rig.Options();
@@ -180,12 +193,13 @@ void CheckAgainstModel(const PolicyRig::Shape& shape, PolicyOptions::Hgca hgca, 
   options.hgca = hgca;
   const auto policy = MakePolicy(options);
   const uint64_t seed = TestSeed();
-  rig.Admit(*policy, 1, seed, context, context + steps);
+  rig.Admit(*policy, 1, seed, context, context + steps, append);
   std::vector<std::vector<Model>> models;
   for (int layer = 0; layer < shape.layers; ++layer) {
     std::vector<Model>& heads = models.emplace_back();
     for (int head = 0; head < shape.kv_heads; ++head) {
       heads.emplace_back(shape, hgca, make, seed, layer, head);
+      if (append) heads.back().Append(context);
     }
   }
   std::vector<int64_t> cpu(static_cast<size_t>(shape.layers));
@@ -246,6 +260,20 @@ void NaiveModel(const PolicyRig::Shape& of) {
 SLUICE_TEST_ON_CPU_AND_GPU(
     "rows attend to what moving averages and first weights select, as a naive model says",
     NaiveModel)
+
+void Appends(const PolicyRig::Shape& of) {
+  PolicyRig::Shape shape = of;
+  PolicyOptions::Hgca hgca;
+  hgca.window_tokens = 3 * shape.block_tokens;
+  // At a block's end, where the first row pushes a block out, and inside one.
+  for (const int context : {8 * shape.block_tokens, 7 * shape.block_tokens + 5, 5}) {
+    for (const bool thread : {true, false}) {
+      hgca.selection_thread = thread;
+      CheckAgainstModel(shape, hgca, context, Steps(90), /*append=*/true);
+    }
+  }
+}
+SLUICE_TEST_ON_CPU_AND_GPU("pending tokens select anew, before the first decode row", Appends)
 
 void WorkersSelect(const PolicyRig::Shape& shape) {
   PolicyOptions::Hgca hgca;

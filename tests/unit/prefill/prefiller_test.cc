@@ -124,6 +124,12 @@ class HintWatch : public ForwardingPolicy {
     seen = hints;
     ForwardingPolicy::EndPrompt(slot, tokens, hints);
   }
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                 absl::Span<const int32_t> rows) override {
+    positions.insert(positions.end(), rows.begin(), rows.end());
+    ForwardingPolicy::BeginStep(stream, slots, rows);
+  }
+  std::vector<int32_t> positions;
   SelectionHints seen;
 };
 
@@ -178,6 +184,49 @@ TEST_CASE("hints are what the decode node's policy takes, and come to it with th
         CHECK(watch->seen.entries[i].units == sent.entries[i].units);
       }
     }
+  }
+}
+
+TEST_CASE("the last token of a prompt that was handed over whole can be computed again") {
+  NodeOptions options;
+  options.model_dir = fixtures::ModelDir("tiny-llama");
+  options.max_context = 1024;
+  options.block_tokens = 16;
+  options.policy.dense_layers = 0;
+  options.policy.budget_tokens = 1024;  // exact
+  options.policy.scout.layer_ahead = false;
+  options.policy.hgca.window_tokens = 48;
+  options.policy.hgca.beta = 0;
+  HintWatch* watch = nullptr;
+  options.watch = [&](AttentionPolicy* policy) {
+    auto made = std::make_unique<HintWatch>(policy);
+    watch = made.get();
+    return made;
+  };
+  PrefillNode prefill(options.model_dir, 64, 8 << 20, 16);
+  std::vector<int32_t> prompt;
+  for (int i = 0; i < 500; ++i) prompt.push_back(i * i % 97);
+  for (const char* policy : {"scout", "hgca", "full"}) {
+    INFO(policy);
+    options.policy.name = policy;
+    std::vector<std::vector<int32_t>> ids;
+    for (const bool again : {false, true}) {
+      options.policy.recompute_last = again;
+      Node node(options);
+      const auto reserved = node.transfers().Reserve(node.MakeManifest(prompt, 500, 8));
+      REQUIRE(reserved.ok());
+      LandingSink sink(&node, reserved->transfer_id);
+      const auto result = prefill.prefiller->Run(prompt, Greedy(), true, sink, Never);
+      REQUIRE(result.ok());
+      REQUIRE(node.transfers().Commit(reserved->transfer_id, {*result->first_token}, nullptr).ok());
+      Request request = GreedyRequest({}, 8);
+      request.handoff.transfer_id = reserved->transfer_id;
+      ids.push_back(node.Generate(std::move(request)).ids);
+      REQUIRE(node.Quiescent());
+      CHECK(watch->positions.at(0) == (again && options.policy.name != "full" ? 499 : 500));
+    }
+    CHECK(ids[0].size() == 8);
+    CHECK(ids[0] == ids[1]);
   }
 }
 

@@ -163,9 +163,17 @@ class FullPolicyImpl : public FullPolicy {
     return true;
   }
 
+  bool MakeWayOut(int slot, int64_t tokens) override {
+    Slot& s = slots_[static_cast<size_t>(slot)];
+    if (!s.cache->firm()) return true;  // it has room for all of it
+    if (dram_ == nullptr) return false;
+    s.way_out = dram_->TryReserve(tokens);
+    return !s.way_out.empty();
+  }
+
   void Evict(int slot, int64_t tokens) override {
     Slot& s = slots_[static_cast<size_t>(slot)];
-    SLUICE_CHECK(!s.cache->firm() && !s.evicted && Warm(slot) && tokens <= s.cache->tokens());
+    SLUICE_CHECK(!s.evicted && Warm(slot) && !s.way_out.empty() && tokens <= s.cache->tokens());
     s.evicted = true;
     if (tokens > 0) {
       s.home = std::make_unique<SequenceCache>(dram_, std::move(s.way_out));
@@ -217,7 +225,7 @@ class FullPolicyImpl : public FullPolicy {
     std::unique_ptr<SequenceCache> home;   // until the copy from it is done, or to be taken
     std::vector<Stream::CopyOp> copies;    // under way
     std::unique_ptr<Event> warm;           // no copy is under way
-    Reservation way_out;                   // of DRAM, as long as the promise of HBM is soft
+    Reservation way_out;                   // of DRAM, while the promise of HBM is soft, or for good
     bool keep_home = false;                // the home's promise becomes the way out
     bool evicted = false;
     bool grown = false;    // since the device was told

@@ -71,15 +71,16 @@ class ScoutPolicyImpl : public ScoutPolicy {
   }
   const float* parts_lse(int layer) const override { return lse(layer); }
 
+  bool wants_last_row() const override { return options().recompute_last; }
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                  absl::Span<const int32_t> positions) override {
     OffloadPolicy::BeginStep(stream, slots, positions);
-    first_.BeginStep(slots, positions);
+    first_.queries().BeginStep(slots, positions);
   }
   void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
     OffloadPolicy::Attend(stream, layer, params);
-    if (!tier().dense(layer)) first_.Keep(stream, layer, params);
-    if (layer == shape_.layers - 1) first_.EndStep(stream);
+    if (!tier().dense(layer)) first_.queries().Keep(stream, layer, params);
+    if (layer == shape_.layers - 1) first_.queries().EndStep(stream);
   }
 
   bool LooksAhead(int layer) const override {
@@ -127,7 +128,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
     hinted_[static_cast<size_t>(slot)] = !hints.empty();
     std::vector<std::vector<int32_t>> units = OffloadPolicy::FirstUnits(slot, tokens, hints);
     // The other places are for what BuildArrays finds important.
-    if (first_.Knows(slot, tokens)) {
+    if (first_.queries().Knows(slot, tokens)) {
       for (std::vector<int32_t>& of_head : units) {
         if (of_head.size() > kScoutFirstBlocks) {
           of_head.erase(of_head.begin() + kScoutFirstBlocks, of_head.end());
@@ -142,7 +143,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
   // large by itself.)
   void BuildArrays(Stream& stream, int slot, int64_t tokens,
                    const OffloadTier::BulkRow& row) override {
-    const bool knows = first_.Knows(slot, tokens);
+    const bool knows = first_.queries().Knows(slot, tokens);
     const bool warm = knows || hinted_[static_cast<size_t>(slot)];
     for (int layer = shape_.dense_layers; layer < shape_.layers; ++layer) {
       kernels::DigestParams digest{};
@@ -157,11 +158,11 @@ class ScoutPolicyImpl : public ScoutPolicy {
       const int32_t* const first_since = scratch_.first_since.as<int32_t>();
       stream.Copy(since(layer) + slot, first_since + (warm ? 0 : 1 + layer), sizeof(int32_t));
     }
-    first_.PromptEnded(slot);
+    first_.queries().PromptEnded(slot);
   }
 
   void Joined(int slot) override {
-    first_.Joined(slot);
+    first_.queries().Joined(slot);
     workers_.Join(slot);
   }
 
