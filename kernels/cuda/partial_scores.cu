@@ -69,8 +69,10 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kTileRows = 32;  // of a warp at a time: two tiles of the tensor cores
 constexpr int kTileHeads = 8;
 constexpr int kMaxRank = 64;
+constexpr int kMaxQueryDim = 256;
 constexpr int kMaxSteps = kMaxRank / 16;
 constexpr int kMaxWords = kTileRows * kMaxRank * 2 / 16 / 32;  // of 16 bytes, a lane's of a tile
+constexpr int kBatch = 16;  // rows of the projection that a warp asks for at a time
 constexpr int kBlocksPerSm = 5;
 constexpr int kMaxShared = 64 << 10;
 
@@ -103,19 +105,33 @@ __device__ void PutQueries(const PartialScoresParams& p, const Layout& layout, i
   for (int octet = 0; octet < layout.octets; ++octet) {
     const int heads = min(kTileHeads, group - octet * kTileHeads);
     const float* of_octet = q + octet * kTileHeads * dim;
+    for (int i = static_cast<int>(threadIdx.x); i < heads * dim; i += kThreads) {
+      parts[i] = of_octet[i];
+    }
+    __syncthreads();
     float sums[kTileHeads][2] = {};
     const int end = dim * (warp + 1) / kWarps;
-#pragma unroll 8
-    for (int d = dim * warp / kWarps; d < end; ++d) {
-      const float low = lane < rank ? projection[d * rank + lane] : 0.0f;
-      const float high = lane + 32 < rank ? projection[d * rank + lane + 32] : 0.0f;
+    for (int first = dim * warp / kWarps; first < end; first += kBatch) {
+      float low[kBatch], high[kBatch];  // under way together
 #pragma unroll
-      for (int h = 0; h < kTileHeads; ++h) {
-        const float x = h < heads ? of_octet[h * dim + d] : 0.0f;
-        sums[h][0] = fmaf(x, low, sums[h][0]);
-        sums[h][1] = fmaf(x, high, sums[h][1]);
+      for (int i = 0; i < kBatch; ++i) {
+        const float* const of_d = projection + (first + i) * rank;
+        low[i] = first + i < end && lane < rank ? of_d[lane] : 0.0f;
+        high[i] = first + i < end && lane + 32 < rank ? of_d[lane + 32] : 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i >= end) break;
+#pragma unroll
+        for (int h = 0; h < kTileHeads; ++h) {
+          if (h >= heads) break;
+          const float x = parts[h * dim + first + i];
+          sums[h][0] = fmaf(x, low[i], sums[h][0]);
+          sums[h][1] = fmaf(x, high[i], sums[h][1]);
+        }
       }
     }
+    __syncthreads();  // before the sums take the queries' place
 #pragma unroll
     for (int h = 0; h < kTileHeads; ++h) {
       parts[warp * part_floats + h * kMaxRank + lane] = sums[h][0];
@@ -295,8 +311,8 @@ bool FitsTensorCores(const PartialScoresParams& p, const Layout& layout) {
   const PagedRows& r = p.partial;
   return r.type == DType::kBFloat16 && r.dim % 2 == 0 && r.dim <= kMaxRank &&
          p.reduction != GroupReduction::kSoftmaxSum && layout.Bytes() <= kMaxShared &&
-         reinterpret_cast<uintptr_t>(r.base) % 16 == 0 && r.page_bytes % 16 == 0 &&
-         r.head_bytes % 16 == 0;
+         p.head_dim <= kMaxQueryDim && reinterpret_cast<uintptr_t>(r.base) % 16 == 0 &&
+         r.page_bytes % 16 == 0 && r.head_bytes % 16 == 0;
 }
 
 }  // namespace

@@ -44,9 +44,12 @@ cudaError_t LaunchSplit(const SplitParams& p, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (p.rows == 0) return cudaSuccess;
-  // What is looked through where all that has a place is asked for: the table of units.
-  const int64_t entries =
-      p.whole || p.forget ? max(p.selected.capacity, p.residency.count) : p.selected.capacity;
+  // What a block looks through: its list, the places where they are forgotten or the ring is all,
+  // or the table of all units, however many they are.
+  const bool all_units = p.whole && !p.forget && p.residency.count > p.residency.ring;
+  const int64_t entries = all_units             ? kMaxThreads * kListStrip
+                          : p.whole || p.forget ? max(p.selected.capacity, p.residency.count)
+                                                : p.selected.capacity;
   return LaunchKernel(SplitKernel, dim3(static_cast<unsigned>(p.rows * p.kv_heads)),
                       dim3(static_cast<unsigned>(ListThreads(entries))), 0, stream, p);
 }

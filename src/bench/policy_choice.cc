@@ -50,6 +50,14 @@ struct Setting {
 constexpr Setting kSettings[] = {
     {"budget", "", true,
      [](PolicyOptions& o, double value) { o.budget_tokens = static_cast<int>(value); }},
+    // As kernels::GroupReduction has them: 0 the largest, 1 the mean, 2 the sum of softmaxes.
+    {"reduction", "", false,
+     [](PolicyOptions& o, double value) {
+       o.reduction =
+           static_cast<kernels::GroupReduction>(std::clamp(static_cast<int>(value), 0, 2));
+     }},
+    {"whole", "scout", false,
+     [](PolicyOptions& o, double value) { o.scout.attend_whole = value != 0; }},
     {"beta", "hgca", false,
      [](PolicyOptions& o, double value) { o.hgca.beta = static_cast<float>(value); }},
     {"alpha", "hgca", false,

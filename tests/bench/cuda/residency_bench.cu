@@ -360,6 +360,6 @@ int main(int argc, char** argv) {
   partial.Scores(1, 64 << 10, GroupReduction::kMax, "max");
   partial.Scores(10, 8 << 10, GroupReduction::kMax, "max");
   partial.Scores(10, 64 << 10, GroupReduction::kSoftmaxSum, "softmax-sum");
-  partial.Keys(10, 64 << 10, false);
+  partial.Keys(10, 32 << 10, false);
   partial.Keys(1, 64 << 10, true);
 }
