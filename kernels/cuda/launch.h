@@ -41,6 +41,7 @@ cudaError_t LaunchMerge(const MergeParams& params, cudaStream_t stream);
 cudaError_t LaunchSiluMul(const SiluMulParams& params, cudaStream_t stream);
 cudaError_t LaunchSample(const SampleParams& params, cudaStream_t stream);
 cudaError_t LaunchTransfer(const TransferParams& params, cudaStream_t stream);
+cudaError_t LaunchCopyRows(const CopyRowsParams& params, cudaStream_t stream);
 
 // Sparse attention (kernels/sparse_params.h). The home is pinned memory, read and written over the
 // link; everything else lies in HBM.

@@ -2,8 +2,9 @@
 // each with a bf16 cache, and reads and writes 4 bytes of average; floor: those bytes over the
 // GPU's read rate, or the L2 cache's where attention has just read them.
 // Measured on an H200, 40/8 heads of 128, 80 lists of 512 tokens (sluice-sparse-attention-bench):
-// 10.9 us out of HBM, 9.4 us after the attention over the same lists; the bytes take 3 us. What it
-// takes is its chain of lookups, place, page, key, average, each waiting for the one before.
+// 10.9 us out of HBM, 9.4 us after the attention over the same lists; the bytes take 3 us.
+// Not traced; it is a chain of lookups (place, page, key, average), each waiting for the one
+// before.
 #include "kernels/cuda/attention_tile.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/launch.h"

@@ -16,8 +16,8 @@
 // (sluice-sparse-attention-bench), as the share of what a plain kernel reads of the same size: 10
 // rows x 1,900 tokens of places 60 % (31.5 us), 8 rows 74 % (21.2 us), 20 rows 75 % (48.3 us), one
 // row 24 % (14.7 us); 10 rows x 512 tokens 54 % (12.0 us); 10 rows x 2,048 single tokens 61 % (33.5
-// us). A block alone on its SM reads 43 GB/s (4 rows x 16,384 tokens: 64 blocks, 63 %), so SMs that
-// have two blocks where others have one set the time at 10 rows.
+// us). 64 blocks, each alone on its SM, read 43 GB/s each (4 rows x 16,384 tokens, 63 %). Why 10
+// rows take 1.5 times as long as 8 is not measured; 80 lists are more than the 66 pairs of SMs.
 #include <bit>
 #include <limits>
 

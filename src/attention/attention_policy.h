@@ -116,10 +116,18 @@ class AttentionPolicy {
   };
   // Whether Ahead is wanted for a layer.
   virtual bool LooksAhead(int /*layer*/) const { return false; }
-  // Before anything of layer `layer` - 1 (of layer 0 itself) is enqueued: what the queries of
+  // Before the products of layer `layer` - 1 (of layer 0 itself) are enqueued: what the queries of
   // `layer` will be about, its own norm and projection on the input of the layer before. Layer 0's
   // are the real ones. They are overwritten by the next Ahead.
+  //
+  // `stream` is branch kAheadBranch of the step's stream, which the model has forked there: what is
+  // enqueued on it runs beside layer `layer` - 1, in order with what other calls of Ahead enqueued.
+  // At its end Attend(layer) has made the step's stream come After() all that Ahead(layer) enqueued
+  // on it (by way of another branch that came After() it here: by then the stream has the next
+  // layer's Ahead too, which must not be waited for). What the model reads or writes on behalf of
+  // layer + 2 and later relies on that; layer + 1's Ahead may run beside all of Attend(layer).
   virtual void Ahead(Stream& /*stream*/, int /*layer*/, const Queries& /*predicted*/) {}
+  static constexpr int kAheadBranch = 0;  // the other branches are the policy's
 
   // After a step's last operator: what the policy has on branches of the stream (Stream::Branch)
   // comes to its end here.

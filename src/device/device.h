@@ -96,10 +96,10 @@ class Stream {
 
   // A *branch*: a queue beside this one, for work that runs while this queue goes on. The same
   // queue for the same number, 0 <= number < kBranches, and this very stream where the device has
-  // none. After() orders the two, one way each time, also inside a recording; whatever ends a step
-  // or a recording must come After() every branch that was used in it. On a stream without branches
-  // the enqueued order is the order, so what is right there must be right for any that After()
-  // allows.
+  // none; a branch's branches are its stream's. After() orders the two, one way each time, also
+  // inside a recording; whatever ends a step or a recording must come After() every branch that was
+  // used in it. On a stream without branches the enqueued order is the order, so what is right
+  // there must be right for any that After() allows.
   static constexpr int kBranches = 4;
   virtual Stream& Branch(int /*number*/) { return *this; }
   // What is enqueued here later starts after all that `other` has now; `other` is a branch of this

@@ -91,6 +91,7 @@ class KernelSet {
   virtual void WriteThrough(Stream& stream, const kernels::WriteThroughParams& params);
   virtual void SparseAttention(Stream& stream, const kernels::SparseAttentionParams& params);
   virtual void MovingAverage(Stream& stream, const kernels::MovingAverageParams& params);
+  virtual void CopyRows(Stream& stream, const kernels::CopyRowsParams& params);
 };
 
 }  // namespace sluice

@@ -29,7 +29,8 @@ int OffloadPolicy::MaxDecodeRows(const PolicyOptions& options) {
 
 absl::StatusOr<Buffer> OffloadPolicy::AllocateWritten(const PolicyOptions& options) {
   const CacheKind& kind = options.hbm->layout().kinds[0];
-  const int64_t bytes = int64_t{MaxDecodeRows(options)} * kind.heads * kind.bytes_per_token;
+  const int64_t bytes = int64_t{options.hbm->layout().layers} * MaxDecodeRows(options) *
+                        kind.heads * kind.bytes_per_token;
   return options.device->Allocate(MemoryKind::kDevice, static_cast<size_t>(bytes),
                                   "keys and values of a step");
 }
@@ -149,17 +150,30 @@ std::vector<std::vector<int32_t>> OffloadPolicy::FirstUnits(int slot, int64_t to
 void OffloadPolicy::BuildArrays(Stream& /*stream*/, int /*slot*/, int64_t /*tokens*/,
                                 const OffloadTier::BulkRow& /*row*/) {}
 
+void* OffloadPolicy::written(int layer) const {
+  return written_.as<uint8_t>() +
+         int64_t{layer} * max_decode_rows() * kv().heads * kv().bytes_per_token;
+}
+
+void OffloadPolicy::WriteHome(Stream& stream, int layer, const int32_t* slots,
+                              const int32_t* positions, int32_t rows) const {
+  kernels().WriteThrough(stream, {written(layer), slots, positions, tier_->Home(layer), rows});
+}
+
+void OffloadPolicy::EndStep(Stream& stream) {
+  for (int i = 0; i < Stream::kBranches; ++i) stream.After(stream.Branch(i));
+}
+
 void OffloadPolicy::Append(Stream& stream, int layer, kernels::RopeAppendParams params) {
   const int32_t decode = params.decode_rows;
   kernels::RopeAppendParams prompt = params;
   if (decode > 0) {
     SLUICE_CHECK(decode <= max_decode_rows(), "one decode row of a sequence in a step");
     params.cache = tier_->dense(layer) ? tier_->Dense(layer) : tier_->Ring(layer);
-    params.written = written_.data();
+    params.written = written(layer);
     params.rows = decode;
     kernels().RopeAppend(stream, params);
-    kernels().WriteThrough(
-        stream, {written_.data(), params.slots, params.positions, tier_->Home(layer), decode});
+    if (attends_at_home()) WriteHome(stream, layer, params.slots, params.positions, decode);
   }
   if (prompt.rows == decode) return;
   prompt.cache = tier_->Home(layer);
@@ -176,15 +190,23 @@ void OffloadPolicy::Append(Stream& stream, int layer, kernels::RopeAppendParams 
 void OffloadPolicy::Attend(Stream& stream, int layer, kernels::AttentionParams params) {
   const int32_t decode = params.decode_rows;
   kernels::AttentionParams prompt = params;
-  if (decode > 0 && tier_->dense(layer)) {
-    params.cache = tier_->Dense(layer);
-    params.rows = decode;
-    kernels().Attention(stream, params);
-  } else if (decode > 0) {
-    AttendSparse(stream, layer,
-                 {params.q, params.q_stride, params.slots, params.positions, decode, params.heads,
-                  params.scale},
-                 params.out, params.out_type);
+  if (decode > 0) {
+    Queries queries{params.q, params.q_stride, params.slots, params.positions,
+                    decode,   params.heads,    params.scale};
+    if (tier_->dense(layer)) {
+      params.cache = tier_->Dense(layer);
+      params.rows = decode;
+      kernels().Attention(stream, params);
+    } else {
+      AttendSparse(stream, layer, queries, params.out, params.out_type);
+    }
+    // Nobody reads these tokens at home, or what Settle makes of them, before the next step: what
+    // is newest lies in HBM.
+    Stream& settling = SettlingBranch(stream);
+    settling.After(stream);
+    if (!attends_at_home()) WriteHome(settling, layer, params.slots, params.positions, decode);
+    queries.q = nullptr;
+    if (!tier_->dense(layer)) Settle(settling, layer, queries);
   }
   if (prompt.rows == decode) return;
   prompt.cache = tier_->Home(layer);

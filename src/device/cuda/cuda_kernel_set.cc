@@ -122,6 +122,9 @@ class CudaKernelSet : public KernelSet {
   void MovingAverage(Stream& s, const kernels::MovingAverageParams& p) override {
     Launch(s, cuda::LaunchMovingAverage, p, "moving averages");
   }
+  void CopyRows(Stream& s, const kernels::CopyRowsParams& p) override {
+    Launch(s, cuda::LaunchCopyRows, p, "copies of rows");
+  }
 
  private:
   template <typename Params>

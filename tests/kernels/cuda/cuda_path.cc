@@ -66,7 +66,8 @@ constexpr KernelTable kTable = {"cuda",
                                 &Run<RecallParams, cuda::LaunchRecall>,
                                 &Run<WriteThroughParams, cuda::LaunchWriteThrough>,
                                 &Run<SparseAttentionParams, cuda::LaunchSparseAttention>,
-                                &Run<MovingAverageParams, cuda::LaunchMovingAverage>};
+                                &Run<MovingAverageParams, cuda::LaunchMovingAverage>,
+                                &Run<CopyRowsParams, cuda::LaunchCopyRows>};
 
 }  // namespace
 

@@ -57,7 +57,7 @@ class Mirrored {
   Buffer device_, host_;
 };
 
-// What the device asks of one layer: written to lists(channel), and given to Start.
+// What the device asks of one layer.
 struct Request {
   Mirrored<int32_t> units;   // [max_rows * kv_heads][capacity]
   Mirrored<int32_t> counts;  // [max_rows * kv_heads]
@@ -149,7 +149,7 @@ class World {
     for (int layer = 0; layer < shape.layers; ++layer) {
       if (layer + 1 < shape.layers) Ask(s, layer + 1, rows);
       const auto l = static_cast<size_t>(layer);
-      co_attention->Finish(s, layer, rows, o[l].device(), lse[l].device());
+      co_attention->Finish(s, layer, slots.device(), rows, o[l].device(), lse[l].device());
       o[l].ToHost(s);
       lse[l].ToHost(s);
     }
@@ -283,13 +283,8 @@ class World {
 
   void Ask(Stream& s, int layer, int rows) {
     const Request& r = requests_[static_cast<size_t>(layer)];
-    const kernels::UnitLists to = co_attention->lists(layer);
-    const size_t lists = static_cast<size_t>(rows * shape.kv_heads);
     for (const auto* list : {&r.units, &r.counts}) list->ToDevice(s);
     r.q.ToDevice(s);
-    s.Copy(to.units, r.units.device(),
-           lists * static_cast<size_t>(shape.capacity) * sizeof(int32_t));
-    s.Copy(to.counts, r.counts.device(), lists * sizeof(int32_t));
     AttentionPolicy::Queries queries;
     queries.q = r.q.device();
     queries.stride = Stride();
@@ -298,7 +293,8 @@ class World {
     queries.rows = rows;
     queries.heads = shape.heads;
     queries.scale = Scale();
-    co_attention->Start(s, layer, queries, homes_[static_cast<size_t>(layer)]);
+    co_attention->Start(s, layer, queries, {r.units.device(), r.counts.device(), shape.capacity},
+                        homes_[static_cast<size_t>(layer)]);
   }
 
   double Element(int layer, int slot, int kv_head, int position, int part, int d) const {

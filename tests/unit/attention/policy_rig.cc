@@ -146,14 +146,16 @@ void PolicyRig::Ahead(Stream& stream, AttentionPolicy& policy, int layer, int ro
   queries.q = layers_[0].predicted.device.as<float>();
   queries.stride = int64_t{shape_.heads} * shape_.head_dim;
   const Layer& from = layers_[static_cast<size_t>(layer)];
-  stream.Copy(layers_[0].predicted.device.data(), from.predicted.host.data(),
-              static_cast<size_t>(rows * queries.stride) * 4);
+  Stream& ahead = stream.Branch(AttentionPolicy::kAheadBranch);
+  ahead.After(stream);
+  ahead.Copy(layers_[0].predicted.device.data(), from.predicted.host.data(),
+             static_cast<size_t>(rows * queries.stride) * 4);
   queries.slots = slots_.device.as<int32_t>();
   queries.positions = positions_.device.as<int32_t>();
   queries.rows = rows;
   queries.heads = shape_.heads;
   queries.scale = scale();
-  policy.Ahead(stream, layer, queries);
+  policy.Ahead(ahead, layer, queries);
 }
 
 void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows, int decode_rows) {
@@ -194,6 +196,7 @@ void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows, int d
     stream.Copy(layer.out.host.data(), layer.out.device.data(),
                 static_cast<size_t>(rows) * shape_.heads * shape_.head_dim * 4);
   }
+  stream.After(stream.Branch(AttentionPolicy::kAheadBranch));
   policy.EndStep(stream);
 }
 

@@ -271,7 +271,9 @@ void HgcaPolicyImpl::AttendSparse(Stream& stream, int layer, const Queries& quer
                                   kernels::DType out_type) {
   SLUICE_CHECK(queries.rows <= max_rows_);
   // Line 12, beside what follows.
-  co_attention_->Start(stream, layer, queries, tier().HostHome(layer));
+  Stream& answers = LayerBranch(stream, layer);
+  answers.After(stream);
+  co_attention_->Start(answers, layer, queries, /*lists=*/{}, tier().HostHome(layer));
   if (layer == tier().options().dense_layers) ListWindow(stream, queries);
   const int32_t* const counts = workspace_.counts.as<int32_t>() + int64_t{max_rows_} * kv().heads;
   const kernels::PagedCache cache = tier().Places(layer);
@@ -321,7 +323,8 @@ void HgcaPolicyImpl::AttendSparse(Stream& stream, int layer, const Queries& quer
   average.reduction = options().hgca.reduction;
   kernels().MovingAverage(stream, average);
 
-  co_attention_->Finish(stream, layer, queries.rows, o + o_part, lse + lse_part);
+  co_attention_->Finish(answers, layer, queries.slots, queries.rows, o + o_part, lse + lse_part);
+  stream.After(answers);
   // Section 3.3, merging states.
   kernels::MergeParams merge{};
   merge.o = o;

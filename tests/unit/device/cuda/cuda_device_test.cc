@@ -113,6 +113,48 @@ TEST_CASE("a failing operator is named by the device's health", "[device][cuda]"
   }
 }
 
+TEST_CASE("a program with a branch that nothing comes after is refused", "[device][cuda]") {
+  const auto device = testing::TestDevice("cuda");
+  if (absl::IsNotFound(device.status())) {
+    return SkipTest(std::string(device.status().message()));
+  }
+  REQUIRE(device.ok());
+  const auto stream = (*device)->NewStream(Device::StreamKind::kCompute);
+  const auto memory = (*device)->Allocate(MemoryKind::kDevice, 64, "a test");
+  REQUIRE(memory.ok());
+  const auto refused = [&](std::function<void(Stream&)> enqueue, const char* why) {
+    const auto program = (*device)->Record(*stream, std::move(enqueue));
+    REQUIRE(absl::IsInternal(program.status()));
+    CHECK_THAT(std::string(program.status().message()), Catch::Contains(why));
+  };
+  for (int round = 0; round < 2; ++round) {
+    refused(
+        [&](Stream& s) {
+          s.Branch(0).After(s);
+          s.Branch(0).Fill(memory->data(), 1, 64);
+        },
+        "After() all its branches");
+    refused([&](Stream& s) { s.Branch(0).Fill(memory->data(), 1, 64); },
+            "before it came after anything");
+    // The stream and its branch go on, in programs and outside.
+    stream->Branch(0).After(*stream);
+    stream->Branch(0).Fill(memory->data(), 2, 64);
+    stream->After(stream->Branch(0));
+    CHECK((*device)
+              ->Record(*stream,
+                       [&](Stream& s) {
+                         s.Branch(0).After(s);
+                         s.Branch(0).Fill(memory->data(), 1, 64);
+                         s.After(s.Branch(0));
+                       })
+              .ok());
+    const auto done = (*device)->NewEvent();
+    stream->Record(*done);
+    done->Wait();
+    CHECK((*device)->Health().ok());
+  }
+}
+
 TEST_CASE("copies anywhere in pinned memory of more than a GiB", "[device][cuda]") {
   const auto device = testing::TestDevice("cuda");
   if (absl::IsNotFound(device.status())) {
