@@ -233,15 +233,14 @@ class CoAttentionImpl : public CoAttention {
             servers_[static_cast<size_t>(slot)].load(std::memory_order_relaxed);
         return (servers & bit) != 0 ? servers : 0;
       });
+      share.TakeItems(side(channel), bit);
     }
     if (share.rows().empty()) return false;
     SLUICE_RETURN_IF_ERROR(InjectedFault());
-    for (const WorkerShare::Row& row : share.rows()) {
-      const int mine = std::popcount(row.servers & (bit - 1)), of = std::popcount(row.servers);
-      // The first of a sequence's heads goes round, so that what they cannot share evenly does not
-      // come to the same worker in every layer.
+    for (size_t i = 0; i < share.rows().size(); ++i) {
+      const WorkerShare::Row& row = share.rows()[i];
       for (int head = 0; head < options_.kv_heads; ++head) {
-        if ((head + row.slot + channel) % of != mine) continue;
+        if (!share.Mine(i, head)) continue;
         SLUICE_ASSIGN_OR_RETURN(const bool in_time, Attend(worker, channel, row, head, share));
         if (!in_time) return true;
       }
