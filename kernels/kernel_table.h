@@ -48,6 +48,7 @@ struct KernelTable {
   void (*write_through)(const WriteThroughParams&, Worker) = nullptr;
   void (*sparse_attention)(const SparseAttentionParams&, Worker) = nullptr;
   void (*moving_average)(const MovingAverageParams&, Worker) = nullptr;
+  void (*copy_rows)(const CopyRowsParams&, Worker) = nullptr;
 };
 
 // Every path that this processor can run, slowest first: reference, portable, ..., the best.

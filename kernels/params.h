@@ -53,7 +53,9 @@ struct EmbeddingParams {
   int32_t rows;
 };
 
-// out = x / sqrt(mean(x^2) + eps) * weight, per row.
+// out = x / sqrt(mean(x^2) + eps) * weight, per row. The first also_rows rows are written once more
+// with other weights: a row is read once for this layer and for what the next one will ask. The
+// bits of either result are those it would have alone.
 struct RmsNormParams {
   const float* x;            // [*][x_stride]
   const int32_t* row_index;  // [rows] rows of x to take, or null for 0..rows-1; -1: out row = 0
@@ -64,6 +66,9 @@ struct RmsNormParams {
   int32_t dim;
   float epsilon;
   DType out_type;
+  const float* also_weight = nullptr;  // [dim]
+  void* also_out = nullptr;            // [also_rows][dim] of out_type
+  int32_t also_rows = 0;               // <= rows
 };
 
 // Rows [0, decode_rows) of a step are tokens past the prompts of sequences that generate: the
@@ -217,6 +222,26 @@ struct TransferParams {
   // How many processors it may take at most, so that other work runs beside it; 0: as many as serve
   // it. (CUDA: thread blocks, one to a multiprocessor.) No result depends on it.
   int32_t max_workers;
+};
+
+// A few small copies by one launch, in no order among them: what CPU workers are asked, and what
+// they answered. Row r of a piece, 0 <= r < rows, is copied from source + u * source_pitch to
+// target + r * target_pitch, where u is source_rows[r], or r where that is null; rows with a
+// negative u are left as they are. Every address, pitch and row_bytes is a multiple of 4; no target
+// is a source.
+struct RowsPiece {
+  const void* source;
+  void* target;
+  int64_t source_pitch;
+  int64_t target_pitch;
+  const int32_t* source_rows;  // [rows] or null
+  int32_t rows;
+  int32_t row_bytes;
+};
+inline constexpr int kMaxRowsPieces = 6;
+struct CopyRowsParams {
+  RowsPiece pieces[kMaxRowsPieces];
+  int32_t count;  // pieces
 };
 
 inline constexpr int kMaxStopIds = 64;      // stop token ids and EOS ids of a sequence

@@ -17,7 +17,7 @@ namespace sluice::kernels {
 
 SLUICE_PLAIN_PARAMS(WeightMatrix, 24);
 SLUICE_PLAIN_PARAMS(EmbeddingParams, 72);
-SLUICE_PLAIN_PARAMS(RmsNormParams, 56);
+SLUICE_PLAIN_PARAMS(RmsNormParams, 80);
 SLUICE_PLAIN_PARAMS(LinearParams, 64);
 SLUICE_PLAIN_PARAMS(RopeTableParams, 40);
 SLUICE_PLAIN_PARAMS(PagedCache, 56);
@@ -26,6 +26,7 @@ SLUICE_PLAIN_PARAMS(AttentionParams, 144);
 SLUICE_PLAIN_PARAMS(MergeParams, 56);
 SLUICE_PLAIN_PARAMS(SiluMulParams, 32);
 SLUICE_PLAIN_PARAMS(TransferParams, 104);
+SLUICE_PLAIN_PARAMS(CopyRowsParams, 296);
 SLUICE_PLAIN_PARAMS(SamplingSlot, 64);
 SLUICE_PLAIN_PARAMS(SampleParams, 120);
 SLUICE_PLAIN_PARAMS(PagedRows, 56);
@@ -49,6 +50,7 @@ SLUICE_PLAIN_PARAMS(MovingAverageParams, 208);
 
 static_assert(offsetof(EmbeddingParams, table) == 32, "EmbeddingParams::table");
 static_assert(offsetof(RmsNormParams, out_type) == 52, "RmsNormParams::out_type");
+static_assert(offsetof(RmsNormParams, also_rows) == 72, "RmsNormParams::also_rows");
 static_assert(offsetof(LinearParams, bias) == 32, "LinearParams::bias");
 static_assert(offsetof(LinearParams, accumulate) == 60, "LinearParams::accumulate");
 static_assert(offsetof(PagedCache, block_tokens) == 32, "PagedCache::block_tokens");

@@ -246,8 +246,9 @@ struct WriteThroughParams {
 
 // Attention of each row over the tokens, up to its own position, of the units in its lists. Unit
 // list entry i lies where `places` says: token t of it is token places[i] * unit_tokens + t of
-// `cache`, as cache.block_table has it. The tokens of a list count in order, and the list is cut at
-// multiples of kAttentionSplitTokens of them, as attention is. An empty list: o = 0, lse = -inf.
+// `cache`, as cache.block_table has it. The tokens of a list count in order, and how they are
+// shared out depends on the list alone (on a CPU it is cut at multiples of kAttentionSplitTokens of
+// them, as attention is). An empty list: o = 0, lse = -inf.
 struct SparseAttentionParams {
   const float* q;  // [rows][q_stride], heads * head_dim used
   int64_t q_stride;

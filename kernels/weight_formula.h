@@ -1,7 +1,8 @@
 // Weights from a formula, so that a model of any size can be made from its shapes alone, on the
 // device that holds them, and has known answers. Element i of a tensor is
 //   z = output number i of splitmix64 from `state`; u = (z >> 40) / 2^23 - 1;
-//   bf16(offset + scale * u), every operation rounded to float32, the last one to nearest even.
+//   bf16(offset + scale * u), every operation rounded to float32, the last one to nearest even;
+// or 0 from element `live` on (rows that write nothing).
 // The formula is that of the fixtures in tests/fixtures; it must never change.
 #pragma once
 
@@ -14,6 +15,7 @@ struct WeightFormula {
   uint64_t state;  // fnv1a64(tensor name) xor seed
   float scale;
   float offset;
+  uint64_t live = ~uint64_t{0};
 };
 
 // u of element i, in [-1, 1), exact in float32.
@@ -28,6 +30,7 @@ constexpr float WeightUniform(uint64_t state, uint64_t i) {
 // Element i as bf16. REQUIRES: compiled without contraction of a * b + c. Offset and scale are
 // finite, so no branch for NaN.
 constexpr uint16_t FormulaElement(const WeightFormula& formula, uint64_t i) {
+  if (i >= formula.live) return 0;
   const float value = formula.offset + formula.scale * WeightUniform(formula.state, i);
   const auto bits = std::bit_cast<uint32_t>(value);
   return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);

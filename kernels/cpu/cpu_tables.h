@@ -10,6 +10,7 @@ void Embedding(const EmbeddingParams& p, Worker worker);
 void RopeTable(const RopeTableParams& p, Worker worker);
 void Sample(const SampleParams& p, Worker worker);
 void Transfer(const TransferParams& p, Worker worker);
+void CopyRows(const CopyRowsParams& p, Worker worker);
 void TopK(const TopKParams& p, Worker worker);
 void Split(const SplitParams& p, Worker worker);
 void RecallDue(const RecallDueParams& p, Worker worker);

@@ -43,24 +43,32 @@ float InverseRms(const float* x, int64_t dim, float epsilon) {
   return 1.0f / __builtin_sqrtf(sum / static_cast<float>(dim) + epsilon);
 }
 
+// Row `out` of the result: x * factor * weight; x null: zeros.
+template <class S>
+void StoreNormed(const RmsNormParams& p, const float* x, float factor, const float* weight,
+                 void* result, int64_t row) {
+  const int64_t out = row * p.dim;
+  int64_t i = 0;
+  if (x == nullptr) {
+    for (; i < p.dim; ++i) PutAs(result, p.out_type, out + i, 0);
+    return;
+  }
+  for (; i + S::kWidth <= p.dim; i += S::kWidth) {
+    const typename S::F v = S::Mul(S::Load(x + i), S::Set1(factor));
+    StoreAs<S>(result, p.out_type, out + i, S::Mul(v, S::Load(weight + i)));
+  }
+  for (; i < p.dim; ++i) PutAs(result, p.out_type, out + i, x[i] * factor * weight[i]);
+}
+
 template <class S>
 void RmsNorm(const RmsNormParams& p, Worker worker) {
   const Range mine = Share(p.rows, worker);
   for (int64_t r = mine.begin; r < mine.end; ++r) {
     const int64_t source = p.row_index != nullptr ? p.row_index[r] : r;
-    const int64_t out = r * p.dim;
-    if (source < 0) {
-      for (int64_t i = 0; i < p.dim; ++i) PutAs(p.out, p.out_type, out + i, 0);
-      continue;
-    }
-    const float* x = p.x + source * p.x_stride;
-    const float factor = InverseRms<S>(x, p.dim, p.epsilon);
-    int64_t i = 0;
-    for (; i + S::kWidth <= p.dim; i += S::kWidth) {
-      const typename S::F v = S::Mul(S::Load(x + i), S::Set1(factor));
-      StoreAs<S>(p.out, p.out_type, out + i, S::Mul(v, S::Load(p.weight + i)));
-    }
-    for (; i < p.dim; ++i) PutAs(p.out, p.out_type, out + i, x[i] * factor * p.weight[i]);
+    const float* const x = source < 0 ? nullptr : p.x + source * p.x_stride;
+    const float factor = x == nullptr ? 0 : InverseRms<S>(x, p.dim, p.epsilon);
+    StoreNormed<S>(p, x, factor, p.weight, p.out, r);
+    if (r < p.also_rows) StoreNormed<S>(p, x, factor, p.also_weight, p.also_out, r);
   }
 }
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernels/cpu/simd_scores.h"
-#include "kernels/cpu/unit_list.h"
+#include "kernels/unit_list.h"
 
 namespace sluice::kernels::cpu {
 namespace {

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "kernels/cpu/attention_items.h"
-#include "kernels/cpu/unit_list.h"
+#include "kernels/unit_list.h"
 
 namespace sluice::kernels::cpu {
 namespace {

@@ -133,6 +133,7 @@ const KernelTable& Avx2Table() {
       .write_through = WriteThrough,
       .sparse_attention = SparseAttention<SimdAttention<Avx2>>,
       .moving_average = MovingAverage<Avx2>,
+      .copy_rows = CopyRows,
   };
   return table;
 }

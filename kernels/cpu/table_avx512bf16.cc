@@ -122,6 +122,7 @@ const KernelTable& Avx512Bf16Table() {
       .write_through = WriteThrough,
       .sparse_attention = SparseAttention<SimdAttention<Avx512>>,
       .moving_average = MovingAverage<Avx512>,
+      .copy_rows = CopyRows,
   };
   return table;
 }

@@ -97,6 +97,7 @@ const KernelTable& PortableTable() {
       .write_through = WriteThrough,
       .sparse_attention = SparseAttention<SimdAttention<Portable>>,
       .moving_average = MovingAverage<Portable>,
+      .copy_rows = CopyRows,
   };
   return table;
 }

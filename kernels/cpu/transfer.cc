@@ -42,4 +42,19 @@ void Transfer(const TransferParams& p, Worker worker) {
   }
 }
 
+// Workers share the rows of each piece.
+void CopyRows(const CopyRowsParams& p, Worker worker) {
+  for (int32_t i = 0; i < p.count; ++i) {
+    const RowsPiece& piece = p.pieces[i];
+    const Range mine = Share(piece.rows, worker);
+    for (int64_t r = mine.begin; r < mine.end; ++r) {
+      const int64_t from = piece.source_rows != nullptr ? piece.source_rows[r] : r;
+      if (from < 0) continue;
+      std::memcpy(static_cast<char*>(piece.target) + r * piece.target_pitch,
+                  static_cast<const char*>(piece.source) + from * piece.source_pitch,
+                  static_cast<size_t>(piece.row_bytes));
+    }
+  }
+}
+
 }  // namespace sluice::kernels::cpu

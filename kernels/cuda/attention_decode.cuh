@@ -255,23 +255,31 @@ __device__ inline void FindPage(const AttentionParams& p, const DecodeShape& sha
   at.page = p.cache.block_table[at.slot * p.cache.table_stride + block];
 }
 
-// Starts the copies of the slice at the cursor into `to`; `landed` hears of them. Lane 0 alone.
+// Starts the copies of a slice whose keys begin at row `row` of the cache, `block_tokens` rows
+// before its values, into `to`; `landed` hears of them. One lane alone.
 template <int dim>
-__device__ void CopySlice(const CUtensorMap& cache, const PagedCache& c, const DecodeShape& shape,
-                          const SliceCursor& at, int token, uint32_t to, uint32_t landed) {
+__device__ __forceinline__ void CopyTiles(const CUtensorMap& cache, int row, int block_tokens,
+                                          uint32_t to, uint32_t landed) {
   using Shared = DecodeShared<dim>;
-  const int block =
-      static_cast<int>(__umulhi(static_cast<uint32_t>(token), shape.block_reciprocal));
-  const int row =
-      static_cast<int>(at.page) * shape.page_rows + (2 * at.head - block) * c.block_tokens + token;
   ArriveExpecting(landed, 2 * Shared::kHalfSlice);
 #pragma unroll
   for (int half = 0; half < dim / 64; ++half) {
     CopyTile(to + static_cast<uint32_t>(half * Shared::kTileBytes), &cache, half * 64, row, landed,
              kEvictFirst);
     CopyTile(to + static_cast<uint32_t>(Shared::kHalfSlice + half * Shared::kTileBytes), &cache,
-             half * 64, row + c.block_tokens, landed, kEvictFirst);
+             half * 64, row + block_tokens, landed, kEvictFirst);
   }
+}
+
+// The same of the slice at the cursor.
+template <int dim>
+__device__ void CopySlice(const CUtensorMap& cache, const PagedCache& c, const DecodeShape& shape,
+                          const SliceCursor& at, int token, uint32_t to, uint32_t landed) {
+  const int block =
+      static_cast<int>(__umulhi(static_cast<uint32_t>(token), shape.block_reciprocal));
+  const int row =
+      static_cast<int>(at.page) * shape.page_rows + (2 * at.head - block) * c.block_tokens + token;
+  CopyTiles<dim>(cache, row, c.block_tokens, to, landed);
 }
 
 // Makes zeros of the values of a slice's tokens from `valid` on: whatever lay there must not meet a

@@ -1,9 +1,11 @@
-// The parts of LaunchAttention (attention.cu), each over some of the rows. Shapes are validated.
+// The parts of LaunchAttention (attention.cu), each over some of the rows, and of
+// LaunchSparseAttention (sparse_attention.cu). Shapes are validated.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "kernels/params.h"
+#include "kernels/sparse_params.h"
 
 namespace sluice::kernels::cuda {
 
@@ -20,5 +22,8 @@ cudaError_t LaunchPrefillAttention(const AttentionParams& p, cudaStream_t stream
 
 // All of p's rows, any shape that LaunchAttention takes.
 cudaError_t LaunchPlainAttention(const AttentionParams& p, cudaStream_t stream);
+
+// All of p's lists, any shape that LaunchSparseAttention takes.
+cudaError_t LaunchPlainSparseAttention(const SparseAttentionParams& p, cudaStream_t stream);
 
 }  // namespace sluice::kernels::cuda

@@ -8,14 +8,16 @@
 #include <cuda_runtime_api.h>
 
 #include "kernels/params.h"
+#include "kernels/sparse_params.h"
 #include "kernels/weight_formula.h"
 
 namespace sluice::kernels::cuda {
 
 // Limits of these operators that the contract has not.
-inline constexpr int32_t kMaxNormDim = 16384;      // RmsNormParams::dim
-inline constexpr int32_t kMaxVocabulary = 390000;  // SampleParams::vocab
-inline constexpr int32_t kBlockTokensStep = 16;    // PagedCache::block_tokens is a multiple of it
+inline constexpr int32_t kMaxNormDim = 16384;       // RmsNormParams::dim
+inline constexpr int32_t kMaxVocabulary = 390000;   // SampleParams::vocab
+inline constexpr int32_t kBlockTokensStep = 16;     // PagedCache::block_tokens is a multiple of it
+inline constexpr int32_t kMaxRecallPlaces = 16384;  // ResidencyTable::count - ring, of Recall
 
 // out[i] = element i of the formula, for i in [0, count): the bits of FillWeights.
 cudaError_t LaunchFillWeights(const WeightFormula& formula, int64_t count, uint16_t* out,
@@ -39,6 +41,22 @@ cudaError_t LaunchMerge(const MergeParams& params, cudaStream_t stream);
 cudaError_t LaunchSiluMul(const SiluMulParams& params, cudaStream_t stream);
 cudaError_t LaunchSample(const SampleParams& params, cudaStream_t stream);
 cudaError_t LaunchTransfer(const TransferParams& params, cudaStream_t stream);
+cudaError_t LaunchCopyRows(const CopyRowsParams& params, cudaStream_t stream);
+
+// Sparse attention (kernels/sparse_params.h). The home is pinned memory, read and written over the
+// link; everything else lies in HBM.
+cudaError_t LaunchDigest(const DigestParams& params, cudaStream_t stream);
+cudaError_t LaunchDigestScores(const DigestScoresParams& params, cudaStream_t stream);
+cudaError_t LaunchExactScores(const ExactScoresParams& params, cudaStream_t stream);
+cudaError_t LaunchPartialKeys(const PartialKeysParams& params, cudaStream_t stream);
+cudaError_t LaunchPartialScores(const PartialScoresParams& params, cudaStream_t stream);
+cudaError_t LaunchTopK(const TopKParams& params, cudaStream_t stream);
+cudaError_t LaunchSplit(const SplitParams& params, cudaStream_t stream);
+cudaError_t LaunchRecallDue(const RecallDueParams& params, cudaStream_t stream);
+cudaError_t LaunchRecall(const RecallParams& params, cudaStream_t stream);
+cudaError_t LaunchWriteThrough(const WriteThroughParams& params, cudaStream_t stream);
+cudaError_t LaunchSparseAttention(const SparseAttentionParams& params, cudaStream_t stream);
+cudaError_t LaunchMovingAverage(const MovingAverageParams& params, cudaStream_t stream);
 
 // One piece of a batch of copies: any sizes and alignments, HBM and pinned memory in any mix.
 struct CopyPiece {

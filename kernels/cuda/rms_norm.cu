@@ -39,6 +39,15 @@ __global__ void __launch_bounds__(kMaxThreads) RmsNormKernel(RmsNormParams p, bo
   for (int v = 0; v < kVectors; ++v) {
     weight[v] = Load4(p.weight, 4 * (threadIdx.x + v * blockDim.x), p.dim, aligned);
   }
+  const bool also = static_cast<int32_t>(blockIdx.x) < p.also_rows;
+  float4 also_weight[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    also_weight[v] = {0, 0, 0, 0};
+    if (also) {
+      also_weight[v] = Load4(p.also_weight, 4 * (threadIdx.x + v * blockDim.x), p.dim, aligned);
+    }
+  }
   WaitForPriorKernels();
   const int64_t row = blockIdx.x;
   const int64_t source = p.row_index != nullptr ? p.row_index[row] : row;
@@ -67,6 +76,13 @@ __global__ void __launch_bounds__(kMaxThreads) RmsNormKernel(RmsNormParams p, bo
            x[v].z * factor * weight[v].z, x[v].w * factor * weight[v].w};
     }
     Store4(p.out, p.out_type, row * p.dim, i, p.dim, aligned, y);
+    if (!also) continue;
+    float4 z = {0, 0, 0, 0};
+    if (source >= 0) {
+      z = {x[v].x * factor * also_weight[v].x, x[v].y * factor * also_weight[v].y,
+           x[v].z * factor * also_weight[v].z, x[v].w * factor * also_weight[v].w};
+    }
+    Store4(p.also_out, p.out_type, row * p.dim, i, p.dim, aligned, z);
   }
 }
 
@@ -75,12 +91,13 @@ __global__ void __launch_bounds__(kMaxThreads) RmsNormKernel(RmsNormParams p, bo
 cudaError_t LaunchRmsNorm(const RmsNormParams& p, cudaStream_t stream) {
   constexpr int kFewVectors = 2, kManyVectors = 4;
   static_assert(4 * kManyVectors * kMaxThreads == kMaxNormDim, "a row fits its block");
-  if (p.rows < 0 || p.dim < 1 || p.dim > kMaxNormDim) {
+  if (p.rows < 0 || p.dim < 1 || p.dim > kMaxNormDim || p.also_rows < 0 || p.also_rows > p.rows) {
     return cudaErrorInvalidValue;
   }
   if (p.rows == 0) return cudaSuccess;
-  const bool aligned =
-      p.dim % 4 == 0 && p.x_stride % 4 == 0 && AreAligned(16, p.x, p.weight, p.out);
+  const bool aligned = p.dim % 4 == 0 && p.x_stride % 4 == 0 &&
+                       AreAligned(16, p.x, p.weight, p.out) &&
+                       AreAligned(16, p.x, p.also_weight, p.also_out);
   const int vectors = p.dim <= 4 * kFewVectors * kMaxThreads ? kFewVectors : kManyVectors;
   const int elements_per_warp = 4 * vectors * kWarpSize;
   const int threads = (p.dim + elements_per_warp - 1) / elements_per_warp * kWarpSize;

@@ -79,9 +79,9 @@ __global__ void __launch_bounds__(kHeadsPerBlock* kWarpSize) RopeAppendKernel(Ro
   const int first = 2 * (threadIdx.x % kWarpSize);  // this lane's first element of each half
   const bool is_query = head < p.heads;
   const bool is_key = !is_query && head < p.heads + c.kv_heads;
-  const int kv_head = is_query ? 0 : (head - p.heads) % c.kv_heads;
   const int slot = p.slots[row];
   const bool works = slot >= 0 && head < p.heads + 2 * c.kv_heads;
+  const int kv_head = is_query || !works ? 0 : (head - p.heads) % c.kv_heads;
 
   const float* norm = is_query ? p.q_norm : is_key ? p.k_norm : nullptr;
   float2 low_weight[kMaxVectors], high_weight[kMaxVectors];
@@ -161,8 +161,9 @@ cudaError_t LaunchRopeTable(const RopeTableParams& p, cudaStream_t stream) {
 
 cudaError_t LaunchRopeAppend(const RopeAppendParams& p, cudaStream_t stream) {
   const PagedCache& c = p.cache;
-  if (p.rows < 0 || p.rows > kMaxRows || p.heads < 1 || c.kv_heads < 1 || c.head_dim < 4 ||
-      c.head_dim > kMaxHeadDim || c.head_dim % 4 != 0 || c.block_tokens < 1 ||
+  const bool appends = c.kv_heads > 0;  // queries alone have no cache
+  if (p.rows < 0 || p.rows > kMaxRows || p.heads < 1 || c.kv_heads < 0 || c.head_dim < 4 ||
+      c.head_dim > kMaxHeadDim || c.head_dim % 4 != 0 || (appends && c.block_tokens < 1) ||
       !AreAligned(16, p.qkv, p.q_norm, p.k_norm, p.cos_sin, c.base, p.written)) {
     return cudaErrorInvalidValue;
   }

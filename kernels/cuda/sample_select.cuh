@@ -6,6 +6,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "kernels/cuda/float_keys.cuh"
 #include "kernels/cuda/sample_cluster.cuh"
 
 namespace sluice::kernels::cuda {
@@ -65,15 +66,6 @@ struct SelectMemory {
   FoundBin found;
   uint32_t warp_counts[kSampleWarps];
 };
-
-// Unsigned integers in the order of the floats; both zeros are one.
-__device__ __forceinline__ uint32_t KeyOf(float v) {
-  const uint32_t bits = __float_as_uint(v + 0.0f);
-  return bits ^ (static_cast<int32_t>(bits) < 0 ? 0xFFFFFFFFu : 0x80000000u);
-}
-__device__ __forceinline__ float FloatOf(uint32_t key) {
-  return __uint_as_float(key ^ (static_cast<int32_t>(key) < 0 ? 0x80000000u : 0xFFFFFFFFu));
-}
 
 // What is summed. Add() adds to a bin. FirstBin() is a token's bin in the first histogram, higher
 // for better ones, after which the bits of its key from kKnownBit up are known. What is lighter

@@ -47,14 +47,20 @@ void RmsNorm(const RmsNormParams& p, Worker worker) {
   const Range mine = Share(p.rows, worker);
   for (int64_t r = mine.begin; r < mine.end; ++r) {
     const int64_t source = p.row_index != nullptr ? p.row_index[r] : r;
-    std::vector<double> x(static_cast<size_t>(p.dim), 0.0);
-    if (source >= 0) {
-      for (int32_t i = 0; i < p.dim; ++i) x[static_cast<size_t>(i)] = p.x[source * p.x_stride + i];
-      NormaliseHead(x, p.weight, p.epsilon);
-    }
-    for (int32_t i = 0; i < p.dim; ++i) {
-      Put(p.out, p.out_type, r * p.dim + i, x[static_cast<size_t>(i)]);
-    }
+    const auto put = [&](const float* weight, void* out) {
+      std::vector<double> x(static_cast<size_t>(p.dim), 0.0);
+      if (source >= 0) {
+        for (int32_t i = 0; i < p.dim; ++i) {
+          x[static_cast<size_t>(i)] = p.x[source * p.x_stride + i];
+        }
+        NormaliseHead(x, weight, p.epsilon);
+      }
+      for (int32_t i = 0; i < p.dim; ++i) {
+        Put(out, p.out_type, r * p.dim + i, x[static_cast<size_t>(i)]);
+      }
+    };
+    put(p.weight, p.out);
+    if (r < p.also_rows) put(p.also_weight, p.also_out);
   }
 }
 

@@ -20,6 +20,7 @@ void Transfer(const TransferParams& p, Worker worker);
 void PartialKeys(const PartialKeysParams& p, Worker worker);
 void PartialScores(const PartialScoresParams& p, Worker worker);
 void SparseAttention(const SparseAttentionParams& p, Worker worker);
+void CopyRows(const CopyRowsParams& p, Worker worker);
 void MovingAverage(const MovingAverageParams& p, Worker worker);
 void Digest(const DigestParams& p, Worker worker);
 void DigestScores(const DigestScoresParams& p, Worker worker);

@@ -30,6 +30,7 @@ const KernelTable& Table() {
       .write_through = WriteThrough,
       .sparse_attention = SparseAttention,
       .moving_average = MovingAverage,
+      .copy_rows = CopyRows,
   };
   return table;
 }

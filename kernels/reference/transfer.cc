@@ -24,4 +24,17 @@ void Transfer(const TransferParams& p, Worker worker) {
   }
 }
 
+void CopyRows(const CopyRowsParams& p, Worker worker) {
+  for (int32_t i = worker.index; i < p.count; i += worker.count) {
+    const RowsPiece& piece = p.pieces[i];
+    for (int64_t r = 0; r < piece.rows; ++r) {
+      const int64_t from = piece.source_rows != nullptr ? piece.source_rows[r] : r;
+      if (from < 0) continue;
+      std::memcpy(static_cast<char*>(piece.target) + r * piece.target_pitch,
+                  static_cast<const char*>(piece.source) + from * piece.source_pitch,
+                  static_cast<size_t>(piece.row_bytes));
+    }
+  }
+}
+
 }  // namespace sluice::kernels::reference

@@ -4,7 +4,7 @@
 //
 // A policy has two faces. On the engine's thread it places sequences (Admit, Grow, Release); inside
 // a step it is called by the model, layer by layer, and only enqueues work: what it needs of a
-// sequence there it reads from device tables, by slot. Append and Attend may be recorded once and
+// sequence there it reads from device tables, by slot. Ahead to EndStep may be recorded once and
 // run in many steps (Device::Record), so they decide nothing by what the host knows of the batch.
 #pragma once
 
@@ -19,6 +19,7 @@
 #include "src/device/device.h"
 #include "src/kv/cache_layout.h"
 #include "src/kv/page_pool.h"
+#include "src/kv/selection_hints.h"
 #include "src/kv/sequence_cache.h"
 
 namespace sluice {
@@ -43,8 +44,9 @@ class AttentionPolicy {
 
   // Places a sequence: takes its HBM and starts to copy the first `context` tokens from `home`
   // (null if context is 0). With a soft promise it also takes room in DRAM for the whole sequence,
-  // so that it can always be moved out. False: no room now, nothing has changed and `home` is still
-  // the caller's.
+  // so that it can always be moved out. A home that is too small for `total` (of a sequence that
+  // was kept) is made larger. False: no room now, nothing has changed and `home` is still the
+  // caller's.
   virtual bool Admit(int slot, int64_t context, int64_t total, Promise promise,
                      std::unique_ptr<SequenceCache>& home) = 0;
   // Whether no copy of the slot is under way: after Admit no step may read it before. Gives up what
@@ -65,8 +67,11 @@ class AttentionPolicy {
   // Of a slot with a soft promise: makes it firm and gives its room in DRAM back; false if there is
   // no room for that now.
   virtual bool MakeFirm(int slot) = 0;
+  // Makes room in DRAM for positions below `tokens`, where the sequence has none: it can be moved
+  // out from then on. False: no room now.
+  virtual bool MakeWayOut(int slot, int64_t tokens) = 0;
   // Starts to copy positions below `tokens` to the sequence's room in DRAM. REQUIRES: a soft
-  // promise, Warm(slot), and every step that has the slot is done.
+  // promise or MakeWayOut, Warm(slot), and every step that has the slot is done.
   virtual void Evict(int slot, int64_t tokens) = 0;
   // After Evict, once Warm(slot): releases the slot and returns the home that Admit takes (null if
   // no token was cached).
@@ -78,8 +83,15 @@ class AttentionPolicy {
   // whole prompt was handed over, else after the prompt's last step.
   virtual bool NeedsEndPrompt() const { return false; }
   // The slot's first `tokens` tokens are its prompt, and computed: starts to make its working set;
-  // Warm(slot) says when it is there. Once. REQUIRES: every step that has the slot is done.
-  virtual void EndPrompt(int /*slot*/, int64_t /*tokens*/) {}
+  // Warm(slot) says when it is there. Once. `hints`: what its prefill node found important; they
+  // count where nothing better is known. REQUIRES: every step that has the slot is done.
+  virtual void EndPrompt(int /*slot*/, int64_t /*tokens*/, const SelectionHints& /*hints*/) {}
+  // Whether a prompt that was handed over whole, without hints, is to have its last row computed
+  // again, so that EndPrompt knows what that row attends to. The row reads all of the cache.
+  virtual bool wants_last_row() const { return false; }
+  // Tokens of a layer and KV head that hints may name and EndPrompt finds places for; 0: it has no
+  // use for hints.
+  virtual int64_t hint_tokens() const { return 0; }
   // Not OK: what the slot's sequence was given since Admit may be wrong, and it must end.
   virtual absl::Status SlotHealth(int /*slot*/) const { return absl::OkStatus(); }
 
@@ -88,6 +100,9 @@ class AttentionPolicy {
   virtual PolicyStatistics Statistics() const { return {}; }
   // Any thread, at any time.
   virtual WorkerStatistics Workers() const { return {}; }
+  // Of its own in HBM (digests, partial keys, averages), what a decode row of a sequence of
+  // `tokens` tokens reads and writes in a layer that selects.
+  virtual int64_t MetadataBytes(int64_t /*tokens*/) const { return 0; }
 
   // Queries of decode rows, after q_norm and RoPE.
   struct Queries {
@@ -101,10 +116,22 @@ class AttentionPolicy {
   };
   // Whether Ahead is wanted for a layer.
   virtual bool LooksAhead(int /*layer*/) const { return false; }
-  // Before anything of layer `layer` - 1 (of layer 0 itself) is enqueued: what the queries of
+  // Before the products of layer `layer` - 1 (of layer 0 itself) are enqueued: what the queries of
   // `layer` will be about, its own norm and projection on the input of the layer before. Layer 0's
   // are the real ones. They are overwritten by the next Ahead.
+  //
+  // `stream` is branch kAheadBranch of the step's stream, which the model has forked there: what is
+  // enqueued on it runs beside layer `layer` - 1, in order with what other calls of Ahead enqueued.
+  // At its end Attend(layer) has made the step's stream come After() all that Ahead(layer) enqueued
+  // on it (by way of another branch that came After() it here: by then the stream has the next
+  // layer's Ahead too, which must not be waited for). What the model reads or writes on behalf of
+  // layer + 2 and later relies on that; layer + 1's Ahead may run beside all of Attend(layer).
   virtual void Ahead(Stream& /*stream*/, int /*layer*/, const Queries& /*predicted*/) {}
+  static constexpr int kAheadBranch = 0;  // the other branches are the policy's
+
+  // After a step's last operator: what the policy has on branches of the stream (Stream::Branch)
+  // comes to its end here.
+  virtual void EndStep(Stream& /*stream*/) {}
 
   // Stage of layer `layer`: RoPE, and keys and values into the cache. `params` but its cache.
   virtual void Append(Stream& stream, int layer, kernels::RopeAppendParams params) = 0;

@@ -33,18 +33,25 @@ class ForwardingPolicy : public AttentionPolicy {
   }
   void Release(int slot) override { policy_->Release(slot); }
   bool MakeFirm(int slot) override { return policy_->MakeFirm(slot); }
+  bool MakeWayOut(int slot, int64_t tokens) override { return policy_->MakeWayOut(slot, tokens); }
   void Evict(int slot, int64_t tokens) override { policy_->Evict(slot, tokens); }
   std::unique_ptr<SequenceCache> TakeHome(int slot) override { return policy_->TakeHome(slot); }
   int decode_rows_per_sequence() const override { return policy_->decode_rows_per_sequence(); }
   bool NeedsEndPrompt() const override { return policy_->NeedsEndPrompt(); }
-  void EndPrompt(int slot, int64_t tokens) override { policy_->EndPrompt(slot, tokens); }
+  void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override {
+    policy_->EndPrompt(slot, tokens, hints);
+  }
+  bool wants_last_row() const override { return policy_->wants_last_row(); }
+  int64_t hint_tokens() const override { return policy_->hint_tokens(); }
   absl::Status SlotHealth(int slot) const override { return policy_->SlotHealth(slot); }
   PolicyStatistics Statistics() const override { return policy_->Statistics(); }
   WorkerStatistics Workers() const override { return policy_->Workers(); }
+  int64_t MetadataBytes(int64_t tokens) const override { return policy_->MetadataBytes(tokens); }
   bool LooksAhead(int layer) const override { return policy_->LooksAhead(layer); }
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
     policy_->Ahead(stream, layer, predicted);
   }
+  void EndStep(Stream& stream) override { policy_->EndStep(stream); }
   void Append(Stream& stream, int layer, kernels::RopeAppendParams params) override {
     policy_->Append(stream, layer, params);
   }

@@ -28,6 +28,9 @@ struct PolicyOptions {
   int dense_layers = 2;      // the first ones, wholly in HBM
   kernels::GroupReduction reduction = kernels::GroupReduction::kMax;
 
+  // scout, hgca: compute the last row of a prompt that was handed over whole again.
+  bool recompute_last = false;
+
   // CPU workers that attend to what is not in HBM.
   const kernels::KernelTable* host_kernels = nullptr;  // null: the best of this processor
   int workers = 1;

@@ -31,6 +31,20 @@ struct PolicyStatistics {
     }
   };
   std::vector<Layer> layers;  // empty: the policy selects nothing; dense layers have zeros
+
+  // What came since `before`, which is of the same policy.
+  PolicyStatistics Since(const PolicyStatistics& before) const {
+    PolicyStatistics out = *this;
+    for (size_t i = 0; i < before.layers.size(); ++i) {
+      out.layers[i].steps -= before.layers[i].steps;
+      out.layers[i].selected -= before.layers[i].selected;
+      out.layers[i].missing -= before.layers[i].missing;
+      out.layers[i].recalled -= before.layers[i].recalled;
+      out.layers[i].recalls -= before.layers[i].recalls;
+      out.layers[i].link_bytes -= before.layers[i].link_bytes;
+    }
+    return out;
+  }
 };
 
 // What the CPU workers of a policy did since it was made.

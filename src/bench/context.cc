@@ -5,38 +5,63 @@
 #include <utility>
 
 #include "src/base/clock.h"
+#include "src/base/crc32c.h"
 #include "src/base/status_macros.h"
 #include "src/prefill/prefiller.h"
 
 namespace sluice {
 namespace {
 
+constexpr size_t kPieceBytes = size_t{8} << 20;
+
 class KeepingSink : public LayerSink {
  public:
-  explicit KeepingSink(Context* context) : context_(context) {}
+  KeepingSink(Context* context, Device* device)
+      : context_(context),
+        stream_(device->NewStream(Device::StreamKind::kCopy)),
+        copied_(device->NewEvent()),
+        filled_(context->crc32c.size()) {}
   absl::Status Begin() override { return absl::OkStatus(); }
   absl::Status Layer(int layer, const CacheKind&, int, int,
                      absl::Span<const absl::Span<const uint8_t>> pieces) override {
     // Chunks come in order and begin on blocks, so that their payloads joined are one payload.
-    std::vector<uint8_t>& bytes = context_->layers[static_cast<size_t>(layer)];
-    for (const auto piece : pieces) bytes.insert(bytes.end(), piece.begin(), piece.end());
+    const auto at = static_cast<size_t>(layer);
+    for (const auto piece : pieces) {
+      SLUICE_CHECK(filled_[at] + piece.size() <= context_->layer_bytes);
+      stream_->Copy(context_->memory.as<uint8_t>() + at * context_->layer_bytes + filled_[at],
+                    piece.data(), piece.size());
+      filled_[at] += piece.size();
+      context_->crc32c[at] = ExtendCrc32c(context_->crc32c[at], piece);
+    }
+    stream_->Record(*copied_);
+    copied_->Wait();  // the pieces are the prefiller's
     return absl::OkStatus();
   }
 
  private:
   Context* const context_;
+  const std::unique_ptr<Stream> stream_;
+  const std::unique_ptr<Event> copied_;
+  std::vector<size_t> filled_;  // bytes, by layer
 };
 
 class ContextMakerImpl : public ContextMaker {
  public:
-  ContextMakerImpl(std::unique_ptr<Prefiller> prefiller, const Model* model)
-      : prefiller_(std::move(prefiller)), model_(model) {}
+  ContextMakerImpl(std::unique_ptr<Prefiller> prefiller, Device* device, const Model* model)
+      : prefiller_(std::move(prefiller)), device_(device), model_(model) {}
 
   absl::StatusOr<Context> Compute(const std::vector<int32_t>& tokens) override {
     Context context;
     context.tokens = tokens;
-    context.layers.resize(static_cast<size_t>(model_->cache_layout().layers));
-    KeepingSink sink(&context);
+    const CacheLayout& layout = model_->cache_layout();
+    const CacheKind& kind = layout.kinds[0];
+    context.layer_bytes = static_cast<size_t>(kind.bytes_per_token * kind.heads) * tokens.size();
+    context.crc32c.resize(static_cast<size_t>(layout.layers));
+    SLUICE_ASSIGN_OR_RETURN(
+        context.memory,
+        device_->Allocate(MemoryKind::kDevice, context.layer_bytes * context.crc32c.size(),
+                          "a context"));
+    KeepingSink sink(&context, device_);
     SamplingParams greedy;
     greedy.temperature = 0;
     SLUICE_RETURN_IF_ERROR(
@@ -47,10 +72,44 @@ class ContextMakerImpl : public ContextMaker {
 
  private:
   const std::unique_ptr<Prefiller> prefiller_;
+  Device* const device_;
   const Model* const model_;
 };
 
 }  // namespace
+
+ContextReader::ContextReader(Device* device)
+    : stream_(device->NewStream(Device::StreamKind::kCopy)) {
+  for (Piece& piece : pieces_) piece.copied = device->NewEvent();
+}
+
+absl::StatusOr<std::unique_ptr<ContextReader>> ContextReader::Create(Device* device) {
+  std::unique_ptr<ContextReader> reader(new ContextReader(device));
+  for (Piece& piece : reader->pieces_) {
+    SLUICE_ASSIGN_OR_RETURN(
+        piece.memory, device->Allocate(MemoryKind::kPinned, kPieceBytes, "a piece of a context"));
+  }
+  return reader;
+}
+
+void ContextReader::ReadLayer(const Context& context, int layer,
+                              const std::function<void(absl::Span<const uint8_t>)>& take) {
+  const size_t count = (context.layer_bytes + kPieceBytes - 1) / kPieceBytes;
+  const auto size = [&](size_t i) {
+    return std::min(kPieceBytes, context.layer_bytes - i * kPieceBytes);
+  };
+  for (size_t i = 0; i <= count; ++i) {  // the next is on its way while one is taken
+    if (i < count) {
+      Piece& next = pieces_[i % 2];
+      stream_->Copy(next.memory.data(), context.layer(layer) + i * kPieceBytes, size(i));
+      stream_->Record(*next.copied);
+    }
+    if (i == 0) continue;
+    const Piece& piece = pieces_[(i - 1) % 2];
+    piece.copied->Wait();
+    take({piece.memory.as<uint8_t>(), size(i - 1)});
+  }
+}
 
 absl::StatusOr<std::unique_ptr<ContextMaker>> ContextMaker::Create(int max_context, Device* device,
                                                                    Model* model) {
@@ -63,22 +122,31 @@ absl::StatusOr<std::unique_ptr<ContextMaker>> ContextMaker::Create(int max_conte
   options.hbm_bytes = layout.BytesFor(max_context) + 4096;
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<Prefiller> prefiller,
                           Prefiller::Create(options, device, model, RealClock()));
-  return std::make_unique<ContextMakerImpl>(std::move(prefiller), model);
+  return std::make_unique<ContextMakerImpl>(std::move(prefiller), device, model);
 }
 
-void WriteContext(const Context& context, const CacheLayout& layout, SequenceCache& cache) {
+void WriteContext(const Context& context, const CacheLayout& layout, ContextReader& reader,
+                  SequenceCache& cache) {
   for (int layer = 0; layer < layout.layers; ++layer) {
-    const std::vector<uint8_t>& bytes = context.layers[static_cast<size_t>(layer)];
     HomeRange range;
     range.layer = layer;
     range.head_end = layout.kinds[0].heads;
     range.token_end = static_cast<int64_t>(context.tokens.size());
-    size_t at = 0;
-    cache.ForEachPiece(range, [&](const HomePiece& piece) {
-      std::memcpy(piece.data, bytes.data() + at, piece.bytes);
-      at += piece.bytes;
+    std::vector<HomePiece> pieces;
+    cache.ForEachPiece(range, [&](const HomePiece& piece) { pieces.push_back(piece); });
+    size_t at = 0, used = 0;  // in pieces, and of that one
+    reader.ReadLayer(context, layer, [&](absl::Span<const uint8_t> bytes) {
+      while (!bytes.empty()) {
+        const size_t size = std::min(bytes.size(), pieces[at].bytes - used);
+        std::memcpy(static_cast<uint8_t*>(pieces[at].data) + used, bytes.data(), size);
+        bytes.remove_prefix(size);
+        used += size;
+        if (used < pieces[at].bytes) continue;
+        ++at;
+        used = 0;
+      }
     });
-    SLUICE_CHECK(at == bytes.size());
+    SLUICE_CHECK(at == pieces.size());
   }
 }
 

@@ -28,6 +28,7 @@ absl::StatusOr<std::unique_ptr<Dictation>> Dictation::Create(const Parts& parts)
 }
 
 absl::Status Dictation::Allocate() {
+  SLUICE_ASSIGN_OR_RETURN(contexts_, ContextReader::Create(parts_.device));
   const auto allocate = [this](Mirrored* both, size_t bytes) -> absl::Status {
     SLUICE_ASSIGN_OR_RETURN(both->device,
                             parts_.device->Allocate(MemoryKind::kDevice, bytes, "dictation"));
@@ -78,12 +79,12 @@ absl::Status Dictation::Begin(const Context& context, int total) {
   if (room.empty()) return no_room();
   auto home = std::make_unique<SequenceCache>(parts_.dram, std::move(room));
   home->EnsureTokens(count_);
-  WriteContext(context, parts_.model->cache_layout(), *home);
+  WriteContext(context, parts_.model->cache_layout(), *contexts_, *home);
   if (!parts_.policy->Admit(kSlot, handed_over, total, Promise::kFirm, home)) return no_room();
   admitted_ = true;
   SLUICE_RETURN_IF_ERROR(WaitUntilWarm());
   if (!parts_.policy->NeedsEndPrompt()) return absl::OkStatus();
-  parts_.policy->EndPrompt(kSlot, handed_over);
+  parts_.policy->EndPrompt(kSlot, handed_over, {});
   return WaitUntilWarm();
 }
 

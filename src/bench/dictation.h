@@ -56,6 +56,7 @@ class Dictation {
   const Parts parts_;
   const std::unique_ptr<Stream> stream_;
   const std::unique_ptr<Event> done_;
+  std::unique_ptr<ContextReader> contexts_;
   Mirrored tokens_, rows_, logits_;  // rows_: slot, position, logit row
   int count_ = 0, total_ = 0;
   bool admitted_ = false;

@@ -26,7 +26,7 @@ namespace {
 
 constexpr absl::Duration kPatience = absl::Minutes(5);  // for anything that must come
 constexpr int kWarmUpTokens = 3;
-constexpr int kPeers = 8;  // that hand over at once
+constexpr int kPeers = 14;  // that hand over at once
 
 // Counts, and reads at once as soon as `open`. `on_count`, if not null, is called with the count
 // after each token, on the engine's thread.
@@ -56,11 +56,11 @@ class CountingSink : public TokenSink {
 
 class EngineRun {
  public:
-  EngineRun(const EngineRunOptions& options, Model* model) : options_(options), model_(model) {}
+  EngineRun(const EngineRunOptions& options, Device* device, Model* model)
+      : options_(options), device_(device), model_(model) {}
 
-  absl::StatusOr<std::vector<EngineWindow>> Run(int slots, Device* device, PagePool* hbm,
-                                                AttentionPolicy* policy) {
-    SLUICE_RETURN_IF_ERROR(Start(slots, device, hbm, policy));
+  absl::StatusOr<std::vector<EngineWindow>> Run(int slots, PagePool* hbm, AttentionPolicy* policy) {
+    SLUICE_RETURN_IF_ERROR(Start(slots, hbm, policy));
     marks_->times.resize(static_cast<size_t>(options_.windows) + 1);
     marks_->taken.resize(marks_->times.size());
     marks_->tokens.reserve(static_cast<size_t>(options_.windows * options_.steps) + 1);
@@ -100,7 +100,7 @@ class EngineRun {
   }
 
  private:
-  absl::Status Start(int slots, Device* device, PagePool* hbm, AttentionPolicy* policy) {
+  absl::Status Start(int slots, PagePool* hbm, AttentionPolicy* policy) {
     total_ = options_.context + EngineTokens(options_);
     SLUICE_CHECK(total_ <= model_->max_context());
     const CacheLayout& layout = model_->cache_layout();
@@ -108,7 +108,7 @@ class EngineRun {
     if (dram == nullptr) {
       SLUICE_ASSIGN_OR_RETURN(
           Buffer memory,
-          device->Allocate(
+          device_->Allocate(
               MemoryKind::kPinned,
               static_cast<size_t>((layout.BytesFor(options_.context) + 4096) * options_.batch),
               "dram"));
@@ -132,7 +132,7 @@ class EngineRun {
     options.max_context = table.max_context;
     options.chunk_tokens = 1;
     Engine::Parts parts;
-    parts.device = device;
+    parts.device = device_;
     parts.model = model_;
     parts.policy = policy;
     parts.transfers = transfers_.get();
@@ -153,13 +153,18 @@ class EngineRun {
       }
     }
     std::vector<absl::StatusOr<std::string>> transfers(static_cast<size_t>(options_.batch));
+    std::vector<std::unique_ptr<ContextReader>> readers(
+        static_cast<size_t>(std::min({kPeers, AvailableCores(), options_.batch})));
+    for (auto& reader : readers) {
+      SLUICE_ASSIGN_OR_RETURN(reader, ContextReader::Create(device_));
+    }
     std::atomic<size_t> next{0};
     {
       std::vector<std::jthread> threads;
-      for (int i = 0; i < std::min(kPeers, AvailableCores()); ++i) {
+      for (const auto& reader : readers) {
         threads.emplace_back([&] {
           for (size_t t = next++; t < transfers.size(); t = next++) {
-            transfers[t] = HandOver(t);
+            transfers[t] = HandOver(t, *reader);
           }
         });
       }
@@ -172,7 +177,7 @@ class EngineRun {
   }
 
   // Transfer number `index`, committed: its id.
-  absl::StatusOr<std::string> HandOver(size_t index) {
+  absl::StatusOr<std::string> HandOver(size_t index, ContextReader& reader) {
     const Context* const given = options_.contexts == nullptr
                                      ? nullptr
                                      : &(*options_.contexts)[index % options_.contexts->size()];
@@ -194,13 +199,16 @@ class EngineRun {
       header.head_end = static_cast<uint32_t>(layout.kinds[k].heads);
       header.token_end = manifest.context_length;
       for (int layer = 0; layer < layout.layers; ++layer) {
-        const auto bytes = given == nullptr
-                               ? payloads_[k].bytes()
-                               : absl::MakeConstSpan(given->layers[static_cast<size_t>(layer)]);
         header.layer = static_cast<uint32_t>(layer);
-        header.crc32c = given == nullptr ? payloads_[k].crc32c : Crc32c(bytes);
-        SLUICE_ASSIGN_OR_RETURN(const auto landing, transfers_->BeginChunk(header, bytes.size()));
-        landing->Append(bytes);
+        header.crc32c =
+            given == nullptr ? payloads_[k].crc32c : given->crc32c[static_cast<size_t>(layer)];
+        const size_t bytes = given == nullptr ? payloads_[k].bytes().size() : given->layer_bytes;
+        SLUICE_ASSIGN_OR_RETURN(const auto landing, transfers_->BeginChunk(header, bytes));
+        if (given == nullptr) {
+          landing->Append(payloads_[k].bytes());
+        } else {
+          reader.ReadLayer(*given, layer, [&](auto piece) { landing->Append(piece); });
+        }
         SLUICE_RETURN_IF_ERROR(landing->Finish().status());
       }
     }
@@ -263,15 +271,21 @@ class EngineRun {
     if (past >= 0 && past <= int64_t{options_.windows} * options_.steps) {
       marks_->tokens.push_back(absl::Now());
     }
+    if (past == -1 && options_.on_edge != nullptr) {
+      engine_->Snapshot([on_edge = options_.on_edge](const EngineSnapshot&) { on_edge(false); });
+    }
     if (past < 0 || past % options_.steps != 0) return;
     const auto mark = static_cast<size_t>(past / options_.steps);
     if (mark >= marks_->times.size()) return;
     // In the next turn; shared, since that may be after this object's end.
-    engine_->Snapshot([marks = marks_, mark](const EngineSnapshot& snapshot) {
-      marks->times[mark] = snapshot.times;
-      marks->taken[mark] = absl::Now();
-      if (mark + 1 == marks->times.size()) marks->all.Notify();
-    });
+    engine_->Snapshot(
+        [marks = marks_, mark, on_edge = options_.on_edge](const EngineSnapshot& snapshot) {
+          marks->times[mark] = snapshot.times;
+          marks->taken[mark] = absl::Now();
+          if (mark + 1 < marks->times.size()) return;
+          if (on_edge != nullptr) on_edge(true);
+          marks->all.Notify();
+        });
   }
 
   struct Marks {
@@ -290,6 +304,7 @@ class EngineRun {
     }
   };
   const EngineRunOptions options_;
+  Device* const device_;
   Model* const model_;
   int total_ = 0;                  // tokens of a sequence at its end
   std::atomic<bool> open_{false};  // the readers are there
@@ -314,7 +329,7 @@ int EngineTokens(const EngineRunOptions& options) {
 absl::StatusOr<std::vector<EngineWindow>> RunEngine(const EngineRunOptions& options, int slots,
                                                     Device* device, Model* model, PagePool* hbm,
                                                     AttentionPolicy* policy) {
-  return EngineRun(options, model).Run(slots, device, hbm, policy);
+  return EngineRun(options, device, model).Run(slots, hbm, policy);
 }
 
 }  // namespace sluice

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -35,6 +36,9 @@ struct EngineRunOptions {
   const std::vector<Context>* contexts = nullptr;
   PagePool* dram = nullptr;    // where homes are; null: one of its own
   TurnTrace* trace = nullptr;  // told of the engine's phases, the ones before the windows too
+  // Called on the engine's thread a step before the first window (false) and after the last (true),
+  // for what is counted between the two. Steps are under way: what they count may be there in part.
+  std::function<void(bool last)> on_edge = nullptr;
 };
 
 // Tokens that each sequence may add to its context: models and policies need room for them.

@@ -1,4 +1,5 @@
-// sluice-bench kernels: what the CPU kernels reach beside what the machine could.
+// sluice-bench kernels: what the CPU kernels reach beside what the machine could; and what the
+// operators of sparse policies reach on a device (policy_operator_bench.cc).
 //
 // The floor of an operator is its bytes over the read bandwidth that as many threads reached a
 // moment before. Arithmetic has no floor here: for many rows the rate is printed as it is, and a
@@ -9,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "src/bench/kernel_bench.h"
 #include "src/bench/subcommand.h"
 #include "src/bench/timed_operator.h"
 #include "src/device/cpu/cpu_device.h"
@@ -24,11 +26,16 @@ constexpr char kAbout[] =
 Columns: median time and its 10th-90th percentiles, GB/s of weights or caches, GFLOP/s, and the share of
 the floor: (bytes / read bandwidth) / time. The bandwidth is measured before each case, with the same
 threads. A result that is wrong is named, and the exit status is 1.
+
+With --only policies, the operators that sparse policies add to a step, one layer's of Qwen3-14B's geometry,
+as a step launches them on --device: bytes of its memory and over the link, the floor that they set (bytes over
+the rate at which the device reads as many, or copies), and the share of it. Their results are not checked here.
 )";
 
 constexpr char kExamples[] =
     R"(  sluice-bench kernels --only attention --threads 1,2
   sluice-bench kernels --path amx --json kernels.json
+  sluice-bench kernels --device cuda --only policies --rows 10 --context 65536
 )";
 
 // Shorter figures use the bandwidth measured at the start.
@@ -41,6 +48,8 @@ struct Options {
   std::string only = "all";
   double seconds = 0.3;
   int64_t arena_mib = 512;
+  std::string device = "cpu", match;
+  int64_t rows = 10, context = 65536, budget = 2048;
   std::string json;
 };
 
@@ -169,6 +178,30 @@ class KernelBench {
   std::vector<std::string> wrong_;
 };
 
+int RunOnDevice(const Options& o, Report report) {
+  if (o.budget >= o.context) return Usage("--budget: expected less than --context");
+  PolicyBenchOptions options;
+  options.device = o.device;
+  options.threads = static_cast<int>(o.threads[0]);
+  options.shape.rows = static_cast<int32_t>(o.rows);
+  options.shape.context =
+      static_cast<int32_t>(o.context / options.shape.block_tokens) * options.shape.block_tokens;
+  options.shape.budget_tokens =
+      static_cast<int32_t>(o.budget / options.shape.block_tokens) * options.shape.block_tokens;
+  options.seconds = o.seconds;
+  options.match = o.match;
+  options.json = o.json;
+  report.shape = {{"device", o.device},
+                  {"rows", absl::StrCat(o.rows)},
+                  {"context", absl::StrCat(options.shape.context)},
+                  {"budget", absl::StrCat(options.shape.budget_tokens)},
+                  {"heads", absl::StrCat(options.shape.heads)},
+                  {"kv_heads", absl::StrCat(options.shape.kv_heads)},
+                  {"head_dim", absl::StrCat(options.shape.head_dim)},
+                  {"block_tokens", absl::StrCat(options.shape.block_tokens)}};
+  return RunPolicyOperatorBench(options, std::move(report));
+}
+
 }  // namespace
 
 int RunKernelBench(const Invocation& invocation) {
@@ -180,8 +213,13 @@ int RunKernelBench(const Invocation& invocation) {
   flags.Integers("threads", "threads that share an operator; several: one table each", 1, 1024,
                  &o.threads);
   flags.Choice("path", paths, "instruction set; of those that this processor has", &o.path);
-  flags.Choice("only", {"all", "linear", "attention", "sparse", "sample", "prefill"},
+  flags.Choice("only", {"all", "linear", "attention", "sparse", "sample", "prefill", "policies"},
                "which operators", &o.only);
+  flags.Choice("device", {"cpu", "cuda"}, "where those of --only policies run", &o.device);
+  flags.Text("match", "TEXT", "of those, the ones whose names have it", &o.match);
+  flags.Integer("rows", "decode rows of those", 1, 1024, &o.rows);
+  flags.Integer("context", "tokens of each row's sequence, for those", 512, 1 << 20, &o.context);
+  flags.Integer("budget", "tokens that a row attends to, for those", 128, 1 << 16, &o.budget);
   flags.Seconds("seconds", "time of each figure", 60, &o.seconds);
   flags.Integer("arena-mib",
                 "memory that weights and caches cycle through, and that is read for the "
@@ -194,7 +232,11 @@ int RunKernelBench(const Invocation& invocation) {
                   {"path", o.path},
                   {"only", o.only},
                   {"arena_mib", absl::StrCat(o.arena_mib)}};
-  return KernelBench(o, std::move(report)).Run();
+  if (o.only != "policies") {
+    if (o.device == "cpu") return KernelBench(o, std::move(report)).Run();
+    return Usage("--device cuda: has --only policies; the others are timed by tests/bench/cuda");
+  }
+  return RunOnDevice(o, std::move(report));
 }
 
 }  // namespace sluice

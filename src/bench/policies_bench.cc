@@ -11,14 +11,19 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/bench/bench_device.h"
 #include "src/bench/chrome_trace.h"
+#include "src/bench/layer_timeline.h"
+#include "src/bench/policies_options.h"
 #include "src/bench/policies_report.h"
 #include "src/bench/policy_choice.h"
 #include "src/bench/policy_quality.h"
 #include "src/bench/policy_run.h"
+#include "src/bench/run_clock.h"
+#include "src/bench/step_floor.h"
 #include "src/bench/subcommand.h"
 #include "src/bench/topic_drift.h"
 #include "src/bench/trace_summary.h"
@@ -29,46 +34,9 @@
 namespace sluice {
 namespace {
 
-constexpr char kAbout[] =
-    R"(Runs attention policies side by side: the same sequences, the same HBM cap, the same engine.
-
-Columns: the largest batch that the policy admits (marked *) and the batches asked for; tokens/s; time per
-output token of one sequence, p50 and p99; the share of a traced run's time in which no kernel of the model
-ran; of the budget what the CPU attended to or the link brought; of what was selected what lay in HBM; K and V
-over the link in a step; steps from one recall of a layer to its next.
-
---topic-drift takes config.json alone and makes a model and contexts whose attention is sparse and drifts;
---statistics N says first how a workload behaves over N steps: how well queries are predicted, how fast the
-important blocks change, and what of policy scout's budget the CPU gets if nothing is recalled.
-
---quality compares with policy full instead, on texts as tokens (tools/sluice texts): every step is given the
-text's own tokens, and its logits are compared; pass keys that are hidden in a text are asked for.
-)";
-constexpr char kExamples[] =
-    R"(  sluice-bench policies --model models/smollm2-135m-instruct --contexts 2048 --batches 1,4
-  sluice-bench policies --model M --policies full,scout --hbm-bytes 64MiB --out policies-run
-  tools/sluice texts --tokenizer models/smollm2-135m-instruct --out texts.json
-  sluice-bench policies --model models/smollm2-135m-instruct --quality --texts texts.json
-  sluice-bench policies --model M --quality --texts texts.json --contexts 8000 --quality-texts 8 --passkeys 0
-  sluice-bench policies --model configs/models/topic-drift-small --topic-drift --statistics 16 --dense-layers 0
-)";
-
-struct Options {
-  std::string device = "cpu", model, kernels = "auto", policies = "full,scout,recall,hgca,oracle";
-  std::string texts, json, out, hbm_bytes = "256MiB", dram_bytes = "2GiB";
-  bool dummy = false, quality = false, topic_drift = false, no_recall = false;
-  TopicDrift drift;
-  int64_t topics = 256, segment = 96, statistics = 0;
-  int64_t threads = 0, workers = 1, steps = 16, most = 16, seed = 1;
-  int64_t budget = 512, dense_layers = 2, block_tokens = 32;
-  int64_t quality_texts = 2, quality_steps = 64, passkeys = 4;
-  std::vector<int64_t> contexts = {2048}, batches = {1};
-  PolicyOptions policy;
-};
-
 class PoliciesBench {
  public:
-  PoliciesBench(const Options& o, std::vector<std::string> policies, Report report)
+  PoliciesBench(const PoliciesBenchOptions& o, std::vector<std::string> policies, Report report)
       : options_(o),
         policies_(std::move(policies)),
         threads_(o.threads > 0 ? static_cast<int>(o.threads) : DefaultThreads()),
@@ -76,7 +44,36 @@ class PoliciesBench {
         report_(std::move(report)) {}
 
   absl::StatusOr<int> Run() {
+    SLUICE_ASSIGN_OR_RETURN(bench_device_,
+                            BenchDevice::Create({options_.device, options_.kernels, threads_}));
+    for (const double drift : options_.drifts) SLUICE_RETURN_IF_ERROR(RunDrift(drift));
+    report_.details["seconds"] = clock_.ToJson();
+    if (!options_.out.empty()) {
+      SLUICE_RETURN_IF_ERROR(WriteFolder());
+      TellFolder();
+    }
+    out_.Print("\n" + clock_.ToText());
+    const int status = out_.Finish(report_);
+    return report_.details.contains("failures") ? 1 : status;
+  }
+
+ private:
+  absl::Status RunDrift(double drift) {
+    drift_ = drift;
     SLUICE_RETURN_IF_ERROR(Load());
+    if (drift == options_.drifts.front()) SLUICE_RETURN_IF_ERROR(Introduce());
+    if (options_.drifts.size() > 1) {
+      out_.Print(absl::StrCat("\n== ", WorkloadName(options_, drift), "\n"));
+    }
+    if (options_.quality) return RunQuality();
+    for (const int64_t context : options_.contexts) {
+      SLUICE_RETURN_IF_ERROR(RunContext(static_cast<int>(context)));
+    }
+    return absl::OkStatus();
+  }
+
+  // What the report says before the first figure.
+  absl::Status Introduce() {
     std::vector<std::pair<std::string, std::string>> shape = {
         {"model", world_.model->config().name},
         {"device", absl::StrCat(options_.device, options_.device == "cpu" ? " device" : "")}};
@@ -87,27 +84,20 @@ class PoliciesBench {
       SLUICE_ASSIGN_OR_RETURN(texts_,
                               ReadQualityTexts(options_.texts, world_.model->config().vocab_size));
     }
-    if (options_.quality) {
-      SLUICE_RETURN_IF_ERROR(RunQuality());
-    } else {
-      for (const int64_t context : options_.contexts) {
-        if (options_.statistics > 0) {
-          SLUICE_RETURN_IF_ERROR(RunStatistics(static_cast<int>(context)));
-        }
-      }
-      out_.Print("\n" + RunHeader());
-      for (const int64_t context : options_.contexts) {
-        SLUICE_RETURN_IF_ERROR(RunContext(static_cast<int>(context)));
-      }
-    }
-    SLUICE_RETURN_IF_ERROR(WriteFolder());
-    return out_.Finish(report_);
+    if (options_.quality) return absl::OkStatus();
+    clock_.Begin("rates");
+    SLUICE_ASSIGN_OR_RETURN(rates_,
+                            MeasureRates(*bench_device_, static_cast<int>(options_.workers)));
+    clock_.Pause();
+    report_.details["rates"] = ToJson(rates_);
+    out_.Print(RatesText(rates_, static_cast<int>(options_.workers)));
+    return absl::OkStatus();
   }
 
- private:
   absl::Status Load() {
-    SLUICE_ASSIGN_OR_RETURN(bench_device_,
-                            BenchDevice::Create({options_.device, options_.kernels, threads_}));
+    clock_.Begin("weights");
+    // A model of the drift before gives its memory back first.
+    model_ = nullptr;
     const int64_t longest = *std::max_element(options_.contexts.begin(), options_.contexts.end());
     Model::Options model;
     model.directory = options_.model;
@@ -119,13 +109,13 @@ class PoliciesBench {
       model.max_context = static_cast<int>(longest) + PolicyRunTokens(steps());
     }
     if (options_.topic_drift) {
-      model.weights = [this](const ModelConfig& config) { return DriftWeights(config); };
+      model.weights = [this](const ModelConfig& config) {
+        return TopicDriftWeights(config, Drift());
+      };
     }
     SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(model, &bench_device_->device()));
     world_.device = &bench_device_->device();
     world_.model = model_.get();
-    world_.hbm_bytes = static_cast<int64_t>(*ParseBytes(options_.hbm_bytes));
-    world_.dram_bytes = static_cast<int64_t>(*ParseBytes(options_.dram_bytes));
     world_.max_context = model_->max_context();
     world_.slots = static_cast<int>(options_.most);
     world_.options = options_.policy;
@@ -133,14 +123,25 @@ class PoliciesBench {
     world_.options.dense_layers = static_cast<int>(options_.dense_layers);
     world_.options.workers = static_cast<int>(options_.workers);
     world_.options.scout.recall = !options_.no_recall;
+    world_.options.hgca.window_tokens = static_cast<int>(options_.hgca_window);
+    if (hbm_ == nullptr) {  // layouts do not change from drift to drift
+      clock_.Begin("pools");
+      const auto pool = [&](const char* name, MemoryKind kind, const std::string& bytes) {
+        return NewBenchPool(*world_.device, *model_, name, kind,
+                            static_cast<int64_t>(*ParseBytes(bytes)));
+      };
+      SLUICE_ASSIGN_OR_RETURN(hbm_, pool("hbm", MemoryKind::kDevice, options_.hbm_bytes));
+      SLUICE_ASSIGN_OR_RETURN(dram_, pool("dram", MemoryKind::kPinned, options_.dram_bytes));
+    }
+    world_.hbm = hbm_.get();
+    world_.dram = dram_.get();
+    clock_.Pause();
     return absl::OkStatus();
   }
 
-  absl::StatusOr<std::unique_ptr<WeightSource>> DriftWeights(const ModelConfig& config) const {
-    return TopicDriftWeights(config, Drift());
-  }
   TopicDrift Drift() const {
     TopicDrift drift = options_.drift;
+    drift.drift = drift_;
     drift.seed = static_cast<uint64_t>(options_.seed);
     drift.topics = static_cast<int>(options_.topics);
     drift.segment = static_cast<int>(options_.segment);
@@ -151,15 +152,13 @@ class PoliciesBench {
 
   int steps() const { return static_cast<int>(options_.steps); }
 
-  // As many different contexts as the largest batch asks for, up to a few: their prefill takes
-  // longer than what is measured.
+  // A few: their prefill takes longer than what is measured.
   absl::StatusOr<std::vector<Context>> Contexts(int tokens) {
-    constexpr int kMost = 4;
     SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<ContextMaker> maker,
                             ContextMaker::Create(tokens, world_.device, world_.model));
     SplitMix64 random(static_cast<uint64_t>(options_.seed));
     std::vector<Context> out;
-    for (int i = 0; i < kMost; ++i) {
+    for (int i = 0; i < static_cast<int>(options_.distinct); ++i) {
       std::vector<int32_t> ids;
       if (texts_.has_value()) {
         for (size_t t = 0; t < texts_->texts.size() && ids.empty(); ++t) {
@@ -178,53 +177,119 @@ class PoliciesBench {
         const auto vocab = static_cast<uint64_t>(world_.model->config().vocab_size);
         for (int t = 0; t < tokens; ++t) ids.push_back(static_cast<int32_t>(random.Below(vocab)));
       }
+      clock_.Begin("contexts", absl::StrCat(i + 1, " of ", options_.distinct));
       SLUICE_ASSIGN_OR_RETURN(out.emplace_back(), maker->Compute(ids));
     }
+    clock_.Pause();
     return out;
   }
 
-  absl::Status RunStatistics(int context) {
-    SLUICE_ASSIGN_OR_RETURN(std::vector<Context> contexts, Contexts(context));
+  absl::Status RunStatistics(const std::vector<Context>& contexts) {
+    const int context = static_cast<int>(contexts[0].tokens.size());
     // The path goes on.
     std::vector<int32_t> next;
     const auto more = static_cast<size_t>(options_.statistics);
     for (size_t i = 1; i <= more; ++i) {
       next.push_back(contexts[0].tokens.back() + static_cast<int32_t>(i));
     }
+    clock_.Begin("statistics");
     SLUICE_ASSIGN_OR_RETURN(const WorkloadStatistics statistics,
                             MeasureWorkload(world_, contexts[0], next));
     SLUICE_ASSIGN_OR_RETURN(const std::vector<std::vector<double>> shares,
                             MeasureShares(world_, contexts[0], next));
+    clock_.Pause();
     out_.Print(StatisticsText(statistics, shares, context));
-    report_.details["statistics"].push_back(StatisticsJson(statistics, shares, context));
+    nlohmann::json found = StatisticsJson(statistics, shares, context);
+    found["drift"] = drift_;
+    report_.details["statistics"].push_back(std::move(found));
     return absl::OkStatus();
   }
 
   absl::Status RunContext(int context) {
     SLUICE_ASSIGN_OR_RETURN(const std::vector<Context> contexts, Contexts(context));
+    if (options_.statistics > 0) SLUICE_RETURN_IF_ERROR(RunStatistics(contexts));
+    out_.Print("\n" + RunHeader());
+    std::vector<PolicyRun> runs;
+    absl::Status health;
     for (const std::string& policy : policies_) {
-      SLUICE_ASSIGN_OR_RETURN(PolicySetup setup, SetUpPolicy(world_, policy));
-      const int largest = LargestBatch(setup, world_.slots, context + PolicyRunTokens(steps()));
-      setup = PolicySetup();
-      std::set<int> batches;
-      for (const int64_t batch : options_.batches) batches.insert(static_cast<int>(batch));
-      if (largest > 0) batches.insert(largest);
-      for (const int batch : batches) {
-        if (batch > largest) {
-          out_.Print(NoRoomLine(policy, context, batch, largest));
-          continue;
-        }
-        StepTrace trace;
-        SLUICE_ASSIGN_OR_RETURN(const PolicyRun run,
-                                RunPolicy(world_, policy, contexts, batch, steps(), &trace));
-        out_.Print(RunLine(run, batch == largest));
-        report_.figures.push_back(RunFigure(run));
-        report_.details["runs"].push_back(RunJson(run, batch == largest));
-        report_.details["traces"].push_back(ToJson(trace, Summarize(trace)));
+      const absl::Status status = RunOnePolicy(policy, contexts, &runs);
+      if (status.ok()) continue;
+      clock_.Pause();
+      out_.Print(absl::StrCat(policy, ": ", status.ToString(), "\n"));
+      report_.details["failures"].push_back(
+          {{"policy", policy}, {"context", context}, {"status", status.ToString()}});
+      // The others are still worth their time, unless nothing runs any more.
+      health = world_.device->Health();
+      if (!health.ok()) break;
+    }
+    // Full at its largest batch is what all are held against.
+    const auto full = std::find_if(runs.begin(), runs.end(), [](const PolicyRun& run) {
+      return run.policy == "full" && run.largest;
+    });
+    out_.Print("\n" + FloorHeader());
+    for (const PolicyRun& run : runs) {
+      const PolicyRun* const base = full == runs.end() ? nullptr : &*full;
+      out_.Print(FloorLine(run, rates_, base));
+      report_.details["runs"][next_json_++].update(FloorJson(run, rates_, base));
+    }
+    out_.Print(ScoutRatios(runs));
+    return health;
+  }
+
+  absl::Status RunOnePolicy(const std::string& policy, const std::vector<Context>& contexts,
+                            std::vector<PolicyRun>* runs) {
+    const int context = static_cast<int>(contexts[0].tokens.size());
+    PolicyWorld world = world_;
+    if (WantsMeanSelection(policy)) {
+      clock_.Begin("beta of hgca", policy);
+      const double wanted = world.options.budget_tokens - world.options.hgca.window_tokens;
+      SLUICE_ASSIGN_OR_RETURN(const MeanSelection found,
+                              FindMeanSelection(world, policy, contexts, wanted));
+      world.options.hgca.beta = found.beta;
+      out_.Print(absl::StrFormat("%s: with beta %.4g the CPU attends to %.0f tokens on average\n",
+                                 policy, found.beta, found.tokens));
+    }
+    clock_.Begin("admission", policy);
+    absl::StatusOr<std::unique_ptr<AttentionPolicy>> made = SetUpPolicy(world, policy);
+    if (!made.ok()) return made.status();
+    const Admission admission =
+        LargestBatch(world, **made, context, context + PolicyRunTokens(steps()));
+    const int largest = admission.batch;
+    made->reset();
+    std::set<int> batches;
+    for (const int64_t batch : options_.batches) batches.insert(static_cast<int>(batch));
+    if (largest > 0 && options_.largest) batches.insert(largest);
+    for (const int batch : batches) {
+      if (batch > largest) {
+        out_.Print(NoRoomLine(policy, context, batch, largest));
+        continue;
+      }
+      clock_.Begin(policy, absl::StrCat("context ", context, ", batch ", batch));
+      StepTrace trace;
+      SLUICE_ASSIGN_OR_RETURN(PolicyRun run, RunPolicy(world, policy, contexts, batch, steps(),
+                                                       options_.trace ? &trace : nullptr));
+      clock_.Pause();
+      run.largest = batch == largest;
+      run.admission = admission;
+      run.beta = world.options.hgca.beta;
+      out_.Print(RunLine(run));
+      report_.figures.push_back(RunFigure(run));
+      if (options_.drifts.size() > 1)
+        absl::StrAppend(&report_.figures.back().name, ", drift ", drift_);
+      nlohmann::json found = RunJson(run);
+      found["drift"] = drift_;
+      report_.details["runs"].push_back(std::move(found));
+      if (options_.trace) {
+        nlohmann::json summary = ToJson(trace, Summarize(trace));
+        summary["timeline"] = LayerTimeline(trace, world.model->config().layers);
+        report_.details["traces"].push_back(std::move(summary));
         if (!options_.out.empty()) traces_.push_back(std::move(trace));
       }
+      runs->push_back(std::move(run));
     }
-    return absl::OkStatus();
+    clock_.Pause();
+    // What was measured survives whatever comes next.
+    return options_.out.empty() ? absl::OkStatus() : WriteFolder();
   }
 
   absl::Status RunQuality() {
@@ -252,7 +317,6 @@ class PoliciesBench {
   }
 
   absl::Status WriteFolder() {
-    if (options_.out.empty()) return absl::OkStatus();
     const std::filesystem::path folder = options_.out;
     std::error_code error;
     std::filesystem::create_directories(folder, error);
@@ -260,119 +324,53 @@ class PoliciesBench {
       return absl::UnavailableError(absl::StrCat("--out ", options_.out, ": ", error.message()));
     }
     SLUICE_RETURN_IF_ERROR(WriteReport(report_, folder / "policies.json"));
-    for (size_t i = 0; i < traces_.size(); ++i) {
-      const nlohmann::json& run = report_.details["runs"][i];
-      const std::string name =
-          absl::StrCat("trace-", run["policy"].get<std::string>(), "-context-",
-                       run["context"].get<int>(), "-batch-", run["batch"].get<int>(), ".json");
-      SLUICE_RETURN_IF_ERROR(WriteChromeTrace({traces_[i]}, folder / name));
+    for (; written_ < traces_.size(); ++written_) {
+      const std::string name = absl::StrCat(
+          "trace-",
+          absl::StrReplaceAll(traces_[written_].name,
+                              {{", ", "-"}, {" ", "-"}, {":", "-"}, {"=", "-"}, {"%", ""}}),
+          options_.drifts.size() > 1 ? absl::StrCat("-drift-", drift_) : "", ".json");
+      SLUICE_RETURN_IF_ERROR(WriteChromeTrace({traces_[written_]}, folder / name));
+      traces_[written_] = StepTrace();
     }
+    return absl::OkStatus();
+  }
+
+  void TellFolder() const {
     out_.Print(absl::StrCat("\nwritten: ", options_.out,
                             "/policies.json; traces beside it open in ui.perfetto.dev; "
                             "tools/sluice plot-policies --run ",
                             options_.out, " draws it\n"));
-    return absl::OkStatus();
   }
 
-  const Options options_;
+  const PoliciesBenchOptions options_;
   const std::vector<std::string> policies_;
   const int threads_;
   const Output out_;
   Report report_;
   std::unique_ptr<BenchDevice> bench_device_;
+  RunClock clock_;
+  double drift_ = 0;
   std::unique_ptr<Model> model_;
+  std::unique_ptr<PagePool> hbm_, dram_;
+  StepTraffic rates_;
   std::optional<QualityTexts> texts_;
   PolicyWorld world_;
-  std::vector<StepTrace> traces_;  // of the runs, in their order; empty without --out
+  size_t next_json_ = 0;           // of details["runs"], the first without its floor
+  std::vector<StepTrace> traces_;  // to be written; empty without --out
+  size_t written_ = 0;             // of them
 };
-
-// What is wrong with the flags beyond what each says itself.
-std::optional<std::string> Wrong(const Options& o) {
-  if (o.model.empty()) return "--model is missing";
-  if (o.topic_drift && !o.texts.empty()) return "--topic-drift and --texts exclude each other";
-  if (o.statistics > 0 && !o.topic_drift) return "--statistics needs --topic-drift";
-  if (o.statistics > 4 * o.steps) return "--statistics takes at most four times --steps";
-  if (o.quality && o.texts.empty()) return "--quality needs --texts FILE (tools/sluice texts)";
-  for (const auto& [flag, value] :
-       {std::pair{"--hbm-bytes", o.hbm_bytes}, {"--dram-bytes", o.dram_bytes}}) {
-    if (!ParseBytes(value).has_value()) {
-      return absl::StrCat(flag, " takes a size such as 256MiB, but is '", value, "'");
-    }
-  }
-  if (o.block_tokens % 16 != 0) return "--block-tokens takes a multiple of 16";
-  for (const int64_t batch : o.batches) {
-    if (batch > o.most)
-      return absl::StrCat("--batches has ", batch, ", more than --max-batch ", o.most);
-  }
-  return std::nullopt;
-}
-
-std::string WorkloadName(const Options& o) {
-  if (!o.topic_drift) return o.texts.empty() ? "random tokens" : o.texts;
-  return absl::StrFormat(
-      "topic drift (drift %g, noise %g, head change %g, layer change %g, sharpness %g, %d topics, "
-      "segments of %d, seed %d)",
-      o.drift.drift, o.drift.noise, o.drift.head_change, o.drift.layer_change, o.drift.sharpness,
-      o.topics, o.segment, o.seed);
-}
 
 }  // namespace
 
 int RunPoliciesBench(const Invocation& invocation) {
-  Options o;
-  Flags flags("sluice-bench policies", kAbout, kExamples);
-  flags.Text("model", "DIR", "Hugging Face directory", &o.model);
-  flags.Switch("dummy", "weights from the formula: config.json is enough", &o.dummy);
-  flags.Choice("device", {"cpu", "cuda"}, "where it runs", &o.device);
-  flags.Text("kernels", "PATH", "CPU kernels: auto, portable, avx2, avx512bf16, amx", &o.kernels);
-  flags.Integer("threads", "threads that compute; 0: one per core", 0, 1024, &o.threads);
-  flags.Integer("workers", "CPU workers that attend to what is not in HBM", 1, 1024, &o.workers);
-  flags.Text("policies", "A,B,C", absl::StrCat("any of ", absl::StrJoin(PolicyNames(), ", ")),
-             &o.policies);
-  flags.Text("hbm-bytes", "SIZE", "HBM for caches, the same for each policy", &o.hbm_bytes);
-  flags.Text("dram-bytes", "SIZE", "DRAM for homes, the same for each policy", &o.dram_bytes);
-  flags.Integers("contexts", "tokens that each sequence is handed over with", 32, 1 << 20,
-                 &o.contexts);
-  flags.Integers("batches", "sequences that decode together, beside the largest number that fits",
-                 1, 4096, &o.batches);
-  flags.Integer("max-batch", "sequences at most", 1, 4096, &o.most);
-  flags.Integer("steps", "steps of each of four windows, and of the trace", 1, 100'000, &o.steps);
-  flags.Integer("budget", "tokens selected for each layer and KV head", 16, 1 << 20, &o.budget);
-  flags.Integer("block-tokens", "tokens of a cache block", 16, 1024, &o.block_tokens);
-  flags.Integer("dense-layers", "first layers that stay wholly in HBM", 0, 1024, &o.dense_layers);
-  flags.Text("texts", "FILE", "texts as tokens (tools/sluice texts); else random tokens", &o.texts);
-  flags.Integer("seed", "of random tokens, and of a workload", 1, 1 << 30, &o.seed);
-  flags.Switch("no-recall", "policy scout never recalls a block", &o.no_recall);
-  flags.Switch("topic-drift", "weights and contexts of the topic-drift workload", &o.topic_drift);
-  flags.Integer("statistics", "steps over which the workload is looked at first; 0: not at all", 0,
-                1000, &o.statistics);
-  flags.Number("drift", "of the way to the next topic that a token goes", 0, 1, &o.drift.drift);
-  flags.Number("noise", "a token's own part of its embedding, its topic's being 1", 0, 100,
-               &o.drift.noise);
-  flags.Number("head-change", "a query head's part of its own, its KV head's being 1", 0, 100,
-               &o.drift.head_change);
-  flags.Number("layer-change", "what a layer adds to the residual, as a part of it", 0, 10,
-               &o.drift.layer_change);
-  flags.Number("sharpness", "logit of two equal embeddings", 0, 1000, &o.drift.sharpness);
-  flags.Integer("topics", "of the path", 1, 1 << 20, &o.topics);
-  flags.Integer("segment", "tokens of the path that a context has at a time", 1, 1 << 20,
-                &o.segment);
-  flags.Switch("quality",
-               "compare logits and pass keys with full, at a budget of a quarter of the context",
-               &o.quality);
-  flags.Integer("quality-texts", "texts at most", 0, 1000, &o.quality_texts);
-  flags.Integer("quality-steps", "tokens dictated after each context", 1, 65536, &o.quality_steps);
-  flags.Integer("passkeys", "pass keys at most", 0, 1000, &o.passkeys);
-  flags.Text("out", "DIR", "write the report and a trace of each run there", &o.out);
-  flags.File("json", "write the report as JSON, without FILE to standard output", &o.json);
-  if (const auto status = ReadFlags(flags, invocation)) return *status;
-  if (const auto wrong = Wrong(o)) return Usage(*wrong);
-  absl::StatusOr<std::vector<std::string>> policies = ParsePolicies(o.policies);
-  if (!policies.ok()) return Usage(absl::StrCat("--policies: ", policies.status().message()));
+  PoliciesBenchOptions o;
+  std::vector<std::string> policies;
+  if (const auto status = ReadPoliciesOptions(invocation, &o, &policies)) return *status;
   Report report = NewReport("policies", invocation);
   report.shape = {
       {"policies", o.policies},
-      {"workload", WorkloadName(o)},
+      {"workload", WorkloadName(o, o.drifts.front())},
       {"contexts", absl::StrJoin(o.contexts, ",")},
       {"hbm", o.hbm_bytes},
       {"dram", o.dram_bytes},
@@ -380,8 +378,7 @@ int RunPoliciesBench(const Invocation& invocation) {
       {"dense_layers", absl::StrCat(o.dense_layers)},
       {"block_tokens", absl::StrCat(o.block_tokens)},
       {"workers", absl::StrCat(o.workers)}};
-  const absl::StatusOr<int> status =
-      PoliciesBench(o, *std::move(policies), std::move(report)).Run();
+  const absl::StatusOr<int> status = PoliciesBench(o, std::move(policies), std::move(report)).Run();
   return status.ok() ? *status : Fail(status.status());
 }
 

@@ -10,23 +10,23 @@ namespace sluice {
 using nlohmann::json;
 
 std::string RunHeader() {
-  return absl::StrFormat("%-17s %8s %7s %9s %9s %9s %7s %7s %7s %10s %8s\n", "policy", "context",
-                         "batch", "tokens/s", "p50 ms", "p99 ms", "idle", "CPU", "hits", "link MB",
-                         "interval");
+  return absl::StrFormat("%-24s %8s %7s %9s %9s %9s %7s %7s %7s %10s %8s %6s\n", "policy",
+                         "context", "batch", "tokens/s", "p50 ms", "p99 ms", "idle", "CPU", "hits",
+                         "link MB", "interval", "ends");
 }
 
-std::string RunLine(const PolicyRun& run, bool largest) {
+std::string RunLine(const PolicyRun& run) {
   const std::string interval =
       run.RecallInterval() > 0 ? absl::StrFormat("%.1f", run.RecallInterval()) : "-";
-  return absl::StrFormat("%-17s %8d %6d%s %9.1f %9.2f %9.2f %6.1f%% %6.1f%% %6.1f%% %10.3f %8s\n",
-                         run.policy, run.context, run.batch, largest ? "*" : " ",
-                         run.tokens_per_second(), run.tpot_p50 * 1e3, run.tpot_p99 * 1e3,
-                         100 * run.idle_share, 100 * run.CpuShare(), 100 * run.HitRate(),
-                         run.LinkBytesPerStep() / 1e6, interval);
+  return absl::StrFormat(
+      "%-24s %8d %6d%s %9.1f %9.2f %9.2f %6.1f%% %6.1f%% %6.1f%% %10.3f %8s %6s\n", run.policy,
+      run.context, run.batch, run.largest ? "*" : " ", run.tokens_per_second(), run.tpot_p50 * 1e3,
+      run.tpot_p99 * 1e3, 100 * run.idle_share, 100 * run.CpuShare(), 100 * run.HitRate(),
+      run.LinkBytesPerStep() / 1e6, interval, run.largest ? run.admission.bound : "");
 }
 
 std::string NoRoomLine(const std::string& policy, int context, int batch, int largest) {
-  return absl::StrFormat("%-17s %8d %6d  does not fit: %d do\n", policy, context, batch, largest);
+  return absl::StrFormat("%-24s %8d %6d  does not fit: %d do\n", policy, context, batch, largest);
 }
 
 Figure RunFigure(const PolicyRun& run) {
@@ -44,7 +44,7 @@ Figure RunFigure(const PolicyRun& run) {
   return f;
 }
 
-json RunJson(const PolicyRun& run, bool largest) {
+json RunJson(const PolicyRun& run) {
   json layers = json::array();
   for (const PolicyStatistics::Layer& layer : run.statistics.layers) {
     layers.push_back({{"steps", layer.steps},
@@ -53,13 +53,108 @@ json RunJson(const PolicyRun& run, bool largest) {
                       {"recalled", layer.recalled},
                       {"recalls", layer.recalls},
                       {"link_bytes", layer.link_bytes},
+                      {"recall_interval",
+                       layer.recalls == 0
+                           ? 0
+                           : static_cast<double>(layer.steps) / static_cast<double>(layer.recalls)},
                       {"cpu_share", layer.Share(run.budget_tokens, run.kv_heads)},
                       {"hit_rate", layer.HitRate()}});
   }
-  json out = {
-      {"policy", run.policy}, {"context", run.context},          {"batch", run.batch},
-      {"largest", largest},   {"step_seconds", run.step.median}, {"layers", std::move(layers)}};
+  json out = {{"policy", run.policy},
+              {"context", run.context},
+              {"batch", run.batch},
+              {"largest", run.largest},
+              {"step_seconds", run.step.median},
+              {"layers", std::move(layers)},
+              {"budget_tokens", run.budget_tokens},
+              {"cpu_tokens", run.CpuTokens()},
+              {"hgca_beta", run.beta},
+              {"largest_batch", run.admission.batch},
+              {"batch_ends_at", run.admission.bound},
+              {"dram_tokens_each", run.admission.each.dram_tokens},
+              {"hbm_tokens_each", run.admission.each.hbm_tokens},
+              {"workers",
+               {{"count", run.workers.workers},
+                {"busy_seconds", absl::ToDoubleSeconds(run.workers.busy)},
+                {"tokens", run.workers.tokens},
+                {"failed", run.workers.failed}}}};
   for (const auto& [name, value] : RunFigure(run).more) out[name] = value;
+  return out;
+}
+
+std::string RatesText(const StepTraffic& rates, int workers) {
+  return absl::StrFormat(
+      "rates in this run: HBM %.0f GB/s; link %.1f GB/s to the device, %.1f back; DRAM %.0f GB/s "
+      "read by %d threads\n",
+      rates.hbm / 1e9, rates.to_device / 1e9, rates.to_host / 1e9, rates.dram / 1e9, workers);
+}
+
+namespace {
+
+// What a run's tokens/s and its floor's are of those of full at its largest batch.
+struct Ratios {
+  double measured = 0, floors = 0;
+};
+Ratios RatiosOf(const PolicyRun& run, const StepTraffic& rates, const PolicyRun* full) {
+  if (full == nullptr) return {};
+  const auto ideal = [&](const PolicyRun& r) {
+    return r.batch / FloorOf(r.step_bytes, rates).seconds;
+  };
+  return {run.tokens_per_second() / full->tokens_per_second(), ideal(run) / ideal(*full)};
+}
+
+}  // namespace
+
+std::string FloorHeader() {
+  return absl::StrFormat("%-24s %8s %7s %10s %8s %8s %8s %9s %6s %9s %8s %8s %9s\n", "policy",
+                         "context", "batch", "HBM MB", "up MB", "down MB", "DRAM MB", "floor ms",
+                         "bound", "of floor", "x full", "floors x", "reached");
+}
+
+std::string FloorLine(const PolicyRun& run, const StepTraffic& rates, const PolicyRun* full) {
+  const StepFloor floor = FloorOf(run.step_bytes, rates);
+  std::string out = absl::StrFormat(
+      "%-24s %8d %6d%s %10.1f %8.2f %8.2f %8.2f %9.3f %6s %8.1f%%", run.policy, run.context,
+      run.batch, run.largest ? "*" : " ", run.step_bytes.hbm / 1e6, run.step_bytes.to_device / 1e6,
+      run.step_bytes.to_host / 1e6, run.step_bytes.dram / 1e6, floor.seconds * 1e3, floor.bound,
+      100 * floor.seconds / run.step.median);
+  if (full == nullptr) return absl::StrCat(out, "\n");
+  const Ratios ratios = RatiosOf(run, rates, full);
+  return absl::StrCat(out, absl::StrFormat(" %8.2f %8.2f %8.1f%%\n", ratios.measured, ratios.floors,
+                                           100 * ratios.measured / ratios.floors));
+}
+
+std::string ScoutRatios(const std::vector<PolicyRun>& runs) {
+  std::string out;
+  for (const PolicyRun& scout : runs) {
+    if (scout.policy != "scout") continue;
+    std::string line;
+    for (const PolicyRun& other : runs) {
+      const bool same = scout.largest ? other.largest : other.batch == scout.batch;
+      if (&other == &scout || !same) continue;
+      absl::StrAppendFormat(&line, "%s %.2f x %s", line.empty() ? "" : ",",
+                            scout.tokens_per_second() / other.tokens_per_second(), other.policy);
+    }
+    if (line.empty()) continue;
+    absl::StrAppend(
+        &out, "scout at ",
+        scout.largest ? "the largest batch of each" : absl::StrCat("batch ", scout.batch), ":",
+        line, "\n");
+  }
+  return out;
+}
+
+json FloorJson(const PolicyRun& run, const StepTraffic& rates, const PolicyRun* full) {
+  const StepFloor floor = FloorOf(run.step_bytes, rates);
+  json out = {{"step_bytes", ToJson(run.step_bytes)},
+              {"floor_seconds", floor.seconds},
+              {"floor_bound", floor.bound},
+              {"of_floor", floor.seconds / run.step.median}};
+  if (full == nullptr) return out;
+  const Ratios ratios = RatiosOf(run, rates, full);
+  out["over_full"] = ratios.measured;
+  out["floors_over_full"] = ratios.floors;
+  out["of_floor_ratio"] = ratios.measured / ratios.floors;
   return out;
 }
 

@@ -13,12 +13,22 @@
 namespace sluice {
 
 std::string RunHeader();
-// `largest`: the batch is the largest that the policy admits.
-std::string RunLine(const PolicyRun& run, bool largest);
+std::string RunLine(const PolicyRun& run);
 std::string NoRoomLine(const std::string& policy, int context, int batch, int largest);
 Figure RunFigure(const PolicyRun& run);
 // Layers that select nothing have zeros.
-nlohmann::json RunJson(const PolicyRun& run, bool largest);
+nlohmann::json RunJson(const PolicyRun& run);
+
+// The rates that floors are made of; `workers` read DRAM.
+std::string RatesText(const StepTraffic& rates, int workers);
+std::string FloorHeader();
+// A line of policy scout's tokens/s over each other's, each at its largest batch, and at equal
+// batches; empty without scout.
+std::string ScoutRatios(const std::vector<PolicyRun>& runs);
+// `full`: the run of policy full at its largest batch, which the others are held against; null if
+// there is none.
+std::string FloorLine(const PolicyRun& run, const StepTraffic& rates, const PolicyRun* full);
+nlohmann::json FloorJson(const PolicyRun& run, const StepTraffic& rates, const PolicyRun* full);
 
 // `shares`: MeasureShares.
 std::string StatisticsText(const WorkloadStatistics& statistics,

@@ -1,16 +1,141 @@
 #include "src/bench/policy_choice.h"
 
 #include <algorithm>
+#include <functional>
+#include <utility>
 
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "src/base/nearest_name.h"
+#include "src/base/status_macros.h"
 
 namespace sluice {
+namespace {
+
+using Selector = PolicyOptions::Oracle::Selector;
+
+constexpr char kMeanSelection[] = "hgca-mean";
+
+struct Preset {
+  const char* name;
+  const char* policy;
+  void (*apply)(PolicyOptions&);
+};
+constexpr Preset kPresets[] = {
+    {"full", "full", [](PolicyOptions&) {}},
+    {"scout", "scout", [](PolicyOptions&) {}},
+    {"scout-no-ahead", "scout", [](PolicyOptions& o) { o.scout.layer_ahead = false; }},
+    {"scout-no-recall", "scout", [](PolicyOptions& o) { o.scout.recall = false; }},
+    {"scout-no-ahead-no-recall", "scout",
+     [](PolicyOptions& o) { o.scout.layer_ahead = o.scout.recall = false; }},
+    {"recall", "recall", [](PolicyOptions&) {}},
+    {"recall-fetch-all", "recall", [](PolicyOptions& o) { o.recall.fetch_all = true; }},
+    {"hgca", "hgca", [](PolicyOptions&) {}},
+    {kMeanSelection, "hgca", [](PolicyOptions&) {}},
+    {"oracle", "oracle", [](PolicyOptions&) {}},
+    {"ends", "oracle", [](PolicyOptions& o) { o.oracle.selector = Selector::kEnds; }},
+    {"random", "oracle", [](PolicyOptions& o) { o.oracle.selector = Selector::kRandom; }},
+};
+
+struct Setting {
+  const char* key;
+  const char* policy;  // that reads it; empty: all that select
+  bool whole;          // tokens or steps, 1 or more
+  void (*apply)(PolicyOptions&, double);
+};
+constexpr Setting kSettings[] = {
+    {"budget", "", true,
+     [](PolicyOptions& o, double value) { o.budget_tokens = static_cast<int>(value); }},
+    // As kernels::GroupReduction has them: 0 the largest, 1 the mean, 2 the sum of softmaxes.
+    {"reduction", "", false,
+     [](PolicyOptions& o, double value) {
+       o.reduction =
+           static_cast<kernels::GroupReduction>(std::clamp(static_cast<int>(value), 0, 2));
+     }},
+    {"whole", "scout", false,
+     [](PolicyOptions& o, double value) { o.scout.attend_whole = value != 0; }},
+    {"beta", "hgca", false,
+     [](PolicyOptions& o, double value) { o.hgca.beta = static_cast<float>(value); }},
+    {"alpha", "hgca", false,
+     [](PolicyOptions& o, double value) { o.hgca.alpha = static_cast<float>(value); }},
+    {"window", "hgca", true,
+     [](PolicyOptions& o, double value) { o.hgca.window_tokens = static_cast<int>(value); }},
+    {"margin", "recall", false,
+     [](PolicyOptions& o, double value) { o.recall.margin = static_cast<float>(value); }},
+    {"share", "scout", false,
+     [](PolicyOptions& o, double value) { o.scout.share_limit = static_cast<float>(value); }},
+    {"interval", "scout", true,
+     [](PolicyOptions& o, double value) {
+       o.scout.intervals.assign(static_cast<size_t>(o.hbm->layout().layers),
+                                static_cast<int32_t>(value));
+     }},
+    {"resident", "scout", true,
+     [](PolicyOptions& o, double value) { o.scout.resident_tokens = static_cast<int>(value); }},
+};
+
+const Preset* PresetOf(absl::string_view name) {
+  for (const Preset& preset : kPresets) {
+    if (name == preset.name) return &preset;
+  }
+  return nullptr;
+}
+
+// A part "budget=20%" of a name.
+struct Given {
+  const Setting* setting = nullptr;
+  double value = 0;
+  bool percent = false;
+};
+absl::StatusOr<Given> ParseSetting(const Preset& preset, absl::string_view part) {
+  const std::pair<std::string, std::string> sides = absl::StrSplit(part, absl::MaxSplits('=', 1));
+  Given given;
+  for (const Setting& setting : kSettings) {
+    if (sides.first == setting.key) given.setting = &setting;
+  }
+  if (given.setting == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat("'", std::string(part), "' sets '", sides.first,
+                                                   "', which no policy has",
+                                                   DidYouMean(sides.first, PolicySettings())));
+  }
+  const std::string policy = given.setting->policy;
+  if (policy.empty() ? preset.policy == std::string("full") : policy != preset.policy) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("policy ", preset.name, " has no '", sides.first, "'"));
+  }
+  absl::string_view value = sides.second;
+  given.percent = sides.first == "budget" && absl::ConsumeSuffix(&value, "%");
+  const bool number = absl::SimpleAtod(value, &given.value) && given.value >= 0;
+  const bool whole =
+      given.value >= 1 && given.value < 1 << 30 && given.value == static_cast<int>(given.value);
+  if (!number || (given.setting->whole && !whole) || (given.percent && given.value > 100)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("'", std::string(part), "': ", sides.first, " takes ",
+                     given.setting->whole ? "a whole number" : "a number"));
+  }
+  return given;
+}
+
+}  // namespace
 
 const std::vector<std::string>& PolicyNames() {
-  static const auto* names = new std::vector<std::string>{
-      "full", "scout", "recall", "recall-fetch-all", "hgca", "oracle", "ends", "random"};
+  static const auto* names = [] {
+    auto* out = new std::vector<std::string>;
+    for (const Preset& preset : kPresets) out->push_back(preset.name);
+    return out;
+  }();
+  return *names;
+}
+
+const std::vector<std::string>& PolicySettings() {
+  static const auto* names = [] {
+    auto* out = new std::vector<std::string>;
+    for (const Setting& setting : kSettings) out->push_back(setting.key);
+    return out;
+  }();
   return *names;
 }
 
@@ -18,10 +143,14 @@ absl::StatusOr<std::vector<std::string>> ParsePolicies(const std::string& text) 
   std::vector<std::string> out;
   for (const auto part : absl::StrSplit(text, ',')) {
     const std::string name(part);
-    const std::vector<std::string>& known = PolicyNames();
-    if (std::find(known.begin(), known.end(), name) == known.end()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("there is no policy '", name, "'", DidYouMean(name, known)));
+    const std::vector<std::string> pieces = absl::StrSplit(name, ':');
+    const Preset* const preset = PresetOf(pieces[0]);
+    if (preset == nullptr) {
+      return absl::InvalidArgumentError(absl::StrCat("there is no policy '", pieces[0], "'",
+                                                     DidYouMean(pieces[0], PolicyNames())));
+    }
+    for (size_t i = 1; i < pieces.size(); ++i) {
+      SLUICE_RETURN_IF_ERROR(ParseSetting(*preset, pieces[i]).status());
     }
     if (std::find(out.begin(), out.end(), name) != out.end()) {
       return absl::InvalidArgumentError(absl::StrCat("'", name, "' is there twice"));
@@ -32,16 +161,22 @@ absl::StatusOr<std::vector<std::string>> ParsePolicies(const std::string& text) 
 }
 
 PolicyOptions WithPolicy(PolicyOptions options, const std::string& name) {
-  using Selector = PolicyOptions::Oracle::Selector;
-  options.name = name;
-  if (name == "recall-fetch-all") {
-    options.name = "recall";
-    options.recall.fetch_all = true;
-  } else if (name == "ends" || name == "random") {
-    options.name = "oracle";
-    options.oracle.selector = name == "ends" ? Selector::kEnds : Selector::kRandom;
+  const std::vector<std::string> pieces = absl::StrSplit(name, ':');
+  const Preset* const preset = PresetOf(pieces[0]);
+  SLUICE_CHECK(preset != nullptr);
+  options.name = preset->policy;
+  preset->apply(options);
+  for (size_t i = 1; i < pieces.size(); ++i) {
+    const absl::StatusOr<Given> given = ParseSetting(*preset, pieces[i]);
+    SLUICE_CHECK(given.ok());
+    given->setting->apply(options,
+                          given->percent ? given->value / 100 * options.max_context : given->value);
   }
   return options;
+}
+
+bool WantsMeanSelection(const std::string& name) {
+  return name == kMeanSelection || absl::StartsWith(name, absl::StrCat(kMeanSelection, ":"));
 }
 
 }  // namespace sluice

@@ -60,7 +60,7 @@ class QualityRun {
  private:
   // The policy with a budget for this context, and a sequence of it.
   struct Sequence {
-    PolicySetup setup;
+    std::unique_ptr<AttentionPolicy> policy;
     std::unique_ptr<Dictation> dictation;
   };
   absl::StatusOr<std::unique_ptr<Sequence>> Begin(const std::string& policy, const Context& context,
@@ -73,11 +73,10 @@ class QualityRun {
     world.options.hgca.window_tokens =
         std::max(2 * block, world.options.budget_tokens / 2 / block * block);
     auto sequence = std::make_unique<Sequence>();
-    SLUICE_ASSIGN_OR_RETURN(sequence->setup, SetUpPolicy(world, policy));
-    SLUICE_ASSIGN_OR_RETURN(
-        sequence->dictation,
-        Dictation::Create({world.device, world.model, sequence->setup.policy.get(),
-                           sequence->setup.dram.get(), world.max_context}));
+    SLUICE_ASSIGN_OR_RETURN(sequence->policy, SetUpPolicy(world, policy));
+    SLUICE_ASSIGN_OR_RETURN(sequence->dictation,
+                            Dictation::Create({world.device, world.model, sequence->policy.get(),
+                                               world.dram, world.max_context}));
     SLUICE_RETURN_IF_ERROR(
         sequence->dictation->Begin(context, tokens + static_cast<int>(more) + 1));
     return sequence;

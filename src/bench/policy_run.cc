@@ -4,6 +4,7 @@
 #include <cmath>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "src/attention/policy_factory.h"
 #include "src/base/status_macros.h"
@@ -15,6 +16,7 @@ namespace sluice {
 namespace {
 
 constexpr int kWindows = 4;
+constexpr int kMostTracedSteps = 16;  // some 2,000 slices each
 
 EngineRunOptions RunOptions(const std::vector<Context>& contexts, int batch, int steps,
                             PagePool* dram) {
@@ -28,48 +30,60 @@ EngineRunOptions RunOptions(const std::vector<Context>& contexts, int batch, int
   return options;
 }
 
-absl::StatusOr<std::unique_ptr<PagePool>> MakePool(const PolicyWorld& world, const char* name,
-                                                   MemoryKind kind, int64_t bytes) {
-  SLUICE_ASSIGN_OR_RETURN(Buffer arena,
-                          world.device->Allocate(kind, static_cast<size_t>(bytes), name));
-  return PagePool::Create(name, world.model->cache_layout(), std::move(arena));
+PolicyOptions OptionsOf(const PolicyWorld& world, const std::string& name) {
+  PolicyOptions options = world.options;
+  options.device = world.device;
+  options.hbm = world.hbm;
+  options.dram = world.dram;
+  options.slots = world.slots;
+  options.max_context = world.max_context;
+  options.heads = world.model->config().heads;
+  return WithPolicy(std::move(options), name);
+}
+
+// Kernels that move K and V over the link and compute nothing, by the begin of their names.
+bool OnlyMoves(const std::string& kernel) {
+  for (const char* name : {"Transfer", "WriteThrough", "CopyRows", "CopyBatch", "transfer",
+                           "write_through", "copy_rows"}) {
+    if (absl::StartsWith(kernel, name)) return true;
+  }
+  return false;
 }
 
 }  // namespace
 
-absl::StatusOr<PolicySetup> SetUpPolicy(const PolicyWorld& world, const std::string& name) {
-  PolicySetup setup;
-  SLUICE_ASSIGN_OR_RETURN(setup.hbm, MakePool(world, "hbm", MemoryKind::kDevice, world.hbm_bytes));
-  SLUICE_ASSIGN_OR_RETURN(setup.dram,
-                          MakePool(world, "dram", MemoryKind::kPinned, world.dram_bytes));
-  PolicyOptions options = WithPolicy(world.options, name);
-  options.device = world.device;
-  options.hbm = setup.hbm.get();
-  options.dram = setup.dram.get();
-  options.slots = world.slots;
-  options.max_context = world.max_context;
-  options.heads = world.model->config().heads;
-  absl::StatusOr<std::unique_ptr<AttentionPolicy>> policy = NewPolicy(options);
-  if (!policy.ok()) {
-    return absl::Status(policy.status().code(),
-                        absl::StrCat("policy ", name, ": ", policy.status().message()));
-  }
-  setup.policy = *std::move(policy);
-  return setup;
+absl::StatusOr<std::unique_ptr<PagePool>> NewBenchPool(Device& device, const Model& model,
+                                                       const char* name, MemoryKind kind,
+                                                       int64_t bytes) {
+  SLUICE_ASSIGN_OR_RETURN(Buffer arena, device.Allocate(kind, static_cast<size_t>(bytes), name));
+  return PagePool::Create(name, model.cache_layout(), std::move(arena));
 }
 
-int LargestBatch(PolicySetup& setup, int slots, int64_t total) {
-  int batch = 0;
-  for (; batch < slots; ++batch) {
+absl::StatusOr<std::unique_ptr<AttentionPolicy>> SetUpPolicy(const PolicyWorld& world,
+                                                             const std::string& name) {
+  absl::StatusOr<std::unique_ptr<AttentionPolicy>> policy = NewPolicy(OptionsOf(world, name));
+  if (policy.ok()) return policy;
+  return absl::Status(policy.status().code(),
+                      absl::StrCat("policy ", name, ": ", policy.status().message()));
+}
+
+Admission LargestBatch(const PolicyWorld& world, AttentionPolicy& policy, int64_t context,
+                       int64_t total) {
+  Admission found;
+  found.each = policy.FootprintOf(context, total);
+  int& batch = found.batch;
+  for (; batch < world.slots; ++batch) {
     std::unique_ptr<SequenceCache> none;
-    if (!setup.policy->Admit(batch, 0, total, Promise::kFirm, none)) break;
+    if (!policy.Admit(batch, 0, total, Promise::kFirm, none)) break;
   }
   for (int slot = 0; slot < batch; ++slot) {
-    setup.policy->WarmEvent(slot).Wait();
-    SLUICE_CHECK(setup.policy->Warm(slot));
-    setup.policy->Release(slot);
+    policy.WarmEvent(slot).Wait();
+    SLUICE_CHECK(policy.Warm(slot));
+    policy.Release(slot);
   }
-  return batch;
+  const bool dram = (batch + 1) * found.each.dram_tokens > world.dram->capacity_tokens();
+  found.bound = batch == world.slots ? "slots" : dram ? "DRAM" : "HBM";
+  return found;
 }
 
 double PolicyRun::CpuShare() const {
@@ -111,6 +125,16 @@ double PolicyRun::LinkBytesPerStep() const {
   return rows == 0 ? 0 : static_cast<double>(bytes) * batch / static_cast<double>(rows);
 }
 
+double PolicyRun::CpuTokens() const {
+  int64_t rows = 0, missing = 0;
+  for (const PolicyStatistics::Layer& layer : statistics.layers) {
+    if (layer.selected == 0) continue;
+    rows += layer.steps;
+    missing += layer.missing;
+  }
+  return rows == 0 ? 0 : static_cast<double>(missing) / static_cast<double>(rows * kv_heads);
+}
+
 int PolicyRunTokens(int steps) {
   EngineRunOptions options;
   options.windows = kWindows;
@@ -121,7 +145,7 @@ int PolicyRunTokens(int steps) {
 double IdleShare(const StepTrace& trace) {
   std::vector<std::pair<absl::Time, absl::Time>> busy;
   for (const TraceSlice& slice : trace.device) {
-    if (slice.kind != TraceSlice::Kind::kKernel) continue;
+    if (slice.kind != TraceSlice::Kind::kKernel || OnlyMoves(slice.name)) continue;
     busy.emplace_back(std::max(slice.begin, trace.begin), std::min(slice.end, trace.end));
   }
   std::sort(busy.begin(), busy.end());
@@ -145,17 +169,29 @@ double Percentile(std::vector<double> values, double share) {
 absl::StatusOr<PolicyRun> RunPolicy(const PolicyWorld& world, const std::string& name,
                                     const std::vector<Context>& contexts, int batch, int steps,
                                     StepTrace* trace) {
-  SLUICE_ASSIGN_OR_RETURN(PolicySetup setup, SetUpPolicy(world, name));
-  EngineRunOptions options = RunOptions(contexts, batch, steps, setup.dram.get());
-  SLUICE_ASSIGN_OR_RETURN(const std::vector<EngineWindow> windows,
-                          RunEngine(options, world.slots, world.device, world.model,
-                                    setup.hbm.get(), setup.policy.get()));
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<AttentionPolicy> policy, SetUpPolicy(world, name));
+  EngineRunOptions options = RunOptions(contexts, batch, steps, world.dram);
   PolicyRun run;
   run.policy = name;
   run.batch = batch;
   run.context = options.context;
-  run.budget_tokens = world.options.budget_tokens;
+  run.budget_tokens = OptionsOf(world, name).budget_tokens;
   run.kv_heads = world.model->config().kv_heads;
+  PolicyStatistics before;
+  WorkerStatistics workers_before;
+  options.on_edge = [&](bool last) {
+    run.statistics = policy->Statistics().Since(before);
+    run.workers = policy->Workers();
+    run.workers.busy -= workers_before.busy;
+    run.workers.tokens -= workers_before.tokens;
+    if (last) return;
+    before = run.statistics;
+    workers_before = run.workers;
+  };
+  SLUICE_ASSIGN_OR_RETURN(
+      const std::vector<EngineWindow> windows,
+      RunEngine(options, world.slots, world.device, world.model, world.hbm, policy.get()));
+  options.on_edge = nullptr;
   std::vector<double> step, gaps;
   for (const EngineWindow& window : windows) {
     step.push_back(window.step_seconds);
@@ -164,16 +200,37 @@ absl::StatusOr<PolicyRun> RunPolicy(const PolicyWorld& world, const std::string&
   run.step = TimingOf(step);
   run.tpot_p50 = Percentile(gaps, 0.5);
   run.tpot_p99 = Percentile(gaps, 0.99);
-  run.statistics = setup.policy->Statistics();
+  run.step_bytes = BytesOfStep(*world.model, *policy, run.statistics, batch,
+                               run.context + 0.5 * kWindows * steps);
+  if (trace == nullptr) return run;
+  options.steps = std::min(steps, kMostTracedSteps);
   SLUICE_ASSIGN_OR_RETURN(
-      StepTrace traced, TraceSteps(options, world.slots, world.device, world.model, setup.hbm.get(),
-                                   setup.policy.get()));
-  run.idle_share = IdleShare(traced);
-  if (trace != nullptr) {
-    *trace = std::move(traced);
-    trace->name = absl::StrCat(name, ", ", trace->name);
-  }
+      *trace, TraceSteps(options, world.slots, world.device, world.model, world.hbm, policy.get()));
+  run.idle_share = IdleShare(*trace);
+  trace->name = absl::StrCat(name, ", ", trace->name);
   return run;
+}
+
+absl::StatusOr<MeanSelection> FindMeanSelection(const PolicyWorld& world, const std::string& name,
+                                                const std::vector<Context>& contexts,
+                                                double tokens) {
+  constexpr double kMost = 10;  // the power of two that beta is sought below, and above its inverse
+  constexpr int kHalvings = 8, kSteps = 2;
+  constexpr double kClose = 0.03;
+  MeanSelection found;
+  double low = -kMost, high = kMost;  // the selection shrinks as beta grows
+  for (int i = 0; i < kHalvings; ++i) {
+    // What suits most workloads is found first.
+    const double power = i == 0 ? 0 : (low + high) / 2;
+    PolicyWorld one = world;
+    one.options.hgca.beta = found.beta = static_cast<float>(std::exp2(power));
+    SLUICE_ASSIGN_OR_RETURN(const PolicyRun run,
+                            RunPolicy(one, name, contexts, 1, kSteps, nullptr));
+    found.tokens = run.CpuTokens();
+    if (std::abs(found.tokens - tokens) < kClose * tokens) break;
+    (found.tokens > tokens ? low : high) = power;
+  }
+  return found;
 }
 
 }  // namespace sluice

@@ -11,6 +11,7 @@
 #include "src/attention/attention_policy.h"
 #include "src/attention/policy_options.h"
 #include "src/bench/context.h"
+#include "src/bench/step_floor.h"
 #include "src/bench/step_trace.h"
 #include "src/bench/timing.h"
 #include "src/device/device.h"
@@ -19,37 +20,53 @@
 
 namespace sluice {
 
-// What all policies share. Everything outlives the runs.
+// What all policies share, one after the other: a tier of 110 GiB takes long to allocate.
+// Everything outlives the runs.
 struct PolicyWorld {
   Device* device = nullptr;
   Model* model = nullptr;
-  int64_t hbm_bytes = 0;
-  int64_t dram_bytes = 0;
+  PagePool* hbm = nullptr;   // the cap for caches, digests and tables
+  PagePool* dram = nullptr;  // for homes
   int max_context = 0;
   int slots = 1;
   PolicyOptions options;  // device, pools, slots and sizes are filled in for each policy
 };
 
-// A policy with pools of its own.
-struct PolicySetup {
-  std::unique_ptr<PagePool> hbm, dram;
-  std::unique_ptr<AttentionPolicy> policy;
-};
-absl::StatusOr<PolicySetup> SetUpPolicy(const PolicyWorld& world, const std::string& name);
+// A pool of `bytes` for the caches of the world's model.
+absl::StatusOr<std::unique_ptr<PagePool>> NewBenchPool(Device& device, const Model& model,
+                                                       const char* name, MemoryKind kind,
+                                                       int64_t bytes);
 
-// Sequences of `total` tokens at their end that the policy admits together, at most its slots.
-int LargestBatch(PolicySetup& setup, int slots, int64_t total);
+// REQUIRES: no other policy has anything of the pools. The policy's errors, with its name.
+absl::StatusOr<std::unique_ptr<AttentionPolicy>> SetUpPolicy(const PolicyWorld& world,
+                                                             const std::string& name);
+
+// Sequences of `context` tokens, and `total` at their end, that the policy admits together, at most
+// its slots; and what keeps it from one more: "HBM", "DRAM" or "slots".
+struct Admission {
+  int batch = 0;
+  std::string bound;
+  Footprint each;
+};
+Admission LargestBatch(const PolicyWorld& world, AttentionPolicy& policy, int64_t context,
+                       int64_t total);
 
 // What a run of one policy comes to.
 struct PolicyRun {
   std::string policy;
   int batch = 0;
   int context = 0;
+  bool largest = false;  // batch that the policy admits
+  Admission admission;
+  float beta = 0;       // of policy hgca
   Timing step;          // seconds, of windows
   double tpot_p50 = 0;  // seconds between tokens of one sequence
   double tpot_p99 = 0;
   double idle_share = 0;  // of a traced run: time in which no kernel of the model ran
+  // Of the windows alone: not what the first steps bring.
   PolicyStatistics statistics;
+  WorkerStatistics workers;
+  StepTraffic step_bytes;  // that a step must move
   int64_t budget_tokens = 0;
   int kv_heads = 0;
 
@@ -59,18 +76,30 @@ struct PolicyRun {
   double HitRate() const;
   double RecallInterval() const;  // decode rows for each one with a recall; 0: there was none
   double LinkBytesPerStep() const;
+  double CpuTokens() const;  // of a row and KV head that the CPU attended to, or the link brought
 };
 
-// Decodes `batch` of the contexts, handed over in turn, in windows of `steps`; then once more under
-// the trace, which goes to `trace` if that is not null.
+// Decodes `batch` of the contexts, handed over in turn, in windows of `steps`; then, if `trace` is
+// not null, once more under the trace.
 absl::StatusOr<PolicyRun> RunPolicy(const PolicyWorld& world, const std::string& name,
                                     const std::vector<Context>& contexts, int batch, int steps,
                                     StepTrace* trace);
 // Tokens that RunPolicy needs beyond the context.
 int PolicyRunTokens(int steps);
 
-// The share of a trace's time in which no kernel ran on any stream; what a kernel does before the
-// trace's begin or after its end does not count. Waits are no kernels.
+// A beta of policy hgca with which the CPU attends to `tokens` tokens on average, for each row and
+// KV head, and what it found: by halving, a short run of one sequence each.
+struct MeanSelection {
+  float beta = 0;
+  double tokens = 0;
+};
+absl::StatusOr<MeanSelection> FindMeanSelection(const PolicyWorld& world, const std::string& name,
+                                                const std::vector<Context>& contexts,
+                                                double tokens);
+
+// The share of a trace's time in which no kernel of the model ran on any stream; what a kernel does
+// before the trace's begin or after its end does not count. Waits are no kernels, and those that
+// only move K and V over the link are none of the model.
 double IdleShare(const StepTrace& trace);
 
 // The value below which that share of the values lie; 0 of none.

@@ -25,6 +25,7 @@ void QueryWatch::Ahead(Stream& stream, int layer, const Queries& predicted) {
 }
 
 void QueryWatch::Attend(Stream& stream, int layer, kernels::AttentionParams params) {
+  stream.After(stream.Branch(kAheadBranch));
   if (params.decode_rows > 0) {
     stream.Copy(At(real_, layer), params.q, static_cast<size_t>(size_) * 4);
   }

@@ -1,14 +1,17 @@
 #include "src/bench/topic_drift.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "src/base/dtype.h"
 #include "src/base/status_macros.h"
+#include "src/device/cpu/cpu_device.h"
 #include "src/model/dummy_weights.h"
 #include "src/model/rope.h"
 #include "src/model/tensor_list.h"
@@ -18,30 +21,58 @@ namespace {
 
 constexpr double kUnit = 1.7320508075688772;  // times u in [-1, 1): variance 1
 constexpr double kFast = 0.05;  // of a row whose dimension RoPE turns: next to nothing
-// What a layer of the dummy formula adds to a residual of any size, about: attention's 0.8 and the
-// MLP's 1, of variance 1 each.
-constexpr double kPlainChange = 1.3;
+// What attention and the MLP of a layer of the dummy formula add to a residual of any size, about.
+constexpr double kPlainAttention = 0.8;
+constexpr double kPlainMlp = 1;
+// Of layer_change, what the MLP adds: little, because it turns two like inputs further apart.
+constexpr double kMlpShare = 0.25;
+// The dimensions of the residual that say which token it is, and how loud they are: so low that
+// neither norms nor MLPs notice.
+constexpr int kIdentityFraction = 8;  // one in so many
+constexpr double kIdentity = 0.1;     // the topic's elements being 1
 
 class TopicDriftSource : public WeightSource {
  public:
   TopicDriftSource(const ModelConfig& config, const TopicDrift& options, std::vector<bool> slow)
-      : config_(config), options_(options), slow_(std::move(slow)), plain_(DummyWeights(config)) {}
+      : config_(config),
+        options_(options),
+        slow_(std::move(slow)),
+        plain_(DummyWeights(config)),
+        topic_dims_(config.hidden_size - config.hidden_size / kIdentityFraction) {}
 
   std::optional<kernels::WeightFormula> Formula(const std::string& name) const override {
     if (Kind(name) != Tensor::kPlain) return std::nullopt;
     std::optional<kernels::WeightFormula> formula = plain_->Formula(name);
     if (formula.has_value()) {
       formula->state ^= options_.seed * 0x9E3779B97F4A7C15ull;
-      formula->scale *= OutputScale(name);
+      if (const double scale = OutputScale(name); scale != 0) {
+        formula->scale *= static_cast<float>(scale);
+        // The last rows write where the token's identity is.
+        const int64_t columns =
+            absl::EndsWith(name, "o_proj.weight") ? config_.q_size() : config_.intermediate_size;
+        formula->live = static_cast<uint64_t>(topic_dims_ * columns);
+      }
     }
     return formula;
   }
 
   absl::StatusOr<MatrixView> Matrix(const std::string& name, int64_t rows, int64_t cols) override {
-    if (Kind(name) == Tensor::kPlain) return plain_->Matrix(name, rows, cols);
     auto owned = std::make_unique_for_overwrite<uint16_t[]>(static_cast<size_t>(rows * cols));
-    for (int64_t row = 0; row < rows; ++row) {
-      FillRow(name, row, {owned.get() + row * cols, static_cast<size_t>(cols)});
+    if (const auto formula = Formula(name); formula.has_value()) {
+      kernels::FillWeights(*formula, 0, rows * cols, owned.get());
+      return MatrixView::Owned(std::move(owned), rows, cols);
+    }
+    // An embedding of Qwen3-14B is 778 M values, of three hashes each.
+    std::atomic<int64_t> next{0};
+    const auto fill = [&] {
+      for (int64_t row = next++; row < rows; row = next++) {
+        FillRow(name, row, {owned.get() + row * cols, static_cast<size_t>(cols)});
+      }
+    };
+    {
+      std::vector<std::jthread> threads;
+      for (int i = 1; i < AvailableCores(); ++i) threads.emplace_back(fill);
+      fill();
     }
     return MatrixView::Owned(std::move(owned), rows, cols);
   }
@@ -94,33 +125,34 @@ class TopicDriftSource : public WeightSource {
     return static_cast<float>(std::sqrt(options_.sharpness / std::sqrt(config_.head_dim)));
   }
 
-  // Of o_proj and down_proj: the residual grows by layer_change in every layer before.
-  float OutputScale(const std::string& name) const {
-    if (!absl::EndsWith(name, "o_proj.weight") && !absl::EndsWith(name, "down_proj.weight")) {
-      return 1;
-    }
+  // Of o_proj and down_proj, else 0: the residual has grown in every layer before.
+  double OutputScale(const std::string& name) const {
+    const bool attention = absl::EndsWith(name, "o_proj.weight");
+    if (!attention && !absl::EndsWith(name, "down_proj.weight")) return 0;
     const double r = options_.layer_change;
+    const double growth = 1 + r * r * (1 + kMlpShare * kMlpShare);
     for (int layer = 0; layer < config_.layers; ++layer) {
       if (absl::StartsWith(name, LayerTensor(layer, ""))) {
-        return static_cast<float>(r / kPlainChange * std::pow(1 + r * r, 0.5 * layer));
+        return (attention ? r / kPlainAttention : kMlpShare * r / kPlainMlp) *
+               std::pow(growth, 0.5 * layer);
       }
     }
-    return 1;
+    return 0;
   }
 
-  // out = a x, element for element, of a row of uniform values of variance 1.
-  void AddRow(const std::string& name, int64_t row, double factor, std::vector<double>* out) const {
-    std::vector<float> u(out->size());
+  // out += factor x, element for element, of a row of uniform values of variance 1.
+  void AddRow(const std::string& name, int64_t row, double factor, absl::Span<double> out) const {
+    std::vector<float> u(out.size());
     DummyUniform(name, options_.seed, row * static_cast<int64_t>(u.size()), absl::MakeSpan(u));
-    for (size_t i = 0; i < u.size(); ++i) (*out)[i] += factor * kUnit * double{u[i]};
+    for (size_t i = 0; i < u.size(); ++i) out[i] += factor * kUnit * double{u[i]};
   }
 
   // The path's topic at a token, and the token's own noise.
-  void AddEmbedding(int64_t token, double factor, std::vector<double>* out) const {
+  void AddTopic(int64_t token, absl::Span<double> out) const {
     const double at = static_cast<double>(token) * options_.drift;
     const double knot = std::floor(at);
     const double angle = (at - knot) * M_PI / 2;
-    factor /= std::sqrt(1 + options_.noise * options_.noise);
+    const double factor = 1 / std::sqrt(1 + options_.noise * options_.noise);
     AddRow("topic", TopicOf(knot), factor * std::cos(angle), out);
     AddRow("topic", TopicOf(knot + 1), factor * std::sin(angle), out);
     AddRow("noise", token, factor * options_.noise, out);
@@ -132,19 +164,21 @@ class TopicDriftSource : public WeightSource {
 
   void FillRow(const std::string& name, int64_t row, absl::Span<uint16_t> out) const {
     std::vector<double> values(out.size());
+    const auto topic = absl::MakeSpan(values).subspan(0, static_cast<size_t>(topic_dims_));
+    const auto identity = absl::MakeSpan(values).subspan(topic.size());
     const double by_columns = 1 / std::sqrt(static_cast<double>(out.size()));
     const int64_t dim = config_.head_dim;
     switch (Kind(name)) {
       case Tensor::kEmbedding:
-        AddEmbedding(row, 1, &values);
+        AddTopic(row, topic);
+        AddRow("identity", row, kIdentity, identity);
         break;
-      case Tensor::kHead: {
-        const int64_t before = row > 0 ? row - 1 : config_.vocab_size - 1;
-        AddEmbedding(before, by_columns, &values);
+      case Tensor::kHead:
+        AddRow("identity", row > 0 ? row - 1 : config_.vocab_size - 1, by_columns / kIdentity,
+               identity);
         break;
-      }
       case Tensor::kKey:
-        AddRow(name, row, by_columns * RowScale(row), &values);
+        AddRow(name, row, by_columns * RowScale(row), topic);
         break;
       case Tensor::kQuery: {
         const int64_t head = row / dim;
@@ -152,8 +186,8 @@ class TopicDriftSource : public WeightSource {
         const std::string key(absl::StrCat(name.substr(0, name.rfind("q_proj")), "k_proj.weight"));
         const double scale =
             by_columns * RowScale(row) / std::sqrt(1 + options_.head_change * options_.head_change);
-        AddRow(key, head / group * dim + row % dim, scale, &values);
-        AddRow(name, row, scale * options_.head_change, &values);
+        AddRow(key, head / group * dim + row % dim, scale, topic);
+        AddRow(name, row, scale * options_.head_change, topic);
         break;
       }
       case Tensor::kPlain:
@@ -175,6 +209,7 @@ class TopicDriftSource : public WeightSource {
   const TopicDrift options_;
   const std::vector<bool> slow_;  // [head_dim]
   const std::unique_ptr<WeightSource> plain_;
+  const int64_t topic_dims_;  // of the residual; the others say which token it is
 };
 
 }  // namespace

@@ -18,7 +18,8 @@ struct WorkloadStatistics {
     double cosine = 0;  // of predicted and real queries, mean over heads and steps
     double change = 0;  // of the important blocks from one step to the next, a share of them
     // The share of a step's important blocks that were not important in the first step, by step:
-    // what the CPU would be left with if nothing were ever recalled.
+    // what the CPU would be left with if nothing were ever recalled. Empty, and `change` 0, where
+    // the layer's blocks were not looked at: of long contexts, those of some layers are.
     std::vector<double> away;
   };
   std::vector<Layer> layers;

@@ -93,6 +93,18 @@ class Stream {
   virtual void Record(Event& event) = 0;
   // What is enqueued later starts after `event`.
   virtual void WaitFor(Event& event) = 0;
+
+  // A *branch*: a queue beside this one, for work that runs while this queue goes on. The same
+  // queue for the same number, 0 <= number < kBranches, and this very stream where the device has
+  // none; a branch's branches are its stream's. After() orders the two, one way each time, also
+  // inside a recording; whatever ends a step or a recording must come After() every branch that was
+  // used in it. On a stream without branches the enqueued order is the order, so what is right
+  // there must be right for any that After() allows.
+  static constexpr int kBranches = 4;
+  virtual Stream& Branch(int /*number*/) { return *this; }
+  // What is enqueued here later starts after all that `other` has now; `other` is a branch of this
+  // stream, the stream that this is a branch of, or another branch of that.
+  virtual void After(Stream& /*other*/) {}
 };
 
 // Work that was recorded once and runs as often as wanted, with the addresses and shapes of its
@@ -118,8 +130,9 @@ class Device {
   virtual std::unique_ptr<TimedEvent> NewTimedEvent() = 0;
   virtual KernelSet& kernels() = 0;
 
-  // Records what `enqueue` puts on the stream it is given: operators, copies and fills; no events.
-  // Nothing of it runs. Without an override the closure is kept, and is called at each Run.
+  // Records what `enqueue` puts on the stream it is given: operators, copies and fills, its
+  // branches too; no events. Nothing of it runs. Without an override the closure is kept, and is
+  // called at each Run.
   virtual absl::StatusOr<std::unique_ptr<Program>> Record(Stream& stream,
                                                           std::function<void(Stream&)> enqueue);
   // A mailbox between streams of this device and CPU threads (src/device/mailbox.h).

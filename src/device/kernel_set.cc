@@ -20,6 +20,7 @@ SLUICE_NOT_HERE(Recall)
 SLUICE_NOT_HERE(WriteThrough)
 SLUICE_NOT_HERE(SparseAttention)
 SLUICE_NOT_HERE(MovingAverage)
+SLUICE_NOT_HERE(CopyRows)
 #undef SLUICE_NOT_HERE
 
 }  // namespace sluice

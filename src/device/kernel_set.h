@@ -2,6 +2,7 @@
 // Contracts: kernels/params.h. Pointers must stay valid until the stream has passed the operator.
 #pragma once
 
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -42,6 +43,7 @@ struct ModelShape {
   int32_t hidden_size = 0;
   int32_t vocab_size = 0;
   int32_t block_tokens = 0;
+  int32_t head_dim = 0;
 };
 
 class KernelSet {
@@ -75,6 +77,8 @@ class KernelSet {
 
   // Sparse attention (kernels/sparse_params.h). REQUIRES: HasSparse().
   virtual bool HasSparse() const { return false; }
+  // Places of a ResidencyTable beside the ring that Recall takes.
+  virtual int32_t MaxRecallPlaces() const { return std::numeric_limits<int32_t>::max(); }
   virtual void Digest(Stream& stream, const kernels::DigestParams& params);
   virtual void DigestScores(Stream& stream, const kernels::DigestScoresParams& params);
   virtual void ExactScores(Stream& stream, const kernels::ExactScoresParams& params);
@@ -87,6 +91,7 @@ class KernelSet {
   virtual void WriteThrough(Stream& stream, const kernels::WriteThroughParams& params);
   virtual void SparseAttention(Stream& stream, const kernels::SparseAttentionParams& params);
   virtual void MovingAverage(Stream& stream, const kernels::MovingAverageParams& params);
+  virtual void CopyRows(Stream& stream, const kernels::CopyRowsParams& params);
 };
 
 }  // namespace sluice

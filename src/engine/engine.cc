@@ -58,15 +58,14 @@ absl::Status EngineImpl::CheckRequest(const Request& request) const {
                                                            ", outside the vocabulary of ", vocab));
     }
   }
+  if (request.keep > parts_.transfers->max_lease()) {
+    return InvalidField(
+        "keep", absl::StrCat("at most ", absl::FormatDuration(parts_.transfers->max_lease()),
+                             " (lease_seconds), found ", absl::FormatDuration(request.keep)));
+  }
   if (!request.handoff.empty()) return absl::OkStatus();
   if (request.prompt.empty()) {
     return InvalidField("prompt_token_ids", "must not be empty where nothing is handed over");
-  }
-  const size_t prompt = request.prompt.size();
-  if (prompt >= options_.max_context) {
-    return InvalidField("prompt_token_ids",
-                        absl::StrCat("this node's context is ", options_.max_context,
-                                     " tokens and must hold one more, found a prompt of ", prompt));
   }
   if (!options_.local_prefill && !request.allow_local_prefill) {
     return WithReason(
@@ -74,6 +73,18 @@ absl::Status EngineImpl::CheckRequest(const Request& request) const {
             "nothing was handed over (no transfer_id, no rendezvous_key), and this node does not "
             "compute prompts: send the caches by KvIngest first, or set local_prefill"),
         "NO_HANDOFF");
+  }
+  return CheckPromptFits(request, request.prompt.size());
+}
+
+absl::Status EngineImpl::CheckPromptFits(const Request& request, size_t prompt) const {
+  if (prompt >= options_.max_context) {
+    return InvalidField(
+        "prompt_token_ids",
+        absl::StrCat(
+            "this node's context is ", options_.max_context,
+            " tokens and must hold one more, found a prompt of ", prompt,
+            request.handoff.sequence_id.empty() ? "" : ", the kept sequence's tokens included"));
   }
   const int64_t room = LocalMaxTokens(static_cast<int64_t>(prompt));
   if (room < 1) {
@@ -111,6 +122,12 @@ absl::Status EngineImpl::CheckManifest(const Request& request, const std::vector
   return CheckTokens(request.sampling, max_new_tokens, "the max_new_tokens of its transfer");
 }
 
+absl::Status EngineImpl::CheckAttached(const Request& request,
+                                       const TransferTable::AttachedInfo& info) const {
+  if (!info.kept) return CheckManifest(request, info.prompt, info.max_new_tokens);
+  return CheckPromptFits(request, info.prompt.size() + request.prompt.size());
+}
+
 absl::StatusOr<SequenceId> EngineImpl::Submit(Request request) {
   SLUICE_RETURN_IF_ERROR(CheckRequest(request));
   absl::MutexLock lock(&submit_mutex_);
@@ -130,7 +147,7 @@ absl::StatusOr<SequenceId> EngineImpl::Submit(Request request) {
   if (!request.handoff.empty()) {
     SLUICE_ASSIGN_OR_RETURN(attached, parts_.transfers->Attach(request.handoff));
     if (const auto info = parts_.transfers->Info(*attached); info.has_value()) {
-      absl::Status status = CheckManifest(request, info->prompt, info->max_new_tokens);
+      absl::Status status = CheckAttached(request, *info);
       if (!status.ok()) {
         parts_.transfers->Detach(*attached, /*abort_transfer=*/false);
         return status;

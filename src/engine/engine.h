@@ -100,6 +100,8 @@ class Engine {
   // The same by its caller's name for it. `done(found)` runs on the engine's thread.
   virtual void CancelRequest(const std::string& request_id, absl::Status why,
                              std::function<void(bool)> done) = 0;
+  // Gives a kept sequence back that no Generate has; whether there was one.
+  virtual bool Forget(const std::string& sequence_id, const std::string& tenant) = 0;
   // `done` runs on the engine's thread within one step.
   virtual void Snapshot(std::function<void(EngineSnapshot)> done) = 0;
   // New requests are refused with UNAVAILABLE from now on, reason DRAINING. What is alive goes on

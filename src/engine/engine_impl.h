@@ -38,6 +38,9 @@ class EngineImpl : public Engine {
   void Cancel(SequenceId id, absl::Status why) override;
   void CancelRequest(const std::string& request_id, absl::Status why,
                      std::function<void(bool)> done) override;
+  bool Forget(const std::string& sequence_id, const std::string& tenant) override {
+    return parts_.transfers->Forget(sequence_id, tenant);
+  }
   void Snapshot(std::function<void(EngineSnapshot)> done) override;
   void Drain(absl::Time deadline, absl::Status why, std::function<void()> idle) override;
   void Resume() override;
@@ -64,6 +67,10 @@ class EngineImpl : public Engine {
   // The rules between a request and its manifest.
   static absl::Status CheckManifest(const Request& request, const std::vector<int32_t>& prompt,
                                     uint32_t max_new_tokens);
+  // What `prompt` tokens leave for output: whether they do, and whether the request wants more.
+  absl::Status CheckPromptFits(const Request& request, size_t prompt) const;
+  // Of a Generate and what it is attached to.
+  absl::Status CheckAttached(const Request& request, const TransferTable::AttachedInfo& info) const;
 
   static int BufferOf(uint64_t step) { return static_cast<int>(step % BatchState::kDepth); }
   int steps_under_way() const { return static_cast<int>(launched_steps_ - completed_steps_); }
@@ -109,6 +116,9 @@ class EngineImpl : public Engine {
   void EndAll(const absl::Status& why, absl::Time now);
   void Finish(Sequence& sequence, FinishInfo info, absl::Time now);
   void FinishWith(Sequence& sequence, absl::Status why, absl::Time now);
+  // Of a sequence that ends well and is to be kept: mints its name, if there is room for it. Its
+  // caches follow when its slot is at rest.
+  void Keep(Sequence& sequence);
   void CheckIdle();
 
   const Options options_;

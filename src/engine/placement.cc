@@ -43,7 +43,8 @@ void EngineImpl::AdmitWaiting(absl::Time now) {
         parts_.policy->FootprintOf(sequence->home_tokens, sequence->total());
     view.total = footprint.hbm_tokens;
     view.context = std::min(sequence->length, view.total);
-    view.home = sequence->home == nullptr ? footprint.dram_tokens : 0;
+    view.home = sequence->home == nullptr ? footprint.dram_tokens
+                                          : sequence->home->Lacks(footprint.dram_tokens);
     with_home += view.home == 0 ? 1 : 0;
     view.has_home = sequence->preemptions > 0 && sequence->home != nullptr;
     view.preemptions = sequence->preemptions;
@@ -165,7 +166,8 @@ void EngineImpl::EndPromptIfDone(Sequence& sequence) {
       sequence.last_step > completed_steps_) {
     return;
   }
-  parts_.policy->EndPrompt(sequence.slot, sequence.prompt_length);
+  parts_.policy->EndPrompt(sequence.slot, sequence.prompt_length, sequence.hints);
+  sequence.hints = {};
   sequence.prompt_ended = true;
 }
 
@@ -187,7 +189,19 @@ Event* EngineImpl::SlotEvent(const Sequence& sequence) {
 void EngineImpl::ReleaseSlots() {
   std::erase_if(leaving_, [this](const std::unique_ptr<Sequence>& sequence) {
     if (!SlotAtRest(*sequence)) return false;
-    parts_.policy->Release(sequence->slot);
+    if (!sequence->keep_id.empty() && !sequence->evicted) {
+      parts_.policy->Evict(sequence->slot, sequence->keep_tokens);
+      sequence->evicted = true;
+      if (!SlotAtRest(*sequence)) return false;
+    }
+    if (sequence->keep_id.empty()) {
+      parts_.policy->Release(sequence->slot);
+    } else {
+      std::unique_ptr<SequenceCache> home = parts_.policy->TakeHome(sequence->slot);
+      // What a failed device left is nobody's cache.
+      if (!parts_.device->Health().ok()) home.reset();
+      parts_.transfers->KeepHome(sequence->keep_id, std::move(home));
+    }
     FreeSlot(sequence->slot);
     return true;
   });

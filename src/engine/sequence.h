@@ -39,6 +39,8 @@ struct Sequence {
   std::optional<TransferTable::AttachId> attached;
   std::string transfer_id;
 
+  SelectionHints hints;  // until its working set is made
+
   // While it waits: caches of tokens [0, home_tokens), null if there are none.
   std::unique_ptr<SequenceCache> home;
   int64_t home_tokens = 0;
@@ -59,7 +61,10 @@ struct Sequence {
   int slot = -1;
   bool prompt_ended = false;  // AttentionPolicy::EndPrompt was called, or is not needed
   bool soft = false;          // its promise of HBM
-  bool evicted = false;       // of kPreempting: the copy to DRAM is enqueued
+  bool evicted = false;       // of kPreempting and of keep_id: the copy to DRAM is enqueued
+  // Of kFinished: the caches of tokens [0, keep_tokens) are to be kept under this name.
+  std::string keep_id;
+  int64_t keep_tokens = 0;
   int preemptions = 0;
   absl::Time preempted_at;     // the last time
   absl::Duration preempted;    // waited in all before that

@@ -36,6 +36,7 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
   sequence.ready = now;
   sequence.transfer_id = std::move(ready.transfer_id);
   sequence.home = std::move(ready.home);
+  sequence.hints = std::move(ready.hints);
   sequence.home_tokens = ready.context_length;
   sequence.tokens = std::move(ready.prompt);
   sequence.prompt_length = static_cast<int64_t>(sequence.tokens.size());
@@ -45,7 +46,8 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
   sequence.ticket = next_ticket_++;
   Enqueue(sequence);
   if (parts_.metrics != nullptr) {
-    parts_.metrics->tokens(TokenKind::kHandedOver).Add(static_cast<double>(ready.context_length));
+    parts_.metrics->tokens(ready.kept ? TokenKind::kKept : TokenKind::kHandedOver)
+        .Add(static_cast<double>(ready.context_length));
   }
   // The handoff's first tokens are pending, and the caller's before anything is computed.
   for (OutputToken& token : ready.first_tokens) {
@@ -58,6 +60,10 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
   sequence.length = static_cast<int64_t>(sequence.tokens.size());
   // A cache that covers every token recomputes the last one, whose logits choose the next.
   sequence.cached = std::min(sequence.context_length, sequence.length - 1);
+  // A row of the prompt, which chooses nothing: its keys and values are there, and written again.
+  if (parts_.policy->wants_last_row() && sequence.hints.empty()) {
+    sequence.cached = std::min(sequence.cached, sequence.prompt_length - 1);
+  }
 }
 
 bool EngineImpl::Emit(Sequence& sequence, const OutputToken& token, absl::Time now) {
@@ -99,6 +105,27 @@ void EngineImpl::FinishWith(Sequence& sequence, absl::Status why, absl::Time now
   Finish(sequence, std::move(info), now);
 }
 
+void EngineImpl::Keep(Sequence& sequence) {
+  // The last token's keys and values are left out, also where a step has made them: whether one has
+  // is a matter of timing, and the next turn computes them as a row of its prompt.
+  sequence.keep_tokens = std::min(sequence.in_batch() ? sequence.cached : sequence.home_tokens,
+                                  static_cast<int64_t>(sequence.tokens.size()) - 1);
+  if (sequence.keep_tokens <= 0) return;
+  if (sequence.in_batch() ? !parts_.policy->MakeWayOut(sequence.slot, sequence.keep_tokens)
+                          : sequence.home == nullptr) {
+    return;
+  }
+  KeptSequence kept;
+  kept.tenant = sequence.request.handoff.tenant;
+  kept.tokens = sequence.tokens;
+  kept.context_length = static_cast<uint32_t>(sequence.keep_tokens);
+  kept.lease = sequence.request.keep;
+  absl::StatusOr<std::string> id = parts_.transfers->Keep(std::move(kept));
+  if (!id.ok()) return;  // as where there is no room: without an id
+  sequence.keep_id = *std::move(id);
+  sequence.evicted = false;
+}
+
 void EngineImpl::Finish(Sequence& sequence, FinishInfo info, absl::Time now) {
   SLUICE_CHECK(sequence.state != Sequence::State::kFinished, "a sequence ends exactly once");
   info.prompt_tokens = static_cast<uint32_t>(sequence.prompt_length);
@@ -115,6 +142,10 @@ void EngineImpl::Finish(Sequence& sequence, FinishInfo info, absl::Time now) {
   }
   if (parts_.finish_rate != nullptr) parts_.finish_rate->Finished();
   const bool had_slot = sequence.in_batch();
+  if (info.reason != FinishInfo::Reason::kError && sequence.request.keep > absl::ZeroDuration()) {
+    Keep(sequence);
+    info.sequence_id = sequence.keep_id;
+  }
   if (sequence.attached.has_value()) {
     parts_.transfers->Detach(*sequence.attached, /*abort_transfer=*/true);
   }
@@ -135,7 +166,11 @@ void EngineImpl::Finish(Sequence& sequence, FinishInfo info, absl::Time now) {
     if (!sequence.seed.has_value()) --waiting_count_;  // never admitted
   }
   // A launched step may still point to it: it goes in ReleaseSlots, between turns' phases.
-  if (had_slot) leaving_.push_back(std::move(owned));
+  if (had_slot) {
+    leaving_.push_back(std::move(owned));
+  } else if (!owned->keep_id.empty()) {
+    parts_.transfers->KeepHome(owned->keep_id, std::move(owned->home));
+  }
   sink->Finish(std::move(info));
 }
 

@@ -89,9 +89,15 @@ void EngineImpl::TakeReadyTransfers(absl::Time now) {
       FinishWith(*sequence, ready.status(), now);
       continue;
     }
-    absl::Status status =
-        CheckManifest(sequence->request, (*ready)->prompt, (*ready)->max_new_tokens);
-    if (!status.ok()) {
+    if ((*ready)->kept) {  // checked when it was submitted
+      std::vector<int32_t>& tokens = (*ready)->prompt;
+      const std::vector<int32_t>& appended = sequence->request.prompt;
+      tokens.insert(tokens.end(), appended.begin(), appended.end());
+      (*ready)->max_new_tokens =
+          static_cast<uint32_t>(LocalMaxTokens(static_cast<int64_t>(tokens.size())));
+    } else if (absl::Status status =
+                   CheckManifest(sequence->request, (*ready)->prompt, (*ready)->max_new_tokens);
+               !status.ok()) {
       FinishWith(*sequence, std::move(status), now);
       continue;
     }

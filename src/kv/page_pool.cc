@@ -131,6 +131,28 @@ Reservation PagePool::TryReserve(int64_t tokens, Promise promise) {
   return reservation;
 }
 
+bool PagePool::Extend(Reservation& reservation, int64_t tokens) {
+  SLUICE_CHECK(reservation.pool_ == this && reservation.firm_);
+  absl::MutexLock lock(&mutex_);
+  const auto lacking = [&](size_t kind) {
+    return std::max<int64_t>(layout_.PagesFor(kind, tokens) - reservation.total_[kind], 0);
+  };
+  for (size_t kind = 0; kind < kinds_.size(); ++kind) {
+    const KindState& state = kinds_[kind];
+    if (lacking(kind) > std::min(state.limit - state.promised, state.pages - state.firm)) {
+      return false;
+    }
+  }
+  for (size_t kind = 0; kind < kinds_.size(); ++kind) {
+    const int64_t more = lacking(kind);
+    reservation.total_[kind] += more;
+    reservation.left_[kind] += more;
+    kinds_[kind].promised += more;
+    kinds_[kind].firm += more;
+  }
+  return true;
+}
+
 bool PagePool::MakeFirm(Reservation& reservation) {
   SLUICE_CHECK(reservation.pool_ == this && !reservation.firm_);
   absl::MutexLock lock(&mutex_);

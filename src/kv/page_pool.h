@@ -64,6 +64,8 @@ class PagePool {
   bool CouldEverFit(int64_t tokens) const;
   // Promises pages for `tokens` tokens; an empty reservation if there is no room now.
   Reservation TryReserve(int64_t tokens, Promise promise = Promise::kFirm);
+  // Makes a firm promise one of pages for `tokens` tokens at least; false if there is no room now.
+  bool Extend(Reservation& reservation, int64_t tokens);
   // Turns a soft promise into a firm one; false if there is no room for it now.
   bool MakeFirm(Reservation& reservation);
 

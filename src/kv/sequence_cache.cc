@@ -40,6 +40,26 @@ bool SequenceCache::Covers(int64_t tokens) const {
   return true;
 }
 
+int64_t SequenceCache::Lacks(int64_t tokens) const {
+  int64_t lacks = 0;
+  for (size_t kind = 0; kind < kinds_; ++kind) {
+    const CacheLayout& layout = pool_->layout();
+    const int64_t blocks =
+        static_cast<int64_t>(pages_[kind].size()) + reservation_.left(kind) / layout.layers;
+    lacks = std::max(lacks, tokens - blocks * layout.kinds[kind].block_tokens);
+  }
+  return lacks;
+}
+
+bool SequenceCache::Extend(int64_t tokens) {
+  if (!pool_->Extend(reservation_, tokens)) return false;
+  for (size_t i = 0; i < pages_.size(); ++i) {
+    pages_[i].reserve(pages_[i].size() +
+                      static_cast<size_t>(reservation_.left(i % kinds_) / pool_->layout().layers));
+  }
+  return true;
+}
+
 SequenceCache::Growth SequenceCache::EnsureTokens(int64_t tokens) {
   if (tokens <= tokens_) return Growth::kNone;
   // The first extent is what is asked for (the handed-over context); later ones are large, so that

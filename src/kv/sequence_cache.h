@@ -47,6 +47,10 @@ class SequenceCache {
   bool firm() const { return reservation_.firm(); }
   // Whether all that is promised, taken or not, is enough for `tokens`.
   bool Covers(int64_t tokens) const;
+  // Of what is promised, pages that are lacking for `tokens`, in tokens.
+  int64_t Lacks(int64_t tokens) const;
+  // Makes a firm promise cover `tokens`; false if there is no room for that now.
+  bool Extend(int64_t tokens);
   // Gives every page back, as the destructor does, and keeps the promise.
   static Reservation Dissolve(std::unique_ptr<SequenceCache> cache);
 

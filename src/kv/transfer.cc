@@ -27,6 +27,16 @@ Transfer::Transfer(std::string transfer_id, const Manifest& manifest,
   blocks.resize(count, Block::kMissing);
 }
 
+Transfer::Transfer(std::string sequence_id, KeptSequence sequence, const CacheLayout& layout)
+    : id(std::move(sequence_id)),
+      kept(true),
+      tenant(std::move(sequence.tenant)),
+      prompt(std::move(sequence.tokens)),
+      prompt_length(prompt.size()),
+      context_length(sequence.context_length),
+      max_new_tokens(0),
+      layout_(&layout) {}
+
 std::vector<MissingRange> Transfer::Missing(size_t most) const {
   std::vector<MissingRange> ranges;
   if (landed == blocks.size()) return ranges;

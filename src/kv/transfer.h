@@ -19,6 +19,8 @@ class Transfer {
   enum class State { kReceiving, kCommitted, kPoisoned };
 
   Transfer(std::string transfer_id, const Manifest& manifest, std::unique_ptr<SequenceCache> pages);
+  // A kept sequence: its caches have no chunks, and come when they are at rest.
+  Transfer(std::string sequence_id, KeptSequence sequence, const CacheLayout& layout);
 
   // Index of a block in `blocks`.
   size_t BlockIndex(uint32_t layer, size_t kind, uint32_t head, int64_t block) const {
@@ -33,6 +35,7 @@ class Transfer {
   std::vector<MissingRange> Missing(size_t most) const;
 
   const std::string id;
+  const bool kept = false;
   const std::string tenant;
   const std::string rendezvous_key;
   std::vector<int32_t> prompt;
@@ -52,6 +55,8 @@ class Transfer {
   uint64_t landed = 0;
   int landings = 0;  // ChunkLandings alive: the pages are not handed on before they are gone
   std::vector<OutputToken> first_tokens;
+  SelectionHints hints;
+  uint64_t prompt_bytes = 0;             // of prompt and hints, as the table counts them
   TransferTable::AttachId attached = 0;  // 0: no Generate yet
 
  private:

@@ -29,6 +29,14 @@ absl::Status NoSuchTransfer(const std::string& id) {
                     "TRANSFER_NOT_FOUND");
 }
 
+absl::Status NoSuchSequence(const std::string& id) {
+  return WithReason(absl::NotFoundError(absl::StrCat(
+                        "sequence_id '", id.substr(0, 64),
+                        "': no such sequence is kept for this tenant: it never was, its lease has "
+                        "ended, or a Generate has it; send the whole prompt again")),
+                    "SEQUENCE_NOT_FOUND");
+}
+
 }  // namespace
 
 TransferTable::TransferTable(Options options, PagePool* dram, const PagePool* hbm, Clock* clock)
@@ -100,7 +108,8 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
   auto transfer = std::make_shared<Transfer>(NewTransferId(), m, std::move(home));
   transfer->lease = m.lease > absl::ZeroDuration() ? m.lease : options_.max_lease;
   transfer->lease_end = clock_->Now() + transfer->lease;
-  Reserved reserved{transfer->id, transfer->lease, options_.max_chunk_bytes};
+  transfer->prompt_bytes = PromptBytes(transfer->prompt_length);
+  Reserved reserved{transfer->id, transfer->lease, options_.max_chunk_bytes, options_.hint_tokens};
   {
     absl::MutexLock lock(&mutex_);
     SLUICE_RETURN_IF_ERROR(CheckRoomLocked(m));  // others came meanwhile
@@ -114,7 +123,7 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
       }
     }
     transfer->lease_entry = leases_.emplace(transfer->lease_end, transfer.get());
-    prompt_bytes_ += PromptBytes(transfer->prompt_length);
+    prompt_bytes_ += transfer->prompt_bytes;
     transfers_.emplace(transfer->id, transfer);
   }
   Wake();
@@ -123,20 +132,85 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
 
 absl::StatusOr<std::shared_ptr<Transfer>> TransferTable::FindLocked(const std::string& id) {
   const auto it = transfers_.find(id);
-  if (it == transfers_.end()) return NoSuchTransfer(id);
+  if (it == transfers_.end() || it->second->kept) return NoSuchTransfer(id);
   return it->second;
+}
+
+std::shared_ptr<Transfer> TransferTable::FindKeptLocked(const std::string& sequence_id,
+                                                        const std::string& tenant) {
+  const auto it = transfers_.find(sequence_id);
+  if (it == transfers_.end() || !it->second->kept || it->second->tenant != tenant) return nullptr;
+  return it->second;
+}
+
+absl::StatusOr<std::string> TransferTable::Keep(KeptSequence sequence) {
+  const absl::Duration lease =
+      sequence.lease > absl::ZeroDuration() ? sequence.lease : options_.max_lease;
+  const auto transfer =
+      std::make_shared<Transfer>(NewTransferId(), std::move(sequence), dram_->layout());
+  transfer->prompt_bytes = PromptBytes(transfer->prompt_length);
+  transfer->lease = lease;
+  {
+    Ended ended(this);
+    absl::MutexLock lock(&mutex_);
+    const absl::Time now = clock_->Now();
+    EndOverLocked(now, &ended);
+    if (transfers_.size() >= options_.max_open ||
+        prompt_bytes_ + transfer->prompt_bytes > options_.max_prompt_bytes) {
+      return absl::ResourceExhaustedError("too many transfers are open");
+    }
+    transfer->lease_end = now + lease;
+    transfer->lease_entry = leases_.emplace(transfer->lease_end, transfer.get());
+    prompt_bytes_ += transfer->prompt_bytes;
+    transfers_.emplace(transfer->id, transfer);
+    ++kept_;
+  }
+  Wake();  // a lease was set
+  return transfer->id;
+}
+
+void TransferTable::KeepHome(const std::string& sequence_id, std::unique_ptr<SequenceCache> home) {
+  {
+    Ended ended(this);
+    absl::MutexLock lock(&mutex_);
+    EndOverLocked(clock_->Now(), &ended);
+    const auto it = transfers_.find(sequence_id);
+    if (it == transfers_.end()) return;  // after the lock `home` goes
+    if (home == nullptr) {
+      EndLocked(it->second, NoSuchSequence(sequence_id), &ended);
+      return;
+    }
+    it->second->home = std::move(home);
+    it->second->state = Transfer::State::kCommitted;
+  }
+  Wake();
+}
+
+bool TransferTable::Forget(const std::string& sequence_id, const std::string& tenant) {
+  Ended ended(this);
+  absl::MutexLock lock(&mutex_);
+  EndOverLocked(clock_->Now(), &ended);
+  const std::shared_ptr<Transfer> transfer = FindKeptLocked(sequence_id, tenant);
+  if (transfer == nullptr || transfer->attached != 0) return false;
+  EndLocked(transfer, NoSuchSequence(sequence_id), &ended);
+  return true;
+}
+
+size_t TransferTable::kept_sequences() const {
+  absl::MutexLock lock(&mutex_);
+  return kept_;
 }
 
 absl::StatusOr<uint32_t> TransferTable::Commit(const std::string& transfer_id,
                                                std::vector<OutputToken> first_tokens,
-                                               TransferInfo* missing) {
+                                               TransferInfo* missing, SelectionHints hints) {
   absl::StatusOr<uint32_t> committed;
   {
     Ended ended(this);
     absl::MutexLock lock(&mutex_);
     const absl::Time now = clock_->Now();
     EndOverLocked(now, &ended);
-    committed = CommitLocked(transfer_id, std::move(first_tokens), missing, now);
+    committed = CommitLocked(transfer_id, std::move(first_tokens), std::move(hints), missing, now);
   }
   if (committed.ok()) Wake();
   return committed;
@@ -144,7 +218,8 @@ absl::StatusOr<uint32_t> TransferTable::Commit(const std::string& transfer_id,
 
 absl::StatusOr<uint32_t> TransferTable::CommitLocked(const std::string& transfer_id,
                                                      std::vector<OutputToken> first_tokens,
-                                                     TransferInfo* missing, absl::Time now) {
+                                                     SelectionHints hints, TransferInfo* missing,
+                                                     absl::Time now) {
   if (const auto it = taken_.find(transfer_id); it != taken_.end()) return it->second;
   SLUICE_ASSIGN_OR_RETURN(const std::shared_ptr<Transfer> transfer, FindLocked(transfer_id));
   if (transfer->state == Transfer::State::kPoisoned) return Poisoned(transfer_id);
@@ -162,6 +237,7 @@ absl::StatusOr<uint32_t> TransferTable::CommitLocked(const std::string& transfer
                                        " is outside the vocabulary of ", options_.vocab_size));
     }
   }
+  SLUICE_RETURN_IF_ERROR(CheckHintsLocked(*transfer, hints));
   RenewLocked(*transfer, now);
   if (const uint64_t lacking = transfer->blocks.size() - transfer->landed; lacking > 0) {
     std::vector<MissingRange> ranges = transfer->Missing(kCommitRanges);
@@ -181,8 +257,33 @@ absl::StatusOr<uint32_t> TransferTable::CommitLocked(const std::string& transfer
     return status;
   }
   transfer->first_tokens = std::move(first_tokens);
+  if (options_.hint_tokens > 0) {
+    transfer->prompt_bytes += hints.bytes();
+    prompt_bytes_ += hints.bytes();
+    transfer->hints = std::move(hints);
+  }
   transfer->state = Transfer::State::kCommitted;
   return transfer->context_length;
+}
+
+absl::Status TransferTable::CheckHintsLocked(const Transfer& transfer,
+                                             const SelectionHints& hints) const {
+  const CacheLayout& layout = dram_->layout();
+  HintBounds bounds;
+  bounds.layers = static_cast<uint32_t>(layout.layers);
+  bounds.kv_heads = static_cast<uint32_t>(layout.kinds[0].heads);
+  bounds.block_tokens = static_cast<uint32_t>(layout.kinds[0].block_tokens);
+  bounds.context_length = transfer.context_length;
+  bounds.most_tokens = options_.hint_tokens;
+  SLUICE_RETURN_IF_ERROR(CheckHints(hints, bounds));
+  if (options_.hint_tokens > 0 && prompt_bytes_ + hints.bytes() > options_.max_prompt_bytes) {
+    return ResourceExhausted("TOO_MANY_TRANSFERS",
+                             absl::StrCat(transfers_.size(), " transfers with ", prompt_bytes_,
+                                          " bytes of prompts and hints are open; try again later, "
+                                          "or commit without hints"),
+                             RetryAfter());
+  }
+  return absl::OkStatus();
 }
 
 absl::Status TransferTable::Abort(const std::string& transfer_id, const std::string& reason) {
@@ -190,7 +291,7 @@ absl::Status TransferTable::Abort(const std::string& transfer_id, const std::str
   absl::MutexLock lock(&mutex_);
   EndOverLocked(clock_->Now(), &ended);
   const auto it = transfers_.find(transfer_id);
-  if (it == transfers_.end()) return absl::OkStatus();
+  if (it == transfers_.end() || it->second->kept) return absl::OkStatus();
   EndLocked(it->second,
             WithReason(absl::AbortedError(
                            absl::StrCat("transfer ", transfer_id, " was aborted by its sender",
@@ -233,7 +334,10 @@ absl::StatusOr<TransferTable::AttachId> TransferTable::Attach(const HandoffRef& 
   EndOverLocked(clock_->Now(), &ended);
   std::shared_ptr<Transfer> transfer;
   const Key key{ref.tenant, ref.rendezvous_key};
-  if (!ref.transfer_id.empty()) {
+  if (!ref.sequence_id.empty()) {
+    transfer = FindKeptLocked(ref.sequence_id, ref.tenant);
+    if (transfer == nullptr) return NoSuchSequence(ref.sequence_id);
+  } else if (!ref.transfer_id.empty()) {
     SLUICE_ASSIGN_OR_RETURN(transfer, FindLocked(ref.transfer_id));
   } else if (const auto it = keys_.find(key); it != keys_.end()) {
     transfer = it->second;
@@ -249,9 +353,10 @@ absl::StatusOr<TransferTable::AttachId> TransferTable::Attach(const HandoffRef& 
     return Poisoned(transfer->id);
   }
   if (transfer != nullptr && transfer->attached != 0) {
-    return WithReason(absl::AlreadyExistsError(
-                          absl::StrCat("transfer ", transfer->id, " has its Generate already")),
-                      "GENERATE_EXISTS");
+    return WithReason(
+        absl::AlreadyExistsError(absl::StrCat(transfer->kept ? "sequence " : "transfer ",
+                                              transfer->id, " has its Generate already")),
+        "GENERATE_EXISTS");
   }
   const AttachId id = next_attach_++;
   if (transfer != nullptr) {
@@ -268,7 +373,7 @@ std::optional<TransferTable::AttachedInfo> TransferTable::Info(AttachId id) {
   const auto it = attachments_.find(id);
   if (it == attachments_.end() || it->second.transfer == nullptr) return std::nullopt;
   const Transfer& t = *it->second.transfer;
-  return AttachedInfo{t.id, t.prompt, t.max_new_tokens};
+  return AttachedInfo{t.id, t.prompt, t.max_new_tokens, t.kept};
 }
 
 absl::StatusOr<std::optional<ReadySequence>> TransferTable::TakeReady(AttachId id) {
@@ -289,10 +394,13 @@ absl::StatusOr<std::optional<ReadySequence>> TransferTable::TakeReady(AttachId i
                       std::move(transfer->prompt),
                       transfer->context_length,
                       transfer->max_new_tokens,
+                      transfer->kept,
                       std::move(transfer->first_tokens),
+                      std::move(transfer->hints),
                       std::move(transfer->home)};
   attachments_.erase(it);
   ForgetLocked(*transfer);
+  if (ready.kept) return std::optional<ReadySequence>(std::move(ready));
   taken_.emplace(transfer->id, transfer->context_length);
   taken_order_.push_back(transfer->id);
   if (taken_order_.size() > kTakenRemembered) {
@@ -323,7 +431,8 @@ void TransferTable::Detach(AttachId id, bool abort_transfer) {
 
 void TransferTable::ForgetLocked(const Transfer& transfer) {
   leases_.erase(transfer.lease_entry);
-  prompt_bytes_ -= PromptBytes(transfer.prompt_length);
+  kept_ -= transfer.kept ? 1 : 0;
+  prompt_bytes_ -= transfer.prompt_bytes;
   if (!transfer.rendezvous_key.empty()) {
     keys_.erase(Key{transfer.tenant, transfer.rendezvous_key});
   }
@@ -361,9 +470,9 @@ void TransferTable::EndOverLocked(absl::Time now, Ended* ended) {
     ++expired_;
     ended->AddExpired(transfer.id);
     EndLocked(transfers_.at(transfer.id),
-              WithReason(absl::DeadlineExceededError(
-                             absl::StrCat("transfer ", transfer.id, ": its lease of ",
-                                          absl::FormatDuration(transfer.lease), " ended")),
+              WithReason(absl::DeadlineExceededError(absl::StrCat(
+                             transfer.kept ? "sequence " : "transfer ", transfer.id,
+                             ": its lease of ", absl::FormatDuration(transfer.lease), " ended")),
                          "LEASE_EXPIRED"),
               ended);
   }

@@ -26,6 +26,7 @@
 #include "src/base/clock.h"
 #include "src/base/log_limiter.h"
 #include "src/kv/page_pool.h"
+#include "src/kv/selection_hints.h"
 #include "src/kv/sequence_cache.h"
 #include "src/request/request.h"
 
@@ -81,8 +82,18 @@ struct ReadySequence {
   std::vector<int32_t> prompt;
   uint32_t context_length = 0;  // tokens of `prompt` whose caches are in `home`
   uint32_t max_new_tokens = 0;
+  bool kept = false;  // from the turn before, and not handed over
   std::vector<OutputToken> first_tokens;
+  SelectionHints hints;
   std::unique_ptr<SequenceCache> home;
+};
+
+// A sequence that has ended and is kept for another turn.
+struct KeptSequence {
+  std::string tenant;
+  std::vector<int32_t> tokens;
+  uint32_t context_length = 0;  // tokens whose caches will be in its home
+  absl::Duration lease;
 };
 
 class Transfer;  // internal
@@ -137,8 +148,10 @@ class TransferTable {
     uint32_t max_context = 0;
     absl::Duration max_lease = absl::Seconds(60);
     uint64_t max_chunk_bytes = 8 << 20;
-    // Transfers that are open at once, and bytes of their prompts: what reservations take beside
-    // their pages. 16384 transfers of a 4096-token prompt fill the 256 MiB.
+    // Tokens of an entry of hints; 0: they are checked, and dropped.
+    int64_t hint_tokens = 0;
+    // Transfers that are open at once, and bytes of their prompts and hints: what reservations take
+    // beside their pages. 16384 transfers of a 4096-token prompt fill the 256 MiB.
     size_t max_open = 16384;
     uint64_t max_prompt_bytes = uint64_t{256} << 20;
     // What the policy needs for a sequence of `context` handed-over tokens and `total` at the end.
@@ -158,6 +171,7 @@ class TransferTable {
     std::string transfer_id;
     absl::Duration lease;
     uint64_t max_chunk_bytes = 0;
+    int64_t hint_tokens = 0;
   };
   absl::StatusOr<Reserved> Reserve(const Manifest& manifest);
   // Checks the header and opens the landing of `payload_bytes` bytes.
@@ -166,7 +180,8 @@ class TransferTable {
   // Returns the context length. On missing blocks: FAILED_PRECONDITION, reason MISSING_BLOCKS, and
   // *missing (if not null) holds up to 64 ranges.
   absl::StatusOr<uint32_t> Commit(const std::string& transfer_id,
-                                  std::vector<OutputToken> first_tokens, TransferInfo* missing);
+                                  std::vector<OutputToken> first_tokens, TransferInfo* missing,
+                                  SelectionHints hints = {});
   // OK also if there is no such transfer any more.
   absl::Status Abort(const std::string& transfer_id, const std::string& reason);
   absl::StatusOr<TransferInfo> Get(const std::string& transfer_id, size_t max_ranges);
@@ -182,6 +197,7 @@ class TransferTable {
     std::string transfer_id;
     std::vector<int32_t> prompt;
     uint32_t max_new_tokens = 0;
+    bool kept = false;
   };
   std::optional<AttachedInfo> Info(AttachId id);
   // nullopt: not ready yet. An error: the transfer ended (aborted, lease, poisoned); detached.
@@ -189,13 +205,25 @@ class TransferTable {
   // The Generate is gone. `abort_transfer`: nobody will come for it any more.
   void Detach(AttachId id, bool abort_transfer);
 
+  absl::Duration max_lease() const { return options_.max_lease; }
+
+  // Kept sequences. They are transfers that the engine itself brings, and end as those do: by their
+  // lease, or when a Generate takes them. Nobody may write to them. Keep mints the id, which may be
+  // attached to at once; KeepHome brings the caches when they are at rest (they go back if the
+  // sequence has ended by then; null: they are lost, and so is the sequence).
+  absl::StatusOr<std::string> Keep(KeptSequence sequence);
+  void KeepHome(const std::string& sequence_id, std::unique_ptr<SequenceCache> home);
+  // Ends a kept sequence that no Generate has; whether there was one.
+  bool Forget(const std::string& sequence_id, const std::string& tenant);
+  size_t kept_sequences() const;
+
   // Ends every transfer whose lease is over; returns when to look again: no lease ends before.
   // Sets *expired to how many have ended by their lease since the last call (every other call ends
   // those that are over too, so that an answer does not depend on when the reaper came by).
   // Takes time for those that end, not for those that are open.
   absl::Time Reap(uint64_t* expired);
 
-  // Transfers that are receiving or committed and not taken.
+  // Transfers that are receiving or committed and not taken, kept sequences among them.
   size_t open_transfers() const;
 
  private:
@@ -238,14 +266,20 @@ class TransferTable {
   void ForgetLocked(const Transfer& transfer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<std::shared_ptr<Transfer>> FindLocked(const std::string& transfer_id)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Null: no such sequence is kept for the tenant.
+  std::shared_ptr<Transfer> FindKeptLocked(const std::string& sequence_id,
+                                           const std::string& tenant)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<uint32_t> CommitLocked(const std::string& transfer_id,
-                                        std::vector<OutputToken> first_tokens,
+                                        std::vector<OutputToken> first_tokens, SelectionHints hints,
                                         TransferInfo* missing, absl::Time now)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckManifest(const Manifest& manifest) const;
   absl::Status CheckFits(const Manifest& manifest) const;
   absl::Status CheckChunk(const Transfer& transfer, const ChunkHeader& header, size_t* kind,
                           uint64_t payload_bytes) const;
+  absl::Status CheckHintsLocked(const Transfer& transfer, const SelectionHints& hints) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Claims the blocks of a chunk that have not landed; returns their indices, in the payload's
   // order.
   static absl::StatusOr<std::vector<size_t>> ClaimLocked(Transfer& transfer, const ChunkHeader& h,
@@ -264,8 +298,10 @@ class TransferTable {
   mutable absl::Mutex mutex_;
   absl::flat_hash_map<std::string, std::shared_ptr<Transfer>> transfers_ ABSL_GUARDED_BY(mutex_);
   std::multimap<absl::Time, Transfer*> leases_ ABSL_GUARDED_BY(mutex_);  // one of each transfer
-  uint64_t prompt_bytes_ ABSL_GUARDED_BY(mutex_) = 0;                    // of transfers_
-  uint64_t expired_ ABSL_GUARDED_BY(mutex_) = 0;                         // since the last Reap
+  // Of transfers_, their hints too.
+  uint64_t prompt_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  size_t kept_ ABSL_GUARDED_BY(mutex_) = 0;       // kept sequences of transfers_
+  uint64_t expired_ ABSL_GUARDED_BY(mutex_) = 0;  // since the last Reap
   std::map<Key, std::shared_ptr<Transfer>> keys_ ABSL_GUARDED_BY(mutex_);
   // Keys that a Generate names and no Reserve has brought yet.
   std::map<Key, AttachId> expected_ ABSL_GUARDED_BY(mutex_);

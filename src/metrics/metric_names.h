@@ -23,7 +23,7 @@ inline constexpr Metric kRequests{
 inline constexpr Metric kTokens{
     "sluice_tokens_total", Type::kCounter,
     "Tokens: output went to callers, prompt were computed here, handed_over arrived with their "
-    "cache",
+    "cache, kept had theirs here from the turn before",
     "kind"};
 inline constexpr Metric kTimeToFirstToken{"sluice_time_to_first_token_seconds", Type::kHistogram,
                                           "From the Generate call to its first token", ""};

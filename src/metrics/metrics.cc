@@ -46,8 +46,8 @@ const Buckets& Sequences() {
   return buckets;
 }
 
-constexpr std::array<const char*, kTokenKinds> kTokenKindNames = {"output", "prompt",
-                                                                  "handed_over"};
+constexpr std::array<const char*, kTokenKinds> kTokenKindNames = {"output", "prompt", "handed_over",
+                                                                  "kept"};
 constexpr std::array<const char*, kStepPhases> kPhaseNames = {"plan",   "launch", "copy", "compute",
                                                               "sample", "emit",   "total"};
 constexpr std::array<const char*, 3> kWorkerFailureNames = {"failed", "left", "late"};

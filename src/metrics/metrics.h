@@ -61,8 +61,9 @@ enum class TokenKind {
   kOutput,      // sampled here
   kPrompt,      // computed here
   kHandedOver,  // came with its cache
+  kKept,        // was kept with its cache from the turn before
 };
-inline constexpr size_t kTokenKinds = 3;
+inline constexpr size_t kTokenKinds = 4;
 
 // On the host: kPlan (choose the rows, and pages for their growth), kLaunch (enqueue them) and
 // kEmit. On the device: kCopy (rows and tables in, results out), kCompute (the model) and kSample.

@@ -66,15 +66,29 @@ class DenseModel : public Model {
                AttentionPolicy& policy);
   void Attend(Stream& stream, int layer, const StepInputs& in, RowRange rows,
               AttentionPolicy& policy);
-  // Gives the policy the queries of `layer` as the residual that is there now predicts them.
-  void LookAhead(Stream& stream, int layer, const StepInputs& in, AttentionPolicy& policy);
+  // Whether the policy is given the queries of `layer` before that begins.
+  bool LooksAhead(int layer, const StepInputs& in, const AttentionPolicy& policy) const {
+    return in.decode_rows > 0 && layer < config_.layers && policy.LooksAhead(layer);
+  }
+  // Gives them to it, of the residual whose norm AheadInput(layer) has, on a branch that leaves the
+  // stream here.
+  void LookAhead(Stream& trunk, int layer, const StepInputs& in, AttentionPolicy& policy);
+  // [decode rows][hidden]. The next layer's is written while this one's may still be read; the next
+  // but one's comes after this layer's Attend, and with that after its Ahead.
+  void* AheadInput(int layer) const {
+    return Activation(ahead_normed_, int64_t{layer % 2} * predicted_rows_, config_.hidden_size);
+  }
   float AttentionScale() const { return 1.0f / std::sqrt(static_cast<float>(config_.head_dim)); }
   void Ffn(Stream& stream, int layer, RowRange rows);
   void Logits(Stream& stream, const StepInputs& in);
 
   // out = RMSNorm of rows of the residual.
+  kernels::RmsNormParams NormOf(const float* x, const int32_t* row_index,
+                                const DeviceVector& weight, void* out, int32_t rows) const;
   void Norm(Stream& stream, const float* x, const int32_t* row_index, const DeviceVector& weight,
-            void* out, int32_t rows);
+            void* out, int32_t rows) {
+    kernels_.RmsNorm(stream, NormOf(x, row_index, weight, out, rows));
+  }
   // y = x W^T + bias, or added to y.
   void Product(Stream& stream, const void* x, const Weight& weight, const DeviceVector& bias,
                float* y, int32_t rows, int32_t decode_rows, bool accumulate);
@@ -116,8 +130,10 @@ class DenseModel : public Model {
   Buffer activated_;   // activation [rows][intermediate]
   Buffer cos_sin_;     // float32 [rows][head_dim / 2][2]
   Buffer head_input_;  // activation [logits][hidden]
-  Buffer predicted_;   // float32 [predicted_rows_][q], of the decode rows
-  Buffer partial_;     // float32 [partial_rows_][heads * (head_dim + 1)]
+  // What LookAhead reads and writes, of the decode rows.
+  Buffer ahead_normed_;  // activation [2][predicted_rows_][hidden], by a layer's parity
+  Buffer predicted_;     // float32 [predicted_rows_][q]
+  Buffer partial_;       // float32 [partial_rows_][heads * (head_dim + 1)]
   int64_t partial_rows_ = 0;
   int predicted_rows_ = 0;
 };
@@ -206,6 +222,8 @@ absl::Status DenseModel::AllocateWorkspace() {
   // A step of decode rows alone may be padded.
   predicted_rows_ = std::min(max_rows_, std::max(max_logits_, device_->RowBucket(max_logits_)));
   SLUICE_RETURN_IF_ERROR(
+      Workspace(&ahead_normed_, 2 * predicted_rows_, hidden * act, "normed activations"));
+  SLUICE_RETURN_IF_ERROR(
       Workspace(&predicted_, predicted_rows_, config_.q_size() * 4, "predicted queries"));
   const int64_t entry = int64_t{config_.heads} * (config_.head_dim + 1) * 4;
   partial_rows_ = kernels_.AttentionScratchBytes({max_logits_, config_.heads, config_.kv_heads,
@@ -236,18 +254,24 @@ void DenseModel::Forward(Stream& stream, const StepInputs& in, AttentionPolicy& 
   rope.half_dim = config_.head_dim / 2;
   kernels_.RopeTable(stream, rope);
 
-  LookAhead(stream, 0, in, policy);
+  if (LooksAhead(0, in, policy)) {
+    Norm(stream, residual_.as<float>(), nullptr, layers_[0].input_norm, AheadInput(0),
+         in.decode_rows);
+    LookAhead(stream, 0, in, policy);
+  }
   for (int layer = 0; layer < config_.layers; ++layer) {
-    LookAhead(stream, layer + 1, in, policy);
     Project(stream, layer, in, all, policy);
     Attend(stream, layer, in, all, policy);
     Ffn(stream, layer, all);
   }
   Logits(stream, in);
+  stream.After(stream.Branch(AttentionPolicy::kAheadBranch));
+  policy.EndStep(stream);
 }
 
-void DenseModel::Norm(Stream& stream, const float* x, const int32_t* row_index,
-                      const DeviceVector& weight, void* out, int32_t rows) {
+kernels::RmsNormParams DenseModel::NormOf(const float* x, const int32_t* row_index,
+                                          const DeviceVector& weight, void* out,
+                                          int32_t rows) const {
   kernels::RmsNormParams norm{};
   norm.x = x;
   norm.row_index = row_index;
@@ -258,7 +282,7 @@ void DenseModel::Norm(Stream& stream, const float* x, const int32_t* row_index,
   norm.dim = config_.hidden_size;
   norm.epsilon = config_.rms_norm_eps;
   norm.out_type = kernels_.activation_type();
-  kernels_.RmsNorm(stream, norm);
+  return norm;
 }
 
 void DenseModel::Product(Stream& stream, const void* x, const Weight& weight,
@@ -282,7 +306,19 @@ void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRan
   const int64_t hidden = config_.hidden_size;
   void* normed = Activation(normed_, rows.begin, hidden);
   float* qkv = qkv_.as<float>() + int64_t{rows.begin} * qkv_size();
-  Norm(stream, Residual(rows), nullptr, w.input_norm, normed, rows.count);
+  // The residual changes before the layer's end: what the next layer's queries are predicted from
+  // is kept here.
+  kernels::RmsNormParams norm = NormOf(Residual(rows), nullptr, w.input_norm, normed, rows.count);
+  const bool looks_ahead = LooksAhead(layer + 1, in, policy);
+  if (looks_ahead) {
+    SLUICE_CHECK(rows.begin == 0 && in.decode_rows <= predicted_rows_,
+                 "one decode row of a sequence in a step");
+    norm.also_weight = layers_[static_cast<size_t>(layer) + 1].input_norm.data();
+    norm.also_out = AheadInput(layer + 1);
+    norm.also_rows = in.decode_rows;
+  }
+  kernels_.RmsNorm(stream, norm);
+  if (looks_ahead) LookAhead(stream, layer + 1, in, policy);
   Product(stream, normed, w.qkv, w.qkv_bias, qkv, rows.count, rows.decode, /*accumulate=*/false);
 
   kernels::RopeAppendParams append{};
@@ -299,17 +335,16 @@ void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRan
   policy.Append(stream, layer, append);
 }
 
-void DenseModel::LookAhead(Stream& stream, int layer, const StepInputs& in,
+void DenseModel::LookAhead(Stream& trunk, int layer, const StepInputs& in,
                            AttentionPolicy& policy) {
-  if (in.decode_rows == 0 || layer == config_.layers || !policy.LooksAhead(layer)) return;
-  SLUICE_CHECK(in.decode_rows <= predicted_rows_, "one decode row of a sequence in a step");
+  Stream& stream = trunk.Branch(AttentionPolicy::kAheadBranch);
+  stream.After(trunk);
   const Layer& w = layers_[static_cast<size_t>(layer)];
   // The queries' rows of the one matrix that makes queries, keys and values.
   Weight query;
   query.matrix = w.qkv.matrix;
   query.matrix.n = config_.q_size();
-  Norm(stream, residual_.as<float>(), nullptr, w.input_norm, normed_.data(), in.decode_rows);
-  Product(stream, normed_.data(), query, w.qkv_bias, predicted_.as<float>(), in.decode_rows,
+  Product(stream, AheadInput(layer), query, w.qkv_bias, predicted_.as<float>(), in.decode_rows,
           in.decode_rows, /*accumulate=*/false);
 
   kernels::RopeAppendParams rope{};
@@ -397,8 +432,8 @@ absl::StatusOr<std::unique_ptr<Model>> NewDenseModel(const Model::Options& optio
                                                      std::string fingerprint,
                                                      std::unique_ptr<WeightSource> source,
                                                      Device* device) {
-  SLUICE_RETURN_IF_ERROR(
-      device->kernels().Check({config.hidden_size, config.vocab_size, options.block_tokens}));
+  SLUICE_RETURN_IF_ERROR(device->kernels().Check(
+      {config.hidden_size, config.vocab_size, options.block_tokens, config.head_dim}));
   auto model = std::make_unique<DenseModel>(options, config, std::move(fingerprint),
                                             std::move(source), device);
   SLUICE_RETURN_IF_ERROR(model->LoadWeights());

@@ -13,6 +13,7 @@
 #include "src/engine/batch_state.h"
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
+#include "src/prefill/important_blocks.h"
 
 namespace sluice {
 namespace {
@@ -20,10 +21,13 @@ namespace {
 constexpr int kSlot = 0;  // one prompt at a time
 
 // Policy `full` that marks in the stream when a layer's keys and values are in the cache: what is
-// before that layer's attention and FFN can leave already.
+// before that layer's attention and FFN can leave already. And finds the important blocks, where
+// they are wanted.
 class MarkingPolicy : public ForwardingPolicy {
  public:
-  MarkingPolicy(FullPolicy* full, Device* device, int layers) : ForwardingPolicy(full) {
+  // `important` null: never wanted.
+  MarkingPolicy(FullPolicy* full, ImportantBlocks* important, Device* device, int layers)
+      : ForwardingPolicy(full), full_(full), important_(important) {
     for (auto& events : events_) {
       for (int layer = 0; layer < layers; ++layer) events.push_back(device->NewEvent());
     }
@@ -31,6 +35,8 @@ class MarkingPolicy : public ForwardingPolicy {
 
   // Marks go to the events of `buffer` from now on.
   void SetBuffer(int buffer) { buffer_ = static_cast<size_t>(buffer); }
+  // Of the last row of what is launched from now on, of each layer and KV head; 0: none.
+  void SetImportantBlocks(int32_t count) { important_blocks_ = count; }
   Event& appended(int buffer, int layer) {
     return *events_[static_cast<size_t>(buffer)][static_cast<size_t>(layer)];
   }
@@ -39,8 +45,17 @@ class MarkingPolicy : public ForwardingPolicy {
     ForwardingPolicy::Append(stream, layer, params);
     stream.Record(appended(static_cast<int>(buffer_), layer));
   }
+  void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
+    ForwardingPolicy::Attend(stream, layer, params);
+    if (important_blocks_ > 0) {
+      important_->Find(stream, layer, params, full_->LayerCache(layer), important_blocks_);
+    }
+  }
 
  private:
+  FullPolicy* const full_;
+  ImportantBlocks* const important_;
+  int32_t important_blocks_ = 0;
   std::array<std::vector<std::unique_ptr<Event>>, BatchState::kDepth> events_;
   size_t buffer_ = 0;
 };
@@ -72,14 +87,16 @@ class PrefillerImpl : public Prefiller {
  public:
   PrefillerImpl(const Options& options, Device* device, Model* model, Clock* clock,
                 std::unique_ptr<PagePool> pool, std::unique_ptr<FullPolicy> policy,
-                std::unique_ptr<BatchState> batch, std::array<Staging, 2> staging)
+                std::unique_ptr<ImportantBlocks> important, std::unique_ptr<BatchState> batch,
+                std::array<Staging, 2> staging)
       : options_(options),
         device_(device),
         model_(model),
         clock_(clock),
         pool_(std::move(pool)),
         policy_(std::move(policy)),
-        marking_(policy_.get(), device, model->cache_layout().layers),
+        important_(std::move(important)),
+        marking_(policy_.get(), important_.get(), device, model->cache_layout().layers),
         batch_(std::move(batch)),
         stream_(device->NewStream(Device::StreamKind::kCompute)),
         staging_(std::move(staging)),
@@ -156,6 +173,11 @@ class PrefillerImpl : public Prefiller {
                                         const std::function<bool()>& cancelled)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     const int chunks = (tokens + chunk_tokens_ - 1) / chunk_tokens_;
+    const CacheKind& kind = model_->cache_layout().kinds[0];
+    const auto hints = important_ == nullptr
+                           ? 0
+                           : static_cast<int32_t>(std::min<int64_t>(
+                                 sink.hint_tokens() / kind.block_tokens, kind.BlocksFor(tokens)));
     const auto launch = [&](int chunk) {
       const int begin = chunk * chunk_tokens_;
       const int count = std::min(chunk_tokens_, tokens - begin);
@@ -168,6 +190,7 @@ class PrefillerImpl : public Prefiller {
       batch_->event(buffer).Wait();
       policy_->Grow(kSlot, begin + count);
       marking_.SetBuffer(buffer);
+      marking_.SetImportantBlocks(begin + count == tokens ? hints : 0);
       batch_->Launch(*stream_, buffer, plan_, *model_, marking_);
     };
     launch(0);
@@ -180,6 +203,7 @@ class PrefillerImpl : public Prefiller {
     batch_->event(last).Wait();
     SLUICE_RETURN_IF_ERROR(device_->Health());
     PrefillResult result;
+    if (hints > 0) result.hints = important_->Read(*copy_stream_, hints);
     if (!want_first_token) return result;
     result.first_token = batch_->Result(last, 0, sampling.logprobs);
     if (result.first_token->id < 0) {
@@ -244,7 +268,8 @@ class PrefillerImpl : public Prefiller {
   const std::unique_ptr<PagePool> pool_;
   const std::unique_ptr<FullPolicy> policy_;
   int chunk_tokens_ = 0;
-  absl::Mutex mutex_;  // held for a whole prompt
+  absl::Mutex mutex_;                                 // held for a whole prompt
+  const std::unique_ptr<ImportantBlocks> important_;  // null: nobody wants hints
   MarkingPolicy marking_;
   const std::unique_ptr<BatchState> batch_;
   const std::unique_ptr<Stream> stream_;
@@ -272,6 +297,11 @@ absl::StatusOr<std::unique_ptr<Prefiller>> Prefiller::Create(const Options& opti
   SLUICE_ASSIGN_OR_RETURN(
       std::unique_ptr<BatchState> batch,
       BatchState::Create({1, static_cast<int>(options.max_context)}, device, *model));
+  std::unique_ptr<ImportantBlocks> important;
+  if (options.hints) {
+    SLUICE_ASSIGN_OR_RETURN(
+        important, ImportantBlocks::Create(device, model->cache_layout(), options.max_context));
+  }
   std::array<Staging, 2> staging;
   for (Staging& s : staging) {
     int64_t bytes = 0;
@@ -283,7 +313,8 @@ absl::StatusOr<std::unique_ptr<Prefiller>> Prefiller::Create(const Options& opti
         device->Allocate(MemoryKind::kPinned, static_cast<size_t>(bytes), "layers to push"));
   }
   return std::make_unique<PrefillerImpl>(options, device, model, clock, std::move(pool),
-                                         std::move(policy), std::move(batch), std::move(staging));
+                                         std::move(policy), std::move(important), std::move(batch),
+                                         std::move(staging));
 }
 
 }  // namespace sluice

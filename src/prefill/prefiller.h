@@ -15,6 +15,7 @@
 #include "src/base/clock.h"
 #include "src/device/device.h"
 #include "src/kv/cache_layout.h"
+#include "src/kv/selection_hints.h"
 #include "src/request/token.h"
 #include "src/sampling/sampling_params.h"
 
@@ -33,10 +34,14 @@ class LayerSink {
   virtual absl::Status Begin() = 0;
   virtual absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
                              absl::Span<const absl::Span<const uint8_t>> pieces) = 0;
+  // After Begin: tokens of a layer and KV head that hints may name; 0: hints are of no use.
+  virtual int64_t hint_tokens() const { return 0; }
 };
 
 struct PrefillResult {
   std::optional<OutputToken> first_token;
+  // What the prompt's last row attends to; empty unless Options::hints and the sink want it.
+  SelectionHints hints;
   absl::Duration queued;
   absl::Duration compute;
 };
@@ -48,6 +53,7 @@ class Prefiller {
     uint32_t chunk_tokens = 512;
     uint64_t seed = 0;
     int64_t hbm_bytes = 0;
+    bool hints = false;
   };
   static absl::StatusOr<std::unique_ptr<Prefiller>> Create(const Options& options, Device* device,
                                                            Model* model, Clock* clock);

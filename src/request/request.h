@@ -12,22 +12,28 @@
 
 namespace sluice {
 
-// Names a transfer: by the id that Reserve minted, or by the key that the caller chose. Both empty:
-// nothing is handed over.
+// Names where a sequence's caches come from: a transfer, by the id that Reserve minted or by the
+// key that the caller chose, or a sequence that was kept. All empty: nothing is handed over.
 struct HandoffRef {
   std::string transfer_id;
-  std::string tenant;  // scope of rendezvous_key
+  std::string tenant;  // scope of rendezvous_key and sequence_id
   std::string rendezvous_key;
-  bool empty() const { return transfer_id.empty() && rendezvous_key.empty(); }
+  std::string sequence_id;
+  bool empty() const {
+    return transfer_id.empty() && rendezvous_key.empty() && sequence_id.empty();
+  }
 };
 
 struct Request {
   std::string request_id;  // unique among those alive
   HandoffRef handoff;
-  std::vector<int32_t> prompt;  // with a handoff: empty, or equal to the manifest's
+  // With a transfer: empty, or equal to the manifest's. With a kept sequence: what is appended.
+  std::vector<int32_t> prompt;
   SamplingParams sampling;
   absl::Time deadline = absl::InfiniteFuture();
   bool allow_local_prefill = false;
+  // How long the sequence is kept once it has ended well; zero: it goes.
+  absl::Duration keep;
   std::shared_ptr<TokenSink> sink;
 };
 

@@ -27,6 +27,7 @@ struct FinishInfo {
   uint32_t completion_tokens = 0;
   uint32_t cached_tokens = 0;
   std::string transfer_id;     // empty: nothing was handed over
+  std::string sequence_id;     // of the kept sequence; empty: it is not kept
   absl::Duration queued;       // from ready to its place in the batch
   absl::Duration first_token;  // from its arrival; zero: there was none
   absl::Duration total;        // from its arrival

@@ -107,6 +107,7 @@ absl::Status DecodeNode::StartEngine() {
   table.footprint = [policy = policy_.get()](int64_t context, int64_t total) {
     return policy->FootprintOf(context, total);
   };
+  table.hint_tokens = policy_->hint_tokens();
   table.retry_after = [this] { return finish_rate_.RetryAfter(); };
   transfers_ =
       std::make_unique<TransferTable>(std::move(table), dram_.get(), hbm_.get(), RealClock());

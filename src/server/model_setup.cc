@@ -67,6 +67,7 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
   PolicyOptions o;
   o.name = config.policy();
   o.budget_tokens = static_cast<int>(config.budget_tokens());
+  o.recompute_last = config.recompute_last();
   o.dense_layers = static_cast<int>(config.dense_layers());
   o.reduction = ReductionOf(config.score_reduction());
   if (config.policy_workers() > Mailbox::kMaxWorkers) {

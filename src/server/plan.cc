@@ -15,6 +15,8 @@
 namespace sluice {
 namespace {
 
+constexpr char kFull[] = "full";
+
 // What a pool loses to alignment, for each kind.
 constexpr int64_t kAlignment = 4096;
 
@@ -82,27 +84,44 @@ int64_t TokensThatFit(const CacheLayout& layout, int64_t bytes) {
 
 namespace {
 
-// A policy's footprints, from a small one of it: they depend on its settings and the model alone.
-absl::StatusOr<std::vector<PlanInput::Policy::Room>> RoomsOf(PolicyOptions options,
-                                                             const PlanInput& in, Device* device) {
-  const int64_t page = in.layout.BytesFor(1) + kAlignment;
-  const auto pool = [&](const char* name, MemoryKind kind) -> decltype(auto) {
-    absl::StatusOr<Buffer> arena = device->Allocate(kind, static_cast<size_t>(page), name);
-    return arena.ok() ? PagePool::Create(name, in.layout, *std::move(arena)) : arena.status();
+struct Made {
+  std::unique_ptr<PagePool> hbm, dram;
+  std::unique_ptr<AttentionPolicy> policy;
+};
+
+// A policy as a node of these settings has it.
+absl::StatusOr<Made> MakePolicy(PolicyOptions options, const PlanInput& in, double overcommit,
+                                PlanningDevice* device) {
+  const auto pool = [&](const char* name, MemoryKind kind, int64_t bytes,
+                        double promises) -> absl::StatusOr<std::unique_ptr<PagePool>> {
+    SLUICE_ASSIGN_OR_RETURN(Buffer arena, device->Allocate(kind, static_cast<size_t>(bytes), name));
+    return PagePool::Create(name, in.layout, std::move(arena), promises);
   };
-  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<PagePool> hbm, pool("hbm", MemoryKind::kDevice));
-  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<PagePool> dram, pool("dram", MemoryKind::kPinned));
+  Made made;
+  SLUICE_ASSIGN_OR_RETURN(made.hbm, pool("hbm", MemoryKind::kDevice, in.hbm_bytes, overcommit));
+  SLUICE_ASSIGN_OR_RETURN(made.dram, pool("dram", MemoryKind::kPinned, in.dram_bytes, 1));
   options.device = device;
-  options.hbm = hbm.get();
-  options.dram = dram.get();
-  options.slots = 1;
-  options.workers = 1;
+  options.hbm = made.hbm.get();
+  options.dram = made.dram.get();
+  options.slots = static_cast<int>(in.max_sequences);
   options.max_context = static_cast<int>(in.max_context);
   options.heads = in.model.heads;
-  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<AttentionPolicy> policy, NewPolicy(options));
-  std::vector<PlanInput::Policy::Room> rooms;
+  SLUICE_ASSIGN_OR_RETURN(made.policy, NewPolicy(options));
+  return made;
+}
+
+PlanInput::Policy PlanPolicy(const PolicyOptions& options, const PlanInput& in, double overcommit,
+                             PlanningDevice* device) {
+  PlanInput::Policy out;
+  out.name = options.name;
+  const int64_t hbm = device->asked(MemoryKind::kDevice), dram = device->asked(MemoryKind::kPinned);
+  const absl::StatusOr<Made> made = MakePolicy(options, in, overcommit, device);
+  out.status = made.status();
+  if (!made.ok()) return out;
+  out.beside_hbm_bytes = device->asked(MemoryKind::kDevice) - hbm - in.hbm_bytes;
+  out.beside_pinned_bytes = device->asked(MemoryKind::kPinned) - dram - in.dram_bytes;
   for (const int64_t context : Contexts(in.max_context)) {
-    const Footprint footprint = policy->FootprintOf(context, context);
+    const Footprint footprint = made->policy->FootprintOf(context, context);
     PlanInput::Policy::Room room;
     room.context = context;
     room.hbm_bytes = in.layout.BytesFor(footprint.hbm_tokens);
@@ -110,9 +129,9 @@ absl::StatusOr<std::vector<PlanInput::Policy::Room>> RoomsOf(PolicyOptions optio
     room.running = std::min({SequencesThatFit(in.layout, in.hbm_bytes, footprint.hbm_tokens),
                              SequencesThatFit(in.layout, in.dram_bytes, footprint.dram_tokens),
                              in.max_sequences});
-    rooms.push_back(room);
+    out.rooms.push_back(room);
   }
-  return rooms;
+  return out;
 }
 
 std::string PolicyLines(const PlanInput::Policy& policy) {
@@ -122,6 +141,8 @@ std::string PolicyLines(const PlanInput::Policy& policy) {
     absl::StrAppend(&out, "  none: ", std::string(policy.status.message()), "\n");
     return out;
   }
+  absl::StrAppendFormat(&out, "  beside its sequences: %s of HBM, %s of DRAM\n",
+                        Bytes(policy.beside_hbm_bytes), Bytes(policy.beside_pinned_bytes));
   absl::StrAppendFormat(&out, "  %10s  %12s  %12s  %16s\n", "context", "HBM", "DRAM",
                         "running (both)");
   for (const PlanInput::Policy::Room& room : policy.rooms) {
@@ -146,14 +167,16 @@ std::string FormatPlan(const PlanInput& in) {
   absl::StrAppendFormat(&out, "weights     %s\n", Bytes(in.weight_bytes));
   absl::StrAppendFormat(&out, "workspace   %s (steps of up to %d rows)\n",
                         Bytes(in.workspace_bytes), in.max_rows);
-  absl::StrAppendFormat(&out, "batch       %s (histories, tables and logits of %d sequences)\n",
-                        Bytes(in.batch_bytes), in.max_sequences);
+  absl::StrAppendFormat(&out,
+                        "batch       %s (histories, tables and logits of %d sequences, and what "
+                        "policy %s needs beside them); %s of DRAM\n",
+                        Bytes(in.batch_bytes), in.max_sequences, in.policy, Bytes(in.pinned_bytes));
   absl::StrAppendFormat(&out, "caches      %s a token (%s, blocks of %d tokens, all layers)\n",
                         Bytes(token_bytes), std::string(DTypeName(kind.element_type)),
                         kind.block_tokens);
-  absl::StrAppendFormat(
-      &out, "memory      %s: weights, workspace, batch, HBM and DRAM together\n",
-      Bytes(in.weight_bytes + in.workspace_bytes + in.batch_bytes + in.hbm_bytes + in.dram_bytes));
+  absl::StrAppendFormat(&out, "memory      %s: weights, workspace, batch, HBM and DRAM together\n",
+                        Bytes(in.weight_bytes + in.workspace_bytes + in.batch_bytes +
+                              in.pinned_bytes + in.hbm_bytes + in.dram_bytes));
   absl::StrAppend(&out, DeviceLines(in), "\n");
 
   // Policy full: a running sequence is wholly in HBM with its growth; DRAM holds what was handed
@@ -203,22 +226,25 @@ absl::StatusOr<PlanInput> PlanOf(const Config& config) {
   in.weight_bytes = model->weight_bytes();
   in.workspace_bytes = model->workspace_bytes();
 
-  const int64_t before = device->asked(MemoryKind::kDevice);
-  by_formula.set_policy("full");  // the others write into their memory
-  by_formula.clear_policy_profile();
-  SLUICE_ASSIGN_OR_RETURN(const NodeMemory memory, NewNodeMemory(by_formula, *model, device.get()));
+  in.policy = config.policy();
+  const int64_t hbm = device->asked(MemoryKind::kDevice), dram = device->asked(MemoryKind::kPinned);
   SLUICE_ASSIGN_OR_RETURN(
       const std::unique_ptr<BatchState> batch,
       BatchState::Create({sequences, model->max_context()}, device.get(), *model));
-  in.batch_bytes = device->asked(MemoryKind::kDevice) - before - in.hbm_bytes;
+  in.batch_bytes = device->asked(MemoryKind::kDevice) - hbm;
+  in.pinned_bytes = device->asked(MemoryKind::kPinned) - dram;
   SLUICE_ASSIGN_OR_RETURN(PolicyOptions options,
                           PolicyOptionsOf(config, /*fingerprint=*/"", in.layout));
-  for (const std::string& name : OffloadingPolicies()) {
+  std::vector<std::string> names = OffloadingPolicies();
+  names.insert(names.begin(), kFull);
+  for (const std::string& name : names) {
     options.name = name;
-    absl::StatusOr<std::vector<PlanInput::Policy::Room>> rooms = RoomsOf(options, in, real.get());
-    PlanInput::Policy policy{name, rooms.status(), {}};
-    if (rooms.ok()) policy.rooms = *std::move(rooms);
-    in.policies.push_back(std::move(policy));
+    PlanInput::Policy policy = PlanPolicy(options, in, config.overcommit(), device.get());
+    if (name == in.policy) {
+      in.batch_bytes += policy.beside_hbm_bytes;
+      in.pinned_bytes += policy.beside_pinned_bytes;
+    }
+    if (name != kFull) in.policies.push_back(std::move(policy));
   }
   return in;
 }

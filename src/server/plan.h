@@ -25,12 +25,17 @@ struct PlanInput {
   // What the device is asked for beside the caches.
   int64_t weight_bytes = 0;
   int64_t workspace_bytes = 0;
-  int64_t batch_bytes = 0;      // histories, tables, logits of the running batch
+  int64_t batch_bytes = 0;      // histories, tables, logits of the running batch; the policy's own
+  int64_t pinned_bytes = 0;     // of DRAM, for the same
   Device::DeviceMemory device;  // what it has before any of it
+  std::string policy;           // that is configured
   // The policies that keep a sequence's home in DRAM.
   struct Policy {
     std::string name;
     absl::Status status;  // why there is none under these settings
+    // What it asks for beside its sequences: tables, scratch, requests to workers.
+    int64_t beside_hbm_bytes = 0;
+    int64_t beside_pinned_bytes = 0;
     // Of a sequence of so many tokens of prompt and output, by the policy's own footprint.
     struct Room {
       int64_t context = 0;

@@ -1,10 +1,16 @@
 #include "src/server/planning_device.h"
 
+#include <sys/mman.h>
+
 #include <array>
 #include <cstdint>
+#include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 #include "src/device/mailbox.h"
+#include "src/device/worker_team.h"
 
 namespace sluice {
 namespace {
@@ -58,20 +64,53 @@ class NoKernels : public KernelSet {
   void SiluMul(Stream&, const kernels::SiluMulParams&) override {}
   void Sample(Stream&, const kernels::SampleParams&) override {}
   void Transfer(Stream&, const kernels::TransferParams&) override {}
+  bool HasSparse() const override { return real_->HasSparse(); }
+  int32_t MaxRecallPlaces() const override { return real_->MaxRecallPlaces(); }
 
  private:
   KernelSet* const real_;
   Device* const device_;
 };
 
+class NoWorkers : public WorkerTeam {
+ public:
+  explicit NoWorkers(Buffer pinned) : pinned_(std::move(pinned)) {}
+  void Raise(Stream&, int) override {}
+  void Await(Stream&, int) override {}
+  const uint32_t* errors() const override { return pinned_.as<uint32_t>(); }
+  bool Hold(int) override { return false; }
+  void LetGo(int) override {}
+  bool Owes(int) const override { return false; }
+  void SetServers(int, uint32_t) override {}
+  MailboxError error(int) const override { return MailboxError::kNone; }
+  void Reset(int) override {}
+  int64_t failures(MailboxError) const override { return 0; }
+  uint32_t gone() const override { return 0; }
+
+ private:
+  const Buffer pinned_;
+};
+
+// Pages that the system gives once they are touched.
+absl::StatusOr<Buffer> MapUntouched(size_t bytes, const std::string& what) {
+  void* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (data == MAP_FAILED) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("no addresses for ", what, ": ", bytes, " bytes were asked for"));
+  }
+  return Buffer(data, bytes, [](void* begin, size_t size) { munmap(begin, size); });
+}
+
 class PlanningDeviceImpl : public PlanningDevice {
  public:
   explicit PlanningDeviceImpl(Device* real) : real_(real), kernels_(&real->kernels(), this) {}
 
   const std::string& name() const override { return real_->name(); }
-  absl::StatusOr<Buffer> Allocate(MemoryKind kind, size_t bytes, const std::string&) override {
+  absl::StatusOr<Buffer> Allocate(MemoryKind kind, size_t bytes, const std::string& what) override {
     asked_[kind == MemoryKind::kDevice ? 0 : 1] += static_cast<int64_t>(bytes);
     if (bytes == 0) return Buffer();
+    if (kind == MemoryKind::kPinned) return MapUntouched(bytes, what);
     // The address of nothing, aligned as any would be.
     return Buffer(reinterpret_cast<void*>(uintptr_t{1} << 21), bytes, [](void*, size_t) {});
   }
@@ -81,6 +120,14 @@ class PlanningDeviceImpl : public PlanningDevice {
   KernelSet& kernels() override { return kernels_; }
   absl::StatusOr<std::unique_ptr<Mailbox>> NewMailbox(const MailboxOptions&) override {
     return absl::UnimplementedError("a plan has nobody to answer a mailbox");
+  }
+  absl::StatusOr<std::unique_ptr<WorkerTeam>> NewWorkerTeam(
+      const WorkerTeamOptions& options, std::function<absl::Status(int, int)>) override {
+    SLUICE_RETURN_IF_ERROR(Mailbox::CheckOptions(options.mailbox));
+    SLUICE_ASSIGN_OR_RETURN(
+        Buffer pinned,
+        Allocate(MemoryKind::kPinned, Mailbox::PinnedBytes(options.mailbox), "a mailbox"));
+    return std::make_unique<NoWorkers>(std::move(pinned));
   }
   int RowBucket(int rows) const override { return real_->RowBucket(rows); }
   DeviceMemory Memory() const override { return real_->Memory(); }

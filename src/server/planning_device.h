@@ -9,8 +9,8 @@
 
 namespace sluice {
 
-// Memory that it gives must not be touched, nothing that is enqueued happens, and every event is
-// ready.
+// Pinned memory is there, but takes none until it is touched; memory of kind kDevice must not be.
+// Nothing that is enqueued happens, no worker works, and every event is ready.
 class PlanningDevice : public Device {
  public:
   // Bytes asked for so far.

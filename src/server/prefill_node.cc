@@ -76,6 +76,7 @@ absl::Status PrefillNode::LoadModelAndMemory() {
   options.max_context = static_cast<uint32_t>(model_->max_context());
   options.chunk_tokens = chunk;
   options.seed = SeedOf(config_);
+  options.hints = config_.hints();
   options.hbm_bytes = static_cast<int64_t>(config_.hbm_bytes());
   SLUICE_ASSIGN_OR_RETURN(prefiller_,
                           Prefiller::Create(options, device_.get(), model_.get(), RealClock()));

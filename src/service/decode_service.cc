@@ -256,6 +256,22 @@ class DecodeService final : public v1::Decode::CallbackService {
     return reactor;
   }
 
+  grpc::ServerUnaryReactor* Forget(grpc::CallbackServerContext* context,
+                                   const v1::ForgetRequest* request,
+                                   v1::ForgetResponse* response) override {
+    absl::Status status = CheckName("sequence_id", request->sequence_id());
+    if (status.ok() && request->sequence_id().empty()) {
+      status = InvalidField("sequence_id", "is empty");
+    }
+    if (status.ok()) status = CheckName("tenant", request->tenant());
+    if (status.ok()) {
+      response->set_found(options_.engine->Forget(request->sequence_id(), request->tenant()));
+    }
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    reactor->Finish(ToGrpcStatus(status));
+    return reactor;
+  }
+
  private:
   const DecodeServiceOptions options_;
   RequestLog log_;

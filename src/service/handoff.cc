@@ -3,6 +3,7 @@
 #include <grpcpp/client_context.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <optional>
 #include <utility>
 
@@ -50,6 +51,7 @@ class Handoff::Sink : public LayerSink {
                      absl::Span<const absl::Span<const uint8_t>> pieces) override {
     return pusher_->Layer(layer, kind, token_begin, token_end, pieces);
   }
+  int64_t hint_tokens() const override { return handoff_->hint_tokens_; }
   // Null before Begin.
   KvPusher* pusher() { return pusher_.has_value() ? &*pusher_ : nullptr; }
 
@@ -98,6 +100,7 @@ absl::Status Handoff::Reserve() {
       FromDecodeNode(FromGrpcStatus(stub_->Reserve(context.get(), options_.reserve, &reserved))));
   transfer_id_ = reserved.transfer_id();
   max_chunk_bytes_ = reserved.max_chunk_bytes();
+  hint_tokens_ = static_cast<int64_t>(std::min<uint64_t>(reserved.hint_tokens(), INT64_MAX));
   return absl::OkStatus();
 }
 
@@ -124,17 +127,18 @@ absl::Status Handoff::Attempt(const std::vector<MissingRange>* missing, v1::RunR
   if (result->first_token.has_value()) {
     *response->mutable_first_token() = ToProto(*result->first_token);
   }
-  const absl::Status committed = Commit(*response);
+  const absl::Status committed = Commit(*response, result->hints);
   retryable_ = MayMend(committed);
   return FromDecodeNode(committed);
 }
 
-absl::Status Handoff::Commit(const v1::RunResponse& response) {
+absl::Status Handoff::Commit(const v1::RunResponse& response, const SelectionHints& hints) {
   const auto context = NewContext(options_.call_timeout);
   v1::CommitRequest request;
   v1::CommitResponse answer;
   request.set_transfer_id(transfer_id_);
   if (response.has_first_token()) *request.add_first_tokens() = response.first_token();
+  if (!hints.empty()) *request.mutable_hints() = ToProto(hints);
   return FromGrpcStatus(stub_->Commit(context.get(), request, &answer));
 }
 

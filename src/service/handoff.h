@@ -50,7 +50,7 @@ class Handoff {
   absl::Status Reserve();
   // One attempt to compute, push and commit; with `missing`, only those ranges are sent.
   absl::Status Attempt(const std::vector<MissingRange>* missing, v1::RunResponse* response);
-  absl::Status Commit(const v1::RunResponse& response);
+  absl::Status Commit(const v1::RunResponse& response, const SelectionHints& hints);
   void Abort(const absl::Status& why);
 
   std::unique_ptr<grpc::ClientContext> NewContext(absl::Duration timeout) const;
@@ -60,6 +60,7 @@ class Handoff {
   const std::unique_ptr<v1::KvIngest::Stub> stub_;
   std::string transfer_id_;
   uint64_t max_chunk_bytes_ = 0;
+  int64_t hint_tokens_ = 0;  // that the decode node takes
   absl::Time first_sent_ = absl::InfiniteFuture();
   bool retryable_ = false;  // the last attempt failed in a way that sending again may mend
 };

@@ -246,6 +246,7 @@ class IngestService final : public IngestBase {
     response.set_transfer_id(reserved.transfer_id);
     *response.mutable_lease() = ToProto(reserved.lease);
     response.set_max_chunk_bytes(reserved.max_chunk_bytes);
+    response.set_hint_tokens(static_cast<uint64_t>(reserved.hint_tokens));
     return absl::OkStatus();
   }
 
@@ -263,9 +264,11 @@ class IngestService final : public IngestBase {
                                         request.first_tokens(i), options_.vocab_size));
       first_tokens.push_back(std::move(token));
     }
+    SLUICE_ASSIGN_OR_RETURN(SelectionHints hints, FromProto(request.hints()));
     SLUICE_ASSIGN_OR_RETURN(
         const uint32_t context_length,
-        options_.transfers->Commit(request.transfer_id(), std::move(first_tokens), &missing));
+        options_.transfers->Commit(request.transfer_id(), std::move(first_tokens), &missing,
+                                   std::move(hints)));
     watch_.Committed(request.transfer_id(), context_length);
     response.set_context_length(context_length);
     return absl::OkStatus();

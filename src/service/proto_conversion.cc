@@ -244,6 +244,39 @@ absl::StatusOr<Manifest> FromProto(const v1::ReserveRequest& request) {
   return out;
 }
 
+absl::StatusOr<SelectionHints> FromProto(const v1::Hints& hints) {
+  SelectionHints out;
+  out.unit_tokens = hints.unit_tokens();
+  size_t units = 0;
+  for (const v1::Hints::Entry& entry : hints.entries()) {
+    units += static_cast<size_t>(entry.units_size());
+    if (units > kMaxHintUnits) {
+      return InvalidField("hints.entries", absl::StrCat("at most ", kMaxHintUnits,
+                                                        " units in all; send hints of fewer "
+                                                        "positions"));
+    }
+    SelectionHints::Entry& added = out.entries.emplace_back();
+    added.layer = entry.layer();
+    if (entry.has_kv_head()) added.kv_head = entry.kv_head();
+    if (entry.has_position()) added.position = entry.position();
+    added.units.assign(entry.units().begin(), entry.units().end());
+  }
+  return out;
+}
+
+v1::Hints ToProto(const SelectionHints& hints) {
+  v1::Hints out;
+  out.set_unit_tokens(hints.unit_tokens);
+  for (const SelectionHints::Entry& entry : hints.entries) {
+    v1::Hints::Entry* added = out.add_entries();
+    added->set_layer(entry.layer);
+    if (entry.kv_head.has_value()) added->set_kv_head(*entry.kv_head);
+    if (entry.position.has_value()) added->set_position(*entry.position);
+    *added->mutable_units() = {entry.units.begin(), entry.units.end()};
+  }
+  return out;
+}
+
 v1::MissingBlocks ToMissingBlocks(const TransferInfo& info) {
   v1::MissingBlocks out;
   out.set_count(info.blocks_total - info.blocks_landed);
@@ -265,6 +298,7 @@ absl::StatusOr<Request> FromProto(const v1::GenerateRequest& request, uint32_t v
   SLUICE_RETURN_IF_ERROR(CheckName("tenant", request.tenant()));
   SLUICE_RETURN_IF_ERROR(CheckName("rendezvous_key", request.rendezvous_key()));
   SLUICE_RETURN_IF_ERROR(CheckName("transfer_id", request.transfer_id(), kMaxTransferIdBytes));
+  SLUICE_RETURN_IF_ERROR(CheckName("sequence_id", request.sequence_id(), kMaxTransferIdBytes));
   Request out;
   out.request_id = request.request_id();
   out.handoff.tenant = request.tenant();
@@ -277,16 +311,24 @@ absl::StatusOr<Request> FromProto(const v1::GenerateRequest& request, uint32_t v
       if (request.rendezvous_key().empty()) return InvalidField("rendezvous_key", "is empty");
       out.handoff.rendezvous_key = request.rendezvous_key();
       break;
+    case v1::GenerateRequest::kSequenceId:
+      if (request.sequence_id().empty()) return InvalidField("sequence_id", "is empty");
+      out.handoff.sequence_id = request.sequence_id();
+      break;
     case v1::GenerateRequest::HANDOFF_NOT_SET:
       if (request.prompt_token_ids().empty()) {
         return InvalidField("prompt_token_ids",
-                            "is empty, and neither transfer_id nor rendezvous_key is given");
+                            "is empty, and none of transfer_id, rendezvous_key and sequence_id is "
+                            "given");
       }
       break;
   }
   SLUICE_ASSIGN_OR_RETURN(out.prompt, TokenIds("prompt_token_ids", request.prompt_token_ids(),
                                                vocab_size, max_context));
   SLUICE_ASSIGN_OR_RETURN(out.sampling, FromProto(request.sampling()));
+  if (request.has_keep()) {
+    SLUICE_ASSIGN_OR_RETURN(out.keep, PositiveDuration("keep", request.keep()));
+  }
   return out;
 }
 
@@ -302,6 +344,7 @@ v1::Finish ToProto(const FinishInfo& info) {
   out.mutable_usage()->set_prompt_tokens(info.prompt_tokens);
   out.mutable_usage()->set_completion_tokens(info.completion_tokens);
   out.mutable_usage()->set_cached_tokens(info.cached_tokens);
+  out.set_sequence_id(info.sequence_id);
   return out;
 }
 

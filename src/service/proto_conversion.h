@@ -64,6 +64,9 @@ absl::StatusOr<CacheKind> FromProto(const std::string& field, const v1::CacheKin
 v1::ModelInfo MakeModelInfo(const Model& model);
 
 absl::StatusOr<Manifest> FromProto(const v1::ReserveRequest& request);
+// Bounds the number of units; the rest is TransferTable::Commit's to check.
+absl::StatusOr<SelectionHints> FromProto(const v1::Hints& hints);
+v1::Hints ToProto(const SelectionHints& hints);
 v1::MissingBlocks ToMissingBlocks(const TransferInfo& info);
 
 // All but the deadline and the sink. An empty request_id stays empty. `vocab_size` and

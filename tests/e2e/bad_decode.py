@@ -4,6 +4,7 @@ import math
 
 import grpc
 from bad_calls import CONTEXT, MAX32, NOT_THERE, UNKNOWN_ID, VOCABULARY, BadCall, Site, sampling
+from google.protobuf import duration_pb2
 from nodes import TIMEOUT_S
 from sluice.v1 import admin_pb2, decode_pb2, prefill_pb2
 
@@ -92,6 +93,17 @@ def decode_cases() -> list[BadCall]:
                 field="transfer_id"),
         BadCall("Generate long transfer", lambda s: generate(s, transfer_id="0" * 65, sampling=sampling({})),
                 field="transfer_id"),
+        BadCall("Generate empty sequence", lambda s: generate(s, sequence_id="", sampling=sampling({})),
+                field="sequence_id"),
+        *[BadCall(f"Generate sequence {v!r}", lambda s, v=v: generate(s, sequence_id=v, sampling=sampling({})),
+                  Code.NOT_FOUND, reason="SEQUENCE_NOT_FOUND", words=v) for v in (UNKNOWN_ID, "nonsense")],
+        BadCall("Generate on a transfer as a sequence", lambda s: generate(
+            s, sequence_id=s.ready, sampling=sampling({})), Code.NOT_FOUND, reason="SEQUENCE_NOT_FOUND"),
+        *[BadCall(f"Generate keep {v}", lambda s, v=v: generate(
+            s, transfer_id=s.ready, keep=duration_pb2.Duration(seconds=v), sampling=sampling({})), field="keep")
+          for v in (-1, 0, 86401)],
+        BadCall("Forget nothing", lambda s: s.node.decode.Forget(decode_pb2.ForgetRequest(), timeout=TIMEOUT_S),
+                field="sequence_id"),
         BadCall("Generate empty key", lambda s: generate(s, rendezvous_key="", sampling=sampling({})),
                 field="rendezvous_key"),
         *[BadCall(f"Generate long {field}", lambda s, f=field: generate(

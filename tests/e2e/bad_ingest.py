@@ -164,6 +164,17 @@ def ingest_cases() -> list[BadCall]:
                 transfer_id=transfer.id, first_tokens=tokens), timeout=TIMEOUT_S)
         return call
 
+    def hints(unit_tokens=1, **entry):
+        """The same with hints, of which the second entry is wrong."""
+        def call(site: Site):
+            transfer = site.transfer(0)
+            transfer.write_all()
+            entries = [ingest_pb2.Hints.Entry(layer=0, units=[0]), ingest_pb2.Hints.Entry(**entry)]
+            return site.node.ingest.Commit(ingest_pb2.CommitRequest(
+                transfer_id=transfer.id, hints=ingest_pb2.Hints(unit_tokens=unit_tokens, entries=entries)),
+                timeout=TIMEOUT_S)
+        return call
+
     def commit_id(v):
         return lambda s: s.node.ingest.Commit(ingest_pb2.CommitRequest(transfer_id=v), timeout=TIMEOUT_S)
 
@@ -196,6 +207,12 @@ def ingest_cases() -> list[BadCall]:
             transfer_id=UNKNOWN_ID, reason="x" * 1025), timeout=TIMEOUT_S), field="reason"),
         *[BadCall(f"Commit first token {v}", commit(token(id=v)), field="first_tokens[0].id")
           for v in (VOCABULARY, MAX32)],
+        *[BadCall(f"Commit hints of units of {v}", hints(v, units=[1]), field="hints.unit_tokens") for v in (0, 3, MAX32)],
+        *[BadCall(f"Commit a hint of layer {v}", hints(layer=v), field="hints.entries[1].layer") for v in (LAYERS, MAX32)],
+        BadCall("Commit a hint of no head", hints(kv_head=HEADS), field="hints.entries[1].kv_head"),
+        BadCall("Commit a hint of no row", hints(position=CONTEXT), field="hints.entries[1].position"),
+        BadCall("Commit a hint past the end", hints(units=[0, CONTEXT]), field="hints.entries[1].units[1]"),
+        BadCall("Commit a hint twice", hints(units=[0, 0]), field="hints.entries[1].units[1]"),
         BadCall("Commit second token", commit(token(id=1), token(id=VOCABULARY)), field="first_tokens[1].id"),
         BadCall("Commit logprob NaN", commit(token(id=1, logprob=NAN)), field="first_tokens[0].logprob"),
         BadCall("Commit 21 alternatives", commit(token(id=1, top_logprobs=[top(token_id=1)] * 21)),

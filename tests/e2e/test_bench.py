@@ -42,6 +42,7 @@ def test_help_teaches(command):
     (["serve", "--phase", "name=a,rate=4x,seconds=1"], "first phase"),
     (["serve", "--phase", "name=a,rate=1,seconds=1", "--requests", "4"], "--phase"),
     (["serve", "stray"], "stray"), (["kernels", "--path", "abacus"], "--path"),
+    (["kernels", "--only", "policies", "--context", "1024", "--budget", "1024"], "--budget"),
     (["step"], "--model"), (["step", "--model", "x", "--batches", "0"], "--batches"),
     (["policies"], "--model"), (["policies", "--model", "x", "--policies", "full,scot"], "scout"),
     (["policies", "--model", "x", "--quality"], "--texts"),
@@ -70,6 +71,15 @@ def test_every_kernel_of_the_case_table_is_right():
                        timeout=300)
     errors = [f["more"]["relative_error"] for f in report["figures"] if "relative_error" in f["more"]]
     assert len(errors) > 30
+
+
+def test_the_operators_of_policies_are_timed_as_a_step_launches_them():
+    report = report_of("kernels", "--only", "policies", "--threads", "2", "--rows", "2", "--context", "1024",
+                       "--budget", "256", "--seconds", "1ms", timeout=300)
+    figures = {f["name"]: f for f in report["figures"]}
+    assert len(figures) == 14 and all(f["median"] > 0 for f in figures.values())
+    assert figures["digest scores, max"]["more"]["bytes"] == 2 * 8 * 32 * 4 * 128
+    assert figures["write-through of decode rows"]["more"]["link_bytes"] == 2 * 8 * 2 * 128 * 2
 
 
 def test_steps_and_a_prefill_of_a_tiny_model(tiny_models):

@@ -152,6 +152,34 @@ def test_pending_prompt_tokens_are_computed_by_the_decode_node(small, golden):
     matching_steps(part, whole, g.margins(1), 0.1)
 
 
+def test_a_kept_sequence_goes_on_with_what_is_appended(small, golden):
+    g = golden("tiny-llama")
+    request = decode_pb2.GenerateRequest(transfer_id=committed(small, g), sampling=greedy(max_tokens=8))
+    request.keep.FromSeconds(30)
+    tokens, finish = tokens_of(small.decode.Generate(request, timeout=TIMEOUT_S))
+    assert len(finish.sequence_id) == 32
+    appended = [7, 8, 9]
+    turn = decode_pb2.GenerateRequest(sequence_id=finish.sequence_id, prompt_token_ids=appended,
+                                      sampling=greedy(max_tokens=8))
+    ids, second = tokens_of(small.decode.Generate(turn, timeout=TIMEOUT_S))
+    assert second.usage.prompt_tokens == len(g.prompt(1)) + 8 + 3
+    assert second.usage.cached_tokens == len(g.prompt(1)) + 8 - 1
+    assert len(ids) == 8 and not second.sequence_id
+    with pytest.raises(grpc.RpcError) as gone:
+        list(small.decode.Generate(turn, timeout=TIMEOUT_S))
+    assert gone.value.code() == grpc.StatusCode.NOT_FOUND
+    # The same as one prompt of both turns, but for tokens that are nearly as probable as another.
+    whole = committed(small, g, prompt=[*g.prompt(1), *[t.id for t in tokens], *appended])
+    again, _ = decode(small, whole, greedy(max_tokens=8))
+    assert again[0] == ids[0].id
+    kept = decode_pb2.GenerateRequest(transfer_id=committed(small, g), sampling=greedy(max_tokens=2))
+    kept.keep.FromSeconds(30)
+    sequence_id = tokens_of(small.decode.Generate(kept, timeout=TIMEOUT_S))[1].sequence_id
+    forget = decode_pb2.ForgetRequest(sequence_id=sequence_id)
+    assert small.decode.Forget(forget, timeout=TIMEOUT_S).found
+    assert not small.decode.Forget(forget, timeout=TIMEOUT_S).found
+
+
 def test_a_handed_over_eos_ends_the_sequence_at_once(small, golden):
     transfer = committed(small, golden("tiny-llama"), first_tokens=[EOS])
     ids, finish = decode(small, transfer, greedy(max_tokens=8))

@@ -3,11 +3,9 @@
 import pytest
 from nodes import DEVICE, matching_steps, sluice_json
 
-# Tokens may differ where the golden margin is no more than this (test_parity.py).
-MARGIN = 0.1
+# Tokens may differ where the golden margin is no more than this (test_parity.py, tests/parity/parity_support.h).
+MARGIN = 0.15 if DEVICE == "cuda" else 0.1
 NAME = "tiny-qwen3"
-
-pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="operators of sparse attention are the CPU's so far")
 
 
 @pytest.fixture(scope="module")

@@ -36,12 +36,32 @@ void TestRmsNorm(const KernelTable& table, Random& random) {
         const int64_t stride = dim + (dim % 3 == 0 ? 5 : 8);
         const auto x = NormalBuffer<float>(9 * stride, random, 3.0f);
         const auto weight = NormalBuffer<float>(dim, random);
+        const auto also_weight = NormalBuffer<float>(dim, random);
         for (const int32_t* rows_of_x : {static_cast<const int32_t*>(nullptr), index.data()}) {
-          const RmsNormParams p = {x.data(), rows_of_x, weight.data(), nullptr, stride,
-                                   rows,     dim,       1e-5f,         type};
+          RmsNormParams p = {x.data(), rows_of_x, weight.data(), nullptr, stride,
+                             rows,     dim,       1e-5f,         type};
           const auto want = RunTyped(Reference().rms_norm, p, int64_t{rows} * dim, 1);
           const auto got = RunTyped(table.rms_norm, p, int64_t{rows} * dim, 3);
           CHECK(Difference(got.span(), want.span(), Tolerance(type), dim) == "");
+          // The first rows once more: either result has the bits that it has alone.
+          const int32_t also_rows = rows / 2;
+          RmsNormParams other = p;
+          other.weight = also_weight.data();
+          other.rows = also_rows;
+          const auto alone = RunTyped(table.rms_norm, other, int64_t{also_rows} * dim, 1);
+          Guarded<float> also(int64_t{also_rows} * dim);  // holds either type
+          p.also_weight = also_weight.data();
+          p.also_out = also.data();
+          p.also_rows = also_rows;
+          const auto both = RunTyped(table.rms_norm, p, int64_t{rows} * dim, 3);
+          CHECK(also.Damage() == "");
+          CHECK(BitDifference(both.span(), got.span(), dim) == "");
+          for (int64_t i = 0; i < int64_t{also_rows} * dim; ++i) {
+            const float seen = type == DType::kFloat32
+                                   ? also[i]
+                                   : Bf16ToFloat(reinterpret_cast<const uint16_t*>(also.data())[i]);
+            REQUIRE(seen == alone[i]);
+          }
         }
       }
     }

@@ -25,6 +25,9 @@ const std::vector<PartialCase>& Cases() {
       {"group 17, rank 100", 17, 1, 128, 100, 32, kBf16, kBf16},
       {"group 8, full rank, float32 cache", 8, 1, 80, 80, 33, kF32, kBf16},
       {"group 2, rank 16, ring", 4, 2, 64, 16, 32, kBf16, kBf16, true},
+      {"group 5, rank 38, a policy's pages", 10, 2, 128, 38, 204, kBf16, kBf16},
+      {"group 11, rank 64, rows between pages", 11, 1, 128, 64, 40, kBf16, kBf16},
+      {"group 3, rank 2", 3, 1, 64, 2, 64, kBf16, kBf16},
   };
   return cases;
 }
@@ -115,7 +118,10 @@ class Fixture {
   static constexpr int64_t kScoreStride = kTokens + 3;
 
  private:
-  int64_t HeadElements() const { return int64_t{case_.rows_per_page} * case_.rank + 6; }
+  // In odd pages rows begin anywhere, in others each page's first on a multiple of 16 bytes.
+  int64_t HeadElements() const {
+    return int64_t{case_.rows_per_page} * case_.rank + (case_.rows_per_page % 2 != 0 ? 6 : 8);
+  }
   int64_t PageElements() const { return case_.kv_heads * HeadElements(); }
 
   const PartialCase case_;

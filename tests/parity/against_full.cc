@@ -6,6 +6,8 @@
 #include <cstdio>
 
 #include "kernels/kernel_table.h"
+#include "tests/support/device.h"
+#include "tests/test_main.h"
 
 namespace sluice::testing {
 
@@ -58,7 +60,7 @@ fixtures::GoldenCase LongestCase(const std::string& name) {
 }
 
 void CheckSameAsFull(const std::string& kernels, DType kv_dtype, double tolerance,
-                     const SameAsFull& check) {
+                     const SameAsFull& check, double margin) {
   for (const std::string& name : fixtures::TinyModels()) {
     INFO(name << " on " << kernels);
     const fixtures::GoldenCase golden = LongestCase(name);
@@ -74,7 +76,7 @@ void CheckSameAsFull(const std::string& kernels, DType kv_dtype, double toleranc
       worst = std::max(worst, error);
       CHECK(error <= tolerance);
       ++step;
-      const bool close = step < golden.margin.size() && golden.margin[step] <= 0.05f;
+      const bool close = step < golden.margin.size() && double{golden.margin[step]} <= margin;
       if (!close) CHECK(Best(got) == Best(want));
       check.step(other);
     });
@@ -94,6 +96,12 @@ void CheckSameAsFullOnEveryPath(const SameAsFull& check) {
     const bool rounds = table->activation_type == kernels::DType::kBFloat16;
     CheckSameAsFull(path, DType::kBFloat16, rounds ? 2e-2 : 1e-3, check);
   }
+}
+
+void CheckSameAsFullOnGpu(const SameAsFull& check) {
+  const absl::Status status = TestDevice("cuda").status();
+  if (absl::IsNotFound(status)) return SkipTest(std::string(status.message()));
+  CheckSameAsFull("cuda", DType::kBFloat16, 3e-2, check, /*margin=*/0.15);
 }
 
 }  // namespace sluice::testing

@@ -17,6 +17,7 @@ namespace {
 
 using testing::Best;
 using testing::CheckSameAsFullOnEveryPath;
+using testing::CheckSameAsFullOnGpu;
 using testing::Cosine;
 using testing::Dictate;
 using testing::Teacher;
@@ -49,10 +50,18 @@ void HalfHits(const PolicyStatistics::Layer& layer) {
   CHECK(layer.HitRate() < 0.75);
 }
 
+testing::SameAsFull BetaZero() {
+  return {[](PolicyOptions& options, int prompt) { HalfWindow(options, prompt, 0); },
+          CheckBothSides, HalfHits};
+}
+
 TEST_CASE("beta 0, half of the blocks in the window: logits and tokens are those of full") {
-  CheckSameAsFullOnEveryPath(
-      {[](PolicyOptions& options, int prompt) { HalfWindow(options, prompt, 0); }, CheckBothSides,
-       HalfHits});
+  CheckSameAsFullOnEveryPath(BetaZero());
+}
+
+TEST_CASE("beta 0, half of the blocks in the window: logits and tokens are those of full (cuda)",
+          "[cuda]") {
+  CheckSameAsFullOnGpu(BetaZero());
 }
 
 // Random weights spread their attention wide and turn it elsewhere with every token, which is hard

@@ -16,6 +16,7 @@ namespace {
 using testing::Best;
 using testing::CheckSameAsFull;
 using testing::CheckSameAsFullOnEveryPath;
+using testing::CheckSameAsFullOnGpu;
 using testing::Cosine;
 using testing::Dictate;
 using testing::LongestCase;
@@ -51,6 +52,11 @@ TEST_CASE("recall with a budget of the whole context gives the logits and tokens
 
 TEST_CASE("fetching everything in each step gives the logits and tokens of full") {
   CheckSameAsFull("portable", DType::kBFloat16, 1e-3, WholeContext(true));
+}
+
+TEST_CASE("recall with a budget of the whole context gives the logits and tokens of full (cuda)",
+          "[cuda]") {
+  for (const bool fetch_all : {false, true}) CheckSameAsFullOnGpu(WholeContext(fetch_all));
 }
 
 // The mean cosine of logits with those of full, a half of the prompt's tokens being selected by

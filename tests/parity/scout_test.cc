@@ -11,6 +11,7 @@
 #include "src/attention/policies/scout/scout_policy.h"
 #include "tests/fixtures/fixtures.h"
 #include "tests/parity/against_full.h"
+#include "tests/parity/parity_support.h"
 #include "tests/parity/teacher.h"
 #include "tests/support/node.h"
 
@@ -19,6 +20,7 @@ namespace {
 
 using testing::Best;
 using testing::CheckSameAsFullOnEveryPath;
+using testing::CheckSameAsFullOnGpu;
 using testing::Cosine;
 using testing::Dictate;
 using testing::Generated;
@@ -58,24 +60,34 @@ void HalfHits(const PolicyStatistics::Layer& layer) {
   CHECK(layer.HitRate() < 0.75);
 }
 
+testing::SameAsFull Half() {
+  return {[](PolicyOptions& options, int prompt) {
+            Covered(options, prompt);
+            options.scout.layer_ahead = false;
+          },
+          CheckBothSides, HalfHits};
+}
+
 TEST_CASE("half of the blocks in HBM, the rest on the CPU: logits and tokens are those of full") {
-  CheckSameAsFullOnEveryPath({[](PolicyOptions& options, int prompt) {
-                                Covered(options, prompt);
-                                options.scout.layer_ahead = false;
-                              },
-                              CheckBothSides, HalfHits});
+  CheckSameAsFullOnEveryPath(Half());
+}
+
+TEST_CASE(
+    "half of the blocks in HBM, the rest on the CPU: logits and tokens are those of full (cuda)",
+    "[cuda]") {
+  CheckSameAsFullOnGpu(Half());
 }
 
 // Random weights: a layer's input says less about the next layer's queries than in a model that was
 // trained, so this bounds from below how close a prediction comes.
-TEST_CASE("with predicted queries the logits stay close to those of full") {
+void CheckPredicted(const std::string& kernels) {
   for (const std::string& name : fixtures::TinyModels()) {
     INFO(name);
     const fixtures::GoldenCase golden = testing::LongestCase(name);
-    Teacher full(fixtures::ModelDir(name), "portable", DType::kBFloat16);
-    Teacher scout(
-        fixtures::ModelDir(name), "portable", DType::kBFloat16,
-        [&](PolicyOptions& options) { Covered(options, static_cast<int>(golden.prompt.size())); });
+    Teacher full(fixtures::ModelDir(name), kernels, DType::kBFloat16);
+    Teacher scout(fixtures::ModelDir(name), kernels, DType::kBFloat16, [&](PolicyOptions& options) {
+      Covered(options, static_cast<int>(golden.prompt.size()));
+    });
     double worst = 1, sum = 0;
     int same = 0, steps = 0;
     Dictate(golden, full, scout, [&](const auto& want, const auto& got) {
@@ -91,11 +103,19 @@ TEST_CASE("with predicted queries the logits stay close to those of full") {
   }
 }
 
+TEST_CASE("with predicted queries the logits stay close to those of full") {
+  CheckPredicted("portable");
+}
+
+TEST_CASE("with predicted queries the logits stay close to those of full (cuda)", "[cuda]") {
+  if (testing::HasPath("cuda")) CheckPredicted("cuda");
+}
+
 // Of a sequence that waits for room nothing is moved out: promises are firm.
-TEST_CASE("sequences for which HBM has no room wait, and give what each gives alone") {
+void CheckWaiting(const std::string& kernels) {
   NodeOptions options;
   options.model_dir = fixtures::ModelDir("tiny-llama");
-  options.kernels = "portable";
+  options.kernels = kernels;
   options.max_context = 512;
   options.max_sequences = 6;
   options.chunk_tokens = 48;
@@ -128,6 +148,15 @@ TEST_CASE("sequences for which HBM has no room wait, and give what each gives al
     CHECK(got.ids == alone[i].ids);
   }
   CHECK(node.Quiescent());
+}
+
+TEST_CASE("sequences for which HBM has no room wait, and give what each gives alone") {
+  CheckWaiting("portable");
+}
+
+TEST_CASE("sequences for which HBM has no room wait, and give what each gives alone (cuda)",
+          "[cuda]") {
+  if (testing::HasPath("cuda")) CheckWaiting("cuda");
 }
 
 }  // namespace

@@ -132,7 +132,7 @@ void Teacher::BeginWithCache(const std::vector<int32_t>& tokens, int context,
 
 std::vector<float> Teacher::Step(int position, int count, bool generates) {
   if (generates && !prompt_ended_) {
-    policy_->EndPrompt(0, position);
+    policy_->EndPrompt(0, position, {});
     AwaitWarm();
     prompt_ended_ = true;
   }

@@ -190,6 +190,8 @@ class HashModelImpl : public HashModel {
     }
     host.Enqueue<Step>(&MixIn, {this, in, kLayers});
     host.Enqueue<Step>(&Logits, {this, in, kLayers});
+    stream.After(stream.Branch(AttentionPolicy::kAheadBranch));
+    policy.EndStep(stream);
   }
 
  private:
@@ -201,13 +203,19 @@ class HashModelImpl : public HashModel {
   // The model's own order of things: DenseModel::LookAhead.
   void LookAhead(HostStream& host, const StepInputs& in, int layer, AttentionPolicy& policy) {
     if (in.decode_rows == 0 || layer == kLayers || !policy.LooksAhead(layer)) return;
+    // As there, before what it is made of changes; two layers' are under way at once.
     host.Enqueue<Step>(&Predict, {this, in, layer});
-    policy.Ahead(host, layer,
-                 {predicted_.as<float>(), kHeads * kHeadDim, in.slots, in.positions, in.decode_rows,
+    Stream& ahead = host.Branch(AttentionPolicy::kAheadBranch);
+    ahead.After(host);
+    policy.Ahead(ahead, layer,
+                 {Predicted(layer), kHeads * kHeadDim, in.slots, in.positions, in.decode_rows,
                   kHeads, kScale});
   }
   static int32_t TokenOf(const StepInputs& in, int32_t row) {
     return in.tokens[in.slots[row] * in.token_stride + in.positions[row]];
+  }
+  float* Predicted(int layer) const {
+    return predicted_.as<float>() + int64_t{layer % 2} * options_.max_rows * kHeads * kHeadDim;
   }
   uint64_t& state(int64_t row) { return states_.as<uint64_t>()[row]; }
 
@@ -253,7 +261,7 @@ class HashModelImpl : public HashModel {
   // be right whatever they are.
   static void Predict(const Step& s, CpuTeam*) {
     for (int64_t r = 0; r < s.in.decode_rows; ++r) {
-      WriteQueries(s, r, s.model->predicted_.as<float>() + r * kHeads * kHeadDim);
+      WriteQueries(s, r, s.model->Predicted(s.layer) + r * kHeads * kHeadDim);
     }
   }
   static void Logits(const Step& s, CpuTeam*) {
@@ -270,7 +278,7 @@ class HashModelImpl : public HashModel {
   const HashModelOptions options_;
   const Buffer states_;     // uint64 [max_rows]
   const Buffer qkv_;        // [max_rows][kQkv], K and V of 32-bit halves of words
-  const Buffer predicted_;  // [max_rows][kHeads * kHeadDim]
+  const Buffer predicted_;  // [2][max_rows][kHeads * kHeadDim], by a layer's parity
   const Buffer out_;        // [max_rows][kHeads][kHeadDim], of each head the first 8 bytes count
   const std::string fingerprint_ = "sim";
   ModelConfig config_;
@@ -311,7 +319,7 @@ absl::StatusOr<std::unique_ptr<HashModel>> NewHashModel(const HashModelOptions& 
   };
   SLUICE_ASSIGN_OR_RETURN(Buffer states, allocate(8));
   SLUICE_ASSIGN_OR_RETURN(Buffer qkv, allocate(kQkv * 4));
-  SLUICE_ASSIGN_OR_RETURN(Buffer predicted, allocate(kHeads * kHeadDim * 4));
+  SLUICE_ASSIGN_OR_RETURN(Buffer predicted, allocate(2 * kHeads * kHeadDim * 4));
   SLUICE_ASSIGN_OR_RETURN(Buffer out, allocate(kHeads * kHeadDim * 4));
   return std::make_unique<HashModelImpl>(options, std::move(states), std::move(qkv),
                                          std::move(predicted), std::move(out));

@@ -54,6 +54,7 @@ Node::Node(const NodeOptions& o) {
   transfers.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
   transfers.max_context = static_cast<uint32_t>(model_->max_context());
   transfers.max_lease = o.max_lease;
+  transfers.hint_tokens = policy_->hint_tokens();
   transfers.footprint = [this](int64_t context, int64_t total) {
     return policy_->FootprintOf(context, total);
   };

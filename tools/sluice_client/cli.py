@@ -164,6 +164,9 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--chat", action="store_true",
                    help="put the prompt into the model's chat template, as the user's message")
     p.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    p.add_argument("--keep", type=float, metavar="SECONDS",
+                   help="have the decode node keep the sequence for another turn")
+    p.add_argument("--sequence", metavar="ID", help="append the prompt to a sequence that was kept")
     _add_sampling(p, 128)
     p.add_argument("--json", action="store_true", help="print one JSON object at the end")
 

@@ -28,6 +28,8 @@ class Result:
     finish_reason: str = ""
     stop_string: str | None = None
     cached_tokens: int = 0
+    # Of the sequence that the node keeps for another turn; empty: it does not.
+    sequence_id: str = ""
     # From sending the request (to the prefill node, if there is one) to the first token.
     ttft_seconds: float | None = None
     # Gaps between arrivals of the output tokens: one less than there are tokens.
@@ -56,20 +58,27 @@ def prefill(address: str, decode_address: str, prompt_ids: list[int],
 
 def generate(decode_address: str, prompt_ids: list[int], sampling: common_pb2.SamplingParams, *,
              prefill_address: str | None = None, transfer_id: str | None = None,
+             sequence_id: str | None = None, keep_seconds: float | None = None,
              on_token: Callable[[int], None] | None = None,
              timeout: float | None = None) -> Result:
     """Generates one sequence; calls `on_token` with each id as it comes.
 
     With `prefill_address` the prompt is computed there and handed over; with `transfer_id` it was
-    handed over already; with neither the decode node computes it (its `local_prefill`). Leaving by
-    an exception (KeyboardInterrupt too) cancels the sequence. Raises ToolError.
+    handed over already; with neither the decode node computes it (its `local_prefill`). With
+    `sequence_id` the prompt is appended to a sequence that was kept. `keep_seconds`: how long this
+    one is to be kept for another turn (Result.sequence_id). Leaving by an exception (KeyboardInterrupt too) cancels the sequence. Raises ToolError.
     """
     result = Result(prompt_ids=list(prompt_ids))
     started = time.monotonic()
-    if prefill_address:
+    if prefill_address and not sequence_id:
         transfer_id = prefill(prefill_address, decode_address, prompt_ids, sampling, timeout)
     request = decode_pb2.GenerateRequest(sampling=sampling)
-    if transfer_id:
+    if keep_seconds:
+        request.keep.FromNanoseconds(int(keep_seconds * 1e9))
+    if sequence_id:
+        request.sequence_id = sequence_id
+        request.prompt_token_ids.extend(prompt_ids)
+    elif transfer_id:
         request.transfer_id = transfer_id
     else:
         request.prompt_token_ids.extend(prompt_ids)
@@ -104,6 +113,7 @@ def _finish(result: Result, finish: decode_pb2.Finish) -> None:
     if finish.HasField("stop_string"):
         result.stop_string = finish.stop_string
     result.cached_tokens = finish.usage.cached_tokens
+    result.sequence_id = finish.sequence_id
 
 
 class TextOutput:
@@ -148,6 +158,7 @@ def sampling_from(args) -> common_pb2.SamplingParams:
 
 def as_json(result: Result, output_text: str | None) -> str:
     """The object of --json, on one line."""
+    kept = {"sequence_id": result.sequence_id} if result.sequence_id else {}
     return json.dumps({
         "prompt_ids": result.prompt_ids,
         "output_ids": result.output_ids,
@@ -157,6 +168,7 @@ def as_json(result: Result, output_text: str | None) -> str:
         "finish_reason": result.finish_reason,
         "ttft_seconds": result.ttft_seconds,
         "itl_seconds": result.itl_seconds,
+        **kept,
     })
 
 
@@ -195,7 +207,8 @@ def run(args) -> int:
 
     try:
         result = generate(args.decode, prompt_from(args, text), sampling,
-                          prefill_address=args.prefill, on_token=on_token)
+                          prefill_address=args.prefill, sequence_id=args.sequence,
+                          keep_seconds=args.keep, on_token=on_token)
     except BaseException:
         if output and output.said and not args.json:
             print()  # So that what follows begins on a line of its own.
@@ -206,4 +219,8 @@ def run(args) -> int:
     else:
         print()
         print(summary(result), file=sys.stderr)
+        if result.sequence_id:
+            print(f"kept: --sequence {result.sequence_id}", file=sys.stderr)
+        elif args.keep:
+            print("not kept: the node has no room in DRAM", file=sys.stderr)
     return 0

@@ -1,7 +1,7 @@
 """Draws what `sluice-bench policies --out DIR` left there, as PNG files beside the report.
 
-Throughput over context and over batch, the share of the budget that the CPU attended to by layer, and the
-time of a step by operator. Needs matplotlib, which nothing else here does: this says so where it is missing.
+Throughput over context and over batch, the share of the budget that the CPU attended to by layer, the time
+of a step by operator, and three layers of a step as a timeline. Needs matplotlib, which nothing else here does: this says so where it is missing.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 from sluice_client.errors import ToolError
 
 # In the order of the table; a policy keeps its colour in every plot.
-_ORDER = ["full", "scout", "recall", "recall-fetch-all", "hgca", "oracle", "ends", "random"]
+_ORDER = ["full", "scout", "recall", "recall-fetch-all", "hgca", "hgca-mean", "oracle", "ends", "random"]
 _KERNELS = 12  # of a trace, by time; the rest is one piece
 
 
@@ -52,6 +52,18 @@ def split_of(trace: dict) -> list[tuple[str, float]]:
         parts.append(("other operators", rest))
     parts.append(("no kernel", max(trace["step_seconds"] - trace["kernels_seconds"], 0.0)))
     return parts
+
+
+def lanes(timeline: dict) -> list[tuple[int, list[tuple[str, float, float, bool]]]]:
+    """(stream, slices) of a timeline, the busiest stream first; slices: name, begin, length in us, whether it
+    is a kernel.
+    """
+    found: dict[int, list[tuple[str, float, float, bool]]] = {}
+    for piece in timeline["slices"]:
+        found.setdefault(piece["stream"], []).append(
+            (piece["name"], 1e6 * piece["begin"], 1e6 * (piece["end"] - piece["begin"]),
+             piece["kind"] == "kernel"))
+    return sorted(found.items(), key=lambda lane: -sum(length for _, _, length, _ in lane[1]))
 
 
 def _colour(policy: str) -> str:
@@ -124,7 +136,31 @@ def draw(report: dict, folder: Path) -> list[Path]:
     shown = dict(reversed(list(zip(*reversed(axes.get_legend_handles_labels())))))
     axes.legend(shown.values(), shown.keys(), fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, "step-by-operator.png")
+
+    for trace in traces:
+        if timeline := trace.get("timeline"):
+            save(_timeline(pyplot, trace["name"], timeline),
+                 f"timeline-{''.join(c if c.isalnum() or c in '.-' else '-' for c in trace['name'])}.png")
     return written
+
+
+def _timeline(pyplot, name: str, timeline: dict):
+    """Three layers: a row for each stream, a bar for each kernel (coloured by name) and copy (grey)."""
+    rows = lanes(timeline)
+    names = sorted({piece["name"] for piece in timeline["slices"] if piece["kind"] == "kernel"})
+    colours = {kernel: pyplot.get_cmap("tab20")(i % 20) for i, kernel in enumerate(names)}
+    figure, axes = pyplot.subplots(figsize=(12, 1.6 + 0.6 * len(rows)))
+    for row, (_, slices) in enumerate(rows):
+        for kernel, begin, length, is_kernel in slices:
+            axes.barh(row, length, left=begin, height=0.8, color=colours[kernel] if is_kernel else "lightgrey",
+                      edgecolor="black", linewidth=0.2, label=kernel)
+    axes.set_yticks(range(len(rows)), [f"stream {stream}" for stream, _ in rows], fontsize=7)
+    axes.invert_yaxis()
+    layer = 1e6 * timeline["layer_seconds"]["median"]
+    axes.set(xlabel=f"us; {name}; from one {timeline['anchor']} to the next {layer:.0f} us (median, traced)")
+    shown = dict(zip(*reversed(axes.get_legend_handles_labels())))
+    axes.legend(shown.values(), shown.keys(), fontsize=5, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
 
 
 def run(args) -> int:

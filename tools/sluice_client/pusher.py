@@ -221,6 +221,7 @@ class Pusher:
         self.transfer_id = answer.transfer_id
         self.context_length = context_length
         self._max_chunk_bytes = min(_CHUNK_BYTES, answer.max_chunk_bytes or _CHUNK_BYTES)
+        self.hint_tokens = answer.hint_tokens
         return self.transfer_id
 
     def write_layer(self, layer: int, k: Array, v: Array, token_begin: int = 0,
@@ -262,9 +263,14 @@ class Pusher:
         self._send(_Chunk(layer, kind, heads, tokens,
                           payload if callable(payload) else lambda: payload))
 
-    def commit(self, first_tokens: list[int | common_pb2.Token] = ()) -> str:
-        """Waits until all has landed, sends again what has not, commits; returns the transfer id."""
-        request = ingest_pb2.CommitRequest(transfer_id=self.transfer_id)
+    def commit(self, first_tokens: list[int | common_pb2.Token] = (),
+               hints: ingest_pb2.Hints | None = None) -> str:
+        """Waits until all has landed, sends again what has not, commits; returns the transfer id.
+
+        `hints`: the units that the sequence should begin with in HBM, `hint_tokens` tokens of each
+        entry at most.
+        """
+        request = ingest_pb2.CommitRequest(transfer_id=self.transfer_id, hints=hints)
         for token in first_tokens:
             request.first_tokens.append(
                 token if isinstance(token, common_pb2.Token) else common_pb2.Token(id=token))

@@ -21,9 +21,13 @@ _DOCUMENTS = [
     "/usr/share/doc/*/NEWS.gz", "/usr/share/perl/*/pod/*.pod", "/usr/share/perl/*/*/*.pod",
 ]
 _OWN = ["README.md", "kernels/README.md", "tests/fixtures/README.md"]
-_NEEDLE = " The pass key is {key}. Remember it: {key} is the pass key. "
-_QUESTION = "\n\nWhat is the pass key that is mentioned in the text above?"
-_ANSWER = "The pass key is"
+# As a text that goes on, not as a chat: a small model goes on with what it has read before where it does
+# not answer a question about it. SmolLM2-135M finds 8 of 8 keys in 2,000 to 7,800 tokens this way, and one
+# of four where a chat asks for them.
+_NEEDLE = "\n\nThe pass key is {key}. Remember it: {key} is the pass key.\n\n"
+_QUESTION = "\n\nThe pass key is"
+# Of a prompt beside the filler, at most.
+_NEEDLE_TOKENS = 60
 # A document counts for at most so much of the stream: variety.
 _MOST_CHARACTERS = 40_000
 
@@ -74,11 +78,11 @@ class Stream:
 
 
 def passkey(text: Text, filler: list[int], depth: float, key: str, length: int) -> dict:
-    """A chat of about `length` tokens that hides `key` at that share of its text."""
-    body = text.decode(filler[:length - 120])
+    """A text of about `length` tokens that hides `key` at that share of it, and begins to say it at its end."""
+    body = text.decode(filler[:length - _NEEDLE_TOKENS])
     at = body.find(" ", int(len(body) * depth))
     body = body[:at] + _NEEDLE.format(key=key) + body[at:]
-    prompt = text.render_chat([{"role": "user", "content": body + _QUESTION}]) + _ANSWER
+    prompt = body + _QUESTION
     ids = text.encode_plain(prompt)
     whole = text.encode_plain(prompt + f" {key}")
     if whole[:len(ids)] != ids:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from sluice_gpu import bench, cases, e2e, machine, weights
+from sluice_gpu import bench, cases, e2e, machine, policies, weights
 from sluice_gpu.jobs import Job, Result, end_with_signals, run_jobs
 from sluice_gpu.place import Place
 from sluice_gpu.stage import PAYLOAD
@@ -39,6 +39,9 @@ EXAMPLES = """examples:
   build/stage/gpu-test --unpack           only keep this part of the model for the next one
   tools/gpu-test --only 'rms_norm|merge'
   tools/gpu-test --bench --results out    the figures: out/bench.md, out/bench.json, a trace
+  tools/gpu-test --bench --part main64k   attention policies side by side: a part of that table
+  tools/gpu-test --bench --part main64k --quick --device cpu
+                                          its rehearsal, with a small model, anywhere
 """
 
 
@@ -110,9 +113,15 @@ def run_tests(place: Place, args: argparse.Namespace) -> Counter:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="gpu-test", description=ABOUT, epilog=EXAMPLES,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="no sanitizers")
+    parser.add_argument("--quick", action="store_true",
+                        help="no sanitizers; of --part a rehearsal with a small model")
     parser.add_argument("--only", metavar="REGEX", help="those whose name matches")
     parser.add_argument("--bench", action="store_true", help="the benches instead of the tests")
+    parser.add_argument("--part", choices=sorted(policies.PARTS),
+                        help="with --bench: this part of the policies' table, 8 minutes at most")
+    parser.add_argument("--texts", type=Path, metavar="FILE",
+                        help="for parts that measure quality (tools/sluice texts makes it)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="of --part")
     parser.add_argument("--unpack", action="store_true", help="unpack what was staged and stop")
     parser.add_argument("--results", type=Path, metavar="DIR",
                         help="where --bench writes (default: gpu-results in the checkout or stage)")
@@ -138,6 +147,12 @@ def main() -> int:
     print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     if args.bench:
         results = args.results or here / "gpu-results"
+        if args.part:
+            passed, failed, skipped = policies.run_part(place, results, args.part, args.device, args.quick,
+                                                        args.texts)
+            print(f"written: {results}/policies-{args.part}.md and .json, and what each run left beside them")
+            print(f"{passed} passed, {failed} failed, {skipped} skipped")
+            return 1 if failed or not passed else 0
         passed, failed, skipped = bench.run_benches(place, results, args.only)
         print(f"written: {results}/bench.md, {results}/bench.json")
     else:

@@ -24,8 +24,9 @@ MODEL = "smollm2-135m-instruct"
 # Of bin/: what runs there. Whatever else is named *_test and has no CUDA case stays here.
 PROGRAMS = ("sluice-server", "sluice-prefill", "sluice-bench", "sluice-make-fixture")
 TESTS = ("sluice_kernels_test", "device_test", "engine_test", "engine_allocation_test", "attention_test",
-         "prefill_test", "server_test", "model_files_test", "parity_tiny_models_test",
-         "parity_smollm2_test")
+         "co_attention_test", "hgca_test", "recall_policy_test", "scout_policy_test", "prefill_test",
+         "server_test", "model_files_test", "parity_tiny_models_test", "parity_policies_test",
+         "parity_hgca_test", "parity_recall_test", "parity_scout_test", "parity_smollm2_test")
 CUDA_PROGRAMS = ("*cuda*_test", "sluice-*-bench")
 # In every Linux of glibc, the driver's, or too large: cuBLAS is the GPU machine's own, if it has one.
 # What is named here is not carried.
@@ -33,7 +34,7 @@ SYSTEM_LIBRARIES = re.compile(r"^(ld-linux.*|libc|libm|libdl|librt|libpthread|li
                               r"libcuda|libnvidia-.*|libcublas|libcublasLt|linux-vdso)\.so")
 # Loaded by name when it is asked for: sluice-bench's trace.
 CUPTI = "libcupti.so.13"
-SOURCES = ("tools/sluice_client", "tests/fixtures", "tests/e2e", "configs/models/qwen3-8b",
+SOURCES = ("tools/sluice_client", "tests/fixtures", "tests/e2e", "configs/models",
            ".venv/sluice_stubs")
 FILES = ("tests/conftest.py", "tests/pytest.ini")
 # Pure Python that dequantises the weights and that the end-to-end tests import, for a machine that

@@ -83,36 +83,47 @@ class CoAttentionImpl : public CoAttention {
     return absl::OkStatus();
   }
 
-  kernels::UnitLists lists(int channel) const override { return side(channel).lists; }
-
   void Start(Stream& stream, int channel, const AttentionPolicy::Queries& queries,
-             const kernels::PagedCache& home) override {
+             const kernels::UnitLists& lists, const kernels::PagedCache& home) override {
     SLUICE_CHECK(queries.rows <= options_.max_rows && queries.heads == options_.heads);
     SetHome(channel, home, queries.scale);
     const CoAttentionSide& to = side(channel);
-    const size_t row_bytes = sizeof(int32_t) * static_cast<size_t>(queries.rows);
-    stream.Copy(to.rows, counts_ + queries.rows, sizeof(int32_t));
-    stream.Copy(to.slots, queries.slots, row_bytes);
-    stream.Copy(to.positions, queries.positions, row_bytes);
-    kernels::TransferParams q{};
-    q.source = queries.q;
-    q.target = to.q;
-    q.source_pitch = queries.stride * static_cast<int64_t>(sizeof(float));
-    q.target_pitch = int64_t{options_.heads} * options_.head_dim * int64_t{sizeof(float)};
-    q.counts = counts_ + queries.rows;
-    q.lists = 1;
-    q.capacity = queries.rows;
-    q.unit_bytes = static_cast<int32_t>(q.target_pitch);
-    options_.device->kernels().Transfer(stream, q);
+    const int32_t width = options_.heads * options_.head_dim;
+    kernels::CopyRowsParams post{};
+    const auto piece = [&post](const void* source, int64_t source_pitch, void* target, int32_t rows,
+                               int64_t bytes) {
+      post.pieces[post.count++] = {
+          source, target, source_pitch, bytes, nullptr, rows, static_cast<int32_t>(bytes)};
+    };
+    constexpr auto kWord = static_cast<int64_t>(sizeof(int32_t));
+    piece(queries.q, queries.stride * kWord, to.q, queries.rows, width * kWord);
+    piece(counts_ + queries.rows, kWord, to.rows, 1, kWord);
+    piece(queries.slots, 0, to.slots, 1, queries.rows * kWord);
+    piece(queries.positions, 0, to.positions, 1, queries.rows * kWord);
+    if (options_.source == nullptr) {
+      SLUICE_CHECK(lists.capacity == options_.capacity);
+      const int64_t count = int64_t{queries.rows} * options_.kv_heads;
+      piece(lists.counts, 0, to.lists.counts, 1, count * kWord);
+      // All of each: how many are meant is known on the device alone.
+      piece(lists.units, 0, to.lists.units, 1, count * lists.capacity * kWord);
+    }
+    options_.device->kernels().CopyRows(stream, post);
     team_->Raise(stream, channel);
   }
 
   // Answers lie by slot.
-  void Finish(Stream& stream, int channel, int rows, float* o, float* lse) override {
+  void Finish(Stream& stream, int channel, const int32_t* slots, int rows, float* o,
+              float* lse) override {
     team_->Await(stream, channel);
     const CoAttentionSide& from = side(channel);
-    Gather(stream, from, rows, from.o, options_.heads * options_.head_dim, o);
-    Gather(stream, from, rows, from.lse, options_.heads, lse);
+    kernels::CopyRowsParams bring{};
+    const auto piece = [&](const float* source, float* target, int32_t width) {
+      const int32_t bytes = width * static_cast<int32_t>(sizeof(float));
+      bring.pieces[bring.count++] = {source, target, bytes, bytes, slots, rows, bytes};
+    };
+    piece(from.o, o, options_.heads * options_.head_dim);
+    piece(from.lse, lse, options_.heads);
+    options_.device->kernels().CopyRows(stream, bring);
   }
 
   void Join(int slot) override {
@@ -182,20 +193,6 @@ class CoAttentionImpl : public CoAttention {
                  "a channel is of one layer");
   }
 
-  void Gather(Stream& stream, const CoAttentionSide& from, int rows, const float* source, int width,
-              float* target) const {
-    kernels::TransferParams p{};
-    p.source = source;
-    p.target = target;
-    p.unit_bytes = width * static_cast<int32_t>(sizeof(float));
-    p.source_pitch = p.target_pitch = p.unit_bytes;
-    p.source_units = from.slots;
-    p.counts = counts_ + rows;
-    p.lists = 1;
-    p.capacity = rows;
-    options_.device->kernels().Transfer(stream, p);
-  }
-
   // A group's workers that are left; where none is, the next group's.
   uint32_t ServersOf(int slot) const {
     const int groups = CoAttentionGroups(options_);
@@ -236,15 +233,14 @@ class CoAttentionImpl : public CoAttention {
             servers_[static_cast<size_t>(slot)].load(std::memory_order_relaxed);
         return (servers & bit) != 0 ? servers : 0;
       });
+      share.TakeItems(side(channel), bit);
     }
     if (share.rows().empty()) return false;
     SLUICE_RETURN_IF_ERROR(InjectedFault());
-    for (const WorkerShare::Row& row : share.rows()) {
-      const int mine = std::popcount(row.servers & (bit - 1)), of = std::popcount(row.servers);
-      // The first of a sequence's heads goes round, so that what they cannot share evenly does not
-      // come to the same worker in every layer.
+    for (size_t i = 0; i < share.rows().size(); ++i) {
+      const WorkerShare::Row& row = share.rows()[i];
       for (int head = 0; head < options_.kv_heads; ++head) {
-        if ((head + row.slot + channel) % of != mine) continue;
+        if (!share.Mine(i, head)) continue;
         SLUICE_ASSIGN_OR_RETURN(const bool in_time, Attend(worker, channel, row, head, share));
         if (!in_time) return true;
       }

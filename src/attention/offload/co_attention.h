@@ -1,10 +1,12 @@
 // Co-attention: CPU workers that attend to lists of units in the sequences' home while the device
 // goes on, fed and answered through a mailbox.
 //
-// A *channel* is one request that may be under way, one for each layer. The device writes the lists
-// to lists(channel) and calls Start; workers compute (o, lse) of every (row, KV head); Finish makes
-// the stream wait for that and brings it to device memory. Both may be recorded. At most two
-// channels are under way at once, of neighbouring layers.
+// A *channel* is one request that may be under way, one for each layer. Start posts queries and
+// lists to pinned memory, in one launch, and raises the request; workers compute (o, lse) of every
+// (row, KV head); Finish makes its stream wait for that and brings it to device memory, in one
+// launch. Both may be recorded, and are on streams of the caller's choice, one after the other: a
+// stream that only waits for answers keeps nobody else. At most two channels are under way at once,
+// of neighbouring layers: Start(channel) comes after Finish(channel - 2).
 //
 // Workers are in groups, a sequence (a slot) belongs to one group, whose workers share its KV
 // heads; a head's K and V are read once for all its query heads. A worker that fails, dies or
@@ -71,13 +73,15 @@ class CoAttention {
   static absl::StatusOr<std::unique_ptr<CoAttention>> Create(const Options& options);
   virtual ~CoAttention() = default;
 
-  // Where the device writes the units to attend to, for the rows of the next Start on the channel.
-  virtual kernels::UnitLists lists(int channel) const = 0;
-  // `home`: the layer's.
+  // `lists`: the units that each (row, KV head) attends to, in device memory; not read where there
+  // is a source. `home`: the layer's, with a table that
+  // the host can read.
   virtual void Start(Stream& stream, int channel, const AttentionPolicy::Queries& queries,
-                     const kernels::PagedCache& home) = 0;
-  // o [rows][heads][head_dim] and lse [rows][heads], in device memory; `rows` as at Start.
-  virtual void Finish(Stream& stream, int channel, int rows, float* o, float* lse) = 0;
+                     const kernels::UnitLists& lists, const kernels::PagedCache& home) = 0;
+  // o [rows][heads][head_dim] and lse [rows][heads], in device memory; `slots` and `rows` as at
+  // Start. Those of padded rows are left as they are.
+  virtual void Finish(Stream& stream, int channel, const int32_t* slots, int rows, float* o,
+                      float* lse) = 0;
 
   // A new sequence moves into the slot.
   virtual void Join(int slot) = 0;

@@ -8,13 +8,29 @@
 
 namespace sluice {
 
+namespace {
+
+// Fills `units`, ascending and below `end`, up to `count` with the newest that it lacks.
+void AddNewest(int64_t end, size_t count, std::vector<int32_t>* units) {
+  auto unit = static_cast<int32_t>(end - 1);
+  const size_t named = units->size();
+  for (size_t i = named; units->size() < count; --unit) {
+    while (i > 0 && (*units)[i - 1] > unit) --i;
+    if (i == 0 || (*units)[i - 1] != unit) units->push_back(unit);
+  }
+  std::sort(units->begin(), units->end());
+}
+
+}  // namespace
+
 int OffloadPolicy::MaxDecodeRows(const PolicyOptions& options) {
   return std::max(options.slots, options.device->RowBucket(options.slots));
 }
 
 absl::StatusOr<Buffer> OffloadPolicy::AllocateWritten(const PolicyOptions& options) {
   const CacheKind& kind = options.hbm->layout().kinds[0];
-  const int64_t bytes = int64_t{MaxDecodeRows(options)} * kind.heads * kind.bytes_per_token;
+  const int64_t bytes = int64_t{options.hbm->layout().layers} * MaxDecodeRows(options) *
+                        kind.heads * kind.bytes_per_token;
   return options.device->Allocate(MemoryKind::kDevice, static_cast<size_t>(bytes),
                                   "keys and values of a step");
 }
@@ -77,22 +93,30 @@ void OffloadPolicy::Release(int slot) {
   tier_->Release(slot);
 }
 
-void OffloadPolicy::EndPrompt(int slot, int64_t tokens) {
-  tier_->WarmUp(slot, tokens, FirstUnits(slot, tokens),
+int64_t OffloadPolicy::hint_tokens() const {
+  return int64_t{tier_->options().recall_blocks} * tier_->block_tokens();
+}
+
+void OffloadPolicy::EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) {
+  tier_->WarmUp(slot, tokens, FirstUnits(slot, tokens, hints),
                 [&](Stream& stream, const OffloadTier::BulkRow& row) {
                   BuildArrays(stream, slot, tokens, row);
                 });
 }
 
 bool OffloadPolicy::MakeFirm(int /*slot*/) { return true; }
-void OffloadPolicy::Evict(int /*slot*/, int64_t /*tokens*/) {
-  SLUICE_CHECK(false, "nothing is preempted");
-}
-std::unique_ptr<SequenceCache> OffloadPolicy::TakeHome(int /*slot*/) {
-  SLUICE_CHECK(false, "nothing is preempted");
+bool OffloadPolicy::MakeWayOut(int /*slot*/, int64_t /*tokens*/) { return true; }
+void OffloadPolicy::Evict(int /*slot*/, int64_t /*tokens*/) {}
+std::unique_ptr<SequenceCache> OffloadPolicy::TakeHome(int slot) {
+  SLUICE_CHECK(Warm(slot), "a slot is released at rest");
+  Left(slot);
+  std::unique_ptr<SequenceCache> home = tier_->TakeHome(slot);
+  tier_->Release(slot);
+  return home;
 }
 
-std::vector<std::vector<int32_t>> OffloadPolicy::FirstUnits(int slot, int64_t tokens) {
+std::vector<std::vector<int32_t>> OffloadPolicy::FirstUnits(int slot, int64_t tokens,
+                                                            const SelectionHints& hints) {
   const OffloadTierOptions& o = tier_->options();
   const int64_t per_block = tier_->block_tokens() / o.unit_tokens;
   const int64_t ring = o.ring_blocks * per_block;
@@ -100,16 +124,45 @@ std::vector<std::vector<int32_t>> OffloadPolicy::FirstUnits(int slot, int64_t to
   const int64_t end = std::max<int64_t>(tokens / o.unit_tokens - ring + 1, 0);
   const int64_t places = tier_->PlacesOf(totals_[static_cast<size_t>(slot)]);
   const int64_t count = std::min(std::max<int64_t>(places - ring, 0), end);
-  std::vector<int32_t> units;
+  std::vector<int32_t> newest;
   for (int64_t i = 0; i < count; ++i) {
-    units.push_back(static_cast<int32_t>(i < per_block ? i : end - count + i));
+    newest.push_back(static_cast<int32_t>(i < per_block ? i : end - count + i));
   }
-  const int sparse = o.hbm->layout().layers - o.dense_layers;
-  return std::vector<std::vector<int32_t>>(static_cast<size_t>(sparse * kv().heads), units);
+  const int layers = o.hbm->layout().layers;
+  std::vector<std::vector<int32_t>> all(static_cast<size_t>((layers - o.dense_layers) * kv().heads),
+                                        newest);
+  if (hints.empty()) return all;
+  HintedUnits hinted(hints, o.unit_tokens, end);
+  size_t list = 0;
+  for (int layer = o.dense_layers; layer < layers; ++layer) {
+    for (int head = 0; head < kv().heads; ++head, ++list) {
+      std::vector<int32_t>& units = all[list];
+      units.resize(static_cast<size_t>(std::min(per_block, count)));
+      hinted.Append(static_cast<uint32_t>(layer), static_cast<uint32_t>(head),
+                    static_cast<size_t>(count) - units.size(), &units);
+      std::sort(units.begin(), units.end());
+      AddNewest(end, static_cast<size_t>(count), &units);
+    }
+  }
+  return all;
 }
 
 void OffloadPolicy::BuildArrays(Stream& /*stream*/, int /*slot*/, int64_t /*tokens*/,
                                 const OffloadTier::BulkRow& /*row*/) {}
+
+void* OffloadPolicy::written(int layer) const {
+  return written_.as<uint8_t>() +
+         int64_t{layer} * max_decode_rows() * kv().heads * kv().bytes_per_token;
+}
+
+void OffloadPolicy::WriteHome(Stream& stream, int layer, const int32_t* slots,
+                              const int32_t* positions, int32_t rows) const {
+  kernels().WriteThrough(stream, {written(layer), slots, positions, tier_->Home(layer), rows});
+}
+
+void OffloadPolicy::EndStep(Stream& stream) {
+  for (int i = 0; i < Stream::kBranches; ++i) stream.After(stream.Branch(i));
+}
 
 void OffloadPolicy::Append(Stream& stream, int layer, kernels::RopeAppendParams params) {
   const int32_t decode = params.decode_rows;
@@ -117,11 +170,10 @@ void OffloadPolicy::Append(Stream& stream, int layer, kernels::RopeAppendParams 
   if (decode > 0) {
     SLUICE_CHECK(decode <= max_decode_rows(), "one decode row of a sequence in a step");
     params.cache = tier_->dense(layer) ? tier_->Dense(layer) : tier_->Ring(layer);
-    params.written = written_.data();
+    params.written = written(layer);
     params.rows = decode;
     kernels().RopeAppend(stream, params);
-    kernels().WriteThrough(
-        stream, {written_.data(), params.slots, params.positions, tier_->Home(layer), decode});
+    if (attends_at_home()) WriteHome(stream, layer, params.slots, params.positions, decode);
   }
   if (prompt.rows == decode) return;
   prompt.cache = tier_->Home(layer);
@@ -138,15 +190,23 @@ void OffloadPolicy::Append(Stream& stream, int layer, kernels::RopeAppendParams 
 void OffloadPolicy::Attend(Stream& stream, int layer, kernels::AttentionParams params) {
   const int32_t decode = params.decode_rows;
   kernels::AttentionParams prompt = params;
-  if (decode > 0 && tier_->dense(layer)) {
-    params.cache = tier_->Dense(layer);
-    params.rows = decode;
-    kernels().Attention(stream, params);
-  } else if (decode > 0) {
-    AttendSparse(stream, layer,
-                 {params.q, params.q_stride, params.slots, params.positions, decode, params.heads,
-                  params.scale},
-                 params.out, params.out_type);
+  if (decode > 0) {
+    Queries queries{params.q, params.q_stride, params.slots, params.positions,
+                    decode,   params.heads,    params.scale};
+    if (tier_->dense(layer)) {
+      params.cache = tier_->Dense(layer);
+      params.rows = decode;
+      kernels().Attention(stream, params);
+    } else {
+      AttendSparse(stream, layer, queries, params.out, params.out_type);
+    }
+    // Nobody reads these tokens at home, or what Settle makes of them, before the next step: what
+    // is newest lies in HBM.
+    Stream& settling = SettlingBranch(stream);
+    settling.After(stream);
+    if (!attends_at_home()) WriteHome(settling, layer, params.slots, params.positions, decode);
+    queries.q = nullptr;
+    if (!tier_->dense(layer)) Settle(settling, layer, queries);
   }
   if (prompt.rows == decode) return;
   prompt.cache = tier_->Home(layer);

@@ -1,11 +1,15 @@
 #include "src/attention/offload/offload_tier.h"
 
 #include <algorithm>
+#include <limits>
+#include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "src/attention/offload/offload_pages.h"
 #include "src/attention/offload/warm_copies.h"
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
 
 namespace sluice {
 namespace {
@@ -16,7 +20,9 @@ class OffloadTierImpl : public OffloadTier {
  public:
   struct Buffers {
     WarmConstants constants;
-    Buffer home_tables;    // int32 [slots][layers][most_blocks], pinned
+    // int32 [slots][layers][most_blocks] of homes: for kernels, which would wait for the link at
+    // every block, and for workers; they are sent from there.
+    Buffer device_home_tables, host_home_tables;
     Buffer device_tables;  // int32 [slots][OffloadPages::entries()]
     Buffer host_tables;    // the same, where they are sent from
     Buffer device_rows;    // int32 [slots][3]: BulkRow's
@@ -69,11 +75,14 @@ class OffloadTierImpl : public OffloadTier {
              std::unique_ptr<SequenceCache>& home) override {
     Slot& s = slots_.at(static_cast<size_t>(slot));
     SLUICE_CHECK(s.hbm == nullptr, "a slot has one sequence");
-    SLUICE_CHECK(home == nullptr ? context == 0 : home->Covers(pages_.HomeTokensOf(total)),
-                 "a home has room for its sequence's end");
+    SLUICE_CHECK(home != nullptr || context == 0);
     if (SLUICE_FAILPOINT(kKvAdmit)) return false;
     Reservation hbm = options_.hbm->TryReserve(pages_.PoolTokensOf(total));
     if (hbm.empty()) return false;
+    if (home != nullptr && !home->Covers(pages_.HomeTokensOf(total)) &&
+        !home->Extend(pages_.HomeTokensOf(total))) {
+      return false;
+    }
     if (home == nullptr) {
       Reservation dram = options_.dram->TryReserve(pages_.HomeTokensOf(total));
       if (dram.empty()) return false;
@@ -86,9 +95,13 @@ class OffloadTierImpl : public OffloadTier {
     s.total = total;
     WriteHomeTable(slot);
     WriteTable(slot);
-    const auto at = static_cast<size_t>(slot * pages_.entries());
-    copy_stream_->Copy(buffers_.device_tables.as<int32_t>() + at, Table(slot),
-                       static_cast<size_t>(pages_.entries()) * sizeof(int32_t));
+    const auto send = [&](const Buffer& target, const Buffer& source, int64_t entries) {
+      const int64_t at = slot * entries;
+      copy_stream_->Copy(target.as<int32_t>() + at, source.as<int32_t>() + at,
+                         static_cast<size_t>(entries) * sizeof(int32_t));
+    };
+    send(buffers_.device_tables, buffers_.host_tables, pages_.entries());
+    send(buffers_.device_home_tables, buffers_.host_home_tables, home_entries());
     copy_stream_->Record(*s.placed);
     return true;
   }
@@ -103,6 +116,10 @@ class OffloadTierImpl : public OffloadTier {
     SLUICE_CHECK(s.hbm != nullptr && Warm(slot), "released once, and while nothing is copied");
     s.home.reset();
     s.hbm.reset();
+  }
+
+  std::unique_ptr<SequenceCache> TakeHome(int slot) override {
+    return std::move(slots_[static_cast<size_t>(slot)].home);
   }
 
   void WarmUp(int slot, int64_t tokens, const std::vector<std::vector<int32_t>>& units,
@@ -142,8 +159,10 @@ class OffloadTierImpl : public OffloadTier {
   }
 
   kernels::PagedCache Home(int layer) const override {
-    return Cache(*options_.dram, buffers_.home_tables.as<int32_t>() + layer * pages_.most_blocks,
-                 pages_.layers * pages_.most_blocks);
+    return Home(layer, buffers_.device_home_tables);
+  }
+  kernels::PagedCache HostHome(int layer) const override {
+    return Home(layer, buffers_.host_home_tables);
   }
   kernels::PagedCache Dense(int layer) const override {
     SLUICE_CHECK(dense(layer));
@@ -203,6 +222,11 @@ class OffloadTierImpl : public OffloadTier {
     return buffers_.device_tables.as<int32_t>() + entry;
   }
 
+  int64_t home_entries() const { return pages_.layers * pages_.most_blocks; }  // of a slot
+  kernels::PagedCache Home(int layer, const Buffer& tables) const {
+    return Cache(*options_.dram, tables.as<int32_t>() + layer * pages_.most_blocks, home_entries());
+  }
+
   kernels::PagedCache Cache(const PagePool& pool, const int32_t* table, int64_t stride) const {
     const CacheKind& kind = pages_.kind;
     kernels::PagedCache cache;
@@ -232,10 +256,11 @@ class OffloadTierImpl : public OffloadTier {
     return out;
   }
 
-  // Read by steps and by nobody else; none has the slot now.
+  // Read by steps and by nobody else; none has the slot now. (A worker that is late for one reads
+  // the copy that it took in time, worker_share.h.)
   void WriteHomeTable(int slot) {
     const SequenceCache& home = *slots_[static_cast<size_t>(slot)].home;
-    int32_t* out = buffers_.home_tables.as<int32_t>() + slot * pages_.layers * pages_.most_blocks;
+    int32_t* out = buffers_.host_home_tables.as<int32_t>() + slot * home_entries();
     for (int layer = 0; layer < pages_.layers; ++layer, out += pages_.most_blocks) {
       const std::vector<int32_t>& pages = home.Pages(layer, kKv);
       std::copy_n(pages.begin(),
@@ -278,12 +303,42 @@ class OffloadTierImpl : public OffloadTier {
   std::unique_ptr<Stream> build_stream_;
 };
 
+// What the operators of recall count in int32.
+absl::Status CheckRecall(const OffloadTierOptions& options, const OffloadPages& pages) {
+  const int64_t places = pages.place_units() - pages.ring_units();
+  const int64_t most = options.device->kernels().MaxRecallPlaces();
+  if (places > most) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("budget_tokens: device ", options.device->name(), " takes ", most,
+                     " units of ", pages.unit_tokens(), " tokens that are recalled, found ", places,
+                     ": take a smaller budget"));
+  }
+  // Pieces that are moved have an index in their arena (RecallParams): a block, or a token's K row.
+  // The 2^31 of them that there may be are 256 GiB of rows of 128 B, 512 GiB of rows of 256 B.
+  const int64_t piece_bytes = pages.units_per_block == 1
+                                  ? pages.kind.block_bytes()
+                                  : pages.kind.bytes_per_token / pages.kind.parts;
+  for (const auto& [field, pool] :
+       {std::pair{"hbm_bytes", options.hbm}, std::pair{"dram_bytes", options.dram}}) {
+    const int64_t bytes = pool->UsageOf(kKv).capacity_bytes;
+    if (options.recall_blocks == 0 || bytes / piece_bytes <= std::numeric_limits<int32_t>::max()) {
+      continue;
+    }
+    return absl::InvalidArgumentError(
+        absl::StrCat(field, ": with this policy at most ",
+                     piece_bytes * int64_t{std::numeric_limits<int32_t>::max()},
+                     ", 2^31 pieces of ", piece_bytes, " bytes, found ", bytes));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<OffloadTier>> OffloadTier::Create(
     const OffloadTierOptions& options) {
   SLUICE_CHECK(!options.hbm->overcommitted(), "what is taken at admission is never given up");
   SLUICE_ASSIGN_OR_RETURN(OffloadPages pages, OffloadPages::Of(options));
+  SLUICE_RETURN_IF_ERROR(CheckRecall(options, pages));
   OffloadTierImpl::Buffers buffers;
   SLUICE_ASSIGN_OR_RETURN(buffers.constants, WarmConstants::Create(pages, options.device));
   const auto allocate = [&](Buffer* buffer, MemoryKind kind, int64_t entries) {
@@ -292,8 +347,9 @@ absl::StatusOr<std::unique_ptr<OffloadTier>> OffloadTier::Create(
     if (made.ok()) *buffer = *std::move(made);
     return made.status();
   };
-  SLUICE_RETURN_IF_ERROR(allocate(&buffers.home_tables, MemoryKind::kPinned,
-                                  int64_t{pages.layers} * pages.most_blocks));
+  const int64_t home_entries = int64_t{pages.layers} * pages.most_blocks;
+  SLUICE_RETURN_IF_ERROR(allocate(&buffers.device_home_tables, MemoryKind::kDevice, home_entries));
+  SLUICE_RETURN_IF_ERROR(allocate(&buffers.host_home_tables, MemoryKind::kPinned, home_entries));
   SLUICE_RETURN_IF_ERROR(allocate(&buffers.device_tables, MemoryKind::kDevice, pages.entries()));
   SLUICE_RETURN_IF_ERROR(allocate(&buffers.host_tables, MemoryKind::kPinned, pages.entries()));
   SLUICE_RETURN_IF_ERROR(allocate(&buffers.device_rows, MemoryKind::kDevice, 3));

@@ -67,7 +67,8 @@ class OffloadTier {
   virtual Footprint FootprintOf(int64_t context, int64_t total) const = 0;
   virtual int64_t max_tokens() const = 0;
   virtual AttentionPolicy::Room RoomNow() const = 0;
-  // Takes HBM and keeps `home` (or takes one for `total` tokens from DRAM). The page numbers are on
+  // Takes HBM and keeps `home`, made larger where it is too small (or takes one for `total` tokens
+  // from DRAM). The page numbers are on
   // their way; residency and arrays are WarmUp's. False: no room now, and nothing has changed.
   virtual bool Admit(int slot, int64_t context, int64_t total,
                      std::unique_ptr<SequenceCache>& home) = 0;
@@ -75,6 +76,8 @@ class OffloadTier {
   virtual void Grow(int slot, int64_t tokens) = 0;
   // REQUIRES: nothing reads or writes the slot's pages any more.
   virtual void Release(int slot) = 0;
+  // Before Release, where the home is to outlive it.
+  virtual std::unique_ptr<SequenceCache> TakeHome(int slot) = 0;
 
   // Makes the working set of the slot's first `tokens` tokens, as the row of position `tokens` will
   // find it: the newest blocks in the ring, the dense layers' caches, and `units` (of each sparse
@@ -99,6 +102,8 @@ class OffloadTier {
   bool dense(int layer) const { return layer < options_.dense_layers; }
   virtual kernels::PagedCache Home(int layer) const = 0;   // by block; in pinned memory
   virtual kernels::PagedCache Dense(int layer) const = 0;  // REQUIRES: dense(layer); by block
+  // The home as CPU workers read it: its table is in the host's memory too.
+  virtual kernels::PagedCache HostHome(int layer) const = 0;
   // REQUIRES of these: !dense(layer).
   virtual kernels::PagedCache Ring(int layer) const = 0;    // by block, ring_blocks set
   virtual kernels::PagedCache Places(int layer) const = 0;  // by place of a block, ring first

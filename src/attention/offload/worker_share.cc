@@ -1,6 +1,7 @@
 #include "src/attention/offload/worker_share.h"
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 
 namespace sluice {
@@ -50,13 +51,51 @@ WorkerShare::WorkerShare(const CoAttention::Options& options)
       places_(units_.size()),
       counts_(static_cast<size_t>(options.kv_heads)),
       pages_(static_cast<size_t>(options.capacity)) {
-  rows_.reserve(static_cast<size_t>(options.max_rows));
+  const auto rows = static_cast<size_t>(options.max_rows);
+  rows_.reserve(rows);
+  mine_.reserve(rows * counts_.size());
+  costs_.reserve(rows * counts_.size());
+  groups_.reserve(rows);
 }
 
 void WorkerShare::TakeQuery(const CoAttentionSide& request, const Row& row, int head) {
   const int64_t width = int64_t{options_.heads} * options_.head_dim;
   std::copy_n(request.q + row.row * width + head * group_floats_, group_floats_,
               q_.begin() + head * group_floats_);
+}
+
+void WorkerShare::TakeItems(const CoAttentionSide& request, uint32_t bit) {
+  // What a list costs beside its tokens: queries in, a result out, a switch.
+  constexpr int32_t kListTokens = 16;
+  const auto heads = static_cast<size_t>(options_.kv_heads);
+  costs_.clear();
+  groups_.clear();
+  mine_.assign(rows_.size() * heads, false);
+  // Nearly always all rows have the same servers; not where workers have died.
+  const auto group_of = [this](uint32_t servers) -> Group& {
+    for (Group& group : groups_) {
+      if (group.servers == servers) return group;
+    }
+    return groups_.emplace_back(Group{servers, 0, 0});
+  };
+  for (const Row& row : rows_) {
+    Group& group = group_of(row.servers);
+    for (size_t head = 0; head < heads; ++head) {
+      const size_t list = static_cast<size_t>(row.row) * heads + head;
+      costs_.push_back(kListTokens + (options_.source == nullptr
+                                          ? request.lists.counts[list] * options_.unit_tokens
+                                          : 0));
+      group.cost += costs_.back();
+    }
+  }
+  for (size_t item = 0; item < costs_.size(); ++item) {
+    Group& group = group_of(rows_[item / heads].servers);
+    const int64_t of = std::popcount(group.servers);
+    const int64_t rank = std::popcount(group.servers & (bit - 1));
+    // Whose share the middle of the list is in.
+    mine_[item] = (2 * group.before + costs_[item]) * of / (2 * group.cost) == rank;
+    group.before += costs_[item];
+  }
 }
 
 void WorkerShare::TakeList(const CoAttentionSide& request, const ChannelHome& home, const Row& row,

@@ -79,6 +79,15 @@ class WorkerShare {
   }
   const std::vector<Row>& rows() const { return rows_; }
 
+  // Which KV heads of the rows taken are this worker's, `bit` among their servers. Workers of a
+  // group divide all lists of their sequences by tokens, in order, each by the same arithmetic on
+  // the same counts: lists differ by a factor of ten, and a round is as long as its last worker.
+  void TakeItems(const CoAttentionSide& request, uint32_t bit);
+  // Of row i of rows().
+  bool Mine(size_t i, int head) const {
+    return mine_[i * static_cast<size_t>(options_.kv_heads) + static_cast<size_t>(head)];
+  }
+
   // One KV head of a row: its queries, and the list with its pages.
   void TakeQuery(const CoAttentionSide& request, const Row& row, int head);
   void TakeList(const CoAttentionSide& request, const ChannelHome& home, const Row& row, int head);
@@ -95,7 +104,15 @@ class WorkerShare {
   int64_t group_;         // query heads of a KV head
   int64_t group_floats_;  // of their vectors
   int64_t tokens_ = 0;
-  std::vector<Row> rows_;  // [max_rows] at most
+  std::vector<Row> rows_;       // [max_rows] at most
+  std::vector<bool> mine_;      // [rows][kv_heads]
+  std::vector<int32_t> costs_;  // [rows][kv_heads]: of a list, in tokens
+  // Rows of the same servers: what their lists cost, and those that have been given out.
+  struct Group {
+    uint32_t servers;
+    int64_t cost, before;
+  };
+  std::vector<Group> groups_;
   // Of one row, as SparseAttentionParams has them.
   std::vector<float> q_;         // [heads][head_dim]
   std::vector<float> o_;         // [heads][head_dim]

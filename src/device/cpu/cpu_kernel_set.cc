@@ -126,6 +126,13 @@ class CpuKernelSet : public KernelSet {
   void MovingAverage(Stream& s, const kernels::MovingAverageParams& p) override {
     Launch(s, "moving_average", table_.moving_average, p, kAnyLength);
   }
+  void CopyRows(Stream& s, const kernels::CopyRowsParams& p) override {
+    int64_t words = 0;
+    for (int32_t i = 0; i < p.count; ++i) {
+      words += int64_t{p.pieces[i].rows} * p.pieces[i].row_bytes / 4;
+    }
+    Launch(s, "copy_rows", table_.copy_rows, p, words);
+  }
 
  private:
   template <typename Params>

@@ -13,6 +13,10 @@ namespace {
 
 namespace cuda = kernels::cuda;
 
+// Of attention's heads (kernels/cuda/attention.cu).
+constexpr int32_t kHeadDimStep = 16;
+constexpr int32_t kMaxHeadDim = 256;
+
 absl::Status AtMost(const char* field, int32_t most, int32_t found) {
   if (found <= most) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(field, ": the GPU's operators take at most ", most,
@@ -32,6 +36,12 @@ class CudaKernelSet : public KernelSet {
           absl::StrCat("block_tokens: expected a multiple of ", cuda::kBlockTokensStep,
                        " with --device cuda, found ", shape.block_tokens));
     }
+    if (shape.head_dim % kHeadDimStep != 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("head_dim: the GPU's attention takes multiples of ", kHeadDimStep,
+                       ", found ", shape.head_dim, ": run with --device cpu"));
+    }
+    SLUICE_RETURN_IF_ERROR(AtMost("head_dim", kMaxHeadDim, shape.head_dim));
     SLUICE_RETURN_IF_ERROR(AtMost("hidden_size", cuda::kMaxNormDim, shape.hidden_size));
     return AtMost("vocab_size", cuda::kMaxVocabulary, shape.vocab_size);
   }
@@ -72,6 +82,48 @@ class CudaKernelSet : public KernelSet {
   }
   void Transfer(Stream& s, const kernels::TransferParams& p) override {
     Launch(s, cuda::LaunchTransfer, p, "transfer");
+  }
+
+  bool HasSparse() const override { return true; }
+  int32_t MaxRecallPlaces() const override { return cuda::kMaxRecallPlaces; }
+  void Digest(Stream& s, const kernels::DigestParams& p) override {
+    Launch(s, cuda::LaunchDigest, p, "digests");
+  }
+  void DigestScores(Stream& s, const kernels::DigestScoresParams& p) override {
+    Launch(s, cuda::LaunchDigestScores, p, "scores of digests");
+  }
+  void ExactScores(Stream& s, const kernels::ExactScoresParams& p) override {
+    Launch(s, cuda::LaunchExactScores, p, "exact scores");
+  }
+  void PartialKeys(Stream& s, const kernels::PartialKeysParams& p) override {
+    Launch(s, cuda::LaunchPartialKeys, p, "partial keys");
+  }
+  void PartialScores(Stream& s, const kernels::PartialScoresParams& p) override {
+    Launch(s, cuda::LaunchPartialScores, p, "scores of partial keys");
+  }
+  void TopK(Stream& s, const kernels::TopKParams& p) override {
+    Launch(s, cuda::LaunchTopK, p, "top-k");
+  }
+  void Split(Stream& s, const kernels::SplitParams& p) override {
+    Launch(s, cuda::LaunchSplit, p, "a split by residency");
+  }
+  void RecallDue(Stream& s, const kernels::RecallDueParams& p) override {
+    Launch(s, cuda::LaunchRecallDue, p, "a recall's decision");
+  }
+  void Recall(Stream& s, const kernels::RecallParams& p) override {
+    Launch(s, cuda::LaunchRecall, p, "a recall");
+  }
+  void WriteThrough(Stream& s, const kernels::WriteThroughParams& p) override {
+    Launch(s, cuda::LaunchWriteThrough, p, "write-through");
+  }
+  void SparseAttention(Stream& s, const kernels::SparseAttentionParams& p) override {
+    Launch(s, cuda::LaunchSparseAttention, p, "sparse attention");
+  }
+  void MovingAverage(Stream& s, const kernels::MovingAverageParams& p) override {
+    Launch(s, cuda::LaunchMovingAverage, p, "moving averages");
+  }
+  void CopyRows(Stream& s, const kernels::CopyRowsParams& p) override {
+    Launch(s, cuda::LaunchCopyRows, p, "copies of rows");
   }
 
  private:

@@ -92,29 +92,71 @@ absl::Duration CudaEvent::Since(const TimedEvent& earlier) const {
   return absl::Milliseconds(static_cast<double>(milliseconds));
 }
 
-CudaStream::CudaStream(DeviceHealth* health, Device::StreamKind kind) : health_(health) {
+CudaStream::CudaStream(DeviceHealth* health, Device::StreamKind kind)
+    : health_(health), trunk_(this) {
   int least = 0, greatest = 0;
   cudaDeviceGetStreamPriorityRange(&least, &greatest);
   // Copies are short and somebody waits for them; kernels fill the GPU whenever they run.
-  Report(health_,
-         cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking,
-                                      kind == Device::StreamKind::kCopy ? greatest : least),
+  Create(kind == Device::StreamKind::kCopy ? greatest : least);
+}
+
+CudaStream::CudaStream(CudaStream* trunk) : health_(trunk->health_), trunk_(trunk) {
+  int least = 0, greatest = 0;
+  cudaDeviceGetStreamPriorityRange(&least, &greatest);
+  Create(greatest);
+}
+
+void CudaStream::Create(int priority) {
+  Report(health_, cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, priority),
          "a new stream");
+  Report(health_, cudaEventCreateWithFlags(&mark_, cudaEventDisableTiming), "a new event");
 }
 
 CudaStream::~CudaStream() {
-  if (stream_ == nullptr) return;
-  if (!health_->failed()) cudaStreamSynchronize(stream_);
-  cudaStreamDestroy(stream_);
+  if (stream_ != nullptr) {
+    if (!health_->failed()) cudaStreamSynchronize(stream_);
+    cudaStreamDestroy(stream_);
+  }
+  if (mark_ != nullptr) cudaEventDestroy(mark_);
+}
+
+bool CudaStream::usable() {
+  if (health_->failed() || !trunk_->capture_error_.ok()) return false;
+  if (!trunk_->capturing_ || trunk_ == this || takes_part_) return true;
+  trunk_->capture_error_ = absl::InternalError(
+      "a program's recording: a branch was used before it came after anything recorded");
+  return false;
 }
 
 void CudaStream::Check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  if (capturing_) {
-    if (capture_error_.ok()) capture_error_ = absl::InternalError(ErrorText(what, error));
+  if (trunk_->capturing_) {
+    if (trunk_->capture_error_.ok()) {
+      trunk_->capture_error_ = absl::InternalError(ErrorText(what, error));
+    }
   } else {
     Report(health_, error, what);
   }
+}
+
+Stream& CudaStream::Branch(int number) {
+  SLUICE_CHECK(number >= 0 && number < kBranches);
+  std::unique_ptr<CudaStream>& branch = trunk_->branches_[number];
+  if (branch == nullptr) branch.reset(new CudaStream(trunk_));
+  return *branch;
+}
+
+void CudaStream::After(Stream& other) {
+  auto& first = static_cast<CudaStream&>(other);
+  SLUICE_CHECK(first.trunk_ == trunk_, "only branches of one stream come after one another");
+  if (&first == this || health_->failed() || !trunk_->capture_error_.ok()) return;
+  if (trunk_->capturing_) {
+    // What it has is of no program; the one that is recorded runs behind all of that or beside it.
+    if (&first != trunk_ && !first.takes_part_) return;
+    takes_part_ = true;
+  }
+  Check(cudaEventRecord(first.mark_, first.stream_), "marking a branch");
+  Check(cudaStreamWaitEvent(stream_, first.mark_), "waiting for a branch");
 }
 
 void CudaStream::Copy(void* target, const void* source, size_t bytes) {
@@ -154,7 +196,7 @@ void CudaStream::CopyRun(const CopyOp* ops, size_t count) {
   size_t bytes = 0;
   for (size_t i = 0; i < count; ++i) bytes += ops[i].bytes;
   // A batch cannot be captured, and a program would read the kernel's list again.
-  if (capturing_ || count <= kFewPieces) {
+  if (trunk_->capturing_ || count <= kFewPieces) {
     for (size_t i = 0; i < count; ++i) Copy(ops[i].target, ops[i].source, ops[i].bytes);
   } else if (bytes / count >= kLargePiece) {
     CopyByEngine(ops, count);
@@ -212,7 +254,8 @@ void CudaStream::WaitFor(Event& event) {
 }
 
 absl::StatusOr<cudaGraph_t> CudaStream::Capture(const std::function<void(Stream&)>& enqueue) {
-  SLUICE_CHECK(!capturing_, "one program at a time");
+  SLUICE_CHECK(trunk_ == this && !capturing_,
+               "one program at a time, of a stream and its branches");
   // Relaxed: a library may load a kernel or ask for memory on the first call.
   if (const cudaError_t error = cudaStreamBeginCapture(stream_, cudaStreamCaptureModeRelaxed);
       error != cudaSuccess) {
@@ -221,9 +264,15 @@ absl::StatusOr<cudaGraph_t> CudaStream::Capture(const std::function<void(Stream&
   capturing_ = true;
   enqueue(*this);
   capturing_ = false;
+  for (const std::unique_ptr<CudaStream>& branch : branches_) {
+    if (branch != nullptr) branch->takes_part_ = false;
+  }
   cudaGraph_t graph = nullptr;
   const cudaError_t error = cudaStreamEndCapture(stream_, &graph);
   absl::Status status = std::exchange(capture_error_, absl::OkStatus());
+  if (status.ok() && error == cudaErrorStreamCaptureUnjoined) {
+    status = absl::InternalError("a program's recording: it does not end After() all its branches");
+  }
   if (status.ok() && error != cudaSuccess) {
     status = absl::InternalError(ErrorText("a program's recording", error));
   }

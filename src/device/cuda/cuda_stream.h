@@ -36,10 +36,15 @@ class CudaEvent : public TimedEvent {
 };
 
 // Once a call has failed, or the device is not healthy, nothing more is enqueued.
+//
+// A branch is a stream of its own, made at its first use. While its stream is captured it takes
+// part from the first After() on that orders it behind that; what is put on it earlier would run at
+// once, and so fails the recording. Branches come first where both have work: it is little, and
+// somebody waits for it.
 class CudaStream : public Stream {
  public:
   CudaStream(DeviceHealth* health, Device::StreamKind kind);
-  ~CudaStream() override;  // waits for what is queued
+  ~CudaStream() override;  // waits for what is queued, also on its branches
   CudaStream(const CudaStream&) = delete;
   CudaStream& operator=(const CudaStream&) = delete;
 
@@ -48,20 +53,27 @@ class CudaStream : public Stream {
   void Fill(void* target, uint8_t value, size_t bytes) override;
   void Record(Event& event) override;
   void WaitFor(Event& event) override;
+  // Of a branch: its stream's.
+  Stream& Branch(int number) override;
+  void After(Stream& other) override;
 
   cudaStream_t handle() const { return stream_; }
   // Whether work may be enqueued.
-  bool usable() const { return !health_->failed() && capture_error_.ok(); }
+  bool usable();
   // Takes the result of a call that enqueued `what`: a failure is the device's, or, while a program
   // is recorded, the recording's.
   void Check(cudaError_t error, const char* what);
 
   // What `enqueue` puts here goes into a graph instead of being run. The graph is the caller's.
+  // INTERNAL: an operator that cannot be recorded, or a branch that was not joined. REQUIRES: no
+  // branch.
   absl::StatusOr<cudaGraph_t> Capture(const std::function<void(Stream&)>& enqueue);
 
  private:
   // Pieces of a batch, where the kernel that copies them reads them.
   struct Pieces;
+  explicit CudaStream(CudaStream* trunk);  // a branch
+  void Create(int priority);
   void CopyRun(const CopyOp* ops, size_t count);
   void CopyByEngine(const CopyOp* ops, size_t count);
   void CopyByKernel(const CopyOp* ops, size_t count);
@@ -70,9 +82,14 @@ class CudaStream : public Stream {
   Pieces* NextPieces();
 
   DeviceHealth* const health_;
+  CudaStream* const trunk_;  // the stream that this is a branch of, or this
   cudaStream_t stream_ = nullptr;
+  cudaEvent_t mark_ = nullptr;  // where a stream that comes After() this one begins
+  std::unique_ptr<CudaStream> branches_[kBranches];
+  // Of the trunk, for its branches too.
   bool capturing_ = false;
   absl::Status capture_error_;
+  bool takes_part_ = false;            // a branch: in the recording under way
   std::unique_ptr<Pieces> pieces_[2];  // from the first batch on
   size_t next_pieces_ = 0;
   // The arguments of one batch of the copy engine.

@@ -3,6 +3,8 @@
 // faults come from the seed too: streams that stall, an allocation that is refused. One thread runs
 // everything, so a run is a function of the seed.
 //
+// A stream's branches are streams of their own: what nothing puts in order happens in any.
+//
 // A command touches memory either when it begins or when it ends (drawn as well): whoever gives
 // memory back too early, or reads it too soon, meets both.
 #pragma once

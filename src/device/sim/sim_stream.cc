@@ -56,6 +56,24 @@ void SimStream::WaitFor(SimGate& gate) {
   StartIfIdle();
 }
 
+Stream& SimStream::Branch(int number) {
+  SLUICE_CHECK(number >= 0 && number < kBranches);
+  std::unique_ptr<SimStream>& branch = trunk_->branches_[number];
+  if (branch == nullptr) branch.reset(new SimStream(device_, team_, trunk_));
+  return *branch;
+}
+
+void SimStream::After(Stream& other) {
+  auto& first = static_cast<SimStream&>(other);
+  SLUICE_CHECK(first.trunk_ == trunk_, "only branches of one stream come after one another");
+  if (&first == this) return;
+  Entry& entry = Push(Entry::Kind::kGate, absl::ZeroDuration());
+  entry.own = std::make_unique<SimGate>(SimGate{.open = false, .waiters = {}});
+  entry.gate = entry.own.get();
+  first.Enqueue<SimGate*>([](SimGate* const& gate, CpuTeam*) { gate->Open(); }, entry.gate);
+  StartIfIdle();
+}
+
 HostStream::Command& SimStream::NextSlot() {
   return Push(Entry::Kind::kCommand,
               team_ != nullptr ? device_->options.kernel_time : device_->options.copy_time)

@@ -63,7 +63,7 @@ struct SimDeviceState {
 class SimStream : public HostStream {
  public:
   // `team` null: a copy stream.
-  SimStream(SimDeviceState* device, CpuTeam* team) : device_(device), team_(team) {}
+  SimStream(SimDeviceState* device, CpuTeam* team) : SimStream(device, team, nullptr) {}
   ~SimStream() override;  // runs what is queued first
 
   void Copy(void* target, const void* source, size_t bytes) override;
@@ -71,8 +71,15 @@ class SimStream : public HostStream {
   void Record(Event& event) override;
   void WaitFor(Event& event) override;
   void WaitFor(SimGate& gate);
+  // Streams of their own: what is not put in order happens in any.
+  Stream& Branch(int number) override;
+  void After(Stream& other) override;
 
  private:
+  // `trunk` null: no branch.
+  SimStream(SimDeviceState* device, CpuTeam* team, SimStream* trunk)
+      : device_(device), team_(team), trunk_(trunk != nullptr ? trunk : this) {}
+
   // One command; its kind says which fields are meant.
   struct Entry {
     enum class Kind { kCommand, kCopyBatch, kRecord, kWait, kGate } kind = Kind::kCommand;
@@ -80,6 +87,7 @@ class SimStream : public HostStream {
     absl::Duration mean;
     SimEvent* event = nullptr;      // kRecord, kWait
     SimGate* gate = nullptr;        // kGate
+    std::unique_ptr<SimGate> own;   // kGate: of After
     uint64_t value = 0;             // kRecord
     const CopyOp* ops = nullptr;    // kCopyBatch: valid until all is done, read piece by piece
     std::vector<size_t> remaining;  // kCopyBatch: pieces to come, from the back
@@ -96,8 +104,10 @@ class SimStream : public HostStream {
 
   SimDeviceState* const device_;
   CpuTeam* const team_;
+  SimStream* const trunk_;  // the stream that this is a branch of, or this
   std::deque<Entry> queue_;
   bool busy_ = false;  // with the first entry
+  std::unique_ptr<SimStream> branches_[kBranches];
 };
 
 }  // namespace sluice

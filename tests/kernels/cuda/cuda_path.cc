@@ -54,7 +54,20 @@ constexpr KernelTable kTable = {"cuda",
                                 &Run<MergeParams, cuda::LaunchMerge>,
                                 &Run<SiluMulParams, cuda::LaunchSiluMul>,
                                 &Run<SampleParams, cuda::LaunchSample>,
-                                &Run<TransferParams, cuda::LaunchTransfer>};
+                                &Run<TransferParams, cuda::LaunchTransfer>,
+                                &Run<DigestParams, cuda::LaunchDigest>,
+                                &Run<DigestScoresParams, cuda::LaunchDigestScores>,
+                                &Run<ExactScoresParams, cuda::LaunchExactScores>,
+                                &Run<PartialKeysParams, cuda::LaunchPartialKeys>,
+                                &Run<PartialScoresParams, cuda::LaunchPartialScores>,
+                                &Run<TopKParams, cuda::LaunchTopK>,
+                                &Run<SplitParams, cuda::LaunchSplit>,
+                                &Run<RecallDueParams, cuda::LaunchRecallDue>,
+                                &Run<RecallParams, cuda::LaunchRecall>,
+                                &Run<WriteThroughParams, cuda::LaunchWriteThrough>,
+                                &Run<SparseAttentionParams, cuda::LaunchSparseAttention>,
+                                &Run<MovingAverageParams, cuda::LaunchMovingAverage>,
+                                &Run<CopyRowsParams, cuda::LaunchCopyRows>};
 
 }  // namespace
 

@@ -69,15 +69,18 @@ void OnPath(const std::string& name, void (*test)(Device&, const KernelTable&)) 
   const auto device = testing::TestDevice(name);
   if (absl::IsNotFound(device.status())) return SkipTest(std::string(device.status().message()));
   REQUIRE(device.ok());
-  const KernelTable& table = *kernels::FindKernelTable(name.c_str());
-  if (table.sparse_attention == nullptr) return SkipTest(name + " has no sparse attention");
-  test(**device, table);
+  // Workers are the CPU's, whatever the device.
+  const KernelTable* table = kernels::FindKernelTable(name.c_str());
+  if (table == nullptr) table = kernels::AvailableKernelTables().back();
+  if (table->sparse_attention == nullptr) return SkipTest(name + " has no sparse attention");
+  test(**device, *table);
 }
 #define SLUICE_TEST_ON_EVERY_PATH(claim, test)                     \
   TEST_CASE(claim " (portable)") { OnPath("portable", test); }     \
   TEST_CASE(claim " (avx2)") { OnPath("avx2", test); }             \
   TEST_CASE(claim " (avx512bf16)") { OnPath("avx512bf16", test); } \
-  TEST_CASE(claim " (amx)") { OnPath("amx", test); }
+  TEST_CASE(claim " (amx)") { OnPath("amx", test); }               \
+  TEST_CASE(claim " (cuda)", "[cuda]") { OnPath("cuda", test); }
 
 void EveryShape(Device& device, const KernelTable& table) {
   const uint64_t seed = TestSeed();

@@ -38,17 +38,41 @@ struct Shape {
   kernels::DType type = kernels::DType::kBFloat16;
 };
 
-// What the device asks of one layer: written to lists(channel), and given to Start.
+// Memory of the device, and where the test reads and writes it.
+template <typename T>
+class Mirrored {
+ public:
+  Mirrored(Device& device, size_t count)
+      : device_(*device.Allocate(MemoryKind::kDevice, count * sizeof(T), "test")),
+        host_(*device.Allocate(MemoryKind::kPinned, count * sizeof(T), "test")) {}
+  T* device() const { return device_.template as<T>(); }
+  T* data() const { return host_.template as<T>(); }
+  T& operator[](size_t i) const { return data()[i]; }
+  T* begin() const { return data(); }
+  T* end() const { return data() + host_.bytes() / sizeof(T); }
+  void ToDevice(Stream& s) const { s.Copy(device_.data(), host_.data(), host_.bytes()); }
+  void ToHost(Stream& s) const { s.Copy(host_.data(), device_.data(), host_.bytes()); }
+
+ private:
+  Buffer device_, host_;
+};
+
+// What the device asks of one layer.
 struct Request {
-  std::vector<int32_t> units;   // [max_rows * kv_heads][capacity]
-  std::vector<int32_t> counts;  // [max_rows * kv_heads]
-  std::vector<float> q;         // [max_rows][stride]
+  Mirrored<int32_t> units;   // [max_rows * kv_heads][capacity]
+  Mirrored<int32_t> counts;  // [max_rows * kv_heads]
+  Mirrored<float> q;         // [max_rows][stride]
 };
 
 class World {
  public:
   World(Device& device, const kernels::KernelTable& table, const Shape& of, uint64_t seed)
-      : shape(of), device_(device), table_(table), random_(seed) {
+      : shape(of),
+        slots(device, static_cast<size_t>(of.max_rows)),
+        positions(device, static_cast<size_t>(of.max_rows)),
+        device_(device),
+        table_(table),
+        random_(seed) {
     CoAttention::Options options;
     options.device = &device;
     options.kernels = &table_;
@@ -68,19 +92,17 @@ class World {
     stream = device.NewStream(Device::StreamKind::kCompute);
     done_ = device.NewEvent();
     MakeHomes();
-    requests_.resize(static_cast<size_t>(shape.layers));
-    const size_t rows = static_cast<size_t>(shape.max_rows);
-    for (Request& r : requests_) {
-      r.units.resize(rows * static_cast<size_t>(shape.kv_heads * shape.capacity));
-      r.counts.resize(rows * static_cast<size_t>(shape.kv_heads));
-      r.q.resize(rows * static_cast<size_t>(Stride()));
+    const auto rows = static_cast<size_t>(shape.max_rows);
+    const auto lists = rows * static_cast<size_t>(shape.kv_heads);
+    for (int layer = 0; layer < shape.layers; ++layer) {
+      requests_.push_back({{device, lists * static_cast<size_t>(shape.capacity)},
+                           {device, lists},
+                           {device, rows * static_cast<size_t>(Stride())}});
+      o.emplace_back(device, rows * static_cast<size_t>(shape.heads * shape.head_dim));
+      lse.emplace_back(device, rows * static_cast<size_t>(shape.heads));
     }
-    slots.assign(rows, -1);
-    positions.assign(rows, 0);
-    const size_t o_size = rows * static_cast<size_t>(shape.heads * shape.head_dim);
-    o.assign(static_cast<size_t>(shape.layers), std::vector<float>(o_size));
-    lse.assign(static_cast<size_t>(shape.layers),
-               std::vector<float>(rows * static_cast<size_t>(shape.heads)));
+    std::fill(slots.begin(), slots.end(), -1);
+    std::fill(positions.begin(), positions.end(), 0);
   }
 
   ~World() { co_attention.reset(); }  // its workers read the homes
@@ -121,16 +143,22 @@ class World {
 
   // One step as a policy with a look ahead makes it.
   void Enqueue(Stream& s, int rows) {
+    slots.ToDevice(s);
+    positions.ToDevice(s);
     Ask(s, 0, rows);
     for (int layer = 0; layer < shape.layers; ++layer) {
       if (layer + 1 < shape.layers) Ask(s, layer + 1, rows);
       const auto l = static_cast<size_t>(layer);
-      co_attention->Finish(s, layer, rows, o[l].data(), lse[l].data());
+      co_attention->Finish(s, layer, slots.device(), rows, o[l].device(), lse[l].device());
+      o[l].ToHost(s);
+      lse[l].ToHost(s);
     }
   }
   void Wait() {
     stream->Record(*done_);
     done_->Wait();
+    INFO(std::string(device_.Health().message()));
+    REQUIRE(device_.Health().ok());
   }
   void Step(int rows) {
     Enqueue(*stream, rows);
@@ -195,8 +223,8 @@ class World {
   }
 
   const Shape shape;
-  std::vector<int32_t> slots, positions;   // [max_rows]
-  std::vector<std::vector<float>> o, lse;  // by layer
+  const Mirrored<int32_t> slots, positions;  // [max_rows]
+  std::vector<Mirrored<float>> o, lse;       // by layer
   std::unique_ptr<CoAttention> co_attention;
   std::unique_ptr<Stream> stream;
 
@@ -255,19 +283,18 @@ class World {
 
   void Ask(Stream& s, int layer, int rows) {
     const Request& r = requests_[static_cast<size_t>(layer)];
-    const kernels::UnitLists to = co_attention->lists(layer);
-    const size_t lists = static_cast<size_t>(rows * shape.kv_heads);
-    s.Copy(to.units, r.units.data(), lists * static_cast<size_t>(shape.capacity) * sizeof(int32_t));
-    s.Copy(to.counts, r.counts.data(), lists * sizeof(int32_t));
+    for (const auto* list : {&r.units, &r.counts}) list->ToDevice(s);
+    r.q.ToDevice(s);
     AttentionPolicy::Queries queries;
-    queries.q = r.q.data();
+    queries.q = r.q.device();
     queries.stride = Stride();
-    queries.slots = slots.data();
-    queries.positions = positions.data();
+    queries.slots = slots.device();
+    queries.positions = positions.device();
     queries.rows = rows;
     queries.heads = shape.heads;
     queries.scale = Scale();
-    co_attention->Start(s, layer, queries, homes_[static_cast<size_t>(layer)]);
+    co_attention->Start(s, layer, queries, {r.units.device(), r.counts.device(), shape.capacity},
+                        homes_[static_cast<size_t>(layer)]);
   }
 
   double Element(int layer, int slot, int kv_head, int position, int part, int d) const {

@@ -1,200 +1,15 @@
 #include "src/attention/offload/offload_tier.h"
 
-#include <algorithm>
 #include <catch2/catch.hpp>
-#include <cstring>
-#include <map>
 #include <set>
 
 #include "src/base/rng.h"
-#include "src/base/status_macros.h"
-#include "src/device/cpu/cpu_device.h"
+#include "tests/support/device.h"
 #include "tests/test_main.h"
+#include "tests/unit/attention/offload_tiers.h"
 
-namespace sluice {
+namespace sluice::offload_tiers {
 namespace {
-
-constexpr int kLayers = 4;
-constexpr int kHeads = 2;
-constexpr int kDim = 16;
-constexpr int kBlock = 16;
-constexpr int kSlots = 4;
-constexpr int kMaxContext = 1024;
-constexpr int kRowBytes = kDim * 2;
-constexpr uint8_t kPoison = 0xEE;
-
-CacheLayout Layout() {
-  CacheKind kv;
-  kv.name = "kv";
-  kv.heads = kHeads;
-  kv.block_tokens = kBlock;
-  kv.parts = 2;
-  kv.bytes_per_token = 2 * kRowBytes;
-  return {kLayers, {kv}};
-}
-
-struct Shape {
-  int dense_layers = 1;
-  int ring_blocks = 2;
-  int recall_blocks = 3;
-  int unit_tokens = kBlock;
-};
-
-struct Tiers {
-  explicit Tiers(const Shape& shape, size_t hbm_bytes = 1 << 20) {
-    device = *NewCpuDevice({"portable", 1});
-    hbm = *PagePool::Create("hbm", Layout(),
-                            *device->Allocate(MemoryKind::kDevice, hbm_bytes, "hbm"));
-    dram = *PagePool::Create("dram", Layout(),
-                             *device->Allocate(MemoryKind::kPinned, 1 << 20, "dram"));
-    std::memset(hbm->base(0), kPoison, hbm_bytes - 4096);
-    options.device = device.get();
-    options.hbm = hbm.get();
-    options.dram = dram.get();
-    options.slots = kSlots;
-    options.max_context = kMaxContext;
-    options.dense_layers = shape.dense_layers;
-    options.ring_blocks = shape.ring_blocks;
-    options.recall_blocks = shape.recall_blocks;
-    options.unit_tokens = shape.unit_tokens;
-    options.arrays = {{"digests", kBlock, 2 * kDim, kernels::DType::kBFloat16},
-                      {"average", 0, 1, kernels::DType::kFloat32}};
-  }
-  void Create() { tier = *OffloadTier::Create(options); }
-
-  // A home of `context` tokens, with room for `total`, whose bytes say where they belong.
-  std::unique_ptr<SequenceCache> Home(int64_t context, int64_t total, uint8_t mark) {
-    auto home = std::make_unique<SequenceCache>(
-        dram.get(), dram->TryReserve(tier->FootprintOf(context, total).dram_tokens));
-    home->EnsureTokens(context);
-    for (int layer = 0; layer < kLayers; ++layer) {
-      for (int head = 0; head < kHeads; ++head) {
-        for (int64_t token = 0; token < context; ++token) {
-          uint8_t* block = home->BlockAddress(layer, 0, head, token / kBlock);
-          for (int part = 0; part < 2; ++part) {
-            std::memset(block + (part * kBlock + token % kBlock) * kRowBytes,
-                        Byte(layer, head, token, part, mark), kRowBytes);
-          }
-        }
-      }
-    }
-    return home;
-  }
-  static uint8_t Byte(int layer, int head, int64_t token, int part, uint8_t mark) {
-    const auto byte = static_cast<uint8_t>(mark + layer * 61 + head * 29 + token * 7 + part * 13);
-    return byte == kPoison ? 0 : byte;
-  }
-
-  static const uint8_t* Block(const kernels::PagedCache& cache, int slot, int64_t entry, int head) {
-    const int32_t page = cache.block_table[slot * cache.table_stride + entry];
-    SLUICE_CHECK(page >= 0);
-    return static_cast<const uint8_t*>(cache.base) + page * cache.page_bytes +
-           head * (cache.page_bytes / cache.kv_heads);
-  }
-  // Token `at` of `cache` is token `token` of the sequence.
-  void CheckToken(const kernels::PagedCache& cache, int slot, int64_t at, int layer, int head,
-                  int64_t token, uint8_t mark) {
-    const uint8_t* block = Block(cache, slot, at / kBlock, head);
-    for (int part = 0; part < 2; ++part) {
-      const uint8_t* row = block + (part * kBlock + at % kBlock) * kRowBytes;
-      const uint8_t byte = Byte(layer, head, token, part, mark);
-      if (std::all_of(row, row + kRowBytes, [byte](uint8_t b) { return b == byte; })) continue;
-      INFO("layer " << layer << ", head " << head << ", token " << token << ", part " << part);
-      REQUIRE(int{*row} == int{byte});
-    }
-  }
-  static int32_t* Row(const kernels::PagedRows& rows, int slot, int head, int64_t row) {
-    const int32_t page = rows.page_table[slot * rows.table_stride + row / rows.rows_per_page];
-    SLUICE_CHECK(page >= 0);
-    return reinterpret_cast<int32_t*>(
-        static_cast<uint8_t*>(rows.base) + page * rows.page_bytes + head * rows.head_bytes +
-        row % rows.rows_per_page * rows.dim * kernels::SizeOf(rows.type));
-  }
-
-  // Older than the ring of the row at `tokens`.
-  int32_t OldUnits(int64_t tokens) const {
-    const int64_t ring = options.ring_blocks * (kBlock / options.unit_tokens);
-    return static_cast<int32_t>(std::max<int64_t>(tokens / options.unit_tokens - ring + 1, 0));
-  }
-  // Random units for each sparse layer and head.
-  std::vector<std::vector<int32_t>> Units(int64_t tokens, SplitMix64& random) {
-    std::vector<std::vector<int32_t>> units;
-    for (int i = 0; i < (kLayers - options.dense_layers) * kHeads; ++i) {
-      std::vector<int32_t> list;
-      for (int32_t unit = 0; unit < OldUnits(tokens); ++unit) {
-        if (random.Below(2) == 0) list.push_back(unit);
-      }
-      units.push_back(list);
-    }
-    return units;
-  }
-
-  void CheckDense(int slot, int64_t tokens, uint8_t mark) {
-    for (int layer = 0; layer < options.dense_layers; ++layer) {
-      for (int head = 0; head < kHeads; ++head) {
-        for (int64_t t = 0; t < tokens; ++t) {
-          CheckToken(tier->Dense(layer), slot, t, layer, head, t, mark);
-        }
-      }
-    }
-  }
-  // What is in HBM before the row at `tokens`.
-  void CheckWorkingSet(int slot, int64_t tokens, int64_t total, uint8_t mark,
-                       const std::vector<std::vector<int32_t>>& units) {
-    CheckDense(slot, tokens, mark);
-    const int64_t ring_units = options.ring_blocks * (kBlock / options.unit_tokens);
-    const int64_t ring_tokens = options.ring_blocks * kBlock;
-    auto list = units.begin();
-    for (int layer = options.dense_layers; layer < kLayers; ++layer) {
-      const kernels::ResidencyTable residency = tier->Residency(layer);
-      REQUIRE(residency.ring == ring_units);
-      for (int head = 0; head < kHeads; ++head, ++list) {
-        INFO("slot " << slot << ", tokens " << tokens << " of " << total);
-        for (int64_t t = OldUnits(tokens) * options.unit_tokens; t < tokens; ++t) {
-          CheckToken(tier->Ring(layer), slot, t % ring_tokens, layer, head, t, mark);
-        }
-        const int32_t places = tier->PlacesOf(total);
-        std::map<int32_t, int32_t> place_of;
-        for (size_t i = 0; i < list->size() && ring_units + static_cast<int64_t>(i) < places; ++i) {
-          place_of[(*list)[i]] = static_cast<int32_t>(ring_units + static_cast<int64_t>(i));
-        }
-        for (int32_t unit = 0; unit < (total + options.unit_tokens - 1) / options.unit_tokens;
-             ++unit) {
-          const auto it = place_of.find(unit);
-          REQUIRE(*Row(residency.place_of, slot, head, unit) ==
-                  (it == place_of.end() ? -1 : it->second));
-        }
-        std::map<int32_t, int32_t> unit_at;
-        for (const auto& [unit, place] : place_of) {
-          unit_at[place] = unit;
-          for (int t = 0; t < options.unit_tokens; ++t) {
-            CheckToken(tier->Places(layer), slot, int64_t{place} * options.unit_tokens + t, layer,
-                       head, int64_t{unit} * options.unit_tokens + t, mark);
-          }
-        }
-        for (int32_t place = residency.ring; place < residency.count; ++place) {
-          const auto it = unit_at.find(place);
-          const int32_t none = place < places ? -1 : kernels::kNoPlace;
-          REQUIRE(*Row(residency.places, slot, head, place) ==
-                  (it == unit_at.end() ? none : it->second));
-        }
-        int64_t not_zero = 0;
-        for (int64_t t = 0; t < int64_t{places} * options.unit_tokens; ++t) {
-          not_zero += *Row(tier->Array(layer, 1), slot, head, t) != 0 ? 1 : 0;
-        }
-        REQUIRE(not_zero == 0);
-      }
-    }
-  }
-  void Wait(int slot) {
-    while (!tier->Warm(slot)) tier->WarmEvent(slot).Wait();
-  }
-
-  OffloadTierOptions options;
-  std::unique_ptr<Device> device;
-  std::unique_ptr<PagePool> hbm, dram;
-  std::unique_ptr<OffloadTier> tier;
-};
 
 const Shape kShapes[] = {{1, 2, 3, kBlock}, {0, 1, 0, kBlock}, {2, 3, 5, 1},
                          {1, 1, 2, 1},      {4, 2, 2, kBlock}, {0, 100, 4, kBlock}};
@@ -203,7 +18,8 @@ const Shape kShapes[] = {{1, 2, 3, kBlock}, {0, 1, 0, kBlock}, {2, 3, 5, 1},
 std::multiset<int32_t> PagesOf(Tiers& t, int slot, int64_t total) {
   std::multiset<int32_t> pages;
   const auto add = [&](const int32_t* table, int64_t stride, int64_t count) {
-    pages.insert(table + slot * stride, table + slot * stride + count);
+    const int32_t* const row = t.At(table + slot * stride);
+    pages.insert(row, row + count);
   };
   const int64_t blocks = (total + kBlock - 1) / kBlock;
   for (int layer = 0; layer < kLayers; ++layer) {
@@ -225,11 +41,20 @@ std::multiset<int32_t> PagesOf(Tiers& t, int slot, int64_t total) {
   return pages;
 }
 
-TEST_CASE(
-    "a warmed sequence has its ring, its units and its dense layers, and tables that say so") {
+// On the CPU device and on a GPU.
+void OnDevice(const std::string& kernels, void (*test)(const std::string& kernels)) {
+  const absl::Status status = testing::TestDevice(kernels).status();
+  if (absl::IsNotFound(status)) return SkipTest(std::string(status.message()));
+  test(kernels);
+}
+#define SLUICE_TEST_ON_CPU_AND_GPU(claim, test)    \
+  TEST_CASE(claim) { OnDevice("portable", test); } \
+  TEST_CASE(claim " (cuda)", "[cuda]") { OnDevice("cuda", test); }
+
+void Warmed(const std::string& kernels) {
   SplitMix64 random(TestSeed());
   for (const Shape& shape : kShapes) {
-    Tiers t(shape);
+    Tiers t(shape, 1 << 20, kernels);
     t.Create();
     // Partial last blocks, whole ones, shorter than the ring, and one token.
     for (const int64_t tokens : {1, 5, 15, 16, 17, 31, 32, 33, 48, 63, 64, 100, 128, 199}) {
@@ -243,13 +68,19 @@ TEST_CASE(
       t.tier->WarmUp(1, tokens, units,
                      [&](Stream&, const OffloadTier::BulkRow& row) { built = row; });
       t.Wait(1);
-      CHECK(*built.slots == 1);
-      CHECK(*built.first_positions == 0);
-      CHECK(*built.positions == tokens - 1);
+      const Buffer row = *t.device->Allocate(MemoryKind::kPinned, 3 * sizeof(int32_t), "test");
+      CHECK(built.first_positions == built.slots + 1);
+      CHECK(built.positions == built.slots + 2);
+      t.stream->Copy(row.data(), built.slots, row.bytes());
+      t.Finish();
+      CHECK(row.as<int32_t>()[0] == 1);
+      CHECK(row.as<int32_t>()[1] == 0);
+      CHECK(row.as<int32_t>()[2] == tokens - 1);
       t.CheckWorkingSet(1, tokens, total, mark, units);
       for (int layer = 0; layer < kLayers; ++layer) {
         for (int64_t token = 0; token < tokens; ++token) {
           t.CheckToken(t.tier->Home(layer), 1, token, layer, 1, token, mark);
+          t.CheckToken(t.tier->HostHome(layer), 1, token, layer, 1, token, mark);
         }
       }
       t.tier->Release(1);
@@ -258,6 +89,9 @@ TEST_CASE(
     }
   }
 }
+SLUICE_TEST_ON_CPU_AND_GPU(
+    "a warmed sequence has its ring, its units and its dense layers, and tables that say so",
+    Warmed)
 
 TEST_CASE(
     "what a footprint says is what a sequence takes, and each of its pages is for one thing") {
@@ -340,10 +174,10 @@ TEST_CASE(
   CHECK(hbm > 0);
 }
 
-TEST_CASE("whatever comes and goes, each sequence has its own bytes and its own pages") {
+void Traffic(const std::string& kernels) {
   SplitMix64 random(TestSeed());
   for (const Shape& shape : kShapes) {
-    Tiers t(shape);
+    Tiers t(shape, 1 << 20, kernels);
     t.Create();
     struct Live {
       int64_t tokens = 0, total = 0;
@@ -390,6 +224,8 @@ TEST_CASE("whatever comes and goes, each sequence has its own bytes and its own 
     CHECK(t.dram->UsageOf(0).reserved_bytes == 0);
   }
 }
+SLUICE_TEST_ON_CPU_AND_GPU(
+    "whatever comes and goes, each sequence has its own bytes and its own pages", Traffic)
 
 TEST_CASE("an option out of range is refused by its name") {
   const auto message = [](const Shape& shape, int dim = 2 * kDim) {
@@ -407,4 +243,4 @@ TEST_CASE("an option out of range is refused by its name") {
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::offload_tiers

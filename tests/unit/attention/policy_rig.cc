@@ -11,6 +11,7 @@
 #include "src/base/rng.h"
 #include "src/kv/sequence_cache.h"
 #include "tests/support/device.h"
+#include "tests/test_main.h"
 
 namespace sluice::testing {
 namespace {
@@ -24,7 +25,10 @@ T OrFail(absl::StatusOr<T> value) {
   return *std::move(value);
 }
 
-int64_t MaxRows(const PolicyRig::Shape& shape) { return shape.slots + shape.row_bucket; }
+// The device's steps may be padded further than the CPU device's are.
+int64_t MaxRows(const PolicyRig::Shape& shape, const Device& device) {
+  return std::max(shape.slots + shape.row_bucket, device.RowBucket(shape.slots));
+}
 
 }  // namespace
 
@@ -46,7 +50,7 @@ PolicyRig::PolicyRig(const Shape& shape, Make make) : shape_(shape), make_(std::
     both->device = OrFail(device_->Allocate(MemoryKind::kDevice, bytes, "test"));
     both->host = OrFail(device_->Allocate(MemoryKind::kPinned, bytes, "test"));
   };
-  const int64_t rows = MaxRows(shape);
+  const int64_t rows = MaxRows(shape, *device_);
   const int64_t q = int64_t{shape.heads} * shape.head_dim;
   layers_.resize(static_cast<size_t>(shape.layers));
   for (Layer& layer : layers_) {
@@ -76,6 +80,8 @@ float PolicyRig::scale() const { return 1 / std::sqrt(static_cast<float>(shape_.
 void PolicyRig::Finish() {
   stream_->Record(*done_);
   done_->Wait();
+  INFO(std::string(device_->Health().message()));
+  REQUIRE(device_->Health().ok());
 }
 
 PolicyOptions PolicyRig::Options() const {
@@ -92,7 +98,7 @@ PolicyOptions PolicyRig::Options() const {
 }
 
 void PolicyRig::Admit(AttentionPolicy& policy, int slot, uint64_t seed, int context, int total,
-                      bool compute_last) {
+                      bool compute_last, const SelectionHints& hints) {
   auto home = std::make_unique<SequenceCache>(
       dram_.get(), dram_->TryReserve(policy.FootprintOf(context, total).dram_tokens));
   home->EnsureTokens(context);
@@ -120,7 +126,7 @@ void PolicyRig::Admit(AttentionPolicy& policy, int slot, uint64_t seed, int cont
   sequences_[slot] = {seed, handed_over};
   if (compute_last) Step(policy, {slot}, /*generates=*/false);
   if (policy.NeedsEndPrompt()) {
-    policy.EndPrompt(slot, context);
+    policy.EndPrompt(slot, context, hints);
     policy.WarmEvent(slot).Wait();
     REQUIRE(policy.Warm(slot));
   }
@@ -140,14 +146,16 @@ void PolicyRig::Ahead(Stream& stream, AttentionPolicy& policy, int layer, int ro
   queries.q = layers_[0].predicted.device.as<float>();
   queries.stride = int64_t{shape_.heads} * shape_.head_dim;
   const Layer& from = layers_[static_cast<size_t>(layer)];
-  stream.Copy(layers_[0].predicted.device.data(), from.predicted.host.data(),
-              static_cast<size_t>(rows * queries.stride) * 4);
+  Stream& ahead = stream.Branch(AttentionPolicy::kAheadBranch);
+  ahead.After(stream);
+  ahead.Copy(layers_[0].predicted.device.data(), from.predicted.host.data(),
+             static_cast<size_t>(rows * queries.stride) * 4);
   queries.slots = slots_.device.as<int32_t>();
   queries.positions = positions_.device.as<int32_t>();
   queries.rows = rows;
   queries.heads = shape_.heads;
   queries.scale = scale();
-  policy.Ahead(stream, layer, queries);
+  policy.Ahead(ahead, layer, queries);
 }
 
 void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows, int decode_rows) {
@@ -188,6 +196,8 @@ void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows, int d
     stream.Copy(layer.out.host.data(), layer.out.device.data(),
                 static_cast<size_t>(rows) * shape_.heads * shape_.head_dim * 4);
   }
+  stream.After(stream.Branch(AttentionPolicy::kAheadBranch));
+  policy.EndStep(stream);
 }
 
 std::vector<std::vector<std::vector<float>>> PolicyRig::Step(AttentionPolicy& policy,
@@ -334,6 +344,8 @@ std::vector<std::vector<int32_t>> PolicyRig::NaiveTopBlocks(uint64_t seed, int l
   return selected;
 }
 
+float RoundedToBf16(float x) { return BFloat16ToFloat(FloatToBFloat16(x)); }
+
 PolicyRig::Make RandomVectors(const PolicyRig::Shape& shape, float error) {
   return [shape, error](uint64_t seed, int layer, int position) {
     SplitMix64 random(seed * 1000003 + static_cast<uint64_t>(layer) * 7919 +
@@ -343,18 +355,26 @@ PolicyRig::Make RandomVectors(const PolicyRig::Shape& shape, float error) {
       for (int i = 0; i < 4; ++i) sum += static_cast<double>(random.Below(1 << 20)) / (1 << 20);
       return static_cast<float>((sum - 2) * 1.7);
     };
-    const auto rounded = [](float x) { return BFloat16ToFloat(FloatToBFloat16(x)); };
     PolicyRig::Vectors vectors;
     for (int i = 0; i < shape.heads * shape.head_dim; ++i) {
-      vectors.q.push_back(draw());
-      vectors.predicted.push_back(vectors.q.back() + error * draw());
+      const float q = draw();
+      vectors.q.push_back(RoundedToBf16(q));
+      vectors.predicted.push_back(RoundedToBf16(q + error * draw()));
     }
     for (int i = 0; i < shape.kv_heads * shape.head_dim; ++i) {
-      vectors.k.push_back(rounded(draw()));
-      vectors.v.push_back(rounded(draw()));
+      vectors.k.push_back(RoundedToBf16(draw()));
+      vectors.v.push_back(RoundedToBf16(draw()));
     }
     return vectors;
   };
+}
+
+void OnRig(const std::string& kernels, void (*test)(const PolicyRig::Shape&)) {
+  const absl::Status status = TestDevice(kernels).status();
+  if (absl::IsNotFound(status)) return SkipTest(std::string(status.message()));
+  PolicyRig::Shape shape;
+  shape.kernels = kernels;
+  test(shape);
 }
 
 double RelativeError(const std::vector<float>& got, const std::vector<float>& want) {

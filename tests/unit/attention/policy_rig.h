@@ -26,14 +26,15 @@ class PolicyRig {
     int block_tokens = 16;
     int slots = 4;
     int max_context = 1024;
-    std::string kernels = "portable";
-    int threads = 1;
+    std::string kernels = "portable";  // or "cuda", where all steps are recorded and padded
+    int threads = 1;                   // of the CPU device, as what follows
     int row_bucket = 0;  // CpuDeviceOptions::row_bucket; > 0: steps are recorded programs, padded
   };
   // What a token is in one layer.
   struct Vectors {
+    // Of bf16 values all: whether a product takes them so or not, what is selected is the same.
     std::vector<float> q, predicted;  // [heads][head_dim]
-    std::vector<float> k, v;          // [kv_heads][head_dim], of bf16 values
+    std::vector<float> k, v;          // [kv_heads][head_dim]
   };
   using Make = std::function<Vectors(uint64_t seed, int layer, int position)>;
 
@@ -44,9 +45,9 @@ class PolicyRig {
   PolicyOptions Options() const;
 
   // Hands over the first `context` tokens of stream `seed`; warm on return. `compute_last`: all but
-  // the last, which is computed as a row of the prompt.
+  // the last, which is computed as a row of the prompt. `hints`: sent with them.
   void Admit(AttentionPolicy& policy, int slot, uint64_t seed, int context, int total,
-             bool compute_last = false);
+             bool compute_last = false, const SelectionHints& hints = {});
   void Release(AttentionPolicy& policy, int slot);
   // The next position of a slot.
   int position(int slot) const { return sequences_.at(slot).length; }
@@ -108,6 +109,15 @@ class PolicyRig {
   std::map<int, std::unique_ptr<Program>> programs_;  // by rows, of the policy that came first
   std::unique_ptr<Stream> stream_;
 };
+
+// A test on the CPU device's portable kernels, and on a GPU: a case each, so that what a machine
+// lacks is counted. The shape says where it runs.
+void OnRig(const std::string& kernels, void (*test)(const PolicyRig::Shape&));
+#define SLUICE_TEST_ON_CPU_AND_GPU(claim, test)                  \
+  TEST_CASE(claim) { sluice::testing::OnRig("portable", test); } \
+  TEST_CASE(claim " (cuda)", "[cuda]") { sluice::testing::OnRig("cuda", test); }
+
+float RoundedToBf16(float x);
 
 // Random vectors, the predicted query `error` away from the real one.
 PolicyRig::Make RandomVectors(const PolicyRig::Shape& shape, float error);

@@ -152,15 +152,31 @@ TEST_CASE("a row attends to what naive speculation on partial queries and keys c
   CheckAgainstNaive(shape, 77, kNoMargin, false);  // no multiple of a block
 }
 
-TEST_CASE("a margin leaves out what scores far below the largest") {
-  const PolicyRig::Shape shape;
+TEST_CASE("a row attends to what naive speculation on partial queries and keys chooses (cuda)",
+          "[cuda]") {
+  testing::OnRig("cuda", [](const PolicyRig::Shape& of) {
+    PolicyRig::Shape shape = of;
+    CheckAgainstNaive(shape, 96, kNoMargin, false);
+    CheckAgainstNaive(shape, 96, kNoMargin, true);
+    shape.heads = 6;
+    shape.kv_heads = 1;
+    CheckAgainstNaive(shape, 77, kNoMargin, false);
+    shape.heads = 8;  // as a model of size has them
+    shape.kv_heads = 2;
+    shape.head_dim = 128;
+    shape.block_tokens = 32;
+    CheckAgainstNaive(shape, 150, kNoMargin, false);
+  });
+}
+
+void Margins(const PolicyRig::Shape& shape) {
   // Wide enough for some tokens beside the ring, narrow enough not to fill the budget.
   CheckAgainstNaive(shape, 160, 0.6f, false);
   CheckAgainstNaive(shape, 160, 0.6f, true);
 }
+SLUICE_TEST_ON_CPU_AND_GPU("a margin leaves out what scores far below the largest", Margins)
 
-TEST_CASE("with a budget of the whole context and no margin it is exact attention") {
-  PolicyRig::Shape shape;
+void WholeBudget(const PolicyRig::Shape& shape) {
   for (const bool fetch_all : {false, true}) {
     PolicyRig rig(shape, RandomVectors(shape, 5.0f));  // a prediction that is worth nothing
     PolicyOptions options = rig.Options();
@@ -191,9 +207,10 @@ TEST_CASE("with a budget of the whole context and no margin it is exact attentio
     for (int slot = 0; slot < 4; ++slot) rig.Release(*policy, slot);
   }
 }
+SLUICE_TEST_ON_CPU_AND_GPU("with a budget of the whole context and no margin it is exact attention",
+                           WholeBudget)
 
-TEST_CASE("fetching everything in each step gives the same bits as keeping what is there") {
-  const PolicyRig::Shape shape;
+void FetchAll(const PolicyRig::Shape& shape) {
   std::vector<std::vector<std::vector<std::vector<float>>>> results[2];
   Sums sums[2];
   for (const bool fetch_all : {false, true}) {
@@ -217,9 +234,10 @@ TEST_CASE("fetching everything in each step gives the same bits as keeping what 
   CHECK(sums[0].selected == sums[1].selected);
   CHECK(sums[0].link_bytes < sums[1].link_bytes);
 }
+SLUICE_TEST_ON_CPU_AND_GPU(
+    "fetching everything in each step gives the same bits as keeping what is there", FetchAll)
 
-TEST_CASE("a projection that is handed in decides, not the plain columns") {
-  const PolicyRig::Shape shape;
+void OwnProjection(const PolicyRig::Shape& shape) {
   constexpr int kRank = 5;
   constexpr int kBudget = 48;
   SplitMix64 random(TestSeed());
@@ -261,9 +279,11 @@ TEST_CASE("a projection that is handed in decides, not the plain columns") {
   }
   rig.Release(*policy, 0);
 }
+SLUICE_TEST_ON_CPU_AND_GPU("a projection that is handed in decides, not the plain columns",
+                           OwnProjection)
 
-TEST_CASE("recall: sequences that come and go give to the bit what each gives alone") {
-  PolicyRig::Shape shape;
+void Traffic(const PolicyRig::Shape& of) {
+  PolicyRig::Shape shape = of;
   const auto check = [&](float margin, bool fetch_all, kernels::GroupReduction reduction) {
     testing::CheckTraffic(shape, RandomVectors(shape, 0.3f), [&](const PolicyRig& rig, bool) {
       PolicyOptions options = rig.Options();
@@ -281,6 +301,8 @@ TEST_CASE("recall: sequences that come and go give to the bit what each gives al
   check(kNoMargin, false, kernels::GroupReduction::kSoftmaxSum);
   check(2, true, kernels::GroupReduction::kMean);
 }
+SLUICE_TEST_ON_CPU_AND_GPU(
+    "recall: sequences that come and go give to the bit what each gives alone", Traffic)
 
 TEST_CASE("plain columns are the slowest pairs of RoPE") {
   const std::vector<float> p = PlainProjection({2, 1, 8, 4});

@@ -111,13 +111,30 @@ TEST_CASE("a row attends to what naive selection of the predicted queries choose
   CheckAgainstNaive(shape, /*layer_ahead=*/true, 0.3f);
 }
 
-TEST_CASE("without looking ahead the CPU has the real queries, and so has the selection") {
-  CheckAgainstNaive(PolicyRig::Shape{}, /*layer_ahead=*/false, 3.0f);
+TEST_CASE("a row attends to what naive selection of the predicted queries chooses (cuda)",
+          "[cuda]") {
+  testing::OnRig("cuda", [](const PolicyRig::Shape& of) {
+    PolicyRig::Shape shape = of;
+    CheckAgainstNaive(shape, /*layer_ahead=*/true, 0.3f);
+    shape.heads = 6;
+    shape.kv_heads = 1;
+    CheckAgainstNaive(shape, /*layer_ahead=*/true, 0.3f);
+    shape.heads = 8;  // as a model of size has them
+    shape.kv_heads = 2;
+    shape.head_dim = 128;
+    shape.block_tokens = 32;
+    CheckAgainstNaive(shape, /*layer_ahead=*/true, 0.3f);
+  });
 }
 
+void RealQueries(const PolicyRig::Shape& shape) {
+  CheckAgainstNaive(shape, /*layer_ahead=*/false, 3.0f);
+}
+SLUICE_TEST_ON_CPU_AND_GPU(
+    "without looking ahead the CPU has the real queries, and so has the selection", RealQueries)
+
 // Half of the blocks in HBM, half on the CPU, everything selected.
-TEST_CASE("both sides together are exact attention where everything is selected") {
-  const PolicyRig::Shape shape;
+void BothSides(const PolicyRig::Shape& shape) {
   PolicyRig rig(shape, RandomVectors(shape, 5.0f));  // a prediction that is worth nothing
   PolicyOptions options = rig.Options();
   options.budget_tokens = shape.max_context;
@@ -147,9 +164,10 @@ TEST_CASE("both sides together are exact attention where everything is selected"
   }
   rig.Release(*policy, 0);
 }
+SLUICE_TEST_ON_CPU_AND_GPU("both sides together are exact attention where everything is selected",
+                           BothSides)
 
-TEST_CASE("with attend_whole everything that lies in HBM counts, selected or not") {
-  const PolicyRig::Shape shape;
+void AttendWhole(const PolicyRig::Shape& shape) {
   PolicyRig rig(shape, RandomVectors(shape, 0.3f));
   PolicyOptions options = rig.Options();
   options.budget_tokens = 4 * shape.block_tokens;
@@ -174,6 +192,8 @@ TEST_CASE("with attend_whole everything that lies in HBM counts, selected or not
   }
   rig.Release(*policy, 0);
 }
+SLUICE_TEST_ON_CPU_AND_GPU("with attend_whole everything that lies in HBM counts, selected or not",
+                           AttendWhole)
 
 // Blocks' keys point in directions around a circle, and so do queries, which go round as decoding
 // goes on: `blocks_per_step` blocks become important in each step, and as many cease to be.
@@ -208,8 +228,7 @@ struct Drift {
   std::vector<double> mean_share;  // by layer
 };
 
-Drift RunDrift(const PolicyOptions::Scout& scout, int steps) {
-  PolicyRig::Shape shape;
+Drift RunDrift(const PolicyRig::Shape& shape, const PolicyOptions::Scout& scout, int steps) {
   PolicyRig rig(shape, Drifting(shape, 0.25));
   PolicyOptions options = rig.Options();
   options.budget_tokens = 16 * shape.block_tokens;
@@ -234,11 +253,11 @@ Drift RunDrift(const PolicyOptions::Scout& scout, int steps) {
   return drift;
 }
 
-TEST_CASE("the controller keeps the CPU's share below its limit while importance drifts") {
+void Controlled(const PolicyRig::Shape& shape) {
   PolicyOptions::Scout scout;
   scout.share_limit = 0.2f;
   constexpr int kSteps = 200;
-  const Drift with = RunDrift(scout, kSteps);
+  const Drift with = RunDrift(shape, scout, kSteps);
   // Before the first step nothing was known. Blocks are whole: the one that passes the limit is
   // more than any forecast of a steady growth says.
   constexpr double kOneBlock = 1.0 / 16;
@@ -255,23 +274,46 @@ TEST_CASE("the controller keeps the CPU's share below its limit while importance
   CHECK(with.recalls.size() <= kSteps / 4);
 
   scout.recall = false;
-  const Drift without = RunDrift(scout, kSteps);
+  const Drift without = RunDrift(shape, scout, kSteps);
   CHECK(without.recalls == std::vector<int>{0});  // the first working set
   CHECK(without.shares.back() > 0.4);
   for (size_t layer = 0; layer < with.mean_share.size(); ++layer) {
     CHECK(with.mean_share[layer] < 0.5 * without.mean_share[layer]);
   }
 }
+SLUICE_TEST_ON_CPU_AND_GPU(
+    "the controller keeps the CPU's share below its limit while importance drifts", Controlled)
+
+enum class Start { kUnknown, kComputed, kHinted };
+
+// The blocks that naive selection finds important to the last of `context` tokens, as a prefill
+// node would send them.
+SelectionHints HintsOf(const PolicyRig& rig, uint64_t seed, int context, int blocks) {
+  SelectionHints hints;
+  hints.unit_tokens = static_cast<uint32_t>(rig.shape().block_tokens);
+  for (int layer = 0; layer < rig.shape().layers; ++layer) {
+    const auto top = rig.NaiveTopBlocks(seed, layer, context - 1, blocks, 0, /*predicted=*/false);
+    for (size_t head = 0; head < top.size(); ++head) {
+      hints.entries.push_back({static_cast<uint32_t>(layer),
+                               static_cast<uint32_t>(head),
+                               std::nullopt,
+                               {top[head].begin(), top[head].end()}});
+    }
+  }
+  return hints;
+}
 
 // Share of the first step and of the second, of layer 0.
-std::pair<double, double> FirstShares(bool compute_last) {
-  PolicyRig::Shape shape;
+std::pair<double, double> FirstShares(const PolicyRig::Shape& shape, Start start) {
   PolicyRig rig(shape, Drifting(shape, 0.25));
   PolicyOptions options = rig.Options();
   options.budget_tokens = 16 * shape.block_tokens;
   const auto policy = MakePolicy(options);
   const int context = 40 * shape.block_tokens + 1;
-  rig.Admit(*policy, 2, TestSeed(), context, context + 8, compute_last);
+  const uint64_t seed = TestSeed();
+  const SelectionHints hints =
+      start == Start::kHinted ? HintsOf(rig, seed, context, 16) : SelectionHints{};
+  rig.Admit(*policy, 2, seed, context, context + 8, start == Start::kComputed, hints);
   const auto share = [&] {
     const int64_t before = policy->Statistics().layers[0].missing;
     rig.Step(*policy, {2});
@@ -284,27 +326,34 @@ std::pair<double, double> FirstShares(bool compute_last) {
   return {first, second};
 }
 
-TEST_CASE("a prompt whose last position was computed here begins with what mattered to it") {
-  const auto [first, second] = FirstShares(/*compute_last=*/true);
-  CHECK(first <= 0.07);  // a block, by drift
-  CHECK(second <= 0.13);
+void BeginsWarm(const PolicyRig::Shape& shape) {
+  for (const Start start : {Start::kComputed, Start::kHinted}) {
+    const auto [first, second] = FirstShares(shape, start);
+    CHECK(first <= 0.07);  // a block, by drift
+    CHECK(second <= 0.13);
+  }
   // Handed over whole, nothing is known before the first step, which then recalls.
-  const auto [unknown, then] = FirstShares(/*compute_last=*/false);
+  const auto [unknown, then] = FirstShares(shape, Start::kUnknown);
   CHECK(unknown > 0.3);
   CHECK(then <= 0.07);
 }
+SLUICE_TEST_ON_CPU_AND_GPU(
+    "a sequence begins with what mattered to its prompt, where that was computed here or hinted",
+    BeginsWarm)
 
-TEST_CASE("with intervals a layer recalls in its first step and every interval-th after it") {
+void Intervals(const PolicyRig::Shape& shape) {
   for (const int interval : {1, 3, 7}) {
     PolicyOptions::Scout scout;
     scout.share_limit = 1e-6f;  // the controller would recall all the time
     scout.intervals = {interval, 100, 100};
-    const Drift drift = RunDrift(scout, 50);
+    const Drift drift = RunDrift(shape, scout, 50);
     std::vector<int> want;
     for (int step = 0; step < 50; step += interval) want.push_back(step);
     CHECK(drift.recalls == want);
   }
 }
+SLUICE_TEST_ON_CPU_AND_GPU(
+    "with intervals a layer recalls in its first step and every interval-th after it", Intervals)
 
 PolicyOptions TrafficOptions(const PolicyRig& rig, kernels::GroupReduction reduction) {
   PolicyOptions options = rig.Options();
@@ -333,6 +382,13 @@ TEST_CASE("sequences that come and go give to the bit what each gives alone") {
   CheckScoutTraffic(shape, 3, kernels::GroupReduction::kSoftmaxSum);
 }
 
+TEST_CASE("sequences that come and go give to the bit what each gives alone (cuda)", "[cuda]") {
+  testing::OnRig("cuda", [](const PolicyRig::Shape& shape) {
+    CheckScoutTraffic(shape, 1, kernels::GroupReduction::kMax);
+    CheckScoutTraffic(shape, 3, kernels::GroupReduction::kSoftmaxSum);
+  });
+}
+
 // Throws at this position of a sequence.
 std::atomic<int> faulty_position{-1};
 void (*working)(const kernels::SparseAttentionParams&, kernels::Worker) = nullptr;
@@ -341,8 +397,7 @@ void Faulty(const kernels::SparseAttentionParams& params, kernels::Worker worker
   working(params, worker);
 }
 
-TEST_CASE("a worker that fails ends its group's sequences; the others' bits stay their own") {
-  const PolicyRig::Shape shape;
+void FailingWorker(const PolicyRig::Shape& shape) {
   PolicyRig rig(shape, RandomVectors(shape, 0.3f));
   PolicyOptions options = TrafficOptions(rig, kernels::GroupReduction::kMax);
   kernels::KernelTable table = *kernels::FindKernelTable("portable");
@@ -391,6 +446,9 @@ TEST_CASE("a worker that fails ends its group's sequences; the others' bits stay
     CHECK(decoded[slot] == want);
   }
 }
+SLUICE_TEST_ON_CPU_AND_GPU(
+    "a worker that fails ends its group's sequences; the others' bits stay their own",
+    FailingWorker)
 
 TEST_CASE("options out of range are refused by name") {
   const PolicyRig::Shape shape;

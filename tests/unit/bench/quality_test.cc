@@ -128,8 +128,10 @@ TEST_CASE("idle is what no kernel covers inside the trace") {
     trace.device.push_back(slice);
   };
   add(TraceSlice::Kind::kKernel, 0, 1, 4);
-  add(TraceSlice::Kind::kKernel, 1, 3, 5);   // beside it: counted once
-  add(TraceSlice::Kind::kCopy, 2, 5, 7);     // no kernel
+  add(TraceSlice::Kind::kKernel, 1, 3, 5);  // beside it: counted once
+  add(TraceSlice::Kind::kCopy, 2, 5, 7);    // no kernel
+  add(TraceSlice::Kind::kKernel, 3, 5, 6);  // none of the model
+  trace.device.back().name = "TransferKernel";
   add(TraceSlice::Kind::kKernel, 0, 8, 15);  // beyond the end
   CHECK(IdleShare(trace) == Approx(0.4));
 }
@@ -151,7 +153,8 @@ TEST_CASE("the JSON of a run has its figures and its layers") {
   run.kv_heads = 1;
   run.budget_tokens = 10;
   run.statistics.layers.resize(2);
-  const nlohmann::json j = RunJson(run, true);
+  run.largest = true;
+  const nlohmann::json j = RunJson(run);
   CHECK(j["policy"] == "scout");
   CHECK(j["largest"] == true);
   CHECK(j["tokens_per_second"] == 8.0);

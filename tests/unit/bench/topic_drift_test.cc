@@ -1,5 +1,6 @@
 #include "src/bench/topic_drift.h"
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
 
@@ -91,11 +92,13 @@ TEST_CASE("embeddings near each other on the path are alike, and the head leads 
   const ModelConfig c = Geometry();
   TopicDrift options;
   options.drift = 0.02;
+  options.noise = 0.5;
   const auto source = *TopicDriftWeights(c, options);
   const auto e = MatrixOf(*source, kEmbeddingTensor, c.vocab_size, 256);
   const auto head = MatrixOf(*source, kHeadTensor, c.vocab_size, 256);
+  // An eighth of the dimensions are the token's identity.
   const auto alike = [&](int a, int b) {
-    return Cosine(&e[static_cast<size_t>(a) * 256], &e[static_cast<size_t>(b) * 256], 256);
+    return Cosine(&e[static_cast<size_t>(a) * 256], &e[static_cast<size_t>(b) * 256], 224);
   };
   double near = 0, far = 0;
   for (int v = 100; v < 120; ++v) near += alike(v, v + 2) / 20, far += alike(v, v + 400) / 20;
@@ -116,6 +119,36 @@ TEST_CASE("embeddings near each other on the path are alike, and the head leads 
     leads += best == v + 1 ? 1 : 0;
   }
   CHECK(leads == 20);
+}
+
+TEST_CASE("which token it is concerns the head alone") {
+  const ModelConfig c = Geometry();
+  const auto source = *TopicDriftWeights(c, {});
+  constexpr int kTopic = 224;
+  const auto q = MatrixOf(*source, LayerTensor(1, "self_attn.q_proj.weight"), c.q_size(), 256);
+  const auto k = MatrixOf(*source, LayerTensor(1, "self_attn.k_proj.weight"), c.kv_size(), 256);
+  const auto head = MatrixOf(*source, kHeadTensor, c.vocab_size, 256);
+  for (size_t i = 0; i < 256; ++i) {
+    const bool identity = i >= kTopic;
+    CHECK((q[i] == 0) == identity);
+    CHECK((k[i] == 0) == identity);
+    CHECK((head[i] == 0) == !identity);
+  }
+  for (const char* const name : {"self_attn.o_proj.weight", "mlp.down_proj.weight"}) {
+    const auto rows = MatrixOf(*source, LayerTensor(1, name), 256, 256);
+    const auto live = rows.begin() + kTopic * 256;
+    CHECK(std::count(rows.begin(), live, 0.0f) < 10);
+    CHECK(std::count(live, rows.end(), 0.0f) == 32 * 256);
+    // What the fingerprint samples is what the model reads.
+    std::vector<uint16_t> some(600);
+    REQUIRE(source
+                ->ReadBFloat16(LayerTensor(1, name), {256, 256}, kTopic * 256 - 300,
+                               absl::MakeSpan(some))
+                .ok());
+    for (size_t i = 0; i < some.size(); ++i) {
+      REQUIRE(BFloat16ToFloat(some[i]) == rows[kTopic * 256 - 300 + i]);
+    }
+  }
 }
 
 TEST_CASE("a context is stretches of the path, and the path goes on after it") {

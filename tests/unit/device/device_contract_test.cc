@@ -230,6 +230,103 @@ void ProgramsRunAgain(Device& device) {
 SLUICE_TEST_ON_EVERY_DEVICE("a program runs as often as wanted, and not while it is recorded",
                             ProgramsRunAgain)
 
+// Halves of `state` change places by way of two branches, which have another layer's work under way
+// meanwhile: every missing order shows, that of a read before the next write too.
+struct Branches {
+  static constexpr int kUnits = 512, kUnitBytes = 1024, kLayers = 9;
+
+  explicit Branches(Device& device)
+      : kernels(device.kernels()),
+        state(Allocate(device, MemoryKind::kDevice, 2 * kUnits * kUnitBytes)),
+        low(Allocate(device, MemoryKind::kDevice, kUnits * kUnitBytes)),
+        high(Allocate(device, MemoryKind::kDevice, kUnits * kUnitBytes)),
+        log(Allocate(device, MemoryKind::kDevice, kLayers * kUnitBytes)),
+        count(Allocate(device, MemoryKind::kPinned, sizeof(int32_t))) {
+    *count.as<int32_t>() = kUnits;
+  }
+
+  // By an operator: on a GPU it may begin before the one before it is done
+  // (kernels/cuda/launch.cuh).
+  void Move(Stream& stream, const void* source, void* target) {
+    kernels::TransferParams move{};
+    move.source = source;
+    move.target = target;
+    move.source_pitch = move.target_pitch = move.unit_bytes = kUnitBytes;
+    move.counts = count.as<int32_t>();
+    move.lists = 1;
+    move.capacity = kUnits;
+    kernels.Transfer(stream, move);
+  }
+
+  void Enqueue(Stream& stream) {
+    auto* const upper = state.as<uint8_t>() + kUnits * kUnitBytes;
+    Stream &first = stream.Branch(0), &second = stream.Branch(3), &third = first.Branch(1);
+    CHECK(&stream.Branch(1) == &third);
+    for (int layer = 0; layer < kLayers; ++layer) {
+      first.After(stream);
+      Move(first, upper, high.data());
+      second.After(stream);
+      Move(second, state.data(), low.data());
+      first.After(second);  // one branch may wait for another
+      Move(first, low.data(), upper);
+      second.After(first);
+      Move(second, high.data(), state.data());
+      stream.After(second);
+      // Beside the next layer: nobody waits for it before the end.
+      third.After(stream);
+      third.Fill(log.as<uint8_t>() + layer * kUnitBytes, static_cast<uint8_t>(layer + 1),
+                 kUnitBytes);
+      stream.Fill(state.as<uint8_t>() + layer, static_cast<uint8_t>(layer), 1);
+    }
+    for (int i = 0; i < Stream::kBranches; ++i) stream.After(stream.Branch(i));  // 2 was not used
+  }
+
+  static std::vector<uint8_t> Expect(std::vector<uint8_t> bytes) {
+    for (int layer = 0; layer < kLayers; ++layer) {
+      std::rotate(bytes.begin(), bytes.begin() + kUnits * kUnitBytes, bytes.end());
+      bytes[static_cast<size_t>(layer)] = static_cast<uint8_t>(layer);
+    }
+    return bytes;
+  }
+
+  KernelSet& kernels;
+  const Buffer state, low, high, log, count;
+};
+
+void BranchesKeepTheirOrder(Device& device) {
+  Branches branches(device);
+  const auto stream = device.NewStream(StreamKind::kCompute);
+  const size_t bytes = branches.state.bytes();
+  const Buffer in = Allocate(device, MemoryKind::kPinned, bytes);
+  const Buffer out = Allocate(device, MemoryKind::kPinned, bytes);
+  const auto whole = [&](Stream& s) {
+    s.Copy(branches.state.data(), in.data(), bytes);
+    branches.Enqueue(s);
+    s.Copy(out.data(), branches.state.data(), bytes);
+  };
+  const auto program = device.Record(*stream, whole);
+  REQUIRE(program.ok());
+  for (int round = 0; round < 60; ++round) {
+    const std::vector<uint8_t> want = Random(bytes);
+    std::memcpy(in.data(), want.data(), bytes);
+    std::memset(out.data(), 0, bytes);
+    stream->Fill(branches.log.data(), 0, branches.log.bytes());
+    if (round % 3 == 0) {
+      whole(*stream);
+    } else {
+      (*program)->Run(*stream);
+    }
+    Finish(device, *stream);
+    REQUIRE(std::memcmp(out.data(), Branches::Expect(want).data(), bytes) == 0);
+    const std::vector<uint8_t> log = Read(device, branches.log.data(), branches.log.bytes());
+    for (int layer = 0; layer < Branches::kLayers; ++layer) {
+      REQUIRE(log[static_cast<size_t>(layer + 1) * Branches::kUnitBytes - 1] == layer + 1);
+    }
+  }
+}
+SLUICE_TEST_ON_EVERY_DEVICE("branches are in the order that they are given, also in a program",
+                            BranchesKeepTheirOrder)
+
 void BucketsHold(Device& device) {
   int last = 0;
   for (int rows = 1; rows <= 4096; ++rows) {

@@ -8,7 +8,9 @@
 #include "src/attention/forwarding_policy.h"
 #include "src/base/error.h"
 #include "tests/fixtures/fixtures.h"
+#include "tests/support/device.h"
 #include "tests/support/node.h"
+#include "tests/test_main.h"
 
 namespace sluice {
 namespace {
@@ -33,12 +35,12 @@ class Watch : public ForwardingPolicy {
     if (++admitted == sick_sequence) sick_slot = slot;
     return true;
   }
-  void EndPrompt(int slot, int64_t tokens) override {
+  void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override {
     Slot& s = slots_.at(slot);
     if (s.prompt >= 0 || s.newest >= tokens) ++wrong;  // twice, or too late
     s.prompt = tokens;
     ++ended;
-    ForwardingPolicy::EndPrompt(slot, tokens);
+    ForwardingPolicy::EndPrompt(slot, tokens, hints);
   }
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                  absl::Span<const int32_t> positions) override {
@@ -71,8 +73,9 @@ class Watch : public ForwardingPolicy {
   std::map<int, Slot> slots_;
 };
 
-NodeOptions Options(Watch** watch, int sick_sequence = 0) {
+NodeOptions Options(const std::string& kernels, Watch** watch, int sick_sequence = 0) {
   NodeOptions options;
+  options.kernels = kernels;
   options.model_dir = fixtures::ModelDir(kModel);
   options.max_context = 1024;
   options.chunk_tokens = 48;
@@ -89,10 +92,20 @@ NodeOptions Options(Watch** watch, int sick_sequence = 0) {
   return options;
 }
 
-TEST_CASE("a policy that offloads gets each prompt's end once, before single decode rows") {
+// On the CPU device and on a GPU.
+void OnDevice(const std::string& kernels, void (*test)(const std::string& kernels)) {
+  const absl::Status status = testing::TestDevice(kernels).status();
+  if (absl::IsNotFound(status)) return SkipTest(std::string(status.message()));
+  test(kernels);
+}
+#define SLUICE_TEST_ON_CPU_AND_GPU(claim, test) \
+  TEST_CASE(claim) { OnDevice("auto", test); }  \
+  TEST_CASE(claim " (cuda)", "[cuda]") { OnDevice("cuda", test); }
+
+void EndOfPrompts(const std::string& kernels) {
   const auto golden = *fixtures::LoadGolden(kModel);
   Watch* watch = nullptr;
-  Node node(Options(&watch));
+  Node node(Options(kernels, &watch));
   std::vector<std::shared_ptr<TokenStream>> streams;
   int count = 0;
   for (const fixtures::GoldenCase& g : golden) {
@@ -123,8 +136,10 @@ TEST_CASE("a policy that offloads gets each prompt's end once, before single dec
   CHECK(watch->ended == count);
   CHECK(watch->decode_rows >= count * 8);  // surplus ones too
 }
+SLUICE_TEST_ON_CPU_AND_GPU(
+    "a policy that offloads gets each prompt's end once, before single decode rows", EndOfPrompts)
 
-TEST_CASE("a slot that is not well ends its own sequence, the others give what they give alone") {
+void SickSlot(const std::string& kernels) {
   std::vector<Request> requests;
   for (int i = 0; i < 4; ++i) {
     std::vector<int32_t> prompt;
@@ -134,10 +149,10 @@ TEST_CASE("a slot that is not well ends its own sequence, the others give what t
   Watch* watch = nullptr;
   std::vector<Generated> alone;
   {
-    Node node(Options(&watch));
+    Node node(Options(kernels, &watch));
     for (const Request& request : requests) alone.push_back(node.Generate(request));
   }
-  Node node(Options(&watch, /*sick_sequence=*/2));
+  Node node(Options(kernels, &watch, /*sick_sequence=*/2));
   std::vector<std::shared_ptr<TokenStream>> streams;
   for (const Request& request : requests) streams.push_back(node.Start(request));
   for (size_t i = 0; i < streams.size(); ++i) {
@@ -157,12 +172,14 @@ TEST_CASE("a slot that is not well ends its own sequence, the others give what t
   }
   CHECK(node.Quiescent());
 }
+SLUICE_TEST_ON_CPU_AND_GPU(
+    "a slot that is not well ends its own sequence, the others give what they give alone", SickSlot)
 
-TEST_CASE("homes stay until their sequences end, and who lacks one waits for that") {
+void HomesStay(const std::string& kernels) {
   const auto golden = *fixtures::LoadGolden(kModel);
   const fixtures::GoldenCase& g = golden[1];
   Watch* watch = nullptr;
-  NodeOptions options = Options(&watch);
+  NodeOptions options = Options(kernels, &watch);
   Node node(options);
   const auto prompt = static_cast<uint32_t>(g.prompt.size());
   const std::string transfer = node.Push(g.prompt, prompt, 9, g.k, g.v);
@@ -181,6 +198,8 @@ TEST_CASE("homes stay until their sequences end, and who lacks one waits for tha
   CHECK(Node::Collect(*local).ids.size() == 200);
   CHECK(node.Quiescent());
 }
+SLUICE_TEST_ON_CPU_AND_GPU("homes stay until their sequences end, and who lacks one waits for that",
+                           HomesStay)
 
 }  // namespace
 }  // namespace sluice

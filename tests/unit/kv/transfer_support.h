@@ -18,7 +18,7 @@ inline constexpr uint32_t kContext =
     21;  // blocks of 4 and of 8 tokens: the last is short in both kinds
 
 struct Table {
-  explicit Table(size_t dram_bytes = 256 << 10)
+  explicit Table(size_t dram_bytes = 256 << 10, int64_t hint_tokens = 0)
       : layout(TwoKinds()),
         dram(MakePool("dram", layout, dram_bytes)),
         hbm(MakePool("hbm", layout, 256 << 10)) {
@@ -28,6 +28,7 @@ struct Table {
     options.max_context = 1000;
     options.max_lease = absl::Seconds(10);
     options.max_chunk_bytes = 4096;
+    options.hint_tokens = hint_tokens;
     options.footprint = [](int64_t context, int64_t total) { return Footprint{context, total}; };
     table = std::make_unique<TransferTable>(options, dram.get(), hbm.get(), &clock);
   }

@@ -2,6 +2,7 @@
 
 #include <catch2/catch.hpp>
 
+#include "src/attention/forwarding_policy.h"
 #include "src/base/crc32c.h"
 #include "src/base/error.h"
 #include "src/device/cpu/cpu_device.h"
@@ -39,7 +40,10 @@ class LandingSink : public LayerSink {
     return node_->Land(header, payload).status();
   }
 
+  int64_t hint_tokens() const override { return hints_wanted; }
+
   std::vector<std::tuple<int, int, int>> calls;
+  int64_t hints_wanted = 0;
   size_t fail_at = 0;
 
  private:
@@ -49,18 +53,19 @@ class LandingSink : public LayerSink {
 
 struct PrefillNode {
   explicit PrefillNode(const std::string& model_dir, uint32_t chunk_tokens = 64,
-                       int64_t hbm_bytes = 8 << 20) {
+                       int64_t hbm_bytes = 8 << 20, int block_tokens = 0) {
     device = *NewCpuDevice({"auto", 2});
     Model::Options options;
     options.directory = model_dir;
     options.max_context = 1024;
     options.max_rows = static_cast<int>(std::max(chunk_tokens, 32u));
     options.max_logits = 1;
+    if (block_tokens > 0) options.block_tokens = block_tokens;
     auto loaded = Model::Load(options, device.get());
     REQUIRE(loaded.ok());
     model = *std::move(loaded);
-    auto made = Prefiller::Create({1024, chunk_tokens, 1, hbm_bytes}, device.get(), model.get(),
-                                  RealClock());
+    auto made = Prefiller::Create({1024, chunk_tokens, 1, hbm_bytes, /*hints=*/true}, device.get(),
+                                  model.get(), RealClock());
     REQUIRE(made.ok());
     prefiller = *std::move(made);
   }
@@ -108,6 +113,120 @@ TEST_CASE("what a prefill node pushes decodes as if the node had computed it its
               node.Generate(GreedyRequest(g.prompt, 16)).ids);
       }
     }
+  }
+}
+
+// Keeps what a sequence's prompt ended with.
+class HintWatch : public ForwardingPolicy {
+ public:
+  using ForwardingPolicy::ForwardingPolicy;
+  void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override {
+    seen = hints;
+    ForwardingPolicy::EndPrompt(slot, tokens, hints);
+  }
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                 absl::Span<const int32_t> rows) override {
+    positions.insert(positions.end(), rows.begin(), rows.end());
+    ForwardingPolicy::BeginStep(stream, slots, rows);
+  }
+  std::vector<int32_t> positions;
+  SelectionHints seen;
+};
+
+TEST_CASE("hints are what the decode node's policy takes, and come to it with the sequence") {
+  NodeOptions options;
+  options.model_dir = fixtures::ModelDir("tiny-llama");
+  options.max_context = 1024;
+  options.block_tokens = 16;
+  options.policy.dense_layers = 0;
+  HintWatch* watch = nullptr;
+  options.watch = [&](AttentionPolicy* policy) {
+    auto made = std::make_unique<HintWatch>(policy);
+    watch = made.get();
+    return made;
+  };
+  PrefillNode prefill(options.model_dir, 64, 8 << 20, 16);
+  std::vector<int32_t> prompt;
+  for (int i = 0; i < 700; ++i) prompt.push_back(i * i % 97);
+  for (const int budget_blocks : {8, 64}) {
+    for (const char* policy : {"scout", "recall", "full"}) {
+      INFO(policy << " " << budget_blocks);
+      options.policy.name = policy;
+      options.policy.budget_tokens = budget_blocks * 16;
+      Node node(options);
+      CHECK((node.policy().hint_tokens() > 0) == (options.policy.name != "full"));
+      const auto reserved = node.transfers().Reserve(node.MakeManifest(prompt, 700, 2));
+      REQUIRE(reserved.ok());
+      CHECK(reserved->hint_tokens == node.policy().hint_tokens());
+      LandingSink sink(&node, reserved->transfer_id);
+      sink.hints_wanted = reserved->hint_tokens;
+      auto result = prefill.prefiller->Run(prompt, Greedy(), true, sink, Never);
+      REQUIRE(result.ok());
+      const SelectionHints sent = result->hints;
+      const absl::Status committed =
+          node.transfers()
+              .Commit(reserved->transfer_id, {*result->first_token}, nullptr, sent)
+              .status();
+      INFO(std::string(committed.ToString()));
+      REQUIRE(committed.ok());
+      Request request = GreedyRequest({}, 2);
+      request.handoff.transfer_id = reserved->transfer_id;
+      CHECK(node.Generate(std::move(request)).ids.size() == 2);
+      REQUIRE(node.Quiescent());
+      const CacheKind& kind = node.model().cache_layout().kinds[0];
+      const size_t lists = static_cast<size_t>(node.model().cache_layout().layers * kind.heads);
+      CHECK(sent.entries.size() == (reserved->hint_tokens > 0 ? lists : 0));
+      if (options.policy.name == "full") continue;
+      REQUIRE(watch->seen.entries.size() == lists);
+      for (size_t i = 0; i < lists; ++i) {
+        CHECK(sent.entries[i].units.size() ==
+              static_cast<size_t>(std::min<int64_t>(reserved->hint_tokens / 16, 44)));
+        CHECK(watch->seen.entries[i].units == sent.entries[i].units);
+      }
+    }
+  }
+}
+
+TEST_CASE("the last token of a prompt that was handed over whole can be computed again") {
+  NodeOptions options;
+  options.model_dir = fixtures::ModelDir("tiny-llama");
+  options.max_context = 1024;
+  options.block_tokens = 16;
+  options.policy.dense_layers = 0;
+  options.policy.budget_tokens = 1024;  // exact
+  options.policy.scout.layer_ahead = false;
+  options.policy.hgca.window_tokens = 48;
+  options.policy.hgca.beta = 0;
+  HintWatch* watch = nullptr;
+  options.watch = [&](AttentionPolicy* policy) {
+    auto made = std::make_unique<HintWatch>(policy);
+    watch = made.get();
+    return made;
+  };
+  PrefillNode prefill(options.model_dir, 64, 8 << 20, 16);
+  std::vector<int32_t> prompt;
+  for (int i = 0; i < 500; ++i) prompt.push_back(i * i % 97);
+  for (const char* policy : {"scout", "hgca", "full"}) {
+    INFO(policy);
+    options.policy.name = policy;
+    std::vector<std::vector<int32_t>> ids;
+    for (const bool again : {false, true}) {
+      options.policy.recompute_last = again;
+      Node node(options);
+      const auto reserved = node.transfers().Reserve(node.MakeManifest(prompt, 500, 8));
+      REQUIRE(reserved.ok());
+      LandingSink sink(&node, reserved->transfer_id);
+      const auto result = prefill.prefiller->Run(prompt, Greedy(), true, sink, Never);
+      REQUIRE(result.ok());
+      REQUIRE(node.transfers().Commit(reserved->transfer_id, {*result->first_token}, nullptr).ok());
+      Request request = GreedyRequest({}, 8);
+      request.handoff.transfer_id = reserved->transfer_id;
+      ids.push_back(node.Generate(std::move(request)).ids);
+      REQUIRE(node.Quiescent());
+      CHECK(watch->positions.at(0) == (again && options.policy.name != "full" ? 499 : 500));
+    }
+    CHECK(ids[0].size() == 8);
+    CHECK(ids[0] == ids[1]);
   }
 }
 

@@ -67,7 +67,7 @@ TEST_CASE("the plan shows the contexts up to the longest, and caps by max_sequen
   CHECK_THAT(plan, Catch::Contains("512      11.2 MiB                32               364"));
 }
 
-TEST_CASE("the plan asks for what a node asks for") {
+Config TinyNode() {
   Config config;
   config.set_model(fixtures::ModelDir("tiny-qwen3"));
   config.set_device("cpu");
@@ -78,6 +78,7 @@ TEST_CASE("the plan asks for what a node asks for") {
   config.set_max_context(700);
   config.set_max_sequences(5);
   config.set_chunk_tokens(64);
+  config.set_policy("full");
   config.set_hbm_bytes(8 << 20);
   config.set_dram_bytes(16 << 20);
   config.set_overcommit(1);
@@ -89,6 +90,11 @@ TEST_CASE("the plan asks for what a node asks for") {
   config.set_recall_margin(4.5);
   config.set_scout_share_limit(0.12);
   config.set_policy_worker_deadline_seconds(1);
+  return config;
+}
+
+TEST_CASE("the plan asks for what a node asks for") {
+  Config config = TinyNode();
   const auto plan = PlanOf(config);
   INFO(plan.status());
   REQUIRE(plan.ok());
@@ -111,10 +117,48 @@ TEST_CASE("the plan asks for what a node asks for") {
     CHECK(policy.rooms[1].dram_bytes >= plan->layout.BytesFor(700));
     CHECK(policy.rooms[1].hbm_bytes > 0);
     CHECK(policy.rooms[1].running >= 1);
+    CHECK(policy.beside_hbm_bytes > 0);
+    CHECK(policy.beside_pinned_bytes > 0);
     CHECK_THAT(FormatPlan(*plan), Catch::Contains("policy " + policy.name + ":"));
   }
   // Histories, biases and logits of five sequences at least.
   CHECK(plan->batch_bytes > 5 * (700 + 2 * 1024 + (*model)->config().vocab_size) * 4);
+
+  // What the configured policy asks for is part of the batch's lines, more where there is more to
+  // list.
+  for (const PlanInput::Policy& policy : plan->policies) {
+    INFO(policy.name);
+    config.set_policy(policy.name);
+    config.set_max_sequences(5);
+    const auto with = PlanOf(config);
+    REQUIRE(with.ok());
+    CHECK(with->batch_bytes - policy.beside_hbm_bytes < plan->batch_bytes);
+    CHECK(with->pinned_bytes - policy.beside_pinned_bytes < plan->pinned_bytes);
+    config.set_max_sequences(50);
+    const auto more = PlanOf(config);
+    REQUIRE(more.ok());
+    CHECK(more->batch_bytes > 5 * with->batch_bytes);
+    CHECK(more->pinned_bytes > with->pinned_bytes);
+  }
+}
+
+TEST_CASE("a policy whose moves a home is too large for is refused by name") {
+  Config config = TinyNode();
+  // Rows of keys are 256 bytes: an index of them ends at 512 GiB.
+  config.set_dram_bytes(uint64_t{511} << 30);
+  auto plan = PlanOf(config);
+  REQUIRE(plan.ok());
+  for (const PlanInput::Policy& policy : plan->policies) CHECK(policy.status.ok());
+  config.set_dram_bytes(uint64_t{513} << 30);
+  plan = PlanOf(config);
+  REQUIRE(plan.ok());
+  for (const PlanInput::Policy& policy : plan->policies) {
+    INFO(policy.name << ": " << policy.status);
+    CHECK(policy.status.ok() == (policy.name != "recall"));
+    if (policy.name == "recall") {
+      CHECK_THAT(std::string(policy.status.message()), Catch::StartsWith("dram_bytes: "));
+    }
+  }
 }
 
 TEST_CASE("the plan says what fits into a device of its own memory") {

@@ -57,6 +57,7 @@ class FakeEngine : public Engine {
     }
     done(found);
   }
+  bool Forget(const std::string&, const std::string&) override { return false; }
   void Snapshot(std::function<void(EngineSnapshot)> done) override { done({}); }
   void Drain(absl::Time, absl::Status, std::function<void()>) override {}
   void Resume() override {}

@@ -163,9 +163,17 @@ class FullPolicyImpl : public FullPolicy {
     return true;
   }
 
+  bool MakeWayOut(int slot, int64_t tokens) override {
+    Slot& s = slots_[static_cast<size_t>(slot)];
+    if (!s.cache->firm()) return true;  // it has room for all of it
+    if (dram_ == nullptr) return false;
+    s.way_out = dram_->TryReserve(tokens);
+    return !s.way_out.empty();
+  }
+
   void Evict(int slot, int64_t tokens) override {
     Slot& s = slots_[static_cast<size_t>(slot)];
-    SLUICE_CHECK(!s.cache->firm() && !s.evicted && Warm(slot) && tokens <= s.cache->tokens());
+    SLUICE_CHECK(!s.evicted && Warm(slot) && !s.way_out.empty() && tokens <= s.cache->tokens());
     s.evicted = true;
     if (tokens > 0) {
       s.home = std::make_unique<SequenceCache>(dram_, std::move(s.way_out));
@@ -196,27 +204,7 @@ class FullPolicyImpl : public FullPolicy {
   const SequenceCache& resident(int slot) const override {
     return *slots_[static_cast<size_t>(slot)].cache;
   }
-
- private:
-  struct Slot {
-    std::unique_ptr<SequenceCache> cache;  // null: the slot is free
-    std::unique_ptr<SequenceCache> home;   // until the copy from it is done, or to be taken
-    std::vector<Stream::CopyOp> copies;    // under way
-    std::unique_ptr<Event> warm;           // no copy is under way
-    Reservation way_out;                   // of DRAM, as long as the promise of HBM is soft
-    bool keep_home = false;                // the home's promise becomes the way out
-    bool evicted = false;
-    bool grown = false;    // since the device was told
-    size_t published = 0;  // blocks whose pages the device table knows
-  };
-  // Table entries on their way to the device.
-  struct TableBatch {
-    Buffer lists;  // int64 [MostLists()] first bytes, then int32 [MostLists()] counts
-    std::unique_ptr<Event> done;
-  };
-  int64_t MostLists() const { return int64_t{slots_count_} * hbm_->layout().layers; }
-
-  kernels::PagedCache LayerCache(int layer) const {
+  kernels::PagedCache LayerCache(int layer) const override {
     const CacheKind& kind = hbm_->layout().kinds[kKv];
     kernels::PagedCache cache;
     cache.base = hbm_->base(kKv);
@@ -230,6 +218,25 @@ class FullPolicyImpl : public FullPolicy {
     cache.type = kind.element_type;
     return cache;
   }
+
+ private:
+  struct Slot {
+    std::unique_ptr<SequenceCache> cache;  // null: the slot is free
+    std::unique_ptr<SequenceCache> home;   // until the copy from it is done, or to be taken
+    std::vector<Stream::CopyOp> copies;    // under way
+    std::unique_ptr<Event> warm;           // no copy is under way
+    Reservation way_out;                   // of DRAM, while the promise of HBM is soft, or for good
+    bool keep_home = false;                // the home's promise becomes the way out
+    bool evicted = false;
+    bool grown = false;    // since the device was told
+    size_t published = 0;  // blocks whose pages the device table knows
+  };
+  // Table entries on their way to the device.
+  struct TableBatch {
+    Buffer lists;  // int64 [MostLists()] first bytes, then int32 [MostLists()] counts
+    std::unique_ptr<Event> done;
+  };
+  int64_t MostLists() const { return int64_t{slots_count_} * hbm_->layout().layers; }
 
   int64_t TableOffset(int layer, int slot) const {
     return (int64_t{layer} * slots_count_ + slot) * table_stride_;

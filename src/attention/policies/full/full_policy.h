@@ -22,6 +22,8 @@ struct FullPolicyOptions {
 class FullPolicy : public AttentionPolicy {
  public:
   virtual const SequenceCache& resident(int slot) const = 0;
+  // A layer's caches by slot, for operators.
+  virtual kernels::PagedCache LayerCache(int layer) const = 0;
 };
 
 // REQUIRES: one cache kind, of two parts (K, V).

@@ -13,14 +13,6 @@ namespace sluice {
 namespace {
 
 constexpr kernels::Worker kAlone{0, 1};
-constexpr int32_t kSlotZero = 0;  // of a cache that is one sequence's
-
-// Between two looks at whether the sequence is still there.
-constexpr int64_t kChunkTokens = 2048;
-
-int64_t ChunkBlocks(const CacheKind& kind) {
-  return std::max<int64_t>(1, kChunkTokens / kind.block_tokens);
-}
 
 }  // namespace
 
@@ -34,10 +26,17 @@ absl::StatusOr<std::unique_ptr<ContextualCache>> ContextualCache::Create(const O
   SLUICE_ASSIGN_OR_RETURN(Buffer averages,
                           options.device->Allocate(MemoryKind::kPinned, static_cast<size_t>(bytes),
                                                    "the averages of evicted blocks"));
-  return std::unique_ptr<ContextualCache>(new ContextualCache(options, std::move(averages)));
+  const int64_t queries = int64_t{options.layout.layers} * options.slots * options.heads *
+                          (kind.bytes_per_token / kind.parts / SizeOf(kind.element_type)) *
+                          static_cast<int64_t>(sizeof(float));
+  SLUICE_ASSIGN_OR_RETURN(
+      Buffer appended, options.device->Allocate(MemoryKind::kPinned, static_cast<size_t>(queries),
+                                                "the last queries of prompts"));
+  return std::unique_ptr<ContextualCache>(
+      new ContextualCache(options, std::move(averages), std::move(appended)));
 }
 
-ContextualCache::ContextualCache(const Options& options, Buffer averages)
+ContextualCache::ContextualCache(const Options& options, Buffer averages, Buffer appended)
     : options_(options),
       kind_(options.layout.kinds[0]),
       layers_(options.layout.layers),
@@ -46,6 +45,7 @@ ContextualCache::ContextualCache(const Options& options, Buffer averages)
       most_blocks_(kind_.BlocksFor(options.max_context) +
                    kind_.BlocksFor(RoomTokens(options.window, options.max_context))),
       averages_(std::move(averages)),
+      appended_(std::move(appended)),
       pages_(std::make_unique<int32_t[]>(static_cast<size_t>(options.slots) *
                                          static_cast<size_t>(layers_) *
                                          static_cast<size_t>(most_blocks_))),
@@ -61,7 +61,7 @@ ContextualCache::ContextualCache(const Options& options, Buffer averages)
     scratch.lse.resize(heads);
     scratch.parts.resize(2 * group * dim);
     scratch.parts_lse.resize(2 * group);
-    scratch.weights.resize(static_cast<size_t>(ChunkBlocks(kind_) * kind_.block_tokens));
+    scratch.weights.resize(static_cast<size_t>(ChunkBlocks() * kind_.block_tokens));
     scratch.tallies = std::vector<Tally>(static_cast<size_t>(layers_));
   }
   const size_t rows = slots_.size() * static_cast<size_t>(layers_) * heads;
@@ -158,7 +158,7 @@ bool ContextualCache::AttendTo(const int32_t* pages, int64_t blocks, const CoAtt
   kernels::SparseAttentionParams params{};
   params.q = task.q;
   params.q_stride = int64_t{options_.heads} * head_dim_;
-  params.slots = &kSlotZero;
+  params.slots = &kSlotZero_;
   params.positions = &task.position;
   params.cache = View(pages);
   params.counts = scratch.counts.data();
@@ -253,26 +253,6 @@ void ContextualCache::MergeInto(const CoAttention::Task& task, Scratch& scratch)
   }
 }
 
-void ContextualCache::KeepRow(const CoAttention::Task& task, uint64_t sequence) {
-  const int64_t row = (int64_t{task.slot} * layers_ + task.channel) * options_.heads;
-  const bool outside = options_.window.BlocksOutside(task.position) > 0;
-  for (int head = task.head_begin; head < task.head_end; ++head) {
-    Entry& entry = EntryOf(task.slot, task.channel, head);
-    Claim(entry);
-    if (Has(task.slot, sequence)) {
-      const int64_t first = int64_t{head} * group_;
-      std::copy_n(task.q + first * head_dim_, group_ * head_dim_,
-                  row_queries_.begin() + (row + first) * head_dim_);
-      std::copy_n(task.lse + first, group_, row_lse_.begin() + row + first);
-      scale_.store(task.scale, std::memory_order_relaxed);
-      if (!outside) entry.judged.store(0, std::memory_order_release);
-      entry.evaluated_at.store(task.position, std::memory_order_release);
-    }
-    entry.busy.store(false, std::memory_order_release);
-  }
-  if (outside) Wake();
-}
-
 absl::Status ContextualCache::Settle(int slot, int layer, int head, uint64_t sequence,
                                      int64_t blocks, Scratch& scratch) {
   Entry& entry = EntryOf(slot, layer, head);
@@ -306,52 +286,6 @@ bool ContextualCache::Advance(int slot, int layer, int head, uint64_t sequence, 
     judged = entry.judged.load(std::memory_order_relaxed);
   }
   for (; judged < blocks; ++judged) SelectBlock(slot, layer, head, judged);
-  return true;
-}
-
-// Algorithm 1, lines 19 to 21: A_cpu is the softmax over the complete CPU cache.
-bool ContextualCache::EvaluateHead(int slot, int layer, int head, uint64_t sequence,
-                                   Scratch& scratch) {
-  Entry& entry = EntryOf(slot, layer, head);
-  const auto position = static_cast<int32_t>(entry.evaluated_at.load(std::memory_order_acquire));
-  const int64_t blocks = options_.window.BlocksOutside(position);
-  const int64_t chunk_blocks = ChunkBlocks(kind_);
-  const int64_t row = (int64_t{slot} * layers_ + layer) * options_.heads;
-  std::fill(scratch.only.begin(), scratch.only.end(), 0);
-  // The moving average with alpha = 1 is the row's weights.
-  kernels::MovingAverageParams params{};
-  params.q = row_queries_.data() + row * head_dim_;
-  params.q_stride = int64_t{options_.heads} * head_dim_;
-  params.slots = &kSlotZero;
-  params.positions = &position;
-  params.counts = scratch.only.data();
-  params.lse = row_lse_.data() + row;
-  params.average.base = scratch.weights.data();
-  params.average.page_table = &kSlotZero;
-  params.average.rows_per_page = static_cast<int32_t>(chunk_blocks * kind_.block_tokens);
-  params.average.dim = 1;
-  params.average.type = kernels::DType::kFloat32;
-  params.average.kv_heads = kind_.heads;
-  params.unit_tokens = 1;
-  params.rows = 1;
-  params.heads = options_.heads;
-  params.scale = scale_.load(std::memory_order_relaxed);
-  params.alpha = 1;
-  params.reduction = options_.reduction;
-  int64_t count = 0;
-  for (int64_t block = 0; block < blocks; block += chunk_blocks) {
-    if (!Has(slot, sequence)) return false;
-    const int64_t tokens = std::min(chunk_blocks, blocks - block) * kind_.block_tokens;
-    params.cache = View(PagesOf(slot, layer) + block);
-    params.capacity = static_cast<int32_t>(tokens);
-    scratch.only[static_cast<size_t>(head)] = params.capacity;
-    options_.kernels->moving_average(params, kAlone);
-    count = CopySalient(slot, layer, head, block * kind_.block_tokens, scratch.weights.data(),
-                        tokens, blocks * kind_.block_tokens, count);
-  }
-  entry.counts[static_cast<size_t>(blocks & 1)].store(static_cast<int32_t>(count),
-                                                      std::memory_order_release);
-  entry.judged.store(blocks, std::memory_order_release);
   return true;
 }
 
@@ -406,6 +340,10 @@ bool ContextualCache::SelectAhead() {
     Slot& s = slots_[static_cast<size_t>(slot)];
     const uint64_t sequence = s.sequence.load(std::memory_order_acquire);
     if (sequence == 0) continue;
+    if (!Evaluated(slot)) {
+      waiting = !EvaluateNow(slot) || waiting;
+      continue;
+    }
     int64_t evicted = s.evicted.load(std::memory_order_acquire);
     const Event* const done = s.evicted_done.load(std::memory_order_relaxed);
     if (evicted > 0 && !done->Ready()) {

@@ -3,8 +3,11 @@
 // the other into blocks behind the sequence's home (HGCA, section 3.2.2; algorithm 1, lines 15-25).
 //
 // What a row attends to depends on its position alone:
-//   * the first decode row after an append (a handoff, a prompt computed here) attends to every
-//     token outside the window. Its weights A_cpu select anew, and the next row sees the result.
+//   * after an append whose last row was computed here (a prompt, pending tokens of a handoff, a
+//     second turn) that row's weights A_cpu over every token outside the window of the first decode
+//     row have selected, before the sequence counts as warm (Evaluate).
+//   * otherwise (all was handed over) the first decode row attends to every token outside the
+//     window. Its own weights select, and the next row sees the result.
 //   * a later row attends to what was selected of the blocks that have left, but for the one that
 //     left last: of that, until the next one leaves, to all tokens. So its selection has the time
 //     of a whole block, off the path, and no token is ever left out unjudged.
@@ -45,6 +48,7 @@ class ContextualCache : public CoAttention::Source {
     int heads = 0;
     int workers = 0;  // that call Attend
     int max_context = 0;
+    int first_layer = 0;       // of those that Attend is called for
     uint8_t* arena = nullptr;  // of the pages of homes
     HgcaWindow window;
     float beta = 1;
@@ -63,9 +67,21 @@ class ContextualCache : public CoAttention::Source {
   // A sequence moves into the slot; its contextual cache lies in blocks of `home` from
   // `first_block` on, and every page of it is there. Nothing is selected.
   void Join(int slot, const SequenceCache& home, int64_t first_block);
-  // What was selected is forgotten: the next decode row selects anew. REQUIRES: every step that has
-  // the slot is done.
+  // What was selected is forgotten: the next decode row selects anew, unless Evaluate does.
+  // REQUIRES: every step that has the slot is done.
   void Append(int slot);
+  // The selection of an append before `first_row`, its first decode row: by the queries of the row
+  // before that, in AppendedQueries once `queries_there` is ready. Whoever calls SelectAhead makes
+  // it, or EvaluateNow. REQUIRES: Append, and no Leave before Evaluated.
+  void Evaluate(int slot, int32_t first_row, float scale, const Event* queries_there);
+  bool Evaluated(int slot) const;
+  void WaitEvaluated(int slot) const;
+  // False: the queries are not there yet. REQUIRES: !Evaluated(slot), and nobody calls SelectAhead.
+  bool EvaluateNow(int slot);
+  // Of layer 0, float32 [heads][head_dim], pinned; those of layer i are `slots` times that behind.
+  float* AppendedQueries(int slot) const {
+    return appended_.as<float>() + int64_t{slot} * options_.heads * head_dim_;
+  }
   // Nobody selects for the slot any more when it returns. REQUIRES: no worker attends to it.
   void Leave(int slot);
 
@@ -123,6 +139,9 @@ class ContextualCache : public CoAttention::Source {
     std::atomic<int64_t> first_block{0};
     std::atomic<int64_t> evicted{0};  // blocks
     std::atomic<const Event*> evicted_done{nullptr};
+    // Of an append that is to be evaluated; null: of none.
+    std::atomic<const Event*> queries_there{nullptr};
+    std::atomic<int32_t> first_row{0};
   };
   // Counters that one thread adds to. One that is late does when no step is under way.
   struct Tally {
@@ -142,7 +161,9 @@ class ContextualCache : public CoAttention::Source {
     std::vector<Tally> tallies;    // [layers]
   };
 
-  ContextualCache(const Options& options, Buffer averages);
+  ContextualCache(const Options& options, Buffer averages, Buffer appended);
+  // Between two looks at whether the sequence is still there.
+  int64_t ChunkBlocks() const;
 
   size_t EntryIndex(int slot, int layer, int head) const {
     return (static_cast<size_t>(slot) * static_cast<size_t>(layers_) + static_cast<size_t>(layer)) *
@@ -179,6 +200,8 @@ class ContextualCache : public CoAttention::Source {
   // to judge by.
   bool Advance(int slot, int layer, int head, uint64_t sequence, int64_t blocks, Scratch& scratch);
   bool EvaluateHead(int slot, int layer, int head, uint64_t sequence, Scratch& scratch);
+  void EvaluateAppended(int slot, int layer, int head, uint64_t sequence, int32_t row,
+                        Scratch& scratch);
   void SelectBlock(int slot, int layer, int head, int64_t block);
   // Copies tokens [first, first + tokens) of the home whose weights are salient behind the `count`
   // that are selected; returns the new count.
@@ -187,6 +210,8 @@ class ContextualCache : public CoAttention::Source {
   void Forget(int slot);
   static void Claim(Entry& entry);
 
+  static constexpr int32_t kSlotZero_ = 0;  // of a cache that is one sequence's
+
   const Options options_;
   const CacheKind kind_;
   const int layers_;
@@ -194,6 +219,7 @@ class ContextualCache : public CoAttention::Source {
   const int head_dim_;
   const int64_t most_blocks_;               // of a home, room for selected tokens included
   const Buffer averages_;                   // float32 [layers][slots][2][kv_heads][block_tokens]
+  const Buffer appended_;                   // float32 [layers][slots][heads][head_dim]
   const std::unique_ptr<int32_t[]> pages_;  // [slots][layers][most_blocks]
   std::vector<Entry> entries_;
   std::vector<Slot> slots_;

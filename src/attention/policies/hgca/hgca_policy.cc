@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "src/attention/offload/co_attention.h"
+#include "src/attention/offload/prompt_queries.h"
 #include "src/attention/policies/hgca/selection_thread.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
@@ -56,17 +57,20 @@ class HgcaPolicyImpl : public HgcaPolicy {
 
   HgcaPolicyImpl(const PolicyOptions& options, HgcaWindow window, std::unique_ptr<OffloadTier> tier,
                  Buffer written, Workspace workspace, std::array<Buffer, kBatches> lists,
-                 std::unique_ptr<ContextualCache> cache, std::unique_ptr<CoAttention> co_attention)
+                 std::unique_ptr<PromptQueries> queries, std::unique_ptr<ContextualCache> cache,
+                 std::unique_ptr<CoAttention> co_attention)
       : HgcaPolicy(options, std::move(tier), std::move(written)),
         window_(window),
         max_rows_(max_decode_rows()),
         workspace_(std::move(workspace)),
         slots_(static_cast<size_t>(options.slots)),
+        queries_(std::move(queries)),
         cache_(std::move(cache)),
         thread_(options.hgca.selection_thread && HasThreads(*options.device)
                     ? std::make_unique<SelectionThread>(cache_.get())
                     : nullptr),
         co_attention_(std::move(co_attention)) {
+    for (int slot = 0; slot < options.slots; ++slot) evaluated_.emplace_back(cache_.get(), slot);
     for (size_t i = 0; i < kBatches; ++i) {
       batches_[i].lists = std::move(lists[i]);
       batches_[i].done = options.device->NewEvent();
@@ -85,6 +89,31 @@ class HgcaPolicyImpl : public HgcaPolicy {
     return HgcaPolicy::Admit(slot, context, total, promise, home);
   }
 
+  bool wants_last_row() const override { return options().recompute_last; }
+  // An append's selection is a part of its working set.
+  void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override {
+    HgcaPolicy::EndPrompt(slot, tokens, hints);
+    if (queries_->Knows(slot, tokens)) {
+      cache_->Evaluate(slot, static_cast<int32_t>(tokens), queries_->scale(),
+                       &tier().WarmEvent(slot));
+    }
+    queries_->PromptEnded(slot);
+  }
+  bool Warm(int slot) override {
+    if (!HgcaPolicy::Warm(slot)) return false;
+    if (cache_->Evaluated(slot)) return true;
+    return thread_ == nullptr && cache_->EvaluateNow(slot);
+  }
+  Event& WarmEvent(int slot) override {
+    const bool evaluated = cache_->Evaluated(slot) || thread_ == nullptr;
+    return evaluated ? HgcaPolicy::WarmEvent(slot) : evaluated_[static_cast<size_t>(slot)];
+  }
+  void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
+    HgcaPolicy::Attend(stream, layer, params);
+    if (!tier().dense(layer)) queries_->Keep(stream, layer, params);
+    if (layer == kv_layout().layers - 1) queries_->EndStep(stream);
+  }
+
   // Algorithm 1, lines 10 to 14: the block that the step's row pushes out of the window. Its keys
   // and values are in the home already; its averages are final, and go to DRAM before the row's own
   // take their place.
@@ -92,6 +121,9 @@ class HgcaPolicyImpl : public HgcaPolicy {
                  absl::Span<const int32_t> positions) override;
 
   PolicyStatistics Statistics() const override;
+  int64_t MetadataBytes(int64_t /*tokens*/) const override {  // averages, read and written
+    return 2 * options().hgca.window_tokens * kv().heads * static_cast<int64_t>(sizeof(float));
+  }
 
  protected:
   CoAttention* co_attention() const override { return co_attention_.get(); }
@@ -99,18 +131,26 @@ class HgcaPolicyImpl : public HgcaPolicy {
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override;
   // The window alone is in HBM.
-  std::vector<std::vector<int32_t>> FirstUnits(int /*slot*/, int64_t /*tokens*/) override {
+  std::vector<std::vector<int32_t>> FirstUnits(int /*slot*/, int64_t /*tokens*/,
+                                               const SelectionHints& /*hints*/) override {
     const int sparse = kv_layout().layers - tier().options().dense_layers;
     return std::vector<std::vector<int32_t>>(static_cast<size_t>(sparse * kv().heads));
   }
-  void BuildArrays(Stream& /*stream*/, int slot, int64_t /*tokens*/,
+  void BuildArrays(Stream& stream, int slot, int64_t tokens,
                    const OffloadTier::BulkRow& /*row*/) override {
     slots_[static_cast<size_t>(slot)].decodes = true;
     cache_->Append(slot);
+    if (!queries_->Knows(slot, tokens)) return;
+    const int64_t row = int64_t{options().heads} * tier().Home(0).head_dim;
+    for (int layer = tier().options().dense_layers; layer < kv_layout().layers; ++layer) {
+      stream.Copy(cache_->AppendedQueries(slot) + layer * options().slots * row,
+                  queries_->Of(layer, slot), static_cast<size_t>(row) * sizeof(float));
+    }
   }
   void Joined(int slot) override {
     Slot& s = slots_[static_cast<size_t>(slot)];
     s.decodes = false;
+    queries_->Joined(slot);
     cache_->Join(slot, tier().HomeOf(slot), kv().BlocksFor(s.total));
     co_attention_->Join(slot);
   }
@@ -120,6 +160,17 @@ class HgcaPolicyImpl : public HgcaPolicy {
   struct Slot {
     int64_t total = 0;
     bool decodes = false;  // its working set is there, or on its way
+  };
+  // A slot's selection after an append, as a step that waits for it sees it.
+  class EvaluatedEvent : public Event {
+   public:
+    EvaluatedEvent(const ContextualCache* cache, int slot) : cache_(cache), slot_(slot) {}
+    bool Ready() const override { return cache_->Evaluated(slot_); }
+    void Wait() const override { cache_->WaitEvaluated(slot_); }
+
+   private:
+    const ContextualCache* cache_;
+    int slot_;
   };
   const CacheLayout& kv_layout() const { return options().hbm->layout(); }
   void ListWindow(Stream& stream, const Queries& queries);
@@ -133,7 +184,9 @@ class HgcaPolicyImpl : public HgcaPolicy {
   std::vector<Slot> slots_;
   std::array<EvictionBatch, kBatches> batches_;  // in turn
   size_t next_batch_ = 0;
+  const std::unique_ptr<PromptQueries> queries_;
   const std::unique_ptr<ContextualCache> cache_;
+  std::vector<EvaluatedEvent> evaluated_;          // by slot
   const std::unique_ptr<SelectionThread> thread_;  // null: workers select
   const std::unique_ptr<CoAttention> co_attention_;
 };
@@ -141,6 +194,7 @@ class HgcaPolicyImpl : public HgcaPolicy {
 void HgcaPolicyImpl::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                                absl::Span<const int32_t> positions) {
   HgcaPolicy::BeginStep(stream, slots, positions);
+  queries_->BeginStep(slots, positions);
   const int64_t block_tokens = window_.block_tokens;
   const auto evicts = [&](size_t row) {
     return slots[row] >= 0 && slots_[static_cast<size_t>(slots[row])].decodes &&
@@ -217,7 +271,9 @@ void HgcaPolicyImpl::AttendSparse(Stream& stream, int layer, const Queries& quer
                                   kernels::DType out_type) {
   SLUICE_CHECK(queries.rows <= max_rows_);
   // Line 12, beside what follows.
-  co_attention_->Start(stream, layer, queries, tier().Home(layer));
+  Stream& answers = LayerBranch(stream, layer);
+  answers.After(stream);
+  co_attention_->Start(answers, layer, queries, /*lists=*/{}, tier().HostHome(layer));
   if (layer == tier().options().dense_layers) ListWindow(stream, queries);
   const int32_t* const counts = workspace_.counts.as<int32_t>() + int64_t{max_rows_} * kv().heads;
   const kernels::PagedCache cache = tier().Places(layer);
@@ -267,7 +323,8 @@ void HgcaPolicyImpl::AttendSparse(Stream& stream, int layer, const Queries& quer
   average.reduction = options().hgca.reduction;
   kernels().MovingAverage(stream, average);
 
-  co_attention_->Finish(stream, layer, queries.rows, o + o_part, lse + lse_part);
+  co_attention_->Finish(answers, layer, queries.slots, queries.rows, o + o_part, lse + lse_part);
+  stream.After(answers);
   // Section 3.3, merging states.
   kernels::MergeParams merge{};
   merge.o = o;
@@ -328,6 +385,7 @@ absl::StatusOr<std::unique_ptr<ContextualCache>> NewCache(const PolicyOptions& o
   o.heads = options.heads;
   o.workers = options.workers;
   o.max_context = options.max_context;
+  o.first_layer = std::min(options.dense_layers, options.hbm->layout().layers);
   o.arena = options.dram->base(0);
   o.window = window;
   o.beta = options.hgca.beta;
@@ -402,6 +460,9 @@ absl::StatusOr<std::unique_ptr<HgcaPolicy>> HgcaPolicyImpl::Create(const PolicyO
   SLUICE_ASSIGN_OR_RETURN(const HgcaWindow window, WindowOf(options));
   const CacheLayout& layout = options.hbm->layout();
   const int max_rows = MaxDecodeRows(options);
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<PromptQueries> queries,
+                          PromptQueries::Create({options.device, layout.layers, options.slots,
+                                                 options.heads, HeadDim(layout.kinds[0])}));
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<ContextualCache> cache, NewCache(options, window));
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<OffloadTier> tier, NewTier(options, window));
   SLUICE_ASSIGN_OR_RETURN(Buffer written, AllocateWritten(options));
@@ -419,7 +480,7 @@ absl::StatusOr<std::unique_ptr<HgcaPolicy>> HgcaPolicyImpl::Create(const PolicyO
                           NewWorkers(options, max_rows, cache.get()));
   return std::make_unique<HgcaPolicyImpl>(options, window, std::move(tier), std::move(written),
                                           std::move(workspace), std::move(batches),
-                                          std::move(cache), std::move(workers));
+                                          std::move(queries), std::move(cache), std::move(workers));
 }
 
 }  // namespace

@@ -52,6 +52,7 @@ class OraclePolicy : public OffloadPolicy {
     }
   }
 
+  bool attends_at_home() const override { return true; }
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override {
     const kernels::PagedCache home = tier().Home(layer);

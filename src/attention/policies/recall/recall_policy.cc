@@ -28,6 +28,9 @@ class RecallPolicy : public OffloadPolicy {
   bool LooksAhead(int layer) const override { return !tier().dense(layer); }
 
   PolicyStatistics Statistics() const override { return workspace_.counters->Sum(); }
+  int64_t MetadataBytes(int64_t tokens) const override {  // partial keys
+    return tokens * shape_.kv_heads * shape_.rank * SizeOf(kernels::DType::kBFloat16);
+  }
 
   // Speculation and prefetch (InfiniGen, 4.3): the tokens whose partial score comes within the
   // margin of the largest, all of them brought to HBM.
@@ -36,16 +39,18 @@ class RecallPolicy : public OffloadPolicy {
     Select(stream, predicted);
     const kernels::UnitLists missing = Lists(workspace_.missing, workspace_.missing_counts);
     Split(stream, layer, predicted, missing, options().recall.fetch_all);
-    Fetch(stream, layer, predicted, missing);
+    GivePlaces(stream, layer, predicted, missing);
     // Now all of them have a place: there are as many places as the budget has tokens.
     Split(stream, layer, predicted, missing, /*forget=*/false);
+    Stream& fetches = LayerBranch(stream, layer);
+    fetches.After(stream);
+    Fetch(fetches, layer, predicted.rows);
   }
 
  protected:
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override {
-    ExtendPartialKeys(stream, layer, tier().Ring(layer), queries.slots, nullptr, queries.positions,
-                      queries.rows);
+    stream.After(LayerBranch(stream, layer));
     const Chosen& chosen = ChosenOf(layer);
     kernels::SparseAttentionParams attend{};
     attend.q = queries.q;
@@ -78,9 +83,15 @@ class RecallPolicy : public OffloadPolicy {
     kernels().Merge(stream, merge);
   }
 
+  void Settle(Stream& stream, int layer, const Queries& rows) override {
+    ExtendPartialKeys(stream, layer, tier().Ring(layer), rows.slots, nullptr, rows.positions,
+                      rows.rows);
+  }
+
   // Nothing needs to be there before the first step asks for it, if it would be forgotten then.
-  std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens) override {
-    std::vector<std::vector<int32_t>> units = OffloadPolicy::FirstUnits(slot, tokens);
+  std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens,
+                                               const SelectionHints& hints) override {
+    std::vector<std::vector<int32_t>> units = OffloadPolicy::FirstUnits(slot, tokens, hints);
     if (options().recall.fetch_all) std::fill(units.begin(), units.end(), std::vector<int32_t>());
     return units;
   }
@@ -94,22 +105,22 @@ class RecallPolicy : public OffloadPolicy {
   }
 
  private:
-  // What a layer was found to need, from Ahead to AttendSparse. The layer after it is looked at
-  // between the two.
+  // What a layer was found to need, from Ahead to AttendSparse, and how it comes to HBM. The layer
+  // after it is looked at between the two.
   struct Chosen {
-    Buffer units, places, counts;  // int32 [lists][capacity] twice, [lists]
+    Buffer units, places, counts;              // int32 [lists][capacity] twice, [lists]
+    Buffer source_units, target_units, moves;  // the same
   };
 
   // Scratch of one Ahead.
   struct Workspace {
-    Buffer projection;                         // float [layers][kv_heads][head_dim][rank]
-    Buffer scores;                             // float [lists][max_context]
-    Buffer selected, selected_counts;          // int32 [lists][capacity], [lists]
-    Buffer missing, missing_counts;            // the same
-    Buffer source_units, target_units, moves;  // the same
-    Buffer since, due;                         // int32 [layers][slots], [rows]
-    std::array<Chosen, 2> chosen;              // of even and odd layers
-    Buffer o, lse;                             // float [rows][heads][head_dim], [rows][heads]
+    Buffer projection;                 // float [layers][kv_heads][head_dim][rank]
+    Buffer scores;                     // float [lists][max_context]
+    Buffer selected, selected_counts;  // int32 [lists][capacity], [lists]
+    Buffer missing, missing_counts;    // the same
+    Buffer since, due;                 // int32 [layers][slots], [rows]
+    std::array<Chosen, 2> chosen;      // of even and odd layers
+    Buffer o, lse;                     // float [rows][heads][head_dim], [rows][heads]
     std::unique_ptr<SelectionCounters> counters;
   };
 
@@ -200,9 +211,9 @@ class RecallPolicy : public OffloadPolicy {
     kernels().Split(stream, params);
   }
 
-  // Gives every missing token a place, and brings its K and V there.
-  void Fetch(Stream& stream, int layer, const Queries& predicted,
-             const kernels::UnitLists& missing) {
+  // Gives every missing token a place.
+  void GivePlaces(Stream& stream, int layer, const Queries& predicted,
+                  const kernels::UnitLists& missing) {
     kernels::RecallDueParams due{};  // always: it counts
     due.slots = predicted.slots;
     due.selected = Lists(workspace_.selected, workspace_.selected_counts);
@@ -224,27 +235,34 @@ class RecallPolicy : public OffloadPolicy {
     recall.missing = missing;
     recall.home = tier().Home(layer);
     recall.resident = tier().Places(layer);
-    recall.source_units = workspace_.source_units.as<int32_t>();
-    recall.target_units = workspace_.target_units.as<int32_t>();
-    recall.move_counts = workspace_.moves.as<int32_t>();
+    const Chosen& chosen = ChosenOf(layer);
+    recall.source_units = chosen.source_units.as<int32_t>();
+    recall.target_units = chosen.target_units.as<int32_t>();
+    recall.move_counts = chosen.moves.as<int32_t>();
     recall.counters = due.counters;
     recall.rows = predicted.rows;
     recall.kv_heads = kv().heads;
     recall.unit_tokens = kUnitTokens;
     kernels().Recall(stream, recall);
+  }
 
-    const int64_t row_bytes = int64_t{recall.home.head_dim} * SizeOf(recall.home.type);
-    const int64_t values = recall.home.block_tokens * row_bytes;  // V of a block, after its K
+  // Brings K and V of those tokens there. The layer before goes on meanwhile, and the next look
+  // ahead too.
+  void Fetch(Stream& stream, int layer, int32_t rows) {
+    const Chosen& chosen = ChosenOf(layer);
+    const kernels::PagedCache home = tier().Home(layer), resident = tier().Places(layer);
+    const int64_t row_bytes = int64_t{home.head_dim} * SizeOf(home.type);
+    const int64_t values = home.block_tokens * row_bytes;  // V of a block, after its K
     for (const int64_t part : {int64_t{0}, values}) {
       kernels::TransferParams move{};
-      move.source = static_cast<const uint8_t*>(recall.home.base) + part;
-      move.target = static_cast<uint8_t*>(recall.resident.base) + part;
+      move.source = static_cast<const uint8_t*>(home.base) + part;
+      move.target = static_cast<uint8_t*>(resident.base) + part;
       move.source_pitch = move.target_pitch = row_bytes;
-      move.source_units = recall.source_units;
-      move.target_units = recall.target_units;
-      move.counts = recall.move_counts;
-      move.lists = predicted.rows * kv().heads;
-      move.capacity = missing.capacity;
+      move.source_units = chosen.source_units.as<int32_t>();
+      move.target_units = chosen.target_units.as<int32_t>();
+      move.counts = chosen.moves.as<int32_t>();
+      move.lists = rows * kv().heads;
+      move.capacity = capacity_;
       move.unit_bytes = static_cast<int32_t>(row_bytes);
       kernels().Transfer(stream, move);
     }
@@ -290,12 +308,13 @@ absl::StatusOr<RecallPolicy::Workspace> RecallPolicy::NewWorkspace(const PolicyO
   };
   SLUICE_RETURN_IF_ERROR(allocate(&w.scores, lists * options.max_context, "scores"));
   for (Buffer* units :
-       {&w.selected, &w.missing, &w.source_units, &w.target_units, &w.chosen[0].units,
-        &w.chosen[0].places, &w.chosen[1].units, &w.chosen[1].places}) {
+       {&w.selected, &w.missing, &w.chosen[0].units, &w.chosen[0].places, &w.chosen[0].source_units,
+        &w.chosen[0].target_units, &w.chosen[1].units, &w.chosen[1].places,
+        &w.chosen[1].source_units, &w.chosen[1].target_units}) {
     SLUICE_RETURN_IF_ERROR(allocate(units, lists * capacity, "lists of tokens"));
   }
-  for (Buffer* counts : {&w.selected_counts, &w.missing_counts, &w.moves, &w.chosen[0].counts,
-                         &w.chosen[1].counts, &w.due}) {
+  for (Buffer* counts : {&w.selected_counts, &w.missing_counts, &w.chosen[0].counts,
+                         &w.chosen[0].moves, &w.chosen[1].counts, &w.chosen[1].moves, &w.due}) {
     SLUICE_RETURN_IF_ERROR(allocate(counts, lists, "lists of tokens"));
   }
   SLUICE_RETURN_IF_ERROR(allocate(&w.since, shape.layers * options.slots, "counters"));

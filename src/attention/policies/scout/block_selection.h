@@ -43,7 +43,8 @@ inline constexpr size_t kScoutDigests = 0;
 
 class BlockSelection {
  public:
-  // For up to `rows` rows; one stream at a time. `tier` outlives the result.
+  // For up to `rows` rows; Choose on one stream at a time, and Bring on one. `tier` outlives the
+  // result.
   // RESOURCE_EXHAUSTED: no memory.
   static absl::StatusOr<BlockSelection> Create(const PolicyOptions& options,
                                                const ScoutShape& shape, int rows,

@@ -1,7 +1,6 @@
 #include "src/attention/policies/scout/scout_policy.h"
 
 #include <algorithm>
-#include <array>
 #include <limits>
 #include <string>
 #include <utility>
@@ -17,16 +16,18 @@
 namespace sluice {
 namespace {
 
-// What Ahead leaves for AttendSparse of the same layer. Two layers are under way at once.
-struct Choice {
-  Buffer resident, places, resident_counts, due;
-};
-
 struct Scratch {
-  std::array<Choice, 2> choices;  // by a layer's parity
-  Buffer since;                   // int32 [layers][slots] steps since the last recall
-  Buffer first_since;  // int32 [1 + layers], pinned: what that begins with: 0, or by layer
-  Buffer o;            // float [2][rows][heads][head_dim]
+  // What a layer attends to and what it recalls, int32: each layer has its own, since recalls may
+  // lag behind by as many layers as there are.
+  Buffer resident, places;  // [layers][lists][resident_blocks]
+  Buffer missing;           // [layers][lists][budget_blocks]
+  Buffer counts;            // [layers][2][lists] of resident, of missing
+  Buffer due;               // [layers][rows]
+  Buffer since;             // int32 [layers][slots] steps since the last recall
+  Buffer first_since;       // int32 [1 + layers], pinned: what that begins with: 0, or by layer
+  // float [2][2][rows][heads][head_dim], by a layer's parity: the workers' answer to a layer may
+  // come before the layer before it has merged its own.
+  Buffer o;
   Buffer lse;  // float [layers][2][rows][heads]: what a layer was made of can be read afterwards
 };
 
@@ -55,7 +56,8 @@ class ScoutPolicyImpl : public ScoutPolicy {
         selection_(*parts_.selection),
         first_(*parts_.first),
         counters_(*parts_.counters),
-        workers_(*parts_.workers) {}
+        workers_(*parts_.workers),
+        hinted_(static_cast<size_t>(shape.slots)) {}
 
   ~ScoutPolicyImpl() override {
     // A warm-up under way uses what is here.
@@ -63,17 +65,22 @@ class ScoutPolicyImpl : public ScoutPolicy {
   }
 
   PolicyStatistics Statistics() const override { return counters_.Sum(); }
+  int64_t MetadataBytes(int64_t tokens) const override {  // digests: a block's least and greatest
+    return kv().BlocksFor(tokens) * shape_.kv_heads * 2 * shape_.head_dim *
+           SizeOf(kv().element_type);
+  }
   const float* parts_lse(int layer) const override { return lse(layer); }
 
+  bool wants_last_row() const override { return options().recompute_last; }
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                  absl::Span<const int32_t> positions) override {
     OffloadPolicy::BeginStep(stream, slots, positions);
-    first_.BeginStep(slots, positions);
+    first_.queries().BeginStep(slots, positions);
   }
   void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
     OffloadPolicy::Attend(stream, layer, params);
-    if (!tier().dense(layer)) first_.Keep(stream, layer, params);
-    if (layer == shape_.layers - 1) first_.EndStep(stream);
+    if (!tier().dense(layer)) first_.queries().Keep(stream, layer, params);
+    if (layer == shape_.layers - 1) first_.queries().EndStep(stream);
   }
 
   bool LooksAhead(int layer) const override {
@@ -83,7 +90,8 @@ class ScoutPolicyImpl : public ScoutPolicy {
   // Algorithm 1, lines 5 to 7, of layer i + 1; the model has made the queries of line 4.
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
     Select(stream, layer, predicted);
-    workers_.Start(stream, layer, predicted, tier().Home(layer));
+    workers_.Start(stream, layer, predicted, Missing(layer), tier().HostHome(layer));
+    LayerBranch(stream, layer).After(stream);
   }
 
  protected:
@@ -91,26 +99,36 @@ class ScoutPolicyImpl : public ScoutPolicy {
   // Algorithm 1, lines 9 to 13, then section 3.4.
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override {
-    ExtendDigests(stream, layer, queries);
-    // Without looking ahead everything is of the real queries, and the CPU begins only now.
-    if (!LooksAhead(layer)) {
+    Stream& answers = LayerBranch(stream, layer);
+    if (LooksAhead(layer)) {
+      stream.After(answers);  // the lists are there
+    } else {
+      // Everything is of the real queries, and the CPU begins only now.
       Select(stream, layer, queries);
-      workers_.Start(stream, layer, queries, tier().Home(layer));
+      answers.After(stream);
+      workers_.Start(answers, layer, queries, Missing(layer), tier().HostHome(layer));
     }
     AttendResident(stream, layer, queries);
     const int64_t values = int64_t{queries.rows} * queries.heads;
-    workers_.Finish(stream, layer, queries.rows, scratch_.o.as<float>() + values * shape_.head_dim,
-                    lse(layer) + values);
+    workers_.Finish(answers, layer, queries.slots, queries.rows,
+                    o(layer) + values * shape_.head_dim, lse(layer) + values);
+    stream.After(answers);
     Merge(stream, layer, queries, out, out_type);
-    // For the next step, where it is due.
-    selection_.Bring(stream, layer, queries, workers_.lists(layer), choice(layer).due.as<int32_t>(),
-                     counters_.of(layer));
   }
 
-  std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens) override {
-    std::vector<std::vector<int32_t>> units = OffloadPolicy::FirstUnits(slot, tokens);
+  // The recall comes after the layer's attention, which reads the places that it takes; the tables
+  // that it changes are read in the next step.
+  void Settle(Stream& stream, int layer, const Queries& rows) override {
+    ExtendDigests(stream, layer, rows);
+    selection_.Bring(stream, layer, rows, Missing(layer), Due(layer), counters_.of(layer));
+  }
+
+  std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens,
+                                               const SelectionHints& hints) override {
+    hinted_[static_cast<size_t>(slot)] = !hints.empty();
+    std::vector<std::vector<int32_t>> units = OffloadPolicy::FirstUnits(slot, tokens, hints);
     // The other places are for what BuildArrays finds important.
-    if (first_.Knows(slot, tokens)) {
+    if (first_.queries().Knows(slot, tokens)) {
       for (std::vector<int32_t>& of_head : units) {
         if (of_head.size() > kScoutFirstBlocks) {
           of_head.erase(of_head.begin() + kScoutFirstBlocks, of_head.end());
@@ -125,7 +143,8 @@ class ScoutPolicyImpl : public ScoutPolicy {
   // large by itself.)
   void BuildArrays(Stream& stream, int slot, int64_t tokens,
                    const OffloadTier::BulkRow& row) override {
-    const bool knows = first_.Knows(slot, tokens);
+    const bool knows = first_.queries().Knows(slot, tokens);
+    const bool warm = knows || hinted_[static_cast<size_t>(slot)];
     for (int layer = shape_.dense_layers; layer < shape_.layers; ++layer) {
       kernels::DigestParams digest{};
       digest.cache = tier().Home(layer);
@@ -137,13 +156,13 @@ class ScoutPolicyImpl : public ScoutPolicy {
       kernels().Digest(stream, digest);
       if (knows) first_.Bring(stream, layer, slot, row);
       const int32_t* const first_since = scratch_.first_since.as<int32_t>();
-      stream.Copy(since(layer) + slot, first_since + (knows ? 0 : 1 + layer), sizeof(int32_t));
+      stream.Copy(since(layer) + slot, first_since + (warm ? 0 : 1 + layer), sizeof(int32_t));
     }
-    first_.PromptEnded(slot);
+    first_.queries().PromptEnded(slot);
   }
 
   void Joined(int slot) override {
-    first_.Joined(slot);
+    first_.queries().Joined(slot);
     workers_.Join(slot);
   }
 
@@ -154,12 +173,24 @@ class ScoutPolicyImpl : public ScoutPolicy {
   float* lse(int layer) const {
     return scratch_.lse.as<float>() + layer * 2 * int64_t{shape_.rows} * shape_.heads;
   }
-  const Choice& choice(int layer) const {
-    return scratch_.choices[static_cast<size_t>(layer) % scratch_.choices.size()];
+  float* o(int layer) const {
+    return scratch_.o.as<float>() +
+           layer % 2 * 2 * int64_t{shape_.rows} * shape_.heads * shape_.head_dim;
   }
+  int64_t lists() const { return int64_t{shape_.rows} * shape_.kv_heads; }
   kernels::UnitLists Resident(int layer) const {
-    return {choice(layer).resident.as<int32_t>(), choice(layer).resident_counts.as<int32_t>(),
-            shape_.resident_blocks};
+    return {scratch_.resident.as<int32_t>() + layer * lists() * shape_.resident_blocks,
+            scratch_.counts.as<int32_t>() + layer * 2 * lists(), shape_.resident_blocks};
+  }
+  int32_t* Places(int layer) const {
+    return scratch_.places.as<int32_t>() + layer * lists() * shape_.resident_blocks;
+  }
+  kernels::UnitLists Missing(int layer) const {
+    return {scratch_.missing.as<int32_t>() + layer * lists() * shape_.budget_blocks,
+            scratch_.counts.as<int32_t>() + (layer * 2 + 1) * lists(), shape_.budget_blocks};
+  }
+  int32_t* Due(int layer) const {
+    return scratch_.due.as<int32_t>() + int64_t{layer} * shape_.rows;
   }
 
   // The newest block's digest, with the row's own token.
@@ -173,11 +204,9 @@ class ScoutPolicyImpl : public ScoutPolicy {
     kernels().Digest(stream, digest);
   }
 
-  // Which blocks the rows attend to, and who attends to them: those without a place go straight
-  // into the workers' lists.
+  // Which blocks the rows attend to, and who attends to them.
   void Select(Stream& stream, int layer, const Queries& queries) {
-    const BlockSelection::Split split{Resident(layer), choice(layer).places.as<int32_t>(),
-                                      workers_.lists(layer)};
+    const BlockSelection::Split split{Resident(layer), Places(layer), Missing(layer)};
     const kernels::UnitLists selected = selection_.Choose(stream, layer, queries, split);
 
     kernels::RecallDueParams due{};
@@ -186,7 +215,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
     due.missing = split.missing;
     due.since = since(layer);
     due.counters = counters_.of(layer);
-    due.due = choice(layer).due.as<int32_t>();
+    due.due = Due(layer);
     due.rows = queries.rows;
     due.kv_heads = shape_.kv_heads;
     due.unit_tokens = shape_.block_tokens;
@@ -203,10 +232,10 @@ class ScoutPolicyImpl : public ScoutPolicy {
     attention.slots = queries.slots;
     attention.positions = queries.positions;
     attention.cache = tier().Places(layer);
-    attention.units = choice(layer).resident.as<int32_t>();
-    attention.places = choice(layer).places.as<int32_t>();
-    attention.counts = choice(layer).resident_counts.as<int32_t>();
-    attention.o = scratch_.o.as<float>();
+    attention.units = Resident(layer).units;
+    attention.places = Places(layer);
+    attention.counts = Resident(layer).counts;
+    attention.o = o(layer);
     attention.lse = lse(layer);
     attention.capacity = shape_.resident_blocks;
     attention.unit_tokens = shape_.block_tokens;
@@ -221,7 +250,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
   void Merge(Stream& stream, int layer, const Queries& queries, void* out,
              kernels::DType out_type) {
     kernels::MergeParams merge{};
-    merge.o = scratch_.o.as<float>();
+    merge.o = o(layer);
     merge.lse = lse(layer);
     merge.out = out;
     merge.parts = 2;
@@ -239,6 +268,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
   FirstBlocks& first_;
   SelectionCounters& counters_;
   CoAttention& workers_;
+  std::vector<bool> hinted_;  // by slot: its first places are of hints
 };
 
 absl::Status CheckOptions(const PolicyOptions& options) {
@@ -315,15 +345,14 @@ absl::StatusOr<Scratch> MakeScratch(Device& device, const ScoutShape& shape,
     if (status.ok()) *buffer = *std::move(allocated);
   };
   const int64_t lists = int64_t{shape.rows} * shape.kv_heads;
-  for (Choice& choice : scratch.choices) {
-    allocate(&choice.resident, lists * shape.resident_blocks);
-    allocate(&choice.places, lists * shape.resident_blocks);
-    allocate(&choice.resident_counts, lists);
-    allocate(&choice.due, shape.rows);
-  }
+  allocate(&scratch.resident, shape.layers * lists * shape.resident_blocks);
+  allocate(&scratch.places, shape.layers * lists * shape.resident_blocks);
+  allocate(&scratch.missing, shape.layers * lists * shape.budget_blocks);
+  allocate(&scratch.counts, shape.layers * 2 * lists);
+  allocate(&scratch.due, int64_t{shape.layers} * shape.rows);
   allocate(&scratch.since, int64_t{shape.layers} * shape.slots);
   const int64_t values = 2 * int64_t{shape.rows} * shape.heads;
-  allocate(&scratch.o, values * shape.head_dim);
+  allocate(&scratch.o, 2 * values * shape.head_dim);
   allocate(&scratch.lse, shape.layers * values);
   SLUICE_RETURN_IF_ERROR(status);
   SLUICE_ASSIGN_OR_RETURN(

@@ -70,15 +70,17 @@ TEST_CASE("a model that an operator would refuse is refused by name (cuda)", "[d
   }
   REQUIRE(device.ok());
   const KernelSet& kernels = (*device)->kernels();
-  CHECK(kernels.Check({4096, 151936, 32}).ok());
+  CHECK(kernels.Check({4096, 151936, 32, 128}).ok());
   const auto refuses = [&](const ModelShape& shape, const char* field) {
     const absl::Status status = kernels.Check(shape);
     CHECK(absl::IsInvalidArgument(status));
     CHECK_THAT(std::string(status.message()), Catch::StartsWith(std::string(field) + ": "));
   };
-  refuses({4096, 151936, 24}, "block_tokens");
-  refuses({16388, 151936, 32}, "hidden_size");
-  refuses({4096, 400000, 32}, "vocab_size");
+  refuses({4096, 151936, 24, 128}, "block_tokens");
+  refuses({16388, 151936, 32, 128}, "hidden_size");
+  refuses({4096, 400000, 32, 128}, "vocab_size");
+  refuses({4096, 151936, 32, 72}, "head_dim");
+  refuses({4096, 151936, 32, 512}, "head_dim");
 }
 
 TEST_CASE("a failing operator is named by the device's health", "[device][cuda]") {
@@ -108,6 +110,48 @@ TEST_CASE("a failing operator is named by the device's health", "[device][cuda]"
     CHECK(std::string(program.status().message()).find("RMSNorm") == 0);
     CHECK((*device)->Health().ok());
     CHECK((*device)->Record(*stream, [](Stream&) {}).ok());
+  }
+}
+
+TEST_CASE("a program with a branch that nothing comes after is refused", "[device][cuda]") {
+  const auto device = testing::TestDevice("cuda");
+  if (absl::IsNotFound(device.status())) {
+    return SkipTest(std::string(device.status().message()));
+  }
+  REQUIRE(device.ok());
+  const auto stream = (*device)->NewStream(Device::StreamKind::kCompute);
+  const auto memory = (*device)->Allocate(MemoryKind::kDevice, 64, "a test");
+  REQUIRE(memory.ok());
+  const auto refused = [&](std::function<void(Stream&)> enqueue, const char* why) {
+    const auto program = (*device)->Record(*stream, std::move(enqueue));
+    REQUIRE(absl::IsInternal(program.status()));
+    CHECK_THAT(std::string(program.status().message()), Catch::Contains(why));
+  };
+  for (int round = 0; round < 2; ++round) {
+    refused(
+        [&](Stream& s) {
+          s.Branch(0).After(s);
+          s.Branch(0).Fill(memory->data(), 1, 64);
+        },
+        "After() all its branches");
+    refused([&](Stream& s) { s.Branch(0).Fill(memory->data(), 1, 64); },
+            "before it came after anything");
+    // The stream and its branch go on, in programs and outside.
+    stream->Branch(0).After(*stream);
+    stream->Branch(0).Fill(memory->data(), 2, 64);
+    stream->After(stream->Branch(0));
+    CHECK((*device)
+              ->Record(*stream,
+                       [&](Stream& s) {
+                         s.Branch(0).After(s);
+                         s.Branch(0).Fill(memory->data(), 1, 64);
+                         s.After(s.Branch(0));
+                       })
+              .ok());
+    const auto done = (*device)->NewEvent();
+    stream->Record(*done);
+    done->Wait();
+    CHECK((*device)->Health().ok());
   }
 }
 

@@ -5,7 +5,7 @@
 
 #include "kernels/scalar.h"
 
-namespace sluice::kernels::cpu {
+namespace sluice::kernels {
 namespace {
 
 struct UnitList {
@@ -17,7 +17,7 @@ struct UnitList {
 
 // The list of (row, KV head); a padded row's has no tokens.
 template <typename Params>
-UnitList UnitListOf(const Params& p, int64_t row, int64_t kv_head) {
+constexpr UnitList UnitListOf(const Params& p, int64_t row, int64_t kv_head) {
   const int64_t index = row * p.cache.kv_heads + kv_head;
   const int64_t first = index * p.capacity;
   UnitList list;
@@ -40,16 +40,16 @@ UnitList UnitListOf(const Params& p, int64_t row, int64_t kv_head) {
 }
 
 // Where list token v is counted in the cache's tokens.
-inline int64_t PlaceOfToken(const UnitList& list, int64_t v) {
+constexpr int64_t PlaceOfToken(const UnitList& list, int64_t v) {
   const int64_t i = v / list.unit_tokens;
   return (list.places != nullptr ? list.places[i] : i) * list.unit_tokens + v % list.unit_tokens;
 }
 
 // Its position in the sequence.
-inline int64_t PositionOfToken(const UnitList& list, int64_t v) {
+constexpr int64_t PositionOfToken(const UnitList& list, int64_t v) {
   const int64_t i = v / list.unit_tokens;
   return (list.units != nullptr ? list.units[i] : i) * list.unit_tokens + v % list.unit_tokens;
 }
 
 }  // namespace
-}  // namespace sluice::kernels::cpu
+}  // namespace sluice::kernels

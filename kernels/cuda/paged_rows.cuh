@@ -1,0 +1,42 @@
+// Where rows of a sequence lie: those beside its cache (PagedRows), and the keys of a block of its
+// cache. Page and block tables are written by copies, so that addresses may be computed before
+// WaitForPriorKernels(); what lies there may have been written by a kernel.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "kernels/params.h"
+#include "kernels/sparse_params.h"
+
+namespace sluice::kernels::cuda {
+
+// Row `row` of (slot, head); `T`: the type of its elements.
+template <typename T>
+__device__ __forceinline__ T* RowAt(const PagedRows& r, int slot, int row, int head) {
+  const int on_page = row / r.rows_per_page;
+  const int64_t page = r.page_table[slot * r.table_stride + on_page];
+  return reinterpret_cast<T*>(static_cast<char*>(r.base) + page * r.page_bytes +
+                              head * r.head_bytes) +
+         int64_t{row - on_page * r.rows_per_page} * r.dim;
+}
+
+// The first key of a block; its keys lie head_dim elements apart, one after the other.
+template <typename T>
+__device__ __forceinline__ const T* BlockKeys(const PagedCache& c, int slot, int block, int head) {
+  const int entry = c.ring_blocks > 0 ? block % c.ring_blocks : block;
+  const int64_t page = c.block_table[slot * c.table_stride + entry];
+  return reinterpret_cast<const T*>(static_cast<const char*>(c.base) + page * c.page_bytes) +
+         int64_t{2} * head * c.block_tokens * c.head_dim;
+}
+
+// Whether every row begins on a multiple of 16 bytes.
+inline bool HasAlignedRows(const PagedRows& r) {
+  return reinterpret_cast<uintptr_t>(r.base) % 16 == 0 && r.page_bytes % 16 == 0 &&
+         r.head_bytes % 16 == 0 && r.dim * SizeOf(r.type) % 16 == 0;
+}
+inline bool HasAlignedKeys(const PagedCache& c) {
+  return reinterpret_cast<uintptr_t>(c.base) % 16 == 0 && c.page_bytes % 16 == 0 &&
+         c.head_dim * SizeOf(c.type) % 16 == 0;
+}
+
+}  // namespace sluice::kernels::cuda

@@ -1,0 +1,89 @@
+// The work of uneven rows as tiles of their lists, in order: rows, then KV heads, then a list's
+// tiles. Blocks take equal runs of them, so that long contexts keep the whole device busy.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace sluice::kernels::cuda {
+
+// `Tiles`: tiles_at(position): how many each list of a row there has, perhaps none; padded rows
+// have none. All methods are called by whole warps.
+template <typename Tiles>
+struct TileWalk {
+  Tiles tiles_at;
+  const int32_t* slots;
+  const int32_t* positions;
+  int rows, kv_heads;
+  int row = 0, kv_head = 0;    // where it is
+  int slot = 0, position = 0;  // of the row
+  int tile = 0, left = 0;      // of the list; tiles that this block has yet to do, this one too
+  int tiles = 0;               // of the list
+
+  template <typename Params>
+  __device__ TileWalk(const Params& p, int of_heads, Tiles tiles)
+      : tiles_at(tiles), slots(p.slots), positions(p.positions), rows(p.rows), kv_heads(of_heads) {}
+
+  // One past the last tile of the list that is this block's.
+  __device__ int Last() const { return min(tiles, tile + left); }
+
+  // Goes to where this block's share of all tiles begins.
+  __device__ void Start() {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    uint32_t total = 0;  // below 2^32: tiles of a bucket's rows
+    for (int first = 0; first < rows; first += 32) {
+      total += __reduce_add_sync(0xffffffffu, TilesOfRow(first + lane));
+    }
+    const auto begin = static_cast<uint32_t>(uint64_t{total} * blockIdx.x / gridDim.x);
+    const auto end = static_cast<uint32_t>(uint64_t{total} * (blockIdx.x + 1) / gridDim.x);
+    left = static_cast<int>(end - begin);
+    if (left == 0) return;
+    uint32_t before = 0;
+    for (int first = 0;; first += 32) {
+      const uint32_t mine = TilesOfRow(first + lane);
+      uint32_t through = mine;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const uint32_t other = __shfl_up_sync(0xffffffffu, through, step);
+        if (lane >= step) through += other;
+      }
+      const unsigned beyond = __ballot_sync(0xffffffffu, before + through > begin);
+      if (beyond != 0) {
+        const int found = __ffs(static_cast<int>(beyond)) - 1;
+        row = first + found;
+        before += __shfl_sync(0xffffffffu, through - mine, found);
+        break;
+      }
+      before += __shfl_sync(0xffffffffu, through, 31);
+    }
+    EnterRow();
+    kv_head = static_cast<int>(begin - before) / tiles;
+    tile = static_cast<int>(begin - before) - kv_head * tiles;
+  }
+  // To the next list that has tiles, those of this one up to Last() being done. REQUIRES: there are
+  // some left.
+  __device__ void NextList() {
+    left -= Last() - tile;
+    tile = 0;
+    if (++kv_head < kv_heads) return;
+    kv_head = 0;
+    do {
+      ++row;
+      EnterRow();
+    } while (tiles == 0);
+  }
+
+ private:
+  __device__ uint32_t TilesOfRow(int r) const {
+    if (r >= rows || slots[r] < 0) return 0;
+    return static_cast<uint32_t>(tiles_at(positions[r]) * kv_heads);
+  }
+  __device__ void EnterRow() {
+    slot = slots[row];
+    position = positions[row];
+    tiles = slot < 0 ? 0 : tiles_at(position);
+  }
+};
+
+}  // namespace sluice::kernels::cuda

@@ -1,0 +1,76 @@
+#include "src/attention/offload/prompt_queries.h"
+
+#include <algorithm>
+
+#include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
+
+namespace sluice {
+
+absl::StatusOr<std::unique_ptr<PromptQueries>> PromptQueries::Create(const Options& options) {
+  std::unique_ptr<PromptQueries> made(new PromptQueries(options));
+  const auto allocate = [&](Buffer* buffer, MemoryKind kind, int64_t words) {
+    auto allocated = options.device->Allocate(kind, static_cast<size_t>(words) * 4,
+                                              "the last queries of prompts");
+    if (allocated.ok()) *buffer = *std::move(allocated);
+    return allocated.status();
+  };
+  const int64_t width = int64_t{options.heads} * options.head_dim;
+  SLUICE_RETURN_IF_ERROR(
+      allocate(&made->kept_, MemoryKind::kDevice, int64_t{options.layers} * options.slots * width));
+  for (KeepList& list : made->lists_) {
+    SLUICE_RETURN_IF_ERROR(allocate(&list.rows, MemoryKind::kPinned, options.slots));
+    SLUICE_RETURN_IF_ERROR(allocate(&list.slots, MemoryKind::kPinned, options.slots));
+    SLUICE_RETURN_IF_ERROR(allocate(&list.count, MemoryKind::kPinned, 1));
+    list.done = options.device->NewEvent();
+  }
+  return made;
+}
+
+void PromptQueries::BeginStep(absl::Span<const int32_t> slots,
+                              absl::Span<const int32_t> positions) {
+  step_ = nullptr;
+  const auto in_prompt = [this](int32_t slot) {
+    return slots_[static_cast<size_t>(slot)].in_prompt;
+  };
+  if (std::none_of(slots.begin(), slots.end(), in_prompt)) return;
+  step_ = &lists_[next_list_];
+  next_list_ = (next_list_ + 1) % lists_.size();
+  step_->done->Wait();  // it was, unless more steps are under way than there are lists
+  int32_t count = 0;
+  for (size_t r = 0; r < slots.size(); ++r) {
+    Slot& slot = slots_[static_cast<size_t>(slots[r])];
+    if (!slot.in_prompt) continue;
+    // A sequence's rows are neighbours, in order.
+    if (r + 1 < slots.size() && slots[r + 1] == slots[r]) continue;
+    step_->rows.as<int32_t>()[count] = static_cast<int32_t>(r);
+    step_->slots.as<int32_t>()[count] = slots[r];
+    slot.newest = positions[r];
+    ++count;
+  }
+  *step_->count.as<int32_t>() = count;
+}
+
+void PromptQueries::Keep(Stream& stream, int layer, const kernels::AttentionParams& params) {
+  if (step_ == nullptr) return;
+  scale_ = params.scale;
+  kernels::TransferParams keep{};
+  keep.source = params.q;
+  keep.target = Of(layer, 0);
+  keep.unit_bytes = options_.heads * options_.head_dim * static_cast<int32_t>(sizeof(float));
+  keep.source_pitch = params.q_stride * static_cast<int64_t>(sizeof(float));
+  keep.target_pitch = keep.unit_bytes;
+  keep.source_units = step_->rows.as<int32_t>();
+  keep.target_units = step_->slots.as<int32_t>();
+  keep.counts = step_->count.as<int32_t>();
+  keep.lists = 1;
+  keep.capacity = options_.slots;
+  options_.device->kernels().Transfer(stream, keep);
+}
+
+void PromptQueries::EndStep(Stream& stream) {
+  if (step_ != nullptr) stream.Record(*step_->done);
+  step_ = nullptr;
+}
+
+}  // namespace sluice

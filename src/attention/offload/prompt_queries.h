@@ -1,0 +1,78 @@
+// The queries of each prompt's newest row, of every sparse layer: what says which part of a cache
+// matters when its first decode row comes. They stay on the device, by slot.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kernels/params.h"
+#include "src/device/device.h"
+
+namespace sluice {
+
+// Engine's thread.
+class PromptQueries {
+ public:
+  struct Options {
+    Device* device = nullptr;
+    int layers = 0;
+    int slots = 0;
+    int heads = 0;
+    int head_dim = 0;
+  };
+  // RESOURCE_EXHAUSTED: no memory.
+  static absl::StatusOr<std::unique_ptr<PromptQueries>> Create(const Options& options);
+
+  // A new sequence: all of its rows are of its prompt until PromptEnded.
+  void Joined(int slot) { slots_[static_cast<size_t>(slot)] = {.in_prompt = true}; }
+  void PromptEnded(int slot) { slots_[static_cast<size_t>(slot)].in_prompt = false; }
+  // A step begins; its rows, in their order.
+  void BeginStep(absl::Span<const int32_t> slots, absl::Span<const int32_t> positions);
+  // The step's attention in a layer, after the queries were made: keeps those of each prompt's
+  // newest row.
+  void Keep(Stream& stream, int layer, const kernels::AttentionParams& params);
+  // The step has no further layer.
+  void EndStep(Stream& stream);
+
+  // Whether the last of the slot's first `tokens` positions was computed here.
+  bool Knows(int slot, int64_t tokens) const {
+    return slots_[static_cast<size_t>(slot)].newest == tokens - 1;
+  }
+  // [heads][head_dim], on the device.
+  float* Of(int layer, int slot) const {
+    return kept_.as<float>() +
+           (int64_t{layer} * options_.slots + slot) * options_.heads * options_.head_dim;
+  }
+  float scale() const { return scale_; }
+
+ private:
+  struct Slot {
+    bool in_prompt = false;
+    int64_t newest = -1;  // the position whose queries are kept
+  };
+  // Of a step: which row's queries go to which slot. Pinned.
+  struct KeepList {
+    Buffer rows, slots;  // int32 [slots]
+    Buffer count;        // int32
+    std::unique_ptr<Event> done;
+  };
+  // Steps under way at once.
+  static constexpr size_t kSteps = 2;
+
+  explicit PromptQueries(const Options& options)
+      : options_(options), slots_(static_cast<size_t>(options.slots)) {}
+
+  const Options options_;
+  Buffer kept_;  // float [layers][slots][heads][head_dim]
+  float scale_ = 0;
+  std::vector<Slot> slots_;
+  std::array<KeepList, kSteps> lists_;
+  size_t next_list_ = 0;
+  KeepList* step_ = nullptr;  // null: the step has no row of a prompt
+};
+
+}  // namespace sluice

@@ -1,0 +1,98 @@
+// The operators that sparse policies add to a decode step, at one shape and on any device, with
+// operands as a step has them: scattered pages, lists of each row and KV head, and what a step does
+// not find in a cache taken in turn.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/sparse_params.h"
+#include "src/device/device.h"
+
+namespace sluice {
+
+// Qwen3-14B by default; one layer.
+struct PolicyShape {
+  int32_t rows = 10;
+  int32_t context = 65536;
+  int32_t budget_tokens = 2048;
+  int32_t heads = 40;
+  int32_t kv_heads = 8;
+  int32_t head_dim = 128;
+  int32_t block_tokens = 32;
+
+  int32_t blocks() const { return context / block_tokens; }
+  int32_t budget_blocks() const { return budget_tokens / block_tokens; }
+  int64_t lists() const { return int64_t{rows} * kv_heads; }
+  int64_t page_bytes() const { return int64_t{4} * kv_heads * block_tokens * head_dim; }
+};
+
+struct PolicyOperator {
+  std::string name;
+  double bytes;       // of the device's memory that a launch must read or write
+  double link_bytes;  // of the host's memory
+  // Enqueues launch `number` of many.
+  std::function<void(Stream& stream, int number)> launch;
+};
+
+class PolicyOperators {
+ public:
+  // RESOURCE_EXHAUSTED: the device lacks the memory.
+  static absl::StatusOr<std::unique_ptr<PolicyOperators>> Create(Device& device,
+                                                                 const PolicyShape& shape);
+  const std::vector<PolicyOperator>& all() const { return all_; }
+
+ private:
+  PolicyOperators(Device& device, const PolicyShape& shape);
+
+  void AddDigests();
+  void AddScores();
+  void AddTopK();
+  void AddPartial();
+  void AddResidency();
+  void AddAttention();
+
+  // Memory that lives as long as this. After an error, which status_ keeps, null.
+  void* Room(MemoryKind kind, int64_t bytes);
+  template <typename T>
+  T* Room(int64_t count) {
+    return static_cast<T*>(Room(MemoryKind::kDevice, count * static_cast<int64_t>(sizeof(T))));
+  }
+  template <typename T>
+  T* Put(const std::vector<T>& values) {
+    T* const data = Room<T>(static_cast<int64_t>(values.size()));
+    Fill(data, static_cast<int64_t>(values.size() * sizeof(T)), values.data(),
+         static_cast<int64_t>(values.size() * sizeof(T)));
+    return data;
+  }
+  // Copies `from` to `to`, over and over.
+  void Fill(void* to, int64_t bytes, const void* from, int64_t from_bytes);
+  // bf16 of both signs and magnitude about 1.
+  void* RandomBf16(MemoryKind kind, int64_t bytes);
+
+  kernels::PagedRows Rows(int64_t rows, int32_t rows_per_page, int32_t dim, kernels::DType type,
+                          int sets);
+  kernels::PagedCache Cache(MemoryKind kind, int64_t blocks, int64_t pages);
+  // Ascending units of each list, 0 and the two newest among them.
+  std::vector<int32_t> Lists(int32_t units, int32_t count);
+  kernels::UnitLists EmptyLists(int32_t capacity);
+
+  Device& device_;
+  const PolicyShape shape_;
+  const std::unique_ptr<Stream> stream_;
+  std::mt19937 random_{1};
+  absl::Status status_;
+  std::vector<Buffer> buffers_;
+  std::vector<PolicyOperator> all_;
+  int32_t* slots_ = nullptr;
+  std::vector<int32_t*> positions_;  // of steps that follow each other
+  float* q_ = nullptr;               // [rows][heads * head_dim]
+};
+
+}  // namespace sluice

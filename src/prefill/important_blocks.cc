@@ -1,0 +1,95 @@
+#include "src/prefill/important_blocks.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
+
+namespace sluice {
+
+ImportantBlocks::ImportantBlocks(Device* device, const CacheLayout& layout, int64_t max_context)
+    : device_(device),
+      layers_(layout.layers),
+      kv_heads_(layout.kinds[0].heads),
+      block_tokens_(layout.kinds[0].block_tokens),
+      most_blocks_(layout.kinds[0].BlocksFor(max_context)) {}
+
+absl::StatusOr<std::unique_ptr<ImportantBlocks>> ImportantBlocks::Create(Device* device,
+                                                                         const CacheLayout& layout,
+                                                                         int64_t max_context) {
+  std::unique_ptr<ImportantBlocks> made(new ImportantBlocks(device, layout, max_context));
+  const int64_t lists = int64_t{made->layers_} * made->kv_heads_;
+  const auto allocate = [&](Buffer* buffer, MemoryKind kind, int64_t words) {
+    auto allocated = device->Allocate(kind, static_cast<size_t>(words) * sizeof(int32_t),
+                                      "the important blocks of a prompt (--hints)");
+    if (allocated.ok()) *buffer = *std::move(allocated);
+    return allocated.status();
+  };
+  SLUICE_RETURN_IF_ERROR(
+      allocate(&made->scores_, MemoryKind::kDevice, made->kv_heads_ * made->most_blocks_));
+  SLUICE_RETURN_IF_ERROR(allocate(&made->units_, MemoryKind::kDevice, lists * made->most_blocks_));
+  SLUICE_RETURN_IF_ERROR(allocate(&made->counts_, MemoryKind::kDevice, lists));
+  SLUICE_RETURN_IF_ERROR(
+      allocate(&made->read_, MemoryKind::kPinned, lists * (made->most_blocks_ + 1)));
+  return made;
+}
+
+void ImportantBlocks::Find(Stream& stream, int layer, const kernels::AttentionParams& params,
+                           const kernels::PagedCache& cache, int32_t count) {
+  SLUICE_CHECK(count > 0 && count <= most_blocks_);
+  const int32_t last = params.rows - 1;
+  kernels::ExactScoresParams exact{};
+  exact.q = params.q + last * params.q_stride;
+  exact.q_stride = params.q_stride;
+  exact.slots = params.slots + last;
+  exact.positions = params.positions + last;
+  exact.cache = cache;
+  exact.scores = scores_.as<float>();
+  exact.score_stride = most_blocks_;
+  exact.rows = 1;
+  exact.heads = params.heads;
+  exact.unit_tokens = block_tokens_;
+  exact.scale = params.scale;
+  exact.reduction = kernels::GroupReduction::kSoftmaxSum;
+  device_->kernels().ExactScores(stream, exact);
+
+  const int64_t list = int64_t{layer} * kv_heads_;
+  kernels::TopKParams top{};
+  top.scores = exact.scores;
+  top.score_stride = most_blocks_;
+  top.slots = exact.slots;
+  top.positions = exact.positions;
+  top.selected = {units_.as<int32_t>() + list * count, counts_.as<int32_t>() + list, count};
+  top.rows = 1;
+  top.kv_heads = kv_heads_;
+  top.unit_tokens = block_tokens_;
+  top.k = count;
+  top.margin = std::numeric_limits<float>::infinity();
+  device_->kernels().TopK(stream, top);
+}
+
+SelectionHints ImportantBlocks::Read(Stream& stream, int32_t count) const {
+  const int64_t lists = int64_t{layers_} * kv_heads_;
+  auto* const units = read_.as<int32_t>();
+  int32_t* const counts = units + lists * count;
+  const std::unique_ptr<Event> there = device_->NewEvent();
+  stream.Copy(units, units_.data(), static_cast<size_t>(lists * count) * sizeof(int32_t));
+  stream.Copy(counts, counts_.data(), static_cast<size_t>(lists) * sizeof(int32_t));
+  stream.Record(*there);
+  there->Wait();
+  SelectionHints hints;
+  hints.unit_tokens = static_cast<uint32_t>(block_tokens_);
+  for (int64_t list = 0; list < lists; ++list) {
+    SelectionHints::Entry& entry = hints.entries.emplace_back();
+    entry.layer = static_cast<uint32_t>(list / kv_heads_);
+    entry.kv_head = static_cast<uint32_t>(list % kv_heads_);
+    const int32_t* const first = units + list * count;
+    // What a failed device left is nobody's list.
+    entry.units.assign(first, first + std::clamp(counts[list], 0, count));
+  }
+  return hints;
+}
+
+}  // namespace sluice

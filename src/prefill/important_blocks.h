@@ -1,0 +1,46 @@
+// The blocks of a prompt that its last row attends to most, of each layer and KV head: hints for
+// where a decode node begins. Exact: the sum over the group's heads of the row's attention weights
+// in a block. Reads the keys once more, for one row of a prompt.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "kernels/sparse_params.h"
+#include "src/device/device.h"
+#include "src/kv/cache_layout.h"
+#include "src/kv/selection_hints.h"
+
+namespace sluice {
+
+// One prompt at a time.
+class ImportantBlocks {
+ public:
+  // Of up to `max_context` tokens. RESOURCE_EXHAUSTED: no memory for the lists.
+  static absl::StatusOr<std::unique_ptr<ImportantBlocks>> Create(Device* device,
+                                                                 const CacheLayout& layout,
+                                                                 int64_t max_context);
+
+  // Up to `count` blocks of the layer, by the last row of `params`, whose keys are in `cache`;
+  // enqueued on the stream.
+  void Find(Stream& stream, int layer, const kernels::AttentionParams& params,
+            const kernels::PagedCache& cache, int32_t count);
+  // What was found of all layers, none of it being under way any more. Blocking.
+  SelectionHints Read(Stream& stream, int32_t count) const;
+
+ private:
+  ImportantBlocks(Device* device, const CacheLayout& layout, int64_t max_context);
+
+  Device* const device_;
+  const int layers_;
+  const int kv_heads_;
+  const int block_tokens_;
+  const int64_t most_blocks_;
+  Buffer scores_;  // float [kv_heads][most_blocks]
+  Buffer units_;   // int32 [layers][kv_heads][most_blocks], `count` of each list in use
+  Buffer counts_;  // int32 [layers][kv_heads]
+  Buffer read_;    // pinned: units, then counts
+};
+
+}  // namespace sluice

@@ -1,0 +1,109 @@
+// What `sluice-bench policies` makes of names, bytes and traces.
+#include <catch2/catch.hpp>
+
+#include "src/bench/layer_timeline.h"
+#include "src/bench/policies_report.h"
+#include "src/bench/policy_choice.h"
+#include "src/bench/policy_run.h"
+#include "src/bench/step_floor.h"
+
+namespace sluice {
+namespace {
+
+TEST_CASE("a policy's name may set what sets it apart") {
+  CHECK(ParsePolicies("hgca:beta=0.5:window=512,hgca:beta=1").ok());
+  const auto why = [](const char* text) {
+    return std::string(ParsePolicies(text).status().message());
+  };
+  CHECK(why("hgca:bet=1").find("beta") != std::string::npos);
+  CHECK(why("scout:beta=1").find("policy scout has no 'beta'") != std::string::npos);
+  CHECK_FALSE(ParsePolicies("full:budget=512").ok());
+  CHECK_FALSE(ParsePolicies("scout:budget=0").ok());
+  CHECK_FALSE(ParsePolicies("scout:budget=1.5").ok());
+  CHECK_FALSE(ParsePolicies("scout:budget=120%").ok());
+  CHECK_FALSE(ParsePolicies("hgca:beta=few").ok());
+  CHECK_FALSE(ParsePolicies("hgca:beta=-1").ok());
+  PolicyOptions options;
+  options.max_context = 1000;
+  CHECK(WithPolicy(options, "recall:budget=20%").budget_tokens == 200);
+  CHECK(WithPolicy(options, "scout:budget=96").budget_tokens == 96);
+  const PolicyOptions hgca = WithPolicy(options, "hgca:beta=0.5:window=128");
+  CHECK(hgca.hgca.beta == 0.5f);
+  CHECK(hgca.hgca.window_tokens == 128);
+  CHECK(WithPolicy(options, "scout").scout.layer_ahead);
+  CHECK(WithPolicy(options, "scout").scout.recall);
+  CHECK_FALSE(WithPolicy(options, "scout-no-ahead").scout.layer_ahead);
+  CHECK_FALSE(WithPolicy(options, "scout-no-recall").scout.recall);
+  CHECK_FALSE(WithPolicy(options, "scout-no-ahead-no-recall").scout.layer_ahead);
+  CHECK_FALSE(WithPolicy(options, "scout-no-ahead-no-recall").scout.recall);
+  CHECK(WithPolicy(options, "hgca-mean").name == "hgca");
+  CHECK(WantsMeanSelection("hgca-mean:window=64"));
+  CHECK_FALSE(WantsMeanSelection("hgca"));
+}
+
+TEST_CASE("the floor of a step is its longest memory's") {
+  StepTraffic rates;
+  rates.hbm = 100;
+  rates.to_device = rates.to_host = 10;
+  rates.dram = 20;
+  const auto floor = [&](double hbm, double to_device, double to_host, double dram) {
+    return FloorOf({hbm, to_device, to_host, dram}, rates);
+  };
+  CHECK(floor(1000, 50, 50, 50).seconds == Approx(10));
+  CHECK(floor(1000, 50, 50, 50).bound == "HBM");
+  CHECK(floor(1000, 90, 120, 50).seconds == Approx(12));  // each direction by itself
+  CHECK(floor(1000, 90, 120, 50).bound == "link");
+  CHECK(floor(1000, 90, 0, 300).seconds == Approx(15));
+  CHECK(floor(1000, 90, 0, 300).bound == "DRAM");
+}
+
+TEST_CASE("a run is held against full at its largest batch") {
+  StepTraffic rates;
+  rates.hbm = rates.to_device = rates.to_host = rates.dram = 100;
+  PolicyRun full, run;
+  full.batch = 2;
+  full.step.median = 20;
+  full.step_bytes.hbm = 1000;  // floor 10: 0.2 tokens/s, 0.1 measured
+  run.batch = 10;
+  run.step.median = 25;       // 0.4 tokens/s
+  run.step_bytes.hbm = 2000;  // floor 20: 0.5 tokens/s
+  const nlohmann::json j = FloorJson(run, rates, &full);
+  CHECK(j["over_full"].get<double>() == Approx(4));
+  CHECK(j["floors_over_full"].get<double>() == Approx(2.5));
+  CHECK(j["of_floor_ratio"].get<double>() == Approx(1.6));
+  CHECK(j["of_floor"].get<double>() == Approx(0.8));
+  CHECK_FALSE(FloorJson(run, rates, nullptr).contains("over_full"));
+}
+
+TEST_CASE("a timeline shows three layers from what each begins with") {
+  const absl::Time start = absl::FromUnixSeconds(100);
+  StepTrace trace;
+  trace.steps = 2;
+  const auto add = [&](const char* name, uint32_t stream, int from, int to) {
+    TraceSlice slice;
+    slice.name = name;
+    slice.stream = stream;
+    slice.begin = start + absl::Seconds(from);
+    slice.end = start + absl::Seconds(to);
+    trace.device.push_back(slice);
+  };
+  constexpr int kLayers = 4;
+  for (int i = 0; i < 2 * kLayers; ++i) {
+    add("Norm", 1, 10 * i, 10 * i + 1);
+    add("Norm", 1, 10 * i + 5, 10 * i + 6);  // twice a layer
+    add("Append", 1, 10 * i + 2, 10 * i + 5);
+    add("Attend", 2, 10 * i + 4, 10 * i + 8);
+  }
+  const nlohmann::json j = LayerTimeline(trace, kLayers);
+  CHECK(j["anchor"] == "Append");
+  CHECK(j["layer_seconds"]["median"].get<double>() == Approx(10));
+  CHECK(j["slices"].size() == 3 * 4);
+  for (const auto& slice : j["slices"]) {
+    CHECK(slice["end"].get<double>() > 0);
+    CHECK(slice["begin"].get<double>() < 30);
+  }
+  CHECK(LayerTimeline(StepTrace(), kLayers).is_null());
+}
+
+}  // namespace
+}  // namespace sluice

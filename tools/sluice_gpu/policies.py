@@ -1,0 +1,169 @@
+"""tools/gpu-test --bench --part NAME: attention policies side by side, in parts of minutes each.
+
+A part is a few runs of `sluice-bench policies`. Its reports and traces go to folders of their own, what it
+printed to policies-NAME.md and .json. With --quick a part runs with a small model and short contexts: a
+rehearsal of the same rows, whose figures mean nothing.
+"""
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from sluice_gpu import machine
+from sluice_gpu.bench import Bench, Outcome, markdown, run_bench
+from sluice_gpu.place import Place
+
+PART_SECONDS = 480
+GIB = 1 << 30
+LARGE = "configs/models/qwen3-14b"
+SMALL = "configs/models/topic-drift-small"
+WINDOWS = 4  # of sluice-bench policies
+SPARE_TOKENS = 67  # that it decodes before its windows and may decode after them
+EVERYONE = ("full", "scout", "recall-fetch-all", "hgca-mean", "recall", "hgca")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of sluice-bench policies."""
+
+    name: str
+    policies: tuple[str, ...]
+    contexts: tuple[int, ...]
+    batches: tuple[int, ...] = (1,)
+    given_batches: bool = False  # only those, not the largest that fits
+    most: int = 16
+    full_sequences: float = 2  # of the longest context that the HBM holds whole
+    layers: int | None = None  # of the model; None: all
+    dense_layers: int = 0
+    budget: int = 2048
+    block_tokens: int = 32
+    steps: int = 32
+    distinct: int = 2
+    statistics: int = 16
+    trace: bool = True
+    drifts: tuple[float, ...] = ()
+    dram_gib: int = 110
+    quality: bool = False
+    more: tuple[str, ...] = ()
+
+
+def _hgca_quality() -> tuple[str, ...]:
+    """Rows of the paper's table 1: beta by the share of the context that the window holds."""
+    context = 2048
+    return ("full", *(f"hgca:beta={beta}:window={context * ratio // 4}"
+                      for ratio in (1, 2, 3) for beta in (0.25, 0.5, 0.75, 1)))
+
+
+PARTS: dict[str, list[Run]] = {
+    # Everyone at the largest batch and at full's own.
+    "main64k": [Run("64k", (*EVERYONE, "recall:budget=20%"), (65536,), batches=(2,))],
+    # On one GPU of a host with 256 GiB.
+    "big64k": [Run("64k-256gib", ("full", "scout"), (65536,), batches=(2,), most=24, dram_gib=220)],
+    "budgets": [Run("contexts", ("full", "scout", "scout:budget=1024", "recall-fetch-all", "hgca-mean"),
+                    (8192, 16384, 32768, 65536), most=48, statistics=0, trace=False)],
+    "blocks": [Run(f"blocks-{block}", ("full", "scout", "scout:budget=1024"), (32768,), most=24,
+                   block_tokens=block, statistics=8, trace=False) for block in (16, 32, 64)],
+    # DRAM holds 21 sequences of 32K of the whole model.
+    "batch32k": [Run("32k-half-the-layers", ("full", "scout"), (32768,), batches=(8, 16, 24, 32),
+                     given_batches=True, most=32, layers=20, full_sequences=8)],
+    "equal": [Run("8k-batch-8", EVERYONE, (8192,), batches=(1, 8), given_batches=True, most=8,
+                  full_sequences=8, statistics=0)],
+    "ablation": [Run("ablation", ("full", "scout", "scout-no-ahead", "scout-no-recall",
+                                  "scout-no-ahead-no-recall"), (65536,), statistics=0)],
+    # recall-fetch-all of everything: what loading the whole cache to the GPU costs.
+    "hgca": [Run("batch-1", ("full", "hgca", "hgca-mean", "recall-fetch-all:budget=100%:margin=1000"),
+                 (4096, 8192, 16384), given_batches=True, most=1, full_sequences=4, statistics=0),
+             Run("quality", _hgca_quality(), (2048,), quality=True, dense_layers=0)],
+    "quality": [Run("quality", ("full", "scout", "recall", "recall-fetch-all", "hgca", "oracle", "ends",
+                                "random"), (2048, 4096, 8000), quality=True, dense_layers=2)],
+    "drift": [Run("drift", ("scout", "recall", "recall-fetch-all"), (32768,), batches=(4,), given_batches=True,
+                  most=4, drifts=(0.005, 0.01, 0.014, 0.02, 0.04), distinct=1, steps=32, trace=False,
+                  dram_gib=24)],
+}
+
+
+def quickly(run: Run) -> Run:
+    """The same rows in seconds, on any device."""
+    if run.quality:
+        return replace(run, contexts=(512,), more=(*run.more, "--quality-texts", "1", "--quality-steps", "8",
+                                                   "--passkeys", "1"))
+    return replace(run, contexts=tuple(max(c // 32, 512) for c in run.contexts), steps=min(run.steps, 4),
+                   most=min(run.most, 8), batches=tuple(min(b, 8) for b in run.batches), budget=256,
+                   layers=run.layers and 4, statistics=min(run.statistics, 4), dram_gib=1,
+                   more=(*run.more, "--hgca-window", "64"))
+
+
+def model_of(run: Run, place: Place, quick: bool, folder: Path) -> Path:
+    """The model's folder; one with fewer layers is made beside the results."""
+    source = place.root / (SMALL if quick else LARGE)
+    if run.layers is None:
+        return source
+    made = folder / f"model-{run.layers}-layers"
+    made.mkdir(parents=True, exist_ok=True)
+    config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": run.layers}
+    (made / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    return made
+
+
+def token_bytes(model: Path) -> int:
+    """K and V of a token, all layers, in bf16."""
+    config = json.loads((model / "config.json").read_text())
+    return 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+
+
+def command(run: Run, place: Place, device: str, quick: bool, folder: Path, texts: Path | None) -> list[str]:
+    out = [str(place.bin / "sluice-bench"), "policies", "--device", device,
+           "--policies", ",".join(run.policies), "--contexts", ",".join(map(str, run.contexts)),
+           "--dense-layers", str(run.dense_layers), "--block-tokens", str(run.block_tokens),
+           "--workers", str(max(len(os.sched_getaffinity(0)) - 2, 1)),
+           "--out", str(folder / run.name), *run.more]
+    if run.quality:
+        return [*out, "--model", str(place.smollm2), "--quality", "--texts", str(texts)]
+    model = model_of(run, place, quick, folder)
+    # A little above what `full` takes for that many sequences, their new tokens included.
+    tokens = max(run.contexts) + (WINDOWS + 1) * run.steps + SPARE_TOKENS + run.block_tokens
+    hbm = int(run.full_sequences * tokens * token_bytes(model) * 1.005) + (1 << 20)
+    out += ["--model", str(model), "--topic-drift", "--batches", ",".join(map(str, run.batches)),
+            "--max-batch", str(run.most), "--hbm-bytes", f"{hbm >> 20}MiB",
+            "--dram-bytes", f"{run.dram_gib}GiB", "--budget", str(run.budget), "--steps", str(run.steps),
+            "--distinct", str(run.distinct), "--statistics", str(run.statistics)]
+    if run.given_batches:
+        out.append("--given-batches")
+    if not run.trace:
+        out.append("--no-trace")
+    if run.drifts:
+        out += ["--drift", ",".join(map(str, run.drifts))]
+    return out
+
+
+def run_part(place: Place, results: Path, part: str, device: str, quick: bool,
+             texts: Path | None) -> tuple[int, int, int]:
+    """Returns how many runs went well, failed and were skipped."""
+    folder = results / f"policies-{part}"
+    folder.mkdir(parents=True, exist_ok=True)
+    about = machine.describe(place) | {"part": part + (" (quick: a rehearsal)" if quick else "")}
+    give_up = time.monotonic() + PART_SECONDS
+    outcomes: list[Outcome] = []
+    skipped = failed = 0
+    for run in PARTS[part]:
+        run = quickly(run) if quick else run
+        if run.quality and (texts is None or not place.smollm2.is_dir()):
+            print(f"SKIPPED {run.name}: it needs SmolLM2's weights and --texts FILE (tools/sluice texts)")
+            skipped += 1
+            continue
+        print(f"== {part}: {run.name}", flush=True)
+        bench = Bench(run.name, command(run, place, device, quick, folder, texts),
+                      max(give_up - time.monotonic(), 1), folder / run.name / "policies.json")
+        outcome = run_bench(place, bench)
+        outcomes.append(outcome)
+        print(outcome.said.strip(), flush=True)
+        if outcome.status != 0:
+            ended = "ran out of time" if outcome.status is None else f"ended with {outcome.status}"
+            print(f"FAILED  {run.name}: {ended} after {outcome.seconds} s", flush=True)
+            failed += 1
+        (results / f"policies-{part}.json").write_text(json.dumps(
+            {"machine": about, "runs": [asdict(o) for o in outcomes]}, indent=1) + "\n")
+        (results / f"policies-{part}.md").write_text(markdown(about, outcomes))
+    return len(outcomes) - failed, failed, skipped
