@@ -68,6 +68,7 @@ inline constexpr RequestReason kRequestReasons[] = {
     {RequestOutcome::kRefused, "NO_HANDOFF"},
     {RequestOutcome::kRefused, "POISONED"},
     {RequestOutcome::kRefused, "REQUEST_ID_IN_USE"},
+    {RequestOutcome::kRefused, "SEQUENCE_NOT_FOUND"},
     {RequestOutcome::kRefused, "TOO_MANY_EXPECTED"},
     {RequestOutcome::kRefused, "TOO_MANY_WAITING"},
     {RequestOutcome::kRefused, "TRANSFER_NOT_FOUND"},

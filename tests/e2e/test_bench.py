@@ -102,7 +102,7 @@ def test_policies_are_run_side_by_side(tiny_models, tmp_path):
     assert all(layer["selected"] > 0 and layer["link_bytes"] > 0 for layer in scout["layers"])
     assert json.loads((out / "policies.json").read_text())["details"]["runs"] == runs
     for run in runs:
-        trace = out / f"trace-{run['policy']}-context-256-batch-{run['batch']}.json"
+        trace = out / f"trace-{run['policy']}-batch-{run['batch']}-context-256.json"
         assert json.loads(trace.read_text())["traceEvents"]
 
 
