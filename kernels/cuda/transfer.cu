@@ -152,9 +152,11 @@ struct Lists {
     item.entries = min(plan.entries, __shfl_sync(kAll, count, owner) - first);
     item.begin = own % plan.pieces * kItemBytes<Side>;
     if (lane < item.entries) {
+      // Not by the read-only path: the kernel before this one may have written them while this one
+      // waited.
       const int64_t at = int64_t{base + owner} * p.capacity + first + lane;
-      item.source_unit = p.source_units != nullptr ? __ldg(p.source_units + at) : first + lane;
-      item.target_unit = p.target_units != nullptr ? __ldg(p.target_units + at) : first + lane;
+      item.source_unit = p.source_units != nullptr ? __ldcg(p.source_units + at) : first + lane;
+      item.target_unit = p.target_units != nullptr ? __ldcg(p.target_units + at) : first + lane;
     }
     return item;
   }

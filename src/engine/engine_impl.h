@@ -86,6 +86,7 @@ class EngineImpl : public Engine {
   void MoveOut(absl::Time now);
   void MakeFirm();
   void AdmitWaiting(absl::Time now);
+  void EndStarved(absl::Time now);
   bool LaunchStep(absl::Time now);
   void CompleteStep();
   void UpdateGauges();

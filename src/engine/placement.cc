@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "src/attention/attention_policy.h"
+#include "src/base/error.h"
 #include "src/base/status_macros.h"
 #include "src/engine/engine_impl.h"
 #include "src/metrics/metrics.h"
@@ -64,6 +66,30 @@ void EngineImpl::AdmitWaiting(absl::Time now) {
     // meanwhile.
     if (!Admit(*waiting_[next], promise, now)) return;
     waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(next));
+  }
+}
+
+// A next turn holds its sequence's home, which may be too small for how it goes on. Where nothing
+// runs that would give DRAM back, several of them could wait for one another for ever: the youngest
+// ends.
+void EngineImpl::EndStarved(absl::Time now) {
+  if (!running_.empty() || !preempting_.empty() || !leaving_.empty()) return;
+  for (auto it = waiting_.rbegin(); it != waiting_.rend(); ++it) {
+    Sequence& sequence = **it;
+    if (sequence.home == nullptr || sequence.preemptions > 0) continue;
+    const Footprint need = parts_.policy->FootprintOf(sequence.home_tokens, sequence.total());
+    const int64_t lacks = sequence.home->Lacks(need.dram_tokens);
+    if (lacks == 0) continue;
+    FinishWith(sequence,
+               ResourceExhausted(
+                   "DRAM_FULL",
+                   absl::StrCat("the sequence needs room in DRAM for ", lacks,
+                                " tokens more, there is none, and nothing runs that would give it "
+                                "back; ask for fewer max_tokens, or try a new sequence later"),
+                   parts_.finish_rate != nullptr ? parts_.finish_rate->RetryAfter()
+                                                 : FinishRate::kDefault),
+               now);
+    return;
   }
 }
 

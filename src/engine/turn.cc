@@ -44,6 +44,7 @@ Engine::Next EngineImpl::TakeTurn() {
   MoveOut(now);
   MakeFirm();
   AdmitWaiting(now);
+  EndStarved(now);
   UpdateGauges();
 
   const bool launched = steps_under_way() < BatchState::kDepth && LaunchStep(now);

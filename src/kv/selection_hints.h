@@ -29,7 +29,8 @@ struct SelectionHints {
 };
 
 // Of all entries of one Commit: 61 layers x 32 positions x 2,048 tokens fit, in 16 MiB.
-inline constexpr size_t kMaxHintUnits = size_t{1} << 22;
+inline constexpr int kMaxHintEntries = 1 << 16;
+inline constexpr size_t kMaxHintUnits = size_t{1} << 20;
 
 // What hints may say.
 struct HintBounds {

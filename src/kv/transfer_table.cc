@@ -467,8 +467,11 @@ void TransferTable::EndOverLocked(absl::Time now, Ended* ended) {
       transfer.lease_entry = leases_.insert(std::move(entry));
       continue;
     }
-    ++expired_;
-    ended->AddExpired(transfer.id);
+    // A kept sequence that nobody came back for is no fault of a prefill node's.
+    if (!transfer.kept) {
+      ++expired_;
+      ended->AddExpired(transfer.id);
+    }
     EndLocked(transfers_.at(transfer.id),
               WithReason(absl::DeadlineExceededError(absl::StrCat(
                              transfer.kept ? "sequence " : "transfer ", transfer.id,

@@ -52,6 +52,7 @@ inline constexpr RequestReason kRequestReasons[] = {
     {RequestOutcome::kSlowReader, "SLOW_READER"},
     {RequestOutcome::kError, "BAD_LOGITS"},
     {RequestOutcome::kError, "DRAINING"},
+    {RequestOutcome::kError, "DRAM_FULL"},
     {RequestOutcome::kError, "GPU_FAILED"},
     {RequestOutcome::kError, "INTERNAL"},
     {RequestOutcome::kError, "INVALID_ARGUMENT"},

@@ -12,6 +12,7 @@
 #include "src/base/status_macros.h"
 #include "src/engine/batch_state.h"
 #include "src/kv/page_pool.h"
+#include "src/kv/selection_hints.h"
 #include "src/model/model.h"
 #include "src/prefill/important_blocks.h"
 
@@ -177,7 +178,9 @@ class PrefillerImpl : public Prefiller {
     const auto hints = important_ == nullptr
                            ? 0
                            : static_cast<int32_t>(std::min<int64_t>(
-                                 sink.hint_tokens() / kind.block_tokens, kind.BlocksFor(tokens)));
+                                 {sink.hint_tokens() / kind.block_tokens, kind.BlocksFor(tokens),
+                                  static_cast<int64_t>(kMaxHintUnits) /
+                                      (int64_t{model_->cache_layout().layers} * kind.heads)}));
     const auto launch = [&](int chunk) {
       const int begin = chunk * chunk_tokens_;
       const int count = std::min(chunk_tokens_, tokens - begin);

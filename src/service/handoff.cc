@@ -127,7 +127,12 @@ absl::Status Handoff::Attempt(const std::vector<MissingRange>* missing, v1::RunR
   if (result->first_token.has_value()) {
     *response->mutable_first_token() = ToProto(*result->first_token);
   }
-  const absl::Status committed = Commit(*response, result->hints);
+  absl::Status committed = Commit(*response, result->hints);
+  // Hints only warm a sequence up: what was computed and pushed is not given up for them.
+  if (!result->hints.empty() &&
+      (absl::IsResourceExhausted(committed) || absl::IsInvalidArgument(committed))) {
+    committed = Commit(*response, {});
+  }
   retryable_ = MayMend(committed);
   return FromDecodeNode(committed);
 }

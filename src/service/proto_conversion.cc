@@ -247,6 +247,11 @@ absl::StatusOr<Manifest> FromProto(const v1::ReserveRequest& request) {
 absl::StatusOr<SelectionHints> FromProto(const v1::Hints& hints) {
   SelectionHints out;
   out.unit_tokens = hints.unit_tokens();
+  if (hints.entries_size() > kMaxHintEntries) {
+    return InvalidField("hints.entries",
+                        absl::StrCat("at most ", kMaxHintEntries, " entries, found ",
+                                     hints.entries_size(), "; send hints of fewer positions"));
+  }
   size_t units = 0;
   for (const v1::Hints::Entry& entry : hints.entries()) {
     units += static_cast<size_t>(entry.units_size());

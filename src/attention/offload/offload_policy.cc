@@ -79,6 +79,10 @@ WorkerStatistics OffloadPolicy::Workers() const {
   return co_attention() == nullptr ? WorkerStatistics{} : co_attention()->Statistics();
 }
 
+void OffloadPolicy::AwaitWarmUps() {
+  for (int slot = 0; slot < options_.slots; ++slot) tier_->WarmEvent(slot).Wait();
+}
+
 bool OffloadPolicy::Grow(int slot, int64_t tokens) {
   tier_->Grow(slot, tokens);
   return true;

@@ -86,6 +86,9 @@ class OffloadPolicy : public AttentionPolicy {
   // Enqueues what the policy's arrays need of a sequence that is being warmed.
   virtual void BuildArrays(Stream& stream, int slot, int64_t tokens,
                            const OffloadTier::BulkRow& row);
+  // For destructors: a warm-up under way uses what BuildArrays was given of the policy's own.
+  void AwaitWarmUps();
+
   // Who reads sequences' homes beside the device; null: nobody.
   virtual CoAttention* co_attention() const { return nullptr; }
   // A sequence has come into the slot; one is about to leave it.

@@ -31,7 +31,7 @@ void PromptQueries::BeginStep(absl::Span<const int32_t> slots,
                               absl::Span<const int32_t> positions) {
   step_ = nullptr;
   const auto in_prompt = [this](int32_t slot) {
-    return slots_[static_cast<size_t>(slot)].in_prompt;
+    return slot >= 0 && slots_[static_cast<size_t>(slot)].in_prompt;
   };
   if (std::none_of(slots.begin(), slots.end(), in_prompt)) return;
   step_ = &lists_[next_list_];
@@ -39,8 +39,8 @@ void PromptQueries::BeginStep(absl::Span<const int32_t> slots,
   step_->done->Wait();  // it was, unless more steps are under way than there are lists
   int32_t count = 0;
   for (size_t r = 0; r < slots.size(); ++r) {
+    if (!in_prompt(slots[r])) continue;
     Slot& slot = slots_[static_cast<size_t>(slots[r])];
-    if (!slot.in_prompt) continue;
     // A sequence's rows are neighbours, in order.
     if (r + 1 < slots.size() && slots[r + 1] == slots[r]) continue;
     step_->rows.as<int32_t>()[count] = static_cast<int32_t>(r);

@@ -191,6 +191,25 @@ TEST_CASE("a sequence for which DRAM has no room ends as it would, and is not ke
   CHECK(node.Quiescent());
 }
 
+TEST_CASE("a next turn that DRAM cannot take, while nothing runs, ends and makes room") {
+  NodeOptions options = Options("scout");
+  {
+    Node probe(options);
+    const CacheLayout& layout = probe.model().cache_layout();
+    // Two sequences of 112 tokens and 128 more; a next turn lacks 176.
+    options.dram_bytes =
+        int64_t{352} * layout.layers * layout.kinds[0].heads * layout.kinds[0].bytes_per_token;
+  }
+  Node node(options);
+  const Generated one = node.Generate(Kept(Tokens(100, 1)));
+  const Generated two = node.Generate(Kept(Tokens(100, 2)));
+  REQUIRE_FALSE(one.finish.sequence_id.empty());
+  REQUIRE_FALSE(two.finish.sequence_id.empty());
+  CHECK(ReasonOf(node.Generate(Next(one, Tokens(150, 3))).finish.status) == "DRAM_FULL");
+  CHECK(node.Generate(Next(two, Tokens(150, 3))).ids.size() == kOutput);
+  CHECK(node.Quiescent());
+}
+
 TEST_CASE("one that is cancelled or fails is not kept, and one that never had a slot is") {
   Node node(Options("scout"));
   const auto stream = node.Start(Kept(Tokens(300, 1)));

@@ -77,6 +77,7 @@ class HgcaPolicyImpl : public HgcaPolicy {
     }
   }
   ~HgcaPolicyImpl() override {
+    AwaitWarmUps();
     for (EvictionBatch& batch : batches_) batch.done->Wait();
   }
 

@@ -24,6 +24,7 @@ constexpr size_t kPartialKeys = 0;  // the policy's one array
 class RecallPolicy : public OffloadPolicy {
  public:
   static absl::StatusOr<std::unique_ptr<AttentionPolicy>> Create(const PolicyOptions& options);
+  ~RecallPolicy() override { AwaitWarmUps(); }
 
   bool LooksAhead(int layer) const override { return !tier().dense(layer); }
 

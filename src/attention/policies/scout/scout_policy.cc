@@ -61,7 +61,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
 
   ~ScoutPolicyImpl() override {
     // A warm-up under way uses what is here.
-    for (int slot = 0; slot < shape_.slots; ++slot) tier().WarmEvent(slot).Wait();
+    AwaitWarmUps();
   }
 
   PolicyStatistics Statistics() const override { return counters_.Sum(); }
