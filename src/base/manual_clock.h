@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <limits>
 
 #include "absl/time/time.h"
 #include "src/base/clock.h"
@@ -25,7 +26,12 @@ class ManualClock : public Clock {
   void Advance(absl::Duration duration) {
     SLUICE_CHECK(duration >= absl::ZeroDuration(), "a clock was asked to go back by ",
                  absl::FormatDuration(-duration));
-    nanoseconds_.fetch_add(absl::ToInt64Nanoseconds(duration), std::memory_order_acq_rel);
+    constexpr int64_t kEnd = std::numeric_limits<int64_t>::max();  // in 2262: no further
+    const int64_t by = absl::ToInt64Nanoseconds(duration);
+    int64_t now = nanoseconds_.load(std::memory_order_relaxed);
+    while (!nanoseconds_.compare_exchange_weak(now, now > kEnd - by ? kEnd : now + by,
+                                               std::memory_order_acq_rel)) {
+    }
   }
 
  private:

@@ -66,7 +66,8 @@ def generate(decode_address: str, prompt_ids: list[int], sampling: common_pb2.Sa
     With `prefill_address` the prompt is computed there and handed over; with `transfer_id` it was
     handed over already; with neither the decode node computes it (its `local_prefill`). With
     `sequence_id` the prompt is appended to a sequence that was kept. `keep_seconds`: how long this
-    one is to be kept for another turn (Result.sequence_id). Leaving by an exception (KeyboardInterrupt too) cancels the sequence. Raises ToolError.
+    one is to be kept for another turn (Result.sequence_id). Leaving by an exception (KeyboardInterrupt
+    too) cancels the sequence. Raises ToolError.
     """
     result = Result(prompt_ids=list(prompt_ids))
     started = time.monotonic()
@@ -222,5 +223,5 @@ def run(args) -> int:
         if result.sequence_id:
             print(f"kept: --sequence {result.sequence_id}", file=sys.stderr)
         elif args.keep:
-            print("not kept: the node has no room in DRAM", file=sys.stderr)
+            print("not kept: the node has no room for it", file=sys.stderr)
     return 0
