@@ -11,7 +11,7 @@ from sluice.v1 import decode_pb2
 from sluice_client import rpc
 from transfers import Transfer, committed
 
-DRAIN_SECONDS = 2 * SCALE
+DRAIN_SECONDS = 5 * SCALE
 DRAINING = (grpc.StatusCode.UNAVAILABLE, "DRAINING")
 
 
