@@ -9,6 +9,7 @@
 
 #include <vector>
 
+#include "kernels/latent_params.h"
 #include "kernels/params.h"
 #include "kernels/sparse_params.h"
 
@@ -49,6 +50,21 @@ struct KernelTable {
   void (*sparse_attention)(const SparseAttentionParams&, Worker) = nullptr;
   void (*moving_average)(const MovingAverageParams&, Worker) = nullptr;
   void (*copy_rows)(const CopyRowsParams&, Worker) = nullptr;
+  // Latent attention and experts (kernels/latent_params.h). Two phases where a second is named: all
+  // workers finish the first before any begins the second.
+  void (*latent_append)(const LatentAppendParams&, Worker) = nullptr;
+  void (*index_append)(const IndexAppendParams&, Worker) = nullptr;
+  void (*index_query)(const IndexQueryParams&, Worker) = nullptr;
+  void (*index_logits)(const IndexLogitsParams&, Worker) = nullptr;
+  void (*mla_query)(const MlaQueryParams&, Worker) = nullptr;
+  void (*head_linear)(const HeadLinearParams&, Worker) = nullptr;
+  void (*sparse_mla)(const SparseMlaParams&, Worker) = nullptr;
+  void (*sparse_mla_merge)(const SparseMlaParams&, Worker) = nullptr;
+  void (*admit)(const AdmitParams&, Worker) = nullptr;
+  void (*route)(const RouteParams&, Worker) = nullptr;
+  void (*route_pairs)(const RouteParams&, Worker) = nullptr;
+  void (*expert_linear)(const ExpertLinearParams&, Worker) = nullptr;
+  void (*combine)(const CombineParams&, Worker) = nullptr;
 };
 
 // Every path that this processor can run, slowest first: reference, portable, ..., the best.

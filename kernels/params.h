@@ -16,9 +16,15 @@
 
 namespace sluice::kernels {
 
-enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+enum class DType : int32_t {
+  kFloat32 = 0,
+  kBFloat16 = 1,
+  kFloat8E4M3 = 2,  // of caches alone, with scales: kernels/latent_params.h
+};
 
-constexpr int64_t SizeOf(DType t) { return t == DType::kFloat32 ? 4 : 2; }
+constexpr int64_t SizeOf(DType t) {
+  return t == DType::kFloat32 ? 4 : t == DType::kBFloat16 ? 2 : 1;
+}
 
 enum class WeightLayout : int32_t {
   // bf16 [n][k], as in a checkpoint.
@@ -27,17 +33,27 @@ enum class WeightLayout : int32_t {
   // consecutive k for each of the 16 columns. It is the operand order of AMX and of AVX-512 BF16;
   // each panel is read front to back. Rows past n and columns past k are zero.
   kPanel16 = 1,
+  // float32 [n][k]: what is not bf16 in the checkpoint, exactly. For `reference`.
+  kFloat32 = 2,
+  // e4m3 [n][k] and a float32 scale for each 32 rows x 128 columns,
+  // scales[ceil(n/32)][ceil(k/128)]:
+  // a weight is its value times its scale. The published 128 x 128 blocks, with scales repeated, so
+  // that matrices may be put one below the other at any multiple of 32 rows.
+  kFp8Blocks = 3,
 };
 
 inline constexpr int kPanelColumns = 16;
 inline constexpr int kPanelDepth = 32;  // k is padded to a multiple of this
+inline constexpr int kFp8BlockRows = 32;
+inline constexpr int kFp8BlockColumns = 128;
 
 // A matrix of weights, y = x W^T.
 struct WeightMatrix {
-  const uint16_t* data;  // bf16, 64-byte aligned under kPanel16
+  const uint16_t* data;  // of the layout's type; 64-byte aligned under kPanel16
   int32_t n;             // output features
   int32_t k;             // input features
   WeightLayout layout;
+  const float* scales = nullptr;  // of kFp8Blocks
 };
 
 // out[r] = float32(table[token]) with token = tokens[slot * token_stride + position]. A token

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "kernels/latent_params.h"
 #include "kernels/params.h"
 #include "kernels/sparse_params.h"
 
@@ -15,10 +16,10 @@ namespace sluice::kernels {
   static_assert(std::is_trivially_copyable<type>::value, #type " is copied as bytes"); \
   static_assert(sizeof(type) == (bytes), #type " has the same size everywhere")
 
-SLUICE_PLAIN_PARAMS(WeightMatrix, 24);
-SLUICE_PLAIN_PARAMS(EmbeddingParams, 72);
+SLUICE_PLAIN_PARAMS(WeightMatrix, 32);
+SLUICE_PLAIN_PARAMS(EmbeddingParams, 80);
 SLUICE_PLAIN_PARAMS(RmsNormParams, 80);
-SLUICE_PLAIN_PARAMS(LinearParams, 64);
+SLUICE_PLAIN_PARAMS(LinearParams, 72);
 SLUICE_PLAIN_PARAMS(RopeTableParams, 40);
 SLUICE_PLAIN_PARAMS(PagedCache, 56);
 SLUICE_PLAIN_PARAMS(RopeAppendParams, 128);
@@ -45,14 +46,27 @@ SLUICE_PLAIN_PARAMS(RecallParams, 328);
 SLUICE_PLAIN_PARAMS(WriteThroughParams, 88);
 SLUICE_PLAIN_PARAMS(SparseAttentionParams, 160);
 SLUICE_PLAIN_PARAMS(MovingAverageParams, 208);
+SLUICE_PLAIN_PARAMS(PagedLatents, 48);
+SLUICE_PLAIN_PARAMS(PagedIndexKeys, 40);
+SLUICE_PLAIN_PARAMS(LatentAppendParams, 176);
+SLUICE_PLAIN_PARAMS(IndexAppendParams, 120);
+SLUICE_PLAIN_PARAMS(IndexQueryParams, 72);
+SLUICE_PLAIN_PARAMS(IndexLogitsParams, 96);
+SLUICE_PLAIN_PARAMS(MlaQueryParams, 56);
+SLUICE_PLAIN_PARAMS(HeadLinearParams, 104);
+SLUICE_PLAIN_PARAMS(SparseMlaParams, 160);
+SLUICE_PLAIN_PARAMS(AdmitParams, 344);
+SLUICE_PLAIN_PARAMS(RouteParams, 88);
+SLUICE_PLAIN_PARAMS(ExpertLinearParams, 88);
+SLUICE_PLAIN_PARAMS(CombineParams, 48);
 
 #undef SLUICE_PLAIN_PARAMS
 
 static_assert(offsetof(EmbeddingParams, table) == 32, "EmbeddingParams::table");
 static_assert(offsetof(RmsNormParams, out_type) == 52, "RmsNormParams::out_type");
 static_assert(offsetof(RmsNormParams, also_rows) == 72, "RmsNormParams::also_rows");
-static_assert(offsetof(LinearParams, bias) == 32, "LinearParams::bias");
-static_assert(offsetof(LinearParams, accumulate) == 60, "LinearParams::accumulate");
+static_assert(offsetof(LinearParams, bias) == 40, "LinearParams::bias");
+static_assert(offsetof(LinearParams, accumulate) == 68, "LinearParams::accumulate");
 static_assert(offsetof(PagedCache, block_tokens) == 32, "PagedCache::block_tokens");
 static_assert(offsetof(RopeAppendParams, cache) == 48, "RopeAppendParams::cache");
 static_assert(offsetof(AttentionParams, cache) == 32, "AttentionParams::cache");

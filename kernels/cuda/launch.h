@@ -7,6 +7,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "kernels/latent_params.h"
 #include "kernels/params.h"
 #include "kernels/sparse_params.h"
 #include "kernels/weight_formula.h"
@@ -57,6 +58,23 @@ cudaError_t LaunchRecall(const RecallParams& params, cudaStream_t stream);
 cudaError_t LaunchWriteThrough(const WriteThroughParams& params, cudaStream_t stream);
 cudaError_t LaunchSparseAttention(const SparseAttentionParams& params, cudaStream_t stream);
 cudaError_t LaunchMovingAverage(const MovingAverageParams& params, cudaStream_t stream);
+
+// Latent attention and experts (kernels/latent_params.h).
+cudaError_t LaunchLatentAppend(const LatentAppendParams& params, cudaStream_t stream);
+cudaError_t LaunchIndexAppend(const IndexAppendParams& params, cudaStream_t stream);
+cudaError_t LaunchIndexQuery(const IndexQueryParams& params, cudaStream_t stream);
+cudaError_t LaunchIndexLogits(const IndexLogitsParams& params, cudaStream_t stream);
+cudaError_t LaunchMlaQuery(const MlaQueryParams& params, cudaStream_t stream);
+cudaError_t LaunchHeadLinear(const HeadLinearParams& params, cudaStream_t stream);
+cudaError_t LaunchSparseMla(const SparseMlaParams& params, cudaStream_t stream);
+cudaError_t LaunchAdmit(const AdmitParams& params, cudaStream_t stream);
+cudaError_t LaunchRoute(const RouteParams& params, cudaStream_t stream);
+cudaError_t LaunchExpertLinear(const ExpertLinearParams& params, cudaStream_t stream);
+cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream);
+// Bytes of SparseMlaParams::scratch with which rows of up to `capacity` entries are spread evenly
+// over the device; with less, the same bits, slower for few rows.
+int64_t SparseMlaScratchBytes(int32_t max_decode_rows, int32_t heads, int32_t rank,
+                              int64_t capacity);
 
 // One piece of a batch of copies: any sizes and alignments, HBM and pinned memory in any mix.
 struct CopyPiece {

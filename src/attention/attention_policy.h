@@ -12,8 +12,10 @@
 #include <memory>
 #include <string>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "kernels/latent_params.h"
 #include "kernels/params.h"
 #include "src/attention/policy_statistics.h"
 #include "src/device/device.h"
@@ -137,6 +139,34 @@ class AttentionPolicy {
   virtual void Append(Stream& stream, int layer, kernels::RopeAppendParams params) = 0;
   // Stage of layer `layer`: attention of the rows over their caches. `params` but its cache.
   virtual void Attend(Stream& stream, int layer, kernels::AttentionParams params) = 0;
+
+  // The same stages of a model with latent caches (kernels/latent_params.h), in place of the two
+  // above. REQUIRES: attends_to_latents().
+  virtual bool attends_to_latents() const { return false; }
+  // Entries and index keys into the caches. `params` but their caches and `written`; where the
+  // model has no indexer AppendIndex is not called.
+  virtual void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params);
+  virtual void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params);
+  struct LatentAttention {
+    // Of the indexer; index_q null: the model has none, and rows attend to everything.
+    const void* index_q = nullptr;         // IndexQueryParams::out
+    const float* index_weights = nullptr;  // IndexQueryParams::out_weights
+    int32_t index_heads = 0;
+    int32_t top_k = 0;
+    // Makes `q` of all rows (PreAttn: q_b, absorption, RoPE). Called once, in AttendLatent, with
+    // the step's stream or a branch of it: it needs nothing that the indexer's results decide.
+    absl::FunctionRef<void(Stream&)> make_queries;
+    const void* q = nullptr;  // [rows][heads][rank + rope] of the activation type
+    const int32_t* slots = nullptr;
+    const int32_t* positions = nullptr;
+    int32_t rows = 0;
+    int32_t decode_rows = 0;
+    int32_t heads = 0;
+    float scale = 0;
+    void* out = nullptr;  // [rows][heads][rank] of out_type
+    kernels::DType out_type = kernels::DType::kFloat32;
+  };
+  virtual void AttendLatent(Stream& stream, int layer, const LatentAttention& attention);
 };
 
 }  // namespace sluice

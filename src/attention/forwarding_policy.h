@@ -58,6 +58,16 @@ class ForwardingPolicy : public AttentionPolicy {
   void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
     policy_->Attend(stream, layer, params);
   }
+  bool attends_to_latents() const override { return policy_->attends_to_latents(); }
+  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override {
+    policy_->AppendLatent(stream, layer, params);
+  }
+  void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override {
+    policy_->AppendIndex(stream, layer, params);
+  }
+  void AttendLatent(Stream& stream, int layer, const LatentAttention& attention) override {
+    policy_->AttendLatent(stream, layer, attention);
+  }
 
  private:
   AttentionPolicy* const policy_;

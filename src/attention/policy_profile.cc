@@ -241,7 +241,7 @@ absl::Status ApplyPolicyProfile(const PolicyProfile& profile, const std::string&
     }
   }
   if (profile.rank > 0) {
-    const int64_t head_dim = kv.bytes_per_token / kv.parts / SizeOf(kv.element_type);
+    const int64_t head_dim = kv.part_bytes[0] / SizeOf(kv.element_type);
     if (profile.projection_layers != layout.layers || profile.kv_heads != kv.heads ||
         profile.head_dim != head_dim) {
       return DoesNotFit(absl::StrCat("its projection is for ", profile.projection_layers,

@@ -12,7 +12,9 @@ namespace sluice {
 using kernels::DType;
 using kernels::SizeOf;
 
-constexpr std::string_view DTypeName(DType t) { return t == DType::kFloat32 ? "float32" : "bf16"; }
+constexpr std::string_view DTypeName(DType t) {
+  return t == DType::kFloat32 ? "float32" : t == DType::kBFloat16 ? "bf16" : "fp8";
+}
 
 constexpr float BFloat16ToFloat(uint16_t v) {
   return std::bit_cast<float>(static_cast<uint32_t>(v) << 16);

@@ -46,8 +46,7 @@ CacheLayout BenchLayout() {
   kind.name = "kv";
   kind.heads = 8;
   kind.block_tokens = 32;
-  kind.parts = 2;
-  kind.bytes_per_token = 512;
+  kind.SetEqualParts(2, 512);
   return {32, {kind}};
 }
 

@@ -139,7 +139,7 @@ class RecordedKv : public ChunkedKv {
     SLUICE_ASSIGN_OR_RETURN(prompt_, Ids("prompt"));
     SLUICE_ASSIGN_OR_RETURN(known_, Ids("tokens"));
     const CacheKind& kv = kind(0);
-    if (kv.element_type != DType::kBFloat16 || kv.parts != 2) {
+    if (kv.element_type != DType::kBFloat16 || kv.part_bytes.size() != 2) {
       return absl::FailedPreconditionError(
           "recorded caches are bf16 keys and values, but the node keeps others: use random ones");
     }

@@ -8,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "kernels/latent_params.h"
 #include "kernels/params.h"
 #include "kernels/sparse_params.h"
 #include "kernels/weight_formula.h"
@@ -16,11 +17,17 @@
 
 namespace sluice {
 
-// Rows of a matrix of weights as a checkpoint has them, bf16 and row-major; or made by a formula.
+// Rows of a matrix of weights as a checkpoint has them, row-major: bf16, or float32, or e4m3 with a
+// scale for each block of 128 x 128 that begins at the part's first row; or made by a formula.
 struct MatrixPart {
-  const uint16_t* data;  // null: element i of the rows is element i of the formula
+  const uint16_t* data;  // null: one of the others
   int32_t rows;
-  kernels::WeightFormula formula{};
+  kernels::WeightFormula formula{};  // element i of the rows is element i of it
+  const float* values = nullptr;     // float32
+  const uint8_t* fp8 = nullptr;      // e4m3
+  const float* scales = nullptr;     // [ceil(rows / 128)][ceil(k / 128)], of fp8
+  // With the formula alone: e4m3 values of it with one scale (kernels/weight_formula.h).
+  bool fp8_formula = false;
 };
 
 // What decides how much scratch attention needs.
@@ -92,6 +99,25 @@ class KernelSet {
   virtual void SparseAttention(Stream& stream, const kernels::SparseAttentionParams& params);
   virtual void MovingAverage(Stream& stream, const kernels::MovingAverageParams& params);
   virtual void CopyRows(Stream& stream, const kernels::CopyRowsParams& params);
+
+  // Latent attention and experts (kernels/latent_params.h). REQUIRES: HasLatent().
+  virtual bool HasLatent() const { return false; }
+  // Bytes of SparseMlaParams::scratch for `decode_rows` decode rows and lists of `capacity`.
+  virtual int64_t SparseMlaScratchBytes(int32_t /*decode_rows*/, int32_t /*heads*/,
+                                        int32_t /*rank*/, int64_t /*capacity*/) const {
+    return 0;
+  }
+  virtual void LatentAppend(Stream& stream, const kernels::LatentAppendParams& params);
+  virtual void IndexAppend(Stream& stream, const kernels::IndexAppendParams& params);
+  virtual void IndexQuery(Stream& stream, const kernels::IndexQueryParams& params);
+  virtual void IndexLogits(Stream& stream, const kernels::IndexLogitsParams& params);
+  virtual void MlaQuery(Stream& stream, const kernels::MlaQueryParams& params);
+  virtual void HeadLinear(Stream& stream, const kernels::HeadLinearParams& params);
+  virtual void SparseMla(Stream& stream, const kernels::SparseMlaParams& params);
+  virtual void Admit(Stream& stream, const kernels::AdmitParams& params);
+  virtual void Route(Stream& stream, const kernels::RouteParams& params);
+  virtual void ExpertLinear(Stream& stream, const kernels::ExpertLinearParams& params);
+  virtual void Combine(Stream& stream, const kernels::CombineParams& params);
 };
 
 }  // namespace sluice

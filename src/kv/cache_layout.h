@@ -10,16 +10,22 @@
 
 namespace sluice {
 
-// A block is `parts` arrays, one after the other, each [block_tokens][bytes_per_token / parts], of
-// one head of one layer. A page is one block of every head: [heads] blocks.
+// A block is an array for each part, one after the other, [block_tokens][part_bytes[i]], of one
+// head of one layer. A page is one block of every head: [heads] blocks.
 struct CacheKind {
-  std::string name;  // "kv": K after RoPE, then V
+  // "kv": K after RoPE, then V. "latent", "index": kernels/latent_params.h.
+  std::string name;
   DType element_type = DType::kBFloat16;
   int heads = 0;
   int block_tokens = 32;
-  int parts = 1;
-  int64_t bytes_per_token = 0;  // of one head, all parts
+  std::vector<int64_t> part_bytes;  // of one token of one head
+  int64_t bytes_per_token = 0;      // of one head, all parts
 
+  // `count` parts of the same size, `bytes` a token together.
+  void SetEqualParts(int count, int64_t bytes) {
+    part_bytes.assign(static_cast<size_t>(count), bytes / count);
+    bytes_per_token = bytes;
+  }
   int64_t block_bytes() const { return bytes_per_token * block_tokens; }
   int64_t page_bytes() const { return block_bytes() * heads; }
   int64_t BlocksFor(int64_t tokens) const { return (tokens + block_tokens - 1) / block_tokens; }

@@ -1,6 +1,7 @@
 // Whether a manifest is one that this node can take: its model, its layout, its sizes.
 #include <string>
 
+#include "absl/strings/str_join.h"
 #include "src/base/error.h"
 #include "src/base/status_macros.h"
 #include "src/kv/transfer_table.h"
@@ -10,13 +11,14 @@ namespace {
 
 std::string Describe(const CacheKind& k) {
   return absl::StrCat("{name ", k.name, ", ", std::string(DTypeName(k.element_type)), ", heads ",
-                      k.heads, ", block_tokens ", k.block_tokens, ", parts ", k.parts,
-                      ", bytes_per_token ", k.bytes_per_token, "}");
+                      k.heads, ", block_tokens ", k.block_tokens, ", part_bytes [",
+                      absl::StrJoin(k.part_bytes, ", "), "], bytes_per_token ", k.bytes_per_token,
+                      "}");
 }
 
 bool Same(const CacheKind& a, const CacheKind& b) {
   return a.name == b.name && a.element_type == b.element_type && a.heads == b.heads &&
-         a.block_tokens == b.block_tokens && a.parts == b.parts &&
+         a.block_tokens == b.block_tokens && a.part_bytes == b.part_bytes &&
          a.bytes_per_token == b.bytes_per_token;
 }
 

@@ -99,7 +99,6 @@ void SequenceCache::ForEachPiece(const HomeRange& range,
                                  absl::FunctionRef<void(const HomePiece&)> visit) const {
   const CacheKind& kind = pool_->layout().kinds[range.kind];
   SLUICE_CHECK(range.token_begin % kind.block_tokens == 0 && range.token_end <= tokens_);
-  const int64_t part_bytes_per_token = kind.bytes_per_token / kind.parts;
   for (int64_t block = range.token_begin / kind.block_tokens;
        block < kind.BlocksFor(range.token_end); ++block) {
     const int64_t tokens =
@@ -110,9 +109,9 @@ void SequenceCache::ForEachPiece(const HomeRange& range,
         visit({block, head, home, static_cast<uint64_t>(kind.block_bytes())});
         continue;
       }
-      for (int part = 0; part < kind.parts; ++part) {
-        visit({block, head, home + part * kind.block_tokens * part_bytes_per_token,
-               static_cast<uint64_t>(tokens * part_bytes_per_token)});
+      for (const int64_t bytes : kind.part_bytes) {
+        visit({block, head, home, static_cast<uint64_t>(tokens * bytes)});
+        home += kind.block_tokens * bytes;
       }
     }
   }

@@ -422,8 +422,7 @@ CacheLayout DenseCacheLayout(const ModelConfig& config, DType kv_dtype, int bloc
   kv.element_type = kv_dtype;
   kv.heads = config.kv_heads;
   kv.block_tokens = block_tokens;
-  kv.parts = 2;
-  kv.bytes_per_token = 2 * config.head_dim * SizeOf(kv_dtype);
+  kv.SetEqualParts(2, 2 * config.head_dim * SizeOf(kv_dtype));
   return {config.layers, {kv}};
 }
 

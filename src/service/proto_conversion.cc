@@ -28,7 +28,15 @@ absl::Status CheckTokenId(const std::string& field, uint32_t id, uint32_t vocab_
 }
 
 v1::ElementType ToProto(DType type) {
-  return type == DType::kFloat32 ? v1::ELEMENT_TYPE_FLOAT32 : v1::ELEMENT_TYPE_BFLOAT16;
+  switch (type) {
+    case DType::kFloat32:
+      return v1::ELEMENT_TYPE_FLOAT32;
+    case DType::kBFloat16:
+      return v1::ELEMENT_TYPE_BFLOAT16;
+    case DType::kFloat8E4M3:
+      return v1::ELEMENT_TYPE_FLOAT8_E4M3;
+  }
+  return v1::ELEMENT_TYPE_UNSPECIFIED;
 }
 
 }  // namespace
@@ -159,8 +167,8 @@ v1::CacheKind ToProto(const CacheKind& kind) {
   out.set_element_type(ToProto(kind.element_type));
   out.set_heads(static_cast<uint32_t>(kind.heads));
   out.set_block_tokens(static_cast<uint32_t>(kind.block_tokens));
-  out.set_parts(static_cast<uint32_t>(kind.parts));
   out.set_bytes_per_token(static_cast<uint64_t>(kind.bytes_per_token));
+  for (const int64_t bytes : kind.part_bytes) out.add_part_bytes(static_cast<uint64_t>(bytes));
   return out;
 }
 
@@ -177,10 +185,14 @@ absl::StatusOr<CacheKind> FromProto(const std::string& field, const v1::CacheKin
     case v1::ELEMENT_TYPE_FLOAT32:
       out.element_type = DType::kFloat32;
       break;
+    case v1::ELEMENT_TYPE_FLOAT8_E4M3:
+      out.element_type = DType::kFloat8E4M3;
+      break;
     default:
-      return InvalidField(field + ".element_type",
-                          absl::StrCat("expected ELEMENT_TYPE_BFLOAT16 or ELEMENT_TYPE_FLOAT32, ",
-                                       "found ", static_cast<int>(kind.element_type())));
+      return InvalidField(
+          field + ".element_type",
+          absl::StrCat("expected ELEMENT_TYPE_BFLOAT16, ELEMENT_TYPE_FLOAT32 or ",
+                       "ELEMENT_TYPE_FLOAT8_E4M3, found ", static_cast<int>(kind.element_type())));
   }
   const auto number = [&](const char* name, uint64_t value) -> absl::Status {
     if (value >= 1 && value <= kMaxNumber) return absl::OkStatus();
@@ -189,12 +201,27 @@ absl::StatusOr<CacheKind> FromProto(const std::string& field, const v1::CacheKin
   };
   SLUICE_RETURN_IF_ERROR(number("heads", kind.heads()));
   SLUICE_RETURN_IF_ERROR(number("block_tokens", kind.block_tokens()));
-  SLUICE_RETURN_IF_ERROR(number("parts", kind.parts()));
   SLUICE_RETURN_IF_ERROR(number("bytes_per_token", kind.bytes_per_token()));
   out.heads = static_cast<int>(kind.heads());
   out.block_tokens = static_cast<int>(kind.block_tokens());
-  out.parts = static_cast<int>(kind.parts());
   out.bytes_per_token = static_cast<int64_t>(kind.bytes_per_token());
+  constexpr int kMaxParts = 8;
+  if (kind.part_bytes_size() < 1 || kind.part_bytes_size() > kMaxParts) {
+    return InvalidField(
+        field + ".part_bytes",
+        absl::StrCat("expected 1 to ", kMaxParts, " sizes, found ", kind.part_bytes_size()));
+  }
+  uint64_t sum = 0;
+  for (const uint64_t bytes : kind.part_bytes()) {
+    SLUICE_RETURN_IF_ERROR(number("part_bytes", bytes));
+    out.part_bytes.push_back(static_cast<int64_t>(bytes));
+    sum += bytes;
+  }
+  if (sum != kind.bytes_per_token()) {
+    return InvalidField(field + ".part_bytes",
+                        absl::StrCat("expected sizes that add up to bytes_per_token (",
+                                     kind.bytes_per_token(), "), found ", sum));
+  }
   return out;
 }
 

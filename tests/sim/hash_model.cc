@@ -141,8 +141,7 @@ class HashModelImpl : public HashModel {
     kv.element_type = DType::kFloat32;
     kv.heads = kKvHeads;
     kv.block_tokens = kBlockTokens;
-    kv.parts = kParts;
-    kv.bytes_per_token = kParts * kHeadDim * 4;
+    kv.SetEqualParts(kParts, kParts * kHeadDim * 4);
     layout_ = {kLayers, {kv}};
   }
 

@@ -47,7 +47,7 @@ absl::Status ArrayPages::Fit(int64_t head_bytes) {
 
 absl::StatusOr<OffloadPages> OffloadPages::Of(const OffloadTierOptions& options) {
   const CacheLayout& layout = options.hbm->layout();
-  SLUICE_CHECK(layout.kinds.size() == 1 && layout.kinds[0].parts == 2);
+  SLUICE_CHECK(layout.kinds.size() == 1 && layout.kinds[0].part_bytes.size() == 2);
   OffloadPages pages;
   pages.layers = layout.layers;
   pages.kind = layout.kinds[0];

@@ -237,7 +237,7 @@ class OffloadTierImpl : public OffloadTier {
     cache.block_tokens = kind.block_tokens;
     cache.kv_heads = kind.heads;
     cache.head_dim =
-        static_cast<int32_t>(kind.bytes_per_token / kind.parts / SizeOf(kind.element_type));
+        static_cast<int32_t>(kind.part_bytes[0] / SizeOf(kind.element_type));
     cache.type = kind.element_type;
     return cache;
   }
@@ -317,7 +317,7 @@ absl::Status CheckRecall(const OffloadTierOptions& options, const OffloadPages& 
   // The 2^31 of them that there may be are 256 GiB of rows of 128 B, 512 GiB of rows of 256 B.
   const int64_t piece_bytes = pages.units_per_block == 1
                                   ? pages.kind.block_bytes()
-                                  : pages.kind.bytes_per_token / pages.kind.parts;
+                                  : pages.kind.part_bytes[0];
   for (const auto& [field, pool] :
        {std::pair{"hbm_bytes", options.hbm}, std::pair{"dram_bytes", options.dram}}) {
     const int64_t bytes = pool->UsageOf(kKv).capacity_bytes;

@@ -95,7 +95,7 @@ void WarmCopies::ClearTables(int layer, int head, Ops* ops) const {
 void WarmCopies::CopyTokens(int layer, int head, int64_t from, int64_t to, int64_t count,
                             Ops* ops) const {
   const CacheKind& kind = pages.kind;
-  const int64_t row_bytes = kind.bytes_per_token / kind.parts;
+  const int64_t row_bytes = kind.part_bytes[0];
   for (const int64_t end = from + count; from < end;) {
     const int64_t at = from % kind.block_tokens, there = to % kind.block_tokens;
     const int64_t n = std::min({end - from, kind.block_tokens - at, kind.block_tokens - there});
@@ -105,7 +105,7 @@ void WarmCopies::CopyTokens(int layer, int head, int64_t from, int64_t to, int64
     if (n == kind.block_tokens) {
       ops->push_back({target, source, static_cast<size_t>(kind.block_bytes())});
     } else {
-      for (int part = 0; part < kind.parts; ++part) {
+      for (int64_t part = 0; part < 2; ++part) {  // K, V
         const int64_t base = part * kind.block_tokens * row_bytes;
         ops->push_back({target + base + there * row_bytes, source + base + at * row_bytes,
                         static_cast<size_t>(n * row_bytes)});

@@ -134,6 +134,54 @@ class CpuKernelSet : public KernelSet {
     Launch(s, "copy_rows", table_.copy_rows, p, words);
   }
 
+  bool HasLatent() const override { return table_.sparse_mla != nullptr; }
+  int64_t SparseMlaScratchBytes(int32_t decode_rows, int32_t heads, int32_t rank,
+                                int64_t capacity) const override {
+    // Every piece of every row, or enough for the workers of a large host.
+    constexpr int64_t kEnough = int64_t{16} << 20;
+    const int64_t pieces = (capacity + kernels::kMlaSplitEntries - 1) / kernels::kMlaSplitEntries;
+    const int64_t row = pieces * heads * (rank + 1) * 4;
+    return std::min(decode_rows * row, std::max(kEnough, row));
+  }
+  void LatentAppend(Stream& s, const kernels::LatentAppendParams& p) override {
+    Launch(s, "latent_append", table_.latent_append, p,
+           int64_t{p.rows} * (p.cache.rank + p.cache.rope));
+  }
+  void IndexAppend(Stream& s, const kernels::IndexAppendParams& p) override {
+    Launch(s, "index_append", table_.index_append, p, int64_t{p.rows} * kernels::kIndexDim * 8);
+  }
+  void IndexQuery(Stream& s, const kernels::IndexQueryParams& p) override {
+    Launch(s, "index_query", table_.index_query, p,
+           int64_t{p.rows} * p.heads * kernels::kIndexDim * 8);
+  }
+  void IndexLogits(Stream& s, const kernels::IndexLogitsParams& p) override {
+    Launch(s, "index_logits", table_.index_logits, p, kAnyLength);
+  }
+  void MlaQuery(Stream& s, const kernels::MlaQueryParams& p) override {
+    Launch(s, "mla_query", table_.mla_query, p, int64_t{p.rows} * p.heads * (p.nope_dim + p.rope));
+  }
+  void HeadLinear(Stream& s, const kernels::HeadLinearParams& p) override {
+    Launch(s, "head_linear", table_.head_linear, p, int64_t{p.w.n} * p.w.k);
+  }
+  void SparseMla(Stream& s, const kernels::SparseMlaParams& p) override {
+    Launch(s, "sparse_mla", table_.sparse_mla, p, kAnyLength);
+    Launch(s, "sparse_mla_merge", table_.sparse_mla_merge, p,
+           int64_t{p.rows} * p.heads * p.cache.rank);
+  }
+  void Admit(Stream& s, const kernels::AdmitParams& p) override {
+    Launch(s, "admit", table_.admit, p, kAnyLength);
+  }
+  void Route(Stream& s, const kernels::RouteParams& p) override {
+    Launch(s, "route", table_.route, p, int64_t{p.rows} * p.experts * 16);
+    Launch(s, "route_pairs", table_.route_pairs, p, int64_t{p.rows} * p.k);
+  }
+  void ExpertLinear(Stream& s, const kernels::ExpertLinearParams& p) override {
+    Launch(s, "expert_linear", table_.expert_linear, p, int64_t{p.w.n} * p.w.k);
+  }
+  void Combine(Stream& s, const kernels::CombineParams& p) override {
+    Launch(s, "combine", table_.combine, p, int64_t{p.rows} * p.k * p.dim);
+  }
+
  private:
   template <typename Params>
   struct Work {

@@ -126,6 +126,45 @@ class CudaKernelSet : public KernelSet {
     Launch(s, cuda::LaunchCopyRows, p, "copies of rows");
   }
 
+  bool HasLatent() const override { return true; }
+  int64_t SparseMlaScratchBytes(int32_t decode_rows, int32_t heads, int32_t rank,
+                                int64_t capacity) const override {
+    return cuda::SparseMlaScratchBytes(decode_rows, heads, rank, capacity);
+  }
+  void LatentAppend(Stream& s, const kernels::LatentAppendParams& p) override {
+    Launch(s, cuda::LaunchLatentAppend, p, "entries of a latent cache");
+  }
+  void IndexAppend(Stream& s, const kernels::IndexAppendParams& p) override {
+    Launch(s, cuda::LaunchIndexAppend, p, "index keys");
+  }
+  void IndexQuery(Stream& s, const kernels::IndexQueryParams& p) override {
+    Launch(s, cuda::LaunchIndexQuery, p, "index queries");
+  }
+  void IndexLogits(Stream& s, const kernels::IndexLogitsParams& p) override {
+    Launch(s, cuda::LaunchIndexLogits, p, "index logits");
+  }
+  void MlaQuery(Stream& s, const kernels::MlaQueryParams& p) override {
+    Launch(s, cuda::LaunchMlaQuery, p, "queries of MLA");
+  }
+  void HeadLinear(Stream& s, const kernels::HeadLinearParams& p) override {
+    Launch(s, cuda::LaunchHeadLinear, p, "a product by heads");
+  }
+  void SparseMla(Stream& s, const kernels::SparseMlaParams& p) override {
+    Launch(s, cuda::LaunchSparseMla, p, "sparse MLA");
+  }
+  void Admit(Stream& s, const kernels::AdmitParams& p) override {
+    Launch(s, cuda::LaunchAdmit, p, "residency");
+  }
+  void Route(Stream& s, const kernels::RouteParams& p) override {
+    Launch(s, cuda::LaunchRoute, p, "routing");
+  }
+  void ExpertLinear(Stream& s, const kernels::ExpertLinearParams& p) override {
+    Launch(s, cuda::LaunchExpertLinear, p, "a product of experts");
+  }
+  void Combine(Stream& s, const kernels::CombineParams& p) override {
+    Launch(s, cuda::LaunchCombine, p, "a sum over experts");
+  }
+
  private:
   template <typename Params>
   static void Launch(Stream& stream, cudaError_t (*launch)(const Params&, cudaStream_t),

@@ -41,8 +41,7 @@ class Bench {
     kv.element_type = kernels::DType::kFloat32;
     kv.heads = kKvHeads;
     kv.block_tokens = kBlock;
-    kv.parts = 2;
-    kv.bytes_per_token = 2 * kDim * 4;
+    kv.SetEqualParts(2, 2 * kDim * 4);
     const CacheLayout layout{kLayers, {kv}};
     device_ = *NewCpuDevice({"portable", 1});
     dram_ = *PagePool::Create("dram", layout, *device_->Allocate(MemoryKind::kPinned, 8 << 20, ""));

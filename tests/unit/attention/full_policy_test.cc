@@ -21,8 +21,7 @@ struct Tiers {
     kv.name = "kv";
     kv.heads = 2;
     kv.block_tokens = 16;
-    kv.parts = 2;
-    kv.bytes_per_token = 2 * 16 * 2;
+    kv.SetEqualParts(2, 2 * 16 * 2);
     const CacheLayout layout{kLayers, {kv}};
     device = *NewCpuDevice({"portable", 1});
     hbm = *PagePool::Create("hbm", layout, *device->Allocate(MemoryKind::kDevice, 1 << 20, "hbm"),

@@ -31,8 +31,7 @@ inline CacheLayout Layout() {
   kv.name = "kv";
   kv.heads = kHeads;
   kv.block_tokens = kBlock;
-  kv.parts = 2;
-  kv.bytes_per_token = 2 * kRowBytes;
+  kv.SetEqualParts(2, 2 * kRowBytes);
   return {kLayers, {kv}};
 }
 

@@ -41,8 +41,7 @@ struct Model {
     kv.name = "kv";
     kv.heads = kKvHeads;
     kv.block_tokens = 16;
-    kv.parts = 2;
-    kv.bytes_per_token = 2 * kHeadDim * 2;
+    kv.SetEqualParts(2, 2 * kHeadDim * 2);
     layout = {kLayers, {kv}};
     options.budget_tokens = 256;
     options.dense_layers = 1;

@@ -37,8 +37,7 @@ PolicyRig::PolicyRig(const Shape& shape, Make make) : shape_(shape), make_(std::
   kv.name = "kv";
   kv.heads = shape.kv_heads;
   kv.block_tokens = shape.block_tokens;
-  kv.parts = 2;
-  kv.bytes_per_token = int64_t{2} * shape.head_dim * 2;
+  kv.SetEqualParts(2, int64_t{2} * shape.head_dim * 2);
   const CacheLayout layout{shape.layers, {kv}};
   device_ = OrFail(TestDevice(shape.kernels, shape.threads, shape.row_bucket));
   hbm_ = OrFail(PagePool::Create(

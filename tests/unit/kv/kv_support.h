@@ -17,14 +17,13 @@ inline CacheLayout TwoKinds() {
   kv.name = "kv";
   kv.heads = 3;
   kv.block_tokens = 4;
-  kv.parts = 2;
-  kv.bytes_per_token = 16;
+  kv.SetEqualParts(2, 16);
   CacheKind index;
   index.name = "index";
   index.element_type = DType::kFloat32;
   index.heads = 1;
   index.block_tokens = 8;
-  index.parts = 1;
+  index.part_bytes = {8, 4};
   index.bytes_per_token = 12;
   return {2, {kv, index}};
 }

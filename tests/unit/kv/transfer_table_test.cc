@@ -95,11 +95,12 @@ TEST_CASE("chunks in any order and any grouping land byte for byte at home") {
         static_cast<int>(chunk.layer), kind, static_cast<int>(chunk.head_begin),
         chunk.token_begin / static_cast<uint32_t>(k.block_tokens));
     const std::vector<uint8_t> want = t.Payload(chunk);
-    const size_t part_bytes = want.size() / static_cast<size_t>(k.parts);
-    for (int part = 0; part < k.parts; ++part) {
-      const uint8_t* at = block + part * k.block_bytes() / k.parts;
-      REQUIRE(
-          std::equal(at, at + part_bytes, want.begin() + part * static_cast<int64_t>(part_bytes)));
+    const int64_t tokens = static_cast<int64_t>(want.size()) / k.bytes_per_token;
+    auto next = want.begin();
+    for (const int64_t bytes : k.part_bytes) {
+      REQUIRE(std::equal(next, next + tokens * bytes, block));
+      next += tokens * bytes;
+      block += k.block_tokens * bytes;
     }
   }
   CHECK((*ready)->prompt.size() == kContext);

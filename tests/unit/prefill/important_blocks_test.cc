@@ -96,9 +96,8 @@ TEST_CASE("the blocks with most of the last row's attention are found, by layer 
   CacheKind kind;
   kind.heads = kKvHeads;
   kind.block_tokens = kBlockTokens;
-  kind.parts = 2;
   kind.element_type = DType::kFloat32;
-  kind.bytes_per_token = int64_t{2} * kDim * sizeof(float);
+  kind.SetEqualParts(2, int64_t{2} * kDim * sizeof(float));
   layout.kinds = {kind};
   const Prompt prompt(*device);
   const auto made = ImportantBlocks::Create(device.get(), layout, 1000);

@@ -13,8 +13,7 @@ CacheKind Kind() {
   kind.name = "kv";
   kind.heads = 3;
   kind.block_tokens = 32;
-  kind.parts = 2;
-  kind.bytes_per_token = 256;
+  kind.SetEqualParts(2, 256);
   return kind;
 }
 

@@ -126,15 +126,14 @@ TEST_CASE("a cache kind comes back as it was") {
   kind.element_type = DType::kFloat32;
   kind.heads = 3;
   kind.block_tokens = 16;
-  kind.parts = 2;
-  kind.bytes_per_token = 512;
+  kind.SetEqualParts(2, 512);
   const auto back = FromProto("k", ToProto(kind));
   REQUIRE(back.ok());
   CHECK(back->name == "kv");
   CHECK(back->element_type == DType::kFloat32);
   CHECK(back->heads == 3);
   CHECK(back->block_tokens == 16);
-  CHECK(back->parts == 2);
+  CHECK(back->part_bytes == kind.part_bytes);
   CHECK(back->bytes_per_token == 512);
 }
 

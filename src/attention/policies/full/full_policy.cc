@@ -214,7 +214,7 @@ class FullPolicyImpl : public FullPolicy {
     cache.block_tokens = kind.block_tokens;
     cache.kv_heads = kind.heads;
     cache.head_dim =
-        static_cast<int32_t>(kind.bytes_per_token / kind.parts / SizeOf(kind.element_type));
+        static_cast<int32_t>(kind.part_bytes[0] / SizeOf(kind.element_type));
     cache.type = kind.element_type;
     return cache;
   }
@@ -301,7 +301,7 @@ class FullPolicyImpl : public FullPolicy {
 
 absl::StatusOr<std::unique_ptr<FullPolicy>> NewFullPolicy(const FullPolicyOptions& options) {
   const CacheLayout& layout = options.hbm->layout();
-  SLUICE_CHECK(layout.kinds.size() == 1 && layout.kinds[kKv].parts == 2);
+  SLUICE_CHECK(layout.kinds.size() == 1 && layout.kinds[kKv].part_bytes.size() == 2);
   SLUICE_CHECK(options.dram != nullptr || !options.hbm->overcommitted());
   const size_t bytes = static_cast<size_t>(layout.layers) * static_cast<size_t>(options.slots) *
                        static_cast<size_t>(layout.kinds[kKv].BlocksFor(options.max_context)) *

@@ -17,7 +17,7 @@ constexpr kernels::Worker kAlone{0, 1};
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<ContextualCache>> ContextualCache::Create(const Options& options) {
-  SLUICE_CHECK(options.layout.kinds.size() == 1 && options.layout.kinds[0].parts == 2);
+  SLUICE_CHECK(options.layout.kinds.size() == 1 && options.layout.kinds[0].part_bytes.size() == 2);
   const CacheKind& kind = options.layout.kinds[0];
   SLUICE_CHECK(options.window.blocks > 0 && options.window.block_tokens == kind.block_tokens);
   SLUICE_CHECK(options.heads % kind.heads == 0 && options.workers > 0);
@@ -27,7 +27,7 @@ absl::StatusOr<std::unique_ptr<ContextualCache>> ContextualCache::Create(const O
                           options.device->Allocate(MemoryKind::kPinned, static_cast<size_t>(bytes),
                                                    "the averages of evicted blocks"));
   const int64_t queries = int64_t{options.layout.layers} * options.slots * options.heads *
-                          (kind.bytes_per_token / kind.parts / SizeOf(kind.element_type)) *
+                          (kind.part_bytes[0] / SizeOf(kind.element_type)) *
                           static_cast<int64_t>(sizeof(float));
   SLUICE_ASSIGN_OR_RETURN(
       Buffer appended, options.device->Allocate(MemoryKind::kPinned, static_cast<size_t>(queries),
@@ -41,7 +41,7 @@ ContextualCache::ContextualCache(const Options& options, Buffer averages, Buffer
       kind_(options.layout.kinds[0]),
       layers_(options.layout.layers),
       group_(options.heads / kind_.heads),
-      head_dim_(static_cast<int>(kind_.bytes_per_token / kind_.parts / SizeOf(kind_.element_type))),
+      head_dim_(static_cast<int>(kind_.part_bytes[0] / SizeOf(kind_.element_type))),
       most_blocks_(kind_.BlocksFor(options.max_context) +
                    kind_.BlocksFor(RoomTokens(options.window, options.max_context))),
       averages_(std::move(averages)),
@@ -312,7 +312,7 @@ void ContextualCache::SelectBlock(int slot, int layer, int head, int64_t block) 
 int64_t ContextualCache::CopySalient(int slot, int layer, int head, int64_t first,
                                      const float* weights, int64_t tokens, int64_t size,
                                      int64_t count) const {
-  const int64_t row_bytes = kind_.bytes_per_token / kind_.parts;
+  const int64_t row_bytes = kind_.part_bytes[0];
   const int64_t part_bytes = row_bytes * kind_.block_tokens;
   const int64_t first_block =
       slots_[static_cast<size_t>(slot)].first_block.load(std::memory_order_relaxed);
@@ -324,7 +324,7 @@ int64_t ContextualCache::CopySalient(int slot, int layer, int head, int64_t firs
     if (!IsSalient(weights[t], options_.beta, size)) continue;
     const uint8_t* const source = at(0, first + t);
     uint8_t* const target = at(first_block, count);
-    for (int part = 0; part < kind_.parts; ++part) {
+    for (int64_t part = 0; part < 2; ++part) {
       std::memcpy(target + part * part_bytes, source + part * part_bytes,
                   static_cast<size_t>(row_bytes));
     }
@@ -381,7 +381,7 @@ const uint8_t* ContextualCache::SelectedKey(int slot, int layer, int head, int64
   const int64_t first_block =
       slots_[static_cast<size_t>(slot)].first_block.load(std::memory_order_relaxed);
   return BlockAt(slot, layer, head, first_block + index / kind_.block_tokens) +
-         index % kind_.block_tokens * (kind_.bytes_per_token / kind_.parts);
+         index % kind_.block_tokens * (kind_.part_bytes[0]);
 }
 
 ContextualCache::Counters& ContextualCache::Counters::operator+=(const Counters& other) {

@@ -37,7 +37,7 @@ struct EvictionBatch {
 };
 
 int HeadDim(const CacheKind& kind) {
-  return static_cast<int>(kind.bytes_per_token / kind.parts / SizeOf(kind.element_type));
+  return static_cast<int>(kind.part_bytes[0] / SizeOf(kind.element_type));
 }
 
 const kernels::KernelTable* HostKernels(const PolicyOptions& options) {

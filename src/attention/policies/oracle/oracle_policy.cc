@@ -159,7 +159,7 @@ std::vector<float> RandomScores(int64_t count, int64_t period, uint64_t seed) {
 absl::StatusOr<Scratch> AllocateScratch(const PolicyOptions& options, int rows, int budget_blocks) {
   const CacheLayout& layout = options.hbm->layout();
   const CacheKind& kind = layout.kinds[0];
-  const int64_t head_dim = kind.bytes_per_token / kind.parts / SizeOf(kind.element_type);
+  const int64_t head_dim = kind.part_bytes[0] / SizeOf(kind.element_type);
   const int64_t lists = int64_t{rows} * kind.heads;
   const int64_t stride = OraclePolicy::ScoreStride(options);
   const auto allocate = [&](int64_t count, MemoryKind memory = MemoryKind::kDevice) {

@@ -333,7 +333,7 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> RecallPolicy::Create(
   ProjectionShape shape;
   shape.layers = layout.layers;
   shape.kv_heads = kv.heads;
-  shape.head_dim = kv.bytes_per_token / kv.parts / SizeOf(kv.element_type);
+  shape.head_dim = kv.part_bytes[0] / SizeOf(kv.element_type);
   SLUICE_ASSIGN_OR_RETURN(
       shape.rank,
       ProjectionRank(shape.layers, shape.kv_heads, shape.head_dim,
