@@ -35,12 +35,12 @@ double Cosine(const float* a, const float* b, int n) {
 std::vector<uint16_t> KeysOf(const Context& context, const CacheLayout& layout, int layer,
                              ContextReader& reader) {
   const CacheKind& kind = layout.kinds[0];
-  SLUICE_CHECK(kind.element_type == DType::kBFloat16 && kind.parts == 2);
+  SLUICE_CHECK(kind.element_type == DType::kBFloat16 && kind.part_bytes.size() == 2);
   const auto dim = static_cast<size_t>(kind.bytes_per_token / 4);
   const size_t tokens = context.tokens.size();
   std::vector<uint8_t> payload;
-  payload.reserve(context.layer_bytes);
-  reader.ReadLayer(context, layer, [&](absl::Span<const uint8_t> piece) {
+  payload.reserve(context.payload(layer, 0).bytes);
+  reader.Read(context, layer, 0, [&](absl::Span<const uint8_t> piece) {
     payload.insert(payload.end(), piece.begin(), piece.end());
   });
   std::vector<uint16_t> keys(static_cast<size_t>(kind.heads) * tokens * dim);

@@ -39,7 +39,8 @@ void Run(const Params& params, Worker worker) {
   Check(cudaDeviceSynchronize(), "kernel");
 }
 
-void NoSecondPhase(const AttentionParams&, Worker) {}
+template <typename Params>
+void NoSecondPhase(const Params&, Worker) {}
 
 constexpr KernelTable kTable = {"cuda",
                                 DType::kBFloat16,
@@ -50,7 +51,7 @@ constexpr KernelTable kTable = {"cuda",
                                 &Run<RopeTableParams, cuda::LaunchRopeTable>,
                                 &Run<RopeAppendParams, cuda::LaunchRopeAppend>,
                                 &Run<AttentionParams, cuda::LaunchAttention>,
-                                &NoSecondPhase,
+                                &NoSecondPhase<AttentionParams>,
                                 &Run<MergeParams, cuda::LaunchMerge>,
                                 &Run<SiluMulParams, cuda::LaunchSiluMul>,
                                 &Run<SampleParams, cuda::LaunchSample>,
@@ -67,7 +68,20 @@ constexpr KernelTable kTable = {"cuda",
                                 &Run<WriteThroughParams, cuda::LaunchWriteThrough>,
                                 &Run<SparseAttentionParams, cuda::LaunchSparseAttention>,
                                 &Run<MovingAverageParams, cuda::LaunchMovingAverage>,
-                                &Run<CopyRowsParams, cuda::LaunchCopyRows>};
+                                &Run<CopyRowsParams, cuda::LaunchCopyRows>,
+                                &Run<LatentAppendParams, cuda::LaunchLatentAppend>,
+                                &Run<IndexAppendParams, cuda::LaunchIndexAppend>,
+                                &Run<IndexQueryParams, cuda::LaunchIndexQuery>,
+                                &Run<IndexLogitsParams, cuda::LaunchIndexLogits>,
+                                &Run<MlaQueryParams, cuda::LaunchMlaQuery>,
+                                &Run<HeadLinearParams, cuda::LaunchHeadLinear>,
+                                &Run<SparseMlaParams, cuda::LaunchSparseMla>,
+                                &NoSecondPhase<SparseMlaParams>,
+                                &Run<AdmitParams, cuda::LaunchAdmit>,
+                                &Run<RouteParams, cuda::LaunchRoute>,
+                                &NoSecondPhase<RouteParams>,
+                                &Run<ExpertLinearParams, cuda::LaunchExpertLinear>,
+                                &Run<CombineParams, cuda::LaunchCombine>};
 
 }  // namespace
 
