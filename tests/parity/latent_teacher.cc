@@ -1,8 +1,12 @@
 #include "tests/parity/latent_teacher.h"
 
+#include <algorithm>
 #include <catch2/catch.hpp>
+#include <cmath>
 #include <cstring>
+#include <utility>
 
+#include "kernels/fp8.h"
 #include "tests/support/device.h"
 
 namespace sluice::testing {
@@ -19,16 +23,56 @@ T OrFail(absl::StatusOr<T> value) {
   return *std::move(value);
 }
 
-// Values of a golden row as elements of a cache.
-void AppendElements(const uint16_t* from, size_t count, DType type, std::string* to) {
-  for (size_t i = 0; i < count; ++i) {
-    const float wide = BFloat16ToFloat(from[i]);
-    if (type == DType::kFloat32) {
-      to->append(reinterpret_cast<const char*>(&wide), 4);
-    } else {
-      to->append(reinterpret_cast<const char*>(&from[i]), 2);
+// Golden values, bf16, as float32.
+std::vector<float> Wide(const std::vector<uint16_t>& values, size_t row, size_t dim) {
+  std::vector<float> out(dim);
+  std::transform(values.begin() + static_cast<ptrdiff_t>(row * dim),
+                 values.begin() + static_cast<ptrdiff_t>((row + 1) * dim), out.begin(),
+                 BFloat16ToFloat);
+  return out;
+}
+
+template <typename T>
+void Append(const T* values, size_t count, std::string* to) {
+  to->append(reinterpret_cast<const char*>(values), count * sizeof(T));
+}
+
+// bf16 values in another form of caches, unscaled.
+void AppendElements(const std::vector<float>& values, DType type, std::string* to) {
+  for (const float value : values) {
+    const uint16_t narrow = FloatToBFloat16(value);
+    type == DType::kFloat32 ? Append(&value, 1, to) : Append(&narrow, 1, to);
+  }
+}
+
+// The packed entry of latent and RoPE values.
+std::string PackedEntry(const std::vector<float>& latent, const std::vector<float>& rope) {
+  std::string values, scales;
+  for (size_t i = 0; i < latent.size(); i += kernels::kPackedScaleTokens) {
+    uint8_t quantised[kernels::kPackedScaleTokens];
+    const float scale = kernels::QuantizeE4M3(&latent[i], kernels::kPackedScaleTokens, quantised);
+    Append(quantised, kernels::kPackedScaleTokens, &values);
+    Append(&scale, 1, &scales);
+  }
+  std::string out = values + scales;
+  AppendElements(rope, DType::kBFloat16, &out);
+  return out;
+}
+
+// The packed key: its values, and its scale, which lie apart in a block.
+std::pair<std::string, float> PackedKey(std::vector<float> key) {
+  for (size_t half = 1; half < key.size(); half *= 2) {  // Walsh-Hadamard
+    for (size_t i = 0; i < key.size(); ++i) {
+      if ((i & half) != 0) continue;
+      const float a = key[i], b = key[i + half];
+      key[i] = a + b;
+      key[i + half] = a - b;
     }
   }
+  for (float& value : key) value /= std::sqrt(static_cast<float>(key.size()));
+  uint8_t quantised[kernels::kIndexDim];
+  const float scale = kernels::QuantizeE4M3(key.data(), kernels::kIndexDim, quantised);
+  return {std::string(reinterpret_cast<const char*>(quantised), sizeof(quantised)), scale};
 }
 
 }  // namespace
@@ -144,14 +188,33 @@ void LatentTeacher::SetCaches(const std::vector<std::string>& caches) {
 void LatentTeacher::SetGolden(const fixtures::GoldenCase& golden) {
   const LatentConfig& latent = *config().latent;
   const DType type = model_->cache_layout().kinds[0].element_type;
+  const bool packed = type == DType::kFloat8E4M3;
   const auto rank = static_cast<size_t>(latent.rank), rope = static_cast<size_t>(latent.rope_dim);
   for (size_t layer = 0; layer < golden.latent.size(); ++layer) {
-    std::string entries, keys;
+    std::string entries, keys, scales;
     for (size_t t = 0; t < golden.prompt.size(); ++t) {
-      AppendElements(golden.latent[layer].data() + t * rank, rank, type, &entries);
-      AppendElements(golden.rope[layer].data() + t * rope, rope, type, &entries);
-      AppendElements(golden.index[layer].data() + t * kernels::kIndexDim, kernels::kIndexDim, type,
-                     &keys);
+      const std::vector<float> values = Wide(golden.latent[layer], t, rank);
+      const std::vector<float> turned = Wide(golden.rope[layer], t, rope);
+      const std::vector<float> key = Wide(golden.index[layer], t, kernels::kIndexDim);
+      if (!packed) {
+        AppendElements(values, type, &entries);
+        AppendElements(turned, type, &entries);
+        AppendElements(key, type, &keys);
+        continue;
+      }
+      entries += PackedEntry(values, turned);
+      const auto [elements, scale] = PackedKey(key);
+      keys += elements;
+      Append(&scale, 1, &scales);
+      // A block is its keys' values, then their scales.
+      const bool last = t + 1 == golden.prompt.size();
+      if (last || (t + 1) % kBlockTokens == 0) {
+        const size_t missing = (kBlockTokens - (t + 1) % kBlockTokens) % kBlockTokens;
+        keys.append(missing * kernels::kIndexDim, '\0');
+        keys += scales;
+        keys.append(missing * 4, '\0');
+        scales.clear();
+      }
     }
     Write(policy_->Cache(static_cast<int>(layer), 0), entries);
     Write(policy_->Cache(static_cast<int>(layer), 1), keys);

@@ -27,10 +27,15 @@ class LatentTeacher {
   // What the last row of the last step attended to in a layer, ascending. REQUIRES: an indexer.
   std::vector<int32_t> Selected(int layer);
 
+  // What one-row steps attend to from now on, by layer; empty: what the indexer selects.
+  void ForceSelection(const std::vector<std::vector<int32_t>>& lists) {
+    policy_->ForceSelection(lists);
+  }
+
   // All caches, as bytes, [layer][kind]; of two teachers of one model and kv_dtype the same layout.
   std::vector<std::string> Caches();
   void SetCaches(const std::vector<std::string>& caches);
-  // Writes a golden prompt's caches. REQUIRES: kv_dtype bf16 or float32.
+  // Writes a golden prompt's caches, in the form of the model's.
   void SetGolden(const fixtures::GoldenCase& golden);
 
   const ModelConfig& config() const { return model_->config(); }

@@ -1,5 +1,6 @@
 #include "tests/parity/plain_latent_policy.h"
 
+#include <algorithm>
 #include <limits>
 #include <numeric>
 
@@ -48,6 +49,16 @@ void PlainLatentPolicy::BeginStep(Stream& stream, absl::Span<const int32_t> /*sl
   std::transform(positions.begin(), positions.end(), host_counts_.as<int32_t>(),
                  [](int32_t position) { return position + 1; });
   stream.Copy(counts_.data(), host_counts_.data(), positions.size() * 4);
+}
+
+void PlainLatentPolicy::ForceSelection(const std::vector<std::vector<int32_t>>& lists) {
+  forced_.clear();
+  for (const std::vector<int32_t>& list : lists) {
+    forced_.push_back(*device_->Allocate(MemoryKind::kPinned, (list.size() + 1) * 4, "test"));
+    auto* words = forced_.back().as<int32_t>();
+    words[0] = static_cast<int32_t>(list.size());
+    std::copy(list.begin(), list.end(), words + 1);
+  }
 }
 
 kernels::PagedLatents PlainLatentPolicy::Latents(int layer) const {
@@ -102,6 +113,11 @@ void PlainLatentPolicy::AttendLatent(Stream& stream, int layer, const LatentAtte
     top.k = a.top_k;
     top.margin = std::numeric_limits<float>::infinity();
     kernels.TopK(stream, top);
+    if (!forced_.empty()) {
+      const Buffer& list = forced_[static_cast<size_t>(layer)];
+      stream.Copy(top.selected.counts, list.data(), 4);
+      stream.Copy(top.selected.units, list.as<int32_t>() + 1, list.bytes() - 4);
+    }
     mla.entries = top.selected.units;
     mla.capacity = a.top_k;
   }

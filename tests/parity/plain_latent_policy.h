@@ -26,6 +26,10 @@ class PlainLatentPolicy : public AttentionPolicy {
   const Buffer& Selected(int layer) const { return selected_[static_cast<size_t>(layer)]; }
   const Buffer& Counts() const { return counts_; }
 
+  // What row 0 of every step attends to from now on, by layer, whatever the indexer says; empty:
+  // what it says.
+  void ForceSelection(const std::vector<std::vector<int32_t>>& lists);
+
   const std::string& name() const override { return name_; }
   bool attends_to_latents() const override { return true; }
   void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override;
@@ -69,6 +73,8 @@ class PlainLatentPolicy : public AttentionPolicy {
   Buffer host_counts_;            // without an indexer: positions + 1
   Buffer table_;                  // int32: block b is page b
   Buffer scores_, scratch_;
+  // Pinned: a count and a list for each layer, where the selection is forced.
+  std::vector<Buffer> forced_;
 };
 
 }  // namespace sluice::testing
