@@ -12,15 +12,11 @@ cudaError_t LaunchIndexAppend(const IndexAppendParams&, cudaStream_t) {
 cudaError_t LaunchIndexQuery(const IndexQueryParams&, cudaStream_t) {
   return cudaErrorNotSupported;
 }
-cudaError_t LaunchIndexLogits(const IndexLogitsParams&, cudaStream_t) {
-  return cudaErrorNotSupported;
-}
 cudaError_t LaunchMlaQuery(const MlaQueryParams&, cudaStream_t) { return cudaErrorNotSupported; }
 cudaError_t LaunchHeadLinear(const HeadLinearParams&, cudaStream_t) {
   return cudaErrorNotSupported;
 }
 cudaError_t LaunchSparseMla(const SparseMlaParams&, cudaStream_t) { return cudaErrorNotSupported; }
-cudaError_t LaunchAdmit(const AdmitParams&, cudaStream_t) { return cudaErrorNotSupported; }
 cudaError_t LaunchRoute(const RouteParams&, cudaStream_t) { return cudaErrorNotSupported; }
 cudaError_t LaunchExpertLinear(const ExpertLinearParams&, cudaStream_t) {
   return cudaErrorNotSupported;
