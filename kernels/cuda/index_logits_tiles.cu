@@ -5,11 +5,12 @@
 // fp8 tensor cores', and a relu, a multiplication and an addition for each head and key, some 20
 // us of the others; all three run beneath the reads.
 //
-// A tile is 64 keys. One warp asks for keys and scales as far ahead as there are stages; the copy
-// engine puts keys where wgmma wants its A operand, the 64 heads of the query being B. Tiles go to
-// the warpgroups in turn, so that one's products run beneath the others' sums over heads. The order
-// of a sum: heads 8 j + 2 c and 8 j + 2 c + 1 in order of j, for c < 4, then c by pairs. Fewer
-// heads are zeros behind the last one. Blocks take equal runs of the tiles of all rows.
+// A tile is 64 keys. Four warps in turn ask for keys and scales as far ahead as there are stages
+// (one alone is too slow: it takes 400 cycles for what lies in one page); the copy engine puts keys
+// where wgmma wants its A operand, the 64 heads of the query being B. Tiles go to the warpgroups in
+// turn, so that one's products run beneath the others' sums over heads. The order of a sum: heads 8
+// j + 2 c and 8 j + 2 c + 1 in order of j, for c < 4, then c by pairs. Fewer heads are zeros behind
+// the last one. Blocks take equal runs of the tiles of all rows.
 #include <cuda.h>
 
 #include "kernels/cuda/index_logits.h"
@@ -23,8 +24,9 @@ namespace sluice::kernels::cuda {
 namespace {
 
 constexpr int kTokens = kIndexTileTokens, kHeads = kIndexTileHeads;
-constexpr int kGroups = 3;  // warpgroups of products
-constexpr int kThreads = 128 * kGroups + 32;
+constexpr int kGroups = 3;   // warpgroups of products
+constexpr int kLoaders = 4;  // warps that ask for tiles
+constexpr int kThreads = 128 * kGroups + 32 * kLoaders;
 constexpr int kStages = 12;
 constexpr int kKeyBytes = kTokens * kIndexDim;
 constexpr int kQueryBytes = kHeads * kIndexDim;
@@ -51,55 +53,60 @@ struct Stage {
   uint32_t index, phase;
 };
 
-// One warp: asks for what the block's tiles need, in order.
+// A warp: asks for what every kLoaders-th of the block's tiles needs, in order.
 __device__ __forceinline__ void LoadTiles(const IndexLogitsParams& p, const CUtensorMap* keys,
                                           const CUtensorMap* queries, Walk& walk, Memory& memory) {
   const PagedIndexKeys& c = p.cache;
+  const uint32_t loader = threadIdx.x / 32 - 4 * kGroups;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int piece = min(c.block_tokens, kTokens);  // tokens of a copy
   const int pieces = kTokens / piece;              // of a tile
-  uint32_t tile = 0;
+  uint32_t before = 0;                             // tiles of the block's parts so far
   for (uint32_t part = 0;; ++part) {
     const uint32_t buffer = part % 2;
-    if (lane == 0) {
+    if (loader == part % kLoaders && lane == 0) {
       WaitBarrier(SharedAddress(&memory.query_empty[buffer]), part / 2 % 2 ^ 1);
       const uint32_t full = SharedAddress(&memory.query_full[buffer]);
       ArriveExpecting(full, kQueryBytes);
       CopyTile(SharedAddress(memory.queries[buffer]), queries, 0, 0, walk.row, full, kEvictLast);
     }
     __syncwarp();
-    const int last = walk.Last();
-    const int end = min(last * pieces, walk.position / piece + 1);  // pieces that the row has
+    const int count = walk.Last() - walk.tile;  // tiles
+    const int end = walk.position / piece + 1;  // pieces that the row has
     const int32_t* const table = c.block_table + walk.slot * c.table_stride;
-    int page = 0;  // of piece `first` + lane
-    for (int at = walk.tile, first = 0, left = 0; at < last; ++at, ++tile) {
-      if (left == 0) {
-        first = at * pieces;
-        left = 32 / pieces;
-        page = first + lane < end ? table[int64_t{first + lane} * piece / c.block_tokens] : 0;
-      }
-      --left;
-      const Stage stage(tile);
-      const int here = min(pieces, end - at * pieces);
-      const uint32_t full = SharedAddress(&memory.keys_full[stage.index]);
-      if (lane == 0) {
-        WaitBarrier(SharedAddress(&memory.keys_empty[stage.index]), stage.phase ^ 1);
-        ArriveExpecting(full, static_cast<uint32_t>(here * piece * (kIndexDim + 4)));
-      }
-      __syncwarp();
-      for (int i = 0; i < here; ++i) {
-        const int of_piece = __shfl_sync(kAllLanes, page, at * pieces + i - first);
-        const int in_page = (at * pieces + i) * piece % c.block_tokens;
-        if (lane != 0) continue;
-        CopyTile(SharedAddress(memory.keys[stage.index] + i * piece * kIndexDim), keys, 0, in_page,
-                 of_piece, full, kEvictFirst);
-        const char* const scales = static_cast<const char*>(c.base) + of_piece * c.page_bytes +
-                                   int64_t{c.block_tokens} * kIndexDim + int64_t{4} * in_page;
-        CopyBytes(SharedAddress(memory.scales[stage.index] + i * piece), scales,
-                  static_cast<uint32_t>(4 * piece), full);
+    // A lane each: pieces of this warp's next 32 / pieces tiles.
+    const int tiles_at_once = 32 / pieces;
+    const auto mine = static_cast<int>((loader - before) % kLoaders);  // the first of its tiles
+    for (int first = mine; first < count; first += tiles_at_once * kLoaders) {
+      const int of_lane = (walk.tile + first + lane / pieces * kLoaders) * pieces + lane % pieces;
+      const bool is_there = first + lane / pieces * kLoaders < count && of_lane < end;
+      const int block = of_lane * piece / c.block_tokens;
+      const int in_page = of_lane * piece - block * c.block_tokens;
+      const int page = is_there ? table[block] : 0;
+      const char* const scales = static_cast<const char*>(c.base) + page * c.page_bytes +
+                                 int64_t{c.block_tokens} * kIndexDim + int64_t{4} * in_page;
+      const unsigned there = __ballot_sync(kAllLanes, is_there);
+      for (int i = 0; i < tiles_at_once && first + i * kLoaders < count; ++i) {
+        const Stage stage(before + static_cast<uint32_t>(first + i * kLoaders));
+        const uint32_t full = SharedAddress(&memory.keys_full[stage.index]);
+        if (lane == i * pieces) {
+          const unsigned of_tile = there >> lane & ((2u << (pieces - 1)) - 1);
+          WaitBarrier(SharedAddress(&memory.keys_empty[stage.index]), stage.phase ^ 1);
+          ArriveExpecting(full, static_cast<uint32_t>(__popc(of_tile) * piece * (kIndexDim + 4)));
+        }
+        __syncwarp();
+        if (lane / pieces == i && is_there) {
+          const int at = lane % pieces * piece;
+          CopyTile(SharedAddress(memory.keys[stage.index] + at * kIndexDim), keys, 0, in_page, page,
+                   full, kEvictFirst);
+          CopyBytes(SharedAddress(memory.scales[stage.index] + at), scales,
+                    static_cast<uint32_t>(4 * piece), full);
+        }
+        __syncwarp();
       }
     }
-    if (walk.left == last - walk.tile) return;
+    before += static_cast<uint32_t>(count);
+    if (walk.left == count) return;
     walk.NextList();
   }
 }

@@ -83,7 +83,7 @@ __device__ SelectCut FindSelectCut(const Keys& keys, int bits, uint32_t wanted, 
     uint32_t* const bins = shared.bins[digit];
     for (int i = static_cast<int>(threadIdx.x); i < keys.count; i += kThreads) {
       const uint32_t key = keys.At(i);
-      if (bits < 32 && key >> bits != prefix) continue;
+      if (key == kNeverSelected || (bits < 32 && key >> bits != prefix)) continue;
       atomicAdd(bins + (key >> shift & (kSelectBins - 1)), 1u);
     }
     MeetBlocks(blocks);
