@@ -41,6 +41,7 @@ struct PlanInput {
       int64_t context = 0;
       int64_t hbm_bytes = 0;
       int64_t dram_bytes = 0;
+      std::string kinds;    // what is where, of a model with several kinds of caches
       int64_t running = 0;  // that HBM and DRAM hold, at most max_sequences
     };
     std::vector<Room> rooms;
@@ -49,7 +50,7 @@ struct PlanInput {
 };
 
 // Sequences of `context` tokens that an arena of `bytes` holds at once.
-int64_t SequencesThatFit(const CacheLayout& layout, int64_t bytes, int64_t context);
+int64_t SequencesThatFit(const CacheLayout& layout, int64_t bytes, const TokensByKind& context);
 // Tokens of one sequence that it holds.
 int64_t TokensThatFit(const CacheLayout& layout, int64_t bytes);
 
