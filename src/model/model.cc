@@ -20,6 +20,13 @@ absl::StatusOr<CacheLayout> CacheLayoutOf(const ModelConfig& config, DType kv_dt
   return DenseCacheLayout(config, kv_dtype, block_tokens);
 }
 
+absl::Status CheckKeysAndValues(const ModelConfig& config, const std::string& program) {
+  if (!config.latent.has_value()) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("model: ", program, " is for models with keys and values of heads, and ",
+                   config.name, " (", config.architecture, ") has latent caches"));
+}
+
 absl::StatusOr<std::unique_ptr<Model>> Model::Load(const Options& options, Device* device) {
   SLUICE_ASSIGN_OR_RETURN(const ModelConfig config, LoadModelConfig(options.directory));
   if (options.max_context > config.max_position_embeddings) {
