@@ -15,6 +15,7 @@
 #include "src/base/status_macros.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/sequence_cache.h"
+#include "src/model/policy_model.h"
 
 namespace sluice {
 namespace {
@@ -22,6 +23,7 @@ namespace {
 constexpr int kSlot = 0;
 constexpr int kChunkTokens = 512;
 constexpr int kTwinFfn = 128;
+constexpr size_t kRoundings = 1 << 20;  // of the pool, to whole pages of each kind
 
 // Caches are appended to, and nobody attends to them: results stay as they were, zeros.
 class AppendOnly : public ForwardingPolicy {
@@ -39,9 +41,14 @@ class TwinContextMaker : public ContextMaker {
     SLUICE_ASSIGN_OR_RETURN(
         Buffer arena,
         device_->Allocate(MemoryKind::kDevice,
-                          static_cast<size_t>(layout.BytesFor(max_context)) + 4096, "a context"));
+                          static_cast<size_t>(layout.BytesFor(max_context)) + kRoundings,
+                          "a context"));
     SLUICE_ASSIGN_OR_RETURN(pool_, PagePool::Create("hbm", layout, std::move(arena)));
-    SLUICE_ASSIGN_OR_RETURN(full_, NewFullPolicy({device_, pool_.get(), 1, max_context}));
+    PolicyOptions of;
+    DescribeModel(*twin_, &of);
+    SLUICE_ASSIGN_OR_RETURN(full_,
+                            NewFullPolicy({device_, pool_.get(), 1, max_context, nullptr, of.heads,
+                                           of.latent_rank, of.index_top_k, of.max_rows}));
     policy_ = std::make_unique<AppendOnly>(full_.get());
     stream_ = device_->NewStream(Device::StreamKind::kCompute);
     done_ = device_->NewEvent();
