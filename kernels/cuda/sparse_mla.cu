@@ -20,9 +20,7 @@ bool IsValid(const SparseMlaParams& p) {
 cudaError_t LaunchSparseMla(const SparseMlaParams& p, cudaStream_t stream) {
   if (!IsValid(p)) return cudaErrorInvalidValue;
   if (p.rows == 0) return cudaSuccess;
-  return LaunchPlainSparseMla(p, stream);
+  return HasPackedKernel(p) ? LaunchPackedSparseMla(p, stream) : LaunchPlainSparseMla(p, stream);
 }
-
-int64_t SparseMlaScratchBytes(int32_t, int32_t, int32_t, int64_t) { return 0; }
 
 }  // namespace sluice::kernels::cuda
