@@ -14,13 +14,13 @@ inline constexpr int32_t kMaxMlaWidth = 1152;  // rank + rope
 // All rows, any shape that LaunchSparseMla takes.
 cudaError_t LaunchPlainSparseMla(const SparseMlaParams& p, cudaStream_t stream);
 
-// Whether the tensor-core kernel takes such calls: packed entries and bf16 queries of at most
-// kMaxPackedHeads heads. The choice depends on the model and on how buffers are aligned.
+// Whether the tensor-core kernel takes such calls: packed entries, bf16 queries, a multiple of 64
+// heads. The choice depends on the model and on how buffers are aligned.
 inline constexpr int32_t kMaxPackedHeads = 1024;
 bool HasPackedKernel(const SparseMlaParams& p);
 
 // All rows. REQUIRES: HasPackedKernel(p). cudaErrorInvalidValue: lists of more than one piece, and
-// scratch for not even one group of blocks (SparseMlaScratchBytes of one row is enough).
+// no scratch for their totals.
 cudaError_t LaunchPackedSparseMla(const SparseMlaParams& p, cudaStream_t stream);
 
 }  // namespace sluice::kernels::cuda

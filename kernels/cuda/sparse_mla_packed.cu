@@ -188,7 +188,6 @@ __device__ __forceinline__ void FinishPiece(const SparseMlaParams& p, const MlaS
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int head = head_tile * kMlaHeads + me.Head(h);
-    if (head >= p.heads) continue;
     const int64_t item = int64_t{walk.row()} * p.heads + head;
     MlaResult result = {0.0f, 0.0f, NegativeInfinity()};
     if (walk.slot() >= 0) result = ResultOf(p, item, state[h]);
@@ -437,7 +436,6 @@ __global__ void __launch_bounds__(kMlaAdders)
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int head = head_tile * kMlaHeads + me.Head(h);
-    if (head >= p.heads) continue;
     const int64_t item = int64_t{walk.row()} * p.heads + head;
     const MlaResult result = ResultOf(p, item, state[h]);
 #pragma unroll
@@ -461,11 +459,9 @@ int Processors() {
   return processors;
 }
 
-int HeadTiles(int32_t heads) { return (heads + kMlaHeads - 1) / kMlaHeads; }
-
 // How many groups `rows` rows can use.
 int64_t Groups(int64_t rows, int32_t heads, int64_t capacity) {
-  return std::min<int64_t>(std::max(1, Processors() / HeadTiles(heads)),
+  return std::min<int64_t>(std::max(1, Processors() / (heads / kMlaHeads)),
                            rows * std::max(1, MlaSlots(capacity)));
 }
 
@@ -473,19 +469,21 @@ int64_t Groups(int64_t rows, int32_t heads, int64_t capacity) {
 
 bool HasPackedKernel(const SparseMlaParams& p) {
   const PagedLatents& c = p.cache;
-  return c.type == DType::kFloat8E4M3 && p.q_type == DType::kBFloat16 &&
+  return c.type == DType::kFloat8E4M3 && p.q_type == DType::kBFloat16 && p.heads % kMlaHeads == 0 &&
          p.heads <= kMaxPackedHeads &&
          c.page_bytes == int64_t{c.block_tokens} * kPackedEntryBytes &&
          AreAligned(16, p.q, c.base, p.scratch) && AreAligned(8, p.out, p.other_o);
 }
 
 cudaError_t LaunchPackedSparseMla(const SparseMlaParams& p, cudaStream_t stream) {
-  const MlaShape shape = {HeadTiles(p.heads), MlaSlots(p.capacity)};
+  MlaShape shape = {p.heads / kMlaHeads, MlaSlots(p.capacity)};
   int64_t groups = Groups(p.rows, p.heads, p.capacity);
   if (shape.slots > 0) {
-    groups = std::min(groups, p.scratch_bytes / (shape.head_tiles * shape.slots * kMlaSlotBytes));
+    const int64_t slots = p.scratch_bytes / (shape.head_tiles * kMlaSlotBytes);
+    if (slots == 0) return cudaErrorInvalidValue;
+    groups = std::max<int64_t>(1, std::min(groups, slots / shape.slots));
+    if (groups == 1) shape.slots = 1;  // No row is cut.
   }
-  if (groups <= 0) return cudaErrorInvalidValue;
   cudaError_t error =
       cudaFuncSetAttribute(PackedMlaKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            static_cast<int>(sizeof(PackedShared)));
@@ -508,8 +506,8 @@ cudaError_t LaunchPackedSparseMla(const SparseMlaParams& p, cudaStream_t stream)
 
 int64_t SparseMlaScratchBytes(int32_t max_decode_rows, int32_t heads, int32_t rank,
                               int64_t capacity) {
-  if (rank != kPackedRank || heads > kMaxPackedHeads) return 0;
-  return Groups(max_decode_rows, heads, capacity) * HeadTiles(heads) * MlaSlots(capacity) *
+  if (rank != kPackedRank || heads % kMlaHeads != 0 || heads > kMaxPackedHeads) return 0;
+  return Groups(max_decode_rows, heads, capacity) * (heads / kMlaHeads) * MlaSlots(capacity) *
          kMlaSlotBytes;
 }
 
