@@ -1,6 +1,8 @@
 // How a packed entry becomes 576 bf16 in shared memory, as the tensor cores read it.
 #pragma once
 
+#include <cuda_fp16.h>
+
 #include "kernels/cuda/attention_tile.cuh"
 #include "kernels/cuda/mla_plan.cuh"
 
@@ -52,20 +54,26 @@ __device__ __forceinline__ uint32_t ScalePair(uint32_t pair, const PackedScale& 
   return *reinterpret_cast<const uint32_t*>(&product);
 }
 
+// Four values of one scale.
+__device__ __forceinline__ uint2 UnpackFour(uint32_t values, float scale) {
+  uint32_t low, high;
+  asm("{\n"
+      ".reg .b16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, b;\n"
+      "}"
+      : "=r"(low), "=r"(high)
+      : "r"(values));
+  const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&low));
+  const float2 y = __half22float2(*reinterpret_cast<const __half2*>(&high));
+  return {PackBf16(x.x * scale, x.y * scale), PackBf16(y.x * scale, y.y * scale)};
+}
+
 // Eight values of one scale.
-__device__ __forceinline__ uint4 Unpack(uint2 values, float of) {
-  // 2^120 is beyond bf16 for scales from 128 on, which are those of latents above 57,000.
-  const bool large = of >= 64.0f;
-  const PackedScale scale(large ? of * 0x1p-60f : of);
-  uint4 bits = {
-      ScalePair(SpreadE4M3<0>(values.x), scale), ScalePair(SpreadE4M3<2>(values.x), scale),
-      ScalePair(SpreadE4M3<0>(values.y), scale), ScalePair(SpreadE4M3<2>(values.y), scale)};
-  if (large) {
-    const PackedScale rest(0x1p-60f);  // times 2^120: exactly 2^60
-    bits = {ScalePair(bits.x, rest), ScalePair(bits.y, rest), ScalePair(bits.z, rest),
-            ScalePair(bits.w, rest)};
-  }
-  return bits;
+__device__ __forceinline__ uint4 Unpack(uint2 values, float scale) {
+  const uint2 a = UnpackFour(values.x, scale), b = UnpackFour(values.y, scale);
+  return {a.x, a.y, b.x, b.y};
 }
 
 // Offset of 16-byte piece `piece` (8 columns) of a tile's row.
@@ -84,8 +92,9 @@ __device__ __forceinline__ void StoreShared(uint32_t to, uint4 v) {
 struct MlaTile {
   int row;
   int slot;
-  int first;  // entry of the list
-  int last;   // of the list, that the tile has; below `first`: there is no such tile
+  int first;      // entry of the list
+  int last;       // of the list, that the tile has; below `first`: there is no such tile
+  bool is_first;  // of the row, in this group
 };
 
 class MlaTiles {
@@ -94,10 +103,11 @@ class MlaTiles {
     if (!walk_.done() && walk_.entries() == 0) walk_.NextFull();
   }
   __device__ MlaTile Next() {
-    if (walk_.done()) return {0, 0, 0, -1};
+    if (walk_.done()) return {0, 0, 0, -1, false};
     const int first = walk_.begin_entry() + tile_ * kMlaTileEntries;
     const int end = walk_.begin_entry() + walk_.entries();
-    const MlaTile tile = {walk_.row(), walk_.slot(), first, min(first + kMlaTileEntries, end) - 1};
+    const MlaTile tile = {walk_.row(), walk_.slot(), first, min(first + kMlaTileEntries, end) - 1,
+                          tile_ == 0 && walk_.piece() == walk_.first_piece()};
     ++tile_;
     if (first + kMlaTileEntries >= end) {
       tile_ = 0;

@@ -56,14 +56,26 @@ struct MlaCut {
   __device__ int weight() const { return max(tiles, 1); }
 };
 
-// The pieces of a group, in order. Every method but Next() is called by whole warps.
+// Where a walk is.
+struct MlaPosition {
+  int share = 1;
+  int row = 0, slot = -1, count = 0;
+  int piece = 0, first_piece = 0;
+  int row_begin = 0;    // tiles before the row
+  int at = 0, end = 0;  // tiles: where the piece begins, where the group ends
+  int next_slot = -1, next_count = 0;
+};
+
+// The pieces of a group, in order.
 class MlaWalk {
  public:
   // REQUIRES: p has rows.
   __device__ explicit MlaWalk(const SparseMlaParams& p) : p_(p) {}
+  __device__ MlaWalk(const SparseMlaParams& p, const MlaPosition& place) : p_(p), at_(place) {}
+  __device__ const MlaPosition& place() const { return at_; }
 
-  // To the first piece of `group` of `groups`, or past the end. Sums are below 2^31: tiles of a
-  // step's rows.
+  // To the first piece of `group` of `groups`, or past the end. Called by whole warps. Sums are
+  // below 2^31: tiles of a step's rows.
   __device__ void Start(int group, int groups) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     int total = 0, largest = 1;
@@ -73,13 +85,13 @@ class MlaWalk {
       total += __reduce_add_sync(0xffffffffu, in ? cut.weight() : 0);
       largest = max(largest, __reduce_max_sync(0xffffffffu, min(cut.weight(), cut.piece_tiles)));
     }
-    share_ = ((total + groups - 1) / groups + largest - 1) / largest * largest;
-    const int64_t begin = int64_t{share_} * group;
+    at_.share = ((total + groups - 1) / groups + largest - 1) / largest * largest;
+    const int64_t begin = int64_t{at_.share} * group;
     if (begin >= total) {
-      at_ = end_ = 0;
+      at_.at = at_.end = 0;
       return;
     }
-    end_ = static_cast<int>(min(begin + share_, int64_t{total}));
+    at_.end = static_cast<int>(min(begin + at_.share, int64_t{total}));
     int before = 0;
     for (int first = 0;; first += 32) {
       const bool in = first + lane < p_.rows;
@@ -93,50 +105,52 @@ class MlaWalk {
       const unsigned beyond = __ballot_sync(0xffffffffu, before + through > begin);
       if (beyond != 0) {
         const int found = __ffs(static_cast<int>(beyond)) - 1;
-        row_ = first + found;
+        at_.row = first + found;
         before += __shfl_sync(0xffffffffu, through - mine, found);
         break;
       }
       before += __shfl_sync(0xffffffffu, through, 31);
     }
-    row_begin_ = before;
-    LoadNext(row_);
+    at_.row_begin = before;
+    LoadNext(at_.row);
     EnterRow();
-    const MlaCut of(count_);
-    piece_ = first_piece_ =
+    const MlaCut of(at_.count);
+    at_.piece = at_.first_piece =
         (static_cast<int>(begin) - before + of.piece_tiles - 1) / of.piece_tiles;
-    at_ = before + piece_ * of.piece_tiles;
-    if (piece_ < of.pieces) return;
-    at_ = before + of.weight();
+    at_.at = before + at_.piece * of.piece_tiles;
+    if (at_.piece < of.pieces) return;
+    at_.at = before + of.weight();
     NextRow();
   }
 
-  __device__ bool done() const { return at_ >= end_; }
+  __device__ bool done() const { return at_.at >= at_.end; }
   // REQUIRES, of all below: !done().
-  __device__ int row() const { return row_; }
-  __device__ int slot() const { return slot_; }
-  __device__ int piece() const { return piece_; }
-  __device__ int first_piece() const { return first_piece_; }  // of the row, in this group
-  __device__ bool IsLast() const { return piece_ + 1 == MlaCut(count_).pieces; }
+  __device__ int row() const { return at_.row; }
+  __device__ int slot() const { return at_.slot; }
+  __device__ int piece() const { return at_.piece; }
+  __device__ int first_piece() const { return at_.first_piece; }  // of the row, in this group
+  __device__ bool IsLast() const { return at_.piece + 1 == MlaCut(at_.count).pieces; }
   // Whether the next piece, if there is one, is of another row.
-  __device__ bool EndsRow() const { return IsLast() || at_ + MlaCut(count_).piece_tiles >= end_; }
+  __device__ bool EndsRow() const {
+    return IsLast() || at_.at + MlaCut(at_.count).piece_tiles >= at_.end;
+  }
   // The piece's entries of the list.
   __device__ int begin_entry() const {
-    return piece_ * MlaCut(count_).piece_tiles * kMlaTileEntries;
+    return at_.piece * MlaCut(at_.count).piece_tiles * kMlaTileEntries;
   }
   __device__ int entries() const {
-    return min(count_ - begin_entry(), MlaCut(count_).piece_tiles * kMlaTileEntries);
+    return min(at_.count - begin_entry(), MlaCut(at_.count).piece_tiles * kMlaTileEntries);
   }
   __device__ int tiles() const { return (entries() + kMlaTileEntries - 1) / kMlaTileEntries; }
-  __device__ int pieces() const { return MlaCut(count_).pieces; }
+  __device__ int pieces() const { return MlaCut(at_.count).pieces; }
 
   __device__ void Next() {
-    const MlaCut of(count_);
-    if (++piece_ < of.pieces) {
-      at_ += of.piece_tiles;
+    const MlaCut of(at_.count);
+    if (++at_.piece < of.pieces) {
+      at_.at += of.piece_tiles;
       return;
     }
-    at_ = row_begin_ + of.weight();
+    at_.at = at_.row_begin + of.weight();
     NextRow();
   }
   // To the next piece that has entries.
@@ -147,40 +161,36 @@ class MlaWalk {
 
   // Of the row: the group of piece `piece`, and the first piece of the row that begins in a group.
   __device__ int GroupOf(int piece) const {
-    return (row_begin_ + piece * MlaCut(count_).piece_tiles) / share_;
+    return (at_.row_begin + piece * MlaCut(at_.count).piece_tiles) / at_.share;
   }
   __device__ int FirstPieceIn(int group) const {
-    const int tiles = MlaCut(count_).piece_tiles;
-    return max(0, (group * share_ - row_begin_ + tiles - 1) / tiles);
+    const int tiles = MlaCut(at_.count).piece_tiles;
+    return max(0, (group * at_.share - at_.row_begin + tiles - 1) / tiles);
   }
 
  private:
   __device__ int LengthOf(int row) const { return p_.slots[row] < 0 ? 0 : ListLength(p_, row); }
   // One row ahead, so that nobody waits for a length between two rows.
   __device__ void LoadNext(int row) {
-    next_slot_ = row < p_.rows ? p_.slots[row] : -1;
-    next_count_ = row < p_.rows ? p_.counts[row] : 0;
+    at_.next_slot = row < p_.rows ? p_.slots[row] : -1;
+    at_.next_count = row < p_.rows ? p_.counts[row] : 0;
   }
   __device__ void EnterRow() {
-    slot_ = next_slot_;
+    at_.slot = at_.next_slot;
     const int64_t most = p_.capacity;
-    const int count = slot_ < 0 ? 0 : max(next_count_, 0);
-    count_ = count < most ? count : static_cast<int>(most);
-    LoadNext(row_ + 1);
+    const int count = at_.slot < 0 ? 0 : max(at_.next_count, 0);
+    at_.count = count < most ? count : static_cast<int>(most);
+    LoadNext(at_.row + 1);
   }
   __device__ void NextRow() {
-    row_begin_ = at_;
-    ++row_;
-    piece_ = first_piece_ = 0;
+    at_.row_begin = at_.at;
+    ++at_.row;
+    at_.piece = at_.first_piece = 0;
     EnterRow();
   }
 
   const SparseMlaParams& p_;
-  int share_ = 1;
-  int row_ = 0, slot_ = -1, count_ = 0, piece_ = 0, first_piece_ = 0;
-  int row_begin_ = 0;     // tiles before the row
-  int at_ = 0, end_ = 0;  // tiles: where the piece begins, where the group ends
-  int next_slot_ = -1, next_count_ = 0;
+  MlaPosition at_;
 };
 
 // Slot `index` of the block for heads [64 * head_tile, ..) of a group.

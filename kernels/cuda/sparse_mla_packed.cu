@@ -28,9 +28,22 @@ constexpr int kWarpgroup = 128;
 constexpr int kThreads = 3 * kWarpgroup;
 constexpr int kStages = 2;
 constexpr int kAhead = 8;  // entries that a warp of unpackers has under way
-// Of a thread: 168 are there for each of 384 threads, and the adder's keep them.
-constexpr int kScorerRegisters = 216;
-constexpr int kUnpackerRegisters = 120;
+// Of a thread; their sum is that of the 168 which each of 384 threads may have. The compiler keeps
+// products asynchronous only where every role says its number.
+constexpr int kScorerRegisters = 200;
+constexpr int kAdderRegisters = 200;
+constexpr int kUnpackerRegisters = 104;
+
+// A piece as those who compute it see it.
+struct Piece {
+  int row;  // -1: there are no more pieces
+  int slot;
+  int entries;
+  int index;      // of the slot for its sums
+  bool folds;     // that slot has a total, of the pieces before it
+  bool finishes;  // the row: its result is written
+  bool ends_row;  // in this group
+};
 
 struct PackedShared {
   unsigned char query[kMlaTileBytes];
@@ -40,7 +53,10 @@ struct PackedShared {
   // softmax.
   uint4 weights[kMlaTileEntries / 16][kWarpgroup];
   float2 keep[kWarpgroup];
-  uint64_t query_here;
+  // Where the scorer and the adder are, and the piece that they work on.
+  MlaPosition places[2];
+  Piece pieces[2];
+  uint64_t query_here, query_done;
   uint64_t entries_here[kStages], entries_done[kStages];
   uint64_t weights_here, weights_done;
 };
@@ -65,7 +81,48 @@ __device__ __forceinline__ void ArriveWarp(uint64_t& barrier) {
   if (threadIdx.x % 32 == 0) Arrive(SharedAddress(&barrier));
 }
 
-__device__ void UnpackTiles(const SparseMlaParams& p, const MlaWalk& walk, PackedShared& shared) {
+// Goes to the warpgroup's next piece, or to its first. One thread does: what it needs to know for
+// that would be in the way of the sums, in every thread's registers.
+__device__ __forceinline__ const Piece& NextPiece(const SparseMlaParams& p, const MlaShape& shape,
+                                                  PackedShared& shared, bool first) {
+  const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
+  Piece& piece = shared.pieces[group];
+  SyncWarpgroup(1 + group);  // All are done with the last one.
+  if (threadIdx.x % kWarpgroup == 0) {
+    MlaWalk walk(p, shared.places[group]);
+    if (!first) walk.Next();
+    shared.places[group] = walk.place();
+    if (walk.done()) {
+      piece.row = -1;
+    } else {
+      const bool from_start = walk.first_piece() == 0;
+      piece = {walk.row(),
+               walk.slot(),
+               walk.entries(),
+               from_start ? shape.slots - 1 : walk.piece() - walk.first_piece(),
+               from_start && walk.piece() > 0,
+               from_start && walk.IsLast(),
+               walk.EndsRow()};
+    }
+  }
+  SyncWarpgroup(1 + group);
+  return piece;
+}
+
+__device__ void CopyQuery(const SparseMlaParams& p, const CUtensorMap& map, int row, int head,
+                          PackedShared& shared) {
+  const uint32_t here = SharedAddress(&shared.query_here);
+  ArriveExpecting(here, kMlaTileBytes);
+#pragma unroll
+  for (int i = 0; i < kMlaWidth / 64; ++i) {
+    CopyTile(SharedAddress(shared.query) + static_cast<uint32_t>(i * kMlaColumnBlockBytes), &map,
+             i * 64, row * p.heads + head, here, kEvictFirst);
+  }
+}
+
+__device__ void UnpackTiles(const SparseMlaParams& p, const MlaShape& shape, const CUtensorMap& map,
+                            const MlaWalk& walk, PackedShared& shared) {
+  const int head = static_cast<int>(blockIdx.x) % shape.head_tiles * kMlaHeads;
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
   const int warp = thread / 32, lane = thread % 32;
   const auto* base = static_cast<const char*>(p.cache.base);
@@ -83,6 +140,8 @@ __device__ void UnpackTiles(const SparseMlaParams& p, const MlaWalk& walk, Packe
     raw[i].Load(entry_at(__shfl_sync(0xffffffffu, place, i)), lane);
   }
   const int piece = RawEntry::Column(lane) / 8;
+  uint32_t queries = 0;
+  if (thread == 0) CopyQuery(p, map, now.row, head, shared);
   for (uint32_t n = 0; now.last >= now.first; ++n) {
     const uint32_t stage = n % kStages;
     const int next_place = MlaPlace(p.cache, next, number);
@@ -105,6 +164,10 @@ __device__ void UnpackTiles(const SparseMlaParams& p, const MlaWalk& walk, Packe
       // What is loaded meanwhile: the other half of this tile, then the first half of the next.
       const int coming = half == 0 ? place : next_place;
       const bool more = half == 0 || next.last >= next.first;
+      if (half == 1 && now.is_first && n > 0 && thread == 0) {
+        WaitBarrier(SharedAddress(&shared.query_done), queries++ & 1);
+        CopyQuery(p, map, now.row, head, shared);
+      }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const int row = warp * 16 + half * kAhead + i;
@@ -148,27 +211,25 @@ __device__ __forceinline__ void Keep(float (&o)[128], float2 keep) {
 
 // The end of a piece: to the result, or to a slot of the scratch.
 __device__ __forceinline__ void FinishPiece(const SparseMlaParams& p, const MlaShape& shape,
-                                            const MlaWalk& walk, float (&o)[128],
+                                            const Piece& piece, float (&o)[128],
                                             Softmax (&state)[2]) {
   const MlaThread me = {static_cast<int>(threadIdx.x)};
   const int group = static_cast<int>(blockIdx.x) / shape.head_tiles;
   const int head_tile = static_cast<int>(blockIdx.x) % shape.head_tiles;
-  const bool from_start = walk.first_piece() == 0;
-  const int index = from_start ? shape.slots - 1 : walk.piece() - walk.first_piece();
-  float4* const slot = MlaSlot(p, shape, group, head_tile, index) + me.thread;
-  if (from_start && walk.piece() > 0) {
+  float4* const slot = MlaSlot(p, shape, group, head_tile, piece.index) + me.thread;
+  if (piece.folds) {
     const float4 of = slot[32 * kMlaAdders];
     Softmax total[2] = {{of.x, of.y}, {of.z, of.w}};
     const FoldWeights folds[2] = {Fold(total[0], state[0]), Fold(total[1], state[1])};
     state[0] = total[0];
     state[1] = total[1];
 #pragma unroll
-    for (int first = 0; first < 32; first += 8) {
-      float4 sums[8];
+    for (int first = 0; first < 32; first += 4) {
+      float4 sums[4];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sums[i] = slot[(first + i) * kMlaAdders];
+      for (int i = 0; i < 4; ++i) sums[i] = slot[(first + i) * kMlaAdders];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < 4; ++i) {
         float* const at = o + 4 * (first + i);
         at[0] = Fold(folds[0], sums[i].x, at[0]);
         at[1] = Fold(folds[0], sums[i].y, at[1]);
@@ -177,7 +238,7 @@ __device__ __forceinline__ void FinishPiece(const SparseMlaParams& p, const MlaS
       }
     }
   }
-  if (!from_start || !walk.IsLast()) {
+  if (!piece.finishes) {
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       slot[i * kMlaAdders] = {o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]};
@@ -188,9 +249,9 @@ __device__ __forceinline__ void FinishPiece(const SparseMlaParams& p, const MlaS
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int head = head_tile * kMlaHeads + me.Head(h);
-    const int64_t item = int64_t{walk.row()} * p.heads + head;
+    const int64_t item = int64_t{piece.row} * p.heads + head;
     MlaResult result = {0.0f, 0.0f, NegativeInfinity()};
-    if (walk.slot() >= 0) result = ResultOf(p, item, state[h]);
+    if (piece.slot >= 0) result = ResultOf(p, item, state[h]);
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       WritePair(p, result, item * kPackedRank + me.Column(i), o[4 * i + 2 * h],
@@ -235,61 +296,46 @@ __device__ __forceinline__ float2 Weigh(float (&score)[32], Softmax (&state)[2],
   return {keep[0], keep[1]};
 }
 
-__device__ void CopyQuery(const SparseMlaParams& p, const CUtensorMap& map, int row, int head,
-                          PackedShared& shared) {
-  const uint32_t here = SharedAddress(&shared.query_here);
-  ArriveExpecting(here, kMlaTileBytes);
+// Starts the products of the n-th tile's entries and the query, once the tile is there.
+__device__ __forceinline__ void StartScores(float (&score)[32], PackedShared& shared, uint32_t n) {
+  const uint32_t query = SharedAddress(shared.query);
+  const uint32_t keys = SharedAddress(shared.entries[n % kStages]);
+  WaitBarrier(SharedAddress(&shared.entries_here[n % kStages]), n / kStages & 1);
+  BeginProducts();
 #pragma unroll
-  for (int i = 0; i < kMlaWidth / 64; ++i) {
-    CopyTile(SharedAddress(shared.query) + static_cast<uint32_t>(i * kMlaColumnBlockBytes), &map,
-             i * 64, row * p.heads + head, here, kEvictFirst);
+  for (int step = 0; step < kMlaWidth / 16; ++step) {
+    const auto at = static_cast<uint32_t>(step / 4 * kMlaColumnBlockBytes + step % 4 * 32);
+    MultiplyTiles(score, TileDescriptor(query + at), TileDescriptor(keys + at), step > 0);
   }
+  CommitProducts();
 }
 
-__device__ void ScoreTiles(const SparseMlaParams& p, const MlaShape& shape, const CUtensorMap& map,
-                           MlaWalk walk, PackedShared& shared) {
-  const int head = static_cast<int>(blockIdx.x) % shape.head_tiles * kMlaHeads;
+__device__ void ScoreTiles(const SparseMlaParams& p, const MlaShape& shape, PackedShared& shared) {
   const float scale = p.scale * kLog2E;
-  const uint32_t query = SharedAddress(shared.query);
   // Tiles, what was handed to the adder, and queries so far.
   uint32_t n = 0, handed = 0, queries = 0;
   bool has_query = false;  // of this row
-  const auto copy_next_query = [&] {
-    if (threadIdx.x != 0) return;
-    MlaWalk next = walk;
-    if (queries > 0 || (!next.done() && next.entries() == 0)) next.NextFull();
-    if (!next.done()) CopyQuery(p, map, next.row(), head, shared);
-  };
-  copy_next_query();
   float o[128];
-  for (; !walk.done(); walk.Next()) {
+  for (bool first = true;; first = false) {
+    const Piece& piece = NextPiece(p, shape, shared, first);
+    if (piece.row < 0) return;
     Softmax state[2] = {{NegativeInfinity(), 0.0f}, {NegativeInfinity(), 0.0f}};
 #pragma unroll
     for (int i = 0; i < 128; ++i) o[i] = 0;
-    const int tiles = walk.tiles(), entries = walk.entries();
-    if (tiles > 0 && !has_query) {
+    if (piece.entries > 0 && !has_query) {
       WaitBarrier(SharedAddress(&shared.query_here), queries++ & 1);
       has_query = true;
     }
-    for (int tile = 0; tile < tiles; ++tile, ++n) {
+    for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries, ++n) {
       const uint32_t stage = n % kStages;
-      const uint32_t keys = SharedAddress(shared.entries[stage]);
-      WaitBarrier(SharedAddress(&shared.entries_here[stage]), n / kStages & 1);
       float score[32];
-      BeginProducts();
-#pragma unroll
-      for (int step = 0; step < kMlaWidth / 16; ++step) {
-        const auto at = static_cast<uint32_t>(step / 4 * kMlaColumnBlockBytes + step % 4 * 32);
-        MultiplyTiles(score, TileDescriptor(query + at), TileDescriptor(keys + at), step > 0);
-      }
-      CommitProducts();
+      StartScores(score, shared, n);
       WaitForProducts<0>();
-      if (tile + 1 == tiles && walk.EndsRow()) {
-        SyncWarpgroup(1);  // All have used the query.
+      if (entries <= kMlaTileEntries && piece.ends_row) {
+        ArriveWarp(shared.query_done);
         has_query = false;
-        copy_next_query();
       }
-      const float2 keep = Weigh(score, state, scale, entries - tile * kMlaTileEntries);
+      const float2 keep = Weigh(score, state, scale, entries);
       uint4 weights[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -304,7 +350,7 @@ __device__ void ScoreTiles(const SparseMlaParams& p, const MlaShape& shape, cons
       ArriveWarp(shared.weights_here);
       ++handed;
       Keep(o, keep);
-      AddValues(o, weights, keys);
+      AddValues(o, weights, SharedAddress(shared.entries[stage]));
       WaitForProducts<0>();
       ArriveWarp(shared.entries_done[stage]);
     }
@@ -313,28 +359,28 @@ __device__ void ScoreTiles(const SparseMlaParams& p, const MlaShape& shape, cons
       state[h].l += __shfl_xor_sync(0xffffffffu, state[h].l, 1);
       state[h].l += __shfl_xor_sync(0xffffffffu, state[h].l, 2);
     }
-    if (tiles > 0) {
+    if (piece.entries > 0) {
       WaitBarrier(SharedAddress(&shared.weights_done), (handed - 1) & 1);
       shared.weights[0][threadIdx.x] = {__float_as_uint(state[0].m), __float_as_uint(state[0].l),
                                         __float_as_uint(state[1].m), __float_as_uint(state[1].l)};
       ArriveWarp(shared.weights_here);
       ++handed;
     }
-    FinishPiece(p, shape, walk, o, state);
+    FinishPiece(p, shape, piece, o, state);
   }
 }
 
-__device__ void AddTiles(const SparseMlaParams& p, const MlaShape& shape, MlaWalk walk,
-                         PackedShared& shared) {
+__device__ void AddTiles(const SparseMlaParams& p, const MlaShape& shape, PackedShared& shared) {
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
   uint32_t n = 0, taken = 0;
   float o[128];
-  for (; !walk.done(); walk.Next()) {
+  for (bool first = true;; first = false) {
+    const Piece& piece = NextPiece(p, shape, shared, first);
+    if (piece.row < 0) return;
     Softmax state[2] = {{NegativeInfinity(), 0.0f}, {NegativeInfinity(), 0.0f}};
 #pragma unroll
     for (int i = 0; i < 128; ++i) o[i] = 0;
-    const int tiles = walk.tiles();
-    for (int tile = 0; tile < tiles; ++tile, ++n) {
+    for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries, ++n) {
       const uint32_t stage = n % kStages;
       WaitBarrier(SharedAddress(&shared.weights_here), taken++ & 1);
       uint4 weights[4];
@@ -348,14 +394,14 @@ __device__ void AddTiles(const SparseMlaParams& p, const MlaShape& shape, MlaWal
       WaitForProducts<0>();
       ArriveWarp(shared.entries_done[stage]);
     }
-    if (tiles > 0) {
+    if (piece.entries > 0) {
       WaitBarrier(SharedAddress(&shared.weights_here), taken++ & 1);
       const uint4 of = shared.weights[0][thread];
       ArriveWarp(shared.weights_done);
       state[0] = {__uint_as_float(of.x), __uint_as_float(of.y)};
       state[1] = {__uint_as_float(of.z), __uint_as_float(of.w)};
     }
-    FinishPiece(p, shape, walk, o, state);
+    FinishPiece(p, shape, piece, o, state);
   }
 }
 
@@ -367,8 +413,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     PrefetchMap(&map);
     InitBarrier(SharedAddress(&shared.query_here), 1);
+    InitBarrier(SharedAddress(&shared.query_done), 4);  // warps
     for (int i = 0; i < kStages; ++i) {
-      InitBarrier(SharedAddress(&shared.entries_here[i]), 4);  // warps
+      InitBarrier(SharedAddress(&shared.entries_here[i]), 4);
       InitBarrier(SharedAddress(&shared.entries_done[i]), 8);
     }
     InitBarrier(SharedAddress(&shared.weights_here), 4);
@@ -381,14 +428,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   MlaWalk walk(p);
   walk.Start(static_cast<int>(blockIdx.x) / shape.head_tiles,
              static_cast<int>(gridDim.x) / shape.head_tiles);
-  if (threadIdx.x >= 2 * kWarpgroup) {
+  const int role = static_cast<int>(threadIdx.x) / kWarpgroup;
+  if (role < 2 && threadIdx.x % kWarpgroup == 0) shared.places[role] = walk.place();
+  if (role == 2) {
     GiveRegistersBack<kUnpackerRegisters>();
-    UnpackTiles(p, walk, shared);
-  } else if (threadIdx.x >= kWarpgroup) {
-    AddTiles(p, shape, walk, shared);
+    UnpackTiles(p, shape, map, walk, shared);
+  } else if (role == 1) {
+    TakeRegisters<kAdderRegisters>();
+    AddTiles(p, shape, shared);
   } else {
     TakeRegisters<kScorerRegisters>();
-    ScoreTiles(p, shape, map, walk, shared);
+    ScoreTiles(p, shape, shared);
   }
 }
 
