@@ -91,6 +91,8 @@ class AttentionPolicy {
   // Whether a prompt that was handed over whole, without hints, is to have its last row computed
   // again, so that EndPrompt knows what that row attends to. The row reads all of the cache.
   virtual bool wants_last_row() const { return false; }
+  // Of such a prompt, how many of its last rows.
+  virtual int last_rows_wanted() const { return wants_last_row() ? 1 : 0; }
   // Tokens of a layer and KV head that hints may name and EndPrompt finds places for; 0: it has no
   // use for hints.
   virtual int64_t hint_tokens() const { return 0; }

@@ -42,6 +42,7 @@ class ForwardingPolicy : public AttentionPolicy {
     policy_->EndPrompt(slot, tokens, hints);
   }
   bool wants_last_row() const override { return policy_->wants_last_row(); }
+  int last_rows_wanted() const override { return policy_->last_rows_wanted(); }
   int64_t hint_tokens() const override { return policy_->hint_tokens(); }
   absl::Status SlotHealth(int slot) const override { return policy_->SlotHealth(slot); }
   PolicyStatistics Statistics() const override { return policy_->Statistics(); }

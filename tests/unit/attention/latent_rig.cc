@@ -7,8 +7,8 @@
 #include <numeric>
 
 #include "kernels/latent_params.h"
-#include "src/attention/policies/ess/pool_shape.h"
 #include "src/attention/policy_factory.h"
+#include "src/base/dtype.h"
 #include "src/base/rng.h"
 #include "tests/support/device.h"
 
@@ -43,17 +43,18 @@ float Scale(const LatentRig::Shape& s) {
 }  // namespace
 
 LatentRig::LatentRig(const Shape& shape, const PolicyOptions::Ess& ess, const std::string& name)
-    : shape_(shape) {
+    : shape_(shape), type_(shape.packed ? DType::kFloat8E4M3 : DType::kFloat32) {
   device_ = OrFail(TestDevice(shape.kernels, 1, shape.row_bucket));
   CacheKind latent;
   latent.name = "latent";
-  latent.element_type = DType::kFloat32;
+  latent.element_type = type_;
   latent.heads = 1;
   latent.block_tokens = shape.block_tokens;
-  latent.SetEqualParts(1, int64_t{4} * (shape.rank + shape.rope));
+  latent.SetEqualParts(1, kernels::EntryBytes(type_, shape.rank, shape.rope));
   CacheKind index = latent;
   index.name = "index";
-  index.SetEqualParts(1, int64_t{4} * kernels::kIndexDim);
+  index.SetEqualParts(1, kernels::IndexKeyBytes(type_));
+  if (shape.packed) index.part_bytes = {kernels::kIndexDim, 4};
   const CacheLayout layout{shape.layers, {latent, index}};
   options_.name = name;
   options_.device = device_.get();
@@ -65,12 +66,12 @@ LatentRig::LatentRig(const Shape& shape, const PolicyOptions::Ess& ess, const st
   options_.index_top_k = shape.top_k;
   options_.hbm_bytes = static_cast<int64_t>(shape.pool_bytes);
   options_.ess = ess;
-  const TierShapes tiers = EssTierShapesOf(options_, layout);
+  const TierShapes tiers = TierShapesOf(options_, layout);
   hbm_ = OrFail(PagePool::Create(
       "hbm", tiers.hbm, OrFail(device_->Allocate(MemoryKind::kDevice, shape.pool_bytes, "hbm"))));
-  dram_ = OrFail(PagePool::Create(
-      "dram", tiers.dram,
-      OrFail(device_->Allocate(MemoryKind::kPinned, shape.pool_bytes, "dram"))));
+  dram_ = OrFail(
+      PagePool::Create("dram", tiers.dram,
+                       OrFail(device_->Allocate(MemoryKind::kPinned, shape.pool_bytes, "dram"))));
   options_.hbm = hbm_.get();
   options_.dram = dram_.get();
   const auto allocate = [this](Mirrored* both, int64_t words) {
@@ -87,6 +88,9 @@ LatentRig::LatentRig(const Shape& shape, const PolicyOptions::Ess& ess, const st
     allocate(&layer.weights, rows * shape.index_heads);
     allocate(&layer.q, rows * shape.heads * (shape.rank + shape.rope));
     allocate(&layer.out, rows * shape.heads * shape.rank);
+    const auto bytes = static_cast<size_t>(rows * shape.index_heads * kernels::kIndexDim * 4);
+    layer.made_q = OrFail(device_->Allocate(MemoryKind::kDevice, bytes, "test"));
+    layer.made_weights = OrFail(device_->Allocate(MemoryKind::kDevice, bytes, "test"));
   }
   allocate(&slots_, rows);
   allocate(&positions_, rows);
@@ -158,6 +162,7 @@ std::vector<double> LatentRig::Key(const Token& token) const {
 }
 
 bool LatentRig::Admit(int slot, uint64_t seed, int context, int total) {
+  REQUIRE((context == 0 || !shape_.packed));
   std::unique_ptr<SequenceCache> home;
   if (context > 0) {
     Reservation room = dram_->TryReserve(policy_->FootprintOf(context, total).dram_tokens);
@@ -202,11 +207,18 @@ void LatentRig::EndPrompt(int slot, const SelectionHints& hints) {
 }
 
 std::vector<std::vector<std::vector<float>>> LatentRig::Prompt(int slot, int count) {
-  return Run(std::vector<int32_t>(static_cast<size_t>(count), slot), /*generates=*/false);
+  return Run(std::vector<int32_t>(static_cast<size_t>(count), slot), 0);
 }
 
 std::vector<std::vector<std::vector<float>>> LatentRig::Step(const std::vector<int32_t>& slots) {
-  return Run(slots, /*generates=*/true);
+  return Run(slots, static_cast<int>(slots.size()));
+}
+
+std::vector<std::vector<std::vector<float>>> LatentRig::Mixed(std::vector<int32_t> slots,
+                                                              int prompt_slot, int count) {
+  const auto decode_rows = static_cast<int>(slots.size());
+  slots.insert(slots.end(), static_cast<size_t>(count), prompt_slot);
+  return Run(slots, decode_rows);
 }
 
 void LatentRig::Enqueue(Stream& stream, int rows, int decode_rows) {
@@ -245,13 +257,27 @@ void LatentRig::Enqueue(Stream& stream, int rows, int decode_rows) {
     key.epsilon = kEpsilon;
     key.decode_rows = decode_rows;
     policy_->AppendIndex(stream, i, key);
+    kernels::IndexQueryParams index{};
+    index.q = layer.index_q.device.as<float>();
+    index.weights = layer.weights.device.as<float>();
+    index.weights_stride = shape_.index_heads;
+    index.cos_sin = entry.cos_sin;
+    index.out = layer.made_q.data();
+    index.out_weights = layer.made_weights.as<float>();
+    index.type = type_;
+    index.rows = rows;
+    index.heads = shape_.index_heads;
+    index.rope_dim = shape_.rope;
+    index.weight_scale = 1;
+    device_->kernels().IndexQuery(stream, index);
     const auto make_queries = [&](Stream& on) {
       on.Copy(layer.q.device.data(), layer.q.host.data(),
-              static_cast<size_t>(rows) * shape_.heads * (shape_.rank + shape_.rope) * 4);
+              static_cast<size_t>(rows) * shape_.heads * (shape_.rank + shape_.rope) *
+                  SizeOf(device_->kernels().activation_type()));
     };
     AttentionPolicy::LatentAttention attention{.make_queries = make_queries};
-    attention.index_q = layer.index_q.device.data();
-    attention.index_weights = layer.weights.device.as<float>();
+    attention.index_q = index.out;
+    attention.index_weights = index.out_weights;
     attention.index_heads = shape_.index_heads;
     attention.top_k = shape_.top_k;
     attention.q = layer.q.device.data();
@@ -270,7 +296,8 @@ void LatentRig::Enqueue(Stream& stream, int rows, int decode_rows) {
 }
 
 std::vector<std::vector<std::vector<float>>> LatentRig::Run(const std::vector<int32_t>& slots,
-                                                            bool generates) {
+                                                            int decode_rows) {
+  const bool generates = decode_rows == static_cast<int>(slots.size());
   const int bucket = generates ? device_->RowBucket(static_cast<int>(slots.size())) : 0;
   const int rows = std::max(bucket, static_cast<int>(slots.size()));
   for (int row = 0; row < rows; ++row) {  // padded, but for those below
@@ -295,19 +322,24 @@ std::vector<std::vector<std::vector<float>>> LatentRig::Run(const std::vector<in
       put(layer.k, token.k);
       put(layer.index_q, token.index_q);
       put(layer.weights, token.weights);
-      put(layer.q, token.q);
+      if (device_->kernels().activation_type() == DType::kFloat32) {
+        put(layer.q, token.q);
+      } else {
+        std::transform(token.q.begin(), token.q.end(),
+                       layer.q.host.as<uint16_t>() + r * token.q.size(), FloatToBFloat16);
+      }
     }
   }
   policy_->BeginStep(*stream_, slots, real_positions);
   if (bucket > 0) {
     std::unique_ptr<Program>& program = programs_[rows];
     if (program == nullptr) {
-      program = OrFail(device_->Record(
-          *stream_, [this, rows](Stream& stream) { Enqueue(stream, rows, rows); }));
+      program = OrFail(
+          device_->Record(*stream_, [this, rows](Stream& stream) { Enqueue(stream, rows, rows); }));
     }
     program->Run(*stream_);
   } else {
-    Enqueue(*stream_, rows, generates ? rows : 0);
+    Enqueue(*stream_, rows, decode_rows);
   }
   Finish();
   std::vector<std::vector<std::vector<float>>> out;

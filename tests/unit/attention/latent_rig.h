@@ -28,8 +28,9 @@ class LatentRig {
     int block_tokens = 16;
     int slots = 3;
     int max_context = 512;
-    std::string kernels = "reference";  // its caches are float32
-    int row_bucket = 0;                 // > 0: steps of decode rows are recorded programs, padded
+    std::string kernels = "reference";
+    bool packed = false;  // 656-byte entries (rank 512, rope 64); else float32
+    int row_bucket = 0;   // > 0: steps of decode rows are recorded programs, padded
     double drift = 0.02;  // how far the indexer's queries turn from one position to the next
     size_t pool_bytes = size_t{8} << 20;
   };
@@ -43,7 +44,7 @@ class LatentRig {
   PagePool& dram() { return *dram_; }
 
   // Hands over the first `context` tokens of stream `seed` to a slot, which ends at `total`. False:
-  // there is no room.
+  // there is no room. REQUIRES: context 0 where caches are packed (prompts make them).
   bool Admit(int slot, uint64_t seed, int context, int total);
   // Admits a home that TakeHome gave.
   void Readmit(int slot, uint64_t seed, int context, int total,
@@ -53,6 +54,9 @@ class LatentRig {
   void EndPrompt(int slot, const SelectionHints& hints = {});
   // A decode row of each slot. [layer][row][heads * rank].
   std::vector<std::vector<std::vector<float>>> Step(const std::vector<int32_t>& slots);
+  // The same, with `count` rows of another slot's prompt behind them.
+  std::vector<std::vector<std::vector<float>>> Mixed(std::vector<int32_t> slots, int prompt_slot,
+                                                     int count);
   int position(int slot) const { return sequences_.at(slot).length; }
   void AwaitWarm(int slot);
 
@@ -72,6 +76,7 @@ class LatentRig {
   };
   struct Layer {
     Mirrored kv, k, index_q, weights, q, out;
+    Buffer made_q, made_weights;  // IndexQuery's
   };
   struct Token {
     std::vector<float> kv, k, index_q, weights, q;
@@ -82,10 +87,11 @@ class LatentRig {
   std::vector<double> Key(const Token& token) const;
   void Enqueue(Stream& stream, int rows, int decode_rows);
   std::vector<std::vector<std::vector<float>>> Run(const std::vector<int32_t>& slots,
-                                                   bool generates);
+                                                   int decode_rows);
   void Finish();
 
   const Shape shape_;
+  const DType type_;  // of the caches
   PolicyOptions options_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<PagePool> hbm_, dram_;

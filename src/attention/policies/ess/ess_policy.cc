@@ -93,8 +93,8 @@ class EssPolicy : public AttentionPolicy {
   // Of the decode rows of a step; lists are [decode_rows][top_k].
   struct Buffers {
     Buffer written;  // [layers][decode_rows] entries: a step's new ones, on their way home
-    Buffer resident, arriving, sources, targets;              // int32 lists
-    Buffer resident_counts, arriving_counts, move_counts;     // int32 [decode_rows]
+    Buffer resident, arriving, sources, targets;           // int32 lists
+    Buffer resident_counts, arriving_counts, move_counts;  // int32 [decode_rows]
     Buffer o, lse;  // float [decode_rows][heads][rank], [decode_rows][heads]: Attn0's
     Buffer scratch;
     std::unique_ptr<SelectionCounters> counters;
@@ -132,8 +132,9 @@ class EssPolicy : public AttentionPolicy {
   void Select(Stream& stream, int layer, const LatentAttention& a, int32_t first, int32_t rows) {
     selection_->Select(stream, layer, tier_->Index(layer), a, first, rows);
   }
-  void GivePlaces(Stream& stream, int layer, const LatentAttention& a, int32_t row, int32_t list,
-                  int32_t rows, bool replay) const;
+  // Gives places to what rows [row, row + rows) have selected; their lists are from `list` on.
+  kernels::AdmitParams AdmitOf(int layer, const LatentAttention& a, int32_t row, int32_t list,
+                               int32_t rows) const;
   void Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const;
   void AttendDecode(Stream& stream, int layer, const LatentAttention& a);
   void AttendPrompt(Stream& stream, int layer, const LatentAttention& a);
@@ -145,9 +146,15 @@ class EssPolicy : public AttentionPolicy {
   const std::unique_ptr<EssTier> tier_;
   const std::unique_ptr<IndexSelection> selection_;
   const Buffers buffers_;
-  std::vector<bool> generates_;    // by slot: past its prompt, rows are decode rows
+  std::vector<bool> generates_;     // by slot: past its prompt, rows are decode rows
   std::vector<Replayed> replayed_;  // by slot
-  std::vector<int32_t> replays_;    // rows of the step that is being enqueued
+  // Rows of the step that is being enqueued whose selections pools are to see. Behind the last of a
+  // sequence the next token's place is made; before it, every token's entry is there already.
+  struct Replay {
+    int32_t row;
+    bool last;
+  };
+  std::vector<Replay> replays_;
 };
 
 void EssPolicy::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
@@ -161,7 +168,9 @@ void EssPolicy::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
     while (end < slots.size() && slots[end] == slots[begin]) ++end;
     if (slots[begin] < 0 || generates_[static_cast<size_t>(slots[begin])]) continue;
     const size_t first = end - std::min<size_t>(end - begin, kWarmRows);
-    for (size_t r = first; r < end; ++r) replays_.push_back(static_cast<int32_t>(r));
+    for (size_t r = first; r < end; ++r) {
+      replays_.push_back({static_cast<int32_t>(r), r + 1 == end});
+    }
     Replayed& replayed = replayed_[static_cast<size_t>(slots[begin])];
     if (replayed.end != positions[first]) replayed.rows = 0;
     replayed.rows += static_cast<int64_t>(end - first);
@@ -188,7 +197,8 @@ void EssPolicy::AppendLatent(Stream& stream, int layer, kernels::LatentAppendPar
     if (options_.ess.lru) {
       params.cache = tier_->Pool(layer);
       params.place_of = tier_->Residency(layer).place_of;
-      params.written = buffers_.written.as<uint8_t>() + int64_t{layer} * decode_rows_ * entry_bytes();
+      params.written =
+          buffers_.written.as<uint8_t>() + int64_t{layer} * decode_rows_ * entry_bytes();
     } else {  // fetched from there with all the others
       params.cache = tier_->Home(layer);
     }
@@ -221,15 +231,15 @@ Overlap EssPolicy::OverlapOf(int layer, int32_t rows) const {
     // Without a profile: DA, which never costs more than a fork and a join.
     overlap = l >= ess.misses.size()
                   ? Overlap::kDa
-                  : ChooseOverlap(EstimateStages(
-                        {ess.misses[l], ess.profile_context}, rows, entry_bytes(),
-                        tier_->layout().kinds[kIndexKind].bytes_per_token));
+                  : ChooseOverlap(
+                        EstimateStages({ess.misses[l], ess.profile_context}, rows, entry_bytes(),
+                                       tier_->layout().kinds[kIndexKind].bytes_per_token));
   }
   return overlap == Overlap::kDba && rows < 2 ? Overlap::kDa : overlap;
 }
 
-void EssPolicy::GivePlaces(Stream& stream, int layer, const LatentAttention& a, int32_t row,
-                           int32_t list, int32_t rows, bool replay) const {
+kernels::AdmitParams EssPolicy::AdmitOf(int layer, const LatentAttention& a, int32_t row,
+                                        int32_t list, int32_t rows) const {
   const kernels::UnitLists selected = selection_->lists();
   const int64_t at = int64_t{list} * selected.capacity;
   kernels::AdmitParams admit{};
@@ -249,11 +259,11 @@ void EssPolicy::GivePlaces(Stream& stream, int layer, const LatentAttention& a, 
   admit.target_units = buffers_.targets.as<int32_t>() + at;
   admit.move_counts = buffers_.move_counts.as<int32_t>() + list;
   admit.move_capacity = selected.capacity;  // of one row, which a sequence has
-  admit.counters = replay ? nullptr : buffers_.counters->of(layer);
+  admit.counters = buffers_.counters->of(layer);
   admit.rows = rows;
   admit.ahead = 1;
   admit.forget = !options_.ess.lru;
-  kernels().Admit(stream, admit);
+  return admit;
 }
 
 void EssPolicy::Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const {
@@ -300,7 +310,7 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
   Stream& fetches = overlap == Overlap::kNone ? stream : FetchBranch(stream);
   const auto begin = [&](int32_t first, int32_t count) {
     Select(stream, layer, a, first, count);
-    GivePlaces(stream, layer, a, first, first, count, /*replay=*/false);
+    kernels().Admit(stream, AdmitOf(layer, a, first, first, count));
     if (overlap != Overlap::kNone) fetches.After(stream);
     Fetch(fetches, layer, first, count);
   };
@@ -347,8 +357,11 @@ void EssPolicy::AttendPrompt(Stream& stream, int layer, const LatentAttention& a
   kernels().SparseMla(stream, attend);
   // LRU warm-up by what was computed here: one row after the other, the oldest first, through the
   // lists of the first decode row, which is done with them.
-  for (const int32_t row : replays_) {
-    GivePlaces(stream, layer, a, row, 0, 1, /*replay=*/true);
+  for (const Replay& replay : replays_) {
+    kernels::AdmitParams admit = AdmitOf(layer, a, replay.row, 0, 1);
+    admit.counters = nullptr;
+    admit.ahead = replay.last ? 1 : 0;
+    kernels().Admit(stream, admit);
     Fetch(stream, layer, 0, 1);
   }
 }
@@ -368,10 +381,9 @@ absl::StatusOr<EssPolicy::Buffers> EssPolicy::NewBuffers(const PolicyOptions& op
   const int64_t rows = DecodeRows(options), list = options.index_top_k;
   const CacheLayout& layout = options.hbm->layout();
   const auto allocate = [&](Buffer* buffer, int64_t bytes, const char* what) -> absl::Status {
-    SLUICE_ASSIGN_OR_RETURN(*buffer,
-                            options.device->Allocate(MemoryKind::kDevice,
-                                                     static_cast<size_t>(bytes),
-                                                     absl::StrCat("ess's ", what)));
+    SLUICE_ASSIGN_OR_RETURN(
+        *buffer, options.device->Allocate(MemoryKind::kDevice, static_cast<size_t>(bytes),
+                                          absl::StrCat("ess's ", what)));
     return absl::OkStatus();
   };
   SLUICE_RETURN_IF_ERROR(allocate(
@@ -430,9 +442,8 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> EssPolicy::Create(const PolicyO
   tier_options.slots = options.slots;
   tier_options.decode_rows = DecodeRows(options);
   tier_options.latent_rank = options.latent_rank;
-  tier_options.shape =
-      EssShapeOf(options, options.hbm->layout().kinds[kLatentKind].block_tokens,
-                 options.hbm->Capacity()[kLatentKind]);
+  tier_options.shape = EssShapeOf(options, options.hbm->layout().kinds[kLatentKind].block_tokens,
+                                  options.hbm->Capacity()[kLatentKind]);
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<EssTier> tier, EssTier::Create(tier_options));
   IndexSelection::Options selection_options;
   selection_options.device = options.device;
@@ -443,8 +454,8 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> EssPolicy::Create(const PolicyO
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<IndexSelection> selection,
                           IndexSelection::Create(selection_options));
   SLUICE_ASSIGN_OR_RETURN(Buffers buffers, NewBuffers(options));
-  return std::unique_ptr<AttentionPolicy>(new EssPolicy(
-      options, std::move(tier), std::move(selection), std::move(buffers)));
+  return std::unique_ptr<AttentionPolicy>(
+      new EssPolicy(options, std::move(tier), std::move(selection), std::move(buffers)));
 }
 
 }  // namespace

@@ -11,9 +11,9 @@ namespace sluice {
 
 absl::StatusOr<std::unique_ptr<EssTier>> EssTier::Create(const Options& options) {
   SLUICE_CHECK(!options.hbm->overcommitted(), "what is taken at admission is never given up");
-  SLUICE_ASSIGN_OR_RETURN(PoolTables tables,
-                          PoolTables::Create(options.device, options.hbm, options.dram,
-                                             options.slots, options.shape));
+  SLUICE_ASSIGN_OR_RETURN(
+      PoolTables tables,
+      PoolTables::Create(options.device, options.hbm, options.dram, options.slots, options.shape));
   SLUICE_ASSIGN_OR_RETURN(
       std::unique_ptr<PoolWarmer> warmer,
       PoolWarmer::Create(options.device, options.hbm, options.dram, options.shape.most_places()));
@@ -241,8 +241,7 @@ void EssTier::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
     const int64_t position = positions[static_cast<size_t>(r)];
     const SequenceCache& home = *slots_[static_cast<size_t>(slot)].home;
     for (int layer = 0; layer < layout().layers; ++layer) {
-      const int64_t page =
-          home.Pages(layer, kLatentKind)[static_cast<size_t>(position / block)];
+      const int64_t page = home.Pages(layer, kLatentKind)[static_cast<size_t>(position / block)];
       units[layer * rows + r] = static_cast<int32_t>(page * block + position % block);
     }
   }
@@ -258,8 +257,7 @@ void EssTier::WriteThrough(Stream& stream, const void* written, int begin, int e
   move.source_stride = list;
   move.target = options_.dram->base(kLatentKind);
   move.source_pitch = move.target_pitch = bytes;
-  move.target_units =
-      device_targets_.as<int32_t>() + int64_t{begin} * options_.decode_rows;
+  move.target_units = device_targets_.as<int32_t>() + int64_t{begin} * options_.decode_rows;
   move.counts = target_counts_.as<int32_t>();
   move.lists = end - begin;
   move.capacity = options_.decode_rows;

@@ -85,9 +85,9 @@ class EssTier {
  private:
   struct Slot {
     std::unique_ptr<SequenceCache> home;
-    std::unique_ptr<SequenceCache> hbm;  // null: the slot is free
-    int64_t total = 0;                   // tokens at its end
-    bool index_at_home = false;          // pages of DRAM that go back once `placed` is there
+    std::unique_ptr<SequenceCache> hbm;        // null: the slot is free
+    int64_t total = 0;                         // tokens at its end
+    bool index_at_home = false;                // pages of DRAM that go back once `placed` is there
     std::vector<Stream::CopyOp> copies, then;  // under way
     std::unique_ptr<Event> placed;             // tables and index keys are where they belong
     std::unique_ptr<Event> warm;               // of the warm-up

@@ -17,8 +17,11 @@ int64_t FairPlaces(const PolicyOptions& options, const CacheLayout& model) {
   const int64_t sequence = options.hbm_bytes / std::max(options.slots, 1) / model.layers;
   const int64_t for_places = sequence - index.BlocksFor(tokens) * index.page_bytes() -
                              CeilDiv(tokens + 1, kResidencyWords) * kResidencyWords * word;
-  const int64_t place = model.kinds[kLatentKind].bytes_per_token + kPlaceWords * word;
-  return std::max<int64_t>(for_places / place, 0);
+  const CacheKind& latent = model.kinds[kLatentKind];
+  const int64_t place = latent.bytes_per_token + kPlaceWords * word;
+  // Their rows of the table begin and end with pages.
+  const int64_t places = (for_places - kResidencyWords * word) / place;
+  return std::max<int64_t>(places, 0) / latent.block_tokens * latent.block_tokens;
 }
 
 }  // namespace
@@ -63,8 +66,7 @@ EssPoolShape EssShapeOf(const PolicyOptions& options, int64_t block_tokens,
   shape.least_places = options.ess.least_places;
   shape.ratio = options.ess.sparse_memory_ratio;
   if (shape.ratio == 0) {
-    shape.fair_places =
-        capacity_places / std::max(options.slots, 1) / block_tokens * block_tokens;
+    shape.fair_places = capacity_places / std::max(options.slots, 1) / block_tokens * block_tokens;
   }
   return shape;
 }

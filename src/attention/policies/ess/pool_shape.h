@@ -1,8 +1,8 @@
 // How much of HBM and DRAM a sequence takes under policy ess: arithmetic alone.
 //
-// In HBM a sequence has its index keys, all of them, for each layer a Sparse Memory Pool of *places*
-// for latent entries, and the tables that say what lies where: place_of, 4 bytes a token, and
-// places, 8 bytes a place (kernels::ResidencyTable). In DRAM it has its home, every entry.
+// In HBM a sequence has its index keys, all of them, for each layer a Sparse Memory Pool of
+// *places* for latent entries, and the tables that say what lies where: place_of, 4 bytes a token,
+// and places, 8 bytes a place (kernels::ResidencyTable). In DRAM it has its home, every entry.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace sluice {
 inline constexpr size_t kResidencyKind = 2;
 
 struct EssPoolShape {
-  int64_t top_k = 0;        // entries that a row attends to
+  int64_t top_k = 0;  // entries that a row attends to
   int64_t max_context = 0;
   int64_t block_tokens = 0;  // of latent pages
   int64_t least_places = 0;  // whatever the ratio

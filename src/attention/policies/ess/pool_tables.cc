@@ -126,8 +126,7 @@ void PoolTables::CopyWords(const SequenceCache& hbm, int layer, int64_t word, in
 
 void PoolTables::Clear(const SequenceCache& hbm, int64_t total, Ops* first, Ops* then) const {
   const int64_t places = shape_.PlacesOf(total);
-  const int64_t words =
-      (shape_.PlaceOfPages(total) + shape_.PlacesPages(places)) * kResidencyWords;
+  const int64_t words = (shape_.PlaceOfPages(total) + shape_.PlacesPages(places)) * kResidencyWords;
   const int64_t end = PlacesWord(total, places);
   for (int layer = 0; layer < layers_; ++layer) {
     CopyWords(hbm, layer, 0, words, none_, true, first);

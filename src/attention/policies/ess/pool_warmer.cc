@@ -83,8 +83,7 @@ void PoolWarmer::Write(const Sequence& sequence, int64_t tokens, WarmPlan* plan,
       lists.sources[at] = i + 1 == count ? -1 : entry(home, home_block, warm.unit);
       lists.targets[at] = entry(pool, pool_block, i);
       lists.place_of[at] = entry(tables, kResidencyWords, warm.unit);
-      lists.places[at] =
-          entry(tables, place_rows, sequence.place_of_pages * place_rows + i);
+      lists.places[at] = entry(tables, place_rows, sequence.place_of_pages * place_rows + i);
       lists.rows[2 * at] = warm.unit;
       lists.rows[2 * at + 1] = warm.stamp;
     }
@@ -122,9 +121,8 @@ void PoolWarmer::Start(const Sequence& sequence, int64_t tokens, WarmPlan* plan,
   places.source_stride = capacity_ * kPlaceWords * int64_t{sizeof(int32_t)};
   places.target_units = lists.places;
   device_->kernels().Transfer(*stream_, places);
-  kernels::TransferParams entries =
-      transfer(dram_->base(kLatentKind), hbm_->base(kLatentKind),
-               hbm_->layout().kinds[kLatentKind].bytes_per_token);
+  kernels::TransferParams entries = transfer(dram_->base(kLatentKind), hbm_->base(kLatentKind),
+                                             hbm_->layout().kinds[kLatentKind].bytes_per_token);
   entries.source_units = lists.sources;
   entries.target_units = lists.targets;
   device_->kernels().Transfer(*stream_, entries);

@@ -43,10 +43,10 @@ class PoolWarmer {
  private:
   // Lists of all layers, one after the other: each is int32 [layers][capacity].
   struct Lists {
-    int32_t *sources, *targets;        // entries: of the home, of the pool
-    int32_t *place_of, *places;        // rows of the tables
-    int32_t* rows;                     // [..][2]: what the latter get
-    int32_t* counts;                   // [layers]
+    int32_t *sources, *targets;  // entries: of the home, of the pool
+    int32_t *place_of, *places;  // rows of the tables
+    int32_t* rows;               // [..][2]: what the latter get
+    int32_t* counts;             // [layers]
   };
   struct Staging {
     Buffer host;
@@ -68,7 +68,7 @@ class PoolWarmer {
   const int64_t capacity_;
   std::array<Staging, kStagings> stagings_;
   size_t next_ = 0;
-  Buffer index_;  // int32 [capacity]: 0, 1, ...
+  Buffer index_;                    // int32 [capacity]: 0, 1, ...
   std::unique_ptr<Stream> stream_;  // last: its thread ends first
 };
 

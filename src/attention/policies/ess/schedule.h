@@ -17,12 +17,12 @@ enum class Overlap { kNone, kDa, kDba };
 
 // Times of a layer's stages for a batch, in microseconds.
 struct StageTimes {
-  double transfer = 0;   // of all rows' misses
-  double prepare = 0;    // PreAttn: q_b, absorption, RoPE
-  double attend = 0;     // Attn0
-  double index = 0;      // logits and top-k of all rows
-  double branch = 2.9;   // a fork and a join: two graph nodes with their dependencies
-  double halves = 10;    // what the indexer costs more in two halves: its launches and tails
+  double transfer = 0;  // of all rows' misses
+  double prepare = 0;   // PreAttn: q_b, absorption, RoPE
+  double attend = 0;    // Attn0
+  double index = 0;     // logits and top-k of all rows
+  double branch = 2.9;  // a fork and a join: two graph nodes with their dependencies
+  double halves = 10;   // what the indexer costs more in two halves: its launches and tails
 };
 
 // How much longer the layer takes under a schedule than with no transfer and no schedule at all.
