@@ -10,6 +10,7 @@
 #include "src/attention/policy_factory.h"
 #include "src/base/dtype.h"
 #include "src/base/rng.h"
+#include "src/device/kernel_set.h"
 #include "tests/support/device.h"
 
 namespace sluice::testing {
