@@ -266,7 +266,7 @@ TEST_CASE("ess: HBM is counted for the whole length, and index keys leave DRAM")
   REQUIRE(latents >= int64_t{admitted} * 3 * 400 * 48 * 4);
   for (int slot = 0; slot < admitted; ++slot) rig.policy().Release(slot);
   REQUIRE(rig.dram().UsageOf(0).used_bytes == 0);
-  for (size_t kind = 0; kind < 2; ++kind) REQUIRE(rig.hbm().UsageOf(kind).used_bytes == 0);
+  for (size_t kind = 0; kind < 3; ++kind) REQUIRE(rig.hbm().UsageOf(kind).used_bytes == 0);
 }
 
 TEST_CASE("ess: a slot's next sequence sees nothing of the one before") {

@@ -44,7 +44,7 @@ class EssTier {
     int decode_rows = 0;  // of a step at most, padded ones counted
     int latent_rank = 0;
   };
-  // RESOURCE_EXHAUSTED: no memory for the tables; INVALID_ARGUMENT: HBM holds not even them.
+  // RESOURCE_EXHAUSTED: no memory for the tables.
   static absl::StatusOr<std::unique_ptr<EssTier>> Create(const Options& options);
   ~EssTier();
 

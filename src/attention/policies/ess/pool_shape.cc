@@ -52,9 +52,13 @@ int64_t EssPoolShape::PlacesPages(int64_t places) const {
   return CeilDiv(places * kPlaceWords, kResidencyWords);
 }
 
+int64_t EssPoolShape::ResidencyPages(int64_t total) const {
+  const int64_t places = PlacesPages(PlacesOf(total));
+  return PlaceOfPages(total) + places + (places < PlacesPages(most_places()) ? 1 : 0);
+}
+
 TokensByKind EssPoolShape::HbmTokens(int64_t total) const {
-  const int64_t places = PlacesOf(total);
-  return {places, total, (PlaceOfPages(total) + PlacesPages(places)) * kResidencyWords};
+  return {PlacesOf(total), total, ResidencyPages(total) * kResidencyWords};
 }
 
 EssPoolShape EssShapeOf(const PolicyOptions& options, int64_t block_tokens,

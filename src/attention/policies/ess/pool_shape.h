@@ -33,6 +33,9 @@ struct EssPoolShape {
   // Of the tables, in 4-byte words, each beginning with a page of its own.
   int64_t PlaceOfPages(int64_t total) const;
   int64_t PlacesPages(int64_t places) const;
+  // Both, and where the longest sequence has more pages of places one that says that there are
+  // none.
+  int64_t ResidencyPages(int64_t total) const;
   TokensByKind HbmTokens(int64_t total) const;
 };
 

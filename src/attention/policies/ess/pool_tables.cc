@@ -5,13 +5,6 @@
 #include "src/base/status_macros.h"
 
 namespace sluice {
-namespace {
-
-// A sequence of no tokens has no page of any kind, but one of the tables' for each layer.
-const TokensByKind kOnePage = {0, 0, kResidencyWords};
-
-}  // namespace
-
 absl::StatusOr<PoolTables> PoolTables::Create(Device* device, PagePool* hbm, PagePool* dram,
                                               int slots, const EssPoolShape& shape) {
   PoolTables t;
@@ -38,32 +31,23 @@ absl::StatusOr<PoolTables> PoolTables::Create(Device* device, PagePool* hbm, Pag
       allocate(&t.host_home_table_, MemoryKind::kPinned, slots * t.home_stride()));
 
   const int64_t units = shape.max_context + 1;
-  const int64_t words = kRepeated + kResidencyWords + 3 * units;
+  const int64_t words = kRepeated + 2 * kResidencyWords + 3 * units;
   SLUICE_RETURN_IF_ERROR(allocate(&t.constants_, MemoryKind::kDevice, words));
   Buffer staged;
   SLUICE_RETURN_IF_ERROR(allocate(&staged, MemoryKind::kPinned, words));
   auto* out = staged.as<int32_t>();
   out = std::fill_n(out, kRepeated, -1);
-  for (int64_t i = 0; i < kResidencyWords; ++i) *out++ = i % 2 == 0 ? kernels::kNoPlace : -1;
+  for (int64_t i = 0; i < 2 * kResidencyWords; ++i) *out++ = i % 2 == 0 ? kernels::kNoPlace : -1;
   for (int64_t i = 0; i < units; ++i) *out++ = static_cast<int32_t>(i);
   for (int64_t i = 0; i < 2 * units; ++i) *out++ = static_cast<int32_t>(i / 2);
   t.none_ = t.constants_.as<int32_t>();
   t.no_places_ = t.none_ + kRepeated;
-  t.index_ = t.no_places_ + kResidencyWords;
+  t.index_ = t.no_places_ + 2 * kResidencyWords;
   t.index_rows_ = t.index_ + units;
 
-  Reservation page = hbm->TryReserve(kOnePage);
-  if (page.empty()) {
-    return absl::InvalidArgumentError("hbm_bytes: no room for the residency tables of policy ess");
-  }
-  t.shared_ = std::make_unique<SequenceCache>(hbm, std::move(page));
-  t.shared_->EnsureTokens(kOnePage);
-  t.no_place_page_ = t.shared_->Pages(0, kResidencyKind)[0];
   const std::unique_ptr<Stream> stream = device->NewStream(Device::StreamKind::kCopy);
   const std::unique_ptr<Event> done = device->NewEvent();
   stream->Copy(t.constants_.data(), staged.data(), staged.bytes());
-  stream->Copy(hbm->PageAddress(kResidencyKind, t.no_place_page_), t.no_places_,
-               kResidencyWords * sizeof(int32_t));
   stream->Record(*done);
   done->Wait();
   SLUICE_RETURN_IF_ERROR(device->Health());
@@ -95,7 +79,8 @@ void PoolTables::Publish(int slot, const SequenceCache& home, const SequenceCach
         -1, to += place_blocks_);
     const std::vector<int32_t>& words = hbm.Pages(layer, kResidencyKind);
     put(words, 0, place_of, place_of_pages_, -1, to += index_blocks_);
-    put(words, place_of, shape_.PlacesPages(places), places_pages_, no_place_page_,
+    // The last one stands for all that it lacks.
+    put(words, place_of, shape_.PlacesPages(places), places_pages_, words.back(),
         to += place_of_pages_);
   }
   const auto send = [&](const Buffer& target, const Buffer& source, int64_t count) {
@@ -126,7 +111,7 @@ void PoolTables::CopyWords(const SequenceCache& hbm, int layer, int64_t word, in
 
 void PoolTables::Clear(const SequenceCache& hbm, int64_t total, Ops* first, Ops* then) const {
   const int64_t places = shape_.PlacesOf(total);
-  const int64_t words = (shape_.PlaceOfPages(total) + shape_.PlacesPages(places)) * kResidencyWords;
+  const int64_t words = shape_.ResidencyPages(total) * kResidencyWords;
   const int64_t end = PlacesWord(total, places);
   for (int layer = 0; layer < layers_; ++layer) {
     CopyWords(hbm, layer, 0, words, none_, true, first);

@@ -19,8 +19,7 @@ class PoolTables {
  public:
   using Ops = std::vector<Stream::CopyOp>;
 
-  // RESOURCE_EXHAUSTED: no memory for them; INVALID_ARGUMENT: no page of HBM for rows without a
-  // place.
+  // RESOURCE_EXHAUSTED: no memory for them.
   static absl::StatusOr<PoolTables> Create(Device* device, PagePool* hbm, PagePool* dram, int slots,
                                            const EssPoolShape& shape);
 
@@ -63,16 +62,14 @@ class PoolTables {
   int layers_ = 0;
   int64_t home_blocks_ = 0, place_blocks_ = 0, index_blocks_ = 0, place_of_pages_ = 0,
           places_pages_ = 0;
-  int64_t entries_ = 0;  // of a layer in a slot's row
-  int32_t no_place_page_ = 0;
+  int64_t entries_ = 0;                         // of a layer in a slot's row
   Buffer device_table_, host_table_;            // int32 [slots][layers][entries_]
   Buffer device_home_table_, host_home_table_;  // int32 [slots][layers][home_blocks_]
   Buffer constants_;                            // of the device: below
   const int32_t* none_ = nullptr;               // [kRepeated] of -1
-  const int32_t* no_places_ = nullptr;          // [kResidencyWords / 2][2] of (kNoPlace, -1)
+  const int32_t* no_places_ = nullptr;          // [kResidencyWords][2] of (kNoPlace, -1)
   const int32_t* index_ = nullptr;              // [max_context + 1]: 0, 1, ...
   const int32_t* index_rows_ = nullptr;         // [max_context + 1][2] of (i, i)
-  std::unique_ptr<SequenceCache> shared_;       // what the page of rows without a place is from
 };
 
 }  // namespace sluice
