@@ -84,6 +84,8 @@ class AttentionPolicy {
   // Whether a sequence needs EndPrompt before its first decode row: at once after Admit where the
   // whole prompt was handed over, else after the prompt's last step.
   virtual bool NeedsEndPrompt() const { return false; }
+  // After Admit: the slot's first `tokens` tokens are its prompt, as EndPrompt will say again.
+  virtual void BeginPrompt(int /*slot*/, int64_t /*tokens*/) {}
   // The slot's first `tokens` tokens are its prompt, and computed: starts to make its working set;
   // Warm(slot) says when it is there. Once. `hints`: what its prefill node found important; they
   // count where nothing better is known. REQUIRES: every step that has the slot is done.

@@ -162,7 +162,7 @@ std::vector<double> LatentRig::Key(const Token& token) const {
   return key;
 }
 
-bool LatentRig::Admit(int slot, uint64_t seed, int context, int total) {
+bool LatentRig::Admit(int slot, uint64_t seed, int context, int total, int prompt) {
   REQUIRE((context == 0 || !shape_.packed));
   std::unique_ptr<SequenceCache> home;
   if (context > 0) {
@@ -185,14 +185,16 @@ bool LatentRig::Admit(int slot, uint64_t seed, int context, int total) {
     }
   }
   if (!policy_->Admit(slot, context, total, Promise::kFirm, home)) return false;
+  policy_->BeginPrompt(slot, prompt == 0 ? context : prompt);
   AwaitWarm(slot);
   sequences_[slot] = {seed, context};
   return true;
 }
 
-void LatentRig::Readmit(int slot, uint64_t seed, int context, int total,
+void LatentRig::Readmit(int slot, uint64_t seed, int context, int total, int prompt,
                         std::unique_ptr<SequenceCache> home) {
   REQUIRE(policy_->Admit(slot, context, total, Promise::kFirm, home));
+  policy_->BeginPrompt(slot, prompt);
   AwaitWarm(slot);
   sequences_[slot] = {seed, context};
 }

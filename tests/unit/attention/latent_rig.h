@@ -44,10 +44,11 @@ class LatentRig {
   PagePool& dram() { return *dram_; }
 
   // Hands over the first `context` tokens of stream `seed` to a slot, which ends at `total`. False:
-  // there is no room. REQUIRES: context 0 where caches are packed (prompts make them).
-  bool Admit(int slot, uint64_t seed, int context, int total);
+  // there is no room. `prompt`: tokens of the prompt, 0: the context. REQUIRES: context 0 where
+  // caches are packed (prompts make them).
+  bool Admit(int slot, uint64_t seed, int context, int total, int prompt = 0);
   // Admits a home that TakeHome gave.
-  void Readmit(int slot, uint64_t seed, int context, int total,
+  void Readmit(int slot, uint64_t seed, int context, int total, int prompt,
                std::unique_ptr<SequenceCache> home);
   // `count` rows of the slot's prompt.
   std::vector<std::vector<std::vector<float>>> Prompt(int slot, int count);

@@ -39,7 +39,7 @@ class EssPolicy : public AttentionPolicy {
     SLUICE_CHECK(promise == Promise::kFirm, "nothing is preempted");
     if (!tier_->Admit(slot, context, total, home)) return false;
     generates_[static_cast<size_t>(slot)] = false;
-    replayed_[static_cast<size_t>(slot)] = {};
+    prompts_[static_cast<size_t>(slot)] = {};
     return true;
   }
   bool Warm(int slot) override { return tier_->Warm(slot); }
@@ -58,6 +58,9 @@ class EssPolicy : public AttentionPolicy {
 
   int decode_rows_per_sequence() const override { return 1; }
   bool NeedsEndPrompt() const override { return true; }
+  void BeginPrompt(int slot, int64_t tokens) override {
+    prompts_[static_cast<size_t>(slot)].tokens = tokens;
+  }
   void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override;
   int last_rows_wanted() const override {
     return options_.recompute_last && options_.ess.warm_up ? kWarmRows : 0;
@@ -99,10 +102,9 @@ class EssPolicy : public AttentionPolicy {
     Buffer scratch;
     std::unique_ptr<SelectionCounters> counters;
   };
-  // The last rows of a prompt, one after the other, whose selections its pool has seen.
-  struct Replayed {
-    int64_t end = 0;  // the position after them
-    int64_t rows = 0;
+  struct Prompt {
+    int64_t tokens = 0;    // 0: not known
+    int64_t replayed = 0;  // of its last rows: those whose selections its pool has seen
   };
 
   EssPolicy(const PolicyOptions& options, std::unique_ptr<EssTier> tier,
@@ -113,7 +115,7 @@ class EssPolicy : public AttentionPolicy {
         selection_(std::move(selection)),
         buffers_(std::move(buffers)),
         generates_(static_cast<size_t>(options.slots), false),
-        replayed_(static_cast<size_t>(options.slots)) {}
+        prompts_(static_cast<size_t>(options.slots)) {}
 
   static int DecodeRows(const PolicyOptions& options) {
     return std::max(options.slots, options.device->RowBucket(options.slots));
@@ -146,10 +148,10 @@ class EssPolicy : public AttentionPolicy {
   const std::unique_ptr<EssTier> tier_;
   const std::unique_ptr<IndexSelection> selection_;
   const Buffers buffers_;
-  std::vector<bool> generates_;     // by slot: past its prompt, rows are decode rows
-  std::vector<Replayed> replayed_;  // by slot
-  // Rows of the step that is being enqueued whose selections pools are to see. Behind the last of a
-  // sequence the next token's place is made; before it, every token's entry is there already.
+  std::vector<bool> generates_;  // by slot: past its prompt, rows are decode rows
+  std::vector<Prompt> prompts_;  // by slot
+  // Rows of the step that is being enqueued whose selections pools are to see. Behind a prompt's
+  // last row the next token's place is made.
   struct Replay {
     int32_t row;
     bool last;
@@ -160,21 +162,16 @@ class EssPolicy : public AttentionPolicy {
 void EssPolicy::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                           absl::Span<const int32_t> positions) {
   tier_->BeginStep(stream, slots, positions, generates_);
-  // The last rows of each prompt in this step; whether more of it is to come nobody knows here.
+  // The last rows of prompts: which they are depends on the prompt alone, not on its chunks, so
+  // that what a sequence finds in its pool does not depend on its neighbours.
   replays_.clear();
   if (!options_.ess.warm_up || !options_.ess.lru) return;
-  for (size_t begin = 0, end; begin < slots.size(); begin = end) {
-    end = begin + 1;
-    while (end < slots.size() && slots[end] == slots[begin]) ++end;
-    if (slots[begin] < 0 || generates_[static_cast<size_t>(slots[begin])]) continue;
-    const size_t first = end - std::min<size_t>(end - begin, kWarmRows);
-    for (size_t r = first; r < end; ++r) {
-      replays_.push_back({static_cast<int32_t>(r), r + 1 == end});
-    }
-    Replayed& replayed = replayed_[static_cast<size_t>(slots[begin])];
-    if (replayed.end != positions[first]) replayed.rows = 0;
-    replayed.rows += static_cast<int64_t>(end - first);
-    replayed.end = positions[end - 1] + 1;
+  for (size_t r = 0; r < slots.size(); ++r) {
+    if (slots[r] < 0 || generates_[static_cast<size_t>(slots[r])]) continue;
+    Prompt& prompt = prompts_[static_cast<size_t>(slots[r])];
+    if (positions[r] < prompt.tokens - kWarmRows || positions[r] >= prompt.tokens) continue;
+    replays_.push_back({static_cast<int32_t>(r), positions[r] + 1 == prompt.tokens});
+    ++prompt.replayed;
   }
 }
 
@@ -183,8 +180,11 @@ void EssPolicy::EndPrompt(int slot, int64_t tokens, const SelectionHints& hints)
   generates_[s] = true;
   // The pool is what its own last rows left there, and the next token has its place. Hints know
   // more than a few rows.
-  const Replayed& replayed = replayed_[s];
-  if (replayed.end == tokens && (replayed.rows >= kWarmRows || hints.empty())) return;
+  const Prompt& prompt = prompts_[s];
+  if (prompt.replayed > 0 && prompt.tokens == tokens &&
+      (prompt.replayed >= kWarmRows || hints.empty())) {
+    return;
+  }
   tier_->WarmUp(slot, tokens, hints, options_.ess.warm_up && options_.ess.lru);
 }
 
@@ -212,11 +212,6 @@ void EssPolicy::AppendLatent(Stream& stream, int layer, kernels::LatentAppendPar
   prompt.positions += decode;
   prompt.rows -= decode;
   prompt.decode_rows = 0;
-  kernels().LatentAppend(stream, prompt);
-  if (replays_.empty()) return;
-  // What an earlier row made a place for gets its entry.
-  prompt.cache = tier_->Pool(layer);
-  prompt.place_of = tier_->Residency(layer).place_of;
   kernels().LatentAppend(stream, prompt);
 }
 
