@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "src/base/clock.h"
@@ -66,10 +67,7 @@ class EngineRun {
     marks_->tokens.reserve(static_cast<size_t>(options_.windows * options_.steps) + 1);
     // All are in the batch, caches and all, before the first decodes, so that they stay equally
     // long.
-    SLUICE_ASSIGN_OR_RETURN(const std::vector<std::string> transfers, HandOverAll());
-    for (const std::string& transfer : transfers) {
-      SLUICE_RETURN_IF_ERROR(engine_->Submit(RequestFor(transfer)).status());
-    }
+    SLUICE_RETURN_IF_ERROR(HandOverAll());
     const absl::Time give_up = absl::Now() + kPatience;
     while (!AllWarm(slots, policy)) {
       if (absl::Now() > give_up) return absl::DeadlineExceededError("they do not fit together");
@@ -144,15 +142,15 @@ class EngineRun {
     return absl::OkStatus();
   }
 
-  // The ids of as many committed transfers as there are sequences. By several threads, as peers
-  // would: contexts of gigabytes are there in seconds.
-  absl::StatusOr<std::vector<std::string>> HandOverAll() {
+  // Hands over every sequence and submits its Generate. By several threads, as peers would:
+  // contexts of gigabytes are there in seconds.
+  absl::Status HandOverAll() {
     if (options_.contexts == nullptr) {
       for (const CacheKind& kind : model_->cache_layout().kinds) {
         payloads_.push_back(PayloadOf(kind));
       }
     }
-    std::vector<absl::StatusOr<std::string>> transfers(static_cast<size_t>(options_.batch));
+    std::vector<absl::Status> done(static_cast<size_t>(options_.batch));
     std::vector<std::unique_ptr<ContextReader>> readers(
         static_cast<size_t>(std::min({kPeers, AvailableCores(), options_.batch})));
     for (auto& reader : readers) {
@@ -163,17 +161,28 @@ class EngineRun {
       std::vector<std::jthread> threads;
       for (const auto& reader : readers) {
         threads.emplace_back([&] {
-          for (size_t t = next++; t < transfers.size(); t = next++) {
-            transfers[t] = HandOver(t, *reader);
-          }
+          for (size_t t = next++; t < done.size(); t = next++) done[t] = Begin(t, *reader);
         });
       }
     }
-    std::vector<std::string> ids;
-    for (auto& transfer : transfers) {
-      SLUICE_ASSIGN_OR_RETURN(ids.emplace_back(), std::move(transfer));
+    for (const absl::Status& status : done) SLUICE_RETURN_IF_ERROR(status);
+    return absl::OkStatus();
+  }
+
+  // Waits where DRAM is full: what a policy does not keep there goes once a sequence is admitted.
+  absl::Status Begin(size_t index, ContextReader& reader) {
+    const absl::Time give_up = absl::Now() + kPatience;
+    for (;;) {
+      const absl::StatusOr<std::string> transfer = HandOver(index, reader);
+      if (transfer.ok()) {
+        absl::MutexLock lock(&submit_mutex_);
+        return engine_->Submit(RequestFor(*transfer)).status();
+      }
+      if (!absl::IsResourceExhausted(transfer.status()) || absl::Now() > give_up) {
+        return transfer.status();
+      }
+      absl::SleepFor(absl::Milliseconds(20));
     }
-    return ids;
   }
 
   // Transfer number `index`, committed: its id.
@@ -311,6 +320,7 @@ class EngineRun {
   std::vector<Payload> payloads_;  // by kind
   Metrics metrics_;
   std::shared_ptr<Marks> marks_ = std::make_shared<Marks>();
+  absl::Mutex submit_mutex_;  // of RequestFor and Submit: sinks in the order of submission
   std::vector<std::shared_ptr<CountingSink>> sinks_;
   std::unique_ptr<PagePool> dram_;
   std::unique_ptr<TransferTable> transfers_;

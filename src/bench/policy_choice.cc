@@ -16,6 +16,7 @@
 namespace sluice {
 namespace {
 
+using Overlap = PolicyOptions::Ess::Overlap;
 using Selector = PolicyOptions::Oracle::Selector;
 
 constexpr char kMeanSelection[] = "hgca-mean";
@@ -39,6 +40,13 @@ constexpr Preset kPresets[] = {
     {"oracle", "oracle", [](PolicyOptions&) {}},
     {"ends", "oracle", [](PolicyOptions& o) { o.oracle.selector = Selector::kEnds; }},
     {"random", "oracle", [](PolicyOptions& o) { o.oracle.selector = Selector::kRandom; }},
+    {"ess", "ess", [](PolicyOptions&) {}},
+    {"ess-no-overlap", "ess", [](PolicyOptions& o) { o.ess.overlap = Overlap::kNone; }},
+    {"ess-da", "ess", [](PolicyOptions& o) { o.ess.overlap = Overlap::kDa; }},
+    {"ess-dba", "ess", [](PolicyOptions& o) { o.ess.overlap = Overlap::kDba; }},
+    {"ess-no-warm-up", "ess", [](PolicyOptions& o) { o.ess.warm_up = false; }},
+    {"ess-no-lru", "ess", [](PolicyOptions& o) { o.ess.lru = false; }},
+    {"offload-naive", "offload-naive", [](PolicyOptions&) {}},
 };
 
 struct Setting {
@@ -73,6 +81,14 @@ constexpr Setting kSettings[] = {
        o.scout.intervals.assign(static_cast<size_t>(o.hbm->layout().layers),
                                 static_cast<int32_t>(value));
      }},
+    {"ratio", "ess", false,
+     [](PolicyOptions& o, double value) { o.ess.sparse_memory_ratio = value; }},
+    {"least", "ess", true,
+     [](PolicyOptions& o, double value) { o.ess.least_places = static_cast<int>(value); }},
+    {"movers", "ess", true,
+     [](PolicyOptions& o, double value) { o.ess.transfer_workers = static_cast<int>(value); }},
+    {"skip", "ess", false,
+     [](PolicyOptions& o, double value) { o.ess.skip_transfers = value != 0; }},
     {"resident", "scout", true,
      [](PolicyOptions& o, double value) { o.scout.resident_tokens = static_cast<int>(value); }},
 };

@@ -10,10 +10,11 @@
 
 namespace sluice {
 
-// full, scout, recall, recall-fetch-all, hgca, oracle; scout without looking ahead, without recalls
-// after the first, and without either; hgca-mean, whose beta makes the CPU attend to as many tokens
-// as the budget leaves beside the window, on average (hgca_beta.h); and the baselines that a
-// selection must beat: ends (the first and the newest blocks) and random.
+// full; of models with latent caches ess, with a schedule of its own or without one of its ideas,
+// and offload-naive; of others scout, recall, recall-fetch-all, hgca, oracle; scout without looking
+// ahead, without recalls after the first, and without either; hgca-mean, whose beta makes the CPU
+// attend to as many tokens as the budget leaves beside the window, on average (hgca_beta.h); and
+// the baselines that a selection must beat: ends (the first and the newest blocks) and random.
 const std::vector<std::string>& PolicyNames();
 // What may follow a name, as in "hgca:beta=0.5:window=512": for help texts.
 const std::vector<std::string>& PolicySettings();
