@@ -27,6 +27,7 @@ namespace {
 
 constexpr absl::Duration kPatience = absl::Minutes(5);  // for anything that must come
 constexpr int kWarmUpTokens = 3;
+constexpr uint32_t kChunkTokens = 512;  // of prompts whose last tokens a policy wants computed
 constexpr int kPeers = 14;  // that hand over at once
 
 // Counts, and reads at once as soon as `open`. `on_count`, if not null, is called with the count
@@ -128,7 +129,7 @@ class EngineRun {
     Engine::Options options;
     options.max_sequences = static_cast<uint32_t>(slots);
     options.max_context = table.max_context;
-    options.chunk_tokens = 1;
+    options.chunk_tokens = kChunkTokens;
     Engine::Parts parts;
     parts.device = device_;
     parts.model = model_;
