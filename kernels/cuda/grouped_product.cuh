@@ -47,6 +47,7 @@ constexpr int kMaxSlices = 8;        // blocks of a cluster
 constexpr int kMinBlocks = 192;      // of kAtOnce that the device runs at one time
 constexpr int kAtOnce = 264;
 constexpr int kGatherers = 96;
+constexpr int kFewRows = 0;  // so many leave room for three blocks on a multiprocessor
 
 // Slices of k: enough blocks to keep the memory busy; where they are more than run at one time, so
 // many that the last ones do not run alone for long. Of the matrix alone (bits, above).
@@ -58,7 +59,7 @@ inline int Slices(int tiles, int steps) {
   int slices = 1;
   while (slices < kMaxSlices && tiles * slices < kMinBlocks && steps >= 4 * slices) slices *= 2;
   while (slices < kMaxSlices && tiles * slices > kAtOnce && !is_even(tiles * slices) &&
-         steps >= 12 * slices) {
+         steps >= 32 * slices) {
     slices *= 2;
   }
   return slices;
@@ -70,15 +71,15 @@ struct TilePlan {
   static constexpr int kFeatures = 64 * kWarpgroups;
   static constexpr int kConsumers = 128 * kWarpgroups;
   static constexpr int kThreads = kConsumers + 128;
-  static constexpr int kBlocksPerProcessor = kWarpgroups == 2 ? 2 : 1;
+  static constexpr int kBlocksPerProcessor = kWarpgroups > 2 ? 1 : kRows > kFewRows ? 2 : 3;
   static constexpr int kWeightBytes = kFeatures * 128;
   static constexpr int kRowTileBytes = kRows * 128;  // 64 of k
   static constexpr int kRowTiles = Weights::kDepth / 64;
   static constexpr int kRowBytes = kRowTiles * kRowTileBytes;
-  static constexpr int kRowStages = kRowBytes >= 16384 ? 3 : 4;
-  static constexpr int kOtherBytes = kBlocksPerProcessor == 2 ? 1024 : 2048;
+  static constexpr int kRowStages = kRowBytes >= 16384 || kBlocksPerProcessor == 3 ? 3 : 4;
+  static constexpr int kOtherBytes = kWarpgroups == 2 ? 1024 : 2048;
   static constexpr int kRingBudget =
-      (kBlocksPerProcessor == 2 ? 113 : 227) * 1024 - kOtherBytes;  // of 228 KiB, 1 KiB a block
+      (228 / kBlocksPerProcessor - 1) * 1024 - kOtherBytes;  // of 228 KiB, 1 KiB a block
   static constexpr int kWeightStages =
       std::min(8, (kRingBudget - kRowStages * kRowBytes) / kWeightBytes);
   static constexpr int kRowRing = kWeightStages * kWeightBytes;
@@ -88,8 +89,12 @@ struct TilePlan {
   static_assert(kRows * kSumStride * 4 <= kRingBytes, "the sums take the ring's place");
   static_assert(16 * (kWeightStages + kRowStages) + 8 * kRows <= kOtherBytes, "what is left");
   // Registers of a consumer's thread and of the others', of 64 Ki in all.
-  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 96 : 112;
-  static constexpr int kLoaderRegisters = kWarpgroups == 2 ? 48 : 32;
+  static constexpr int kConsumerRegisters = kBlocksPerProcessor == 3   ? 64
+                                            : kBlocksPerProcessor == 2 ? 96
+                                                                       : 112;
+  static constexpr int kLoaderRegisters = kBlocksPerProcessor == 3   ? 40
+                                          : kBlocksPerProcessor == 2 ? 48
+                                                                     : 32;
 };
 
 // A ring's place in the order of all its stages.
@@ -306,6 +311,7 @@ struct Consumer {
   Rings<P> rings;
   int feature;          // of the warp, inside the tile
   const float* scales;  // of the warp's features and the slice's first step
+  bool gathered;        // x
   Place<P::kWeightStages> w{};
   Place<P::kRowStages> x{};
   float sums[kRows / 2];
@@ -331,6 +337,15 @@ struct Consumer {
       raw[i] = pair;
     }
   }
+  // Bytes 0 and 2 are neighbours in k, and bytes 1 and 3, 8 further.
+  __device__ static void MakeOperand(uint32_t (&a)[4], const uint32_t (&raw)[4], uint32_t power) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t four = __byte_perm(raw[half], raw[half + 2], 0x5140);
+      a[half] = MultiplyBf16(EvenBytes(four), power);
+      a[half + 2] = MultiplyBf16(OddBytes(four), power);
+    }
+  }
   __device__ void LeaveWeights() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) Arrive(rings.WeightsEmpty(w.stage));
@@ -338,7 +353,7 @@ struct Consumer {
   }
   __device__ void AwaitRows() const {
     WaitBarrier(rings.RowsFull(x.stage), x.parity);
-    PublishToAsyncProxy();  // what other threads have gathered
+    if (gathered) PublishToAsyncProxy();  // what other threads wrote
   }
   __device__ void LeaveRows() {
     __syncwarp();
@@ -373,14 +388,20 @@ struct Consumer {
 
   // The result: the factor in whose units the sums count.
   __device__ float AccumulateFp8(int steps) {
-    constexpr int kUnderWay = kRows <= 64 ? 8 : 4;  // products whose operands are kept
+    // Products are begun kBatch at a time, their operands made together; two batches are kept.
+    constexpr int kBatch = P::kBlocksPerProcessor == 3 ? (kRows <= 8 ? 2 : 1)
+                           : kRows <= 64               ? 4
+                           : kRows <= 80               ? 2
+                                                       : 1;
+    constexpr int kBatches = 8 / kBatch;
     const int lane = threadIdx.x % 32;
     float factor = 1;
     Scales mine{};
-    uint32_t raw[2][4];
     for (int step = 0; step < steps; ++step) {
       const uint32_t row = AwaitWeights();
-      LoadBytes(raw[0], row, 0);
+      uint32_t raw[kBatch][4], a[2][kBatch][4];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) LoadBytes(raw[i], row, i);
       if (step % 32 == 0) {
         mine = Scales::Of(step + lane < steps ? __ldg(scales + step + lane) : 1.0f, factor);
       }
@@ -389,25 +410,25 @@ struct Consumer {
       factor = __shfl_sync(~0u, mine.factor, step % 32);
 #pragma unroll
       for (int i = 0; i < kRows / 2; ++i) sums[i] *= ratio;
-      AwaitRows();
-      uint32_t a[kUnderWay][4];
 #pragma unroll
-      for (int piece = 0; piece < 8; ++piece) {
-        if (piece + 1 < 8) LoadBytes(raw[(piece + 1) % 2], row, piece + 1);
-        if (piece > 0 && piece % kUnderWay == 0) WaitForProducts<0>();
-        uint32_t(&operand)[4] = a[piece % kUnderWay];
+      for (int batch = 0; batch < kBatches; ++batch) {
+        if (batch >= 2) WaitForProducts<1>();
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          // Bytes 0 and 2 are neighbours in k, and bytes 1 and 3, 8 further.
-          const uint32_t four = __byte_perm(raw[piece % 2][half], raw[piece % 2][half + 2], 0x5140);
-          operand[half] = MultiplyBf16(EvenBytes(four), power);
-          operand[half + 2] = MultiplyBf16(OddBytes(four), power);
+        for (int i = 0; i < kBatch; ++i) MakeOperand(a[batch % 2][i], raw[i], power);
+        if (batch + 1 < kBatches) {
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) LoadBytes(raw[i], row, (batch + 1) * kBatch + i);
         }
-        const uint64_t b =
-            TileDescriptor(rings.Rows(x.stage) + piece / 4 * P::kRowTileBytes) + piece % 4 * 2;
+        if (batch == 0) AwaitRows();
         BeginProducts();
-        MultiplyAdd<kRows>(sums, operand, b);
-        if (piece % kUnderWay == kUnderWay - 1) CommitProducts();
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int piece = batch * kBatch + i;
+          MultiplyAdd<kRows>(
+              sums, a[batch % 2][i],
+              TileDescriptor(rings.Rows(x.stage) + piece / 4 * P::kRowTileBytes) + piece % 4 * 2);
+        }
+        CommitProducts();
       }
       LeaveWeights();
       WaitForProducts<0>();
@@ -582,6 +603,7 @@ __global__ void __launch_bounds__(TilePlan<Weights, kRows, kWarpgroups>::kThread
     Consumer<Weights, P, kRows> consumer;
     consumer.rings = rings;
     consumer.feature = warp * 16;
+    consumer.gathered = !by_map;
     const int row = min(work.group * p.n + work.feature + warp * 16, p.w.n - 1);
     consumer.scales = p.w.scales +
                       row / kFp8BlockRows * ((p.w.k + kFp8BlockColumns - 1) / kFp8BlockColumns) +
@@ -620,7 +642,9 @@ cudaError_t LaunchTiles(const GroupedProduct& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const int steps = (p.w.k + Weights::kDepth - 1) / Weights::kDepth;
   const int tiles = (p.n + P::kFeatures - 1) / P::kFeatures;
-  const int slices = Slices(p.groups * ((p.n + kSliceFeatures - 1) / kSliceFeatures), steps);
+  const int slices = p.slices > 0
+                         ? p.slices
+                         : Slices(p.groups * ((p.n + kSliceFeatures - 1) / kSliceFeatures), steps);
   const int row_tiles = p.pairs != nullptr ? 1 : (p.rows + kRows - 1) / kRows;
   // Of few experts hardly any goes without rows.
   const bool early = p.pairs == nullptr || p.groups <= 16 || p.rows >= 4 * p.groups;

@@ -1,4 +1,5 @@
 // Matrices of weights on the GPU from parts of every form.
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cstring>
 #include <random>
@@ -70,9 +71,10 @@ TEST_CASE("parts of fp8 stay fp8, a scale for each 32 rows", "[device][cuda]") {
   CHECK(int64_t(weight->storage.bytes()) == (*device)->kernels().PreparedBytes(parts, kColumns));
   std::vector<uint8_t> made(64 * kColumns);
   kernels::FillWeights(parts[1].formula, 0, int64_t(made.size()), made.data());
-  std::vector<uint8_t> want = first.codes;
-  want.insert(want.end(), made.begin(), made.end());
-  want.insert(want.end(), last.codes.begin(), last.codes.end());
+  std::vector<uint8_t> want(size_t(324) * kColumns);
+  auto at = std::copy(first.codes.begin(), first.codes.end(), want.begin());
+  at = std::copy(made.begin(), made.end(), at);
+  std::copy(last.codes.begin(), last.codes.end(), at);
   CHECK(Read<uint8_t>(**device, weight->matrix.data, want.size()) == want);
   const auto scales = Read<float>(**device, weight->matrix.scales, size_t(11) * kScaleColumns);
   for (int32_t block = 0; block < 11; ++block) {
