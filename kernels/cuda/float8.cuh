@@ -1,0 +1,26 @@
+// Quantising to e4m3 by the hardware's conversions; the bits of kernels/e4m3.h.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "kernels/latent_params.h"
+
+namespace sluice::kernels::cuda {
+
+// Four values, the first in the lowest byte: nearest even, beyond 448 it is 448, NaN stays NaN.
+__device__ __forceinline__ uint32_t PackE4M3(float4 v) {
+  uint32_t packed;
+  asm("{\n"
+      "  .reg .b16 low, high;\n"
+      "  cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "  cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "  mov.b32 %0, {low, high};\n"
+      "}"
+      : "=r"(packed)
+      : "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
+  return packed;
+}
+
+}  // namespace sluice::kernels::cuda
