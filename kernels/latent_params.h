@@ -203,8 +203,8 @@ struct SparseMlaParams {
 // rows of one slot are one sequence, at most kMaxQueryPositions of them, of rising positions.
 //
 // Of the units that the sequence's rows have selected, those without a place get one: free places
-// first, then those of the units used longest ago, lower places first among equals, never one that
-// a row of this call has selected. So do the positions last + 1 .. last + `ahead` after the
+// first, then those of the units used longest ago, lower places first among equals, never one of a
+// unit selected or held ahead here. So do the positions last + 1 .. last + `ahead` after the
 // sequence's last row, for the entries of the next step (those that have no place yet). Places of
 // selected units are stamped with the sequence's last position, those made ahead with their own
 // position. REQUIRES: a sequence has at least as many places as its rows select, and `ahead` more.

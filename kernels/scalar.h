@@ -46,7 +46,7 @@ constexpr uint16_t FloatToBf16(float v) {
 
 // Index of element (row, column) of a weight matrix, in elements.
 constexpr int64_t WeightIndex(const WeightMatrix& w, int64_t row, int64_t column) {
-  if (w.layout == WeightLayout::kRowMajor) return row * w.k + column;
+  if (w.layout != WeightLayout::kPanel16) return row * w.k + column;
   const int64_t depth = CeilDiv(w.k, kPanelDepth) * kPanelDepth;
   return row / kPanelColumns * depth * kPanelColumns + column / 2 * (2 * kPanelColumns) +
          row % kPanelColumns * 2 + column % 2;

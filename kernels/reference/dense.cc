@@ -38,7 +38,7 @@ void Embedding(const EmbeddingParams& p, Worker worker) {
       if (p.slots[r] < 0) continue;
       const int32_t token = p.tokens[p.slots[r] * p.token_stride + p.positions[r]];
       if (token < 0 || token >= p.table.n) continue;
-      out[i] = Bf16ToFloat(p.table.data[WeightIndex(p.table, token, i)]);
+      out[i] = static_cast<float>(WeightValue(p.table, token, i));
     }
   }
 }
@@ -67,11 +67,11 @@ void RmsNorm(const RmsNormParams& p, Worker worker) {
 void Linear(const LinearParams& p, Worker worker) {
   const Range mine = Share(p.w.n, worker);
   for (int64_t j = mine.begin; j < mine.end; ++j) {
+    const std::vector<double> w = WeightRow(p.w, j);
     for (int64_t r = 0; r < p.rows; ++r) {
       double sum = p.bias != nullptr ? p.bias[j] : 0.0;
       for (int64_t i = 0; i < p.w.k; ++i) {
-        sum += Get(p.x, p.x_type, r * p.w.k + i) *
-               double{Bf16ToFloat(p.w.data[WeightIndex(p.w, j, i)])};
+        sum += Get(p.x, p.x_type, r * p.w.k + i) * w[static_cast<size_t>(i)];
       }
       float& y = p.y[r * p.w.n + j];
       y = static_cast<float>(p.accumulate ? sum + double{y} : sum);

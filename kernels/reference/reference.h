@@ -1,5 +1,5 @@
 // The oracle: every operator written as plainly as its contract, in float64. Slow, may allocate;
-// any weight layout, caches of bf16 or float32, activations float32.
+// any weight layout, caches of bf16, float32 or the packed form, activations float32.
 #pragma once
 
 #include "kernels/kernel_table.h"
@@ -30,6 +30,19 @@ void Split(const SplitParams& p, Worker worker);
 void RecallDue(const RecallDueParams& p, Worker worker);
 void Recall(const RecallParams& p, Worker worker);
 void WriteThrough(const WriteThroughParams& p, Worker worker);
+void LatentAppend(const LatentAppendParams& p, Worker worker);
+void IndexAppend(const IndexAppendParams& p, Worker worker);
+void IndexQuery(const IndexQueryParams& p, Worker worker);
+void IndexLogits(const IndexLogitsParams& p, Worker worker);
+void MlaQuery(const MlaQueryParams& p, Worker worker);
+void HeadLinear(const HeadLinearParams& p, Worker worker);
+void SparseMla(const SparseMlaParams& p, Worker worker);
+void SparseMlaMerge(const SparseMlaParams& p, Worker worker);  // nothing is left to do
+void Admit(const AdmitParams& p, Worker worker);
+void Route(const RouteParams& p, Worker worker);
+void RoutePairs(const RouteParams& p, Worker worker);
+void ExpertLinear(const ExpertLinearParams& p, Worker worker);
+void Combine(const CombineParams& p, Worker worker);
 
 const KernelTable& Table();
 

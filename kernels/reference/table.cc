@@ -31,6 +31,19 @@ const KernelTable& Table() {
       .sparse_attention = SparseAttention,
       .moving_average = MovingAverage,
       .copy_rows = CopyRows,
+      .latent_append = LatentAppend,
+      .index_append = IndexAppend,
+      .index_query = IndexQuery,
+      .index_logits = IndexLogits,
+      .mla_query = MlaQuery,
+      .head_linear = HeadLinear,
+      .sparse_mla = SparseMla,
+      .sparse_mla_merge = SparseMlaMerge,
+      .admit = Admit,
+      .route = Route,
+      .route_pairs = RoutePairs,
+      .expert_linear = ExpertLinear,
+      .combine = Combine,
   };
   return table;
 }

@@ -35,7 +35,7 @@ double Cosine(const float* a, const float* b, int n) {
 std::vector<uint16_t> KeysOf(const Context& context, const CacheLayout& layout, int layer,
                              ContextReader& reader) {
   const CacheKind& kind = layout.kinds[0];
-  SLUICE_CHECK(kind.element_type == DType::kBFloat16 && kind.parts == 2);
+  SLUICE_CHECK(kind.element_type == DType::kBFloat16 && kind.part_bytes.size() == 2);
   const auto dim = static_cast<size_t>(kind.bytes_per_token / 4);
   const size_t tokens = context.tokens.size();
   std::vector<uint8_t> payload;

@@ -1,0 +1,106 @@
+#include <algorithm>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "kernels/latent_layout.h"
+#include "kernels/reference/reference.h"
+
+namespace sluice::kernels::reference {
+namespace {
+
+// Rows [first, first + count) of one slot.
+void AdmitSequence(const AdmitParams& p, int64_t first, int64_t count) {
+  const ResidencyTable& t = p.residency;
+  const int64_t slot = p.slots[first];
+  const int32_t last = p.positions[first + count - 1];
+  const auto place_of = [&](int32_t unit) -> int32_t& { return *TableRow(t.place_of, slot, unit); };
+  for (int32_t place = 0; p.forget && place < t.count; ++place) {
+    int32_t& unit = *TableRow(t.places, slot, place);
+    if (unit < 0) continue;
+    place_of(unit) = -1;
+    unit = -1;
+  }
+  std::set<int32_t> selected, kept, missing, ahead;
+  int64_t units = 0;
+  for (int64_t r = first; r < first + count; ++r) {
+    const int32_t* list = p.selected.units + r * p.selected.capacity;
+    selected.insert(list, list + p.selected.counts[r]);
+    units += p.selected.counts[r];
+  }
+  kept = selected;
+  for (int32_t unit : selected) {
+    if (place_of(unit) < 0) missing.insert(unit);
+  }
+  for (int32_t unit = last + 1; unit <= last + p.ahead; ++unit) {
+    kept.insert(unit);
+    if (place_of(unit) < 0) ahead.insert(unit);
+  }
+  for (int32_t unit : selected) {
+    if (place_of(unit) >= 0) TableRow(t.places, slot, place_of(unit))[1] = last;
+  }
+  // What may be given, in the order in which it is: {whether taken, stamp, place}.
+  std::vector<std::pair<std::pair<bool, int32_t>, int32_t>> order;
+  for (int32_t place = 0; place < t.count; ++place) {
+    const int32_t* row = TableRow(t.places, slot, place);
+    if (row[0] == kNoPlace || (row[0] >= 0 && kept.contains(row[0]))) continue;
+    order.push_back({{row[0] >= 0, row[0] >= 0 ? row[1] : 0}, place});
+  }
+  std::sort(order.begin(), order.end());
+  if (order.size() < missing.size() + ahead.size()) {
+    KernelCheckFailed("admit: fewer places than selected units");
+  }
+  auto next = order.begin();
+  const auto give = [&](int32_t unit, int32_t stamp) {
+    const int32_t place = (next++)->second;
+    int32_t* row = TableRow(t.places, slot, place);
+    if (row[0] >= 0) place_of(row[0]) = -1;
+    row[0] = unit;
+    row[1] = stamp;
+    place_of(unit) = place;
+    return place;
+  };
+  if (std::ssize(missing) > p.move_capacity) KernelCheckFailed("admit: no room for the moves");
+  for (int32_t unit : missing) {
+    const int32_t place = give(unit, last);
+    const int64_t move = first * p.move_capacity + p.move_counts[first]++;
+    p.source_units[move] = static_cast<int32_t>(EntryIndex(p.home, slot, unit));
+    p.target_units[move] = static_cast<int32_t>(EntryIndex(p.pool, slot, place));
+  }
+  for (int32_t unit : ahead) give(unit, unit);
+  for (int64_t r = first; r < first + count; ++r) {
+    for (int64_t i = 0; i < p.selected.counts[r]; ++i) {
+      const int64_t begin = r * p.selected.capacity;
+      const int32_t unit = p.selected.units[begin + i];
+      if (missing.contains(unit)) {
+        p.arriving[begin + p.arriving_counts[r]++] = place_of(unit);
+      } else {
+        p.resident[begin + p.resident_counts[r]++] = place_of(unit);
+      }
+    }
+  }
+  if (p.counters == nullptr) return;
+  p.counters[slot].steps += 1;
+  p.counters[slot].selected += units;
+  p.counters[slot].missing += std::ssize(missing);
+  p.counters[slot].recalled += std::ssize(missing);
+}
+
+}  // namespace
+
+void Admit(const AdmitParams& p, Worker worker) {
+  const Range mine = Share(p.rows, worker);
+  for (int64_t first = 0, count = 1; first < p.rows; first += count) {
+    const int32_t slot = p.slots[first];
+    for (count = 1; slot >= 0 && first + count < p.rows && p.slots[first + count] == slot;) ++count;
+    if (count > kMaxQueryPositions) KernelCheckFailed("admit: too many rows of one sequence");
+    // Whoever has the first row has the sequence.
+    if (first < mine.begin || first >= mine.end) continue;
+    for (int64_t r = first; r < first + count; ++r) {
+      p.resident_counts[r] = p.arriving_counts[r] = p.move_counts[r] = 0;
+    }
+    if (slot >= 0) AdmitSequence(p, first, count);
+  }
+}
+
+}  // namespace sluice::kernels::reference
