@@ -16,22 +16,25 @@ constexpr size_t kPieceBytes = size_t{8} << 20;
 
 class KeepingSink : public LayerSink {
  public:
-  KeepingSink(Context* context, Device* device)
-      : context_(context),
+  KeepingSink(const CacheLayout& layout, Context* context, Device* device)
+      : layout_(layout),
+        context_(context),
         stream_(device->NewStream(Device::StreamKind::kCopy)),
         copied_(device->NewEvent()),
-        filled_(context->crc32c.size()) {}
+        filled_(context->payloads.size()) {}
   absl::Status Begin() override { return absl::OkStatus(); }
-  absl::Status Layer(int layer, const CacheKind&, int, int,
+  absl::Status Layer(int layer, const CacheKind& kind, int, int,
                      absl::Span<const absl::Span<const uint8_t>> pieces) override {
     // Chunks come in order and begin on blocks, so that their payloads joined are one payload.
-    const auto at = static_cast<size_t>(layer);
+    const auto index = static_cast<size_t>(layer) * context_->kinds +
+                       static_cast<size_t>(layout_.FindKind(kind.name));
+    Context::Payload& payload = context_->payloads[index];
     for (const auto piece : pieces) {
-      SLUICE_CHECK(filled_[at] + piece.size() <= context_->layer_bytes);
-      stream_->Copy(context_->memory.as<uint8_t>() + at * context_->layer_bytes + filled_[at],
-                    piece.data(), piece.size());
-      filled_[at] += piece.size();
-      context_->crc32c[at] = ExtendCrc32c(context_->crc32c[at], piece);
+      SLUICE_CHECK(filled_[index] + piece.size() <= payload.bytes);
+      stream_->Copy(context_->memory.as<uint8_t>() + payload.offset + filled_[index], piece.data(),
+                    piece.size());
+      filled_[index] += piece.size();
+      payload.crc32c = ExtendCrc32c(payload.crc32c, piece);
     }
     stream_->Record(*copied_);
     copied_->Wait();  // the pieces are the prefiller's
@@ -39,10 +42,11 @@ class KeepingSink : public LayerSink {
   }
 
  private:
+  const CacheLayout& layout_;
   Context* const context_;
   const std::unique_ptr<Stream> stream_;
   const std::unique_ptr<Event> copied_;
-  std::vector<size_t> filled_;  // bytes, by layer
+  std::vector<size_t> filled_;  // bytes, by payload
 };
 
 class ContextMakerImpl : public ContextMaker {
@@ -54,14 +58,18 @@ class ContextMakerImpl : public ContextMaker {
     Context context;
     context.tokens = tokens;
     const CacheLayout& layout = model_->cache_layout();
-    const CacheKind& kind = layout.kinds[0];
-    context.layer_bytes = static_cast<size_t>(kind.bytes_per_token * kind.heads) * tokens.size();
-    context.crc32c.resize(static_cast<size_t>(layout.layers));
-    SLUICE_ASSIGN_OR_RETURN(
-        context.memory,
-        device_->Allocate(MemoryKind::kDevice, context.layer_bytes * context.crc32c.size(),
-                          "a context"));
-    KeepingSink sink(&context, device_);
+    context.kinds = layout.kinds.size();
+    size_t bytes = 0;
+    for (int layer = 0; layer < layout.layers; ++layer) {
+      for (const CacheKind& kind : layout.kinds) {
+        const size_t size = static_cast<size_t>(kind.bytes_per_token * kind.heads) * tokens.size();
+        context.payloads.push_back({bytes, size, 0});
+        bytes += size;
+      }
+    }
+    SLUICE_ASSIGN_OR_RETURN(context.memory,
+                            device_->Allocate(MemoryKind::kDevice, bytes, "a context"));
+    KeepingSink sink(layout, &context, device_);
     SamplingParams greedy;
     greedy.temperature = 0;
     SLUICE_RETURN_IF_ERROR(
@@ -75,6 +83,25 @@ class ContextMakerImpl : public ContextMaker {
   Device* const device_;
   const Model* const model_;
 };
+
+void WritePayload(const Context& context, const HomeRange& range, ContextReader& reader,
+                  SequenceCache& cache) {
+  std::vector<HomePiece> pieces;
+  cache.ForEachPiece(range, [&](const HomePiece& piece) { pieces.push_back(piece); });
+  size_t at = 0, used = 0;  // in pieces, and of that one
+  reader.Read(context, range.layer, range.kind, [&](absl::Span<const uint8_t> bytes) {
+    while (!bytes.empty()) {
+      const size_t size = std::min(bytes.size(), pieces[at].bytes - used);
+      std::memcpy(static_cast<uint8_t*>(pieces[at].data) + used, bytes.data(), size);
+      bytes.remove_prefix(size);
+      used += size;
+      if (used < pieces[at].bytes) continue;
+      ++at;
+      used = 0;
+    }
+  });
+  SLUICE_CHECK(at == pieces.size());
+}
 
 }  // namespace
 
@@ -92,16 +119,18 @@ absl::StatusOr<std::unique_ptr<ContextReader>> ContextReader::Create(Device* dev
   return reader;
 }
 
-void ContextReader::ReadLayer(const Context& context, int layer,
-                              const std::function<void(absl::Span<const uint8_t>)>& take) {
-  const size_t count = (context.layer_bytes + kPieceBytes - 1) / kPieceBytes;
+void ContextReader::Read(const Context& context, int layer, size_t kind,
+                         const std::function<void(absl::Span<const uint8_t>)>& take) {
+  const Context::Payload& payload = context.payload(layer, kind);
+  const uint8_t* const from = context.memory.as<uint8_t>() + payload.offset;
+  const size_t count = (payload.bytes + kPieceBytes - 1) / kPieceBytes;
   const auto size = [&](size_t i) {
-    return std::min(kPieceBytes, context.layer_bytes - i * kPieceBytes);
+    return std::min(kPieceBytes, payload.bytes - i * kPieceBytes);
   };
   for (size_t i = 0; i <= count; ++i) {  // the next is on its way while one is taken
     if (i < count) {
       Piece& next = pieces_[i % 2];
-      stream_->Copy(next.memory.data(), context.layer(layer) + i * kPieceBytes, size(i));
+      stream_->Copy(next.memory.data(), from + i * kPieceBytes, size(i));
       stream_->Record(*next.copied);
     }
     if (i == 0) continue;
@@ -114,7 +143,6 @@ void ContextReader::ReadLayer(const Context& context, int layer,
 absl::StatusOr<std::unique_ptr<ContextMaker>> ContextMaker::Create(int max_context, Device* device,
                                                                    Model* model) {
   const CacheLayout& layout = model->cache_layout();
-  SLUICE_CHECK(layout.kinds.size() == 1);
   const int block = layout.kinds[0].block_tokens;
   Prefiller::Options options;
   options.max_context = static_cast<uint32_t>(max_context) + 1;
@@ -127,26 +155,13 @@ absl::StatusOr<std::unique_ptr<ContextMaker>> ContextMaker::Create(int max_conte
 
 void WriteContext(const Context& context, const CacheLayout& layout, ContextReader& reader,
                   SequenceCache& cache) {
-  for (int layer = 0; layer < layout.layers; ++layer) {
-    HomeRange range;
-    range.layer = layer;
-    range.head_end = layout.kinds[0].heads;
-    range.token_end = static_cast<int64_t>(context.tokens.size());
-    std::vector<HomePiece> pieces;
-    cache.ForEachPiece(range, [&](const HomePiece& piece) { pieces.push_back(piece); });
-    size_t at = 0, used = 0;  // in pieces, and of that one
-    reader.ReadLayer(context, layer, [&](absl::Span<const uint8_t> bytes) {
-      while (!bytes.empty()) {
-        const size_t size = std::min(bytes.size(), pieces[at].bytes - used);
-        std::memcpy(static_cast<uint8_t*>(pieces[at].data) + used, bytes.data(), size);
-        bytes.remove_prefix(size);
-        used += size;
-        if (used < pieces[at].bytes) continue;
-        ++at;
-        used = 0;
-      }
-    });
-    SLUICE_CHECK(at == pieces.size());
+  HomeRange range;
+  range.token_end = static_cast<int64_t>(context.tokens.size());
+  for (range.layer = 0; range.layer < layout.layers; ++range.layer) {
+    for (range.kind = 0; range.kind < layout.kinds.size(); ++range.kind) {
+      range.head_end = layout.kinds[range.kind].heads;
+      WritePayload(context, range, reader, cache);
+    }
   }
 }
 

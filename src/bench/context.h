@@ -18,14 +18,18 @@ namespace sluice {
 // 10 GiB each leave no room beside them.
 struct Context {
   std::vector<int32_t> tokens;
-  // [layers][layer_bytes], of the model's one cache kind, all tokens: a chunk's payload as the wire
-  // has it.
   Buffer memory;
-  size_t layer_bytes = 0;
-  std::vector<uint32_t> crc32c;  // by layer
+  // Of a layer and kind, all tokens: a chunk's payload as the wire has it.
+  struct Payload {
+    size_t offset = 0;  // in memory
+    size_t bytes = 0;
+    uint32_t crc32c = 0;
+  };
+  size_t kinds = 1;
+  std::vector<Payload> payloads;  // [layers][kinds]
 
-  const uint8_t* layer(int layer) const {
-    return memory.as<uint8_t>() + static_cast<size_t>(layer) * layer_bytes;
+  const Payload& payload(int layer, size_t kind) const {
+    return payloads[static_cast<size_t>(layer) * kinds + kind];
   }
 };
 
@@ -33,9 +37,9 @@ struct Context {
 class ContextReader {
  public:
   static absl::StatusOr<std::unique_ptr<ContextReader>> Create(Device* device);
-  // Calls `take` with pieces of a layer, one after the other: together all of it.
-  void ReadLayer(const Context& context, int layer,
-                 const std::function<void(absl::Span<const uint8_t>)>& take);
+  // Calls `take` with pieces of a payload, one after the other: together all of it.
+  void Read(const Context& context, int layer, size_t kind,
+            const std::function<void(absl::Span<const uint8_t>)>& take);
 
  private:
   explicit ContextReader(Device* device);

@@ -200,14 +200,14 @@ class EngineRun {
       header.token_end = manifest.context_length;
       for (int layer = 0; layer < layout.layers; ++layer) {
         header.layer = static_cast<uint32_t>(layer);
-        header.crc32c =
-            given == nullptr ? payloads_[k].crc32c : given->crc32c[static_cast<size_t>(layer)];
-        const size_t bytes = given == nullptr ? payloads_[k].bytes().size() : given->layer_bytes;
+        header.crc32c = given == nullptr ? payloads_[k].crc32c : given->payload(layer, k).crc32c;
+        const size_t bytes =
+            given == nullptr ? payloads_[k].bytes().size() : given->payload(layer, k).bytes;
         SLUICE_ASSIGN_OR_RETURN(const auto landing, transfers_->BeginChunk(header, bytes));
         if (given == nullptr) {
           landing->Append(payloads_[k].bytes());
         } else {
-          reader.ReadLayer(*given, layer, [&](auto piece) { landing->Append(piece); });
+          reader.Read(*given, layer, k, [&](auto piece) { landing->Append(piece); });
         }
         SLUICE_RETURN_IF_ERROR(landing->Finish().status());
       }

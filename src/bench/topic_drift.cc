@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "src/base/dtype.h"
 #include "src/base/status_macros.h"
+#include "src/bench/topic_path.h"
 #include "src/device/cpu/cpu_device.h"
 #include "src/model/dummy_weights.h"
 #include "src/model/rope.h"
@@ -19,7 +20,6 @@
 namespace sluice {
 namespace {
 
-constexpr double kUnit = 1.7320508075688772;  // times u in [-1, 1): variance 1
 constexpr double kFast = 0.05;  // of a row whose dimension RoPE turns: next to nothing
 // What attention and the MLP of a layer of the dummy formula add to a residual of any size, about.
 constexpr double kPlainAttention = 0.8;
@@ -36,6 +36,7 @@ class TopicDriftSource : public WeightSource {
   TopicDriftSource(const ModelConfig& config, const TopicDrift& options, std::vector<bool> slow)
       : config_(config),
         options_(options),
+        path_{options.seed, "", options.topics, options.drift, options.noise},
         slow_(std::move(slow)),
         plain_(DummyWeights(config)),
         topic_dims_(config.hidden_size - config.hidden_size / kIdentityFraction) {}
@@ -140,28 +141,6 @@ class TopicDriftSource : public WeightSource {
     return 0;
   }
 
-  // out += factor x, element for element, of a row of uniform values of variance 1.
-  void AddRow(const std::string& name, int64_t row, double factor, absl::Span<double> out) const {
-    std::vector<float> u(out.size());
-    DummyUniform(name, options_.seed, row * static_cast<int64_t>(u.size()), absl::MakeSpan(u));
-    for (size_t i = 0; i < u.size(); ++i) out[i] += factor * kUnit * double{u[i]};
-  }
-
-  // The path's topic at a token, and the token's own noise.
-  void AddTopic(int64_t token, absl::Span<double> out) const {
-    const double at = static_cast<double>(token) * options_.drift;
-    const double knot = std::floor(at);
-    const double angle = (at - knot) * M_PI / 2;
-    const double factor = 1 / std::sqrt(1 + options_.noise * options_.noise);
-    AddRow("topic", TopicOf(knot), factor * std::cos(angle), out);
-    AddRow("topic", TopicOf(knot + 1), factor * std::sin(angle), out);
-    AddRow("noise", token, factor * options_.noise, out);
-  }
-  int64_t TopicOf(double knot) const {
-    SplitMix64 random(options_.seed ^ (static_cast<uint64_t>(knot) * 0xD1B54A32D192ED03ull));
-    return static_cast<int64_t>(random.Below(static_cast<uint64_t>(options_.topics)));
-  }
-
   void FillRow(const std::string& name, int64_t row, absl::Span<uint16_t> out) const {
     std::vector<double> values(out.size());
     const auto topic = absl::MakeSpan(values).subspan(0, static_cast<size_t>(topic_dims_));
@@ -170,15 +149,15 @@ class TopicDriftSource : public WeightSource {
     const int64_t dim = config_.head_dim;
     switch (Kind(name)) {
       case Tensor::kEmbedding:
-        AddTopic(row, topic);
-        AddRow("identity", row, kIdentity, identity);
+        path_.Add(row, topic);
+        AddUniformRow("identity", options_.seed, row, kIdentity, identity);
         break;
       case Tensor::kHead:
-        AddRow("identity", row > 0 ? row - 1 : config_.vocab_size - 1, by_columns / kIdentity,
-               identity);
+        AddUniformRow("identity", options_.seed, row > 0 ? row - 1 : config_.vocab_size - 1,
+                      by_columns / kIdentity, identity);
         break;
       case Tensor::kKey:
-        AddRow(name, row, by_columns * RowScale(row), topic);
+        AddUniformRow(name, options_.seed, row, by_columns * RowScale(row), topic);
         break;
       case Tensor::kQuery: {
         const int64_t head = row / dim;
@@ -186,8 +165,8 @@ class TopicDriftSource : public WeightSource {
         const std::string key(absl::StrCat(name.substr(0, name.rfind("q_proj")), "k_proj.weight"));
         const double scale =
             by_columns * RowScale(row) / std::sqrt(1 + options_.head_change * options_.head_change);
-        AddRow(key, head / group * dim + row % dim, scale, topic);
-        AddRow(name, row, scale * options_.head_change, topic);
+        AddUniformRow(key, options_.seed, head / group * dim + row % dim, scale, topic);
+        AddUniformRow(name, options_.seed, row, scale * options_.head_change, topic);
         break;
       }
       case Tensor::kPlain:
@@ -207,6 +186,7 @@ class TopicDriftSource : public WeightSource {
 
   const ModelConfig config_;
   const TopicDrift options_;
+  const TopicPath path_;
   const std::vector<bool> slow_;  // [head_dim]
   const std::unique_ptr<WeightSource> plain_;
   const int64_t topic_dims_;  // of the residual; the others say which token it is

@@ -39,8 +39,8 @@ std::vector<uint16_t> KeysOf(const Context& context, const CacheLayout& layout, 
   const auto dim = static_cast<size_t>(kind.bytes_per_token / 4);
   const size_t tokens = context.tokens.size();
   std::vector<uint8_t> payload;
-  payload.reserve(context.layer_bytes);
-  reader.ReadLayer(context, layer, [&](absl::Span<const uint8_t> piece) {
+  payload.reserve(context.payload(layer, 0).bytes);
+  reader.Read(context, layer, 0, [&](absl::Span<const uint8_t> piece) {
     payload.insert(payload.end(), piece.begin(), piece.end());
   });
   std::vector<uint16_t> keys(static_cast<size_t>(kind.heads) * tokens * dim);

@@ -3,9 +3,21 @@
 #include "src/base/status_macros.h"
 #include "src/model/dense_model.h"
 #include "src/model/fingerprint.h"
+#include "src/model/latent_caches.h"
 #include "src/model/weight_source.h"
 
 namespace sluice {
+
+absl::StatusOr<CacheLayout> CacheLayoutOf(const ModelConfig& config, DType kv_dtype,
+                                          int block_tokens) {
+  if (config.latent.has_value()) return LatentCacheLayout(config, kv_dtype, block_tokens);
+  if (kv_dtype == DType::kFloat8E4M3) {
+    return absl::InvalidArgumentError(absl::StrCat("kv_dtype: fp8 is a form of latent caches, and ",
+                                                   config.name, " (", config.architecture,
+                                                   ") has keys and values: use bf16"));
+  }
+  return DenseCacheLayout(config, kv_dtype, block_tokens);
+}
 
 absl::StatusOr<std::unique_ptr<Model>> Model::Load(const Options& options, Device* device) {
   SLUICE_ASSIGN_OR_RETURN(const ModelConfig config, LoadModelConfig(options.directory));
@@ -13,6 +25,10 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const Options& options, Devic
     return absl::InvalidArgumentError(
         absl::StrCat("max_context: the model's max_position_embeddings is ",
                      config.max_position_embeddings, ", found ", options.max_context));
+  }
+  SLUICE_RETURN_IF_ERROR(CacheLayoutOf(config, options.kv_dtype, options.block_tokens).status());
+  if (config.latent.has_value()) {
+    return absl::UnimplementedError(absl::StrCat(config.architecture, " is not served yet"));
   }
   std::unique_ptr<WeightSource> source;
   if (options.weights != nullptr) {

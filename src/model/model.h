@@ -32,6 +32,11 @@ struct StepInputs {
   float* logits = nullptr;  // [logit_count][vocab]
 };
 
+// The caches of a model whose config this is: one kind "kv", or those of latent_caches.h.
+// INVALID_ARGUMENT: kv_dtype is fp8, and the model's caches have no such form.
+absl::StatusOr<CacheLayout> CacheLayoutOf(const ModelConfig& config, DType kv_dtype,
+                                          int block_tokens);
+
 class Model {
  public:
   struct Options {

@@ -8,6 +8,7 @@
 #include "src/base/config_reader.h"
 #include "src/base/json_file.h"
 #include "src/base/status_macros.h"
+#include "src/model/latent_config_reader.h"
 #include "src/model/rope_config.h"
 #include "src/sampling/sampling_params.h"
 
@@ -26,11 +27,18 @@ struct Family {
   bool qk_norm;
   bool needs_kv_heads;  // the family's own fallback is a number of one published model
   bool needs_head_dim;
+  const LatentFamily* latent;  // of the DeepSeek-V3 family
 };
+constexpr LatentFamily kDeepseekV3{false, "full_attention"};
+constexpr LatentFamily kDeepseekV32{true, "indexed_attention"};
 constexpr Family kFamilies[] = {
-    {"llama", "LlamaForCausalLM", false, true, true, false, false, false},
-    {"qwen2", "Qwen2ForCausalLM", true, false, false, false, true, false},
-    {"qwen3", "Qwen3ForCausalLM", false, true, false, true, true, true},
+    {"llama", "LlamaForCausalLM", false, true, true, false, false, false, nullptr},
+    {"qwen2", "Qwen2ForCausalLM", true, false, false, false, true, false, nullptr},
+    {"qwen3", "Qwen3ForCausalLM", false, true, false, true, true, true, nullptr},
+    {"deepseek_v3", "DeepseekV3ForCausalLM", false, false, false, false, false, false,
+     &kDeepseekV3},
+    {"deepseek_v32", "DeepseekV32ForCausalLM", false, false, false, false, false, false,
+     &kDeepseekV32},
 };
 
 // Limits on sizes. The largest tensor is then 2^17 x 2^22 elements = 1 TiB of bf16, and
@@ -64,10 +72,14 @@ absl::StatusOr<const Family*> FindFamily(const ConfigReader& config) {
   return config.Unsupported("architectures", family->class_name);
 }
 
-// Options that would change the computation.
-absl::Status CheckOptions(const ConfigReader& config, int layers) {
+absl::Status CheckActivation(const ConfigReader& config) {
   SLUICE_ASSIGN_OR_RETURN(const std::string activation, config.StringOr("hidden_act", "silu"));
   if (activation != "silu") return config.Unsupported("hidden_act", "\"silu\"");
+  return absl::OkStatus();
+}
+
+// Options that would change the computation of dense layers with KV heads.
+absl::Status CheckDenseOptions(const ConfigReader& config, int layers) {
   if (config.Has("quantization_config")) {
     return config.Unsupported("quantization_config", "BF16, F16 and F32 weights");
   }
@@ -92,30 +104,35 @@ absl::Status CheckOptions(const ConfigReader& config, int layers) {
   return absl::OkStatus();
 }
 
-absl::Status ReadSizes(const ConfigReader& config, const Family& family, ModelConfig* out) {
-  const auto read = [&](const char* key, int64_t high, int* to) -> absl::Status {
-    SLUICE_ASSIGN_OR_RETURN(const int64_t value, config.Int(key, 1, high));
-    *to = static_cast<int>(value);
-    return absl::OkStatus();
+absl::Status ReadSize(const ConfigReader& config, const char* key, int64_t high, int* to) {
+  SLUICE_ASSIGN_OR_RETURN(const int64_t value, config.Int(key, 1, high));
+  *to = static_cast<int>(value);
+  return absl::OkStatus();
+}
+
+absl::Status ReadSizes(const ConfigReader& config, ModelConfig* out) {
+  const auto read = [&](const char* key, int64_t high, int* to) {
+    return ReadSize(config, key, high, to);
   };
   SLUICE_RETURN_IF_ERROR(read("hidden_size", kMaxHidden, &out->hidden_size));
   SLUICE_RETURN_IF_ERROR(read("intermediate_size", kMaxIntermediate, &out->intermediate_size));
   SLUICE_RETURN_IF_ERROR(read("num_hidden_layers", kMaxLayers, &out->layers));
   SLUICE_RETURN_IF_ERROR(read("num_attention_heads", kMaxHeads, &out->heads));
   SLUICE_RETURN_IF_ERROR(read("vocab_size", kMaxVocabulary, &out->vocab_size));
-  SLUICE_RETURN_IF_ERROR(
-      read("max_position_embeddings", kMaxPositions, &out->max_position_embeddings));
+  return read("max_position_embeddings", kMaxPositions, &out->max_position_embeddings);
+}
 
+absl::Status ReadHeads(const ConfigReader& config, const Family& family, ModelConfig* out) {
   out->kv_heads = out->heads;
   if (family.needs_kv_heads || config.Has("num_key_value_heads")) {
-    SLUICE_RETURN_IF_ERROR(read("num_key_value_heads", kMaxHeads, &out->kv_heads));
+    SLUICE_RETURN_IF_ERROR(ReadSize(config, "num_key_value_heads", kMaxHeads, &out->kv_heads));
   }
   if (out->heads % out->kv_heads != 0) {
     return config.Wrong("num_key_value_heads",
                         absl::StrCat("a divisor of num_attention_heads (", out->heads, ")"));
   }
   if (family.needs_head_dim || config.Has("head_dim")) {
-    SLUICE_RETURN_IF_ERROR(read("head_dim", kMaxHeadDim, &out->head_dim));
+    SLUICE_RETURN_IF_ERROR(ReadSize(config, "head_dim", kMaxHeadDim, &out->head_dim));
   } else if (out->hidden_size % out->heads != 0) {
     return config.Wrong("hidden_size", absl::StrCat("a multiple of num_attention_heads (",
                                                     out->heads, ") where there is no head_dim"));
@@ -130,10 +147,27 @@ absl::Status ReadSizes(const ConfigReader& config, const Family& family, ModelCo
         "hidden_size",
         absl::StrCat("hidden_size / num_attention_heads = ", out->head_dim, " to be ", expected));
   }
-  const int64_t hidden = out->hidden_size;
-  const int64_t layer =
-      hidden * (2 * out->q_size() + 2 * out->kv_size() + 3 * int64_t{out->intermediate_size});
-  const int64_t parameters = layer * out->layers + 2 * hidden * out->vocab_size;
+  return absl::OkStatus();
+}
+
+// Elements of a layer's matrices, about.
+int64_t LayerParameters(const ModelConfig& c) {
+  const int64_t hidden = c.hidden_size;
+  if (!c.latent.has_value()) {
+    return hidden * (2 * c.q_size() + 2 * c.kv_size() + 3 * int64_t{c.intermediate_size});
+  }
+  const LatentConfig& l = *c.latent;
+  const int64_t experts = int64_t{l.experts.routed} + l.experts.shared;
+  return hidden * (l.q_rank + l.entry_dim() + int64_t{c.heads} * l.v_dim) +
+         int64_t{c.heads} * (int64_t{l.qk_dim()} * l.q_rank + (l.nope_dim + l.v_dim) * l.rank) +
+         3 * hidden *
+             (l.dense_layers < c.layers ? experts * l.experts.intermediate
+                                        : int64_t{c.intermediate_size});
+}
+
+absl::Status CheckParameters(const ConfigReader& config, const ModelConfig& c) {
+  const int64_t parameters =
+      LayerParameters(c) * c.layers + 2 * int64_t{c.hidden_size} * c.vocab_size;
   if (parameters > kMaxParameters) {
     return config.Wrong("num_hidden_layers",
                         absl::StrCat("sizes that make at most ", kMaxParameters, " parameters (",
@@ -202,8 +236,19 @@ absl::StatusOr<ModelConfig> LoadModelConfig(const std::string& dir) {
   out.name = LastComponent(dir);
   SLUICE_ASSIGN_OR_RETURN(const Family* family, FindFamily(config));
   out.architecture = family->name;
-  SLUICE_RETURN_IF_ERROR(ReadSizes(config, *family, &out));
-  SLUICE_RETURN_IF_ERROR(CheckOptions(config, out.layers));
+  SLUICE_RETURN_IF_ERROR(ReadSizes(config, &out));
+  SLUICE_RETURN_IF_ERROR(CheckActivation(config));
+  SLUICE_ASSIGN_OR_RETURN(out.rope, ReadRopeConfig(config, out.max_position_embeddings));
+  if (family->latent != nullptr) {
+    SLUICE_ASSIGN_OR_RETURN(
+        out.latent, ReadLatentConfig(config, *family->latent, out.rope, out.layers, out.heads));
+    out.kv_heads = out.heads;
+    out.head_dim = out.latent->qk_dim();
+  } else {
+    SLUICE_RETURN_IF_ERROR(ReadHeads(config, *family, &out));
+    SLUICE_RETURN_IF_ERROR(CheckDenseOptions(config, out.layers));
+  }
+  SLUICE_RETURN_IF_ERROR(CheckParameters(config, out));
   SLUICE_ASSIGN_OR_RETURN(const double epsilon, config.Number("rms_norm_eps", 1e-12, 1e-1));
   out.rms_norm_eps = static_cast<float>(epsilon);
   SLUICE_ASSIGN_OR_RETURN(out.tie_word_embeddings, config.BoolOr("tie_word_embeddings", false));
@@ -213,7 +258,6 @@ absl::StatusOr<ModelConfig> LoadModelConfig(const std::string& dir) {
   out.qkv_bias = family->always_qkv_bias || out.o_bias;
   out.mlp_bias = family->reads_mlp_bias && mlp_bias;
   out.qk_norm = family->qk_norm;
-  SLUICE_ASSIGN_OR_RETURN(out.rope, ReadRopeConfig(config, out.max_position_embeddings));
   SLUICE_RETURN_IF_ERROR(ReadAllEosIds(dir, config, &out));
   return out;
 }

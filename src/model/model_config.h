@@ -2,23 +2,27 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "src/model/latent_config.h"
 #include "src/model/rope.h"
 
 namespace sluice {
 
 struct ModelConfig {
   std::string name;          // the directory's last component; for people
-  std::string architecture;  // "llama", "qwen2", "qwen3"
+  std::string architecture;  // "llama", "qwen2", "qwen3", "deepseek_v3", "deepseek_v32"
   int hidden_size = 0;
-  int intermediate_size = 0;
+  int intermediate_size = 0;  // of dense FFNs
   int layers = 0;
   int heads = 0;
   int kv_heads = 0;  // divides heads
-  int head_dim = 0;  // multiple of 16, at most 256; not always hidden_size / heads
+  // Multiple of 16, at most 256; not always hidden_size / heads. With latent caches that of queries
+  // and keys.
+  int head_dim = 0;
   int vocab_size = 0;
   int max_position_embeddings = 0;
   float rms_norm_eps = 0;
@@ -28,6 +32,9 @@ struct ModelConfig {
   bool mlp_bias = false;
   bool qk_norm = false;  // RMSNorm of every q and k head before RoPE
   RopeConfig rope;
+  // Of the DeepSeek-V3 family, whose caches are latent entries. The fields of attention heads above
+  // (kv_heads, biases, qk_norm) say nothing of it.
+  std::optional<LatentConfig> latent;
   // From generation_config.json, else from config.json; sorted, without repeats, may be empty.
   std::vector<int32_t> eos_token_ids;
 
@@ -35,7 +42,7 @@ struct ModelConfig {
   int kv_size() const { return kv_heads * head_dim; }
 };
 
-// "llama, qwen2, qwen3".
+// "llama, qwen2, ...".
 std::string SupportedArchitectures();
 
 // Reads DIR/config.json, and DIR/generation_config.json for the EOS ids alone (its sampling

@@ -108,6 +108,11 @@ std::vector<float> RopeInverseFrequencies(const RopeConfig& rope, int head_dim) 
   return out;
 }
 
+double YarnSoftmaxFactor(const RopeConfig& rope) {
+  if (rope.kind != RopeKind::kYarn || rope.mscale_all_dim == 0) return 1.0;
+  return YarnMscale(rope.factor, rope.mscale_all_dim);
+}
+
 float RopeAttentionFactor(const RopeConfig& rope) {
   return rope.kind == RopeKind::kYarn ? static_cast<float>(rope.attention_factor) : 1.0f;
 }

@@ -26,6 +26,7 @@ struct RopeConfig {
   double beta_slow = 0.0;                        // yarn
   bool truncate = true;                          // yarn: correction range rounded outwards
   double attention_factor = 1.0;                 // yarn: scale of cos and sin
+  double mscale_all_dim = 0.0;                   // yarn; 0: not given. YarnSoftmaxFactor
 
   bool operator==(const RopeConfig&) const = default;
 };
@@ -38,6 +39,9 @@ double YarnAttentionFactor(double factor, std::optional<double> mscale,
 // [head_dim / 2] radians per position, float32, each step rounded as transformers 5.23 rounds it.
 // REQUIRES: head_dim even and positive, settings as LoadModelConfig accepts them.
 std::vector<float> RopeInverseFrequencies(const RopeConfig& rope, int head_dim);
+
+// What MLA's softmax scale is multiplied by, twice: yarn's mscale for `mscale_all_dim`, else 1.
+double YarnSoftmaxFactor(const RopeConfig& rope);
 
 // What cos and sin are multiplied by: yarn's attention factor, else 1.
 float RopeAttentionFactor(const RopeConfig& rope);

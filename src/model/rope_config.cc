@@ -36,6 +36,7 @@ absl::Status ReadYarn(const ConfigReader& settings, RopeConfig* out) {
   if (settings.Has("mscale_all_dim")) {
     SLUICE_ASSIGN_OR_RETURN(mscale_all_dim, settings.Number("mscale_all_dim", 0, 100));
   }
+  out->mscale_all_dim = mscale_all_dim.value_or(0);
   SLUICE_ASSIGN_OR_RETURN(
       out->attention_factor,
       settings.NumberOr("attention_factor", 1e-3, 1e3,
