@@ -29,7 +29,8 @@ class FakeNode(ingest_pb2_grpc.KvIngestServicer, decode_pb2_grpc.DecodeServicer,
     def __init__(self, element_type=common_pb2.ELEMENT_TYPE_BFLOAT16):
         size = 2 if element_type == common_pb2.ELEMENT_TYPE_BFLOAT16 else 4
         self.kind = common_pb2.CacheKind(name="kv", element_type=element_type, heads=HEADS,
-                                         block_tokens=BLOCK, parts=2, bytes_per_token=2 * DIM * size)
+                                         block_tokens=BLOCK, part_bytes=[DIM * size] * 2,
+                                         bytes_per_token=2 * DIM * size)
         self.lock = threading.Lock()
         self.manifest = None
         self.blocks = {}  # (layer, head, first token) -> bytes

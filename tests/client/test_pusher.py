@@ -110,7 +110,7 @@ def test_raw_chunks_are_sent_as_they_are(node):
         for layer, parts in enumerate(caches):
             for begin in range(0, TOKENS, BLOCK):
                 end = min(begin + BLOCK, TOKENS)
-                payload = layout.pack(node.kind, [a[begin:end] for a in parts])
+                payload = layout.pack(node.kind, layout.kv_parts(node.kind, *(a[begin:end] for a in parts)))
                 pusher.write_chunk(layer, "kv", (0, HEADS), (begin, end), payload)
         pusher.commit()
     check_landed(node, caches, ml_dtypes.bfloat16)

@@ -34,6 +34,15 @@ def kind_with(**fields):
     return changed(lambda m: [setattr(m.cache_kinds[0], k, v) for k, v in fields.items()])
 
 
+def parts_of(*part_bytes: int, **fields):
+    """Other parts of a block than K and V."""
+    def change(manifest):
+        kind = manifest.cache_kinds[0]
+        kind.part_bytes[:] = part_bytes
+        kind.bytes_per_token = fields.get("bytes_per_token", sum(part_bytes))
+    return changed(change)
+
+
 def lease(seconds: int, nanos: int = 0):
     return lambda site: site.transfer(lease=duration_pb2.Duration(seconds=seconds, nanos=nanos))
 
@@ -74,10 +83,17 @@ def reserve_cases() -> list[BadCall]:
                   reason="FINGERPRINT_MISMATCH", words="manifest.model_fingerprint")
           for v in ("", "0" * 64, "not hexadecimal")],
         *[BadCall(f"Reserve kind {k} {v}", kind_with(**{k: v}), field=kinds)
-          for k, v in (("name", "latent"), ("name", ""), ("block_tokens", 16), ("heads", 1), ("parts", 1),
-                       ("bytes_per_token", 512), ("element_type", common_pb2.ELEMENT_TYPE_FLOAT32))],
+          for k, v in (("name", "latent"), ("name", ""), ("block_tokens", 16), ("heads", 1),
+                       ("element_type", common_pb2.ELEMENT_TYPE_FLOAT32),
+                       ("element_type", common_pb2.ELEMENT_TYPE_FLOAT8_E4M3))],
+        *[BadCall(f"Reserve parts {list(v)}", parts_of(*v), field=kinds)
+          for v in ((256,), (128, 64, 64), (192, 64), (128, 4), (656,), (256, 256))],
+        *[BadCall(f"Reserve parts {list(v[:9])} of {b}", parts_of(*v, bytes_per_token=b),
+                  field=f"{kinds}[0].part_bytes")
+          for v, b in (((), 256), ((128, 0, 128), 256), ((1,) * 9, 9), ((128, 127), 256), ((2**63, 2**63), 256),
+                       ((2**64 - 1, 257), 256))],
         *[BadCall(f"Reserve kind {k} {v}", kind_with(**{k: v}), field=f"{kinds}[0].{k}")
-          for k, v in (("heads", 0), ("heads", MAX32), ("block_tokens", 0), ("parts", 0), ("parts", MAX32),
+          for k, v in (("heads", 0), ("heads", MAX32), ("block_tokens", 0),
                        ("bytes_per_token", 0), ("bytes_per_token", 2**64 - 1), ("name", "x" * 129),
                        ("element_type", 0), ("element_type", 77), ("element_type", -1))],
         BadCall("Reserve two kinds", changed(lambda m: m.cache_kinds.append(m.cache_kinds[0])), field=kinds),

@@ -52,8 +52,8 @@ class Transfer:
         arrays = [self.golden.file[f"case{self.case}.{p}.{part.layer}"] for p in "kv"]
         payload = wrong.pop("payload", None)
         if payload is None:
-            payload = layout.pack(self.kind, [
-                a[part.tokens[0]:part.tokens[1], part.heads[0]:part.heads[1]] for a in arrays])
+            payload = layout.pack(self.kind, layout.kv_parts(self.kind, *(
+                a[part.tokens[0]:part.tokens[1], part.heads[0]:part.heads[1]] for a in arrays)))
         header = ingest_pb2.ChunkHeader(
             transfer_id=self.id, layer=part.layer, kind=self.kind.name, head_begin=part.heads[0],
             head_end=part.heads[1], token_begin=part.tokens[0], token_end=part.tokens[1],

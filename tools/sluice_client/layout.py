@@ -1,4 +1,4 @@
-"""The home layout of GQA caches, as arrays are packed into it: blocks of K, then V, per head."""
+"""The home layout of caches, as arrays are packed into it: blocks of an array for each part, per head."""
 
 import ml_dtypes
 import numpy as np
@@ -6,7 +6,8 @@ import numpy as np
 from sluice.v1 import common_pb2
 
 _DTYPES = {common_pb2.ELEMENT_TYPE_BFLOAT16: np.dtype(ml_dtypes.bfloat16),
-           common_pb2.ELEMENT_TYPE_FLOAT32: np.dtype(np.float32)}
+           common_pb2.ELEMENT_TYPE_FLOAT32: np.dtype(np.float32),
+           common_pb2.ELEMENT_TYPE_FLOAT8_E4M3: np.dtype(ml_dtypes.float8_e4m3fn)}
 
 
 def dtype_of(kind: common_pb2.CacheKind) -> np.dtype:
@@ -14,18 +15,38 @@ def dtype_of(kind: common_pb2.CacheKind) -> np.dtype:
     return _DTYPES[kind.element_type]
 
 
-def pack(kind: common_pb2.CacheKind, parts: list[np.ndarray]) -> bytes:
-    """A chunk's payload. `parts` (K and V for "kv") are [tokens, heads, dim], float32 or bfloat16.
+def is_packed(kind: common_pb2.CacheKind) -> bool:
+    """Whether elements are e4m3 with scales beside them: "latent" and "index" alone."""
+    return kind.element_type == common_pb2.ELEMENT_TYPE_FLOAT8_E4M3
 
-    The first token begins a block. For each block, for each head: part 0 [t][dim], part 1 [t][dim],
-    where t is kind.block_tokens, or what is left in a short last block.
+
+def pack(kind: common_pb2.CacheKind, parts: list[np.ndarray]) -> bytes:
+    """A chunk's payload of `parts`, [tokens, heads, part_bytes[i]] of uint8 each.
+
+    The first token begins a block. For each block, for each head: part 0 [t][bytes], part 1 [t][bytes],
+    and so on, where t is kind.block_tokens, or what is left in a short last block.
     """
-    stacked = np.stack(parts, axis=2).astype(dtype_of(kind), copy=False)  # [tokens, heads, parts, dim]
-    tokens, heads, count, dim = stacked.shape
+    tokens, heads, _ = parts[0].shape
     whole = tokens // kind.block_tokens * kind.block_tokens
-    blocks = stacked[:whole].reshape(-1, kind.block_tokens, heads, count, dim)
-    payload = blocks.transpose(0, 2, 3, 1, 4).tobytes()
-    return payload + stacked[whole:].transpose(1, 2, 0, 3).tobytes()
+
+    def blocks(begin: int, end: int, size: int) -> bytes:
+        if begin == end:
+            return b""
+        arrays = [np.ascontiguousarray(part[begin:end]).reshape(-1, size, heads, part.shape[2])
+                  .transpose(0, 2, 1, 3).reshape(-1, heads, size * part.shape[2]) for part in parts]
+        return np.concatenate(arrays, axis=2).tobytes()
+
+    return blocks(0, whole, kind.block_tokens) + blocks(whole, tokens, tokens - whole)
+
+
+def as_bytes(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """[tokens, heads, dim] -> [tokens, heads, bytes] of its elements as `dtype`."""
+    return np.ascontiguousarray(array, dtype=dtype).view(np.uint8)
+
+
+def kv_parts(kind: common_pb2.CacheKind, k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
+    """K (after RoPE) and V, [tokens, heads, head_dim] of float32 or bfloat16, as pack() takes them."""
+    return [as_bytes(a, dtype_of(kind)) for a in (k, v)]
 
 
 def payload_bytes(kind: common_pb2.CacheKind, heads: int, tokens: int) -> int:

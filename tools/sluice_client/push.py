@@ -17,7 +17,9 @@ _DEFAULT_MAX_TOKENS = 64
 
 def push_case(file: SafetensorsFile, case: int, decode_address: str, max_new_tokens: int, *,
               with_first_token: bool = False) -> tuple[str, list[int]]:
-    """Pushes case{case}.k.{layer} and .v.{layer}; returns the transfer id and the prompt's ids.
+    """Pushes the recorded caches of a case, `case{case}.PART.{layer}`; returns the transfer id and the prompt's ids.
+
+    The parts are k and v, or latent, rope and index where the node's model keeps those.
 
     With `with_first_token` the recorded first token is handed over too; without, the decode node
     recomputes the last position.
@@ -29,14 +31,17 @@ def push_case(file: SafetensorsFile, case: int, decode_address: str, max_new_tok
     prompt_ids = [int(t) for t in file[f"{name}.prompt"]]
     with Pusher(decode_address) as pusher:
         layers = pusher.model.layers
-        recorded = sum(n.startswith(f"{name}.k.") for n in file.names())
+        is_latent = "latent" in pusher.kinds
+        parts = ["latent", "rope", *(["index"] if "index" in pusher.kinds else [])] if is_latent else ["k", "v"]
+        recorded = min(sum(n.startswith(f"{name}.{part}.") for n in file.names()) for part in parts)
         if recorded != layers:
-            raise ToolError(f"{file.path} has caches of {recorded} layers for {name}, the model at "
-                            f"{decode_address} ({pusher.model.name}) has {layers}")
+            raise ToolError(f"{file.path} has caches ({', '.join(parts)}) of {recorded} layers for {name}, the "
+                            f"model at {decode_address} ({pusher.model.name}) has {layers}")
         pusher.reserve(prompt_ids, max_new_tokens=max_new_tokens)
         for layer in tqdm(range(layers), desc="push", unit=" layers", leave=False,
                           disable=not sys.stderr.isatty()):
-            pusher.write_layer(layer, file[f"{name}.k.{layer}"], file[f"{name}.v.{layer}"])
+            write = pusher.write_latent_layer if is_latent else pusher.write_layer
+            write(layer, *(file[f"{name}.{part}.{layer}"] for part in parts))
         first = [int(file[f"{name}.tokens"][0])] if with_first_token else []
         return pusher.commit(first), prompt_ids
 

@@ -7,6 +7,8 @@
             pusher.write_layer(layer, k, v)      # goes out while the next layer is computed
         transfer_id = pusher.commit(first_tokens=[token])
 
+A model with latent attention has write_latent_layer() in place of write_layer().
+
 Leaving the block by an exception aborts the transfer. A stream that breaks, or a chunk that arrives
 damaged, is sent again: so the arrays given to write_layer must not change before commit() returns
 (or give callables that make them again).
@@ -25,6 +27,7 @@ import grpc
 import numpy as np
 
 from sluice.v1 import admin_pb2, admin_pb2_grpc, common_pb2, ingest_pb2, ingest_pb2_grpc
+from sluice_client import latent as latent_form
 from sluice_client import layout, rpc
 from sluice_client.errors import ToolError
 
@@ -54,6 +57,11 @@ def _pause_s(resume: int) -> float:
 
 
 Array = np.ndarray | Callable[[], np.ndarray]
+
+
+def _made(arrays: tuple[Array, ...]) -> list[np.ndarray]:
+    """The arrays themselves."""
+    return [a() if callable(a) else a for a in arrays]
 
 
 class PushError(ToolError):
@@ -233,29 +241,49 @@ class Pusher:
         are called now, and again if a chunk has to be sent again.
         """
         cache_kind = self._kind(kind)
-        arrays = [a() if callable(a) else a for a in (k, v)]
+        arrays = _made((k, v))
         shape = arrays[0].shape
         if arrays[1].shape != shape or len(shape) != 3:
             raise PushError(f"layer {layer}: K is {shape} and V {arrays[1].shape}; expected two "
                             "arrays [tokens, heads, head_dim] of one shape")
         tokens, heads, dim = shape
-        if cache_kind.parts != 2 or dim * 2 * layout.dtype_of(cache_kind).itemsize != \
-                cache_kind.bytes_per_token or head_begin + heads > cache_kind.heads:
+        if list(cache_kind.part_bytes) != [dim * layout.dtype_of(cache_kind).itemsize] * 2 or \
+                layout.is_packed(cache_kind) or head_begin + heads > cache_kind.heads:
             raise PushError(f"layer {layer}: arrays of {heads} heads from head {head_begin} with "
                             f"head_dim {dim} do not fit the node's cache: {cache_kind.heads} heads, "
                             f"{cache_kind.bytes_per_token} bytes per token and head")
-        if callable(k) or callable(v):
-            arrays = None  # Made again from the callables, so that nothing is kept.
-        step = self._chunk_tokens(cache_kind, heads)
-        for begin in range(0, tokens, step):
-            end = min(begin + step, tokens)
+        self._write(layer, cache_kind, (k, v), arrays, layout.kv_parts, tokens,
+                    (head_begin, head_begin + heads), token_begin)
 
-            def payload(begin=begin, end=end, arrays=arrays):
-                sources = arrays or [a() if callable(a) else a for a in (k, v)]
-                return layout.pack(cache_kind, [a[begin:end] for a in sources])
+    def write_latent_layer(self, layer: int, latent: Array, rope: Array, index: Array | None = None,
+                           token_begin: int = 0) -> None:
+        """Sends one layer of a model with latent attention, in the form that the node keeps.
 
-            self._send(_Chunk(layer, kind, (head_begin, head_begin + heads),
-                              (token_begin + begin, token_begin + end), payload))
+        `latent`: [tokens, rank] after kv_a_layernorm; `rope`: [tokens, rope] after RoPE, in interleaved
+        pairs; `index`: [tokens, 128] keys of the indexer after k_norm and RoPE, before any Hadamard
+        transform, or None where the model has no indexer. float32 or bfloat16. Otherwise as write_layer.
+        """
+        kinds = [("latent", (latent, rope), latent_form.entry_parts)]
+        if index is not None:
+            kinds.append(("index", (index,), latent_form.index_parts))
+        if len(kinds) != len(self.kinds):
+            raise PushError(f"layer {layer}: the node keeps {', '.join(self.kinds)}, "
+                            f"given {', '.join(name for name, _, _ in kinds)}")
+        for name, sources, to_parts in kinds:
+            cache_kind = self._kind(name)
+            arrays = _made(sources)
+            tokens = arrays[0].shape[0]
+            if any(a.ndim != 2 or a.shape[0] != tokens for a in arrays):
+                raise PushError(f"layer {layer}: {name} is {[a.shape for a in arrays]}; expected arrays "
+                                "[tokens, dim] of as many tokens")
+            try:
+                found = [part.shape[2] for part in to_parts(cache_kind, *(a[:1] for a in arrays))]
+            except ValueError as error:
+                raise PushError(f"layer {layer}: {name} is {[a.shape for a in arrays]}: {error}") from error
+            if found != list(cache_kind.part_bytes):
+                raise PushError(f"layer {layer}: {name} of {[a.shape for a in arrays]} has {found} bytes a "
+                                f"token, the node's cache {list(cache_kind.part_bytes)}")
+            self._write(layer, cache_kind, sources, arrays, to_parts, tokens, (0, 1), token_begin)
 
     def write_chunk(self, layer: int, kind: str, heads: tuple[int, int], tokens: tuple[int, int],
                     payload: bytes | Callable[[], bytes]) -> None:
@@ -323,6 +351,21 @@ class Pusher:
                 raise
         finally:
             self.close()
+
+    def _write(self, layer: int, kind: common_pb2.CacheKind, sources: tuple[Array, ...],
+               arrays: list[np.ndarray] | None, to_parts: Callable[..., list[np.ndarray]], tokens: int,
+               heads: tuple[int, int], token_begin: int) -> None:
+        """Sends arrays that `sources` give, cut into chunks."""
+        if any(callable(a) for a in sources):
+            arrays = None  # Made again from the callables, so that nothing is kept.
+        step = self._chunk_tokens(kind, heads[1] - heads[0])
+        for begin in range(0, tokens, step):
+            end = min(begin + step, tokens)
+
+            def payload(begin=begin, end=end, arrays=arrays):
+                return layout.pack(kind, to_parts(kind, *(a[begin:end] for a in arrays or _made(sources))))
+
+            self._send(_Chunk(layer, kind.name, heads, (token_begin + begin, token_begin + end), payload))
 
     def _kind(self, name: str) -> common_pb2.CacheKind:
         if name not in self.kinds:

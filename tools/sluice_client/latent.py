@@ -1,0 +1,56 @@
+"""The caches of latent attention (DeepSeek-V3.2) as a decode node keeps them: entries and index keys.
+
+The packed form (kernels/latent_params.h): an entry is 512 e4m3 values, four float32 scales of 128 values
+each, 64 bfloat16 RoPE values; an index key is 128 e4m3 values, after a Walsh-Hadamard transform, and one
+float32 scale. In the other forms nothing is scaled or transformed.
+"""
+
+import ml_dtypes
+import numpy as np
+
+from sluice.v1 import common_pb2
+from sluice_client import layout
+
+_LARGEST = np.float32(448)
+_SCALED = 128  # values of one scale
+_INDEX_DIM = 128
+
+
+def quantise(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float32 [..., n] -> e4m3 bytes [..., n] and float32 scales [..., n / 128]."""
+    groups = values.astype(np.float32).reshape(*values.shape[:-1], -1, _SCALED)
+    scales = np.abs(groups).max(axis=-1) / _LARGEST
+    scales = np.where(scales == 0, np.float32(1), scales)
+    quantised = (groups / scales[..., None]).astype(ml_dtypes.float8_e4m3fn)
+    return quantised.view(np.uint8).reshape(values.shape), scales
+
+
+def hadamard(values: np.ndarray) -> np.ndarray:
+    """The Walsh-Hadamard transform of the last axis, of 128, scaled by 128^-1/2."""
+    out = values.astype(np.float32)
+    step = 1
+    while step < _INDEX_DIM:
+        pairs = out.reshape(*values.shape[:-1], -1, 2, step)
+        out = np.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]],
+                       axis=-2).reshape(values.shape)
+        step *= 2
+    return out * np.float32(_INDEX_DIM ** -0.5)
+
+
+def entry_parts(kind: common_pb2.CacheKind, latent: np.ndarray, rope: np.ndarray) -> list[np.ndarray]:
+    """[tokens, rank] after kv_a_layernorm and [tokens, rope] in interleaved pairs, as layout.pack takes them."""
+    if not layout.is_packed(kind):
+        dtype = layout.dtype_of(kind)
+        return [layout.as_bytes(np.concatenate([latent.astype(dtype), rope.astype(dtype)], axis=1)[:, None],
+                                dtype)]
+    values, scales = quantise(latent)
+    return [np.concatenate([values, scales.view(np.uint8), layout.as_bytes(rope, ml_dtypes.bfloat16)],
+                           axis=1)[:, None]]
+
+
+def index_parts(kind: common_pb2.CacheKind, keys: np.ndarray) -> list[np.ndarray]:
+    """[tokens, 128] after k_norm and RoPE, before any transform, as layout.pack takes them."""
+    if not layout.is_packed(kind):
+        return [layout.as_bytes(keys[:, None], layout.dtype_of(kind))]
+    values, scales = quantise(hadamard(keys))
+    return [values[:, None], scales.view(np.uint8)[:, None]]
