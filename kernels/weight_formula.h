@@ -2,12 +2,15 @@
 // device that holds them, and has known answers. Element i of a tensor is
 //   z = output number i of splitmix64 from `state`; u = (z >> 40) / 2^23 - 1;
 //   bf16(offset + scale * u), every operation rounded to float32, the last one to nearest even;
-// or 0 from element `live` on (rows that write nothing).
+// or 0 from element `live` on (rows that write nothing). As fp8 weights it is e4m3(448 * u), all of
+// one scale, FormulaScale(); the offset must then be 0.
 // The formula is that of the fixtures in tests/fixtures; it must never change.
 #pragma once
 
 #include <bit>
 #include <cstdint>
+
+#include "kernels/e4m3.h"
 
 namespace sluice::kernels {
 
@@ -36,7 +39,14 @@ constexpr uint16_t FormulaElement(const WeightFormula& formula, uint64_t i) {
   return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// out[j] = element first + j as bf16, for j in [0, count).
+// Element i as e4m3, and the scale of all.
+constexpr uint8_t FormulaE4M3(const WeightFormula& formula, uint64_t i) {
+  return i >= formula.live ? uint8_t{0} : FloatToE4M3(448.0f * WeightUniform(formula.state, i));
+}
+constexpr float FormulaScale(const WeightFormula& formula) { return formula.scale / 448.0f; }
+
+// out[j] = element first + j as bf16, or as e4m3, for j in [0, count).
 void FillWeights(const WeightFormula& formula, int64_t first, int64_t count, uint16_t* out);
+void FillWeights(const WeightFormula& formula, int64_t first, int64_t count, uint8_t* out);
 
 }  // namespace sluice::kernels

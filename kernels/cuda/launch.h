@@ -20,8 +20,11 @@ inline constexpr int32_t kMaxVocabulary = 390000;   // SampleParams::vocab
 inline constexpr int32_t kBlockTokensStep = 16;     // PagedCache::block_tokens is a multiple of it
 inline constexpr int32_t kMaxRecallPlaces = 16384;  // ResidencyTable::count - ring, of Recall
 
-// out[i] = element i of the formula, for i in [0, count): the bits of FillWeights.
+// out[i] = element i of the formula, as bf16 or as e4m3, for i in [0, count): the bits of
+// FillWeights.
 cudaError_t LaunchFillWeights(const WeightFormula& formula, int64_t count, uint16_t* out,
+                              cudaStream_t stream);
+cudaError_t LaunchFillWeights(const WeightFormula& formula, int64_t count, uint8_t* out,
                               cudaStream_t stream);
 
 cudaError_t LaunchEmbedding(const EmbeddingParams& params, cudaStream_t stream);
