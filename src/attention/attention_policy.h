@@ -40,7 +40,7 @@ class AttentionPolicy {
   // Room now, in tokens of one more sequence; home_tokens is what DRAM could take in.
   struct Room {
     PagePool::Room hbm;
-    int64_t home_tokens = 0;
+    TokensByKind home_tokens;
   };
   virtual Room RoomNow() const = 0;
 

@@ -81,7 +81,9 @@ Admission LargestBatch(const PolicyWorld& world, AttentionPolicy& policy, int64_
     SLUICE_CHECK(policy.Warm(slot));
     policy.Release(slot);
   }
-  const bool dram = (batch + 1) * found.each.dram_tokens > world.dram->capacity_tokens();
+  TokensByKind homes;
+  for (int i = 0; i <= batch; ++i) homes += found.each.dram_tokens;
+  const bool dram = !homes.Within(world.dram->Capacity());
   found.bound = batch == world.slots ? "slots" : dram ? "DRAM" : "HBM";
   return found;
 }

@@ -44,10 +44,10 @@ void EngineImpl::AdmitWaiting(absl::Time now) {
     const Footprint footprint =
         parts_.policy->FootprintOf(sequence->home_tokens, sequence->total());
     view.total = footprint.hbm_tokens;
-    view.context = std::min(sequence->length, view.total);
+    view.context = Least(view.total, sequence->length);
     view.home = sequence->home == nullptr ? footprint.dram_tokens
                                           : sequence->home->Lacks(footprint.dram_tokens);
-    with_home += view.home == 0 ? 1 : 0;
+    with_home += view.home == TokensByKind(0) ? 1 : 0;
     view.has_home = sequence->preemptions > 0 && sequence->home != nullptr;
     view.preemptions = sequence->preemptions;
     view.preempted = sequence->preempted;
@@ -78,12 +78,13 @@ void EngineImpl::EndStarved(absl::Time now) {
     Sequence& sequence = **it;
     if (sequence.home == nullptr || sequence.preemptions > 0) continue;
     const Footprint need = parts_.policy->FootprintOf(sequence.home_tokens, sequence.total());
-    const int64_t lacks = sequence.home->Lacks(need.dram_tokens);
-    if (lacks == 0) continue;
+    const TokensByKind lacks = sequence.home->Lacks(need.dram_tokens);
+    if (lacks == TokensByKind(0)) continue;
     FinishWith(sequence,
                ResourceExhausted(
                    "DRAM_FULL",
-                   absl::StrCat("the sequence needs room in DRAM for ", lacks,
+                   absl::StrCat("the sequence needs room in DRAM for ",
+                                sequence.home->pool()->layout().Describe(lacks),
                                 " tokens more, there is none, and nothing runs that would give it "
                                 "back; ask for fewer max_tokens, or try a new sequence later"),
                    parts_.finish_rate != nullptr ? parts_.finish_rate->RetryAfter()

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "src/base/dtype.h"
+#include "src/kv/tokens_by_kind.h"
 
 namespace sluice {
 
@@ -35,20 +36,38 @@ struct CacheLayout {
   int layers = 0;
   std::vector<CacheKind> kinds;
 
-  // Bytes of the pages that hold `tokens` tokens, all layers and kinds.
-  int64_t BytesFor(int64_t tokens) const;
+  // Bytes of the pages that hold `tokens`, all layers and kinds.
+  int64_t BytesFor(const TokensByKind& tokens) const;
   // Pages of kind `kind` that hold `tokens` tokens, all layers.
   int64_t PagesFor(size_t kind, int64_t tokens) const {
     return kinds[kind].BlocksFor(tokens) * layers;
   }
   // Index of the kind of that name, or -1.
   int FindKind(const std::string& name) const;
+  // For messages: "100", or "latent 100, index 20" where the kinds differ.
+  std::string Describe(const TokensByKind& tokens) const;
 };
 
-// Tokens of a sequence that a policy wants room for in each tier, growth included.
+// How a tier's arena is cut. A tier may have kinds that the model does not know, behind the
+// model's: what a policy keeps for itself.
+struct TierShape {
+  CacheLayout layout;
+  // What sequences take of each kind: the arena is divided in this proportion of tokens. Plain: of
+  // every kind the same.
+  TokensByKind proportion = 1;
+};
+
+// The shapes of both tiers.
+struct TierShapes {
+  TierShape hbm;
+  TierShape dram;
+};
+
+// Tokens of a sequence that a policy wants room for in each tier, growth included; of the kinds of
+// the tier's layout.
 struct Footprint {
-  int64_t dram_tokens = 0;
-  int64_t hbm_tokens = 0;
+  TokensByKind dram_tokens;
+  TokensByKind hbm_tokens;
 };
 
 }  // namespace sluice

@@ -93,13 +93,14 @@ absl::Status TransferTable::CheckManifest(const Manifest& m) const {
 absl::Status TransferTable::CheckFits(const Manifest& m) const {
   const int64_t total = static_cast<int64_t>(m.prompt_token_ids.size()) + m.max_new_tokens;
   const Footprint need = options_.footprint(m.context_length, total);
-  const auto never = [&](const PagePool& pool, int64_t tokens) {
-    return InvalidField("manifest",
-                        absl::StrCat("the sequence needs room for ", tokens, " tokens (",
-                                     pool.layout().BytesFor(tokens), " bytes) in ", pool.name(),
-                                     ", which holds ", pool.capacity_tokens(),
-                                     " at most; shorten the prompt or max_new_tokens, or raise --",
-                                     pool.name(), "-bytes"));
+  const auto never = [&](const PagePool& pool, const TokensByKind& tokens) {
+    const CacheLayout& layout = pool.layout();
+    return InvalidField(
+        "manifest", absl::StrCat("the sequence needs room for ", layout.Describe(tokens),
+                                 " tokens (", layout.BytesFor(tokens), " bytes) in ", pool.name(),
+                                 ", which holds ", layout.Describe(pool.Capacity()),
+                                 " at most; shorten the prompt or max_new_tokens, or raise --",
+                                 pool.name(), "-bytes"));
   };
   if (!dram_->CouldEverFit(need.dram_tokens)) return never(*dram_, need.dram_tokens);
   if (!hbm_->CouldEverFit(need.hbm_tokens)) return never(*hbm_, need.hbm_tokens);

@@ -11,19 +11,20 @@ namespace {
 // A page's first byte; keeps blocks on cache lines whatever the kinds.
 constexpr int64_t kKindAlignment = 4096;
 
-// Pages of each kind in an arena of `bytes`, in the proportion in which a token needs them.
-std::vector<int64_t> DividePages(const CacheLayout& layout, int64_t bytes) {
-  double bytes_per_token = 0;
-  for (const CacheKind& kind : layout.kinds) {
-    bytes_per_token += static_cast<double>(kind.bytes_per_token * kind.heads);
-  }
-  const int64_t usable = bytes - kKindAlignment * static_cast<int64_t>(layout.kinds.size());
+// Pages of each kind in an arena of `bytes`, in the proportion in which sequences take them.
+std::vector<int64_t> DividePages(const TierShape& shape, int64_t bytes) {
+  const std::vector<CacheKind>& kinds = shape.layout.kinds;
+  const auto weight = [&](size_t kind) {
+    return static_cast<double>(kinds[kind].bytes_per_token * kinds[kind].heads) *
+           static_cast<double>(shape.proportion[kind]);
+  };
+  double all = 0;
+  for (size_t kind = 0; kind < kinds.size(); ++kind) all += weight(kind);
+  const int64_t lost = kKindAlignment * static_cast<int64_t>(kinds.size());
+  const auto usable = static_cast<double>(std::max<int64_t>(bytes - lost, 0));
   std::vector<int64_t> pages;
-  for (const CacheKind& kind : layout.kinds) {
-    const double share = static_cast<double>(kind.bytes_per_token * kind.heads) / bytes_per_token;
-    pages.push_back(
-        static_cast<int64_t>(static_cast<double>(std::max<int64_t>(usable, 0)) * share) /
-        kind.page_bytes());
+  for (size_t kind = 0; kind < kinds.size(); ++kind) {
+    pages.push_back(static_cast<int64_t>(usable * (weight(kind) / all)) / kinds[kind].page_bytes());
   }
   return pages;
 }
@@ -54,11 +55,15 @@ void Reservation::Reset() {
   pool_ = nullptr;
 }
 
-absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(std::string name,
-                                                           const CacheLayout& layout, Buffer arena,
-                                                           double overcommit) {
+absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(std::string name, const TierShape& shape,
+                                                           Buffer arena, double overcommit) {
   SLUICE_CHECK(overcommit >= 1);
-  const std::vector<int64_t> pages = DividePages(layout, static_cast<int64_t>(arena.bytes()));
+  const CacheLayout& layout = shape.layout;
+  SLUICE_CHECK(!layout.kinds.empty() && layout.kinds.size() <= TokensByKind::kMaxKinds);
+  for (size_t kind = 0; kind < layout.kinds.size(); ++kind) {
+    SLUICE_CHECK(shape.proportion[kind] > 0, "a kind has a part of the arena");
+  }
+  const std::vector<int64_t> pages = DividePages(shape, static_cast<int64_t>(arena.bytes()));
   for (size_t kind = 0; kind < pages.size(); ++kind) {
     // A sequence needs a page of every layer.
     if (pages[kind] < layout.layers) {
@@ -73,12 +78,12 @@ absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(std::string name,
     }
   }
   return std::unique_ptr<PagePool>(
-      new PagePool(std::move(name), layout, std::move(arena), overcommit));
+      new PagePool(std::move(name), layout, pages, std::move(arena), overcommit));
 }
 
-PagePool::PagePool(std::string name, const CacheLayout& layout, Buffer arena, double overcommit)
+PagePool::PagePool(std::string name, const CacheLayout& layout, const std::vector<int64_t>& pages,
+                   Buffer arena, double overcommit)
     : name_(std::move(name)), layout_(layout), arena_(std::move(arena)), overcommit_(overcommit) {
-  const std::vector<int64_t> pages = DividePages(layout_, static_cast<int64_t>(arena_.bytes()));
   auto* next = arena_.as<uint8_t>();
   for (size_t kind = 0; kind < pages.size(); ++kind) {
     const auto past = reinterpret_cast<uintptr_t>(next) % kKindAlignment;
@@ -102,20 +107,20 @@ PagePool::~PagePool() {
   }
 }
 
-bool PagePool::CouldEverFit(int64_t tokens) const {
+bool PagePool::CouldEverFit(const TokensByKind& tokens) const {
   absl::MutexLock lock(&mutex_);
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
-    if (layout_.PagesFor(kind, tokens) > kinds_[kind].pages) return false;
+    if (layout_.PagesFor(kind, tokens[kind]) > kinds_[kind].pages) return false;
   }
   return true;
 }
 
-Reservation PagePool::TryReserve(int64_t tokens, Promise promise) {
+Reservation PagePool::TryReserve(const TokensByKind& tokens, Promise promise) {
   const bool firm = promise == Promise::kFirm;
   absl::MutexLock lock(&mutex_);
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
     const KindState& state = kinds_[kind];
-    const int64_t pages = layout_.PagesFor(kind, tokens);
+    const int64_t pages = layout_.PagesFor(kind, tokens[kind]);
     if (pages > state.limit - state.promised) return Reservation();
     if (pages > state.pages - (firm ? state.firm : 0)) return Reservation();
   }
@@ -123,7 +128,7 @@ Reservation PagePool::TryReserve(int64_t tokens, Promise promise) {
   reservation.pool_ = this;
   reservation.firm_ = firm;
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
-    reservation.total_.push_back(layout_.PagesFor(kind, tokens));
+    reservation.total_.push_back(layout_.PagesFor(kind, tokens[kind]));
     kinds_[kind].promised += reservation.total_.back();
     if (firm) kinds_[kind].firm += reservation.total_.back();
   }
@@ -131,11 +136,11 @@ Reservation PagePool::TryReserve(int64_t tokens, Promise promise) {
   return reservation;
 }
 
-bool PagePool::Extend(Reservation& reservation, int64_t tokens) {
+bool PagePool::Extend(Reservation& reservation, const TokensByKind& tokens) {
   SLUICE_CHECK(reservation.pool_ == this && reservation.firm_);
   absl::MutexLock lock(&mutex_);
   const auto lacking = [&](size_t kind) {
-    return std::max<int64_t>(layout_.PagesFor(kind, tokens) - reservation.total_[kind], 0);
+    return std::max<int64_t>(layout_.PagesFor(kind, tokens[kind]) - reservation.total_[kind], 0);
   };
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
     const KindState& state = kinds_[kind];
@@ -151,6 +156,20 @@ bool PagePool::Extend(Reservation& reservation, int64_t tokens) {
     kinds_[kind].firm += more;
   }
   return true;
+}
+
+void PagePool::Shrink(Reservation& reservation, const TokensByKind& tokens) {
+  SLUICE_CHECK(reservation.pool_ == this);
+  absl::MutexLock lock(&mutex_);
+  for (size_t kind = 0; kind < kinds_.size(); ++kind) {
+    const int64_t less =
+        std::max<int64_t>(reservation.total_[kind] - layout_.PagesFor(kind, tokens[kind]), 0);
+    SLUICE_CHECK(less <= reservation.left_[kind], "pages go back before their promise ends");
+    reservation.total_[kind] -= less;
+    reservation.left_[kind] -= less;
+    kinds_[kind].promised -= less;
+    if (reservation.firm_) kinds_[kind].firm -= less;
+  }
 }
 
 bool PagePool::MakeFirm(Reservation& reservation) {
@@ -270,26 +289,21 @@ PagePool::Room PagePool::RoomNow() const {
   absl::MutexLock lock(&mutex_);
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
     const KindState& state = kinds_[kind];
-    const auto tokens = [&](int64_t pages) {
-      return pages / layout_.layers * layout_.kinds[kind].block_tokens;
-    };
     const int64_t unpromised = state.limit - state.promised;
-    room.firm_tokens =
-        std::min(room.firm_tokens, tokens(std::min(unpromised, state.pages - state.firm)));
-    room.soft_tokens = std::min(room.soft_tokens, tokens(std::min(unpromised, state.pages)));
-    room.free_tokens = std::min(room.free_tokens, tokens(state.pages - state.taken));
+    room.firm_tokens[kind] = TokensIn(kind, std::min(unpromised, state.pages - state.firm));
+    room.soft_tokens[kind] = TokensIn(kind, std::min(unpromised, state.pages));
+    room.free_tokens[kind] = TokensIn(kind, state.pages - state.taken);
   }
   return room;
 }
 
-int64_t PagePool::capacity_tokens() const {
+TokensByKind PagePool::Capacity() const {
   absl::MutexLock lock(&mutex_);
-  int64_t tokens = std::numeric_limits<int64_t>::max();
+  TokensByKind capacity = std::numeric_limits<int64_t>::max();
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
-    tokens =
-        std::min(tokens, kinds_[kind].pages / layout_.layers * layout_.kinds[kind].block_tokens);
+    capacity[kind] = TokensIn(kind, kinds_[kind].pages);
   }
-  return tokens;
+  return capacity;
 }
 
 PagePool::Usage PagePool::UsageOf(size_t kind) const {

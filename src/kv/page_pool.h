@@ -3,8 +3,8 @@
 // A reservation promises pages; pages are taken under a reservation. What is promised firmly is
 // never more than the arena, so a sequence with a firm promise gets every page of it once those
 // with a soft promise are out of the way. Soft promises go beyond, up to `overcommit` arenas; there
-// taking may find no page. The arena is divided among the kinds in proportion to the bytes that a
-// token needs of each, since every sequence takes them in that proportion. Thread-safe.
+// taking may find no page. The arena is divided among the kinds in the proportion in which
+// sequences take them; a kind runs out by itself. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ enum class Promise {
   kSoft,  // they may have to be waited for
 };
 
-// A promise of pages of every kind; move-only, ends with the object. One thread at a time.
+// A promise of pages of each kind; move-only, ends with the object. One thread at a time.
 class Reservation {
  public:
   Reservation() = default;
@@ -54,18 +54,27 @@ class Reservation {
 class PagePool {
  public:
   // `arena` holds the pages; `name` ("hbm", "dram") is for messages and metrics; `overcommit` >= 1.
-  // INVALID_ARGUMENT if not even one page of each kind and layer fits.
+  // INVALID_ARGUMENT if not even one page of each kind and layer fits. REQUIRES: the proportion has
+  // something of each kind.
+  static absl::StatusOr<std::unique_ptr<PagePool>> Create(std::string name, const TierShape& shape,
+                                                          Buffer arena, double overcommit = 1.0);
+  // Sequences take the same tokens of every kind.
   static absl::StatusOr<std::unique_ptr<PagePool>> Create(std::string name,
                                                           const CacheLayout& layout, Buffer arena,
-                                                          double overcommit = 1.0);
+                                                          double overcommit = 1.0) {
+    return Create(std::move(name), TierShape{layout}, std::move(arena), overcommit);
+  }
   ~PagePool();
 
-  // Whether a sequence of `tokens` tokens fits into the empty pool.
-  bool CouldEverFit(int64_t tokens) const;
-  // Promises pages for `tokens` tokens; an empty reservation if there is no room now.
-  Reservation TryReserve(int64_t tokens, Promise promise = Promise::kFirm);
-  // Makes a firm promise one of pages for `tokens` tokens at least; false if there is no room now.
-  bool Extend(Reservation& reservation, int64_t tokens);
+  // Whether a sequence of `tokens` fits into the empty pool.
+  bool CouldEverFit(const TokensByKind& tokens) const;
+  // Promises pages for `tokens`; an empty reservation if there is no room now.
+  Reservation TryReserve(const TokensByKind& tokens, Promise promise = Promise::kFirm);
+  // Makes a firm promise one of pages for `tokens` at least; false if there is no room now, and
+  // nothing has changed.
+  bool Extend(Reservation& reservation, const TokensByKind& tokens);
+  // Makes a promise one of pages for `tokens` at most. REQUIRES: no more are taken under it.
+  void Shrink(Reservation& reservation, const TokensByKind& tokens);
   // Turns a soft promise into a firm one; false if there is no room for it now.
   bool MakeFirm(Reservation& reservation);
 
@@ -90,15 +99,18 @@ class PagePool {
   uint8_t* PageAddress(size_t kind, int32_t page) const {
     return base_[kind] + page * layout_.kinds[kind].page_bytes();
   }
-  // Tokens of a single sequence that the whole pool holds.
-  int64_t capacity_tokens() const;
+  // Tokens of each kind that the whole pool holds of a single sequence (of kinds that it does not
+  // have, any number), and of all of them.
+  TokensByKind Capacity() const;
+  int64_t capacity_tokens() const { return Capacity().least(); }
   bool overcommitted() const { return overcommit_ > 1; }
 
-  // Tokens of one more sequence for which there is room now.
+  // Tokens of one more sequence for which there is room now; of kinds that the pool does not have,
+  // any number.
   struct Room {
-    int64_t firm_tokens = 0;  // with a firm promise
-    int64_t soft_tokens = 0;  // with a soft one
-    int64_t free_tokens = 0;  // in pages that nobody has
+    TokensByKind firm_tokens;  // with a firm promise
+    TokensByKind soft_tokens;  // with a soft one
+    TokensByKind free_tokens;  // in pages that nobody has
   };
   Room RoomNow() const;
 
@@ -127,7 +139,12 @@ class PagePool {
     std::set<std::pair<int32_t, int32_t>> free_runs;  // (first, count), disjoint, never adjacent
     std::vector<bool> owned;                          // per page: no page has two owners
   };
-  PagePool(std::string name, const CacheLayout& layout, Buffer arena, double overcommit);
+  PagePool(std::string name, const CacheLayout& layout, const std::vector<int64_t>& pages,
+           Buffer arena, double overcommit);
+  // Tokens of one sequence that `pages` of a kind hold.
+  int64_t TokensIn(size_t kind, int64_t pages) const {
+    return pages / layout_.layers * layout_.kinds[kind].block_tokens;
+  }
   void TakeRuns(KindState& state, const Extent& extent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static void GiveRun(KindState& state, int32_t first, int32_t count);
 

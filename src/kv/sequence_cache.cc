@@ -12,82 +12,81 @@ SequenceCache::SequenceCache(PagePool* pool, Reservation reservation)
       kinds_(pool->layout().kinds.size()),
       pages_(static_cast<size_t>(pool->layout().layers) * kinds_) {
   SLUICE_CHECK(!reservation_.empty());
-  for (size_t i = 0; i < pages_.size(); ++i) {
-    pages_[i].reserve(static_cast<size_t>(reservation_.left(i % kinds_) / pool->layout().layers));
-  }
+  ReservePages();
   extents_.reserve(pages_.size());
 }
 
-SequenceCache::~SequenceCache() { GivePages(); }
+SequenceCache::~SequenceCache() { GivePages(0); }
 
-void SequenceCache::GivePages() {
-  for (size_t i = 0; i < pages_.size(); ++i) {
-    if (!pages_[i].empty()) pool_->Give(reservation_, i % kinds_, pages_[i]);
-    pages_[i].clear();
-  }
-}
-
-Reservation SequenceCache::Dissolve(std::unique_ptr<SequenceCache> cache) {
-  cache->GivePages();
-  return std::move(cache->reservation_);
-}
-
-bool SequenceCache::Covers(int64_t tokens) const {
-  for (size_t kind = 0; kind < kinds_; ++kind) {
-    const int64_t taken = static_cast<int64_t>(pages_[kind].size()) * pool_->layout().layers;
-    if (taken + reservation_.left(kind) < pool_->layout().PagesFor(kind, tokens)) return false;
-  }
-  return true;
-}
-
-int64_t SequenceCache::Lacks(int64_t tokens) const {
-  int64_t lacks = 0;
-  for (size_t kind = 0; kind < kinds_; ++kind) {
-    const CacheLayout& layout = pool_->layout();
-    const int64_t blocks =
-        static_cast<int64_t>(pages_[kind].size()) + reservation_.left(kind) / layout.layers;
-    lacks = std::max(lacks, tokens - blocks * layout.kinds[kind].block_tokens);
-  }
-  return lacks;
-}
-
-bool SequenceCache::Extend(int64_t tokens) {
-  if (!pool_->Extend(reservation_, tokens)) return false;
+void SequenceCache::ReservePages() {
   for (size_t i = 0; i < pages_.size(); ++i) {
     pages_[i].reserve(pages_[i].size() +
                       static_cast<size_t>(reservation_.left(i % kinds_) / pool_->layout().layers));
   }
+}
+
+void SequenceCache::GivePages(const TokensByKind& kept) {
+  for (size_t i = 0; i < pages_.size(); ++i) {
+    const size_t kind = i % kinds_;
+    const auto blocks = static_cast<size_t>(pool_->layout().kinds[kind].BlocksFor(kept[kind]));
+    if (pages_[i].size() <= blocks) continue;
+    pool_->Give(reservation_, kind, absl::MakeConstSpan(pages_[i]).subspan(blocks));
+    pages_[i].resize(blocks);
+  }
+}
+
+Reservation SequenceCache::Dissolve(std::unique_ptr<SequenceCache> cache) {
+  cache->GivePages(0);
+  return std::move(cache->reservation_);
+}
+
+TokensByKind SequenceCache::Lacks(const TokensByKind& tokens) const {
+  const CacheLayout& layout = pool_->layout();
+  TokensByKind lacks;
+  for (size_t kind = 0; kind < kinds_; ++kind) {
+    const int64_t promised = reservation_.left(kind) / layout.layers;
+    lacks[kind] = std::max<int64_t>(
+        tokens[kind] - this->tokens(kind) - promised * layout.kinds[kind].block_tokens, 0);
+  }
+  return lacks;
+}
+
+bool SequenceCache::Extend(const TokensByKind& tokens) {
+  if (!pool_->Extend(reservation_, tokens)) return false;
+  ReservePages();
   return true;
 }
 
-SequenceCache::Growth SequenceCache::EnsureTokens(int64_t tokens) {
-  if (tokens <= tokens_) return Growth::kNone;
-  // The first extent is what is asked for (the handed-over context); later ones are large, so that
-  // a layer's pages stay together, unless others may be short of them.
-  const int64_t at_least = tokens_ == 0 || pool_->overcommitted() ? 0 : kGrowthBlocks;
-  return TakeBlocks(tokens, at_least) ? Growth::kAdded : Growth::kNoRoom;
+void SequenceCache::ShrinkTo(const TokensByKind& tokens) {
+  GivePages(tokens);
+  pool_->Shrink(reservation_, tokens);
 }
 
-bool SequenceCache::TakeBlocks(int64_t tokens, int64_t at_least) {
+int64_t SequenceCache::tokens() const {
+  int64_t least = tokens(0);
+  for (size_t kind = 1; kind < kinds_; ++kind) least = std::min(least, tokens(kind));
+  return least;
+}
+
+SequenceCache::Growth SequenceCache::EnsureTokens(const TokensByKind& tokens) {
   const CacheLayout& layout = pool_->layout();
   extents_.clear();
   for (size_t kind = 0; kind < kinds_; ++kind) {
-    const int64_t have = static_cast<int64_t>(pages_[kind].size());
-    const int64_t need = std::max<int64_t>(layout.kinds[kind].BlocksFor(tokens) - have, 0);
+    const auto have = static_cast<int64_t>(pages_[kind].size());
+    const int64_t need = layout.kinds[kind].BlocksFor(tokens[kind]) - have;
+    if (need <= 0) continue;
+    // The first extent is what is asked for (the handed-over context); later ones are large, so
+    // that a layer's pages stay together, unless others may be short of them.
+    const int64_t at_least = have == 0 || pool_->overcommitted() ? 0 : kGrowthBlocks;
     const int64_t most = reservation_.left(kind) / layout.layers;
     SLUICE_CHECK(need <= most, "a sequence grows inside its reservation");
     const int64_t take = std::clamp(at_least, need, most);
-    for (int layer = 0; layer < layout.layers && take > 0; ++layer) {
+    for (int layer = 0; layer < layout.layers; ++layer) {
       extents_.push_back({kind, take, &pages_[static_cast<size_t>(layer) * kinds_ + kind]});
     }
   }
-  if (!pool_->TryTake(reservation_, extents_)) return false;
-  tokens_ = INT64_MAX;
-  for (size_t kind = 0; kind < kinds_; ++kind) {
-    const auto blocks = static_cast<int64_t>(pages_[kind].size());
-    tokens_ = std::min(tokens_, blocks * layout.kinds[kind].block_tokens);
-  }
-  return true;
+  if (extents_.empty()) return Growth::kNone;
+  return pool_->TryTake(reservation_, extents_) ? Growth::kAdded : Growth::kNoRoom;
 }
 
 uint8_t* SequenceCache::BlockAddress(int layer, size_t kind, int head, int64_t block) const {
@@ -98,7 +97,7 @@ uint8_t* SequenceCache::BlockAddress(int layer, size_t kind, int head, int64_t b
 void SequenceCache::ForEachPiece(const HomeRange& range,
                                  absl::FunctionRef<void(const HomePiece&)> visit) const {
   const CacheKind& kind = pool_->layout().kinds[range.kind];
-  SLUICE_CHECK(range.token_begin % kind.block_tokens == 0 && range.token_end <= tokens_);
+  SLUICE_CHECK(range.token_begin % kind.block_tokens == 0 && range.token_end <= tokens(range.kind));
   for (int64_t block = range.token_begin / kind.block_tokens;
        block < kind.BlocksFor(range.token_end); ++block) {
     const int64_t tokens =

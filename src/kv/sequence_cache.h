@@ -1,5 +1,6 @@
 // The pages that one sequence owns in one pool: for each layer and kind, page numbers in order of
-// blocks. Not thread-safe: it has one owner at a time.
+// blocks. It may have more of one kind than of another, or none. Not thread-safe: it has one owner
+// at a time.
 #pragma once
 
 #include <cstdint>
@@ -39,23 +40,29 @@ class SequenceCache {
   // page now. Extents grow by kGrowthBlocks at least, where the reservation allows and pages cannot
   // run out. REQUIRES: the reservation covers `tokens`.
   enum class Growth { kNone, kAdded, kNoRoom };
-  Growth EnsureTokens(int64_t tokens);
+  Growth EnsureTokens(const TokensByKind& tokens);
   static constexpr int64_t kGrowthBlocks = 16;
 
   // Makes the promise firm: from now on it finds every page as soon as soft ones have left.
   bool MakeFirm() { return pool_->MakeFirm(reservation_); }
   bool firm() const { return reservation_.firm(); }
   // Whether all that is promised, taken or not, is enough for `tokens`.
-  bool Covers(int64_t tokens) const;
-  // Of what is promised, pages that are lacking for `tokens`, in tokens.
-  int64_t Lacks(int64_t tokens) const;
+  bool Covers(const TokensByKind& tokens) const { return Lacks(tokens) == TokensByKind(); }
+  // Of what is promised, pages that are lacking for `tokens`, in tokens of the pool's kinds.
+  TokensByKind Lacks(const TokensByKind& tokens) const;
   // Makes a firm promise cover `tokens`; false if there is no room for that now.
-  bool Extend(int64_t tokens);
+  bool Extend(const TokensByKind& tokens);
+  // Gives back the pages behind those of `tokens`, and what is promised beyond. REQUIRES: nothing
+  // may read or write them any more.
+  void ShrinkTo(const TokensByKind& tokens);
   // Gives every page back, as the destructor does, and keeps the promise.
   static Reservation Dissolve(std::unique_ptr<SequenceCache> cache);
 
   PagePool* pool() const { return pool_; }
-  int64_t tokens() const { return tokens_; }  // for which there is room
+  int64_t tokens(size_t kind) const {  // for which there is room
+    return static_cast<int64_t>(pages_[kind].size()) * pool_->layout().kinds[kind].block_tokens;
+  }
+  int64_t tokens() const;  // of every kind
   // [blocks] page numbers of one layer and kind.
   const std::vector<int32_t>& Pages(int layer, size_t kind) const {
     return pages_[static_cast<size_t>(layer) * kinds_ + kind];
@@ -67,13 +74,13 @@ class SequenceCache {
   void ForEachPiece(const HomeRange& range, absl::FunctionRef<void(const HomePiece&)> visit) const;
 
  private:
-  void GivePages();
-  bool TakeBlocks(int64_t tokens, int64_t at_least);
+  void GivePages(const TokensByKind& kept);  // those behind `kept`
+  // Room for what is promised, so that pages are added without allocating.
+  void ReservePages();
 
   PagePool* pool_;
   Reservation reservation_;
   size_t kinds_;
-  int64_t tokens_ = 0;
   std::vector<std::vector<int32_t>> pages_;  // [layer][kind]; room for all that is promised
   std::vector<PagePool::Extent> extents_;    // of the growth under way; keeps its memory
 };

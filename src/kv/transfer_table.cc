@@ -98,10 +98,11 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
   const Footprint need = options_.footprint(m.context_length, total);
   Reservation reservation = dram_->TryReserve(need.dram_tokens);
   if (SLUICE_FAILPOINT(kKvReserve) || reservation.empty()) {
-    return ResourceExhausted("DRAM_FULL",
-                             absl::StrCat("no room now for the caches of ", need.dram_tokens,
-                                          " tokens in DRAM; try again later"),
-                             RetryAfter());
+    return ResourceExhausted(
+        "DRAM_FULL",
+        absl::StrCat("no room now for the caches of ", dram_->layout().Describe(need.dram_tokens),
+                     " tokens in DRAM; try again later"),
+        RetryAfter());
   }
   auto home = std::make_unique<SequenceCache>(dram_, std::move(reservation));
   home->EnsureTokens(m.context_length);

@@ -5,12 +5,15 @@
 namespace sluice {
 namespace {
 
+TokensByKind GrowthOf(const WaitingSequence& sequence) {
+  return Least(sequence.total - sequence.context, kGrowthTokens);
+}
+
 bool FitsSoftly(const WaitingSequence& sequence, const AdmissionRoom& room) {
   if (sequence.preemptions >= kMaxPreemptions || sequence.preempted >= kMaxPreempted) return false;
-  const int64_t growth = std::min(sequence.total - sequence.context, kGrowthTokens);
-  return sequence.total <= room.soft_tokens &&
-         (sequence.has_home || sequence.total <= room.home_tokens) &&
-         sequence.context + growth + room.growth_tokens <= room.free_tokens;
+  return sequence.total.Within(room.soft_tokens) &&
+         (sequence.has_home || sequence.total.Within(room.home_tokens)) &&
+         (sequence.context + GrowthOf(sequence) + room.growth_tokens).Within(room.free_tokens);
 }
 
 }  // namespace
@@ -21,13 +24,13 @@ void PlanAdmission(AdmissionRoom room, absl::Span<const WaitingSequence> waiting
   size_t admitted = 0;
   bool home_awaited = false;
   for (const WaitingSequence& sequence : waiting) {
-    home_awaited = home_awaited || sequence.home > room.home_tokens;
-    if (home_awaited && sequence.home > 0) {
+    home_awaited = home_awaited || !sequence.home.Within(room.home_tokens);
+    if (home_awaited && sequence.home != TokensByKind(0)) {
       admissions->push_back(Admission::kWait);
       continue;
     }
-    const bool firm = !room.soft_running && sequence.total <= room.firm_tokens &&
-                      sequence.context <= room.free_tokens;
+    const bool firm = !room.soft_running && sequence.total.Within(room.firm_tokens) &&
+                      sequence.context.Within(room.free_tokens);
     if (room.slots == 0 || (!firm && !FitsSoftly(sequence, room))) break;
     admissions->push_back(firm ? Admission::kFirm : Admission::kSoft);
     admitted = admissions->size();
@@ -37,7 +40,7 @@ void PlanAdmission(AdmissionRoom room, absl::Span<const WaitingSequence> waiting
     room.soft_tokens -= sequence.total;
     room.free_tokens -= sequence.context;
     room.home_tokens -= firm || sequence.has_home ? sequence.home : sequence.total;
-    room.growth_tokens += std::min(sequence.total - sequence.context, kGrowthTokens);
+    room.growth_tokens += GrowthOf(sequence);
   }
   admissions->resize(admitted);
 }

@@ -18,6 +18,7 @@
 
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "src/kv/tokens_by_kind.h"
 
 namespace sluice {
 
@@ -27,9 +28,9 @@ inline constexpr int64_t kGrowthTokens = 64;
 
 // A sequence that waits for room. Tokens are those of its footprint in HBM.
 struct WaitingSequence {
-  int64_t context = 0;  // that it takes at once, or for its pending tokens soon
-  int64_t total = 0;    // at its end
-  int64_t home = 0;     // of DRAM, that it must find to be admitted; 0: it has all it needs
+  TokensByKind context;  // that it takes at once, or for its pending tokens soon
+  TokensByKind total;    // at its end
+  TokensByKind home;     // of DRAM, that it must find to be admitted; 0: it has all it needs
   // Its room in DRAM is there: it was preempted, and its home is still large enough.
   bool has_home = false;
   int preemptions = 0;
@@ -38,14 +39,14 @@ struct WaitingSequence {
 
 // Room for one more sequence, in tokens.
 struct AdmissionRoom {
-  int64_t firm_tokens = 0;    // that can be promised firmly
-  int64_t soft_tokens = 0;    // that can be promised at all
-  int64_t free_tokens = 0;    // in pages that nobody has
-  int64_t home_tokens = 0;    // in DRAM
+  TokensByKind firm_tokens;   // that can be promised firmly
+  TokensByKind soft_tokens;   // that can be promised at all
+  TokensByKind free_tokens;   // in pages that nobody has
+  TokensByKind home_tokens;   // in DRAM
   int slots = 0;              // free places in the batch
   bool soft_running = false;  // somebody in the batch has a soft promise
   // Tokens by which those that run may still grow, of each at most kGrowthTokens.
-  int64_t growth_tokens = 0;
+  TokensByKind growth_tokens;
 };
 
 enum class Admission { kWait, kFirm, kSoft };

@@ -220,7 +220,7 @@ absl::Status DecodeNode::StartGrpc() {
 std::string DecodeNode::RenderMetrics() {
   if (memory_ready_.load()) {
     for (const PagePool* pool : {dram_.get(), hbm_.get()}) {
-      PagePool::Usage all;
+      double fullest = 0;  // a kind runs out by itself
       for (size_t kind = 0; kind < pool->layout().kinds.size(); ++kind) {
         const PagePool::Usage usage = pool->UsageOf(kind);
         const TierGauges gauges = metrics_.Tier(pool->name(), pool->layout().kinds[kind].name);
@@ -231,13 +231,10 @@ std::string DecodeNode::RenderMetrics() {
         gauges.capacity_blocks.Set(static_cast<double>(usage.capacity_bytes / block_bytes));
         gauges.reserved_blocks.Set(static_cast<double>(usage.reserved_bytes / block_bytes));
         gauges.used_blocks.Set(static_cast<double>(usage.used_bytes / block_bytes));
-        all.capacity_bytes += usage.capacity_bytes;
-        all.used_bytes += usage.used_bytes;
+        fullest = std::max(fullest, static_cast<double>(usage.used_bytes) /
+                                        static_cast<double>(usage.capacity_bytes));
       }
-      if (pool == hbm_.get()) {
-        metrics_.kv_usage.Set(static_cast<double>(all.used_bytes) /
-                              static_cast<double>(std::max<int64_t>(all.capacity_bytes, 1)));
-      }
+      if (pool == hbm_.get()) metrics_.kv_usage.Set(fullest);
     }
     const WorkerStatistics workers = policy_->Workers();
     metrics_.SetWorkers({static_cast<double>(workers.workers),

@@ -64,7 +64,7 @@ std::vector<int64_t> Contexts(int64_t max_context) {
 
 }  // namespace
 
-int64_t SequencesThatFit(const CacheLayout& layout, int64_t bytes, int64_t context) {
+int64_t SequencesThatFit(const CacheLayout& layout, int64_t bytes, const TokensByKind& context) {
   return Usable(layout, bytes) / std::max<int64_t>(layout.BytesFor(context), 1);
 }
 

@@ -49,7 +49,7 @@ struct PlanInput {
 };
 
 // Sequences of `context` tokens that an arena of `bytes` holds at once.
-int64_t SequencesThatFit(const CacheLayout& layout, int64_t bytes, int64_t context);
+int64_t SequencesThatFit(const CacheLayout& layout, int64_t bytes, const TokensByKind& context);
 // Tokens of one sequence that it holds.
 int64_t TokensThatFit(const CacheLayout& layout, int64_t bytes);
 

@@ -135,7 +135,7 @@ void CheckWaiting(const std::string& kernels) {
   {
     Node node(options);
     for (const Request& request : requests) alone.push_back(node.Generate(request));
-    const int64_t tokens = node.policy().FootprintOf(0, 300).hbm_tokens;
+    const int64_t tokens = node.policy().FootprintOf(0, 300).hbm_tokens.most();
     options.hbm_bytes = node.model().cache_layout().BytesFor(tokens) * 5 / 2;
   }
   Node node(options);

@@ -205,7 +205,7 @@ TEST_CASE("a sequence with a soft promise goes to DRAM and comes back with its b
     REQUIRE(home != nullptr);
     CHECK(t.hbm->UsageOf(0).used_bytes == 0);
     // Into another slot; its home is its way out again, whatever else DRAM holds.
-    std::unique_ptr<SequenceCache> other = t.Home(t.dram->RoomNow().firm_tokens, 9);
+    std::unique_ptr<SequenceCache> other = t.Home(t.dram->RoomNow().firm_tokens.least(), 9);
     REQUIRE(t.policy->Admit(1 + round, 100, 300, Promise::kSoft, home));
     t.policy->WarmEvent(1 + round).Wait();
     REQUIRE(t.policy->Warm(1 + round));

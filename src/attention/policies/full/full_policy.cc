@@ -51,7 +51,7 @@ class FullPolicyImpl : public FullPolicy {
   int64_t max_tokens() const override { return hbm_->capacity_tokens(); }
 
   Room RoomNow() const override {
-    return {hbm_->RoomNow(), dram_ == nullptr ? 0 : dram_->RoomNow().firm_tokens};
+    return {hbm_->RoomNow(), dram_ == nullptr ? TokensByKind(0) : dram_->RoomNow().firm_tokens};
   }
 
   bool Admit(int slot, int64_t context, int64_t total, Promise promise,
@@ -213,8 +213,7 @@ class FullPolicyImpl : public FullPolicy {
     cache.page_bytes = kind.page_bytes();
     cache.block_tokens = kind.block_tokens;
     cache.kv_heads = kind.heads;
-    cache.head_dim =
-        static_cast<int32_t>(kind.part_bytes[0] / SizeOf(kind.element_type));
+    cache.head_dim = static_cast<int32_t>(kind.part_bytes[0] / SizeOf(kind.element_type));
     cache.type = kind.element_type;
     return cache;
   }
