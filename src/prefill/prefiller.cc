@@ -6,6 +6,7 @@
 
 #include "absl/synchronization/mutex.h"
 #include "src/attention/forwarding_policy.h"
+#include "src/attention/latent/prompt_selections.h"
 #include "src/attention/policies/full/full_policy.h"
 #include "src/base/error.h"
 #include "src/base/rng.h"
@@ -15,7 +16,7 @@
 #include "src/kv/selection_hints.h"
 #include "src/model/model.h"
 #include "src/prefill/important_blocks.h"
-#include "src/prefill/last_selections.h"
+#include "src/prefill/prompt_hints.h"
 
 namespace sluice {
 namespace {
@@ -24,8 +25,8 @@ constexpr int kSlot = 0;  // one prompt at a time
 
 // Finds what hints name, of one prompt at a time; which of the two, the model's attention says.
 struct HintFinders {
-  std::unique_ptr<ImportantBlocks> blocks;     // of keys and values
-  std::unique_ptr<LastSelections> selections;  // of an indexer
+  std::unique_ptr<ImportantBlocks> blocks;       // of keys and values
+  std::unique_ptr<PromptSelections> selections;  // of an indexer
   bool any() const { return blocks != nullptr || selections != nullptr; }
 };
 
@@ -44,9 +45,8 @@ class MarkingPolicy : public ForwardingPolicy {
     }
     if (finders_->selections == nullptr) return;
     full_->ObserveSelections([this](Stream& stream, int layer, const kernels::UnitLists& selected,
-                                    int first_row, int rows) {
-      if (!keeps_selections_) return;
-      finders_->selections->Keep(stream, layer, selected, first_position_ + first_row, rows);
+                                    int32_t first_row, int32_t rows) {
+      finders_->selections->Keep(stream, layer, selected, first_row, rows);
     });
   }
 
@@ -54,15 +54,15 @@ class MarkingPolicy : public ForwardingPolicy {
   void SetBuffer(int buffer) { buffer_ = static_cast<size_t>(buffer); }
   // Of the last row of what is launched from now on, of each layer and KV head; 0: none.
   void SetImportantBlocks(int32_t count) { important_blocks_ = count; }
-  // Of what is launched from now on, whose first row is at `first_position`.
-  void SetKeepsSelections(bool keeps, int64_t first_position) {
-    keeps_selections_ = keeps;
-    first_position_ = first_position;
-  }
   Event& appended(int buffer, int layer) {
     return *events_[static_cast<size_t>(buffer)][static_cast<size_t>(layer)];
   }
 
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                 absl::Span<const int32_t> positions) override {
+    ForwardingPolicy::BeginStep(stream, slots, positions);
+    if (finders_->selections != nullptr) finders_->selections->BeginStep(slots, positions);
+  }
   void Append(Stream& stream, int layer, kernels::RopeAppendParams params) override {
     ForwardingPolicy::Append(stream, layer, params);
     Mark(stream, layer);
@@ -92,8 +92,6 @@ class MarkingPolicy : public ForwardingPolicy {
   const HintFinders* const finders_;
   const bool has_index_;
   int32_t important_blocks_ = 0;
-  bool keeps_selections_ = false;
-  int64_t first_position_ = 0;
   std::array<std::vector<std::unique_ptr<Event>>, BatchState::kDepth> events_;
   size_t buffer_ = 0;
 };
@@ -171,6 +169,7 @@ class PrefillerImpl : public Prefiller {
     batch_->joined(kSlot).Wait();
     for (int buffer = 0; buffer < BatchState::kDepth; ++buffer) batch_->event(buffer).Wait();
     policy_->Release(kSlot);
+    if (finders_.selections != nullptr) finders_.selections->End(kSlot);
     if (!result.ok()) return result.status();
     result->queued = started - arrived;
     result->compute = clock_->Now() - started;
@@ -213,7 +212,8 @@ class PrefillerImpl : public Prefiller {
     const int chunks = (tokens + chunk_tokens_ - 1) / chunk_tokens_;
     const int64_t hint_tokens = finders_.any() ? sink.hint_tokens() : 0;
     const int32_t blocks = finders_.blocks == nullptr ? 0 : HintedBlocks(hint_tokens, tokens);
-    if (finders_.selections != nullptr) finders_.selections->Begin(tokens);
+    const bool keeps_selections = finders_.selections != nullptr && hint_tokens > 0;
+    if (keeps_selections) SLUICE_CHECK(finders_.selections->Begin(kSlot));
     const auto launch = [&](int chunk) {
       const int begin = chunk * chunk_tokens_;
       const int count = std::min(chunk_tokens_, tokens - begin);
@@ -227,7 +227,6 @@ class PrefillerImpl : public Prefiller {
       policy_->Grow(kSlot, begin + count);
       marking_.SetBuffer(buffer);
       marking_.SetImportantBlocks(begin + count == tokens ? blocks : 0);
-      marking_.SetKeepsSelections(hint_tokens > 0, begin);
       batch_->Launch(*stream_, buffer, plan_, *model_, marking_);
     };
     launch(0);
@@ -241,8 +240,9 @@ class PrefillerImpl : public Prefiller {
     SLUICE_RETURN_IF_ERROR(device_->Health());
     PrefillResult result;
     if (blocks > 0) result.hints = finders_.blocks->Read(*copy_stream_, blocks);
-    if (finders_.selections != nullptr && hint_tokens > 0) {
-      result.hints = finders_.selections->Read(*copy_stream_, hint_tokens);
+    if (keeps_selections) {
+      result.hints = HintsOf(finders_.selections->Read(*copy_stream_, kSlot),
+                             model_->cache_layout().layers, hint_tokens);
     }
     if (!want_first_token) return result;
     result.first_token = batch_->Result(last, 0, sampling.logprobs);
@@ -352,9 +352,12 @@ absl::StatusOr<std::unique_ptr<Prefiller>> Prefiller::Create(const Options& opti
     SLUICE_ASSIGN_OR_RETURN(finders.blocks, ImportantBlocks::Create(device, model->cache_layout(),
                                                                     options.max_context));
   } else if (options.hints && latent->indexer.has_value()) {
-    SLUICE_ASSIGN_OR_RETURN(
-        finders.selections,
-        LastSelections::Create(device, model->cache_layout().layers, latent->indexer->top_k));
+    PromptSelections::Options selections;
+    selections.device = device;
+    selections.layers = model->cache_layout().layers;
+    selections.top_k = latent->indexer->top_k;
+    selections.slots = 1;
+    SLUICE_ASSIGN_OR_RETURN(finders.selections, PromptSelections::Create(selections));
   }
   std::array<Staging, 2> staging;
   for (Staging& s : staging) {
