@@ -57,6 +57,8 @@ class TopicDriftSource : public WeightSource {
     return formula;
   }
 
+  bool IsFp8(const std::string&) const override { return false; }
+
   absl::StatusOr<MatrixView> Matrix(const std::string& name, int64_t rows, int64_t cols) override {
     auto owned = std::make_unique_for_overwrite<uint16_t[]>(static_cast<size_t>(rows * cols));
     if (const auto formula = Formula(name); formula.has_value()) {

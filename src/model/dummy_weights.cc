@@ -14,6 +14,7 @@ uint64_t Fnv1a64(const std::string& text) {
 }
 
 double Gain(const std::string& name) {
+  if (absl::StrContains(name, ".experts.") && absl::EndsWith(name, "down_proj.weight")) return 0.08;
   if (absl::EndsWith(name, "o_proj.weight") || absl::EndsWith(name, "down_proj.weight")) return 1.4;
   if (absl::EndsWith(name, "q_proj.weight") || absl::EndsWith(name, "k_proj.weight")) return 2.0;
   return 2.8;

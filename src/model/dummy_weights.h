@@ -22,7 +22,8 @@ void DummyUniform(const std::string& name, uint64_t seed, int64_t first, absl::S
 
 // The formula of a dummy tensor. Norm weights are 1 + 0.3 u, biases 0.2 u, embeddings 1.7 u (0.25 u
 // where they are the output head too), matrices gain / sqrt(columns) * u with gain 2.0 for q_proj
-// and k_proj, 1.4 for o_proj and down_proj, 2.8 for the others.
+// and k_proj, 1.4 for o_proj and down_proj, 0.08 for down_proj of routed experts, 2.8 for the
+// others.
 kernels::WeightFormula DummyFormula(const TensorSpec& tensor, bool tied_head, uint64_t seed);
 
 // Elements [first, first + out.size()) of a dummy tensor as bf16.

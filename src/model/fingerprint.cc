@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "src/base/status_macros.h"
@@ -14,6 +15,7 @@ namespace sluice {
 namespace {
 
 constexpr int64_t kWindows = 64;
+constexpr int64_t kExpertWindows = 4;    // of a matrix of one of many experts
 constexpr int64_t kWindowElements = 32;  // 64 bytes of bf16
 
 // Changes with the meaning of the text below, so that an old and a new build do not agree by
@@ -41,6 +43,21 @@ class Sha256 {
   std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> context_;
 };
 
+std::string CanonicalLatent(const LatentConfig& l) {
+  const ExpertConfig& e = l.experts;
+  const IndexerConfig indexer = l.indexer.value_or(IndexerConfig{});
+  std::string out;
+  absl::StrAppendFormat(&out, "latent q_rank %d rank %d nope %d rope %d v %d scale %a fp8 %d\n",
+                        l.q_rank, l.rank, l.nope_dim, l.rope_dim, l.v_dim, l.softmax_scale,
+                        l.fp8_weights);
+  absl::StrAppendFormat(&out, "indexer heads %d top_k %d\n", indexer.heads, indexer.top_k);
+  absl::StrAppendFormat(&out, "experts %d shared %d per_token %d groups %d top_groups %d\n",
+                        e.routed, e.shared, e.per_token, e.groups, e.top_groups);
+  absl::StrAppendFormat(&out, "experts' size %d normalise %d scaling %a dense layers %d\n",
+                        e.intermediate, e.normalise, e.scaling, l.dense_layers);
+  return out;
+}
+
 // One field per line; floating numbers in hexadecimal, which is exact.
 std::string CanonicalConfig(const ModelConfig& c) {
   const RopeConfig& r = c.rope;
@@ -57,6 +74,7 @@ std::string CanonicalConfig(const ModelConfig& c) {
   absl::StrAppendFormat(&out, "rope low %a high %a fast %a slow %a truncate %d attention %a\n",
                         r.low_freq_factor, r.high_freq_factor, r.beta_fast, r.beta_slow, r.truncate,
                         r.attention_factor);
+  if (c.latent.has_value()) absl::StrAppend(&out, CanonicalLatent(*c.latent));
   return out;
 }
 
@@ -65,10 +83,11 @@ absl::Status AddTensor(const TensorSpec& spec, WeightSource& weights, Sha256* sh
       absl::StrFormat("tensor %s %s\n", spec.name, absl::StrJoin(spec.shape, "x"));
   sha->Update(head.data(), head.size());
   const int64_t n = spec.elements();
-  const bool whole = n <= kWindows * kWindowElements;
+  const int64_t windows = absl::StrContains(spec.name, ".experts.") ? kExpertWindows : kWindows;
+  const bool whole = n <= windows * kWindowElements;
   std::vector<uint16_t> window(static_cast<size_t>(whole ? n : kWindowElements));
-  for (int64_t w = 0; w < (whole ? 1 : kWindows); ++w) {
-    const int64_t first = w * (n - static_cast<int64_t>(window.size())) / (kWindows - 1);
+  for (int64_t w = 0; w < (whole ? 1 : windows); ++w) {
+    const int64_t first = w * (n - static_cast<int64_t>(window.size())) / (windows - 1);
     SLUICE_RETURN_IF_ERROR(
         weights.ReadBFloat16(spec.name, spec.shape, first, absl::MakeSpan(window)));
     sha->Update(window.data(), window.size() * sizeof(uint16_t));

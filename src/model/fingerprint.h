@@ -12,7 +12,8 @@ namespace sluice {
 
 // SHA-256 over the config fields that enter the computation, the name and shape of every expected
 // tensor, and of each tensor up to 64 windows of 32 consecutive bf16 values spread evenly from its
-// first to its last (all of it where it has no more than 2048 elements).
+// first to its last (all of it where it has no more than 2048 elements); 4 such windows of a matrix
+// of a routed expert, of which there are many. An fp8 matrix and its scales are two tensors.
 //
 // It catches another architecture, shape or RoPE setting, and any training that moves a tensor's
 // values broadly, as every fine-tune and every merged adapter does. It does not catch an edit of a

@@ -10,12 +10,28 @@
 
 namespace sluice {
 
+enum class TensorForm {
+  kFloating,  // BF16, F16 or F32
+  kFp8,       // F8_E4M3; its scales are a tensor beside it
+  kScales,    // F32: of a matrix [rows, columns] [ceil(rows / 128), ceil(columns / 128)]
+};
+
 struct TensorSpec {
   std::string name;
   std::vector<int64_t> shape;  // [rows, columns] or [n]
+  TensorForm form = TensorForm::kFloating;
 
   int64_t elements() const;
 };
+
+// "<matrix>_scale_inv": the tensor of an fp8 matrix' scales, by which its values are multiplied.
+std::string ScalesTensor(const std::string& matrix);
+// Rows and columns of a scale.
+inline constexpr int64_t kScaleBlock = 128;
+// Scales of a matrix.
+constexpr int64_t ScaleCount(int64_t rows, int64_t cols) {
+  return (rows + kScaleBlock - 1) / kScaleBlock * ((cols + kScaleBlock - 1) / kScaleBlock);
+}
 
 // Sorted by name. With a tied head there is no lm_head.weight.
 std::vector<TensorSpec> ExpectedTensors(const ModelConfig& config);
@@ -31,8 +47,8 @@ inline constexpr char kHeadTensor[] = "lm_head.weight";
 const char* HeadTensor(const ModelConfig& config);
 
 // Whether a checkpoint may carry `name` although the config does not imply it: a copy of the
-// embedding under the head's name where the head is tied, and rotary frequencies, which old
-// checkpoints saved and which follow from the config.
+// embedding under the head's name where the head is tied, rotary frequencies, which old
+// checkpoints saved and which follow from the config, and layers past the last, which draft.
 bool IsIgnorableTensor(const ModelConfig& config, const std::string& name);
 
 }  // namespace sluice

@@ -40,11 +40,17 @@ class WeightLoader {
     for (const Part& part : parts) {
       rows += part.rows;
       if (const auto formula = source_->Formula(part.name); formula.has_value()) {
-        data.push_back({nullptr, part.rows, *formula});
+        data.push_back({.data = nullptr,
+                        .rows = part.rows,
+                        .formula = *formula,
+                        .fp8_formula = source_->IsFp8(part.name)});
         continue;
       }
       SLUICE_ASSIGN_OR_RETURN(MatrixView view, source_->Matrix(part.name, part.rows, columns));
-      data.push_back({view.data(), part.rows, {}});
+      data.push_back({.data = view.data(),
+                      .rows = part.rows,
+                      .fp8 = view.fp8(),
+                      .scales = view.fp8() != nullptr ? view.scales().data() : nullptr});
       views.push_back(std::move(view));
     }
     SLUICE_ASSIGN_OR_RETURN(Weight weight, device_->kernels().Prepare(data, columns));

@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <unordered_map>
 #include <utility>
 
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "kernels/e4m3.h"
 #include "src/base/dtype.h"
 #include "src/base/json_file.h"
 #include "src/base/status_macros.h"
@@ -49,13 +52,15 @@ T LoadAt(const uint8_t* from, size_t i) {  // shards need not align their data
   return value;
 }
 
-// `n` stored elements as bf16. REQUIRES: type is BF16, F16 or F32.
+// `n` stored elements as bf16. REQUIRES: type is BF16, F16, F32 or F8_E4M3, whose values bf16 has.
 void ConvertToBFloat16(TensorType type, const uint8_t* from, size_t n, uint16_t* to) {
   if (type == TensorType::kBF16) {
     std::memcpy(to, from, n * 2);
   } else if (type == TensorType::kF16) {
     const uint16_t* table = HalfToBFloat16Table().data();
     for (size_t i = 0; i < n; ++i) to[i] = table[LoadAt<uint16_t>(from, i)];
+  } else if (type == TensorType::kF8E4M3) {
+    for (size_t i = 0; i < n; ++i) to[i] = FloatToBFloat16(kernels::E4M3ToFloat(from[i]));
   } else {
     for (size_t i = 0; i < n; ++i) to[i] = FloatToBFloat16(LoadAt<float>(from, i));
   }
@@ -84,12 +89,16 @@ std::string ListText(const std::vector<std::string>& items) {
 class CheckpointSource : public WeightSource {
  public:
   CheckpointSource(std::string dir, const ModelConfig& config, Checkpoint checkpoint)
-      : dir_(std::move(dir)), config_(config), checkpoint_(std::move(checkpoint)) {}
+      : dir_(std::move(dir)), config_(config), checkpoint_(std::move(checkpoint)) {
+    for (const auto& [name, entry] : checkpoint_.tensors()) {
+      by_address_.emplace(entry.file->Data(*entry.tensor), entry);
+    }
+  }
 
   absl::Status CheckComplete() const {
     std::vector<std::string> faults;
     for (const TensorSpec& spec : ExpectedTensors(config_)) {
-      const auto found = Find(spec.name, spec.shape);
+      const auto found = Find(spec.name, spec.shape, spec.form);
       if (!found.ok()) faults.emplace_back(found.status().message());
     }
     if (faults.empty()) return absl::OkStatus();
@@ -101,10 +110,20 @@ class CheckpointSource : public WeightSource {
     return std::nullopt;
   }
 
+  bool IsFp8(const std::string& name) const override {
+    const Checkpoint::Entry* entry = checkpoint_.Find(name);
+    return entry != nullptr && entry->tensor->type == TensorType::kF8E4M3;
+  }
+
   absl::StatusOr<MatrixView> Matrix(const std::string& name, int64_t rows, int64_t cols) override {
     SLUICE_ASSIGN_OR_RETURN(const Checkpoint::Entry entry, Find(name, {rows, cols}));
     const TensorInfo& tensor = *entry.tensor;
     const uint8_t* data = entry.file->Data(tensor);
+    if (tensor.type == TensorType::kF8E4M3) {
+      SLUICE_ASSIGN_OR_RETURN(std::vector<float> scales, Scales(name, rows, cols));
+      entry.file->WillNeed(tensor);
+      return MatrixView::BorrowedFp8(data, std::move(scales), rows, cols);
+    }
     entry.file->WillNeed(tensor);
     if (tensor.type == TensorType::kBF16 && reinterpret_cast<uintptr_t>(data) % 2 == 0) {
       return MatrixView::Borrowed(reinterpret_cast<const uint16_t*>(data), rows, cols);
@@ -117,7 +136,7 @@ class CheckpointSource : public WeightSource {
   }
 
   absl::StatusOr<std::vector<float>> Vector(const std::string& name, int64_t n) override {
-    SLUICE_ASSIGN_OR_RETURN(const Checkpoint::Entry entry, Find(name, {n}));
+    SLUICE_ASSIGN_OR_RETURN(const Checkpoint::Entry entry, Find(name, {n}, TensorForm::kFloating));
     std::vector<float> out(static_cast<size_t>(n));
     std::vector<uint8_t> stored(entry.tensor->bytes);
     SLUICE_RETURN_IF_ERROR(entry.file->Read(*entry.tensor, 0, stored.size(), stored.data()));
@@ -138,14 +157,10 @@ class CheckpointSource : public WeightSource {
 
   void Release(MatrixView view) override {
     if (view.owned()) return;
-    const auto* bytes = reinterpret_cast<const uint8_t*>(view.data());
-    for (const auto& [name, entry] : checkpoint_.tensors()) {
-      if (entry.file->Data(*entry.tensor) == bytes) {
-        entry.file->DontNeed(*entry.tensor);
-        return;
-      }
-    }
-    SLUICE_CHECK(false, "a view of another source was released");
+    const auto it = by_address_.find(
+        view.fp8() != nullptr ? view.fp8() : reinterpret_cast<const uint8_t*>(view.data()));
+    SLUICE_CHECK(it != by_address_.end(), "a view of another source was released");
+    it->second.file->DontNeed(*it->second.tensor);
   }
 
   absl::Status CheckNoLeftovers() override {
@@ -166,8 +181,9 @@ class CheckpointSource : public WeightSource {
   }
 
  private:
-  absl::StatusOr<Checkpoint::Entry> Find(const std::string& name,
-                                         absl::Span<const int64_t> shape) const {
+  // Without a form: floating or e4m3, as it is stored.
+  absl::StatusOr<Checkpoint::Entry> Find(const std::string& name, absl::Span<const int64_t> shape,
+                                         std::optional<TensorForm> form = std::nullopt) const {
     const Checkpoint::Entry* entry = checkpoint_.Find(name);
     if (entry == nullptr) {
       return absl::NotFoundError(
@@ -179,18 +195,40 @@ class CheckpointSource : public WeightSource {
                                                      ShapeText(shape), ", found ",
                                                      ShapeText(tensor.shape)));
     }
-    if (!IsFloatingWeight(tensor.type)) {
-      return absl::InvalidArgumentError(absl::StrCat("tensor ", name,
-                                                     ": expected dtype BF16, F16 or F32, found ",
-                                                     TensorTypeName(tensor.type)));
+    const bool fp8 = tensor.type == TensorType::kF8E4M3;
+    const auto wrong = [&](const char* expected) {
+      return absl::InvalidArgumentError(absl::StrCat("tensor ", name, ": expected dtype ", expected,
+                                                     ", found ", TensorTypeName(tensor.type)));
+    };
+    if (!form.has_value()) form = fp8 ? TensorForm::kFp8 : TensorForm::kFloating;
+    if (form == TensorForm::kScales && tensor.type != TensorType::kF32) return wrong("F32");
+    if (form == TensorForm::kFp8 && !fp8) {
+      return wrong("F8_E4M3, as config.json has a quantization_config");
+    }
+    if (form == TensorForm::kFloating && !IsFloatingWeight(tensor.type)) {
+      return wrong(fp8 && !config_.latent.value_or(LatentConfig{}).fp8_weights
+                       ? "BF16, F16 or F32, as config.json has no quantization_config of fp8"
+                       : "BF16, F16 or F32");
     }
     return *entry;
+  }
+
+  absl::StatusOr<std::vector<float>> Scales(const std::string& matrix, int64_t rows,
+                                            int64_t cols) const {
+    const int64_t shape[] = {(rows + kScaleBlock - 1) / kScaleBlock,
+                             (cols + kScaleBlock - 1) / kScaleBlock};
+    SLUICE_ASSIGN_OR_RETURN(const Checkpoint::Entry entry,
+                            Find(ScalesTensor(matrix), shape, TensorForm::kScales));
+    std::vector<float> out(static_cast<size_t>(ScaleCount(rows, cols)));
+    SLUICE_RETURN_IF_ERROR(entry.file->Read(*entry.tensor, 0, out.size() * 4, out.data()));
+    return out;
   }
 
   const std::string dir_;
   const ModelConfig config_;
   const Checkpoint checkpoint_;
-  std::vector<uint8_t> stored_;  // scratch of ReadBFloat16
+  std::unordered_map<const uint8_t*, Checkpoint::Entry> by_address_;  // of their first bytes
+  std::vector<uint8_t> stored_;                                       // scratch of ReadBFloat16
 };
 
 class DummySource : public WeightSource {
@@ -208,9 +246,23 @@ class DummySource : public WeightSource {
     return DummyFormula(it->second, config_.tie_word_embeddings, kDummySeed);
   }
 
+  bool IsFp8(const std::string& name) const override {
+    const auto it = tensors_.find(name);
+    return it != tensors_.end() && it->second.form == TensorForm::kFp8;
+  }
+
   absl::StatusOr<MatrixView> Matrix(const std::string& name, int64_t rows, int64_t cols) override {
     SLUICE_ASSIGN_OR_RETURN(const TensorSpec* spec, Find(name, {rows, cols}));
     const auto n = static_cast<size_t>(spec->elements());
+    if (spec->form == TensorForm::kFp8) {
+      const kernels::WeightFormula formula = *Formula(name);
+      auto values = std::make_unique_for_overwrite<uint8_t[]>(n);
+      kernels::FillWeights(formula, 0, spec->elements(), values.get());
+      return MatrixView::OwnedFp8(std::move(values),
+                                  std::vector<float>(static_cast<size_t>(ScaleCount(rows, cols)),
+                                                     kernels::FormulaScale(formula)),
+                                  rows, cols);
+    }
     auto owned = std::make_unique_for_overwrite<uint16_t[]>(n);
     FillDummy(*spec, config_.tie_word_embeddings, kDummySeed, 0, absl::MakeSpan(owned.get(), n));
     return MatrixView::Owned(std::move(owned), rows, cols);
@@ -228,7 +280,18 @@ class DummySource : public WeightSource {
   absl::Status ReadBFloat16(const std::string& name, absl::Span<const int64_t> shape, int64_t first,
                             absl::Span<uint16_t> out) override {
     SLUICE_ASSIGN_OR_RETURN(const TensorSpec* spec, Find(name, shape));
-    FillDummy(*spec, config_.tie_word_embeddings, kDummySeed, first, out);
+    if (spec->form == TensorForm::kScales) {
+      const std::string matrix(absl::StripSuffix(name, ScalesTensor("")));
+      std::fill(out.begin(), out.end(), FloatToBFloat16(kernels::FormulaScale(*Formula(matrix))));
+    } else if (spec->form == TensorForm::kFp8) {
+      const kernels::WeightFormula formula = *Formula(name);
+      for (size_t i = 0; i < out.size(); ++i) {
+        out[i] = FloatToBFloat16(
+            kernels::E4M3ToFloat(kernels::FormulaE4M3(formula, static_cast<uint64_t>(first) + i)));
+      }
+    } else {
+      FillDummy(*spec, config_.tie_word_embeddings, kDummySeed, first, out);
+    }
     return absl::OkStatus();
   }
 
@@ -255,6 +318,23 @@ class DummySource : public WeightSource {
 };
 
 }  // namespace
+
+std::vector<float> MatrixView::ToFloat() const {
+  std::vector<float> out(static_cast<size_t>(rows_ * cols_));
+  if (data_ != nullptr) {
+    std::transform(data_, data_ + out.size(), out.begin(), BFloat16ToFloat);
+    return out;
+  }
+  const int64_t stride = ScaleCount(1, cols_);
+  size_t i = 0;
+  for (int64_t row = 0; row < rows_; ++row) {
+    const float* scales = scales_.data() + row / kScaleBlock * stride;
+    for (int64_t col = 0; col < cols_; ++col, ++i) {
+      out[i] = kernels::E4M3ToFloat(fp8_[i]) * scales[col / kScaleBlock];
+    }
+  }
+  return out;
+}
 
 absl::StatusOr<std::unique_ptr<WeightSource>> OpenCheckpoint(const std::string& dir,
                                                              const ModelConfig& config) {

@@ -15,53 +15,79 @@
 
 namespace sluice {
 
-// A bf16 matrix [rows][cols], row-major: borrowed from a mapped file, or converted and owned by the
-// view. A borrowed one is valid while its WeightSource lives.
+// A matrix [rows][cols], row-major, of bf16, or of e4m3 with a scale for each block of 128 x 128:
+// borrowed from a mapped file, or made and owned by the view. A borrowed one is valid while its
+// WeightSource lives.
 class MatrixView {
  public:
   static MatrixView Borrowed(const uint16_t* data, int64_t rows, int64_t cols) {
-    return MatrixView(nullptr, data, rows, cols);
+    return MatrixView(data, nullptr, rows, cols);
   }
   static MatrixView Owned(std::unique_ptr<uint16_t[]> data, int64_t rows, int64_t cols) {
-    const uint16_t* p = data.get();
-    return MatrixView(std::move(data), p, rows, cols);
+    MatrixView view(data.get(), nullptr, rows, cols);
+    view.owned_ = std::move(data);
+    return view;
+  }
+  // `scales`: [ceil(rows / 128)][ceil(cols / 128)].
+  static MatrixView BorrowedFp8(const uint8_t* data, std::vector<float> scales, int64_t rows,
+                                int64_t cols) {
+    MatrixView view(nullptr, data, rows, cols);
+    view.scales_ = std::move(scales);
+    return view;
+  }
+  static MatrixView OwnedFp8(std::unique_ptr<uint8_t[]> data, std::vector<float> scales,
+                             int64_t rows, int64_t cols) {
+    MatrixView view = BorrowedFp8(data.get(), std::move(scales), rows, cols);
+    view.owned_fp8_ = std::move(data);
+    return view;
   }
   MatrixView(MatrixView&&) = default;
   MatrixView& operator=(MatrixView&&) = default;
 
-  const uint16_t* data() const { return data_; }
+  const uint16_t* data() const { return data_; }  // bf16; null where it is e4m3
+  const uint8_t* fp8() const { return fp8_; }     // e4m3; null where it is bf16
+  const std::vector<float>& scales() const { return scales_; }
   int64_t rows() const { return rows_; }
   int64_t cols() const { return cols_; }
-  bool owned() const { return owned_ != nullptr; }
-  // Memory that the view itself holds: 0 where it is borrowed.
-  int64_t owned_bytes() const { return owned() ? rows_ * cols_ * 2 : 0; }
+  bool owned() const { return owned_ != nullptr || owned_fp8_ != nullptr; }
+  // Memory of elements that the view itself holds: 0 where it is borrowed.
+  int64_t owned_bytes() const { return owned() ? rows_ * cols_ * (data_ != nullptr ? 2 : 1) : 0; }
+  // Every element as float32: of e4m3 its product with the scale, rounded once.
+  std::vector<float> ToFloat() const;
 
  private:
-  MatrixView(std::unique_ptr<uint16_t[]> owned, const uint16_t* data, int64_t rows, int64_t cols)
-      : owned_(std::move(owned)), data_(data), rows_(rows), cols_(cols) {}
+  MatrixView(const uint16_t* data, const uint8_t* fp8, int64_t rows, int64_t cols)
+      : data_(data), fp8_(fp8), rows_(rows), cols_(cols) {}
 
   std::unique_ptr<uint16_t[]> owned_;
+  std::unique_ptr<uint8_t[]> owned_fp8_;
   const uint16_t* data_;
+  const uint8_t* fp8_;
+  std::vector<float> scales_;
   int64_t rows_;
   int64_t cols_;
 };
 
 // Errors of Matrix, Vector and ReadBFloat16: NOT_FOUND (no such tensor), INVALID_ARGUMENT (another
-// shape, or an element type other than BF16, F16 and F32), DATA_LOSS (the file could not be read).
+// shape, or an element type other than BF16, F16 and F32, or what quantization_config says),
+// DATA_LOSS (the file could not be read).
 class WeightSource {
  public:
   virtual ~WeightSource() = default;
 
   // What makes the matrix, where it comes from a formula: then nothing needs to ask for its bytes.
   virtual std::optional<kernels::WeightFormula> Formula(const std::string& name) const = 0;
-  // The matrix as bf16: mapped where it is stored so, converted once (nearest, ties to even) where
-  // it is F16 or F32.
+  // Whether the matrix is one of e4m3, as Matrix gives it and as Formula is to be taken
+  // (kernels::FormulaE4M3).
+  virtual bool IsFp8(const std::string& name) const = 0;
+  // The matrix, e4m3 where IsFp8. Else as bf16: mapped where it is stored so, converted once
+  // (nearest, ties to even) where it is F16 or F32.
   virtual absl::StatusOr<MatrixView> Matrix(const std::string& name, int64_t rows,
                                             int64_t cols) = 0;
   // A norm weight or a bias as float32; nothing is rounded.
   virtual absl::StatusOr<std::vector<float>> Vector(const std::string& name, int64_t n) = 0;
-  // Elements [first, first + out.size()) of the flattened tensor as bf16, cheap whatever the
-  // tensor's size. REQUIRES: the range lies inside `shape`.
+  // Elements [first, first + out.size()) of the flattened tensor as bf16, those of e4m3 without
+  // their scales; cheap whatever the tensor's size. REQUIRES: the range lies inside `shape`.
   virtual absl::Status ReadBFloat16(const std::string& name, absl::Span<const int64_t> shape,
                                     int64_t first, absl::Span<uint16_t> out) = 0;
   // Gives up a view whose elements were copied elsewhere: mapped pages leave this process, owned

@@ -1,10 +1,12 @@
 #include "src/device/cpu/cpu_kernel_set.h"
 
 #include <algorithm>
-#include <cstring>
+#include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "src/base/status_macros.h"
 #include "src/device/cpu/host_stream.h"
+#include "src/device/cpu/weight_rows.h"
 
 namespace sluice {
 namespace {
@@ -204,8 +206,8 @@ class CpuKernelSet : public KernelSet {
         {run, WorkersFor(elements, *team_), params}, {name});
   }
 
-  // A part's rows; where a formula makes them, they are made in `made`, by the team.
-  const uint16_t* Rows(const MatrixPart& part, int32_t k, std::vector<uint16_t>* made);
+  // Calls fill(begin, end) for shares of a part's rows, by the team.
+  void ForRows(int32_t rows, int32_t k, absl::FunctionRef<void(int32_t begin, int32_t end)> fill);
 
   const KernelTable& table_;
   const std::string name_;
@@ -213,63 +215,74 @@ class CpuKernelSet : public KernelSet {
   Device* const device_;
 };
 
-const uint16_t* CpuKernelSet::Rows(const MatrixPart& part, int32_t k, std::vector<uint16_t>* made) {
-  if (part.data != nullptr) return part.data;
-  made->resize(static_cast<size_t>(part.rows) * static_cast<size_t>(k));
-  struct Fill {
-    const kernels::WeightFormula* formula;
+void CpuKernelSet::ForRows(int32_t rows, int32_t k,
+                           absl::FunctionRef<void(int32_t begin, int32_t end)> fill) {
+  struct Rows {
+    absl::FunctionRef<void(int32_t, int32_t)> fill;
     int64_t count;
-    uint16_t* out;
-  } fill{&part.formula, static_cast<int64_t>(made->size()), made->data()};
+  } work{fill, rows};
   team_->Run(
       [](const void* erased, Worker worker) {
-        const auto& f = *static_cast<const Fill*>(erased);
-        const int64_t begin = f.count * worker.index / worker.count;
-        const int64_t end = f.count * (worker.index + 1) / worker.count;
-        kernels::FillWeights(*f.formula, begin, end - begin, f.out + begin);
+        const auto& w = *static_cast<const Rows*>(erased);
+        w.fill(static_cast<int32_t>(w.count * worker.index / worker.count),
+               static_cast<int32_t>(w.count * (worker.index + 1) / worker.count));
       },
-      &fill, WorkersFor(fill.count, *team_));
-  return made->data();
+      &work, WorkersFor(int64_t{rows} * k, *team_));
+}
+
+// Rows [begin, end) of a part, of which the first is row `first` of the matrix.
+void PackRows(const MatrixPart& part, int32_t begin, int32_t end, int32_t k, int32_t first,
+              uint16_t* out) {
+  if (part.data != nullptr) {
+    kernels::PackPanels(part.data + int64_t{begin} * k, end - begin, k, first + begin, out);
+    return;
+  }
+  // A panel's rows at a time.
+  std::vector<uint16_t> made(static_cast<size_t>(kernels::kPanelColumns) * static_cast<size_t>(k));
+  for (int32_t row = begin, next; row < end; row = next) {
+    next = std::min(end, row + kernels::kPanelColumns - (first + row) % kernels::kPanelColumns);
+    for (int32_t i = row; i < next; ++i) {
+      BFloat16Row(part, i, k, made.data() + int64_t{i - row} * k);
+    }
+    kernels::PackPanels(made.data(), next - row, k, first + row, out);
+  }
 }
 
 absl::StatusOr<Weight> CpuKernelSet::Prepare(absl::Span<const MatrixPart> parts, int32_t k) {
   int32_t n = 0;
-  for (const MatrixPart& part : parts) n += part.rows;
+  bool bf16 = true;
+  for (const MatrixPart& part : parts) {
+    n += part.rows;
+    bf16 = bf16 && IsBFloat16(part);
+  }
   Weight weight;
   weight.matrix = {nullptr, n, k, table_.weight_layout};
   const bool panels = table_.weight_layout == kernels::WeightLayout::kPanel16;
+  const bool exact = !panels && !bf16;
+  if (exact) weight.matrix.layout = kernels::WeightLayout::kFloat32;
   if (!panels && parts.size() == 1 && parts[0].data != nullptr) {
     weight.matrix.data = parts[0].data;
     return weight;
   }
-  SLUICE_ASSIGN_OR_RETURN(
-      weight.storage, device_->Allocate(MemoryKind::kDevice, static_cast<size_t>(WeightBytes(n, k)),
-                                        absl::StrCat("a matrix of weights, ", n, " x ", k)));
-  auto* out = weight.storage.as<uint16_t>();
-  weight.matrix.data = out;
-  int32_t first_row = 0;
-  std::vector<uint16_t> made;
+  const int64_t bytes = exact ? int64_t{n} * k * 4 : WeightBytes(n, k);
+  SLUICE_ASSIGN_OR_RETURN(weight.storage,
+                          device_->Allocate(MemoryKind::kDevice, static_cast<size_t>(bytes),
+                                            absl::StrCat("a matrix of weights, ", n, " x ", k)));
+  weight.matrix.data = weight.storage.as<uint16_t>();
+  int32_t first = 0;
   for (const MatrixPart& part : parts) {
-    const uint16_t* rows = Rows(part, k, &made);
-    if (!panels) {
-      std::memcpy(out + int64_t{first_row} * k, rows, static_cast<size_t>(part.rows) * k * 2);
-    } else {
-      struct Pack {
-        const uint16_t* rows;
-        int32_t count, k, first_row;
-        uint16_t* out;
-      } pack{rows, part.rows, k, first_row, out};
-      team_->Run(
-          [](const void* erased, Worker worker) {
-            const auto& p = *static_cast<const Pack*>(erased);
-            const int64_t begin = int64_t{p.count} * worker.index / worker.count;
-            const int64_t end = int64_t{p.count} * (worker.index + 1) / worker.count;
-            kernels::PackPanels(p.rows + begin * p.k, static_cast<int32_t>(end - begin), p.k,
-                                p.first_row + static_cast<int32_t>(begin), p.out);
-          },
-          &pack, WorkersFor(int64_t{part.rows} * k, *team_));
-    }
-    first_row += part.rows;
+    ForRows(part.rows, k, [&](int32_t begin, int32_t end) {
+      if (panels) return PackRows(part, begin, end, k, first, weight.storage.as<uint16_t>());
+      for (int32_t row = begin; row < end; ++row) {
+        const int64_t at = (int64_t{first} + row) * k;
+        if (exact) {
+          FloatRow(part, row, k, weight.storage.as<float>() + at);
+        } else {
+          BFloat16Row(part, row, k, weight.storage.as<uint16_t>() + at);
+        }
+      }
+    });
+    first += part.rows;
   }
   return weight;
 }
