@@ -28,11 +28,13 @@ struct SelectionHints {
   size_t bytes() const;
 };
 
-// Of all entries of one Commit, in 4 MiB. Of 61 layers that is 17,189 tokens each: what 32 rows
-// with 2,048 each select in all, each token once, where rows next to one another differ by less
-// than 490.
+// Of all entries of one Commit, in 4 MiB. Of 61 layers that is 17,189 tokens each. What 32 rows
+// with 2,048 each selected, every token named once, is less wherever a row has fewer than 480 that
+// the row before had not.
 inline constexpr int kMaxHintEntries = 1 << 16;
 inline constexpr size_t kMaxHintUnits = size_t{1} << 20;
+// Of a message with as many: up to 5 bytes a number, and tags and lengths of entries.
+inline constexpr size_t kMaxHintMessageBytes = 5 * kMaxHintUnits + 32 * size_t{kMaxHintEntries};
 
 // What hints may say.
 struct HintBounds {
