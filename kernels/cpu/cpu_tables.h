@@ -16,6 +16,9 @@ void Split(const SplitParams& p, Worker worker);
 void RecallDue(const RecallDueParams& p, Worker worker);
 void Recall(const RecallParams& p, Worker worker);
 void WriteThrough(const WriteThroughParams& p, Worker worker);
+void Admit(const AdmitParams& p, Worker worker);
+void Route(const RouteParams& p, Worker worker);
+void RoutePairs(const RouteParams& p, Worker worker);
 
 // One table per path. Calling a function of a table on a processor without its instructions is an
 // illegal instruction; dispatch.cc is the only one to hand them out.

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "kernels/cpu/cpu_tables.h"
+#include "kernels/cpu/place_heap.h"
 #include "kernels/scalar.h"
 
 namespace sluice::kernels::cpu {
@@ -83,70 +84,6 @@ int32_t PieceIndex(const PagedCache& c, int64_t slot, int64_t head, int64_t at, 
   if (!token) return static_cast<int32_t>(piece);
   return static_cast<int32_t>(piece * 2 * c.block_tokens + at % c.block_tokens);
 }
-
-// Places that may be given, those to give first being first: the least of (stamp, place), where a
-// free place's stamp is before any other. The `capacity` best are kept, as a heap whose top is the
-// worst of them; its two halves lie where the list's moves will be.
-class PlaceHeap {
- public:
-  static constexpr int32_t kFree = INT32_MIN;
-
-  PlaceHeap(int32_t* stamps, int32_t* places, int32_t capacity)
-      : stamps_(stamps), places_(places), capacity_(capacity) {}
-
-  int32_t count() const { return count_; }
-
-  void Offer(int32_t stamp, int32_t place) {
-    if (count_ < capacity_) {
-      int32_t i = count_++;
-      for (; i > 0 && Before(Entry((i - 1) / 2), {stamp, place}); i = (i - 1) / 2) {
-        Put(i, Entry((i - 1) / 2));
-      }
-      Put(i, {stamp, place});
-    } else if (count_ > 0 && Before({stamp, place}, Entry(0))) {
-      Sink({stamp, place}, count_);
-    }
-  }
-
-  // Leaves the places in the order in which they are given.
-  void Sort() {
-    for (int32_t end = count_ - 1; end > 0; --end) {
-      const Item last = Entry(end);
-      Put(end, Entry(0));
-      Sink(last, end);
-    }
-  }
-
- private:
-  struct Item {
-    int32_t stamp;
-    int32_t place;
-  };
-  static bool Before(Item a, Item b) {
-    return a.stamp != b.stamp ? a.stamp < b.stamp : a.place < b.place;
-  }
-  Item Entry(int32_t i) const { return {stamps_[i], places_[i]}; }
-  void Put(int32_t i, Item item) {
-    stamps_[i] = item.stamp;
-    places_[i] = item.place;
-  }
-  // Puts `item` in the place of the top of the heap [0, end).
-  void Sink(Item item, int32_t end) {
-    int32_t i = 0;
-    for (int32_t child = 1; child < end; child = 2 * i + 1) {
-      if (child + 1 < end && Before(Entry(child), Entry(child + 1))) ++child;
-      if (!Before(item, Entry(child))) break;
-      Put(i, Entry(child));
-      i = child;
-    }
-    Put(i, item);
-  }
-
-  int32_t* stamps_;
-  int32_t* places_;
-  int32_t capacity_;
-  int32_t count_ = 0;
-};
 
 // How many units of the list were given a place.
 int32_t RecallList(const RecallParams& p, int64_t list) {

@@ -23,14 +23,13 @@ inline void StoreColumns(const LinearParams& p, int64_t row, int64_t panel, cons
   }
 }
 
-template <class S, int kRows, int kPanels>
-void LinearTile(const LinearParams& p, int64_t row, int64_t panel) {
+// kRows rows of k elements, which may lie anywhere, and kPanels panels from `w` on: calls
+// store(r, j, columns) for row r and panel j.
+template <class S, int kRows, int kPanels, class Store>
+void PanelTile(const float* const (&x)[kRows], const uint16_t* w, int64_t k, Store store) {
   using F = typename S::F;
   constexpr int kVectors = kPanelColumns / S::kWidth;
-  const int64_t k = p.w.k;
   const int64_t panel_elements = CeilDiv(k, kPanelDepth) * kPanelDepth * kPanelColumns;
-  const float* x = static_cast<const float*>(p.x) + row * k;
-  const uint16_t* w = p.w.data + panel * panel_elements;
   F sums[kRows][kPanels][kVectors];
   for (auto& of_row : sums) {
     for (auto& of_panel : of_row) {
@@ -51,8 +50,8 @@ void LinearTile(const LinearParams& p, int64_t row, int64_t panel) {
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
           F& sum = sums[r][j][v];
-          sum = S::Fma(S::Set1(x[r * k + i]), even, sum);
-          sum = S::Fma(S::Set1(x[r * k + i + 1]), odd, sum);
+          sum = S::Fma(S::Set1(x[r][i]), even, sum);
+          sum = S::Fma(S::Set1(x[r][i + 1]), odd, sum);
         }
       }
     }
@@ -63,7 +62,7 @@ void LinearTile(const LinearParams& p, int64_t row, int64_t panel) {
         F even, odd;
         S::LoadPairs(w + j * panel_elements + i * kPanelColumns + v * 2 * S::kWidth, even, odd);
         for (int r = 0; r < kRows; ++r) {
-          sums[r][j][v] = S::Fma(S::Set1(x[r * k + i]), even, sums[r][j][v]);
+          sums[r][j][v] = S::Fma(S::Set1(x[r][i]), even, sums[r][j][v]);
         }
       }
     }
@@ -72,10 +71,34 @@ void LinearTile(const LinearParams& p, int64_t row, int64_t panel) {
     for (int j = 0; j < kPanels; ++j) {
       alignas(64) float columns[kPanelColumns];
       for (int v = 0; v < kVectors; ++v) S::Store(columns + v * S::kWidth, sums[r][j][v]);
-      StoreColumns(p, row + r, panel + j, columns);
+      store(r, j, columns);
     }
   }
 }
+
+template <class S, int kRows, int kPanels>
+void LinearTile(const LinearParams& p, int64_t row, int64_t panel) {
+  const int64_t k = p.w.k;
+  const int64_t panel_elements = CeilDiv(k, kPanelDepth) * kPanelDepth * kPanelColumns;
+  const float* x[kRows];
+  for (int r = 0; r < kRows; ++r) x[r] = static_cast<const float*>(p.x) + (row + r) * k;
+  PanelTile<S, kRows, kPanels>(
+      x, p.w.data + panel * panel_elements, k,
+      [&](int r, int j, const float* sums) { StoreColumns(p, row + r, panel + j, sums); });
+}
+
+// The tiles of a path with float32 activations, for products of rows that lie anywhere.
+template <class S>
+struct FloatTiles {
+  using X = float;
+  static constexpr DType kType = DType::kFloat32;
+  static constexpr int kRows = S::kLinearRows;
+  static constexpr int kPanelsOf(int rows) { return S::kPanelsOf(rows); }
+  template <int kTileRows, int kPanels, class Store>
+  static void Tile(const float* const (&x)[kTileRows], const uint16_t* w, int64_t k, Store store) {
+    PanelTile<S, kTileRows, kPanels>(x, w, k, store);
+  }
+};
 
 // kRows rows of every panel in [begin, end).
 template <class S, int kRows>

@@ -3,7 +3,9 @@
 #include <immintrin.h>
 
 #include "kernels/cpu/cpu_tables.h"
+#include "kernels/cpu/gathered_products.h"
 #include "kernels/cpu/simd_attention.h"
+#include "kernels/cpu/simd_latent.h"
 #include "kernels/cpu/simd_linear.h"
 #include "kernels/cpu/simd_moving_average.h"
 #include "kernels/cpu/simd_partial.h"
@@ -134,6 +136,16 @@ const KernelTable& Avx2Table() {
       .sparse_attention = SparseAttention<SimdAttention<Avx2>>,
       .moving_average = MovingAverage<Avx2>,
       .copy_rows = CopyRows,
+      .latent_append = LatentAppend<Avx2>,
+      .index_append = IndexAppend<Avx2>,
+      .index_query = IndexQuery<Avx2>,
+      .mla_query = MlaQuery<Avx2>,
+      .head_linear = HeadLinear<FloatTiles<Avx2>>,
+      .admit = Admit,
+      .route = Route,
+      .route_pairs = RoutePairs,
+      .expert_linear = ExpertLinear<FloatTiles<Avx2>>,
+      .combine = Combine<Avx2>,
   };
   return table;
 }

@@ -1,6 +1,8 @@
 // The path "portable": vectors of four floats, which every x86-64 and arm64 has.
 #include "kernels/cpu/cpu_tables.h"
+#include "kernels/cpu/gathered_products.h"
 #include "kernels/cpu/simd_attention.h"
+#include "kernels/cpu/simd_latent.h"
 #include "kernels/cpu/simd_linear.h"
 #include "kernels/cpu/simd_moving_average.h"
 #include "kernels/cpu/simd_partial.h"
@@ -98,6 +100,16 @@ const KernelTable& PortableTable() {
       .sparse_attention = SparseAttention<SimdAttention<Portable>>,
       .moving_average = MovingAverage<Portable>,
       .copy_rows = CopyRows,
+      .latent_append = LatentAppend<Portable>,
+      .index_append = IndexAppend<Portable>,
+      .index_query = IndexQuery<Portable>,
+      .mla_query = MlaQuery<Portable>,
+      .head_linear = HeadLinear<FloatTiles<Portable>>,
+      .admit = Admit,
+      .route = Route,
+      .route_pairs = RoutePairs,
+      .expert_linear = ExpertLinear<FloatTiles<Portable>>,
+      .combine = Combine<Portable>,
   };
   return table;
 }

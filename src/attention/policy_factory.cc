@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "src/attention/latent/latent_views.h"
 #include "src/attention/policies/full/full_policy.h"
 #include "src/attention/policies/hgca/hgca_policy.h"
 #include "src/attention/policies/oracle/oracle_policy.h"
@@ -20,23 +21,67 @@ namespace {
 using Made = absl::StatusOr<std::unique_ptr<AttentionPolicy>>;
 
 Made NewFull(const PolicyOptions& o) {
-  return NewFullPolicy({o.device, o.hbm, o.slots, o.max_context, o.dram});
+  return NewFullPolicy({o.device, o.hbm, o.slots, o.max_context, o.dram, o.heads, o.latent_rank,
+                        o.index_top_k, o.max_rows});
 }
 
 Made NewScout(const PolicyOptions& o) { return NewScoutPolicy(o); }
 
 Made NewHgca(const PolicyOptions& o) { return NewHgcaPolicy(o); }
 
+// Which caches a policy is for.
+enum class Caches {
+  kAny,
+  kKeysAndValues,
+  kIndexedLatents,  // latent caches of a model with an indexer
+};
+
 struct Known {
   const char* name;
   Made (*make)(const PolicyOptions&);
-  bool offloads;  // over the offload tiers, with operators of sparse attention
+  Caches caches;
+  bool offloads;  // a sequence's home stays in DRAM, and none is preempted
+  // How the policy's tiers are cut; null: as the model's caches.
+  TierShapes (*shapes)(const PolicyOptions&, const CacheLayout& model);
 };
 
 constexpr Known kPolicies[] = {
-    {"full", NewFull, false},          {"hgca", NewHgca, true},   {"oracle", NewOraclePolicy, true},
-    {"recall", NewRecallPolicy, true}, {"scout", NewScout, true},
+    {"full", NewFull, Caches::kAny, false, nullptr},
+    {"hgca", NewHgca, Caches::kKeysAndValues, true, nullptr},
+    {"oracle", NewOraclePolicy, Caches::kKeysAndValues, true, nullptr},
+    {"recall", NewRecallPolicy, Caches::kKeysAndValues, true, nullptr},
+    {"scout", NewScout, Caches::kKeysAndValues, true, nullptr},
 };
+
+bool IsFor(const Known& known, const CacheLayout& layout) {
+  switch (known.caches) {
+    case Caches::kAny:
+      return true;
+    case Caches::kKeysAndValues:
+      return !HasLatents(layout);
+    case Caches::kIndexedLatents:
+      return HasLatents(layout) && HasIndexKeys(layout);
+  }
+  return false;
+}
+
+absl::Status CheckCaches(const Known& known, const PolicyOptions& o) {
+  const CacheLayout& layout = o.hbm->layout();
+  if (IsFor(known, layout)) return absl::OkStatus();
+  std::vector<std::string> names;
+  for (const Known& other : kPolicies) {
+    if (IsFor(other, layout)) names.emplace_back(other.name);
+  }
+  const char* const has = !HasLatents(layout)    ? "keys and values of heads"
+                          : HasIndexKeys(layout) ? "latent caches"
+                                                 : "latent caches and no indexer";
+  return absl::InvalidArgumentError(absl::StrCat(
+      "policy: ", o.name, " is for ",
+      known.caches == Caches::kKeysAndValues ? "models with keys and values of heads"
+                                             : "models with latent caches and an indexer",
+      ", and ", o.architecture.empty() ? "this model" : o.architecture, " has ", has,
+      ": take one of ", absl::StrJoin(names, ", ")));
+}
 
 absl::Status CheckOffload(const PolicyOptions& o) {
   if (!o.device->kernels().HasSparse()) {
@@ -55,17 +100,26 @@ absl::Status CheckOffload(const PolicyOptions& o) {
 
 }  // namespace
 
-std::vector<std::string> OffloadingPolicies() {
+std::vector<std::string> OffloadingPolicies(const CacheLayout& model) {
   std::vector<std::string> names;
   for (const Known& known : kPolicies) {
-    if (known.offloads) names.emplace_back(known.name);
+    if (known.offloads && IsFor(known, model)) names.emplace_back(known.name);
   }
   return names;
+}
+
+TierShapes TierShapesOf(const PolicyOptions& options, const CacheLayout& model) {
+  for (const Known& known : kPolicies) {
+    if (options.name != known.name || known.shapes == nullptr || !IsFor(known, model)) continue;
+    return known.shapes(options, model);
+  }
+  return {{model}, {model}};
 }
 
 Made NewPolicy(const PolicyOptions& options) {
   for (const Known& known : kPolicies) {
     if (options.name != known.name) continue;
+    SLUICE_RETURN_IF_ERROR(CheckCaches(known, options));
     if (known.offloads) SLUICE_RETURN_IF_ERROR(CheckOffload(options));
     return known.make(options);
   }

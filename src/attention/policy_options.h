@@ -21,7 +21,16 @@ struct PolicyOptions {
   PagePool* dram = nullptr;  // full: may be null, then nothing is preempted
   int slots = 0;
   int max_context = 0;
-  int heads = 0;  // query heads of the model
+  int heads = 0;             // query heads of the model
+  int max_rows = 0;          // of a step, prompts included
+  std::string architecture;  // of the model, for messages
+
+  int64_t hbm_bytes = 0;  // of the arenas, for whoever cuts them
+  int64_t dram_bytes = 0;
+
+  // Of models with latent caches.
+  int latent_rank = 0;  // latent values of an entry
+  int index_top_k = 0;  // of the indexer; 0: there is none
 
   // Every sparse policy.
   int budget_tokens = 2048;  // selected of a sequence, for each layer and KV head

@@ -11,6 +11,7 @@
 #include "src/bench/engine_run.h"
 #include "src/bench/policy_choice.h"
 #include "src/kv/sequence_cache.h"
+#include "src/model/policy_model.h"
 
 namespace sluice {
 namespace {
@@ -36,8 +37,8 @@ PolicyOptions OptionsOf(const PolicyWorld& world, const std::string& name) {
   options.hbm = world.hbm;
   options.dram = world.dram;
   options.slots = world.slots;
+  DescribeModel(*world.model, &options);
   options.max_context = world.max_context;
-  options.heads = world.model->config().heads;
   return WithPolicy(std::move(options), name);
 }
 

@@ -306,6 +306,16 @@ TokensByKind PagePool::Capacity() const {
   return capacity;
 }
 
+int64_t PagePool::SequencesThatFit(const TokensByKind& tokens) const {
+  absl::MutexLock lock(&mutex_);
+  int64_t sequences = std::numeric_limits<int64_t>::max();
+  for (size_t kind = 0; kind < kinds_.size(); ++kind) {
+    const int64_t pages = layout_.PagesFor(kind, tokens[kind]);
+    if (pages > 0) sequences = std::min(sequences, kinds_[kind].pages / pages);
+  }
+  return sequences;
+}
+
 PagePool::Usage PagePool::UsageOf(size_t kind) const {
   absl::MutexLock lock(&mutex_);
   const KindState& state = kinds_[kind];

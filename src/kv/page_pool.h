@@ -103,6 +103,8 @@ class PagePool {
   // have, any number), and of all of them.
   TokensByKind Capacity() const;
   int64_t capacity_tokens() const { return Capacity().least(); }
+  // Sequences of `tokens` that the empty pool holds at once; any number where they take nothing.
+  int64_t SequencesThatFit(const TokensByKind& tokens) const;
   bool overcommitted() const { return overcommit_ > 1; }
 
   // Tokens of one more sequence for which there is room now; of kinds that the pool does not have,

@@ -12,6 +12,7 @@
 #include "src/engine/engine.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/transfer_table.h"
+#include "src/model/policy_model.h"
 #include "src/request/token_sink.h"
 
 namespace sluice {
@@ -94,8 +95,7 @@ class ShareRun {
     policy.hbm = hbm_.get();
     policy.dram = dram_.get();
     policy.slots = 1;
-    policy.max_context = model_->max_context();
-    policy.heads = model_->config().heads;
+    DescribeModel(*model_, &policy);
     policy.scout.recall = false;
     policy.scout.intervals.clear();
     SLUICE_ASSIGN_OR_RETURN(policy_, NewPolicy(policy));

@@ -12,6 +12,7 @@
 #include "src/base/status_macros.h"
 #include "src/device/cpu/cpu_device.h"
 #include "src/device/mailbox.h"
+#include "src/model/policy_model.h"
 #ifdef SLUICE_HAVE_CUDA
 #include "src/device/cuda/cuda_device.h"
 #endif
@@ -53,7 +54,8 @@ absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_r
   Model::Options options;
   options.directory = config.model();
   options.load_format = config.load_format();
-  options.kv_dtype = KvDType(config);
+  SLUICE_ASSIGN_OR_RETURN(const ModelConfig shape, LoadModelConfig(config.model()));
+  options.kv_dtype = KvDType(config, shape);
   options.block_tokens = static_cast<int>(config.block_tokens());
   options.max_context = static_cast<int>(config.max_context());
   options.max_rows = max_rows;
@@ -104,22 +106,23 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
 
 absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& model, Device* device) {
   NodeMemory memory;
-  SLUICE_ASSIGN_OR_RETURN(Buffer hbm,
-                          device->Allocate(MemoryKind::kDevice, config.hbm_bytes(), "hbm_bytes"));
-  SLUICE_ASSIGN_OR_RETURN(memory.hbm, PagePool::Create("hbm", model.cache_layout(), std::move(hbm),
-                                                       config.overcommit()));
-  SLUICE_ASSIGN_OR_RETURN(Buffer dram,
-                          device->Allocate(MemoryKind::kPinned, config.dram_bytes(), "dram_bytes"));
-  SLUICE_ASSIGN_OR_RETURN(memory.dram,
-                          PagePool::Create("dram", model.cache_layout(), std::move(dram)));
   SLUICE_ASSIGN_OR_RETURN(PolicyOptions policy,
                           PolicyOptionsOf(config, model.fingerprint(), model.cache_layout()));
+  DescribeModel(model, &policy);
+  policy.slots = static_cast<int>(config.max_sequences());
+  policy.hbm_bytes = static_cast<int64_t>(config.hbm_bytes());
+  policy.dram_bytes = static_cast<int64_t>(config.dram_bytes());
+  const TierShapes shapes = TierShapesOf(policy, model.cache_layout());
+  SLUICE_ASSIGN_OR_RETURN(Buffer hbm,
+                          device->Allocate(MemoryKind::kDevice, config.hbm_bytes(), "hbm_bytes"));
+  SLUICE_ASSIGN_OR_RETURN(memory.hbm,
+                          PagePool::Create("hbm", shapes.hbm, std::move(hbm), config.overcommit()));
+  SLUICE_ASSIGN_OR_RETURN(Buffer dram,
+                          device->Allocate(MemoryKind::kPinned, config.dram_bytes(), "dram_bytes"));
+  SLUICE_ASSIGN_OR_RETURN(memory.dram, PagePool::Create("dram", shapes.dram, std::move(dram)));
   policy.device = device;
   policy.hbm = memory.hbm.get();
   policy.dram = memory.dram.get();
-  policy.slots = static_cast<int>(config.max_sequences());
-  policy.max_context = model.max_context();
-  policy.heads = model.config().heads;
   SLUICE_ASSIGN_OR_RETURN(memory.policy, NewPolicy(policy));
   return memory;
 }
@@ -137,8 +140,12 @@ absl::StatusOr<std::optional<TokenBytes>> LoadTokenBytes(const Config& config) {
   return loaded.status();
 }
 
-DType KvDType(const Config& config) {
-  return config.kv_dtype() == "float32" ? DType::kFloat32 : DType::kBFloat16;
+DType KvDType(const Config& config, const ModelConfig& model) {
+  const std::string& name = config.kv_dtype();
+  if (name == "float32") return DType::kFloat32;
+  if (name == "bf16") return DType::kBFloat16;
+  if (name == "fp8") return DType::kFloat8E4M3;
+  return CacheLayoutOf(model, DType::kFloat8E4M3, 1).ok() ? DType::kFloat8E4M3 : DType::kBFloat16;
 }
 
 uint64_t SeedOf(const Config& config) { return config.seed() != 0 ? config.seed() : RandomU64(); }

@@ -13,6 +13,7 @@
 #include "src/device/device.h"
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
+#include "src/model/model_config.h"
 #include "src/model/token_bytes.h"
 
 namespace sluice {
@@ -40,7 +41,8 @@ absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& mode
 // is logged): stop strings are then refused. An error if the file is broken.
 absl::StatusOr<std::optional<TokenBytes>> LoadTokenBytes(const Config& config);
 
-DType KvDType(const Config& config);
+// The setting kv_dtype; auto: fp8 for latent caches that have a packed form, else bf16.
+DType KvDType(const Config& config, const ModelConfig& model);
 // The configured seed, or one from the system.
 uint64_t SeedOf(const Config& config);
 int ThreadsOf(const Config& config);

@@ -9,6 +9,7 @@
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 #include "src/engine/batch_state.h"
+#include "src/model/policy_model.h"
 #include "src/server/model_setup.h"
 #include "src/server/planning_device.h"
 
@@ -54,6 +55,32 @@ std::string DeviceLines(const PlanInput& in) {
   return out;
 }
 
+// "latent 1.50 GiB, index 300.0 MiB": of a sequence with so many tokens of each kind.
+std::string BytesByKind(const CacheLayout& layout, const TokensByKind& tokens) {
+  std::string out;
+  for (size_t kind = 0; kind < layout.kinds.size(); ++kind) {
+    absl::StrAppend(&out, kind == 0 ? "" : ", ", layout.kinds[kind].name, " ",
+                    Bytes(layout.PagesFor(kind, tokens[kind]) * layout.kinds[kind].page_bytes()));
+  }
+  return out;
+}
+
+std::string ModelLine(const ModelConfig& m) {
+  std::string out = absl::StrFormat("model       %s: %s, %d layers, %d heads", m.name,
+                                    m.architecture, m.layers, m.heads);
+  if (!m.latent.has_value()) {
+    absl::StrAppendFormat(&out, " and %d KV heads of %d\n", m.kv_heads, m.head_dim);
+    return out;
+  }
+  const LatentConfig& latent = *m.latent;
+  absl::StrAppendFormat(&out, ", entries of %d + %d", latent.rank, latent.rope_dim);
+  if (latent.indexer.has_value()) {
+    absl::StrAppendFormat(&out, ", %d selected by an indexer of %d heads", latent.indexer->top_k,
+                          latent.indexer->heads);
+  }
+  return out + "\n";
+}
+
 // 512, 1024, ... and the longest.
 std::vector<int64_t> Contexts(int64_t max_context) {
   std::vector<int64_t> out;
@@ -92,20 +119,20 @@ struct Made {
 // A policy as a node of these settings has it.
 absl::StatusOr<Made> MakePolicy(PolicyOptions options, const PlanInput& in, double overcommit,
                                 PlanningDevice* device) {
-  const auto pool = [&](const char* name, MemoryKind kind, int64_t bytes,
+  const auto pool = [&](const char* name, const TierShape& shape, MemoryKind kind, int64_t bytes,
                         double promises) -> absl::StatusOr<std::unique_ptr<PagePool>> {
     SLUICE_ASSIGN_OR_RETURN(Buffer arena, device->Allocate(kind, static_cast<size_t>(bytes), name));
-    return PagePool::Create(name, in.layout, std::move(arena), promises);
+    return PagePool::Create(name, shape, std::move(arena), promises);
   };
+  const TierShapes shapes = TierShapesOf(options, in.layout);
   Made made;
-  SLUICE_ASSIGN_OR_RETURN(made.hbm, pool("hbm", MemoryKind::kDevice, in.hbm_bytes, overcommit));
-  SLUICE_ASSIGN_OR_RETURN(made.dram, pool("dram", MemoryKind::kPinned, in.dram_bytes, 1));
+  SLUICE_ASSIGN_OR_RETURN(made.hbm,
+                          pool("hbm", shapes.hbm, MemoryKind::kDevice, in.hbm_bytes, overcommit));
+  SLUICE_ASSIGN_OR_RETURN(made.dram,
+                          pool("dram", shapes.dram, MemoryKind::kPinned, in.dram_bytes, 1));
   options.device = device;
   options.hbm = made.hbm.get();
   options.dram = made.dram.get();
-  options.slots = static_cast<int>(in.max_sequences);
-  options.max_context = static_cast<int>(in.max_context);
-  options.heads = in.model.heads;
   SLUICE_ASSIGN_OR_RETURN(made.policy, NewPolicy(options));
   return made;
 }
@@ -124,11 +151,14 @@ PlanInput::Policy PlanPolicy(const PolicyOptions& options, const PlanInput& in, 
     const Footprint footprint = made->policy->FootprintOf(context, context);
     PlanInput::Policy::Room room;
     room.context = context;
-    room.hbm_bytes = in.layout.BytesFor(footprint.hbm_tokens);
-    room.dram_bytes = in.layout.BytesFor(footprint.dram_tokens);
-    room.running = std::min({SequencesThatFit(in.layout, in.hbm_bytes, footprint.hbm_tokens),
-                             SequencesThatFit(in.layout, in.dram_bytes, footprint.dram_tokens),
-                             in.max_sequences});
+    const PagePool &hbm_pool = *made->hbm, &dram_pool = *made->dram;
+    room.hbm_bytes = hbm_pool.layout().BytesFor(footprint.hbm_tokens);
+    room.dram_bytes = dram_pool.layout().BytesFor(footprint.dram_tokens);
+    if (hbm_pool.layout().kinds.size() > 1)
+      room.kinds = absl::StrCat("HBM: ", BytesByKind(hbm_pool.layout(), footprint.hbm_tokens),
+                                "; DRAM: ", BytesByKind(dram_pool.layout(), footprint.dram_tokens));
+    room.running = std::min({hbm_pool.SequencesThatFit(footprint.hbm_tokens),
+                             dram_pool.SequencesThatFit(footprint.dram_tokens), in.max_sequences});
     out.rooms.push_back(room);
   }
   return out;
@@ -149,6 +179,10 @@ std::string PolicyLines(const PlanInput::Policy& policy) {
     absl::StrAppendFormat(&out, "  %10d  %12s  %12s  %16d\n", room.context, Bytes(room.hbm_bytes),
                           Bytes(room.dram_bytes), room.running);
   }
+  if (!policy.rooms.empty() && !policy.rooms.back().kinds.empty()) {
+    absl::StrAppendFormat(&out, "  of a sequence of %d tokens, %s\n", policy.rooms.back().context,
+                          policy.rooms.back().kinds);
+  }
   return out;
 }
 
@@ -162,8 +196,7 @@ std::string FormatPlan(const PlanInput& in) {
   }
   const CacheKind& kind = in.layout.kinds.front();
   std::string out;
-  absl::StrAppendFormat(&out, "model       %s: %s, %d layers, %d heads and %d KV heads of %d\n",
-                        m.name, m.architecture, m.layers, m.heads, m.kv_heads, m.head_dim);
+  absl::StrAppend(&out, ModelLine(m));
   absl::StrAppendFormat(&out, "weights     %s\n", Bytes(in.weight_bytes));
   absl::StrAppendFormat(&out, "workspace   %s (steps of up to %d rows)\n",
                         Bytes(in.workspace_bytes), in.max_rows);
@@ -174,6 +207,10 @@ std::string FormatPlan(const PlanInput& in) {
   absl::StrAppendFormat(&out, "caches      %s a token (%s, blocks of %d tokens, all layers)\n",
                         Bytes(token_bytes), std::string(DTypeName(kind.element_type)),
                         kind.block_tokens);
+  if (in.layout.kinds.size() > 1) {
+    absl::StrAppendFormat(&out, "            of a sequence of %d tokens: %s\n", in.max_context,
+                          BytesByKind(in.layout, in.max_context));
+  }
   absl::StrAppendFormat(&out, "memory      %s: weights, workspace, batch, HBM and DRAM together\n",
                         Bytes(in.weight_bytes + in.workspace_bytes + in.batch_bytes +
                               in.pinned_bytes + in.hbm_bytes + in.dram_bytes));
@@ -235,7 +272,11 @@ absl::StatusOr<PlanInput> PlanOf(const Config& config) {
   in.pinned_bytes = device->asked(MemoryKind::kPinned) - dram;
   SLUICE_ASSIGN_OR_RETURN(PolicyOptions options,
                           PolicyOptionsOf(config, /*fingerprint=*/"", in.layout));
-  std::vector<std::string> names = OffloadingPolicies();
+  DescribeModel(*model, &options);
+  options.slots = sequences;
+  options.hbm_bytes = in.hbm_bytes;
+  options.dram_bytes = in.dram_bytes;
+  std::vector<std::string> names = OffloadingPolicies(in.layout);
   names.insert(names.begin(), kFull);
   for (const std::string& name : names) {
     options.name = name;

@@ -41,6 +41,7 @@ struct PlanInput {
       int64_t context = 0;
       int64_t hbm_bytes = 0;
       int64_t dram_bytes = 0;
+      std::string kinds;    // what is where, of a model with several kinds of caches
       int64_t running = 0;  // that HBM and DRAM hold, at most max_sequences
     };
     std::vector<Room> rooms;

@@ -66,6 +66,11 @@ class NoKernels : public KernelSet {
   void Transfer(Stream&, const kernels::TransferParams&) override {}
   bool HasSparse() const override { return real_->HasSparse(); }
   int32_t MaxRecallPlaces() const override { return real_->MaxRecallPlaces(); }
+  bool HasLatent() const override { return real_->HasLatent(); }
+  int64_t SparseMlaScratchBytes(int32_t decode_rows, int32_t heads, int32_t rank,
+                                int64_t capacity) const override {
+    return real_->SparseMlaScratchBytes(decode_rows, heads, rank, capacity);
+  }
 
  private:
   KernelSet* const real_;

@@ -99,6 +99,7 @@ Guarded<T> BufferOf(std::initializer_list<T> values) {
 
 inline double Value(float v) { return v; }
 inline double Value(uint16_t v) { return Bf16ToFloat(v); }
+inline double Value(uint8_t v) { return v; }
 
 // An empty string where `got` is within `relative` of `want` in L2 and no element is further off
 // than 20 * relative of the largest; else the first coordinate that is off, in rows of `width`.

@@ -160,5 +160,50 @@ void TestTopK(const KernelTable& table, Random& random) {
 }
 SLUICE_TEST_ON_EVERY_PATH("top_k selects what the reference does", TestTopK)
 
+// What a sparse indexer asks for: 2,048 of a long context, among scores of which most are cut to 0
+// and many others are equal.
+void TestTopKOfLongContext(const KernelTable& table, Random& random) {
+  if (Lacks(table, table.top_k)) return;
+  constexpr int32_t kK = 2048, kStride = 140000;
+  const auto slots = BufferOf<int32_t>({0, 1, -1, 2, 3, 4, 5});
+  const auto positions = BufferOf<int32_t>({kStride - 1, 131071, 7, kK - 1, kK, 99999, 32767});
+  const int64_t rows = slots.size();
+  Guarded<float> scores(rows * kStride);
+  for (int64_t r = 0; r < rows; ++r) {
+    float* row = scores.data() + r * kStride;
+    for (int64_t u = 0; u <= positions[r]; ++u) {
+      const float grid = static_cast<float>(random() % 1000) / 8;
+      const float any = std::normal_distribution<float>()(random);
+      // Few values; mostly zeros; all equal; no two alike; a few NaN.
+      row[u] = r == 0 ? grid : r == 1 ? (u % 100 == 3 ? grid : 0.0f) : r == 5 ? 1.0f : any;
+      if (r == 6 && u % 50 == 0) row[u] = kNan;
+    }
+  }
+  const auto run = [&](const KernelTable& path, int workers) {
+    TestLists selected(rows, kK + 8);
+    const TopKParams p = {scores.data(),
+                          kStride,
+                          slots.data(),
+                          positions.data(),
+                          selected.view,
+                          static_cast<int32_t>(rows),
+                          1,
+                          1,
+                          kK,
+                          0,
+                          0,
+                          kInfinity};
+    RunWorkers(path.top_k, p, workers);
+    CHECK(selected.Damage() == "");
+    return selected;
+  };
+  const TestLists got = run(table, 3), want = run(Reference(), 1);
+  for (int64_t r = 0; r < rows; ++r) {
+    INFO("row " << r);
+    CHECK(got.List(r) == want.List(r));
+  }
+}
+SLUICE_TEST_ON_EVERY_PATH("top_k of a long context is exact", TestTopKOfLongContext)
+
 }  // namespace
 }  // namespace sluice::kernels

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "src/attention/policy_factory.h"
+#include "src/model/policy_model.h"
 #include "tests/support/device.h"
 
 namespace sluice::testing {
@@ -33,20 +34,21 @@ Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType
   options.max_rows = kMaxRows;
   options.max_logits = 1;
   model_ = OrFail(Model::Load(options, device_.get()));
-  const auto pool = [this](const char* name, MemoryKind kind) {
-    return OrFail(PagePool::Create(name, model_->cache_layout(),
-                                   OrFail(device_->Allocate(kind, kPoolBytes, "test"))));
-  };
-  hbm_ = pool("hbm", MemoryKind::kDevice);
-  dram_ = pool("dram", MemoryKind::kPinned);
   PolicyOptions policy;
+  DescribeModel(*model_, &policy);
+  policy.slots = 1;
+  policy.hbm_bytes = policy.dram_bytes = kPoolBytes;
+  if (choose != nullptr) choose(policy);
+  const TierShapes shapes = TierShapesOf(policy, model_->cache_layout());
+  const auto pool = [this](const char* name, const TierShape& shape, MemoryKind kind) {
+    return OrFail(
+        PagePool::Create(name, shape, OrFail(device_->Allocate(kind, kPoolBytes, "test"))));
+  };
+  hbm_ = pool("hbm", shapes.hbm, MemoryKind::kDevice);
+  dram_ = pool("dram", shapes.dram, MemoryKind::kPinned);
   policy.device = device_.get();
   policy.hbm = hbm_.get();
   policy.dram = dram_.get();
-  policy.slots = 1;
-  policy.max_context = kMaxContext;
-  policy.heads = model_->config().heads;
-  if (choose != nullptr) choose(policy);
   policy_ = OrFail(NewPolicy(policy));
   stream_ = device_->NewStream(Device::StreamKind::kCompute);
   done_ = device_->NewEvent();

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "src/attention/policy_factory.h"
 #include "src/base/crc32c.h"
+#include "src/model/policy_model.h"
 #include "tests/support/device.h"
 #include "tests/support/eventually.h"
 
@@ -33,20 +34,22 @@ Node::Node(const NodeOptions& o) {
   model.max_rows = o.chunk_tokens + o.max_sequences;
   model.max_logits = o.max_sequences;
   model_ = OrFail(Model::Load(model, device_.get()));
+  PolicyOptions policy = o.policy;
+  DescribeModel(*model_, &policy);
+  policy.slots = o.max_sequences;
+  policy.hbm_bytes = o.hbm_bytes;
+  policy.dram_bytes = o.dram_bytes;
+  const TierShapes shapes = TierShapesOf(policy, model_->cache_layout());
   hbm_ = OrFail(PagePool::Create(
-      "hbm", model_->cache_layout(),
+      "hbm", shapes.hbm,
       OrFail(device_->Allocate(MemoryKind::kDevice, static_cast<size_t>(o.hbm_bytes), "hbm")),
       o.overcommit));
   dram_ = OrFail(PagePool::Create(
-      "dram", model_->cache_layout(),
+      "dram", shapes.dram,
       OrFail(device_->Allocate(MemoryKind::kPinned, static_cast<size_t>(o.dram_bytes), "dram"))));
-  PolicyOptions policy = o.policy;
   policy.device = device_.get();
   policy.hbm = hbm_.get();
   policy.dram = dram_.get();
-  policy.slots = o.max_sequences;
-  policy.max_context = model_->max_context();
-  policy.heads = model_->config().heads;
   policy_ = OrFail(NewPolicy(policy));
   if (o.watch != nullptr) watch_ = o.watch(policy_.get());
   TransferTable::Options transfers;

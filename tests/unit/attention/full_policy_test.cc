@@ -1,7 +1,9 @@
 #include "src/attention/policies/full/full_policy.h"
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cstring>
+#include <vector>
 
 #include "src/base/rng.h"
 #include "src/device/cpu/cpu_device.h"
@@ -15,50 +17,94 @@ namespace {
 constexpr int kLayers = 3;
 constexpr int kSlots = 4;
 
+CacheLayout KeysAndValues() {
+  CacheKind kv;
+  kv.name = "kv";
+  kv.heads = 2;
+  kv.block_tokens = 16;
+  kv.SetEqualParts(2, 2 * 16 * 2);
+  return {kLayers, {kv}};
+}
+
+// Latent caches: two kinds, one of unequal parts, and blocks of different sizes.
+CacheLayout Latents() {
+  CacheKind latent, index;
+  latent.name = "latent";
+  latent.element_type = DType::kFloat8E4M3;
+  latent.heads = 1;
+  latent.block_tokens = 16;
+  latent.SetEqualParts(1, 656);
+  index.name = "index";
+  index.element_type = DType::kFloat8E4M3;
+  index.heads = 1;
+  index.block_tokens = 32;
+  index.part_bytes = {128, 4};
+  index.bytes_per_token = 132;
+  return {kLayers, {latent, index}};
+}
+
 struct Tiers {
-  explicit Tiers(double overcommit = 1) {
-    CacheKind kv;
-    kv.name = "kv";
-    kv.heads = 2;
-    kv.block_tokens = 16;
-    kv.SetEqualParts(2, 2 * 16 * 2);
-    const CacheLayout layout{kLayers, {kv}};
+  explicit Tiers(double overcommit = 1, const CacheLayout& layout = KeysAndValues()) {
     device = *NewCpuDevice({"portable", 1});
-    hbm = *PagePool::Create("hbm", layout, *device->Allocate(MemoryKind::kDevice, 1 << 20, "hbm"),
+    // Tokens enough for the tests, whatever they take.
+    const auto bytes = static_cast<size_t>(layout.BytesFor(2700)) + (8 << 10);
+    hbm = *PagePool::Create("hbm", layout, *device->Allocate(MemoryKind::kDevice, bytes, "hbm"),
                             overcommit);
-    dram =
-        *PagePool::Create("dram", layout, *device->Allocate(MemoryKind::kPinned, 1 << 20, "dram"));
-    policy = *NewFullPolicy({device.get(), hbm.get(), kSlots, 1024, dram.get()});
+    dram = *PagePool::Create("dram", layout, *device->Allocate(MemoryKind::kPinned, bytes, "dram"));
+    FullPolicyOptions options{device.get(), hbm.get(), kSlots, 1024, dram.get()};
+    options.heads = 2;
+    options.latent_rank = 512;
+    options.index_top_k = layout.kinds.size() > 1 ? 64 : 0;
+    options.max_rows = 32;
+    policy = *NewFullPolicy(options);
   }
   // A home of `tokens` tokens whose bytes say where they belong.
   std::unique_ptr<SequenceCache> Home(int64_t tokens, uint8_t mark) {
     auto home = std::make_unique<SequenceCache>(dram.get(), dram->TryReserve(tokens));
     home->EnsureTokens(tokens);
-    ForEachBlock(tokens, [&](int layer, int head, int64_t block) {
-      std::memset(home->BlockAddress(layer, 0, head, block), Byte(layer, head, block, mark),
-                  static_cast<size_t>(hbm->layout().kinds[0].block_bytes()));
+    ForEachBlock(tokens, [&](int layer, size_t kind, int head, int64_t block) {
+      std::memset(home->BlockAddress(layer, kind, head, block),
+                  Byte(layer, kind, head, block, mark),
+                  static_cast<size_t>(hbm->layout().kinds[kind].block_bytes()));
     });
     return home;
   }
   void CheckResident(int slot, int64_t tokens, uint8_t mark) {
-    ForEachBlock(tokens, [&](int layer, int head, int64_t block) {
-      const uint8_t* at = policy->resident(slot).BlockAddress(layer, 0, head, block);
-      const auto bytes = hbm->layout().kinds[0].block_bytes();
-      for (int64_t i = 0; i < bytes; ++i) REQUIRE(at[i] == Byte(layer, head, block, mark));
+    ForEachBlock(tokens, [&](int layer, size_t kind, int head, int64_t block) {
+      const uint8_t* at = policy->resident(slot).BlockAddress(layer, kind, head, block);
+      const auto bytes = hbm->layout().kinds[kind].block_bytes();
+      const uint8_t wanted = Byte(layer, kind, head, block, mark);
+      REQUIRE(std::count(at, at + bytes, wanted) == bytes);
     });
   }
   template <typename Visit>
   void ForEachBlock(int64_t tokens, Visit visit) {
+    const std::vector<CacheKind>& kinds = hbm->layout().kinds;
     for (int layer = 0; layer < kLayers; ++layer) {
-      for (int head = 0; head < 2; ++head) {
-        for (int64_t block = 0; block < hbm->layout().kinds[0].BlocksFor(tokens); ++block) {
-          visit(layer, head, block);
+      for (size_t kind = 0; kind < kinds.size(); ++kind) {
+        for (int head = 0; head < kinds[kind].heads; ++head) {
+          for (int64_t block = 0; block < kinds[kind].BlocksFor(tokens); ++block) {
+            visit(layer, kind, head, block);
+          }
         }
       }
     }
   }
-  static uint8_t Byte(int layer, int head, int64_t block, uint8_t mark) {
-    return static_cast<uint8_t>(mark + layer * 61 + head * 29 + block * 7);
+  static uint8_t Byte(int layer, size_t kind, int head, int64_t block, uint8_t mark) {
+    return static_cast<uint8_t>(mark + layer * 61 + static_cast<int>(kind) * 113 + head * 29 +
+                                block * 7);
+  }
+  // Of all kinds.
+  static int64_t Reserved(const PagePool& pool) {
+    return Sum(pool, &PagePool::Usage::reserved_bytes);
+  }
+  static int64_t Used(const PagePool& pool) { return Sum(pool, &PagePool::Usage::used_bytes); }
+  static int64_t Sum(const PagePool& pool, int64_t PagePool::Usage::*bytes) {
+    int64_t sum = 0;
+    for (size_t kind = 0; kind < pool.layout().kinds.size(); ++kind) {
+      sum += pool.UsageOf(kind).*bytes;
+    }
+    return sum;
   }
   std::unique_ptr<Device> device;
   std::unique_ptr<PagePool> hbm, dram;
@@ -66,20 +112,22 @@ struct Tiers {
 };
 
 TEST_CASE("an admitted sequence has its caches in HBM, and its home is given up when it is warm") {
-  Tiers t;
+  const bool latents = GENERATE(false, true);
+  Tiers t(1, latents ? Latents() : KeysAndValues());
   std::unique_ptr<SequenceCache> home = t.Home(100, 1);
   REQUIRE(t.policy->Admit(0, 100, 300, Promise::kFirm, home));
   CHECK(home == nullptr);
   t.policy->WarmEvent(0).Wait();
   CHECK(t.policy->Warm(0));
   t.CheckResident(0, 100, 1);
-  CHECK(t.dram->UsageOf(0).reserved_bytes == 0);
+  CHECK(Tiers::Reserved(*t.dram) == 0);
   t.policy->Release(0);
-  CHECK(t.hbm->UsageOf(0).reserved_bytes == 0);
+  CHECK(Tiers::Reserved(*t.hbm) == 0);
 }
 
 TEST_CASE("whatever comes and goes, scattered pages hold each sequence's own bytes") {
-  Tiers t;
+  const bool latents = GENERATE(false, true);
+  Tiers t(1, latents ? Latents() : KeysAndValues());
   SplitMix64 random(TestSeed());
   const std::unique_ptr<Stream> stream = t.device->NewStream(Device::StreamKind::kCompute);
   const std::unique_ptr<Event> grown = t.device->NewEvent();
@@ -107,8 +155,8 @@ TEST_CASE("whatever comes and goes, scattered pages hold each sequence's own byt
   for (int slot = 0; slot < kSlots; ++slot) {
     if (context[slot] != 0) t.policy->Release(slot);
   }
-  CHECK(t.hbm->UsageOf(0).reserved_bytes == 0);
-  CHECK(t.dram->UsageOf(0).reserved_bytes == 0);
+  CHECK(Tiers::Reserved(*t.hbm) == 0);
+  CHECK(Tiers::Reserved(*t.dram) == 0);
 }
 
 // Runs everything at once, and counts it.
@@ -182,7 +230,8 @@ TEST_CASE("what does not fit is not admitted, and its home stays with the caller
 }
 
 TEST_CASE("a sequence with a soft promise goes to DRAM and comes back with its bytes") {
-  Tiers t(2.0);
+  const bool latents = GENERATE(false, true);
+  Tiers t(2.0, latents ? Latents() : KeysAndValues());
   const int64_t most = t.policy->max_tokens();
   const std::unique_ptr<Stream> stream = t.device->NewStream(Device::StreamKind::kCompute);
   std::unique_ptr<SequenceCache> none;
@@ -193,7 +242,7 @@ TEST_CASE("a sequence with a soft promise goes to DRAM and comes back with its b
   t.policy->WarmEvent(1).Wait();
   REQUIRE(t.policy->Warm(1));
   // Its way out is kept.
-  CHECK(t.dram->UsageOf(0).reserved_bytes == t.hbm->layout().BytesFor(300));
+  CHECK(Tiers::Reserved(*t.dram) == t.hbm->layout().BytesFor(300));
   CHECK_FALSE(t.policy->MakeFirm(1));
   // The firm one grows until pages are lacking; then the other one leaves.
   CHECK_FALSE(t.policy->Grow(0, most));
@@ -203,7 +252,7 @@ TEST_CASE("a sequence with a soft promise goes to DRAM and comes back with its b
     REQUIRE(t.policy->Warm(1));
     home = t.policy->TakeHome(1);
     REQUIRE(home != nullptr);
-    CHECK(t.hbm->UsageOf(0).used_bytes == 0);
+    CHECK(Tiers::Used(*t.hbm) == 0);
     // Into another slot; its home is its way out again, whatever else DRAM holds.
     std::unique_ptr<SequenceCache> other = t.Home(t.dram->RoomNow().firm_tokens.least(), 9);
     REQUIRE(t.policy->Admit(1 + round, 100, 300, Promise::kSoft, home));
@@ -220,9 +269,9 @@ TEST_CASE("a sequence with a soft promise goes to DRAM and comes back with its b
   }
   t.policy->Release(0);
   CHECK(t.policy->MakeFirm(3));
-  CHECK(t.dram->UsageOf(0).reserved_bytes == 0);
+  CHECK(Tiers::Reserved(*t.dram) == 0);
   t.policy->Release(3);
-  CHECK(t.hbm->UsageOf(0).reserved_bytes == 0);
+  CHECK(Tiers::Reserved(*t.hbm) == 0);
 }
 
 TEST_CASE("a soft promise needs room in DRAM, and a sequence without caches has no home") {
@@ -237,8 +286,8 @@ TEST_CASE("a soft promise needs room in DRAM, and a sequence without caches has 
   t.policy->WarmEvent(0).Wait();
   REQUIRE(t.policy->Warm(0));
   CHECK(t.policy->TakeHome(0) == nullptr);
-  CHECK(t.dram->UsageOf(0).reserved_bytes == 0);
-  CHECK(t.hbm->UsageOf(0).reserved_bytes == 0);
+  CHECK(Tiers::Reserved(*t.dram) == 0);
+  CHECK(Tiers::Reserved(*t.hbm) == 0);
 }
 
 }  // namespace

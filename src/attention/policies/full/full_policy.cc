@@ -1,10 +1,13 @@
 #include "src/attention/policies/full/full_policy.h"
 
 #include <algorithm>
-#include <array>
-#include <cstring>
+#include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "src/attention/block_tables.h"
+#include "src/attention/latent/latent_attention.h"
+#include "src/attention/latent/latent_views.h"
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
@@ -12,33 +15,25 @@
 namespace sluice {
 namespace {
 
-constexpr size_t kKv = 0;  // the one cache kind
+constexpr size_t kKv = 0;  // the one kind of a model without latent caches
 
 class FullPolicyImpl : public FullPolicy {
  public:
-  static constexpr size_t kTableBatches = 2;
-
-  // `lists`: of each TableBatch.
-  FullPolicyImpl(const FullPolicyOptions& options, Buffer device_tables, Buffer host_tables,
-                 std::array<Buffer, kTableBatches> lists)
+  // `latents` is null but for a model with latent caches.
+  FullPolicyImpl(const FullPolicyOptions& options, std::unique_ptr<BlockTables> tables,
+                 std::unique_ptr<ResidentLatentAttention> latents)
       : device_(options.device),
         hbm_(options.hbm),
         dram_(options.dram),
-        slots_count_(options.slots),
-        table_stride_(hbm_->layout().kinds[kKv].BlocksFor(options.max_context)),
-        device_tables_(std::move(device_tables)),
-        host_tables_(std::move(host_tables)),
+        rank_(options.latent_rank),
+        tables_(std::move(tables)),
+        latents_(std::move(latents)),
         slots_(static_cast<size_t>(options.slots)),
         copy_stream_(device_->NewStream(Device::StreamKind::kCopy)) {
     for (Slot& slot : slots_) slot.warm = device_->NewEvent();
-    for (size_t i = 0; i < kTableBatches; ++i) {
-      table_batches_[i].lists = std::move(lists[i]);
-      table_batches_[i].done = device_->NewEvent();
-    }
   }
   ~FullPolicyImpl() override {
     for (Slot& slot : slots_) slot.warm->Wait();
-    for (TableBatch& batch : table_batches_) batch.done->Wait();
   }
 
   const std::string& name() const override { return name_; }
@@ -74,14 +69,9 @@ class FullPolicyImpl : public FullPolicy {
     s.cache = std::move(cache);
     s.way_out = std::move(way_out);
     s.keep_home = keep;
-    s.published = 0;
+    tables_->Begin(slot, *s.cache, &s.copies);
     if (context > 0) {
       s.home = std::move(home);
-      ForNewEntries(slot, [&](int64_t first, int32_t count) {
-        s.copies.push_back({device_tables_.as<int32_t>() + first,
-                            host_tables_.as<int32_t>() + first,
-                            static_cast<size_t>(count) * sizeof(int32_t)});
-      });
       Copy(s, *s.home, *s.cache, context);
     }
     copy_stream_->Record(*s.warm);
@@ -106,41 +96,17 @@ class FullPolicyImpl : public FullPolicy {
   bool Grow(int slot, int64_t tokens) override {
     Slot& s = slots_[static_cast<size_t>(slot)];
     const SequenceCache::Growth growth = s.cache->EnsureTokens(tokens);
-    if (growth == SequenceCache::Growth::kAdded) s.grown = true;
+    if (growth == SequenceCache::Growth::kAdded) tables_->Grew(slot);
     return growth != SequenceCache::Growth::kNoRoom;
   }
 
-  // One operator however many sequences grew, which takes the entries out of the host's table: a
-  // copy for each layer of each of them would hold up the device for a microsecond apiece. Where
-  // HBM is not overcommitted a sequence grows once in SequenceCache::kGrowthBlocks blocks, so most
-  // steps have none.
+  // Where HBM is not overcommitted a sequence grows once in SequenceCache::kGrowthBlocks blocks, so
+  // most steps send nothing.
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
-                 absl::Span<const int32_t> /*positions*/) override {
-    const auto grown = [this](int32_t slot) { return slots_[static_cast<size_t>(slot)].grown; };
-    if (std::none_of(slots.begin(), slots.end(), grown)) return;
-    TableBatch& batch = table_batches_[next_table_batch_];
-    next_table_batch_ = (next_table_batch_ + 1) % table_batches_.size();
-    batch.done->Wait();  // it was, unless more steps are under way than there are batches
-    // A list for each layer of each slot: where its new entries begin, and how many there are.
-    auto* const begins = batch.lists.as<int64_t>();
-    auto* const counts = reinterpret_cast<int32_t*>(begins + MostLists());
-    kernels::TransferParams params{};
-    for (const int32_t slot : slots) {
-      if (!grown(slot)) continue;
-      ForNewEntries(slot, [&](int64_t first, int32_t count) {
-        begins[params.lists] = first * int64_t{sizeof(int32_t)};
-        counts[params.lists] = count;
-        params.capacity = std::max(params.capacity, count);
-        ++params.lists;
-      });
-    }
-    params.source = host_tables_.data();
-    params.target = device_tables_.data();
-    params.source_offsets = params.target_offsets = begins;
-    params.source_pitch = params.target_pitch = params.unit_bytes = sizeof(int32_t);
-    params.counts = counts;
-    device_->kernels().Transfer(stream, params);
-    stream.Record(*batch.done);
+                 absl::Span<const int32_t> positions) override {
+    tables_->Send(stream, slots,
+                  [this](int slot) -> const SequenceCache& { return resident(slot); });
+    if (latents_ != nullptr) latents_->BeginStep(stream, positions);
   }
 
   void Release(int slot) override {
@@ -149,10 +115,10 @@ class FullPolicyImpl : public FullPolicy {
                  "released once, and while nothing is copied");
     s.home.reset();
     s.cache.reset();
+    tables_->End(slot);
     s.way_out.Reset();
     s.copies.clear();
     s.evicted = false;
-    s.grown = false;
   }
 
   bool MakeFirm(int slot) override {
@@ -201,15 +167,38 @@ class FullPolicyImpl : public FullPolicy {
     device_->kernels().Attention(stream, params);
   }
 
+  bool attends_to_latents() const override { return latents_ != nullptr; }
+  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override {
+    params.cache = LayerLatents(layer);
+    params.place_of = {};  // an entry is where its position says
+    params.written = nullptr;
+    device_->kernels().LatentAppend(stream, params);
+  }
+  void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override {
+    params.cache = LayerIndexKeys(layer);
+    params.written = nullptr;
+    device_->kernels().IndexAppend(stream, params);
+  }
+  void AttendLatent(Stream& stream, int layer, const LatentAttention& attention) override {
+    kernels::PagedIndexKeys keys{};
+    const bool indexed = HasIndexKeys(hbm_->layout());
+    if (indexed) keys = LayerIndexKeys(layer);
+    latents_->Attend(stream, layer, LayerLatents(layer), indexed ? &keys : nullptr, attention);
+  }
+  void ObserveSelections(SelectionObserver observer) override {
+    latents_->Observe(std::move(observer));
+  }
+
   const SequenceCache& resident(int slot) const override {
     return *slots_[static_cast<size_t>(slot)].cache;
   }
   kernels::PagedCache LayerCache(int layer) const override {
+    SLUICE_CHECK(latents_ == nullptr, "a latent cache is no cache of keys and values");
     const CacheKind& kind = hbm_->layout().kinds[kKv];
     kernels::PagedCache cache;
     cache.base = hbm_->base(kKv);
-    cache.block_table = device_tables_.as<int32_t>() + TableOffset(layer, 0);
-    cache.table_stride = table_stride_;
+    cache.block_table = tables_->table(layer, kKv);
+    cache.table_stride = tables_->stride(kKv);
     cache.page_bytes = kind.page_bytes();
     cache.block_tokens = kind.block_tokens;
     cache.kv_heads = kind.heads;
@@ -227,53 +216,36 @@ class FullPolicyImpl : public FullPolicy {
     Reservation way_out;                   // of DRAM, while the promise of HBM is soft, or for good
     bool keep_home = false;                // the home's promise becomes the way out
     bool evicted = false;
-    bool grown = false;    // since the device was told
-    size_t published = 0;  // blocks whose pages the device table knows
   };
-  // Table entries on their way to the device.
-  struct TableBatch {
-    Buffer lists;  // int64 [MostLists()] first bytes, then int32 [MostLists()] counts
-    std::unique_ptr<Event> done;
-  };
-  int64_t MostLists() const { return int64_t{slots_count_} * hbm_->layout().layers; }
 
-  int64_t TableOffset(int layer, int slot) const {
-    return (int64_t{layer} * slots_count_ + slot) * table_stride_;
+  kernels::PagedLatents LayerLatents(int layer) const {
+    return LatentsIn(*hbm_, tables_->table(layer, kLatentKind), tables_->stride(kLatentKind),
+                     rank_);
+  }
+  kernels::PagedIndexKeys LayerIndexKeys(int layer) const {
+    return IndexKeysIn(*hbm_, tables_->table(layer, kIndexKind), tables_->stride(kIndexKind));
   }
 
-  // Writes the page numbers that the device does not know to the host's table, and calls
-  // visit(first entry, count) for those of each layer. They keep their place until the device has
-  // them: a slot's entries are written again only after the steps that read them.
-  template <typename Visit>
-  void ForNewEntries(int slot, const Visit& visit) {
-    Slot& s = slots_[static_cast<size_t>(slot)];
-    s.grown = false;
-    const size_t count = s.cache->Pages(0, kKv).size() - s.published;
-    for (int layer = 0; layer < hbm_->layout().layers; ++layer) {
-      const int64_t at = TableOffset(layer, slot) + static_cast<int64_t>(s.published);
-      const std::vector<int32_t>& pages = s.cache->Pages(layer, kKv);
-      std::copy_n(pages.begin() + static_cast<int64_t>(s.published), count,
-                  host_tables_.as<int32_t>() + at);
-      visit(at, static_cast<int32_t>(count));
-    }
-    s.published += count;
-  }
-
-  // Copies the pages of the first `tokens` tokens, joined where both sides are contiguous, after
-  // what is in s.copies already.
+  // Copies the pages of the first `tokens` tokens of every kind, joined where both sides are
+  // contiguous, after what is in s.copies already.
   void Copy(Slot& s, const SequenceCache& from_cache, const SequenceCache& to_cache,
             int64_t tokens) {
-    const CacheKind& kind = hbm_->layout().kinds[kKv];
-    const auto blocks = static_cast<size_t>(kind.BlocksFor(tokens));
-    for (int layer = 0; layer < hbm_->layout().layers; ++layer) {
-      const std::vector<int32_t>& from = from_cache.Pages(layer, kKv);
-      const std::vector<int32_t>& to = to_cache.Pages(layer, kKv);
-      for (size_t begin = 0, end; begin < blocks; begin = end) {
-        end = begin + 1;
-        while (end < blocks && from[end] == from[end - 1] + 1 && to[end] == to[end - 1] + 1) ++end;
-        s.copies.push_back({to_cache.pool()->PageAddress(kKv, to[begin]),
-                            from_cache.pool()->PageAddress(kKv, from[begin]),
-                            (end - begin) * static_cast<size_t>(kind.page_bytes())});
+    const CacheLayout& layout = hbm_->layout();
+    for (int layer = 0; layer < layout.layers; ++layer) {
+      for (size_t kind = 0; kind < layout.kinds.size(); ++kind) {
+        const auto blocks = static_cast<size_t>(layout.kinds[kind].BlocksFor(tokens));
+        const std::vector<int32_t>& from = from_cache.Pages(layer, kind);
+        const std::vector<int32_t>& to = to_cache.Pages(layer, kind);
+        for (size_t begin = 0, end; begin < blocks; begin = end) {
+          end = begin + 1;
+          while (end < blocks && from[end] == from[end - 1] + 1 && to[end] == to[end - 1] + 1) {
+            ++end;
+          }
+          s.copies.push_back(
+              {to_cache.pool()->PageAddress(kind, to[begin]),
+               from_cache.pool()->PageAddress(kind, from[begin]),
+               (end - begin) * static_cast<size_t>(layout.kinds[kind].page_bytes())});
+        }
       }
     }
     // One command, however scattered the pages: on the CPU device the engine's thread never waits
@@ -285,14 +257,10 @@ class FullPolicyImpl : public FullPolicy {
   Device* const device_;
   PagePool* const hbm_;
   PagePool* const dram_;  // null: nothing is preempted
-  const int slots_count_;
-  const int64_t table_stride_;  // blocks
-  const Buffer device_tables_;  // int32 [layers][slots][table_stride]
-  const Buffer host_tables_;    // the same, where they are sent from
+  const int32_t rank_;    // latent values of an entry
+  const std::unique_ptr<BlockTables> tables_;
+  const std::unique_ptr<ResidentLatentAttention> latents_;  // null: keys and values of heads
   std::vector<Slot> slots_;
-  // In turn, as the engine's steps: at most one is under way when the next begins.
-  std::array<TableBatch, kTableBatches> table_batches_;
-  size_t next_table_batch_ = 0;
   std::unique_ptr<Stream> copy_stream_;  // last: its thread ends first
 };
 
@@ -300,25 +268,22 @@ class FullPolicyImpl : public FullPolicy {
 
 absl::StatusOr<std::unique_ptr<FullPolicy>> NewFullPolicy(const FullPolicyOptions& options) {
   const CacheLayout& layout = options.hbm->layout();
-  SLUICE_CHECK(layout.kinds.size() == 1 && layout.kinds[kKv].part_bytes.size() == 2);
   SLUICE_CHECK(options.dram != nullptr || !options.hbm->overcommitted());
-  const size_t bytes = static_cast<size_t>(layout.layers) * static_cast<size_t>(options.slots) *
-                       static_cast<size_t>(layout.kinds[kKv].BlocksFor(options.max_context)) *
-                       sizeof(int32_t);
-  SLUICE_ASSIGN_OR_RETURN(Buffer device_tables,
-                          options.device->Allocate(MemoryKind::kDevice, bytes, "block tables"));
-  SLUICE_ASSIGN_OR_RETURN(Buffer host_tables,
-                          options.device->Allocate(MemoryKind::kPinned, bytes, "block tables"));
-  std::array<Buffer, FullPolicyImpl::kTableBatches> lists;
-  for (Buffer& buffer : lists) {
-    const size_t list_bytes = static_cast<size_t>(layout.layers) *
-                              static_cast<size_t>(options.slots) *
-                              (sizeof(int64_t) + sizeof(int32_t));
+  SLUICE_ASSIGN_OR_RETURN(
+      std::unique_ptr<BlockTables> tables,
+      BlockTables::Create(options.device, *options.hbm, options.slots, options.max_context));
+  std::unique_ptr<ResidentLatentAttention> latents;
+  if (HasLatents(layout)) {
+    SLUICE_CHECK(layout.kinds.size() == (HasIndexKeys(layout) ? 2 : 1) &&
+                 HasIndexKeys(layout) == (options.index_top_k > 0));
     SLUICE_ASSIGN_OR_RETURN(
-        buffer, options.device->Allocate(MemoryKind::kPinned, list_bytes, "block tables' growth"));
+        latents, ResidentLatentAttention::Create(
+                     {options.device, options.heads, options.latent_rank, options.index_top_k,
+                      options.max_rows, options.slots, options.max_context}));
+  } else {
+    SLUICE_CHECK(layout.kinds.size() == 1 && layout.kinds[kKv].part_bytes.size() == 2);
   }
-  return std::make_unique<FullPolicyImpl>(options, std::move(device_tables), std::move(host_tables),
-                                          std::move(lists));
+  return std::make_unique<FullPolicyImpl>(options, std::move(tables), std::move(latents));
 }
 
 }  // namespace sluice

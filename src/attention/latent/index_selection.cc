@@ -1,0 +1,84 @@
+#include "src/attention/latent/index_selection.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
+
+namespace sluice {
+namespace {
+
+// Rows of scores begin on cache lines.
+constexpr int64_t kScoresAligned = 32;
+
+}  // namespace
+
+IndexSelection::IndexSelection(const Options& options)
+    : options_(options),
+      score_stride_((options.max_context + kScoresAligned - 1) / kScoresAligned * kScoresAligned),
+      group_rows_(static_cast<int32_t>(std::clamp<int64_t>(
+          kScoreBytes / (score_stride_ * int64_t{sizeof(float)}),
+          std::clamp(options.decode_rows, 1, options.max_rows), options.max_rows))) {}
+
+absl::StatusOr<std::unique_ptr<IndexSelection>> IndexSelection::Create(const Options& options) {
+  SLUICE_CHECK(options.max_rows > 0 && options.top_k > 0 && options.max_context > 0);
+  std::unique_ptr<IndexSelection> made(new IndexSelection(options));
+  const auto allocate = [&](Buffer* buffer, int64_t words, const char* what) {
+    auto allocated =
+        options.device->Allocate(MemoryKind::kDevice, static_cast<size_t>(words) * 4, what);
+    if (allocated.ok()) *buffer = *std::move(allocated);
+    return allocated.status();
+  };
+  SLUICE_RETURN_IF_ERROR(
+      allocate(&made->scores_, made->group_rows_ * made->score_stride_, "the indexer's scores"));
+  const int64_t units = int64_t{options.max_rows} * options.top_k;
+  SLUICE_RETURN_IF_ERROR(
+      allocate(&made->list_memory_, units + options.max_rows, "selected positions"));
+  made->lists_.units = made->list_memory_.as<int32_t>();
+  made->lists_.counts = made->lists_.units + units;
+  made->lists_.capacity = options.top_k;
+  return made;
+}
+
+void IndexSelection::Select(Stream& stream, int layer, const kernels::PagedIndexKeys& keys,
+                            const AttentionPolicy::LatentAttention& a, int32_t first_row,
+                            int32_t rows) {
+  SLUICE_CHECK(first_row >= 0 && first_row + rows <= options_.max_rows &&
+               a.top_k == options_.top_k && a.index_q != nullptr);
+  const int64_t head_bytes =
+      keys.type == DType::kFloat8E4M3 ? kernels::kIndexDim : kernels::kIndexDim * sizeof(float);
+  for (int32_t begin = first_row, end; begin < first_row + rows; begin = end) {
+    // A row's scores are always in the same place, so a group ends with the scratch.
+    end = std::min(first_row + rows, (begin / group_rows_ + 1) * group_rows_);
+    kernels::IndexLogitsParams logits{};
+    logits.q = static_cast<const uint8_t*>(a.index_q) + begin * a.index_heads * head_bytes;
+    logits.weights = a.index_weights + int64_t{begin} * a.index_heads;
+    logits.slots = a.slots + begin;
+    logits.positions = a.positions + begin;
+    logits.cache = keys;
+    logits.scores = scores_.as<float>() + begin % group_rows_ * score_stride_;
+    logits.score_stride = score_stride_;
+    logits.rows = end - begin;
+    logits.heads = a.index_heads;
+    options_.device->kernels().IndexLogits(stream, logits);
+
+    kernels::TopKParams top{};
+    top.scores = logits.scores;
+    top.score_stride = score_stride_;
+    top.slots = logits.slots;
+    top.positions = logits.positions;
+    top.selected = lists_;
+    top.selected.units += int64_t{begin} * options_.top_k;
+    top.selected.counts += begin;
+    top.rows = logits.rows;
+    top.kv_heads = 1;
+    top.unit_tokens = 1;
+    top.k = options_.top_k;
+    top.margin = std::numeric_limits<float>::infinity();
+    options_.device->kernels().TopK(stream, top);
+  }
+  if (observer_ != nullptr) observer_(stream, layer, lists_, first_row, rows);
+}
+
+}  // namespace sluice

@@ -1,0 +1,95 @@
+#include "src/attention/latent/latent_attention.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
+
+namespace sluice {
+
+absl::StatusOr<std::unique_ptr<ResidentLatentAttention>> ResidentLatentAttention::Create(
+    const Options& options) {
+  std::unique_ptr<ResidentLatentAttention> made(new ResidentLatentAttention(options));
+  Device* const device = options.device;
+  if (options.top_k > 0) {
+    SLUICE_ASSIGN_OR_RETURN(made->selection_,
+                            IndexSelection::Create({device, options.max_rows, options.decode_rows,
+                                                    options.top_k, options.max_context}));
+  } else {
+    const size_t bytes = static_cast<size_t>(options.max_rows) * sizeof(int32_t);
+    SLUICE_ASSIGN_OR_RETURN(made->counts_,
+                            device->Allocate(MemoryKind::kDevice, bytes, "lengths of rows"));
+    for (HostCounts& counts : made->host_counts_) {
+      SLUICE_ASSIGN_OR_RETURN(counts.memory,
+                              device->Allocate(MemoryKind::kPinned, bytes, "lengths of rows"));
+      counts.done = device->NewEvent();
+    }
+  }
+  const int64_t scratch = device->kernels().SparseMlaScratchBytes(
+      options.decode_rows, options.heads, options.rank,
+      options.top_k > 0 ? options.top_k : options.max_context);
+  SLUICE_ASSIGN_OR_RETURN(made->scratch_,
+                          device->Allocate(MemoryKind::kDevice, static_cast<size_t>(scratch),
+                                           "scratch of latent attention"));
+  return made;
+}
+
+ResidentLatentAttention::~ResidentLatentAttention() {
+  for (const HostCounts& counts : host_counts_) {
+    if (counts.done != nullptr) counts.done->Wait();
+  }
+}
+
+void ResidentLatentAttention::BeginStep(Stream& stream, absl::Span<const int32_t> positions) {
+  if (selection_ != nullptr) return;
+  HostCounts& host = host_counts_[next_counts_];
+  next_counts_ = (next_counts_ + 1) % host_counts_.size();
+  host.done->Wait();  // it was, unless more steps are under way than there are
+  std::transform(positions.begin(), positions.end(), host.memory.as<int32_t>(),
+                 [](int32_t position) { return position + 1; });
+  stream.Copy(counts_.data(), host.memory.data(), positions.size() * sizeof(int32_t));
+  stream.Record(*host.done);
+}
+
+void ResidentLatentAttention::Attend(Stream& stream, int layer,
+                                     const kernels::PagedLatents& latents,
+                                     const kernels::PagedIndexKeys* keys,
+                                     const AttentionPolicy::LatentAttention& attention) {
+  kernels::SparseMlaParams mla{};
+  if (selection_ != nullptr) {
+    Stream& queries = stream.Branch(kQueryBranch);
+    queries.After(stream);
+    attention.make_queries(queries);
+    selection_->Select(stream, layer, *keys, attention, 0, attention.rows);
+    stream.After(queries);
+    const kernels::UnitLists lists = selection_->lists();
+    mla.entries = lists.units;
+    mla.counts = lists.counts;
+    mla.capacity = lists.capacity;
+  } else {
+    attention.make_queries(stream);
+    mla.counts = counts_.as<int32_t>();
+    mla.capacity = options_.max_context;
+  }
+  mla.q = attention.q;
+  mla.q_type = options_.device->kernels().activation_type();
+  mla.slots = attention.slots;
+  mla.cache = latents;
+  mla.out = attention.out;
+  mla.out_type = attention.out_type;
+  mla.scratch = scratch_.data();
+  mla.scratch_bytes = static_cast<int64_t>(scratch_.bytes());
+  mla.rows = attention.rows;
+  mla.decode_rows = attention.decode_rows;
+  mla.heads = attention.heads;
+  mla.scale = attention.scale;
+  options_.device->kernels().SparseMla(stream, mla);
+}
+
+void ResidentLatentAttention::Observe(SelectionObserver observer) {
+  SLUICE_CHECK(selection_ != nullptr, "without an indexer nothing is selected");
+  selection_->Observe(std::move(observer));
+}
+
+}  // namespace sluice

@@ -1,0 +1,12 @@
+// What a policy has to know of the model that it serves.
+#pragma once
+
+#include "src/attention/policy_options.h"
+#include "src/model/model.h"
+
+namespace sluice {
+
+// Sets what `options` say of the model: max_context, heads, rows of a step, latent caches.
+void DescribeModel(const Model& model, PolicyOptions* options);
+
+}  // namespace sluice

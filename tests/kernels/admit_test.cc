@@ -1,0 +1,332 @@
+// Admit under random traffic: sequences of one to four rows grow, end and begin anew, and select
+// what they like. After every step the tables must be sound, what was evicted must have been used
+// longest ago, and everything must agree with the reference to the last entry.
+#include <map>
+#include <set>
+
+#include "tests/kernels/latent_support.h"
+
+namespace sluice::kernels {
+namespace {
+
+constexpr int32_t kSlots = 4, kMaxTokens = 640, kBlockTokens = 16;
+
+struct AdmitCase {
+  const char* name;
+  int32_t max_rows;  // of a sequence
+  int32_t max_selected;
+  int32_t ahead;
+  int32_t spare;  // places beyond what the rows may need
+  bool forget;
+  bool counters;
+};
+
+const AdmitCase kCases[] = {
+    {"one row, just enough places", 1, 40, 1, 0, false, true},
+    {"one row, spare places", 1, 40, 1, 50, false, true},
+    {"one row, nothing ahead", 1, 24, 0, 9, false, false},
+    {"four rows, just enough places", 4, 30, 4, 0, false, true},
+    {"three rows, spare places", 3, 30, 3, 64, false, true},
+    {"four rows, fetched anew in every step", 4, 20, 4, 30, true, true},
+    {"many selected", 2, 200, 2, 100, false, true},
+};
+
+int32_t PlacesOf(const AdmitCase& c) { return c.max_rows * c.max_selected + c.ahead + c.spare; }
+
+// One step's rows and what is selected of each.
+struct StepInput {
+  StepInput(int64_t rows, int32_t capacity)
+      : slots(rows), positions(rows), selected(rows, capacity) {}
+  Guarded<int32_t> slots, positions;
+  TestLists selected;
+};
+
+struct StepOutput {
+  StepOutput(int64_t rows, int32_t capacity, int32_t moves)
+      : resident(rows, capacity),
+        arriving(rows, capacity),
+        source_units(rows * moves),
+        target_units(rows * moves),
+        move_counts(rows) {}
+  std::string Damage() const {
+    return resident.Damage() + arriving.Damage() + source_units.Damage() + target_units.Damage() +
+           move_counts.Damage();
+  }
+  TestLists resident, arriving;
+  Guarded<int32_t> source_units, target_units, move_counts;
+};
+
+// The tables that one kernel path works on. Two made from one seed are alike.
+class World {
+ public:
+  World(const AdmitCase& c, uint64_t seed)
+      : case_(c),
+        random_(seed),
+        places(PlacesOf(c)),
+        move_capacity(c.max_rows * c.max_selected),
+        home(kSlots, kMaxTokens, kBlockTokens, 512, 64, DType::kFloat8E4M3, random_),
+        pool(kSlots, places, 32, 512, 64, DType::kFloat8E4M3, random_),
+        place_of(kSlots, kMaxTokens, 7, 1, 1, random_),
+        table(kSlots, places, 5, 2, 1, random_),
+        counters(kSlots) {
+    for (int32_t slot = 0; slot < kSlots; ++slot) Begin(slot, places);
+  }
+
+  // A sequence that has the first `count` places comes into the slot.
+  void Begin(int32_t slot, int32_t count) {
+    counters[slot] = {};
+    for (int32_t u = 0; u < kMaxTokens; ++u) *place_of.Row(slot, u, 0) = -1;
+    for (int32_t p = 0; p < places; ++p) {
+      table.Row(slot, p, 0)[0] = p < count ? -1 : kNoPlace;
+      table.Row(slot, p, 0)[1] = -1;
+    }
+  }
+
+  void Admit(const KernelTable& path, const StepInput& in, StepOutput& out, int workers) {
+    PagedLatents of_home = home.view, of_pool = pool.view;
+    of_home.base = of_pool.base = nullptr;
+    const AdmitParams p = {.residency = {place_of.view, table.view, 0, places},
+                           .slots = in.slots.data(),
+                           .positions = in.positions.data(),
+                           .selected = in.selected.view,
+                           .resident = out.resident.units.data(),
+                           .resident_counts = out.resident.counts.data(),
+                           .arriving = out.arriving.units.data(),
+                           .arriving_counts = out.arriving.counts.data(),
+                           .home = of_home,
+                           .pool = of_pool,
+                           .source_units = out.source_units.data(),
+                           .target_units = out.target_units.data(),
+                           .move_counts = out.move_counts.data(),
+                           .move_capacity = move_capacity,
+                           .counters = case_.counters ? counters.data() : nullptr,
+                           .rows = static_cast<int32_t>(in.slots.size()),
+                           .ahead = case_.ahead,
+                           .forget = case_.forget};
+    workers < 4 ? RunWorkers(path.admit, p, workers) : RunThreads(path.admit, p, workers);
+    CHECK(out.Damage() + place_of.data.Damage() + table.data.Damage() + counters.Damage() == "");
+  }
+
+  struct Place {
+    int32_t unit;
+    int32_t stamp;
+    bool operator==(const Place&) const = default;
+  };
+  std::vector<Place> Places(int32_t slot) {
+    std::vector<Place> all;
+    for (int32_t p = 0; p < places; ++p) {
+      const int32_t* row = table.Row(slot, p, 0);
+      all.push_back({row[0], row[0] < 0 ? 0 : row[1]});
+    }
+    return all;
+  }
+  std::vector<int32_t> PlaceOf(int32_t slot) {
+    std::vector<int32_t> all;
+    for (int32_t u = 0; u < kMaxTokens; ++u) all.push_back(*place_of.Row(slot, u, 0));
+    return all;
+  }
+
+ private:
+  const AdmitCase case_;
+  Random random_;
+
+ public:
+  const int32_t places, move_capacity;
+  TestLatents home, pool;
+  TestRows<int32_t> place_of, table;
+  Guarded<SparseCounters> counters;
+};
+
+// What the contract says of one sequence's step, told from the tables before and after it.
+void CheckSequence(const AdmitCase& c, World& w, const std::vector<World::Place>& before,
+                   const SparseCounters& counters_before, const StepInput& in,
+                   const StepOutput& out, int64_t first, int64_t count) {
+  const int32_t slot = in.slots[first], last = in.positions[first + count - 1];
+  const std::vector<World::Place> after = w.Places(slot);
+  const std::vector<int32_t> place_of = w.PlaceOf(slot);
+  // The two tables agree, so that no unit has two places.
+  std::map<int32_t, int32_t> has, had;
+  for (int32_t p = 0; p < w.places; ++p) {
+    const int32_t unit = after[static_cast<size_t>(p)].unit;
+    if (unit >= 0) REQUIRE(place_of[static_cast<size_t>(unit)] == p);
+    if (unit >= 0) REQUIRE(has.emplace(unit, p).second);
+    const World::Place& old = before[static_cast<size_t>(p)];
+    REQUIRE((old.unit == kNoPlace) == (unit == kNoPlace));
+    if (old.unit >= 0 && !c.forget) had.emplace(old.unit, p);
+  }
+  for (int32_t u = 0; u < kMaxTokens; ++u) {
+    if (place_of[static_cast<size_t>(u)] >= 0) REQUIRE(has.contains(u));
+  }
+  // Everything selected has a place and this step's stamp; what had one keeps it.
+  std::set<int32_t> selected, kept;
+  int64_t units = 0;
+  for (int64_t r = first; r < first + count; ++r) {
+    std::vector<int32_t> resident, arriving;
+    for (int32_t unit : in.selected.List(r)) {
+      selected.insert(unit);
+      ++units;
+      REQUIRE(has.contains(unit));
+      REQUIRE(after[static_cast<size_t>(has[unit])].stamp == last);
+      if (had.contains(unit)) REQUIRE(had[unit] == has[unit]);
+      (had.contains(unit) ? resident : arriving).push_back(has[unit]);
+    }
+    REQUIRE(out.resident.List(r) == resident);
+    REQUIRE(out.arriving.List(r) == arriving);
+  }
+  kept = selected;
+  for (int32_t unit = last + 1; unit <= last + c.ahead; ++unit) {
+    kept.insert(unit);
+    REQUIRE(has.contains(unit));
+    if (!had.contains(unit)) REQUIRE(after[static_cast<size_t>(has[unit])].stamp == unit);
+  }
+  // Nothing has a place that neither had one nor was asked for; nothing else has changed.
+  std::pair<int32_t, int32_t> newest_evicted = {-1, -1};
+  std::pair<int32_t, int32_t> oldest_left = {std::numeric_limits<int32_t>::max(), 0};
+  for (const auto& [unit, place] : has) {
+    if (!had.contains(unit)) REQUIRE(kept.contains(unit));
+    if (!had.contains(unit) || kept.contains(unit)) continue;
+    const World::Place& same = before[static_cast<size_t>(place)];
+    REQUIRE(after[static_cast<size_t>(place)] == same);
+    oldest_left = std::min(oldest_left, {same.stamp, place});
+  }
+  bool evicted = false, free_left = false;
+  for (const auto& [unit, place] : had) {
+    if (has.contains(unit)) continue;
+    REQUIRE_FALSE(kept.contains(unit));
+    evicted = true;
+    newest_evicted = std::max(newest_evicted, {before[static_cast<size_t>(place)].stamp, place});
+  }
+  for (const World::Place& place : after) free_left |= place.unit == -1;
+  if (evicted) {
+    REQUIRE_FALSE(free_left);
+    REQUIRE(newest_evicted < oldest_left);
+  }
+  // Moves: the units that had no place, in order, from their positions to their places.
+  std::vector<int32_t> sources, targets;
+  for (int32_t unit : selected) {
+    if (had.contains(unit)) continue;
+    sources.push_back(static_cast<int32_t>(EntryIndex(w.home.view, slot, unit)));
+    targets.push_back(static_cast<int32_t>(EntryIndex(w.pool.view, slot, has[unit])));
+  }
+  const int32_t* source = out.source_units.data() + first * w.move_capacity;
+  const int32_t* target = out.target_units.data() + first * w.move_capacity;
+  REQUIRE(std::vector(source, source + out.move_counts[first]) == sources);
+  REQUIRE(std::vector(target, target + out.move_counts[first]) == targets);
+  for (int64_t r = first + 1; r < first + count; ++r) REQUIRE(out.move_counts[r] == 0);
+  const SparseCounters& counters = w.counters[slot];
+  const int64_t moved = std::ssize(sources), on = c.counters ? 1 : 0;
+  REQUIRE(counters.steps == counters_before.steps + on);
+  REQUIRE(counters.selected == counters_before.selected + on * units);
+  REQUIRE(counters.missing == counters_before.missing + on * moved);
+  REQUIRE(counters.recalled == counters_before.recalled + on * moved);
+}
+
+// The rows of a step: some slots, each with some rows, padded rows between.
+class Traffic {
+ public:
+  Traffic(const AdmitCase& c, Random& random) : case_(c), random_(random) {
+    for (int32_t slot = 0; slot < kSlots; ++slot) Restart(slot);
+  }
+
+  StepInput Step() {
+    struct Row {
+      int32_t slot, position;
+    };
+    std::vector<Row> rows;
+    std::vector<int32_t> order = {0, 1, 2, 3};
+    std::shuffle(order.begin(), order.end(), random_);
+    for (int32_t slot : order) {
+      if (Below(4) == 0) rows.push_back({-1, Below(100)});
+      if (Below(5) == 0) continue;
+      const int32_t count = 1 + Below(case_.max_rows);
+      int32_t& next = next_[static_cast<size_t>(slot)];
+      for (int32_t i = 0; i < count; ++i) rows.push_back({slot, next + i});
+      // Rejected positions are fed again.
+      next += 1 + Below(count);
+    }
+    StepInput in(std::ssize(rows), case_.max_selected);
+    for (size_t r = 0; r < rows.size(); ++r) {
+      const auto row = static_cast<int64_t>(r);
+      in.slots[row] = rows[r].slot;
+      in.positions[row] = rows[r].position;
+      in.selected.Put(row, Select(rows[r].slot, rows[r].position));
+    }
+    return in;
+  }
+
+  // Whether the slot's sequence must end before another step.
+  bool Full(int32_t slot) const {
+    return next_[static_cast<size_t>(slot)] + 2 * kMaxQueryPositions + case_.ahead >= kMaxTokens;
+  }
+  void Restart(int32_t slot) { next_[static_cast<size_t>(slot)] = Below(400); }
+  int32_t Below(int32_t n) { return static_cast<int32_t>(random_() % static_cast<uint64_t>(n)); }
+
+ private:
+  // The newest units, some of an old region that drifts, and some anywhere.
+  std::vector<int32_t> Select(int32_t slot, int32_t position) {
+    std::set<int32_t> units;
+    if (slot < 0) return {};
+    const int32_t count = Below(8) == 0 ? Below(3) : 1 + Below(case_.max_selected);
+    const int32_t region = position / 40 * 7 % (position + 1);
+    for (int32_t i = 0; i < 6 * count && std::ssize(units) < count; ++i) {
+      const int32_t at = i % 3 == 0 ? position - Below(20) : region + Below(60);
+      units.insert(i % 7 == 6 ? Below(position + 1) : std::clamp(at, 0, position));
+    }
+    return {units.begin(), units.end()};
+  }
+
+  const AdmitCase& case_;
+  Random& random_;
+  std::vector<int32_t> next_ = std::vector<int32_t>(kSlots, 0);
+};
+
+void TestAdmit(const KernelTable& table, Random& random) {
+  if (Lacks(table, table.admit)) return;
+  for (const AdmitCase& c : kCases) {
+    INFO(c.name);
+    const uint64_t seed = random();
+    World world(c, seed), reference(c, seed);
+    Traffic traffic(c, random);
+    for (int step = 0; step < 150; ++step) {
+      INFO("step " << step);
+      for (int32_t slot = 0; slot < kSlots; ++slot) {
+        if (!traffic.Full(slot) && traffic.Below(50) != 0) continue;
+        traffic.Restart(slot);
+        const int32_t places = world.places - traffic.Below(c.spare + 1);
+        world.Begin(slot, places);
+        reference.Begin(slot, places);
+      }
+      const StepInput in = traffic.Step();
+      const int64_t rows = in.slots.size();
+      std::map<int32_t, std::vector<World::Place>> before;
+      std::map<int32_t, SparseCounters> counters;
+      for (int32_t slot = 0; slot < kSlots; ++slot) {
+        before[slot] = world.Places(slot);
+        counters[slot] = world.counters[slot];
+      }
+      StepOutput got(rows, c.max_selected, world.move_capacity);
+      StepOutput want(rows, c.max_selected, world.move_capacity);
+      world.Admit(table, in, got, 1 + step % 5);
+      reference.Admit(Reference(), in, want, 1);
+      for (int64_t r = 0, count = 1; r < rows; r += count) {
+        count = 1;
+        if (in.slots[r] < 0) {
+          REQUIRE(got.resident.counts[r] + got.arriving.counts[r] + got.move_counts[r] == 0);
+          continue;
+        }
+        while (r + count < rows && in.slots[r + count] == in.slots[r]) ++count;
+        INFO("slot " << in.slots[r] << ", " << count << " rows");
+        CheckSequence(c, world, before[in.slots[r]], counters[in.slots[r]], in, got, r, count);
+      }
+      for (int32_t slot = 0; slot < kSlots; ++slot) {
+        REQUIRE(world.Places(slot) == reference.Places(slot));
+        REQUIRE(world.PlaceOf(slot) == reference.PlaceOf(slot));
+      }
+    }
+  }
+}
+SLUICE_TEST_ON_EVERY_PATH("admit keeps what is selected and evicts what was used longest ago",
+                          TestAdmit)
+
+}  // namespace
+}  // namespace sluice::kernels
