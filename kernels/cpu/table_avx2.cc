@@ -5,8 +5,9 @@
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/gathered_products.h"
 #include "kernels/cpu/simd_attention.h"
-#include "kernels/cpu/simd_latent.h"
+#include "kernels/cpu/simd_index_logits.h"
 #include "kernels/cpu/simd_linear.h"
+#include "kernels/cpu/simd_mla.h"
 #include "kernels/cpu/simd_moving_average.h"
 #include "kernels/cpu/simd_partial.h"
 #include "kernels/cpu/simd_scores.h"
@@ -139,8 +140,11 @@ const KernelTable& Avx2Table() {
       .latent_append = LatentAppend<Avx2>,
       .index_append = IndexAppend<Avx2>,
       .index_query = IndexQuery<Avx2>,
+      .index_logits = IndexLogits<Avx2>,
       .mla_query = MlaQuery<Avx2>,
       .head_linear = HeadLinear<FloatTiles<Avx2>>,
+      .sparse_mla = SparseMla<FloatMla<Avx2>>,
+      .sparse_mla_merge = SparseMlaMerge<Avx2>,
       .admit = Admit,
       .route = Route,
       .route_pairs = RoutePairs,

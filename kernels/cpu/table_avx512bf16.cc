@@ -7,7 +7,8 @@
 #include "kernels/cpu/gathered_products.h"
 #include "kernels/cpu/linear_avx512.h"
 #include "kernels/cpu/simd_avx512.h"
-#include "kernels/cpu/simd_latent.h"
+#include "kernels/cpu/simd_index_logits.h"
+#include "kernels/cpu/simd_mla.h"
 #include "kernels/cpu/simd_moving_average.h"
 #include "kernels/cpu/simd_partial.h"
 #include "kernels/cpu/simd_scores.h"
@@ -48,8 +49,11 @@ const KernelTable& Avx512Bf16Table() {
       .latent_append = LatentAppend<Avx512>,
       .index_append = IndexAppend<Avx512>,
       .index_query = IndexQuery<Avx512>,
+      .index_logits = IndexLogits<Avx512>,
       .mla_query = MlaQuery<Avx512>,
       .head_linear = HeadLinear<Bf16Tiles>,
+      .sparse_mla = SparseMla<FloatMla<Avx512>>,
+      .sparse_mla_merge = SparseMlaMerge<Avx512>,
       .admit = Admit,
       .route = Route,
       .route_pairs = RoutePairs,

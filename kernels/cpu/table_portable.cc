@@ -2,8 +2,9 @@
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/gathered_products.h"
 #include "kernels/cpu/simd_attention.h"
-#include "kernels/cpu/simd_latent.h"
+#include "kernels/cpu/simd_index_logits.h"
 #include "kernels/cpu/simd_linear.h"
+#include "kernels/cpu/simd_mla.h"
 #include "kernels/cpu/simd_moving_average.h"
 #include "kernels/cpu/simd_partial.h"
 #include "kernels/cpu/simd_scores.h"
@@ -103,8 +104,11 @@ const KernelTable& PortableTable() {
       .latent_append = LatentAppend<Portable>,
       .index_append = IndexAppend<Portable>,
       .index_query = IndexQuery<Portable>,
+      .index_logits = IndexLogits<Portable>,
       .mla_query = MlaQuery<Portable>,
       .head_linear = HeadLinear<FloatTiles<Portable>>,
+      .sparse_mla = SparseMla<FloatMla<Portable>>,
+      .sparse_mla_merge = SparseMlaMerge<Portable>,
       .admit = Admit,
       .route = Route,
       .route_pairs = RoutePairs,

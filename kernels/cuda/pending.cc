@@ -6,14 +6,8 @@ namespace sluice::kernels::cuda {
 cudaError_t LaunchIndexLogits(const IndexLogitsParams&, cudaStream_t) {
   return cudaErrorNotSupported;
 }
-cudaError_t LaunchHeadLinear(const HeadLinearParams&, cudaStream_t) {
-  return cudaErrorNotSupported;
-}
 cudaError_t LaunchSparseMla(const SparseMlaParams&, cudaStream_t) { return cudaErrorNotSupported; }
 cudaError_t LaunchAdmit(const AdmitParams&, cudaStream_t) { return cudaErrorNotSupported; }
-cudaError_t LaunchExpertLinear(const ExpertLinearParams&, cudaStream_t) {
-  return cudaErrorNotSupported;
-}
 int64_t SparseMlaScratchBytes(int32_t, int32_t, int32_t, int64_t) { return 0; }
 
 }  // namespace sluice::kernels::cuda

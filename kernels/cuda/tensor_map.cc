@@ -21,18 +21,21 @@ PFN_cuTensorMapEncodeTiled_v12000 Encoder() {
 }  // namespace
 
 cudaError_t MakeTileMap(const void* data, int32_t rows, int32_t columns, int tile_rows,
-                        CUtensorMap* map) {
+                        CUtensorMap* map, DType type) {
   const auto encode = Encoder();
   if (encode == nullptr) return cudaErrorSymbolNotFound;
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t row_bytes[1] = {static_cast<cuuint64_t>(columns) * 2};
-  const cuuint32_t tile[2] = {64, static_cast<cuuint32_t>(tile_rows)};
+  const auto element_bytes = static_cast<cuuint64_t>(SizeOf(type));
+  const cuuint64_t row_bytes[1] = {sizes[0] * element_bytes};
+  const cuuint32_t tile[2] = {static_cast<cuuint32_t>(128 / element_bytes),
+                              static_cast<cuuint32_t>(tile_rows)};
+  const CUtensorMapDataType data_type =
+      type == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
   const cuuint32_t every_element[2] = {1, 1};
   const auto make = [&] {
-    return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes,
-                  row_bytes, tile, every_element, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return encode(map, data_type, 2, const_cast<void*>(data), sizes, row_bytes, tile, every_element,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = make();
   if (result == CUDA_ERROR_INVALID_CONTEXT) {

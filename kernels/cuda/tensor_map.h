@@ -6,12 +6,14 @@
 
 #include <cstdint>
 
+#include "kernels/params.h"
+
 namespace sluice::kernels::cuda {
 
-// A row-major bf16 matrix [rows][columns], to be copied in tiles of tile_rows rows (<= 256) and 64
-// columns, each row of a tile swizzled over its 128 bytes. cudaErrorInvalidValue: `data` is not
-// 16-byte aligned or columns not a multiple of 8. Host work of under a microsecond.
+// A row-major matrix [rows][columns] of bf16, or of bytes, to be copied in tiles of tile_rows rows
+// (<= 256) and 128 bytes of columns, each row of a tile swizzled over those. cudaErrorInvalidValue:
+// `data` or a row is not 16-byte aligned. Host work of under a microsecond.
 cudaError_t MakeTileMap(const void* data, int32_t rows, int32_t columns, int tile_rows,
-                        CUtensorMap* map);
+                        CUtensorMap* map, DType type = DType::kBFloat16);
 
 }  // namespace sluice::kernels::cuda

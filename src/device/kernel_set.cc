@@ -4,6 +4,12 @@
 
 namespace sluice {
 
+int64_t KernelSet::PreparedBytes(absl::Span<const MatrixPart> parts, int32_t k) const {
+  int32_t n = 0;
+  for (const MatrixPart& part : parts) n += part.rows;
+  return WeightBytes(n, k);
+}
+
 #define SLUICE_NOT_HERE(op, ask)                                             \
   void KernelSet::op(Stream&, const kernels::op##Params&) {                  \
     SLUICE_CHECK(false, name(), " has no operator " #op ": ask " #ask "()"); \

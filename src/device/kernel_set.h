@@ -64,8 +64,10 @@ class KernelSet {
   // Puts matrices of `k` columns one below the other. The result may refer to a single part's data
   // where no copy is needed (then storage is empty, and the part must stay).
   virtual absl::StatusOr<Weight> Prepare(absl::Span<const MatrixPart> parts, int32_t k) = 0;
-  // Bytes of a matrix of weights in the form in which the kernels read it.
+  // Bytes of a matrix of bf16 weights in the form in which the kernels read it.
   virtual int64_t WeightBytes(int32_t n, int32_t k) const = 0;
+  // Bytes of what Prepare makes of these parts.
+  virtual int64_t PreparedBytes(absl::Span<const MatrixPart> parts, int32_t k) const;
   // Bytes of scratch that Sample needs for a vocabulary; may be 0.
   virtual int64_t SampleScratchBytes(int32_t vocab) const = 0;
   // Bytes of AttentionParams::partial with which no row is computed without it.

@@ -38,11 +38,13 @@ class NoKernels : public KernelSet {
   const std::string& name() const override { return real_->name(); }
   DType activation_type() const override { return real_->activation_type(); }
   int64_t WeightBytes(int32_t n, int32_t k) const override { return real_->WeightBytes(n, k); }
+  int64_t PreparedBytes(absl::Span<const MatrixPart> parts, int32_t k) const override {
+    return real_->PreparedBytes(parts, k);
+  }
   absl::StatusOr<Weight> Prepare(absl::Span<const MatrixPart> parts, int32_t k) override {
-    int32_t n = 0;
-    for (const MatrixPart& part : parts) n += part.rows;
     Weight weight;
-    auto storage = device_->Allocate(MemoryKind::kDevice, size_t(WeightBytes(n, k)), "weights");
+    auto storage =
+        device_->Allocate(MemoryKind::kDevice, size_t(PreparedBytes(parts, k)), "weights");
     if (!storage.ok()) return storage.status();
     weight.storage = *std::move(storage);
     return weight;

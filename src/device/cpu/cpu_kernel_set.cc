@@ -6,7 +6,7 @@
 #include "absl/functional/function_ref.h"
 #include "src/base/status_macros.h"
 #include "src/device/cpu/host_stream.h"
-#include "src/device/cpu/weight_rows.h"
+#include "src/device/weight_rows.h"
 
 namespace sluice {
 namespace {

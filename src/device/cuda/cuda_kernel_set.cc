@@ -5,8 +5,8 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/launch.h"
 #include "src/base/status_macros.h"
-#include "src/device/cuda/cuda_memory.h"
-#include "src/device/cuda/weight_uploader.h"
+#include "src/device/cuda/cuda_stream.h"
+#include "src/device/cuda/weight_maker.h"
 
 namespace sluice {
 namespace {
@@ -25,8 +25,7 @@ absl::Status AtMost(const char* field, int32_t most, int32_t found) {
 
 class CudaKernelSet : public KernelSet {
  public:
-  explicit CudaKernelSet(DeviceHealth* health)
-      : health_(health), setup_(health, Device::StreamKind::kCompute), set_up_(health, false) {}
+  explicit CudaKernelSet(DeviceHealth* health) : weight_maker_(health) {}
 
   const std::string& name() const override { return name_; }
   DType activation_type() const override { return DType::kBFloat16; }
@@ -45,8 +44,13 @@ class CudaKernelSet : public KernelSet {
     SLUICE_RETURN_IF_ERROR(AtMost("hidden_size", cuda::kMaxNormDim, shape.hidden_size));
     return AtMost("vocab_size", cuda::kMaxVocabulary, shape.vocab_size);
   }
-  absl::StatusOr<Weight> Prepare(absl::Span<const MatrixPart> parts, int32_t k) override;
+  absl::StatusOr<Weight> Prepare(absl::Span<const MatrixPart> parts, int32_t k) override {
+    return weight_maker_.Make(parts, k);
+  }
   int64_t WeightBytes(int32_t n, int32_t k) const override { return int64_t{n} * k * 2; }
+  int64_t PreparedBytes(absl::Span<const MatrixPart> parts, int32_t k) const override {
+    return WeightMaker::Bytes(parts, k);
+  }
   int64_t SampleScratchBytes(int32_t) const override { return 0; }
   int64_t AttentionScratchBytes(const AttentionShape& shape) const override {
     return cuda::AttentionScratchBytes(shape.decode_rows, shape.heads, shape.kv_heads,
@@ -174,39 +178,8 @@ class CudaKernelSet : public KernelSet {
   }
 
   const std::string name_ = "cuda";
-  DeviceHealth* const health_;
-  CudaStream setup_;  // what is made before serving
-  CudaEvent set_up_;
-  std::unique_ptr<WeightUploader> uploader_;  // from the first matrix with bytes on
+  WeightMaker weight_maker_;
 };
-
-absl::StatusOr<Weight> CudaKernelSet::Prepare(absl::Span<const MatrixPart> parts, int32_t k) {
-  int32_t n = 0;
-  for (const MatrixPart& part : parts) n += part.rows;
-  Weight weight;
-  SLUICE_ASSIGN_OR_RETURN(weight.storage,
-                          AllocateHbm(static_cast<size_t>(WeightBytes(n, k)),
-                                      absl::StrCat("a matrix of weights, ", n, " x ", k)));
-  auto* out = weight.storage.as<uint16_t>();
-  weight.matrix = {out, n, k, kernels::WeightLayout::kRowMajor};
-  for (const MatrixPart& part : parts) {
-    const int64_t count = int64_t{part.rows} * k;
-    if (part.data == nullptr) {
-      setup_.Check(cuda::LaunchFillWeights(part.formula, count, out, setup_.handle()),
-                   "weights by formula");
-    } else {
-      if (uploader_ == nullptr) {
-        SLUICE_ASSIGN_OR_RETURN(uploader_, WeightUploader::Create(health_));
-      }
-      uploader_->Upload(out, part.data, static_cast<size_t>(count) * 2);
-    }
-    out += count;
-  }
-  setup_.Record(set_up_);
-  set_up_.Wait();
-  SLUICE_RETURN_IF_ERROR(health_->status());
-  return weight;
-}
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-#include "src/device/cpu/weight_rows.h"
+#include "src/device/weight_rows.h"
 
 #include <algorithm>
 
