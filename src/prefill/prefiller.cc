@@ -15,6 +15,7 @@
 #include "src/kv/page_pool.h"
 #include "src/kv/selection_hints.h"
 #include "src/model/model.h"
+#include "src/model/policy_model.h"
 #include "src/prefill/important_blocks.h"
 #include "src/prefill/prompt_hints.h"
 
@@ -340,9 +341,13 @@ absl::StatusOr<std::unique_ptr<Prefiller>> Prefiller::Create(const Options& opti
                                      "the caches (--hbm-bytes)"));
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<PagePool> pool,
                           PagePool::Create("hbm", model->cache_layout(), std::move(arena)));
+  PolicyOptions shape;
+  DescribeModel(*model, &shape);
   SLUICE_ASSIGN_OR_RETURN(
       std::unique_ptr<FullPolicy> policy,
-      NewFullPolicy({device, pool.get(), 1, static_cast<int64_t>(options.max_context)}));
+      NewFullPolicy({device, pool.get(), 1, static_cast<int64_t>(options.max_context),
+                     /*dram=*/nullptr, shape.heads, shape.latent_rank, shape.index_top_k,
+                     shape.max_rows}));
   SLUICE_ASSIGN_OR_RETURN(
       std::unique_ptr<BatchState> batch,
       BatchState::Create({1, static_cast<int>(options.max_context)}, device, *model));
