@@ -3,11 +3,7 @@
 
 namespace sluice::kernels::cuda {
 
-cudaError_t LaunchIndexLogits(const IndexLogitsParams&, cudaStream_t) {
-  return cudaErrorNotSupported;
-}
 cudaError_t LaunchSparseMla(const SparseMlaParams&, cudaStream_t) { return cudaErrorNotSupported; }
-cudaError_t LaunchAdmit(const AdmitParams&, cudaStream_t) { return cudaErrorNotSupported; }
 int64_t SparseMlaScratchBytes(int32_t, int32_t, int32_t, int64_t) { return 0; }
 
 }  // namespace sluice::kernels::cuda

@@ -65,6 +65,27 @@ __device__ __forceinline__ void CopyTile(uint32_t target, const CUtensorMap* map
       : "memory");
 }
 
+// The same of a map of three dimensions, from (column, row, matrix) on.
+__device__ __forceinline__ void CopyTile(uint32_t target, const CUtensorMap* map, int column,
+                                         int row, int matrix, uint32_t barrier,
+                                         uint64_t cache_hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(target),
+      "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(barrier), "l"(cache_hint)
+      : "memory");
+}
+
+// Copies `bytes` of plain memory; both addresses and the bytes are multiples of 16.
+__device__ __forceinline__ void CopyBytes(uint32_t target, const void* source, uint32_t bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(target),
+      "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // Fetches the descriptor itself.
 __device__ __forceinline__ void PrefetchMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

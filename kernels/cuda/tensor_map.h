@@ -16,4 +16,10 @@ namespace sluice::kernels::cuda {
 cudaError_t MakeTileMap(const void* data, int32_t rows, int32_t columns, int tile_rows,
                         CUtensorMap* map, DType type = DType::kBFloat16);
 
+// `matrices` matrices of [rows][128] bytes, one after the other at matrix_bytes, to be copied in
+// tiles of tile_rows rows (<= 256) of one matrix, swizzled likewise; rows past the last arrive as
+// zeros. cudaErrorInvalidValue: `data` or matrix_bytes is no multiple of 16.
+cudaError_t MakeByteTileMap(const void* data, int64_t matrices, int64_t matrix_bytes, int32_t rows,
+                            int tile_rows, CUtensorMap* map);
+
 }  // namespace sluice::kernels::cuda

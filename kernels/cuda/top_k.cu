@@ -1,18 +1,18 @@
-// TopK: exact, one thread block a list. Scores become integers of the same order; a histogram over
-// the range that the list's scores have finds the few among which the k-th is, and these are ranked
+// TopK: exact. Lists of up to 4,096 units here, one thread block a list; top_k_long.cu has longer
+// ones. Scores become integers of the same order; a histogram over the
+// range that the list's scores have finds the few among which the k-th is, and these are ranked
 // against each other (or another histogram splits them); then two walks in order of the units count
 // and write what is above the k-th, and the first of what equals it.
 //
-// Moves 4 bytes a unit: 8 KB a list of 2,048 units, 256 KB a list of 65,536. What it takes is
-// latency: of memory once, and of 7 or 8 meetings of the block. Up to 4,096 units stay in
-// registers; longer lists are read 5 times from the L2 cache, and are bound by one SM's
-// instructions. The blocks of short lists are small enough to run beside those of products.
-// Measured on an H200, 80 lists: 64 of 2,048 units 4.9 us, 2,048 of 65,536 with a margin 35 us.
+// Moves 4 bytes a unit: 8 KB a list of 2,048 units. What it takes is latency: of memory once, and
+// of 7 or 8 meetings of the block. Scores stay in registers, and blocks are small enough to run
+// beside those of products. Measured on an H200, 80 lists: 64 of 2,048 units 4.9 us.
 #include <type_traits>
 
 #include "kernels/cuda/float_keys.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/top_k.h"
 
 namespace sluice::kernels::cuda {
 namespace {
@@ -24,14 +24,14 @@ constexpr int kRanked = 256;  // keys that are ranked at most
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 // The units of a list that scores choose among, [begin, end): `wanted` of them. Each warp has a run
-// of them; it reads them once and keeps their scores, or again and again. A NaN among the scores is
-// -inf; a NaN here is a place behind the last unit: it compares with nothing.
-template <int threads, bool keeps>
+// of them; it reads them once and keeps their scores. A NaN among the scores is -inf; a NaN here is
+// a place behind the last unit: it compares with nothing.
+template <int threads>
 struct Candidates {
   const float* scores;
   int units, begin, end, wanted;
   int first, last;  // this warp's units
-  float kept[keeps ? kAtOnce : 1];
+  float kept[kAtOnce];
 
   __device__ Candidates(const float* of_list, int count, int forced_first, int forced_last, int k)
       : scores(of_list), units(count) {
@@ -41,24 +41,15 @@ struct Candidates {
     const int share = (end - begin + threads - 1) / threads * 32;
     first = min(begin + static_cast<int>(threadIdx.x) / 32 * share, end);
     last = min(first + share, end);
-    if constexpr (keeps) Load(first, kept);
+    Load(first, kept);
   }
 
   // Calls visit(unit, score) for this warp's units, in order, 32 next to each other at a time.
   template <typename Visit>
   __device__ __forceinline__ void ForEach(Visit visit) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    if constexpr (keeps) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) visit(first + 32 * i + lane, kept[i]);
-    } else {
-      for (int at = first; at < last; at += 32 * kAtOnce) {
-        float loaded[kAtOnce];
-        Load(at, loaded);
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) visit(at + 32 * i + lane, loaded[i]);
-      }
-    }
+    for (int i = 0; i < kAtOnce; ++i) visit(first + 32 * i + lane, kept[i]);
   }
 
   // The largest score of this thread's share of the units that are forced in.
@@ -112,8 +103,8 @@ struct KeyRange {
   uint32_t low, high;
 };
 
-template <int threads, bool keeps>
-__device__ KeyRange RangeOf(Candidates<threads, keeps>& c, float margin, Shared& shared) {
+template <int threads>
+__device__ KeyRange RangeOf(Candidates<threads>& c, float margin, Shared& shared) {
   float high = -INFINITY, low = INFINITY;
   c.ForEach([&](int, float score) {
     high = fmaxf(high, score);
@@ -187,8 +178,8 @@ __device__ void FindBin(int wanted, Shared& shared) {
 
 // Ranks the keys of a bin, from `least` on and at most kRanked: the cut that leaves `wanted` of
 // them.
-template <int threads, bool keeps>
-__device__ Cut RankBin(Candidates<threads, keeps>& c, uint32_t least, int bits, int wanted,
+template <int threads>
+__device__ Cut RankBin(Candidates<threads>& c, uint32_t least, int bits, int wanted,
                        Shared& shared) {
   const int count = shared.count;
   const float from = FloatOf(least);
@@ -213,8 +204,8 @@ __device__ Cut RankBin(Candidates<threads, keeps>& c, uint32_t least, int bits, 
 }
 
 // The cut that leaves c.wanted >= 1 candidates, or all where there are fewer.
-template <int threads, bool keeps>
-__device__ Cut CutOf(Candidates<threads, keeps>& c, const KeyRange& range, Shared& shared) {
+template <int threads>
+__device__ Cut CutOf(Candidates<threads>& c, const KeyRange& range, Shared& shared) {
   if (range.low > range.high) return {NAN, NAN, 0};
   // The keys of interest: `least` and `bits` more bits.
   uint32_t least = range.low;
@@ -242,9 +233,8 @@ __device__ Cut CutOf(Candidates<threads, keeps>& c, const KeyRange& range, Share
 }
 
 // Writes what `cut` leaves to `out`, in order. Returns how many.
-template <int threads, bool keeps>
-__device__ int WriteChosen(Candidates<threads, keeps>& c, const Cut& cut, int32_t* out,
-                           Shared& shared) {
+template <int threads>
+__device__ int WriteChosen(Candidates<threads>& c, const Cut& cut, int32_t* out, Shared& shared) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   int above = 0, equal = 0;
   c.ForEach([&](int, float score) {
@@ -280,7 +270,7 @@ __device__ int WriteChosen(Candidates<threads, keeps>& c, const Cut& cut, int32_
 }
 
 // Grid: lists.
-template <int threads, bool keeps>
+template <int threads>
 __global__ void __launch_bounds__(threads) TopKKernel(const __grid_constant__ TopKParams p) {
   __shared__ Shared shared;
   const int list = static_cast<int>(blockIdx.x), row = list / p.kv_heads;
@@ -293,9 +283,8 @@ __global__ void __launch_bounds__(threads) TopKKernel(const __grid_constant__ To
     if (threadIdx.x == 0) p.selected.counts[list] = 0;
     return;
   }
-  Candidates<threads, keeps> c(p.scores + list * p.score_stride,
-                               p.positions[row] / p.unit_tokens + 1, p.first_units, p.last_units,
-                               p.k);
+  Candidates<threads> c(p.scores + list * p.score_stride, p.positions[row] / p.unit_tokens + 1,
+                        p.first_units, p.last_units, p.k);
   int32_t* const out = p.selected.units + int64_t{list} * p.selected.capacity;
   int chosen = 0;
   if (c.wanted > 0 && c.begin < c.end) {
@@ -309,10 +298,9 @@ __global__ void __launch_bounds__(threads) TopKKernel(const __grid_constant__ To
   if (threadIdx.x == 0) p.selected.counts[list] = c.begin + chosen + c.units - c.end;
 }
 
-template <int threads, bool keeps>
+template <int threads>
 cudaError_t Launch(const TopKParams& p, cudaStream_t stream) {
-  return LaunchKernel(TopKKernel<threads, keeps>, dim3(p.rows * p.kv_heads), dim3(threads), 0,
-                      stream, p);
+  return LaunchKernel(TopKKernel<threads>, dim3(p.rows * p.kv_heads), dim3(threads), 0, stream, p);
 }
 
 }  // namespace
@@ -324,9 +312,9 @@ cudaError_t LaunchTopK(const TopKParams& p, cudaStream_t stream) {
   }
   if (p.rows == 0) return cudaSuccess;
   // A list's units are at most score_stride.
-  if (p.score_stride <= 256 * kAtOnce) return Launch<256, true>(p, stream);
-  if (p.score_stride <= 512 * kAtOnce) return Launch<512, true>(p, stream);
-  return Launch<1024, false>(p, stream);
+  if (p.score_stride <= 256 * kAtOnce) return Launch<256>(p, stream);
+  if (p.score_stride <= 512 * kAtOnce) return Launch<512>(p, stream);
+  return LaunchLongTopK(p, stream);
 }
 
 }  // namespace sluice::kernels::cuda

@@ -111,7 +111,10 @@ std::vector<std::string> OffloadingPolicies(const CacheLayout& model) {
 TierShapes TierShapesOf(const PolicyOptions& options, const CacheLayout& model) {
   for (const Known& known : kPolicies) {
     if (options.name != known.name || known.shapes == nullptr || !IsFor(known, model)) continue;
-    return known.shapes(options, model);
+    TierShapes shapes = known.shapes(options, model);
+    // What is handed over lands in DRAM as it is.
+    SLUICE_CHECK(shapes.dram.layout.kinds.size() == model.kinds.size());
+    return shapes;
   }
   return {{model}, {model}};
 }

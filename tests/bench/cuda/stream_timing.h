@@ -104,4 +104,28 @@ inline Timing TimeGraph(const std::function<void(cudaStream_t)>& enqueue, int re
   return {us[us.size() / 2], us.front(), us.back()};
 }
 
+// The time of one run of it, with nothing run before: for what changes what it works on.
+inline Timing TimeOnce(const std::function<void(cudaStream_t)>& enqueue) {
+  cudaStream_t stream;
+  SLUICE_BENCH_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  double us = 0;
+  {
+    Graph graph(stream, [&] { enqueue(stream); });
+    cudaEvent_t begin, end;
+    SLUICE_BENCH_CHECK(cudaEventCreate(&begin));
+    SLUICE_BENCH_CHECK(cudaEventCreate(&end));
+    SLUICE_BENCH_CHECK(cudaEventRecord(begin, stream));
+    graph.Launch(stream);
+    SLUICE_BENCH_CHECK(cudaEventRecord(end, stream));
+    SLUICE_BENCH_CHECK(cudaEventSynchronize(end));
+    float ms = 0;
+    SLUICE_BENCH_CHECK(cudaEventElapsedTime(&ms, begin, end));
+    us = ms * 1e3;
+    SLUICE_BENCH_CHECK(cudaEventDestroy(begin));
+    SLUICE_BENCH_CHECK(cudaEventDestroy(end));
+  }
+  SLUICE_BENCH_CHECK(cudaStreamDestroy(stream));
+  return {us, us, us};
+}
+
 }  // namespace sluice::bench

@@ -1,11 +1,14 @@
 // Gather and scatter between pinned DRAM and HBM at the shapes of the offloading policies, beside
 // the copy engine; and pages of a sequence that leaves HBM and comes back.
 //
-//   sluice-transfer-bench [POOL_GIB]
+//   sluice-transfer-bench [POOL_GIB [workers]]
+//
+// With `workers` only what few thread blocks reach with rows of 656 B.
 //
 // ESS: sequences lie POOL / sequences apart, rows of 656 B of one layer of 32,768 tokens lie
 // together, a sequence's misses are sorted; each graph replay moves eight layers, one after the
 // other. GB/s count payload only.
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -66,7 +69,23 @@ struct Shape {
   int64_t units;  // moved per list
   int64_t home_units;
   int64_t slots;  // of a list in HBM
+  // > 0: lists have from this many to `units`, in equal ratios, shuffled.
+  int64_t least_units = 0;
 };
+
+// Units of each list.
+std::vector<int32_t> CountsOf(const Shape& shape) {
+  std::vector<int32_t> counts(static_cast<size_t>(shape.lists), static_cast<int32_t>(shape.units));
+  if (shape.least_units == 0) return counts;
+  const double ratio = static_cast<double>(shape.units) / static_cast<double>(shape.least_units);
+  for (size_t i = 0; i < counts.size(); ++i) {
+    const double share = static_cast<double>(i) / static_cast<double>(counts.size() - 1);
+    counts[i] =
+        static_cast<int32_t>(static_cast<double>(shape.least_units) * std::pow(ratio, share));
+  }
+  std::shuffle(counts.begin(), counts.end(), std::mt19937_64(5));
+  return counts;
+}
 
 class Case {
  public:
@@ -94,8 +113,8 @@ class Case {
       l.device_slots = ToDevice(l.slots);
       l.device_offsets = ToDevice(l.offsets);
     }
-    counts_ = ToDevice(
-        std::vector<int32_t>(static_cast<size_t>(shape.lists), static_cast<int32_t>(shape.units)));
+    host_counts_ = CountsOf(shape);
+    counts_ = ToDevice(host_counts_);
   }
   ~Case() {
     for (Lists& l : lists_) {
@@ -129,8 +148,9 @@ class Case {
   }
 
   double bytes() const {
-    return static_cast<double>(shape_.unit_bytes) * static_cast<double>(shape_.units) *
-           shape_.lists;
+    return static_cast<double>(shape_.unit_bytes) *
+           static_cast<double>(
+               std::accumulate(host_counts_.begin(), host_counts_.end(), int64_t{0}));
   }
 
   Times Time(bool gather, int max_blocks) {
@@ -209,6 +229,7 @@ class Case {
   template <typename F>
   void ForEachUnit(F use) {
     for (int64_t i = 0; i < shape_.lists * shape_.units; ++i) {
+      if (i % shape_.units >= host_counts_[static_cast<size_t>(i / shape_.units)]) continue;
       use(pool_.data() + lists_[0].offsets[i / shape_.units] +
               lists_[0].home_units[i] * shape_.unit_bytes,
           i);
@@ -220,6 +241,7 @@ class Case {
   const cudaStream_t stream_;
   Lists lists_[kLayers];
   char* hbm_ = nullptr;
+  std::vector<int32_t> host_counts_;
   int32_t* counts_ = nullptr;
 };
 
@@ -335,6 +357,29 @@ void PrintShape(const Shape& shape, const PinnedPool& pool, cudaStream_t stream,
   }
 }
 
+// Gathers by few blocks, alone and beside a kernel that reads HBM.
+void PrintWorkers(const Shape& shape, const PinnedPool& pool, cudaStream_t stream, Reader& reader) {
+  Case c(shape, pool, stream);
+  std::printf("%-26s %s\n", shape.name.c_str(), c.Verify() ? "" : "WRONG BYTES ");
+  for (const int blocks : {1, 2, 3, 4, 6, 8, 12, 16}) {
+    const Times t = c.Time(true, blocks);
+    double alone = 0, with = 0, transfer = 0;
+    reader.Against(
+        stream,
+        [&] {
+          for (int layer = 0; layer < kLayers; ++layer) {
+            SLUICE_BENCH_CHECK(
+                kernels::cuda::LaunchTransfer(c.Params(layer, true, blocks), stream));
+          }
+        },
+        &alone, &with, &transfer);
+    std::printf(
+        "  %2d blocks: %6.1f us, %.1f GB/s; beside a reader %.1f GB/s, which keeps %.1f %%\n",
+        blocks, t.median * 1e6, c.bytes() / t.median * 1e-9, c.bytes() * kLayers / transfer * 1e-9,
+        100 * alone / with);
+  }
+}
+
 // As CudaStream::CopyBatch does it.
 void CopyByBatches(const CopyPiece* pieces, int64_t count, cudaStream_t stream) {
   constexpr int64_t kBatch = 4096;
@@ -439,6 +484,19 @@ int Main(int argc, char** argv) {
   std::printf("%s; %zu GiB pinned in %.2f s\n", properties.name, gib, pool.seconds());
   PrintCopyEngine(pool, stream);
   Reader reader;
+  if (argc > 2 && std::strcmp(argv[2], "workers") == 0) {
+    for (const int sequences : {20, 76}) {
+      for (const int64_t misses : {64, 256, 605}) {
+        PrintWorkers({std::to_string(sequences) + " x " + std::to_string(misses), 656, sequences,
+                      misses, kTokens, 6600},
+                     pool, stream, reader);
+      }
+      PrintWorkers(
+          {std::to_string(sequences) + " x 17 to 605", 656, sequences, 605, kTokens, 6600, 17},
+          pool, stream, reader);
+    }
+    return 0;
+  }
   std::printf("GB/s by default and with at most 8, 16 and 132 blocks (lowest-highest):\n");
   for (const int sequences : {32, 128}) {
     for (const int64_t misses : {64, 256, 605}) {

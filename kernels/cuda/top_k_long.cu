@@ -1,0 +1,172 @@
+// TopK of long lists: a cluster of up to 8 thread blocks to a list, each with a run of it. Scores
+// are read once, become integers in shared memory, and are looked through there for each digit of
+// the last one chosen and for what is written; only what a block has no room for is read again.
+//
+// Moves 4 bytes a unit, from L2 where they were written just now: 512 KB a list of 128K, 17 MB of
+// 32 lists, 4 us at the rate of HBM. What it takes is latency: a meeting of the cluster, and a look
+// at its histograms, for each of up to three digits.
+#include "kernels/cuda/top_k.h"
+
+#include "kernels/cuda/float_keys.cuh"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/select.cuh"
+
+namespace sluice::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kBlocksPerSm = 2;
+constexpr int kMaxBlocks = 8;       // of a cluster, on any device
+constexpr int kKeptScores = 20480;  // of a block
+constexpr int kLeastShare = 2048;   // of a block, where there is a choice
+constexpr int kAtOnce = 8;          // loads of a thread under way
+
+struct Shared {
+  SelectShared select;
+  alignas(16) uint32_t top[4];  // the key of the largest score that this block saw
+};
+constexpr int kKeysAt = (sizeof(Shared) + 15) / 16 * 16;
+constexpr int SharedBytes(int kept) { return kKeysAt + 4 * kept; }
+
+// The best first; NaN is -inf.
+__device__ __forceinline__ uint32_t RankKey(float score) { return ~KeyOf(fmaxf(score, -INFINITY)); }
+
+struct ScoreKeys {
+  const float* scores;  // of this block's units
+  const uint32_t* kept;
+  int kept_count;
+  int count;
+  uint32_t limit;  // keys past it are never chosen
+
+  __device__ __forceinline__ uint32_t At(int i) const {
+    const uint32_t key = i < kept_count ? kept[i] : RankKey(scores[i]);
+    return key <= limit ? key : kNeverSelected;
+  }
+};
+
+// Puts the first `count` scores into shared memory. Returns the least key of this thread's.
+__device__ __forceinline__ uint32_t KeepKeys(const float* scores, int count, uint32_t* kept) {
+  uint32_t least = kNeverSelected;
+  for (int from = static_cast<int>(threadIdx.x); from < count; from += kAtOnce * kThreads) {
+    float loaded[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      loaded[i] = from + i * kThreads < count ? scores[from + i * kThreads] : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (from + i * kThreads >= count) continue;
+      const uint32_t key = RankKey(loaded[i]);
+      kept[from + i * kThreads] = key;
+      least = min(least, key);
+    }
+  }
+  return least;
+}
+
+// The key of the largest score of all minus the margin.
+__device__ uint32_t LimitOf(uint32_t mine, float margin, int blocks, Shared& shared) {
+  mine = __reduce_min_sync(0xFFFFFFFFu, mine);
+  if (threadIdx.x % 32 == 0) atomicMin(&shared.top[0], mine);
+  MeetBlocks(blocks);
+  uint32_t best = shared.top[0];
+  for (int block = 0; blocks > 1 && block < blocks; ++block) {
+    best = min(best, __float_as_uint(LoadFromBlock(SharedAddress(shared.top), block).x));
+  }
+  return ~KeyOf(FloatOf(~best) - margin);
+}
+
+// Grid: lists * blocks.
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    LongTopKKernel(const __grid_constant__ TopKParams p, int blocks, int room) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  uint32_t* const kept = reinterpret_cast<uint32_t*>(memory + kKeysAt);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int list = static_cast<int>(blockIdx.x) / blocks, row = list / p.kv_heads;
+  const int rank = static_cast<int>(blockIdx.x) - list * blocks;
+  for (int i = thread; i < 3 * kSelectBins; i += kThreads) (&shared.select.bins[0][0])[i] = 0;
+  if (thread == 0) shared.top[0] = kNeverSelected;
+  WaitForPriorKernels();
+  LetNextKernelStart();
+  if (p.slots[row] < 0) {
+    if (thread == 0 && rank == 0) p.selected.counts[list] = 0;
+    return;
+  }
+  __syncthreads();
+  // The units that scores choose among, [begin, end): `wanted` of them.
+  const int units = p.positions[row] / p.unit_tokens + 1;
+  const int begin = min(p.first_units, units), end = max(begin, units - p.last_units);
+  const int candidates = end - begin, wanted = p.k - begin - (units - end);
+  const float* const scores = p.scores + list * p.score_stride;
+  int32_t* const out = p.selected.units + int64_t{list} * p.selected.capacity;
+  const bool is_last = rank == blocks - 1;
+  int chosen = 0;  // of all blocks; the last one's is right
+  if (isinf(p.margin) && candidates <= wanted) {
+    for (int i = rank * kThreads + thread; i < candidates; i += blocks * kThreads) {
+      out[begin + i] = begin + i;
+    }
+    chosen = candidates;
+  } else if (wanted > 0 && candidates > 0) {
+    const int share = (candidates + 32 * blocks - 1) / (32 * blocks) * 32;
+    const int first = min(rank * share, candidates), count = min(share, candidates - first);
+    ScoreKeys keys = {scores + begin + first, kept, min(count, room), count, kNeverSelected};
+    uint32_t least = KeepKeys(keys.scores, keys.kept_count, kept);
+    if (!isinf(p.margin)) {
+      for (int i = keys.kept_count + thread; i < count; i += kThreads) {
+        least = min(least, RankKey(keys.scores[i]));
+      }
+      for (int i = thread; i < begin; i += kThreads) least = min(least, RankKey(scores[i]));
+      for (int i = end + thread; i < units; i += kThreads) least = min(least, RankKey(scores[i]));
+      keys.limit = LimitOf(least, p.margin, blocks, shared);
+    }
+    __syncthreads();
+    uint32_t lacking;
+    const SelectCut cut = FindSelectCut<kThreads>(keys, 32, static_cast<uint32_t>(wanted), blocks,
+                                                  rank, shared.select, &lacking);
+    if (blocks > 1) LeaveCluster();  // nobody's histograms are read any more
+    chosen = static_cast<int>(VisitSelected<kThreads>(
+        keys, cut, shared.select,
+        [&](int i, uint32_t number) { out[begin + number] = begin + first + i; }));
+    if (blocks > 1) AwaitCluster();
+  }
+  if (rank == 0) {
+    for (int i = thread; i < begin; i += kThreads) out[i] = i;
+  }
+  if (!is_last) return;
+  for (int i = thread; i < units - end; i += kThreads) out[begin + chosen + i] = end + i;
+  if (thread == 0) p.selected.counts[list] = begin + chosen + units - end;
+}
+
+}  // namespace
+
+cudaError_t LaunchLongTopK(const TopKParams& p, cudaStream_t stream) {
+  int device = 0, processors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  }
+  static const cudaError_t roomy = cudaFuncSetAttribute(
+      LongTopKKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes(kKeptScores));
+  if (error == cudaSuccess) error = roomy;
+  if (error != cudaSuccess) return error;
+  // As many blocks as run at a time, unless the scores would not fit in their shared memory.
+  const int64_t lists = int64_t{p.rows} * p.kv_heads;
+  int blocks = kMaxBlocks;
+  while (blocks > 1 && (lists * blocks > kBlocksPerSm * processors ||
+                        p.score_stride < int64_t{kLeastShare} * blocks)) {
+    blocks /= 2;
+  }
+  while (blocks < kMaxBlocks && p.score_stride > int64_t{kKeptScores} * blocks) blocks *= 2;
+  const int64_t share = (p.score_stride + 32 * blocks - 1) / (32 * blocks) * 32;
+  const int room = static_cast<int>(min(share, int64_t{kKeptScores}));
+  const auto shared = static_cast<size_t>(SharedBytes(room));
+  const dim3 grid(static_cast<unsigned>(lists * blocks));
+  if (blocks == 1) {
+    return LaunchKernel(LongTopKKernel, grid, dim3(kThreads), shared, stream, p, blocks, room);
+  }
+  return LaunchClusters(LongTopKKernel, grid, dim3(kThreads), dim3(static_cast<unsigned>(blocks)),
+                        shared, stream, p, blocks, room);
+}
+
+}  // namespace sluice::kernels::cuda
