@@ -66,6 +66,7 @@ const KernelTable& AmxTable() {
     t.linear = cpu::LinearAmx;
     t.attention = cpu::AttentionAmx;
     t.sparse_attention = cpu::SparseAttentionAmx;
+    t.sparse_mla = cpu::SparseMlaAmx;
     return t;
   }();
   return table;

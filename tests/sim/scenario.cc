@@ -105,6 +105,8 @@ NodeSpec DrawNode(SplitMix64& random, Plant plant) {
   if (OneIn(random, 2)) {
     DrawSparse(random, longest, &node);
     node.longest = LongestSequence(node);
+  } else if (OneIn(random, 2)) {
+    node.top_k = static_cast<int>(Between(random, 1, OneIn(random, 3) ? longest : 16));
   }
   return node;
 }
@@ -185,8 +187,8 @@ RequestSpec DrawRequest(SplitMix64& random, const NodeSpec& node, int index) {
       }
     }
   }
-  r.expected =
-      node.selects_all ? Expect(r.prompt, r.first, r.sampling, max_tokens) : ExpectAlone(node, r);
+  r.expected = node.selects_all ? Expect(r.prompt, r.first, r.sampling, max_tokens, node.top_k)
+                                : ExpectAlone(node, r);
 
   r.reserve_at = DrawDuration(random, kArrivals);
   if (r.meeting == Meeting::kById) {
