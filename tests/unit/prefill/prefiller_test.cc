@@ -133,18 +133,24 @@ class HintWatch : public ForwardingPolicy {
   SelectionHints seen;
 };
 
-TEST_CASE("hints are what the decode node's policy takes, and come to it with the sequence") {
+// A node whose policy is watched; `watch` lives as long as the policy.
+NodeOptions WatchedNode(HintWatch** watch) {
   NodeOptions options;
   options.model_dir = fixtures::ModelDir("tiny-llama");
   options.max_context = 1024;
   options.block_tokens = 16;
   options.policy.dense_layers = 0;
-  HintWatch* watch = nullptr;
-  options.watch = [&](AttentionPolicy* policy) {
+  options.watch = [watch](AttentionPolicy* policy) {
     auto made = std::make_unique<HintWatch>(policy);
-    watch = made.get();
+    *watch = made.get();
     return made;
   };
+  return options;
+}
+
+TEST_CASE("hints are what the decode node's policy takes, and come to it with the sequence") {
+  HintWatch* watch = nullptr;
+  NodeOptions options = WatchedNode(&watch);
   PrefillNode prefill(options.model_dir, 64, 8 << 20, 16);
   std::vector<int32_t> prompt;
   for (int i = 0; i < 700; ++i) prompt.push_back(i * i % 97);
@@ -188,21 +194,12 @@ TEST_CASE("hints are what the decode node's policy takes, and come to it with th
 }
 
 TEST_CASE("the last token of a prompt that was handed over whole can be computed again") {
-  NodeOptions options;
-  options.model_dir = fixtures::ModelDir("tiny-llama");
-  options.max_context = 1024;
-  options.block_tokens = 16;
-  options.policy.dense_layers = 0;
+  HintWatch* watch = nullptr;
+  NodeOptions options = WatchedNode(&watch);
   options.policy.budget_tokens = 1024;  // exact
   options.policy.scout.layer_ahead = false;
   options.policy.hgca.window_tokens = 48;
   options.policy.hgca.beta = 0;
-  HintWatch* watch = nullptr;
-  options.watch = [&](AttentionPolicy* policy) {
-    auto made = std::make_unique<HintWatch>(policy);
-    watch = made.get();
-    return made;
-  };
   PrefillNode prefill(options.model_dir, 64, 8 << 20, 16);
   std::vector<int32_t> prompt;
   for (int i = 0; i < 500; ++i) prompt.push_back(i * i % 97);
