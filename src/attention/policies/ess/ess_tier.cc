@@ -173,7 +173,9 @@ void EssTier::Release(int slot) {
 bool EssTier::MakeWayOut(int slot, int64_t tokens) {
   Slot& s = slots_[static_cast<size_t>(slot)];
   const TokensByKind wanted = {s.total, tokens};
-  return s.home->Covers(wanted) || s.home->Extend(wanted);
+  if (!s.home->Covers(wanted) && !s.home->Extend(wanted)) return false;
+  s.index_at_home = false;  // what it has there stays
+  return true;
 }
 
 void EssTier::Evict(int slot, int64_t tokens) {
