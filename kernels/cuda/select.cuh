@@ -88,10 +88,16 @@ __device__ SelectCut FindSelectCut(const Keys& keys, int bits, uint32_t wanted, 
   for (int digit = 0;; ++digit) {
     const int width = min(bits, kSelectDigitBits), shift = bits - width;
     uint32_t* const bins = shared.bins[blocks == 1 ? 0 : digit];
-    for (int i = static_cast<int>(threadIdx.x); i < keys.count; i += kThreads) {
-      const uint32_t key = keys.At(i);
-      if (key == kNeverSelected || (bits < 32 && key >> bits != prefix)) continue;
-      atomicAdd(bins + (key >> shift & (kSelectBins - 1)), 1u);
+    // Neighbours often share a bin: one of them counts for all.
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    for (int at = static_cast<int>(threadIdx.x) - lane; at < keys.count; at += kThreads) {
+      const uint32_t key = at + lane < keys.count ? keys.At(at + lane) : kNeverSelected;
+      const bool counts = key != kNeverSelected && (bits == 32 || key >> bits == prefix);
+      const uint32_t bin = counts ? key >> shift & (kSelectBins - 1) : kSelectBins;
+      const unsigned alike = __match_any_sync(0xFFFFFFFFu, bin);
+      if (counts && lane == __ffs(static_cast<int>(alike)) - 1) {
+        atomicAdd(bins + bin, static_cast<uint32_t>(__popc(alike)));
+      }
     }
     MeetBlocks(blocks);
     const BinSums<kEach> sums(bins, blocks, rank);

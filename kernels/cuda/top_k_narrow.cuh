@@ -90,7 +90,7 @@ class Narrowing {
     const GatheredKeys of_groups = {shared.offered, low, all};
     const SelectCut cut =
         FindSelectCut<kNarrowThreads>(of_groups, bits, wanted, 1, 0, shared.select, &lacking, 1);
-    if (lacking == 0) limit = min(limit, low + cut.below - 1);
+    if (lacking == 0) limit = min(limit, low + cut.below - (cut.equals == 0 ? 1 : 0));
   }
 
   // Whether every block has all keys that are left.
