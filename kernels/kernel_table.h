@@ -1,7 +1,7 @@
 // The operators as plain functions, one table per path. A path is `reference` (float64, naive) or
 // one instruction set of the CPU. Each function computes its share of the work: it is called once
 // for every worker index in [0, workers) of one operator, on any threads, with no order among them;
-// the caller waits for all of them before it starts the next operator. A worker needs 512 KiB of
+// the caller waits for all of them before it starts the next operator. A worker needs 1 MiB of
 // stack; nothing but `reference` allocates. The CPU paths take weights in panels only; attention
 // takes a head_dim that is a multiple of 16, up to 256, and blocks of a multiple of 16 tokens. A
 // call outside the contract ends the process.

@@ -66,6 +66,8 @@ const KernelTable& AmxTable() {
     t.linear = cpu::LinearAmx;
     t.attention = cpu::AttentionAmx;
     t.sparse_attention = cpu::SparseAttentionAmx;
+    t.sparse_mla = cpu::SparseMlaAmx;
+    t.index_logits = cpu::IndexLogitsAmx;
     return t;
   }();
   return table;

@@ -1,8 +1,9 @@
 // Sparse MLA's work, shared out, for any way to attend to one piece of a list (`Core`):
-//   Vectors    the path's vectors (simd_math.h)
-//   Scratch    a worker's working memory, on its stack
+//   Vectors      the path's vectors (simd_math.h)
+//   Scratch      a worker's working memory, on its stack
+//   kSplitHeads  heads of a piece at most
 //   AttendPiece(p, piece, scratch, outs, lse)
-//              o [heads][rank], normalised, and lse of the piece's heads over its entries
+//                o [heads][rank], normalised, and lse of the piece's heads over its entries
 // A core gives a head one fixed sequence of operations, whatever its neighbours in the piece are.
 //
 // A list is cut into pieces of kMlaSplitEntries, and the pieces of a head merge in order, behind
@@ -134,15 +135,15 @@ template <class Core>
   Core::AttendPiece(p, piece, scratch, splits.outs + at * splits.rank, splits.lse + at);
 }
 
-// How many heads an item of a split row has: all of them, or fewer where there would not be items
-// for all workers. No bit depends on it.
-inline int64_t SplitHeads(const SparseMlaParams& p, const MlaSplits& splits, int workers) {
+// How many heads an item of a split row has: as many as may be, or fewer where there would not be
+// items for all workers. No bit depends on it.
+inline int64_t SplitHeads(const SparseMlaParams& p, const MlaSplits& splits, int64_t most,
+                          int workers) {
   int64_t pieces = 0;
   for (int64_t r = 0; r < splits.rows; ++r) pieces += CeilDiv(MlaEntries(p, r), kMlaSplitEntries);
-  int64_t heads = p.heads;
+  int64_t heads = Min(p.heads, most);
   while (heads > 16 && pieces * CeilDiv(p.heads, heads) < workers) {
     heads = CeilDiv(CeilDiv(heads, 2), 16) * 16;
-    if (heads == 16) break;
   }
   return heads;
 }
@@ -153,7 +154,7 @@ template <class Core>
 void SparseMla(const SparseMlaParams& p, Worker worker) {
   CheckSparseMla(p);
   const MlaSplits splits(p);
-  const int64_t split_heads = SplitHeads(p, splits, worker.count);
+  const int64_t split_heads = SplitHeads(p, splits, Core::kSplitHeads, worker.count);
   // Calls body(piece, whether the row is split) for every item, until it says to stop.
   const auto for_each = [&](auto body) {
     for (int64_t r = 0; r < p.rows; ++r) {

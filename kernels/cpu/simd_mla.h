@@ -159,6 +159,7 @@ template <class S>
 struct FloatMla {
   using Vectors = S;
   using Scratch = FloatMlaScratch<S>;
+  static constexpr int64_t kSplitHeads = kMlaMaxHeads;
 
   static void AttendPiece(const SparseMlaParams& p, const MlaPiece& piece, Scratch& s, float* outs,
                           float* lse) {

@@ -75,7 +75,8 @@ cudaError_t LaunchRoute(const RouteParams& params, cudaStream_t stream);
 cudaError_t LaunchExpertLinear(const ExpertLinearParams& params, cudaStream_t stream);
 cudaError_t LaunchCombine(const CombineParams& params, cudaStream_t stream);
 // Bytes of SparseMlaParams::scratch with which rows of up to `capacity` entries are spread evenly
-// over the device; with less, the same bits, slower for few rows.
+// over the device; with less, the same bits, slower for few rows. Lists of more than 512 packed
+// entries need those of one row at least.
 int64_t SparseMlaScratchBytes(int32_t max_decode_rows, int32_t heads, int32_t rank,
                               int64_t capacity);
 

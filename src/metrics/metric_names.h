@@ -128,7 +128,8 @@ inline constexpr Metric kVllmRunning{"vllm:num_requests_running", Type::kGauge,
 inline constexpr Metric kVllmWaiting{"vllm:num_requests_waiting", Type::kGauge,
                                      "Sequences that wait for a place in the running batch", ""};
 inline constexpr Metric kVllmKvUsage{"vllm:kv_cache_usage_perc", Type::kGauge,
-                                     "Share of the HBM for caches that is in use; 1 is all of it",
+                                     "Share of the HBM for caches that is in use, of the kind of "
+                                     "caches with the least left; 1 is all of it",
                                      ""};
 
 inline constexpr const Metric* kAll[] = {

@@ -19,14 +19,14 @@ constexpr int64_t kMaxHeadDim = 1 << 10;
 constexpr int64_t kMaxRopeDim = kernels::kIndexDim;
 constexpr int64_t kMaxIndexHeads = 1 << 10;
 constexpr int64_t kMaxTopK = 2048;
-constexpr int64_t kMaxExperts = 1 << 12;
-constexpr int64_t kMaxExpertsPerToken = 64;
+constexpr int64_t kMaxExperts = 1 << 10;
+constexpr int64_t kMaxExpertsPerToken = 32;
 constexpr int64_t kMaxSharedExperts = 16;
 constexpr int64_t kMaxIntermediate = 1 << 18;
 constexpr int64_t kMaxNextTokenLayers = 16;
 constexpr int64_t kBlock = 128;  // rows and columns of a scale
-// Rows of matrices that are put below one another come in panels of 16.
-constexpr int64_t kStep = 16;
+// Rows of fp8 matrices that are put below one another.
+constexpr int64_t kStep = kernels::kFp8BlockRows;
 
 absl::Status ReadInt(const ConfigReader& config, const char* key, int64_t low, int64_t high,
                      int* to) {
@@ -175,6 +175,10 @@ absl::StatusOr<LatentConfig> ReadLatentConfig(const ConfigReader& config,
                                               const LatentFamily& family, const RopeConfig& rope,
                                               int layers, int heads) {
   LatentConfig out;
+  for (const char* key : {"hidden_size", "intermediate_size"}) {
+    int unused = 0;
+    SLUICE_RETURN_IF_ERROR(ReadSize(config, key, 1 << 20, &unused));
+  }
   SLUICE_RETURN_IF_ERROR(CheckOptions(config, family, layers, heads));
   SLUICE_RETURN_IF_ERROR(ReadAttention(config, rope, &out));
   if (family.has_indexer) {

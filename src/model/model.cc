@@ -4,6 +4,7 @@
 #include "src/model/dense_model.h"
 #include "src/model/fingerprint.h"
 #include "src/model/latent_caches.h"
+#include "src/model/latent_model.h"
 #include "src/model/weight_source.h"
 
 namespace sluice {
@@ -19,6 +20,13 @@ absl::StatusOr<CacheLayout> CacheLayoutOf(const ModelConfig& config, DType kv_dt
   return DenseCacheLayout(config, kv_dtype, block_tokens);
 }
 
+absl::Status CheckKeysAndValues(const ModelConfig& config, const std::string& program) {
+  if (!config.latent.has_value()) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("model: ", program, " is for models with keys and values of heads, and ",
+                   config.name, " (", config.architecture, ") has latent caches"));
+}
+
 absl::StatusOr<std::unique_ptr<Model>> Model::Load(const Options& options, Device* device) {
   SLUICE_ASSIGN_OR_RETURN(const ModelConfig config, LoadModelConfig(options.directory));
   if (options.max_context > config.max_position_embeddings) {
@@ -27,9 +35,6 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const Options& options, Devic
                      config.max_position_embeddings, ", found ", options.max_context));
   }
   SLUICE_RETURN_IF_ERROR(CacheLayoutOf(config, options.kv_dtype, options.block_tokens).status());
-  if (config.latent.has_value()) {
-    return absl::UnimplementedError(absl::StrCat(config.architecture, " is not served yet"));
-  }
   std::unique_ptr<WeightSource> source;
   if (options.weights != nullptr) {
     SLUICE_ASSIGN_OR_RETURN(source, options.weights(config));
@@ -40,7 +45,8 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const Options& options, Devic
   }
   SLUICE_RETURN_IF_ERROR(source->CheckNoLeftovers());
   SLUICE_ASSIGN_OR_RETURN(std::string fingerprint, Fingerprint(config, *source));
-  return NewDenseModel(options, config, std::move(fingerprint), std::move(source), device);
+  return (config.latent.has_value() ? NewLatentModel : NewDenseModel)(
+      options, config, std::move(fingerprint), std::move(source), device);
 }
 
 }  // namespace sluice

@@ -37,6 +37,9 @@ struct StepInputs {
 absl::StatusOr<CacheLayout> CacheLayoutOf(const ModelConfig& config, DType kv_dtype,
                                           int block_tokens);
 
+// INVALID_ARGUMENT, naming `program`, where the model's caches are not keys and values of heads.
+absl::Status CheckKeysAndValues(const ModelConfig& config, const std::string& program);
+
 class Model {
  public:
   struct Options {

@@ -2,6 +2,7 @@
 // model is loaded, from one thread.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "src/base/dtype.h"
 #include "src/base/status_macros.h"
 #include "src/device/device.h"
 #include "src/device/kernel_set.h"
@@ -62,6 +64,33 @@ class WeightLoader {
       } else {
         kept_->push_back(std::move(view));
       }
+    }
+    return weight;
+  }
+
+  // A matrix' elements as float32, to make others of.
+  absl::StatusOr<std::vector<float>> Floats(const std::string& name, int rows, int columns) {
+    SLUICE_ASSIGN_OR_RETURN(MatrixView view, source_->Matrix(name, rows, columns));
+    std::vector<float> values = view.ToFloat();
+    source_->Release(std::move(view));
+    return values;
+  }
+
+  // A matrix of such. `bf16`: all of them are bf16 values.
+  absl::StatusOr<Weight> Made(const std::vector<float>& values, int columns, bool bf16) {
+    const auto rows = static_cast<int32_t>(values.size() / static_cast<size_t>(columns));
+    MatrixPart part{.data = nullptr, .rows = rows, .values = values.data()};
+    auto narrow = std::make_unique_for_overwrite<uint16_t[]>(bf16 ? values.size() : 0);
+    if (bf16) {
+      std::transform(values.begin(), values.end(), narrow.get(), FloatToBFloat16);
+      part = {.data = narrow.get(), .rows = rows};
+    }
+    SLUICE_ASSIGN_OR_RETURN(Weight weight, device_->kernels().Prepare({&part, 1}, columns));
+    if (weight.storage.bytes() > 0) {
+      bytes_ += static_cast<int64_t>(weight.storage.bytes());
+    } else {
+      bytes_ += int64_t{rows} * columns * 2;
+      kept_->push_back(MatrixView::Owned(std::move(narrow), rows, columns));
     }
     return weight;
   }

@@ -82,6 +82,7 @@ class Profiler {
     model.max_rows = kChunkTokens + 1;
     model.max_logits = 1;
     SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(model, &device_->device()));
+    SLUICE_RETURN_IF_ERROR(CheckKeysAndValues(model_->config(), "sluice-profile"));
     profile_.model_fingerprint = model_->fingerprint();
     const int64_t vocab = model_->config().vocab_size;
     if (options_.traffic.empty()) {

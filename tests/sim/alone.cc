@@ -70,6 +70,7 @@ std::string HandOver(Node& node, const RequestSpec& request) {
 }  // namespace
 
 Expected ExpectAlone(const NodeSpec& spec, const RequestSpec& request) {
+  SLUICE_CHECK(spec.top_k == 0, "what latent caches give is known without a node");
   SimClock clock;
   auto node = Node::Create(Quiet(spec), &clock);
   SLUICE_CHECK(node.ok(), node.status().ToString());

@@ -28,6 +28,13 @@ inline constexpr int kWords = kHeadDim * 4 / 8;                        // 64-bit
 inline constexpr int kTokenWords = kKvHeads * kParts * kWords;         // of one layer
 inline constexpr int64_t kPageBytes = kBlockTokens * kTokenWords * 8;  // of one layer
 
+// Of the model with latent caches: the same words of a token, an entry and an index key. An entry
+// has kRank + kRope float32.
+inline constexpr int kRank = 4;
+inline constexpr int kRope = 8;
+inline constexpr int kEntryWords = (kRank + kRope) * 4 / 8;
+inline constexpr int kKeyWords = kTokenWords - kEntryWords;
+
 constexpr uint64_t Mix(uint64_t h, uint64_t word) {
   h = (h ^ word) * 0x9E3779B97F4A7C15ull;
   return h ^ (h >> 29);
@@ -59,6 +66,27 @@ constexpr uint64_t TokenHash(const uint64_t* k, const uint64_t* v) {
   for (int i = 0; i < kWords; ++i) hash = Mix(hash, v[i]);
   return hash;
 }
+
+constexpr uint64_t WordsHash(const uint64_t* words, int count) {
+  uint64_t hash = kEmpty;
+  for (int i = 0; i < count; ++i) hash = Mix(hash, words[i]);
+  return hash;
+}
+
+// Of a token's entry, as one head attends to it: every head reads a part of its own.
+constexpr uint64_t EntryHash(const uint64_t* words, int head) {
+  constexpr int kPart = kEntryWords / kHeads;
+  return WordsHash(words + head * kPart, kPart);
+}
+
+// Of a key of that hash, for a row's query word of the indexer. Exact in float32.
+constexpr float IndexScore(uint64_t query, uint64_t key_hash) {
+  return static_cast<float>(Mix(query, key_hash) >> 40);
+}
+
+// Which query words of a token the indexer and attention have.
+inline constexpr int kIndexQueryWord = 0;
+inline constexpr int kLatentQueryWord = 1;
 
 // Logit of token `v` after a token of that state; `token` is that token's id.
 inline float Logit(uint64_t state, int32_t token, int v) {

@@ -10,6 +10,7 @@
 #include "src/base/status_macros.h"
 #include "src/device/cpu/host_stream.h"
 #include "tests/sim/hash.h"
+#include "tests/sim/hash_latents.h"
 
 namespace sluice::sim {
 namespace {
@@ -122,11 +123,12 @@ void AddParts(const kernels::MergeParams& p, kernels::Worker) {
 class HashModelImpl : public HashModel {
  public:
   HashModelImpl(const HashModelOptions& options, Buffer states, Buffer qkv, Buffer predicted,
-                Buffer out)
+                Buffer index_q, Buffer out)
       : options_(options),
         states_(std::move(states)),
         qkv_(std::move(qkv)),
         predicted_(std::move(predicted)),
+        index_q_(std::move(index_q)),
         out_(std::move(out)) {
     config_.name = config_.architecture = "sim";
     config_.layers = kLayers;
@@ -143,6 +145,18 @@ class HashModelImpl : public HashModel {
     kv.block_tokens = kBlockTokens;
     kv.SetEqualParts(kParts, kParts * kHeadDim * 4);
     layout_ = {kLayers, {kv}};
+    if (options.top_k == 0) return;
+    LatentConfig& latent = config_.latent.emplace();
+    latent.rank = kRank;
+    latent.rope_dim = kRope;
+    latent.indexer = IndexerConfig{1, options.top_k};
+    CacheKind entry = kv, key = kv;
+    entry.name = "latent";
+    key.name = "index";
+    entry.heads = key.heads = 1;
+    entry.SetEqualParts(1, kEntryWords * 8);
+    key.SetEqualParts(1, kKeyWords * 8);
+    layout_.kinds = {entry, key};
   }
 
   const ModelConfig& config() const override { return config_; }
@@ -163,6 +177,10 @@ class HashModelImpl : public HashModel {
     deepest_ = std::max(deepest_, ++under_way_);
     for (int layer = 0; layer < kLayers; ++layer) {
       host.Enqueue<Step>(layer == 0 ? &Embeddings : &MixIn, {this, in, layer});
+      if (options_.top_k > 0) {
+        LatentLayer(host, in, layer, policy);
+        continue;
+      }
       if (layer == 0) LookAhead(host, in, 0, policy);
       LookAhead(host, in, layer + 1, policy);
       host.Enqueue<Step>(&Project, {this, in, layer});
@@ -210,6 +228,50 @@ class HashModelImpl : public HashModel {
                  {Predicted(layer), kHeads * kHeadDim, in.slots, in.positions, in.decode_rows,
                   kHeads, kScale});
   }
+  // Entries and keys go to the caches, the best are selected, and the queries are made beside that.
+  void LatentLayer(HostStream& host, const StepInputs& in, int layer, AttentionPolicy& policy) {
+    host.Enqueue<Step>(&Project, {this, in, layer});
+    kernels::LatentAppendParams entry{};
+    entry.kv = qkv_.as<float>();
+    entry.kv_stride = kQkv;
+    entry.slots = in.slots;
+    entry.positions = in.positions;
+    entry.rows = in.rows;
+    entry.decode_rows = in.decode_rows;
+    policy.AppendLatent(host, layer, entry);
+    kernels::IndexAppendParams key{};
+    key.k = qkv_.as<float>() + kRank + kRope;
+    key.k_stride = kQkv;
+    key.slots = in.slots;
+    key.positions = in.positions;
+    key.rows = in.rows;
+    key.decode_rows = in.decode_rows;
+    policy.AppendIndex(host, layer, key);
+    const auto make = [&](Stream& stream) {
+      static_cast<HostStream&>(stream).Enqueue<Step>(&MakeQueries, {this, in, layer});
+    };
+    AttentionPolicy::LatentAttention attend{.make_queries = make};
+    attend.index_q = index_q_.data();
+    attend.index_weights = index_q_.as<float>();
+    attend.index_heads = 1;
+    attend.top_k = options_.top_k;
+    attend.q = predicted_.data();
+    attend.slots = in.slots;
+    attend.positions = in.positions;
+    attend.rows = in.rows;
+    attend.decode_rows = in.decode_rows;
+    attend.heads = kHeads;
+    attend.scale = kScale;
+    attend.out = out_.data();
+    policy.AttendLatent(host, layer, attend);
+  }
+  uint64_t& query(int64_t row) { return predicted_.as<uint64_t>()[row]; }
+  static void MakeQueries(const Step& s, CpuTeam*) {
+    for (int64_t r = 0; r < s.in.rows; ++r) {
+      s.model->query(r) = QueryWord(s.model->state(r), s.layer, kLatentQueryWord);
+    }
+  }
+
   static int32_t TokenOf(const StepInputs& in, int32_t row) {
     return in.tokens[in.slots[row] * in.token_stride + in.positions[row]];
   }
@@ -232,11 +294,23 @@ class HashModelImpl : public HashModel {
         std::memcpy(&sum, s.model->out_.as<float>() + (r * kHeads + head) * kHeadDim, sizeof(sum));
         s.model->state(r) = Mix(s.model->state(r), sum);
       }
+      if (s.model->options_.top_k > 0) {
+        s.model->state(r) = Mix(s.model->state(r), s.model->query(r));
+      }
     }
   }
   static void Project(const Step& s, CpuTeam*) {
     for (int64_t r = 0; r < s.in.rows; ++r) {
       float* row = s.model->qkv_.as<float>() + r * kQkv;
+      if (s.model->options_.top_k > 0) {
+        for (int i = 0; i < kTokenWords; ++i) {
+          const uint64_t value = KvWord(s.model->state(r), s.layer, i);
+          std::memcpy(row + 2 * i, &value, sizeof(value));
+        }
+        const uint64_t index = QueryWord(s.model->state(r), s.layer, kIndexQueryWord);
+        std::memcpy(s.model->index_q_.as<float>() + r * kernels::kIndexDim, &index, sizeof(index));
+        continue;
+      }
       WriteQueries(s, r, row);
       int word = 0;
       for (int head = 0; head < kKvHeads; ++head) {
@@ -275,10 +349,12 @@ class HashModelImpl : public HashModel {
   }
 
   const HashModelOptions options_;
-  const Buffer states_;     // uint64 [max_rows]
-  const Buffer qkv_;        // [max_rows][kQkv], K and V of 32-bit halves of words
-  const Buffer predicted_;  // [2][max_rows][kHeads * kHeadDim], by a layer's parity
-  const Buffer out_;        // [max_rows][kHeads][kHeadDim], of each head the first 8 bytes count
+  const Buffer states_;  // uint64 [max_rows]
+  const Buffer qkv_;     // [max_rows][kQkv], K and V of 32-bit halves of words
+  // [2][max_rows][kHeads * kHeadDim], by a layer's parity. Of latent attention: a word of each row.
+  const Buffer predicted_;
+  const Buffer index_q_;  // [max_rows][kernels::kIndexDim], the first word counts
+  const Buffer out_;      // [max_rows][kHeads][kHeadDim], of each head the first 8 bytes count
   const std::string fingerprint_ = "sim";
   ModelConfig config_;
   CacheLayout layout_;
@@ -305,6 +381,7 @@ const kernels::KernelTable& HashKernels() {
     t.partial_keys = reference.partial_keys;
     t.partial_scores = reference.partial_scores;
     t.moving_average = reference.moving_average;
+    UseLatentHashes(&t);
     return t;
   }();
   return table;
@@ -320,8 +397,9 @@ absl::StatusOr<std::unique_ptr<HashModel>> NewHashModel(const HashModelOptions& 
   SLUICE_ASSIGN_OR_RETURN(Buffer qkv, allocate(kQkv * 4));
   SLUICE_ASSIGN_OR_RETURN(Buffer predicted, allocate(2 * kHeads * kHeadDim * 4));
   SLUICE_ASSIGN_OR_RETURN(Buffer out, allocate(kHeads * kHeadDim * 4));
+  SLUICE_ASSIGN_OR_RETURN(Buffer index_q, allocate(kernels::kIndexDim * 4));
   return std::make_unique<HashModelImpl>(options, std::move(states), std::move(qkv),
-                                         std::move(predicted), std::move(out));
+                                         std::move(predicted), std::move(index_q), std::move(out));
 }
 
 }  // namespace sluice::sim

@@ -19,6 +19,7 @@ struct HashModelOptions {
   int max_context = 0;
   int max_rows = 0;
   int max_logits = 0;
+  int top_k = 0;  // > 0: the model has latent caches, and an indexer that selects so many
 };
 
 class HashModel : public Model {

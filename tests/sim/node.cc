@@ -4,18 +4,21 @@
 
 #include "src/attention/policy_factory.h"
 #include "src/base/status_macros.h"
+#include "src/model/policy_model.h"
 #include "tests/sim/hash.h"
 
 namespace sluice::sim {
 namespace {
 
 absl::StatusOr<std::unique_ptr<PagePool>> MakePool(const char* name, int64_t pages, MemoryKind kind,
-                                                   const CacheLayout& layout, double overcommit,
+                                                   const TierShape& shape, double overcommit,
                                                    Device* device) {
-  // PagePool keeps 4096 bytes for the alignment of its one kind.
+  // PagePool keeps 4096 bytes for the alignment of each kind.
+  const auto kinds = static_cast<int64_t>(shape.layout.kinds.size());
   SLUICE_ASSIGN_OR_RETURN(
-      Buffer arena, device->Allocate(kind, static_cast<size_t>(pages * kPageBytes + 4096), name));
-  return PagePool::Create(name, layout, std::move(arena), overcommit);
+      Buffer arena,
+      device->Allocate(kind, static_cast<size_t>(pages * kPageBytes + 4096 * kinds), name));
+  return PagePool::Create(name, shape, std::move(arena), overcommit);
 }
 
 }  // namespace
@@ -34,19 +37,21 @@ absl::Status Node::Build(const NodeSpec& spec, SimClock* clock) {
   model.max_context = max_context;
   model.max_rows = static_cast<int>(spec.engine.chunk_tokens) + slots;
   model.max_logits = slots;
+  model.top_k = spec.top_k;
   SLUICE_ASSIGN_OR_RETURN(model_, NewHashModel(model, device_.get()));
-  const CacheLayout& layout = model_->cache_layout();
-  SLUICE_ASSIGN_OR_RETURN(hbm_, MakePool("hbm", spec.hbm_pages, MemoryKind::kDevice, layout,
-                                         spec.overcommit, device_.get()));
-  SLUICE_ASSIGN_OR_RETURN(
-      dram_, MakePool("dram", spec.dram_pages, MemoryKind::kPinned, layout, 1.0, device_.get()));
   PolicyOptions policy = spec.policy;
+  DescribeModel(*model_, &policy);
+  policy.slots = slots;
+  policy.hbm_bytes = spec.hbm_pages * kPageBytes;
+  policy.dram_bytes = spec.dram_pages * kPageBytes;
+  const TierShapes shapes = TierShapesOf(policy, model_->cache_layout());
+  SLUICE_ASSIGN_OR_RETURN(hbm_, MakePool("hbm", spec.hbm_pages, MemoryKind::kDevice, shapes.hbm,
+                                         spec.overcommit, device_.get()));
+  SLUICE_ASSIGN_OR_RETURN(dram_, MakePool("dram", spec.dram_pages, MemoryKind::kPinned, shapes.dram,
+                                          1.0, device_.get()));
   policy.device = device_.get();
   policy.hbm = hbm_.get();
   policy.dram = dram_.get();
-  policy.slots = slots;
-  policy.max_context = max_context;
-  policy.heads = kHeads;
   policy.host_kernels = &HashKernels();
   SLUICE_ASSIGN_OR_RETURN(policy_, NewPolicy(policy));
   TransferTable::Options transfers;

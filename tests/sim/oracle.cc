@@ -1,8 +1,10 @@
 #include "tests/sim/oracle.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "kernels/kernel_table.h"
+#include "src/base/status_macros.h"
 #include "tests/sim/hash_model.h"
 
 namespace sluice::sim {
@@ -12,6 +14,10 @@ void History::Append(int32_t token) {
   tokens_.push_back(token);
   for (int layer = 0; layer < kLayers; ++layer) {
     for (int i = 0; i < kTokenWords; ++i) words_[layer].push_back(KvWord(state_, layer, i));
+    if (top_k_ > 0) {
+      AppendLatents(layer);
+      continue;
+    }
     const uint64_t* const words = Words(layer, tokens_.size() - 1);
     for (int head = 0; head < kKvHeads; ++head) {
       const uint64_t* const k = words + head * kParts * kWords;
@@ -21,11 +27,39 @@ void History::Append(int32_t token) {
   }
 }
 
+void History::AppendLatents(int layer) {
+  std::vector<std::pair<float, size_t>> scores;  // negative, so that the best come first
+  const uint64_t query = QueryWord(state_, layer, kIndexQueryWord);
+  for (size_t position = 0; position < tokens_.size(); ++position) {
+    const uint64_t key = WordsHash(Words(layer, position) + kEntryWords, kKeyWords);
+    scores.emplace_back(-IndexScore(query, key), position);
+  }
+  std::sort(scores.begin(), scores.end());
+  scores.resize(std::min(scores.size(), static_cast<size_t>(top_k_)));
+  const uint64_t queries = QueryWord(state_, layer, kLatentQueryWord);
+  for (int head = 0; head < kHeads; ++head) {
+    uint64_t sum = 0;
+    for (const auto& [score, position] : scores) sum += EntryHash(Words(layer, position), head);
+    state_ = Mix(state_, sum);
+  }
+  state_ = Mix(state_, queries);
+}
+
 std::vector<uint8_t> History::Payload(int layer, int head_begin, int head_end, size_t token_begin,
                                       size_t token_end) const {
   std::vector<uint8_t> payload;
   for (size_t block = token_begin; block < token_end; block += kBlockTokens) {
     const size_t end = std::min(block + kBlockTokens, token_end);
+    if (top_k_ > 0) {
+      SLUICE_CHECK(head_end == head_begin + 1, "a chunk is of one kind");
+      const int first = head_begin == 0 ? 0 : kEntryWords;
+      const int count = head_begin == 0 ? kEntryWords : kKeyWords;
+      for (size_t token = block; token < end; ++token) {
+        const auto* const bytes = reinterpret_cast<const uint8_t*>(Words(layer, token) + first);
+        payload.insert(payload.end(), bytes, bytes + count * 8);
+      }
+      continue;
+    }
     for (int head = head_begin; head < head_end; ++head) {
       for (int part = 0; part < kParts; ++part) {
         for (size_t token = block; token < end; ++token) {
@@ -93,10 +127,10 @@ OutputToken Choose(const History& history, size_t prompt_length, const SamplingP
 }  // namespace
 
 Expected Expect(const std::vector<int32_t>& prompt, const std::vector<OutputToken>& first,
-                const SamplingParams& params, int64_t max_tokens) {
+                const SamplingParams& params, int64_t max_tokens, int top_k) {
   Expected expected;
   const std::vector<int32_t> stop_ids = StopIds(params, {kEosToken});
-  History history;
+  History history(top_k);
   for (const int32_t token : prompt) history.Append(token);
   while (true) {
     const size_t index = expected.tokens.size();

@@ -12,13 +12,16 @@
 
 namespace sluice::sim {
 
-// The caches of a history of tokens, and the state of its newest.
+// The caches of a history of tokens, and the state of its newest. With `top_k` > 0 those of the
+// model with latent caches, of which a token attends to as many.
 class History {
  public:
+  explicit History(int top_k = 0) : top_k_(top_k) {}
   void Append(int32_t token);
   uint64_t state() const { return state_; }
   const std::vector<int32_t>& tokens() const { return tokens_; }
-  // A chunk's payload: tokens [token_begin, token_end) of heads [head_begin, head_end).
+  // A chunk's payload: tokens [token_begin, token_end) of heads [head_begin, head_end). Of latent
+  // caches a head is a kind.
   // REQUIRES: token_begin is a block's first.
   std::vector<uint8_t> Payload(int layer, int head_begin, int head_end, size_t token_begin,
                                size_t token_end) const;
@@ -30,6 +33,9 @@ class History {
  private:
   std::vector<int32_t> tokens_;
   std::vector<uint64_t> words_[kLayers];  // [tokens][kTokenWords]
+  void AppendLatents(int layer);
+
+  int top_k_;
   uint64_t sums_[kLayers][kKvHeads] = {};
   uint64_t state_ = 0;
 };
@@ -42,8 +48,9 @@ struct Expected {
   std::optional<int32_t> stop_token;  // of kStop
 };
 
-// `first`: tokens handed over with the prompt. REQUIRES: params bring a seed, or are greedy.
+// `first`: tokens handed over with the prompt. `top_k`: History's. REQUIRES: params bring a seed,
+// or are greedy.
 Expected Expect(const std::vector<int32_t>& prompt, const std::vector<OutputToken>& first,
-                const SamplingParams& params, int64_t max_tokens);
+                const SamplingParams& params, int64_t max_tokens, int top_k);
 
 }  // namespace sluice::sim

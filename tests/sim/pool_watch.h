@@ -14,7 +14,7 @@ namespace sluice::sim {
 class PoolWatch {
  public:
   // `overcommit`: what may be promised, in pools.
-  PoolWatch(PagePool* pool, double overcommit);
+  PoolWatch(PagePool* pool, size_t kind, double overcommit);
   // What is wrong with the pool's counts or its free pages, if anything is.
   std::optional<std::string> Check();
   // The same, and that nothing is taken or promised.
@@ -24,6 +24,7 @@ class PoolWatch {
 
  private:
   PagePool* const pool_;
+  const size_t kind_;
   const double overcommit_;
   const std::vector<uint8_t> pattern_;  // one page
   std::vector<bool> free_;              // at the last check

@@ -39,6 +39,8 @@ struct NodeSpec {
   // Whether what a decode row attends to is everything, wherever it lies: then the tokens are those
   // of policy full.
   bool selects_all = true;
+  // > 0: the model has latent caches, and an indexer that selects so many.
+  int top_k = 0;
   int64_t longest = 0;  // tokens of the longest sequence
   absl::Duration lease;
   SimDeviceOptions device;

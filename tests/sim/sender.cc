@@ -30,6 +30,7 @@ Sender::Sender(World* world, const RequestSpec& request, std::function<void()> r
       on_reserved_(std::move(reserved)),
       on_committed_(std::move(committed)),
       random_(request.seed),
+      history_(world->scenario().node.top_k),
       lease_(OneIn(random_, 3) ? world->scenario().node.lease * (0.1 + 0.9 * random_.Uniform())
                                : world->scenario().node.lease),
       pace_(absl::Milliseconds(OneIn(random_, 6) ? 30 : 2)),
@@ -94,7 +95,7 @@ void Sender::Reserve() {
 
 void Sender::PlanChunks() {
   for (uint32_t layer = 0; layer < kLayers; ++layer) {
-    const bool by_head = OneIn(random_, 2);
+    const bool by_head = OneIn(random_, 2) || latents();
     for (uint32_t head = 0; head < kKvHeads; head += by_head ? 1 : kKvHeads) {
       for (uint32_t begin = 0; begin < blocks();) {
         const uint32_t end =
@@ -189,6 +190,8 @@ Sender::Block& Sender::block(uint32_t layer, uint32_t head, uint32_t b) {
   return known_[(layer * kKvHeads + head) * blocks() + b];
 }
 
+bool Sender::latents() const { return world_->scenario().node.top_k > 0; }
+
 ChunkHeader Sender::Header(const Chunk& chunk) const {
   ChunkHeader header;
   header.transfer_id = id_;
@@ -196,6 +199,11 @@ ChunkHeader Sender::Header(const Chunk& chunk) const {
   header.kind = "kv";
   header.head_begin = chunk.head_begin;
   header.head_end = chunk.head_end;
+  if (latents()) {
+    header.kind = world_->node().model().cache_layout().kinds[chunk.head_begin].name;
+    header.head_begin = 0;
+    header.head_end = 1;
+  }
   header.token_begin = chunk.block_begin * kBlockTokens;
   header.token_end = std::min(chunk.block_end * kBlockTokens, request_.context);
   return header;
@@ -372,8 +380,8 @@ void Sender::TryCommit() {
   if (ReasonOf(committed.status()) == "MISSING_BLOCKS") {
     if (complete) world_->Fail(request_.index, "Commit misses blocks that have landed");
     for (const MissingRange& range : missing.missing) {
-      if (block(range.layer, range.head_begin, range.token_begin / kBlockTokens) ==
-          Block::kLanded) {
+      const uint32_t head = range.kind == "index" ? 1 : range.head_begin;
+      if (block(range.layer, head, range.token_begin / kBlockTokens) == Block::kLanded) {
         world_->Fail(request_.index, "Commit says that a landed block is missing");
       }
     }

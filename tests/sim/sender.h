@@ -46,6 +46,7 @@ class Sender {
  private:
   enum class Fault { kNone, kCorrupt, kDropped, kHeldUp, kDiffers };
   struct Chunk {
+    // Of latent caches a head is a kind: each has one head.
     uint32_t layer, head_begin, head_end, block_begin, block_end;
     Fault fault = Fault::kNone;
   };
@@ -68,6 +69,7 @@ class Sender {
   void Abort();
   void AfterCommit();
 
+  bool latents() const;
   ChunkHeader Header(const Chunk& chunk) const;
   std::vector<uint8_t> Payload(const Chunk& chunk) const;
   // What the sender knows of a block.

@@ -93,8 +93,12 @@ void World::StartNode() {
     if (!node.ok()) Fail(-1, "the node did not start: ", node.status().ToString());
   }
   node_ = *std::move(node);
-  pools_.emplace_back(&node_->hbm(), spec.overcommit);
-  pools_.emplace_back(&node_->dram(), 1.0);
+  for (PagePool* pool : {&node_->hbm(), &node_->dram()}) {
+    const double overcommit = pool == &node_->hbm() ? spec.overcommit : 1.0;
+    for (size_t kind = 0; kind < pool->layout().kinds.size(); ++kind) {
+      pools_.emplace_back(pool, kind, overcommit);
+    }
+  }
 }
 
 void World::PlanHappenings() {
@@ -239,7 +243,7 @@ void World::Breach() {
   if (scenario_.plant == Plant::kPageLeaked) {
     leaked_ = node_->hbm().TryReserve(1);
   } else if (scenario_.plant == Plant::kStrayWrite) {
-    if (uint8_t* byte = pools_[random_.Below(2)].FreeByte(); byte != nullptr) ++*byte;
+    if (uint8_t* byte = pools_[random_.Below(pools_.size())].FreeByte(); byte != nullptr) ++*byte;
   }
 }
 

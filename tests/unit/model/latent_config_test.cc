@@ -197,8 +197,12 @@ TEST_CASE("impossible sizes of the latent family name the key and what was expec
     }
   }
   const std::vector<std::pair<json, std::vector<std::string>>> cases = {
-      {{{"q_lora_rank", 100}}, {"q_lora_rank", "multiple of 16", "100"}},
-      {{{"v_head_dim", 40}}, {"v_head_dim", "multiple of 16", "40"}},
+      {{{"q_lora_rank", 100}}, {"q_lora_rank", "multiple of 32", "100"}},
+      {{{"v_head_dim", 40}}, {"v_head_dim", "multiple of 32", "40"}},
+      {{{"hidden_size", 200}}, {"hidden_size", "multiple of 32", "200"}},
+      {{{"intermediate_size", 400}}, {"intermediate_size", "multiple of 32", "400"}},
+      {{{"num_experts_per_tok", 33}, {"n_routed_experts", 256}},
+       {"num_experts_per_tok", "32", "33"}},
       {{{"qk_rope_head_dim", 144}}, {"qk_rope_head_dim", "128", "144"}},
       {{{"qk_head_dim", 64}}, {"qk_head_dim", "128", "64"}},
       {{{"num_key_value_heads", 2}}, {"num_key_value_heads", "4", "2"}},
@@ -212,7 +216,7 @@ TEST_CASE("impossible sizes of the latent family name the key and what was expec
       {{{"num_nextn_predict_layers", -1}}, {"num_nextn_predict_layers", "-1"}},
       {{{"norm_topk_prob", 1}}, {"norm_topk_prob", "true or false"}},
       {{{"routed_scaling_factor", 0}}, {"routed_scaling_factor", "0"}},
-      {{{"n_routed_experts", 4096},
+      {{{"n_routed_experts", 1024},
         {"moe_intermediate_size", 262144},
         {"hidden_size", 131072},
         {"num_hidden_layers", 3}},

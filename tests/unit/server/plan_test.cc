@@ -141,6 +141,61 @@ TEST_CASE("the plan asks for what a node asks for") {
   }
 }
 
+TEST_CASE("the plan of latent caches says what each kind takes") {
+  PlanInput in;
+  in.model.name = "m";
+  in.model.architecture = "deepseek_v32";
+  in.model.layers = 61;
+  in.model.heads = 128;
+  LatentConfig& latent = in.model.latent.emplace();
+  latent.rank = 512;
+  latent.rope_dim = 64;
+  latent.indexer = IndexerConfig{64, 2048};
+  const absl::StatusOr<CacheLayout> layout = CacheLayoutOf(in.model, DType::kFloat8E4M3, 32);
+  REQUIRE(layout.ok());
+  in.layout = *layout;
+  in.hbm_bytes = int64_t{40} << 30;
+  in.dram_bytes = int64_t{400} << 30;
+  in.max_context = 32768;
+  in.max_sequences = 64;
+  const std::string plan = FormatPlan(in);
+  INFO(plan);
+  CHECK_THAT(plan, Catch::Contains("128 heads, entries of 512 + 64, 2048 selected"));
+  // 61 x (656 + 132) bytes, of them 61 x 132 of the index.
+  CHECK_THAT(plan, Catch::Contains("46.9 KiB a token (fp8"));
+  CHECK_THAT(plan, Catch::Contains("32768 tokens: latent 1.22 GiB, index 251.6 MiB"));
+  // 1.467 GiB each: 27 in 40 GiB, 272 in 400.
+  CHECK_THAT(plan, Catch::Contains("32768      1.47 GiB                27               272"));
+}
+
+TEST_CASE("the plan of a model with latent caches asks for what a node asks for") {
+  Config config = TinyNode();
+  config.set_model(fixtures::SourceDir("tiny-deepseek-v32"));
+  config.set_kv_dtype("auto");
+  const auto plan = PlanOf(config);
+  INFO(plan.status());
+  REQUIRE(plan.ok());
+  REQUIRE(plan->layout.kinds.size() == 2);
+  CHECK(plan->layout.kinds[0].bytes_per_token == 656);
+  CHECK(plan->layout.kinds[1].bytes_per_token == 132);
+  // Scores and lists of rows: of 64 and 5, over 700 positions, the best 64 of them.
+  CHECK(plan->batch_bytes > 69 * (700 + 64) * 4);
+  for (const PlanInput::Policy& policy : plan->policies) {
+    INFO(policy.name << ": " << policy.status);
+    CHECK((policy.name != "scout" && policy.name != "recall"));
+  }
+  // The node itself.
+  config.set_load_format("dummy");
+  const auto device = NewDevice(config);
+  REQUIRE(device.ok());
+  const auto model = LoadModel(config, 5 + 64, 5, device->get());
+  REQUIRE(model.ok());
+  CHECK(plan->workspace_bytes == (*model)->workspace_bytes());
+  const auto memory = NewNodeMemory(config, **model, device->get());
+  INFO(memory.status());
+  CHECK(memory.ok());
+}
+
 TEST_CASE("a policy whose moves a home is too large for is refused by name") {
   Config config = TinyNode();
   // Rows of keys are 256 bytes: an index of them ends at 512 GiB.

@@ -4,6 +4,7 @@
 
 #include "src/config/setting.h"
 #include "src/server/model_setup.h"
+#include "tests/fixtures/fixtures.h"
 
 namespace sluice {
 namespace {
@@ -47,6 +48,37 @@ TEST_CASE("more workers than a mailbox takes are refused by name") {
   const absl::Status status = PolicyOptionsOf(config, "", CacheLayout()).status();
   CHECK(status.code() == absl::StatusCode::kInvalidArgument);
   CHECK_THAT(std::string(status.message()), Catch::Contains("policy_workers"));
+}
+
+TEST_CASE("the caches' element type is the setting, and auto is what fits the model") {
+  Config config = DefaultConfig();
+  const auto type = [&](const char* model) {
+    const absl::StatusOr<ModelConfig> of = LoadModelConfig(fixtures::SourceDir(model));
+    INFO(of.status());
+    REQUIRE(of.ok());
+    return KvDType(config, *of);
+  };
+  CHECK(config.kv_dtype() == "auto");
+  CHECK(type("tiny-qwen3") == DType::kBFloat16);
+  CHECK(type("tiny-deepseek-v32") == DType::kFloat8E4M3);
+  for (const char* model : {"tiny-qwen3", "tiny-deepseek-v32"}) {
+    for (const DType wanted : {DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat32}) {
+      config.set_kv_dtype(std::string(DTypeName(wanted)));
+      CHECK(type(model) == wanted);
+    }
+  }
+}
+
+TEST_CASE("keys and values have no packed form") {
+  Config config = DefaultConfig();
+  config.set_model(fixtures::SourceDir("tiny-qwen3"));
+  config.set_load_format("dummy");
+  config.set_kv_dtype("fp8");
+  const auto device = NewDevice(config);
+  REQUIRE(device.ok());
+  const absl::Status refused = LoadModel(config, 8, 1, device->get()).status();
+  CHECK(absl::IsInvalidArgument(refused));
+  CHECK_THAT(std::string(refused.message()), Catch::Contains("kv_dtype"));
 }
 
 }  // namespace

@@ -1,0 +1,23 @@
+// Sparse MLA and index logits of the path "amx": their products run on tiles.
+#include "kernels/cpu/cpu_tables.h"
+#include "kernels/cpu/index_logits_bf16.h"
+#include "kernels/cpu/mla_bf16.h"
+
+namespace sluice::kernels::cpu {
+namespace {
+
+struct AmxProducts {
+  static void Linear(const LinearParams& p) { LinearAmx(p, {0, 1}); }
+};
+
+}  // namespace
+
+void SparseMlaAmx(const SparseMlaParams& p, Worker worker) {
+  SparseMlaBf16<AmxProducts>(p, worker);
+}
+
+void IndexLogitsAmx(const IndexLogitsParams& p, Worker worker) {
+  IndexLogitsBf16<AmxProducts>(p, worker);
+}
+
+}  // namespace sluice::kernels::cpu

@@ -1,0 +1,227 @@
+// Who computes what in latent attention over lists (sparse_mla_packed.cu), worked out by every
+// block from the lists' lengths.
+//
+// A list is cut into pieces of whole tiles of 64 entries: of 512 entries, longer ones where more
+// than 8 pieces would come of it. A piece is computed by one block, tile by tile; the pieces of a
+// row are folded in order (Fold). That is the whole arithmetic: it knows nothing of blocks, so the
+// bits are a row's own.
+//
+// The tiles of all rows are numbered in order, an empty list counting as one; group g takes the
+// pieces that begin in [g * share, (g + 1) * share). A group is one block for each 64 heads: the
+// same entries at about the same time, so that the second block finds them in L2. The share is
+// rounded up to whole pieces, so that rows are cut only where that makes the largest share smaller.
+//
+// Whoever begins a row folds its pieces into one total; a group that begins inside a row leaves
+// each of its pieces apart, for the combining kernel. Both lie in the block's slots of the scratch.
+#pragma once
+
+#include "kernels/cuda/mla_result.cuh"
+
+namespace sluice::kernels::cuda {
+
+inline constexpr int kMlaHeads = 64;  // of a block
+inline constexpr int kMlaTileEntries = 64;
+inline constexpr int kMlaMaxPieces = 8;
+inline constexpr int kMlaPieceTiles = 2 * kMlaSplitEntries / kMlaTileEntries;
+inline constexpr int kMlaAdders = 256;  // threads that hold a block's sums
+
+// A slot holds a piece or a total as its threads do: float4 [33][kMlaAdders], the last of them
+// {m, l} of the thread's two rows of the tile of heads.
+inline constexpr int kMlaSlotVectors = 33;
+inline constexpr int64_t kMlaSlotBytes = int64_t{kMlaSlotVectors} * kMlaAdders * 16;
+
+// What a launch adds to SparseMlaParams.
+struct MlaShape {
+  int32_t head_tiles;  // blocks of a group
+  int32_t slots;       // of a block: the pieces that it leaves apart, then the total
+};
+
+// Slots of a block for lists of up to `capacity` entries: none where all are one piece.
+constexpr int MlaSlots(int64_t capacity) {
+  const int64_t piece = kMlaPieceTiles * kMlaTileEntries;
+  const int64_t pieces = (capacity + piece - 1) / piece;
+  return pieces <= 1 ? 0 : static_cast<int>(pieces < kMlaMaxPieces ? pieces : kMlaMaxPieces);
+}
+
+// A list in tiles and pieces.
+struct MlaCut {
+  int tiles;        // 0: an empty list
+  int piece_tiles;  // of each piece but the last
+  int pieces;       // at least 1
+
+  __device__ explicit MlaCut(int count)
+      : tiles((count + kMlaTileEntries - 1) / kMlaTileEntries),
+        piece_tiles(max(kMlaPieceTiles, (tiles + kMlaMaxPieces - 1) / kMlaMaxPieces)),
+        pieces(max(1, (tiles + piece_tiles - 1) / piece_tiles)) {}
+  __device__ int weight() const { return max(tiles, 1); }
+};
+
+// Where a walk is.
+struct MlaPosition {
+  int share = 1;
+  int row = 0, slot = -1, count = 0;
+  int piece = 0, first_piece = 0;
+  int row_begin = 0;    // tiles before the row
+  int at = 0, end = 0;  // tiles: where the piece begins, where the group ends
+  int next_slot = -1, next_count = 0;
+};
+
+// The pieces of a group, in order.
+class MlaWalk {
+ public:
+  // REQUIRES: p has rows.
+  __device__ explicit MlaWalk(const SparseMlaParams& p) : p_(p) {}
+  __device__ MlaWalk(const SparseMlaParams& p, const MlaPosition& place) : p_(p), at_(place) {}
+  __device__ const MlaPosition& place() const { return at_; }
+
+  // To the first piece of `group` of `groups`, or past the end. Called by whole warps. Sums are
+  // below 2^31: tiles of a step's rows.
+  __device__ void Start(int group, int groups) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    int total = 0, largest = 1;
+    for (int first = 0; first < p_.rows; first += 32) {
+      const bool in = first + lane < p_.rows;
+      const MlaCut cut(in ? LengthOf(first + lane) : 0);
+      total += __reduce_add_sync(0xffffffffu, in ? cut.weight() : 0);
+      largest = max(largest, __reduce_max_sync(0xffffffffu, min(cut.weight(), cut.piece_tiles)));
+    }
+    at_.share = ((total + groups - 1) / groups + largest - 1) / largest * largest;
+    const int64_t begin = int64_t{at_.share} * group;
+    if (begin >= total) {
+      at_.at = at_.end = 0;
+      return;
+    }
+    at_.end = static_cast<int>(min(begin + at_.share, int64_t{total}));
+    int before = 0;
+    for (int first = 0;; first += 32) {
+      const bool in = first + lane < p_.rows;
+      const int mine = in ? MlaCut(LengthOf(first + lane)).weight() : 0;
+      int through = mine;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, through, step);
+        if (lane >= step) through += other;
+      }
+      const unsigned beyond = __ballot_sync(0xffffffffu, before + through > begin);
+      if (beyond != 0) {
+        const int found = __ffs(static_cast<int>(beyond)) - 1;
+        at_.row = first + found;
+        before += __shfl_sync(0xffffffffu, through - mine, found);
+        break;
+      }
+      before += __shfl_sync(0xffffffffu, through, 31);
+    }
+    at_.row_begin = before;
+    LoadNext(at_.row);
+    EnterRow();
+    const MlaCut of(at_.count);
+    at_.piece = at_.first_piece =
+        (static_cast<int>(begin) - before + of.piece_tiles - 1) / of.piece_tiles;
+    at_.at = before + at_.piece * of.piece_tiles;
+    if (at_.piece < of.pieces) return;
+    at_.at = before + of.weight();
+    NextRow();
+  }
+
+  __device__ bool done() const { return at_.at >= at_.end; }
+  // REQUIRES, of all below: !done().
+  __device__ int row() const { return at_.row; }
+  __device__ int slot() const { return at_.slot; }
+  __device__ int piece() const { return at_.piece; }
+  __device__ int first_piece() const { return at_.first_piece; }  // of the row, in this group
+  __device__ bool IsLast() const { return at_.piece + 1 == MlaCut(at_.count).pieces; }
+  // Whether the next piece, if there is one, is of another row.
+  __device__ bool EndsRow() const {
+    return IsLast() || at_.at + MlaCut(at_.count).piece_tiles >= at_.end;
+  }
+  // The piece's entries of the list.
+  __device__ int begin_entry() const {
+    return at_.piece * MlaCut(at_.count).piece_tiles * kMlaTileEntries;
+  }
+  __device__ int entries() const {
+    return min(at_.count - begin_entry(), MlaCut(at_.count).piece_tiles * kMlaTileEntries);
+  }
+  __device__ int tiles() const { return (entries() + kMlaTileEntries - 1) / kMlaTileEntries; }
+  __device__ int pieces() const { return MlaCut(at_.count).pieces; }
+
+  __device__ void Next() {
+    const MlaCut of(at_.count);
+    if (++at_.piece < of.pieces) {
+      at_.at += of.piece_tiles;
+      return;
+    }
+    at_.at = at_.row_begin + of.weight();
+    NextRow();
+  }
+  // To the next piece that has entries.
+  __device__ void NextFull() {
+    do Next();
+    while (!done() && entries() == 0);
+  }
+
+  // Of the row: the group of piece `piece`, and the first piece of the row that begins in a group.
+  __device__ int GroupOf(int piece) const {
+    return (at_.row_begin + piece * MlaCut(at_.count).piece_tiles) / at_.share;
+  }
+  __device__ int FirstPieceIn(int group) const {
+    const int tiles = MlaCut(at_.count).piece_tiles;
+    return max(0, (group * at_.share - at_.row_begin + tiles - 1) / tiles);
+  }
+
+ private:
+  __device__ int LengthOf(int row) const { return p_.slots[row] < 0 ? 0 : ListLength(p_, row); }
+  // One row ahead, so that nobody waits for a length between two rows.
+  __device__ void LoadNext(int row) {
+    at_.next_slot = row < p_.rows ? p_.slots[row] : -1;
+    at_.next_count = row < p_.rows ? p_.counts[row] : 0;
+  }
+  __device__ void EnterRow() {
+    at_.slot = at_.next_slot;
+    const int64_t most = p_.capacity;
+    const int count = at_.slot < 0 ? 0 : max(at_.next_count, 0);
+    at_.count = count < most ? count : static_cast<int>(most);
+    LoadNext(at_.row + 1);
+  }
+  __device__ void NextRow() {
+    at_.row_begin = at_.at;
+    ++at_.row;
+    at_.piece = at_.first_piece = 0;
+    EnterRow();
+  }
+
+  const SparseMlaParams& p_;
+  MlaPosition at_;
+};
+
+// Slot `index` of the block for heads [64 * head_tile, ..) of a group.
+__device__ __forceinline__ float4* MlaSlot(const SparseMlaParams& p, const MlaShape& shape,
+                                           int group, int head_tile, int index) {
+  const int64_t slot = int64_t{group * shape.head_tiles + head_tile} * shape.slots + index;
+  return reinterpret_cast<float4*>(static_cast<char*>(p.scratch) + slot * kMlaSlotBytes);
+}
+
+// What an adder thread holds: of the two rows of its tile of heads, their softmax; of each, pairs
+// of neighbouring columns of the result.
+struct MlaThread {
+  int thread;  // of kMlaAdders
+
+  // Row h of {0, 1}.
+  __device__ int Head(int h) const { return thread % 128 / 32 * 16 + thread % 32 / 4 + 8 * h; }
+  // Of vector i: {row 0: two columns, row 1: the same columns}.
+  __device__ int Column(int i) const { return thread / 128 * 256 + 8 * i + thread % 4 * 2; }
+};
+
+// Two neighbouring elements of an item's result.
+__device__ __forceinline__ void WritePair(const SparseMlaParams& p, const MlaResult& result,
+                                          int64_t at, float x, float y) {
+  float2 other = {0, 0};
+  if (result.other != 0.0f) other = *reinterpret_cast<const float2*>(p.other_o + at);
+  const float2 v = {ElementOf(result, x, other.x), ElementOf(result, y, other.y)};
+  if (p.out_type == DType::kFloat32) {
+    *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at) = v;
+  } else {
+    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + at) = PackBf16(v.x, v.y);
+  }
+}
+
+}  // namespace sluice::kernels::cuda

@@ -1,0 +1,41 @@
+// What the kernels of latent attention share: the end of a list, where a row's softmax becomes a
+// result, merged with that of another list of the same row.
+#pragma once
+
+#include "kernels/cuda/attention_plan.cuh"
+#include "kernels/latent_params.h"
+
+namespace sluice::kernels::cuda {
+
+// Entries of row `row`'s list.
+__device__ __forceinline__ int ListLength(const SparseMlaParams& p, int row) {
+  const int64_t count = max(p.counts[row], 0);
+  return static_cast<int>(count < p.capacity ? count : p.capacity);
+}
+
+// out = own * o + other * other_o, with o the unscaled sum of the list.
+struct MlaResult {
+  float own;
+  float other;  // 0: other_o is not read
+  float lse;
+};
+
+// Of item row * heads + head. An empty list has l = 0.
+__device__ __forceinline__ MlaResult ResultOf(const SparseMlaParams& p, int64_t item,
+                                              const Softmax& state) {
+  const bool empty = state.l == 0.0f;
+  const float lse = empty ? NegativeInfinity() : NaturalLse(state);
+  const float inverse = empty ? 0.0f : 1.0f / state.l;
+  const float other = p.other_o == nullptr ? NegativeInfinity() : p.other_lse[item];
+  if (other == NegativeInfinity()) return {inverse, 0.0f, lse};
+  const float largest = fmaxf(other, lse);
+  const float first = expf(other - largest), second = empty ? 0.0f : expf(lse - largest);
+  const float sum = first + second;
+  return {second / sum * inverse, first / sum, largest + logf(sum)};
+}
+
+__device__ __forceinline__ float ElementOf(const MlaResult& result, float o, float other_o) {
+  return result.other == 0.0f ? o * result.own : fmaf(o, result.own, other_o * result.other);
+}
+
+}  // namespace sluice::kernels::cuda

@@ -1,0 +1,26 @@
+// Latent attention over lists of entries: which kernel takes a call.
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/mla_internal.h"
+
+namespace sluice::kernels::cuda {
+namespace {
+
+bool IsValid(const SparseMlaParams& p) {
+  const PagedLatents& c = p.cache;
+  const bool packed = c.type == DType::kFloat8E4M3;
+  return p.rows >= 0 && p.heads > 0 && p.capacity >= 0 && c.rank > 0 && c.rope >= 0 &&
+         c.rank <= kMaxMlaRank && c.rank + c.rope <= kMaxMlaWidth && c.block_tokens > 0 &&
+         (!packed || (c.rank == kPackedRank && c.rope == kPackedRope)) &&
+         p.q_type != DType::kFloat8E4M3 && p.out_type != DType::kFloat8E4M3 &&
+         (p.other_o == nullptr) == (p.other_lse == nullptr);
+}
+
+}  // namespace
+
+cudaError_t LaunchSparseMla(const SparseMlaParams& p, cudaStream_t stream) {
+  if (!IsValid(p)) return cudaErrorInvalidValue;
+  if (p.rows == 0) return cudaSuccess;
+  return HasPackedKernel(p) ? LaunchPackedSparseMla(p, stream) : LaunchPlainSparseMla(p, stream);
+}
+
+}  // namespace sluice::kernels::cuda

@@ -1,0 +1,91 @@
+// What the decoders of all families share: the residual, embedding, RoPE angles and head around
+// their layers. Internal to src/model.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "src/model/layer_operators.h"
+#include "src/model/model.h"
+#include "src/model/weight_loader.h"
+#include "src/model/weight_source.h"
+
+namespace sluice {
+
+class DecoderModel : public Model {
+ public:
+  const ModelConfig& config() const override { return config_; }
+  const std::string& fingerprint() const override { return fingerprint_; }
+  const CacheLayout& cache_layout() const override { return layout_; }
+  int max_context() const override { return max_context_; }
+  int max_rows() const override { return max_rows_; }
+  int max_logits() const override { return max_logits_; }
+  int64_t weight_bytes() const override { return weight_bytes_; }
+  int64_t workspace_bytes() const override { return workspace_.bytes(); }
+
+  // Takes the weights out of the source, and allocates what steps write. Once, before anything
+  // else.
+  absl::Status Initialise();
+
+ protected:
+  // `rope_dim`: elements that RoPE turns.
+  DecoderModel(const Options& options, const ModelConfig& config, CacheLayout layout, int rope_dim,
+               std::string fingerprint, std::unique_ptr<WeightSource> source, Device* device);
+
+  // The family's own, one layer after the other.
+  virtual absl::Status LoadLayers(WeightLoader& loader) = 0;
+  virtual absl::Status AllocateLayers(Workspace& workspace) = 0;
+
+  // The residual of the step's rows out of their tokens, and RoPE's angles of their positions.
+  void Begin(Stream& stream, const StepInputs& in);
+  // The logits that are wanted, out of the residual.
+  void Logits(Stream& stream, const StepInputs& in);
+  absl::StatusOr<DenseFfn> LoadFfn(WeightLoader& loader, const std::string& prefix, int inner,
+                                   bool bias);
+  // residual += FFN(x), x being activations [rows][hidden]. Uses gate_up_ and activated_.
+  void RunFfn(Stream& stream, const DenseFfn& ffn, const void* x, int inner, RowRange rows);
+  // out = RMSNorm of rows of the residual.
+  kernels::RmsNormParams NormOf(const float* x, const DeviceVector& weight, void* out,
+                                int32_t rows) const {
+    return ops_.NormOf(x, config_.hidden_size, config_.hidden_size, config_.rms_norm_eps, weight,
+                       out, rows);
+  }
+  float* Residual(RowRange rows) const {
+    return residual_.as<float>() + int64_t{rows.begin} * config_.hidden_size;
+  }
+  // RoPE's angles of a step's rows from `row` on.
+  const float* CosSin(int64_t row) const { return cos_sin_.as<float>() + row * rope_dim_; }
+
+  const ModelConfig config_;
+  const int max_context_;
+  const int max_rows_;
+  const int max_logits_;
+  Device* const device_;
+  KernelSet& kernels_;
+  const LayerOperators ops_;
+  Buffer residual_;   // float32 [rows][hidden]
+  Buffer normed_;     // activation [rows][hidden]
+  Buffer gate_up_;    // float32 [rows][2 * widest_ffn()]
+  Buffer activated_;  // activation [rows][widest_ffn()]
+
+ private:
+  // Of the dense FFNs of the model.
+  int widest_ffn() const;
+
+  const CacheLayout layout_;
+  const int rope_dim_;
+  const std::string fingerprint_;
+  std::unique_ptr<WeightSource> source_;
+  std::vector<MatrixView> kept_;  // matrices that the kernels read where the checkpoint has them
+  Weight embedding_;              // untied models only; else the head serves
+  Weight head_;
+  DeviceVector final_norm_;
+  DeviceVector inv_freq_;
+  int64_t weight_bytes_ = 0;
+  Workspace workspace_;
+  Buffer cos_sin_;     // float32 [rows][rope_dim / 2][2]
+  Buffer head_input_;  // activation [logits][hidden]
+};
+
+}  // namespace sluice

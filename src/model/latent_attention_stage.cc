@@ -1,0 +1,256 @@
+#include "src/model/latent_attention_stage.h"
+
+#include <cmath>
+#include <vector>
+
+#include "src/base/status_macros.h"
+#include "src/model/tensor_list.h"
+
+namespace sluice {
+namespace {
+
+// Of the norms inside the stage, whatever the config's rms_norm_eps is: published code has it so.
+constexpr float kInnerEpsilon = 1e-6f;
+
+}  // namespace
+
+LatentAttentionStage::LatentAttentionStage(const ModelConfig& config, DType kv_dtype,
+                                           const LayerOperators& ops)
+    : config_(config), latent_(*config.latent), kv_dtype_(kv_dtype), ops_(ops) {}
+
+absl::StatusOr<LatentAttentionWeights> LatentAttentionStage::Load(WeightLoader& loader,
+                                                                  int layer) const {
+  const LatentConfig& l = latent_;
+  const int hidden = config_.hidden_size;
+  const auto name = [layer](const char* suffix) {
+    return LayerTensor(layer, absl::StrCat("self_attn.", suffix).c_str());
+  };
+  LatentAttentionWeights w;
+  std::vector<WeightLoader::Part> input = {{name("q_a_proj.weight"), l.q_rank},
+                                           {name("kv_a_proj_with_mqa.weight"), l.entry_dim()}};
+  if (l.indexer.has_value()) {
+    const WeightLoader::Part weights{name("indexer.weights_proj.weight"), l.indexer->heads};
+    input.push_back({name("indexer.wk.weight"), kernels::kIndexDim});
+    if (l.fp8_weights) {
+      SLUICE_ASSIGN_OR_RETURN(w.index_weights, loader.Matrix({weights}, hidden));
+    } else {
+      input.push_back(weights);
+    }
+    SLUICE_ASSIGN_OR_RETURN(w.index_norm,
+                            loader.Vectors({{name("indexer.k_norm.weight"), kernels::kIndexDim}}));
+    SLUICE_ASSIGN_OR_RETURN(w.index_norm_bias,
+                            loader.Vectors({{name("indexer.k_norm.bias"), kernels::kIndexDim}}));
+    SLUICE_ASSIGN_OR_RETURN(
+        w.index_q,
+        loader.Matrix({{name("indexer.wq_b.weight"), l.indexer->heads * kernels::kIndexDim}},
+                      l.q_rank));
+  }
+  SLUICE_ASSIGN_OR_RETURN(w.input, loader.Matrix(input, hidden));
+  SLUICE_ASSIGN_OR_RETURN(w.q_norm, loader.Vectors({{name("q_a_layernorm.weight"), l.q_rank}}));
+  SLUICE_ASSIGN_OR_RETURN(w.kv_norm, loader.Vectors({{name("kv_a_layernorm.weight"), l.rank}}));
+  SLUICE_ASSIGN_OR_RETURN(
+      w.q_b, loader.Matrix({{name("q_b_proj.weight"), config_.heads * l.qk_dim()}}, l.q_rank));
+  SLUICE_RETURN_IF_ERROR(LoadAbsorbed(loader, name("kv_b_proj.weight"), &w));
+  SLUICE_ASSIGN_OR_RETURN(
+      w.o, loader.Matrix({{name("o_proj.weight"), hidden}}, config_.heads * l.v_dim));
+  return w;
+}
+
+// kv_b_proj is [heads][nope + v][rank]: of each head the rows that make its keys out of a latent
+// entry, then those that make its values. Computed once, in float32; kernels that compute in bf16
+// round it once.
+absl::Status LatentAttentionStage::LoadAbsorbed(WeightLoader& loader, const std::string& kv_b,
+                                                LatentAttentionWeights* out) const {
+  const auto heads = static_cast<size_t>(config_.heads), rank = static_cast<size_t>(latent_.rank);
+  const auto nope = static_cast<size_t>(latent_.nope_dim), v = static_cast<size_t>(latent_.v_dim);
+  SLUICE_ASSIGN_OR_RETURN(
+      const std::vector<float> all,
+      loader.Floats(kv_b, config_.heads * (latent_.nope_dim + latent_.v_dim), latent_.rank));
+  std::vector<float> keys(heads * rank * nope), values(heads * v * rank);
+  for (size_t head = 0; head < heads; ++head) {
+    const float* from = all.data() + head * (nope + v) * rank;
+    float* to = keys.data() + head * rank * nope;
+    for (size_t d = 0; d < nope; ++d) {
+      for (size_t i = 0; i < rank; ++i) to[i * nope + d] = from[d * rank + i];
+    }
+    std::copy_n(from + nope * rank, v * rank, values.data() + head * v * rank);
+  }
+  const bool bf16 = !latent_.fp8_weights;
+  SLUICE_ASSIGN_OR_RETURN(out->absorb_k, loader.Made(keys, latent_.nope_dim, bf16));
+  SLUICE_ASSIGN_OR_RETURN(out->absorb_v, loader.Made(values, latent_.rank, bf16));
+  return absl::OkStatus();
+}
+
+absl::Status LatentAttentionStage::Allocate(Workspace& workspace, int max_rows) {
+  const LatentConfig& l = latent_;
+  const int64_t act = ops_.activation_bytes(), heads = config_.heads;
+  const int64_t index_heads = l.indexer.has_value() ? l.indexer->heads : 0;
+  const auto allocate = [&](Buffer* buffer, int64_t row_bytes, const char* what) {
+    return workspace.Allocate(buffer, max_rows, row_bytes, what);
+  };
+  const int64_t projected = l.q_rank + l.entry_dim() + (index_heads > 0 ? kernels::kIndexDim : 0) +
+                            (l.fp8_weights ? 0 : index_heads);
+  SLUICE_RETURN_IF_ERROR(allocate(&projected_, projected * 4, "latent products"));
+  SLUICE_RETURN_IF_ERROR(allocate(&q_latent_, l.q_rank * act, "latent queries"));
+  SLUICE_RETURN_IF_ERROR(allocate(&q_heads_, heads * l.qk_dim() * 4, "queries"));
+  SLUICE_RETURN_IF_ERROR(allocate(&q_nope_, heads * l.nope_dim * act, "queries without RoPE"));
+  SLUICE_RETURN_IF_ERROR(allocate(&q_, heads * l.entry_dim() * act, "absorbed queries"));
+  SLUICE_RETURN_IF_ERROR(allocate(&attended_, heads * l.rank * act, "latent attention results"));
+  SLUICE_RETURN_IF_ERROR(allocate(&values_, heads * l.v_dim * act, "attention results"));
+  if (index_heads == 0) return absl::OkStatus();
+  const int64_t index_dims = index_heads * kernels::kIndexDim;
+  const int64_t index_q = index_dims * (kv_dtype_ == DType::kFloat8E4M3 ? 1 : 4);
+  SLUICE_RETURN_IF_ERROR(allocate(&index_heads_, index_dims * 4, "index queries"));
+  SLUICE_RETURN_IF_ERROR(allocate(&index_q_, index_q, "index queries"));
+  if (l.fp8_weights) {
+    SLUICE_RETURN_IF_ERROR(allocate(&index_weights_, index_heads * 4, "index weights"));
+  }
+  return allocate(&head_weights_, index_heads * 4, "index weights");
+}
+
+void LatentAttentionStage::Run(Stream& stream, int layer, const LatentAttentionWeights& weights,
+                               const StepInputs& in, const void* normed, const float* cos_sin,
+                               float* residual, AttentionPolicy& policy) {
+  const LatentConfig& l = latent_;
+  ops_.Product(stream, normed, weights.input, {}, projected_.as<float>(), in.rows, in.decode_rows,
+               /*accumulate=*/false);
+  ops_.Norm(stream, projected_.as<float>(), projected_size(weights), l.q_rank, kInnerEpsilon,
+            weights.q_norm, q_latent_.data(), in.rows);
+  Append(stream, layer, weights, in, cos_sin, policy);
+
+  const auto make_queries = [&](Stream& on) { Queries(on, weights, in, cos_sin); };
+  AttentionPolicy::LatentAttention attention{.make_queries = make_queries};
+  if (l.indexer.has_value()) {
+    IndexQueries(stream, weights, in, normed, cos_sin);
+    attention.index_q = index_q_.data();
+    attention.index_weights = head_weights_.as<float>();
+    attention.index_heads = l.indexer->heads;
+    attention.top_k = l.indexer->top_k;
+  }
+  attention.q = q_.data();
+  attention.slots = in.slots;
+  attention.positions = in.positions;
+  attention.rows = in.rows;
+  attention.decode_rows = in.decode_rows;
+  attention.heads = config_.heads;
+  attention.scale = l.softmax_scale;
+  attention.out = attended_.data();
+  attention.out_type = ops_.activation_type();
+  policy.AttendLatent(stream, layer, attention);
+
+  kernels::HeadLinearParams head{};
+  head.x = attended_.data();
+  head.x_head_stride = l.rank;
+  head.x_stride = int64_t{config_.heads} * l.rank;
+  head.w = weights.absorb_v.matrix;
+  head.y = values_.data();
+  head.y_head_stride = l.v_dim;
+  head.y_stride = int64_t{config_.heads} * l.v_dim;
+  head.x_type = head.y_type = ops_.activation_type();
+  head.rows = in.rows;
+  head.heads = config_.heads;
+  head.n = l.v_dim;
+  head.decode_rows = in.decode_rows;
+  ops_.kernels().HeadLinear(stream, head);
+  ops_.Product(stream, values_.data(), weights.o, {}, residual, in.rows, in.decode_rows,
+               /*accumulate=*/true);
+}
+
+void LatentAttentionStage::Append(Stream& stream, int layer, const LatentAttentionWeights& weights,
+                                  const StepInputs& in, const float* cos_sin,
+                                  AttentionPolicy& policy) {
+  kernels::LatentAppendParams entry{};
+  entry.kv = projected_.as<float>() + kv_at();
+  entry.kv_stride = projected_size(weights);
+  entry.norm = weights.kv_norm.data();
+  entry.cos_sin = cos_sin;
+  entry.slots = in.slots;
+  entry.positions = in.positions;
+  entry.cache.rank = latent_.rank;
+  entry.cache.rope = latent_.rope_dim;
+  entry.cache.type = kv_dtype_;
+  entry.rows = in.rows;
+  entry.epsilon = kInnerEpsilon;
+  entry.decode_rows = in.decode_rows;
+  policy.AppendLatent(stream, layer, entry);
+  if (!latent_.indexer.has_value()) return;
+
+  kernels::IndexAppendParams key{};
+  key.k = projected_.as<float>() + index_key_at();
+  key.k_stride = projected_size(weights);
+  key.norm_weight = weights.index_norm.data();
+  key.norm_bias = weights.index_norm_bias.data();
+  key.cos_sin = cos_sin;
+  key.slots = in.slots;
+  key.positions = in.positions;
+  key.cache.type = kv_dtype_;
+  key.rows = in.rows;
+  key.rope_dim = latent_.rope_dim;
+  key.epsilon = kInnerEpsilon;
+  key.decode_rows = in.decode_rows;
+  policy.AppendIndex(stream, layer, key);
+}
+
+void LatentAttentionStage::IndexQueries(Stream& stream, const LatentAttentionWeights& weights,
+                                        const StepInputs& in, const void* normed,
+                                        const float* cos_sin) {
+  const IndexerConfig& indexer = *latent_.indexer;
+  ops_.Product(stream, q_latent_.data(), weights.index_q, {}, index_heads_.as<float>(), in.rows,
+               in.decode_rows, /*accumulate=*/false);
+  kernels::IndexQueryParams query{};
+  query.q = index_heads_.as<float>();
+  query.weights = projected_.as<float>() + index_weights_at();
+  query.weights_stride = projected_size(weights);
+  if (weights.index_weights.matrix.n > 0) {
+    ops_.Product(stream, normed, weights.index_weights, {}, index_weights_.as<float>(), in.rows,
+                 in.decode_rows, /*accumulate=*/false);
+    query.weights = index_weights_.as<float>();
+    query.weights_stride = indexer.heads;
+  }
+  query.cos_sin = cos_sin;
+  query.out = index_q_.data();
+  query.out_weights = head_weights_.as<float>();
+  query.type = kv_dtype_;
+  query.rows = in.rows;
+  query.heads = indexer.heads;
+  query.rope_dim = latent_.rope_dim;
+  query.weight_scale =
+      static_cast<float>(1.0 / std::sqrt(double{kernels::kIndexDim} * indexer.heads));
+  ops_.kernels().IndexQuery(stream, query);
+}
+
+void LatentAttentionStage::Queries(Stream& stream, const LatentAttentionWeights& weights,
+                                   const StepInputs& in, const float* cos_sin) {
+  const LatentConfig& l = latent_;
+  ops_.Product(stream, q_latent_.data(), weights.q_b, {}, q_heads_.as<float>(), in.rows,
+               in.decode_rows, /*accumulate=*/false);
+  kernels::MlaQueryParams query{};
+  query.q = q_heads_.as<float>();
+  query.cos_sin = cos_sin;
+  query.nope = q_nope_.data();
+  query.out = q_.data();
+  query.type = ops_.activation_type();
+  query.rows = in.rows;
+  query.heads = config_.heads;
+  query.nope_dim = l.nope_dim;
+  query.rope = l.rope_dim;
+  query.rank = l.rank;
+  ops_.kernels().MlaQuery(stream, query);
+
+  kernels::HeadLinearParams head{};
+  head.x = q_nope_.data();
+  head.x_head_stride = l.nope_dim;
+  head.x_stride = int64_t{config_.heads} * l.nope_dim;
+  head.w = weights.absorb_k.matrix;
+  head.y = q_.data();
+  head.y_head_stride = l.entry_dim();
+  head.y_stride = int64_t{config_.heads} * l.entry_dim();
+  head.x_type = head.y_type = ops_.activation_type();
+  head.rows = in.rows;
+  head.heads = config_.heads;
+  head.n = l.rank;
+  head.decode_rows = in.decode_rows;
+  ops_.kernels().HeadLinear(stream, head);
+}
+
+}  // namespace sluice

@@ -1,0 +1,77 @@
+// Attention of a layer of the DeepSeek-V3 family: multi-head latent attention in its absorbed form,
+// with the indexer where the model has one (kernels/latent_params.h). Internal to src/model.
+#pragma once
+
+#include <string>
+
+#include "src/attention/attention_policy.h"
+#include "src/model/layer_operators.h"
+#include "src/model/model.h"
+#include "src/model/weight_loader.h"
+
+namespace sluice {
+
+// Weights of one layer.
+struct LatentAttentionWeights {
+  // The products of the layer's normed input, one below the other: q_a, kv_a, the indexer's wk,
+  // and its weights_proj where that comes in the same form as they.
+  Weight input;
+  Weight index_weights;  // weights_proj; empty where `input` has it
+  DeviceVector q_norm, kv_norm;
+  DeviceVector index_norm, index_norm_bias;
+  Weight index_q;  // wq_b
+  Weight q_b;
+  // kv_b_proj of each head, folded into queries and results: W_k^T [heads * rank][nope] and
+  // W_v [heads * v][rank].
+  Weight absorb_k, absorb_v;
+  Weight o;
+};
+
+class LatentAttentionStage {
+ public:
+  // `config` and `ops` stay valid.
+  LatentAttentionStage(const ModelConfig& config, DType kv_dtype, const LayerOperators& ops);
+
+  absl::StatusOr<LatentAttentionWeights> Load(WeightLoader& loader, int layer) const;
+  absl::Status Allocate(Workspace& workspace, int max_rows);
+
+  // residual += o(attention(normed)) for all rows of a step. `normed`: activations [rows][hidden].
+  void Run(Stream& stream, int layer, const LatentAttentionWeights& weights, const StepInputs& in,
+           const void* normed, const float* cos_sin, float* residual, AttentionPolicy& policy);
+
+ private:
+  // Where a row of `projected_` has what.
+  int kv_at() const { return latent_.q_rank; }
+  int index_key_at() const { return kv_at() + latent_.entry_dim(); }
+  int index_weights_at() const { return index_key_at() + kernels::kIndexDim; }
+  // Elements of a row of `projected_`.
+  int projected_size(const LatentAttentionWeights& weights) const { return weights.input.matrix.n; }
+
+  absl::Status LoadAbsorbed(WeightLoader& loader, const std::string& kv_b,
+                            LatentAttentionWeights* out) const;
+  void Append(Stream& stream, int layer, const LatentAttentionWeights& weights,
+              const StepInputs& in, const float* cos_sin, AttentionPolicy& policy);
+  void IndexQueries(Stream& stream, const LatentAttentionWeights& weights, const StepInputs& in,
+                    const void* normed, const float* cos_sin);
+  // PreAttn: q_b, absorption, RoPE.
+  void Queries(Stream& stream, const LatentAttentionWeights& weights, const StepInputs& in,
+               const float* cos_sin);
+
+  const ModelConfig& config_;
+  const LatentConfig& latent_;
+  const DType kv_dtype_;
+  const LayerOperators& ops_;
+  Buffer projected_;      // float32 [rows][products of the normed input]
+  Buffer q_latent_;       // activation [rows][q_rank], after its norm
+  Buffer q_heads_;        // float32 [rows][heads][nope + rope]
+  Buffer q_nope_;         // activation [rows][heads][nope]
+  Buffer q_;              // activation [rows][heads][rank + rope]
+  Buffer attended_;       // activation [rows][heads][rank]
+  Buffer values_;         // activation [rows][heads][v]
+  Buffer index_heads_;    // float32 [rows][index heads][128]
+  Buffer index_q_;        // IndexQueryParams::out
+  Buffer index_weights_;  // float32 [rows][index heads], as projected, where apart
+  Buffer head_weights_;   // IndexQueryParams::out_weights
+};
+
+}  // namespace sluice

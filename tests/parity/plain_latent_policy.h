@@ -1,0 +1,80 @@
+// The least that attends to latent caches: one sequence, whose caches are plain arrays that a test
+// may read and write, and whose selections it can see. For tests of models.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "src/attention/attention_policy.h"
+#include "src/model/model_config.h"
+
+namespace sluice::testing {
+
+class PlainLatentPolicy : public AttentionPolicy {
+ public:
+  // Every allocation must succeed.
+  PlainLatentPolicy(Device* device, const ModelConfig& config, const CacheLayout& layout,
+                    int max_rows, int max_context);
+
+  // A layer's blocks of a kind, of the device.
+  const Buffer& Cache(int layer, size_t kind) const {
+    return caches_[static_cast<size_t>(layer) * layout_.kinds.size() + kind];
+  }
+  // [rows][top_k] and [rows] of the last step, of the device.
+  const Buffer& Selected(int layer) const { return selected_[static_cast<size_t>(layer)]; }
+  const Buffer& Counts() const { return counts_; }
+
+  // What row 0 of every step attends to from now on, by layer, whatever the indexer says; empty:
+  // what it says.
+  void ForceSelection(const std::vector<std::vector<int32_t>>& lists);
+
+  const std::string& name() const override { return name_; }
+  bool attends_to_latents() const override { return true; }
+  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override;
+  void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override;
+  void AttendLatent(Stream& stream, int layer, const LatentAttention& attention) override;
+
+  // Nothing is placed: the caches are always there.
+  Footprint FootprintOf(int64_t context, int64_t total) const override { return {context, total}; }
+  int64_t max_tokens() const override { return max_context_; }
+  Room RoomNow() const override { return {}; }
+  bool Admit(int, int64_t, int64_t, Promise, std::unique_ptr<SequenceCache>&) override {
+    return true;
+  }
+  bool Warm(int) override { return true; }
+  Event& WarmEvent(int) override { return *event_; }
+  bool Grow(int, int64_t) override { return true; }
+  // `positions` are the next step's.
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                 absl::Span<const int32_t> positions) override;
+  void Release(int) override {}
+  bool MakeFirm(int) override { return true; }
+  bool MakeWayOut(int, int64_t) override { return true; }
+  void Evict(int, int64_t) override {}
+  std::unique_ptr<SequenceCache> TakeHome(int) override { return nullptr; }
+  void Append(Stream&, int, kernels::RopeAppendParams) override;
+  void Attend(Stream&, int, kernels::AttentionParams) override;
+
+ private:
+  kernels::PagedLatents Latents(int layer) const;
+  kernels::PagedIndexKeys Keys(int layer) const;
+
+  const std::string name_ = "plain";
+  Device* const device_;
+  const ModelConfig config_;
+  const CacheLayout layout_;
+  const int max_context_;
+  std::unique_ptr<Event> event_;
+  std::vector<Buffer> caches_;    // [layers][kinds]
+  std::vector<Buffer> selected_;  // int32 [layers][max_rows * top_k]
+  Buffer counts_;                 // int32 [max_rows]
+  Buffer host_counts_;            // without an indexer: positions + 1
+  Buffer table_;                  // int32: block b is page b
+  Buffer scores_, scratch_;
+  // Pinned: a count and a list for each layer, where the selection is forced.
+  std::vector<Buffer> forced_;
+};
+
+}  // namespace sluice::testing
