@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     int32_t* const to = out + begin;
     const int from = begin + first;
     bool narrowed = false;
-    if (wanted <= kMaxNarrowWanted && share <= room) {
+    if (blocks == 1 && wanted <= kMaxNarrowWanted && share <= room) {
       Narrowing narrowing(shared, kept, count, keys.limit, wanted, blocks, rank);
       if (candidates > kMaxNarrowed) narrowing.Limit(best);
       narrowed = narrowing.Gather();
