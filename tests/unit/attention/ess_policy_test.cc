@@ -316,9 +316,8 @@ LatentRig::Shape Packed(const std::string& kernels) {
   shape.block_tokens = 32;
   shape.max_context = 640;
   shape.drift = 0.1;
-  shape.row_bucket = kernels == "cuda" ? 0 : 4;  // a GPU records and pads by itself
-  if (kernels == "reference") shape.heads = shape.index_heads = 2;  // they are slow
-  if (kernels == "portable") shape.heads = shape.index_heads = 8;
+  shape.row_bucket = kernels == "cuda" ? 0 : 4;                // a GPU records and pads by itself
+  if (kernels != "cuda") shape.heads = shape.index_heads = 2;  // quick enough
   return shape;
 }
 
@@ -386,7 +385,6 @@ void CheckAgainstFull(const std::string& kernels) {
   }
 }
 
-TEST_CASE("ess: what full gives, of packed entries (reference)") { CheckAgainstFull("reference"); }
 TEST_CASE("ess: what full gives, of packed entries") { CheckAgainstFull("portable"); }
 TEST_CASE("ess: what full gives, of packed entries (cuda)", "[cuda]") { CheckAgainstFull("cuda"); }
 

@@ -96,13 +96,12 @@ LatentRig::LatentRig(const Shape& shape, const PolicyOptions::Ess& ess, const st
   allocate(&slots_, rows);
   allocate(&positions_, rows);
   allocate(&cos_sin_, rows * kernels::kIndexDim);
-  allocate(&ones_, 2 * kernels::kIndexDim);
+  const int ones = std::max(shape.rank, kernels::kIndexDim);
+  allocate(&ones_, ones + kernels::kIndexDim);
   for (int64_t i = 0; i < rows * kernels::kIndexDim; ++i) {  // no rotation
     cos_sin_.host.as<float>()[i] = i % 2 == 0 ? 1.0f : 0.0f;
   }
-  for (int i = 0; i < 2 * kernels::kIndexDim; ++i) {  // then biases of 0
-    ones_.host.as<float>()[i] = i < kernels::kIndexDim ? 1.0f : 0.0f;
-  }
+  std::fill_n(ones_.host.as<float>(), ones, 1.0f);  // then biases of 0
   done_ = device_->NewEvent();
   stream_ = device_->NewStream(Device::StreamKind::kCompute);
   stream_->Copy(cos_sin_.device.data(), cos_sin_.host.data(), cos_sin_.host.bytes());
@@ -251,7 +250,7 @@ void LatentRig::Enqueue(Stream& stream, int rows, int decode_rows) {
     key.k = layer.k.device.as<float>();
     key.k_stride = kernels::kIndexDim;
     key.norm_weight = ones_.device.as<float>();
-    key.norm_bias = key.norm_weight + kernels::kIndexDim;
+    key.norm_bias = key.norm_weight + std::max(shape_.rank, kernels::kIndexDim);
     key.cos_sin = entry.cos_sin;
     key.slots = entry.slots;
     key.positions = entry.positions;
