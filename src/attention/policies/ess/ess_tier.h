@@ -88,9 +88,12 @@ class EssTier {
     std::unique_ptr<SequenceCache> hbm;        // null: the slot is free
     int64_t total = 0;                         // tokens at its end
     bool index_at_home = false;                // pages of DRAM that go back once `placed` is there
-    std::vector<Stream::CopyOp> copies, then;  // under way
+    std::vector<Stream::CopyOp> copies, then;  // of placing, under way
     std::unique_ptr<Event> placed;             // tables and index keys are where they belong
-    std::unique_ptr<Event> warm;               // of the warm-up
+    // The same of a warm-up, which may begin while the placing is still under way.
+    std::vector<Stream::CopyOp> fill, fill_then;
+    std::unique_ptr<Event> filled;
+    std::unique_ptr<Event> warm;  // what the warmer adds
   };
   // A step's targets on their way to the device.
   struct Targets {
