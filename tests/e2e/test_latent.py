@@ -253,7 +253,7 @@ def test_hints_change_no_token(pair, golden, policy):
     g, node = golden(NAMES[0]), pair(NAMES[0], PACKED, policy).decode
     expected = decoded(pair(NAMES[0], PACKED).decode, transfer_id=pushed(pair(NAMES[0], PACKED).decode, g, 2))[0]
     for hints in (None, hints_of(3, 200), hints_of(3, 200, positions=1), hints_of(3, 200, seed=2),
-                  hints_of(2, 150), ingest_pb2.Hints(unit_tokens=32, entries=[{"layer": 1, "units": [0, 3, 6]}])):
+                  hints_of(2, 150), ingest_pb2.Hints(unit_tokens=32, entries=[{"layer": 1, "units": [0, 6]}])):
         assert_same(decoded(node, transfer_id=pushed(node, g, 2, hints=hints))[0], expected)
 
 
