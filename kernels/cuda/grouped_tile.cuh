@@ -20,7 +20,7 @@ struct Bf16Weights {
 
 constexpr int kSliceFeatures = 128;  // what Slices() counts tiles in
 constexpr int kMaxSlices = 8;        // blocks of a cluster
-constexpr int kMinBlocks = 192;      // of kAtOnce that the device runs at one time
+constexpr int kMinBlocks = 128;  // one on a multiprocessor: room for the next kernel's beside it
 constexpr int kAtOnce = 264;
 constexpr int kGatherers = 96;
 
