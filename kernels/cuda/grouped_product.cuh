@@ -259,7 +259,7 @@ cudaError_t LaunchTiledProduct(const GroupedProduct& p, cudaStream_t stream) {
   if (rows <= 32) return LaunchFewRows<Weights, 32>(p, stream);
   if (rows <= 64) return LaunchTiles<Weights, 64, 2, 2>(p, stream);
   if (rows <= 80) return LaunchTiles<Weights, 80, 2, 2>(p, stream);
-  if (TilesOf(p, 256) * SlicesOf<Weights>(p) < kFewBlocks) {
+  if (p.n <= kSliceFeatures || TilesOf(p, 256) * SlicesOf<Weights>(p) < kFewBlocks) {
     return LaunchTiles<Weights, 64, 2, 2>(p, stream);
   }
   return LaunchTiles<Weights, 128, 4, 1>(p, stream);
