@@ -25,9 +25,8 @@ namespace sluice::kernels::cuda {
 namespace {
 
 constexpr int kWarpgroup = 128;
-constexpr int kThreads = 3 * kWarpgroup;
+constexpr int kThreads = 2 * kWarpgroup + 32 * kMlaUnpackWarps;
 constexpr int kStages = 2;
-constexpr int kAhead = 8;  // entries that a warp of unpackers has under way
 // Of a thread; their sum is that of the 168 which each of 384 threads may have. The compiler keeps
 // products asynchronous only where every role says its number.
 constexpr int kScorerRegisters = 200;
@@ -54,8 +53,9 @@ struct PackedShared {
   uint4 weights[kMlaTileEntries / 16][kWarpgroup];
   float2 keep[kWarpgroup];
   // Where the scorer and the adder are, and the piece that they work on.
-  MlaPosition places[2];
+  MlaPosition positions[2];
   Piece pieces[2];
+  MlaTiles tiles[kMlaUnpackWarps];  // of the unpacking warps
   uint64_t query_here, query_done;
   uint64_t entries_here[kStages], entries_done[kStages];
   uint64_t weights_here, weights_done;
@@ -89,9 +89,9 @@ __device__ __forceinline__ const Piece& NextPiece(const SparseMlaParams& p, cons
   Piece& piece = shared.pieces[group];
   SyncWarpgroup(1 + group);  // All are done with the last one.
   if (threadIdx.x % kWarpgroup == 0) {
-    MlaWalk walk(p, shared.places[group]);
+    MlaWalk walk(p, shared.positions[group]);
     if (!first) walk.Next();
-    shared.places[group] = walk.place();
+    shared.positions[group] = walk.position();
     if (walk.done()) {
       piece.row = -1;
     } else {
@@ -121,71 +121,74 @@ __device__ void CopyQuery(const SparseMlaParams& p, const CUtensorMap& map, int 
 }
 
 __device__ void UnpackTiles(const SparseMlaParams& p, const MlaShape& shape, const CUtensorMap& map,
-                            const MlaWalk& walk, PackedShared& shared) {
+                            PackedShared& shared) {
+  constexpr uint32_t kRing = MlaTiles::kRing;
   const int head = static_cast<int>(blockIdx.x) % shape.head_tiles * kMlaHeads;
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+  const int thread = static_cast<int>(threadIdx.x) - 2 * kWarpgroup;
   const int warp = thread / 32, lane = thread % 32;
   const auto* base = static_cast<const char*>(p.cache.base);
-  const auto entry_at = [&](int place) { return base + int64_t{place} * kPackedEntryBytes; };
-  MlaTiles tiles(walk);
-  // Three tiles are under way: the entries of `now` are loaded, the places of `next` looked up, and
-  // the numbers of `after` read.
-  MlaTile now = tiles.Next(), next = tiles.Next(), after = tiles.Next();
-  if (now.last < now.first) return;
-  int place = MlaPlace(p.cache, now, MlaNumber(p, now, warp, lane));
-  int number = MlaNumber(p, next, warp, lane);
-  RawEntry raw[kAhead];
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
-    raw[i].Load(entry_at(__shfl_sync(0xffffffffu, place, i)), lane);
+  MlaTiles& tiles = shared.tiles[warp];
+  const MlaTile* const ring = tiles.ring;
+  if (lane == 0) {
+#pragma unroll 1
+    for (uint32_t n = 1; n < kRing; ++n) tiles.Step(p, n);
   }
-  const int piece = RawEntry::Column(lane) / 8;
+  __syncwarp();
+  if (ring[0].row < 0) return;
+  // Under way: entries of tile n, pages of tiles n + 1 and n + 2, numbers of tile n + 3.
+  int number = MlaNumber(p, ring[0], warp, lane), number1 = MlaNumber(p, ring[1], warp, lane);
+  int number2 = MlaNumber(p, ring[2], warp, lane), number3 = MlaNumber(p, ring[3], warp, lane);
+  int place = MlaPlace(p.cache, shape, number, MlaPage(p.cache, shape, ring[0], number));
+  int page1 = MlaPage(p.cache, shape, ring[1], number1);
+  int page2 = MlaPage(p.cache, shape, ring[2], number2);
+  MlaBatch batches[2];
+  batches[0].Load(base, place, 0, lane);
+  batches[1].Load(base, place, kMlaBatch, lane);
+  if (thread == 0) CopyQuery(p, map, ring[0].row, head, shared);
   uint32_t queries = 0;
-  if (thread == 0) CopyQuery(p, map, now.row, head, shared);
-  for (uint32_t n = 0; now.last >= now.first; ++n) {
+#pragma unroll 1
+  for (uint32_t n = 0; ring[n % kRing].row >= 0; ++n) {
     const uint32_t stage = n % kStages;
-    const int next_place = MlaPlace(p.cache, next, number);
-    number = MlaNumber(p, after, warp, lane);
     if (n >= kStages) {
       WaitBarrier(SharedAddress(&shared.entries_done[stage]), (n / kStages - 1) & 1);
     }
     const uint32_t target = SharedAddress(shared.entries[stage]);
+    const int row = warp * kMlaWarpEntries;
     // RoPE values are bf16 as they are: 8 pieces of 16 bytes an entry, 4 entries at a time.
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int e = 4 * i + lane / 8;
-      const char* entry = entry_at(__shfl_sync(0xffffffffu, place, e));
-      CopyAsync16(target + MlaTileOffset(warp * 16 + e, kPackedRank / 8 + lane % 8),
-                  entry + kPackedRank + 16 + lane % 8 * 16, true);
+    for (int i = 0; i < kMlaWarpEntries; i += 4) {
+      const int e = i + lane / 8, of = __shfl_sync(0xffffffffu, place, e);
+      CopyAsync16(target + MlaTileOffset(row + e, kPackedRank / 8 + lane % 8),
+                  base + int64_t{of} * kPackedEntryBytes + kPackedRank + 16 + lane % 8 * 16, true);
     }
     CommitCopies();
+    const int next_place = MlaPlace(p.cache, shape, number1, page1);
+    const bool more = ring[(n + 1) % kRing].row >= 0;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       // What is loaded meanwhile: the other half of this tile, then the first half of the next.
-      const int coming = half == 0 ? place : next_place;
-      const bool more = half == 0 || next.last >= next.first;
-      if (half == 1 && now.is_first && n > 0 && thread == 0) {
-        WaitBarrier(SharedAddress(&shared.query_done), queries++ & 1);
-        CopyQuery(p, map, now.row, head, shared);
-      }
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int row = warp * 16 + half * kAhead + i;
-        const uint4 low = Unpack(raw[i].values[0], raw[i].scales.x);
-        const uint4 high = Unpack(raw[i].values[1], raw[i].scales.y);
-        const int from = __shfl_sync(0xffffffffu, coming, (half == 0 ? kAhead : 0) + i);
-        if (more) raw[i].Load(entry_at(from), lane);
-        StoreShared(target + MlaTileOffset(row, piece), low);
-        StoreShared(target + MlaTileOffset(row, piece + 16), high);
-      }
+      const int coming = half == 0 ? place : next_place, at = half == 0 ? 8 : 0;
+      batches[0].Store(target, row + half * 8, lane);
+      if (half == 0 || more) batches[0].Load(base, coming, at, lane);
+      batches[1].Store(target, row + half * 8 + kMlaBatch, lane);
+      if (half == 0 || more) batches[1].Load(base, coming, at + kMlaBatch, lane);
     }
+    place = next_place;
     WaitForCopies<0>();
     PublishToAsyncProxy();
     ArriveWarp(shared.entries_here[stage]);
-    now = next;
-    next = after;
-    after = tiles.Next();
-    place = next_place;
+    if (thread == 0 && n > 0 && ring[n % kRing].is_first) {
+      WaitBarrier(SharedAddress(&shared.query_done), queries++ & 1);
+      CopyQuery(p, map, ring[n % kRing].row, head, shared);
+    }
+    number1 = number2;
+    page1 = page2;
+    number2 = number3;
+    page2 = MlaPage(p.cache, shape, ring[(n + 3) % kRing], number3);
+    __syncwarp();  // All have read tile n's.
+    if (lane == 0) tiles.Step(p, n + kRing);
+    __syncwarp();
+    number3 = MlaNumber(p, ring[n % kRing], warp, lane);
   }
 }
 
@@ -415,7 +418,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     InitBarrier(SharedAddress(&shared.query_here), 1);
     InitBarrier(SharedAddress(&shared.query_done), 4);  // warps
     for (int i = 0; i < kStages; ++i) {
-      InitBarrier(SharedAddress(&shared.entries_here[i]), 4);
+      InitBarrier(SharedAddress(&shared.entries_here[i]), kMlaUnpackWarps);
       InitBarrier(SharedAddress(&shared.entries_done[i]), 8);
     }
     InitBarrier(SharedAddress(&shared.weights_here), 4);
@@ -429,10 +432,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   walk.Start(static_cast<int>(blockIdx.x) / shape.head_tiles,
              static_cast<int>(gridDim.x) / shape.head_tiles);
   const int role = static_cast<int>(threadIdx.x) / kWarpgroup;
-  if (role < 2 && threadIdx.x % kWarpgroup == 0) shared.places[role] = walk.place();
-  if (role == 2) {
+  if (role < 2 && threadIdx.x % kWarpgroup == 0) shared.positions[role] = walk.position();
+  if (role >= 2 && threadIdx.x % 32 == 0) {
+    shared.tiles[threadIdx.x / 32 - 2 * kWarpgroup / 32].Start(p, walk.position());
+  }
+  if (role >= 2) {
     GiveRegistersBack<kUnpackerRegisters>();
-    UnpackTiles(p, shape, map, walk, shared);
+    UnpackTiles(p, shape, map, shared);
   } else if (role == 1) {
     TakeRegisters<kAdderRegisters>();
     AddTiles(p, shape, shared);
@@ -519,14 +525,16 @@ int64_t Groups(int64_t rows, int32_t heads, int64_t capacity) {
 
 bool HasPackedKernel(const SparseMlaParams& p) {
   const PagedLatents& c = p.cache;
-  return c.type == DType::kFloat8E4M3 && p.q_type == DType::kBFloat16 && p.heads % kMlaHeads == 0 &&
-         p.heads <= kMaxPackedHeads &&
+  return c.type == DType::kFloat8E4M3 && c.block_tokens > 1 && p.q_type == DType::kBFloat16 &&
+         p.heads % kMlaHeads == 0 && p.heads <= kMaxPackedHeads &&
          c.page_bytes == int64_t{c.block_tokens} * kPackedEntryBytes &&
          AreAligned(16, p.q, c.base, p.scratch) && AreAligned(8, p.out, p.other_o);
 }
 
 cudaError_t LaunchPackedSparseMla(const SparseMlaParams& p, cudaStream_t stream) {
-  MlaShape shape = {p.heads / kMlaHeads, MlaSlots(p.capacity)};
+  const auto block_tokens = static_cast<uint32_t>(p.cache.block_tokens);
+  MlaShape shape = {p.heads / kMlaHeads, MlaSlots(p.capacity),
+                    static_cast<uint32_t>(((uint64_t{1} << 32) + block_tokens - 1) / block_tokens)};
   int64_t groups = Groups(p.rows, p.heads, p.capacity);
   if (shape.slots > 0) {
     const int64_t slots = p.scratch_bytes / (shape.head_tiles * kMlaSlotBytes);
