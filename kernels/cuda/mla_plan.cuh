@@ -23,13 +23,6 @@ inline constexpr int kMlaHeads = 64;  // of a block
 inline constexpr int kMlaTileEntries = 64;
 inline constexpr int kMlaMaxPieces = 8;
 inline constexpr int kMlaPieceTiles = 2 * kMlaSplitEntries / kMlaTileEntries;
-inline constexpr int kMlaAdders = 256;  // threads that hold a block's sums
-
-// A slot holds a piece or a total as its threads do: float4 [33][kMlaAdders], the last of them
-// {m, l} of the thread's two rows of the tile of heads.
-inline constexpr int kMlaSlotVectors = 33;
-inline constexpr int64_t kMlaSlotBytes = int64_t{kMlaSlotVectors} * kMlaAdders * 16;
-
 // What a launch adds to SparseMlaParams.
 struct MlaShape {
   int32_t head_tiles;         // blocks of a group
@@ -185,36 +178,5 @@ class MlaWalk {
   const SparseMlaParams& p_;
   MlaPosition at_;
 };
-
-// Slot `index` of the block for heads [64 * head_tile, ..) of a group.
-__device__ __forceinline__ float4* MlaSlot(const SparseMlaParams& p, const MlaShape& shape,
-                                           int group, int head_tile, int index) {
-  const int64_t slot = int64_t{group * shape.head_tiles + head_tile} * shape.slots + index;
-  return reinterpret_cast<float4*>(static_cast<char*>(p.scratch) + slot * kMlaSlotBytes);
-}
-
-// What an adder thread holds: of the two rows of its tile of heads, their softmax; of each, pairs
-// of neighbouring columns of the result.
-struct MlaThread {
-  int thread;  // of kMlaAdders
-
-  // Row h of {0, 1}.
-  __device__ int Head(int h) const { return thread % 128 / 32 * 16 + thread % 32 / 4 + 8 * h; }
-  // Of vector i: {row 0: two columns, row 1: the same columns}.
-  __device__ int Column(int i) const { return thread / 128 * 256 + 8 * i + thread % 4 * 2; }
-};
-
-// Two neighbouring elements of an item's result.
-__device__ __forceinline__ void WritePair(const SparseMlaParams& p, const MlaResult& result,
-                                          int64_t at, float x, float y) {
-  float2 other = {0, 0};
-  if (result.other != 0.0f) other = *reinterpret_cast<const float2*>(p.other_o + at);
-  const float2 v = {ElementOf(result, x, other.x), ElementOf(result, y, other.y)};
-  if (p.out_type == DType::kFloat32) {
-    *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at) = v;
-  } else {
-    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + at) = PackBf16(v.x, v.y);
-  }
-}
 
 }  // namespace sluice::kernels::cuda
