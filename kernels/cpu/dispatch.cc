@@ -67,6 +67,7 @@ const KernelTable& AmxTable() {
     t.attention = cpu::AttentionAmx;
     t.sparse_attention = cpu::SparseAttentionAmx;
     t.sparse_mla = cpu::SparseMlaAmx;
+    t.index_logits = cpu::IndexLogitsAmx;
     return t;
   }();
   return table;

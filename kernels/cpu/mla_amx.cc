@@ -1,5 +1,6 @@
-// Sparse MLA of the path "amx": its products run on tiles.
+// Sparse MLA and index logits of the path "amx": their products run on tiles.
 #include "kernels/cpu/cpu_tables.h"
+#include "kernels/cpu/index_logits_bf16.h"
 #include "kernels/cpu/mla_bf16.h"
 
 namespace sluice::kernels::cpu {
@@ -13,6 +14,10 @@ struct AmxProducts {
 
 void SparseMlaAmx(const SparseMlaParams& p, Worker worker) {
   SparseMlaBf16<AmxProducts>(p, worker);
+}
+
+void IndexLogitsAmx(const IndexLogitsParams& p, Worker worker) {
+  IndexLogitsBf16<AmxProducts>(p, worker);
 }
 
 }  // namespace sluice::kernels::cpu

@@ -5,10 +5,10 @@
 
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/gathered_products.h"
+#include "kernels/cpu/index_logits_bf16.h"
 #include "kernels/cpu/linear_avx512.h"
 #include "kernels/cpu/mla_bf16.h"
 #include "kernels/cpu/simd_avx512.h"
-#include "kernels/cpu/simd_index_logits.h"
 #include "kernels/cpu/simd_moving_average.h"
 #include "kernels/cpu/simd_partial.h"
 #include "kernels/cpu/simd_scores.h"
@@ -55,7 +55,7 @@ const KernelTable& Avx512Bf16Table() {
       .latent_append = LatentAppend<Avx512>,
       .index_append = IndexAppend<Avx512>,
       .index_query = IndexQuery<Avx512>,
-      .index_logits = IndexLogits<Avx512>,
+      .index_logits = IndexLogitsBf16<Avx512Products>,
       .mla_query = MlaQuery<Avx512>,
       .head_linear = HeadLinear<Bf16Tiles>,
       .sparse_mla = SparseMlaBf16<Avx512Products>,

@@ -2,11 +2,12 @@
 // grouped_product_fp8.cu and grouped_product_bf16.cu.
 //
 // A block owns a tile of 64 features for each of its consumer warpgroups and one slice of k. One
-// warp keeps a ring of W tiles filled by tensor copies, three warps a ring of x tiles by ordinary
-// ones: they gather rows, and bring x into the order in which the weights come out of a register.
-// The consumers read their features from the ring of W as operand A in registers (e4m3 becomes bf16
-// on the way) and multiply by x, operand B in shared memory. The blocks of a cluster are the slices
-// of one tile; they add their sums up through each other's shared memory, in order of k.
+// thread keeps a ring of W tiles filled by tensor copies; x has a ring of its own, filled by
+// another thread in the same way, or where rows are gathered by three warps with copies of 16
+// bytes. The consumers read their features from the ring of W as operand A in registers (e4m3
+// becomes bf16 on the way) and multiply by x, operand B in shared memory. The blocks of a cluster
+// are the slices of one tile; they add their sums up through each other's shared memory, in order
+// of k.
 //
 // e4m3 to bf16: 4 bits of exponent and 3 of mantissa are put where bf16 has the lowest bits of the
 // one and the highest of the other; that is the value times 2^-120, subnormal or not, so that one
@@ -45,7 +46,8 @@ constexpr int kSliceFeatures = 128;  // what Slices() counts tiles in
 constexpr int kMaxSlices = 8;        // blocks of a cluster
 constexpr int kMinBlocks = 192;      // of kAtOnce that the device runs at one time
 constexpr int kAtOnce = 264;
-constexpr int kRowLoaders = 96;
+constexpr int kGatherers = 96;
+constexpr int kFewRows = 0;  // so many leave room for three blocks on a multiprocessor
 
 // Slices of k: enough blocks to keep the memory busy; where they are more than run at one time, so
 // many that the last ones do not run alone for long. Of the matrix alone (bits, above).
@@ -57,7 +59,7 @@ inline int Slices(int tiles, int steps) {
   int slices = 1;
   while (slices < kMaxSlices && tiles * slices < kMinBlocks && steps >= 4 * slices) slices *= 2;
   while (slices < kMaxSlices && tiles * slices > kAtOnce && !is_even(tiles * slices) &&
-         steps >= 12 * slices) {
+         steps >= 32 * slices) {
     slices *= 2;
   }
   return slices;
@@ -69,15 +71,15 @@ struct TilePlan {
   static constexpr int kFeatures = 64 * kWarpgroups;
   static constexpr int kConsumers = 128 * kWarpgroups;
   static constexpr int kThreads = kConsumers + 128;
-  static constexpr int kBlocksPerProcessor = kWarpgroups == 2 ? 2 : 1;
+  static constexpr int kBlocksPerProcessor = kWarpgroups > 2 ? 1 : kRows > kFewRows ? 2 : 3;
   static constexpr int kWeightBytes = kFeatures * 128;
   static constexpr int kRowTileBytes = kRows * 128;  // 64 of k
   static constexpr int kRowTiles = Weights::kDepth / 64;
   static constexpr int kRowBytes = kRowTiles * kRowTileBytes;
-  static constexpr int kRowStages = kRowBytes >= 16384 ? 3 : 4;
-  static constexpr int kOtherBytes = kBlocksPerProcessor == 2 ? 1024 : 2048;
+  static constexpr int kRowStages = kRowBytes >= 16384 || kBlocksPerProcessor == 3 ? 3 : 4;
+  static constexpr int kOtherBytes = kWarpgroups == 2 ? 1024 : 2048;
   static constexpr int kRingBudget =
-      (kBlocksPerProcessor == 2 ? 113 : 227) * 1024 - kOtherBytes;  // of 228 KiB, 1 KiB a block
+      (228 / kBlocksPerProcessor - 1) * 1024 - kOtherBytes;  // of 228 KiB, 1 KiB a block
   static constexpr int kWeightStages =
       std::min(8, (kRingBudget - kRowStages * kRowBytes) / kWeightBytes);
   static constexpr int kRowRing = kWeightStages * kWeightBytes;
@@ -87,8 +89,12 @@ struct TilePlan {
   static_assert(kRows * kSumStride * 4 <= kRingBytes, "the sums take the ring's place");
   static_assert(16 * (kWeightStages + kRowStages) + 8 * kRows <= kOtherBytes, "what is left");
   // Registers of a consumer's thread and of the others', of 64 Ki in all.
-  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 96 : 104;
-  static constexpr int kLoaderRegisters = kWarpgroups == 2 ? 48 : 64;
+  static constexpr int kConsumerRegisters = kBlocksPerProcessor == 3   ? 64
+                                            : kBlocksPerProcessor == 2 ? 96
+                                                                       : 112;
+  static constexpr int kLoaderRegisters = kBlocksPerProcessor == 3   ? 40
+                                          : kBlocksPerProcessor == 2 ? 48
+                                                                     : 32;
 };
 
 // A ring's place in the order of all its stages.
@@ -153,7 +159,7 @@ __device__ __forceinline__ int RowAt(const GroupedProduct& p, RowRange range, in
 __device__ __forceinline__ void SyncThreads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-constexpr int kLoaderBarrier = 1;
+constexpr int kGathererBarrier = 1;
 constexpr int kConsumerBarrier = 2;
 
 // The thread that copies W.
@@ -194,14 +200,33 @@ struct WeightCopier {
   }
 };
 
-// One of the threads that copy x: 16 bytes at a time, several of them under way.
+// The thread that copies tiles of x where its rows lie in order.
 template <typename Weights, typename P, int kRows>
-struct RowLoader {
-  static constexpr int kRowsAtOnce = kRowLoaders / 8;
-  static constexpr int kPasses = (kRows + kRowsAtOnce - 1) / kRowsAtOnce;
-  static constexpr int kBatch = std::min(kRows <= 64 ? 3 : 4, kPasses);  // pieces of a thread
-  static constexpr int kBatches = (kPasses + kBatch - 1) / kBatch;
-  static constexpr int kUnits = kBatches * P::kRowTiles;  // of a stage
+struct RowCopier {
+  Rings<P> rings;
+  const CUtensorMap* map;
+  int first_column;
+  Place<P::kRowStages> place{};
+
+  __device__ void Copy(int first_row, int steps) {
+    for (int step = 0; step < steps; ++step) {
+      WaitBarrier(rings.RowsEmpty(place.stage), place.parity ^ 1);
+      const uint32_t full = rings.RowsFull(place.stage);
+      ArriveExpecting(full, P::kRowBytes);
+#pragma unroll
+      for (int tile = 0; tile < P::kRowTiles; ++tile) {
+        CopyTile(rings.Rows(place.stage) + tile * P::kRowTileBytes, map,
+                 first_column + step * Weights::kDepth + tile * 64, first_row, full, kEvictLast);
+      }
+      place.Advance();
+    }
+  }
+};
+
+// One of the threads that gather rows of x, 16 bytes at a time.
+template <typename Weights, typename P, int kRows>
+struct RowGatherer {
+  static constexpr int kRowsAtOnce = kGatherers / 8;
 
   const GroupedProduct& p;
   Rings<P> rings;
@@ -210,71 +235,37 @@ struct RowLoader {
   int thread;
   Place<P::kRowStages> place{};
 
-  // Units of work go tile by tile, then batch by batch.
-  __device__ void Fetch(uint4 (&pieces)[kBatch], int unit) const {
-    const int tile = unit / kBatches % P::kRowTiles;
-    const int k = first_k + unit / kUnits * Weights::kDepth + tile * 64 + thread % 8 * 8;
+  __device__ void Copy(int steps) {
+    const int piece = thread % 8;  // of the 8 of a row of a tile, swizzled over its 128 bytes
+    for (int step = 0; step < steps; ++step) {
+      WaitBarrier(rings.RowsEmpty(place.stage), place.parity ^ 1);
+      const uint32_t stage = rings.Rows(place.stage);
+      const int k = first_k + step * Weights::kDepth + piece * 8;
+      for (int row = thread / 8; row < kRows; row += kRowsAtOnce) {
+        const int64_t offset = offsets[row];
+        if (offset < 0) break;  // none after it either
+        const uint32_t target = stage + row * 128 + (piece ^ (row % 8)) * 16;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int row = (unit % kBatches * kBatch + i) * kRowsAtOnce + thread / 8;
-      const int64_t offset = row < kRows ? offsets[row] : -1;
-      pieces[i] = make_uint4(0, 0, 0, 0);
-      if (offset >= 0 && k < p.w.k) {
-        pieces[i] = __ldcg(reinterpret_cast<const uint4*>(p.x + offset + k));
+        for (int tile = 0; tile < P::kRowTiles; ++tile) {
+          const bool exists = k + tile * 64 < p.w.k;
+          CopyPiece(target + tile * P::kRowTileBytes, p.x + offset + (exists ? k + tile * 64 : 0),
+                    exists ? 16 : 0);
+        }
       }
-    }
-  }
-
-  __device__ void Put(const uint4 (&pieces)[kBatch], int unit) {
-    if (unit % kUnits == 0) WaitBarrier(rings.RowsEmpty(place.stage), place.parity ^ 1);
-    const int tile = unit / kBatches % P::kRowTiles;
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int row = (unit % kBatches * kBatch + i) * kRowsAtOnce + thread / 8;
-      if (row < kRows && offsets[row] >= 0) {
-        Store(pieces[i], rings.Rows(place.stage) + tile * P::kRowTileBytes, row, thread % 8);
-      }
-    }
-    if (unit % kUnits == kUnits - 1) {
-      PublishToAsyncProxy();
-      __syncwarp();
-      if (thread % 32 == 0) Arrive(rings.RowsFull(place.stage));
+      ArriveWithCopies(rings.RowsFull(place.stage));
       place.Advance();
     }
   }
 
-  // Piece `piece` of 8 of a row of a tile, swizzled over the row's 128 bytes. Beside e4m3 weights
-  // each 16 values of k are put in the order 0, 2, .., 14, 1, 3, .., 15.
-  __device__ static void Store(const uint4& v, uint32_t tile, int row, int piece) {
-    const uint32_t base = tile + row * 128;
-    if constexpr (Weights::kIsFp8) {
-      const int even = (piece / 2 * 2) ^ (row % 8), odd = even ^ 1;
-      Store8(base + even * 16 + piece % 2 * 8, __byte_perm(v.x, v.y, 0x5410),
-             __byte_perm(v.z, v.w, 0x5410));
-      Store8(base + odd * 16 + piece % 2 * 8, __byte_perm(v.x, v.y, 0x7632),
-             __byte_perm(v.z, v.w, 0x7632));
-    } else {
-      asm volatile(
-          "st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(base + (piece ^ (row % 8)) * 16),
-          "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-          : "memory");
-    }
+  // `bytes` of 16, and zeros after them.
+  __device__ static void CopyPiece(uint32_t target, const uint16_t* source, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+                 "r"(bytes)
+                 : "memory");
   }
-  __device__ static void Store8(uint32_t shared, uint32_t a, uint32_t b) {
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared), "r"(a), "r"(b) : "memory");
-  }
-
-  // While one unit is stored the next one is under way.
-  __device__ void Load(int steps) {
-    const int units = steps * kUnits;
-    uint4 a[kBatch], b[kBatch];
-    if (units > 0) Fetch(a, 0);
-    for (int unit = 0; unit < units; unit += 2) {
-      if (unit + 1 < units) Fetch(b, unit + 1);
-      Put(a, unit);
-      if (unit + 2 < units) Fetch(a, unit + 2);
-      if (unit + 1 < units) Put(b, unit + 1);
-    }
+  // Arrives once this thread's copies so far are done.
+  __device__ static void ArriveWithCopies(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
   }
 };
 
@@ -320,23 +311,49 @@ struct Consumer {
   Rings<P> rings;
   int feature;          // of the warp, inside the tile
   const float* scales;  // of the warp's features and the slice's first step
+  bool gathered;        // x
   Place<P::kWeightStages> w{};
   Place<P::kRowStages> x{};
   float sums[kRows / 2];
 
-  // Returns once the stage's weights are there: the address of this lane's row for LoadPiece.
+  // Returns once the stage's weights are there: the address of this lane's row for what follows.
   __device__ uint32_t AwaitWeights() const {
     WaitBarrier(rings.WeightsFull(w.stage), w.parity);
-    return rings.Weights(w.stage) + (feature + threadIdx.x % 16) * 128;
+    const int lane = threadIdx.x % 32;
+    return rings.Weights(w.stage) + (Weights::kIsFp8 ? (feature + lane / 4) * 128 + lane % 4 * 2
+                                                     : (feature + lane % 16) * 128);
   }
-  // 32 bytes of k, of 4 in a stage, of this warp's 16 features.
-  __device__ static void LoadPiece(uint32_t (&raw)[4], uint32_t row, int piece) {
-    LoadMatrices(raw, row + ((2 * piece + threadIdx.x % 32 / 16) ^ (threadIdx.x % 8)) * 16);
+  // bf16: 16 of k, of 4 times 16 in a stage, of this warp's 16 features, as operand A.
+  __device__ static void LoadPiece(uint32_t (&a)[4], uint32_t row, int piece) {
+    LoadMatrices(a, row + ((2 * piece + threadIdx.x % 32 / 16) ^ (threadIdx.x % 8)) * 16);
+  }
+  // e4m3: 16 of k, of 8 times 16; two weights to a register.
+  __device__ static void LoadBytes(uint32_t (&raw)[4], uint32_t row, int piece) {
+    const uint32_t at = row + (piece ^ (threadIdx.x % 32 / 4)) * 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint16_t pair;
+      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(pair) : "r"(at + i % 2 * 1024 + i / 2 * 8));
+      raw[i] = pair;
+    }
+  }
+  // Bytes 0 and 2 are neighbours in k, and bytes 1 and 3, 8 further.
+  __device__ static void MakeOperand(uint32_t (&a)[4], const uint32_t (&raw)[4], uint32_t power) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t four = __byte_perm(raw[half], raw[half + 2], 0x5140);
+      a[half] = MultiplyBf16(EvenBytes(four), power);
+      a[half + 2] = MultiplyBf16(OddBytes(four), power);
+    }
   }
   __device__ void LeaveWeights() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) Arrive(rings.WeightsEmpty(w.stage));
     w.Advance();
+  }
+  __device__ void AwaitRows() const {
+    WaitBarrier(rings.RowsFull(x.stage), x.parity);
+    if (gathered) PublishToAsyncProxy();  // what other threads wrote
   }
   __device__ void LeaveRows() {
     __syncwarp();
@@ -349,7 +366,7 @@ struct Consumer {
     for (int step = 0; step < steps; ++step) {
       uint32_t a[kUnderWay][4];
       const uint32_t row = AwaitWeights();
-      WaitBarrier(rings.RowsFull(x.stage), x.parity);
+      AwaitRows();
       const uint64_t b = TileDescriptor(rings.Rows(x.stage));
 #pragma unroll
       for (int first = 0; first < 4; first += kUnderWay) {
@@ -371,14 +388,20 @@ struct Consumer {
 
   // The result: the factor in whose units the sums count.
   __device__ float AccumulateFp8(int steps) {
-    constexpr int kUnderWay = kRows <= 64 ? 4 : 1;  // pieces whose products are not done
+    // Products are begun kBatch at a time, their operands made together; two batches are kept.
+    constexpr int kBatch = P::kBlocksPerProcessor == 3 ? (kRows <= 8 ? 2 : 1)
+                           : kRows <= 64               ? 4
+                           : kRows <= 80               ? 2
+                                                       : 1;
+    constexpr int kBatches = 8 / kBatch;
     const int lane = threadIdx.x % 32;
     float factor = 1;
     Scales mine{};
-    uint32_t raw[2][4];
     for (int step = 0; step < steps; ++step) {
       const uint32_t row = AwaitWeights();
-      LoadPiece(raw[0], row, 0);
+      uint32_t raw[kBatch][4], a[2][kBatch][4];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) LoadBytes(raw[i], row, i);
       if (step % 32 == 0) {
         mine = Scales::Of(step + lane < steps ? __ldg(scales + step + lane) : 1.0f, factor);
       }
@@ -387,24 +410,23 @@ struct Consumer {
       factor = __shfl_sync(~0u, mine.factor, step % 32);
 #pragma unroll
       for (int i = 0; i < kRows / 2; ++i) sums[i] *= ratio;
-      WaitBarrier(rings.RowsFull(x.stage), x.parity);
-      uint32_t a[2 * kUnderWay][4];
 #pragma unroll
-      for (int piece = 0; piece < 4; ++piece) {
-        if (piece + 1 < 4) LoadPiece(raw[(piece + 1) % 2], row, piece + 1);
-        if (piece > 0 && piece % kUnderWay == 0) WaitForProducts<0>();
+      for (int batch = 0; batch < kBatches; ++batch) {
+        if (batch >= 2) WaitForProducts<1>();
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const uint32_t low = raw[piece % 2][2 * half], high = raw[piece % 2][2 * half + 1];
-          uint32_t(&chunk)[4] = a[piece % kUnderWay * 2 + half];
-          chunk[0] = MultiplyBf16(EvenBytes(low), power);
-          chunk[1] = MultiplyBf16(EvenBytes(high), power);
-          chunk[2] = MultiplyBf16(OddBytes(low), power);
-          chunk[3] = MultiplyBf16(OddBytes(high), power);
-          const uint64_t b = TileDescriptor(rings.Rows(x.stage) + piece / 2 * P::kRowTileBytes) +
-                             (piece % 2 * 2 + half) * 2;
-          BeginProducts();
-          MultiplyAdd<kRows>(sums, chunk, b);
+        for (int i = 0; i < kBatch; ++i) MakeOperand(a[batch % 2][i], raw[i], power);
+        if (batch + 1 < kBatches) {
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) LoadBytes(raw[i], row, (batch + 1) * kBatch + i);
+        }
+        if (batch == 0) AwaitRows();
+        BeginProducts();
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int piece = batch * kBatch + i;
+          MultiplyAdd<kRows>(
+              sums, a[batch % 2][i],
+              TileDescriptor(rings.Rows(x.stage) + piece / 4 * P::kRowTileBytes) + piece % 4 * 2);
         }
         CommitProducts();
       }
@@ -506,7 +528,9 @@ __device__ __forceinline__ void GiveRegisters() {
 template <typename Weights, int kRows, int kWarpgroups>
 __global__ void __launch_bounds__(TilePlan<Weights, kRows, kWarpgroups>::kThreads,
                                   TilePlan<Weights, kRows, kWarpgroups>::kBlocksPerProcessor)
-    TiledProduct(const __grid_constant__ CUtensorMap w_map, const GroupedProduct p, bool early) {
+    TiledProduct(const __grid_constant__ CUtensorMap w_map,
+                 const __grid_constant__ CUtensorMap x_map, const GroupedProduct p, bool early,
+                 bool by_map) {
   using P = TilePlan<Weights, kRows, kWarpgroups>;
   extern __shared__ __align__(1024) unsigned char shared[];
   LetNextKernelStart();
@@ -517,12 +541,13 @@ __global__ void __launch_bounds__(TilePlan<Weights, kRows, kWarpgroups>::kThread
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == P::kConsumers) {
     PrefetchMap(&w_map);
+    if (by_map) PrefetchMap(&x_map);
     for (int stage = 0; stage < P::kWeightStages; ++stage) {
       InitBarrier(rings.WeightsFull(stage), 1);
       InitBarrier(rings.WeightsEmpty(stage), kWarpgroups * 4);
     }
     for (int stage = 0; stage < P::kRowStages; ++stage) {
-      InitBarrier(rings.RowsFull(stage), kRowLoaders / 32);
+      InitBarrier(rings.RowsFull(stage), by_map ? 1 : kGatherers);
       InitBarrier(rings.RowsEmpty(stage), kWarpgroups * 4);
     }
     PublishBarriers();
@@ -549,16 +574,23 @@ __global__ void __launch_bounds__(TilePlan<Weights, kRows, kWarpgroups>::kThread
       const int thread = threadIdx.x - P::kConsumers - 32;
       WaitForPriorKernels();
       const RowRange range = RowsOfGroup(p, work.group);
-      RowLoader<Weights, P, kRows> loader = {p, rings, offsets, work.first_step * Weights::kDepth,
-                                             thread};
+      const int first_k = work.first_step * Weights::kDepth;
+      RowCopier<Weights, P, kRows> copier = {
+          rings, &x_map, work.group * static_cast<int>(p.x_group_stride) + first_k};
+      RowGatherer<Weights, P, kRows> gatherer = {p, rings, offsets, first_k, thread};
       for (int tile = blockIdx.y; tile * kRows < range.count; tile += gridDim.y) {
-        for (int row = thread; row < kRows; row += kRowLoaders) {
-          const int i = tile * kRows + row;
-          const int64_t x_row = i < range.count ? RowAt(p, range, i) / p.pairs_per_row : 0;
-          offsets[row] = i < range.count ? x_row * p.x_stride + work.group * p.x_group_stride : -1;
+        if (by_map) {
+          if (thread == 0) copier.Copy(tile * kRows, work.steps);
+        } else {
+          for (int row = thread; row < kRows; row += kGatherers) {
+            const int i = tile * kRows + row;
+            const int64_t x_row = i < range.count ? RowAt(p, range, i) / p.pairs_per_row : 0;
+            offsets[row] =
+                i < range.count ? x_row * p.x_stride + work.group * p.x_group_stride : -1;
+          }
+          SyncThreads(kGathererBarrier, kGatherers);
+          gatherer.Copy(work.steps);
         }
-        SyncThreads(kLoaderBarrier, kRowLoaders);
-        loader.Load(work.steps);
         __syncwarp();
         SyncCluster();
         SyncCluster();
@@ -571,6 +603,7 @@ __global__ void __launch_bounds__(TilePlan<Weights, kRows, kWarpgroups>::kThread
     Consumer<Weights, P, kRows> consumer;
     consumer.rings = rings;
     consumer.feature = warp * 16;
+    consumer.gathered = !by_map;
     const int row = min(work.group * p.n + work.feature + warp * 16, p.w.n - 1);
     consumer.scales = p.w.scales +
                       row / kFp8BlockRows * ((p.w.k + kFp8BlockColumns - 1) / kFp8BlockColumns) +
@@ -594,22 +627,31 @@ cudaError_t LaunchTiles(const GroupedProduct& p, cudaStream_t stream) {
   const auto kernel = TiledProduct<Weights, kRows, kWarpgroups>;
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, P::kBytes);
-  CUtensorMap w_map;
+  CUtensorMap w_map, x_map{};
   if (error == cudaSuccess) {
     error = MakeTileMap(p.w.data, p.w.n, p.w.k, P::kFeatures, &w_map,
                         Weights::kIsFp8 ? DType::kFloat8E4M3 : DType::kBFloat16);
   }
+  // A tile of x must not reach into the next group's columns.
+  const bool by_map = p.pairs == nullptr && (p.groups == 1 || p.w.k % Weights::kDepth == 0);
+  if (error == cudaSuccess && by_map) {
+    const int64_t columns = (p.groups - 1) * p.x_group_stride + p.w.k;
+    error = MakeTileMap(p.x, p.rows, static_cast<int32_t>(columns), kRows, &x_map, DType::kBFloat16,
+                        p.x_stride);
+  }
   if (error != cudaSuccess) return error;
   const int steps = (p.w.k + Weights::kDepth - 1) / Weights::kDepth;
   const int tiles = (p.n + P::kFeatures - 1) / P::kFeatures;
-  const int slices = Slices(p.groups * ((p.n + kSliceFeatures - 1) / kSliceFeatures), steps);
+  const int slices = p.slices > 0
+                         ? p.slices
+                         : Slices(p.groups * ((p.n + kSliceFeatures - 1) / kSliceFeatures), steps);
   const int row_tiles = p.pairs != nullptr ? 1 : (p.rows + kRows - 1) / kRows;
   // Of few experts hardly any goes without rows.
   const bool early = p.pairs == nullptr || p.groups <= 16 || p.rows >= 4 * p.groups;
   const dim3 grid(static_cast<unsigned>(slices), static_cast<unsigned>(row_tiles),
                   static_cast<unsigned>(p.groups * tiles));
   return LaunchClusters(kernel, grid, dim3(P::kThreads), dim3(static_cast<unsigned>(slices)),
-                        P::kBytes, stream, w_map, p, early);
+                        P::kBytes, stream, w_map, x_map, p, early, by_map);
 }
 
 // Rows of a group: all, or as many as there are of each on average.

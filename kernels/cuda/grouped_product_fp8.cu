@@ -9,6 +9,7 @@ cudaError_t LaunchTiledProductFp8(const GroupedProduct& p, cudaStream_t stream) 
   if (rows <= 8) return LaunchTiles<Fp8Weights, 8, 2>(p, stream);
   if (rows <= 32) return LaunchTiles<Fp8Weights, 32, 2>(p, stream);
   if (rows <= 64) return LaunchTiles<Fp8Weights, 64, 2>(p, stream);
+  if (rows <= 80) return LaunchTiles<Fp8Weights, 80, 2>(p, stream);
   return LaunchTiles<Fp8Weights, 128, 4>(p, stream);
 }
 

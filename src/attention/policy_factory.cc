@@ -6,6 +6,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "src/attention/latent/latent_views.h"
+#include "src/attention/policies/ess/ess_policy.h"
+#include "src/attention/policies/ess/pool_shape.h"
 #include "src/attention/policies/full/full_policy.h"
 #include "src/attention/policies/hgca/hgca_policy.h"
 #include "src/attention/policies/oracle/oracle_policy.h"
@@ -46,8 +48,10 @@ struct Known {
 };
 
 constexpr Known kPolicies[] = {
+    {"ess", NewEssPolicy, Caches::kIndexedLatents, true, EssTierShapesOf},
     {"full", NewFull, Caches::kAny, false, nullptr},
     {"hgca", NewHgca, Caches::kKeysAndValues, true, nullptr},
+    {"offload-naive", NewEssPolicy, Caches::kIndexedLatents, true, EssTierShapesOf},
     {"oracle", NewOraclePolicy, Caches::kKeysAndValues, true, nullptr},
     {"recall", NewRecallPolicy, Caches::kKeysAndValues, true, nullptr},
     {"scout", NewScout, Caches::kKeysAndValues, true, nullptr},

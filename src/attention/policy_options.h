@@ -73,6 +73,22 @@ struct PolicyOptions {
     bool selection_thread = true;
   } hgca;
 
+  // ess; offload-naive is the same without warm-up, LRU and overlap.
+  struct Ess {
+    double sparse_memory_ratio = 0;  // places in HBM to tokens; 0: what HBM has for each slot
+    int least_places = 6400;         // whatever the ratio (ESS, section 3.4)
+    bool warm_up = true;             // false: pools begin empty
+    bool lru = true;                 // false: every entry is fetched in every step
+    enum class Overlap { kNone, kDa, kDba, kLayerWise };
+    Overlap overlap = Overlap::kLayerWise;
+    int transfer_workers = 16;  // multiprocessors that fetch, beside the layer's compute
+    // Of a profile: entries that a sequence misses in a step, by layer, at a context. Empty: none.
+    std::vector<double> misses;
+    int64_t profile_context = 0;
+    // For measurements alone: nothing is fetched, results are wrong.
+    bool skip_transfers = false;
+  } ess;
+
   struct Oracle {
     enum class Selector { kExact, kDigest, kEnds, kRandom };
     Selector selector = Selector::kExact;

@@ -46,7 +46,7 @@ class Writer {
       const absl::Time end = std::max(slice.end, begin);
       lane->second = end;
       Thread(thread, absl::StrCat("stream ", slice.stream, overlaps ? ", overlapping" : ""));
-      json& event = Slice(thread, slice.name, CategoryOf(slice.kind), begin, end);
+      json& event = Slice(thread, slice.name, SliceKindName(slice.kind), begin, end);
       if (slice.kind != TraceSlice::Kind::kKernel) event["args"]["bytes"] = slice.bytes;
     }
     for (const TraceGap& gap : FindGaps(trace_.device)) {
@@ -60,17 +60,6 @@ class Writer {
   }
 
  private:
-  static const char* CategoryOf(TraceSlice::Kind kind) {
-    switch (kind) {
-      case TraceSlice::Kind::kKernel:
-        return "kernel";
-      case TraceSlice::Kind::kCopy:
-        return "copy";
-      case TraceSlice::Kind::kFill:
-        return "fill";
-    }
-    return "";
-  }
   void Name(const char* what, int thread, const std::string& name) {
     events_->push_back({{"ph", "M"},
                         {"pid", process_},

@@ -55,20 +55,10 @@ class ContextMakerImpl : public ContextMaker {
       : prefiller_(std::move(prefiller)), device_(device), model_(model) {}
 
   absl::StatusOr<Context> Compute(const std::vector<int32_t>& tokens) override {
-    Context context;
-    context.tokens = tokens;
     const CacheLayout& layout = model_->cache_layout();
-    context.kinds = layout.kinds.size();
-    size_t bytes = 0;
-    for (int layer = 0; layer < layout.layers; ++layer) {
-      for (const CacheKind& kind : layout.kinds) {
-        const size_t size = static_cast<size_t>(kind.bytes_per_token * kind.heads) * tokens.size();
-        context.payloads.push_back({bytes, size, 0});
-        bytes += size;
-      }
-    }
+    Context context = EmptyContext(tokens, layout);
     SLUICE_ASSIGN_OR_RETURN(context.memory,
-                            device_->Allocate(MemoryKind::kDevice, bytes, "a context"));
+                            device_->Allocate(MemoryKind::kDevice, context.bytes(), "a context"));
     KeepingSink sink(layout, &context, device_);
     SamplingParams greedy;
     greedy.temperature = 0;
@@ -104,6 +94,21 @@ void WritePayload(const Context& context, const HomeRange& range, ContextReader&
 }
 
 }  // namespace
+
+Context EmptyContext(const std::vector<int32_t>& tokens, const CacheLayout& layout) {
+  Context context;
+  context.tokens = tokens;
+  context.kinds = layout.kinds.size();
+  size_t bytes = 0;
+  for (int layer = 0; layer < layout.layers; ++layer) {
+    for (const CacheKind& kind : layout.kinds) {
+      const size_t size = static_cast<size_t>(kind.bytes_per_token * kind.heads) * tokens.size();
+      context.payloads.push_back({bytes, size, 0});
+      bytes += size;
+    }
+  }
+  return context;
+}
 
 ContextReader::ContextReader(Device* device)
     : stream_(device->NewStream(Device::StreamKind::kCopy)) {

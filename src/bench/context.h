@@ -31,7 +31,15 @@ struct Context {
   const Payload& payload(int layer, size_t kind) const {
     return payloads[static_cast<size_t>(layer) * kinds + kind];
   }
+  Payload& payload(int layer, size_t kind) {
+    return payloads[static_cast<size_t>(layer) * kinds + kind];
+  }
+  // Of all payloads.
+  size_t bytes() const { return payloads.back().offset + payloads.back().bytes; }
 };
+
+// A context whose payloads have their places, without memory.
+Context EmptyContext(const std::vector<int32_t>& tokens, const CacheLayout& layout);
 
 // Reads contexts into the host's memory. One thread at a time.
 class ContextReader {

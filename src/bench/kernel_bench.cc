@@ -101,6 +101,9 @@ class KernelBench {
         RunOne(path, *NewSparseAttention(c, path, &arena_));
       }
     }
+    if (Wanted("latent") && path.sparse_mla != nullptr) {
+      for (const auto& make : LatentOperators(path, &arena_)) RunOne(path, *make());
+    }
     if (Wanted("attention") || Wanted("prefill")) {
       RunOne(path, *NewAttention(kernels::PrefillCase(kPrefillTokens), path, &arena_));
     }
@@ -213,7 +216,8 @@ int RunKernelBench(const Invocation& invocation) {
   flags.Integers("threads", "threads that share an operator; several: one table each", 1, 1024,
                  &o.threads);
   flags.Choice("path", paths, "instruction set; of those that this processor has", &o.path);
-  flags.Choice("only", {"all", "linear", "attention", "sparse", "sample", "prefill", "policies"},
+  flags.Choice("only",
+               {"all", "linear", "attention", "sparse", "latent", "sample", "prefill", "policies"},
                "which operators", &o.only);
   flags.Choice("device", {"cpu", "cuda"}, "where those of --only policies run", &o.device);
   flags.Text("match", "TEXT", "of those, the ones whose names have it", &o.match);

@@ -13,18 +13,6 @@ namespace {
 
 constexpr size_t kShownLayers = 3;
 
-const char* NameOf(TraceSlice::Kind kind) {
-  switch (kind) {
-    case TraceSlice::Kind::kKernel:
-      return "kernel";
-    case TraceSlice::Kind::kCopy:
-      return "copy";
-    case TraceSlice::Kind::kFill:
-      return "fill";
-  }
-  return "";
-}
-
 }  // namespace
 
 nlohmann::json LayerTimeline(const StepTrace& trace, int layers) {
@@ -63,7 +51,7 @@ nlohmann::json LayerTimeline(const StepTrace& trace, int layers) {
     if (slice.end <= first || slice.begin >= last) continue;
     slices.push_back({{"stream", slice.stream},
                       {"name", slice.name},
-                      {"kind", NameOf(slice.kind)},
+                      {"kind", SliceKindName(slice.kind)},
                       {"begin", absl::ToDoubleSeconds(slice.begin - first)},
                       {"end", absl::ToDoubleSeconds(slice.end - first)}});
   }

@@ -16,6 +16,7 @@
 #include "src/base/status_macros.h"
 #include "src/bench/bench_device.h"
 #include "src/bench/chrome_trace.h"
+#include "src/bench/latent_context.h"
 #include "src/bench/layer_timeline.h"
 #include "src/bench/policies_options.h"
 #include "src/bench/policies_report.h"
@@ -110,10 +111,13 @@ class PoliciesBench {
     }
     if (options_.topic_drift) {
       model.weights = [this](const ModelConfig& config) {
-        return TopicDriftWeights(config, Drift());
+        return config.latent.has_value() ? LatentDriftWeights(config, PathsOfDrift())
+                                         : TopicDriftWeights(config, Drift());
       };
     }
+    if (options_.latent) model.kv_dtype = DType::kFloat8E4M3;
     SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(model, &bench_device_->device()));
+    twin_ = options_.latent && options_.topic_drift ? std::optional(model) : std::nullopt;
     world_.device = &bench_device_->device();
     world_.model = model_.get();
     world_.max_context = model_->max_context();
@@ -124,19 +128,15 @@ class PoliciesBench {
     world_.options.workers = static_cast<int>(options_.workers);
     world_.options.scout.recall = !options_.no_recall;
     world_.options.hgca.window_tokens = static_cast<int>(options_.hgca_window);
-    if (hbm_ == nullptr) {  // layouts do not change from drift to drift
+    if (tiers_ == nullptr) {
       clock_.Begin("pools");
-      const auto pool = [&](const char* name, MemoryKind kind, const std::string& bytes) {
-        return NewBenchPool(*world_.device, *model_, name, kind,
-                            static_cast<int64_t>(*ParseBytes(bytes)));
-      };
-      SLUICE_ASSIGN_OR_RETURN(hbm_, pool("hbm", MemoryKind::kDevice, options_.hbm_bytes));
-      SLUICE_ASSIGN_OR_RETURN(dram_, pool("dram", MemoryKind::kPinned, options_.dram_bytes));
+      SLUICE_ASSIGN_OR_RETURN(
+          tiers_,
+          BenchTiers::Create(*world_.device, static_cast<int64_t>(*ParseBytes(options_.hbm_bytes)),
+                             static_cast<int64_t>(*ParseBytes(options_.dram_bytes))));
     }
-    world_.hbm = hbm_.get();
-    world_.dram = dram_.get();
     clock_.Pause();
-    return absl::OkStatus();
+    return tiers_->Cut(&world_, "full");
   }
 
   TopicDrift Drift() const {
@@ -150,12 +150,27 @@ class PoliciesBench {
     return drift;
   }
 
+  LatentDrift PathsOfDrift() const {
+    LatentDrift drift = options_.latent_drift;
+    drift.seed = static_cast<uint64_t>(options_.seed);
+    drift.topics = static_cast<int>(options_.topics);
+    drift.paths = static_cast<int>(options_.paths);
+    return drift;
+  }
+
   int steps() const { return static_cast<int>(options_.steps); }
 
   // A few: their prefill takes longer than what is measured.
   absl::StatusOr<std::vector<Context>> Contexts(int tokens) {
-    SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<ContextMaker> maker,
-                            ContextMaker::Create(tokens, world_.device, world_.model));
+    std::unique_ptr<Model> twin;
+    std::unique_ptr<ContextMaker> maker;
+    if (twin_.has_value()) {
+      clock_.Begin("contexts", "a twin of the model");
+      SLUICE_ASSIGN_OR_RETURN(twin, LoadTwin(*twin_, PathsOfDrift(), world_.device));
+      SLUICE_ASSIGN_OR_RETURN(maker, NewTwinContextMaker(tokens, world_.device, twin.get()));
+    } else {
+      SLUICE_ASSIGN_OR_RETURN(maker, ContextMaker::Create(tokens, world_.device, world_.model));
+    }
     SplitMix64 random(static_cast<uint64_t>(options_.seed));
     std::vector<Context> out;
     for (int i = 0; i < static_cast<int>(options_.distinct); ++i) {
@@ -239,6 +254,7 @@ class PoliciesBench {
   absl::Status RunOnePolicy(const std::string& policy, const std::vector<Context>& contexts,
                             std::vector<PolicyRun>* runs) {
     const int context = static_cast<int>(contexts[0].tokens.size());
+    SLUICE_RETURN_IF_ERROR(tiers_->Cut(&world_, policy));
     PolicyWorld world = world_;
     if (WantsMeanSelection(policy)) {
       clock_.Begin("beta of hgca", policy);
@@ -352,7 +368,8 @@ class PoliciesBench {
   RunClock clock_;
   double drift_ = 0;
   std::unique_ptr<Model> model_;
-  std::unique_ptr<PagePool> hbm_, dram_;
+  std::optional<Model::Options> twin_;  // where contexts are computed by one
+  std::unique_ptr<BenchTiers> tiers_;
   StepTraffic rates_;
   std::optional<QualityTexts> texts_;
   PolicyWorld world_;

@@ -8,6 +8,7 @@
 #include "src/bench/flags.h"
 #include "src/bench/policy_choice.h"
 #include "src/config/units.h"
+#include "src/model/model_config.h"
 
 namespace sluice {
 namespace {
@@ -30,7 +31,9 @@ hgca with the beta for which the CPU attends, on average, to what the budget lea
 --topic-drift takes config.json alone and makes a model and contexts whose attention is sparse and drifts;
 --statistics N says first how a workload behaves over N steps: how well queries are predicted, how fast the
 important blocks change, and what of policy scout's budget the CPU gets if nothing is recalled. --drift takes
-several values, and everything is run for each.
+several values, and everything is run for each. Of a model with an indexer (DeepSeek-V3.2) each layer sees one
+of --paths paths, from --slowest to --fastest; its contexts have that model's index keys and entries of other
+values.
 
 --quality compares with policy full instead, on texts as tokens (tools/sluice texts): every step is given the
 text's own tokens, and its logits are compared; pass keys that are hidden in a text are asked for.
@@ -59,6 +62,9 @@ std::optional<std::string> Wrong(const PoliciesBenchOptions& o) {
       return absl::StrCat(flag, " takes a size such as 256MiB, but is '", value, "'");
     }
   }
+  if (o.latent && o.statistics > 0) return "--statistics is for models without latent caches";
+  if (o.latent && o.quality) return "--quality is for models without latent caches";
+  if (o.latent && o.drifts.size() > 1) return "--drift of several values: set --slowest, --fastest";
   if (!o.topic_drift && o.drifts.size() > 1) return "--drift needs --topic-drift";
   if (o.block_tokens % 16 != 0) return "--block-tokens takes a multiple of 16";
   for (const int64_t batch : o.batches) {
@@ -120,6 +126,10 @@ std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBen
   flags.Integer("topics", "of the path", 1, 1 << 20, &o->topics);
   flags.Integer("segment", "tokens of the path that a context has at a time", 1, 1 << 20,
                 &o->segment);
+  flags.Number("slowest", "drift of the slowest path, of models with an indexer", 0, 1,
+               &o->latent_drift.slowest);
+  flags.Number("fastest", "drift of the fastest", 0, 1, &o->latent_drift.fastest);
+  flags.Integer("paths", "of which each layer's indexer sees one", 1, 64, &o->paths);
   flags.Switch("quality",
                "compare logits and pass keys with full, at a budget of a quarter of the context",
                &o->quality);
@@ -138,6 +148,9 @@ std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBen
     }
     o->drifts.push_back(drift);
   }
+  // What is wrong with the model is said where it is loaded.
+  const absl::StatusOr<ModelConfig> config = LoadModelConfig(o->model);
+  o->latent = config.ok() && config->latent.has_value();
   if (const auto wrong = Wrong(*o)) return Usage(*wrong);
   absl::StatusOr<std::vector<std::string>> parsed = ParsePolicies(o->policies);
   if (!parsed.ok()) return Usage(absl::StrCat("--policies: ", parsed.status().message()));
@@ -147,6 +160,13 @@ std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBen
 
 std::string WorkloadName(const PoliciesBenchOptions& o, double drift) {
   if (!o.topic_drift) return o.texts.empty() ? "random tokens" : o.texts;
+  if (o.latent) {
+    return absl::StrFormat(
+        "topic drift of indexers (%d paths, drift %g to %g, noise %g, head change %g, %d topics, "
+        "segments of %d, seed %d)",
+        o.paths, o.latent_drift.slowest, o.latent_drift.fastest, o.latent_drift.noise,
+        o.latent_drift.head_change, o.topics, o.segment, o.seed);
+  }
   return absl::StrFormat(
       "topic drift (drift %g, noise %g, head change %g, layer change %g, sharpness %g, %d topics, "
       "segments of %d, seed %d)",

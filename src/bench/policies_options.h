@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "src/attention/policy_options.h"
+#include "src/bench/latent_drift.h"
 #include "src/bench/subcommand.h"
 #include "src/bench/topic_drift.h"
 
@@ -18,6 +19,9 @@ struct PoliciesBenchOptions {
   bool dummy = false, quality = false, topic_drift = false, no_recall = false, largest = true,
        trace = true;
   TopicDrift drift;
+  LatentDrift latent_drift;
+  int64_t paths = 8;
+  bool latent = false;         // the model has latent caches
   std::vector<double> drifts;  // one after the other
   int64_t topics = 256, segment = 96, statistics = 0;
   int64_t threads = 0, workers = 1, steps = 16, most = 16, seed = 1, distinct = 4;

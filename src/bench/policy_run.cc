@@ -53,11 +53,31 @@ bool OnlyMoves(const std::string& kernel) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<PagePool>> NewBenchPool(Device& device, const Model& model,
-                                                       const char* name, MemoryKind kind,
-                                                       int64_t bytes) {
-  SLUICE_ASSIGN_OR_RETURN(Buffer arena, device.Allocate(kind, static_cast<size_t>(bytes), name));
-  return PagePool::Create(name, model.cache_layout(), std::move(arena));
+BenchTiers::BenchTiers(Buffer hbm, Buffer dram)
+    : hbm_memory_(std::move(hbm)), dram_memory_(std::move(dram)) {}
+
+absl::StatusOr<std::unique_ptr<BenchTiers>> BenchTiers::Create(Device& device, int64_t hbm_bytes,
+                                                               int64_t dram_bytes) {
+  SLUICE_ASSIGN_OR_RETURN(
+      Buffer hbm, device.Allocate(MemoryKind::kDevice, static_cast<size_t>(hbm_bytes), "hbm"));
+  SLUICE_ASSIGN_OR_RETURN(
+      Buffer dram, device.Allocate(MemoryKind::kPinned, static_cast<size_t>(dram_bytes), "dram"));
+  return std::unique_ptr<BenchTiers>(new BenchTiers(std::move(hbm), std::move(dram)));
+}
+
+absl::Status BenchTiers::Cut(PolicyWorld* world, const std::string& name) {
+  world->options.hbm_bytes = static_cast<int64_t>(hbm_memory_.bytes());
+  world->options.dram_bytes = static_cast<int64_t>(dram_memory_.bytes());
+  const TierShapes shapes = TierShapesOf(OptionsOf(*world, name), world->model->cache_layout());
+  const auto pool = [](const char* tier, const TierShape& shape, const Buffer& memory) {
+    return PagePool::Create(tier, shape,
+                            Buffer(memory.data(), memory.bytes(), [](void*, size_t) {}));
+  };
+  SLUICE_ASSIGN_OR_RETURN(hbm_, pool("hbm", shapes.hbm, hbm_memory_));
+  SLUICE_ASSIGN_OR_RETURN(dram_, pool("dram", shapes.dram, dram_memory_));
+  world->hbm = hbm_.get();
+  world->dram = dram_.get();
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::unique_ptr<AttentionPolicy>> SetUpPolicy(const PolicyWorld& world,

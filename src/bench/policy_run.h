@@ -32,10 +32,22 @@ struct PolicyWorld {
   PolicyOptions options;  // device, pools, slots and sizes are filled in for each policy
 };
 
-// A pool of `bytes` for the caches of the world's model.
-absl::StatusOr<std::unique_ptr<PagePool>> NewBenchPool(Device& device, const Model& model,
-                                                       const char* name, MemoryKind kind,
-                                                       int64_t bytes);
+// Both tiers' memory, which is cut anew for each policy: to pin 100 GiB takes half a minute.
+class BenchTiers {
+ public:
+  // RESOURCE_EXHAUSTED names the tier.
+  static absl::StatusOr<std::unique_ptr<BenchTiers>> Create(Device& device, int64_t hbm_bytes,
+                                                            int64_t dram_bytes);
+  // Pools as the policy of that name wants them, in world->hbm and world->dram; those of before
+  // end. REQUIRES: nobody has anything of them.
+  absl::Status Cut(PolicyWorld* world, const std::string& name);
+
+ private:
+  BenchTiers(Buffer hbm, Buffer dram);
+
+  const Buffer hbm_memory_, dram_memory_;
+  std::unique_ptr<PagePool> hbm_, dram_;
+};
 
 // REQUIRES: no other policy has anything of the pools. The policy's errors, with its name.
 absl::StatusOr<std::unique_ptr<AttentionPolicy>> SetUpPolicy(const PolicyWorld& world,

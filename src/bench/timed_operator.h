@@ -12,6 +12,7 @@
 
 #include "kernels/kernel_cases.h"
 #include "kernels/kernel_table.h"
+#include "kernels/latent_cases.h"
 #include "src/bench/timing.h"
 
 namespace sluice {
@@ -60,6 +61,10 @@ std::unique_ptr<TimedOperator> NewSparseAttention(const kernels::TimedSparseCase
                                                   OperandArena* arena);
 std::unique_ptr<TimedOperator> NewSample(const kernels::SampleCase& shape,
                                          const kernels::KernelTable& path, int workers);
+// Those of latent attention and of experts, each made when its turn comes: they take much memory.
+// REQUIRES: the path has them.
+std::vector<std::function<std::unique_ptr<TimedOperator>()>> LatentOperators(
+    const kernels::KernelTable& path, OperandArena* arena);
 // One layer of SmolLM2 over a prompt of `tokens` tokens: its products and causal attention, which
 // is nearly all the arithmetic of a prefill. Not checked as a whole: its parts are.
 std::unique_ptr<TimedOperator> NewPrefillLayer(int32_t tokens, bool attention,

@@ -4,6 +4,18 @@
 
 namespace sluice {
 
+const char* SliceKindName(TraceSlice::Kind kind) {
+  switch (kind) {
+    case TraceSlice::Kind::kKernel:
+      return "kernel";
+    case TraceSlice::Kind::kCopy:
+      return "copy";
+    case TraceSlice::Kind::kFill:
+      return "fill";
+  }
+  return "";
+}
+
 std::string ShortKernelName(const std::string& signature) {
   std::string name = absl::StrReplaceAll(signature, {{"(anonymous namespace)::", ""},
                                                      {"sluice::kernels::cuda::", ""},

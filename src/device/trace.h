@@ -23,6 +23,8 @@ struct TraceSlice {
   // Slices that were launched as one (a graph) share this; 0: launched by itself.
   uint64_t launch = 0;
 };
+// "kernel", "copy", "fill".
+const char* SliceKindName(TraceSlice::Kind kind);
 
 // Notes all that runs on a device's streams while it is alive. Any thread. One at a time in a
 // process.

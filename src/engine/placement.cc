@@ -119,6 +119,7 @@ bool EngineImpl::Admit(Sequence& sequence, Promise promise, absl::Time now) {
   } else {
     sequence.preempted += now - sequence.preempted_at;
   }
+  parts_.policy->BeginPrompt(slot, sequence.prompt_length);
   sequence.prompt_ended = !parts_.policy->NeedsEndPrompt();
   EndPromptIfDone(sequence);
   batch_->Join(*stream_, slot, sequence.tokens, sequence.request.sampling, *sequence.seed,

@@ -26,6 +26,14 @@ kernels::GroupReduction ReductionOf(const std::string& name) {
   return kernels::GroupReduction::kMax;
 }
 
+PolicyOptions::Ess::Overlap OverlapOf(const std::string& name) {
+  using Overlap = PolicyOptions::Ess::Overlap;
+  return name == "none"  ? Overlap::kNone
+         : name == "da"  ? Overlap::kDa
+         : name == "dba" ? Overlap::kDba
+                         : Overlap::kLayerWise;
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Device>> NewDevice(const Config& config) {
@@ -92,6 +100,12 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
   o.hgca.beta = static_cast<float>(config.hgca_beta());
   o.hgca.alpha = static_cast<float>(config.hgca_alpha());
   o.hgca.reduction = ReductionOf(config.hgca_reduction());
+  o.ess.sparse_memory_ratio = config.ess_sparse_memory_ratio();
+  o.ess.least_places = static_cast<int>(config.ess_least_places());
+  o.ess.warm_up = config.ess_warm_up();
+  o.ess.lru = config.ess_lru();
+  o.ess.overlap = OverlapOf(config.ess_overlap());
+  o.ess.transfer_workers = static_cast<int>(config.ess_transfer_workers());
   const std::string& selector = config.oracle_selector();
   o.oracle.selector = selector == "digest"   ? Selector::kDigest
                       : selector == "ends"   ? Selector::kEnds

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "kernels/kernel_table.h"
 #include "src/base/dtype.h"
 #include "src/model/checkpoint.h"
@@ -57,11 +58,19 @@ double Recall(const std::vector<int32_t>& got, const std::vector<int32_t>& want)
 }
 
 struct Outcome {
-  double worst = 0;      // step's difference
+  std::vector<double> steps;  // the logits' differences
+  double worst = 0;
+  double median = 0;
   double recall = 0;     // of all steps and layers
   int other_tokens = 0;  // steps whose best token is another, with a margin above kNearTie
   static constexpr float kNearTie = 0.05f;
 };
+
+void Summarise(Outcome* out) {
+  std::sort(out->steps.begin(), out->steps.end());
+  out->worst = out->steps.back();
+  out->median = out->steps[out->steps.size() / 2];
+}
 
 enum class From { kTokens, kGoldenCaches, kGoldenCachesAndSelections };
 
@@ -102,7 +111,7 @@ Outcome Force(LatentTeacher& teacher, const GoldenCase& golden, From from) {
   int lists = 0;
   for (size_t step = 0; step < golden.tokens.size(); ++step) {
     const float* want = &golden.logits[step * vocab];
-    out.worst = std::max(out.worst, Difference(logits, want));
+    out.steps.push_back(Difference(logits, want));
     const auto best = std::max_element(logits.begin(), logits.end()) - logits.begin();
     if (best != golden.tokens[step] && golden.margin[step] > Outcome::kNearTie) ++out.other_tokens;
     const auto selected = GoldenSelection(golden, step);
@@ -112,13 +121,14 @@ Outcome Force(LatentTeacher& teacher, const GoldenCase& golden, From from) {
     force(step + 1);
     logits = teacher.Step(prompt + static_cast<int>(step), 1, /*generates=*/true);
   }
-  out.recall /= lists;
+  out.recall /= std::max(lists, 1);
+  Summarise(&out);
   return out;
 }
 
 std::string Text(const Outcome& out) {
-  return absl::StrCat("worst step ", out.worst, ", recall ", out.recall, ", other tokens ",
-                      out.other_tokens);
+  return absl::StrCat("worst step ", out.worst, ", median ", out.median, ", recall ", out.recall,
+                      ", other tokens ", out.other_tokens);
 }
 
 TEST_CASE("latent models on reference kernels with float32 caches match transformers to 1e-3") {
@@ -152,8 +162,10 @@ TEST_CASE("packed caches on reference kernels cost what quantising costs") {
       if (c == kSelectiveCase) {
         CHECK(out.recall >= 0.88);
       } else {
-        // One step of this model meets 0.216, the others of all cases stay below 0.15.
+        // In the fp8 model's case 0 a single step turns on what quantising takes away: 0.19 there
+        // with float32 caches whose elements were rounded so, their arithmetic exact.
         CHECK(out.worst <= (name == "tiny-deepseek-v32-fp8" && c == 0 ? 0.25 : 0.15));
+        CHECK(out.median <= 0.08);
         CHECK(out.recall == 1.0);
       }
     }
@@ -181,6 +193,145 @@ TEST_CASE("padded rows of a latent model change nothing") {
       CHECK(caches[0] == caches[1]);
     }
   }
+}
+
+// How far a path may be from transformers, and from the float64 reference over the same packed
+// caches. Paths with float32 activations have rounded the weights of the fp8 model to bf16, once;
+// measured 0.012 (what bf16 caches cost) and 1.5e-5 on the bf16 model, 0.027 and 0.039 on the fp8
+// one. The others round every activation, and on a GPU the probabilities; in a random model that
+// turns over a router's choice now and then, which shows in a single step: measured medians 0.022,
+// worst 0.108.
+struct Bounds {
+  double golden, golden_median;  // bf16 caches, golden selections
+  double packed, packed_median;
+  double overlap;  // of selections, mean
+};
+Bounds BoundsOf(const std::string& path, const std::string& model) {
+  const bool wide = path == "portable" || path == "avx2" || path == "reference";
+  if (!wide) return {0.15, 0.04, 0.15, 0.04, 0.93};
+  if (model == "tiny-deepseek-v32") return {0.015, 0.012, 5e-3, 5e-3, 0.97};
+  return {0.04, 0.025, 0.05, 0.03, 0.97};
+}
+
+void CheckAgainstGolden(const std::string& path) {
+  for (const std::string& name : fixtures::TinyLatentModels()) {
+    const Bounds bounds = BoundsOf(path, name);
+    LatentTeacher teacher(fixtures::ModelDir(name), path, DType::kBFloat16);
+    const auto golden = Golden(name);
+    for (size_t c = 0; c < golden.size(); ++c) {
+      const Outcome forced = Force(teacher, golden[c], From::kGoldenCachesAndSelections);
+      INFO(path << ", " << name << " case " << c << ": " << Text(forced));
+      CHECK(forced.worst <= bounds.golden);
+      CHECK(forced.median <= bounds.golden_median);
+      const Outcome own = Force(teacher, golden[c], From::kTokens);
+      INFO("selections its own, prompt too: " << Text(own));
+      CHECK(own.recall >= bounds.overlap);
+      if (c == kSelectiveCase) continue;
+      CHECK(own.worst <= bounds.golden);
+      CHECK(own.median <= bounds.golden_median);
+    }
+  }
+}
+
+// Steps over the golden prompts' quantised caches: before each the path gets the reference's.
+Outcome StepBeside(LatentTeacher& reference, LatentTeacher& teacher, const GoldenCase& golden) {
+  const int prompt = static_cast<int>(golden.prompt.size());
+  reference.Begin(Joined(golden));
+  teacher.Begin(Joined(golden));
+  reference.SetGolden(golden);
+  Outcome out;
+  for (size_t step = 0; step < golden.tokens.size(); ++step) {
+    const int position = prompt + static_cast<int>(step);
+    teacher.SetCaches(reference.Caches());
+    const std::vector<float> want = reference.Step(position, 1, /*generates=*/true);
+    teacher.Step(position, 1, /*generates=*/true);
+    std::vector<std::vector<int32_t>> selected;
+    for (int layer = 0; layer < teacher.config().layers; ++layer) {
+      selected.push_back(reference.Selected(layer));
+      out.recall += Recall(teacher.Selected(layer), selected.back()) /
+                    static_cast<double>(golden.tokens.size()) / teacher.config().layers;
+    }
+    teacher.ForceSelection(selected);
+    const std::vector<float> got = teacher.Step(position, 1, /*generates=*/true);
+    teacher.ForceSelection({});
+    out.steps.push_back(Difference(got, want.data()));
+  }
+  Summarise(&out);
+  return out;
+}
+
+void CheckAgainstReference(const std::string& path) {
+  for (const std::string& name : fixtures::TinyLatentModels()) {
+    const Bounds bounds = BoundsOf(path, name);
+    LatentTeacher reference(fixtures::ModelDir(name), "reference", DType::kFloat8E4M3);
+    LatentTeacher teacher(fixtures::ModelDir(name), path, DType::kFloat8E4M3);
+    const auto golden = Golden(name);
+    for (size_t c = 0; c < golden.size(); ++c) {
+      const Outcome out = StepBeside(reference, teacher, golden[c]);
+      INFO(path << ", " << name << " packed, case " << c << ": " << Text(out));
+      CHECK(out.worst <= bounds.packed);
+      CHECK(out.median <= bounds.packed_median);
+      CHECK(out.recall >= bounds.overlap);
+    }
+  }
+}
+
+void CheckPath(const std::string& path) {
+  if (!HasPath(path)) return;
+  CheckAgainstGolden(path);
+  CheckAgainstReference(path);
+}
+
+TEST_CASE("latent models on portable kernels") { CheckPath("portable"); }
+TEST_CASE("latent models on AVX2 kernels") { CheckPath("avx2"); }
+TEST_CASE("latent models on AVX-512 BF16 kernels") { CheckPath("avx512bf16"); }
+TEST_CASE("latent models on AMX kernels") { CheckPath("amx"); }
+TEST_CASE("latent models on a GPU", "[cuda]") { CheckPath("cuda"); }
+
+// Without the tensors of the indexer, and as the older family.
+void WriteWithoutIndexer(const std::string& from, const std::string& to) {
+  auto config = nlohmann::json::parse(fixtures::ReadFile(from + "/config.json").value());
+  config["model_type"] = "deepseek_v3";
+  config["architectures"] = {"DeepseekV3ForCausalLM"};
+  for (const char* key : {"index_head_dim", "index_n_heads", "index_topk", "layer_types"}) {
+    config.erase(key);
+  }
+  REQUIRE(fixtures::WriteFile(to + "/config.json", config.dump()).ok());
+  const auto checkpoint = Checkpoint::Open(from);
+  REQUIRE(checkpoint.ok());
+  std::vector<fixtures::RawTensor> tensors;
+  for (const auto& [name, entry] : checkpoint->tensors()) {
+    if (absl::StrContains(name, "indexer")) continue;
+    tensors.push_back({name, entry.tensor->type, entry.tensor->shape,
+                       std::string(reinterpret_cast<const char*>(entry.file->Data(*entry.tensor)),
+                                   entry.tensor->bytes)});
+  }
+  REQUIRE(fixtures::WriteSafetensors(to + "/model.safetensors", tensors).ok());
+}
+
+// Cases 0 and 1 select everything: there the indexer makes no difference.
+void CheckDense(const std::string& path, DType kv_dtype) {
+  if (!HasPath(path)) return;
+  for (const std::string& name : fixtures::TinyLatentModels()) {
+    const fixtures::TempDir dir;
+    WriteWithoutIndexer(fixtures::ModelDir(name), dir.path());
+    LatentTeacher teacher(dir.path(), path, kv_dtype);
+    auto golden = Golden(name);
+    for (size_t c = 0; c < kSelectiveCase; ++c) {
+      golden[c].selected.clear();
+      const Outcome out = Force(teacher, golden[c], From::kTokens);
+      INFO(path << ", " << name << " case " << c << ": " << Text(out));
+      CHECK(out.worst <= (path == "reference" ? 1e-3 : BoundsOf(path, name).golden));
+    }
+  }
+}
+
+TEST_CASE("DeepSeek-V3 attends to everything, as V3.2 does where it selects everything") {
+  CheckDense("reference", DType::kFloat32);
+  for (const char* path : {"portable", "avx512bf16"}) CheckDense(path, DType::kBFloat16);
+}
+TEST_CASE("DeepSeek-V3 attends to everything on a GPU", "[cuda]") {
+  CheckDense("cuda", DType::kBFloat16);
 }
 
 }  // namespace

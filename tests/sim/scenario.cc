@@ -67,6 +67,24 @@ void DrawSparse(SplitMix64& random, int64_t longest, NodeSpec* node) {
   }
 }
 
+// A policy that keeps latent entries in DRAM: pools of a few places, or as large as HBM allows.
+void DrawOffloaded(SplitMix64& random, int64_t longest, NodeSpec* node) {
+  using Overlap = PolicyOptions::Ess::Overlap;
+  PolicyOptions& policy = node->policy;
+  policy.name = OneIn(random, 4) ? "offload-naive" : "ess";
+  policy.recompute_last = OneIn(random, 3);
+  policy.ess.sparse_memory_ratio = OneIn(random, 3) ? 0 : 0.1 + 0.9 * random.Uniform();
+  policy.ess.least_places = static_cast<int>(random.Below(12));
+  policy.ess.warm_up = !OneIn(random, 4);
+  policy.ess.lru = !OneIn(random, 5);
+  policy.ess.overlap = static_cast<Overlap>(random.Below(4));
+  node->overcommit = 1;
+  const int64_t pages = longest / kBlockTokens * kLayers;
+  const int64_t tables = kLayers * int64_t{3} * 4096 / kPageBytes;
+  node->hbm_pages = (pages * 2 + tables) * Between(random, 1, 4) + tables;
+  node->dram_pages = Between(random, pages, pages * 4);
+}
+
 NodeSpec DrawNode(SplitMix64& random, Plant plant) {
   NodeSpec node;
   node.engine.max_sequences = static_cast<uint32_t>(Between(random, 1, 5));
@@ -107,6 +125,10 @@ NodeSpec DrawNode(SplitMix64& random, Plant plant) {
     node.longest = LongestSequence(node);
   } else if (OneIn(random, 2)) {
     node.top_k = static_cast<int>(Between(random, 1, OneIn(random, 3) ? longest : 16));
+    if (OneIn(random, 2)) {
+      DrawOffloaded(random, longest, &node);
+      node.longest = LongestSequence(node);
+    }
   }
   return node;
 }

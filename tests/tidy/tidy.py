@@ -30,7 +30,11 @@ KERNEL_CONTRACTS = {"kernels/params.h": "sluice_kernel_params",
                     "kernels/kernel_table.h": "sluice_kernels",
                     "kernels/weight_formula.h": "sluice_kernels",
                     "kernels/cuda/launch.h": "sluice_kernels_cuda",
-                    "kernels/kernel_cases.h": "sluice_kernels"}
+                    "kernels/kernel_cases.h": "sluice_kernels",
+                    "kernels/latent_cases.h": "sluice_kernels",
+                    "kernels/latent_params.h": "sluice_kernel_params",
+                    "kernels/e4m3.h": "sluice_kernel_params",
+                    "kernels/fp8.h": "sluice_kernel_params"}
 ROOTS = ["src", "kernels", "tests"]
 SOURCES = {".cc", ".cu"}
 HEADERS = {".h", ".cuh"}

@@ -63,7 +63,7 @@ def as_text(status: dict, address: str) -> str:
     ]
     for tier in capacity["tiers"]:
         used, reserved, total = (int(tier[k + "_bytes"]) for k in ("used", "reserved", "capacity"))
-        lines.append(f"  {tier['tier']:4} {tier['kind']:4} [{bar(used, reserved, total)}] "
+        lines.append(f"  {tier['tier']:4} {tier['kind']:6} [{bar(used, reserved, total)}] "
                      f"{bytes_text(used)} used, {bytes_text(reserved)} reserved of {bytes_text(total)}")
     lines.append(f"  sequences: {capacity['running']} running (at most {capacity['max_sequences']}), "
                  f"{capacity['waiting']} waiting; {capacity['transfers']} transfers")

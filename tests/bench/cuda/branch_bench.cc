@@ -167,12 +167,15 @@ int Run() {
     s.After(s.Branch(0));
     bench.Main(s, kKernels - 8);
   });
-  bench.Measure("the same with two branches and joins", [&](Stream& s, int) {
+  const auto fork_two = [&](Stream& s) {
     bench.Main(s, 2);
     s.Branch(0).After(s);
     s.Branch(1).After(s);
     bench.Side(s.Branch(0), 2);
     bench.Side(s.Branch(1), 3);
+  };
+  bench.Measure("the same with two branches and joins", [&](Stream& s, int) {
+    fork_two(s);
     bench.Main(s, 4);
     s.After(s.Branch(0));
     bench.Main(s, 2);
@@ -180,11 +183,7 @@ int Run() {
     bench.Main(s, kKernels - 8);
   });
   bench.Measure("two forks, one join of both", [&](Stream& s, int) {
-    bench.Main(s, 2);
-    s.Branch(0).After(s);
-    s.Branch(1).After(s);
-    bench.Side(s.Branch(0), 2);
-    bench.Side(s.Branch(1), 3);
+    fork_two(s);
     bench.Main(s, 6);
     s.After(s.Branch(0));
     s.After(s.Branch(1));

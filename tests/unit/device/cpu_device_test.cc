@@ -6,6 +6,8 @@
 #include <thread>
 #include <vector>
 
+#include "kernels/e4m3.h"
+#include "src/base/dtype.h"
 #include "src/device/cpu/cpu_device.h"
 #include "src/device/cpu/cpu_stream.h"
 #include "src/device/cpu/cpu_team.h"
@@ -175,6 +177,76 @@ TEST_CASE("matrices prepared together are one below the other") {
         want += x[k] * BFloat16ToFloat(w);
       }
       CHECK(y[row] == Approx(want));
+    }
+  }
+}
+
+TEST_CASE("parts of any form are prepared together, exactly where the kernels are exact") {
+  constexpr int kColumns = 200, kRows = 150;  // neither a multiple of a block of scales
+  const auto element = [](int row, int col, int salt) { return (row * 31 + col * 7 + salt) % 15; };
+  std::vector<uint16_t> bf16;
+  std::vector<float> floats;
+  std::vector<uint8_t> fp8;
+  const std::vector<float> scales = {0.1f, 0.3f, 0.7f, 1.1f};  // [2][2]
+  for (int row = 0; row < kRows; ++row) {
+    for (int col = 0; col < kColumns; ++col) {
+      bf16.push_back(FloatToBFloat16(static_cast<float>(element(row, col, 0)) - 7));
+      floats.push_back(static_cast<float>(element(row, col, 1)) / 3);
+      fp8.push_back(kernels::FloatToE4M3(static_cast<float>(element(row, col, 2)) - 7));
+    }
+  }
+  const kernels::WeightFormula formula{123, 0.5f, 0.0f};
+  const std::vector<MatrixPart> parts = {
+      {.data = bf16.data(), .rows = kRows},
+      {.data = nullptr, .rows = kRows, .values = floats.data()},
+      {.data = nullptr, .rows = kRows, .fp8 = fp8.data(), .scales = scales.data()},
+      {.data = nullptr, .rows = kRows, .formula = formula, .fp8_formula = true},
+      {.data = nullptr, .rows = kRows, .formula = formula}};
+  const auto want = [&](int part, int row, int col) -> float {
+    const auto i = static_cast<size_t>(row * kColumns + col);
+    switch (part) {
+      case 0:
+        return BFloat16ToFloat(bf16[i]);
+      case 1:
+        return floats[i];
+      case 2:
+        return kernels::E4M3ToFloat(fp8[i]) *
+               scales[static_cast<size_t>(row / 128 * 2 + col / 128)];
+      case 3:
+        return kernels::E4M3ToFloat(kernels::FormulaE4M3(formula, i)) *
+               kernels::FormulaScale(formula);
+      default:
+        return BFloat16ToFloat(kernels::FormulaElement(formula, i));
+    }
+  };
+  for (const char* name : {"reference", "portable"}) {
+    auto device = NewCpuDevice({name, 2});
+    REQUIRE(device.ok());
+    const auto weight = (*device)->kernels().Prepare(parts, kColumns);
+    REQUIRE(weight.ok());
+    REQUIRE(weight->matrix.n == 5 * kRows);
+    const bool exact = std::string(name) == "reference";
+    CHECK((weight->matrix.layout == kernels::WeightLayout::kFloat32) == exact);
+    const auto stream = (*device)->NewStream(Device::StreamKind::kCompute);
+    const auto done = (*device)->NewEvent();
+    for (const int col : {0, 63, 127, 128, 199}) {  // a column at a time
+      std::vector<float> x(kColumns), y(5 * kRows, 99.0f);
+      x[static_cast<size_t>(col)] = 1;
+      kernels::LinearParams linear{};
+      linear.x = x.data();
+      linear.w = weight->matrix;
+      linear.y = y.data();
+      linear.rows = 1;
+      linear.x_type = DType::kFloat32;
+      (*device)->kernels().Linear(*stream, linear);
+      stream->Record(*done);
+      done->Wait();
+      for (int row = 0; row < 5 * kRows; ++row) {
+        INFO(name << ", part " << row / kRows << ", row " << row % kRows << ", column " << col);
+        const float value = want(row / kRows, row % kRows, col);
+        REQUIRE(y[static_cast<size_t>(row)] ==
+                (exact ? value : BFloat16ToFloat(FloatToBFloat16(value))));
+      }
     }
   }
 }

@@ -1,0 +1,462 @@
+#include "src/attention/policies/ess/ess_policy.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "src/attention/latent/index_selection.h"
+#include "src/attention/offload/selection_counters.h"
+#include "src/attention/policies/ess/ess_tier.h"
+#include "src/attention/policies/ess/schedule.h"
+#include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
+
+namespace sluice {
+namespace {
+
+using kernels::DType;
+
+// ESS, section 3.2: "the Top-2K Latent-Cache IDs selected within the last 32 windows".
+constexpr int32_t kWarmRows = 32;
+// Layers whose new entries go home together: fewer launches, and most of them beneath the layers
+// that follow.
+constexpr int kWriteLayers = 8;
+
+class EssPolicy : public AttentionPolicy {
+ public:
+  static absl::StatusOr<std::unique_ptr<AttentionPolicy>> Create(const PolicyOptions& options);
+
+  const std::string& name() const override { return options_.name; }
+  Footprint FootprintOf(int64_t context, int64_t total) const override {
+    return tier_->FootprintOf(context, total);
+  }
+  int64_t max_tokens() const override { return tier_->max_tokens(); }
+  Room RoomNow() const override { return tier_->RoomNow(); }
+  bool Admit(int slot, int64_t context, int64_t total, Promise promise,
+             std::unique_ptr<SequenceCache>& home) override {
+    SLUICE_CHECK(promise == Promise::kFirm, "nothing is preempted");
+    if (!tier_->Admit(slot, context, total, home)) return false;
+    generates_[static_cast<size_t>(slot)] = false;
+    prompts_[static_cast<size_t>(slot)] = {};
+    return true;
+  }
+  bool Warm(int slot) override { return tier_->Warm(slot); }
+  Event& WarmEvent(int slot) override { return tier_->WarmEvent(slot); }
+  bool Grow(int slot, int64_t tokens) override {
+    tier_->Grow(slot, tokens);
+    return true;
+  }
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                 absl::Span<const int32_t> positions) override;
+  void Release(int slot) override { tier_->Release(slot); }
+  bool MakeFirm(int /*slot*/) override { return true; }
+  bool MakeWayOut(int slot, int64_t tokens) override { return tier_->MakeWayOut(slot, tokens); }
+  void Evict(int slot, int64_t tokens) override { tier_->Evict(slot, tokens); }
+  std::unique_ptr<SequenceCache> TakeHome(int slot) override { return tier_->TakeHome(slot); }
+
+  int decode_rows_per_sequence() const override { return 1; }
+  bool NeedsEndPrompt() const override { return true; }
+  void BeginPrompt(int slot, int64_t tokens) override {
+    prompts_[static_cast<size_t>(slot)].tokens = tokens;
+  }
+  void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override;
+  int last_rows_wanted() const override {
+    return options_.recompute_last && options_.ess.warm_up ? kWarmRows : 0;
+  }
+  int64_t hint_tokens() const override {
+    const int64_t places = tier_->shape().most_places() - 1;
+    return options_.ess.warm_up ? std::min(places, PoolWarmer::kMostEntries) : 0;
+  }
+  PolicyStatistics Statistics() const override { return buffers_.counters->Sum(); }
+  int64_t MetadataBytes(int64_t tokens) const override {  // index keys
+    return tokens * tier_->layout().kinds[kIndexKind].bytes_per_token;
+  }
+
+  bool attends_to_latents() const override { return true; }
+  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override;
+  void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override {
+    params.cache = tier_->Index(layer);
+    kernels().IndexAppend(stream, params);
+  }
+  void AttendLatent(Stream& stream, int layer, const LatentAttention& attention) override;
+  void EndStep(Stream& stream) override {
+    for (int i = 0; i < Stream::kBranches; ++i) stream.After(stream.Branch(i));
+  }
+
+  void Append(Stream& /*stream*/, int /*layer*/, kernels::RopeAppendParams /*params*/) override {
+    SLUICE_CHECK(false, "policy ess attends to latents");
+  }
+  void Attend(Stream& /*stream*/, int /*layer*/, kernels::AttentionParams /*params*/) override {
+    SLUICE_CHECK(false, "policy ess attends to latents");
+  }
+
+ private:
+  // Of the decode rows of a step; lists are [decode_rows][top_k].
+  struct Buffers {
+    Buffer written;  // [layers][decode_rows] entries: a step's new ones, on their way home
+    Buffer resident, arriving, sources, targets;           // int32 lists
+    Buffer resident_counts, arriving_counts, move_counts;  // int32 [decode_rows]
+    Buffer o, lse;  // float [decode_rows][heads][rank], [decode_rows][heads]: Attn0's
+    Buffer scratch;
+    std::unique_ptr<SelectionCounters> counters;
+  };
+  struct Prompt {
+    int64_t tokens = 0;    // 0: not known
+    int64_t replayed = 0;  // of its last rows: those whose selections its pool has seen
+  };
+
+  EssPolicy(const PolicyOptions& options, std::unique_ptr<EssTier> tier,
+            std::unique_ptr<IndexSelection> selection, Buffers buffers)
+      : options_(options),
+        decode_rows_(DecodeRows(options)),
+        tier_(std::move(tier)),
+        selection_(std::move(selection)),
+        buffers_(std::move(buffers)),
+        generates_(static_cast<size_t>(options.slots), false),
+        prompts_(static_cast<size_t>(options.slots)) {}
+
+  static int DecodeRows(const PolicyOptions& options) {
+    return std::max(options.slots, options.device->RowBucket(options.slots));
+  }
+  static absl::StatusOr<Buffers> NewBuffers(const PolicyOptions& options);
+
+  // Branches of a step's stream: for what is fetched, and for what nobody waits for before the
+  // step's end.
+  static Stream& FetchBranch(Stream& stream) { return stream.Branch(1); }
+  static Stream& SettlingBranch(Stream& stream) { return stream.Branch(3); }
+
+  KernelSet& kernels() const { return options_.device->kernels(); }
+  int64_t entry_bytes() const { return tier_->latent().bytes_per_token; }
+  int layers() const { return tier_->layout().layers; }
+  Overlap OverlapOf(int layer, int32_t rows) const;
+  void Select(Stream& stream, int layer, const LatentAttention& a, int32_t first, int32_t rows) {
+    selection_->Select(stream, layer, tier_->Index(layer), a, first, rows);
+  }
+  // Gives places to what rows [row, row + rows) have selected; their lists are from `list` on.
+  kernels::AdmitParams AdmitOf(int layer, const LatentAttention& a, int32_t row, int32_t list,
+                               int32_t rows) const;
+  void Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const;
+  void AttendDecode(Stream& stream, int layer, const LatentAttention& a);
+  void AttendPrompt(Stream& stream, int layer, const LatentAttention& a);
+  // Attention of rows [first, first + rows) over lists of the cache's entries.
+  kernels::SparseMlaParams Attention(const LatentAttention& a, int32_t first, int32_t rows) const;
+
+  const PolicyOptions options_;
+  const int32_t decode_rows_;
+  const std::unique_ptr<EssTier> tier_;
+  const std::unique_ptr<IndexSelection> selection_;
+  const Buffers buffers_;
+  std::vector<bool> generates_;  // by slot: past its prompt, rows are decode rows
+  std::vector<Prompt> prompts_;  // by slot
+  // Rows of the step that is being enqueued whose selections pools are to see. Behind a prompt's
+  // last row the next token's place is made.
+  struct Replay {
+    int32_t row;
+    bool last;
+  };
+  std::vector<Replay> replays_;
+};
+
+void EssPolicy::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                          absl::Span<const int32_t> positions) {
+  tier_->BeginStep(stream, slots, positions, generates_);
+  // The last rows of prompts: which they are depends on the prompt alone, not on its chunks, so
+  // that what a sequence finds in its pool does not depend on its neighbours.
+  replays_.clear();
+  if (!options_.ess.warm_up || !options_.ess.lru) return;
+  for (size_t r = 0; r < slots.size(); ++r) {
+    if (slots[r] < 0 || generates_[static_cast<size_t>(slots[r])]) continue;
+    Prompt& prompt = prompts_[static_cast<size_t>(slots[r])];
+    if (positions[r] < prompt.tokens - kWarmRows || positions[r] >= prompt.tokens) continue;
+    replays_.push_back({static_cast<int32_t>(r), positions[r] + 1 == prompt.tokens});
+    ++prompt.replayed;
+  }
+}
+
+void EssPolicy::EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) {
+  const auto s = static_cast<size_t>(slot);
+  generates_[s] = true;
+  // The pool is what its own last rows left there, and the next token has its place. Hints know
+  // more than a few rows.
+  const Prompt& prompt = prompts_[s];
+  if (prompt.replayed > 0 && prompt.tokens == tokens &&
+      (prompt.replayed >= kWarmRows || hints.empty())) {
+    return;
+  }
+  tier_->WarmUp(slot, tokens, hints, options_.ess.warm_up && options_.ess.lru);
+}
+
+void EssPolicy::AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) {
+  const int32_t decode = params.decode_rows;
+  kernels::LatentAppendParams prompt = params;
+  if (decode > 0) {
+    SLUICE_CHECK(decode <= decode_rows_, "one decode row of a sequence in a step");
+    params.rows = decode;
+    if (options_.ess.lru) {
+      params.cache = tier_->Pool(layer);
+      params.place_of = tier_->Residency(layer).place_of;
+      params.written =
+          buffers_.written.as<uint8_t>() + int64_t{layer} * decode_rows_ * entry_bytes();
+    } else {  // fetched from there with all the others
+      params.cache = tier_->Home(layer);
+    }
+    kernels().LatentAppend(stream, params);
+  }
+  if (prompt.rows == decode) return;
+  prompt.cache = tier_->Home(layer);
+  prompt.kv += decode * prompt.kv_stride;
+  prompt.cos_sin += int64_t{decode} * prompt.cache.rope;
+  prompt.slots += decode;
+  prompt.positions += decode;
+  prompt.rows -= decode;
+  prompt.decode_rows = 0;
+  kernels().LatentAppend(stream, prompt);
+}
+
+Overlap EssPolicy::OverlapOf(int layer, int32_t rows) const {
+  using Choice = PolicyOptions::Ess::Overlap;
+  const PolicyOptions::Ess& ess = options_.ess;
+  Overlap overlap = Overlap::kNone;
+  if (ess.overlap == Choice::kDa) overlap = Overlap::kDa;
+  if (ess.overlap == Choice::kDba) overlap = Overlap::kDba;
+  if (ess.overlap == Choice::kLayerWise) {
+    const auto l = static_cast<size_t>(layer);
+    // Without a profile: DA, which never costs more than a fork and a join.
+    overlap = l >= ess.misses.size()
+                  ? Overlap::kDa
+                  : ChooseOverlap(
+                        EstimateStages({ess.misses[l], ess.profile_context}, rows, entry_bytes(),
+                                       tier_->layout().kinds[kIndexKind].bytes_per_token));
+  }
+  return overlap == Overlap::kDba && rows < 2 ? Overlap::kDa : overlap;
+}
+
+kernels::AdmitParams EssPolicy::AdmitOf(int layer, const LatentAttention& a, int32_t row,
+                                        int32_t list, int32_t rows) const {
+  const kernels::UnitLists selected = selection_->lists();
+  const int64_t at = int64_t{list} * selected.capacity;
+  kernels::AdmitParams admit{};
+  admit.residency = tier_->Residency(layer);
+  admit.slots = a.slots + row;
+  admit.positions = a.positions + row;
+  admit.selected = selected;
+  admit.selected.units += int64_t{row} * selected.capacity;
+  admit.selected.counts += row;
+  admit.resident = buffers_.resident.as<int32_t>() + at;
+  admit.resident_counts = buffers_.resident_counts.as<int32_t>() + list;
+  admit.arriving = buffers_.arriving.as<int32_t>() + at;
+  admit.arriving_counts = buffers_.arriving_counts.as<int32_t>() + list;
+  admit.home = tier_->Home(layer);
+  admit.pool = tier_->Pool(layer);
+  admit.source_units = buffers_.sources.as<int32_t>() + at;
+  admit.target_units = buffers_.targets.as<int32_t>() + at;
+  admit.move_counts = buffers_.move_counts.as<int32_t>() + list;
+  admit.move_capacity = selected.capacity;  // of one row, which a sequence has
+  admit.counters = buffers_.counters->of(layer);
+  admit.rows = rows;
+  admit.ahead = 1;
+  admit.forget = !options_.ess.lru;
+  return admit;
+}
+
+void EssPolicy::Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const {
+  if (options_.ess.skip_transfers) return;
+  const int32_t capacity = selection_->lists().capacity;
+  kernels::TransferParams move{};
+  move.source = tier_->Home(layer).base;
+  move.target = tier_->Pool(layer).base;
+  move.source_pitch = move.target_pitch = entry_bytes();
+  move.source_units = buffers_.sources.as<int32_t>() + int64_t{first} * capacity;
+  move.target_units = buffers_.targets.as<int32_t>() + int64_t{first} * capacity;
+  move.counts = buffers_.move_counts.as<int32_t>() + first;
+  move.lists = rows;
+  move.capacity = capacity;
+  move.unit_bytes = static_cast<int32_t>(entry_bytes());
+  move.max_workers = options_.ess.transfer_workers;
+  kernels().Transfer(stream, move);
+}
+
+kernels::SparseMlaParams EssPolicy::Attention(const LatentAttention& a, int32_t first,
+                                              int32_t rows) const {
+  const int64_t q_row = int64_t{a.heads} * (tier_->Pool(0).rank + tier_->Pool(0).rope);
+  const int64_t out_row = int64_t{a.heads} * tier_->Pool(0).rank;
+  const DType q_type = kernels().activation_type();
+  kernels::SparseMlaParams p{};
+  p.q = static_cast<const uint8_t*>(a.q) + first * q_row * SizeOf(q_type);
+  p.slots = a.slots + first;
+  p.capacity = selection_->lists().capacity;
+  p.out = static_cast<uint8_t*>(a.out) + first * out_row * SizeOf(a.out_type);
+  p.scratch = buffers_.scratch.data();
+  p.scratch_bytes = static_cast<int64_t>(buffers_.scratch.bytes());
+  p.rows = rows;
+  p.heads = a.heads;
+  p.scale = a.scale;
+  p.q_type = q_type;
+  p.out_type = a.out_type;
+  return p;
+}
+
+void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a) {
+  const int32_t rows = a.decode_rows;
+  const Overlap overlap = OverlapOf(layer, rows);
+  // The same operators on the same lists under each schedule, so that results are, to the bit.
+  Stream& fetches = overlap == Overlap::kNone ? stream : FetchBranch(stream);
+  const auto begin = [&](int32_t first, int32_t count) {
+    Select(stream, layer, a, first, count);
+    kernels().Admit(stream, AdmitOf(layer, a, first, first, count));
+    if (overlap != Overlap::kNone) fetches.After(stream);
+    Fetch(fetches, layer, first, count);
+  };
+  const int32_t half = overlap == Overlap::kDba ? rows / 2 : rows;
+  begin(0, half);
+  if (half < rows) begin(half, rows - half);
+  a.make_queries(stream);
+
+  kernels::SparseMlaParams attend = Attention(a, 0, rows);
+  attend.decode_rows = rows;
+  attend.cache = tier_->Pool(layer);
+  attend.entries = buffers_.resident.as<int32_t>();
+  attend.counts = buffers_.resident_counts.as<int32_t>();
+  attend.out = buffers_.o.data();
+  attend.out_type = DType::kFloat32;
+  attend.lse = buffers_.lse.as<float>();
+  kernels().SparseMla(stream, attend);  // Attn0
+  if (overlap != Overlap::kNone) stream.After(fetches);
+  attend.entries = buffers_.arriving.as<int32_t>();
+  attend.counts = buffers_.arriving_counts.as<int32_t>();
+  attend.other_o = buffers_.o.as<float>();
+  attend.other_lse = buffers_.lse.as<float>();
+  attend.out = a.out;
+  attend.out_type = a.out_type;
+  attend.lse = nullptr;
+  kernels().SparseMla(stream, attend);  // Attn1, merged
+
+  if (!options_.ess.lru || ((layer + 1) % kWriteLayers != 0 && layer + 1 != layers())) return;
+  Stream& settling = SettlingBranch(stream);
+  settling.After(stream);
+  tier_->WriteThrough(settling, buffers_.written.data(), layer / kWriteLayers * kWriteLayers,
+                      layer + 1);
+}
+
+// Rows of prompts attend to the home: their sequence has no working set yet.
+void EssPolicy::AttendPrompt(Stream& stream, int layer, const LatentAttention& a) {
+  const int32_t first = a.decode_rows, rows = a.rows - first;
+  Select(stream, layer, a, first, rows);
+  const kernels::UnitLists selected = selection_->lists();
+  kernels::SparseMlaParams attend = Attention(a, first, rows);
+  attend.cache = tier_->Home(layer);
+  attend.entries = selected.units + int64_t{first} * selected.capacity;
+  attend.counts = selected.counts + first;
+  kernels().SparseMla(stream, attend);
+  // LRU warm-up by what was computed here: one row after the other, the oldest first, through the
+  // lists of the first decode row, which is done with them.
+  for (const Replay& replay : replays_) {
+    kernels::AdmitParams admit = AdmitOf(layer, a, replay.row, 0, 1);
+    admit.counters = nullptr;
+    admit.ahead = replay.last ? 1 : 0;
+    kernels().Admit(stream, admit);
+    Fetch(stream, layer, 0, 1);
+  }
+}
+
+void EssPolicy::AttendLatent(Stream& stream, int layer, const LatentAttention& a) {
+  SLUICE_CHECK(a.index_q != nullptr && a.heads == options_.heads, "the model is the policy's");
+  if (a.decode_rows > 0) {
+    AttendDecode(stream, layer, a);
+  } else {
+    a.make_queries(stream);
+  }
+  if (a.rows > a.decode_rows) AttendPrompt(stream, layer, a);
+}
+
+absl::StatusOr<EssPolicy::Buffers> EssPolicy::NewBuffers(const PolicyOptions& options) {
+  Buffers b;
+  const int64_t rows = DecodeRows(options), list = options.index_top_k;
+  const CacheLayout& layout = options.hbm->layout();
+  const auto allocate = [&](Buffer* buffer, int64_t bytes, const char* what) -> absl::Status {
+    SLUICE_ASSIGN_OR_RETURN(
+        *buffer, options.device->Allocate(MemoryKind::kDevice, static_cast<size_t>(bytes),
+                                          absl::StrCat("ess's ", what)));
+    return absl::OkStatus();
+  };
+  SLUICE_RETURN_IF_ERROR(allocate(
+      &b.written, layout.layers * rows * layout.kinds[kLatentKind].bytes_per_token, "new entries"));
+  for (Buffer* lists : {&b.resident, &b.arriving, &b.sources, &b.targets}) {
+    SLUICE_RETURN_IF_ERROR(allocate(lists, rows * list * 4, "lists of entries"));
+  }
+  for (Buffer* counts : {&b.resident_counts, &b.arriving_counts, &b.move_counts}) {
+    SLUICE_RETURN_IF_ERROR(allocate(counts, rows * 4, "lists of entries"));
+  }
+  const int64_t heads = options.heads, rank = options.latent_rank;
+  SLUICE_RETURN_IF_ERROR(allocate(&b.o, rows * heads * rank * 4, "partial results"));
+  SLUICE_RETURN_IF_ERROR(allocate(&b.lse, rows * heads * 4, "partial results"));
+  SLUICE_RETURN_IF_ERROR(
+      allocate(&b.scratch,
+               options.device->kernels().SparseMlaScratchBytes(
+                   static_cast<int32_t>(rows), options.heads, options.latent_rank, list),
+               "partial results"));
+  SLUICE_ASSIGN_OR_RETURN(b.counters,
+                          SelectionCounters::Create(options.device, options.slots, layout));
+  return b;
+}
+
+absl::Status Check(const PolicyOptions& o) {
+  if (!HasIndexKeys(o.dram->layout()) || o.index_top_k == 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("policy: ", o.name,
+                     " needs a model with latent caches and an indexer (deepseek_v32): take "
+                     "--policy full"));
+  }
+  if (!o.device->kernels().HasLatent()) {
+    return absl::UnimplementedError(
+        absl::StrCat("policy: ", o.name, " needs operators of latent attention, which device ",
+                     o.device->name(), " has not"));
+  }
+  const double ratio = o.ess.sparse_memory_ratio;
+  if (!(ratio >= 0 && ratio <= 1)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "ess_sparse_memory_ratio: expected more than 0 and at most 1, or 0 for auto, found ",
+        ratio));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<AttentionPolicy>> EssPolicy::Create(const PolicyOptions& given) {
+  SLUICE_RETURN_IF_ERROR(Check(given));
+  PolicyOptions options = given;
+  if (options.name == "offload-naive") {
+    options.ess.warm_up = options.ess.lru = false;
+    options.ess.overlap = PolicyOptions::Ess::Overlap::kNone;
+  }
+  EssTier::Options tier_options;
+  tier_options.device = options.device;
+  tier_options.hbm = options.hbm;
+  tier_options.dram = options.dram;
+  tier_options.slots = options.slots;
+  tier_options.decode_rows = DecodeRows(options);
+  tier_options.latent_rank = options.latent_rank;
+  tier_options.shape = EssShapeOf(options, options.hbm->layout().kinds[kLatentKind].block_tokens,
+                                  options.hbm->Capacity()[kLatentKind]);
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<EssTier> tier, EssTier::Create(tier_options));
+  IndexSelection::Options selection_options;
+  selection_options.device = options.device;
+  selection_options.max_rows = std::max(options.max_rows, DecodeRows(options));
+  selection_options.decode_rows = DecodeRows(options);
+  selection_options.top_k = options.index_top_k;
+  selection_options.max_context = options.max_context;
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<IndexSelection> selection,
+                          IndexSelection::Create(selection_options));
+  SLUICE_ASSIGN_OR_RETURN(Buffers buffers, NewBuffers(options));
+  return std::unique_ptr<AttentionPolicy>(
+      new EssPolicy(options, std::move(tier), std::move(selection), std::move(buffers)));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<AttentionPolicy>> NewEssPolicy(const PolicyOptions& options) {
+  return EssPolicy::Create(options);
+}
+
+}  // namespace sluice

@@ -1,0 +1,289 @@
+#include "src/attention/policies/ess/ess_tier.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "src/base/failpoint.h"
+#include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
+
+namespace sluice {
+
+absl::StatusOr<std::unique_ptr<EssTier>> EssTier::Create(const Options& options) {
+  SLUICE_CHECK(!options.hbm->overcommitted(), "what is taken at admission is never given up");
+  SLUICE_ASSIGN_OR_RETURN(
+      PoolTables tables,
+      PoolTables::Create(options.device, options.hbm, options.dram, options.slots, options.shape));
+  SLUICE_ASSIGN_OR_RETURN(
+      std::unique_ptr<PoolWarmer> warmer,
+      PoolWarmer::Create(options.device, options.hbm, options.dram, options.shape.most_places()));
+  std::unique_ptr<EssTier> tier(new EssTier(options, std::move(tables), std::move(warmer)));
+  SLUICE_RETURN_IF_ERROR(tier->AllocateTargets());
+  return tier;
+}
+
+EssTier::EssTier(const Options& options, PoolTables tables, std::unique_ptr<PoolWarmer> warmer)
+    : options_(options),
+      tables_(std::move(tables)),
+      slots_(static_cast<size_t>(options.slots)),
+      warmer_(std::move(warmer)),
+      copy_stream_(options.device->NewStream(Device::StreamKind::kCopy)) {
+  for (Slot& slot : slots_) {
+    for (auto* event : {&slot.placed, &slot.cleared, &slot.warm}) {
+      *event = options.device->NewEvent();
+    }
+  }
+}
+
+EssTier::~EssTier() {
+  for (const Slot& slot : slots_) {
+    slot.placed->Wait();
+    slot.cleared->Wait();
+    slot.warm->Wait();
+  }
+  for (const Targets& targets : targets_) {
+    if (targets.done != nullptr) targets.done->Wait();
+  }
+}
+
+absl::Status EssTier::AllocateTargets() {
+  const auto bytes = static_cast<size_t>(layout().layers) *
+                     static_cast<size_t>(options_.decode_rows) * sizeof(int32_t);
+  const auto allocate = [&](Buffer* buffer, MemoryKind kind) -> absl::Status {
+    SLUICE_ASSIGN_OR_RETURN(*buffer,
+                            options_.device->Allocate(kind, bytes, "targets of new entries"));
+    return absl::OkStatus();
+  };
+  SLUICE_RETURN_IF_ERROR(allocate(&device_targets_, MemoryKind::kDevice));
+  SLUICE_RETURN_IF_ERROR(allocate(&target_counts_, MemoryKind::kDevice));
+  for (Targets& targets : targets_) {
+    SLUICE_RETURN_IF_ERROR(allocate(&targets.units, MemoryKind::kPinned));
+    targets.done = options_.device->NewEvent();
+  }
+  const Buffer& staged = targets_[0].units;
+  std::fill_n(staged.as<int32_t>(), layout().layers, options_.decode_rows);
+  copy_stream_->Copy(target_counts_.data(), staged.data(), bytes);
+  copy_stream_->Record(*targets_[0].done);
+  targets_[0].done->Wait();
+  return options_.device->Health();
+}
+
+Footprint EssTier::FootprintOf(int64_t context, int64_t total) const {
+  return {{total, context}, options_.shape.HbmTokens(total)};
+}
+
+int64_t EssTier::max_tokens() const {
+  int64_t low = 0, high = options_.shape.max_context;
+  while (low < high) {
+    const int64_t middle = low + (high - low + 1) / 2;
+    const Footprint need = FootprintOf(middle, middle);
+    if (options_.hbm->CouldEverFit(need.hbm_tokens) &&
+        options_.dram->CouldEverFit(need.dram_tokens)) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
+AttentionPolicy::Room EssTier::RoomNow() const {
+  return {options_.hbm->RoomNow(), options_.dram->RoomNow().firm_tokens};
+}
+
+bool EssTier::Admit(int slot, int64_t context, int64_t total,
+                    std::unique_ptr<SequenceCache>& home) {
+  Slot& s = slots_.at(static_cast<size_t>(slot));
+  SLUICE_CHECK(s.hbm == nullptr, "a slot has one sequence");
+  SLUICE_CHECK(home != nullptr || context == 0);
+  if (SLUICE_FAILPOINT(kKvAdmit)) return false;
+  const TokensByKind at_home = {total, context};
+  Reservation hbm = options_.hbm->TryReserve(options_.shape.HbmTokens(total));
+  if (hbm.empty()) return false;
+  if (home != nullptr && !home->Covers(at_home) && !home->Extend(at_home)) return false;
+  if (home == nullptr) {
+    Reservation dram = options_.dram->TryReserve(at_home);
+    if (dram.empty()) return false;
+    home = std::make_unique<SequenceCache>(options_.dram, std::move(dram));
+  }
+  s.home = std::move(home);
+  s.home->EnsureTokens(at_home);
+  s.hbm = std::make_unique<SequenceCache>(options_.hbm, std::move(hbm));
+  s.hbm->EnsureTokens(options_.shape.HbmTokens(total));
+  s.total = total;
+  s.index_at_home = context > 0;
+  s.copies.clear();
+  s.then.clear();
+  tables_.Publish(slot, *s.home, *s.hbm, total, &s.copies);
+  tables_.Clear(*s.hbm, total, &s.copies, &s.then);
+  CopyIndex(s, *s.home, *s.hbm, context);
+  // One command each, however scattered the pages.
+  copy_stream_->CopyBatch(s.copies.data(), s.copies.size());
+  copy_stream_->CopyBatch(s.then.data(), s.then.size());
+  copy_stream_->Record(*s.placed);
+  return true;
+}
+
+void EssTier::CopyIndex(Slot& s, const SequenceCache& from, const SequenceCache& to,
+                        int64_t tokens) const {
+  const CacheKind& kind = layout().kinds[kIndexKind];
+  const auto blocks = static_cast<size_t>(kind.BlocksFor(tokens));
+  for (int layer = 0; layer < layout().layers; ++layer) {
+    const std::vector<int32_t>& source = from.Pages(layer, kIndexKind);
+    const std::vector<int32_t>& target = to.Pages(layer, kIndexKind);
+    for (size_t begin = 0, end; begin < blocks; begin = end) {
+      end = begin + 1;
+      while (end < blocks && source[end] == source[end - 1] + 1 &&
+             target[end] == target[end - 1] + 1) {
+        ++end;
+      }
+      s.copies.push_back({to.pool()->PageAddress(kIndexKind, target[begin]),
+                          from.pool()->PageAddress(kIndexKind, source[begin]),
+                          (end - begin) * static_cast<size_t>(kind.page_bytes())});
+    }
+  }
+}
+
+bool EssTier::Warm(int slot) {
+  Slot& s = slots_[static_cast<size_t>(slot)];
+  if (!s.placed->Ready() || !s.warm->Ready()) return false;
+  for (auto* ops : {&s.copies, &s.then, &s.warm_copies, &s.warm_then}) ops->clear();
+  if (s.index_at_home) {
+    s.home->ShrinkTo({s.total, 0});
+    s.index_at_home = false;
+  }
+  return true;
+}
+
+Event& EssTier::WarmEvent(int slot) {
+  Slot& s = slots_[static_cast<size_t>(slot)];
+  return s.warm->Ready() ? *s.placed : *s.warm;  // a warm-up comes after the placing
+}
+
+void EssTier::Grow(int slot, int64_t tokens) const {
+  SLUICE_CHECK(tokens <= slots_[static_cast<size_t>(slot)].total);
+}
+
+void EssTier::Release(int slot) {
+  Slot& s = slots_[static_cast<size_t>(slot)];
+  SLUICE_CHECK(s.hbm != nullptr && Warm(slot), "released once, and while nothing is copied");
+  s.home.reset();
+  s.hbm.reset();
+}
+
+bool EssTier::MakeWayOut(int slot, int64_t tokens) {
+  Slot& s = slots_[static_cast<size_t>(slot)];
+  const TokensByKind wanted = {s.total, tokens};
+  if (!s.home->Covers(wanted) && !s.home->Extend(wanted)) return false;
+  s.index_at_home = false;  // what it has there stays
+  return true;
+}
+
+void EssTier::Evict(int slot, int64_t tokens) {
+  Slot& s = slots_[static_cast<size_t>(slot)];
+  SLUICE_CHECK(Warm(slot) && s.home->Covers({s.total, tokens}), "there is a way out");
+  if (tokens > 0) {
+    s.home->EnsureTokens({s.total, tokens});
+    CopyIndex(s, *s.hbm, *s.home, tokens);
+    copy_stream_->CopyBatch(s.copies.data(), s.copies.size());
+  }
+  copy_stream_->Record(*s.placed);
+}
+
+std::unique_ptr<SequenceCache> EssTier::TakeHome(int slot) {
+  SLUICE_CHECK(Warm(slot), "taken while nothing is copied");
+  std::unique_ptr<SequenceCache> home = std::move(slots_[static_cast<size_t>(slot)].home);
+  Release(slot);
+  return home;
+}
+
+void EssTier::WarmUp(int slot, int64_t tokens, const SelectionHints& hints, bool fill) {
+  Slot& s = slots_[static_cast<size_t>(slot)];
+  SLUICE_CHECK(s.hbm != nullptr && s.warm->Ready(), "a slot is warmed once at a time");
+  SLUICE_CHECK(tokens > 0 && tokens <= s.total);
+  const int64_t places = options_.shape.PlacesOf(s.total);
+  s.warm_copies.clear();
+  s.warm_then.clear();
+  tables_.Clear(*s.hbm, s.total, &s.warm_copies, &s.warm_then);
+  const bool whole = fill && places > s.total;
+  if (whole) {
+    tables_.FillWhole(*s.hbm, s.total, tokens, &s.warm_then);
+    const CacheKind& kind = latent();
+    for (int layer = 0; layer < layout().layers; ++layer) {
+      const std::vector<int32_t>& from = s.home->Pages(layer, kLatentKind);
+      const std::vector<int32_t>& to = s.hbm->Pages(layer, kLatentKind);
+      const auto blocks = static_cast<size_t>(kind.BlocksFor(tokens));
+      for (size_t begin = 0, end; begin < blocks; begin = end) {
+        end = begin + 1;
+        while (end < blocks && from[end] == from[end - 1] + 1 && to[end] == to[end - 1] + 1) ++end;
+        s.warm_copies.push_back({options_.hbm->PageAddress(kLatentKind, to[begin]),
+                                 options_.dram->PageAddress(kLatentKind, from[begin]),
+                                 (end - begin) * static_cast<size_t>(kind.page_bytes())});
+      }
+    }
+  }
+  copy_stream_->CopyBatch(s.warm_copies.data(), s.warm_copies.size());
+  copy_stream_->CopyBatch(s.warm_then.data(), s.warm_then.size());
+  copy_stream_->Record(whole ? *s.warm : *s.cleared);
+  if (whole) return;
+  WarmPlan plan(hints, tokens);
+  warmer_->Start({s.home.get(), s.hbm.get(), places, options_.shape.PlaceOfPages(s.total)}, tokens,
+                 fill ? &plan : nullptr, *s.cleared, *s.warm);
+}
+
+void EssTier::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                        absl::Span<const int32_t> positions, const std::vector<bool>& generates) {
+  Targets& targets = targets_[next_targets_];
+  next_targets_ = (next_targets_ + 1) % targets_.size();
+  targets.done->Wait();  // it was, unless more steps are under way than there are targets
+  const int64_t rows = options_.decode_rows, block = latent().block_tokens;
+  auto* const units = targets.units.as<int32_t>();
+  std::fill_n(units, layout().layers * rows, -1);
+  const auto known = std::min(static_cast<int64_t>(slots.size()), rows);
+  for (int64_t r = 0; r < known; ++r) {
+    const int32_t slot = slots[static_cast<size_t>(r)];
+    if (slot < 0 || !generates[static_cast<size_t>(slot)]) continue;
+    const int64_t position = positions[static_cast<size_t>(r)];
+    const SequenceCache& home = *slots_[static_cast<size_t>(slot)].home;
+    for (int layer = 0; layer < layout().layers; ++layer) {
+      const int64_t page = home.Pages(layer, kLatentKind)[static_cast<size_t>(position / block)];
+      units[layer * rows + r] = static_cast<int32_t>(page * block + position % block);
+    }
+  }
+  stream.Copy(device_targets_.data(), units, targets.units.bytes());
+  stream.Record(*targets.done);
+}
+
+void EssTier::WriteThrough(Stream& stream, const void* written, int begin, int end) const {
+  const int64_t bytes = latent().bytes_per_token;
+  const int64_t list = options_.decode_rows * bytes;
+  kernels::TransferParams move{};
+  move.source = static_cast<const uint8_t*>(written) + begin * list;
+  move.source_stride = list;
+  move.target = options_.dram->base(kLatentKind);
+  move.source_pitch = move.target_pitch = bytes;
+  move.target_units = device_targets_.as<int32_t>() + int64_t{begin} * options_.decode_rows;
+  move.counts = target_counts_.as<int32_t>();
+  move.lists = end - begin;
+  move.capacity = options_.decode_rows;
+  move.unit_bytes = static_cast<int32_t>(bytes);
+  // A step's entries are few: 76 rows of 656 bytes are 1 us of the link.
+  move.max_workers = 8;
+  options_.device->kernels().Transfer(stream, move);
+}
+
+kernels::PagedLatents EssTier::Home(int layer) const {
+  return LatentsIn(*options_.dram, tables_.home_table(layer), tables_.home_stride(),
+                   options_.latent_rank);
+}
+
+kernels::PagedLatents EssTier::Pool(int layer) const {
+  return LatentsIn(*options_.hbm, tables_.pool_table(layer), tables_.stride(),
+                   options_.latent_rank);
+}
+
+kernels::PagedIndexKeys EssTier::Index(int layer) const {
+  return IndexKeysIn(*options_.hbm, tables_.index_table(layer), tables_.stride());
+}
+
+}  // namespace sluice

@@ -1,0 +1,117 @@
+// The tiers of policy ess (ESS, sections 3 and 3.2). A sequence's *home* is its latent entries in
+// pinned DRAM, every one, new ones written through. In HBM lie its index keys, by position, and for
+// each layer its Sparse Memory Pool: places for entries, with the tables that say which entry has
+// which place. All of HBM is taken at admission for the whole length of the sequence, so that
+// admission counts real bytes and a running sequence never lacks room.
+//
+// The index keys of a handed-over cache leave DRAM once they are in HBM; they come back where the
+// sequence is kept.
+//
+// Pages are freed by Release and TakeHome alone, which the engine calls once every step that has
+// the slot is done: what a gather of a running sequence reads and writes is the sequence's own.
+//
+// Placement only: what is fetched and when is the policy's. Engine's thread, but for the views of
+// layers, which operators read by slot.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kernels/latent_params.h"
+#include "src/attention/attention_policy.h"
+#include "src/attention/policies/ess/pool_shape.h"
+#include "src/attention/policies/ess/pool_tables.h"
+#include "src/attention/policies/ess/pool_warmer.h"
+#include "src/device/device.h"
+#include "src/kv/page_pool.h"
+#include "src/kv/selection_hints.h"
+#include "src/kv/sequence_cache.h"
+
+namespace sluice {
+
+class EssTier {
+ public:
+  struct Options {
+    Device* device = nullptr;
+    PagePool* hbm = nullptr;
+    PagePool* dram = nullptr;
+    int slots = 0;
+    EssPoolShape shape;
+    int decode_rows = 0;  // of a step at most, padded ones counted
+    int latent_rank = 0;
+  };
+  // RESOURCE_EXHAUSTED: no memory for the tables.
+  static absl::StatusOr<std::unique_ptr<EssTier>> Create(const Options& options);
+  ~EssTier();
+
+  // AttentionPolicy's placement face, firm promises alone.
+  Footprint FootprintOf(int64_t context, int64_t total) const;
+  int64_t max_tokens() const;
+  AttentionPolicy::Room RoomNow() const;
+  bool Admit(int slot, int64_t context, int64_t total, std::unique_ptr<SequenceCache>& home);
+  bool Warm(int slot);
+  Event& WarmEvent(int slot);
+  void Grow(int slot, int64_t tokens) const;
+  void Release(int slot);
+  bool MakeWayOut(int slot, int64_t tokens);
+  void Evict(int slot, int64_t tokens);
+  std::unique_ptr<SequenceCache> TakeHome(int slot);
+
+  // Fills the pools of a sequence whose first `tokens` tokens are cached, and reserves the next
+  // token's places. `fill` false: does the latter alone, the pools are empty.
+  void WarmUp(int slot, int64_t tokens, const SelectionHints& hints, bool fill);
+
+  // Where the step's decode rows are at home, for WriteThrough: rows of slots for which
+  // `generates` is false, and padded ones, are nowhere.
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                 absl::Span<const int32_t> positions, const std::vector<bool>& generates);
+  // Copies the decode rows' entries, [layers][decode_rows] of them, of layers [begin, end) home.
+  void WriteThrough(Stream& stream, const void* written, int begin, int end) const;
+
+  // Entries by position, entries by place, index keys by position; by slot.
+  kernels::PagedLatents Home(int layer) const;
+  kernels::PagedLatents Pool(int layer) const;
+  kernels::PagedIndexKeys Index(int layer) const;
+  kernels::ResidencyTable Residency(int layer) const { return tables_.Residency(layer); }
+
+  const CacheKind& latent() const { return layout().kinds[kLatentKind]; }
+  const CacheLayout& layout() const { return options_.hbm->layout(); }
+  const EssPoolShape& shape() const { return options_.shape; }
+
+ private:
+  struct Slot {
+    std::unique_ptr<SequenceCache> home;
+    std::unique_ptr<SequenceCache> hbm;  // null: the slot is free
+    int64_t total = 0;                   // tokens at its end
+    bool index_at_home = false;          // pages of DRAM that go back once `placed` is there
+    // Under way: of the placing (or the way out), and of the warm-up.
+    std::vector<Stream::CopyOp> copies, then, warm_copies, warm_then;
+    std::unique_ptr<Event> placed;         // tables and index keys are where they belong
+    std::unique_ptr<Event> cleared, warm;  // of the warm-up, which may follow at once
+  };
+  // A step's targets on their way to the device.
+  struct Targets {
+    Buffer units;  // int32 [layers][decode_rows]
+    std::unique_ptr<Event> done;
+  };
+
+  EssTier(const Options& options, PoolTables tables, std::unique_ptr<PoolWarmer> warmer);
+  absl::Status AllocateTargets();
+  void CopyIndex(Slot& s, const SequenceCache& from, const SequenceCache& to, int64_t tokens) const;
+
+  const Options options_;
+  PoolTables tables_;
+  std::vector<Slot> slots_;
+  std::array<Targets, 2> targets_;  // in turn: at most one step is under way when the next begins
+  size_t next_targets_ = 0;
+  Buffer device_targets_;  // int32 [layers][decode_rows] entries of homes, or -1
+  Buffer target_counts_;   // int32 [layers], decode_rows each
+  std::unique_ptr<PoolWarmer> warmer_;
+  std::unique_ptr<Stream> copy_stream_;  // last: its thread ends first
+};
+
+}  // namespace sluice

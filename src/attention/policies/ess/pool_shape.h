@@ -1,0 +1,57 @@
+// How much of HBM and DRAM a sequence takes under policy ess: arithmetic alone.
+//
+// In HBM a sequence has its index keys, all of them, for each layer a Sparse Memory Pool of
+// *places* for latent entries, and the tables that say what lies where: place_of, 4 bytes a token,
+// and places, 8 bytes a place (kernels::ResidencyTable). In DRAM it has its home, every entry.
+#pragma once
+
+#include <cstdint>
+
+#include "src/attention/latent/latent_views.h"
+#include "src/attention/policy_options.h"
+#include "src/kv/cache_layout.h"
+
+namespace sluice {
+
+// Behind the model's kinds, in HBM's layout alone.
+inline constexpr size_t kResidencyKind = 2;
+
+struct EssPoolShape {
+  int64_t top_k = 0;  // entries that a row attends to
+  int64_t max_context = 0;
+  int64_t block_tokens = 0;  // of latent pages
+  int64_t least_places = 0;  // whatever the ratio
+  double ratio = 0;          // of places to tokens
+  int64_t fair_places = 0;   // `auto`: what each of `slots` sequences has at least; else 0
+
+  // Places of a sequence of `total` tokens at its end, whole blocks. At least what a step needs
+  // (every entry that it selects, and one for the next token), least_places, and the ratio or
+  // the fair share; never more than the sequence has tokens, and the next one.
+  int64_t PlacesOf(int64_t total) const;
+  int64_t most_places() const { return PlacesOf(max_context); }
+
+  // Of the tables, in 4-byte words, each beginning with a page of its own.
+  int64_t PlaceOfPages(int64_t total) const;
+  int64_t PlacesPages(int64_t places) const;
+  // Both, and where the longest sequence has more pages of places one that says that there are
+  // none.
+  int64_t ResidencyPages(int64_t total) const;
+  TokensByKind HbmTokens(int64_t total) const;
+};
+
+// The residency tables' kind: a page of 1,024 words.
+CacheKind ResidencyKind();
+inline constexpr int64_t kResidencyWords = 1024;
+
+// Words of a row of ResidencyTable::places.
+inline constexpr int32_t kPlaceWords = 2;
+
+// What a sequence takes under these options. `capacity_places`: latents of one sequence that HBM
+// holds, for `auto`; 0 where it is not known yet.
+EssPoolShape EssShapeOf(const PolicyOptions& options, int64_t block_tokens,
+                        int64_t capacity_places);
+
+// The layouts of both tiers: HBM is divided as sequences of max_context tokens take it.
+TierShapes EssTierShapesOf(const PolicyOptions& options, const CacheLayout& model);
+
+}  // namespace sluice

@@ -1,0 +1,157 @@
+#include "src/attention/policies/ess/pool_tables.h"
+
+#include <algorithm>
+
+#include "src/base/status_macros.h"
+
+namespace sluice {
+absl::StatusOr<PoolTables> PoolTables::Create(Device* device, PagePool* hbm, PagePool* dram,
+                                              int slots, const EssPoolShape& shape) {
+  PoolTables t;
+  t.shape_ = shape;
+  t.hbm_ = hbm;
+  t.layers_ = hbm->layout().layers;
+  const int64_t places = shape.most_places();
+  t.home_blocks_ = dram->layout().kinds[kLatentKind].BlocksFor(shape.max_context);
+  t.place_blocks_ = hbm->layout().kinds[kLatentKind].BlocksFor(places);
+  t.index_blocks_ = hbm->layout().kinds[kIndexKind].BlocksFor(shape.max_context);
+  t.place_of_pages_ = shape.PlaceOfPages(shape.max_context);
+  t.places_pages_ = shape.PlacesPages(places);
+  t.entries_ = t.place_blocks_ + t.index_blocks_ + t.place_of_pages_ + t.places_pages_;
+  const auto allocate = [&](Buffer* buffer, MemoryKind kind, int64_t words) -> absl::Status {
+    SLUICE_ASSIGN_OR_RETURN(
+        *buffer, device->Allocate(kind, static_cast<size_t>(words) * 4, "ess's page tables"));
+    return absl::OkStatus();
+  };
+  SLUICE_RETURN_IF_ERROR(allocate(&t.device_table_, MemoryKind::kDevice, slots * t.stride()));
+  SLUICE_RETURN_IF_ERROR(allocate(&t.host_table_, MemoryKind::kPinned, slots * t.stride()));
+  SLUICE_RETURN_IF_ERROR(
+      allocate(&t.device_home_table_, MemoryKind::kDevice, slots * t.home_stride()));
+  SLUICE_RETURN_IF_ERROR(
+      allocate(&t.host_home_table_, MemoryKind::kPinned, slots * t.home_stride()));
+
+  const int64_t units = shape.max_context + 1;
+  const int64_t words = kRepeated + 2 * kResidencyWords + 3 * units;
+  SLUICE_RETURN_IF_ERROR(allocate(&t.constants_, MemoryKind::kDevice, words));
+  Buffer staged;
+  SLUICE_RETURN_IF_ERROR(allocate(&staged, MemoryKind::kPinned, words));
+  auto* out = staged.as<int32_t>();
+  out = std::fill_n(out, kRepeated, -1);
+  for (int64_t i = 0; i < 2 * kResidencyWords; ++i) *out++ = i % 2 == 0 ? kernels::kNoPlace : -1;
+  for (int64_t i = 0; i < units; ++i) *out++ = static_cast<int32_t>(i);
+  for (int64_t i = 0; i < 2 * units; ++i) *out++ = static_cast<int32_t>(i / 2);
+  t.none_ = t.constants_.as<int32_t>();
+  t.no_places_ = t.none_ + kRepeated;
+  t.index_ = t.no_places_ + 2 * kResidencyWords;
+  t.index_rows_ = t.index_ + units;
+
+  const std::unique_ptr<Stream> stream = device->NewStream(Device::StreamKind::kCopy);
+  const std::unique_ptr<Event> done = device->NewEvent();
+  stream->Copy(t.constants_.data(), staged.data(), staged.bytes());
+  stream->Record(*done);
+  done->Wait();
+  SLUICE_RETURN_IF_ERROR(device->Health());
+  return t;
+}
+
+void PoolTables::Publish(int slot, const SequenceCache& home, const SequenceCache& hbm,
+                         int64_t total, Ops* ops) const {
+  // Read by steps and by nobody else; none has the slot now.
+  auto* table = host_table_.as<int32_t>() + slot * stride();
+  auto* homes = host_home_table_.as<int32_t>() + slot * home_stride();
+  const auto put = [](const std::vector<int32_t>& pages, int64_t from, int64_t count, int64_t room,
+                      int32_t otherwise, int32_t* to) {
+    SLUICE_CHECK(count <= room && from + count <= static_cast<int64_t>(pages.size()));
+    to = std::copy_n(pages.begin() + from, count, to);
+    std::fill_n(to, room - count, otherwise);
+  };
+  const int64_t places = shape_.PlacesOf(total);
+  const CacheLayout& layout = hbm_->layout();
+  const int64_t place_of = shape_.PlaceOfPages(total);
+  for (int layer = 0; layer < layers_; ++layer, table += entries_, homes += home_blocks_) {
+    const std::vector<int32_t>& entries = home.Pages(layer, kLatentKind);
+    put(entries, 0, std::min<int64_t>(static_cast<int64_t>(entries.size()), home_blocks_),
+        home_blocks_, -1, homes);
+    int32_t* to = table;
+    put(hbm.Pages(layer, kLatentKind), 0, layout.kinds[kLatentKind].BlocksFor(places),
+        place_blocks_, -1, to);
+    put(hbm.Pages(layer, kIndexKind), 0, layout.kinds[kIndexKind].BlocksFor(total), index_blocks_,
+        -1, to += place_blocks_);
+    const std::vector<int32_t>& words = hbm.Pages(layer, kResidencyKind);
+    put(words, 0, place_of, place_of_pages_, -1, to += index_blocks_);
+    // The last one stands for all that it lacks.
+    put(words, place_of, shape_.PlacesPages(places), places_pages_, words.back(),
+        to += place_of_pages_);
+  }
+  const auto send = [&](const Buffer& target, const Buffer& source, int64_t count) {
+    ops->push_back({target.as<int32_t>() + slot * count, source.as<int32_t>() + slot * count,
+                    static_cast<size_t>(count) * sizeof(int32_t)});
+  };
+  send(device_table_, host_table_, stride());
+  send(device_home_table_, host_home_table_, home_stride());
+}
+
+void PoolTables::CopyWords(const SequenceCache& hbm, int layer, int64_t word, int64_t count,
+                           const int32_t* source, bool repeat, Ops* ops) const {
+  const std::vector<int32_t>& pages = hbm.Pages(layer, kResidencyKind);
+  for (const int64_t end = word + count; word < end;) {
+    auto page = static_cast<size_t>(word / kResidencyWords);
+    const int64_t first = word % kResidencyWords;
+    auto* target =
+        reinterpret_cast<int32_t*>(hbm_->PageAddress(kResidencyKind, pages[page])) + first;
+    int64_t n = kResidencyWords - first;
+    for (; word + n < end && pages[page + 1] == pages[page] + 1; ++page) n += kResidencyWords;
+    n = std::min(n, end - word);
+    if (repeat) n = std::min(n, kRepeated);
+    ops->push_back({target, source, static_cast<size_t>(n) * sizeof(int32_t)});
+    if (!repeat) source += n;
+    word += n;
+  }
+}
+
+void PoolTables::Clear(const SequenceCache& hbm, int64_t total, Ops* first, Ops* then) const {
+  const int64_t places = shape_.PlacesOf(total);
+  const int64_t words = shape_.ResidencyPages(total) * kResidencyWords;
+  const int64_t end = PlacesWord(total, places);
+  for (int layer = 0; layer < layers_; ++layer) {
+    CopyWords(hbm, layer, 0, words, none_, true, first);
+    if (end < words) CopyWords(hbm, layer, end, words - end, no_places_, false, then);
+  }
+}
+
+void PoolTables::FillWhole(const SequenceCache& hbm, int64_t total, int64_t tokens,
+                           Ops* ops) const {
+  SLUICE_CHECK(tokens < shape_.PlacesOf(total) && tokens <= total);
+  for (int layer = 0; layer < layers_; ++layer) {
+    CopyWords(hbm, layer, PlaceOfWord(0), tokens + 1, index_, false, ops);
+    CopyWords(hbm, layer, PlacesWord(total, 0), (tokens + 1) * kPlaceWords, index_rows_, false,
+              ops);
+  }
+}
+
+const int32_t* PoolTables::home_table(int layer) const {
+  return device_home_table_.as<int32_t>() + layer * home_blocks_;
+}
+
+kernels::ResidencyTable PoolTables::Residency(int layer) const {
+  const auto rows = [&](int64_t entry, int32_t dim) {
+    kernels::PagedRows out;
+    out.base = hbm_->base(kResidencyKind);
+    out.page_table = at(layer, entry);
+    out.table_stride = stride();
+    out.page_bytes = out.head_bytes = hbm_->layout().kinds[kResidencyKind].page_bytes();
+    out.rows_per_page = static_cast<int32_t>(kResidencyWords / dim);
+    out.dim = dim;
+    out.type = kernels::DType::kFloat32;
+    out.kv_heads = 1;
+    return out;
+  };
+  kernels::ResidencyTable table;
+  table.place_of = rows(place_blocks_ + index_blocks_, 1);
+  table.places = rows(place_blocks_ + index_blocks_ + place_of_pages_, kPlaceWords);
+  table.ring = 0;
+  table.count = static_cast<int32_t>(shape_.most_places());
+  return table;
+}
+
+}  // namespace sluice

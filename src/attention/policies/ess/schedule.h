@@ -1,0 +1,62 @@
+// How a layer's transfers are laid beside its compute (ESS, section 3.3), and the arithmetic that
+// chooses: pure functions.
+//
+//   none  indexer, transfer, PreAttn, Attn0, Attn1
+//   DA    the transfer beneath PreAttn and Attn0, the attention of what is resident
+//   DBA   the indexer in two halves of the batch: the first half's transfer beneath the second
+//         half's logits and top-k, and all of it beneath PreAttn and Attn0 as before
+#pragma once
+
+#include <cstdint>
+
+#include "src/attention/policy_options.h"
+
+namespace sluice {
+
+enum class Overlap { kNone, kDa, kDba };
+
+// Times of a layer's stages for a batch, in microseconds.
+struct StageTimes {
+  double transfer = 0;  // of all rows' misses
+  double prepare = 0;   // PreAttn: q_b, absorption, RoPE
+  double attend = 0;    // Attn0
+  double index = 0;     // logits and top-k of all rows
+  double branch = 2.9;  // a fork and a join: two graph nodes with their dependencies
+  double halves = 10;   // what the indexer costs more in two halves: its launches and tails
+};
+
+// How much longer the layer takes under a schedule than with no transfer and no schedule at all.
+double AddedTime(Overlap overlap, const StageTimes& times);
+// The schedule that adds least; the simplest among equals.
+Overlap ChooseOverlap(const StageTimes& times);
+
+// What a profile says of a layer: entries that a sequence misses in a step, measured at a context
+// and a ratio.
+struct LayerMisses {
+  double misses = 0;
+  int64_t context = 0;
+};
+// Stage times of DeepSeek-V3.2's shape on an H200, where nothing was measured: from the published
+// and measured rates that the function names. 128 heads, 64 of the indexer, 656-byte entries.
+StageTimes EstimateStages(const LayerMisses& layer, int rows, int64_t entry_bytes,
+                          int64_t index_key_bytes);
+
+// Whether misses had better be attended to where they lie, by CPU workers, in the absorbed form:
+// the arithmetic of issue "CPU co-attention over latents". Queries go down and partial results come
+// up for every sequence and layer, however few its misses are.
+struct CoAttentionCosts {
+  int heads = 128;
+  int rank = 512, rope = 64;
+  int64_t entry_bytes = 656;
+  double link_bytes_per_s = 45e9;  // FlashTrans; up and down at once
+  double cpu_flops = 0;            // of all workers, in SparseMla
+  int64_t result_bytes = 4;        // of an element of a partial result
+};
+// Seconds of one sequence and layer: the link's for fetching `misses` entries, and for having all
+// of them attended to on the CPU (the slowest of link down, link up, and CPU).
+double FetchSeconds(const CoAttentionCosts& costs, int64_t misses);
+double CoAttentionSeconds(const CoAttentionCosts& costs, int64_t misses);
+// The least number of misses from which the CPU is faster, or -1: at no number.
+int64_t CoAttentionBreakEven(const CoAttentionCosts& costs);
+
+}  // namespace sluice

@@ -1,0 +1,204 @@
+// Policy ess's arithmetic: pools, warm-up, schedules, co-attention.
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <set>
+#include <vector>
+
+#include "src/attention/policies/ess/pool_shape.h"
+#include "src/attention/policies/ess/schedule.h"
+#include "src/attention/policies/ess/warm_plan.h"
+#include "src/base/rng.h"
+
+namespace sluice {
+namespace {
+
+CacheLayout DeepSeek() {
+  CacheKind latent;
+  latent.name = "latent";
+  latent.element_type = DType::kFloat8E4M3;
+  latent.heads = 1;
+  latent.SetEqualParts(1, 656);
+  CacheKind index = latent;
+  index.name = "index";
+  index.part_bytes = {128, 4};
+  index.bytes_per_token = 132;
+  return {61, {latent, index}};
+}
+
+PolicyOptions Options(double ratio, int slots, int max_context, int64_t hbm_bytes) {
+  PolicyOptions options;
+  options.name = "ess";
+  options.slots = slots;
+  options.max_context = max_context;
+  options.index_top_k = 2048;
+  options.hbm_bytes = hbm_bytes;
+  options.ess.sparse_memory_ratio = ratio;
+  return options;
+}
+
+SelectionHints::Entry Hint(uint32_t layer, uint32_t position, std::vector<uint32_t> units) {
+  SelectionHints::Entry entry;
+  entry.layer = layer;
+  entry.position = position;
+  entry.units = std::move(units);
+  return entry;
+}
+
+TEST_CASE("A pool has its ratio of the tokens, 6,400 places at least, and no more than tokens") {
+  const EssPoolShape shape = EssShapeOf(Options(0.2, 8, 131072, 0), 32, 0);
+  REQUIRE(shape.PlacesOf(131072) == (131072 / 5 + 1 + 31) / 32 * 32);
+  REQUIRE(shape.PlacesOf(32768) == (6554 + 31) / 32 * 32);
+  REQUIRE(shape.PlacesOf(20000) == 6400);
+  REQUIRE(shape.PlacesOf(3000) == (3001 + 31) / 32 * 32);
+  // Every selected token and the next one.
+  REQUIRE(shape.PlacesOf(100) == 128);
+  REQUIRE(shape.PlacesOf(1) == 32);
+  const EssPoolShape all = EssShapeOf(Options(1, 8, 131072, 0), 32, 0);
+  REQUIRE(all.PlacesOf(131072) >= 131072);
+}
+
+TEST_CASE("Where a pool may be smaller than a row's selection it holds that and the next token") {
+  PolicyOptions options = Options(0.1, 8, 131072, 0);
+  options.ess.least_places = 0;
+  const EssPoolShape shape = EssShapeOf(options, 32, 0);
+  REQUIRE(shape.PlacesOf(4096) >= 2049);
+  REQUIRE(shape.PlacesOf(2048) >= 2049);
+}
+
+TEST_CASE("HBM is cut so that sequences of the longest context fill every kind alike") {
+  const int64_t bytes = int64_t{41} << 30;
+  for (const double ratio : {0.0, 0.1, 0.2, 1.0}) {
+    const TierShapes tiers = EssTierShapesOf(Options(ratio, 40, 32768, bytes), DeepSeek());
+    REQUIRE(tiers.hbm.layout.kinds.size() == 3);
+    REQUIRE(tiers.dram.layout.kinds.size() == 2);
+    const int64_t sequence = tiers.hbm.layout.BytesFor(tiers.hbm.proportion);
+    INFO("ratio " << ratio << ": " << sequence << " bytes");
+    if (ratio == 0.2) {
+      // What the issue expects of 41 GB: about 76.
+      REQUIRE(bytes / sequence >= 74);
+      REQUIRE(bytes / sequence <= 84);
+    }
+    if (ratio == 0) {
+      // `auto`: so many sequences as there are slots fill it.
+      REQUIRE(bytes / sequence == 40);
+      REQUIRE(static_cast<double>(sequence) * 40 > 0.99 * static_cast<double>(bytes));
+    }
+  }
+  // Few sequences have their whole length there.
+  const TierShapes whole = EssTierShapesOf(Options(0, 4, 32768, bytes), DeepSeek());
+  REQUIRE(whole.hbm.proportion[0] >= 32769);
+}
+
+TEST_CASE("A warm-up inserts the oldest position first, and forgets it first") {
+  SelectionHints hints;
+  hints.unit_tokens = 1;
+  hints.entries = {Hint(0, 97, {1, 5, 9}), Hint(0, 99, {5, 7}), Hint(0, 98, {2, 9}),
+                   Hint(1, 99, {3})};
+  WarmPlan plan(hints, 100);
+  using Entries = std::vector<WarmEntry>;
+  REQUIRE(plan.Of(0, 5) == Entries{{1, 97}, {2, 98}, {9, 98}, {5, 99}, {7, 99}});
+  REQUIRE(plan.Of(0, 4) == Entries{{2, 98}, {9, 98}, {5, 99}, {7, 99}});
+  REQUIRE(plan.Of(0, 2) == Entries{{5, 99}, {7, 99}});
+  // What is left the newest tokens take, as the first to go.
+  REQUIRE(plan.Of(1, 3) == Entries{{98, 0}, {99, 0}, {3, 99}});
+  REQUIRE(plan.Of(2, 2) == Entries{{98, 0}, {99, 0}});
+}
+
+TEST_CASE("A warm-up equals an LRU pool into which the positions were inserted in order") {
+  SplitMix64 random(7);
+  for (int round = 0; round < 50; ++round) {
+    const int tokens = 40 + static_cast<int>(random.Below(60));
+    const int rows = 1 + static_cast<int>(random.Below(8));
+    SelectionHints hints;
+    hints.unit_tokens = 1;
+    std::vector<WarmEntry> lru;  // by (stamp, unit)
+    const auto room = static_cast<int64_t>(5 + random.Below(30));
+    for (int p = tokens - rows; p < tokens; ++p) {
+      std::set<uint32_t> units;
+      while (units.size() < 5) units.insert(static_cast<uint32_t>(random.Below(tokens)));
+      hints.entries.push_back(Hint(0, static_cast<uint32_t>(p), {units.begin(), units.end()}));
+      for (const uint32_t unit : units) {
+        std::erase_if(lru, [&](const WarmEntry& e) { return e.unit == static_cast<int>(unit); });
+        lru.push_back({static_cast<int32_t>(unit), p});
+      }
+    }
+    std::vector<WarmEntry> got = WarmPlan(hints, tokens).Of(0, room);
+    // The newest `room`, whole positions apart: inside the oldest that stays, any may be missing.
+    std::erase_if(got, [](const WarmEntry& e) { return e.stamp == 0; });
+    REQUIRE(got.size() == std::min<size_t>(lru.size(), static_cast<size_t>(room)));
+    for (const WarmEntry& entry : got) {
+      REQUIRE(std::find(lru.begin(), lru.end(), entry) != lru.end());
+      REQUIRE(entry.stamp >= lru[lru.size() - got.size()].stamp);
+    }
+  }
+}
+
+TEST_CASE("Hints that make no sense leave a pool of the sequence's own entries") {
+  SelectionHints hints;
+  hints.unit_tokens = 16;
+  hints.entries = {Hint(0, 4000000000u, {0, 6, 4294967295u}), Hint(77, 3, {1}),
+                   Hint(0, 5, {3, 3, 3, 1})};
+  hints.entries.push_back(Hint(0, 6, {2}));
+  hints.entries.back().kv_head = 9;
+  hints.entries.push_back({});
+  WarmPlan plan(hints, 100);
+  for (const int layer : {0, 1, 77}) {
+    for (const int64_t room : {0, 1, 30, 100, 1000}) {
+      const std::vector<WarmEntry> entries = plan.Of(layer, room);
+      REQUIRE(static_cast<int64_t>(entries.size()) == std::min<int64_t>(room, 100));
+      std::set<int32_t> units;
+      for (const WarmEntry& entry : entries) {
+        REQUIRE(entry.unit >= 0);
+        REQUIRE(entry.unit < 100);
+        REQUIRE(entry.stamp < 100);
+        REQUIRE(units.insert(entry.unit).second);
+      }
+    }
+  }
+}
+
+TEST_CASE("Schedules: nothing for no misses, DA for few, DBA for many in a long context") {
+  StageTimes times = EstimateStages({0, 131072}, 20, 656, 132);
+  REQUIRE(ChooseOverlap(times) == Overlap::kNone);
+  times = EstimateStages({100, 131072}, 20, 656, 132);
+  REQUIRE(ChooseOverlap(times) == Overlap::kDa);
+  REQUIRE(AddedTime(Overlap::kDa, times) == times.branch);
+  times = EstimateStages({512, 131072}, 20, 656, 132);
+  REQUIRE(ChooseOverlap(times) == Overlap::kDba);
+  REQUIRE(AddedTime(Overlap::kDba, times) < AddedTime(Overlap::kDa, times));
+  REQUIRE(AddedTime(Overlap::kDa, times) < AddedTime(Overlap::kNone, times));
+  // A short context's indexer hides little, and costs its halves all the same.
+  times = EstimateStages({512, 4096}, 20, 656, 132);
+  REQUIRE(ChooseOverlap(times) == Overlap::kDa);
+}
+
+TEST_CASE("A schedule never hides more than there is to hide") {
+  SplitMix64 random(3);
+  for (int i = 0; i < 1000; ++i) {
+    const auto draw = [&] { return static_cast<double>(random.Below(1000)); };
+    const StageTimes t{draw(), draw(), draw(), draw(), draw() / 100, draw() / 100};
+    REQUIRE(AddedTime(Overlap::kNone, t) == t.transfer);
+    for (const Overlap overlap : {Overlap::kDa, Overlap::kDba}) {
+      REQUIRE(AddedTime(overlap, t) >= t.branch);
+      REQUIRE(AddedTime(ChooseOverlap(t), t) <= AddedTime(overlap, t));
+    }
+    REQUIRE(AddedTime(ChooseOverlap(t), t) <= t.transfer);
+  }
+}
+
+TEST_CASE("Co-attention pays where the CPU computes faster than the link fetches, and many miss") {
+  CoAttentionCosts costs;  // 278,528 flops a miss against 656 bytes: 19.1 TFLOP/s of 45 GB/s
+  costs.cpu_flops = 1e12;
+  REQUIRE(CoAttentionBreakEven(costs) == -1);
+  costs.cpu_flops = 18e12;
+  REQUIRE(CoAttentionBreakEven(costs) == -1);
+  costs.cpu_flops = 40e12;
+  const int64_t from = CoAttentionBreakEven(costs);
+  REQUIRE(from > 400 - 1);  // the results' 262,656 bytes
+  REQUIRE(from < 420);
+  REQUIRE(CoAttentionSeconds(costs, from) < FetchSeconds(costs, from));
+  REQUIRE(CoAttentionSeconds(costs, from - 1) >= FetchSeconds(costs, from - 1));
+}
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,392 @@
+// Policy ess on made-up rows: what it attends to, what it fetches, and what it keeps.
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <map>
+#include <set>
+
+#include "src/device/kernel_set.h"
+#include "tests/support/device.h"
+#include "tests/test_main.h"
+#include "tests/unit/attention/latent_rig.h"
+#include "tests/unit/attention/policy_rig.h"  // RelativeError
+
+namespace sluice {
+namespace {
+
+using testing::LatentRig;
+using testing::RelativeError;
+using Overlap = PolicyOptions::Ess::Overlap;
+using Result = std::vector<std::vector<std::vector<float>>>;
+
+PolicyOptions::Ess SmallPools(double ratio = 0.2) {
+  PolicyOptions::Ess ess;
+  ess.sparse_memory_ratio = ratio;
+  ess.least_places = 48;
+  ess.overlap = Overlap::kDa;
+  return ess;
+}
+
+void CheckRows(LatentRig& rig, const Result& got, const std::vector<uint64_t>& seeds,
+               const std::vector<int>& positions) {
+  for (size_t layer = 0; layer < got.size(); ++layer) {
+    for (size_t r = 0; r < seeds.size(); ++r) {
+      INFO("layer " << layer << ", stream " << seeds[r] << ", position " << positions[r]);
+      REQUIRE(RelativeError(got[layer][r],
+                            rig.Naive(seeds[r], static_cast<int>(layer), positions[r])) < 1e-5);
+    }
+  }
+}
+
+TEST_CASE("ess: a row attends to what its indexer selects, wherever it lies") {
+  for (const double ratio : {0.0, 0.2, 1.0}) {
+    LatentRig rig({}, SmallPools(ratio));
+    REQUIRE(rig.Admit(0, 1, 200, 400));
+    REQUIRE(rig.Admit(1, 2, 37, 300));  // shorter than its pool, and outgrows it
+    rig.EndPrompt(0, rig.Hints(1, 200, 8));
+    rig.EndPrompt(1);
+    for (int step = 0; step < 60; ++step) {
+      const std::vector<int> at = {rig.position(0), rig.position(1)};
+      const Result got = rig.Step({0, 1});
+      if (step % 6 == 0 || step > 56) CheckRows(rig, got, {1, 2}, at);
+    }
+  }
+}
+
+Result Run(const PolicyOptions::Ess& ess, int row_bucket, const std::string& name = "ess") {
+  LatentRig::Shape shape;
+  shape.row_bucket = row_bucket;
+  LatentRig rig(shape, ess, name);
+  Result all;
+  for (int slot = 0; slot < 3; ++slot) {
+    REQUIRE(rig.Admit(slot, static_cast<uint64_t>(slot) + 5, 150 + 30 * slot, 400));
+    rig.EndPrompt(slot, rig.Hints(static_cast<uint64_t>(slot) + 5, 150 + 30 * slot, 4));
+  }
+  for (int step = 0; step < 20; ++step) {
+    const Result got = rig.Step({0, 1, 2});
+    all.insert(all.end(), got.begin(), got.end());
+  }
+  return all;
+}
+
+TEST_CASE("ess: schedules and recorded, padded steps change no bit") {
+  PolicyOptions::Ess ess = SmallPools();
+  ess.overlap = Overlap::kNone;
+  const Result want = Run(ess, 0);
+  for (const Overlap overlap : {Overlap::kDa, Overlap::kDba, Overlap::kLayerWise}) {
+    ess.overlap = overlap;
+    REQUIRE(Run(ess, 0) == want);
+    REQUIRE(Run(ess, 4) == want);
+  }
+}
+
+TEST_CASE("offload-naive fetches everything in every step, to the same results") {
+  PolicyOptions::Ess ess = SmallPools();
+  const Result want = Run(ess, 0), got = Run(ess, 0, "offload-naive");
+  REQUIRE(got.size() == want.size());
+  for (size_t i = 0; i < got.size(); ++i) {
+    for (size_t r = 0; r < got[i].size(); ++r) {
+      REQUIRE(RelativeError(got[i][r], want[i][r]) < 1e-5);
+    }
+  }
+  LatentRig rig({}, ess, "offload-naive");
+  REQUIRE(rig.Admit(0, 1, 100, 200));
+  rig.EndPrompt(0);
+  for (int step = 0; step < 5; ++step) rig.Step({0});
+  for (const PolicyStatistics::Layer& layer : rig.policy().Statistics().layers) {
+    REQUIRE(layer.steps == 5);
+    REQUIRE(layer.selected == 5 * 32);
+    REQUIRE(layer.missing == layer.selected);
+  }
+}
+
+// An LRU pool as a list: the oldest stamp goes first, the lower place among equals.
+class NaivePool {
+ public:
+  explicit NaivePool(int places) : free_(places) {}
+  int Use(const std::vector<int32_t>& units, int32_t stamp, int32_t next) {
+    int misses = 0;
+    std::set<int32_t> selected(units.begin(), units.end());
+    std::vector<int32_t> missing;
+    for (const int32_t unit : units) {
+      if (stamps_.contains(unit)) {
+        stamps_[unit].first = stamp;
+      } else {
+        missing.push_back(unit);
+      }
+    }
+    selected.insert(next);
+    if (!stamps_.contains(next)) missing.push_back(next);
+    for (const int32_t unit : missing) {
+      int place = -1;
+      if (used_ < free_) {
+        place = used_++;
+      } else {
+        auto oldest = stamps_.end();
+        for (auto it = stamps_.begin(); it != stamps_.end(); ++it) {
+          if (selected.contains(it->first)) continue;
+          if (oldest == stamps_.end() || it->second < oldest->second) oldest = it;
+        }
+        place = oldest->second.second;
+        stamps_.erase(oldest);
+      }
+      stamps_[unit] = {unit == next ? next : stamp, place};
+      misses += unit == next ? 0 : 1;
+    }
+    return misses;
+  }
+
+ private:
+  const int free_;
+  int used_ = 0;
+  std::map<int32_t, std::pair<int32_t, int>> stamps_;  // (stamp, place)
+};
+
+TEST_CASE("ess: misses are those of a naive LRU pool") {
+  LatentRig::Shape shape;
+  shape.drift = 0.1;
+  shape.layers = 2;
+  PolicyOptions::Ess ess = SmallPools();
+  ess.warm_up = false;
+  LatentRig rig(shape, ess);
+  REQUIRE(rig.Admit(0, 3, 150, 260));
+  rig.EndPrompt(0);
+  const int places = (std::max(48, 260 / 5) + 15) / 16 * 16;
+  std::vector<NaivePool> pools(2, NaivePool(places));
+  std::vector<int64_t> want(2, 0);
+  for (NaivePool& pool : pools) pool.Use({}, 0, 150);
+  for (int step = 0; step < 100; ++step) {
+    const int position = rig.position(0);
+    for (int layer = 0; layer < 2; ++layer) {
+      want[static_cast<size_t>(layer)] += pools[static_cast<size_t>(layer)].Use(
+          rig.Selected(3, layer, position), position, position + 1);
+    }
+    rig.Step({0});
+  }
+  const PolicyStatistics statistics = rig.policy().Statistics();
+  for (size_t layer = 0; layer < 2; ++layer) {
+    REQUIRE(want[layer] > 100);  // there is something to count
+    REQUIRE(statistics.layers[layer].missing == want[layer]);
+  }
+}
+
+int64_t Misses(LatentRig& rig, int steps) {
+  const PolicyStatistics before = rig.policy().Statistics();
+  for (int step = 0; step < steps; ++step) rig.Step({0});
+  int64_t sum = 0;
+  for (const auto& layer : rig.policy().Statistics().Since(before).layers) sum += layer.missing;
+  return sum;
+}
+
+TEST_CASE("ess: warmed by hints or by its own last rows, it misses no more than later on") {
+  LatentRig::Shape shape;
+  shape.drift = 0.03;
+  const auto run = [&](bool warm_up, bool computed) {
+    PolicyOptions::Ess ess = SmallPools(0.25);
+    ess.warm_up = warm_up;
+    LatentRig rig(shape, ess);
+    REQUIRE(rig.Admit(0, 9, computed ? 224 : 256, 400, 256));
+    if (computed) rig.Prompt(0, 32);
+    rig.EndPrompt(0, computed || !warm_up ? SelectionHints() : rig.Hints(9, 256, 32));
+    const int64_t first = Misses(rig, 16);
+    Misses(rig, 16);
+    const int64_t steady = Misses(rig, 64) / 4;
+    return std::pair(first, steady);
+  };
+  const auto [hinted, steady] = run(true, false);
+  REQUIRE(steady > 16);
+  REQUIRE(static_cast<double>(hinted) <= 1.3 * static_cast<double>(steady));
+  const auto [computed, then] = run(true, true);
+  REQUIRE(static_cast<double>(computed) <= 1.3 * static_cast<double>(then));
+  const auto [cold, later] = run(false, false);
+  REQUIRE(static_cast<double>(cold) > 1.3 * static_cast<double>(later));
+}
+
+TEST_CASE("ess: prompts are computed here too, and a kept sequence has a second turn") {
+  LatentRig rig({}, SmallPools());
+  REQUIRE(rig.Admit(0, 4, 0, 300, 134));
+  for (const int count : {20, 64, 50}) {
+    const int first = rig.position(0);
+    const Result got = rig.Prompt(0, count);
+    for (int r = 0; r < count; r += 7) {
+      for (size_t layer = 0; layer < got.size(); ++layer) {
+        REQUIRE(RelativeError(got[layer][static_cast<size_t>(r)],
+                              rig.Naive(4, static_cast<int>(layer), first + r)) < 1e-5);
+      }
+    }
+  }
+  rig.EndPrompt(0);
+  for (int step = 0; step < 20; ++step) {
+    const int at = rig.position(0);
+    CheckRows(rig, rig.Step({0}), {4}, {at});
+  }
+  // Kept: its index keys go back to DRAM.
+  const int length = rig.position(0);
+  REQUIRE(rig.policy().MakeWayOut(0, length));
+  rig.policy().Evict(0, length);
+  rig.AwaitWarm(0);
+  std::unique_ptr<SequenceCache> home = rig.policy().TakeHome(0);
+  REQUIRE(rig.hbm().UsageOf(0).used_bytes == 0);
+  rig.Readmit(1, 4, length, 350, length + 10, std::move(home));
+  rig.Prompt(1, 10);
+  rig.EndPrompt(1);
+  for (int step = 0; step < 20; ++step) {
+    const int at = rig.position(1);
+    CheckRows(rig, rig.Step({1}), {4}, {at});
+  }
+}
+
+TEST_CASE("ess: how a prompt was cut into chunks changes no bit of what follows") {
+  const auto run = [](const std::vector<int>& chunks) {
+    LatentRig rig({}, SmallPools());
+    REQUIRE(rig.Admit(0, 4, 0, 300, 120));
+    for (const int count : chunks) rig.Prompt(0, count);
+    rig.EndPrompt(0);
+    Result all;
+    for (int step = 0; step < 30; ++step) {
+      const Result got = rig.Step({0});
+      all.insert(all.end(), got.begin(), got.end());
+    }
+    return all;
+  };
+  const Result want = run({64, 56});
+  for (const std::vector<int>& chunks :
+       {std::vector<int>{60, 60}, {40, 40, 40}, {64, 30, 20, 5, 1}}) {
+    REQUIRE(run(chunks) == want);
+  }
+}
+
+TEST_CASE("ess: prompts and decode rows share a step") {
+  LatentRig rig({}, SmallPools());
+  REQUIRE(rig.Admit(0, 4, 120, 300));
+  rig.EndPrompt(0);
+  rig.Step({0});
+  REQUIRE(rig.Admit(1, 6, 100, 300, 102));
+  // The other's prompt goes on while this one generates.
+  const std::vector<int> at = {rig.position(0), rig.position(1), rig.position(1) + 1};
+  const Result got = rig.Mixed({0}, 1, 2);
+  CheckRows(rig, got, {4, 6, 6}, at);
+  rig.EndPrompt(1);
+  for (int step = 0; step < 10; ++step) {
+    const std::vector<int> now = {rig.position(0), rig.position(1)};
+    CheckRows(rig, rig.Step({0, 1}), {4, 6}, now);
+  }
+}
+
+TEST_CASE("ess: HBM is counted for the whole length, and index keys leave DRAM") {
+  LatentRig::Shape shape;
+  shape.pool_bytes = size_t{2} << 20;
+  LatentRig rig(shape, SmallPools());
+  int admitted = 0;
+  while (admitted < 3 && rig.Admit(admitted, 1, 64, 400)) ++admitted;
+  REQUIRE(admitted >= 1);
+  const PagePool::Usage index = rig.dram().UsageOf(1);
+  REQUIRE(index.used_bytes == 0);
+  REQUIRE(index.reserved_bytes == 0);
+  const int64_t latents = rig.dram().UsageOf(0).used_bytes;
+  REQUIRE(latents >= int64_t{admitted} * 3 * 400 * 48 * 4);
+  for (int slot = 0; slot < admitted; ++slot) rig.policy().Release(slot);
+  REQUIRE(rig.dram().UsageOf(0).used_bytes == 0);
+  for (size_t kind = 0; kind < 3; ++kind) REQUIRE(rig.hbm().UsageOf(kind).used_bytes == 0);
+}
+
+TEST_CASE("ess: a slot's next sequence sees nothing of the one before") {
+  LatentRig rig({}, SmallPools());
+  for (const uint64_t seed : {11, 12, 13}) {
+    REQUIRE(rig.Admit(0, seed, 90, 200));
+    rig.EndPrompt(0, rig.Hints(seed == 11 ? 11 : 12, 90, 4));  // another's hints: harmless
+    for (int step = 0; step < 8; ++step) {
+      const int at = rig.position(0);
+      CheckRows(rig, rig.Step({0}), {seed}, {at});
+    }
+    rig.policy().Release(0);
+  }
+}
+
+// The published shape, 656-byte entries, against policy full, whose inputs are the same to the bit.
+LatentRig::Shape Packed(const std::string& kernels) {
+  LatentRig::Shape shape;
+  shape.kernels = kernels;
+  shape.packed = true;
+  shape.layers = 2;
+  shape.heads = 128;
+  shape.rank = 512;
+  shape.rope = 64;
+  shape.index_heads = 64;
+  shape.top_k = 64;
+  shape.block_tokens = 32;
+  shape.max_context = 640;
+  shape.drift = 0.1;
+  shape.row_bucket = kernels == "cuda" ? 0 : 4;                // a GPU records and pads by itself
+  if (kernels != "cuda") shape.heads = shape.index_heads = 2;  // quick enough
+  return shape;
+}
+
+void CheckAgainstFull(const std::string& kernels) {
+  const absl::StatusOr<std::unique_ptr<Device>> device = testing::TestDevice(kernels);
+  if (absl::IsNotFound(device.status())) {
+    return SkipTest(std::string(device.status().message()));
+  }
+  if (!(*device)->kernels().HasLatent()) return SkipTest("no latent operators here");
+  LatentRig full(Packed(kernels), {}, "full");
+  PolicyOptions::Ess ess;
+  ess.sparse_memory_ratio = 0.2;
+  ess.least_places = 96;
+  std::vector<std::unique_ptr<LatentRig>> rigs;
+  for (const Overlap overlap : {Overlap::kNone, Overlap::kDa, Overlap::kDba}) {
+    ess.overlap = overlap;
+    rigs.push_back(std::make_unique<LatentRig>(Packed(kernels), ess));
+  }
+  rigs.push_back(std::make_unique<LatentRig>(Packed(kernels), ess, "offload-naive"));
+  const auto all = [&](const auto& each) {
+    each(full);
+    for (const auto& rig : rigs) each(*rig);
+  };
+  const auto compare = [&](const auto& run) {
+    const Result want = run(full), first = run(*rigs[0]);
+    for (size_t i = 0; i < rigs.size(); ++i) {
+      const Result got = i == 0 ? first : run(*rigs[i]);
+      for (size_t layer = 0; layer < want.size(); ++layer) {
+        for (size_t r = 0; r < want[layer].size(); ++r) {
+          INFO("rig " << i << ", layer " << layer << ", row " << r);
+          REQUIRE(RelativeError(got[layer][r], want[layer][r]) < 2e-3);
+        }
+      }
+      if (i < 3) REQUIRE(got == first);  // schedules change no bit
+    }
+  };
+  for (int slot = 0; slot < 3; ++slot) {
+    all([&](LatentRig& rig) { REQUIRE(rig.Admit(slot, slot + 5u, 0, 500, 64 * (4 + slot))); });
+    for (int chunk = 0; chunk < 4 + slot; ++chunk) {
+      compare([&](LatentRig& rig) { return rig.Prompt(slot, 64); });
+    }
+    all([&](LatentRig& rig) {
+      if (rig.policy().NeedsEndPrompt()) rig.EndPrompt(slot);
+    });
+  }
+  for (int step = 0; step < 40; ++step) {
+    compare([](LatentRig& rig) { return rig.Step({0, 1, 2}); });
+  }
+  for (const PolicyStatistics::Layer& layer : rigs[0]->policy().Statistics().layers) {
+    REQUIRE(layer.missing > 40);
+    REQUIRE(layer.missing < layer.selected / 2);
+  }
+  // Kept, and warmed from home with hints.
+  all([&](LatentRig& rig) {
+    const int length = rig.position(0);
+    REQUIRE(rig.policy().MakeWayOut(0, length));
+    rig.policy().Evict(0, length);
+    rig.AwaitWarm(0);
+    std::unique_ptr<SequenceCache> home = rig.policy().TakeHome(0);
+    rig.Readmit(0, 5, length, 500, length, std::move(home));
+    if (rig.policy().NeedsEndPrompt()) rig.EndPrompt(0, rig.Hints(5, length, 2));
+  });
+  for (int step = 0; step < 10; ++step) {
+    compare([](LatentRig& rig) { return rig.Step({2, 0}); });
+  }
+}
+
+TEST_CASE("ess: what full gives, of packed entries") { CheckAgainstFull("portable"); }
+TEST_CASE("ess: what full gives, of packed entries (cuda)", "[cuda]") { CheckAgainstFull("cuda"); }
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,108 @@
+// Drives a policy of latent caches without a model: rows of made-up entries, index keys and
+// queries, in the order in which a model calls the policy, and a naive model in float64 to hold
+// selections and results to.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "src/attention/attention_policy.h"
+#include "src/attention/policy_options.h"
+#include "src/device/device.h"
+#include "src/kv/page_pool.h"
+
+namespace sluice::testing {
+
+class LatentRig {
+ public:
+  struct Shape {
+    int layers = 3;
+    int heads = 4;
+    int rank = 32;
+    int rope = 16;
+    int index_heads = 2;
+    int top_k = 32;
+    int block_tokens = 16;
+    int slots = 3;
+    int max_context = 512;
+    std::string kernels = "reference";
+    bool packed = false;  // 656-byte entries (rank 512, rope 64); else float32
+    int row_bucket = 0;   // > 0: steps of decode rows are recorded programs, padded
+    double drift = 0.02;  // how far the indexer's queries turn from one position to the next
+    size_t pool_bytes = size_t{8} << 20;
+  };
+  // `options`: policy ess's own; the rest is the rig's.
+  LatentRig(const Shape& shape, const PolicyOptions::Ess& ess, const std::string& name = "ess");
+  ~LatentRig();
+
+  PolicyOptions Options() const { return options_; }
+  AttentionPolicy& policy() { return *policy_; }
+  PagePool& hbm() { return *hbm_; }
+  PagePool& dram() { return *dram_; }
+
+  // Hands over the first `context` tokens of stream `seed` to a slot, which ends at `total`. False:
+  // there is no room. `prompt`: tokens of the prompt, 0: the context. REQUIRES: context 0 where
+  // caches are packed (prompts make them).
+  bool Admit(int slot, uint64_t seed, int context, int total, int prompt = 0);
+  // Admits a home that TakeHome gave.
+  void Readmit(int slot, uint64_t seed, int context, int total, int prompt,
+               std::unique_ptr<SequenceCache> home);
+  // `count` rows of the slot's prompt.
+  std::vector<std::vector<std::vector<float>>> Prompt(int slot, int count);
+  void EndPrompt(int slot, const SelectionHints& hints = {});
+  // A decode row of each slot. [layer][row][heads * rank].
+  std::vector<std::vector<std::vector<float>>> Step(const std::vector<int32_t>& slots);
+  // The same, with `count` rows of another slot's prompt behind them.
+  std::vector<std::vector<std::vector<float>>> Mixed(std::vector<int32_t> slots, int prompt_slot,
+                                                     int count);
+  int position(int slot) const { return sequences_.at(slot).length; }
+  void AwaitWarm(int slot);
+
+  // What row `position` of stream `seed` selects, ascending, and what it attends to.
+  std::vector<int32_t> Selected(uint64_t seed, int layer, int position) const;
+  std::vector<float> Naive(uint64_t seed, int layer, int position) const;
+  // Of the last `rows` positions before `tokens`.
+  SelectionHints Hints(uint64_t seed, int tokens, int rows) const;
+
+ private:
+  struct Sequence {
+    uint64_t seed = 0;
+    int length = 0;
+  };
+  struct Mirrored {
+    Buffer device, host;
+  };
+  struct Layer {
+    Mirrored kv, k, index_q, weights, q, out;
+    Buffer made_q, made_weights;  // IndexQuery's
+  };
+  struct Token {
+    std::vector<float> kv, k, index_q, weights, q;
+  };
+  Token Make(uint64_t seed, int layer, int position) const;
+  // The entry and the index key as the caches have them.
+  std::vector<double> Entry(const Token& token) const;
+  std::vector<double> Key(const Token& token) const;
+  void Enqueue(Stream& stream, int rows, int decode_rows);
+  std::vector<std::vector<std::vector<float>>> Run(const std::vector<int32_t>& slots,
+                                                   int decode_rows);
+  void Finish();
+
+  const Shape shape_;
+  const DType type_;  // of the caches
+  PolicyOptions options_;
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<PagePool> hbm_, dram_;
+  std::map<int, Sequence> sequences_;
+  std::vector<Layer> layers_;
+  Mirrored slots_, positions_, cos_sin_, ones_;
+  std::unique_ptr<Event> done_;
+  std::unique_ptr<Stream> stream_;
+  std::unique_ptr<AttentionPolicy> policy_;
+  std::map<int, std::unique_ptr<Program>> programs_;  // by rows
+};
+
+}  // namespace sluice::testing
