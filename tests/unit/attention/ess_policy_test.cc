@@ -279,6 +279,7 @@ TEST_CASE("ess: HBM is counted for the whole length, and index keys leave DRAM")
   int admitted = 0;
   while (admitted < 3 && rig.Admit(admitted, 1, 64, 400)) ++admitted;
   REQUIRE(admitted >= 1);
+  for (int slot = 0; slot < admitted; ++slot) rig.AwaitWarm(slot);
   const PagePool::Usage index = rig.dram().UsageOf(1);
   REQUIRE(index.used_bytes == 0);
   REQUIRE(index.reserved_bytes == 0);

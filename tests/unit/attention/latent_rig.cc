@@ -185,7 +185,6 @@ bool LatentRig::Admit(int slot, uint64_t seed, int context, int total, int promp
   }
   if (!policy_->Admit(slot, context, total, Promise::kFirm, home)) return false;
   policy_->BeginPrompt(slot, prompt == 0 ? context : prompt);
-  AwaitWarm(slot);
   sequences_[slot] = {seed, context};
   return true;
 }
@@ -194,7 +193,6 @@ void LatentRig::Readmit(int slot, uint64_t seed, int context, int total, int pro
                         std::unique_ptr<SequenceCache> home) {
   REQUIRE(policy_->Admit(slot, context, total, Promise::kFirm, home));
   policy_->BeginPrompt(slot, prompt);
-  AwaitWarm(slot);
   sequences_[slot] = {seed, context};
 }
 
@@ -204,8 +202,7 @@ void LatentRig::AwaitWarm(int slot) {
 }
 
 void LatentRig::EndPrompt(int slot, const SelectionHints& hints) {
-  policy_->EndPrompt(slot, position(slot), hints);
-  AwaitWarm(slot);
+  policy_->EndPrompt(slot, position(slot), hints);  // at once after Admit, too
 }
 
 std::vector<std::vector<std::vector<float>>> LatentRig::Prompt(int slot, int count) {
@@ -308,6 +305,7 @@ std::vector<std::vector<std::vector<float>>> LatentRig::Run(const std::vector<in
   }
   std::vector<int32_t> real_positions;
   for (size_t r = 0; r < slots.size(); ++r) {
+    AwaitWarm(slots[r]);
     Sequence& sequence = sequences_.at(slots[r]);
     const int position = sequence.length++;
     slots_.host.as<int32_t>()[r] = slots[r];
