@@ -10,7 +10,7 @@
 // Moves 2nk bytes of W, and 2k + 4n (8n to accumulate) for each row. Floor: the reading of W, as
 // long as what every tile reads of x from the L2 cache, rows / 64 times the bytes of W, is not more
 // than that. Measured on an H100, the products of Qwen3-8B's step back to back, share of what a
-// plain kernel reads: 93 % with 1 row, 92 % with 8, 91 % with 32, 87 % with 64, 70 % with 128
+// plain kernel reads: 93 % with 1 row, 92 % with 8, 91 % with 32, 87 % with 64
 // (kernels/README.md has the table).
 //
 // Bits: the order of additions follows from (n, k) alone: 16 consecutive k a step, Slices(n, k)
