@@ -242,7 +242,8 @@ constexpr int kCombineTile = 4 * kCombineThreads;  // elements of a row per bloc
 constexpr int kAtOnce = 8;                         // results of experts on their way together
 
 // grid (ceil(dim / kCombineTile), rows). Moves 4 bytes per element of each expert's result and 8 of
-// the row: at k 8, dim 7168 and 64 rows 18 MB, 4 us of HBM, less what L2 still has.
+// the row: at k 8, dim 7168 and 64 rows 18 MB, 4 us of HBM, less what L2 still has. Measured (H200,
+// launches one after the other in a graph): 1.8 us at 1 row, 4.4 at 64, 47 at 512.
 __global__ void __launch_bounds__(kCombineThreads) CombineKernel(CombineParams p, bool aligned) {
   LetNextKernelStart();
   WaitForPriorKernels();
