@@ -77,7 +77,9 @@ __device__ __forceinline__ void RankGroups(const RouteParams& p, RowScores& scor
 }
 
 // One warp per row, expert lane + 32 j in lane's j-th register. A row of 256 experts is 1 KB, and
-// all of this is latency: two reductions of a warp for each expert chosen.
+// all of this is latency: two reductions of a warp for each expert chosen. Measured (H200, 256
+// experts in 8 groups, 8 chosen, with the pairs' kernel, in a graph): 5.3 us at 1 row, 6.0 at 64,
+// 14 at 512.
 template <int kPerLane>
 __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize) RouteKernel(RouteParams p) {
   __shared__ RowScores all_scores[kRowsPerBlock];
