@@ -77,7 +77,9 @@ __device__ __forceinline__ void RankGroups(const RouteParams& p, RowScores& scor
 }
 
 // One warp per row, expert lane + 32 j in lane's j-th register. A row of 256 experts is 1 KB, and
-// all of this is latency: two reductions of a warp for each expert chosen.
+// all of this is latency: two reductions of a warp for each expert chosen. Measured (H200, 256
+// experts in 8 groups, 8 chosen, with the pairs' kernel, in a graph): 5.3 us at 1 row, 6.0 at 64,
+// 14 at 512.
 template <int kPerLane>
 __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize) RouteKernel(RouteParams p) {
   __shared__ RowScores all_scores[kRowsPerBlock];
@@ -242,7 +244,8 @@ constexpr int kCombineTile = 4 * kCombineThreads;  // elements of a row per bloc
 constexpr int kAtOnce = 8;                         // results of experts on their way together
 
 // grid (ceil(dim / kCombineTile), rows). Moves 4 bytes per element of each expert's result and 8 of
-// the row: at k 8, dim 7168 and 64 rows 18 MB, 4 us of HBM, less what L2 still has.
+// the row: at k 8, dim 7168 and 64 rows 18 MB, 4 us of HBM, less what L2 still has. Measured (H200,
+// launches one after the other in a graph): 1.8 us at 1 row, 4.4 at 64, 47 at 512.
 __global__ void __launch_bounds__(kCombineThreads) CombineKernel(CombineParams p, bool aligned) {
   LetNextKernelStart();
   WaitForPriorKernels();
