@@ -27,12 +27,13 @@ const KernelTable& PortableTable();
 const KernelTable& Avx2Table();
 const KernelTable& Avx512Bf16Table();
 
-// linear(), attention(), sparse_attention(), sparse_mla() and index_logits() of the path "amx"; its
-// other operators are those of "avx512bf16". REQUIRES: the process has been granted tile data
-// (AmxPermitted()).
+// What the path "amx" has of its own; its other operators are those of "avx512bf16". REQUIRES: the
+// process has been granted tile data (AmxPermitted()).
 void LinearAmx(const LinearParams& p, Worker worker);
 void AttentionAmx(const AttentionParams& p, Worker worker);
 void SparseAttentionAmx(const SparseAttentionParams& p, Worker worker);
+void HeadLinearAmx(const HeadLinearParams& p, Worker worker);
+void ExpertLinearAmx(const ExpertLinearParams& p, Worker worker);
 void SparseMlaAmx(const SparseMlaParams& p, Worker worker);
 void IndexLogitsAmx(const IndexLogitsParams& p, Worker worker);
 #endif

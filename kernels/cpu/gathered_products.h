@@ -9,6 +9,8 @@
 namespace sluice::kernels::cpu {
 namespace {
 
+constexpr int64_t kMaxPanelsAtOnce = 32;
+
 inline int64_t PanelElementsOf(const WeightMatrix& w) {
   return CeilDiv(w.k, kPanelDepth) * kPanelDepth * kPanelColumns;
 }
@@ -66,17 +68,13 @@ void HeadLinear(const HeadLinearParams& p, Worker worker) {
   }
 }
 
-// Experts in order, each a grid of its pairs, some at a time, and its panels; workers have equal
-// shares of its cells, whole panels each.
-template <class Tiles>
-void ExpertLinear(const ExpertLinearParams& p, Worker worker) {
-  CheckGathered<Tiles>(p.w, p.n, p.x_type,
-                       "expert_linear: panels, n a multiple of 16, its own type");
-  using X = typename Tiles::X;
-  const int64_t of_expert = p.n / kPanelColumns, stride = PanelElementsOf(p.w);
-  const auto blocks_of = [&](int64_t e) {
-    return CeilDiv(p.begins[e + 1] - p.begins[e], Tiles::kRows);
-  };
+// Experts in order, each a grid of its pairs, `at_once` at a time, and its panels; workers have
+// equal shares of its cells, whole panels each. Calls body(expert, first panel, end) for this
+// worker's.
+template <class Body>
+void ForEachExpert(const ExpertLinearParams& p, int64_t at_once, Worker worker, Body body) {
+  const int64_t of_expert = p.n / kPanelColumns;
+  const auto blocks_of = [&](int64_t e) { return CeilDiv(p.begins[e + 1] - p.begins[e], at_once); };
   int64_t total = 0;
   for (int64_t e = 0; e < p.experts; ++e) total += blocks_of(e) * of_expert;
   const Range mine = Share(total, worker);
@@ -87,21 +85,39 @@ void ExpertLinear(const ExpertLinearParams& p, Worker worker) {
     if (blocks == 0 || cells <= mine.begin) continue;
     const int64_t begin = CeilDiv(Max(mine.begin - before, 0), blocks);
     const int64_t end = Min(CeilDiv(mine.end - before, blocks), of_expert);
-    if (begin >= end) continue;
-    for (int64_t i = p.begins[e]; i < p.begins[e + 1]; i += Tiles::kRows) {
-      const X* x[Tiles::kRows];
-      const int64_t rows = Min(Tiles::kRows, p.begins[e + 1] - i);
-      for (int64_t r = 0; r < rows; ++r) {
-        x[r] = static_cast<const X*>(p.x) + p.pairs[i + r] / p.pairs_per_row * int64_t{p.w.k};
-      }
-      GatheredRows<Tiles, Tiles::kRows>(
-          x, rows, p.w.data + (e * of_expert + begin) * stride, end - begin, p.w.k,
-          [&](int64_t r, int64_t j, const float* columns) {
-            float* y = p.y + int64_t{p.pairs[i + r]} * p.n + (begin + j) * kPanelColumns;
-            for (int64_t c = 0; c < kPanelColumns; ++c) y[c] = columns[c];
-          });
-    }
+    if (begin < end) body(e, begin, end);
   }
+}
+
+// Panels that stay in the second-level cache while rows pass by; what one call of a product takes.
+inline int64_t PanelsAtOnce(const WeightMatrix& w) {
+  return Max(8, Min(kMaxPanelsAtOnce, (512 << 10) / (PanelElementsOf(w) * 2) / 8 * 8));
+}
+
+template <class Tiles>
+void ExpertLinear(const ExpertLinearParams& p, Worker worker) {
+  CheckGathered<Tiles>(p.w, p.n, p.x_type,
+                       "expert_linear: panels, n a multiple of 16, its own type");
+  using X = typename Tiles::X;
+  const int64_t of_expert = p.n / kPanelColumns, stride = PanelElementsOf(p.w);
+  const int64_t at_once = PanelsAtOnce(p.w);
+  ForEachExpert(p, Tiles::kRows, worker, [&](int64_t e, int64_t begin, int64_t end) {
+    for (int64_t first = begin; first < end; first += at_once) {
+      for (int64_t i = p.begins[e]; i < p.begins[e + 1]; i += Tiles::kRows) {
+        const X* x[Tiles::kRows];
+        const int64_t rows = Min(Tiles::kRows, p.begins[e + 1] - i);
+        for (int64_t r = 0; r < rows; ++r) {
+          x[r] = static_cast<const X*>(p.x) + p.pairs[i + r] / p.pairs_per_row * int64_t{p.w.k};
+        }
+        GatheredRows<Tiles, Tiles::kRows>(
+            x, rows, p.w.data + (e * of_expert + first) * stride, Min(at_once, end - first), p.w.k,
+            [&](int64_t r, int64_t j, const float* columns) {
+              float* y = p.y + int64_t{p.pairs[i + r]} * p.n + (first + j) * kPanelColumns;
+              for (int64_t c = 0; c < kPanelColumns; ++c) y[c] = columns[c];
+            });
+      }
+    }
+  });
 }
 
 }  // namespace

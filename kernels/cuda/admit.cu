@@ -20,14 +20,21 @@ __global__ void __launch_bounds__(kAdmitThreads)
   extern __shared__ __align__(16) unsigned char memory[];
   const int first = static_cast<int>(blockIdx.x);
   const int slot = p.slots[first];
-  int rows = 1;
   const bool is_first = slot < 0 || first == 0 || p.slots[first - 1] != slot;
-  while (slot >= 0 && is_first && first + rows < p.rows && p.slots[first + rows] == slot) {
-    if (++rows > kMaxQueryPositions) __trap();
+  int next[kMaxQueryPositions];  // slots of the rows behind
+#pragma unroll
+  for (int i = 0; i < kMaxQueryPositions; ++i) {
+    next[i] = first + 1 + i < p.rows ? p.slots[first + 1 + i] : -1;
+  }
+  int rows = 1;
+#pragma unroll
+  for (int i = 0; i < kMaxQueryPositions; ++i) {
+    if (slot >= 0 && rows == i + 1 && next[i] == slot) ++rows;
   }
   WaitForPriorKernels();
   LetNextKernelStart();
   if (!is_first) return;
+  if (rows > kMaxQueryPositions) __trap();
   if (slot < 0) {
     if (threadIdx.x == 0) {
       p.resident_counts[first] = p.arriving_counts[first] = p.move_counts[first] = 0;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "kernels/cuda/residency.cuh"
-#include "kernels/cuda/residency_recall.cuh"
 #include "kernels/cuda/select.cuh"
 #include "kernels/latent_params.h"
 
@@ -11,6 +10,7 @@ namespace sluice::kernels::cuda {
 inline constexpr int kAdmitThreads = 1024;
 inline constexpr int kAdmitStrip = 2;      // entries of a list that a thread takes at a time
 inline constexpr int kKeptPlaces = 16384;  // keys that stay in shared memory
+inline constexpr int kPlacesAtOnce = 8;    // loads of a thread under way
 inline constexpr int kRankedPlaces = 256;  // places that are ranked rather than sorted
 
 // How the shared memory of a block is laid out: SelectShared, then what `at` says, in bytes.
@@ -18,7 +18,7 @@ struct AdmitLayout {
   int32_t rows;   // of a sequence, at most
   int32_t lists;  // entries of a list
   int32_t kept;   // places whose keys are kept
-  int32_t given;  // places that one call may give, rounded up to a power of two
+  int32_t given;  // places that one call may give a sequence
   int32_t given_at, keys_at, held_at, missing_at, before_at, ahead_at, bytes;
 };
 inline AdmitLayout MakeAdmitLayout(const AdmitParams& p) {
@@ -27,8 +27,7 @@ inline AdmitLayout MakeAdmitLayout(const AdmitParams& p) {
   l.lists = p.selected.capacity;
   l.kept = p.residency.count < kKeptPlaces ? p.residency.count : kKeptPlaces;
   const int64_t most = int64_t{l.rows} * l.lists + p.ahead;
-  l.given = 1;
-  while (l.given < (most < p.residency.count ? most : p.residency.count)) l.given *= 2;
+  l.given = static_cast<int32_t>(most < p.residency.count ? most : p.residency.count);
   int32_t end = static_cast<int32_t>(sizeof(SelectShared) + 15) / 16 * 16;
   const auto put = [&end](int64_t bytes) {
     const int32_t at = end;
@@ -120,10 +119,13 @@ class Admission {
     __shared__ Totals totals;
     Clear(totals);
     if (p.forget) Forget();
-    LoadKeys(totals);
+    // These loads are under way while the lists are split.
+    int2 loaded[kPlacesAtOnce];
+    FetchPlaces(0, loaded);
     __syncthreads();
     for (int r = 0; r < rows; ++r) SplitRow(r, totals);
     FindAhead(totals);
+    PutKeys(loaded, totals);
     __syncthreads();
     const int moves = CountMissing(totals), wanted = moves + totals.ahead;
     if (moves > p.move_capacity) __trap();
@@ -153,10 +155,8 @@ class Admission {
       totals.low = kNeverSelected;
       totals.high = 0;
     }
-    __syncthreads();
   }
 
-  // Nobody waits for it: what lies in the tables below, no other thread uses before a meeting.
   __device__ void Forget() {
     for (int place = Thread(); place < count; place += kAdmitThreads) {
       int32_t* const row = places.At(place);
@@ -167,20 +167,25 @@ class Admission {
     __syncthreads();
   }
 
-  __device__ void LoadKeys(Totals& totals) {
-    constexpr int kAtOnce = 8;
+  // Places from + Thread(), and every kAdmitThreads-th after it.
+  __device__ void FetchPlaces(int from, int2 (&loaded)[kPlacesAtOnce]) const {
+#pragma unroll
+    for (int i = 0; i < kPlacesAtOnce; ++i) {
+      const int place = from + i * kAdmitThreads + Thread();
+      loaded[i] = {kNoPlace, 0};
+      if (place < count) loaded[i] = *reinterpret_cast<const int2*>(places.At(place));
+    }
+  }
+
+  // The keys of all places, of which the first are loaded. Stamps of this call may be in them or
+  // not: those places are held.
+  __device__ void PutKeys(int2 (&loaded)[kPlacesAtOnce], Totals& totals) {
     uint32_t low = kNeverSelected, high = 0;
-    for (int from = 0; from < count; from += kAtOnce * kAdmitThreads) {
-      int2 loaded[kAtOnce];
+    for (int from = 0; from < count; from += kPlacesAtOnce * kAdmitThreads) {
+      if (from > 0) FetchPlaces(from, loaded);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+      for (int i = 0; i < kPlacesAtOnce; ++i) {
         const int place = from + i * kAdmitThreads + Thread();
-        if (place < count) loaded[i] = *reinterpret_cast<const int2*>(places.At(place));
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int place = from + i * kAdmitThreads + Thread();
-        if (place >= count) continue;
         const uint32_t key = PlaceKey(loaded[i]);
         if (place < l.kept) keys[place] = key;
         if (key == kNeverSelected) continue;
@@ -304,6 +309,10 @@ class Admission {
   // Leaves in `given` the places to give, in order, in the lower halves.
   __device__ void ChoosePlaces(uint32_t wanted, const Totals& totals) {
     const PlaceKeys of_places = {places, keys, held, totals.low, l.kept, count};
+    if (wanted == 1) {
+      ChooseOne(of_places);
+      return;
+    }
     const int bits = 32 - __clz(static_cast<int>(totals.high - totals.low));
     uint32_t lacking;
     const SelectCut cut =
@@ -326,13 +335,54 @@ class Admission {
       __syncthreads();
       return;
     }
-    int power = kRankedPlaces;
-    while (power < static_cast<int>(wanted)) power *= 2;
-    for (int i = static_cast<int>(wanted) + Thread(); i < power; i += kAdmitThreads) {
-      given[i] = ~uint64_t{0};
+    SortGiven(static_cast<int>(wanted));
+  }
+
+  // What is left to do in most steps: a place for the next position.
+  __device__ void ChooseOne(const PlaceKeys& of_places) {
+    constexpr unsigned kAll = 0xFFFFFFFFu;
+    uint32_t least = kNeverSelected, place = kNeverSelected;
+    for (int i = Thread(); i < count; i += kAdmitThreads) {
+      const uint32_t key = of_places.At(i);
+      if (key >= least) continue;
+      least = key;
+      place = static_cast<uint32_t>(i);
+    }
+    const uint32_t of_warp = __reduce_min_sync(kAll, least);
+    place = __reduce_min_sync(kAll, least == of_warp ? place : kNeverSelected);
+    if (threadIdx.x % 32 == 0) {
+      select.counts[threadIdx.x / 32][0] = of_warp;
+      select.counts[threadIdx.x / 32][1] = place;
     }
     __syncthreads();
-    SortKeys(given, power);
+    least = select.counts[threadIdx.x % 32][0];
+    place = select.counts[threadIdx.x % 32][1];
+    const uint32_t of_all = __reduce_min_sync(kAll, least);
+    place = __reduce_min_sync(kAll, least == of_all ? place : kNeverSelected);
+    if (of_all == kNeverSelected) __trap();
+    if (threadIdx.x == 0) given[0] = place;
+    __syncthreads();
+  }
+
+  // A bitonic network in which every comparison leaves the lesser key at the lower index, so that
+  // there may be any number of them.
+  __device__ void SortGiven(int number) {
+    for (int size = 2; size / 2 < number; size *= 2) {
+      for (int step = size / 2; step > 0; step /= 2) {
+        // The first step of a size compares with the mirrored half.
+        const int flip = step == size / 2 ? size - 1 : step;
+        for (int pair = Thread(); pair < number; pair += kAdmitThreads) {
+          const int low = 2 * pair - (pair & (step - 1)), high = low ^ flip;
+          if (high >= number) continue;
+          const uint64_t a = given[low], b = given[high];
+          if (a > b) {
+            given[low] = b;
+            given[high] = a;
+          }
+        }
+        __syncthreads();
+      }
+    }
   }
 
   __device__ void Put(int32_t unit, int32_t stamp, int place) {

@@ -1,443 +1,29 @@
 // y = x W^T on tensor cores for few rows and many weights, each read once: the body of
-// grouped_product_fp8.cu and grouped_product_bf16.cu.
+// grouped_product_fp8.cu and grouped_product_bf16.cu. Its parts: grouped_tile.cuh (shapes and
+// memory), grouped_copy.cuh (who fills the rings), grouped_sums.cuh (who empties them).
 //
 // A block owns a tile of 64 features for each of its consumer warpgroups and one slice of k. One
-// warp keeps a ring of W tiles filled by tensor copies, three warps a ring of x tiles by ordinary
-// ones: they gather rows, and bring x into the order in which the weights come out of a register.
-// The consumers read their features from the ring of W as operand A in registers (e4m3 becomes bf16
-// on the way) and multiply by x, operand B in shared memory. The blocks of a cluster are the slices
-// of one tile; they add their sums up through each other's shared memory, in order of k.
-//
-// e4m3 to bf16: 4 bits of exponent and 3 of mantissa are put where bf16 has the lowest bits of the
-// one and the highest of the other; that is the value times 2^-120, subnormal or not, so that one
-// product by a power of two makes it exact. The power takes the exponent of the block's scale
-// along, also exactly; what is left of the scale, a factor in [1, 2), is kept out of the sums: a
-// sum counts in units of the newest block's factor and is brought to the next one's before that is
-// added. (The code 0x7F, NaN, counts as 480.)
+// thread keeps a ring of W tiles filled by tensor copies; x has a ring of its own, filled by
+// another thread in the same way, or where rows are gathered by three warps with copies of 16
+// bytes. The consumers read their features from the ring of W as operand A in registers (e4m3
+// becomes bf16 on the way) and multiply by x, operand B in shared memory. The blocks of a cluster
+// are the slices of one tile; they add their sums up through each other's shared memory, in order
+// of k.
 //
 // Bits: 16 values of k at a time in order, Slices() slices, added in order, then the bias, then
 // what y held. The number of rows decides only which instance computes them.
 #pragma once
 
-#include <algorithm>
-
-#include "kernels/cuda/attention_tile.cuh"
+#include "kernels/cuda/grouped_copy.cuh"
 #include "kernels/cuda/grouped_product.h"
+#include "kernels/cuda/grouped_sums.cuh"
+#include "kernels/cuda/grouped_tile.cuh"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/tensor_copy.cuh"
 #include "kernels/cuda/tensor_map.h"
 #include "kernels/cuda/vectors.cuh"
-#include "kernels/cuda/wgmma.cuh"
 
 namespace sluice::kernels::cuda {
 namespace {
-
-struct Fp8Weights {
-  static constexpr bool kIsFp8 = true;
-  static constexpr int kDepth = 128;  // k of a stage: 128 bytes of a row, the width of the swizzle
-};
-struct Bf16Weights {
-  static constexpr bool kIsFp8 = false;
-  static constexpr int kDepth = 64;
-};
-
-constexpr int kSliceFeatures = 128;  // what Slices() counts tiles in
-constexpr int kMaxSlices = 8;        // blocks of a cluster
-constexpr int kMinBlocks = 192;      // of kAtOnce that the device runs at one time
-constexpr int kAtOnce = 264;
-constexpr int kRowLoaders = 96;
-
-// Slices of k: enough blocks to keep the memory busy; where they are more than run at one time, so
-// many that the last ones do not run alone for long. Of the matrix alone (bits, above).
-inline int Slices(int tiles, int steps) {
-  const auto is_even = [](int blocks) {
-    const int turns = (blocks + kAtOnce - 1) / kAtOnce;
-    return blocks * 100 >= turns * kAtOnce * 84;
-  };
-  int slices = 1;
-  while (slices < kMaxSlices && tiles * slices < kMinBlocks && steps >= 4 * slices) slices *= 2;
-  while (slices < kMaxSlices && tiles * slices > kAtOnce && !is_even(tiles * slices) &&
-         steps >= 12 * slices) {
-    slices *= 2;
-  }
-  return slices;
-}
-
-// The shared memory and the registers of a block of kWarpgroups consumers, up to kRows rows.
-template <typename Weights, int kRows, int kWarpgroups>
-struct TilePlan {
-  static constexpr int kFeatures = 64 * kWarpgroups;
-  static constexpr int kConsumers = 128 * kWarpgroups;
-  static constexpr int kThreads = kConsumers + 128;
-  static constexpr int kBlocksPerProcessor = kWarpgroups == 2 ? 2 : 1;
-  static constexpr int kWeightBytes = kFeatures * 128;
-  static constexpr int kRowTileBytes = kRows * 128;  // 64 of k
-  static constexpr int kRowTiles = Weights::kDepth / 64;
-  static constexpr int kRowBytes = kRowTiles * kRowTileBytes;
-  static constexpr int kRowStages = kRowBytes >= 16384 ? 3 : 4;
-  static constexpr int kOtherBytes = kBlocksPerProcessor == 2 ? 1024 : 2048;
-  static constexpr int kRingBudget =
-      (kBlocksPerProcessor == 2 ? 113 : 227) * 1024 - kOtherBytes;  // of 228 KiB, 1 KiB a block
-  static constexpr int kWeightStages =
-      std::min(8, (kRingBudget - kRowStages * kRowBytes) / kWeightBytes);
-  static constexpr int kRowRing = kWeightStages * kWeightBytes;
-  static constexpr int kRingBytes = kRowRing + kRowStages * kRowBytes;
-  static constexpr int kSumStride = kFeatures + 4;  // keeps a quad's stores in different banks
-  static constexpr int kBytes = kRingBytes + kOtherBytes;
-  static_assert(kRows * kSumStride * 4 <= kRingBytes, "the sums take the ring's place");
-  static_assert(16 * (kWeightStages + kRowStages) + 8 * kRows <= kOtherBytes, "what is left");
-  // Registers of a consumer's thread and of the others', of 64 Ki in all.
-  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 96 : 104;
-  static constexpr int kLoaderRegisters = kWarpgroups == 2 ? 48 : 64;
-};
-
-// A ring's place in the order of all its stages.
-template <int kStages>
-struct Place {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ void Advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-// Addresses in shared memory.
-template <typename P>
-struct Rings {
-  uint32_t base;
-  __device__ uint32_t Weights(int stage) const { return base + stage * P::kWeightBytes; }
-  __device__ uint32_t Rows(int stage) const { return base + P::kRowRing + stage * P::kRowBytes; }
-  __device__ uint32_t WeightsFull(int stage) const { return base + P::kRingBytes + stage * 16; }
-  __device__ uint32_t WeightsEmpty(int stage) const { return WeightsFull(stage) + 8; }
-  __device__ uint32_t RowsFull(int stage) const { return WeightsFull(P::kWeightStages + stage); }
-  __device__ uint32_t RowsEmpty(int stage) const { return RowsFull(stage) + 8; }
-};
-
-// What a block computes: features [feature, ..) of a group, over its slice of k.
-struct TileWork {
-  int group;
-  int feature;     // of the group
-  int first_step;  // of kDepth
-  int steps;
-};
-
-template <typename Weights, int kFeatures>
-__device__ TileWork WorkOfBlock(const GroupedProduct& p) {
-  const int tiles = (p.n + kFeatures - 1) / kFeatures;
-  const int steps = (p.w.k + Weights::kDepth - 1) / Weights::kDepth;
-  const int each = (steps + gridDim.x - 1) / gridDim.x;
-  const int first = min(static_cast<int>(blockIdx.x) * each, steps);
-  return {static_cast<int>(blockIdx.z) / tiles, static_cast<int>(blockIdx.z) % tiles * kFeatures,
-          first, min(each, steps - first)};
-}
-
-// The rows of a group: entries [first, first + count) of the list of pairs, or rows of x.
-struct RowRange {
-  int first;
-  int count;
-};
-
-__device__ __forceinline__ RowRange RowsOfGroup(const GroupedProduct& p, int group) {
-  if (p.pairs == nullptr) return {0, p.rows};
-  const int first = p.begins[group];
-  return {first, p.begins[group + 1] - first};
-}
-
-__device__ __forceinline__ int RowAt(const GroupedProduct& p, RowRange range, int i) {
-  return p.pairs == nullptr ? i : p.pairs[range.first + i];
-}
-
-__device__ __forceinline__ void SyncThreads(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-constexpr int kLoaderBarrier = 1;
-constexpr int kConsumerBarrier = 2;
-
-// The thread that copies W.
-template <typename Weights, typename P>
-struct WeightCopier {
-  Rings<P> rings;
-  const CUtensorMap* map;
-  TileWork work;
-  int row;  // of the stack
-  Place<P::kWeightStages> place{};
-
-  __device__ void Copy(int step) {
-    ArriveExpecting(rings.WeightsFull(place.stage), P::kWeightBytes);
-    CopyTile(rings.Weights(place.stage), map, (work.first_step + step) * Weights::kDepth, row,
-             rings.WeightsFull(place.stage), kEvictFirst);
-    place.Advance();
-  }
-
-  // W is constant: what fits is asked for while the kernels before this one still run.
-  __device__ int CopyEarly() {
-    const int early = min(P::kWeightStages, work.steps);
-    for (int step = 0; step < early; ++step) Copy(step);
-    return early;
-  }
-
-  // The rest of a round of all steps. A stage is free at first, and when its consumers have said
-  // so.
-  __device__ void CopyFrom(int step) {
-    for (; step < work.steps; ++step) {
-      WaitBarrier(rings.WeightsEmpty(place.stage), place.parity ^ 1);
-      Copy(step);
-    }
-  }
-
-  // No block ends before its copies.
-  __device__ void AwaitEarly(int early) const {
-    for (int stage = 0; stage < early; ++stage) WaitBarrier(rings.WeightsFull(stage), 0);
-  }
-};
-
-// One of the threads that copy x: 16 bytes at a time, several of them under way.
-template <typename Weights, typename P, int kRows>
-struct RowLoader {
-  static constexpr int kRowsAtOnce = kRowLoaders / 8;
-  static constexpr int kPasses = (kRows + kRowsAtOnce - 1) / kRowsAtOnce;
-  static constexpr int kBatch = std::min(kRows <= 64 ? 3 : 4, kPasses);  // pieces of a thread
-  static constexpr int kBatches = (kPasses + kBatch - 1) / kBatch;
-  static constexpr int kUnits = kBatches * P::kRowTiles;  // of a stage
-
-  const GroupedProduct& p;
-  Rings<P> rings;
-  const int64_t* offsets;  // in shared memory: of each row of x in elements; -1: none
-  int first_k;
-  int thread;
-  Place<P::kRowStages> place{};
-
-  // Units of work go tile by tile, then batch by batch.
-  __device__ void Fetch(uint4 (&pieces)[kBatch], int unit) const {
-    const int tile = unit / kBatches % P::kRowTiles;
-    const int k = first_k + unit / kUnits * Weights::kDepth + tile * 64 + thread % 8 * 8;
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int row = (unit % kBatches * kBatch + i) * kRowsAtOnce + thread / 8;
-      const int64_t offset = row < kRows ? offsets[row] : -1;
-      pieces[i] = make_uint4(0, 0, 0, 0);
-      if (offset >= 0 && k < p.w.k) {
-        pieces[i] = __ldcg(reinterpret_cast<const uint4*>(p.x + offset + k));
-      }
-    }
-  }
-
-  __device__ void Put(const uint4 (&pieces)[kBatch], int unit) {
-    if (unit % kUnits == 0) WaitBarrier(rings.RowsEmpty(place.stage), place.parity ^ 1);
-    const int tile = unit / kBatches % P::kRowTiles;
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int row = (unit % kBatches * kBatch + i) * kRowsAtOnce + thread / 8;
-      if (row < kRows && offsets[row] >= 0) {
-        Store(pieces[i], rings.Rows(place.stage) + tile * P::kRowTileBytes, row, thread % 8);
-      }
-    }
-    if (unit % kUnits == kUnits - 1) {
-      PublishToAsyncProxy();
-      __syncwarp();
-      if (thread % 32 == 0) Arrive(rings.RowsFull(place.stage));
-      place.Advance();
-    }
-  }
-
-  // Piece `piece` of 8 of a row of a tile, swizzled over the row's 128 bytes. Beside e4m3 weights
-  // each 16 values of k are put in the order 0, 2, .., 14, 1, 3, .., 15.
-  __device__ static void Store(const uint4& v, uint32_t tile, int row, int piece) {
-    const uint32_t base = tile + row * 128;
-    if constexpr (Weights::kIsFp8) {
-      const int even = (piece / 2 * 2) ^ (row % 8), odd = even ^ 1;
-      Store8(base + even * 16 + piece % 2 * 8, __byte_perm(v.x, v.y, 0x5410),
-             __byte_perm(v.z, v.w, 0x5410));
-      Store8(base + odd * 16 + piece % 2 * 8, __byte_perm(v.x, v.y, 0x7632),
-             __byte_perm(v.z, v.w, 0x7632));
-    } else {
-      asm volatile(
-          "st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(base + (piece ^ (row % 8)) * 16),
-          "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-          : "memory");
-    }
-  }
-  __device__ static void Store8(uint32_t shared, uint32_t a, uint32_t b) {
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared), "r"(a), "r"(b) : "memory");
-  }
-
-  // While one unit is stored the next one is under way.
-  __device__ void Load(int steps) {
-    const int units = steps * kUnits;
-    uint4 a[kBatch], b[kBatch];
-    if (units > 0) Fetch(a, 0);
-    for (int unit = 0; unit < units; unit += 2) {
-      if (unit + 1 < units) Fetch(b, unit + 1);
-      Put(a, unit);
-      if (unit + 2 < units) Fetch(a, unit + 2);
-      if (unit + 1 < units) Put(b, unit + 1);
-    }
-  }
-};
-
-// The scales of 32 steps of a warp's features, a lane having those of one step.
-struct Scales {
-  uint32_t power;  // bf16 twice: 2^120 and the scale's exponent; 0: the scale is 0
-  float ratio;     // factor of the step before over that of this step
-  float factor;    // the rest of the scale
-
-  // `before`: the factor of the step before lane 0's.
-  __device__ static Scales Of(float scale, float before) {
-    constexpr int kLeast = -100, kMost = 7;  // 448 * 2^7 and 2^-9 * 2^-100 are normal bf16
-    const int biased = __float_as_uint(scale) >> 23 & 0xFF;
-    const int exponent = min(max(biased - 127, kLeast), kMost);
-    Scales s;
-    const bool is_zero = scale == 0;
-    s.power = is_zero ? 0 : static_cast<uint32_t>(120 + 127 + exponent) * 0x00800080u;
-    s.factor =
-        is_zero ? 1.0f : scale * __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
-    const float previous = __shfl_up_sync(~0u, s.factor, 1);
-    s.ratio = (threadIdx.x % 32 == 0 ? before : previous) / s.factor;
-    return s;
-  }
-};
-
-__device__ __forceinline__ uint32_t MultiplyBf16(uint32_t a, uint32_t b) {
-  uint32_t product;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-  return product;
-}
-
-// Four e4m3, times 2^-120: bytes 0 and 2, then bytes 1 and 3.
-__device__ __forceinline__ uint32_t EvenBytes(uint32_t v) {
-  return (v << 8 & 0x80008000u) | (v << 4 & 0x07F007F0u);
-}
-__device__ __forceinline__ uint32_t OddBytes(uint32_t v) {
-  return (v & 0x80008000u) | (v >> 4 & 0x07F007F0u);
-}
-
-// A consumer's sums of 64 features of its warpgroup and kRows rows.
-template <typename Weights, typename P, int kRows>
-struct Consumer {
-  Rings<P> rings;
-  int feature;          // of the warp, inside the tile
-  const float* scales;  // of the warp's features and the slice's first step
-  Place<P::kWeightStages> w{};
-  Place<P::kRowStages> x{};
-  float sums[kRows / 2];
-
-  // Returns once the stage's weights are there: the address of this lane's row for LoadPiece.
-  __device__ uint32_t AwaitWeights() const {
-    WaitBarrier(rings.WeightsFull(w.stage), w.parity);
-    return rings.Weights(w.stage) + (feature + threadIdx.x % 16) * 128;
-  }
-  // 32 bytes of k, of 4 in a stage, of this warp's 16 features.
-  __device__ static void LoadPiece(uint32_t (&raw)[4], uint32_t row, int piece) {
-    LoadMatrices(raw, row + ((2 * piece + threadIdx.x % 32 / 16) ^ (threadIdx.x % 8)) * 16);
-  }
-  __device__ void LeaveWeights() {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) Arrive(rings.WeightsEmpty(w.stage));
-    w.Advance();
-  }
-  __device__ void LeaveRows() {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) Arrive(rings.RowsEmpty(x.stage));
-    x.Advance();
-  }
-
-  __device__ void AccumulateBf16(int steps) {
-    constexpr int kUnderWay = kRows <= 64 ? 4 : 2;  // pieces whose products are not done
-    for (int step = 0; step < steps; ++step) {
-      uint32_t a[kUnderWay][4];
-      const uint32_t row = AwaitWeights();
-      WaitBarrier(rings.RowsFull(x.stage), x.parity);
-      const uint64_t b = TileDescriptor(rings.Rows(x.stage));
-#pragma unroll
-      for (int first = 0; first < 4; first += kUnderWay) {
-        if (first > 0) WaitForProducts<0>();
-#pragma unroll
-        for (int i = 0; i < kUnderWay; ++i) LoadPiece(a[i], row, first + i);
-        BeginProducts();
-#pragma unroll
-        for (int i = 0; i < kUnderWay; ++i) {
-          MultiplyAdd<kRows>(sums, a[i], b + 2 * (first + i));
-        }
-        CommitProducts();
-      }
-      LeaveWeights();
-      WaitForProducts<0>();
-      LeaveRows();
-    }
-  }
-
-  // The result: the factor in whose units the sums count.
-  __device__ float AccumulateFp8(int steps) {
-    constexpr int kUnderWay = kRows <= 64 ? 4 : 1;  // pieces whose products are not done
-    const int lane = threadIdx.x % 32;
-    float factor = 1;
-    Scales mine{};
-    uint32_t raw[2][4];
-    for (int step = 0; step < steps; ++step) {
-      const uint32_t row = AwaitWeights();
-      LoadPiece(raw[0], row, 0);
-      if (step % 32 == 0) {
-        mine = Scales::Of(step + lane < steps ? __ldg(scales + step + lane) : 1.0f, factor);
-      }
-      const uint32_t power = __shfl_sync(~0u, mine.power, step % 32);
-      const float ratio = __shfl_sync(~0u, mine.ratio, step % 32);
-      factor = __shfl_sync(~0u, mine.factor, step % 32);
-#pragma unroll
-      for (int i = 0; i < kRows / 2; ++i) sums[i] *= ratio;
-      WaitBarrier(rings.RowsFull(x.stage), x.parity);
-      uint32_t a[2 * kUnderWay][4];
-#pragma unroll
-      for (int piece = 0; piece < 4; ++piece) {
-        if (piece + 1 < 4) LoadPiece(raw[(piece + 1) % 2], row, piece + 1);
-        if (piece > 0 && piece % kUnderWay == 0) WaitForProducts<0>();
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const uint32_t low = raw[piece % 2][2 * half], high = raw[piece % 2][2 * half + 1];
-          uint32_t(&chunk)[4] = a[piece % kUnderWay * 2 + half];
-          chunk[0] = MultiplyBf16(EvenBytes(low), power);
-          chunk[1] = MultiplyBf16(EvenBytes(high), power);
-          chunk[2] = MultiplyBf16(OddBytes(low), power);
-          chunk[3] = MultiplyBf16(OddBytes(high), power);
-          const uint64_t b = TileDescriptor(rings.Rows(x.stage) + piece / 2 * P::kRowTileBytes) +
-                             (piece % 2 * 2 + half) * 2;
-          BeginProducts();
-          MultiplyAdd<kRows>(sums, chunk, b);
-        }
-        CommitProducts();
-      }
-      LeaveWeights();
-      WaitForProducts<0>();
-      LeaveRows();
-    }
-    return factor;
-  }
-
-  __device__ void Accumulate(int steps) {
-#pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) sums[i] = 0;
-    if constexpr (Weights::kIsFp8) {
-      const float factor = AccumulateFp8(steps);
-#pragma unroll
-      for (int i = 0; i < kRows / 2; ++i) sums[i] *= factor;
-    } else {
-      AccumulateBf16(steps);
-    }
-  }
-
-  // To out[kRows][kSumStride], a row's features next to each other.
-  __device__ void Store(float* out) const {
-    const int lane = threadIdx.x % 32;
-    const int mine = feature + lane / 4;
-#pragma unroll
-    for (int j = 0; j < kRows / 2; ++j) {
-      const int row = j / 4 * 8 + lane % 4 * 2 + j % 2;
-      out[row * P::kSumStride + mine + j / 2 % 2 * 8] = sums[j];
-    }
-  }
-};
 
 __device__ __forceinline__ float4 Sum(float4 a, float4 b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
@@ -503,11 +89,14 @@ __device__ __forceinline__ void GiveRegisters() {
 // Grid: (slices of k, tiles of rows, groups x tiles of features); a cluster is the slices of one
 // tile. Blocks take every gridDim.y-th tile of rows of their group. `early`: W is asked for before
 // it is known whether the group has rows.
-template <typename Weights, int kRows, int kWarpgroups>
-__global__ void __launch_bounds__(TilePlan<Weights, kRows, kWarpgroups>::kThreads,
-                                  TilePlan<Weights, kRows, kWarpgroups>::kBlocksPerProcessor)
-    TiledProduct(const __grid_constant__ CUtensorMap w_map, const GroupedProduct p, bool early) {
-  using P = TilePlan<Weights, kRows, kWarpgroups>;
+template <typename Weights, int kRows, int kWarpgroups, int kBlocks>
+__global__ void __launch_bounds__(
+    TilePlan<Weights, kRows, kWarpgroups, kBlocks>::kThreads,
+    TilePlan<Weights, kRows, kWarpgroups, kBlocks>::kBlocksPerProcessor)
+    TiledProduct(const __grid_constant__ CUtensorMap w_map,
+                 const __grid_constant__ CUtensorMap x_map, const GroupedProduct p, bool early,
+                 bool by_map) {
+  using P = TilePlan<Weights, kRows, kWarpgroups, kBlocks>;
   extern __shared__ __align__(1024) unsigned char shared[];
   LetNextKernelStart();
   const Rings<P> rings = {SharedAddress(shared)};
@@ -517,12 +106,13 @@ __global__ void __launch_bounds__(TilePlan<Weights, kRows, kWarpgroups>::kThread
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == P::kConsumers) {
     PrefetchMap(&w_map);
+    if (by_map) PrefetchMap(&x_map);
     for (int stage = 0; stage < P::kWeightStages; ++stage) {
       InitBarrier(rings.WeightsFull(stage), 1);
       InitBarrier(rings.WeightsEmpty(stage), kWarpgroups * 4);
     }
     for (int stage = 0; stage < P::kRowStages; ++stage) {
-      InitBarrier(rings.RowsFull(stage), kRowLoaders / 32);
+      InitBarrier(rings.RowsFull(stage), by_map ? 1 : kGatherers);
       InitBarrier(rings.RowsEmpty(stage), kWarpgroups * 4);
     }
     PublishBarriers();
@@ -549,16 +139,23 @@ __global__ void __launch_bounds__(TilePlan<Weights, kRows, kWarpgroups>::kThread
       const int thread = threadIdx.x - P::kConsumers - 32;
       WaitForPriorKernels();
       const RowRange range = RowsOfGroup(p, work.group);
-      RowLoader<Weights, P, kRows> loader = {p, rings, offsets, work.first_step * Weights::kDepth,
-                                             thread};
+      const int first_k = work.first_step * Weights::kDepth;
+      RowCopier<Weights, P, kRows> copier = {
+          rings, &x_map, work.group * static_cast<int>(p.x_group_stride) + first_k};
+      RowGatherer<Weights, P, kRows> gatherer = {p, rings, offsets, first_k, thread};
       for (int tile = blockIdx.y; tile * kRows < range.count; tile += gridDim.y) {
-        for (int row = thread; row < kRows; row += kRowLoaders) {
-          const int i = tile * kRows + row;
-          const int64_t x_row = i < range.count ? RowAt(p, range, i) / p.pairs_per_row : 0;
-          offsets[row] = i < range.count ? x_row * p.x_stride + work.group * p.x_group_stride : -1;
+        if (by_map) {
+          if (thread == 0) copier.Copy(tile * kRows, work.steps);
+        } else {
+          for (int row = thread; row < kRows; row += kGatherers) {
+            const int i = tile * kRows + row;
+            const int64_t x_row = i < range.count ? RowAt(p, range, i) / p.pairs_per_row : 0;
+            offsets[row] =
+                i < range.count ? x_row * p.x_stride + work.group * p.x_group_stride : -1;
+          }
+          SyncThreads(kGathererBarrier, kGatherers);
+          gatherer.Copy(work.steps);
         }
-        SyncThreads(kLoaderBarrier, kRowLoaders);
-        loader.Load(work.steps);
         __syncwarp();
         SyncCluster();
         SyncCluster();
@@ -571,6 +168,7 @@ __global__ void __launch_bounds__(TilePlan<Weights, kRows, kWarpgroups>::kThread
     Consumer<Weights, P, kRows> consumer;
     consumer.rings = rings;
     consumer.feature = warp * 16;
+    consumer.gathered = !by_map;
     const int row = min(work.group * p.n + work.feature + warp * 16, p.w.n - 1);
     consumer.scales = p.w.scales +
                       row / kFp8BlockRows * ((p.w.k + kFp8BlockColumns - 1) / kFp8BlockColumns) +
@@ -588,33 +186,83 @@ __global__ void __launch_bounds__(TilePlan<Weights, kRows, kWarpgroups>::kThread
   }
 }
 
-template <typename Weights, int kRows, int kWarpgroups>
+inline int TilesOf(const GroupedProduct& p, int features) {
+  return p.groups * ((p.n + features - 1) / features);
+}
+
+template <typename Weights>
+int StepsOf(const GroupedProduct& p) {
+  return (p.w.k + Weights::kDepth - 1) / Weights::kDepth;
+}
+
+template <typename Weights>
+int SlicesOf(const GroupedProduct& p) {
+  return p.slices > 0 ? p.slices : Slices(TilesOf(p, kSliceFeatures), StepsOf<Weights>(p));
+}
+
+template <typename Weights, int kRows, int kWarpgroups, int kBlocks>
 cudaError_t LaunchTiles(const GroupedProduct& p, cudaStream_t stream) {
-  using P = TilePlan<Weights, kRows, kWarpgroups>;
-  const auto kernel = TiledProduct<Weights, kRows, kWarpgroups>;
+  using P = TilePlan<Weights, kRows, kWarpgroups, kBlocks>;
+  const auto kernel = TiledProduct<Weights, kRows, kWarpgroups, kBlocks>;
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, P::kBytes);
-  CUtensorMap w_map;
+  CUtensorMap w_map, x_map{};
   if (error == cudaSuccess) {
     error = MakeTileMap(p.w.data, p.w.n, p.w.k, P::kFeatures, &w_map,
                         Weights::kIsFp8 ? DType::kFloat8E4M3 : DType::kBFloat16);
   }
+  // A tile of x must not reach into the next group's columns.
+  const bool by_map = p.pairs == nullptr && (p.groups == 1 || p.w.k % Weights::kDepth == 0);
+  if (error == cudaSuccess && by_map) {
+    const int64_t columns = (p.groups - 1) * p.x_group_stride + p.w.k;
+    error = MakeTileMap(p.x, p.rows, static_cast<int32_t>(columns), kRows, &x_map, DType::kBFloat16,
+                        p.x_stride);
+  }
   if (error != cudaSuccess) return error;
   const int steps = (p.w.k + Weights::kDepth - 1) / Weights::kDepth;
   const int tiles = (p.n + P::kFeatures - 1) / P::kFeatures;
-  const int slices = Slices(p.groups * ((p.n + kSliceFeatures - 1) / kSliceFeatures), steps);
+  const int slices = p.slices > 0
+                         ? p.slices
+                         : Slices(p.groups * ((p.n + kSliceFeatures - 1) / kSliceFeatures), steps);
   const int row_tiles = p.pairs != nullptr ? 1 : (p.rows + kRows - 1) / kRows;
   // Of few experts hardly any goes without rows.
   const bool early = p.pairs == nullptr || p.groups <= 16 || p.rows >= 4 * p.groups;
   const dim3 grid(static_cast<unsigned>(slices), static_cast<unsigned>(row_tiles),
                   static_cast<unsigned>(p.groups * tiles));
   return LaunchClusters(kernel, grid, dim3(P::kThreads), dim3(static_cast<unsigned>(slices)),
-                        P::kBytes, stream, w_map, p, early);
+                        P::kBytes, stream, w_map, x_map, p, early, by_map);
 }
 
 // Rows of a group: all, or as many as there are of each on average.
 inline int TypicalRows(const GroupedProduct& p) {
   return p.pairs == nullptr ? p.rows : (p.rows + p.groups - 1) / p.groups;
+}
+
+// Few rows leave room for three blocks on a multiprocessor: better where there are more blocks than
+// run at one time otherwise, or short ones, whose beginnings and ends then lie beneath others.
+// Worse else: some multiprocessors have three blocks then and others one.
+template <typename Weights, int kRows>
+cudaError_t LaunchFewRows(const GroupedProduct& p, cudaStream_t stream) {
+  const int slices = SlicesOf<Weights>(p);
+  const int blocks = slices * TilesOf(p, kSliceFeatures);
+  const bool are_short = StepsOf<Weights>(p) <= 8 * slices;
+  return blocks > kAtOnce || (blocks > kAtOnce * 9 / 10 && are_short)
+             ? LaunchTiles<Weights, kRows, 2, 3>(p, stream)
+             : LaunchTiles<Weights, kRows, 2, 2>(p, stream);
+}
+
+template <typename Weights>
+cudaError_t LaunchTiledProduct(const GroupedProduct& p, cudaStream_t stream) {
+  constexpr int kFewBlocks = 64;  // of the widest tiles
+  const int rows = TypicalRows(p);
+  if (rows <= 8) return LaunchFewRows<Weights, 8>(p, stream);
+  if (rows <= 32) return LaunchFewRows<Weights, 32>(p, stream);
+  if (rows <= 64) return LaunchTiles<Weights, 64, 2, 2>(p, stream);
+  if (rows <= 80) return LaunchTiles<Weights, 80, 2, 2>(p, stream);
+  if (p.n <= kSliceFeatures || TilesOf(p, 256) * SlicesOf<Weights>(p) < kFewBlocks) {
+    return LaunchTiles<Weights, 64, 2, 2>(p, stream);
+  }
+  return LaunchTiles<Weights, 128, 4, 1>(p, stream);
 }
 
 }  // namespace

@@ -30,9 +30,10 @@ struct GroupedProduct {
   const int32_t* pairs;
   const int32_t* begins;
   int32_t pairs_per_row;
+  int32_t slices = 0;  // of k, added in order: a power of two up to 8; 0: as many as suit w
 };
 
-// Bits: the order of additions of a row follows from the shape of w alone.
+// Bits: the order of additions of a row follows from the shape of w, and `slices`, alone.
 // cudaErrorInvalidValue: a layout or a type that is not named above.
 cudaError_t LaunchGroupedProduct(const GroupedProduct& product, cudaStream_t stream);
 

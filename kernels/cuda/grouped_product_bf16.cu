@@ -5,11 +5,7 @@
 namespace sluice::kernels::cuda {
 
 cudaError_t LaunchTiledProductBf16(const GroupedProduct& p, cudaStream_t stream) {
-  const int rows = TypicalRows(p);
-  if (rows <= 8) return LaunchTiles<Bf16Weights, 8, 2>(p, stream);
-  if (rows <= 32) return LaunchTiles<Bf16Weights, 32, 2>(p, stream);
-  if (rows <= 64) return LaunchTiles<Bf16Weights, 64, 2>(p, stream);
-  return LaunchTiles<Bf16Weights, 128, 4>(p, stream);
+  return LaunchTiledProduct<Bf16Weights>(p, stream);
 }
 
 }  // namespace sluice::kernels::cuda

@@ -5,11 +5,7 @@
 namespace sluice::kernels::cuda {
 
 cudaError_t LaunchTiledProductFp8(const GroupedProduct& p, cudaStream_t stream) {
-  const int rows = TypicalRows(p);
-  if (rows <= 8) return LaunchTiles<Fp8Weights, 8, 2>(p, stream);
-  if (rows <= 32) return LaunchTiles<Fp8Weights, 32, 2>(p, stream);
-  if (rows <= 64) return LaunchTiles<Fp8Weights, 64, 2>(p, stream);
-  return LaunchTiles<Fp8Weights, 128, 4>(p, stream);
+  return LaunchTiledProduct<Fp8Weights>(p, stream);
 }
 
 }  // namespace sluice::kernels::cuda

@@ -51,7 +51,9 @@ __device__ __forceinline__ float4 Hadamard(float4 v) {
   return {v.x * kHadamardScale, v.y * kHadamardScale, v.z * kHadamardScale, v.w * kHadamardScale};
 }
 
-// One warp per row. Moves 512 bytes in and 132 out a row (twice with `written`).
+// One warp per row. Moves 512 bytes in and 132 out a row (twice with `written`): the launch is what
+// it costs. Measured (H200, packed, launches one after the other in a graph): 1.8 us at 1 row, 1.9
+// at 64, 2.0 at 512.
 __global__ void __launch_bounds__(kPerBlock* kWarpSize)
     IndexAppendKernel(IndexAppendParams p, bool aligned) {
   LetNextKernelStart();
@@ -102,7 +104,8 @@ __global__ void __launch_bounds__(kPerBlock* kWarpSize)
 }
 
 // One warp per (row, head); blocks are (ceil(heads / 4), rows). Moves 512 bytes in and 132 out a
-// head: at 64 heads 41 KB a row.
+// head: at 64 heads 41 KB a row. Measured (H200, as above, 64 heads): 1.4 us at 1 row, 2.6 at
+// 64, 10.5 at 512, whose 21 MB take 5 us.
 __global__ void __launch_bounds__(kPerBlock* kWarpSize) IndexQueryKernel(IndexQueryParams p) {
   LetNextKernelStart();
   WaitForPriorKernels();

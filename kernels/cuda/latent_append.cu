@@ -59,7 +59,8 @@ __device__ __forceinline__ char* EntryAt(const LatentAppendParams& p, int slot, 
 // grid (rows). Thread t holds values 4 t .. 4 t + 3 of each 512 of the latent, so that a warp holds
 // the 128 values of a scale; the first rope / 2 threads turn the other values. Moves 2.3 KB in and
 // 656 bytes out a row (twice with `written`): at 128 rows 0.4 MB, 0.1 us of HBM; the launch is what
-// it costs.
+// it costs. Measured (H200, packed, written twice, launches one after the other in a graph): 1.8 us
+// at 1 row, 1.9 at 64, 2.8 at 512.
 __global__ void __launch_bounds__(kEntryThreads)
     LatentAppendKernel(LatentAppendParams p, bool aligned) {
   LetNextKernelStart();
@@ -127,7 +128,8 @@ __global__ void __launch_bounds__(kEntryThreads)
 }
 
 // One warp per (row, head); blocks are (ceil(heads / 4), rows). Moves 4 bytes in and 2 (bf16) out
-// an element: at 128 heads of 192 0.15 MB a row, which 64 rows read from L2.
+// an element: at 128 heads of 192 0.15 MB a row, which 64 rows read from L2. Measured (H200, as
+// above, 128 heads): 1.2 us at 1 row, 3.4 at 64, 22 at 512, whose 75 MB take 17 us.
 __global__ void __launch_bounds__(kQueriesPerBlock* kWarpSize)
     MlaQueryKernel(MlaQueryParams p, bool aligned) {
   LetNextKernelStart();

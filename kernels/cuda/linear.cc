@@ -60,7 +60,15 @@ cudaError_t LaunchLinear(const LinearParams& p, cudaStream_t stream) {
   if (p.w.layout != WeightLayout::kRowMajor) return cudaErrorInvalidValue;
   if (!IsTiled(p)) return LaunchPlainProduct(GroupOf(p), stream);
   if (p.decode_rows > 0) {
-    const cudaError_t error = LaunchDecodeProduct(RowsOf(p, 0, p.decode_rows), stream);
+    const LinearParams decode = RowsOf(p, 0, p.decode_rows);
+    cudaError_t error = cudaSuccess;
+    if (decode.rows <= kMaxDecodeProductRows) {
+      error = LaunchDecodeProduct(decode, stream);
+    } else {
+      GroupedProduct group = GroupOf(decode);
+      group.slices = DecodeProductSlices(p.w.n, p.w.k);
+      error = LaunchGroupedProduct(group, stream);
+    }
     if (error != cudaSuccess) return error;
   }
   if (p.decode_rows == p.rows) return cudaSuccess;

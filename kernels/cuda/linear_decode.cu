@@ -10,7 +10,7 @@
 // Moves 2nk bytes of W, and 2k + 4n (8n to accumulate) for each row. Floor: the reading of W, as
 // long as what every tile reads of x from the L2 cache, rows / 64 times the bytes of W, is not more
 // than that. Measured on an H100, the products of Qwen3-8B's step back to back, share of what a
-// plain kernel reads: 93 % with 1 row, 92 % with 8, 91 % with 32, 87 % with 64, 70 % with 128
+// plain kernel reads: 93 % with 1 row, 92 % with 8, 91 % with 32, 87 % with 64
 // (kernels/README.md has the table).
 //
 // Bits: the order of additions follows from (n, k) alone: 16 consecutive k a step, Slices(n, k)
@@ -32,7 +32,7 @@ constexpr int kDepth = 64;                 // k of a tile: 128 bytes, the width 
 constexpr int kConsumers = 128;            // the warpgroup
 constexpr int kThreads = kConsumers + 32;  // and the warp that copies
 constexpr int kWeightTileBytes = kFeatures * kDepth * 2;
-constexpr int kMaxSlices = 4;
+constexpr int kMaxSlices = 8;
 constexpr int kMinBlocks = 192;  // of 132 x 3 that run at a time
 
 // Slices of k, one for each block of a cluster: enough blocks to keep the memory busy, and not so
@@ -48,11 +48,9 @@ int Slices(int n, int k) {
 // The shared memory of a block that computes up to kRows rows.
 template <int kRows>
 struct Plan {
-  static constexpr int kColumns = std::min(kRows, 64);  // rows of x in one instruction
   static constexpr int kRowTileBytes = kRows * kDepth * 2;
   static constexpr int kStageBytes = kWeightTileBytes + kRowTileBytes;
-  // Three blocks on a multiprocessor, or two where a stage holds more of x than of W.
-  static constexpr int kRingBudget = (kRows <= 64 ? 70 : 100) * 1024;
+  static constexpr int kRingBudget = 70 * 1024;  // three blocks on a multiprocessor
   static constexpr int kStages = std::min(8, kRingBudget / kStageBytes);
   static constexpr int kSumStride = kFeatures + 4;  // keeps a quad's stores in different banks
   static constexpr int kRingBytes = kStages * kStageBytes;
@@ -136,8 +134,7 @@ struct Copier {
 // The warpgroup's products of kFeatures and kRows rows over the slice.
 template <int kRows>
 struct Sums {
-  static constexpr int kColumns = Plan<kRows>::kColumns;
-  float value[kRows / kColumns][kColumns / 2] = {};
+  float value[kRows / 2] = {};
 
   __device__ void Accumulate(const Ring<kRows>& ring, int count) {
     constexpr int kStages = Plan<kRows>::kStages;
@@ -147,14 +144,9 @@ struct Sums {
       WaitBarrier(ring.Full(stage), parity);
       const uint64_t w = TileDescriptor(ring.Weights(stage));
       BeginProducts();
+      const uint64_t x = TileDescriptor(ring.Rows(stage));
 #pragma unroll
-      for (int part = 0; part < kRows / kColumns; ++part) {
-        const uint64_t x = TileDescriptor(ring.Rows(stage) + part * kColumns * kDepth * 2);
-#pragma unroll
-        for (int i = 0; i < kDepth / 16; ++i) {
-          MultiplyAdd<kColumns>(value[part], w + 2 * i, x + 2 * i);
-        }
-      }
+      for (int i = 0; i < kDepth / 16; ++i) MultiplyAdd<kRows>(value, w + 2 * i, x + 2 * i);
       CommitProducts();
       WaitForProducts<0>();
       if (threadIdx.x == 0) Arrive(ring.Empty(stage));
@@ -170,12 +162,9 @@ struct Sums {
     const int lane = threadIdx.x % 32;
     const int feature = threadIdx.x / 32 * 16 + lane / 4;
 #pragma unroll
-    for (int part = 0; part < kRows / kColumns; ++part) {
-#pragma unroll
-      for (int j = 0; j < kColumns / 2; ++j) {
-        const int row = part * kColumns + j / 4 * 8 + lane % 4 * 2 + j % 2;
-        sums[row * Plan<kRows>::kSumStride + feature + j / 2 % 2 * 8] = value[part][j];
-      }
+    for (int j = 0; j < kRows / 2; ++j) {
+      const int row = j / 4 * 8 + lane % 4 * 2 + j % 2;
+      sums[row * Plan<kRows>::kSumStride + feature + j / 2 % 2 * 8] = value[j];
     }
   }
 };
@@ -273,8 +262,10 @@ cudaError_t Launch(const LinearParams& p, cudaStream_t stream) {
 cudaError_t LaunchDecodeProduct(const LinearParams& p, cudaStream_t stream) {
   if (p.rows <= 8) return Launch<8>(p, stream);
   if (p.rows <= 32) return Launch<32>(p, stream);
-  if (p.rows <= 64) return Launch<64>(p, stream);
-  return Launch<128>(p, stream);
+  if (p.rows <= kMaxDecodeProductRows) return Launch<64>(p, stream);
+  return cudaErrorInvalidValue;
 }
+
+int DecodeProductSlices(int n, int k) { return Slices(n, k); }
 
 }  // namespace sluice::kernels::cuda

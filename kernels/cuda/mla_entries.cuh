@@ -1,4 +1,4 @@
-// How a packed entry becomes 576 bf16 in shared memory, as the tensor cores read it.
+// How packed entries become tiles of bf16 in shared memory, as the tensor cores read them.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -11,29 +11,10 @@ namespace sluice::kernels::cuda {
 // A tile of 64 entries, or of 64 heads: 9 blocks of [64 rows][64] bf16, swizzled (TileDescriptor).
 inline constexpr int kMlaWidth = kPackedRank + kPackedRope;
 inline constexpr int kMlaColumnBlockBytes = 64 * 128;
+inline constexpr int kMlaUnpackWarps = 4;
+inline constexpr int kMlaWarpEntries = kMlaTileEntries / kMlaUnpackWarps;
+inline constexpr int kMlaBatch = 4;  // entries that a warp loads at a time
 inline constexpr int kMlaTileBytes = kMlaWidth / 64 * kMlaColumnBlockBytes;
-
-// What a lane reads of an entry: 8 values from column Columns(lane) on, 8 from 128 columns further,
-// and the scales of both.
-struct RawEntry {
-  uint2 values[2];
-  float2 scales;
-
-  __device__ static int Column(int lane) { return lane / 16 * 256 + lane % 16 * 8; }
-  __device__ void Load(const char* entry, int lane) {
-    values[0] = __ldg(reinterpret_cast<const uint2*>(entry + Column(lane)));
-    values[1] = __ldg(reinterpret_cast<const uint2*>(entry + Column(lane) + 128));
-    scales = __ldg(reinterpret_cast<const float2*>(entry + kPackedRank + lane / 16 * 8));
-  }
-};
-
-// Two e4m3 values, bytes kFirst and kFirst + 1 of x, times 2^-120 as bf16: sign, exponent and
-// mantissa move to their places, the exponent's bias stays. Subnormal values become subnormal.
-template <int kFirst>
-__device__ __forceinline__ uint32_t SpreadE4M3(uint32_t x) {
-  const uint32_t high = __byte_perm(x, 0, kFirst == 0 ? 0x1404 : 0x3424);
-  return (high >> 4 & 0x07f007f0u) | (high & 0x80008000u);
-}
 
 // A scale times 2^120 as a sum of two bf16, which keeps 16 bits of it, twice each.
 struct PackedScale {
@@ -47,33 +28,21 @@ struct PackedScale {
   }
 };
 
-// The products, rounded once but for 2^-17 of them.
+// Two values times 2^-120; the products are rounded once but for 2^-17 of them.
 __device__ __forceinline__ uint32_t ScalePair(uint32_t pair, const PackedScale& scale) {
   const __nv_bfloat162 v = *reinterpret_cast<const __nv_bfloat162*>(&pair);
   const __nv_bfloat162 product = __hfma2(v, scale.high, __hmul2(v, scale.low));
   return *reinterpret_cast<const uint32_t*>(&product);
 }
 
-// Four values of one scale.
-__device__ __forceinline__ uint2 UnpackFour(uint32_t values, float scale) {
-  uint32_t low, high;
-  asm("{\n"
-      ".reg .b16 a, b;\n"
-      "mov.b32 {a, b}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
-      "cvt.rn.f16x2.e4m3x2 %1, b;\n"
-      "}"
-      : "=r"(low), "=r"(high)
-      : "r"(values));
-  const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&low));
-  const float2 y = __half22float2(*reinterpret_cast<const __half2*>(&high));
-  return {PackBf16(x.x * scale, x.y * scale), PackBf16(y.x * scale, y.y * scale)};
-}
-
-// Eight values of one scale.
-__device__ __forceinline__ uint4 Unpack(uint2 values, float scale) {
-  const uint2 a = UnpackFour(values.x, scale), b = UnpackFour(values.y, scale);
-  return {a.x, a.y, b.x, b.y};
+// Four e4m3 values of one scale. Sign, exponent and mantissa move to their places in bf16 (the
+// upper bytes, then the lower ones), where the exponent's bias makes 2^-120 of each, of subnormal
+// values too.
+__device__ __forceinline__ uint2 UnpackFour(uint32_t values, const PackedScale& scale) {
+  const uint32_t upper = (values & 0x80808080u) | (values >> 4 & 0x07070707u);
+  const uint32_t lower = values << 4 & 0xf0f0f0f0u;
+  return {ScalePair(__byte_perm(lower, upper, 0x5140), scale),
+          ScalePair(__byte_perm(lower, upper, 0x7362), scale)};
 }
 
 // Offset of 16-byte piece `piece` (8 columns) of a tile's row.
@@ -88,52 +57,121 @@ __device__ __forceinline__ void StoreShared(uint32_t to, uint4 v) {
                : "memory");
 }
 
-// Tiles of a group's lists, in order, as those who load them see them.
+// One tile of a group's lists, as those who load it see it.
 struct MlaTile {
-  int row;
+  int row;  // -1: there is no such tile
   int slot;
   int first;      // entry of the list
-  int last;       // of the list, that the tile has; below `first`: there is no such tile
+  int end;        // of the piece
   bool is_first;  // of the row, in this group
 };
 
-class MlaTiles {
- public:
-  __device__ MlaTiles(const MlaWalk& walk) : walk_(walk) {
-    if (!walk_.done() && walk_.entries() == 0) walk_.NextFull();
+// The tiles of a group, in order; a warp's own, in shared memory: in registers it would be in the
+// way of entries.
+struct MlaTiles {
+  static constexpr int kRing = 4;
+
+  MlaTile ring[kRing];  // tile n is ring[n % kRing], of the last kRing ones
+  MlaPosition position;
+
+  // To the first tile. By one lane, as Step().
+  __device__ void Start(const SparseMlaParams& p, const MlaPosition& at) {
+    MlaWalk walk(p, at);
+    if (!walk.done() && walk.entries() == 0) walk.NextFull();
+    Put(walk, 0);
   }
-  __device__ MlaTile Next() {
-    if (walk_.done()) return {0, 0, 0, -1, false};
-    const int first = walk_.begin_entry() + tile_ * kMlaTileEntries;
-    const int end = walk_.begin_entry() + walk_.entries();
-    const MlaTile tile = {walk_.row(), walk_.slot(), first, min(first + kMlaTileEntries, end) - 1,
-                          tile_ == 0 && walk_.piece() == walk_.first_piece()};
-    ++tile_;
-    if (first + kMlaTileEntries >= end) {
-      tile_ = 0;
-      walk_.NextFull();
+  // Tile n follows tile n - 1.
+  __device__ void Step(const SparseMlaParams& p, uint32_t n) {
+    const MlaTile& last = ring[(n - 1) % kRing];
+    MlaTile& tile = ring[n % kRing];
+    if (last.row < 0) {
+      tile.row = -1;
+    } else if (last.first + kMlaTileEntries < last.end) {
+      tile = {last.row, last.slot, last.first + kMlaTileEntries, last.end, false};
+    } else {
+      MlaWalk walk(p, position);
+      walk.NextFull();
+      Put(walk, n % kRing);
     }
-    return tile;
   }
 
  private:
-  MlaWalk walk_;
-  int tile_ = 0;
+  __device__ void Put(const MlaWalk& walk, uint32_t into) {
+    position = walk.position();
+    if (walk.done()) {
+      ring[into].row = -1;
+    } else {
+      const int begin = walk.begin_entry();
+      ring[into] = {walk.row(), walk.slot(), begin, begin + walk.entries(),
+                    walk.piece() == walk.first_piece()};
+    }
+  }
 };
 
-// Lane i < 16 of a warp: the number of the warp's i-th entry of a tile (past the last one, the last
-// one again), and then its place in the cache, in entries from its base.
+// Of the entry of lane i % 16 of a warp: its number (past the tile's last one, the last one again);
+// then its page; then its place in the cache, in entries from its base. Each is asked for a tile
+// before the next needs it.
 __device__ __forceinline__ int MlaNumber(const SparseMlaParams& p, const MlaTile& tile, int warp,
                                          int lane) {
-  if (tile.last < tile.first) return 0;
-  const int at = min(tile.first + warp * 16 + lane % 16, tile.last);
+  if (tile.row < 0) return 0;
+  const int at = min(tile.first + warp * kMlaWarpEntries + lane % kMlaWarpEntries, tile.end - 1);
   return p.entries == nullptr ? at : __ldg(p.entries + tile.row * p.capacity + at);
 }
-__device__ __forceinline__ int MlaPlace(const PagedLatents& c, const MlaTile& tile, int number) {
-  if (tile.last < tile.first) return 0;
-  const int block = number / c.block_tokens;
-  const int page = __ldg(c.block_table + tile.slot * c.table_stride + block);
-  return page * c.block_tokens + (number - block * c.block_tokens);
+__device__ __forceinline__ int MlaPage(const PagedLatents& c, const MlaShape& shape,
+                                       const MlaTile& tile, int number) {
+  if (tile.row < 0) return 0;
+  const auto block =
+      static_cast<int>(__umulhi(static_cast<uint32_t>(number), shape.block_reciprocal));
+  return __ldg(c.block_table + tile.slot * c.table_stride + block);
 }
+__device__ __forceinline__ int MlaPlace(const PagedLatents& c, const MlaShape& shape, int number,
+                                        int page) {
+  const auto block =
+      static_cast<int>(__umulhi(static_cast<uint32_t>(number), shape.block_reciprocal));
+  return page * c.block_tokens + number - block * c.block_tokens;
+}
+
+// Four entries of a warp, on their way: 16 values a lane, and of entry lane % 4 the scale of 128.
+struct MlaBatch {
+  uint4 values[kMlaBatch];
+  float scale;
+
+  // `place`: of lane first + i, that of entry i.
+  __device__ __forceinline__ void Load(const char* base, int place, int first, int lane) {
+#pragma unroll
+    for (int i = 0; i < kMlaBatch; ++i) {
+      const int of = __shfl_sync(0xffffffffu, place, first + i);
+      values[i] = LoadOnce(base + int64_t{of} * kPackedEntryBytes + lane * 16);
+    }
+    const int of = __shfl_sync(0xffffffffu, place, first + lane % kMlaBatch);
+    scale = __ldg(reinterpret_cast<const float*>(base + int64_t{of} * kPackedEntryBytes +
+                                                 kPackedRank + lane / 8 * 4));
+  }
+
+  // To rows [row, row + kMlaBatch) of the tile at `target`. Of a lane's two pieces of 16 bytes,
+  // lanes 4-7 of 8 store the second one first: so every 8 lanes write to all banks.
+  __device__ __forceinline__ void Store(uint32_t target, int row, int lane) {
+    const bool swap = (lane & 4) != 0;
+    const int piece = 2 * lane + (swap ? 1 : 0);
+#pragma unroll
+    for (int i = 0; i < kMlaBatch; ++i) {
+      const PackedScale of(__shfl_sync(0xffffffffu, scale, (lane & 24) + i));
+      const uint4 v = values[i];
+      const uint2 a = UnpackFour(swap ? v.z : v.x, of), b = UnpackFour(swap ? v.w : v.y, of);
+      StoreShared(target + MlaTileOffset(row + i, piece), {a.x, a.y, b.x, b.y});
+      const uint2 c = UnpackFour(swap ? v.x : v.z, of), d = UnpackFour(swap ? v.y : v.w, of);
+      StoreShared(target + MlaTileOffset(row + i, piece ^ 1), {c.x, c.y, d.x, d.y});
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ uint4 LoadOnce(const char* from) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from));
+    return v;
+  }
+};
 
 }  // namespace sluice::kernels::cuda

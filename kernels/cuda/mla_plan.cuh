@@ -23,17 +23,11 @@ inline constexpr int kMlaHeads = 64;  // of a block
 inline constexpr int kMlaTileEntries = 64;
 inline constexpr int kMlaMaxPieces = 8;
 inline constexpr int kMlaPieceTiles = 2 * kMlaSplitEntries / kMlaTileEntries;
-inline constexpr int kMlaAdders = 256;  // threads that hold a block's sums
-
-// A slot holds a piece or a total as its threads do: float4 [33][kMlaAdders], the last of them
-// {m, l} of the thread's two rows of the tile of heads.
-inline constexpr int kMlaSlotVectors = 33;
-inline constexpr int64_t kMlaSlotBytes = int64_t{kMlaSlotVectors} * kMlaAdders * 16;
-
 // What a launch adds to SparseMlaParams.
 struct MlaShape {
-  int32_t head_tiles;  // blocks of a group
-  int32_t slots;       // of a block: the pieces that it leaves apart, then the total
+  int32_t head_tiles;         // blocks of a group
+  int32_t slots;              // of a block: the pieces that it leaves apart, then the total
+  uint32_t block_reciprocal;  // 2^32 / block_tokens, rounded up: e / block_tokens by one multiply
 };
 
 // Slots of a block for lists of up to `capacity` entries: none where all are one piece.
@@ -60,6 +54,7 @@ struct MlaCut {
 struct MlaPosition {
   int share = 1;
   int row = 0, slot = -1, count = 0;
+  int pieces = 1, piece_tiles = 0;  // of the row
   int piece = 0, first_piece = 0;
   int row_begin = 0;    // tiles before the row
   int at = 0, end = 0;  // tiles: where the piece begins, where the group ends
@@ -71,8 +66,8 @@ class MlaWalk {
  public:
   // REQUIRES: p has rows.
   __device__ explicit MlaWalk(const SparseMlaParams& p) : p_(p) {}
-  __device__ MlaWalk(const SparseMlaParams& p, const MlaPosition& place) : p_(p), at_(place) {}
-  __device__ const MlaPosition& place() const { return at_; }
+  __device__ MlaWalk(const SparseMlaParams& p, const MlaPosition& at) : p_(p), at_(at) {}
+  __device__ const MlaPosition& position() const { return at_; }
 
   // To the first piece of `group` of `groups`, or past the end. Called by whole warps. Sums are
   // below 2^31: tiles of a step's rows.
@@ -114,13 +109,10 @@ class MlaWalk {
     at_.row_begin = before;
     LoadNext(at_.row);
     EnterRow();
-    const MlaCut of(at_.count);
     at_.piece = at_.first_piece =
-        (static_cast<int>(begin) - before + of.piece_tiles - 1) / of.piece_tiles;
-    at_.at = before + at_.piece * of.piece_tiles;
-    if (at_.piece < of.pieces) return;
-    at_.at = before + of.weight();
-    NextRow();
+        (static_cast<int>(begin) - before + at_.piece_tiles - 1) / at_.piece_tiles;
+    at_.at = before + at_.piece * at_.piece_tiles;
+    if (at_.piece == at_.pieces) NextRow();
   }
 
   __device__ bool done() const { return at_.at >= at_.end; }
@@ -129,29 +121,19 @@ class MlaWalk {
   __device__ int slot() const { return at_.slot; }
   __device__ int piece() const { return at_.piece; }
   __device__ int first_piece() const { return at_.first_piece; }  // of the row, in this group
-  __device__ bool IsLast() const { return at_.piece + 1 == MlaCut(at_.count).pieces; }
+  __device__ bool IsLast() const { return at_.piece + 1 == at_.pieces; }
   // Whether the next piece, if there is one, is of another row.
-  __device__ bool EndsRow() const {
-    return IsLast() || at_.at + MlaCut(at_.count).piece_tiles >= at_.end;
-  }
+  __device__ bool EndsRow() const { return IsLast() || at_.at + at_.piece_tiles >= at_.end; }
   // The piece's entries of the list.
-  __device__ int begin_entry() const {
-    return at_.piece * MlaCut(at_.count).piece_tiles * kMlaTileEntries;
-  }
+  __device__ int begin_entry() const { return at_.piece * at_.piece_tiles * kMlaTileEntries; }
   __device__ int entries() const {
-    return min(at_.count - begin_entry(), MlaCut(at_.count).piece_tiles * kMlaTileEntries);
+    return min(at_.count - begin_entry(), at_.piece_tiles * kMlaTileEntries);
   }
-  __device__ int tiles() const { return (entries() + kMlaTileEntries - 1) / kMlaTileEntries; }
-  __device__ int pieces() const { return MlaCut(at_.count).pieces; }
+  __device__ int pieces() const { return at_.pieces; }
 
   __device__ void Next() {
-    const MlaCut of(at_.count);
-    if (++at_.piece < of.pieces) {
-      at_.at += of.piece_tiles;
-      return;
-    }
-    at_.at = at_.row_begin + of.weight();
-    NextRow();
+    at_.at += at_.piece_tiles;
+    if (++at_.piece == at_.pieces) NextRow();
   }
   // To the next piece that has entries.
   __device__ void NextFull() {
@@ -161,10 +143,10 @@ class MlaWalk {
 
   // Of the row: the group of piece `piece`, and the first piece of the row that begins in a group.
   __device__ int GroupOf(int piece) const {
-    return (at_.row_begin + piece * MlaCut(at_.count).piece_tiles) / at_.share;
+    return (at_.row_begin + piece * at_.piece_tiles) / at_.share;
   }
   __device__ int FirstPieceIn(int group) const {
-    const int tiles = MlaCut(at_.count).piece_tiles;
+    const int tiles = at_.piece_tiles;
     return max(0, (group * at_.share - at_.row_begin + tiles - 1) / tiles);
   }
 
@@ -180,10 +162,14 @@ class MlaWalk {
     const int64_t most = p_.capacity;
     const int count = at_.slot < 0 ? 0 : max(at_.next_count, 0);
     at_.count = count < most ? count : static_cast<int>(most);
+    const MlaCut cut(at_.count);
+    at_.pieces = cut.pieces;
+    at_.piece_tiles = cut.piece_tiles;
     LoadNext(at_.row + 1);
   }
   __device__ void NextRow() {
-    at_.row_begin = at_.at;
+    at_.row_begin += max(1, (at_.count + kMlaTileEntries - 1) / kMlaTileEntries);
+    at_.at = at_.row_begin;
     ++at_.row;
     at_.piece = at_.first_piece = 0;
     EnterRow();
@@ -192,36 +178,5 @@ class MlaWalk {
   const SparseMlaParams& p_;
   MlaPosition at_;
 };
-
-// Slot `index` of the block for heads [64 * head_tile, ..) of a group.
-__device__ __forceinline__ float4* MlaSlot(const SparseMlaParams& p, const MlaShape& shape,
-                                           int group, int head_tile, int index) {
-  const int64_t slot = int64_t{group * shape.head_tiles + head_tile} * shape.slots + index;
-  return reinterpret_cast<float4*>(static_cast<char*>(p.scratch) + slot * kMlaSlotBytes);
-}
-
-// What an adder thread holds: of the two rows of its tile of heads, their softmax; of each, pairs
-// of neighbouring columns of the result.
-struct MlaThread {
-  int thread;  // of kMlaAdders
-
-  // Row h of {0, 1}.
-  __device__ int Head(int h) const { return thread % 128 / 32 * 16 + thread % 32 / 4 + 8 * h; }
-  // Of vector i: {row 0: two columns, row 1: the same columns}.
-  __device__ int Column(int i) const { return thread / 128 * 256 + 8 * i + thread % 4 * 2; }
-};
-
-// Two neighbouring elements of an item's result.
-__device__ __forceinline__ void WritePair(const SparseMlaParams& p, const MlaResult& result,
-                                          int64_t at, float x, float y) {
-  float2 other = {0, 0};
-  if (result.other != 0.0f) other = *reinterpret_cast<const float2*>(p.other_o + at);
-  const float2 v = {ElementOf(result, x, other.x), ElementOf(result, y, other.y)};
-  if (p.out_type == DType::kFloat32) {
-    *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at) = v;
-  } else {
-    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + at) = PackBf16(v.x, v.y);
-  }
-}
 
 }  // namespace sluice::kernels::cuda

@@ -16,11 +16,17 @@ class HeadTable {
         pages_(rows.page_table + slot * rows.table_stride),
         page_bytes_(rows.page_bytes),
         rows_per_page_(static_cast<unsigned>(rows.rows_per_page)),
+        reciprocal_(0xFFFFFFFFu / rows_per_page_),
         dim_(static_cast<unsigned>(rows.dim)) {}
 
   __device__ int32_t* At(int row) const {
-    const unsigned page = static_cast<unsigned>(row) / rows_per_page_;
-    const unsigned offset = static_cast<unsigned>(row) - page * rows_per_page_;
+    // The quotient, or one less.
+    unsigned page = __umulhi(static_cast<unsigned>(row), reciprocal_);
+    unsigned offset = static_cast<unsigned>(row) - page * rows_per_page_;
+    if (offset >= rows_per_page_) {
+      ++page;
+      offset -= rows_per_page_;
+    }
     return reinterpret_cast<int32_t*>(base_ + pages_[page] * page_bytes_) + offset * dim_;
   }
 
@@ -29,6 +35,7 @@ class HeadTable {
   const int32_t* pages_;
   int64_t page_bytes_;
   unsigned rows_per_page_;
+  unsigned reciprocal_;
   unsigned dim_;
 };
 

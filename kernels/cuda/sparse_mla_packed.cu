@@ -9,14 +9,18 @@
 // Bytes: 656 of each (row, entry) once from HBM and once more from L2, heads / 64 - 1 times.
 // Operations: 2 * 1088 * heads a (row, entry): floor at 990 TFLOP/s, of 2,048 entries and 128
 // heads, 0.58 us a row, 74 us for 128 rows. On an SM a tile takes the tensor cores 2,176 cycles
-// (1,152 for scores, 1,024 for values), shared memory 2,300 (221 KB read by products, 72 KB
-// written, 128 bytes a cycle), and unpacking it some 1,100 instructions of each of four warps, half
-// of them at half rate: 1,600 cycles.
+// (1,152 for scores, 1,024 for values) and shared memory 2,300 (221 KB read by products, 72 KB
+// written, 128 bytes a cycle).
+//
+// Measured on an H200 (sluice-mla-bench), 128 heads, 2,048 entries, 1 / 8 / 32 / 64 / 128 rows: 48
+// / 52 / 106 / 192 / 370 us. A tile takes 11,000 cycles: 8,000 of them the products wait for
+// entries, whether these are converted by the processor's cvt or by moving bits; 3,300 are scores
+// (1,450), their softmax (850), values (700) and what is between them.
 #include <algorithm>
 
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/launch.h"
-#include "kernels/cuda/mla_entries.cuh"
+#include "kernels/cuda/mla_block.cuh"
 #include "kernels/cuda/mla_internal.h"
 #include "kernels/cuda/tensor_map.h"
 #include "kernels/cuda/wgmma.cuh"
@@ -24,42 +28,12 @@
 namespace sluice::kernels::cuda {
 namespace {
 
-constexpr int kWarpgroup = 128;
-constexpr int kThreads = 3 * kWarpgroup;
-constexpr int kStages = 2;
-constexpr int kAhead = 8;  // entries that a warp of unpackers has under way
+constexpr int kThreads = 2 * kMlaWarpgroup + 32 * kMlaUnpackWarps;
 // Of a thread; their sum is that of the 168 which each of 384 threads may have. The compiler keeps
 // products asynchronous only where every role says its number.
 constexpr int kScorerRegisters = 200;
 constexpr int kAdderRegisters = 200;
 constexpr int kUnpackerRegisters = 104;
-
-// A piece as those who compute it see it.
-struct Piece {
-  int row;  // -1: there are no more pieces
-  int slot;
-  int entries;
-  int index;      // of the slot for its sums
-  bool folds;     // that slot has a total, of the pieces before it
-  bool finishes;  // the row: its result is written
-  bool ends_row;  // in this group
-};
-
-struct PackedShared {
-  unsigned char query[kMlaTileBytes];
-  unsigned char entries[kStages][kMlaTileBytes];
-  // From the scorer to the adder, each of its threads to the same one: weights of a tile as
-  // operands of its products, what to keep of the sums before them, and at a piece's end the
-  // softmax.
-  uint4 weights[kMlaTileEntries / 16][kWarpgroup];
-  float2 keep[kWarpgroup];
-  // Where the scorer and the adder are, and the piece that they work on.
-  MlaPosition places[2];
-  Piece pieces[2];
-  uint64_t query_here, query_done;
-  uint64_t entries_here[kStages], entries_done[kStages];
-  uint64_t weights_here, weights_done;
-};
 
 template <int kRegisters>
 __device__ __forceinline__ void GiveRegistersBack() {
@@ -72,26 +46,21 @@ __device__ __forceinline__ void TakeRegisters() {
 
 // Of the warpgroup alone.
 __device__ __forceinline__ void SyncWarpgroup(int barrier) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kWarpgroup) : "memory");
-}
-
-// One arrival for a warp, after what all its lanes did.
-__device__ __forceinline__ void ArriveWarp(uint64_t& barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) Arrive(SharedAddress(&barrier));
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kMlaWarpgroup) : "memory");
 }
 
 // Goes to the warpgroup's next piece, or to its first. One thread does: what it needs to know for
 // that would be in the way of the sums, in every thread's registers.
-__device__ __forceinline__ const Piece& NextPiece(const SparseMlaParams& p, const MlaShape& shape,
-                                                  PackedShared& shared, bool first) {
-  const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
-  Piece& piece = shared.pieces[group];
+__device__ __forceinline__ const MlaPiece& NextPiece(const SparseMlaParams& p,
+                                                     const MlaShape& shape, MlaShared& shared,
+                                                     bool first) {
+  const int group = static_cast<int>(threadIdx.x) / kMlaWarpgroup;
+  MlaPiece& piece = shared.pieces[group];
   SyncWarpgroup(1 + group);  // All are done with the last one.
-  if (threadIdx.x % kWarpgroup == 0) {
-    MlaWalk walk(p, shared.places[group]);
+  if (threadIdx.x % kMlaWarpgroup == 0) {
+    MlaWalk walk(p, shared.positions[group]);
     if (!first) walk.Next();
-    shared.places[group] = walk.place();
+    shared.positions[group] = walk.position();
     if (walk.done()) {
       piece.row = -1;
     } else {
@@ -107,86 +76,6 @@ __device__ __forceinline__ const Piece& NextPiece(const SparseMlaParams& p, cons
   }
   SyncWarpgroup(1 + group);
   return piece;
-}
-
-__device__ void CopyQuery(const SparseMlaParams& p, const CUtensorMap& map, int row, int head,
-                          PackedShared& shared) {
-  const uint32_t here = SharedAddress(&shared.query_here);
-  ArriveExpecting(here, kMlaTileBytes);
-#pragma unroll
-  for (int i = 0; i < kMlaWidth / 64; ++i) {
-    CopyTile(SharedAddress(shared.query) + static_cast<uint32_t>(i * kMlaColumnBlockBytes), &map,
-             i * 64, row * p.heads + head, here, kEvictFirst);
-  }
-}
-
-__device__ void UnpackTiles(const SparseMlaParams& p, const MlaShape& shape, const CUtensorMap& map,
-                            const MlaWalk& walk, PackedShared& shared) {
-  const int head = static_cast<int>(blockIdx.x) % shape.head_tiles * kMlaHeads;
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-  const int warp = thread / 32, lane = thread % 32;
-  const auto* base = static_cast<const char*>(p.cache.base);
-  const auto entry_at = [&](int place) { return base + int64_t{place} * kPackedEntryBytes; };
-  MlaTiles tiles(walk);
-  // Three tiles are under way: the entries of `now` are loaded, the places of `next` looked up, and
-  // the numbers of `after` read.
-  MlaTile now = tiles.Next(), next = tiles.Next(), after = tiles.Next();
-  if (now.last < now.first) return;
-  int place = MlaPlace(p.cache, now, MlaNumber(p, now, warp, lane));
-  int number = MlaNumber(p, next, warp, lane);
-  RawEntry raw[kAhead];
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
-    raw[i].Load(entry_at(__shfl_sync(0xffffffffu, place, i)), lane);
-  }
-  const int piece = RawEntry::Column(lane) / 8;
-  uint32_t queries = 0;
-  if (thread == 0) CopyQuery(p, map, now.row, head, shared);
-  for (uint32_t n = 0; now.last >= now.first; ++n) {
-    const uint32_t stage = n % kStages;
-    const int next_place = MlaPlace(p.cache, next, number);
-    number = MlaNumber(p, after, warp, lane);
-    if (n >= kStages) {
-      WaitBarrier(SharedAddress(&shared.entries_done[stage]), (n / kStages - 1) & 1);
-    }
-    const uint32_t target = SharedAddress(shared.entries[stage]);
-    // RoPE values are bf16 as they are: 8 pieces of 16 bytes an entry, 4 entries at a time.
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int e = 4 * i + lane / 8;
-      const char* entry = entry_at(__shfl_sync(0xffffffffu, place, e));
-      CopyAsync16(target + MlaTileOffset(warp * 16 + e, kPackedRank / 8 + lane % 8),
-                  entry + kPackedRank + 16 + lane % 8 * 16, true);
-    }
-    CommitCopies();
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      // What is loaded meanwhile: the other half of this tile, then the first half of the next.
-      const int coming = half == 0 ? place : next_place;
-      const bool more = half == 0 || next.last >= next.first;
-      if (half == 1 && now.is_first && n > 0 && thread == 0) {
-        WaitBarrier(SharedAddress(&shared.query_done), queries++ & 1);
-        CopyQuery(p, map, now.row, head, shared);
-      }
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int row = warp * 16 + half * kAhead + i;
-        const uint4 low = Unpack(raw[i].values[0], raw[i].scales.x);
-        const uint4 high = Unpack(raw[i].values[1], raw[i].scales.y);
-        const int from = __shfl_sync(0xffffffffu, coming, (half == 0 ? kAhead : 0) + i);
-        if (more) raw[i].Load(entry_at(from), lane);
-        StoreShared(target + MlaTileOffset(row, piece), low);
-        StoreShared(target + MlaTileOffset(row, piece + 16), high);
-      }
-    }
-    WaitForCopies<0>();
-    PublishToAsyncProxy();
-    ArriveWarp(shared.entries_here[stage]);
-    now = next;
-    next = after;
-    after = tiles.Next();
-    place = next_place;
-  }
 }
 
 // Adds the weighted values of a tile to a warpgroup's 256 columns.
@@ -207,58 +96,6 @@ __device__ __forceinline__ void Keep(float (&o)[128], float2 keep) {
   if (!__any_sync(0xffffffffu, keep.x != 1.0f || keep.y != 1.0f)) return;
 #pragma unroll
   for (int i = 0; i < 128; ++i) o[i] *= i / 2 % 2 == 0 ? keep.x : keep.y;
-}
-
-// The end of a piece: to the result, or to a slot of the scratch.
-__device__ __forceinline__ void FinishPiece(const SparseMlaParams& p, const MlaShape& shape,
-                                            const Piece& piece, float (&o)[128],
-                                            Softmax (&state)[2]) {
-  const MlaThread me = {static_cast<int>(threadIdx.x)};
-  const int group = static_cast<int>(blockIdx.x) / shape.head_tiles;
-  const int head_tile = static_cast<int>(blockIdx.x) % shape.head_tiles;
-  float4* const slot = MlaSlot(p, shape, group, head_tile, piece.index) + me.thread;
-  if (piece.folds) {
-    const float4 of = slot[32 * kMlaAdders];
-    Softmax total[2] = {{of.x, of.y}, {of.z, of.w}};
-    const FoldWeights folds[2] = {Fold(total[0], state[0]), Fold(total[1], state[1])};
-    state[0] = total[0];
-    state[1] = total[1];
-#pragma unroll
-    for (int first = 0; first < 32; first += 4) {
-      float4 sums[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[i] = slot[(first + i) * kMlaAdders];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float* const at = o + 4 * (first + i);
-        at[0] = Fold(folds[0], sums[i].x, at[0]);
-        at[1] = Fold(folds[0], sums[i].y, at[1]);
-        at[2] = Fold(folds[1], sums[i].z, at[2]);
-        at[3] = Fold(folds[1], sums[i].w, at[3]);
-      }
-    }
-  }
-  if (!piece.finishes) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      slot[i * kMlaAdders] = {o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]};
-    }
-    slot[32 * kMlaAdders] = {state[0].m, state[0].l, state[1].m, state[1].l};
-    return;
-  }
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int head = head_tile * kMlaHeads + me.Head(h);
-    const int64_t item = int64_t{piece.row} * p.heads + head;
-    MlaResult result = {0.0f, 0.0f, NegativeInfinity()};
-    if (piece.slot >= 0) result = ResultOf(p, item, state[h]);
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      WritePair(p, result, item * kPackedRank + me.Column(i), o[4 * i + 2 * h],
-                o[4 * i + 2 * h + 1]);
-    }
-    if (me.thread < kWarpgroup && me.thread % 4 == 0 && p.lse != nullptr) p.lse[item] = result.lse;
-  }
 }
 
 // Scores of a tile become weights, in place, and the softmax takes them in. Returns what to keep of
@@ -297,10 +134,10 @@ __device__ __forceinline__ float2 Weigh(float (&score)[32], Softmax (&state)[2],
 }
 
 // Starts the products of the n-th tile's entries and the query, once the tile is there.
-__device__ __forceinline__ void StartScores(float (&score)[32], PackedShared& shared, uint32_t n) {
+__device__ __forceinline__ void StartScores(float (&score)[32], MlaShared& shared, uint32_t n) {
   const uint32_t query = SharedAddress(shared.query);
-  const uint32_t keys = SharedAddress(shared.entries[n % kStages]);
-  WaitBarrier(SharedAddress(&shared.entries_here[n % kStages]), n / kStages & 1);
+  const uint32_t keys = SharedAddress(shared.entries[n % kMlaStages]);
+  WaitBarrier(SharedAddress(&shared.entries_here[n % kMlaStages]), n / kMlaStages & 1);
   BeginProducts();
 #pragma unroll
   for (int step = 0; step < kMlaWidth / 16; ++step) {
@@ -310,14 +147,14 @@ __device__ __forceinline__ void StartScores(float (&score)[32], PackedShared& sh
   CommitProducts();
 }
 
-__device__ void ScoreTiles(const SparseMlaParams& p, const MlaShape& shape, PackedShared& shared) {
+__device__ void ScoreTiles(const SparseMlaParams& p, const MlaShape& shape, MlaShared& shared) {
   const float scale = p.scale * kLog2E;
   // Tiles, what was handed to the adder, and queries so far.
   uint32_t n = 0, handed = 0, queries = 0;
   bool has_query = false;  // of this row
   float o[128];
   for (bool first = true;; first = false) {
-    const Piece& piece = NextPiece(p, shape, shared, first);
+    const MlaPiece& piece = NextPiece(p, shape, shared, first);
     if (piece.row < 0) return;
     Softmax state[2] = {{NegativeInfinity(), 0.0f}, {NegativeInfinity(), 0.0f}};
 #pragma unroll
@@ -327,7 +164,7 @@ __device__ void ScoreTiles(const SparseMlaParams& p, const MlaShape& shape, Pack
       has_query = true;
     }
     for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries, ++n) {
-      const uint32_t stage = n % kStages;
+      const uint32_t stage = n % kMlaStages;
       float score[32];
       StartScores(score, shared, n);
       WaitForProducts<0>();
@@ -370,18 +207,18 @@ __device__ void ScoreTiles(const SparseMlaParams& p, const MlaShape& shape, Pack
   }
 }
 
-__device__ void AddTiles(const SparseMlaParams& p, const MlaShape& shape, PackedShared& shared) {
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+__device__ void AddTiles(const SparseMlaParams& p, const MlaShape& shape, MlaShared& shared) {
+  const int thread = static_cast<int>(threadIdx.x) % kMlaWarpgroup;
   uint32_t n = 0, taken = 0;
   float o[128];
   for (bool first = true;; first = false) {
-    const Piece& piece = NextPiece(p, shape, shared, first);
+    const MlaPiece& piece = NextPiece(p, shape, shared, first);
     if (piece.row < 0) return;
     Softmax state[2] = {{NegativeInfinity(), 0.0f}, {NegativeInfinity(), 0.0f}};
 #pragma unroll
     for (int i = 0; i < 128; ++i) o[i] = 0;
     for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries, ++n) {
-      const uint32_t stage = n % kStages;
+      const uint32_t stage = n % kMlaStages;
       WaitBarrier(SharedAddress(&shared.weights_here), taken++ & 1);
       uint4 weights[4];
 #pragma unroll
@@ -389,7 +226,7 @@ __device__ void AddTiles(const SparseMlaParams& p, const MlaShape& shape, Packed
       const float2 keep = shared.keep[thread];
       ArriveWarp(shared.weights_done);
       Keep(o, keep);
-      WaitBarrier(SharedAddress(&shared.entries_here[stage]), n / kStages & 1);
+      WaitBarrier(SharedAddress(&shared.entries_here[stage]), n / kMlaStages & 1);
       AddValues(o, weights, SharedAddress(shared.entries[stage]) + 4 * kMlaColumnBlockBytes);
       WaitForProducts<0>();
       ArriveWarp(shared.entries_done[stage]);
@@ -409,13 +246,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     PackedMlaKernel(const __grid_constant__ SparseMlaParams p,
                     const __grid_constant__ CUtensorMap map, MlaShape shape) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  PackedShared& shared = *reinterpret_cast<PackedShared*>(memory);
+  MlaShared& shared = *reinterpret_cast<MlaShared*>(memory);
   if (threadIdx.x == 0) {
     PrefetchMap(&map);
     InitBarrier(SharedAddress(&shared.query_here), 1);
     InitBarrier(SharedAddress(&shared.query_done), 4);  // warps
-    for (int i = 0; i < kStages; ++i) {
-      InitBarrier(SharedAddress(&shared.entries_here[i]), 4);
+    for (int i = 0; i < kMlaStages; ++i) {
+      InitBarrier(SharedAddress(&shared.entries_here[i]), kMlaUnpackWarps);
       InitBarrier(SharedAddress(&shared.entries_done[i]), 8);
     }
     InitBarrier(SharedAddress(&shared.weights_here), 4);
@@ -428,74 +265,20 @@ __global__ void __launch_bounds__(kThreads, 1)
   MlaWalk walk(p);
   walk.Start(static_cast<int>(blockIdx.x) / shape.head_tiles,
              static_cast<int>(gridDim.x) / shape.head_tiles);
-  const int role = static_cast<int>(threadIdx.x) / kWarpgroup;
-  if (role < 2 && threadIdx.x % kWarpgroup == 0) shared.places[role] = walk.place();
-  if (role == 2) {
+  const int role = static_cast<int>(threadIdx.x) / kMlaWarpgroup;
+  if (role < 2 && threadIdx.x % kMlaWarpgroup == 0) shared.positions[role] = walk.position();
+  if (role >= 2 && threadIdx.x % 32 == 0) {
+    shared.tiles[threadIdx.x / 32 - 2 * kMlaWarpgroup / 32].Start(p, walk.position());
+  }
+  if (role >= 2) {
     GiveRegistersBack<kUnpackerRegisters>();
-    UnpackTiles(p, shape, map, walk, shared);
+    UnpackTiles(p, shape, map, shared);
   } else if (role == 1) {
     TakeRegisters<kAdderRegisters>();
     AddTiles(p, shape, shared);
   } else {
     TakeRegisters<kScorerRegisters>();
     ScoreTiles(p, shape, shared);
-  }
-}
-
-// Folds rows that groups share, in the order of their pieces. Block (g - 1, head tile, part): the
-// row that group g begins inside of, if its first piece is of group g - 1; `part` of kParts of the
-// vectors of each slot.
-constexpr int kParts = 8;
-__global__ void __launch_bounds__(kMlaAdders)
-    CombineMlaKernel(const __grid_constant__ SparseMlaParams p, MlaShape shape, int groups) {
-  constexpr int kVectors = 32 / kParts;
-  const int group = static_cast<int>(blockIdx.x) + 1, head_tile = static_cast<int>(blockIdx.y);
-  const MlaThread me = {static_cast<int>(threadIdx.x)};
-  const int begin = static_cast<int>(blockIdx.z) * kVectors;
-  LetNextKernelStart();
-  WaitForPriorKernels();
-  MlaWalk walk(p);
-  walk.Start(group, groups);
-  if (walk.done() || walk.piece() == 0 || walk.GroupOf(0) != group - 1) return;
-  const int pieces = walk.pieces();
-  Softmax state[2];
-  float4 sums[kVectors];
-  for (int piece = walk.piece() - 1; piece < pieces; ++piece) {
-    const int of = walk.GroupOf(piece);
-    const int index = of == group - 1 ? shape.slots - 1 : piece - walk.FirstPieceIn(of);
-    const float4* const slot = MlaSlot(p, shape, of, head_tile, index) + me.thread;
-    const float4 from_state = slot[32 * kMlaAdders];
-    float4 from[kVectors];
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) from[i] = slot[(begin + i) * kMlaAdders];
-    const Softmax other[2] = {{from_state.x, from_state.y}, {from_state.z, from_state.w}};
-    if (of == group - 1) {
-      state[0] = other[0];
-      state[1] = other[1];
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) sums[i] = from[i];
-      continue;
-    }
-    const FoldWeights folds[2] = {Fold(state[0], other[0]), Fold(state[1], other[1])};
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      sums[i] = {Fold(folds[0], sums[i].x, from[i].x), Fold(folds[0], sums[i].y, from[i].y),
-                 Fold(folds[1], sums[i].z, from[i].z), Fold(folds[1], sums[i].w, from[i].w)};
-    }
-  }
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int head = head_tile * kMlaHeads + me.Head(h);
-    const int64_t item = int64_t{walk.row()} * p.heads + head;
-    const MlaResult result = ResultOf(p, item, state[h]);
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      WritePair(p, result, item * kPackedRank + me.Column(begin + i),
-                h == 0 ? sums[i].x : sums[i].z, h == 0 ? sums[i].y : sums[i].w);
-    }
-    if (begin == 0 && me.thread < kWarpgroup && me.thread % 4 == 0 && p.lse != nullptr) {
-      p.lse[item] = result.lse;
-    }
   }
 }
 
@@ -519,14 +302,16 @@ int64_t Groups(int64_t rows, int32_t heads, int64_t capacity) {
 
 bool HasPackedKernel(const SparseMlaParams& p) {
   const PagedLatents& c = p.cache;
-  return c.type == DType::kFloat8E4M3 && p.q_type == DType::kBFloat16 && p.heads % kMlaHeads == 0 &&
-         p.heads <= kMaxPackedHeads &&
+  return c.type == DType::kFloat8E4M3 && c.block_tokens > 1 && p.q_type == DType::kBFloat16 &&
+         p.heads % kMlaHeads == 0 && p.heads <= kMaxPackedHeads &&
          c.page_bytes == int64_t{c.block_tokens} * kPackedEntryBytes &&
          AreAligned(16, p.q, c.base, p.scratch) && AreAligned(8, p.out, p.other_o);
 }
 
 cudaError_t LaunchPackedSparseMla(const SparseMlaParams& p, cudaStream_t stream) {
-  MlaShape shape = {p.heads / kMlaHeads, MlaSlots(p.capacity)};
+  const auto block_tokens = static_cast<uint32_t>(p.cache.block_tokens);
+  MlaShape shape = {p.heads / kMlaHeads, MlaSlots(p.capacity),
+                    static_cast<uint32_t>(((uint64_t{1} << 32) + block_tokens - 1) / block_tokens)};
   int64_t groups = Groups(p.rows, p.heads, p.capacity);
   if (shape.slots > 0) {
     const int64_t slots = p.scratch_bytes / (shape.head_tiles * kMlaSlotBytes);
@@ -536,7 +321,7 @@ cudaError_t LaunchPackedSparseMla(const SparseMlaParams& p, cudaStream_t stream)
   }
   cudaError_t error =
       cudaFuncSetAttribute(PackedMlaKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(sizeof(PackedShared)));
+                           static_cast<int>(sizeof(MlaShared)));
   if (error != cudaSuccess) return error;
   // The same split of an SM's memory for both: changing it between kernels drains the SM.
   error = cudaFuncSetAttribute(CombineMlaKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
@@ -546,10 +331,10 @@ cudaError_t LaunchPackedSparseMla(const SparseMlaParams& p, cudaStream_t stream)
   error = MakeTileMap(p.q, p.rows * p.heads, kMlaWidth, kMlaHeads, &map);
   if (error != cudaSuccess) return error;
   error = LaunchKernel(PackedMlaKernel, dim3(static_cast<unsigned>(groups * shape.head_tiles)),
-                       dim3(kThreads), sizeof(PackedShared), stream, p, map, shape);
+                       dim3(kThreads), sizeof(MlaShared), stream, p, map, shape);
   if (error != cudaSuccess || shape.slots == 0 || groups == 1) return error;
   const dim3 blocks(static_cast<unsigned>(groups - 1), static_cast<unsigned>(shape.head_tiles),
-                    kParts);
+                    kMlaParts);
   return LaunchKernel(CombineMlaKernel, blocks, dim3(kMlaAdders), 0, stream, p, shape,
                       static_cast<int>(groups));
 }

@@ -36,12 +36,13 @@ cudaError_t InContext(Make make) {
 }  // namespace
 
 cudaError_t MakeTileMap(const void* data, int32_t rows, int32_t columns, int tile_rows,
-                        CUtensorMap* map, DType type) {
+                        CUtensorMap* map, DType type, int64_t pitch) {
   const auto encode = Encoder();
   if (encode == nullptr) return cudaErrorSymbolNotFound;
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   const auto element_bytes = static_cast<cuuint64_t>(SizeOf(type));
-  const cuuint64_t row_bytes[1] = {sizes[0] * element_bytes};
+  const cuuint64_t row_bytes[1] = {(pitch > 0 ? static_cast<cuuint64_t>(pitch) : sizes[0]) *
+                                   element_bytes};
   const cuuint32_t tile[2] = {static_cast<cuuint32_t>(128 / element_bytes),
                               static_cast<cuuint32_t>(tile_rows)};
   const CUtensorMapDataType data_type =

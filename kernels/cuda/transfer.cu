@@ -15,7 +15,8 @@
 //   to DRAM       44.1 46.2 46.8          36.7 45.1 44.9    50.8
 // Another host with an H100 gave up to 5 % less in and 18 % less out for rows of 656 B. Beside a
 // kernel that reads HBM at 3.1 TB/s (32 x 605): 25.7 in, that kernel keeps 92 % of its speed (16
-// blocks: 37.6, 84 %); 35.0 out, 89 % (8 blocks: 23.2, 98 %).
+// blocks: 37.6, 84 %); 35.0 out, 89 % (8 blocks: 23.2, 98 %). H200, 76 lists of 17 to 605 rows, in:
+// 2, 4, 6, 8 blocks 21.4, 37.9, 42.1, 44.5; more in kernels/README.md.
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/move.cuh"

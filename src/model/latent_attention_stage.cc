@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "src/base/status_macros.h"
+#include "src/model/parallel.h"
 #include "src/model/tensor_list.h"
 
 namespace sluice {
@@ -57,25 +58,28 @@ absl::StatusOr<LatentAttentionWeights> LatentAttentionStage::Load(WeightLoader& 
 }
 
 // kv_b_proj is [heads][nope + v][rank]: of each head the rows that make its keys out of a latent
-// entry, then those that make its values. Computed once, in float32; kernels that compute in bf16
-// round it once.
+// entry, then those that make its values. Rounded once, where the kernels compute in bf16.
 absl::Status LatentAttentionStage::LoadAbsorbed(WeightLoader& loader, const std::string& kv_b,
                                                 LatentAttentionWeights* out) const {
-  const auto heads = static_cast<size_t>(config_.heads), rank = static_cast<size_t>(latent_.rank);
-  const auto nope = static_cast<size_t>(latent_.nope_dim), v = static_cast<size_t>(latent_.v_dim);
-  SLUICE_ASSIGN_OR_RETURN(
-      const std::vector<float> all,
-      loader.Floats(kv_b, config_.heads * (latent_.nope_dim + latent_.v_dim), latent_.rank));
-  std::vector<float> keys(heads * rank * nope), values(heads * v * rank);
-  for (size_t head = 0; head < heads; ++head) {
-    const float* from = all.data() + head * (nope + v) * rank;
+  const int64_t heads = config_.heads, rank = latent_.rank, nope = latent_.nope_dim;
+  const int64_t v = latent_.v_dim;
+  SLUICE_ASSIGN_OR_RETURN(MatrixView all,
+                          loader.Host(kv_b, static_cast<int>(heads * (nope + v)), latent_.rank));
+  std::vector<float> keys(static_cast<size_t>(heads * rank * nope));
+  std::vector<float> values(static_cast<size_t>(heads * v * rank));
+  ParallelFor(heads, [&](int64_t head) {
+    std::vector<float> row(static_cast<size_t>(rank));
     float* to = keys.data() + head * rank * nope;
-    for (size_t d = 0; d < nope; ++d) {
-      for (size_t i = 0; i < rank; ++i) to[i * nope + d] = from[d * rank + i];
+    for (int64_t d = 0; d < nope; ++d) {
+      all.FloatRow(head * (nope + v) + d, row.data());
+      for (int64_t i = 0; i < rank; ++i) to[i * nope + d] = row[static_cast<size_t>(i)];
     }
-    std::copy_n(from + nope * rank, v * rank, values.data() + head * v * rank);
-  }
-  const bool bf16 = !latent_.fp8_weights;
+    for (int64_t d = 0; d < v; ++d) {
+      all.FloatRow(head * (nope + v) + nope + d, values.data() + (head * v + d) * rank);
+    }
+  });
+  loader.Release(std::move(all));
+  const bool bf16 = !latent_.fp8_weights || ops_.activation_type() == DType::kBFloat16;
   SLUICE_ASSIGN_OR_RETURN(out->absorb_k, loader.Made(keys, latent_.nope_dim, bf16));
   SLUICE_ASSIGN_OR_RETURN(out->absorb_v, loader.Made(values, latent_.rank, bf16));
   return absl::OkStatus();

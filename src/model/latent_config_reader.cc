@@ -14,9 +14,11 @@ using nlohmann::json;
 
 // Limits on sizes, far above any published model; with those of model_config.cc every product of
 // two, in bytes, stays inside int64, every row inside int32.
-constexpr int64_t kMaxRank = 1 << 14;
+constexpr int64_t kMaxQueryRank = 1 << 14;
 constexpr int64_t kMaxHeadDim = 1 << 10;
-constexpr int64_t kMaxRopeDim = kernels::kIndexDim;
+// What the kernels have room for: entries as published models have them.
+constexpr int64_t kMaxRank = kernels::kPackedRank;
+constexpr int64_t kMaxRopeDim = kernels::kPackedRope;
 constexpr int64_t kMaxIndexHeads = 1 << 10;
 constexpr int64_t kMaxTopK = 2048;
 constexpr int64_t kMaxExperts = 1 << 10;
@@ -78,7 +80,7 @@ absl::Status ReadAttention(const ConfigReader& config, const RopeConfig& rope, L
   if (config.IsNull("q_lora_rank")) {
     return config.Unsupported("q_lora_rank", "a rank: queries are made through q_a_proj");
   }
-  SLUICE_RETURN_IF_ERROR(ReadSize(config, "q_lora_rank", kMaxRank, &out->q_rank));
+  SLUICE_RETURN_IF_ERROR(ReadSize(config, "q_lora_rank", kMaxQueryRank, &out->q_rank));
   SLUICE_RETURN_IF_ERROR(ReadSize(config, "kv_lora_rank", kMaxRank, &out->rank));
   SLUICE_RETURN_IF_ERROR(ReadSize(config, "qk_nope_head_dim", kMaxHeadDim, &out->nope_dim));
   SLUICE_RETURN_IF_ERROR(ReadSize(config, "qk_rope_head_dim", kMaxRopeDim, &out->rope_dim));

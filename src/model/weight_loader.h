@@ -14,6 +14,7 @@
 #include "src/base/status_macros.h"
 #include "src/device/device.h"
 #include "src/device/kernel_set.h"
+#include "src/model/parallel.h"
 #include "src/model/weight_source.h"
 
 namespace sluice {
@@ -68,21 +69,22 @@ class WeightLoader {
     return weight;
   }
 
-  // A matrix' elements as float32, to make others of.
-  absl::StatusOr<std::vector<float>> Floats(const std::string& name, int rows, int columns) {
-    SLUICE_ASSIGN_OR_RETURN(MatrixView view, source_->Matrix(name, rows, columns));
-    std::vector<float> values = view.ToFloat();
-    source_->Release(std::move(view));
-    return values;
+  // A matrix on the host, to make others of. To be given back to Release.
+  absl::StatusOr<MatrixView> Host(const std::string& name, int rows, int columns) {
+    return source_->Matrix(name, rows, columns);
   }
+  void Release(MatrixView view) { source_->Release(std::move(view)); }
 
-  // A matrix of such. `bf16`: all of them are bf16 values.
+  // A matrix that was made of such. `bf16`: rounded to bf16 here.
   absl::StatusOr<Weight> Made(const std::vector<float>& values, int columns, bool bf16) {
     const auto rows = static_cast<int32_t>(values.size() / static_cast<size_t>(columns));
     MatrixPart part{.data = nullptr, .rows = rows, .values = values.data()};
     auto narrow = std::make_unique_for_overwrite<uint16_t[]>(bf16 ? values.size() : 0);
     if (bf16) {
-      std::transform(values.begin(), values.end(), narrow.get(), FloatToBFloat16);
+      ParallelRanges(rows, 256, [&](int64_t begin, int64_t end) {
+        std::transform(values.data() + begin * columns, values.data() + end * columns,
+                       narrow.get() + begin * columns, FloatToBFloat16);
+      });
       part = {.data = narrow.get(), .rows = rows};
     }
     SLUICE_ASSIGN_OR_RETURN(Weight weight, device_->kernels().Prepare({&part, 1}, columns));

@@ -13,6 +13,7 @@
 #include "src/base/status_macros.h"
 #include "src/model/checkpoint.h"
 #include "src/model/dummy_weights.h"
+#include "src/model/parallel.h"
 #include "src/model/tensor_list.h"
 
 namespace sluice {
@@ -20,6 +21,8 @@ namespace {
 
 // Names in one message.
 constexpr size_t kMaxNamed = 8;
+// Elements of a dummy that a thread makes at a time.
+constexpr int64_t kFillAtOnce = 1 << 18;
 
 float HalfToFloat(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
@@ -257,7 +260,9 @@ class DummySource : public WeightSource {
     if (spec->form == TensorForm::kFp8) {
       const kernels::WeightFormula formula = *Formula(name);
       auto values = std::make_unique_for_overwrite<uint8_t[]>(n);
-      kernels::FillWeights(formula, 0, spec->elements(), values.get());
+      ParallelRanges(spec->elements(), kFillAtOnce, [&](int64_t begin, int64_t end) {
+        kernels::FillWeights(formula, begin, end - begin, values.get() + begin);
+      });
       return MatrixView::OwnedFp8(std::move(values),
                                   std::vector<float>(static_cast<size_t>(ScaleCount(rows, cols)),
                                                      kernels::FormulaScale(formula)),
@@ -319,21 +324,15 @@ class DummySource : public WeightSource {
 
 }  // namespace
 
-std::vector<float> MatrixView::ToFloat() const {
-  std::vector<float> out(static_cast<size_t>(rows_ * cols_));
+void MatrixView::FloatRow(int64_t row, float* out) const {
   if (data_ != nullptr) {
-    std::transform(data_, data_ + out.size(), out.begin(), BFloat16ToFloat);
-    return out;
+    std::transform(data_ + row * cols_, data_ + (row + 1) * cols_, out, BFloat16ToFloat);
+    return;
   }
-  const int64_t stride = ScaleCount(1, cols_);
-  size_t i = 0;
-  for (int64_t row = 0; row < rows_; ++row) {
-    const float* scales = scales_.data() + row / kScaleBlock * stride;
-    for (int64_t col = 0; col < cols_; ++col, ++i) {
-      out[i] = kernels::E4M3ToFloat(fp8_[i]) * scales[col / kScaleBlock];
-    }
+  const float* scales = scales_.data() + row / kScaleBlock * ScaleCount(1, cols_);
+  for (int64_t col = 0; col < cols_; ++col) {
+    out[col] = kernels::E4M3ToFloat(fp8_[row * cols_ + col]) * scales[col / kScaleBlock];
   }
-  return out;
 }
 
 absl::StatusOr<std::unique_ptr<WeightSource>> OpenCheckpoint(const std::string& dir,

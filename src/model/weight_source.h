@@ -52,8 +52,8 @@ class MatrixView {
   bool owned() const { return owned_ != nullptr || owned_fp8_ != nullptr; }
   // Memory of elements that the view itself holds: 0 where it is borrowed.
   int64_t owned_bytes() const { return owned() ? rows_ * cols_ * (data_ != nullptr ? 2 : 1) : 0; }
-  // Every element as float32: of e4m3 its product with the scale, rounded once.
-  std::vector<float> ToFloat() const;
+  // A row's elements as float32, [cols]: of e4m3 their product with the scale, rounded once.
+  void FloatRow(int64_t row, float* out) const;
 
  private:
   MatrixView(const uint16_t* data, const uint8_t* fp8, int64_t rows, int64_t cols)

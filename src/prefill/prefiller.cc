@@ -6,6 +6,7 @@
 
 #include "absl/synchronization/mutex.h"
 #include "src/attention/forwarding_policy.h"
+#include "src/attention/latent/prompt_selections.h"
 #include "src/attention/policies/full/full_policy.h"
 #include "src/base/error.h"
 #include "src/base/rng.h"
@@ -14,24 +15,40 @@
 #include "src/kv/page_pool.h"
 #include "src/kv/selection_hints.h"
 #include "src/model/model.h"
+#include "src/model/policy_model.h"
 #include "src/prefill/important_blocks.h"
+#include "src/prefill/prompt_hints.h"
 
 namespace sluice {
 namespace {
 
 constexpr int kSlot = 0;  // one prompt at a time
 
-// Policy `full` that marks in the stream when a layer's keys and values are in the cache: what is
-// before that layer's attention and FFN can leave already. And finds the important blocks, where
-// they are wanted.
+// Finds what hints name, of one prompt at a time; which of the two, the model's attention says.
+struct HintFinders {
+  std::unique_ptr<ImportantBlocks> blocks;       // of keys and values
+  std::unique_ptr<PromptSelections> selections;  // of an indexer
+  bool any() const { return blocks != nullptr || selections != nullptr; }
+};
+
+// Policy `full` that marks in the stream when a layer's caches are written: they can leave before
+// that layer's attention and FFN. And finds what hints name, where they are wanted.
 class MarkingPolicy : public ForwardingPolicy {
  public:
-  // `important` null: never wanted.
-  MarkingPolicy(FullPolicy* full, ImportantBlocks* important, Device* device, int layers)
-      : ForwardingPolicy(full), full_(full), important_(important) {
+  MarkingPolicy(FullPolicy* full, const HintFinders* finders, Device* device,
+                const CacheLayout& layout)
+      : ForwardingPolicy(full),
+        full_(full),
+        finders_(finders),
+        has_index_(layout.FindKind("index") >= 0) {
     for (auto& events : events_) {
-      for (int layer = 0; layer < layers; ++layer) events.push_back(device->NewEvent());
+      for (int layer = 0; layer < layout.layers; ++layer) events.push_back(device->NewEvent());
     }
+    if (finders_->selections == nullptr) return;
+    full_->ObserveSelections([this](Stream& stream, int layer, const kernels::UnitLists& selected,
+                                    int32_t first_row, int32_t rows) {
+      finders_->selections->Keep(stream, layer, selected, first_row, rows);
+    });
   }
 
   // Marks go to the events of `buffer` from now on.
@@ -42,20 +59,39 @@ class MarkingPolicy : public ForwardingPolicy {
     return *events_[static_cast<size_t>(buffer)][static_cast<size_t>(layer)];
   }
 
+  void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
+                 absl::Span<const int32_t> positions) override {
+    ForwardingPolicy::BeginStep(stream, slots, positions);
+    if (finders_->selections != nullptr) finders_->selections->BeginStep(slots, positions);
+  }
   void Append(Stream& stream, int layer, kernels::RopeAppendParams params) override {
     ForwardingPolicy::Append(stream, layer, params);
-    stream.Record(appended(static_cast<int>(buffer_), layer));
+    Mark(stream, layer);
+  }
+  void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override {
+    ForwardingPolicy::AppendLatent(stream, layer, params);
+    if (!has_index_) Mark(stream, layer);
+  }
+  // After AppendLatent: the layer's last cache.
+  void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override {
+    ForwardingPolicy::AppendIndex(stream, layer, params);
+    Mark(stream, layer);
   }
   void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
     ForwardingPolicy::Attend(stream, layer, params);
     if (important_blocks_ > 0) {
-      important_->Find(stream, layer, params, full_->LayerCache(layer), important_blocks_);
+      finders_->blocks->Find(stream, layer, params, full_->LayerCache(layer), important_blocks_);
     }
   }
 
  private:
+  void Mark(Stream& stream, int layer) {
+    stream.Record(appended(static_cast<int>(buffer_), layer));
+  }
+
   FullPolicy* const full_;
-  ImportantBlocks* const important_;
+  const HintFinders* const finders_;
+  const bool has_index_;
   int32_t important_blocks_ = 0;
   std::array<std::vector<std::unique_ptr<Event>>, BatchState::kDepth> events_;
   size_t buffer_ = 0;
@@ -88,7 +124,7 @@ class PrefillerImpl : public Prefiller {
  public:
   PrefillerImpl(const Options& options, Device* device, Model* model, Clock* clock,
                 std::unique_ptr<PagePool> pool, std::unique_ptr<FullPolicy> policy,
-                std::unique_ptr<ImportantBlocks> important, std::unique_ptr<BatchState> batch,
+                HintFinders finders, std::unique_ptr<BatchState> batch,
                 std::array<Staging, 2> staging)
       : options_(options),
         device_(device),
@@ -96,8 +132,8 @@ class PrefillerImpl : public Prefiller {
         clock_(clock),
         pool_(std::move(pool)),
         policy_(std::move(policy)),
-        important_(std::move(important)),
-        marking_(policy_.get(), important_.get(), device, model->cache_layout().layers),
+        finders_(std::move(finders)),
+        marking_(policy_.get(), &finders_, device, model->cache_layout()),
         batch_(std::move(batch)),
         stream_(device->NewStream(Device::StreamKind::kCompute)),
         staging_(std::move(staging)),
@@ -134,6 +170,7 @@ class PrefillerImpl : public Prefiller {
     batch_->joined(kSlot).Wait();
     for (int buffer = 0; buffer < BatchState::kDepth; ++buffer) batch_->event(buffer).Wait();
     policy_->Release(kSlot);
+    if (finders_.selections != nullptr) finders_.selections->End(kSlot);
     if (!result.ok()) return result.status();
     result->queued = started - arrived;
     result->compute = clock_->Now() - started;
@@ -174,13 +211,10 @@ class PrefillerImpl : public Prefiller {
                                         const std::function<bool()>& cancelled)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     const int chunks = (tokens + chunk_tokens_ - 1) / chunk_tokens_;
-    const CacheKind& kind = model_->cache_layout().kinds[0];
-    const auto hints = important_ == nullptr
-                           ? 0
-                           : static_cast<int32_t>(std::min<int64_t>(
-                                 {sink.hint_tokens() / kind.block_tokens, kind.BlocksFor(tokens),
-                                  static_cast<int64_t>(kMaxHintUnits) /
-                                      (int64_t{model_->cache_layout().layers} * kind.heads)}));
+    const int64_t hint_tokens = finders_.any() ? sink.hint_tokens() : 0;
+    const int32_t blocks = finders_.blocks == nullptr ? 0 : HintedBlocks(hint_tokens, tokens);
+    const bool keeps_selections = finders_.selections != nullptr && hint_tokens > 0;
+    if (keeps_selections) SLUICE_CHECK(finders_.selections->Begin(kSlot));
     const auto launch = [&](int chunk) {
       const int begin = chunk * chunk_tokens_;
       const int count = std::min(chunk_tokens_, tokens - begin);
@@ -193,7 +227,7 @@ class PrefillerImpl : public Prefiller {
       batch_->event(buffer).Wait();
       policy_->Grow(kSlot, begin + count);
       marking_.SetBuffer(buffer);
-      marking_.SetImportantBlocks(begin + count == tokens ? hints : 0);
+      marking_.SetImportantBlocks(begin + count == tokens ? blocks : 0);
       batch_->Launch(*stream_, buffer, plan_, *model_, marking_);
     };
     launch(0);
@@ -206,13 +240,26 @@ class PrefillerImpl : public Prefiller {
     batch_->event(last).Wait();
     SLUICE_RETURN_IF_ERROR(device_->Health());
     PrefillResult result;
-    if (hints > 0) result.hints = important_->Read(*copy_stream_, hints);
+    if (blocks > 0) result.hints = finders_.blocks->Read(*copy_stream_, blocks);
+    if (keeps_selections) {
+      result.hints = HintsOf(finders_.selections->Read(*copy_stream_, kSlot),
+                             model_->cache_layout().layers, hint_tokens);
+    }
     if (!want_first_token) return result;
     result.first_token = batch_->Result(last, 0, sampling.logprobs);
     if (result.first_token->id < 0) {
       return WithReason(absl::InternalError("the model's logits are not finite"), "BAD_LOGITS");
     }
     return result;
+  }
+
+  // Blocks of a layer and KV head that hints name.
+  int32_t HintedBlocks(int64_t hint_tokens, int64_t tokens) const {
+    const CacheLayout& layout = model_->cache_layout();
+    const CacheKind& kind = layout.kinds[0];
+    return static_cast<int32_t>(std::min<int64_t>(
+        {hint_tokens / kind.block_tokens, kind.BlocksFor(tokens),
+         static_cast<int64_t>(kMaxHintUnits) / (int64_t{layout.layers} * kind.heads)}));
   }
 
   // Layer by layer through pinned memory: the next is on its way while this one is pushed.
@@ -271,8 +318,8 @@ class PrefillerImpl : public Prefiller {
   const std::unique_ptr<PagePool> pool_;
   const std::unique_ptr<FullPolicy> policy_;
   int chunk_tokens_ = 0;
-  absl::Mutex mutex_;                                 // held for a whole prompt
-  const std::unique_ptr<ImportantBlocks> important_;  // null: nobody wants hints
+  absl::Mutex mutex_;  // held for a whole prompt
+  const HintFinders finders_;
   MarkingPolicy marking_;
   const std::unique_ptr<BatchState> batch_;
   const std::unique_ptr<Stream> stream_;
@@ -294,16 +341,28 @@ absl::StatusOr<std::unique_ptr<Prefiller>> Prefiller::Create(const Options& opti
                                      "the caches (--hbm-bytes)"));
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<PagePool> pool,
                           PagePool::Create("hbm", model->cache_layout(), std::move(arena)));
+  PolicyOptions shape;
+  DescribeModel(*model, &shape);
   SLUICE_ASSIGN_OR_RETURN(
       std::unique_ptr<FullPolicy> policy,
-      NewFullPolicy({device, pool.get(), 1, static_cast<int64_t>(options.max_context)}));
+      NewFullPolicy({device, pool.get(), 1, static_cast<int64_t>(options.max_context),
+                     /*dram=*/nullptr, shape.heads, shape.latent_rank, shape.index_top_k,
+                     shape.max_rows}));
   SLUICE_ASSIGN_OR_RETURN(
       std::unique_ptr<BatchState> batch,
       BatchState::Create({1, static_cast<int>(options.max_context)}, device, *model));
-  std::unique_ptr<ImportantBlocks> important;
-  if (options.hints) {
-    SLUICE_ASSIGN_OR_RETURN(
-        important, ImportantBlocks::Create(device, model->cache_layout(), options.max_context));
+  HintFinders finders;
+  const std::optional<LatentConfig>& latent = model->config().latent;
+  if (options.hints && !latent.has_value()) {
+    SLUICE_ASSIGN_OR_RETURN(finders.blocks, ImportantBlocks::Create(device, model->cache_layout(),
+                                                                    options.max_context));
+  } else if (options.hints && latent->indexer.has_value()) {
+    PromptSelections::Options selections;
+    selections.device = device;
+    selections.layers = model->cache_layout().layers;
+    selections.top_k = latent->indexer->top_k;
+    selections.slots = 1;
+    SLUICE_ASSIGN_OR_RETURN(finders.selections, PromptSelections::Create(selections));
   }
   std::array<Staging, 2> staging;
   for (Staging& s : staging) {
@@ -316,7 +375,7 @@ absl::StatusOr<std::unique_ptr<Prefiller>> Prefiller::Create(const Options& opti
         device->Allocate(MemoryKind::kPinned, static_cast<size_t>(bytes), "layers to push"));
   }
   return std::make_unique<PrefillerImpl>(options, device, model, clock, std::move(pool),
-                                         std::move(policy), std::move(important), std::move(batch),
+                                         std::move(policy), std::move(finders), std::move(batch),
                                          std::move(staging));
 }
 

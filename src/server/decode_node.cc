@@ -14,6 +14,7 @@
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
+#include "src/kv/selection_hints.h"
 #include "src/server/address_file.h"
 #include "src/server/model_setup.h"
 #include "src/server/program.h"
@@ -208,8 +209,9 @@ absl::Status DecodeNode::StartGrpc() {
   GrpcServer::Options options;
   options.listen = config_.listen();
   options.max_receive_message_bytes =
-      std::max(MaxChunkMessageBytes(config_.max_chunk_bytes()),
-               MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context())));
+      std::max({MaxChunkMessageBytes(config_.max_chunk_bytes()),
+                MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context())),
+                policy_->hint_tokens() > 0 ? uint64_t{kMaxHintMessageBytes} : 0});
   absl::StatusOr<std::unique_ptr<GrpcServer>> started =
       GrpcServer::Start(options, std::move(services));
   if (!started.ok()) return WithMessagePrefix(started.status(), "listen");

@@ -233,7 +233,7 @@ v1::ModelInfo MakeModelInfo(const Model& model) {
   out.set_layers(static_cast<uint32_t>(config.layers));
   out.set_hidden_size(static_cast<uint32_t>(config.hidden_size));
   out.set_heads(static_cast<uint32_t>(config.heads));
-  out.set_kv_heads(static_cast<uint32_t>(config.kv_heads));
+  if (!config.latent.has_value()) out.set_kv_heads(static_cast<uint32_t>(config.kv_heads));
   out.set_head_dim(static_cast<uint32_t>(config.head_dim));
   out.set_vocab_size(static_cast<uint32_t>(config.vocab_size));
   out.set_max_context(static_cast<uint32_t>(model.max_context()));

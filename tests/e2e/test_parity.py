@@ -35,6 +35,17 @@ def test_a_pushed_golden_cache_continues_as_in_transformers(pairs, golden, name,
     matching_steps(got["output_ids"], g.tokens(case), g.margins(case), MARGIN)
 
 
+@pytest.mark.parametrize("name", ["tiny-deepseek-v32", "tiny-deepseek-v32-fp8"])
+def test_a_pushed_golden_latent_cache_continues_as_in_transformers(tiny_models, start, golden, name):
+    node = start("sluice-server", tiny_models(name), "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB", "--kv-dtype",
+                 "float32", "--kernels", "reference")
+    g = golden(name)
+    for case in (0, 1, 2):
+        got = sluice_json("push", "--decode", node.address, "--kv", g.path, "--case", case)
+        assert got["finish_reason"] == "length" and got["prompt_ids"] == g.prompt(case)
+        matching_steps(got["output_ids"], g.tokens(case), g.margins(case), MARGIN)
+
+
 def check_smollm2(precision, got, case):
     margin, tolerance = ALLOWED[precision]
     steps = matching_steps(got["output_ids"], case["tokens"], case["margins"], margin)

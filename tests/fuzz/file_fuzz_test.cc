@@ -75,7 +75,10 @@ void Fuzz(int rounds, std::vector<std::string> corpus,
 TEST_CASE("a damaged config.json is read or refused") {
   TempDir dir;
   std::vector<std::string> corpus;
-  for (const std::string& name : fixtures::TinyModels()) {
+  std::vector<std::string> models = fixtures::TinyModels();
+  models.insert(models.end(), fixtures::TinyLatentModels().begin(),
+                fixtures::TinyLatentModels().end());
+  for (const std::string& name : models) {
     corpus.push_back(Text(fixtures::SourceDir(name) + "/config.json"));
   }
   Fuzz(10000, corpus, [&](const std::string& text) {

@@ -25,6 +25,7 @@ const RouteCase kRouteCases[] = {
     {"one row", 1, 8, 2, 4, 2, true, true},
     {"a prompt", 300, 256, 8, 8, 4, true, true},
     {"a rank's experts", 40, 8, 8, 1, 1, false, true},
+    {"384 experts", 5, 384, 8, 1, 1, true, true},
 };
 
 struct RouteOutput {

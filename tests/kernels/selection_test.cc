@@ -157,6 +157,10 @@ void TestTopK(const KernelTable& table, Random& random) {
   // Tokens of a long context.
   CheckTopK(table, {.k = 2048, .first_units = 4, .last_units = 64, .kv_heads = 2}, 65536, random);
   CheckTopK(table, {.k = 13107, .last_units = 1, .margin = 4.5f}, 65536, random);
+  for (int32_t units : {4097, 6000, 9000, 16384, 20001}) {
+    CheckTopK(table, {.k = 2048}, units, random);
+    CheckTopK(table, {.k = 1000, .first_units = 1, .last_units = 2, .margin = 2.5f}, units, random);
+  }
 }
 SLUICE_TEST_ON_EVERY_PATH("top_k selects what the reference does", TestTopK)
 

@@ -22,6 +22,7 @@ using testing::HasPath;
 using testing::kExact;
 using testing::Node;
 using testing::NodeOptions;
+using testing::ToleranceOf;
 
 NodeOptions Options(const std::string& path, DType kv_dtype) {
   NodeOptions options;
@@ -56,6 +57,26 @@ TEST_CASE("latent models give transformers' tokens through the engine") {
       CHECK(node.Quiescent());
     }
   }
+}
+
+// Where every step selects everything: cases 0 and 1 (fixtures' README).
+void CheckDenseCases(const std::string& path) {
+  if (!HasPath(path)) return;
+  const auto golden = fixtures::LoadGolden("tiny-deepseek-v32");
+  REQUIRE(golden.ok());
+  Node node(Options(path, DType::kBFloat16));
+  for (size_t c = 0; c < 2; ++c) {
+    const fixtures::GoldenCase& g = (*golden)[c];
+    INFO(path << " case " << c);
+    const auto steps = static_cast<uint32_t>(g.tokens.size());
+    CheckGreedy(node.Generate(GreedyRequest(g.prompt, steps)).ids, g, ToleranceOf(path).margin);
+  }
+}
+TEST_CASE("latent models give transformers' tokens with bf16 caches") {
+  CheckDenseCases("portable");
+}
+TEST_CASE("latent models give transformers' tokens with bf16 caches on a GPU", "[cuda]") {
+  CheckDenseCases("cuda");
 }
 
 TEST_CASE("sequences of latent models together give exactly what each gives alone") {

@@ -162,35 +162,44 @@ TEST_CASE("packed caches on reference kernels cost what quantising costs") {
       if (c == kSelectiveCase) {
         CHECK(out.recall >= 0.88);
       } else {
-        // One step of this model meets 0.216, the others of all cases stay below 0.15.
+        // In the fp8 model's case 0 a single step turns on what quantising takes away: 0.19 there
+        // with float32 caches whose elements were rounded so, their arithmetic exact.
         CHECK(out.worst <= (name == "tiny-deepseek-v32-fp8" && c == 0 ? 0.25 : 0.15));
+        CHECK(out.median <= 0.08);
         CHECK(out.recall == 1.0);
       }
     }
   }
 }
 
-TEST_CASE("padded rows of a latent model change nothing") {
+void CheckPadding(const std::string& path) {
+  if (!HasPath(path)) return;
   const std::string name = "tiny-deepseek-v32";
   const GoldenCase golden = Golden(name)[1];
   const int prompt = static_cast<int>(golden.prompt.size());
-  for (const kernels::KernelTable* table : kernels::AvailableKernelTables()) {
-    if (table->sparse_mla == nullptr) continue;
-    for (const DType type : {DType::kFloat8E4M3, DType::kBFloat16}) {
-      INFO(table->name << ", " << DTypeName(type));
-      LatentTeacher teacher(fixtures::ModelDir(name), table->name, type);
-      std::vector<std::vector<float>> logits;
-      std::vector<std::vector<std::string>> caches;
-      for (const int padding : {0, 5}) {
-        teacher.Begin(Joined(golden));
-        teacher.Step(0, prompt, /*generates=*/false, padding);
-        logits.push_back(teacher.Step(prompt, 1, /*generates=*/true, padding));
-        caches.push_back(teacher.Caches());
-      }
-      CHECK(logits[0] == logits[1]);
-      CHECK(caches[0] == caches[1]);
+  for (const DType type : {DType::kFloat8E4M3, DType::kBFloat16}) {
+    INFO(path << ", " << DTypeName(type));
+    LatentTeacher teacher(fixtures::ModelDir(name), path, type);
+    std::vector<std::vector<float>> logits;
+    std::vector<std::vector<std::string>> caches;
+    for (const int padding : {0, 5}) {
+      teacher.Begin(Joined(golden));
+      teacher.Step(0, prompt, /*generates=*/false, padding);
+      logits.push_back(teacher.Step(prompt, 1, /*generates=*/true, padding));
+      caches.push_back(teacher.Caches());
     }
+    CHECK(logits[0] == logits[1]);
+    CHECK(caches[0] == caches[1]);
   }
+}
+
+TEST_CASE("padded rows of a latent model change nothing") {
+  for (const kernels::KernelTable* table : kernels::AvailableKernelTables()) {
+    CheckPadding(table->name);
+  }
+}
+TEST_CASE("padded rows of a latent model change nothing on a GPU", "[cuda]") {
+  CheckPadding("cuda");
 }
 
 // How far a path may be from transformers, and from the float64 reference over the same packed

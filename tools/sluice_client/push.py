@@ -35,7 +35,7 @@ def push_case(file: SafetensorsFile, case: int, decode_address: str, max_new_tok
         parts = ["latent", "rope", *(["index"] if "index" in pusher.kinds else [])] if is_latent else ["k", "v"]
         recorded = min(sum(n.startswith(f"{name}.{part}.") for n in file.names()) for part in parts)
         if recorded != layers:
-            raise ToolError(f"{file.path} has caches ({', '.join(parts)}) of {recorded} layers for {name}, the "
+            raise ToolError(f"{file.path} has caches of {recorded} layers ({', '.join(parts)}) for {name}, the "
                             f"model at {decode_address} ({pusher.model.name}) has {layers}")
         pusher.reserve(prompt_ids, max_new_tokens=max_new_tokens)
         for layer in tqdm(range(layers), desc="push", unit=" layers", leave=False,

@@ -52,18 +52,22 @@ def bar(used: int, reserved: int, capacity: int) -> str:
 def as_text(status: dict, address: str) -> str:
     node, capacity, listing = status["model"], status["capacity"], status["sequences"]
     model = node["model"]
+    # Latent caches have no KV heads: their kinds say what they are.
+    heads = (f"{model['heads']}/{model['kv_heads']} heads of {model['head_dim']}"
+             if model["kv_heads"] else
+             f"{model['heads']} heads, caches "
+             + " and ".join(f"{k['name']} of {k['bytes_per_token']} B" for k in model["cache_kinds"]))
     lines = [
         f"{model['name']} ({model['architecture']}) at {address}"
         + ("  DRAINING" if capacity["draining"] else ""),
-        f"  {model['layers']} layers, {model['heads']}/{model['kv_heads']} heads of "
-        f"{model['head_dim']}, context {model['max_context']}, weights "
+        f"  {model['layers']} layers, {heads}, context {model['max_context']}, weights "
         f"{bytes_text(int(model['weight_bytes']))}",
         f"  device {node['device']}, kernels {node['kernels']}, policy {node['policy']}, "
         f"version {node['version']}",
     ]
     for tier in capacity["tiers"]:
         used, reserved, total = (int(tier[k + "_bytes"]) for k in ("used", "reserved", "capacity"))
-        lines.append(f"  {tier['tier']:4} {tier['kind']:4} [{bar(used, reserved, total)}] "
+        lines.append(f"  {tier['tier']:4} {tier['kind']:9} [{bar(used, reserved, total)}] "
                      f"{bytes_text(used)} used, {bytes_text(reserved)} reserved of {bytes_text(total)}")
     lines.append(f"  sequences: {capacity['running']} running (at most {capacity['max_sequences']}), "
                  f"{capacity['waiting']} waiting; {capacity['transfers']} transfers")

@@ -7,7 +7,6 @@
 
 #include "kernels/cuda/grouped_product.h"
 #include "kernels/cuda/launch.h"
-#include "kernels/e4m3.h"
 #include "tests/bench/cuda/bench_support.cuh"
 
 namespace sluice::bench {
@@ -28,6 +27,13 @@ __global__ void FillScales(float* out, size_t size, uint64_t seed) {
   }
 }
 
+__device__ double E4M3Value(uint8_t v) {
+  const int exponent = v >> 3 & 0xF, mantissa = v & 7;
+  const double magnitude = exponent == 0 ? ldexp(static_cast<double>(mantissa), -9)
+                                         : ldexp(8.0 + mantissa, exponent - 10);
+  return v & 0x80 ? -magnitude : magnitude;
+}
+
 // Sums in float64. Grid: (features, rows, groups).
 __global__ void Reference(GroupedProduct p, double* y) {
   const int feature = blockIdx.x * blockDim.x + threadIdx.x;
@@ -43,11 +49,11 @@ __global__ void Reference(GroupedProduct p, double* y) {
                         group * p.x_group_stride;
     double sum = p.bias != nullptr ? p.bias[feature] : 0.0;
     for (int j = 0; j < p.w.k; ++j) {
-      const double w = p.w.layout == WeightLayout::kRowMajor
-                           ? double{__uint_as_float(uint32_t{p.w.data[w_row * p.w.k + j]} << 16)}
-                           : double{kernels::E4M3ToFloat(
-                                 reinterpret_cast<const uint8_t*>(p.w.data)[w_row * p.w.k + j])} *
-                                 p.w.scales[w_row / 32 * columns + j / 128];
+      const double w =
+          p.w.layout == WeightLayout::kRowMajor
+              ? double{__uint_as_float(uint32_t{p.w.data[w_row * p.w.k + j]} << 16)}
+              : E4M3Value(reinterpret_cast<const uint8_t*>(p.w.data)[w_row * p.w.k + j]) *
+                    p.w.scales[w_row / 32 * columns + j / 128];
       sum += w * __uint_as_float(uint32_t{x[j]} << 16);
     }
     y[row * p.y_stride + group * p.y_group_stride + feature] = sum;

@@ -96,13 +96,12 @@ LatentRig::LatentRig(const Shape& shape, const PolicyOptions::Ess& ess, const st
   allocate(&slots_, rows);
   allocate(&positions_, rows);
   allocate(&cos_sin_, rows * kernels::kIndexDim);
-  allocate(&ones_, 2 * kernels::kIndexDim);
+  const int ones = std::max(shape.rank, kernels::kIndexDim);
+  allocate(&ones_, ones + kernels::kIndexDim);
   for (int64_t i = 0; i < rows * kernels::kIndexDim; ++i) {  // no rotation
     cos_sin_.host.as<float>()[i] = i % 2 == 0 ? 1.0f : 0.0f;
   }
-  for (int i = 0; i < 2 * kernels::kIndexDim; ++i) {  // then biases of 0
-    ones_.host.as<float>()[i] = i < kernels::kIndexDim ? 1.0f : 0.0f;
-  }
+  std::fill_n(ones_.host.as<float>(), ones, 1.0f);  // then biases of 0
   done_ = device_->NewEvent();
   stream_ = device_->NewStream(Device::StreamKind::kCompute);
   stream_->Copy(cos_sin_.device.data(), cos_sin_.host.data(), cos_sin_.host.bytes());
@@ -186,7 +185,6 @@ bool LatentRig::Admit(int slot, uint64_t seed, int context, int total, int promp
   }
   if (!policy_->Admit(slot, context, total, Promise::kFirm, home)) return false;
   policy_->BeginPrompt(slot, prompt == 0 ? context : prompt);
-  AwaitWarm(slot);
   sequences_[slot] = {seed, context};
   return true;
 }
@@ -195,7 +193,6 @@ void LatentRig::Readmit(int slot, uint64_t seed, int context, int total, int pro
                         std::unique_ptr<SequenceCache> home) {
   REQUIRE(policy_->Admit(slot, context, total, Promise::kFirm, home));
   policy_->BeginPrompt(slot, prompt);
-  AwaitWarm(slot);
   sequences_[slot] = {seed, context};
 }
 
@@ -205,8 +202,7 @@ void LatentRig::AwaitWarm(int slot) {
 }
 
 void LatentRig::EndPrompt(int slot, const SelectionHints& hints) {
-  policy_->EndPrompt(slot, position(slot), hints);
-  AwaitWarm(slot);
+  policy_->EndPrompt(slot, position(slot), hints);  // at once after Admit, too
 }
 
 std::vector<std::vector<std::vector<float>>> LatentRig::Prompt(int slot, int count) {
@@ -251,7 +247,7 @@ void LatentRig::Enqueue(Stream& stream, int rows, int decode_rows) {
     key.k = layer.k.device.as<float>();
     key.k_stride = kernels::kIndexDim;
     key.norm_weight = ones_.device.as<float>();
-    key.norm_bias = key.norm_weight + kernels::kIndexDim;
+    key.norm_bias = key.norm_weight + std::max(shape_.rank, kernels::kIndexDim);
     key.cos_sin = entry.cos_sin;
     key.slots = entry.slots;
     key.positions = entry.positions;
@@ -309,6 +305,7 @@ std::vector<std::vector<std::vector<float>>> LatentRig::Run(const std::vector<in
   }
   std::vector<int32_t> real_positions;
   for (size_t r = 0; r < slots.size(); ++r) {
+    AwaitWarm(slots[r]);
     Sequence& sequence = sequences_.at(slots[r]);
     const int position = sequence.length++;
     slots_.host.as<int32_t>()[r] = slots[r];

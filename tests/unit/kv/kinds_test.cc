@@ -6,7 +6,7 @@
 #include "src/kv/page_pool.h"
 #include "src/kv/sequence_cache.h"
 #include "tests/test_main.h"
-#include "tests/unit/kv/kv_support.h"
+#include "tests/unit/kv/transfer_support.h"
 
 namespace sluice {
 namespace {
@@ -108,6 +108,34 @@ TEST_CASE("shrinking in part gives back the last pages and keeps the first") {
   CHECK_FALSE(cache.Covers(93));
   CHECK(cache.Covers({92, 200}));
   CHECK(pool->UsageOf(0).reserved_bytes == 2 * 23 * TwoKinds().kinds[0].page_bytes());
+}
+
+TEST_CASE("a transfer takes of each kind what the policy wants, and says what is too much") {
+  // One kind stays in DRAM and grows there, the other waits there alone.
+  Table t(256 << 10, 0, [](int64_t context, int64_t total) -> Footprint {
+    return {{total, context}, {total / 4, total}};
+  });
+  const std::string id = t.ReserveAndFill();
+  const CacheLayout& layout = t.layout;
+  const int64_t end = kContext + 10;
+  CHECK(t.dram->UsageOf(0).reserved_bytes ==
+        layout.PagesFor(0, end) * layout.kinds[0].page_bytes());
+  CHECK(t.dram->UsageOf(1).reserved_bytes ==
+        layout.PagesFor(1, kContext) * layout.kinds[1].page_bytes());
+  REQUIRE(t.table->Commit(id, {}, nullptr).ok());
+  t.clock.Advance(absl::Seconds(11));
+  t.Reap();
+  CHECK(t.Empty());
+
+  Manifest large = t.Good();
+  large.prompt_token_ids.assign(900, 5);
+  large.context_length = 900;
+  Table small(40 << 10, 0, [](int64_t context, int64_t total) -> Footprint {
+    return {{total, context}, 1};
+  });
+  const absl::Status never = small.table->Reserve(large).status();
+  CHECK(absl::IsInvalidArgument(never));
+  CHECK_THAT(std::string(never.message()), Catch::Contains("kv 910, index 900 tokens"));
 }
 
 // A model of a pool: counts alone.

@@ -18,7 +18,11 @@ inline constexpr uint32_t kContext =
     21;  // blocks of 4 and of 8 tokens: the last is short in both kinds
 
 struct Table {
-  explicit Table(size_t dram_bytes = 256 << 10, int64_t hint_tokens = 0)
+  using FootprintOf = Footprint (*)(int64_t context, int64_t total);
+  static Footprint Whole(int64_t context, int64_t total) { return {context, total}; }
+
+  explicit Table(size_t dram_bytes = 256 << 10, int64_t hint_tokens = 0,
+                 FootprintOf footprint = &Whole)
       : layout(TwoKinds()),
         dram(MakePool("dram", layout, dram_bytes)),
         hbm(MakePool("hbm", layout, 256 << 10)) {
@@ -29,7 +33,7 @@ struct Table {
     options.max_lease = absl::Seconds(10);
     options.max_chunk_bytes = 4096;
     options.hint_tokens = hint_tokens;
-    options.footprint = [](int64_t context, int64_t total) { return Footprint{context, total}; };
+    options.footprint = footprint;
     table = std::make_unique<TransferTable>(options, dram.get(), hbm.get(), &clock);
   }
 

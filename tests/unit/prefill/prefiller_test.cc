@@ -1,7 +1,14 @@
 #include "src/prefill/prefiller.h"
 
+#include <algorithm>
 #include <catch2/catch.hpp>
+#include <cmath>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
 
+#include "kernels/scalar.h"
 #include "src/attention/forwarding_policy.h"
 #include "src/base/crc32c.h"
 #include "src/base/error.h"
@@ -53,10 +60,12 @@ class LandingSink : public LayerSink {
 
 struct PrefillNode {
   explicit PrefillNode(const std::string& model_dir, uint32_t chunk_tokens = 64,
-                       int64_t hbm_bytes = 8 << 20, int block_tokens = 0) {
-    device = *NewCpuDevice({"auto", 2});
+                       int64_t hbm_bytes = 8 << 20, int block_tokens = 0,
+                       const std::string& kernels = "auto", DType kv_dtype = DType::kBFloat16) {
+    device = *NewCpuDevice({kernels, 2});
     Model::Options options;
     options.directory = model_dir;
+    options.kv_dtype = kv_dtype;
     options.max_context = 1024;
     options.max_rows = static_cast<int>(std::max(chunk_tokens, 32u));
     options.max_logits = 1;
@@ -111,6 +120,77 @@ TEST_CASE("what a prefill node pushes decodes as if the node had computed it its
         // To the bit: chunks and nodes do not show in a row.
         CHECK(node.Generate(std::move(request)).ids ==
               node.Generate(GreedyRequest(g.prompt, 16)).ids);
+      }
+    }
+  }
+}
+
+// Keeps the caches of float32 that it is given, by layer and kind, and wants hints.
+class KeepingSink : public LayerSink {
+ public:
+  absl::Status Begin() override { return absl::OkStatus(); }
+  absl::Status Layer(int layer, const CacheKind& kind, int, int,
+                     absl::Span<const absl::Span<const uint8_t>> pieces) override {
+    std::vector<float>& values = caches[{layer, kind.name}];
+    for (const auto& piece : pieces) {
+      const auto* floats = reinterpret_cast<const float*>(piece.data());
+      values.insert(values.end(), floats, floats + piece.size() / sizeof(float));
+    }
+    return absl::OkStatus();
+  }
+  int64_t hint_tokens() const override { return 100000; }
+  std::map<std::pair<int, std::string>, std::vector<float>> caches;
+};
+
+// The relative L2 error of `columns` columns from `first` on of rows of `stride`.
+double Error(const std::vector<float>& got, size_t stride, size_t first,
+             const std::vector<uint16_t>& want, size_t columns) {
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    const double w = kernels::Bf16ToFloat(want[i]);
+    const double d = got[i / columns * stride + first + i % columns] - w;
+    error += d * d;
+    norm += w * w;
+  }
+  return std::sqrt(error / norm);
+}
+
+TEST_CASE("a latent prompt leaves the caches and the selections of transformers") {
+  for (const std::string name : {"tiny-deepseek-v32", "tiny-deepseek-v32-fp8"}) {
+    const auto golden = fixtures::LoadGolden(name);
+    REQUIRE(golden.ok());
+    PrefillNode prefill(fixtures::ModelDir(name), 64, 32 << 20, 0, "reference", DType::kFloat32);
+    for (const fixtures::GoldenCase& g : *golden) {
+      INFO(name << ", prompt " << g.prompt.size());
+      const size_t tokens = g.prompt.size();
+      KeepingSink sink;
+      const auto result = prefill.prefiller->Run(g.prompt, Greedy(), true, sink, Never);
+      INFO(std::string(result.status().ToString()));
+      REQUIRE(result.ok());
+      CHECK(result->first_token->id == g.tokens[0]);
+      CHECK(CheckHints(result->hints, {3, 1, 32, static_cast<uint32_t>(tokens), 0}).ok());
+      for (size_t layer = 0; layer < g.latent.size(); ++layer) {
+        INFO("layer " << layer);
+        const auto of_layer = static_cast<int>(layer);
+        const std::vector<float>& entries = sink.caches[{of_layer, "latent"}];
+        const std::vector<float>& keys = sink.caches[{of_layer, "index"}];
+        REQUIRE(entries.size() == tokens * 576);
+        REQUIRE(keys.size() == tokens * 128);
+        // Half a bit of bf16 is 0.2 %.
+        CHECK(Error(entries, 576, 0, g.latent[layer], 512) < 3e-3);
+        CHECK(Error(entries, 576, 512, g.rope[layer], 64) < 3e-3);
+        CHECK(Error(keys, 128, 0, g.index[layer], 128) < 3e-3);
+        const auto first =
+            std::find_if(result->hints.entries.begin(), result->hints.entries.end(),
+                         [&](const SelectionHints::Entry& entry) { return entry.layer == layer; });
+        REQUIRE(first != result->hints.entries.end());
+        CHECK(first->position == tokens - 1);
+        const std::vector<int32_t>& all = g.selected[layer];
+        std::vector<uint32_t> want;
+        for (size_t i = 0; i < all.size() / g.tokens.size(); ++i) {
+          if (all[i] >= 0) want.push_back(static_cast<uint32_t>(all[i]));
+        }
+        CHECK(first->units == want);
       }
     }
   }

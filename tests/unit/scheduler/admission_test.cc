@@ -56,6 +56,25 @@ TEST_CASE("beyond what fits, promises are soft, and only with room to grow for a
   CHECK(Plan(running, {sequence}).empty());
 }
 
+TEST_CASE("room is counted by kind: whichever is short decides, and others take what they need") {
+  AdmissionRoom room = Room(0, 0, 0);
+  room.firm_tokens = room.free_tokens = TokensByKind({100, 1000});
+  WaitingSequence latent;
+  latent.context = {30, 400};
+  latent.total = {40, 450};
+  CHECK(Plan(room, {latent, latent, latent}) == std::vector<Admission>{kFirm, kFirm});
+  latent.total = {40, 300};
+  CHECK(Plan(room, {latent, latent, latent}) == std::vector<Admission>{kFirm, kFirm});
+  room.firm_tokens = TokensByKind({120, 1000});
+  CHECK(Plan(room, {latent, latent, latent}) == std::vector<Admission>{kFirm, kFirm});
+  room.free_tokens = TokensByKind({120, 1200});
+  CHECK(Plan(room, {latent, latent, latent}) == std::vector<Admission>{kFirm, kFirm, kFirm});
+  // Of DRAM too: a home may lack one kind alone.
+  latent.home = {0, 8};
+  room.home_tokens = TokensByKind({1000, 20});
+  CHECK(Plan(room, {latent, latent, latent}) == std::vector<Admission>{kFirm, kFirm});
+}
+
 TEST_CASE("who waits for DRAM is overtaken by those that have theirs, and by nobody else") {
   constexpr Admission kWait = Admission::kWait;
   WaitingSequence needs = Waiting(10, 20);

@@ -168,6 +168,34 @@ TEST_CASE("the plan of latent caches says what each kind takes") {
   CHECK_THAT(plan, Catch::Contains("32768      1.47 GiB                27               272"));
 }
 
+TEST_CASE("the plan of a model with latent caches asks for what a node asks for") {
+  Config config = TinyNode();
+  config.set_model(fixtures::SourceDir("tiny-deepseek-v32"));
+  config.set_kv_dtype("auto");
+  const auto plan = PlanOf(config);
+  INFO(plan.status());
+  REQUIRE(plan.ok());
+  REQUIRE(plan->layout.kinds.size() == 2);
+  CHECK(plan->layout.kinds[0].bytes_per_token == 656);
+  CHECK(plan->layout.kinds[1].bytes_per_token == 132);
+  // Scores and lists of rows: of 64 and 5, over 700 positions, the best 64 of them.
+  CHECK(plan->batch_bytes > 69 * (700 + 64) * 4);
+  for (const PlanInput::Policy& policy : plan->policies) {
+    INFO(policy.name << ": " << policy.status);
+    CHECK((policy.name != "scout" && policy.name != "recall"));
+  }
+  // The node itself.
+  config.set_load_format("dummy");
+  const auto device = NewDevice(config);
+  REQUIRE(device.ok());
+  const auto model = LoadModel(config, 5 + 64, 5, device->get());
+  REQUIRE(model.ok());
+  CHECK(plan->workspace_bytes == (*model)->workspace_bytes());
+  const auto memory = NewNodeMemory(config, **model, device->get());
+  INFO(memory.status());
+  CHECK(memory.ok());
+}
+
 TEST_CASE("a policy whose moves a home is too large for is refused by name") {
   Config config = TinyNode();
   // Rows of keys are 256 bytes: an index of them ends at 512 GiB.

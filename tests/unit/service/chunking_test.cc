@@ -17,8 +17,21 @@ CacheKind Kind() {
   return kind;
 }
 
+// Packed index keys (kernels/latent_params.h).
+CacheKind IndexKind() {
+  CacheKind kind;
+  kind.name = "index";
+  kind.element_type = DType::kFloat8E4M3;
+  kind.heads = 1;
+  kind.block_tokens = 32;
+  kind.part_bytes = {128, 4};
+  kind.bytes_per_token = 132;
+  return kind;
+}
+
 TEST_CASE("chunks cover the range once, on blocks, within the limit") {
-  const CacheKind kind = Kind();
+  const CacheKind kind = GENERATE(Kind(), IndexKind());
+  const auto heads = static_cast<uint32_t>(kind.heads);
   const auto limit = GENERATE(as<uint64_t>(), 8192, 8193, 20000, 24576, 50000, 1 << 20);
   for (const int end : {33, 64, 100, 257, 512}) {
     INFO("limit " << limit << ", tokens [32, " << end << ")");
@@ -33,12 +46,13 @@ TEST_CASE("chunks cover the range once, on blocks, within the limit") {
       CHECK(chunk.token_begin % 32 == 0);
       CHECK((chunk.token_end % 32 == 0 || chunk.token_end == static_cast<uint32_t>(end)));
       // Part of the heads only within one block: else the payload would not lie together.
-      if (chunk.head_end - chunk.head_begin < 3) CHECK(chunk.token_end - chunk.token_begin <= 32);
+      if (chunk.head_end - chunk.head_begin < heads)
+        CHECK(chunk.token_end - chunk.token_begin <= 32);
       offset += chunk.bytes;
       cells += uint64_t{chunk.token_end - chunk.token_begin} * (chunk.head_end - chunk.head_begin);
     }
-    CHECK(cells == static_cast<uint64_t>(end - 32) * 3);
-    CHECK(offset == cells * 256);
+    CHECK(cells == static_cast<uint64_t>(end - 32) * heads);
+    CHECK(offset == cells * static_cast<uint64_t>(kind.bytes_per_token));
   }
 }
 

@@ -29,14 +29,16 @@ EssTier::EssTier(const Options& options, PoolTables tables, std::unique_ptr<Pool
       warmer_(std::move(warmer)),
       copy_stream_(options.device->NewStream(Device::StreamKind::kCopy)) {
   for (Slot& slot : slots_) {
-    slot.placed = options.device->NewEvent();
-    slot.warm = options.device->NewEvent();
+    for (auto* event : {&slot.placed, &slot.cleared, &slot.warm}) {
+      *event = options.device->NewEvent();
+    }
   }
 }
 
 EssTier::~EssTier() {
   for (const Slot& slot : slots_) {
     slot.placed->Wait();
+    slot.cleared->Wait();
     slot.warm->Wait();
   }
   for (const Targets& targets : targets_) {
@@ -145,8 +147,7 @@ void EssTier::CopyIndex(Slot& s, const SequenceCache& from, const SequenceCache&
 bool EssTier::Warm(int slot) {
   Slot& s = slots_[static_cast<size_t>(slot)];
   if (!s.placed->Ready() || !s.warm->Ready()) return false;
-  s.copies.clear();
-  s.then.clear();
+  for (auto* ops : {&s.copies, &s.then, &s.warm_copies, &s.warm_then}) ops->clear();
   if (s.index_at_home) {
     s.home->ShrinkTo({s.total, 0});
     s.index_at_home = false;
@@ -173,7 +174,9 @@ void EssTier::Release(int slot) {
 bool EssTier::MakeWayOut(int slot, int64_t tokens) {
   Slot& s = slots_[static_cast<size_t>(slot)];
   const TokensByKind wanted = {s.total, tokens};
-  return s.home->Covers(wanted) || s.home->Extend(wanted);
+  if (!s.home->Covers(wanted) && !s.home->Extend(wanted)) return false;
+  s.index_at_home = false;  // what it has there stays
+  return true;
 }
 
 void EssTier::Evict(int slot, int64_t tokens) {
@@ -196,13 +199,15 @@ std::unique_ptr<SequenceCache> EssTier::TakeHome(int slot) {
 
 void EssTier::WarmUp(int slot, int64_t tokens, const SelectionHints& hints, bool fill) {
   Slot& s = slots_[static_cast<size_t>(slot)];
-  SLUICE_CHECK(s.hbm != nullptr && Warm(slot), "a slot is warmed once at a time");
+  SLUICE_CHECK(s.hbm != nullptr && s.warm->Ready(), "a slot is warmed once at a time");
   SLUICE_CHECK(tokens > 0 && tokens <= s.total);
   const int64_t places = options_.shape.PlacesOf(s.total);
-  tables_.Clear(*s.hbm, s.total, &s.copies, &s.then);
+  s.warm_copies.clear();
+  s.warm_then.clear();
+  tables_.Clear(*s.hbm, s.total, &s.warm_copies, &s.warm_then);
   const bool whole = fill && places > s.total;
   if (whole) {
-    tables_.FillWhole(*s.hbm, s.total, tokens, &s.then);
+    tables_.FillWhole(*s.hbm, s.total, tokens, &s.warm_then);
     const CacheKind& kind = latent();
     for (int layer = 0; layer < layout().layers; ++layer) {
       const std::vector<int32_t>& from = s.home->Pages(layer, kLatentKind);
@@ -211,19 +216,19 @@ void EssTier::WarmUp(int slot, int64_t tokens, const SelectionHints& hints, bool
       for (size_t begin = 0, end; begin < blocks; begin = end) {
         end = begin + 1;
         while (end < blocks && from[end] == from[end - 1] + 1 && to[end] == to[end - 1] + 1) ++end;
-        s.copies.push_back({options_.hbm->PageAddress(kLatentKind, to[begin]),
-                            options_.dram->PageAddress(kLatentKind, from[begin]),
-                            (end - begin) * static_cast<size_t>(kind.page_bytes())});
+        s.warm_copies.push_back({options_.hbm->PageAddress(kLatentKind, to[begin]),
+                                 options_.dram->PageAddress(kLatentKind, from[begin]),
+                                 (end - begin) * static_cast<size_t>(kind.page_bytes())});
       }
     }
   }
-  copy_stream_->CopyBatch(s.copies.data(), s.copies.size());
-  copy_stream_->CopyBatch(s.then.data(), s.then.size());
-  copy_stream_->Record(*s.placed);
+  copy_stream_->CopyBatch(s.warm_copies.data(), s.warm_copies.size());
+  copy_stream_->CopyBatch(s.warm_then.data(), s.warm_then.size());
+  copy_stream_->Record(whole ? *s.warm : *s.cleared);
   if (whole) return;
   WarmPlan plan(hints, tokens);
   warmer_->Start({s.home.get(), s.hbm.get(), places, options_.shape.PlaceOfPages(s.total)}, tokens,
-                 fill ? &plan : nullptr, *s.placed, *s.warm);
+                 fill ? &plan : nullptr, *s.cleared, *s.warm);
 }
 
 void EssTier::BeginStep(Stream& stream, absl::Span<const int32_t> slots,

@@ -85,12 +85,13 @@ class EssTier {
  private:
   struct Slot {
     std::unique_ptr<SequenceCache> home;
-    std::unique_ptr<SequenceCache> hbm;        // null: the slot is free
-    int64_t total = 0;                         // tokens at its end
-    bool index_at_home = false;                // pages of DRAM that go back once `placed` is there
-    std::vector<Stream::CopyOp> copies, then;  // under way
-    std::unique_ptr<Event> placed;             // tables and index keys are where they belong
-    std::unique_ptr<Event> warm;               // of the warm-up
+    std::unique_ptr<SequenceCache> hbm;  // null: the slot is free
+    int64_t total = 0;                   // tokens at its end
+    bool index_at_home = false;          // pages of DRAM that go back once `placed` is there
+    // Under way: of the placing (or the way out), and of the warm-up.
+    std::vector<Stream::CopyOp> copies, then, warm_copies, warm_then;
+    std::unique_ptr<Event> placed;         // tables and index keys are where they belong
+    std::unique_ptr<Event> cleared, warm;  // of the warm-up, which may follow at once
   };
   // A step's targets on their way to the device.
   struct Targets {

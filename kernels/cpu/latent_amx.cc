@@ -1,5 +1,6 @@
-// Sparse MLA and index logits of the path "amx": their products run on tiles.
+// Operators of latent attention and of experts whose products run on tiles, on the path "amx".
 #include "kernels/cpu/cpu_tables.h"
+#include "kernels/cpu/dense_products.h"
 #include "kernels/cpu/index_logits_bf16.h"
 #include "kernels/cpu/mla_bf16.h"
 
@@ -11,6 +12,14 @@ struct AmxProducts {
 };
 
 }  // namespace
+
+void HeadLinearAmx(const HeadLinearParams& p, Worker worker) {
+  HeadLinearDense<AmxProducts>(p, worker);
+}
+
+void ExpertLinearAmx(const ExpertLinearParams& p, Worker worker) {
+  ExpertLinearDense<AmxProducts>(p, worker);
+}
 
 void SparseMlaAmx(const SparseMlaParams& p, Worker worker) {
   SparseMlaBf16<AmxProducts>(p, worker);

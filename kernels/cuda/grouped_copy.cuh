@@ -1,0 +1,118 @@
+// The threads of a grouped product that fill the rings of W and of x.
+#pragma once
+
+#include "kernels/cuda/grouped_tile.cuh"
+#include "kernels/cuda/tensor_copy.cuh"
+
+namespace sluice::kernels::cuda {
+namespace {
+
+// The thread that copies W.
+template <typename Weights, typename P>
+struct WeightCopier {
+  Rings<P> rings;
+  const CUtensorMap* map;
+  TileWork work;
+  int row;  // of the stack
+  Place<P::kWeightStages> place{};
+
+  __device__ void Copy(int step) {
+    ArriveExpecting(rings.WeightsFull(place.stage), P::kWeightBytes);
+    CopyTile(rings.Weights(place.stage), map, (work.first_step + step) * Weights::kDepth, row,
+             rings.WeightsFull(place.stage), kEvictFirst);
+    place.Advance();
+  }
+
+  // W is constant: what fits is asked for while the kernels before this one still run.
+  __device__ int CopyEarly() {
+    const int early = min(P::kWeightStages, work.steps);
+    for (int step = 0; step < early; ++step) Copy(step);
+    return early;
+  }
+
+  // The rest of a round of all steps. A stage is free at first, and when its consumers have said
+  // so.
+  __device__ void CopyFrom(int step) {
+    for (; step < work.steps; ++step) {
+      WaitBarrier(rings.WeightsEmpty(place.stage), place.parity ^ 1);
+      Copy(step);
+    }
+  }
+
+  // No block ends before its copies.
+  __device__ void AwaitEarly(int early) const {
+    for (int stage = 0; stage < early; ++stage) WaitBarrier(rings.WeightsFull(stage), 0);
+  }
+};
+
+// The thread that copies tiles of x where its rows lie in order.
+template <typename Weights, typename P, int kRows>
+struct RowCopier {
+  Rings<P> rings;
+  const CUtensorMap* map;
+  int first_column;
+  Place<P::kRowStages> place{};
+
+  __device__ void Copy(int first_row, int steps) {
+    for (int step = 0; step < steps; ++step) {
+      WaitBarrier(rings.RowsEmpty(place.stage), place.parity ^ 1);
+      const uint32_t full = rings.RowsFull(place.stage);
+      ArriveExpecting(full, P::kRowBytes);
+#pragma unroll
+      for (int tile = 0; tile < P::kRowTiles; ++tile) {
+        CopyTile(rings.Rows(place.stage) + tile * P::kRowTileBytes, map,
+                 first_column + step * Weights::kDepth + tile * 64, first_row, full, kEvictLast);
+      }
+      place.Advance();
+    }
+  }
+};
+
+// One of the threads that gather rows of x, 16 bytes at a time.
+template <typename Weights, typename P, int kRows>
+struct RowGatherer {
+  static constexpr int kRowsAtOnce = kGatherers / 8;
+
+  const GroupedProduct& p;
+  Rings<P> rings;
+  const int64_t* offsets;  // in shared memory: of each row of x in elements; -1: none
+  int first_k;
+  int thread;
+  Place<P::kRowStages> place{};
+
+  __device__ void Copy(int steps) {
+    const int piece = thread % 8;  // of the 8 of a row of a tile, swizzled over its 128 bytes
+    for (int step = 0; step < steps; ++step) {
+      WaitBarrier(rings.RowsEmpty(place.stage), place.parity ^ 1);
+      const uint32_t stage = rings.Rows(place.stage);
+      const int k = first_k + step * Weights::kDepth + piece * 8;
+      for (int row = thread / 8; row < kRows; row += kRowsAtOnce) {
+        const int64_t offset = offsets[row];
+        if (offset < 0) break;  // none after it either
+        const uint32_t target = stage + row * 128 + (piece ^ (row % 8)) * 16;
+#pragma unroll
+        for (int tile = 0; tile < P::kRowTiles; ++tile) {
+          const bool exists = k + tile * 64 < p.w.k;
+          CopyPiece(target + tile * P::kRowTileBytes, p.x + offset + (exists ? k + tile * 64 : 0),
+                    exists ? 16 : 0);
+        }
+      }
+      ArriveWithCopies(rings.RowsFull(place.stage));
+      place.Advance();
+    }
+  }
+
+  // `bytes` of 16, and zeros after them.
+  __device__ static void CopyPiece(uint32_t target, const uint16_t* source, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+                 "r"(bytes)
+                 : "memory");
+  }
+  // Arrives once this thread's copies so far are done.
+  __device__ static void ArriveWithCopies(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+  }
+};
+
+}  // namespace
+}  // namespace sluice::kernels::cuda

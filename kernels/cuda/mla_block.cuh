@@ -1,0 +1,118 @@
+// A block of latent attention over lists of packed entries (sparse_mla_packed.cu): its shared
+// memory, and the warpgroup that fills it with queries and entries.
+#pragma once
+
+#include "kernels/cuda/mla_entries.cuh"
+#include "kernels/cuda/mla_sums.cuh"
+
+namespace sluice::kernels::cuda {
+
+inline constexpr int kMlaWarpgroup = 128;
+inline constexpr int kMlaStages = 2;
+struct MlaShared {
+  unsigned char query[kMlaTileBytes];
+  unsigned char entries[kMlaStages][kMlaTileBytes];
+  // From the scorer to the adder, each of its threads to the same one: weights of a tile as
+  // operands of its products, what to keep of the sums before them, and at a piece's end the
+  // softmax.
+  uint4 weights[kMlaTileEntries / 16][kMlaWarpgroup];
+  float2 keep[kMlaWarpgroup];
+  // Where the scorer and the adder are, and the piece that they work on.
+  MlaPosition positions[2];
+  MlaPiece pieces[2];
+  MlaTiles tiles[kMlaUnpackWarps];  // of the unpacking warps
+  uint64_t query_here, query_done;
+  uint64_t entries_here[kMlaStages], entries_done[kMlaStages];
+  uint64_t weights_here, weights_done;
+};
+
+// One arrival for a warp, after what all its lanes did.
+__device__ __forceinline__ void ArriveWarp(uint64_t& barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) Arrive(SharedAddress(&barrier));
+}
+
+__device__ __forceinline__ void CopyQuery(const SparseMlaParams& p, const CUtensorMap& map, int row,
+                                          int head, MlaShared& shared) {
+  const uint32_t here = SharedAddress(&shared.query_here);
+  ArriveExpecting(here, kMlaTileBytes);
+#pragma unroll
+  for (int i = 0; i < kMlaWidth / 64; ++i) {
+    CopyTile(SharedAddress(shared.query) + static_cast<uint32_t>(i * kMlaColumnBlockBytes), &map,
+             i * 64, row * p.heads + head, here, kEvictFirst);
+  }
+}
+
+__device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaShape& shape,
+                                            const CUtensorMap& map, MlaShared& shared) {
+  constexpr uint32_t kRing = MlaTiles::kRing;
+  const int head = static_cast<int>(blockIdx.x) % shape.head_tiles * kMlaHeads;
+  const int thread = static_cast<int>(threadIdx.x) - 2 * kMlaWarpgroup;
+  const int warp = thread / 32, lane = thread % 32;
+  const auto* base = static_cast<const char*>(p.cache.base);
+  MlaTiles& tiles = shared.tiles[warp];
+  const MlaTile* const ring = tiles.ring;
+  if (lane == 0) {
+#pragma unroll 1
+    for (uint32_t n = 1; n < kRing; ++n) tiles.Step(p, n);
+  }
+  __syncwarp();
+  if (ring[0].row < 0) return;
+  // Under way: entries of tile n, pages of tiles n + 1 and n + 2, numbers of tile n + 3.
+  int number = MlaNumber(p, ring[0], warp, lane), number1 = MlaNumber(p, ring[1], warp, lane);
+  int number2 = MlaNumber(p, ring[2], warp, lane), number3 = MlaNumber(p, ring[3], warp, lane);
+  int place = MlaPlace(p.cache, shape, number, MlaPage(p.cache, shape, ring[0], number));
+  int page1 = MlaPage(p.cache, shape, ring[1], number1);
+  int page2 = MlaPage(p.cache, shape, ring[2], number2);
+  MlaBatch batches[2];
+  batches[0].Load(base, place, 0, lane);
+  batches[1].Load(base, place, kMlaBatch, lane);
+  if (thread == 0) CopyQuery(p, map, ring[0].row, head, shared);
+  uint32_t queries = 0;
+#pragma unroll 1
+  for (uint32_t n = 0; ring[n % kRing].row >= 0; ++n) {
+    const uint32_t stage = n % kMlaStages;
+    if (n >= kMlaStages) {
+      WaitBarrier(SharedAddress(&shared.entries_done[stage]), (n / kMlaStages - 1) & 1);
+    }
+    const uint32_t target = SharedAddress(shared.entries[stage]);
+    const int row = warp * kMlaWarpEntries;
+    // RoPE values are bf16 as they are: 8 pieces of 16 bytes an entry, 4 entries at a time.
+#pragma unroll
+    for (int i = 0; i < kMlaWarpEntries; i += 4) {
+      const int e = i + lane / 8, of = __shfl_sync(0xffffffffu, place, e);
+      CopyAsync16(target + MlaTileOffset(row + e, kPackedRank / 8 + lane % 8),
+                  base + int64_t{of} * kPackedEntryBytes + kPackedRank + 16 + lane % 8 * 16, true);
+    }
+    CommitCopies();
+    const int next_place = MlaPlace(p.cache, shape, number1, page1);
+    const bool more = ring[(n + 1) % kRing].row >= 0;
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      // What is loaded meanwhile: the other half of this tile, then the first half of the next.
+      const int coming = half == 0 ? place : next_place, at = half == 0 ? 8 : 0;
+      batches[0].Store(target, row + half * 8, lane);
+      if (half == 0 || more) batches[0].Load(base, coming, at, lane);
+      batches[1].Store(target, row + half * 8 + kMlaBatch, lane);
+      if (half == 0 || more) batches[1].Load(base, coming, at + kMlaBatch, lane);
+    }
+    place = next_place;
+    WaitForCopies<0>();
+    PublishToAsyncProxy();
+    ArriveWarp(shared.entries_here[stage]);
+    if (thread == 0 && n > 0 && ring[n % kRing].is_first) {
+      WaitBarrier(SharedAddress(&shared.query_done), queries++ & 1);
+      CopyQuery(p, map, ring[n % kRing].row, head, shared);
+    }
+    number1 = number2;
+    page1 = page2;
+    number2 = number3;
+    page2 = MlaPage(p.cache, shape, ring[(n + 3) % kRing], number3);
+    __syncwarp();  // All have read tile n's.
+    if (lane == 0) tiles.Step(p, n + kRing);
+    __syncwarp();
+    number3 = MlaNumber(p, ring[n % kRing], warp, lane);
+  }
+}
+
+}  // namespace sluice::kernels::cuda
