@@ -44,12 +44,16 @@ template <int kEach>
 struct BinSums {
   uint32_t all[kEach] = {}, earlier[kEach] = {};
 
-  __device__ __forceinline__ BinSums(const uint32_t* bins, int blocks, int rank) {
+  // A block alone clears its bins: they serve the next digit.
+  __device__ __forceinline__ BinSums(uint32_t* bins, int blocks, int rank) {
     static_assert(kEach == 2 || kEach == 4);
-    const uint32_t* const mine = bins + threadIdx.x * kEach;
+    uint32_t* const mine = bins + threadIdx.x * kEach;
     if (blocks == 1) {
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) all[i] = mine[i];
+      for (int i = 0; i < kEach; ++i) {
+        all[i] = mine[i];
+        mine[i] = 0;
+      }
       return;
     }
     // Four bins at a time; with two to a thread, two threads read the same.
@@ -72,15 +76,18 @@ struct BinSums {
 
 // The cut that leaves `wanted` >= 1 of all blocks' keys, or all where there are fewer. Only keys
 // below 2^bits count. `keys`: count, and At(i) for i < count. `missing`: what is left of `wanted`.
+// With fewer than 3 `digits` it may leave more. A block alone uses the first bins only, and leaves
+// zeros there.
 template <int kThreads, typename Keys>
 __device__ SelectCut FindSelectCut(const Keys& keys, int bits, uint32_t wanted, int blocks,
-                                   int rank, SelectShared& shared, uint32_t* missing) {
+                                   int rank, SelectShared& shared, uint32_t* missing,
+                                   int digits = 3) {
   constexpr int kEach = kSelectBins / kThreads;
   *missing = 0;
   uint32_t prefix = 0, earlier = 0;
   for (int digit = 0;; ++digit) {
     const int width = min(bits, kSelectDigitBits), shift = bits - width;
-    uint32_t* const bins = shared.bins[digit];
+    uint32_t* const bins = shared.bins[blocks == 1 ? 0 : digit];
     for (int i = static_cast<int>(threadIdx.x); i < keys.count; i += kThreads) {
       const uint32_t key = keys.At(i);
       if (key == kNeverSelected || (bits < 32 && key >> bits != prefix)) continue;
@@ -127,8 +134,10 @@ __device__ SelectCut FindSelectCut(const Keys& keys, int bits, uint32_t wanted, 
     earlier += shared.earlier;
     const uint32_t count = shared.count, earlier_in_bin = shared.earlier_in_bin;
     bits = shift;
-    if (count == wanted) return {(prefix + 1) << bits, 0, earlier + earlier_in_bin, 0};
-    if (bits == 0) return {prefix, wanted, earlier, earlier_in_bin};
+    if (bits == 0 && count != wanted) return {prefix, wanted, earlier, earlier_in_bin};
+    if (count == wanted || digit + 1 == digits) {
+      return {(prefix + 1) << bits, 0, earlier + earlier_in_bin, 0};
+    }
   }
 }
 

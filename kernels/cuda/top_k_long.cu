@@ -1,31 +1,29 @@
 // TopK of long lists: a cluster of up to 8 thread blocks to a list, each with a run of it. Scores
-// are read once, become integers in shared memory, and are looked through there for each digit of
-// the last one chosen and for what is written; only what a block has no room for is read again.
+// are read once and become integers in shared memory. Mostly little of them is left to look at
+// after that (top_k_narrow.cuh); where more than 2,048 are wanted, or too many scores are alike,
+// the cluster finds the last one chosen digit by digit (select.cuh). Only what a block has no room
+// for is read again.
 //
 // Moves 4 bytes a unit, from L2 where they were written just now: 512 KB a list of 128K, 17 MB of
-// 32 lists, 4 us at the rate of HBM. What it takes is latency: a meeting of the cluster, and a look
-// at its histograms, for each of up to three digits.
+// 32 lists, 4 us at the rate of HBM. What it takes is latency: of loads, and of three meetings of
+// the cluster.
 #include "kernels/cuda/top_k.h"
 
 #include "kernels/cuda/float_keys.cuh"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/select.cuh"
+#include "kernels/cuda/top_k_narrow.cuh"
 
 namespace sluice::kernels::cuda {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = kNarrowThreads;
 constexpr int kBlocksPerSm = 2;
 constexpr int kMaxBlocks = 8;       // of a cluster, on any device
 constexpr int kKeptScores = 20480;  // of a block
 constexpr int kLeastShare = 2048;   // of a block, where there is a choice
-constexpr int kAtOnce = 8;          // loads of a thread under way
+constexpr int kAtOnce = 16;         // loads of a thread under way
 
-struct Shared {
-  SelectShared select;
-  alignas(16) uint32_t top[4];  // the key of the largest score that this block saw
-};
-constexpr int kKeysAt = (sizeof(Shared) + 15) / 16 * 16;
+constexpr int kKeysAt = (sizeof(NarrowShared) + 15) / 16 * 16;
 constexpr int SharedBytes(int kept) { return kKeysAt + 4 * kept; }
 
 // The best first; NaN is -inf.
@@ -44,9 +42,12 @@ struct ScoreKeys {
   }
 };
 
-// Puts the first `count` scores into shared memory. Returns the least key of this thread's.
-__device__ __forceinline__ uint32_t KeepKeys(const float* scores, int count, uint32_t* kept) {
-  uint32_t least = kNeverSelected;
+// Puts the first `count` scores into shared memory, and the bests of this thread's by their number,
+// modulo kMaxGroups, in `best`.
+__device__ __forceinline__ void KeepKeys(const float* scores, int count, uint32_t* kept,
+                                         uint32_t (&best)[kMaxGroups]) {
+#pragma unroll
+  for (int i = 0; i < kMaxGroups; ++i) best[i] = kNeverSelected;
   for (int from = static_cast<int>(threadIdx.x); from < count; from += kAtOnce * kThreads) {
     float loaded[kAtOnce];
 #pragma unroll
@@ -58,20 +59,19 @@ __device__ __forceinline__ uint32_t KeepKeys(const float* scores, int count, uin
       if (from + i * kThreads >= count) continue;
       const uint32_t key = RankKey(loaded[i]);
       kept[from + i * kThreads] = key;
-      least = min(least, key);
+      best[i % kMaxGroups] = min(best[i % kMaxGroups], key);
     }
   }
-  return least;
 }
 
 // The key of the largest score of all minus the margin.
-__device__ uint32_t LimitOf(uint32_t mine, float margin, int blocks, Shared& shared) {
+__device__ uint32_t LimitOf(uint32_t mine, float margin, int blocks, NarrowShared& shared) {
   mine = __reduce_min_sync(0xFFFFFFFFu, mine);
-  if (threadIdx.x % 32 == 0) atomicMin(&shared.top[0], mine);
+  if (threadIdx.x % 32 == 0) atomicMin(&shared.told[0], mine);
   MeetBlocks(blocks);
-  uint32_t best = shared.top[0];
+  uint32_t best = shared.told[0];
   for (int block = 0; blocks > 1 && block < blocks; ++block) {
-    best = min(best, __float_as_uint(LoadFromBlock(SharedAddress(shared.top), block).x));
+    best = min(best, ReadBlock(shared.told, block, blocks).x);
   }
   return ~KeyOf(FloatOf(~best) - margin);
 }
@@ -80,13 +80,16 @@ __device__ uint32_t LimitOf(uint32_t mine, float margin, int blocks, Shared& sha
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     LongTopKKernel(const __grid_constant__ TopKParams p, int blocks, int room) {
   extern __shared__ __align__(16) unsigned char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  NarrowShared& shared = *reinterpret_cast<NarrowShared*>(memory);
   uint32_t* const kept = reinterpret_cast<uint32_t*>(memory + kKeysAt);
   const int thread = static_cast<int>(threadIdx.x);
   const int list = static_cast<int>(blockIdx.x) / blocks, row = list / p.kv_heads;
   const int rank = static_cast<int>(blockIdx.x) - list * blocks;
   for (int i = thread; i < 3 * kSelectBins; i += kThreads) (&shared.select.bins[0][0])[i] = 0;
-  if (thread == 0) shared.top[0] = kNeverSelected;
+  if (thread == 0) {
+    shared.told[0] = shared.ranges[0][0] = shared.ranges[1][0] = kNeverSelected;
+    shared.ranges[0][1] = shared.ranges[1][1] = 0;
+  }
   WaitForPriorKernels();
   LetNextKernelStart();
   if (p.slots[row] < 0) {
@@ -111,8 +114,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const int share = (candidates + 32 * blocks - 1) / (32 * blocks) * 32;
     const int first = min(rank * share, candidates), count = min(share, candidates - first);
     ScoreKeys keys = {scores + begin + first, kept, min(count, room), count, kNeverSelected};
-    uint32_t least = KeepKeys(keys.scores, keys.kept_count, kept);
+    uint32_t best[kMaxGroups];
+    KeepKeys(keys.scores, keys.kept_count, kept, best);
     if (!isinf(p.margin)) {
+      uint32_t least = best[0];
+      for (int i = 1; i < kMaxGroups; ++i) least = min(least, best[i]);
       for (int i = keys.kept_count + thread; i < count; i += kThreads) {
         least = min(least, RankKey(keys.scores[i]));
       }
@@ -121,13 +127,29 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       keys.limit = LimitOf(least, p.margin, blocks, shared);
     }
     __syncthreads();
-    uint32_t lacking;
-    const SelectCut cut = FindSelectCut<kThreads>(keys, 32, static_cast<uint32_t>(wanted), blocks,
-                                                  rank, shared.select, &lacking);
-    if (blocks > 1) LeaveCluster();  // nobody's histograms are read any more
-    chosen = static_cast<int>(VisitSelected<kThreads>(
-        keys, cut, shared.select,
-        [&](int i, uint32_t number) { out[begin + number] = begin + first + i; }));
+    int32_t* const to = out + begin;
+    const int from = begin + first;
+    bool narrowed = false;
+    if (wanted <= kMaxNarrowWanted && share <= room) {
+      Narrowing narrowing(shared, kept, count, keys.limit, wanted, blocks, rank);
+      if (candidates > kMaxNarrowed) narrowing.Limit(best);
+      narrowed = narrowing.Gather();
+      if (narrowed) {
+        if (blocks > 1) LeaveCluster();  // nothing is read of other blocks any more
+        chosen = narrowing.Choose([&](int number, int i) { to[number] = from + i; });
+      } else {
+        for (int i = thread; i < 2 * kSelectBins; i += kThreads) (&shared.select.bins[1][0])[i] = 0;
+        __syncthreads();
+      }
+    }
+    if (!narrowed) {
+      uint32_t lacking;
+      const SelectCut cut = FindSelectCut<kThreads>(keys, 32, static_cast<uint32_t>(wanted), blocks,
+                                                    rank, shared.select, &lacking);
+      if (blocks > 1) LeaveCluster();
+      chosen = static_cast<int>(VisitSelected<kThreads>(
+          keys, cut, shared.select, [&](int i, uint32_t number) { to[number] = from + i; }));
+    }
     if (blocks > 1) AwaitCluster();
   }
   if (rank == 0) {
@@ -159,7 +181,7 @@ cudaError_t LaunchLongTopK(const TopKParams& p, cudaStream_t stream) {
   }
   while (blocks < kMaxBlocks && p.score_stride > int64_t{kKeptScores} * blocks) blocks *= 2;
   const int64_t share = (p.score_stride + 32 * blocks - 1) / (32 * blocks) * 32;
-  const int room = static_cast<int>(min(share, int64_t{kKeptScores}));
+  const int room = static_cast<int>(min(max(share, int64_t{kMaxNarrowed}), int64_t{kKeptScores}));
   const auto shared = static_cast<size_t>(SharedBytes(room));
   const dim3 grid(static_cast<unsigned>(lists * blocks));
   if (blocks == 1) {
