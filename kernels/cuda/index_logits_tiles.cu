@@ -65,11 +65,15 @@ __device__ __forceinline__ void LoadTiles(const IndexLogitsParams& p, const CUte
   uint32_t before = 0;                             // tiles of the block's parts so far
   for (uint32_t part = 0;; ++part) {
     const uint32_t buffer = part % 2;
-    if (loader == part % kLoaders && lane == 0) {
+    if (lane == 0) {
+      // Every warp waits, whoever asks: a parity tells a phase from its neighbours alone, and with
+      // short rows the stages of keys would let a warp run four parts ahead.
       WaitBarrier(SharedAddress(&memory.query_empty[buffer]), part / 2 % 2 ^ 1);
-      const uint32_t full = SharedAddress(&memory.query_full[buffer]);
-      ArriveExpecting(full, kQueryBytes);
-      CopyTile(SharedAddress(memory.queries[buffer]), queries, 0, 0, walk.row, full, kEvictLast);
+      if (loader == part % kLoaders) {
+        const uint32_t full = SharedAddress(&memory.query_full[buffer]);
+        ArriveExpecting(full, kQueryBytes);
+        CopyTile(SharedAddress(memory.queries[buffer]), queries, 0, 0, walk.row, full, kEvictLast);
+      }
     }
     __syncwarp();
     const int count = walk.Last() - walk.tile;  // tiles

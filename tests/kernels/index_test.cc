@@ -306,6 +306,21 @@ void TestIndexLogits(const KernelTable& table, Random& random) {
 }
 SLUICE_TEST_ON_EVERY_PATH("index_logits agrees with the reference", TestIndexLogits)
 
+// Prompts: so many rows of so few keys that whoever loads them ahead is many rows ahead.
+void TestIndexLogitsPrompts(const KernelTable& table, Random& random) {
+  if (Lacks(table, table.index_logits)) return;
+  LogitsCase c = {DType::kFloat8E4M3, 32, 4, {}};
+  for (int32_t slot = 0; slot < 4; ++slot) AppendRun(c.rows, slot, 0, 256);
+  LogitsFixture f(c, random);
+  const auto want = f.Run(Reference(), 0, f.rows(), 1);
+  for (int run = 0; run < (IsCuda(table) ? 20 : 1); ++run) {
+    const auto got = f.Run(table, 0, f.rows(), 3);
+    CHECK(Difference(got.span(), want.span(), IsCuda(table) ? 2e-3 : 5e-6, f.stride()) == "");
+  }
+}
+SLUICE_TEST_ON_EVERY_PATH("index_logits of many short rows agrees with the reference",
+                          TestIndexLogitsPrompts)
+
 void TestIndexLogitsBits(const KernelTable& table, Random& random) {
   if (Lacks(table, table.index_logits)) return;
   for (const LogitsCase& c : kLogitsCases) {
