@@ -246,6 +246,31 @@ void CheckProducts(const Vectors& v) {
   }
 }
 
+void CheckTiny(const Vectors& v) {
+  constexpr auto kFp8 = WeightLayout::kFp8Blocks;
+  for (const auto& [n, k] : {std::pair{800, 192},
+                             {192, 256},
+                             {768, 192},
+                             {192, 384},
+                             {128, 192},
+                             {192, 64},
+                             {512, 96},
+                             {1024, 96}}) {
+    const Matrices m({"tiny, fp8", kFp8, 1, n, k}, 1);
+    for (int rows : {512, 188, 300, 700}) CheckOne("tiny, fp8", Dense(m, 0, v, rows));
+  }
+  for (const auto& [n, k] : {std::pair{128, 192}, {192, 64}}) {
+    const Matrices m({"tiny experts", kFp8, 8, n, k}, 1);
+    for (int rows : {512, 188, 300, 700}) {
+      for (bool is_first : {true, false}) {
+        const Routing even = Route(rows, 8, 2, false), skewed = Route(rows, 8, 2, true);
+        CheckOne("tiny experts", Experts(m, 0, v, even, is_first));
+        CheckOne("tiny experts, skewed", Experts(m, 0, v, skewed, is_first));
+      }
+    }
+  }
+}
+
 void Time(const Vectors& v, double ceiling) {
   constexpr auto kFp8 = WeightLayout::kFp8Blocks;
   constexpr auto kBf16 = WeightLayout::kRowMajor;
@@ -297,6 +322,7 @@ int Main(const std::string& parts) {
     return parts.empty() || parts.find(part) != std::string::npos;
   };
   if (wanted("check")) CheckProducts(v);
+  if (wanted("check") || wanted("tiny")) CheckTiny(v);
   if (wanted("times")) {
     const DeviceArray<uint16_t> data = RandomBf16(size_t{1} << 29, 9, 1.0f);
     Time(v, ReadCeiling(data.data(), data.size() * 2, size_t{256} << 20));
