@@ -28,7 +28,7 @@ namespace {
 constexpr absl::Duration kPatience = absl::Minutes(5);  // for anything that must come
 constexpr int kWarmUpTokens = 3;
 constexpr uint32_t kChunkTokens = 512;  // of prompts whose last tokens a policy wants computed
-constexpr int kPeers = 14;  // that hand over at once
+constexpr int kPeers = 14;              // that hand over at once
 
 // Counts, and reads at once as soon as `open`. `on_count`, if not null, is called with the count
 // after each token, on the engine's thread.

@@ -236,8 +236,7 @@ class OffloadTierImpl : public OffloadTier {
     cache.page_bytes = kind.page_bytes();
     cache.block_tokens = kind.block_tokens;
     cache.kv_heads = kind.heads;
-    cache.head_dim =
-        static_cast<int32_t>(kind.part_bytes[0] / SizeOf(kind.element_type));
+    cache.head_dim = static_cast<int32_t>(kind.part_bytes[0] / SizeOf(kind.element_type));
     cache.type = kind.element_type;
     return cache;
   }
@@ -315,9 +314,8 @@ absl::Status CheckRecall(const OffloadTierOptions& options, const OffloadPages& 
   }
   // Pieces that are moved have an index in their arena (RecallParams): a block, or a token's K row.
   // The 2^31 of them that there may be are 256 GiB of rows of 128 B, 512 GiB of rows of 256 B.
-  const int64_t piece_bytes = pages.units_per_block == 1
-                                  ? pages.kind.block_bytes()
-                                  : pages.kind.part_bytes[0];
+  const int64_t piece_bytes =
+      pages.units_per_block == 1 ? pages.kind.block_bytes() : pages.kind.part_bytes[0];
   for (const auto& [field, pool] :
        {std::pair{"hbm_bytes", options.hbm}, std::pair{"dram_bytes", options.dram}}) {
     const int64_t bytes = pool->UsageOf(kKv).capacity_bytes;

@@ -315,8 +315,7 @@ ScoutShape ShapeOf(const PolicyOptions& options, int rows) {
   shape.rows = rows;
   shape.heads = options.heads;
   shape.kv_heads = kind.heads;
-  shape.head_dim =
-      static_cast<int32_t>(kind.part_bytes[0] / SizeOf(kind.element_type));
+  shape.head_dim = static_cast<int32_t>(kind.part_bytes[0] / SizeOf(kind.element_type));
   shape.block_tokens = kind.block_tokens;
   shape.most_blocks = static_cast<int32_t>(kind.BlocksFor(options.max_context));
   shape.budget_blocks =
