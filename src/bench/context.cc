@@ -95,6 +95,14 @@ void WritePayload(const Context& context, const HomeRange& range, ContextReader&
 
 }  // namespace
 
+int64_t ArenaBytes(const CacheLayout& layout, int64_t tokens) {
+  constexpr int64_t kAlignment = 64 << 10;  // of each kind's part, and more
+  int64_t bytes = layout.BytesFor(tokens);
+  for (const CacheKind& kind : layout.kinds)
+    bytes += 2 * layout.layers * kind.page_bytes() + kAlignment;
+  return bytes;
+}
+
 Context EmptyContext(const std::vector<int32_t>& tokens, const CacheLayout& layout) {
   Context context;
   context.tokens = tokens;
@@ -152,7 +160,7 @@ absl::StatusOr<std::unique_ptr<ContextMaker>> ContextMaker::Create(int max_conte
   Prefiller::Options options;
   options.max_context = static_cast<uint32_t>(max_context) + 1;
   options.chunk_tokens = static_cast<uint32_t>(std::min(512, model->max_rows() / block * block));
-  options.hbm_bytes = layout.BytesFor(max_context) + 4096;
+  options.hbm_bytes = ArenaBytes(layout, max_context);
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<Prefiller> prefiller,
                           Prefiller::Create(options, device, model, RealClock()));
   return std::make_unique<ContextMakerImpl>(std::move(prefiller), device, model);

@@ -38,6 +38,10 @@ struct Context {
   size_t bytes() const { return payloads.back().offset + payloads.back().bytes; }
 };
 
+// Of an arena for the caches of one sequence of `tokens` tokens: pools divide it among the kinds in
+// whole pages of every layer.
+int64_t ArenaBytes(const CacheLayout& layout, int64_t tokens);
+
 // A context whose payloads have their places, without memory.
 Context EmptyContext(const std::vector<int32_t>& tokens, const CacheLayout& layout);
 

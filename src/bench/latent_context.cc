@@ -23,7 +23,6 @@ namespace {
 constexpr int kSlot = 0;
 constexpr int kChunkTokens = 512;
 constexpr int kTwinFfn = 128;
-constexpr size_t kRoundings = 1 << 20;  // of the pool, to whole pages of each kind
 
 // Caches are appended to, and nobody attends to them: results stay as they were, zeros.
 class AppendOnly : public ForwardingPolicy {
@@ -40,8 +39,7 @@ class TwinContextMaker : public ContextMaker {
     const CacheLayout& layout = twin_->cache_layout();
     SLUICE_ASSIGN_OR_RETURN(
         Buffer arena,
-        device_->Allocate(MemoryKind::kDevice,
-                          static_cast<size_t>(layout.BytesFor(max_context)) + kRoundings,
+        device_->Allocate(MemoryKind::kDevice, static_cast<size_t>(ArenaBytes(layout, max_context)),
                           "a context"));
     SLUICE_ASSIGN_OR_RETURN(pool_, PagePool::Create("hbm", layout, std::move(arena)));
     PolicyOptions of;

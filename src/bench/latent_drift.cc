@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <functional>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <utility>
@@ -268,8 +269,9 @@ class LatentDriftSource : public WeightSource {
 }  // namespace
 
 int PathOfLayer(const LatentDrift& options, int layer) {
-  // 3 and 5 have no factor in common with the usual numbers of paths: neighbours lie far apart.
-  return layer * (options.paths % 3 == 0 ? 5 : 3) % options.paths;
+  int step = 3;  // neighbours lie far apart
+  while (std::gcd(step, options.paths) != 1) ++step;
+  return layer * step % options.paths;
 }
 
 double DriftOfPath(const LatentDrift& options, int path) {
