@@ -16,9 +16,10 @@ inline constexpr int kMlaWarpEntries = kMlaTileEntries / kMlaUnpackWarps;
 inline constexpr int kMlaBatch = 4;  // entries that a warp loads at a time
 inline constexpr int kMlaTileBytes = kMlaWidth / 64 * kMlaColumnBlockBytes;
 
-// A scale times 2^120 as a sum of two bf16, which keeps 16 bits of it, twice each. From 2^7 on it is
-// infinite: after its norm no value of an entry comes near 448 * 2^7 (22.6 times the norm's weight at
-// most), and what a sender makes up ends its own sequence, with logits that are not finite.
+// A scale times 2^120 as a sum of two bf16, which keeps 16 bits of it, twice each. From 2^7 on it
+// is infinite: after its norm no value of an entry comes near 448 * 2^7 (22.6 times the norm's
+// weight at most), and what a sender makes up ends its own sequence, with logits that are not
+// finite.
 struct PackedScale {
   __nv_bfloat162 high, low;
 
