@@ -66,9 +66,11 @@ __device__ __forceinline__ void LoadTiles(const IndexLogitsParams& p, const CUte
   for (uint32_t part = 0;; ++part) {
     const uint32_t buffer = part % 2;
     if (lane == 0) {
-      // Every warp waits, whoever asks: a parity tells a phase from its neighbours alone, and with
-      // short rows the stages of keys would let a warp run four parts ahead.
+      // Every warp waits for each part and says that it has, whoever asks: a parity tells a phase
+      // from its neighbours alone, and with short rows a warp that owes nothing could be four parts
+      // ahead, or behind.
       WaitBarrier(SharedAddress(&memory.query_empty[buffer]), part / 2 % 2 ^ 1);
+      Arrive(SharedAddress(&memory.query_empty[buffer]));
       if (loader == part % kLoaders) {
         const uint32_t full = SharedAddress(&memory.query_full[buffer]);
         ArriveExpecting(full, kQueryBytes);
@@ -197,7 +199,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < 2; ++i) {
       InitBarrier(SharedAddress(&memory.query_full[i]), 1);
-      InitBarrier(SharedAddress(&memory.query_empty[i]), 4 * kGroups);
+      InitBarrier(SharedAddress(&memory.query_empty[i]), 4 * kGroups + kLoaders);
     }
     PublishBarriers();
     PrefetchMap(&keys);

@@ -22,10 +22,7 @@ namespace {
 
 using Made = absl::StatusOr<std::unique_ptr<AttentionPolicy>>;
 
-Made NewFull(const PolicyOptions& o) {
-  return NewFullPolicy({o.device, o.hbm, o.slots, o.max_context, o.dram, o.heads, o.latent_rank,
-                        o.index_top_k, o.max_rows});
-}
+Made NewFull(const PolicyOptions& o) { return NewFullPolicy(o); }
 
 Made NewScout(const PolicyOptions& o) { return NewScoutPolicy(o); }
 

@@ -85,7 +85,8 @@ class BusyNode {
     const CacheLayout& layout = model_->cache_layout();
     SLUICE_ASSIGN_OR_RETURN(hbm_, NewPool("hbm", layout.BytesFor(kMaxContext)));
     SLUICE_ASSIGN_OR_RETURN(dram_, NewPool("dram", 2 * layout.BytesFor(ingest_tokens)));
-    SLUICE_ASSIGN_OR_RETURN(policy_, NewFullPolicy({device_.get(), hbm_.get(), 1, kMaxContext}));
+    SLUICE_ASSIGN_OR_RETURN(policy_,
+                            NewFullPolicy(PolicyOver(device_.get(), hbm_.get(), 1, kMaxContext)));
     TransferTable::Options table;
     table.model_fingerprint = model_->fingerprint();
     table.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);

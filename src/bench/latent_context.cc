@@ -42,11 +42,10 @@ class TwinContextMaker : public ContextMaker {
         device_->Allocate(MemoryKind::kDevice, static_cast<size_t>(ArenaBytes(layout, max_context)),
                           "a context"));
     SLUICE_ASSIGN_OR_RETURN(pool_, PagePool::Create("hbm", layout, std::move(arena)));
-    PolicyOptions of;
+    PolicyOptions of = PolicyOver(device_, pool_.get(), 1, 0);
     DescribeModel(*twin_, &of);
-    SLUICE_ASSIGN_OR_RETURN(full_,
-                            NewFullPolicy({device_, pool_.get(), 1, max_context, nullptr, of.heads,
-                                           of.latent_rank, of.index_top_k, of.max_rows}));
+    of.max_context = max_context;
+    SLUICE_ASSIGN_OR_RETURN(full_, NewFullPolicy(of));
     policy_ = std::make_unique<AppendOnly>(full_.get());
     stream_ = device_->NewStream(Device::StreamKind::kCompute);
     done_ = device_->NewEvent();

@@ -1,12 +1,9 @@
 #include "src/bench/latent_drift.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <functional>
 #include <numeric>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -16,8 +13,8 @@
 #include "src/base/dtype.h"
 #include "src/base/status_macros.h"
 #include "src/bench/topic_path.h"
-#include "src/device/cpu/cpu_device.h"
 #include "src/model/dummy_weights.h"
+#include "src/model/parallel.h"
 #include "src/model/tensor_list.h"
 
 namespace sluice {
@@ -38,17 +35,6 @@ struct Dimensions {
 constexpr double kIdentity = 0.3;  // loudness of a token's identity, the topics' being 1
 constexpr double kConstant = 4;
 constexpr float kOutput = 0.1f;  // of what layers write, against the dummy formula
-
-// Calls work(i) for i in [0, count), on all cores: the model's embedding alone is 930 M values.
-void Concurrently(int64_t count, const std::function<void(int64_t)>& work) {
-  std::atomic<int64_t> next{0};
-  const auto run = [&] {
-    for (int64_t i = next++; i < count; i = next++) work(i);
-  };
-  std::vector<std::jthread> threads;
-  for (int i = 1; i < AvailableCores(); ++i) threads.emplace_back(run);
-  run();
-}
 
 class LatentDriftSource : public WeightSource {
  public:
@@ -83,7 +69,7 @@ class LatentDriftSource : public WeightSource {
     if (Formula(name).has_value()) return FromFormula(name, rows, cols);
     if (IsFp8(name)) return MadeFp8(name, rows, cols);
     auto owned = std::make_unique_for_overwrite<uint16_t[]>(static_cast<size_t>(rows * cols));
-    Concurrently(rows, [&](int64_t row) {
+    ParallelFor(rows, [&](int64_t row) {
       std::vector<double> values(static_cast<size_t>(cols));
       FillRow(name, row, absl::MakeSpan(values));
       for (int64_t c = 0; c < cols; ++c) {
@@ -158,26 +144,25 @@ class LatentDriftSource : public WeightSource {
     }
     auto owned = std::make_unique_for_overwrite<uint8_t[]>(count);
     kernels::FillWeights(formula, 0, rows * cols, owned.get());
-    std::vector<float> scales(static_cast<size_t>(Blocks(rows) * Blocks(cols)),
+    std::vector<float> scales(static_cast<size_t>(ScaleCount(rows, cols)),
                               kernels::FormulaScale(formula));
     return MatrixView::OwnedFp8(std::move(owned), std::move(scales), rows, cols);
   }
 
-  static constexpr int64_t kBlock = 128;
-  static int64_t Blocks(int64_t n) { return (n + kBlock - 1) / kBlock; }
+  static int64_t Blocks(int64_t n) { return (n + kScaleBlock - 1) / kScaleBlock; }
 
   // With a scale for each 128 x 128 block.
   MatrixView MadeFp8(const std::string& name, int64_t rows, int64_t cols) const {
     auto owned = std::make_unique_for_overwrite<uint8_t[]>(static_cast<size_t>(rows * cols));
-    std::vector<float> scales(static_cast<size_t>(Blocks(rows) * Blocks(cols)));
-    Concurrently(Blocks(rows), [&](int64_t block) {
-      const int64_t begin = block * kBlock, end = std::min(begin + kBlock, rows);
+    std::vector<float> scales(static_cast<size_t>(ScaleCount(rows, cols)));
+    ParallelFor(Blocks(rows), [&](int64_t block) {
+      const int64_t begin = block * kScaleBlock, end = std::min(begin + kScaleBlock, rows);
       std::vector<double> values(static_cast<size_t>((end - begin) * cols));
       for (int64_t row = begin; row < end; ++row) {
         FillRow(name, row, {values.data() + (row - begin) * cols, static_cast<size_t>(cols)});
       }
-      for (int64_t column = 0; column < cols; column += kBlock) {
-        const int64_t width = std::min(kBlock, cols - column);
+      for (int64_t column = 0; column < cols; column += kScaleBlock) {
+        const int64_t width = std::min(kScaleBlock, cols - column);
         double largest = 0;
         for (int64_t row = begin; row < end; ++row) {
           for (int64_t c = column; c < column + width; ++c) {
@@ -185,7 +170,7 @@ class LatentDriftSource : public WeightSource {
           }
         }
         const float scale = kernels::E4M3Scale(static_cast<float>(largest));
-        scales[static_cast<size_t>(block * Blocks(cols) + column / kBlock)] = scale;
+        scales[static_cast<size_t>(block * Blocks(cols) + column / kScaleBlock)] = scale;
         for (int64_t row = begin; row < end; ++row) {
           for (int64_t c = column; c < column + width; ++c) {
             owned[Index(row, cols, c)] = kernels::FloatToE4M3(
@@ -290,11 +275,17 @@ absl::StatusOr<std::unique_ptr<WeightSource>> LatentDriftWeights(const ModelConf
     return absl::InvalidArgumentError(
         "topic drift needs a head of its own: tie_word_embeddings is true in config.json");
   }
-  if (options.paths < 1 || Dimensions(config, options.paths).path < kernels::kIndexDim ||
-      Dimensions(config, options.paths).identity < kernels::kIndexDim / 2) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "topic drift: ", options.paths, " paths need a hidden_size of at least ",
-        std::max(1, options.paths) * 2 * kernels::kIndexDim, ", found ", config.hidden_size));
+  // As Dimensions divides them: 128 for each path, 64 for identities.
+  const int least = std::max(2 * options.paths, 8) * kernels::kIndexDim;
+  if (options.paths < 1 || config.hidden_size < least) {
+    return absl::InvalidArgumentError(absl::StrCat("topic drift: ", options.paths,
+                                                   " paths need a hidden_size of at least ", least,
+                                                   ", found ", config.hidden_size));
+  }
+  if (!(options.slowest > 0) || options.fastest < options.slowest) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("topic drift: the slowest path's must be above 0 and at most the fastest's, ",
+                     "found ", options.slowest, " and ", options.fastest));
   }
   if (config.latent->q_rank < kernels::kIndexDim - config.latent->rope_dim) {
     return absl::InvalidArgumentError(absl::StrCat("topic drift needs a q_lora_rank of at least ",

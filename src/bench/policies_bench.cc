@@ -250,6 +250,7 @@ class PoliciesBench {
       report_.details["runs"][next_json_++].update(FloorJson(run, rates_, base));
     }
     out_.Print(ScoutRatios(runs));
+    out_.Print(MissesText(runs));
     return health;
   }
 

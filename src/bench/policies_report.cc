@@ -144,6 +144,18 @@ std::string ScoutRatios(const std::vector<PolicyRun>& runs) {
   return out;
 }
 
+std::string MissesText(const std::vector<PolicyRun>& runs) {
+  std::string out;
+  for (const PolicyRun& run : runs) {
+    const PolicyRun::Misses misses = run.MissesByLayer();
+    if (!run.latent || misses.layers == 0) continue;
+    absl::StrAppendFormat(
+        &out, "%s, batch %d: a sequence misses %.0f entries in a step, %.0f to %.0f by layer\n",
+        run.policy, run.batch, misses.mean, misses.least, misses.most);
+  }
+  return out;
+}
+
 json FloorJson(const PolicyRun& run, const StepTraffic& rates, const PolicyRun* full) {
   const StepFloor floor = FloorOf(run.step_bytes, rates);
   json out = {{"step_bytes", ToJson(run.step_bytes)},

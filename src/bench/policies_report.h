@@ -25,6 +25,9 @@ std::string FloorHeader();
 // A line of policy scout's tokens/s over each other's, each at its largest batch, and at equal
 // batches; empty without scout.
 std::string ScoutRatios(const std::vector<PolicyRun>& runs);
+// Of policies that fetch entries of latent caches, how many a sequence misses in a step; else
+// empty.
+std::string MissesText(const std::vector<PolicyRun>& runs);
 // `full`: the run of policy full at its largest batch, which the others are held against; null if
 // there is none.
 std::string FloorLine(const PolicyRun& run, const StepTraffic& rates, const PolicyRun* full);

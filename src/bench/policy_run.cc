@@ -158,6 +158,21 @@ double PolicyRun::CpuTokens() const {
   return rows == 0 ? 0 : static_cast<double>(missing) / static_cast<double>(rows * kv_heads);
 }
 
+PolicyRun::Misses PolicyRun::MissesByLayer() const {
+  Misses found;
+  double sum = 0;
+  for (const PolicyStatistics::Layer& layer : statistics.layers) {
+    if (layer.steps == 0) continue;
+    const double misses = static_cast<double>(layer.missing) / static_cast<double>(layer.steps);
+    found.least = found.layers == 0 ? misses : std::min(found.least, misses);
+    found.most = std::max(found.most, misses);
+    sum += misses;
+    ++found.layers;
+  }
+  if (found.layers > 0) found.mean = sum / found.layers;
+  return found;
+}
+
 int PolicyRunTokens(int steps) {
   EngineRunOptions options;
   options.windows = kWindows;
@@ -199,7 +214,9 @@ absl::StatusOr<PolicyRun> RunPolicy(const PolicyWorld& world, const std::string&
   run.batch = batch;
   run.context = options.context;
   run.budget_tokens = OptionsOf(world, name).budget_tokens;
-  run.kv_heads = world.model->config().kv_heads;
+  run.kv_heads = world.model->cache_layout().kinds[0].heads;
+  run.latent = world.model->config().latent.has_value();
+  if (run.latent) run.budget_tokens = OptionsOf(world, name).index_top_k;
   PolicyStatistics before;
   WorkerStatistics workers_before;
   options.on_edge = [&](bool last) {

@@ -81,7 +81,14 @@ struct PolicyRun {
   StepTraffic step_bytes;  // that a step must move
   int64_t budget_tokens = 0;
   int kv_heads = 0;
+  bool latent = false;  // of a model with latent caches
 
+  // Entries of latent caches that a sequence misses in a step, over the layers.
+  struct Misses {
+    int layers = 0;
+    double mean = 0, least = 0, most = 0;
+  };
+  Misses MissesByLayer() const;
   double tokens_per_second() const { return batch / step.median; }
   // Means over the layers that select; 0 and 1 where none does.
   double CpuShare() const;

@@ -126,8 +126,8 @@ class StepBench {
                                                              static_cast<size_t>(bytes), "caches"));
     SLUICE_ASSIGN_OR_RETURN(pool_,
                             PagePool::Create("hbm", model_->cache_layout(), std::move(caches)));
-    SLUICE_ASSIGN_OR_RETURN(policy_,
-                            NewFullPolicy({device_, pool_.get(), max_batch_, max_context_}));
+    SLUICE_ASSIGN_OR_RETURN(
+        policy_, NewFullPolicy(PolicyOver(device_, pool_.get(), max_batch_, max_context_)));
     SLUICE_ASSIGN_OR_RETURN(batch_,
                             BatchState::Create({max_batch_, max_context_}, device_, *model_));
     stream_ = device_->NewStream(Device::StreamKind::kCompute);

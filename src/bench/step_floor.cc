@@ -55,9 +55,41 @@ absl::StatusOr<StepTraffic> MeasureRates(BenchDevice& bench, int threads) {
   return rates;
 }
 
+namespace {
+
+// Of a model with latent caches. A row reads its index keys and the entries that it attends to.
+StepTraffic BytesOfLatentStep(const Model& model, const PolicyStatistics& statistics, int batch,
+                              double tokens) {
+  const ModelConfig& c = model.config();
+  const CacheLayout& layout = model.cache_layout();
+  const auto entry = static_cast<double>(layout.kinds[0].bytes_per_token);
+  const double key =
+      layout.kinds.size() > 1 ? static_cast<double>(layout.kinds[1].bytes_per_token) : 0;
+  const double selected =
+      c.latent->indexer.has_value() ? std::min<double>(c.latent->indexer->top_k, tokens) : tokens;
+  StepTraffic sum;  // of a row, until the end
+  for (int layer = 0; layer < c.layers; ++layer) {
+    sum.hbm += entry + key + tokens * key + selected * entry;
+    const auto at = static_cast<size_t>(layer);
+    if (at >= statistics.layers.size()) continue;  // nothing leaves HBM
+    sum.to_host += entry;
+    const PolicyStatistics::Layer& of = statistics.layers[at];
+    if (of.steps == 0) continue;
+    const double missed = static_cast<double>(of.missing) / static_cast<double>(of.steps) * entry;
+    sum.hbm += missed;
+    sum.to_device += missed;
+  }
+  const auto weights =
+      static_cast<double>(model.weight_bytes() - int64_t{c.vocab_size} * c.hidden_size * 2);
+  return {weights + batch * sum.hbm, batch * sum.to_device, batch * sum.to_host, 0};
+}
+
+}  // namespace
+
 StepTraffic BytesOfStep(const Model& model, const AttentionPolicy& policy,
                         const PolicyStatistics& statistics, int batch, double tokens) {
   const ModelConfig& c = model.config();
+  if (c.latent.has_value()) return BytesOfLatentStep(model, statistics, batch, tokens);
   const CacheKind& kv = model.cache_layout().kinds[0];
   const auto unit = static_cast<double>(kv.bytes_per_token);  // K and V of a token, of one head
   const double own = kv.heads * unit;                         // of the row's own token

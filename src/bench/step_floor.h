@@ -5,7 +5,9 @@
 // queries are predicted, the metadata that selection reads, the resident K and V that are attended
 // to, and what is brought there. Link: K and V written through, recalled or fetched, and with CPU
 // workers queries and their answers; both directions at once. DRAM: what the workers attend to, and
-// what the link reads. The three overlap in a perfect step, so the floor is the longest of them.
+// what the link reads. (Of latent caches: weights, index keys, selected entries, what is missed;
+// every expert is taken to be read.) The three overlap in a perfect step, so the floor is the
+// longest of them.
 #pragma once
 
 #include <nlohmann/json.hpp>

@@ -1,10 +1,8 @@
 #include "src/bench/topic_drift.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -12,8 +10,8 @@
 #include "src/base/dtype.h"
 #include "src/base/status_macros.h"
 #include "src/bench/topic_path.h"
-#include "src/device/cpu/cpu_device.h"
 #include "src/model/dummy_weights.h"
+#include "src/model/parallel.h"
 #include "src/model/rope.h"
 #include "src/model/tensor_list.h"
 
@@ -66,17 +64,9 @@ class TopicDriftSource : public WeightSource {
       return MatrixView::Owned(std::move(owned), rows, cols);
     }
     // An embedding of Qwen3-14B is 778 M values, of three hashes each.
-    std::atomic<int64_t> next{0};
-    const auto fill = [&] {
-      for (int64_t row = next++; row < rows; row = next++) {
-        FillRow(name, row, {owned.get() + row * cols, static_cast<size_t>(cols)});
-      }
-    };
-    {
-      std::vector<std::jthread> threads;
-      for (int i = 1; i < AvailableCores(); ++i) threads.emplace_back(fill);
-      fill();
-    }
+    ParallelFor(rows, [&](int64_t row) {
+      FillRow(name, row, {owned.get() + row * cols, static_cast<size_t>(cols)});
+    });
     return MatrixView::Owned(std::move(owned), rows, cols);
   }
 

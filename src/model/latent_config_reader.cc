@@ -19,9 +19,10 @@ constexpr int64_t kMaxHeadDim = 1 << 10;
 // What the kernels have room for: entries as published models have them.
 constexpr int64_t kMaxRank = kernels::kPackedRank;
 constexpr int64_t kMaxRopeDim = kernels::kPackedRope;
-constexpr int64_t kMaxIndexHeads = 1 << 10;
+constexpr int64_t kMaxHeads = 256;
+constexpr int64_t kMaxIndexHeads = 128;
 constexpr int64_t kMaxTopK = 2048;
-constexpr int64_t kMaxExperts = 1 << 10;
+constexpr int64_t kMaxExperts = 512;
 constexpr int64_t kMaxExpertsPerToken = 32;
 constexpr int64_t kMaxSharedExperts = 16;
 constexpr int64_t kMaxIntermediate = 1 << 18;
@@ -59,6 +60,9 @@ absl::Status CheckOptions(const ConfigReader& config, const LatentFamily& family
   SLUICE_RETURN_IF_ERROR(Only(config, "moe_layer_freq", 1));
   SLUICE_RETURN_IF_ERROR(Only(config, "ep_size", 1));
   SLUICE_RETURN_IF_ERROR(Only(config, "pretraining_tp", 1));
+  if (heads > kMaxHeads) {
+    return config.Wrong("num_attention_heads", absl::StrCat("1 to ", kMaxHeads));
+  }
   if (config.Has("num_key_value_heads") && config.At("num_key_value_heads") != heads) {
     return config.Wrong(
         "num_key_value_heads",

@@ -341,13 +341,10 @@ absl::StatusOr<std::unique_ptr<Prefiller>> Prefiller::Create(const Options& opti
                                      "the caches (--hbm-bytes)"));
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<PagePool> pool,
                           PagePool::Create("hbm", model->cache_layout(), std::move(arena)));
-  PolicyOptions shape;
-  DescribeModel(*model, &shape);
-  SLUICE_ASSIGN_OR_RETURN(
-      std::unique_ptr<FullPolicy> policy,
-      NewFullPolicy({device, pool.get(), 1, static_cast<int64_t>(options.max_context),
-                     /*dram=*/nullptr, shape.heads, shape.latent_rank, shape.index_top_k,
-                     shape.max_rows}));
+  PolicyOptions of = PolicyOver(device, pool.get(), 1, 0);
+  DescribeModel(*model, &of);
+  of.max_context = static_cast<int>(options.max_context);
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<FullPolicy> policy, NewFullPolicy(of));
   SLUICE_ASSIGN_OR_RETURN(
       std::unique_ptr<BatchState> batch,
       BatchState::Create({1, static_cast<int>(options.max_context)}, device, *model));

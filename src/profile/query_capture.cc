@@ -87,7 +87,8 @@ class Capture {
     SLUICE_ASSIGN_OR_RETURN(Buffer arena,
                             device_->Allocate(MemoryKind::kDevice, bytes, "the caches"));
     SLUICE_ASSIGN_OR_RETURN(pool_, PagePool::Create("hbm", layout, std::move(arena)));
-    SLUICE_ASSIGN_OR_RETURN(full_, NewFullPolicy({device_, pool_.get(), 1, model_->max_context()}));
+    SLUICE_ASSIGN_OR_RETURN(
+        full_, NewFullPolicy(PolicyOver(device_, pool_.get(), 1, model_->max_context())));
     SLUICE_ASSIGN_OR_RETURN(batch_,
                             BatchState::Create({1, model_->max_context()}, device_, *model_));
     SLUICE_ASSIGN_OR_RETURN(

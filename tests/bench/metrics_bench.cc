@@ -102,7 +102,7 @@ class Side {
                                    OrFail(device->Allocate(MemoryKind::kDevice, bytes, "hbm"))));
     dram_ = OrFail(PagePool::Create(
         "dram", layout, OrFail(device->Allocate(MemoryKind::kPinned, size_t{8} << 20, "dram"))));
-    policy_ = OrFail(NewFullPolicy({device, hbm_.get(), o.batch, model->max_context()}));
+    policy_ = OrFail(NewFullPolicy(PolicyOver(device, hbm_.get(), o.batch, model->max_context())));
     transfers_ = std::make_unique<TransferTable>(TransferTable::Options{}, dram_.get(), hbm_.get(),
                                                  RealClock());
     Engine::Options engine;

@@ -51,7 +51,7 @@ struct Tiers {
     hbm = *PagePool::Create("hbm", layout, *device->Allocate(MemoryKind::kDevice, bytes, "hbm"),
                             overcommit);
     dram = *PagePool::Create("dram", layout, *device->Allocate(MemoryKind::kPinned, bytes, "dram"));
-    FullPolicyOptions options{device.get(), hbm.get(), kSlots, 1024, dram.get()};
+    PolicyOptions options = PolicyOver(device.get(), hbm.get(), kSlots, 1024, dram.get());
     options.heads = 2;
     options.latent_rank = 512;
     options.index_top_k = layout.kinds.size() > 1 ? 64 : 0;

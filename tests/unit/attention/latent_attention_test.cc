@@ -46,7 +46,7 @@ struct World {
     hbm = *PagePool::Create("hbm", layout, *device->Allocate(MemoryKind::kDevice, 8 << 20, "hbm"));
     dram =
         *PagePool::Create("dram", layout, *device->Allocate(MemoryKind::kPinned, 8 << 20, "dram"));
-    FullPolicyOptions options{device.get(), hbm.get(), kSlots, kMaxContext, dram.get()};
+    PolicyOptions options = PolicyOver(device.get(), hbm.get(), kSlots, kMaxContext, dram.get());
     options.heads = kHeads;
     options.latent_rank = kRank;
     options.index_top_k = indexed ? kTopK : 0;

@@ -127,6 +127,14 @@ TEST_CASE("a geometry that topic drift of an indexer does not suit is refused") 
         "topic drift: 8 paths need a hidden_size of at least 2048, found 1024");
   drift.paths = 4;
   ModelConfig other = config;
+  other.hidden_size = 512;
+  CHECK(!LatentDriftWeights(other, drift).ok());
+  for (const double slowest : {0.0, -1.0, 0.5}) {
+    LatentDrift bad = drift;
+    bad.slowest = slowest;
+    CHECK(!LatentDriftWeights(config, bad).ok());
+  }
+  other = config;
   other.tie_word_embeddings = true;
   CHECK(!LatentDriftWeights(other, drift).ok());
   other = config;

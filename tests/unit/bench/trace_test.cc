@@ -155,7 +155,7 @@ TEST_CASE("the engine's steps on the CPU device are traced as they ran") {
   REQUIRE(memory.ok());
   auto pool = PagePool::Create("hbm", (*model)->cache_layout(), *std::move(memory));
   REQUIRE(pool.ok());
-  auto policy = NewFullPolicy({device->get(), pool->get(), 4, 256});
+  auto policy = NewFullPolicy(PolicyOver(device->get(), pool->get(), 4, 256));
   REQUIRE(policy.ok());
 
   constexpr int kSteps = 6;

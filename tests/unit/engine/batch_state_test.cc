@@ -75,7 +75,7 @@ struct Rig {
     Buffer arena = *device.Allocate(MemoryKind::kDevice, kBytes, "caches");
     std::memset(arena.data(), kUntouched, kBytes);
     pool = *PagePool::Create("hbm", model->cache_layout(), std::move(arena));
-    policy = *NewFullPolicy({&device, pool.get(), kSlots, kTokens});
+    policy = *NewFullPolicy(PolicyOver(&device, pool.get(), kSlots, kTokens));
     stream = device.NewStream(Device::StreamKind::kCompute);
     batch = *BatchState::Create({kSlots, kTokens}, &device, *model);
     recorded = batch->RecordPrograms(*stream, *model, *policy);

@@ -417,8 +417,15 @@ absl::Status Check(const PolicyOptions& o) {
   const double ratio = o.ess.sparse_memory_ratio;
   if (!(ratio >= 0 && ratio <= 1)) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "ess_sparse_memory_ratio: expected more than 0 and at most 1, or 0 for auto, found ",
-        ratio));
+        "ess_sparse_memory_ratio: expected a number from 0 (auto) to 1, found ", ratio));
+  }
+  for (const PagePool* pool : {o.hbm, o.dram}) {
+    // Lists of entries to fetch number them in 32 bits, all layers together.
+    const int64_t entries = pool->Capacity()[kLatentKind] * pool->layout().layers;
+    if (entries <= INT32_MAX) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(pool->name(), "_bytes: expected room for at most ", INT32_MAX,
+                     " latent entries with policy ", o.name, ", found ", entries));
   }
   return absl::OkStatus();
 }

@@ -20,7 +20,7 @@ constexpr size_t kKv = 0;  // the one kind of a model without latent caches
 class FullPolicyImpl : public FullPolicy {
  public:
   // `latents` is null but for a model with latent caches.
-  FullPolicyImpl(const FullPolicyOptions& options, std::unique_ptr<BlockTables> tables,
+  FullPolicyImpl(const PolicyOptions& options, std::unique_ptr<BlockTables> tables,
                  std::unique_ptr<ResidentLatentAttention> latents)
       : device_(options.device),
         hbm_(options.hbm),
@@ -266,7 +266,7 @@ class FullPolicyImpl : public FullPolicy {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<FullPolicy>> NewFullPolicy(const FullPolicyOptions& options) {
+absl::StatusOr<std::unique_ptr<FullPolicy>> NewFullPolicy(const PolicyOptions& options) {
   const CacheLayout& layout = options.hbm->layout();
   SLUICE_CHECK(options.dram != nullptr || !options.hbm->overcommitted());
   SLUICE_ASSIGN_OR_RETURN(

@@ -6,23 +6,11 @@
 #include "absl/status/statusor.h"
 #include "src/attention/attention_policy.h"
 #include "src/attention/latent/index_selection.h"
+#include "src/attention/policy_options.h"
 #include "src/device/device.h"
 #include "src/kv/page_pool.h"
 
 namespace sluice {
-
-struct FullPolicyOptions {
-  Device* device = nullptr;
-  PagePool* hbm = nullptr;
-  int slots = 0;
-  int64_t max_context = 0;
-  PagePool* dram = nullptr;  // where preempted sequences go; needed where `hbm` is overcommitted
-  // Of a model with latent caches.
-  int heads = 0;
-  int latent_rank = 0;  // latent values of an entry
-  int index_top_k = 0;  // 0: no indexer
-  int max_rows = 0;     // of a step
-};
 
 // A full policy shows where a sequence's caches are: a prefill node reads them there.
 class FullPolicy : public AttentionPolicy {
@@ -34,7 +22,21 @@ class FullPolicy : public AttentionPolicy {
   virtual void ObserveSelections(SelectionObserver observer) = 0;
 };
 
-// REQUIRES: one cache kind, of two parts (K, V); or latent caches (latent/latent_views.h).
-absl::StatusOr<std::unique_ptr<FullPolicy>> NewFullPolicy(const FullPolicyOptions& options);
+// Options of a policy alone with its pools, for those who make one without a factory.
+inline PolicyOptions PolicyOver(Device* device, PagePool* hbm, int slots, int max_context,
+                                PagePool* dram = nullptr) {
+  PolicyOptions options;
+  options.device = device;
+  options.hbm = hbm;
+  options.dram = dram;
+  options.slots = slots;
+  options.max_context = max_context;
+  return options;
+}
+
+// REQUIRES: one cache kind, of two parts (K, V); or latent caches (latent/latent_views.h), and what
+// the options say of them. `options.dram`, where preempted sequences go, may be null where `hbm` is
+// not overcommitted.
+absl::StatusOr<std::unique_ptr<FullPolicy>> NewFullPolicy(const PolicyOptions& options);
 
 }  // namespace sluice
