@@ -26,8 +26,9 @@ Function* Real(const char* symbol) {
   return reinterpret_cast<Function*>(found);
 }
 
-// Abseil's graph of lock orders is guarded by a lock of its own that no function here stands before,
-// and it moves memory by calls that the sanitizer does see. The sanitizer looks at lock orders too.
+// Abseil's graph of lock orders is guarded by a lock of its own that no function here stands
+// before, and it moves memory by calls that the sanitizer does see. The sanitizer looks at lock
+// orders too.
 [[maybe_unused]] const bool no_graph_of_locks = [] {
   absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
   return true;
