@@ -227,8 +227,8 @@ int RunKernelBench(const Invocation& invocation) {
   flags.Seconds("seconds", "time of each figure", 60, &o.seconds);
   flags.Integer("arena-mib",
                 "memory that weights and caches cycle through, and that is read for the "
-                "bandwidth",
-                64, 65536, &o.arena_mib);
+                "bandwidth; at least what 16 experts take",
+                256, 65536, &o.arena_mib);
   flags.File("json", "write the report as JSON, without FILE to standard output", &o.json);
   if (const auto status = ReadFlags(flags, invocation)) return *status;
   Report report = NewReport("kernels", invocation);

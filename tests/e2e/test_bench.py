@@ -67,7 +67,7 @@ def test_what_cannot_be_measured_is_said_in_a_sentence(args, words):
 
 
 def test_every_kernel_of_the_case_table_is_right():
-    report = report_of("kernels", "--seconds", "1ms", "--threads", "1", "--arena-mib", "64",
+    report = report_of("kernels", "--seconds", "1ms", "--threads", "1", "--arena-mib", "256",
                        timeout=300)
     errors = [f["more"]["relative_error"] for f in report["figures"] if "relative_error" in f["more"]]
     assert len(errors) > 30
