@@ -71,43 +71,30 @@ inline void SumHeads(const PackedLogitsScratch& s, const float* weights, int64_t
   }
 }
 
-// Chunks of all rows, in order, in equal shares.
 template <class Products>
 void IndexLogitsPacked(const IndexLogitsParams& p, Worker worker) {
-  if (p.heads > kMaxIndexHeads) KernelCheckFailed("index_logits: up to 128 heads");
-  const auto chunks_of = [&](int64_t r) {
-    return p.slots[r] < 0 ? 0 : CeilDiv(int64_t{p.positions[r]} + 1, kPackedLogitsChunk);
-  };
-  int64_t total = 0;
-  for (int64_t r = 0; r < p.rows; ++r) total += chunks_of(r);
-  const Range mine = Share(total, worker);
   PackedLogitsScratch s;
-  int64_t chunks = 0;
-  for (int64_t r = 0; r < p.rows && chunks < mine.end; ++r) {
-    const int64_t before = chunks;
-    chunks += chunks_of(r);
-    if (chunks <= mine.begin || chunks == before) continue;
-    const auto* q = static_cast<const uint8_t*>(p.q) + r * p.heads * kIndexDim;
-    for (int64_t h = 0; h < p.heads; ++h) {
-      E4M3RowToBf16(q + h * kIndexDim, s.queries + h * kIndexDim);
-    }
-    const int64_t context = int64_t{p.positions[r]} + 1;
-    for (int64_t i = Max(mine.begin, before); i < Min(mine.end, chunks); ++i) {
-      const int64_t first = (i - before) * kPackedLogitsChunk;
-      const int64_t count = Min(kPackedLogitsChunk, context - first);
-      const int64_t padded = CeilDiv(count, kPanelColumns) * kPanelColumns;
-      PackKeys(p.cache, p.slots[r], first, count, s);
-      LinearParams product = {};
-      product.x = s.queries;
-      product.w = {s.keys, static_cast<int32_t>(padded), kIndexDim, WeightLayout::kPanel16};
-      product.y = s.dots;
-      product.rows = product.decode_rows = p.heads;
-      product.x_type = DType::kBFloat16;
-      Products::Linear(product);
-      SumHeads(s, p.weights + r * p.heads, p.heads, count, padded,
-               p.scores + r * p.score_stride + first);
-    }
-  }
+  ForEachLogitsChunk<kPackedLogitsChunk>(
+      p, worker,
+      [&](int64_t r) {
+        const auto* q = static_cast<const uint8_t*>(p.q) + r * p.heads * kIndexDim;
+        for (int64_t h = 0; h < p.heads; ++h) {
+          E4M3RowToBf16(q + h * kIndexDim, s.queries + h * kIndexDim);
+        }
+      },
+      [&](int64_t r, int64_t first, int64_t count) {
+        const int64_t padded = CeilDiv(count, kPanelColumns) * kPanelColumns;
+        PackKeys(p.cache, p.slots[r], first, count, s);
+        LinearParams product = {};
+        product.x = s.queries;
+        product.w = {s.keys, static_cast<int32_t>(padded), kIndexDim, WeightLayout::kPanel16};
+        product.y = s.dots;
+        product.rows = product.decode_rows = p.heads;
+        product.x_type = DType::kBFloat16;
+        Products::Linear(product);
+        SumHeads(s, p.weights + r * p.heads, p.heads, count, padded,
+                 p.scores + r * p.score_stride + first);
+      });
 }
 
 template <class Products>

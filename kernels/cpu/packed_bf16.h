@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "kernels/cpu/transpose_avx512.h"
 #include "kernels/scalar.h"
 
 namespace sluice::kernels::cpu {
@@ -35,33 +36,11 @@ inline __m512 UpperToFloat(__m512i v) {
 
 // 16 rows of 16 pairs, `stride` elements apart, to the panel's order: [pair][row].
 inline void TransposePairs(const uint16_t* rows, int64_t stride, uint16_t* out) {
-  __m512i a[16], b[16];
+  __m512i a[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows + i * stride);
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i += 2) {
-    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i += 4) {
-    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-  }
-  // Lane l of a[4 i + c] holds pair 4 l + c of rows 4 i .. 4 i + 3.
-#pragma GCC unroll 4
-  for (int c = 0; c < 4; ++c) {
-    const __m512i even01 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88);
-    const __m512i odd01 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xDD);
-    const __m512i even23 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
-    const __m512i odd23 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xDD);
-    _mm512_storeu_si512(out + c * 32, _mm512_shuffle_i32x4(even01, even23, 0x88));
-    _mm512_storeu_si512(out + (4 + c) * 32, _mm512_shuffle_i32x4(odd01, odd23, 0x88));
-    _mm512_storeu_si512(out + (8 + c) * 32, _mm512_shuffle_i32x4(even01, even23, 0xDD));
-    _mm512_storeu_si512(out + (12 + c) * 32, _mm512_shuffle_i32x4(odd01, odd23, 0xDD));
-  }
+  TransposeRows<16>(
+      a, [out](int pair, __m512i of_rows) { _mm512_storeu_si512(out + pair * 32, of_rows); });
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "kernels/cpu/simd_attention.h"
+#include "kernels/cpu/transpose_avx512.h"
 
 namespace sluice::kernels::cpu {
 namespace {
@@ -54,35 +55,11 @@ struct Avx512 {
   template <int kDims>
   static void TransposeBlock(const uint16_t* keys, int64_t dim, float* out) {
     constexpr __mmask16 kPairs = static_cast<__mmask16>((1u << (kDims / 2)) - 1);
-    __m512i a[16], b[16];
+    __m512i a[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) a[i] = _mm512_maskz_loadu_epi32(kPairs, keys + i * dim);
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i += 2) {
-      b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-      b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i += 4) {
-      a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-      a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-      a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-      a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-    // Lane l of a[4 i + c] holds pair 4 l + c of keys 4 i .. 4 i + 3.
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; ++c) {
-      const __m512i even01 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88);
-      const __m512i odd01 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xDD);
-      const __m512i even23 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
-      const __m512i odd23 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xDD);
-      StorePair(_mm512_shuffle_i32x4(even01, even23, 0x88), out, c);
-      StorePair(_mm512_shuffle_i32x4(odd01, odd23, 0x88), out, 4 + c);
-      if constexpr (kDims == 32) {
-        StorePair(_mm512_shuffle_i32x4(even01, even23, 0xDD), out, 8 + c);
-        StorePair(_mm512_shuffle_i32x4(odd01, odd23, 0xDD), out, 12 + c);
-      }
-    }
+    TransposeRows<kDims / 2>(a,
+                             [out](int pair, __m512i of_keys) { StorePair(of_keys, out, pair); });
   }
 
   // Dimensions 2 * pair (low halves) and 2 * pair + 1 (high halves) of 16 keys.

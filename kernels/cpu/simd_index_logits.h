@@ -92,37 +92,46 @@ void AddHeads(const float* queries, const float* weights, int64_t heads, LogitsS
   }
 }
 
-// Chunks of all rows, in order, in equal shares.
-template <class S>
-void IndexLogits(const IndexLogitsParams& p, Worker worker) {
+// Chunks of all rows, in order, in equal shares: calls begin(row) before a row's first chunk, then
+// chunk(row, first token, tokens) for each of the worker's.
+template <int64_t kChunk, typename Begin, typename Chunk>
+void ForEachLogitsChunk(const IndexLogitsParams& p, Worker worker, Begin begin, Chunk chunk) {
   if (p.heads > kMaxIndexHeads) KernelCheckFailed("index_logits: up to 128 heads");
   const auto chunks_of = [&](int64_t r) {
-    return p.slots[r] < 0 ? 0 : CeilDiv(int64_t{p.positions[r]} + 1, kLogitsChunk);
+    return p.slots[r] < 0 ? 0 : CeilDiv(int64_t{p.positions[r]} + 1, kChunk);
   };
   int64_t total = 0;
   for (int64_t r = 0; r < p.rows; ++r) total += chunks_of(r);
   const Range mine = Share(total, worker);
-  LogitsScratch s;
   int64_t chunks = 0;
   for (int64_t r = 0; r < p.rows && chunks < mine.end; ++r) {
     const int64_t before = chunks;
     chunks += chunks_of(r);
     if (chunks <= mine.begin || chunks == before) continue;
-    LoadIndexQueries(p, r, s);
+    begin(r);
     const int64_t context = int64_t{p.positions[r]} + 1;
     for (int64_t i = Max(mine.begin, before); i < Min(mine.end, chunks); ++i) {
-      const int64_t first = (i - before) * kLogitsChunk;
-      const int64_t count = Min(kLogitsChunk, context - first);
-      LoadKeys(p.cache, p.slots[r], first, count, s);
-      for (float& score : s.scores) score = 0;
-      for (int64_t h = 0; h < p.heads; h += S::kQueryRows) {
-        AddHeads<S, S::kQueryRows>(s.queries + h * kIndexDim, p.weights + r * p.heads + h,
-                                   Min(S::kQueryRows, p.heads - h), s);
-      }
-      float* out = p.scores + r * p.score_stride + first;
-      for (int64_t t = 0; t < count; ++t) out[t] = s.scores[t] * s.scales[t];
+      const int64_t first = (i - before) * kChunk;
+      chunk(r, first, Min(kChunk, context - first));
     }
   }
+}
+
+template <class S>
+void IndexLogits(const IndexLogitsParams& p, Worker worker) {
+  LogitsScratch s;
+  ForEachLogitsChunk<kLogitsChunk>(
+      p, worker, [&](int64_t r) { LoadIndexQueries(p, r, s); },
+      [&](int64_t r, int64_t first, int64_t count) {
+        LoadKeys(p.cache, p.slots[r], first, count, s);
+        for (float& score : s.scores) score = 0;
+        for (int64_t h = 0; h < p.heads; h += S::kQueryRows) {
+          AddHeads<S, S::kQueryRows>(s.queries + h * kIndexDim, p.weights + r * p.heads + h,
+                                     Min(S::kQueryRows, p.heads - h), s);
+        }
+        float* out = p.scores + r * p.score_stride + first;
+        for (int64_t t = 0; t < count; ++t) out[t] = s.scores[t] * s.scales[t];
+      });
 }
 
 }  // namespace

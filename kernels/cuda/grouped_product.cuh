@@ -77,15 +77,6 @@ __device__ void StoreRows(const GroupedProduct& p, const TileWork& work, RowRang
   }
 }
 
-template <int kRegisters>
-__device__ __forceinline__ void TakeRegisters() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ __forceinline__ void GiveRegisters() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
 // Grid: (slices of k, tiles of rows, groups x tiles of features); a cluster is the slices of one
 // tile. Blocks take every gridDim.y-th tile of rows of their group. `early`: W is asked for before
 // it is known whether the group has rows.

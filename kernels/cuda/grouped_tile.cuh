@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/grouped_product.h"
 #include "kernels/cuda/tensor_copy.cuh"
+#include "kernels/cuda/warpgroup.cuh"
 
 namespace sluice::kernels::cuda {
 namespace {
@@ -132,9 +133,6 @@ __device__ __forceinline__ int RowAt(const GroupedProduct& p, RowRange range, in
   return p.pairs == nullptr ? i : p.pairs[range.first + i];
 }
 
-__device__ __forceinline__ void SyncThreads(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
 constexpr int kGathererBarrier = 1;
 constexpr int kConsumerBarrier = 2;
 

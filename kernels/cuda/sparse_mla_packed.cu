@@ -23,6 +23,7 @@
 #include "kernels/cuda/mla_block.cuh"
 #include "kernels/cuda/mla_internal.h"
 #include "kernels/cuda/tensor_map.h"
+#include "kernels/cuda/warpgroup.cuh"
 #include "kernels/cuda/wgmma.cuh"
 
 namespace sluice::kernels::cuda {
@@ -35,19 +36,8 @@ constexpr int kScorerRegisters = 200;
 constexpr int kAdderRegisters = 200;
 constexpr int kUnpackerRegisters = 104;
 
-template <int kRegisters>
-__device__ __forceinline__ void GiveRegistersBack() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ __forceinline__ void TakeRegisters() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
 // Of the warpgroup alone.
-__device__ __forceinline__ void SyncWarpgroup(int barrier) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kMlaWarpgroup) : "memory");
-}
+__device__ __forceinline__ void SyncWarpgroup(int barrier) { SyncThreads(barrier, kMlaWarpgroup); }
 
 // Goes to the warpgroup's next piece, or to its first. One thread does: what it needs to know for
 // that would be in the way of the sums, in every thread's registers.
@@ -271,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     shared.tiles[threadIdx.x / 32 - 2 * kMlaWarpgroup / 32].Start(p, walk.position());
   }
   if (role >= 2) {
-    GiveRegistersBack<kUnpackerRegisters>();
+    GiveRegisters<kUnpackerRegisters>();
     UnpackTiles(p, shape, map, shared);
   } else if (role == 1) {
     TakeRegisters<kAdderRegisters>();

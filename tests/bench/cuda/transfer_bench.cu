@@ -153,13 +153,15 @@ class Case {
                std::accumulate(host_counts_.begin(), host_counts_.end(), int64_t{0}));
   }
 
+  // One launch for each layer, on the case's stream.
+  void MoveLayers(bool gather, int max_blocks) {
+    for (int layer = 0; layer < kLayers; ++layer) {
+      SLUICE_BENCH_CHECK(kernels::cuda::LaunchTransfer(Params(layer, gather, max_blocks), stream_));
+    }
+  }
+
   Times Time(bool gather, int max_blocks) {
-    Graph graph(stream_, [&] {
-      for (int layer = 0; layer < kLayers; ++layer) {
-        SLUICE_BENCH_CHECK(
-            kernels::cuda::LaunchTransfer(Params(layer, gather, max_blocks), stream_));
-      }
-    });
+    Graph graph(stream_, [&] { MoveLayers(gather, max_blocks); });
     Times t = TimeOnStream(stream_, kRepeats, [&] { graph.Launch(stream_); });
     return {t.median / kLayers, t.low / kLayers, t.high / kLayers};
   }
@@ -341,14 +343,7 @@ void PrintShape(const Shape& shape, const PinnedPool& pool, cudaStream_t stream,
     for (const int blocks : {8, 16}) {
       double alone = 0, with = 0, transfer = 0;
       reader.Against(
-          stream,
-          [&] {
-            for (int layer = 0; layer < kLayers; ++layer) {
-              SLUICE_BENCH_CHECK(
-                  kernels::cuda::LaunchTransfer(c.Params(layer, gather, blocks), stream));
-            }
-          },
-          &alone, &with, &transfer);
+          stream, [&] { c.MoveLayers(gather, blocks); }, &alone, &with, &transfer);
       std::printf(
           "%-34s  %s, %d blocks, beside a reader: %.1f GB/s; the reader %.0f -> %.0f GB/s\n", "",
           gather ? "gather" : "scatter", blocks, c.bytes() * kLayers / transfer * 1e-9,
@@ -365,14 +360,7 @@ void PrintWorkers(const Shape& shape, const PinnedPool& pool, cudaStream_t strea
     const Times t = c.Time(true, blocks);
     double alone = 0, with = 0, transfer = 0;
     reader.Against(
-        stream,
-        [&] {
-          for (int layer = 0; layer < kLayers; ++layer) {
-            SLUICE_BENCH_CHECK(
-                kernels::cuda::LaunchTransfer(c.Params(layer, true, blocks), stream));
-          }
-        },
-        &alone, &with, &transfer);
+        stream, [&] { c.MoveLayers(true, blocks); }, &alone, &with, &transfer);
     std::printf(
         "  %2d blocks: %6.1f us, %.1f GB/s; beside a reader %.1f GB/s, which keeps %.1f %%\n",
         blocks, t.median * 1e6, c.bytes() / t.median * 1e-9, c.bytes() * kLayers / transfer * 1e-9,
