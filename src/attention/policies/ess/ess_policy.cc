@@ -223,7 +223,7 @@ Overlap EssPolicy::OverlapOf(int layer, int32_t rows) const {
   if (ess.overlap == Choice::kDba) overlap = Overlap::kDba;
   if (ess.overlap == Choice::kLayerWise) {
     const auto l = static_cast<size_t>(layer);
-    // Without a profile: DA, which never costs more than a fork and a join.
+    // Without a profile: DA.
     overlap = l >= ess.misses.size()
                   ? Overlap::kDa
                   : ChooseOverlap(
