@@ -3,12 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "absl/time/time.h"
 #include "kernels/kernel_table.h"
 #include "kernels/sparse_params.h"
+#include "src/attention/miss_profile.h"
 #include "src/device/device.h"
 #include "src/kv/page_pool.h"
 
@@ -82,11 +84,14 @@ struct PolicyOptions {
     enum class Overlap { kNone, kDa, kDba, kLayerWise };
     Overlap overlap = Overlap::kLayerWise;
     int transfer_workers = 16;  // multiprocessors that fetch, beside the layer's compute
-    // Of a profile: entries that a sequence misses in a step, by layer, at a context. Empty: none.
-    std::vector<double> misses;
-    int64_t profile_context = 0;
+    MissProfile profile;        // from sluice-profile; may be empty
     // For measurements alone: nothing is fetched, results are wrong.
     bool skip_transfers = false;
+    // For measurements alone: called before the first stage of a layer's decode rows is enqueued,
+    // and behind each. REQUIRES: overlap kNone, so that they follow one another on one stream.
+    enum class Stage { kBegin, kSelected, kAdmitted, kFetched, kPrepared, kAttended };
+    static constexpr int kStages = 6;
+    std::function<void(Stream& stream, int layer, int32_t rows, Stage done)> on_stage;
   } ess;
 
   struct Oracle {

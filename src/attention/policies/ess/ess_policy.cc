@@ -5,11 +5,14 @@
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "src/attention/latent/index_selection.h"
 #include "src/attention/offload/selection_counters.h"
 #include "src/attention/policies/ess/ess_tier.h"
-#include "src/attention/policies/ess/schedule.h"
+#include "src/attention/policies/ess/overlap_plan.h"
+#include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 
@@ -23,6 +26,8 @@ constexpr int32_t kWarmRows = 32;
 // Layers whose new entries go home together: fewer launches, and most of them beneath the layers
 // that follow.
 constexpr int kWriteLayers = 8;
+// From one look at the misses to the next: a copy of 40 bytes a layer and slot each time.
+constexpr int kLookSteps = 32;
 
 class EssPolicy : public AttentionPolicy {
  public:
@@ -70,6 +75,15 @@ class EssPolicy : public AttentionPolicy {
     return options_.ess.warm_up ? std::min(places, PoolWarmer::kMostEntries) : 0;
   }
   PolicyStatistics Statistics() const override { return buffers_.counters->Sum(); }
+  PolicyStatistics Recent() const override {
+    absl::MutexLock lock(&recent_mutex_);
+    return recent_;
+  }
+  bool WantsRecording(int32_t decode_rows) override;
+  ScheduleStatistics Schedules() const override { return plan_.statistics(); }
+  std::string DescribeSteps(int32_t decode_rows) override {
+    return LayersBySchedule(plan_.Of(decode_rows));
+  }
   int64_t MetadataBytes(int64_t tokens) const override {  // index keys
     return tokens * tier_->layout().kinds[kIndexKind].bytes_per_token;
   }
@@ -114,8 +128,13 @@ class EssPolicy : public AttentionPolicy {
         tier_(std::move(tier)),
         selection_(std::move(selection)),
         buffers_(std::move(buffers)),
+        plan_(PlanOptions()),
         generates_(static_cast<size_t>(options.slots), false),
-        prompts_(static_cast<size_t>(options.slots)) {}
+        prompts_(static_cast<size_t>(options.slots)) {
+    looked_.layers.resize(static_cast<size_t>(layers()));
+    absl::MutexLock lock(&recent_mutex_);
+    recent_ = looked_;
+  }
 
   static int DecodeRows(const PolicyOptions& options) {
     return std::max(options.slots, options.device->RowBucket(options.slots));
@@ -130,7 +149,9 @@ class EssPolicy : public AttentionPolicy {
   KernelSet& kernels() const { return options_.device->kernels(); }
   int64_t entry_bytes() const { return tier_->latent().bytes_per_token; }
   int layers() const { return tier_->layout().layers; }
-  Overlap OverlapOf(int layer, int32_t rows) const;
+  OverlapPlan::Options PlanOptions() const;
+  // Looks at the counters from time to time, for the plan and for Recent.
+  void Look(Stream& stream, absl::Span<const int32_t> slots, absl::Span<const int32_t> positions);
   void Select(Stream& stream, int layer, const LatentAttention& a, int32_t first, int32_t rows) {
     selection_->Select(stream, layer, tier_->Index(layer), a, first, rows);
   }
@@ -148,6 +169,11 @@ class EssPolicy : public AttentionPolicy {
   const std::unique_ptr<EssTier> tier_;
   const std::unique_ptr<IndexSelection> selection_;
   const Buffers buffers_;
+  OverlapPlan plan_;
+  PolicyStatistics looked_;  // by the newest look; engine's thread
+  int steps_to_look_ = 0;
+  mutable absl::Mutex recent_mutex_;
+  PolicyStatistics recent_ ABSL_GUARDED_BY(recent_mutex_);
   std::vector<bool> generates_;  // by slot: past its prompt, rows are decode rows
   std::vector<Prompt> prompts_;  // by slot
   // Rows of the step that is being enqueued whose selections pools are to see. Behind a prompt's
@@ -162,6 +188,7 @@ class EssPolicy : public AttentionPolicy {
 void EssPolicy::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                           absl::Span<const int32_t> positions) {
   tier_->BeginStep(stream, slots, positions, generates_);
+  Look(stream, slots, positions);
   // The last rows of prompts: which they are depends on the prompt alone, not on its chunks, so
   // that what a sequence finds in its pool does not depend on its neighbours.
   replays_.clear();
@@ -215,22 +242,58 @@ void EssPolicy::AppendLatent(Stream& stream, int layer, kernels::LatentAppendPar
   kernels().LatentAppend(stream, prompt);
 }
 
-Overlap EssPolicy::OverlapOf(int layer, int32_t rows) const {
-  using Choice = PolicyOptions::Ess::Overlap;
-  const PolicyOptions::Ess& ess = options_.ess;
-  Overlap overlap = Overlap::kNone;
-  if (ess.overlap == Choice::kDa) overlap = Overlap::kDa;
-  if (ess.overlap == Choice::kDba) overlap = Overlap::kDba;
-  if (ess.overlap == Choice::kLayerWise) {
-    const auto l = static_cast<size_t>(layer);
-    // Without a profile: DA.
-    overlap = l >= ess.misses.size()
-                  ? Overlap::kDa
-                  : ChooseOverlap(
-                        EstimateStages({ess.misses[l], ess.profile_context}, rows, entry_bytes(),
-                                       tier_->layout().kinds[kIndexKind].bytes_per_token));
+OverlapPlan::Options EssPolicy::PlanOptions() const {
+  const EssPoolShape& shape = tier_->shape();
+  OverlapPlan::Options plan;
+  plan.layers = layers();
+  plan.max_rows = decode_rows_;
+  plan.overlap = options_.ess.overlap;
+  plan.profile = options_.ess.profile;
+  plan.rates = plan.profile.rates;
+  if (plan.rates.device != options_.device->name()) {  // none, or another device's
+    plan.rates = AssumedRates(entry_bytes(), tier_->layout().kinds[kIndexKind].bytes_per_token);
   }
-  return overlap == Overlap::kDba && rows < 2 ? Overlap::kDa : overlap;
+  plan.selected = static_cast<double>(options_.index_top_k);
+  plan.context = options_.max_context;
+  for (const MissProfile::Point& point : plan.profile.points) {  // no longer than was profiled
+    const bool within = point.context <= options_.max_context;
+    if (&point == plan.profile.points.data()) plan.context = 0;
+    if (within) plan.context = std::max(plan.context, point.context);
+  }
+  if (plan.context == 0) plan.context = options_.max_context;
+  const int64_t places = shape.PlacesOf(plan.context);
+  plan.ratio = static_cast<double>(places) / static_cast<double>(plan.context);
+  // Pools that begin cold, or that keep nothing, miss whatever their size.
+  if (!options_.ess.lru || !options_.ess.warm_up) plan.ratio = std::min(plan.ratio, 0.999);
+  return plan;
+}
+
+void EssPolicy::Look(Stream& stream, absl::Span<const int32_t> slots,
+                     absl::Span<const int32_t> positions) {
+  int64_t rows = 0, tokens = 0;
+  for (size_t r = 0; r < slots.size(); ++r) {
+    if (slots[r] < 0 || !generates_[static_cast<size_t>(slots[r])]) continue;
+    ++rows;
+    tokens += positions[r] + 1;
+  }
+  if (rows == 0) return;
+  if (buffers_.counters->Take(&looked_)) {
+    if (plan_.adapts()) {
+      plan_.Observe(looked_, static_cast<double>(tokens) / static_cast<double>(rows));
+    }
+    absl::MutexLock lock(&recent_mutex_);
+    recent_ = looked_;
+  }
+  if (--steps_to_look_ > 0) return;
+  steps_to_look_ = kLookSteps;
+  buffers_.counters->Look(stream);
+}
+
+bool EssPolicy::WantsRecording(int32_t decode_rows) {
+  if (!plan_.Change(decode_rows)) return false;
+  Log(LogLevel::kInfo, "policy ess: steps have other schedules from now on",
+      {{"decode_rows", decode_rows}, {"layers", LayersBySchedule(plan_.Of(decode_rows))}});
+  return true;
 }
 
 kernels::AdmitParams EssPolicy::AdmitOf(int layer, const LatentAttention& a, int32_t row,
@@ -300,19 +363,28 @@ kernels::SparseMlaParams EssPolicy::Attention(const LatentAttention& a, int32_t 
 
 void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a) {
   const int32_t rows = a.decode_rows;
-  const Overlap overlap = OverlapOf(layer, rows);
+  const Overlap overlap = plan_.Of(rows)[static_cast<size_t>(layer)];
   // The same operators on the same lists under each schedule, so that results are, to the bit.
   Stream& fetches = overlap == Overlap::kNone ? stream : FetchBranch(stream);
+  using Stage = PolicyOptions::Ess::Stage;
+  const auto done = [&](Stage stage) {
+    if (options_.ess.on_stage != nullptr) options_.ess.on_stage(stream, layer, rows, stage);
+  };
   const auto begin = [&](int32_t first, int32_t count) {
     Select(stream, layer, a, first, count);
+    done(Stage::kSelected);
     kernels().Admit(stream, AdmitOf(layer, a, first, first, count));
+    done(Stage::kAdmitted);
     if (overlap != Overlap::kNone) fetches.After(stream);
     Fetch(fetches, layer, first, count);
+    done(Stage::kFetched);
   };
+  done(Stage::kBegin);
   const int32_t half = overlap == Overlap::kDba ? rows / 2 : rows;
   begin(0, half);
   if (half < rows) begin(half, rows - half);
   a.make_queries(stream);
+  done(Stage::kPrepared);
 
   kernels::SparseMlaParams attend = Attention(a, 0, rows);
   attend.decode_rows = rows;
@@ -323,6 +395,7 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
   attend.out_type = DType::kFloat32;
   attend.lse = buffers_.lse.as<float>();
   kernels().SparseMla(stream, attend);  // Attn0
+  done(Stage::kAttended);
   if (overlap != Overlap::kNone) stream.After(fetches);
   attend.entries = buffers_.arriving.as<int32_t>();
   attend.counts = buffers_.arriving_counts.as<int32_t>();

@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "src/attention/policy_options.h"
+#include "src/attention/miss_profile.h"
 
 namespace sluice {
 
@@ -22,24 +22,26 @@ struct StageTimes {
   double attend = 0;    // Attn0
   double index = 0;     // logits and top-k of all rows
   double branch = 2.9;  // a fork and a join: two graph nodes with their dependencies
-  double halves = 10;   // what the indexer costs more in two halves: its launches and tails
+  double halves = 10;   // what the indexer and Admit cost more in two halves: their launches, tails
 };
 
 // How much longer the layer takes under a schedule than with no transfer and no schedule at all.
 double AddedTime(Overlap overlap, const StageTimes& times);
-// The schedule that adds least; the simplest among equals.
-Overlap ChooseOverlap(const StageTimes& times);
+// The schedule that adds least for a batch of `rows`; the simplest among equals. One row has no
+// halves.
+Overlap ChooseOverlap(const StageTimes& times, int rows);
 
-// What a profile says of a layer: entries that a sequence misses in a step, measured at a context
-// and a ratio.
-struct LayerMisses {
-  double misses = 0;
-  int64_t context = 0;
+// Rates of DeepSeek-V3.2's shape (128 heads, 64 of the indexer) on an H200, where a profile has
+// none of this device: from figures that the function names.
+StageRates AssumedRates(int64_t entry_bytes, int64_t index_key_bytes);
+
+// What a layer has to do for each sequence.
+struct LayerLoad {
+  double misses = 0;    // entries fetched in a step
+  double context = 0;   // tokens
+  double selected = 0;  // entries attended to
 };
-// Stage times of DeepSeek-V3.2's shape on an H200, where nothing was measured: from the published
-// and measured rates that the function names. 128 heads, 64 of the indexer, 656-byte entries.
-StageTimes EstimateStages(const LayerMisses& layer, int rows, int64_t entry_bytes,
-                          int64_t index_key_bytes);
+StageTimes TimesOf(const StageRates& rates, const LayerLoad& load, int rows);
 
 // Whether misses had better be attended to where they lie, by CPU workers, in the absorbed form:
 // the arithmetic of issue "CPU co-attention over latents". Queries go down and partial results come
