@@ -108,7 +108,7 @@ std::pair<Result, int> RunUntilMissing(Overlap overlap, int row_bucket) {
   const ScheduleStatistics fitting = rig.policy().Schedules();
   REQUIRE(fitting.layers[static_cast<size_t>(overlap == Overlap::kDa)] == 3);
   REQUIRE(fitting.changes == (overlap == Overlap::kLayerWise ? 1 : 0));
-  run(300, 300);
+  run(300, 650);
   const PolicyStatistics statistics = rig.policy().Statistics();
   REQUIRE(statistics.layers[0].missing > 500);
   return {all, rig.recordings()};
