@@ -50,7 +50,7 @@ std::string PackedEntry(const std::vector<float>& latent, const std::vector<floa
   std::string values, scales;
   for (size_t i = 0; i < latent.size(); i += kernels::kPackedScaleTokens) {
     uint8_t quantised[kernels::kPackedScaleTokens];
-    const float scale = kernels::QuantizeE4M3(&latent[i], kernels::kPackedScaleTokens, quantised);
+    const float scale = kernels::QuantizeLatents(&latent[i], quantised);
     Append(quantised, kernels::kPackedScaleTokens, &values);
     Append(&scale, 1, &scales);
   }
