@@ -168,6 +168,12 @@ std::vector<int32_t> LatentTeacher::Selected(int layer) {
   return {list, list + count};
 }
 
+std::vector<float> LatentTeacher::Scores(int layer, int count) {
+  const std::string all = Read(policy_->Scores(layer));
+  const auto* row = reinterpret_cast<const float*>(all.data()) + last_row_ * kMaxContext;
+  return {row, row + count};
+}
+
 std::vector<std::string> LatentTeacher::Caches() {
   std::vector<std::string> out;
   for (int layer = 0; layer < model_->cache_layout().layers; ++layer) {
