@@ -79,9 +79,11 @@ struct PolicyOptions {
     int least_places = 6400;         // whatever the ratio (ESS, section 3.4)
     bool warm_up = true;             // false: pools begin empty
     bool lru = true;                 // false: every entry is fetched in every step
-    enum class Overlap { kNone, kDa, kDba, kLayerWise };
+    enum class Overlap { kNone, kQueries, kDa, kDba, kLayerWise };
     Overlap overlap = Overlap::kLayerWise;
-    int transfer_workers = 16;  // multiprocessors that fetch, beside the layer's compute
+    // Multiprocessors that fetch, which attention to what is resident leaves them; with 8 the link
+    // is full (kernels/cuda/transfer.cu).
+    int transfer_workers = 8;
     // Of a profile: entries that a sequence misses in a step, by layer, at a context. Empty: none.
     std::vector<double> misses;
     int64_t profile_context = 0;

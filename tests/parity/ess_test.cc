@@ -91,7 +91,7 @@ TEST_CASE("ess gives full's tokens from packed caches (cuda)", "[cuda]") {
   // selected is attended to alike is tests/unit/attention/ess_policy_test.cc's.
   CheckTokens("cuda", DType::kFloat8E4M3, testing::kCuda.margin,
               {"tiny-deepseek-v32", "tiny-deepseek-v32-fp8"},
-              {Overlap::kNone, Overlap::kDa, Overlap::kDba}, 2);
+              {Overlap::kNone, Overlap::kQueries, Overlap::kDa, Overlap::kDba}, 2);
 }
 
 TEST_CASE("under ess a sequence gives the same bits alone and among others") {

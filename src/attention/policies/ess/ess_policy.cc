@@ -23,6 +23,8 @@ constexpr int32_t kWarmRows = 32;
 // Layers whose new entries go home together: fewer launches, and most of them beneath the layers
 // that follow.
 constexpr int kWriteLayers = 8;
+// Decode rows up to which the indexer leaves processors idle, and a transfer is short.
+constexpr int32_t kFewRows = 8;
 
 class EssPolicy : public AttentionPolicy {
  public:
@@ -122,9 +124,10 @@ class EssPolicy : public AttentionPolicy {
   }
   static absl::StatusOr<Buffers> NewBuffers(const PolicyOptions& options);
 
-  // Branches of a step's stream: for what is fetched, and for what nobody waits for before the
-  // step's end.
+  // Branches of a step's stream: for what is fetched, or queries beside the selection; and for what
+  // nobody waits for before the step's end.
   static Stream& FetchBranch(Stream& stream) { return stream.Branch(1); }
+  static Stream& QueryBranch(Stream& stream) { return stream.Branch(1); }
   static Stream& SettlingBranch(Stream& stream) { return stream.Branch(3); }
 
   KernelSet& kernels() const { return options_.device->kernels(); }
@@ -220,12 +223,12 @@ Overlap EssPolicy::OverlapOf(int layer, int32_t rows) const {
   const PolicyOptions::Ess& ess = options_.ess;
   Overlap overlap = Overlap::kNone;
   if (ess.overlap == Choice::kDa) overlap = Overlap::kDa;
+  if (ess.overlap == Choice::kQueries) overlap = Overlap::kQueries;
   if (ess.overlap == Choice::kDba) overlap = Overlap::kDba;
   if (ess.overlap == Choice::kLayerWise) {
     const auto l = static_cast<size_t>(layer);
-    // Without a profile: DA.
     overlap = l >= ess.misses.size()
-                  ? Overlap::kDa
+                  ? (rows <= kFewRows ? Overlap::kQueries : Overlap::kDa)
                   : ChooseOverlap(
                         EstimateStages({ess.misses[l], ess.profile_context}, rows, entry_bytes(),
                                        tier_->layout().kinds[kIndexKind].bytes_per_token));
@@ -302,36 +305,45 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
   const int32_t rows = a.decode_rows;
   const Overlap overlap = OverlapOf(layer, rows);
   // The same operators on the same lists under each schedule, so that results are, to the bit.
-  Stream& fetches = overlap == Overlap::kNone ? stream : FetchBranch(stream);
+  const bool beneath = overlap == Overlap::kDa || overlap == Overlap::kDba;
+  Stream& fetches = beneath ? FetchBranch(stream) : stream;
   const auto begin = [&](int32_t first, int32_t count) {
     Select(stream, layer, a, first, count);
     kernels().Admit(stream, AdmitOf(layer, a, first, first, count));
-    if (overlap != Overlap::kNone) fetches.After(stream);
+    if (beneath) fetches.After(stream);
     Fetch(fetches, layer, first, count);
   };
+  Stream& queries = overlap == Overlap::kQueries ? QueryBranch(stream) : stream;
+  if (overlap == Overlap::kQueries) {
+    queries.After(stream);
+    a.make_queries(queries);
+  }
   const int32_t half = overlap == Overlap::kDba ? rows / 2 : rows;
   begin(0, half);
   if (half < rows) begin(half, rows - half);
-  a.make_queries(stream);
+  if (overlap == Overlap::kQueries) {
+    stream.After(queries);
+  } else {
+    a.make_queries(stream);
+  }
 
   kernels::SparseMlaParams attend = Attention(a, 0, rows);
   attend.decode_rows = rows;
   attend.cache = tier_->Pool(layer);
   attend.entries = buffers_.resident.as<int32_t>();
   attend.counts = buffers_.resident_counts.as<int32_t>();
-  attend.out = buffers_.o.data();
-  attend.out_type = DType::kFloat32;
-  attend.lse = buffers_.lse.as<float>();
-  kernels().SparseMla(stream, attend);  // Attn0
-  if (overlap != Overlap::kNone) stream.After(fetches);
-  attend.entries = buffers_.arriving.as<int32_t>();
-  attend.counts = buffers_.arriving_counts.as<int32_t>();
+  attend.then_entries = buffers_.arriving.as<int32_t>();
+  attend.then_counts = buffers_.arriving_counts.as<int32_t>();
   attend.other_o = buffers_.o.as<float>();
   attend.other_lse = buffers_.lse.as<float>();
-  attend.out = a.out;
-  attend.out_type = a.out_type;
-  attend.lse = nullptr;
-  kernels().SparseMla(stream, attend);  // Attn1, merged
+  if (beneath) {
+    kernels::SparseMlaParams resident = kernels::FirstOfTwo(attend);
+    resident.spare_processors = options_.ess.transfer_workers;
+    kernels().SparseMla(stream, resident);  // Attn0
+    stream.After(fetches);
+    attend = kernels::SecondOfTwo(attend);
+  }
+  kernels().SparseMla(stream, attend);  // Attn1, merged; or both
 
   if (!options_.ess.lru || ((layer + 1) % kWriteLayers != 0 && layer + 1 != layers())) return;
   Stream& settling = SettlingBranch(stream);

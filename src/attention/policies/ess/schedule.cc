@@ -7,6 +7,7 @@ namespace sluice {
 
 double AddedTime(Overlap overlap, const StageTimes& t) {
   if (overlap == Overlap::kNone) return t.transfer;
+  if (overlap == Overlap::kQueries) return t.transfer + t.branch;
   const double beneath = t.prepare + t.attend;
   if (overlap == Overlap::kDa) return std::max(0.0, t.transfer - beneath) + t.branch;
   // The second half's transfer begins after its indexer: the first half's, of the same size, has

@@ -1,10 +1,12 @@
 // How a layer's transfers are laid beside its compute (ESS, section 3.3), and the arithmetic that
 // chooses: pure functions.
 //
-//   none  indexer, transfer, PreAttn, Attn0, Attn1
-//   DA    the transfer beneath PreAttn and Attn0, the attention of what is resident
-//   DBA   the indexer in two halves of the batch: the first half's transfer beneath the second
-//         half's logits and top-k, and all of it beneath PreAttn and Attn0 as before
+//   none     indexer, transfer, PreAttn, then Attn0 and Attn1 in one launch
+//   queries  PreAttn beside the indexer and the transfer, then both attentions in one launch: for
+//            few sequences, whose indexer leaves processors idle and whose transfer is short
+//   DA       the transfer beneath PreAttn and Attn0, the attention of what is resident
+//   DBA      the indexer in two halves of the batch: the first half's transfer beneath the second
+//            half's logits and top-k, and all of it beneath PreAttn and Attn0 as before
 #pragma once
 
 #include <cstdint>
@@ -13,7 +15,7 @@
 
 namespace sluice {
 
-enum class Overlap { kNone, kDa, kDba };
+enum class Overlap { kNone, kQueries, kDa, kDba };
 
 // Times of a layer's stages for a batch, in microseconds.
 struct StageTimes {
