@@ -124,10 +124,11 @@ class EssPolicy : public AttentionPolicy {
   }
   static absl::StatusOr<Buffers> NewBuffers(const PolicyOptions& options);
 
-  // Branches of a step's stream: for what is fetched, or queries beside the selection; and for what
-  // nobody waits for before the step's end.
+  // Branches of a step's stream: for what is fetched for the first half of a batch, for what is
+  // computed meanwhile, and for what nobody waits for before the step's end. Branch 0 is the
+  // model's.
   static Stream& FetchBranch(Stream& stream) { return stream.Branch(1); }
-  static Stream& QueryBranch(Stream& stream) { return stream.Branch(1); }
+  static Stream& WorkBranch(Stream& stream) { return stream.Branch(2); }
   static Stream& SettlingBranch(Stream& stream) { return stream.Branch(3); }
 
   KernelSet& kernels() const { return options_.device->kernels(); }
@@ -306,26 +307,29 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
   const Overlap overlap = OverlapOf(layer, rows);
   // The same operators on the same lists under each schedule, so that results are, to the bit.
   const bool beneath = overlap == Overlap::kDa || overlap == Overlap::kDba;
-  Stream& fetches = beneath ? FetchBranch(stream) : stream;
-  const auto begin = [&](int32_t first, int32_t count) {
+  // What is computed beneath a transfer is on a branch, and the transfer in the trunk, right behind
+  // Admit: the other way round the products' blocks, which wait on every processor for Admit to end,
+  // would keep it off them.
+  Stream& work = beneath || overlap == Overlap::kQueries ? WorkBranch(stream) : stream;
+  Stream& early = overlap == Overlap::kDba ? FetchBranch(stream) : stream;
+  const auto select = [&](int32_t first, int32_t count) {
     Select(stream, layer, a, first, count);
     kernels().Admit(stream, AdmitOf(layer, a, first, first, count));
-    if (beneath) fetches.After(stream);
-    Fetch(fetches, layer, first, count);
   };
-  Stream& queries = overlap == Overlap::kQueries ? QueryBranch(stream) : stream;
   if (overlap == Overlap::kQueries) {
-    queries.After(stream);
-    a.make_queries(queries);
+    work.After(stream);
+    a.make_queries(work);
   }
-  const int32_t half = overlap == Overlap::kDba ? rows / 2 : rows;
-  begin(0, half);
-  if (half < rows) begin(half, rows - half);
-  if (overlap == Overlap::kQueries) {
-    stream.After(queries);
-  } else {
-    a.make_queries(stream);
+  const int32_t half = overlap == Overlap::kDba ? rows / 2 : 0;
+  if (half > 0) {
+    select(0, half);
+    early.After(stream);
+    Fetch(early, layer, 0, half);
   }
+  select(half, rows - half);
+  if (beneath) work.After(stream);
+  Fetch(stream, layer, half, rows - half);
+  if (overlap != Overlap::kQueries) a.make_queries(work);
 
   kernels::SparseMlaParams attend = Attention(a, 0, rows);
   attend.decode_rows = rows;
@@ -339,10 +343,11 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
   if (beneath) {
     kernels::SparseMlaParams resident = kernels::FirstOfTwo(attend);
     resident.spare_processors = options_.ess.transfer_workers;
-    kernels().SparseMla(stream, resident);  // Attn0
-    stream.After(fetches);
+    kernels().SparseMla(work, resident);  // Attn0
     attend = kernels::SecondOfTwo(attend);
   }
+  stream.After(early);
+  stream.After(work);
   kernels().SparseMla(stream, attend);  // Attn1, merged; or both
 
   if (!options_.ess.lru || ((layer + 1) % kWriteLayers != 0 && layer + 1 != layers())) return;
