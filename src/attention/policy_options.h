@@ -81,16 +81,18 @@ struct PolicyOptions {
     int least_places = 6400;         // whatever the ratio (ESS, section 3.4)
     bool warm_up = true;             // false: pools begin empty
     bool lru = true;                 // false: every entry is fetched in every step
-    enum class Overlap { kNone, kDa, kDba, kLayerWise };
+    enum class Overlap { kNone, kQueries, kDa, kDba, kLayerWise };
     Overlap overlap = Overlap::kLayerWise;
-    int transfer_workers = 16;  // multiprocessors that fetch, beside the layer's compute
-    MissProfile profile;        // from sluice-profile; may be empty
+    // Multiprocessors that fetch, which attention to what is resident leaves them; with 8 the link
+    // is full (kernels/cuda/transfer.cu).
+    int transfer_workers = 8;
+    MissProfile profile;  // from sluice-profile; may be empty
     // For measurements alone: nothing is fetched, results are wrong.
     bool skip_transfers = false;
     // For measurements alone: called before the first stage of a layer's decode rows is enqueued,
     // and behind each. REQUIRES: overlap kNone, so that they follow one another on one stream.
-    enum class Stage { kBegin, kSelected, kAdmitted, kFetched, kPrepared, kAttended };
-    static constexpr int kStages = 6;
+    enum class Stage { kBegin, kSelected, kAdmitted, kFetched, kPrepared, kAttended, kMerged };
+    static constexpr int kStages = 7;
     std::function<void(Stream& stream, int layer, int32_t rows, Stage done)> on_stage;
   } ess;
 

@@ -72,7 +72,8 @@ TEST_CASE("ess: schedules and recorded, padded steps change no bit") {
   PolicyOptions::Ess ess = SmallPools();
   ess.overlap = Overlap::kNone;
   const Result want = Run(ess, 0);
-  for (const Overlap overlap : {Overlap::kDa, Overlap::kDba, Overlap::kLayerWise}) {
+  for (const Overlap overlap :
+       {Overlap::kQueries, Overlap::kDa, Overlap::kDba, Overlap::kLayerWise}) {
     ess.overlap = overlap;
     REQUIRE(Run(ess, 0) == want);
     REQUIRE(Run(ess, 4) == want);
@@ -397,7 +398,7 @@ void CheckAgainstFull(const std::string& kernels) {
   ess.sparse_memory_ratio = 0.2;
   ess.least_places = 96;
   std::vector<std::unique_ptr<LatentRig>> rigs;
-  for (const Overlap overlap : {Overlap::kNone, Overlap::kDa, Overlap::kDba}) {
+  for (const Overlap overlap : {Overlap::kNone, Overlap::kQueries, Overlap::kDa, Overlap::kDba}) {
     ess.overlap = overlap;
     rigs.push_back(std::make_unique<LatentRig>(Packed(kernels), ess));
   }

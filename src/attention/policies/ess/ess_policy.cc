@@ -141,9 +141,11 @@ class EssPolicy : public AttentionPolicy {
   }
   static absl::StatusOr<Buffers> NewBuffers(const PolicyOptions& options);
 
-  // Branches of a step's stream: for what is fetched, and for what nobody waits for before the
-  // step's end.
+  // Branches of a step's stream: for what is fetched for the first half of a batch, for what is
+  // computed meanwhile, and for what nobody waits for before the step's end. Branch 0 is the
+  // model's.
   static Stream& FetchBranch(Stream& stream) { return stream.Branch(1); }
+  static Stream& WorkBranch(Stream& stream) { return stream.Branch(2); }
   static Stream& SettlingBranch(Stream& stream) { return stream.Branch(3); }
 
   KernelSet& kernels() const { return options_.device->kernels(); }
@@ -365,25 +367,39 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
   const int32_t rows = a.decode_rows;
   const Overlap overlap = plan_.Of(rows)[static_cast<size_t>(layer)];
   // The same operators on the same lists under each schedule, so that results are, to the bit.
-  Stream& fetches = overlap == Overlap::kNone ? stream : FetchBranch(stream);
+  const bool beneath = overlap == Overlap::kDa || overlap == Overlap::kDba;
+  // What is computed beneath a transfer is on a branch, and the transfer in the trunk, right behind
+  // Admit: the other way round the products' blocks, which wait on every processor for Admit to
+  // end, would keep it off them.
+  Stream& work = beneath || overlap == Overlap::kQueries ? WorkBranch(stream) : stream;
+  Stream& early = overlap == Overlap::kDba ? FetchBranch(stream) : stream;
   using Stage = PolicyOptions::Ess::Stage;
+  const bool timed = options_.ess.on_stage != nullptr;
   const auto done = [&](Stage stage) {
-    if (options_.ess.on_stage != nullptr) options_.ess.on_stage(stream, layer, rows, stage);
+    if (timed) options_.ess.on_stage(stream, layer, rows, stage);
   };
-  const auto begin = [&](int32_t first, int32_t count) {
+  const auto select = [&](int32_t first, int32_t count) {
     Select(stream, layer, a, first, count);
     done(Stage::kSelected);
     kernels().Admit(stream, AdmitOf(layer, a, first, first, count));
     done(Stage::kAdmitted);
-    if (overlap != Overlap::kNone) fetches.After(stream);
-    Fetch(fetches, layer, first, count);
-    done(Stage::kFetched);
   };
   done(Stage::kBegin);
-  const int32_t half = overlap == Overlap::kDba ? rows / 2 : rows;
-  begin(0, half);
-  if (half < rows) begin(half, rows - half);
-  a.make_queries(stream);
+  if (overlap == Overlap::kQueries) {
+    work.After(stream);
+    a.make_queries(work);
+  }
+  const int32_t half = overlap == Overlap::kDba ? rows / 2 : 0;
+  if (half > 0) {
+    select(0, half);
+    early.After(stream);
+    Fetch(early, layer, 0, half);
+  }
+  select(half, rows - half);
+  if (beneath) work.After(stream);
+  Fetch(stream, layer, half, rows - half);
+  done(Stage::kFetched);
+  if (overlap != Overlap::kQueries) a.make_queries(work);
   done(Stage::kPrepared);
 
   kernels::SparseMlaParams attend = Attention(a, 0, rows);
@@ -391,20 +407,21 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
   attend.cache = tier_->Pool(layer);
   attend.entries = buffers_.resident.as<int32_t>();
   attend.counts = buffers_.resident_counts.as<int32_t>();
-  attend.out = buffers_.o.data();
-  attend.out_type = DType::kFloat32;
-  attend.lse = buffers_.lse.as<float>();
-  kernels().SparseMla(stream, attend);  // Attn0
-  done(Stage::kAttended);
-  if (overlap != Overlap::kNone) stream.After(fetches);
-  attend.entries = buffers_.arriving.as<int32_t>();
-  attend.counts = buffers_.arriving_counts.as<int32_t>();
+  attend.then_entries = buffers_.arriving.as<int32_t>();
+  attend.then_counts = buffers_.arriving_counts.as<int32_t>();
   attend.other_o = buffers_.o.as<float>();
   attend.other_lse = buffers_.lse.as<float>();
-  attend.out = a.out;
-  attend.out_type = a.out_type;
-  attend.lse = nullptr;
-  kernels().SparseMla(stream, attend);  // Attn1, merged
+  if (beneath || timed) {
+    kernels::SparseMlaParams resident = kernels::FirstOfTwo(attend);
+    if (beneath) resident.spare_processors = options_.ess.transfer_workers;
+    kernels().SparseMla(work, resident);  // Attn0
+    done(Stage::kAttended);
+    attend = kernels::SecondOfTwo(attend);
+  }
+  stream.After(early);
+  stream.After(work);
+  kernels().SparseMla(stream, attend);  // Attn1, merged; or both
+  done(Stage::kMerged);
 
   if (!options_.ess.lru || ((layer + 1) % kWriteLayers != 0 && layer + 1 != layers())) return;
   Stream& settling = SettlingBranch(stream);

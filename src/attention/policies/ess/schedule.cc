@@ -6,18 +6,26 @@
 namespace sluice {
 
 double AddedTime(Overlap overlap, const StageTimes& t) {
-  if (overlap == Overlap::kNone) return t.transfer;
   const double beneath = t.prepare + t.attend;
-  if (overlap == Overlap::kDa) return std::max(0.0, t.transfer - beneath) + t.branch;
+  switch (overlap) {
+    case Overlap::kNone:
+      return t.transfer;
+    case Overlap::kQueries:
+      return t.transfer + t.branch - std::min(t.prepare, t.beside + t.transfer);
+    case Overlap::kDa:
+      return std::max(0.0, t.transfer - beneath) + t.branch + t.second + t.spared;
+    case Overlap::kDba:
+      break;
+  }
   // The second half's transfer begins after its indexer: the first half's, of the same size, has
   // the second's indexer to itself.
   const double left = std::max(t.transfer / 2 - t.index / 2, 0.0) + t.transfer / 2;
-  return std::max(0.0, left - beneath) + 2 * t.branch + t.halves;
+  return std::max(0.0, left - beneath) + 2 * t.branch + t.halves + t.second + t.spared;
 }
 
 Overlap ChooseOverlap(const StageTimes& times, int rows) {
   Overlap best = Overlap::kNone;
-  for (const Overlap other : {Overlap::kDa, Overlap::kDba}) {
+  for (const Overlap other : {Overlap::kQueries, Overlap::kDa, Overlap::kDba}) {
     if (other == Overlap::kDba && rows < 2) continue;
     if (AddedTime(other, times) < AddedTime(best, times)) best = other;
   }
@@ -29,13 +37,15 @@ StageRates AssumedRates(int64_t entry_bytes, int64_t index_key_bytes) {
   // SparseMla over 2,048 entries 48 us for one row and 370 for 128; index logits of 32 x 128K keys
   // 146 us and top-k 33 above them, 20 us together where there is little to read. Assumed, not
   // measured: q_b 15 us at any batch to 128, absorption's two batched products 33 MB at 3.4 TB/s;
-  // a second Admit 10 us; a fork and a join as one mailbox operation in a graph.
+  // a second Admit 10 us; Attn1 as a launch that attends to little, and its CombineMla 17 us for
+  // 76 rows; a fork and a join as one mailbox operation in a graph.
   StageRates rates;
   rates.transfer = {8, static_cast<double>(entry_bytes) / 44.5e3};
   rates.prepare = {15 + 33e6 / 3.4e6, 0};
   rates.attend = {46, 322.0 / (127 * 2048)};
   rates.index = {20, static_cast<double>(index_key_bytes) / 3.5e6};
   rates.admit = {10, 0};
+  rates.merge = {12, 0.25};
   rates.branch_us = 2.9;
   return rates;
 }
@@ -50,6 +60,9 @@ StageTimes TimesOf(const StageRates& rates, const LayerLoad& load, int rows) {
   t.index = rates.index.At(rows * load.context);
   t.branch = rates.branch_us;
   t.halves = rates.index.fixed_us + rates.admit.fixed_us;
+  t.second = rates.merge.At(rows);
+  t.spared = rates.spared_share * t.attend;
+  t.beside = rows <= kFewRows ? t.index + rates.admit.At(rows) : 0;
   return t;
 }
 
