@@ -16,8 +16,11 @@
 #include "src/base/status_macros.h"
 #include "src/bench/bench_device.h"
 #include "src/bench/chrome_trace.h"
+#include "src/bench/forecast.h"
 #include "src/bench/latent_context.h"
 #include "src/bench/layer_timeline.h"
+#include "src/bench/overlap_report.h"
+#include "src/bench/overlap_run.h"
 #include "src/bench/policies_options.h"
 #include "src/bench/policies_report.h"
 #include "src/bench/policy_choice.h"
@@ -107,7 +110,7 @@ class PoliciesBench {
     model.max_rows = 512 + static_cast<int>(options_.most);
     model.max_logits = static_cast<int>(options_.most);
     if (!options_.quality) {
-      model.max_context = static_cast<int>(longest) + PolicyRunTokens(steps());
+      model.max_context = static_cast<int>(longest) + RunTokens();
     }
     if (options_.topic_drift) {
       model.weights = [this](const ModelConfig& config) {
@@ -162,6 +165,23 @@ class PoliciesBench {
 
   int steps() const { return static_cast<int>(options_.steps); }
 
+  // Of one kind of selections: the indexer's own, or set.
+  OverlapOptions OverlapOf(bool set) const {
+    OverlapOptions overlap;
+    overlap.steps = steps();
+    overlap.trace = options_.trace;
+    if (!set) overlap.levels = {std::nullopt};
+    if (set) overlap.levels.assign(options_.set_misses.begin(), options_.set_misses.end());
+    return overlap;
+  }
+  // Tokens that any run needs beyond the context.
+  int RunTokens() const {
+    int tokens = PolicyRunTokens(steps());
+    if (options_.overlap) tokens = std::max(tokens, OverlapTokens(OverlapOf(false)));
+    if (!options_.set_misses.empty()) tokens = std::max(tokens, OverlapTokens(OverlapOf(true)));
+    return tokens;
+  }
+
   // A few: their prefill takes longer than what is measured.
   absl::StatusOr<std::vector<Context>> Contexts(int tokens) {
     std::unique_ptr<Model> twin;
@@ -188,8 +208,7 @@ class PoliciesBench {
               absl::StrCat("no text of --texts has ", tokens, " tokens"));
         }
       } else if (options_.topic_drift) {
-        ids = TopicDriftContext(world_.model->config(), Drift(), tokens, PolicyRunTokens(steps()),
-                                random);
+        ids = TopicDriftContext(world_.model->config(), Drift(), tokens, RunTokens(), random);
       } else {
         const auto vocab = static_cast<uint64_t>(world_.model->config().vocab_size);
         for (int t = 0; t < tokens; ++t) ids.push_back(static_cast<int32_t>(random.Below(vocab)));
@@ -251,6 +270,17 @@ class PoliciesBench {
     }
     out_.Print(ScoutRatios(runs));
     out_.Print(MissesText(runs));
+    if (!options_.forecast_dram.empty()) {
+      const std::string& hbm =
+          options_.forecast_hbm.empty() ? options_.hbm_bytes : options_.forecast_hbm;
+      const ForecastMemory memory = {static_cast<int64_t>(*ParseBytes(hbm)),
+                                     static_cast<int64_t>(*ParseBytes(options_.forecast_dram))};
+      const std::vector<Forecast> forecasts = ForecastsOf(runs, memory);
+      out_.Print(ForecastText(forecasts, memory));
+      for (const Forecast& f : forecasts) {
+        report_.details["forecasts"].push_back(ForecastJson(f, memory));
+      }
+    }
     return health;
   }
 
@@ -271,8 +301,7 @@ class PoliciesBench {
     clock_.Begin("admission", policy);
     absl::StatusOr<std::unique_ptr<AttentionPolicy>> made = SetUpPolicy(world, policy);
     if (!made.ok()) return made.status();
-    const Admission admission =
-        LargestBatch(world, **made, context, context + PolicyRunTokens(steps()));
+    const Admission admission = LargestBatch(world, **made, context, context + RunTokens());
     const int largest = admission.batch;
     made->reset();
     std::set<int> batches;
@@ -284,6 +313,14 @@ class PoliciesBench {
         continue;
       }
       clock_.Begin(policy, absl::StrCat("context ", context, ", batch ", batch));
+      if (OptionsOf(world, policy).name != "full") {
+        if (options_.overlap)
+          SLUICE_RETURN_IF_ERROR(Overlap(world, policy, contexts, batch, false));
+        if (!options_.set_misses.empty()) {
+          SLUICE_RETURN_IF_ERROR(Overlap(world, policy, contexts, batch, true));
+        }
+      }
+      if (!options_.runs) continue;
       StepTrace trace;
       SLUICE_ASSIGN_OR_RETURN(PolicyRun run, RunPolicy(world, policy, contexts, batch, steps(),
                                                        options_.trace ? &trace : nullptr));
@@ -309,6 +346,17 @@ class PoliciesBench {
     clock_.Pause();
     // What was measured survives whatever comes next.
     return options_.out.empty() ? absl::OkStatus() : WriteFolder();
+  }
+
+  absl::Status Overlap(const PolicyWorld& world, const std::string& policy,
+                       const std::vector<Context>& contexts, int batch, bool set) {
+    SLUICE_ASSIGN_OR_RETURN(const OverlapRun run,
+                            RunOverlap(world, policy, contexts, batch, OverlapOf(set)));
+    out_.Print(OverlapHeader() + OverlapLines(run));
+    nlohmann::json found = OverlapJson(run);
+    found["drift"] = drift_;
+    report_.details["overlap"].push_back(std::move(found));
+    return absl::OkStatus();
   }
 
   absl::Status RunQuality() {

@@ -78,6 +78,12 @@ json RunJson(const PolicyRun& run) {
                 {"busy_seconds", absl::ToDoubleSeconds(run.workers.busy)},
                 {"tokens", run.workers.tokens},
                 {"failed", run.workers.failed}}}};
+  if (run.latent && !run.statistics.layers.empty()) {
+    out["misses_by_layer"] = MissesByLayer(run.statistics);
+    out["misses_first_by_layer"] = MissesByLayer(run.first);
+    out["misses_steady_by_layer"] = MissesByLayer(run.steady);
+    out["first_steps"] = kFirstSteps;
+  }
   for (const auto& [name, value] : RunFigure(run).more) out[name] = value;
   return out;
 }
@@ -147,11 +153,16 @@ std::string ScoutRatios(const std::vector<PolicyRun>& runs) {
 std::string MissesText(const std::vector<PolicyRun>& runs) {
   std::string out;
   for (const PolicyRun& run : runs) {
-    const PolicyRun::Misses misses = run.MissesByLayer();
-    if (!run.latent || misses.layers == 0) continue;
+    if (!run.latent || run.statistics.layers.empty()) continue;
+    const Misses misses = MissesOver(MissesByLayer(run.statistics));
+    const double first = MissesOver(MissesByLayer(run.first)).mean;
+    const double steady = MissesOver(MissesByLayer(run.steady)).mean;
     absl::StrAppendFormat(
-        &out, "%s, batch %d: a sequence misses %.0f entries in a step, %.0f to %.0f by layer\n",
+        &out, "%s, batch %d: a sequence misses %.0f entries in a step, %.0f to %.0f by layer; ",
         run.policy, run.batch, misses.mean, misses.least, misses.most);
+    absl::StrAppendFormat(&out, "in its first %d steps %.0f, in the last ones %.0f", kFirstSteps,
+                          first, steady);
+    absl::StrAppend(&out, steady > 0 ? absl::StrFormat(": %.2f x\n", first / steady) : "\n");
   }
   return out;
 }
