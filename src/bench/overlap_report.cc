@@ -1,10 +1,14 @@
 #include "src/bench/overlap_report.h"
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 
 namespace sluice {
 namespace {
+
+constexpr size_t kShownKernels = 6;
 
 // "-" where there is nothing to say.
 std::string Cell(const char* form, bool known, double value) {
@@ -28,7 +32,7 @@ std::string OverlapHeader() {
 std::string OverlapLines(const OverlapRun& run) {
   std::string out;
   for (const OverlapLevel& level : run.levels) {
-    const Misses misses = MissesOver(level.misses);
+    const LayerSpread misses = SpreadOfLayers(level.misses);
     const bool moved = level.alone.seconds > 0;
     absl::StrAppendFormat(&out, "%-24s %8d %6d %7.1f %7.1f %7.1f", run.policy, run.context,
                           run.batch, misses.mean, misses.least, misses.most);
@@ -48,6 +52,17 @@ std::string OverlapLines(const OverlapRun& run) {
              100 * (level.alone.seconds - level.exposed()) / coverable.value_or(1)),
         "\n");
   }
+  for (const OverlapLevel& level : run.levels) {
+    if (level.alone.seconds <= 0 || level.kernels.empty()) continue;
+    absl::StrAppendFormat(&out, "%s, batch %d, %.0f misses: slowed, us a step:", run.policy,
+                          run.batch, SpreadOfLayers(level.misses).mean);
+    for (size_t i = 0; i < std::min(level.kernels.size(), kShownKernels); ++i) {
+      const ComparedKernel& kernel = level.kernels[i];
+      absl::StrAppendFormat(&out, "%s %s %.0f from %.0f", i == 0 ? "" : ",", kernel.name,
+                            kernel.with * 1e6, kernel.without * 1e6);
+    }
+    absl::StrAppend(&out, "\n");
+  }
   absl::StrAppendFormat(&out, "%s, batch %d: transfers of long lists by themselves %.1f GB/s\n",
                         run.policy, run.batch, run.long_rate / 1e9);
   return out;
@@ -60,7 +75,7 @@ nlohmann::json OverlapJson(const OverlapRun& run) {
       return nlohmann::json{{"median", t.median}, {"p10", t.low}, {"p90", t.high}};
     };
     nlohmann::json j = {{"set_misses", nullptr},
-                        {"misses", MissesOver(level.misses).mean},
+                        {"misses", SpreadOfLayers(level.misses).mean},
                         {"misses_by_layer", level.misses},
                         {"step_seconds", timing(level.step)},
                         {"without_seconds", timing(level.without)},
@@ -81,6 +96,10 @@ nlohmann::json OverlapJson(const OverlapRun& run) {
       }
     }
     if (level.compute_slowed > 0) j["compute_slowed"] = level.compute_slowed;
+    for (const ComparedKernel& kernel : level.kernels) {
+      j["kernels"].push_back(
+          {{"name", kernel.name}, {"seconds", kernel.with}, {"without", kernel.without}});
+    }
     if (level.shelter.has_value()) {
       j["beneath_seconds"] = level.shelter->beneath;
       j["ahead_seconds"] = level.shelter->ahead;

@@ -71,11 +71,12 @@ EngineRunOptions RunOptions(const Script& script, const std::vector<Context>* co
 class ScriptedPolicy : public ForwardingPolicy {
  public:
   // `skip`: what the policy beneath reads, and the engine's device. `lists` may be null.
-  ScriptedPolicy(std::unique_ptr<AttentionPolicy> policy, const Script& script, bool* skip,
-                 SetMisses* lists)
+  ScriptedPolicy(std::unique_ptr<AttentionPolicy> policy, const Script& script, int context,
+                 bool* skip, SetMisses* lists)
       : ForwardingPolicy(policy.get()),
         policy_(std::move(policy)),
         script_(script),
+        context_(context),
         skip_(skip),
         lists_(lists) {}
 
@@ -83,19 +84,22 @@ class ScriptedPolicy : public ForwardingPolicy {
                  absl::Span<const int32_t> positions) override {
     ForwardingPolicy::BeginStep(stream, slots, positions);
     if (positions.empty()) return;
-    if (!first_.has_value()) first_ = positions[0];
+    // Rows of prompts count as the first step. The shortest sequence is the youngest, which windows
+    // go by.
     steps_.clear();
-    for (const int32_t position : positions) steps_.push_back(position - *first_);
-    *skip_ = script_.skips[script_.WindowOf(steps_[0])];
+    for (const int32_t position : positions) {
+      steps_.push_back(std::max<int64_t>(position - context_, 0));
+    }
+    *skip_ = script_.skips[script_.WindowOf(*std::min_element(steps_.begin(), steps_.end()))];
     if (lists_ != nullptr) lists_->BeginStep(stream, steps_);
   }
 
  private:
   const std::unique_ptr<AttentionPolicy> policy_;
   const Script script_;
+  const int context_;
   bool* const skip_;
   SetMisses* const lists_;
-  std::optional<int32_t> first_;  // position of the first step
   std::vector<int64_t> steps_;
 };
 
@@ -140,7 +144,7 @@ absl::StatusOr<Played> Play(const PolicyWorld& world, const std::string& name,
     own.options.ess.on_selection = lists->Observer();
   }
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<AttentionPolicy> made, SetUpPolicy(own, name));
-  ScriptedPolicy policy(std::move(made), script, &skip, lists.get());
+  ScriptedPolicy policy(std::move(made), script, options.context, &skip, lists.get());
   const std::unique_ptr<Device> device = NewStepDevice(
       world.device, {.version = &skip, .record = !OptionsOf(world, name).ess.row_copies});
   Played played;
@@ -175,6 +179,7 @@ void ReadTrace(const Played& played, size_t level, const Script& script, Overlap
   };
   const TransfersInside with = TransfersIn(part(1)), none = TransfersIn(part(2));
   if (with.calls > 0) out->inside = with;
+  out->kernels = ComparedKernels(part(1), part(2));
   if (none.compute_seconds > 0) out->compute_slowed = with.compute_seconds / none.compute_seconds;
   const Shelter shelter = ShelterIn(part(2));
   if (shelter.layers > 0) out->shelter = shelter;

@@ -27,6 +27,7 @@ struct OverlapLevel {
   double rate_seconds = 0;                // their bytes at the rate of long lists
   std::optional<TransfersInside> inside;  // of a traced step that fetches
   double compute_slowed = 0;              // of its other kernels, over a step that does not fetch
+  std::vector<ComparedKernel> kernels;    // of both, the most slowed first
   std::optional<Shelter> shelter;         // of a traced step that does not fetch
 
   double exposed() const { return step.median - without.median; }

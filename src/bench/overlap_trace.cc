@@ -1,6 +1,7 @@
 #include "src/bench/overlap_trace.h"
 
 #include <algorithm>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -45,6 +46,25 @@ TransfersInside TransfersIn(const StepTrace& trace) {
     }
   }
   return found;
+}
+
+std::vector<ComparedKernel> ComparedKernels(const StepTrace& with, const StepTrace& without) {
+  std::map<std::string, ComparedKernel> found;
+  for (const TraceSummary::Kernel& kernel : Summarize(with).kernel_times) {
+    found[kernel.name].with = kernel.seconds;
+  }
+  for (const TraceSummary::Kernel& kernel : Summarize(without).kernel_times) {
+    found[kernel.name].without = kernel.seconds;
+  }
+  std::vector<ComparedKernel> kernels;
+  for (auto& [name, kernel] : found) {
+    kernel.name = name;
+    if (!IsTransfer(name)) kernels.push_back(kernel);
+  }
+  std::sort(kernels.begin(), kernels.end(), [](const ComparedKernel& a, const ComparedKernel& b) {
+    return a.with - a.without > b.with - b.without;
+  });
+  return kernels;
 }
 
 double Shelter::Coverable(double t) const {

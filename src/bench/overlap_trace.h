@@ -2,6 +2,9 @@
 // run beneath. Kernels are told apart by their names, on either device.
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "src/bench/step_trace.h"
 
 namespace sluice {
@@ -13,6 +16,14 @@ struct TransfersInside {
   double compute_seconds = 0;  // of all other kernels, while each was the one to wait for
 };
 TransfersInside TransfersIn(const StepTrace& trace);
+
+// Seconds of a step that a kernel was the one to wait for, in a step that fetches and in one that
+// does not; by name, the most slowed first. Transfers are none.
+struct ComparedKernel {
+  std::string name;
+  double with = 0, without = 0;
+};
+std::vector<ComparedKernel> ComparedKernels(const StepTrace& with, const StepTrace& without);
 
 // What a transfer of a layer can run beneath, in seconds, as measured in steps that fetch nothing:
 // from where the indexer's last lists are made (Admit) to the end of the attention to what is

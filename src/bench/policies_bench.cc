@@ -8,6 +8,7 @@
 #include <set>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -27,6 +28,7 @@
 #include "src/bench/policy_quality.h"
 #include "src/bench/policy_run.h"
 #include "src/bench/run_clock.h"
+#include "src/bench/selection_overlap.h"
 #include "src/bench/step_floor.h"
 #include "src/bench/subcommand.h"
 #include "src/bench/topic_drift.h"
@@ -37,6 +39,8 @@
 
 namespace sluice {
 namespace {
+
+constexpr int kComparedSteps = 16;  // in which rows' selections are compared, at most
 
 class PoliciesBench {
  public:
@@ -244,7 +248,8 @@ class PoliciesBench {
   absl::Status RunContext(int context) {
     SLUICE_ASSIGN_OR_RETURN(const std::vector<Context> contexts, Contexts(context));
     if (options_.statistics > 0) SLUICE_RETURN_IF_ERROR(RunStatistics(contexts));
-    out_.Print("\n" + RunHeader());
+    if (options_.latent) SLUICE_RETURN_IF_ERROR(SelectionOverlap(contexts));
+    if (options_.runs) out_.Print("\n" + RunHeader());
     std::vector<PolicyRun> runs;
     absl::Status health;
     for (const std::string& policy : policies_) {
@@ -262,7 +267,7 @@ class PoliciesBench {
     const auto full = std::find_if(runs.begin(), runs.end(), [](const PolicyRun& run) {
       return run.policy == "full" && run.largest;
     });
-    out_.Print("\n" + FloorHeader());
+    if (!runs.empty()) out_.Print("\n" + FloorHeader());
     for (const PolicyRun& run : runs) {
       const PolicyRun* const base = full == runs.end() ? nullptr : &*full;
       out_.Print(FloorLine(run, rates_, base));
@@ -282,6 +287,25 @@ class PoliciesBench {
       }
     }
     return health;
+  }
+
+  // Of the model's own selections, which no policy changes.
+  absl::Status SelectionOverlap(const std::vector<Context>& contexts) {
+    const auto fetches = [](const std::string& name) { return absl::StartsWith(name, "ess"); };
+    const auto policy = std::find_if(policies_.begin(), policies_.end(), fetches);
+    if (policy == policies_.end() || !world_.model->config().latent->indexer.has_value()) {
+      return absl::OkStatus();
+    }
+    clock_.Begin("intra-layer overlap");
+    SLUICE_RETURN_IF_ERROR(tiers_->Cut(&world_, *policy));
+    SLUICE_ASSIGN_OR_RETURN(
+        const std::vector<double> layers,
+        MeasureSelectionOverlap(world_, *policy, contexts, std::min(kComparedSteps, 2 * steps())));
+    clock_.Pause();
+    const auto context = static_cast<int>(contexts[0].tokens.size());
+    out_.Print(SelectionOverlapText(layers, context));
+    report_.details["intra_layer_overlap"].push_back({{"context", context}, {"layers", layers}});
+    return absl::OkStatus();
   }
 
   absl::Status RunOnePolicy(const std::string& policy, const std::vector<Context>& contexts,

@@ -150,13 +150,21 @@ std::string ScoutRatios(const std::vector<PolicyRun>& runs) {
   return out;
 }
 
+std::string SelectionOverlapText(const std::vector<double>& layers, int context) {
+  const LayerSpread share = SpreadOfLayers(layers);
+  return absl::StrFormat(
+      "\nintra-layer overlap at context %d: a row shares %.1f%% of its selection with the row "
+      "before, %.1f%% to %.1f%% by layer\n",
+      context, 100 * share.mean, 100 * share.least, 100 * share.most);
+}
+
 std::string MissesText(const std::vector<PolicyRun>& runs) {
   std::string out;
   for (const PolicyRun& run : runs) {
     if (!run.latent || run.statistics.layers.empty()) continue;
-    const Misses misses = MissesOver(MissesByLayer(run.statistics));
-    const double first = MissesOver(MissesByLayer(run.first)).mean;
-    const double steady = MissesOver(MissesByLayer(run.steady)).mean;
+    const LayerSpread misses = SpreadOfLayers(MissesByLayer(run.statistics));
+    const double first = SpreadOfLayers(MissesByLayer(run.first)).mean;
+    const double steady = SpreadOfLayers(MissesByLayer(run.steady)).mean;
     absl::StrAppendFormat(
         &out, "%s, batch %d: a sequence misses %.0f entries in a step, %.0f to %.0f by layer; ",
         run.policy, run.batch, misses.mean, misses.least, misses.most);

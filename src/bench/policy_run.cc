@@ -171,7 +171,7 @@ std::vector<double> MissesByLayer(const PolicyStatistics& statistics) {
   return misses;
 }
 
-Misses MissesOver(const std::vector<double>& layers) {
+LayerSpread SpreadOfLayers(const std::vector<double>& layers) {
   if (layers.empty()) return {};
   const auto [least, most] = std::minmax_element(layers.begin(), layers.end());
   const double sum = std::accumulate(layers.begin(), layers.end(), 0.0);

@@ -101,10 +101,10 @@ struct PolicyRun {
 
 // Entries of latent caches that a sequence misses in a step, by layer; and over the layers.
 std::vector<double> MissesByLayer(const PolicyStatistics& statistics);
-struct Misses {
+struct LayerSpread {
   double mean = 0, least = 0, most = 0;
 };
-Misses MissesOver(const std::vector<double>& layers);
+LayerSpread SpreadOfLayers(const std::vector<double>& layers);
 // ESS, section 3.2, on a pool's first steps.
 inline constexpr int kFirstSteps = 16;
 
