@@ -62,7 +62,7 @@ std::string ForecastText(const std::vector<Forecast>& forecasts, const ForecastM
   for (const Forecast& f : forecasts) {
     absl::StrAppendFormat(
         &out,
-        "forecast with %.0f GiB of HBM for caches and %.0f GiB of DRAM: %s, context %d: %d "
+        "forecast with %.1f GiB of HBM for caches and %.0f GiB of DRAM: %s, context %d: %d "
         "sequences (%s ends it), %.1f tokens/s by a line through batches %s",
         static_cast<double>(memory.hbm_bytes) / (1 << 30),
         static_cast<double>(memory.dram_bytes) / (1 << 30), f.policy, f.context, f.batch, f.bound,

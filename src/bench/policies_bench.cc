@@ -275,6 +275,7 @@ class PoliciesBench {
     }
     out_.Print(ScoutRatios(runs));
     out_.Print(MissesText(runs));
+    TellOverlap();
     if (!options_.forecast_dram.empty()) {
       const std::string& hbm =
           options_.forecast_hbm.empty() ? options_.hbm_bytes : options_.forecast_hbm;
@@ -376,11 +377,18 @@ class PoliciesBench {
                        const std::vector<Context>& contexts, int batch, bool set) {
     SLUICE_ASSIGN_OR_RETURN(const OverlapRun run,
                             RunOverlap(world, policy, contexts, batch, OverlapOf(set)));
-    out_.Print(OverlapHeader() + OverlapLines(run));
+    // In the middle of the table of runs it would be lost.
+    overlap_text_ += OverlapLines(run);
+    if (!options_.runs) TellOverlap();
     nlohmann::json found = OverlapJson(run);
     found["drift"] = drift_;
     report_.details["overlap"].push_back(std::move(found));
     return absl::OkStatus();
+  }
+
+  void TellOverlap() {
+    if (!overlap_text_.empty()) out_.Print("\n" + OverlapHeader() + overlap_text_);
+    overlap_text_.clear();
   }
 
   absl::Status RunQuality() {
@@ -448,6 +456,7 @@ class PoliciesBench {
   StepTraffic rates_;
   std::optional<QualityTexts> texts_;
   PolicyWorld world_;
+  std::string overlap_text_;       // not printed yet
   size_t next_json_ = 0;           // of details["runs"], the first without its floor
   std::vector<StepTrace> traces_;  // to be written; empty without --out
   size_t written_ = 0;             // of them
