@@ -17,6 +17,13 @@ OverlapPlan::OverlapPlan(const Options& options)
   misses_.reserve(best_.size());
 }
 
+namespace {
+
+// Decode rows whose transfers end about when their queries do.
+constexpr int kFewRows = 8;
+
+}  // namespace
+
 StageTimes OverlapPlan::TimesOfLayer(size_t layer, int rows) const {
   LayerLoad load;
   load.context = context_;
@@ -40,6 +47,9 @@ void OverlapPlan::Choose(int rows, std::vector<Overlap>* layers) const {
       case Choice::kNone:
         overlap = Overlap::kNone;
         break;
+      case Choice::kQueries:
+        overlap = Overlap::kQueries;
+        break;
       case Choice::kDa:
         overlap = Overlap::kDa;
         break;
@@ -47,8 +57,10 @@ void OverlapPlan::Choose(int rows, std::vector<Overlap>* layers) const {
         overlap = rows < 2 ? Overlap::kDa : Overlap::kDba;
         break;
       case Choice::kLayerWise:
-        // Knowing nothing: what costs next to nothing, and hides what few misses take.
-        overlap = expects ? ChooseOverlap(TimesOfLayer(layer, rows), rows) : Overlap::kDa;
+        // Knowing nothing: what hides what few misses take.
+        overlap = expects            ? ChooseOverlap(TimesOfLayer(layer, rows), rows)
+                  : rows <= kFewRows ? Overlap::kQueries
+                                     : Overlap::kDa;
         break;
     }
   }
