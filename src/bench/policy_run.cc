@@ -102,9 +102,8 @@ Admission LargestBatch(const PolicyWorld& world, AttentionPolicy& policy, int64_
     SLUICE_CHECK(policy.Warm(slot));
     policy.Release(slot);
   }
-  TokensByKind homes;
-  for (int i = 0; i <= batch; ++i) homes += found.each.dram_tokens;
-  const bool dram = !homes.Within(world.dram->Capacity());
+  const TokensByKind home = policy.FootprintOf(0, total).dram_tokens;  // as they are admitted here
+  const bool dram = world.dram->SequencesThatFit(home) <= batch;
   found.bound = batch == world.slots ? "slots" : dram ? "DRAM" : "HBM";
   return found;
 }
