@@ -131,8 +131,7 @@ SelectionHints Nonsense(SplitMix64& random, int layers) {
   const auto entries = random.Below(20);
   for (uint64_t i = 0; i < entries; ++i) {
     SelectionHints::Entry entry;
-    entry.layer =
-        static_cast<uint32_t>(random.Below(4) == 0 ? random() : random.Below(layers));
+    entry.layer = static_cast<uint32_t>(random.Below(4) == 0 ? random() : random.Below(layers));
     if (random.Below(3) == 0) entry.kv_head = static_cast<uint32_t>(random.Below(3));
     if (random.Below(3) > 0) entry.position = static_cast<uint32_t>(random.Below(600));
     const auto count = random.Below(5) == 0 ? 2000 : random.Below(60);
