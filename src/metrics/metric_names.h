@@ -111,8 +111,11 @@ inline constexpr Metric kLeasesExpired{"sluice_leases_expired_total", Type::kCou
                                        "Transfers dropped because their lease ran out", ""};
 
 // Memory.
-inline constexpr Metric kTierCapacity{"sluice_tier_capacity_bytes", Type::kGauge,
-                                      "Bytes of a tier set aside for a kind of cache", "tier,kind"};
+inline constexpr Metric kTierCapacity{
+    "sluice_tier_capacity_bytes", Type::kGauge,
+    "Bytes of a tier set aside for a kind of cache; where kinds share "
+    "a tier, all but what the others were promised",
+    "tier,kind"};
 inline constexpr Metric kTierReserved{"sluice_tier_reserved_bytes", Type::kGauge,
                                       "Bytes promised to sequences, their growth included",
                                       "tier,kind"};
