@@ -15,7 +15,7 @@ from test_latent import (FULL, MEMORY, NAMES, PACKED, SCARCE, SPARE, assert_same
 NAME = NAMES[0]
 CASE = 2  # a prompt of 200 tokens, more than SCARCE has places
 LAYERS = 3
-LONG = 120
+LONG = 40
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +54,11 @@ def lab(served, golden):
     node, g = served(SCARCE), golden(NAME)
     set_failpoints(node)
     at_rest = node.settled()
+    hints = hints_of(LAYERS, 200)  # without them the last rows are computed again, and warm the pool
 
-    def begin(**handoff):
-        handoff = handoff or {"transfer_id": handed_over(node, g, max_new_tokens=LONG)}
-        return Stream(node, sampling=greedy(max_tokens=LONG, ignore_eos=True), **handoff)
+    def begin():
+        transfer = handed_over(node, g, max_new_tokens=LONG, hints=hints)
+        return Stream(node, sampling=greedy(max_tokens=LONG, ignore_eos=True), transfer_id=transfer)
 
     expected = begin().end().ids
     assert len(expected) == LONG
@@ -88,7 +89,7 @@ def test_a_warm_up_that_is_lost_ends_its_sequence_alone(lab):
     set_failpoints(node, PACE, "attention.warm_up=error*1")
     hit = begin().end()
     assert_transfer_failed(hit, expected)
-    assert hit.ids == []
+    assert len(hit.ids) <= 1  # the prompt's last row chooses the first token before the warm-up
     assert begin().end().ids == expected  # the next one is served beside it
     running.end()
     assert running.error is None and running.ids == expected
@@ -121,8 +122,8 @@ def test_a_late_warm_up_keeps_nobody_else_waiting(lab):
     set_failpoints(node, "engine.step=delay(20ms)", "attention.warm_up=delay(1s)*1")
     begun, tokens = time.monotonic(), len(running.ids)
     late = begin()
-    while time.monotonic() < begun + 0.8:  # its lists are not made: it has no token
-        assert late.ids == [] and late.error is None
+    while time.monotonic() < begun + 0.8:  # its lists are not made: it has its prompt's token alone
+        assert len(late.ids) <= 1 and late.error is None
         time.sleep(0.02)
     assert len(running.ids) > tokens + 4, "the step loop stood still"
     for stream in (late, running):
@@ -151,12 +152,15 @@ def test_a_part_of_a_cache_goes_on_as_all_of_it_does(served, golden, context, hi
 @pytest.mark.parametrize("context", [33, 199, 200])
 def test_a_part_of_a_cache_with_tokens_that_follow_it(served, golden, context):
     """Three tokens behind the prompt are pending: decode rows, behind the prompt's own."""
-    g = golden(NAME)
-    expected, _ = decoded(served(FULL), transfer_id=handed_over(served(FULL), g, context))
+    g, hints = golden(NAME), hints_of(LAYERS, context, positions=20)
+    answers = []
     for policy in (FULL, SCARCE, SPARE):
         node = served(policy)
-        ids, _ = decoded(node, transfer_id=handed_over(node, g, context, tokens=expected[:3]))
-        assert_same(ids, expected)
+        transfer = handed_over(node, g, context, hints=hints, tokens=g.tokens(CASE)[:3])
+        answers.append(decoded(node, transfer_id=transfer)[0])
+    assert answers[0][:3] == g.tokens(CASE)[:3] and len(answers[0]) == 24
+    assert_same(answers[1], answers[0])
+    assert_same(answers[2], answers[0])
 
 
 def repeated(hints, times):
