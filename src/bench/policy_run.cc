@@ -95,7 +95,8 @@ Admission LargestBatch(const PolicyWorld& world, AttentionPolicy& policy, int64_
   Admission found;
   found.each = policy.FootprintOf(context, total);
   found.hbm_bytes_each = world.hbm->layout().BytesFor(found.each.hbm_tokens);
-  found.dram_bytes_each = world.dram->layout().BytesFor(found.each.dram_tokens);
+  const TokensByKind home = policy.FootprintOf(0, total).dram_tokens;  // of one that runs
+  found.dram_bytes_each = world.dram->layout().BytesFor(home);
   int& batch = found.batch;
   for (; batch < world.slots; ++batch) {
     std::unique_ptr<SequenceCache> none;
@@ -106,7 +107,6 @@ Admission LargestBatch(const PolicyWorld& world, AttentionPolicy& policy, int64_
     SLUICE_CHECK(policy.Warm(slot));
     policy.Release(slot);
   }
-  const TokensByKind home = policy.FootprintOf(0, total).dram_tokens;  // as they are admitted here
   const bool dram = world.dram->SequencesThatFit(home) <= batch;
   found.bound = batch == world.slots ? "slots" : dram ? "DRAM" : "HBM";
   return found;
