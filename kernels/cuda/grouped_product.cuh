@@ -49,9 +49,7 @@ __device__ void StoreSums(const GroupedProduct& p, const TileWork& work, RowRang
       const int quad = blockIdx.x * kQuads + item % kQuads;
       const uint32_t at = sums + (item / kQuads * P::kSumStride + quad * 4) * 4;
 #pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice) {
-        part[j][slice] = kSlices == 1 ? LoadFloats(at) : LoadFromBlock(at, slice);
-      }
+      for (int slice = 0; slice < kSlices; ++slice) part[j][slice] = LoadFromBlock(at, slice);
       place[j] = RowAt(p, range, first + item / kQuads) * p.y_stride +
                  work.group * p.y_group_stride + work.feature + quad * 4;
       before[j] = p.accumulate && work.feature + quad * 4 < p.n

@@ -106,14 +106,6 @@ __device__ __forceinline__ void AwaitCluster() {
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ float4 LoadFloats(uint32_t shared) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(shared));
-  return v;
-}
-
 // The float4 at `shared`, an address of this block, in the shared memory of block `rank`. Several
 // of them may be under way at a time; barriers of the cluster order them.
 __device__ __forceinline__ float4 LoadFromBlock(uint32_t shared, int rank) {
