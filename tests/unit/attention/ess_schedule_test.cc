@@ -133,7 +133,7 @@ TEST_CASE("A plan is DA where nothing is known, queries where all has a place, e
   OverlapPlan profiled(options);
   REQUIRE(Of(profiled, 20) == kByProfile);
   REQUIRE(LayersBySchedule(profiled.Of(20)) == "queries 0, da 1, dba 2");
-  REQUIRE(profiled.statistics().layers == std::array<int, 4>{1, 0, 1, 1});
+  REQUIRE(profiled.statistics().layers == std::array<int, 4>{0, 1, 1, 1});
   REQUIRE(Of(profiled, 1) == kAllQueries);
   options.overlap = Choice::kDba;
   OverlapPlan by_hand(options);
