@@ -31,17 +31,25 @@ __global__ void __launch_bounds__(kAdmitThreads)
   for (int i = 0; i < kMaxQueryPositions; ++i) {
     if (slot >= 0 && rows == i + 1 && next[i] == slot) ++rows;
   }
-  WaitForPriorKernels();
-  LetNextKernelStart();
-  if (!is_first) return;
+  if (!is_first) {
+    WaitForPriorKernels();
+    LetNextKernelStart();
+    return;
+  }
   if (rows > kMaxQueryPositions) __trap();
   if (slot < 0) {
+    WaitForPriorKernels();
+    LetNextKernelStart();
     if (threadIdx.x == 0) {
       p.resident_counts[first] = p.arriving_counts[first] = p.move_counts[first] = 0;
     }
     return;
   }
-  Admission(p, layout, first, rows, memory).Run();
+  Admission admission(p, layout, first, rows, memory);
+  admission.Prepare();
+  WaitForPriorKernels();
+  LetNextKernelStart();
+  admission.Run();
 }
 
 bool IsTable(const PagedRows& rows, int dim) {
