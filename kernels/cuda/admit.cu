@@ -12,7 +12,8 @@
 namespace sluice::kernels::cuda {
 namespace {
 
-constexpr int kMaxShared = 227 << 10;
+// What a block may have beside its arrays of fixed size.
+constexpr int kMaxShared = (227 << 10) - (6 << 10);
 
 // Grid: rows. The block of a sequence's first row has the sequence.
 __global__ void __launch_bounds__(kAdmitThreads)
@@ -69,9 +70,9 @@ cudaError_t LaunchAdmit(const AdmitParams& p, cudaStream_t stream) {
   }
   if (p.rows == 0) return cudaSuccess;
   const AdmitLayout layout = MakeAdmitLayout(p);
-  if (layout.bytes > kMaxShared - 1024) return cudaErrorInvalidValue;
-  static const cudaError_t roomy = cudaFuncSetAttribute(
-      AdmitKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared - 1024);
+  if (layout.bytes > kMaxShared) return cudaErrorInvalidValue;
+  static const cudaError_t roomy =
+      cudaFuncSetAttribute(AdmitKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared);
   if (roomy != cudaSuccess) return roomy;
   return LaunchKernel(AdmitKernel, dim3(static_cast<unsigned>(p.rows)), dim3(kAdmitThreads),
                       static_cast<size_t>(layout.bytes), stream, p, layout);

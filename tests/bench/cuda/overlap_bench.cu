@@ -79,6 +79,7 @@ Neighbour Product() {
   p.y_stride = kN;
   p.y_type = DType::kFloat32;
   p.rows = kRows;
+  p.pairs_per_row = 1;
   return [=](int i, cudaStream_t stream) {
     cuda::GroupedProduct of_call = p;
     of_call.w.data = reinterpret_cast<const uint16_t*>(weights + i % kMatrices * kN * kK);
