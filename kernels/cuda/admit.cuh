@@ -1,6 +1,8 @@
 // Token residency of whole sequences: Admit, by one block to a sequence.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/cuda/admit_places.cuh"
 #include "kernels/latent_params.h"
 
@@ -30,7 +32,7 @@ inline AdmitLayout MakeAdmitLayout(const AdmitParams& p) {
     end = static_cast<int32_t>(end + (bytes + 15) / 16 * 16);
     return at;
   };
-  l.given_at = put(int64_t{8} * l.given);
+  l.given_at = put(std::max(int64_t{8} * l.given, int64_t{4} * kRankedPlaces));
   l.keys_at = put(int64_t{4} * l.kept);
   l.held_at = put((int64_t{p.residency.count} + 31) / 32 * 4);
   l.missing_at = put(int64_t{4} * l.rows * l.lists);
@@ -63,8 +65,9 @@ __device__ __forceinline__ int32_t EntryNumber(const PagedLatents& c, int slot, 
 // The work of a block: the sequence of rows [first, first + rows).
 class Admission {
  public:
+  // `stamps_places`: no other block does.
   __device__ Admission(const AdmitParams& params, const AdmitLayout& layout, int first_row,
-                       int row_count, unsigned char* memory)
+                       int row_count, bool stamps_places, unsigned char* memory)
       : p(params),
         l(layout),
         select(*reinterpret_cast<SelectShared*>(memory)),
@@ -76,6 +79,7 @@ class Admission {
         ahead(reinterpret_cast<int32_t*>(memory + layout.ahead_at)),
         first(first_row),
         rows(row_count),
+        stamps(stamps_places),
         slot(p.slots[first_row]),
         last(p.positions[first_row + row_count - 1]),
         count(p.residency.count),
@@ -102,36 +106,61 @@ class Admission {
     int units = p.selected.counts[first], unit[kAdmitStrip];
     FetchUnits(0, 0, unit);
     PlaceEnds ends(places, count, of_ends);
-    ends.FirstRound();
+    if (threadIdx.x == 0) totals.found = 0;
+    const PlaceEnds::Asked first_round = ends.AskFirst();
     FindAhead(totals);
+    ends.TakeFirst(first_round);
     __syncthreads();
-    ends.SecondRound();
+    const PlaceEnds::Asked second_round = ends.AskSecond();
     int64_t selected = 0;
     for (int r = 0; r < rows; ++r) {
       if (r > 0) units = p.selected.counts[first + r];
       selected += units;
       SplitRow(r, units, unit, totals);
     }
+    ends.TakeSecond(second_round);
     __syncthreads();
     ends.Finish();
     const int moves = CountMissing(totals), wanted = moves + totals.ahead;
     if (moves > p.move_capacity) __trap();
-    if (threadIdx.x == 0) Count(moves, selected);
+    if (threadIdx.x == kAdmitThreads - 32) Count(moves, selected);
     if (wanted == 0) return;
     // No place is free twice: what Admit gives it takes back in the same call.
     const int free = wanted <= ends.had() - ends.taken() ? ends.taken() : -1;
     if (free < 0) {
-      PlaceChoice(places, ends.had(), held, keys, l.kept, select)
+      PlaceChoice(places, ends.had(), held, keys, l.kept, select, &totals.found)
           .Choose(static_cast<uint32_t>(wanted), given);
     }
     Give(moves, free, totals);
+  }
+
+  // Another block's part beside the sequence's own: the stamps of what is selected and has a place,
+  // which are scattered stores, a sector each. What the other block gives meanwhile is stamped
+  // alike, and whose place it takes away was not selected.
+  __device__ void Stamp() const {
+    for (int r = 0; r < rows; ++r) {
+      const int units = p.selected.counts[first + r];
+      for (int from = 0; from < units; from += kAdmitThreads * kAdmitStrip) {
+        int unit[kAdmitStrip], place[kAdmitStrip];
+        FetchUnits(r, from, unit);
+#pragma unroll
+        for (int i = 0; i < kAdmitStrip; ++i) {
+          place[i] = EntryOf(from, i) < units ? *coming.At(unit[i]) : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < kAdmitStrip; ++i) {
+          if (place[i] >= 0) places.At(place[i])[1] = last;
+        }
+      }
+    }
   }
 
  private:
   struct Totals {
     uint32_t split[2][32];  // of warps, in turn: residents, and in the upper half misses
     int misses[kMaxQueryPositions];
-    int ahead;  // positions of them that lack a place
+    int ahead;       // positions of them that lack a place
+    uint32_t found;  // places that may be given
   };
 
   __device__ static int Thread() { return static_cast<int>(threadIdx.x); }
@@ -208,7 +237,7 @@ class Admission {
           Missing(r)[missing_at + __popc(lacks[i] & lanes_before)] = unit[i];
         } else if ((has[i] >> lane & 1) != 0) {
           p.resident[list + resident_at + __popc(has[i] & lanes_before)] = place[i];
-          places.At(place[i])[1] = last;
+          if (stamps) places.At(place[i])[1] = last;
           Hold(place[i]);
         }
         resident_at += __popc(has[i]);
@@ -348,7 +377,9 @@ class Admission {
   int32_t* const missing;
   uint16_t* const before;
   int32_t* const ahead;
-  const int first, rows, slot, last, count;
+  const int first, rows;
+  const bool stamps;
+  const int slot, last, count;
   const HeadTable place_of;
   HeadTable coming;  // place_of of positions up to the last one ahead
   HeadTable places;

@@ -10,8 +10,9 @@ namespace sluice::kernels::cuda {
 inline constexpr int kAdmitThreads = 512;
 inline constexpr int kAdmitWarps = kAdmitThreads / 32;
 inline constexpr int kKeptPlaces = 16384;  // keys that stay in shared memory
-inline constexpr int kPlacesAtOnce = 8;    // loads of a thread under way
+inline constexpr int kPlacesAtOnce = 16;   // loads of a thread under way
 inline constexpr int kRankedPlaces = 256;  // places that are ranked rather than sorted
+inline constexpr int kPlaceBits = 20;      // of places that are ranked
 
 // Of a place: 0 if it is free, else in the order of its stamp. Places that the sequence has not:
 // kNeverSelected.
@@ -35,21 +36,27 @@ class PlaceEnds {
         count_(count),
         part_((count + kAdmitThreads - 1) / kAdmitThreads) {}
 
-  __device__ void FirstRound() {
+  // Of each round: asks, without waiting for what was asked for.
+  struct Asked {
+    int taken, had;  // units, or kNoPlace
+  };
+  __device__ Asked AskFirst() const {
     const int part = static_cast<int>(threadIdx.x);
     const int last = min((part + 1) * part_, count_) - 1;
-    uint32_t found = 0;
-    if (part * part_ < count_) found = Found(places_.At(last)[0]);
-    Sum(0, found);
+    const int unit = part * part_ < count_ ? places_.At(last)[0] : kNoPlace;
+    return {unit, unit};
   }
-  __device__ void SecondRound() {
+  __device__ void TakeFirst(const Asked& asked) { Sum(0, Found(asked)); }
+  __device__ Asked AskSecond() {
     const uint32_t parts = Total(0);
     taken_ = min(static_cast<int>(parts & 0xFFFF) * part_, count_);
     had_ = min(static_cast<int>(parts >> 16) * part_, count_);
-    uint32_t found = 0;
-    for (int i = static_cast<int>(threadIdx.x); i < part_; i += kAdmitThreads) {
-      if (taken_ + i < count_) found += Found(places_.At(taken_ + i)[0]) & 0xFFFF;
-      if (had_ + i < count_) found += Found(places_.At(had_ + i)[0]) & 0xFFFF0000;
+    return AskPart(static_cast<int>(threadIdx.x));
+  }
+  __device__ void TakeSecond(const Asked& asked) {
+    uint32_t found = Found(asked);
+    for (int i = static_cast<int>(threadIdx.x) + kAdmitThreads; i < part_; i += kAdmitThreads) {
+      found += Found(AskPart(i));
     }
     Sum(1, found);
   }
@@ -63,8 +70,12 @@ class PlaceEnds {
   __device__ int had() const { return had_; }
 
  private:
-  __device__ static uint32_t Found(int unit) {
-    return (unit >= 0 ? 1u : 0u) | (unit != kNoPlace ? 0x10000u : 0u);
+  __device__ Asked AskPart(int i) const {
+    return {i < part_ && taken_ + i < count_ ? places_.At(taken_ + i)[0] : kNoPlace,
+            i < part_ && had_ + i < count_ ? places_.At(had_ + i)[0] : kNoPlace};
+  }
+  __device__ static uint32_t Found(const Asked& asked) {
+    return (asked.taken >= 0 ? 1u : 0u) | (asked.had != kNoPlace ? 0x10000u : 0u);
   }
   __device__ void Sum(int round, uint32_t found) {
     found = __reduce_add_sync(0xFFFFFFFFu, found);
@@ -105,13 +116,14 @@ struct PlaceKeys {
 // Chooses among `count` places those of the least (key, place), none of the held ones.
 class PlaceChoice {
  public:
-  // `select`: its bins are zero. `keys`: of the first `kept_count` places.
+  // `select`: its bins are zero. `keys`: of the first `kept_count` places. `found`: 0.
   __device__ PlaceChoice(const HeadTable& places, int count, const uint32_t* held, uint32_t* keys,
-                         int kept_count, SelectShared& select)
+                         int kept_count, SelectShared& select, uint32_t* found)
       : places_(places),
         held_(held),
         keys_(keys),
         select_(select),
+        found_(found),
         count_(count),
         kept_count_(min(kept_count, count)) {}
 
@@ -136,6 +148,12 @@ class PlaceChoice {
       const int bits = 32 - __clz(static_cast<int>(least.highest - least.key));
       __syncthreads();
       cut = FindSelectCut<kAdmitThreads>(keys, bits, wanted, 1, 0, select_, &lacking);
+    }
+    // With all others of the cut's own key.
+    const uint32_t candidates = wanted - cut.equals + (cut.equals > 0 ? select_.count : 0);
+    if (candidates <= kRankedPlaces && keys.high < kSelectBins && count_ <= 1 << kPlaceBits) {
+      Rank(keys, cut, wanted, given);
+      return;
     }
     VisitSelected<kAdmitThreads, true>(keys, cut, select_, [&](int place, uint32_t number) {
       given[number] = uint64_t{keys.At(place)} << 32 | static_cast<uint32_t>(place);
@@ -195,24 +213,35 @@ class PlaceChoice {
     return {of_all, place, highest};
   }
 
-  __device__ static void Sort(uint64_t* given, int number) {
-    const int mine = Thread();
-    bool late = false;
-    for (int i = mine; i + 1 < number; i += kAdmitThreads) late |= given[i] > given[i + 1];
-    if (__syncthreads_or(late ? 1 : 0) == 0) return;
-    if (number > kRankedPlaces) {
-      SortByNetwork(given, number);
-      return;
+  // Few candidates are gathered in any order, and then numbered by counting who comes earlier.
+  __device__ void Rank(const PlaceKeys& keys, const SelectCut& cut, uint32_t wanted,
+                       uint64_t* given) {
+    auto* const found = reinterpret_cast<uint32_t*>(given);
+    const uint32_t end = cut.below + (cut.equals > 0 ? 1 : 0);
+    for (int place = Thread(); place < count_; place += kAdmitThreads) {
+      const uint32_t key = keys.At(place);
+      if (key >= end) continue;
+      found[atomicAdd(found_, 1u)] = key << kPlaceBits | static_cast<uint32_t>(place);
     }
-    const uint64_t key = mine < number ? given[mine] : 0;
+    __syncthreads();
+    const int number = static_cast<int>(*found_);
+    const uint32_t mine = Thread() < number ? found[Thread()] : 0;
     int rank = 0;
-    if (mine < number) {
-#pragma unroll 4
-      for (int i = 0; i < number; ++i) rank += given[i] < key ? 1 : 0;
+    if (Thread() < number) {
+#pragma unroll 8
+      for (int i = 0; i < number; ++i) rank += found[i] < mine ? 1 : 0;
     }
     __syncthreads();
-    if (mine < number) given[rank] = key;
+    if (Thread() < number && rank < static_cast<int>(wanted)) {
+      given[rank] = mine & ((1u << kPlaceBits) - 1);
+    }
     __syncthreads();
+  }
+
+  __device__ static void Sort(uint64_t* given, int number) {
+    bool late = false;
+    for (int i = Thread(); i + 1 < number; i += kAdmitThreads) late |= given[i] > given[i + 1];
+    if (__syncthreads_or(late ? 1 : 0) != 0) SortByNetwork(given, number);
   }
 
   // A bitonic network in which every comparison leaves the lesser key at the lower index, so that
@@ -247,6 +276,7 @@ class PlaceChoice {
   const uint32_t* const held_;
   uint32_t* const keys_;
   SelectShared& select_;
+  uint32_t* const found_;
   const int count_, kept_count_;
 };
 

@@ -35,21 +35,6 @@ __device__ __forceinline__ void StoreOnce(uint32_t* to, uint32_t value) {
 }
 __device__ __forceinline__ void StoreOnce(uint8_t* to, uint8_t value) { *to = value; }
 
-// 16 bytes into shared memory by a copy that no register waits for. A thread's copies end in
-// groups, in their order.
-__device__ __forceinline__ void CopyAside(uint4* shared, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-               "l"(from)
-               : "memory");
-}
-__device__ __forceinline__ void EndCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// All of this thread's groups but the last `pending` have arrived.
-template <int pending>
-__device__ __forceinline__ void WaitForCopies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-}
-
 __device__ __forceinline__ bool BothAligned(const void* a, const void* b, unsigned bytes) {
   return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) & (bytes - 1)) == 0;
 }

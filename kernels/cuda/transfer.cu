@@ -8,36 +8,38 @@
 // of one large unit), items are numbered list by list, and warp w of W takes w, w + W, ...: at any
 // time all warps are on neighbouring items, in one list or two.
 //
-// Measured: H100, pool of 64 GiB, default blocks, GB/s of payload, medians of 5, spread below 3 %
-// (sluice-transfer-bench; copy engine 55.1 in and 55.2 out, cudaMemcpyAsync per row 0.25):
+// Measured: H100, pool of 64 GiB, to HBM by 8 blocks of half as many loads, GB/s of payload,
+// medians of 5, spread below 3 % (sluice-transfer-bench; copy engine 55.1 in and 55.2 out,
+// cudaMemcpyAsync per row 0.25):
 //   656 B, 32 x    64  256  605    128 x    64  256  605    blocks of 16 KiB
 //   to HBM        38.7 43.6 44.6          43.2 38.1 45.0    50.8
 //   to DRAM       44.1 46.2 46.8          36.7 45.1 44.9    50.8
 // Another host with an H100 gave up to 5 % less in and 18 % less out for rows of 656 B. Beside a
-// kernel that reads HBM at 3.1 TB/s (32 x 605): 25.7 in, that kernel keeps 92 % of its speed (16
-// blocks: 37.6, 84 %); 35.0 out, 89 % (8 blocks: 23.2, 98 %). H200, 76 lists of 17 to 605 rows, in:
-// 2, 4, 6, 8 blocks 21.4, 37.9, 42.1, 44.5; more in kernels/README.md.
+// kernel that reads HBM at 3.1 TB/s (32 x 605): 35.0 out, 89 % (8 blocks: 23.2, 98 %).
+//
+// To HBM what counts is the multiprocessors it takes from a step. H200, 76 x 605, by 1, 2, 3, 4
+// blocks (sluice-overlap-bench): 4 loads a lane 12.4, 23.6, 34.7, 41-45 GB/s; 8 loads 18.0, 35.4,
+// 44.3, 44.6; 1,024 threads of 4 loads the same, of 8 (which spill) 13.5, 26.0, 36, 43. Copies
+// to shared memory that no register waits for (cp.async) end at 24, whatever is in flight.
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/launch.h"
-#include "kernels/cuda/transfer_items.cuh"
+#include "kernels/cuda/move.cuh"
 
 namespace sluice::kernels::cuda {
 namespace {
 
-// How it is run to either side. `kLoads`: words of an item per lane. More blocks than these do not
-// make it faster by themselves: they put further sequences in flight, and the GPU's address
-// translation loses sight of them.
+constexpr int kThreads = 512;
+constexpr unsigned kAll = 0xFFFFFFFFu;
+
+// How it is run to either side. `kLoads`: words in flight per lane, so bytes in flight per warp.
+// More blocks than these do not make it faster by themselves: they put further sequences in flight,
+// and the GPU's address translation loses sight of them.
 struct ToHbm {
-  static constexpr int kThreads = 512;
-  static constexpr int kLoads = 4;
+  static constexpr int kLoads = 8;
   static constexpr int kBlocks = 4;
   static constexpr bool kInStep = false;
-  // Items of a warp under way, in shared memory: what is in flight needs no registers, so that few
-  // multiprocessors hold the link's latency.
-  static constexpr int kAhead = 6;
 };
 struct ToDram {
-  static constexpr int kThreads = 512;
   static constexpr int kLoads = 8;
   static constexpr int kBlocks = 16;
   // A warp's stores of one item have arrived before it sends the next one's. Stores that wait for
@@ -47,12 +49,28 @@ struct ToDram {
 };
 template <typename Side>
 constexpr int kItemBytes = Side::kLoads* kWarp* static_cast<int>(sizeof(uint4));
-constexpr int kRingBytes = ToHbm::kAhead * kItemBytes<ToHbm> * (ToHbm::kThreads / kWarp);
+
+struct Plan {
+  // How units are cut into items; one of the two is 1.
+  int32_t entries;  // of an item
+  int32_t pieces;   // of a unit, of kItemBytes each
+  bool wide;        // every address that the host knows is a multiple of 16
+};
+
+// What a warp moves at a time.
+struct Item {
+  int64_t source_offset;  // of the list
+  int64_t target_offset;
+  int32_t source_unit;  // this lane's entry; -1: none
+  int32_t target_unit;
+  int32_t entries;
+  int32_t begin;  // bytes into the unit
+};
 
 // Copies `bytes` of each entry's unit, in words of T: word c of the item is word c % words of entry
 // c / words.
 template <typename Side, typename T>
-__device__ __forceinline__ void MoveWords(const TransferParams& p, const TransferItem& item,
+__device__ __forceinline__ void MoveWords(const TransferParams& p, const Item& item,
                                           const char* source, char* target, int32_t bytes) {
   constexpr int kLoads = Side::kLoads;
   const int32_t words = bytes / static_cast<int32_t>(sizeof(T));
@@ -65,8 +83,8 @@ __device__ __forceinline__ void MoveWords(const TransferParams& p, const Transfe
     for (int i = 0; i < kLoads; ++i) {
       const int32_t word = first + i * kWarp + lane;
       const int32_t entry = word / words;
-      const int32_t source_unit = __shfl_sync(kAllLanes, item.source_unit, entry % kWarp);
-      const int32_t target_unit = __shfl_sync(kAllLanes, item.target_unit, entry % kWarp);
+      const int32_t source_unit = __shfl_sync(kAll, item.source_unit, entry % kWarp);
+      const int32_t target_unit = __shfl_sync(kAll, item.target_unit, entry % kWarp);
       to[i] = nullptr;
       if (word < total && source_unit >= 0 && target_unit >= 0) {
         const int64_t at = item.begin + int64_t{word - entry * words} * sizeof(T);
@@ -83,8 +101,7 @@ __device__ __forceinline__ void MoveWords(const TransferParams& p, const Transfe
 }
 
 template <typename Side>
-__device__ __forceinline__ void Move(const TransferParams& p, const TransferPlan& plan,
-                                     const TransferItem& item) {
+__device__ __forceinline__ void Move(const TransferParams& p, const Plan& plan, const Item& item) {
   const char* source = static_cast<const char*>(p.source) + item.source_offset;
   char* target = static_cast<char*>(p.target) + item.target_offset;
   const int32_t bytes =
@@ -96,123 +113,82 @@ __device__ __forceinline__ void Move(const TransferParams& p, const TransferPlan
   }
 }
 
-// Grid: any; block: Side::kThreads. While an item's units are on their way, the next one's entries
-// are.
+// The lists [base, base + 32), a lane each.
 template <typename Side>
-__global__ void __launch_bounds__(Side::kThreads)
-    TransferKernel(const TransferParams p, const TransferPlan plan) {
-  WaitForPriorKernels();
-  LetNextKernelStart();
-  TransferWalk walk(p, plan);
-  TransferItem item, following;
-  for (bool more = walk.Next(item); more; item = following) {
-    more = walk.Next(following);
-    Move<Side>(p, plan, item);
-  }
-}
+struct Lists {
+  int32_t base;
+  int32_t count;  // entries of this lane's list
+  int64_t source_offset;
+  int64_t target_offset;
+  int64_t items;
+  int64_t end;  // items of all lists up to and with this lane's
 
-// A warp's ring of items under way from DRAM, of words of 16 bytes. Word c of an item is word
-// c % words of entry c / words; a lane copies words lane, lane + 32, ... and stores the same ones,
-// so that it waits for its own copies alone.
-class Ring {
- public:
-  __device__ Ring(const TransferParams& p, const TransferPlan& plan, uint4* memory)
-      : p_(p),
-        memory_(memory + threadIdx.x / kWarp * (kRingBytes / (ToHbm::kThreads / kWarp)) /
-                             static_cast<int>(sizeof(uint4))),
-        bytes_(min(p.unit_bytes, plan.item_bytes)) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const int words = bytes_ / static_cast<int>(sizeof(uint4));
-#pragma unroll
-    for (int i = 0; i < ToHbm::kLoads; ++i) {
-      entry_[i] = (i * kWarp + lane) / words;
-      offset_[i] = (i * kWarp + lane - entry_[i] * words) * static_cast<int>(sizeof(uint4));
+  __device__ Lists(const TransferParams& p, const Plan& plan, int32_t first, int64_t before)
+      : base(first) {
+    const int lane = threadIdx.x % kWarp;
+    const int32_t list = base + lane;
+    const bool there = list < p.lists;
+    count = there ? max(0, min(p.counts[list], p.capacity)) : 0;
+    source_offset = p.source_offsets == nullptr ? list * p.source_stride
+                    : there                     ? p.source_offsets[list]
+                                                : 0;
+    target_offset = p.target_offsets == nullptr ? list * p.target_stride
+                    : there                     ? p.target_offsets[list]
+                                                : 0;
+    items = (int64_t{count} + plan.entries - 1) / plan.entries * plan.pieces;
+    end = items;
+    for (int step = 1; step < kWarp; step *= 2) {
+      const int64_t other = __shfl_up_sync(kAll, end, step);
+      if (lane >= step) end += other;
     }
+    end += before;
   }
 
-  // What is to be stored of an item: this lane's entry of it, or null.
-  struct Stage {
-    char* target;
-    int32_t bytes;  // of an entry; 0: there is no item
-  };
-
-  __device__ Stage Ask(const TransferItem& item, int stage) const {
-    const char* const source = static_cast<const char*>(p_.source) + item.source_offset +
-                               item.source_unit * p_.source_pitch + item.begin;
-    char* const target = static_cast<char*>(p_.target) + item.target_offset +
-                         item.target_unit * p_.target_pitch + item.begin;
-    const bool there = item.source_unit >= 0 && item.target_unit >= 0;
-    const int32_t bytes = min(p_.unit_bytes - item.begin, bytes_);
-#pragma unroll
-    for (int i = 0; i < ToHbm::kLoads; ++i) {
-      const auto from = Of(there ? source : nullptr, entry_[i]);
-      if (from != nullptr && offset_[i] < bytes) CopyAside(At(stage, i), from + offset_[i]);
+  // Item number `index` of all, which is one of these lists'. Its entry's loads are on their way.
+  __device__ Item Fetch(const TransferParams& p, const Plan& plan, int64_t index) const {
+    const int lane = threadIdx.x % kWarp;
+    const int owner = __popc(__ballot_sync(kAll, end <= index));
+    const auto own = static_cast<int32_t>(index - __shfl_sync(kAll, end - items, owner));
+    const int32_t first = own / plan.pieces * plan.entries;
+    Item item;
+    item.source_offset = __shfl_sync(kAll, source_offset, owner);
+    item.target_offset = __shfl_sync(kAll, target_offset, owner);
+    item.source_unit = item.target_unit = -1;
+    item.entries = min(plan.entries, __shfl_sync(kAll, count, owner) - first);
+    item.begin = own % plan.pieces * kItemBytes<Side>;
+    if (lane < item.entries) {
+      // Not by the read-only path: the kernel before this one may have written them while this one
+      // waited.
+      const int64_t at = int64_t{base + owner} * p.capacity + first + lane;
+      item.source_unit = p.source_units != nullptr ? __ldcg(p.source_units + at) : first + lane;
+      item.target_unit = p.target_units != nullptr ? __ldcg(p.target_units + at) : first + lane;
     }
-    return {there ? target : nullptr, bytes};
+    return item;
   }
-  __device__ void Store(const Stage& item, int stage) const {
-#pragma unroll
-    for (int i = 0; i < ToHbm::kLoads; ++i) {
-      char* const to = const_cast<char*>(Of(item.target, entry_[i]));
-      if (to != nullptr && offset_[i] < item.bytes) {
-        StoreOnce(reinterpret_cast<uint4*>(to + offset_[i]), *At(stage, i));
-      }
-    }
-  }
-
- private:
-  __device__ uint4* At(int stage, int i) const {
-    return memory_ + (stage * ToHbm::kLoads + i) * kWarp + threadIdx.x % kWarp;
-  }
-  // What lane `entry` has; past the last lane, nothing.
-  __device__ static const char* Of(const char* pointer, int entry) {
-    const auto bits = reinterpret_cast<unsigned long long>(pointer);
-    const unsigned long long its = __shfl_sync(kAllLanes, bits, entry % kWarp);
-    return entry < kWarp ? reinterpret_cast<const char*>(its) : nullptr;
-  }
-
-  const TransferParams& p_;
-  uint4* const memory_;
-  const int32_t bytes_;  // of an entry in an item
-  int entry_[ToHbm::kLoads], offset_[ToHbm::kLoads];
 };
 
-// The same for units of whole words of 16 bytes, into HBM.
-__global__ void __launch_bounds__(ToHbm::kThreads)
-    RingKernel(const TransferParams p, const TransferPlan plan) {
-  extern __shared__ __align__(16) uint4 memory[];
-  constexpr int kAhead = ToHbm::kAhead;
+// Grid: any; block: kThreads. Each warp numbers the items of 32 lists at a time by a scan over
+// their counts, so there is no limit to the lists and nothing to share between warps. While an
+// item's units are on their way, the next one's entries are.
+template <typename Side>
+__global__ void __launch_bounds__(kThreads)
+    TransferKernel(const TransferParams p, const Plan plan) {
   WaitForPriorKernels();
   LetNextKernelStart();
-  const Ring ring(p, plan, memory);
-  TransferWalk walk(p, plan);
-  Ring::Stage stages[kAhead];
-  TransferItem item;
-  // The stage's item is asked for; its lists may lie where words do not, then it is moved at once.
-  const auto ask = [&](Ring::Stage& stage, int number) {
-    stage = {nullptr, 0};
-    if (walk.Next(item)) {
-      stage.bytes = 1;
-      if (BothAligned(static_cast<const char*>(p.source) + item.source_offset,
-                      static_cast<char*>(p.target) + item.target_offset, sizeof(uint4))) {
-        stage = ring.Ask(item, number);
-      } else {
-        Move<ToHbm>(p, plan, item);
-      }
+  const int64_t warps = int64_t{gridDim.x} * (kThreads / kWarp);
+  int64_t next = int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp;
+  int64_t last = 0;  // items of the lists so far
+  for (int32_t base = 0; base < p.lists; base += kWarp) {
+    const Lists<Side> lists(p, plan, base, last);
+    last = __shfl_sync(kAll, lists.end, kWarp - 1);
+    if (next >= last) continue;
+    Item item = lists.Fetch(p, plan, next);
+    for (next += warps; next < last; next += warps) {
+      const Item following = lists.Fetch(p, plan, next);
+      Move<Side>(p, plan, item);
+      item = following;
     }
-    EndCopies();
-  };
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) ask(stages[i], i);
-  for (bool more = true; more;) {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      WaitForCopies<kAhead - 1>();
-      more = stages[i].bytes > 0;
-      if (!more) break;
-      ring.Store(stages[i], i);
-      ask(stages[i], i);
-    }
+    Move<Side>(p, plan, item);
   }
 }
 
@@ -227,27 +203,17 @@ bool IsMultiple(const TransferParams& p, uintptr_t of) {
 
 template <typename Side>
 cudaError_t Launch(const TransferParams& p, cudaStream_t stream) {
-  TransferPlan plan{};
-  plan.item_bytes = kItemBytes<Side>;
+  Plan plan{};
   plan.wide = IsMultiple(p, sizeof(uint4));
   plan.entries = max(1, min(kItemBytes<Side> / p.unit_bytes, kWarp));
   plan.pieces = (p.unit_bytes + kItemBytes<Side> - 1) / kItemBytes<Side>;
   const int64_t items =
       (int64_t{p.capacity} + plan.entries - 1) / plan.entries * plan.pieces * p.lists;
   if (items == 0) return cudaSuccess;
-  constexpr int kWarps = Side::kThreads / kWarp;
-  const int64_t wanted = (items + kWarps - 1) / kWarps;
+  const int64_t wanted = (items + kThreads / kWarp - 1) / (kThreads / kWarp);
   const int64_t allowed = p.max_workers > 0 ? p.max_workers : Side::kBlocks;
-  const dim3 grid(static_cast<unsigned>(min(wanted, allowed)));
-  if constexpr (!Side::kInStep) {
-    static const cudaError_t roomy =
-        cudaFuncSetAttribute(RingKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes);
-    if (roomy != cudaSuccess) return roomy;
-    if (plan.wide) {
-      return LaunchKernel(RingKernel, grid, dim3(Side::kThreads), kRingBytes, stream, p, plan);
-    }
-  }
-  return LaunchKernel(TransferKernel<Side>, grid, dim3(Side::kThreads), 0, stream, p, plan);
+  return LaunchKernel(TransferKernel<Side>, dim3(static_cast<unsigned>(min(wanted, allowed))),
+                      dim3(kThreads), 0, stream, p, plan);
 }
 
 }  // namespace
