@@ -82,7 +82,7 @@ struct PolicyOptions {
     bool lru = true;                 // false: every entry is fetched in every step
     enum class Overlap { kNone, kDa, kDba, kLayerWise };
     Overlap overlap = Overlap::kLayerWise;
-    int transfer_workers = 16;  // multiprocessors that fetch, beside the layer's compute
+    int transfer_workers = 4;   // multiprocessors that fetch, beside the layer's compute
     // Of a profile: entries that a sequence misses in a step, by layer, at a context. Empty: none.
     std::vector<double> misses;
     int64_t profile_context = 0;
