@@ -182,7 +182,9 @@ Metrics::Metrics()
           [&](const char* name) {
             return registry_->MakeGauge(names::kScheduleLayers, {{"schedule", name}});
           })),
-      schedule_changes_(registry_->MakeCounter(names::kScheduleChanges)) {}
+      schedule_changes_(registry_->MakeCounter(names::kScheduleChanges)) {
+  SetSelection({.layers = {{}}});  // so that their names are there whatever the policy
+}
 
 Metrics::~Metrics() = default;
 

@@ -249,6 +249,21 @@ std::string DecodeNode::RenderMetrics() {
     for (size_t i = 0; i < totals.layers.size(); ++i) totals.layers[i] = schedules.layers[i];
     totals.changes = static_cast<double>(schedules.changes);
     metrics_.SetSchedules(totals);
+    const PolicyStatistics recent = policy_->Recent();
+    SelectionTotals selection;
+    for (const PolicyStatistics::Layer& layer : recent.layers) {
+      selection.layers.push_back({static_cast<double>(layer.selected),
+                                  static_cast<double>(layer.missing),
+                                  static_cast<double>(layer.recalled)});
+      selection.rows = std::max(selection.rows, static_cast<double>(layer.steps));
+      selection.link_bytes += static_cast<double>(layer.link_bytes);
+    }
+    if (!recent.layers.empty()) {  // latent pages of HBM are places there, and nothing else
+      const CacheLayout& layout = hbm_->layout();
+      selection.places = static_cast<double>(hbm_->UsageOf(0).used_bytes /
+                                             layout.kinds[0].bytes_per_token / layout.layers);
+    }
+    metrics_.SetSelection(selection);
     metrics_.transfers_open.Set(static_cast<double>(transfers_->open_transfers()));
   }
   process_metrics_.Update(metrics_);

@@ -131,6 +131,27 @@ def test_a_late_warm_up_keeps_nobody_else_waiting(lab):
         assert stream.error is None and stream.ids == expected
 
 
+def test_metrics_say_what_was_selected_and_missed(lab):
+    node, begin, _ = lab
+    for _ in range(4):  # the counters are looked at every 32 steps
+        begin().end()
+    node.settled()
+    scrape = Scrape(node)
+    rows = scrape.get("sluice_selecting_rows_total")
+    assert rows >= 32
+    for layer in range(LAYERS):
+        selected, missed, fetched = (scrape.get(f"sluice_{what}_tokens_total", layer=str(layer))
+                                     for what in ("selected", "missed", "fetched"))
+        assert selected == 64 * rows and 0 < missed < selected and fetched == missed
+    assert scrape.get("sluice_link_bytes_total") > 656 * rows * LAYERS
+    assert scrape.get("sluice_resident_places") == 0
+    set_failpoints(node, PACE)
+    running = begin()
+    running.wait_for_tokens(2)
+    assert Scrape(node).get("sluice_resident_places") == 96
+    running.end()
+
+
 @pytest.mark.parametrize("hinted", [False, True], ids=["bare", "hinted"])
 @pytest.mark.parametrize("context", [1, 31, 32, 33, 100, 167, 168, 169, 199, 200])
 def test_a_part_of_a_cache_goes_on_as_all_of_it_does(served, golden, context, hinted):

@@ -312,8 +312,11 @@ def test_exactly_the_names_of_the_header_are_exported_and_each_has_moved(scene, 
     still = {name for name in exported_names() if not name.startswith(("process_", "sluice_build_info"))
              and "capacity" not in name}
     # Preemption needs overcommit: tests of the engine count it.
-    workers = {name for name in still if name.startswith("sluice_attention_worker")}  # policy full has none
-    assert still - moved == {"sluice_preemptions_total", "sluice_preempted_seconds"} | workers
+    # Policy full selects nothing, has no workers and chooses no schedules.
+    sparse = {name for name in still if name.startswith((
+        "sluice_attention_worker", "sluice_selected_", "sluice_missed_", "sluice_fetched_", "sluice_selecting_",
+        "sluice_link_", "sluice_resident_", "sluice_ess_"))}
+    assert still - moved == {"sluice_preemptions_total", "sluice_preempted_seconds"} | sparse
 
 
 def test_promtool_finds_nothing_to_say_about_a_live_node(scene):

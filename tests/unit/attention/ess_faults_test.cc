@@ -255,6 +255,28 @@ TEST_CASE("ess: pools of any ratio, for contexts below, at and above them") {
   }
 }
 
+TEST_CASE("ess: what was selected and missed is known while steps go on, some steps late") {
+  LatentRig rig({}, SmallPools());
+  for (const PolicyStatistics::Layer& layer : rig.policy().Recent().layers) {
+    REQUIRE(layer.selected == 0);
+  }
+  REQUIRE(rig.Admit(0, 1, 150, 300));
+  REQUIRE(rig.Admit(1, 2, 150, 300));
+  for (const int slot : {0, 1}) rig.EndPrompt(slot, rig.Hints(1, 150, 4));
+  for (int step = 0; step < 70; ++step) rig.Step({0, 1});
+  const PolicyStatistics recent = rig.policy().Recent(), now = rig.policy().Statistics();
+  REQUIRE(recent.layers.size() == now.layers.size());
+  for (size_t layer = 0; layer < now.layers.size(); ++layer) {
+    const PolicyStatistics::Layer &then = recent.layers[layer], &sums = now.layers[layer];
+    REQUIRE(then.steps >= 2 * 32);
+    REQUIRE(then.steps <= sums.steps);
+    REQUIRE(then.selected == then.steps * 32);
+    REQUIRE(then.missing > 0);
+    REQUIRE(then.missing <= sums.missing);
+    REQUIRE(then.recalled == then.missing);
+  }
+}
+
 TEST_CASE("ess: a kept sequence holds DRAM for the tokens that it has") {
   LatentRig rig({}, SmallPools());
   const CacheLayout& layout = rig.dram().layout();

@@ -113,7 +113,6 @@ bool EssTier::Admit(int slot, int64_t context, int64_t total,
   s.total = total;
   s.kept = 0;
   s.index_at_home = context > 0;
-  places_held_ += options_.shape.PlacesOf(total);
   warmer_->Join(slot);
   s.copies.clear();
   s.then.clear();
@@ -160,7 +159,6 @@ void EssTier::Release(int slot) {
   SLUICE_CHECK(s.hbm != nullptr && Warm(slot), "released once, and while nothing is copied");
   s.home.reset();
   s.hbm.reset();
-  places_held_ -= options_.shape.PlacesOf(s.total);
 }
 
 bool EssTier::MakeWayOut(int slot, int64_t tokens) {

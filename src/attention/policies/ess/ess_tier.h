@@ -67,8 +67,6 @@ class EssTier {
   void WarmUp(int slot, int64_t tokens, SelectionHints hints, bool fill);
   // Not OK: the slot's sequence was not given what WarmUp promised it. REQUIRES: Warm(slot).
   const absl::Status& Health(int slot) const { return warmer_->Health(slot); }
-  // Places of all sequences that have a slot, in each layer.
-  int64_t places_held() const { return places_held_; }
 
   // Where the step's decode rows are at home, for WriteThrough: rows of slots for which
   // `generates` is false, and padded ones, are nowhere.
@@ -112,7 +110,6 @@ class EssTier {
   const Options options_;
   PoolTables tables_;
   std::vector<Slot> slots_;
-  int64_t places_held_ = 0;
   std::array<Targets, 2> targets_;  // in turn: at most one step is under way when the next begins
   size_t next_targets_ = 0;
   Buffer device_targets_;  // int32 [layers][decode_rows] entries of homes, or -1
