@@ -72,9 +72,9 @@ inline constexpr Metric kWorkerFailures{
 // Policy ess.
 inline constexpr Metric kScheduleLayers{
     "sluice_ess_schedule_layers", Type::kGauge,
-    "Layers by what runs beneath their fetching in the steps that run: nothing (none), attention "
-    "to "
-    "what is in HBM (da), the indexer of half the batch too (dba)",
+    "Layers by what runs beneath their fetching in the steps that run: nothing (none), the making "
+    "of queries (queries), attention to what is in HBM too (da), the indexer of half the batch too "
+    "(dba)",
     "schedule"};
 inline constexpr Metric kScheduleChanges{
     "sluice_ess_schedule_changes_total", Type::kCounter,

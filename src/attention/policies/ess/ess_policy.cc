@@ -255,6 +255,10 @@ OverlapPlan::Options EssPolicy::PlanOptions() const {
   if (plan.rates.device != options_.device->name()) {  // none, or another device's
     plan.rates = AssumedRates(entry_bytes(), tier_->layout().kinds[kIndexKind].bytes_per_token);
   }
+  constexpr double kProcessors = 132;  // of an H100 or H200
+  if (options_.device->name() == "cuda") {
+    plan.rates.spared_share = std::min(options_.ess.transfer_workers / kProcessors, 1.0);
+  }
   plan.selected = static_cast<double>(options_.index_top_k);
   plan.context = options_.max_context;
   for (const MissProfile::Point& point : plan.profile.points) {  // no longer than was profiled
