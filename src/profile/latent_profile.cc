@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -72,9 +73,7 @@ class LatentProfiler {
           ": take shorter prompts (--contexts), or fewer steps"));
     }
     if (options_.topic_drift) {
-      load_.weights = [this](const ModelConfig& config) {
-        return LatentDriftWeights(config, Drift());
-      };
+      load_.weights = [this](const ModelConfig& of) { return LatentDriftWeights(of, Drift()); };
     }
     SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(load_, &bench_device_->device()));
     if (!options_.traffic.empty()) {
@@ -198,9 +197,11 @@ class LatentProfiler {
       point.by_layer.push_back(static_cast<double>(layer.missing) /
                                static_cast<double>(std::max<int64_t>(layer.steps, 1)));
     }
-    const PolicyRun::Misses misses = run.MissesByLayer();
+    const auto [least, most] = std::minmax_element(point.by_layer.begin(), point.by_layer.end());
+    const double mean = std::accumulate(point.by_layer.begin(), point.by_layer.end(), 0.0) /
+                        static_cast<double>(point.by_layer.size());
     std::printf("%9d %7.3f %6d %9.1f %9.1f %9.1f\n", static_cast<int>(context), point.ratio, batch,
-                misses.least, misses.mean, misses.most);
+                *least, mean, *most);
     std::fflush(stdout);
     Note(point, timer_->Take());
     return absl::OkStatus();
