@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
-#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -193,15 +192,10 @@ class LatentProfiler {
     point.context = context;
     point.ratio = RatioOf(total);
     point.batch = batch;
-    for (const PolicyStatistics::Layer& layer : run.statistics.layers) {
-      point.by_layer.push_back(static_cast<double>(layer.missing) /
-                               static_cast<double>(std::max<int64_t>(layer.steps, 1)));
-    }
-    const auto [least, most] = std::minmax_element(point.by_layer.begin(), point.by_layer.end());
-    const double mean = std::accumulate(point.by_layer.begin(), point.by_layer.end(), 0.0) /
-                        static_cast<double>(point.by_layer.size());
+    point.by_layer = MissesByLayer(run.statistics);
+    const LayerSpread misses = SpreadOfLayers(point.by_layer);
     std::printf("%9d %7.3f %6d %9.1f %9.1f %9.1f\n", static_cast<int>(context), point.ratio, batch,
-                *least, mean, *most);
+                misses.least, misses.mean, misses.most);
     std::fflush(stdout);
     Note(point, timer_->Take());
     return absl::OkStatus();
