@@ -60,6 +60,13 @@ void Raise(const Counter& counter, double total, double& before) {
   before = total;
 }
 
+// Two scrapes at once may bring older totals after newer ones.
+void Raise(const Counter& counter, double total, double& before) {
+  if (total <= before) return;
+  counter.Add(total - before);
+  before = total;
+}
+
 }  // namespace
 
 // Families by metric, each made with the name and help of metric_names.h.
@@ -119,6 +126,11 @@ struct Metrics::Registry {
   absl::Mutex mutex;
   WorkerTotals counted ABSL_GUARDED_BY(mutex);
   double counted_changes ABSL_GUARDED_BY(mutex) = 0;
+  SelectionTotals counted_selection ABSL_GUARDED_BY(mutex);
+  struct LayerCounters {
+    Counter selected, missed, fetched;
+  };
+  std::vector<LayerCounters> layers ABSL_GUARDED_BY(mutex);
 };
 
 Metrics::Metrics()
@@ -161,6 +173,9 @@ Metrics::Metrics()
           })),
       batch_sequences_(registry_->MakeGauge(names::kBatchSequences)),
       vllm_running_(registry_->MakeGauge(names::kVllmRunning)),
+      selecting_rows_(registry_->MakeCounter(names::kSelectingRows)),
+      link_bytes_(registry_->MakeCounter(names::kLinkBytes)),
+      resident_places_(registry_->MakeGauge(names::kResidentPlaces)),
       workers_(registry_->MakeGauge(names::kWorkers)),
       worker_busy_seconds_(registry_->MakeCounter(names::kWorkerBusySeconds)),
       worker_tokens_(registry_->MakeCounter(names::kWorkerTokens)),
@@ -219,6 +234,27 @@ void Metrics::SetSchedules(const ScheduleTotals& totals) const {
   absl::MutexLock lock(&registry_->mutex);
   for (size_t i = 0; i < totals.layers.size(); ++i) schedule_layers_[i].Set(totals.layers[i]);
   Raise(schedule_changes_, totals.changes, registry_->counted_changes);
+}
+
+void Metrics::SetSelection(const SelectionTotals& totals) const {
+  absl::MutexLock lock(&registry_->mutex);
+  SelectionTotals& counted = registry_->counted_selection;
+  while (counted.layers.size() < totals.layers.size()) {
+    const prometheus::Labels layer = {{"layer", std::to_string(counted.layers.size())}};
+    registry_->layers.push_back({registry_->MakeCounter(names::kSelectedTokens, layer),
+                                 registry_->MakeCounter(names::kMissedTokens, layer),
+                                 registry_->MakeCounter(names::kFetchedTokens, layer)});
+    counted.layers.emplace_back();
+  }
+  for (size_t i = 0; i < totals.layers.size(); ++i) {
+    const Registry::LayerCounters& counters = registry_->layers[i];
+    Raise(counters.selected, totals.layers[i].selected, counted.layers[i].selected);
+    Raise(counters.missed, totals.layers[i].missed, counted.layers[i].missed);
+    Raise(counters.fetched, totals.layers[i].fetched, counted.layers[i].fetched);
+  }
+  Raise(selecting_rows_, totals.rows, counted.rows);
+  Raise(link_bytes_, totals.link_bytes, counted.link_bytes);
+  resident_places_.Set(totals.places);
 }
 
 void Metrics::SetBuildInfo(const BuildInfo& info) {
