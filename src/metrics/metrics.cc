@@ -60,13 +60,6 @@ void Raise(const Counter& counter, double total, double& before) {
   before = total;
 }
 
-// Two scrapes at once may bring older totals after newer ones.
-void Raise(const Counter& counter, double total, double& before) {
-  if (total <= before) return;
-  counter.Add(total - before);
-  before = total;
-}
-
 }  // namespace
 
 // Families by metric, each made with the name and help of metric_names.h.
