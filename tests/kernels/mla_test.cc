@@ -62,7 +62,7 @@ class MlaFixture {
     if (IsCuda(table)) scratch_rows = std::max(int64_t{1}, scratch_rows);
     const int64_t pieces = (capacity_ + kMlaSplitEntries - 1) / kMlaSplitEntries;
     Guarded<float> scratch(scratch_rows * pieces * case_.heads * (case_.rank + 1));
-    const SparseMlaParams p = Params(first, rows, &o, scratch.span());
+    const SparseMlaParams p = Params(first, rows, &o, scratch);
     threads ? RunThreads(table.sparse_mla, p, workers) : RunWorkers(table.sparse_mla, p, workers);
     threads ? RunThreads(table.sparse_mla_merge, p, workers)
             : RunWorkers(table.sparse_mla_merge, p, workers);
@@ -72,7 +72,7 @@ class MlaFixture {
   }
 
   // All rows, each list in two: those before and from `cuts`, in one call or in two.
-  Output RunTwo(const KernelTable& table, absl::Span<const int32_t> cuts, bool one_call,
+  Output RunTwo(const KernelTable& table, std::span<const int32_t> cuts, bool one_call,
                 int64_t scratch_rows) {
     Output o = {{},
                 Guarded<uint8_t>(rows_ * out_width_ * SizeOf(out_type_)),
@@ -89,7 +89,7 @@ class MlaFixture {
         then[r * capacity_ + i - counts[r]] = lists_[r * capacity_ + i];
       }
     }
-    SparseMlaParams p = Params(0, rows_, &o, scratch.span());
+    SparseMlaParams p = Params(0, rows_, &o, scratch);
     p.counts = counts.data();
     p.then_entries = then.data();
     p.then_counts = then_counts.data();
@@ -123,7 +123,7 @@ class MlaFixture {
   int64_t out_width() const { return out_width_; }
 
  private:
-  SparseMlaParams Params(int64_t first, int64_t rows, Output* o, absl::Span<float> scratch) {
+  SparseMlaParams Params(int64_t first, int64_t rows, Output* o, Guarded<float>& scratch) {
     const bool other = case_.other != MlaOther::kNone;
     return {
         .q = q_.data() + first * width_ * SizeOf(q_type_),
@@ -131,16 +131,19 @@ class MlaFixture {
         .cache = cache_->view,
         .entries = case_.numbered ? lists_.data() + first * capacity_ : nullptr,
         .counts = counts_.data() + first,
+        .then_entries = nullptr,
+        .then_counts = nullptr,
         .capacity = capacity_,
         .other_o = other ? other_o_.data() + first * out_width_ : nullptr,
         .other_lse = other ? other_lse_.data() + first * case_.heads : nullptr,
         .out = o->bytes.data(),
         .lse = o->lse.data(),
         .scratch = scratch.data(),
-        .scratch_bytes = static_cast<int64_t>(scratch.size()) * 4,
+        .scratch_bytes = scratch.size() * 4,
         .rows = static_cast<int32_t>(rows),
         .decode_rows = static_cast<int32_t>(rows),
         .heads = case_.heads,
+        .spare_processors = 0,
         .scale = 0.06f,
         .q_type = q_type_,
         .out_type = out_type_,
@@ -260,7 +263,7 @@ void TestSparseMlaExtremes(const KernelTable& table, Random& random) {
   const auto q = RandomElements(kHeads * (kRank + kRope), type, random, 8.0f);
   const auto slots = BufferOf<int32_t>({0}), counts = BufferOf<int32_t>({kEntries});
   auto other_o = NormalBuffer<float>(kHeads * kRank, random);
-  const auto other_lse = BufferOf<float>({-1e30f, 1e30f, kNegativeInfinity, 0.0f});
+  auto other_lse = BufferOf<float>({-1e30f, 1e30f, kNegativeInfinity, 0.0f});
   const auto run = [&](const KernelTable& path) {
     Guarded<float> out(kHeads * kRank), lse(kHeads), scratch(2 * kHeads * (kRank + 1));
     const SparseMlaParams p = {.q = q.data(),
@@ -268,6 +271,8 @@ void TestSparseMlaExtremes(const KernelTable& table, Random& random) {
                                .cache = cache.view,
                                .entries = nullptr,
                                .counts = counts.data(),
+                               .then_entries = nullptr,
+                               .then_counts = nullptr,
                                .capacity = kEntries,
                                .other_o = other_o.data(),
                                .other_lse = other_lse.data(),
@@ -278,6 +283,7 @@ void TestSparseMlaExtremes(const KernelTable& table, Random& random) {
                                .rows = 1,
                                .decode_rows = 1,
                                .heads = kHeads,
+                               .spare_processors = 0,
                                .scale = 3.0f,
                                .q_type = type,
                                .out_type = DType::kFloat32};

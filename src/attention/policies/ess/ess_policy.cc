@@ -162,9 +162,6 @@ class EssPolicy : public AttentionPolicy {
   OverlapPlan::Options PlanOptions() const;
   // Looks at the counters from time to time, for the plan and for Recent.
   void Look(Stream& stream, absl::Span<const int32_t> slots, absl::Span<const int32_t> positions);
-  void Select(Stream& stream, int layer, const LatentAttention& a, int32_t first, int32_t rows) {
-    selection_->Select(stream, layer, tier_->Index(layer), a, first, rows);
-  }
   // Gives places to what rows [row, row + rows) have selected; their lists are from `list` on.
   kernels::AdmitParams AdmitOf(int layer, const LatentAttention& a, int32_t row, int32_t list,
                                int32_t rows) const;
@@ -398,10 +395,10 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
   const Overlap overlap = plan_.Of(rows)[static_cast<size_t>(layer)];
   // The same operators on the same lists under each schedule, so that results are, to the bit.
   const bool beneath = overlap == Overlap::kDa || overlap == Overlap::kDba;
-  // What is computed beneath a transfer is on a branch, and the transfer in the trunk, right behind
-  // Admit: the other way round the products' blocks, which wait on every processor for Admit to
-  // end, would keep it off them.
-  Stream& work = beneath || overlap == Overlap::kQueries ? WorkBranch(stream) : stream;
+  // PreAttn, and Attn0 where it is beneath a transfer, are on a branch. Top-k, Admit and the
+  // transfer are in the trunk, each right behind the one before: blocks of a product that waited on
+  // every processor would keep them off.
+  Stream& work = overlap == Overlap::kNone ? stream : WorkBranch(stream);
   Stream& early = overlap == Overlap::kDba ? FetchBranch(stream) : stream;
   using Stage = PolicyOptions::Ess::Stage;
   const bool timed = options_.ess.on_stage != nullptr;
@@ -409,16 +406,14 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
     if (timed) options_.ess.on_stage(stream, layer, rows, stage);
   };
   const auto select = [&](int32_t first, int32_t count) {
-    Select(stream, layer, a, first, count);
+    selection_->Select(stream, layer, tier_->Index(layer), a, first, count, [&] {
+      if (first + count == rows) work.After(stream);
+    });
     done(Stage::kSelected);
     kernels().Admit(stream, AdmitOf(layer, a, first, first, count));
     done(Stage::kAdmitted);
   };
   done(Stage::kBegin);
-  if (overlap == Overlap::kQueries) {
-    work.After(stream);
-    a.make_queries(work);
-  }
   const int32_t half = overlap == Overlap::kDba ? rows / 2 : 0;
   if (half > 0) {
     select(0, half);
@@ -426,10 +421,11 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
     Fetch(early, layer, 0, half);
   }
   select(half, rows - half);
-  if (beneath) work.After(stream);
+  if (overlap != Overlap::kNone) a.make_queries(work);
+  if (beneath) work.After(stream);  // Attn0 needs Admit's lists.
   Fetch(stream, layer, half, rows - half);
   done(Stage::kFetched);
-  if (overlap != Overlap::kQueries) a.make_queries(work);
+  if (overlap == Overlap::kNone) a.make_queries(work);
   done(Stage::kPrepared);
 
   kernels::SparseMlaParams attend = Attention(a, 0, rows);
@@ -463,7 +459,7 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
 // Rows of prompts attend to the home: their sequence has no working set yet.
 void EssPolicy::AttendPrompt(Stream& stream, int layer, const LatentAttention& a) {
   const int32_t first = a.decode_rows, rows = a.rows - first;
-  Select(stream, layer, a, first, rows);
+  selection_->Select(stream, layer, tier_->Index(layer), a, first, rows);
   const kernels::UnitLists selected = selection_->lists();
   kernels::SparseMlaParams attend = Attention(a, first, rows);
   attend.cache = tier_->Home(layer);

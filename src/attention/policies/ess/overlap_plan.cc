@@ -50,6 +50,7 @@ void OverlapPlan::Choose(int rows, std::vector<Overlap>* layers) const {
         overlap = rows < 2 ? Overlap::kDa : Overlap::kDba;
         break;
       case Choice::kLayerWise:
+        // Knowing nothing: what hides what few misses take.
         overlap = expects            ? ChooseOverlap(TimesOfLayer(layer, rows), rows)
                   : rows <= kFewRows ? Overlap::kQueries
                                      : Overlap::kDa;

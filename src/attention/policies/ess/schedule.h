@@ -2,11 +2,14 @@
 // chooses: pure functions.
 //
 //   none     indexer, transfer, PreAttn, then Attn0 and Attn1 in one launch
-//   queries  PreAttn beside the indexer and the transfer, then both attentions in one launch: for
-//            few sequences, whose indexer leaves processors idle and whose transfer is short
-//   DA       the transfer beneath PreAttn and Attn0, the attention of what is resident
+//   queries  PreAttn beside top-k, Admit and the transfer, then both attentions in one launch: for
+//            few sequences, whose transfers are short
+//   DA       PreAttn beside them as well; the transfer beneath what PreAttn has left and Attn0, the
+//            attention of what is resident
 //   DBA      the indexer in two halves of the batch: the first half's transfer beneath the second
 //            half's logits and top-k, and all of it beneath PreAttn and Attn0 as before
+// (The paper begins PreAttn behind the transfer's start: there it hides the transfer, and nothing
+// runs beside top-k, which leaves most processors idle.)
 #pragma once
 
 #include <cstdint>
@@ -27,7 +30,7 @@ struct StageTimes {
   double halves = 10;   // what the indexer and Admit cost more in two halves: their launches, tails
   double second = 0;    // what Attn1 costs in a launch of its own, and the merge
   double spared = 0;    // what Attn0 loses with the processors that it leaves the transfer
-  double beside = 0;    // of the indexer and Admit, beneath which PreAttn can run
+  double beside = 0;    // of top-k and Admit, beneath which PreAttn can run
 };
 
 // How much longer the layer takes under a schedule than with no transfer and all else in one queue;
@@ -37,7 +40,7 @@ double AddedTime(Overlap overlap, const StageTimes& times);
 // halves.
 Overlap ChooseOverlap(const StageTimes& times, int rows);
 
-// Decode rows up to which the indexer leaves processors idle.
+// Decode rows whose transfers end about when their queries do, where nothing is known of them.
 inline constexpr int kFewRows = 8;
 
 // Rates of DeepSeek-V3.2's shape (128 heads, 64 of the indexer) on an H200, where a profile has
