@@ -38,8 +38,8 @@ class ForwardingPolicy : public AttentionPolicy {
   std::unique_ptr<SequenceCache> TakeHome(int slot) override { return policy_->TakeHome(slot); }
   int decode_rows_per_sequence() const override { return policy_->decode_rows_per_sequence(); }
   bool NeedsEndPrompt() const override { return policy_->NeedsEndPrompt(); }
-  void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override {
-    policy_->EndPrompt(slot, tokens, hints);
+  void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override {
+    policy_->EndPrompt(slot, tokens, std::move(hints));
   }
   void BeginPrompt(int slot, int64_t tokens) override { policy_->BeginPrompt(slot, tokens); }
   bool wants_last_row() const override { return policy_->wants_last_row(); }
@@ -47,7 +47,13 @@ class ForwardingPolicy : public AttentionPolicy {
   int64_t hint_tokens() const override { return policy_->hint_tokens(); }
   absl::Status SlotHealth(int slot) const override { return policy_->SlotHealth(slot); }
   PolicyStatistics Statistics() const override { return policy_->Statistics(); }
+  PolicyStatistics Recent() const override { return policy_->Recent(); }
   WorkerStatistics Workers() const override { return policy_->Workers(); }
+  bool WantsRecording(int32_t decode_rows) override { return policy_->WantsRecording(decode_rows); }
+  ScheduleStatistics Schedules() const override { return policy_->Schedules(); }
+  std::string DescribeSteps(int32_t decode_rows) override {
+    return policy_->DescribeSteps(decode_rows);
+  }
   int64_t MetadataBytes(int64_t tokens) const override { return policy_->MetadataBytes(tokens); }
   bool LooksAhead(int layer) const override { return policy_->LooksAhead(layer); }
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {

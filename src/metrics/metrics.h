@@ -82,12 +82,31 @@ struct TierGauges {
   Gauge used_blocks;
 };
 
+// What a policy selected since the process began.
+struct SelectionTotals {
+  struct Layer {
+    double selected = 0;
+    double missed = 0;
+    double fetched = 0;
+  };
+  std::vector<Layer> layers;
+  double rows = 0;
+  double link_bytes = 0;
+  double places = 0;  // now
+};
+
 // What CPU workers did since the process began.
 struct WorkerTotals {
   double alive = 0;
   double busy_seconds = 0;
   double tokens = 0;
   std::array<double, 3> failures{};  // failed, left, late
+};
+
+// How policy ess lays fetching beside compute.
+struct ScheduleTotals {
+  std::array<double, 4> layers{};  // none, queries, da, dba
+  double changes = 0;              // since the process began
 };
 
 // The labels of sluice_build_info.
@@ -123,8 +142,15 @@ class Metrics {
   // same names give the same gauges.
   TierGauges Tier(std::string_view tier, std::string_view kind);
 
+  // Brings the instruments of selection up to these totals, which never go down. Makes those of a
+  // layer when it first appears.
+  void SetSelection(const SelectionTotals& totals) const;
+
   // Brings the instruments of CPU workers up to these totals, which never go down.
   void SetWorkers(const WorkerTotals& totals) const;
+
+  // The same of policy ess's schedules.
+  void SetSchedules(const ScheduleTotals& totals) const;
 
   // Once, when it is known what runs.
   void SetBuildInfo(const BuildInfo& info);
@@ -166,10 +192,15 @@ class Metrics {
   const std::array<Histogram, kStepPhases> step_seconds_;
   const Gauge batch_sequences_;
   const Gauge vllm_running_;
+  const Counter selecting_rows_;
+  const Counter link_bytes_;
+  const Gauge resident_places_;
   const Gauge workers_;
   const Counter worker_busy_seconds_;
   const Counter worker_tokens_;
   const std::array<Counter, 3> worker_failures_;
+  const std::array<Gauge, 4> schedule_layers_;
+  const Counter schedule_changes_;
 };
 
 }  // namespace sluice

@@ -158,10 +158,15 @@ PlanInput::Policy PlanPolicy(const PolicyOptions& options, const PlanInput& in, 
     if (hbm_pool.layout().kinds.size() > 1)
       room.kinds = absl::StrCat("HBM: ", BytesByKind(hbm_pool.layout(), footprint.hbm_tokens),
                                 "; DRAM: ", BytesByKind(dram_pool.layout(), footprint.dram_tokens));
+    // What only a handed-over cache needs leaves DRAM before the next sequence comes in.
+    const TokensByKind running = made->policy->FootprintOf(0, context).dram_tokens;
     room.running = std::min({hbm_pool.SequencesThatFit(footprint.hbm_tokens),
-                             dram_pool.SequencesThatFit(footprint.dram_tokens), in.max_sequences});
+                             dram_pool.SequencesThatFit(running, footprint.dram_tokens - running),
+                             in.max_sequences});
     out.rooms.push_back(room);
   }
+  out.one = made->policy->DescribeSteps(1);
+  out.all = made->policy->DescribeSteps(static_cast<int32_t>(in.max_sequences));
   return out;
 }
 
@@ -183,6 +188,12 @@ std::string PolicyLines(const PlanInput::Policy& policy) {
   if (!policy.rooms.empty() && !policy.rooms.back().kinds.empty()) {
     absl::StrAppendFormat(&out, "  of a sequence of %d tokens, %s\n", policy.rooms.back().context,
                           policy.rooms.back().kinds);
+  }
+  if (!policy.one.empty()) {
+    absl::StrAppendFormat(&out,
+                          "  beneath the fetching, by layer, until misses say otherwise: %s with "
+                          "one sequence, %s with max_sequences\n",
+                          policy.one, policy.all);
   }
   return out;
 }

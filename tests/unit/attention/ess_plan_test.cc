@@ -1,4 +1,4 @@
-// Policy ess's arithmetic: pools, warm-up, schedules, co-attention.
+// Policy ess's arithmetic: pools, warm-up, co-attention.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <set>
@@ -8,6 +8,7 @@
 #include "src/attention/policies/ess/schedule.h"
 #include "src/attention/policies/ess/warm_plan.h"
 #include "src/base/rng.h"
+#include "src/kv/page_pool.h"
 
 namespace sluice {
 namespace {
@@ -89,6 +90,26 @@ TEST_CASE("HBM is cut so that sequences of the longest context fill every kind a
   REQUIRE(whole.hbm.proportion[0] >= 32769);
 }
 
+TEST_CASE("DRAM is for entries: index keys take room while a sequence comes in, not longer") {
+  // 108 GiB, 32K: 76 sequences of 1.31 GB of entries and one on its way in. Divided by what a
+  // handed-over cache has of both kinds it would hold 73.
+  const size_t bytes = size_t{108} << 30;
+  const TierShape shape =
+      EssTierShapesOf(Options(0.2, 76, 32768, int64_t{41} << 30), DeepSeek()).dram;
+  const auto pool = PagePool::Create(
+      "dram", shape, Buffer(reinterpret_cast<void*>(4096), bytes, [](void*, size_t) {}));
+  REQUIRE(pool.ok());
+  const TokensByKind running = {32768, 0}, coming = {0, 32768};
+  REQUIRE(bytes / static_cast<size_t>(DeepSeek().BytesFor(32768)) == 73);
+  const int64_t fit = (*pool)->SequencesThatFit(running, coming);
+  REQUIRE(fit == 88);
+  // Nothing to speak of lies idle.
+  const int64_t used = DeepSeek().BytesFor(running) * fit + DeepSeek().BytesFor(coming);
+  REQUIRE(static_cast<double>(used) > 0.98 * static_cast<double>(bytes));
+  // Where all of them wait or are kept, with both kinds, none does either.
+  REQUIRE((*pool)->SequencesThatFit(32768) == 73);
+}
+
 TEST_CASE("A warm-up inserts the oldest position first, and forgets it first") {
   SelectionHints hints;
   hints.unit_tokens = 1;
@@ -154,35 +175,6 @@ TEST_CASE("Hints that make no sense leave a pool of the sequence's own entries")
         REQUIRE(units.insert(entry.unit).second);
       }
     }
-  }
-}
-
-TEST_CASE("Schedules: nothing for no misses, DA for few, DBA for many in a long context") {
-  StageTimes times = EstimateStages({0, 131072}, 20, 656, 132);
-  REQUIRE(ChooseOverlap(times) == Overlap::kNone);
-  times = EstimateStages({100, 131072}, 20, 656, 132);
-  REQUIRE(ChooseOverlap(times) == Overlap::kDa);
-  REQUIRE(AddedTime(Overlap::kDa, times) == times.branch);
-  times = EstimateStages({512, 131072}, 20, 656, 132);
-  REQUIRE(ChooseOverlap(times) == Overlap::kDba);
-  REQUIRE(AddedTime(Overlap::kDba, times) < AddedTime(Overlap::kDa, times));
-  REQUIRE(AddedTime(Overlap::kDa, times) < AddedTime(Overlap::kNone, times));
-  // A short context's indexer hides little, and costs its halves all the same.
-  times = EstimateStages({512, 4096}, 20, 656, 132);
-  REQUIRE(ChooseOverlap(times) == Overlap::kDa);
-}
-
-TEST_CASE("A schedule never hides more than there is to hide") {
-  SplitMix64 random(3);
-  for (int i = 0; i < 1000; ++i) {
-    const auto draw = [&] { return static_cast<double>(random.Below(1000)); };
-    const StageTimes t{draw(), draw(), draw(), draw(), draw() / 100, draw() / 100};
-    REQUIRE(AddedTime(Overlap::kNone, t) == t.transfer);
-    for (const Overlap overlap : {Overlap::kDa, Overlap::kDba}) {
-      REQUIRE(AddedTime(overlap, t) >= t.branch);
-      REQUIRE(AddedTime(ChooseOverlap(t), t) <= AddedTime(overlap, t));
-    }
-    REQUIRE(AddedTime(ChooseOverlap(t), t) <= t.transfer);
   }
 }
 
