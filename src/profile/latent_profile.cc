@@ -72,9 +72,7 @@ class LatentProfiler {
           ": take shorter prompts (--contexts), or fewer steps"));
     }
     if (options_.topic_drift) {
-      load_.weights = [this](const ModelConfig& config) {
-        return LatentDriftWeights(config, Drift());
-      };
+      load_.weights = [this](const ModelConfig& of) { return LatentDriftWeights(of, Drift()); };
     }
     SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(load_, &bench_device_->device()));
     if (!options_.traffic.empty()) {
@@ -194,11 +192,8 @@ class LatentProfiler {
     point.context = context;
     point.ratio = RatioOf(total);
     point.batch = batch;
-    for (const PolicyStatistics::Layer& layer : run.statistics.layers) {
-      point.by_layer.push_back(static_cast<double>(layer.missing) /
-                               static_cast<double>(std::max<int64_t>(layer.steps, 1)));
-    }
-    const PolicyRun::Misses misses = run.MissesByLayer();
+    point.by_layer = MissesByLayer(run.statistics);
+    const LayerSpread misses = SpreadOfLayers(point.by_layer);
     std::printf("%9d %7.3f %6d %9.1f %9.1f %9.1f\n", static_cast<int>(context), point.ratio, batch,
                 misses.least, misses.mean, misses.most);
     std::fflush(stdout);

@@ -233,8 +233,6 @@ TEST_CASE("a profile that cannot be written is said by its path") {
   CheckSays(WritePolicyProfile(Profile(), "/no/such/dir/p.json"), "/no/such/dir/p.json");
 }
 
-}  // namespace sluice
-
 TEST_CASE("misses and stages that make no sense are refused by their keys") {
   const auto refused = [](const char* words, const std::function<void(json&)>& change) {
     CheckSays(Changed(change), words);
@@ -267,3 +265,5 @@ TEST_CASE("misses go to policy ess, and are of as many layers as the model") {
   profile.misses.points[1].by_layer.pop_back();
   CheckSays(model.Apply(profile, kFingerprint), "misses of 2 layers, the model has 3");
 }
+
+}  // namespace sluice
