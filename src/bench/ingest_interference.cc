@@ -81,7 +81,6 @@ class BusyNode {
     model.directory = o.model;
     model.load_format = o.dummy ? "dummy" : "auto";
     SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(model, device_.get()));
-    SLUICE_RETURN_IF_ERROR(CheckKeysAndValues(model_->config(), "the bench of ingest"));
     const CacheLayout& layout = model_->cache_layout();
     SLUICE_ASSIGN_OR_RETURN(hbm_, NewPool("hbm", layout.BytesFor(kMaxContext)));
     SLUICE_ASSIGN_OR_RETURN(dram_, NewPool("dram", 2 * layout.BytesFor(ingest_tokens)));

@@ -51,7 +51,7 @@ constexpr Preset kPresets[] = {
 
 struct Setting {
   const char* key;
-  const char* policy;  // that reads it; empty: all that select
+  const char* policy;  // that reads it; empty: all that select by a budget
   bool whole;          // tokens or steps, 1 or more
   void (*apply)(PolicyOptions&, double);
 };
@@ -117,8 +117,11 @@ absl::StatusOr<Given> ParseSetting(const Preset& preset, absl::string_view part)
                                                    "', which no policy has",
                                                    DidYouMean(sides.first, PolicySettings())));
   }
+  // offload-naive is ess with its ideas switched off; what both attend to is the model's.
   const std::string policy = given.setting->policy;
-  if (policy.empty() ? preset.policy == std::string("full") : policy != preset.policy) {
+  const std::string reads =
+      preset.policy == std::string("offload-naive") ? "ess" : std::string(preset.policy);
+  if (policy.empty() ? reads == "full" || reads == "ess" : policy != reads) {
     return absl::InvalidArgumentError(
         absl::StrCat("policy ", preset.name, " has no '", sides.first, "'"));
   }

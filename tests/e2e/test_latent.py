@@ -5,94 +5,11 @@ import random
 import grpc
 import pytest
 from conftest import Pair
-from nodes import BIN, DEVICE, TIMEOUT_S, error_of, greedy, matching_steps, run, tokens_of
-from sluice.v1 import admin_pb2, common_pb2, decode_pb2, ingest_pb2, prefill_pb2
+from latent_lab import (CASES, EXACT, FAST, FULL, KERNELS, MARGIN, MEMORY, NAMES, PACKED, POLICIES,  # noqa: F401
+                        answer, assert_same, decoded, long_prompt, nodes, pair, prefilled, pushed)
+from nodes import BIN, DEVICE, TIMEOUT_S, error_of, matching_steps, run
+from sluice.v1 import admin_pb2, common_pb2, decode_pb2, ingest_pb2
 from sluice_client import status
-from sluice_client.pusher import Pusher
-
-NAMES = ["tiny-deepseek-v32", "tiny-deepseek-v32-fp8"]
-CASES = [0, 1, 2]
-# float32 throughout on the CPU; a GPU rounds activations to bf16.
-KERNELS = ["--kernels", "reference"] if DEVICE == "cpu" else []
-EXACT = ["--kv-dtype", "float32", *KERNELS]
-PACKED = ["--kv-dtype", "fp8", *KERNELS]
-FAST = ["--kv-dtype", "fp8"]
-# Where the golden margin is no more than this a token may differ. One selection that flips near the
-# cut changes everything after it (the fixtures' README), so case 2 is held to transformers' tokens in
-# float32 alone.
-MARGIN = 0.02 if DEVICE == "cpu" else 0.15
-MEMORY = ["--hbm-bytes", "64MiB", "--dram-bytes", "64MiB", "--max-sequences", "4", "--max-context", "1024"]
-FULL = ["--policy", "full"]
-# Places for as many entries as a row selects and a few more: those of 200 tokens do not fit. Or all that HBM has.
-SCARCE = ["--policy", "ess", "--ess-sparse-memory-ratio", "0.01", "--ess-least-places", "96"]
-SPARE = ["--policy", "ess"]
-POLICIES = {"full": FULL, "scarce": SCARCE, "spare": SPARE}
-
-
-@pytest.fixture(scope="module")
-def nodes(tiny_models, start):
-    """nodes(program, name, *flags): one of each, shared."""
-    made = {}
-
-    def get(program, name, *flags):
-        key = (program, name, *flags)
-        if key not in made:
-            memory = MEMORY if program == "sluice-server" else [*MEMORY[:2], *MEMORY[-2:]]
-            made[key] = start(program, tiny_models(name), *memory, *flags)
-        return made[key]
-
-    return get
-
-
-@pytest.fixture(scope="module")
-def pair(nodes):
-    """pair(name, form, policy): a decode node under a policy, and a prefill node, of one form of caches."""
-    def get(name, form=EXACT, policy="full"):
-        return Pair(nodes("sluice-server", name, *form, *POLICIES[policy]), nodes("sluice-prefill", name, *form))
-
-    return get
-
-
-def prefilled(pair, prompt, max_tokens=24, **fields):
-    """What the prefill node answers once the prompt's caches are at the decode node."""
-    return pair.prefill.prefill.Run(prefill_pb2.RunRequest(
-        prompt_token_ids=prompt, decode_address=pair.decode.address,
-        sampling=greedy(max_tokens=max_tokens, ignore_eos=True), **fields), timeout=TIMEOUT_S)
-
-
-def decoded(node, max_tokens=24, keep_seconds=0, **fields):
-    """(token ids, Finish) of a Generate."""
-    request = decode_pb2.GenerateRequest(sampling=greedy(max_tokens=max_tokens, ignore_eos=True), **fields)
-    if keep_seconds:
-        request.keep.FromSeconds(keep_seconds)
-    tokens, finish = tokens_of(node.decode.Generate(request, timeout=TIMEOUT_S))
-    return [t.id for t in tokens], finish
-
-
-def answer(pair, prompt, max_tokens=24):
-    return decoded(pair.decode, max_tokens, transfer_id=prefilled(pair, prompt, max_tokens).transfer_id)[0]
-
-
-def pushed(node, g, case, **committed):
-    """The recorded caches of a case; returns the transfer's id."""
-    with Pusher(node.address) as pusher:
-        pusher.reserve(g.prompt(case), max_new_tokens=24)
-        for layer in range(pusher.model.layers):
-            pusher.write_latent_layer(layer, *(g.file[f"case{case}.{p}.{layer}"] for p in ("latent", "rope", "index")))
-        return pusher.commit(**committed)
-
-
-def assert_same(got, expected):
-    """Tokens of two ways to compute the same attention. In bf16 a flipped selection makes other texts."""
-    if DEVICE == "cpu":
-        assert got == expected
-    else:
-        assert len(got) == len(expected) and got[0] == expected[0]
-
-
-def long_prompt(length=700):
-    """Of many chunks and selections."""
-    return [random.Random(length).randrange(2, 512) for _ in range(length)]
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))

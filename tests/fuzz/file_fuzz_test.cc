@@ -72,6 +72,28 @@ void Fuzz(int rounds, std::vector<std::string> corpus,
   CHECK(taken < rounds);
 }
 
+// DeepSeek-V3.2's settings in the spelling of its checkpoint, or those of DeepSeek-V3.
+std::string AsPublished(bool indexer) {
+  std::string text =
+      R"({"hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "vocab_size": 129280,)"
+      R"( "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,)"
+      R"( "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,)"
+      R"( "v_head_dim": 128, "first_k_dense_replace": 3, "moe_intermediate_size": 2048,)"
+      R"( "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,)"
+      R"( "norm_topk_prob": true, "num_experts_per_tok": 8, "num_nextn_predict_layers": 1,)"
+      R"( "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4,)"
+      R"( "topk_method": "noaux_tc", "max_position_embeddings": 163840, "rms_norm_eps": 1e-06,)"
+      R"( "rope_theta": 10000, "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32,)"
+      R"( "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,)"
+      R"( "original_max_position_embeddings": 4096}, "quantization_config": {"quant_method": "fp8",)"
+      R"( "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},)"
+      R"( "tie_word_embeddings": false, "attention_bias": false, "model_type": )";
+  text += indexer
+              ? R"("deepseek_v32", "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048})"
+              : R"("deepseek_v3"})";
+  return text;
+}
+
 TEST_CASE("a damaged config.json is read or refused") {
   TempDir dir;
   std::vector<std::string> corpus;
@@ -81,6 +103,7 @@ TEST_CASE("a damaged config.json is read or refused") {
   for (const std::string& name : models) {
     corpus.push_back(Text(fixtures::SourceDir(name) + "/config.json"));
   }
+  for (const bool indexer : {true, false}) corpus.push_back(AsPublished(indexer));
   Fuzz(10000, corpus, [&](const std::string& text) {
     REQUIRE(WriteFile(dir.File("config.json"), text).ok());
     return LoadModelConfig(dir.path()).status();

@@ -1,0 +1,121 @@
+"""The DeepSeek-V3.2 family on both nodes: forms of its caches, policies, and what its tests ask of them."""
+
+import json
+import random
+import struct
+
+import pytest
+from conftest import Pair
+from nodes import DEVICE, TIMEOUT_S, greedy, tokens_of
+from sluice.v1 import decode_pb2, prefill_pb2
+from sluice_client.pusher import Pusher
+
+NAMES = ["tiny-deepseek-v32", "tiny-deepseek-v32-fp8"]
+CASES = [0, 1, 2]
+# float32 throughout on the CPU; a GPU rounds activations to bf16.
+KERNELS = ["--kernels", "reference"] if DEVICE == "cpu" else []
+EXACT = ["--kv-dtype", "float32", *KERNELS]
+PACKED = ["--kv-dtype", "fp8", *KERNELS]
+FAST = ["--kv-dtype", "fp8"]
+# Where the golden margin is no more than this a token may differ. One selection that flips near the
+# cut changes everything after it (the fixtures' README), so case 2 is held to transformers' tokens in
+# float32 alone.
+MARGIN = 0.02 if DEVICE == "cpu" else 0.15
+MEMORY = ["--hbm-bytes", "64MiB", "--dram-bytes", "64MiB", "--max-sequences", "4", "--max-context", "1024"]
+FULL = ["--policy", "full"]
+# Places for as many entries as a row selects and a few more: those of 200 tokens do not fit. Or all that HBM has.
+SCARCE = ["--policy", "ess", "--ess-sparse-memory-ratio", "0.01", "--ess-least-places", "96"]
+SPARE = ["--policy", "ess"]
+# The same places, and everything is fetched in every step.
+NAIVE = ["--policy", "offload-naive", *SCARCE[2:]]
+POLICIES = {"full": FULL, "scarce": SCARCE, "spare": SPARE}
+
+
+@pytest.fixture(scope="module")
+def nodes(tiny_models, start):
+    """nodes(program, name, *flags): one of each, shared."""
+    made = {}
+
+    def get(program, name, *flags):
+        key = (program, name, *flags)
+        if key not in made:
+            memory = MEMORY if program == "sluice-server" else [*MEMORY[:2], *MEMORY[-2:]]
+            made[key] = start(program, tiny_models(name), *memory, *flags)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def pair(nodes):
+    """pair(name, form, policy): a decode node under a policy, and a prefill node, of one form of caches."""
+    def get(name, form=EXACT, policy="full"):
+        return Pair(nodes("sluice-server", name, *form, *POLICIES[policy]), nodes("sluice-prefill", name, *form))
+
+    return get
+
+
+def prefilled(pair, prompt, max_tokens=24, **fields):
+    """What the prefill node answers once the prompt's caches are at the decode node."""
+    return pair.prefill.prefill.Run(prefill_pb2.RunRequest(
+        prompt_token_ids=prompt, decode_address=pair.decode.address,
+        sampling=greedy(max_tokens=max_tokens, ignore_eos=True), **fields), timeout=TIMEOUT_S)
+
+
+def decoded(node, max_tokens=24, keep_seconds=0, **fields):
+    """(token ids, Finish) of a Generate."""
+    request = decode_pb2.GenerateRequest(sampling=greedy(max_tokens=max_tokens, ignore_eos=True), **fields)
+    if keep_seconds:
+        request.keep.FromSeconds(keep_seconds)
+    tokens, finish = tokens_of(node.decode.Generate(request, timeout=TIMEOUT_S))
+    return [t.id for t in tokens], finish
+
+
+def answer(pair, prompt, max_tokens=24):
+    return decoded(pair.decode, max_tokens, transfer_id=prefilled(pair, prompt, max_tokens).transfer_id)[0]
+
+
+def pushed(node, g, case, **committed):
+    """The recorded caches of a case; returns the transfer's id."""
+    with Pusher(node.address) as pusher:
+        pusher.reserve(g.prompt(case), max_new_tokens=24)
+        for layer in range(pusher.model.layers):
+            pusher.write_latent_layer(layer, *(g.file[f"case{case}.{p}.{layer}"] for p in ("latent", "rope", "index")))
+        return pusher.commit(**committed)
+
+
+def assert_same(got, expected):
+    """Tokens of two ways to compute the same attention. In bf16 a flipped selection makes other texts."""
+    if DEVICE == "cpu":
+        assert got == expected
+    else:
+        assert len(got) == len(expected) and got[0] == expected[0]
+
+
+def long_prompt(length=700):
+    """Of many chunks and selections."""
+    return [random.Random(length).randrange(2, 512) for _ in range(length)]
+
+
+def without_indexer(source, target):
+    """Writes the model in `source` to the folder `target` as a deepseek_v3: the same weights, no indexer."""
+    target.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    for key in ("index_head_dim", "index_n_heads", "index_topk", "layer_types"):
+        del config[key]
+    config.update(model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"])
+    (target / "config.json").write_text(json.dumps(config))
+    stored = (source / "model.safetensors").read_bytes()
+    size, = struct.unpack_from("<Q", stored)
+    header, data = json.loads(stored[8:8 + size]), stored[8 + size:]
+    kept, pieces, at = {}, [], 0
+    for name, entry in header.items():
+        if name == "__metadata__" or ".indexer." in name:
+            continue
+        begin, end = entry["data_offsets"]
+        kept[name] = {**entry, "data_offsets": [at, at + end - begin]}
+        pieces.append(data[begin:end])
+        at += end - begin
+    text = json.dumps(kept).encode()
+    (target / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"".join(pieces))
+    return target
