@@ -13,9 +13,9 @@
 // The packed form, DType::kFloat8E4M3, is that of published systems: an entry is 656 bytes,
 // [0, 512) e4m3 values, [512, 528) four float32 scales of 128 values each, [528, 656) 64 bf16 RoPE
 // values; an index key is 128 e4m3 values and one float32 scale. A scale is amax / 448 (1 where all
-// values are 0), a value its quotient by the scale, rounded to nearest, ties to even. Only rank 512
-// with rope 64 is packed. The other forms, bf16 and float32, are for exactness tests: an entry is
-// [rank + rope] elements, an index key [dim], nothing scaled.
+// values are 0), of latents up to twice that (latent_scales.h); a value is its quotient by it,
+// rounded to nearest, ties to even. Only rank 512 with rope 64 is packed. The other forms, bf16 and
+// float32, are for exactness tests: an entry is [rank + rope] elements, an index key [dim].
 #pragma once
 
 #include <cstdint>
