@@ -45,7 +45,10 @@ _PUSH_EXAMPLES = """example:
   tools/sluice push --decode 127.0.0.1:7000 --kv tests/fixtures/tiny-llama/golden.safetensors --case 1
 
 The file holds, for case C: caseC.prompt (int32 ids) and for every layer L caseC.k.L and caseC.v.L
-([tokens, kv_heads, head_dim], K after RoPE). Greedy. Output and --json as for generate.
+([tokens, kv_heads, head_dim], K after RoPE); of a model with latent caches (DeepSeek) caseC.latent.L
+([tokens, rank] after kv_a_layernorm), caseC.rope.L ([tokens, rope] after RoPE, pairs side by side) and,
+with an indexer, caseC.index.L ([tokens, 128] after RoPE), which go in the node's form. Greedy. Output and
+--json as for generate.
 """
 
 _STATUS_EXAMPLES = """examples:

@@ -476,11 +476,12 @@ absl::Status CheckRoom(const PolicyOptions& o, const EssTier& tier) {
   const auto bytes = [](const PagePool& pool, const TokensByKind& tokens) {
     return absl::StrCat(pool.layout().BytesFor(tokens), " bytes of ", pool.name());
   };
-  return absl::InvalidArgumentError(
-      absl::StrCat(o.hbm->CouldEverFit(least.hbm_tokens) ? "dram_bytes" : "hbm_bytes",
-                   ": too few for one sequence with policy ", o.name, ", which takes ",
-                   bytes(*o.hbm, least.hbm_tokens), " and ", bytes(*o.dram, least.dram_tokens),
-                   " at least, beside as much of each kind as longer ones want: raise it"));
+  return absl::InvalidArgumentError(absl::StrCat(
+      o.hbm->CouldEverFit(least.hbm_tokens) ? "dram_bytes" : "hbm_bytes",
+      ": too few for one sequence with policy ", o.name, ", which takes ",
+      bytes(*o.hbm, least.hbm_tokens), " and ", bytes(*o.dram, least.dram_tokens),
+      " at least; both are divided between kinds of caches as sequences of max_context tokens take "
+      "them: raise it, or lower --max-context"));
 }
 
 absl::StatusOr<std::unique_ptr<AttentionPolicy>> EssPolicy::Create(const PolicyOptions& given) {
