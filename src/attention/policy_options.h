@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -88,8 +89,17 @@ struct PolicyOptions {
     // Of a profile: entries that a sequence misses in a step, by layer, at a context. Empty: none.
     std::vector<double> misses;
     int64_t profile_context = 0;
-    // For measurements alone: nothing is fetched, results are wrong.
-    bool skip_transfers = false;
+    // A copy of the host's for each entry in place of Transfer, to show what that brings: the host
+    // waits for every layer's lists, so steps cannot be recorded.
+    bool row_copies = false;
+    // For measurements alone. Steps that are enqueued while it is true fetch nothing, and their
+    // results are wrong. Null: all fetch.
+    const bool* skip_transfers = nullptr;
+    // For measurements alone: called behind each selection (SelectionObserver,
+    // latent/index_selection.h), whose lists it may replace. Null: nothing is.
+    std::function<void(Stream& stream, int layer, const kernels::UnitLists& selected,
+                       int32_t first_row, int32_t rows)>
+        on_selection;
   } ess;
 
   struct Oracle {

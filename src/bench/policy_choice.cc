@@ -20,6 +20,7 @@ using Overlap = PolicyOptions::Ess::Overlap;
 using Selector = PolicyOptions::Oracle::Selector;
 
 constexpr char kMeanSelection[] = "hgca-mean";
+constexpr bool kSkip = true;
 
 struct Preset {
   const char* name;
@@ -51,8 +52,9 @@ constexpr Preset kPresets[] = {
 
 struct Setting {
   const char* key;
-  const char* policy;  // that reads it; empty: all that select by a budget
-  bool whole;          // tokens or steps, 1 or more
+  // That reads it, "ess" for offload-naive too; empty: all that select by a budget.
+  const char* policy;
+  bool whole;  // tokens or steps, 1 or more
   void (*apply)(PolicyOptions&, double);
 };
 constexpr Setting kSettings[] = {
@@ -88,7 +90,9 @@ constexpr Setting kSettings[] = {
     {"movers", "ess", true,
      [](PolicyOptions& o, double value) { o.ess.transfer_workers = static_cast<int>(value); }},
     {"skip", "ess", false,
-     [](PolicyOptions& o, double value) { o.ess.skip_transfers = value != 0; }},
+     [](PolicyOptions& o, double value) { o.ess.skip_transfers = value != 0 ? &kSkip : nullptr; }},
+    {"row-copies", "ess", false,
+     [](PolicyOptions& o, double value) { o.ess.row_copies = value != 0; }},
     {"resident", "scout", true,
      [](PolicyOptions& o, double value) { o.scout.resident_tokens = static_cast<int>(value); }},
 };
@@ -117,11 +121,10 @@ absl::StatusOr<Given> ParseSetting(const Preset& preset, absl::string_view part)
                                                    "', which no policy has",
                                                    DidYouMean(sides.first, PolicySettings())));
   }
-  // offload-naive is ess with its ideas switched off; what both attend to is the model's.
   const std::string policy = given.setting->policy;
-  const std::string reads =
-      preset.policy == std::string("offload-naive") ? "ess" : std::string(preset.policy);
-  if (policy.empty() ? reads == "full" || reads == "ess" : policy != reads) {
+  const std::string of = preset.policy == std::string("offload-naive") ? "ess" : preset.policy;
+  // What full and ess attend to is the model's.
+  if (policy.empty() ? of == "full" || of == "ess" : policy != of) {
     return absl::InvalidArgumentError(
         absl::StrCat("policy ", preset.name, " has no '", sides.first, "'"));
   }

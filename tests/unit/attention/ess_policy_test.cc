@@ -79,6 +79,17 @@ TEST_CASE("ess: schedules and recorded, padded steps change no bit") {
   }
 }
 
+TEST_CASE("ess: a copy of the host's for each entry changes no bit") {
+  PolicyOptions::Ess ess = SmallPools();
+  const Result want = Run(ess, 0), naive = Run(ess, 0, "offload-naive");
+  ess.row_copies = true;
+  for (const Overlap overlap : {Overlap::kNone, Overlap::kDba}) {
+    ess.overlap = overlap;
+    REQUIRE(Run(ess, 0) == want);
+  }
+  REQUIRE(Run(ess, 0, "offload-naive") == naive);
+}
+
 TEST_CASE("offload-naive fetches everything in every step, to the same results") {
   PolicyOptions::Ess ess = SmallPools();
   const Result want = Run(ess, 0), got = Run(ess, 0, "offload-naive");

@@ -10,6 +10,7 @@
 #include "src/attention/latent/index_selection.h"
 #include "src/attention/offload/selection_counters.h"
 #include "src/attention/policies/ess/ess_tier.h"
+#include "src/attention/policies/ess/row_copies.h"
 #include "src/attention/policies/ess/schedule.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
@@ -115,11 +116,13 @@ class EssPolicy : public AttentionPolicy {
   };
 
   EssPolicy(const PolicyOptions& options, std::unique_ptr<EssTier> tier,
-            std::unique_ptr<IndexSelection> selection, Buffers buffers)
+            std::unique_ptr<IndexSelection> selection, std::unique_ptr<RowCopies> row_copies,
+            Buffers buffers)
       : options_(options),
         decode_rows_(DecodeRows(options)),
         tier_(std::move(tier)),
         selection_(std::move(selection)),
+        row_copies_(std::move(row_copies)),
         buffers_(std::move(buffers)),
         generates_(static_cast<size_t>(options.slots), false),
         prompts_(static_cast<size_t>(options.slots)) {}
@@ -156,6 +159,7 @@ class EssPolicy : public AttentionPolicy {
   const int32_t decode_rows_;
   const std::unique_ptr<EssTier> tier_;
   const std::unique_ptr<IndexSelection> selection_;
+  const std::unique_ptr<RowCopies> row_copies_;  // null: Transfer
   const Buffers buffers_;
   std::vector<bool> generates_;  // by slot: past its prompt, rows are decode rows
   std::vector<Prompt> prompts_;  // by slot
@@ -295,7 +299,7 @@ kernels::AdmitParams EssPolicy::AdmitOf(int layer, const LatentAttention& a, int
 }
 
 void EssPolicy::Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const {
-  if (options_.ess.skip_transfers) return;
+  if (options_.ess.skip_transfers != nullptr && *options_.ess.skip_transfers) return;
   const int32_t capacity = selection_->lists().capacity;
   kernels::TransferParams move{};
   move.source = tier_->Home(layer).base;
@@ -308,6 +312,7 @@ void EssPolicy::Fetch(Stream& stream, int layer, int32_t first, int32_t rows) co
   move.capacity = capacity;
   move.unit_bytes = static_cast<int32_t>(entry_bytes());
   move.max_workers = options_.ess.transfer_workers;
+  if (row_copies_ != nullptr) return row_copies_->Enqueue(stream, move);
   kernels().Transfer(stream, move);
 }
 
@@ -510,9 +515,15 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> EssPolicy::Create(const PolicyO
   selection_options.max_context = options.max_context;
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<IndexSelection> selection,
                           IndexSelection::Create(selection_options));
+  selection->Observe(options.ess.on_selection);
+  std::unique_ptr<RowCopies> row_copies;
+  if (options.ess.row_copies) {
+    SLUICE_ASSIGN_OR_RETURN(
+        row_copies, RowCopies::Create(options.device, DecodeRows(options), options.index_top_k));
+  }
   SLUICE_ASSIGN_OR_RETURN(Buffers buffers, NewBuffers(options));
-  return std::unique_ptr<AttentionPolicy>(
-      new EssPolicy(options, std::move(tier), std::move(selection), std::move(buffers)));
+  return std::unique_ptr<AttentionPolicy>(new EssPolicy(
+      options, std::move(tier), std::move(selection), std::move(row_copies), std::move(buffers)));
 }
 
 }  // namespace
