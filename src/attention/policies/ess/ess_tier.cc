@@ -6,6 +6,7 @@
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
+#include "src/kv/page_copies.h"
 
 namespace sluice {
 
@@ -126,21 +127,8 @@ bool EssTier::Admit(int slot, int64_t context, int64_t total,
 
 void EssTier::CopyIndex(Slot& s, const SequenceCache& from, const SequenceCache& to,
                         int64_t tokens) const {
-  const CacheKind& kind = layout().kinds[kIndexKind];
-  const auto blocks = static_cast<size_t>(kind.BlocksFor(tokens));
   for (int layer = 0; layer < layout().layers; ++layer) {
-    const std::vector<int32_t>& source = from.Pages(layer, kIndexKind);
-    const std::vector<int32_t>& target = to.Pages(layer, kIndexKind);
-    for (size_t begin = 0, end; begin < blocks; begin = end) {
-      end = begin + 1;
-      while (end < blocks && source[end] == source[end - 1] + 1 &&
-             target[end] == target[end - 1] + 1) {
-        ++end;
-      }
-      s.copies.push_back({to.pool()->PageAddress(kIndexKind, target[begin]),
-                          from.pool()->PageAddress(kIndexKind, source[begin]),
-                          (end - begin) * static_cast<size_t>(kind.page_bytes())});
-    }
+    CopyPages(from, to, layer, kIndexKind, tokens, &s.copies);
   }
 }
 
@@ -208,18 +196,8 @@ void EssTier::WarmUp(int slot, int64_t tokens, const SelectionHints& hints, bool
   const bool whole = fill && places > s.total;
   if (whole) {
     tables_.FillWhole(*s.hbm, s.total, tokens, &s.warm_then);
-    const CacheKind& kind = latent();
     for (int layer = 0; layer < layout().layers; ++layer) {
-      const std::vector<int32_t>& from = s.home->Pages(layer, kLatentKind);
-      const std::vector<int32_t>& to = s.hbm->Pages(layer, kLatentKind);
-      const auto blocks = static_cast<size_t>(kind.BlocksFor(tokens));
-      for (size_t begin = 0, end; begin < blocks; begin = end) {
-        end = begin + 1;
-        while (end < blocks && from[end] == from[end - 1] + 1 && to[end] == to[end - 1] + 1) ++end;
-        s.warm_copies.push_back({options_.hbm->PageAddress(kLatentKind, to[begin]),
-                                 options_.dram->PageAddress(kLatentKind, from[begin]),
-                                 (end - begin) * static_cast<size_t>(kind.page_bytes())});
-      }
+      CopyPages(*s.home, *s.hbm, layer, kLatentKind, tokens, &s.warm_copies);
     }
   }
   copy_stream_->CopyBatch(s.warm_copies.data(), s.warm_copies.size());
