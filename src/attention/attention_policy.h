@@ -91,7 +91,7 @@ class AttentionPolicy {
   // The slot's first `tokens` tokens are its prompt, and computed: starts to make its working set;
   // Warm(slot) says when it is there. Once. `hints`: what its prefill node found important; they
   // count where nothing better is known. REQUIRES: every step that has the slot is done.
-  virtual void EndPrompt(int /*slot*/, int64_t /*tokens*/, const SelectionHints& /*hints*/) {}
+  virtual void EndPrompt(int /*slot*/, int64_t /*tokens*/, SelectionHints /*hints*/) {}
   // Of a prompt that was handed over whole, without hints, how many of the last rows are to be
   // computed again, so that EndPrompt knows what they attend to.
   virtual int last_rows_wanted() const { return 0; }

@@ -52,6 +52,13 @@ constexpr std::array<const char*, kStepPhases> kPhaseNames = {"plan",   "launch"
                                                               "sample", "emit",   "total"};
 constexpr std::array<const char*, 3> kWorkerFailureNames = {"failed", "left", "late"};
 
+// Two scrapes at once may bring older totals after newer ones.
+void Raise(const Counter& counter, double total, double& before) {
+  if (total <= before) return;
+  counter.Add(total - before);
+  before = total;
+}
+
 }  // namespace
 
 // Families by metric, each made with the name and help of metric_names.h.
@@ -110,6 +117,11 @@ struct Metrics::Registry {
 
   absl::Mutex mutex;
   WorkerTotals counted ABSL_GUARDED_BY(mutex);
+  SelectionTotals counted_selection ABSL_GUARDED_BY(mutex);
+  struct LayerCounters {
+    Counter selected, missed, fetched;
+  };
+  std::vector<LayerCounters> layers ABSL_GUARDED_BY(mutex);
 };
 
 Metrics::Metrics()
@@ -152,6 +164,9 @@ Metrics::Metrics()
           })),
       batch_sequences_(registry_->MakeGauge(names::kBatchSequences)),
       vllm_running_(registry_->MakeGauge(names::kVllmRunning)),
+      selecting_rows_(registry_->MakeCounter(names::kSelectingRows)),
+      link_bytes_(registry_->MakeCounter(names::kLinkBytes)),
+      resident_places_(registry_->MakeGauge(names::kResidentPlaces)),
       workers_(registry_->MakeGauge(names::kWorkers)),
       worker_busy_seconds_(registry_->MakeCounter(names::kWorkerBusySeconds)),
       worker_tokens_(registry_->MakeCounter(names::kWorkerTokens)),
@@ -191,17 +206,32 @@ void Metrics::SetWorkers(const WorkerTotals& totals) const {
   absl::MutexLock lock(&registry_->mutex);
   WorkerTotals& counted = registry_->counted;
   workers_.Set(totals.alive);
-  // Two scrapes at once may bring older totals after newer ones.
-  const auto raise = [](const Counter& counter, double total, double& before) {
-    if (total <= before) return;
-    counter.Add(total - before);
-    before = total;
-  };
-  raise(worker_busy_seconds_, totals.busy_seconds, counted.busy_seconds);
-  raise(worker_tokens_, totals.tokens, counted.tokens);
+  Raise(worker_busy_seconds_, totals.busy_seconds, counted.busy_seconds);
+  Raise(worker_tokens_, totals.tokens, counted.tokens);
   for (size_t i = 0; i < totals.failures.size(); ++i) {
-    raise(worker_failures_[i], totals.failures[i], counted.failures[i]);
+    Raise(worker_failures_[i], totals.failures[i], counted.failures[i]);
   }
+}
+
+void Metrics::SetSelection(const SelectionTotals& totals) const {
+  absl::MutexLock lock(&registry_->mutex);
+  SelectionTotals& counted = registry_->counted_selection;
+  while (counted.layers.size() < totals.layers.size()) {
+    const prometheus::Labels layer = {{"layer", std::to_string(counted.layers.size())}};
+    registry_->layers.push_back({registry_->MakeCounter(names::kSelectedTokens, layer),
+                                 registry_->MakeCounter(names::kMissedTokens, layer),
+                                 registry_->MakeCounter(names::kFetchedTokens, layer)});
+    counted.layers.emplace_back();
+  }
+  for (size_t i = 0; i < totals.layers.size(); ++i) {
+    const Registry::LayerCounters& counters = registry_->layers[i];
+    Raise(counters.selected, totals.layers[i].selected, counted.layers[i].selected);
+    Raise(counters.missed, totals.layers[i].missed, counted.layers[i].missed);
+    Raise(counters.fetched, totals.layers[i].fetched, counted.layers[i].fetched);
+  }
+  Raise(selecting_rows_, totals.rows, counted.rows);
+  Raise(link_bytes_, totals.link_bytes, counted.link_bytes);
+  resident_places_.Set(totals.places);
 }
 
 void Metrics::SetBuildInfo(const BuildInfo& info) {

@@ -158,8 +158,11 @@ PlanInput::Policy PlanPolicy(const PolicyOptions& options, const PlanInput& in, 
     if (hbm_pool.layout().kinds.size() > 1)
       room.kinds = absl::StrCat("HBM: ", BytesByKind(hbm_pool.layout(), footprint.hbm_tokens),
                                 "; DRAM: ", BytesByKind(dram_pool.layout(), footprint.dram_tokens));
+    // What only a handed-over cache needs leaves DRAM before the next sequence comes in.
+    const TokensByKind running = made->policy->FootprintOf(0, context).dram_tokens;
     room.running = std::min({hbm_pool.SequencesThatFit(footprint.hbm_tokens),
-                             dram_pool.SequencesThatFit(footprint.dram_tokens), in.max_sequences});
+                             dram_pool.SequencesThatFit(running, footprint.dram_tokens - running),
+                             in.max_sequences});
     out.rooms.push_back(room);
   }
   return out;

@@ -12,6 +12,8 @@
 #include "src/attention/policies/ess/ess_tier.h"
 #include "src/attention/policies/ess/row_copies.h"
 #include "src/attention/policies/ess/schedule.h"
+#include "src/base/error.h"
+#include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 
@@ -41,6 +43,7 @@ class EssPolicy : public AttentionPolicy {
     SLUICE_CHECK(promise == Promise::kFirm, "nothing is preempted");
     if (!tier_->Admit(slot, context, total, home)) return false;
     generates_[static_cast<size_t>(slot)] = false;
+    fetch_lost_[static_cast<size_t>(slot)] = false;
     prompts_[static_cast<size_t>(slot)] = {};
     return true;
   }
@@ -64,7 +67,8 @@ class EssPolicy : public AttentionPolicy {
     prompts_[static_cast<size_t>(slot)].tokens = tokens;
     prompts_[static_cast<size_t>(slot)].cached = cached;
   }
-  void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override;
+  void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override;
+  absl::Status SlotHealth(int slot) const override;
   int last_rows_wanted() const override {
     const bool wanted = options_.recompute_last != PolicyOptions::RecomputeLast::kOff;
     return wanted && options_.ess.warm_up && options_.ess.lru ? kWarmRows : 0;
@@ -125,6 +129,7 @@ class EssPolicy : public AttentionPolicy {
         row_copies_(std::move(row_copies)),
         buffers_(std::move(buffers)),
         generates_(static_cast<size_t>(options.slots), false),
+        fetch_lost_(static_cast<size_t>(options.slots), false),
         prompts_(static_cast<size_t>(options.slots)) {}
 
   static int DecodeRows(const PolicyOptions& options) {
@@ -161,8 +166,9 @@ class EssPolicy : public AttentionPolicy {
   const std::unique_ptr<IndexSelection> selection_;
   const std::unique_ptr<RowCopies> row_copies_;  // null: Transfer
   const Buffers buffers_;
-  std::vector<bool> generates_;  // by slot: past its prompt, rows are decode rows
-  std::vector<Prompt> prompts_;  // by slot
+  std::vector<bool> generates_;   // by slot: past its prompt, rows are decode rows
+  std::vector<bool> fetch_lost_;  // by slot: of its sequence, in a step
+  std::vector<Prompt> prompts_;   // by slot
   // Rows of the step that is being enqueued whose selections pools are to see. Behind a prompt's
   // last row the next token's place is made.
   struct Replay {
@@ -178,6 +184,11 @@ class EssPolicy : public AttentionPolicy {
 void EssPolicy::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                           absl::Span<const int32_t> positions) {
   tier_->BeginStep(stream, slots, positions, generates_);
+  for (const int32_t slot : slots) {
+    if (slot < 0 || !generates_[static_cast<size_t>(slot)]) continue;
+    if (SLUICE_FAILPOINT(kAttentionGather)) fetch_lost_[static_cast<size_t>(slot)] = true;
+    break;
+  }
   // The last rows of prompts: which they are depends on the prompt alone, not on its chunks, so
   // that what a sequence finds in its pool does not depend on its neighbours.
   appending_ = AppendingSlots(slots, positions);
@@ -212,7 +223,17 @@ const int32_t* EssPolicy::AppendingSlots(absl::Span<const int32_t> slots,
   return out;
 }
 
-void EssPolicy::EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) {
+absl::Status EssPolicy::SlotHealth(int slot) const {
+  if (fetch_lost_[static_cast<size_t>(slot)]) {
+    return WithReason(
+        absl::InternalError("entries that a step fetched did not reach HBM (failpoint "
+                            "attention.gather); send the request again"),
+        "TRANSFER_FAILED");
+  }
+  return tier_->Health(slot);
+}
+
+void EssPolicy::EndPrompt(int slot, int64_t tokens, SelectionHints hints) {
   const auto s = static_cast<size_t>(slot);
   generates_[s] = true;
   // The pool is what its own last rows left there, and the next token has its place. Hints know
@@ -222,7 +243,7 @@ void EssPolicy::EndPrompt(int slot, int64_t tokens, const SelectionHints& hints)
       (prompt.replayed >= kWarmRows || hints.empty())) {
     return;
   }
-  tier_->WarmUp(slot, tokens, hints, options_.ess.warm_up && options_.ess.lru);
+  tier_->WarmUp(slot, tokens, std::move(hints), options_.ess.warm_up && options_.ess.lru);
 }
 
 void EssPolicy::AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) {
