@@ -60,7 +60,8 @@ __device__ __forceinline__ char* EntryAt(const LatentAppendParams& p, int slot, 
 // the 128 values of a scale; the first rope / 2 threads turn the other values. Moves 2.3 KB in and
 // 656 bytes out a row (twice with `written`): at 128 rows 0.4 MB, 0.1 us of HBM; the launch is what
 // it costs. Measured (H200, packed, written twice, launches one after the other in a graph): 1.8 us
-// at 1 row, 1.9 at 64, 2.8 at 512.
+// at 1 row, 1.9 at 64, 2.8 at 512, before a group's scale was the best of eight, which is some 300
+// instructions of a warp more and was not timed yet.
 __global__ void __launch_bounds__(kEntryThreads)
     LatentAppendKernel(LatentAppendParams p, bool aligned) {
   LetNextKernelStart();

@@ -12,6 +12,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "src/attention/policy_profile.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/bench/bench_device.h"
@@ -129,6 +130,12 @@ class PoliciesBench {
     world_.options.workers = static_cast<int>(options_.workers);
     world_.options.scout.recall = !options_.no_recall;
     world_.options.hgca.window_tokens = static_cast<int>(options_.hgca_window);
+    if (!options_.policy_profile.empty()) {
+      SLUICE_ASSIGN_OR_RETURN(const PolicyProfile profile,
+                              ReadPolicyProfile(options_.policy_profile));
+      SLUICE_RETURN_IF_ERROR(ApplyPolicyProfile(profile, model_->fingerprint(),
+                                                model_->cache_layout(), &world_.options));
+    }
     if (tiers_ == nullptr) {
       clock_.Begin("pools");
       SLUICE_ASSIGN_OR_RETURN(

@@ -89,6 +89,17 @@ inline constexpr Metric kWorkerFailures{
     "sequences that it serves",
     "reason"};
 
+// Policy ess.
+inline constexpr Metric kScheduleLayers{
+    "sluice_ess_schedule_layers", Type::kGauge,
+    "Layers by what runs beneath their fetching in the steps that run: nothing (none), the making "
+    "of queries (queries), attention to what is in HBM too (da), the indexer of half the batch too "
+    "(dba)",
+    "schedule"};
+inline constexpr Metric kScheduleChanges{
+    "sluice_ess_schedule_changes_total", Type::kCounter,
+    "Times that steps of a size were given other schedules, by what they had missed", ""};
+
 // Ingest.
 inline constexpr Metric kReserves{
     "sluice_reserves_total", Type::kCounter,
@@ -178,6 +189,8 @@ inline constexpr const Metric* kAll[] = {
     &kWorkerBusySeconds,
     &kWorkerTokens,
     &kWorkerFailures,
+    &kScheduleLayers,
+    &kScheduleChanges,
     &kReserves,
     &kIngestBytes,
     &kIngestBlocks,

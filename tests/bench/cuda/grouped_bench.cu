@@ -1,6 +1,7 @@
-// sluice-grouped-bench [check,times]: products with fp8 weights, of experts and by heads, in the
-// shapes of DeepSeek-V3.2 on this GPU: whether they are right and rows keep their bits among any
-// number of others, and GB/s of weights, in a captured graph over weights that are all different.
+// sluice-grouped-bench [check,tiny,times,equal]: products with fp8 weights, of experts and by
+// heads, in the shapes of DeepSeek-V3.2 on this GPU: whether they are right and rows keep their
+// bits among any number of others, and GB/s of weights, in a captured graph over weights that are
+// all different (equal: with scales of 2^-8, as those of dummy weights are equal).
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -17,13 +18,13 @@ using kernels::WeightLayout;
 using kernels::cuda::GroupedProduct;
 using kernels::cuda::LaunchGroupedProduct;
 
-// Scales around 2^-8, some of them far from it, some 0.
-__global__ void FillScales(float* out, size_t size, uint64_t seed) {
+// Scales around 2^-8, some of them far from it, some 0; or all equal.
+__global__ void FillScales(float* out, size_t size, uint64_t seed, bool equal) {
   for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
        i += size_t{gridDim.x} * blockDim.x) {
     const uint32_t hash = HashOf(seed + i);
     const float scale = (0.5f + static_cast<float>(hash >> 8) * 0x1p-24f) * 0x1p-8f;
-    out[i] = hash % 31 == 0 ? 0.0f : hash % 17 == 0 ? scale * 0x1p-6f : scale;
+    out[i] = equal ? 0x1p-8f : hash % 31 == 0 ? 0.0f : hash % 17 == 0 ? scale * 0x1p-6f : scale;
   }
 }
 
@@ -92,7 +93,7 @@ struct Matrices {
   DeviceArray<uint8_t> bytes;
   DeviceArray<float> scales;
 
-  Matrices(const Shape& s, int count)
+  Matrices(const Shape& s, int count, bool equal_scales = false)
       : shape(s), copies(count), bytes(s.Bytes() * count), scales(ScalesOf(s) * count) {
     const kernels::WeightFormula formula = {0x5EED, 0.1f, 0.0f};
     const auto size = static_cast<int64_t>(s.Elements() * count);
@@ -100,7 +101,7 @@ struct Matrices {
                      : kernels::cuda::LaunchFillWeights(
                            formula, size, reinterpret_cast<uint16_t*>(bytes.data()), nullptr),
           "LaunchFillWeights");
-    FillScales<<<256, 256>>>(scales.data(), scales.size(), 77);
+    FillScales<<<256, 256>>>(scales.data(), scales.size(), 77, equal_scales);
   }
 
   static size_t ScalesOf(const Shape& s) {
@@ -271,7 +272,7 @@ void CheckTiny(const Vectors& v) {
   }
 }
 
-void Time(const Vectors& v, double ceiling) {
+void Time(const Vectors& v, bool equal_scales) {
   constexpr auto kFp8 = WeightLayout::kFp8Blocks;
   constexpr auto kBf16 = WeightLayout::kRowMajor;
   struct Timed {
@@ -295,7 +296,7 @@ void Time(const Vectors& v, double ceiling) {
         Timed{{"heads, v", kBf16, 128, 128, 512}, 0}}) {
     const Shape& s = t.shape;
     const int copies = static_cast<int>(std::clamp<size_t>(800'000'000 / s.Bytes(), 2, 40));
-    const Matrices m(s, copies);
+    const Matrices m(s, copies, equal_scales);
     std::printf("\n%-18s %3d x %5d x %5d", s.name, s.groups, s.n, s.k);
     for (int rows : kRows) {
       const Routing routing = Route(rows, std::max(1, s.groups), std::max(1, t.chosen), false);
@@ -313,7 +314,7 @@ void Time(const Vectors& v, double ceiling) {
       std::printf(" %5.0f (%4.1f)", static_cast<double>(s.Bytes()) / us * 1e-3, us);
     }
   }
-  std::printf("\nread ceiling %.0f GB/s\n", ceiling);
+  std::printf("\n");
 }
 
 int Main(const std::string& parts) {
@@ -325,8 +326,11 @@ int Main(const std::string& parts) {
   if (wanted("check") || wanted("tiny")) CheckTiny(v);
   if (wanted("times")) {
     const DeviceArray<uint16_t> data = RandomBf16(size_t{1} << 29, 9, 1.0f);
-    Time(v, ReadCeiling(data.data(), data.size() * 2, size_t{256} << 20));
+    std::printf("read ceiling %.0f GB/s\n",
+                ReadCeiling(data.data(), data.size() * 2, size_t{256} << 20));
+    Time(v, false);
   }
+  if (wanted("equal")) Time(v, true);
   return 0;
 }
 
