@@ -63,6 +63,12 @@ std::string OverlapLines(const OverlapRun& run) {
     }
     absl::StrAppend(&out, "\n");
   }
+  const OverlapLevel& first = run.levels.front();
+  if (!first.set.has_value()) {
+    absl::StrAppendFormat(&out, "%s, batch %d: %.1f tokens/s, and %.1f if transfers took no time\n",
+                          run.policy, run.batch, run.batch / first.step.median,
+                          run.batch / first.without.median);
+  }
   absl::StrAppendFormat(&out, "%s, batch %d: transfers of long lists by themselves %.1f GB/s\n",
                         run.policy, run.batch, run.long_rate / 1e9);
   return out;

@@ -101,7 +101,7 @@ TEST_CASE("set misses: what would come back while it is there is refused") {
   CHECK_FALSE(SetMisses::Create(options).ok());
   options.tokens = 32;
   options.misses = {0, 9};
-  CHECK(std::string(SetMisses::Create(options).status().message()).find("9") != std::string::npos);
+  CHECK(std::string(SetMisses::Create(options).status().message()).find('9') != std::string::npos);
 }
 
 TEST_CASE("a recording has two versions, of which each run takes one") {
