@@ -84,17 +84,17 @@ class AttentionPolicy {
   // Whether a sequence needs EndPrompt before its first decode row: at once after Admit where the
   // whole prompt was handed over, else after the prompt's last step.
   virtual bool NeedsEndPrompt() const { return false; }
-  // After Admit: the slot's first `tokens` tokens are its prompt, as EndPrompt will say again.
-  virtual void BeginPrompt(int /*slot*/, int64_t /*tokens*/) {}
+  // After Admit: the slot's first `tokens` tokens are its prompt, as EndPrompt will say again. The
+  // caches of the first `cached` are there and stay: rows of those are computed again for what they
+  // select alone (last_rows_wanted).
+  virtual void BeginPrompt(int /*slot*/, int64_t /*tokens*/, int64_t /*cached*/) {}
   // The slot's first `tokens` tokens are its prompt, and computed: starts to make its working set;
   // Warm(slot) says when it is there. Once. `hints`: what its prefill node found important; they
   // count where nothing better is known. REQUIRES: every step that has the slot is done.
   virtual void EndPrompt(int /*slot*/, int64_t /*tokens*/, SelectionHints /*hints*/) {}
-  // Whether a prompt that was handed over whole, without hints, is to have its last row computed
-  // again, so that EndPrompt knows what that row attends to. The row reads all of the cache.
-  virtual bool wants_last_row() const { return false; }
-  // Of such a prompt, how many of its last rows.
-  virtual int last_rows_wanted() const { return wants_last_row() ? 1 : 0; }
+  // Of a prompt that was handed over whole, without hints, how many of the last rows are to be
+  // computed again, so that EndPrompt knows what they attend to.
+  virtual int last_rows_wanted() const { return 0; }
   // Tokens of a layer and KV head that hints may name and EndPrompt finds places for; 0: it has no
   // use for hints.
   virtual int64_t hint_tokens() const { return 0; }

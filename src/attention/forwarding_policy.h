@@ -41,8 +41,9 @@ class ForwardingPolicy : public AttentionPolicy {
   void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override {
     policy_->EndPrompt(slot, tokens, std::move(hints));
   }
-  void BeginPrompt(int slot, int64_t tokens) override { policy_->BeginPrompt(slot, tokens); }
-  bool wants_last_row() const override { return policy_->wants_last_row(); }
+  void BeginPrompt(int slot, int64_t tokens, int64_t cached) override {
+    policy_->BeginPrompt(slot, tokens, cached);
+  }
   int last_rows_wanted() const override { return policy_->last_rows_wanted(); }
   int64_t hint_tokens() const override { return policy_->hint_tokens(); }
   absl::Status SlotHealth(int slot) const override { return policy_->SlotHealth(slot); }

@@ -39,8 +39,11 @@ struct PolicyOptions {
   int dense_layers = 2;      // the first ones, wholly in HBM
   kernels::GroupReduction reduction = kernels::GroupReduction::kMax;
 
-  // scout, hgca: compute the last row of a prompt that was handed over whole again.
-  bool recompute_last = false;
+  // Compute the last rows of a prompt that was handed over whole and without hints again, so that
+  // the working set begins with what they attend to: one of scout and hgca, 32 of ess. By itself
+  // ess alone does: its rows read what they select, those of the others the whole cache.
+  enum class RecomputeLast { kAuto, kOn, kOff };
+  RecomputeLast recompute_last = RecomputeLast::kAuto;
 
   // CPU workers that attend to what is not in HBM.
   const kernels::KernelTable* host_kernels = nullptr;  // null: the best of this processor

@@ -20,6 +20,8 @@
 #include "src/device/cpu/cpu_device.h"
 #include "src/kv/transfer_table.h"
 #include "src/metrics/metrics.h"
+#include "src/model/model.h"
+#include "src/model/model_config.h"
 #include "src/service/grpc_server.h"
 #include "src/service/ingest_service.h"
 
@@ -233,6 +235,12 @@ int RunIngestBench(const Invocation& invocation) {
   flags.Seconds("window", "of each measurement beside the decode", 60, &o.window_seconds);
   flags.File("json", "write the report as JSON, without FILE to standard output", &o.json);
   if (const auto status = ReadFlags(flags, invocation)) return *status;
+  if (!o.model.empty()) {
+    const absl::StatusOr<ModelConfig> config = LoadModelConfig(o.model);
+    if (!config.ok()) return Fail(config.status());
+    const absl::Status fits = CheckKeysAndValues(*config, "the bench of ingest");
+    if (!fits.ok()) return Fail(fits);
+  }
   Report report = NewReport("ingest", invocation);
   report.shape = {{"chunks_kib", absl::StrJoin(o.chunks_kib, ",")},
                   {"transfer_mib", absl::StrCat(o.transfer_mib)},

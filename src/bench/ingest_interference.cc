@@ -81,8 +81,6 @@ class BusyNode {
     Model::Options model;
     model.directory = o.model;
     model.load_format = o.dummy ? "dummy" : "auto";
-    SLUICE_ASSIGN_OR_RETURN(const ModelConfig shape, LoadModelConfig(model.directory));
-    SLUICE_RETURN_IF_ERROR(CheckKeysAndValues(shape, "the bench of ingest"));
     SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(model, device_.get()));
     const CacheLayout& layout = model_->cache_layout();
     SLUICE_ASSIGN_OR_RETURN(hbm_, NewPool("hbm", layout.BytesFor(kMaxContext)));

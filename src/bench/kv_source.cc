@@ -7,6 +7,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/e4m3.h"
+#include "kernels/latent_params.h"
 #include "src/base/crc32c.h"
 #include "src/base/dtype.h"
 #include "src/base/rng.h"
@@ -101,28 +103,66 @@ class RandomKv : public ChunkedKv {
  private:
   v1::WriteRequest& Fill(uint32_t, size_t index, const ChunkPlan& chunk) override {
     v1::WriteRequest& message = messages_[{index, chunk.bytes}];
-    if (message.payload().empty()) SetPayload(RandomPayload(index, chunk.bytes), &message);
+    if (message.payload().empty()) SetPayload(RandomPayload(index, chunk), &message);
     return message;
   }
-  // The sum of four uniform values, scaled to a variance of 1, is normal enough for a cache.
-  std::string RandomPayload(size_t index, uint64_t bytes) const {
-    const bool wide = kind(index).element_type == DType::kFloat32;
-    std::string out(bytes, '\0');
+  std::string RandomPayload(size_t index, const ChunkPlan& chunk) const {
+    const CacheKind& of = kind(index);
     SplitMix64 random(index + 1);
-    for (uint64_t at = 0; at < bytes; at += wide ? 4 : 2) {
-      const uint64_t bits = random();
-      double sum = -2.0 * 65535;
-      for (int i = 0; i < 4; ++i) sum += static_cast<double>(bits >> (16 * i) & 0xFFFF);
-      const auto value = static_cast<float>(sum / 65535 * std::sqrt(3.0));
-      const uint16_t narrow = FloatToBFloat16(value);
-      if (wide) {
-        std::memcpy(&out[at], &value, 4);
-      } else {
-        std::memcpy(&out[at], &narrow, 2);
+    std::string out;
+    out.reserve(chunk.bytes);
+    if (of.element_type != DType::kFloat8E4M3) {
+      while (out.size() < chunk.bytes) AppendValues(of.element_type, 1, random, &out);
+      return out;
+    }
+    // Block by block, as the kind's parts lie there: entries one after the other; or the values of
+    // all index keys, then their scales.
+    const auto block = static_cast<uint32_t>(of.block_tokens);
+    for (uint32_t first = chunk.token_begin; first < chunk.token_end; first += block) {
+      const uint32_t tokens = std::min(block, chunk.token_end - first);
+      for (const int64_t part : of.part_bytes) {
+        for (uint32_t t = 0; t < tokens; ++t) AppendPacked(part, random, &out);
       }
     }
     return out;
   }
+  // One token's part of a packed cache.
+  static void AppendPacked(int64_t bytes, SplitMix64& random, std::string* out) {
+    if (bytes == kernels::kPackedEntryBytes) {
+      AppendValues(DType::kFloat8E4M3, kernels::kPackedRank, random, out);
+      for (int i = 0; i < kernels::kPackedRank / kernels::kPackedScaleTokens; ++i) {
+        AppendScale(out);
+      }
+      AppendValues(DType::kBFloat16, kernels::kPackedRope, random, out);
+    } else if (bytes == kernels::kIndexDim) {
+      AppendValues(DType::kFloat8E4M3, kernels::kIndexDim, random, out);
+    } else {
+      AppendScale(out);
+    }
+  }
+  static void AppendScale(std::string* out) {
+    out->append(reinterpret_cast<const char*>(&kScale), sizeof(kScale));
+  }
+  // The sum of four uniform values, scaled to a variance of 1, is normal enough for a cache.
+  static void AppendValues(DType type, int count, SplitMix64& random, std::string* out) {
+    for (int v = 0; v < count; ++v) {
+      const uint64_t bits = random();
+      double sum = -2.0 * 65535;
+      for (int i = 0; i < 4; ++i) sum += static_cast<double>(bits >> (16 * i) & 0xFFFF);
+      const auto value = static_cast<float>(sum / 65535 * std::sqrt(3.0));
+      if (type == DType::kFloat32) {
+        out->append(reinterpret_cast<const char*>(&value), sizeof(value));
+      } else if (type == DType::kBFloat16) {
+        const uint16_t narrow = FloatToBFloat16(value);
+        out->append(reinterpret_cast<const char*>(&narrow), sizeof(narrow));
+      } else {
+        out->push_back(static_cast<char>(kernels::FloatToE4M3(value / kScale)));
+      }
+    }
+  }
+
+  // Of packed values, none of which is above 3.5.
+  static constexpr float kScale = 3.5f / kernels::kE4M3Max;
 
   const uint32_t vocab_;
   const std::vector<int32_t> none_;

@@ -129,7 +129,7 @@ absl::StatusOr<Played> Play(const PolicyWorld& world, const std::string& name,
   std::unique_ptr<SetMisses> lists;
   if (!script.misses.empty()) {
     // Pools begin with the newest tokens, which no list has.
-    own.options.recompute_last = false;
+    own.options.recompute_last = PolicyOptions::RecomputeLast::kOff;
     PolicyWorld plain = own;
     SLUICE_ASSIGN_OR_RETURN(const auto policy, SetUpPolicy(plain, name));
     SetMisses::Options set;

@@ -129,8 +129,6 @@ class PoliciesBench {
     world_.options.dense_layers = static_cast<int>(options_.dense_layers);
     world_.options.workers = static_cast<int>(options_.workers);
     world_.options.scout.recall = !options_.no_recall;
-    // What the last rows select is what a sequence begins with: no prefill node sends it here.
-    world_.options.recompute_last = options_.latent;
     world_.options.hgca.window_tokens = static_cast<int>(options_.hgca_window);
     if (!options_.policy_profile.empty()) {
       SLUICE_ASSIGN_OR_RETURN(const PolicyProfile profile,

@@ -53,8 +53,9 @@ constexpr Preset kPresets[] = {
 
 struct Setting {
   const char* key;
-  const char* policy;  // that reads it, "ess" for offload-naive too; empty: all that select
-  bool whole;          // tokens or steps, 1 or more
+  // That reads it, "ess" for offload-naive too; empty: all that select by a budget.
+  const char* policy;
+  bool whole;  // tokens or steps, 1 or more
   void (*apply)(PolicyOptions&, double);
 };
 constexpr Setting kSettings[] = {
@@ -123,7 +124,8 @@ absl::StatusOr<Given> ParseSetting(const Preset& preset, absl::string_view part)
   }
   const std::string policy = given.setting->policy;
   const std::string of = preset.policy == std::string("offload-naive") ? "ess" : preset.policy;
-  if (policy.empty() ? of == "full" : policy != of) {
+  // What full and ess attend to is the model's.
+  if (policy.empty() ? of == "full" || of == "ess" : policy != of) {
     return absl::InvalidArgumentError(
         absl::StrCat("policy ", preset.name, " has no '", sides.first, "'"));
   }

@@ -102,6 +102,8 @@ class StepBench {
   static constexpr int kWarmUp = 2;
 
   absl::Status Load() {
+    SLUICE_ASSIGN_OR_RETURN(const ModelConfig config, LoadModelConfig(options_.model));
+    SLUICE_RETURN_IF_ERROR(CheckKeysAndValues(config, "the bench of steps"));
     SLUICE_ASSIGN_OR_RETURN(bench_device_,
                             BenchDevice::Create({options_.device, options_.kernels, threads_}));
     device_ = &bench_device_->device();
@@ -119,8 +121,6 @@ class StepBench {
     model.max_context = max_context_;
     model.max_rows = std::max(max_batch_ + 1, static_cast<int>(options_.chunk));
     model.max_logits = max_batch_;
-    SLUICE_ASSIGN_OR_RETURN(const ModelConfig shape, LoadModelConfig(model.directory));
-    SLUICE_RETURN_IF_ERROR(CheckKeysAndValues(shape, "the bench of steps"));
     SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(model, device_));
     const int64_t bytes =
         (model_->cache_layout().BytesFor(max_context_) + 4096) * max_batch_ + 8192;

@@ -119,7 +119,8 @@ bool EngineImpl::Admit(Sequence& sequence, Promise promise, absl::Time now) {
   } else {
     sequence.preempted += now - sequence.preempted_at;
   }
-  parts_.policy->BeginPrompt(slot, sequence.prompt_length);
+  parts_.policy->BeginPrompt(slot, sequence.prompt_length,
+                             std::min(sequence.context_length, sequence.length - 1));
   sequence.prompt_ended = !parts_.policy->NeedsEndPrompt();
   EndPromptIfDone(sequence);
   batch_->Join(*stream_, slot, sequence.tokens, sequence.request.sampling, *sequence.seed,

@@ -84,7 +84,7 @@ class LatentProfiler {
     world_.max_context = model_->max_context();
     world_.slots = most_;
     // What the last rows select is what a sequence begins with: no prefill node sends it here.
-    world_.options.recompute_last = true;
+    world_.options.recompute_last = PolicyOptions::RecomputeLast::kOn;
     PolicyOptions::Ess& ess = world_.options.ess;
     ess.least_places = static_cast<int>(options_.least_places);
     ess.overlap = PolicyOptions::Ess::Overlap::kNone;

@@ -13,6 +13,7 @@
 #include "src/device/cpu/cpu_device.h"
 #include "src/device/mailbox.h"
 #include "src/model/policy_model.h"
+#include "src/service/status_mapping.h"
 #ifdef SLUICE_HAVE_CUDA
 #include "src/device/cuda/cuda_device.h"
 #endif
@@ -33,6 +34,12 @@ PolicyOptions::Ess::Overlap OverlapOf(const std::string& name) {
          : name == "da"      ? Overlap::kDa
          : name == "dba"     ? Overlap::kDba
                              : Overlap::kLayerWise;
+}
+
+PolicyOptions::RecomputeLast RecomputeLastOf(const std::string& name) {
+  using RecomputeLast = PolicyOptions::RecomputeLast;
+  if (name == "on") return RecomputeLast::kOn;
+  return name == "off" ? RecomputeLast::kOff : RecomputeLast::kAuto;
 }
 
 }  // namespace
@@ -84,7 +91,7 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
   PolicyOptions o;
   o.name = config.policy();
   o.budget_tokens = static_cast<int>(config.budget_tokens());
-  o.recompute_last = config.recompute_last();
+  o.recompute_last = RecomputeLastOf(config.recompute_last());
   o.dense_layers = static_cast<int>(config.dense_layers());
   o.reduction = ReductionOf(config.score_reduction());
   if (config.policy_workers() > Mailbox::kMaxWorkers) {
@@ -119,7 +126,9 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
                       : selector == "random" ? Selector::kRandom
                                              : Selector::kExact;
   if (config.policy_profile().empty()) return o;
-  SLUICE_ASSIGN_OR_RETURN(const PolicyProfile profile, ReadPolicyProfile(config.policy_profile()));
+  absl::StatusOr<PolicyProfile> read = ReadPolicyProfile(config.policy_profile());
+  if (!read.ok()) return WithMessagePrefix(read.status(), "policy_profile");
+  const PolicyProfile profile = *std::move(read);
   SLUICE_RETURN_IF_ERROR(ApplyPolicyProfile(
       profile, fingerprint.empty() ? profile.model_fingerprint : fingerprint, layout, &o));
   return o;

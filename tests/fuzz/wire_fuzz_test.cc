@@ -5,6 +5,7 @@
 
 #include <catch2/catch.hpp>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,8 +16,10 @@ extern "C" {
 
 #include "sluice/v1/decode.pb.h"
 #include "sluice/v1/ingest.pb.h"
+#include "src/attention/policies/ess/warm_plan.h"
 #include "src/base/manual_clock.h"
 #include "src/base/status_macros.h"
+#include "src/kv/selection_hints.h"
 #include "src/kv/transfer_table.h"
 #include "src/sampling/sampling_params.h"
 #include "src/service/proto_conversion.h"
@@ -181,6 +184,55 @@ TEST_CASE("damaged manifests are reserved or refused, and nothing stays") {
     REQUIRE(node.Empty());
   }
   CHECK(reserved > 0);
+  CHECK(refused > 0);
+}
+
+v1::Hints GoodHints(uint32_t unit_tokens) {
+  v1::Hints hints;
+  hints.set_unit_tokens(unit_tokens);
+  for (uint32_t i = 0; i < 12; ++i) {
+    v1::Hints::Entry* entry = hints.add_entries();
+    entry->set_layer(i % 3);
+    if (i % 4 != 3) entry->set_position(20 + i);
+    for (uint32_t u = i; u < kMaxContext / unit_tokens; u += 3 + i) entry->add_units(u);
+  }
+  return hints;
+}
+
+TEST_CASE("damaged hints are refused, or leave a pool of the sequence's own entries") {
+  google::protobuf::LogSilencer silence;
+  constexpr int64_t kTokens = 50;
+  HintBounds bounds;
+  bounds.layers = 3;
+  bounds.kv_heads = 1;
+  bounds.block_tokens = 8;
+  bounds.context_length = kTokens;
+  bounds.most_tokens = 40;
+  Mutator mutator(TestSeed(), {GoodHints(1).SerializeAsString(), GoodHints(8).SerializeAsString()});
+  int taken = 0, refused = 0;
+  for (int round = 0; round < 20000; ++round) {
+    v1::Hints message;
+    if (!message.ParseFromString(mutator.Next())) continue;
+    const absl::StatusOr<SelectionHints> hints = FromProto(message);
+    const absl::Status status = hints.ok() ? CheckHints(*hints, bounds) : hints.status();
+    ++(status.ok() ? taken : refused);
+    if (!status.ok()) REQUIRE(status.message().find("hints") != std::string::npos);
+    if (!hints.ok()) continue;
+    // Refused ones too: a pool is never the worse for them.
+    WarmPlan plan(*hints, kTokens);
+    for (int layer = 0; layer < 3; ++layer) {
+      for (const int64_t room : {int64_t{7}, kTokens}) {
+        const std::vector<WarmEntry> entries = plan.Of(layer, room);
+        REQUIRE(std::ssize(entries) == room);
+        std::set<int32_t> units;
+        for (const WarmEntry& entry : entries) {
+          REQUIRE((entry.unit >= 0 && entry.unit < kTokens && entry.stamp < kTokens));
+          REQUIRE(units.insert(entry.unit).second);
+        }
+      }
+    }
+  }
+  CHECK(taken > 0);
   CHECK(refused > 0);
 }
 

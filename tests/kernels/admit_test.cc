@@ -221,6 +221,58 @@ void CheckSequence(const AdmitCase& c, World& w, const std::vector<World::Place>
   REQUIRE(counters.recalled == counters_before.recalled + on * moved);
 }
 
+// The units of one sequence as a cache that knows nothing of tables: of what neither is selected
+// nor made ahead the one used longest ago goes.
+class NaiveLru {
+ public:
+  explicit NaiveLru(int32_t places) : places_(static_cast<size_t>(places)) {}
+
+  // The union of what the rows selected, whose last position is `last`; how many had to come.
+  int64_t Use(const std::set<int32_t>& selected, int32_t last, int32_t ahead, bool forget) {
+    if (forget) held_.clear();
+    std::set<int32_t> pinned = selected, coming;
+    for (int32_t unit = last + 1; unit <= last + ahead; ++unit) pinned.insert(unit);
+    for (const int32_t unit : pinned) {
+      if (!held_.contains(unit)) coming.insert(unit);
+    }
+    for (const int32_t unit : selected) held_[unit].stamp = last;
+    for (const int32_t unit : coming) held_[unit].stamp = std::max(unit, last);
+    while (held_.size() > places_) {
+      auto oldest = held_.end();
+      for (auto it = held_.begin(); it != held_.end(); ++it) {
+        if (pinned.contains(it->first)) continue;
+        if (oldest == held_.end() || it->second < oldest->second) oldest = it;
+      }
+      REQUIRE(oldest != held_.end());
+      held_.erase(oldest);
+    }
+    return std::count_if(coming.begin(), coming.end(),
+                         [&](int32_t unit) { return selected.contains(unit); });
+  }
+
+  // The same units are in the table; equals go by the places that they have there.
+  void Match(const std::vector<World::Place>& table) {
+    size_t units = 0;
+    for (size_t p = 0; p < table.size(); ++p) {
+      if (table[p].unit < 0) continue;
+      ++units;
+      const auto held = held_.find(table[p].unit);
+      REQUIRE(held != held_.end());
+      REQUIRE(held->second.stamp == table[p].stamp);
+      held->second.place = static_cast<int32_t>(p);
+    }
+    REQUIRE(units == held_.size());
+  }
+
+ private:
+  struct Held {
+    int32_t stamp = -1, place = -1;
+    auto operator<=>(const Held&) const = default;
+  };
+  size_t places_;
+  std::map<int32_t, Held> held_;  // by unit
+};
+
 // The rows of a step: some slots, each with some rows, padded rows between.
 class Traffic {
  public:
@@ -287,6 +339,7 @@ void TestAdmit(const KernelTable& table, Random& random) {
     const uint64_t seed = random();
     World world(c, seed), reference(c, seed);
     Traffic traffic(c, random);
+    std::vector<NaiveLru> naive(kSlots, NaiveLru(world.places));
     for (int step = 0; step < 150; ++step) {
       INFO("step " << step);
       for (int32_t slot = 0; slot < kSlots; ++slot) {
@@ -295,6 +348,7 @@ void TestAdmit(const KernelTable& table, Random& random) {
         const int32_t places = world.places - traffic.Below(c.spare + 1);
         world.Begin(slot, places);
         reference.Begin(slot, places);
+        naive[static_cast<size_t>(slot)] = NaiveLru(places);
       }
       const StepInput in = traffic.Step();
       const int64_t rows = in.slots.size();
@@ -317,6 +371,14 @@ void TestAdmit(const KernelTable& table, Random& random) {
         while (r + count < rows && in.slots[r + count] == in.slots[r]) ++count;
         INFO("slot " << in.slots[r] << ", " << count << " rows");
         CheckSequence(c, world, before[in.slots[r]], counters[in.slots[r]], in, got, r, count);
+        std::set<int32_t> selected;
+        for (int64_t i = r; i < r + count; ++i) {
+          for (const int32_t unit : in.selected.List(i)) selected.insert(unit);
+        }
+        NaiveLru& pool = naive[static_cast<size_t>(in.slots[r])];
+        const int32_t last = in.positions[r + count - 1];
+        REQUIRE(pool.Use(selected, last, c.ahead, c.forget) == got.move_counts[r]);
+        pool.Match(world.Places(in.slots[r]));
       }
       for (int32_t slot = 0; slot < kSlots; ++slot) {
         REQUIRE(world.Places(slot) == reference.Places(slot));

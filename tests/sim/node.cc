@@ -62,6 +62,7 @@ absl::Status Node::Build(const NodeSpec& spec, SimClock* clock) {
   transfers.footprint = [this](int64_t context, int64_t total) {
     return policy_->FootprintOf(context, total);
   };
+  transfers.hint_tokens = policy_->hint_tokens();
   finish_rate_ = std::make_unique<FinishRate>(clock);
   transfers.retry_after = [this] { return finish_rate_->RetryAfter(); };
   transfers_ = std::make_unique<TransferTable>(transfers, dram_.get(), hbm_.get(), clock);

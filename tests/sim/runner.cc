@@ -33,7 +33,7 @@ void OnSignal(int signal) {
 }
 
 uint64_t RunOnce(uint64_t seed, const RunOptions& options) {
-  World world(DrawScenario(seed, options.plant), options.trace, &result->counts);
+  World world(DrawScenario(seed, options.plant, options.policy), options.trace, &result->counts);
   world.Run();
   return world.digest();
 }
@@ -88,9 +88,11 @@ const char* Name(Plant plant) {
   return "?";
 }
 
-std::string ReplayCommand(uint64_t seed, Plant plant) {
-  return absl::StrCat("build/release/bin/sluice-sim --seed ", seed, " --trace",
-                      plant == Plant::kNone ? "" : absl::StrCat(" --plant ", Name(plant)));
+std::string ReplayCommand(uint64_t seed, const RunOptions& options) {
+  return absl::StrCat(
+      "build/release/bin/sluice-sim --seed ", seed, " --trace",
+      options.plant == Plant::kNone ? "" : absl::StrCat(" --plant ", Name(options.plant)),
+      options.policy.empty() ? "" : absl::StrCat(" --policy ", options.policy));
 }
 
 void ReportFailure(const std::string& what) {

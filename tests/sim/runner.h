@@ -23,6 +23,7 @@ struct RunOptions {
   bool trace = false;
   bool twice = false;  // every seed, and both runs must be the same
   Plant plant = Plant::kNone;
+  std::string policy;  // of every node; empty: any
 };
 
 // In memory that the processes of a run share.
@@ -38,7 +39,7 @@ struct RunResult {
 const RunResult& RunSeeds(const RunOptions& options);
 
 // The command that runs a seed again.
-std::string ReplayCommand(uint64_t seed, Plant plant);
+std::string ReplayCommand(uint64_t seed, const RunOptions& options);
 
 const char* Name(Plant plant);
 

@@ -30,6 +30,8 @@ int64_t Between(SplitMix64& random, int64_t low, int64_t high) {
 
 // Policies besides full, over the offload tiers.
 constexpr const char* kSparse[] = {"oracle", "scout", "recall", "hgca"};
+// And those over latent caches.
+constexpr const char* kOffloading[] = {"ess", "offload-naive"};
 
 // A policy with a budget of a few blocks, and pools that hold at least one sequence of it.
 void DrawSparse(SplitMix64& random, int64_t longest, NodeSpec* node) {
@@ -72,7 +74,7 @@ void DrawOffloaded(SplitMix64& random, int64_t longest, NodeSpec* node) {
   using Overlap = PolicyOptions::Ess::Overlap;
   PolicyOptions& policy = node->policy;
   policy.name = OneIn(random, 4) ? "offload-naive" : "ess";
-  policy.recompute_last = OneIn(random, 3);
+  policy.recompute_last = static_cast<PolicyOptions::RecomputeLast>(random.Below(3));
   policy.ess.sparse_memory_ratio = OneIn(random, 3) ? 0 : 0.1 + 0.9 * random.Uniform();
   policy.ess.least_places = static_cast<int>(random.Below(12));
   policy.ess.warm_up = !OneIn(random, 4);
@@ -85,7 +87,8 @@ void DrawOffloaded(SplitMix64& random, int64_t longest, NodeSpec* node) {
   node->dram_pages = Between(random, pages, pages * 4);
 }
 
-NodeSpec DrawNode(SplitMix64& random, Plant plant) {
+// `wanted`: the policy; empty: any.
+NodeSpec DrawNode(SplitMix64& random, Plant plant, const std::string& wanted) {
   NodeSpec node;
   node.engine.max_sequences = static_cast<uint32_t>(Between(random, 1, 5));
   node.engine.max_waiting = static_cast<uint32_t>(Between(random, 2, 12));
@@ -120,13 +123,19 @@ NodeSpec DrawNode(SplitMix64& random, Plant plant) {
   node.host_time = absl::Microseconds(OneIn(random, 4) ? 1000 : 20);
   node.longest =
       std::min<int64_t>(node.engine.max_context, node.hbm_pages / kLayers * kBlockTokens);
-  if (OneIn(random, 2)) {
+  const auto is_wanted = [&](const auto& names) {
+    return std::find(std::begin(names), std::end(names), wanted) != std::end(names);
+  };
+  const bool offloads = is_wanted(kOffloading);
+  if (wanted.empty() ? OneIn(random, 2) : is_wanted(kSparse)) {
     DrawSparse(random, longest, &node);
+    if (!wanted.empty()) node.policy.name = wanted;
     node.longest = LongestSequence(node);
-  } else if (OneIn(random, 2)) {
+  } else if (offloads || OneIn(random, 2)) {
     node.top_k = static_cast<int>(Between(random, 1, OneIn(random, 3) ? longest : 16));
-    if (OneIn(random, 2)) {
+    if (offloads || (wanted.empty() && OneIn(random, 2))) {
       DrawOffloaded(random, longest, &node);
+      if (offloads) node.policy.name = wanted;
       node.longest = LongestSequence(node);
     }
   }
@@ -246,12 +255,12 @@ RequestSpec DrawRequest(SplitMix64& random, const NodeSpec& node, int index) {
 
 }  // namespace
 
-Scenario DrawScenario(uint64_t seed, Plant plant) {
+Scenario DrawScenario(uint64_t seed, Plant plant, const std::string& policy) {
   SplitMix64 random(seed);
   Scenario scenario;
   scenario.seed = seed;
   scenario.plant = plant;
-  scenario.node = DrawNode(random, plant);
+  scenario.node = DrawNode(random, plant, policy);
   const int64_t requests = Between(random, 1, OneIn(random, 12) ? 80 : 24);
   for (int i = 0; i < requests; ++i) {
     scenario.requests.push_back(DrawRequest(random, scenario.node, i));

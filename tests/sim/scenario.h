@@ -97,7 +97,8 @@ struct Scenario {
   std::optional<absl::Duration> cancel_all_at;
 };
 
-Scenario DrawScenario(uint64_t seed, Plant plant);
+// `policy`: that of the node; empty: any.
+Scenario DrawScenario(uint64_t seed, Plant plant, const std::string& policy);
 
 // A duration in [0, most).
 absl::Duration DrawDuration(SplitMix64& random, absl::Duration most);

@@ -356,16 +356,43 @@ void Sender::HoldUp(const Chunk& chunk, std::unique_ptr<ChunkLanding> landing,
   });
 }
 
+// Whatever tokens, of whatever rows: what is right of it changes no token. Sometimes one is none of
+// the sequence's.
+SelectionHints Sender::DrawHints(bool* spoiled) {
+  SelectionHints hints;
+  hints.unit_tokens = OneIn(random_, 3) ? kBlockTokens : 1;
+  const uint32_t units = (request_.context + hints.unit_tokens - 1) / hints.unit_tokens;
+  const int64_t places = world_->node().policy().hint_tokens();
+  const auto most = places > 0 ? static_cast<uint64_t>(places) / hints.unit_tokens : units;
+  for (uint64_t i = random_.Below(8); i > 0; --i) {
+    SelectionHints::Entry& entry = hints.entries.emplace_back();
+    entry.layer = static_cast<uint32_t>(random_.Below(kLayers));
+    if (OneIn(random_, 2)) entry.position = static_cast<uint32_t>(random_.Below(request_.context));
+    const uint64_t part = 1 + random_.Below(4);
+    for (uint32_t u = 0; u < units && entry.units.size() < most; ++u) {
+      if (OneIn(random_, part)) entry.units.push_back(u);
+    }
+  }
+  *spoiled = !hints.empty() && OneIn(random_, 8);
+  if (*spoiled) hints.entries.back().layer = kLayers;
+  return hints;
+}
+
 void Sender::TryCommit() {
   std::vector<OutputToken> first = request_.first;
   TransferInfo missing;
-  const auto committed = world_->transfers().Commit(id_, std::move(first), &missing);
+  bool spoiled = false;
+  SelectionHints hints = OneIn(random_, 2) ? DrawHints(&spoiled) : SelectionHints();
+  if (!hints.empty()) world_->Note(Situation::kHinted);
+  const auto committed =
+      world_->transfers().Commit(id_, std::move(first), &missing, std::move(hints));
   world_->Trace("sender ", request_.index,
                 ": Commit: ", committed.ok() ? "done" : ReasonOr(committed.status()));
   const bool complete =
       std::all_of(known_.begin(), known_.end(), [](Block b) { return b == Block::kLanded; });
   if (committed.ok()) {
     if (committed_) return;  // as the first was answered
+    if (spoiled) world_->Fail(request_.index, "hints of a layer that is none were taken");
     if (!complete || poisoned_ || aborted_) {
       world_->Fail(request_.index, "a transfer was committed that is not whole");
     }
@@ -376,6 +403,10 @@ void Sender::TryCommit() {
     LeaseRenewed();
     on_committed_();
     return AfterCommit();
+  }
+  if (spoiled && absl::IsInvalidArgument(committed.status())) {
+    world_->Note(Situation::kHintsRefused);
+    return Continue(pace_);
   }
   if (ReasonOf(committed.status()) == "MISSING_BLOCKS") {
     if (complete) world_->Fail(request_.index, "Commit misses blocks that have landed");

@@ -66,6 +66,7 @@ class Sender {
   void HoldUp(const Chunk& chunk, std::unique_ptr<ChunkLanding> landing,
               std::vector<uint8_t> payload);
   void TryCommit();
+  SelectionHints DrawHints(bool* spoiled);
   void Abort();
   void AfterCommit();
 

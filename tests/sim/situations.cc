@@ -20,6 +20,10 @@ const char* Name(Situation situation) {
       return "part of the prompt handed over";
     case Situation::kFirstTokens:
       return "first tokens handed over";
+    case Situation::kHinted:
+      return "hints with the handoff";
+    case Situation::kHintsRefused:
+      return "hints refused";
     case Situation::kSampled:
       return "sampled, not greedy";
     case Situation::kReserveRefusedForRoom:

@@ -17,6 +17,8 @@ enum class Situation {
   kLocalPrefill,
   kPartialContext,
   kFirstTokens,
+  kHinted,
+  kHintsRefused,
   kSampled,
   kReserveRefusedForRoom,
   kReserveRetriedWithItsKey,

@@ -184,7 +184,7 @@ bool LatentRig::Admit(int slot, uint64_t seed, int context, int total, int promp
     }
   }
   if (!policy_->Admit(slot, context, total, Promise::kFirm, home)) return false;
-  policy_->BeginPrompt(slot, prompt == 0 ? context : prompt);
+  policy_->BeginPrompt(slot, prompt == 0 ? context : prompt, context);
   sequences_[slot] = {seed, context};
   return true;
 }
@@ -192,7 +192,7 @@ bool LatentRig::Admit(int slot, uint64_t seed, int context, int total, int promp
 void LatentRig::Readmit(int slot, uint64_t seed, int context, int total, int prompt,
                         std::unique_ptr<SequenceCache> home) {
   REQUIRE(policy_->Admit(slot, context, total, Promise::kFirm, home));
-  policy_->BeginPrompt(slot, prompt);
+  policy_->BeginPrompt(slot, prompt, context);
   sequences_[slot] = {seed, context};
 }
 

@@ -18,6 +18,10 @@ TEST_CASE("a policy's name may set what sets it apart") {
   CHECK(why("hgca:bet=1").find("beta") != std::string::npos);
   CHECK(why("scout:beta=1").find("policy scout has no 'beta'") != std::string::npos);
   CHECK_FALSE(ParsePolicies("full:budget=512").ok());
+  CHECK_FALSE(ParsePolicies("ess:budget=512").ok());  // the model says how many
+  CHECK_FALSE(ParsePolicies("offload-naive:reduction=1").ok());
+  CHECK_FALSE(ParsePolicies("full:ratio=0.2").ok());
+  CHECK(ParsePolicies("ess:ratio=0.2:least=64,offload-naive:ratio=0.2:movers=4").ok());
   CHECK_FALSE(ParsePolicies("scout:budget=0").ok());
   CHECK_FALSE(ParsePolicies("scout:budget=1.5").ok());
   CHECK_FALSE(ParsePolicies("scout:budget=120%").ok());

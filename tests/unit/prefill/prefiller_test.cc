@@ -288,7 +288,8 @@ TEST_CASE("the last token of a prompt that was handed over whole can be computed
     options.policy.name = policy;
     std::vector<std::vector<int32_t>> ids;
     for (const bool again : {false, true}) {
-      options.policy.recompute_last = again;
+      options.policy.recompute_last =
+          again ? PolicyOptions::RecomputeLast::kOn : PolicyOptions::RecomputeLast::kAuto;
       Node node(options);
       const auto reserved = node.transfers().Reserve(node.MakeManifest(prompt, 500, 8));
       REQUIRE(reserved.ok());

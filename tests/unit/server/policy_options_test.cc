@@ -31,6 +31,13 @@ TEST_CASE("a node's policies have the defaults that policies have by themselves"
   CHECK(of_node->hgca.alpha == own.hgca.alpha);
   CHECK(of_node->hgca.reduction == own.hgca.reduction);
   CHECK(of_node->oracle.selector == own.oracle.selector);
+  CHECK(of_node->recompute_last == own.recompute_last);
+  CHECK(of_node->ess.sparse_memory_ratio == own.ess.sparse_memory_ratio);
+  CHECK(of_node->ess.least_places == own.ess.least_places);
+  CHECK(of_node->ess.warm_up == own.ess.warm_up);
+  CHECK(of_node->ess.lru == own.ess.lru);
+  CHECK(of_node->ess.overlap == own.ess.overlap);
+  CHECK(of_node->ess.transfer_workers == own.ess.transfer_workers);
 }
 
 TEST_CASE("CPU workers compute on the path that the node was given") {

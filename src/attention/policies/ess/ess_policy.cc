@@ -1,6 +1,7 @@
 #include "src/attention/policies/ess/ess_policy.h"
 
 #include <algorithm>
+#include <array>
 #include <string>
 #include <utility>
 #include <vector>
@@ -67,13 +68,15 @@ class EssPolicy : public AttentionPolicy {
 
   int decode_rows_per_sequence() const override { return 1; }
   bool NeedsEndPrompt() const override { return true; }
-  void BeginPrompt(int slot, int64_t tokens) override {
+  void BeginPrompt(int slot, int64_t tokens, int64_t cached) override {
     prompts_[static_cast<size_t>(slot)].tokens = tokens;
+    prompts_[static_cast<size_t>(slot)].cached = cached;
   }
   void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override;
   absl::Status SlotHealth(int slot) const override;
   int last_rows_wanted() const override {
-    return options_.recompute_last && options_.ess.warm_up ? kWarmRows : 0;
+    const bool wanted = options_.recompute_last != PolicyOptions::RecomputeLast::kOff;
+    return wanted && options_.ess.warm_up && options_.ess.lru ? kWarmRows : 0;
   }
   int64_t hint_tokens() const override {
     const int64_t places = tier_->shape().most_places() - 1;
@@ -97,6 +100,7 @@ class EssPolicy : public AttentionPolicy {
   void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override;
   void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override {
     params.cache = tier_->Index(layer);
+    if (appending_ != nullptr) params.slots = appending_;
     kernels().IndexAppend(stream, params);
   }
   void AttendLatent(Stream& stream, int layer, const LatentAttention& attention) override;
@@ -119,10 +123,13 @@ class EssPolicy : public AttentionPolicy {
     Buffer resident_counts, arriving_counts, move_counts;  // int32 [decode_rows]
     Buffer o, lse;  // float [decode_rows][heads][rank], [decode_rows][heads]: Attn0's
     Buffer scratch;
+    // Pinned int32 [rows], in turn: at most one step is under way when the next begins.
+    std::array<Buffer, 2> appending;
     std::unique_ptr<SelectionCounters> counters;
   };
   struct Prompt {
     int64_t tokens = 0;    // 0: not known
+    int64_t cached = 0;    // rows of these are computed again, and append nothing
     int64_t replayed = 0;  // of its last rows: those whose selections its pool has seen
   };
 
@@ -165,6 +172,8 @@ class EssPolicy : public AttentionPolicy {
   // Gives places to what rows [row, row + rows) have selected; their lists are from `list` on.
   kernels::AdmitParams AdmitOf(int layer, const LatentAttention& a, int32_t row, int32_t list,
                                int32_t rows) const;
+  const int32_t* AppendingSlots(absl::Span<const int32_t> slots,
+                                absl::Span<const int32_t> positions);
   void Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const;
   void AttendDecode(Stream& stream, int layer, const LatentAttention& a);
   void AttendPrompt(Stream& stream, int layer, const LatentAttention& a);
@@ -192,6 +201,9 @@ class EssPolicy : public AttentionPolicy {
     bool last;
   };
   std::vector<Replay> replays_;
+  // Slots of its rows, -1 of those that append nothing; null: all append.
+  const int32_t* appending_ = nullptr;
+  size_t next_appending_ = 0;
 };
 
 void EssPolicy::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
@@ -205,6 +217,7 @@ void EssPolicy::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
   }
   // The last rows of prompts: which they are depends on the prompt alone, not on its chunks, so
   // that what a sequence finds in its pool does not depend on its neighbours.
+  appending_ = AppendingSlots(slots, positions);
   replays_.clear();
   if (!options_.ess.warm_up || !options_.ess.lru) return;
   for (size_t r = 0; r < slots.size(); ++r) {
@@ -214,6 +227,26 @@ void EssPolicy::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
     replays_.push_back({static_cast<int32_t>(r), positions[r] + 1 == prompt.tokens});
     ++prompt.replayed;
   }
+}
+
+// What was handed over is better than what is computed of it again, from entries as they are
+// stored.
+const int32_t* EssPolicy::AppendingSlots(absl::Span<const int32_t> slots,
+                                         absl::Span<const int32_t> positions) {
+  const auto again = [&](size_t r) {
+    if (slots[r] < 0) return false;
+    const auto slot = static_cast<size_t>(slots[r]);
+    return !generates_[slot] && positions[r] < prompts_[slot].cached;
+  };
+  size_t first = 0;
+  while (first < slots.size() && !again(first)) ++first;
+  if (first == slots.size()) return nullptr;
+  const Buffer& rows = buffers_.appending[next_appending_];
+  SLUICE_CHECK(slots.size() * sizeof(int32_t) <= rows.bytes(), "a step has as many rows");
+  auto* const out = rows.as<int32_t>();
+  next_appending_ = 1 - next_appending_;
+  for (size_t r = 0; r < slots.size(); ++r) out[r] = again(r) ? -1 : slots[r];
+  return out;
 }
 
 absl::Status EssPolicy::SlotHealth(int slot) const {
@@ -259,7 +292,7 @@ void EssPolicy::AppendLatent(Stream& stream, int layer, kernels::LatentAppendPar
   prompt.cache = tier_->Home(layer);
   prompt.kv += decode * prompt.kv_stride;
   prompt.cos_sin += int64_t{decode} * prompt.cache.rope;
-  prompt.slots += decode;
+  prompt.slots = (appending_ != nullptr ? appending_ : prompt.slots) + decode;
   prompt.positions += decode;
   prompt.rows -= decode;
   prompt.decode_rows = 0;
@@ -505,6 +538,11 @@ absl::StatusOr<EssPolicy::Buffers> EssPolicy::NewBuffers(const PolicyOptions& op
   for (Buffer* counts : {&b.resident_counts, &b.arriving_counts, &b.move_counts}) {
     SLUICE_RETURN_IF_ERROR(allocate(counts, rows * 4, "lists of entries"));
   }
+  for (Buffer& appending : b.appending) {
+    const auto bytes = static_cast<size_t>(std::max<int64_t>(options.max_rows, rows)) * 4;
+    SLUICE_ASSIGN_OR_RETURN(
+        appending, options.device->Allocate(MemoryKind::kPinned, bytes, "ess's rows that append"));
+  }
   const int64_t heads = options.heads, rank = options.latent_rank;
   SLUICE_RETURN_IF_ERROR(allocate(&b.o, rows * heads * rank * 4, "partial results"));
   SLUICE_RETURN_IF_ERROR(allocate(&b.lse, rows * heads * 4, "partial results"));
@@ -546,6 +584,22 @@ absl::Status Check(const PolicyOptions& o) {
   return absl::OkStatus();
 }
 
+// Room for one sequence, of a token and the next one.
+absl::Status CheckRoom(const PolicyOptions& o, const EssTier& tier) {
+  constexpr int64_t kLeast = 2;
+  if (tier.max_tokens() >= kLeast) return absl::OkStatus();
+  const Footprint least = tier.FootprintOf(kLeast, kLeast);
+  const auto bytes = [](const PagePool& pool, const TokensByKind& tokens) {
+    return absl::StrCat(pool.layout().BytesFor(tokens), " bytes of ", pool.name());
+  };
+  return absl::InvalidArgumentError(absl::StrCat(
+      o.hbm->CouldEverFit(least.hbm_tokens) ? "dram_bytes" : "hbm_bytes",
+      ": too few for one sequence with policy ", o.name, ", which takes ",
+      bytes(*o.hbm, least.hbm_tokens), " and ", bytes(*o.dram, least.dram_tokens),
+      " at least; both are divided between kinds of caches as sequences of max_context tokens take "
+      "them: raise it, or lower --max-context"));
+}
+
 absl::StatusOr<std::unique_ptr<AttentionPolicy>> EssPolicy::Create(const PolicyOptions& given) {
   SLUICE_RETURN_IF_ERROR(Check(given));
   PolicyOptions options = given;
@@ -563,6 +617,7 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> EssPolicy::Create(const PolicyO
   tier_options.shape = EssShapeOf(options, options.hbm->layout().kinds[kLatentKind].block_tokens,
                                   options.hbm->Capacity()[kLatentKind]);
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<EssTier> tier, EssTier::Create(tier_options));
+  SLUICE_RETURN_IF_ERROR(CheckRoom(options, *tier));
   IndexSelection::Options selection_options;
   selection_options.device = options.device;
   selection_options.max_rows = std::max(options.max_rows, DecodeRows(options));

@@ -40,6 +40,7 @@ std::vector<WarmEntry> WarmPlan::Of(int layer, int64_t room) {
   for (; hint != order_.end() && (*hint)->layer == of_layer; ++hint) {
     const int32_t stamp = PositionOf(**hint);
     for (const uint32_t hinted : (*hint)->units) {
+      if (hinted > (tokens_ - 1) / hint_tokens_) continue;
       const int64_t first = int64_t{hinted} * hint_tokens_;
       for (int64_t unit = first; unit < std::min(first + hint_tokens_, tokens_); ++unit) {
         add(unit, stamp);

@@ -86,7 +86,9 @@ class HgcaPolicyImpl : public HgcaPolicy {
     return HgcaPolicy::Admit(slot, context, total, promise, home);
   }
 
-  bool wants_last_row() const override { return options().recompute_last; }
+  int last_rows_wanted() const override {  // one, which reads all of the cache
+    return options().recompute_last == PolicyOptions::RecomputeLast::kOn ? 1 : 0;
+  }
   // An append's selection is a part of its working set.
   void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override {
     HgcaPolicy::EndPrompt(slot, tokens, std::move(hints));

@@ -71,7 +71,9 @@ class ScoutPolicyImpl : public ScoutPolicy {
   }
   const float* parts_lse(int layer) const override { return lse(layer); }
 
-  bool wants_last_row() const override { return options().recompute_last; }
+  int last_rows_wanted() const override {  // one, which reads all of the cache
+    return options().recompute_last == PolicyOptions::RecomputeLast::kOn ? 1 : 0;
+  }
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                  absl::Span<const int32_t> positions) override {
     OffloadPolicy::BeginStep(stream, slots, positions);
