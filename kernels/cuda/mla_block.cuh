@@ -9,6 +9,19 @@ namespace sluice::kernels::cuda {
 
 inline constexpr int kMlaWarpgroup = 128;
 inline constexpr int kMlaStages = 2;
+
+#ifdef MLA_TRACE
+__device__ unsigned mla_trace[3][16][6];
+#define MLA_MARK(role, n, what)                                                         \
+  if (threadIdx.x % 128 == 0 && blockIdx.x == 40 && (n) < 16) {                         \
+    unsigned t;                                                                         \
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(t)::"memory");                           \
+    mla_trace[role][n][what] = t;                                                       \
+  }
+#else
+#define MLA_MARK(role, n, what)
+#endif
+
 struct MlaShared {
   unsigned char query[kMlaTileBytes];
   unsigned char entries[kMlaStages][kMlaTileBytes];
@@ -32,6 +45,11 @@ __device__ __forceinline__ void ArriveWarp(uint64_t& barrier) {
   if (threadIdx.x % 32 == 0) Arrive(SharedAddress(&barrier));
 }
 
+// The same for every lane, once its copies (CopyAsync16) have landed.
+__device__ __forceinline__ void ArriveAfterCopies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void CopyQuery(const SparseMlaParams& p, const CUtensorMap& map, int row,
                                           int head, MlaShared& shared) {
   const uint32_t here = SharedAddress(&shared.query_here);
@@ -50,6 +68,9 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
   const int thread = static_cast<int>(threadIdx.x) - 2 * kMlaWarpgroup;
   const int warp = thread / 32, lane = thread % 32;
   const auto* base = static_cast<const char*>(p.cache.base);
+  const MlaLane of(warp, lane);
+  const char* const values = base + of.values;
+  const char* const scale_base = base + kPackedRank + lane / 16 * 8;
   MlaTiles& tiles = shared.tiles[warp];
   const MlaTile* const ring = tiles.ring;
   if (lane == 0) {
@@ -61,45 +82,56 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
   // Under way: entries of tile n, pages of tiles n + 1 and n + 2, numbers of tile n + 3.
   int number = MlaNumber(p, ring[0], warp, lane), number1 = MlaNumber(p, ring[1], warp, lane);
   int number2 = MlaNumber(p, ring[2], warp, lane), number3 = MlaNumber(p, ring[3], warp, lane);
+  if (thread == 0) CopyQuery(p, map, ring[0].row, head, shared);
   int place = MlaPlace(p.cache, shape, number, MlaPage(p.cache, shape, ring[0], number));
   int page1 = MlaPage(p.cache, shape, ring[1], number1);
   int page2 = MlaPage(p.cache, shape, ring[2], number2);
-  MlaBatch batches[2];
-  batches[0].Load(base, place, 0, lane);
-  batches[1].Load(base, place, kMlaBatch, lane);
-  if (thread == 0) CopyQuery(p, map, ring[0].row, head, shared);
+  MlaPair pairs[kMlaFlight];
+#pragma unroll
+  for (int i = 0; i < kMlaFlight; ++i) pairs[i].Load(values, place, 2 * i + of.entry);
+  uint32_t scales = ScalesOf(LoadScales(scale_base, place));
   uint32_t queries = 0;
 #pragma unroll 1
   for (uint32_t n = 0; ring[n % kRing].row >= 0; ++n) {
     const uint32_t stage = n % kMlaStages;
+    MLA_MARK(2, n, 0);
     if (n >= kMlaStages) {
       WaitBarrier(SharedAddress(&shared.entries_done[stage]), (n / kMlaStages - 1) & 1);
     }
+    MLA_MARK(2, n, 1);
     const uint32_t target = SharedAddress(shared.entries[stage]);
-    const int row = warp * kMlaWarpEntries;
+    const uint32_t here = SharedAddress(&shared.entries_here[stage]);
     // RoPE values are bf16 as they are: 8 pieces of 16 bytes an entry, 4 entries at a time.
 #pragma unroll
     for (int i = 0; i < kMlaWarpEntries; i += 4) {
-      const int e = i + lane / 8, of = __shfl_sync(0xffffffffu, place, e);
-      CopyAsync16(target + MlaTileOffset(row + e, kPackedRank / 8 + lane % 8),
-                  base + int64_t{of} * kPackedEntryBytes + kPackedRank + 16 + lane % 8 * 16, true);
+      const int e = i + lane / 8, at = __shfl_sync(0xffffffffu, place, e);
+      CopyAsync16(target + MlaTileOffset(warp * kMlaWarpEntries + e, kPackedRank / 8 + lane % 8),
+                  base + int64_t{at} * kPackedEntryBytes + kPackedRank + 16 + lane % 8 * 16, true);
     }
-    CommitCopies();
-    const int next_place = MlaPlace(p.cache, shape, number1, page1);
+    ArriveAfterCopies(here);
+    // Behind the last tile the same entries once more.
     const bool more = ring[(n + 1) % kRing].row >= 0;
+    const int next_place = more ? MlaPlace(p.cache, shape, number1, page1) : place;
+    const float2 next_scales = LoadScales(scale_base, next_place);
+    // A pair's registers take one of the pairs that are kMlaFlight further on.
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      // What is loaded meanwhile: the other half of this tile, then the first half of the next.
-      const int coming = half == 0 ? place : next_place, at = half == 0 ? 8 : 0;
-      batches[0].Store(target, row + half * 8, lane);
-      if (half == 0 || more) batches[0].Load(base, coming, at, lane);
-      batches[1].Store(target, row + half * 8 + kMlaBatch, lane);
-      if (half == 0 || more) batches[1].Load(base, coming, at + kMlaBatch, lane);
+    for (int first = 0; first < kMlaPairs; first += kMlaFlight) {
+      const bool last = first + kMlaFlight == kMlaPairs;
+      const int coming = last ? next_place : place;
+      const int next = last ? 0 : 2 * (first + kMlaFlight);
+#pragma unroll
+      for (int i = 0; i < kMlaFlight; ++i) {
+        pairs[i].Store(target + of.tile + static_cast<uint32_t>(first * 256), i,
+                       __shfl_sync(0xffffffffu, scales, 2 * (first + i) + of.scales));
+        pairs[i].Load(values, coming, next + 2 * i + of.entry);
+      }
     }
     place = next_place;
-    WaitForCopies<0>();
+    scales = ScalesOf(next_scales);
+    MLA_MARK(2, n, 4);
     PublishToAsyncProxy();
     ArriveWarp(shared.entries_here[stage]);
+    MLA_MARK(2, n, 5);
     if (thread == 0 && n > 0 && ring[n % kRing].is_first) {
       WaitBarrier(SharedAddress(&shared.query_done), queries++ & 1);
       CopyQuery(p, map, ring[n % kRing].row, head, shared);
@@ -116,3 +148,22 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
 }
 
 }  // namespace sluice::kernels::cuda
+#ifdef MLA_TRACE
+#include <cstdio>
+void MlaTraceReset() {
+  unsigned all[3][16][6] = {};
+  cudaMemcpyToSymbol(sluice::kernels::cuda::mla_trace, all, sizeof(all));
+}
+void MlaTraceDump() {
+  unsigned all[3][16][6];
+  cudaMemcpyFromSymbol(all, sluice::kernels::cuda::mla_trace, sizeof(all));
+  const char* roles[] = {"score", "add", "unpack"};
+  for (int n = 0; n < 16; ++n)
+    for (int r = 0; r < 3; ++r) {
+      std::printf("tile %2d %-6s", n, roles[r]);
+      for (int i = 0; i < 6; ++i)
+        std::printf(" %6d", all[r][n][i] == 0 ? -1 : int(all[r][n][i] - all[2][0][0]));
+      std::printf("\n");
+    }
+}
+#endif

@@ -22,7 +22,18 @@ namespace sluice::kernels::cuda {
 inline constexpr int kMlaHeads = 64;  // of a block
 inline constexpr int kMlaTileEntries = 64;
 inline constexpr int kMlaMaxPieces = 8;
-inline constexpr int kMlaPieceTiles = 2 * kMlaSplitEntries / kMlaTileEntries;
+#ifndef MLA_PIECE
+#define MLA_PIECE 8
+#endif
+inline constexpr int kMlaPieceTiles = MLA_PIECE;
+
+// Latents in shared memory are fp16 and this many times what they are, queries the inverse: so the
+// scale, amax / 448, keeps its 11 bits where the largest of 128 values is from 0.0034 to 8,188. A
+// larger one is infinite (after its norm no value is larger than 22.6 times the norm's weight; what
+// a sender makes up ends its own sequence, with logits that are not finite), a smaller one's error
+// is 2^-28 * 448.
+inline constexpr float kMlaUnit = 8.0f;
+
 // What a launch adds to SparseMlaParams.
 struct MlaShape {
   int32_t head_tiles;         // blocks of a group

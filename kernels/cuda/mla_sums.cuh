@@ -32,6 +32,14 @@ struct MlaThread {
   __device__ int Column(int i) const { return thread / 128 * 256 + 8 * i + thread % 4 * 2; }
 };
 
+// The result of a list whose sums are of latents times kMlaUnit.
+__device__ __forceinline__ MlaResult PackedResultOf(const SparseMlaParams& p, int64_t item,
+                                                    const Softmax& state) {
+  MlaResult result = ResultOf(p, item, state);
+  result.own *= 1.0f / kMlaUnit;
+  return result;
+}
+
 // Two neighbouring elements of an item's result.
 __device__ __forceinline__ void WritePair(const SparseMlaParams& p, const MlaResult& result,
                                           int64_t at, float x, float y) {
@@ -98,7 +106,7 @@ __device__ __forceinline__ void FinishPiece(const SparseMlaParams& p, const MlaS
     const int head = head_tile * kMlaHeads + me.Head(h);
     const int64_t item = int64_t{piece.row} * p.heads + head;
     MlaResult result = {0.0f, 0.0f, NegativeInfinity()};
-    if (piece.slot >= 0) result = ResultOf(p, item, state[h]);
+    if (piece.slot >= 0) result = PackedResultOf(p, item, state[h]);
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       WritePair(p, result, item * kPackedRank + me.Column(i), o[4 * i + 2 * h],
@@ -154,7 +162,7 @@ static __global__ void __launch_bounds__(kMlaAdders)
   for (int h = 0; h < 2; ++h) {
     const int head = head_tile * kMlaHeads + me.Head(h);
     const int64_t item = int64_t{walk.row()} * p.heads + head;
-    const MlaResult result = ResultOf(p, item, state[h]);
+    const MlaResult result = PackedResultOf(p, item, state[h]);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       WritePair(p, result, item * kPackedRank + me.Column(begin + i),

@@ -32,9 +32,14 @@ namespace {
 constexpr int kThreads = 2 * kMlaWarpgroup + 32 * kMlaUnpackWarps;
 // Of a thread; their sum is that of the 168 which each of 384 threads may have. The compiler keeps
 // products asynchronous only where every role says its number.
-constexpr int kScorerRegisters = 200;
-constexpr int kAdderRegisters = 200;
-constexpr int kUnpackerRegisters = 104;
+#ifndef MLA_R0
+#define MLA_R0 200
+#define MLA_R1 200
+#endif
+constexpr int kRegs[3] = {MLA_R0, MLA_R1, 504 - MLA_R0 - MLA_R1};
+constexpr int kScorerRegisters = kRegs[0];
+constexpr int kAdderRegisters = kRegs[1];
+constexpr int kUnpackerRegisters = kRegs[2];
 
 // Of the warpgroup alone.
 __device__ __forceinline__ void SyncWarpgroup(int barrier) { SyncThreads(barrier, kMlaWarpgroup); }
@@ -75,7 +80,7 @@ __device__ __forceinline__ void AddValues(float (&o)[128], const uint4 (&weights
 #pragma unroll
   for (int step = 0; step < kMlaTileEntries / 16; ++step) {
     const uint32_t a[4] = {weights[step].x, weights[step].y, weights[step].z, weights[step].w};
-    MultiplyRows(
+    MultiplyRows<Operand::kFp16>(
         o, a,
         TileDescriptor(values + static_cast<uint32_t>(step * 16 * 128), kMlaColumnBlockBytes));
   }
@@ -123,16 +128,45 @@ __device__ __forceinline__ float2 Weigh(float (&score)[32], Softmax (&state)[2],
   return {keep[0], keep[1]};
 }
 
+// Waits for the n-th tile's entries.
+__device__ __forceinline__ void WaitForEntries(MlaShared& shared, uint32_t n) {
+  WaitBarrier(SharedAddress(&shared.entries_here[n % kMlaStages]), n / kMlaStages & 1);
+  PublishToAsyncProxy();  // RoPE values came by copies whose threads did not wait for them.
+}
+
+// The query's latent part, in place, from bf16 to fp16 / kMlaUnit. By the warpgroup.
+__device__ __forceinline__ void ConvertQuery(MlaShared& shared) {
+  constexpr int kPieces = kPackedRank / 64 * kMlaColumnBlockBytes / 16;
+  auto* const pieces = reinterpret_cast<uint4*>(shared.query);
+  const auto convert = [](uint32_t pair) {
+    return PackFp16(__uint_as_float(pair << 16) / kMlaUnit,
+                    __uint_as_float(pair & 0xffff0000u) / kMlaUnit);
+  };
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x); i < kPieces; i += kMlaWarpgroup) {
+    const uint4 v = pieces[i];
+    pieces[i] = {convert(v.x), convert(v.y), convert(v.z), convert(v.w)};
+  }
+  PublishToAsyncProxy();
+  SyncWarpgroup(1);
+}
+
 // Starts the products of the n-th tile's entries and the query, once the tile is there.
 __device__ __forceinline__ void StartScores(float (&score)[32], MlaShared& shared, uint32_t n) {
   const uint32_t query = SharedAddress(shared.query);
   const uint32_t keys = SharedAddress(shared.entries[n % kMlaStages]);
-  WaitBarrier(SharedAddress(&shared.entries_here[n % kMlaStages]), n / kMlaStages & 1);
+  WaitForEntries(shared, n);
+  MLA_MARK(0, n, 1);
   BeginProducts();
 #pragma unroll
   for (int step = 0; step < kMlaWidth / 16; ++step) {
     const auto at = static_cast<uint32_t>(step / 4 * kMlaColumnBlockBytes + step % 4 * 32);
-    MultiplyTiles(score, TileDescriptor(query + at), TileDescriptor(keys + at), step > 0);
+    const uint64_t q = TileDescriptor(query + at), k = TileDescriptor(keys + at);
+    if (step < kPackedRank / 16) {
+      MultiplyTiles<Operand::kFp16>(score, q, k, step > 0);
+    } else {
+      MultiplyTiles(score, q, k, 1);
+    }
   }
   CommitProducts();
 }
@@ -151,13 +185,16 @@ __device__ void ScoreTiles(const SparseMlaParams& p, const MlaShape& shape, MlaS
     for (int i = 0; i < 128; ++i) o[i] = 0;
     if (piece.entries > 0 && !has_query) {
       WaitBarrier(SharedAddress(&shared.query_here), queries++ & 1);
+      ConvertQuery(shared);
       has_query = true;
     }
     for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries, ++n) {
       const uint32_t stage = n % kMlaStages;
       float score[32];
+      MLA_MARK(0, n, 0);
       StartScores(score, shared, n);
       WaitForProducts<0>();
+      MLA_MARK(0, n, 2);
       if (entries <= kMlaTileEntries && piece.ends_row) {
         ArriveWarp(shared.query_done);
         has_query = false;
@@ -167,18 +204,21 @@ __device__ void ScoreTiles(const SparseMlaParams& p, const MlaShape& shape, MlaS
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* const from = score + 8 * i;
-        weights[i] = {PackBf16(from[0], from[1]), PackBf16(from[2], from[3]),
-                      PackBf16(from[4], from[5]), PackBf16(from[6], from[7])};
+        weights[i] = {PackFp16(from[0], from[1]), PackFp16(from[2], from[3]),
+                      PackFp16(from[4], from[5]), PackFp16(from[6], from[7])};
       }
       if (handed > 0) WaitBarrier(SharedAddress(&shared.weights_done), (handed - 1) & 1);
 #pragma unroll
       for (int i = 0; i < 4; ++i) shared.weights[i][threadIdx.x] = weights[i];
       shared.keep[threadIdx.x] = keep;
       ArriveWarp(shared.weights_here);
+      MLA_MARK(0, n, 3);
       ++handed;
       Keep(o, keep);
       AddValues(o, weights, SharedAddress(shared.entries[stage]));
+      MLA_MARK(0, n, 4);
       WaitForProducts<0>();
+      MLA_MARK(0, n, 5);
       ArriveWarp(shared.entries_done[stage]);
     }
 #pragma unroll
@@ -209,16 +249,20 @@ __device__ void AddTiles(const SparseMlaParams& p, const MlaShape& shape, MlaSha
     for (int i = 0; i < 128; ++i) o[i] = 0;
     for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries, ++n) {
       const uint32_t stage = n % kMlaStages;
+      MLA_MARK(1, n, 0);
       WaitBarrier(SharedAddress(&shared.weights_here), taken++ & 1);
+      MLA_MARK(1, n, 1);
       uint4 weights[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) weights[i] = shared.weights[i][thread];
       const float2 keep = shared.keep[thread];
       ArriveWarp(shared.weights_done);
       Keep(o, keep);
-      WaitBarrier(SharedAddress(&shared.entries_here[stage]), n / kMlaStages & 1);
+      WaitForEntries(shared, n);
+      MLA_MARK(1, n, 2);
       AddValues(o, weights, SharedAddress(shared.entries[stage]) + 4 * kMlaColumnBlockBytes);
       WaitForProducts<0>();
+      MLA_MARK(1, n, 3);
       ArriveWarp(shared.entries_done[stage]);
     }
     if (piece.entries > 0) {
@@ -242,7 +286,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     InitBarrier(SharedAddress(&shared.query_here), 1);
     InitBarrier(SharedAddress(&shared.query_done), 4);  // warps
     for (int i = 0; i < kMlaStages; ++i) {
-      InitBarrier(SharedAddress(&shared.entries_here[i]), kMlaUnpackWarps);
+      InitBarrier(SharedAddress(&shared.entries_here[i]), kMlaUnpackWarps * 33);  // warps and their lanes
       InitBarrier(SharedAddress(&shared.entries_done[i]), 8);
     }
     InitBarrier(SharedAddress(&shared.weights_here), 4);
