@@ -83,14 +83,19 @@ class MlaWalk {
   // To the first piece of `group` of `groups`, or past the end. Called by whole warps. Sums are
   // below 2^31: tiles of a step's rows.
   __device__ void Start(int group, int groups) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
     int total = 0, largest = 1;
-    for (int first = 0; first < p_.rows; first += 32) {
-      const bool in = first + lane < p_.rows;
-      const MlaCut cut(in ? LengthOf(first + lane) : 0);
-      total += __reduce_add_sync(0xffffffffu, in ? cut.weight() : 0);
-      largest = max(largest, __reduce_max_sync(0xffffffffu, min(cut.weight(), cut.piece_tiles)));
+    for (int first = 0; first < p_.rows; first += kChunk) {
+      int lengths[kChunk / 32];
+      LoadLengths(first, lengths);
+#pragma unroll
+      for (const int length : lengths) {
+        const MlaCut cut(max(length, 0));
+        total += length < 0 ? 0 : cut.weight();
+        largest = max(largest, min(cut.weight(), cut.piece_tiles));
+      }
     }
+    total = __reduce_add_sync(0xffffffffu, total);
+    largest = __reduce_max_sync(0xffffffffu, largest);
     at_.share = ((total + groups - 1) / groups + largest - 1) / largest * largest;
     const int64_t begin = int64_t{at_.share} * group;
     if (begin >= total) {
@@ -98,31 +103,12 @@ class MlaWalk {
       return;
     }
     at_.end = static_cast<int>(min(begin + at_.share, int64_t{total}));
-    int before = 0;
-    for (int first = 0;; first += 32) {
-      const bool in = first + lane < p_.rows;
-      const int mine = in ? MlaCut(LengthOf(first + lane)).weight() : 0;
-      int through = mine;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(0xffffffffu, through, step);
-        if (lane >= step) through += other;
-      }
-      const unsigned beyond = __ballot_sync(0xffffffffu, before + through > begin);
-      if (beyond != 0) {
-        const int found = __ffs(static_cast<int>(beyond)) - 1;
-        at_.row = first + found;
-        before += __shfl_sync(0xffffffffu, through - mine, found);
-        break;
-      }
-      before += __shfl_sync(0xffffffffu, through, 31);
-    }
-    at_.row_begin = before;
+    FindRow(static_cast<int>(begin));
     LoadNext(at_.row);
     EnterRow();
     at_.piece = at_.first_piece =
-        (static_cast<int>(begin) - before + at_.piece_tiles - 1) / at_.piece_tiles;
-    at_.at = before + at_.piece * at_.piece_tiles;
+        (static_cast<int>(begin) - at_.row_begin + at_.piece_tiles - 1) / at_.piece_tiles;
+    at_.at = at_.row_begin + at_.piece * at_.piece_tiles;
     if (at_.piece == at_.pieces) NextRow();
   }
 
@@ -162,7 +148,51 @@ class MlaWalk {
   }
 
  private:
-  __device__ int LengthOf(int row) const { return p_.slots[row] < 0 ? 0 : ListLength(p_, row); }
+  static constexpr int kChunk = 128;  // rows whose lengths are asked for at a time
+
+  // Of rows first + 32 * i + lane: the list's length, or -1 behind the last row.
+  __device__ void LoadLengths(int first, int (&lengths)[kChunk / 32]) const {
+    int slots[kChunk / 32];
+#pragma unroll
+    for (int i = 0; i < kChunk / 32; ++i) {
+      const int row = min(first + 32 * i + static_cast<int>(threadIdx.x) % 32, p_.rows - 1);
+      slots[i] = p_.slots[row];
+      lengths[i] = p_.counts[row];
+    }
+#pragma unroll
+    for (int i = 0; i < kChunk / 32; ++i) {
+      const bool in = first + 32 * i + static_cast<int>(threadIdx.x) % 32 < p_.rows;
+      const int64_t count = slots[i] < 0 ? 0 : max(lengths[i], 0);
+      lengths[i] = in ? static_cast<int>(min(count, p_.capacity)) : -1;
+    }
+  }
+  // The row that tile `tile` of all is of. REQUIRES: there is one.
+  __device__ void FindRow(int tile) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    int before = 0;
+    for (int first = 0;; first += kChunk) {
+      int lengths[kChunk / 32];
+      LoadLengths(first, lengths);
+#pragma unroll
+      for (int i = 0; i < kChunk / 32; ++i) {
+        const int mine = lengths[i] < 0 ? 0 : MlaCut(lengths[i]).weight();
+        int through = mine;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+          const int other = __shfl_up_sync(0xffffffffu, through, step);
+          if (lane >= step) through += other;
+        }
+        const unsigned beyond = __ballot_sync(0xffffffffu, before + through > tile);
+        if (beyond != 0) {
+          const int found = __ffs(static_cast<int>(beyond)) - 1;
+          at_.row = first + 32 * i + found;
+          at_.row_begin = before + __shfl_sync(0xffffffffu, through - mine, found);
+          return;
+        }
+        before += __shfl_sync(0xffffffffu, through, 31);
+      }
+    }
+  }
   // One row ahead, so that nobody waits for a length between two rows.
   __device__ void LoadNext(int row) {
     at_.next_slot = row < p_.rows ? p_.slots[row] : -1;

@@ -133,29 +133,35 @@ static __global__ void __launch_bounds__(kMlaAdders)
   walk.Start(group, groups);
   if (walk.done() || walk.piece() == 0 || walk.GroupOf(0) != group - 1) return;
   const int pieces = walk.pieces();
-  Softmax state[2];
-  float4 sums[kVectors];
-  for (int piece = walk.piece() - 1; piece < pieces; ++piece) {
+  // Of a piece, or of the pieces of the first group in one: asked for one ahead.
+  struct Part {
+    float4 state;
+    float4 sums[kVectors];
+  };
+  const auto load = [&](int piece) {
     const int of = walk.GroupOf(piece);
     const int index = of == group - 1 ? shape.slots - 1 : piece - walk.FirstPieceIn(of);
     const float4* const slot = MlaSlot(p, shape, of, head_tile, index) + me.thread;
-    const float4 from_state = slot[32 * kMlaAdders];
-    float4 from[kVectors];
+    Part part;
+    part.state = slot[32 * kMlaAdders];
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) from[i] = slot[(begin + i) * kMlaAdders];
-    const Softmax other[2] = {{from_state.x, from_state.y}, {from_state.z, from_state.w}};
-    if (of == group - 1) {
-      state[0] = other[0];
-      state[1] = other[1];
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) sums[i] = from[i];
-      continue;
-    }
+    for (int i = 0; i < kVectors; ++i) part.sums[i] = slot[(begin + i) * kMlaAdders];
+    return part;
+  };
+  int piece = walk.piece();
+  Part total = load(piece - 1), next = load(piece);
+  Softmax state[2] = {{total.state.x, total.state.y}, {total.state.z, total.state.w}};
+  float4(&sums)[kVectors] = total.sums;
+  while (piece < pieces) {
+    const Part part = next;
+    if (++piece < pieces) next = load(piece);
+    const Softmax other[2] = {{part.state.x, part.state.y}, {part.state.z, part.state.w}};
     const FoldWeights folds[2] = {Fold(state[0], other[0]), Fold(state[1], other[1])};
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      sums[i] = {Fold(folds[0], sums[i].x, from[i].x), Fold(folds[0], sums[i].y, from[i].y),
-                 Fold(folds[1], sums[i].z, from[i].z), Fold(folds[1], sums[i].w, from[i].w)};
+      const float4 from = part.sums[i];
+      sums[i] = {Fold(folds[0], sums[i].x, from.x), Fold(folds[0], sums[i].y, from.y),
+                 Fold(folds[1], sums[i].z, from.z), Fold(folds[1], sums[i].w, from.w)};
     }
   }
 #pragma unroll
