@@ -34,6 +34,7 @@ struct MlaShared {
   MlaPosition positions[2];
   MlaPiece pieces[2];
   MlaTiles tiles[kMlaUnpackWarps];  // of the unpacking warps
+  MlaPlaces places[kMlaUnpackWarps];
   uint64_t query_here, query_done;
   uint64_t entries_here[kMlaStages], entries_done[kMlaStages];
   uint64_t weights_here, weights_done;
@@ -71,21 +72,31 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
   const MlaLane of(warp, lane);
   const char* const values = base + of.values;
   const char* const scale_base = base + kPackedRank + lane / 16 * 8;
+  const char* const rope_base = base + kPackedRank + 16 + lane % 8 * 16;
   MlaTiles& tiles = shared.tiles[warp];
   const MlaTile* const ring = tiles.ring;
+  MlaPlaces& places = shared.places[warp];
   if (lane == 0) {
 #pragma unroll 1
     for (uint32_t n = 1; n < kRing; ++n) tiles.Step(p, n);
   }
   __syncwarp();
   if (ring[0].row < 0) return;
-  // Under way: entries of tile n, pages of tiles n + 1 and n + 2, numbers of tile n + 3.
-  int number = MlaNumber(p, ring[0], warp, lane), number1 = MlaNumber(p, ring[1], warp, lane);
-  int number2 = MlaNumber(p, ring[2], warp, lane), number3 = MlaNumber(p, ring[3], warp, lane);
   if (thread == 0) CopyQuery(p, map, ring[0].row, head, shared);
-  int place = MlaPlace(p.cache, shape, number, MlaPage(p.cache, shape, ring[0], number));
-  int page1 = MlaPage(p.cache, shape, ring[1], number1);
-  int page2 = MlaPage(p.cache, shape, ring[2], number2);
+  // Under way: entries of tile n, pages of tile n + 1, numbers of tile n + 2.
+  for (uint32_t n = 0; n < 3; ++n) {
+    if (lane < kMlaWarpEntries) places.AskNumber(p, ring[n], n, warp, lane);
+  }
+  CommitCopies();
+  WaitForCopies<0>();
+  __syncwarp();
+  for (uint32_t n = 0; n < 2; ++n) {
+    if (lane < kMlaWarpEntries) places.AskPage(p.cache, shape, ring[n], n, lane);
+  }
+  CommitCopies();
+  WaitForCopies<0>();
+  __syncwarp();
+  int place = places.Place(p.cache, shape, 0, lane % kMlaWarpEntries);
   MlaPair pairs[kMlaFlight];
 #pragma unroll
   for (int i = 0; i < kMlaFlight; ++i) pairs[i].Load(values, place, 2 * i + of.entry);
@@ -95,24 +106,32 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
   for (uint32_t n = 0; ring[n % kRing].row >= 0; ++n) {
     const uint32_t stage = n % kMlaStages;
     MLA_MARK(2, n, 0);
+    WaitForCopies<0>();  // Those of the tile before.
+    __syncwarp();
+    // Behind the last tile the same entries once more.
+    const bool more = ring[(n + 1) % kRing].row >= 0;
+    const int next_place =
+        more ? places.Place(p.cache, shape, n + 1, lane % kMlaWarpEntries) : place;
+    const float2 next_scales = LoadScales(scale_base, next_place);
+    if (lane < kMlaWarpEntries) {
+      places.AskPage(p.cache, shape, ring[(n + 2) % kRing], n + 2, lane);
+      places.AskNumber(p, ring[(n + 3) % kRing], n + 3, warp, lane);
+    }
     if (n >= kMlaStages) {
       WaitBarrier(SharedAddress(&shared.entries_done[stage]), (n / kMlaStages - 1) & 1);
     }
     MLA_MARK(2, n, 1);
     const uint32_t target = SharedAddress(shared.entries[stage]);
-    const uint32_t here = SharedAddress(&shared.entries_here[stage]);
     // RoPE values are bf16 as they are: 8 pieces of 16 bytes an entry, 4 entries at a time.
 #pragma unroll
     for (int i = 0; i < kMlaWarpEntries; i += 4) {
       const int e = i + lane / 8, at = __shfl_sync(0xffffffffu, place, e);
       CopyAsync16(target + MlaTileOffset(warp * kMlaWarpEntries + e, kPackedRank / 8 + lane % 8),
-                  base + int64_t{at} * kPackedEntryBytes + kPackedRank + 16 + lane % 8 * 16, true);
+                  rope_base + int64_t{at} * kPackedEntryBytes, true);
     }
-    ArriveAfterCopies(here);
-    // Behind the last tile the same entries once more.
-    const bool more = ring[(n + 1) % kRing].row >= 0;
-    const int next_place = more ? MlaPlace(p.cache, shape, number1, page1) : place;
-    const float2 next_scales = LoadScales(scale_base, next_place);
+    ArriveAfterCopies(SharedAddress(&shared.entries_here[stage]));
+    CommitCopies();
+    MLA_MARK(2, n, 2);
     // A pair's registers take one of the pairs that are kMlaFlight further on.
 #pragma unroll 1
     for (int first = 0; first < kMlaPairs; first += kMlaFlight) {
@@ -124,26 +143,24 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
         pairs[i].Store(target + of.tile + static_cast<uint32_t>(first * 256), i,
                        __shfl_sync(0xffffffffu, scales, 2 * (first + i) + of.scales));
         pairs[i].Load(values, coming, next + 2 * i + of.entry);
+        __syncwarp();
+        if (i == kMlaFlight / 2 - 1) { MLA_MARK(2, n, 3); }
       }
     }
-    place = next_place;
-    scales = ScalesOf(next_scales);
     MLA_MARK(2, n, 4);
-    PublishToAsyncProxy();
+    place = next_place;
+    // Whoever waits for the tile orders its writes before what the tensor cores read: that fence
+    // would wait for the loads here.
     ArriveWarp(shared.entries_here[stage]);
-    MLA_MARK(2, n, 5);
+    scales = ScalesOf(next_scales);
     if (thread == 0 && n > 0 && ring[n % kRing].is_first) {
       WaitBarrier(SharedAddress(&shared.query_done), queries++ & 1);
       CopyQuery(p, map, ring[n % kRing].row, head, shared);
     }
-    number1 = number2;
-    page1 = page2;
-    number2 = number3;
-    page2 = MlaPage(p.cache, shape, ring[(n + 3) % kRing], number3);
     __syncwarp();  // All have read tile n's.
     if (lane == 0) tiles.Step(p, n + kRing);
     __syncwarp();
-    number3 = MlaNumber(p, ring[n % kRing], warp, lane);
+    MLA_MARK(2, n, 5);
   }
 }
 

@@ -104,28 +104,53 @@ struct MlaTiles {
   }
 };
 
-// Of the entry of lane i % 16 of a warp: its number (past the tile's last one, the last one again);
-// then its page; then its place in the cache, in entries from its base. Each is asked for a tile
-// before the next needs it.
-__device__ __forceinline__ int MlaNumber(const SparseMlaParams& p, const MlaTile& tile, int warp,
-                                         int lane) {
-  if (tile.row < 0) return 0;
-  const int at = min(tile.first + warp * kMlaWarpEntries + lane % kMlaWarpEntries, tile.end - 1);
-  return p.entries == nullptr ? at : __ldg(p.entries + tile.row * p.capacity + at);
+// Four bytes from global to shared memory.
+__device__ __forceinline__ void CopyAsync4(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(SharedAddress(to)), "l"(from)
+               : "memory");
 }
-__device__ __forceinline__ int MlaPage(const PagedLatents& c, const MlaShape& shape,
-                                       const MlaTile& tile, int number) {
-  if (tile.row < 0) return 0;
-  const auto block =
-      static_cast<int>(__umulhi(static_cast<uint32_t>(number), shape.block_reciprocal));
-  return __ldg(c.block_table + tile.slot * c.table_stride + block);
-}
-__device__ __forceinline__ int MlaPlace(const PagedLatents& c, const MlaShape& shape, int number,
-                                        int page) {
-  const auto block =
-      static_cast<int>(__umulhi(static_cast<uint32_t>(number), shape.block_reciprocal));
-  return page * c.block_tokens + number - block * c.block_tokens;
-}
+
+// Where the entries of a warp's next tiles lie: their numbers and the pages of those, asked for
+// tiles ahead. They land in shared memory: a register that a load is still to fill cannot even be
+// moved before it is there.
+struct MlaPlaces {
+  static constexpr int kRing = 4;
+
+  int numbers[kRing][kMlaWarpEntries];
+  int pages[kRing][kMlaWarpEntries];
+
+  // Of the entry lane % 16 of tile n; past the tile's last one, the last one again. By lanes of
+  // [0, 16).
+  __device__ __forceinline__ void AskNumber(const SparseMlaParams& p, const MlaTile& tile,
+                                            uint32_t n, int warp, int lane) {
+    if (tile.row < 0) return;
+    const int at = min(tile.first + warp * kMlaWarpEntries + lane, tile.end - 1);
+    int* const to = &numbers[n % kRing][lane];
+    if (p.entries == nullptr) {
+      *to = at;
+    } else {
+      CopyAsync4(to, p.entries + tile.row * p.capacity + at);
+    }
+  }
+  // Once the number is there.
+  __device__ __forceinline__ void AskPage(const PagedLatents& c, const MlaShape& shape,
+                                          const MlaTile& tile, uint32_t n, int lane) {
+    if (tile.row < 0) return;
+    CopyAsync4(&pages[n % kRing][lane], c.block_table + tile.slot * c.table_stride +
+                                            BlockOf(shape, numbers[n % kRing][lane]));
+  }
+  // Once the page is there: the place in the cache, in entries from its base.
+  __device__ __forceinline__ int Place(const PagedLatents& c, const MlaShape& shape, uint32_t n,
+                                       int lane) const {
+    const int number = numbers[n % kRing][lane];
+    return (pages[n % kRing][lane] - BlockOf(shape, number)) * c.block_tokens + number;
+  }
+
+ private:
+  static __device__ __forceinline__ int BlockOf(const MlaShape& shape, int number) {
+    return static_cast<int>(__umulhi(static_cast<uint32_t>(number), shape.block_reciprocal));
+  }
+};
 
 // Which part of a pair of entries a lane unpacks: of entry `entry` 16 values of each of two
 // neighbouring scales, 128 apart. Every 4 lanes read 64 bytes, and every 8 write to all banks.
@@ -182,11 +207,14 @@ struct MlaPair {
     const uint2 c = UnpackFour(v.z, scale), d = UnpackFour(v.w, scale);
     StoreShared(at ^ 16, {c.x, c.y, d.x, d.y});
   }
+  // A plain load, which stays on its side of __syncwarp: the compiler would put off one of
+  // read-only memory until the registers of a whole tile are free.
   static __device__ __forceinline__ uint4 LoadOnce(const char* from) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(from));
+                 : "l"(from)
+                 : "memory");
     return v;
   }
 };

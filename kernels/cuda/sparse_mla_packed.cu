@@ -131,7 +131,7 @@ __device__ __forceinline__ float2 Weigh(float (&score)[32], Softmax (&state)[2],
 // Waits for the n-th tile's entries.
 __device__ __forceinline__ void WaitForEntries(MlaShared& shared, uint32_t n) {
   WaitBarrier(SharedAddress(&shared.entries_here[n % kMlaStages]), n / kMlaStages & 1);
-  PublishToAsyncProxy();  // RoPE values came by copies whose threads did not wait for them.
+  PublishToAsyncProxy();  // What others wrote, as their barrier says.
 }
 
 // The query's latent part, in place, from bf16 to fp16 / kMlaUnit. By the warpgroup.
