@@ -25,11 +25,11 @@ __device__ unsigned mla_trace[3][16][6];
 struct MlaShared {
   unsigned char query[kMlaTileBytes];
   unsigned char entries[kMlaStages][kMlaTileBytes];
-  // From the scorer to the adder, each of its threads to the same one: weights of a tile as
-  // operands of its products, what to keep of the sums before them, and at a piece's end the
-  // softmax.
-  uint4 weights[kMlaTileEntries / 16][kMlaWarpgroup];
+  // Of a tile, from the warpgroup that scored it: its weights, [64 heads][64 entries] of fp16,
+  // swizzled; by thread, what to keep of the sums before them, and the softmax after them.
+  unsigned char weights[kMlaHeads * 128];
   float2 keep[kMlaWarpgroup];
+  float4 states[kMlaWarpgroup];
   // Where the scorer and the adder are, and the piece that they work on.
   MlaPosition positions[2];
   MlaPiece pieces[2];
@@ -37,13 +37,21 @@ struct MlaShared {
   MlaPlaces places[kMlaUnpackWarps];
   uint64_t query_here, query_done;
   uint64_t entries_here[kMlaStages], entries_done[kMlaStages];
-  uint64_t weights_here, weights_done;
+  uint64_t weights_here[2], weights_done;
 };
 
 // One arrival for a warp, after what all its lanes did.
 __device__ __forceinline__ void ArriveWarp(uint64_t& barrier) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) Arrive(SharedAddress(&barrier));
+}
+
+// Four blocks of [8][8] of two bytes: lane i holds the rows' pairs, and has the address of row i % 8
+// of block i / 8.
+__device__ __forceinline__ void StoreMatrices(uint32_t to, uint4 v) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
 
 // The same for every lane, once its copies (CopyAsync16) have landed.
