@@ -12,11 +12,11 @@ inline constexpr int kMlaStages = 2;
 
 #ifdef MLA_TRACE
 __device__ unsigned mla_trace[3][16][6];
-#define MLA_MARK(role, n, what)                                                         \
-  if (threadIdx.x % 128 == 0 && blockIdx.x == 40 && (n) < 16) {                         \
-    unsigned t;                                                                         \
-    asm volatile("mov.u32 %0, %%clock;" : "=r"(t)::"memory");                           \
-    mla_trace[role][n][what] = t;                                                       \
+#define MLA_MARK(role, n, what)                                 \
+  if (threadIdx.x % 128 == 0 && blockIdx.x == 40 && (n) < 16) { \
+    unsigned t;                                                 \
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(t)::"memory");   \
+    mla_trace[role][n][what] = t;                               \
   }
 #else
 #define MLA_MARK(role, n, what)
@@ -26,11 +26,10 @@ struct MlaShared {
   unsigned char query[kMlaTileBytes];
   unsigned char entries[kMlaStages][kMlaTileBytes];
   // Of a tile, from the warpgroup that scored it: its weights, [64 heads][64 entries] of fp16,
-  // swizzled; by thread, what to keep of the sums before them, and the softmax after them.
+  // swizzled; of each head, the softmax after it (m, l) and what to keep of the sums before it.
   unsigned char weights[kMlaHeads * 128];
-  float2 keep[kMlaWarpgroup];
-  float4 states[kMlaWarpgroup];
-  // Where the scorer and the adder are, and the piece that they work on.
+  float4 states[kMlaHeads];
+  // Where the two warpgroups are, and the piece that they work on.
   MlaPosition positions[2];
   MlaPiece pieces[2];
   MlaTiles tiles[kMlaUnpackWarps];  // of the unpacking warps
@@ -39,6 +38,7 @@ struct MlaShared {
   uint64_t entries_here[kMlaStages], entries_done[kMlaStages];
   uint64_t weights_here[2], weights_done;
 };
+static_assert(sizeof(MlaShared) <= 227 * 1024);
 
 // One arrival for a warp, after what all its lanes did.
 __device__ __forceinline__ void ArriveWarp(uint64_t& barrier) {
@@ -46,8 +46,8 @@ __device__ __forceinline__ void ArriveWarp(uint64_t& barrier) {
   if (threadIdx.x % 32 == 0) Arrive(SharedAddress(&barrier));
 }
 
-// Four blocks of [8][8] of two bytes: lane i holds the rows' pairs, and has the address of row i % 8
-// of block i / 8.
+// Four blocks of [8][8] of two bytes: lane i holds the rows' pairs, and has the address of row i %
+// 8 of block i / 8.
 __device__ __forceinline__ void StoreMatrices(uint32_t to, uint4 v) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
                "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
@@ -92,19 +92,22 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
   if (ring[0].row < 0) return;
   if (thread == 0) CopyQuery(p, map, ring[0].row, head, shared);
   // Under way: entries of tile n, pages of tile n + 1, numbers of tile n + 2.
-  for (uint32_t n = 0; n < 3; ++n) {
-    if (lane < kMlaWarpEntries) places.AskNumber(p, ring[n], n, warp, lane);
-  }
-  CommitCopies();
-  WaitForCopies<0>();
-  __syncwarp();
-  for (uint32_t n = 0; n < 2; ++n) {
-    if (lane < kMlaWarpEntries) places.AskPage(p.cache, shape, ring[n], n, lane);
-  }
-  CommitCopies();
-  WaitForCopies<0>();
-  __syncwarp();
+  const bool asks = lane < kMlaWarpEntries;
+  const auto arrive = [] {
+    CommitCopies();
+    WaitForCopies<0>();
+    __syncwarp();
+  };
+  if (asks) places.AskNumber(p, ring[0], 0, warp, lane);
+  if (asks) places.AskNumber(p, ring[1], 1, warp, lane);
+  arrive();
+  if (asks) places.AskPage(p.cache, shape, ring[0], 0, lane);
+  if (asks) places.AskPage(p.cache, shape, ring[1], 1, lane);
+  arrive();
   int place = places.Place(p.cache, shape, 0, lane % kMlaWarpEntries);
+  __syncwarp();
+  if (asks) places.AskNumber(p, ring[2], 2, warp, lane);
+  CommitCopies();
   MlaPair pairs[kMlaFlight];
 #pragma unroll
   for (int i = 0; i < kMlaFlight; ++i) pairs[i].Load(values, place, 2 * i + of.entry);
@@ -121,7 +124,8 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
     const int next_place =
         more ? places.Place(p.cache, shape, n + 1, lane % kMlaWarpEntries) : place;
     const float2 next_scales = LoadScales(scale_base, next_place);
-    if (lane < kMlaWarpEntries) {
+    __syncwarp();  // All have read tile n + 1's.
+    if (asks) {
       places.AskPage(p.cache, shape, ring[(n + 2) % kRing], n + 2, lane);
       places.AskNumber(p, ring[(n + 3) % kRing], n + 3, warp, lane);
     }
@@ -152,7 +156,9 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
                        __shfl_sync(0xffffffffu, scales, 2 * (first + i) + of.scales));
         pairs[i].Load(values, coming, next + 2 * i + of.entry);
         __syncwarp();
-        if (i == kMlaFlight / 2 - 1) { MLA_MARK(2, n, 3); }
+        if (i == kMlaFlight / 2 - 1) {
+          MLA_MARK(2, n, 3);
+        }
       }
     }
     MLA_MARK(2, n, 4);

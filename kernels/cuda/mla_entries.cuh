@@ -112,20 +112,18 @@ __device__ __forceinline__ void CopyAsync4(void* to, const void* from) {
 
 // Where the entries of a warp's next tiles lie: their numbers and the pages of those, asked for
 // tiles ahead. They land in shared memory: a register that a load is still to fill cannot even be
-// moved before it is there.
+// moved before it is there. Of tiles n and n + 2 the second takes the place of the first.
 struct MlaPlaces {
-  static constexpr int kRing = 4;
+  int numbers[2][kMlaWarpEntries];
+  int pages[2][kMlaWarpEntries];
 
-  int numbers[kRing][kMlaWarpEntries];
-  int pages[kRing][kMlaWarpEntries];
-
-  // Of the entry lane % 16 of tile n; past the tile's last one, the last one again. By lanes of
-  // [0, 16).
+  // Of the entry `lane` of tile n; past the tile's last one, the last one again. By lanes of
+  // [0, kMlaWarpEntries).
   __device__ __forceinline__ void AskNumber(const SparseMlaParams& p, const MlaTile& tile,
                                             uint32_t n, int warp, int lane) {
     if (tile.row < 0) return;
     const int at = min(tile.first + warp * kMlaWarpEntries + lane, tile.end - 1);
-    int* const to = &numbers[n % kRing][lane];
+    int* const to = &numbers[n % 2][lane];
     if (p.entries == nullptr) {
       *to = at;
     } else {
@@ -136,14 +134,14 @@ struct MlaPlaces {
   __device__ __forceinline__ void AskPage(const PagedLatents& c, const MlaShape& shape,
                                           const MlaTile& tile, uint32_t n, int lane) {
     if (tile.row < 0) return;
-    CopyAsync4(&pages[n % kRing][lane], c.block_table + tile.slot * c.table_stride +
-                                            BlockOf(shape, numbers[n % kRing][lane]));
+    CopyAsync4(&pages[n % 2][lane],
+               c.block_table + tile.slot * c.table_stride + BlockOf(shape, numbers[n % 2][lane]));
   }
   // Once the page is there: the place in the cache, in entries from its base.
   __device__ __forceinline__ int Place(const PagedLatents& c, const MlaShape& shape, uint32_t n,
                                        int lane) const {
-    const int number = numbers[n % kRing][lane];
-    return (pages[n % kRing][lane] - BlockOf(shape, number)) * c.block_tokens + number;
+    const int number = numbers[n % 2][lane];
+    return (pages[n % 2][lane] - BlockOf(shape, number)) * c.block_tokens + number;
   }
 
  private:

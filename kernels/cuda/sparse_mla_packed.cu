@@ -125,6 +125,8 @@ __device__ __forceinline__ float2 Weigh(float (&score)[32], Softmax (&state)[2],
       score[i] = Exp2(fmaf(score[i], scale, -m));
       sum += score[i];
     }
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     state[h] = {m, fmaf(state[h].l, keep[h], sum)};
   }
   return {keep[0], keep[1]};
@@ -184,12 +186,12 @@ __device__ __forceinline__ void StartValues(MlaShared& shared, uint32_t n, int g
 // The same, with the other warpgroup's weights, once they are there.
 __device__ __forceinline__ void StartTheirs(MlaShared& shared, uint32_t n, int group,
                                             float (&o)[128], Softmax (&state)[2]) {
-  const int thread = static_cast<int>(threadIdx.x) % kMlaWarpgroup;
+  const int row = MlaThread{static_cast<int>(threadIdx.x)}.Head(0);
   WaitBarrier(SharedAddress(&shared.weights_here[n % 2]), n / 2 & 1);
-  const float4 of = shared.states[thread];
-  state[0] = {of.x, of.y};
-  state[1] = {of.z, of.w};
-  StartValues(shared, n, group, o, shared.keep[thread]);
+  const float4 a = shared.states[row], b = shared.states[row + 8];
+  state[0] = {a.x, a.y};
+  state[1] = {b.x, b.y};
+  StartValues(shared, n, group, o, {a.z, b.z});
 }
 
 // Their end.
@@ -215,8 +217,11 @@ __device__ __forceinline__ void AddOurs(MlaShared& shared, uint32_t n, int group
                   {PackFp16(from[0], from[1]), PackFp16(from[2], from[3]),
                    PackFp16(from[4], from[5]), PackFp16(from[6], from[7])});
   }
-  shared.states[thread] = {state[0].m, state[0].l, state[1].m, state[1].l};
-  shared.keep[thread] = keep;
+  if (lane % 4 == 0) {
+    float4* const states = shared.states + MlaThread{thread}.Head(0);
+    states[0] = {state[0].m, state[0].l, keep.x, 0.0f};
+    states[8] = {state[1].m, state[1].l, keep.y, 0.0f};
+  }
   PublishToAsyncProxy();
   ArriveWarp(shared.weights_here[n % 2]);
   MLA_MARK(group, n, 4);
@@ -279,11 +284,6 @@ __device__ void WorkOnTiles(const SparseMlaParams& p, const MlaShape& shape, Mla
       ++n;
     }
     if (piece.ends_row) has_query = false;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      state[h].l += __shfl_xor_sync(0xffffffffu, state[h].l, 1);
-      state[h].l += __shfl_xor_sync(0xffffffffu, state[h].l, 2);
-    }
     FinishPiece(p, shape, piece, o, state);
   }
 }
