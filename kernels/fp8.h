@@ -4,6 +4,7 @@
 
 #include "kernels/e4m3.h"
 #include "kernels/latent_params.h"
+#include "kernels/latent_scales.h"
 
 namespace sluice::kernels {
 namespace {
@@ -21,16 +22,54 @@ constexpr E4M3Values MakeE4M3Values() {
 // The scale of a group whose largest magnitude is `largest`.
 constexpr float E4M3Scale(float largest) { return largest > 0 ? largest / kE4M3Max : 1.0f; }
 
-// Writes `count` values as e4m3; the result is their scale.
-constexpr float QuantizeE4M3(const float* x, int64_t count, uint8_t* out) {
+// The largest magnitude; a NaN does not count.
+constexpr float LargestMagnitude(const float* x, int64_t count) {
   float largest = 0;
   for (int64_t i = 0; i < count; ++i) {
     const float magnitude = x[i] < 0 ? -x[i] : x[i];
     if (magnitude > largest) largest = magnitude;
   }
-  const float scale = E4M3Scale(largest);
+  return largest;
+}
+
+constexpr void QuantizeBy(float scale, const float* x, int64_t count, uint8_t* out) {
   for (int64_t i = 0; i < count; ++i) out[i] = FloatToE4M3(x[i] / scale);
+}
+
+// Writes `count` values as e4m3; the result is their scale.
+constexpr float QuantizeE4M3(const float* x, int64_t count, uint8_t* out) {
+  const float scale = E4M3Scale(LargestMagnitude(x, count));
+  QuantizeBy(scale, x, count, out);
   return scale;
+}
+
+// The same of kPackedScaleTokens latent values, by the best of their scales (latent_scales.h). Sums
+// run in 16 lanes; the first of equals is taken.
+inline float QuantizeLatents(const float* x, uint8_t* out) {
+  constexpr int64_t kLanes = 16;
+  const float least = E4M3Scale(LargestMagnitude(x, kPackedScaleTokens));
+  alignas(64) float y[kPackedScaleTokens];
+  for (int64_t i = 0; i < kPackedScaleTokens; ++i) y[i] = __builtin_fabsf(x[i]) / least;
+  float best = 0, best_error = 0;
+  for (int32_t candidate = 0; candidate < kLatentScales; ++candidate) {
+    const float factor = LatentScaleFactor(candidate), inverse = 1.0f / factor;
+    alignas(64) float sums[kLanes] = {};
+    for (int64_t i = 0; i < kPackedScaleTokens; i += kLanes) {
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const float exact = y[i + lane] * inverse;
+        const float off = RoundedToE4M3(exact) - exact;
+        sums[lane] += off * off;
+      }
+    }
+    float error = 0;
+    for (const float sum : sums) error += sum;
+    error *= factor * factor;
+    if (candidate > 0 && !(error < best_error)) continue;
+    best = least * factor;
+    best_error = error;
+  }
+  QuantizeBy(best, x, kPackedScaleTokens, out);
+  return best;
 }
 
 }  // namespace

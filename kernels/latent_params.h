@@ -13,9 +13,9 @@
 // The packed form, DType::kFloat8E4M3, is that of published systems: an entry is 656 bytes,
 // [0, 512) e4m3 values, [512, 528) four float32 scales of 128 values each, [528, 656) 64 bf16 RoPE
 // values; an index key is 128 e4m3 values and one float32 scale. A scale is amax / 448 (1 where all
-// values are 0), a value its quotient by the scale, rounded to nearest, ties to even. Only rank 512
-// with rope 64 is packed. The other forms, bf16 and float32, are for exactness tests: an entry is
-// [rank + rope] elements, an index key [dim], nothing scaled.
+// values are 0), of latents up to twice that (latent_scales.h); a value is its quotient by it,
+// rounded to nearest, ties to even. Only rank 512 with rope 64 is packed. The other forms, bf16 and
+// float32, are for exactness tests: an entry is [rank + rope] elements, an index key [dim].
 #pragma once
 
 #include <cstdint>
@@ -177,26 +177,52 @@ inline constexpr int kMlaSplitEntries = 256;
 //   s_e = scale * q_h . entry_e;  out_h = softmax(s) latent;  lse = natural-log sum-exp of s.
 // A list counts in its order. An empty list: out = 0, lse = -inf. With `other_o` the result is
 // merged with another partial result of the same rows, that first (the rule of MergeParams).
+//
+// With `then_counts` each row has a second list: the result is, to the bit, that of two calls, one
+// over the first list into `other_o` and `other_lse`, which are work space here, and one over the
+// second that is merged with them. REQUIRES: a row's two lists have at most `capacity` entries
+// together.
 struct SparseMlaParams {
   const void* q;  // [rows][heads][rank + rope] of q_type
   const int32_t* slots;
   PagedLatents cache;
   const int32_t* entries;  // [rows][capacity] numbers of entries; null: 0, 1, ...
   const int32_t* counts;   // [rows]; below 0 as 0, above the capacity as the capacity
+  const int32_t* then_entries;  // [rows][capacity]
+  const int32_t* then_counts;   // [rows], or null: one list
   int64_t capacity;
-  const float* other_o;    // [rows][heads][rank], or null
-  const float* other_lse;  // [rows][heads]
-  void* out;               // [rows][heads][rank] of out_type
-  float* lse;              // [rows][heads], or null
-  void* scratch;           // KernelSet::SparseMlaScratchBytes
+  float* other_o;    // [rows][heads][rank], or null
+  float* other_lse;  // [rows][heads]
+  void* out;         // [rows][heads][rank] of out_type
+  float* lse;        // [rows][heads], or null
+  void* scratch;     // KernelSet::SparseMlaScratchBytes
   int64_t scratch_bytes;
   int32_t rows;
   int32_t decode_rows;  // as in LinearParams
   int32_t heads;
+  // Processors of a GPU that it leaves to what runs beside it: a block of this takes one wholly, and
+  // those that had to wait for a transfer's would end with it.
+  int32_t spare_processors;
   float scale;
   DType q_type;    // the kernel set's activation type
   DType out_type;  // the same, or float32
 };
+
+// The two calls that a call with two lists stands for, in order.
+inline SparseMlaParams FirstOfTwo(SparseMlaParams p) {
+  p.out = p.other_o;
+  p.out_type = DType::kFloat32;
+  p.lse = p.other_lse;
+  p.other_o = p.other_lse = nullptr;
+  p.then_entries = p.then_counts = nullptr;
+  return p;
+}
+inline SparseMlaParams SecondOfTwo(SparseMlaParams p) {
+  p.entries = p.then_entries;
+  p.counts = p.then_counts;
+  p.then_entries = p.then_counts = nullptr;
+  return p;
+}
 
 // Which entries of sequences have a place in HBM, and which shall be given one: Split and Recall of
 // sparse_params.h for single tokens of one head, in one operator, for whole sequences. Neighbouring

@@ -52,8 +52,7 @@ inline void WriteEntry(const PagedLatents& c, const float* x, char* out) {
     return;
   }
   for (int64_t i = 0; i < kPackedRank; i += kPackedScaleTokens) {
-    const float scale =
-        QuantizeE4M3(x + i, kPackedScaleTokens, reinterpret_cast<uint8_t*>(out + i));
+    const float scale = QuantizeLatents(x + i, reinterpret_cast<uint8_t*>(out + i));
     __builtin_memcpy(out + kPackedScalesAt + i / kPackedScaleTokens * 4, &scale, 4);
   }
   WriteRounded(out + kPackedRopeAt, DType::kBFloat16, 0, x + kPackedRank, kPackedRope);

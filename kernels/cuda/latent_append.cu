@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kEntryThreads)
     const float4 y = {x[v].x * factor * weight[v].x, x[v].y * factor * weight[v].y,
                       x[v].z * factor * weight[v].z, x[v].w * factor * weight[v].w};
     if (packed) {
-      const float scale = WarpScale(y);
+      const float scale = WarpLatentScale(y);
       const uint32_t values = Quantised(y, scale);
       for (char* entry : out) {
         if (entry == nullptr) continue;

@@ -57,9 +57,10 @@ __device__ __forceinline__ void StoreShared(uint32_t to, uint4 v) {
 struct MlaTile {
   int row;  // -1: there is no such tile
   int slot;
-  int first;      // entry of the list
+  int first;      // entry of its list
   int end;        // of the piece
   bool is_first;  // of the row, in this group
+  bool then;      // of the second of two lists
 };
 
 // The tiles of a group, in order; a warp's own, in shared memory: in registers it would be in the
@@ -83,7 +84,7 @@ struct MlaTiles {
     if (last.row < 0) {
       tile.row = -1;
     } else if (last.first + kMlaTileEntries < last.end) {
-      tile = {last.row, last.slot, last.first + kMlaTileEntries, last.end, false};
+      tile = {last.row, last.slot, last.first + kMlaTileEntries, last.end, false, last.then};
     } else {
       MlaWalk walk(p, position);
       walk.NextFull();
@@ -98,8 +99,12 @@ struct MlaTiles {
       ring[into].row = -1;
     } else {
       const int begin = walk.begin_entry();
-      ring[into] = {walk.row(), walk.slot(), begin, begin + walk.entries(),
-                    walk.piece() == walk.first_piece()};
+      ring[into] = {walk.row(),
+                    walk.slot(),
+                    begin,
+                    begin + walk.entries(),
+                    walk.piece() == walk.first_piece(),
+                    walk.IsOfSecond()};
     }
   }
 };
@@ -124,10 +129,11 @@ struct MlaPlaces {
     if (tile.row < 0) return;
     const int at = min(tile.first + warp * kMlaWarpEntries + lane, tile.end - 1);
     int* const to = &numbers[n % 2][lane];
-    if (p.entries == nullptr) {
+    const int32_t* const list = tile.then ? p.then_entries : p.entries;
+    if (list == nullptr) {
       *to = at;
     } else {
-      CopyAsync4(to, p.entries + tile.row * p.capacity + at);
+      CopyAsync4(to, list + tile.row * p.capacity + at);
     }
   }
   // Once the number is there.

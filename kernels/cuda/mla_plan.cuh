@@ -3,16 +3,18 @@
 //
 // A list is cut into pieces of whole tiles of 64 entries: of 512 entries, longer ones where more
 // than 8 pieces would come of it. A piece is computed by one block, tile by tile; the pieces of a
-// row are folded in order (Fold). That is the whole arithmetic: it knows nothing of blocks, so the
-// bits are a row's own.
+// list are folded in order (Fold). Of a row with two lists the first one's pieces come first; what
+// they fold to is closed (divided by its sum), and merged with the second one's as ResultOf does.
+// That is the whole arithmetic: it knows nothing of blocks, so the bits are a row's own.
 //
 // The tiles of all rows are numbered in order, an empty list counting as one; group g takes the
 // pieces that begin in [g * share, (g + 1) * share). A group is one block for each 64 heads: the
 // same entries at about the same time, so that the second block finds them in L2. The share is
 // rounded up to whole pieces, so that rows are cut only where that makes the largest share smaller.
 //
-// Whoever begins a row folds its pieces into one total; a group that begins inside a row leaves
-// each of its pieces apart, for the combining kernel. Both lie in the block's slots of the scratch.
+// Whoever begins a row folds its pieces into one total for each list; a group that begins inside a
+// row leaves each of its pieces apart, for the combining kernel. Both lie in the block's slots of
+// the scratch: pieces, the total of a first of two lists, the total of the only or second list.
 #pragma once
 
 #include "kernels/cuda/mla_result.cuh"
@@ -37,39 +39,56 @@ inline constexpr float kMlaUnit = 8.0f;
 // What a launch adds to SparseMlaParams.
 struct MlaShape {
   int32_t head_tiles;         // blocks of a group
-  int32_t slots;              // of a block: the pieces that it leaves apart, then the total
+  int32_t slots;              // of a block
   uint32_t block_reciprocal;  // 2^32 / block_tokens, rounded up: e / block_tokens by one multiply
 };
 
-// Slots of a block for lists of up to `capacity` entries: none where all are one piece.
-constexpr int MlaSlots(int64_t capacity) {
+// Lists that may be the first or second of two: their pieces have kMlaPieceTiles.
+inline constexpr int64_t kMlaMostOfTwo = int64_t{kMlaMaxPieces} * kMlaPieceTiles * kMlaTileEntries;
+
+// Pieces of a row whose lists have up to `capacity` entries together.
+constexpr int MlaPieces(int64_t capacity, bool two) {
   const int64_t piece = kMlaPieceTiles * kMlaTileEntries;
   const int64_t pieces = (capacity + piece - 1) / piece;
-  return pieces <= 1 ? 0 : static_cast<int>(pieces < kMlaMaxPieces ? pieces : kMlaMaxPieces);
+  return (pieces < kMlaMaxPieces ? static_cast<int>(pieces) : kMlaMaxPieces) + (two ? 1 : 0);
+}
+// Slots of a block for such rows: none where all are one piece.
+constexpr int MlaSlots(int64_t capacity, bool two) {
+  const int pieces = MlaPieces(capacity, two);
+  return pieces <= 1 ? 0 : pieces - 1 + (two ? 2 : 1);
 }
 
-// A list in tiles and pieces.
+// A row in tiles and pieces: those of its first list, if it has two, then those of the other one.
 struct MlaCut {
-  int tiles;        // 0: an empty list
-  int piece_tiles;  // of each piece but the last
-  int pieces;       // at least 1
+  int piece_tiles;   // of each piece but a list's last
+  int first_pieces;  // of the first of two lists
+  int pieces;        // of both, at least 1
+  int weight;        // in tiles, the first list's as whole pieces; at least 1
 
-  __device__ explicit MlaCut(int count)
-      : tiles((count + kMlaTileEntries - 1) / kMlaTileEntries),
-        piece_tiles(max(kMlaPieceTiles, (tiles + kMlaMaxPieces - 1) / kMlaMaxPieces)),
-        pieces(max(1, (tiles + piece_tiles - 1) / piece_tiles)) {}
-  __device__ int weight() const { return max(tiles, 1); }
+  __device__ MlaCut(int first_count, int count) {
+    const int first = TilesOf(first_count), tiles = TilesOf(count);
+    piece_tiles = max(kMlaPieceTiles, (tiles + kMlaMaxPieces - 1) / kMlaMaxPieces);
+    first_pieces = (first + piece_tiles - 1) / piece_tiles;
+    pieces = max(1, first_pieces + (tiles + piece_tiles - 1) / piece_tiles);
+    weight = max(1, first_pieces * piece_tiles + tiles);
+  }
+
+ private:
+  static __device__ int TilesOf(int entries) {
+    return (entries + kMlaTileEntries - 1) / kMlaTileEntries;
+  }
 };
 
 // Where a walk is.
 struct MlaPosition {
   int share = 1;
-  int row = 0, slot = -1, count = 0;
-  int pieces = 1, piece_tiles = 0;  // of the row
+  int row = 0, slot = -1;
+  int first_count = 0, count = 0;                     // entries of the first of two lists, and of the other
+  int first_pieces = 0, pieces = 1, piece_tiles = 0;  // of the row
   int piece = 0, first_piece = 0;
-  int row_begin = 0;    // tiles before the row
-  int at = 0, end = 0;  // tiles: where the piece begins, where the group ends
-  int next_slot = -1, next_count = 0;
+  int row_begin = 0, row_end = 0;  // tiles
+  int at = 0, end = 0;             // tiles: where the piece begins, where the group ends
+  int next_slot = -1, next_first_count = 0, next_count = 0;
 };
 
 // The pieces of a group, in order.
@@ -83,19 +102,14 @@ class MlaWalk {
   // To the first piece of `group` of `groups`, or past the end. Called by whole warps. Sums are
   // below 2^31: tiles of a step's rows.
   __device__ void Start(int group, int groups) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
     int total = 0, largest = 1;
-    for (int first = 0; first < p_.rows; first += kChunk) {
-      int lengths[kChunk / 32];
-      LoadLengths(first, lengths);
-#pragma unroll
-      for (const int length : lengths) {
-        const MlaCut cut(max(length, 0));
-        total += length < 0 ? 0 : cut.weight();
-        largest = max(largest, min(cut.weight(), cut.piece_tiles));
-      }
+    for (int first = 0; first < p_.rows; first += 32) {
+      const bool in = first + lane < p_.rows;
+      const MlaCut cut = CutOf(in ? first + lane : -1);
+      total += __reduce_add_sync(0xffffffffu, in ? cut.weight : 0);
+      largest = max(largest, __reduce_max_sync(0xffffffffu, min(cut.weight, cut.piece_tiles)));
     }
-    total = __reduce_add_sync(0xffffffffu, total);
-    largest = __reduce_max_sync(0xffffffffu, largest);
     at_.share = ((total + groups - 1) / groups + largest - 1) / largest * largest;
     const int64_t begin = int64_t{at_.share} * group;
     if (begin >= total) {
@@ -103,12 +117,31 @@ class MlaWalk {
       return;
     }
     at_.end = static_cast<int>(min(begin + at_.share, int64_t{total}));
-    FindRow(static_cast<int>(begin));
+    int before = 0;
+    for (int first = 0;; first += 32) {
+      const bool in = first + lane < p_.rows;
+      const int mine = in ? CutOf(first + lane).weight : 0;
+      int through = mine;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, through, step);
+        if (lane >= step) through += other;
+      }
+      const unsigned beyond = __ballot_sync(0xffffffffu, before + through > begin);
+      if (beyond != 0) {
+        const int found = __ffs(static_cast<int>(beyond)) - 1;
+        at_.row = first + found;
+        before += __shfl_sync(0xffffffffu, through - mine, found);
+        break;
+      }
+      before += __shfl_sync(0xffffffffu, through, 31);
+    }
+    at_.row_begin = before;
     LoadNext(at_.row);
     EnterRow();
     at_.piece = at_.first_piece =
-        (static_cast<int>(begin) - at_.row_begin + at_.piece_tiles - 1) / at_.piece_tiles;
-    at_.at = at_.row_begin + at_.piece * at_.piece_tiles;
+        (static_cast<int>(begin) - before + at_.piece_tiles - 1) / at_.piece_tiles;
+    at_.at = before + at_.piece * at_.piece_tiles;
     if (at_.piece == at_.pieces) NextRow();
   }
 
@@ -121,11 +154,19 @@ class MlaWalk {
   __device__ bool IsLast() const { return at_.piece + 1 == at_.pieces; }
   // Whether the next piece, if there is one, is of another row.
   __device__ bool EndsRow() const { return IsLast() || at_.at + at_.piece_tiles >= at_.end; }
-  // The piece's entries of the list.
-  __device__ int begin_entry() const { return at_.piece * at_.piece_tiles * kMlaTileEntries; }
-  __device__ int entries() const {
-    return min(at_.count - begin_entry(), at_.piece_tiles * kMlaTileEntries);
+  // Whether the piece is of the first, or of the second of two lists.
+  __device__ bool IsOfFirst() const { return at_.piece < at_.first_pieces; }
+  __device__ bool IsOfSecond() const { return p_.then_counts != nullptr && !IsOfFirst(); }
+  // The piece's entries of its list.
+  __device__ int begin_entry() const {
+    const int before = IsOfFirst() ? 0 : at_.first_pieces;
+    return (at_.piece - before) * at_.piece_tiles * kMlaTileEntries;
   }
+  __device__ int entries() const {
+    const int count = IsOfFirst() ? at_.first_count : at_.count;
+    return min(count - begin_entry(), at_.piece_tiles * kMlaTileEntries);
+  }
+  __device__ int first_pieces() const { return at_.first_pieces; }
   __device__ int pieces() const { return at_.pieces; }
 
   __device__ void Next() {
@@ -148,69 +189,35 @@ class MlaWalk {
   }
 
  private:
-  static constexpr int kChunk = 128;  // rows whose lengths are asked for at a time
-
-  // Of rows first + 32 * i + lane: the list's length, or -1 behind the last row.
-  __device__ void LoadLengths(int first, int (&lengths)[kChunk / 32]) const {
-    int slots[kChunk / 32];
-#pragma unroll
-    for (int i = 0; i < kChunk / 32; ++i) {
-      const int row = min(first + 32 * i + static_cast<int>(threadIdx.x) % 32, p_.rows - 1);
-      slots[i] = p_.slots[row];
-      lengths[i] = p_.counts[row];
-    }
-#pragma unroll
-    for (int i = 0; i < kChunk / 32; ++i) {
-      const bool in = first + 32 * i + static_cast<int>(threadIdx.x) % 32 < p_.rows;
-      const int64_t count = slots[i] < 0 ? 0 : max(lengths[i], 0);
-      lengths[i] = in ? static_cast<int>(min(count, p_.capacity)) : -1;
-    }
-  }
-  // The row that tile `tile` of all is of. REQUIRES: there is one.
-  __device__ void FindRow(int tile) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    int before = 0;
-    for (int first = 0;; first += kChunk) {
-      int lengths[kChunk / 32];
-      LoadLengths(first, lengths);
-#pragma unroll
-      for (int i = 0; i < kChunk / 32; ++i) {
-        const int mine = lengths[i] < 0 ? 0 : MlaCut(lengths[i]).weight();
-        int through = mine;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-          const int other = __shfl_up_sync(0xffffffffu, through, step);
-          if (lane >= step) through += other;
-        }
-        const unsigned beyond = __ballot_sync(0xffffffffu, before + through > tile);
-        if (beyond != 0) {
-          const int found = __ffs(static_cast<int>(beyond)) - 1;
-          at_.row = first + 32 * i + found;
-          at_.row_begin = before + __shfl_sync(0xffffffffu, through - mine, found);
-          return;
-        }
-        before += __shfl_sync(0xffffffffu, through, 31);
-      }
-    }
+  // `row` -1: of an empty one.
+  __device__ MlaCut CutOf(int row) const {
+    if (row < 0 || p_.slots[row] < 0) return {0, 0};
+    const int count = ListLength(p_, p_.counts[row]);
+    return p_.then_counts == nullptr ? MlaCut(0, count)
+                                     : MlaCut(count, ListLength(p_, p_.then_counts[row]));
   }
   // One row ahead, so that nobody waits for a length between two rows.
   __device__ void LoadNext(int row) {
-    at_.next_slot = row < p_.rows ? p_.slots[row] : -1;
-    at_.next_count = row < p_.rows ? p_.counts[row] : 0;
+    const bool in = row < p_.rows;
+    at_.next_slot = in ? p_.slots[row] : -1;
+    at_.next_count = in ? p_.counts[row] : 0;
+    if (p_.then_counts == nullptr) return;
+    at_.next_first_count = at_.next_count;
+    at_.next_count = in ? p_.then_counts[row] : 0;
   }
   __device__ void EnterRow() {
     at_.slot = at_.next_slot;
-    const int64_t most = p_.capacity;
-    const int count = at_.slot < 0 ? 0 : max(at_.next_count, 0);
-    at_.count = count < most ? count : static_cast<int>(most);
-    const MlaCut cut(at_.count);
+    at_.first_count = at_.slot < 0 ? 0 : ListLength(p_, at_.next_first_count);
+    at_.count = at_.slot < 0 ? 0 : ListLength(p_, at_.next_count);
+    const MlaCut cut(at_.first_count, at_.count);
+    at_.first_pieces = cut.first_pieces;
     at_.pieces = cut.pieces;
     at_.piece_tiles = cut.piece_tiles;
+    at_.row_end = at_.row_begin + cut.weight;
     LoadNext(at_.row + 1);
   }
   __device__ void NextRow() {
-    at_.row_begin += max(1, (at_.count + kMlaTileEntries - 1) / kMlaTileEntries);
-    at_.at = at_.row_begin;
+    at_.at = at_.row_begin = at_.row_end;
     ++at_.row;
     at_.piece = at_.first_piece = 0;
     EnterRow();

@@ -7,10 +7,9 @@
 
 namespace sluice::kernels::cuda {
 
-// Entries of row `row`'s list.
-__device__ __forceinline__ int ListLength(const SparseMlaParams& p, int row) {
-  const int64_t count = max(p.counts[row], 0);
-  return static_cast<int>(count < p.capacity ? count : p.capacity);
+// Entries of a list whose count is `count`.
+__device__ __forceinline__ int ListLength(const SparseMlaParams& p, int count) {
+  return max(count, 0) < p.capacity ? max(count, 0) : static_cast<int>(p.capacity);
 }
 
 // out = own * o + other * other_o, with o the unscaled sum of the list.
@@ -20,18 +19,22 @@ struct MlaResult {
   float lse;
 };
 
-// Of item row * heads + head. An empty list has l = 0.
-__device__ __forceinline__ MlaResult ResultOf(const SparseMlaParams& p, int64_t item,
-                                              const Softmax& state) {
+// Merged with a result of that lse; -inf: with none. An empty list has l = 0.
+__device__ __forceinline__ MlaResult ResultOf(const Softmax& state, float other) {
   const bool empty = state.l == 0.0f;
   const float lse = empty ? NegativeInfinity() : NaturalLse(state);
   const float inverse = empty ? 0.0f : 1.0f / state.l;
-  const float other = p.other_o == nullptr ? NegativeInfinity() : p.other_lse[item];
   if (other == NegativeInfinity()) return {inverse, 0.0f, lse};
   const float largest = fmaxf(other, lse);
   const float first = expf(other - largest), second = empty ? 0.0f : expf(lse - largest);
   const float sum = first + second;
   return {second / sum * inverse, first / sum, largest + logf(sum)};
+}
+
+// Item row * heads + head of a call with one list.
+__device__ __forceinline__ MlaResult ResultOf(const SparseMlaParams& p, int64_t item,
+                                              const Softmax& state) {
+  return ResultOf(state, p.other_o == nullptr ? NegativeInfinity() : p.other_lse[item]);
 }
 
 __device__ __forceinline__ float ElementOf(const MlaResult& result, float o, float other_o) {

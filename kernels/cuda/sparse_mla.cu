@@ -12,7 +12,9 @@ bool IsValid(const SparseMlaParams& p) {
          c.rank <= kMaxMlaRank && c.rank + c.rope <= kMaxMlaWidth && c.block_tokens > 0 &&
          (!packed || (c.rank == kPackedRank && c.rope == kPackedRope)) &&
          p.q_type != DType::kFloat8E4M3 && p.out_type != DType::kFloat8E4M3 &&
-         (p.other_o == nullptr) == (p.other_lse == nullptr);
+         p.spare_processors >= 0 && (p.other_o == nullptr) == (p.other_lse == nullptr) &&
+         (p.then_counts == nullptr) == (p.then_entries == nullptr) &&
+         (p.then_counts == nullptr || p.other_o != nullptr);
 }
 
 }  // namespace
@@ -20,7 +22,10 @@ bool IsValid(const SparseMlaParams& p) {
 cudaError_t LaunchSparseMla(const SparseMlaParams& p, cudaStream_t stream) {
   if (!IsValid(p)) return cudaErrorInvalidValue;
   if (p.rows == 0) return cudaSuccess;
-  return HasPackedKernel(p) ? LaunchPackedSparseMla(p, stream) : LaunchPlainSparseMla(p, stream);
+  if (HasPackedKernel(p)) return LaunchPackedSparseMla(p, stream);
+  if (p.then_counts == nullptr) return LaunchPlainSparseMla(p, stream);
+  const cudaError_t error = LaunchPlainSparseMla(FirstOfTwo(p), stream);
+  return error != cudaSuccess ? error : LaunchPlainSparseMla(SecondOfTwo(p), stream);
 }
 
 }  // namespace sluice::kernels::cuda

@@ -56,13 +56,16 @@ __device__ __forceinline__ const MlaPiece& NextPiece(const SparseMlaParams& p,
     if (walk.done()) {
       piece.row = -1;
     } else {
-      const bool from_start = walk.first_piece() == 0;
+      const bool from_start = walk.first_piece() == 0, of_first = walk.IsOfFirst();
+      const int before = of_first ? 0 : walk.first_pieces();  // pieces of the other list
       piece = {walk.row(),
                walk.slot(),
                walk.entries(),
-               from_start ? shape.slots - 1 : walk.piece() - walk.first_piece(),
-               from_start && walk.piece() > 0,
+               from_start ? shape.slots - (of_first ? 2 : 1) : walk.piece() - walk.first_piece(),
+               from_start && walk.piece() > before,
+               from_start && of_first && walk.piece() + 1 == walk.first_pieces(),
                from_start && walk.IsLast(),
+               from_start && before > 0,
                walk.EndsRow()};
     }
   }
@@ -284,6 +287,8 @@ __device__ void WorkOnTiles(const SparseMlaParams& p, const MlaShape& shape, Mla
       ++n;
     }
     if (piece.ends_row) has_query = false;
+#pragma unroll
+    for (int i = 0; i < 128; ++i) o[i] *= 1.0f / kMlaUnit;
     FinishPiece(p, shape, piece, o, state);
   }
 }
@@ -336,10 +341,10 @@ int Processors() {
   return processors;
 }
 
-// How many groups `rows` rows can use.
-int64_t Groups(int64_t rows, int32_t heads, int64_t capacity) {
-  return std::min<int64_t>(std::max(1, Processors() / (heads / kMlaHeads)),
-                           rows * std::max(1, MlaSlots(capacity)));
+// How many groups `rows` rows can use of so many processors.
+int64_t Groups(int64_t rows, int32_t heads, int64_t capacity, bool two, int processors) {
+  return std::min<int64_t>(std::max(1, processors / (heads / kMlaHeads)),
+                           rows * std::max(1, MlaPieces(capacity, two)));
 }
 
 }  // namespace
@@ -349,19 +354,22 @@ bool HasPackedKernel(const SparseMlaParams& p) {
   return c.type == DType::kFloat8E4M3 && c.block_tokens > 1 && p.q_type == DType::kBFloat16 &&
          p.heads % kMlaHeads == 0 && p.heads <= kMaxPackedHeads &&
          c.page_bytes == int64_t{c.block_tokens} * kPackedEntryBytes &&
+         (p.then_counts == nullptr || p.capacity <= kMlaMostOfTwo) &&
          AreAligned(16, p.q, c.base, p.scratch) && AreAligned(8, p.out, p.other_o);
 }
 
 cudaError_t LaunchPackedSparseMla(const SparseMlaParams& p, cudaStream_t stream) {
   const auto block_tokens = static_cast<uint32_t>(p.cache.block_tokens);
-  MlaShape shape = {p.heads / kMlaHeads, MlaSlots(p.capacity),
+  const bool two = p.then_counts != nullptr;
+  MlaShape shape = {p.heads / kMlaHeads, MlaSlots(p.capacity, two),
                     static_cast<uint32_t>(((uint64_t{1} << 32) + block_tokens - 1) / block_tokens)};
-  int64_t groups = Groups(p.rows, p.heads, p.capacity);
+  int64_t groups =
+      Groups(p.rows, p.heads, p.capacity, two, Processors() - p.spare_processors);
   if (shape.slots > 0) {
     const int64_t slots = p.scratch_bytes / (shape.head_tiles * kMlaSlotBytes);
     if (slots == 0) return cudaErrorInvalidValue;
     groups = std::max<int64_t>(1, std::min(groups, slots / shape.slots));
-    if (groups == 1) shape.slots = 1;  // No row is cut.
+    if (groups == 1) shape.slots = two ? 2 : 1;  // No row is cut.
   }
   cudaError_t error =
       cudaFuncSetAttribute(PackedMlaKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -386,8 +394,8 @@ cudaError_t LaunchPackedSparseMla(const SparseMlaParams& p, cudaStream_t stream)
 int64_t SparseMlaScratchBytes(int32_t max_decode_rows, int32_t heads, int32_t rank,
                               int64_t capacity) {
   if (rank != kPackedRank || heads % kMlaHeads != 0 || heads > kMaxPackedHeads) return 0;
-  return Groups(max_decode_rows, heads, capacity) * (heads / kMlaHeads) * MlaSlots(capacity) *
-         kMlaSlotBytes;
+  return Groups(max_decode_rows, heads, capacity, true, Processors()) * (heads / kMlaHeads) *
+         MlaSlots(capacity, true) * kMlaSlotBytes;
 }
 
 }  // namespace sluice::kernels::cuda

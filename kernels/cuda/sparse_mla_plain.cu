@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
   WaitForPriorKernels();
   LetNextKernelStart();
   const int slot = p.slots[row];
-  const int count = slot < 0 ? 0 : ListLength(p, row);
+  const int count = slot < 0 ? 0 : ListLength(p, p.counts[row]);
   float* const query = memory + warp * width;
   float* const tile = memory + kWarps * width;
   if (count > 0 && head < p.heads) {

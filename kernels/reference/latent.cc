@@ -14,8 +14,7 @@ void PutEntry(const PagedLatents& c, const std::vector<double>& x, char* out) {
     return;
   }
   for (int64_t i = 0; i < kPackedRank; i += kPackedScaleTokens) {
-    const float scale =
-        Quantize(x.data() + i, kPackedScaleTokens, reinterpret_cast<uint8_t*>(out + i));
+    const float scale = QuantizeLatents(x.data() + i, reinterpret_cast<uint8_t*>(out + i));
     __builtin_memcpy(out + kPackedScalesAt + i / kPackedScaleTokens * 4, &scale, 4);
   }
   for (int64_t i = 0; i < kPackedRope; ++i) {

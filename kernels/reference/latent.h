@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "kernels/latent_layout.h"
+#include "kernels/latent_scales.h"
 #include "kernels/reference/element.h"
 
 namespace sluice::kernels::reference {
@@ -42,15 +44,45 @@ inline void Hadamard(double* x) {
   for (int32_t i = 0; i < kIndexDim; ++i) x[i] = y[static_cast<size_t>(i)] / std::sqrt(128.0);
 }
 
-// Writes `count` values as e4m3; the result is their scale.
-inline float Quantize(const double* x, int64_t count, uint8_t* out) {
+// The scale of `count` values whose largest magnitude becomes e4m3's.
+inline float LeastScale(const double* x, int64_t count) {
   double largest = 0;
   for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::fabs(x[i]));
-  const float scale = E4M3Scale(static_cast<float>(largest));
+  return E4M3Scale(static_cast<float>(largest));
+}
+
+inline void QuantizeBy(float scale, const double* x, int64_t count, uint8_t* out) {
   for (int64_t i = 0; i < count; ++i) {
     out[i] = FloatToE4M3(static_cast<float>(x[i] / double{scale}));
   }
+}
+
+// Writes `count` values as e4m3; the result is their scale.
+inline float Quantize(const double* x, int64_t count, uint8_t* out) {
+  const float scale = LeastScale(x, count);
+  QuantizeBy(scale, x, count, out);
   return scale;
+}
+
+// The same of kPackedScaleTokens latent values: the scale whose result is the closest.
+inline float QuantizeLatents(const double* x, uint8_t* out) {
+  const float least = LeastScale(x, kPackedScaleTokens);
+  float best = least;
+  double best_error = std::numeric_limits<double>::infinity();
+  for (int32_t candidate = 0; candidate < kLatentScales; ++candidate) {
+    const float scale = least * LatentScaleFactor(candidate);
+    QuantizeBy(scale, x, kPackedScaleTokens, out);
+    double error = 0;
+    for (int64_t i = 0; i < kPackedScaleTokens; ++i) {
+      const double off = double{scale} * double{E4M3ToFloat(out[i])} - x[i];
+      error += off * off;
+    }
+    if (!(error < best_error)) continue;
+    best = scale;
+    best_error = error;
+  }
+  QuantizeBy(best, x, kPackedScaleTokens, out);
+  return best;
 }
 
 // The elements of one entry.

@@ -104,8 +104,20 @@ class AttentionPolicy {
   // What was selected and where it lay. REQUIRES: no step is under way, its counters are the
   // device's until it is done.
   virtual PolicyStatistics Statistics() const { return {}; }
+  // The same sums as they were some steps ago. Any thread, at any time. Empty: none are kept.
+  virtual PolicyStatistics Recent() const { return {}; }
   // Any thread, at any time.
   virtual WorkerStatistics Workers() const { return {}; }
+  // Before each step, whose decode rows are so many (padded ones too): whether what Ahead to
+  // EndStep enqueue for steps of that size is from now on something else than when one was recorded
+  // last, with the same bits. True once for each such change: the engine then records the size
+  // again.
+  virtual bool WantsRecording(int32_t /*decode_rows*/) { return false; }
+  // What it lays beside what, where it chooses. Any thread, at any time.
+  virtual ScheduleStatistics Schedules() const { return {}; }
+  // The same for people, of steps of so many decode rows; empty: it does not choose.
+  virtual std::string DescribeSteps(int32_t /*decode_rows*/) { return ""; }
+
   // Of its own in HBM (digests, partial keys, averages), what a decode row of a sequence of
   // `tokens` tokens reads and writes in a layer that selects.
   virtual int64_t MetadataBytes(int64_t /*tokens*/) const { return 0; }

@@ -47,7 +47,13 @@ class ForwardingPolicy : public AttentionPolicy {
   int64_t hint_tokens() const override { return policy_->hint_tokens(); }
   absl::Status SlotHealth(int slot) const override { return policy_->SlotHealth(slot); }
   PolicyStatistics Statistics() const override { return policy_->Statistics(); }
+  PolicyStatistics Recent() const override { return policy_->Recent(); }
   WorkerStatistics Workers() const override { return policy_->Workers(); }
+  bool WantsRecording(int32_t decode_rows) override { return policy_->WantsRecording(decode_rows); }
+  ScheduleStatistics Schedules() const override { return policy_->Schedules(); }
+  std::string DescribeSteps(int32_t decode_rows) override {
+    return policy_->DescribeSteps(decode_rows);
+  }
   int64_t MetadataBytes(int64_t tokens) const override { return policy_->MetadataBytes(tokens); }
   bool LooksAhead(int layer) const override { return policy_->LooksAhead(layer); }
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {

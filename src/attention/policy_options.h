@@ -3,12 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "absl/time/time.h"
 #include "kernels/kernel_table.h"
 #include "kernels/sparse_params.h"
+#include "src/attention/miss_profile.h"
 #include "src/device/device.h"
 #include "src/kv/page_pool.h"
 
@@ -79,14 +81,28 @@ struct PolicyOptions {
     int least_places = 6400;         // whatever the ratio (ESS, section 3.4)
     bool warm_up = true;             // false: pools begin empty
     bool lru = true;                 // false: every entry is fetched in every step
-    enum class Overlap { kNone, kDa, kDba, kLayerWise };
+    enum class Overlap { kNone, kQueries, kDa, kDba, kLayerWise };
     Overlap overlap = Overlap::kLayerWise;
-    int transfer_workers = 16;  // multiprocessors that fetch, beside the layer's compute
-    // Of a profile: entries that a sequence misses in a step, by layer, at a context. Empty: none.
-    std::vector<double> misses;
-    int64_t profile_context = 0;
-    // For measurements alone: nothing is fetched, results are wrong.
-    bool skip_transfers = false;
+    // Multiprocessors that fetch, which attention to what is resident leaves them; with 8 the link
+    // is full (kernels/cuda/transfer.cu).
+    int transfer_workers = 8;
+    MissProfile profile;  // from sluice-profile; may be empty
+    // A copy of the host's for each entry in place of Transfer, to show what that brings: the host
+    // waits for every layer's lists, so steps cannot be recorded.
+    bool row_copies = false;
+    // For measurements alone. Steps that are enqueued while it is true fetch nothing, and their
+    // results are wrong. Null: all fetch.
+    const bool* skip_transfers = nullptr;
+    // For measurements alone: called behind each selection (SelectionObserver,
+    // latent/index_selection.h), whose lists it may replace. Null: nothing is.
+    std::function<void(Stream& stream, int layer, const kernels::UnitLists& selected,
+                       int32_t first_row, int32_t rows)>
+        on_selection;
+    // For measurements alone: called before the first stage of a layer's decode rows is enqueued,
+    // and behind each. REQUIRES: overlap kNone, so that they follow one another on one stream.
+    enum class Stage { kBegin, kSelected, kAdmitted, kFetched, kPrepared, kAttended, kMerged };
+    static constexpr int kStages = 7;
+    std::function<void(Stream& stream, int layer, int32_t rows, Stage done)> on_stage;
   } ess;
 
   struct Oracle {

@@ -167,6 +167,7 @@ absl::Status WritePolicyProfile(const PolicyProfile& profile, const std::string&
       root["layers"].push_back({{"interval", layer.interval}, {"shares", layer.shares}});
     }
   }
+  WriteMissProfile(profile.misses, &root);
   if (profile.rank > 0) {
     const ProjectionHeader header = HeaderOf(profile);
     const absl::Span<const uint8_t> payload = Bytes(profile.projection);
@@ -206,6 +207,7 @@ absl::StatusOr<PolicyProfile> ReadPolicyProfile(const std::string& path) {
   }
   SLUICE_RETURN_IF_ERROR(ParseLayers(reader, path, &profile));
   SLUICE_RETURN_IF_ERROR(ParseProjection(reader, path, &profile));
+  SLUICE_RETURN_IF_ERROR(ReadMissProfile(reader, path, &profile.misses));
   return profile;
 }
 
@@ -251,6 +253,12 @@ absl::Status ApplyPolicyProfile(const PolicyProfile& profile, const std::string&
     }
     options->recall.projection = profile.projection;
   }
+  for (const MissProfile::Point& point : profile.misses.points) {
+    if (static_cast<int>(point.by_layer.size()) == layout.layers) continue;
+    return DoesNotFit(absl::StrCat("it has misses of ", point.by_layer.size(),
+                                   " layers, the model has ", layout.layers));
+  }
+  options->ess.profile = profile.misses;
   return absl::OkStatus();
 }
 

@@ -1,6 +1,6 @@
 // What sluice-profile measured of a model and its traffic, as a file that a server reads
-// (--policy-profile): recall intervals for policy `scout`, and beside the JSON, in a binary file of
-// its own, the projection for policy `recall`. Any thread.
+// (--policy-profile): recall intervals for policy `scout`, misses and stage times for policy `ess`,
+// and beside the JSON, in a binary file of its own, the projection for policy `recall`. Any thread.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "src/attention/miss_profile.h"
 #include "src/attention/policy_options.h"
 #include "src/kv/cache_layout.h"
 
@@ -30,6 +31,8 @@ struct PolicyProfile {
   // [layers][kv_heads][head_dim][rank]; without it rank is 0.
   int32_t projection_layers = 0, kv_heads = 0, head_dim = 0, rank = 0;
   std::vector<float> projection;
+
+  MissProfile misses;  // may be empty
 };
 
 // The file that a profile's projection is in: `path`.projection.

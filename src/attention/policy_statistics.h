@@ -2,6 +2,7 @@
 // For benches, profiles and metrics; their difference between two moments is what happened between.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -45,6 +46,14 @@ struct PolicyStatistics {
     }
     return out;
   }
+};
+
+// How a policy lays its transfers beside a step's compute, where it chooses (policies/ess).
+struct ScheduleStatistics {
+  static constexpr size_t kSchedules = 3;
+  static constexpr const char* kNames[kSchedules] = {"none", "da", "dba"};
+  std::array<int, kSchedules> layers{};  // in steps of the size that was chosen for last
+  int64_t changes = 0;                   // times that steps of a size were given other schedules
 };
 
 // What the CPU workers of a policy did since it was made.

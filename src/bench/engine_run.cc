@@ -26,7 +26,6 @@ namespace sluice {
 namespace {
 
 constexpr absl::Duration kPatience = absl::Minutes(5);  // for anything that must come
-constexpr int kWarmUpTokens = 3;
 constexpr uint32_t kChunkTokens = 512;  // of prompts whose last tokens a policy wants computed
 constexpr int kPeers = 14;              // that hand over at once
 
@@ -277,7 +276,10 @@ class EngineRun {
 
   // Of the youngest sequence: notes the engine's times where a window begins or ends.
   void NoteTimes(int64_t tokens) {
-    const int64_t past = tokens - kWarmUpTokens;
+    const int64_t past = tokens - kEngineWarmUpTokens;
+    if (tokens == options_.first_tokens && options_.on_first != nullptr) {
+      engine_->Snapshot([on_first = options_.on_first](const EngineSnapshot&) { on_first(); });
+    }
     if (past >= 0 && past <= int64_t{options_.windows} * options_.steps) {
       marks_->tokens.push_back(absl::Now());
     }
@@ -288,14 +290,15 @@ class EngineRun {
     const auto mark = static_cast<size_t>(past / options_.steps);
     if (mark >= marks_->times.size()) return;
     // In the next turn; shared, since that may be after this object's end.
-    engine_->Snapshot(
-        [marks = marks_, mark, on_edge = options_.on_edge](const EngineSnapshot& snapshot) {
-          marks->times[mark] = snapshot.times;
-          marks->taken[mark] = absl::Now();
-          if (mark + 1 < marks->times.size()) return;
-          if (on_edge != nullptr) on_edge(true);
-          marks->all.Notify();
-        });
+    engine_->Snapshot([marks = marks_, mark, on_edge = options_.on_edge,
+                       on_mark = options_.on_mark](const EngineSnapshot& snapshot) {
+      marks->times[mark] = snapshot.times;
+      marks->taken[mark] = absl::Now();
+      if (on_mark != nullptr) on_mark(mark);
+      if (mark + 1 < marks->times.size()) return;
+      if (on_edge != nullptr) on_edge(true);
+      marks->all.Notify();
+    });
   }
 
   struct Marks {
@@ -334,7 +337,7 @@ class EngineRun {
 int EngineTokens(const EngineRunOptions& options) {
   // Steps under way when the last window ends, and those until the engine is told to stop.
   constexpr int kSpare = 64;
-  return kWarmUpTokens + (options.windows + 1) * options.steps + kSpare;
+  return kEngineWarmUpTokens + (options.windows + 1) * options.steps + kSpare;
 }
 
 absl::StatusOr<std::vector<EngineWindow>> RunEngine(const EngineRunOptions& options, int slots,

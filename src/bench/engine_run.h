@@ -39,7 +39,16 @@ struct EngineRunOptions {
   // Called on the engine's thread a step before the first window (false) and after the last (true),
   // for what is counted between the two. Steps are under way: what they count may be there in part.
   std::function<void(bool last)> on_edge = nullptr;
+  // The same where each window begins or ends: mark 0 is the first one's begin. A step may be under
+  // way, so what is counted may be one ahead.
+  std::function<void(size_t mark)> on_mark = nullptr;
+  // The same after the first `first_tokens` tokens of each sequence.
+  int first_tokens = 0;
+  std::function<void()> on_first = nullptr;
 };
+
+// Tokens of each sequence before the first window.
+inline constexpr int kEngineWarmUpTokens = 3;
 
 // Tokens that each sequence may add to its context: models and policies need room for them.
 int EngineTokens(const EngineRunOptions& options);

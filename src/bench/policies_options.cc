@@ -1,5 +1,6 @@
 #include "src/bench/policies_options.h"
 
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -35,6 +36,10 @@ several values, and everything is run for each. Of a model with an indexer (Deep
 of --paths paths, from --slowest to --fastest; its contexts have that model's index keys and entries of other
 values.
 
+--overlap says what transfers cost a step of policy ess and its siblings: steps that fetch and steps that do not,
+in turn, with the same selections. --misses A,B,... does that with selections that miss so many entries of a
+sequence in each layer and step, the indexer still at work; --only-overlap leaves out everything else.
+
 --quality compares with policy full instead, on texts as tokens (tools/sluice texts): every step is given the
 text's own tokens, and its logits are compared; pass keys that are hidden in a text are asked for.
 )";
@@ -47,6 +52,9 @@ constexpr char kExamples[] =
   sluice-bench policies --model configs/models/topic-drift-small --topic-drift --statistics 16 --dense-layers 0
   sluice-bench policies --device cuda --model configs/models/qwen3-14b --topic-drift --contexts 65536 \
       --distinct 2 --hbm-bytes 21GiB --dram-bytes 110GiB --budget 2048 --dense-layers 0 --workers 14
+  sluice-bench policies --model configs/models/topic-drift-indexer-small --topic-drift --paths 4 \
+      --policies ess-da:ratio=0.2:least=256,ess-dba:ratio=0.2:least=256 --batches 4 --given-batches \
+      --misses 0,16,64 --only-overlap
 )";
 
 // What is wrong with the flags beyond what each says itself.
@@ -56,8 +64,11 @@ std::optional<std::string> Wrong(const PoliciesBenchOptions& o) {
   if (o.statistics > 0 && !o.topic_drift) return "--statistics needs --topic-drift";
   if (o.statistics > 4 * o.steps) return "--statistics takes at most four times --steps";
   if (o.quality && o.texts.empty()) return "--quality needs --texts FILE (tools/sluice texts)";
-  for (const auto& [flag, value] :
-       {std::pair{"--hbm-bytes", o.hbm_bytes}, {"--dram-bytes", o.dram_bytes}}) {
+  for (const auto& [flag, value] : {std::pair{"--hbm-bytes", o.hbm_bytes},
+                                    {"--dram-bytes", o.dram_bytes},
+                                    {"--forecast-dram", o.forecast_dram},
+                                    {"--forecast-hbm", o.forecast_hbm}}) {
+    if (absl::StartsWith(flag, "--forecast") && value.empty()) continue;
     if (!ParseBytes(value).has_value()) {
       return absl::StrCat(flag, " takes a size such as 256MiB, but is '", value, "'");
     }
@@ -66,6 +77,12 @@ std::optional<std::string> Wrong(const PoliciesBenchOptions& o) {
   if (o.latent && o.quality) return "--quality is for models without latent caches";
   if (o.latent && o.drifts.size() > 1) return "--drift of several values: set --slowest, --fastest";
   if (!o.topic_drift && o.drifts.size() > 1) return "--drift needs --topic-drift";
+  if (!o.runs && !o.overlap && o.set_misses.empty()) {
+    return "--only-overlap needs --overlap or --misses";
+  }
+  if (!o.latent && (o.overlap || !o.set_misses.empty())) {
+    return "--overlap and --misses are for models with latent caches and an indexer";
+  }
   if (o.block_tokens % 16 != 0) return "--block-tokens takes a multiple of 16";
   for (const int64_t batch : o.batches) {
     if (batch > o.most)
@@ -78,7 +95,7 @@ std::optional<std::string> Wrong(const PoliciesBenchOptions& o) {
 
 std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBenchOptions* o,
                                        std::vector<std::string>* policies) {
-  bool given_batches = false, no_trace = false;
+  bool given_batches = false, no_trace = false, only_overlap = false;
   Flags flags("sluice-bench policies", kAbout, kExamples);
   flags.Text("model", "DIR", "Hugging Face directory", &o->model);
   flags.Switch("dummy", "weights from the formula: config.json is enough", &o->dummy);
@@ -130,6 +147,16 @@ std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBen
                &o->latent_drift.slowest);
   flags.Number("fastest", "drift of the fastest", 0, 1, &o->latent_drift.fastest);
   flags.Integer("paths", "of which each layer's indexer sees one", 1, 64, &o->paths);
+  flags.Switch("overlap", "what transfers cost a step, with the indexer's own selections",
+               &o->overlap);
+  flags.Integers("misses", "the same with selections that miss so many entries", 0, 2048,
+                 &o->set_misses);
+  flags.Switch("only-overlap", "nothing but --overlap and --misses", &only_overlap);
+  flags.Text("forecast-dram", "SIZE",
+             "say what policies measured at two batches or more would do with so much DRAM",
+             &o->forecast_dram);
+  flags.Text("forecast-hbm", "SIZE", "and with so much HBM; without it that of the runs",
+             &o->forecast_hbm);
   flags.Switch("quality",
                "compare logits and pass keys with full, at a budget of a quarter of the context",
                &o->quality);
@@ -141,6 +168,7 @@ std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBen
   if (const auto status = ReadFlags(flags, invocation)) return *status;
   o->largest = !given_batches;
   o->trace = !no_trace;
+  o->runs = !only_overlap;
   for (const auto part : absl::StrSplit(drifts, ',')) {
     double drift = 0;
     if (!absl::SimpleAtod(part, &drift) || !(drift >= 0 && drift <= 1)) {

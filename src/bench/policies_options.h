@@ -28,6 +28,13 @@ struct PoliciesBenchOptions {
   int64_t budget = 512, dense_layers = 2, block_tokens = 32, hgca_window = 512;
   int64_t quality_texts = 2, quality_steps = 64, passkeys = 4;
   std::vector<int64_t> contexts = {2048}, batches = {1};
+  // What transfers cost a step (overlap_run.h) under policies that fetch latent entries: with the
+  // indexer's own selections, and with so many misses.
+  bool overlap = false;
+  std::vector<int64_t> set_misses;
+  bool runs = true;  // what every other figure is from
+  // Of memory that this machine need not have; empty: no forecast, the HBM of the runs.
+  std::string forecast_dram, forecast_hbm;
   PolicyOptions policy;
 };
 

@@ -78,6 +78,12 @@ json RunJson(const PolicyRun& run) {
                 {"busy_seconds", absl::ToDoubleSeconds(run.workers.busy)},
                 {"tokens", run.workers.tokens},
                 {"failed", run.workers.failed}}}};
+  if (run.latent && !run.statistics.layers.empty()) {
+    out["misses_by_layer"] = MissesByLayer(run.statistics);
+    out["misses_first_by_layer"] = MissesByLayer(run.first);
+    out["misses_steady_by_layer"] = MissesByLayer(run.steady);
+    out["first_steps"] = kFirstSteps;
+  }
   for (const auto& [name, value] : RunFigure(run).more) out[name] = value;
   return out;
 }
@@ -144,14 +150,27 @@ std::string ScoutRatios(const std::vector<PolicyRun>& runs) {
   return out;
 }
 
+std::string SelectionOverlapText(const std::vector<double>& layers, int context) {
+  const LayerSpread share = SpreadOfLayers(layers);
+  return absl::StrFormat(
+      "\nintra-layer overlap at context %d: a row shares %.1f%% of its selection with the row "
+      "before, %.1f%% to %.1f%% by layer\n",
+      context, 100 * share.mean, 100 * share.least, 100 * share.most);
+}
+
 std::string MissesText(const std::vector<PolicyRun>& runs) {
   std::string out;
   for (const PolicyRun& run : runs) {
-    const PolicyRun::Misses misses = run.MissesByLayer();
-    if (!run.latent || misses.layers == 0) continue;
+    if (!run.latent || run.statistics.layers.empty()) continue;
+    const LayerSpread misses = SpreadOfLayers(MissesByLayer(run.statistics));
+    const double first = SpreadOfLayers(MissesByLayer(run.first)).mean;
+    const double steady = SpreadOfLayers(MissesByLayer(run.steady)).mean;
     absl::StrAppendFormat(
-        &out, "%s, batch %d: a sequence misses %.0f entries in a step, %.0f to %.0f by layer\n",
+        &out, "%s, batch %d: a sequence misses %.0f entries in a step, %.0f to %.0f by layer; ",
         run.policy, run.batch, misses.mean, misses.least, misses.most);
+    absl::StrAppendFormat(&out, "in its first %d steps %.0f, in the last ones %.0f", kFirstSteps,
+                          first, steady);
+    absl::StrAppend(&out, steady > 0 ? absl::StrFormat(": %.2f x\n", first / steady) : "\n");
   }
   return out;
 }

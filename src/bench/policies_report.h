@@ -25,6 +25,8 @@ std::string FloorHeader();
 // A line of policy scout's tokens/s over each other's, each at its largest batch, and at equal
 // batches; empty without scout.
 std::string ScoutRatios(const std::vector<PolicyRun>& runs);
+// By layer: of a row's selection what the row before had selected.
+std::string SelectionOverlapText(const std::vector<double>& layers, int context);
 // Of policies that fetch entries of latent caches, how many a sequence misses in a step; else
 // empty.
 std::string MissesText(const std::vector<PolicyRun>& runs);

@@ -20,6 +20,7 @@ using Overlap = PolicyOptions::Ess::Overlap;
 using Selector = PolicyOptions::Oracle::Selector;
 
 constexpr char kMeanSelection[] = "hgca-mean";
+constexpr bool kSkip = true;
 
 struct Preset {
   const char* name;
@@ -42,6 +43,7 @@ constexpr Preset kPresets[] = {
     {"random", "oracle", [](PolicyOptions& o) { o.oracle.selector = Selector::kRandom; }},
     {"ess", "ess", [](PolicyOptions&) {}},
     {"ess-no-overlap", "ess", [](PolicyOptions& o) { o.ess.overlap = Overlap::kNone; }},
+    {"ess-queries", "ess", [](PolicyOptions& o) { o.ess.overlap = Overlap::kQueries; }},
     {"ess-da", "ess", [](PolicyOptions& o) { o.ess.overlap = Overlap::kDa; }},
     {"ess-dba", "ess", [](PolicyOptions& o) { o.ess.overlap = Overlap::kDba; }},
     {"ess-no-warm-up", "ess", [](PolicyOptions& o) { o.ess.warm_up = false; }},
@@ -51,7 +53,7 @@ constexpr Preset kPresets[] = {
 
 struct Setting {
   const char* key;
-  const char* policy;  // that reads it; empty: all that select
+  const char* policy;  // that reads it, "ess" for offload-naive too; empty: all that select
   bool whole;          // tokens or steps, 1 or more
   void (*apply)(PolicyOptions&, double);
 };
@@ -88,7 +90,9 @@ constexpr Setting kSettings[] = {
     {"movers", "ess", true,
      [](PolicyOptions& o, double value) { o.ess.transfer_workers = static_cast<int>(value); }},
     {"skip", "ess", false,
-     [](PolicyOptions& o, double value) { o.ess.skip_transfers = value != 0; }},
+     [](PolicyOptions& o, double value) { o.ess.skip_transfers = value != 0 ? &kSkip : nullptr; }},
+    {"row-copies", "ess", false,
+     [](PolicyOptions& o, double value) { o.ess.row_copies = value != 0; }},
     {"resident", "scout", true,
      [](PolicyOptions& o, double value) { o.scout.resident_tokens = static_cast<int>(value); }},
 };
@@ -118,7 +122,8 @@ absl::StatusOr<Given> ParseSetting(const Preset& preset, absl::string_view part)
                                                    DidYouMean(sides.first, PolicySettings())));
   }
   const std::string policy = given.setting->policy;
-  if (policy.empty() ? preset.policy == std::string("full") : policy != preset.policy) {
+  const std::string of = preset.policy == std::string("offload-naive") ? "ess" : preset.policy;
+  if (policy.empty() ? of == "full" : policy != of) {
     return absl::InvalidArgumentError(
         absl::StrCat("policy ", preset.name, " has no '", sides.first, "'"));
   }

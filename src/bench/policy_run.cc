@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -10,6 +11,7 @@
 #include "src/base/status_macros.h"
 #include "src/bench/engine_run.h"
 #include "src/bench/policy_choice.h"
+#include "src/bench/step_device.h"
 #include "src/kv/sequence_cache.h"
 #include "src/model/policy_model.h"
 
@@ -31,17 +33,6 @@ EngineRunOptions RunOptions(const std::vector<Context>& contexts, int batch, int
   return options;
 }
 
-PolicyOptions OptionsOf(const PolicyWorld& world, const std::string& name) {
-  PolicyOptions options = world.options;
-  options.device = world.device;
-  options.hbm = world.hbm;
-  options.dram = world.dram;
-  options.slots = world.slots;
-  DescribeModel(*world.model, &options);
-  options.max_context = world.max_context;
-  return WithPolicy(std::move(options), name);
-}
-
 // Kernels that move K and V over the link and compute nothing, by the begin of their names.
 bool OnlyMoves(const std::string& kernel) {
   for (const char* name : {"Transfer", "WriteThrough", "CopyRows", "CopyBatch", "transfer",
@@ -52,6 +43,17 @@ bool OnlyMoves(const std::string& kernel) {
 }
 
 }  // namespace
+
+PolicyOptions OptionsOf(const PolicyWorld& world, const std::string& name) {
+  PolicyOptions options = world.options;
+  options.device = world.device;
+  options.hbm = world.hbm;
+  options.dram = world.dram;
+  options.slots = world.slots;
+  DescribeModel(*world.model, &options);
+  options.max_context = world.max_context;
+  return WithPolicy(std::move(options), name);
+}
 
 BenchTiers::BenchTiers(Buffer hbm, Buffer dram)
     : hbm_memory_(std::move(hbm)), dram_memory_(std::move(dram)) {}
@@ -92,6 +94,8 @@ Admission LargestBatch(const PolicyWorld& world, AttentionPolicy& policy, int64_
                        int64_t total) {
   Admission found;
   found.each = policy.FootprintOf(context, total);
+  found.hbm_bytes_each = world.hbm->layout().BytesFor(found.each.hbm_tokens);
+  found.dram_bytes_each = world.dram->layout().BytesFor(found.each.dram_tokens);
   int& batch = found.batch;
   for (; batch < world.slots; ++batch) {
     std::unique_ptr<SequenceCache> none;
@@ -158,19 +162,20 @@ double PolicyRun::CpuTokens() const {
   return rows == 0 ? 0 : static_cast<double>(missing) / static_cast<double>(rows * kv_heads);
 }
 
-PolicyRun::Misses PolicyRun::MissesByLayer() const {
-  Misses found;
-  double sum = 0;
+std::vector<double> MissesByLayer(const PolicyStatistics& statistics) {
+  std::vector<double> misses;
   for (const PolicyStatistics::Layer& layer : statistics.layers) {
-    if (layer.steps == 0) continue;
-    const double misses = static_cast<double>(layer.missing) / static_cast<double>(layer.steps);
-    found.least = found.layers == 0 ? misses : std::min(found.least, misses);
-    found.most = std::max(found.most, misses);
-    sum += misses;
-    ++found.layers;
+    const double rows = static_cast<double>(std::max<int64_t>(layer.steps, 1));
+    misses.push_back(static_cast<double>(layer.missing) / rows);
   }
-  if (found.layers > 0) found.mean = sum / found.layers;
-  return found;
+  return misses;
+}
+
+LayerSpread SpreadOfLayers(const std::vector<double>& layers) {
+  if (layers.empty()) return {};
+  const auto [least, most] = std::minmax_element(layers.begin(), layers.end());
+  const double sum = std::accumulate(layers.begin(), layers.end(), 0.0);
+  return {sum / static_cast<double>(layers.size()), *least, *most};
 }
 
 int PolicyRunTokens(int steps) {
@@ -228,10 +233,26 @@ absl::StatusOr<PolicyRun> RunPolicy(const PolicyWorld& world, const std::string&
     before = run.statistics;
     workers_before = run.workers;
   };
+  // Copies by the host wait for the stream, which no recording can.
+  std::unique_ptr<Device> unrecorded;
+  if (OptionsOf(world, name).ess.row_copies) {
+    unrecorded = NewStepDevice(world.device, {.record = false});
+  }
+  Device* const device = unrecorded != nullptr ? unrecorded.get() : world.device;
+  // All since the policy was made, which has decoded nothing else.
+  options.first_tokens = kFirstSteps;
+  options.on_first = [&] { run.first = policy->Statistics(); };
+  PolicyStatistics half;
+  options.on_mark = [&](size_t mark) {
+    if (mark == kWindows / 2) half = policy->Statistics();
+    if (mark == kWindows) run.steady = policy->Statistics().Since(half);
+  };
   SLUICE_ASSIGN_OR_RETURN(
       const std::vector<EngineWindow> windows,
-      RunEngine(options, world.slots, world.device, world.model, world.hbm, policy.get()));
+      RunEngine(options, world.slots, device, world.model, world.hbm, policy.get()));
   options.on_edge = nullptr;
+  options.on_first = nullptr;
+  options.on_mark = nullptr;
   std::vector<double> step, gaps;
   for (const EngineWindow& window : windows) {
     step.push_back(window.step_seconds);
@@ -243,9 +264,10 @@ absl::StatusOr<PolicyRun> RunPolicy(const PolicyWorld& world, const std::string&
   run.step_bytes = BytesOfStep(*world.model, *policy, run.statistics, batch,
                                run.context + 0.5 * kWindows * steps);
   if (trace == nullptr) return run;
+  options.windows = 1;
   options.steps = std::min(steps, kMostTracedSteps);
   SLUICE_ASSIGN_OR_RETURN(
-      *trace, TraceSteps(options, world.slots, world.device, world.model, world.hbm, policy.get()));
+      *trace, TraceSteps(options, world.slots, device, world.model, world.hbm, policy.get()));
   run.idle_share = IdleShare(*trace);
   trace->name = absl::StrCat(name, ", ", trace->name);
   return run;

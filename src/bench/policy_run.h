@@ -49,6 +49,9 @@ class BenchTiers {
   std::unique_ptr<PagePool> hbm_, dram_;
 };
 
+// What the policy of that name is made with.
+PolicyOptions OptionsOf(const PolicyWorld& world, const std::string& name);
+
 // REQUIRES: no other policy has anything of the pools. The policy's errors, with its name.
 absl::StatusOr<std::unique_ptr<AttentionPolicy>> SetUpPolicy(const PolicyWorld& world,
                                                              const std::string& name);
@@ -59,6 +62,7 @@ struct Admission {
   int batch = 0;
   std::string bound;
   Footprint each;
+  int64_t hbm_bytes_each = 0, dram_bytes_each = 0;
 };
 Admission LargestBatch(const PolicyWorld& world, AttentionPolicy& policy, int64_t context,
                        int64_t total);
@@ -83,12 +87,9 @@ struct PolicyRun {
   int kv_heads = 0;
   bool latent = false;  // of a model with latent caches
 
-  // Entries of latent caches that a sequence misses in a step, over the layers.
-  struct Misses {
-    int layers = 0;
-    double mean = 0, least = 0, most = 0;
-  };
-  Misses MissesByLayer() const;
+  // Of latent caches: of each sequence's first kFirstSteps steps, and of the last windows.
+  PolicyStatistics first, steady;
+
   double tokens_per_second() const { return batch / step.median; }
   // Means over the layers that select; 0 and 1 where none does.
   double CpuShare() const;
@@ -97,6 +98,15 @@ struct PolicyRun {
   double LinkBytesPerStep() const;
   double CpuTokens() const;  // of a row and KV head that the CPU attended to, or the link brought
 };
+
+// Entries of latent caches that a sequence misses in a step, by layer; and over the layers.
+std::vector<double> MissesByLayer(const PolicyStatistics& statistics);
+struct LayerSpread {
+  double mean = 0, least = 0, most = 0;
+};
+LayerSpread SpreadOfLayers(const std::vector<double>& layers);
+// ESS, section 3.2, on a pool's first steps.
+inline constexpr int kFirstSteps = 16;
 
 // Decodes `batch` of the contexts, handed over in turn, in windows of `steps`; then, if `trace` is
 // not null, once more under the trace.

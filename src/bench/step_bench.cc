@@ -249,6 +249,7 @@ class StepBench {
   // The same batch once more in the engine, watched.
   absl::Status Trace(int batch, int context) {
     EngineRunOptions run = EngineOptions(batch, context);
+    run.windows = 1;
     run.steps = static_cast<int>(options_.trace_steps);
     SLUICE_ASSIGN_OR_RETURN(StepTrace trace, TraceSteps(run, max_batch_, device_, model_.get(),
                                                         pool_.get(), policy_.get()));

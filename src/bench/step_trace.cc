@@ -27,17 +27,15 @@ class Phases : public TurnTrace {
 absl::StatusOr<StepTrace> TraceSteps(EngineRunOptions options, int slots, Device* device,
                                      Model* model, PagePool* hbm, AttentionPolicy* policy) {
   Phases phases;
-  options.windows = 1;
   options.trace = &phases;
   // Before the engine is made, so that what it records (graphs) is recorded under the trace.
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceTrace> trace, device->StartTrace());
-  SLUICE_ASSIGN_OR_RETURN(const std::vector<EngineWindow> windows,
-                          RunEngine(options, slots, device, model, hbm, policy));
   StepTrace out;
+  SLUICE_ASSIGN_OR_RETURN(out.windows, RunEngine(options, slots, device, model, hbm, policy));
   out.name = absl::StrCat("batch ", options.batch, ", context ", options.context);
-  out.steps = options.steps;
-  out.begin = windows[0].begin;
-  out.end = windows[0].end;
+  out.steps = options.windows * options.steps;
+  out.begin = out.windows.front().begin;
+  out.end = out.windows.back().end;
   SLUICE_ASSIGN_OR_RETURN(out.device, trace->Stop());
   out.host = std::move(phases.phases());
   const auto outside = [&](const auto& slice) {

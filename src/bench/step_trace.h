@@ -22,10 +22,11 @@ struct StepTrace {
   absl::Time begin, end;           // of the stretch; every slice begins inside it
   std::vector<TraceSlice> device;  // by stream, then by begin
   std::vector<HostPhase> host;     // by begin
+  std::vector<EngineWindow> windows;
 };
 
-// Runs the engine (RunEngine's arguments; `options.steps` in one window) and notes those steps. The
-// run is slower than an unobserved one: its times explain, and are no figures.
+// Runs the engine (RunEngine's arguments) and notes the steps of its windows. The run is slower
+// than an unobserved one: its times explain, and are no figures.
 absl::StatusOr<StepTrace> TraceSteps(EngineRunOptions options, int slots, Device* device,
                                      Model* model, PagePool* hbm, AttentionPolicy* policy);
 

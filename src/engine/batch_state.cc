@@ -5,6 +5,7 @@
 
 #include "src/attention/attention_policy.h"
 #include "src/base/failpoint.h"
+#include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 
@@ -149,10 +150,7 @@ absl::Status BatchState::RecordPrograms(Stream& stream, Model& model, AttentionP
     const Shape shape{bucket, bucket, std::min(bucket, max_samples_)};
     StepProgram program;
     program.shape = shape;
-    SLUICE_ASSIGN_OR_RETURN(program.forward,
-                            device_->Record(stream, [this, shape, &model, &policy](Stream& s) {
-                              Forward(s, shape, model, policy);
-                            }));
+    SLUICE_ASSIGN_OR_RETURN(program.forward, RecordForward(stream, shape, model, policy));
     SLUICE_ASSIGN_OR_RETURN(
         program.sample, device_->Record(stream, [this, shape](Stream& s) { Sample(s, shape); }));
     programs_.push_back(std::move(program));
@@ -160,7 +158,31 @@ absl::Status BatchState::RecordPrograms(Stream& stream, Model& model, AttentionP
   return absl::OkStatus();
 }
 
-const BatchState::StepProgram* BatchState::ProgramFor(const StepPlan& plan) const {
+absl::StatusOr<std::unique_ptr<Program>> BatchState::RecordForward(Stream& stream,
+                                                                   const Shape& shape, Model& model,
+                                                                   AttentionPolicy& policy) {
+  return device_->Record(
+      stream, [this, shape, &model, &policy](Stream& s) { Forward(s, shape, model, policy); });
+}
+
+void BatchState::RecordAgain(Stream& stream, StepProgram& program, Model& model,
+                             AttentionPolicy& policy) {
+  const absl::Time begin = absl::Now();
+  absl::StatusOr<std::unique_ptr<Program>> again =
+      RecordForward(stream, program.shape, model, policy);
+  if (!again.ok()) {
+    Log(LogLevel::kWarn, "a step could not be recorded again, and goes on as it was recorded",
+        {{"decode_rows", program.shape.decode_rows},
+         {"error", std::string(again.status().message())}});
+    return;
+  }
+  program.forward = *std::move(again);
+  Log(LogLevel::kInfo, "a step was recorded again",
+      {{"decode_rows", program.shape.decode_rows},
+       {"elapsed_seconds", absl::ToDoubleSeconds(absl::Now() - begin)}});
+}
+
+BatchState::StepProgram* BatchState::ProgramFor(const StepPlan& plan) {
   if (plan.decode_rows < plan.row_count) return nullptr;
   // Several handed-over first tokens of a sequence are as many decode rows, and may be more than
   // any program has.
@@ -241,10 +263,13 @@ void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model&
   const auto b = static_cast<size_t>(buffer);
   Marks& marks = marks_[b];
   const bool timed = std::exchange(marks.timed, false);
-  const StepProgram* program = ProgramFor(plan);
+  StepProgram* const program = ProgramFor(plan);
   const Shape shape = program != nullptr
                           ? program->shape
                           : Shape{plan.row_count, plan.decode_rows, plan.sample_count};
+  if (policy.WantsRecording(shape.decode_rows) && program != nullptr) {
+    RecordAgain(stream, *program, model, policy);
+  }
   FillInputs(buffer, plan, shape);
   const Inputs rows = InputsAt(host_inputs_[b], shape);
   // Before the copy: a kernel may read tables before the kernels ahead of it in the stream have

@@ -94,7 +94,12 @@ class BatchState {
   // Rows that a step of `rows` decode rows is padded to; 0: it is not.
   int32_t BucketOf(int32_t rows) const;
   // The program that serves a plan, or null.
-  const StepProgram* ProgramFor(const StepPlan& plan) const;
+  StepProgram* ProgramFor(const StepPlan& plan);
+  absl::StatusOr<std::unique_ptr<Program>> RecordForward(Stream& stream, const Shape& shape,
+                                                         Model& model, AttentionPolicy& policy);
+  // Of a size for which the policy enqueues something else now. One that is under way runs to its
+  // end; where there is no new one, the old goes on to serve: its results are the same.
+  void RecordAgain(Stream& stream, StepProgram& program, Model& model, AttentionPolicy& policy);
   // Writes the plan's rows and samples to `buffer`'s inputs on the host, padded to `shape`.
   void FillInputs(int buffer, const StepPlan& plan, const Shape& shape);
   void Forward(Stream& stream, const Shape& shape, Model& model, AttentionPolicy& policy) const;

@@ -69,6 +69,17 @@ inline constexpr Metric kWorkerFailures{
     "sequences that it serves",
     "reason"};
 
+// Policy ess.
+inline constexpr Metric kScheduleLayers{
+    "sluice_ess_schedule_layers", Type::kGauge,
+    "Layers by what runs beneath their fetching in the steps that run: nothing (none), attention "
+    "to "
+    "what is in HBM (da), the indexer of half the batch too (dba)",
+    "schedule"};
+inline constexpr Metric kScheduleChanges{
+    "sluice_ess_schedule_changes_total", Type::kCounter,
+    "Times that steps of a size were given other schedules, by what they had missed", ""};
+
 // Ingest.
 inline constexpr Metric kReserves{
     "sluice_reserves_total", Type::kCounter,
@@ -149,6 +160,8 @@ inline constexpr const Metric* kAll[] = {
     &kWorkerBusySeconds,
     &kWorkerTokens,
     &kWorkerFailures,
+    &kScheduleLayers,
+    &kScheduleChanges,
     &kReserves,
     &kIngestBytes,
     &kIngestBlocks,

@@ -51,6 +51,14 @@ constexpr std::array<const char*, kTokenKinds> kTokenKindNames = {"output", "pro
 constexpr std::array<const char*, kStepPhases> kPhaseNames = {"plan",   "launch", "copy", "compute",
                                                               "sample", "emit",   "total"};
 constexpr std::array<const char*, 3> kWorkerFailureNames = {"failed", "left", "late"};
+constexpr std::array<const char*, 3> kScheduleNames = {"none", "da", "dba"};
+
+// Two scrapes at once may bring older totals after newer ones.
+void Raise(const Counter& counter, double total, double& before) {
+  if (total <= before) return;
+  counter.Add(total - before);
+  before = total;
+}
 
 }  // namespace
 
@@ -110,6 +118,7 @@ struct Metrics::Registry {
 
   absl::Mutex mutex;
   WorkerTotals counted ABSL_GUARDED_BY(mutex);
+  double counted_changes ABSL_GUARDED_BY(mutex) = 0;
 };
 
 Metrics::Metrics()
@@ -155,9 +164,17 @@ Metrics::Metrics()
       workers_(registry_->MakeGauge(names::kWorkers)),
       worker_busy_seconds_(registry_->MakeCounter(names::kWorkerBusySeconds)),
       worker_tokens_(registry_->MakeCounter(names::kWorkerTokens)),
-      worker_failures_(Registry::ForEach<Counter>(kWorkerFailureNames, [&](const char* name) {
-        return registry_->MakeCounter(names::kWorkerFailures, {{"reason", name}});
-      })) {}
+      worker_failures_(Registry::ForEach<Counter>(
+          kWorkerFailureNames,
+          [&](const char* name) {
+            return registry_->MakeCounter(names::kWorkerFailures, {{"reason", name}});
+          })),
+      schedule_layers_(Registry::ForEach<Gauge>(
+          kScheduleNames,
+          [&](const char* name) {
+            return registry_->MakeGauge(names::kScheduleLayers, {{"schedule", name}});
+          })),
+      schedule_changes_(registry_->MakeCounter(names::kScheduleChanges)) {}
 
 Metrics::~Metrics() = default;
 
@@ -191,17 +208,17 @@ void Metrics::SetWorkers(const WorkerTotals& totals) const {
   absl::MutexLock lock(&registry_->mutex);
   WorkerTotals& counted = registry_->counted;
   workers_.Set(totals.alive);
-  // Two scrapes at once may bring older totals after newer ones.
-  const auto raise = [](const Counter& counter, double total, double& before) {
-    if (total <= before) return;
-    counter.Add(total - before);
-    before = total;
-  };
-  raise(worker_busy_seconds_, totals.busy_seconds, counted.busy_seconds);
-  raise(worker_tokens_, totals.tokens, counted.tokens);
+  Raise(worker_busy_seconds_, totals.busy_seconds, counted.busy_seconds);
+  Raise(worker_tokens_, totals.tokens, counted.tokens);
   for (size_t i = 0; i < totals.failures.size(); ++i) {
-    raise(worker_failures_[i], totals.failures[i], counted.failures[i]);
+    Raise(worker_failures_[i], totals.failures[i], counted.failures[i]);
   }
+}
+
+void Metrics::SetSchedules(const ScheduleTotals& totals) const {
+  absl::MutexLock lock(&registry_->mutex);
+  for (size_t i = 0; i < totals.layers.size(); ++i) schedule_layers_[i].Set(totals.layers[i]);
+  Raise(schedule_changes_, totals.changes, registry_->counted_changes);
 }
 
 void Metrics::SetBuildInfo(const BuildInfo& info) {

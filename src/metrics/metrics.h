@@ -90,6 +90,12 @@ struct WorkerTotals {
   std::array<double, 3> failures{};  // failed, left, late
 };
 
+// How policy ess lays fetching beside compute.
+struct ScheduleTotals {
+  std::array<double, 3> layers{};  // none, da, dba
+  double changes = 0;              // since the process began
+};
+
 // The labels of sluice_build_info.
 struct BuildInfo {
   std::string version;
@@ -125,6 +131,9 @@ class Metrics {
 
   // Brings the instruments of CPU workers up to these totals, which never go down.
   void SetWorkers(const WorkerTotals& totals) const;
+
+  // The same of policy ess's schedules.
+  void SetSchedules(const ScheduleTotals& totals) const;
 
   // Once, when it is known what runs.
   void SetBuildInfo(const BuildInfo& info);
@@ -170,6 +179,8 @@ class Metrics {
   const Counter worker_busy_seconds_;
   const Counter worker_tokens_;
   const std::array<Counter, 3> worker_failures_;
+  const std::array<Gauge, 3> schedule_layers_;
+  const Counter schedule_changes_;
 };
 
 }  // namespace sluice

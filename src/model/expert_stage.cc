@@ -47,9 +47,8 @@ absl::Status ExpertStage::Allocate(Workspace& workspace, int max_rows) {
   return allocate(&results_, k * config_.hidden_size * 4, "experts' results");
 }
 
-void ExpertStage::Run(Stream& stream, const ExpertWeights& weights, const StepInputs& in,
-                      const void* normed, float* residual) {
-  const int32_t pairs = in.rows * experts_.per_token;
+void ExpertStage::Choose(Stream& stream, const ExpertWeights& weights, const StepInputs& in,
+                         const void* normed) {
   ops_.Product(stream, normed, weights.router, {}, logits_.as<float>(), in.rows, in.decode_rows,
                /*accumulate=*/false);
   kernels::RouteParams route{};
@@ -68,7 +67,11 @@ void ExpertStage::Run(Stream& stream, const ExpertWeights& weights, const StepIn
   route.normalise = experts_.normalise;
   route.scaling = experts_.scaling;
   ops_.kernels().Route(stream, route);
+}
 
+void ExpertStage::Run(Stream& stream, const ExpertWeights& weights, const StepInputs& in,
+                      const void* normed, float* residual) {
+  const int32_t pairs = in.rows * experts_.per_token;
   kernels::ExpertLinearParams product{};
   product.x = normed;
   product.pairs_per_row = experts_.per_token;

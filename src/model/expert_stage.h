@@ -27,8 +27,10 @@ class ExpertStage {
   absl::StatusOr<ExpertWeights> Load(WeightLoader& loader, int layer) const;
   absl::Status Allocate(Workspace& workspace, int max_rows);
 
-  // residual += the chosen experts' weighted sum, for all rows of a step. `normed`: activations
-  // [rows][hidden].
+  // Chooses experts for all rows of a step. `normed`: activations [rows][hidden].
+  void Choose(Stream& stream, const ExpertWeights& weights, const StepInputs& in,
+              const void* normed);
+  // residual += the chosen experts' weighted sum. REQUIRES: after Choose() of the same rows.
   void Run(Stream& stream, const ExpertWeights& weights, const StepInputs& in, const void* normed,
            float* residual);
 

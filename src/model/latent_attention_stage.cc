@@ -116,16 +116,30 @@ void LatentAttentionStage::Run(Stream& stream, int layer, const LatentAttentionW
                                const StepInputs& in, const void* normed, const float* cos_sin,
                                float* residual, AttentionPolicy& policy) {
   const LatentConfig& l = latent_;
+  // Little work, each part of it too short to fill a device: beside the two large products that
+  // lead to the indexer's queries.
+  Stream& aside = stream.Branch(AttentionPolicy::kAheadBranch);
+  aside.After(stream);
+  if (weights.index_weights.matrix.n > 0) {
+    ops_.Product(aside, normed, weights.index_weights, {}, index_weights_.as<float>(), in.rows,
+                 in.decode_rows, /*accumulate=*/false);
+  }
   ops_.Product(stream, normed, weights.input, {}, projected_.as<float>(), in.rows, in.decode_rows,
                /*accumulate=*/false);
+  aside.After(stream);
+  Append(aside, layer, weights, in, cos_sin, policy);
   ops_.Norm(stream, projected_.as<float>(), projected_size(weights), l.q_rank, kInnerEpsilon,
             weights.q_norm, q_latent_.data(), in.rows);
-  Append(stream, layer, weights, in, cos_sin, policy);
+  if (l.indexer.has_value()) {
+    ops_.Product(stream, q_latent_.data(), weights.index_q, {}, index_heads_.as<float>(), in.rows,
+                 in.decode_rows, /*accumulate=*/false);
+  }
+  stream.After(aside);
 
   const auto make_queries = [&](Stream& on) { Queries(on, weights, in, cos_sin); };
   AttentionPolicy::LatentAttention attention{.make_queries = make_queries};
   if (l.indexer.has_value()) {
-    IndexQueries(stream, weights, in, normed, cos_sin);
+    IndexQueries(stream, weights, in, cos_sin);
     attention.index_q = index_q_.data();
     attention.index_weights = head_weights_.as<float>();
     attention.index_heads = l.indexer->heads;
@@ -196,18 +210,13 @@ void LatentAttentionStage::Append(Stream& stream, int layer, const LatentAttenti
 }
 
 void LatentAttentionStage::IndexQueries(Stream& stream, const LatentAttentionWeights& weights,
-                                        const StepInputs& in, const void* normed,
-                                        const float* cos_sin) {
+                                        const StepInputs& in, const float* cos_sin) {
   const IndexerConfig& indexer = *latent_.indexer;
-  ops_.Product(stream, q_latent_.data(), weights.index_q, {}, index_heads_.as<float>(), in.rows,
-               in.decode_rows, /*accumulate=*/false);
   kernels::IndexQueryParams query{};
   query.q = index_heads_.as<float>();
   query.weights = projected_.as<float>() + index_weights_at();
   query.weights_stride = projected_size(weights);
   if (weights.index_weights.matrix.n > 0) {
-    ops_.Product(stream, normed, weights.index_weights, {}, index_weights_.as<float>(), in.rows,
-                 in.decode_rows, /*accumulate=*/false);
     query.weights = index_weights_.as<float>();
     query.weights_stride = indexer.heads;
   }

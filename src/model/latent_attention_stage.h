@@ -51,8 +51,9 @@ class LatentAttentionStage {
                             LatentAttentionWeights* out) const;
   void Append(Stream& stream, int layer, const LatentAttentionWeights& weights,
               const StepInputs& in, const float* cos_sin, AttentionPolicy& policy);
+  // Of index_heads_, and of the weights of heads wherever they were projected to.
   void IndexQueries(Stream& stream, const LatentAttentionWeights& weights, const StepInputs& in,
-                    const void* normed, const float* cos_sin);
+                    const float* cos_sin);
   // PreAttn: q_b, absorption, RoPE.
   void Queries(Stream& stream, const LatentAttentionWeights& weights, const StepInputs& in,
                const float* cos_sin);

@@ -41,8 +41,17 @@ class LatentModel : public DecoderModel {
                      policy);
       kernels_.RmsNorm(stream,
                        NormOf(Residual(all), w.post_attention_norm, normed_.data(), in.rows));
-      if (!IsDense(layer)) experts_.Run(stream, w.experts, in, normed_.data(), Residual(all));
+      // The choice of experts is short kernels that wait for one another: beside the products of
+      // the shared experts, which need none.
+      Stream& choice = stream.Branch(AttentionPolicy::kAheadBranch);
+      if (!IsDense(layer)) {
+        choice.After(stream);
+        experts_.Choose(choice, w.experts, in, normed_.data());
+      }
       if (FfnSize(layer) > 0) RunFfn(stream, w.ffn, normed_.data(), FfnSize(layer), all);
+      if (IsDense(layer)) continue;
+      stream.After(choice);
+      experts_.Run(stream, w.experts, in, normed_.data(), Residual(all));
     }
     Logits(stream, in);
     policy.EndStep(stream);

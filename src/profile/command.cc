@@ -4,14 +4,18 @@
 #include <cstdio>
 #include <memory>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
 #include "src/attention/policies/recall/projection.h"
 #include "src/attention/policy_profile.h"
 #include "src/base/status_macros.h"
 #include "src/bench/bench_device.h"
 #include "src/bench/flags.h"
 #include "src/device/cpu/cpu_device.h"
+#include "src/model/model_config.h"
+#include "src/profile/latent_profile.h"
 #include "src/profile/progress.h"
 #include "src/profile/share_run.h"
 #include "src/profile/skew_run.h"
@@ -37,13 +41,24 @@ constexpr char kAbout[] =
     "give an orthogonal skew for each layer and KV head (a singular value decomposition), of "
     "which\n"
     "the columns with the most weight become the partial queries and keys. It lies beside the\n"
-    "profile, as FILE.projection: keep the two together.";
+    "profile, as FILE.projection: keep the two together.\n"
+    "\n"
+    "Misses, for --policy ess, of a model with latent caches and an indexer: for each of "
+    "--contexts,\n"
+    "--ratios and --batches, sequences decode together through the real engine, and what they "
+    "miss\n"
+    "is noted by layer, with how long a layer's stages take on that --device. From both the "
+    "server\n"
+    "chooses for each layer what runs beneath its fetching; without, by what it sees.";
 
 constexpr char kExamples[] =
     "  sluice-profile --model models/m --traffic prompts.jsonl --out m.profile.json\n"
     "  sluice-profile --model models/m --traffic prompts.jsonl --skew --no-intervals --out m.json\n"
     "  sluice-profile --model models/m --prompts 4 --context 4096 --steps 128 --out m.json\n"
-    "  sluice-server --model models/m --policy scout --policy-profile m.profile.json";
+    "  sluice-server --model models/m --policy scout --policy-profile m.profile.json\n"
+    "  sluice-profile --model models/deepseek --traffic prompts.jsonl --contexts 32768 --ratios "
+    "0.2 \\\n"
+    "      --batches 1,32,76 --device cuda --hbm-bytes 40GiB --dram-bytes 100GiB --out d.json";
 
 struct Options {
   std::string model, out, traffic, kernels = "auto";
@@ -52,6 +67,10 @@ struct Options {
   int64_t block_tokens = 32, budget_tokens = 2048, dense_layers = 2;
   int64_t rank = 0, skew_tokens = 1024;
   double share_limit = 0.12;
+  std::string device = "cpu", hbm_bytes = "256MiB", dram_bytes = "1GiB", ratios = "0.2";
+  bool topic_drift = false;
+  std::vector<int64_t> contexts, batches = {1, 4};
+  int64_t least_places = 6400, transfer_workers = 16;
 };
 
 class Profiler {
@@ -82,7 +101,6 @@ class Profiler {
     model.max_rows = kChunkTokens + 1;
     model.max_logits = 1;
     SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(model, &device_->device()));
-    SLUICE_RETURN_IF_ERROR(CheckKeysAndValues(model_->config(), "sluice-profile"));
     profile_.model_fingerprint = model_->fingerprint();
     const int64_t vocab = model_->config().vocab_size;
     if (options_.traffic.empty()) {
@@ -185,6 +203,64 @@ class Profiler {
   PolicyProfile profile_;
 };
 
+// Of models with latent caches.
+absl::Status ProfileMisses(const Options& o) {
+  LatentProfileOptions options;
+  options.model = o.model;
+  options.device = o.device;
+  options.kernels = o.kernels;
+  options.traffic = o.traffic;
+  options.dummy = o.dummy;
+  options.topic_drift = o.topic_drift;
+  options.threads = o.threads > 0 ? static_cast<int>(o.threads) : DefaultThreads();
+  options.prompts = o.prompts;
+  options.seed = o.seed;
+  options.steps = o.steps;
+  options.block_tokens = o.block_tokens;
+  options.least_places = o.least_places;
+  options.transfer_workers = o.transfer_workers;
+  options.hbm_bytes = o.hbm_bytes;
+  options.dram_bytes = o.dram_bytes;
+  options.contexts = o.contexts.empty() ? std::vector<int64_t>{o.context} : o.contexts;
+  options.batches = o.batches;
+  for (const auto part : absl::StrSplit(o.ratios, ',')) {
+    double& ratio = options.ratios.emplace_back();
+    if (absl::SimpleAtod(part, &ratio) && ratio > 0 && ratio <= 1) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("--ratios takes numbers above 0 and up to 1, but is '", o.ratios, "'"));
+  }
+  SLUICE_ASSIGN_OR_RETURN(const PolicyProfile profile, ProfileLatents(options));
+  SLUICE_RETURN_IF_ERROR(WritePolicyProfile(profile, o.out));
+  std::printf("\nwritten: %s\n", o.out.c_str());
+  return absl::OkStatus();
+}
+
+absl::Status Profile(const Options& o) {
+  // What is wrong with the model is said where it is loaded.
+  const absl::StatusOr<ModelConfig> config = LoadModelConfig(o.model);
+  if (!config.ok() || !config->latent.has_value()) {
+    if (o.device != "cpu" || o.topic_drift) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(o.topic_drift ? "--topic-drift" : "--device cuda",
+                       " is for models with latent caches: profile this one without it"));
+    }
+    return Profiler(o).Run();
+  }
+  if (!config->latent->indexer.has_value()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(config->architecture,
+                     " has latent caches and no indexer: no policy takes a profile of it"));
+  }
+  if (o.skew || o.no_intervals) {
+    return absl::InvalidArgumentError(absl::StrCat(o.skew ? "--skew" : "--no-intervals",
+                                                   " is for models with keys and values of "
+                                                   "heads, and ",
+                                                   config->architecture,
+                                                   " has latent caches: leave it out"));
+  }
+  return ProfileMisses(o);
+}
+
 int Fail(const std::string& what, int status) {
   std::fprintf(stderr, "sluice-profile: %s\n", what.c_str());
   return status;
@@ -219,6 +295,20 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   flags.Integer("rank", "columns of the projection; 0: a quarter of head_dim", 0, 4096, &o.rank);
   flags.Integer("skew-tokens", "tokens whose queries it is made from, spread over the prompts", 64,
                 1 << 20, &o.skew_tokens);
+  flags.Choice("device", {"cpu", "cuda"}, "where misses and stages are measured", &o.device);
+  flags.Integers("contexts", "tokens of the prompts for misses; else --context", 1, 1 << 20,
+                 &o.contexts);
+  flags.Integers("batches", "sequences that decode together, for misses", 1, 4096, &o.batches);
+  flags.Text("ratios", "X,X,...", "places in HBM to tokens of a sequence, as served", &o.ratios);
+  flags.Integer("least-places", "entries of a layer in HBM at least, as served", 0, 1 << 20,
+                &o.least_places);
+  flags.Integer("transfer-workers", "multiprocessors that fetch, as served", 1, 1024,
+                &o.transfer_workers);
+  flags.Text("hbm-bytes", "BYTES", "room for sequences in HBM, for misses", &o.hbm_bytes);
+  flags.Text("dram-bytes", "BYTES", "and for their entries in DRAM", &o.dram_bytes);
+  flags.Switch("topic-drift",
+               "of a model with an indexer: weights and prompts by formula, whose selections drift",
+               &o.topic_drift);
   flags.Text("kernels", "NAME", "CPU kernels, as sluice-server has them", &o.kernels);
   flags.Integer("threads", "threads that compute; 0: as the server chooses", 0, 1024, &o.threads);
   flags.Integer("workers", "threads that attend to what is not in HBM", 1, 1024, &o.workers);
@@ -233,7 +323,7 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   if (o.no_intervals && !o.skew) {
     return Fail("--no-intervals leaves nothing to measure: add --skew (see --help)", 2);
   }
-  const absl::Status status = Profiler(o).Run();
+  const absl::Status status = Profile(o);
   return status.ok() ? 0 : Fail(std::string(status.message()), 1);
 }
 

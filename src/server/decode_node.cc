@@ -244,6 +244,11 @@ std::string DecodeNode::RenderMetrics() {
                          static_cast<double>(workers.tokens),
                          {static_cast<double>(workers.failed), static_cast<double>(workers.left),
                           static_cast<double>(workers.late)}});
+    const ScheduleStatistics schedules = policy_->Schedules();
+    ScheduleTotals totals;
+    for (size_t i = 0; i < totals.layers.size(); ++i) totals.layers[i] = schedules.layers[i];
+    totals.changes = static_cast<double>(schedules.changes);
+    metrics_.SetSchedules(totals);
     metrics_.transfers_open.Set(static_cast<double>(transfers_->open_transfers()));
   }
   process_metrics_.Update(metrics_);

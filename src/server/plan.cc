@@ -161,6 +161,8 @@ PlanInput::Policy PlanPolicy(const PolicyOptions& options, const PlanInput& in, 
                              dram_pool.SequencesThatFit(footprint.dram_tokens), in.max_sequences});
     out.rooms.push_back(room);
   }
+  out.one = made->policy->DescribeSteps(1);
+  out.all = made->policy->DescribeSteps(static_cast<int32_t>(in.max_sequences));
   return out;
 }
 
@@ -182,6 +184,12 @@ std::string PolicyLines(const PlanInput::Policy& policy) {
   if (!policy.rooms.empty() && !policy.rooms.back().kinds.empty()) {
     absl::StrAppendFormat(&out, "  of a sequence of %d tokens, %s\n", policy.rooms.back().context,
                           policy.rooms.back().kinds);
+  }
+  if (!policy.one.empty()) {
+    absl::StrAppendFormat(&out,
+                          "  beneath the fetching, by layer, until misses say otherwise: %s with "
+                          "one sequence, %s with max_sequences\n",
+                          policy.one, policy.all);
   }
   return out;
 }

@@ -45,6 +45,9 @@ struct PlanInput {
       int64_t running = 0;  // that HBM and DRAM hold, at most max_sequences
     };
     std::vector<Room> rooms;
+    // How it lays its transfers beside compute at first, where it chooses: with one sequence, and
+    // with max_sequences.
+    std::string one, all;
   };
   std::vector<Policy> policies;
 };

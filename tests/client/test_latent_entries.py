@@ -29,12 +29,22 @@ def value_of(byte):
 E4M3 = np.array([value_of(b) for b in range(256)])
 
 
+NUMBERS = E4M3[[b for b in range(256) if b & 0x7F != 0x7F]]
+
+
+def errors(scale, exact):
+    """Of each value's nearest code, in units of the scale."""
+    return np.abs(exact.astype(np.float64)[:, None] / scale - NUMBERS).min(axis=1)
+
+
 def check_quantised(codes, scale, exact):
-    """Each code is the nearest to its value, and the scale is that of the largest."""
-    assert scale == np.float32(np.abs(exact).max()) / np.float32(448)
-    nearest = np.abs(exact.astype(np.float64)[:, None] / scale - E4M3[None, [b for b in range(256) if b & 0x7F != 0x7F]])
-    found = np.abs(exact.astype(np.float64) / scale - E4M3[codes])
-    np.testing.assert_allclose(found, nearest.min(axis=1), rtol=1e-5, atol=1e-9)
+    """Each code is the nearest to its value, and the scale is the best of eight in the octave above the least one."""
+    least = np.float32(np.abs(exact).max()) / np.float32(448)
+    scales = least * np.float32(2) ** (np.arange(8, dtype=np.float32) / 8)
+    squares = [np.square(s * errors(s, exact)).sum() for s in scales]
+    assert scale == pytest.approx(scales[np.argmin(squares)], rel=1e-6)
+    np.testing.assert_allclose(np.abs(exact.astype(np.float64) / scale - E4M3[codes]), errors(scale, exact),
+                               rtol=1e-5, atol=1e-9)
 
 
 def test_a_packed_entry_is_values_scales_and_rope():

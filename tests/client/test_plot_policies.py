@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sluice_client import plot_policies
+from sluice_client import plot_latent, plot_policies
 from sluice_client.cli import main
 
 
@@ -50,3 +50,52 @@ def test_plots_are_png_files(tmp_path):
     assert main(["plot-policies", "--run", str(tmp_path)]) == 0
     for name in ("throughput-over-context", "throughput-over-batch", "cpu-share-by-layer", "step-by-operator"):
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def latent_run(policy, batch, tokens, misses, context=512, largest=True):
+    return run_of(policy, context, batch, tokens, largest) | {
+        "misses_by_layer": misses, "misses_first_by_layer": [2 * m for m in misses],
+        "misses_steady_by_layer": misses, "first_steps": 16}
+
+
+LATENT = [run_of("full", 512, 5, 10, True), latent_run("ess:ratio=0.5:least=8", 9, 15, [10, 30]),
+          latent_run("ess:ratio=0.2:least=8", 19, 20, [40, 80]),
+          latent_run("ess:ratio=0.2:least=8", 4, 6, [1, 2], largest=False),
+          latent_run("ess:least=8", 5, 9, [0, 0])]
+OVERLAP = [{"policy": "ess-da", "context": 512, "batch": 4,
+            "levels": [{"misses": 0, "hidden": 1, "bytes": 0}, {"misses": 80, "hidden": 0.9, "bytes": 9},
+                       {"misses": 20, "hidden": 0.95, "bytes": 3}]}]
+
+
+def test_a_curve_over_the_ratio_begins_at_full_and_leaves_auto_out():
+    assert plot_latent.over_ratio(LATENT, lambda run: run["batch"]) == {
+        ("full", 512): [(1.0, 5)], ("ess:least=8", 512): [(0.2, 19), (0.5, 9)]}
+    assert plot_latent.ratio_of("ess:ratio=0") is None and plot_latent.ratio_of("ess") is None
+
+
+def test_misses_by_layer_are_those_of_the_largest_batch():
+    found = plot_latent.by_layer(LATENT)
+    assert found[("ess:ratio=0.2:least=8", 512)] == [40, 80] and ("full", 512) not in found
+    assert plot_latent.first_steps(LATENT)[0] == ("ess:ratio=0.5:least=8, 512, batch 9", 40, 20)
+
+
+def test_what_moves_nothing_is_no_point_of_what_is_hidden():
+    assert plot_latent.hidden(OVERLAP) == {"ess-da, 512, batch 4": [(20, 95), (80, pytest.approx(90))]}
+
+
+def test_plots_of_latent_caches_are_png_files(tmp_path):
+    pytest.importorskip("matplotlib")
+    of = report()
+    of["details"] = {"runs": LATENT, "traces": [TRACE], "overlap": OVERLAP,
+                     "intra_layer_overlap": [{"context": 512, "layers": [0.9, 0.8]}]}
+    (tmp_path / "policies.json").write_text(json.dumps(of))
+    assert main(["plot-policies", "--run", str(tmp_path)]) == 0
+    of["details"] = {"overlap": OVERLAP}
+    for name in ("throughput-over-ratio", "batch-over-ratio", "misses-over-ratio", "misses-by-layer",
+                 "misses-of-first-steps", "transfers-hidden", "intra-layer-overlap", "throughput-over-batch"):
+        assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    only = tmp_path / "only"
+    only.mkdir()
+    (only / "policies.json").write_text(json.dumps(of))
+    assert main(["plot-policies", "--run", str(only)]) == 0
+    assert [path.name for path in only.glob("*.png")] == ["transfers-hidden.png"]

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from nodes import BIN, FIXTURES, run
+from nodes import BIN, FIXTURES, ROOT, run
 
 BENCH = BIN / "sluice-bench"
 FIGURE_KEYS = {"name", "unit", "better", "median", "p10", "p90", "samples", "more"}
@@ -49,6 +49,9 @@ def test_help_teaches(command):
     (["policies", "--model", "x", "--hbm-bytes", "lots"], "--hbm-bytes"),
     (["policies", "--model", "x", "--batches", "99"], "--max-batch"),
     (["policies", "--model", "x", "--statistics", "4"], "--topic-drift"),
+    (["policies", "--model", "x", "--misses", "4"], "latent"),
+    (["policies", "--model", "x", "--only-overlap"], "--only-overlap"),
+    (["policies", "--model", "x", "--forecast-dram", "lots"], "--forecast-dram"),
     (["--compare", "a.json"], "two reports"),
 ])
 def test_a_bad_command_line_is_refused_by_name(args, words):
@@ -104,6 +107,48 @@ def test_policies_are_run_side_by_side(tiny_models, tmp_path):
     for run in runs:
         trace = out / f"trace-{run['policy']}-batch-{run['batch']}-context-256.json"
         assert json.loads(trace.read_text())["traceEvents"]
+
+
+INDEXER = ROOT / "configs" / "models" / "topic-drift-indexer-small"
+LATENT = ["policies", "--model", INDEXER, "--topic-drift", "--paths", "4", "--contexts", "1024", "--distinct", "1",
+          "--hbm-bytes", "64MiB", "--dram-bytes", "256MiB", "--max-batch", "4"]
+
+
+def test_misses_are_those_that_were_set_and_steps_come_with_and_without_transfers():
+    report = report_of(*LATENT, "--policies", "ess-da:ratio=0.2:least=160,ess-dba:ratio=0.2:least=160", "--batches",
+                       "2", "--given-batches", "--steps", "4", "--misses", "0,9,64", "--overlap", "--only-overlap",
+                       timeout=300)
+    found = report["details"]["overlap"]
+    assert [run["policy"].split(":")[0] for run in found] == ["ess-da", "ess-da", "ess-dba", "ess-dba"]
+    assert "runs" not in report["details"]
+    for own, asked in (found[0:2], found[2:4]):
+        assert [level["set_misses"] for level in own["levels"]] == [None]
+        assert len(set(own["levels"][0]["misses_by_layer"])) > 1, "layers drift at paces of their own"
+        assert [level["set_misses"] for level in asked["levels"]] == [0, 9, 64]
+        for level in asked["levels"]:
+            assert level["misses_by_layer"] == [level["set_misses"]] * 4
+            assert level["step_seconds"]["median"] > 0 and level["without_seconds"]["median"] > 0
+            # Packed entries of 656 bytes: of two sequences, in four layers.
+            assert level["bytes"] == level["set_misses"] * 656 * 2 * 4
+            if level["set_misses"] > 0:
+                exposed = level["step_seconds"]["median"] - level["without_seconds"]["median"]
+                assert level["hidden"] == pytest.approx(1 - exposed / level["alone_seconds"])
+                assert level["inside_seconds"] > 0 and level["coverable_seconds"] > 0
+
+
+def test_misses_at_first_and_a_forecast():
+    report = report_of(*LATENT, "--policies", "full,ess:ratio=0.2:least=160,ess-no-warm-up:ratio=0.2:least=160,"
+                       "offload-naive:ratio=0.2:least=160:row-copies=1", "--batches", "1,2", "--given-batches",
+                       "--steps", "8", "--no-trace", "--forecast-dram", "1GiB", timeout=300)
+    runs = {(run["policy"].split(":")[0], run["batch"]): run for run in report["details"]["runs"]}
+    first = {policy: sum(runs[policy, 2]["misses_first_by_layer"]) for policy in ("ess", "ess-no-warm-up")}
+    # Without warm-up the first step misses everything, 128 in each layer.
+    assert first["ess-no-warm-up"] > first["ess"] + 4 * 128 / 16 / 2
+    assert runs["offload-naive", 2]["misses_steady_by_layer"] == [128] * 4
+    assert "misses_by_layer" not in runs["full", 2]
+    forecasts = {forecast["policy"].split(":")[0]: forecast for forecast in report["details"]["forecasts"]}
+    assert set(forecasts) == {"full", "ess", "ess-no-warm-up", "offload-naive"}
+    assert forecasts["ess"]["batch"] > forecasts["full"]["batch"]
 
 
 def test_quality_compares_with_full(tiny_models, tmp_path):

@@ -62,32 +62,51 @@ class MlaFixture {
     if (IsCuda(table)) scratch_rows = std::max(int64_t{1}, scratch_rows);
     const int64_t pieces = (capacity_ + kMlaSplitEntries - 1) / kMlaSplitEntries;
     Guarded<float> scratch(scratch_rows * pieces * case_.heads * (case_.rank + 1));
-    const bool other = case_.other != MlaOther::kNone;
-    const SparseMlaParams p = {
-        .q = q_.data() + first * width_ * SizeOf(q_type_),
-        .slots = slots_.data() + first,
-        .cache = cache_->view,
-        .entries = case_.numbered ? lists_.data() + first * capacity_ : nullptr,
-        .counts = counts_.data() + first,
-        .capacity = capacity_,
-        .other_o = other ? other_o_.data() + first * out_width_ : nullptr,
-        .other_lse = other ? other_lse_.data() + first * case_.heads : nullptr,
-        .out = o.bytes.data(),
-        .lse = o.lse.data(),
-        .scratch = scratch.data(),
-        .scratch_bytes = scratch.size() * 4,
-        .rows = static_cast<int32_t>(rows),
-        .decode_rows = static_cast<int32_t>(rows),
-        .heads = case_.heads,
-        .scale = 0.06f,
-        .q_type = q_type_,
-        .out_type = out_type_,
-    };
+    const SparseMlaParams p = Params(first, rows, &o, scratch);
     threads ? RunThreads(table.sparse_mla, p, workers) : RunWorkers(table.sparse_mla, p, workers);
     threads ? RunThreads(table.sparse_mla_merge, p, workers)
             : RunWorkers(table.sparse_mla_merge, p, workers);
     CHECK(o.bytes.Damage() + o.lse.Damage() + scratch.Damage() == "");
     o.out = FloatsOf(o.bytes.data(), out_type_, 0, rows * out_width_);
+    return o;
+  }
+
+  // All rows, each list in two: those before and from `cuts`, in one call or in two.
+  Output RunTwo(const KernelTable& table, std::span<const int32_t> cuts, bool one_call,
+                int64_t scratch_rows) {
+    Output o = {{},
+                Guarded<uint8_t>(rows_ * out_width_ * SizeOf(out_type_)),
+                Guarded<float>(rows_ * case_.heads)};
+    Guarded<float> other_o(rows_ * out_width_), other_lse(rows_ * case_.heads);
+    const int64_t pieces = (capacity_ + kMlaSplitEntries - 1) / kMlaSplitEntries;
+    Guarded<float> scratch(scratch_rows * pieces * case_.heads * (case_.rank + 1));
+    Guarded<int32_t> counts(rows_), then_counts(rows_), then(rows_ * capacity_);
+    for (int64_t r = 0; r < rows_; ++r) {
+      const int32_t entries = case_.rows[static_cast<size_t>(r)].entries;
+      counts[r] = cuts[static_cast<size_t>(r)];
+      then_counts[r] = entries - counts[r];
+      for (int32_t i = counts[r]; i < entries; ++i) {
+        then[r * capacity_ + i - counts[r]] = lists_[r * capacity_ + i];
+      }
+    }
+    SparseMlaParams p = Params(0, rows_, &o, scratch);
+    p.counts = counts.data();
+    p.then_entries = then.data();
+    p.then_counts = then_counts.data();
+    p.other_o = other_o.data();
+    p.other_lse = other_lse.data();
+    const auto run = [&](const SparseMlaParams& part) {
+      RunWorkers(table.sparse_mla, part, 1);
+      RunWorkers(table.sparse_mla_merge, part, 1);
+    };
+    if (one_call) {
+      run(p);
+    } else {
+      run(FirstOfTwo(p));
+      run(SecondOfTwo(p));
+    }
+    CHECK(o.bytes.Damage() + o.lse.Damage() + scratch.Damage() + other_o.Damage() == "");
+    o.out = FloatsOf(o.bytes.data(), out_type_, 0, rows_ * out_width_);
     return o;
   }
 
@@ -104,6 +123,33 @@ class MlaFixture {
   int64_t out_width() const { return out_width_; }
 
  private:
+  SparseMlaParams Params(int64_t first, int64_t rows, Output* o, Guarded<float>& scratch) {
+    const bool other = case_.other != MlaOther::kNone;
+    return {
+        .q = q_.data() + first * width_ * SizeOf(q_type_),
+        .slots = slots_.data() + first,
+        .cache = cache_->view,
+        .entries = case_.numbered ? lists_.data() + first * capacity_ : nullptr,
+        .counts = counts_.data() + first,
+        .then_entries = nullptr,
+        .then_counts = nullptr,
+        .capacity = capacity_,
+        .other_o = other ? other_o_.data() + first * out_width_ : nullptr,
+        .other_lse = other ? other_lse_.data() + first * case_.heads : nullptr,
+        .out = o->bytes.data(),
+        .lse = o->lse.data(),
+        .scratch = scratch.data(),
+        .scratch_bytes = scratch.size() * 4,
+        .rows = static_cast<int32_t>(rows),
+        .decode_rows = static_cast<int32_t>(rows),
+        .heads = case_.heads,
+        .spare_processors = 0,
+        .scale = 0.06f,
+        .q_type = q_type_,
+        .out_type = out_type_,
+    };
+  }
+
   void MakeOther(Random& random) {
     if (case_.other == MlaOther::kNone) return;
     other_o_ = NormalBuffer<float>(rows_ * out_width_, random);
@@ -172,6 +218,40 @@ void TestSparseMlaBits(const KernelTable& table, Random& random) {
 }
 SLUICE_TEST_ON_EVERY_PATH("a row of sparse_mla has the same bits in any batch", TestSparseMlaBits)
 
+// One call over two lists, on the device that has it (the others' kernel sets make two calls), and
+// two calls; whatever the first list is, the result is that of the whole one.
+void TestTwoLists(const KernelTable& table, Random& random) {
+  if (Lacks(table, table.sparse_mla)) return;
+  for (MlaCase c : MlaCases()) {
+    if (!c.numbered) continue;
+    INFO(c.name);
+    c.other = MlaOther::kNone;
+    MlaFixture f(c, table.activation_type, random);
+    const auto want = f.Run(Reference(), 0, f.rows(), 1, 0);
+    for (const char* cut : {"nothing", "all", "anywhere", "at a tile"}) {
+      INFO("the first list has " << cut);
+      std::vector<int32_t> cuts;
+      for (const MlaRow& row : c.rows) {
+        int32_t at = std::uniform_int_distribution<int32_t>(0, row.entries)(random);
+        if (cut[0] == 'n') at = 0;
+        if (cut[0] == 'a' && cut[1] == 'l') at = row.entries;
+        if (cut[0] == 'a' && cut[1] == 't') at = at / 64 * 64;
+        cuts.push_back(at);
+      }
+      const auto two = f.RunTwo(table, cuts, false, f.rows());
+      const double relative = Tolerance(table, c);
+      CHECK(Difference<float>(two.out, want.out, relative, f.out_width()) == "");
+      CHECK(Difference(two.lse.span(), want.lse.span(), relative, c.heads, 1.0) == "");
+      if (!IsCuda(table)) continue;
+      for (int64_t scratch_rows : {f.rows(), int64_t{2}}) {
+        const auto one = f.RunTwo(table, cuts, true, std::max(int64_t{1}, scratch_rows));
+        CHECK(f.BitsDiffer(one, 0, two) == "");
+      }
+    }
+  }
+}
+SLUICE_TEST_ON_EVERY_PATH("sparse_mla over two lists is that over one", TestTwoLists)
+
 // Scores so large that only their differences can be told from infinity, and other results far
 // above and below.
 void TestSparseMlaExtremes(const KernelTable& table, Random& random) {
@@ -183,7 +263,7 @@ void TestSparseMlaExtremes(const KernelTable& table, Random& random) {
   const auto q = RandomElements(kHeads * (kRank + kRope), type, random, 8.0f);
   const auto slots = BufferOf<int32_t>({0}), counts = BufferOf<int32_t>({kEntries});
   auto other_o = NormalBuffer<float>(kHeads * kRank, random);
-  const auto other_lse = BufferOf<float>({-1e30f, 1e30f, kNegativeInfinity, 0.0f});
+  auto other_lse = BufferOf<float>({-1e30f, 1e30f, kNegativeInfinity, 0.0f});
   const auto run = [&](const KernelTable& path) {
     Guarded<float> out(kHeads * kRank), lse(kHeads), scratch(2 * kHeads * (kRank + 1));
     const SparseMlaParams p = {.q = q.data(),
@@ -191,6 +271,8 @@ void TestSparseMlaExtremes(const KernelTable& table, Random& random) {
                                .cache = cache.view,
                                .entries = nullptr,
                                .counts = counts.data(),
+                               .then_entries = nullptr,
+                               .then_counts = nullptr,
                                .capacity = kEntries,
                                .other_o = other_o.data(),
                                .other_lse = other_lse.data(),
@@ -201,6 +283,7 @@ void TestSparseMlaExtremes(const KernelTable& table, Random& random) {
                                .rows = 1,
                                .decode_rows = 1,
                                .heads = kHeads,
+                               .spare_processors = 0,
                                .scale = 3.0f,
                                .q_type = type,
                                .out_type = DType::kFloat32};

@@ -50,7 +50,7 @@ std::string PackedEntry(const std::vector<float>& latent, const std::vector<floa
   std::string values, scales;
   for (size_t i = 0; i < latent.size(); i += kernels::kPackedScaleTokens) {
     uint8_t quantised[kernels::kPackedScaleTokens];
-    const float scale = kernels::QuantizeE4M3(&latent[i], kernels::kPackedScaleTokens, quantised);
+    const float scale = kernels::QuantizeLatents(&latent[i], quantised);
     Append(quantised, kernels::kPackedScaleTokens, &values);
     Append(&scale, 1, &scales);
   }
@@ -166,6 +166,12 @@ std::vector<int32_t> LatentTeacher::Selected(int layer) {
   const auto* list = reinterpret_cast<const int32_t*>(all.data()) +
                      last_row_ * model_->config().latent->indexer->top_k;
   return {list, list + count};
+}
+
+std::vector<float> LatentTeacher::Scores(int layer, int count) {
+  const std::string all = Read(policy_->Scores(layer));
+  const auto* row = reinterpret_cast<const float*>(all.data()) + last_row_ * kMaxContext;
+  return {row, row + count};
 }
 
 std::vector<std::string> LatentTeacher::Caches() {

@@ -27,6 +27,9 @@ class LatentTeacher {
   // What the last row of the last step attended to in a layer, ascending. REQUIRES: an indexer.
   std::vector<int32_t> Selected(int layer);
 
+  // Its index scores there, of positions [0, count).
+  std::vector<float> Scores(int layer, int count);
+
   // What one-row steps attend to from now on, by layer; empty: what the indexer selects.
   void ForceSelection(const std::vector<std::vector<int32_t>>& lists) {
     policy_->ForceSelection(lists);

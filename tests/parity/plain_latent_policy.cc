@@ -27,10 +27,10 @@ PlainLatentPolicy::PlainLatentPolicy(Device* device, const ModelConfig& config,
           allocate(MemoryKind::kDevice, kind.BlocksFor(max_context) * kind.page_bytes()));
     }
     selected_.push_back(allocate(MemoryKind::kDevice, max_rows * capacity * 4));
+    scores_.push_back(allocate(MemoryKind::kDevice, int64_t{max_rows} * max_context * 4));
   }
   counts_ = allocate(MemoryKind::kDevice, int64_t{max_rows} * 4);
   host_counts_ = allocate(MemoryKind::kPinned, int64_t{max_rows} * 4);
-  scores_ = allocate(MemoryKind::kDevice, int64_t{max_rows} * max_context * 4);
   scratch_ = allocate(MemoryKind::kDevice, device->kernels().SparseMlaScratchBytes(
                                                max_rows, config.heads, latent.rank, capacity));
   const int64_t blocks = layout.kinds[0].BlocksFor(max_context);
@@ -97,7 +97,7 @@ void PlainLatentPolicy::AttendLatent(Stream& stream, int layer, const LatentAtte
     logits.slots = a.slots;
     logits.positions = a.positions;
     logits.cache = Keys(layer);
-    logits.scores = scores_.as<float>();
+    logits.scores = scores_[static_cast<size_t>(layer)].as<float>();
     logits.score_stride = max_context_;
     logits.rows = a.rows;
     logits.heads = a.index_heads;

@@ -25,6 +25,8 @@ class PlainLatentPolicy : public AttentionPolicy {
   // [rows][top_k] and [rows] of the last step, of the device.
   const Buffer& Selected(int layer) const { return selected_[static_cast<size_t>(layer)]; }
   const Buffer& Counts() const { return counts_; }
+  // Index scores, float [rows][max_context].
+  const Buffer& Scores(int layer) const { return scores_[static_cast<size_t>(layer)]; }
 
   // What row 0 of every step attends to from now on, by layer, whatever the indexer says; empty:
   // what it says.
@@ -69,10 +71,11 @@ class PlainLatentPolicy : public AttentionPolicy {
   std::unique_ptr<Event> event_;
   std::vector<Buffer> caches_;    // [layers][kinds]
   std::vector<Buffer> selected_;  // int32 [layers][max_rows * top_k]
+  std::vector<Buffer> scores_;    // float [layers][max_rows * max_context]
   Buffer counts_;                 // int32 [max_rows]
   Buffer host_counts_;            // without an indexer: positions + 1
   Buffer table_;                  // int32: block b is page b
-  Buffer scores_, scratch_;
+  Buffer scratch_;
   // Pinned: a count and a list for each layer, where the selection is forced.
   std::vector<Buffer> forced_;
 };

@@ -25,7 +25,7 @@ T OrFail(absl::StatusOr<T> value) {
 }  // namespace
 
 Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype,
-                 const std::function<void(PolicyOptions&)>& choose) {
+                 const Choose& choose) {
   device_ = OrFail(TestDevice(kernels));
   Model::Options options;
   options.directory = model_dir;
@@ -34,22 +34,8 @@ Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType
   options.max_rows = kMaxRows;
   options.max_logits = 1;
   model_ = OrFail(Model::Load(options, device_.get()));
-  PolicyOptions policy;
-  DescribeModel(*model_, &policy);
-  policy.slots = 1;
-  policy.hbm_bytes = policy.dram_bytes = kPoolBytes;
-  if (choose != nullptr) choose(policy);
-  const TierShapes shapes = TierShapesOf(policy, model_->cache_layout());
-  const auto pool = [this](const char* name, const TierShape& shape, MemoryKind kind) {
-    return OrFail(
-        PagePool::Create(name, shape, OrFail(device_->Allocate(kind, kPoolBytes, "test"))));
-  };
-  hbm_ = pool("hbm", shapes.hbm, MemoryKind::kDevice);
-  dram_ = pool("dram", shapes.dram, MemoryKind::kPinned);
-  policy.device = device_.get();
-  policy.hbm = hbm_.get();
-  policy.dram = dram_.get();
-  policy_ = OrFail(NewPolicy(policy));
+  placed_ = Place(choose);
+  front_ = placed_.policy.get();
   stream_ = device_->NewStream(Device::StreamKind::kCompute);
   done_ = device_->NewEvent();
   const auto vocab = static_cast<size_t>(model_->config().vocab_size);
@@ -60,6 +46,27 @@ Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType
   allocate(&tokens_, kMaxContext * 4);
   allocate(&rows_, (2 * kMaxRows + 1) * 4);
   allocate(&logits_, vocab * 4);
+}
+
+PlacedPolicy Teacher::Place(const Choose& choose) {
+  PolicyOptions options;
+  DescribeModel(*model_, &options);
+  options.slots = 1;
+  options.hbm_bytes = options.dram_bytes = kPoolBytes;
+  if (choose != nullptr) choose(options);
+  const TierShapes shapes = TierShapesOf(options, model_->cache_layout());
+  const auto pool = [this](const char* name, const TierShape& shape, MemoryKind kind) {
+    return OrFail(
+        PagePool::Create(name, shape, OrFail(device_->Allocate(kind, kPoolBytes, "test"))));
+  };
+  PlacedPolicy placed;
+  placed.hbm = pool("hbm", shapes.hbm, MemoryKind::kDevice);
+  placed.dram = pool("dram", shapes.dram, MemoryKind::kPinned);
+  options.device = device_.get();
+  options.hbm = placed.hbm.get();
+  options.dram = placed.dram.get();
+  placed.policy = OrFail(NewPolicy(options));
+  return placed;
 }
 
 void Teacher::ToDevice(const Mirrored& both) {
@@ -73,7 +80,7 @@ void Teacher::Finish() {
 }
 
 void Teacher::End() {
-  if (admitted_) policy_->Release(0);
+  if (admitted_) front_->Release(0);
   admitted_ = false;
 }
 
@@ -82,14 +89,14 @@ void Teacher::Admit(const std::vector<int32_t>& tokens, int context,
   std::copy(tokens.begin(), tokens.end(), tokens_.host.as<int32_t>());
   ToDevice(tokens_);
   Finish();
-  REQUIRE(policy_->Admit(0, context, static_cast<int64_t>(tokens.size()), Promise::kFirm, home));
+  REQUIRE(front_->Admit(0, context, static_cast<int64_t>(tokens.size()), Promise::kFirm, home));
   AwaitWarm();
   admitted_ = true;
   prompt_ended_ = false;
 }
 
 void Teacher::AwaitWarm() {
-  while (!policy_->Warm(0)) policy_->WarmEvent(0).Wait();
+  while (!front_->Warm(0)) front_->WarmEvent(0).Wait();
 }
 
 void Teacher::Begin(const std::vector<int32_t>& tokens) {
@@ -103,7 +110,8 @@ void Teacher::BeginWithCache(const std::vector<int32_t>& tokens, int context,
   End();
   const auto total = static_cast<int64_t>(tokens.size());
   auto home = std::make_unique<SequenceCache>(
-      dram_.get(), dram_->TryReserve(policy_->FootprintOf(context, total).dram_tokens));
+      placed_.dram.get(),
+      placed_.dram->TryReserve(front_->FootprintOf(context, total).dram_tokens));
   home->EnsureTokens(context);
   const CacheKind& kind = model_->cache_layout().kinds[0];
   const int dim = model_->config().head_dim;
@@ -132,9 +140,15 @@ void Teacher::BeginWithCache(const std::vector<int32_t>& tokens, int context,
   Admit(tokens, context, std::move(home));
 }
 
+void Teacher::SetToken(int position, int32_t token) {
+  tokens_.host.as<int32_t>()[position] = token;
+  ToDevice(tokens_);
+  Finish();
+}
+
 std::vector<float> Teacher::Step(int position, int count, bool generates) {
   if (generates && !prompt_ended_) {
-    policy_->EndPrompt(0, position, {});
+    front_->EndPrompt(0, position, {});
     AwaitWarm();
     prompt_ended_ = true;
   }
@@ -146,9 +160,9 @@ std::vector<float> Teacher::Step(int position, int count, bool generates) {
     positions[i] = position + i;
   }
   *logit_row = count - 1;
-  policy_->Grow(0, position + count);
-  policy_->BeginStep(*stream_, {slots, static_cast<size_t>(count)},
-                     {positions, static_cast<size_t>(count)});
+  front_->Grow(0, position + count);
+  front_->BeginStep(*stream_, {slots, static_cast<size_t>(count)},
+                    {positions, static_cast<size_t>(count)});
   ToDevice(rows_);
   StepInputs in;
   in.tokens = tokens_.device.as<int32_t>();
@@ -160,7 +174,7 @@ std::vector<float> Teacher::Step(int position, int count, bool generates) {
   in.logit_rows = in.positions + kMaxRows;
   in.logit_count = 1;
   in.logits = logits_.device.as<float>();
-  model_->Forward(*stream_, in, *policy_);
+  model_->Forward(*stream_, in, *front_);
   stream_->Copy(logits_.host.data(), logits_.device.data(), logits_.host.bytes());
   Finish();
   const auto* logits = logits_.host.as<float>();

@@ -15,11 +15,24 @@
 
 namespace sluice::testing {
 
+// A policy with pools of its own.
+struct PlacedPolicy {
+  std::unique_ptr<PagePool> hbm, dram;
+  std::unique_ptr<AttentionPolicy> policy;
+};
+
 class Teacher {
  public:
   // `choose` changes the policy's options, which say `full`.
+  using Choose = std::function<void(PolicyOptions&)>;
   Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype,
-          const std::function<void(PolicyOptions&)>& choose = nullptr);
+          const Choose& choose = nullptr);
+
+  // Another policy for the same model and device.
+  PlacedPolicy Place(const Choose& choose);
+  // Before the first Begin: the model has `front` in the policy's place, which stands before it and
+  // outlives this.
+  void SetFront(AttentionPolicy* front) { front_ = front; }
 
   // Starts anew with this token sequence: prompt and what will be dictated after it.
   void Begin(const std::vector<int32_t>& tokens);
@@ -28,11 +41,15 @@ class Teacher {
   void BeginWithCache(const std::vector<int32_t>& tokens, int context,
                       const std::vector<std::vector<uint16_t>>& k,
                       const std::vector<std::vector<uint16_t>>& v);
+  // What is dictated at a position, from now on.
+  void SetToken(int position, int32_t token);
   // Computes tokens [position, position + count) and returns the logits of the last, [vocab].
   // `generates`: they are past the prompt, which ended before the first of them.
   std::vector<float> Step(int position, int count, bool generates);
 
-  AttentionPolicy& policy() { return *policy_; }
+  AttentionPolicy& policy() { return *placed_.policy; }
+  Device& device() { return *device_; }
+  const Model& model() const { return *model_; }
   const ModelConfig& config() const { return model_->config(); }
   // What lies at an address of the device.
   std::vector<float> Read(const float* at, size_t count);
@@ -50,8 +67,8 @@ class Teacher {
   void End();
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
-  std::unique_ptr<PagePool> hbm_, dram_;
-  std::unique_ptr<AttentionPolicy> policy_;
+  PlacedPolicy placed_;
+  AttentionPolicy* front_ = nullptr;  // what the model calls
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Event> done_;
   Mirrored tokens_, rows_, logits_;

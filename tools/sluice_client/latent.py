@@ -13,16 +13,31 @@ from sluice_client import layout
 
 _LARGEST = np.float32(448)
 _SCALED = 128  # values of one scale
+# What the scale of latent values is to the least one: the best of these (kernels/latent_scales.h).
+_LATENT_SCALES = [np.float32(2 ** (i / 8)) for i in range(8)]
 _INDEX_DIM = 128
 
 
-def quantise(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float32 [..., n] -> e4m3 bytes [..., n] and float32 scales [..., n / 128]."""
+def quantise(values: np.ndarray, factors=(np.float32(1),)) -> tuple[np.ndarray, np.ndarray]:
+    """float32 [..., n] -> e4m3 bytes [..., n] and float32 scales [..., n / 128].
+
+    Of the scales amax / 448 * factor, each group has the one of the least squared error, the first of equals.
+    """
     groups = values.astype(np.float32).reshape(*values.shape[:-1], -1, _SCALED)
-    scales = np.abs(groups).max(axis=-1) / _LARGEST
-    scales = np.where(scales == 0, np.float32(1), scales)
-    quantised = (groups / scales[..., None]).astype(ml_dtypes.float8_e4m3fn)
-    return quantised.view(np.uint8).reshape(values.shape), scales
+    least = np.abs(groups).max(axis=-1) / _LARGEST
+    least = np.where(least == 0, np.float32(1), least)
+
+    def rounded(scales):
+        return (groups / scales[..., None]).astype(ml_dtypes.float8_e4m3fn)
+
+    def error(scales):
+        back = rounded(scales).astype(np.float64) * scales[..., None]
+        return np.square(back - groups).sum(axis=-1)
+
+    candidates = [least * factor for factor in factors]
+    best = np.argmin([error(scales) for scales in candidates], axis=0)
+    scales = np.choose(best, candidates)
+    return rounded(scales).view(np.uint8).reshape(values.shape), scales
 
 
 def hadamard(values: np.ndarray) -> np.ndarray:
@@ -43,7 +58,7 @@ def entry_parts(kind: common_pb2.CacheKind, latent: np.ndarray, rope: np.ndarray
         dtype = layout.dtype_of(kind)
         return [layout.as_bytes(np.concatenate([latent.astype(dtype), rope.astype(dtype)], axis=1)[:, None],
                                 dtype)]
-    values, scales = quantise(latent)
+    values, scales = quantise(latent, _LATENT_SCALES)
     return [np.concatenate([values, scales.view(np.uint8), layout.as_bytes(rope, ml_dtypes.bfloat16)],
                            axis=1)[:, None]]
 

@@ -1,12 +1,13 @@
 """Draws what `sluice-bench policies --out DIR` left there, as PNG files beside the report.
 
 Throughput over context and over batch, the share of the budget that the CPU attended to by layer, the time
-of a step by operator, and three layers of a step as a timeline. Needs matplotlib, which nothing else here does: this says so where it is missing.
+of a step by operator, and three layers of a step as a timeline; of models with latent caches those of plot_latent. Needs matplotlib, which nothing else here does: this says so where it is missing.
 """
 
 import json
 from pathlib import Path
 
+from sluice_client import plot_latent
 from sluice_client.errors import ToolError
 
 # In the order of the table; a policy keeps its colour in every plot.
@@ -83,7 +84,7 @@ def _pyplot():
 def draw(report: dict, folder: Path) -> list[Path]:
     pyplot = _pyplot()
     runs, traces = report["details"].get("runs", []), report["details"].get("traces", [])
-    if not runs:
+    if not runs and not report["details"].get("overlap"):
         raise ToolError("the report has no runs: a --quality run has nothing to draw")
     title = ", ".join(report["shape"][key] for key in ("model", "device", "workload") if key in report["shape"])
     written = []
@@ -95,6 +96,10 @@ def draw(report: dict, folder: Path) -> list[Path]:
         figure.savefig(path, dpi=130)
         pyplot.close(figure)
         written.append(path)
+
+    plot_latent.draw(pyplot, report["details"], save)
+    if not runs:
+        return written
 
     figure, axes = pyplot.subplots()
     for policy, points in largest(runs).items():

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "kernels/latent_params.h"
 #include "src/attention/attention_policy.h"
@@ -35,9 +36,11 @@ class IndexSelection {
   // Makes the lists of rows [first_row, first_row + rows) of the step. Rows go through in groups,
   // so that their scores stay within kScoreBytes or those of `decode_rows` rows; calls for rows
   // below `decode_rows` share no scratch where their rows differ, others must follow one another on
-  // one stream.
+  // one stream. `scored` is called where the last scores are enqueued and their top-k is not: few
+  // processors make that one, and what is put beside it must not take them first.
   void Select(Stream& stream, int layer, const kernels::PagedIndexKeys& keys,
-              const AttentionPolicy::LatentAttention& attention, int32_t first_row, int32_t rows);
+              const AttentionPolicy::LatentAttention& attention, int32_t first_row, int32_t rows,
+              absl::FunctionRef<void()> scored = [] {});
   static constexpr int64_t kScoreBytes = int64_t{64} << 20;
 
   // [max_rows] lists of top_k positions each, by row of the step; until its next selection.

@@ -59,9 +59,9 @@ void ResidentLatentAttention::Attend(Stream& stream, int layer,
   kernels::SparseMlaParams mla{};
   if (selection_ != nullptr) {
     Stream& queries = stream.Branch(kQueryBranch);
-    queries.After(stream);
+    selection_->Select(stream, layer, *keys, attention, 0, attention.rows,
+                       [&] { queries.After(stream); });
     attention.make_queries(queries);
-    selection_->Select(stream, layer, *keys, attention, 0, attention.rows);
     stream.After(queries);
     const kernels::UnitLists lists = selection_->lists();
     mla.entries = lists.units;

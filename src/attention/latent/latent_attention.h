@@ -32,8 +32,8 @@ class ResidentLatentAttention {
 
   // `positions`: of the rows of the step that is about to be enqueued.
   void BeginStep(Stream& stream, absl::Span<const int32_t> positions);
-  // `keys`: null where there is no indexer. The queries are made beside the selection, where the
-  // device has branches: neither needs the other.
+  // `keys`: null where there is no indexer. The queries are made beside the selection's top-k,
+  // where the device has branches: neither needs the other, and scores need the whole bandwidth.
   void Attend(Stream& stream, int layer, const kernels::PagedLatents& latents,
               const kernels::PagedIndexKeys* keys,
               const AttentionPolicy::LatentAttention& attention);

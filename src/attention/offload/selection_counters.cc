@@ -14,16 +14,20 @@ absl::StatusOr<std::unique_ptr<SelectionCounters>> SelectionCounters::Create(
       Buffer on_device, device->Allocate(MemoryKind::kDevice, bytes, "the counters of selection"));
   SLUICE_ASSIGN_OR_RETURN(
       Buffer on_host, device->Allocate(MemoryKind::kPinned, bytes, "the counters of selection"));
-  return std::unique_ptr<SelectionCounters>(
-      new SelectionCounters(device, slots, layout, std::move(on_device), std::move(on_host)));
+  SLUICE_ASSIGN_OR_RETURN(
+      Buffer looked, device->Allocate(MemoryKind::kPinned, bytes, "the counters of selection"));
+  return std::unique_ptr<SelectionCounters>(new SelectionCounters(
+      device, slots, layout, std::move(on_device), std::move(on_host), std::move(looked)));
 }
 
 SelectionCounters::SelectionCounters(Device* device, int slots, const CacheLayout& layout,
-                                     Buffer on_device, Buffer on_host)
+                                     Buffer on_device, Buffer on_host, Buffer looked)
     : slots_(slots),
       layout_(layout),
       device_(std::move(on_device)),
       host_(std::move(on_host)),
+      looked_(std::move(looked)),
+      look_done_(device->NewEvent()),
       copied_(device->NewEvent()),
       stream_(device->NewStream(Device::StreamKind::kCopy)) {}
 
@@ -31,11 +35,31 @@ PolicyStatistics SelectionCounters::Sum() const {
   stream_->Copy(host_.data(), device_.data(), host_.bytes());
   stream_->Record(*copied_);
   copied_->Wait();
+  PolicyStatistics sums;
+  SumOf(host_, &sums);
+  return sums;
+}
+
+void SelectionCounters::Look(Stream& stream) {
+  if (looking_) return;
+  stream.Copy(looked_.data(), device_.data(), looked_.bytes());
+  stream.Record(*look_done_);
+  looking_ = true;
+}
+
+bool SelectionCounters::Take(PolicyStatistics* sums) {
+  if (!looking_ || !look_done_->Ready()) return false;
+  looking_ = false;
+  SumOf(looked_, sums);
+  return true;
+}
+
+void SelectionCounters::SumOf(const Buffer& host, PolicyStatistics* sums) const {
   const CacheKind& kv = layout_.kinds[0];
-  PolicyStatistics sum;
-  const auto* counters = host_.as<kernels::SparseCounters>();
-  for (int layer = 0; layer < layout_.layers; ++layer) {
-    PolicyStatistics::Layer& of = sum.layers.emplace_back();
+  sums->layers.resize(static_cast<size_t>(layout_.layers));
+  const auto* counters = host.as<kernels::SparseCounters>();
+  for (PolicyStatistics::Layer& of : sums->layers) {
+    of = {};
     for (int slot = 0; slot < slots_; ++slot, ++counters) {
       of.steps += counters->steps;
       of.selected += counters->selected;
@@ -45,7 +69,6 @@ PolicyStatistics SelectionCounters::Sum() const {
     }
     of.link_bytes = (of.recalled + of.steps * kv.heads) * kv.bytes_per_token;
   }
-  return sum;
 }
 
 }  // namespace sluice

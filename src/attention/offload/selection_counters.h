@@ -26,13 +26,23 @@ class SelectionCounters {
   // Waits for the device's copy of them. REQUIRES: no step is under way.
   PolicyStatistics Sum() const;
 
+  // A look while steps go on. Look enqueues a copy of them on the steps' own stream, between two
+  // steps; nothing where a look is under way. Take gives its sums, once, when the copy is done;
+  // till then, and where there is none, it returns false. One thread.
+  void Look(Stream& stream);
+  bool Take(PolicyStatistics* sums);
+
  private:
   SelectionCounters(Device* device, int slots, const CacheLayout& layout, Buffer on_device,
-                    Buffer on_host);
+                    Buffer on_host, Buffer looked);
+  void SumOf(const Buffer& host, PolicyStatistics* sums) const;
 
   const int slots_;
   const CacheLayout layout_;
   const Buffer device_, host_;  // SparseCounters [layers][slots]
+  const Buffer looked_;         // the same, of a look
+  const std::unique_ptr<Event> look_done_;
+  bool looking_ = false;
   const std::unique_ptr<Event> copied_;
   const std::unique_ptr<Stream> stream_;
 };

@@ -166,6 +166,11 @@ class CpuKernelSet : public KernelSet {
     Launch(s, "head_linear", table_.head_linear, p, int64_t{p.w.n} * p.w.k);
   }
   void SparseMla(Stream& s, const kernels::SparseMlaParams& p) override {
+    if (p.then_counts != nullptr) {
+      SparseMla(s, kernels::FirstOfTwo(p));
+      SparseMla(s, kernels::SecondOfTwo(p));
+      return;
+    }
     Launch(s, "sparse_mla", table_.sparse_mla, p, kAnyLength);
     Launch(s, "sparse_mla_merge", table_.sparse_mla_merge, p,
            int64_t{p.rows} * p.heads * p.cache.rank);

@@ -1,4 +1,4 @@
-// Policy ess's arithmetic: pools, warm-up, schedules, co-attention.
+// Policy ess's arithmetic: pools, warm-up, co-attention.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <set>
@@ -154,35 +154,6 @@ TEST_CASE("Hints that make no sense leave a pool of the sequence's own entries")
         REQUIRE(units.insert(entry.unit).second);
       }
     }
-  }
-}
-
-TEST_CASE("Schedules: nothing for no misses, DA for few, DBA for many in a long context") {
-  StageTimes times = EstimateStages({0, 131072}, 20, 656, 132);
-  REQUIRE(ChooseOverlap(times) == Overlap::kNone);
-  times = EstimateStages({100, 131072}, 20, 656, 132);
-  REQUIRE(ChooseOverlap(times) == Overlap::kDa);
-  REQUIRE(AddedTime(Overlap::kDa, times) == times.branch);
-  times = EstimateStages({512, 131072}, 20, 656, 132);
-  REQUIRE(ChooseOverlap(times) == Overlap::kDba);
-  REQUIRE(AddedTime(Overlap::kDba, times) < AddedTime(Overlap::kDa, times));
-  REQUIRE(AddedTime(Overlap::kDa, times) < AddedTime(Overlap::kNone, times));
-  // A short context's indexer hides little, and costs its halves all the same.
-  times = EstimateStages({512, 4096}, 20, 656, 132);
-  REQUIRE(ChooseOverlap(times) == Overlap::kDa);
-}
-
-TEST_CASE("A schedule never hides more than there is to hide") {
-  SplitMix64 random(3);
-  for (int i = 0; i < 1000; ++i) {
-    const auto draw = [&] { return static_cast<double>(random.Below(1000)); };
-    const StageTimes t{draw(), draw(), draw(), draw(), draw() / 100, draw() / 100};
-    REQUIRE(AddedTime(Overlap::kNone, t) == t.transfer);
-    for (const Overlap overlap : {Overlap::kDa, Overlap::kDba}) {
-      REQUIRE(AddedTime(overlap, t) >= t.branch);
-      REQUIRE(AddedTime(ChooseOverlap(t), t) <= AddedTime(overlap, t));
-    }
-    REQUIRE(AddedTime(ChooseOverlap(t), t) <= t.transfer);
   }
 }
 

@@ -72,11 +72,87 @@ TEST_CASE("ess: schedules and recorded, padded steps change no bit") {
   PolicyOptions::Ess ess = SmallPools();
   ess.overlap = Overlap::kNone;
   const Result want = Run(ess, 0);
-  for (const Overlap overlap : {Overlap::kDa, Overlap::kDba, Overlap::kLayerWise}) {
+  for (const Overlap overlap :
+       {Overlap::kQueries, Overlap::kDa, Overlap::kDba, Overlap::kLayerWise}) {
     ess.overlap = overlap;
     REQUIRE(Run(ess, 0) == want);
     REQUIRE(Run(ess, 4) == want);
   }
+}
+
+// Sequences that fit their pools, then others that do not.
+std::pair<Result, int> RunUntilMissing(Overlap overlap, int row_bucket) {
+  LatentRig::Shape shape;
+  shape.row_bucket = row_bucket;
+  shape.drift = 0.1;
+  shape.max_context = 1024;
+  PolicyOptions::Ess ess = SmallPools(0.1);
+  ess.least_places = 96;
+  ess.overlap = overlap;
+  LatentRig rig(shape, ess);
+  Result all;
+  const auto run = [&](int context, int steps) {
+    for (int slot = 0; slot < 2; ++slot) {
+      const auto seed = static_cast<uint64_t>(slot + context);
+      REQUIRE(rig.Admit(slot, seed, context, context + steps));
+      rig.EndPrompt(slot, rig.Hints(seed, context, 4));
+    }
+    for (int step = 0; step < steps; ++step) {
+      const Result got = rig.Step({0, 1});
+      all.insert(all.end(), got.begin(), got.end());
+    }
+    for (int slot = 0; slot < 2; ++slot) rig.policy().Release(slot);
+  };
+  REQUIRE(rig.policy().DescribeSteps(row_bucket == 0 ? 2 : row_bucket) ==
+          (overlap == Overlap::kNone ? "none 0-2" : "da 0-2"));
+  for (int i = 0; i < 4; ++i) run(30 + i, 60);
+  const ScheduleStatistics fitting = rig.policy().Schedules();
+  REQUIRE(fitting.layers[static_cast<size_t>(overlap == Overlap::kDa)] == 3);
+  REQUIRE(fitting.changes == (overlap == Overlap::kLayerWise ? 1 : 0));
+  run(300, 650);
+  const PolicyStatistics statistics = rig.policy().Statistics();
+  REQUIRE(statistics.layers[0].missing > 500);
+  return {all, rig.recordings()};
+}
+
+TEST_CASE("ess: schedules follow what is missed, and no bit changes with them") {
+  const auto [want, none] = RunUntilMissing(Overlap::kNone, 0);
+  REQUIRE(none == 0);
+  for (const int row_bucket : {0, 4}) {
+    const auto [got, recordings] = RunUntilMissing(Overlap::kLayerWise, row_bucket);
+    REQUIRE(recordings == 2);  // to nothing, and back to DA
+    REQUIRE(got == want);
+  }
+}
+
+TEST_CASE("ess: what it knows of its misses while steps go on is what it missed") {
+  LatentRig::Shape shape;
+  shape.drift = 0.1;
+  LatentRig rig(shape, SmallPools());
+  REQUIRE(rig.policy().Recent().layers.size() == 3);
+  REQUIRE(rig.policy().Recent().layers[0].steps == 0);
+  REQUIRE(rig.Admit(0, 3, 150, 400));
+  rig.EndPrompt(0);
+  for (int step = 0; step < 32; ++step) rig.Step({0});
+  const PolicyStatistics looked = rig.policy().Statistics();
+  for (int step = 0; step < 2; ++step) rig.Step({0});
+  const PolicyStatistics recent = rig.policy().Recent();
+  for (size_t layer = 0; layer < 3; ++layer) {
+    REQUIRE(recent.layers[layer].steps == 32);
+    REQUIRE(recent.layers[layer].missing == looked.layers[layer].missing);
+    REQUIRE(recent.layers[layer].selected == looked.layers[layer].selected);
+  }
+}
+
+TEST_CASE("ess: a copy of the host's for each entry changes no bit") {
+  PolicyOptions::Ess ess = SmallPools();
+  const Result want = Run(ess, 0), naive = Run(ess, 0, "offload-naive");
+  ess.row_copies = true;
+  for (const Overlap overlap : {Overlap::kNone, Overlap::kDba}) {
+    ess.overlap = overlap;
+    REQUIRE(Run(ess, 0) == want);
+  }
+  REQUIRE(Run(ess, 0, "offload-naive") == naive);
 }
 
 TEST_CASE("offload-naive fetches everything in every step, to the same results") {
@@ -333,7 +409,7 @@ void CheckAgainstFull(const std::string& kernels) {
   ess.sparse_memory_ratio = 0.2;
   ess.least_places = 96;
   std::vector<std::unique_ptr<LatentRig>> rigs;
-  for (const Overlap overlap : {Overlap::kNone, Overlap::kDa, Overlap::kDba}) {
+  for (const Overlap overlap : {Overlap::kNone, Overlap::kQueries, Overlap::kDa, Overlap::kDba}) {
     ess.overlap = overlap;
     rigs.push_back(std::make_unique<LatentRig>(Packed(kernels), ess));
   }

@@ -330,6 +330,10 @@ std::vector<std::vector<std::vector<float>>> LatentRig::Run(const std::vector<in
       }
     }
   }
+  if (policy_->WantsRecording(generates ? rows : decode_rows)) {
+    ++recordings_;
+    programs_.erase(rows);
+  }
   policy_->BeginStep(*stream_, slots, real_positions);
   if (bucket > 0) {
     std::unique_ptr<Program>& program = programs_[rows];

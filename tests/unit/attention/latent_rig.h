@@ -60,6 +60,8 @@ class LatentRig {
                                                      int count);
   int position(int slot) const { return sequences_.at(slot).length; }
   void AwaitWarm(int slot);
+  // Times that the policy wanted steps of a size to be recorded again, which they were.
+  int recordings() const { return recordings_; }
 
   // What row `position` of stream `seed` selects, ascending, and what it attends to.
   std::vector<int32_t> Selected(uint64_t seed, int layer, int position) const;
@@ -103,6 +105,7 @@ class LatentRig {
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<AttentionPolicy> policy_;
   std::map<int, std::unique_ptr<Program>> programs_;  // by rows
+  int recordings_ = 0;
 };
 
 }  // namespace sluice::testing

@@ -31,6 +31,11 @@ PolicyProfile Profile() {
   for (int i = 0; i < kLayers * kKvHeads * kHeadDim * kRank; ++i) {
     profile.projection.push_back(0.1f * static_cast<float>(i % 77) - 3);
   }
+  profile.misses.points = {{32768, 0.2, 4, {17, 100.5, 605}}, {131072, 0.1, 20, {0, 1, 2}}};
+  profile.misses.rates.device = "cuda";
+  profile.misses.rates.transfer = {8, 0.015};
+  profile.misses.rates.index = {20, 0.00004};
+  profile.misses.rates.branch_us = 2.5;
   return profile;
 }
 
@@ -94,6 +99,18 @@ TEST_CASE("a profile is read as it was written") {
   CHECK(read->block_tokens == 16);
   CHECK(read->budget_tokens == 256);
   CHECK(read->share_limit == 0.12);
+  REQUIRE(read->misses.points.size() == 2);
+  CHECK(read->misses.points[0].context == 32768);
+  CHECK(read->misses.points[0].ratio == 0.2);
+  CHECK(read->misses.points[0].batch == 4);
+  CHECK(read->misses.points[0].by_layer == std::vector<double>{17, 100.5, 605});
+  CHECK(read->misses.points[1].by_layer == std::vector<double>{0, 1, 2});
+  CHECK(read->misses.rates.device == "cuda");
+  CHECK(read->misses.rates.transfer.fixed_us == 8);
+  CHECK(read->misses.rates.transfer.each_us == 0.015);
+  CHECK(read->misses.rates.index.each_us == 0.00004);
+  CHECK(read->misses.rates.attend.fixed_us == 0);
+  CHECK(read->misses.rates.branch_us == 2.5);
   REQUIRE(read->layers.size() == written.layers.size());
   for (size_t i = 0; i < read->layers.size(); ++i) {
     CHECK(read->layers[i].interval == written.layers[i].interval);
@@ -217,3 +234,36 @@ TEST_CASE("a profile that cannot be written is said by its path") {
 }
 
 }  // namespace sluice
+
+TEST_CASE("misses and stages that make no sense are refused by their keys") {
+  const auto refused = [](const char* words, const std::function<void(json&)>& change) {
+    CheckSays(Changed(change), words);
+  };
+  refused("misses: expected a list", [](json& root) { root["misses"] = 3; });
+  refused("misses: expected a list", [](json& root) { root["misses"] = json::array(); });
+  refused("misses[1]: expected an object", [](json& root) { root["misses"][1] = "x"; });
+  refused("misses[0]: context", [](json& root) { root["misses"][0]["context"] = 0; });
+  refused("misses[0]: ratio", [](json& root) { root["misses"][0]["ratio"] = 0; });
+  refused("misses[0]: ratio", [](json& root) { root["misses"][0]["ratio"] = 1.5; });
+  refused("misses[1]: batch", [](json& root) { root["misses"][1].erase("batch"); });
+  refused("misses[0]: by_layer", [](json& root) { root["misses"][0].erase("by_layer"); });
+  refused("misses[0]: by_layer", [](json& root) { root["misses"][0]["by_layer"][2] = -1; });
+  refused("misses[0]: by_layer", [](json& root) { root["misses"][0]["by_layer"] = json::array(); });
+  refused("stages: expected an object", [](json& root) { root["stages"] = {1}; });
+  refused("stages: device", [](json& root) { root["stages"].erase("device"); });
+  refused("stages: transfer", [](json& root) { root["stages"].erase("transfer"); });
+  refused("stages: attend: each_us",
+          [](json& root) { root["stages"]["attend"]["each_us"] = "fast"; });
+  refused("stages: index: fixed_us", [](json& root) { root["stages"]["index"]["fixed_us"] = -1; });
+  refused("stages: branch_us", [](json& root) { root["stages"].erase("branch_us"); });
+}
+
+TEST_CASE("misses go to policy ess, and are of as many layers as the model") {
+  Model model;
+  PolicyProfile profile = Profile();
+  REQUIRE(model.Apply(profile, kFingerprint).ok());
+  REQUIRE(model.options.ess.profile.points.size() == 2);
+  CHECK(model.options.ess.profile.rates.device == "cuda");
+  profile.misses.points[1].by_layer.pop_back();
+  CheckSays(model.Apply(profile, kFingerprint), "misses of 2 layers, the model has 3");
+}

@@ -4,6 +4,7 @@
 #include <catch2/catch.hpp>
 #include <cstring>
 
+#include "src/attention/forwarding_policy.h"
 #include "src/attention/policies/full/full_policy.h"
 #include "src/base/rng.h"
 #include "src/device/cpu/cpu_device.h"
@@ -93,7 +94,7 @@ struct Rig {
       REQUIRE(policy->Grow(row.slot, row.first_position + row.count));
     }
     batch->Begin(*stream, buffer);
-    batch->Launch(*stream, buffer, plan, *model, *policy);
+    batch->Launch(*stream, buffer, plan, *model, seen != nullptr ? *seen : *policy);
     batch->event(buffer).Wait();
     const BatchState::Times times = batch->TimesOf(buffer);
     CHECK(times.compute > absl::ZeroDuration());
@@ -113,6 +114,7 @@ struct Rig {
   std::unique_ptr<BatchState> batch;
   std::unique_ptr<Stream> stream;
   absl::Status recorded;
+  AttentionPolicy* seen = nullptr;  // in the place of `policy`
   int buffer = 0;
 };
 
@@ -215,6 +217,54 @@ TEST_CASE("a program that cannot be recorded is an error at the start") {
   Rig rig(2);
   rig.device.refused = rig.device.recorded + 1;
   CHECK(absl::IsInternal(rig.batch->RecordPrograms(*rig.stream, *rig.model, *rig.policy)));
+}
+
+// Wants steps of a size to be recorded again.
+class ChangingPolicy : public ForwardingPolicy {
+ public:
+  using ForwardingPolicy::ForwardingPolicy;
+  bool WantsRecording(int32_t decode_rows) override {
+    asked.push_back(decode_rows);
+    return std::exchange(wants, 0) == decode_rows;
+  }
+  void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
+    if (layer == 0) ++enqueued;
+    ForwardingPolicy::Attend(stream, layer, params);
+  }
+  int32_t wants = 0;
+  std::vector<int32_t> asked;
+  int enqueued = 0;
+};
+
+TEST_CASE("a size of step is recorded again before the step for which the policy wants it") {
+  Rig rig(4), plain(4);
+  ChangingPolicy policy(rig.policy.get());
+  REQUIRE(rig.batch->RecordPrograms(*rig.stream, *rig.model, policy).ok());
+  const int recorded = rig.device.recorded;
+  for (Rig* each : {&rig, &plain}) each->Join(0, {3, 5, 7}, Sampling(0));
+  rig.seen = &policy;
+  const auto step = [&](const StepPlan& plan) {
+    const std::vector<OutputToken> got = rig.Step(plan), want = plain.Step(plan);
+    REQUIRE(got[0].id == want[0].id);
+    REQUIRE(got[0].logprob == want[0].logprob);
+  };
+  StepPlan prompt = DecodePlan({{0, 0, 3, true}});
+  prompt.decode_rows = 0;
+  step(prompt);
+  CHECK(policy.asked.back() == 0);
+  for (int position = 3; position < 12; ++position) {
+    if (position == 5) policy.wants = 4;
+    if (position == 7) policy.wants = 8;  // not the size of this step
+    if (position == 9) {                  // the old one goes on to serve
+      policy.wants = 4;
+      rig.device.refused = rig.device.recorded;
+    }
+    step(DecodePlan({{0, position, 1, true}}));
+    CHECK(policy.asked.back() == 4);
+    CHECK(rig.device.recorded == recorded + (position < 5 ? 0 : 1));
+  }
+  CHECK(policy.asked.size() == 10);
+  CHECK(policy.enqueued == 10);  // what was recorded last runs, through the policy
 }
 
 TEST_CASE("padded rows write nothing: no page of anyone, no result") {

@@ -5,11 +5,15 @@
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "src/attention/latent/index_selection.h"
 #include "src/attention/offload/selection_counters.h"
 #include "src/attention/policies/ess/ess_tier.h"
-#include "src/attention/policies/ess/schedule.h"
+#include "src/attention/policies/ess/overlap_plan.h"
+#include "src/attention/policies/ess/row_copies.h"
+#include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 
@@ -23,6 +27,8 @@ constexpr int32_t kWarmRows = 32;
 // Layers whose new entries go home together: fewer launches, and most of them beneath the layers
 // that follow.
 constexpr int kWriteLayers = 8;
+// From one look at the misses to the next: a copy of 40 bytes a layer and slot each time.
+constexpr int kLookSteps = 32;
 
 class EssPolicy : public AttentionPolicy {
  public:
@@ -70,6 +76,15 @@ class EssPolicy : public AttentionPolicy {
     return options_.ess.warm_up ? std::min(places, PoolWarmer::kMostEntries) : 0;
   }
   PolicyStatistics Statistics() const override { return buffers_.counters->Sum(); }
+  PolicyStatistics Recent() const override {
+    absl::MutexLock lock(&recent_mutex_);
+    return recent_;
+  }
+  bool WantsRecording(int32_t decode_rows) override;
+  ScheduleStatistics Schedules() const override { return plan_.statistics(); }
+  std::string DescribeSteps(int32_t decode_rows) override {
+    return LayersBySchedule(plan_.Of(decode_rows));
+  }
   int64_t MetadataBytes(int64_t tokens) const override {  // index keys
     return tokens * tier_->layout().kinds[kIndexKind].bytes_per_token;
   }
@@ -108,32 +123,40 @@ class EssPolicy : public AttentionPolicy {
   };
 
   EssPolicy(const PolicyOptions& options, std::unique_ptr<EssTier> tier,
-            std::unique_ptr<IndexSelection> selection, Buffers buffers)
+            std::unique_ptr<IndexSelection> selection, std::unique_ptr<RowCopies> row_copies,
+            Buffers buffers)
       : options_(options),
         decode_rows_(DecodeRows(options)),
         tier_(std::move(tier)),
         selection_(std::move(selection)),
+        row_copies_(std::move(row_copies)),
         buffers_(std::move(buffers)),
+        plan_(PlanOptions()),
         generates_(static_cast<size_t>(options.slots), false),
-        prompts_(static_cast<size_t>(options.slots)) {}
+        prompts_(static_cast<size_t>(options.slots)) {
+    looked_.layers.resize(static_cast<size_t>(layers()));
+    absl::MutexLock lock(&recent_mutex_);
+    recent_ = looked_;
+  }
 
   static int DecodeRows(const PolicyOptions& options) {
     return std::max(options.slots, options.device->RowBucket(options.slots));
   }
   static absl::StatusOr<Buffers> NewBuffers(const PolicyOptions& options);
 
-  // Branches of a step's stream: for what is fetched, and for what nobody waits for before the
-  // step's end.
+  // Branches of a step's stream: for what is fetched for the first half of a batch, for what is
+  // computed meanwhile, and for what nobody waits for before the step's end. Branch 0 is the
+  // model's.
   static Stream& FetchBranch(Stream& stream) { return stream.Branch(1); }
+  static Stream& WorkBranch(Stream& stream) { return stream.Branch(2); }
   static Stream& SettlingBranch(Stream& stream) { return stream.Branch(3); }
 
   KernelSet& kernels() const { return options_.device->kernels(); }
   int64_t entry_bytes() const { return tier_->latent().bytes_per_token; }
   int layers() const { return tier_->layout().layers; }
-  Overlap OverlapOf(int layer, int32_t rows) const;
-  void Select(Stream& stream, int layer, const LatentAttention& a, int32_t first, int32_t rows) {
-    selection_->Select(stream, layer, tier_->Index(layer), a, first, rows);
-  }
+  OverlapPlan::Options PlanOptions() const;
+  // Looks at the counters from time to time, for the plan and for Recent.
+  void Look(Stream& stream, absl::Span<const int32_t> slots, absl::Span<const int32_t> positions);
   // Gives places to what rows [row, row + rows) have selected; their lists are from `list` on.
   kernels::AdmitParams AdmitOf(int layer, const LatentAttention& a, int32_t row, int32_t list,
                                int32_t rows) const;
@@ -147,7 +170,13 @@ class EssPolicy : public AttentionPolicy {
   const int32_t decode_rows_;
   const std::unique_ptr<EssTier> tier_;
   const std::unique_ptr<IndexSelection> selection_;
+  const std::unique_ptr<RowCopies> row_copies_;  // null: Transfer
   const Buffers buffers_;
+  OverlapPlan plan_;
+  PolicyStatistics looked_;  // by the newest look; engine's thread
+  int steps_to_look_ = 0;
+  mutable absl::Mutex recent_mutex_;
+  PolicyStatistics recent_ ABSL_GUARDED_BY(recent_mutex_);
   std::vector<bool> generates_;  // by slot: past its prompt, rows are decode rows
   std::vector<Prompt> prompts_;  // by slot
   // Rows of the step that is being enqueued whose selections pools are to see. Behind a prompt's
@@ -162,6 +191,7 @@ class EssPolicy : public AttentionPolicy {
 void EssPolicy::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                           absl::Span<const int32_t> positions) {
   tier_->BeginStep(stream, slots, positions, generates_);
+  Look(stream, slots, positions);
   // The last rows of prompts: which they are depends on the prompt alone, not on its chunks, so
   // that what a sequence finds in its pool does not depend on its neighbours.
   replays_.clear();
@@ -215,22 +245,58 @@ void EssPolicy::AppendLatent(Stream& stream, int layer, kernels::LatentAppendPar
   kernels().LatentAppend(stream, prompt);
 }
 
-Overlap EssPolicy::OverlapOf(int layer, int32_t rows) const {
-  using Choice = PolicyOptions::Ess::Overlap;
-  const PolicyOptions::Ess& ess = options_.ess;
-  Overlap overlap = Overlap::kNone;
-  if (ess.overlap == Choice::kDa) overlap = Overlap::kDa;
-  if (ess.overlap == Choice::kDba) overlap = Overlap::kDba;
-  if (ess.overlap == Choice::kLayerWise) {
-    const auto l = static_cast<size_t>(layer);
-    // Without a profile: DA.
-    overlap = l >= ess.misses.size()
-                  ? Overlap::kDa
-                  : ChooseOverlap(
-                        EstimateStages({ess.misses[l], ess.profile_context}, rows, entry_bytes(),
-                                       tier_->layout().kinds[kIndexKind].bytes_per_token));
+OverlapPlan::Options EssPolicy::PlanOptions() const {
+  const EssPoolShape& shape = tier_->shape();
+  OverlapPlan::Options plan;
+  plan.layers = layers();
+  plan.max_rows = decode_rows_;
+  plan.overlap = options_.ess.overlap;
+  plan.profile = options_.ess.profile;
+  plan.rates = plan.profile.rates;
+  if (plan.rates.device != options_.device->name()) {  // none, or another device's
+    plan.rates = AssumedRates(entry_bytes(), tier_->layout().kinds[kIndexKind].bytes_per_token);
   }
-  return overlap == Overlap::kDba && rows < 2 ? Overlap::kDa : overlap;
+  plan.selected = static_cast<double>(options_.index_top_k);
+  plan.context = options_.max_context;
+  for (const MissProfile::Point& point : plan.profile.points) {  // no longer than was profiled
+    const bool within = point.context <= options_.max_context;
+    if (&point == plan.profile.points.data()) plan.context = 0;
+    if (within) plan.context = std::max(plan.context, point.context);
+  }
+  if (plan.context == 0) plan.context = options_.max_context;
+  const int64_t places = shape.PlacesOf(plan.context);
+  plan.ratio = static_cast<double>(places) / static_cast<double>(plan.context);
+  // Pools that begin cold, or that keep nothing, miss whatever their size.
+  if (!options_.ess.lru || !options_.ess.warm_up) plan.ratio = std::min(plan.ratio, 0.999);
+  return plan;
+}
+
+void EssPolicy::Look(Stream& stream, absl::Span<const int32_t> slots,
+                     absl::Span<const int32_t> positions) {
+  int64_t rows = 0, tokens = 0;
+  for (size_t r = 0; r < slots.size(); ++r) {
+    if (slots[r] < 0 || !generates_[static_cast<size_t>(slots[r])]) continue;
+    ++rows;
+    tokens += positions[r] + 1;
+  }
+  if (rows == 0) return;
+  if (buffers_.counters->Take(&looked_)) {
+    if (plan_.adapts()) {
+      plan_.Observe(looked_, static_cast<double>(tokens) / static_cast<double>(rows));
+    }
+    absl::MutexLock lock(&recent_mutex_);
+    recent_ = looked_;
+  }
+  if (--steps_to_look_ > 0) return;
+  steps_to_look_ = kLookSteps;
+  buffers_.counters->Look(stream);
+}
+
+bool EssPolicy::WantsRecording(int32_t decode_rows) {
+  if (!plan_.Change(decode_rows)) return false;
+  Log(LogLevel::kInfo, "policy ess: steps have other schedules from now on",
+      {{"decode_rows", decode_rows}, {"layers", LayersBySchedule(plan_.Of(decode_rows))}});
+  return true;
 }
 
 kernels::AdmitParams EssPolicy::AdmitOf(int layer, const LatentAttention& a, int32_t row,
@@ -262,7 +328,7 @@ kernels::AdmitParams EssPolicy::AdmitOf(int layer, const LatentAttention& a, int
 }
 
 void EssPolicy::Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const {
-  if (options_.ess.skip_transfers) return;
+  if (options_.ess.skip_transfers != nullptr && *options_.ess.skip_transfers) return;
   const int32_t capacity = selection_->lists().capacity;
   kernels::TransferParams move{};
   move.source = tier_->Home(layer).base;
@@ -275,6 +341,7 @@ void EssPolicy::Fetch(Stream& stream, int layer, int32_t first, int32_t rows) co
   move.capacity = capacity;
   move.unit_bytes = static_cast<int32_t>(entry_bytes());
   move.max_workers = options_.ess.transfer_workers;
+  if (row_copies_ != nullptr) return row_copies_->Enqueue(stream, move);
   kernels().Transfer(stream, move);
 }
 
@@ -300,38 +367,62 @@ kernels::SparseMlaParams EssPolicy::Attention(const LatentAttention& a, int32_t 
 
 void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a) {
   const int32_t rows = a.decode_rows;
-  const Overlap overlap = OverlapOf(layer, rows);
+  const Overlap overlap = plan_.Of(rows)[static_cast<size_t>(layer)];
   // The same operators on the same lists under each schedule, so that results are, to the bit.
-  Stream& fetches = overlap == Overlap::kNone ? stream : FetchBranch(stream);
-  const auto begin = [&](int32_t first, int32_t count) {
-    Select(stream, layer, a, first, count);
-    kernels().Admit(stream, AdmitOf(layer, a, first, first, count));
-    if (overlap != Overlap::kNone) fetches.After(stream);
-    Fetch(fetches, layer, first, count);
+  const bool beneath = overlap == Overlap::kDa || overlap == Overlap::kDba;
+  // PreAttn, and Attn0 where it is beneath a transfer, are on a branch. Top-k, Admit and the
+  // transfer are in the trunk, each right behind the one before: blocks of a product that waited on
+  // every processor would keep them off.
+  Stream& work = overlap == Overlap::kNone ? stream : WorkBranch(stream);
+  Stream& early = overlap == Overlap::kDba ? FetchBranch(stream) : stream;
+  using Stage = PolicyOptions::Ess::Stage;
+  const bool timed = options_.ess.on_stage != nullptr;
+  const auto done = [&](Stage stage) {
+    if (timed) options_.ess.on_stage(stream, layer, rows, stage);
   };
-  const int32_t half = overlap == Overlap::kDba ? rows / 2 : rows;
-  begin(0, half);
-  if (half < rows) begin(half, rows - half);
-  a.make_queries(stream);
+  const auto select = [&](int32_t first, int32_t count) {
+    selection_->Select(stream, layer, tier_->Index(layer), a, first, count, [&] {
+      if (first + count == rows) work.After(stream);
+    });
+    done(Stage::kSelected);
+    kernels().Admit(stream, AdmitOf(layer, a, first, first, count));
+    done(Stage::kAdmitted);
+  };
+  done(Stage::kBegin);
+  const int32_t half = overlap == Overlap::kDba ? rows / 2 : 0;
+  if (half > 0) {
+    select(0, half);
+    early.After(stream);
+    Fetch(early, layer, 0, half);
+  }
+  select(half, rows - half);
+  if (overlap != Overlap::kNone) a.make_queries(work);
+  if (beneath) work.After(stream);  // Attn0 needs Admit's lists.
+  Fetch(stream, layer, half, rows - half);
+  done(Stage::kFetched);
+  if (overlap == Overlap::kNone) a.make_queries(work);
+  done(Stage::kPrepared);
 
   kernels::SparseMlaParams attend = Attention(a, 0, rows);
   attend.decode_rows = rows;
   attend.cache = tier_->Pool(layer);
   attend.entries = buffers_.resident.as<int32_t>();
   attend.counts = buffers_.resident_counts.as<int32_t>();
-  attend.out = buffers_.o.data();
-  attend.out_type = DType::kFloat32;
-  attend.lse = buffers_.lse.as<float>();
-  kernels().SparseMla(stream, attend);  // Attn0
-  if (overlap != Overlap::kNone) stream.After(fetches);
-  attend.entries = buffers_.arriving.as<int32_t>();
-  attend.counts = buffers_.arriving_counts.as<int32_t>();
+  attend.then_entries = buffers_.arriving.as<int32_t>();
+  attend.then_counts = buffers_.arriving_counts.as<int32_t>();
   attend.other_o = buffers_.o.as<float>();
   attend.other_lse = buffers_.lse.as<float>();
-  attend.out = a.out;
-  attend.out_type = a.out_type;
-  attend.lse = nullptr;
-  kernels().SparseMla(stream, attend);  // Attn1, merged
+  if (beneath || timed) {
+    kernels::SparseMlaParams resident = kernels::FirstOfTwo(attend);
+    if (beneath) resident.spare_processors = options_.ess.transfer_workers;
+    kernels().SparseMla(work, resident);  // Attn0
+    done(Stage::kAttended);
+    attend = kernels::SecondOfTwo(attend);
+  }
+  stream.After(early);
+  stream.After(work);
+  kernels().SparseMla(stream, attend);  // Attn1, merged; or both
+  done(Stage::kMerged);
 
   if (!options_.ess.lru || ((layer + 1) % kWriteLayers != 0 && layer + 1 != layers())) return;
   Stream& settling = SettlingBranch(stream);
@@ -343,7 +434,7 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
 // Rows of prompts attend to the home: their sequence has no working set yet.
 void EssPolicy::AttendPrompt(Stream& stream, int layer, const LatentAttention& a) {
   const int32_t first = a.decode_rows, rows = a.rows - first;
-  Select(stream, layer, a, first, rows);
+  selection_->Select(stream, layer, tier_->Index(layer), a, first, rows);
   const kernels::UnitLists selected = selection_->lists();
   kernels::SparseMlaParams attend = Attention(a, first, rows);
   attend.cache = tier_->Home(layer);
@@ -455,9 +546,15 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> EssPolicy::Create(const PolicyO
   selection_options.max_context = options.max_context;
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<IndexSelection> selection,
                           IndexSelection::Create(selection_options));
+  selection->Observe(options.ess.on_selection);
+  std::unique_ptr<RowCopies> row_copies;
+  if (options.ess.row_copies) {
+    SLUICE_ASSIGN_OR_RETURN(
+        row_copies, RowCopies::Create(options.device, DecodeRows(options), options.index_top_k));
+  }
   SLUICE_ASSIGN_OR_RETURN(Buffers buffers, NewBuffers(options));
-  return std::unique_ptr<AttentionPolicy>(
-      new EssPolicy(options, std::move(tier), std::move(selection), std::move(buffers)));
+  return std::unique_ptr<AttentionPolicy>(new EssPolicy(
+      options, std::move(tier), std::move(selection), std::move(row_copies), std::move(buffers)));
 }
 
 }  // namespace

@@ -6,36 +6,68 @@
 namespace sluice {
 
 double AddedTime(Overlap overlap, const StageTimes& t) {
-  if (overlap == Overlap::kNone) return t.transfer;
-  const double beneath = t.prepare + t.attend;
-  if (overlap == Overlap::kDa) return std::max(0.0, t.transfer - beneath) + t.branch;
+  // From where the scores are there.
+  const double none = t.beside + t.prepare + t.attend;
+  const double queries = std::max(t.prepare, t.beside);  // Attn0 may begin
+  switch (overlap) {
+    case Overlap::kNone:
+      return t.transfer;
+    case Overlap::kQueries:
+      return std::max(t.prepare, t.beside + t.transfer) + t.attend + t.branch - none;
+    case Overlap::kDa:
+      return std::max(queries + t.attend + t.spared, t.beside + t.transfer) + t.branch + t.second -
+             none;
+    case Overlap::kDba:
+      break;
+  }
   // The second half's transfer begins after its indexer: the first half's, of the same size, has
   // the second's indexer to itself.
   const double left = std::max(t.transfer / 2 - t.index / 2, 0.0) + t.transfer / 2;
-  return std::max(0.0, left - beneath) + 2 * t.branch + t.halves;
+  return std::max(queries + t.attend + t.spared, t.beside + left) + 2 * t.branch + t.halves +
+         t.second - none;
 }
 
-Overlap ChooseOverlap(const StageTimes& times) {
+Overlap ChooseOverlap(const StageTimes& times, int rows) {
   Overlap best = Overlap::kNone;
-  for (const Overlap other : {Overlap::kDa, Overlap::kDba}) {
+  for (const Overlap other : {Overlap::kQueries, Overlap::kDa, Overlap::kDba}) {
+    if (other == Overlap::kDba && rows < 2) continue;
     if (AddedTime(other, times) < AddedTime(best, times)) best = other;
   }
   return best;
 }
 
-StageTimes EstimateStages(const LayerMisses& layer, int rows, int64_t entry_bytes,
-                          int64_t index_key_bytes) {
-  // platform.md: rows of 656 bytes at 45 GB/s, and 8.9 us for a gather of 64 of them; FlashMLA's
-  // sparse decode takes 18 us for one row and 173 for 128; q_b in fp8 15 us at any batch to 128,
-  // absorption's two batched products read 33 MB; keys are read at 80 % of 4.2 TB/s, top-k adds a
-  // quarter.
+StageRates AssumedRates(int64_t entry_bytes, int64_t index_key_bytes) {
+  // kernels/README.md, H200: rows of 656 bytes at 44.5 GB/s, and 8.9 us for a gather of 64 of them;
+  // SparseMla over 2,048 entries 48 us for one row and 370 for 128; index logits of 32 x 128K keys
+  // 146 us and top-k 33 above them, 20 us together where there is little to read. Assumed, not
+  // measured: q_b 15 us at any batch to 128, absorption's two batched products 33 MB at 3.4 TB/s;
+  // a second Admit 10 us; Attn1 as a launch that attends to little, and its CombineMla 17 us for
+  // 76 rows; a fork and a join as one mailbox operation in a graph.
+  StageRates rates;
+  rates.transfer = {8, static_cast<double>(entry_bytes) / 44.5e3};
+  rates.prepare = {15 + 33e6 / 3.4e6, 0};
+  rates.attend = {46, 322.0 / (127 * 2048)};
+  rates.index = {20, static_cast<double>(index_key_bytes) / 3.5e6};
+  rates.admit = {10, 0};
+  rates.merge = {12, 0.25};
+  rates.branch_us = 2.9;
+  return rates;
+}
+
+StageTimes TimesOf(const StageRates& rates, const LayerLoad& load, int rows) {
   StageTimes t;
-  const double moved = layer.misses * rows * static_cast<double>(entry_bytes);
-  t.transfer = layer.misses == 0 ? 0 : 8 + moved / 45e3;
-  t.prepare = 15 + 33e6 / 3.4e6;
-  t.attend = 18 + 1.22 * (rows - 1);
-  t.index = 1.25 * (5 + static_cast<double>(rows) * static_cast<double>(layer.context) *
-                            static_cast<double>(index_key_bytes) / 3.4e6);
+  const double fetched = load.misses * rows;
+  // Where less than one is expected, most steps fetch nothing.
+  t.transfer = rates.transfer.fixed_us * std::min(1.0, fetched) + rates.transfer.each_us * fetched;
+  t.prepare = rates.prepare.At(rows);
+  t.attend = rates.attend.At(rows * std::max(0.0, load.selected - load.misses));
+  t.index = rates.index.At(rows * load.context);
+  t.branch = rates.branch_us;
+  t.halves = rates.index.fixed_us + rates.admit.fixed_us;
+  t.second = rates.merge.At(rows);
+  t.spared = rates.spared_share * t.attend;
+  // Top-k is what the indexer takes where there is little to read, and a fifth of what it reads.
+  t.beside = 0.2 * t.index + 0.8 * rates.index.fixed_us + rates.admit.At(rows);
   return t;
 }
 

@@ -1,19 +1,24 @@
 // How a layer's transfers are laid beside its compute (ESS, section 3.3), and the arithmetic that
 // chooses: pure functions.
 //
-//   none  indexer, transfer, PreAttn, Attn0, Attn1
-//   DA    the transfer beneath PreAttn and Attn0, the attention of what is resident
-//   DBA   the indexer in two halves of the batch: the first half's transfer beneath the second
-//         half's logits and top-k, and all of it beneath PreAttn and Attn0 as before
+//   none     indexer, transfer, PreAttn, then Attn0 and Attn1 in one launch
+//   queries  PreAttn beside top-k, Admit and the transfer, then both attentions in one launch: for
+//            few sequences, whose transfers are short
+//   DA       PreAttn beside them as well; the transfer beneath what PreAttn has left and Attn0, the
+//            attention of what is resident
+//   DBA      the indexer in two halves of the batch: the first half's transfer beneath the second
+//            half's logits and top-k, and all of it beneath PreAttn and Attn0 as before
+// (The paper begins PreAttn behind the transfer's start: there it hides the transfer, and nothing
+// runs beside top-k, which leaves most processors idle.)
 #pragma once
 
 #include <cstdint>
 
-#include "src/attention/policy_options.h"
+#include "src/attention/miss_profile.h"
 
 namespace sluice {
 
-enum class Overlap { kNone, kDa, kDba };
+enum class Overlap { kNone, kQueries, kDa, kDba };
 
 // Times of a layer's stages for a batch, in microseconds.
 struct StageTimes {
@@ -22,24 +27,30 @@ struct StageTimes {
   double attend = 0;    // Attn0
   double index = 0;     // logits and top-k of all rows
   double branch = 2.9;  // a fork and a join: two graph nodes with their dependencies
-  double halves = 10;   // what the indexer costs more in two halves: its launches and tails
+  double halves = 10;   // what the indexer and Admit cost more in two halves: their launches, tails
+  double second = 0;    // what Attn1 costs in a launch of its own, and the merge
+  double spared = 0;    // what Attn0 loses with the processors that it leaves the transfer
+  double beside = 0;    // of top-k and Admit, beneath which PreAttn can run
 };
 
-// How much longer the layer takes under a schedule than with no transfer and no schedule at all.
+// How much longer the layer takes under a schedule than with no transfer and all else in one queue;
+// below zero where it is shorter.
 double AddedTime(Overlap overlap, const StageTimes& times);
-// The schedule that adds least; the simplest among equals.
-Overlap ChooseOverlap(const StageTimes& times);
+// The schedule that adds least for a batch of `rows`; the simplest among equals. One row has no
+// halves.
+Overlap ChooseOverlap(const StageTimes& times, int rows);
 
-// What a profile says of a layer: entries that a sequence misses in a step, measured at a context
-// and a ratio.
-struct LayerMisses {
-  double misses = 0;
-  int64_t context = 0;
+// Rates of DeepSeek-V3.2's shape (128 heads, 64 of the indexer) on an H200, where a profile has
+// none of this device: from figures that the function names.
+StageRates AssumedRates(int64_t entry_bytes, int64_t index_key_bytes);
+
+// What a layer has to do for each sequence.
+struct LayerLoad {
+  double misses = 0;    // entries fetched in a step
+  double context = 0;   // tokens
+  double selected = 0;  // entries attended to
 };
-// Stage times of DeepSeek-V3.2's shape on an H200, where nothing was measured: from the published
-// and measured rates that the function names. 128 heads, 64 of the indexer, 656-byte entries.
-StageTimes EstimateStages(const LayerMisses& layer, int rows, int64_t entry_bytes,
-                          int64_t index_key_bytes);
+StageTimes TimesOf(const StageRates& rates, const LayerLoad& load, int rows);
 
 // Whether misses had better be attended to where they lie, by CPU workers, in the absorbed form:
 // the arithmetic of issue "CPU co-attention over latents". Queries go down and partial results come

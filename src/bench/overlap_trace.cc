@@ -1,0 +1,131 @@
+#include "src/bench/overlap_trace.h"
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "src/bench/trace_summary.h"
+
+namespace sluice {
+namespace {
+
+bool IsTransfer(const std::string& name) { return absl::StartsWithIgnoreCase(name, "Transfer"); }
+bool IsWriteThrough(const std::string& name) {
+  return absl::StartsWithIgnoreCase(name, "WriteThrough") ||
+         absl::StartsWithIgnoreCase(name, "write_through") ||
+         absl::StartsWithIgnoreCase(name, "write through");
+}
+bool IsAdmit(const std::string& name) { return absl::StartsWithIgnoreCase(name, "Admit"); }
+bool IsOfAttention(const std::string& name) {
+  return absl::StrContains(absl::AsciiStrToLower(name), "mla");
+}
+// The sums of its parts (CombineMlaKernel, sparse_mla_merge).
+bool IsSumOfAttention(const std::string& name) {
+  return IsOfAttention(name) &&
+         (absl::StartsWithIgnoreCase(name, "Combine") || absl::EndsWithIgnoreCase(name, "merge"));
+}
+// Attention over a list; what makes its queries is none.
+bool IsAttention(const std::string& name) {
+  return IsOfAttention(name) && !IsSumOfAttention(name) &&
+         !absl::StrContains(absl::AsciiStrToLower(name), "query");
+}
+
+}  // namespace
+
+TransfersInside TransfersIn(const StepTrace& trace) {
+  TransfersInside found;
+  for (const TraceSummary::Kernel& kernel : Summarize(trace).kernel_times) {
+    if (IsTransfer(kernel.name)) {
+      found.seconds += kernel.seconds;
+      found.calls += kernel.calls;
+    } else if (!IsWriteThrough(kernel.name)) {
+      found.compute_seconds += kernel.seconds;
+    }
+  }
+  return found;
+}
+
+std::vector<ComparedKernel> ComparedKernels(const StepTrace& with, const StepTrace& without) {
+  std::map<std::string, ComparedKernel> found;
+  for (const TraceSummary::Kernel& kernel : Summarize(with).kernel_times) {
+    found[kernel.name].with = kernel.seconds;
+  }
+  for (const TraceSummary::Kernel& kernel : Summarize(without).kernel_times) {
+    found[kernel.name].without = kernel.seconds;
+  }
+  std::vector<ComparedKernel> kernels;
+  for (auto& [name, kernel] : found) {
+    kernel.name = name;
+    if (!IsTransfer(name)) kernels.push_back(kernel);
+  }
+  std::sort(kernels.begin(), kernels.end(), [](const ComparedKernel& a, const ComparedKernel& b) {
+    return a.with - a.without > b.with - b.without;
+  });
+  return kernels;
+}
+
+double Shelter::Coverable(double t) const {
+  // One piece begins with `beneath` before it; of two halves the second one's begin is that, or the
+  // first one's end.
+  const double second = ahead > 0 ? std::max(t / 2 - ahead, 0.0) + t / 2 : t;
+  return t - std::max(0.0, second - beneath);
+}
+
+Shelter ShelterIn(const StepTrace& trace) {
+  std::vector<const TraceSlice*> slices;
+  for (const TraceSlice& slice : trace.device) {
+    if (slice.kind == TraceSlice::Kind::kKernel) slices.push_back(&slice);
+  }
+  std::stable_sort(slices.begin(), slices.end(),
+                   [](const TraceSlice* a, const TraceSlice* b) { return a->begin < b->begin; });
+  // A layer: one Admit or two, Attn0 with its sums, Attn1.
+  struct Layer {
+    std::vector<absl::Time> admitted;
+    int attentions = 0;
+    absl::Time attended;
+  };
+  Shelter found;
+  absl::Duration beneath, ahead;
+  Layer layer;
+  const auto end_layer = [&] {
+    if (layer.attentions == 2 && !layer.admitted.empty() && layer.admitted.size() <= 2) {
+      beneath += layer.attended - layer.admitted.back();
+      ahead += layer.admitted.back() - layer.admitted.front();
+      ++found.layers;
+    }
+    layer = {};
+  };
+  int sums = 0;
+  for (const TraceSlice* slice : slices) {
+    if (IsAdmit(slice->name)) {
+      if (layer.attentions > 0) end_layer();
+      if (layer.admitted.empty()) sums = 0;
+      layer.admitted.push_back(slice->end);
+    } else if (IsAttention(slice->name)) {
+      if (++layer.attentions == 1) layer.attended = slice->end;
+    } else if (IsSumOfAttention(slice->name) && sums++ == 0) {
+      layer.attended = std::max(layer.attended, slice->end);
+    }
+  }
+  end_layer();
+  if (found.layers == 0) return found;
+  found.beneath = absl::ToDoubleSeconds(beneath) / found.layers;
+  found.ahead = absl::ToDoubleSeconds(ahead) / found.layers;
+  return found;
+}
+
+StepTrace PartOf(const StepTrace& trace, absl::Time begin, absl::Time end, int steps) {
+  StepTrace part;
+  part.name = trace.name;
+  part.steps = steps;
+  part.begin = begin;
+  part.end = end;
+  std::copy_if(trace.device.begin(), trace.device.end(), std::back_inserter(part.device),
+               [&](const TraceSlice& s) { return s.begin >= begin && s.begin < end; });
+  return part;
+}
+
+}  // namespace sluice

@@ -1,0 +1,45 @@
+// What a trace of a step says of its transfers: how fast they were inside it, and what they could
+// run beneath. Kernels are told apart by their names, on either device.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "src/bench/step_trace.h"
+
+namespace sluice {
+
+// Of a step that fetched.
+struct TransfersInside {
+  double seconds = 0;  // of all its transfers, each from its begin to its end
+  double calls = 0;
+  double compute_seconds = 0;  // of all other kernels, while each was the one to wait for
+};
+TransfersInside TransfersIn(const StepTrace& trace);
+
+// Seconds of a step that a kernel was the one to wait for, in a step that fetches and in one that
+// does not; by name, the most slowed first. Transfers are none.
+struct ComparedKernel {
+  std::string name;
+  double with = 0, without = 0;
+};
+std::vector<ComparedKernel> ComparedKernels(const StepTrace& with, const StepTrace& without);
+
+// What a transfer of a layer can run beneath, in seconds, as measured in steps that fetch nothing:
+// from where the indexer's last lists are made (Admit) to the end of the attention to what is
+// resident (Attn0). In two halves the first half's transfer begins `ahead` earlier.
+struct Shelter {
+  double beneath = 0;
+  double ahead = 0;
+  int layers = 0;  // that it is the mean of; 0: the trace shows none
+
+  // The part of a layer's transfer of that length that it hides at best: in one piece, or in two
+  // halves, of which the second waits for its lists and for the first.
+  double Coverable(double transfer_seconds) const;
+};
+Shelter ShelterIn(const StepTrace& trace);
+
+// The slices of `trace` that begin in [begin, end), as a trace of its own of `steps` steps.
+StepTrace PartOf(const StepTrace& trace, absl::Time begin, absl::Time end, int steps);
+
+}  // namespace sluice
