@@ -161,12 +161,13 @@ struct MlaPlaces {
 struct MlaLane {
   int entry;      // of {0, 1}
   int scales;     // lane that has the two scales, of pair 0
-  int values;     // byte of the entry where the first 16 begin
-  uint32_t tile;  // offset in a tile of the first 8 values, of the warp's pair 0
+  // Offsets in a tile, of the warp's pair 0: of the first 16 values as they came, and of the first
+  // 8 of them unpacked.
+  uint32_t raw, tile;
 
   __device__ MlaLane(int warp, int lane) : entry(lane / 4 % 2), scales(lane / 16 * 16 + entry) {
     const int block = lane / 16 * 4 + lane / 8 % 2, chunk = lane % 4;
-    values = block * 64 + chunk * 16;
+    raw = MlaTileOffset(warp * kMlaWarpEntries + entry, block * 4 + chunk);
     tile = MlaTileOffset(warp * kMlaWarpEntries + entry, block * 8 + chunk * 2);
   }
 };
@@ -181,17 +182,56 @@ __device__ __forceinline__ uint32_t ScalesOf(float2 scales) {
   return PackFp16(scales.x * kMlaUnit, scales.y * kMlaUnit);
 }
 
-// Two entries of a warp, on their way.
+// Copies a warp's entries into their rows of the tile at `target`: RoPE values, which are bf16 as
+// they are, to their place, values to the first half of where they will be (piece i of 16 bytes is
+// where piece i of the row will be). Of lane i, `place` is that of entry i. Past L1, which has few
+// lines beside this much shared memory: loads into registers need one each, and once there is none
+// everything behind them in the pipe to shared memory waits too.
+__device__ __forceinline__ void CopyEntries(const char* base, int place, uint32_t target, int warp,
+                                            int lane) {
+  const int row = warp * kMlaWarpEntries;
+#pragma unroll
+  for (int e = 0; e < kMlaWarpEntries; ++e) {
+    const int64_t at = int64_t{__shfl_sync(0xffffffffu, place, e)} * kPackedEntryBytes;
+    CopyAsync16(target + MlaTileOffset(row + e, lane), base + at + lane * 16, true);
+  }
+#pragma unroll
+  for (int i = 0; i < kMlaWarpEntries; i += 4) {
+    const int e = i + lane / 8;
+    const int64_t at = int64_t{__shfl_sync(0xffffffffu, place, e)} * kPackedEntryBytes;
+    CopyAsync16(target + MlaTileOffset(row + e, kPackedRank / 8 + lane % 8),
+                base + at + kPackedRank + 16 + lane % 8 * 16, true);
+  }
+}
+
+// The warp's entries on their way to L2.
+__device__ __forceinline__ void FetchEntries(const char* base, int place, int lane) {
+#ifndef MLA_NOFETCH
+  const char* const from =
+      base + int64_t{place} * kPackedEntryBytes + lane / kMlaWarpEntries * 3 * 128;
+#pragma unroll
+  for (int i = 0; i < 3; ++i) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i * 128));
+#endif
+}
+
+// By a warp: all its lanes' copies have landed.
+__device__ __forceinline__ void WaitForAllCopies() {
+  CommitCopies();
+  WaitForCopies<0>();
+  __syncwarp();
+}
+
+// Two entries of a warp.
 struct MlaPair {
   uint4 values[2];
 
-  // `base`: what the lane has of entry 0 of the cache. `place`: of lane i, that of the warp's
-  // entry i.
-  __device__ __forceinline__ void Load(const char* base, int place, int entry) {
-    const char* const from =
-        base + int64_t{__shfl_sync(0xffffffffu, place, entry)} * kPackedEntryBytes;
-    values[0] = LoadOnce(from);
-    values[1] = LoadOnce(from + 128);
+  // As pair `pair`. `raw`: the lane's address for pair 0. Entry 2 * pair is row % 8 = 2 * (pair % 4)
+  // of 8 rows, which moves the piece.
+  __device__ __forceinline__ void Load(uint32_t raw, int pair) {
+    const uint32_t at =
+        (raw ^ static_cast<uint32_t>(pair % 4 * 32)) + static_cast<uint32_t>(pair * 256);
+    values[0] = LoadShared(at);
+    values[1] = LoadShared(at + kMlaColumnBlockBytes);
   }
 
   // As pair `pair`. `tile`: the lane's address for pair 0; `scales`: of the lane. Entry 2 * pair is
@@ -211,13 +251,11 @@ struct MlaPair {
     const uint2 c = UnpackFour(v.z, scale), d = UnpackFour(v.w, scale);
     StoreShared(at ^ 16, {c.x, c.y, d.x, d.y});
   }
-  // A plain load, which stays on its side of __syncwarp: the compiler would put off one of
-  // read-only memory until the registers of a whole tile are free.
-  static __device__ __forceinline__ uint4 LoadOnce(const char* from) {
+  static __device__ __forceinline__ uint4 LoadShared(uint32_t at) {
     uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(from)
+                 : "r"(at)
                  : "memory");
     return v;
   }

@@ -34,9 +34,12 @@ constexpr int kThreads = 2 * kMlaWarpgroup + 32 * kMlaUnpackWarps;
 // products asynchronous only where every role says its number.
 #ifndef MLA_R0
 #define MLA_R0 200
+#define MLA_R1 200
 #endif
-constexpr int kWorkerRegisters = MLA_R0;
-constexpr int kUnpackerRegisters = 504 - 2 * kWorkerRegisters;
+constexpr int kRegs[3] = {MLA_R0, MLA_R1, 504 - MLA_R0 - MLA_R1};
+constexpr int kScorerRegisters = kRegs[0];
+constexpr int kAdderRegisters = kRegs[1];
+constexpr int kUnpackerRegisters = kRegs[2];
 
 // Of the warpgroup alone.
 __device__ __forceinline__ void SyncWarpgroup(int barrier) { SyncThreads(barrier, kMlaWarpgroup); }
@@ -73,21 +76,16 @@ __device__ __forceinline__ const MlaPiece& NextPiece(const SparseMlaParams& p,
   return piece;
 }
 
-// Keeps what the compiler does to these registers on its side of the products around it.
-template <int kSize>
-__device__ __forceinline__ void Pin(float (&v)[kSize]) {
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(v[i])::"memory");
-}
-
 // Adds the weighted values of a tile to a warpgroup's 256 columns.
-__device__ __forceinline__ void AddValues(float (&o)[128], uint32_t weights, uint32_t values) {
-  Pin(o);
+__device__ __forceinline__ void AddValues(float (&o)[128], const uint4 (&weights)[4],
+                                          uint32_t values) {
   BeginProducts();
 #pragma unroll
-  for (uint32_t step = 0; step < kMlaTileEntries / 16; ++step) {
-    MultiplyRows(o, TileDescriptor(weights + step * 32),
-                 TileDescriptor(values + step * 16 * 128, kMlaColumnBlockBytes));
+  for (int step = 0; step < kMlaTileEntries / 16; ++step) {
+    const uint32_t a[4] = {weights[step].x, weights[step].y, weights[step].z, weights[step].w};
+    MultiplyRows<Operand::kFp16>(
+        o, a,
+        TileDescriptor(values + static_cast<uint32_t>(step * 16 * 128), kMlaColumnBlockBytes));
   }
   CommitProducts();
 }
@@ -128,20 +126,23 @@ __device__ __forceinline__ float2 Weigh(float (&score)[32], Softmax (&state)[2],
       score[i] = Exp2(fmaf(score[i], scale, -m));
       sum += score[i];
     }
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     state[h] = {m, fmaf(state[h].l, keep[h], sum)};
   }
   return {keep[0], keep[1]};
 }
 
+// Sums of latents times kMlaUnit, back to what they are.
+__device__ __forceinline__ void Unscale(float (&o)[128]) {
+#pragma unroll
+  for (int i = 0; i < 128; ++i) o[i] *= 1.0f / kMlaUnit;
+}
+
 // Waits for the n-th tile's entries.
 __device__ __forceinline__ void WaitForEntries(MlaShared& shared, uint32_t n) {
   WaitBarrier(SharedAddress(&shared.entries_here[n % kMlaStages]), n / kMlaStages & 1);
-  PublishToAsyncProxy();  // What others wrote, as their barrier says.
 }
 
-// The query's latent part, in place, from bf16 to fp16 / kMlaUnit. By both warpgroups.
+// The query's latent part, in place, from bf16 to fp16 / kMlaUnit. By the warpgroup.
 __device__ __forceinline__ void ConvertQuery(MlaShared& shared) {
   constexpr int kPieces = kPackedRank / 64 * kMlaColumnBlockBytes / 16;
   auto* const pieces = reinterpret_cast<uint4*>(shared.query);
@@ -150,12 +151,12 @@ __device__ __forceinline__ void ConvertQuery(MlaShared& shared) {
                     __uint_as_float(pair & 0xffff0000u) / kMlaUnit);
   };
 #pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x); i < kPieces; i += kMlaAdders) {
+  for (int i = static_cast<int>(threadIdx.x); i < kPieces; i += kMlaWarpgroup) {
     const uint4 v = pieces[i];
     pieces[i] = {convert(v.x), convert(v.y), convert(v.z), convert(v.w)};
   }
   PublishToAsyncProxy();
-  SyncThreads(3, kMlaAdders);
+  SyncWarpgroup(1);
 }
 
 // Starts the products of the n-th tile's entries and the query, once the tile is there.
@@ -163,6 +164,7 @@ __device__ __forceinline__ void StartScores(float (&score)[32], MlaShared& share
   const uint32_t query = SharedAddress(shared.query);
   const uint32_t keys = SharedAddress(shared.entries[n % kMlaStages]);
   WaitForEntries(shared, n);
+  MLA_MARK(0, n, 1);
   BeginProducts();
 #pragma unroll
   for (int step = 0; step < kMlaWidth / 16; ++step) {
@@ -177,68 +179,10 @@ __device__ __forceinline__ void StartScores(float (&score)[32], MlaShared& share
   CommitProducts();
 }
 
-// Starts to add the values of tile n to the warpgroup's columns.
-__device__ __forceinline__ void StartValues(MlaShared& shared, uint32_t n, int group,
-                                            float (&o)[128], float2 keep) {
-  Keep(o, keep);
-  AddValues(o, SharedAddress(shared.weights),
-            SharedAddress(shared.entries[n % kMlaStages]) +
-                static_cast<uint32_t>(group * 4 * kMlaColumnBlockBytes));
-}
-
-// The same, with the other warpgroup's weights, once they are there.
-__device__ __forceinline__ void StartTheirs(MlaShared& shared, uint32_t n, int group,
-                                            float (&o)[128], Softmax (&state)[2]) {
-  const int row = MlaThread{static_cast<int>(threadIdx.x)}.Head(0);
-  WaitBarrier(SharedAddress(&shared.weights_here[n % 2]), n / 2 & 1);
-  const float4 a = shared.states[row], b = shared.states[row + 8];
-  state[0] = {a.x, a.y};
-  state[1] = {b.x, b.y};
-  StartValues(shared, n, group, o, {a.z, b.z});
-}
-
-// Their end.
-__device__ __forceinline__ void FinishValues(MlaShared& shared, uint32_t n, float (&o)[128]) {
-  WaitForProducts<0>();
-  Pin(o);
-  ArriveWarp(shared.entries_done[n % kMlaStages]);
-}
-
-// Hands the weights of tile n to both warpgroups, and adds its values.
-__device__ __forceinline__ void AddOurs(MlaShared& shared, uint32_t n, int group, float (&o)[128],
-                                        const float (&score)[32], const Softmax (&state)[2],
-                                        float2 keep) {
-  const int thread = static_cast<int>(threadIdx.x) % kMlaWarpgroup, lane = thread % 32;
-  // Row and piece of 16 bytes where the lane's row of four blocks of [8][8] lies.
-  const int row = thread / 32 * 16 + lane % 16, piece = lane / 16;
-  const uint32_t to = SharedAddress(shared.weights) + static_cast<uint32_t>(row * 128);
-  if (n > 0) WaitBarrier(SharedAddress(&shared.weights_done), (n - 1) & 1);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float* const from = score + 8 * i;
-    StoreMatrices(to + static_cast<uint32_t>(((2 * i + piece) ^ (row % 8)) * 16),
-                  {PackFp16(from[0], from[1]), PackFp16(from[2], from[3]),
-                   PackFp16(from[4], from[5]), PackFp16(from[6], from[7])});
-  }
-  if (lane % 4 == 0) {
-    float4* const states = shared.states + MlaThread{thread}.Head(0);
-    states[0] = {state[0].m, state[0].l, keep.x, 0.0f};
-    states[8] = {state[1].m, state[1].l, keep.y, 0.0f};
-  }
-  PublishToAsyncProxy();
-  ArriveWarp(shared.weights_here[n % 2]);
-  MLA_MARK(group, n, 4);
-  WaitBarrier(SharedAddress(&shared.weights_here[n % 2]), n / 2 & 1);
-  StartValues(shared, n, group, o, keep);
-  FinishValues(shared, n, o);
-  ArriveWarp(shared.weights_done);
-  MLA_MARK(group, n, 5);
-}
-
-__device__ void WorkOnTiles(const SparseMlaParams& p, const MlaShape& shape, MlaShared& shared,
-                            int group) {
+__device__ void ScoreTiles(const SparseMlaParams& p, const MlaShape& shape, MlaShared& shared) {
   const float scale = p.scale * kLog2E;
-  uint32_t n = 0, queries = 0;
+  // Tiles, what was handed to the adder, and queries so far.
+  uint32_t n = 0, handed = 0, queries = 0;
   bool has_query = false;  // of this row
   float o[128];
   for (bool first = true;; first = false) {
@@ -247,48 +191,97 @@ __device__ void WorkOnTiles(const SparseMlaParams& p, const MlaShape& shape, Mla
     Softmax state[2] = {{NegativeInfinity(), 0.0f}, {NegativeInfinity(), 0.0f}};
 #pragma unroll
     for (int i = 0; i < 128; ++i) o[i] = 0;
-    int entries = piece.entries;
-    if (entries > 0 && !has_query) {
+    if (piece.entries > 0 && !has_query) {
       WaitBarrier(SharedAddress(&shared.query_here), queries++ & 1);
       ConvertQuery(shared);
       has_query = true;
     }
-    if (entries > 0 && n % 2 == static_cast<uint32_t>(group)) {
+    for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries, ++n) {
+      const uint32_t stage = n % kMlaStages;
       float score[32];
+      MLA_MARK(0, n, 0);
       StartScores(score, shared, n);
       WaitForProducts<0>();
-      if (entries <= 2 * kMlaTileEntries && piece.ends_row) ArriveWarp(shared.query_done);
+      MLA_MARK(0, n, 2);
+      if (entries <= kMlaTileEntries && piece.ends_row) {
+        ArriveWarp(shared.query_done);
+        has_query = false;
+      }
       const float2 keep = Weigh(score, state, scale, entries);
-      AddOurs(shared, n, group, o, score, state, keep);
-      ++n;
-      entries -= kMlaTileEntries;
-    } else if (entries > 0 && entries <= kMlaTileEntries && piece.ends_row) {
-      ArriveWarp(shared.query_done);
-    }
-#pragma unroll 1
-    for (; entries > kMlaTileEntries; n += 2, entries -= 2 * kMlaTileEntries) {
-      float score[32];
-      MLA_MARK(group, n + 1, 0);
-      StartScores(score, shared, n + 1);
-      MLA_MARK(group, n + 1, 1);
-      StartTheirs(shared, n, group, o, state);
-      WaitForProducts<1>();
-      MLA_MARK(group, n + 1, 2);
-      Pin(score);
-      if (entries <= 3 * kMlaTileEntries && piece.ends_row) ArriveWarp(shared.query_done);
-      const float2 keep = Weigh(score, state, scale, entries - kMlaTileEntries);
-      FinishValues(shared, n, o);
-      MLA_MARK(group, n + 1, 3);
-      AddOurs(shared, n + 1, group, o, score, state, keep);
-    }
-    if (entries > 0) {
-      StartTheirs(shared, n, group, o, state);
-      FinishValues(shared, n, o);
-      ++n;
-    }
-    if (piece.ends_row) has_query = false;
+      uint4 weights[4];
 #pragma unroll
-    for (int i = 0; i < 128; ++i) o[i] *= 1.0f / kMlaUnit;
+      for (int i = 0; i < 4; ++i) {
+        const float* const from = score + 8 * i;
+        weights[i] = {PackFp16(from[0], from[1]), PackFp16(from[2], from[3]),
+                      PackFp16(from[4], from[5]), PackFp16(from[6], from[7])};
+      }
+      if (handed > 0) WaitBarrier(SharedAddress(&shared.weights_done), (handed - 1) & 1);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) shared.weights[i][threadIdx.x] = weights[i];
+      shared.keep[threadIdx.x] = keep;
+      ArriveWarp(shared.weights_here);
+      MLA_MARK(0, n, 3);
+      ++handed;
+      Keep(o, keep);
+      AddValues(o, weights, SharedAddress(shared.entries[stage]));
+      MLA_MARK(0, n, 4);
+      WaitForProducts<0>();
+      MLA_MARK(0, n, 5);
+      ArriveWarp(shared.entries_done[stage]);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      state[h].l += __shfl_xor_sync(0xffffffffu, state[h].l, 1);
+      state[h].l += __shfl_xor_sync(0xffffffffu, state[h].l, 2);
+    }
+    if (piece.entries > 0) {
+      WaitBarrier(SharedAddress(&shared.weights_done), (handed - 1) & 1);
+      shared.weights[0][threadIdx.x] = {__float_as_uint(state[0].m), __float_as_uint(state[0].l),
+                                        __float_as_uint(state[1].m), __float_as_uint(state[1].l)};
+      ArriveWarp(shared.weights_here);
+      ++handed;
+    }
+    Unscale(o);
+    FinishPiece(p, shape, piece, o, state);
+  }
+}
+
+__device__ void AddTiles(const SparseMlaParams& p, const MlaShape& shape, MlaShared& shared) {
+  const int thread = static_cast<int>(threadIdx.x) % kMlaWarpgroup;
+  uint32_t n = 0, taken = 0;
+  float o[128];
+  for (bool first = true;; first = false) {
+    const MlaPiece& piece = NextPiece(p, shape, shared, first);
+    if (piece.row < 0) return;
+    Softmax state[2] = {{NegativeInfinity(), 0.0f}, {NegativeInfinity(), 0.0f}};
+#pragma unroll
+    for (int i = 0; i < 128; ++i) o[i] = 0;
+    for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries, ++n) {
+      const uint32_t stage = n % kMlaStages;
+      MLA_MARK(1, n, 0);
+      WaitBarrier(SharedAddress(&shared.weights_here), taken++ & 1);
+      MLA_MARK(1, n, 1);
+      uint4 weights[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) weights[i] = shared.weights[i][thread];
+      const float2 keep = shared.keep[thread];
+      ArriveWarp(shared.weights_done);
+      Keep(o, keep);
+      WaitForEntries(shared, n);
+      MLA_MARK(1, n, 2);
+      AddValues(o, weights, SharedAddress(shared.entries[stage]) + 4 * kMlaColumnBlockBytes);
+      WaitForProducts<0>();
+      MLA_MARK(1, n, 3);
+      ArriveWarp(shared.entries_done[stage]);
+    }
+    if (piece.entries > 0) {
+      WaitBarrier(SharedAddress(&shared.weights_here), taken++ & 1);
+      const uint4 of = shared.weights[0][thread];
+      ArriveWarp(shared.weights_done);
+      state[0] = {__uint_as_float(of.x), __uint_as_float(of.y)};
+      state[1] = {__uint_as_float(of.z), __uint_as_float(of.w)};
+    }
+    Unscale(o);
     FinishPiece(p, shape, piece, o, state);
   }
 }
@@ -301,13 +294,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     PrefetchMap(&map);
     InitBarrier(SharedAddress(&shared.query_here), 1);
-    InitBarrier(SharedAddress(&shared.query_done), 8);  // warps
+    InitBarrier(SharedAddress(&shared.query_done), 4);  // warps
     for (int i = 0; i < kMlaStages; ++i) {
-      InitBarrier(SharedAddress(&shared.entries_here[i]),
-                  kMlaUnpackWarps * 33);  // warps and their lanes
+      InitBarrier(SharedAddress(&shared.entries_here[i]), kMlaUnpackWarps);
       InitBarrier(SharedAddress(&shared.entries_done[i]), 8);
     }
-    for (uint64_t& here : shared.weights_here) InitBarrier(SharedAddress(&here), 4);
+    InitBarrier(SharedAddress(&shared.weights_here), 4);
     InitBarrier(SharedAddress(&shared.weights_done), 4);
   }
   PublishBarriers();
@@ -325,9 +317,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (role >= 2) {
     GiveRegisters<kUnpackerRegisters>();
     UnpackTiles(p, shape, map, shared);
+  } else if (role == 1) {
+    TakeRegisters<kAdderRegisters>();
+    AddTiles(p, shape, shared);
   } else {
-    TakeRegisters<kWorkerRegisters>();
-    WorkOnTiles(p, shape, shared, role);
+    TakeRegisters<kScorerRegisters>();
+    ScoreTiles(p, shape, shared);
   }
 }
 
