@@ -10,18 +10,6 @@ namespace sluice::kernels::cuda {
 inline constexpr int kMlaWarpgroup = 128;
 inline constexpr int kMlaStages = 2;
 
-#ifdef MLA_TRACE
-__device__ unsigned mla_trace[3][16][6];
-#define MLA_MARK(role, n, what)                                                         \
-  if (threadIdx.x % 128 == 0 && blockIdx.x == 40 && (n) < 16) {                         \
-    unsigned t;                                                                         \
-    asm volatile("mov.u32 %0, %%clock;" : "=r"(t)::"memory");                           \
-    mla_trace[role][n][what] = t;                                                       \
-  }
-#else
-#define MLA_MARK(role, n, what)
-#endif
-
 struct MlaShared {
   unsigned char query[kMlaTileBytes];
   unsigned char entries[kMlaStages][kMlaTileBytes];
@@ -93,11 +81,9 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
 #pragma unroll 1
   for (uint32_t n = 0; ring[n % kRing].row >= 0; ++n) {
     const uint32_t stage = n % kMlaStages;
-    MLA_MARK(2, n, 0);
     if (n >= kMlaStages) {
       WaitBarrier(SharedAddress(&shared.entries_done[stage]), (n / kMlaStages - 1) & 1);
     }
-    MLA_MARK(2, n, 1);
     const uint32_t target = SharedAddress(shared.entries[stage]);
     CopyEntries(base, place, target, warp, lane);
     const float2 two = LoadScales(scale_base, place);
@@ -115,26 +101,22 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
     const int tile_row = ring[n % kRing].row;
     __syncwarp();  // All have read tile n's.
     if (lane == 0) tiles.Step(p, n + kRing);
-    MLA_MARK(2, n, 2);
     WaitForAllCopies();
     const uint32_t scales = ScalesOf(two);
-    MLA_MARK(2, n, 3);
 #pragma unroll
-    for (int first = 0; first < kMlaPairs; first += kMlaFlight) {
-      MlaPair pairs[kMlaFlight];
+    for (int first = 0; first < kMlaPairs; first += kMlaBatch) {
+      MlaPair pairs[kMlaBatch];
 #pragma unroll
-      for (int i = 0; i < kMlaFlight; ++i) pairs[i].Load(target + of.raw, first + i);
+      for (int i = 0; i < kMlaBatch; ++i) pairs[i].Load(target + of.raw, first + i);
       __syncwarp();  // The rows are free.
 #pragma unroll
-      for (int i = 0; i < kMlaFlight; ++i) {
+      for (int i = 0; i < kMlaBatch; ++i) {
         pairs[i].Store(target + of.tile, first + i,
                        __shfl_sync(0xffffffffu, scales, 2 * (first + i) + of.scales));
       }
     }
-    MLA_MARK(2, n, 4);
     PublishToAsyncProxy();
     ArriveWarp(shared.entries_here[stage]);
-    MLA_MARK(2, n, 5);
     if (thread == 0 && is_first) {
       WaitBarrier(SharedAddress(&shared.query_done), queries++ & 1);
       CopyQuery(p, map, tile_row, head, shared);
@@ -144,22 +126,3 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
 }
 
 }  // namespace sluice::kernels::cuda
-#ifdef MLA_TRACE
-#include <cstdio>
-void MlaTraceReset() {
-  unsigned all[3][16][6] = {};
-  cudaMemcpyToSymbol(sluice::kernels::cuda::mla_trace, all, sizeof(all));
-}
-void MlaTraceDump() {
-  unsigned all[3][16][6];
-  cudaMemcpyFromSymbol(all, sluice::kernels::cuda::mla_trace, sizeof(all));
-  const char* roles[] = {"score", "add", "unpack"};
-  for (int n = 0; n < 16; ++n)
-    for (int r = 0; r < 3; ++r) {
-      std::printf("tile %2d %-6s", n, roles[r]);
-      for (int i = 0; i < 6; ++i)
-        std::printf(" %6d", all[r][n][i] == 0 ? -1 : int(all[r][n][i] - all[2][0][0]));
-      std::printf("\n");
-    }
-}
-#endif

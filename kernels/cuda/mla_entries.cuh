@@ -14,10 +14,7 @@ inline constexpr int kMlaColumnBlockBytes = 64 * 128;
 inline constexpr int kMlaUnpackWarps = 4;
 inline constexpr int kMlaWarpEntries = kMlaTileEntries / kMlaUnpackWarps;
 inline constexpr int kMlaPairs = kMlaWarpEntries / 2;  // of entries, of a warp and tile
-#ifndef MLA_FLIGHT
-#define MLA_FLIGHT 8
-#endif
-inline constexpr int kMlaFlight = MLA_FLIGHT;  // pairs of a warp under way
+inline constexpr int kMlaBatch = 4;                    // pairs that it unpacks at a time
 inline constexpr int kMlaTileBytes = kMlaWidth / 64 * kMlaColumnBlockBytes;
 
 // Four e4m3 values of one scale: fp16 has them exactly, the product is rounded once more.
@@ -159,8 +156,8 @@ struct MlaPlaces {
 // Which part of a pair of entries a lane unpacks: of entry `entry` 16 values of each of two
 // neighbouring scales, 128 apart. Every 4 lanes read 64 bytes, and every 8 write to all banks.
 struct MlaLane {
-  int entry;      // of {0, 1}
-  int scales;     // lane that has the two scales, of pair 0
+  int entry;   // of {0, 1}
+  int scales;  // lane that has the two scales, of pair 0
   // Offsets in a tile, of the warp's pair 0: of the first 16 values as they came, and of the first
   // 8 of them unpacked.
   uint32_t raw, tile;
@@ -206,12 +203,10 @@ __device__ __forceinline__ void CopyEntries(const char* base, int place, uint32_
 
 // The warp's entries on their way to L2.
 __device__ __forceinline__ void FetchEntries(const char* base, int place, int lane) {
-#ifndef MLA_NOFETCH
   const char* const from =
       base + int64_t{place} * kPackedEntryBytes + lane / kMlaWarpEntries * 3 * 128;
 #pragma unroll
   for (int i = 0; i < 3; ++i) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i * 128));
-#endif
 }
 
 // By a warp: all its lanes' copies have landed.
@@ -225,8 +220,8 @@ __device__ __forceinline__ void WaitForAllCopies() {
 struct MlaPair {
   uint4 values[2];
 
-  // As pair `pair`. `raw`: the lane's address for pair 0. Entry 2 * pair is row % 8 = 2 * (pair % 4)
-  // of 8 rows, which moves the piece.
+  // As pair `pair`. `raw`: the lane's address for pair 0. Entry 2 * pair is row % 8 = 2 * (pair %
+  // 4) of 8 rows, which moves the piece.
   __device__ __forceinline__ void Load(uint32_t raw, int pair) {
     const uint32_t at =
         (raw ^ static_cast<uint32_t>(pair % 4 * 32)) + static_cast<uint32_t>(pair * 256);

@@ -32,14 +32,9 @@ namespace {
 constexpr int kThreads = 2 * kMlaWarpgroup + 32 * kMlaUnpackWarps;
 // Of a thread; their sum is that of the 168 which each of 384 threads may have. The compiler keeps
 // products asynchronous only where every role says its number.
-#ifndef MLA_R0
-#define MLA_R0 200
-#define MLA_R1 200
-#endif
-constexpr int kRegs[3] = {MLA_R0, MLA_R1, 504 - MLA_R0 - MLA_R1};
-constexpr int kScorerRegisters = kRegs[0];
-constexpr int kAdderRegisters = kRegs[1];
-constexpr int kUnpackerRegisters = kRegs[2];
+constexpr int kScorerRegisters = 200;
+constexpr int kAdderRegisters = 200;
+constexpr int kUnpackerRegisters = 104;
 
 // Of the warpgroup alone.
 __device__ __forceinline__ void SyncWarpgroup(int barrier) { SyncThreads(barrier, kMlaWarpgroup); }
@@ -164,7 +159,6 @@ __device__ __forceinline__ void StartScores(float (&score)[32], MlaShared& share
   const uint32_t query = SharedAddress(shared.query);
   const uint32_t keys = SharedAddress(shared.entries[n % kMlaStages]);
   WaitForEntries(shared, n);
-  MLA_MARK(0, n, 1);
   BeginProducts();
 #pragma unroll
   for (int step = 0; step < kMlaWidth / 16; ++step) {
@@ -199,10 +193,8 @@ __device__ void ScoreTiles(const SparseMlaParams& p, const MlaShape& shape, MlaS
     for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries, ++n) {
       const uint32_t stage = n % kMlaStages;
       float score[32];
-      MLA_MARK(0, n, 0);
       StartScores(score, shared, n);
       WaitForProducts<0>();
-      MLA_MARK(0, n, 2);
       if (entries <= kMlaTileEntries && piece.ends_row) {
         ArriveWarp(shared.query_done);
         has_query = false;
@@ -220,13 +212,10 @@ __device__ void ScoreTiles(const SparseMlaParams& p, const MlaShape& shape, MlaS
       for (int i = 0; i < 4; ++i) shared.weights[i][threadIdx.x] = weights[i];
       shared.keep[threadIdx.x] = keep;
       ArriveWarp(shared.weights_here);
-      MLA_MARK(0, n, 3);
       ++handed;
       Keep(o, keep);
       AddValues(o, weights, SharedAddress(shared.entries[stage]));
-      MLA_MARK(0, n, 4);
       WaitForProducts<0>();
-      MLA_MARK(0, n, 5);
       ArriveWarp(shared.entries_done[stage]);
     }
 #pragma unroll
@@ -258,9 +247,7 @@ __device__ void AddTiles(const SparseMlaParams& p, const MlaShape& shape, MlaSha
     for (int i = 0; i < 128; ++i) o[i] = 0;
     for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries, ++n) {
       const uint32_t stage = n % kMlaStages;
-      MLA_MARK(1, n, 0);
       WaitBarrier(SharedAddress(&shared.weights_here), taken++ & 1);
-      MLA_MARK(1, n, 1);
       uint4 weights[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) weights[i] = shared.weights[i][thread];
@@ -268,10 +255,8 @@ __device__ void AddTiles(const SparseMlaParams& p, const MlaShape& shape, MlaSha
       ArriveWarp(shared.weights_done);
       Keep(o, keep);
       WaitForEntries(shared, n);
-      MLA_MARK(1, n, 2);
       AddValues(o, weights, SharedAddress(shared.entries[stage]) + 4 * kMlaColumnBlockBytes);
       WaitForProducts<0>();
-      MLA_MARK(1, n, 3);
       ArriveWarp(shared.entries_done[stage]);
     }
     if (piece.entries > 0) {
@@ -358,8 +343,7 @@ cudaError_t LaunchPackedSparseMla(const SparseMlaParams& p, cudaStream_t stream)
   const bool two = p.then_counts != nullptr;
   MlaShape shape = {p.heads / kMlaHeads, MlaSlots(p.capacity, two),
                     static_cast<uint32_t>(((uint64_t{1} << 32) + block_tokens - 1) / block_tokens)};
-  int64_t groups =
-      Groups(p.rows, p.heads, p.capacity, two, Processors() - p.spare_processors);
+  int64_t groups = Groups(p.rows, p.heads, p.capacity, two, Processors() - p.spare_processors);
   if (shape.slots > 0) {
     const int64_t slots = p.scratch_bytes / (shape.head_tiles * kMlaSlotBytes);
     if (slots == 0) return cudaErrorInvalidValue;
