@@ -233,7 +233,9 @@ inline SparseMlaParams SecondOfTwo(SparseMlaParams p) {
 // unit selected or held ahead here. So do the positions last + 1 .. last + `ahead` after the
 // sequence's last row, for the entries of the next step (those that have no place yet). Places of
 // selected units are stamped with the sequence's last position, those made ahead with their own
-// position. REQUIRES: a sequence has at least as many places as its rows select, and `ahead` more.
+// position. REQUIRES: a sequence has at least as many places as its rows select, and `ahead` more;
+// its free places come behind those that are taken, and behind them those that it has not: a table
+// begins empty, or taken from the first place on, and Admit keeps it so.
 //
 // A row's list of places is in the order of its selected units: in `resident` those that had one
 // before, in `arriving` those that have one now and whose entries must be moved there first. What

@@ -17,8 +17,8 @@
 namespace sluice::kernels::cpu {
 namespace {
 
-constexpr int64_t kMlaGroup = 32;      // heads of an item that merges on the way
-constexpr int64_t kMlaSplitRows = 16;  // rows at most whose pieces are items
+constexpr int64_t kMlaWholeHeads = 128;  // at most, of an item that merges on the way
+constexpr int64_t kMlaSplitRows = 16;    // rows at most whose pieces are items
 constexpr int64_t kMlaMaxHeads = 256;
 
 // Some heads of one row, over entries [begin, end) of its list.
@@ -97,10 +97,10 @@ inline void CheckSparseMla(const SparseMlaParams& p) {
 template <class Core>
 struct MlaWholeItem {
   typename Core::Scratch scratch;
-  alignas(64) float outs[kMlaGroup * kMaxLatentRank];    // of the piece
-  alignas(64) float merged[kMlaGroup * kMaxLatentRank];  // of the pieces so far
-  float lse[kMlaGroup];
-  MergeState state[kMlaGroup];
+  alignas(64) float outs[kMlaWholeHeads * kMaxLatentRank];    // of the piece
+  alignas(64) float merged[kMlaWholeHeads * kMaxLatentRank];  // of the pieces so far
+  float lse[kMlaWholeHeads];
+  MergeState state[kMlaWholeHeads];
 
   void Run(const SparseMlaParams& p, int64_t row, int64_t head, int64_t heads) {
     using S = typename Core::Vectors;
@@ -148,6 +148,14 @@ inline int64_t SplitHeads(const SparseMlaParams& p, const MlaSplits& splits, int
   return heads;
 }
 
+// The same of rows that are not split: an item converts its entries once for all its heads, so
+// fewer heads only where there would not be four items for each worker.
+inline int64_t WholeHeads(const SparseMlaParams& p, const MlaSplits& splits, int workers) {
+  int64_t heads = kMlaWholeHeads;
+  while (heads > 32 && (p.rows - splits.rows) * CeilDiv(p.heads, heads) < 4 * workers) heads /= 2;
+  return heads;
+}
+
 // Items in order, cut into shares of equal cost: a worker runs those whose cost begins in its
 // share.
 template <class Core>
@@ -155,13 +163,14 @@ void SparseMla(const SparseMlaParams& p, Worker worker) {
   CheckSparseMla(p);
   const MlaSplits splits(p);
   const int64_t split_heads = SplitHeads(p, splits, Core::kSplitHeads, worker.count);
+  const int64_t whole_heads = WholeHeads(p, splits, worker.count);
   // Calls body(piece, whether the row is split) for every item, until it says to stop.
   const auto for_each = [&](auto body) {
     for (int64_t r = 0; r < p.rows; ++r) {
       const bool split = r < splits.rows;
       const int64_t entries = MlaEntries(p, r);
       const int64_t step = split ? kMlaSplitEntries : Max(1, entries);
-      const int64_t group = split ? split_heads : kMlaGroup;
+      const int64_t group = split ? split_heads : whole_heads;
       for (int64_t begin = 0; begin < (split ? entries : step); begin += step) {
         for (int64_t h = 0; h < p.heads; h += group) {
           body(MlaPiece{r, h, Min(group, p.heads - h), begin, Min(begin + step, entries)}, split);

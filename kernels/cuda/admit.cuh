@@ -1,17 +1,15 @@
 // Token residency of whole sequences: Admit, by one block to a sequence.
 #pragma once
 
-#include "kernels/cuda/residency.cuh"
-#include "kernels/cuda/select.cuh"
+#include <algorithm>
+
+#include "kernels/cuda/admit_places.cuh"
 #include "kernels/latent_params.h"
 
 namespace sluice::kernels::cuda {
 
-inline constexpr int kAdmitThreads = 1024;
-inline constexpr int kAdmitStrip = 2;      // entries of a list that a thread takes at a time
-inline constexpr int kKeptPlaces = 16384;  // keys that stay in shared memory
-inline constexpr int kPlacesAtOnce = 8;    // loads of a thread under way
-inline constexpr int kRankedPlaces = 256;  // places that are ranked rather than sorted
+inline constexpr int kAdmitStrip = 4;     // entries of a list that a thread takes at a time
+inline constexpr int kStagedPages = 512;  // page numbers of a table that lie in shared memory
 
 // How the shared memory of a block is laid out: SelectShared, then what `at` says, in bytes.
 struct AdmitLayout {
@@ -34,7 +32,7 @@ inline AdmitLayout MakeAdmitLayout(const AdmitParams& p) {
     end = static_cast<int32_t>(end + (bytes + 15) / 16 * 16);
     return at;
   };
-  l.given_at = put(int64_t{8} * l.given);
+  l.given_at = put(std::max(int64_t{8} * l.given, int64_t{4} * kRankedPlaces));
   l.keys_at = put(int64_t{4} * l.kept);
   l.held_at = put((int64_t{p.residency.count} + 31) / 32 * 4);
   l.missing_at = put(int64_t{4} * l.rows * l.lists);
@@ -43,35 +41,6 @@ inline AdmitLayout MakeAdmitLayout(const AdmitParams& p) {
   l.bytes = end;
   return l;
 }
-
-// Of a place: 0 if it is free, else in the order of its stamp. Places that the sequence has not:
-// kNeverSelected.
-__device__ __forceinline__ uint32_t PlaceKey(int2 place) {
-  if (place.x == kNoPlace) return kNeverSelected;
-  return place.x < 0 ? 0 : static_cast<uint32_t>(max(place.y, -1)) + 2;
-}
-
-// What may be given, above `low`: the places that no selected and no coming unit holds.
-struct PlaceKeys {
-  const HeadTable& places;
-  const uint32_t* kept;
-  const uint32_t* held;  // a bit for each place
-  uint32_t low;
-  int kept_count;
-  int count;
-
-  __device__ __forceinline__ uint32_t At(int place) const {
-    if (held[place / 32] >> (place % 32) & 1) return kNeverSelected;
-    uint32_t key;
-    if (place < kept_count) {
-      key = kept[place];
-    } else {
-      const int32_t* const row = places.At(place);
-      key = PlaceKey({row[0], row[1]});
-    }
-    return key == kNeverSelected ? key : key - low;
-  }
-};
 
 // The number of elements of a rising list that are below `unit`.
 __device__ __forceinline__ int LowerBound(const int32_t* list, int count, int32_t unit) {
@@ -96,8 +65,9 @@ __device__ __forceinline__ int32_t EntryNumber(const PagedLatents& c, int slot, 
 // The work of a block: the sequence of rows [first, first + rows).
 class Admission {
  public:
+  // `stamps_places`: no other block does.
   __device__ Admission(const AdmitParams& params, const AdmitLayout& layout, int first_row,
-                       int row_count, unsigned char* memory)
+                       int row_count, bool stamps_places, unsigned char* memory)
       : p(params),
         l(layout),
         select(*reinterpret_cast<SelectShared*>(memory)),
@@ -109,38 +79,88 @@ class Admission {
         ahead(reinterpret_cast<int32_t*>(memory + layout.ahead_at)),
         first(first_row),
         rows(row_count),
+        stamps(stamps_places),
         slot(p.slots[first_row]),
         last(p.positions[first_row + row_count - 1]),
         count(p.residency.count),
         place_of(p.residency.place_of, slot, 0),
+        coming(place_of),
         places(p.residency.places, slot, 0) {}
+
+  // What needs nothing that kernels write.
+  __device__ void Prepare() {
+    __shared__ int32_t pages[2][kStagedPages];
+    Stage(coming, (last + p.ahead) / p.residency.place_of.rows_per_page + 1, pages[0]);
+    const int per_page = p.residency.places.rows_per_page;
+    Stage(places, (count + per_page - 1) / per_page, pages[1]);
+    for (int i = Thread(); i < kSelectBins; i += kAdmitThreads) select.bins[0][i] = 0;
+    for (int i = Thread(); i < (count + 31) / 32; i += kAdmitThreads) held[i] = 0;
+    __syncthreads();
+  }
 
   __device__ void Run() {
     __shared__ Totals totals;
-    Clear(totals);
+    __shared__ PlaceEnds::Shared of_ends;
     if (p.forget) Forget();
-    // These loads are under way while the lists are split.
-    int2 loaded[kPlacesAtOnce];
-    FetchPlaces(0, loaded);
-    __syncthreads();
-    for (int r = 0; r < rows; ++r) SplitRow(r, totals);
+    // The loads of each round are under way together.
+    int units = p.selected.counts[first], unit[kAdmitStrip];
+    FetchUnits(0, 0, unit);
+    PlaceEnds ends(places, count, of_ends);
+    if (threadIdx.x == 0) totals.found = 0;
+    const PlaceEnds::Asked first_round = ends.AskFirst();
     FindAhead(totals);
-    PutKeys(loaded, totals);
+    ends.TakeFirst(first_round);
     __syncthreads();
+    const PlaceEnds::Asked second_round = ends.AskSecond();
+    int64_t selected = 0;
+    for (int r = 0; r < rows; ++r) {
+      if (r > 0) units = p.selected.counts[first + r];
+      selected += units;
+      SplitRow(r, units, unit, totals);
+    }
+    ends.TakeSecond(second_round);
+    __syncthreads();
+    ends.Finish();
     const int moves = CountMissing(totals), wanted = moves + totals.ahead;
     if (moves > p.move_capacity) __trap();
-    if (wanted > 0) {
-      ChoosePlaces(static_cast<uint32_t>(wanted), totals);
-      Give(moves, totals);
+    if (threadIdx.x == kAdmitThreads - 32) Count(moves, selected);
+    if (wanted == 0) return;
+    // No place is free twice: what Admit gives it takes back in the same call.
+    const int free = wanted <= ends.had() - ends.taken() ? ends.taken() : -1;
+    if (free < 0) {
+      PlaceChoice(places, ends.had(), held, keys, l.kept, select, &totals.found)
+          .Choose(static_cast<uint32_t>(wanted), given);
     }
-    if (threadIdx.x == 0) Count(moves, totals);
+    Give(moves, free, totals);
+  }
+
+  // Another block's part beside the sequence's own: the stamps of what is selected and has a place,
+  // which are scattered stores, a sector each. What the other block gives meanwhile is stamped
+  // alike, and whose place it takes away was not selected.
+  __device__ void Stamp() const {
+    for (int r = 0; r < rows; ++r) {
+      const int units = p.selected.counts[first + r];
+      for (int from = 0; from < units; from += kAdmitThreads * kAdmitStrip) {
+        int unit[kAdmitStrip], place[kAdmitStrip];
+        FetchUnits(r, from, unit);
+#pragma unroll
+        for (int i = 0; i < kAdmitStrip; ++i) {
+          place[i] = EntryOf(from, i) < units ? *coming.At(unit[i]) : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < kAdmitStrip; ++i) {
+          if (place[i] >= 0) places.At(place[i])[1] = last;
+        }
+      }
+    }
   }
 
  private:
   struct Totals {
-    uint32_t low, high;  // keys of places
+    uint32_t split[2][32];  // of warps, in turn: residents, and in the upper half misses
     int misses[kMaxQueryPositions];
-    int ahead;  // positions of them that lack a place
+    int ahead;       // positions of them that lack a place
+    uint32_t found;  // places that may be given
   };
 
   __device__ static int Thread() { return static_cast<int>(threadIdx.x); }
@@ -148,13 +168,10 @@ class Admission {
   // Entry i: how many units of the row's missing ones before i no earlier row misses.
   __device__ uint16_t* Before(int r) const { return before + r * (l.lists + 1); }
 
-  __device__ void Clear(Totals& totals) {
-    for (int i = Thread(); i < 3 * kSelectBins; i += kAdmitThreads) (&select.bins[0][0])[i] = 0;
-    for (int i = Thread(); i < (count + 31) / 32; i += kAdmitThreads) held[i] = 0;
-    if (threadIdx.x == 0) {
-      totals.low = kNeverSelected;
-      totals.high = 0;
-    }
+  __device__ static void Stage(HeadTable& table, int number, int32_t* copy) {
+    if (number > kStagedPages) return;
+    for (int i = Thread(); i < number; i += kAdmitThreads) copy[i] = table.pages()[i];
+    table.ReadPagesFrom(copy);
   }
 
   __device__ void Forget() {
@@ -167,76 +184,64 @@ class Admission {
     __syncthreads();
   }
 
-  // Places from + Thread(), and every kAdmitThreads-th after it.
-  __device__ void FetchPlaces(int from, int2 (&loaded)[kPlacesAtOnce]) const {
-#pragma unroll
-    for (int i = 0; i < kPlacesAtOnce; ++i) {
-      const int place = from + i * kAdmitThreads + Thread();
-      loaded[i] = {kNoPlace, 0};
-      if (place < count) loaded[i] = *reinterpret_cast<const int2*>(places.At(place));
-    }
-  }
-
-  // The keys of all places, of which the first are loaded. Stamps of this call may be in them or
-  // not: those places are held.
-  __device__ void PutKeys(int2 (&loaded)[kPlacesAtOnce], Totals& totals) {
-    uint32_t low = kNeverSelected, high = 0;
-    for (int from = 0; from < count; from += kPlacesAtOnce * kAdmitThreads) {
-      if (from > 0) FetchPlaces(from, loaded);
-#pragma unroll
-      for (int i = 0; i < kPlacesAtOnce; ++i) {
-        const int place = from + i * kAdmitThreads + Thread();
-        const uint32_t key = PlaceKey(loaded[i]);
-        if (place < l.kept) keys[place] = key;
-        if (key == kNeverSelected) continue;
-        low = min(low, key);
-        high = max(high, key);
-      }
-    }
-    low = __reduce_min_sync(0xFFFFFFFFu, low);
-    high = __reduce_max_sync(0xFFFFFFFFu, high);
-    if (threadIdx.x % 32 == 0) {
-      atomicMin(&totals.low, low);
-      atomicMax(&totals.high, high);
-    }
-  }
-
   __device__ void Hold(int place) { atomicOr(held + place / 32, 1u << place % 32); }
 
-  // A row's list into places that it has, and units that have none.
-  __device__ void SplitRow(int r, Totals& totals) {
+  // A warp has 32 * kAdmitStrip neighbouring entries of a chunk, a lane every 32nd.
+  __device__ static int EntryOf(int from, int i) {
+    return from + Thread() / 32 * 32 * kAdmitStrip + i * 32 + Thread() % 32;
+  }
+  __device__ void FetchUnits(int r, int from, int (&unit)[kAdmitStrip]) const {
+    const int32_t* const list = p.selected.units + int64_t{first + r} * p.selected.capacity;
+#pragma unroll
+    for (int i = 0; i < kAdmitStrip; ++i) {
+      const int at = EntryOf(from, i);
+      if (at < p.selected.capacity) unit[i] = list[at];
+    }
+  }
+
+  // A row's list into places that it has, and units that have none. `unit`: the first row's first.
+  __device__ void SplitRow(int r, int units, int (&unit)[kAdmitStrip], Totals& totals) {
+    constexpr unsigned kAll = 0xFFFFFFFFu;
     const int64_t list = int64_t{first + r} * p.selected.capacity;
-    const int units = p.selected.counts[first + r];
+    const int warp = Thread() / 32, lane = Thread() % 32;
+    const unsigned lanes_before = (1u << lane) - 1;
     int residents = 0, misses = 0;
-    for (int from = 0; from < units; from += kAdmitThreads * kAdmitStrip) {
-      const int begin = from + Thread() * kAdmitStrip;
-      int unit[kAdmitStrip], place[kAdmitStrip];
+    for (int from = 0, turn = r % 2; from < units; from += kAdmitThreads * kAdmitStrip, turn ^= 1) {
+      if (r + from > 0) FetchUnits(r, from, unit);
+      int place[kAdmitStrip];
 #pragma unroll
       for (int i = 0; i < kAdmitStrip; ++i) {
-        if (begin + i < units) unit[i] = p.selected.units[list + begin + i];
+        if (EntryOf(from, i) < units) place[i] = *coming.At(unit[i]);
       }
-      uint32_t mine = 0;  // residents, and in the upper half misses: at most 2,048 in a chunk
+      unsigned has[kAdmitStrip], lacks[kAdmitStrip];
+      uint32_t of_warp = 0;
 #pragma unroll
       for (int i = 0; i < kAdmitStrip; ++i) {
-        if (begin + i >= units) continue;
-        place[i] = *place_of.At(unit[i]);
-        mine += place[i] < 0 ? 0x10000u : 1u;
+        const bool there = EntryOf(from, i) < units;
+        has[i] = __ballot_sync(kAll, there && place[i] >= 0);
+        lacks[i] = __ballot_sync(kAll, there && place[i] < 0);
+        of_warp += static_cast<uint32_t>(__popc(has[i]) | __popc(lacks[i]) << 16);
       }
-      const BlockSum sum = ScanBlock(mine, select.totals);
-      int resident_at = residents + static_cast<int>(sum.before & 0xFFFF);
-      int missing_at = misses + static_cast<int>(sum.before >> 16);
-      residents += static_cast<int>(sum.total & 0xFFFF);
-      misses += static_cast<int>(sum.total >> 16);
+      if (lane == 0) totals.split[turn][warp] = of_warp;
+      __syncthreads();
+      const uint32_t of_lane = lane < kAdmitWarps ? totals.split[turn][lane] : 0;
+      const uint32_t earlier = __reduce_add_sync(kAll, lane < warp ? of_lane : 0);
+      const uint32_t all = __reduce_add_sync(kAll, of_lane);
+      int resident_at = residents + static_cast<int>(earlier & 0xFFFF);
+      int missing_at = misses + static_cast<int>(earlier >> 16);
+      residents += static_cast<int>(all & 0xFFFF);
+      misses += static_cast<int>(all >> 16);
 #pragma unroll
       for (int i = 0; i < kAdmitStrip; ++i) {
-        if (begin + i >= units) continue;
-        if (place[i] < 0) {
-          Missing(r)[missing_at++] = unit[i];
-          continue;
+        if ((lacks[i] >> lane & 1) != 0) {
+          Missing(r)[missing_at + __popc(lacks[i] & lanes_before)] = unit[i];
+        } else if ((has[i] >> lane & 1) != 0) {
+          p.resident[list + resident_at + __popc(has[i] & lanes_before)] = place[i];
+          if (stamps) places.At(place[i])[1] = last;
+          Hold(place[i]);
         }
-        p.resident[list + resident_at++] = place[i];
-        places.At(place[i])[1] = last;
-        Hold(place[i]);
+        resident_at += __popc(has[i]);
+        missing_at += __popc(lacks[i]);
       }
     }
     if (threadIdx.x == 0) {
@@ -246,20 +251,21 @@ class Admission {
     }
   }
 
-  // One warp: the positions to come that lack a place.
+  // The last warp: the positions to come that lack a place.
   __device__ void FindAhead(Totals& totals) {
-    if (threadIdx.x >= 32) return;
+    if (threadIdx.x < kAdmitThreads - 32) return;
+    const int lane = Thread() % 32;
     int lacking = 0;
     for (int from = 0; from < p.ahead; from += 32) {
-      const int unit = last + 1 + from + Thread();
-      const bool there = from + Thread() < p.ahead;
-      const int place = there ? *place_of.At(unit) : 0;
+      const int unit = last + 1 + from + lane;
+      const bool there = from + lane < p.ahead;
+      const int place = there ? *coming.At(unit) : 0;
       if (there && place >= 0) Hold(place);
       const unsigned lacks = __ballot_sync(0xFFFFFFFFu, there && place < 0);
-      if (there && place < 0) ahead[lacking + __popc(lacks & ((1u << Thread()) - 1))] = unit;
+      if (there && place < 0) ahead[lacking + __popc(lacks & ((1u << lane) - 1))] = unit;
       lacking += __popc(lacks);
     }
-    if (threadIdx.x == 0) totals.ahead = lacking;
+    if (lane == 0) totals.ahead = lacking;
   }
 
   // Whether an earlier row misses it too.
@@ -306,111 +312,36 @@ class Admission {
     return number;
   }
 
-  // Leaves in `given` the places to give, in order, in the lower halves.
-  __device__ void ChoosePlaces(uint32_t wanted, const Totals& totals) {
-    const PlaceKeys of_places = {places, keys, held, totals.low, l.kept, count};
-    if (wanted == 1) {
-      ChooseOne(of_places);
-      return;
-    }
-    const int bits = 32 - __clz(static_cast<int>(totals.high - totals.low));
-    uint32_t lacking;
-    const SelectCut cut =
-        FindSelectCut<kAdmitThreads>(of_places, bits, wanted, 1, 0, select, &lacking);
-    if (lacking > 0 || totals.low > totals.high) __trap();
-    VisitSelected<kAdmitThreads>(of_places, cut, select, [&](int place, uint32_t number) {
-      given[number] = uint64_t{of_places.At(place)} << 32 | static_cast<uint32_t>(place);
-    });
-    __syncthreads();
-    if (cut.below == 0) return;  // all of them have the lowest key
-    if (wanted <= kRankedPlaces) {
-      const int mine = Thread();
-      const uint64_t key = mine < static_cast<int>(wanted) ? given[mine] : 0;
-      int rank = 0;
-      if (mine < static_cast<int>(wanted)) {
-        for (uint32_t i = 0; i < wanted; ++i) rank += given[i] < key ? 1 : 0;
-      }
-      __syncthreads();
-      if (mine < static_cast<int>(wanted)) given[rank] = key;
-      __syncthreads();
-      return;
-    }
-    SortGiven(static_cast<int>(wanted));
-  }
-
-  // What is left to do in most steps: a place for the next position.
-  __device__ void ChooseOne(const PlaceKeys& of_places) {
-    constexpr unsigned kAll = 0xFFFFFFFFu;
-    uint32_t least = kNeverSelected, place = kNeverSelected;
-    for (int i = Thread(); i < count; i += kAdmitThreads) {
-      const uint32_t key = of_places.At(i);
-      if (key >= least) continue;
-      least = key;
-      place = static_cast<uint32_t>(i);
-    }
-    const uint32_t of_warp = __reduce_min_sync(kAll, least);
-    place = __reduce_min_sync(kAll, least == of_warp ? place : kNeverSelected);
-    if (threadIdx.x % 32 == 0) {
-      select.counts[threadIdx.x / 32][0] = of_warp;
-      select.counts[threadIdx.x / 32][1] = place;
-    }
-    __syncthreads();
-    least = select.counts[threadIdx.x % 32][0];
-    place = select.counts[threadIdx.x % 32][1];
-    const uint32_t of_all = __reduce_min_sync(kAll, least);
-    place = __reduce_min_sync(kAll, least == of_all ? place : kNeverSelected);
-    if (of_all == kNeverSelected) __trap();
-    if (threadIdx.x == 0) given[0] = place;
-    __syncthreads();
-  }
-
-  // A bitonic network in which every comparison leaves the lesser key at the lower index, so that
-  // there may be any number of them.
-  __device__ void SortGiven(int number) {
-    for (int size = 2; size / 2 < number; size *= 2) {
-      for (int step = size / 2; step > 0; step /= 2) {
-        // The first step of a size compares with the mirrored half.
-        const int flip = step == size / 2 ? size - 1 : step;
-        for (int pair = Thread(); pair < number; pair += kAdmitThreads) {
-          const int low = 2 * pair - (pair & (step - 1)), high = low ^ flip;
-          if (high >= number) continue;
-          const uint64_t a = given[low], b = given[high];
-          if (a > b) {
-            given[low] = b;
-            given[high] = a;
-          }
-        }
-        __syncthreads();
-      }
-    }
-  }
-
-  __device__ void Put(int32_t unit, int32_t stamp, int place) {
+  // Place `number` of those given: of the free ones from `free` on, or of `given`.
+  __device__ int Put(int32_t unit, int32_t stamp, int number, int free) {
+    const int place = free >= 0 ? free + number : static_cast<int>(given[number] & 0xFFFFFFFFu);
     int32_t* const row = places.At(place);
     // What is put out and what comes are different units: there is no order among them.
-    if (row[0] >= 0) *place_of.At(row[0]) = -1;
+    const int old = free >= 0 ? -1 : row[0];
     row[0] = unit;
     row[1] = stamp;
-    *place_of.At(unit) = place;
+    *coming.At(unit) = place;
+    if (old >= 0) *place_of.At(old) = -1;
+    return place;
   }
 
-  __device__ void Give(int moves, const Totals& totals) {
+  __device__ void Give(int moves, int free, const Totals& totals) {
     for (int r = 0; r < rows; ++r) {
       const int64_t list = int64_t{first + r} * p.selected.capacity;
       for (int i = Thread(); i < totals.misses[r]; i += kAdmitThreads) {
         const int number = NumberOf(r, i, totals);
         if (number < 0) continue;
         const int32_t unit = Missing(r)[i];
-        const int place = static_cast<int>(given[number] & 0xFFFFFFFFu);
-        Put(unit, last, place);
+        const int32_t source = EntryNumber(p.home, slot, unit);
+        const int place = Put(unit, last, number, free);
         const int64_t move = int64_t{first} * p.move_capacity + number;
-        p.source_units[move] = EntryNumber(p.home, slot, unit);
+        p.source_units[move] = source;
         p.target_units[move] = EntryNumber(p.pool, slot, place);
         if (rows == 1) p.arriving[list + i] = place;
       }
     }
-    for (int i = Thread(); i < totals.ahead; i += kAdmitThreads) {
-      Put(ahead[i], ahead[i], static_cast<int>(given[moves + i] & 0xFFFFFFFFu));
+    for (int i = kAdmitThreads - 1 - Thread(); i < totals.ahead; i += kAdmitThreads) {
+      Put(ahead[i], ahead[i], moves + i, free);
     }
     if (rows == 1) return;
     __syncthreads();
@@ -423,18 +354,18 @@ class Admission {
   }
 
   // One thread.
-  __device__ void Count(int moves, const Totals& totals) {
-    int64_t selected = 0;
-    for (int r = 0; r < rows; ++r) {
-      p.move_counts[first + r] = r == 0 ? moves : 0;
-      selected += p.selected.counts[first + r];
-    }
+  __device__ void Count(int moves, int64_t selected) {
+    for (int r = 0; r < rows; ++r) p.move_counts[first + r] = r == 0 ? moves : 0;
     if (p.counters == nullptr) return;
     SparseCounters& counters = p.counters[slot];
-    counters.steps += 1;
-    counters.selected += selected;
-    counters.missing += moves;
-    counters.recalled += moves;
+    const auto add = [](int64_t& counter, int64_t number) {  // nobody waits for it
+      atomicAdd(reinterpret_cast<unsigned long long*>(&counter),
+                static_cast<unsigned long long>(number));
+    };
+    add(counters.steps, 1);
+    add(counters.selected, selected);
+    add(counters.missing, moves);
+    add(counters.recalled, moves);
   }
 
   const AdmitParams& p;
@@ -446,8 +377,12 @@ class Admission {
   int32_t* const missing;
   uint16_t* const before;
   int32_t* const ahead;
-  const int first, rows, slot, last, count;
-  const HeadTable place_of, places;
+  const int first, rows;
+  const bool stamps;
+  const int slot, last, count;
+  const HeadTable place_of;
+  HeadTable coming;  // place_of of positions up to the last one ahead
+  HeadTable places;
 };
 
 }  // namespace sluice::kernels::cuda

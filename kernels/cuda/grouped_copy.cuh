@@ -1,6 +1,7 @@
 // The threads of a grouped product that fill the rings of W and of x.
 #pragma once
 
+#include "kernels/cuda/attention_tile.cuh"
 #include "kernels/cuda/grouped_tile.cuh"
 #include "kernels/cuda/tensor_copy.cuh"
 
@@ -81,7 +82,11 @@ struct RowGatherer {
   Place<P::kRowStages> place{};
 
   __device__ void Copy(int steps) {
+    // Steps whose copies are not waited for: so few that consumers never wait for a stage whose
+    // rows have arrived while this waits for them to leave another.
+    constexpr int kUnderWay = P::kRowStages - 2;
     const int piece = thread % 8;  // of the 8 of a row of a tile, swizzled over its 128 bytes
+    Place<P::kRowStages> arrived = place;
     for (int step = 0; step < steps; ++step) {
       WaitBarrier(rings.RowsEmpty(place.stage), place.parity ^ 1);
       const uint32_t stage = rings.Rows(place.stage);
@@ -97,20 +102,34 @@ struct RowGatherer {
                     exists ? 16 : 0);
         }
       }
-      ArriveWithCopies(rings.RowsFull(place.stage));
+      CommitCopies();
       place.Advance();
+      if (step >= kUnderWay) {
+        AwaitCopies<kUnderWay>();
+        Publish(arrived);
+      }
     }
+    AwaitCopies<0>();
+    for (int step = max(steps - kUnderWay, 0); step < steps; ++step) Publish(arrived);
   }
 
+  // This thread's copies of the stage have arrived: for wgmma too.
+  __device__ void Publish(Place<P::kRowStages>& arrived) const {
+    PublishToAsyncProxy();
+    Arrive(rings.RowsFull(arrived.stage));
+    arrived.Advance();
+  }
   // `bytes` of 16, and zeros after them.
   __device__ static void CopyPiece(uint32_t target, const uint16_t* source, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                  "r"(bytes)
                  : "memory");
   }
-  // Arrives once this thread's copies so far are done.
-  __device__ static void ArriveWithCopies(uint32_t barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+  __device__ static void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  // Returns once at most kPending of this thread's groups of copies are under way.
+  template <int kPending>
+  __device__ static void AwaitCopies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
   }
 };
 

@@ -14,6 +14,8 @@
 // what y held. The number of rows decides only which instance computes them.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/cuda/grouped_copy.cuh"
 #include "kernels/cuda/grouped_product.h"
 #include "kernels/cuda/grouped_sums.cuh"
@@ -29,51 +31,87 @@ __device__ __forceinline__ float4 Sum(float4 a, float4 b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }
 
-// Adds up the cluster's sums, in order of k, for this block's share of the features of `count` rows
-// from entry `first` of the range on.
-template <typename P>
-__device__ void StoreRows(const GroupedProduct& p, const TileWork& work, RowRange range, int first,
+// Adds up the sums of kSlices blocks, in order of k, for this block's share of the features of
+// `count` rows from entry `first` of the range on.
+template <typename P, int kSlices>
+__device__ void StoreSums(const GroupedProduct& p, const TileWork& work, RowRange range, int first,
                           int count, uint32_t sums) {
-  constexpr int kItems = 4;  // of a thread under way
-  const int slices = gridDim.x;
-  const int quads = P::kFeatures / 4 / slices;
-  const int items = count * quads;
+  // Of a thread under way: the latency of their reads is all the time that this takes.
+  constexpr int kItems = std::max(1, 4 / kSlices);
+  constexpr int kQuads = P::kFeatures / 4 / kSlices;
+  const int items = count * kQuads;
   for (int begin = threadIdx.x; begin < items; begin += kItems * P::kConsumers) {
-    float4 sum[kItems];
-    uint32_t at[kItems];
+    float4 part[kItems][kSlices], before[kItems];
+    int64_t place[kItems];
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {
       const int item = min(begin + j * P::kConsumers, items - 1);
-      const int quad = blockIdx.x * quads + item % quads;
-      at[j] = sums + (item / quads * P::kSumStride + quad * 4) * 4;
-      sum[j] = LoadFromBlock(at[j], 0);
-    }
-    for (int slice = 1; slice < slices; ++slice) {
-      float4 part[kItems];
+      const int quad = blockIdx.x * kQuads + item % kQuads;
+      const uint32_t at = sums + (item / kQuads * P::kSumStride + quad * 4) * 4;
 #pragma unroll
-      for (int j = 0; j < kItems; ++j) part[j] = LoadFromBlock(at[j], slice);
-#pragma unroll
-      for (int j = 0; j < kItems; ++j) sum[j] = Sum(sum[j], part[j]);
+      for (int slice = 0; slice < kSlices; ++slice) part[j][slice] = LoadFromBlock(at, slice);
+      place[j] = RowAt(p, range, first + item / kQuads) * p.y_stride +
+                 work.group * p.y_group_stride + work.feature + quad * 4;
+      before[j] = p.accumulate && work.feature + quad * 4 < p.n
+                      ? *reinterpret_cast<const float4*>(static_cast<float*>(p.y) + place[j])
+                      : float4{};
     }
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {
       const int item = begin + j * P::kConsumers;
-      const int feature = work.feature + (blockIdx.x * quads + item % quads) * 4;
+      const int feature = work.feature + (blockIdx.x * kQuads + item % kQuads) * 4;
       if (item >= items || feature >= p.n) continue;
+      float4 sum = part[j][0];
+#pragma unroll
+      for (int slice = 1; slice < kSlices; ++slice) sum = Sum(sum, part[j][slice]);
       if (p.bias != nullptr) {
         const float* bias = p.bias + feature;
-        sum[j] = Sum(sum[j], {bias[0], bias[1], bias[2], bias[3]});
+        sum = Sum(sum, {bias[0], bias[1], bias[2], bias[3]});
       }
-      const int64_t place = RowAt(p, range, first + item / quads) * p.y_stride +
-                            work.group * p.y_group_stride + feature;
       if (p.y_type == DType::kFloat32) {
-        float4* y = reinterpret_cast<float4*>(static_cast<float*>(p.y) + place);
-        *y = p.accumulate ? Sum(sum[j], *y) : sum[j];
+        *reinterpret_cast<float4*>(static_cast<float*>(p.y) + place[j]) =
+            p.accumulate ? Sum(sum, before[j]) : sum;
       } else {
-        *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.y) + place) =
-            make_uint2(PackBf16(sum[j].x, sum[j].y), PackBf16(sum[j].z, sum[j].w));
+        *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.y) + place[j]) =
+            make_uint2(PackBf16(sum.x, sum.y), PackBf16(sum.z, sum.w));
       }
     }
+  }
+}
+
+// The sums of a tile lie in the rings of the cluster's blocks between the two: all threads of a
+// block call both. Of a cluster of one block its consumers alone know of the sums until `is_last`
+// is false: then the copiers wait for the rings.
+template <typename P>
+__device__ __forceinline__ void BeginSums(bool is_consumer) {
+  if (gridDim.x > 1) {
+    SyncCluster();
+  } else if (is_consumer) {
+    SyncThreads(kConsumerBarrier, P::kConsumers);
+  }
+}
+template <typename P>
+__device__ __forceinline__ void EndSums(bool is_last) {
+  if (gridDim.x > 1) {
+    LeaveCluster();  // what was read has arrived: it has been written to y
+    AwaitCluster();
+  } else if (!is_last) {
+    __syncthreads();
+  }
+}
+
+template <typename P>
+__device__ void StoreRows(const GroupedProduct& p, const TileWork& work, RowRange range, int first,
+                          int count, uint32_t sums) {
+  switch (gridDim.x) {
+    case 1:
+      return StoreSums<P, 1>(p, work, range, first, count, sums);
+    case 2:
+      return StoreSums<P, 2>(p, work, range, first, count, sums);
+    case 4:
+      return StoreSums<P, 4>(p, work, range, first, count, sums);
+    default:
+      return StoreSums<P, 8>(p, work, range, first, count, sums);
   }
 }
 
@@ -95,6 +133,9 @@ __global__ void __launch_bounds__(
       reinterpret_cast<int64_t*>(shared + P::kRingBytes + 16 * (P::kWeightStages + P::kRowStages));
   const TileWork work = WorkOfBlock<Weights, P::kFeatures>(p);
   const int warp = threadIdx.x / 32;
+  const auto is_last = [](int tile, RowRange range) {
+    return (tile + static_cast<int>(gridDim.y)) * kRows >= range.count;
+  };
   if (threadIdx.x == P::kConsumers) {
     PrefetchMap(&w_map);
     if (by_map) PrefetchMap(&x_map);
@@ -122,8 +163,8 @@ __global__ void __launch_bounds__(
         if (copies) copier.CopyFrom(begun);
         begun = 0;
         __syncwarp();
-        SyncCluster();
-        SyncCluster();
+        BeginSums<P>(false);
+        EndSums<P>(is_last(tile, range));
       }
       if (copies && range.count <= static_cast<int>(blockIdx.y) * kRows) copier.AwaitEarly(begun);
     } else {
@@ -148,8 +189,8 @@ __global__ void __launch_bounds__(
           gatherer.Copy(work.steps);
         }
         __syncwarp();
-        SyncCluster();
-        SyncCluster();
+        BeginSums<P>(false);
+        EndSums<P>(is_last(tile, range));
       }
     }
   } else {
@@ -159,7 +200,6 @@ __global__ void __launch_bounds__(
     Consumer<Weights, P, kRows> consumer;
     consumer.rings = rings;
     consumer.feature = warp * 16;
-    consumer.gathered = !by_map;
     const int row = min(work.group * p.n + work.feature + warp * 16, p.w.n - 1);
     consumer.scales = p.w.scales +
                       row / kFp8BlockRows * ((p.w.k + kFp8BlockColumns - 1) / kFp8BlockColumns) +
@@ -168,11 +208,11 @@ __global__ void __launch_bounds__(
       consumer.Accumulate(work.steps);
       SyncThreads(kConsumerBarrier, P::kConsumers);  // the rings have been read
       consumer.Store(reinterpret_cast<float*>(shared));
-      SyncCluster();
+      BeginSums<P>(true);
       StoreRows<P>(p, work, range, tile * kRows, min(kRows, range.count - tile * kRows),
                    rings.base);
       PublishToAsyncProxy();  // what comes into the rings next
-      SyncCluster();
+      EndSums<P>(is_last(tile, range));
     }
   }
 }

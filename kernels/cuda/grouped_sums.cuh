@@ -46,12 +46,13 @@ __device__ __forceinline__ uint32_t MultiplyBf16(uint32_t a, uint32_t b) {
   return product;
 }
 
-// Four e4m3, times 2^-120: bytes 0 and 2, then bytes 1 and 3.
-__device__ __forceinline__ uint32_t EvenBytes(uint32_t v) {
-  return (v << 8 & 0x80008000u) | (v << 4 & 0x07F007F0u);
-}
-__device__ __forceinline__ uint32_t OddBytes(uint32_t v) {
-  return (v & 0x80008000u) | (v >> 4 & 0x07F007F0u);
+// Two e4m3, times 2^-120, of a register whose lower half has them. As 16-bit integers with their
+// sign they are shifted by 4: bit 15 is the sign then, bits 10 to 4 are the exponent and the
+// mantissa.
+__device__ __forceinline__ uint32_t WidenPair(uint32_t pair) {
+  uint32_t integers;
+  asm("prmt.b32 %0, %1, 0, 0x9180;" : "=r"(integers) : "r"(pair));
+  return integers << 4 & 0x87F087F0u;
 }
 
 // A consumer's sums of 64 features of its warpgroup and kRows rows.
@@ -60,7 +61,6 @@ struct Consumer {
   Rings<P> rings;
   int feature;          // of the warp, inside the tile
   const float* scales;  // of the warp's features and the slice's first step
-  bool gathered;        // x
   Place<P::kWeightStages> w{};
   Place<P::kRowStages> x{};
   float sums[kRows / 2];
@@ -69,16 +69,17 @@ struct Consumer {
   __device__ uint32_t AwaitWeights() const {
     WaitBarrier(rings.WeightsFull(w.stage), w.parity);
     const int lane = threadIdx.x % 32;
-    return rings.Weights(w.stage) + (Weights::kIsFp8 ? (feature + lane / 4) * 128 + lane % 4 * 2
-                                                     : (feature + lane % 16) * 128);
+    return rings.Weights(w.stage) + (Weights::kIsFp8
+                                         ? (feature + lane / 4) * 128 + lane / 4 * 16 + lane % 4 * 2
+                                         : (feature + lane % 16) * 128);
   }
   // bf16: 16 of k, of 4 times 16 in a stage, of this warp's 16 features, as operand A.
   __device__ static void LoadPiece(uint32_t (&a)[4], uint32_t row, int piece) {
     LoadMatrices(a, row + ((2 * piece + threadIdx.x % 32 / 16) ^ (threadIdx.x % 8)) * 16);
   }
-  // e4m3: 16 of k, of 8 times 16; two weights to a register.
+  // e4m3: 16 of k, of 8 times 16; two weights to a register. Piece i of row r is the row's i ^ r.
   __device__ static void LoadBytes(uint32_t (&raw)[4], uint32_t row, int piece) {
-    const uint32_t at = row + (piece ^ (threadIdx.x % 32 / 4)) * 16;
+    const uint32_t at = row ^ piece * 16;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint16_t pair;
@@ -86,24 +87,16 @@ struct Consumer {
       raw[i] = pair;
     }
   }
-  // Bytes 0 and 2 are neighbours in k, and bytes 1 and 3, 8 further.
   __device__ static void MakeOperand(uint32_t (&a)[4], const uint32_t (&raw)[4], uint32_t power) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t four = __byte_perm(raw[half], raw[half + 2], 0x5140);
-      a[half] = MultiplyBf16(EvenBytes(four), power);
-      a[half + 2] = MultiplyBf16(OddBytes(four), power);
-    }
+    for (int i = 0; i < 4; ++i) a[i] = MultiplyBf16(WidenPair(raw[i]), power);
   }
   __device__ void LeaveWeights() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) Arrive(rings.WeightsEmpty(w.stage));
     w.Advance();
   }
-  __device__ void AwaitRows() const {
-    WaitBarrier(rings.RowsFull(x.stage), x.parity);
-    if (gathered) PublishToAsyncProxy();  // what other threads wrote
-  }
+  __device__ void AwaitRows() const { WaitBarrier(rings.RowsFull(x.stage), x.parity); }
   __device__ void LeaveRows() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) Arrive(rings.RowsEmpty(x.stage));
@@ -157,8 +150,10 @@ struct Consumer {
       const uint32_t power = __shfl_sync(~0u, mine.power, step % 32);
       const float ratio = __shfl_sync(~0u, mine.ratio, step % 32);
       factor = __shfl_sync(~0u, mine.factor, step % 32);
+      if (ratio != 1) {  // scales that are powers of two leave it at 1
 #pragma unroll
-      for (int i = 0; i < kRows / 2; ++i) sums[i] *= ratio;
+        for (int i = 0; i < kRows / 2; ++i) sums[i] *= ratio;
+      }
 #pragma unroll
       for (int batch = 0; batch < kBatches; ++batch) {
         if (batch >= 2) WaitForProducts<1>();

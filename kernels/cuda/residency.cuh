@@ -19,6 +19,10 @@ class HeadTable {
         reciprocal_(0xFFFFFFFFu / rows_per_page_),
         dim_(static_cast<unsigned>(rows.dim)) {}
 
+  // Reads the page numbers from a copy: of this slot, from its first page on.
+  __device__ void ReadPagesFrom(const int32_t* copy) { pages_ = copy; }
+  __device__ const int32_t* pages() const { return pages_; }
+
   __device__ int32_t* At(int row) const {
     // The quotient, or one less.
     unsigned page = __umulhi(static_cast<unsigned>(row), reciprocal_);

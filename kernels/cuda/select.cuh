@@ -142,8 +142,9 @@ __device__ SelectCut FindSelectCut(const Keys& keys, int bits, uint32_t wanted, 
 }
 
 // Calls visit(i, number) for every key of this block that is taken; numbers count the taken ones of
-// all blocks in order. Returns how many are taken up to and with this block's.
-template <int kThreads, typename Keys, typename Visit>
+// all blocks in order, or with `kLessFirst`, which a block alone may ask for, first those below the
+// cut. Returns how many are taken up to and with this block's.
+template <int kThreads, bool kLessFirst = false, typename Keys, typename Visit>
 __device__ uint32_t VisitSelected(const Keys& keys, const SelectCut& cut, SelectShared& shared,
                                   Visit visit) {
   constexpr unsigned kAll = 0xFFFFFFFFu;
@@ -181,8 +182,12 @@ __device__ uint32_t VisitSelected(const Keys& keys, const SelectCut& cut, Select
     const bool taken =
         key < cut.below || (i < last && key == cut.below && equals_before < cut.equals);
     if (taken) {
-      visit(i, belows + static_cast<uint32_t>(__popc(is_below & before)) +
-                   min(equals_before, cut.equals));
+      const uint32_t belows_before = belows + static_cast<uint32_t>(__popc(is_below & before));
+      if (kLessFirst) {
+        visit(i, key < cut.below ? belows_before : all_below + equals_before);
+      } else {
+        visit(i, belows_before + min(equals_before, cut.equals));
+      }
     }
     belows += static_cast<uint32_t>(__popc(is_below));
     equals += static_cast<uint32_t>(__popc(is_equal));

@@ -8,15 +8,19 @@
 // of one large unit), items are numbered list by list, and warp w of W takes w, w + W, ...: at any
 // time all warps are on neighbouring items, in one list or two.
 //
-// Measured: H100, pool of 64 GiB, default blocks, GB/s of payload, medians of 5, spread below 3 %
-// (sluice-transfer-bench; copy engine 55.1 in and 55.2 out, cudaMemcpyAsync per row 0.25):
+// Measured: H100, pool of 64 GiB, to HBM by 8 blocks of half as many loads, GB/s of payload,
+// medians of 5, spread below 3 % (sluice-transfer-bench; copy engine 55.1 in and 55.2 out,
+// cudaMemcpyAsync per row 0.25):
 //   656 B, 32 x    64  256  605    128 x    64  256  605    blocks of 16 KiB
 //   to HBM        38.7 43.6 44.6          43.2 38.1 45.0    50.8
 //   to DRAM       44.1 46.2 46.8          36.7 45.1 44.9    50.8
 // Another host with an H100 gave up to 5 % less in and 18 % less out for rows of 656 B. Beside a
-// kernel that reads HBM at 3.1 TB/s (32 x 605): 25.7 in, that kernel keeps 92 % of its speed (16
-// blocks: 37.6, 84 %); 35.0 out, 89 % (8 blocks: 23.2, 98 %). H200, 76 lists of 17 to 605 rows, in:
-// 2, 4, 6, 8 blocks 21.4, 37.9, 42.1, 44.5; more in kernels/README.md.
+// kernel that reads HBM at 3.1 TB/s (32 x 605): 35.0 out, 89 % (8 blocks: 23.2, 98 %).
+//
+// To HBM what counts is the multiprocessors it takes from a step. H200, 76 x 605, by 1, 2, 3, 4
+// blocks (sluice-overlap-bench): 4 loads a lane 12.4, 23.6, 34.7, 41-45 GB/s; 8 loads 18.0, 35.4,
+// 44.3, 44.6; 1,024 threads of 4 loads the same, of 8 (which spill) 13.5, 26.0, 36, 43. Copies
+// to shared memory that no register waits for (cp.async) end at 24, whatever is in flight.
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/move.cuh"
@@ -31,8 +35,8 @@ constexpr unsigned kAll = 0xFFFFFFFFu;
 // More blocks than these do not make it faster by themselves: they put further sequences in flight,
 // and the GPU's address translation loses sight of them.
 struct ToHbm {
-  static constexpr int kLoads = 4;
-  static constexpr int kBlocks = 8;
+  static constexpr int kLoads = 8;
+  static constexpr int kBlocks = 4;
   static constexpr bool kInStep = false;
 };
 struct ToDram {

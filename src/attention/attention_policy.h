@@ -89,7 +89,7 @@ class AttentionPolicy {
   // The slot's first `tokens` tokens are its prompt, and computed: starts to make its working set;
   // Warm(slot) says when it is there. Once. `hints`: what its prefill node found important; they
   // count where nothing better is known. REQUIRES: every step that has the slot is done.
-  virtual void EndPrompt(int /*slot*/, int64_t /*tokens*/, const SelectionHints& /*hints*/) {}
+  virtual void EndPrompt(int /*slot*/, int64_t /*tokens*/, SelectionHints /*hints*/) {}
   // Whether a prompt that was handed over whole, without hints, is to have its last row computed
   // again, so that EndPrompt knows what that row attends to. The row reads all of the cache.
   virtual bool wants_last_row() const { return false; }

@@ -38,8 +38,8 @@ class ForwardingPolicy : public AttentionPolicy {
   std::unique_ptr<SequenceCache> TakeHome(int slot) override { return policy_->TakeHome(slot); }
   int decode_rows_per_sequence() const override { return policy_->decode_rows_per_sequence(); }
   bool NeedsEndPrompt() const override { return policy_->NeedsEndPrompt(); }
-  void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override {
-    policy_->EndPrompt(slot, tokens, hints);
+  void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override {
+    policy_->EndPrompt(slot, tokens, std::move(hints));
   }
   void BeginPrompt(int slot, int64_t tokens) override { policy_->BeginPrompt(slot, tokens); }
   bool wants_last_row() const override { return policy_->wants_last_row(); }

@@ -83,9 +83,9 @@ struct PolicyOptions {
     bool lru = true;                 // false: every entry is fetched in every step
     enum class Overlap { kNone, kQueries, kDa, kDba, kLayerWise };
     Overlap overlap = Overlap::kLayerWise;
-    // Multiprocessors that fetch, which attention to what is resident leaves them; with 8 the link
+    // Multiprocessors that fetch, which attention to what is resident leaves them; with 4 the link
     // is full (kernels/cuda/transfer.cu).
-    int transfer_workers = 8;
+    int transfer_workers = 4;
     MissProfile profile;  // from sluice-profile; may be empty
     // A copy of the host's for each entry in place of Transfer, to show what that brings: the host
     // waits for every layer's lists, so steps cannot be recorded.

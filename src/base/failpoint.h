@@ -83,6 +83,12 @@
     "its sequences end with INTERNAL, reason WORKER_FAILED; the others go on, to the bit")       \
   F(kAttentionWorkerExit, "attention.worker_exit", kFault, "a CPU worker that attends dies",     \
     "its sequences end likewise; later ones are served by the workers that are left")            \
+  F(kAttentionWarmUp, "attention.warm_up", kFault,                                               \
+    "what a sequence begins with in HBM is lost on its way, or late (policy ess)",               \
+    "its sequence ends with INTERNAL, reason TRANSFER_FAILED, or starts late; no other waits")   \
+  F(kAttentionGather, "attention.gather", kFault,                                                \
+    "what the first decode row of a step fetches is lost (policy ess)",                          \
+    "its sequence ends with INTERNAL, reason TRANSFER_FAILED; the others go on, to the bit")     \
   F(kDecodeSink, "decode.sink", kFault, "a stream has no room, as with a slow reader",           \
     "the sequence is parked and goes on without losing a token")                                 \
   F(kDecodeReset, "decode.reset", kFault, "a Generate stream breaks",                            \

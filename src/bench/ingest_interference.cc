@@ -22,6 +22,7 @@
 #include "src/kv/transfer_table.h"
 #include "src/metrics/metrics.h"
 #include "src/model/model.h"
+#include "src/model/model_config.h"
 #include "src/service/grpc_server.h"
 #include "src/service/ingest_service.h"
 
@@ -80,8 +81,9 @@ class BusyNode {
     Model::Options model;
     model.directory = o.model;
     model.load_format = o.dummy ? "dummy" : "auto";
+    SLUICE_ASSIGN_OR_RETURN(const ModelConfig shape, LoadModelConfig(model.directory));
+    SLUICE_RETURN_IF_ERROR(CheckKeysAndValues(shape, "the bench of ingest"));
     SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(model, device_.get()));
-    SLUICE_RETURN_IF_ERROR(CheckKeysAndValues(model_->config(), "the bench of ingest"));
     const CacheLayout& layout = model_->cache_layout();
     SLUICE_ASSIGN_OR_RETURN(hbm_, NewPool("hbm", layout.BytesFor(kMaxContext)));
     SLUICE_ASSIGN_OR_RETURN(dram_, NewPool("dram", 2 * layout.BytesFor(ingest_tokens)));

@@ -1,12 +1,16 @@
 #include "src/bench/latent_context.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <memory>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "nlohmann/json.hpp"
 #include "src/attention/forwarding_policy.h"
 #include "src/attention/policies/full/full_policy.h"
@@ -141,10 +145,16 @@ class TwinContextMaker : public ContextMaker {
 // A folder that is gone with the object.
 class TemporaryFolder {
  public:
-  TemporaryFolder() {
-    std::string name = std::filesystem::temp_directory_path() / "sluice-twin-XXXXXX";
-    SLUICE_CHECK(mkdtemp(name.data()) != nullptr, "no folder in ", name);
-    path_ = name;
+  // INTERNAL: the system gives none.
+  static absl::StatusOr<std::unique_ptr<TemporaryFolder>> Create() {
+    std::error_code error;
+    std::string name = std::filesystem::temp_directory_path(error) / "sluice-twin-XXXXXX";
+    if (error || mkdtemp(name.data()) == nullptr) {
+      return absl::InternalError(absl::StrCat("no folder can be made as ", name, ": ",
+                                              error ? error.message() : std::strerror(errno),
+                                              ": set TMPDIR to a folder that can be written to"));
+    }
+    return std::unique_ptr<TemporaryFolder>(new TemporaryFolder(name));
   }
   ~TemporaryFolder() {
     std::error_code ignored;
@@ -153,7 +163,8 @@ class TemporaryFolder {
   const std::filesystem::path& path() const { return path_; }
 
  private:
-  std::filesystem::path path_;
+  explicit TemporaryFolder(std::filesystem::path path) : path_(std::move(path)) {}
+  const std::filesystem::path path_;
 };
 
 }  // namespace
@@ -167,10 +178,16 @@ absl::StatusOr<std::unique_ptr<Model>> LoadTwin(const Model::Options& model,
   config["first_k_dense_replace"] = config["num_hidden_layers"];
   config["intermediate_size"] = kTwinFfn;
   config.erase("mlp_layer_types");
-  const TemporaryFolder folder;
-  std::ofstream(folder.path() / "config.json") << config.dump();
+  SLUICE_ASSIGN_OR_RETURN(const auto folder, TemporaryFolder::Create());
+  std::ofstream file(folder->path() / "config.json");
+  file << config.dump();
+  file.close();
+  if (!file) {
+    return absl::InternalError(absl::StrCat("cannot write ", folder->path().string(),
+                                            "/config.json: set TMPDIR to a folder with room"));
+  }
   Model::Options twin = model;
-  twin.directory = folder.path();
+  twin.directory = folder->path();
   twin.max_rows = kChunkTokens;
   twin.max_logits = 1;
   twin.weights = [&](const ModelConfig& of) { return LatentDriftWeights(of, drift); };

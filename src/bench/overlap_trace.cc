@@ -35,27 +35,41 @@ bool IsAttention(const std::string& name) {
 
 }  // namespace
 
-TransfersInside TransfersIn(const StepTrace& trace) {
+double StepsIn(const StepTrace& part, int layers) {
+  const auto attentions =
+      std::count_if(part.device.begin(), part.device.end(), [](const TraceSlice& slice) {
+        return slice.kind == TraceSlice::Kind::kKernel && IsAttention(slice.name);
+      });
+  return static_cast<double>(attentions) / (2.0 * layers);  // Attn0 and Attn1
+}
+
+TransfersInside TransfersIn(const StepTrace& part, int layers) {
   TransfersInside found;
-  for (const TraceSummary::Kernel& kernel : Summarize(trace).kernel_times) {
+  const double steps = StepsIn(part, layers);
+  if (steps == 0) return found;
+  for (const TraceSummary::Kernel& kernel : Summarize(part).kernel_times) {
     if (IsTransfer(kernel.name)) {
-      found.seconds += kernel.seconds;
-      found.calls += kernel.calls;
+      found.seconds += kernel.seconds * part.steps / steps;
+      found.calls += kernel.calls * part.steps / steps;
     } else if (!IsWriteThrough(kernel.name)) {
-      found.compute_seconds += kernel.seconds;
+      found.compute_seconds += kernel.seconds * part.steps / steps;
     }
   }
   return found;
 }
 
-std::vector<ComparedKernel> ComparedKernels(const StepTrace& with, const StepTrace& without) {
+std::vector<ComparedKernel> ComparedKernels(const StepTrace& with, const StepTrace& without,
+                                            int layers) {
   std::map<std::string, ComparedKernel> found;
-  for (const TraceSummary::Kernel& kernel : Summarize(with).kernel_times) {
-    found[kernel.name].with = kernel.seconds;
-  }
-  for (const TraceSummary::Kernel& kernel : Summarize(without).kernel_times) {
-    found[kernel.name].without = kernel.seconds;
-  }
+  const auto add = [&](const StepTrace& part, double ComparedKernel::*seconds) {
+    const double steps = StepsIn(part, layers);
+    if (steps == 0) return;
+    for (const TraceSummary::Kernel& kernel : Summarize(part).kernel_times) {
+      found[kernel.name].*seconds = kernel.seconds * part.steps / steps;
+    }
+  };
+  add(with, &ComparedKernel::with);
+  add(without, &ComparedKernel::without);
   std::vector<ComparedKernel> kernels;
   for (auto& [name, kernel] : found) {
     kernel.name = name;
@@ -117,10 +131,10 @@ Shelter ShelterIn(const StepTrace& trace) {
   return found;
 }
 
-StepTrace PartOf(const StepTrace& trace, absl::Time begin, absl::Time end, int steps) {
+StepTrace PartOf(const StepTrace& trace, absl::Time begin, absl::Time end) {
   StepTrace part;
   part.name = trace.name;
-  part.steps = steps;
+  part.steps = 1;
   part.begin = begin;
   part.end = end;
   std::copy_if(trace.device.begin(), trace.device.end(), std::back_inserter(part.device),

@@ -9,13 +9,13 @@
 
 namespace sluice {
 
-// Of a step that fetched.
+// Of a step.
 struct TransfersInside {
   double seconds = 0;  // of all its transfers, each from its begin to its end
   double calls = 0;
   double compute_seconds = 0;  // of all other kernels, while each was the one to wait for
 };
-TransfersInside TransfersIn(const StepTrace& trace);
+TransfersInside TransfersIn(const StepTrace& part, int layers);
 
 // Seconds of a step that a kernel was the one to wait for, in a step that fetches and in one that
 // does not; by name, the most slowed first. Transfers are none.
@@ -23,7 +23,8 @@ struct ComparedKernel {
   std::string name;
   double with = 0, without = 0;
 };
-std::vector<ComparedKernel> ComparedKernels(const StepTrace& with, const StepTrace& without);
+std::vector<ComparedKernel> ComparedKernels(const StepTrace& with, const StepTrace& without,
+                                            int layers);
 
 // What a transfer of a layer can run beneath, in seconds, as measured in steps that fetch nothing:
 // from where the indexer's last lists are made (Admit) to the end of the attention to what is
@@ -39,7 +40,10 @@ struct Shelter {
 };
 Shelter ShelterIn(const StepTrace& trace);
 
-// The slices of `trace` that begin in [begin, end), as a trace of its own of `steps` steps.
-StepTrace PartOf(const StepTrace& trace, absl::Time begin, absl::Time end, int steps);
+// The slices of `trace` that begin in [begin, end), as a trace of its own of one "step".
+StepTrace PartOf(const StepTrace& trace, absl::Time begin, absl::Time end);
+// How many steps of a model of `layers` layers a part has, by its attention: a part need not begin
+// or end with a step.
+double StepsIn(const StepTrace& part, int layers);
 
 }  // namespace sluice

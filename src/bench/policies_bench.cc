@@ -8,27 +8,24 @@
 #include <set>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "src/attention/policy_profile.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/bench/bench_device.h"
 #include "src/bench/chrome_trace.h"
-#include "src/bench/forecast.h"
 #include "src/bench/latent_context.h"
+#include "src/bench/latent_rows.h"
 #include "src/bench/layer_timeline.h"
-#include "src/bench/overlap_report.h"
-#include "src/bench/overlap_run.h"
 #include "src/bench/policies_options.h"
 #include "src/bench/policies_report.h"
 #include "src/bench/policy_choice.h"
 #include "src/bench/policy_quality.h"
 #include "src/bench/policy_run.h"
 #include "src/bench/run_clock.h"
-#include "src/bench/selection_overlap.h"
 #include "src/bench/step_floor.h"
 #include "src/bench/subcommand.h"
 #include "src/bench/topic_drift.h"
@@ -39,8 +36,6 @@
 
 namespace sluice {
 namespace {
-
-constexpr int kComparedSteps = 16;  // in which rows' selections are compared, at most
 
 class PoliciesBench {
  public:
@@ -137,6 +132,12 @@ class PoliciesBench {
     // What the last rows select is what a sequence begins with: no prefill node sends it here.
     world_.options.recompute_last = options_.latent;
     world_.options.hgca.window_tokens = static_cast<int>(options_.hgca_window);
+    if (!options_.policy_profile.empty()) {
+      SLUICE_ASSIGN_OR_RETURN(const PolicyProfile profile,
+                              ReadPolicyProfile(options_.policy_profile));
+      SLUICE_RETURN_IF_ERROR(ApplyPolicyProfile(profile, model_->fingerprint(),
+                                                model_->cache_layout(), &world_.options));
+    }
     if (tiers_ == nullptr) {
       clock_.Begin("pools");
       SLUICE_ASSIGN_OR_RETURN(
@@ -169,22 +170,8 @@ class PoliciesBench {
 
   int steps() const { return static_cast<int>(options_.steps); }
 
-  // Of one kind of selections: the indexer's own, or set.
-  OverlapOptions OverlapOf(bool set) const {
-    OverlapOptions overlap;
-    overlap.steps = steps();
-    overlap.trace = options_.trace;
-    if (!set) overlap.levels = {std::nullopt};
-    if (set) overlap.levels.assign(options_.set_misses.begin(), options_.set_misses.end());
-    return overlap;
-  }
   // Tokens that any run needs beyond the context.
-  int RunTokens() const {
-    int tokens = PolicyRunTokens(steps());
-    if (options_.overlap) tokens = std::max(tokens, OverlapTokens(OverlapOf(false)));
-    if (!options_.set_misses.empty()) tokens = std::max(tokens, OverlapTokens(OverlapOf(true)));
-    return tokens;
-  }
+  int RunTokens() const { return std::max(PolicyRunTokens(steps()), latent_rows_.Tokens()); }
 
   // A few: their prefill takes longer than what is measured.
   absl::StatusOr<std::vector<Context>> Contexts(int tokens) {
@@ -248,7 +235,9 @@ class PoliciesBench {
   absl::Status RunContext(int context) {
     SLUICE_ASSIGN_OR_RETURN(const std::vector<Context> contexts, Contexts(context));
     if (options_.statistics > 0) SLUICE_RETURN_IF_ERROR(RunStatistics(contexts));
-    if (options_.latent) SLUICE_RETURN_IF_ERROR(SelectionOverlap(contexts));
+    if (options_.latent) {
+      SLUICE_RETURN_IF_ERROR(latent_rows_.Similarity(*tiers_, &world_, policies_, contexts));
+    }
     if (options_.runs) out_.Print("\n" + RunHeader());
     std::vector<PolicyRun> runs;
     absl::Status health;
@@ -275,38 +264,8 @@ class PoliciesBench {
     }
     out_.Print(ScoutRatios(runs));
     out_.Print(MissesText(runs));
-    TellOverlap();
-    if (!options_.forecast_dram.empty()) {
-      const std::string& hbm =
-          options_.forecast_hbm.empty() ? options_.hbm_bytes : options_.forecast_hbm;
-      const ForecastMemory memory = {static_cast<int64_t>(*ParseBytes(hbm)),
-                                     static_cast<int64_t>(*ParseBytes(options_.forecast_dram))};
-      const std::vector<Forecast> forecasts = ForecastsOf(runs, memory);
-      out_.Print(ForecastText(forecasts, memory));
-      for (const Forecast& f : forecasts) {
-        report_.details["forecasts"].push_back(ForecastJson(f, memory));
-      }
-    }
+    latent_rows_.Finish(runs);
     return health;
-  }
-
-  // Of the model's own selections, which no policy changes.
-  absl::Status SelectionOverlap(const std::vector<Context>& contexts) {
-    const auto fetches = [](const std::string& name) { return absl::StartsWith(name, "ess"); };
-    const auto policy = std::find_if(policies_.begin(), policies_.end(), fetches);
-    if (policy == policies_.end() || !world_.model->config().latent->indexer.has_value()) {
-      return absl::OkStatus();
-    }
-    clock_.Begin("intra-layer overlap");
-    SLUICE_RETURN_IF_ERROR(tiers_->Cut(&world_, *policy));
-    SLUICE_ASSIGN_OR_RETURN(
-        const std::vector<double> layers,
-        MeasureSelectionOverlap(world_, *policy, contexts, std::min(kComparedSteps, 2 * steps())));
-    clock_.Pause();
-    const auto context = static_cast<int>(contexts[0].tokens.size());
-    out_.Print(SelectionOverlapText(layers, context));
-    report_.details["intra_layer_overlap"].push_back({{"context", context}, {"layers", layers}});
-    return absl::OkStatus();
   }
 
   absl::Status RunOnePolicy(const std::string& policy, const std::vector<Context>& contexts,
@@ -338,13 +297,7 @@ class PoliciesBench {
         continue;
       }
       clock_.Begin(policy, absl::StrCat("context ", context, ", batch ", batch));
-      if (OptionsOf(world, policy).name != "full") {
-        if (options_.overlap)
-          SLUICE_RETURN_IF_ERROR(Overlap(world, policy, contexts, batch, false));
-        if (!options_.set_misses.empty()) {
-          SLUICE_RETURN_IF_ERROR(Overlap(world, policy, contexts, batch, true));
-        }
-      }
+      SLUICE_RETURN_IF_ERROR(latent_rows_.Overlap(world, policy, contexts, batch));
       if (!options_.runs) continue;
       StepTrace trace;
       SLUICE_ASSIGN_OR_RETURN(PolicyRun run, RunPolicy(world, policy, contexts, batch, steps(),
@@ -371,24 +324,6 @@ class PoliciesBench {
     clock_.Pause();
     // What was measured survives whatever comes next.
     return options_.out.empty() ? absl::OkStatus() : WriteFolder();
-  }
-
-  absl::Status Overlap(const PolicyWorld& world, const std::string& policy,
-                       const std::vector<Context>& contexts, int batch, bool set) {
-    SLUICE_ASSIGN_OR_RETURN(const OverlapRun run,
-                            RunOverlap(world, policy, contexts, batch, OverlapOf(set)));
-    // In the middle of the table of runs it would be lost.
-    overlap_text_ += OverlapLines(run);
-    if (!options_.runs) TellOverlap();
-    nlohmann::json found = OverlapJson(run);
-    found["drift"] = drift_;
-    report_.details["overlap"].push_back(std::move(found));
-    return absl::OkStatus();
-  }
-
-  void TellOverlap() {
-    if (!overlap_text_.empty()) out_.Print("\n" + OverlapHeader() + overlap_text_);
-    overlap_text_.clear();
   }
 
   absl::Status RunQuality() {
@@ -449,6 +384,7 @@ class PoliciesBench {
   Report report_;
   std::unique_ptr<BenchDevice> bench_device_;
   RunClock clock_;
+  LatentRows latent_rows_{options_, out_, &report_, &clock_};
   double drift_ = 0;
   std::unique_ptr<Model> model_;
   std::optional<Model::Options> twin_;  // where contexts are computed by one
@@ -456,7 +392,6 @@ class PoliciesBench {
   StepTraffic rates_;
   std::optional<QualityTexts> texts_;
   PolicyWorld world_;
-  std::string overlap_text_;       // not printed yet
   size_t next_json_ = 0;           // of details["runs"], the first without its floor
   std::vector<StepTrace> traces_;  // to be written; empty without --out
   size_t written_ = 0;             // of them

@@ -124,6 +124,8 @@ std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBen
   flags.Integer("budget", "tokens selected for each layer and KV head", 16, 1 << 20, &o->budget);
   flags.Integer("block-tokens", "tokens of a cache block", 16, 1024, &o->block_tokens);
   flags.Integer("dense-layers", "first layers that stay wholly in HBM", 0, 1024, &o->dense_layers);
+  flags.Text("policy-profile", "FILE", "what sluice-profile measured of this model",
+             &o->policy_profile);
   flags.Text("texts", "FILE", "texts as tokens (tools/sluice texts); else random tokens",
              &o->texts);
   flags.Integer("seed", "of random tokens, and of a workload", 1, 1 << 30, &o->seed);

@@ -15,7 +15,7 @@ namespace sluice {
 
 struct PoliciesBenchOptions {
   std::string device = "cpu", model, kernels = "auto", policies = "full,scout,recall,hgca,oracle";
-  std::string texts, json, out, hbm_bytes = "256MiB", dram_bytes = "2GiB";
+  std::string policy_profile, texts, json, out, hbm_bytes = "256MiB", dram_bytes = "2GiB";
   bool dummy = false, quality = false, topic_drift = false, no_recall = false, largest = true,
        trace = true;
   TopicDrift drift;

@@ -95,7 +95,8 @@ Admission LargestBatch(const PolicyWorld& world, AttentionPolicy& policy, int64_
   Admission found;
   found.each = policy.FootprintOf(context, total);
   found.hbm_bytes_each = world.hbm->layout().BytesFor(found.each.hbm_tokens);
-  found.dram_bytes_each = world.dram->layout().BytesFor(found.each.dram_tokens);
+  const TokensByKind home = policy.FootprintOf(0, total).dram_tokens;  // of one that runs
+  found.dram_bytes_each = world.dram->layout().BytesFor(home);
   int& batch = found.batch;
   for (; batch < world.slots; ++batch) {
     std::unique_ptr<SequenceCache> none;
@@ -106,9 +107,7 @@ Admission LargestBatch(const PolicyWorld& world, AttentionPolicy& policy, int64_
     SLUICE_CHECK(policy.Warm(slot));
     policy.Release(slot);
   }
-  TokensByKind homes;
-  for (int i = 0; i <= batch; ++i) homes += found.each.dram_tokens;
-  const bool dram = !homes.Within(world.dram->Capacity());
+  const bool dram = world.dram->SequencesThatFit(home) <= batch;
   found.bound = batch == world.slots ? "slots" : dram ? "DRAM" : "HBM";
   return found;
 }

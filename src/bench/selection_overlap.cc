@@ -81,15 +81,8 @@ absl::StatusOr<std::vector<double>> MeasureSelectionOverlap(const PolicyWorld& w
                                                             const std::string& name,
                                                             const std::vector<Context>& contexts,
                                                             int steps) {
-  const int rows = static_cast<int>(contexts.size());
   const int layers = world.model->config().layers;
   const int top_k = world.model->config().latent->indexer->top_k;
-  SLUICE_ASSIGN_OR_RETURN(
-      Buffer memory,
-      world.device->Allocate(
-          MemoryKind::kPinned,
-          static_cast<size_t>(int64_t{steps} * layers * rows * top_k) * sizeof(int32_t),
-          "selections"));
   PolicyWorld own = world;
   SelectionLog* log = nullptr;
   own.options.ess.on_selection =
@@ -97,12 +90,21 @@ absl::StatusOr<std::vector<double>> MeasureSelectionOverlap(const PolicyWorld& w
              int32_t count) { log->Note(stream, layer, selected, first_row, count); };
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<AttentionPolicy> policy, SetUpPolicy(own, name));
   EngineRunOptions options;
-  options.batch = rows;
   options.context = static_cast<int>(contexts.front().tokens.size());
   options.windows = 1;
   options.steps = steps;
   options.contexts = &contexts;
   options.dram = world.dram;
+  const int fit =
+      LargestBatch(own, *policy, options.context, options.context + EngineTokens(options)).batch;
+  const int rows = options.batch = std::min(static_cast<int>(contexts.size()), fit);
+  if (rows == 0) return std::vector<double>();
+  SLUICE_ASSIGN_OR_RETURN(
+      Buffer memory,
+      world.device->Allocate(
+          MemoryKind::kPinned,
+          static_cast<size_t>(int64_t{steps} * layers * rows * top_k) * sizeof(int32_t),
+          "selections"));
   SelectionLog observed(policy.get(), std::move(memory), options.context, rows, layers, top_k,
                         steps);
   log = &observed;

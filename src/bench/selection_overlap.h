@@ -10,10 +10,10 @@
 
 namespace sluice {
 
-// By layer, the mean over `steps` steps of the contexts, one sequence of each; `name`: of policy
-// ess or a sibling, whose selections are the model's own. Steps are not recorded, and each list
-// goes to the host: no times are measured here. RESOURCE_EXHAUSTED: no room for the sequences or
-// the lists.
+// By layer, the mean over `steps` steps of the contexts, one sequence of each, as many as fit;
+// empty where none does. `name`: of policy ess or a sibling, whose selections are the model's own.
+// Steps are not recorded, and each list goes to the host: no times are measured here.
+// RESOURCE_EXHAUSTED: no room for the lists.
 absl::StatusOr<std::vector<double>> MeasureSelectionOverlap(const PolicyWorld& world,
                                                             const std::string& name,
                                                             const std::vector<Context>& contexts,

@@ -32,6 +32,7 @@
 #include "src/engine/batch_state.h"
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
+#include "src/model/model_config.h"
 
 namespace sluice {
 namespace {
@@ -118,8 +119,9 @@ class StepBench {
     model.max_context = max_context_;
     model.max_rows = std::max(max_batch_ + 1, static_cast<int>(options_.chunk));
     model.max_logits = max_batch_;
+    SLUICE_ASSIGN_OR_RETURN(const ModelConfig shape, LoadModelConfig(model.directory));
+    SLUICE_RETURN_IF_ERROR(CheckKeysAndValues(shape, "the bench of steps"));
     SLUICE_ASSIGN_OR_RETURN(model_, Model::Load(model, device_));
-    SLUICE_RETURN_IF_ERROR(CheckKeysAndValues(model_->config(), "the bench of steps"));
     const int64_t bytes =
         (model_->cache_layout().BytesFor(max_context_) + 4096) * max_batch_ + 8192;
     SLUICE_ASSIGN_OR_RETURN(Buffer caches, device_->Allocate(MemoryKind::kDevice,

@@ -8,8 +8,6 @@
 namespace sluice {
 namespace {
 
-constexpr int32_t kScaleBlock = 128;  // rows and columns of MatrixPart::scales
-
 // Elements [begin, begin + count) of a row.
 void FloatPiece(const MatrixPart& part, int32_t row, int32_t k, int32_t begin, int32_t count,
                 float* out) {

@@ -7,6 +7,10 @@
 
 namespace sluice {
 
+// Rows and columns of a block of e4m3 values that have one scale, as published checkpoints have
+// them (weight_block_size; MatrixPart::scales).
+inline constexpr int64_t kScaleBlock = 128;
+
 // Whether the part's elements are bf16 values: then nothing is rounded by BFloat16Row.
 bool IsBFloat16(const MatrixPart& part);
 

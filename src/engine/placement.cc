@@ -194,7 +194,10 @@ void EngineImpl::EndPromptIfDone(Sequence& sequence) {
       sequence.last_step > completed_steps_) {
     return;
   }
-  parts_.policy->EndPrompt(sequence.slot, sequence.prompt_length, sequence.hints);
+  // Decode rows wait for this, and prompts end where decode rows begin: whatever part of it was
+  // handed over, the first decode row is that of position prompt_length.
+  SLUICE_CHECK(sequence.cached == sequence.prompt_length);
+  parts_.policy->EndPrompt(sequence.slot, sequence.prompt_length, std::move(sequence.hints));
   sequence.hints = {};
   sequence.prompt_ended = true;
 }

@@ -55,6 +55,9 @@ struct TierShape {
   // What sequences take of each kind: the arena is divided in this proportion of tokens. Plain: of
   // every kind the same.
   TokensByKind proportion = 1;
+  // The arena is not divided: each kind has what the others leave. For tiers where sequences take
+  // the kinds in no fixed proportion.
+  bool shared = false;
 };
 
 // The shapes of both tiers.

@@ -14,6 +14,14 @@ constexpr int64_t kKindAlignment = 4096;
 // Pages of each kind in an arena of `bytes`, in the proportion in which sequences take them.
 std::vector<int64_t> DividePages(const TierShape& shape, int64_t bytes) {
   const std::vector<CacheKind>& kinds = shape.layout.kinds;
+  if (shape.shared) {  // as if each had all of it
+    const PageSlabs slabs(shape.layout, std::max<int64_t>(bytes - kKindAlignment, 0));
+    std::vector<int64_t> pages;
+    for (size_t kind = 0; kind < kinds.size(); ++kind) {
+      pages.push_back(slabs.PagesIn(kind, slabs.count()));
+    }
+    return pages;
+  }
   const auto weight = [&](size_t kind) {
     return static_cast<double>(kinds[kind].bytes_per_token * kinds[kind].heads) *
            static_cast<double>(shape.proportion[kind]);
@@ -57,7 +65,7 @@ void Reservation::Reset() {
 
 absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(std::string name, const TierShape& shape,
                                                            Buffer arena, double overcommit) {
-  SLUICE_CHECK(overcommit >= 1);
+  SLUICE_CHECK(overcommit >= 1 && (overcommit == 1 || !shape.shared));
   const CacheLayout& layout = shape.layout;
   SLUICE_CHECK(!layout.kinds.empty() && layout.kinds.size() <= TokensByKind::kMaxKinds);
   for (size_t kind = 0; kind < layout.kinds.size(); ++kind) {
@@ -78,22 +86,31 @@ absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(std::string name, con
     }
   }
   return std::unique_ptr<PagePool>(
-      new PagePool(std::move(name), layout, pages, std::move(arena), overcommit));
+      new PagePool(std::move(name), shape, pages, std::move(arena), overcommit));
 }
 
-PagePool::PagePool(std::string name, const CacheLayout& layout, const std::vector<int64_t>& pages,
+PagePool::PagePool(std::string name, const TierShape& shape, const std::vector<int64_t>& pages,
                    Buffer arena, double overcommit)
-    : name_(std::move(name)), layout_(layout), arena_(std::move(arena)), overcommit_(overcommit) {
+    : name_(std::move(name)),
+      layout_(shape.layout),
+      arena_(std::move(arena)),
+      overcommit_(overcommit),
+      shared_(shape.shared) {
   auto* next = arena_.as<uint8_t>();
-  for (size_t kind = 0; kind < pages.size(); ++kind) {
+  const auto align = [&next] {
     const auto past = reinterpret_cast<uintptr_t>(next) % kKindAlignment;
     next += past == 0 ? 0 : kKindAlignment - past;
+  };
+  align();
+  if (shared_) slabs_.emplace(layout_, pages[0] * layout_.kinds[0].page_bytes());
+  for (size_t kind = 0; kind < pages.size(); ++kind) {
+    if (!shared_) align();
     base_.push_back(next);
-    next += pages[kind] * layout_.kinds[kind].page_bytes();
+    if (!shared_) next += pages[kind] * layout_.kinds[kind].page_bytes();
     KindState state;
     state.pages = pages[kind];
     state.limit = static_cast<int64_t>(static_cast<double>(pages[kind]) * overcommit_);
-    state.free_runs.emplace(0, static_cast<int32_t>(pages[kind]));
+    if (!shared_) state.free.Add({0, static_cast<int32_t>(pages[kind])});
     state.owned.resize(static_cast<size_t>(pages[kind]));
     kinds_.push_back(std::move(state));
   }
@@ -107,30 +124,60 @@ PagePool::~PagePool() {
   }
 }
 
+PagePool::PagesByKind PagePool::PagesFor(const TokensByKind& tokens) const {
+  PagesByKind pages{};
+  for (size_t kind = 0; kind < layout_.kinds.size(); ++kind) {
+    pages[kind] = layout_.PagesFor(kind, tokens[kind]);
+  }
+  return pages;
+}
+
+bool PagePool::Holds(const PagesByKind& pages) const {
+  int64_t slabs = 0;
+  for (size_t kind = 0; kind < kinds_.size(); ++kind) {
+    if (pages[kind] > kinds_[kind].pages) return false;
+    if (slabs_.has_value()) slabs += slabs_->SlabsFor(kind, pages[kind]);
+  }
+  return !slabs_.has_value() || slabs <= slabs_->count();
+}
+
+bool PagePool::MayPromise(const PagesByKind& more, bool firm) const {
+  int64_t slabs = 0;
+  for (size_t kind = 0; kind < kinds_.size(); ++kind) {
+    const KindState& state = kinds_[kind];
+    if (more[kind] > state.limit - state.promised) return false;
+    if (more[kind] > state.pages - (firm ? state.firm : 0)) return false;
+    if (slabs_.has_value()) slabs += slabs_->Needed(kind, state.promised + more[kind]);
+  }
+  return !slabs_.has_value() || slabs <= slabs_->count();
+}
+
+int64_t PagePool::PagesLeftFor(size_t kind) const {
+  if (!slabs_.has_value()) return kinds_[kind].pages;
+  int64_t slabs = slabs_->count();
+  for (size_t other = 0; other < kinds_.size(); ++other) {
+    if (other != kind) slabs -= slabs_->Needed(other, kinds_[other].promised);
+  }
+  return slabs_->PagesIn(kind, slabs);
+}
+
 bool PagePool::CouldEverFit(const TokensByKind& tokens) const {
   absl::MutexLock lock(&mutex_);
-  for (size_t kind = 0; kind < kinds_.size(); ++kind) {
-    if (layout_.PagesFor(kind, tokens[kind]) > kinds_[kind].pages) return false;
-  }
-  return true;
+  return Holds(PagesFor(tokens));
 }
 
 Reservation PagePool::TryReserve(const TokensByKind& tokens, Promise promise) {
   const bool firm = promise == Promise::kFirm;
+  const PagesByKind pages = PagesFor(tokens);
   absl::MutexLock lock(&mutex_);
-  for (size_t kind = 0; kind < kinds_.size(); ++kind) {
-    const KindState& state = kinds_[kind];
-    const int64_t pages = layout_.PagesFor(kind, tokens[kind]);
-    if (pages > state.limit - state.promised) return Reservation();
-    if (pages > state.pages - (firm ? state.firm : 0)) return Reservation();
-  }
+  if (!MayPromise(pages, firm)) return Reservation();
   Reservation reservation;
   reservation.pool_ = this;
   reservation.firm_ = firm;
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
-    reservation.total_.push_back(layout_.PagesFor(kind, tokens[kind]));
-    kinds_[kind].promised += reservation.total_.back();
-    if (firm) kinds_[kind].firm += reservation.total_.back();
+    reservation.total_.push_back(pages[kind]);
+    kinds_[kind].promised += pages[kind];
+    if (firm) kinds_[kind].firm += pages[kind];
   }
   reservation.left_ = reservation.total_;
   return reservation;
@@ -138,22 +185,17 @@ Reservation PagePool::TryReserve(const TokensByKind& tokens, Promise promise) {
 
 bool PagePool::Extend(Reservation& reservation, const TokensByKind& tokens) {
   SLUICE_CHECK(reservation.pool_ == this && reservation.firm_);
+  PagesByKind more = PagesFor(tokens);
   absl::MutexLock lock(&mutex_);
-  const auto lacking = [&](size_t kind) {
-    return std::max<int64_t>(layout_.PagesFor(kind, tokens[kind]) - reservation.total_[kind], 0);
-  };
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
-    const KindState& state = kinds_[kind];
-    if (lacking(kind) > std::min(state.limit - state.promised, state.pages - state.firm)) {
-      return false;
-    }
+    more[kind] = std::max<int64_t>(more[kind] - reservation.total_[kind], 0);
   }
+  if (!MayPromise(more, /*firm=*/true)) return false;
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
-    const int64_t more = lacking(kind);
-    reservation.total_[kind] += more;
-    reservation.left_[kind] += more;
-    kinds_[kind].promised += more;
-    kinds_[kind].firm += more;
+    reservation.total_[kind] += more[kind];
+    reservation.left_[kind] += more[kind];
+    kinds_[kind].promised += more[kind];
+    kinds_[kind].firm += more[kind];
   }
   return true;
 }
@@ -202,85 +244,54 @@ bool PagePool::TryTake(Reservation& reservation, absl::Span<const Extent> extent
     reservation.left_[extent.kind] -= extent.count;
     state.taken += extent.count;
     SLUICE_CHECK(state.taken <= state.promised && state.taken <= state.pages);
-    TakeRuns(state, extent);
   }
+  if (slabs_.has_value()) {  // all that this call lacks at once, so that it lies together
+    for (size_t kind = 0; kind < kinds_.size(); ++kind) {
+      const int64_t lacking = kinds_[kind].taken - slabs_->PagesIn(kind, slabs_->held(kind));
+      if (lacking > 0) slabs_->Claim(kind, lacking, &kinds_[kind].free);
+    }
+  }
+  for (const Extent& extent : extents) TakeRuns(extent);
   return true;
 }
 
-void PagePool::TakeRuns(KindState& state, const Extent& extent) {
-  int64_t count = extent.count;
-  int32_t after = extent.pages->empty() ? -2 : extent.pages->back();
-  while (count > 0) {
-    // The run right after `after`; else the smallest that holds all; else the largest there is.
-    auto best = state.free_runs.end();
-    for (auto it = state.free_runs.begin(); it != state.free_runs.end(); ++it) {
-      if (it->first == after + 1) {
-        best = it;
-        break;
-      }
-      if (best == state.free_runs.end()) {
-        best = it;
-        continue;
-      }
-      const bool holds = it->second >= count, best_holds = best->second >= count;
-      if (holds ? (!best_holds || it->second < best->second)
-                : (!best_holds && it->second > best->second)) {
-        best = it;
-      }
-    }
-    SLUICE_CHECK(best != state.free_runs.end(), "free pages are in runs");
-    auto node = state.free_runs.extract(best);  // used again for what is left of the run
-    const auto [first, length] = node.value();
-    const auto take = static_cast<int32_t>(std::min<int64_t>(length, count));
-    for (int32_t page = first; page < first + take; ++page) {
+void PagePool::TakeRuns(const Extent& extent) {
+  KindState& state = kinds_[extent.kind];
+  int32_t wanted = extent.pages->empty() ? -1 : extent.pages->back() + 1;
+  for (int64_t count = extent.count; count > 0; wanted = -1) {
+    const PageRun run = state.free.Take(count, wanted);
+    for (int32_t page = run.first; page < run.first + run.count; ++page) {
       SLUICE_CHECK(!state.owned[static_cast<size_t>(page)], "no page has two owners");
       state.owned[static_cast<size_t>(page)] = true;
       extent.pages->push_back(page);
     }
-    if (take < length) {
-      node.value() = {first + take, length - take};
-      state.free_runs.insert(std::move(node));
-    }
-    after = -2;
-    count -= take;
+    if (slabs_.has_value()) slabs_->Take(extent.kind, run);
+    count -= run.count;
   }
 }
 
 void PagePool::Give(Reservation& reservation, size_t kind, absl::Span<const int32_t> pages) {
   SLUICE_CHECK(reservation.pool_ == this);
   absl::MutexLock lock(&mutex_);
-  KindState& state = kinds_[kind];
   const auto count = static_cast<int64_t>(pages.size());
-  state.taken -= count;
+  kinds_[kind].taken -= count;
   reservation.left_[kind] += count;
   SLUICE_CHECK(reservation.left_[kind] <= reservation.total_[kind]);
   for (size_t begin = 0, end; begin < pages.size(); begin = end) {
     end = begin + 1;
     while (end < pages.size() && pages[end] == pages[end - 1] + 1) ++end;
-    GiveRun(state, pages[begin], static_cast<int32_t>(end - begin));
+    GiveRun(kind, {pages[begin], static_cast<int32_t>(end - begin)});
   }
 }
 
-void PagePool::GiveRun(KindState& state, int32_t first, int32_t count) {
-  for (int32_t page = first; page < first + count; ++page) {
+void PagePool::GiveRun(size_t kind, PageRun run) {
+  KindState& state = kinds_[kind];
+  for (int32_t page = run.first; page < run.first + run.count; ++page) {
     SLUICE_CHECK(state.owned[static_cast<size_t>(page)], "a page is given back once");
     state.owned[static_cast<size_t>(page)] = false;
   }
-  // Merge with the neighbours.
-  auto next = state.free_runs.lower_bound({first, 0});
-  if (next != state.free_runs.end() && next->first == first + count) {
-    count += next->second;
-    next = state.free_runs.erase(next);
-  }
-  if (next != state.free_runs.begin()) {
-    const auto previous = std::prev(next);
-    if (previous->first + previous->second == first) {
-      first = previous->first;
-      count += previous->second;
-      state.free_runs.erase(previous);
-    }
-  }
-  state.free_runs.emplace(first, count);
+  state.free.Add(run);
+  if (slabs_.has_value()) slabs_->Give(kind, run, &state.free);
 }
 
 PagePool::Room PagePool::RoomNow() const {
@@ -289,10 +300,11 @@ PagePool::Room PagePool::RoomNow() const {
   absl::MutexLock lock(&mutex_);
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
     const KindState& state = kinds_[kind];
-    const int64_t unpromised = state.limit - state.promised;
-    room.firm_tokens[kind] = TokensIn(kind, std::min(unpromised, state.pages - state.firm));
-    room.soft_tokens[kind] = TokensIn(kind, std::min(unpromised, state.pages));
-    room.free_tokens[kind] = TokensIn(kind, state.pages - state.taken);
+    const int64_t pages = PagesLeftFor(kind);
+    const int64_t unpromised = state.limit - state.promised - (state.pages - pages);
+    room.firm_tokens[kind] = TokensIn(kind, std::min(unpromised, pages - state.firm));
+    room.soft_tokens[kind] = TokensIn(kind, std::min(unpromised, pages));
+    room.free_tokens[kind] = TokensIn(kind, pages - state.taken);
   }
   return room;
 }
@@ -306,27 +318,41 @@ TokensByKind PagePool::Capacity() const {
   return capacity;
 }
 
-int64_t PagePool::SequencesThatFit(const TokensByKind& tokens) const {
+int64_t PagePool::SequencesThatFit(const TokensByKind& tokens, const TokensByKind& more) const {
+  const PagesByKind each = PagesFor(tokens), one = PagesFor(tokens + more);
   absl::MutexLock lock(&mutex_);
-  int64_t sequences = std::numeric_limits<int64_t>::max();
+  int64_t high = std::numeric_limits<int64_t>::max();
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
-    const int64_t pages = layout_.PagesFor(kind, tokens[kind]);
-    if (pages > 0) sequences = std::min(sequences, kinds_[kind].pages / pages);
+    if (each[kind] > 0) high = std::min(high, kinds_[kind].pages / each[kind]);
   }
-  return sequences;
+  if (!Holds(one)) return 0;
+  if (high == std::numeric_limits<int64_t>::max()) return high;
+  int64_t low = 1;
+  while (low < high) {
+    const int64_t middle = low + (high - low + 1) / 2;
+    PagesByKind all = one;
+    for (size_t kind = 0; kind < kinds_.size(); ++kind) all[kind] += (middle - 1) * each[kind];
+    if (Holds(all)) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
 }
 
 PagePool::Usage PagePool::UsageOf(size_t kind) const {
   absl::MutexLock lock(&mutex_);
   const KindState& state = kinds_[kind];
   const int64_t page_bytes = layout_.kinds[kind].page_bytes();
-  return {state.pages * page_bytes, state.promised * page_bytes, state.taken * page_bytes};
+  return {PagesLeftFor(kind) * page_bytes, state.promised * page_bytes, state.taken * page_bytes};
 }
 
-std::vector<PagePool::PageRun> PagePool::FreeRuns(size_t kind) const {
+std::vector<PageRun> PagePool::FreeRuns(size_t kind) const {
   absl::MutexLock lock(&mutex_);
   std::vector<PageRun> runs;
-  for (const auto& [first, count] : kinds_[kind].free_runs) runs.push_back({first, count});
+  if (slabs_.has_value()) runs = slabs_->Unclaimed(kind);
+  for (const auto& [first, count] : kinds_[kind].free.runs()) runs.push_back({first, count});
   return runs;
 }
 

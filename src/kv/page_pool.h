@@ -4,12 +4,14 @@
 // never more than the arena, so a sequence with a firm promise gets every page of it once those
 // with a soft promise are out of the way. Soft promises go beyond, up to `overcommit` arenas; there
 // taking may find no page. The arena is divided among the kinds in the proportion in which
-// sequences take them; a kind runs out by itself. Thread-safe.
+// sequences take them, and a kind runs out by itself; or the kinds share it (TierShape::shared),
+// and each has what the others leave. Thread-safe.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
-#include <set>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,6 +22,8 @@
 #include "absl/types/span.h"
 #include "src/device/device.h"
 #include "src/kv/cache_layout.h"
+#include "src/kv/page_runs.h"
+#include "src/kv/page_slabs.h"
 
 namespace sluice {
 
@@ -55,7 +59,7 @@ class PagePool {
  public:
   // `arena` holds the pages; `name` ("hbm", "dram") is for messages and metrics; `overcommit` >= 1.
   // INVALID_ARGUMENT if not even one page of each kind and layer fits. REQUIRES: the proportion has
-  // something of each kind.
+  // something of each kind; an arena that kinds share is not overcommitted.
   static absl::StatusOr<std::unique_ptr<PagePool>> Create(std::string name, const TierShape& shape,
                                                           Buffer arena, double overcommit = 1.0);
   // Sequences take the same tokens of every kind.
@@ -100,15 +104,18 @@ class PagePool {
     return base_[kind] + page * layout_.kinds[kind].page_bytes();
   }
   // Tokens of each kind that the whole pool holds of a single sequence (of kinds that it does not
-  // have, any number), and of all of them.
+  // have, any number), and of all of them. Where kinds share the arena: with nothing of the others.
   TokensByKind Capacity() const;
   int64_t capacity_tokens() const { return Capacity().least(); }
-  // Sequences of `tokens` that the empty pool holds at once; any number where they take nothing.
-  int64_t SequencesThatFit(const TokensByKind& tokens) const;
+  // Sequences of `tokens` that the empty pool holds at once, one of them with `more` on top; any
+  // number where they take nothing.
+  int64_t SequencesThatFit(const TokensByKind& tokens, const TokensByKind& more = 0) const;
   bool overcommitted() const { return overcommit_ > 1; }
+  bool shared() const { return shared_; }
 
   // Tokens of one more sequence for which there is room now; of kinds that the pool does not have,
-  // any number.
+  // any number. Where kinds share the arena: with no more of the others, so that it may have room
+  // for each of them and not for all.
   struct Room {
     TokensByKind firm_tokens;  // with a firm promise
     TokensByKind soft_tokens;  // with a soft one
@@ -117,17 +124,13 @@ class PagePool {
   Room RoomNow() const;
 
   struct Usage {
-    int64_t capacity_bytes = 0;
+    int64_t capacity_bytes = 0;  // where kinds share the arena: less what the others were promised
     int64_t reserved_bytes = 0;  // taken pages included; at most overcommit x the capacity
     int64_t used_bytes = 0;      // taken pages; at most the capacity
   };
   Usage UsageOf(size_t kind) const;
-  // Pages [first, first + count).
-  struct PageRun {
-    int32_t first = 0;
-    int32_t count = 0;
-  };
-  // Those that nobody owns, for whoever watches over them.
+  // Pages that nobody owns, for whoever watches over them. Where kinds share the arena a stretch
+  // that is free is free for each of them.
   std::vector<PageRun> FreeRuns(size_t kind) const;
 
  private:
@@ -138,24 +141,34 @@ class PagePool {
     int64_t promised = 0;  // firm or soft, taken or not
     int64_t firm = 0;      // of them firm: at most pages
     int64_t taken = 0;
-    std::set<std::pair<int32_t, int32_t>> free_runs;  // (first, count), disjoint, never adjacent
-    std::vector<bool> owned;                          // per page: no page has two owners
+    PageRuns free;            // of the slabs that it has, where the arena is shared
+    std::vector<bool> owned;  // per page: no page has two owners
   };
-  PagePool(std::string name, const CacheLayout& layout, const std::vector<int64_t>& pages,
+  using PagesByKind = std::array<int64_t, TokensByKind::kMaxKinds>;
+  PagePool(std::string name, const TierShape& shape, const std::vector<int64_t>& pages,
            Buffer arena, double overcommit);
+  PagesByKind PagesFor(const TokensByKind& tokens) const;
+  // Whether an empty pool holds so many.
+  bool Holds(const PagesByKind& pages) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether so many more may be promised now.
+  bool MayPromise(const PagesByKind& more, bool firm) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Pages of a kind that it has or may come to have, with what the others are promised.
+  int64_t PagesLeftFor(size_t kind) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Tokens of one sequence that `pages` of a kind hold.
   int64_t TokensIn(size_t kind, int64_t pages) const {
     return pages / layout_.layers * layout_.kinds[kind].block_tokens;
   }
-  void TakeRuns(KindState& state, const Extent& extent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  static void GiveRun(KindState& state, int32_t first, int32_t count);
+  void TakeRuns(const Extent& extent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void GiveRun(size_t kind, PageRun run) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::string name_;
   const CacheLayout layout_;
   const Buffer arena_;
   const double overcommit_;
+  const bool shared_;
   std::vector<uint8_t*> base_;
   mutable absl::Mutex mutex_;
+  std::optional<PageSlabs> slabs_ ABSL_GUARDED_BY(mutex_);  // where kinds share the arena
   std::vector<KindState> kinds_ ABSL_GUARDED_BY(mutex_);
 };
 

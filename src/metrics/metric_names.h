@@ -54,6 +54,26 @@ inline constexpr Metric kStepSeconds{"sluice_step_seconds", Type::kHistogram,
                                      "from the step before",
                                      "phase"};
 
+// What decode rows attend to where a policy selects, some steps late. The hit rate is
+// 1 - missed / selected.
+inline constexpr Metric kSelectedTokens{
+    "sluice_selected_tokens_total", Type::kCounter,
+    "Tokens that decode rows attended to in layers that select, once for each KV head", "layer"};
+inline constexpr Metric kMissedTokens{
+    "sluice_missed_tokens_total", Type::kCounter,
+    "Of the selected tokens those that had no place in HBM: fetched, or the CPU's", "layer"};
+inline constexpr Metric kFetchedTokens{
+    "sluice_fetched_tokens_total", Type::kCounter,
+    "Tokens that steps moved to a place in HBM, once for each KV head; without warm-ups", "layer"};
+inline constexpr Metric kSelectingRows{"sluice_selecting_rows_total", Type::kCounter,
+                                       "Decode rows that selected, in every such layer", ""};
+inline constexpr Metric kLinkBytes{
+    "sluice_link_bytes_total", Type::kCounter,
+    "Bytes of caches that decode rows moved over the link: fetched, and written through", ""};
+inline constexpr Metric kResidentPlaces{
+    "sluice_resident_places", Type::kGauge,
+    "Tokens for which running sequences have places in HBM, in each layer (policy ess)", ""};
+
 // CPU workers that attend to what is not in HBM.
 inline constexpr Metric kWorkers{"sluice_attention_workers", Type::kGauge,
                                  "CPU workers that attend, less those that have died", ""};
@@ -72,9 +92,9 @@ inline constexpr Metric kWorkerFailures{
 // Policy ess.
 inline constexpr Metric kScheduleLayers{
     "sluice_ess_schedule_layers", Type::kGauge,
-    "Layers by what runs beneath their fetching in the steps that run: nothing (none), attention "
-    "to "
-    "what is in HBM (da), the indexer of half the batch too (dba)",
+    "Layers by what runs beneath their fetching in the steps that run: nothing (none), the making "
+    "of queries (queries), attention to what is in HBM too (da), the indexer of half the batch too "
+    "(dba)",
     "schedule"};
 inline constexpr Metric kScheduleChanges{
     "sluice_ess_schedule_changes_total", Type::kCounter,
@@ -102,8 +122,11 @@ inline constexpr Metric kLeasesExpired{"sluice_leases_expired_total", Type::kCou
                                        "Transfers dropped because their lease ran out", ""};
 
 // Memory.
-inline constexpr Metric kTierCapacity{"sluice_tier_capacity_bytes", Type::kGauge,
-                                      "Bytes of a tier set aside for a kind of cache", "tier,kind"};
+inline constexpr Metric kTierCapacity{
+    "sluice_tier_capacity_bytes", Type::kGauge,
+    "Bytes of a tier set aside for a kind of cache; where kinds share "
+    "a tier, all but what the others were promised",
+    "tier,kind"};
 inline constexpr Metric kTierReserved{"sluice_tier_reserved_bytes", Type::kGauge,
                                       "Bytes promised to sequences, their growth included",
                                       "tier,kind"};
@@ -156,6 +179,12 @@ inline constexpr const Metric* kAll[] = {
     &kBatchSequences,
     &kStepSequences,
     &kStepSeconds,
+    &kSelectedTokens,
+    &kMissedTokens,
+    &kFetchedTokens,
+    &kSelectingRows,
+    &kLinkBytes,
+    &kResidentPlaces,
     &kWorkers,
     &kWorkerBusySeconds,
     &kWorkerTokens,

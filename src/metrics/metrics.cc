@@ -51,7 +51,7 @@ constexpr std::array<const char*, kTokenKinds> kTokenKindNames = {"output", "pro
 constexpr std::array<const char*, kStepPhases> kPhaseNames = {"plan",   "launch", "copy", "compute",
                                                               "sample", "emit",   "total"};
 constexpr std::array<const char*, 3> kWorkerFailureNames = {"failed", "left", "late"};
-constexpr std::array<const char*, 3> kScheduleNames = {"none", "da", "dba"};
+constexpr std::array<const char*, 4> kScheduleNames = {"none", "queries", "da", "dba"};
 
 // Two scrapes at once may bring older totals after newer ones.
 void Raise(const Counter& counter, double total, double& before) {
@@ -119,6 +119,11 @@ struct Metrics::Registry {
   absl::Mutex mutex;
   WorkerTotals counted ABSL_GUARDED_BY(mutex);
   double counted_changes ABSL_GUARDED_BY(mutex) = 0;
+  SelectionTotals counted_selection ABSL_GUARDED_BY(mutex);
+  struct LayerCounters {
+    Counter selected, missed, fetched;
+  };
+  std::vector<LayerCounters> layers ABSL_GUARDED_BY(mutex);
 };
 
 Metrics::Metrics()
@@ -161,6 +166,9 @@ Metrics::Metrics()
           })),
       batch_sequences_(registry_->MakeGauge(names::kBatchSequences)),
       vllm_running_(registry_->MakeGauge(names::kVllmRunning)),
+      selecting_rows_(registry_->MakeCounter(names::kSelectingRows)),
+      link_bytes_(registry_->MakeCounter(names::kLinkBytes)),
+      resident_places_(registry_->MakeGauge(names::kResidentPlaces)),
       workers_(registry_->MakeGauge(names::kWorkers)),
       worker_busy_seconds_(registry_->MakeCounter(names::kWorkerBusySeconds)),
       worker_tokens_(registry_->MakeCounter(names::kWorkerTokens)),
@@ -219,6 +227,27 @@ void Metrics::SetSchedules(const ScheduleTotals& totals) const {
   absl::MutexLock lock(&registry_->mutex);
   for (size_t i = 0; i < totals.layers.size(); ++i) schedule_layers_[i].Set(totals.layers[i]);
   Raise(schedule_changes_, totals.changes, registry_->counted_changes);
+}
+
+void Metrics::SetSelection(const SelectionTotals& totals) const {
+  absl::MutexLock lock(&registry_->mutex);
+  SelectionTotals& counted = registry_->counted_selection;
+  while (counted.layers.size() < totals.layers.size()) {
+    const prometheus::Labels layer = {{"layer", std::to_string(counted.layers.size())}};
+    registry_->layers.push_back({registry_->MakeCounter(names::kSelectedTokens, layer),
+                                 registry_->MakeCounter(names::kMissedTokens, layer),
+                                 registry_->MakeCounter(names::kFetchedTokens, layer)});
+    counted.layers.emplace_back();
+  }
+  for (size_t i = 0; i < totals.layers.size(); ++i) {
+    const Registry::LayerCounters& counters = registry_->layers[i];
+    Raise(counters.selected, totals.layers[i].selected, counted.layers[i].selected);
+    Raise(counters.missed, totals.layers[i].missed, counted.layers[i].missed);
+    Raise(counters.fetched, totals.layers[i].fetched, counted.layers[i].fetched);
+  }
+  Raise(selecting_rows_, totals.rows, counted.rows);
+  Raise(link_bytes_, totals.link_bytes, counted.link_bytes);
+  resident_places_.Set(totals.places);
 }
 
 void Metrics::SetBuildInfo(const BuildInfo& info) {

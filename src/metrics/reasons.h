@@ -58,6 +58,7 @@ inline constexpr RequestReason kRequestReasons[] = {
     {RequestOutcome::kError, "INVALID_ARGUMENT"},
     {RequestOutcome::kError, "POISONED"},
     {RequestOutcome::kError, "TRANSFER_ABORTED"},
+    {RequestOutcome::kError, "TRANSFER_FAILED"},
     {RequestOutcome::kError, "UNAVAILABLE"},
     {RequestOutcome::kError, "WORKER_FAILED"},
     {RequestOutcome::kError, kOtherReason},

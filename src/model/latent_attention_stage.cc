@@ -1,6 +1,7 @@
 #include "src/model/latent_attention_stage.h"
 
 #include <cmath>
+#include <memory>
 #include <vector>
 
 #include "src/base/status_macros.h"
@@ -65,23 +66,29 @@ absl::Status LatentAttentionStage::LoadAbsorbed(WeightLoader& loader, const std:
   const int64_t v = latent_.v_dim;
   SLUICE_ASSIGN_OR_RETURN(MatrixView all,
                           loader.Host(kv_b, static_cast<int>(heads * (nope + v)), latent_.rank));
-  std::vector<float> keys(static_cast<size_t>(heads * rank * nope));
-  std::vector<float> values(static_cast<size_t>(heads * v * rank));
-  ParallelFor(heads, [&](int64_t head) {
-    std::vector<float> row(static_cast<size_t>(rank));
-    float* to = keys.data() + head * rank * nope;
-    for (int64_t d = 0; d < nope; ++d) {
-      all.FloatRow(head * (nope + v) + d, row.data());
-      for (int64_t i = 0; i < rank; ++i) to[i * nope + d] = row[static_cast<size_t>(i)];
-    }
-    for (int64_t d = 0; d < v; ++d) {
-      all.FloatRow(head * (nope + v) + nope + d, values.data() + (head * v + d) * rank);
-    }
-  });
+  const auto key_count = static_cast<size_t>(heads * rank * nope);
+  const auto value_count = static_cast<size_t>(heads * v * rank);
+  const auto keys = std::make_unique_for_overwrite<float[]>(key_count);
+  const auto values = std::make_unique_for_overwrite<float[]>(value_count);
+  if (loader.has_values()) {
+    ParallelFor(heads, [&](int64_t head) {
+      std::vector<float> row(static_cast<size_t>(rank));
+      float* to = keys.get() + head * rank * nope;
+      for (int64_t d = 0; d < nope; ++d) {
+        all.FloatRow(head * (nope + v) + d, row.data());
+        for (int64_t i = 0; i < rank; ++i) to[i * nope + d] = row[static_cast<size_t>(i)];
+      }
+      for (int64_t d = 0; d < v; ++d) {
+        all.FloatRow(head * (nope + v) + nope + d, values.get() + (head * v + d) * rank);
+      }
+    });
+  }
   loader.Release(std::move(all));
   const bool bf16 = !latent_.fp8_weights || ops_.activation_type() == DType::kBFloat16;
-  SLUICE_ASSIGN_OR_RETURN(out->absorb_k, loader.Made(keys, latent_.nope_dim, bf16));
-  SLUICE_ASSIGN_OR_RETURN(out->absorb_v, loader.Made(values, latent_.rank, bf16));
+  SLUICE_ASSIGN_OR_RETURN(out->absorb_k,
+                          loader.Made({keys.get(), key_count}, latent_.nope_dim, bf16));
+  SLUICE_ASSIGN_OR_RETURN(out->absorb_v,
+                          loader.Made({values.get(), value_count}, latent_.rank, bf16));
   return absl::OkStatus();
 }
 

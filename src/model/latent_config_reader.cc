@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/latent_params.h"
 #include "src/base/status_macros.h"
+#include "src/device/weight_rows.h"
 
 namespace sluice {
 namespace {
@@ -27,7 +28,6 @@ constexpr int64_t kMaxExpertsPerToken = 32;
 constexpr int64_t kMaxSharedExperts = 16;
 constexpr int64_t kMaxIntermediate = 1 << 18;
 constexpr int64_t kMaxNextTokenLayers = 16;
-constexpr int64_t kBlock = 128;  // rows and columns of a scale
 // Rows of fp8 matrices that are put below one another.
 constexpr int64_t kStep = kernels::kFp8BlockRows;
 
@@ -166,7 +166,7 @@ absl::StatusOr<bool> ReadQuantization(const ConfigReader& config) {
   };
   SLUICE_RETURN_IF_ERROR(needed("quant_method", "fp8"));
   SLUICE_RETURN_IF_ERROR(Only(settings, "fmt", "e4m3"));
-  SLUICE_RETURN_IF_ERROR(needed("weight_block_size", json::array({kBlock, kBlock})));
+  SLUICE_RETURN_IF_ERROR(needed("weight_block_size", json::array({kScaleBlock, kScaleBlock})));
   // Of activations, which are not quantised here.
   SLUICE_RETURN_IF_ERROR(Only(settings, "activation_scheme", "dynamic"));
   for (const char* key : {"modules_to_not_convert", "ignored_layers"}) {

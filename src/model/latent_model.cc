@@ -106,8 +106,10 @@ absl::StatusOr<std::unique_ptr<Model>> NewLatentModel(const Model::Options& opti
                                                       Device* device) {
   KernelSet& kernels = device->kernels();
   if (!kernels.HasLatent()) {
-    return absl::UnimplementedError(absl::StrCat(config.architecture, ": kernels ", kernels.name(),
-                                                 " have no latent attention"));
+    return absl::UnimplementedError(
+        absl::StrCat("model: ", config.name, " (", config.architecture,
+                     ") has latent caches, and the kernels of device ", device->name(), " (",
+                     kernels.name(), ") have no operators for them: take --device cpu or cuda"));
   }
   SLUICE_ASSIGN_OR_RETURN(CacheLayout layout,
                           LatentCacheLayout(config, options.kv_dtype, options.block_tokens));

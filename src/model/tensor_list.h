@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "src/device/weight_rows.h"
 #include "src/model/model_config.h"
 
 namespace sluice {
@@ -26,8 +27,6 @@ struct TensorSpec {
 
 // "<matrix>_scale_inv": the tensor of an fp8 matrix' scales, by which its values are multiplied.
 std::string ScalesTensor(const std::string& matrix);
-// Rows and columns of a scale.
-inline constexpr int64_t kScaleBlock = 128;
 // Scales of a matrix.
 constexpr int64_t ScaleCount(int64_t rows, int64_t cols) {
   return (rows + kScaleBlock - 1) / kScaleBlock * ((cols + kScaleBlock - 1) / kScaleBlock);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "src/base/dtype.h"
 #include "src/base/status_macros.h"
 #include "src/device/device.h"
@@ -75,17 +76,20 @@ class WeightLoader {
   }
   void Release(MatrixView view) { source_->Release(std::move(view)); }
 
+  // Whether what Host gives, and Made is to be given, has values (WeightSource::has_values).
+  bool has_values() const { return source_->has_values(); }
+
   // A matrix that was made of such. `bf16`: rounded to bf16 here.
-  absl::StatusOr<Weight> Made(const std::vector<float>& values, int columns, bool bf16) {
+  absl::StatusOr<Weight> Made(absl::Span<const float> values, int columns, bool bf16) {
     const auto rows = static_cast<int32_t>(values.size() / static_cast<size_t>(columns));
     MatrixPart part{.data = nullptr, .rows = rows, .values = values.data()};
     auto narrow = std::make_unique_for_overwrite<uint16_t[]>(bf16 ? values.size() : 0);
-    if (bf16) {
+    if (bf16) part = {.data = narrow.get(), .rows = rows};
+    if (bf16 && has_values()) {
       ParallelRanges(rows, 256, [&](int64_t begin, int64_t end) {
         std::transform(values.data() + begin * columns, values.data() + end * columns,
                        narrow.get() + begin * columns, FloatToBFloat16);
       });
-      part = {.data = narrow.get(), .rows = rows};
     }
     SLUICE_ASSIGN_OR_RETURN(Weight weight, device_->kernels().Prepare({&part, 1}, columns));
     if (weight.storage.bytes() > 0) {

@@ -303,7 +303,7 @@ class DummySource : public WeightSource {
   void Release(MatrixView) override {}
   absl::Status CheckNoLeftovers() override { return absl::OkStatus(); }
 
- private:
+ protected:
   absl::StatusOr<const TensorSpec*> Find(const std::string& name,
                                          absl::Span<const int64_t> shape) const {
     const auto it = tensors_.find(name);
@@ -318,8 +318,25 @@ class DummySource : public WeightSource {
     return &it->second;
   }
 
+ private:
   const ModelConfig config_;
   std::map<std::string, TensorSpec> tensors_;
+};
+
+class ShapeSource : public DummySource {
+ public:
+  using DummySource::DummySource;
+  bool has_values() const override { return false; }
+  absl::StatusOr<MatrixView> Matrix(const std::string& name, int64_t rows, int64_t cols) override {
+    SLUICE_RETURN_IF_ERROR(Find(name, {rows, cols}).status());
+    const auto n = static_cast<size_t>(rows * cols);
+    if (!IsFp8(name)) {
+      return MatrixView::Owned(std::make_unique_for_overwrite<uint16_t[]>(n), rows, cols);
+    }
+    return MatrixView::OwnedFp8(std::make_unique_for_overwrite<uint8_t[]>(n),
+                                std::vector<float>(static_cast<size_t>(ScaleCount(rows, cols))),
+                                rows, cols);
+  }
 };
 
 }  // namespace
@@ -345,6 +362,10 @@ absl::StatusOr<std::unique_ptr<WeightSource>> OpenCheckpoint(const std::string& 
 
 std::unique_ptr<WeightSource> DummyWeights(const ModelConfig& config) {
   return std::make_unique<DummySource>(config);
+}
+
+std::unique_ptr<WeightSource> WeightShapes(const ModelConfig& config) {
+  return std::make_unique<ShapeSource>(config);
 }
 
 }  // namespace sluice

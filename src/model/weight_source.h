@@ -75,6 +75,9 @@ class WeightSource {
  public:
   virtual ~WeightSource() = default;
 
+  // Whether elements have values. Else shapes and forms alone are right, and what Matrix gives is
+  // memory that nobody has touched.
+  virtual bool has_values() const { return true; }
   // What makes the matrix, where it comes from a formula: then nothing needs to ask for its bytes.
   virtual std::optional<kernels::WeightFormula> Formula(const std::string& name) const = 0;
   // Whether the matrix is one of e4m3, as Matrix gives it and as Formula is to be taken
@@ -105,5 +108,7 @@ absl::StatusOr<std::unique_ptr<WeightSource>> OpenCheckpoint(const std::string& 
 
 // Weights from a formula (dummy_weights.h), made as they are asked for.
 std::unique_ptr<WeightSource> DummyWeights(const ModelConfig& config);
+// The same without values, for a device that computes nothing.
+std::unique_ptr<WeightSource> WeightShapes(const ModelConfig& config);
 
 }  // namespace sluice

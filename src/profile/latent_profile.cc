@@ -64,6 +64,13 @@ class LatentProfiler {
     load_.max_rows = 512 + most_;
     load_.max_logits = most_;
     load_.max_context = longest_ + PolicyRunTokens(steps_);
+    SLUICE_ASSIGN_OR_RETURN(const ModelConfig config, LoadModelConfig(options_.model));
+    if (load_.max_context > config.max_position_embeddings) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "a prompt of ", longest_, " tokens with --steps ", options_.steps, " needs a context of ",
+          load_.max_context, ", the model has ", config.max_position_embeddings,
+          ": take shorter prompts (--contexts), or fewer steps"));
+    }
     if (options_.topic_drift) {
       load_.weights = [this](const ModelConfig& config) {
         return LatentDriftWeights(config, Drift());
@@ -207,8 +214,8 @@ class LatentProfiler {
         std::min(context, static_cast<double>(model_->config().latent->indexer->top_k));
     for (size_t layer = 0; layer < times.size(); ++layer) {
       const double misses = point.by_layer[layer];
-      const double counts[] = {rows * context, rows, rows * misses, rows,
-                               rows * (selected - misses)};
+      const double counts[] = {
+          rows * context, rows, rows * misses, rows, rows * (selected - misses), rows};
       for (size_t s = 0; s < std::size(stages_); ++s) {
         stages_[s].counts.push_back(counts[s]);
         stages_[s].times.push_back(times[layer][s]);
@@ -219,10 +226,11 @@ class LatentProfiler {
   absl::Status Rates() {
     StageRates& rates = profile_.misses.rates;
     SLUICE_ASSIGN_OR_RETURN(rates.branch_us, MeasureBranch(bench_device_->device()));
-    LinearTime* const fitted[] = {&rates.index, &rates.admit, &rates.transfer, &rates.prepare,
-                                  &rates.attend};
-    static constexpr const char* kNames[] = {"indexer", "Admit", "transfer", "PreAttn", "Attn0"};
-    static constexpr const char* kOf[] = {"key", "row", "entry", "row", "entry"};
+    LinearTime* const fitted[] = {&rates.index,   &rates.admit,  &rates.transfer,
+                                  &rates.prepare, &rates.attend, &rates.merge};
+    static constexpr const char* kNames[] = {"indexer", "Admit", "transfer",
+                                             "PreAttn", "Attn0", "Attn1"};
+    static constexpr const char* kOf[] = {"key", "row", "entry", "row", "entry", "row"};
     if (stages_[0].times.empty()) return absl::InternalError("no step was timed");
     std::printf("\na layer's stages on %s\n\n", bench_device_->device().name().c_str());
     for (size_t s = 0; s < std::size(stages_); ++s) {

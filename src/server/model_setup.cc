@@ -58,8 +58,7 @@ absl::StatusOr<std::unique_ptr<Device>> NewDevice(const Config& config) {
   return NewCpuDevice(options);
 }
 
-absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_rows, int max_logits,
-                                                 Device* device) {
+absl::StatusOr<Model::Options> ModelOptionsOf(const Config& config, int max_rows, int max_logits) {
   Model::Options options;
   options.directory = config.model();
   options.load_format = config.load_format();
@@ -69,6 +68,13 @@ absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_r
   options.max_context = static_cast<int>(config.max_context());
   options.max_rows = max_rows;
   options.max_logits = max_logits;
+  return options;
+}
+
+absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_rows, int max_logits,
+                                                 Device* device) {
+  SLUICE_ASSIGN_OR_RETURN(const Model::Options options,
+                          ModelOptionsOf(config, max_rows, max_logits));
   return Model::Load(options, device);
 }
 

@@ -20,7 +20,9 @@ namespace sluice {
 
 absl::StatusOr<std::unique_ptr<Device>> NewDevice(const Config& config);
 
-// `max_rows`, `max_logits`: of a step, for Model::Options.
+// `max_rows`, `max_logits`: of a step. The errors of LoadModelConfig.
+absl::StatusOr<Model::Options> ModelOptionsOf(const Config& config, int max_rows, int max_logits);
+// A model by these options.
 absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_rows, int max_logits,
                                                  Device* device);
 

@@ -10,6 +10,7 @@
 #include "src/device/kernel_set.h"
 #include "src/engine/batch_state.h"
 #include "src/model/policy_model.h"
+#include "src/model/weight_source.h"
 #include "src/server/model_setup.h"
 #include "src/server/planning_device.h"
 
@@ -157,8 +158,11 @@ PlanInput::Policy PlanPolicy(const PolicyOptions& options, const PlanInput& in, 
     if (hbm_pool.layout().kinds.size() > 1)
       room.kinds = absl::StrCat("HBM: ", BytesByKind(hbm_pool.layout(), footprint.hbm_tokens),
                                 "; DRAM: ", BytesByKind(dram_pool.layout(), footprint.dram_tokens));
+    // What only a handed-over cache needs leaves DRAM before the next sequence comes in.
+    const TokensByKind running = made->policy->FootprintOf(0, context).dram_tokens;
     room.running = std::min({hbm_pool.SequencesThatFit(footprint.hbm_tokens),
-                             dram_pool.SequencesThatFit(footprint.dram_tokens), in.max_sequences});
+                             dram_pool.SequencesThatFit(running, footprint.dram_tokens - running),
+                             in.max_sequences});
     out.rooms.push_back(room);
   }
   out.one = made->policy->DescribeSteps(1);
@@ -254,14 +258,14 @@ absl::StatusOr<PlanInput> PlanOf(const Config& config) {
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Device> real, NewDevice(config));
   const std::unique_ptr<PlanningDevice> device = NewPlanningDevice(real.get());
   const auto sequences = static_cast<int>(config.max_sequences());
-  Config by_formula = config;  // no weights are read
-  by_formula.set_load_format("dummy");
   PlanInput in;
   in.device = real->Memory();
   in.max_rows = int64_t{config.max_sequences()} + config.chunk_tokens();
-  SLUICE_ASSIGN_OR_RETURN(
-      const std::unique_ptr<Model> model,
-      LoadModel(by_formula, static_cast<int>(in.max_rows), sequences, device.get()));
+  SLUICE_ASSIGN_OR_RETURN(Model::Options model_options,
+                          ModelOptionsOf(config, static_cast<int>(in.max_rows), sequences));
+  model_options.weights = [](const ModelConfig& shape) { return WeightShapes(shape); };
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model,
+                          Model::Load(model_options, device.get()));
   in.model = model->config();
   in.layout = model->cache_layout();
   in.hbm_bytes = static_cast<int64_t>(config.hbm_bytes());

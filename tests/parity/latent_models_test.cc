@@ -110,6 +110,13 @@ TEST_CASE("latent models on reference kernels with float32 caches match transfor
   }
 }
 
+// Against the golden logits a single step turns on what quantising takes away, above all in the
+// first layer's latents; arithmetic has no part in it (exact products over the same rounding give
+// the same figures to 1e-4). With the least scale of each group, amax / 448, the worst step is
+// 0.143 and 0.139 on cases 0 and 1 of the bf16 model, 0.216 and 0.124 of the fp8 one; where latents
+// are moved by a thousandth before, 0.15 to 0.23 on the third of these in every one of 24 draws.
+// With the best of eight scales (kernels/latent_scales.h) 0.112, 0.087, 0.111 and 0.091; moved
+// likewise at most 0.140, 0.126, 0.153 (0.120 in the mean) and 0.123.
 TEST_CASE("packed caches on reference kernels cost what quantising costs") {
   for (const std::string& name : fixtures::TinyLatentModels()) {
     LatentTeacher teacher(fixtures::ModelDir(name), "reference", DType::kFloat8E4M3);

@@ -1,5 +1,6 @@
 #include "tests/parity/latent_watch.h"
 
+#include <utility>
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cstring>
@@ -182,9 +183,9 @@ void BothPolicies::Release(int slot) {
   second_->Release(slot);
 }
 
-void BothPolicies::EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) {
+void BothPolicies::EndPrompt(int slot, int64_t tokens, SelectionHints hints) {
   first_->EndPrompt(slot, tokens, hints);
-  second_->EndPrompt(slot, tokens, hints);
+  second_->EndPrompt(slot, tokens, std::move(hints));
 }
 
 void BothPolicies::BeginPrompt(int slot, int64_t tokens) {

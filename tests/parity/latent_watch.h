@@ -63,7 +63,7 @@ class BothPolicies : public ForwardingPolicy {
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                  absl::Span<const int32_t> positions) override;
   void Release(int slot) override;
-  void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override;
+  void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override;
   void BeginPrompt(int slot, int64_t tokens) override;
   void EndStep(Stream& stream) override;
   void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override;

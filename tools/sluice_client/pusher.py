@@ -282,7 +282,9 @@ class Pusher:
                 raise PushError(f"layer {layer}: {name} is {[a.shape for a in arrays]}: {error}") from error
             if found != list(cache_kind.part_bytes):
                 raise PushError(f"layer {layer}: {name} of {[a.shape for a in arrays]} has {found} bytes a "
-                                f"token, the node's cache {list(cache_kind.part_bytes)}")
+                                f"token, the node's cache {list(cache_kind.part_bytes)}: expected latent "
+                                "[tokens, kv_lora_rank], rope [tokens, qk_rope_head_dim] and index "
+                                "[tokens, index_head_dim] of the node's model")
             self._write(layer, cache_kind, sources, arrays, to_parts, tokens, (0, 1), token_begin)
 
     def write_chunk(self, layer: int, kind: str, heads: tuple[int, int], tokens: tuple[int, int],

@@ -101,7 +101,7 @@ int64_t OffloadPolicy::hint_tokens() const {
   return int64_t{tier_->options().recall_blocks} * tier_->block_tokens();
 }
 
-void OffloadPolicy::EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) {
+void OffloadPolicy::EndPrompt(int slot, int64_t tokens, SelectionHints hints) {
   tier_->WarmUp(slot, tokens, FirstUnits(slot, tokens, hints),
                 [&](Stream& stream, const OffloadTier::BulkRow& row) {
                   BuildArrays(stream, slot, tokens, row);

@@ -37,7 +37,7 @@ class OffloadPolicy : public AttentionPolicy {
                  absl::Span<const int32_t> positions) override;
   void Release(int slot) override;
   bool NeedsEndPrompt() const override { return true; }
-  void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override;
+  void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override;
   int64_t hint_tokens() const override;
   int decode_rows_per_sequence() const override { return 1; }
   absl::Status SlotHealth(int slot) const override;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "src/base/status_macros.h"
+#include "src/kv/page_copies.h"
 
 namespace sluice {
 
@@ -62,15 +63,8 @@ void WarmCopies::CopyRows(const ArrayPages::Rows& rows, int64_t entry, int head,
 }
 
 void WarmCopies::CopyDense(int layer, Ops* ops) const {
-  const std::vector<int32_t>& from = home.Pages(layer, 0);
-  const int32_t* to = table + pages.DenseEntry(layer);
-  const auto blocks = static_cast<size_t>(pages.kind.BlocksFor(tokens));
-  for (size_t begin = 0, end; begin < blocks; begin = end) {
-    end = begin + 1;
-    while (end < blocks && from[end] == from[end - 1] + 1 && to[end] == to[end - 1] + 1) ++end;
-    ops->push_back({hbm.PageAddress(0, to[begin]), dram.PageAddress(0, from[begin]),
-                    (end - begin) * static_cast<size_t>(pages.kind.page_bytes())});
-  }
+  CopyPages(dram, home.Pages(layer, 0).data(), hbm, table + pages.DenseEntry(layer), 0,
+            pages.kind.BlocksFor(tokens), ops);
 }
 
 void WarmCopies::ClearTables(int layer, int head, Ops* ops) const {

@@ -278,7 +278,7 @@ void Time(const Vectors& v, double ceiling) {
     Shape shape;
     int chosen;  // experts of a row; 0: no experts
   };
-  constexpr int kRows[] = {1, 8, 26, 32, 64, 76, 128, 512};
+  constexpr int kRows[] = {1, 8, 25, 32, 64, 76, 128, 512};
   std::printf("\nGB/s of weights (us)\n%-34s", "rows");
   for (int rows : kRows) std::printf(" %12d", rows);
   for (const Timed& t :

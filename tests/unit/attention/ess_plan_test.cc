@@ -8,6 +8,7 @@
 #include "src/attention/policies/ess/schedule.h"
 #include "src/attention/policies/ess/warm_plan.h"
 #include "src/base/rng.h"
+#include "src/kv/page_pool.h"
 
 namespace sluice {
 namespace {
@@ -87,6 +88,26 @@ TEST_CASE("HBM is cut so that sequences of the longest context fill every kind a
   // Few sequences have their whole length there.
   const TierShapes whole = EssTierShapesOf(Options(0, 4, 32768, bytes), DeepSeek());
   REQUIRE(whole.hbm.proportion[0] >= 32769);
+}
+
+TEST_CASE("DRAM is for entries: index keys take room while a sequence comes in, not longer") {
+  // 108 GiB, 32K: 76 sequences of 1.31 GB of entries and one on its way in. Divided by what a
+  // handed-over cache has of both kinds it would hold 73.
+  const size_t bytes = size_t{108} << 30;
+  const TierShape shape =
+      EssTierShapesOf(Options(0.2, 76, 32768, int64_t{41} << 30), DeepSeek()).dram;
+  const auto pool = PagePool::Create(
+      "dram", shape, Buffer(reinterpret_cast<void*>(4096), bytes, [](void*, size_t) {}));
+  REQUIRE(pool.ok());
+  const TokensByKind running = {32768, 0}, coming = {0, 32768};
+  REQUIRE(bytes / static_cast<size_t>(DeepSeek().BytesFor(32768)) == 73);
+  const int64_t fit = (*pool)->SequencesThatFit(running, coming);
+  REQUIRE(fit == 88);
+  // Nothing to speak of lies idle.
+  const int64_t used = DeepSeek().BytesFor(running) * fit + DeepSeek().BytesFor(coming);
+  REQUIRE(static_cast<double>(used) > 0.98 * static_cast<double>(bytes));
+  // Where all of them wait or are kept, with both kinds, none does either.
+  REQUIRE((*pool)->SequencesThatFit(32768) == 73);
 }
 
 TEST_CASE("A warm-up inserts the oldest position first, and forgets it first") {

@@ -104,11 +104,13 @@ std::pair<Result, int> RunUntilMissing(Overlap overlap, int row_bucket) {
     for (int slot = 0; slot < 2; ++slot) rig.policy().Release(slot);
   };
   REQUIRE(rig.policy().DescribeSteps(row_bucket == 0 ? 2 : row_bucket) ==
-          (overlap == Overlap::kNone ? "none 0-2" : "da 0-2"));
+          (overlap == Overlap::kNone ? "none 0-2"
+           : row_bucket == 0         ? "queries 0-2"
+                                     : "da 0-2"));
   for (int i = 0; i < 4; ++i) run(30 + i, 60);
-  const ScheduleStatistics fitting = rig.policy().Schedules();
-  REQUIRE(fitting.layers[static_cast<size_t>(overlap == Overlap::kDa)] == 3);
-  REQUIRE(fitting.changes == (overlap == Overlap::kLayerWise ? 1 : 0));
+  const bool changes = overlap == Overlap::kLayerWise && row_bucket > 0;
+  REQUIRE(rig.policy().Schedules().changes == (changes ? 1 : 0));
+  if (changes) REQUIRE(rig.policy().Schedules().layers == std::array<int, 4>{0, 3, 0, 0});
   run(300, 650);
   const PolicyStatistics statistics = rig.policy().Statistics();
   REQUIRE(statistics.layers[0].missing > 500);
@@ -118,9 +120,10 @@ std::pair<Result, int> RunUntilMissing(Overlap overlap, int row_bucket) {
 TEST_CASE("ess: schedules follow what is missed, and no bit changes with them") {
   const auto [want, none] = RunUntilMissing(Overlap::kNone, 0);
   REQUIRE(none == 0);
-  for (const int row_bucket : {0, 4}) {
+  // Many rows, though padded: from DA to queries, which is where few rows begin.
+  for (const int row_bucket : {0, 16}) {
     const auto [got, recordings] = RunUntilMissing(Overlap::kLayerWise, row_bucket);
-    REQUIRE(recordings == 2);  // to nothing, and back to DA
+    REQUIRE(recordings == (row_bucket == 0 ? 0 : 1));
     REQUIRE(got == want);
   }
 }

@@ -1,5 +1,6 @@
 // Policy ess's schedules: the arithmetic that chooses one for a layer, and the plan of all layers,
 // which follows what is seen.
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <vector>
 
@@ -20,18 +21,29 @@ Overlap Chosen(double misses, double context, int rows) {
   return ChooseOverlap(Times(misses, context, rows), rows);
 }
 
-TEST_CASE("Schedules: nothing for no misses, DA for few, DBA for many in a long context") {
-  REQUIRE(Chosen(0, 131072, 20) == Overlap::kNone);
-  REQUIRE(Chosen(0.001, 131072, 20) == Overlap::kNone);  // a fork costs more, nearly always
-  REQUIRE(Chosen(100, 131072, 20) == Overlap::kDa);
-  StageTimes times = Times(100, 131072, 20);
-  REQUIRE(AddedTime(Overlap::kDa, times) == times.branch);
+TEST_CASE("Schedules: PreAttn beside top-k always, and more the more is missed") {
+  for (const int rows : {1, 4, 20, 76}) {
+    REQUIRE(Chosen(0, 131072, rows) == Overlap::kQueries);
+    REQUIRE(Chosen(0.001, 32768, rows) == Overlap::kQueries);
+    const StageTimes times = Times(0, 32768, rows);
+    REQUIRE(AddedTime(Overlap::kQueries, times) ==
+            Approx(times.branch - std::min(times.prepare, times.beside)));
+  }
+  StageTimes times = Times(10, 131072, 20);
+  REQUIRE(ChooseOverlap(times, 20) == Overlap::kQueries);
+  times = Times(300, 131072, 20);
+  REQUIRE(ChooseOverlap(times, 20) == Overlap::kDa);
   times = Times(605, 131072, 20);
   REQUIRE(ChooseOverlap(times, 20) == Overlap::kDba);
   REQUIRE(AddedTime(Overlap::kDba, times) < AddedTime(Overlap::kDa, times));
-  REQUIRE(AddedTime(Overlap::kDa, times) < AddedTime(Overlap::kNone, times));
+  REQUIRE(AddedTime(Overlap::kDa, times) < AddedTime(Overlap::kQueries, times));
+  REQUIRE(AddedTime(Overlap::kQueries, times) < AddedTime(Overlap::kNone, times));
   // A short context's indexer hides little, and costs its halves all the same.
   REQUIRE(Chosen(605, 4096, 20) == Overlap::kDa);
+  // What Attn0 leaves the transfer is paid for.
+  StageTimes spared = Times(300, 131072, 20);
+  spared.spared = 60;
+  REQUIRE(ChooseOverlap(spared, 20) == Overlap::kQueries);
 }
 
 TEST_CASE("Schedules: one row has no halves") {
@@ -46,10 +58,14 @@ TEST_CASE("A schedule never hides more than there is to hide") {
   SplitMix64 random(3);
   for (int i = 0; i < 1000; ++i) {
     const auto draw = [&] { return static_cast<double>(random.Below(1000)); };
-    const StageTimes t{draw(), draw(), draw(), draw(), draw() / 100, draw() / 100};
+    const StageTimes t{draw(),       draw(),       draw(),       draw(),     draw() / 100,
+                       draw() / 100, draw() / 100, draw() / 100, draw() / 10};
     REQUIRE(AddedTime(Overlap::kNone, t) == t.transfer);
+    const double most = t.branch - std::min(t.prepare, t.beside);
+    REQUIRE(AddedTime(Overlap::kQueries, t) >= most - 1e-9);
+    REQUIRE(AddedTime(Overlap::kQueries, t) >= t.transfer + t.branch - t.prepare - 1e-9);
     for (const Overlap overlap : {Overlap::kDa, Overlap::kDba}) {
-      REQUIRE(AddedTime(overlap, t) >= t.branch);
+      REQUIRE(AddedTime(overlap, t) >= most - 1e-9);
       REQUIRE(AddedTime(ChooseOverlap(t, 8), t) <= AddedTime(overlap, t));
     }
     REQUIRE(AddedTime(ChooseOverlap(t, 8), t) <= t.transfer);
@@ -74,7 +90,7 @@ TEST_CASE("A profile's nearest point is that of the nearest context, ratio and b
 // Three layers: of no, few and many misses.
 MissProfile Profile() {
   MissProfile profile;
-  profile.points = {{131072, 0.1, 20, {0, 60, 700}}};
+  profile.points = {{131072, 0.1, 20, {0, 300, 700}}};
   return profile;
 }
 
@@ -104,20 +120,21 @@ void Step(PolicyStatistics* sums, const std::vector<int64_t>& misses, int64_t st
 }
 
 const std::vector<Overlap> kAllDa(3, Overlap::kDa),
-    kAllNone(3, Overlap::kNone), kByProfile = {Overlap::kNone, Overlap::kDa, Overlap::kDba};
+    kAllQueries(3, Overlap::kQueries), kByProfile = {Overlap::kQueries, Overlap::kDa, Overlap::kDba};
 
-TEST_CASE("A plan is DA where nothing is known, nothing where all has a place, else a profile's") {
+TEST_CASE("A plan is DA where nothing is known, queries where all has a place, else a profile's") {
   REQUIRE(Of(*std::make_unique<OverlapPlan>(Options()), 20) == kAllDa);
+  REQUIRE(Of(*std::make_unique<OverlapPlan>(Options()), kFewRows) == kAllQueries);
   OverlapPlan::Options options = Options();
   options.ratio = 1;
-  REQUIRE(Of(*std::make_unique<OverlapPlan>(options), 20) == kAllNone);
+  REQUIRE(Of(*std::make_unique<OverlapPlan>(options), 20) == kAllQueries);
   options = Options();
   options.profile = Profile();
   OverlapPlan profiled(options);
   REQUIRE(Of(profiled, 20) == kByProfile);
-  REQUIRE(LayersBySchedule(profiled.Of(20)) == "none 0, da 1, dba 2");
-  REQUIRE(profiled.statistics().layers == std::array<int, 3>{1, 1, 1});
-  REQUIRE(Of(profiled, 1)[2] == Overlap::kDa);
+  REQUIRE(LayersBySchedule(profiled.Of(20)) == "queries 0, da 1, dba 2");
+  REQUIRE(profiled.statistics().layers == std::array<int, 4>{0, 1, 1, 1});
+  REQUIRE(Of(profiled, 1) == kAllQueries);
   options.overlap = Choice::kDba;
   OverlapPlan by_hand(options);
   REQUIRE(Of(by_hand, 20) == std::vector<Overlap>(3, Overlap::kDba));
@@ -132,14 +149,14 @@ TEST_CASE("A plan without a profile becomes a profile's by what is seen") {
   int looks = 0;
   while (!plan.Change(20)) {
     REQUIRE(++looks < 50);
-    Step(&sums, {0, 60, 700}, 32, 20);
+    Step(&sums, {0, 300, 700}, 32, 20);
     plan.Observe(sums, 131072);
   }
   REQUIRE(looks == OverlapPlan::kSettleLooks);
   REQUIRE(Of(plan, 20) == kByProfile);
   REQUIRE(plan.statistics().changes == 1);
   // Another size was not asked about, and has its own choice when it comes.
-  REQUIRE(Of(plan, 1) == std::vector<Overlap>{Overlap::kNone, Overlap::kDa, Overlap::kDa});
+  REQUIRE(Of(plan, 1) == kAllQueries);
 }
 
 TEST_CASE("A plan stays while what is seen stays, and while a change is worth little") {
@@ -149,8 +166,8 @@ TEST_CASE("A plan stays while what is seen stays, and while a change is worth li
   plan.Of(20);
   PolicyStatistics sums;
   for (int look = 0; look < 100; ++look) {
-    // By a fifth up and down.
-    Step(&sums, {0, look % 2 == 0 ? 50 : 70, look % 2 == 0 ? 600 : 800}, 32, 20);
+    // By a tenth up and down.
+    Step(&sums, {0, look % 2 == 0 ? 270 : 330, look % 2 == 0 ? 650 : 750}, 32, 20);
     plan.Observe(sums, 131072);
     REQUIRE_FALSE(plan.Change(20));
   }
@@ -209,19 +226,19 @@ TEST_CASE("A plan that changes is the best by what is seen, and clearly better t
 
 TEST_CASE("A look at too few rows waits for more") {
   OverlapPlan plan(Options());
-  plan.Of(1);
+  plan.Of(9);
   PolicyStatistics sums;
   for (int i = 0; i < 3; ++i) {
     Step(&sums, {0, 0, 0}, 2, 1);
     plan.Observe(sums, 131072);
   }
   for (int look = 0; look < OverlapPlan::kSettleLooks; ++look) {
-    REQUIRE_FALSE(plan.Change(1));
+    REQUIRE_FALSE(plan.Change(9));
     Step(&sums, {0, 0, 0}, 32, 1);
     plan.Observe(sums, 131072);
   }
-  REQUIRE(plan.Change(1));
-  REQUIRE(Of(plan, 1) == kAllNone);
+  REQUIRE(plan.Change(9));
+  REQUIRE(Of(plan, 9) == kAllQueries);
 }
 
 }  // namespace

@@ -176,17 +176,30 @@ TEST_CASE("a transfer runs beneath what lies between its lists and the end of At
   CHECK(ShelterIn(StepTrace()).layers == 0);
 }
 
-TEST_CASE("a trace's transfers are told from its compute") {
-  const TransfersInside with = TransfersIn(TraceOf(2, false, 80));
-  CHECK(with.calls == Approx(2));
-  CHECK(with.seconds == Approx(160e-6));
-  CHECK(with.compute_seconds == Approx(2 * 250e-6));
-  const TransfersInside none = TransfersIn(TraceOf(2, false, 0));
+TEST_CASE("a trace's transfers are told from its compute, whatever part of a step it has") {
+  constexpr int kLayers = 2;
+  const StepTrace whole = TraceOf(8, false, 80);  // four steps
+  CHECK(StepsIn(whole, kLayers) == Approx(4));
+  const StepTrace part = PartOf(whole, whole.begin + absl::Milliseconds(1), whole.end);
+  CHECK(StepsIn(part, kLayers) == Approx(3.5));
+  for (const StepTrace* const trace : {&whole, &part}) {
+    const TransfersInside with = TransfersIn(*trace, kLayers);
+    CHECK(with.calls == Approx(2));
+    CHECK(with.seconds == Approx(160e-6));
+    CHECK(with.compute_seconds == Approx(2 * 250e-6));
+  }
+  const TransfersInside none = TransfersIn(TraceOf(2, false, 0), kLayers);
   CHECK(none.calls == 0);
   CHECK(none.compute_seconds == Approx(2 * 250e-6));
-  const StepTrace whole = TraceOf(4, false, 80);
-  const StepTrace part = PartOf(whole, whole.begin + absl::Milliseconds(1), whole.end, 1);
-  CHECK(TransfersIn(part).calls == Approx(3));
+  CHECK(TransfersIn(StepTrace(), kLayers).compute_seconds == 0);
+  StepTrace slowed = part;
+  for (TraceSlice& slice : slowed.device) {
+    if (slice.name == "TopKKernel<1>") slice.end += absl::Microseconds(5);
+  }
+  const auto kernels = ComparedKernels(slowed, whole, kLayers);
+  CHECK(kernels.front().name == "TopKKernel<1>");
+  CHECK(kernels.front().with == Approx(50e-6));
+  CHECK(kernels.front().without == Approx(40e-6));
 }
 
 TEST_CASE("what is hidden is what the step does not show") {

@@ -280,7 +280,7 @@ TEST_CASE("padded rows write nothing: no page of anyone, no result") {
   }
   CHECK(rig.device.runs == 2 * 39);
   const int64_t page_bytes = rig.model->cache_layout().kinds[0].page_bytes();
-  for (const PagePool::PageRun& run : rig.pool->FreeRuns(0)) {
+  for (const PageRun& run : rig.pool->FreeRuns(0)) {
     const uint8_t* begin = rig.pool->PageAddress(0, run.first);
     const uint8_t* end = begin + run.count * page_bytes;
     CHECK(std::all_of(begin, end, [](uint8_t byte) { return byte == Rig::kUntouched; }));

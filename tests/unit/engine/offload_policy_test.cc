@@ -35,12 +35,12 @@ class Watch : public ForwardingPolicy {
     if (++admitted == sick_sequence) sick_slot = slot;
     return true;
   }
-  void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override {
+  void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override {
     Slot& s = slots_.at(slot);
     if (s.prompt >= 0 || s.newest >= tokens) ++wrong;  // twice, or too late
     s.prompt = tokens;
     ++ended;
-    ForwardingPolicy::EndPrompt(slot, tokens, hints);
+    ForwardingPolicy::EndPrompt(slot, tokens, std::move(hints));
   }
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                  absl::Span<const int32_t> positions) override {

@@ -271,7 +271,7 @@ void RandomOperations(double overcommit, const TokensByKind& proportion) {
           }
         }
       }
-      for (const PagePool::PageRun& run : pool->FreeRuns(kind)) {
+      for (const PageRun& run : pool->FreeRuns(kind)) {
         for (int32_t page = run.first; page < run.first + run.count; ++page) {
           REQUIRE(owned.insert(page).second);
         }

@@ -133,6 +133,7 @@ TEST_CASE("every metric of the header is exported with its help and type, and no
   Metrics metrics;
   metrics.Tier("dram", "kv");
   metrics.SetBuildInfo({"0", "m", "cpu", "amx", "full"});
+  metrics.SetSelection({{{1, 1, 1}}, 1, 1, 1});
   const Scrape scrape = Parse(metrics.Render());
   CHECK(scrape.types.size() == std::size(metric_names::kAll));
   for (const metric_names::Metric* metric : metric_names::kAll) {
@@ -162,6 +163,7 @@ TEST_CASE("samples carry the labels that the header names") {
   Metrics metrics;
   metrics.Tier("hbm", "kv");
   metrics.SetBuildInfo({"0", "m", "cpu", "amx", "full"});
+  metrics.SetSelection({{{1, 1, 1}}, 1, 1, 1});
   const Scrape scrape = Parse(metrics.Render());
   for (const metric_names::Metric* metric : metric_names::kAll) {
     const std::vector<std::string> labels = absl::StrSplit(metric->labels, ',', absl::SkipEmpty());
@@ -206,15 +208,19 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
   metrics.SetRunning(9);
   metrics.waiting.Set(10);
   metrics.kv_usage.Set(0.25);
+  metrics.SetSelection({{{10, 4, 3}, {20, 5, 6}}, 7, 4096, 96});
+  metrics.SetSelection({{{11, 4, 4}, {22, 5, 6}}, 8, 8192, 48});
+  metrics.SetSelection({{{9, 3, 2}, {8, 5, 6}}, 6, 1024, 48});  // older
   metrics.SetWorkers({3, 1.5, 20, {4, 5, 6}});
   metrics.SetWorkers({2, 2.5, 30, {7, 5, 6}});
   metrics.SetWorkers({2, 1.0, 10, {7, 5, 6}});  // older
-  metrics.SetSchedules({{10, 20, 31}, 4});
-  metrics.SetSchedules({{11, 12, 13}, 3});  // changes of an older look
+  metrics.SetSchedules({{10, 15, 20, 31}, 4});
+  metrics.SetSchedules({{11, 14, 12, 13}, 3});  // changes of an older look
 
   std::map<std::string, double> moved;
   for (const auto& [name, value] : Parse(metrics.Render()).samples) {
-    if (value != before.samples.at(name)) moved[name] = value;
+    const auto was = before.samples.find(name);  // layers appear when they are counted
+    if (value != (was == before.samples.end() ? 0 : was->second)) moved[name] = value;
   }
   std::map<std::string, double> wanted = {
       {"sluice_tokens_total{kind=\"output\"}", 5},
@@ -233,6 +239,15 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
       {"vllm:num_requests_running", 9},
       {"vllm:num_requests_waiting", 10},
       {"vllm:kv_cache_usage_perc", 0.25},
+      {"sluice_selected_tokens_total{layer=\"0\"}", 11},
+      {"sluice_selected_tokens_total{layer=\"1\"}", 22},
+      {"sluice_missed_tokens_total{layer=\"0\"}", 4},
+      {"sluice_missed_tokens_total{layer=\"1\"}", 5},
+      {"sluice_fetched_tokens_total{layer=\"0\"}", 4},
+      {"sluice_fetched_tokens_total{layer=\"1\"}", 6},
+      {"sluice_selecting_rows_total", 8},
+      {"sluice_link_bytes_total", 8192},
+      {"sluice_resident_places", 48},
       {"sluice_attention_workers", 2},
       {"sluice_attention_worker_busy_seconds_total", 2.5},
       {"sluice_attention_worker_tokens_total", 30},
@@ -240,6 +255,7 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
       {R"(sluice_attention_worker_failures_total{reason="left"})", 5},
       {R"(sluice_attention_worker_failures_total{reason="late"})", 6},
       {R"(sluice_ess_schedule_layers{schedule="none"})", 11},
+      {R"(sluice_ess_schedule_layers{schedule="queries"})", 14},
       {R"(sluice_ess_schedule_layers{schedule="da"})", 12},
       {R"(sluice_ess_schedule_layers{schedule="dba"})", 13},
       {"sluice_ess_schedule_changes_total", 4},

@@ -200,9 +200,9 @@ TEST_CASE("a latent prompt leaves the caches and the selections of transformers"
 class HintWatch : public ForwardingPolicy {
  public:
   using ForwardingPolicy::ForwardingPolicy;
-  void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override {
+  void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override {
     seen = hints;
-    ForwardingPolicy::EndPrompt(slot, tokens, hints);
+    ForwardingPolicy::EndPrompt(slot, tokens, std::move(hints));
   }
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                  absl::Span<const int32_t> rows) override {

@@ -13,6 +13,8 @@
 #include "src/attention/policies/ess/ess_tier.h"
 #include "src/attention/policies/ess/overlap_plan.h"
 #include "src/attention/policies/ess/row_copies.h"
+#include "src/base/error.h"
+#include "src/base/failpoint.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
@@ -45,6 +47,7 @@ class EssPolicy : public AttentionPolicy {
     SLUICE_CHECK(promise == Promise::kFirm, "nothing is preempted");
     if (!tier_->Admit(slot, context, total, home)) return false;
     generates_[static_cast<size_t>(slot)] = false;
+    fetch_lost_[static_cast<size_t>(slot)] = false;
     prompts_[static_cast<size_t>(slot)] = {};
     return true;
   }
@@ -67,7 +70,8 @@ class EssPolicy : public AttentionPolicy {
   void BeginPrompt(int slot, int64_t tokens) override {
     prompts_[static_cast<size_t>(slot)].tokens = tokens;
   }
-  void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override;
+  void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override;
+  absl::Status SlotHealth(int slot) const override;
   int last_rows_wanted() const override {
     return options_.recompute_last && options_.ess.warm_up ? kWarmRows : 0;
   }
@@ -133,6 +137,7 @@ class EssPolicy : public AttentionPolicy {
         buffers_(std::move(buffers)),
         plan_(PlanOptions()),
         generates_(static_cast<size_t>(options.slots), false),
+        fetch_lost_(static_cast<size_t>(options.slots), false),
         prompts_(static_cast<size_t>(options.slots)) {
     looked_.layers.resize(static_cast<size_t>(layers()));
     absl::MutexLock lock(&recent_mutex_);
@@ -177,8 +182,9 @@ class EssPolicy : public AttentionPolicy {
   int steps_to_look_ = 0;
   mutable absl::Mutex recent_mutex_;
   PolicyStatistics recent_ ABSL_GUARDED_BY(recent_mutex_);
-  std::vector<bool> generates_;  // by slot: past its prompt, rows are decode rows
-  std::vector<Prompt> prompts_;  // by slot
+  std::vector<bool> generates_;   // by slot: past its prompt, rows are decode rows
+  std::vector<bool> fetch_lost_;  // by slot: of its sequence, in a step
+  std::vector<Prompt> prompts_;   // by slot
   // Rows of the step that is being enqueued whose selections pools are to see. Behind a prompt's
   // last row the next token's place is made.
   struct Replay {
@@ -192,6 +198,11 @@ void EssPolicy::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                           absl::Span<const int32_t> positions) {
   tier_->BeginStep(stream, slots, positions, generates_);
   Look(stream, slots, positions);
+  for (const int32_t slot : slots) {
+    if (slot < 0 || !generates_[static_cast<size_t>(slot)]) continue;
+    if (SLUICE_FAILPOINT(kAttentionGather)) fetch_lost_[static_cast<size_t>(slot)] = true;
+    break;
+  }
   // The last rows of prompts: which they are depends on the prompt alone, not on its chunks, so
   // that what a sequence finds in its pool does not depend on its neighbours.
   replays_.clear();
@@ -205,7 +216,17 @@ void EssPolicy::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
   }
 }
 
-void EssPolicy::EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) {
+absl::Status EssPolicy::SlotHealth(int slot) const {
+  if (fetch_lost_[static_cast<size_t>(slot)]) {
+    return WithReason(
+        absl::InternalError("entries that a step fetched did not reach HBM (failpoint "
+                            "attention.gather); send the request again"),
+        "TRANSFER_FAILED");
+  }
+  return tier_->Health(slot);
+}
+
+void EssPolicy::EndPrompt(int slot, int64_t tokens, SelectionHints hints) {
   const auto s = static_cast<size_t>(slot);
   generates_[s] = true;
   // The pool is what its own last rows left there, and the next token has its place. Hints know
@@ -215,7 +236,7 @@ void EssPolicy::EndPrompt(int slot, int64_t tokens, const SelectionHints& hints)
       (prompt.replayed >= kWarmRows || hints.empty())) {
     return;
   }
-  tier_->WarmUp(slot, tokens, hints, options_.ess.warm_up && options_.ess.lru);
+  tier_->WarmUp(slot, tokens, std::move(hints), options_.ess.warm_up && options_.ess.lru);
 }
 
 void EssPolicy::AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) {
@@ -255,6 +276,10 @@ OverlapPlan::Options EssPolicy::PlanOptions() const {
   plan.rates = plan.profile.rates;
   if (plan.rates.device != options_.device->name()) {  // none, or another device's
     plan.rates = AssumedRates(entry_bytes(), tier_->layout().kinds[kIndexKind].bytes_per_token);
+  }
+  constexpr double kProcessors = 132;  // of an H100 or H200
+  if (options_.device->name() == "cuda") {
+    plan.rates.spared_share = std::min(options_.ess.transfer_workers / kProcessors, 1.0);
   }
   plan.selected = static_cast<double>(options_.index_top_k);
   plan.context = options_.max_context;

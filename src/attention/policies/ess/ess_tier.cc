@@ -6,6 +6,7 @@
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
+#include "src/kv/page_copies.h"
 
 namespace sluice {
 
@@ -14,9 +15,9 @@ absl::StatusOr<std::unique_ptr<EssTier>> EssTier::Create(const Options& options)
   SLUICE_ASSIGN_OR_RETURN(
       PoolTables tables,
       PoolTables::Create(options.device, options.hbm, options.dram, options.slots, options.shape));
-  SLUICE_ASSIGN_OR_RETURN(
-      std::unique_ptr<PoolWarmer> warmer,
-      PoolWarmer::Create(options.device, options.hbm, options.dram, options.shape.most_places()));
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<PoolWarmer> warmer,
+                          PoolWarmer::Create(options.device, options.hbm, options.dram,
+                                             options.slots, options.shape.most_places()));
   std::unique_ptr<EssTier> tier(new EssTier(options, std::move(tables), std::move(warmer)));
   SLUICE_RETURN_IF_ERROR(tier->AllocateTargets());
   return tier;
@@ -29,17 +30,16 @@ EssTier::EssTier(const Options& options, PoolTables tables, std::unique_ptr<Pool
       warmer_(std::move(warmer)),
       copy_stream_(options.device->NewStream(Device::StreamKind::kCopy)) {
   for (Slot& slot : slots_) {
-    for (auto* event : {&slot.placed, &slot.cleared, &slot.warm}) {
-      *event = options.device->NewEvent();
-    }
+    slot.placed = options.device->NewEvent();
+    slot.cleared = options.device->NewEvent();
   }
 }
 
 EssTier::~EssTier() {
+  warmer_.reset();  // ends what it was given
   for (const Slot& slot : slots_) {
     slot.placed->Wait();
     slot.cleared->Wait();
-    slot.warm->Wait();
   }
   for (const Targets& targets : targets_) {
     if (targets.done != nullptr) targets.done->Wait();
@@ -111,7 +111,10 @@ bool EssTier::Admit(int slot, int64_t context, int64_t total,
   s.hbm = std::make_unique<SequenceCache>(options_.hbm, std::move(hbm));
   s.hbm->EnsureTokens(options_.shape.HbmTokens(total));
   s.total = total;
+  s.kept = 0;
   s.index_at_home = context > 0;
+  places_held_ += options_.shape.PlacesOf(total);
+  warmer_->Join(slot);
   s.copies.clear();
   s.then.clear();
   tables_.Publish(slot, *s.home, *s.hbm, total, &s.copies);
@@ -126,27 +129,14 @@ bool EssTier::Admit(int slot, int64_t context, int64_t total,
 
 void EssTier::CopyIndex(Slot& s, const SequenceCache& from, const SequenceCache& to,
                         int64_t tokens) const {
-  const CacheKind& kind = layout().kinds[kIndexKind];
-  const auto blocks = static_cast<size_t>(kind.BlocksFor(tokens));
   for (int layer = 0; layer < layout().layers; ++layer) {
-    const std::vector<int32_t>& source = from.Pages(layer, kIndexKind);
-    const std::vector<int32_t>& target = to.Pages(layer, kIndexKind);
-    for (size_t begin = 0, end; begin < blocks; begin = end) {
-      end = begin + 1;
-      while (end < blocks && source[end] == source[end - 1] + 1 &&
-             target[end] == target[end - 1] + 1) {
-        ++end;
-      }
-      s.copies.push_back({to.pool()->PageAddress(kIndexKind, target[begin]),
-                          from.pool()->PageAddress(kIndexKind, source[begin]),
-                          (end - begin) * static_cast<size_t>(kind.page_bytes())});
-    }
+    CopyPages(from, to, layer, kIndexKind, tokens, &s.copies);
   }
 }
 
 bool EssTier::Warm(int slot) {
   Slot& s = slots_[static_cast<size_t>(slot)];
-  if (!s.placed->Ready() || !s.warm->Ready()) return false;
+  if (!s.placed->Ready() || !s.cleared->Ready() || !warmer_->Done(slot)) return false;
   for (auto* ops : {&s.copies, &s.then, &s.warm_copies, &s.warm_then}) ops->clear();
   if (s.index_at_home) {
     s.home->ShrinkTo({s.total, 0});
@@ -157,7 +147,8 @@ bool EssTier::Warm(int slot) {
 
 Event& EssTier::WarmEvent(int slot) {
   Slot& s = slots_[static_cast<size_t>(slot)];
-  return s.warm->Ready() ? *s.placed : *s.warm;  // a warm-up comes after the placing
+  if (!warmer_->Done(slot)) return warmer_->DoneEvent(slot);  // comes after the two others
+  return s.cleared->Ready() ? *s.placed : *s.cleared;
 }
 
 void EssTier::Grow(int slot, int64_t tokens) const {
@@ -169,10 +160,13 @@ void EssTier::Release(int slot) {
   SLUICE_CHECK(s.hbm != nullptr && Warm(slot), "released once, and while nothing is copied");
   s.home.reset();
   s.hbm.reset();
+  places_held_ -= options_.shape.PlacesOf(s.total);
 }
 
 bool EssTier::MakeWayOut(int slot, int64_t tokens) {
   Slot& s = slots_[static_cast<size_t>(slot)];
+  // The warmer reads the home's pages. (Nobody asks meanwhile: what ends well has had a step.)
+  if (!warmer_->Done(slot)) return false;
   const TokensByKind wanted = {s.total, tokens};
   if (!s.home->Covers(wanted) && !s.home->Extend(wanted)) return false;
   s.index_at_home = false;  // what it has there stays
@@ -182,6 +176,7 @@ bool EssTier::MakeWayOut(int slot, int64_t tokens) {
 void EssTier::Evict(int slot, int64_t tokens) {
   Slot& s = slots_[static_cast<size_t>(slot)];
   SLUICE_CHECK(Warm(slot) && s.home->Covers({s.total, tokens}), "there is a way out");
+  s.kept = tokens;
   if (tokens > 0) {
     s.home->EnsureTokens({s.total, tokens});
     CopyIndex(s, *s.hbm, *s.home, tokens);
@@ -191,15 +186,20 @@ void EssTier::Evict(int slot, int64_t tokens) {
 }
 
 std::unique_ptr<SequenceCache> EssTier::TakeHome(int slot) {
+  Slot& s = slots_[static_cast<size_t>(slot)];
   SLUICE_CHECK(Warm(slot), "taken while nothing is copied");
-  std::unique_ptr<SequenceCache> home = std::move(slots_[static_cast<size_t>(slot)].home);
+  std::unique_ptr<SequenceCache> home = std::move(s.home);
+  // Room for tokens that it may never have is not kept: a next turn asks for its own.
+  home->ShrinkTo(s.kept);
   Release(slot);
+  if (s.kept == 0) home.reset();
   return home;
 }
 
-void EssTier::WarmUp(int slot, int64_t tokens, const SelectionHints& hints, bool fill) {
+void EssTier::WarmUp(int slot, int64_t tokens, SelectionHints hints, bool fill) {
   Slot& s = slots_[static_cast<size_t>(slot)];
-  SLUICE_CHECK(s.hbm != nullptr && s.warm->Ready(), "a slot is warmed once at a time");
+  SLUICE_CHECK(s.hbm != nullptr && s.cleared->Ready() && warmer_->Done(slot),
+               "a slot is warmed once at a time");
   SLUICE_CHECK(tokens > 0 && tokens <= s.total);
   const int64_t places = options_.shape.PlacesOf(s.total);
   s.warm_copies.clear();
@@ -208,27 +208,21 @@ void EssTier::WarmUp(int slot, int64_t tokens, const SelectionHints& hints, bool
   const bool whole = fill && places > s.total;
   if (whole) {
     tables_.FillWhole(*s.hbm, s.total, tokens, &s.warm_then);
-    const CacheKind& kind = latent();
     for (int layer = 0; layer < layout().layers; ++layer) {
-      const std::vector<int32_t>& from = s.home->Pages(layer, kLatentKind);
-      const std::vector<int32_t>& to = s.hbm->Pages(layer, kLatentKind);
-      const auto blocks = static_cast<size_t>(kind.BlocksFor(tokens));
-      for (size_t begin = 0, end; begin < blocks; begin = end) {
-        end = begin + 1;
-        while (end < blocks && from[end] == from[end - 1] + 1 && to[end] == to[end - 1] + 1) ++end;
-        s.warm_copies.push_back({options_.hbm->PageAddress(kLatentKind, to[begin]),
-                                 options_.dram->PageAddress(kLatentKind, from[begin]),
-                                 (end - begin) * static_cast<size_t>(kind.page_bytes())});
-      }
+      CopyPages(*s.home, *s.hbm, layer, kLatentKind, tokens, &s.warm_copies);
     }
   }
   copy_stream_->CopyBatch(s.warm_copies.data(), s.warm_copies.size());
   copy_stream_->CopyBatch(s.warm_then.data(), s.warm_then.size());
-  copy_stream_->Record(whole ? *s.warm : *s.cleared);
+  copy_stream_->Record(*s.cleared);
   if (whole) return;
-  WarmPlan plan(hints, tokens);
-  warmer_->Start({s.home.get(), s.hbm.get(), places, options_.shape.PlaceOfPages(s.total)}, tokens,
-                 fill ? &plan : nullptr, *s.cleared, *s.warm);
+  PoolWarmer::WarmUp warm_up;
+  warm_up.sequence = {s.home.get(), s.hbm.get(), places, options_.shape.PlaceOfPages(s.total)};
+  warm_up.tokens = tokens;
+  warm_up.hints = std::move(hints);
+  warm_up.fill = fill;
+  warm_up.before = s.cleared.get();
+  warmer_->Start(slot, std::move(warm_up));
 }
 
 void EssTier::BeginStep(Stream& stream, absl::Span<const int32_t> slots,

@@ -62,8 +62,13 @@ class EssTier {
   std::unique_ptr<SequenceCache> TakeHome(int slot);
 
   // Fills the pools of a sequence whose first `tokens` tokens are cached, and reserves the next
-  // token's places. `fill` false: does the latter alone, the pools are empty.
-  void WarmUp(int slot, int64_t tokens, const SelectionHints& hints, bool fill);
+  // token's places. `fill` false: does the latter alone, the pools are empty. Returns before it is
+  // done: Warm says when.
+  void WarmUp(int slot, int64_t tokens, SelectionHints hints, bool fill);
+  // Not OK: the slot's sequence was not given what WarmUp promised it. REQUIRES: Warm(slot).
+  const absl::Status& Health(int slot) const { return warmer_->Health(slot); }
+  // Places of all sequences that have a slot, in each layer.
+  int64_t places_held() const { return places_held_; }
 
   // Where the step's decode rows are at home, for WriteThrough: rows of slots for which
   // `generates` is false, and padded ones, are nowhere.
@@ -87,11 +92,12 @@ class EssTier {
     std::unique_ptr<SequenceCache> home;
     std::unique_ptr<SequenceCache> hbm;  // null: the slot is free
     int64_t total = 0;                   // tokens at its end
+    int64_t kept = 0;                    // since Evict: tokens that the home is to be kept with
     bool index_at_home = false;          // pages of DRAM that go back once `placed` is there
     // Under way: of the placing (or the way out), and of the warm-up.
     std::vector<Stream::CopyOp> copies, then, warm_copies, warm_then;
-    std::unique_ptr<Event> placed;         // tables and index keys are where they belong
-    std::unique_ptr<Event> cleared, warm;  // of the warm-up, which may follow at once
+    std::unique_ptr<Event> placed;   // tables and index keys are where they belong
+    std::unique_ptr<Event> cleared;  // of the warm-up, which may follow at once
   };
   // A step's targets on their way to the device.
   struct Targets {
@@ -106,6 +112,7 @@ class EssTier {
   const Options options_;
   PoolTables tables_;
   std::vector<Slot> slots_;
+  int64_t places_held_ = 0;
   std::array<Targets, 2> targets_;  // in turn: at most one step is under way when the next begins
   size_t next_targets_ = 0;
   Buffer device_targets_;  // int32 [layers][decode_rows] entries of homes, or -1

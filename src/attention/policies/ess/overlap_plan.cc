@@ -17,13 +17,6 @@ OverlapPlan::OverlapPlan(const Options& options)
   misses_.reserve(best_.size());
 }
 
-namespace {
-
-// Decode rows whose transfers end about when their queries do.
-constexpr int kFewRows = 8;
-
-}  // namespace
-
 StageTimes OverlapPlan::TimesOfLayer(size_t layer, int rows) const {
   LayerLoad load;
   load.context = context_;

@@ -53,7 +53,7 @@ class OverlapPlan {
   static constexpr double kLeastGainUs = 1.5;
   static constexpr int kSettleLooks = 4;    // before the first change: pools fill, averages settle
   static constexpr int kHoldLooks = 16;     // from one change of a step size to its next
-  static constexpr double kWeight = 0.25;   // of the newest look in the average
+  static constexpr double kWeight = 0.5;    // of the newest look in the average
   static constexpr int64_t kLeastRows = 8;  // decode rows that a look must have seen
 
   // How much longer than without any transfer a step of `rows` rows is under these schedules, by

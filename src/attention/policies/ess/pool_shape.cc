@@ -81,6 +81,8 @@ TierShapes EssTierShapesOf(const PolicyOptions& options, const CacheLayout& mode
   tiers.hbm.layout = model;
   // Without an indexer there is nothing to be sparse about: the policy is refused, not the tiers.
   if (model.kinds.size() != 2) return tiers;
+  // Index keys are in DRAM while a sequence comes in or is kept, not while it runs.
+  tiers.dram.shared = true;
   tiers.hbm.layout.kinds.push_back(ResidencyKind());
   EssPoolShape shape = EssShapeOf(options, model.kinds[kLatentKind].block_tokens, 0);
   if (shape.ratio == 0) shape.fair_places = FairPlaces(options, model);

@@ -51,7 +51,8 @@ inline constexpr int32_t kPlaceWords = 2;
 EssPoolShape EssShapeOf(const PolicyOptions& options, int64_t block_tokens,
                         int64_t capacity_places);
 
-// The layouts of both tiers: HBM is divided as sequences of max_context tokens take it.
+// The layouts of both tiers: HBM is divided as sequences of max_context tokens take it, DRAM is
+// shared by what there is.
 TierShapes EssTierShapesOf(const PolicyOptions& options, const CacheLayout& model);
 
 }  // namespace sluice

@@ -1,28 +1,39 @@
 #include "src/attention/policies/ess/pool_warmer.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <utility>
 #include <vector>
 
+#include "src/attention/host_threads.h"
+#include "src/base/error.h"
+#include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 
 namespace sluice {
+namespace {
+
+constexpr int64_t kListsOfRow = 4 + kPlaceWords;  // words of an entry in all lists
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<PoolWarmer>> PoolWarmer::Create(Device* device, PagePool* hbm,
-                                                               PagePool* dram,
+                                                               PagePool* dram, int slots,
                                                                int64_t most_places) {
   // One more is the next token's.
   std::unique_ptr<PoolWarmer> made(
-      new PoolWarmer(device, hbm, dram, std::min(most_places, kMostEntries + 1)));
+      new PoolWarmer(device, hbm, dram, slots, std::min(most_places, kMostEntries + 1)));
   const auto allocate = [&](Buffer* buffer, MemoryKind kind, int64_t words) -> absl::Status {
     SLUICE_ASSIGN_OR_RETURN(
         *buffer, device->Allocate(kind, static_cast<size_t>(words) * 4, "lists of warm-ups"));
     return absl::OkStatus();
   };
+  const int64_t words = made->layers_ * (kListsOfRow * made->capacity_ + 1);
   for (Staging& staging : made->stagings_) {
-    SLUICE_RETURN_IF_ERROR(allocate(&staging.host, MemoryKind::kPinned, made->words()));
-    SLUICE_RETURN_IF_ERROR(allocate(&staging.device, MemoryKind::kDevice, made->words()));
+    SLUICE_RETURN_IF_ERROR(allocate(&staging.host, MemoryKind::kPinned, words));
+    SLUICE_RETURN_IF_ERROR(allocate(&staging.device, MemoryKind::kDevice, words));
     staging.done = device->NewEvent();
   }
   SLUICE_RETURN_IF_ERROR(allocate(&made->index_, MemoryKind::kDevice, made->capacity_));
@@ -32,37 +43,75 @@ absl::StatusOr<std::unique_ptr<PoolWarmer>> PoolWarmer::Create(Device* device, P
   made->stream_->Record(*made->stagings_[0].done);
   made->stagings_[0].done->Wait();
   SLUICE_RETURN_IF_ERROR(device->Health());
+  if (HasThreads(*device)) made->thread_ = std::thread([warmer = made.get()] { warmer->Loop(); });
   return made;
 }
 
-PoolWarmer::PoolWarmer(Device* device, PagePool* hbm, PagePool* dram, int64_t capacity)
+PoolWarmer::PoolWarmer(Device* device, PagePool* hbm, PagePool* dram, int slots, int64_t capacity)
     : device_(device),
       hbm_(hbm),
       dram_(dram),
       layers_(hbm->layout().layers),
       capacity_(capacity),
-      stream_(device->NewStream(Device::StreamKind::kCompute)) {}
+      slots_(static_cast<size_t>(slots)),
+      stream_(device->NewStream(Device::StreamKind::kCompute)) {
+  for (Slot& slot : slots_) slot.moved = device->NewEvent();
+}
 
 PoolWarmer::~PoolWarmer() {
+  {
+    absl::MutexLock lock(&mutex_);
+    stop_ = true;
+  }
+  if (thread_.joinable()) thread_.join();
   for (Staging& staging : stagings_) {
     if (staging.done != nullptr) staging.done->Wait();
   }
 }
 
-PoolWarmer::Lists PoolWarmer::ListsAt(const Buffer& buffer) const {
+void PoolWarmer::Loop() {
+  pthread_setname_np(pthread_self(), "ess-warm-up");
+  while (true) {
+    Job job;
+    {
+      absl::MutexLock lock(&mutex_);
+      mutex_.Await(absl::Condition(
+          +[](PoolWarmer* w)
+               ABSL_EXCLUSIVE_LOCKS_REQUIRED(w->mutex_) { return w->stop_ || !w->jobs_.empty(); },
+          this));
+      if (jobs_.empty()) return;
+      job = std::move(jobs_.front());
+      jobs_.pop_front();
+    }
+    Run(std::move(job));
+  }
+}
+
+void PoolWarmer::Start(int slot, WarmUp warm_up) {
+  Slot& s = slots_[static_cast<size_t>(slot)];
+  SLUICE_CHECK(s.Ready(), "a slot is warmed once at a time");
+  s.enqueued.store(false, std::memory_order_relaxed);
+  Job job{slot, std::move(warm_up)};
+  if (!thread_.joinable()) return Run(std::move(job));
+  absl::MutexLock lock(&mutex_);
+  jobs_.push_back(std::move(job));
+}
+
+PoolWarmer::Lists PoolWarmer::ListsAt(const Buffer& buffer, int64_t capacity) const {
   Lists lists{};
   auto* at = buffer.as<int32_t>();
   for (int32_t** list : {&lists.sources, &lists.targets, &lists.place_of, &lists.places}) {
-    *list = std::exchange(at, at + layers_ * capacity_);
+    *list = std::exchange(at, at + layers_ * capacity);
   }
-  lists.rows = std::exchange(at, at + layers_ * capacity_ * kPlaceWords);
+  lists.rows = std::exchange(at, at + layers_ * capacity * kPlaceWords);
   lists.counts = at;
+  lists.capacity = capacity;
+  lists.words = layers_ * (kListsOfRow * capacity + 1);
   return lists;
 }
 
-void PoolWarmer::Write(const Sequence& sequence, int64_t tokens, WarmPlan* plan,
-                       const Lists& lists) const {
-  const int64_t room = std::min(sequence.places, capacity_) - 1;
+void PoolWarmer::Write(const WarmUp& warm_up, WarmPlan* plan, const Lists& lists) const {
+  const Sequence& sequence = warm_up.sequence;
   const auto entry = [](const std::vector<int32_t>& pages, int64_t block, int64_t i) {
     return static_cast<int32_t>(pages[static_cast<size_t>(i / block)] * block + i % block);
   };
@@ -71,13 +120,14 @@ void PoolWarmer::Write(const Sequence& sequence, int64_t tokens, WarmPlan* plan,
   const int64_t place_rows = kResidencyWords / kPlaceWords;
   std::vector<WarmEntry> entries;
   for (int layer = 0; layer < layers_; ++layer) {
-    if (plan != nullptr) entries = plan->Of(layer, room);
-    entries.push_back({static_cast<int32_t>(tokens), static_cast<int32_t>(tokens)});
+    if (plan != nullptr) entries = plan->Of(layer, lists.capacity - 1);
+    const auto next = static_cast<int32_t>(warm_up.tokens);
+    entries.push_back({next, next});
     const auto count = static_cast<int64_t>(entries.size());
     const std::vector<int32_t>& home = sequence.home->Pages(layer, kLatentKind);
     const std::vector<int32_t>& pool = sequence.hbm->Pages(layer, kLatentKind);
     const std::vector<int32_t>& tables = sequence.hbm->Pages(layer, kResidencyKind);
-    for (int64_t i = 0, at = layer * capacity_; i < count; ++i, ++at) {
+    for (int64_t i = 0, at = layer * lists.capacity; i < count; ++i, ++at) {
       const WarmEntry& warm = entries[static_cast<size_t>(i)];
       // The next token has a place and no entry.
       lists.sources[at] = i + 1 == count ? -1 : entry(home, home_block, warm.unit);
@@ -92,15 +142,31 @@ void PoolWarmer::Write(const Sequence& sequence, int64_t tokens, WarmPlan* plan,
   }
 }
 
-void PoolWarmer::Start(const Sequence& sequence, int64_t tokens, WarmPlan* plan, Event& before,
-                       Event& done) {
+void PoolWarmer::Run(Job job) {
+  Slot& slot = slots_[static_cast<size_t>(job.slot)];
+  const WarmUp& warm_up = job.warm_up;
+  bool fill = warm_up.fill;
+  if (SLUICE_FAILPOINT(kAttentionWarmUp)) {
+    slot.status =
+        WithReason(absl::InternalError("what the sequence begins with did not reach HBM "
+                                       "(failpoint attention.warm_up); send the request again"),
+                   "TRANSFER_FAILED");
+    fill = false;  // the row that may come before the sequence ends has its place
+  }
   Staging& staging = stagings_[next_];
   next_ = (next_ + 1) % stagings_.size();
-  staging.done->Wait();  // it was, unless more warm-ups are under way than there are stagings
-  Write(sequence, tokens, plan, ListsAt(staging.host));
-  const Lists lists = ListsAt(staging.device);
-  stream_->WaitFor(before);
-  stream_->Copy(staging.device.data(), staging.host.data(), staging.host.bytes());
+  staging.done->Wait();
+  // Lists have no more room than this sequence needs, so that no more is sent.
+  const int64_t capacity = std::min(warm_up.sequence.places, capacity_);
+  if (fill) {
+    WarmPlan plan(warm_up.hints, warm_up.tokens);
+    Write(warm_up, &plan, ListsAt(staging.host, capacity));
+  } else {
+    Write(warm_up, nullptr, ListsAt(staging.host, capacity));
+  }
+  const Lists lists = ListsAt(staging.device, capacity);
+  stream_->WaitFor(*warm_up.before);
+  stream_->Copy(staging.device.data(), staging.host.data(), static_cast<size_t>(lists.words) * 4);
   const auto transfer = [&](const void* source, void* target, int64_t bytes) {
     kernels::TransferParams move{};
     move.source = source;
@@ -109,7 +175,7 @@ void PoolWarmer::Start(const Sequence& sequence, int64_t tokens, WarmPlan* plan,
     move.unit_bytes = static_cast<int32_t>(bytes);
     move.counts = lists.counts;
     move.lists = layers_;
-    move.capacity = static_cast<int32_t>(capacity_);
+    move.capacity = static_cast<int32_t>(capacity);
     move.max_workers = kWorkers;
     return move;
   };
@@ -118,7 +184,7 @@ void PoolWarmer::Start(const Sequence& sequence, int64_t tokens, WarmPlan* plan,
   place_of.target_units = lists.place_of;
   device_->kernels().Transfer(*stream_, place_of);
   kernels::TransferParams places = transfer(lists.rows, tables, kPlaceWords * sizeof(int32_t));
-  places.source_stride = capacity_ * kPlaceWords * int64_t{sizeof(int32_t)};
+  places.source_stride = capacity * kPlaceWords * int64_t{sizeof(int32_t)};
   places.target_units = lists.places;
   device_->kernels().Transfer(*stream_, places);
   kernels::TransferParams entries = transfer(dram_->base(kLatentKind), hbm_->base(kLatentKind),
@@ -127,7 +193,9 @@ void PoolWarmer::Start(const Sequence& sequence, int64_t tokens, WarmPlan* plan,
   entries.target_units = lists.targets;
   device_->kernels().Transfer(*stream_, entries);
   stream_->Record(*staging.done);
-  stream_->Record(done);
+  stream_->Record(*slot.moved);
+  slot.enqueued.store(true, std::memory_order_release);
+  slot.enqueued.notify_all();
 }
 
 }  // namespace sluice

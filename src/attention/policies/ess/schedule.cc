@@ -37,19 +37,19 @@ Overlap ChooseOverlap(const StageTimes& times, int rows) {
 }
 
 StageRates AssumedRates(int64_t entry_bytes, int64_t index_key_bytes) {
-  // kernels/README.md, H200: rows of 656 bytes at 44.5 GB/s, and 8.9 us for a gather of 64 of them;
+  // H200. kernels/README.md: rows of 656 bytes at 44.5 GB/s, and 8.9 us for a gather of 64 of them;
   // SparseMla over 2,048 entries 48 us for one row and 370 for 128; index logits of 32 x 128K keys
-  // 146 us and top-k 33 above them, 20 us together where there is little to read. Assumed, not
-  // measured: q_b 15 us at any batch to 128, absorption's two batched products 33 MB at 3.4 TB/s;
-  // a second Admit 10 us; Attn1 as a launch that attends to little, and its CombineMla 17 us for
-  // 76 rows; a fork and a join as one mailbox operation in a graph.
+  // 146 us and top-k 33 above them, 20 us together where there is little to read; Admit 7 us, 19
+  // where 76 rows miss some. Of traced steps (one EP32 rank, 1 and 73 sequences of 32K): PreAttn 30
+  // and 45 us; Attn1 and its CombineMla, attending to little, 51 and 91 us. Assumed: a fork and a
+  // join as one mailbox operation in a graph.
   StageRates rates;
   rates.transfer = {8, static_cast<double>(entry_bytes) / 44.5e3};
-  rates.prepare = {15 + 33e6 / 3.4e6, 0};
+  rates.prepare = {30, 0.2};
   rates.attend = {46, 322.0 / (127 * 2048)};
   rates.index = {20, static_cast<double>(index_key_bytes) / 3.5e6};
-  rates.admit = {10, 0};
-  rates.merge = {12, 0.25};
+  rates.admit = {7, 0.16};
+  rates.merge = {50, 0.55};
   rates.branch_us = 2.9;
   return rates;
 }

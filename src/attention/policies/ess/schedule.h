@@ -40,6 +40,9 @@ double AddedTime(Overlap overlap, const StageTimes& times);
 // halves.
 Overlap ChooseOverlap(const StageTimes& times, int rows);
 
+// Decode rows whose transfers end about when their queries do, where nothing is known of them.
+inline constexpr int kFewRows = 8;
+
 // Rates of DeepSeek-V3.2's shape (128 heads, 64 of the indexer) on an H200, where a profile has
 // none of this device: from figures that the function names.
 StageRates AssumedRates(int64_t entry_bytes, int64_t index_key_bytes);

@@ -50,9 +50,16 @@ std::vector<WarmEntry> WarmPlan::Of(int layer, int64_t room) {
        --unit) {
     add(unit, 0);
   }
-  std::sort(entries.begin(), entries.end(), [](const WarmEntry& a, const WarmEntry& b) {
-    return a.stamp != b.stamp ? a.stamp < b.stamp : a.unit < b.unit;
-  });
+  // They came newest first, and the units of one position mostly in order: turning them round is
+  // all that is left to do but for odd hints.
+  std::reverse(entries.begin(), entries.end());
+  const auto by_unit = [](const WarmEntry& a, const WarmEntry& b) { return a.unit < b.unit; };
+  for (auto begin = entries.begin(), end = begin; begin != entries.end(); begin = end) {
+    end = std::find_if(begin, entries.end(),
+                       [&](const WarmEntry& e) { return e.stamp != begin->stamp; });
+    if (!std::is_sorted(begin, end, by_unit)) std::reverse(begin, end);
+    if (!std::is_sorted(begin, end, by_unit)) std::sort(begin, end, by_unit);
+  }
   return entries;
 }
 

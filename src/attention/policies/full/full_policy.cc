@@ -11,6 +11,7 @@
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
+#include "src/kv/page_copies.h"
 
 namespace sluice {
 namespace {
@@ -226,26 +227,12 @@ class FullPolicyImpl : public FullPolicy {
     return IndexKeysIn(*hbm_, tables_->table(layer, kIndexKind), tables_->stride(kIndexKind));
   }
 
-  // Copies the pages of the first `tokens` tokens of every kind, joined where both sides are
-  // contiguous, after what is in s.copies already.
-  void Copy(Slot& s, const SequenceCache& from_cache, const SequenceCache& to_cache,
-            int64_t tokens) {
+  // Copies the first `tokens` tokens of every kind, after what is in s.copies already.
+  void Copy(Slot& s, const SequenceCache& from, const SequenceCache& to, int64_t tokens) {
     const CacheLayout& layout = hbm_->layout();
     for (int layer = 0; layer < layout.layers; ++layer) {
       for (size_t kind = 0; kind < layout.kinds.size(); ++kind) {
-        const auto blocks = static_cast<size_t>(layout.kinds[kind].BlocksFor(tokens));
-        const std::vector<int32_t>& from = from_cache.Pages(layer, kind);
-        const std::vector<int32_t>& to = to_cache.Pages(layer, kind);
-        for (size_t begin = 0, end; begin < blocks; begin = end) {
-          end = begin + 1;
-          while (end < blocks && from[end] == from[end - 1] + 1 && to[end] == to[end - 1] + 1) {
-            ++end;
-          }
-          s.copies.push_back(
-              {to_cache.pool()->PageAddress(kind, to[begin]),
-               from_cache.pool()->PageAddress(kind, from[begin]),
-               (end - begin) * static_cast<size_t>(layout.kinds[kind].page_bytes())});
-        }
+        CopyPages(from, to, layer, kind, tokens, &s.copies);
       }
     }
     // One command, however scattered the pages: on the CPU device the engine's thread never waits

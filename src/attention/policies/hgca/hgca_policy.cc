@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "src/attention/host_threads.h"
 #include "src/attention/offload/co_attention.h"
 #include "src/attention/offload/prompt_queries.h"
 #include "src/attention/policies/hgca/selection_thread.h"
@@ -43,11 +44,6 @@ int HeadDim(const CacheKind& kind) {
 const kernels::KernelTable* HostKernels(const PolicyOptions& options) {
   return options.host_kernels != nullptr ? options.host_kernels
                                          : kernels::AvailableKernelTables().back();
-}
-
-// A device that runs everything in one thread, in virtual time, has no mailbox for other threads.
-bool HasThreads(Device& device) {
-  return !absl::IsUnimplemented(device.NewMailbox(MailboxOptions{}).status());
 }
 
 class HgcaPolicyImpl : public HgcaPolicy {
@@ -92,8 +88,8 @@ class HgcaPolicyImpl : public HgcaPolicy {
 
   bool wants_last_row() const override { return options().recompute_last; }
   // An append's selection is a part of its working set.
-  void EndPrompt(int slot, int64_t tokens, const SelectionHints& hints) override {
-    HgcaPolicy::EndPrompt(slot, tokens, hints);
+  void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override {
+    HgcaPolicy::EndPrompt(slot, tokens, std::move(hints));
     if (queries_->Knows(slot, tokens)) {
       cache_->Evaluate(slot, static_cast<int32_t>(tokens), queries_->scale(),
                        &tier().WarmEvent(slot));
