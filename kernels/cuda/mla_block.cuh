@@ -9,6 +9,7 @@ namespace sluice::kernels::cuda {
 
 inline constexpr int kMlaWarpgroup = 128;
 inline constexpr int kMlaStages = 2;
+
 struct MlaShared {
   unsigned char query[kMlaTileBytes];
   unsigned char entries[kMlaStages][kMlaTileBytes];
@@ -21,10 +22,12 @@ struct MlaShared {
   MlaPosition positions[2];
   MlaPiece pieces[2];
   MlaTiles tiles[kMlaUnpackWarps];  // of the unpacking warps
+  MlaPlaces places[kMlaUnpackWarps];
   uint64_t query_here, query_done;
   uint64_t entries_here[kMlaStages], entries_done[kMlaStages];
   uint64_t weights_here, weights_done;
 };
+static_assert(sizeof(MlaShared) <= 227 * 1024);
 
 // One arrival for a warp, after what all its lanes did.
 __device__ __forceinline__ void ArriveWarp(uint64_t& barrier) {
@@ -50,24 +53,30 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
   const int thread = static_cast<int>(threadIdx.x) - 2 * kMlaWarpgroup;
   const int warp = thread / 32, lane = thread % 32;
   const auto* base = static_cast<const char*>(p.cache.base);
+  const MlaLane of(warp, lane);
+  const char* const scale_base = base + kPackedRank + lane / 16 * 8;
   MlaTiles& tiles = shared.tiles[warp];
   const MlaTile* const ring = tiles.ring;
+  MlaPlaces& places = shared.places[warp];
   if (lane == 0) {
 #pragma unroll 1
     for (uint32_t n = 1; n < kRing; ++n) tiles.Step(p, n);
   }
   __syncwarp();
   if (ring[0].row < 0) return;
-  // Under way: entries of tile n, pages of tiles n + 1 and n + 2, numbers of tile n + 3.
-  int number = MlaNumber(p, ring[0], warp, lane), number1 = MlaNumber(p, ring[1], warp, lane);
-  int number2 = MlaNumber(p, ring[2], warp, lane), number3 = MlaNumber(p, ring[3], warp, lane);
-  int place = MlaPlace(p.cache, shape, number, MlaPage(p.cache, shape, ring[0], number));
-  int page1 = MlaPage(p.cache, shape, ring[1], number1);
-  int page2 = MlaPage(p.cache, shape, ring[2], number2);
-  MlaBatch batches[2];
-  batches[0].Load(base, place, 0, lane);
-  batches[1].Load(base, place, kMlaBatch, lane);
   if (thread == 0) CopyQuery(p, map, ring[0].row, head, shared);
+  // Under way: pages of tile n + 1, numbers of tile n + 2.
+  const bool asks = lane < kMlaWarpEntries;
+  if (asks) places.AskNumber(p, ring[0], 0, warp, lane);
+  if (asks) places.AskNumber(p, ring[1], 1, warp, lane);
+  WaitForAllCopies();
+  if (asks) places.AskPage(p.cache, shape, ring[0], 0, lane);
+  if (asks) places.AskPage(p.cache, shape, ring[1], 1, lane);
+  WaitForAllCopies();
+  int place = places.Place(p.cache, shape, 0, lane % kMlaWarpEntries);
+  __syncwarp();  // All have read tile 0's.
+  if (asks) places.AskNumber(p, ring[2], 2, warp, lane);
+  WaitForAllCopies();
   uint32_t queries = 0;
 #pragma unroll 1
   for (uint32_t n = 0; ring[n % kRing].row >= 0; ++n) {
@@ -76,42 +85,43 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
       WaitBarrier(SharedAddress(&shared.entries_done[stage]), (n / kMlaStages - 1) & 1);
     }
     const uint32_t target = SharedAddress(shared.entries[stage]);
-    const int row = warp * kMlaWarpEntries;
-    // RoPE values are bf16 as they are: 8 pieces of 16 bytes an entry, 4 entries at a time.
-#pragma unroll
-    for (int i = 0; i < kMlaWarpEntries; i += 4) {
-      const int e = i + lane / 8, of = __shfl_sync(0xffffffffu, place, e);
-      CopyAsync16(target + MlaTileOffset(row + e, kPackedRank / 8 + lane % 8),
-                  base + int64_t{of} * kPackedEntryBytes + kPackedRank + 16 + lane % 8 * 16, true);
+    CopyEntries(base, place, target, warp, lane);
+    const float2 two = LoadScales(scale_base, place);
+    // Meanwhile where the next ones lie. Behind the last tile: the same entries once more.
+    if (ring[(n + 1) % kRing].row >= 0) {
+      place = places.Place(p.cache, shape, n + 1, lane % kMlaWarpEntries);
+      FetchEntries(base, place, lane);
     }
-    CommitCopies();
-    const int next_place = MlaPlace(p.cache, shape, number1, page1);
-    const bool more = ring[(n + 1) % kRing].row >= 0;
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      // What is loaded meanwhile: the other half of this tile, then the first half of the next.
-      const int coming = half == 0 ? place : next_place, at = half == 0 ? 8 : 0;
-      batches[0].Store(target, row + half * 8, lane);
-      if (half == 0 || more) batches[0].Load(base, coming, at, lane);
-      batches[1].Store(target, row + half * 8 + kMlaBatch, lane);
-      if (half == 0 || more) batches[1].Load(base, coming, at + kMlaBatch, lane);
+    __syncwarp();  // All have read tile n + 1's.
+    if (asks) {
+      places.AskPage(p.cache, shape, ring[(n + 2) % kRing], n + 2, lane);
+      places.AskNumber(p, ring[(n + 3) % kRing], n + 3, warp, lane);
     }
-    place = next_place;
-    WaitForCopies<0>();
-    PublishToAsyncProxy();
-    ArriveWarp(shared.entries_here[stage]);
-    if (thread == 0 && n > 0 && ring[n % kRing].is_first) {
-      WaitBarrier(SharedAddress(&shared.query_done), queries++ & 1);
-      CopyQuery(p, map, ring[n % kRing].row, head, shared);
-    }
-    number1 = number2;
-    page1 = page2;
-    number2 = number3;
-    page2 = MlaPage(p.cache, shape, ring[(n + 3) % kRing], number3);
+    const bool is_first = n > 0 && ring[n % kRing].is_first;
+    const int tile_row = ring[n % kRing].row;
     __syncwarp();  // All have read tile n's.
     if (lane == 0) tiles.Step(p, n + kRing);
+    WaitForAllCopies();
+    const uint32_t scales = ScalesOf(two);
+#pragma unroll
+    for (int first = 0; first < kMlaPairs; first += kMlaBatch) {
+      MlaPair pairs[kMlaBatch];
+#pragma unroll
+      for (int i = 0; i < kMlaBatch; ++i) pairs[i].Load(target + of.raw, first + i);
+      __syncwarp();  // The rows are free.
+#pragma unroll
+      for (int i = 0; i < kMlaBatch; ++i) {
+        pairs[i].Store(target + of.tile, first + i,
+                       __shfl_sync(0xffffffffu, scales, 2 * (first + i) + of.scales));
+      }
+    }
+    PublishToAsyncProxy();
+    ArriveWarp(shared.entries_here[stage]);
+    if (thread == 0 && is_first) {
+      WaitBarrier(SharedAddress(&shared.query_done), queries++ & 1);
+      CopyQuery(p, map, tile_row, head, shared);
+    }
     __syncwarp();
-    number3 = MlaNumber(p, ring[n % kRing], warp, lane);
   }
 }
 

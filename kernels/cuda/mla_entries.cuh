@@ -13,39 +13,29 @@ inline constexpr int kMlaWidth = kPackedRank + kPackedRope;
 inline constexpr int kMlaColumnBlockBytes = 64 * 128;
 inline constexpr int kMlaUnpackWarps = 4;
 inline constexpr int kMlaWarpEntries = kMlaTileEntries / kMlaUnpackWarps;
-inline constexpr int kMlaBatch = 4;  // entries that a warp loads at a time
+inline constexpr int kMlaPairs = kMlaWarpEntries / 2;  // of entries, of a warp and tile
+inline constexpr int kMlaBatch = 4;                    // pairs that it unpacks at a time
 inline constexpr int kMlaTileBytes = kMlaWidth / 64 * kMlaColumnBlockBytes;
 
-// A scale times 2^120 as a sum of two bf16, which keeps 16 bits of it, twice each. From 2^7 on it
-// is infinite: after its norm no value of an entry comes near 448 * 2^7 (22.6 times the norm's
-// weight at most), and what a sender makes up ends its own sequence, with logits that are not
-// finite.
-struct PackedScale {
-  __nv_bfloat162 high, low;
-
-  __device__ explicit PackedScale(float scale) {
-    const float x = scale * 0x1p120f;
-    high = __floats2bfloat162_rn(x, x);
-    const float rest = x - __low2float(high);
-    low = __floats2bfloat162_rn(rest, rest);
-  }
-};
-
-// Two values times 2^-120; the products are rounded once but for 2^-17 of them.
-__device__ __forceinline__ uint32_t ScalePair(uint32_t pair, const PackedScale& scale) {
-  const __nv_bfloat162 v = *reinterpret_cast<const __nv_bfloat162*>(&pair);
-  const __nv_bfloat162 product = __hfma2(v, scale.high, __hmul2(v, scale.low));
-  return *reinterpret_cast<const uint32_t*>(&product);
+// Four e4m3 values of one scale: fp16 has them exactly, the product is rounded once more.
+__device__ __forceinline__ uint2 UnpackFour(uint32_t values, __half2 scale) {
+  uint32_t low, high;
+  asm("{\n"
+      ".reg .b16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, b;\n"
+      "}"
+      : "=r"(low), "=r"(high)
+      : "r"(values));
+  const __half2 x = __hmul2(*reinterpret_cast<const __half2*>(&low), scale);
+  const __half2 y = __hmul2(*reinterpret_cast<const __half2*>(&high), scale);
+  return {*reinterpret_cast<const uint32_t*>(&x), *reinterpret_cast<const uint32_t*>(&y)};
 }
 
-// Four e4m3 values of one scale. Sign, exponent and mantissa move to their places in bf16 (the
-// upper bytes, then the lower ones), where the exponent's bias makes 2^-120 of each, of subnormal
-// values too.
-__device__ __forceinline__ uint2 UnpackFour(uint32_t values, const PackedScale& scale) {
-  const uint32_t upper = (values & 0x80808080u) | (values >> 4 & 0x07070707u);
-  const uint32_t lower = values << 4 & 0xf0f0f0f0u;
-  return {ScalePair(__byte_perm(lower, upper, 0x5140), scale),
-          ScalePair(__byte_perm(lower, upper, 0x7362), scale)};
+__device__ __forceinline__ uint32_t PackFp16(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
 // Offset of 16-byte piece `piece` (8 columns) of a tile's row.
@@ -116,69 +106,152 @@ struct MlaTiles {
   }
 };
 
-// Of the entry of lane i % 16 of a warp: its number (past the tile's last one, the last one again);
-// then its page; then its place in the cache, in entries from its base. Each is asked for a tile
-// before the next needs it.
-__device__ __forceinline__ int MlaNumber(const SparseMlaParams& p, const MlaTile& tile, int warp,
-                                         int lane) {
-  if (tile.row < 0) return 0;
-  const int at = min(tile.first + warp * kMlaWarpEntries + lane % kMlaWarpEntries, tile.end - 1);
-  const int32_t* const list = tile.then ? p.then_entries : p.entries;
-  return list == nullptr ? at : __ldg(list + tile.row * p.capacity + at);
-}
-__device__ __forceinline__ int MlaPage(const PagedLatents& c, const MlaShape& shape,
-                                       const MlaTile& tile, int number) {
-  if (tile.row < 0) return 0;
-  const auto block =
-      static_cast<int>(__umulhi(static_cast<uint32_t>(number), shape.block_reciprocal));
-  return __ldg(c.block_table + tile.slot * c.table_stride + block);
-}
-__device__ __forceinline__ int MlaPlace(const PagedLatents& c, const MlaShape& shape, int number,
-                                        int page) {
-  const auto block =
-      static_cast<int>(__umulhi(static_cast<uint32_t>(number), shape.block_reciprocal));
-  return page * c.block_tokens + number - block * c.block_tokens;
+// Four bytes from global to shared memory.
+__device__ __forceinline__ void CopyAsync4(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(SharedAddress(to)), "l"(from)
+               : "memory");
 }
 
-// Four entries of a warp, on their way: 16 values a lane, and of entry lane % 4 the scale of 128.
-struct MlaBatch {
-  uint4 values[kMlaBatch];
-  float scale;
+// Where the entries of a warp's next tiles lie: their numbers and the pages of those, asked for
+// tiles ahead. They land in shared memory: a register that a load is still to fill cannot even be
+// moved before it is there. Of tiles n and n + 2 the second takes the place of the first.
+struct MlaPlaces {
+  int numbers[2][kMlaWarpEntries];
+  int pages[2][kMlaWarpEntries];
 
-  // `place`: of lane first + i, that of entry i.
-  __device__ __forceinline__ void Load(const char* base, int place, int first, int lane) {
-#pragma unroll
-    for (int i = 0; i < kMlaBatch; ++i) {
-      const int of = __shfl_sync(0xffffffffu, place, first + i);
-      values[i] = LoadOnce(base + int64_t{of} * kPackedEntryBytes + lane * 16);
+  // Of the entry `lane` of tile n; past the tile's last one, the last one again. By lanes of
+  // [0, kMlaWarpEntries).
+  __device__ __forceinline__ void AskNumber(const SparseMlaParams& p, const MlaTile& tile,
+                                            uint32_t n, int warp, int lane) {
+    if (tile.row < 0) return;
+    const int at = min(tile.first + warp * kMlaWarpEntries + lane, tile.end - 1);
+    int* const to = &numbers[n % 2][lane];
+    const int32_t* const list = tile.then ? p.then_entries : p.entries;
+    if (list == nullptr) {
+      *to = at;
+    } else {
+      CopyAsync4(to, list + tile.row * p.capacity + at);
     }
-    const int of = __shfl_sync(0xffffffffu, place, first + lane % kMlaBatch);
-    scale = __ldg(reinterpret_cast<const float*>(base + int64_t{of} * kPackedEntryBytes +
-                                                 kPackedRank + lane / 8 * 4));
   }
-
-  // To rows [row, row + kMlaBatch) of the tile at `target`. Of a lane's two pieces of 16 bytes,
-  // lanes 4-7 of 8 store the second one first: so every 8 lanes write to all banks.
-  __device__ __forceinline__ void Store(uint32_t target, int row, int lane) {
-    const bool swap = (lane & 4) != 0;
-    const int piece = 2 * lane + (swap ? 1 : 0);
-#pragma unroll
-    for (int i = 0; i < kMlaBatch; ++i) {
-      const PackedScale of(__shfl_sync(0xffffffffu, scale, (lane & 24) + i));
-      const uint4 v = values[i];
-      const uint2 a = UnpackFour(swap ? v.z : v.x, of), b = UnpackFour(swap ? v.w : v.y, of);
-      StoreShared(target + MlaTileOffset(row + i, piece), {a.x, a.y, b.x, b.y});
-      const uint2 c = UnpackFour(swap ? v.x : v.z, of), d = UnpackFour(swap ? v.y : v.w, of);
-      StoreShared(target + MlaTileOffset(row + i, piece ^ 1), {c.x, c.y, d.x, d.y});
-    }
+  // Once the number is there.
+  __device__ __forceinline__ void AskPage(const PagedLatents& c, const MlaShape& shape,
+                                          const MlaTile& tile, uint32_t n, int lane) {
+    if (tile.row < 0) return;
+    CopyAsync4(&pages[n % 2][lane],
+               c.block_table + tile.slot * c.table_stride + BlockOf(shape, numbers[n % 2][lane]));
+  }
+  // Once the page is there: the place in the cache, in entries from its base.
+  __device__ __forceinline__ int Place(const PagedLatents& c, const MlaShape& shape, uint32_t n,
+                                       int lane) const {
+    const int number = numbers[n % 2][lane];
+    return (pages[n % 2][lane] - BlockOf(shape, number)) * c.block_tokens + number;
   }
 
  private:
-  static __device__ __forceinline__ uint4 LoadOnce(const char* from) {
+  static __device__ __forceinline__ int BlockOf(const MlaShape& shape, int number) {
+    return static_cast<int>(__umulhi(static_cast<uint32_t>(number), shape.block_reciprocal));
+  }
+};
+
+// Which part of a pair of entries a lane unpacks: of entry `entry` 16 values of each of two
+// neighbouring scales, 128 apart. Every 4 lanes read 64 bytes, and every 8 write to all banks.
+struct MlaLane {
+  int entry;   // of {0, 1}
+  int scales;  // lane that has the two scales, of pair 0
+  // Offsets in a tile, of the warp's pair 0: of the first 16 values as they came, and of the first
+  // 8 of them unpacked.
+  uint32_t raw, tile;
+
+  __device__ MlaLane(int warp, int lane) : entry(lane / 4 % 2), scales(lane / 16 * 16 + entry) {
+    const int block = lane / 16 * 4 + lane / 8 % 2, chunk = lane % 4;
+    raw = MlaTileOffset(warp * kMlaWarpEntries + entry, block * 4 + chunk);
+    tile = MlaTileOffset(warp * kMlaWarpEntries + entry, block * 8 + chunk * 2);
+  }
+};
+
+// Two neighbouring scales of entry lane % 16 of a warp's, at lane / 16 * 2. `base`: of entry 0 of
+// the cache, those scales.
+__device__ __forceinline__ float2 LoadScales(const char* base, int place) {
+  return __ldg(reinterpret_cast<const float2*>(base + int64_t{place} * kPackedEntryBytes));
+}
+
+__device__ __forceinline__ uint32_t ScalesOf(float2 scales) {
+  return PackFp16(scales.x * kMlaUnit, scales.y * kMlaUnit);
+}
+
+// Copies a warp's entries into their rows of the tile at `target`: RoPE values, which are bf16 as
+// they are, to their place, values to the first half of where they will be (piece i of 16 bytes is
+// where piece i of the row will be). Of lane i, `place` is that of entry i. Past L1, which has few
+// lines beside this much shared memory: loads into registers need one each, and once there is none
+// everything behind them in the pipe to shared memory waits too.
+__device__ __forceinline__ void CopyEntries(const char* base, int place, uint32_t target, int warp,
+                                            int lane) {
+  const int row = warp * kMlaWarpEntries;
+#pragma unroll
+  for (int e = 0; e < kMlaWarpEntries; ++e) {
+    const int64_t at = int64_t{__shfl_sync(0xffffffffu, place, e)} * kPackedEntryBytes;
+    CopyAsync16(target + MlaTileOffset(row + e, lane), base + at + lane * 16, true);
+  }
+#pragma unroll
+  for (int i = 0; i < kMlaWarpEntries; i += 4) {
+    const int e = i + lane / 8;
+    const int64_t at = int64_t{__shfl_sync(0xffffffffu, place, e)} * kPackedEntryBytes;
+    CopyAsync16(target + MlaTileOffset(row + e, kPackedRank / 8 + lane % 8),
+                base + at + kPackedRank + 16 + lane % 8 * 16, true);
+  }
+}
+
+// The warp's entries on their way to L2.
+__device__ __forceinline__ void FetchEntries(const char* base, int place, int lane) {
+  const char* const from =
+      base + int64_t{place} * kPackedEntryBytes + lane / kMlaWarpEntries * 3 * 128;
+#pragma unroll
+  for (int i = 0; i < 3; ++i) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i * 128));
+}
+
+// By a warp: all its lanes' copies have landed.
+__device__ __forceinline__ void WaitForAllCopies() {
+  CommitCopies();
+  WaitForCopies<0>();
+  __syncwarp();
+}
+
+// Two entries of a warp.
+struct MlaPair {
+  uint4 values[2];
+
+  // As pair `pair`. `raw`: the lane's address for pair 0. Entry 2 * pair is row % 8 = 2 * (pair %
+  // 4) of 8 rows, which moves the piece.
+  __device__ __forceinline__ void Load(uint32_t raw, int pair) {
+    const uint32_t at =
+        (raw ^ static_cast<uint32_t>(pair % 4 * 32)) + static_cast<uint32_t>(pair * 256);
+    values[0] = LoadShared(at);
+    values[1] = LoadShared(at + kMlaColumnBlockBytes);
+  }
+
+  // As pair `pair`. `tile`: the lane's address for pair 0; `scales`: of the lane. Entry 2 * pair is
+  // row % 8 = 2 * (pair % 4) of 8 rows, which moves the chunk.
+  __device__ __forceinline__ void Store(uint32_t tile, int pair, uint32_t scales) const {
+    const uint32_t at =
+        (tile ^ static_cast<uint32_t>(pair % 4 * 32)) + static_cast<uint32_t>(pair * 256);
+    const __half2 of = *reinterpret_cast<const __half2*>(&scales);
+    StoreChunk(at, values[0], __low2half2(of));
+    StoreChunk(at + 2 * kMlaColumnBlockBytes, values[1], __high2half2(of));
+  }
+
+ private:
+  static __device__ __forceinline__ void StoreChunk(uint32_t at, uint4 v, __half2 scale) {
+    const uint2 a = UnpackFour(v.x, scale), b = UnpackFour(v.y, scale);
+    StoreShared(at, {a.x, a.y, b.x, b.y});
+    const uint2 c = UnpackFour(v.z, scale), d = UnpackFour(v.w, scale);
+    StoreShared(at ^ 16, {c.x, c.y, d.x, d.y});
+  }
+  static __device__ __forceinline__ uint4 LoadShared(uint32_t at) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(from));
+                 : "r"(at)
+                 : "memory");
     return v;
   }
 };

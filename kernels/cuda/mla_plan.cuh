@@ -25,6 +25,14 @@ inline constexpr int kMlaHeads = 64;  // of a block
 inline constexpr int kMlaTileEntries = 64;
 inline constexpr int kMlaMaxPieces = 8;
 inline constexpr int kMlaPieceTiles = 2 * kMlaSplitEntries / kMlaTileEntries;
+
+// Latents in shared memory are fp16 and this many times what they are, queries the inverse: so the
+// scale, amax / 448, keeps its 11 bits where the largest of 128 values is from 0.0034 to 8,188. A
+// larger one is infinite (after its norm no value is larger than 22.6 times the norm's weight; what
+// a sender makes up ends its own sequence, with logits that are not finite), a smaller one's error
+// is 2^-28 * 448.
+inline constexpr float kMlaUnit = 8.0f;
+
 // What a launch adds to SparseMlaParams.
 struct MlaShape {
   int32_t head_tiles;         // blocks of a group
@@ -72,7 +80,7 @@ struct MlaCut {
 struct MlaPosition {
   int share = 1;
   int row = 0, slot = -1;
-  int first_count = 0, count = 0;                     // entries of the first of two lists, and of the other
+  int first_count = 0, count = 0;  // entries of the first of two lists, and of the other
   int first_pieces = 0, pieces = 1, piece_tiles = 0;  // of the row
   int piece = 0, first_piece = 0;
   int row_begin = 0, row_end = 0;  // tiles

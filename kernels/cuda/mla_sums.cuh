@@ -32,7 +32,8 @@ struct MlaThread {
   __device__ int Column(int i) const { return thread / 128 * 256 + 8 * i + thread % 4 * 2; }
 };
 
-// Two neighbouring elements of an item's result. `other`: of the first of two lists; else read here.
+// Two neighbouring elements of an item's result. `other`: of the first of two lists; else read
+// here.
 __device__ __forceinline__ void WritePair(const SparseMlaParams& p, const MlaResult& result,
                                           int64_t at, float x, float y, float2 other) {
   if (result.other != 0.0f && p.then_counts == nullptr) {
@@ -126,8 +127,8 @@ __device__ __forceinline__ void FinishPiece(const SparseMlaParams& p, const MlaS
     const int64_t item = int64_t{piece.row} * p.heads + head;
     MlaResult result = {0.0f, 0.0f, NegativeInfinity()};
     if (piece.slot >= 0) {
-      result = p.then_counts == nullptr ? ResultOf(p, item, state[h])
-                                        : ResultOf(state[h], first_lse[h]);
+      result =
+          p.then_counts == nullptr ? ResultOf(p, item, state[h]) : ResultOf(state[h], first_lse[h]);
     }
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
@@ -238,8 +239,7 @@ static __global__ void __launch_bounds__(kMlaAdders)
     for (int i = 0; i < kVectors; ++i) {
       const float4 of = last.sums[i], other = first.sums[i];
       WritePair(p, result, item * kPackedRank + me.Column(begin + i), h == 0 ? of.x : of.z,
-                h == 0 ? of.y : of.w,
-                h == 0 ? float2{other.x, other.y} : float2{other.z, other.w});
+                h == 0 ? of.y : of.w, h == 0 ? float2{other.x, other.y} : float2{other.z, other.w});
     }
     if (begin == 0 && me.thread < kMlaAdders / 2 && me.thread % 4 == 0 && p.lse != nullptr) {
       p.lse[item] = result.lse;

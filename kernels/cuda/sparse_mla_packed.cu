@@ -78,7 +78,7 @@ __device__ __forceinline__ void AddValues(float (&o)[128], const uint4 (&weights
 #pragma unroll
   for (int step = 0; step < kMlaTileEntries / 16; ++step) {
     const uint32_t a[4] = {weights[step].x, weights[step].y, weights[step].z, weights[step].w};
-    MultiplyRows(
+    MultiplyRows<Operand::kFp16>(
         o, a,
         TileDescriptor(values + static_cast<uint32_t>(step * 16 * 128), kMlaColumnBlockBytes));
   }
@@ -126,16 +126,49 @@ __device__ __forceinline__ float2 Weigh(float (&score)[32], Softmax (&state)[2],
   return {keep[0], keep[1]};
 }
 
+// Sums of latents times kMlaUnit, back to what they are.
+__device__ __forceinline__ void Unscale(float (&o)[128]) {
+#pragma unroll
+  for (int i = 0; i < 128; ++i) o[i] *= 1.0f / kMlaUnit;
+}
+
+// Waits for the n-th tile's entries.
+__device__ __forceinline__ void WaitForEntries(MlaShared& shared, uint32_t n) {
+  WaitBarrier(SharedAddress(&shared.entries_here[n % kMlaStages]), n / kMlaStages & 1);
+}
+
+// The query's latent part, in place, from bf16 to fp16 / kMlaUnit. By the warpgroup.
+__device__ __forceinline__ void ConvertQuery(MlaShared& shared) {
+  constexpr int kPieces = kPackedRank / 64 * kMlaColumnBlockBytes / 16;
+  auto* const pieces = reinterpret_cast<uint4*>(shared.query);
+  const auto convert = [](uint32_t pair) {
+    return PackFp16(__uint_as_float(pair << 16) / kMlaUnit,
+                    __uint_as_float(pair & 0xffff0000u) / kMlaUnit);
+  };
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x); i < kPieces; i += kMlaWarpgroup) {
+    const uint4 v = pieces[i];
+    pieces[i] = {convert(v.x), convert(v.y), convert(v.z), convert(v.w)};
+  }
+  PublishToAsyncProxy();
+  SyncWarpgroup(1);
+}
+
 // Starts the products of the n-th tile's entries and the query, once the tile is there.
 __device__ __forceinline__ void StartScores(float (&score)[32], MlaShared& shared, uint32_t n) {
   const uint32_t query = SharedAddress(shared.query);
   const uint32_t keys = SharedAddress(shared.entries[n % kMlaStages]);
-  WaitBarrier(SharedAddress(&shared.entries_here[n % kMlaStages]), n / kMlaStages & 1);
+  WaitForEntries(shared, n);
   BeginProducts();
 #pragma unroll
   for (int step = 0; step < kMlaWidth / 16; ++step) {
     const auto at = static_cast<uint32_t>(step / 4 * kMlaColumnBlockBytes + step % 4 * 32);
-    MultiplyTiles(score, TileDescriptor(query + at), TileDescriptor(keys + at), step > 0);
+    const uint64_t q = TileDescriptor(query + at), k = TileDescriptor(keys + at);
+    if (step < kPackedRank / 16) {
+      MultiplyTiles<Operand::kFp16>(score, q, k, step > 0);
+    } else {
+      MultiplyTiles(score, q, k, 1);
+    }
   }
   CommitProducts();
 }
@@ -154,6 +187,7 @@ __device__ void ScoreTiles(const SparseMlaParams& p, const MlaShape& shape, MlaS
     for (int i = 0; i < 128; ++i) o[i] = 0;
     if (piece.entries > 0 && !has_query) {
       WaitBarrier(SharedAddress(&shared.query_here), queries++ & 1);
+      ConvertQuery(shared);
       has_query = true;
     }
     for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries, ++n) {
@@ -170,8 +204,8 @@ __device__ void ScoreTiles(const SparseMlaParams& p, const MlaShape& shape, MlaS
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* const from = score + 8 * i;
-        weights[i] = {PackBf16(from[0], from[1]), PackBf16(from[2], from[3]),
-                      PackBf16(from[4], from[5]), PackBf16(from[6], from[7])};
+        weights[i] = {PackFp16(from[0], from[1]), PackFp16(from[2], from[3]),
+                      PackFp16(from[4], from[5]), PackFp16(from[6], from[7])};
       }
       if (handed > 0) WaitBarrier(SharedAddress(&shared.weights_done), (handed - 1) & 1);
 #pragma unroll
@@ -196,6 +230,7 @@ __device__ void ScoreTiles(const SparseMlaParams& p, const MlaShape& shape, MlaS
       ArriveWarp(shared.weights_here);
       ++handed;
     }
+    Unscale(o);
     FinishPiece(p, shape, piece, o, state);
   }
 }
@@ -219,7 +254,7 @@ __device__ void AddTiles(const SparseMlaParams& p, const MlaShape& shape, MlaSha
       const float2 keep = shared.keep[thread];
       ArriveWarp(shared.weights_done);
       Keep(o, keep);
-      WaitBarrier(SharedAddress(&shared.entries_here[stage]), n / kMlaStages & 1);
+      WaitForEntries(shared, n);
       AddValues(o, weights, SharedAddress(shared.entries[stage]) + 4 * kMlaColumnBlockBytes);
       WaitForProducts<0>();
       ArriveWarp(shared.entries_done[stage]);
@@ -231,6 +266,7 @@ __device__ void AddTiles(const SparseMlaParams& p, const MlaShape& shape, MlaSha
       state[0] = {__uint_as_float(of.x), __uint_as_float(of.y)};
       state[1] = {__uint_as_float(of.z), __uint_as_float(of.w)};
     }
+    Unscale(o);
     FinishPiece(p, shape, piece, o, state);
   }
 }
@@ -307,8 +343,7 @@ cudaError_t LaunchPackedSparseMla(const SparseMlaParams& p, cudaStream_t stream)
   const bool two = p.then_counts != nullptr;
   MlaShape shape = {p.heads / kMlaHeads, MlaSlots(p.capacity, two),
                     static_cast<uint32_t>(((uint64_t{1} << 32) + block_tokens - 1) / block_tokens)};
-  int64_t groups =
-      Groups(p.rows, p.heads, p.capacity, two, Processors() - p.spare_processors);
+  int64_t groups = Groups(p.rows, p.heads, p.capacity, two, Processors() - p.spare_processors);
   if (shape.slots > 0) {
     const int64_t slots = p.scratch_bytes / (shape.head_tiles * kMlaSlotBytes);
     if (slots == 0) return cudaErrorInvalidValue;
