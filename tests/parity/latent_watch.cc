@@ -188,9 +188,9 @@ void BothPolicies::EndPrompt(int slot, int64_t tokens, SelectionHints hints) {
   second_->EndPrompt(slot, tokens, std::move(hints));
 }
 
-void BothPolicies::BeginPrompt(int slot, int64_t tokens) {
-  first_->BeginPrompt(slot, tokens);
-  second_->BeginPrompt(slot, tokens);
+void BothPolicies::BeginPrompt(int slot, int64_t tokens, int64_t cached) {
+  first_->BeginPrompt(slot, tokens, cached);
+  second_->BeginPrompt(slot, tokens, cached);
 }
 
 void BothPolicies::EndStep(Stream& stream) {

@@ -64,7 +64,7 @@ class BothPolicies : public ForwardingPolicy {
                  absl::Span<const int32_t> positions) override;
   void Release(int slot) override;
   void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override;
-  void BeginPrompt(int slot, int64_t tokens) override;
+  void BeginPrompt(int slot, int64_t tokens, int64_t cached) override;
   void EndStep(Stream& stream) override;
   void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override;
   void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override;
