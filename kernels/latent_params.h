@@ -186,8 +186,8 @@ struct SparseMlaParams {
   const void* q;  // [rows][heads][rank + rope] of q_type
   const int32_t* slots;
   PagedLatents cache;
-  const int32_t* entries;  // [rows][capacity] numbers of entries; null: 0, 1, ...
-  const int32_t* counts;   // [rows]; below 0 as 0, above the capacity as the capacity
+  const int32_t* entries;       // [rows][capacity] numbers of entries; null: 0, 1, ...
+  const int32_t* counts;        // [rows]; below 0 as 0, above the capacity as the capacity
   const int32_t* then_entries;  // [rows][capacity]
   const int32_t* then_counts;   // [rows], or null: one list
   int64_t capacity;
@@ -200,8 +200,8 @@ struct SparseMlaParams {
   int32_t rows;
   int32_t decode_rows;  // as in LinearParams
   int32_t heads;
-  // Processors of a GPU that it leaves to what runs beside it: a block of this takes one wholly, and
-  // those that had to wait for a transfer's would end with it.
+  // Processors of a GPU that it leaves to what runs beside it: a block of this takes one wholly,
+  // and those that had to wait for a transfer's would end with it.
   int32_t spare_processors;
   float scale;
   DType q_type;    // the kernel set's activation type

@@ -1,7 +1,7 @@
 // Latent attention over lists of packed entries, for decode rows and rows of prompts alike.
 //
 // A block computes 64 heads of a row; mla_plan.cuh says which pieces of which rows. Three
-// warpgroups: one unpacks entries, 64 at a time, to bf16 in shared memory (two tiles of them); one,
+// warpgroups: one unpacks entries, 64 at a time, to fp16 in shared memory (two tiles of them); one,
 // the scorer, computes scores and their softmax and the result's first 256 columns; the last one,
 // the adder, the other 256 columns, with weights that the scorer left it in shared memory. The
 // result lies in registers, 128 of each thread.
@@ -12,10 +12,9 @@
 // (1,152 for scores, 1,024 for values) and shared memory 2,300 (221 KB read by products, 72 KB
 // written, 128 bytes a cycle).
 //
-// Measured on an H200 (sluice-mla-bench), 128 heads, 2,048 entries, 1 / 8 / 32 / 64 / 128 rows: 48
-// / 52 / 106 / 192 / 370 us. A tile takes 11,000 cycles: 8,000 of them the products wait for
-// entries, whether these are converted by the processor's cvt or by moving bits; 3,300 are scores
-// (1,450), their softmax (850), values (700) and what is between them.
+// Measured on an H200 (sluice-mla-bench), 128 heads, 2,048 entries, 1 / 8 / 32 / 64 / 128 rows: 37
+// / 41 / 82 / 165 / 318 us. A tile takes some 5,300 cycles: 1,500 are scores, 1,000 their softmax,
+// 700 values; for the rest the products wait for entries, or for one another.
 #include <algorithm>
 
 #include "kernels/cuda/launch.cuh"

@@ -70,7 +70,7 @@ struct Options {
   std::string device = "cpu", hbm_bytes = "256MiB", dram_bytes = "1GiB", ratios = "0.2";
   bool topic_drift = false;
   std::vector<int64_t> contexts, batches = {1, 4};
-  int64_t least_places = 6400, transfer_workers = 8;
+  int64_t least_places = 6400, transfer_workers = 4;
 };
 
 class Profiler {

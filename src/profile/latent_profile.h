@@ -18,7 +18,7 @@ struct LatentProfileOptions {
   bool topic_drift = false;  // weights and contexts of the topic-drift workload (latent_drift.h)
   int threads = 1;
   int64_t prompts = 4, seed = 1, steps = 64, block_tokens = 32, least_places = 6400;
-  int64_t transfer_workers = 8;
+  int64_t transfer_workers = 4;
   std::string hbm_bytes, dram_bytes;
   std::vector<int64_t> contexts, batches;
   std::vector<double> ratios;

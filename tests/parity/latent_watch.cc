@@ -1,11 +1,11 @@
 #include "tests/parity/latent_watch.h"
 
-#include <utility>
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <utility>
 
 #include "kernels/e4m3.h"
 #include "kernels/latent_params.h"

@@ -356,8 +356,8 @@ void Sender::HoldUp(const Chunk& chunk, std::unique_ptr<ChunkLanding> landing,
   });
 }
 
-// Whatever tokens, of whatever rows: what is right of it changes no token. (Of policy scout it does:
-// with hints its first step recalls nothing.) Sometimes one is none of the sequence's.
+// Whatever tokens, of whatever rows: what is right of it changes no token. (Of policy scout it
+// does: with hints its first step recalls nothing.) Sometimes one is none of the sequence's.
 SelectionHints Sender::DrawHints(bool* spoiled) {
   SelectionHints hints;
   hints.unit_tokens = OneIn(random_, 3) ? kBlockTokens : 1;

@@ -38,9 +38,10 @@ class IndexSelection {
   // below `decode_rows` share no scratch where their rows differ, others must follow one another on
   // one stream. `scored` is called where the last scores are enqueued and their top-k is not: few
   // processors make that one, and what is put beside it must not take them first.
-  void Select(Stream& stream, int layer, const kernels::PagedIndexKeys& keys,
-              const AttentionPolicy::LatentAttention& attention, int32_t first_row, int32_t rows,
-              absl::FunctionRef<void()> scored = [] {});
+  void Select(
+      Stream& stream, int layer, const kernels::PagedIndexKeys& keys,
+      const AttentionPolicy::LatentAttention& attention, int32_t first_row, int32_t rows,
+      absl::FunctionRef<void()> scored = [] {});
   static constexpr int64_t kScoreBytes = int64_t{64} << 20;
 
   // [max_rows] lists of top_k positions each, by row of the step; until its next selection.

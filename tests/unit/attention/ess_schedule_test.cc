@@ -119,8 +119,8 @@ void Step(PolicyStatistics* sums, const std::vector<int64_t>& misses, int64_t st
   }
 }
 
-const std::vector<Overlap> kAllDa(3, Overlap::kDa),
-    kAllQueries(3, Overlap::kQueries), kByProfile = {Overlap::kQueries, Overlap::kDa, Overlap::kDba};
+const std::vector<Overlap> kAllDa(3, Overlap::kDa), kAllQueries(3, Overlap::kQueries),
+    kByProfile = {Overlap::kQueries, Overlap::kDa, Overlap::kDba};
 
 TEST_CASE("A plan is DA where nothing is known, queries where all has a place, else a profile's") {
   REQUIRE(Of(*std::make_unique<OverlapPlan>(Options()), 20) == kAllDa);
