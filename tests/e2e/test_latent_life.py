@@ -116,7 +116,7 @@ def test_a_sequence_that_ends_in_its_warm_up_gives_everything_back(calm, prefill
 def test_what_never_fits_and_what_does_not_fit_now_are_told_apart(tiny_models, start, prefill, policy):
     """HBM for two such sequences; DRAM for three."""
     node = start("sluice-server", tiny_models(NAMES[0]), *FAST, "--max-sequences", "2", "--max-context", "2048",
-                 "--hbm-bytes", "4MiB", "--dram-bytes", "2500KiB", *OFFLOADING[policy])
+                 "--hbm-bytes", "4MiB", "--dram-bytes", "2900KiB", *OFFLOADING[policy])
     pair = Pair(node, prefill)
     before = node.settled()
     prompts = [long_prompt(n) for n in (250, 251, 252)]
@@ -226,7 +226,7 @@ def test_preempted_sequences_of_policy_full_go_on_with_the_same_bits(tiny_models
     (["--hbm-bytes", "60KiB"], "hbm_bytes: 61440 bytes are too few"),
     (["--dram-bytes", "60KiB"], "dram_bytes: 61440 bytes are too few"),
     (["--ess-sparse-memory-ratio", "1.5"], "ess_sparse_memory_ratio (--ess-sparse-memory-ratio) must be a number"),
-    (["--ess-overlap", "both"], "ess_overlap (--ess-overlap) must be one of none, da, dba, layer-wise"),
+    (["--ess-overlap", "both"], "ess_overlap (--ess-overlap) must be one of none, queries, da, dba, layer-wise"),
     (["--policy-profile", "/no/such/file"], "policy_profile: /no/such/file: No such file"),
 ], ids=lambda v: v[1] if isinstance(v, list) else "")
 def test_what_ess_cannot_have_is_refused_by_its_setting(tiny_models, flags, words):
