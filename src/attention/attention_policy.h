@@ -89,7 +89,7 @@ class AttentionPolicy {
   // select alone (last_rows_wanted).
   virtual void BeginPrompt(int /*slot*/, int64_t /*tokens*/, int64_t /*cached*/) {}
   // The slot's first `tokens` tokens are its prompt, and computed: starts to make its working set;
-  // Warm(slot) says when it is there. Once. REQUIRES: every step that has the slot is done. `hints`:
+  // Warm(slot) says when it is there. Once. REQUIRES: every step of the slot is done. `hints`:
   // the prefill node's, where nothing better is known; kept by some. NOLINTNEXTLINE(performance-*)
   virtual void EndPrompt(int /*slot*/, int64_t /*tokens*/, SelectionHints /*hints*/) {}
   // Of a prompt that was handed over whole, without hints, how many of the last rows are to be
