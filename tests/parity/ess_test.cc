@@ -72,9 +72,9 @@ double Margin(const OutputToken& token) {
 }
 
 // Up to a token that was full's best by no more than `margin`: what follows a flip is another text.
-// The margin is full's own, whose text is not the golden one to the end where paths round. In case
-// 2, which alone selects, it is `selective`.
-void CheckTokens(const std::string& path, DType kv_dtype, double margin, double selective,
+// The margin is full's own, whose text is not the golden one to the end where paths round. The
+// first `cases` are held to it.
+void CheckTokens(const std::string& path, DType kv_dtype, double margin, size_t cases,
                  const std::vector<std::string>& models = fixtures::TinyLatentModels(),
                  const std::vector<Overlap>& overlaps = {Overlap::kNone, Overlap::kQueries,
                                                          Overlap::kDa, Overlap::kDba}) {
@@ -88,13 +88,13 @@ void CheckTokens(const std::string& path, DType kv_dtype, double margin, double 
     }
     for (const NodeOptions& options : others) {
       const std::vector<Generated> got = Run(options, *golden);
-      for (size_t i = 0; i < full.size(); ++i) {
+      for (size_t i = 0; i < std::min(cases, full.size()); ++i) {
         REQUIRE(got[i].ids.size() == full[i].ids.size());
         for (size_t t = 0; t < full[i].ids.size(); ++t) {
           if (got[i].ids[t] == full[i].ids[t]) continue;
           INFO(path << ", " << model << ", " << options.policy.name << ", case " << i << ", token "
                     << t << ", margin " << Margin(full[i].tokens[t]));
-          CHECK(Margin(full[i].tokens[t]) <= (i == 2 ? selective : margin));
+          CHECK(Margin(full[i].tokens[t]) <= margin);
           break;
         }
       }
@@ -103,17 +103,17 @@ void CheckTokens(const std::string& path, DType kv_dtype, double margin, double 
 }
 
 TEST_CASE("ess gives full's tokens from float32 caches") {
-  CheckTokens("reference", DType::kFloat32, 0, 0, {"tiny-deepseek-v32"}, {Overlap::kDba});
+  CheckTokens("reference", DType::kFloat32, 0, 3, {"tiny-deepseek-v32"}, {Overlap::kDba});
 }
 TEST_CASE("ess gives full's tokens from packed caches") {
-  CheckTokens("portable", DType::kFloat8E4M3, testing::kFloat32.margin, testing::kFloat32.margin,
+  CheckTokens("portable", DType::kFloat8E4M3, testing::kFloat32.margin, 3,
               {"tiny-deepseek-v32-fp8"});
 }
 TEST_CASE("ess gives full's tokens from packed caches (cuda)", "[cuda]") {
   if (!HasPath("cuda")) return;
-  // Case 2: after a tie in the indexer that rounding turns over, as "ess selects what full does"
-  // shows it, logits differ by a tenth. Measured: one text of each model's at most, at 0.24.
-  CheckTokens("cuda", DType::kFloat8E4M3, testing::kCuda.margin, /*selective=*/0.4);
+  // Case 2 alone selects. Rounding turns a tie of its indexer over, and what follows is another
+  // text: "ess selects what full does up to a tie" holds it up to there.
+  CheckTokens("cuda", DType::kFloat8E4M3, testing::kCuda.margin, /*cases=*/2);
 }
 
 // Both policies in one model that goes on with what full gives: their inputs, and so what is
