@@ -2,11 +2,12 @@
 // heads, rank 512, rope 64), beside its floors; and whether it is right: against float64, and a
 // row's bits alone, with one group of blocks, and in the batch.
 //
-//   sluice-mla-bench [--gib N] [--quick]
+//   sluice-mla-bench [--gib N] [--quick | --only ROWS]
 //
 // --gib: size of the arena of entries (default 8): sequences of 32K entries in pages of 64, in any
-// order; launches rotate through other sequences. --quick: fewer cases. A time is that of one
-// LaunchSparseMla in a graph of them, the combining kernel included; least and most in brackets.
+// order; launches rotate through other sequences. --quick: fewer cases; --only: ROWS lists of 2,048
+// alone, unchecked, as a profiler wants it. A time is that of one LaunchSparseMla in a graph of
+// them, the combining kernel included; least and most in brackets.
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -276,8 +277,10 @@ void RunCase(char* arena, int64_t arena_bytes, const char* name, const std::vect
 
 int Main(int argc, char** argv) {
   int64_t gib = 8;
+  int only = 0;
   bool quick = false;
   for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--only") == 0 && i + 1 < argc) only = std::atoi(argv[++i]);
     if (std::strcmp(argv[i], "--quick") == 0) quick = true;
     if (std::strcmp(argv[i], "--gib") == 0 && i + 1 < argc) gib = std::atoll(argv[++i]);
   }
@@ -289,6 +292,11 @@ int Main(int argc, char** argv) {
   FillEntries<<<4096, 256>>>(reinterpret_cast<unsigned char*>(arena), (gib << 30) / kEntryBytes);
   Check(cudaDeviceSynchronize(), "fill");
   std::mt19937_64 random(5);
+  if (only > 0) {
+    RunCase(arena, gib << 30, "only", std::vector<int32_t>(static_cast<size_t>(only), 2048), 2048,
+            false, random);
+    return 0;
+  }
   struct Shape {
     int batch, entries, capacity;
   };
