@@ -93,8 +93,8 @@ class AttentionPolicy {
   // the prefill node's, where nothing better is known; kept by some. NOLINTNEXTLINE(performance-*)
   virtual void EndPrompt(int /*slot*/, int64_t /*tokens*/, SelectionHints /*hints*/) {}
   // Of a prompt that was handed over whole, without hints, how many of the last rows are to be
-  // computed again, so that EndPrompt knows what they attend to.
-  virtual int last_rows_wanted() const { return 0; }
+  // computed again, so that EndPrompt knows what they attend to. `total`: as in Admit.
+  virtual int last_rows_wanted(int64_t /*total*/) const { return 0; }
   // Tokens of a layer and KV head that hints may name and EndPrompt finds places for; 0: it has no
   // use for hints.
   virtual int64_t hint_tokens() const { return 0; }

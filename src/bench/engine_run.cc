@@ -25,7 +25,7 @@
 namespace sluice {
 namespace {
 
-constexpr absl::Duration kPatience = absl::Minutes(5);  // for anything that must come
+constexpr absl::Duration kPatience = absl::Minutes(5);  // for tokens
 constexpr uint32_t kChunkTokens = 512;  // of prompts whose last tokens a policy wants computed
 constexpr int kPeers = 14;              // that hand over at once
 
@@ -55,6 +55,23 @@ class CountingSink : public TokenSink {
   absl::Notification finished_;
 };
 
+// Whether a count has stood still for so long.
+class StallWatch {
+ public:
+  explicit StallWatch(absl::Duration patience) : patience_(patience) {}
+  bool Stalled(int64_t count) {
+    const absl::Time now = absl::Now();
+    if (count != last_) since_ = now;
+    last_ = count;
+    return now - since_ > patience_;
+  }
+
+ private:
+  const absl::Duration patience_;
+  int64_t last_ = -1;
+  absl::Time since_;
+};
+
 class EngineRun {
  public:
   EngineRun(const EngineRunOptions& options, Device* device, Model* model)
@@ -68,11 +85,18 @@ class EngineRun {
     // All are in the batch, caches and all, before the first decodes, so that they stay equally
     // long.
     SLUICE_RETURN_IF_ERROR(HandOverAll());
-    const absl::Time give_up = absl::Now() + kPatience;
-    while (!AllWarm(slots, policy)) {
-      if (absl::Now() > give_up) return absl::DeadlineExceededError("they do not fit together");
+    StallWatch watch(options_.patience);
+    for (Admitted now = AdmittedNow(slots, policy); now.warm < slots || now.running < batch();
+         now = AdmittedNow(slots, policy)) {
+      if (watch.Stalled(now.running + now.warm)) {
+        return absl::ResourceExhaustedError(absl::StrCat(
+            "of ", batch(), " sequences that were handed over ", now.running,
+            " were admitted, and no other in ", absl::FormatDuration(options_.patience),
+            ": they do not fit together; lower --max-batch or --batches"));
+      }
       absl::SleepFor(absl::Milliseconds(5));
     }
+    const absl::Time give_up = absl::Now() + kPatience;
     open_.store(true, std::memory_order_release);
     engine_->Wake();
     while (!marks_->all.WaitForNotificationWithTimeout(absl::Milliseconds(20))) {
@@ -171,15 +195,20 @@ class EngineRun {
 
   // Waits where DRAM is full: what a policy does not keep there goes once a sequence is admitted.
   absl::Status Begin(size_t index, ContextReader& reader) {
-    const absl::Time give_up = absl::Now() + kPatience;
+    StallWatch watch(options_.patience);
     for (;;) {
       const absl::StatusOr<std::string> transfer = HandOver(index, reader);
       if (transfer.ok()) {
         absl::MutexLock lock(&submit_mutex_);
         return engine_->Submit(RequestFor(*transfer)).status();
       }
-      if (!absl::IsResourceExhausted(transfer.status()) || absl::Now() > give_up) {
-        return transfer.status();
+      if (!absl::IsResourceExhausted(transfer.status())) return transfer.status();
+      if (watch.Stalled(landed_.load(std::memory_order_relaxed))) {
+        absl::MutexLock lock(&submit_mutex_);
+        return absl::ResourceExhaustedError(absl::StrCat(
+            "DRAM took in ", sinks_.size(), " of ", batch(), " sequences, and no other in ",
+            absl::FormatDuration(options_.patience), " (", transfer.status().message(),
+            "): raise --dram-bytes, or lower --max-batch or --batches"));
       }
       absl::SleepFor(absl::Milliseconds(20));
     }
@@ -219,6 +248,7 @@ class EngineRun {
           reader.Read(*given, layer, k, [&](auto piece) { landing->Append(piece); });
         }
         SLUICE_RETURN_IF_ERROR(landing->Finish().status());
+        landed_.fetch_add(1, std::memory_order_relaxed);
       }
     }
     SLUICE_RETURN_IF_ERROR(
@@ -242,19 +272,23 @@ class EngineRun {
     return request;
   }
 
-  // Whether every sequence has its slot, and its caches are there. Asks the engine's thread, which
-  // alone may ask the policy.
-  bool AllWarm(int slots, AttentionPolicy* policy) {
-    bool warm = false;
+  // How many sequences have a slot, and of all slots how many have their caches. Asks the engine's
+  // thread, which alone may ask the policy.
+  struct Admitted {
+    int running = 0, warm = 0;
+  };
+  Admitted AdmittedNow(int slots, AttentionPolicy* policy) {
+    Admitted now;
     absl::Notification asked;
     engine_->Snapshot([&](const EngineSnapshot& snapshot) {
-      warm = snapshot.running == static_cast<uint32_t>(options_.batch);
-      for (int slot = 0; slot < slots; ++slot) warm = policy->Warm(slot) && warm;
+      now.running = static_cast<int>(snapshot.running);
+      for (int slot = 0; slot < slots; ++slot) now.warm += policy->Warm(slot) ? 1 : 0;
       asked.Notify();
     });
     asked.WaitForNotification();
-    return warm;
+    return now;
   }
+  int batch() const { return options_.batch; }
 
   // What every layer of every sequence holds of one kind.
   struct Payload {
@@ -319,9 +353,10 @@ class EngineRun {
   const EngineRunOptions options_;
   Device* const device_;
   Model* const model_;
-  int total_ = 0;                  // tokens of a sequence at its end
-  std::atomic<bool> open_{false};  // the readers are there
-  std::vector<Payload> payloads_;  // by kind
+  int total_ = 0;                   // tokens of a sequence at its end
+  std::atomic<bool> open_{false};   // the readers are there
+  std::atomic<int64_t> landed_{0};  // chunks of all sequences
+  std::vector<Payload> payloads_;   // by kind
   Metrics metrics_;
   std::shared_ptr<Marks> marks_ = std::make_shared<Marks>();
   absl::Mutex submit_mutex_;  // of RequestFor and Submit: sinks in the order of submission

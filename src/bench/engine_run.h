@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "src/attention/attention_policy.h"
 #include "src/bench/context.h"
 #include "src/device/device.h"
@@ -34,7 +35,9 @@ struct EngineRunOptions {
   bool random_context = true;  // random_caches.h; else zeros
   // What is handed over instead, in turn; each of `context` tokens.
   const std::vector<Context>* contexts = nullptr;
-  PagePool* dram = nullptr;    // where homes are; null: one of its own
+  PagePool* dram = nullptr;  // where homes are; null: one of its own
+  // For something to change, while sequences are handed over and admitted.
+  absl::Duration patience = absl::Seconds(20);
   TurnTrace* trace = nullptr;  // told of the engine's phases, the ones before the windows too
   // Called on the engine's thread a step before the first window (false) and after the last (true),
   // for what is counted between the two. Steps are under way: what they count may be there in part.
@@ -53,7 +56,8 @@ inline constexpr int kEngineWarmUpTokens = 3;
 // Tokens that each sequence may add to its context: models and policies need room for them.
 int EngineTokens(const EngineRunOptions& options);
 
-// REQUIRES: `policy` has `slots` free slots and room for the batch; it has them again afterwards.
+// REQUIRES: `policy` has `slots` free slots; it has them again afterwards. RESOURCE_EXHAUSTED:
+// there is no room for all of the batch at once.
 absl::StatusOr<std::vector<EngineWindow>> RunEngine(const EngineRunOptions& options, int slots,
                                                     Device* device, Model* model, PagePool* hbm,
                                                     AttentionPolicy* policy);

@@ -98,7 +98,11 @@ Admission LargestBatch(const PolicyWorld& world, AttentionPolicy& policy, int64_
   const TokensByKind home = policy.FootprintOf(0, total).dram_tokens;  // of one that runs
   found.dram_bytes_each = world.dram->layout().BytesFor(home);
   int& batch = found.batch;
+  bool arrives = true;
   for (; batch < world.slots; ++batch) {
+    // It comes with all that is handed over, beside those that run.
+    arrives = !world.dram->TryReserve(found.each.dram_tokens).empty();
+    if (!arrives) break;
     std::unique_ptr<SequenceCache> none;
     if (!policy.Admit(batch, 0, total, Promise::kFirm, none)) break;
   }
@@ -107,7 +111,7 @@ Admission LargestBatch(const PolicyWorld& world, AttentionPolicy& policy, int64_
     SLUICE_CHECK(policy.Warm(slot));
     policy.Release(slot);
   }
-  const bool dram = world.dram->SequencesThatFit(home) <= batch;
+  const bool dram = !arrives || world.dram->SequencesThatFit(home) <= batch;
   found.bound = batch == world.slots ? "slots" : dram ? "DRAM" : "HBM";
   return found;
 }

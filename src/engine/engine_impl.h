@@ -157,7 +157,7 @@ class EngineImpl : public Engine {
   std::vector<Admission> admissions_;
   int soft_running_ = 0;
   uint64_t next_ticket_ = 1;
-  Event* cold_ = nullptr;  // of a slot that could not run in the newest plan for it was not warm
+  Event* cold_ = nullptr;  // of a slot that was not warm in the newest plan
   StepPlan plan_;
   uint64_t launched_steps_ = 0;
   uint64_t completed_steps_ = 0;

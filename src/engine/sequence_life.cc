@@ -61,7 +61,8 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
   // A cache that covers every token recomputes the last one, whose logits choose the next.
   sequence.cached = std::min(sequence.context_length, sequence.length - 1);
   // Rows of the prompt, which choose nothing: their caches are there, and written again.
-  if (const int rows = parts_.policy->last_rows_wanted(); rows > 0 && sequence.hints.empty()) {
+  const int rows = parts_.policy->last_rows_wanted(sequence.total());
+  if (rows > 0 && sequence.hints.empty()) {
     sequence.cached =
         std::min(sequence.cached, std::max<int64_t>(sequence.prompt_length - rows, 0));
   }

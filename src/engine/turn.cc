@@ -164,7 +164,9 @@ bool EngineImpl::LaunchStep(absl::Time now) {
     EndPromptIfDone(*sequence);
     const bool decodes = sequence->cached >= sequence->prompt_length;
     bool runnable = room && work && (sequence->prompt_ended || !decodes);
-    if (runnable && !parts_.policy->Warm(sequence->slot)) {
+    // Of a parked one too: what a policy does not keep in DRAM goes back by this call, and others
+    // may wait for it.
+    if (!parts_.policy->Warm(sequence->slot)) {
       cold_ = &parts_.policy->WarmEvent(sequence->slot);
       runnable = false;
     }

@@ -4,6 +4,7 @@
 #include <map>
 #include <set>
 
+#include "src/attention/policies/ess/pool_warmer.h"
 #include "src/device/kernel_set.h"
 #include "tests/support/device.h"
 #include "tests/test_main.h"
@@ -49,6 +50,35 @@ TEST_CASE("ess: a row attends to what its indexer selects, wherever it lies") {
       const Result got = rig.Step({0, 1});
       if (step % 6 == 0 || step > 56) CheckRows(rig, got, {1, 2}, at);
     }
+  }
+}
+
+// More than a warm-up by lists brings.
+TEST_CASE(
+    "ess: a pool that holds its whole sequence misses nothing, whatever its prompt selected") {
+  LatentRig::Shape shape;
+  shape.layers = 2;
+  shape.slots = 1;
+  shape.drift = 0.3;
+  shape.max_context = static_cast<int>(PoolWarmer::kMostEntries) + 200;
+  shape.pool_bytes = size_t{48} << 20;
+  const int context = shape.max_context - 60;
+  LatentRig rig(shape, SmallPools(/*ratio=*/0));
+  REQUIRE(rig.policy().last_rows_wanted(shape.max_context) == 0);
+  for (const int computed : {0, 40}) {  // rows of the prompt that are computed here
+    REQUIRE(rig.Admit(0, 3, context - computed, shape.max_context, context));
+    if (computed > 0) rig.Prompt(0, computed);
+    rig.EndPrompt(0);
+    for (int step = 0; step < 20; ++step) {
+      const int at = rig.position(0);
+      const Result got = rig.Step({0});
+      if (step % 10 == 9) CheckRows(rig, got, {3}, {at});
+    }
+    for (const PolicyStatistics::Layer& layer : rig.policy().Statistics().layers) {
+      REQUIRE(layer.selected > 0);
+      REQUIRE(layer.missing == 0);
+    }
+    rig.policy().Release(0);
   }
 }
 

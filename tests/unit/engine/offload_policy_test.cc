@@ -5,10 +5,13 @@
 #include <map>
 #include <set>
 
+#include "absl/synchronization/notification.h"
 #include "src/attention/forwarding_policy.h"
+#include "src/base/crc32c.h"
 #include "src/base/error.h"
 #include "tests/fixtures/fixtures.h"
 #include "tests/support/device.h"
+#include "tests/support/eventually.h"
 #include "tests/support/node.h"
 #include "tests/test_main.h"
 
@@ -200,6 +203,78 @@ void HomesStay(const std::string& kernels) {
 }
 SLUICE_TEST_ON_CPU_AND_GPU("homes stay until their sequences end, and who lacks one waits for that",
                            HomesStay)
+
+// Caches of nothing but zeros, committed. RESOURCE_EXHAUSTED: there is no room for them.
+absl::StatusOr<std::string> PushZeros(Node& node, uint32_t context, uint32_t max_new_tokens) {
+  const auto reserved = node.transfers().Reserve(
+      node.MakeManifest(std::vector<int32_t>(context, 1), context, max_new_tokens));
+  if (!reserved.ok()) return reserved.status();
+  const CacheLayout& layout = node.model().cache_layout();
+  for (const CacheKind& kind : layout.kinds) {
+    const std::vector<uint8_t> payload(static_cast<size_t>(kind.bytes_per_token * context));
+    ChunkHeader header;
+    header.transfer_id = reserved->transfer_id;
+    header.kind = kind.name;
+    header.head_end = 1;
+    header.token_end = context;
+    header.crc32c = Crc32c(payload);
+    for (int layer = 0; layer < layout.layers; ++layer) {
+      header.layer = static_cast<uint32_t>(layer);
+      REQUIRE(node.Land(header, payload).ok());
+    }
+  }
+  REQUIRE(node.transfers().Commit(reserved->transfer_id, {}, nullptr).ok());
+  return reserved->transfer_id;
+}
+
+// What the planner and the bench say that fits must come to run, whoever reads: index keys leave
+// DRAM once they are in HBM, also those of a sequence that nobody reads yet.
+void ParkedGiveBack(const std::string& kernels) {
+  constexpr uint32_t kContext = 1024, kNew = 16;
+  constexpr int kSequences = 6, kSlabs = 20;
+  NodeOptions options;
+  options.kernels = kernels;
+  options.model_dir = fixtures::ModelDir("tiny-deepseek-v32");
+  options.kv_dtype = DType::kFloat8E4M3;
+  options.max_context = 2048;
+  options.max_sequences = kSequences;
+  options.policy.name = "ess";
+  options.dram_bytes = kSlabs * int64_t{692'736} + 4096;  // PageSlabs::SlabBytes
+  Node node(options);
+  const auto fit = [&](int64_t index_tokens) {
+    return node.dram().SequencesThatFit({kContext + kNew, index_tokens}, {0, kContext});
+  };
+  REQUIRE(fit(0) == kSequences);
+  REQUIRE(fit(kContext) < kSequences);
+  std::vector<std::shared_ptr<TokenStream>> streams;
+  for (int i = 0; i < kSequences; ++i) {
+    INFO("sequence " << i);
+    absl::StatusOr<std::string> transfer;
+    REQUIRE(testing::Eventually(absl::Seconds(10), [&] {
+      transfer = PushZeros(node, kContext, kNew);
+      REQUIRE((transfer.ok() || absl::IsResourceExhausted(transfer.status())));
+      return transfer.ok();
+    }));
+    Request request = GreedyRequest({}, kNew);
+    request.handoff.transfer_id = *transfer;
+    streams.push_back(node.Start(std::move(request), /*capacity=*/0));
+  }
+  CHECK(testing::Eventually(absl::Seconds(10), [&] {
+    std::atomic<uint32_t> running{0};
+    absl::Notification asked;
+    node.engine().Snapshot([&](const EngineSnapshot& snapshot) {
+      running = snapshot.running;
+      asked.Notify();
+    });
+    asked.WaitForNotification();
+    return running == kSequences;
+  }));
+  node.engine().CancelAll(absl::CancelledError("seen"));
+  for (const auto& stream : streams) Node::Collect(*stream);
+  CHECK(node.Quiescent());
+}
+SLUICE_TEST_ON_CPU_AND_GPU(
+    "sequences that nobody reads give back what their policy does not keep in DRAM", ParkedGiveBack)
 
 }  // namespace
 }  // namespace sluice

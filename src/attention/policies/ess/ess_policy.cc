@@ -74,8 +74,9 @@ class EssPolicy : public AttentionPolicy {
   }
   void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override;
   absl::Status SlotHealth(int slot) const override;
-  int last_rows_wanted() const override {
-    const bool wanted = options_.recompute_last != PolicyOptions::RecomputeLast::kOff;
+  int last_rows_wanted(int64_t total) const override {
+    const bool wanted = options_.recompute_last != PolicyOptions::RecomputeLast::kOff &&
+                        !tier_->shape().HoldsWhole(total);
     return wanted && options_.ess.warm_up && options_.ess.lru ? kWarmRows : 0;
   }
   int64_t hint_tokens() const override {
@@ -222,6 +223,7 @@ void EssPolicy::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
   if (!options_.ess.warm_up || !options_.ess.lru) return;
   for (size_t r = 0; r < slots.size(); ++r) {
     if (slots[r] < 0 || generates_[static_cast<size_t>(slots[r])]) continue;
+    if (tier_->HoldsWhole(slots[r])) continue;  // all of it comes at the prompt's end
     Prompt& prompt = prompts_[static_cast<size_t>(slots[r])];
     if (positions[r] < prompt.tokens - kWarmRows || positions[r] >= prompt.tokens) continue;
     replays_.push_back({static_cast<int32_t>(r), positions[r] + 1 == prompt.tokens});
@@ -439,9 +441,12 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
     if (timed) options_.ess.on_stage(stream, layer, rows, stage);
   };
   const auto select = [&](int32_t first, int32_t count) {
-    selection_->Select(stream, layer, tier_->Index(layer), a, first, count, [&] {
-      if (first + count == rows) work.After(stream);
-    });
+    selection_->Select(
+        stream, layer, tier_->Index(layer), a, first, count,
+        [&] {
+          if (first + count == rows) work.After(stream);
+        },
+        first > 0 ? options_.ess.transfer_workers : 0);  // the first half's transfer is beside it
     done(Stage::kSelected);
     kernels().Admit(stream, AdmitOf(layer, a, first, first, count));
     done(Stage::kAdmitted);

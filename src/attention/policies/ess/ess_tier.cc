@@ -199,11 +199,10 @@ void EssTier::WarmUp(int slot, int64_t tokens, SelectionHints hints, bool fill) 
   SLUICE_CHECK(s.hbm != nullptr && s.cleared->Ready() && warmer_->Done(slot),
                "a slot is warmed once at a time");
   SLUICE_CHECK(tokens > 0 && tokens <= s.total);
-  const int64_t places = options_.shape.PlacesOf(s.total);
   s.warm_copies.clear();
   s.warm_then.clear();
   tables_.Clear(*s.hbm, s.total, &s.warm_copies, &s.warm_then);
-  const bool whole = fill && places > s.total;
+  const bool whole = fill && HoldsWhole(slot);
   if (whole) {
     tables_.FillWhole(*s.hbm, s.total, tokens, &s.warm_then);
     for (int layer = 0; layer < layout().layers; ++layer) {
@@ -215,7 +214,8 @@ void EssTier::WarmUp(int slot, int64_t tokens, SelectionHints hints, bool fill) 
   copy_stream_->Record(*s.cleared);
   if (whole) return;
   PoolWarmer::WarmUp warm_up;
-  warm_up.sequence = {s.home.get(), s.hbm.get(), places, options_.shape.PlaceOfPages(s.total)};
+  warm_up.sequence = {s.home.get(), s.hbm.get(), options_.shape.PlacesOf(s.total),
+                      options_.shape.PlaceOfPages(s.total)};
   warm_up.tokens = tokens;
   warm_up.hints = std::move(hints);
   warm_up.fill = fill;

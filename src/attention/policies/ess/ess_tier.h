@@ -61,9 +61,13 @@ class EssTier {
   void Evict(int slot, int64_t tokens);
   std::unique_ptr<SequenceCache> TakeHome(int slot);
 
-  // Fills the pools of a sequence whose first `tokens` tokens are cached, and reserves the next
-  // token's places. `fill` false: does the latter alone, the pools are empty. Returns before it is
-  // done: Warm says when.
+  // Whether the slot's pools have a place for each of its tokens.
+  bool HoldsWhole(int slot) const {
+    return options_.shape.HoldsWhole(slots_[static_cast<size_t>(slot)].total);
+  }
+  // Fills the pools of a sequence whose first `tokens` tokens are cached, with all of them where it
+  // holds whole sequences, and reserves the next token's places. `fill` false: does the latter
+  // alone, the pools are empty. Returns before it is done: Warm says when.
   void WarmUp(int slot, int64_t tokens, SelectionHints hints, bool fill);
   // Not OK: the slot's sequence was not given what WarmUp promised it. REQUIRES: Warm(slot).
   const absl::Status& Health(int slot) const { return warmer_->Health(slot); }

@@ -29,6 +29,9 @@ struct EssPoolShape {
   // the fair share; never more than the sequence has tokens, and the next one.
   int64_t PlacesOf(int64_t total) const;
   int64_t most_places() const { return PlacesOf(max_context); }
+  // Whether each token of such a sequence, and the next one, has a place: nothing is ever given up,
+  // so what its rows have selected does not matter.
+  bool HoldsWhole(int64_t total) const { return PlacesOf(total) > total; }
 
   // Of the tables, in 4-byte words, each beginning with a page of its own.
   int64_t PlaceOfPages(int64_t total) const;

@@ -86,7 +86,7 @@ class HgcaPolicyImpl : public HgcaPolicy {
     return HgcaPolicy::Admit(slot, context, total, promise, home);
   }
 
-  int last_rows_wanted() const override {  // one, which reads all of the cache
+  int last_rows_wanted(int64_t /*total*/) const override {  // one, which reads all of the cache
     return options().recompute_last == PolicyOptions::RecomputeLast::kOn ? 1 : 0;
   }
   // An append's selection is a part of its working set.

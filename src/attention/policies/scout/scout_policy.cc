@@ -71,7 +71,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
   }
   const float* parts_lse(int layer) const override { return lse(layer); }
 
-  int last_rows_wanted() const override {  // one, which reads all of the cache
+  int last_rows_wanted(int64_t /*total*/) const override {  // one, which reads all of the cache
     return options().recompute_last == PolicyOptions::RecomputeLast::kOn ? 1 : 0;
   }
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
