@@ -90,17 +90,12 @@ class Admission {
   // What needs nothing that kernels write.
   __device__ void Prepare() {
     __shared__ int32_t pages[2][kStagedPages];
-    const int of_coming = (last + p.ahead) / p.residency.place_of.rows_per_page + 1;
+    Stage(coming, (last + p.ahead) / p.residency.place_of.rows_per_page + 1, pages[0]);
     const int per_page = p.residency.places.rows_per_page;
-    const int of_places = (count + per_page - 1) / per_page;
-    Stage(coming, of_coming, pages[0]);
-    Stage(places, of_places, pages[1]);
+    Stage(places, (count + per_page - 1) / per_page, pages[1]);
     for (int i = Thread(); i < kSelectBins; i += kAdmitThreads) select.bins[0][i] = 0;
     for (int i = Thread(); i < (count + 31) / 32; i += kAdmitThreads) held[i] = 0;
     __syncthreads();
-    if (blockIdx.y > 0) return;
-    coming.PrefetchPages(of_coming);
-    places.PrefetchPages(of_places);
   }
 
   __device__ void Run() {
