@@ -87,6 +87,20 @@ __device__ __forceinline__ void WritePair(const SparseMlaParams& p, int64_t at, 
   }
 }
 
+// Two neighbouring columns each of two vectors, of one row, become four neighbouring ones of one of
+// them, at WideColumn() from the first, and the other way round. Loads and stores of 8 bytes touch
+// as many lines as those of 16, and beside this much shared memory L1 has few.
+__device__ __forceinline__ float4 ExchangePairs(float4 v) {
+  const bool odd = threadIdx.x % 2 != 0;
+  const float x = __shfl_xor_sync(0xffffffffu, odd ? v.x : v.z, 1);
+  const float y = __shfl_xor_sync(0xffffffffu, odd ? v.y : v.w, 1);
+  return odd ? float4{x, y, v.z, v.w} : float4{v.x, v.y, x, y};
+}
+__device__ __forceinline__ int WideColumn() {
+  const int lane = static_cast<int>(threadIdx.x) % 4;
+  return lane % 2 * 8 + lane / 2 * 4 - lane * 2;
+}
+
 // Of four neighbouring lanes that each have a word of four rows, lane i gets row i. Four bytes at a
 // time from as many lanes are half a sector, which takes the cache several times as long.
 __device__ __forceinline__ uint4 TransposeQuad(const uint32_t (&words)[4], int lane) {
@@ -104,11 +118,12 @@ __device__ __forceinline__ uint4 TransposeQuad(const uint32_t (&words)[4], int l
 __device__ __forceinline__ void WriteResult(const SparseMlaParams& p, int64_t at,
                                             const float (&o)[128]) {
   if (p.out_type == DType::kFloat32) {
-    float* const to = static_cast<float*>(p.out) + at;
+    float* const to = static_cast<float*>(p.out) + at + WideColumn();
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
-      *reinterpret_cast<float2*>(to + i % 2 * 8 * kPackedRank + i / 2 * 8) = {o[2 * i],
-                                                                              o[2 * i + 1]};
+    for (int i = 0; i < 32; ++i) {
+      const float* const pairs = o + i / 2 * 8 + i % 2 * 2;
+      *reinterpret_cast<float4*>(to + i % 2 * 8 * kPackedRank + i / 2 * 16) =
+          ExchangePairs({pairs[0], pairs[1], pairs[4], pairs[5]});
     }
   } else {
     const int lane = static_cast<int>(threadIdx.x) % 4;
@@ -206,14 +221,23 @@ __device__ __forceinline__ void FinishPiece(const SparseMlaParams& p, const MlaS
   if (piece.follows) {
     ForVectors([&](int i) { return __ldcg(first + i * kMlaAdders); }, [] {}, add);
   } else if (!is_two && p.other_o != nullptr) {
-    const float* const from = p.other_o + at;
+    const float* const from = p.other_o + at + WideColumn();
+    float4 upper;
     ForVectors(
         [&](int i) {
-          const float2 x = __ldcg(reinterpret_cast<const float2*>(from + 8 * i));
-          const float2 y = __ldcg(reinterpret_cast<const float2*>(from + 8 * kPackedRank + 8 * i));
-          return float4{x.x, x.y, y.x, y.y};
+          return __ldcg(
+              reinterpret_cast<const float4*>(from + i % 2 * 8 * kPackedRank + i / 2 * 16));
         },
-        [] {}, add);
+        [] {},
+        [&](int i, const float4& x) {
+          if (i % 2 == 0) {
+            upper = ExchangePairs(x);
+          } else {
+            const float4 lower = ExchangePairs(x);
+            add(i - 1, {upper.x, upper.y, lower.x, lower.y});
+            add(i, {upper.z, upper.w, lower.z, lower.w});
+          }
+        });
   } else {
     // What is closed already has its factor, and its -0 becomes 0 as a sum with the other list's.
     const float from[2] = {piece.closes ? other[0] : own[0], piece.closes ? other[1] : own[1]};
@@ -275,8 +299,14 @@ static __global__ void __launch_bounds__(kMlaAdders)
   LetNextKernelStart();
   // The kernel before this one lets it start when those before that are done, which wrote the
   // lists.
-  MlaWalk walk(p);
-  walk.Start(group, groups);
+  __shared__ MlaPosition position;
+  if (threadIdx.x < 32) {
+    MlaWalk first(p);
+    first.Start(group, groups);
+    if (threadIdx.x == 0) position = first.position();
+  }
+  __syncthreads();
+  const MlaWalk walk(p, position);
   WaitForPriorKernels();
   if (walk.done() || walk.piece() == 0 || walk.GroupOf(0) != group - 1) return;
   // What group - 1 folded, then the pieces that begin in later groups.

@@ -382,7 +382,7 @@ bool HasPackedKernel(const SparseMlaParams& p) {
          p.heads % kMlaHeads == 0 && p.heads <= kMaxPackedHeads &&
          c.page_bytes == int64_t{c.block_tokens} * kPackedEntryBytes &&
          (p.then_counts == nullptr || p.capacity <= kMlaMostOfTwo) &&
-         AreAligned(16, p.q, c.base, p.scratch, p.out) && AreAligned(8, p.other_o);
+         AreAligned(16, p.q, c.base, p.scratch, p.out, p.other_o);
 }
 
 cudaError_t LaunchPackedSparseMla(const SparseMlaParams& p, cudaStream_t stream) {
