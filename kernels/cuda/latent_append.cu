@@ -75,6 +75,10 @@ __global__ void __launch_bounds__(kEntryThreads)
   for (int v = 0; v < kMaxVectors; ++v) {
     weight[v] = Load4(p.norm, 4 * (t + v * kEntryThreads), c.rank, aligned);
   }
+  if (t == 0 && slot >= 0 && c.base != nullptr && p.place_of.base != nullptr) {
+    // Only a hint: a step's weights have passed through L2 since it was written.
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(RowAt<int32_t>(p.place_of, slot, position, 0)));
+  }
   WaitForPriorKernels();
   if (slot < 0) return;  // of the whole block
 

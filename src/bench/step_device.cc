@@ -71,6 +71,7 @@ class StepDevice : public Device {
   absl::StatusOr<std::unique_ptr<DeviceTrace>> StartTrace() override {
     return device_->StartTrace();
   }
+  int Processors() const override { return device_->Processors(); }
   DeviceMemory Memory() const override { return device_->Memory(); }
   absl::Status Health() const override { return device_->Health(); }
 

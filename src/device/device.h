@@ -156,6 +156,10 @@ class Device {
   // on this device; FAILED_PRECONDITION names what is lacking.
   virtual absl::StatusOr<std::unique_ptr<DeviceTrace>> StartTrace();
 
+  // Multiprocessors, of which blocks of transfers take some from those that compute; 0: transfers
+  // take none.
+  virtual int Processors() const { return 0; }
+
   // Memory of kind kDevice; total 0: it is the host's, and not told apart.
   struct DeviceMemory {
     int64_t free_bytes = 0;

@@ -26,6 +26,7 @@ class Unrecorded : public Device {
     return device_->NewMailbox(options);
   }
   int HostThreads() const override { return device_->HostThreads(); }
+  int Processors() const override { return device_->Processors(); }
   DeviceMemory Memory() const override { return device_->Memory(); }
   absl::Status Health() const override { return device_->Health(); }
   int RowBucket(int) const override { return 0; }

@@ -137,6 +137,7 @@ class PlanningDeviceImpl : public PlanningDevice {
     return std::make_unique<NoWorkers>(std::move(pinned));
   }
   int RowBucket(int rows) const override { return real_->RowBucket(rows); }
+  int Processors() const override { return real_->Processors(); }
   DeviceMemory Memory() const override { return real_->Memory(); }
   int64_t asked(MemoryKind kind) const override {
     return asked_[kind == MemoryKind::kDevice ? 0 : 1];

@@ -21,6 +21,15 @@ uint32_t Crc32c(const std::vector<uint8_t>& bytes) {
   return ~crc32_iscsi(const_cast<uint8_t*>(bytes.data()), static_cast<int>(bytes.size()), ~0u);
 }
 
+// Hints say what lies in HBM first, and what lies where changes no token: what is selected is
+// attended to wherever it lies. With scout's `attend_whole` all that lies in HBM is attended to,
+// selected or not, so hints rightly change its tokens, and a sequence alone has none. (Predicted
+// queries are exact here. A model's are not, and what lies where decides which queries scout
+// attends with: there hints may change a token without it.)
+bool HintsChangeNoToken(const PolicyOptions& policy) {
+  return policy.name != "scout" || !policy.scout.attend_whole;
+}
+
 }  // namespace
 
 Sender::Sender(World* world, const RequestSpec& request, std::function<void()> reserved,
@@ -356,8 +365,8 @@ void Sender::HoldUp(const Chunk& chunk, std::unique_ptr<ChunkLanding> landing,
   });
 }
 
-// Whatever tokens, of whatever rows: what is right of it changes no token. (Of policy scout it
-// does: with hints its first step recalls nothing.) Sometimes one is none of the sequence's.
+// Whatever tokens, of whatever rows: what is right of it changes no token. Sometimes one is none
+// of the sequence's.
 SelectionHints Sender::DrawHints(bool* spoiled) {
   SelectionHints hints;
   hints.unit_tokens = OneIn(random_, 3) ? kBlockTokens : 1;
@@ -382,7 +391,7 @@ void Sender::TryCommit() {
   std::vector<OutputToken> first = request_.first;
   TransferInfo missing;
   bool spoiled = false;
-  const bool drawn = world_->node().policy().name() != "scout" && OneIn(random_, 2);
+  const bool drawn = HintsChangeNoToken(world_->scenario().node.policy) && OneIn(random_, 2);
   SelectionHints hints = drawn ? DrawHints(&spoiled) : SelectionHints();
   if (!hints.empty()) world_->Note(Situation::kHinted);
   const auto committed =

@@ -70,6 +70,13 @@ class CudaDevice : public Device {
     return rows <= kLargestBucket ? (rows + kBucketStep - 1) / kBucketStep * kBucketStep : 0;
   }
 
+  int Processors() const override {
+    int device = 0, processors = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    return processors;
+  }
+
   DeviceMemory Memory() const override {
     size_t free = 0, total = 0;
     cudaMemGetInfo(&free, &total);

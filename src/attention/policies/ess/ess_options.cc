@@ -1,0 +1,86 @@
+#include "src/attention/policies/ess/ess_options.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "src/attention/latent/latent_views.h"
+#include "src/device/kernel_set.h"
+
+namespace sluice {
+
+absl::Status CheckEssOptions(const PolicyOptions& o) {
+  if (!HasIndexKeys(o.dram->layout()) || o.index_top_k == 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("policy: ", o.name,
+                     " needs a model with latent caches and an indexer (deepseek_v32): take "
+                     "--policy full"));
+  }
+  if (!o.device->kernels().HasLatent()) {
+    return absl::UnimplementedError(
+        absl::StrCat("policy: ", o.name, " needs operators of latent attention, which device ",
+                     o.device->name(), " has not"));
+  }
+  const double ratio = o.ess.sparse_memory_ratio;
+  if (!(ratio >= 0 && ratio <= 1)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "ess_sparse_memory_ratio: expected a number from 0 (auto) to 1, found ", ratio));
+  }
+  for (const PagePool* pool : {o.hbm, o.dram}) {
+    // Lists of entries to fetch number them in 32 bits, all layers together.
+    const int64_t entries = pool->Capacity()[kLatentKind] * pool->layout().layers;
+    if (entries <= INT32_MAX) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(pool->name(), "_bytes: expected room for at most ", INT32_MAX,
+                     " latent entries with policy ", o.name, ", found ", entries));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckEssRoom(const PolicyOptions& o, const EssTier& tier) {
+  constexpr int64_t kLeast = 2;
+  if (tier.max_tokens() >= kLeast) return absl::OkStatus();
+  const Footprint least = tier.FootprintOf(kLeast, kLeast);
+  const auto bytes = [](const PagePool& pool, const TokensByKind& tokens) {
+    return absl::StrCat(pool.layout().BytesFor(tokens), " bytes of ", pool.name());
+  };
+  return absl::InvalidArgumentError(absl::StrCat(
+      o.hbm->CouldEverFit(least.hbm_tokens) ? "dram_bytes" : "hbm_bytes",
+      ": too few for one sequence with policy ", o.name, ", which takes ",
+      bytes(*o.hbm, least.hbm_tokens), " and ", bytes(*o.dram, least.dram_tokens),
+      " at least; both are divided between kinds of caches as sequences of max_context tokens take "
+      "them: raise it, or lower --max-context"));
+}
+
+OverlapPlan::Options OverlapOptionsOf(const PolicyOptions& options, const EssPoolShape& shape,
+                                      int decode_rows) {
+  const CacheLayout& layout = options.hbm->layout();
+  OverlapPlan::Options plan;
+  plan.layers = layout.layers;
+  plan.max_rows = decode_rows;
+  plan.overlap = options.ess.overlap;
+  plan.profile = options.ess.profile;
+  plan.rates = plan.profile.rates;
+  if (plan.rates.device != options.device->name()) {  // none, or another device's
+    plan.rates = AssumedRates(layout.kinds[kLatentKind].bytes_per_token,
+                              layout.kinds[kIndexKind].bytes_per_token);
+  }
+  if (const int processors = options.device->Processors(); processors > 0) {
+    plan.rates.spared_share =
+        std::min(options.ess.transfer_workers / static_cast<double>(processors), 1.0);
+  }
+  plan.selected = static_cast<double>(options.index_top_k);
+  plan.context = options.max_context;
+  for (const MissProfile::Point& point : plan.profile.points) {  // no longer than was profiled
+    const bool within = point.context <= options.max_context;
+    if (&point == plan.profile.points.data()) plan.context = 0;
+    if (within) plan.context = std::max(plan.context, point.context);
+  }
+  if (plan.context == 0) plan.context = options.max_context;
+  const int64_t places = shape.PlacesOf(plan.context);
+  plan.ratio = static_cast<double>(places) / static_cast<double>(plan.context);
+  // Pools that begin cold, or that keep nothing, miss whatever their size.
+  if (!options.ess.warm_up || !options.ess.lru) plan.ratio = std::min(plan.ratio, 0.999);
+  return plan;
+}
+
+}  // namespace sluice

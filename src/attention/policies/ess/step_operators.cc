@@ -1,0 +1,143 @@
+#include "src/attention/policies/ess/step_operators.h"
+
+#include "absl/strings/str_cat.h"
+#include "src/base/status_macros.h"
+#include "src/device/kernel_set.h"
+
+namespace sluice {
+
+StepOperators::StepOperators(const PolicyOptions& options, int32_t decode_rows, const EssTier* tier,
+                             const IndexSelection* selection)
+    : decode_rows_(decode_rows),
+      transfer_workers_(options.ess.transfer_workers),
+      forget_(!options.ess.lru),
+      q_type_(options.device->kernels().activation_type()),
+      tier_(tier),
+      selection_(selection) {}
+
+absl::StatusOr<StepOperators> StepOperators::Create(const PolicyOptions& options,
+                                                    int32_t decode_rows, const EssTier* tier,
+                                                    const IndexSelection* selection) {
+  StepOperators b(options, decode_rows, tier, selection);
+  const int64_t rows = decode_rows, list = options.index_top_k;
+  const CacheLayout& layout = tier->layout();
+  const auto allocate = [&](Buffer* buffer, int64_t bytes, const char* what) -> absl::Status {
+    SLUICE_ASSIGN_OR_RETURN(
+        *buffer, options.device->Allocate(MemoryKind::kDevice, static_cast<size_t>(bytes),
+                                          absl::StrCat("ess's ", what)));
+    return absl::OkStatus();
+  };
+  SLUICE_RETURN_IF_ERROR(
+      allocate(&b.written_, layout.layers * rows * tier->latent().bytes_per_token, "new entries"));
+  for (Buffer* lists : {&b.resident_, &b.arriving_, &b.sources_, &b.targets_}) {
+    SLUICE_RETURN_IF_ERROR(allocate(lists, rows * list * 4, "lists of entries"));
+  }
+  for (Buffer* counts : {&b.resident_counts_, &b.arriving_counts_, &b.move_counts_}) {
+    SLUICE_RETURN_IF_ERROR(allocate(counts, rows * 4, "lists of entries"));
+  }
+  const int64_t heads = options.heads, rank = options.latent_rank;
+  SLUICE_RETURN_IF_ERROR(allocate(&b.o_, rows * heads * rank * 4, "partial results"));
+  SLUICE_RETURN_IF_ERROR(allocate(&b.lse_, rows * heads * 4, "partial results"));
+  SLUICE_RETURN_IF_ERROR(
+      allocate(&b.scratch_,
+               options.device->kernels().SparseMlaScratchBytes(
+                   static_cast<int32_t>(rows), options.heads, options.latent_rank, list),
+               "partial results"));
+  SLUICE_ASSIGN_OR_RETURN(b.counters_,
+                          SelectionCounters::Create(options.device, options.slots, layout));
+  return b;
+}
+
+uint8_t* StepOperators::written(int layer) const {
+  return written_.as<uint8_t>() + int64_t{layer} * decode_rows_ * tier_->latent().bytes_per_token;
+}
+
+kernels::AdmitParams StepOperators::Admit(int layer, const LatentAttention& a, int32_t row,
+                                          int32_t list, int32_t rows) const {
+  const kernels::UnitLists selected = selection_->lists();
+  const int64_t at = int64_t{list} * selected.capacity;
+  kernels::AdmitParams admit{};
+  admit.residency = tier_->Residency(layer);
+  admit.slots = a.slots + row;
+  admit.positions = a.positions + row;
+  admit.selected = selected;
+  admit.selected.units += int64_t{row} * selected.capacity;
+  admit.selected.counts += row;
+  admit.resident = resident_.as<int32_t>() + at;
+  admit.resident_counts = resident_counts_.as<int32_t>() + list;
+  admit.arriving = arriving_.as<int32_t>() + at;
+  admit.arriving_counts = arriving_counts_.as<int32_t>() + list;
+  admit.home = tier_->Home(layer);
+  admit.pool = tier_->Pool(layer);
+  admit.source_units = sources_.as<int32_t>() + at;
+  admit.target_units = targets_.as<int32_t>() + at;
+  admit.move_counts = move_counts_.as<int32_t>() + list;
+  admit.move_capacity = selected.capacity;  // of one row, which a sequence has
+  admit.counters = counters_->of(layer);
+  admit.rows = rows;
+  admit.ahead = 1;
+  admit.forget = forget_;
+  return admit;
+}
+
+kernels::TransferParams StepOperators::Fetch(int layer, int32_t first, int32_t rows) const {
+  const int32_t capacity = selection_->lists().capacity;
+  const int64_t bytes = tier_->latent().bytes_per_token;
+  kernels::TransferParams move{};
+  move.source = tier_->Home(layer).base;
+  move.target = tier_->Pool(layer).base;
+  move.source_pitch = move.target_pitch = bytes;
+  move.source_units = sources_.as<int32_t>() + int64_t{first} * capacity;
+  move.target_units = targets_.as<int32_t>() + int64_t{first} * capacity;
+  move.counts = move_counts_.as<int32_t>() + first;
+  move.lists = rows;
+  move.capacity = capacity;
+  move.unit_bytes = static_cast<int32_t>(bytes);
+  move.max_workers = transfer_workers_;
+  return move;
+}
+
+kernels::SparseMlaParams StepOperators::Attention(const LatentAttention& a, int32_t first,
+                                                  int32_t rows) const {
+  const kernels::PagedLatents pool = tier_->Pool(0);
+  const int64_t q_row = int64_t{a.heads} * (pool.rank + pool.rope) * SizeOf(q_type_);
+  const int64_t out_row = int64_t{a.heads} * pool.rank * SizeOf(a.out_type);
+  kernels::SparseMlaParams p{};
+  p.q = static_cast<const uint8_t*>(a.q) + first * q_row;
+  p.slots = a.slots + first;
+  p.capacity = selection_->lists().capacity;
+  p.out = static_cast<uint8_t*>(a.out) + first * out_row;
+  p.scratch = scratch_.data();
+  p.scratch_bytes = static_cast<int64_t>(scratch_.bytes());
+  p.rows = rows;
+  p.heads = a.heads;
+  p.scale = a.scale;
+  p.q_type = q_type_;
+  p.out_type = a.out_type;
+  return p;
+}
+
+kernels::SparseMlaParams StepOperators::AttendPool(int layer, const LatentAttention& a) const {
+  kernels::SparseMlaParams attend = Attention(a, 0, a.decode_rows);
+  attend.decode_rows = a.decode_rows;
+  attend.cache = tier_->Pool(layer);
+  attend.entries = resident_.as<int32_t>();
+  attend.counts = resident_counts_.as<int32_t>();
+  attend.then_entries = arriving_.as<int32_t>();
+  attend.then_counts = arriving_counts_.as<int32_t>();
+  attend.other_o = o_.as<float>();
+  attend.other_lse = lse_.as<float>();
+  return attend;
+}
+
+kernels::SparseMlaParams StepOperators::AttendHome(int layer, const LatentAttention& a) const {
+  const kernels::UnitLists selected = selection_->lists();
+  const int32_t first = a.decode_rows;
+  kernels::SparseMlaParams attend = Attention(a, first, a.rows - first);
+  attend.cache = tier_->Home(layer);
+  attend.entries = selected.units + int64_t{first} * selected.capacity;
+  attend.counts = selected.counts + first;
+  return attend;
+}
+
+}  // namespace sluice
