@@ -22,17 +22,6 @@ class HeadTable {
   // Reads the page numbers from a copy: of this slot, from its first page on.
   __device__ void ReadPagesFrom(const int32_t* copy) { pages_ = copy; }
   __device__ const int32_t* pages() const { return pages_; }
-  // Brings the first pages to L2, by threads of one block: the tables of a step's other layers, and
-  // its weights, pass through L2 from one use of them to the next. Only a hint: nothing is read.
-  __device__ void PrefetchPages(int number) const {
-    const unsigned bytes = rows_per_page_ * dim_ * 4;
-    if (bytes % 16 != 0) return;
-    for (int page = static_cast<int>(threadIdx.x); page < number; page += blockDim.x) {
-      const char* const at = base_ + pages_[page] * page_bytes_;
-      if (reinterpret_cast<uintptr_t>(at) % 16 != 0) continue;
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes));
-    }
-  }
 
   __device__ int32_t* At(int row) const {
     // The quotient, or one less.
