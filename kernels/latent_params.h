@@ -135,6 +135,7 @@ struct IndexLogitsParams {
   int64_t score_stride;  // >= the longest row's position + 1
   int32_t rows;
   int32_t heads;
+  int32_t spare_processors;  // as in SparseMlaParams
 };
 
 // The queries of attention as its products are: each head's RoPE part rotated into its place behind

@@ -51,7 +51,7 @@ SLUICE_PLAIN_PARAMS(PagedIndexKeys, 40);
 SLUICE_PLAIN_PARAMS(LatentAppendParams, 176);
 SLUICE_PLAIN_PARAMS(IndexAppendParams, 120);
 SLUICE_PLAIN_PARAMS(IndexQueryParams, 72);
-SLUICE_PLAIN_PARAMS(IndexLogitsParams, 96);
+SLUICE_PLAIN_PARAMS(IndexLogitsParams, 104);
 SLUICE_PLAIN_PARAMS(MlaQueryParams, 56);
 SLUICE_PLAIN_PARAMS(HeadLinearParams, 104);
 SLUICE_PLAIN_PARAMS(SparseMlaParams, 184);

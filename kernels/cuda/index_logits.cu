@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 }  // namespace
 
 cudaError_t LaunchIndexLogits(const IndexLogitsParams& p, cudaStream_t stream) {
-  if (p.rows < 0 || p.heads < 1 || p.cache.block_tokens < 1 ||
+  if (p.rows < 0 || p.heads < 1 || p.spare_processors < 0 || p.cache.block_tokens < 1 ||
       reinterpret_cast<uintptr_t>(p.cache.base) % 16 != 0 || p.cache.page_bytes % 4 != 0 ||
       reinterpret_cast<uintptr_t>(p.q) % 16 != 0 ||
       (p.cache.type == DType::kFloat32 && p.cache.page_bytes % 16 != 0) ||

@@ -11,7 +11,8 @@
 // where wgmma wants its A operand, the 64 heads of the query being B. Tiles go to the warpgroups in
 // turn, so that one's products run beneath the others' sums over heads. The order of a sum: heads 8
 // j + 2 c and 8 j + 2 c + 1 in order of j, for c < 4, then c by pairs. Fewer heads are zeros behind
-// the last one. Blocks take equal runs of the tiles of all rows.
+// the last one. Blocks, one to a multiprocessor that is not to be spared, take equal runs of the
+// tiles of all rows.
 #include <cuda.h>
 
 #include "kernels/cuda/index_logits.h"
@@ -249,8 +250,9 @@ cudaError_t LaunchIndexTiles(const IndexLogitsParams& p, cudaStream_t stream) {
     error = MakeByteTileMap(p.q, p.rows, int64_t{p.heads} * kIndexDim, p.heads, kHeads, &queries);
   }
   if (error != cudaSuccess) return error;
-  return LaunchKernel(IndexTilesKernel, dim3(static_cast<unsigned>(processors)), dim3(kThreads),
-                      kSharedBytes, stream, p, keys, queries);
+  const auto blocks = static_cast<unsigned>(max(1, processors - p.spare_processors));
+  return LaunchKernel(IndexTilesKernel, dim3(blocks), dim3(kThreads), kSharedBytes, stream, p, keys,
+                      queries);
 }
 
 }  // namespace sluice::kernels::cuda

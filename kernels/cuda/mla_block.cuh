@@ -4,28 +4,33 @@
 
 #include "kernels/cuda/mla_entries.cuh"
 #include "kernels/cuda/mla_sums.cuh"
+#include "kernels/cuda/warpgroup.cuh"
 
 namespace sluice::kernels::cuda {
 
 inline constexpr int kMlaWarpgroup = 128;
 inline constexpr int kMlaStages = 2;
+// Barriers of some warps, beside that of all.
+inline constexpr int kScorerBarrier = 1, kUnpackBarrier = 2;
 
 struct MlaShared {
   unsigned char query[kMlaTileBytes];
   unsigned char entries[kMlaStages][kMlaTileBytes];
-  // From the scorer to the adder, each of its threads to the same one: weights of a tile as
-  // operands of its products, what to keep of the sums before them, and at a piece's end the
+  // From the scorer to the adder: weights of a tile as operands of its products, to the same
+  // thread; for each head what to keep of the sums before them, and with a piece's last tile its
   // softmax.
   uint4 weights[kMlaTileEntries / 16][kMlaWarpgroup];
-  float2 keep[kMlaWarpgroup];
-  // Where the scorer and the adder are, and the piece that they work on.
-  MlaPosition positions[2];
+  float keep[kMlaHeads];
+  Softmax softmax[kMlaHeads];
+  MlaTiles tiles;
+  // The piece that scorer and adder work on, and the next one.
+  MlaPosition position;
   MlaPiece pieces[2];
-  MlaTiles tiles[kMlaUnpackWarps];  // of the unpacking warps
   MlaPlaces places[kMlaUnpackWarps];
   uint64_t query_here, query_done;
   uint64_t entries_here[kMlaStages], entries_done[kMlaStages];
   uint64_t weights_here, weights_done;
+  uint64_t pieces_here[2], pieces_done[2];
 };
 static_assert(sizeof(MlaShared) <= 227 * 1024);
 
@@ -51,57 +56,56 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
   constexpr uint32_t kRing = MlaTiles::kRing;
   const int head = static_cast<int>(blockIdx.x) % shape.head_tiles * kMlaHeads;
   const int thread = static_cast<int>(threadIdx.x) - 2 * kMlaWarpgroup;
-  const int warp = thread / 32, lane = thread % 32;
+  const int warp = thread / 32;
+  int lane = thread % 32;
   const auto* base = static_cast<const char*>(p.cache.base);
-  const MlaLane of(warp, lane);
-  const char* const scale_base = base + kPackedRank + lane / 16 * 8;
-  MlaTiles& tiles = shared.tiles[warp];
-  const MlaTile* const ring = tiles.ring;
+  const MlaTile* const ring = shared.tiles.ring;
   MlaPlaces& places = shared.places[warp];
-  if (lane == 0) {
+  if (thread == 0) {
+    if (ring[0].row >= 0) CopyQuery(p, map, ring[0].row, head, shared);
 #pragma unroll 1
-    for (uint32_t n = 1; n < kRing; ++n) tiles.Step(p, n);
+    for (uint32_t n = 1; n < MlaTiles::kAhead; ++n) shared.tiles.Step(p, n);
   }
-  __syncwarp();
+  SyncThreads(kUnpackBarrier, 32 * kMlaUnpackWarps);
   if (ring[0].row < 0) return;
-  if (thread == 0) CopyQuery(p, map, ring[0].row, head, shared);
-  // Under way: pages of tile n + 1, numbers of tile n + 2.
-  const bool asks = lane < kMlaWarpEntries;
-  if (asks) places.AskNumber(p, ring[0], 0, warp, lane);
-  if (asks) places.AskNumber(p, ring[1], 1, warp, lane);
-  WaitForAllCopies();
-  if (asks) places.AskPage(p.cache, shape, ring[0], 0, lane);
-  if (asks) places.AskPage(p.cache, shape, ring[1], 1, lane);
-  WaitForAllCopies();
+  // Under way at a tile's beginning: pages of tile n + 1, numbers of tile n + 2.
+  places.AskNumber(p, ring[0], 0, warp, lane);
+  places.AskNumber(p, ring[1], 1, warp, lane);
+  CommitCopies();
+  WaitForWarpCopies<0>();
+  places.AskPage(p.cache, shape, ring[0], 0, lane);
+  places.AskPage(p.cache, shape, ring[1], 1, lane);
+  CommitCopies();
+  WaitForWarpCopies<0>();
   int place = places.Place(p.cache, shape, 0, lane % kMlaWarpEntries);
   __syncwarp();  // All have read tile 0's.
-  if (asks) places.AskNumber(p, ring[2], 2, warp, lane);
-  WaitForAllCopies();
+  places.AskNumber(p, ring[2], 2, warp, lane);
+  CommitCopies();
   uint32_t queries = 0;
 #pragma unroll 1
   for (uint32_t n = 0; ring[n % kRing].row >= 0; ++n) {
-    const uint32_t stage = n % kMlaStages;
+    const uint32_t stage = n % kMlaStages, target = SharedAddress(shared.entries[stage]);
+    // Offsets that follow from the lane are worked out anew: there are no registers to keep them.
+    asm volatile("" : "+r"(lane));
+    const MlaLane of(warp, lane);
+    const float2 two = LoadScales(base + kPackedRank + lane / 16 * 8, place);
+    WaitForWarpCopies<0>();
+    // Where the next ones lie. Behind the last tile: the same entries once more.
+    int next = place;
+    if (ring[(n + 1) % kRing].row >= 0) {
+      next = places.Place(p.cache, shape, n + 1, lane % kMlaWarpEntries);
+      FetchEntries(base, next, lane);
+    }
     if (n >= kMlaStages) {
       WaitBarrier(SharedAddress(&shared.entries_done[stage]), (n / kMlaStages - 1) & 1);
     }
-    const uint32_t target = SharedAddress(shared.entries[stage]);
     CopyEntries(base, place, target, warp, lane);
-    const float2 two = LoadScales(scale_base, place);
-    // Meanwhile where the next ones lie. Behind the last tile: the same entries once more.
-    if (ring[(n + 1) % kRing].row >= 0) {
-      place = places.Place(p.cache, shape, n + 1, lane % kMlaWarpEntries);
-      FetchEntries(base, place, lane);
-    }
-    __syncwarp();  // All have read tile n + 1's.
-    if (asks) {
-      places.AskPage(p.cache, shape, ring[(n + 2) % kRing], n + 2, lane);
-      places.AskNumber(p, ring[(n + 3) % kRing], n + 3, warp, lane);
-    }
-    const bool is_first = n > 0 && ring[n % kRing].is_first;
-    const int tile_row = ring[n % kRing].row;
-    __syncwarp();  // All have read tile n's.
-    if (lane == 0) tiles.Step(p, n + kRing);
-    WaitForAllCopies();
+    CommitCopies();
+    // All have read tile n + 1's place, and none waits for these before the next tile.
+    places.AskPage(p.cache, shape, ring[(n + 2) % kRing], n + 2, lane);
+    places.AskNumber(p, ring[(n + 3) % kRing], n + 3, warp, lane);
+    CommitCopies();
+    WaitForWarpCopies<1>();
     const uint32_t scales = ScalesOf(two);
 #pragma unroll
     for (int first = 0; first < kMlaPairs; first += kMlaBatch) {
@@ -117,9 +121,13 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
     }
     PublishToAsyncProxy();
     ArriveWarp(shared.entries_here[stage]);
-    if (thread == 0 && is_first) {
-      WaitBarrier(SharedAddress(&shared.query_done), queries++ & 1);
-      CopyQuery(p, map, tile_row, head, shared);
+    place = next;
+    if (thread == 0) {
+      if (n > 0 && ring[n % kRing].is_first) {
+        WaitBarrier(SharedAddress(&shared.query_done), queries++ & 1);
+        CopyQuery(p, map, ring[n % kRing].row, head, shared);
+      }
+      shared.tiles.Step(p, n + MlaTiles::kAhead);
     }
     __syncwarp();
   }

@@ -1,4 +1,4 @@
-// How packed entries become tiles of bf16 in shared memory, as the tensor cores read them.
+// How packed entries become tiles of fp16 in shared memory, as the tensor cores read them.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -11,10 +11,10 @@ namespace sluice::kernels::cuda {
 // A tile of 64 entries, or of 64 heads: 9 blocks of [64 rows][64] bf16, swizzled (TileDescriptor).
 inline constexpr int kMlaWidth = kPackedRank + kPackedRope;
 inline constexpr int kMlaColumnBlockBytes = 64 * 128;
-inline constexpr int kMlaUnpackWarps = 4;
+inline constexpr int kMlaUnpackWarps = 8;
 inline constexpr int kMlaWarpEntries = kMlaTileEntries / kMlaUnpackWarps;
 inline constexpr int kMlaPairs = kMlaWarpEntries / 2;  // of entries, of a warp and tile
-inline constexpr int kMlaBatch = 4;                    // pairs that it unpacks at a time
+inline constexpr int kMlaBatch = 2;                    // pairs that it unpacks at a time
 inline constexpr int kMlaTileBytes = kMlaWidth / 64 * kMlaColumnBlockBytes;
 
 // Four e4m3 values of one scale: fp16 has them exactly, the product is rounded once more.
@@ -50,6 +50,12 @@ __device__ __forceinline__ void StoreShared(uint32_t to, uint4 v) {
                : "memory");
 }
 
+// Of a row as it came, piece `piece` of 32: half of a row's banks from where it would be as a
+// tile's, in every other row, so that 4 pieces each of two neighbouring rows lie in all banks.
+__device__ __forceinline__ uint32_t MlaRawOffset(int row, int piece) {
+  return MlaTileOffset(row, piece ^ row % 2 * 4);
+}
+
 // One tile of a group's lists, as those who load it see it.
 struct MlaTile {
   int row;  // -1: there is no such tile
@@ -60,12 +66,14 @@ struct MlaTile {
   bool then;      // of the second of two lists
 };
 
-// The tiles of a group, in order; a warp's own, in shared memory: in registers it would be in the
-// way of entries.
+// The tiles of a group, in order, in shared memory. One lane writes tile n + kAhead once its warp
+// has unpacked tile n. Another warp asks for it three tiles early, behind its wait for the
+// consumers of tile n + 1, so after all warps have unpacked that; and what it displaces, tile n +
+// kAhead - kRing, all have left by then.
 struct MlaTiles {
-  static constexpr int kRing = 4;
+  static constexpr uint32_t kRing = 8, kAhead = 6;
 
-  MlaTile ring[kRing];  // tile n is ring[n % kRing], of the last kRing ones
+  MlaTile ring[kRing];  // tile n is ring[n % kRing]
   MlaPosition position;
 
   // To the first tile. By one lane, as Step().
@@ -106,10 +114,16 @@ struct MlaTiles {
   }
 };
 
-// Four bytes from global to shared memory.
-__device__ __forceinline__ void CopyAsync4(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(SharedAddress(to)), "l"(from)
-               : "memory");
+// Four bytes from global to shared memory, if `valid`.
+__device__ __forceinline__ void CopyAsync4(void* to, const void* from, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "@p cp.async.ca.shared.global [%0], [%1], 4;\n"
+      "}" ::"r"(SharedAddress(to)),
+      "l"(from), "r"(static_cast<int>(valid))
+      : "memory");
 }
 
 // Where the entries of a warp's next tiles lie: their numbers and the pages of those, asked for
@@ -119,26 +133,27 @@ struct MlaPlaces {
   int numbers[2][kMlaWarpEntries];
   int pages[2][kMlaWarpEntries];
 
-  // Of the entry `lane` of tile n; past the tile's last one, the last one again. By lanes of
-  // [0, kMlaWarpEntries).
+  // Of the entry `lane` of tile n; past the tile's last one, the last one again. By all lanes,
+  // those of [0, kMlaWarpEntries) count.
   __device__ __forceinline__ void AskNumber(const SparseMlaParams& p, const MlaTile& tile,
                                             uint32_t n, int warp, int lane) {
-    if (tile.row < 0) return;
     const int at = min(tile.first + warp * kMlaWarpEntries + lane, tile.end - 1);
-    int* const to = &numbers[n % 2][lane];
+    const bool asks = lane < kMlaWarpEntries && tile.row >= 0;
     const int32_t* const list = tile.then ? p.then_entries : p.entries;
+    int* const to = &numbers[n % 2][lane % kMlaWarpEntries];
     if (list == nullptr) {
-      *to = at;
+      if (asks) *to = at;
     } else {
-      CopyAsync4(to, list + tile.row * p.capacity + at);
+      CopyAsync4(to, list + tile.row * p.capacity + at, asks);
     }
   }
   // Once the number is there.
   __device__ __forceinline__ void AskPage(const PagedLatents& c, const MlaShape& shape,
                                           const MlaTile& tile, uint32_t n, int lane) {
-    if (tile.row < 0) return;
-    CopyAsync4(&pages[n % 2][lane],
-               c.block_table + tile.slot * c.table_stride + BlockOf(shape, numbers[n % 2][lane]));
+    const int of = lane % kMlaWarpEntries;
+    CopyAsync4(&pages[n % 2][of],
+               c.block_table + tile.slot * c.table_stride + BlockOf(shape, numbers[n % 2][of]),
+               lane < kMlaWarpEntries && tile.row >= 0);
   }
   // Once the page is there: the place in the cache, in entries from its base.
   __device__ __forceinline__ int Place(const PagedLatents& c, const MlaShape& shape, uint32_t n,
@@ -164,13 +179,13 @@ struct MlaLane {
 
   __device__ MlaLane(int warp, int lane) : entry(lane / 4 % 2), scales(lane / 16 * 16 + entry) {
     const int block = lane / 16 * 4 + lane / 8 % 2, chunk = lane % 4;
-    raw = MlaTileOffset(warp * kMlaWarpEntries + entry, block * 4 + chunk);
+    raw = MlaRawOffset(warp * kMlaWarpEntries + entry, block * 4 + chunk);
     tile = MlaTileOffset(warp * kMlaWarpEntries + entry, block * 8 + chunk * 2);
   }
 };
 
-// Two neighbouring scales of entry lane % 16 of a warp's, at lane / 16 * 2. `base`: of entry 0 of
-// the cache, those scales.
+// Two neighbouring scales of entry lane % kMlaWarpEntries of a warp's, at lane / 16 * 2. `base`: of
+// entry 0 of the cache, those scales.
 __device__ __forceinline__ float2 LoadScales(const char* base, int place) {
   return __ldg(reinterpret_cast<const float2*>(base + int64_t{place} * kPackedEntryBytes));
 }
@@ -180,39 +195,44 @@ __device__ __forceinline__ uint32_t ScalesOf(float2 scales) {
 }
 
 // Copies a warp's entries into their rows of the tile at `target`: RoPE values, which are bf16 as
-// they are, to their place, values to the first half of where they will be (piece i of 16 bytes is
-// where piece i of the row will be). Of lane i, `place` is that of entry i. Past L1, which has few
-// lines beside this much shared memory: loads into registers need one each, and once there is none
-// everything behind them in the pipe to shared memory waits too.
+// they are, to their place, values to where the first half of the row will be (MlaRawOffset). Of
+// lane i, `place` is that of entry i % kMlaWarpEntries. Past L1, which has few lines beside this
+// much shared memory: loads into registers need one each, and once there is none everything behind
+// them in the pipe to shared memory waits too.
 __device__ __forceinline__ void CopyEntries(const char* base, int place, uint32_t target, int warp,
                                             int lane) {
-  const int row = warp * kMlaWarpEntries;
+  static_assert(kMlaWarpEntries == 8);  // so that entry e is row % 8 = e
+  const uint32_t raw = target + MlaRawOffset(warp * kMlaWarpEntries, lane);
 #pragma unroll
   for (int e = 0; e < kMlaWarpEntries; ++e) {
     const int64_t at = int64_t{__shfl_sync(0xffffffffu, place, e)} * kPackedEntryBytes;
-    CopyAsync16(target + MlaTileOffset(row + e, lane), base + at + lane * 16, true);
+    CopyAsync16((raw ^ MlaRawOffset(e, 0) % 128) + static_cast<uint32_t>(e * 128),
+                base + at + lane * 16, true);
   }
+  const uint32_t rope =
+      target + MlaTileOffset(warp * kMlaWarpEntries + lane / 8, kPackedRank / 8 + lane % 8);
 #pragma unroll
   for (int i = 0; i < kMlaWarpEntries; i += 4) {
-    const int e = i + lane / 8;
-    const int64_t at = int64_t{__shfl_sync(0xffffffffu, place, e)} * kPackedEntryBytes;
-    CopyAsync16(target + MlaTileOffset(row + e, kPackedRank / 8 + lane % 8),
+    const int64_t at = int64_t{__shfl_sync(0xffffffffu, place, i + lane / 8)} * kPackedEntryBytes;
+    CopyAsync16((rope ^ MlaTileOffset(i, 0) % 128) + static_cast<uint32_t>(i * 128),
                 base + at + kPackedRank + 16 + lane % 8 * 16, true);
   }
 }
 
-// The warp's entries on their way to L2.
+// The warp's entries on their way to L2: 128 bytes at a time, the last one's end too.
 __device__ __forceinline__ void FetchEntries(const char* base, int place, int lane) {
-  const char* const from =
-      base + int64_t{place} * kPackedEntryBytes + lane / kMlaWarpEntries * 3 * 128;
+  const char* const entry = base + int64_t{place} * kPackedEntryBytes;
 #pragma unroll
-  for (int i = 0; i < 3; ++i) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i * 128));
+  for (int i = 0; i < 2; ++i) {
+    const int at = min((lane / kMlaWarpEntries * 2 + i) * 128, kPackedEntryBytes - 16);
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(entry + at));
+  }
 }
 
-// By a warp: all its lanes' copies have landed.
-__device__ __forceinline__ void WaitForAllCopies() {
-  CommitCopies();
-  WaitForCopies<0>();
+// By a warp: of all its lanes' copies, all but the newest kPending groups have landed.
+template <int kPending>
+__device__ __forceinline__ void WaitForWarpCopies() {
+  WaitForCopies<kPending>();
   __syncwarp();
 }
 

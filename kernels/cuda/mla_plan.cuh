@@ -100,38 +100,47 @@ class MlaWalk {
   // below 2^31: tiles of a step's rows.
   __device__ void Start(int group, int groups) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    int total = 0, largest = 1;
-    for (int first = 0; first < p_.rows; first += 32) {
+    // A line of 32 rows each, all on their way at once.
+    for (int row = 32 * lane; row < p_.rows; row += 32 * 32) FetchRow(row);
+    int64_t begin = 0;
+    int total = 0, largest = 1, before = 0;
+    // All rows for the share, then once more up to the group's first one: one loop, as code that
+    // runs once is fetched from far away.
+    bool counts = true, found = false;
+#pragma unroll 1
+    for (int first = 0; !found; first += 32) {
       const bool in = first + lane < p_.rows;
-      const MlaCut cut = CutOf(in ? first + lane : -1);
-      total += __reduce_add_sync(0xffffffffu, in ? cut.weight : 0);
-      largest = max(largest, __reduce_max_sync(0xffffffffu, min(cut.weight, cut.piece_tiles)));
-    }
-    at_.share = ((total + groups - 1) / groups + largest - 1) / largest * largest;
-    const int64_t begin = int64_t{at_.share} * group;
-    if (begin >= total) {
-      at_.at = at_.end = 0;
-      return;
-    }
-    at_.end = static_cast<int>(min(begin + at_.share, int64_t{total}));
-    int before = 0;
-    for (int first = 0;; first += 32) {
-      const bool in = first + lane < p_.rows;
-      const int mine = in ? CutOf(first + lane).weight : 0;
-      int through = mine;
+      const MlaCut cut = CutOf(min(first + lane, p_.rows - 1));
+      const int weight = in ? cut.weight : 0;
+      if (counts) {
+        total += weight;
+        if (in) largest = max(largest, min(cut.weight, cut.piece_tiles));
+        if (first + 32 < p_.rows) continue;
+        total = __reduce_add_sync(0xffffffffu, total);
+        largest = __reduce_max_sync(0xffffffffu, largest);
+        at_.share = ((total + groups - 1) / groups + largest - 1) / largest * largest;
+        begin = int64_t{at_.share} * group;
+        if (begin >= total) {
+          at_.at = at_.end = 0;
+          return;
+        }
+        at_.end = static_cast<int>(min(begin + at_.share, int64_t{total}));
+        counts = false;
+        first = -32;
+        continue;
+      }
+      int through = weight;
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
         const int other = __shfl_up_sync(0xffffffffu, through, step);
         if (lane >= step) through += other;
       }
       const unsigned beyond = __ballot_sync(0xffffffffu, before + through > begin);
-      if (beyond != 0) {
-        const int found = __ffs(static_cast<int>(beyond)) - 1;
-        at_.row = first + found;
-        before += __shfl_sync(0xffffffffu, through - mine, found);
-        break;
-      }
-      before += __shfl_sync(0xffffffffu, through, 31);
+      found = beyond != 0;
+      const int at = found ? __ffs(static_cast<int>(beyond)) - 1 : 32;
+      at_.row = first + at;
+      // What lies before that row, or before the next 32.
+      before += __shfl_sync(0xffffffffu, through - (found ? weight : 0), min(at, 31));
     }
     at_.row_begin = before;
     LoadNext(at_.row);
@@ -186,12 +195,16 @@ class MlaWalk {
   }
 
  private:
-  // `row` -1: of an empty one.
   __device__ MlaCut CutOf(int row) const {
-    if (row < 0 || p_.slots[row] < 0) return {0, 0};
-    const int count = ListLength(p_, p_.counts[row]);
-    return p_.then_counts == nullptr ? MlaCut(0, count)
-                                     : MlaCut(count, ListLength(p_, p_.then_counts[row]));
+    const bool two = p_.then_counts != nullptr;
+    const int slot = p_.slots[row], loaded = p_.counts[row], then = two ? p_.then_counts[row] : 0;
+    const int count = slot < 0 ? 0 : ListLength(p_, loaded);
+    return two ? MlaCut(count, slot < 0 ? 0 : ListLength(p_, then)) : MlaCut(0, count);
+  }
+  __device__ void FetchRow(int row) const {
+    for (const int32_t* const of : {p_.slots, p_.counts, p_.then_counts}) {
+      if (of != nullptr) asm volatile("prefetch.global.L1 [%0];" ::"l"(of + row));
+    }
   }
   // One row ahead, so that nobody waits for a length between two rows.
   __device__ void LoadNext(int row) {

@@ -29,57 +29,63 @@ namespace sluice::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 2 * kMlaWarpgroup + 32 * kMlaUnpackWarps;
-// Of a thread; their sum is that of the 168 which each of 384 threads may have. The compiler keeps
+// Of a thread; their sum is that of the 128 which each of 512 threads may have. The compiler keeps
 // products asynchronous only where every role says its number.
-constexpr int kScorerRegisters = 200;
-constexpr int kAdderRegisters = 200;
-constexpr int kUnpackerRegisters = 104;
+constexpr int kSumRegisters = 200;  // scorer and adder
+constexpr int kUnpackerRegisters = 56;
 
-// Of the warpgroup alone.
-__device__ __forceinline__ void SyncWarpgroup(int barrier) { SyncThreads(barrier, kMlaWarpgroup); }
+// The piece of a walk, as scorer and adder see it.
+__device__ __forceinline__ MlaPiece PieceOf(const MlaWalk& walk, const MlaShape& shape) {
+  if (walk.done()) return {-1};
+  const bool from_start = walk.first_piece() == 0, of_first = walk.IsOfFirst();
+  const int before = of_first ? 0 : walk.first_pieces();  // pieces of the other list
+  return {walk.row(),
+          walk.slot(),
+          walk.entries(),
+          from_start ? shape.slots - (of_first ? 2 : 1) : walk.piece() - walk.first_piece(),
+          from_start && walk.piece() > before,
+          from_start && of_first && walk.piece() + 1 == walk.first_pieces(),
+          from_start && walk.IsLast(),
+          from_start && before > 0,
+          walk.EndsRow()};
+}
 
-// Goes to the warpgroup's next piece, or to its first. One thread does: what it needs to know for
-// that would be in the way of the sums, in every thread's registers.
-__device__ __forceinline__ const MlaPiece& NextPiece(const SparseMlaParams& p,
-                                                     const MlaShape& shape, MlaShared& shared,
-                                                     bool first) {
-  const int group = static_cast<int>(threadIdx.x) / kMlaWarpgroup;
-  MlaPiece& piece = shared.pieces[group];
-  SyncWarpgroup(1 + group);  // All are done with the last one.
-  if (threadIdx.x % kMlaWarpgroup == 0) {
-    MlaWalk walk(p, shared.positions[group]);
-    if (!first) walk.Next();
-    shared.positions[group] = walk.position();
-    if (walk.done()) {
-      piece.row = -1;
-    } else {
-      const bool from_start = walk.first_piece() == 0, of_first = walk.IsOfFirst();
-      const int before = of_first ? 0 : walk.first_pieces();  // pieces of the other list
-      piece = {walk.row(),
-               walk.slot(),
-               walk.entries(),
-               from_start ? shape.slots - (of_first ? 2 : 1) : walk.piece() - walk.first_piece(),
-               from_start && walk.piece() > before,
-               from_start && of_first && walk.piece() + 1 == walk.first_pieces(),
-               from_start && walk.IsLast(),
-               from_start && before > 0,
-               walk.EndsRow()};
-    }
+// Makes piece k known. By one thread of the adder's, one piece ahead: the adder waits for weights
+// most of the time.
+__device__ __forceinline__ void MakePiece(const SparseMlaParams& p, const MlaShape& shape,
+                                          MlaShared& shared, uint32_t k) {
+  if (k >= 2) WaitBarrier(SharedAddress(&shared.pieces_done[k % 2]), (k / 2 - 1) & 1);
+  MlaWalk walk(p, shared.position);
+  if (k > 0) {
+    walk.Next();
+    shared.position = walk.position();
   }
-  SyncWarpgroup(1 + group);
-  return piece;
+  shared.pieces[k % 2] = PieceOf(walk, shape);
+  Arrive(SharedAddress(&shared.pieces_here[k % 2]));
+}
+
+// A descriptor that all of a warp have, in a uniform register, where steps from it cost one
+// instruction; the compiler finds only that threads branch before, and moves four registers a step.
+__device__ __forceinline__ uint64_t Uniform(uint64_t tile) {
+  return (tile & 0xffffffff00000000) | __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(tile));
+}
+
+// A tile's descriptor `bytes` further on; only its first half changes.
+__device__ __forceinline__ uint64_t TileFrom(uint64_t tile, int bytes) {
+  return (tile & 0xffffffff00000000) |
+         (static_cast<uint32_t>(tile) + static_cast<uint32_t>(bytes) / 16);
 }
 
 // Adds the weighted values of a tile to a warpgroup's 256 columns.
 __device__ __forceinline__ void AddValues(float (&o)[128], const uint4 (&weights)[4],
                                           uint32_t values) {
+  const uint64_t tile = Uniform(TileDescriptor(values, kMlaColumnBlockBytes));
   BeginProducts();
 #pragma unroll
   for (int step = 0; step < kMlaTileEntries / 16; ++step) {
     const uint32_t a[4] = {weights[step].x, weights[step].y, weights[step].z, weights[step].w};
-    MultiplyRows<Operand::kFp16>(
-        o, a,
-        TileDescriptor(values + static_cast<uint32_t>(step * 16 * 128), kMlaColumnBlockBytes));
+    MultiplyRowsFp16<0>(o, a, TileFrom(tile, step * 16 * 128));
+    MultiplyRowsFp16<64>(o, a, TileFrom(tile, step * 16 * 128 + 2 * kMlaColumnBlockBytes));
   }
   CommitProducts();
 }
@@ -89,6 +95,26 @@ __device__ __forceinline__ void Keep(float (&o)[128], float2 keep) {
 #pragma unroll
   for (int i = 0; i < 128; ++i) o[i] *= i / 2 % 2 == 0 ? keep.x : keep.y;
 }
+
+// Of two rows of the tile's scores, the 16 of row h that a thread has, as op makes them one.
+template <typename Op>
+__device__ __forceinline__ float2 ReduceScores(const float (&score)[32], Op op) {
+  float of[2][4];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) of[i / 2 % 2][i / 4 * 2 + i % 2] = score[i];
+#pragma unroll
+  for (int i = 8; i < 32; ++i) {
+    float& to = of[i / 2 % 2][i / 4 % 2 * 2 + i % 2];
+    to = op(to, score[i]);
+  }
+  return {op(op(of[0][0], of[0][1]), op(of[0][2], of[0][3])),
+          op(op(of[1][0], of[1][1]), op(of[1][2], of[1][3]))};
+}
+
+// A row's largest score, that all are relative to, follows a new one only when that is so much
+// larger, as a power of two: so the sums are hardly ever rescaled after a piece's first tile.
+// Weights are 2^kMlaSlack at most, within fp16, and what fp16 cannot hold only becomes less.
+constexpr float kMlaSlack = 8.0f;
 
 // Scores of a tile become weights, in place, and the softmax takes them in. Returns what to keep of
 // the sums before them. `valid`: entries that count.
@@ -101,34 +127,29 @@ __device__ __forceinline__ float2 Weigh(float (&score)[32], Softmax (&state)[2],
       if (column + i / 4 * 8 + i % 2 >= valid) score[i] = NegativeInfinity();
     }
   }
+  float2 m = ReduceScores(score, [](float x, float y) { return fmaxf(x, y); });
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const float2 other = {__shfl_xor_sync(0xffffffffu, m.x, step),
+                          __shfl_xor_sync(0xffffffffu, m.y, step)};
+    m = {fmaxf(m.x, other.x), fmaxf(m.y, other.y)};
+  }
+  const float largest[2] = {m.x * scale, m.y * scale};
   float keep[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float m = NegativeInfinity();
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      if (i / 2 % 2 == h) m = fmaxf(m, score[i]);
-    }
-    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
-    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
-    m = fmaxf(state[h].m, m * scale);
-    keep[h] = Exp2(state[h].m - m);
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      if (i / 2 % 2 != h) continue;
-      score[i] = Exp2(fmaf(score[i], scale, -m));
-      sum += score[i];
-    }
-    state[h] = {m, fmaf(state[h].l, keep[h], sum)};
+    const bool follows = largest[h] > state[h].m + kMlaSlack;
+    const float before = state[h].m, now = follows ? largest[h] : before;
+    // Of no sums all is kept.
+    keep[h] = follows && before != NegativeInfinity() ? Exp2(before - now) : 1.0f;
+    state[h].m = now;
   }
-  return {keep[0], keep[1]};
-}
-
-// Sums of latents times kMlaUnit, back to what they are.
-__device__ __forceinline__ void Unscale(float (&o)[128]) {
 #pragma unroll
-  for (int i = 0; i < 128; ++i) o[i] *= 1.0f / kMlaUnit;
+  for (int i = 0; i < 32; ++i) score[i] = Exp2(fmaf(score[i], scale, -state[i / 2 % 2].m));
+  const float2 sum = ReduceScores(score, [](float x, float y) { return x + y; });
+  state[0].l = fmaf(state[0].l, keep[0], sum.x);
+  state[1].l = fmaf(state[1].l, keep[1], sum.y);
+  return {keep[0], keep[1]};
 }
 
 // Waits for the n-th tile's entries.
@@ -150,19 +171,19 @@ __device__ __forceinline__ void ConvertQuery(MlaShared& shared) {
     pieces[i] = {convert(v.x), convert(v.y), convert(v.z), convert(v.w)};
   }
   PublishToAsyncProxy();
-  SyncWarpgroup(1);
+  SyncThreads(kScorerBarrier, kMlaWarpgroup);
 }
 
 // Starts the products of the n-th tile's entries and the query, once the tile is there.
 __device__ __forceinline__ void StartScores(float (&score)[32], MlaShared& shared, uint32_t n) {
-  const uint32_t query = SharedAddress(shared.query);
-  const uint32_t keys = SharedAddress(shared.entries[n % kMlaStages]);
+  const uint64_t query = Uniform(TileDescriptor(SharedAddress(shared.query)));
+  const uint64_t keys = Uniform(TileDescriptor(SharedAddress(shared.entries[n % kMlaStages])));
   WaitForEntries(shared, n);
   BeginProducts();
 #pragma unroll
   for (int step = 0; step < kMlaWidth / 16; ++step) {
-    const auto at = static_cast<uint32_t>(step / 4 * kMlaColumnBlockBytes + step % 4 * 32);
-    const uint64_t q = TileDescriptor(query + at), k = TileDescriptor(keys + at);
+    const int at = step / 4 * kMlaColumnBlockBytes + step % 4 * 32;
+    const uint64_t q = TileFrom(query, at), k = TileFrom(keys, at);
     if (step < kPackedRank / 16) {
       MultiplyTiles<Operand::kFp16>(score, q, k, step > 0);
     } else {
@@ -172,101 +193,118 @@ __device__ __forceinline__ void StartScores(float (&score)[32], MlaShared& share
   CommitProducts();
 }
 
-__device__ void ScoreTiles(const SparseMlaParams& p, const MlaShape& shape, MlaShared& shared) {
+// How far a warpgroup is.
+struct MlaTurn {
+  uint32_t n = 0, queries = 0;  // tiles and queries so far
+  bool has_query = false;       // of this row
+};
+
+// Heads of a scorer's or adder's thread: this one and 8 more.
+__device__ __forceinline__ int HeadOfThread() {
+  return MlaThread{static_cast<int>(threadIdx.x)}.Head(0);
+}
+
+// The scorer's part of a piece: its softmax, and the sums of 256 columns.
+__device__ __forceinline__ void ScoreTiles(const SparseMlaParams& p, const MlaPiece& piece,
+                                           MlaShared& shared, MlaTurn& turn, float (&o)[128],
+                                           Softmax (&state)[2]) {
   const float scale = p.scale * kLog2E;
-  // Tiles, what was handed to the adder, and queries so far.
-  uint32_t n = 0, handed = 0, queries = 0;
-  bool has_query = false;  // of this row
-  float o[128];
-  for (bool first = true;; first = false) {
-    const MlaPiece& piece = NextPiece(p, shape, shared, first);
-    if (piece.row < 0) return;
-    Softmax state[2] = {{NegativeInfinity(), 0.0f}, {NegativeInfinity(), 0.0f}};
-#pragma unroll
-    for (int i = 0; i < 128; ++i) o[i] = 0;
-    if (piece.entries > 0 && !has_query) {
-      WaitBarrier(SharedAddress(&shared.query_here), queries++ & 1);
-      ConvertQuery(shared);
-      has_query = true;
+  const int head = HeadOfThread();
+  if (piece.entries > 0 && !turn.has_query) {
+    WaitBarrier(SharedAddress(&shared.query_here), turn.queries++ & 1);
+    ConvertQuery(shared);
+    turn.has_query = true;
+  }
+  for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries) {
+    const uint32_t n = turn.n++, stage = n % kMlaStages;
+    const bool is_last = entries <= kMlaTileEntries;
+    float score[32];
+    StartScores(score, shared, n);
+    WaitForProducts<0>();
+    if (is_last && piece.ends_row) {
+      ArriveWarp(shared.query_done);
+      turn.has_query = false;
     }
-    for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries, ++n) {
-      const uint32_t stage = n % kMlaStages;
-      float score[32];
-      StartScores(score, shared, n);
-      WaitForProducts<0>();
-      if (entries <= kMlaTileEntries && piece.ends_row) {
-        ArriveWarp(shared.query_done);
-        has_query = false;
+    const float2 keep = Weigh(score, state, scale, entries);
+    uint4 weights[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const from = score + 8 * i;
+      weights[i] = {PackFp16(from[0], from[1]), PackFp16(from[2], from[3]),
+                    PackFp16(from[4], from[5]), PackFp16(from[6], from[7])};
+    }
+    if (is_last) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        state[h].l += __shfl_xor_sync(0xffffffffu, state[h].l, 1);
+        state[h].l += __shfl_xor_sync(0xffffffffu, state[h].l, 2);
       }
-      const float2 keep = Weigh(score, state, scale, entries);
-      uint4 weights[4];
+    }
+    if (n > 0) WaitBarrier(SharedAddress(&shared.weights_done), (n - 1) & 1);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* const from = score + 8 * i;
-        weights[i] = {PackFp16(from[0], from[1]), PackFp16(from[2], from[3]),
-                      PackFp16(from[4], from[5]), PackFp16(from[6], from[7])};
+    for (int i = 0; i < 4; ++i) shared.weights[i][threadIdx.x] = weights[i];
+    if (threadIdx.x % 4 == 0) {
+      shared.keep[head] = keep.x;
+      shared.keep[head + 8] = keep.y;
+      if (is_last) {
+        shared.softmax[head] = state[0];
+        shared.softmax[head + 8] = state[1];
       }
-      if (handed > 0) WaitBarrier(SharedAddress(&shared.weights_done), (handed - 1) & 1);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) shared.weights[i][threadIdx.x] = weights[i];
-      shared.keep[threadIdx.x] = keep;
-      ArriveWarp(shared.weights_here);
-      ++handed;
-      Keep(o, keep);
-      AddValues(o, weights, SharedAddress(shared.entries[stage]));
-      WaitForProducts<0>();
-      ArriveWarp(shared.entries_done[stage]);
     }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      state[h].l += __shfl_xor_sync(0xffffffffu, state[h].l, 1);
-      state[h].l += __shfl_xor_sync(0xffffffffu, state[h].l, 2);
-    }
-    if (piece.entries > 0) {
-      WaitBarrier(SharedAddress(&shared.weights_done), (handed - 1) & 1);
-      shared.weights[0][threadIdx.x] = {__float_as_uint(state[0].m), __float_as_uint(state[0].l),
-                                        __float_as_uint(state[1].m), __float_as_uint(state[1].l)};
-      ArriveWarp(shared.weights_here);
-      ++handed;
-    }
-    Unscale(o);
-    FinishPiece(p, shape, piece, o, state);
+    ArriveWarp(shared.weights_here);
+    Keep(o, keep);
+    AddValues(o, weights, SharedAddress(shared.entries[stage]));
+    WaitForProducts<0>();
+    ArriveWarp(shared.entries_done[stage]);
   }
 }
 
-__device__ void AddTiles(const SparseMlaParams& p, const MlaShape& shape, MlaShared& shared) {
-  const int thread = static_cast<int>(threadIdx.x) % kMlaWarpgroup;
-  uint32_t n = 0, taken = 0;
+// The adder's part: the sums of the other 256 columns.
+__device__ __forceinline__ void AddTiles(const MlaPiece& piece, MlaShared& shared, MlaTurn& turn,
+                                         float (&o)[128], Softmax (&state)[2]) {
+  const int thread = static_cast<int>(threadIdx.x) % kMlaWarpgroup, head = HeadOfThread();
+  for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries) {
+    const uint32_t n = turn.n++, stage = n % kMlaStages;
+    WaitBarrier(SharedAddress(&shared.weights_here), n & 1);
+    uint4 weights[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) weights[i] = shared.weights[i][thread];
+    const float2 keep = {shared.keep[head], shared.keep[head + 8]};
+    if (entries <= kMlaTileEntries) {
+      state[0] = shared.softmax[head];
+      state[1] = shared.softmax[head + 8];
+    }
+    ArriveWarp(shared.weights_done);
+    Keep(o, keep);
+    WaitForEntries(shared, n);
+    AddValues(o, weights, SharedAddress(shared.entries[stage]) + 4 * kMlaColumnBlockBytes);
+    WaitForProducts<0>();
+    ArriveWarp(shared.entries_done[stage]);
+  }
+}
+
+// Scorer and adder. A piece's end is the same code for both.
+__device__ __forceinline__ void SumPieces(const SparseMlaParams& p, const MlaShape& shape,
+                                          MlaShared& shared) {
+  const bool scores = threadIdx.x < kMlaWarpgroup;
+  MlaTurn turn;
   float o[128];
-  for (bool first = true;; first = false) {
-    const MlaPiece& piece = NextPiece(p, shape, shared, first);
+  for (uint32_t k = 0;; ++k) {
+    const MlaPiece& piece = shared.pieces[k % 2];
+    WaitBarrier(SharedAddress(&shared.pieces_here[k % 2]), k / 2 & 1);
     if (piece.row < 0) return;
     Softmax state[2] = {{NegativeInfinity(), 0.0f}, {NegativeInfinity(), 0.0f}};
 #pragma unroll
     for (int i = 0; i < 128; ++i) o[i] = 0;
-    for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries, ++n) {
-      const uint32_t stage = n % kMlaStages;
-      WaitBarrier(SharedAddress(&shared.weights_here), taken++ & 1);
-      uint4 weights[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) weights[i] = shared.weights[i][thread];
-      const float2 keep = shared.keep[thread];
-      ArriveWarp(shared.weights_done);
-      Keep(o, keep);
-      WaitForEntries(shared, n);
-      AddValues(o, weights, SharedAddress(shared.entries[stage]) + 4 * kMlaColumnBlockBytes);
-      WaitForProducts<0>();
-      ArriveWarp(shared.entries_done[stage]);
+    if (scores) {
+      ScoreTiles(p, piece, shared, turn, o, state);
+    } else {
+      if (threadIdx.x == kMlaWarpgroup) MakePiece(p, shape, shared, k + 1);
+      __syncwarp();
+      AddTiles(piece, shared, turn, o, state);
     }
-    if (piece.entries > 0) {
-      WaitBarrier(SharedAddress(&shared.weights_here), taken++ & 1);
-      const uint4 of = shared.weights[0][thread];
-      ArriveWarp(shared.weights_done);
-      state[0] = {__uint_as_float(of.x), __uint_as_float(of.y)};
-      state[1] = {__uint_as_float(of.z), __uint_as_float(of.w)};
-    }
-    Unscale(o);
     FinishPiece(p, shape, piece, o, state);
+    ArriveWarp(shared.pieces_done[k % 2]);
   }
 }
 
@@ -285,28 +323,38 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     InitBarrier(SharedAddress(&shared.weights_here), 4);
     InitBarrier(SharedAddress(&shared.weights_done), 4);
+    for (int i = 0; i < 2; ++i) {
+      InitBarrier(SharedAddress(&shared.pieces_here[i]), 1);
+      InitBarrier(SharedAddress(&shared.pieces_done[i]), 8);
+    }
   }
   PublishBarriers();
   __syncthreads();
-  LetNextKernelStart();
   WaitForPriorKernels();
-  MlaWalk walk(p);
-  walk.Start(static_cast<int>(blockIdx.x) / shape.head_tiles,
-             static_cast<int>(gridDim.x) / shape.head_tiles);
-  const int role = static_cast<int>(threadIdx.x) / kMlaWarpgroup;
-  if (role < 2 && threadIdx.x % kMlaWarpgroup == 0) shared.positions[role] = walk.position();
-  if (role >= 2 && threadIdx.x % 32 == 0) {
-    shared.tiles[threadIdx.x / 32 - 2 * kMlaWarpgroup / 32].Start(p, walk.position());
+  LetNextKernelStart();  // The combining kernel counts on this order.
+  const int thread = static_cast<int>(threadIdx.x);
+  // One warp works out where tiles begin, one where pieces do.
+  const bool makes_tiles = thread / 32 == 2 * kMlaWarpgroup / 32;
+  if (makes_tiles || thread / 32 == kMlaWarpgroup / 32) {
+    MlaWalk walk(p);
+    walk.Start(static_cast<int>(blockIdx.x) / shape.head_tiles,
+               static_cast<int>(gridDim.x) / shape.head_tiles);
+    if (thread % 32 == 0) {
+      if (makes_tiles) {
+        shared.tiles.Start(p, walk.position());
+      } else {
+        shared.position = walk.position();
+        MakePiece(p, shape, shared, 0);
+      }
+    }
+    __syncwarp();
   }
-  if (role >= 2) {
+  if (thread >= 2 * kMlaWarpgroup) {
     GiveRegisters<kUnpackerRegisters>();
     UnpackTiles(p, shape, map, shared);
-  } else if (role == 1) {
-    TakeRegisters<kAdderRegisters>();
-    AddTiles(p, shape, shared);
   } else {
-    TakeRegisters<kScorerRegisters>();
-    ScoreTiles(p, shape, shared);
+    TakeRegisters<kSumRegisters>();
+    SumPieces(p, shape, shared);
   }
 }
 
@@ -334,7 +382,7 @@ bool HasPackedKernel(const SparseMlaParams& p) {
          p.heads % kMlaHeads == 0 && p.heads <= kMaxPackedHeads &&
          c.page_bytes == int64_t{c.block_tokens} * kPackedEntryBytes &&
          (p.then_counts == nullptr || p.capacity <= kMlaMostOfTwo) &&
-         AreAligned(16, p.q, c.base, p.scratch) && AreAligned(8, p.out, p.other_o);
+         AreAligned(16, p.q, c.base, p.scratch, p.out, p.other_o);
 }
 
 cudaError_t LaunchPackedSparseMla(const SparseMlaParams& p, cudaStream_t stream) {

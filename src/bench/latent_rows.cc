@@ -59,11 +59,12 @@ absl::Status LatentRows::Similarity(BenchTiers& tiers, PolicyWorld* world,
 }
 
 absl::Status LatentRows::Overlap(const PolicyWorld& world, const std::string& policy,
-                                 const std::vector<Context>& contexts, int batch) {
+                                 const std::vector<Context>& contexts, int batch,
+                                 std::vector<StepTrace>* traces) {
   if (OptionsOf(world, policy).name == "full") return absl::OkStatus();
   for (const bool set : {false, true}) {
     if (set ? options_.set_misses.empty() : !options_.overlap) continue;
-    SLUICE_ASSIGN_OR_RETURN(const OverlapRun run,
+    SLUICE_ASSIGN_OR_RETURN(OverlapRun run,
                             RunOverlap(world, policy, contexts, batch, OptionsFor(set)));
     absl::StrAppend(&overlap_text_, OverlapLines(run));
     if (!options_.runs) {
@@ -71,6 +72,8 @@ absl::Status LatentRows::Overlap(const PolicyWorld& world, const std::string& po
       overlap_text_.clear();
     }
     report_->details["overlap"].push_back(OverlapJson(run));
+    if (set) absl::StrAppend(&run.trace.name, ", set misses");
+    if (options_.trace && !options_.out.empty()) traces->push_back(std::move(run.trace));
   }
   return absl::OkStatus();
 }

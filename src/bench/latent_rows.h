@@ -32,9 +32,10 @@ class LatentRows {
                           const std::vector<std::string>& policies,
                           const std::vector<Context>& contexts);
   // What transfers cost a step of the policy, as --overlap and --misses want it; nothing of one
-  // that has none.
+  // that has none. Adds to `traces` where steps are traced.
   absl::Status Overlap(const PolicyWorld& world, const std::string& policy,
-                       const std::vector<Context>& contexts, int batch);
+                       const std::vector<Context>& contexts, int batch,
+                       std::vector<StepTrace>* traces);
   // Behind the other tables of a context.
   void Finish(const std::vector<PolicyRun>& runs);
 

@@ -232,8 +232,10 @@ absl::StatusOr<OverlapRun> RunOverlap(const PolicyWorld& world, const std::strin
   }
   if (options.trace) {
     const Script traced = ScriptOf(options, true);
-    SLUICE_ASSIGN_OR_RETURN(const Played seen, Play(world, name, contexts, batch, traced, true));
+    SLUICE_ASSIGN_OR_RETURN(Played seen, Play(world, name, contexts, batch, traced, true));
     for (size_t l = 0; l < run.levels.size(); ++l) ReadTrace(seen, l, traced, &run.levels[l]);
+    run.trace = std::move(seen.trace);
+    run.trace.name = absl::StrCat(name, ", overlap, ", run.trace.name);
   }
   const PolicyOptions of = OptionsOf(world, name);
   const size_t layers = run.levels[0].misses.size();

@@ -12,6 +12,7 @@
 #include "src/bench/context.h"
 #include "src/bench/overlap_trace.h"
 #include "src/bench/policy_run.h"
+#include "src/bench/step_trace.h"
 #include "src/bench/timing.h"
 #include "src/bench/transfer_alone.h"
 
@@ -43,6 +44,7 @@ struct OverlapRun {
   int context = 0;
   double long_rate = 0;  // bytes/s of long lists by themselves
   std::vector<OverlapLevel> levels;
+  StepTrace trace;  // of windows that fetch and of one that does not, for each level; if wanted
 };
 
 struct OverlapOptions {

@@ -12,11 +12,13 @@
 namespace sluice {
 namespace {
 
-bool IsTransfer(const std::string& name) { return absl::StartsWithIgnoreCase(name, "Transfer"); }
 bool IsWriteThrough(const std::string& name) {
   return absl::StartsWithIgnoreCase(name, "WriteThrough") ||
          absl::StartsWithIgnoreCase(name, "write_through") ||
-         absl::StartsWithIgnoreCase(name, "write through");
+         absl::StartsWithIgnoreCase(name, "write through") || absl::StrContains(name, "<ToDram>");
+}
+bool IsTransfer(const std::string& name) {
+  return absl::StartsWithIgnoreCase(name, "Transfer") && !IsWriteThrough(name);
 }
 bool IsAdmit(const std::string& name) { return absl::StartsWithIgnoreCase(name, "Admit"); }
 bool IsOfAttention(const std::string& name) {

@@ -295,7 +295,7 @@ class PoliciesBench {
         continue;
       }
       clock_.Begin(policy, absl::StrCat("context ", context, ", batch ", batch));
-      SLUICE_RETURN_IF_ERROR(latent_rows_.Overlap(world, policy, contexts, batch));
+      SLUICE_RETURN_IF_ERROR(latent_rows_.Overlap(world, policy, contexts, batch, &traces_));
       if (!options_.runs) continue;
       StepTrace trace;
       SLUICE_ASSIGN_OR_RETURN(PolicyRun run, RunPolicy(world, policy, contexts, batch, steps(),

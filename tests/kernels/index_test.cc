@@ -258,7 +258,8 @@ class LogitsFixture {
                                  .scores = scores.data(),
                                  .score_stride = stride_,
                                  .rows = static_cast<int32_t>(rows),
-                                 .heads = case_.heads};
+                                 .heads = case_.heads,
+                                 .spare_processors = workers - 1};
     threads ? RunThreads(table.index_logits, p, workers)
             : RunWorkers(table.index_logits, p, workers);
     CHECK(scores.Damage() == "");
@@ -370,7 +371,8 @@ void TestIndexLogitsPlaces(const KernelTable& table, Random& random) {
                                  .scores = scores.data(),
                                  .score_stride = kContext,
                                  .rows = 1,
-                                 .heads = kHeads};
+                                 .heads = kHeads,
+                                 .spare_processors = 0};
     RunWorkers(table.index_logits, p, 3);
     for (int64_t t = 0; t < kContext; ++t) REQUIRE(scores[t] == scores[0]);
   }

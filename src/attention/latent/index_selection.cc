@@ -43,7 +43,8 @@ absl::StatusOr<std::unique_ptr<IndexSelection>> IndexSelection::Create(const Opt
 
 void IndexSelection::Select(Stream& stream, int layer, const kernels::PagedIndexKeys& keys,
                             const AttentionPolicy::LatentAttention& a, int32_t first_row,
-                            int32_t rows, absl::FunctionRef<void()> scored) {
+                            int32_t rows, absl::FunctionRef<void()> scored,
+                            int32_t spare_processors) {
   SLUICE_CHECK(first_row >= 0 && first_row + rows <= options_.max_rows &&
                a.top_k == options_.top_k && a.index_q != nullptr);
   const int64_t head_bytes =
@@ -61,6 +62,7 @@ void IndexSelection::Select(Stream& stream, int layer, const kernels::PagedIndex
     logits.score_stride = score_stride_;
     logits.rows = end - begin;
     logits.heads = a.index_heads;
+    logits.spare_processors = spare_processors;
     options_.device->kernels().IndexLogits(stream, logits);
     if (end == first_row + rows) scored();
 

@@ -2,12 +2,13 @@
 // heads, rank 512, rope 64), beside its floors; and whether it is right: against float64, and a
 // row's bits alone, with one group of blocks, and in the batch.
 //
-//   sluice-mla-bench [--gib N] [--quick | --only ROWS]
+//   sluice-mla-bench [--gib N] [--quick | --only ROWS [--merged]]
 //
 // --gib: size of the arena of entries (default 8): sequences of 32K entries in pages of 64, in any
 // order; launches rotate through other sequences. --quick: fewer cases; --only: ROWS lists of 2,048
-// alone, unchecked, as a profiler wants it. A time is that of one LaunchSparseMla in a graph of
-// them, the combining kernel included; least and most in brackets.
+// alone, unchecked, as a profiler wants it; --merged: of 17 to 216, merged with another result. A
+// time is that of one LaunchSparseMla in a graph of them, the combining kernel included; least and
+// most in brackets.
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -106,8 +107,11 @@ __global__ void ExactKernel(SparseMlaParams p, double* scores, double* out) {
 
 class Case {
  public:
-  Case(char* arena, int64_t arena_bytes, int rows, const std::vector<int32_t>& counts, int capacity,
-       int copies, std::mt19937_64& random)
+  // `then`: of each row, entries of a second list, or none. `merges`: the result is merged with
+  // another one, of any values.
+  Case(char* arena, int64_t arena_bytes, int rows, const std::vector<int32_t>& counts,
+       const std::vector<int32_t>& then, bool merges, int capacity, int copies,
+       std::mt19937_64& random)
       : rows_(rows) {
     const int blocks = kContext / kBlockTokens;
     std::vector<int32_t> pages(static_cast<size_t>(arena_bytes / kPageBytes));
@@ -143,6 +147,16 @@ class Case {
                      kBlockTokens, kRank,   64,     DType::kFloat8E4M3};
     params_.entries = DeviceCopy(entries);
     params_.counts = DeviceCopy(counts);
+    if (!then.empty()) {
+      params_.then_entries = DeviceCopy(entries);
+      params_.then_counts = DeviceCopy(then);
+    }
+    if (merges || !then.empty()) {
+      params_.other_o = DeviceArray<float>(int64_t{rows} * kHeads * kRank);
+      params_.other_lse = DeviceArray<float>(int64_t{rows} * kHeads);
+      Check(cudaMemset(params_.other_o, 0, static_cast<size_t>(rows) * kHeads * kRank * 4), "o");
+      Check(cudaMemset(params_.other_lse, 0, static_cast<size_t>(rows) * kHeads * 4), "lse");
+    }
     params_.capacity = capacity;
     params_.out = DeviceArray<float>(int64_t{rows} * kHeads * kRank);
     params_.lse = DeviceArray<float>(int64_t{rows} * kHeads);
@@ -162,8 +176,10 @@ class Case {
     for (const void* p :
          {params_.q, static_cast<const void*>(params_.slots),
           static_cast<const void*>(params_.entries), static_cast<const void*>(params_.counts),
-          static_cast<const void*>(params_.out), static_cast<const void*>(params_.lse),
-          static_cast<const void*>(params_.scratch)}) {
+          static_cast<const void*>(params_.then_entries),
+          static_cast<const void*>(params_.then_counts), static_cast<const void*>(params_.other_o),
+          static_cast<const void*>(params_.other_lse), static_cast<const void*>(params_.out),
+          static_cast<const void*>(params_.lse), static_cast<const void*>(params_.scratch)}) {
       cudaFree(const_cast<void*>(p));
     }
   }
@@ -245,16 +261,19 @@ class Case {
   std::vector<int32_t*> tables_;
 };
 
-// `capacity`: of the lists; 0: the longest one's length.
+// `capacity`: of the lists; 0: the longest one's length. Second lists and what is merged are timed
+// only.
 void RunCase(char* arena, int64_t arena_bytes, const char* name, const std::vector<int32_t>& counts,
-             int capacity, bool check, std::mt19937_64& random) {
+             int capacity, bool check, std::mt19937_64& random,
+             const std::vector<int32_t>& then = {}, bool merges = false) {
   capacity = std::max({1, capacity, *std::max_element(counts.begin(), counts.end())});
   const int rows = static_cast<int>(counts.size());
-  const double entries = std::accumulate(counts.begin(), counts.end(), 0.0);
+  const double entries = std::accumulate(counts.begin(), counts.end(), 0.0) +
+                         std::accumulate(then.begin(), then.end(), 0.0);
   const int64_t sequences = arena_bytes / kPageBytes * kBlockTokens / kContext;
   // As many launches as have sequences of their own, a few at least.
   const int launches = static_cast<int>(std::clamp<int64_t>(sequences / rows, 2, 16));
-  const Case c(arena, arena_bytes, rows, counts, capacity, launches, random);
+  const Case c(arena, arena_bytes, rows, counts, then, merges, capacity, launches, random);
   std::string verdict;
   if (check) {
     const std::vector<float> out = c.Run(0, rows, c.scratch_bytes());
@@ -278,10 +297,11 @@ void RunCase(char* arena, int64_t arena_bytes, const char* name, const std::vect
 int Main(int argc, char** argv) {
   int64_t gib = 8;
   int only = 0;
-  bool quick = false;
+  bool quick = false, merged = false;
   for (int i = 1; i < argc; ++i) {
     if (std::strcmp(argv[i], "--only") == 0 && i + 1 < argc) only = std::atoi(argv[++i]);
     if (std::strcmp(argv[i], "--quick") == 0) quick = true;
+    if (std::strcmp(argv[i], "--merged") == 0) merged = true;
     if (std::strcmp(argv[i], "--gib") == 0 && i + 1 < argc) gib = std::atoll(argv[++i]);
   }
   cudaDeviceProp device;
@@ -293,8 +313,11 @@ int Main(int argc, char** argv) {
   Check(cudaDeviceSynchronize(), "fill");
   std::mt19937_64 random(5);
   if (only > 0) {
-    RunCase(arena, gib << 30, "only", std::vector<int32_t>(static_cast<size_t>(only), 2048), 2048,
-            false, random);
+    std::vector<int32_t> counts(static_cast<size_t>(only), 2048);
+    if (merged) {
+      for (int32_t& count : counts) count = 17 + static_cast<int32_t>(random() % 200);
+    }
+    RunCase(arena, gib << 30, "only", counts, 2048, false, random, {}, merged);
     return 0;
   }
   struct Shape {
@@ -322,6 +345,15 @@ int Main(int argc, char** argv) {
   std::vector<int32_t> uneven;
   for (int i = 0; i < 76; ++i) uneven.push_back(17 + static_cast<int32_t>(random() % 589));
   RunCase(arena, gib << 30, "76 x 17-605", uneven, 0, true, random);
+  RunCase(arena, gib << 30, "76 x 17-605, merged", uneven, 2048, false, random, {}, true);
+  std::vector<int32_t> few = uneven;
+  for (int32_t& count : few) count = 17 + count % 200;
+  RunCase(arena, gib << 30, "76 x 17-216, merged", few, 2048, false, random, {}, true);
+  std::vector<int32_t> resident;
+  for (const int32_t arriving : uneven) resident.push_back(2048 - arriving);
+  RunCase(arena, gib << 30, "76 x 2,048 in two", resident, 2048, false, random, uneven);
+  RunCase(arena, gib << 30, "76 x 2048 of 2048", std::vector<int32_t>(76, 2048), 2048, false,
+          random);
   if (!quick) {
     std::vector<int32_t> mixed(48, 64);
     mixed[7] = 20000;

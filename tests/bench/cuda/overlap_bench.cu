@@ -1,6 +1,7 @@
 // FlashTrans beside what it lies beneath in a step: rows of 656 B out of pinned DRAM by index
-// lists, while a product with fp8 weights, latent attention over packed entries or plain reads of
-// HBM run on another stream. Few thread blocks move less, many take multiprocessors and bandwidth.
+// lists, while a product with fp8 weights, latent attention over packed entries, the indexer's
+// scores or plain reads of HBM run on another stream. Few thread blocks move less, many take
+// multiprocessors and bandwidth.
 //
 //   sluice-overlap-bench [POOL_GIB]
 //
@@ -128,6 +129,40 @@ Neighbour Attention() {
   };
 }
 
+// The indexer's scores of half as many rows, which is what a schedule in two halves lays beside a
+// transfer; it leaves the processors of four blocks.
+Neighbour Scores() {
+  constexpr int kHeads = 64, kBlock = 64, kScored = kRows / 2;
+  constexpr int64_t kPages = kTokens / kBlock, kKeyBytes = 132;
+  std::mt19937_64 random(9);
+  std::vector<int32_t> pages(kScored * kPages), slots(kScored), positions(kScored, kTokens - 1);
+  std::iota(pages.begin(), pages.end(), 0);
+  std::shuffle(pages.begin(), pages.end(), random);
+  std::iota(slots.begin(), slots.end(), 0);
+  const int64_t bytes = kScored * kPages * kBlock * kKeyBytes;
+  auto* const base = DeviceArray<uint8_t>(bytes);
+  auto* const q = DeviceArray<uint8_t>(int64_t{kScored} * kHeads * kIndexDim);
+  auto* const weights = DeviceArray<float>(int64_t{kScored} * kHeads);
+  Check(cudaMemset(base, 0x31, static_cast<size_t>(bytes)), "memset");
+  Check(cudaMemset(q, 0x31, size_t{kScored} * kHeads * kIndexDim), "memset");
+  Check(cudaMemset(weights, 0, size_t{kScored} * kHeads * sizeof(float)), "memset");
+  IndexLogitsParams p{};
+  p.q = q;
+  p.weights = weights;
+  p.slots = DeviceCopy(slots);
+  p.positions = DeviceCopy(positions);
+  p.cache = {base,   DeviceCopy(pages), kPages, int64_t{kBlock} * kKeyBytes,
+             kBlock, DType::kFloat8E4M3};
+  p.score_stride = kTokens;
+  p.scores = DeviceArray<float>(int64_t{kScored} * kTokens);
+  p.rows = kScored;
+  p.heads = kHeads;
+  p.spare_processors = 4;
+  return [=](int /*i*/, cudaStream_t stream) {
+    Check(cuda::LaunchIndexLogits(p, stream), "index_logits");
+  };
+}
+
 Neighbour Reads() {
   constexpr int64_t kBytes = int64_t{1} << 28;
   auto* const data = DeviceArray<char>(kBytes);
@@ -225,6 +260,7 @@ int Main(int argc, char** argv) {
   SLUICE_BENCH_CHECK(cudaStreamCreateWithFlags(&others, cudaStreamNonBlocking));
   Run("output projection, 7168 x 16384 in fp8, 76 rows", misses, Product(), transfers, others);
   Run("latent attention, 76 rows x 2,048 entries", misses, Attention(), transfers, others);
+  Run("the indexer's scores, 38 rows of 32K", misses, Scores(), transfers, others);
   Run("plain reads of 256 MiB", misses, Reads(), transfers, others);
   return 0;
 }

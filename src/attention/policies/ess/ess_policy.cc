@@ -277,9 +277,12 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
     if (timed) options_.ess.on_stage(stream, layer, rows, stage);
   };
   const auto select = [&](int32_t first, int32_t count) {
-    selection_->Select(stream, layer, tier_->Index(layer), a, first, count, [&] {
-      if (first + count == rows) work.After(stream);
-    });
+    selection_->Select(
+        stream, layer, tier_->Index(layer), a, first, count,
+        [&] {
+          if (first + count == rows) work.After(stream);
+        },
+        first > 0 ? options_.ess.transfer_workers : 0);  // the first half's transfer is beside it
     done(Stage::kSelected);
     kernels().Admit(stream, operators_.Admit(layer, a, first, first, count));
     done(Stage::kAdmitted);
