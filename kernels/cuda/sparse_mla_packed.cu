@@ -1,20 +1,21 @@
 // Latent attention over lists of packed entries, for decode rows and rows of prompts alike.
 //
-// A block computes 64 heads of a row; mla_plan.cuh says which pieces of which rows. Three
-// warpgroups: one unpacks entries, 64 at a time, to fp16 in shared memory (two tiles of them); one,
+// A block computes 64 heads of a row; mla_plan.cuh says which pieces of which rows. Four
+// warpgroups: two unpack entries, 64 at a time, to fp16 in shared memory (two tiles of them); one,
 // the scorer, computes scores and their softmax and the result's first 256 columns; the last one,
 // the adder, the other 256 columns, with weights that the scorer left it in shared memory. The
 // result lies in registers, 128 of each thread.
 //
-// Bytes: 656 of each (row, entry) once from HBM and once more from L2, heads / 64 - 1 times.
-// Operations: 2 * 1088 * heads a (row, entry): floor at 990 TFLOP/s, of 2,048 entries and 128
-// heads, 0.58 us a row, 74 us for 128 rows. On an SM a tile takes the tensor cores 2,176 cycles
-// (1,152 for scores, 1,024 for values) and shared memory 2,300 (221 KB read by products, 72 KB
-// written, 128 bytes a cycle).
+// Bytes: 656 of each (row, entry) once from HBM and once more from L2, heads / 64 - 1 times; sums
+// of a piece, 128 KB a block, to L2 and back where a row has several. Operations: 2 * 1088 * heads
+// a (row, entry): floor at 990 TFLOP/s, of 2,048 entries and 128 heads, 0.58 us a row, 74 us for
+// 128 rows. On an SM a tile takes the tensor cores 2,176 cycles (1,152 for scores, 1,024 for
+// values) and shared memory 2,800 (360 KB: 208 read by products, 138 by who unpacks; 128 bytes a
+// cycle).
 //
-// Measured on an H200 (sluice-mla-bench), 128 heads, 2,048 entries, 1 / 8 / 32 / 64 / 128 rows: 37
-// / 41 / 82 / 165 / 318 us. A tile takes some 5,300 cycles: 1,500 are scores, 1,000 their softmax,
-// 700 values; for the rest the products wait for entries, or for one another.
+// Measured on an H200 (sluice-mla-bench), 128 heads, 2,048 entries, 1 / 8 / 32 / 64 / 128 rows: 31
+// / 35 / 69 / 117 / 225 us. A tile takes the scorer some 4,600 cycles: 2,000 are scores, which
+// share shared memory with the unpackers, 1,300 their softmax, 900 values; a fold of pieces 10,000.
 #include <algorithm>
 
 #include "kernels/cuda/launch.cuh"

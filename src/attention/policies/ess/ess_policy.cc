@@ -28,6 +28,8 @@ namespace {
 constexpr int kWriteLayers = 8;
 // From one look at the misses to the next: a copy of 40 bytes a layer and slot each time.
 constexpr int kLookSteps = 32;
+// The first one that sees something comes sooner: until then nothing is known of the misses.
+constexpr int kFirstLookSteps = 8;
 
 class EssPolicy : public AttentionPolicy {
  public:
@@ -166,6 +168,7 @@ class EssPolicy : public AttentionPolicy {
   OverlapPlan plan_;
   PolicyStatistics looked_;  // by the newest look; engine's thread
   int steps_to_look_ = 0;
+  int64_t looks_ = 0;
   mutable absl::Mutex recent_mutex_;
   PolicyStatistics recent_ ABSL_GUARDED_BY(recent_mutex_);
   std::vector<bool> fetch_lost_;  // by slot: of its sequence, in a step
@@ -245,7 +248,7 @@ void EssPolicy::Look(Stream& stream, absl::Span<const int32_t> slots,
     recent_ = looked_;
   }
   if (--steps_to_look_ > 0) return;
-  steps_to_look_ = kLookSteps;
+  steps_to_look_ = looks_++ == 0 ? kFirstLookSteps : kLookSteps;
   operators_.counters().Look(stream);
 }
 
