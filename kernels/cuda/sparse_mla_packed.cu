@@ -13,8 +13,8 @@
 // values) and shared memory 2,800 (360 KB: 208 read by products, 138 by who unpacks; 128 bytes a
 // cycle).
 //
-// Measured on an H200 (sluice-mla-bench), 128 heads, 2,048 entries, 1 / 8 / 32 / 64 / 128 rows: 31
-// / 35 / 69 / 117 / 225 us. A tile takes the scorer some 4,600 cycles: 2,000 are scores, which
+// Measured on an H200 (sluice-mla-bench), 128 heads, 2,048 entries, 1 / 8 / 32 / 64 / 128 rows: 32
+// / 35 / 69 / 118 / 227 us. A tile takes the scorer some 4,600 cycles: 2,000 are scores, which
 // share shared memory with the unpackers, 1,300 their softmax, 900 values; a fold of pieces 10,000.
 #include <algorithm>
 
@@ -77,10 +77,16 @@ __device__ __forceinline__ uint64_t TileFrom(uint64_t tile, int bytes) {
          (static_cast<uint32_t>(tile) + static_cast<uint32_t>(bytes) / 16);
 }
 
+// Of the values of the n-th tile, from a block of 64 columns on.
+__device__ __forceinline__ uint64_t ValuesOf(MlaShared& shared, uint32_t n, int column_block) {
+  const uint32_t tile = SharedAddress(shared.entries[n % kMlaStages]);
+  return Uniform(TileDescriptor(tile + static_cast<uint32_t>(column_block * kMlaColumnBlockBytes),
+                                kMlaColumnBlockBytes));
+}
+
 // Adds the weighted values of a tile to a warpgroup's 256 columns.
 __device__ __forceinline__ void AddValues(float (&o)[128], const uint4 (&weights)[4],
-                                          uint32_t values) {
-  const uint64_t tile = Uniform(TileDescriptor(values, kMlaColumnBlockBytes));
+                                          uint64_t tile) {
   BeginProducts();
 #pragma unroll
   for (int step = 0; step < kMlaTileEntries / 16; ++step) {
@@ -219,6 +225,7 @@ __device__ __forceinline__ void ScoreTiles(const SparseMlaParams& p, const MlaPi
   for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries) {
     const uint32_t n = turn.n++, stage = n % kMlaStages;
     const bool is_last = entries <= kMlaTileEntries;
+    const uint64_t values = ValuesOf(shared, n, 0);
     float score[32];
     StartScores(score, shared, n);
     WaitForProducts<0>();
@@ -254,7 +261,7 @@ __device__ __forceinline__ void ScoreTiles(const SparseMlaParams& p, const MlaPi
     }
     ArriveWarp(shared.weights_here);
     Keep(o, keep);
-    AddValues(o, weights, SharedAddress(shared.entries[stage]));
+    AddValues(o, weights, values);
     WaitForProducts<0>();
     ArriveWarp(shared.entries_done[stage]);
   }
@@ -266,6 +273,7 @@ __device__ __forceinline__ void AddTiles(const MlaPiece& piece, MlaShared& share
   const int thread = static_cast<int>(threadIdx.x) % kMlaWarpgroup, head = HeadOfThread();
   for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries) {
     const uint32_t n = turn.n++, stage = n % kMlaStages;
+    const uint64_t values = ValuesOf(shared, n, 4);
     WaitBarrier(SharedAddress(&shared.weights_here), n & 1);
     uint4 weights[4];
 #pragma unroll
@@ -278,9 +286,22 @@ __device__ __forceinline__ void AddTiles(const MlaPiece& piece, MlaShared& share
     ArriveWarp(shared.weights_done);
     Keep(o, keep);
     WaitForEntries(shared, n);
-    AddValues(o, weights, SharedAddress(shared.entries[stage]) + 4 * kMlaColumnBlockBytes);
+    AddValues(o, weights, values);
     WaitForProducts<0>();
     ArriveWarp(shared.entries_done[stage]);
+  }
+}
+
+// What a row's result is merged with, on its way to L2. By the adder.
+__device__ __forceinline__ void FetchOther(const SparseMlaParams& p, const MlaShape& shape,
+                                           int row) {
+  if (p.other_o == nullptr || p.then_counts != nullptr) return;
+  constexpr int kLine = 128 / sizeof(float);
+  const int head = static_cast<int>(blockIdx.x) % shape.head_tiles * kMlaHeads;
+  const float* const from = p.other_o + (int64_t{row} * p.heads + head) * kPackedRank;
+  for (int line = static_cast<int>(threadIdx.x) % kMlaWarpgroup;
+       line < kMlaHeads * kPackedRank / kLine; line += kMlaWarpgroup) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + line * kLine));
   }
 }
 
@@ -302,6 +323,7 @@ __device__ __forceinline__ void SumPieces(const SparseMlaParams& p, const MlaSha
     } else {
       if (threadIdx.x == kMlaWarpgroup) MakePiece(p, shape, shared, k + 1);
       __syncwarp();
+      if (piece.finishes) FetchOther(p, shape, piece.row);
       AddTiles(piece, shared, turn, o, state);
     }
     FinishPiece(p, shape, piece, o, state);
