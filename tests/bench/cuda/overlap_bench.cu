@@ -15,6 +15,7 @@
 
 #include "kernels/cuda/grouped_product.h"
 #include "kernels/cuda/launch.h"
+#include "kernels/fp8_pairs.h"
 #include "tests/bench/cuda/pinned_pool.h"
 #include "tests/bench/cuda/timing.cuh"
 
@@ -72,7 +73,7 @@ Neighbour Product() {
   cuda::GroupedProduct p{};
   p.x = x;
   p.x_stride = kK;
-  p.w.layout = WeightLayout::kFp8Blocks;
+  p.w.layout = kFp8Pairs;
   p.w.n = kN;
   p.w.k = kK;
   p.groups = 1;

@@ -125,6 +125,7 @@ class EssPolicy : public AttentionPolicy {
       : options_(options),
         warms_(options.ess.warm_up && options.ess.lru),
         tier_(std::move(parts.tier)),
+        never_misses_(warms_ && tier_->shape().HoldsWhole(options.max_context)),
         selection_(std::move(parts.selection)),
         row_copies_(std::move(parts.row_copies)),
         prompt_rows_(std::move(prompt_rows)),
@@ -159,6 +160,7 @@ class EssPolicy : public AttentionPolicy {
   const PolicyOptions options_;
   const bool warms_;  // pools begin with what is known of them, and keep what is used
   const std::unique_ptr<EssTier> tier_;
+  const bool never_misses_;  // whatever comes, its pools hold it whole
   const std::unique_ptr<IndexSelection> selection_;
   const std::unique_ptr<RowCopies> row_copies_;  // null: Transfer
   PromptRows prompt_rows_;
@@ -258,6 +260,7 @@ bool EssPolicy::WantsRecording(int32_t decode_rows) {
 }
 
 void EssPolicy::Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const {
+  if (never_misses_) return;
   if (options_.ess.skip_transfers != nullptr && *options_.ess.skip_transfers) return;
   const kernels::TransferParams move = operators_.Fetch(layer, first, rows);
   if (row_copies_ != nullptr) return row_copies_->Enqueue(stream, move);
