@@ -260,16 +260,21 @@ struct AdmitParams {
   int32_t* source_units;  // [rows][move_capacity]
   int32_t* target_units;  // [rows][move_capacity]
   int32_t* move_counts;   // [rows]
-  int32_t move_capacity;  // >= kMaxQueryPositions * selected.capacity, or of as many rows as there
-                          // are of a sequence
   // [slots], or null: adds 1 step, the rows' selected units, and in `missing` and `recalled` those
   // that were moved.
   SparseCounters* counters;
+  int32_t move_capacity;  // >= kMaxQueryPositions * selected.capacity, or of as many rows as there
+                          // are of a sequence
   int32_t rows;
   int32_t ahead;
   // Every place is taken back first: nothing is resident but what this call admits. (A policy that
   // fetches all.)
   bool forget;
+  // [slots], or null. Not 0: the slot's sequence is whole, and nobody ever asks how old its places
+  // are. Place u is unit u's up to the last position, the places behind are free, so its lists are
+  // what its rows have selected and its next position gets the place of its number. The result is
+  // the same but for stamps, which may stay as they are. REQUIRES: not `forget`.
+  const int32_t* whole;
 };
 
 // The router of experts: s = sigmoid(logits); choice by c = s + bias. The `groups` groups of

@@ -39,6 +39,12 @@ __global__ void __launch_bounds__(kAdmitThreads)
     if (slot >= 0 && rows == i + 1 && next[i] == slot) ++rows;
   }
   const bool stamps = blockIdx.y == 1;
+  if (slot >= 0 && p.whole != nullptr && p.whole[slot] != 0) {
+    if (!stamps) return AdmitWhole(p, first, slot, is_first, next[0] != slot);
+    WaitForPriorKernels();
+    LetNextKernelStart();
+    return;
+  }
   if (!is_first || slot < 0) {
     WaitForPriorKernels();
     LetNextKernelStart();
@@ -69,8 +75,9 @@ bool IsTable(const PagedRows& rows, int dim) {
 }  // namespace
 
 cudaError_t LaunchAdmit(const AdmitParams& p, cudaStream_t stream) {
-  if (p.rows < 0 || p.ahead < 0 || p.selected.capacity < 1 || p.selected.capacity > UINT16_MAX ||
-      p.residency.ring != 0 || p.residency.count < 0 || !IsTable(p.residency.place_of, 1) ||
+  if (p.rows < 0 || p.ahead < 0 || (p.whole != nullptr && (p.forget || p.ahead > kAdmitThreads)) ||
+      p.selected.capacity < 1 || p.selected.capacity > UINT16_MAX || p.residency.ring != 0 ||
+      p.residency.count < 0 || !IsTable(p.residency.place_of, 1) ||
       !IsTable(p.residency.places, 2) || p.home.block_tokens < 1 || p.pool.block_tokens < 1) {
     return cudaErrorInvalidValue;
   }

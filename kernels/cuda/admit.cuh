@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/admit_places.cuh"
+#include "kernels/cuda/paged_rows.cuh"
 #include "kernels/latent_params.h"
 
 namespace sluice::kernels::cuda {
@@ -60,6 +61,51 @@ __device__ __forceinline__ int32_t EntryNumber(const PagedLatents& c, int slot, 
   const int block = entry / c.block_tokens;
   return c.block_table[slot * c.table_stride + block] * c.block_tokens +
          (entry - block * c.block_tokens);
+}
+
+// A row of a sequence that is whole (AdmitParams::whole): 2,048 entries are copied, which takes
+// what a dependent load takes. `ends`: it is the sequence's last row, `begins`: the first.
+__device__ __forceinline__ void AdmitWhole(const AdmitParams& p, int row, int slot, bool begins,
+                                           bool ends) {
+  const int last = p.positions[row], t = static_cast<int>(threadIdx.x);
+  const int64_t list = int64_t{row} * p.selected.capacity;
+  // Tables of pages are not a step's own.
+  const int unit = last + 1 + t;
+  const bool ahead = ends && t < p.ahead;
+  int32_t* const place_of = ahead ? RowAt<int32_t>(p.residency.place_of, slot, unit, 0) : nullptr;
+  int32_t* const place = ahead ? RowAt<int32_t>(p.residency.places, slot, unit, 0) : nullptr;
+  WaitForPriorKernels();
+  LetNextKernelStart();
+  const int units = p.selected.counts[row];
+  int32_t strip[kAdmitStrip];
+#pragma unroll
+  for (int i = 0; i < kAdmitStrip; ++i) {
+    const int at = t + i * kAdmitThreads;
+    if (at < p.selected.capacity) strip[i] = p.selected.units[list + at];
+  }
+#pragma unroll
+  for (int i = 0; i < kAdmitStrip; ++i) {
+    const int at = t + i * kAdmitThreads;
+    if (at < units) p.resident[list + at] = strip[i];
+  }
+  for (int at = t + kAdmitStrip * kAdmitThreads; at < units; at += kAdmitThreads) {
+    p.resident[list + at] = p.selected.units[list + at];
+  }
+  if (ahead) {
+    *place_of = unit;
+    place[0] = unit;
+    place[1] = unit;
+  }
+  if (t != 0) return;
+  p.resident_counts[row] = units;
+  p.arriving_counts[row] = p.move_counts[row] = 0;
+  if (p.counters == nullptr) return;
+  const auto add = [](int64_t& counter, int number) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(&counter),
+              static_cast<unsigned long long>(number));
+  };
+  if (begins) add(p.counters[slot].steps, 1);
+  add(p.counters[slot].selected, units);
 }
 
 // The work of a block: the sequence of rows [first, first + rows).

@@ -69,37 +69,59 @@ struct RowCopier {
   }
 };
 
-// One of the threads that gather rows of x, 16 bytes at a time.
+// One of the threads that gather rows of x, 16 bytes at a time: of every kRowsAtOnce-th row the
+// same piece. What it needs of each row stays in a register: three warps hardly keep up with the
+// products otherwise.
 template <typename Weights, typename P, int kRows>
 struct RowGatherer {
   static constexpr int kRowsAtOnce = kGatherers / 8;
+  static constexpr int kMine = (kRows + kRowsAtOnce - 1) / kRowsAtOnce;
 
   const GroupedProduct& p;
   Rings<P> rings;
-  const int64_t* offsets;  // in shared memory: of each row of x in elements; -1: none
+  int32_t* rows;  // in shared memory: of y, for those who empty the rings
   int first_k;
   int thread;
   Place<P::kRowStages> place{};
+  const uint16_t* column = nullptr;  // of this thread's piece, of the first row of the group
+  int32_t starts[kMine];             // of each row, in pieces from there on; -1: none
+
+  // The rows of a tile from entry `first` of the range on.
+  __device__ void Take(const TileWork& work, RowRange range, int first) {
+    column = p.x + work.group * p.x_group_stride + first_k + thread % 8 * 8;
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      const int row = thread / 8 + i * kRowsAtOnce;
+      const bool exists = row < kRows && first + row < range.count;
+      const int y_row = exists ? RowAt(p, range, first + row) : 0;
+      starts[i] = exists ? static_cast<int32_t>(y_row / p.pairs_per_row * (p.x_stride / 8)) : -1;
+      if (exists && thread % 8 == 0) rows[row] = y_row;
+    }
+  }
 
   __device__ void Copy(int steps) {
     // Steps whose copies are not waited for: so few that consumers never wait for a stage whose
     // rows have arrived while this waits for them to leave another.
     constexpr int kUnderWay = P::kRowStages - 2;
     const int piece = thread % 8;  // of the 8 of a row of a tile, swizzled over its 128 bytes
+    const int first_row = thread / 8;
+    // kRowsAtOnce is an odd multiple of 4: of rows that follow each other the swizzle changes by 4.
+    const uint32_t even = first_row * 128 + (piece ^ (first_row % 8)) * 16;
+    const uint32_t odd = even ^ 64;
     Place<P::kRowStages> arrived = place;
     for (int step = 0; step < steps; ++step) {
       WaitBarrier(rings.RowsEmpty(place.stage), place.parity ^ 1);
       const uint32_t stage = rings.Rows(place.stage);
-      const int k = first_k + step * Weights::kDepth + piece * 8;
-      for (int row = thread / 8; row < kRows; row += kRowsAtOnce) {
-        const int64_t offset = offsets[row];
-        if (offset < 0) break;  // none after it either
-        const uint32_t target = stage + row * 128 + (piece ^ (row % 8)) * 16;
+      const int left = p.w.k - (first_k + step * Weights::kDepth + piece * 8);
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) {
+        if (starts[i] < 0) continue;
+        const uint16_t* const source = column + step * Weights::kDepth + int64_t{starts[i]} * 8;
+        const uint32_t target = stage + (i % 2 == 0 ? even : odd) + i * kRowsAtOnce * 128;
 #pragma unroll
         for (int tile = 0; tile < P::kRowTiles; ++tile) {
-          const bool exists = k + tile * 64 < p.w.k;
-          CopyPiece(target + tile * P::kRowTileBytes, p.x + offset + (exists ? k + tile * 64 : 0),
-                    exists ? 16 : 0);
+          CopyPiece(target + tile * P::kRowTileBytes, source + tile * 64,
+                    tile * 64 < left ? 16 : 0);
         }
       }
       CommitCopies();
@@ -119,7 +141,7 @@ struct RowGatherer {
     Arrive(rings.RowsFull(arrived.stage));
     arrived.Advance();
   }
-  // `bytes` of 16, and zeros after them.
+  // 16 bytes, or as many zeros: then `source` is not read.
   __device__ static void CopyPiece(uint32_t target, const uint16_t* source, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                  "r"(bytes)

@@ -1,6 +1,7 @@
 #include "kernels/cuda/grouped_product.h"
 
 #include "kernels/cuda/launch.h"
+#include "kernels/fp8_pairs.h"
 
 namespace sluice::kernels::cuda {
 namespace {
@@ -10,7 +11,8 @@ bool IsAligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0;
 }  // namespace
 
 bool TakesTiles(const GroupedProduct& p) {
-  const bool is_fp8 = p.w.layout == WeightLayout::kFp8Blocks;
+  if (p.w.layout == WeightLayout::kFp8Blocks) return false;
+  const bool is_fp8 = p.w.layout == kFp8Pairs;
   const int depth = is_fp8 ? 128 : 64;        // bytes of a tile's row
   const int piece = is_fp8 ? 16 : 8;          // 16 bytes of a row of W
   const int y_piece = p.groups > 1 ? 16 : 4;  // a warp's features are of one block of scales
@@ -20,12 +22,14 @@ bool TakesTiles(const GroupedProduct& p) {
 }
 
 cudaError_t LaunchGroupedProduct(const GroupedProduct& p, cudaStream_t stream) {
-  const bool is_fp8 = p.w.layout == WeightLayout::kFp8Blocks;
+  const bool is_pairs = p.w.layout == kFp8Pairs;
+  const bool is_fp8 = is_pairs || p.w.layout == WeightLayout::kFp8Blocks;
   const bool is_bf16_out = p.y_type == DType::kBFloat16;
   if (p.n <= 0 || p.w.k <= 0 || p.groups <= 0 || p.rows < 0 || p.pairs_per_row <= 0 ||
       int64_t{p.groups} * p.n != p.w.n || (p.pairs == nullptr) != (p.begins == nullptr) ||
       (!is_fp8 && p.w.layout != WeightLayout::kRowMajor) || (is_fp8 && p.w.scales == nullptr) ||
-      (!is_bf16_out && p.y_type != DType::kFloat32) || (is_bf16_out && p.accumulate)) {
+      (is_pairs && !HasFp8Pairs(p.w.k)) || (!is_bf16_out && p.y_type != DType::kFloat32) ||
+      (is_bf16_out && p.accumulate)) {
     return cudaErrorInvalidValue;
   }
   if (p.rows == 0) return cudaSuccess;

@@ -34,8 +34,8 @@ __device__ __forceinline__ float4 Sum(float4 a, float4 b) {
 // Adds up the sums of kSlices blocks, in order of k, for this block's share of the features of
 // `count` rows from entry `first` of the range on.
 template <typename P, int kSlices>
-__device__ void StoreSums(const GroupedProduct& p, const TileWork& work, RowRange range, int first,
-                          int count, uint32_t sums) {
+__device__ void StoreSums(const GroupedProduct& p, const TileWork& work, int first, int count,
+                          const int32_t* rows, uint32_t sums) {
   // Of a thread under way: the latency of their reads is all the time that this takes.
   constexpr int kItems = std::max(1, 4 / kSlices);
   constexpr int kQuads = P::kFeatures / 4 / kSlices;
@@ -50,7 +50,8 @@ __device__ void StoreSums(const GroupedProduct& p, const TileWork& work, RowRang
       const uint32_t at = sums + (item / kQuads * P::kSumStride + quad * 4) * 4;
 #pragma unroll
       for (int slice = 0; slice < kSlices; ++slice) part[j][slice] = LoadFromBlock(at, slice);
-      place[j] = RowAt(p, range, first + item / kQuads) * p.y_stride +
+      const int row = item / kQuads;
+      place[j] = (p.pairs == nullptr ? first + row : rows[row]) * p.y_stride +
                  work.group * p.y_group_stride + work.feature + quad * 4;
       before[j] = p.accumulate && work.feature + quad * 4 < p.n
                       ? *reinterpret_cast<const float4*>(static_cast<float*>(p.y) + place[j])
@@ -79,6 +80,24 @@ __device__ void StoreSums(const GroupedProduct& p, const TileWork& work, RowRang
   }
 }
 
+// Of a tile in one slice that is only to be written, from the registers that hold it: each of its
+// rows is on its way at once.
+template <typename P, int kRows, typename Consumer>
+__device__ void WriteSums(const GroupedProduct& p, const TileWork& work, int first, int count,
+                          const int32_t* rows, const Consumer& consumer) {
+  const int lane = consumer.lane;
+  const int feature = work.feature + consumer.feature + lane / 4;
+  float* const y = static_cast<float*>(p.y) + work.group * p.y_group_stride + feature;
+#pragma unroll
+  for (int i = 0; i < kRows / 4; ++i) {
+    const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
+    if (row >= count) continue;
+    float* const out = y + (p.pairs == nullptr ? first + row : rows[row]) * p.y_stride;
+    if (feature < p.n) out[0] = consumer.sums[i / 2 * 4 + i % 2];
+    if (feature + 8 < p.n) out[8] = consumer.sums[i / 2 * 4 + 2 + i % 2];
+  }
+}
+
 // The sums of a tile lie in the rings of the cluster's blocks between the two: all threads of a
 // block call both. Of a cluster of one block its consumers alone know of the sums until `is_last`
 // is false: then the copiers wait for the rings.
@@ -101,17 +120,17 @@ __device__ __forceinline__ void EndSums(bool is_last) {
 }
 
 template <typename P>
-__device__ void StoreRows(const GroupedProduct& p, const TileWork& work, RowRange range, int first,
-                          int count, uint32_t sums) {
+__device__ void StoreRows(const GroupedProduct& p, const TileWork& work, int first, int count,
+                          const int32_t* rows, uint32_t sums) {
   switch (gridDim.x) {
     case 1:
-      return StoreSums<P, 1>(p, work, range, first, count, sums);
+      return StoreSums<P, 1>(p, work, first, count, rows, sums);
     case 2:
-      return StoreSums<P, 2>(p, work, range, first, count, sums);
+      return StoreSums<P, 2>(p, work, first, count, rows, sums);
     case 4:
-      return StoreSums<P, 4>(p, work, range, first, count, sums);
+      return StoreSums<P, 4>(p, work, first, count, rows, sums);
     default:
-      return StoreSums<P, 8>(p, work, range, first, count, sums);
+      return StoreSums<P, 8>(p, work, first, count, rows, sums);
   }
 }
 
@@ -128,9 +147,9 @@ __global__ void __launch_bounds__(
   using P = TilePlan<Weights, kRows, kWarpgroups, kBlocks>;
   extern __shared__ __align__(1024) unsigned char shared[];
   LetNextKernelStart();
-  const Rings<P> rings = {SharedAddress(shared)};
-  int64_t* const offsets =
-      reinterpret_cast<int64_t*>(shared + P::kRingBytes + 16 * (P::kWeightStages + P::kRowStages));
+  Rings<P> rings = {SharedAddress(shared)};
+  auto* const rows =
+      reinterpret_cast<int32_t*>(shared + P::kRingBytes + 16 * (P::kWeightStages + P::kRowStages));
   const TileWork work = WorkOfBlock<Weights, P::kFeatures>(p);
   const int warp = threadIdx.x / 32;
   const auto is_last = [](int tile, RowRange range) {
@@ -174,18 +193,12 @@ __global__ void __launch_bounds__(
       const int first_k = work.first_step * Weights::kDepth;
       RowCopier<Weights, P, kRows> copier = {
           rings, &x_map, work.group * static_cast<int>(p.x_group_stride) + first_k};
-      RowGatherer<Weights, P, kRows> gatherer = {p, rings, offsets, first_k, thread};
+      RowGatherer<Weights, P, kRows> gatherer = {p, rings, rows, first_k, thread};
       for (int tile = blockIdx.y; tile * kRows < range.count; tile += gridDim.y) {
         if (by_map) {
           if (thread == 0) copier.Copy(tile * kRows, work.steps);
         } else {
-          for (int row = thread; row < kRows; row += kGatherers) {
-            const int i = tile * kRows + row;
-            const int64_t x_row = i < range.count ? RowAt(p, range, i) / p.pairs_per_row : 0;
-            offsets[row] =
-                i < range.count ? x_row * p.x_stride + work.group * p.x_group_stride : -1;
-          }
-          SyncThreads(kGathererBarrier, kGatherers);
+          gatherer.Take(work, range, tile * kRows);
           gatherer.Copy(work.steps);
         }
         __syncwarp();
@@ -195,22 +208,33 @@ __global__ void __launch_bounds__(
     }
   } else {
     TakeRegisters<P::kConsumerRegisters>();
-    WaitForPriorKernels();
-    const RowRange range = RowsOfGroup(p, work.group);
+    const bool is_plain =
+        gridDim.x == 1 && p.bias == nullptr && !p.accumulate && p.y_type == DType::kFloat32;
     Consumer<Weights, P, kRows> consumer;
+    consumer.lane = threadIdx.x % 32;
+    // Else they are made anew wherever they are used.
+    asm volatile("" : "+r"(rings.base), "+r"(consumer.lane));
     consumer.rings = rings;
     consumer.feature = warp * 16;
     const int row = min(work.group * p.n + work.feature + warp * 16, p.w.n - 1);
     consumer.scales = p.w.scales +
                       row / kFp8BlockRows * ((p.w.k + kFp8BlockColumns - 1) / kFp8BlockColumns) +
                       work.first_step;
+    if constexpr (Weights::kIsFp8) consumer.AskForScales(0, work.steps);
+    WaitForPriorKernels();
+    const RowRange range = RowsOfGroup(p, work.group);
     for (int tile = blockIdx.y; tile * kRows < range.count; tile += gridDim.y) {
       consumer.Accumulate(work.steps);
+      if (is_plain) {
+        WriteSums<P, kRows>(p, work, tile * kRows, min(kRows, range.count - tile * kRows), rows,
+                            consumer);
+        EndSums<P>(is_last(tile, range));
+        continue;
+      }
       SyncThreads(kConsumerBarrier, P::kConsumers);  // the rings have been read
       consumer.Store(reinterpret_cast<float*>(shared));
       BeginSums<P>(true);
-      StoreRows<P>(p, work, range, tile * kRows, min(kRows, range.count - tile * kRows),
-                   rings.base);
+      StoreRows<P>(p, work, tile * kRows, min(kRows, range.count - tile * kRows), rows, rings.base);
       PublishToAsyncProxy();  // what comes into the rings next
       EndSums<P>(is_last(tile, range));
     }
@@ -269,17 +293,20 @@ inline int TypicalRows(const GroupedProduct& p) {
   return p.pairs == nullptr ? p.rows : (p.rows + p.groups - 1) / p.groups;
 }
 
-// Few rows leave room for three blocks on a multiprocessor: better where there are more blocks than
-// run at one time otherwise, or short ones, whose beginnings and ends then lie beneath others.
-// Worse else: some multiprocessors have three blocks then and others one.
+// Few rows leave room for three blocks on a multiprocessor: better where there are many more blocks
+// than run at one time otherwise. bf16: also where they are somewhat more, or short ones, whose
+// beginnings and ends then lie beneath others. Worse else: some multiprocessors have three blocks
+// then and others one.
 template <typename Weights, int kRows>
 cudaError_t LaunchFewRows(const GroupedProduct& p, cudaStream_t stream) {
   const int slices = SlicesOf<Weights>(p);
   const int blocks = slices * TilesOf(p, kSliceFeatures);
   const bool are_short = StepsOf<Weights>(p) <= 8 * slices;
-  return blocks > kAtOnce || (blocks > kAtOnce * 9 / 10 && are_short)
-             ? LaunchTiles<Weights, kRows, 2, 3>(p, stream)
-             : LaunchTiles<Weights, kRows, 2, 2>(p, stream);
+  const bool takes_three = Weights::kIsFp8
+                               ? blocks > 2 * kAtOnce
+                               : blocks > kAtOnce || (blocks > kAtOnce * 9 / 10 && are_short);
+  return takes_three ? LaunchTiles<Weights, kRows, 2, 3>(p, stream)
+                     : LaunchTiles<Weights, kRows, 2, 2>(p, stream);
 }
 
 template <typename Weights>
@@ -289,7 +316,16 @@ cudaError_t LaunchTiledProduct(const GroupedProduct& p, cudaStream_t stream) {
   if (rows <= 8) return LaunchFewRows<Weights, 8>(p, stream);
   if (rows <= 32) return LaunchFewRows<Weights, 32>(p, stream);
   if (rows <= 64) return LaunchTiles<Weights, 64, 2, 2>(p, stream);
-  if (rows <= 80) return LaunchTiles<Weights, 80, 2, 2>(p, stream);
+  if (rows <= 80) {
+    if constexpr (Weights::kIsFp8) {
+      // Wide tiles read x half as often; where they leave no multiprocessor without one.
+      const int places = 2 * TilesOf(p, 256) * SlicesOf<Weights>(p);
+      if (places <= kAtOnce && places * 10 >= kAtOnce * 9) {
+        return LaunchTiles<Weights, 80, 4, 1>(p, stream);
+      }
+    }
+    return LaunchTiles<Weights, 80, 2, 2>(p, stream);
+  }
   if (p.n <= kSliceFeatures || TilesOf(p, 256) * SlicesOf<Weights>(p) < kFewBlocks) {
     return LaunchTiles<Weights, 64, 2, 2>(p, stream);
   }

@@ -10,7 +10,8 @@
 namespace sluice::kernels::cuda {
 
 // y[row] = x[row] W_g^T (+ bias) (+ y) for each group g and each of its rows. W_g is rows
-// [g * n, (g + 1) * n) of w, kRowMajor or kFp8Blocks. Strides are in elements.
+// [g * n, (g + 1) * n) of w, kRowMajor, kFp8Blocks or kFp8Pairs (kernels/fp8_pairs.h). Strides are
+// in elements.
 struct GroupedProduct {
   const uint16_t* x;  // bf16; row r of group g from r * x_stride + g * x_group_stride on
   int64_t x_stride;
@@ -37,8 +38,8 @@ struct GroupedProduct {
 // cudaErrorInvalidValue: a layout or a type that is not named above.
 cudaError_t LaunchGroupedProduct(const GroupedProduct& product, cudaStream_t stream);
 
-// Parts of it. On tensor cores: REQUIRES TakesTiles(). For any shape and alignment: a warp for each
-// element of y.
+// Parts of it. On tensor cores: REQUIRES TakesTiles(), which kFp8Blocks are not for. For any shape
+// and alignment: a warp for each element of y.
 bool TakesTiles(const GroupedProduct& product);
 cudaError_t LaunchTiledProductFp8(const GroupedProduct& product, cudaStream_t stream);
 cudaError_t LaunchTiledProductBf16(const GroupedProduct& product, cudaStream_t stream);

@@ -6,6 +6,7 @@
 #include "kernels/cuda/grouped_product.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/e4m3.h"
+#include "kernels/fp8_pairs.h"
 
 namespace sluice::kernels::cuda {
 namespace {
@@ -17,7 +18,7 @@ constexpr int kMostRowBlocks = 256;
 __device__ float Bf16Value(uint16_t v) { return __uint_as_float(static_cast<uint32_t>(v) << 16); }
 
 __device__ float Weight(const WeightMatrix& w, int64_t row, int i) {
-  const int64_t at = row * w.k + i;
+  const int64_t at = row * w.k + (w.layout == kFp8Pairs ? PairedPlace(i) : i);
   if (w.layout == WeightLayout::kRowMajor) return Bf16Value(w.data[at]);
   const int64_t columns = (w.k + kFp8BlockColumns - 1) / kFp8BlockColumns;
   return E4M3ToFloat(reinterpret_cast<const uint8_t*>(w.data)[at]) *

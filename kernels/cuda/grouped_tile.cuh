@@ -64,7 +64,7 @@ struct TilePlan {
   static constexpr int kSumStride = kFeatures + 4;  // keeps a quad's stores in different banks
   static constexpr int kBytes = kRingBytes + kOtherBytes;
   static_assert(kRows * kSumStride * 4 <= kRingBytes, "the sums take the ring's place");
-  static_assert(16 * (kWeightStages + kRowStages) + 8 * kRows <= kOtherBytes, "what is left");
+  static_assert(16 * (kWeightStages + kRowStages) + 4 * kRows <= kOtherBytes, "what is left");
   // Registers of a consumer's thread and of the others', of 64 Ki in all.
   static constexpr int kConsumerRegisters = kBlocksPerProcessor == 3   ? 64
                                             : kBlocksPerProcessor == 2 ? 96
@@ -133,8 +133,7 @@ __device__ __forceinline__ int RowAt(const GroupedProduct& p, RowRange range, in
   return p.pairs == nullptr ? i : p.pairs[range.first + i];
 }
 
-constexpr int kGathererBarrier = 1;
-constexpr int kConsumerBarrier = 2;
+constexpr int kConsumerBarrier = 1;
 
 }  // namespace
 }  // namespace sluice::kernels::cuda

@@ -5,6 +5,7 @@
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/linear_decode.h"
 #include "kernels/cuda/linear_prompt.h"
+#include "kernels/fp8_pairs.h"
 
 namespace sluice::kernels::cuda {
 namespace {
@@ -56,7 +57,8 @@ cudaError_t LaunchLinear(const LinearParams& p, cudaStream_t stream) {
   }
   if (p.rows == 0) return cudaSuccess;
   // One kernel for the rows of either kind.
-  if (p.w.layout == WeightLayout::kFp8Blocks) return LaunchGroupedProduct(GroupOf(p), stream);
+  if (p.w.layout == WeightLayout::kFp8Blocks || p.w.layout == kFp8Pairs)
+    return LaunchGroupedProduct(GroupOf(p), stream);
   if (p.w.layout != WeightLayout::kRowMajor) return cudaErrorInvalidValue;
   if (!IsTiled(p)) return LaunchPlainProduct(GroupOf(p), stream);
   if (p.decode_rows > 0) {

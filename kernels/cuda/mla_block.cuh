@@ -61,17 +61,22 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
   const auto* base = static_cast<const char*>(p.cache.base);
   const MlaTile* const ring = shared.tiles.ring;
   MlaPlaces& places = shared.places[warp];
-  if (thread == 0) {
-    if (ring[0].row >= 0) CopyQuery(p, map, ring[0].row, head, shared);
+  // Tiles 0 to 2, the first ones' numbers; the others and the query beneath the wait for those.
+  const auto step = [&](uint32_t first, uint32_t end) {
 #pragma unroll 1
-    for (uint32_t n = 1; n < MlaTiles::kAhead; ++n) shared.tiles.Step(p, n);
-  }
+    for (uint32_t n = first; n < end; ++n) shared.tiles.Step(p, n);
+  };
+  if (thread == 0) step(1, 3);
   SyncThreads(kUnpackBarrier, 32 * kMlaUnpackWarps);
   if (ring[0].row < 0) return;
   // Under way at a tile's beginning: pages of tile n + 1, numbers of tile n + 2.
   places.AskNumber(p, ring[0], 0, warp, lane);
   places.AskNumber(p, ring[1], 1, warp, lane);
   CommitCopies();
+  if (thread == 0) {
+    CopyQuery(p, map, ring[0].row, head, shared);
+    step(3, MlaTiles::kAhead);
+  }
   WaitForWarpCopies<0>();
   places.AskPage(p.cache, shape, ring[0], 0, lane);
   places.AskPage(p.cache, shape, ring[1], 1, lane);
@@ -81,12 +86,14 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
   __syncwarp();  // All have read tile 0's.
   places.AskNumber(p, ring[2], 2, warp, lane);
   CommitCopies();
+  SyncThreads(kUnpackBarrier, 32 * kMlaUnpackWarps);
   uint32_t queries = 0;
 #pragma unroll 1
   for (uint32_t n = 0; ring[n % kRing].row >= 0; ++n) {
     const uint32_t stage = n % kMlaStages, target = SharedAddress(shared.entries[stage]);
     // Offsets that follow from the lane are worked out anew: there are no registers to keep them.
     asm volatile("" : "+r"(lane));
+    __builtin_assume(lane >= 0 && lane < 32);
     const MlaLane of(warp, lane);
     const float2 two = LoadScales(base + kPackedRank + lane / 16 * 8, place);
     WaitForWarpCopies<0>();
@@ -96,10 +103,11 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
       next = places.Place(p.cache, shape, n + 1, lane % kMlaWarpEntries);
       FetchEntries(base, next, lane);
     }
+    const MlaCopies copies(base, place, lane);
     if (n >= kMlaStages) {
       WaitBarrier(SharedAddress(&shared.entries_done[stage]), (n / kMlaStages - 1) & 1);
     }
-    CopyEntries(base, place, target, warp, lane);
+    copies.Start(target, warp, lane);
     CommitCopies();
     // All have read tile n + 1's place, and none waits for these before the next tile.
     places.AskPage(p.cache, shape, ring[(n + 2) % kRing], n + 2, lane);

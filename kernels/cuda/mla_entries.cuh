@@ -194,30 +194,51 @@ __device__ __forceinline__ uint32_t ScalesOf(float2 scales) {
   return PackFp16(scales.x * kMlaUnit, scales.y * kMlaUnit);
 }
 
-// Copies a warp's entries into their rows of the tile at `target`: RoPE values, which are bf16 as
-// they are, to their place, values to where the first half of the row will be (MlaRawOffset). Of
-// lane i, `place` is that of entry i % kMlaWarpEntries. Past L1, which has few lines beside this
-// much shared memory: loads into registers need one each, and once there is none everything behind
-// them in the pipe to shared memory waits too.
-__device__ __forceinline__ void CopyEntries(const char* base, int place, uint32_t target, int warp,
-                                            int lane) {
-  static_assert(kMlaWarpEntries == 8);  // so that entry e is row % 8 = e
-  const uint32_t raw = target + MlaRawOffset(warp * kMlaWarpEntries, lane);
+// Copies a warp's entries into their rows of a tile: RoPE values, which are bf16 as they are, to
+// their place, values to where the first half of the row will be (MlaRawOffset). Past L1, which has
+// few lines beside this much shared memory: loads into registers need one each, and once there is
+// none everything behind them in the pipe to shared memory waits too.
+struct MlaCopies {
+  const char* values[kMlaWarpEntries];
+  const char* rope[kMlaWarpEntries / 4];
+
+  // What can be worked out before the tile is free. Of lane i, `place` is that of entry
+  // i % kMlaWarpEntries.
+  __device__ __forceinline__ MlaCopies(const char* base, int place, int lane) {
+    // Opaque, so that what is added to them is one multiplication's.
+    const char* first = base + lane * 16;
+    const char* first_rope = base + kPackedRank + 16 + lane % 8 * 16;
+    asm volatile("" : "+l"(first), "+l"(first_rope));
 #pragma unroll
-  for (int e = 0; e < kMlaWarpEntries; ++e) {
-    const int64_t at = int64_t{__shfl_sync(0xffffffffu, place, e)} * kPackedEntryBytes;
-    CopyAsync16((raw ^ MlaRawOffset(e, 0) % 128) + static_cast<uint32_t>(e * 128),
-                base + at + lane * 16, true);
-  }
-  const uint32_t rope =
-      target + MlaTileOffset(warp * kMlaWarpEntries + lane / 8, kPackedRank / 8 + lane % 8);
+    for (int e = 0; e < kMlaWarpEntries; ++e) values[e] = first + Offset(place, e);
 #pragma unroll
-  for (int i = 0; i < kMlaWarpEntries; i += 4) {
-    const int64_t at = int64_t{__shfl_sync(0xffffffffu, place, i + lane / 8)} * kPackedEntryBytes;
-    CopyAsync16((rope ^ MlaTileOffset(i, 0) % 128) + static_cast<uint32_t>(i * 128),
-                base + at + kPackedRank + 16 + lane % 8 * 16, true);
+    for (int i = 0; i < kMlaWarpEntries / 4; ++i) {
+      rope[i] = first_rope + Offset(place, 4 * i + lane / 8);
+    }
   }
-}
+  // `target`: of the tile.
+  __device__ __forceinline__ void Start(uint32_t target, int warp, int lane) const {
+    static_assert(kMlaWarpEntries == 8);  // so that entry e is row % 8 = e
+    const uint32_t raw = target + MlaRawOffset(warp * kMlaWarpEntries, lane);
+#pragma unroll
+    for (int e = 0; e < kMlaWarpEntries; ++e) {
+      CopyAsync16((raw ^ MlaRawOffset(e, 0) % 128) + static_cast<uint32_t>(e * 128), values[e],
+                  true);
+    }
+    const uint32_t to =
+        target + MlaTileOffset(warp * kMlaWarpEntries + lane / 8, kPackedRank / 8 + lane % 8);
+#pragma unroll
+    for (int i = 0; i < kMlaWarpEntries / 4; ++i) {
+      CopyAsync16((to ^ MlaTileOffset(4 * i, 0) % 128) + static_cast<uint32_t>(i * 512), rope[i],
+                  true);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int64_t Offset(int place, int entry) {
+    return int64_t{__shfl_sync(0xffffffffu, place, entry)} * kPackedEntryBytes;
+  }
+};
 
 // The warp's entries on their way to L2: 128 bytes at a time, the last one's end too.
 __device__ __forceinline__ void FetchEntries(const char* base, int place, int lane) {

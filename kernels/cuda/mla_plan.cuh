@@ -7,10 +7,11 @@
 // they fold to is closed (divided by its sum), and merged with the second one's as ResultOf does.
 // That is the whole arithmetic: it knows nothing of blocks, so the bits are a row's own.
 //
-// The tiles of all rows are numbered in order, an empty list counting as one; group g takes the
-// pieces that begin in [g * share, (g + 1) * share). A group is one block for each 64 heads: the
-// same entries at about the same time, so that the second block finds them in L2. The share is
-// rounded up to whole pieces, so that rows are cut only where that makes the largest share smaller.
+// The tiles of all rows are numbered in order, each piece with kMlaPieceEnd more for its end; group
+// g takes the pieces that begin in [g * share, (g + 1) * share). A group is one block for each 64
+// heads: the same entries at about the same time, so that the second block finds them in L2. Where
+// all rows are of pieces of one size the share is whole pieces, so that rows are cut only where
+// that makes the largest share smaller.
 //
 // Whoever begins a row folds its pieces into one total for each list; a group that begins inside a
 // row leaves each of its pieces apart, for the combining kernel. Both lie in the block's slots of
@@ -55,20 +56,26 @@ constexpr int MlaSlots(int64_t capacity, bool two) {
   return pieces <= 1 ? 0 : pieces - 1 + (two ? 2 : 1);
 }
 
+// What the end of a piece takes, in tiles; shares are worked out with it.
+inline constexpr int kMlaPieceEnd = 2;
+
 // A row in tiles and pieces: those of its first list, if it has two, then those of the other one.
 struct MlaCut {
   int piece_tiles;   // of each piece but a list's last
   int first_pieces;  // of the first of two lists
   int pieces;        // of both, at least 1
-  int weight;        // in tiles, the first list's as whole pieces; at least 1
+  int weight;        // in tiles, pieces but the last as whole ones, ends of pieces included
 
   __device__ MlaCut(int first_count, int count) {
     const int first = TilesOf(first_count), tiles = TilesOf(count);
     piece_tiles = max(kMlaPieceTiles, (tiles + kMlaMaxPieces - 1) / kMlaMaxPieces);
     first_pieces = (first + piece_tiles - 1) / piece_tiles;
     pieces = max(1, first_pieces + (tiles + piece_tiles - 1) / piece_tiles);
-    weight = max(1, first_pieces * piece_tiles + tiles);
+    const int last = tiles > 0 ? tiles - (pieces - first_pieces - 1) * piece_tiles
+                               : first - max(first_pieces - 1, 0) * piece_tiles;
+    weight = (pieces - 1) * stride() + last + kMlaPieceEnd;
   }
+  __device__ int stride() const { return piece_tiles + kMlaPieceEnd; }
 
  private:
   static __device__ int TilesOf(int entries) {
@@ -103,7 +110,8 @@ class MlaWalk {
     // A line of 32 rows each, all on their way at once.
     for (int row = 32 * lane; row < p_.rows; row += 32 * 32) FetchRow(row);
     int64_t begin = 0;
-    int total = 0, largest = 1, before = 0;
+    int total = 0, smallest = 1 << 30, largest = 1, before = 0;
+    bool whole = true;  // All weights are multiples of the row's piece.
     // All rows for the share, then once more up to the group's first one: one loop, as code that
     // runs once is fetched from far away.
     bool counts = true, found = false;
@@ -114,11 +122,21 @@ class MlaWalk {
       const int weight = in ? cut.weight : 0;
       if (counts) {
         total += weight;
-        if (in) largest = max(largest, min(cut.weight, cut.piece_tiles));
+        if (in) {
+          const int piece = min(cut.weight, cut.stride());
+          largest = max(largest, piece);
+          smallest = min(smallest, piece);
+          whole = whole && (cut.weight == piece || cut.weight % piece == 0);
+        }
         if (first + 32 < p_.rows) continue;
         total = __reduce_add_sync(0xffffffffu, total);
         largest = __reduce_max_sync(0xffffffffu, largest);
-        at_.share = ((total + groups - 1) / groups + largest - 1) / largest * largest;
+        smallest = __reduce_min_sync(0xffffffffu, smallest);
+        // A group that begins inside a row has that row's next piece, if there is one.
+        at_.share = max((total + groups - 1) / groups, largest);
+        if (smallest == largest && __all_sync(0xffffffffu, whole)) {
+          at_.share = (at_.share + largest - 1) / largest * largest;
+        }
         begin = int64_t{at_.share} * group;
         if (begin >= total) {
           at_.at = at_.end = 0;
@@ -145,9 +163,8 @@ class MlaWalk {
     at_.row_begin = before;
     LoadNext(at_.row);
     EnterRow();
-    at_.piece = at_.first_piece =
-        (static_cast<int>(begin) - before + at_.piece_tiles - 1) / at_.piece_tiles;
-    at_.at = before + at_.piece * at_.piece_tiles;
+    at_.piece = at_.first_piece = (static_cast<int>(begin) - before + stride() - 1) / stride();
+    at_.at = before + at_.piece * stride();
     if (at_.piece == at_.pieces) NextRow();
   }
 
@@ -159,7 +176,7 @@ class MlaWalk {
   __device__ int first_piece() const { return at_.first_piece; }  // of the row, in this group
   __device__ bool IsLast() const { return at_.piece + 1 == at_.pieces; }
   // Whether the next piece, if there is one, is of another row.
-  __device__ bool EndsRow() const { return IsLast() || at_.at + at_.piece_tiles >= at_.end; }
+  __device__ bool EndsRow() const { return IsLast() || at_.at + stride() >= at_.end; }
   // Whether the piece is of the first, or of the second of two lists.
   __device__ bool IsOfFirst() const { return at_.piece < at_.first_pieces; }
   __device__ bool IsOfSecond() const { return p_.then_counts != nullptr && !IsOfFirst(); }
@@ -176,7 +193,7 @@ class MlaWalk {
   __device__ int pieces() const { return at_.pieces; }
 
   __device__ void Next() {
-    at_.at += at_.piece_tiles;
+    at_.at += stride();
     if (++at_.piece == at_.pieces) NextRow();
   }
   // To the next piece that has entries.
@@ -186,15 +203,13 @@ class MlaWalk {
   }
 
   // Of the row: the group of piece `piece`, and the first piece of the row that begins in a group.
-  __device__ int GroupOf(int piece) const {
-    return (at_.row_begin + piece * at_.piece_tiles) / at_.share;
-  }
+  __device__ int GroupOf(int piece) const { return (at_.row_begin + piece * stride()) / at_.share; }
   __device__ int FirstPieceIn(int group) const {
-    const int tiles = at_.piece_tiles;
-    return max(0, (group * at_.share - at_.row_begin + tiles - 1) / tiles);
+    return max(0, (group * at_.share - at_.row_begin + stride() - 1) / stride());
   }
 
  private:
+  __device__ int stride() const { return at_.piece_tiles + kMlaPieceEnd; }
   __device__ MlaCut CutOf(int row) const {
     const bool two = p_.then_counts != nullptr;
     const int slot = p_.slots[row], loaded = p_.counts[row], then = two ? p_.then_counts[row] : 0;

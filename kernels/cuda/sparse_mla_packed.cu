@@ -1,29 +1,30 @@
 // Latent attention over lists of packed entries, for decode rows and rows of prompts alike.
 //
-// A block computes 64 heads of a row; mla_plan.cuh says which pieces of which rows. Three
-// warpgroups: one unpacks entries, 64 at a time, to fp16 in shared memory (two tiles of them); one,
+// A block computes 64 heads of a row; mla_plan.cuh says which pieces of which rows. Four
+// warpgroups: two unpack entries, 64 at a time, to fp16 in shared memory (two tiles of them); one,
 // the scorer, computes scores and their softmax and the result's first 256 columns; the last one,
 // the adder, the other 256 columns, with weights that the scorer left it in shared memory. The
 // result lies in registers, 128 of each thread.
 //
-// Bytes: 656 of each (row, entry) once from HBM and once more from L2, heads / 64 - 1 times.
-// Operations: 2 * 1088 * heads a (row, entry): floor at 990 TFLOP/s, of 2,048 entries and 128
-// heads, 0.58 us a row, 74 us for 128 rows. On an SM a tile takes the tensor cores 2,176 cycles
-// (1,152 for scores, 1,024 for values) and shared memory 2,300 (221 KB read by products, 72 KB
-// written, 128 bytes a cycle).
+// Bytes: 656 of each (row, entry) once from HBM and once more from L2, heads / 64 - 1 times; sums
+// of a piece, 128 KB a block, to L2 and back where a row has several. Operations: 2 * 1088 * heads
+// a (row, entry): floor at 990 TFLOP/s, of 2,048 entries and 128 heads, 0.58 us a row, 74 us for
+// 128 rows. On an SM a tile takes the tensor cores 2,176 cycles (1,152 for scores, 1,024 for
+// values) and shared memory 2,800 (360 KB: 208 read by products, 138 by who unpacks; 128 bytes a
+// cycle).
 //
-// Measured on an H200 (sluice-mla-bench), 128 heads, 2,048 entries, 1 / 8 / 32 / 64 / 128 rows: 37
-// / 41 / 82 / 165 / 318 us. A tile takes some 5,300 cycles: 1,500 are scores, 1,000 their softmax,
-// 700 values; for the rest the products wait for entries, or for one another.
+// Measured on an H200 (sluice-mla-bench), 128 heads, 2,048 entries, 1 / 8 / 32 / 64 / 128 rows: 32
+// / 35 / 69 / 118 / 227 us. A tile takes the scorer some 4,600 cycles: 2,000 are scores, which
+// share shared memory with the unpackers, 1,300 their softmax, 900 values; a fold of pieces 10,000.
 #include <algorithm>
 
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/mla_block.cuh"
 #include "kernels/cuda/mla_internal.h"
+#include "kernels/cuda/mla_products.cuh"
 #include "kernels/cuda/tensor_map.h"
 #include "kernels/cuda/warpgroup.cuh"
-#include "kernels/cuda/wgmma.cuh"
 
 namespace sluice::kernels::cuda {
 namespace {
@@ -64,92 +65,11 @@ __device__ __forceinline__ void MakePiece(const SparseMlaParams& p, const MlaSha
   Arrive(SharedAddress(&shared.pieces_here[k % 2]));
 }
 
-// A descriptor that all of a warp have, in a uniform register, where steps from it cost one
-// instruction; the compiler finds only that threads branch before, and moves four registers a step.
-__device__ __forceinline__ uint64_t Uniform(uint64_t tile) {
-  return (tile & 0xffffffff00000000) | __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(tile));
-}
-
-// A tile's descriptor `bytes` further on; only its first half changes.
-__device__ __forceinline__ uint64_t TileFrom(uint64_t tile, int bytes) {
-  return (tile & 0xffffffff00000000) |
-         (static_cast<uint32_t>(tile) + static_cast<uint32_t>(bytes) / 16);
-}
-
-// Adds the weighted values of a tile to a warpgroup's 256 columns.
-__device__ __forceinline__ void AddValues(float (&o)[128], const uint4 (&weights)[4],
-                                          uint32_t values) {
-  const uint64_t tile = Uniform(TileDescriptor(values, kMlaColumnBlockBytes));
-  BeginProducts();
-#pragma unroll
-  for (int step = 0; step < kMlaTileEntries / 16; ++step) {
-    const uint32_t a[4] = {weights[step].x, weights[step].y, weights[step].z, weights[step].w};
-    MultiplyRowsFp16<0>(o, a, TileFrom(tile, step * 16 * 128));
-    MultiplyRowsFp16<64>(o, a, TileFrom(tile, step * 16 * 128 + 2 * kMlaColumnBlockBytes));
-  }
-  CommitProducts();
-}
-
-__device__ __forceinline__ void Keep(float (&o)[128], float2 keep) {
-  if (!__any_sync(0xffffffffu, keep.x != 1.0f || keep.y != 1.0f)) return;
-#pragma unroll
-  for (int i = 0; i < 128; ++i) o[i] *= i / 2 % 2 == 0 ? keep.x : keep.y;
-}
-
-// Of two rows of the tile's scores, the 16 of row h that a thread has, as op makes them one.
-template <typename Op>
-__device__ __forceinline__ float2 ReduceScores(const float (&score)[32], Op op) {
-  float of[2][4];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) of[i / 2 % 2][i / 4 * 2 + i % 2] = score[i];
-#pragma unroll
-  for (int i = 8; i < 32; ++i) {
-    float& to = of[i / 2 % 2][i / 4 % 2 * 2 + i % 2];
-    to = op(to, score[i]);
-  }
-  return {op(op(of[0][0], of[0][1]), op(of[0][2], of[0][3])),
-          op(op(of[1][0], of[1][1]), op(of[1][2], of[1][3]))};
-}
-
-// A row's largest score, that all are relative to, follows a new one only when that is so much
-// larger, as a power of two: so the sums are hardly ever rescaled after a piece's first tile.
-// Weights are 2^kMlaSlack at most, within fp16, and what fp16 cannot hold only becomes less.
-constexpr float kMlaSlack = 8.0f;
-
-// Scores of a tile become weights, in place, and the softmax takes them in. Returns what to keep of
-// the sums before them. `valid`: entries that count.
-__device__ __forceinline__ float2 Weigh(float (&score)[32], Softmax (&state)[2], float scale,
-                                        int valid) {
-  if (valid < kMlaTileEntries) {
-    const int column = static_cast<int>(threadIdx.x) % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      if (column + i / 4 * 8 + i % 2 >= valid) score[i] = NegativeInfinity();
-    }
-  }
-  float2 m = ReduceScores(score, [](float x, float y) { return fmaxf(x, y); });
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const float2 other = {__shfl_xor_sync(0xffffffffu, m.x, step),
-                          __shfl_xor_sync(0xffffffffu, m.y, step)};
-    m = {fmaxf(m.x, other.x), fmaxf(m.y, other.y)};
-  }
-  const float largest[2] = {m.x * scale, m.y * scale};
-  float keep[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const bool follows = largest[h] > state[h].m + kMlaSlack;
-    const float before = state[h].m, now = follows ? largest[h] : before;
-    // Of no sums all is kept.
-    keep[h] = follows && before != NegativeInfinity() ? Exp2(before - now) : 1.0f;
-    state[h].m = now;
-  }
-#pragma unroll
-  for (int i = 0; i < 32; ++i) score[i] = Exp2(fmaf(score[i], scale, -state[i / 2 % 2].m));
-  const float2 sum = ReduceScores(score, [](float x, float y) { return x + y; });
-  state[0].l = fmaf(state[0].l, keep[0], sum.x);
-  state[1].l = fmaf(state[1].l, keep[1], sum.y);
-  return {keep[0], keep[1]};
+// Of the values of the n-th tile, from a block of 64 columns on.
+__device__ __forceinline__ uint64_t ValuesOf(MlaShared& shared, uint32_t n, int column_block) {
+  const uint32_t tile = SharedAddress(shared.entries[n % kMlaStages]);
+  return Uniform(TileDescriptor(tile + static_cast<uint32_t>(column_block * kMlaColumnBlockBytes),
+                                kMlaColumnBlockBytes));
 }
 
 // Waits for the n-th tile's entries.
@@ -218,6 +138,7 @@ __device__ __forceinline__ void ScoreTiles(const SparseMlaParams& p, const MlaPi
   for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries) {
     const uint32_t n = turn.n++, stage = n % kMlaStages;
     const bool is_last = entries <= kMlaTileEntries;
+    const uint64_t values = ValuesOf(shared, n, 0);
     float score[32];
     StartScores(score, shared, n);
     WaitForProducts<0>();
@@ -253,7 +174,7 @@ __device__ __forceinline__ void ScoreTiles(const SparseMlaParams& p, const MlaPi
     }
     ArriveWarp(shared.weights_here);
     Keep(o, keep);
-    AddValues(o, weights, SharedAddress(shared.entries[stage]));
+    AddValues(o, weights, values);
     WaitForProducts<0>();
     ArriveWarp(shared.entries_done[stage]);
   }
@@ -265,6 +186,7 @@ __device__ __forceinline__ void AddTiles(const MlaPiece& piece, MlaShared& share
   const int thread = static_cast<int>(threadIdx.x) % kMlaWarpgroup, head = HeadOfThread();
   for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries) {
     const uint32_t n = turn.n++, stage = n % kMlaStages;
+    const uint64_t values = ValuesOf(shared, n, 4);
     WaitBarrier(SharedAddress(&shared.weights_here), n & 1);
     uint4 weights[4];
 #pragma unroll
@@ -277,9 +199,22 @@ __device__ __forceinline__ void AddTiles(const MlaPiece& piece, MlaShared& share
     ArriveWarp(shared.weights_done);
     Keep(o, keep);
     WaitForEntries(shared, n);
-    AddValues(o, weights, SharedAddress(shared.entries[stage]) + 4 * kMlaColumnBlockBytes);
+    AddValues(o, weights, values);
     WaitForProducts<0>();
     ArriveWarp(shared.entries_done[stage]);
+  }
+}
+
+// What a row's result is merged with, on its way to L2. By the adder.
+__device__ __forceinline__ void FetchOther(const SparseMlaParams& p, const MlaShape& shape,
+                                           int row) {
+  if (p.other_o == nullptr || p.then_counts != nullptr) return;
+  constexpr int kLine = 128 / sizeof(float);
+  const int head = static_cast<int>(blockIdx.x) % shape.head_tiles * kMlaHeads;
+  const float* const from = p.other_o + (int64_t{row} * p.heads + head) * kPackedRank;
+  for (int line = static_cast<int>(threadIdx.x) % kMlaWarpgroup;
+       line < kMlaHeads * kPackedRank / kLine; line += kMlaWarpgroup) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + line * kLine));
   }
 }
 
@@ -301,6 +236,7 @@ __device__ __forceinline__ void SumPieces(const SparseMlaParams& p, const MlaSha
     } else {
       if (threadIdx.x == kMlaWarpgroup) MakePiece(p, shape, shared, k + 1);
       __syncwarp();
+      if (piece.finishes) FetchOther(p, shape, piece.row);
       AddTiles(piece, shared, turn, o, state);
     }
     FinishPiece(p, shape, piece, o, state);

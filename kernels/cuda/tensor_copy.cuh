@@ -34,6 +34,21 @@ __device__ __forceinline__ void ArriveExpecting(uint32_t barrier, uint32_t bytes
                : "memory");
 }
 
+// Whether the phase of that parity has completed; true orders what follows, as WaitBarrier() does.
+__device__ __forceinline__ bool TestBarrier(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Returns once the phase of that parity has completed.
 __device__ __forceinline__ void WaitBarrier(uint32_t barrier, uint32_t parity) {
   uint32_t done = 0;

@@ -91,11 +91,12 @@ class Pool {
                            .source_units = sources.data(),
                            .target_units = targets.data(),
                            .move_counts = move_counts.data(),
-                           .move_capacity = moves,
                            .counters = counters.data(),
+                           .move_capacity = moves,
                            .rows = kSlots * case_.rows,
                            .ahead = case_.rows,
-                           .forget = false};
+                           .forget = false,
+                           .whole = nullptr};
     RunWorkers(path.admit, p, workers);
     CHECK(resident.Damage() + arriving.Damage() + sources.Damage() + targets.Damage() +
               move_counts.Damage() + place_of.data.Damage() + table.data.Damage() +

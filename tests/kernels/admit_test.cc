@@ -68,17 +68,29 @@ class World {
         pool(kSlots, places, 32, 512, 64, DType::kFloat8E4M3, random_),
         place_of(kSlots, kMaxTokens, 7, 1, 1, random_),
         table(kSlots, places, 5, 2, 1, random_),
-        counters(kSlots) {
+        counters(kSlots),
+        whole(kSlots) {
     for (int32_t slot = 0; slot < kSlots; ++slot) Begin(slot, places);
   }
 
   // A sequence that has the first `count` places comes into the slot.
   void Begin(int32_t slot, int32_t count) {
     counters[slot] = {};
+    whole[slot] = 0;
     for (int32_t u = 0; u < kMaxTokens; ++u) *place_of.Row(slot, u, 0) = -1;
     for (int32_t p = 0; p < places; ++p) {
       table.Row(slot, p, 0)[0] = p < count ? -1 : kNoPlace;
       table.Row(slot, p, 0)[1] = -1;
+    }
+  }
+
+  // One that is whole, with the first `count` units.
+  void BeginWhole(int32_t slot, int32_t count) {
+    Begin(slot, places);
+    whole[slot] = 1;
+    for (int32_t u = 0; u < count; ++u) {
+      *place_of.Row(slot, u, 0) = u;
+      table.Row(slot, u, 0)[0] = table.Row(slot, u, 0)[1] = u;
     }
   }
 
@@ -98,13 +110,16 @@ class World {
                            .source_units = out.source_units.data(),
                            .target_units = out.target_units.data(),
                            .move_counts = out.move_counts.data(),
-                           .move_capacity = move_capacity,
                            .counters = case_.counters ? counters.data() : nullptr,
+                           .move_capacity = move_capacity,
                            .rows = static_cast<int32_t>(in.slots.size()),
                            .ahead = case_.ahead,
-                           .forget = case_.forget};
+                           .forget = case_.forget,
+                           .whole = case_.forget ? nullptr : whole.data()};
     workers < 4 ? RunWorkers(path.admit, p, workers) : RunThreads(path.admit, p, workers);
-    CHECK(out.Damage() + place_of.data.Damage() + table.data.Damage() + counters.Damage() == "");
+    CHECK(out.Damage() + place_of.data.Damage() + table.data.Damage() + counters.Damage() +
+              whole.Damage() ==
+          "");
   }
 
   struct Place {
@@ -135,6 +150,7 @@ class World {
   TestLatents home, pool;
   TestRows<int32_t> place_of, table;
   Guarded<SparseCounters> counters;
+  Guarded<int32_t> whole;
 };
 
 // What the contract says of one sequence's step, told from the tables before and after it.
@@ -310,6 +326,7 @@ class Traffic {
   bool Full(int32_t slot) const {
     return next_[static_cast<size_t>(slot)] + 2 * kMaxQueryPositions + case_.ahead >= kMaxTokens;
   }
+  int32_t next(int32_t slot) const { return next_[static_cast<size_t>(slot)]; }
   void Restart(int32_t slot) { next_[static_cast<size_t>(slot)] = Below(400); }
   int32_t Below(int32_t n) { return static_cast<int32_t>(random_() % static_cast<uint64_t>(n)); }
 
@@ -389,6 +406,61 @@ void TestAdmit(const KernelTable& table, Random& random) {
 }
 SLUICE_TEST_ON_EVERY_PATH("admit keeps what is selected and evicts what was used longest ago",
                           TestAdmit)
+
+// Beside others that are not, and the tables as if nobody had said so.
+void TestWhole(const KernelTable& table, Random& random) {
+  if (Lacks(table, table.admit)) return;
+  for (const int32_t selected : {30, 300}) {
+    const AdmitCase c = {"whole", 3, selected, 3, kMaxTokens, false, true};
+    const uint64_t seed = random();
+    World world(c, seed), reference(c, seed);
+    Traffic traffic(c, random);
+    const auto begin = [&](int32_t slot) {
+      for (World* w : {&world, &reference}) {
+        if (slot % 2 == 0) w->BeginWhole(slot, traffic.next(slot) + c.max_rows);
+        if (slot % 2 == 1) w->Begin(slot, w->places);
+      }
+      reference.whole[slot] = 0;
+    };
+    for (int32_t slot = 0; slot < kSlots; ++slot) begin(slot);
+    for (int step = 0; step < 150; ++step) {
+      INFO(selected << " selected, step " << step);
+      for (int32_t slot = 0; slot < kSlots; ++slot) {
+        if (!traffic.Full(slot) && traffic.Below(50) != 0) continue;
+        traffic.Restart(slot);
+        begin(slot);
+      }
+      const StepInput in = traffic.Step();
+      const int64_t rows = in.slots.size();
+      StepOutput got(rows, c.max_selected, world.move_capacity);
+      StepOutput want(rows, c.max_selected, world.move_capacity);
+      world.Admit(table, in, got, 1 + step % 5);
+      reference.Admit(Reference(), in, want, 1);
+      for (int64_t r = 0; r < rows; ++r) {
+        INFO("row " << r << " of slot " << in.slots[r]);
+        REQUIRE(got.resident.List(r) == want.resident.List(r));
+        REQUIRE(got.arriving.List(r) == want.arriving.List(r));
+        REQUIRE(got.move_counts[r] == want.move_counts[r]);
+        if (in.slots[r] < 0 || in.slots[r] % 2 == 1) continue;
+        REQUIRE(got.resident.List(r) == in.selected.List(r));
+      }
+      for (int32_t slot = 0; slot < kSlots; ++slot) {
+        INFO("slot " << slot);
+        REQUIRE(world.PlaceOf(slot) == reference.PlaceOf(slot));
+        const std::vector<World::Place> places = world.Places(slot), same = reference.Places(slot);
+        for (size_t p = 0; p < places.size(); ++p) {
+          REQUIRE(places[p].unit == same[p].unit);
+          if (slot % 2 == 1) REQUIRE(places[p].stamp == same[p].stamp);
+        }
+        REQUIRE(world.counters[slot].steps == reference.counters[slot].steps);
+        REQUIRE(world.counters[slot].selected == reference.counters[slot].selected);
+        REQUIRE(world.counters[slot].missing == reference.counters[slot].missing);
+        REQUIRE(world.counters[slot].recalled == reference.counters[slot].recalled);
+      }
+    }
+  }
+}
+SLUICE_TEST_ON_EVERY_PATH("admit lists what whole sequences have selected", TestWhole)
 
 }  // namespace
 }  // namespace sluice::kernels

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/fp8.h"
+#include "kernels/fp8_pairs.h"
 #include "kernels/latent_layout.h"
 #include "tests/kernels/sparse_support.h"
 
@@ -204,41 +205,50 @@ struct TestWeights {
         panels(PanelElements(n, k)),
         values(NormalBuffer<float>(int64_t{n} * k, random, size)),
         fp8(RandomElements(int64_t{n} * k, DType::kFloat8E4M3, random)),
+        pairs(int64_t{n} * k),
         scales((int64_t{n} + kFp8BlockRows - 1) / kFp8BlockRows *
                ((k + kFp8BlockColumns - 1) / kFp8BlockColumns)) {
     std::fill_n(panels.data(), panels.size(), uint16_t{0});
     PackPanels(row_major.data(), n, k, 0, panels.data());
     std::uniform_real_distribution<float> uniform(0.5f, 2.0f);
     for (float& s : scales) s = size / 64 * uniform(random);
+    for (int64_t i = 0; HasFp8Pairs(k) && i < fp8.size(); ++i) pairs[PairedPlace(i)] = fp8[i];
   }
+  // kFp8Pairs: kFp8Blocks where k has none.
   WeightMatrix As(WeightLayout layout) const {
-    switch (layout) {
+    if (layout == kFp8Pairs && HasFp8Pairs(k)) {
+      return {reinterpret_cast<const uint16_t*>(pairs.data()), n, k, layout, scales.data()};
+    }
+    switch (layout == kFp8Pairs ? WeightLayout::kFp8Blocks : layout) {
       case WeightLayout::kPanel16:
         return {panels.data(), n, k, layout};
       case WeightLayout::kFloat32:
         return {reinterpret_cast<const uint16_t*>(values.data()), n, k, layout};
       case WeightLayout::kFp8Blocks:
-        return {reinterpret_cast<const uint16_t*>(fp8.data()), n, k, layout, scales.data()};
+        return {reinterpret_cast<const uint16_t*>(fp8.data()), n, k, WeightLayout::kFp8Blocks,
+                scales.data()};
       default:
         return {row_major.data(), n, k, WeightLayout::kRowMajor};
     }
   }
   // What the reference reads for a path's layout: the same weights.
   WeightMatrix Plain(WeightLayout layout) const {
-    return As(layout == WeightLayout::kPanel16 ? WeightLayout::kRowMajor : layout);
+    return As(layout == WeightLayout::kPanel16 ? WeightLayout::kRowMajor
+              : layout == kFp8Pairs            ? WeightLayout::kFp8Blocks
+                                               : layout);
   }
 
   int32_t n;
   int32_t k;
   Guarded<uint16_t> row_major, panels;
   Guarded<float> values;
-  Guarded<uint8_t> fp8;
+  Guarded<uint8_t> fp8, pairs;
   Guarded<float> scales;
 };
 
 // The layouts of weights that a path takes.
 inline std::vector<WeightLayout> LayoutsOf(const KernelTable& table) {
-  if (IsCuda(table)) return {WeightLayout::kRowMajor, WeightLayout::kFp8Blocks};
+  if (IsCuda(table)) return {WeightLayout::kRowMajor, WeightLayout::kFp8Blocks, kFp8Pairs};
   return {table.weight_layout};
 }
 

@@ -5,6 +5,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/pair_weights.h"
+#include "kernels/fp8_pairs.h"
 #include "src/base/status_macros.h"
 #include "src/device/cuda/cuda_memory.h"
 #include "src/device/weight_rows.h"
@@ -100,6 +102,12 @@ absl::Status WeightMaker::MakeFp8(absl::Span<const MatrixPart> parts, int32_t k,
   }
   SLUICE_RETURN_IF_ERROR(Upload(scales, host_scales.data(), host_scales.size() * sizeof(float)));
   weight.matrix.layout = kernels::WeightLayout::kFp8Blocks;
+  if (kernels::HasFp8Pairs(k)) {
+    setup_.Check(
+        kernels::cuda::LaunchPairWeights(int64_t{weight.matrix.n} * k, values, setup_.handle()),
+        "the order of fp8 weights");
+    weight.matrix.layout = kernels::kFp8Pairs;
+  }
   weight.matrix.scales = scales;
   return absl::OkStatus();
 }

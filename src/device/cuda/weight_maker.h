@@ -1,8 +1,9 @@
 // Matrices of weights in HBM in the form in which the kernels read them, from whatever form their
 // parts come in.
 //
-// Parts that are all e4m3 stay e4m3 (kFp8Blocks), each scale repeated for its 4 blocks of 32 rows;
-// parts of any other forms become one bf16 matrix, every weight rounded once.
+// Parts that are all e4m3 stay e4m3 (kFp8Pairs where k is a multiple of 16, else kFp8Blocks), each
+// scale repeated for its 4 blocks of 32 rows; parts of any other forms become one bf16 matrix,
+// every weight rounded once.
 #pragma once
 
 #include <memory>

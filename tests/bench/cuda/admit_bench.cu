@@ -28,6 +28,7 @@ struct Shape {
   int context;
   int misses;
   int ahead;
+  bool whole = false;
 };
 
 PagedRows Table(int64_t slots, int64_t rows, int32_t dim, std::vector<int32_t> initial) {
@@ -108,6 +109,7 @@ void Run(const Shape& shape) {
   p.counters = DeviceCopy(std::vector<SparseCounters>(static_cast<size_t>(n)));
   p.rows = n;
   p.ahead = shape.ahead;
+  if (shape.whole) p.whole = DeviceCopy(std::vector<int32_t>(static_cast<size_t>(n), 1));
   std::vector<double> us;
   int launch = 0;
   SparseCounters before{}, after{};
@@ -150,6 +152,8 @@ int main() {
            Shape{"1 x 32K, 33,600 places, free ones", 1, 33600, k32K, 0, 1},
            Shape{"4 x 32K, 33,600 places, free ones", 4, 33600, k32K, 0, 1},
            Shape{"1 x 128K, 132,000 places, free ones", 1, 132000, k128K, 0, 1},
+           Shape{"1 x 32K, whole", 1, 33600, k32K, 0, 1, true},
+           Shape{"4 x 32K, whole", 4, 33600, k32K, 0, 1, true},
        }) {
     Run(shape);
   }

@@ -1,19 +1,25 @@
-// sluice-grouped-bench [check,tiny,times,equal]: products with fp8 weights, of experts and by
-// heads, in the shapes of DeepSeek-V3.2 on this GPU: whether they are right and rows keep their
-// bits among any number of others, and GB/s of weights, in a captured graph over weights that are
-// all different (equal: with scales of 2^-8, as those of dummy weights are equal).
+// sluice-grouped-bench [check,tiny,times,equal | --only NAME ROWS]: products with fp8 weights, of
+// experts and by heads, in the shapes of DeepSeek-V3.2 on this GPU: whether they are right and rows
+// keep their bits among any number of others, and GB/s of weights, in a captured graph over weights
+// that are all different (equal: with scales of 2^-8, as those of dummy weights are equal).
+//
+// --only: the shape NAME of `times` (such as o) with ROWS rows alone, as a profiler wants it.
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 
 #include "kernels/cuda/grouped_product.h"
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/pair_weights.h"
+#include "kernels/fp8_pairs.h"
 #include "tests/bench/cuda/bench_support.cuh"
 
 namespace sluice::bench {
 namespace {
 
 using kernels::DType;
+using kernels::kFp8Pairs;
 using kernels::WeightLayout;
 using kernels::cuda::GroupedProduct;
 using kernels::cuda::LaunchGroupedProduct;
@@ -35,6 +41,12 @@ __device__ double E4M3Value(uint8_t v) {
   return v & 0x80 ? -magnitude : magnitude;
 }
 
+// Where column i of a row of kFp8Pairs lies.
+__device__ int PairedColumn(int i) {
+  const int pair = i / 2 % 8;
+  return i / 16 * 16 + (pair < 4 ? 2 * pair : 2 * pair - 7) * 2 + i % 2;
+}
+
 // Sums in float64. Grid: (features, rows, groups).
 __global__ void Reference(GroupedProduct p, double* y) {
   const int feature = blockIdx.x * blockDim.x + threadIdx.x;
@@ -53,7 +65,8 @@ __global__ void Reference(GroupedProduct p, double* y) {
       const double w =
           p.w.layout == WeightLayout::kRowMajor
               ? double{__uint_as_float(uint32_t{p.w.data[w_row * p.w.k + j]} << 16)}
-              : E4M3Value(reinterpret_cast<const uint8_t*>(p.w.data)[w_row * p.w.k + j]) *
+              : E4M3Value(reinterpret_cast<const uint8_t*>(
+                    p.w.data)[w_row * p.w.k + (p.w.layout == kFp8Pairs ? PairedColumn(j) : j)]) *
                     p.w.scales[w_row / 32 * columns + j / 128];
       sum += w * __uint_as_float(uint32_t{x[j]} << 16);
     }
@@ -81,7 +94,7 @@ struct Shape {
   int n;  // of a group
   int k;
 
-  bool is_fp8() const { return layout == WeightLayout::kFp8Blocks; }
+  bool is_fp8() const { return layout != WeightLayout::kRowMajor; }
   size_t Elements() const { return size_t{1} * groups * n * k; }
   size_t Bytes() const { return Elements() * (is_fp8() ? 1 : 2); }
 };
@@ -101,6 +114,9 @@ struct Matrices {
                      : kernels::cuda::LaunchFillWeights(
                            formula, size, reinterpret_cast<uint16_t*>(bytes.data()), nullptr),
           "LaunchFillWeights");
+    if (s.layout == kFp8Pairs) {
+      Check(kernels::cuda::LaunchPairWeights(size, bytes.data(), nullptr), "LaunchPairWeights");
+    }
     FillScales<<<256, 256>>>(scales.data(), scales.size(), 77, equal_scales);
   }
 
@@ -216,12 +232,13 @@ void CheckBits(const char* name, int rows, const std::vector<float>& some,
 }
 
 void CheckProducts(const Vectors& v) {
-  constexpr auto kFp8 = WeightLayout::kFp8Blocks;
+  constexpr auto kFp8 = kFp8Pairs;
   constexpr auto kBf16 = WeightLayout::kRowMajor;
   for (const Shape& s :
        {Shape{"fp8", kFp8, 1, 2240, 7168}, Shape{"fp8, k cut", kFp8, 1, 96, 912},
-        Shape{"fp8, plain", kFp8, 1, 37, 129}, Shape{"fp8, large", kFp8, 1, 9216, 1536},
-        Shape{"fp8, long", kFp8, 1, 640, 18432}, Shape{"heads, n 512", kBf16, 16, 512, 128},
+        Shape{"fp8, plain", WeightLayout::kFp8Blocks, 1, 37, 129},
+        Shape{"fp8, large", kFp8, 1, 9216, 1536}, Shape{"fp8, long", kFp8, 1, 640, 18432},
+        Shape{"fp8, wide", kFp8, 1, 32768, 384}, Shape{"heads, n 512", kBf16, 16, 512, 128},
         Shape{"heads, n 128", kBf16, 16, 128, 512}, Shape{"heads, plain", kBf16, 3, 24, 40}}) {
     const Matrices m(s, 1);
     const std::vector<float> all = CheckOne(s.name, Dense(m, 0, v, 300));
@@ -231,7 +248,8 @@ void CheckProducts(const Vectors& v) {
   }
   for (const Shape& s :
        {Shape{"experts, fp8", kFp8, 8, 512, 1024}, Shape{"experts, bf16", kBf16, 8, 96, 192},
-        Shape{"experts, plain", kFp8, 4, 32, 80}, Shape{"experts, many", kFp8, 64, 128, 256}}) {
+        Shape{"experts, plain", WeightLayout::kFp8Blocks, 4, 32, 80},
+        Shape{"experts, many", kFp8, 64, 128, 256}}) {
     const Matrices m(s, 1);
     for (bool is_first : {true, false}) {
       const int k = std::min(8, s.groups);
@@ -248,7 +266,7 @@ void CheckProducts(const Vectors& v) {
 }
 
 void CheckTiny(const Vectors& v) {
-  constexpr auto kFp8 = WeightLayout::kFp8Blocks;
+  constexpr auto kFp8 = kFp8Pairs;
   for (const auto& [n, k] : {std::pair{800, 192},
                              {192, 256},
                              {768, 192},
@@ -272,16 +290,18 @@ void CheckTiny(const Vectors& v) {
   }
 }
 
-void Time(const Vectors& v, bool equal_scales) {
-  constexpr auto kFp8 = WeightLayout::kFp8Blocks;
+// `only`: the shape of that name alone, `only_rows` that number of rows; all if empty or 0.
+void Time(const Vectors& v, bool equal_scales, const std::string& only = "", int only_rows = 0) {
+  constexpr auto kFp8 = kFp8Pairs;
   constexpr auto kBf16 = WeightLayout::kRowMajor;
   struct Timed {
     Shape shape;
     int chosen;  // experts of a row; 0: no experts
   };
-  constexpr int kRows[] = {1, 8, 25, 32, 64, 76, 128, 512};
+  const std::vector<int> numbers = only_rows > 0 ? std::vector<int>{only_rows}
+                                                 : std::vector<int>{1, 8, 25, 32, 64, 76, 128, 512};
   std::printf("\nGB/s of weights (us)\n%-34s", "rows");
-  for (int rows : kRows) std::printf(" %12d", rows);
+  for (int rows : numbers) std::printf(" %12d", rows);
   for (const Timed& t :
        {Timed{{"q_a+kv_a+wk", kFp8, 1, 2240, 7168}, 0}, Timed{{"wq_b", kFp8, 1, 8192, 1536}, 0},
         Timed{{"q_b", kFp8, 1, 24576, 1536}, 0}, Timed{{"o", kFp8, 1, 7168, 16384}, 0},
@@ -295,10 +315,11 @@ void Time(const Vectors& v, bool equal_scales) {
         Timed{{"heads, q", kBf16, 128, 512, 128}, 0},
         Timed{{"heads, v", kBf16, 128, 128, 512}, 0}}) {
     const Shape& s = t.shape;
+    if (!only.empty() && only != s.name) continue;
     const int copies = static_cast<int>(std::clamp<size_t>(800'000'000 / s.Bytes(), 2, 40));
     const Matrices m(s, copies, equal_scales);
     std::printf("\n%-18s %3d x %5d x %5d", s.name, s.groups, s.n, s.k);
-    for (int rows : kRows) {
+    for (int rows : numbers) {
       const Routing routing = Route(rows, std::max(1, s.groups), std::max(1, t.chosen), false);
       const Timing timing = TimeGraph(
           [&](cudaStream_t stream) {
@@ -337,4 +358,10 @@ int Main(const std::string& parts) {
 }  // namespace
 }  // namespace sluice::bench
 
-int main(int argc, char** argv) { return sluice::bench::Main(argc > 1 ? argv[1] : ""); }
+int main(int argc, char** argv) {
+  if (argc > 3 && std::strcmp(argv[1], "--only") == 0) {
+    sluice::bench::Time({}, false, argv[2], std::atoi(argv[3]));
+    return 0;
+  }
+  return sluice::bench::Main(argc > 1 ? argv[1] : "");
+}

@@ -166,12 +166,12 @@ TEST_CASE("ess: what it knows of its misses while steps go on is what it missed"
   REQUIRE(rig.policy().Recent().layers[0].steps == 0);
   REQUIRE(rig.Admit(0, 3, 150, 400));
   rig.EndPrompt(0);
-  for (int step = 0; step < 32; ++step) rig.Step({0});
+  for (int step = 0; step < 8; ++step) rig.Step({0});
   const PolicyStatistics looked = rig.policy().Statistics();
   for (int step = 0; step < 2; ++step) rig.Step({0});
   const PolicyStatistics recent = rig.policy().Recent();
   for (size_t layer = 0; layer < 3; ++layer) {
-    REQUIRE(recent.layers[layer].steps == 32);
+    REQUIRE(recent.layers[layer].steps == 8);
     REQUIRE(recent.layers[layer].missing == looked.layers[layer].missing);
     REQUIRE(recent.layers[layer].selected == looked.layers[layer].selected);
   }

@@ -12,7 +12,18 @@ namespace {
 
 using Choice = PolicyOptions::Ess::Overlap;
 
-const StageRates kRates = AssumedRates(656, 132);
+// Of one device and model; what AssumedRates says moves with the kernels.
+const StageRates kRates = [] {
+  StageRates rates;
+  rates.transfer = {8, 656 / 44.5e3};
+  rates.prepare = {30, 0.2};
+  rates.attend = {46, 322.0 / (127 * 2048)};
+  rates.index = {20, 132 / 3.5e6};
+  rates.admit = {7, 0.16};
+  rates.merge = {50, 0.55};
+  rates.branch_us = 2.9;
+  return rates;
+}();
 
 StageTimes Times(double misses, double context, int rows) {
   return TimesOf(kRates, {misses, context, 2048}, rows);
@@ -44,6 +55,17 @@ TEST_CASE("Schedules: PreAttn beside top-k always, and more the more is missed")
   StageTimes spared = Times(300, 131072, 20);
   spared.spared = 60;
   REQUIRE(ChooseOverlap(spared, 20) == Overlap::kQueries);
+}
+
+TEST_CASE("Schedules: what is assumed chooses as an H200's steps say") {
+  // sluice-bench --misses, 76 x 32K, four layers: DA 2.91 ms a step and DBA 3.17 at 80 misses, 3.58
+  // and 3.42 at 200.
+  const StageRates assumed = AssumedRates(656, 132);
+  const auto chosen = [&](double misses) {
+    return ChooseOverlap(TimesOf(assumed, {misses, 32768, 2048}, 76), 76);
+  };
+  REQUIRE(chosen(80) == Overlap::kDa);
+  REQUIRE(chosen(200) == Overlap::kDba);
 }
 
 TEST_CASE("Schedules: one row has no halves") {

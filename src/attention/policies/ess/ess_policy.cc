@@ -28,6 +28,8 @@ namespace {
 constexpr int kWriteLayers = 8;
 // From one look at the misses to the next: a copy of 40 bytes a layer and slot each time.
 constexpr int kLookSteps = 32;
+// The first one that sees something comes sooner: until then nothing is known of the misses.
+constexpr int kFirstLookSteps = 8;
 
 class EssPolicy : public AttentionPolicy {
  public:
@@ -123,6 +125,7 @@ class EssPolicy : public AttentionPolicy {
       : options_(options),
         warms_(options.ess.warm_up && options.ess.lru),
         tier_(std::move(parts.tier)),
+        never_misses_(warms_ && tier_->shape().HoldsWhole(options.max_context)),
         selection_(std::move(parts.selection)),
         row_copies_(std::move(parts.row_copies)),
         prompt_rows_(std::move(prompt_rows)),
@@ -157,6 +160,7 @@ class EssPolicy : public AttentionPolicy {
   const PolicyOptions options_;
   const bool warms_;  // pools begin with what is known of them, and keep what is used
   const std::unique_ptr<EssTier> tier_;
+  const bool never_misses_;  // whatever comes, its pools hold it whole
   const std::unique_ptr<IndexSelection> selection_;
   const std::unique_ptr<RowCopies> row_copies_;  // null: Transfer
   PromptRows prompt_rows_;
@@ -164,6 +168,7 @@ class EssPolicy : public AttentionPolicy {
   OverlapPlan plan_;
   PolicyStatistics looked_;  // by the newest look; engine's thread
   int steps_to_look_ = 0;
+  int64_t looks_ = 0;
   mutable absl::Mutex recent_mutex_;
   PolicyStatistics recent_ ABSL_GUARDED_BY(recent_mutex_);
   std::vector<bool> fetch_lost_;  // by slot: of its sequence, in a step
@@ -243,7 +248,7 @@ void EssPolicy::Look(Stream& stream, absl::Span<const int32_t> slots,
     recent_ = looked_;
   }
   if (--steps_to_look_ > 0) return;
-  steps_to_look_ = kLookSteps;
+  steps_to_look_ = looks_++ == 0 ? kFirstLookSteps : kLookSteps;
   operators_.counters().Look(stream);
 }
 
@@ -255,6 +260,7 @@ bool EssPolicy::WantsRecording(int32_t decode_rows) {
 }
 
 void EssPolicy::Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const {
+  if (never_misses_) return;
   if (options_.ess.skip_transfers != nullptr && *options_.ess.skip_transfers) return;
   const kernels::TransferParams move = operators_.Fetch(layer, first, rows);
   if (row_copies_ != nullptr) return row_copies_->Enqueue(stream, move);

@@ -204,7 +204,7 @@ void EssTier::WarmUp(int slot, int64_t tokens, SelectionHints hints, bool fill) 
   tables_.Clear(*s.hbm, s.total, &s.warm_copies, &s.warm_then);
   const bool whole = fill && HoldsWhole(slot);
   if (whole) {
-    tables_.FillWhole(*s.hbm, s.total, tokens, &s.warm_then);
+    tables_.FillWhole(slot, *s.hbm, s.total, tokens, &s.warm_then);
     for (int layer = 0; layer < layout().layers; ++layer) {
       CopyPages(*s.home, *s.hbm, layer, kLatentKind, tokens, &s.warm_copies);
     }

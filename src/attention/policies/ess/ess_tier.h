@@ -84,6 +84,7 @@ class EssTier {
   kernels::PagedLatents Pool(int layer) const;
   kernels::PagedIndexKeys Index(int layer) const;
   kernels::ResidencyTable Residency(int layer) const { return tables_.Residency(layer); }
+  const int32_t* whole() const { return tables_.whole(); }
 
   const CacheKind& latent() const { return layout().kinds[kLatentKind]; }
   const CacheLayout& layout() const { return options_.hbm->layout(); }

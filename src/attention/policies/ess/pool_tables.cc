@@ -30,6 +30,7 @@ absl::StatusOr<PoolTables> PoolTables::Create(Device* device, PagePool* hbm, Pag
   SLUICE_RETURN_IF_ERROR(
       allocate(&t.host_home_table_, MemoryKind::kPinned, slots * t.home_stride()));
 
+  SLUICE_RETURN_IF_ERROR(allocate(&t.whole_, MemoryKind::kDevice, slots));
   const int64_t units = shape.max_context + 1;
   const int64_t words = kRepeated + 2 * kResidencyWords + 3 * units;
   SLUICE_RETURN_IF_ERROR(allocate(&t.constants_, MemoryKind::kDevice, words));
@@ -89,6 +90,7 @@ void PoolTables::Publish(int slot, const SequenceCache& home, const SequenceCach
   };
   send(device_table_, host_table_, stride());
   send(device_home_table_, host_home_table_, home_stride());
+  ops->push_back({whole_.as<int32_t>() + slot, index_, sizeof(int32_t)});  // 0
 }
 
 void PoolTables::CopyWords(const SequenceCache& hbm, int layer, int64_t word, int64_t count,
@@ -119,7 +121,7 @@ void PoolTables::Clear(const SequenceCache& hbm, int64_t total, Ops* first, Ops*
   }
 }
 
-void PoolTables::FillWhole(const SequenceCache& hbm, int64_t total, int64_t tokens,
+void PoolTables::FillWhole(int slot, const SequenceCache& hbm, int64_t total, int64_t tokens,
                            Ops* ops) const {
   SLUICE_CHECK(tokens < shape_.PlacesOf(total) && tokens <= total);
   for (int layer = 0; layer < layers_; ++layer) {
@@ -127,6 +129,7 @@ void PoolTables::FillWhole(const SequenceCache& hbm, int64_t total, int64_t toke
     CopyWords(hbm, layer, PlacesWord(total, 0), (tokens + 1) * kPlaceWords, index_rows_, false,
               ops);
   }
+  ops->push_back({whole_.as<int32_t>() + slot, index_ + 1, sizeof(int32_t)});  // 1
 }
 
 const int32_t* PoolTables::home_table(int layer) const {

@@ -23,21 +23,23 @@ class PoolTables {
   static absl::StatusOr<PoolTables> Create(Device* device, PagePool* hbm, PagePool* dram, int slots,
                                            const EssPoolShape& shape);
 
-  // Writes the host's tables of a slot and adds the copies that send them.
+  // Writes the host's tables of a slot, whose pools are not whole yet, and adds the copies that
+  // send them.
   void Publish(int slot, const SequenceCache& home, const SequenceCache& hbm, int64_t total,
                Ops* ops) const;
   // Adds the copies that make the slot's residency tables those of an empty pool: `first`, then
   // `then`.
   void Clear(const SequenceCache& hbm, int64_t total, Ops* first, Ops* then) const;
   // Adds the copies that make entry `i` of each pool position i, for i < tokens, and place `tokens`
-  // the next position's. REQUIRES: so many places.
-  void FillWhole(const SequenceCache& hbm, int64_t total, int64_t tokens, Ops* ops) const;
+  // the next position's, and say that the slot's pools are whole. REQUIRES: so many places.
+  void FillWhole(int slot, const SequenceCache& hbm, int64_t total, int64_t tokens, Ops* ops) const;
 
   // Rows of pages of a slot's HBM tables begin there, in each layer's part.
   const int32_t* home_table(int layer) const;
   const int32_t* pool_table(int layer) const { return at(layer, 0); }
   const int32_t* index_table(int layer) const { return at(layer, place_blocks_); }
   kernels::ResidencyTable Residency(int layer) const;
+  const int32_t* whole() const { return whole_.as<int32_t>(); }  // kernels::AdmitParams::whole
   int64_t home_stride() const { return layers_ * home_blocks_; }
   int64_t stride() const { return layers_ * entries_; }
 
@@ -65,6 +67,7 @@ class PoolTables {
   int64_t entries_ = 0;                         // of a layer in a slot's row
   Buffer device_table_, host_table_;            // int32 [slots][layers][entries_]
   Buffer device_home_table_, host_home_table_;  // int32 [slots][layers][home_blocks_]
+  Buffer whole_;                                // int32 [slots], of the device
   Buffer constants_;                            // of the device: below
   const int32_t* none_ = nullptr;               // [kRepeated] of -1
   const int32_t* no_places_ = nullptr;          // [kResidencyWords][2] of (kNoPlace, -1)

@@ -38,18 +38,18 @@ Overlap ChooseOverlap(const StageTimes& times, int rows) {
 
 StageRates AssumedRates(int64_t entry_bytes, int64_t index_key_bytes) {
   // H200. kernels/README.md: rows of 656 bytes at 44.5 GB/s, and 8.9 us for a gather of 64 of them;
-  // SparseMla over 2,048 entries 48 us for one row and 370 for 128; index logits of 32 x 128K keys
-  // 146 us and top-k 33 above them, 20 us together where there is little to read; Admit 7 us, 19
-  // where 76 rows miss some. Of traced steps (one EP32 rank, 1 and 73 sequences of 32K): PreAttn 30
-  // and 45 us; Attn1 and its CombineMla, attending to little, 51 and 91 us. Assumed: a fork and a
-  // join as one mailbox operation in a graph.
+  // SparseMla over 2,048 entries 31 us for one row and 225 for 128, of 76 short second lists 63;
+  // index logits of 32 x 128K keys 146 us and top-k 33 above them, 20 us together where there is
+  // little to read; Admit 7 us, 19 where 76 rows miss some; q_b and its heads' product 18 and 31 us
+  // of 1 and 76 rows, beside which a traced step puts some 10 us. Assumed: Attn1 of one row, and a
+  // fork and a join as one mailbox operation in a graph.
   StageRates rates;
   rates.transfer = {8, static_cast<double>(entry_bytes) / 44.5e3};
-  rates.prepare = {30, 0.2};
-  rates.attend = {46, 322.0 / (127 * 2048)};
+  rates.prepare = {28, 0.14};
+  rates.attend = {30, 195.0 / (127 * 2048)};
   rates.index = {20, static_cast<double>(index_key_bytes) / 3.5e6};
   rates.admit = {7, 0.16};
-  rates.merge = {50, 0.55};
+  rates.merge = {25, 0.5};
   rates.branch_us = 2.9;
   return rates;
 }

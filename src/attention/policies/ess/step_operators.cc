@@ -77,6 +77,7 @@ kernels::AdmitParams StepOperators::Admit(int layer, const LatentAttention& a, i
   admit.rows = rows;
   admit.ahead = 1;
   admit.forget = forget_;
+  if (!forget_) admit.whole = tier_->whole();
   return admit;
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/fp8_pairs.h"
 #include "src/device/cuda/cuda_device.h"
 #include "src/device/kernel_set.h"
 #include "src/device/weight_rows.h"
@@ -89,6 +90,31 @@ TEST_CASE("parts of fp8 stay fp8, a scale for each 32 rows", "[device][cuda]") {
       CHECK(scales[size_t(block * 3 + column)] == scale);
     }
   }
+}
+
+TEST_CASE("fp8 of a multiple of 16 columns is put in pairs", "[device][cuda]") {
+  auto device = NewCudaDevice();
+  if (!device.ok()) return SkipTest(std::string(device.status().message()));
+  std::mt19937_64 random(TestSeed());
+  constexpr int32_t kPairedColumns = 304;  // 3 columns of scales too
+  std::vector<uint8_t> codes(size_t(64) * kPairedColumns), made(size_t(32) * kPairedColumns);
+  for (uint8_t& code : codes) code = static_cast<uint8_t>(random());
+  const std::vector<float> scales(3, 1.0f);
+  MatrixPart part{};
+  part.rows = 64;
+  part.fp8 = codes.data();
+  part.scales = scales.data();
+  const MatrixPart parts[] = {part, FormulaPart(32)};
+  const auto weight = (*device)->kernels().Prepare(parts, kPairedColumns);
+  REQUIRE(weight.ok());
+  CHECK(weight->matrix.layout == kernels::kFp8Pairs);
+  kernels::FillWeights(parts[1].formula, 0, int64_t(made.size()), made.data());
+  codes.insert(codes.end(), made.begin(), made.end());
+  std::vector<uint8_t> want(codes.size());
+  for (size_t i = 0; i < codes.size(); ++i) {
+    want[size_t(kernels::PairedPlace(int64_t(i)))] = codes[i];
+  }
+  CHECK(Read<uint8_t>(**device, weight->matrix.data, want.size()) == want);
 }
 
 TEST_CASE("a part of fp8 that begins inside a block of scales is refused", "[device][cuda]") {
