@@ -27,6 +27,10 @@ cudaError_t LaunchFillWeights(const WeightFormula& formula, int64_t count, uint1
 cudaError_t LaunchFillWeights(const WeightFormula& formula, int64_t count, uint8_t* out,
                               cudaStream_t stream);
 
+// kFp8Blocks to kFp8Pairs (kernels/fp8_pairs.h), in place: `count` weights, whole rows whose k is a
+// multiple of 16. cudaErrorInvalidValue: `weights` is no multiple of 16, or `count`.
+cudaError_t LaunchPairWeights(int64_t count, uint8_t* weights, cudaStream_t stream);
+
 cudaError_t LaunchEmbedding(const EmbeddingParams& params, cudaStream_t stream);
 cudaError_t LaunchRmsNorm(const RmsNormParams& params, cudaStream_t stream);
 cudaError_t LaunchLinear(const LinearParams& params, cudaStream_t stream);

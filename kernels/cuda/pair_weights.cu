@@ -1,10 +1,9 @@
 // kFp8Blocks to kFp8Pairs where it lies: 2 bytes moved a weight. Floor: those over the memory's
 // rate, 10 ms for 20 GiB on an H200.
-#include "kernels/cuda/pair_weights.h"
-
 #include <algorithm>
 
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/launch.h"
 
 namespace sluice::kernels::cuda {
 namespace {

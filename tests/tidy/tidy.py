@@ -34,7 +34,8 @@ KERNEL_CONTRACTS = {"kernels/params.h": "sluice_kernel_params",
                     "kernels/latent_cases.h": "sluice_kernels",
                     "kernels/latent_params.h": "sluice_kernel_params",
                     "kernels/e4m3.h": "sluice_kernel_params",
-                    "kernels/fp8.h": "sluice_kernel_params"}
+                    "kernels/fp8.h": "sluice_kernel_params",
+                    "kernels/fp8_pairs.h": "sluice_kernel_params"}
 ROOTS = ["src", "kernels", "tests"]
 SOURCES = {".cc", ".cu"}
 HEADERS = {".h", ".cuh"}

@@ -5,7 +5,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/launch.h"
-#include "kernels/cuda/pair_weights.h"
 #include "kernels/fp8_pairs.h"
 #include "src/base/status_macros.h"
 #include "src/device/cuda/cuda_memory.h"

@@ -11,7 +11,6 @@
 
 #include "kernels/cuda/grouped_product.h"
 #include "kernels/cuda/launch.h"
-#include "kernels/cuda/pair_weights.h"
 #include "kernels/fp8_pairs.h"
 #include "tests/bench/cuda/bench_support.cuh"
 

@@ -3,7 +3,6 @@
 #include <cuda_runtime_api.h>
 
 #include "kernels/cuda/launch.h"
-#include "kernels/cuda/pair_weights.h"
 #include "kernels/fp8_pairs.h"
 #include "kernels/kernel_cases.h"
 #include "tests/kernels/kernel_test_support.h"
