@@ -167,7 +167,8 @@ def test_a_node_that_is_told_to_end_finishes_and_its_successor_gives_the_same_bi
 
 @pytest.mark.parametrize("flags", [
     ["--ess-overlap", "none"], ["--ess-overlap", "da"], ["--ess-overlap", "dba"], ["--no-ess-warm-up"],
-    ["--no-ess-lru"], ["--recompute-last", "on"], ["--recompute-last", "off"], ["--ess-transfer-workers", "1"], ["--ess-sparse-memory-ratio", "1"],
+    ["--no-ess-lru"], ["--recompute-last", "on"], ["--recompute-last", "off"], ["--ess-transfer-workers", "1"],
+    ["--ess-sparse-memory-ratio", "1"],
 ], ids=" ".join)
 def test_no_setting_changes_a_token(nodes, golden, flags):
     """With hints; and of recorded caches without them, which are as good as they came whatever is computed again."""
