@@ -2,6 +2,7 @@
 #include "tests/test_main.h"
 
 #include <catch2/catch.hpp>
+#include <cstdio>
 #include <cstdlib>
 #include <iostream>
 #include <random>
@@ -9,7 +10,8 @@
 namespace sluice {
 namespace {
 bool skipped = false;
-}
+bool drew_seed = false;
+}  // namespace
 
 void SkipTest(const std::string& why) {
   skipped = true;
@@ -22,6 +24,7 @@ unsigned long long TestSeed() {
     const unsigned long long value =
         given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device{}();
     std::cout << "SLUICE_TEST_SEED=" << value << "\n";
+    drew_seed = true;
     return value;
   }();
   return seed;
@@ -30,7 +33,13 @@ unsigned long long TestSeed() {
 }  // namespace sluice
 
 int main(int argc, char** argv) {
+  // So that what was said last, and the seed, is there when a case crashes or is out of its time.
+  std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);
   const int failed = Catch::Session().run(argc, argv);
+  // Again, behind whatever failed: the end of an output is what is kept of it.
+  if (failed != 0 && sluice::drew_seed) {
+    std::cout << "SLUICE_TEST_SEED=" << sluice::TestSeed() << std::endl;
+  }
   if (failed != 0) return failed > 255 ? 255 : failed;
   return sluice::skipped ? 77 : 0;
 }

@@ -26,8 +26,7 @@ def tiny_models(tmp_path_factory):
     return get
 
 
-@pytest.fixture(scope="session")
-def start(tmp_path_factory):
+def starting(tmp_path_factory):
     """start(program, model, *flags) -> Node; all are stopped at the end."""
     nodes = []
 
@@ -42,6 +41,11 @@ def start(tmp_path_factory):
         assert status in (0, -signal.SIGKILL), f"{node.program} ended with {status}:\n{node.tail()}"
 
 
+# Nodes of one file's tests; those that files share are few.
+start = pytest.fixture(scope="module", name="start")(starting)
+start_shared = pytest.fixture(scope="session", name="start_shared")(starting)
+
+
 class Pair:
     """A decode node and a prefill node of one model."""
 
@@ -54,15 +58,16 @@ class Pair:
 
 
 @pytest.fixture(scope="session")
-def pairs(tiny_models, start):
+def pairs(tiny_models, start_shared):
     """name -> Pair of a tiny model."""
     made = {}
 
     def get(name):
         if name not in made:
             model = tiny_models(name)
-            made[name] = Pair(start("sluice-server", model, "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB"),
-                              start("sluice-prefill", model, "--hbm-bytes", "64MiB"))
+            hbm = ["--hbm-bytes", "64MiB"]
+            made[name] = Pair(start_shared("sluice-server", model, *hbm, "--dram-bytes", "64MiB"),
+                              start_shared("sluice-prefill", model, *hbm))
         return made[name]
 
     return get
@@ -77,7 +82,7 @@ def smollm2():
 
 
 @pytest.fixture(scope="session")
-def smollm2_pairs(smollm2, start):
+def smollm2_pairs(smollm2, start_shared):
     """precision -> Pair of the real model.
 
     "default" is what users get: the processor's best kernels and bf16 caches. "float32" keeps caches
@@ -90,8 +95,8 @@ def smollm2_pairs(smollm2, start):
             flags = ["--hbm-bytes", "256MiB"]
             if precision == "float32":
                 flags = ["--hbm-bytes", "512MiB", "--kv-dtype", "float32", "--kernels", FLOAT32_KERNELS]
-            made[precision] = Pair(start("sluice-server", smollm2, "--dram-bytes", "256MiB", *flags),
-                                   start("sluice-prefill", smollm2, *flags))
+            made[precision] = Pair(start_shared("sluice-server", smollm2, "--dram-bytes", "256MiB", *flags),
+                                   start_shared("sluice-prefill", smollm2, *flags))
         return made[precision]
 
     return get
@@ -103,9 +108,9 @@ def smollm2_pair(smollm2_pairs):
 
 
 @pytest.fixture(scope="session")
-def small(tiny_models, start):
+def small(tiny_models, start_shared):
     """A decode node of tiny-llama that is soon full: 1536 bytes a token, 2730 tokens in HBM."""
-    return start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB", "--dram-bytes", "6MiB",
+    return start_shared("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB", "--dram-bytes", "6MiB",
                  "--max-sequences", "4")
 
 

@@ -21,13 +21,11 @@ FIXTURES = ROOT / "tests/fixtures"
 SLUICE = ROOT / "tools/sluice"
 SMOLLM2 = ROOT / "models/smollm2-135m-instruct"
 TINY = ["tiny-llama", "tiny-qwen2", "tiny-qwen3"]
-# Where the servers run: SLUICE_TEST_DEVICE=cuda gives the tests a GPU.
+# Where the nodes' models run; tools/gpu-test says cuda.
 DEVICE = os.environ.get("SLUICE_TEST_DEVICE", "cpu")
 # Sanitizers make everything slower; SLUICE_TEST_TIMEOUT_SCALE=10 gives them time.
 SCALE = float(os.environ.get("SLUICE_TEST_TIMEOUT_SCALE", "1"))
 TIMEOUT_S = 60 * SCALE
-# Where the nodes' models run; tools/gpu-test says cuda.
-DEVICE = os.environ.get("SLUICE_TEST_DEVICE", "cpu")
 # The programs take SLUICE_... for settings and refuse those they do not know.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("SLUICE_")}
 

@@ -1,7 +1,6 @@
 """Lives of sequences whose entries lie in DRAM: many at once, cancelled, late, drained, restarted, preempted."""
 
 import contextlib
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,8 +10,8 @@ from conftest import Pair
 from latent_lab import (EXACT, FAST, FULL, MARGIN, MEMORY, NAIVE, NAMES, PACKED, SCARCE, SPARE, answer, assert_same,
                         decoded, long_prompt, nodes, prefilled, pushed)  # noqa: F401
 from metrics_text import Scrape
-from nodes import BIN, DEVICE, SCALE, SLUICE, TIMEOUT_S, error_of, greedy, matching_steps, run, tokens_of
-from sluice.v1 import decode_pb2, ingest_pb2
+from nodes import BIN, DEVICE, SCALE, TIMEOUT_S, error_of, greedy, matching_steps, run, tokens_of
+from sluice.v1 import admin_pb2, decode_pb2, ingest_pb2
 from sluice_client import rpc
 
 OFFLOADING = {"scarce": SCARCE, "spare": SPARE, "offload-naive": NAIVE}
@@ -143,16 +142,13 @@ def test_a_drained_node_finishes_and_comes_back_with_the_same_bits(servers, pref
     prompt = long_prompt(150)
     expected = answer(pair, prompt, LONG)
     stream = generating(node, prefilled(pair, prompt, LONG).transfer_id)
-    drained = threading.Thread(target=run, args=(SLUICE, "drain", "--decode", node.address))
-    drained.start()
-    while node.http("/readyz")[0] == 200:
-        time.sleep(0.01)
+    node.admin.Drain(admin_pb2.DrainRequest(), timeout=TIMEOUT_S)
+    assert node.http("/readyz")[0] != 200
     error = error_of(lambda: prefilled(pair, prompt))
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     ids = [t.id for t in tokens_of(stream)[0]]
     assert ids == expected[len(expected) - len(ids):]
-    drained.join()
-    assert run(SLUICE, "resume", "--decode", node.address).returncode == 0
+    node.admin.Resume(admin_pb2.ResumeRequest(), timeout=TIMEOUT_S)
     assert answer(pair, prompt, LONG) == expected
 
 

@@ -3,18 +3,8 @@
 import json
 
 import pytest
-from metrics_text import Scrape
-from nodes import BIN, DEVICE, SLUICE, TIMEOUT_S, greedy, run, tokens_of
-from sluice.v1 import decode_pb2
-
-PROFILE = BIN / "sluice-profile"
-
-
-def profile(model, out, *flags: str, status: int = 0) -> str:
-    """Its standard output, or its error."""
-    done = run(PROFILE, "--model", model, "--out", out, *flags, timeout=300)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stderr if status else done.stdout
+from nodes import BIN, SLUICE, run
+from profiling import PROFILE, profile
 
 
 def test_help_teaches():
@@ -102,79 +92,3 @@ def test_a_node_serves_with_its_profile_and_refuses_another_ones(tiny_models, st
     assert "budget_tokens" in refused(model, "--policy", "scout", "--budget-tokens", "256")
     (tmp_path / "p.json.projection").write_bytes(b"short")
     assert "p.json.projection" in refused(model, "--policy", "recall", *shape)
-
-
-LATENT = ["--contexts", "120,300", "--batches", "1,3", "--ratios", "0.3,1", "--least-places", "0", "--steps", "16",
-          "--prompts", "2", "--device", DEVICE]
-
-
-def test_misses_and_stage_times_of_a_latent_model(tiny_models, tmp_path):
-    out = tmp_path / "p.json"
-    text = profile(tiny_models("tiny-deepseek-v32-fp8"), out, *LATENT)
-    assert "Attn0" in text and "GB/s" in text and str(out) in text
-    made = json.loads(out.read_text())
-    assert [(p["context"], p["batch"]) for p in made["misses"]] == [
-        (context, batch) for context in (120, 300) for _ in range(2) for batch in (1, 3)]
-    for point in made["misses"]:
-        assert len(point["by_layer"]) == 3 and 0 < point["ratio"] <= 1
-        if point["ratio"] == 1:  # all have places, and only what was never there is fetched
-            assert max(point["by_layer"]) < 3
-        else:
-            assert min(point["by_layer"]) > 3
-    stages = made["stages"]
-    assert stages["device"] == DEVICE and stages["branch_us"] >= 0
-    for stage in ("transfer", "prepare", "attend", "index", "admit", "merge"):
-        assert stages[stage]["fixed_us"] + stages[stage]["each_us"] > 0
-
-
-@pytest.mark.parametrize("flags, words", [
-    (["--ratios", "0"], "--ratios"), (["--ratios", "0.2,2"], "--ratios"), (["--skew"], "--skew"),
-    (["--no-intervals", "--skew"], "--skew"), (["--hbm-bytes", "many"], "--hbm-bytes"),
-    (["--contexts", "100000"], "--contexts"),
-])
-def test_what_a_latent_model_cannot_be_asked_for(tiny_models, tmp_path, flags, words):
-    out = tmp_path / "p.json"
-    assert words in profile(tiny_models("tiny-deepseek-v32"), out, *flags, status=1)
-    assert not out.exists()
-
-
-def test_other_models_have_no_misses(tiny_models, tmp_path):
-    assert "latent" in profile(tiny_models("tiny-llama"), tmp_path / "p.json", "--device", "cuda", status=1)
-    assert "latent" in profile(tiny_models("tiny-llama"), tmp_path / "p.json", "--topic-drift", status=1)
-
-
-def test_ess_takes_its_schedules_from_its_profile_and_then_from_what_it_sees(tiny_models, start, tmp_path):
-    """A profile that says layer 0 misses nothing and layer 2 much; in truth all that is there has a place."""
-    model, out = tiny_models("tiny-deepseek-v32"), tmp_path / "p.json"
-    profile(model, out, *LATENT)
-    made = json.loads(out.read_text())
-    made["misses"] = [{"context": 1000, "ratio": 0.5, "batch": 16, "by_layer": [0, 40, 60]}]
-    line = {"fixed_us": 1, "each_us": 0}
-    made["stages"] = {"device": DEVICE, "transfer": {"fixed_us": 0, "each_us": 0.1}, "prepare": line,
-                      "attend": {"fixed_us": 50, "each_us": 0}, "index": line, "admit": line, "merge": line,
-                      "branch_us": 3}
-    out.write_text(json.dumps(made))
-    flags = ["--kv-dtype", "fp8", "--policy", "ess", "--policy-profile", out,
-             "--ess-sparse-memory-ratio", "0.01", "--ess-least-places", "512", "--max-context", "1024",
-             "--max-sequences", "16", "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB"]
-    plan = run(BIN / "sluice-server", "--model", model, "--device", DEVICE, *flags, "--print-plan")
-    assert plan.returncode == 0, plan.stderr
-    assert "none 0, da 1-2 with max_sequences" in plan.stdout
-    node = start("sluice-server", model, *flags, "--local-prefill")
-    calls = [node.decode.Generate(decode_pb2.GenerateRequest(
-        prompt_token_ids=[2 + (i * 7 + c) % 500 for i in range(40)],
-        sampling=greedy(max_tokens=400, ignore_eos=True)), timeout=TIMEOUT_S) for c in range(12)]
-    assert all(len(tokens_of(call)[0]) == 400 for call in calls)
-    found = Scrape(node)
-    assert found.get("sluice_ess_schedule_changes_total") >= 1
-    assert found.get("sluice_ess_schedule_layers") == 3
-    assert "other schedules" in node.log.read_text()
-
-    made["misses"][0]["by_layer"].pop()
-    out.write_text(json.dumps(made))
-    done = run(BIN / "sluice-server", "--model", model, "--device", DEVICE, *flags, "--listen", "127.0.0.1:0", "--admin-listen", "")
-    assert done.returncode == 1 and "misses of 2 layers" in done.stderr and "sluice-profile" in done.stderr
-    made["misses"][0]["ratio"] = "much"
-    out.write_text(json.dumps(made))
-    done = run(BIN / "sluice-server", "--model", model, "--device", DEVICE, *flags, "--listen", "127.0.0.1:0", "--admin-listen", "")
-    assert done.returncode == 1 and "misses[0]: ratio" in done.stderr

@@ -39,21 +39,26 @@ struct RouteOutput {
   Guarded<int32_t> pairs, begins;
 };
 
-// Logits and biases of a coarse grid, so that choices tie exactly or differ by more than rounding.
+// Logits and biases of a coarse grid, so that choices tie; they tie exactly or differ by more than
+// rounding, which float32 and float64 do differently.
 class RouteFixture {
  public:
   RouteFixture(const RouteCase& c, Random& random)
       : case_(c), logits_(int64_t{c.rows} * c.experts), bias_(c.experts), slots_(c.rows) {
-    for (float& v : logits_) v = static_cast<float>(static_cast<int>(random() % 161) - 80) / 16;
     for (float& v : bias_) v = static_cast<float>(static_cast<int>(random() % 9) - 4) / 8;
     for (int64_t r = 0; r < c.rows; ++r) {
       slots_[r] = r % 5 == 4 ? -1 : static_cast<int32_t>(r);
       float* row = logits_.data() + r * c.experts;
-      // Rows of equal logits, of a NaN, of infinities.
-      if (r % 7 == 3) std::fill_n(row, c.experts, 1.25f);
+      do {
+        std::generate_n(row, c.experts, [&random] {
+          return static_cast<float>(static_cast<int>(random() % 161) - 80) / 16;
+        });
+        // Rows of equal logits (whose scores, 1/2, and their sums are exact), of infinities.
+        if (r % 7 == 3) std::fill_n(row, c.experts, 0.0f);
+        if (r == 6) row[0] = std::numeric_limits<float>::infinity();
+        if (r == 6) row[1] = kNegativeInfinity;
+      } while (r % 7 != 3 && !Decided(row));
       if (r == 5) row[c.experts - 1] = std::nanf("");
-      if (r == 6) row[0] = std::numeric_limits<float>::infinity();
-      if (r == 6) row[1] = kNegativeInfinity;
     }
   }
 
@@ -81,6 +86,46 @@ class RouteFixture {
   bool empty(int64_t r) const { return slots_[r] < 0 || r == 5; }
 
  private:
+  // Values of one kind, the largest first, whose order is the order of what they were made of.
+  using Ranked = std::vector<std::pair<double, std::vector<double>>>;
+  // Whether rounding cannot change which `count` are the largest: those on either side of the cut
+  // are made of the same, or differ by more. (Sums of other scores and biases may tie but for
+  // rounding.)
+  static bool Decided(Ranked ranked, int32_t count) {
+    if (count >= static_cast<int32_t>(ranked.size())) return true;
+    std::sort(ranked.rbegin(), ranked.rend());
+    const auto& last = ranked[static_cast<size_t>(count) - 1];
+    const auto& next = ranked[static_cast<size_t>(count)];
+    return last.second == next.second || last.first - next.first > 1e-5;
+  }
+  bool Decided(const float* row) const {
+    Ranked of_groups;
+    std::vector<Ranked> groups;
+    const int32_t of_group = case_.experts / case_.groups;
+    for (int32_t g = 0; g < case_.groups; ++g) {
+      Ranked& group = groups.emplace_back();
+      for (int32_t e = g * of_group; e < (g + 1) * of_group; ++e) {
+        const double choice =
+            1 / (1 + std::exp(-double{row[e]})) + (case_.bias ? double{bias_.data()[e]} : 0.0);
+        group.push_back({choice, {choice}});
+      }
+      std::sort(group.rbegin(), group.rend());
+      const double second = of_group > 1 ? group[1].first : 0;
+      of_groups.push_back({group[0].first + second, {group[0].first, second}});
+    }
+    if (!Decided(of_groups, case_.top_groups)) return false;
+    std::vector<size_t> order(groups.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](size_t a, size_t b) { return of_groups[a].first > of_groups[b].first; });
+    Ranked values;
+    for (int32_t g = 0; g < case_.top_groups; ++g) {
+      const Ranked& group = groups[order[static_cast<size_t>(g)]];
+      values.insert(values.end(), group.begin(), group.end());
+    }
+    return Decided(values, case_.k);
+  }
+
   const RouteCase& case_;
   Guarded<float> logits_, bias_;
   Guarded<int32_t> slots_;

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import lzma
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sluice_gpu import bench, machine, weights
+from sluice_gpu import bench, cases, machine, weights
 from sluice_gpu.place import PRESET, Place
 
 MIB = 1 << 20
@@ -21,13 +22,9 @@ LIMIT_MIB = 60
 PAYLOAD = "payload.tar.xz"
 MODEL = "smollm2-135m-instruct"
 
-# Of bin/: what runs there. Whatever else is named *_test and has no CUDA case stays here.
-PROGRAMS = ("sluice-server", "sluice-prefill", "sluice-bench", "sluice-make-fixture")
-TESTS = ("sluice_kernels_test", "device_test", "engine_test", "engine_allocation_test", "attention_test",
-         "co_attention_test", "hgca_test", "recall_policy_test", "scout_policy_test", "prefill_test",
-         "server_test", "model_files_test", "parity_tiny_models_test", "parity_policies_test",
-         "parity_hgca_test", "parity_recall_test", "parity_scout_test", "parity_smollm2_test")
-CUDA_PROGRAMS = ("*cuda*_test", "sluice-*-bench")
+# Of bin/: what runs there, beside every test program that has a CUDA case, and every bench of kernels.
+PROGRAMS = ("sluice-server", "sluice-prefill", "sluice-bench", "sluice-profile", "sluice-make-fixture")
+BENCHES = "sluice-*-bench"
 # In every Linux of glibc, the driver's, or too large: cuBLAS is the GPU machine's own, if it has one.
 # What is named here is not carried.
 SYSTEM_LIBRARIES = re.compile(r"^(ld-linux.*|libc|libm|libdl|librt|libpthread|libstdc\+\+|libgcc_s|"
@@ -70,15 +67,17 @@ class Item:
 
 
 def programs(place: Place) -> list[Path]:
-    found = [place.bin / name for name in (*PROGRAMS, *TESTS)]
+    """Whoever adds a CUDA case to a test program need not say so here."""
+    found = [place.bin / name for name in PROGRAMS]
     missing = [p.name for p in found if not p.is_file()]
+    tests = list(dict.fromkeys(program for program, _ in cases.cuda_cases(place)))
+    if not tests:
+        missing.append("tests with CUDA cases")
     if missing:
         raise SystemExit(f"gpu-stage: {PRESET}/bin lacks {', '.join(missing)}: build first, with nvcc on "
                          f"PATH (cmake --preset release && cmake --build --preset release)")
-    for pattern in CUDA_PROGRAMS:
-        found += sorted(p for p in place.bin.glob(pattern)
-                        if p not in found and p.name not in bench.CPU_BENCHES)
-    return found
+    return found + tests + sorted(p for p in place.bin.glob(BENCHES)
+                                  if p not in found and p.name not in bench.CPU_BENCHES)
 
 
 def libraries(files: list[Path]) -> dict[str, Path]:
@@ -136,7 +135,10 @@ def items(place: Place) -> list[Item]:
 def write_payload(chosen: list[Item], place: Place, target: Path) -> dict[str, tuple[int, int]]:
     """Writes the archive; returns kind -> (files, bytes as unpacked)."""
     sums: dict[str, tuple[int, int]] = {}
-    with tempfile.TemporaryDirectory() as scratch, tarfile.open(target, "w:xz", preset=6) as archive:
+    # So far back that a program finds the kernels of the ones before it, which have the same.
+    far = [{"id": lzma.FILTER_LZMA2, "preset": 3, "dict_size": 96 * MIB}]
+    with (tempfile.TemporaryDirectory() as scratch, lzma.open(target, "wb", filters=far) as packed,
+          tarfile.open(fileobj=packed, mode="w") as archive):
         for item in chosen:
             source = item.source
             if item.name.startswith(f"{PRESET}/"):

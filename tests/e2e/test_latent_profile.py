@@ -1,0 +1,110 @@
+"""sluice-profile of a latent model: misses, stage times, and the schedules that policy ess makes of them."""
+
+import json
+
+import pytest
+from metrics_text import Scrape
+from nodes import BIN, DEVICE, TIMEOUT_S, greedy, run, tokens_of
+from profiling import profile
+from sluice.v1 import decode_pb2
+
+LATENT = ["--contexts", "120,300", "--batches", "1,3", "--ratios", "0.3,1", "--least-places", "0", "--steps", "16",
+          "--prompts", "2", "--device", DEVICE]
+
+
+def test_misses_and_stage_times_of_a_latent_model(tiny_models, tmp_path):
+    out = tmp_path / "p.json"
+    text = profile(tiny_models("tiny-deepseek-v32-fp8"), out, *LATENT)
+    assert "Attn0" in text and "GB/s" in text and str(out) in text
+    made = json.loads(out.read_text())
+    assert [(p["context"], p["batch"]) for p in made["misses"]] == [
+        (context, batch) for context in (120, 300) for _ in range(2) for batch in (1, 3)]
+    for point in made["misses"]:
+        assert len(point["by_layer"]) == 3 and 0 < point["ratio"] <= 1
+        if point["ratio"] == 1:  # all have places, and only what was never there is fetched
+            assert max(point["by_layer"]) < 3
+        else:
+            assert min(point["by_layer"]) > 3
+    stages = made["stages"]
+    assert stages["device"] == DEVICE and stages["branch_us"] >= 0
+    for stage in ("transfer", "prepare", "attend", "index", "admit", "merge"):
+        assert stages[stage]["fixed_us"] + stages[stage]["each_us"] > 0
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--ratios", "0"], "--ratios"), (["--ratios", "0.2,2"], "--ratios"), (["--skew"], "--skew"),
+    (["--no-intervals", "--skew"], "--skew"), (["--hbm-bytes", "many"], "--hbm-bytes"),
+    (["--contexts", "100000"], "--contexts"),
+])
+def test_what_a_latent_model_cannot_be_asked_for(tiny_models, tmp_path, flags, words):
+    out = tmp_path / "p.json"
+    assert words in profile(tiny_models("tiny-deepseek-v32"), out, *flags, status=1)
+    assert not out.exists()
+
+
+def test_other_models_have_no_misses(tiny_models, tmp_path):
+    assert "latent" in profile(tiny_models("tiny-llama"), tmp_path / "p.json", "--device", "cuda", status=1)
+    assert "latent" in profile(tiny_models("tiny-llama"), tmp_path / "p.json", "--topic-drift", status=1)
+
+
+# Places for 512 entries, which is more than those tests' sequences have.
+SERVED = ["--kv-dtype", "fp8", "--policy", "ess", "--ess-sparse-memory-ratio", "0.01", "--ess-least-places", "512",
+          "--max-context", "1024", "--max-sequences", "16", "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB"]
+
+
+@pytest.fixture
+def expecting(tiny_models, tmp_path):
+    """expecting(by_layer, **changed): the file of a real profile, but for the misses and the stages' times."""
+    def make(by_layer, **changed):
+        out = tmp_path / "p.json"
+        profile(tiny_models("tiny-deepseek-v32"), out, *LATENT)
+        made = json.loads(out.read_text())
+        made["misses"] = [{"context": 1000, "ratio": 0.5, "batch": 16, "by_layer": by_layer, **changed}]
+        line = {"fixed_us": 1, "each_us": 0}
+        made["stages"] = {"device": DEVICE, "transfer": {"fixed_us": 0, "each_us": 0.1}, "prepare": line,
+                          "attend": {"fixed_us": 50, "each_us": 0}, "index": line, "admit": line, "merge": line,
+                          "branch_us": 3}
+        out.write_text(json.dumps(made))
+        return out
+
+    return make
+
+
+def twelve_at_once(node):
+    """The tokens of as many prompts."""
+    calls = [node.decode.Generate(decode_pb2.GenerateRequest(
+        prompt_token_ids=[2 + (i * 7 + c) % 500 for i in range(40)],
+        sampling=greedy(max_tokens=400, ignore_eos=True)), timeout=TIMEOUT_S) for c in range(12)]
+    return [[token.id for token in tokens_of(call)[0]] for call in calls]
+
+
+def test_ess_takes_its_schedules_from_its_profile_and_then_from_what_it_sees(tiny_models, start, expecting):
+    """A profile that says layer 0 misses nothing and layer 2 much; in truth all that is there has a place."""
+    model = tiny_models("tiny-deepseek-v32")
+    flags = [*SERVED, "--policy-profile", expecting([0, 40, 60])]
+    plan = run(BIN / "sluice-server", "--model", model, "--device", DEVICE, *flags, "--print-plan")
+    assert plan.returncode == 0, plan.stderr
+    assert "none 0, da 1-2 with max_sequences" in plan.stdout
+    node = start("sluice-server", model, *flags, "--local-prefill")
+    got = twelve_at_once(node)
+    assert all(len(ids) == 400 for ids in got)
+    found = Scrape(node)
+    assert found.get("sluice_ess_schedule_changes_total") >= 1
+    assert found.get("sluice_ess_schedule_layers") == 3
+    log = node.log.read_text()
+    assert "other schedules" in log
+    # A GPU's steps are recorded, and that of another schedule anew. Neither changes a bit.
+    assert ("a step was recorded again" in log) == (DEVICE == "cuda")
+    plain = start("sluice-server", model, *SERVED, "--ess-overlap", "none", "--local-prefill")
+    assert twelve_at_once(plain) == got
+    assert Scrape(plain).get("sluice_ess_schedule_changes_total") == 0
+
+
+@pytest.mark.parametrize("by_layer, changed, words", [
+    ([0, 40], {}, ["misses of 2 layers", "sluice-profile"]),
+    ([0, 40, 60], {"ratio": "much"}, ["misses[0]: ratio"]),
+])
+def test_a_profile_that_is_wrong_is_refused_at_start(tiny_models, expecting, by_layer, changed, words):
+    done = run(BIN / "sluice-server", "--model", tiny_models("tiny-deepseek-v32"), "--device", DEVICE, *SERVED,
+               "--policy-profile", expecting(by_layer, **changed), "--listen", "127.0.0.1:0", "--admin-listen", "")
+    assert done.returncode == 1 and all(text in done.stderr for text in words), done.stderr

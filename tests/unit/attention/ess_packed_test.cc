@@ -1,0 +1,163 @@
+// Policy ess on packed entries of the published shape, on the CPU and on a GPU: against policy
+// full, whose inputs are the same to the bit, and with steps that are recorded again.
+#include <catch2/catch.hpp>
+#include <memory>
+#include <vector>
+
+#include "src/device/kernel_set.h"
+#include "tests/support/device.h"
+#include "tests/test_main.h"
+#include "tests/unit/attention/latent_rig.h"
+#include "tests/unit/attention/policy_rig.h"  // RelativeError
+
+namespace sluice {
+namespace {
+
+using testing::LatentRig;
+using testing::RelativeError;
+using Overlap = PolicyOptions::Ess::Overlap;
+using Result = std::vector<std::vector<std::vector<float>>>;
+
+LatentRig::Shape Packed(const std::string& kernels) {
+  LatentRig::Shape shape;
+  shape.kernels = kernels;
+  shape.packed = true;
+  shape.layers = 2;
+  shape.heads = 128;
+  shape.rank = 512;
+  shape.rope = 64;
+  shape.index_heads = 64;
+  shape.top_k = 64;
+  shape.block_tokens = 32;
+  shape.max_context = 640;
+  shape.drift = 0.1;
+  shape.row_bucket = kernels == "cuda" ? 0 : 4;                // a GPU records and pads by itself
+  if (kernels != "cuda") shape.heads = shape.index_heads = 2;  // quick enough
+  return shape;
+}
+
+bool HasLatent(const std::string& kernels) {
+  const absl::StatusOr<std::unique_ptr<Device>> device = testing::TestDevice(kernels);
+  if (absl::IsNotFound(device.status())) {
+    SkipTest(std::string(device.status().message()));
+    return false;
+  }
+  REQUIRE(device.ok());
+  if (!(*device)->kernels().HasLatent()) SkipTest("no latent operators here");
+  return (*device)->kernels().HasLatent();
+}
+
+void CheckAgainstFull(const std::string& kernels) {
+  if (!HasLatent(kernels)) return;
+  LatentRig full(Packed(kernels), {}, "full");
+  PolicyOptions::Ess ess;
+  ess.sparse_memory_ratio = 0.2;
+  ess.least_places = 96;
+  std::vector<std::unique_ptr<LatentRig>> rigs;
+  const std::vector<Overlap> overlaps = {Overlap::kNone, Overlap::kQueries, Overlap::kDa,
+                                         Overlap::kDba};
+  for (const Overlap overlap : overlaps) {
+    ess.overlap = overlap;
+    rigs.push_back(std::make_unique<LatentRig>(Packed(kernels), ess));
+  }
+  rigs.push_back(std::make_unique<LatentRig>(Packed(kernels), ess, "offload-naive"));
+  const auto all = [&](const auto& each) {
+    each(full);
+    for (const auto& rig : rigs) each(*rig);
+  };
+  const auto compare = [&](const auto& run) {
+    const Result want = run(full), first = run(*rigs[0]);
+    for (size_t i = 0; i < rigs.size(); ++i) {
+      const Result got = i == 0 ? first : run(*rigs[i]);
+      for (size_t layer = 0; layer < want.size(); ++layer) {
+        for (size_t r = 0; r < want[layer].size(); ++r) {
+          INFO("rig " << i << ", layer " << layer << ", row " << r);
+          REQUIRE(RelativeError(got[layer][r], want[layer][r]) < 2e-3);
+        }
+      }
+      if (i < overlaps.size()) REQUIRE(got == first);  // schedules change no bit
+    }
+  };
+  for (int slot = 0; slot < 3; ++slot) {
+    all([&](LatentRig& rig) { REQUIRE(rig.Admit(slot, slot + 5u, 0, 500, 64 * (4 + slot))); });
+    for (int chunk = 0; chunk < 4 + slot; ++chunk) {
+      compare([&](LatentRig& rig) { return rig.Prompt(slot, 64); });
+    }
+    all([&](LatentRig& rig) {
+      if (rig.policy().NeedsEndPrompt()) rig.EndPrompt(slot);
+    });
+  }
+  for (int step = 0; step < 40; ++step) {
+    compare([](LatentRig& rig) { return rig.Step({0, 1, 2}); });
+  }
+  for (const PolicyStatistics::Layer& layer : rigs[0]->policy().Statistics().layers) {
+    REQUIRE(layer.missing > 40);
+    REQUIRE(layer.missing < layer.selected / 2);
+  }
+  // Kept, and warmed from home with hints.
+  all([&](LatentRig& rig) {
+    const int length = rig.position(0);
+    REQUIRE(rig.policy().MakeWayOut(0, length));
+    rig.policy().Evict(0, length);
+    rig.AwaitWarm(0);
+    std::unique_ptr<SequenceCache> home = rig.policy().TakeHome(0);
+    rig.Readmit(0, 5, length, 500, length, std::move(home));
+    if (rig.policy().NeedsEndPrompt()) rig.EndPrompt(0, rig.Hints(5, length, 2));
+  });
+  for (int step = 0; step < 10; ++step) {
+    compare([](LatentRig& rig) { return rig.Step({2, 0}); });
+  }
+}
+
+TEST_CASE("ess: what full gives, of packed entries") { CheckAgainstFull("portable"); }
+TEST_CASE("ess: what full gives, of packed entries (cuda)", "[cuda]") { CheckAgainstFull("cuda"); }
+
+// Steps of three sequences, two of which outgrow their pools; and how often a step was recorded
+// again.
+std::pair<std::vector<Result>, int> RunRecorded(const std::string& kernels, Overlap overlap) {
+  PolicyOptions::Ess ess;
+  ess.sparse_memory_ratio = 0.2;
+  ess.least_places = 96;
+  ess.overlap = overlap;
+  // Nothing is missed, it says, and what is can be hidden beneath attention.
+  ess.profile.points.push_back({.context = 640, .ratio = 0.2, .batch = 3, .by_layer = {0, 0}});
+  StageRates& rates = ess.profile.rates;
+  rates.device = kernels == "cuda" ? "cuda" : "cpu";
+  rates.transfer = {0, 5};
+  rates.attend = {50, 0};
+  rates.prepare = rates.index = rates.admit = rates.merge = {1, 0};
+  rates.branch_us = 3;
+  LatentRig rig(Packed(kernels), ess);
+  for (int slot = 0; slot < 3; ++slot) {
+    REQUIRE(rig.Admit(slot, static_cast<uint64_t>(slot) + 5, 0, 480, 64 * (slot + 1)));
+    for (int chunk = 0; chunk <= slot; ++chunk) rig.Prompt(slot, 64);
+    rig.EndPrompt(slot);
+  }
+  std::vector<Result> all;
+  if (overlap == Overlap::kLayerWise) REQUIRE(rig.policy().DescribeSteps(3) == "none 0-1");
+  for (int step = 0; step < 260; ++step) all.push_back(rig.Step({0, 1, 2}));
+  for (const PolicyStatistics::Layer& layer : rig.policy().Statistics().layers) {
+    REQUIRE(layer.missing > 2 * layer.steps);  // the profile was wrong
+  }
+  return {all, rig.recordings()};
+}
+
+void CheckRecordedAgain(const std::string& kernels) {
+  if (!HasLatent(kernels)) return;
+  const auto [want, none] = RunRecorded(kernels, Overlap::kNone);
+  REQUIRE(none == 0);
+  const auto [got, recordings] = RunRecorded(kernels, Overlap::kLayerWise);
+  REQUIRE(recordings > 0);
+  REQUIRE(got == want);
+}
+
+TEST_CASE("ess: steps recorded again with other schedules change no bit, of packed entries") {
+  CheckRecordedAgain("portable");
+}
+TEST_CASE("ess: steps recorded again with other schedules change no bit, of packed entries (cuda)",
+          "[cuda]") {
+  CheckRecordedAgain("cuda");
+}
+
+}  // namespace
+}  // namespace sluice
