@@ -28,7 +28,7 @@ namespace {
 constexpr int kWriteLayers = 8;
 // From one look at the misses to the next: a copy of 40 bytes a layer and slot each time.
 constexpr int kLookSteps = 32;
-// The first one that sees something comes sooner: until then nothing is known of the misses.
+// The first ones come sooner: until the plan has some, nothing is known of the misses.
 constexpr int kFirstLookSteps = 8;
 
 class EssPolicy : public AttentionPolicy {
@@ -248,7 +248,7 @@ void EssPolicy::Look(Stream& stream, absl::Span<const int32_t> slots,
     recent_ = looked_;
   }
   if (--steps_to_look_ > 0) return;
-  steps_to_look_ = looks_++ == 0 ? kFirstLookSteps : kLookSteps;
+  steps_to_look_ = looks_++ <= OverlapPlan::kSettleLooks ? kFirstLookSteps : kLookSteps;
   operators_.counters().Look(stream);
 }
 
