@@ -167,7 +167,7 @@ bool EngineImpl::LaunchStep(absl::Time now) {
     // Of a parked one too: what a policy does not keep in DRAM goes back by this call, and others
     // may wait for it.
     if (!parts_.policy->Warm(sequence->slot)) {
-      cold_ = &parts_.policy->WarmEvent(sequence->slot);
+      if (runnable || cold_ == nullptr) cold_ = &parts_.policy->WarmEvent(sequence->slot);
       runnable = false;
     }
     PlannerSequence view;

@@ -58,6 +58,31 @@ TEST_CASE("A pool has its ratio of the tokens, 6,400 places at least, and no mor
   REQUIRE(all.PlacesOf(131072) >= 131072);
 }
 
+TEST_CASE("What holds the longest sequence whole need not hold the others") {
+  // Of a ratio of 1 a length that fills its blocks has no place for the next token.
+  const EssPoolShape one = EssShapeOf(Options(1, 8, 33000, 0), 32, 0);
+  REQUIRE(one.HoldsWhole(33000));
+  REQUIRE(!one.HoldsWhole(32768));
+  REQUIRE(!one.HoldsAllWhole());
+  SplitMix64 random(11);
+  int all = 0;
+  for (int i = 0; i < 400; ++i) {
+    EssPoolShape shape;
+    const auto draw = [&](uint64_t below) { return static_cast<int64_t>(random.Below(below)); };
+    shape.block_tokens = int64_t{1} << draw(7);
+    shape.max_context = 1 + draw(600);
+    shape.top_k = 1 + draw(random.Below(2) == 0 ? 64 : 700);
+    shape.least_places = random.Below(2) == 0 ? 0 : draw(700);
+    shape.fair_places =
+        random.Below(2) == 0 ? 0 : draw(700) / shape.block_tokens * shape.block_tokens;
+    shape.ratio = shape.fair_places > 0 ? 0 : static_cast<double>(draw(11)) / 10;
+    if (!shape.HoldsAllWhole()) continue;
+    ++all;
+    for (int64_t total = 1; total <= shape.max_context; ++total) REQUIRE(shape.HoldsWhole(total));
+  }
+  REQUIRE(all > 50);
+}
+
 TEST_CASE("Where a pool may be smaller than a row's selection it holds that and the next token") {
   PolicyOptions options = Options(0.1, 8, 131072, 0);
   options.ess.least_places = 0;

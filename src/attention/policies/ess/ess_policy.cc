@@ -45,6 +45,7 @@ class EssPolicy : public AttentionPolicy {
              std::unique_ptr<SequenceCache>& home) override {
     SLUICE_CHECK(promise == Promise::kFirm, "nothing is preempted");
     if (!tier_->Admit(slot, context, total, home)) return false;
+    SLUICE_CHECK(!never_misses_ || tier_->HoldsWhole(slot), "no transfer would be launched for it");
     // Where there is a place for everything, all of it comes at the prompt's end.
     prompt_rows_.Join(slot, warms_ && !tier_->shape().HoldsWhole(total));
     fetch_lost_[static_cast<size_t>(slot)] = false;
@@ -125,7 +126,7 @@ class EssPolicy : public AttentionPolicy {
       : options_(options),
         warms_(options.ess.warm_up && options.ess.lru),
         tier_(std::move(parts.tier)),
-        never_misses_(warms_ && tier_->shape().HoldsWhole(options.max_context)),
+        never_misses_(warms_ && tier_->shape().HoldsAllWhole()),
         selection_(std::move(parts.selection)),
         row_copies_(std::move(parts.row_copies)),
         prompt_rows_(std::move(prompt_rows)),

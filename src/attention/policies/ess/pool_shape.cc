@@ -44,6 +44,10 @@ int64_t EssPoolShape::PlacesOf(int64_t total) const {
   return CeilDiv(places, block_tokens) * block_tokens;
 }
 
+bool EssPoolShape::HoldsAllWhole() const {
+  return std::max({least_places, fair_places, top_k + 1}) > max_context;
+}
+
 int64_t EssPoolShape::PlaceOfPages(int64_t total) const {
   return CeilDiv(total + 1, kResidencyWords);
 }

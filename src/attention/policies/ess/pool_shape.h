@@ -32,6 +32,9 @@ struct EssPoolShape {
   // Whether each token of such a sequence, and the next one, has a place: nothing is ever given up,
   // so what its rows have selected does not matter.
   bool HoldsWhole(int64_t total) const { return PlacesOf(total) > total; }
+  // Whether that is so for every sequence, whatever its length. (Not because it is so for the
+  // longest: of a ratio near 1 the rounding to blocks decides, for each length anew.)
+  bool HoldsAllWhole() const;
 
   // Of the tables, in 4-byte words, each beginning with a page of its own.
   int64_t PlaceOfPages(int64_t total) const;
