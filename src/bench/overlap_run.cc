@@ -177,11 +177,9 @@ void ReadTrace(const Played& played, size_t level, const Script& script, Overlap
     return PartOf(played.trace, w.begin + (w.end - w.begin) * edge / script.steps, w.end);
   };
   const auto layers = static_cast<int>(out->misses.size());
-  TransfersInside with = TransfersIn(part(1), layers);
+  const TransfersInside with = TransfersIn(part(1), layers);
   const TransfersInside none = TransfersIn(part(2), layers);
-  with.calls -= none.calls;  // the way home of new entries is a transfer too
-  with.seconds -= none.seconds;
-  if (with.calls > 0 && with.seconds > 0) out->inside = with;
+  out->inside = FetchesOf(with, none);
   out->kernels = ComparedKernels(part(1), part(2), layers);
   if (none.compute_seconds > 0) out->compute_slowed = with.compute_seconds / none.compute_seconds;
   const Shelter shelter = ShelterIn(part(2));

@@ -60,6 +60,15 @@ TransfersInside TransfersIn(const StepTrace& part, int layers) {
   return found;
 }
 
+std::optional<TransfersInside> FetchesOf(const TransfersInside& with,
+                                         const TransfersInside& without) {
+  if (with.calls <= without.calls) return std::nullopt;
+  TransfersInside found = with;
+  found.calls -= without.calls;
+  found.seconds = std::max(0.0, with.seconds - without.seconds);
+  return found;
+}
+
 std::vector<ComparedKernel> ComparedKernels(const StepTrace& with, const StepTrace& without,
                                             int layers) {
   std::map<std::string, ComparedKernel> found;

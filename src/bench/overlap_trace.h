@@ -2,6 +2,7 @@
 // run beneath. Kernels are told apart by their names, on either device.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,11 @@ struct TransfersInside {
   double compute_seconds = 0;  // of all other kernels, while each was the one to wait for
 };
 TransfersInside TransfersIn(const StepTrace& part, int layers);
+// Of a step's transfers those that fetch: all but what a step that fetches nothing has too (the way
+// home of new entries). Where lists are empty the difference of two nearly equal times says
+// nothing: it is never below 0. Null: as many transfers as without.
+std::optional<TransfersInside> FetchesOf(const TransfersInside& with,
+                                         const TransfersInside& without);
 
 // Seconds of a step that a kernel was the one to wait for, in a step that fetches and in one that
 // does not; by name, the most slowed first. Transfers are none.

@@ -192,6 +192,15 @@ TEST_CASE("a trace's transfers are told from its compute, whatever part of a ste
   CHECK(none.calls == 0);
   CHECK(none.compute_seconds == Approx(2 * 250e-6));
   CHECK(TransfersIn(StepTrace(), kLayers).compute_seconds == 0);
+  const TransfersInside with = TransfersIn(whole, kLayers);
+  CHECK(FetchesOf(with, none)->calls == Approx(2));
+  CHECK(FetchesOf(with, none)->seconds == Approx(160e-6));
+  CHECK_FALSE(FetchesOf(none, none).has_value());
+  TransfersInside brief = with;  // empty lists, and a clock that is coarser than they are long
+  brief.seconds = 0;
+  const TransfersInside home = {.seconds = 1e-6, .calls = 1};
+  CHECK(FetchesOf(brief, home)->seconds == 0);
+  CHECK(FetchesOf(brief, home)->calls == Approx(1));
   StepTrace slowed = part;
   for (TraceSlice& slice : slowed.device) {
     if (slice.name == "TopKKernel<1>") slice.end += absl::Microseconds(5);
