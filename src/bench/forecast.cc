@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -10,8 +11,9 @@
 namespace sluice {
 namespace {
 
-// Of points (batch, seconds of a step), by least squares. REQUIRES: two batches that differ.
-double OnLine(const std::map<int, double>& points, double batch) {
+// Of points (batch, seconds of a step), by least squares; null where the line does not rise.
+// REQUIRES: two batches that differ.
+std::optional<double> OnLine(const std::map<int, double>& points, double batch) {
   const auto count = static_cast<double>(points.size());
   double x = 0, y = 0, xx = 0, xy = 0;
   for (const auto& [at, seconds] : points) {
@@ -22,7 +24,10 @@ double OnLine(const std::map<int, double>& points, double batch) {
     xx += (at - x) * (at - x);
     xy += (at - x) * (seconds - y);
   }
-  return y + xy / xx * (batch - x);
+  if (xy <= 0) return std::nullopt;
+  const double seconds = y + xy / xx * (batch - x);
+  if (seconds <= 0) return std::nullopt;
+  return seconds;
 }
 
 }  // namespace
@@ -63,13 +68,17 @@ std::string ForecastText(const std::vector<Forecast>& forecasts, const ForecastM
     absl::StrAppendFormat(
         &out,
         "forecast with %.1f GiB of HBM for caches and %.0f GiB of DRAM: %s, context %d: %d "
-        "sequences (%s ends it), %.1f tokens/s by a line through batches %s",
+        "sequences (%s ends it), ",
         static_cast<double>(memory.hbm_bytes) / (1 << 30),
-        static_cast<double>(memory.dram_bytes) / (1 << 30), f.policy, f.context, f.batch, f.bound,
-        f.tokens_per_second(), absl::StrJoin(f.measured, ", "));
-    if (full != forecasts.end() && &f != &*full) {
-      absl::StrAppendFormat(&out, ", %.2f x full",
-                            f.tokens_per_second() / full->tokens_per_second());
+        static_cast<double>(memory.dram_bytes) / (1 << 30), f.policy, f.context, f.batch, f.bound);
+    const std::string measured = absl::StrJoin(f.measured, ", ");
+    if (const std::optional<double> rate = f.tokens_per_second(); !rate.has_value()) {
+      absl::StrAppend(&out, "no speed: of batches ", measured, " the larger ones took no longer");
+    } else {
+      absl::StrAppendFormat(&out, "%.1f tokens/s by a line through batches %s", *rate, measured);
+      if (full != forecasts.end() && &f != &*full && full->tokens_per_second().has_value()) {
+        absl::StrAppendFormat(&out, ", %.2f x full", *rate / *full->tokens_per_second());
+      }
     }
     absl::StrAppend(&out, "\n");
   }
@@ -77,6 +86,9 @@ std::string ForecastText(const std::vector<Forecast>& forecasts, const ForecastM
 }
 
 nlohmann::json ForecastJson(const Forecast& f, const ForecastMemory& memory) {
+  const auto known = [](const std::optional<double>& value) {
+    return value.has_value() ? nlohmann::json(*value) : nlohmann::json(nullptr);
+  };
   return {{"policy", f.policy},
           {"context", f.context},
           {"hbm_bytes", memory.hbm_bytes},
@@ -84,8 +96,8 @@ nlohmann::json ForecastJson(const Forecast& f, const ForecastMemory& memory) {
           {"batch", f.batch},
           {"bound", f.bound},
           {"measured_batches", f.measured},
-          {"step_seconds", f.step_seconds},
-          {"tokens_per_second", f.tokens_per_second()}};
+          {"step_seconds", known(f.step_seconds)},
+          {"tokens_per_second", known(f.tokens_per_second())}};
 }
 
 }  // namespace sluice

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,9 +24,12 @@ struct Forecast {
   int64_t batch = 0;
   std::string bound;          // what ends it: "HBM" or "DRAM"
   std::vector<int> measured;  // batches that the line goes through
-  double step_seconds = 0;
-  double tokens_per_second() const {
-    return step_seconds > 0 ? static_cast<double>(batch) / step_seconds : 0;
+  // Null: larger batches took no longer, so that the line leads nowhere (runs of a few noisy
+  // steps).
+  std::optional<double> step_seconds;
+  std::optional<double> tokens_per_second() const {
+    if (!step_seconds.has_value()) return std::nullopt;
+    return static_cast<double>(batch) / *step_seconds;
   }
 };
 

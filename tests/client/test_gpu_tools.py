@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sluice_gpu import bench, cases, e2e, gpu_test, stage, weights
+from sluice_gpu import bench, cases, e2e, gpu_test, policies, stage, weights
 from sluice_gpu.jobs import Job, run_jobs
 from sluice_gpu.place import Place
 
@@ -226,3 +226,16 @@ def test_a_large_gpu_measures_64_sequences_and_one_of_80_gb_48(place, tmp_path):
 def test_help_teaches(tool):
     done = subprocess.run([ROOT / "tools" / tool, "--help"], capture_output=True, text=True, check=True)
     assert "examples:" in done.stdout and f"{tool}" in done.stdout
+
+
+@pytest.mark.parametrize("part", sorted(policies.PARTS))
+def test_each_part_names_a_model_and_policies_that_exist(part, tmp_path):
+    for run in policies.PARTS[part]:
+        if run.quality:
+            continue
+        for quick in (False, True):
+            words = policies.command(run.quickly() if quick else run, Place(ROOT), "cpu", quick, tmp_path, None)
+            flags = dict(zip(words[2::1], words[3::1]))
+            assert (Path(flags["--model"]) / "config.json").is_file()
+            assert flags["--policies"].split(",")[0]
+            assert int(flags["--max-batch"]) >= max(map(int, flags["--batches"].split(",")))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sluice_gpu import machine
 from sluice_gpu.bench import Bench, Outcome, markdown, run_bench
+from sluice_gpu.latent import LATENT_PARTS, LatentRun
 from sluice_gpu.place import Place
 
 PART_SECONDS = 480
@@ -48,6 +49,52 @@ class Run:
     quality: bool = False
     more: tuple[str, ...] = ()
 
+    def quickly(self) -> "Run":
+        """The same rows in seconds, on any device."""
+        if self.quality:
+            return replace(self, contexts=(512,), more=(*self.more, "--quality-texts", "1", "--quality-steps",
+                                                        "8", "--passkeys", "1"))
+        return replace(self, contexts=tuple(max(c // 32, 512) for c in self.contexts),
+                       steps=min(self.steps, 4), most=min(self.most, 8),
+                       batches=tuple(min(b, 8) for b in self.batches), budget=256,
+                       layers=self.layers and 4, statistics=min(self.statistics, 4), dram_gib=1,
+                       more=(*self.more, "--hgca-window", "64"))
+
+    def _model(self, place: Place, quick: bool, folder: Path) -> Path:
+        """The model's folder; one with fewer layers is made beside the results."""
+        source = place.root / (SMALL if quick else LARGE)
+        if self.layers is None:
+            return source
+        made = folder / f"model-{self.layers}-layers"
+        made.mkdir(parents=True, exist_ok=True)
+        config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": self.layers}
+        (made / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        return made
+
+    def arguments(self, place: Place, quick: bool, folder: Path, texts: Path | None) -> list[str]:
+        """Of sluice-bench policies, but for the device and where it writes."""
+        out = ["--policies", ",".join(self.policies), "--contexts", ",".join(map(str, self.contexts)),
+               "--dense-layers", str(self.dense_layers), "--block-tokens", str(self.block_tokens),
+               "--workers", str(max(len(os.sched_getaffinity(0)) - 2, 1)), *self.more]
+        if self.quality:
+            return [*out, "--model", str(place.smollm2), "--quality", "--texts", str(texts)]
+        model = self._model(place, quick, folder)
+        # A little above what `full` takes for that many sequences, their new tokens included.
+        tokens = max(self.contexts) + (WINDOWS + 1) * self.steps + SPARE_TOKENS + self.block_tokens
+        hbm = int(self.full_sequences * tokens * token_bytes(model) * 1.005) + (1 << 20)
+        out += ["--model", str(model), "--topic-drift", "--batches", ",".join(map(str, self.batches)),
+                "--max-batch", str(self.most), "--hbm-bytes", f"{hbm >> 20}MiB",
+                "--dram-bytes", f"{self.dram_gib}GiB", "--budget", str(self.budget),
+                "--steps", str(self.steps), "--distinct", str(self.distinct),
+                "--statistics", str(self.statistics)]
+        if self.given_batches:
+            out.append("--given-batches")
+        if not self.trace:
+            out.append("--no-trace")
+        if self.drifts:
+            out += ["--drift", ",".join(map(str, self.drifts))]
+        return out
+
 
 def _hgca_quality() -> tuple[str, ...]:
     """Rows of the paper's table 1: beta by the share of the context that the window holds."""
@@ -56,7 +103,7 @@ def _hgca_quality() -> tuple[str, ...]:
                       for ratio in (1, 2, 3) for beta in (0.25, 0.5, 0.75, 1)))
 
 
-PARTS: dict[str, list[Run]] = {
+PARTS: dict[str, list[Run | LatentRun]] = {
     # Everyone at the largest batch and at full's own.
     "main64k": [Run("64k", (*EVERYONE, "recall:budget=20%"), (65536,), batches=(2,))],
     # On one GPU of a host with 256 GiB.
@@ -81,30 +128,8 @@ PARTS: dict[str, list[Run]] = {
     "drift": [Run("drift", ("scout", "recall", "recall-fetch-all"), (32768,), batches=(4,), given_batches=True,
                   most=4, drifts=(0.005, 0.01, 0.014, 0.02, 0.04), distinct=1, steps=32, trace=False,
                   dram_gib=24)],
+    **LATENT_PARTS,
 }
-
-
-def quickly(run: Run) -> Run:
-    """The same rows in seconds, on any device."""
-    if run.quality:
-        return replace(run, contexts=(512,), more=(*run.more, "--quality-texts", "1", "--quality-steps", "8",
-                                                   "--passkeys", "1"))
-    return replace(run, contexts=tuple(max(c // 32, 512) for c in run.contexts), steps=min(run.steps, 4),
-                   most=min(run.most, 8), batches=tuple(min(b, 8) for b in run.batches), budget=256,
-                   layers=run.layers and 4, statistics=min(run.statistics, 4), dram_gib=1,
-                   more=(*run.more, "--hgca-window", "64"))
-
-
-def model_of(run: Run, place: Place, quick: bool, folder: Path) -> Path:
-    """The model's folder; one with fewer layers is made beside the results."""
-    source = place.root / (SMALL if quick else LARGE)
-    if run.layers is None:
-        return source
-    made = folder / f"model-{run.layers}-layers"
-    made.mkdir(parents=True, exist_ok=True)
-    config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": run.layers}
-    (made / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    return made
 
 
 def token_bytes(model: Path) -> int:
@@ -113,29 +138,10 @@ def token_bytes(model: Path) -> int:
     return 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
 
 
-def command(run: Run, place: Place, device: str, quick: bool, folder: Path, texts: Path | None) -> list[str]:
-    out = [str(place.bin / "sluice-bench"), "policies", "--device", device,
-           "--policies", ",".join(run.policies), "--contexts", ",".join(map(str, run.contexts)),
-           "--dense-layers", str(run.dense_layers), "--block-tokens", str(run.block_tokens),
-           "--workers", str(max(len(os.sched_getaffinity(0)) - 2, 1)),
-           "--out", str(folder / run.name), *run.more]
-    if run.quality:
-        return [*out, "--model", str(place.smollm2), "--quality", "--texts", str(texts)]
-    model = model_of(run, place, quick, folder)
-    # A little above what `full` takes for that many sequences, their new tokens included.
-    tokens = max(run.contexts) + (WINDOWS + 1) * run.steps + SPARE_TOKENS + run.block_tokens
-    hbm = int(run.full_sequences * tokens * token_bytes(model) * 1.005) + (1 << 20)
-    out += ["--model", str(model), "--topic-drift", "--batches", ",".join(map(str, run.batches)),
-            "--max-batch", str(run.most), "--hbm-bytes", f"{hbm >> 20}MiB",
-            "--dram-bytes", f"{run.dram_gib}GiB", "--budget", str(run.budget), "--steps", str(run.steps),
-            "--distinct", str(run.distinct), "--statistics", str(run.statistics)]
-    if run.given_batches:
-        out.append("--given-batches")
-    if not run.trace:
-        out.append("--no-trace")
-    if run.drifts:
-        out += ["--drift", ",".join(map(str, run.drifts))]
-    return out
+def command(run: Run | LatentRun, place: Place, device: str, quick: bool, folder: Path,
+            texts: Path | None) -> list[str]:
+    return [str(place.bin / "sluice-bench"), "policies", "--device", device,
+            "--out", str(folder / run.name), *run.arguments(place, quick, folder, texts)]
 
 
 def run_part(place: Place, results: Path, part: str, device: str, quick: bool,
@@ -148,7 +154,7 @@ def run_part(place: Place, results: Path, part: str, device: str, quick: bool,
     outcomes: list[Outcome] = []
     skipped = failed = 0
     for run in PARTS[part]:
-        run = quickly(run) if quick else run
+        run = run.quickly() if quick else run
         if run.quality and (texts is None or not place.smollm2.is_dir()):
             print(f"SKIPPED {run.name}: it needs SmolLM2's weights and --texts FILE (tools/sluice texts)")
             skipped += 1

@@ -246,12 +246,30 @@ TEST_CASE("a forecast goes on where the measured batches lead") {
   CHECK(found[0].policy == "full");
   CHECK(found[0].batch == 10);
   CHECK(found[0].bound == "HBM");
-  CHECK(found[0].step_seconds == Approx(0.019));
+  CHECK(found[0].step_seconds.value() == Approx(0.019));
   CHECK(found[1].batch == 40);
   CHECK(found[1].bound == "DRAM");
-  CHECK(found[1].step_seconds == Approx(0.050));
-  CHECK(found[1].tokens_per_second() == Approx(800));
+  CHECK(found[1].step_seconds.value() == Approx(0.050));
+  CHECK(found[1].tokens_per_second().value() == Approx(800));
   CHECK(ForecastText(found, {1000, 4000}).find("1.52 x full") != std::string::npos);
+}
+
+TEST_CASE("a forecast has no speed where larger batches took no longer") {
+  PolicyRun run;
+  run.policy = "full";
+  run.batch = 1;
+  run.step.median = 0.002;
+  run.admission.hbm_bytes_each = 100;
+  PolicyRun larger = run;
+  larger.batch = 4;
+  larger.step.median = 0.001;
+  const std::vector<Forecast> found = ForecastsOf({run, larger}, {1000, 1000});
+  REQUIRE(found.size() == 1);
+  CHECK(found[0].batch == 10);
+  CHECK_FALSE(found[0].tokens_per_second().has_value());
+  CHECK(ForecastText(found, {1000, 1000})
+            .find("no speed: of batches 1, 4 the larger ones took no longer") != std::string::npos);
+  CHECK(ForecastJson(found[0], {1000, 1000})["tokens_per_second"].is_null());
 }
 
 }  // namespace

@@ -1,0 +1,88 @@
+"""Parts of tools/gpu-test --bench --part NAME for DeepSeek-V3.2: policy ess beside full and offload-naive.
+
+One rank of an expert-parallel deployment at its real size (configs/models), under the HBM caps of README's
+tables. A part takes minutes on an H200; the sum of them does not fit into one PART_SECONDS.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sluice_gpu.place import Place
+
+EP32 = "configs/models/deepseek-v3.2-ep32"
+EP16 = "configs/models/deepseek-v3.2-ep16"
+SMALL = "configs/models/topic-drift-indexer-small"
+IDEAS = ("ess", "ess-no-overlap", "ess-da", "ess-dba", "ess-no-warm-up", "ess-no-lru", "offload-naive")
+
+
+@dataclass(frozen=True)
+class LatentRun:
+    """One call of sluice-bench policies on a model with latent caches."""
+
+    name: str
+    policies: tuple[str, ...]
+    context: int
+    hbm_mib: int
+    batches: tuple[int, ...] = (1,)
+    given_batches: bool = False  # only those, not the largest that fits
+    most: int = 1
+    model: str = EP32
+    steps: int = 16  # layer-wise schedules begin after 32
+    distinct: int = 1
+    dram_gib: int = 108
+    trace: bool = False
+    misses: tuple[int, ...] = ()  # set ones, with and without transfers, and nothing else
+    more: tuple[str, ...] = ()
+    quality = False
+
+    def quickly(self) -> "LatentRun":
+        """The same rows in seconds, on any device; ratios keep their words, misses shrink."""
+        few = [policy.replace("ratio=", "least=160:ratio=") for policy in self.policies]
+        return replace(self, model=SMALL, context=1024, hbm_mib=64, dram_gib=1, most=min(self.most, 4),
+                       batches=tuple(min(b, 4) for b in self.batches), steps=4, policies=tuple(few),
+                       misses=tuple(m // 8 for m in self.misses), more=(*self.more, "--paths", "4"))
+
+    def arguments(self, place: Place, quick: bool, folder: Path, texts: Path | None) -> list[str]:
+        """Of sluice-bench policies, but for the device and where it writes."""
+        out = ["--model", str(place.root / self.model), "--topic-drift",
+               "--policies", ",".join(self.policies), "--contexts", str(self.context),
+               "--batches", ",".join(map(str, self.batches)), "--max-batch", str(self.most),
+               "--steps", str(self.steps), "--distinct", str(self.distinct),
+               "--hbm-bytes", f"{self.hbm_mib}MiB", "--dram-bytes", f"{self.dram_gib}GiB", *self.more]
+        if self.given_batches:
+            out.append("--given-batches")
+        if not self.trace:
+            out.append("--no-trace")
+        if self.misses:
+            out += ["--misses", ",".join(map(str, self.misses)), "--only-overlap"]
+        return out
+
+
+def _of(ratio: str, *policies: str) -> tuple[str, ...]:
+    return tuple(f"{policy}:ratio={ratio}" for policy in policies)
+
+
+LATENT_PARTS: dict[str, list[LatentRun]] = {
+    # The throughput table. With --forecast-dram the planner says what a TB would hold.
+    "ess32k": [LatentRun("32k", ("full", *_of("0.2", "ess")), 32768, 40200, batches=(1, 16), most=76,
+                         distinct=2, more=("--forecast-dram", "1TiB", "--forecast-hbm", "90GiB"))],
+    "ess128k": [LatentRun("128k", ("full", *_of("0.1", "ess")), 131072, 30300, most=19)],
+    "ess128k-ep16": [LatentRun("128k-ep16", ("full", *_of("0.1", "ess")), 131072, 30300, most=19, model=EP16)],
+    # Where HBM has room for what few sequences have.
+    "ess-few": [LatentRun("few", ("full", "ess", "ess:ratio=0.2"), 32768, 40200, batches=(1, 2, 4),
+                          given_batches=True, most=4)],
+    # Batch against ratio: the paper's table 2.
+    "ess-ratios": [LatentRun(f"ratios-{context >> 10}k",
+                             ("full", *(f"ess:ratio={ratio}" for ratio in (1, 0.7, 0.5, 0.3, 0.2, 0.1))),
+                             context, hbm, most=128, steps=6, distinct=1)
+                   for context, hbm in ((32768, 40200), (131072, 30300))],
+    # Each of ess's ideas switched off.
+    "ess-ideas": [LatentRun("ideas", (*_of("0.2", *IDEAS), "offload-naive:ratio=0.2:row-copies=1"), 32768,
+                            40200, batches=(20,), given_batches=True, most=20, steps=12)],
+    # Transfers hidden, by set misses.
+    "ess-overlap32k": [LatentRun("overlap-32k", _of("0.2", "ess-da", "ess-dba"), 32768, 40200, batches=(76,),
+                                 given_batches=True, most=76, steps=24, misses=(80, 200))],
+    "ess-overlap128k": [LatentRun(f"overlap-128k-{batch}", _of("0.1", "ess-da", "ess-dba"), 131072, 30300,
+                                  batches=(batch,), given_batches=True, most=batch, steps=24,
+                                  misses=(100, 512)) for batch in (8, 20)],
+}
