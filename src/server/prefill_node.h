@@ -9,7 +9,9 @@
 #include "src/device/device.h"
 #include "src/model/model.h"
 #include "src/prefill/prefiller.h"
+#include "src/server/security.h"
 #include "src/server/signals.h"
+#include "src/service/channels.h"
 #include "src/service/grpc_server.h"
 
 namespace sluice {
@@ -30,6 +32,8 @@ class PrefillNode {
 
   const Config config_;
   // In order of making; each may use those before it.
+  Security security_;
+  std::unique_ptr<Channels> channels_;
   Readiness readiness_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
