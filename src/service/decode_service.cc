@@ -27,6 +27,7 @@
 #include "src/service/proto_conversion.h"
 #include "src/service/request_log.h"
 #include "src/service/status_mapping.h"
+#include "src/service/trace_headers.h"
 
 namespace sluice {
 namespace {
@@ -137,6 +138,7 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
     request_id_ = request.request_id;
     if (log_->log_prompts()) prompt_ = request.prompt;
     request.deadline = DeadlineOf(*context_);
+    request.trace = TraceOf(*context_);
     auto stream = std::make_shared<TokenStream>(options.stream_capacity,
                                                 [engine = engine_] { engine->Wake(); });
     request.sink = stream;

@@ -3,6 +3,8 @@
 
 #include <google/protobuf/descriptor.h>
 
+#include <catch2/catch.hpp>
+#include <cstdlib>
 #include <fstream>
 #include <string>
 
@@ -15,7 +17,6 @@
 #include "sluice/v1/prefill.pb.h"
 #include "src/service/access_rules.h"
 #include "src/service/tls_files.h"
-#include "tests/test_main.h"
 
 namespace sluice {
 namespace {
@@ -88,7 +89,9 @@ TEST_CASE("a wrong access file is refused by its key, and no token is quoted") {
 }
 
 TEST_CASE("what a caller shows decides what it may do, and a new file counts at once") {
-  const std::string path = absl::StrCat(TempFolder(), "/access.json");
+  std::string folder = "/tmp/access_test.XXXXXX";
+  REQUIRE(mkdtemp(folder.data()) != nullptr);
+  const std::string path = absl::StrCat(folder, "/access.json");
   const auto write = [&](const std::string& text) { std::ofstream(path) << text; };
   write(absl::StrCat(R"({"certificates": [{"identity": "cn:p-*", "roles": ["prefill"]},
       {"identity": "dns:p.svc", "roles": ["monitor"]}, {"identity": "cn:p-9", "roles": ["operator"],

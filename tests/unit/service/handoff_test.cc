@@ -253,6 +253,7 @@ struct PrefillSide {
     options.prefiller = &prefiller;
     options.readiness = &readiness;
     options.channels = &channels;
+    options.metrics = &metrics;
     options.threads = threads;
     options.max_queued = max_queued;
     options.call_timeout = absl::Seconds(3);
@@ -273,6 +274,7 @@ struct PrefillSide {
   FakePrefiller prefiller;
   Readiness readiness;
   Channels channels;
+  Metrics metrics;
   std::unique_ptr<GrpcServer> server;
   std::unique_ptr<v1::Prefill::Stub> stub;
 };
