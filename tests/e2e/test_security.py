@@ -245,6 +245,13 @@ def test_no_secret_is_in_the_log(town):
         assert "a-token-of-" not in log and "stays-secret" not in log and "PRIVATE KEY" not in log
 
 
+def until(town, credentials, code: grpc.StatusCode) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while code_of(town, credentials, "Admin.GetModel") != code:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
 def test_certificates_and_rules_change_under_a_running_stream(town, golden):
     """New certificates and rules count for new connections and calls; the stream goes on. The last test:
     nothing is put back."""
@@ -265,11 +272,8 @@ def test_certificates_and_rules_change_under_a_running_stream(town, golden):
         (town.pki.folder / "decode-0.pem").write_text(cert.read_text())
         write_access(town.access, certificates=CERTIFICATES)  # no token counts any more
         only_new = new.credentials("operator-5")
-        deadline = time.monotonic() + TIMEOUT_S
-        while code_of(town, only_new, "Admin.GetModel") != Code.OK:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        assert code_of(town, town.by_token["operator"], "Admin.GetModel") == Code.UNAUTHENTICATED
+        until(town, only_new, Code.OK)
+        until(town, town.by_token["operator"], Code.UNAUTHENTICATED)
         context = ssl.create_default_context(cafile=str(new.ca))
         url = f"https://{town.decode.addresses['admin_listen']}/healthz"
         assert urllib.request.urlopen(url, timeout=TIMEOUT_S, context=context).status == 200
