@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 
-from nodes import BIN, Node, run  # noqa: E402
+from nodes import BIN, SMOLLM2, Node, run  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -23,3 +23,11 @@ def pair(tmp_path_factory):
     yield nodes
     for node in nodes:
         node.stop()
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer():
+    """A directory with a tokenizer."""
+    if not (SMOLLM2 / "tokenizer.json").is_file():
+        pytest.skip(f"no model in {SMOLLM2}: tools/fetch-model smollm2-135m-instruct {SMOLLM2}")
+    return SMOLLM2
