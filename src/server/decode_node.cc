@@ -38,6 +38,7 @@ constexpr absl::Duration kEndTime = absl::Seconds(1);
 absl::StatusOr<std::unique_ptr<DecodeNode>> DecodeNode::Start(const Config& config) {
   const absl::Time start = absl::Now();
   std::unique_ptr<DecodeNode> node(new DecodeNode(config));
+  SLUICE_ASSIGN_OR_RETURN(node->access_log_, OpenAccessLog(config));
   SLUICE_RETURN_IF_ERROR(node->StartAdminHttp());
   SLUICE_RETURN_IF_ERROR(node->LoadModelAndMemory());
   SLUICE_RETURN_IF_ERROR(node->StartEngine());
@@ -208,6 +209,7 @@ absl::Status DecodeNode::StartGrpc() {
   services.push_back(NewAdminService(std::move(admin)));
   GrpcServer::Options options;
   options.listen = config_.listen();
+  options.access_log = access_log_.get();
   options.max_receive_message_bytes =
       std::max({MaxChunkMessageBytes(config_.max_chunk_bytes()),
                 MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context())),

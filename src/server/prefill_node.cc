@@ -39,6 +39,7 @@ class DiscardingSink : public LayerSink {
 absl::StatusOr<std::unique_ptr<PrefillNode>> PrefillNode::Start(const Config& config) {
   const absl::Time start = absl::Now();
   std::unique_ptr<PrefillNode> node(new PrefillNode(config));
+  SLUICE_ASSIGN_OR_RETURN(node->access_log_, OpenAccessLog(config));
   SLUICE_RETURN_IF_ERROR(node->LoadModelAndMemory());
   if (absl::Status canary = node->ComputeCanary(); !canary.ok()) {
     if (!node->device_->Health().ok()) ExitWithin(kFailedGrace);
@@ -102,6 +103,7 @@ absl::Status PrefillNode::StartGrpc() {
   services.push_back(NewPrefillService(std::move(service)));
   GrpcServer::Options options;
   options.listen = config_.listen();
+  options.access_log = access_log_.get();
   options.max_receive_message_bytes =
       MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context()));
   absl::StatusOr<std::unique_ptr<GrpcServer>> started =

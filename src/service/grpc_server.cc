@@ -15,6 +15,7 @@
 #include "absl/time/clock.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
+#include "src/service/access_log.h"
 #include "src/service/host_port.h"
 #include "src/service/malformed_messages.h"
 
@@ -68,6 +69,7 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const Options& opt
   builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, 20'000);
   std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> interceptors;
   interceptors.push_back(NewMalformedMessages());
+  if (options.access_log != nullptr) interceptors.push_back(NewAccessRecorder(options.access_log));
   builder.experimental().SetInterceptorCreators(std::move(interceptors));
   std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
   if (server == nullptr || port == 0) {
