@@ -39,6 +39,7 @@ absl::StatusOr<std::unique_ptr<DecodeNode>> DecodeNode::Start(const Config& conf
   const absl::Time start = absl::Now();
   std::unique_ptr<DecodeNode> node(new DecodeNode(config));
   SLUICE_ASSIGN_OR_RETURN(node->access_log_, OpenAccessLog(config));
+  SLUICE_ASSIGN_OR_RETURN(node->security_, SetUpSecurity(config));
   SLUICE_RETURN_IF_ERROR(node->StartAdminHttp());
   SLUICE_RETURN_IF_ERROR(node->LoadModelAndMemory());
   SLUICE_RETURN_IF_ERROR(node->StartEngine());
@@ -76,6 +77,8 @@ absl::Status DecodeNode::StartAdminHttp() {
   if (config_.admin_listen().empty()) return absl::OkStatus();
   AdminHttp::Options options;
   options.listen = config_.admin_listen();
+  options.tls = security_.tls;
+  options.access = security_.access();
   options.metrics = [this] { return RenderMetrics(); };
   options.ready = [this] { return readiness_.ready(); };
   absl::StatusOr<std::unique_ptr<AdminHttp>> started = AdminHttp::Start(std::move(options));
@@ -210,6 +213,8 @@ absl::Status DecodeNode::StartGrpc() {
   GrpcServer::Options options;
   options.listen = config_.listen();
   options.access_log = access_log_.get();
+  options.tls = security_.tls;
+  options.access = security_.access();
   options.max_receive_message_bytes =
       std::max({MaxChunkMessageBytes(config_.max_chunk_bytes()),
                 MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context())),

@@ -12,6 +12,7 @@
 #include "src/server/address_file.h"
 #include "src/server/model_setup.h"
 #include "src/server/program.h"
+#include "src/service/credentials.h"
 #include "src/service/prefill_service.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
@@ -40,6 +41,9 @@ absl::StatusOr<std::unique_ptr<PrefillNode>> PrefillNode::Start(const Config& co
   const absl::Time start = absl::Now();
   std::unique_ptr<PrefillNode> node(new PrefillNode(config));
   SLUICE_ASSIGN_OR_RETURN(node->access_log_, OpenAccessLog(config));
+  SLUICE_ASSIGN_OR_RETURN(node->security_, SetUpSecurity(config));
+  node->channels_ = std::make_unique<Channels>(NewChannelCredentials(node->security_.tls));
+  SLUICE_RETURN_IF_ERROR(node->StartAdminHttp());
   SLUICE_RETURN_IF_ERROR(node->LoadModelAndMemory());
   if (absl::Status canary = node->ComputeCanary(); !canary.ok()) {
     if (!node->device_->Health().ok()) ExitWithin(kFailedGrace);
@@ -48,11 +52,14 @@ absl::StatusOr<std::unique_ptr<PrefillNode>> PrefillNode::Start(const Config& co
   SLUICE_RETURN_IF_ERROR(node->StartGrpc());
   node->readiness_.SetReady();
   node->grpc_->SetServing(true);
+  const std::string admin = node->admin_http_ == nullptr ? "" : node->admin_http_->address();
   if (!config.address_file().empty()) {
-    SLUICE_RETURN_IF_ERROR(WriteAddressFile(config.address_file(), {node->grpc_->address(), ""}));
+    SLUICE_RETURN_IF_ERROR(
+        WriteAddressFile(config.address_file(), {node->grpc_->address(), admin}));
   }
   Log(LogLevel::kInfo, "ready",
       {{"listen", node->grpc_->address()},
+       {"admin_listen", admin},
        {"model", node->model_->config().name},
        {"architecture", node->model_->config().architecture},
        {"device", node->device_->name()},
@@ -66,6 +73,24 @@ absl::StatusOr<std::unique_ptr<PrefillNode>> PrefillNode::Start(const Config& co
   return node;
 }
 
+// Before the model: whoever probes sees a process that answers and is not ready yet.
+absl::Status PrefillNode::StartAdminHttp() {
+  if (config_.admin_listen().empty()) return absl::OkStatus();
+  AdminHttp::Options options;
+  options.listen = config_.admin_listen();
+  options.tls = security_.tls;
+  options.access = security_.access();
+  options.metrics = [this] {
+    process_metrics_.Update(metrics_);
+    return metrics_.Render();
+  };
+  options.ready = [this] { return readiness_.ready(); };
+  absl::StatusOr<std::unique_ptr<AdminHttp>> started = AdminHttp::Start(std::move(options));
+  if (!started.ok()) return WithMessagePrefix(started.status(), "admin_listen");
+  admin_http_ = *std::move(started);
+  return absl::OkStatus();
+}
+
 absl::Status PrefillNode::LoadModelAndMemory() {
   SLUICE_ASSIGN_OR_RETURN(device_, NewDevice(config_));
   // Layers go out in whole blocks, so a chunk is a number of them.
@@ -74,6 +99,8 @@ absl::Status PrefillNode::LoadModelAndMemory() {
   SLUICE_ASSIGN_OR_RETURN(
       model_, LoadModel(config_, static_cast<int>(chunk), /*max_logits=*/1, device_.get()));
   Prefiller::Options options;
+  metrics_.SetBuildInfo(
+      {Version(), model_->config().name, device_->name(), device_->kernels().name(), ""});
   options.max_context = static_cast<uint32_t>(model_->max_context());
   options.chunk_tokens = chunk;
   options.seed = SeedOf(config_);
@@ -99,11 +126,16 @@ absl::Status PrefillNode::StartGrpc() {
   service.model.set_kernels(device_->kernels().name());
   service.prefiller = prefiller_.get();
   service.readiness = &readiness_;
+  service.channels = channels_.get();
+  service.access = security_.access();
+  service.metrics = &metrics_;
   std::vector<GrpcService> services;
   services.push_back(NewPrefillService(std::move(service)));
   GrpcServer::Options options;
   options.listen = config_.listen();
   options.access_log = access_log_.get();
+  options.tls = security_.tls;
+  options.access = security_.access();
   options.max_receive_message_bytes =
       MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context()));
   absl::StatusOr<std::unique_ptr<GrpcServer>> started =

@@ -7,10 +7,15 @@
 #include "src/base/readiness.h"
 #include "src/config/setting.h"
 #include "src/device/device.h"
+#include "src/metrics/metrics.h"
+#include "src/metrics/process_metrics.h"
 #include "src/model/model.h"
 #include "src/prefill/prefiller.h"
+#include "src/server/security.h"
 #include "src/server/signals.h"
 #include "src/service/access_log.h"
+#include "src/service/admin_http.h"
+#include "src/service/channels.h"
 #include "src/service/grpc_server.h"
 
 namespace sluice {
@@ -25,13 +30,19 @@ class PrefillNode {
 
  private:
   explicit PrefillNode(const Config& config) : config_(config) {}
+  absl::Status StartAdminHttp();
   absl::Status LoadModelAndMemory();
   absl::Status ComputeCanary();
   absl::Status StartGrpc();
 
   const Config config_;
   // In order of making; each may use those before it.
+  Security security_;
+  std::unique_ptr<Channels> channels_;
   Readiness readiness_;
+  Metrics metrics_;
+  ProcessMetrics process_metrics_;
+  std::unique_ptr<AdminHttp> admin_http_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<Prefiller> prefiller_;

@@ -15,6 +15,7 @@
 #include "absl/time/clock.h"
 #include "src/base/error.h"
 #include "src/base/logging.h"
+#include "src/service/caller.h"
 #include "src/service/status_mapping.h"
 #include "src/service/trace_headers.h"
 
@@ -32,7 +33,8 @@ int OpenForAppend(const std::string& path) {
 
 class Recorder : public ge::Interceptor {
  public:
-  Recorder(AccessLog* log, ge::ServerRpcInfo* info) : log_(log), context_(info->server_context()) {
+  Recorder(AccessLog* log, const Access* access, ge::ServerRpcInfo* info)
+      : log_(log), access_(access), context_(info->server_context()) {
     CallFields call;
     call.method = info->method();
     call.begin = absl::Now();
@@ -53,6 +55,9 @@ class Recorder : public ge::Interceptor {
       record_->Update([&](CallFields& call) {
         call.peer = context_->peer();
         call.trace = TraceOf(*context_);
+        Caller caller = CallerOf(access_, *context_);
+        call.identity = std::move(caller.identity);
+        call.tenant = std::move(caller.tenant);
       });
     }
     if (methods->QueryInterceptionHookPoint(Point::PRE_SEND_STATUS)) {
@@ -67,21 +72,23 @@ class Recorder : public ge::Interceptor {
 
  private:
   AccessLog* const log_;
+  const Access* const access_;
   const grpc::ServerContextBase* const context_;
   std::shared_ptr<CallRecord> record_;
 };
 
 class Factory : public ge::ServerInterceptorFactoryInterface {
  public:
-  explicit Factory(AccessLog* log) : log_(log) {}
+  Factory(AccessLog* log, const Access* access) : log_(log), access_(access) {}
   ge::Interceptor* CreateServerInterceptor(ge::ServerRpcInfo* info) override {
     // Every prober calls these every second.
     if (absl::StartsWith(info->method(), "/grpc.")) return nullptr;
-    return new Recorder(log_, info);  // gRPC owns it
+    return new Recorder(log_, access_, info);  // gRPC owns it
   }
 
  private:
   AccessLog* const log_;
+  const Access* const access_;
 };
 
 }  // namespace
@@ -190,8 +197,9 @@ void AccessLog::Look() {
   fd_ = fd;
 }
 
-std::unique_ptr<ge::ServerInterceptorFactoryInterface> NewAccessRecorder(AccessLog* log) {
-  return std::make_unique<Factory>(log);
+std::unique_ptr<ge::ServerInterceptorFactoryInterface> NewAccessRecorder(AccessLog* log,
+                                                                         const Access* access) {
+  return std::make_unique<Factory>(log, access);
 }
 
 }  // namespace sluice

@@ -26,6 +26,8 @@ class ServerInterceptorFactoryInterface;
 
 namespace sluice {
 
+class Access;
+
 class AccessLog {
  public:
   // `path`: a file, or "-" for stdout. The error names the file and why it cannot be opened.
@@ -63,9 +65,9 @@ class AccessLog {
 // One line, without its newline: the same members in each, empty or 0 where there is nothing.
 std::string AccessLine(const CallFields& call, uint64_t dropped);
 
-// `log` outlives the server. To be registered last: what other interceptors make of a status is
-// what is written.
+// `log` outlives the server; `access` (null: nobody is asked who he is) too. To be registered last:
+// what other interceptors make of a status is what is written.
 std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface> NewAccessRecorder(
-    AccessLog* log);
+    AccessLog* log, const Access* access);
 
 }  // namespace sluice

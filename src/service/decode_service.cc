@@ -23,6 +23,7 @@
 #include "src/base/status_macros.h"
 #include "src/metrics/metrics.h"
 #include "src/request/token_sink.h"
+#include "src/service/call_record.h"
 #include "src/service/guarded.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/request_log.h"
@@ -138,6 +139,9 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
                             FromProto(message, options.vocab_size, options.max_context));
     if (request.request_id.empty()) request.request_id = RandomRequestId();
     request_id_ = request.request_id;
+    if (const std::string& tenant = request.handoff.tenant; !tenant.empty()) {
+      NoteCall(*context_, [&](CallFields& call) { call.tenant = tenant; });
+    }
     if (log_->log_prompts()) prompt_ = request.prompt;
     request.deadline = DeadlineOf(*context_);
     int malformed = 0;

@@ -10,16 +10,23 @@
 #include "absl/time/time.h"
 #include "sluice/v1/prefill.pb.h"
 #include "src/base/readiness.h"
+#include "src/metrics/metrics.h"
 #include "src/prefill/prefiller.h"
+#include "src/service/caller.h"
 #include "src/service/grpc_service.h"
 
 namespace sluice {
+
+class Channels;
 
 struct PrefillServiceOptions {
   v1::GetPrefillModelResponse model;  // the whole answer of GetModel
   // Outlive the service.
   Prefiller* prefiller = nullptr;
   const Readiness* readiness = nullptr;
+  Channels* channels = nullptr;    // to decode nodes
+  const Access* access = nullptr;  // null: without TLS
+  Metrics* metrics = nullptr;
   int threads = 2;
   // Calls that may wait for a thread; more are refused with RESOURCE_EXHAUSTED.
   size_t max_queued = 64;

@@ -46,14 +46,15 @@ def sluice_json(*args) -> dict:
 class Node:
     """A running sluice-server or sluice-prefill."""
 
-    def __init__(self, program: str, model: Path, folder: Path, *flags: str, admin: bool = True):
+    def __init__(self, program: str, model: Path, folder: Path, *flags: str, admin: bool = True,
+                 credentials: rpc.Credentials | None = None):
         self.program = program
         self.address_file = folder / f"{program}.json"
         self.log = folder / f"{program}.log"
         self.address_file.unlink(missing_ok=True)
         command = [str(BIN / program), "--model", str(model), "--device", DEVICE, "--listen", "127.0.0.1:0",
                    "--address-file", str(self.address_file)]
-        if program == "sluice-server" and admin:
+        if admin and program in ("sluice-server", "sluice-prefill"):
             command += ["--admin-listen", "127.0.0.1:0"]
         started = time.monotonic()
         with self.log.open("w") as log:
@@ -69,7 +70,7 @@ class Node:
         self.ready_seconds = time.monotonic() - started
         self.addresses = json.loads(self.address_file.read_text())
         self.address = self.addresses["listen"]
-        self.channel = rpc.open_channel(self.address)
+        self.channel = rpc.open_channel(self.address, credentials)
         self.decode = decode_pb2_grpc.DecodeStub(self.channel)
         self.ingest = ingest_pb2_grpc.KvIngestStub(self.channel)
         self.admin = admin_pb2_grpc.AdminStub(self.channel)
