@@ -110,8 +110,8 @@ def name_no_transfer(s):
     error_of(lambda: s.generate("0" * 32))
 
 
-def send_a_malformed_traceparent(scene):
-    error_of(lambda: scene.node.decode.Generate(decode_pb2.GenerateRequest(
+def send_a_malformed_traceparent(s):
+    error_of(lambda: s.node.decode.Generate(decode_pb2.GenerateRequest(
         prompt_token_ids=[1], sampling=greedy(max_tokens=1)), timeout=TIMEOUT_S, metadata=[("traceparent", "00-1-2-3")]))
 
 
