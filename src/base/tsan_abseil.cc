@@ -37,6 +37,28 @@ Function* Real(const char* symbol) {
 void Acquire(const void* object) { __tsan_acquire(const_cast<void*>(object)); }
 void Release(const void* object) { __tsan_release(const_cast<void*>(object)); }
 
+// A condition that whoever holds the mutex evaluates: the thread that waits for it, after it has
+// told the sanitizer that it lets the mutex go, or the one that unlocks.
+class Seen {
+ public:
+  Seen(const absl::Mutex* mutex, const absl::Condition* condition)
+      : mutex_(mutex), condition_(condition), seen_(&Seen::Eval, this) {}
+  Seen(const Seen&) = delete;
+  Seen& operator=(const Seen&) = delete;
+  const absl::Condition& get() const { return seen_; }
+
+ private:
+  static bool Eval(Seen* seen) {
+    Acquire(seen->mutex_);
+    const bool holds = seen->condition_->Eval();
+    Release(seen->mutex_);
+    return holds;
+  }
+  const absl::Mutex* const mutex_;
+  const absl::Condition* const condition_;
+  const absl::Condition seen_;
+};
+
 }  // namespace
 
 #define SLUICE_REAL(symbol, ...) static auto* const real = Real<__VA_ARGS__>("_ZN" symbol)
@@ -78,14 +100,14 @@ void Mutex::ReaderUnlock() {
 
 void Mutex::LockWhen(const Condition& condition) {
   SLUICE_REAL("4absl7debian35Mutex8LockWhenERKNS0_9ConditionE", void(Mutex*, const Condition&));
-  real(this, condition);
+  real(this, Seen(this, &condition).get());
   Acquire(this);
 }
 
 void Mutex::Await(const Condition& condition) {
   SLUICE_REAL("4absl7debian35Mutex5AwaitERKNS0_9ConditionE", void(Mutex*, const Condition&));
   Release(this);
-  real(this, condition);
+  real(this, Seen(this, &condition).get());
   Acquire(this);
 }
 
@@ -93,7 +115,7 @@ bool Mutex::AwaitWithTimeout(const Condition& condition, Duration timeout) {
   SLUICE_REAL("4absl7debian35Mutex16AwaitWithTimeoutERKNS0_9ConditionENS0_8DurationE",
               bool(Mutex*, const Condition&, Duration));
   Release(this);
-  const bool held = real(this, condition, timeout);
+  const bool held = real(this, Seen(this, &condition).get(), timeout);
   Acquire(this);
   return held;
 }
@@ -102,7 +124,7 @@ bool Mutex::AwaitWithDeadline(const Condition& condition, Time deadline) {
   SLUICE_REAL("4absl7debian35Mutex17AwaitWithDeadlineERKNS0_9ConditionENS0_4TimeE",
               bool(Mutex*, const Condition&, Time));
   Release(this);
-  const bool held = real(this, condition, deadline);
+  const bool held = real(this, Seen(this, &condition).get(), deadline);
   Acquire(this);
   return held;
 }

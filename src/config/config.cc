@@ -55,7 +55,7 @@ class Loader {
  public:
   Loader(std::string_view program, const Environment& environment)
       : program_(program), environment_(environment) {
-    result_.config = DefaultConfig();
+    result_.config = DefaultConfig(program);
     for (const Setting& setting : AllSettings()) result_.origins[setting.name()] = "default";
   }
 

@@ -91,11 +91,11 @@ std::string FlagForm(const Setting& setting) {
   return absl::StrCat(setting.flag(), " ", metavar.empty() ? "VALUE" : metavar);
 }
 
-std::string Meaning(const Setting& setting) {
+std::string Meaning(const Setting& setting, std::string_view program) {
   const auto& options = setting.options();
-  if (!options.default_value().empty()) {
-    return absl::StrCat(options.help(), " (default", std::string(1, kHardBlank),
-                        options.default_value(), ")");
+  const std::string fallback = setting.DefaultFor(program);
+  if (!fallback.empty()) {
+    return absl::StrCat(options.help(), " (default", std::string(1, kHardBlank), fallback, ")");
   }
   return absl::StrCat(options.help(), options.required() ? " (required)" : "");
 }
@@ -111,7 +111,7 @@ std::string SettingsByGroup(std::string_view program) {
     std::string entries;
     for (const Setting& setting : AllSettings()) {
       if (setting.options().group() != group || !setting.AppliesTo(program)) continue;
-      absl::StrAppend(&entries, Entry(FlagForm(setting), Meaning(setting)));
+      absl::StrAppend(&entries, Entry(FlagForm(setting), Meaning(setting, program)));
     }
     if (!entries.empty()) absl::StrAppend(&out, group, ":\n", entries, "\n");
   }
@@ -172,6 +172,9 @@ std::string ConfigTableMarkdown() {
     std::string fallback = options.default_value().empty() ? "" : InCode(options.default_value());
     if (fallback.empty() && options.required()) fallback = "required";
     std::string meaning = absl::StrReplaceAll(options.help(), {{"|", "\\|"}});
+    for (const std::string& program : options.empty_for()) {
+      absl::StrAppend(&meaning, "; empty by default in ", InCode(program));
+    }
     if (options.choices_size() > 1) {
       std::vector<std::string> choices;
       for (const std::string& choice : options.choices()) choices.push_back(InCode(choice));

@@ -50,6 +50,12 @@ bool Setting::AppliesTo(std::string_view program) const {
   return programs.empty() || std::find(programs.begin(), programs.end(), program) != programs.end();
 }
 
+std::string Setting::DefaultFor(std::string_view program) const {
+  const auto& none = options_->empty_for();
+  const bool empty = std::find(none.begin(), none.end(), program) != none.end();
+  return empty ? "" : options_->default_value();
+}
+
 std::string Setting::FormatNumber(double value) const {
   switch (options_->unit()) {
     case config::v1::UNIT_BYTES:
@@ -238,11 +244,11 @@ const Setting* FindSetting(std::string_view name) {
   return nullptr;
 }
 
-Config DefaultConfig() {
+Config DefaultConfig(std::string_view program) {
   Config config;
   for (const Setting& setting : AllSettings()) {
     if (setting.options().required() && setting.options().default_value().empty()) continue;
-    const absl::Status status = setting.Parse(setting.options().default_value(), &config);
+    const absl::Status status = setting.Parse(setting.DefaultFor(program), &config);
     SLUICE_CHECK(status.ok(), "default of ", setting.name(), " ", status.message());
   }
   return config;

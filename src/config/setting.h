@@ -29,6 +29,8 @@ class Setting {
   // A number without a unit, or a boolean: what a file may not write as a quoted string.
   bool is_bare_scalar() const;
   bool AppliesTo(std::string_view program) const;
+  // What a program that is told nothing takes, as a user would write it; empty: none.
+  std::string DefaultFor(std::string_view program) const;
 
   // What the value may be, to follow "must be": "a whole number from 1 to 4096".
   std::string Allowed() const;
@@ -60,7 +62,8 @@ std::string Printable(std::string_view text);
 // The setting of that name (hbm_bytes), or null.
 const Setting* FindSetting(std::string_view name);
 
-// The schema's defaults. A default that the schema itself refuses is a broken invariant.
-Config DefaultConfig();
+// The schema's defaults in `program`. A default that the schema itself refuses is a broken
+// invariant.
+Config DefaultConfig(std::string_view program = "sluice-server");
 
 }  // namespace sluice

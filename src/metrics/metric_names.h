@@ -17,8 +17,9 @@ struct Metric {
 // Requests and tokens.
 inline constexpr Metric kRequests{
     "sluice_requests_total", Type::kCounter,
-    "Generate calls that have ended, by how: finished_stop, finished_length, cancelled, deadline, "
-    "slow_reader, error, refused; the reason is that of the status, or OTHER",
+    "Generate calls that have ended, and Run calls of sluice-prefill, by how: finished_stop, "
+    "finished_length, handed_over, cancelled, deadline, slow_reader, error, refused; the reason is "
+    "that of the status, or OTHER",
     "outcome,reason"};
 inline constexpr Metric kTokens{
     "sluice_tokens_total", Type::kCounter,

@@ -11,23 +11,26 @@
 
 namespace sluice {
 
-// How a Generate call ended; each ends in exactly one of these.
+// How a Generate call, or Run of a prefill node, ended; each ends in exactly one of these.
 enum class RequestOutcome {
   kFinishedStop,    // a stop token, stop string or EOS
   kFinishedLength,  // max_tokens or the context's end
+  kHandedOver,      // of Run: a decode node has the prompt's caches
   kCancelled,       // by Cancel, or by a caller who went away
   kDeadline,
   kSlowReader,
   kError,
   kRefused,  // before it was a sequence: bad input, no room, draining
 };
-inline constexpr std::array<std::string_view, 7> kRequestOutcomeNames = {
-    "finished_stop", "finished_length", "cancelled", "deadline", "slow_reader", "error", "refused"};
+inline constexpr std::array<std::string_view, 8> kRequestOutcomeNames = {
+    "finished_stop", "finished_length", "handed_over", "cancelled",
+    "deadline",      "slow_reader",     "error",       "refused"};
 
 // Of a sequence that ended well; no status says it.
 inline constexpr std::string_view kStopToken = "STOP_TOKEN";
 inline constexpr std::string_view kStopString = "STOP_STRING";
 inline constexpr std::string_view kMaxTokens = "MAX_TOKENS";
+inline constexpr std::string_view kPushed = "PUSHED";
 
 // What is counted where nothing in a table below fits: a reason is missing in it.
 inline constexpr std::string_view kOtherReason = "OTHER";
@@ -42,6 +45,7 @@ inline constexpr RequestReason kRequestReasons[] = {
     {RequestOutcome::kFinishedStop, kStopToken},
     {RequestOutcome::kFinishedStop, kStopString},
     {RequestOutcome::kFinishedLength, kMaxTokens},
+    {RequestOutcome::kHandedOver, kPushed},
     {RequestOutcome::kCancelled, "CANCEL_CALL"},
     {RequestOutcome::kCancelled, "CALLER_GONE"},
     {RequestOutcome::kCancelled, kOtherReason},
@@ -69,6 +73,7 @@ inline constexpr RequestReason kRequestReasons[] = {
     {RequestOutcome::kRefused, "INVALID_ARGUMENT"},
     {RequestOutcome::kRefused, "NO_HANDOFF"},
     {RequestOutcome::kRefused, "POISONED"},
+    {RequestOutcome::kRefused, "QUEUE_FULL"},
     {RequestOutcome::kRefused, "REQUEST_ID_IN_USE"},
     {RequestOutcome::kRefused, "SEQUENCE_NOT_FOUND"},
     {RequestOutcome::kRefused, "TOO_MANY_EXPECTED"},

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "src/request/request_trace.h"
 #include "src/request/token_sink.h"
 #include "src/sampling/sampling_params.h"
 
@@ -26,6 +27,7 @@ struct HandoffRef {
 
 struct Request {
   std::string request_id;  // unique among those alive
+  RequestTrace trace;
   HandoffRef handoff;
   // With a transfer: empty, or equal to the manifest's. With a kept sequence: what is appended.
   std::vector<int32_t> prompt;

@@ -39,6 +39,7 @@ class DiscardingSink : public LayerSink {
 absl::StatusOr<std::unique_ptr<PrefillNode>> PrefillNode::Start(const Config& config) {
   const absl::Time start = absl::Now();
   std::unique_ptr<PrefillNode> node(new PrefillNode(config));
+  SLUICE_RETURN_IF_ERROR(node->StartAdminHttp());
   SLUICE_RETURN_IF_ERROR(node->LoadModelAndMemory());
   if (absl::Status canary = node->ComputeCanary(); !canary.ok()) {
     if (!node->device_->Health().ok()) ExitWithin(kFailedGrace);
@@ -47,11 +48,14 @@ absl::StatusOr<std::unique_ptr<PrefillNode>> PrefillNode::Start(const Config& co
   SLUICE_RETURN_IF_ERROR(node->StartGrpc());
   node->readiness_.SetReady();
   node->grpc_->SetServing(true);
+  const std::string admin = node->admin_http_ == nullptr ? "" : node->admin_http_->address();
   if (!config.address_file().empty()) {
-    SLUICE_RETURN_IF_ERROR(WriteAddressFile(config.address_file(), {node->grpc_->address(), ""}));
+    SLUICE_RETURN_IF_ERROR(
+        WriteAddressFile(config.address_file(), {node->grpc_->address(), admin}));
   }
   Log(LogLevel::kInfo, "ready",
       {{"listen", node->grpc_->address()},
+       {"admin_listen", admin},
        {"model", node->model_->config().name},
        {"architecture", node->model_->config().architecture},
        {"device", node->device_->name()},
@@ -65,6 +69,22 @@ absl::StatusOr<std::unique_ptr<PrefillNode>> PrefillNode::Start(const Config& co
   return node;
 }
 
+// Before the model: whoever probes sees a process that answers and is not ready yet.
+absl::Status PrefillNode::StartAdminHttp() {
+  if (config_.admin_listen().empty()) return absl::OkStatus();
+  AdminHttp::Options options;
+  options.listen = config_.admin_listen();
+  options.metrics = [this] {
+    process_metrics_.Update(metrics_);
+    return metrics_.Render();
+  };
+  options.ready = [this] { return readiness_.ready(); };
+  absl::StatusOr<std::unique_ptr<AdminHttp>> started = AdminHttp::Start(std::move(options));
+  if (!started.ok()) return WithMessagePrefix(started.status(), "admin_listen");
+  admin_http_ = *std::move(started);
+  return absl::OkStatus();
+}
+
 absl::Status PrefillNode::LoadModelAndMemory() {
   SLUICE_ASSIGN_OR_RETURN(device_, NewDevice(config_));
   // Layers go out in whole blocks, so a chunk is a number of them.
@@ -73,6 +93,8 @@ absl::Status PrefillNode::LoadModelAndMemory() {
   SLUICE_ASSIGN_OR_RETURN(
       model_, LoadModel(config_, static_cast<int>(chunk), /*max_logits=*/1, device_.get()));
   Prefiller::Options options;
+  metrics_.SetBuildInfo(
+      {Version(), model_->config().name, device_->name(), device_->kernels().name(), ""});
   options.max_context = static_cast<uint32_t>(model_->max_context());
   options.chunk_tokens = chunk;
   options.seed = SeedOf(config_);
@@ -98,6 +120,7 @@ absl::Status PrefillNode::StartGrpc() {
   service.model.set_kernels(device_->kernels().name());
   service.prefiller = prefiller_.get();
   service.readiness = &readiness_;
+  service.metrics = &metrics_;
   std::vector<GrpcService> services;
   services.push_back(NewPrefillService(std::move(service)));
   GrpcServer::Options options;

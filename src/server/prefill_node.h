@@ -7,9 +7,12 @@
 #include "src/base/readiness.h"
 #include "src/config/setting.h"
 #include "src/device/device.h"
+#include "src/metrics/metrics.h"
+#include "src/metrics/process_metrics.h"
 #include "src/model/model.h"
 #include "src/prefill/prefiller.h"
 #include "src/server/signals.h"
+#include "src/service/admin_http.h"
 #include "src/service/grpc_server.h"
 
 namespace sluice {
@@ -24,6 +27,7 @@ class PrefillNode {
 
  private:
   explicit PrefillNode(const Config& config) : config_(config) {}
+  absl::Status StartAdminHttp();
   absl::Status LoadModelAndMemory();
   absl::Status ComputeCanary();
   absl::Status StartGrpc();
@@ -31,6 +35,9 @@ class PrefillNode {
   const Config config_;
   // In order of making; each may use those before it.
   Readiness readiness_;
+  Metrics metrics_;
+  ProcessMetrics process_metrics_;
+  std::unique_ptr<AdminHttp> admin_http_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<Prefiller> prefiller_;

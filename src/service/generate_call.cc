@@ -17,6 +17,7 @@
 #include "src/service/guarded.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
+#include "src/service/trace_headers.h"
 
 namespace sluice {
 namespace {
@@ -87,6 +88,7 @@ absl::Status GenerateCall::Submit() {
   dialect_->Begin(request_id_);
   if (log_->log_prompts()) prompt_ = request.prompt;
   request.deadline = DeadlineOf(*context_);
+  request.trace = TraceOf(*context_);
   auto stream = std::make_shared<TokenStream>(
       options_.stream_capacity, [generator = options_.generator] { generator->Wake(); });
   request.sink = stream;

@@ -15,6 +15,7 @@
 #include "src/service/kv_pusher.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
+#include "src/service/trace_headers.h"
 
 namespace sluice {
 namespace {
@@ -151,6 +152,7 @@ void Handoff::Abort(const absl::Status& why) {
   // Not the parent's child: that call may be cancelled already, and this is its clean-up.
   grpc::ClientContext context;
   context.set_deadline(absl::ToChronoTime(absl::Now() + options_.call_timeout));
+  PassOn(TraceOf(*options_.parent), &context);
   v1::AbortRequest request;
   v1::AbortResponse answer;
   request.set_transfer_id(transfer_id_);
@@ -163,6 +165,7 @@ std::unique_ptr<grpc::ClientContext> Handoff::NewContext(absl::Duration timeout)
   std::unique_ptr<grpc::ClientContext> context =
       grpc::ClientContext::FromCallbackServerContext(*options_.parent);
   context->set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+  PassOn(TraceOf(*options_.parent), context.get());
   return context;
 }
 

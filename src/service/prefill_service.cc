@@ -75,23 +75,29 @@ class PrefillService final : public v1::Prefill::CallbackService {
     const absl::Time arrived = absl::Now();
     absl::StatusOr<Handoff::Options> handoff = Check(*request);
     if (!handoff.ok()) {
-      reactor->Finish(ToGrpcStatus(handoff.status()));
+      Refuse(reactor, handoff.status());
       return reactor;
     }
     handoff->parent = context;
     handoff->cancelled = [reactor] { return reactor->cancelled(); };
     // Shared: std::function wants to copy what it holds.
     auto job = std::make_shared<Handoff::Options>(*std::move(handoff));
+    options_.metrics->waiting.Add(1);
     const bool taken = workers_.TryPost([this, reactor, response, arrived, job] {
-      reactor->Finish(
-          ToGrpcStatus(Guarded("Run", [&] { return Work(std::move(*job), arrived, response); })));
+      const size_t tokens = job->prompt.size();
+      Begin(arrived);
+      const absl::Status status =
+          Guarded("Run", [&] { return Work(std::move(*job), arrived, response); });
+      End(status, tokens, arrived);
+      reactor->Finish(ToGrpcStatus(status));
     });
     if (!taken) {
-      reactor->Finish(ToGrpcStatus(
-          ResourceExhausted("QUEUE_FULL",
-                            absl::StrCat("more than ", options_.max_queued,
-                                         " prompts wait: try again, or use another prefill node"),
-                            absl::Seconds(1))));
+      options_.metrics->waiting.Add(-1);
+      Refuse(reactor, ResourceExhausted(
+                          "QUEUE_FULL",
+                          absl::StrCat("more than ", options_.max_queued,
+                                       " prompts wait: try again, or use another prefill node"),
+                          absl::Seconds(1)));
     }
     return reactor;
   }
@@ -144,6 +150,29 @@ class PrefillService final : public v1::Prefill::CallbackService {
     return out;
   }
 
+  // What is counted of a call: at its refusal, when a thread takes it, and at its end.
+  void Refuse(RunReactor* reactor, const absl::Status& status) {
+    options_.metrics->requests(RequestOutcome::kRefused, ReasonLabel(status)).Add();
+    reactor->Finish(ToGrpcStatus(status));
+  }
+  void Begin(absl::Time arrived) {
+    options_.metrics->waiting.Add(-1);
+    options_.metrics->queue_seconds.Observe(absl::Now() - arrived);
+    absl::MutexLock lock(&mutex_);
+    options_.metrics->SetRunning(++running_);
+  }
+  void End(const absl::Status& status, size_t tokens, absl::Time arrived) {
+    const Metrics& metrics = *options_.metrics;
+    metrics
+        .requests(status.ok() ? RequestOutcome::kHandedOver : OutcomeOfError(status),
+                  status.ok() ? std::string(kPushed) : ReasonLabel(status))
+        .Add();
+    if (status.ok()) metrics.tokens(TokenKind::kPrompt).Add(static_cast<double>(tokens));
+    metrics.request_seconds.Observe(absl::Now() - arrived);
+    absl::MutexLock lock(&mutex_);
+    metrics.SetRunning(--running_);
+  }
+
   absl::Status Work(Handoff::Options options, absl::Time arrived, v1::RunResponse* response) {
     if (options.cancelled()) return absl::CancelledError("the caller is gone or has cancelled");
     const absl::Duration waited = absl::Now() - arrived;
@@ -159,6 +188,8 @@ class PrefillService final : public v1::Prefill::CallbackService {
 
   const PrefillServiceOptions options_;
   ChannelCache channels_;
+  absl::Mutex mutex_;  // held over SetRunning too, so that its last value is the newest
+  int running_ ABSL_GUARDED_BY(mutex_) = 0;
   WorkerQueue workers_;  // last: its threads use the rest
 };
 

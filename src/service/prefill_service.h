@@ -10,6 +10,7 @@
 #include "absl/time/time.h"
 #include "sluice/v1/prefill.pb.h"
 #include "src/base/readiness.h"
+#include "src/metrics/metrics.h"
 #include "src/prefill/prefiller.h"
 #include "src/service/grpc_service.h"
 
@@ -20,6 +21,7 @@ struct PrefillServiceOptions {
   // Outlive the service.
   Prefiller* prefiller = nullptr;
   const Readiness* readiness = nullptr;
+  Metrics* metrics = nullptr;
   int threads = 2;
   // Calls that may wait for a thread; more are refused with RESOURCE_EXHAUSTED.
   size_t max_queued = 64;

@@ -9,10 +9,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy/prometheus"
 PROMTOOL = ROOT / ".venv/bin/promtool"
-# Reasons of calls that sluice_requests_total and sluice_reserves_total do not count: Write, Commit, Admin, and
-# the prefill node's Run.
+# Reasons of calls that sluice_requests_total and sluice_reserves_total do not count: Write, Commit, Admin.
 OF_OTHER_CALLS = {"BLOCK_BUSY", "CHECKSUM_MISMATCH", "COMMITTED", "FAILPOINTS_NOT_ALLOWED",
-                  "MISSING_BLOCKS", "NO_FAILPOINTS", "QUEUE_FULL", "STOPPING"}
+                  "MISSING_BLOCKS", "NO_FAILPOINTS", "STOPPING"}
 
 
 def exported() -> dict[str, str]:

@@ -53,7 +53,7 @@ class Node:
         self.address_file.unlink(missing_ok=True)
         command = [str(BIN / program), "--model", str(model), "--device", DEVICE, "--listen", "127.0.0.1:0",
                    "--address-file", str(self.address_file)]
-        if program == "sluice-server" and admin:
+        if admin and program in ("sluice-server", "sluice-prefill"):
             command += ["--admin-listen", "127.0.0.1:0"]
         started = time.monotonic()
         with self.log.open("w") as log:

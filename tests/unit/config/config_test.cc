@@ -1,4 +1,5 @@
 #include "src/config/config.h"
+#include "src/config/help.h"
 
 #include <catch2/catch.hpp>
 #include <cstdlib>
@@ -183,14 +184,23 @@ TEST_CASE("a setting of another program is refused as a flag and passed over els
         "--print-plan is a flag of sluice-server, not of sluice-prefill");
   const TemporaryFile file("model: m\nmax_sequences: 7\n");
   const LoadResult loaded =
-      Loaded({"--config", file.path()}, {{"SLUICE_ADMIN_LISTEN", "localhost:1"}}, "sluice-prefill");
+      Loaded({"--config", file.path()}, {{"SLUICE_DRAM_BYTES", "7MiB"}}, "sluice-prefill");
   CHECK(loaded.config.max_sequences() == 32);
   CHECK(loaded.origins.at("max_sequences") == "default");
-  CHECK(loaded.config.admin_listen() == "127.0.0.1:7001");
+  CHECK(loaded.config.dram_bytes() == uint64_t{4} << 30);
   // Wrong is wrong for every program that shares the file.
   const TemporaryFile wrong("model: m\nmax_sequences: 0\n");
   CHECK(
       absl::StrContains(Refusal({"--config", wrong.path()}, {}, "sluice-prefill"), ":2) must be"));
+}
+
+TEST_CASE("a default may be empty in one program, which takes the setting all the same") {
+  CHECK(Loaded({"--model=m"}).config.admin_listen() == "127.0.0.1:7001");
+  CHECK(Loaded({"--model=m"}, {}, "sluice-prefill").config.admin_listen().empty());
+  CHECK(Loaded({"--model=m", "--admin-listen=localhost:1"}, {}, "sluice-prefill")
+            .config.admin_listen() == "localhost:1");
+  CHECK(absl::StrContains(HelpText("sluice-server"), "127.0.0.1:7001"));
+  CHECK_FALSE(absl::StrContains(HelpText("sluice-prefill"), "127.0.0.1:7001"));
 }
 
 TEST_CASE("SLUICE_CONFIG names the file where --config does not") {

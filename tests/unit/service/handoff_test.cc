@@ -251,6 +251,7 @@ struct PrefillSide {
     *model->add_cache_kinds() = ToProto(Kind());
     options.prefiller = &prefiller;
     options.readiness = &readiness;
+    options.metrics = &metrics;
     options.threads = threads;
     options.max_queued = max_queued;
     options.call_timeout = absl::Seconds(3);
@@ -270,6 +271,7 @@ struct PrefillSide {
 
   FakePrefiller prefiller;
   Readiness readiness;
+  Metrics metrics;
   std::unique_ptr<GrpcServer> server;
   std::unique_ptr<v1::Prefill::Stub> stub;
 };

@@ -1,0 +1,49 @@
+"""The admin port of sluice-prefill: what probes and Prometheus ask of it."""
+
+import pytest
+from metrics_text import Scrape, exported_names, wait_for
+from nodes import TIMEOUT_S, error_of, greedy
+from sluice.v1 import prefill_pb2
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_models, start):
+    model = tiny_models("tiny-llama")
+    return (start("sluice-server", model, "--hbm-bytes", "4MiB", "--dram-bytes", "4MiB"),
+            start("sluice-prefill", model, "--hbm-bytes", "4MiB"))
+
+
+def run_of(decode, prompt):
+    return prefill_pb2.RunRequest(prompt_token_ids=prompt, decode_address=decode.address, rendezvous_key="room",
+                                  sampling=greedy(max_tokens=4))
+
+
+def test_it_answers_probes_and_exports_the_names_of_the_header(pair):
+    _, prefill = pair
+    assert prefill.http("/healthz")[0] == 200 and prefill.http("/readyz")[0] == 200
+    assert prefill.http("/nothing")[0] == 404
+    scrape = Scrape(prefill)
+    # It has no tiers: the caches of the prompt at hand are all it holds.
+    assert set(scrape.types) == {name for name in exported_names() if not name.startswith("sluice_tier_")}
+    assert scrape.get("sluice_build_info", device="cpu", policy="") == 1
+
+
+def test_prompts_are_counted_by_how_they_end(pair):
+    decode, prefill = pair
+    before = Scrape(prefill)
+    prefill.prefill.Run(run_of(decode, [1, 2, 3, 4, 5]), timeout=TIMEOUT_S)
+    error_of(lambda: prefill.prefill.Run(run_of(decode, []), timeout=TIMEOUT_S))
+    after = wait_for(prefill, lambda s: s.get("sluice_requests_total") == before.get("sluice_requests_total") + 2, 5)
+    def moved(name, **labels):
+        return after.get(name, **labels) - before.get(name, **labels)
+    assert moved("sluice_requests_total", outcome="handed_over", reason="PUSHED") == 1
+    assert moved("sluice_requests_total", outcome="refused", reason="INVALID_ARGUMENT") == 1
+    assert moved("sluice_requests_total") == 2
+    assert moved("sluice_tokens_total", kind="prompt") == 5
+    assert moved("sluice_queue_seconds_count") == 1
+    assert after.get("vllm:num_requests_running") == 0 and after.get("vllm:num_requests_waiting") == 0
+
+
+def test_without_the_setting_there_is_no_port(tiny_models, start):
+    node = start("sluice-prefill", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB", admin=False)
+    assert set(node.addresses) == {"listen", "pid"}
