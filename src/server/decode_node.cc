@@ -39,6 +39,9 @@ absl::StatusOr<std::unique_ptr<DecodeNode>> DecodeNode::Start(const Config& conf
   const absl::Time start = absl::Now();
   std::unique_ptr<DecodeNode> node(new DecodeNode(config));
   SLUICE_ASSIGN_OR_RETURN(node->security_, SetUpSecurity(config));
+  if (node->security_.file != nullptr) {
+    node->security_.file->OnTenants([quotas = &node->quotas_](const auto& all) { quotas->Set(all); });
+  }
   SLUICE_RETURN_IF_ERROR(node->StartAdminHttp());
   SLUICE_RETURN_IF_ERROR(node->LoadModelAndMemory());
   SLUICE_RETURN_IF_ERROR(node->StartEngine());
@@ -112,6 +115,7 @@ absl::Status DecodeNode::StartEngine() {
     return policy->FootprintOf(context, total);
   };
   table.hint_tokens = policy_->hint_tokens();
+  table.quotas = &quotas_;
   table.retry_after = [this] { return finish_rate_.RetryAfter(); };
   transfers_ =
       std::make_unique<TransferTable>(std::move(table), dram_.get(), hbm_.get(), RealClock());

@@ -22,6 +22,7 @@
 #include "src/model/model.h"
 #include "src/model/token_bytes.h"
 #include "src/request/finish_rate.h"
+#include "src/request/tenant_quotas.h"
 #include "src/server/security.h"
 #include "src/server/signals.h"
 #include "src/service/admin_http.h"
@@ -56,6 +57,7 @@ class DecodeNode {
   ProcessMetrics process_metrics_;
   Readiness readiness_;
   FinishRate finish_rate_{RealClock()};
+  TenantQuotas quotas_{RealClock(), [this] { return finish_rate_.RetryAfter(); }};
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
   std::optional<TokenBytes> token_bytes_;
