@@ -192,7 +192,8 @@ class TransferTable {
   // Whose the transfer or kept sequence is, also of one that the engine took lately; nothing where
   // there is none.
   std::optional<std::string> TenantOf(const std::string& id) const;
-  // OK where the transfer is that tenant's; else NOT_FOUND, in the words of one that was never there.
+  // OK where the transfer is that tenant's; else NOT_FOUND, in the words of one that was never
+  // there.
   absl::Status CheckOwner(const std::string& transfer_id, const std::string& tenant) const;
 
   // The engine's side. Attach binds a Generate to a transfer, at most one: NOT_FOUND (an id that is

@@ -15,6 +15,7 @@
 #include "src/config/setting.h"
 #include "src/device/device.h"
 #include "src/engine/engine.h"
+#include "src/facade/decode_load.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/transfer_table.h"
 #include "src/metrics/metrics.h"
@@ -28,6 +29,7 @@
 #include "src/service/admin_http.h"
 #include "src/service/drain_control.h"
 #include "src/service/grpc_server.h"
+#include "src/service/tenant_gate.h"
 
 namespace sluice {
 
@@ -68,6 +70,8 @@ class DecodeNode {
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<EngineThread> engine_thread_;
   std::unique_ptr<DrainControl> drain_;
+  std::optional<TenantGate> gate_;
+  std::unique_ptr<DecodeLoad> load_;
   std::unique_ptr<GrpcServer> grpc_;
   // Its callbacks ask the pools: see memory_ready_.
   std::atomic<bool> memory_ready_ = false;

@@ -12,6 +12,8 @@ constexpr Roles kRouters{Role::kRouter};
 constexpr Roles kOperators{Role::kOperator};
 constexpr Roles kWatchers{Role::kOperator, Role::kMonitor};
 
+constexpr Roles kRouterOrWatcher{Role::kRouter, Role::kOperator, Role::kMonitor};
+
 struct Rule {
   std::string_view method;
   Roles roles;
@@ -39,6 +41,16 @@ constexpr Rule kRules[] = {
     {"/sluice.v1.Admin/SetFailpoints", kOperators},
     {"/sluice.v1.Admin/Drain", kOperators},
     {"/sluice.v1.Admin/Resume", kOperators},
+
+    // Routers look at a node's state before they send anything, and ask it again and again.
+    {"/vllm.grpc.engine.VllmEngine/Generate", kRouters},
+    {"/vllm.grpc.engine.VllmEngine/Abort", kRouters},
+    {"/vllm.grpc.engine.VllmEngine/FlushCache", Roles{Role::kRouter, Role::kOperator}},
+    {"/vllm.grpc.engine.VllmEngine/HealthCheck", kAnybody},
+    {"/vllm.grpc.engine.VllmEngine/GetModelInfo", kAnybody},
+    {"/vllm.grpc.engine.VllmEngine/GetServerInfo", kRouterOrWatcher},
+    {"/vllm.grpc.engine.VllmEngine/GetLoads", kRouterOrWatcher},
+    {"/vllm.grpc.engine.VllmEngine/GetTokenizer", kRouters},
 
     {"/grpc.health.v1.Health/Check", kAnybody},
     {"/grpc.health.v1.Health/Watch", kAnybody},

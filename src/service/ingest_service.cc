@@ -202,7 +202,8 @@ class IngestService final : public IngestBase {
   grpc::ServerUnaryReactor* Reserve(grpc::CallbackServerContext* context,
                                     const v1::ReserveRequest* request,
                                     v1::ReserveResponse* response) override {
-    const absl::Status status = Guarded("Reserve", [&] { return DoReserve(*context, *request, *response); });
+    const absl::Status status =
+        Guarded("Reserve", [&] { return DoReserve(*context, *request, *response); });
     if (!status.ok()) watch_.ReserveRefused(status);
     return Reply(context, status);
   }
@@ -216,11 +217,10 @@ class IngestService final : public IngestBase {
                                    const v1::CommitRequest* request,
                                    v1::CommitResponse* response) override {
     TransferInfo info;
-    const absl::Status status =
-        Guarded("Commit", [&]() -> absl::Status {
-          SLUICE_RETURN_IF_ERROR(Own(*context, request->transfer_id()));
-          return DoCommit(*request, *response, info);
-        });
+    const absl::Status status = Guarded("Commit", [&]() -> absl::Status {
+      SLUICE_RETURN_IF_ERROR(Own(*context, request->transfer_id()));
+      return DoCommit(*request, *response, info);
+    });
     if (SLUICE_FAILPOINT(kIngestCommitAnswer)) context->TryCancel();
     const v1::MissingBlocks missing = ToMissingBlocks(info);
     return Finish(context, ToGrpcStatus(status, info.missing.empty() ? nullptr : &missing));
@@ -241,9 +241,9 @@ class IngestService final : public IngestBase {
                                         const v1::GetTransferRequest* request,
                                         v1::GetTransferResponse* response) override {
     return Reply(context, Guarded("GetTransfer", [&]() -> absl::Status {
-      SLUICE_RETURN_IF_ERROR(Own(*context, request->transfer_id()));
-      return DoGet(*request, *response);
-    }));
+                   SLUICE_RETURN_IF_ERROR(Own(*context, request->transfer_id()));
+                   return DoGet(*request, *response);
+                 }));
   }
 
  private:
@@ -266,12 +266,12 @@ class IngestService final : public IngestBase {
     return tenant.empty() ? absl::OkStatus() : options_.transfers->CheckOwner(transfer_id, tenant);
   }
 
-  absl::Status DoReserve(const grpc::CallbackServerContext& context, const v1::ReserveRequest& request, v1::ReserveResponse& response) {
+  absl::Status DoReserve(const grpc::CallbackServerContext& context,
+                         const v1::ReserveRequest& request, v1::ReserveResponse& response) {
     SLUICE_RETURN_IF_ERROR(options_.readiness->CheckTakesWork());
     SLUICE_ASSIGN_OR_RETURN(Manifest manifest, FromProto(request));
-    SLUICE_ASSIGN_OR_RETURN(
-        manifest.tenant,
-        TenantFor(CallerOf(options_.access, context), manifest.tenant, "manifest.tenant"));
+    SLUICE_ASSIGN_OR_RETURN(manifest.tenant, TenantFor(CallerOf(options_.access, context),
+                                                       manifest.tenant, "manifest.tenant"));
     SLUICE_ASSIGN_OR_RETURN(const TransferTable::Reserved reserved,
                             options_.transfers->Reserve(manifest));
     watch_.Reserved(manifest, reserved.transfer_id);

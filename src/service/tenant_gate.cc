@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "src/base/status_macros.h"
 #include "src/kv/transfer_table.h"
+#include "src/service/access.h"
 
 namespace sluice {
 namespace {
@@ -17,6 +18,7 @@ std::string Scoped(const Caller& caller, const std::string& name) {
 }  // namespace
 
 absl::Status TenantGate::Admit(const grpc::ServerContextBase& context, Request* request) const {
+  if (file_ != nullptr) file_->Refresh();
   const Caller caller = CallerOf(context);
   HandoffRef& handoff = request->handoff;
   SLUICE_ASSIGN_OR_RETURN(handoff.tenant, TenantFor(caller, handoff.tenant));

@@ -1,5 +1,5 @@
-// The one place where a Generate, of whatever dialect, becomes a tenant's: whose it is, whether what
-// it names is that tenant's own, and whether the tenant may have one more. Thread-safe.
+// The one place where a Generate, of whatever dialect, becomes a tenant's: whose it is, whether
+// what it names is that tenant's own, and whether the tenant may have one more. Thread-safe.
 #pragma once
 
 #include <string>
@@ -16,8 +16,10 @@ class TransferTable;
 class TenantGate {
  public:
   // All of it outlives the gate, and may be null: without TLS, without transfers, without quotas.
-  TenantGate(const Access* access, const TransferTable* transfers, TenantQuotas* quotas)
-      : access_(access), transfers_(transfers), quotas_(quotas) {}
+  // `file`: whose tenants the quotas are, also of a node without TLS; looked at for a change.
+  TenantGate(const Access* access, const Access* file, const TransferTable* transfers,
+             TenantQuotas* quotas)
+      : access_(access), file_(file), transfers_(transfers), quotas_(quotas) {}
 
   // Settles request.handoff.tenant, makes request_id the tenant's own and puts a meter before
   // request.sink, which must be set.
@@ -36,6 +38,7 @@ class TenantGate {
 
  private:
   const Access* const access_;
+  const Access* const file_;
   const TransferTable* const transfers_;
   TenantQuotas* const quotas_;
 };
