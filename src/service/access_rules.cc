@@ -12,8 +12,6 @@ constexpr Roles kRouters{Role::kRouter};
 constexpr Roles kOperators{Role::kOperator};
 constexpr Roles kWatchers{Role::kOperator, Role::kMonitor};
 
-constexpr Roles kRouterOrWatcher{Role::kRouter, Role::kOperator, Role::kMonitor};
-
 struct Rule {
   std::string_view method;
   Roles roles;
@@ -34,6 +32,15 @@ constexpr Rule kRules[] = {
     {"/sluice.v1.Prefill/Run", kRouters},
     {"/sluice.v1.Prefill/GetModel", kAnybody},
 
+    {"/vllm.grpc.engine.VllmEngine/Generate", kRouters},
+    {"/vllm.grpc.engine.VllmEngine/HealthCheck", kAnybody},
+    {"/vllm.grpc.engine.VllmEngine/FlushCache", kRouters},
+    {"/vllm.grpc.engine.VllmEngine/Abort", kRouters},
+    {"/vllm.grpc.engine.VllmEngine/GetModelInfo", kAnybody},
+    {"/vllm.grpc.engine.VllmEngine/GetServerInfo", kRouters},
+    {"/vllm.grpc.engine.VllmEngine/GetLoads", kRouters},
+    {"/vllm.grpc.engine.VllmEngine/GetTokenizer", kRouters},
+
     {"/sluice.v1.Admin/GetModel", kAnybody},
     {"/sluice.v1.Admin/GetCapacity", kWatchers},
     {"/sluice.v1.Admin/ListSequences", kWatchers},
@@ -41,16 +48,6 @@ constexpr Rule kRules[] = {
     {"/sluice.v1.Admin/SetFailpoints", kOperators},
     {"/sluice.v1.Admin/Drain", kOperators},
     {"/sluice.v1.Admin/Resume", kOperators},
-
-    // Routers look at a node's state before they send anything, and ask it again and again.
-    {"/vllm.grpc.engine.VllmEngine/Generate", kRouters},
-    {"/vllm.grpc.engine.VllmEngine/Abort", kRouters},
-    {"/vllm.grpc.engine.VllmEngine/FlushCache", Roles{Role::kRouter, Role::kOperator}},
-    {"/vllm.grpc.engine.VllmEngine/HealthCheck", kAnybody},
-    {"/vllm.grpc.engine.VllmEngine/GetModelInfo", kAnybody},
-    {"/vllm.grpc.engine.VllmEngine/GetServerInfo", kRouterOrWatcher},
-    {"/vllm.grpc.engine.VllmEngine/GetLoads", kRouterOrWatcher},
-    {"/vllm.grpc.engine.VllmEngine/GetTokenizer", kRouters},
 
     {"/grpc.health.v1.Health/Check", kAnybody},
     {"/grpc.health.v1.Health/Watch", kAnybody},

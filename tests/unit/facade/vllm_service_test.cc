@@ -1,17 +1,11 @@
 #include "src/facade/vllm_service.h"
 
 #include <grpcpp/grpcpp.h>
-#include <time.h>
 
-#include <algorithm>
 #include <catch2/catch.hpp>
 #include <memory>
 #include <string>
-#include <thread>
-#include <vector>
 
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "facade/vllm_engine.grpc.pb.h"
 #include "src/base/readiness.h"
 #include "tests/support/eventually.h"
@@ -122,48 +116,6 @@ TEST_CASE("a caller that hangs up cancels its sequence, streamed or not") {
   context.TryCancel();
   CHECK(absl::IsCancelled(f.engine.CancelledWith()));
   CHECK(reader->Finish().error_code() == grpc::StatusCode::CANCELLED);
-}
-
-absl::Duration ThreadTime() {
-  timespec now;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return absl::DurationFromTimespec(now);
-}
-
-// The figure of the façade's overhead: what a token costs the engine's thread, from Emit to its
-// return. A pause between tokens lets each be a message of its own, as in a step of decoding.
-TEST_CASE("a streamed token costs the engine's thread at most 20 us") {
-  Fixture f;
-  grpc::ClientContext context;
-  auto reader = f.stub->Generate(&context, Prompt(true));
-  const std::string id = f.engine.WaitForRequest().request_id;
-  constexpr int kTokens = 1500;
-  int messages = 0;
-  std::thread client([&] {
-    ve::GenerateResponse response;
-    while (reader->Read(&response)) ++messages;
-  });
-  std::vector<absl::Duration> times;
-  for (int i = 0; i < kTokens; ++i) {
-    const absl::Duration before = ThreadTime();
-    REQUIRE(f.engine.Emit(id, i % 1000));
-    times.push_back(ThreadTime() - before);
-    absl::SleepFor(absl::Microseconds(300));
-  }
-  FinishInfo end;
-  end.reason = FinishInfo::Reason::kLength;
-  REQUIRE(f.engine.Finish(id, end));
-  client.join();
-  CHECK(reader->Finish().ok());
-  CHECK(messages > kTokens / 2);  // not all of them in a few messages
-  std::sort(times.begin(), times.end());
-  const absl::Duration median = times[times.size() / 2];
-  WARN("thread time of a token: median " << absl::FormatDuration(median) << ", 99th percentile "
-                                         << absl::FormatDuration(times[times.size() * 99 / 100])
-                                         << ", " << messages << " messages");
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-  CHECK(median <= absl::Microseconds(20));
-#endif
 }
 
 }  // namespace
