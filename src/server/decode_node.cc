@@ -39,6 +39,7 @@ constexpr absl::Duration kEndTime = absl::Seconds(1);
 absl::StatusOr<std::unique_ptr<DecodeNode>> DecodeNode::Start(const Config& config) {
   const absl::Time start = absl::Now();
   std::unique_ptr<DecodeNode> node(new DecodeNode(config));
+  SLUICE_ASSIGN_OR_RETURN(node->access_log_, OpenAccessLog(config));
   SLUICE_ASSIGN_OR_RETURN(node->security_, SetUpSecurity(config));
   if (node->security_.file != nullptr) {
     node->security_.file->OnTenants(
@@ -233,6 +234,7 @@ absl::Status DecodeNode::StartGrpc() {
   services.push_back(NewAdminService(std::move(admin)));
   GrpcServer::Options options;
   options.listen = config_.listen();
+  options.access_log = access_log_.get();
   options.tls = security_.tls;
   options.access = security_.access();
   options.max_receive_message_bytes =

@@ -26,6 +26,7 @@
 #include "src/request/tenant_quotas.h"
 #include "src/server/security.h"
 #include "src/server/signals.h"
+#include "src/service/access_log.h"
 #include "src/service/admin_http.h"
 #include "src/service/drain_control.h"
 #include "src/service/grpc_server.h"
@@ -72,6 +73,7 @@ class DecodeNode {
   std::unique_ptr<DrainControl> drain_;
   std::optional<TenantGate> gate_;
   std::unique_ptr<DecodeLoad> load_;
+  std::unique_ptr<AccessLog> access_log_;  // null: none is kept
   std::unique_ptr<GrpcServer> grpc_;
   // Its callbacks ask the pools: see memory_ready_.
   std::atomic<bool> memory_ready_ = false;

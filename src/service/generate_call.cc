@@ -14,6 +14,7 @@
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/metrics/metrics.h"
+#include "src/service/call_record.h"
 #include "src/service/guarded.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
@@ -73,7 +74,9 @@ void GenerateCall::Start() {
     if (options_.metrics != nullptr) {
       options_.metrics->requests(RequestOutcome::kRefused, ReasonLabel(status)).Add();
     }
-    log_->Refused(dialect_->request_id().substr(0, kMaxNameBytes), status);
+    const std::string name = dialect_->request_id().substr(0, kMaxNameBytes);
+    log_->Refused(name, status);
+    RequestLog::NoteRefused(*context_, name);
     absl::MutexLock lock(&mutex_);
     finished_ = true;
     EndWith(ToGrpcStatus(dialect_->Translated(status)));
@@ -87,9 +90,14 @@ absl::Status GenerateCall::Submit() {
   if (request.request_id.empty()) request.request_id = RandomRequestId();
   request_id_ = request.request_id;
   dialect_->Begin(request_id_);
+  if (const std::string& tenant = request.handoff.tenant; !tenant.empty()) {
+    NoteCall(*context_, [&](CallFields& call) { call.tenant = tenant; });
+  }
   if (log_->log_prompts()) prompt_ = request.prompt;
   request.deadline = DeadlineOf(*context_);
-  request.trace = TraceOf(*context_);
+  int malformed = 0;
+  request.trace = TraceOf(*context_, &malformed);
+  if (options_.metrics != nullptr) options_.metrics->malformed_trace_headers.Add(malformed);
   auto stream = std::make_shared<TokenStream>(
       options_.stream_capacity, [generator = options_.generator] { generator->Wake(); });
   request.sink = stream;
@@ -124,6 +132,7 @@ void GenerateCall::Over() {
     stream_->SetReadyCallback(nullptr);
     absl::MutexLock lock(&mutex_);
     log_->Ended(request_id_, sequence_, *end_, prompt_, output_);
+    RequestLog::NoteEnded(*context_, request_id_, *end_);
   }
   if (linger_ != nullptr) linger_->Stop();
 }

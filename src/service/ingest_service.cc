@@ -18,6 +18,7 @@
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
+#include "src/service/call_record.h"
 #include "src/service/caller.h"
 #include "src/service/guarded.h"
 #include "src/service/proto_conversion.h"
@@ -60,6 +61,14 @@ class LandingSink : public ChunkSink {
   std::string transfer_id_;
   uint64_t bytes_ = 0;
 };
+
+void NoteTransfer(const grpc::ServerContextBase& context, const std::string& id,
+                  uint64_t bytes = 0) {
+  NoteCall(context, [&](CallFields& call) {
+    call.transfer_id = id.substr(0, kMaxNameBytes);
+    call.bytes = bytes;
+  });
+}
 
 // One Write stream. While one message lands, on the thread that brought it, the transport receives
 // the next, and one more may wait: then nothing is read, so that the transport's flow control holds
@@ -152,6 +161,7 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
 
   void FinishWith(const absl::Status& status) {
     if (SLUICE_FAILPOINT(kIngestWriteAnswer)) context_->TryCancel();
+    NoteTransfer(*context_, transfer_id_, bytes_landed_);
     if (!status.ok()) {
       watch_->StreamBroke(transfer_id_, status);
       Finish(ToGrpcStatus(status));
@@ -204,6 +214,7 @@ class IngestService final : public IngestBase {
                                     v1::ReserveResponse* response) override {
     const absl::Status status =
         Guarded("Reserve", [&] { return DoReserve(*context, *request, *response); });
+    NoteTransfer(*context, response->transfer_id());
     if (!status.ok()) watch_.ReserveRefused(status);
     return Reply(context, status);
   }
@@ -222,6 +233,7 @@ class IngestService final : public IngestBase {
       return DoCommit(*request, *response, info);
     });
     if (SLUICE_FAILPOINT(kIngestCommitAnswer)) context->TryCancel();
+    NoteTransfer(*context, request->transfer_id());
     const v1::MissingBlocks missing = ToMissingBlocks(info);
     return Finish(context, ToGrpcStatus(status, info.missing.empty() ? nullptr : &missing));
   }
@@ -234,6 +246,7 @@ class IngestService final : public IngestBase {
     if (status.ok() && !Own(*context, request->transfer_id()).ok()) return Reply(context, status);
     if (status.ok()) status = options_.transfers->Abort(request->transfer_id(), request->reason());
     if (status.ok()) watch_.Aborted(request->transfer_id());
+    NoteTransfer(*context, request->transfer_id());
     return Reply(context, status);
   }
 
