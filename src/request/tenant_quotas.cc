@@ -8,6 +8,12 @@
 #include "src/base/status_macros.h"
 
 namespace sluice {
+namespace {
+
+// Time that went by before tokens forgives none of them: it is counted as often as this.
+constexpr absl::Duration kForgiveEvery = absl::Milliseconds(100);
+
+}  // namespace
 
 struct TenantQuotas::State {
   struct Tenant {
@@ -17,6 +23,8 @@ struct TenantQuotas::State {
     absl::Time counted;
     bool idle() const { return sequences == 0 && dram_bytes == 0; }
   };
+
+  using Tenants = std::map<std::string, Tenant>;
 
   TenantQuota QuotaOf(const std::string& name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     auto found = quotas.find(name);
@@ -48,14 +56,15 @@ struct TenantQuotas::State {
   std::function<absl::Duration()> retry_after;
   absl::Mutex mutex;
   std::map<std::string, TenantQuota> quotas ABSL_GUARDED_BY(mutex);
-  std::map<std::string, Tenant> tenants ABSL_GUARDED_BY(mutex);
+  Tenants tenants ABSL_GUARDED_BY(mutex);
   size_t kept ABSL_GUARDED_BY(mutex) = kLeastKept;
 };
 
 // The engine's sink, with the tenant's share of sequences until the end.
 class TenantQuotas::MeteredSink : public TokenSink {
  public:
-  MeteredSink(std::shared_ptr<State> state, State::Tenant* tenant, std::shared_ptr<TokenSink> sink)
+  MeteredSink(std::shared_ptr<State> state, State::Tenants::value_type* tenant,
+              std::shared_ptr<TokenSink> sink)
       : state_(std::move(state)), tenant_(tenant), sink_(std::move(sink)) {}
   ~MeteredSink() override { Release(); }  // Submit was refused
 
@@ -63,7 +72,11 @@ class TenantQuotas::MeteredSink : public TokenSink {
   void Emit(OutputToken token) override {
     {
       absl::MutexLock lock(&state_->mutex);
-      tenant_->tokens += 1;
+      const absl::Time now = state_->clock->Now();
+      if (now - tenant_->second.counted >= kForgiveEvery) {
+        State::Forgive(tenant_->second, state_->QuotaOf(tenant_->first), now);
+      }
+      tenant_->second.tokens += 1;
     }
     sink_->Emit(std::move(token));
   }
@@ -76,11 +89,11 @@ class TenantQuotas::MeteredSink : public TokenSink {
   void Release() {
     absl::MutexLock lock(&state_->mutex);
     if (std::exchange(released_, true)) return;
-    --tenant_->sequences;
+    --tenant_->second.sequences;
   }
 
   const std::shared_ptr<State> state_;
-  State::Tenant* const tenant_;  // is not forgotten while it has this sequence
+  State::Tenants::value_type* const tenant_;  // is not forgotten while it has this sequence
   const std::shared_ptr<TokenSink> sink_;
   bool released_ = false;
 };
@@ -138,12 +151,13 @@ absl::StatusOr<std::shared_ptr<TokenSink>> TenantQuotas::Admit(const std::string
                                                                std::shared_ptr<TokenSink> sink) {
   if (tenant.empty()) return sink;
   const absl::Duration retry = state_->Retry();
-  State::Tenant* admitted = nullptr;
+  State::Tenants::value_type* admitted = nullptr;
   {
     absl::MutexLock lock(&state_->mutex);
     state_->Prune();
     const TenantQuota quota = state_->QuotaOf(tenant);
-    State::Tenant& has = state_->tenants[tenant];
+    admitted = &*state_->tenants.try_emplace(tenant).first;
+    State::Tenant& has = admitted->second;
     if (quota.sequences > 0 && has.sequences >= quota.sequences) {
       return ResourceExhausted(
           "TENANT_SEQUENCES",
@@ -162,7 +176,6 @@ absl::StatusOr<std::shared_ptr<TokenSink>> TenantQuotas::Admit(const std::string
               absl::Seconds(over / static_cast<double>(quota.tokens_per_second)));
     }
     ++has.sequences;
-    admitted = &has;
   }
   return std::make_shared<MeteredSink>(state_, admitted, std::move(sink));
 }
