@@ -18,6 +18,7 @@ KUBECTL = ROOT / ".venv/bin/kubectl"
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
 # Of the API server that the manifests are checked against.
 VERSION = "1.34"
+POD_ADDRESS = "10.0.0.7"
 SCHEMAS = {path.stem: json.loads(path.read_text()) for path in (ROOT / "tests/deploy/schemas").glob("*.json")}
 UNITS = {"": 1, "m": 1e-3, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40,
          "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -79,7 +80,15 @@ class Workload:
 
     @property
     def env(self) -> dict[str, str]:
-        return {entry["name"]: entry["value"] for entry in self.container.get("env", [])}
+        """With $(NAME) filled in, as the kubelet does from entries before; a pod has an address."""
+        found = {}
+        for entry in self.container.get("env", []):
+            if "valueFrom" in entry:
+                assert entry["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+                found[entry["name"]] = POD_ADDRESS
+            else:
+                found[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda m: found[m[1]], entry["value"])
+        return found
 
 
 def workloads(docs: list[dict]) -> list[Workload]:

@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 import yaml
-from manifests import OVERLAYS, ROOT, Workload, documents, nodes_of, of_kind, quantity, workloads
+from manifests import OVERLAYS, POD_ADDRESS, ROOT, Workload, documents, nodes_of, of_kind, quantity, workloads
 from nodes import BIN, ENVIRONMENT, SCALE, run
 
 # HBM of what the overlays' nodeSelector names, as its driver reports it.
@@ -49,6 +49,8 @@ def test_the_program_takes_its_settings_and_listens_where_the_manifest_says(over
         config = config_of(docs, node, tmp_path)
         assert config["listen"] == f"0.0.0.0:{node.ports['grpc']}"
         assert config["admin_listen"] == f"0.0.0.0:{node.ports['admin']}"
+        if node.program == "sluice-prefill":  # 0.0.0.0 is nowhere that a decode node could read from
+            assert config["advertise"] == f"{POD_ADDRESS}:{node.ports['grpc']}"
         assert config["log_format"] == "json" and not config["failpoints"]
         broken = Workload(node.owner, node.template)
         broken.container["env"].append({"name": "SLUICE_HBM_BYTE", "value": "1GiB"})
@@ -110,7 +112,7 @@ def test_the_memory_that_is_configured_fits_into_what_the_pod_gets(overlay, tmp_
         assert resources["requests"]["memory"] == resources["limits"]["memory"]
         device = plan["memory"] - dram if node.program == "sluice-server" else (
             plan["weights"] + plan["workspace"] + quantity(config["hbm_bytes"]))
-        host = dram if node.program == "sluice-server" else 0
+        host = dram if node.program == "sluice-server" else quantity(config["hold_bytes"])
         if config["device"] == "cpu":
             assert device + host + spare <= limit, node.name
             assert "nvidia.com/gpu" not in resources["limits"]
