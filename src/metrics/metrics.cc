@@ -276,6 +276,7 @@ void Counter::Add(double amount) const {
   SLUICE_CHECK(amount >= 0, "a counter was asked to go down by ", -amount);
   counter_->Increment(amount);
 }
+double Counter::Value() const { return counter_->Value(); }
 
 void Gauge::Set(double value) const { gauge_->Set(value); }
 

@@ -29,6 +29,7 @@ class Counter {
   explicit Counter(prometheus::Counter* counter) : counter_(counter) {}
   // REQUIRES: amount >= 0.
   void Add(double amount = 1) const;
+  double Value() const;
 
  private:
   prometheus::Counter* counter_;

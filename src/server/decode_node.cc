@@ -14,6 +14,7 @@
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
+#include "src/facade/vllm_service.h"
 #include "src/kv/selection_hints.h"
 #include "src/server/address_file.h"
 #include "src/server/model_setup.h"
@@ -193,14 +194,27 @@ absl::Status DecodeNode::StartGrpc() {
   ingest.metrics = &metrics_;
   ingest.log_prompts = config_.log_prompts();
   services.push_back(NewIngestService(ingest));
-  DecodeServiceOptions decode;
-  decode.vocab_size = vocab_size;
-  decode.max_context = static_cast<uint32_t>(model_->max_context());
-  decode.linger = absl::Seconds(config_.slow_reader_timeout_seconds());
-  decode.engine = engine_.get();
-  decode.metrics = &metrics_;
-  decode.log_prompts = config_.log_prompts();
-  services.push_back(NewDecodeService(decode));
+  GenerateOptions generate;
+  generate.vocab_size = vocab_size;
+  generate.max_context = static_cast<uint32_t>(model_->max_context());
+  generate.linger = absl::Seconds(config_.slow_reader_timeout_seconds());
+  generate.generator = engine_.get();
+  generate.metrics = &metrics_;
+  generate.log_prompts = config_.log_prompts();
+  services.push_back(NewDecodeService({generate, engine_.get()}));
+  FacadeOptions facade;
+  SLUICE_ASSIGN_OR_RETURN(facade.info,
+                          MakeNodeInfo(config_.model(), config_.served_model_name(), *model_));
+  facade.info.role = NodeInfo::Role::kDecode;
+  facade.info.policy = policy_->name();
+  facade.info.max_running = config_.max_sequences();
+  facade.info.version = Version();
+  load_ = std::make_unique<DecodeLoad>(engine_.get(), hbm_.get(),
+                                       metrics_.tokens(TokenKind::kOutput), RealClock());
+  facade.load = [load = load_.get()](auto done) { load->Ask(std::move(done)); };
+  facade.readiness = &readiness_;
+  facade.generate = generate;
+  services.push_back(NewVllmService(std::move(facade)));
   AdminServiceOptions admin;
   *admin.model.mutable_model() = MakeModelInfo(*model_);
   admin.model.set_device(device_->name());

@@ -16,6 +16,7 @@
 #include "src/device/device.h"
 #include "src/engine/engine.h"
 #include "src/engine/step_recorder.h"
+#include "src/facade/decode_load.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/transfer_table.h"
 #include "src/metrics/metrics.h"
@@ -69,6 +70,7 @@ class DecodeNode {
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<EngineThread> engine_thread_;
   std::unique_ptr<DrainControl> drain_;
+  std::unique_ptr<DecodeLoad> load_;
   std::unique_ptr<AccessLog> access_log_;  // null: none is kept
   std::unique_ptr<GrpcServer> grpc_;
   // Its callbacks ask the pools: see memory_ready_.
