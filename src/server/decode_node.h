@@ -24,12 +24,14 @@
 #include "src/model/model.h"
 #include "src/model/token_bytes.h"
 #include "src/request/finish_rate.h"
+#include "src/request/tenant_quotas.h"
 #include "src/server/security.h"
 #include "src/server/signals.h"
 #include "src/service/access_log.h"
 #include "src/service/admin_http.h"
 #include "src/service/drain_control.h"
 #include "src/service/grpc_server.h"
+#include "src/service/tenant_gate.h"
 
 namespace sluice {
 
@@ -59,6 +61,7 @@ class DecodeNode {
   ProcessMetrics process_metrics_;
   Readiness readiness_;
   FinishRate finish_rate_{RealClock()};
+  TenantQuotas quotas_{RealClock(), [this] { return finish_rate_.RetryAfter(); }};
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
   std::optional<TokenBytes> token_bytes_;
@@ -70,6 +73,7 @@ class DecodeNode {
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<EngineThread> engine_thread_;
   std::unique_ptr<DrainControl> drain_;
+  std::optional<TenantGate> gate_;
   std::unique_ptr<DecodeLoad> load_;
   std::unique_ptr<AccessLog> access_log_;  // null: none is kept
   std::unique_ptr<GrpcServer> grpc_;

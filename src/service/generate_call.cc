@@ -18,6 +18,7 @@
 #include "src/service/guarded.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
+#include "src/service/tenant_gate.h"
 #include "src/service/trace_headers.h"
 
 namespace sluice {
@@ -100,6 +101,7 @@ absl::Status GenerateCall::Submit() {
   auto stream = std::make_shared<TokenStream>(
       options_.stream_capacity, [generator = options_.generator] { generator->Wake(); });
   request.sink = stream;
+  if (options_.gate != nullptr) SLUICE_RETURN_IF_ERROR(options_.gate->Admit(*context_, &request));
   SLUICE_ASSIGN_OR_RETURN(sequence_, options_.generator->Submit(std::move(request)));
   stream_ = std::move(stream);
   return absl::OkStatus();

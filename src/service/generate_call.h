@@ -25,6 +25,7 @@
 namespace sluice {
 
 class Metrics;
+class TenantGate;
 
 // What the services of all dialects share.
 struct GenerateOptions {
@@ -40,6 +41,8 @@ struct GenerateOptions {
   // what never became a sequence.
   Generator* generator = nullptr;
   Metrics* metrics = nullptr;
+  // Makes every request a tenant's. Outlives the service; null: nobody is asked.
+  const TenantGate* gate = nullptr;
   // Writes token ids into the log.
   bool log_prompts = false;
 };
