@@ -141,6 +141,10 @@ absl::Status DecodeNode::StartEngine() {
   parts.clock = RealClock();
   parts.readiness = &readiness_;
   parts.finish_rate = &finish_rate_;
+  if (config_.trace_steps() > 0) {
+    recorder_ = std::make_unique<StepRecorder>(config_.trace_steps());
+    parts.trace = recorder_.get();
+  }
   SLUICE_ASSIGN_OR_RETURN(engine_, Engine::Create(options, parts));
   engine_thread_ = std::make_unique<EngineThread>(engine_.get());
   DrainControl::Options drain;
@@ -231,6 +235,7 @@ absl::Status DecodeNode::StartGrpc() {
   admin.pools = {dram_.get(), hbm_.get()};
   admin.allow_failpoints = config_.allow_failpoints();
   admin.drain = drain_.get();
+  admin.recorder = recorder_.get();
   services.push_back(NewAdminService(std::move(admin)));
   GrpcServer::Options options;
   options.listen = config_.listen();

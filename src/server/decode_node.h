@@ -15,6 +15,7 @@
 #include "src/config/setting.h"
 #include "src/device/device.h"
 #include "src/engine/engine.h"
+#include "src/engine/step_recorder.h"
 #include "src/facade/decode_load.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/transfer_table.h"
@@ -68,6 +69,7 @@ class DecodeNode {
   std::unique_ptr<PagePool> dram_;
   std::unique_ptr<AttentionPolicy> policy_;
   std::unique_ptr<TransferTable> transfers_;
+  std::unique_ptr<StepRecorder> recorder_;  // null: trace_steps is 0
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<EngineThread> engine_thread_;
   std::unique_ptr<DrainControl> drain_;
