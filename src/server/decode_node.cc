@@ -38,6 +38,7 @@ constexpr absl::Duration kEndTime = absl::Seconds(1);
 absl::StatusOr<std::unique_ptr<DecodeNode>> DecodeNode::Start(const Config& config) {
   const absl::Time start = absl::Now();
   std::unique_ptr<DecodeNode> node(new DecodeNode(config));
+  SLUICE_ASSIGN_OR_RETURN(node->security_, SetUpSecurity(config));
   SLUICE_RETURN_IF_ERROR(node->StartAdminHttp());
   SLUICE_RETURN_IF_ERROR(node->LoadModelAndMemory());
   SLUICE_RETURN_IF_ERROR(node->StartEngine());
@@ -75,6 +76,8 @@ absl::Status DecodeNode::StartAdminHttp() {
   if (config_.admin_listen().empty()) return absl::OkStatus();
   AdminHttp::Options options;
   options.listen = config_.admin_listen();
+  options.tls = security_.tls;
+  options.access = security_.access();
   options.metrics = [this] { return RenderMetrics(); };
   options.ready = [this] { return readiness_.ready(); };
   absl::StatusOr<std::unique_ptr<AdminHttp>> started = AdminHttp::Start(std::move(options));
@@ -208,6 +211,8 @@ absl::Status DecodeNode::StartGrpc() {
   services.push_back(NewAdminService(std::move(admin)));
   GrpcServer::Options options;
   options.listen = config_.listen();
+  options.tls = security_.tls;
+  options.access = security_.access();
   options.max_receive_message_bytes =
       std::max({MaxChunkMessageBytes(config_.max_chunk_bytes()),
                 MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context())),

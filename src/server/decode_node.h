@@ -22,6 +22,7 @@
 #include "src/model/model.h"
 #include "src/model/token_bytes.h"
 #include "src/request/finish_rate.h"
+#include "src/server/security.h"
 #include "src/server/signals.h"
 #include "src/service/admin_http.h"
 #include "src/service/drain_control.h"
@@ -50,6 +51,7 @@ class DecodeNode {
 
   const Config config_;
   // In order of making; each may use those before it.
+  Security security_;
   Metrics metrics_;
   ProcessMetrics process_metrics_;
   Readiness readiness_;

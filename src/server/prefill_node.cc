@@ -12,6 +12,7 @@
 #include "src/server/address_file.h"
 #include "src/server/model_setup.h"
 #include "src/server/program.h"
+#include "src/service/credentials.h"
 #include "src/service/prefill_service.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
@@ -39,6 +40,8 @@ class DiscardingSink : public LayerSink {
 absl::StatusOr<std::unique_ptr<PrefillNode>> PrefillNode::Start(const Config& config) {
   const absl::Time start = absl::Now();
   std::unique_ptr<PrefillNode> node(new PrefillNode(config));
+  SLUICE_ASSIGN_OR_RETURN(node->security_, SetUpSecurity(config));
+  node->channels_ = std::make_unique<Channels>(NewChannelCredentials(node->security_.tls));
   SLUICE_RETURN_IF_ERROR(node->StartAdminHttp());
   SLUICE_RETURN_IF_ERROR(node->LoadModelAndMemory());
   if (absl::Status canary = node->ComputeCanary(); !canary.ok()) {
@@ -74,6 +77,8 @@ absl::Status PrefillNode::StartAdminHttp() {
   if (config_.admin_listen().empty()) return absl::OkStatus();
   AdminHttp::Options options;
   options.listen = config_.admin_listen();
+  options.tls = security_.tls;
+  options.access = security_.access();
   options.metrics = [this] {
     process_metrics_.Update(metrics_);
     return metrics_.Render();
@@ -120,11 +125,15 @@ absl::Status PrefillNode::StartGrpc() {
   service.model.set_kernels(device_->kernels().name());
   service.prefiller = prefiller_.get();
   service.readiness = &readiness_;
+  service.channels = channels_.get();
+  service.access = security_.access();
   service.metrics = &metrics_;
   std::vector<GrpcService> services;
   services.push_back(NewPrefillService(std::move(service)));
   GrpcServer::Options options;
   options.listen = config_.listen();
+  options.tls = security_.tls;
+  options.access = security_.access();
   options.max_receive_message_bytes =
       MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context()));
   absl::StatusOr<std::unique_ptr<GrpcServer>> started =

@@ -11,8 +11,10 @@
 #include "src/metrics/process_metrics.h"
 #include "src/model/model.h"
 #include "src/prefill/prefiller.h"
+#include "src/server/security.h"
 #include "src/server/signals.h"
 #include "src/service/admin_http.h"
+#include "src/service/channels.h"
 #include "src/service/grpc_server.h"
 
 namespace sluice {
@@ -34,6 +36,8 @@ class PrefillNode {
 
   const Config config_;
   // In order of making; each may use those before it.
+  Security security_;
+  std::unique_ptr<Channels> channels_;
   Readiness readiness_;
   Metrics metrics_;
   ProcessMetrics process_metrics_;

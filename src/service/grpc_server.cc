@@ -15,6 +15,7 @@
 #include "absl/time/clock.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
+#include "src/service/credentials.h"
 #include "src/service/host_port.h"
 #include "src/service/malformed_messages.h"
 
@@ -43,7 +44,8 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const Options& opt
   (void)plugins;
   grpc::ServerBuilder builder;
   int port = 0;
-  builder.AddListeningPort(address.ToString(), grpc::InsecureServerCredentials(), &port);
+  builder.AddListeningPort(address.ToString(), NewServerCredentials(options.tls, options.access),
+                           &port);
   for (const GrpcService& service : services) builder.RegisterService(service.service.get());
   builder.SetMaxReceiveMessageSize(
       static_cast<int>(std::min<uint64_t>(options.max_receive_message_bytes, INT_MAX)));
@@ -64,8 +66,10 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const Options& opt
     builder.SetCompressionAlgorithmSupportStatus(algorithm, false);
   }
   builder.AddChannelArgument(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
-  // A peer that connects and does not speak HTTP/2.
-  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, 20'000);
+  // A peer that connects and does not speak HTTP/2, or stops in the middle of a TLS handshake.
+  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, 10'000);
+  // Of one call; more ends with RESOURCE_EXHAUSTED.
+  builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, 16 << 10);
   std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> interceptors;
   interceptors.push_back(NewMalformedMessages());
   builder.experimental().SetInterceptorCreators(std::move(interceptors));

@@ -9,12 +9,15 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "src/service/grpc_service.h"
+#include "src/service/tls_files.h"
 
 namespace grpc {
 class Server;
 }
 
 namespace sluice {
+
+class Access;
 
 // Sends gRPC's and protobuf's own messages to our log, at debug level: what matters in them reaches
 // a caller as a status, and a peer that sends nonsense must not fill the log. Call once, before the
@@ -25,6 +28,8 @@ class GrpcServer {
  public:
   struct Options {
     std::string listen;  // host:port, port 0: any free one
+    TlsFiles tls;
+    const Access* access = nullptr;  // with TLS: outlives the server
     uint64_t max_receive_message_bytes = 4 << 20;
     int max_concurrent_streams = 4096;  // of one connection
     // Of all connections, in gRPC's own buffers. gRPC gathers a message whole before it refuses its

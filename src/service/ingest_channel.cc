@@ -4,7 +4,7 @@ namespace sluice {
 
 grpc::ChannelArguments IngestChannelArguments() {
   grpc::ChannelArguments arguments;
-  // Decode nodes are neighbours: no proxy, and a restarted one is found again soon.
+  // Other nodes are neighbours: no proxy, and a restarted one is found again soon.
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2000);

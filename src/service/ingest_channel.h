@@ -1,4 +1,4 @@
-// How a prefill node's connections to decode nodes are set up.
+// How connections between nodes are set up.
 #pragma once
 
 #include <grpcpp/support/channel_arguments.h>

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <list>
 #include <string>
 #include <utility>
 
@@ -16,42 +15,16 @@
 #include "src/base/error.h"
 #include "src/base/status_macros.h"
 #include "src/sampling/sampling_params.h"
+#include "src/service/channels.h"
 #include "src/service/guarded.h"
 #include "src/service/handoff.h"
 #include "src/service/host_port.h"
-#include "src/service/ingest_channel.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
 #include "src/service/worker_queue.h"
 
 namespace sluice {
 namespace {
-
-// Channels to the decode nodes used last. Thread-safe.
-class ChannelCache {
- public:
-  std::shared_ptr<grpc::Channel> Get(const std::string& address) {
-    absl::MutexLock lock(&mutex_);
-    const auto found = std::find_if(channels_.begin(), channels_.end(),
-                                    [&](const auto& entry) { return entry.first == address; });
-    if (found != channels_.end()) {
-      channels_.splice(channels_.begin(), channels_, found);
-      return channels_.front().second;
-    }
-    channels_.emplace_front(address,
-                            grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(),
-                                                      IngestChannelArguments()));
-    if (channels_.size() > kMaxChannels) channels_.pop_back();
-    return channels_.front().second;
-  }
-
- private:
-  static constexpr size_t kMaxChannels = 64;
-  absl::Mutex mutex_;
-  // Used last first.
-  std::list<std::pair<std::string, std::shared_ptr<grpc::Channel>>> channels_
-      ABSL_GUARDED_BY(mutex_);
-};
 
 class RunReactor : public grpc::ServerUnaryReactor {
  public:
@@ -73,7 +46,7 @@ class PrefillService final : public v1::Prefill::CallbackService {
                                 v1::RunResponse* response) override {
     auto* reactor = new RunReactor;  // deletes itself
     const absl::Time arrived = absl::Now();
-    absl::StatusOr<Handoff::Options> handoff = Check(*request);
+    absl::StatusOr<Handoff::Options> handoff = Check(*request, CallerOf(options_.access, *context));
     if (!handoff.ok()) {
       Refuse(reactor, handoff.status());
       return reactor;
@@ -112,7 +85,7 @@ class PrefillService final : public v1::Prefill::CallbackService {
   }
 
  private:
-  absl::StatusOr<Handoff::Options> Check(const v1::RunRequest& request) {
+  absl::StatusOr<Handoff::Options> Check(const v1::RunRequest& request, const Caller& caller) {
     SLUICE_RETURN_IF_ERROR(options_.readiness->CheckTakesWork());
     const v1::ModelInfo& model = options_.model.model();
     Handoff::Options out;
@@ -125,6 +98,7 @@ class PrefillService final : public v1::Prefill::CallbackService {
                                                   /*stop_strings_supported=*/true));
     SLUICE_RETURN_IF_ERROR(CheckName("rendezvous_key", request.rendezvous_key()));
     SLUICE_RETURN_IF_ERROR(CheckName("tenant", request.tenant()));
+    SLUICE_ASSIGN_OR_RETURN(const std::string tenant, TenantFor(caller, request.tenant()));
     const absl::StatusOr<HostPort> address = ParseHostPort(request.decode_address());
     if (!address.ok() || address->port == 0) {
       return InvalidField("decode_address", address.ok() ? "port 0 cannot be called"
@@ -139,7 +113,7 @@ class PrefillService final : public v1::Prefill::CallbackService {
     *manifest->mutable_prompt_token_ids() = request.prompt_token_ids();
     const auto left = model.max_context() - static_cast<uint32_t>(out.prompt.size());
     manifest->set_max_new_tokens(out.sampling.max_tokens.value_or(std::max(left, 1u)));
-    manifest->set_tenant(request.tenant());
+    manifest->set_tenant(tenant);
     out.reserve.set_rendezvous_key(request.rendezvous_key());
 
     out.want_first_token = !request.skip_first_token();
@@ -176,7 +150,7 @@ class PrefillService final : public v1::Prefill::CallbackService {
   absl::Status Work(Handoff::Options options, absl::Time arrived, v1::RunResponse* response) {
     if (options.cancelled()) return absl::CancelledError("the caller is gone or has cancelled");
     const absl::Duration waited = absl::Now() - arrived;
-    options.channel = channels_.Get(options.decode_address);
+    options.channel = options_.channels->Get(options.decode_address);
     Handoff handoff(std::move(options));
     SLUICE_RETURN_IF_ERROR(handoff.Run(response));
     v1::RunResponse::Timings* timings = response->mutable_timings();
@@ -187,7 +161,6 @@ class PrefillService final : public v1::Prefill::CallbackService {
   }
 
   const PrefillServiceOptions options_;
-  ChannelCache channels_;
   absl::Mutex mutex_;  // held over SetRunning too, so that its last value is the newest
   int running_ ABSL_GUARDED_BY(mutex_) = 0;
   WorkerQueue workers_;  // last: its threads use the rest

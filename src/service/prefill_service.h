@@ -12,15 +12,20 @@
 #include "src/base/readiness.h"
 #include "src/metrics/metrics.h"
 #include "src/prefill/prefiller.h"
+#include "src/service/caller.h"
 #include "src/service/grpc_service.h"
 
 namespace sluice {
+
+class Channels;
 
 struct PrefillServiceOptions {
   v1::GetPrefillModelResponse model;  // the whole answer of GetModel
   // Outlive the service.
   Prefiller* prefiller = nullptr;
   const Readiness* readiness = nullptr;
+  Channels* channels = nullptr;    // to decode nodes
+  const Access* access = nullptr;  // null: without TLS
   Metrics* metrics = nullptr;
   int threads = 2;
   // Calls that may wait for a thread; more are refused with RESOURCE_EXHAUSTED.

@@ -46,7 +46,8 @@ def sluice_json(*args) -> dict:
 class Node:
     """A running sluice-server or sluice-prefill."""
 
-    def __init__(self, program: str, model: Path, folder: Path, *flags: str, admin: bool = True):
+    def __init__(self, program: str, model: Path, folder: Path, *flags: str, admin: bool = True,
+                 credentials: rpc.Credentials | None = None):
         self.program = program
         self.address_file = folder / f"{program}.json"
         self.log = folder / f"{program}.log"
@@ -69,7 +70,7 @@ class Node:
         self.ready_seconds = time.monotonic() - started
         self.addresses = json.loads(self.address_file.read_text())
         self.address = self.addresses["listen"]
-        self.channel = rpc.open_channel(self.address)
+        self.channel = rpc.open_channel(self.address, credentials)
         self.decode = decode_pb2_grpc.DecodeStub(self.channel)
         self.ingest = ingest_pb2_grpc.KvIngestStub(self.channel)
         self.admin = admin_pb2_grpc.AdminStub(self.channel)

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import sys
 
+from sluice_client import rpc
 from sluice_client.errors import ToolError
 
 _DESCRIPTION = """Talks to Sluice: a prefill node computes a prompt and hands its KV cache to a decode node,
@@ -125,6 +126,12 @@ def _add_nodes(parser, prefill: bool = True) -> None:
     if prefill:
         parser.add_argument("--prefill", metavar="ADDR", help="prefill node, host:port")
     parser.add_argument("--decode", metavar="ADDR", required=True, help="decode node, host:port")
+    group = parser.add_argument_group("TLS")
+    group.add_argument("--ca", metavar="FILE", help="PEM: who issues the nodes' certificates; without it "
+                       "calls go in clear")
+    group.add_argument("--cert", metavar="FILE", help="PEM: a certificate to show to the nodes")
+    group.add_argument("--key", metavar="FILE", help="PEM: its private key")
+    group.add_argument("--token", metavar="@FILE", help="the file with a token to show to the nodes")
 
 
 def _add_sampling(parser, max_tokens: int) -> None:
@@ -272,6 +279,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     _check(parser, args)
     try:
+        if "ca" in args:
+            rpc.use(rpc.credentials_from(args.ca, args.cert, args.key, args.token))
         return importlib.import_module("sluice_client." + args.command.replace("-", "_")).run(args)
     except ToolError as error:
         print(f"tools/sluice {args.command}: {error}", file=sys.stderr)

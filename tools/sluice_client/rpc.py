@@ -1,5 +1,8 @@
 """Channels to Sluice's services, and their errors in one sentence for people."""
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
@@ -16,12 +19,65 @@ _DETAILS = (error_details_pb2.BadRequest, error_details_pb2.ErrorInfo, error_det
             ingest_pb2.MissingBlocks)
 
 
-def open_channel(address: str) -> grpc.Channel:
-    """A channel to host:port, in clear."""
+@dataclass(frozen=True)
+class Credentials:
+    """What a client shows to nodes that speak TLS: paths of PEM files, and a token itself."""
+
+    ca: str  # who issues the nodes' certificates
+    cert: str = ""
+    key: str = ""
+    token: str = ""
+
+    def __repr__(self) -> str:  # the token must not be printed by accident
+        return f"Credentials(ca={self.ca!r}, cert={self.cert!r})"
+
+    def of_channel(self) -> grpc.ChannelCredentials:
+        tls = grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
+        if not self.token:
+            return tls
+        return grpc.composite_channel_credentials(tls, grpc.access_token_call_credentials(self.token))
+
+
+def _read(path: str) -> bytes | None:
+    if not path:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ToolError(f"{path}: {error.strerror}") from None
+
+
+def credentials_from(ca: str | None, cert: str | None, key: str | None, token: str | None) -> Credentials | None:
+    """Of the command line; None: in clear. The token is @FILE or, for tests, the token itself."""
+    if bool(cert) != bool(key):
+        raise ToolError("--cert and --key go together: give both or neither")
+    if not ca:
+        if cert or token:
+            raise ToolError("--cert and --token need --ca FILE: without TLS they would be sent to anybody")
+        return None
+    if token and token.startswith("@"):
+        token = _read(token[1:]).decode().strip()
+    return Credentials(ca, cert or "", key or "", token or "")
+
+
+_credentials: Credentials | None = None  # of channels that are given none
+
+
+def use(credentials: Credentials | None) -> None:
+    """What channels show that are given nothing else."""
+    global _credentials
+    _credentials = credentials
+
+
+def open_channel(address: str, credentials: Credentials | None = None) -> grpc.Channel:
+    """A channel to host:port: over TLS with `credentials`, or those of use(); else in clear."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ToolError(f"'{address}' is not an address: give host:port, e.g. 127.0.0.1:7000")
-    return grpc.insecure_channel(address, options=_OPTIONS)
+    credentials = credentials or _credentials
+    if credentials is None:
+        return grpc.insecure_channel(address, options=_OPTIONS)
+    return grpc.secure_channel(address, credentials.of_channel(), options=_OPTIONS)
 
 
 def details_of(error: grpc.RpcError) -> dict[str, object]:

@@ -19,8 +19,8 @@ std::string Refusal(const char* name, std::string_view text) {
 }
 
 TEST_CASE("every setting says what it is, where it belongs and what stands for its value") {
-  const std::set<std::string> groups = {"Model",  "Serving", "Memory", "Engine",
-                                        "Policy", "Logging", "Testing"};
+  const std::set<std::string> groups = {"Model",  "Serving",  "Memory",  "Engine",
+                                        "Policy", "Security", "Logging", "Testing"};
   REQUIRE(AllSettings().size() == static_cast<size_t>(Config::descriptor()->field_count()));
   for (const Setting& setting : AllSettings()) {
     CAPTURE(setting.name());

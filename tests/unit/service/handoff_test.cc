@@ -16,6 +16,7 @@
 #include "src/base/crc32c.h"
 #include "src/base/error.h"
 #include "src/metrics/metrics.h"
+#include "src/service/channels.h"
 #include "src/service/chunking.h"
 #include "src/service/grpc_server.h"
 #include "src/service/ingest_service.h"
@@ -251,6 +252,7 @@ struct PrefillSide {
     *model->add_cache_kinds() = ToProto(Kind());
     options.prefiller = &prefiller;
     options.readiness = &readiness;
+    options.channels = &channels;
     options.metrics = &metrics;
     options.threads = threads;
     options.max_queued = max_queued;
@@ -271,6 +273,7 @@ struct PrefillSide {
 
   FakePrefiller prefiller;
   Readiness readiness;
+  Channels channels;
   Metrics metrics;
   std::unique_ptr<GrpcServer> server;
   std::unique_ptr<v1::Prefill::Stub> stub;

@@ -1,0 +1,67 @@
+#include "src/server/security.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "src/base/logging.h"
+#include "src/base/status_macros.h"
+#include "src/service/host_port.h"
+
+namespace sluice {
+namespace {
+
+// One line, at the start: nobody shall find out later that a node was open to a network.
+void WarnWhereOpen(const Config& config) {
+  std::vector<std::string> open;
+  for (const std::string& address : {config.listen(), config.admin_listen()}) {
+    if (address.empty()) continue;
+    const auto parsed = ParseHostPort(address);
+    if (parsed.ok() && !IsLoopback(parsed->host)) open.push_back(address);
+  }
+  if (open.empty()) return;
+  Log(LogLevel::kWarn,
+      "NO TLS: whoever reaches this node may read and change everything on it; give tls_cert, "
+      "tls_key, tls_ca and access_file, or listen on 127.0.0.1",
+      {{"listen", absl::StrJoin(open, ", ")}});
+}
+
+}  // namespace
+
+absl::StatusOr<Security> SetUpSecurity(const Config& config) {
+  Security out;
+  out.tls = {config.tls_cert(), config.tls_key(), config.tls_ca(),
+             config.tls_client_certificate() == "required",
+             absl::Seconds(config.security_reload_seconds())};
+  if (config.tls_cert().empty() != config.tls_key().empty()) {
+    return absl::InvalidArgumentError("tls_cert and tls_key go together: give both or neither");
+  }
+  if (!out.tls.enabled() && !config.tls_ca().empty()) {
+    return absl::InvalidArgumentError(
+        "tls_ca needs tls_cert and tls_key: without them there is no TLS");
+  }
+  const bool have_file = !config.access_file().empty();
+  if (out.tls.enabled()) {
+    if (!have_file) {
+      return absl::InvalidArgumentError(
+          "access_file is required with tls_cert: it says who may do what, and nobody may do "
+          "anything else");
+    }
+    SLUICE_RETURN_IF_ERROR(CheckTlsFiles(out.tls));
+  }
+  if (have_file) {
+    SLUICE_ASSIGN_OR_RETURN(out.file, Access::Open(config.access_file(), out.tls.reload));
+    if (!out.tls.enabled() && out.file->KnowsCallers()) {
+      return absl::InvalidArgumentError(
+          "access_file: certificates and tokens need tls_cert and tls_key: without TLS they would "
+          "protect nothing; tenants alone may stand there");
+    }
+  }
+  if (!out.tls.enabled()) WarnWhereOpen(config);
+  return out;
+}
+
+}  // namespace sluice

@@ -1,0 +1,24 @@
+// What a node's configuration says about TLS, callers and tenants.
+#pragma once
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "src/config/setting.h"
+#include "src/service/access.h"
+#include "src/service/tls_files.h"
+
+namespace sluice {
+
+struct Security {
+  TlsFiles tls;
+  std::unique_ptr<Access> file;  // null: no access_file
+  // Whom calls are checked by; null: without TLS everybody may do everything.
+  const Access* access() const { return tls.enabled() ? file.get() : nullptr; }
+};
+
+// Reads and checks all of it; logs a warning where the node would listen to other machines without
+// TLS. The error names the setting.
+absl::StatusOr<Security> SetUpSecurity(const Config& config);
+
+}  // namespace sluice

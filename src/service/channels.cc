@@ -1,0 +1,43 @@
+#include "src/service/channels.h"
+
+#include <grpcpp/create_channel.h>
+
+#include <algorithm>
+
+#include "src/service/ingest_channel.h"
+
+namespace sluice {
+
+Channels::Channels(std::shared_ptr<grpc::ChannelCredentials> credentials)
+    : credentials_(credentials != nullptr ? std::move(credentials)
+                                          : grpc::InsecureChannelCredentials()) {}
+
+std::shared_ptr<grpc::Channel> Channels::Get(const std::string& address) {
+  absl::MutexLock lock(&mutex_);
+  const auto found = std::find_if(channels_.begin(), channels_.end(),
+                                  [&](const auto& entry) { return entry.first == address; });
+  if (found != channels_.end()) {
+    channels_.splice(channels_.begin(), channels_, found);
+    return channels_.front().second;
+  }
+  channels_.emplace_front(address, New(address));
+  if (channels_.size() > kMaxChannels) channels_.pop_back();
+  return channels_.front().second;
+}
+
+std::shared_ptr<grpc::Channel> Channels::GetNew(const std::string& address) {
+  {
+    absl::MutexLock lock(&mutex_);
+    channels_.remove_if([&](const auto& entry) { return entry.first == address; });
+  }
+  return Get(address);
+}
+
+std::shared_ptr<grpc::Channel> Channels::New(const std::string& address) const {
+  grpc::ChannelArguments arguments = IngestChannelArguments();
+  // Channels of the same address and arguments would share connections, and a new one is to be new.
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  return grpc::CreateCustomChannel(address, credentials_, arguments);
+}
+
+}  // namespace sluice

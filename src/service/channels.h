@@ -1,0 +1,38 @@
+// Connections to other nodes: one channel for each address, with this node's credentials.
+#pragma once
+
+#include <grpcpp/channel.h>
+#include <grpcpp/security/credentials.h>
+
+#include <list>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+
+namespace sluice {
+
+// Keeps the channels used last; a channel that is dropped lives on while a call has it.
+// Thread-safe.
+class Channels {
+ public:
+  // Null: without TLS.
+  explicit Channels(std::shared_ptr<grpc::ChannelCredentials> credentials = nullptr);
+  std::shared_ptr<grpc::Channel> Get(const std::string& address);
+  // A new connection to `address`, which replaces the one kept: after one failed.
+  std::shared_ptr<grpc::Channel> GetNew(const std::string& address);
+
+ private:
+  static constexpr size_t kMaxChannels = 64;
+  std::shared_ptr<grpc::Channel> New(const std::string& address) const;
+
+  const std::shared_ptr<grpc::ChannelCredentials> credentials_;
+  absl::Mutex mutex_;
+  // Used last first.
+  std::list<std::pair<std::string, std::shared_ptr<grpc::Channel>>> channels_
+      ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace sluice
