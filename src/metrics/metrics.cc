@@ -133,6 +133,7 @@ Metrics::Metrics()
       request_seconds(registry_->MakeHistogram(names::kRequestSeconds, LongSeconds())),
       queue_seconds(registry_->MakeHistogram(names::kQueueSeconds, LongSeconds())),
       slow_readers(registry_->MakeCounter(names::kSlowReaders)),
+      malformed_trace_headers(registry_->MakeCounter(names::kMalformedTraceHeaders)),
       preemptions(registry_->MakeCounter(names::kPreemptions)),
       preempted_seconds(registry_->MakeHistogram(names::kPreemptedSeconds, LongSeconds())),
       step_sequences(registry_->MakeHistogram(names::kStepSequences, Sequences())),

@@ -163,6 +163,7 @@ class Metrics {
   const Histogram request_seconds;
   const Histogram queue_seconds;
   const Counter slow_readers;
+  const Counter malformed_trace_headers;
   const Counter preemptions;
   const Histogram preempted_seconds;
   const Histogram step_sequences;

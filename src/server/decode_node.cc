@@ -19,9 +19,12 @@
 #include "src/server/model_setup.h"
 #include "src/server/program.h"
 #include "src/service/admin_service.h"
+#include "src/service/channels.h"
+#include "src/service/credentials.h"
 #include "src/service/decode_service.h"
 #include "src/service/ingest_service.h"
 #include "src/service/proto_conversion.h"
+#include "src/service/puller.h"
 #include "src/service/status_mapping.h"
 
 namespace sluice {
@@ -38,6 +41,7 @@ constexpr absl::Duration kEndTime = absl::Seconds(1);
 absl::StatusOr<std::unique_ptr<DecodeNode>> DecodeNode::Start(const Config& config) {
   const absl::Time start = absl::Now();
   std::unique_ptr<DecodeNode> node(new DecodeNode(config));
+  SLUICE_ASSIGN_OR_RETURN(node->access_log_, OpenAccessLog(config));
   SLUICE_ASSIGN_OR_RETURN(node->security_, SetUpSecurity(config));
   SLUICE_RETURN_IF_ERROR(node->StartAdminHttp());
   SLUICE_RETURN_IF_ERROR(node->LoadModelAndMemory());
@@ -115,6 +119,17 @@ absl::Status DecodeNode::StartEngine() {
   table.retry_after = [this] { return finish_rate_.RetryAfter(); };
   transfers_ =
       std::make_unique<TransferTable>(std::move(table), dram_.get(), hbm_.get(), RealClock());
+  channels_ = std::make_unique<Channels>(NewChannelCredentials(security_.tls));
+  Puller::Options pull;
+  pull.model_fingerprint = model_->fingerprint();
+  pull.layout = model_->cache_layout();
+  pull.max_context = static_cast<uint32_t>(model_->max_context());
+  pull.max_chunk_bytes = config_.max_chunk_bytes();
+  pull.streams = static_cast<int>(config_.pull_streams());
+  pull.idle_timeout = absl::Seconds(config_.pull_idle_seconds());
+  pull.transfers = transfers_.get();
+  pull.channels = channels_.get();
+  puller_ = std::make_unique<Puller>(std::move(pull));
   Engine::Options options;
   options.max_sequences = config_.max_sequences();
   options.max_waiting = config_.max_waiting();
@@ -195,6 +210,7 @@ absl::Status DecodeNode::StartGrpc() {
   decode.engine = engine_.get();
   decode.metrics = &metrics_;
   decode.log_prompts = config_.log_prompts();
+  decode.puller = puller_.get();
   services.push_back(NewDecodeService(decode));
   AdminServiceOptions admin;
   *admin.model.mutable_model() = MakeModelInfo(*model_);
@@ -211,6 +227,7 @@ absl::Status DecodeNode::StartGrpc() {
   services.push_back(NewAdminService(std::move(admin)));
   GrpcServer::Options options;
   options.listen = config_.listen();
+  options.access_log = access_log_.get();
   options.tls = security_.tls;
   options.access = security_.access();
   options.max_receive_message_bytes =

@@ -24,11 +24,15 @@
 #include "src/request/finish_rate.h"
 #include "src/server/security.h"
 #include "src/server/signals.h"
+#include "src/service/access_log.h"
 #include "src/service/admin_http.h"
 #include "src/service/drain_control.h"
 #include "src/service/grpc_server.h"
 
 namespace sluice {
+
+class Channels;
+class Puller;
 
 class DecodeNode {
  public:
@@ -63,9 +67,12 @@ class DecodeNode {
   std::unique_ptr<PagePool> dram_;
   std::unique_ptr<AttentionPolicy> policy_;
   std::unique_ptr<TransferTable> transfers_;
+  std::unique_ptr<Channels> channels_;
+  std::unique_ptr<Puller> puller_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<EngineThread> engine_thread_;
   std::unique_ptr<DrainControl> drain_;
+  std::unique_ptr<AccessLog> access_log_;  // null: none is kept
   std::unique_ptr<GrpcServer> grpc_;
   // Its callbacks ask the pools: see memory_ready_.
   std::atomic<bool> memory_ready_ = false;

@@ -14,6 +14,7 @@
 #include "src/server/program.h"
 #include "src/service/credentials.h"
 #include "src/service/prefill_service.h"
+#include "src/service/source_service.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
 
@@ -40,6 +41,7 @@ class DiscardingSink : public LayerSink {
 absl::StatusOr<std::unique_ptr<PrefillNode>> PrefillNode::Start(const Config& config) {
   const absl::Time start = absl::Now();
   std::unique_ptr<PrefillNode> node(new PrefillNode(config));
+  SLUICE_ASSIGN_OR_RETURN(node->access_log_, OpenAccessLog(config));
   SLUICE_ASSIGN_OR_RETURN(node->security_, SetUpSecurity(config));
   node->channels_ = std::make_unique<Channels>(NewChannelCredentials(node->security_.tls));
   SLUICE_RETURN_IF_ERROR(node->StartAdminHttp());
@@ -107,6 +109,13 @@ absl::Status PrefillNode::LoadModelAndMemory() {
   options.hbm_bytes = static_cast<int64_t>(config_.hbm_bytes());
   SLUICE_ASSIGN_OR_RETURN(prefiller_,
                           Prefiller::Create(options, device_.get(), model_.get(), RealClock()));
+  if (config_.hold_bytes() > 0) {
+    HeldPrompts::Options held;
+    held.layout = model_->cache_layout();
+    held.max_bytes = config_.hold_bytes();
+    held.max_lease = absl::Seconds(config_.hold_seconds());
+    held_ = std::make_unique<HeldPrompts>(std::move(held), prefiller_.get());
+  }
   return absl::OkStatus();
 }
 
@@ -129,9 +138,22 @@ absl::Status PrefillNode::StartGrpc() {
   service.access = security_.access();
   service.metrics = &metrics_;
   std::vector<GrpcService> services;
+  service.held = held_.get();
+  service.address = [this] {
+    return config_.advertise().empty() ? grpc_->address() : config_.advertise();
+  };
   services.push_back(NewPrefillService(std::move(service)));
+  if (held_ != nullptr) {
+    SourceServiceOptions source;
+    source.model_fingerprint = model_->fingerprint();
+    source.layout = model_->cache_layout();
+    source.held = held_.get();
+    source.access = security_.access();
+    services.push_back(NewSourceService(std::move(source)));
+  }
   GrpcServer::Options options;
   options.listen = config_.listen();
+  options.access_log = access_log_.get();
   options.tls = security_.tls;
   options.access = security_.access();
   options.max_receive_message_bytes =

@@ -23,8 +23,10 @@
 #include "src/base/status_macros.h"
 #include "src/metrics/metrics.h"
 #include "src/request/token_sink.h"
+#include "src/service/call_record.h"
 #include "src/service/guarded.h"
 #include "src/service/proto_conversion.h"
+#include "src/service/puller.h"
 #include "src/service/request_log.h"
 #include "src/service/status_mapping.h"
 #include "src/service/trace_headers.h"
@@ -87,6 +89,7 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
         options.metrics->requests(RequestOutcome::kRefused, ReasonLabel(status)).Add();
       }
       log_->Refused(message.request_id().substr(0, kMaxNameBytes), status);
+      RequestLog::NoteRefused(*context, message.request_id().substr(0, kMaxNameBytes));
       absl::MutexLock lock(&mutex_);
       finished_ = true;
       Finish(ToGrpcStatus(status));
@@ -129,6 +132,7 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
   void Ended() {
     absl::MutexLock lock(&mutex_);
     log_->Ended(request_id_, sequence_, *end_, prompt_, output_);
+    RequestLog::NoteEnded(*context_, request_id_, *end_);
   }
 
   absl::Status Begin(const DecodeServiceOptions& options, const v1::GenerateRequest& message) {
@@ -136,13 +140,24 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateResponse> {
                             FromProto(message, options.vocab_size, options.max_context));
     if (request.request_id.empty()) request.request_id = RandomRequestId();
     request_id_ = request.request_id;
+    if (const std::string& tenant = request.handoff.tenant; !tenant.empty()) {
+      NoteCall(*context_, [&](CallFields& call) { call.tenant = tenant; });
+    }
     if (log_->log_prompts()) prompt_ = request.prompt;
     request.deadline = DeadlineOf(*context_);
-    request.trace = TraceOf(*context_);
+    int malformed = 0;
+    request.trace = TraceOf(*context_, &malformed);
+    if (options.metrics != nullptr) options.metrics->malformed_trace_headers.Add(malformed);
     auto stream = std::make_shared<TokenStream>(options.stream_capacity,
                                                 [engine = engine_] { engine->Wake(); });
     request.sink = stream;
-    SLUICE_ASSIGN_OR_RETURN(sequence_, engine_->Submit(std::move(request)));
+    const bool pulls = !request.handoff.source.empty();
+    if (pulls) SLUICE_RETURN_IF_ERROR(options.puller->Begin(&request));
+    const std::string transfer_id = request.handoff.transfer_id;
+    const absl::StatusOr<SequenceId> sequence = engine_->Submit(std::move(request));
+    if (!sequence.ok() && pulls) options.puller->Abandon(transfer_id);
+    SLUICE_RETURN_IF_ERROR(sequence.status());
+    sequence_ = *sequence;
     stream_ = std::move(stream);
     return absl::OkStatus();
   }

@@ -12,6 +12,7 @@
 namespace sluice {
 
 class Metrics;
+class Puller;
 
 struct DecodeServiceOptions {
   uint32_t vocab_size = 0;
@@ -25,6 +26,8 @@ struct DecodeServiceOptions {
   // never became a sequence.
   Engine* engine = nullptr;
   Metrics* metrics = nullptr;
+  // Of requests whose caches another node holds.
+  Puller* puller = nullptr;
   // Writes token ids into the log.
   bool log_prompts = false;
 };

@@ -18,6 +18,7 @@
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
+#include "src/service/call_record.h"
 #include "src/service/guarded.h"
 #include "src/service/landing_sink.h"
 #include "src/service/proto_conversion.h"
@@ -29,6 +30,14 @@ namespace sluice {
 namespace {
 
 constexpr size_t kMaxRangesOfGet = 1024;  // GetTransferResponse.missing
+
+void NoteTransfer(const grpc::ServerContextBase& context, const std::string& id,
+                  uint64_t bytes = 0) {
+  NoteCall(context, [&](CallFields& call) {
+    call.transfer_id = id.substr(0, kMaxNameBytes);
+    call.bytes = bytes;
+  });
+}
 
 // One Write stream. While one message lands, on the thread that brought it, the transport receives
 // the next, and one more may wait: then nothing is read, so that the transport's flow control holds
@@ -116,6 +125,7 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
 
   void FinishWith(const absl::Status& status) {
     if (SLUICE_FAILPOINT(kIngestWriteAnswer)) context_->TryCancel();
+    NoteTransfer(*context_, transfer_id_, bytes_landed_);
     if (!status.ok()) {
       watch_->StreamBroke(transfer_id_, status);
       Finish(ToGrpcStatus(status));
@@ -165,6 +175,7 @@ class IngestService final : public IngestBase {
                                     const v1::ReserveRequest* request,
                                     v1::ReserveResponse* response) override {
     const absl::Status status = Guarded("Reserve", [&] { return DoReserve(*request, *response); });
+    NoteTransfer(*context, response->transfer_id());
     if (!status.ok()) watch_.ReserveRefused(status);
     return Reply(context, status);
   }
@@ -181,6 +192,7 @@ class IngestService final : public IngestBase {
     const absl::Status status =
         Guarded("Commit", [&] { return DoCommit(*request, *response, info); });
     if (SLUICE_FAILPOINT(kIngestCommitAnswer)) context->TryCancel();
+    NoteTransfer(*context, request->transfer_id());
     const v1::MissingBlocks missing = ToMissingBlocks(info);
     return Finish(context, ToGrpcStatus(status, info.missing.empty() ? nullptr : &missing));
   }
@@ -191,6 +203,7 @@ class IngestService final : public IngestBase {
     absl::Status status = CheckName("reason", request->reason(), kMaxReasonBytes);
     if (status.ok()) status = options_.transfers->Abort(request->transfer_id(), request->reason());
     if (status.ok()) watch_.Aborted(request->transfer_id());
+    NoteTransfer(*context, request->transfer_id());
     return Reply(context, status);
   }
 

@@ -15,6 +15,7 @@
 #include "src/base/error.h"
 #include "src/base/status_macros.h"
 #include "src/sampling/sampling_params.h"
+#include "src/service/call_record.h"
 #include "src/service/channels.h"
 #include "src/service/guarded.h"
 #include "src/service/handoff.h"
@@ -99,12 +100,24 @@ class PrefillService final : public v1::Prefill::CallbackService {
     SLUICE_RETURN_IF_ERROR(CheckName("rendezvous_key", request.rendezvous_key()));
     SLUICE_RETURN_IF_ERROR(CheckName("tenant", request.tenant()));
     SLUICE_ASSIGN_OR_RETURN(const std::string tenant, TenantFor(caller, request.tenant()));
-    const absl::StatusOr<HostPort> address = ParseHostPort(request.decode_address());
-    if (!address.ok() || address->port == 0) {
-      return InvalidField("decode_address", address.ok() ? "port 0 cannot be called"
-                                                         : std::string(address.status().message()));
+    if (request.decode_address().empty()) {
+      if (options_.held == nullptr) {
+        return InvalidField("decode_address", "is empty, and this node holds no prompts: give it "
+                                              "hold_bytes, or say where the caches go");
+      }
+      if (!request.rendezvous_key().empty()) {
+        return InvalidField("rendezvous_key", "names a transfer at a decode node: give its address "
+                                              "in decode_address, or leave both out");
+      }
+    } else {
+      const absl::StatusOr<HostPort> address = ParseHostPort(request.decode_address());
+      if (!address.ok() || address->port == 0) {
+        return InvalidField("decode_address", address.ok()
+                                                  ? "port 0 cannot be called"
+                                                  : std::string(address.status().message()));
+      }
+      out.decode_address = address->ToString();
     }
-    out.decode_address = address->ToString();
 
     v1::Manifest* manifest = out.reserve.mutable_manifest();
     manifest->set_model_fingerprint(model.fingerprint());
@@ -150,13 +163,46 @@ class PrefillService final : public v1::Prefill::CallbackService {
   absl::Status Work(Handoff::Options options, absl::Time arrived, v1::RunResponse* response) {
     if (options.cancelled()) return absl::CancelledError("the caller is gone or has cancelled");
     const absl::Duration waited = absl::Now() - arrived;
-    options.channel = options_.channels->Get(options.decode_address);
-    Handoff handoff(std::move(options));
-    SLUICE_RETURN_IF_ERROR(handoff.Run(response));
+    const grpc::CallbackServerContext& context = *options.parent;
+    NoteCall(context, [&](CallFields& call) {
+      call.queued = waited;
+      call.prompt_tokens = options.prompt.size();
+    });
+    absl::Status status;
+    if (options.decode_address.empty()) {
+      status = Hold(options, response);
+    } else {
+      options.channel = options_.channels->Get(options.decode_address);
+      status = Handoff(std::move(options)).Run(response);
+    }
+    NoteCall(context, [&](CallFields& call) {
+      call.transfer_id = response->transfer_id();
+      call.bytes = response->timings().bytes_pushed();
+      call.output_tokens = response->has_first_token() ? 1 : 0;
+    });
+    SLUICE_RETURN_IF_ERROR(status);
     v1::RunResponse::Timings* timings = response->mutable_timings();
     *timings->mutable_queued() = ToProto(absl::Seconds(timings->queued().seconds()) +
                                          absl::Nanoseconds(timings->queued().nanos()) + waited);
     *timings->mutable_total() = ToProto(absl::Now() - arrived);
+    return absl::OkStatus();
+  }
+
+  // Computes the prompt and keeps it here; the answer says where.
+  absl::Status Hold(const Handoff::Options& options, v1::RunResponse* response) {
+    HeldPrompts::Wanted wanted{options.prompt, options.sampling, options.want_first_token,
+                               options.reserve.manifest().tenant()};
+    SLUICE_ASSIGN_OR_RETURN(const HeldPrompts::Held held,
+                            options_.held->Hold(wanted, options.cancelled));
+    const SourceRef source{options_.address(), held.prompt->source_id, held.prompt->prompt_digest,
+                           options_.model.model().fingerprint()};
+    *response->mutable_source() = ToProto(source);
+    *response->mutable_source()->mutable_lease() = ToProto(held.lease);
+    if (held.prompt->first_token.has_value()) {
+      *response->mutable_first_token() = ToProto(*held.prompt->first_token);
+    }
+    *response->mutable_timings()->mutable_queued() = ToProto(held.queued);
+    *response->mutable_timings()->mutable_compute() = ToProto(held.compute);
     return absl::OkStatus();
   }
 

@@ -2,13 +2,16 @@
 // each written when the reader has room for it.
 #pragma once
 
+#include <cstdint>
+#include <string>
+
+#include "src/kv/cache_layout.h"
 #include "src/prefill/held_prompts.h"
 #include "src/service/grpc_service.h"
 
 namespace sluice {
 
 class Access;
-struct CacheLayout;
 
 struct SourceServiceOptions {
   std::string model_fingerprint;
