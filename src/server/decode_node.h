@@ -32,6 +32,9 @@
 
 namespace sluice {
 
+class Channels;
+class Puller;
+
 class DecodeNode {
  public:
   // Everything up to ready: the model loaded, a canary decoded, the address file written.
@@ -65,6 +68,8 @@ class DecodeNode {
   std::unique_ptr<PagePool> dram_;
   std::unique_ptr<AttentionPolicy> policy_;
   std::unique_ptr<TransferTable> transfers_;
+  std::unique_ptr<Channels> channels_;
+  std::unique_ptr<Puller> puller_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<EngineThread> engine_thread_;
   std::unique_ptr<DrainControl> drain_;

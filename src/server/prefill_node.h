@@ -10,6 +10,7 @@
 #include "src/metrics/metrics.h"
 #include "src/metrics/process_metrics.h"
 #include "src/model/model.h"
+#include "src/prefill/held_prompts.h"
 #include "src/prefill/prefiller.h"
 #include "src/server/security.h"
 #include "src/server/signals.h"
@@ -17,6 +18,8 @@
 #include "src/service/admin_http.h"
 #include "src/service/channels.h"
 #include "src/service/grpc_server.h"
+#include "src/service/holding_generator.h"
+#include "src/service/prompt_counts.h"
 
 namespace sluice {
 
@@ -46,7 +49,10 @@ class PrefillNode {
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<Prefiller> prefiller_;
+  std::unique_ptr<HeldPrompts> held_;      // null: hold_bytes is 0
   std::unique_ptr<AccessLog> access_log_;  // null: none is kept
+  PromptCounts counts_{&metrics_};
+  std::unique_ptr<HoldingGenerator> holding_;  // null as held_ is
   std::unique_ptr<GrpcServer> grpc_;
 };
 

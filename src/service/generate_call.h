@@ -25,6 +25,7 @@
 namespace sluice {
 
 class Metrics;
+class Puller;
 
 // What the services of all dialects share.
 struct GenerateOptions {
@@ -40,6 +41,8 @@ struct GenerateOptions {
   // what never became a sequence.
   Generator* generator = nullptr;
   Metrics* metrics = nullptr;
+  // Of requests whose caches another node holds; null: the generator has none such.
+  Puller* puller = nullptr;
   // Writes token ids into the log.
   bool log_prompts = false;
 };

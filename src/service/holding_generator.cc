@@ -112,8 +112,6 @@ absl::Status HoldingGenerator::Hold(Prompt& prompt, FinishInfo* end) {
   wanted.prompt = prompt.request.prompt;
   wanted.sampling = prompt.request.sampling;
   wanted.want_first_token = true;
-  // The decode leg has the caller's own sampling parameters, and chooses every token by them.
-  wanted.hand_over_first_token = false;
   wanted.tenant = prompt.request.handoff.tenant;
   absl::StatusOr<HeldPrompts::Held> held = options_.held->Hold(wanted, cancelled);
   // What it ended with, where it ended because it was cancelled.

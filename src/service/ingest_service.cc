@@ -20,6 +20,7 @@
 #include "src/base/status_macros.h"
 #include "src/service/call_record.h"
 #include "src/service/guarded.h"
+#include "src/service/landing_sink.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
 #include "src/service/transfer_watch.h"
@@ -29,30 +30,6 @@ namespace sluice {
 namespace {
 
 constexpr size_t kMaxRangesOfGet = 1024;  // GetTransferResponse.missing
-
-// Lands one chunk in the transfer table.
-class LandingSink : public ChunkSink {
- public:
-  explicit LandingSink(TransferTable* transfers) : transfers_(transfers) {}
-
-  absl::Status Begin(const ChunkHeader& header, uint64_t payload_bytes) override {
-    transfer_id_ = header.transfer_id;
-    SLUICE_ASSIGN_OR_RETURN(landing_, transfers_->BeginChunk(header, payload_bytes));
-    bytes_ = payload_bytes;
-    return absl::OkStatus();
-  }
-  void Append(absl::Span<const uint8_t> bytes) override { landing_->Append(bytes); }
-
-  absl::StatusOr<uint64_t> Finish() { return landing_->Finish(); }
-  const std::string& transfer_id() const { return transfer_id_; }
-  uint64_t bytes() const { return bytes_; }
-
- private:
-  TransferTable* const transfers_;
-  std::unique_ptr<ChunkLanding> landing_;
-  std::string transfer_id_;
-  uint64_t bytes_ = 0;
-};
 
 void NoteTransfer(const grpc::ServerContextBase& context, const std::string& id,
                   uint64_t bytes = 0) {

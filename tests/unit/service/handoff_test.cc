@@ -137,6 +137,7 @@ struct DecodeSide {
   }
 
   Metrics metrics;
+  PromptCounts counts{&metrics};
   Readiness readiness;
   std::unique_ptr<PagePool> hbm, dram;
   std::unique_ptr<TransferTable> table;
@@ -254,6 +255,7 @@ struct PrefillSide {
     options.readiness = &readiness;
     options.channels = &channels;
     options.metrics = &metrics;
+    options.counts = &counts;
     options.threads = threads;
     options.max_queued = max_queued;
     options.call_timeout = absl::Seconds(3);
