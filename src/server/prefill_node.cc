@@ -14,8 +14,8 @@
 #include "src/server/program.h"
 #include "src/service/credentials.h"
 #include "src/service/prefill_service.h"
-#include "src/service/source_service.h"
 #include "src/service/proto_conversion.h"
+#include "src/service/source_service.h"
 #include "src/service/status_mapping.h"
 
 namespace sluice {

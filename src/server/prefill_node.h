@@ -47,7 +47,7 @@ class PrefillNode {
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<Prefiller> prefiller_;
-  std::unique_ptr<HeldPrompts> held_;  // null: hold_bytes is 0
+  std::unique_ptr<HeldPrompts> held_;      // null: hold_bytes is 0
   std::unique_ptr<AccessLog> access_log_;  // null: none is kept
   std::unique_ptr<GrpcServer> grpc_;
 };

@@ -102,12 +102,14 @@ class PrefillService final : public v1::Prefill::CallbackService {
     SLUICE_ASSIGN_OR_RETURN(const std::string tenant, TenantFor(caller, request.tenant()));
     if (request.decode_address().empty()) {
       if (options_.held == nullptr) {
-        return InvalidField("decode_address", "is empty, and this node holds no prompts: give it "
-                                              "hold_bytes, or say where the caches go");
+        return InvalidField("decode_address",
+                            "is empty, and this node holds no prompts: give it "
+                            "hold_bytes, or say where the caches go");
       }
       if (!request.rendezvous_key().empty()) {
-        return InvalidField("rendezvous_key", "names a transfer at a decode node: give its address "
-                                              "in decode_address, or leave both out");
+        return InvalidField("rendezvous_key",
+                            "names a transfer at a decode node: give its address "
+                            "in decode_address, or leave both out");
       }
     } else {
       const absl::StatusOr<HostPort> address = ParseHostPort(request.decode_address());
