@@ -27,13 +27,12 @@
 #include "src/server/signals.h"
 #include "src/service/access_log.h"
 #include "src/service/admin_http.h"
+#include "src/service/channels.h"
 #include "src/service/drain_control.h"
 #include "src/service/grpc_server.h"
+#include "src/service/puller.h"
 
 namespace sluice {
-
-class Channels;
-class Puller;
 
 class DecodeNode {
  public:

@@ -366,9 +366,10 @@ absl::StatusOr<Request> FromProto(const v1::GenerateRequest& request, uint32_t v
       break;
     case v1::GenerateRequest::HANDOFF_NOT_SET:
       if (request.prompt_token_ids().empty()) {
-        return InvalidField("prompt_token_ids",
-                            "is empty, and none of transfer_id, rendezvous_key, sequence_id and source is "
-                            "given");
+        return InvalidField(
+            "prompt_token_ids",
+            "is empty, and none of transfer_id, rendezvous_key, sequence_id and source is "
+            "given");
       }
       break;
   }

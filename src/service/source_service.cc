@@ -124,8 +124,11 @@ class ReadReactor : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
               const grpc::ByteBuffer* request)
       : options_(options), context_(context) {
     const absl::Status status = Guarded("Read", [&] { return Begin(*request); });
-    if (!status.ok()) return Finish(ToGrpcStatus(status));
-    Next();
+    if (status.ok()) {
+      Next();
+    } else {
+      Finish(ToGrpcStatus(status));
+    }
   }
   void OnWriteDone(bool ok) override {
     if (!ok) return Finish(grpc::Status(grpc::StatusCode::CANCELLED, "the reader is gone"));
