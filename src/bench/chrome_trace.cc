@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "src/base/trace_events.h"
 #include "src/bench/trace_summary.h"
 
 namespace sluice {
@@ -24,12 +25,12 @@ int ThreadOf(uint32_t stream, int lane) {
 
 class Writer {
  public:
-  Writer(json* events, int process, const StepTrace& trace)
+  Writer(TraceEvents* events, int process, const StepTrace& trace)
       : events_(events), process_(process), trace_(trace) {}
 
   void Run() {
-    Name("process_name", 0, trace_.name);
-    Name("thread_name", kHostThread, "engine");
+    events_->NameProcess(process_, trace_.name, trace_.begin);
+    Thread(kHostThread, "engine");
     for (const HostPhase& phase : trace_.host) {
       Slice(kHostThread, phase.name, "host", phase.begin, phase.end);
     }
@@ -60,47 +61,25 @@ class Writer {
   }
 
  private:
-  void Name(const char* what, int thread, const std::string& name) {
-    events_->push_back({{"ph", "M"},
-                        {"pid", process_},
-                        {"tid", thread},
-                        {"name", what},
-                        {"args", {{"name", name}}}});
-  }
-  void Thread(int thread, const std::string& name) {
-    if (named_.emplace(thread, name).second) Name("thread_name", thread, name);
-  }
-  // Microseconds since the trace's begin. Both ends are rounded alike, so that what follows each
-  // other still does.
-  double Micros(absl::Time t) const {
-    return static_cast<double>(absl::ToInt64Nanoseconds(t - trace_.begin)) * 1e-3;
-  }
+  void Thread(int thread, const std::string& name) { events_->NameThread(process_, thread, name); }
   json& Slice(int thread, const std::string& name, const char* category, absl::Time begin,
               absl::Time end) {
-    events_->push_back({{"ph", "X"},
-                        {"pid", process_},
-                        {"tid", thread},
-                        {"name", name},
-                        {"cat", category},
-                        {"ts", Micros(begin)},
-                        {"dur", Micros(end) - Micros(begin)}});
-    return events_->back();
+    return events_->Slice(process_, thread, name, category, begin, end);
   }
 
-  json* const events_;
+  TraceEvents* const events_;
   const int process_;
   const StepTrace& trace_;
-  std::map<int, std::string> named_;
 };
 
 }  // namespace
 
 json ChromeTrace(const std::vector<StepTrace>& traces) {
-  json events = json::array();
+  TraceEvents events;
   for (size_t i = 0; i < traces.size(); ++i) {
     Writer(&events, static_cast<int>(i) + 1, traces[i]).Run();
   }
-  return {{"displayTimeUnit", "ns"}, {"traceEvents", std::move(events)}};
+  return events.Take();
 }
 
 absl::Status WriteChromeTrace(const std::vector<StepTrace>& traces, const std::string& path) {

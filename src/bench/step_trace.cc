@@ -16,6 +16,8 @@ class Phases : public TurnTrace {
   void Phase(const char* name, absl::Time begin, absl::Time end) override {
     phases_.push_back({name, begin, end});
   }
+  void Step(const TracedStep&) override {}
+  void Enter(SequenceId, const Request&, SequenceStage, absl::Time) override {}
   std::vector<HostPhase>& phases() { return phases_; }
 
  private:

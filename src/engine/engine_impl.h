@@ -22,6 +22,7 @@
 #include "src/engine/engine.h"
 #include "src/engine/inbox.h"
 #include "src/engine/sequence.h"
+#include "src/engine/turn_trace.h"
 #include "src/request/finish_rate.h"
 #include "src/scheduler/admission.h"
 #include "src/scheduler/planner.h"
@@ -121,6 +122,8 @@ class EngineImpl : public Engine {
   // caches follow when its slot is at rest.
   void Keep(Sequence& sequence);
   void CheckIdle();
+  // Tells the trace, if there is one.
+  void Trace(const Sequence& sequence, SequenceStage stage, absl::Time at);
 
   const Options options_;
   const Parts parts_;

@@ -108,6 +108,7 @@ bool EngineImpl::Admit(Sequence& sequence, Promise promise, absl::Time now) {
   sequence.last_step = launched_steps_;
   running_.insert(std::upper_bound(running_.begin(), running_.end(), &sequence, ByTicket),
                   &sequence);
+  Trace(sequence, SequenceStage::kRunning, now);
   const bool first = !sequence.seed.has_value();
   if (first) {
     sequence.seed = seeds_();
@@ -168,6 +169,7 @@ void EngineImpl::Preempt(Sequence& sequence) {
   ++sequence.preemptions;
   sequence.preempted_at = parts_.clock->Now();
   preempting_.push_back(&sequence);
+  Trace(sequence, SequenceStage::kPreempted, sequence.preempted_at);
   if (parts_.metrics != nullptr) parts_.metrics->preemptions.Add();
 }
 

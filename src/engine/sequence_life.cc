@@ -21,6 +21,7 @@ void EngineImpl::Add(std::unique_ptr<Sequence> owned, absl::Time now) {
     sequence.state = Sequence::State::kAwaitingTransfer;
     sequence.give_up = now + options_.transfer_wait;
     awaiting_.push_back(&sequence);
+    Trace(sequence, SequenceStage::kTransfer, now);
     transfers_changed_.store(true, std::memory_order_release);
     return;
   }
@@ -45,6 +46,7 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
   sequence.last_emit = sequence.arrival;
   sequence.ticket = next_ticket_++;
   Enqueue(sequence);
+  Trace(sequence, SequenceStage::kQueued, now);
   if (parts_.metrics != nullptr) {
     parts_.metrics->tokens(ready.kept ? TokenKind::kKept : TokenKind::kHandedOver)
         .Add(static_cast<double>(ready.context_length));
@@ -100,6 +102,10 @@ bool EngineImpl::Emit(Sequence& sequence, const OutputToken& token, absl::Time n
   return false;
 }
 
+void EngineImpl::Trace(const Sequence& sequence, SequenceStage stage, absl::Time at) {
+  if (parts_.trace != nullptr) parts_.trace->Enter(sequence.id, sequence.request, stage, at);
+}
+
 void EngineImpl::FinishWith(Sequence& sequence, absl::Status why, absl::Time now) {
   FinishInfo info;
   info.reason = FinishInfo::Reason::kError;
@@ -142,6 +148,7 @@ void EngineImpl::Finish(Sequence& sequence, FinishInfo info, absl::Time now) {
     parts_.metrics->requests(end.outcome, end.reason).Add();
     parts_.metrics->request_seconds.Observe(now - sequence.arrival);
   }
+  Trace(sequence, SequenceStage::kEnded, now);
   if (parts_.finish_rate != nullptr) parts_.finish_rate->Finished();
   const bool had_slot = sequence.in_batch();
   if (info.reason != FinishInfo::Reason::kError && sequence.request.keep > absl::ZeroDuration()) {

@@ -255,9 +255,14 @@ void EngineImpl::CompleteStep() {
   ++times_.steps;
   times_.step += now - began;
   times_.emit += end - now;
-  if (parts_.trace != nullptr) parts_.trace->Phase("emit", now, end);
+  const BatchState::Times device =
+      parts_.metrics != nullptr ? batch_->TimesOf(buffer) : BatchState::Times{};
+  if (parts_.trace != nullptr) {
+    parts_.trace->Phase("emit", now, end);
+    parts_.trace->Step({completed_steps_, static_cast<int32_t>(step.members.size()),
+                        static_cast<int32_t>(step.sampled.size()), began, now, device});
+  }
   if (parts_.metrics != nullptr) {
-    const BatchState::Times device = batch_->TimesOf(buffer);
     times_.kernels += device.compute + device.sample;
     parts_.metrics->step_seconds(StepPhase::kCopy).Observe(device.copy);
     parts_.metrics->step_seconds(StepPhase::kCompute).Observe(device.compute);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -16,6 +17,7 @@
 #include "src/facade/vllm_dialect.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
+#include "src/service/tenant_gate.h"
 
 namespace sluice {
 namespace {
@@ -77,8 +79,11 @@ class VllmService final : public ve::VllmEngine::CallbackService {
       if (!status.ok()) return Done(context, status);
     }
     grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-    AbortAll(options_.generate.generator,
-             {request->request_ids().begin(), request->request_ids().end()},
+    std::vector<std::string> names(request->request_ids().begin(), request->request_ids().end());
+    if (const TenantGate* gate = options_.generate.gate; gate != nullptr) {
+      for (std::string& name : names) name = gate->RequestId(*context, name);
+    }
+    AbortAll(options_.generate.generator, names,
              [reactor](int /*found*/) { reactor->Finish(grpc::Status::OK); });
     return reactor;
   }

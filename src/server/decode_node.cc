@@ -44,6 +44,10 @@ absl::StatusOr<std::unique_ptr<DecodeNode>> DecodeNode::Start(const Config& conf
   std::unique_ptr<DecodeNode> node(new DecodeNode(config));
   SLUICE_ASSIGN_OR_RETURN(node->access_log_, OpenAccessLog(config));
   SLUICE_ASSIGN_OR_RETURN(node->security_, SetUpSecurity(config));
+  if (node->security_.file != nullptr) {
+    node->security_.file->OnTenants(
+        [quotas = &node->quotas_](const auto& all) { quotas->Set(all); });
+  }
   SLUICE_RETURN_IF_ERROR(node->StartAdminHttp());
   SLUICE_RETURN_IF_ERROR(node->LoadModelAndMemory());
   SLUICE_RETURN_IF_ERROR(node->StartEngine());
@@ -117,6 +121,7 @@ absl::Status DecodeNode::StartEngine() {
     return policy->FootprintOf(context, total);
   };
   table.hint_tokens = policy_->hint_tokens();
+  table.quotas = &quotas_;
   table.retry_after = [this] { return finish_rate_.RetryAfter(); };
   transfers_ =
       std::make_unique<TransferTable>(std::move(table), dram_.get(), hbm_.get(), RealClock());
@@ -150,6 +155,10 @@ absl::Status DecodeNode::StartEngine() {
   parts.clock = RealClock();
   parts.readiness = &readiness_;
   parts.finish_rate = &finish_rate_;
+  if (config_.trace_steps() > 0) {
+    recorder_ = std::make_unique<StepRecorder>(config_.trace_steps());
+    parts.trace = recorder_.get();
+  }
   SLUICE_ASSIGN_OR_RETURN(engine_, Engine::Create(options, parts));
   engine_thread_ = std::make_unique<EngineThread>(engine_.get());
   DrainControl::Options drain;
@@ -202,8 +211,10 @@ absl::Status DecodeNode::StartGrpc() {
   ingest.transfers = transfers_.get();
   ingest.readiness = &readiness_;
   ingest.metrics = &metrics_;
+  ingest.access = security_.access();
   ingest.log_prompts = config_.log_prompts();
   services.push_back(NewIngestService(ingest));
+  gate_.emplace(security_.access(), security_.file.get(), transfers_.get(), &quotas_);
   GenerateOptions generate;
   generate.vocab_size = vocab_size;
   generate.max_context = static_cast<uint32_t>(model_->max_context());
@@ -211,6 +222,7 @@ absl::Status DecodeNode::StartGrpc() {
   generate.generator = engine_.get();
   generate.metrics = &metrics_;
   generate.puller = puller_.get();
+  generate.gate = &*gate_;
   generate.log_prompts = config_.log_prompts();
   services.push_back(NewDecodeService({generate, engine_.get()}));
   FacadeOptions facade;
@@ -238,6 +250,7 @@ absl::Status DecodeNode::StartGrpc() {
   admin.pools = {dram_.get(), hbm_.get()};
   admin.allow_failpoints = config_.allow_failpoints();
   admin.drain = drain_.get();
+  admin.recorder = recorder_.get();
   services.push_back(NewAdminService(std::move(admin)));
   GrpcServer::Options options;
   options.listen = config_.listen();

@@ -15,6 +15,7 @@
 #include "src/config/setting.h"
 #include "src/device/device.h"
 #include "src/engine/engine.h"
+#include "src/engine/step_recorder.h"
 #include "src/facade/decode_load.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/transfer_table.h"
@@ -23,6 +24,7 @@
 #include "src/model/model.h"
 #include "src/model/token_bytes.h"
 #include "src/request/finish_rate.h"
+#include "src/request/tenant_quotas.h"
 #include "src/server/security.h"
 #include "src/server/signals.h"
 #include "src/service/access_log.h"
@@ -31,6 +33,7 @@
 #include "src/service/drain_control.h"
 #include "src/service/grpc_server.h"
 #include "src/service/puller.h"
+#include "src/service/tenant_gate.h"
 
 namespace sluice {
 
@@ -60,6 +63,7 @@ class DecodeNode {
   ProcessMetrics process_metrics_;
   Readiness readiness_;
   FinishRate finish_rate_{RealClock()};
+  TenantQuotas quotas_{RealClock(), [this] { return finish_rate_.RetryAfter(); }};
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
   std::optional<TokenBytes> token_bytes_;
@@ -69,9 +73,11 @@ class DecodeNode {
   std::unique_ptr<TransferTable> transfers_;
   std::unique_ptr<Channels> channels_;
   std::unique_ptr<Puller> puller_;
+  std::unique_ptr<StepRecorder> recorder_;  // null: trace_steps is 0
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<EngineThread> engine_thread_;
   std::unique_ptr<DrainControl> drain_;
+  std::optional<TenantGate> gate_;
   std::unique_ptr<DecodeLoad> load_;
   std::unique_ptr<AccessLog> access_log_;  // null: none is kept
   std::unique_ptr<GrpcServer> grpc_;

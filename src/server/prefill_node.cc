@@ -177,6 +177,9 @@ absl::Status PrefillNode::StartGrpc() {
     facade.generate.max_context = static_cast<uint32_t>(model_->max_context());
     facade.generate.generator = holding_.get();
     facade.generate.metrics = &metrics_;
+    gate_.emplace(security_.access(), security_.file.get(), /*transfers=*/nullptr,
+                  /*quotas=*/nullptr);
+    facade.generate.gate = &*gate_;
     services.push_back(NewVllmService(std::move(facade)));
     SourceServiceOptions source;
     source.model_fingerprint = model_->fingerprint();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "absl/status/statusor.h"
 #include "src/base/readiness.h"
@@ -20,6 +21,7 @@
 #include "src/service/grpc_server.h"
 #include "src/service/holding_generator.h"
 #include "src/service/prompt_counts.h"
+#include "src/service/tenant_gate.h"
 
 namespace sluice {
 
@@ -53,6 +55,7 @@ class PrefillNode {
   std::unique_ptr<AccessLog> access_log_;  // null: none is kept
   PromptCounts counts_{&metrics_};
   std::unique_ptr<HoldingGenerator> holding_;  // null as held_ is
+  std::optional<TenantGate> gate_;  // of the façade; empty as held_ is
   std::unique_ptr<GrpcServer> grpc_;
 };
 

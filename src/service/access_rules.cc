@@ -55,6 +55,7 @@ constexpr Rule kRules[] = {
     {"/sluice.v1.Admin/ListFailpoints", kWatchers},
     {"/sluice.v1.Admin/SetFailpoints", kOperators},
     {"/sluice.v1.Admin/Drain", kOperators},
+    {"/sluice.v1.Admin/Trace", kOperators},
     {"/sluice.v1.Admin/Resume", kOperators},
 
     {"/grpc.health.v1.Health/Check", kAnybody},

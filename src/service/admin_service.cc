@@ -15,6 +15,8 @@
 #include "src/base/status_macros.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
+#include "src/service/trace_reactor.h"
+#include "src/service/worker_queue.h"
 
 namespace sluice {
 namespace {
@@ -123,6 +125,11 @@ class AdminService final : public v1::Admin::CallbackService {
     return reactor;
   }
 
+  grpc::ServerWriteReactor<v1::TraceResponse>* Trace(grpc::CallbackServerContext* /*context*/,
+                                                     const v1::TraceRequest* request) override {
+    return NewTraceReactor(options_.engine, options_.recorder, &workers_, *request);
+  }
+
   grpc::ServerUnaryReactor* Resume(grpc::CallbackServerContext* context,
                                    const v1::ResumeRequest* /*request*/,
                                    v1::ResumeResponse* response) override {
@@ -175,7 +182,11 @@ class AdminService final : public v1::Admin::CallbackService {
     response->set_draining(snapshot.draining);
   }
 
+  // Files being made, at once and waiting.
+  static constexpr size_t kMaxTraces = 4;
+
   const AdminServiceOptions options_;
+  WorkerQueue workers_{"admin", 1, kMaxTraces};  // last: its thread uses the rest
 };
 
 }  // namespace

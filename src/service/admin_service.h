@@ -15,6 +15,8 @@
 
 namespace sluice {
 
+class StepRecorder;
+
 struct AdminServiceOptions {
   v1::GetModelResponse model;  // the whole answer of GetModel
   uint32_t max_sequences = 0;
@@ -24,6 +26,7 @@ struct AdminServiceOptions {
   std::vector<const PagePool*> pools;
   bool allow_failpoints = false;
   DrainControl* drain = nullptr;
+  const StepRecorder* recorder = nullptr;  // the engine's; null: steps are not kept
 };
 
 GrpcService NewAdminService(AdminServiceOptions options);

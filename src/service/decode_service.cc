@@ -11,6 +11,7 @@
 #include "src/service/generate_reactor.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
+#include "src/service/tenant_gate.h"
 
 namespace sluice {
 namespace {
@@ -75,8 +76,9 @@ class DecodeService final : public v1::Decode::CallbackService {
       reactor->Finish(ToGrpcStatus(status));
       return reactor;
     }
+    const TenantGate* gate = options_.generate.gate;
     options_.engine->CancelRequest(
-        request->request_id(),
+        gate == nullptr ? request->request_id() : gate->RequestId(*context, request->request_id()),
         WithReason(absl::CancelledError("cancelled by Cancel"), "CANCEL_CALL"),
         [reactor, response](bool found) {
           response->set_found(found);
@@ -94,7 +96,13 @@ class DecodeService final : public v1::Decode::CallbackService {
     }
     if (status.ok()) status = CheckName("tenant", request->tenant());
     if (status.ok()) {
-      response->set_found(options_.engine->Forget(request->sequence_id(), request->tenant()));
+      const TenantGate* gate = options_.generate.gate;
+      const absl::StatusOr<std::string> tenant =
+          TenantFor(gate == nullptr ? Caller() : gate->CallerOf(*context), request->tenant());
+      status = tenant.status();
+      if (status.ok()) {
+        response->set_found(options_.engine->Forget(request->sequence_id(), *tenant));
+      }
     }
     grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
     reactor->Finish(ToGrpcStatus(status));

@@ -19,6 +19,7 @@
 #include "src/service/proto_conversion.h"
 #include "src/service/puller.h"
 #include "src/service/status_mapping.h"
+#include "src/service/tenant_gate.h"
 #include "src/service/trace_headers.h"
 
 namespace sluice {
@@ -101,6 +102,7 @@ absl::Status GenerateCall::Submit() {
   auto stream = std::make_shared<TokenStream>(
       options_.stream_capacity, [generator = options_.generator] { generator->Wake(); });
   request.sink = stream;
+  if (options_.gate != nullptr) SLUICE_RETURN_IF_ERROR(options_.gate->Admit(*context_, &request));
   const bool pulls = !request.handoff.source.empty();
   if (pulls) {
     SLUICE_CHECK(options_.puller != nullptr);

@@ -26,6 +26,7 @@ namespace sluice {
 
 class Metrics;
 class Puller;
+class TenantGate;
 
 // What the services of all dialects share.
 struct GenerateOptions {
@@ -43,6 +44,8 @@ struct GenerateOptions {
   Metrics* metrics = nullptr;
   // Of requests whose caches another node holds; null: the generator has none such.
   Puller* puller = nullptr;
+  // Makes every request a tenant's. Outlives the service; null: nobody is asked.
+  const TenantGate* gate = nullptr;
   // Writes token ids into the log.
   bool log_prompts = false;
 };

@@ -19,6 +19,7 @@
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/service/call_record.h"
+#include "src/service/caller.h"
 #include "src/service/guarded.h"
 #include "src/service/landing_sink.h"
 #include "src/service/proto_conversion.h"
@@ -30,6 +31,26 @@ namespace sluice {
 namespace {
 
 constexpr size_t kMaxRangesOfGet = 1024;  // GetTransferResponse.missing
+
+// Lands a caller's chunks in its own transfers alone.
+class OwnLandingSink : public LandingSink {
+ public:
+  // `tenant`: whose transfers these must be; empty: anybody's. `known`: one that was looked at.
+  OwnLandingSink(TransferTable* transfers, const std::string& tenant, const std::string& known)
+      : LandingSink(transfers), transfers_(transfers), tenant_(tenant), known_(known) {}
+
+  absl::Status Begin(const ChunkHeader& header, uint64_t payload_bytes) override {
+    if (!tenant_.empty() && header.transfer_id != known_) {
+      SLUICE_RETURN_IF_ERROR(transfers_->CheckOwner(header.transfer_id, tenant_));
+    }
+    return LandingSink::Begin(header, payload_bytes);
+  }
+
+ private:
+  TransferTable* const transfers_;
+  const std::string& tenant_;
+  const std::string& known_;
+};
 
 void NoteTransfer(const grpc::ServerContextBase& context, const std::string& id,
                   uint64_t bytes = 0) {
@@ -46,7 +67,11 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
  public:
   WriteReactor(const IngestServiceOptions& options, TransferWatch* watch,
                grpc::CallbackServerContext* context, grpc::ByteBuffer* response)
-      : options_(options), watch_(watch), context_(context), response_(response) {
+      : options_(options),
+        watch_(watch),
+        context_(context),
+        response_(response),
+        tenant_(CallerOf(options.access, *context).tenant) {
     StartRead(&message_);
   }
 
@@ -109,11 +134,12 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   absl::Status Land() {
     grpc::ProtoBufferReader reader(&current_);
     if (!reader.status().ok()) return InvalidField("message", "is not readable");
-    LandingSink sink(options_.transfers);
+    OwnLandingSink sink(options_.transfers, tenant_, owned_);
     const absl::Status begun = ParseWriteRequest(&reader, current_.Length(), sink);
     const bool first = sink.transfer_id() != transfer_id_;
     if (first) transfer_id_ = sink.transfer_id().substr(0, kMaxNameBytes);
     SLUICE_RETURN_IF_ERROR(begun);
+    owned_ = transfer_id_;
     if (first) watch_->StreamBegan(transfer_id_);
     const absl::StatusOr<uint64_t> blocks = sink.Finish();
     watch_->ChunkEnded(blocks, sink.bytes());
@@ -147,10 +173,12 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   TransferWatch* const watch_;
   grpc::CallbackServerContext* const context_;
   grpc::ByteBuffer* const response_;
+  const std::string tenant_;  // of the caller; empty: it may act for any
   grpc::ByteBuffer message_;  // the read under way
   // Of whoever lands.
   grpc::ByteBuffer current_;
   std::string transfer_id_;  // of the last chunk that had a place
+  std::string owned_;        // the same, found to be the caller's
   uint64_t blocks_landed_ = 0;
   uint64_t bytes_landed_ = 0;
 
@@ -174,7 +202,8 @@ class IngestService final : public IngestBase {
   grpc::ServerUnaryReactor* Reserve(grpc::CallbackServerContext* context,
                                     const v1::ReserveRequest* request,
                                     v1::ReserveResponse* response) override {
-    const absl::Status status = Guarded("Reserve", [&] { return DoReserve(*request, *response); });
+    const absl::Status status =
+        Guarded("Reserve", [&] { return DoReserve(*context, *request, *response); });
     NoteTransfer(*context, response->transfer_id());
     if (!status.ok()) watch_.ReserveRefused(status);
     return Reply(context, status);
@@ -189,8 +218,10 @@ class IngestService final : public IngestBase {
                                    const v1::CommitRequest* request,
                                    v1::CommitResponse* response) override {
     TransferInfo info;
-    const absl::Status status =
-        Guarded("Commit", [&] { return DoCommit(*request, *response, info); });
+    const absl::Status status = Guarded("Commit", [&]() -> absl::Status {
+      SLUICE_RETURN_IF_ERROR(Own(*context, request->transfer_id()));
+      return DoCommit(*request, *response, info);
+    });
     if (SLUICE_FAILPOINT(kIngestCommitAnswer)) context->TryCancel();
     NoteTransfer(*context, request->transfer_id());
     const v1::MissingBlocks missing = ToMissingBlocks(info);
@@ -201,6 +232,8 @@ class IngestService final : public IngestBase {
                                   const v1::AbortRequest* request,
                                   v1::AbortResponse* /*response*/) override {
     absl::Status status = CheckName("reason", request->reason(), kMaxReasonBytes);
+    // One that is not the caller's is answered as one that is not there: nothing is to be done.
+    if (status.ok() && !Own(*context, request->transfer_id()).ok()) return Reply(context, status);
     if (status.ok()) status = options_.transfers->Abort(request->transfer_id(), request->reason());
     if (status.ok()) watch_.Aborted(request->transfer_id());
     NoteTransfer(*context, request->transfer_id());
@@ -210,7 +243,10 @@ class IngestService final : public IngestBase {
   grpc::ServerUnaryReactor* GetTransfer(grpc::CallbackServerContext* context,
                                         const v1::GetTransferRequest* request,
                                         v1::GetTransferResponse* response) override {
-    return Reply(context, Guarded("GetTransfer", [&] { return DoGet(*request, *response); }));
+    return Reply(context, Guarded("GetTransfer", [&]() -> absl::Status {
+                   SLUICE_RETURN_IF_ERROR(Own(*context, request->transfer_id()));
+                   return DoGet(*request, *response);
+                 }));
   }
 
  private:
@@ -227,9 +263,18 @@ class IngestService final : public IngestBase {
     return Finish(context, ToGrpcStatus(status));
   }
 
-  absl::Status DoReserve(const v1::ReserveRequest& request, v1::ReserveResponse& response) {
+  absl::Status Own(const grpc::CallbackServerContext& context,
+                   const std::string& transfer_id) const {
+    const std::string tenant = CallerOf(options_.access, context).tenant;
+    return tenant.empty() ? absl::OkStatus() : options_.transfers->CheckOwner(transfer_id, tenant);
+  }
+
+  absl::Status DoReserve(const grpc::CallbackServerContext& context,
+                         const v1::ReserveRequest& request, v1::ReserveResponse& response) {
     SLUICE_RETURN_IF_ERROR(options_.readiness->CheckTakesWork());
-    SLUICE_ASSIGN_OR_RETURN(const Manifest manifest, FromProto(request));
+    SLUICE_ASSIGN_OR_RETURN(Manifest manifest, FromProto(request));
+    SLUICE_ASSIGN_OR_RETURN(manifest.tenant, TenantFor(CallerOf(options_.access, context),
+                                                       manifest.tenant, "manifest.tenant"));
     SLUICE_ASSIGN_OR_RETURN(const TransferTable::Reserved reserved,
                             options_.transfers->Reserve(manifest));
     watch_.Reserved(manifest, reserved.transfer_id);

@@ -9,6 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from metrics_text import Scrape
 from nodes import BIN, FIXTURES, SCALE, TIMEOUT_S, error_of, greedy, run, tokens_of
+from pki import Pki, node_flags, token_entry, write_access
 from sluice.v1 import admin_pb2, decode_pb2, prefill_pb2
 from transfers import Transfer, committed
 
@@ -171,3 +172,17 @@ def test_a_log_that_cannot_be_opened_ends_the_program_at_start():
                "/no/such/folder/log")
     assert done.returncode == 1
     assert "access_log: cannot append to /no/such/folder/log: No such file or directory" in done.stderr
+
+
+def test_over_tls_a_line_says_who_called_and_for_whom_and_never_with_what(tiny_models, start, tmp_path):
+    pki, log, token = Pki(tmp_path / "pki"), Log(tmp_path / "access.log"), f"secret-{uuid.uuid4().hex}"
+    access = write_access(tmp_path / "access.json", tokens=[token_entry("alice", token, "router", tenant="blue")])
+    node = start("sluice-server", tiny_models("tiny-llama"), *node_flags(pki, access, "node"), "--hbm-bytes", "4MiB",
+                 "--dram-bytes", "6MiB", "--access-log", str(log.path), credentials=pki.bearer(token))
+    name = uuid.uuid4().hex
+    error_of(lambda: node.decode.Generate(decode_pb2.GenerateRequest(
+        request_id=name, transfer_id="0" * 32, sampling=greedy(max_tokens=1)), timeout=TIMEOUT_S))
+    line = log.wait_for(request_id=name)
+    assert (line["identity"], line["tenant"]) == ("token:alice", "blue")
+    assert line["status"] == "NOT_FOUND" and line["reason"] == "TRANSFER_NOT_FOUND"
+    assert token not in log.path.read_text()

@@ -65,6 +65,7 @@ DOORS = {
     "Admin.ListFailpoints": ({"operator", "monitor"}, admin_pb2.ListFailpointsRequest(), Code.OK),
     "Admin.SetFailpoints": ({"operator"}, admin_pb2.SetFailpointsRequest(), Code.FAILED_PRECONDITION),
     "Admin.Resume": ({"operator"}, admin_pb2.ResumeRequest(), Code.OK),
+    "Admin.Trace": ({"operator"}, admin_pb2.TraceRequest(), Code.OK),
     "Health.Check": (set(ROLES), health_pb2.HealthCheckRequest(), Code.OK),
 }
 STUBS = {"KvIngest": ingest_pb2_grpc.KvIngestStub, "Decode": decode_pb2_grpc.DecodeStub,

@@ -17,6 +17,7 @@ which generates.
   failpoint faults that a decode node can be made to have, for tests of what survives them
   drain     takes a decode node out of service: what runs is finished, nothing new is taken
   resume    takes it back into service
+  trace     what its last steps did, as a file for ui.perfetto.dev
   texts     real text as token ids, for sluice-bench policies --quality
   plot-policies
             plots of what sluice-bench policies --out left
@@ -73,6 +74,10 @@ _DRAIN_EXAMPLES = """examples:
 Waits until nothing runs or waits there; what is left after the time ends with UNAVAILABLE.
 --json prints one object: idle, running, waiting, was_draining.
 Exit status: 0, 1 for an error (also when somebody resumed the node meanwhile), 2 for a wrong command line.
+"""
+
+_TRACE_EXAMPLES = """example:
+  tools/sluice trace --decode 127.0.0.1:7000 --steps 200 --out trace.json
 """
 
 _RESUME_EXAMPLES = """example:
@@ -234,6 +239,12 @@ def build_parser() -> argparse.ArgumentParser:
     p = command("resume", "Takes a drained decode node back into service.", _RESUME_EXAMPLES)
     _add_nodes(p, prefill=False)
     p.add_argument("--json", action="store_true", help="print one JSON object")
+
+    p = command("trace", "What a decode node's last steps did, as a file for ui.perfetto.dev.", _TRACE_EXAMPLES)
+    _add_nodes(p, prefill=False)
+    p.add_argument("--steps", type=_unsigned(32), default=0, metavar="N",
+                   help="at most so many (default: all that the node keeps, its trace_steps)")
+    p.add_argument("--out", metavar="FILE", required=True, help="JSON to write")
 
     p = command("texts", "Real text as token ids, and pass keys hidden in it.", _TEXTS_EXAMPLES)
     p.add_argument("--tokenizer", metavar="DIR", required=True,

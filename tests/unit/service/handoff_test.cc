@@ -137,7 +137,6 @@ struct DecodeSide {
   }
 
   Metrics metrics;
-  PromptCounts counts{&metrics};
   Readiness readiness;
   std::unique_ptr<PagePool> hbm, dram;
   std::unique_ptr<TransferTable> table;
@@ -277,6 +276,7 @@ struct PrefillSide {
   Readiness readiness;
   Channels channels;
   Metrics metrics;
+  PromptCounts counts{&metrics};
   std::unique_ptr<GrpcServer> server;
   std::unique_ptr<v1::Prefill::Stub> stub;
 };
