@@ -257,6 +257,9 @@ int RunIngestBench(const Invocation& invocation) {
   flags.Seconds("window", "of each measurement beside the decode", 60, &o.window_seconds);
   flags.File("json", "write the report as JSON, without FILE to standard output", &o.json);
   if (const auto status = ReadFlags(flags, invocation)) return *status;
+  if (o.tls && !o.model.empty()) {
+    return Fail(absl::InvalidArgumentError("--tls measures no decode beside: leave out --model"));
+  }
   if (!o.model.empty()) {
     const absl::StatusOr<ModelConfig> config = LoadModelConfig(o.model);
     if (!config.ok()) return Fail(config.status());

@@ -38,6 +38,9 @@ void AddIdentities(const grpc::AuthContext& context, std::vector<std::string>* o
   }
 }
 
+// Without roles, and confined to a tenant that nobody can be: an empty one would be all of them.
+Caller Nobody() { return Caller{"", "/", Roles()}; }
+
 template <typename Metadata>
 std::string AuthorizationOf(const Metadata& metadata) {
   const auto found = metadata.find("authorization");
@@ -137,7 +140,7 @@ absl::StatusOr<Caller> Access::Find(const Shown& shown) const {
     return absl::UnauthenticatedError(
         "authorization: the token is not known here, or is not written as Bearer TOKEN");
   }
-  Caller out;
+  Caller out = Nobody();
   bool confined = false;
   for (const AccessRules::Certificate& rule : rules->certificates) {
     for (const std::string& identity : shown.identities) {
@@ -189,7 +192,7 @@ Caller Access::CallerOf(const grpc::ServerContextBase& context) const {
   }
   shown.authorization = AuthorizationOf(context.client_metadata());
   // Not OK: the file has changed since the call was let in. It goes on without any role.
-  return Find(shown).value_or(Caller{"", "", Roles()});
+  return Find(shown).value_or(Nobody());
 }
 
 std::shared_ptr<grpc::AuthMetadataProcessor> NewAccessProcessor(const Access* access) {

@@ -36,8 +36,9 @@ class Access {
   static absl::StatusOr<std::unique_ptr<Access>> Open(const std::string& path,
                                                       absl::Duration reload);
 
-  // Who shows this; without roles if nobody that the file knows. UNAUTHENTICATED for a token that
-  // it does not know, also beside a certificate that it does: who shows one means to use it.
+  // Who shows this; without roles, and of no tenant that there is, if nobody that the file knows.
+  // UNAUTHENTICATED for a token that it does not know, also beside a certificate that it does: who
+  // shows one means to use it.
   absl::StatusOr<Caller> Find(const Shown& shown) const;
   // UNAUTHENTICATED: neither certificate nor token says who calls. PERMISSION_DENIED: the caller
   // has none of `roles`. `what` is for the message.

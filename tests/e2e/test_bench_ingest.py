@@ -1,6 +1,7 @@
 """sluice-bench ingest: that it measures what it says, in small; figures need a quiet machine."""
 
 import json
+from pathlib import Path
 
 from nodes import BIN, run
 
@@ -37,6 +38,19 @@ def test_its_table_names_command_machine_and_shape():
     assert lines[0].startswith("command   sluice-bench ingest") and lines[1].startswith("machine ")
     assert "chunks_kib=128" in done.stdout
     assert [line.split()[0] for line in lines[-3:]] == PEERS
+
+
+def test_all_of_it_goes_over_mtls_where_asked_and_leaves_nothing_behind():
+    before = set(Path("/tmp").glob("sluice-bench.*"))
+    command = ["ingest", "--rounds", "1", "--transfer-mib", "4", "--chunks", "128", "--json"]
+    plain, tls = (run(BIN / "sluice-bench", *command, *more) for more in ([], ["--tls"]))
+    assert plain.returncode == 0 and tls.returncode == 0, plain.stderr + tls.stderr
+    reports = [json.loads(done.stdout) for done in (plain, tls)]
+    assert [r["shape"]["tls"] for r in reports] == ["none", "mTLS"]
+    assert [f["name"] for f in reports[1]["figures"]] == [f"{p}, chunks of 128 KiB" for p in PEERS]
+    assert set(Path("/tmp").glob("sluice-bench.*")) == before
+    done = run(BIN / "sluice-bench", "ingest", "--tls", "--model", "x")
+    assert done.returncode == 1 and "--tls measures no decode" in done.stderr
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path):

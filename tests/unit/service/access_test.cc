@@ -128,7 +128,11 @@ TEST_CASE("what a caller shows decides what it may do, and a new file counts at 
   CHECK(access.Find({{}, "Bearer secret"}).ok());
   write("{}  ");
   CHECK(absl::IsUnauthenticated(access.Find({{}, "Bearer secret"}).status()));
-  CHECK(access.Find({{"cn:p-1"}, ""})->roles.empty());
+  // A call that was let in a moment ago is now nobody's, not everybody's.
+  const auto nobody = access.Find({{"cn:p-1"}, ""});
+  CHECK(nobody->roles.empty());
+  CHECK(!TenantFor(*nobody, "acme").ok());
+  CHECK(TenantFor(*nobody, "").value() == "/");
 }
 
 TEST_CASE("loopback is what other machines cannot reach") {
