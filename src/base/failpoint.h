@@ -32,74 +32,78 @@
 #include "absl/time/time.h"
 
 // F(id, name, kind, what happens, what survives). Each is named by the test that shows the last.
-#define SLUICE_FAILPOINTS_LIST(F)                                                                \
-  F(kDeviceAllocate, "device.allocate", kFault, "a buffer of the device finds no memory",        \
-    "the program ends at start with a status that names the buffer")                             \
-  F(kDeviceFailure, "device.failure", kFault, "the GPU fails, or what stands in for it",         \
-    "every sequence ends with INTERNAL, reason GPU_FAILED; then the program, with status 1")     \
-  F(kWeightsRead, "weights.read", kFault, "a file of weights ends too soon",                     \
-    "the program ends at start, naming file and tensor")                                         \
-  F(kWeightsHeader, "weights.header", kFault, "the header of a file of weights is damaged",      \
-    "the program ends at start, naming the file")                                                \
-  F(kConfigRead, "config.read", kFault, "the configuration file cannot be read",                 \
-    "the program ends at start, naming the file")                                                \
-  F(kAddressFileWrite, "address_file.write", kFault, "the address file cannot be written",       \
-    "the program ends with a status that names it; no half-written file stays")                  \
-  F(kServerCanary, "server.canary", kFault, "the canary decode fails, or takes long",            \
-    "the node never becomes ready")                                                              \
-  F(kServerDrain, "server.drain", kFault, "what says that everything has finished is lost",      \
-    "a drain ends by its timeout, and the program with it")                                      \
-  F(kClockJump, "clock.jump", kClock, "the clock leaps, forward or back",                        \
-    "no wait hangs; deadlines and leases that the leap passes end as if their time had come")    \
-  F(kKvReserve, "kv.reserve", kFault, "Reserve finds no room in DRAM",                           \
-    "RESOURCE_EXHAUSTED with RetryInfo; nothing stays reserved")                                 \
-  F(kKvAdmit, "kv.admit", kFault, "Admit finds no room in HBM",                                  \
-    "the sequence waits and is admitted later, with the same tokens")                            \
-  F(kKvCopy, "kv.copy", kPause, "a copy between tiers is slow",                                  \
-    "the sequence starts later; others never wait for it")                                       \
-  F(kKvWake, "kv.wake", kFault, "the engine is not told that a transfer changed",                \
-    "it looks again by itself: the stream starts late, and never hangs")                         \
-  F(kKvReap, "kv.reap", kFault, "a pass over the leases is left out",                            \
-    "the lease ends at the next one")                                                            \
-  F(kIngestChecksum, "ingest.checksum", kFault, "a chunk arrives damaged",                       \
-    "DATA_LOSS names the block, which stays missing and may be sent again")                      \
-  F(kIngestLanding, "ingest.landing", kPause, "a chunk's way into its pages is slow",            \
-    "its pages have no second owner before its writer is gone, even if the lease ends first")    \
-  F(kIngestReset, "ingest.reset", kFault, "a Write stream breaks",                               \
-    "the transfer resumes from the blocks that have landed")                                     \
-  F(kIngestWriteAnswer, "ingest.write_answer", kFault, "the answer to a Write is lost",          \
-    "GetTransfer says what has landed; a repeat of it is accepted")                              \
-  F(kIngestCommitAnswer, "ingest.commit_answer", kFault, "the answer to a Commit is lost",       \
-    "a second Commit is answered as the first was")                                              \
-  F(kEngineQueue, "engine.queue", kFault, "too many sequences wait",                             \
-    "RESOURCE_EXHAUSTED with RetryInfo; its transfer stays for the next Generate")               \
-  F(kEngineWake, "engine.wake", kFault, "the engine is not woken for what is in its inbox",      \
-    "it looks again by itself: the work is done late, and never hangs")                          \
-  F(kEngineStep, "engine.step", kPause, "a step takes long",                                     \
-    "cancels and deadlines still end their sequences")                                           \
-  F(kEngineLogits, "engine.logits", kFault, "the first sampled row of a step has logits of NaN", \
-    "that sequence ends with INTERNAL, reason BAD_LOGITS; the others go on")                     \
-  F(kAttentionWorker, "attention.worker", kFault, "a CPU worker that attends fails, or is late", \
-    "its sequences end with INTERNAL, reason WORKER_FAILED; the others go on, to the bit")       \
-  F(kAttentionWorkerExit, "attention.worker_exit", kFault, "a CPU worker that attends dies",     \
-    "its sequences end likewise; later ones are served by the workers that are left")            \
-  F(kAttentionWarmUp, "attention.warm_up", kFault,                                               \
-    "what a sequence begins with in HBM is lost on its way, or late (policy ess)",               \
-    "its sequence ends with INTERNAL, reason TRANSFER_FAILED, or starts late; no other waits")   \
-  F(kAttentionGather, "attention.gather", kFault,                                                \
-    "what the first decode row of a step fetches is lost (policy ess)",                          \
-    "its sequence ends with INTERNAL, reason TRANSFER_FAILED; the others go on, to the bit")     \
-  F(kDecodeSink, "decode.sink", kFault, "a stream has no room, as with a slow reader",           \
-    "the sequence is parked and goes on without losing a token")                                 \
-  F(kDecodeReset, "decode.reset", kFault, "a Generate stream breaks",                            \
-    "its sequence ends and its memory comes back; the others go on")                             \
-  F(kServiceQueue, "service.queue", kFault, "a queue of workers is full",                        \
-    "RESOURCE_EXHAUSTED with RetryInfo")                                                         \
-  F(kServiceHandler, "service.handler", kFault, "the handler of a call throws an exception",     \
-    "that call ends with INTERNAL, reason EXCEPTION; the next one is answered")                  \
-  F(kPrefillPush, "prefill.push", kFault, "the stream to the decode node breaks under a layer",  \
-    "what is missing is sent again on a new one")                                                \
-  F(kAdminHttp, "admin.http", kFault, "an admin HTTP handler throws an exception",               \
+#define SLUICE_FAILPOINTS_LIST(F)                                                                 \
+  F(kDeviceAllocate, "device.allocate", kFault, "a buffer of the device finds no memory",         \
+    "the program ends at start with a status that names the buffer")                              \
+  F(kDeviceFailure, "device.failure", kFault, "the GPU fails, or what stands in for it",          \
+    "every sequence ends with INTERNAL, reason GPU_FAILED; then the program, with status 1")      \
+  F(kWeightsRead, "weights.read", kFault, "a file of weights ends too soon",                      \
+    "the program ends at start, naming file and tensor")                                          \
+  F(kWeightsHeader, "weights.header", kFault, "the header of a file of weights is damaged",       \
+    "the program ends at start, naming the file")                                                 \
+  F(kConfigRead, "config.read", kFault, "the configuration file cannot be read",                  \
+    "the program ends at start, naming the file")                                                 \
+  F(kAddressFileWrite, "address_file.write", kFault, "the address file cannot be written",        \
+    "the program ends with a status that names it; no half-written file stays")                   \
+  F(kServerCanary, "server.canary", kFault, "the canary decode fails, or takes long",             \
+    "the node never becomes ready")                                                               \
+  F(kServerDrain, "server.drain", kFault, "what says that everything has finished is lost",       \
+    "a drain ends by its timeout, and the program with it")                                       \
+  F(kClockJump, "clock.jump", kClock, "the clock leaps, forward or back",                         \
+    "no wait hangs; deadlines and leases that the leap passes end as if their time had come")     \
+  F(kKvReserve, "kv.reserve", kFault, "Reserve finds no room in DRAM",                            \
+    "RESOURCE_EXHAUSTED with RetryInfo; nothing stays reserved")                                  \
+  F(kKvAdmit, "kv.admit", kFault, "Admit finds no room in HBM",                                   \
+    "the sequence waits and is admitted later, with the same tokens")                             \
+  F(kKvCopy, "kv.copy", kPause, "a copy between tiers is slow",                                   \
+    "the sequence starts later; others never wait for it")                                        \
+  F(kKvWake, "kv.wake", kFault, "the engine is not told that a transfer changed",                 \
+    "it looks again by itself: the stream starts late, and never hangs")                          \
+  F(kKvReap, "kv.reap", kFault, "a pass over the leases is left out",                             \
+    "the lease ends at the next one")                                                             \
+  F(kIngestChecksum, "ingest.checksum", kFault, "a chunk arrives damaged",                        \
+    "DATA_LOSS names the block, which stays missing and may be sent again")                       \
+  F(kIngestLanding, "ingest.landing", kPause, "a chunk's way into its pages is slow",             \
+    "its pages have no second owner before its writer is gone, even if the lease ends first")     \
+  F(kIngestReset, "ingest.reset", kFault, "a Write stream breaks",                                \
+    "the transfer resumes from the blocks that have landed")                                      \
+  F(kIngestWriteAnswer, "ingest.write_answer", kFault, "the answer to a Write is lost",           \
+    "GetTransfer says what has landed; a repeat of it is accepted")                               \
+  F(kIngestCommitAnswer, "ingest.commit_answer", kFault, "the answer to a Commit is lost",        \
+    "a second Commit is answered as the first was")                                               \
+  F(kEngineQueue, "engine.queue", kFault, "too many sequences wait",                              \
+    "RESOURCE_EXHAUSTED with RetryInfo; its transfer stays for the next Generate")                \
+  F(kEngineWake, "engine.wake", kFault, "the engine is not woken for what is in its inbox",       \
+    "it looks again by itself: the work is done late, and never hangs")                           \
+  F(kEngineStep, "engine.step", kPause, "a step takes long",                                      \
+    "cancels and deadlines still end their sequences")                                            \
+  F(kEngineLogits, "engine.logits", kFault, "the first sampled row of a step has logits of NaN",  \
+    "that sequence ends with INTERNAL, reason BAD_LOGITS; the others go on")                      \
+  F(kAttentionWorker, "attention.worker", kFault, "a CPU worker that attends fails, or is late",  \
+    "its sequences end with INTERNAL, reason WORKER_FAILED; the others go on, to the bit")        \
+  F(kAttentionWorkerExit, "attention.worker_exit", kFault, "a CPU worker that attends dies",      \
+    "its sequences end likewise; later ones are served by the workers that are left")             \
+  F(kAttentionWarmUp, "attention.warm_up", kFault,                                                \
+    "what a sequence begins with in HBM is lost on its way, or late (policy ess)",                \
+    "its sequence ends with INTERNAL, reason TRANSFER_FAILED, or starts late; no other waits")    \
+  F(kAttentionGather, "attention.gather", kFault,                                                 \
+    "what the first decode row of a step fetches is lost (policy ess)",                           \
+    "its sequence ends with INTERNAL, reason TRANSFER_FAILED; the others go on, to the bit")      \
+  F(kDecodeSink, "decode.sink", kFault, "a stream has no room, as with a slow reader",            \
+    "the sequence is parked and goes on without losing a token")                                  \
+  F(kDecodeReset, "decode.reset", kFault, "a Generate stream breaks",                             \
+    "its sequence ends and its memory comes back; the others go on")                              \
+  F(kServiceQueue, "service.queue", kFault, "a queue of workers is full",                         \
+    "RESOURCE_EXHAUSTED with RetryInfo")                                                          \
+  F(kServiceHandler, "service.handler", kFault, "the handler of a call throws an exception",      \
+    "that call ends with INTERNAL, reason EXCEPTION; the next one is answered")                   \
+  F(kPrefillPush, "prefill.push", kFault, "the stream to the decode node breaks under a layer",   \
+    "what is missing is sent again on a new one")                                                 \
+  F(kSourceReset, "source.reset", kFault, "a Read of held caches breaks",                         \
+    "what has not landed is read on another connection, once")                                    \
+  F(kSourceChecksum, "source.checksum", kFault, "a chunk that is read does not fit its checksum", \
+    "its blocks stay missing and are read again, once")                                           \
+  F(kAdminHttp, "admin.http", kFault, "an admin HTTP handler throws an exception",                \
     "status 500; the next request is answered")
 
 namespace sluice {

@@ -38,7 +38,7 @@ absl::StatusOr<bool> Flag(const HandoffJson& json, const nlohmann::json& object,
 
 }  // namespace
 
-absl::Status ReadDecodeLeg(const HandoffJson& json, Request* /*request*/) {
+absl::Status ReadDecodeLeg(const HandoffJson& json, Request* request) {
   SLUICE_ASSIGN_OR_RETURN(const nlohmann::json object, Parsed(json));
   SLUICE_ASSIGN_OR_RETURN(const bool hold, Flag(json, object, "do_remote_decode"));
   if (hold) {
@@ -46,10 +46,9 @@ absl::Status ReadDecodeLeg(const HandoffJson& json, Request* /*request*/) {
                         "do_remote_decode: this is a decode node, which hands nothing over");
   }
   SLUICE_ASSIGN_OR_RETURN(const bool pull, Flag(json, object, "do_remote_prefill"));
-  for (const auto& [key, value] : object.items()) {
-    if (key == "do_remote_decode" || (key == "do_remote_prefill" && !pull)) continue;
-    return InvalidField(json.field, absl::StrCat(key, ": a handoff that this node cannot take"));
-  }
+  const size_t flags = object.count("do_remote_decode") + object.count("do_remote_prefill");
+  if (object.size() == flags && !pull) return absl::OkStatus();
+  SLUICE_ASSIGN_OR_RETURN(request->handoff.source, SourceRefFromJson(json.text, json.field));
   return absl::OkStatus();
 }
 

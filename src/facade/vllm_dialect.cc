@@ -155,6 +155,8 @@ class VllmDialect final : public GenerateDialectOf<ve::GenerateResponse> {
                            request_.kv_transfer_params_json()};
     if (role_ == NodeInfo::Role::kPrefill) {
       SLUICE_RETURN_IF_ERROR(CheckPrefillLeg(json));
+      // A minimum above the one token is the decode leg's to keep.
+      out.sampling.min_tokens = std::min(out.sampling.min_tokens, 1u);
     } else {
       SLUICE_RETURN_IF_ERROR(ReadDecodeLeg(json, &out));
     }
@@ -204,6 +206,7 @@ class VllmDialect final : public GenerateDialectOf<ve::GenerateResponse> {
     complete->set_completion_tokens(completed_);
     complete->set_cached_tokens(end.cached_tokens);
     if (logprobs_ && !streamed_) complete->mutable_output_logprobs()->Swap(&all_logprobs_);
+    if (!end.source.empty()) complete->set_kv_transfer_params_json(ToJson(end.source));
     if (end.stop_string.has_value()) {
       complete->set_matched_stop_str(*end.stop_string);
     } else if (end.stop_token_id.has_value()) {

@@ -317,6 +317,16 @@ absl::Status TransferTable::Abort(const std::string& transfer_id, const std::str
   return absl::OkStatus();
 }
 
+bool TransferTable::Fail(const std::string& transfer_id, const absl::Status& why) {
+  Ended ended(this);
+  absl::MutexLock lock(&mutex_);
+  EndOverLocked(clock_->Now(), &ended);
+  const auto it = transfers_.find(transfer_id);
+  if (it == transfers_.end() || it->second->kept) return false;
+  EndLocked(it->second, why, &ended);
+  return true;
+}
+
 absl::StatusOr<TransferInfo> TransferTable::Get(const std::string& transfer_id, size_t max_ranges) {
   Ended ended(this);
   absl::MutexLock lock(&mutex_);

@@ -187,6 +187,9 @@ class TransferTable {
                                   SelectionHints hints = {});
   // OK also if there is no such transfer any more.
   absl::Status Abort(const std::string& transfer_id, const std::string& reason);
+  // As Abort, by this node itself: its Generate ends with `why`. False: there is no such transfer
+  // any more, or the engine has it.
+  bool Fail(const std::string& transfer_id, const absl::Status& why);
   absl::StatusOr<TransferInfo> Get(const std::string& transfer_id, size_t max_ranges);
   uint64_t BlocksMissing(const std::string& transfer_id);
   // Whose the transfer or kept sequence is, also of one that the engine took lately; nothing where

@@ -1,13 +1,11 @@
 #include "src/model/fingerprint.h"
 
-#include <openssl/evp.h>
-
-#include <memory>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "src/base/sha256.h"
 #include "src/base/status_macros.h"
 #include "src/model/tensor_list.h"
 
@@ -21,27 +19,6 @@ constexpr int64_t kWindowElements = 32;  // 64 bytes of bf16
 // Changes with the meaning of the text below, so that an old and a new build do not agree by
 // chance.
 constexpr char kVersion[] = "sluice model fingerprint 1";
-
-class Sha256 {
- public:
-  Sha256() : context_(EVP_MD_CTX_new(), EVP_MD_CTX_free) {
-    SLUICE_CHECK(EVP_DigestInit_ex(context_.get(), EVP_sha256(), nullptr) == 1);
-  }
-  void Update(const void* data, size_t bytes) {
-    SLUICE_CHECK(EVP_DigestUpdate(context_.get(), data, bytes) == 1);
-  }
-  std::string Hex() {
-    unsigned char digest[EVP_MAX_MD_SIZE];
-    unsigned int size = 0;
-    SLUICE_CHECK(EVP_DigestFinal_ex(context_.get(), digest, &size) == 1);
-    std::string out;
-    for (unsigned int i = 0; i < size; ++i) absl::StrAppendFormat(&out, "%02x", digest[i]);
-    return out;
-  }
-
- private:
-  std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> context_;
-};
 
 std::string CanonicalLatent(const LatentConfig& l) {
   const ExpertConfig& e = l.experts;

@@ -8,6 +8,7 @@
 
 #include "absl/time/time.h"
 #include "src/request/request_trace.h"
+#include "src/request/source_ref.h"
 #include "src/request/token_sink.h"
 #include "src/sampling/sampling_params.h"
 
@@ -20,8 +21,10 @@ struct HandoffRef {
   std::string tenant;  // scope of rendezvous_key and sequence_id
   std::string rendezvous_key;
   std::string sequence_id;
+  // Caches that another node holds. A Puller makes a transfer of it; the engine knows none.
+  SourceRef source;
   bool empty() const {
-    return transfer_id.empty() && rendezvous_key.empty() && sequence_id.empty();
+    return transfer_id.empty() && rendezvous_key.empty() && sequence_id.empty() && source.empty();
   }
 };
 

@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "src/request/source_ref.h"
 #include "src/request/token.h"
 
 namespace sluice {
@@ -28,6 +29,7 @@ struct FinishInfo {
   uint32_t cached_tokens = 0;
   std::string transfer_id;     // empty: nothing was handed over
   std::string sequence_id;     // of the kept sequence; empty: it is not kept
+  SourceRef source;            // where its prompt is held; empty: it is not
   absl::Duration queued;       // from ready to its place in the batch
   absl::Duration first_token;  // from its arrival; zero: there was none
   absl::Duration total;        // from its arrival

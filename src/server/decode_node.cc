@@ -20,9 +20,12 @@
 #include "src/server/model_setup.h"
 #include "src/server/program.h"
 #include "src/service/admin_service.h"
+#include "src/service/channels.h"
+#include "src/service/credentials.h"
 #include "src/service/decode_service.h"
 #include "src/service/ingest_service.h"
 #include "src/service/proto_conversion.h"
+#include "src/service/puller.h"
 #include "src/service/status_mapping.h"
 
 namespace sluice {
@@ -122,6 +125,17 @@ absl::Status DecodeNode::StartEngine() {
   table.retry_after = [this] { return finish_rate_.RetryAfter(); };
   transfers_ =
       std::make_unique<TransferTable>(std::move(table), dram_.get(), hbm_.get(), RealClock());
+  channels_ = std::make_unique<Channels>(NewChannelCredentials(security_.tls));
+  Puller::Options pull;
+  pull.model_fingerprint = model_->fingerprint();
+  pull.layout = model_->cache_layout();
+  pull.max_context = static_cast<uint32_t>(model_->max_context());
+  pull.max_chunk_bytes = config_.max_chunk_bytes();
+  pull.streams = static_cast<int>(config_.pull_streams());
+  pull.idle_timeout = absl::Seconds(config_.pull_idle_seconds());
+  pull.transfers = transfers_.get();
+  pull.channels = channels_.get();
+  puller_ = std::make_unique<Puller>(std::move(pull));
   Engine::Options options;
   options.max_sequences = config_.max_sequences();
   options.max_waiting = config_.max_waiting();
@@ -207,6 +221,7 @@ absl::Status DecodeNode::StartGrpc() {
   generate.linger = absl::Seconds(config_.slow_reader_timeout_seconds());
   generate.generator = engine_.get();
   generate.metrics = &metrics_;
+  generate.puller = puller_.get();
   generate.gate = &*gate_;
   generate.log_prompts = config_.log_prompts();
   services.push_back(NewDecodeService({generate, engine_.get()}));

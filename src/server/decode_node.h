@@ -29,8 +29,10 @@
 #include "src/server/signals.h"
 #include "src/service/access_log.h"
 #include "src/service/admin_http.h"
+#include "src/service/channels.h"
 #include "src/service/drain_control.h"
 #include "src/service/grpc_server.h"
+#include "src/service/puller.h"
 #include "src/service/tenant_gate.h"
 
 namespace sluice {
@@ -69,6 +71,8 @@ class DecodeNode {
   std::unique_ptr<PagePool> dram_;
   std::unique_ptr<AttentionPolicy> policy_;
   std::unique_ptr<TransferTable> transfers_;
+  std::unique_ptr<Channels> channels_;
+  std::unique_ptr<Puller> puller_;
   std::unique_ptr<StepRecorder> recorder_;  // null: trace_steps is 0
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<EngineThread> engine_thread_;

@@ -9,12 +9,14 @@
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
+#include "src/facade/vllm_service.h"
 #include "src/server/address_file.h"
 #include "src/server/model_setup.h"
 #include "src/server/program.h"
 #include "src/service/credentials.h"
 #include "src/service/prefill_service.h"
 #include "src/service/proto_conversion.h"
+#include "src/service/source_service.h"
 #include "src/service/status_mapping.h"
 
 namespace sluice {
@@ -108,6 +110,13 @@ absl::Status PrefillNode::LoadModelAndMemory() {
   options.hbm_bytes = static_cast<int64_t>(config_.hbm_bytes());
   SLUICE_ASSIGN_OR_RETURN(prefiller_,
                           Prefiller::Create(options, device_.get(), model_.get(), RealClock()));
+  if (config_.hold_bytes() > 0) {
+    HeldPrompts::Options held;
+    held.layout = model_->cache_layout();
+    held.max_bytes = config_.hold_bytes();
+    held.max_lease = absl::Seconds(config_.hold_seconds());
+    held_ = std::make_unique<HeldPrompts>(std::move(held), prefiller_.get());
+  }
   return absl::OkStatus();
 }
 
@@ -130,7 +139,55 @@ absl::Status PrefillNode::StartGrpc() {
   service.access = security_.access();
   service.metrics = &metrics_;
   std::vector<GrpcService> services;
+  service.held = held_.get();
+  service.address = [this] {
+    return config_.advertise().empty() ? grpc_->address() : config_.advertise();
+  };
+  service.counts = &counts_;
+  const std::function<std::string()> address = service.address;
   services.push_back(NewPrefillService(std::move(service)));
+  if (held_ != nullptr) {
+    HoldingGenerator::Options holding;
+    holding.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
+    holding.model_fingerprint = model_->fingerprint();
+    holding.address = address;
+    holding.held = held_.get();
+    holding.counts = &counts_;
+    holding.readiness = &readiness_;
+    const size_t most = static_cast<size_t>(holding.threads) + holding.max_queued;
+    holding_ = std::make_unique<HoldingGenerator>(std::move(holding));
+    FacadeOptions facade;
+    SLUICE_ASSIGN_OR_RETURN(facade.info,
+                            MakeNodeInfo(config_.model(), config_.served_model_name(), *model_));
+    facade.info.role = NodeInfo::Role::kPrefill;
+    facade.info.max_running = static_cast<uint32_t>(most);
+    facade.info.version = Version();
+    facade.load = [this](const auto& done) {
+      NodeLoad load;
+      const PromptCounts::Now now = counts_.now();
+      const HeldPrompts::Usage held = held_->usage();
+      load.running = static_cast<uint32_t>(now.running);
+      load.waiting = static_cast<uint32_t>(now.waiting);
+      load.usage = static_cast<double>(held.bytes) / static_cast<double>(held.max_bytes);
+      load.draining = readiness_.draining();
+      done(load);
+    };
+    facade.readiness = &readiness_;
+    facade.generate.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
+    facade.generate.max_context = static_cast<uint32_t>(model_->max_context());
+    facade.generate.generator = holding_.get();
+    facade.generate.metrics = &metrics_;
+    gate_.emplace(security_.access(), security_.file.get(), /*transfers=*/nullptr,
+                  /*quotas=*/nullptr);
+    facade.generate.gate = &*gate_;
+    services.push_back(NewVllmService(std::move(facade)));
+    SourceServiceOptions source;
+    source.model_fingerprint = model_->fingerprint();
+    source.layout = model_->cache_layout();
+    source.held = held_.get();
+    source.access = security_.access();
+    services.push_back(NewSourceService(std::move(source)));
+  }
   GrpcServer::Options options;
   options.listen = config_.listen();
   options.access_log = access_log_.get();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "absl/status/statusor.h"
 #include "src/base/readiness.h"
@@ -10,6 +11,7 @@
 #include "src/metrics/metrics.h"
 #include "src/metrics/process_metrics.h"
 #include "src/model/model.h"
+#include "src/prefill/held_prompts.h"
 #include "src/prefill/prefiller.h"
 #include "src/server/security.h"
 #include "src/server/signals.h"
@@ -17,6 +19,9 @@
 #include "src/service/admin_http.h"
 #include "src/service/channels.h"
 #include "src/service/grpc_server.h"
+#include "src/service/holding_generator.h"
+#include "src/service/prompt_counts.h"
+#include "src/service/tenant_gate.h"
 
 namespace sluice {
 
@@ -46,7 +51,11 @@ class PrefillNode {
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<Prefiller> prefiller_;
+  std::unique_ptr<HeldPrompts> held_;      // null: hold_bytes is 0
   std::unique_ptr<AccessLog> access_log_;  // null: none is kept
+  PromptCounts counts_{&metrics_};
+  std::unique_ptr<HoldingGenerator> holding_;  // null as held_ is
+  std::optional<TenantGate> gate_;  // of the façade; empty as held_ is
   std::unique_ptr<GrpcServer> grpc_;
 };
 

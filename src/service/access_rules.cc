@@ -8,6 +8,8 @@ namespace {
 constexpr Roles kAnybody{Role::kPrefill, Role::kDecode, Role::kRouter, Role::kOperator,
                          Role::kMonitor};
 constexpr Roles kPrefills{Role::kPrefill};
+constexpr Roles kDecodes{Role::kDecode};
+constexpr Roles kDecodesOrRouters{Role::kDecode, Role::kRouter};
 constexpr Roles kRouters{Role::kRouter};
 constexpr Roles kOperators{Role::kOperator};
 constexpr Roles kWatchers{Role::kOperator, Role::kMonitor};
@@ -40,6 +42,12 @@ constexpr Rule kRules[] = {
     {"/vllm.grpc.engine.VllmEngine/GetServerInfo", kRouters},
     {"/vllm.grpc.engine.VllmEngine/GetLoads", kRouters},
     {"/vllm.grpc.engine.VllmEngine/GetTokenizer", kRouters},
+
+    {"/sluice.v1.KvSource/Describe", kDecodes},
+    {"/sluice.v1.KvSource/Read", kDecodes},
+    // A router keeps or gives up what it has not yet handed over.
+    {"/sluice.v1.KvSource/Renew", kDecodesOrRouters},
+    {"/sluice.v1.KvSource/Release", kDecodesOrRouters},
 
     {"/sluice.v1.Admin/GetModel", kAnybody},
     {"/sluice.v1.Admin/GetCapacity", kWatchers},

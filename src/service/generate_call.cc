@@ -17,6 +17,7 @@
 #include "src/service/call_record.h"
 #include "src/service/guarded.h"
 #include "src/service/proto_conversion.h"
+#include "src/service/puller.h"
 #include "src/service/status_mapping.h"
 #include "src/service/tenant_gate.h"
 #include "src/service/trace_headers.h"
@@ -102,7 +103,16 @@ absl::Status GenerateCall::Submit() {
       options_.stream_capacity, [generator = options_.generator] { generator->Wake(); });
   request.sink = stream;
   if (options_.gate != nullptr) SLUICE_RETURN_IF_ERROR(options_.gate->Admit(*context_, &request));
-  SLUICE_ASSIGN_OR_RETURN(sequence_, options_.generator->Submit(std::move(request)));
+  const bool pulls = !request.handoff.source.empty();
+  if (pulls) {
+    SLUICE_CHECK(options_.puller != nullptr);
+    SLUICE_RETURN_IF_ERROR(options_.puller->Begin(&request));
+  }
+  const std::string transfer_id = request.handoff.transfer_id;
+  const absl::StatusOr<SequenceId> sequence = options_.generator->Submit(std::move(request));
+  if (!sequence.ok() && pulls) options_.puller->Abandon(transfer_id);
+  SLUICE_RETURN_IF_ERROR(sequence.status());
+  sequence_ = *sequence;
   stream_ = std::move(stream);
   return absl::OkStatus();
 }

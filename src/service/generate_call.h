@@ -25,6 +25,7 @@
 namespace sluice {
 
 class Metrics;
+class Puller;
 class TenantGate;
 
 // What the services of all dialects share.
@@ -41,6 +42,8 @@ struct GenerateOptions {
   // what never became a sequence.
   Generator* generator = nullptr;
   Metrics* metrics = nullptr;
+  // Of requests whose caches another node holds; null: the generator has none such.
+  Puller* puller = nullptr;
   // Makes every request a tenant's. Outlives the service; null: nobody is asked.
   const TenantGate* gate = nullptr;
   // Writes token ids into the log.

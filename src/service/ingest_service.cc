@@ -21,6 +21,7 @@
 #include "src/service/call_record.h"
 #include "src/service/caller.h"
 #include "src/service/guarded.h"
+#include "src/service/landing_sink.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
 #include "src/service/transfer_watch.h"
@@ -31,35 +32,24 @@ namespace {
 
 constexpr size_t kMaxRangesOfGet = 1024;  // GetTransferResponse.missing
 
-// Lands one chunk in the transfer table.
-class LandingSink : public ChunkSink {
+// Lands a caller's chunks in its own transfers alone.
+class OwnLandingSink : public LandingSink {
  public:
   // `tenant`: whose transfers these must be; empty: anybody's. `known`: one that was looked at.
-  LandingSink(TransferTable* transfers, const std::string& tenant, const std::string& known)
-      : transfers_(transfers), tenant_(tenant), known_(known) {}
+  OwnLandingSink(TransferTable* transfers, const std::string& tenant, const std::string& known)
+      : LandingSink(transfers), transfers_(transfers), tenant_(tenant), known_(known) {}
 
   absl::Status Begin(const ChunkHeader& header, uint64_t payload_bytes) override {
-    transfer_id_ = header.transfer_id;
-    if (!tenant_.empty() && transfer_id_ != known_) {
-      SLUICE_RETURN_IF_ERROR(transfers_->CheckOwner(transfer_id_, tenant_));
+    if (!tenant_.empty() && header.transfer_id != known_) {
+      SLUICE_RETURN_IF_ERROR(transfers_->CheckOwner(header.transfer_id, tenant_));
     }
-    SLUICE_ASSIGN_OR_RETURN(landing_, transfers_->BeginChunk(header, payload_bytes));
-    bytes_ = payload_bytes;
-    return absl::OkStatus();
+    return LandingSink::Begin(header, payload_bytes);
   }
-  void Append(absl::Span<const uint8_t> bytes) override { landing_->Append(bytes); }
-
-  absl::StatusOr<uint64_t> Finish() { return landing_->Finish(); }
-  const std::string& transfer_id() const { return transfer_id_; }
-  uint64_t bytes() const { return bytes_; }
 
  private:
   TransferTable* const transfers_;
   const std::string& tenant_;
   const std::string& known_;
-  std::unique_ptr<ChunkLanding> landing_;
-  std::string transfer_id_;
-  uint64_t bytes_ = 0;
 };
 
 void NoteTransfer(const grpc::ServerContextBase& context, const std::string& id,
@@ -144,7 +134,7 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   absl::Status Land() {
     grpc::ProtoBufferReader reader(&current_);
     if (!reader.status().ok()) return InvalidField("message", "is not readable");
-    LandingSink sink(options_.transfers, tenant_, owned_);
+    OwnLandingSink sink(options_.transfers, tenant_, owned_);
     const absl::Status begun = ParseWriteRequest(&reader, current_.Length(), sink);
     const bool first = sink.transfer_id() != transfer_id_;
     if (first) transfer_id_ = sink.transfer_id().substr(0, kMaxNameBytes);

@@ -7,9 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "sluice/v1/prefill.grpc.pb.h"
 #include "src/base/error.h"
@@ -56,17 +54,17 @@ class PrefillService final : public v1::Prefill::CallbackService {
     handoff->cancelled = [reactor] { return reactor->cancelled(); };
     // Shared: std::function wants to copy what it holds.
     auto job = std::make_shared<Handoff::Options>(*std::move(handoff));
-    options_.metrics->waiting.Add(1);
+    options_.counts->Queued();
     const bool taken = workers_.TryPost([this, reactor, response, arrived, job] {
       const size_t tokens = job->prompt.size();
-      Begin(arrived);
+      options_.counts->Begun(arrived);
       const absl::Status status =
           Guarded("Run", [&] { return Work(std::move(*job), arrived, response); });
-      End(status, tokens, arrived);
+      options_.counts->Ended(status, tokens, arrived);
       reactor->Finish(ToGrpcStatus(status));
     });
     if (!taken) {
-      options_.metrics->waiting.Add(-1);
+      options_.counts->Left();
       Refuse(reactor, ResourceExhausted(
                           "QUEUE_FULL",
                           absl::StrCat("more than ", options_.max_queued,
@@ -100,12 +98,26 @@ class PrefillService final : public v1::Prefill::CallbackService {
     SLUICE_RETURN_IF_ERROR(CheckName("rendezvous_key", request.rendezvous_key()));
     SLUICE_RETURN_IF_ERROR(CheckName("tenant", request.tenant()));
     SLUICE_ASSIGN_OR_RETURN(const std::string tenant, TenantFor(caller, request.tenant()));
-    const absl::StatusOr<HostPort> address = ParseHostPort(request.decode_address());
-    if (!address.ok() || address->port == 0) {
-      return InvalidField("decode_address", address.ok() ? "port 0 cannot be called"
-                                                         : std::string(address.status().message()));
+    if (request.decode_address().empty()) {
+      if (options_.held == nullptr) {
+        return InvalidField("decode_address",
+                            "is empty, and this node holds no prompts: give it "
+                            "hold_bytes, or say where the caches go");
+      }
+      if (!request.rendezvous_key().empty()) {
+        return InvalidField("rendezvous_key",
+                            "names a transfer at a decode node: give its address "
+                            "in decode_address, or leave both out");
+      }
+    } else {
+      const absl::StatusOr<HostPort> address = ParseHostPort(request.decode_address());
+      if (!address.ok() || address->port == 0) {
+        return InvalidField("decode_address", address.ok()
+                                                  ? "port 0 cannot be called"
+                                                  : std::string(address.status().message()));
+      }
+      out.decode_address = address->ToString();
     }
-    out.decode_address = address->ToString();
 
     v1::Manifest* manifest = out.reserve.mutable_manifest();
     manifest->set_model_fingerprint(model.fingerprint());
@@ -125,27 +137,9 @@ class PrefillService final : public v1::Prefill::CallbackService {
     return out;
   }
 
-  // What is counted of a call: at its refusal, when a thread takes it, and at its end.
   void Refuse(RunReactor* reactor, const absl::Status& status) {
     options_.metrics->requests(RequestOutcome::kRefused, ReasonLabel(status)).Add();
     reactor->Finish(ToGrpcStatus(status));
-  }
-  void Begin(absl::Time arrived) {
-    options_.metrics->waiting.Add(-1);
-    options_.metrics->queue_seconds.Observe(absl::Now() - arrived);
-    absl::MutexLock lock(&mutex_);
-    options_.metrics->SetRunning(++running_);
-  }
-  void End(const absl::Status& status, size_t tokens, absl::Time arrived) {
-    const Metrics& metrics = *options_.metrics;
-    metrics
-        .requests(status.ok() ? RequestOutcome::kHandedOver : OutcomeOfError(status),
-                  status.ok() ? std::string(kPushed) : ReasonLabel(status))
-        .Add();
-    if (status.ok()) metrics.tokens(TokenKind::kPrompt).Add(static_cast<double>(tokens));
-    metrics.request_seconds.Observe(absl::Now() - arrived);
-    absl::MutexLock lock(&mutex_);
-    metrics.SetRunning(--running_);
   }
 
   absl::Status Work(Handoff::Options options, absl::Time arrived, v1::RunResponse* response) {
@@ -156,9 +150,13 @@ class PrefillService final : public v1::Prefill::CallbackService {
       call.queued = waited;
       call.prompt_tokens = options.prompt.size();
     });
-    options.channel = options_.channels->Get(options.decode_address);
-    Handoff handoff(std::move(options));
-    const absl::Status status = handoff.Run(response);
+    absl::Status status;
+    if (options.decode_address.empty()) {
+      status = Hold(options, response);
+    } else {
+      options.channel = options_.channels->Get(options.decode_address);
+      status = Handoff(std::move(options)).Run(response);
+    }
     NoteCall(context, [&](CallFields& call) {
       call.transfer_id = response->transfer_id();
       call.bytes = response->timings().bytes_pushed();
@@ -172,9 +170,25 @@ class PrefillService final : public v1::Prefill::CallbackService {
     return absl::OkStatus();
   }
 
+  // Computes the prompt and keeps it here; the answer says where.
+  absl::Status Hold(const Handoff::Options& options, v1::RunResponse* response) {
+    HeldPrompts::Wanted wanted{options.prompt, options.sampling, options.want_first_token,
+                               options.reserve.manifest().tenant()};
+    SLUICE_ASSIGN_OR_RETURN(const HeldPrompts::Held held,
+                            options_.held->Hold(wanted, options.cancelled));
+    const SourceRef source{options_.address(), held.prompt->source_id, held.prompt->prompt_digest,
+                           options_.model.model().fingerprint()};
+    *response->mutable_source() = ToProto(source);
+    *response->mutable_source()->mutable_lease() = ToProto(held.lease);
+    if (held.prompt->first_token.has_value()) {
+      *response->mutable_first_token() = ToProto(*held.prompt->first_token);
+    }
+    *response->mutable_timings()->mutable_queued() = ToProto(held.queued);
+    *response->mutable_timings()->mutable_compute() = ToProto(held.compute);
+    return absl::OkStatus();
+  }
+
   const PrefillServiceOptions options_;
-  absl::Mutex mutex_;  // held over SetRunning too, so that its last value is the newest
-  int running_ ABSL_GUARDED_BY(mutex_) = 0;
   WorkerQueue workers_;  // last: its threads use the rest
 };
 

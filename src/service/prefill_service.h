@@ -5,15 +5,19 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <string>
 
 #include "absl/time/time.h"
 #include "sluice/v1/prefill.pb.h"
 #include "src/base/readiness.h"
 #include "src/metrics/metrics.h"
+#include "src/prefill/held_prompts.h"
 #include "src/prefill/prefiller.h"
 #include "src/service/caller.h"
 #include "src/service/grpc_service.h"
+#include "src/service/prompt_counts.h"
 
 namespace sluice {
 
@@ -24,10 +28,15 @@ struct PrefillServiceOptions {
   // Outlive the service.
   Prefiller* prefiller = nullptr;
   const Readiness* readiness = nullptr;
+  PromptCounts* counts = nullptr;
   Channels* channels = nullptr;    // to decode nodes
   const Access* access = nullptr;  // null: without TLS
   Metrics* metrics = nullptr;
   int threads = 2;
+  // Where prompts stay that no decode node is named for; null: such a call is refused. `address`:
+  // where decode nodes find this node, once it serves.
+  HeldPrompts* held = nullptr;
+  std::function<std::string()> address;
   // Calls that may wait for a thread; more are refused with RESOURCE_EXHAUSTED.
   size_t max_queued = 64;
   // Deadlines of calls to the decode node; the caller's own applies if it is earlier.

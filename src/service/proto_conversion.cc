@@ -324,6 +324,19 @@ v1::MissingBlocks ToMissingBlocks(const TransferInfo& info) {
   return out;
 }
 
+SourceRef FromProto(const v1::KvSourceRef& ref) {
+  return {ref.address(), ref.source_id(), ref.prompt_digest(), ref.model_fingerprint()};
+}
+
+v1::KvSourceRef ToProto(const SourceRef& ref) {
+  v1::KvSourceRef out;
+  out.set_address(ref.address);
+  out.set_source_id(ref.source_id);
+  out.set_prompt_digest(ref.prompt_digest);
+  out.set_model_fingerprint(ref.model_fingerprint);
+  return out;
+}
+
 absl::StatusOr<Request> FromProto(const v1::GenerateRequest& request, uint32_t vocab_size,
                                   uint32_t max_context) {
   SLUICE_RETURN_IF_ERROR(CheckName("request_id", request.request_id()));
@@ -347,11 +360,16 @@ absl::StatusOr<Request> FromProto(const v1::GenerateRequest& request, uint32_t v
       if (request.sequence_id().empty()) return InvalidField("sequence_id", "is empty");
       out.handoff.sequence_id = request.sequence_id();
       break;
+    case v1::GenerateRequest::kSource:
+      out.handoff.source = FromProto(request.source());
+      SLUICE_RETURN_IF_ERROR(CheckSourceRef(out.handoff.source, "source"));
+      break;
     case v1::GenerateRequest::HANDOFF_NOT_SET:
       if (request.prompt_token_ids().empty()) {
-        return InvalidField("prompt_token_ids",
-                            "is empty, and none of transfer_id, rendezvous_key and sequence_id is "
-                            "given");
+        return InvalidField(
+            "prompt_token_ids",
+            "is empty, and none of transfer_id, rendezvous_key, sequence_id and source is "
+            "given");
       }
       break;
   }

@@ -69,6 +69,10 @@ absl::StatusOr<SelectionHints> FromProto(const v1::Hints& hints);
 v1::Hints ToProto(const SelectionHints& hints);
 v1::MissingBlocks ToMissingBlocks(const TransferInfo& info);
 
+// As it is: CheckSourceRef says what is wrong with one.
+SourceRef FromProto(const v1::KvSourceRef& ref);
+v1::KvSourceRef ToProto(const SourceRef& ref);
+
 // All but the deadline and the sink. An empty request_id stays empty. `vocab_size` and
 // `max_context` are the served model's.
 absl::StatusOr<Request> FromProto(const v1::GenerateRequest& request, uint32_t vocab_size,

@@ -112,7 +112,7 @@ def decode_cases() -> list[BadCall]:
         *[BadCall(f"Run long {field}", lambda s, f=field: run(s, **{f: "x" * 129}), field=field)
           for field in ("rendezvous_key", "tenant")],
         *[BadCall(f"Run to {address!r:.30}", lambda s, a=address: run(s, decode_address=a), field="decode_address")
-          for address in ("", "nonsense", "127.0.0.1:99999", "127.0.0.1:0", "[::1:7000", "a b:1", "x:1/../y",
+          for address in ("nonsense", "127.0.0.1:99999", "127.0.0.1:0", "[::1:7000", "a b:1", "x:1/../y",
                           "dns:///x", "h" * 300 + ":1")],
         BadCall("Generate another prompt", lambda s: generate(
             s, transfer_id=s.ready, prompt_token_ids=[1, 2, 3], sampling=sampling({})), field="prompt_token_ids"),

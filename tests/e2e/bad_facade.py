@@ -40,9 +40,10 @@ SAMPLING = [
     ("json_object", {"json_object": True}), ("choice", {"choice": pb.ChoiceConstraint(choices=["a"])}),
 ]
 
-HANDOFFS = ["nonsense", "[]", "{", '{"do_remote_prefill":1}', HOLD, '{"do_remote_prefill":true}',
-            '{"do_remote_prefill":true,"remote_engine_id":"x","remote_block_ids":[1],"remote_host":"h"}',
-            '{"connector":"NixlConnector"}', "{}" + " " * 5000, '{"a":' * 100 + "1" + "}" * 100]
+HANDOFFS = ["nonsense", "[]", "{", '{"do_remote_prefill":1}', HOLD, "{}" + " " * 5000,
+            '{"a":' * 100 + "1" + "}" * 100]
+OTHER_HANDOFFS = ['{"do_remote_prefill":true}', '{"connector":"NixlConnector"}',
+                  '{"do_remote_prefill":true,"remote_engine_id":"x","remote_block_ids":[1],"remote_host":"h"}']
 
 FACADE_CALLS = [
     *[BadCall(f"vLLM Generate {field}={settings[field.split('[')[0]]!r}"[:80],
@@ -50,6 +51,8 @@ FACADE_CALLS = [
               field=f"sampling_params.{field}") for field, settings in SAMPLING],
     *[BadCall(f"vLLM Generate handoff {text[:40]}", lambda s, v=text: generate(s, kv_transfer_params_json=v),
               field="kv_transfer_params_json") for text in HANDOFFS],
+    *[BadCall(f"vLLM Generate handoff {text[:40]}", lambda s, v=text: generate(s, kv_transfer_params_json=v),
+              field="kv_transfer_params_json.connector") for text in OTHER_HANDOFFS],
     BadCall("vLLM Generate without a handoff where prompts are not computed", generate,
             field="kv_transfer_params_json", reason="NO_HANDOFF"),
     BadCall("vLLM Generate text", lambda s: generate(s, pb.GenerateRequest(text="hello")), field="text"),

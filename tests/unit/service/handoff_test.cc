@@ -254,6 +254,7 @@ struct PrefillSide {
     options.readiness = &readiness;
     options.channels = &channels;
     options.metrics = &metrics;
+    options.counts = &counts;
     options.threads = threads;
     options.max_queued = max_queued;
     options.call_timeout = absl::Seconds(3);
@@ -275,6 +276,7 @@ struct PrefillSide {
   Readiness readiness;
   Channels channels;
   Metrics metrics;
+  PromptCounts counts{&metrics};
   std::unique_ptr<GrpcServer> server;
   std::unique_ptr<v1::Prefill::Stub> stub;
 };

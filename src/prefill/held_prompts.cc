@@ -1,0 +1,212 @@
+#include "src/prefill/held_prompts.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "src/base/error.h"
+#include "src/base/logging.h"
+#include "src/base/rng.h"
+#include "src/base/status_macros.h"
+#include "src/request/source_ref.h"
+
+namespace sluice {
+namespace {
+
+// How late a lease may end: nobody waits for it.
+constexpr absl::Duration kReapInterval = absl::Milliseconds(200);
+
+}  // namespace
+
+struct HeldPrompts::Budget {
+  explicit Budget(uint64_t most) : max_bytes(most) {}
+  bool Take(uint64_t count) {
+    absl::MutexLock lock(&mutex);
+    if (count > max_bytes - bytes) return false;
+    bytes += count;
+    return true;
+  }
+  void GiveBack(uint64_t count) {
+    absl::MutexLock lock(&mutex);
+    bytes -= count;
+  }
+  uint64_t Taken() const {
+    absl::MutexLock lock(&mutex);
+    return bytes;
+  }
+  const uint64_t max_bytes;
+  mutable absl::Mutex mutex;
+  uint64_t bytes ABSL_GUARDED_BY(mutex) = 0;
+};
+
+// Copies what the prefiller computes.
+class HeldPrompts::Collector : public LayerSink {
+ public:
+  Collector(const Options& options, HeldPrompt* out) : options_(options), out_(out) {}
+
+  absl::Status Begin() override { return absl::OkStatus(); }
+  absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
+                     absl::Span<const absl::Span<const uint8_t>> pieces) override {
+    const int index = options_.layout.FindKind(kind.name);
+    SLUICE_CHECK(index >= 0, "a cache kind ", kind.name, " that the layout does not have");
+    HeldLayer held;
+    held.layer = layer;
+    held.kind = static_cast<size_t>(index);
+    held.token_begin = token_begin;
+    held.token_end = token_end;
+    for (const absl::Span<const uint8_t> piece : pieces) held.size += piece.size();
+    held.bytes.reset(new uint8_t[held.size]);  // not filled first
+    uint8_t* at = held.bytes.get();
+    for (const absl::Span<const uint8_t> piece : pieces) {
+      std::memcpy(at, piece.data(), piece.size());
+      at += piece.size();
+    }
+    out_->bytes += held.size;
+    out_->layers.push_back(std::move(held));
+    return absl::OkStatus();
+  }
+  int64_t hint_tokens() const override { return options_.hint_tokens; }
+
+ private:
+  const Options& options_;
+  HeldPrompt* const out_;
+};
+
+HeldPrompts::HeldPrompts(Options options, Prefiller* prefiller)
+    : options_(std::move(options)),
+      prefiller_(prefiller),
+      budget_(std::make_shared<Budget>(options_.max_bytes)),
+      reaper_([this] { ReapLoop(); }) {}
+
+HeldPrompts::~HeldPrompts() {
+  {
+    absl::MutexLock lock(&mutex_);
+    stopping_ = true;
+  }
+  reaper_.join();
+}
+
+absl::StatusOr<HeldPrompts::Held> HeldPrompts::Hold(const Wanted& wanted,
+                                                    const std::function<bool()>& cancelled) {
+  const auto tokens = static_cast<int64_t>(wanted.prompt.size());
+  uint64_t bytes = 0;
+  for (const CacheKind& kind : options_.layout.kinds) {
+    bytes += static_cast<uint64_t>(kind.bytes_per_token * kind.heads * tokens) *
+             static_cast<uint64_t>(options_.layout.layers);
+  }
+  if (bytes > options_.max_bytes) {
+    return InvalidField(
+        "prompt_token_ids",
+        absl::StrCat("the caches of ", tokens, " tokens take ", bytes, " bytes, and hold_bytes is ",
+                     options_.max_bytes, ": push them (decode_address), or raise it"));
+  }
+  const auto full = [&] {
+    return ResourceExhausted("HOLD_FULL",
+                             absl::StrCat("no room for ", bytes,
+                                          " bytes of caches beside what is "
+                                          "held for decode nodes; try again, or another node"),
+                             std::min(options_.max_lease, absl::Seconds(1)));
+  };
+  {
+    absl::MutexLock lock(&mutex_);
+    if (entries_.size() >= options_.max_prompts) return full();
+  }
+  if (!budget_->Take(bytes)) return full();
+  // The last owner of the prompt, a reader perhaps, gives its bytes back.
+  std::shared_ptr<HeldPrompt> held(new HeldPrompt, [budget = budget_, bytes](HeldPrompt* prompt) {
+    delete prompt;
+    budget->GiveBack(bytes);
+  });
+  held->source_id = absl::StrFormat("%016x%016x", RandomU64(), RandomU64());
+  held->tenant = wanted.tenant;
+  held->prompt_digest = PromptDigest(wanted.prompt);
+  held->context_length = static_cast<uint32_t>(tokens);
+  Collector collector(options_, held.get());
+  SLUICE_ASSIGN_OR_RETURN(PrefillResult result,
+                          prefiller_->Run(wanted.prompt, wanted.sampling, wanted.want_first_token,
+                                          collector, cancelled));
+  SLUICE_CHECK(held->bytes == bytes, "caches of ", bytes, " bytes were expected, found ",
+               held->bytes);
+  held->hints = std::move(result.hints);
+  held->first_token = result.first_token;
+  absl::MutexLock lock(&mutex_);
+  entries_[held->source_id] = {held, absl::Now() + options_.max_lease};
+  return Held{std::move(held), result.queued, result.compute, options_.max_lease};
+}
+
+std::map<std::string, HeldPrompts::Entry>::iterator HeldPrompts::FindLocked(
+    const std::string& source_id, const std::string& tenant) {
+  const auto found = entries_.find(source_id);
+  if (found == entries_.end() || found->second.prompt->tenant != tenant ||
+      found->second.end <= absl::Now()) {
+    return entries_.end();
+  }
+  return found;
+}
+
+std::shared_ptr<const HeldPrompt> HeldPrompts::Find(const std::string& source_id,
+                                                    const std::string& tenant) {
+  absl::MutexLock lock(&mutex_);
+  const auto found = FindLocked(source_id, tenant);
+  if (found == entries_.end()) return nullptr;
+  found->second.end = std::max(found->second.end, absl::Now() + options_.max_lease);
+  return found->second.prompt;
+}
+
+std::optional<absl::Duration> HeldPrompts::Renew(const std::string& source_id,
+                                                 const std::string& tenant, absl::Duration lease) {
+  absl::MutexLock lock(&mutex_);
+  const auto found = FindLocked(source_id, tenant);
+  if (found == entries_.end()) return std::nullopt;
+  const absl::Duration granted = std::min(lease, options_.max_lease);
+  found->second.end = absl::Now() + granted;
+  return granted;
+}
+
+bool HeldPrompts::Release(const std::string& source_id, const std::string& tenant) {
+  std::shared_ptr<const HeldPrompt> last;  // goes after the lock
+  absl::MutexLock lock(&mutex_);
+  const auto found = FindLocked(source_id, tenant);
+  if (found == entries_.end()) return false;
+  last = std::move(found->second.prompt);
+  entries_.erase(found);
+  return true;
+}
+
+HeldPrompts::Usage HeldPrompts::usage() const {
+  absl::MutexLock lock(&mutex_);
+  return {entries_.size(), budget_->Taken(), expired_, options_.max_bytes};
+}
+
+void HeldPrompts::ReapLoop() {
+  pthread_setname_np(pthread_self(), "held-prompts");
+  while (true) {
+    std::vector<std::shared_ptr<const HeldPrompt>> over;  // freed without the lock
+    {
+      absl::MutexLock lock(&mutex_);
+      mutex_.AwaitWithTimeout(absl::Condition(&stopping_), kReapInterval);
+      if (stopping_) return;
+      const absl::Time now = absl::Now();
+      for (auto it = entries_.begin(); it != entries_.end();) {
+        if (it->second.end > now) {
+          ++it;
+          continue;
+        }
+        over.push_back(std::move(it->second.prompt));
+        it = entries_.erase(it);
+      }
+      expired_ += over.size();
+    }
+    if (!over.empty()) {
+      Log(LogLevel::kWarn, "leases of held prompts ended: no decode node has read them in time",
+          {{"prompts", over.size()}, {"newest", over.back()->source_id}});
+    }
+  }
+}
+
+}  // namespace sluice

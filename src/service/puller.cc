@@ -1,0 +1,405 @@
+#include "src/service/puller.h"
+
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/impl/codegen/sync_stream.h>
+#include <grpcpp/support/proto_buffer_reader.h>
+#include <grpcpp/support/proto_buffer_writer.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "sluice/v1/source.grpc.pb.h"
+#include "src/base/error.h"
+#include "src/base/failpoint.h"
+#include "src/base/logging.h"
+#include "src/base/status_macros.h"
+#include "src/service/channels.h"
+#include "src/service/guarded.h"
+#include "src/service/host_port.h"
+#include "src/service/landing_sink.h"
+#include "src/service/proto_conversion.h"
+#include "src/service/status_mapping.h"
+#include "src/service/trace_headers.h"
+
+namespace sluice {
+namespace {
+
+constexpr absl::Duration kWatchInterval = absl::Milliseconds(50);
+constexpr size_t kMaxRanges = 1024;  // asked for again one by one; of more, everything
+// Below this a second stream costs more than it brings.
+constexpr int64_t kBytesOfAStream = int64_t{16} << 20;
+
+absl::Status Mismatch(const std::string& what) {
+  return WithReason(absl::FailedPreconditionError(what), "SOURCE_MISMATCH");
+}
+
+// What a second attempt, over another connection, may mend.
+bool MayMendByReading(const absl::Status& status) {
+  const auto reason = ReasonOf(status);
+  if (reason == "SOURCE_NOT_FOUND" || reason == "SOURCE_MISMATCH") return false;
+  return absl::IsUnavailable(status) || absl::IsCancelled(status) || absl::IsDataLoss(status) ||
+         absl::IsInternal(status) || absl::IsUnknown(status) || absl::IsDeadlineExceeded(status) ||
+         reason == "BLOCK_BUSY";
+}
+
+}  // namespace
+
+struct Puller::Pull {
+  SourceRef source;
+  std::string tenant;
+  std::string transfer_id;
+  std::string prompt_digest;
+  uint32_t context_length = 0;
+  int64_t hint_tokens = 0;
+  int64_t bytes = 0;
+  RequestTrace trace;
+  absl::Time begin, deadline;
+  std::shared_ptr<grpc::Channel> channel;
+  std::unique_ptr<v1::KvSource::Stub> stub;
+  SelectionHints hints;
+
+  std::unique_ptr<grpc::ClientContext> NewContext(absl::Duration timeout) const {
+    auto context = std::make_unique<grpc::ClientContext>();
+    const absl::Time by =
+        timeout == absl::InfiniteDuration() ? deadline : std::min(deadline, absl::Now() + timeout);
+    if (by != absl::InfiniteFuture()) context->set_deadline(absl::ToChronoTime(by));
+    PassOn(trace, context.get());
+    return context;
+  }
+};
+
+// One Read, on a thread of its own. Watch() cancels it where nothing comes or nobody waits.
+class Puller::Stream {
+ public:
+  Stream(Puller* puller, const Pull& pull, v1::ReadRequest request)
+      : puller_(puller), pull_(pull), context_(pull.NewContext(absl::InfiniteDuration())) {
+    request.set_source_id(pull.source.source_id);
+    request.set_tenant(pull.tenant);
+    request.set_max_chunk_bytes(puller->options_.max_chunk_bytes);
+    bool own = false;
+    (void)grpc::GenericSerialize<grpc::ProtoBufferWriter, v1::ReadRequest>(request, &request_,
+                                                                           &own);
+    heard_.store(absl::ToUnixMillis(absl::Now()));
+    {
+      absl::MutexLock lock(&puller_->mutex_);
+      puller_->streams_.push_back(this);
+    }
+    thread_ = std::thread([this] { status_ = Guarded("a pull", [this] { return Read(); }); });
+  }
+  absl::Status Join() {
+    thread_.join();
+    absl::MutexLock lock(&puller_->mutex_);
+    puller_->streams_.remove(this);
+    return why_.load() == Why::kSilent && !status_.ok()
+               ? WithReason(absl::DeadlineExceededError(
+                                absl::StrCat("it sent nothing for ",
+                                             absl::FormatDuration(puller_->options_.idle_timeout))),
+                            "SOURCE_SILENT")
+               : status_;
+  }
+
+  // From Watch().
+  void Look(absl::Time now, bool stopping) {
+    if (absl::FromUnixMillis(heard_.load()) + puller_->options_.idle_timeout < now) {
+      why_.store(Why::kSilent);
+      context_->TryCancel();
+    } else if (stopping || !puller_->options_.transfers->Get(pull_.transfer_id, 0).ok()) {
+      why_.store(Why::kUnwanted);
+      context_->TryCancel();
+    }
+  }
+
+ private:
+  enum class Why { kNone, kSilent, kUnwanted };
+
+  absl::Status Read() {
+    static const char kMethod[] = "/sluice.v1.KvSource/Read";
+    // As bytes: a chunk goes from the transport's slices to its pages in one copy.
+    const grpc::internal::RpcMethod method(kMethod, grpc::internal::RpcMethod::SERVER_STREAMING,
+                                           pull_.channel);
+    const std::unique_ptr<grpc::ClientReader<grpc::ByteBuffer>> reader(
+        grpc::internal::ClientReaderFactory<grpc::ByteBuffer>::Create(pull_.channel.get(), method,
+                                                                      context_.get(), request_));
+    absl::Status landed;
+    grpc::ByteBuffer message;
+    while (landed.ok() && reader->Read(&message)) {
+      heard_.store(absl::ToUnixMillis(absl::Now()));
+      landed = Land(&message);
+      message.Clear();
+    }
+    if (!landed.ok()) context_->TryCancel();
+    const absl::Status ended = FromGrpcStatus(reader->Finish());
+    return landed.ok() ? ended : landed;
+  }
+
+  absl::Status Land(grpc::ByteBuffer* message) {
+    grpc::ProtoBufferReader reader(message);
+    if (!reader.status().ok()) return absl::DataLossError("a chunk is not readable");
+    LandingSink sink(puller_->options_.transfers, pull_.transfer_id);
+    const absl::Status begun = ParseWriteRequest(&reader, message->Length(), sink);
+    if (absl::IsInvalidArgument(begun)) {  // the source's fault, and no caller's
+      return Mismatch(absl::StrCat("it sent a chunk that does not fit: ", begun.message()));
+    }
+    SLUICE_RETURN_IF_ERROR(begun);
+    return sink.Finish().status();
+  }
+
+  Puller* const puller_;
+  const Pull& pull_;
+  const std::unique_ptr<grpc::ClientContext> context_;
+  grpc::ByteBuffer request_;
+  std::atomic<int64_t> heard_ = 0;  // ms since 1970: when the last chunk came
+  std::atomic<Why> why_ = Why::kNone;
+  absl::Status status_;
+  std::thread thread_;  // last
+};
+
+Puller::Puller(Options options)
+    : options_(std::move(options)),
+      watch_([this] { Watch(); }),
+      workers_("pull", options_.threads, options_.max_queued) {}
+
+Puller::~Puller() {
+  {
+    absl::MutexLock lock(&mutex_);
+    stopping_ = true;
+  }
+  watch_.join();
+}
+
+void Puller::Watch() {
+  pthread_setname_np(pthread_self(), "pull-watch");
+  absl::MutexLock lock(&mutex_);
+  while (!mutex_.AwaitWithTimeout(absl::Condition(&stopping_), kWatchInterval)) {
+    const absl::Time now = absl::Now();
+    for (Stream* stream : streams_) stream->Look(now, false);
+  }
+  for (Stream* stream : streams_) stream->Look(absl::Now(), true);
+}
+
+absl::Status Puller::Begin(Request* request) {
+  const SourceRef source = request->handoff.source;
+  SLUICE_RETURN_IF_ERROR(CheckSourceRef(source, "source"));
+  const absl::StatusOr<HostPort> address = ParseHostPort(source.address);
+  if (!address.ok() || address->port == 0) {
+    return InvalidField("source.address", address.ok() ? "port 0 cannot be called"
+                                                       : std::string(address.status().message()));
+  }
+  if (request->prompt.empty()) {
+    return InvalidField("prompt_token_ids",
+                        "is empty: a prompt that is read from where it is held "
+                        "comes with the request too");
+  }
+  if (request->prompt.size() > options_.max_context) {
+    return InvalidField(
+        "prompt_token_ids",
+        absl::StrCat("at most ", options_.max_context, " tokens, found ", request->prompt.size()));
+  }
+  auto pull = std::make_shared<Pull>();
+  pull->prompt_digest = PromptDigest(request->prompt);
+  if (!source.prompt_digest.empty() && source.prompt_digest != pull->prompt_digest) {
+    return InvalidField("prompt_token_ids",
+                        "is not the prompt whose caches are held: source.prompt_digest differs");
+  }
+  if (!source.model_fingerprint.empty() && source.model_fingerprint != options_.model_fingerprint) {
+    return WithReason(
+        absl::FailedPreconditionError(absl::StrCat(
+            "source.model_fingerprint: the caches are of another model, ", source.model_fingerprint,
+            ", this node runs ", options_.model_fingerprint)),
+        "FINGERPRINT_MISMATCH");
+  }
+  Manifest manifest;
+  manifest.model_fingerprint = options_.model_fingerprint;
+  manifest.context_length = static_cast<uint32_t>(request->prompt.size());
+  manifest.prompt_token_ids.assign(request->prompt.begin(), request->prompt.end());
+  manifest.max_new_tokens = request->sampling.max_tokens.value_or(
+      std::max(options_.max_context - manifest.context_length, 1u));
+  manifest.tenant = request->handoff.tenant;
+  SLUICE_ASSIGN_OR_RETURN(const TransferTable::Reserved reserved,
+                          options_.transfers->Reserve(manifest));
+  pull->source = source;
+  pull->source.address = address->ToString();
+  pull->tenant = manifest.tenant;
+  pull->transfer_id = reserved.transfer_id;
+  pull->context_length = manifest.context_length;
+  pull->hint_tokens = reserved.hint_tokens;
+  pull->trace = request->trace;
+  pull->begin = absl::Now();
+  // The engine's clock to the wall's.
+  pull->deadline = request->deadline == absl::InfiniteFuture()
+                       ? absl::InfiniteFuture()
+                       : absl::Now() + (request->deadline - RealClock()->Now());
+  for (const CacheKind& kind : options_.layout.kinds) {
+    pull->bytes +=
+        kind.bytes_per_token * kind.heads * pull->context_length * options_.layout.layers;
+  }
+  if (!workers_.TryPost([this, pull] { Run(pull); })) {
+    Abandon(reserved.transfer_id);
+    return ResourceExhausted("PULLS_FULL",
+                             absl::StrCat("more than ", options_.max_queued,
+                                          " prompts wait to be read: try again, or another node"),
+                             absl::Seconds(1));
+  }
+  request->handoff.source = {};
+  request->handoff.transfer_id = reserved.transfer_id;
+  return absl::OkStatus();
+}
+
+void Puller::Abandon(const std::string& transfer_id) {
+  options_.transfers->Fail(transfer_id, absl::CancelledError("its Generate was refused"));
+}
+
+void Puller::Run(const std::shared_ptr<Pull>& pull) {
+  absl::Status status = Attempt(*pull, /*again=*/false);
+  if (MayMendByReading(status) && options_.transfers->Get(pull->transfer_id, 0).ok() &&
+      absl::Now() < pull->deadline) {
+    Log(LogLevel::kWarn, "a pull broke: reading what is missing on another connection",
+        {{"transfer_id", pull->transfer_id},
+         {"source", pull->source.address},
+         {"error", status.ToString()}});
+    status = Attempt(*pull, /*again=*/true);
+  }
+  Release(*pull);
+  const std::string where = absl::StrCat("source ", pull->source.address);
+  if (status.ok()) {
+    const double seconds = absl::ToDoubleSeconds(absl::Now() - pull->begin);
+    Log(LogLevel::kDebug, "pulled",
+        {{"transfer_id", pull->transfer_id}, {"bytes", pull->bytes}, {"seconds", seconds}});
+    return;
+  }
+  status = WithMessagePrefix(status, where);
+  if (absl::IsUnavailable(status) && !ReasonOf(status).has_value()) {
+    status = WithReason(status, "SOURCE_UNREACHABLE");
+  } else if (absl::IsCancelled(status) || absl::IsInternal(status) || absl::IsUnknown(status)) {
+    status = WithReason(absl::UnavailableError(status.message()), "SOURCE_UNREACHABLE");
+  }
+  if (options_.transfers->Fail(pull->transfer_id, status)) {
+    Log(LogLevel::kWarn, "a pull failed",
+        {{"transfer_id", pull->transfer_id}, {"error", status.ToString()}});
+  }
+}
+
+absl::Status Puller::Attempt(Pull& pull, bool again) {
+  pull.channel = again ? options_.channels->GetNew(pull.source.address)
+                       : options_.channels->Get(pull.source.address);
+  pull.stub = v1::KvSource::NewStub(pull.channel);
+  SLUICE_RETURN_IF_ERROR(Describe(pull));
+  SLUICE_RETURN_IF_ERROR(ReadAll(pull, again));
+  return Commit(pull);
+}
+
+absl::Status Puller::Describe(Pull& pull) {
+  v1::DescribeRequest request;
+  v1::DescribeResponse held;
+  request.set_source_id(pull.source.source_id);
+  request.set_tenant(pull.tenant);
+  const auto context = pull.NewContext(options_.call_timeout);
+  SLUICE_RETURN_IF_ERROR(FromGrpcStatus(pull.stub->Describe(context.get(), request, &held)));
+  if (held.model_fingerprint() != options_.model_fingerprint) {
+    return WithReason(
+        absl::FailedPreconditionError(absl::StrCat("it holds caches of another model, ",
+                                                   held.model_fingerprint().substr(0, 64))),
+        "FINGERPRINT_MISMATCH");
+  }
+  if (held.prompt_digest() != pull.prompt_digest || held.context_length() != pull.context_length) {
+    return Mismatch("it holds the caches of another prompt than prompt_token_ids");
+  }
+  if (held.cache_kinds_size() != static_cast<int>(options_.layout.kinds.size())) {
+    return Mismatch(absl::StrCat("it holds ", held.cache_kinds_size(),
+                                 " kinds of caches, expected ", options_.layout.kinds.size()));
+  }
+  for (int i = 0; i < held.cache_kinds_size(); ++i) {
+    const CacheKind& kind = options_.layout.kinds[static_cast<size_t>(i)];
+    if (held.cache_kinds(i).SerializeAsString() != ToProto(kind).SerializeAsString()) {
+      return Mismatch(absl::StrCat("its caches of kind ", kind.name,
+                                   " have another layout: give "
+                                   "both nodes the same kv_dtype and block_tokens"));
+    }
+  }
+  if (pull.hint_tokens > 0 && held.has_hints()) {
+    absl::StatusOr<SelectionHints> hints = FromProto(held.hints());
+    if (!hints.ok()) return Mismatch(std::string(hints.status().message()));
+    pull.hints = *std::move(hints);
+    const auto unit = std::max<int64_t>(pull.hints.unit_tokens, 1);
+    const auto most = static_cast<size_t>(std::max<int64_t>(pull.hint_tokens / unit, 1));
+    for (SelectionHints::Entry& entry : pull.hints.entries) {
+      if (entry.units.size() > most) entry.units.resize(most);
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Puller::ReadAll(Pull& pull, bool again) {
+  std::vector<v1::ReadRequest> requests(1);
+  const auto add = [](const MissingRange& range, v1::ReadRequest* request) {
+    v1::BlockRange* out = request->add_ranges();
+    out->set_layer(range.layer);
+    out->set_kind(range.kind);
+    out->set_head_begin(range.head_begin);
+    out->set_head_end(range.head_end);
+    out->set_token_begin(range.token_begin);
+    out->set_token_end(range.token_end);
+  };
+  if (again) {
+    SLUICE_ASSIGN_OR_RETURN(const TransferInfo info,
+                            options_.transfers->Get(pull.transfer_id, kMaxRanges));
+    if (info.blocks_landed == info.blocks_total) return absl::OkStatus();
+    if (info.missing.size() < kMaxRanges) {
+      for (const MissingRange& range : info.missing) add(range, &requests[0]);
+    }
+  } else if (pull.bytes >= 2 * kBytesOfAStream && options_.streams > 1) {
+    // Layers in turn, so that each stream has as much.
+    const auto streams =
+        static_cast<size_t>(std::min<int64_t>(options_.streams, pull.bytes / kBytesOfAStream));
+    requests.resize(std::min<size_t>(streams, static_cast<size_t>(options_.layout.layers)));
+    for (int layer = 0; layer < options_.layout.layers; ++layer) {
+      for (const CacheKind& kind : options_.layout.kinds) {
+        add({static_cast<uint32_t>(layer), kind.name, 0, static_cast<uint32_t>(kind.heads), 0,
+             pull.context_length},
+            &requests[static_cast<size_t>(layer) % requests.size()]);
+      }
+    }
+  }
+  std::vector<std::unique_ptr<Stream>> streams;
+  for (v1::ReadRequest& request : requests) {
+    streams.push_back(std::make_unique<Stream>(this, pull, std::move(request)));
+  }
+  absl::Status status;
+  for (const std::unique_ptr<Stream>& stream : streams) status.Update(stream->Join());
+  return status;
+}
+
+absl::Status Puller::Commit(Pull& pull) {
+  // No first token: the prompt's last position is computed here, by the caller's own parameters.
+  TransferInfo missing;
+  absl::Status status =
+      options_.transfers->Commit(pull.transfer_id, {}, &missing, pull.hints).status();
+  // Hints only warm a sequence up: what was read is not given up for them.
+  if (!pull.hints.empty() &&
+      (absl::IsResourceExhausted(status) || absl::IsInvalidArgument(status))) {
+    status = options_.transfers->Commit(pull.transfer_id, {}, &missing, {}).status();
+  }
+  if (ReasonOf(status) == "MISSING_BLOCKS") {
+    return absl::DataLossError(absl::StrCat("it did not send everything: ", status.message()));
+  }
+  return status;
+}
+
+void Puller::Release(const Pull& pull) {
+  if (pull.stub == nullptr) return;
+  v1::ReleaseRequest request;
+  v1::ReleaseResponse answer;
+  request.set_source_id(pull.source.source_id);
+  request.set_tenant(pull.tenant);
+  grpc::ClientContext context;  // not bound to the request's time: its lease would have to end it
+  context.set_deadline(absl::ToChronoTime(absl::Now() + options_.call_timeout));
+  PassOn(pull.trace, &context);
+  (void)pull.stub->Release(&context, request, &answer);
+}
+
+}  // namespace sluice

@@ -1,0 +1,82 @@
+// Pulls: the caches of a prompt that another node holds become a transfer of this one. Begin opens
+// it in the node's own table, so that the engine waits for it as for one that is pushed; a thread
+// reads, lands and commits. Whatever goes wrong ends the transfer with a status that says so, and
+// with it the Generate that waits. Thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "src/kv/cache_layout.h"
+#include "src/kv/transfer_table.h"
+#include "src/request/request.h"
+#include "src/service/worker_queue.h"
+
+namespace sluice {
+
+class Channels;
+
+class Puller {
+ public:
+  struct Options {
+    std::string model_fingerprint;
+    CacheLayout layout;
+    uint32_t max_context = 0;
+    uint64_t max_chunk_bytes = uint64_t{8} << 20;
+    int threads = 8;          // pulls at a time
+    size_t max_queued = 256;  // that may wait for a thread
+    int streams = 2;          // of a pull, of large caches
+    // Without a chunk a source is taken to be dead.
+    absl::Duration idle_timeout = absl::Seconds(10);
+    // Of calls beside the streams.
+    absl::Duration call_timeout = absl::Seconds(10);
+    // Outlive the puller.
+    TransferTable* transfers = nullptr;
+    Channels* channels = nullptr;
+  };
+  explicit Puller(Options options);
+  // Ends the pulls that run.
+  ~Puller();
+
+  // For a request whose handoff has a source: opens a transfer for it, begins to pull, and puts the
+  // transfer's id in the source's place. An error means that nothing was begun:
+  //   INVALID_ARGUMENT     the reference or the prompt is wrong, or not the one that is held
+  //   FAILED_PRECONDITION  another model's caches (FINGERPRINT_MISMATCH)
+  //   RESOURCE_EXHAUSTED   no room for the caches, or too many pulls wait (PULLS_FULL)
+  // Later the Generate may end with
+  //   NOT_FOUND            the source does not hold it any more (SOURCE_NOT_FOUND)
+  //   FAILED_PRECONDITION  it holds another prompt or other caches (SOURCE_MISMATCH)
+  //   DATA_LOSS            its chunks do not fit their checksums, twice
+  //   DEADLINE_EXCEEDED    it sent nothing for idle_timeout, twice (SOURCE_SILENT)
+  //   UNAVAILABLE          it cannot be reached, or broke off twice (SOURCE_UNREACHABLE)
+  absl::Status Begin(Request* request);
+  // For a caller that begins and then does not submit.
+  void Abandon(const std::string& transfer_id);
+
+ private:
+  struct Pull;
+  class Stream;
+  void Run(const std::shared_ptr<Pull>& pull);
+  absl::Status Attempt(Pull& pull, bool again);
+  absl::Status Describe(Pull& pull);
+  absl::Status ReadAll(Pull& pull, bool again);
+  absl::Status Commit(Pull& pull);
+  void Release(const Pull& pull);
+  void Watch();
+
+  const Options options_;
+  absl::Mutex mutex_;
+  std::list<Stream*> streams_ ABSL_GUARDED_BY(mutex_);
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread watch_;
+  WorkerQueue workers_;  // last: its threads use the rest
+};
+
+}  // namespace sluice

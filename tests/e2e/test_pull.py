@@ -1,0 +1,321 @@
+"""A decode node reads the caches that a prefill node holds: KvSource, and what ends a pull."""
+
+import hashlib
+import signal
+import struct
+import threading
+import time
+from concurrent import futures
+
+import grpc
+import pytest
+from nodes import SCALE, TIMEOUT_S, error_of, greedy, tokens_of
+from sluice.v1 import decode_pb2, prefill_pb2, source_pb2, source_pb2_grpc
+from sluice_client import rpc
+
+IDLE_S = 0.5 * SCALE
+
+
+def digest_of(ids) -> str:
+    return hashlib.sha256(b"".join(struct.pack("<I", i) for i in ids)).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models):
+    return tiny_models("tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def decode(start, model):
+    return start("sluice-server", model, "--hbm-bytes", "16MiB", "--dram-bytes", "16MiB",
+                 "--pull-idle-seconds", f"{IDLE_S}s", "--max-chunk-bytes", "64KiB")
+
+
+@pytest.fixture(scope="module")
+def prefill(start, model):
+    return start("sluice-prefill", model, "--hbm-bytes", "16MiB", "--hold-bytes", "1MiB", "--hold-seconds", "30s")
+
+
+class Case:
+    """A prompt, and what it decodes to where its caches are pushed."""
+
+    def __init__(self, decode, prefill, prompt):
+        self.prompt = prompt
+        run = prefill.prefill.Run(prefill_pb2.RunRequest(prompt_token_ids=prompt, sampling=greedy(max_tokens=24),
+                                                         decode_address=decode.address), timeout=TIMEOUT_S)
+        tokens, _ = tokens_of(decode.decode.Generate(decode_pb2.GenerateRequest(
+            transfer_id=run.transfer_id, sampling=greedy(max_tokens=24)), timeout=TIMEOUT_S))
+        self.tokens = [token.id for token in tokens]
+
+
+@pytest.fixture(scope="module")
+def g(decode, prefill):
+    return Case(decode, prefill, [(i * 37) % 250 + 3 for i in range(200)])
+
+
+@pytest.fixture(autouse=True)
+def unharmed(decode):
+    before = decode.settled()
+    yield
+    decode.wait_until_held(before)
+
+
+def hold(prefill, prompt) -> source_pb2.KvSourceRef:
+    return prefill.prefill.Run(prefill_pb2.RunRequest(prompt_token_ids=prompt, sampling=greedy(max_tokens=1)),
+                               timeout=TIMEOUT_S).source
+
+
+def generate(decode, source, prompt, tokens=8, **more) -> list[int]:
+    request = decode_pb2.GenerateRequest(source=source, prompt_token_ids=prompt, sampling=greedy(max_tokens=tokens), **more)
+    found, _ = tokens_of(decode.decode.Generate(request, timeout=TIMEOUT_S))
+    return [token.id for token in found]
+
+
+def refusal(decode, source, prompt, **more) -> tuple[str, str, str]:
+    """Code, reason and message of a Generate that fails."""
+    error = error_of(lambda: generate(decode, source, prompt, **more))
+    return error.code().name, rpc.reason_of(error), error.details()
+
+
+def source_stub(node) -> source_pb2_grpc.KvSourceStub:
+    return source_pb2_grpc.KvSourceStub(node.channel)
+
+
+def test_what_is_read_decodes_as_what_is_pushed(decode, prefill, g):
+    source = hold(prefill, g.prompt)
+    assert source.address == prefill.address
+    assert source.prompt_digest == digest_of(g.prompt)
+    assert generate(decode, source, g.prompt, tokens=24) == g.tokens
+    # Read once, it is given back.
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            source_stub(prefill).Describe(source_pb2.DescribeRequest(source_id=source.source_id), timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
+            assert error.code() == grpc.StatusCode.NOT_FOUND
+            break
+    assert refusal(decode, source, g.prompt)[:2] == ("NOT_FOUND", "SOURCE_NOT_FOUND")
+
+
+def test_another_prompt_is_refused_before_anything_is_read(decode, prefill, g):
+    source = hold(prefill, g.prompt)
+    other = [g.prompt[0] ^ 1, *g.prompt[1:]]
+    code, _, message = refusal(decode, source, other)
+    assert code == "INVALID_ARGUMENT" and "prompt_token_ids" in message
+    source.prompt_digest = ""  # then the source itself says so
+    assert refusal(decode, source, other)[:2] == ("FAILED_PRECONDITION", "SOURCE_MISMATCH")
+
+
+@pytest.mark.parametrize("change, field", [
+    ({"source_id": "12"}, "source.source_id"),
+    ({"source_id": "z" * 32}, "source.source_id"),
+    ({"address": ""}, "source.address"),
+    ({"address": "127.0.0.1:0"}, "source.address"),
+    ({"address": "no port"}, "source.address"),
+    ({"address": "x" * 300}, "source.address"),
+    ({"prompt_digest": "ab"}, "source.prompt_digest"),
+    ({"model_fingerprint": "ab"}, "source.model_fingerprint"),
+])
+def test_a_reference_that_cannot_be_one_is_refused_by_field(decode, prefill, g, change, field):
+    source = source_pb2.KvSourceRef(address=prefill.address, source_id="0" * 32)
+    for name, value in change.items():
+        setattr(source, name, value)
+    code, _, message = refusal(decode, source, g.prompt)
+    assert code == "INVALID_ARGUMENT" and field in message
+
+
+def test_a_source_and_no_prompt(decode, prefill):
+    source = source_pb2.KvSourceRef(address=prefill.address, source_id="0" * 32)
+    code, _, message = refusal(decode, source, [])
+    assert code == "INVALID_ARGUMENT" and "prompt_token_ids" in message
+
+
+def test_caches_of_another_model_are_refused_by_their_fingerprint(decode, prefill, g):
+    source = hold(prefill, g.prompt)
+    source.model_fingerprint = "0" * 64
+    assert refusal(decode, source, g.prompt)[:2] == ("FAILED_PRECONDITION", "FINGERPRINT_MISMATCH")
+
+
+def test_nobody_at_the_address(decode, g):
+    source = source_pb2.KvSourceRef(address="127.0.0.1:1", source_id="0" * 32)
+    code, reason, message = refusal(decode, source, g.prompt)
+    assert (code, reason) == ("UNAVAILABLE", "SOURCE_UNREACHABLE") and "127.0.0.1:1" in message
+
+
+def test_a_full_node_says_when_to_come_again(prefill, model, g, start):
+    held = []
+    with pytest.raises(grpc.RpcError) as caught:
+        for _ in range(10_000):
+            held.append(hold(prefill, g.prompt))
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert rpc.reason_of(caught.value) == "HOLD_FULL"
+    assert held
+    for source in held:
+        assert source_stub(prefill).Release(source_pb2.ReleaseRequest(source_id=source.source_id),
+                                            timeout=TIMEOUT_S).found
+    again = hold(prefill, g.prompt)
+    assert source_stub(prefill).Release(source_pb2.ReleaseRequest(source_id=again.source_id)).found
+    assert not source_stub(prefill).Release(source_pb2.ReleaseRequest(source_id=again.source_id)).found
+
+
+def test_a_lease_that_is_not_renewed_ends(start, model, decode, g):
+    short = start("sluice-prefill", model, "--hold-seconds", "300ms")
+    source, kept = hold(short, g.prompt), hold(short, g.prompt)
+    end = time.monotonic() + 0.9
+    while time.monotonic() < end:
+        source_stub(short).Renew(source_pb2.RenewRequest(source_id=kept.source_id), timeout=TIMEOUT_S)
+        time.sleep(0.05)
+    assert refusal(decode, source, g.prompt)[:2] == ("NOT_FOUND", "SOURCE_NOT_FOUND")
+    assert generate(decode, kept, g.prompt, tokens=4) == g.tokens[:4]
+
+
+@pytest.mark.parametrize("terms", ["source.reset=error*1@1", "source.checksum=error*1@2"])
+def test_a_pull_that_breaks_once_goes_on_over_another_connection(start, model, decode, g, terms):
+    faulty = start("sluice-prefill", model, "--failpoints", terms)
+    assert generate(decode, hold(faulty, g.prompt), g.prompt, tokens=8) == g.tokens[:8]
+    assert "reading what is missing" in decode.log.read_text()
+
+
+def test_a_pull_that_breaks_again_says_so(start, model, decode, g):
+    faulty = start("sluice-prefill", model, "--failpoints", "source.checksum=error")
+    assert refusal(decode, hold(faulty, g.prompt), g.prompt)[0] == "DATA_LOSS"
+    faulty = start("sluice-prefill", model, "--failpoints", "source.reset=error")
+    assert refusal(decode, hold(faulty, g.prompt), g.prompt)[:2] == ("UNAVAILABLE", "SOURCE_UNREACHABLE")
+
+
+class Liar(source_pb2_grpc.KvSourceServicer):
+    """A source between the decode node and a real one, which changes what it says."""
+
+    def __init__(self, honest, describe=lambda d: None, read=lambda messages: messages):
+        self.honest, self.describe, self.read = source_stub(honest), describe, read
+
+    def Describe(self, request, context):
+        answer = self.honest.Describe(request)
+        self.describe(answer)
+        return answer
+
+    def Read(self, request, context):
+        yield from self.read(self.honest.Read(request))
+
+    def Release(self, request, context):
+        return self.honest.Release(request)
+
+
+@pytest.fixture
+def liars(prefill):
+    servers = []
+
+    def begin(**lies):
+        server = grpc.server(futures.ThreadPoolExecutor(4))
+        source_pb2_grpc.add_KvSourceServicer_to_server(Liar(prefill, **lies), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        servers.append(server)
+        return f"127.0.0.1:{port}"
+
+    yield begin
+    for server in servers:
+        server.stop(0).wait()
+
+
+def silent(messages):
+    yield next(messages)
+    time.sleep(6 * IDLE_S)
+
+
+def another_layer(messages):
+    for message in messages:
+        message.header.layer = 99
+        yield message
+
+
+def short_payload(messages):
+    for message in messages:
+        message.payload = message.payload[:-2]
+        yield message
+
+
+def too_little(messages):
+    yield next(messages)
+
+
+LIES = {
+    "another prompt": ({"describe": lambda d: setattr(d, "prompt_digest", "0" * 64)}, "SOURCE_MISMATCH"),
+    "another length": ({"describe": lambda d: setattr(d, "context_length", d.context_length + 1)}, "SOURCE_MISMATCH"),
+    "another model": ({"describe": lambda d: setattr(d, "model_fingerprint", "0" * 64)}, "FINGERPRINT_MISMATCH"),
+    "another layout": ({"describe": lambda d: setattr(d.cache_kinds[0], "block_tokens", 16)}, "SOURCE_MISMATCH"),
+    "no kinds": ({"describe": lambda d: d.ClearField("cache_kinds")}, "SOURCE_MISMATCH"),
+    "a layer that is not there": ({"read": another_layer}, "SOURCE_MISMATCH"),
+    "short payloads": ({"read": short_payload}, "SOURCE_MISMATCH"),
+    "silence": ({"read": silent}, "SOURCE_SILENT"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_source_that_lies_ends_its_own_generate(decode, prefill, liars, g, lie):
+    lies, reason = LIES[lie]
+    source = hold(prefill, g.prompt)
+    source.address = liars(**lies)
+    assert refusal(decode, source, g.prompt)[1] == reason
+    assert generate(decode, hold(prefill, g.prompt), g.prompt, tokens=4) == g.tokens[:4]
+
+
+def test_a_source_that_leaves_blocks_out(decode, prefill, liars, g):
+    source = hold(prefill, g.prompt)
+    source.address = liars(read=too_little)
+    assert refusal(decode, source, g.prompt)[0] == "DATA_LOSS"
+
+
+def test_a_caller_that_hangs_up_ends_its_pull(decode, prefill, liars, g):
+    ended = threading.Event()
+
+    def slow(messages):
+        try:
+            for message in messages:
+                yield message
+                time.sleep(0.4 * IDLE_S)
+        finally:
+            ended.set()
+
+    source = hold(prefill, g.prompt)
+    source.address = liars(read=slow)
+    call = decode.decode.Generate(decode_pb2.GenerateRequest(source=source, prompt_token_ids=g.prompt,
+                                                             sampling=greedy(max_tokens=8)), timeout=TIMEOUT_S)
+    time.sleep(IDLE_S)
+    call.cancel()
+    assert ended.wait(TIMEOUT_S)
+
+
+def test_a_source_that_is_killed_in_the_middle(start, model, decode, g):
+    dying = start("sluice-prefill", model)
+    source = hold(dying, g.prompt)
+    dying.process.send_signal(signal.SIGKILL)
+    dying.process.wait()
+    assert refusal(decode, source, g.prompt)[:2] == ("UNAVAILABLE", "SOURCE_UNREACHABLE")
+
+
+def test_another_tenants_prompt_is_not_there(decode, prefill, g):
+    source = prefill.prefill.Run(prefill_pb2.RunRequest(prompt_token_ids=g.prompt, sampling=greedy(max_tokens=1), tenant="a"),
+                                 timeout=TIMEOUT_S).source
+    assert refusal(decode, source, g.prompt, tenant="b")[:2] == ("NOT_FOUND", "SOURCE_NOT_FOUND")
+    assert generate(decode, source, g.prompt, tokens=4, tenant="a") == g.tokens[:4]
+
+
+def test_ranges_that_are_no_part_of_it(prefill, g):
+    source = hold(prefill, g.prompt)
+    good = {"layer": 0, "kind": "kv", "head_begin": 0, "head_end": 1, "token_begin": 0, "token_end": 8}
+    for change, field in (({"layer": 99}, "ranges[0].layer"), ({"kind": "x"}, "ranges[0].kind"),
+                          ({"head_end": 99}, "ranges[0].head_end"), ({"head_end": 0}, "ranges[0].head_end"),
+                          ({"token_end": 1 << 20}, "ranges[0].token_end"), ({"token_end": 0}, "ranges[0].token_end")):
+        request = source_pb2.ReadRequest(source_id=source.source_id)
+        request.ranges.add(**(good | change))
+        with pytest.raises(grpc.RpcError) as caught:
+            list(source_stub(prefill).Read(request, timeout=TIMEOUT_S))
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT and field in caught.value.details()
+    with pytest.raises(grpc.RpcError) as caught:
+        list(source_stub(prefill).Read(source_pb2.ReadRequest(source_id=source.source_id, max_chunk_bytes=1)))
+    assert "max_chunk_bytes" in caught.value.details()
+    request = source_pb2.ReadRequest(source_id=source.source_id)
+    request.ranges.add(**good)
+    assert [m.header.layer for m in source_stub(prefill).Read(request)] == [0]
+    source_stub(prefill).Release(source_pb2.ReleaseRequest(source_id=source.source_id))
