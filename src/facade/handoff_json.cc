@@ -60,7 +60,7 @@ absl::Status CheckAsksToHold(const HandoffJson& json) {
     return InvalidField(json.field,
                         "do_remote_prefill: this is a prefill node, which takes no caches");
   }
-  if (hold) return absl::OkStatus();
+  if (hold || object.empty()) return absl::OkStatus();
   return InvalidField(json.field,
                       "this is a prefill node: it needs {\"do_remote_decode\": true}, and a decode "
                       "node that goes on with its answer");

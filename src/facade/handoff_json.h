@@ -20,7 +20,8 @@ struct HandoffJson {
 // has to compute the prompt itself.
 absl::Status ReadDecodeLeg(const HandoffJson& json, Request* request);
 
-// A prefill leg's: it must ask that the caches be held ("do_remote_decode": true).
+// A prefill leg's: it asks that the caches be held ("do_remote_decode": true), or says nothing, as
+// the gateway does to connectors that it does not know; it passes on what is answered all the same.
 absl::Status CheckAsksToHold(const HandoffJson& json);
 
 }  // namespace sluice

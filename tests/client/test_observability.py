@@ -11,7 +11,7 @@ RULES = ROOT / "deploy/prometheus"
 PROMTOOL = ROOT / ".venv/bin/promtool"
 # Reasons of calls that sluice_requests_total and sluice_reserves_total do not count: Write, Commit, Admin.
 OF_OTHER_CALLS = {"BLOCK_BUSY", "CHECKSUM_MISMATCH", "COMMITTED", "FAILPOINTS_NOT_ALLOWED",
-                  "MISSING_BLOCKS", "NO_FAILPOINTS", "STOPPING"}
+                  "MISSING_BLOCKS", "NO_FAILPOINTS", "STOPPING", "TOO_MANY_TRACES", "TRACE_OFF"}
 
 
 def exported() -> dict[str, str]:

@@ -60,6 +60,14 @@ def test_the_decode_leg_gives_every_token(decode, prefill, golden, case, stream)
     assert answer.streamed == (list(done.output_ids) if stream else [])
 
 
+def test_a_gateway_that_does_not_know_the_connector_says_nothing(decode, prefill, golden):
+    g = golden("tiny-llama")
+    first = generate(prefill, g.prompt(1), {"max_tokens": 1, "ignore_eos": True}).complete
+    done = generate(decode, g.prompt(1), {"max_tokens": 24, "ignore_eos": True},
+                    kv_transfer_params_json=first.kv_transfer_params_json).complete
+    matching_steps(list(done.output_ids), g.tokens(1), g.margins(1), MARGIN)
+
+
 def test_a_handoff_is_used_once(decode, prefill, golden):
     prompt = golden("tiny-llama").prompt(1)
     handoff = first_leg(prefill, prompt).kv_transfer_params_json
@@ -93,7 +101,7 @@ def test_a_changed_handoff_names_what_is_wrong(decode, prefill, golden, change, 
 @pytest.mark.parametrize("sampling,fields,field", [
     ({"max_tokens": 2}, {}, "sampling_params.max_tokens"),
     ({}, {}, "sampling_params.max_tokens"),
-    ({"max_tokens": 1}, {"kv_transfer_params_json": "{}"}, "kv_transfer_params_json"),
+    ({"max_tokens": 1}, {"kv_transfer_params_json": '{"do_remote_decode":false}'}, "kv_transfer_params_json"),
     ({"max_tokens": 1}, {"kv_transfer_params_json": '{"do_remote_prefill":true}'}, "kv_transfer_params_json"),
     ({"max_tokens": 1, "n": 2}, {}, "sampling_params.n"),
     ({"max_tokens": 1, "top_p": 2}, {}, "sampling_params.top_p"),
