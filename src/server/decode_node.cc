@@ -130,6 +130,8 @@ absl::Status DecodeNode::StartEngine() {
   pull.model_fingerprint = model_->fingerprint();
   pull.layout = model_->cache_layout();
   pull.max_context = static_cast<uint32_t>(model_->max_context());
+  pull.max_tokens =
+      static_cast<uint32_t>(std::clamp<int64_t>(policy_->max_tokens(), 0, model_->max_context()));
   pull.max_chunk_bytes = config_.max_chunk_bytes();
   pull.streams = static_cast<int>(config_.pull_streams());
   pull.idle_timeout = absl::Seconds(config_.pull_idle_seconds());

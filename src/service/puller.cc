@@ -162,12 +162,14 @@ class Puller::Stream {
 Puller::Puller(Options options)
     : options_(std::move(options)),
       watch_([this] { Watch(); }),
-      workers_("pull", options_.threads, options_.max_queued) {}
+      workers_(std::make_unique<WorkerQueue>("pull", options_.threads, options_.max_queued)) {}
 
 Puller::~Puller() {
+  ending_.store(true);
+  workers_.reset();  // runs what waits, too: watched until the last one has ended
   {
     absl::MutexLock lock(&mutex_);
-    stopping_ = true;
+    unwatched_ = true;
   }
   watch_.join();
 }
@@ -175,11 +177,10 @@ Puller::~Puller() {
 void Puller::Watch() {
   pthread_setname_np(pthread_self(), "pull-watch");
   absl::MutexLock lock(&mutex_);
-  while (!mutex_.AwaitWithTimeout(absl::Condition(&stopping_), kWatchInterval)) {
+  while (!mutex_.AwaitWithTimeout(absl::Condition(&unwatched_), kWatchInterval)) {
     const absl::Time now = absl::Now();
-    for (Stream* stream : streams_) stream->Look(now, false);
+    for (Stream* stream : streams_) stream->Look(now, ending_.load());
   }
-  for (Stream* stream : streams_) stream->Look(absl::Now(), true);
 }
 
 absl::Status Puller::Begin(Request* request) {
@@ -217,8 +218,10 @@ absl::Status Puller::Begin(Request* request) {
   manifest.model_fingerprint = options_.model_fingerprint;
   manifest.context_length = static_cast<uint32_t>(request->prompt.size());
   manifest.prompt_token_ids.assign(request->prompt.begin(), request->prompt.end());
+  // Without a limit of the caller's: what context and memory leave.
+  const uint32_t room = std::min(options_.max_context, options_.max_tokens);
   manifest.max_new_tokens = request->sampling.max_tokens.value_or(
-      std::max(options_.max_context - manifest.context_length, 1u));
+      room > manifest.context_length ? room - manifest.context_length : 1);
   manifest.tenant = request->handoff.tenant;
   SLUICE_ASSIGN_OR_RETURN(const TransferTable::Reserved reserved,
                           options_.transfers->Reserve(manifest));
@@ -238,7 +241,7 @@ absl::Status Puller::Begin(Request* request) {
     pull->bytes +=
         kind.bytes_per_token * kind.heads * pull->context_length * options_.layout.layers;
   }
-  if (!workers_.TryPost([this, pull] { Run(pull); })) {
+  if (!workers_->TryPost([this, pull] { Run(pull); })) {
     Abandon(reserved.transfer_id);
     return ResourceExhausted("PULLS_FULL",
                              absl::StrCat("more than ", options_.max_queued,
@@ -255,17 +258,19 @@ void Puller::Abandon(const std::string& transfer_id) {
 }
 
 void Puller::Run(const std::shared_ptr<Pull>& pull) {
+  const auto wanted = [&] { return options_.transfers->Get(pull->transfer_id, 0).ok(); };
   absl::Status status = Attempt(*pull, /*again=*/false);
-  if (MayMendByReading(status) && options_.transfers->Get(pull->transfer_id, 0).ok() &&
-      absl::Now() < pull->deadline) {
+  if (MayMendByReading(status) && wanted() && absl::Now() < pull->deadline) {
     Log(LogLevel::kWarn, "a pull broke: reading what is missing on another connection",
         {{"transfer_id", pull->transfer_id},
          {"source", pull->source.address},
          {"error", status.ToString()}});
     status = Attempt(*pull, /*again=*/true);
   }
-  Release(*pull);
   const std::string where = absl::StrCat("source ", pull->source.address);
+  // What could not be read stays where it is: another node may fare better, and else its lease
+  // ends.
+  if (status.ok() || !wanted()) Release(*pull);
   if (status.ok()) {
     const double seconds = absl::ToDoubleSeconds(absl::Now() - pull->begin);
     Log(LogLevel::kDebug, "pulled",
@@ -285,6 +290,12 @@ void Puller::Run(const std::shared_ptr<Pull>& pull) {
 }
 
 absl::Status Puller::Attempt(Pull& pull, bool again) {
+  if (ending_.load()) {
+    return WithReason(absl::UnavailableError("this node is ending: use another one"), "DRAINING");
+  }
+  if (!options_.transfers->Get(pull.transfer_id, 0).ok()) {
+    return absl::CancelledError("nobody waits for it any more");
+  }
   pull.channel = again ? options_.channels->GetNew(pull.source.address)
                        : options_.channels->Get(pull.source.address);
   pull.stub = v1::KvSource::NewStub(pull.channel);

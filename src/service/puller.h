@@ -4,6 +4,7 @@
 // with it the Generate that waits. Thread-safe.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <list>
 #include <memory>
@@ -30,19 +31,23 @@ class Puller {
     CacheLayout layout;
     uint32_t max_context = 0;
     uint64_t max_chunk_bytes = uint64_t{8} << 20;
-    int threads = 8;          // pulls at a time
+    // Pulls at a time. A thread waits for as long as its source is silent, so a few dead sources
+    // must not take them all.
+    int threads = 32;
     size_t max_queued = 256;  // that may wait for a thread
     int streams = 2;          // of a pull, of large caches
     // Without a chunk a source is taken to be dead.
     absl::Duration idle_timeout = absl::Seconds(10);
     // Of calls beside the streams.
     absl::Duration call_timeout = absl::Seconds(10);
+    // Of prompt and output together, what a sequence can have at most here.
+    uint32_t max_tokens = 0;
     // Outlive the puller.
     TransferTable* transfers = nullptr;
     Channels* channels = nullptr;
   };
   explicit Puller(Options options);
-  // Ends the pulls that run.
+  // Ends the pulls that run and wait; may take call_timeout.
   ~Puller();
 
   // For a request whose handoff has a source: opens a transfer for it, begins to pull, and puts the
@@ -74,9 +79,10 @@ class Puller {
   const Options options_;
   absl::Mutex mutex_;
   std::list<Stream*> streams_ ABSL_GUARDED_BY(mutex_);
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  bool unwatched_ ABSL_GUARDED_BY(mutex_) = false;  // no stream is there, and none will be
+  std::atomic<bool> ending_ = false;
   std::thread watch_;
-  WorkerQueue workers_;  // last: its threads use the rest
+  std::unique_ptr<WorkerQueue> workers_;  // last: its threads use the rest
 };
 
 }  // namespace sluice

@@ -18,6 +18,7 @@
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
+#include "src/service/call_record.h"
 #include "src/service/caller.h"
 #include "src/service/chunking.h"
 #include "src/service/guarded.h"
@@ -134,7 +135,10 @@ class ReadReactor : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
     if (!ok) return Finish(grpc::Status(grpc::StatusCode::CANCELLED, "the reader is gone"));
     Next();
   }
-  void OnDone() override { delete this; }
+  void OnDone() override {
+    NoteCall(*context_, [&](CallFields& call) { call.bytes = sent_bytes_; });
+    delete this;
+  }
 
  private:
   absl::Status Begin(const grpc::ByteBuffer& message) {
@@ -159,6 +163,7 @@ class ReadReactor : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
     }
     if (SLUICE_FAILPOINT(kSourceReset))
       return context_->TryCancel(), Finish(grpc::Status::CANCELLED);
+    sent_bytes_ += chunks_[next_].plan.bytes;
     message_ = MessageOf(chunks_[next_++]);
     StartWrite(&message_);
   }
@@ -207,6 +212,7 @@ class ReadReactor : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
   std::shared_ptr<const HeldPrompt> prompt_;
   std::vector<Chunk> chunks_;
   size_t next_ = 0;
+  uint64_t sent_bytes_ = 0;
   grpc::ByteBuffer message_;  // under way
 };
 

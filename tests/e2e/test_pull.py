@@ -33,7 +33,7 @@ def decode(start, model):
 
 @pytest.fixture(scope="module")
 def prefill(start, model):
-    return start("sluice-prefill", model, "--hbm-bytes", "16MiB", "--hold-bytes", "1MiB", "--hold-seconds", "30s")
+    return start("sluice-prefill", model, "--hbm-bytes", "16MiB", "--hold-seconds", "30s")
 
 
 class Case:
@@ -142,7 +142,8 @@ def test_nobody_at_the_address(decode, g):
     assert (code, reason) == ("UNAVAILABLE", "SOURCE_UNREACHABLE") and "127.0.0.1:1" in message
 
 
-def test_a_full_node_says_when_to_come_again(prefill, model, g, start):
+def test_a_full_node_says_when_to_come_again(model, g, start):
+    prefill = start("sluice-prefill", model, "--hold-bytes", "1MiB")
     held = []
     with pytest.raises(grpc.RpcError) as caught:
         for _ in range(10_000):
@@ -258,6 +259,38 @@ def test_a_source_that_lies_ends_its_own_generate(decode, prefill, liars, g, lie
     source.address = liars(**lies)
     assert refusal(decode, source, g.prompt)[1] == reason
     assert generate(decode, hold(prefill, g.prompt), g.prompt, tokens=4) == g.tokens[:4]
+
+
+def test_what_could_not_be_read_is_there_for_another_node(decode, prefill, liars, g):
+    source = hold(prefill, g.prompt)
+    honest = source.address
+    source.address = liars(read=too_little)
+    assert refusal(decode, source, g.prompt)[0] == "DATA_LOSS"
+    source.address = honest
+    assert generate(decode, source, g.prompt, tokens=4) == g.tokens[:4]
+
+
+def test_without_max_tokens_the_room_that_is_left_is_taken(start, model, prefill, g):
+    small = start("sluice-server", model, "--hbm-bytes", "1MiB", "--dram-bytes", "4MiB")
+    request = decode_pb2.GenerateRequest(source=hold(prefill, g.prompt), prompt_token_ids=g.prompt,
+                                         sampling=greedy(ignore_eos=True))
+    found, finish = tokens_of(small.decode.Generate(request, timeout=TIMEOUT_S))
+    assert len(found) > 100 and finish.reason == decode_pb2.FINISH_REASON_LENGTH
+    assert small.stop() == 0
+
+
+def test_a_node_ends_while_its_source_is_silent(start, model, prefill, liars, g):
+    node = start("sluice-server", model, "--drain-timeout-seconds", "0s", "--pull-idle-seconds", "60s")
+    source = hold(prefill, g.prompt)
+    source.address = liars(read=lambda messages: (time.sleep(6 * IDLE_S) or m for m in messages))
+    call = node.decode.Generate(decode_pb2.GenerateRequest(source=source, prompt_token_ids=g.prompt,
+                                                           sampling=greedy(max_tokens=4)), timeout=TIMEOUT_S)
+    time.sleep(0.2)
+    started = time.monotonic()
+    assert node.stop() == 0
+    assert time.monotonic() - started < 10 * SCALE
+    with pytest.raises(grpc.RpcError):
+        list(call)
 
 
 def test_a_source_that_leaves_blocks_out(decode, prefill, liars, g):
