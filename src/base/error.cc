@@ -2,6 +2,7 @@
 
 #include "absl/strings/cord.h"
 #include "absl/strings/numbers.h"
+#include "absl/strings/strip.h"
 
 namespace sluice {
 namespace {
@@ -22,6 +23,18 @@ absl::Status InvalidField(const std::string& field, const std::string& what) {
   absl::Status status = absl::InvalidArgumentError(absl::StrCat(field, ": ", what));
   status.SetPayload(kField, absl::Cord(field));
   return status;
+}
+
+absl::Status WithField(const absl::Status& status, const std::string& field) {
+  const std::optional<std::string> old = FieldOf(status);
+  if (!old.has_value()) return status;
+  absl::string_view what = status.message();
+  absl::ConsumePrefix(&what, absl::StrCat(*old, ": "));
+  absl::Status out(status.code(), absl::StrCat(field, ": ", what));
+  status.ForEachPayload(
+      [&](absl::string_view key, const absl::Cord& value) { out.SetPayload(key, value); });
+  out.SetPayload(kField, absl::Cord(field));
+  return out;
 }
 
 absl::Status WithReason(absl::Status status, const std::string& reason) {

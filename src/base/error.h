@@ -15,6 +15,10 @@ namespace sluice {
 // INVALID_ARGUMENT for one field of a request; `field` is its path, e.g. "sampling.temperature".
 absl::Status InvalidField(const std::string& field, const std::string& what);
 
+// `status` with another path for its field, in the message too: for a caller to whom the field has
+// another name. As it is where it names none.
+absl::Status WithField(const absl::Status& status, const std::string& field);
+
 // `status` with a machine-readable reason in UPPER_SNAKE_CASE, e.g. "SLOW_READER".
 absl::Status WithReason(absl::Status status, const std::string& reason);
 

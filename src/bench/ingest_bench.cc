@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <filesystem>
 #include <map>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include "src/base/clock.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
+#include "src/bench/bench_certificate.h"
 #include "src/bench/ingest_peers.h"
 #include "src/bench/ingest_sender.h"
 #include "src/bench/subcommand.h"
@@ -22,6 +24,7 @@
 #include "src/metrics/metrics.h"
 #include "src/model/model.h"
 #include "src/model/model_config.h"
+#include "src/service/access.h"
 #include "src/service/grpc_server.h"
 #include "src/service/ingest_service.h"
 
@@ -76,9 +79,11 @@ struct IngestSide {
     options.transfers = table.get();
     options.readiness = &readiness;
     options.metrics = &metrics;
+    options.access = access;
     return NewIngestService(options);
   }
 
+  const Access* access = nullptr;
   Metrics metrics;
   Readiness readiness;
   std::unique_ptr<PagePool> dram, hbm;
@@ -92,6 +97,10 @@ class IngestBench {
  public:
   IngestBench(const IngestBenchOptions& o, Report report)
       : options_(o), out_(o.json), report_(std::move(report)) {}
+  ~IngestBench() {
+    servers_ = {};  // they look at the files now and then
+    if (!tls_folder_.empty()) std::filesystem::remove_all(tls_folder_);
+  }
 
   absl::StatusOr<int> Run() {
     SLUICE_ASSIGN_OR_RETURN(sender_, IngestSender::Start());
@@ -119,6 +128,11 @@ class IngestBench {
     SLUICE_RETURN_IF_ERROR(ingest_.Start(device_.get(), bytes));
     SLUICE_ASSIGN_OR_RETURN(copies_, device_->Allocate(MemoryKind::kPinned, bytes, "copies"));
     std::memset(copies_.data(), 1, copies_.bytes());
+    if (options_.tls) {
+      SLUICE_ASSIGN_OR_RETURN(tls_folder_, MakeBenchCertificate());
+      SLUICE_ASSIGN_OR_RETURN(access_, Access::Open(BenchAccessFile(tls_folder_), absl::Hours(1)));
+      ingest_.access = access_.get();
+    }
     const std::array<GrpcService, 3> services = {
         NewDiscardPeer(), NewCopyPeer({copies_.as<uint8_t>(), copies_.bytes()}),
         ingest_.NewService()};
@@ -126,6 +140,10 @@ class IngestBench {
       GrpcServer::Options options;
       options.listen = "127.0.0.1:0";
       options.max_receive_message_bytes = MaxChunkMessageBytes(64 << 20);
+      if (options_.tls) {
+        options.tls = BenchTlsFiles(tls_folder_);
+        options.access = access_.get();
+      }
       SLUICE_ASSIGN_OR_RETURN(servers_[peer], GrpcServer::Start(options, {services[peer]}));
     }
     return absl::OkStatus();
@@ -139,6 +157,7 @@ class IngestBench {
     SendJob job;
     SetText(servers_[peer]->address(), &job.address);
     job.transfers = peer == kIngest;
+    SetText(tls_folder_, &job.tls);
     SetText(kFingerprint, &job.fingerprint);
     SetLayout(layout, &job);
     job.context = static_cast<int32_t>(context_);
@@ -205,6 +224,8 @@ class IngestBench {
   std::unique_ptr<IngestSender> sender_;
   std::unique_ptr<Device> device_;
   Buffer copies_;
+  std::string tls_folder_;  // empty: without TLS
+  std::unique_ptr<Access> access_;
   IngestSide ingest_;
   std::array<std::unique_ptr<GrpcServer>, 3> servers_;
   int64_t context_ = 0, transfer_bytes_ = 0;
@@ -228,6 +249,7 @@ int RunIngestBench(const Invocation& invocation) {
   flags.Integer("transfer-mib", "bytes of a transfer, in MiB", 4, 16384, &o.transfer_mib);
   flags.Integer("rounds", "measured transfers of each kind", 1, 10000, &o.rounds);
   flags.Integer("streams", "Write streams at once, each on its own connection", 1, 64, &o.streams);
+  flags.Switch("tls", "over mTLS, all of it: what it is compared with too", &o.tls);
   flags.Text("model", "DIR", "Hugging Face directory that decodes meanwhile", &o.model);
   flags.Switch("dummy", "its weights by formula: config.json alone is read", &o.dummy);
   flags.Integer("threads", "threads that decode; 0: as the server chooses", 0, 1024, &o.threads);
@@ -245,7 +267,8 @@ int RunIngestBench(const Invocation& invocation) {
   report.shape = {{"chunks_kib", absl::StrJoin(o.chunks_kib, ",")},
                   {"transfer_mib", absl::StrCat(o.transfer_mib)},
                   {"rounds", absl::StrCat(o.rounds)},
-                  {"streams", absl::StrCat(o.streams)}};
+                  {"streams", absl::StrCat(o.streams)},
+                  {"tls", o.tls ? "mTLS" : "none"}};
   if (!o.model.empty()) {
     report.shape.emplace_back("model", o.model);
     report.shape.emplace_back("rate", absl::StrCat(o.rate));

@@ -18,6 +18,7 @@ struct IngestBenchOptions {
   int64_t transfer_mib = 256;
   int64_t rounds = 9;
   int64_t streams = 1;
+  bool tls = false;   // mTLS, with a certificate made for it
   std::string model;  // empty: no decode beside
   bool dummy = false;
   int64_t threads = 0;

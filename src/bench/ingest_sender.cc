@@ -1,4 +1,5 @@
 #include "src/bench/ingest_sender.h"
+#include "src/bench/bench_certificate.h"
 
 #include <grpcpp/grpcpp.h>
 #include <sys/resource.h>
@@ -20,6 +21,7 @@
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/service/chunking.h"
+#include "src/service/credentials.h"
 #include "src/service/ingest_channel.h"
 #include "src/service/status_mapping.h"
 
@@ -121,11 +123,13 @@ class Sending {
  public:
   Sending(const SendJob& job, const std::vector<uint8_t>& source)
       : job_(job), messages_(job, source) {
+    const std::string folder = job.tls;
+    const std::shared_ptr<grpc::ChannelCredentials> credentials =
+        NewChannelCredentials(folder.empty() ? TlsFiles() : BenchTlsFiles(folder));
     for (int i = 0; i < job.streams; ++i) {
       grpc::ChannelArguments arguments = IngestChannelArguments();
       arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // a connection of its own
-      channels_.push_back(
-          grpc::CreateCustomChannel(job.address, grpc::InsecureChannelCredentials(), arguments));
+      channels_.push_back(grpc::CreateCustomChannel(job.address, credentials, arguments));
     }
     stub_ = v1::KvIngest::NewStub(channels_[0]);
   }

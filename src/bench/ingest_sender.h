@@ -25,6 +25,8 @@ void SetText(const std::string& text, char (*to)[kBytes]) {
 // Plain bytes: it crosses a socket between two processes of one program.
 struct SendJob {
   char address[64] = {};
+  // Folder of MakeBenchCertificate; empty: without TLS.
+  char tls[64] = {};
   // Whether transfers are reserved, committed and aborted around the messages; false: the same
   // messages to a peer that does not look into them.
   bool transfers = false;

@@ -17,6 +17,7 @@
 #include "src/base/clock.h"
 #include "src/base/strong_id.h"
 #include "src/device/device.h"
+#include "src/request/generator.h"
 #include "src/request/request.h"
 
 namespace sluice {
@@ -62,7 +63,7 @@ struct EngineSnapshot {
   bool draining = false;
 };
 
-class Engine {
+class Engine : public Generator {
  public:
   struct Options {
     uint32_t max_sequences = 32;
@@ -88,18 +89,9 @@ class Engine {
     TurnTrace* trace = nullptr;         // told of every phase; may be null
   };
   static absl::StatusOr<std::unique_ptr<Engine>> Create(const Options& options, const Parts& parts);
-  virtual ~Engine() = default;
 
-  // ---- From any thread ----
+  // ---- From any thread: Generator's, and ----
 
-  // Checks what can be checked without the batch and queues the request. A returned error means
-  // that the sink will never be called; after an id the sink gets exactly one Finish.
-  virtual absl::StatusOr<SequenceId> Submit(Request request) = 0;
-  // The sequence, if it is alive, ends with `why`.
-  virtual void Cancel(SequenceId id, absl::Status why) = 0;
-  // The same by its caller's name for it. `done(found)` runs on the engine's thread.
-  virtual void CancelRequest(const std::string& request_id, absl::Status why,
-                             std::function<void(bool)> done) = 0;
   // Gives a kept sequence back that no Generate has; whether there was one.
   virtual bool Forget(const std::string& sequence_id, const std::string& tenant) = 0;
   // `done` runs on the engine's thread within one step.
@@ -113,8 +105,6 @@ class Engine {
   virtual void Resume() = 0;
   // Ends everything that is alive with `why`.
   virtual void CancelAll(absl::Status why) = 0;
-  // Makes a sleeping engine turn: something it waits for has changed.
-  virtual void Wake() = 0;
 
   // ---- From the engine's one thread ----
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -58,6 +59,10 @@ class SequenceCache {
   // Gives every page back, as the destructor does, and keeps the promise.
   static Reservation Dissolve(std::unique_ptr<SequenceCache> cache);
 
+  // Keeps `charge`, a part of a tenant's quota, until the pages go back.
+  void Hold(std::shared_ptr<const void> charge) { charge_ = std::move(charge); }
+  bool charged() const { return charge_ != nullptr; }
+
   PagePool* pool() const { return pool_; }
   int64_t tokens(size_t kind) const {  // for which there is room
     return static_cast<int64_t>(pages_[kind].size()) * pool_->layout().kinds[kind].block_tokens;
@@ -79,6 +84,7 @@ class SequenceCache {
   void ReservePages();
 
   PagePool* pool_;
+  std::shared_ptr<const void> charge_;
   Reservation reservation_;
   size_t kinds_;
   std::vector<std::vector<int32_t>> pages_;  // [layer][kind]; room for all that is promised

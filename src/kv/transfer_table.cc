@@ -9,6 +9,7 @@
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/kv/transfer.h"
+#include "src/request/tenant_quotas.h"
 
 namespace sluice {
 namespace {
@@ -96,6 +97,12 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
   }
   const int64_t total = static_cast<int64_t>(m.prompt_token_ids.size()) + m.max_new_tokens;
   const Footprint need = options_.footprint(m.context_length, total);
+  std::shared_ptr<const void> charge;
+  if (options_.quotas != nullptr) {
+    SLUICE_ASSIGN_OR_RETURN(
+        charge, options_.quotas->TakeDram(
+                    m.tenant, static_cast<uint64_t>(dram_->layout().BytesFor(need.dram_tokens))));
+  }
   Reservation reservation = dram_->TryReserve(need.dram_tokens);
   if (SLUICE_FAILPOINT(kKvReserve) || reservation.empty()) {
     return ResourceExhausted(
@@ -106,6 +113,7 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
   }
   auto home = std::make_unique<SequenceCache>(dram_, std::move(reservation));
   home->EnsureTokens(m.context_length);
+  home->Hold(std::move(charge));
   auto transfer = std::make_shared<Transfer>(NewTransferId(), m, std::move(home));
   transfer->lease = m.lease > absl::ZeroDuration() ? m.lease : options_.max_lease;
   transfer->lease_end = clock_->Now() + transfer->lease;
@@ -181,6 +189,11 @@ void TransferTable::KeepHome(const std::string& sequence_id, std::unique_ptr<Seq
       EndLocked(it->second, NoSuchSequence(sequence_id), &ended);
       return;
     }
+    if (options_.quotas != nullptr && !home->charged()) {
+      home->Hold(options_.quotas->ChargeDram(
+          it->second->tenant,
+          static_cast<uint64_t>(dram_->layout().BytesFor(it->second->context_length))));
+    }
     it->second->home = std::move(home);
     it->second->state = Transfer::State::kCommitted;
   }
@@ -221,7 +234,9 @@ absl::StatusOr<uint32_t> TransferTable::CommitLocked(const std::string& transfer
                                                      std::vector<OutputToken> first_tokens,
                                                      SelectionHints hints, TransferInfo* missing,
                                                      absl::Time now) {
-  if (const auto it = taken_.find(transfer_id); it != taken_.end()) return it->second;
+  if (const auto it = taken_.find(transfer_id); it != taken_.end()) {
+    return it->second.context_length;
+  }
   SLUICE_ASSIGN_OR_RETURN(const std::shared_ptr<Transfer> transfer, FindLocked(transfer_id));
   if (transfer->state == Transfer::State::kPoisoned) return Poisoned(transfer_id);
   if (transfer->state == Transfer::State::kCommitted) return transfer->context_length;
@@ -323,6 +338,18 @@ absl::StatusOr<TransferInfo> TransferTable::Get(const std::string& transfer_id, 
   return info;
 }
 
+std::optional<std::string> TransferTable::TenantOf(const std::string& id) const {
+  absl::MutexLock lock(&mutex_);
+  if (const auto it = transfers_.find(id); it != transfers_.end()) return it->second->tenant;
+  if (const auto it = taken_.find(id); it != taken_.end()) return it->second.tenant;
+  return std::nullopt;
+}
+
+absl::Status TransferTable::CheckOwner(const std::string& transfer_id,
+                                       const std::string& tenant) const {
+  return TenantOf(transfer_id) == tenant ? absl::OkStatus() : NoSuchTransfer(transfer_id);
+}
+
 uint64_t TransferTable::BlocksMissing(const std::string& transfer_id) {
   absl::MutexLock lock(&mutex_);
   const auto it = transfers_.find(transfer_id);
@@ -402,7 +429,7 @@ absl::StatusOr<std::optional<ReadySequence>> TransferTable::TakeReady(AttachId i
   attachments_.erase(it);
   ForgetLocked(*transfer);
   if (ready.kept) return std::optional<ReadySequence>(std::move(ready));
-  taken_.emplace(transfer->id, transfer->context_length);
+  taken_.emplace(transfer->id, Taken{transfer->context_length, transfer->tenant});
   taken_order_.push_back(transfer->id);
   if (taken_order_.size() > kTakenRemembered) {
     taken_.erase(taken_order_.front());

@@ -96,6 +96,7 @@ struct KeptSequence {
   absl::Duration lease;
 };
 
+class TenantQuotas;
 class Transfer;  // internal
 class TransferTable;
 
@@ -156,6 +157,8 @@ class TransferTable {
     uint64_t max_prompt_bytes = uint64_t{256} << 20;
     // What the policy needs for a sequence of `context` handed-over tokens and `total` at the end.
     std::function<Footprint(int64_t context, int64_t total)> footprint;
+    // Holds tenants to their DRAM; outlives the table. Null: no quotas.
+    TenantQuotas* quotas = nullptr;
     // When a Reserve that is refused for want of room may be tried again; null: a second.
     std::function<absl::Duration()> retry_after;
   };
@@ -186,6 +189,12 @@ class TransferTable {
   absl::Status Abort(const std::string& transfer_id, const std::string& reason);
   absl::StatusOr<TransferInfo> Get(const std::string& transfer_id, size_t max_ranges);
   uint64_t BlocksMissing(const std::string& transfer_id);
+  // Whose the transfer or kept sequence is, also of one that the engine took lately; nothing where
+  // there is none.
+  std::optional<std::string> TenantOf(const std::string& id) const;
+  // OK where the transfer is that tenant's; else NOT_FOUND, in the words of one that was never
+  // there.
+  absl::Status CheckOwner(const std::string& transfer_id, const std::string& tenant) const;
 
   // The engine's side. Attach binds a Generate to a transfer, at most one: NOT_FOUND (an id that is
   // not there), ALREADY_EXISTS (has its Generate). A key that is not there yet is kept as expected
@@ -308,7 +317,11 @@ class TransferTable {
   absl::flat_hash_map<AttachId, Attachment> attachments_ ABSL_GUARDED_BY(mutex_);
   AttachId next_attach_ ABSL_GUARDED_BY(mutex_) = 1;
   // Transfers that the engine took lately, so that a repeated Commit is answered as the first was.
-  absl::flat_hash_map<std::string, uint32_t> taken_ ABSL_GUARDED_BY(mutex_);
+  struct Taken {
+    uint32_t context_length;
+    std::string tenant;
+  };
+  absl::flat_hash_map<std::string, Taken> taken_ ABSL_GUARDED_BY(mutex_);
   std::deque<std::string> taken_order_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -133,6 +133,7 @@ Metrics::Metrics()
       request_seconds(registry_->MakeHistogram(names::kRequestSeconds, LongSeconds())),
       queue_seconds(registry_->MakeHistogram(names::kQueueSeconds, LongSeconds())),
       slow_readers(registry_->MakeCounter(names::kSlowReaders)),
+      malformed_trace_headers(registry_->MakeCounter(names::kMalformedTraceHeaders)),
       preemptions(registry_->MakeCounter(names::kPreemptions)),
       preempted_seconds(registry_->MakeHistogram(names::kPreemptedSeconds, LongSeconds())),
       step_sequences(registry_->MakeHistogram(names::kStepSequences, Sequences())),
@@ -275,6 +276,7 @@ void Counter::Add(double amount) const {
   SLUICE_CHECK(amount >= 0, "a counter was asked to go down by ", -amount);
   counter_->Increment(amount);
 }
+double Counter::Value() const { return counter_->Value(); }
 
 void Gauge::Set(double value) const { gauge_->Set(value); }
 

@@ -29,6 +29,7 @@ class Counter {
   explicit Counter(prometheus::Counter* counter) : counter_(counter) {}
   // REQUIRES: amount >= 0.
   void Add(double amount = 1) const;
+  double Value() const;
 
  private:
   prometheus::Counter* counter_;
@@ -163,6 +164,7 @@ class Metrics {
   const Histogram request_seconds;
   const Histogram queue_seconds;
   const Counter slow_readers;
+  const Counter malformed_trace_headers;
   const Counter preemptions;
   const Histogram preempted_seconds;
   const Histogram step_sequences;

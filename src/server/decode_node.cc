@@ -14,6 +14,7 @@
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
+#include "src/facade/vllm_service.h"
 #include "src/kv/selection_hints.h"
 #include "src/server/address_file.h"
 #include "src/server/model_setup.h"
@@ -38,7 +39,12 @@ constexpr absl::Duration kEndTime = absl::Seconds(1);
 absl::StatusOr<std::unique_ptr<DecodeNode>> DecodeNode::Start(const Config& config) {
   const absl::Time start = absl::Now();
   std::unique_ptr<DecodeNode> node(new DecodeNode(config));
+  SLUICE_ASSIGN_OR_RETURN(node->access_log_, OpenAccessLog(config));
   SLUICE_ASSIGN_OR_RETURN(node->security_, SetUpSecurity(config));
+  if (node->security_.file != nullptr) {
+    node->security_.file->OnTenants(
+        [quotas = &node->quotas_](const auto& all) { quotas->Set(all); });
+  }
   SLUICE_RETURN_IF_ERROR(node->StartAdminHttp());
   SLUICE_RETURN_IF_ERROR(node->LoadModelAndMemory());
   SLUICE_RETURN_IF_ERROR(node->StartEngine());
@@ -112,6 +118,7 @@ absl::Status DecodeNode::StartEngine() {
     return policy->FootprintOf(context, total);
   };
   table.hint_tokens = policy_->hint_tokens();
+  table.quotas = &quotas_;
   table.retry_after = [this] { return finish_rate_.RetryAfter(); };
   transfers_ =
       std::make_unique<TransferTable>(std::move(table), dram_.get(), hbm_.get(), RealClock());
@@ -186,16 +193,32 @@ absl::Status DecodeNode::StartGrpc() {
   ingest.transfers = transfers_.get();
   ingest.readiness = &readiness_;
   ingest.metrics = &metrics_;
+  ingest.access = security_.access();
   ingest.log_prompts = config_.log_prompts();
   services.push_back(NewIngestService(ingest));
-  DecodeServiceOptions decode;
-  decode.vocab_size = vocab_size;
-  decode.max_context = static_cast<uint32_t>(model_->max_context());
-  decode.linger = absl::Seconds(config_.slow_reader_timeout_seconds());
-  decode.engine = engine_.get();
-  decode.metrics = &metrics_;
-  decode.log_prompts = config_.log_prompts();
-  services.push_back(NewDecodeService(decode));
+  gate_.emplace(security_.access(), security_.file.get(), transfers_.get(), &quotas_);
+  GenerateOptions generate;
+  generate.vocab_size = vocab_size;
+  generate.max_context = static_cast<uint32_t>(model_->max_context());
+  generate.linger = absl::Seconds(config_.slow_reader_timeout_seconds());
+  generate.generator = engine_.get();
+  generate.metrics = &metrics_;
+  generate.gate = &*gate_;
+  generate.log_prompts = config_.log_prompts();
+  services.push_back(NewDecodeService({generate, engine_.get()}));
+  FacadeOptions facade;
+  SLUICE_ASSIGN_OR_RETURN(facade.info,
+                          MakeNodeInfo(config_.model(), config_.served_model_name(), *model_));
+  facade.info.role = NodeInfo::Role::kDecode;
+  facade.info.policy = policy_->name();
+  facade.info.max_running = config_.max_sequences();
+  facade.info.version = Version();
+  load_ = std::make_unique<DecodeLoad>(engine_.get(), hbm_.get(),
+                                       metrics_.tokens(TokenKind::kOutput), RealClock());
+  facade.load = [load = load_.get()](auto done) { load->Ask(std::move(done)); };
+  facade.readiness = &readiness_;
+  facade.generate = generate;
+  services.push_back(NewVllmService(std::move(facade)));
   AdminServiceOptions admin;
   *admin.model.mutable_model() = MakeModelInfo(*model_);
   admin.model.set_device(device_->name());
@@ -211,6 +234,7 @@ absl::Status DecodeNode::StartGrpc() {
   services.push_back(NewAdminService(std::move(admin)));
   GrpcServer::Options options;
   options.listen = config_.listen();
+  options.access_log = access_log_.get();
   options.tls = security_.tls;
   options.access = security_.access();
   options.max_receive_message_bytes =

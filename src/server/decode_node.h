@@ -15,6 +15,7 @@
 #include "src/config/setting.h"
 #include "src/device/device.h"
 #include "src/engine/engine.h"
+#include "src/facade/decode_load.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/transfer_table.h"
 #include "src/metrics/metrics.h"
@@ -22,11 +23,14 @@
 #include "src/model/model.h"
 #include "src/model/token_bytes.h"
 #include "src/request/finish_rate.h"
+#include "src/request/tenant_quotas.h"
 #include "src/server/security.h"
 #include "src/server/signals.h"
+#include "src/service/access_log.h"
 #include "src/service/admin_http.h"
 #include "src/service/drain_control.h"
 #include "src/service/grpc_server.h"
+#include "src/service/tenant_gate.h"
 
 namespace sluice {
 
@@ -56,6 +60,7 @@ class DecodeNode {
   ProcessMetrics process_metrics_;
   Readiness readiness_;
   FinishRate finish_rate_{RealClock()};
+  TenantQuotas quotas_{RealClock(), [this] { return finish_rate_.RetryAfter(); }};
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
   std::optional<TokenBytes> token_bytes_;
@@ -66,6 +71,9 @@ class DecodeNode {
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<EngineThread> engine_thread_;
   std::unique_ptr<DrainControl> drain_;
+  std::optional<TenantGate> gate_;
+  std::unique_ptr<DecodeLoad> load_;
+  std::unique_ptr<AccessLog> access_log_;  // null: none is kept
   std::unique_ptr<GrpcServer> grpc_;
   // Its callbacks ask the pools: see memory_ready_.
   std::atomic<bool> memory_ready_ = false;

@@ -40,6 +40,7 @@ class DiscardingSink : public LayerSink {
 absl::StatusOr<std::unique_ptr<PrefillNode>> PrefillNode::Start(const Config& config) {
   const absl::Time start = absl::Now();
   std::unique_ptr<PrefillNode> node(new PrefillNode(config));
+  SLUICE_ASSIGN_OR_RETURN(node->access_log_, OpenAccessLog(config));
   SLUICE_ASSIGN_OR_RETURN(node->security_, SetUpSecurity(config));
   node->channels_ = std::make_unique<Channels>(NewChannelCredentials(node->security_.tls));
   SLUICE_RETURN_IF_ERROR(node->StartAdminHttp());
@@ -132,6 +133,7 @@ absl::Status PrefillNode::StartGrpc() {
   services.push_back(NewPrefillService(std::move(service)));
   GrpcServer::Options options;
   options.listen = config_.listen();
+  options.access_log = access_log_.get();
   options.tls = security_.tls;
   options.access = security_.access();
   options.max_receive_message_bytes =

@@ -13,6 +13,7 @@
 #include "src/prefill/prefiller.h"
 #include "src/server/security.h"
 #include "src/server/signals.h"
+#include "src/service/access_log.h"
 #include "src/service/admin_http.h"
 #include "src/service/channels.h"
 #include "src/service/grpc_server.h"
@@ -45,6 +46,7 @@ class PrefillNode {
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<Prefiller> prefiller_;
+  std::unique_ptr<AccessLog> access_log_;  // null: none is kept
   std::unique_ptr<GrpcServer> grpc_;
 };
 

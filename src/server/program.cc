@@ -56,6 +56,11 @@ void ExitWithin(absl::Duration time) {
   }).detach();
 }
 
+absl::StatusOr<std::unique_ptr<AccessLog>> OpenAccessLog(const Config& config) {
+  if (config.access_log() == "off") return nullptr;
+  return AccessLog::Open(config.access_log());
+}
+
 int Main(const NodeProgram& program, int argc, char** argv) {
   const std::vector<std::string> args(argv + 1, argv + argc);
   const absl::StatusOr<LoadResult> loaded = LoadConfig(program.name, args, SluiceEnvironment());

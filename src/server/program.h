@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <string_view>
 
@@ -10,6 +11,7 @@
 #include "absl/time/time.h"
 #include "src/config/setting.h"
 #include "src/server/signals.h"
+#include "src/service/access_log.h"
 
 namespace sluice {
 
@@ -24,6 +26,9 @@ struct NodeProgram {
 // Ends the process with status 1 once `time` has passed, unless it has ended before: what gives
 // back the memory of a GPU that failed may hang.
 void ExitWithin(absl::Duration time);
+
+// What the setting access_log asks for; null: off.
+absl::StatusOr<std::unique_ptr<AccessLog>> OpenAccessLog(const Config& config);
 
 // Returns the exit status: 0, or 1 after one sentence on stderr.
 int Main(const NodeProgram& program, int argc, char** argv);

@@ -71,6 +71,9 @@ absl::StatusOr<Caller> ReadCaller(const std::string& where, const json& entry) {
     out.roles.Add(*known);
   }
   SLUICE_ASSIGN_OR_RETURN(out.tenant, Text(where, entry, "tenant", false, kMaxTenantBytes));
+  if (out.tenant.find('/') != std::string::npos) {
+    return Wrong(absl::StrCat(where, ".tenant"), "a tenant has no slash in its name");
+  }
   return out;
 }
 

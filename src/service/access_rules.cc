@@ -32,6 +32,15 @@ constexpr Rule kRules[] = {
     {"/sluice.v1.Prefill/Run", kRouters},
     {"/sluice.v1.Prefill/GetModel", kAnybody},
 
+    {"/vllm.grpc.engine.VllmEngine/Generate", kRouters},
+    {"/vllm.grpc.engine.VllmEngine/HealthCheck", kAnybody},
+    {"/vllm.grpc.engine.VllmEngine/FlushCache", kRouters},
+    {"/vllm.grpc.engine.VllmEngine/Abort", kRouters},
+    {"/vllm.grpc.engine.VllmEngine/GetModelInfo", kAnybody},
+    {"/vllm.grpc.engine.VllmEngine/GetServerInfo", kRouters},
+    {"/vllm.grpc.engine.VllmEngine/GetLoads", kRouters},
+    {"/vllm.grpc.engine.VllmEngine/GetTokenizer", kRouters},
+
     {"/sluice.v1.Admin/GetModel", kAnybody},
     {"/sluice.v1.Admin/GetCapacity", kWatchers},
     {"/sluice.v1.Admin/ListSequences", kWatchers},

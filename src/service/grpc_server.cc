@@ -15,6 +15,7 @@
 #include "absl/time/clock.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
+#include "src/service/access_log.h"
 #include "src/service/credentials.h"
 #include "src/service/host_port.h"
 #include "src/service/malformed_messages.h"
@@ -72,6 +73,8 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const Options& opt
   builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, 16 << 10);
   std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> interceptors;
   interceptors.push_back(NewMalformedMessages());
+  if (options.access_log != nullptr)
+    interceptors.push_back(NewAccessRecorder(options.access_log, options.access));
   builder.experimental().SetInterceptorCreators(std::move(interceptors));
   std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
   if (server == nullptr || port == 0) {

@@ -24,6 +24,8 @@ class Access;
 // first use of gRPC.
 void RouteLibraryLogs();
 
+class AccessLog;
+
 class GrpcServer {
  public:
   struct Options {
@@ -37,6 +39,7 @@ class GrpcServer {
     // the buffers. So this is only the net against running out of memory: several times what one
     // peer's mistake takes, and far above max_receive_message_bytes x the peers that send at once.
     uint64_t max_buffer_bytes = uint64_t{8} << 30;
+    AccessLog* access_log = nullptr;  // outlives the server; null: none
   };
   // Not serving yet in the eyes of health checks. The error is one sentence: what cannot be
   // listened on and why.

@@ -18,6 +18,8 @@
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
+#include "src/service/call_record.h"
+#include "src/service/caller.h"
 #include "src/service/guarded.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
@@ -32,10 +34,15 @@ constexpr size_t kMaxRangesOfGet = 1024;  // GetTransferResponse.missing
 // Lands one chunk in the transfer table.
 class LandingSink : public ChunkSink {
  public:
-  explicit LandingSink(TransferTable* transfers) : transfers_(transfers) {}
+  // `tenant`: whose transfers these must be; empty: anybody's. `known`: one that was looked at.
+  LandingSink(TransferTable* transfers, const std::string& tenant, const std::string& known)
+      : transfers_(transfers), tenant_(tenant), known_(known) {}
 
   absl::Status Begin(const ChunkHeader& header, uint64_t payload_bytes) override {
     transfer_id_ = header.transfer_id;
+    if (!tenant_.empty() && transfer_id_ != known_) {
+      SLUICE_RETURN_IF_ERROR(transfers_->CheckOwner(transfer_id_, tenant_));
+    }
     SLUICE_ASSIGN_OR_RETURN(landing_, transfers_->BeginChunk(header, payload_bytes));
     bytes_ = payload_bytes;
     return absl::OkStatus();
@@ -48,10 +55,20 @@ class LandingSink : public ChunkSink {
 
  private:
   TransferTable* const transfers_;
+  const std::string& tenant_;
+  const std::string& known_;
   std::unique_ptr<ChunkLanding> landing_;
   std::string transfer_id_;
   uint64_t bytes_ = 0;
 };
+
+void NoteTransfer(const grpc::ServerContextBase& context, const std::string& id,
+                  uint64_t bytes = 0) {
+  NoteCall(context, [&](CallFields& call) {
+    call.transfer_id = id.substr(0, kMaxNameBytes);
+    call.bytes = bytes;
+  });
+}
 
 // One Write stream. While one message lands, on the thread that brought it, the transport receives
 // the next, and one more may wait: then nothing is read, so that the transport's flow control holds
@@ -60,7 +77,11 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
  public:
   WriteReactor(const IngestServiceOptions& options, TransferWatch* watch,
                grpc::CallbackServerContext* context, grpc::ByteBuffer* response)
-      : options_(options), watch_(watch), context_(context), response_(response) {
+      : options_(options),
+        watch_(watch),
+        context_(context),
+        response_(response),
+        tenant_(CallerOf(options.access, *context).tenant) {
     StartRead(&message_);
   }
 
@@ -123,11 +144,12 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   absl::Status Land() {
     grpc::ProtoBufferReader reader(&current_);
     if (!reader.status().ok()) return InvalidField("message", "is not readable");
-    LandingSink sink(options_.transfers);
+    LandingSink sink(options_.transfers, tenant_, owned_);
     const absl::Status begun = ParseWriteRequest(&reader, current_.Length(), sink);
     const bool first = sink.transfer_id() != transfer_id_;
     if (first) transfer_id_ = sink.transfer_id().substr(0, kMaxNameBytes);
     SLUICE_RETURN_IF_ERROR(begun);
+    owned_ = transfer_id_;
     if (first) watch_->StreamBegan(transfer_id_);
     const absl::StatusOr<uint64_t> blocks = sink.Finish();
     watch_->ChunkEnded(blocks, sink.bytes());
@@ -139,6 +161,7 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
 
   void FinishWith(const absl::Status& status) {
     if (SLUICE_FAILPOINT(kIngestWriteAnswer)) context_->TryCancel();
+    NoteTransfer(*context_, transfer_id_, bytes_landed_);
     if (!status.ok()) {
       watch_->StreamBroke(transfer_id_, status);
       Finish(ToGrpcStatus(status));
@@ -160,10 +183,12 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   TransferWatch* const watch_;
   grpc::CallbackServerContext* const context_;
   grpc::ByteBuffer* const response_;
+  const std::string tenant_;  // of the caller; empty: it may act for any
   grpc::ByteBuffer message_;  // the read under way
   // Of whoever lands.
   grpc::ByteBuffer current_;
   std::string transfer_id_;  // of the last chunk that had a place
+  std::string owned_;        // the same, found to be the caller's
   uint64_t blocks_landed_ = 0;
   uint64_t bytes_landed_ = 0;
 
@@ -187,7 +212,9 @@ class IngestService final : public IngestBase {
   grpc::ServerUnaryReactor* Reserve(grpc::CallbackServerContext* context,
                                     const v1::ReserveRequest* request,
                                     v1::ReserveResponse* response) override {
-    const absl::Status status = Guarded("Reserve", [&] { return DoReserve(*request, *response); });
+    const absl::Status status =
+        Guarded("Reserve", [&] { return DoReserve(*context, *request, *response); });
+    NoteTransfer(*context, response->transfer_id());
     if (!status.ok()) watch_.ReserveRefused(status);
     return Reply(context, status);
   }
@@ -201,9 +228,12 @@ class IngestService final : public IngestBase {
                                    const v1::CommitRequest* request,
                                    v1::CommitResponse* response) override {
     TransferInfo info;
-    const absl::Status status =
-        Guarded("Commit", [&] { return DoCommit(*request, *response, info); });
+    const absl::Status status = Guarded("Commit", [&]() -> absl::Status {
+      SLUICE_RETURN_IF_ERROR(Own(*context, request->transfer_id()));
+      return DoCommit(*request, *response, info);
+    });
     if (SLUICE_FAILPOINT(kIngestCommitAnswer)) context->TryCancel();
+    NoteTransfer(*context, request->transfer_id());
     const v1::MissingBlocks missing = ToMissingBlocks(info);
     return Finish(context, ToGrpcStatus(status, info.missing.empty() ? nullptr : &missing));
   }
@@ -212,15 +242,21 @@ class IngestService final : public IngestBase {
                                   const v1::AbortRequest* request,
                                   v1::AbortResponse* /*response*/) override {
     absl::Status status = CheckName("reason", request->reason(), kMaxReasonBytes);
+    // One that is not the caller's is answered as one that is not there: nothing is to be done.
+    if (status.ok() && !Own(*context, request->transfer_id()).ok()) return Reply(context, status);
     if (status.ok()) status = options_.transfers->Abort(request->transfer_id(), request->reason());
     if (status.ok()) watch_.Aborted(request->transfer_id());
+    NoteTransfer(*context, request->transfer_id());
     return Reply(context, status);
   }
 
   grpc::ServerUnaryReactor* GetTransfer(grpc::CallbackServerContext* context,
                                         const v1::GetTransferRequest* request,
                                         v1::GetTransferResponse* response) override {
-    return Reply(context, Guarded("GetTransfer", [&] { return DoGet(*request, *response); }));
+    return Reply(context, Guarded("GetTransfer", [&]() -> absl::Status {
+                   SLUICE_RETURN_IF_ERROR(Own(*context, request->transfer_id()));
+                   return DoGet(*request, *response);
+                 }));
   }
 
  private:
@@ -237,9 +273,18 @@ class IngestService final : public IngestBase {
     return Finish(context, ToGrpcStatus(status));
   }
 
-  absl::Status DoReserve(const v1::ReserveRequest& request, v1::ReserveResponse& response) {
+  absl::Status Own(const grpc::CallbackServerContext& context,
+                   const std::string& transfer_id) const {
+    const std::string tenant = CallerOf(options_.access, context).tenant;
+    return tenant.empty() ? absl::OkStatus() : options_.transfers->CheckOwner(transfer_id, tenant);
+  }
+
+  absl::Status DoReserve(const grpc::CallbackServerContext& context,
+                         const v1::ReserveRequest& request, v1::ReserveResponse& response) {
     SLUICE_RETURN_IF_ERROR(options_.readiness->CheckTakesWork());
-    SLUICE_ASSIGN_OR_RETURN(const Manifest manifest, FromProto(request));
+    SLUICE_ASSIGN_OR_RETURN(Manifest manifest, FromProto(request));
+    SLUICE_ASSIGN_OR_RETURN(manifest.tenant, TenantFor(CallerOf(options_.access, context),
+                                                       manifest.tenant, "manifest.tenant"));
     SLUICE_ASSIGN_OR_RETURN(const TransferTable::Reserved reserved,
                             options_.transfers->Reserve(manifest));
     watch_.Reserved(manifest, reserved.transfer_id);

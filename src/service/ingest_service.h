@@ -10,6 +10,7 @@
 
 namespace sluice {
 
+class Access;
 class Metrics;
 
 struct IngestServiceOptions {
@@ -18,6 +19,7 @@ struct IngestServiceOptions {
   TransferTable* transfers = nullptr;
   const Readiness* readiness = nullptr;
   Metrics* metrics = nullptr;
+  const Access* access = nullptr;  // null: without TLS
   // Writes the token ids of prompts into the log.
   bool log_prompts = false;
 };

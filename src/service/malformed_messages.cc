@@ -39,7 +39,8 @@ class Factory : public ge::ServerInterceptorFactoryInterface {
   ge::Interceptor* CreateServerInterceptor(ge::ServerRpcInfo* info) override {
     const bool one_request = info->type() == ge::ServerRpcInfo::Type::UNARY ||
                              info->type() == ge::ServerRpcInfo::Type::SERVER_STREAMING;
-    if (!one_request || !absl::StartsWith(info->method(), "/sluice.")) return nullptr;
+    // gRPC's own services are its own to answer.
+    if (!one_request || absl::StartsWith(info->method(), "/grpc.")) return nullptr;
     return new MalformedMessage(info->method());  // gRPC owns it
   }
 };

@@ -15,6 +15,7 @@
 #include "src/base/error.h"
 #include "src/base/status_macros.h"
 #include "src/sampling/sampling_params.h"
+#include "src/service/call_record.h"
 #include "src/service/channels.h"
 #include "src/service/guarded.h"
 #include "src/service/handoff.h"
@@ -150,9 +151,20 @@ class PrefillService final : public v1::Prefill::CallbackService {
   absl::Status Work(Handoff::Options options, absl::Time arrived, v1::RunResponse* response) {
     if (options.cancelled()) return absl::CancelledError("the caller is gone or has cancelled");
     const absl::Duration waited = absl::Now() - arrived;
+    const grpc::CallbackServerContext& context = *options.parent;
+    NoteCall(context, [&](CallFields& call) {
+      call.queued = waited;
+      call.prompt_tokens = options.prompt.size();
+    });
     options.channel = options_.channels->Get(options.decode_address);
     Handoff handoff(std::move(options));
-    SLUICE_RETURN_IF_ERROR(handoff.Run(response));
+    const absl::Status status = handoff.Run(response);
+    NoteCall(context, [&](CallFields& call) {
+      call.transfer_id = response->transfer_id();
+      call.bytes = response->timings().bytes_pushed();
+      call.output_tokens = response->has_first_token() ? 1 : 0;
+    });
+    SLUICE_RETURN_IF_ERROR(status);
     v1::RunResponse::Timings* timings = response->mutable_timings();
     *timings->mutable_queued() = ToProto(absl::Seconds(timings->queued().seconds()) +
                                          absl::Nanoseconds(timings->queued().nanos()) + waited);

@@ -8,6 +8,7 @@
 #include "src/base/logging.h"
 #include "src/metrics/reasons.h"
 #include "src/request/request_end.h"
+#include "src/service/call_record.h"
 
 namespace sluice {
 
@@ -29,6 +30,25 @@ void RequestLog::Refused(const std::string& request_id, const absl::Status& why)
        {"reason", ReasonLabel(why)},
        {"error", LoggedError(why)},
        {"suppressed", *suppressed}});
+}
+
+void RequestLog::NoteRefused(const grpc::ServerContextBase& context,
+                             const std::string& request_id) {
+  NoteCall(context, [&](CallFields& call) { call.request_id = request_id; });
+}
+
+void RequestLog::NoteEnded(const grpc::ServerContextBase& context, const std::string& request_id,
+                           const FinishInfo& end) {
+  NoteCall(context, [&](CallFields& call) {
+    call.request_id = request_id;
+    call.transfer_id = end.transfer_id;
+    call.reason = EndOf(end).reason;
+    call.queued = end.queued;
+    call.first_token = end.first_token;
+    call.prompt_tokens = end.prompt_tokens;
+    call.cached_tokens = end.cached_tokens;
+    call.output_tokens = end.completion_tokens;
+  });
 }
 
 void RequestLog::Ended(const std::string& request_id, SequenceId sequence, const FinishInfo& end,

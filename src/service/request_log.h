@@ -13,6 +13,10 @@
 #include "src/base/strong_id.h"
 #include "src/request/token_sink.h"
 
+namespace grpc {
+class ServerContextBase;
+}
+
 namespace sluice {
 
 class RequestLog {
@@ -27,6 +31,11 @@ class RequestLog {
   // The sequence ended. The tokens are written only with log_prompts.
   void Ended(const std::string& request_id, SequenceId sequence, const FinishInfo& end,
              absl::Span<const int32_t> prompt, absl::Span<const int32_t> output) const;
+
+  // What the access log's line about the call is to say; before the call's context goes.
+  static void NoteRefused(const grpc::ServerContextBase& context, const std::string& request_id);
+  static void NoteEnded(const grpc::ServerContextBase& context, const std::string& request_id,
+                        const FinishInfo& end);
 
  private:
   static constexpr int kBurst = 20;

@@ -31,7 +31,11 @@ def test_promtool_accepts_the_alerts_and_they_fire_as_they_say(command):
 
 
 def test_alerts_use_only_names_that_are_exported():
-    used = set(re.findall(r"\b(?:sluice|process|vllm)[_:]\w+", (RULES / "sluice.rules.yml").read_text()))
+    text = (RULES / "sluice.rules.yml").read_text()
+    recorded = re.findall(r"- record: (\S+)", text)
+    for name in recorded:
+        text = text.replace(name, "")
+    used = set(re.findall(r"\b(?:sluice|process|vllm)[_:]\w+", text))
     names = exported()
     assert len(names) > 30 and len(used) > 10
     known = set(names) | {name + suffix for name, kind in names.items() if kind == "Histogram"

@@ -10,6 +10,7 @@ import pytest
 from bad_calls import Site
 from bad_configs import CONFIGS
 from bad_decode import DECODE_CALLS
+from bad_facade import FACADE_CALLS
 from bad_ingest import INGEST_CALLS
 from bad_models import MODELS
 from bad_wire import WIRE_CALLS
@@ -18,7 +19,7 @@ from sluice.v1 import decode_pb2
 from sluice_client import rpc
 from transfers import Transfer, committed
 
-CALLS = [*DECODE_CALLS, *INGEST_CALLS, *WIRE_CALLS]
+CALLS = [*DECODE_CALLS, *INGEST_CALLS, *WIRE_CALLS, *FACADE_CALLS]
 
 
 @pytest.fixture(scope="module")

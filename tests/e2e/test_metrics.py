@@ -110,6 +110,11 @@ def name_no_transfer(s):
     error_of(lambda: s.generate("0" * 32))
 
 
+def send_a_malformed_traceparent(s):
+    error_of(lambda: s.node.decode.Generate(decode_pb2.GenerateRequest(
+        prompt_token_ids=[1], sampling=greedy(max_tokens=1)), timeout=TIMEOUT_S, metadata=[("traceparent", "00-1-2-3")]))
+
+
 def bring_nothing(s):
     error_of(lambda: s.generate(prompt_token_ids=[1, 2, 3]))
 
@@ -216,6 +221,8 @@ CAUSES = {
     "a bad request": (ask_nonsense, [(requests("refused", "INVALID_ARGUMENT"), 1)]),
     "an unknown transfer": (name_no_transfer, [(requests("refused", "TRANSFER_NOT_FOUND"), 1)]),
     "no handoff": (bring_nothing, [(requests("refused", "NO_HANDOFF"), 1)]),
+    "a malformed traceparent": (send_a_malformed_traceparent, [
+        (requests("refused", "NO_HANDOFF"), 1), (("sluice_malformed_trace_headers_total", {}), 1)]),
     "a second Generate of a transfer, which is aborted": (generate_twice, [
         (requests("refused", "GENERATE_EXISTS"), 1), (requests("error", "TRANSFER_ABORTED"), 1)]),
     "a request id in use": (name_twice, [

@@ -23,7 +23,7 @@ import re
 import sys
 
 # From the top down; includes point down.
-LAYERS = ["server", "profile", "bench", "service", "prefill", "engine", "scheduler", "model", "attention", "kv",
+LAYERS = ["server", "profile", "bench", "facade", "service", "prefill", "engine", "scheduler", "model", "attention", "kv",
           "request", "sampling", "device", "metrics", "config", "base"]
 KERNEL_CONTRACTS = {"kernels/params.h": "sluice_kernel_params",
                     "kernels/sparse_params.h": "sluice_kernel_params",

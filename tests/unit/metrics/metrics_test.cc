@@ -199,6 +199,7 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
   metrics.tokens(TokenKind::kPrompt).Add(6);
   metrics.tokens(TokenKind::kHandedOver).Add(7);
   metrics.slow_readers.Add();
+  metrics.malformed_trace_headers.Add(9);
   metrics.ingest_bytes.Add(1 << 20);
   metrics.ingest_blocks.Add(3);
   metrics.checksum_failures.Add(2);
@@ -227,6 +228,7 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
       {"sluice_tokens_total{kind=\"prompt\"}", 6},
       {"sluice_tokens_total{kind=\"handed_over\"}", 7},
       {"sluice_slow_readers_total", 1},
+      {"sluice_malformed_trace_headers_total", 9},
       {"sluice_preemptions_total", 13},
       {"sluice_ingest_resumes_total", 14},
       {R"(sluice_reserves_total{outcome="accepted",reason="NONE"})", 12},

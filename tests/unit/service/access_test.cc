@@ -11,6 +11,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "facade/vllm_engine.pb.h"
 #include "sluice/v1/admin.pb.h"
 #include "sluice/v1/decode.pb.h"
 #include "sluice/v1/ingest.pb.h"
@@ -27,7 +28,8 @@ constexpr char kSecretHash[] = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6
 TEST_CASE("every method that is served has a line in the table of roles") {
   const google::protobuf::FileDescriptor* const files[] = {
       v1::ReserveRequest::descriptor()->file(), v1::GenerateRequest::descriptor()->file(),
-      v1::RunRequest::descriptor()->file(), v1::GetModelRequest::descriptor()->file()};
+      v1::RunRequest::descriptor()->file(), v1::GetModelRequest::descriptor()->file(),
+      vllm::grpc::engine::SamplingParams::descriptor()->file()};
   int methods = 0;
   for (const auto* file : files) {
     REQUIRE(file->service_count() == 1);

@@ -1,0 +1,39 @@
+// How busy a decode node is, as gateways ask it. Thread-safe.
+#pragma once
+
+#include <functional>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "src/base/clock.h"
+#include "src/facade/node_info.h"
+
+namespace sluice {
+
+class Counter;
+class Engine;
+class PagePool;
+
+class DecodeLoad {
+ public:
+  // All outlive this. `tokens` counts what was decoded.
+  DecodeLoad(Engine* engine, const PagePool* hbm, const Counter& tokens, const Clock* clock);
+
+  // `done` runs on the engine's thread.
+  void Ask(std::function<void(const NodeLoad&)> done);
+
+ private:
+  double TokensPerSecond();
+
+  Engine* const engine_;
+  const PagePool* const hbm_;
+  const Counter& tokens_;
+  const Clock* const clock_;
+  absl::Mutex mutex_;
+  absl::Time since_ ABSL_GUARDED_BY(mutex_);
+  double counted_ ABSL_GUARDED_BY(mutex_) = 0;
+  double rate_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace sluice

@@ -1,0 +1,70 @@
+#include "src/facade/handoff_json.h"
+
+#include <nlohmann/json.hpp>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "src/base/error.h"
+#include "src/base/json_file.h"
+#include "src/base/status_macros.h"
+
+namespace sluice {
+namespace {
+
+constexpr size_t kMaxBytes = 4096;  // ours has about 200
+
+// An empty object where the field is absent or empty.
+absl::StatusOr<nlohmann::json> Parsed(const HandoffJson& json) {
+  if (!json.given || json.text.empty()) return nlohmann::json::object();
+  if (json.text.size() > kMaxBytes) {
+    return InvalidField(json.field,
+                        absl::StrCat("at most ", kMaxBytes, " bytes, found ", json.text.size()));
+  }
+  auto parsed =
+      ParseJsonObject(json.text.data(), static_cast<int64_t>(json.text.size()), json.field);
+  if (parsed.ok()) return parsed;
+  // Its message begins with the field already.
+  return WithField(InvalidField("", std::string(parsed.status().message())), json.field);
+}
+
+// A boolean of the object; false where it is absent or null.
+absl::StatusOr<bool> Flag(const HandoffJson& json, const nlohmann::json& object, const char* key) {
+  const auto found = object.find(key);
+  if (found == object.end() || found->is_null()) return false;
+  if (found->is_boolean()) return found->get<bool>();
+  return InvalidField(json.field,
+                      absl::StrCat(key, ": expected true or false, found ", ShownJson(*found)));
+}
+
+}  // namespace
+
+absl::Status ReadDecodeLeg(const HandoffJson& json, Request* /*request*/) {
+  SLUICE_ASSIGN_OR_RETURN(const nlohmann::json object, Parsed(json));
+  SLUICE_ASSIGN_OR_RETURN(const bool hold, Flag(json, object, "do_remote_decode"));
+  if (hold) {
+    return InvalidField(json.field,
+                        "do_remote_decode: this is a decode node, which hands nothing over");
+  }
+  SLUICE_ASSIGN_OR_RETURN(const bool pull, Flag(json, object, "do_remote_prefill"));
+  for (const auto& [key, value] : object.items()) {
+    if (key == "do_remote_decode" || (key == "do_remote_prefill" && !pull)) continue;
+    return InvalidField(json.field, absl::StrCat(key, ": a handoff that this node cannot take"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckAsksToHold(const HandoffJson& json) {
+  SLUICE_ASSIGN_OR_RETURN(const nlohmann::json object, Parsed(json));
+  SLUICE_ASSIGN_OR_RETURN(const bool hold, Flag(json, object, "do_remote_decode"));
+  SLUICE_ASSIGN_OR_RETURN(const bool pull, Flag(json, object, "do_remote_prefill"));
+  if (pull) {
+    return InvalidField(json.field,
+                        "do_remote_prefill: this is a prefill node, which takes no caches");
+  }
+  if (hold) return absl::OkStatus();
+  return InvalidField(json.field,
+                      "this is a prefill node: it needs {\"do_remote_decode\": true}, and a decode "
+                      "node that goes on with its answer");
+}
+
+}  // namespace sluice

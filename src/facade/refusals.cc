@@ -1,0 +1,34 @@
+#include "src/facade/refusals.h"
+
+#include <google/protobuf/unknown_field_set.h>
+
+#include <optional>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "src/base/error.h"
+
+namespace sluice {
+
+absl::Status CheckNoUnknownFields(const std::string& path,
+                                  const google::protobuf::Message& message) {
+  const auto& unknown = message.GetReflection()->GetUnknownFields(message);
+  if (unknown.empty()) return absl::OkStatus();
+  return InvalidField(path.empty() ? "message" : path,
+                      absl::StrCat("has a field with number ", unknown.field(0).number(),
+                                   ", which this server does not know"));
+}
+
+absl::Status InWordsOf(const FieldNames& names, const absl::Status& status) {
+  const std::optional<std::string> field = FieldOf(status);
+  if (!field.has_value()) return status;
+  for (const auto& [ours, theirs] : names) {
+    if (!absl::StartsWith(*field, ours)) continue;
+    const std::string rest = field->substr(ours.size());
+    if (!rest.empty() && ours.back() != '.' && rest[0] != '.' && rest[0] != '[') continue;
+    return WithField(status, theirs + rest);
+  }
+  return status;
+}
+
+}  // namespace sluice

@@ -1,0 +1,51 @@
+// Holds tenants to their quotas. A tenant without a name has none. Thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "src/base/clock.h"
+#include "src/request/tenant_quota.h"
+#include "src/request/token_sink.h"
+
+namespace sluice {
+
+class TenantQuotas {
+ public:
+  // Of tokens_per_second: a tenant that was still may have as many seconds' worth at once.
+  static constexpr absl::Duration kTokenWindow = absl::Seconds(10);
+
+  // `retry_after`: when a refused call may find room again; null: a second.
+  explicit TenantQuotas(Clock* clock, std::function<absl::Duration()> retry_after = nullptr);
+
+  // "*": each tenant that is not named. What tenants have already stays theirs.
+  void Set(const std::map<std::string, TenantQuota>& quotas);
+
+  // A part of a quota, given back when the last owner lets go; it may outlive the TenantQuotas.
+  using Share = std::shared_ptr<const void>;
+  // RESOURCE_EXHAUSTED, reason TENANT_DRAM, with the time after which to try again.
+  absl::StatusOr<Share> TakeDram(const std::string& tenant, uint64_t bytes);
+  // Takes without asking: for caches that are there whatever the quota says.
+  Share ChargeDram(const std::string& tenant, uint64_t bytes);
+  // `sink` with a sequence's share, which goes back at Finish, and with its tokens counted.
+  // RESOURCE_EXHAUSTED, reasons TENANT_SEQUENCES and TENANT_TOKENS.
+  absl::StatusOr<std::shared_ptr<TokenSink>> Admit(const std::string& tenant,
+                                                   std::shared_ptr<TokenSink> sink);
+
+ private:
+  struct State;
+  class MeteredSink;
+  // The share that gives `bytes` back.
+  Share Given(const std::string& tenant, uint64_t bytes);
+
+  const std::shared_ptr<State> state_;
+};
+
+}  // namespace sluice

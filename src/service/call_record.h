@@ -1,0 +1,68 @@
+// What is known of a call for the access log. The interceptor of access_log.h makes a record for
+// every call and writes it when the call is over; whoever serves the call adds what it alone knows:
+//
+//   NoteCall(*context, [&](CallFields& call) { call.output_tokens = 24; });
+//
+// Any thread.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "src/request/request_trace.h"
+
+namespace grpc {
+class ServerContextBase;
+}
+
+namespace sluice {
+
+struct CallFields {
+  std::string method;  // "/sluice.v1.Decode/Generate"
+  std::string peer;    // "ipv4:127.0.0.1:41022"
+  std::string identity, tenant;
+  std::string request_id;  // the call's own
+  RequestTrace trace;      // of its metadata
+  std::string transfer_id;
+  std::string status = "NONE";  // the code's name; NONE: the connection broke before there was one
+  std::string reason;           // ErrorInfo.reason, or how a sequence ended
+  absl::Time begin;
+  absl::Duration queued, first_token, total;
+  uint64_t prompt_tokens = 0;
+  uint64_t cached_tokens = 0;
+  uint64_t output_tokens = 0;
+  uint64_t bytes = 0;  // of caches, in or out
+};
+
+class CallRecord {
+ public:
+  explicit CallRecord(CallFields fields) : fields_(std::move(fields)) {}
+
+  void Update(const std::function<void(CallFields&)>& update) {
+    absl::MutexLock lock(&mutex_);
+    update(fields_);
+  }
+  CallFields Fields() const {
+    absl::MutexLock lock(&mutex_);
+    return fields_;
+  }
+
+ private:
+  mutable absl::Mutex mutex_;
+  CallFields fields_ ABSL_GUARDED_BY(mutex_);
+};
+
+// Nothing where no record is kept. While the call lives.
+void NoteCall(const grpc::ServerContextBase& context,
+              const std::function<void(CallFields&)>& update);
+
+// For the interceptor: the record is found by its call's context from here until Forget.
+void KeepRecord(const grpc::ServerContextBase* context, std::shared_ptr<CallRecord> record);
+void ForgetRecord(const grpc::ServerContextBase* context);
+
+}  // namespace sluice

@@ -1,0 +1,204 @@
+"""What the manifests make the programs do: settings, ports, probes, time to end, memory."""
+
+import re
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+import yaml
+from manifests import OVERLAYS, ROOT, Workload, documents, nodes_of, of_kind, quantity, workloads
+from nodes import BIN, ENVIRONMENT, SCALE, run
+
+# HBM of what the overlays' nodeSelector names, as its driver reports it.
+GPU_BYTES = {"NVIDIA-H100-80GB-HBM3": 81559 << 20, "NVIDIA-H200": 143771 << 20}
+# ExitWithin of src/server/decode_node.cc: kFlushTime + kEndTime.
+END_SECONDS = 6
+# kGrace of src/server/prefill_node.cc.
+PREFILL_GRACE_SECONDS = 30
+SMG = ROOT / ".venv/bin/smg"
+
+
+def config_of(docs: list[dict], node: Workload, folder) -> dict:
+    """The configuration in force in that container, as the program itself says it."""
+    environment = dict(node.env)
+    (data,) = [doc["data"] for doc in of_kind(docs, "ConfigMap") if doc["metadata"]["name"] == "sluice-config"]
+    mounts = {m["mountPath"] for m in node.container["volumeMounts"]}
+    if "SLUICE_CONFIG" in environment:
+        mount, name = environment["SLUICE_CONFIG"].rsplit("/", 1)
+        assert mount in mounts
+        file = folder / name
+        file.write_text(data[name])
+        assert (ROOT / "configs" / name).read_text() == data[name]
+        environment["SLUICE_CONFIG"] = str(file)
+    done = run(BIN / node.program, *node.container.get("args", []), "--check-config", env=environment)
+    assert done.returncode == 0, done.stderr
+    return yaml.safe_load(done.stdout)
+
+
+def seconds(text) -> float:
+    return float(str(text).removesuffix("s"))
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_program_takes_its_settings_and_listens_where_the_manifest_says(overlay, tmp_path):
+    docs = documents(overlay)
+    for node in nodes_of(docs):
+        config = config_of(docs, node, tmp_path)
+        assert config["listen"] == f"0.0.0.0:{node.ports['grpc']}"
+        assert config["admin_listen"] == f"0.0.0.0:{node.ports['admin']}"
+        assert config["log_format"] == "json" and not config["failpoints"]
+        broken = Workload(node.owner, node.template)
+        broken.container["env"].append({"name": "SLUICE_HBM_BYTE", "value": "1GiB"})
+        with pytest.raises(AssertionError, match="SLUICE_HBM_BYTE"):
+            config_of(docs, broken, tmp_path)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_pod_is_given_the_time_that_its_node_takes_to_drain(overlay, tmp_path):
+    docs = documents(overlay)
+    for node in nodes_of(docs):
+        before = node.container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        if node.program == "sluice-server":
+            drain = seconds(config_of(docs, node, tmp_path)["drain_timeout_seconds"]) + END_SECONDS
+        else:
+            drain = PREFILL_GRACE_SECONDS
+        spare = node.pod["terminationGracePeriodSeconds"] - (before + drain)
+        assert 2 <= spare <= 15, (node.name, spare)
+
+
+def test_the_times_to_end_are_those_of_the_sources():
+    decode = (ROOT / "src/server/decode_node.cc").read_text()
+    flush, end = (re.search(rf"{name} = absl::Seconds\((\d+)\)", decode)[1] for name in ("kFlushTime", "kEndTime"))
+    assert int(flush) + int(end) == END_SECONDS
+    prefill = (ROOT / "src/server/prefill_node.cc").read_text()
+    assert int(re.search(r"kGrace = absl::Seconds\((\d+)\)", prefill)[1]) == PREFILL_GRACE_SECONDS
+
+
+def plan_bytes(config: dict) -> dict[str, float]:
+    """What --print-plan says of a server's memory: the model, and all of it. Needs the geometry alone."""
+    name = config["model"].rsplit("/", 1)[1]
+    model = ROOT / "configs/models" / name
+    if not model.is_dir():
+        model = ROOT / "tests/fixtures" / name
+    flags = [f"--{key.replace('_', '-')}={config[key]}" for key in
+             ("max_context", "max_sequences", "chunk_tokens", "policy", "budget_tokens", "hbm_bytes", "dram_bytes")]
+    done = run(BIN / "sluice-server", "--model", model, "--load-format", "dummy", "--device", "cpu", "--threads", "2",
+               "--policy-workers", "2", "--print-plan", *flags, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return {key: quantity(re.search(rf"^{key} +([0-9.]+ [KMGT]iB)", done.stdout, re.MULTILINE)[1])
+            for key in ("weights", "workspace", "memory")}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_memory_that_is_configured_fits_into_what_the_pod_gets(overlay, tmp_path):
+    docs = documents(overlay)
+    configs = {node.program: config_of(docs, node, tmp_path) for node in nodes_of(docs)}
+    server, prefill = configs["sluice-server"], configs["sluice-prefill"]
+    for key in ("model", "max_context", "block_tokens", "kv_dtype", "device"):
+        assert server[key] == prefill[key], key
+    plan = plan_bytes(server)
+    dram = quantity(server["dram_bytes"])
+    spare = 1 << 30
+    for node in nodes_of(docs):
+        config = configs[node.program]
+        resources = node.container["resources"]
+        limit = quantity(resources["limits"]["memory"])
+        # Pages that are pinned, or touched at the start, are no place to overcommit.
+        assert resources["requests"]["memory"] == resources["limits"]["memory"]
+        device = plan["memory"] - dram if node.program == "sluice-server" else (
+            plan["weights"] + plan["workspace"] + quantity(config["hbm_bytes"]))
+        host = dram if node.program == "sluice-server" else 0
+        if config["device"] == "cpu":
+            assert device + host + spare <= limit, node.name
+            assert "nvidia.com/gpu" not in resources["limits"]
+        else:
+            # What is uploaded goes through the page cache; a tenth for it, and for the process.
+            assert host * 1.05 + 8 * spare <= limit, node.name
+            assert resources["limits"]["nvidia.com/gpu"] == "1"
+            gpu = GPU_BYTES[node.pod["nodeSelector"]["nvidia.com/gpu.product"]]
+            assert device + 4 * spare <= gpu, (node.name, device / spare, gpu / spare)
+        assert node.container["image"] == ("sluice:cuda" if config["device"] == "cuda" else "sluice:demo")
+
+
+def status(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+
+
+def test_probes_and_scrapes_ask_for_what_the_nodes_answer(pair):
+    asked = {(node.program, node.container[probe]["httpGet"]["path"])
+             for overlay in OVERLAYS for node in nodes_of(documents(overlay)) for probe in PROBES}
+    scraped = {endpoint["path"] for overlay in OVERLAYS for monitor in of_kind(documents(overlay), "PodMonitor")
+               for endpoint in monitor["spec"]["podMetricsEndpoints"]}
+    assert len(asked) == 4 and scraped == {"/metrics"}
+    for node in pair:
+        admin = node.addresses["admin_listen"]
+        assert status(f"http://{admin}/no-such-path") == 404
+        for path in {path for program, path in asked if program == node.program} | scraped:
+            assert status(f"http://{admin}{path}") == 200, (node.program, path)
+
+
+def router() -> Workload:
+    (found,) = [w for w in workloads(documents("cpu-demo")) if w.program == "smg"]
+    return found
+
+
+def test_the_router_takes_its_flags_and_finds_the_nodes_by_their_labels():
+    args = router().container["args"]
+    text = run(SMG, "launch", "--help").stdout
+    known = set(re.findall(r"--[a-z0-9-]+", text))
+    assert len(known) > 100
+    assert {arg.split("=")[0] for arg in args if arg.startswith("--")} <= known
+    assert set(re.findall(r"default: (smg\.ai/[a-z-]+)", text)) >= {"smg.ai/kv-connector"}
+    values = dict(arg.split("=", 1) for arg in args if arg.startswith("--") and "=" in arg)
+    assert values["--service-discovery-namespace"] == "sluice"
+    for flag, program in (("--prefill-selector", "sluice-prefill"), ("--decode-selector", "sluice-server")):
+        start = args.index(flag) + 1
+        selector = {}
+        for arg in args[start:]:
+            if arg.startswith("--"):
+                break
+            selector.update([arg.split("=", 1)])
+        for overlay in OVERLAYS:
+            for node in nodes_of(documents(overlay)):
+                assert (selector.items() <= node.labels.items()) == (node.program == program)
+                assert str(node.ports["grpc"]) == values["--service-discovery-port"]
+                assert node.template["metadata"]["annotations"]["smg.ai/kv-connector"] == "SluiceConnector"
+    assert {"http": int(values["--port"]), "metrics": int(values["--prometheus-port"])} == router().ports
+
+
+def test_the_router_answers_its_probes(smollm2_tokenizer):
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.1", 0))
+        port, metrics = one.getsockname()[1], two.getsockname()[1]
+    process = subprocess.Popen(
+        [SMG, "launch", "--host", "127.0.0.1", "--port", str(port), "--pd-disaggregation", "--prefill",
+         "grpc://127.0.0.1:1", "--decode", "grpc://127.0.0.1:2", "--model-path", smollm2_tokenizer,
+         "--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
+    try:
+        deadline = time.monotonic() + 60 * SCALE
+        while True:
+            try:
+                status(f"http://127.0.0.1:{port}/no-such-path")
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.1)
+        container = router().container
+        assert status(f"http://127.0.0.1:{port}{container['livenessProbe']['httpGet']['path']}") == 200
+        # No worker answers it.
+        assert status(f"http://127.0.0.1:{port}{container['readinessProbe']['httpGet']['path']}") == 503
+    finally:
+        process.terminate()
+        process.wait(30)

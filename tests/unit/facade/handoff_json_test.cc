@@ -1,0 +1,54 @@
+#include "src/facade/handoff_json.h"
+
+#include <catch2/catch.hpp>
+#include <string>
+
+#include "src/base/error.h"
+
+namespace sluice {
+namespace {
+
+absl::Status Decode(const std::string& text) {
+  Request request;
+  return ReadDecodeLeg({"kv", true, text}, &request);
+}
+absl::Status Prefill(const std::string& text) { return CheckAsksToHold({"kv", true, text}); }
+
+TEST_CASE("a decode leg may come without a handoff, in any of its forms") {
+  for (const std::string text : {"", "{}", R"({"do_remote_prefill": false})",
+                                 R"({"do_remote_prefill": null, "do_remote_decode": false})"}) {
+    INFO(text);
+    CHECK(Decode(text).ok());
+  }
+  Request request;
+  CHECK(ReadDecodeLeg({"kv", false, ""}, &request).ok());
+}
+
+TEST_CASE("what is no handoff of ours is refused, and the field is named") {
+  for (const std::string text :
+       {R"([])", R"({"do_remote_prefill": 1})", R"({"do_remote_decode": true})",
+        R"({"remote_block_ids": [1]})", R"({"do_remote_prefill": true, "remote_engine_id": "x"})",
+        R"({"do_remote_prefill": true})", "{", "nonsense"}) {
+    INFO(text);
+    const absl::Status status = Decode(text);
+    CHECK(absl::IsInvalidArgument(status));
+    CHECK(FieldOf(status) == "kv");
+  }
+  const absl::Status status = Decode(std::string(5000, ' '));
+  CHECK(FieldOf(status) == "kv");
+}
+
+TEST_CASE("a prefill leg must ask that its caches be held") {
+  CHECK(Prefill(R"({"do_remote_decode": true, "do_remote_prefill": false})").ok());
+  for (const std::string text :
+       {"", "{}", R"({"do_remote_decode": false})", R"({"do_remote_decode": "yes"})",
+        R"({"do_remote_decode": true, "do_remote_prefill": true})"}) {
+    INFO(text);
+    const absl::Status status = Prefill(text);
+    CHECK(absl::IsInvalidArgument(status));
+    CHECK(FieldOf(status) == "kv");
+  }
+}
+
+}  // namespace
+}  // namespace sluice
