@@ -47,12 +47,12 @@ class Node:
     """A running sluice-server or sluice-prefill."""
 
     def __init__(self, program: str, model: Path, folder: Path, *flags: str, admin: bool = True,
-                 credentials: rpc.Credentials | None = None):
+                 credentials: rpc.Credentials | None = None, listen: str = "127.0.0.1:0"):
         self.program = program
         self.address_file = folder / f"{program}.json"
         self.log = folder / f"{program}.log"
         self.address_file.unlink(missing_ok=True)
-        command = [str(BIN / program), "--model", str(model), "--device", DEVICE, "--listen", "127.0.0.1:0",
+        command = [str(BIN / program), "--model", str(model), "--device", DEVICE, "--listen", listen,
                    "--address-file", str(self.address_file)]
         if admin and program in ("sluice-server", "sluice-prefill"):
             command += ["--admin-listen", "127.0.0.1:0"]

@@ -1,0 +1,229 @@
+"""The real router in front of real nodes on loopback: smg, sluice-server twice, an HTTP client."""
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import requests
+from nodes import ENVIRONMENT, SCALE, TIMEOUT_S, Node
+
+HEALTH_INTERVAL_S = 1
+MODEL = "tiny"
+
+
+def free_port() -> int:
+    """A port that nobody listens on now: smg takes no port 0, and a restarted node keeps its own."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def add_token_texts(model: Path, folder: Path) -> Path:
+    """A copy of a tiny model with a tokenizer by which text and token ids are the same: <5><17> is 5, 17.
+
+    Its chat template gives the messages' contents alone, so that a test chooses the prompt's ids.
+    """
+    folder.mkdir()
+    for path in model.iterdir():
+        (folder / path.name).symlink_to(path)
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    added = [{"id": i, "content": f"<{i}>", "single_word": False, "lstrip": False, "rstrip": False,
+              "normalized": False, "special": False} for i in range(size)]
+    # The vocabulary below the added tokens is never used, but must have the same ids.
+    vocabulary = {f"<{i}>": i for i in range(size)}
+    (folder / "tokenizer.json").write_text(json.dumps({
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "vocab": vocabulary,
+                  "merges": []}}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}"}))
+    return folder
+
+
+def text_of(ids: list[int]) -> str:
+    return "".join(f"<{i}>" for i in ids)
+
+
+def ids_of(text: str) -> list[int]:
+    return [int(part) for part in text.strip("<>").split("><")] if text else []
+
+
+@dataclass
+class Reply:
+    """What an HTTP caller got: the text, and how and when it came."""
+    status: int
+    text: str = ""
+    finish: str | None = None
+    error: str = ""           # the body of a refusal, or how the stream broke
+    first_s: float = 0        # seconds to the first text
+    seconds: float = 0
+    pieces: int = 0           # events with text
+    usage: dict = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        return self.status == 200 and not self.error and self.finish is not None
+
+
+class Router:
+    """smg over `decodes`, and a `prefill` node if the prompts' caches come from one."""
+
+    def __init__(self, model: Path, folder: Path, decodes: list[str], prefill: str | None = None, *flags: str):
+        self.log = folder / "smg.log"
+        self.port, self.metrics_port = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        workers = ["--worker-urls", *(f"grpc://{a}" for a in decodes)]
+        if prefill:
+            workers = ["--pd-disaggregation", "--prefill", f"grpc://{prefill}",
+                       *(x for a in decodes for x in ("--decode", f"grpc://{a}"))]
+        command = [sys.executable, "-m", "smg", "launch", "--host", "127.0.0.1", "--port", str(self.port), *workers,
+                   "--model-path", str(model), "--worker-startup-check-interval", "1",
+                   "--health-check-interval-secs", str(HEALTH_INTERVAL_S), "--prometheus-host", "127.0.0.1",
+                   "--prometheus-port", str(self.metrics_port), *flags]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT)
+        try:
+            self.wait_until_healthy(len(decodes) + bool(prefill))
+            self.wait_for_tokenizer()
+        except BaseException:
+            self.stop()
+            raise
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-6000:]
+
+    def workers(self) -> list[dict]:
+        return requests.get(f"{self.url}/workers", timeout=TIMEOUT_S).json()["workers"]
+
+    def wait_until_healthy(self, count: int, seconds: float = TIMEOUT_S) -> None:
+        """Until smg has registered `count` workers and finds them all healthy."""
+        deadline = time.monotonic() + seconds
+        found = []
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"smg exited with {self.process.returncode}:\n{self.tail()}"
+            with contextlib.suppress(requests.ConnectionError, KeyError, ValueError):
+                found = self.workers()
+                if sum(w["is_healthy"] for w in found) >= count:
+                    return
+            time.sleep(0.05)
+        raise AssertionError(f"{count} workers were not healthy in time: {found}\n{self.tail()}")
+
+    def wait_for_tokenizer(self) -> None:
+        """smg loads it beside registering workers, and has nothing that says when it is there."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while "tokenizer_not_ready" in (reply := self.ask("<5>", max_tokens=1)).error:
+            assert time.monotonic() < deadline, reply
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(10 * SCALE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def body(self, content: str, **fields) -> dict:
+        return {"model": MODEL, "messages": [{"role": "user", "content": content}], "temperature": 0, **fields}
+
+    def ask(self, content: str, stream: bool = False, on_piece=None, timeout: float = TIMEOUT_S, **fields) -> Reply:
+        """One chat completion to its end; on_piece(reply) is called after each piece of a stream's text.
+
+        Where on_piece returns True the caller hangs up.
+        """
+        began = time.monotonic()
+        reply = Reply(0)
+        try:
+            with requests.post(f"{self.url}/v1/chat/completions", json=self.body(content, stream=stream, **fields),
+                               stream=stream, timeout=timeout) as answer:
+                reply.status = answer.status_code
+                if answer.status_code != 200:
+                    reply.error = answer.text
+                elif stream:
+                    self.read_events(answer, reply, began, on_piece)
+                else:
+                    whole = answer.json()
+                    reply.text = whole["choices"][0]["message"]["content"] or ""
+                    reply.finish, reply.usage = whole["choices"][0]["finish_reason"], whole["usage"]
+        except requests.RequestException as error:
+            reply.error = repr(error)
+        reply.seconds = time.monotonic() - began
+        return reply
+
+    @staticmethod
+    def read_events(answer: requests.Response, reply: Reply, began: float, on_piece) -> None:
+        """Server-sent events into `reply`."""
+        for line in answer.iter_lines():
+            if not line.startswith(b"data: ") or line == b"data: [DONE]":
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                reply.error = json.dumps(event["error"])
+                return
+            reply.usage = event.get("usage") or reply.usage
+            for choice in event["choices"]:
+                reply.finish = choice.get("finish_reason") or reply.finish
+                if text := choice["delta"].get("content"):
+                    reply.first_s = reply.first_s or time.monotonic() - began
+                    reply.text += text
+                    reply.pieces += 1
+                    if on_piece and on_piece(reply):
+                        return
+
+
+class Lab:
+    """The router and its nodes; a context manager."""
+
+    def __init__(self, model: Path, folder: Path, *flags: str, decodes: int = 2, router_flags: tuple = ()):
+        self.model, self.folder, self.flags = model, folder, flags
+        self.decodes: list[Node] = []
+        self.router = None
+        self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(decodes)]
+        self.router_flags = router_flags
+        self.statuses: list[int] = []  # how nodes ended that were stopped
+
+    def __enter__(self):
+        try:
+            self.decodes = [self.start_decode(i) for i in range(len(self.addresses))]
+            self.router = Router(self.model, self.folder, self.addresses, None, *self.router_flags)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        if self.router:
+            self.router.stop()
+        for node in self.decodes:
+            node.stop()
+
+    def start_decode(self, index: int) -> Node:
+        folder = self.folder / f"decode-{index}"
+        folder.mkdir(exist_ok=True)
+        return Node("sluice-server", self.model, folder, "--local-prefill", "--served-model-name", MODEL, *self.flags,
+                    listen=self.addresses[index])
+
+    def restart(self, index: int) -> None:
+        """SIGTERM, which finishes what runs within drain_timeout, and a new process on the same port."""
+        self.statuses.append(self.decodes[index].stop())
+        self.decodes[index] = self.start_decode(index)
+
+    def held(self) -> list[tuple]:
+        return [node.settled() for node in self.decodes]
+
+    def ask_all(self, count: int, ask, threads: int = 64) -> list[Reply]:
+        """ask(i) for i below count, as many at once as there are threads."""
+        with ThreadPoolExecutor(min(count, threads)) as pool:
+            return list(pool.map(ask, range(count)))
