@@ -47,6 +47,14 @@ bool MayMendByReading(const absl::Status& status) {
          reason == "BLOCK_BUSY";
 }
 
+// What is wrong with the manifest, in the words of the request that it was made of.
+absl::Status AsOfRequest(const absl::Status& status) {
+  const auto field = FieldOf(status);
+  if (!field.has_value()) return status;
+  return WithField(
+      status, *field == "manifest.max_new_tokens" ? "sampling.max_tokens" : "prompt_token_ids");
+}
+
 }  // namespace
 
 struct Puller::Pull {
@@ -223,8 +231,9 @@ absl::Status Puller::Begin(Request* request) {
   manifest.max_new_tokens = request->sampling.max_tokens.value_or(
       room > manifest.context_length ? room - manifest.context_length : 1);
   manifest.tenant = request->handoff.tenant;
-  SLUICE_ASSIGN_OR_RETURN(const TransferTable::Reserved reserved,
-                          options_.transfers->Reserve(manifest));
+  const absl::StatusOr<TransferTable::Reserved> opened = options_.transfers->Reserve(manifest);
+  if (!opened.ok()) return AsOfRequest(opened.status());
+  const TransferTable::Reserved& reserved = *opened;
   pull->source = source;
   pull->source.address = address->ToString();
   pull->tenant = manifest.tenant;

@@ -1,4 +1,4 @@
-"""The real router in front of real nodes on loopback: smg, sluice-server twice, an HTTP client."""
+"""The real router in front of real nodes on loopback: smg, sluice-prefill, sluice-server twice, an HTTP client."""
 
 import contextlib
 import json
@@ -16,6 +16,8 @@ from nodes import ENVIRONMENT, SCALE, TIMEOUT_S, Node
 
 HEALTH_INTERVAL_S = 1
 MODEL = "tiny"
+# Of the flags that a lab is given, those of the prefill node too, with their values.
+SHARED = {"--kv-dtype", "--kernels", "--hbm-bytes", "--threads"}
 
 
 def free_port() -> int:
@@ -78,16 +80,16 @@ class Reply:
 
 
 class Router:
-    """smg over `decodes`, and a `prefill` node if the prompts' caches come from one."""
+    """smg before a prefill node and decode nodes."""
 
-    def __init__(self, model: Path, folder: Path, decodes: list[str], prefill: str | None = None, *flags: str):
+    def __init__(self, model: Path, folder: Path, prefill: str, decodes: list[str], *flags: str):
         self.log = folder / "smg.log"
         self.port, self.metrics_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        workers = ["--worker-urls", *(f"grpc://{a}" for a in decodes)]
-        if prefill:
-            workers = ["--pd-disaggregation", "--prefill", f"grpc://{prefill}",
-                       *(x for a in decodes for x in ("--decode", f"grpc://{a}"))]
+        # By default smg prefers the node that had a prompt's beginning last, for its retries too: those then
+        # all reach a node that is draining, until its health is asked for again.
+        workers = ["--pd-disaggregation", "--decode-policy", "round_robin", "--prefill", f"grpc://{prefill}",
+                   *(x for a in decodes for x in ("--decode", f"grpc://{a}"))]
         command = [sys.executable, "-m", "smg", "launch", "--host", "127.0.0.1", "--port", str(self.port), *workers,
                    "--model-path", str(model), "--worker-startup-check-interval", "1",
                    "--health-check-interval-secs", str(HEALTH_INTERVAL_S), "--prometheus-host", "127.0.0.1",
@@ -95,7 +97,7 @@ class Router:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT)
         try:
-            self.wait_until_healthy(len(decodes) + bool(prefill))
+            self.wait_until_healthy(len(decodes) + 1)
             self.wait_for_tokenizer()
         except BaseException:
             self.stop()
@@ -188,6 +190,7 @@ class Lab:
 
     def __init__(self, model: Path, folder: Path, *flags: str, decodes: int = 2, router_flags: tuple = ()):
         self.model, self.folder, self.flags = model, folder, flags
+        self.prefill = None
         self.decodes: list[Node] = []
         self.router = None
         self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(decodes)]
@@ -196,8 +199,12 @@ class Lab:
 
     def __enter__(self):
         try:
+            (self.folder / "prefill").mkdir()
+            self.prefill = Node("sluice-prefill", self.model, self.folder / "prefill", "--served-model-name", MODEL,
+                                *(part for pair in zip(self.flags, self.flags[1:]) if pair[0] in SHARED
+                                  for part in pair))
             self.decodes = [self.start_decode(i) for i in range(len(self.addresses))]
-            self.router = Router(self.model, self.folder, self.addresses, None, *self.router_flags)
+            self.router = Router(self.model, self.folder, self.prefill.address, self.addresses, *self.router_flags)
         except BaseException:
             self.__exit__()
             raise
@@ -206,13 +213,16 @@ class Lab:
     def __exit__(self, *_):
         if self.router:
             self.router.stop()
-        for node in self.decodes:
+        for node in [*self.decodes, *filter(None, [self.prefill])]:
             node.stop()
+
+    def wait_until_healthy(self) -> None:
+        self.router.wait_until_healthy(1 + len(self.decodes))
 
     def start_decode(self, index: int) -> Node:
         folder = self.folder / f"decode-{index}"
         folder.mkdir(exist_ok=True)
-        return Node("sluice-server", self.model, folder, "--local-prefill", "--served-model-name", MODEL, *self.flags,
+        return Node("sluice-server", self.model, folder, "--served-model-name", MODEL, *self.flags,
                     listen=self.addresses[index])
 
     def restart(self, index: int) -> None:

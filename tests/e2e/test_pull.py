@@ -124,6 +124,13 @@ def test_a_reference_that_cannot_be_one_is_refused_by_field(decode, prefill, g, 
     assert code == "INVALID_ARGUMENT" and field in message
 
 
+def test_more_output_than_there_is_room_for(decode, prefill, g):
+    request = decode_pb2.GenerateRequest(source=hold(prefill, g.prompt), prompt_token_ids=g.prompt,
+                                         sampling=greedy(max_tokens=100_000))
+    error = error_of(lambda: decode.decode.Generate(request, timeout=TIMEOUT_S))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT and "sampling.max_tokens" in error.details()
+
+
 def test_a_source_and_no_prompt(decode, prefill):
     source = source_pb2.KvSourceRef(address=prefill.address, source_id="0" * 32)
     code, _, message = refusal(decode, source, [])

@@ -1,4 +1,4 @@
-"""Chat completions through the real router, smg, over two decode nodes that compute prompts themselves."""
+"""Chat completions through the real router, smg: a prefill node computes and holds, two decode nodes read and go on."""
 
 import json
 import threading
@@ -195,7 +195,7 @@ def test_a_node_killed_in_mid_stream_ends_that_stream_alone(model, golden, tmp_p
         check_some(lab, g)
         lab.decodes[dead].process.wait()
         lab.decodes[dead] = lab.start_decode(dead)
-        lab.router.wait_until_healthy(2)
+        lab.wait_until_healthy()
         check_some(lab, g)
 
 
@@ -210,7 +210,7 @@ def test_a_node_drained_in_mid_stream_finishes_it(paced, golden):
         assert reply.whole and len(ids_of(reply.text)) == 400, reply
     finally:
         drained.admin.Resume(admin_pb2.ResumeRequest(), timeout=10)
-    paced.router.wait_until_healthy(2)
+    paced.wait_until_healthy()
 
 
 def test_nodes_restarted_in_turn_under_load_fail_no_stream(model, golden, tmp_path):
@@ -232,7 +232,7 @@ def test_nodes_restarted_in_turn_under_load_fail_no_stream(model, golden, tmp_pa
             try:
                 for index in range(len(lab.decodes)):
                     lab.restart(index)
-                    lab.router.wait_until_healthy(len(lab.decodes))
+                    lab.wait_until_healthy()
             finally:
                 stop.set()
             counts = [load.result() for load in loads]
