@@ -53,3 +53,11 @@ def test_a_broken_bound_makes_a_soak_fail(tiny_models):
     done = long_run("soak.py", "--model", tiny_models("tiny-llama"), *TINY, "--dram-bytes", "16MiB", "--streams",
                     2, "--output", 20, "--seconds", 2, "--settle", 1, "--growth-mb", -1000)
     assert done.returncode == 1 and "BROKEN  resident memory grows" in done.stdout
+
+
+@pytest.mark.parametrize("what", [["--streams", 48, "--seconds", 4], ["--rounds", 1, "--streams", 4]],
+                         ids=["many callers", "a rolling update"])
+def test_behind_the_router_no_answer_is_wrong_and_none_fails(what):
+    done = long_run("behind_router.py", *what)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "holds   no request fails: 0" in done.stdout
