@@ -55,7 +55,7 @@ class PrefillNode {
   std::unique_ptr<AccessLog> access_log_;  // null: none is kept
   PromptCounts counts_{&metrics_};
   std::unique_ptr<HoldingGenerator> holding_;  // null as held_ is
-  std::optional<TenantGate> gate_;  // of the façade; empty as held_ is
+  std::optional<TenantGate> gate_;             // of the façade; empty as held_ is
   std::unique_ptr<GrpcServer> grpc_;
 };
 

@@ -2,14 +2,9 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
-from nodes import BIN, SMOLLM2, Golden, Node, run
-
-# The fastest kernels of this processor that do not round activations to bf16.
-FLOAT32_KERNELS = "avx2" if "avx2" in Path("/proc/cpuinfo").read_text().split() else "portable"
-
+from nodes import BIN, FLOAT32_KERNELS, SMOLLM2, Golden, Node, Pair, run
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory):
@@ -44,17 +39,6 @@ def starting(tmp_path_factory):
 # Nodes of one file's tests; those that files share are few.
 start = pytest.fixture(scope="module", name="start")(starting)
 start_shared = pytest.fixture(scope="session", name="start_shared")(starting)
-
-
-class Pair:
-    """A decode node and a prefill node of one model."""
-
-    def __init__(self, decode: Node, prefill: Node):
-        self.decode = decode
-        self.prefill = prefill
-
-    def flags(self) -> list[str]:
-        return ["--prefill", self.prefill.address, "--decode", self.decode.address]
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,7 @@ import random
 import struct
 
 import pytest
-from conftest import Pair
-from nodes import DEVICE, TIMEOUT_S, greedy, tokens_of
+from nodes import DEVICE, TIMEOUT_S, Pair, greedy, tokens_of
 from sluice.v1 import decode_pb2, prefill_pb2
 from sluice_client.pusher import Pusher
 

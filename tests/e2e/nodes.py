@@ -21,6 +21,8 @@ FIXTURES = ROOT / "tests/fixtures"
 SLUICE = ROOT / "tools/sluice"
 SMOLLM2 = ROOT / "models/smollm2-135m-instruct"
 TINY = ["tiny-llama", "tiny-qwen2", "tiny-qwen3"]
+# The fastest kernels of this processor that do not round activations to bf16.
+FLOAT32_KERNELS = "avx2" if "avx2" in Path("/proc/cpuinfo").read_text().split() else "portable"
 # Where the nodes' models run; tools/gpu-test says cuda.
 DEVICE = os.environ.get("SLUICE_TEST_DEVICE", "cpu")
 # Sanitizers make everything slower; SLUICE_TEST_TIMEOUT_SCALE=10 gives them time.
@@ -132,6 +134,17 @@ class Node:
             if line.startswith("VmRSS:"):
                 return int(line.split()[1]) * 1024
         raise AssertionError("no VmRSS")
+
+
+class Pair:
+    """A decode node and a prefill node of one model."""
+
+    def __init__(self, decode: Node, prefill: Node):
+        self.decode = decode
+        self.prefill = prefill
+
+    def flags(self) -> list[str]:
+        return ["--prefill", self.prefill.address, "--decode", self.decode.address]
 
 
 class Golden:

@@ -4,11 +4,10 @@ import random
 
 import grpc
 import pytest
-from conftest import Pair
 from latent_lab import (CASES, EXACT, FAST, FULL, KERNELS, MARGIN, MEMORY, NAMES, PACKED, POLICIES,  # noqa: F401
                         SCARCE, answer, assert_same, decoded, long_prompt, nodes, pair, prefilled, pushed)
 from metrics_text import Scrape
-from nodes import BIN, DEVICE, TIMEOUT_S, error_of, matching_steps, run
+from nodes import BIN, DEVICE, TIMEOUT_S, Pair, error_of, matching_steps, run
 from sluice.v1 import admin_pb2, common_pb2, decode_pb2, ingest_pb2
 from sluice_client import status
 

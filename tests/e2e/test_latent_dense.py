@@ -2,10 +2,9 @@
 
 import grpc
 import pytest
-from conftest import Pair
 from latent_lab import (EXACT, FAST, KERNELS, MARGIN, MEMORY, NAMES, PACKED, answer, decoded, long_prompt, prefilled,
                         without_indexer)
-from nodes import BIN, DEVICE, error_of, matching_steps, run
+from nodes import BIN, DEVICE, Pair, error_of, matching_steps, run
 from sluice.v1 import admin_pb2, common_pb2, ingest_pb2
 from sluice_client import status
 from sluice_client.pusher import Pusher, PushError

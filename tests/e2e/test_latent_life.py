@@ -6,11 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from conftest import Pair
 from latent_lab import (EXACT, FAST, FULL, MARGIN, MEMORY, NAIVE, NAMES, PACKED, SCARCE, SPARE, answer, assert_same,
                         decoded, long_prompt, nodes, prefilled, pushed)  # noqa: F401
 from metrics_text import Scrape
-from nodes import BIN, DEVICE, SCALE, TIMEOUT_S, error_of, greedy, matching_steps, run, tokens_of
+from nodes import BIN, DEVICE, SCALE, TIMEOUT_S, Pair, error_of, greedy, matching_steps, run, tokens_of
 from sluice.v1 import admin_pb2, decode_pb2, ingest_pb2
 from sluice_client import rpc
 

@@ -6,9 +6,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import FLOAT32_KERNELS
 from google.protobuf import duration_pb2
-from nodes import FIXTURES, SCALE, matching_steps
+from nodes import FIXTURES, FLOAT32_KERNELS, SCALE, matching_steps
 from router_lab import Lab, add_token_texts, ids_of, text_of
 from sluice.v1 import admin_pb2
 
