@@ -30,7 +30,7 @@ def workload(name, vocabulary):
 
 def run_one(pair, prompt, sampling, barrier=None):
     """Hands the prompt over, waits for the others, decodes; returns ids and log-probabilities."""
-    transfer = prefill(pair.prefill.address, pair.decode.address, prompt, sampling)
+    transfer = prefill(pair.prefill.address, pair.decode.address, prompt, sampling).transfer_id
     if barrier:
         barrier.wait(60)
     result = generate(pair.decode.address, prompt, sampling, transfer_id=transfer)

@@ -9,7 +9,7 @@ from concurrent import futures
 
 import grpc
 import pytest
-from nodes import SCALE, TIMEOUT_S, error_of, greedy, tokens_of
+from nodes import SCALE, SLUICE, TIMEOUT_S, error_of, greedy, run, sluice_json, tokens_of
 from sluice.v1 import decode_pb2, prefill_pb2, source_pb2, source_pb2_grpc
 from sluice_client import rpc
 
@@ -41,10 +41,11 @@ class Case:
 
     def __init__(self, decode, prefill, prompt):
         self.prompt = prompt
-        run = prefill.prefill.Run(prefill_pb2.RunRequest(prompt_token_ids=prompt, sampling=greedy(max_tokens=24),
-                                                         decode_address=decode.address), timeout=TIMEOUT_S)
+        sampling = greedy(max_tokens=24, ignore_eos=True)
+        pushed = prefill.prefill.Run(prefill_pb2.RunRequest(prompt_token_ids=prompt, sampling=sampling,
+                                                            decode_address=decode.address), timeout=TIMEOUT_S)
         tokens, _ = tokens_of(decode.decode.Generate(decode_pb2.GenerateRequest(
-            transfer_id=run.transfer_id, sampling=greedy(max_tokens=24)), timeout=TIMEOUT_S))
+            transfer_id=pushed.transfer_id, sampling=sampling), timeout=TIMEOUT_S))
         self.tokens = [token.id for token in tokens]
 
 
@@ -95,6 +96,15 @@ def test_what_is_read_decodes_as_what_is_pushed(decode, prefill, g):
             assert error.code() == grpc.StatusCode.NOT_FOUND
             break
     assert refusal(decode, source, g.prompt)[:2] == ("NOT_FOUND", "SOURCE_NOT_FOUND")
+
+
+def test_tools_sluice_pulls(decode, prefill, g):
+    flags = ["generate", "--decode", decode.address, "--prompt-ids", ",".join(map(str, g.prompt)), "--max-tokens", 24,
+             "--ignore-eos"]
+    pulled = sluice_json(*flags, "--prefill", prefill.address, "--pull")
+    assert pulled["output_ids"] == g.tokens
+    done = run(SLUICE, *flags, "--pull")
+    assert done.returncode == 2 and "--prefill" in done.stderr
 
 
 def test_another_prompt_is_refused_before_anything_is_read(decode, prefill, g):

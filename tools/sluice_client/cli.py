@@ -179,6 +179,9 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--chat", action="store_true",
                    help="put the prompt into the model's chat template, as the user's message")
     p.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    p.add_argument("--pull", action="store_true",
+                   help="the prefill node holds the prompt's caches and the decode node reads them; without it "
+                        "they are pushed")
     p.add_argument("--keep", type=float, metavar="SECONDS",
                    help="have the decode node keep the sequence for another turn")
     p.add_argument("--sequence", metavar="ID", help="append the prompt to a sequence that was kept")
@@ -275,6 +278,8 @@ def _check(parser: argparse.ArgumentParser, args) -> None:
             parser.error("--prompt needs --tokenizer DIR (the model's Hugging Face directory)")
         if (args.chat or args.system) and args.prompt is None:
             parser.error("--chat and --system need --prompt")
+        if args.pull and not args.prefill:
+            parser.error("--pull needs --prefill ADDR (who holds the prompt)")
         if args.system and not args.chat:
             parser.error("--system needs --chat")
     if args.command in ("generate", "chat") and args.temperature == 0:

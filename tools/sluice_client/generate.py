@@ -44,26 +44,26 @@ class Result:
             self.top_logprobs.append([(t.token_id, t.logprob) for t in token.top_logprobs])
 
 
-def prefill(address: str, decode_address: str, prompt_ids: list[int],
-            sampling: common_pb2.SamplingParams, timeout: float | None = None) -> str:
-    """Has the prefill node compute the prompt and push it; returns the transfer id."""
+def prefill(address: str, decode_address: str, prompt_ids: list[int], sampling: common_pb2.SamplingParams,
+            timeout: float | None = None) -> prefill_pb2.RunResponse:
+    """Has the prefill node compute the prompt and push it, or without a decode node hold it."""
     with rpc.open_channel(address) as channel:
         try:
             return prefill_pb2_grpc.PrefillStub(channel).Run(prefill_pb2.RunRequest(
-                prompt_token_ids=prompt_ids, sampling=sampling, decode_address=decode_address),
-                timeout=timeout).transfer_id
+                prompt_token_ids=prompt_ids, sampling=sampling, decode_address=decode_address), timeout=timeout)
         except grpc.RpcError as error:
             raise ToolError(rpc.explain(error, address)) from error
 
 
 def generate(decode_address: str, prompt_ids: list[int], sampling: common_pb2.SamplingParams, *,
-             prefill_address: str | None = None, transfer_id: str | None = None,
+             prefill_address: str | None = None, pull: bool = False, transfer_id: str | None = None,
              sequence_id: str | None = None, keep_seconds: float | None = None,
              on_token: Callable[[int], None] | None = None,
              timeout: float | None = None) -> Result:
     """Generates one sequence; calls `on_token` with each id as it comes.
 
-    With `prefill_address` the prompt is computed there and handed over; with `transfer_id` it was
+    With `prefill_address` the prompt is computed there and handed over: pushed, or with `pull` held until the
+    decode node reads it; with `transfer_id` it was
     handed over already; with neither the decode node computes it (its `local_prefill`). With
     `sequence_id` the prompt is appended to a sequence that was kept. `keep_seconds`: how long this
     one is to be kept for another turn (Result.sequence_id). Leaving by an exception (KeyboardInterrupt
@@ -72,7 +72,8 @@ def generate(decode_address: str, prompt_ids: list[int], sampling: common_pb2.Sa
     result = Result(prompt_ids=list(prompt_ids))
     started = time.monotonic()
     if prefill_address and not sequence_id:
-        transfer_id = prefill(prefill_address, decode_address, prompt_ids, sampling, timeout)
+        handed = prefill(prefill_address, "" if pull else decode_address, prompt_ids, sampling, timeout)
+        transfer_id = handed.transfer_id
     request = decode_pb2.GenerateRequest(sampling=sampling)
     if keep_seconds:
         request.keep.FromNanoseconds(int(keep_seconds * 1e9))
@@ -82,6 +83,8 @@ def generate(decode_address: str, prompt_ids: list[int], sampling: common_pb2.Sa
     elif transfer_id:
         request.transfer_id = transfer_id
     else:
+        if prefill_address:
+            request.source.CopyFrom(handed.source)
         request.prompt_token_ids.extend(prompt_ids)
     last = started
     with rpc.open_channel(decode_address) as channel:
@@ -208,7 +211,7 @@ def run(args) -> int:
 
     try:
         result = generate(args.decode, prompt_from(args, text), sampling,
-                          prefill_address=args.prefill, sequence_id=args.sequence,
+                          prefill_address=args.prefill, pull=args.pull, sequence_id=args.sequence,
                           keep_seconds=args.keep, on_token=on_token)
     except BaseException:
         if output and output.said and not args.json:
