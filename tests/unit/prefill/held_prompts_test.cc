@@ -1,0 +1,177 @@
+#include "src/prefill/held_prompts.h"
+
+#include <catch2/catch.hpp>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "src/base/error.h"
+
+namespace sluice {
+namespace {
+
+constexpr int kLayers = 2;
+constexpr int64_t kTokenBytes = 8;  // of one head of one layer
+const auto kNever = [] { return false; };
+
+CacheLayout Layout() {
+  CacheLayout layout;
+  layout.layers = kLayers;
+  CacheKind kind;
+  kind.name = "kv";
+  kind.heads = 1;
+  kind.block_tokens = 4;
+  kind.SetEqualParts(2, kTokenBytes);
+  layout.kinds = {kind};
+  return layout;
+}
+
+// Caches whose bytes say their layer, given in two pieces.
+class FakePrefiller : public Prefiller {
+ public:
+  absl::StatusOr<PrefillResult> Run(const std::vector<int32_t>& prompt, const SamplingParams&,
+                                    bool want_first_token, LayerSink& sink,
+                                    const std::function<bool()>& cancelled) override {
+    ++runs;
+    if (cancelled()) return absl::CancelledError("cancelled");
+    const absl::Status begun = sink.Begin();
+    if (!begun.ok()) return begun;
+    const auto tokens = static_cast<int>(prompt.size());
+    const CacheLayout layout = Layout();
+    for (int layer = 0; layer < kLayers; ++layer) {
+      const std::vector<uint8_t> bytes(static_cast<size_t>(tokens * kTokenBytes),
+                                       static_cast<uint8_t>(layer + 1));
+      const absl::Span<const uint8_t> all(bytes);
+      const absl::Span<const uint8_t> pieces[] = {all.subspan(0, 3), all.subspan(3)};
+      const absl::Status taken = sink.Layer(layer, layout.kinds[0], 0, tokens, pieces);
+      if (!taken.ok()) return taken;
+    }
+    PrefillResult result;
+    if (want_first_token) result.first_token.emplace().id = 7;
+    return result;
+  }
+  int runs = 0;
+};
+
+HeldPrompts::Options SomeOptions() {
+  HeldPrompts::Options options;
+  options.layout = Layout();
+  options.max_bytes = 3 * 4 * kTokenBytes * kLayers;  // three prompts of four tokens
+  return options;
+}
+
+HeldPrompts::Wanted Four(const std::string& tenant = "") {
+  HeldPrompts::Wanted wanted;
+  wanted.prompt = {1, 2, 3, 4};
+  wanted.tenant = tenant;
+  return wanted;
+}
+
+TEST_CASE("what is computed is held as it was, and given back when it is released") {
+  FakePrefiller prefiller;
+  HeldPrompts held(SomeOptions(), &prefiller);
+  const auto made = held.Hold(Four(), kNever);
+  REQUIRE(made.ok());
+  const std::string id = made->prompt->source_id;
+  CHECK(id.size() == 32);
+  const auto found = held.Find(id, "");
+  REQUIRE(found != nullptr);
+  CHECK(found->context_length == 4);
+  REQUIRE(found->layers.size() == kLayers);
+  for (int layer = 0; layer < kLayers; ++layer) {
+    const HeldLayer& l = found->layers[static_cast<size_t>(layer)];
+    CHECK(std::vector<uint8_t>(l.bytes.get(), l.bytes.get() + l.size) ==
+          std::vector<uint8_t>(4 * kTokenBytes, static_cast<uint8_t>(layer + 1)));
+  }
+  CHECK(held.usage().bytes == 4 * kTokenBytes * kLayers);
+  CHECK(held.Release(id, ""));
+  CHECK_FALSE(held.Release(id, ""));
+  CHECK(held.Find(id, "") == nullptr);
+  // Whoever reads it keeps it, and its bytes are taken until then: `made` and `found` do here.
+  CHECK(held.usage().bytes == 4 * kTokenBytes * kLayers);
+}
+
+TEST_CASE("the bytes of a prompt come back with its last reader") {
+  FakePrefiller prefiller;
+  HeldPrompts held(SomeOptions(), &prefiller);
+  std::string id;
+  {
+    const auto made = held.Hold(Four(), kNever);
+    REQUIRE(made.ok());
+    id = made->prompt->source_id;
+    CHECK(held.Release(id, ""));
+    CHECK(held.usage().bytes > 0);
+  }
+  CHECK(held.usage().bytes == 0);
+  CHECK(held.usage().prompts == 0);
+}
+
+TEST_CASE("a prompt is its tenant's alone") {
+  FakePrefiller prefiller;
+  HeldPrompts held(SomeOptions(), &prefiller);
+  const auto made = held.Hold(Four("a"), kNever);
+  REQUIRE(made.ok());
+  const std::string id = made->prompt->source_id;
+  CHECK(held.Find(id, "b") == nullptr);
+  CHECK_FALSE(held.Renew(id, "b", absl::Seconds(1)).has_value());
+  CHECK_FALSE(held.Release(id, "b"));
+  CHECK(held.Find(id, "a") != nullptr);
+}
+
+TEST_CASE("room is asked for before anything is computed") {
+  FakePrefiller prefiller;
+  HeldPrompts held(SomeOptions(), &prefiller);
+  std::vector<HeldPrompts::Held> all;
+  for (int i = 0; i < 3; ++i) {
+    auto made = held.Hold(Four(), kNever);
+    REQUIRE(made.ok());
+    all.push_back(*std::move(made));
+  }
+  const absl::Status full = held.Hold(Four(), kNever).status();
+  CHECK(absl::IsResourceExhausted(full));
+  CHECK(ReasonOf(full) == "HOLD_FULL");
+  CHECK(RetryAfterOf(full).has_value());
+  HeldPrompts::Wanted large = Four();
+  large.prompt.assign(100, 1);
+  const absl::Status never = held.Hold(large, kNever).status();
+  CHECK(absl::IsInvalidArgument(never));
+  CHECK(FieldOf(never) == "prompt_token_ids");
+  CHECK(prefiller.runs == 3);
+}
+
+TEST_CASE("a prompt that is not computed to its end leaves nothing") {
+  FakePrefiller prefiller;
+  HeldPrompts held(SomeOptions(), &prefiller);
+  CHECK(absl::IsCancelled(held.Hold(Four(), [] { return true; }).status()));
+  CHECK(held.usage().bytes == 0);
+  CHECK(held.usage().prompts == 0);
+}
+
+TEST_CASE("a lease that nobody renews ends, and no lease is longer than the longest") {
+  FakePrefiller prefiller;
+  HeldPrompts::Options options = SomeOptions();
+  options.max_lease = absl::Milliseconds(900);
+  HeldPrompts held(options, &prefiller);
+  std::string left, renewed;
+  {
+    const auto first = held.Hold(Four(), kNever);
+    const auto second = held.Hold(Four(), kNever);
+    REQUIRE(first.ok());
+    REQUIRE(second.ok());
+    left = first->prompt->source_id;
+    renewed = second->prompt->source_id;
+  }
+  const absl::Time end = absl::Now() + absl::Seconds(2);
+  while (absl::Now() < end) {
+    REQUIRE(held.Renew(renewed, "", absl::Hours(1)) == absl::Milliseconds(900));
+    absl::SleepFor(absl::Milliseconds(20));
+  }
+  CHECK(held.Find(left, "") == nullptr);
+  CHECK(held.usage().prompts == 1);
+  CHECK(held.usage().expired == 1);
+  CHECK(held.usage().bytes == 4 * kTokenBytes * kLayers);
+}
+
+}  // namespace
+}  // namespace sluice
