@@ -211,12 +211,14 @@ def test_two_generates_at_the_same_time_one_decodes(small, g):
 
 
 class Cutter:
-    """A TCP proxy that resets connections: the n-th after reset_after[n] bytes from the client; later
-    ones pass."""
+    """A TCP proxy that resets connections: whichever first carries more than reset_after[0] bytes from the
+    client, then whichever first carries more than reset_after[1], ...; what carries less passes, and so does
+    all after the last."""
 
     def __init__(self, address, reset_after):
         host, port = address.rsplit(":", 1)
         self.target = (host, int(port))
+        self.lock = threading.Lock()
         self.reset_after = list(reset_after)
         self.resets = 0
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -232,18 +234,24 @@ class Cutter:
                 client, _ = self.listener.accept()
             except OSError:
                 return
-            limit = self.reset_after.pop(0) if self.reset_after else None
             server = socket.create_connection(self.target)
-            threading.Thread(target=self._pass, args=(client, server, limit), daemon=True).start()
-            threading.Thread(target=self._pass, args=(server, client, None), daemon=True).start()
+            threading.Thread(target=self._pass, args=(client, server, True), daemon=True).start()
+            threading.Thread(target=self._pass, args=(server, client, False), daemon=True).start()
 
-    def _pass(self, source, target, limit):
+    def _reset_after(self, carried):
+        """The limit that a connection which has carried so many bytes is over; it is nobody else's then."""
+        with self.lock:
+            if not self.reset_after or carried <= self.reset_after[0]:
+                return None
+            self.resets += 1
+            return self.reset_after.pop(0)
+
+    def _pass(self, source, target, from_client):
         passed = 0
         try:
             while data := source.recv(4096):
-                if limit is not None and passed + len(data) > limit:
-                    target.sendall(data[:limit - passed])  # In the middle of a message.
-                    self.resets += 1
+                if from_client and (limit := self._reset_after(passed + len(data))) is not None:
+                    target.sendall(data[:max(0, limit - passed)])  # In the middle of a message.
                     for end in (source, target):
                         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     break
@@ -281,9 +289,8 @@ def check_decodes(node, transfer_id, golden, case):
 @pytest.mark.parametrize("streams", [1, 2])
 def test_a_pusher_whose_connections_are_cut_mid_chunk_goes_on_by_itself(small, g, cut, streams):
     case = 2  # 257 tokens: 395 KB.
-    # The first connection is that of Reserve and Commit; it passes. Each later one but the streams' first
-    # follows a reset: so there are three at least before one passes all.
-    cutter = cut(small, None, *[30_000, 40_000, 50_000, 60_000][:2 + streams])
+    # Reserve and Commit have a connection of their own, which carries less than any of these.
+    cutter = cut(small, *[30_000, 40_000, 50_000, 60_000][:2 + streams])
     with Pusher(cutter.address, streams=streams) as pusher:
         pusher.reserve(g.prompt(case), max_new_tokens=24)
         for layer in range(pusher.model.layers):
