@@ -222,6 +222,7 @@ absl::Status DecodeNode::StartGrpc() {
   generate.max_context = static_cast<uint32_t>(model_->max_context());
   generate.linger = absl::Seconds(config_.slow_reader_timeout_seconds());
   generate.generator = engine_.get();
+  generate.pump = &call_pump_;
   generate.metrics = &metrics_;
   generate.puller = puller_.get();
   generate.gate = &*gate_;

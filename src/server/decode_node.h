@@ -29,6 +29,7 @@
 #include "src/server/signals.h"
 #include "src/service/access_log.h"
 #include "src/service/admin_http.h"
+#include "src/service/call_pump.h"
 #include "src/service/channels.h"
 #include "src/service/drain_control.h"
 #include "src/service/grpc_server.h"
@@ -78,6 +79,7 @@ class DecodeNode {
   std::unique_ptr<EngineThread> engine_thread_;
   std::unique_ptr<DrainControl> drain_;
   std::optional<TenantGate> gate_;
+  CallPump call_pump_;
   std::unique_ptr<DecodeLoad> load_;
   std::unique_ptr<AccessLog> access_log_;  // null: none is kept
   std::unique_ptr<GrpcServer> grpc_;

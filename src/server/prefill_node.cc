@@ -176,6 +176,7 @@ absl::Status PrefillNode::StartGrpc() {
     facade.generate.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
     facade.generate.max_context = static_cast<uint32_t>(model_->max_context());
     facade.generate.generator = holding_.get();
+    facade.generate.pump = &call_pump_;
     facade.generate.metrics = &metrics_;
     gate_.emplace(security_.access(), security_.file.get(), /*transfers=*/nullptr,
                   /*quotas=*/nullptr);

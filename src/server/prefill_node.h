@@ -17,6 +17,7 @@
 #include "src/server/signals.h"
 #include "src/service/access_log.h"
 #include "src/service/admin_http.h"
+#include "src/service/call_pump.h"
 #include "src/service/channels.h"
 #include "src/service/grpc_server.h"
 #include "src/service/holding_generator.h"
@@ -56,6 +57,7 @@ class PrefillNode {
   PromptCounts counts_{&metrics_};
   std::unique_ptr<HoldingGenerator> holding_;  // null as held_ is
   std::optional<TenantGate> gate_;             // of the façade; empty as held_ is
+  CallPump call_pump_;
   std::unique_ptr<GrpcServer> grpc_;
 };
 

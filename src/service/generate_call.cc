@@ -67,7 +67,9 @@ class GenerateCall::Linger {
 
 GenerateCall::GenerateCall(const GenerateOptions& options, RequestLog* log,
                            grpc::CallbackServerContext* context, GenerateDialect* dialect)
-    : options_(options), log_(log), context_(context), dialect_(dialect) {}
+    : options_(options), log_(log), context_(context), dialect_(dialect) {
+  SLUICE_CHECK(options.pump != nullptr);
+}
 
 void GenerateCall::Start() {
   const absl::Status status = Guarded("Generate", [&] { return Submit(); });
@@ -83,7 +85,7 @@ void GenerateCall::Start() {
     EndWith(ToGrpcStatus(dialect_->Translated(status)));
     return;
   }
-  stream_->SetReadyCallback([this] { Pump(); });
+  stream_->SetReadyCallback([this] { options_.pump->Wake(this); });
 }
 
 absl::Status GenerateCall::Submit() {
@@ -140,6 +142,7 @@ void GenerateCall::CallerGone() {
 void GenerateCall::Over() {
   if (stream_ != nullptr) {
     stream_->SetReadyCallback(nullptr);
+    options_.pump->Forget(this);
     absl::MutexLock lock(&mutex_);
     log_->Ended(request_id_, sequence_, *end_, prompt_, output_);
     RequestLog::NoteEnded(*context_, request_id_, *end_);

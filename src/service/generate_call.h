@@ -1,5 +1,5 @@
 // One Generate of any dialect: from its request to a Generator, and from the sequence's tokens to
-// messages. Tokens pass through a bounded TokenStream; the engine's thread starts a write when none
+// messages. Tokens pass through a bounded TokenStream; the pump's thread starts a write when none
 // is under way, so no thread ever waits for a reader. generate_reactor.h ties it to gRPC.
 #pragma once
 
@@ -20,6 +20,7 @@
 #include "absl/types/span.h"
 #include "src/request/generator.h"
 #include "src/request/token_sink.h"
+#include "src/service/call_pump.h"
 #include "src/service/request_log.h"
 
 namespace sluice {
@@ -41,6 +42,7 @@ struct GenerateOptions {
   // Outlive the service; `metrics` may be null. The generator counts what it ends, this service
   // what never became a sequence.
   Generator* generator = nullptr;
+  CallPump* pump = nullptr;
   Metrics* metrics = nullptr;
   // Of requests whose caches another node holds; null: the generator has none such.
   Puller* puller = nullptr;
@@ -73,18 +75,20 @@ class GenerateDialect {
   virtual bool SetEnd(const FinishInfo& end, bool add) = 0;
 };
 
-// The engine's thread (through the TokenStream) and gRPC's threads meet in Pump().
+// The pump's thread, which the engine's wakes through the TokenStream, and gRPC's threads meet in
+// Pump().
 //
 // Its one Finish follows the generator's one Finish, whatever ended the sequence: a client that is
 // gone makes the generator end the sequence, and what that then says ends the call. gRPC reports
 // the call's end after that and after every other reaction has returned; SetReadyCallback(nullptr)
-// waits for the engine's thread. So nothing can reach a call that is deleted.
-class GenerateCall {
+// waits for the engine's thread, and Forget for the pump's. So nothing can reach a call that is
+// deleted.
+class GenerateCall : private CallPump::Source {
  public:
   // Everything outlives the call but `dialect`, which its owner keeps as long.
   GenerateCall(const GenerateOptions& options, RequestLog* log,
                grpc::CallbackServerContext* context, GenerateDialect* dialect);
-  virtual ~GenerateCall() = default;
+  ~GenerateCall() override = default;
 
  protected:
   // To be called once the object is whole.
@@ -103,7 +107,7 @@ class GenerateCall {
  private:
   class Linger;
   absl::Status Submit();
-  void Pump();
+  void Pump() override;
   void WriteEnd(bool add) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void CancelSequence();
 

@@ -26,6 +26,7 @@ struct Fixture {
     options.generate.vocab_size = 1000;
     options.generate.max_context = 64;
     options.generate.generator = &engine;
+    options.generate.pump = &pump;
     service = NewVllmService(std::move(options));
     grpc::ServerBuilder builder;
     int port = 0;
@@ -38,6 +39,7 @@ struct Fixture {
   ~Fixture() { server->Shutdown(std::chrono::system_clock::now()); }
 
   FakeEngine engine;
+  CallPump pump;
   Readiness readiness;
   GrpcService service;
   std::unique_ptr<grpc::Server> server;

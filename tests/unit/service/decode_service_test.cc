@@ -32,6 +32,7 @@ struct Fixture {
     options.generate.max_context = 64;
     options.generate.stream_capacity = capacity;
     options.generate.generator = &engine;
+    options.generate.pump = &pump;
     options.generate.linger = linger;
     options.engine = &engine;
     service = NewDecodeService(options);
@@ -43,6 +44,7 @@ struct Fixture {
   ~Fixture() { server->Shutdown(std::chrono::system_clock::now()); }
 
   FakeEngine engine;
+  CallPump pump;
   GrpcService service;
   std::unique_ptr<grpc::Server> server;
   std::unique_ptr<v1::Decode::Stub> stub;
