@@ -37,6 +37,12 @@ constexpr absl::Duration kFlushTime = absl::Seconds(5);
 // For the engine to end what the time to drain has left.
 constexpr absl::Duration kEndTime = absl::Seconds(1);
 
+// Of one with a chunk or with hints, which is what other nodes send, unasked or when they are read.
+uint64_t MaxMessageBytes(uint64_t max_chunk_bytes, const AttentionPolicy& policy) {
+  return std::max(MaxChunkMessageBytes(max_chunk_bytes),
+                  policy.hint_tokens() > 0 ? uint64_t{kMaxHintMessageBytes} : 0);
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<DecodeNode>> DecodeNode::Start(const Config& config) {
@@ -125,7 +131,8 @@ absl::Status DecodeNode::StartEngine() {
   table.retry_after = [this] { return finish_rate_.RetryAfter(); };
   transfers_ =
       std::make_unique<TransferTable>(std::move(table), dram_.get(), hbm_.get(), RealClock());
-  channels_ = std::make_unique<Channels>(NewChannelCredentials(security_.tls));
+  channels_ = std::make_unique<Channels>(NewChannelCredentials(security_.tls),
+                                         MaxMessageBytes(config_.max_chunk_bytes(), *policy_));
   Puller::Options pull;
   pull.model_fingerprint = model_->fingerprint();
   pull.layout = model_->cache_layout();
@@ -260,9 +267,8 @@ absl::Status DecodeNode::StartGrpc() {
   options.tls = security_.tls;
   options.access = security_.access();
   options.max_receive_message_bytes =
-      std::max({MaxChunkMessageBytes(config_.max_chunk_bytes()),
-                MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context())),
-                policy_->hint_tokens() > 0 ? uint64_t{kMaxHintMessageBytes} : 0});
+      std::max(MaxMessageBytes(config_.max_chunk_bytes(), *policy_),
+               MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context())));
   absl::StatusOr<std::unique_ptr<GrpcServer>> started =
       GrpcServer::Start(options, std::move(services));
   if (!started.ok()) return WithMessagePrefix(started.status(), "listen");

@@ -21,6 +21,7 @@
 #include "src/service/channels.h"
 #include "src/service/guarded.h"
 #include "src/service/host_port.h"
+#include "src/service/kv_pusher.h"
 #include "src/service/landing_sink.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
@@ -42,9 +43,7 @@ absl::Status Mismatch(const std::string& what) {
 bool MayMendByReading(const absl::Status& status) {
   const auto reason = ReasonOf(status);
   if (reason == "SOURCE_NOT_FOUND" || reason == "SOURCE_MISMATCH") return false;
-  return absl::IsUnavailable(status) || absl::IsCancelled(status) || absl::IsDataLoss(status) ||
-         absl::IsInternal(status) || absl::IsUnknown(status) || absl::IsDeadlineExceeded(status) ||
-         reason == "BLOCK_BUSY";
+  return MayMend(status) || absl::IsDeadlineExceeded(status);
 }
 
 // What is wrong with the manifest, in the words of the request that it was made of.
@@ -184,8 +183,13 @@ Puller::~Puller() {
 
 void Puller::Watch() {
   pthread_setname_np(pthread_self(), "pull-watch");
+  const auto busy = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return unwatched_ || !streams_.empty();
+  };
   absl::MutexLock lock(&mutex_);
-  while (!mutex_.AwaitWithTimeout(absl::Condition(&unwatched_), kWatchInterval)) {
+  while (true) {
+    mutex_.Await(absl::Condition(&busy));  // a node that reads nothing is not woken
+    if (mutex_.AwaitWithTimeout(absl::Condition(&unwatched_), kWatchInterval)) return;
     const absl::Time now = absl::Now();
     for (Stream* stream : streams_) stream->Look(now, ending_.load());
   }
@@ -356,21 +360,12 @@ absl::Status Puller::Describe(Pull& pull) {
 
 absl::Status Puller::ReadAll(Pull& pull, bool again) {
   std::vector<v1::ReadRequest> requests(1);
-  const auto add = [](const MissingRange& range, v1::ReadRequest* request) {
-    v1::BlockRange* out = request->add_ranges();
-    out->set_layer(range.layer);
-    out->set_kind(range.kind);
-    out->set_head_begin(range.head_begin);
-    out->set_head_end(range.head_end);
-    out->set_token_begin(range.token_begin);
-    out->set_token_end(range.token_end);
-  };
   if (again) {
     SLUICE_ASSIGN_OR_RETURN(const TransferInfo info,
                             options_.transfers->Get(pull.transfer_id, kMaxRanges));
     if (info.blocks_landed == info.blocks_total) return absl::OkStatus();
     if (info.missing.size() < kMaxRanges) {
-      for (const MissingRange& range : info.missing) add(range, &requests[0]);
+      for (const MissingRange& range : info.missing) *requests[0].add_ranges() = ToProto(range);
     }
   } else if (pull.bytes >= 2 * kBytesOfAStream && options_.streams > 1) {
     // Layers in turn, so that each stream has as much.
@@ -379,9 +374,9 @@ absl::Status Puller::ReadAll(Pull& pull, bool again) {
     requests.resize(std::min<size_t>(streams, static_cast<size_t>(options_.layout.layers)));
     for (int layer = 0; layer < options_.layout.layers; ++layer) {
       for (const CacheKind& kind : options_.layout.kinds) {
-        add({static_cast<uint32_t>(layer), kind.name, 0, static_cast<uint32_t>(kind.heads), 0,
-             pull.context_length},
-            &requests[static_cast<size_t>(layer) % requests.size()]);
+        *requests[static_cast<size_t>(layer) % requests.size()].add_ranges() =
+            ToProto({static_cast<uint32_t>(layer), kind.name, 0, static_cast<uint32_t>(kind.heads),
+                     0, pull.context_length});
       }
     }
   }
