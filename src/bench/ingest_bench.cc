@@ -223,6 +223,7 @@ class IngestBench {
     pull.max_chunk_bytes = static_cast<uint64_t>(chunk_kib) << 10;
     pull.threads = 1;
     pull.streams = static_cast<int>(options_.streams);
+    SLUICE_ASSIGN_OR_RETURN(pull.sources, AddressList::Parse("127.0.0.1"));
     pull.transfers = ingest_.table.get();
     pull.channels = channels_.get();
     puller_ = std::make_unique<Puller>(std::move(pull));

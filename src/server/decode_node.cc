@@ -133,7 +133,10 @@ absl::Status DecodeNode::StartEngine() {
       std::make_unique<TransferTable>(std::move(table), dram_.get(), hbm_.get(), RealClock());
   channels_ = std::make_unique<Channels>(NewChannelCredentials(security_.tls),
                                          MaxMessageBytes(config_.max_chunk_bytes(), *policy_));
+  absl::StatusOr<AddressList> sources = AddressList::Parse(config_.pull_from());
+  if (!sources.ok()) return WithMessagePrefix(sources.status(), "pull_from");
   Puller::Options pull;
+  pull.metrics = &metrics_;
   pull.model_fingerprint = model_->fingerprint();
   pull.layout = model_->cache_layout();
   pull.max_context = static_cast<uint32_t>(model_->max_context());
@@ -142,6 +145,7 @@ absl::Status DecodeNode::StartEngine() {
   pull.max_chunk_bytes = config_.max_chunk_bytes();
   pull.streams = static_cast<int>(config_.pull_streams());
   pull.idle_timeout = absl::Seconds(config_.pull_idle_seconds());
+  pull.sources = *std::move(sources);
   pull.transfers = transfers_.get();
   pull.channels = channels_.get();
   puller_ = std::make_unique<Puller>(std::move(pull));
@@ -150,7 +154,9 @@ absl::Status DecodeNode::StartEngine() {
   options.max_waiting = config_.max_waiting();
   options.max_context = static_cast<uint32_t>(model_->max_context());
   options.chunk_tokens = config_.chunk_tokens();
-  options.local_prefill = config_.local_prefill();
+  options.local_prefill = config_.local_prefill() == "always"       ? LocalPrefill::kAlways
+                          : config_.local_prefill() == "on_failure" ? LocalPrefill::kOnFailure
+                                                                    : LocalPrefill::kNever;
   options.seed = SeedOf(config_);
   options.transfer_wait = absl::Seconds(config_.transfer_wait_seconds());
   options.slow_reader_timeout = absl::Seconds(config_.slow_reader_timeout_seconds());

@@ -18,6 +18,7 @@
 #include "src/base/failpoint.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
+#include "src/metrics/metrics.h"
 #include "src/service/channels.h"
 #include "src/service/guarded.h"
 #include "src/service/host_port.h"
@@ -44,6 +45,14 @@ bool MayMendByReading(const absl::Status& status) {
   const auto reason = ReasonOf(status);
   if (reason == "SOURCE_NOT_FOUND" || reason == "SOURCE_MISMATCH") return false;
   return MayMend(status) || absl::IsDeadlineExceeded(status);
+}
+
+// Codes that mean at this node what they say; another, such as UNIMPLEMENTED where no KvSource is
+// or UNAUTHENTICATED of this node itself, is no fault of the caller's.
+bool IsOfPulls(const absl::Status& status) {
+  return absl::IsNotFound(status) || absl::IsFailedPrecondition(status) ||
+         absl::IsDataLoss(status) || absl::IsDeadlineExceeded(status) ||
+         absl::IsResourceExhausted(status) || absl::IsUnavailable(status);
 }
 
 // What is wrong with the manifest, in the words of the request that it was made of.
@@ -203,6 +212,12 @@ absl::Status Puller::Begin(Request* request) {
     return InvalidField("source.address", address.ok() ? "port 0 cannot be called"
                                                        : std::string(address.status().message()));
   }
+  if (!options_.sources.Allows(*address)) {
+    return WithReason(absl::PermissionDeniedError(
+                          absl::StrCat("source.address: this node does not read from ",
+                                       address->ToString(), ": pull_from does not name it")),
+                      "SOURCE_NOT_ALLOWED");
+  }
   if (request->prompt.empty()) {
     return InvalidField("prompt_token_ids",
                         "is empty: a prompt that is read from where it is held "
@@ -283,22 +298,40 @@ void Puller::Run(const std::shared_ptr<Pull>& pull) {
   const std::string where = absl::StrCat("source ", pull->source.address);
   // What could not be read stays where it is: another node may fare better, and else its lease
   // ends.
+  if (status.ok()) Count(*pull, status);  // before an answer that may take its time
   if (status.ok() || !wanted()) Release(*pull);
-  if (status.ok()) {
-    const double seconds = absl::ToDoubleSeconds(absl::Now() - pull->begin);
-    Log(LogLevel::kDebug, "pulled",
-        {{"transfer_id", pull->transfer_id}, {"bytes", pull->bytes}, {"seconds", seconds}});
-    return;
-  }
+  if (status.ok()) return;
   status = WithMessagePrefix(status, where);
   if (absl::IsUnavailable(status) && !ReasonOf(status).has_value()) {
     status = WithReason(status, "SOURCE_UNREACHABLE");
-  } else if (absl::IsCancelled(status) || absl::IsInternal(status) || absl::IsUnknown(status)) {
+  } else if (!IsOfPulls(status)) {
     status = WithReason(absl::UnavailableError(status.message()), "SOURCE_UNREACHABLE");
   }
   if (options_.transfers->Fail(pull->transfer_id, status)) {
     Log(LogLevel::kWarn, "a pull failed",
         {{"transfer_id", pull->transfer_id}, {"error", status.ToString()}});
+  } else {
+    status = WithReason(absl::CancelledError("nobody waits for it any more"), "CALLER_GONE");
+  }
+  Count(*pull, status);
+}
+
+void Puller::Count(const Pull& pull, const absl::Status& status) const {
+  const absl::Duration elapsed = absl::Now() - pull.begin;
+  if (status.ok()) {
+    Log(LogLevel::kDebug, "pulled",
+        {{"transfer_id", pull.transfer_id},
+         {"bytes", pull.bytes},
+         {"seconds", absl::ToDoubleSeconds(elapsed)}});
+  }
+  const Metrics* const metrics = options_.metrics;
+  if (metrics == nullptr) return;
+  metrics->pull_seconds.Observe(elapsed);
+  if (status.ok()) {
+    metrics->pulls_done.Add();
+    metrics->pull_bytes.Add(static_cast<double>(pull.bytes));
+  } else {
+    metrics->pulls_failed(ReasonLabel(status)).Add();
   }
 }
 

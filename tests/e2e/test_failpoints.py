@@ -28,7 +28,7 @@ TESTS = Path(__file__).resolve().parents[1]
 @pytest.fixture(scope="module")
 def the_lab(tiny_models, start, golden):
     node = start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "16MiB", "--dram-bytes", "16MiB",
-                 "--allow-failpoints", "--local-prefill")
+                 "--allow-failpoints", "--local-prefill", "always")
     return Lab(node, golden("tiny-llama"))
 
 
