@@ -250,6 +250,16 @@ def test_prefill_hands_over_and_decode_answers_over_tls(town, golden, way):
     assert done.returncode == 1 and "PERMISSION_DENIED" in done.stderr
 
 
+def test_a_node_without_the_role_to_pull_says_why_it_cannot(town, start, tiny_models, golden):
+    reader = start("sluice-server", tiny_models("tiny-llama"), *node_flags(town.pki, town.access, "router-7"),
+                   credentials=town.pki.credentials("operator-0"))
+    prompt = ",".join(map(str, golden("tiny-llama").prompt(0)))
+    flags = generate_flags(town, town.by_certificate["router"])
+    flags[flags.index("--decode") + 1] = reader.address
+    done = run(SLUICE, "generate", *flags, "--pull", "--prompt-ids", prompt, "--max-tokens", "4", "--json")
+    assert done.returncode == 1 and "needs one of the roles decode; cn:router-7 has router" in done.stderr, done.stderr
+
+
 def test_no_secret_is_in_the_log(town):
     code_of(town, town.by_token["operator"], "Admin.GetCapacity")
     code_of(town, town.pki.bearer("a-wrong-token-that-stays-secret"), "Admin.GetCapacity")
