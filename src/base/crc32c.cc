@@ -6,6 +6,23 @@
 #include <cstddef>
 
 namespace sluice {
+namespace {
+
+constexpr uint32_t kPolynomial = 0x82F63B78;  // reflected: bit 31 is x^0
+constexpr uint32_t kOne = uint32_t{1} << 31;
+
+// a b modulo the polynomial.
+uint32_t Multiply(uint32_t a, uint32_t b) {
+  uint32_t product = 0;
+  for (uint32_t bit = kOne; a != 0; bit >>= 1) {
+    if ((a & bit) != 0) product ^= b;
+    a &= ~bit;
+    b = (b >> 1) ^ ((b & 1) != 0 ? kPolynomial : 0);
+  }
+  return product;
+}
+
+}  // namespace
 
 uint32_t ExtendCrc32c(uint32_t crc, absl::Span<const uint8_t> bytes) {
   crc = ~crc;
@@ -16,6 +33,18 @@ uint32_t ExtendCrc32c(uint32_t crc, absl::Span<const uint8_t> bytes) {
     bytes.remove_prefix(take);
   }
   return ~crc;
+}
+
+Crc32cJoin::Crc32cJoin(uint64_t second_bytes) : shift_(kOne) {
+  // Powers by squaring, from x^8.
+  for (uint32_t power = kOne >> 8; second_bytes > 0; second_bytes >>= 1) {
+    if ((second_bytes & 1) != 0) shift_ = Multiply(power, shift_);
+    power = Multiply(power, power);
+  }
+}
+
+uint32_t Crc32cJoin::operator()(uint32_t first, uint32_t second) const {
+  return Multiply(first, shift_) ^ second;
 }
 
 }  // namespace sluice

@@ -67,7 +67,7 @@ absl::StatusOr<std::string> MakeBenchCertificate() {
            return PEM_write_PrivateKey(file, key.get(), nullptr, nullptr, 0, nullptr, nullptr);
          });
   std::ofstream(BenchAccessFile(folder))
-      << R"({"certificates": [{"identity": "cn:bench", "roles": ["prefill"]}]})";
+      << R"({"certificates": [{"identity": "cn:bench", "roles": ["prefill", "decode"]}]})";
   if (!good) return absl::InternalError("OpenSSL made no certificate");
   return folder;
 }

@@ -7,11 +7,14 @@
 #include <cstring>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
 #include "src/base/clock.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
@@ -25,16 +28,19 @@
 #include "src/model/model.h"
 #include "src/model/model_config.h"
 #include "src/service/access.h"
+#include "src/service/channels.h"
+#include "src/service/credentials.h"
 #include "src/service/grpc_server.h"
 #include "src/service/ingest_service.h"
+#include "src/service/puller.h"
 
 namespace sluice {
 namespace {
 
 constexpr char kAbout[] =
     R"(Times the way of caches into a node: Reserve, Write with checksums, Commit, over a real connection from
-a process of its own. Beside it, in turn and with the same messages: gRPC that throws each message away, and
-gRPC that copies each once into as much memory. Rates are of payload bytes; CPU seconds are per 10^9 of them.
+a process of its own (ingest), and the same caches read from that process by KvSource (pull). Beside them, in turn and with the same messages: gRPC that throws each message
+away, and gRPC that copies each once into as much memory. Rates are of payload bytes; CPU seconds are per 10^9 of them.
 With --model, also what a decode loses beside ingest at --rate, against a load that spins away the same CPU.
 )";
 constexpr char kExamples[] =
@@ -71,7 +77,32 @@ struct IngestSide {
     options.max_context = 1 << 30;
     options.footprint = [](int64_t context, int64_t) { return Footprint{context, 0}; };
     table = std::make_unique<TransferTable>(options, dram.get(), hbm.get(), RealClock());
+    table->SetWake([this] {
+      absl::MutexLock lock(&mutex);
+      changed = true;
+    });
     return absl::OkStatus();
+  }
+  // As a Generate and its engine: reads the caches of `prompt` tokens, each of them 1, and drops
+  // them. The seconds until they are ready.
+  absl::StatusOr<double> Pull(Puller* puller, const SendResult& held, size_t prompt) {
+    Request request;
+    request.handoff.source.address = held.address;
+    request.handoff.source.source_id = held.source_id;
+    request.prompt.assign(prompt, 1);
+    request.sampling.max_tokens = 1;
+    const absl::Time start = absl::Now();
+    SLUICE_RETURN_IF_ERROR(puller->Begin(&request));
+    SLUICE_ASSIGN_OR_RETURN(const TransferTable::AttachId id, table->Attach(request.handoff));
+    while (true) {
+      {
+        absl::MutexLock lock(&mutex);
+        mutex.Await(absl::Condition(&changed));
+        changed = false;
+      }
+      SLUICE_ASSIGN_OR_RETURN(const std::optional<ReadySequence> ready, table->TakeReady(id));
+      if (ready.has_value()) return absl::ToDoubleSeconds(absl::Now() - start);
+    }
   }
   GrpcService NewService() {
     IngestServiceOptions options;
@@ -88,16 +119,19 @@ struct IngestSide {
   Readiness readiness;
   std::unique_ptr<PagePool> dram, hbm;
   std::unique_ptr<TransferTable> table;
+  absl::Mutex mutex;
+  bool changed ABSL_GUARDED_BY(mutex) = false;  // in the table, since somebody looked
 };
 
-constexpr std::array<const char*, 3> kPeers = {"discard", "copy", "ingest"};
-enum : size_t { kDiscard, kCopy, kIngest };
+constexpr std::array<const char*, 4> kPeers = {"discard", "copy", "ingest", "pull"};
+enum : size_t { kDiscard, kCopy, kIngest, kPull };
 
 class IngestBench {
  public:
   IngestBench(const IngestBenchOptions& o, Report report)
       : options_(o), out_(o.json), report_(std::move(report)) {}
   ~IngestBench() {
+    puller_.reset();
     servers_ = {};  // they look at the files now and then
     if (!tls_folder_.empty()) std::filesystem::remove_all(tls_folder_);
   }
@@ -106,10 +140,11 @@ class IngestBench {
     SLUICE_ASSIGN_OR_RETURN(sender_, IngestSender::Start());
     SLUICE_RETURN_IF_ERROR(StartPeers());
     out_.Print(Preamble(report_));
-    out_.Print(absl::StrFormat("\n%-8s %8s %8s %15s %14s %14s %10s %10s\n", "to", "chunk", "GB/s",
-                               "10th-90th", "server CPU s/GB", "sender CPU s/GB", "of discard",
-                               "of copy"));
+    out_.Print(absl::StrFormat("\n%-8s %8s %8s %15s %14s %14s %10s %10s %10s\n", "to", "chunk",
+                               "GB/s", "10th-90th", "server CPU s/GB", "sender CPU s/GB",
+                               "of discard", "of copy", "of ingest"));
     for (const int64_t chunk : options_.chunks_kib) SLUICE_RETURN_IF_ERROR(RunSize(chunk));
+    puller_.reset();
     servers_ = {};
     if (!options_.model.empty()) {
       SLUICE_RETURN_IF_ERROR(MeasureInterference(options_, sender_.get(), out_, &report_));
@@ -133,6 +168,9 @@ class IngestBench {
       SLUICE_ASSIGN_OR_RETURN(access_, Access::Open(BenchAccessFile(tls_folder_), absl::Hours(1)));
       ingest_.access = access_.get();
     }
+    channels_ = std::make_unique<Channels>(
+        NewChannelCredentials(options_.tls ? BenchTlsFiles(tls_folder_) : TlsFiles()),
+        MaxChunkMessageBytes(64 << 20));
     const std::array<GrpcService, 3> services = {
         NewDiscardPeer(), NewCopyPeer({copies_.as<uint8_t>(), copies_.bytes()}),
         ingest_.NewService()};
@@ -155,25 +193,44 @@ class IngestBench {
   absl::StatusOr<Sample> Send(size_t peer, int64_t chunk_kib) {
     const CacheLayout layout = BenchLayout();
     SendJob job;
-    SetText(servers_[peer]->address(), &job.address);
+    if (peer != kPull) SetText(servers_[peer]->address(), &job.address);
     job.transfers = peer == kIngest;
+    job.hold = peer == kPull;
     SetText(tls_folder_, &job.tls);
     SetText(kFingerprint, &job.fingerprint);
     SetLayout(layout, &job);
     job.context = static_cast<int32_t>(context_);
     job.chunk_bytes = chunk_kib << 10;
     job.streams = static_cast<int32_t>(options_.streams);
-    const double cpu = ProcessCpuSeconds();
-    SLUICE_ASSIGN_OR_RETURN(const SendResult sent, sender_->Send(job));
+    double cpu = ProcessCpuSeconds();
+    SLUICE_ASSIGN_OR_RETURN(SendResult sent, sender_->Send(job));
     const double gb = static_cast<double>(sent.payload_bytes) * 1e-9;
+    if (peer == kPull) {
+      cpu = ProcessCpuSeconds();
+      const double sender = sender_->CpuSeconds();
+      SLUICE_ASSIGN_OR_RETURN(sent.seconds,
+                              ingest_.Pull(puller_.get(), sent, static_cast<size_t>(context_)));
+      sent.cpu_seconds = sender_->CpuSeconds() - sender;
+    }
     return Sample{gb / sent.seconds, (ProcessCpuSeconds() - cpu) / gb, sent.cpu_seconds / gb};
   }
 
   absl::Status RunSize(int64_t chunk_kib) {
+    Puller::Options pull;
+    pull.model_fingerprint = kFingerprint;
+    pull.layout = BenchLayout();
+    pull.max_context = pull.max_tokens = 1 << 30;
+    pull.max_chunk_bytes = static_cast<uint64_t>(chunk_kib) << 10;
+    pull.threads = 1;
+    pull.streams = static_cast<int>(options_.streams);
+    SLUICE_ASSIGN_OR_RETURN(pull.sources, AddressList::Parse("127.0.0.1"));
+    pull.transfers = ingest_.table.get();
+    pull.channels = channels_.get();
+    puller_ = std::make_unique<Puller>(std::move(pull));
     for (size_t peer = 0; peer < kPeers.size(); ++peer) {  // connections, caches, page tables
       SLUICE_RETURN_IF_ERROR(Send(peer, chunk_kib).status());
     }
-    std::array<std::vector<Sample>, 3> samples;
+    std::array<std::vector<Sample>, kPeers.size()> samples;
     for (int64_t round = 0; round < options_.rounds; ++round) {
       for (size_t i = 0; i < kPeers.size(); ++i) {
         const size_t peer = (i + static_cast<size_t>(round)) % kPeers.size();
@@ -194,14 +251,15 @@ class IngestBench {
         return timing(peer,
                       [&](const Sample& s, size_t i) { return s.rate / samples[other][i].rate; });
       };
-      const Timing of_discard = over(kDiscard), of_copy = over(kCopy);
+      const Timing of_discard = over(kDiscard), of_copy = over(kCopy), of_ingest = over(kIngest);
       const double server =
           timing(peer, [](const Sample& s, size_t) { return s.server_cpu; }).median;
       const double sender =
           timing(peer, [](const Sample& s, size_t) { return s.sender_cpu; }).median;
-      out_.Print(absl::StrFormat("%-8s %4d KiB %8.2f %8.2f-%-6.2f %14.2f %15.2f %9.0f%% %9.0f%%\n",
-                                 kPeers[peer], chunk_kib, rate.median, rate.low, rate.high, server,
-                                 sender, 100 * of_discard.median, 100 * of_copy.median));
+      out_.Print(
+          absl::StrFormat("%-8s %4d KiB %8.2f %8.2f-%-6.2f %14.2f %15.2f %9.0f%% %9.0f%% %9.0f%%\n",
+                          kPeers[peer], chunk_kib, rate.median, rate.low, rate.high, server, sender,
+                          100 * of_discard.median, 100 * of_copy.median, 100 * of_ingest.median));
       Figure f;
       f.name = absl::StrCat(kPeers[peer], ", chunks of ", chunk_kib, " KiB");
       f.unit = "B/s";
@@ -212,7 +270,9 @@ class IngestBench {
       f.more = {{"server_cpu_seconds_per_gb", server}, {"sender_cpu_seconds_per_gb", sender},
                 {"of_discard", of_discard.median},     {"of_discard_p10", of_discard.low},
                 {"of_discard_p90", of_discard.high},   {"of_copy", of_copy.median},
-                {"of_copy_p10", of_copy.low},          {"of_copy_p90", of_copy.high}};
+                {"of_copy_p10", of_copy.low},          {"of_copy_p90", of_copy.high},
+                {"of_ingest", of_ingest.median},       {"of_ingest_p10", of_ingest.low},
+                {"of_ingest_p90", of_ingest.high}};
       report_.figures.push_back(std::move(f));
     }
     return absl::OkStatus();
@@ -227,7 +287,9 @@ class IngestBench {
   std::string tls_folder_;  // empty: without TLS
   std::unique_ptr<Access> access_;
   IngestSide ingest_;
+  std::unique_ptr<Channels> channels_;
   std::array<std::unique_ptr<GrpcServer>, 3> servers_;
+  std::unique_ptr<Puller> puller_;
   int64_t context_ = 0, transfer_bytes_ = 0;
 };
 

@@ -98,7 +98,7 @@ class BusyNode {
     Engine::Options engine;
     engine.max_sequences = 1;
     engine.max_context = static_cast<uint32_t>(std::min(kMaxContext, model_->max_context()));
-    engine.local_prefill = true;
+    engine.local_prefill = LocalPrefill::kAlways;
     Engine::Parts parts;
     parts.device = device_.get();
     parts.model = model_.get();

@@ -1,10 +1,10 @@
 #include "src/bench/ingest_sender.h"
-#include "src/bench/bench_certificate.h"
 
 #include <grpcpp/grpcpp.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -20,6 +20,8 @@
 #include "src/base/crc32c.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
+#include "src/bench/bench_certificate.h"
+#include "src/bench/ingest_source.h"
 #include "src/service/chunking.h"
 #include "src/service/credentials.h"
 #include "src/service/ingest_channel.h"
@@ -61,11 +63,7 @@ bool WriteAll(int fd, const void* data, size_t bytes) {
 class Messages {
  public:
   Messages(const SendJob& job, const std::vector<uint8_t>& source) : source_(source) {
-    CacheKind kind;
-    kind.name = job.kind;
-    kind.heads = job.heads;
-    kind.block_tokens = job.block_tokens;
-    kind.bytes_per_token = job.bytes_per_token;
+    const CacheKind kind = LayoutOf(job).kinds[0];
     const auto chunks = PlanChunks(kind, 0, job.context, static_cast<uint64_t>(job.chunk_bytes));
     SLUICE_CHECK(chunks.ok(), std::string(chunks.status().ToString()));
     size_t at = 0;
@@ -240,9 +238,16 @@ class Sending {
     const uint64_t word = random();
     std::memcpy(&source[i], &word, 8);
   }
+  std::unique_ptr<IngestSource> held;
+  const auto hold = [&](const SendJob& job, SendResult* result) -> absl::Status {
+    if (held == nullptr) {
+      SLUICE_ASSIGN_OR_RETURN(held, IngestSource::Start(job, source));
+    }
+    return held->Hold(job, result);
+  };
   for (SendJob job; ReadAll(socket, &job, sizeof(job));) {
     SendResult result;
-    const absl::Status status = Sending(job, source).Run(&result);
+    const absl::Status status = job.hold ? hold(job, &result) : Sending(job, source).Run(&result);
     if (!status.ok()) {
       const std::string text(status.ToString());
       SetText(text, &result.error);
@@ -261,6 +266,15 @@ double ProcessCpuSeconds() {
     return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_usec) * 1e-6;
   };
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+CacheLayout LayoutOf(const SendJob& job) {
+  CacheKind kind;
+  kind.name = job.kind;
+  kind.heads = job.heads;
+  kind.block_tokens = job.block_tokens;
+  kind.SetEqualParts(2, job.bytes_per_token);
+  return {job.layers, {kind}};
 }
 
 absl::StatusOr<std::unique_ptr<IngestSender>> IngestSender::Start() {
@@ -292,6 +306,14 @@ absl::StatusOr<SendResult> IngestSender::Send(const SendJob& job) {
     return absl::InternalError(absl::StrCat("sending failed: ", result.error));
   }
   return result;
+}
+
+double IngestSender::CpuSeconds() const {
+  clockid_t clock;
+  timespec time{};
+  SLUICE_CHECK(clock_getcpuclockid(process_, &clock) == 0 && clock_gettime(clock, &time) == 0,
+               "the sending process has ended");
+  return absl::ToDoubleSeconds(absl::DurationFromTimespec(time));
 }
 
 }  // namespace sluice

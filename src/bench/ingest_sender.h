@@ -1,5 +1,5 @@
-// A process of its own that pushes caches into a node, as a prefill node on another machine would:
-// what it costs is not the node's.
+// A process of its own that pushes caches into a node, or holds them for it to read, as a prefill
+// node on another machine would: what it costs is not the node's.
 #pragma once
 
 #include <sys/types.h>
@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "src/kv/cache_layout.h"
 
 namespace sluice {
 
@@ -30,8 +31,10 @@ struct SendJob {
   // Whether transfers are reserved, committed and aborted around the messages; false: the same
   // messages to a peer that does not look into them.
   bool transfers = false;
+  // Sends nothing: a prompt is held, once, for whoever reads it at SendResult::address.
+  bool hold = false;
   char fingerprint[65] = {};
-  // One cache kind.
+  // One cache kind, of two equal parts.
   char kind[16] = {};
   int32_t layers = 0, heads = 0, block_tokens = 0;
   int64_t bytes_per_token = 0;  // of one head
@@ -49,7 +52,13 @@ struct SendResult {
   uint64_t payload_bytes = 0;
   uint64_t messages = 0;
   char error[256] = {};
+  // Of a job that holds.
+  char address[64] = {};
+  char source_id[33] = {};
 };
+
+// The layout that the job's fields say.
+CacheLayout LayoutOf(const SendJob& job);
 
 class IngestSender {
  public:
@@ -60,6 +69,8 @@ class IngestSender {
   IngestSender& operator=(const IngestSender&) = delete;
 
   absl::StatusOr<SendResult> Send(const SendJob& job);
+  // Of the process so far, all threads, in user and in system.
+  double CpuSeconds() const;
 
  private:
   IngestSender(int socket, pid_t process) : socket_(socket), process_(process) {}

@@ -24,7 +24,7 @@ enum class Action {
 struct FlagValue {
   const Setting* setting;
   std::string value;
-  std::string spelling;  // as it was written, for errors: --no-local-prefill
+  std::string spelling;  // as it was written, for errors: --no-log-prompts
 };
 
 struct CommandLine {

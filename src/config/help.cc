@@ -82,7 +82,7 @@ std::string Entry(const std::string& flag, const std::string& meaning) {
 }
 
 // The flag and what stands for its value: --model DIR, --load-format auto|dummy,
-// --[no-]local-prefill.
+// --[no-]log-prompts.
 std::string FlagForm(const Setting& setting) {
   if (setting.is_bool()) return absl::StrCat("--[no-]", setting.flag().substr(2));
   const auto& options = setting.options();

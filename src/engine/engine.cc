@@ -67,11 +67,12 @@ absl::Status EngineImpl::CheckRequest(const Request& request) const {
   if (request.prompt.empty()) {
     return InvalidField("prompt_token_ids", "must not be empty where nothing is handed over");
   }
-  if (!options_.local_prefill && !request.allow_local_prefill) {
+  if (options_.local_prefill != LocalPrefill::kAlways && !request.allow_local_prefill) {
     return WithReason(
         absl::FailedPreconditionError(
             "nothing was handed over (no transfer_id, no rendezvous_key), and this node does not "
-            "compute prompts: send the caches by KvIngest first, or set local_prefill"),
+            "compute prompts: send the caches by KvIngest first, or set "
+            "local_prefill to always"),
         "NO_HANDOFF");
   }
   return CheckPromptFits(request, request.prompt.size());

@@ -63,6 +63,10 @@ struct EngineSnapshot {
   bool draining = false;
 };
 
+// Which prompts this node computes. One that was handed over may fail and be computed after all
+// where the request brings it: the caller then waits for both, and sees the tokens it would have.
+enum class LocalPrefill { kNever, kOnFailure, kAlways };
+
 class Engine : public Generator {
  public:
   struct Options {
@@ -70,7 +74,7 @@ class Engine : public Generator {
     uint32_t max_waiting = 1024;
     uint32_t max_context = 0;
     uint32_t chunk_tokens = 512;
-    bool local_prefill = false;
+    LocalPrefill local_prefill = LocalPrefill::kNever;
     uint64_t seed = 0;
     absl::Duration transfer_wait = absl::Seconds(60);
     absl::Duration slow_reader_timeout = absl::Seconds(30);

@@ -111,6 +111,10 @@ class EngineImpl : public Engine {
 
   void Add(std::unique_ptr<Sequence> sequence, absl::Time now);
   void BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time now);
+  // With nothing handed over: all of the prompt is pending.
+  void BecomeReadyWithout(Sequence& sequence, absl::Time now);
+  // For one that awaits its transfer, which failed: ends with `why`, or computes its prompt here.
+  void EndOrCompute(Sequence& sequence, absl::Status why, absl::Time now);
   // Emits an output token and ends the sequence if it stops there; then the sequence may be gone,
   // and the result is false.
   bool Emit(Sequence& sequence, const OutputToken& token, absl::Time now);

@@ -3,6 +3,8 @@
 #include <utility>
 
 #include "src/attention/attention_policy.h"
+#include "src/base/error.h"
+#include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/engine/engine_impl.h"
 #include "src/metrics/metrics.h"
@@ -25,11 +27,37 @@ void EngineImpl::Add(std::unique_ptr<Sequence> owned, absl::Time now) {
     transfers_changed_.store(true, std::memory_order_release);
     return;
   }
+  BecomeReadyWithout(sequence, now);
+}
+
+void EngineImpl::BecomeReadyWithout(Sequence& sequence, absl::Time now) {
   ReadySequence ready;
   ready.prompt = sequence.request.prompt;
   ready.max_new_tokens =
       static_cast<uint32_t>(LocalMaxTokens(static_cast<int64_t>(sequence.request.prompt.size())));
   BecomeReady(sequence, std::move(ready), now);
+}
+
+void EngineImpl::EndOrCompute(Sequence& sequence, absl::Status why, absl::Time now) {
+  const Request& request = sequence.request;
+  // What is kept is not the request's to compute, and a node that ends takes on nothing.
+  if (options_.local_prefill == LocalPrefill::kNever || request.prompt.empty() ||
+      !request.handoff.sequence_id.empty() || ReasonOf(why) == "DRAINING" ||
+      !CheckPromptFits(request, request.prompt.size()).ok()) {
+    FinishWith(sequence, std::move(why), now);
+    return;
+  }
+  Log(LogLevel::kWarn, "computing a prompt whose caches did not arrive",
+      {{"request_id", request.request_id},
+       {"prompt_tokens", request.prompt.size()},
+       {"error", why.ToString()}});
+  if (parts_.metrics != nullptr) parts_.metrics->local_prefills.Add();
+  if (sequence.attached.has_value()) {
+    parts_.transfers->Detach(*sequence.attached, /*abort_transfer=*/true);
+    sequence.attached.reset();
+  }
+  awaiting_.erase(std::find(awaiting_.begin(), awaiting_.end(), &sequence));
+  BecomeReadyWithout(sequence, now);
 }
 
 void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time now) {

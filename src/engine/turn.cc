@@ -87,7 +87,7 @@ void EngineImpl::TakeReadyTransfers(absl::Time now) {
     if (ready.ok() && !ready->has_value()) continue;
     sequence->attached.reset();
     if (!ready.ok()) {
-      FinishWith(*sequence, ready.status(), now);
+      EndOrCompute(*sequence, ready.status(), now);
       continue;
     }
     if ((*ready)->kept) {  // checked when it was submitted
@@ -145,7 +145,13 @@ void EngineImpl::CheckTimes(absl::Time now) {
     }
   }
   next_check_ = next;
-  for (auto& [sequence, why] : over) FinishWith(*sequence, std::move(why), now);
+  for (auto& [sequence, why] : over) {
+    if (ReasonOf(why) == "TRANSFER_WAIT") {
+      EndOrCompute(*sequence, std::move(why), now);
+    } else {
+      FinishWith(*sequence, std::move(why), now);
+    }
+  }
 }
 
 bool EngineImpl::LaunchStep(absl::Time now) {

@@ -122,6 +122,19 @@ inline constexpr Metric kChecksumFailures{"sluice_ingest_checksum_failures_total
 inline constexpr Metric kResumes{
     "sluice_ingest_resumes_total", Type::kCounter,
     "Write streams that went on with a transfer whose stream before them broke", ""};
+inline constexpr Metric kPulls{"sluice_pulls_total", Type::kCounter,
+                               "Prompts whose caches were to be read from where they are held, by "
+                               "outcome: done or failed; the "
+                               "reason is that of the status, or OTHER",
+                               "outcome,reason"};
+inline constexpr Metric kPullBytes{"sluice_pull_bytes_total", Type::kCounter,
+                                   "Caches of the pulls that were done", ""};
+inline constexpr Metric kPullSeconds{"sluice_pull_seconds", Type::kHistogram,
+                                     "From the request to the last block of a pull, done or not",
+                                     ""};
+inline constexpr Metric kLocalPrefills{
+    "sluice_local_prefills_total", Type::kCounter,
+    "Prompts computed here because their caches did not arrive (local_prefill)", ""};
 inline constexpr Metric kTransfersOpen{"sluice_transfers_open", Type::kGauge,
                                        "Transfers that are reserved and have no sequence yet", ""};
 inline constexpr Metric kLeasesExpired{"sluice_leases_expired_total", Type::kCounter,
@@ -204,6 +217,10 @@ inline constexpr const Metric* kAll[] = {
     &kIngestSeconds,
     &kChecksumFailures,
     &kResumes,
+    &kPulls,
+    &kPullBytes,
+    &kPullSeconds,
+    &kLocalPrefills,
     &kTransfersOpen,
     &kLeasesExpired,
     &kTierCapacity,

@@ -33,6 +33,13 @@ const Buckets& ShortSeconds() {
   return buckets;
 }
 
+// Of a table whose last entry is for what is not listed.
+template <size_t kCount>
+size_t IndexOf(const std::string_view (&reasons)[kCount], std::string_view reason) {
+  const auto* const found = std::find(std::begin(reasons), std::end(reasons) - 1, reason);
+  return static_cast<size_t>(found - std::begin(reasons));
+}
+
 // Requests, queues and transfers: from 1 ms to 10 minutes.
 const Buckets& LongSeconds() {
   static const Buckets buckets = {1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 100e-3, 200e-3, 500e-3,
@@ -104,11 +111,12 @@ struct Metrics::Registry {
     return counters;
   }
 
-  std::vector<Counter> MakeReservesRefused() {
+  std::vector<Counter> MakeForEach(const names::Metric& metric, const char* outcome,
+                                   absl::Span<const std::string_view> reasons) {
     std::vector<Counter> counters;
-    for (const std::string_view reason : kReserveReasons) {
+    for (const std::string_view reason : reasons) {
       counters.push_back(
-          MakeCounter(names::kReserves, {{"outcome", "refused"}, {"reason", std::string(reason)}}));
+          MakeCounter(metric, {{"outcome", outcome}, {"reason", std::string(reason)}}));
     }
     return counters;
   }
@@ -144,6 +152,10 @@ Metrics::Metrics()
       ingest_seconds(registry_->MakeHistogram(names::kIngestSeconds, LongSeconds())),
       checksum_failures(registry_->MakeCounter(names::kChecksumFailures)),
       resumes(registry_->MakeCounter(names::kResumes)),
+      pulls_done(registry_->MakeCounter(names::kPulls, {{"outcome", "done"}, {"reason", "NONE"}})),
+      pull_bytes(registry_->MakeCounter(names::kPullBytes)),
+      pull_seconds(registry_->MakeHistogram(names::kPullSeconds, LongSeconds())),
+      local_prefills(registry_->MakeCounter(names::kLocalPrefills)),
       transfers_open(registry_->MakeGauge(names::kTransfersOpen)),
       leases_expired(registry_->MakeCounter(names::kLeasesExpired)),
       waiting(registry_->MakeGauge(names::kVllmWaiting)),
@@ -154,7 +166,8 @@ Metrics::Metrics()
       process_max_fds(registry_->MakeGauge(names::kProcessMaxFds)),
       process_start_seconds(registry_->MakeGauge(names::kProcessStart)),
       requests_(registry_->MakeRequests()),
-      reserves_refused_(registry_->MakeReservesRefused()),
+      reserves_refused_(registry_->MakeForEach(names::kReserves, "refused", kReserveReasons)),
+      pulls_failed_(registry_->MakeForEach(names::kPulls, "failed", kPullReasons)),
       tokens_(Registry::ForEach<Counter>(
           kTokenKindNames,
           [&](const char* name) {
@@ -210,9 +223,11 @@ const Counter& Metrics::requests(RequestOutcome outcome, std::string_view reason
 }
 
 const Counter& Metrics::reserves_refused(std::string_view reason) const {
-  const auto* const last = std::end(kReserveReasons) - 1;
-  const auto* const found = std::find(std::begin(kReserveReasons), last, reason);
-  return reserves_refused_[static_cast<size_t>(found - std::begin(kReserveReasons))];
+  return reserves_refused_[IndexOf(kReserveReasons, reason)];
+}
+
+const Counter& Metrics::pulls_failed(std::string_view reason) const {
+  return pulls_failed_[IndexOf(kPullReasons, reason)];
 }
 
 void Metrics::SetWorkers(const WorkerTotals& totals) const {

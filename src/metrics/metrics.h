@@ -134,6 +134,7 @@ class Metrics {
   // The reason is one of src/metrics/reasons.h; any other counts as OTHER.
   const Counter& requests(RequestOutcome outcome, std::string_view reason) const;
   const Counter& reserves_refused(std::string_view reason) const;
+  const Counter& pulls_failed(std::string_view reason) const;
   const Counter& tokens(TokenKind kind) const { return tokens_[static_cast<size_t>(kind)]; }
   const Histogram& step_seconds(StepPhase phase) const {
     return step_seconds_[static_cast<size_t>(phase)];
@@ -174,6 +175,10 @@ class Metrics {
   const Histogram ingest_seconds;
   const Counter checksum_failures;
   const Counter resumes;
+  const Counter pulls_done;
+  const Counter pull_bytes;
+  const Histogram pull_seconds;
+  const Counter local_prefills;
   const Gauge transfers_open;
   const Counter leases_expired;
   const Gauge waiting;   // vllm:num_requests_waiting
@@ -190,6 +195,7 @@ class Metrics {
  private:
   const std::vector<Counter> requests_;          // by index in kRequestReasons
   const std::vector<Counter> reserves_refused_;  // by index in kReserveReasons
+  const std::vector<Counter> pulls_failed_;      // by index in kPullReasons
   const std::array<Counter, kTokenKinds> tokens_;
   const std::array<Histogram, kStepPhases> step_seconds_;
   const Gauge batch_sequences_;

@@ -82,6 +82,7 @@ inline constexpr RequestReason kRequestReasons[] = {
     {RequestOutcome::kRefused, "QUEUE_FULL"},
     {RequestOutcome::kRefused, "REQUEST_ID_IN_USE"},
     {RequestOutcome::kRefused, "SEQUENCE_NOT_FOUND"},
+    {RequestOutcome::kRefused, "SOURCE_NOT_ALLOWED"},
     {RequestOutcome::kRefused, "OTHER_TENANT"},
     {RequestOutcome::kRefused, "TENANT_SEQUENCES"},
     {RequestOutcome::kRefused, "TENANT_TOKENS"},
@@ -97,6 +98,14 @@ inline constexpr std::string_view kReserveReasons[] = {
     "DRAINING",    "DRAM_FULL",          "EXCEPTION",    "FINGERPRINT_MISMATCH",
     "GPU_FAILED",  "INVALID_ARGUMENT",   "OTHER_TENANT", "RENDEZVOUS_KEY_IN_USE",
     "TENANT_DRAM", "TOO_MANY_TRANSFERS", kOtherReason,
+};
+
+// Why a pull ended without its caches: the series of sluice_pulls_total with outcome "failed"; the
+// last is for reasons not listed.
+inline constexpr std::string_view kPullReasons[] = {
+    "CALLER_GONE",          "DATA_LOSS",       "DEADLINE_EXCEEDED", "DRAINING",
+    "FINGERPRINT_MISMATCH", "SOURCE_MISMATCH", "SOURCE_NOT_FOUND",  "SOURCE_SILENT",
+    "SOURCE_UNREACHABLE",   kOtherReason,
 };
 
 // The reason that a status carries, or the name of its code.

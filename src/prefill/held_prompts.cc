@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
+#include "src/base/crc32c.h"
 #include "src/base/error.h"
 #include "src/base/logging.h"
 #include "src/base/rng.h"
@@ -22,6 +23,25 @@ namespace {
 constexpr absl::Duration kReapInterval = absl::Milliseconds(200);
 
 }  // namespace
+
+uint32_t HeldLayer::Crc32cOf(const CacheKind& of_kind, uint32_t from, uint32_t to,
+                             uint32_t head_begin, uint32_t head_end) const {
+  const auto block_tokens = static_cast<uint32_t>(of_kind.block_tokens);
+  const Crc32cJoin whole(static_cast<uint64_t>(of_kind.block_bytes()));
+  uint32_t sum = 0;
+  for (uint32_t token = from; token < to; token += block_tokens) {
+    const uint32_t* const block = crc32c.data() + (token - static_cast<uint32_t>(token_begin)) /
+                                                      block_tokens *
+                                                      static_cast<uint32_t>(of_kind.heads);
+    const uint32_t tokens = std::min(block_tokens, static_cast<uint32_t>(token_end) - token);
+    const Crc32cJoin join =
+        tokens == block_tokens
+            ? whole
+            : Crc32cJoin(static_cast<uint64_t>(of_kind.bytes_per_token * tokens));
+    for (uint32_t head = head_begin; head < head_end; ++head) sum = join(sum, block[head]);
+  }
+  return sum;
+}
 
 struct HeldPrompts::Budget {
   explicit Budget(uint64_t most) : max_bytes(most) {}
@@ -65,6 +85,14 @@ class HeldPrompts::Collector : public LayerSink {
     for (const absl::Span<const uint8_t> piece : pieces) {
       std::memcpy(at, piece.data(), piece.size());
       at += piece.size();
+    }
+    const uint8_t* block = held.bytes.get();
+    for (int token = token_begin; token < token_end; token += kind.block_tokens) {
+      const auto bytes = static_cast<size_t>(kind.bytes_per_token *
+                                             std::min(kind.block_tokens, token_end - token));
+      for (int head = 0; head < kind.heads; ++head, block += bytes) {
+        held.crc32c.push_back(Crc32c({block, bytes}));
+      }
     }
     out_->bytes += held.size;
     out_->layers.push_back(std::move(held));

@@ -30,6 +30,13 @@ struct HeldLayer {
   int token_begin = 0, token_end = 0;
   std::unique_ptr<uint8_t[]> bytes;
   size_t size = 0;
+  // Of each block, in order of `bytes`: made once, whoever reads it and in whatever chunks.
+  std::vector<uint32_t> crc32c;
+
+  // Of tokens [from, to) of heads [head_begin, head_end). REQUIRES: `from` is a block's first and
+  // `to` a block's or the layer's end; they are one piece of `bytes`.
+  uint32_t Crc32cOf(const CacheKind& of_kind, uint32_t from, uint32_t to, uint32_t head_begin,
+                    uint32_t head_end) const;
 };
 
 // Does not change once it is held; whoever reads it owns a share.

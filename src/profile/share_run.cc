@@ -117,7 +117,7 @@ class ShareRun {
     engine.max_sequences = 1;
     engine.max_context = table.max_context;
     engine.chunk_tokens = static_cast<uint32_t>(model_->max_rows() - 1);
-    engine.local_prefill = true;
+    engine.local_prefill = LocalPrefill::kAlways;
     Engine::Parts parts;
     parts.device = device_;
     parts.model = model_;

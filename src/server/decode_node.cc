@@ -37,6 +37,12 @@ constexpr absl::Duration kFlushTime = absl::Seconds(5);
 // For the engine to end what the time to drain has left.
 constexpr absl::Duration kEndTime = absl::Seconds(1);
 
+// Of one with a chunk or with hints, which is what other nodes send, unasked or when they are read.
+uint64_t MaxMessageBytes(uint64_t max_chunk_bytes, const AttentionPolicy& policy) {
+  return std::max(MaxChunkMessageBytes(max_chunk_bytes),
+                  policy.hint_tokens() > 0 ? uint64_t{kMaxHintMessageBytes} : 0);
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<DecodeNode>> DecodeNode::Start(const Config& config) {
@@ -125,8 +131,12 @@ absl::Status DecodeNode::StartEngine() {
   table.retry_after = [this] { return finish_rate_.RetryAfter(); };
   transfers_ =
       std::make_unique<TransferTable>(std::move(table), dram_.get(), hbm_.get(), RealClock());
-  channels_ = std::make_unique<Channels>(NewChannelCredentials(security_.tls));
+  channels_ = std::make_unique<Channels>(NewChannelCredentials(security_.tls),
+                                         MaxMessageBytes(config_.max_chunk_bytes(), *policy_));
+  absl::StatusOr<AddressList> sources = AddressList::Parse(config_.pull_from());
+  if (!sources.ok()) return WithMessagePrefix(sources.status(), "pull_from");
   Puller::Options pull;
+  pull.metrics = &metrics_;
   pull.model_fingerprint = model_->fingerprint();
   pull.layout = model_->cache_layout();
   pull.max_context = static_cast<uint32_t>(model_->max_context());
@@ -135,6 +145,7 @@ absl::Status DecodeNode::StartEngine() {
   pull.max_chunk_bytes = config_.max_chunk_bytes();
   pull.streams = static_cast<int>(config_.pull_streams());
   pull.idle_timeout = absl::Seconds(config_.pull_idle_seconds());
+  pull.sources = *std::move(sources);
   pull.transfers = transfers_.get();
   pull.channels = channels_.get();
   puller_ = std::make_unique<Puller>(std::move(pull));
@@ -143,7 +154,9 @@ absl::Status DecodeNode::StartEngine() {
   options.max_waiting = config_.max_waiting();
   options.max_context = static_cast<uint32_t>(model_->max_context());
   options.chunk_tokens = config_.chunk_tokens();
-  options.local_prefill = config_.local_prefill();
+  options.local_prefill = config_.local_prefill() == "always"       ? LocalPrefill::kAlways
+                          : config_.local_prefill() == "on_failure" ? LocalPrefill::kOnFailure
+                                                                    : LocalPrefill::kNever;
   options.seed = SeedOf(config_);
   options.transfer_wait = absl::Seconds(config_.transfer_wait_seconds());
   options.slow_reader_timeout = absl::Seconds(config_.slow_reader_timeout_seconds());
@@ -261,9 +274,8 @@ absl::Status DecodeNode::StartGrpc() {
   options.tls = security_.tls;
   options.access = security_.access();
   options.max_receive_message_bytes =
-      std::max({MaxChunkMessageBytes(config_.max_chunk_bytes()),
-                MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context())),
-                policy_->hint_tokens() > 0 ? uint64_t{kMaxHintMessageBytes} : 0});
+      std::max(MaxMessageBytes(config_.max_chunk_bytes(), *policy_),
+               MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context())));
   absl::StatusOr<std::unique_ptr<GrpcServer>> started =
       GrpcServer::Start(options, std::move(services));
   if (!started.ok()) return WithMessagePrefix(started.status(), "listen");

@@ -3,14 +3,17 @@
 #include <grpcpp/create_channel.h>
 
 #include <algorithm>
+#include <climits>
 
 #include "src/service/ingest_channel.h"
 
 namespace sluice {
 
-Channels::Channels(std::shared_ptr<grpc::ChannelCredentials> credentials)
+Channels::Channels(std::shared_ptr<grpc::ChannelCredentials> credentials,
+                   uint64_t max_receive_message_bytes)
     : credentials_(credentials != nullptr ? std::move(credentials)
-                                          : grpc::InsecureChannelCredentials()) {}
+                                          : grpc::InsecureChannelCredentials()),
+      max_receive_message_bytes_(max_receive_message_bytes) {}
 
 std::shared_ptr<grpc::Channel> Channels::Get(const std::string& address) {
   absl::MutexLock lock(&mutex_);
@@ -37,6 +40,8 @@ std::shared_ptr<grpc::Channel> Channels::New(const std::string& address) const {
   grpc::ChannelArguments arguments = IngestChannelArguments();
   // Channels of the same address and arguments would share connections, and a new one is to be new.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  arguments.SetMaxReceiveMessageSize(
+      static_cast<int>(std::min<uint64_t>(max_receive_message_bytes_, INT_MAX)));
   return grpc::CreateCustomChannel(address, credentials_, arguments);
 }
 

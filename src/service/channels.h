@@ -4,6 +4,7 @@
 #include <grpcpp/channel.h>
 #include <grpcpp/security/credentials.h>
 
+#include <cstdint>
 #include <list>
 #include <memory>
 #include <string>
@@ -18,8 +19,10 @@ namespace sluice {
 // Thread-safe.
 class Channels {
  public:
-  // Null: without TLS.
-  explicit Channels(std::shared_ptr<grpc::ChannelCredentials> credentials = nullptr);
+  // Null: without TLS. `max_receive_message_bytes`: a larger answer ends its call with
+  // RESOURCE_EXHAUSTED.
+  explicit Channels(std::shared_ptr<grpc::ChannelCredentials> credentials = nullptr,
+                    uint64_t max_receive_message_bytes = uint64_t{4} << 20);
   std::shared_ptr<grpc::Channel> Get(const std::string& address);
   // A new connection to `address`, which replaces the one kept: after one failed.
   std::shared_ptr<grpc::Channel> GetNew(const std::string& address);
@@ -29,6 +32,7 @@ class Channels {
   std::shared_ptr<grpc::Channel> New(const std::string& address) const;
 
   const std::shared_ptr<grpc::ChannelCredentials> credentials_;
+  const uint64_t max_receive_message_bytes_;
   absl::Mutex mutex_;
   // Used last first.
   std::list<std::pair<std::string, std::shared_ptr<grpc::Channel>>> channels_

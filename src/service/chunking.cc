@@ -44,9 +44,13 @@ absl::StatusOr<std::vector<ChunkPlan>> PlanChunks(const CacheKind& kind, int tok
   return out;
 }
 
-bool Overlaps(const ChunkPlan& chunk, const MissingRange& range) {
-  return chunk.head_begin < range.head_end && range.head_begin < chunk.head_end &&
-         chunk.token_begin < range.token_end && range.token_begin < chunk.token_end;
+bool Overlaps(uint32_t layer, const std::string& kind, const ChunkPlan& chunk,
+              const std::vector<MissingRange>& ranges) {
+  return std::any_of(ranges.begin(), ranges.end(), [&](const MissingRange& range) {
+    return range.layer == layer && range.kind == kind && chunk.head_begin < range.head_end &&
+           range.head_begin < chunk.head_end && chunk.token_begin < range.token_end &&
+           range.token_begin < chunk.token_end;
+  });
 }
 
 std::string CopyRange(absl::Span<const absl::Span<const uint8_t>> pieces, uint64_t offset,

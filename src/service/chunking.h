@@ -26,8 +26,9 @@ struct ChunkPlan {
 absl::StatusOr<std::vector<ChunkPlan>> PlanChunks(const CacheKind& kind, int token_begin,
                                                   int token_end, uint64_t max_chunk_bytes);
 
-// Whether the chunk holds anything of `range`, which is of the same layer and kind.
-bool Overlaps(const ChunkPlan& chunk, const MissingRange& range);
+// Whether the chunk, of that layer and kind, holds anything of one of the ranges.
+bool Overlaps(uint32_t layer, const std::string& kind, const ChunkPlan& chunk,
+              const std::vector<MissingRange>& ranges);
 
 // Bytes [offset, offset + bytes) of the concatenated `pieces`.
 std::string CopyRange(absl::Span<const absl::Span<const uint8_t>> pieces, uint64_t offset,

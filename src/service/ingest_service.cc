@@ -94,7 +94,6 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
       FinishClosed();
       return;
     }
-    if (SLUICE_FAILPOINT(kIngestReset)) context_->TryCancel();
     StartRead(&message_);
     while (LandCurrent()) continue;
   }
@@ -146,6 +145,11 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
     SLUICE_RETURN_IF_ERROR(blocks.status());
     blocks_landed_ += *blocks;
     bytes_landed_ += sink.bytes();
+    // Of every chunk, once it has landed: what follows it is lost, however far ahead was read.
+    if (SLUICE_FAILPOINT(kIngestReset)) {
+      context_->TryCancel();
+      return absl::CancelledError("failpoint ingest.reset");
+    }
     return absl::OkStatus();
   }
 

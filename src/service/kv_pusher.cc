@@ -11,6 +11,7 @@
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/service/chunking.h"
+#include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
 
 namespace sluice {
@@ -25,9 +26,7 @@ bool Overlaps(const v1::ChunkHeader& header, const std::vector<MissingRange>& mi
   plan.head_end = header.head_end();
   plan.token_begin = header.token_begin();
   plan.token_end = header.token_end();
-  return std::any_of(missing.begin(), missing.end(), [&](const MissingRange& range) {
-    return range.layer == header.layer() && range.kind == header.kind() && Overlaps(plan, range);
-  });
+  return Overlaps(header.layer(), header.kind(), plan, missing);
 }
 
 }  // namespace
@@ -47,8 +46,7 @@ absl::StatusOr<TransferProgress> GetProgress(v1::KvIngest::Stub* stub, grpc::Cli
   TransferProgress out;
   out.committed = answer.state() == v1::GetTransferResponse::STATE_COMMITTED;
   for (const v1::BlockRange& range : answer.missing().ranges()) {
-    out.missing.push_back({range.layer(), range.kind(), range.head_begin(), range.head_end(),
-                           range.token_begin(), range.token_end()});
+    out.missing.push_back(FromProto(range));
   }
   out.everything = out.missing.size() >= kMaxRangesOfGet;  // there may be more than are listed
   return out;

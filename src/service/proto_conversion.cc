@@ -309,18 +309,26 @@ v1::Hints ToProto(const SelectionHints& hints) {
   return out;
 }
 
+v1::BlockRange ToProto(const MissingRange& range) {
+  v1::BlockRange out;
+  out.set_layer(range.layer);
+  out.set_kind(range.kind);
+  out.set_head_begin(range.head_begin);
+  out.set_head_end(range.head_end);
+  out.set_token_begin(range.token_begin);
+  out.set_token_end(range.token_end);
+  return out;
+}
+
+MissingRange FromProto(const v1::BlockRange& range) {
+  return {range.layer(),    range.kind(),        range.head_begin(),
+          range.head_end(), range.token_begin(), range.token_end()};
+}
+
 v1::MissingBlocks ToMissingBlocks(const TransferInfo& info) {
   v1::MissingBlocks out;
   out.set_count(info.blocks_total - info.blocks_landed);
-  for (const MissingRange& range : info.missing) {
-    v1::BlockRange* r = out.add_ranges();
-    r->set_layer(range.layer);
-    r->set_kind(range.kind);
-    r->set_head_begin(range.head_begin);
-    r->set_head_end(range.head_end);
-    r->set_token_begin(range.token_begin);
-    r->set_token_end(range.token_end);
-  }
+  for (const MissingRange& range : info.missing) *out.add_ranges() = ToProto(range);
   return out;
 }
 

@@ -67,6 +67,8 @@ absl::StatusOr<Manifest> FromProto(const v1::ReserveRequest& request);
 // Bounds the number of units; the rest is TransferTable::Commit's to check.
 absl::StatusOr<SelectionHints> FromProto(const v1::Hints& hints);
 v1::Hints ToProto(const SelectionHints& hints);
+v1::BlockRange ToProto(const MissingRange& range);
+MissingRange FromProto(const v1::BlockRange& range);
 v1::MissingBlocks ToMissingBlocks(const TransferInfo& info);
 
 // As it is: CheckSourceRef says what is wrong with one.

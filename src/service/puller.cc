@@ -18,9 +18,11 @@
 #include "src/base/failpoint.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
+#include "src/metrics/metrics.h"
 #include "src/service/channels.h"
 #include "src/service/guarded.h"
 #include "src/service/host_port.h"
+#include "src/service/kv_pusher.h"
 #include "src/service/landing_sink.h"
 #include "src/service/proto_conversion.h"
 #include "src/service/status_mapping.h"
@@ -42,9 +44,15 @@ absl::Status Mismatch(const std::string& what) {
 bool MayMendByReading(const absl::Status& status) {
   const auto reason = ReasonOf(status);
   if (reason == "SOURCE_NOT_FOUND" || reason == "SOURCE_MISMATCH") return false;
-  return absl::IsUnavailable(status) || absl::IsCancelled(status) || absl::IsDataLoss(status) ||
-         absl::IsInternal(status) || absl::IsUnknown(status) || absl::IsDeadlineExceeded(status) ||
-         reason == "BLOCK_BUSY";
+  return MayMend(status) || absl::IsDeadlineExceeded(status);
+}
+
+// Codes that mean at this node what they say; another, such as UNIMPLEMENTED where no KvSource is
+// or UNAUTHENTICATED of this node itself, is no fault of the caller's.
+bool IsOfPulls(const absl::Status& status) {
+  return absl::IsNotFound(status) || absl::IsFailedPrecondition(status) ||
+         absl::IsDataLoss(status) || absl::IsDeadlineExceeded(status) ||
+         absl::IsResourceExhausted(status) || absl::IsUnavailable(status);
 }
 
 // What is wrong with the manifest, in the words of the request that it was made of.
@@ -184,8 +192,13 @@ Puller::~Puller() {
 
 void Puller::Watch() {
   pthread_setname_np(pthread_self(), "pull-watch");
+  const auto busy = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return unwatched_ || !streams_.empty();
+  };
   absl::MutexLock lock(&mutex_);
-  while (!mutex_.AwaitWithTimeout(absl::Condition(&unwatched_), kWatchInterval)) {
+  while (true) {
+    mutex_.Await(absl::Condition(&busy));  // a node that reads nothing is not woken
+    if (mutex_.AwaitWithTimeout(absl::Condition(&unwatched_), kWatchInterval)) return;
     const absl::Time now = absl::Now();
     for (Stream* stream : streams_) stream->Look(now, ending_.load());
   }
@@ -198,6 +211,12 @@ absl::Status Puller::Begin(Request* request) {
   if (!address.ok() || address->port == 0) {
     return InvalidField("source.address", address.ok() ? "port 0 cannot be called"
                                                        : std::string(address.status().message()));
+  }
+  if (!options_.sources.Allows(*address)) {
+    return WithReason(absl::PermissionDeniedError(
+                          absl::StrCat("source.address: this node does not read from ",
+                                       address->ToString(), ": pull_from does not name it")),
+                      "SOURCE_NOT_ALLOWED");
   }
   if (request->prompt.empty()) {
     return InvalidField("prompt_token_ids",
@@ -279,22 +298,40 @@ void Puller::Run(const std::shared_ptr<Pull>& pull) {
   const std::string where = absl::StrCat("source ", pull->source.address);
   // What could not be read stays where it is: another node may fare better, and else its lease
   // ends.
+  if (status.ok()) Count(*pull, status);  // before an answer that may take its time
   if (status.ok() || !wanted()) Release(*pull);
-  if (status.ok()) {
-    const double seconds = absl::ToDoubleSeconds(absl::Now() - pull->begin);
-    Log(LogLevel::kDebug, "pulled",
-        {{"transfer_id", pull->transfer_id}, {"bytes", pull->bytes}, {"seconds", seconds}});
-    return;
-  }
+  if (status.ok()) return;
   status = WithMessagePrefix(status, where);
   if (absl::IsUnavailable(status) && !ReasonOf(status).has_value()) {
     status = WithReason(status, "SOURCE_UNREACHABLE");
-  } else if (absl::IsCancelled(status) || absl::IsInternal(status) || absl::IsUnknown(status)) {
+  } else if (!IsOfPulls(status)) {
     status = WithReason(absl::UnavailableError(status.message()), "SOURCE_UNREACHABLE");
   }
   if (options_.transfers->Fail(pull->transfer_id, status)) {
     Log(LogLevel::kWarn, "a pull failed",
         {{"transfer_id", pull->transfer_id}, {"error", status.ToString()}});
+  } else {
+    status = WithReason(absl::CancelledError("nobody waits for it any more"), "CALLER_GONE");
+  }
+  Count(*pull, status);
+}
+
+void Puller::Count(const Pull& pull, const absl::Status& status) const {
+  const absl::Duration elapsed = absl::Now() - pull.begin;
+  if (status.ok()) {
+    Log(LogLevel::kDebug, "pulled",
+        {{"transfer_id", pull.transfer_id},
+         {"bytes", pull.bytes},
+         {"seconds", absl::ToDoubleSeconds(elapsed)}});
+  }
+  const Metrics* const metrics = options_.metrics;
+  if (metrics == nullptr) return;
+  metrics->pull_seconds.Observe(elapsed);
+  if (status.ok()) {
+    metrics->pulls_done.Add();
+    metrics->pull_bytes.Add(static_cast<double>(pull.bytes));
+  } else {
+    metrics->pulls_failed(ReasonLabel(status)).Add();
   }
 }
 
@@ -356,21 +393,12 @@ absl::Status Puller::Describe(Pull& pull) {
 
 absl::Status Puller::ReadAll(Pull& pull, bool again) {
   std::vector<v1::ReadRequest> requests(1);
-  const auto add = [](const MissingRange& range, v1::ReadRequest* request) {
-    v1::BlockRange* out = request->add_ranges();
-    out->set_layer(range.layer);
-    out->set_kind(range.kind);
-    out->set_head_begin(range.head_begin);
-    out->set_head_end(range.head_end);
-    out->set_token_begin(range.token_begin);
-    out->set_token_end(range.token_end);
-  };
   if (again) {
     SLUICE_ASSIGN_OR_RETURN(const TransferInfo info,
                             options_.transfers->Get(pull.transfer_id, kMaxRanges));
     if (info.blocks_landed == info.blocks_total) return absl::OkStatus();
     if (info.missing.size() < kMaxRanges) {
-      for (const MissingRange& range : info.missing) add(range, &requests[0]);
+      for (const MissingRange& range : info.missing) *requests[0].add_ranges() = ToProto(range);
     }
   } else if (pull.bytes >= 2 * kBytesOfAStream && options_.streams > 1) {
     // Layers in turn, so that each stream has as much.
@@ -379,9 +407,9 @@ absl::Status Puller::ReadAll(Pull& pull, bool again) {
     requests.resize(std::min<size_t>(streams, static_cast<size_t>(options_.layout.layers)));
     for (int layer = 0; layer < options_.layout.layers; ++layer) {
       for (const CacheKind& kind : options_.layout.kinds) {
-        add({static_cast<uint32_t>(layer), kind.name, 0, static_cast<uint32_t>(kind.heads), 0,
-             pull.context_length},
-            &requests[static_cast<size_t>(layer) % requests.size()]);
+        *requests[static_cast<size_t>(layer) % requests.size()].add_ranges() =
+            ToProto({static_cast<uint32_t>(layer), kind.name, 0, static_cast<uint32_t>(kind.heads),
+                     0, pull.context_length});
       }
     }
   }

@@ -18,15 +18,18 @@
 #include "src/kv/cache_layout.h"
 #include "src/kv/transfer_table.h"
 #include "src/request/request.h"
+#include "src/service/address_list.h"
 #include "src/service/worker_queue.h"
 
 namespace sluice {
 
 class Channels;
+class Metrics;
 
 class Puller {
  public:
   struct Options {
+    const Metrics* metrics = nullptr;  // may be null
     std::string model_fingerprint;
     CacheLayout layout;
     uint32_t max_context = 0;
@@ -42,6 +45,8 @@ class Puller {
     absl::Duration call_timeout = absl::Seconds(10);
     // Of prompt and output together, what a sequence can have at most here.
     uint32_t max_tokens = 0;
+    // Whom callers may name as a source.
+    AddressList sources;
     // Outlive the puller.
     TransferTable* transfers = nullptr;
     Channels* channels = nullptr;
@@ -53,6 +58,7 @@ class Puller {
   // For a request whose handoff has a source: opens a transfer for it, begins to pull, and puts the
   // transfer's id in the source's place. An error means that nothing was begun:
   //   INVALID_ARGUMENT     the reference or the prompt is wrong, or not the one that is held
+  //   PERMISSION_DENIED    the source is none of Options::sources (SOURCE_NOT_ALLOWED)
   //   FAILED_PRECONDITION  another model's caches (FINGERPRINT_MISMATCH)
   //   RESOURCE_EXHAUSTED   no room for the caches, or too many pulls wait (PULLS_FULL)
   // Later the Generate may end with
@@ -74,6 +80,7 @@ class Puller {
   absl::Status ReadAll(Pull& pull, bool again);
   absl::Status Commit(Pull& pull);
   void Release(const Pull& pull);
+  void Count(const Pull& pull, const absl::Status& status) const;
   void Watch();
 
   const Options options_;

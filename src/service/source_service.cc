@@ -14,7 +14,6 @@
 #include "google/protobuf/io/zero_copy_stream_impl_lite.h"
 #include "google/protobuf/wire_format_lite.h"
 #include "sluice/v1/source.grpc.pb.h"
-#include "src/base/crc32c.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
@@ -28,8 +27,9 @@
 namespace sluice {
 namespace {
 
-// Of one Read: more than any cache has in pieces that a reader could miss one by one.
-constexpr int kMaxRanges = 1 << 16;
+// Of one Read, whose every chunk is compared with every range: a few thousand of one with a few
+// thousand of the other take tens of milliseconds. A reader that misses more asks for everything.
+constexpr int kMaxRanges = 4096;
 
 absl::Status NoSuchSource(const std::string& id) {
   return WithReason(absl::NotFoundError(
@@ -53,15 +53,6 @@ struct Chunk {
   const HeldLayer* layer = nullptr;
   ChunkPlan plan;
 };
-
-bool WantedBy(const std::vector<MissingRange>& ranges, const HeldLayer& layer,
-              const std::string& kind, const ChunkPlan& plan) {
-  if (ranges.empty()) return true;
-  return std::any_of(ranges.begin(), ranges.end(), [&](const MissingRange& range) {
-    return range.layer == static_cast<uint32_t>(layer.layer) && range.kind == kind &&
-           Overlaps(plan, range);
-  });
-}
 
 // Every chunk that has something of the ranges; whole chunks, for what has landed may be sent
 // again.
@@ -96,8 +87,7 @@ absl::StatusOr<std::vector<Chunk>> ChunksOf(const SourceServiceOptions& options,
           absl::StrCat("[", range.token_begin(), ", ", range.token_end(),
                        ") is no part of the prompt's ", prompt.context_length, " tokens"));
     }
-    ranges.push_back({range.layer(), range.kind(), range.head_begin(), range.head_end(),
-                      range.token_begin(), range.token_end()});
+    ranges.push_back(FromProto(range));
   }
   const uint64_t most = request.max_chunk_bytes() == 0
                             ? options.max_chunk_bytes
@@ -112,7 +102,9 @@ absl::StatusOr<std::vector<Chunk>> ChunksOf(const SourceServiceOptions& options,
                                        kind.block_bytes(), " bytes, more than ", most));
     }
     for (const ChunkPlan& plan : *plans) {
-      if (WantedBy(ranges, layer, kind.name, plan)) chunks.push_back({&layer, plan});
+      if (ranges.empty() || Overlaps(static_cast<uint32_t>(layer.layer), kind.name, plan, ranges)) {
+        chunks.push_back({&layer, plan});
+      }
     }
   }
   return chunks;
@@ -179,7 +171,9 @@ class ReadReactor : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
     header.set_head_end(chunk.plan.head_end);
     header.set_token_begin(chunk.plan.token_begin);
     header.set_token_end(chunk.plan.token_end);
-    uint32_t crc = Crc32c({payload, chunk.plan.bytes});
+    uint32_t crc =
+        chunk.layer->Crc32cOf(options_.layout.kinds[chunk.layer->kind], chunk.plan.token_begin,
+                              chunk.plan.token_end, chunk.plan.head_begin, chunk.plan.head_end);
     if (SLUICE_FAILPOINT(kSourceChecksum)) ++crc;
     header.set_crc32c(crc);
     std::string front;

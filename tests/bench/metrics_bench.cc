@@ -108,7 +108,7 @@ class Side {
     Engine::Options engine;
     engine.max_sequences = static_cast<uint32_t>(o.batch);
     engine.max_context = static_cast<uint32_t>(model->max_context());
-    engine.local_prefill = true;
+    engine.local_prefill = LocalPrefill::kAlways;
     engine.seed = 1;
     Engine::Parts parts;
     parts.device = device;

@@ -42,7 +42,8 @@ def flag_cases() -> list[BadConfig]:
         "admin_listen": ["nowhere"],
         "device": ["tpu", "CPU"], "policy": ["wishful", ""], "kv_dtype": ["int1"], "kernels": ["fast"],
         "log_level": ["loud"], "load_format": ["pickle"],
-        "model": ["", "a\nb", "x" * 4097], "local_prefill": ["maybe", "2"],
+        "model": ["", "a\nb", "x" * 4097], "log_prompts": ["maybe", "2"],
+        "local_prefill": ["true", "", "on-failure"],
     }
     cases = [BadConfig(f"{name}={value[:24]!r}", f"{name} (--{name.replace('_', '-')}) must ",
                        [*([] if name == "model" else MODEL), f"--{name.replace('_', '-')}={value}"])
@@ -53,9 +54,9 @@ def flag_cases() -> list[BadConfig]:
         BadConfig("an unknown flag of 1 MB", "unknown flag --xxx", ["--" + "x" * 100_000]),
         BadConfig("a flag without its value", "--hbm-bytes needs a value", [*MODEL, "--hbm-bytes"]),
         BadConfig("a flag twice", "--threads is given twice", [*MODEL, "--threads", "1", "--threads=2"]),
-        BadConfig("a switch and its negation", "--local-prefill is given twice",
-                  [*MODEL, "--local-prefill", "--no-local-prefill"]),
-        BadConfig("a negation with a value", "--no-local-prefill takes no value", [*MODEL, "--no-local-prefill=1"]),
+        BadConfig("a switch and its negation", "--log-prompts is given twice",
+                  [*MODEL, "--log-prompts", "--no-log-prompts"]),
+        BadConfig("a negation with a value", "--no-log-prompts takes no value", [*MODEL, "--no-log-prompts=1"]),
         BadConfig("a stray argument", 'unexpected argument "stray"', [*MODEL, "stray"]),
         BadConfig("one dash", "unexpected argument \"-model\" (did you mean --model?)", ["-model", "x"]),
         BadConfig("two actions", "give one of them", [*MODEL, "--print-plan"]),

@@ -13,13 +13,14 @@ from bad_decode import DECODE_CALLS
 from bad_facade import FACADE_CALLS
 from bad_ingest import INGEST_CALLS
 from bad_models import MODELS
+from bad_pull import PULL_CALLS
 from bad_wire import WIRE_CALLS
 from nodes import BIN, ENVIRONMENT, TIMEOUT_S, error_of, greedy, run, tokens_of
 from sluice.v1 import decode_pb2
 from sluice_client import rpc
 from transfers import Transfer, committed
 
-CALLS = [*DECODE_CALLS, *INGEST_CALLS, *WIRE_CALLS, *FACADE_CALLS]
+CALLS = [*DECODE_CALLS, *INGEST_CALLS, *WIRE_CALLS, *FACADE_CALLS, *PULL_CALLS]
 
 
 @pytest.fixture(scope="module")

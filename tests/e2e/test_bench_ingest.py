@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nodes import BIN, run
 
-PEERS = ["discard", "copy", "ingest"]
+PEERS = ["discard", "copy", "ingest", "pull"]
 
 
 def test_ingest_is_measured_beside_raw_grpc_and_beside_a_decode(tiny_models):
@@ -25,6 +25,7 @@ def test_ingest_is_measured_beside_raw_grpc_and_beside_a_decode(tiny_models):
             assert figure["more"]["sender_cpu_seconds_per_gb"] > 0
         assert figures[f"discard, chunks of {chunk} KiB"]["more"]["of_discard"] == 1
         assert figures[f"copy, chunks of {chunk} KiB"]["more"]["of_copy"] == 1
+        assert figures[f"ingest, chunks of {chunk} KiB"]["more"]["of_ingest"] == 1
     for name in ("decode alone", "decode beside ingest", "decode beside a spin load"):
         assert figures[name]["median"] > 0
     # Paced: what was sent is what was asked for, less where the machine was busy.
@@ -37,7 +38,7 @@ def test_its_table_names_command_machine_and_shape():
     lines = done.stdout.splitlines()
     assert lines[0].startswith("command   sluice-bench ingest") and lines[1].startswith("machine ")
     assert "chunks_kib=128" in done.stdout
-    assert [line.split()[0] for line in lines[-3:]] == PEERS
+    assert [line.split()[0] for line in lines[-4:]] == PEERS
 
 
 def test_all_of_it_goes_over_mtls_where_asked_and_leaves_nothing_behind():

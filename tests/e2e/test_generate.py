@@ -317,7 +317,7 @@ def test_more_sequences_than_the_batch_holds_wait_and_all_finish(small, golden):
 
 
 def test_local_prefill_gives_what_a_prefill_node_gives(tiny_models, start, golden):
-    node = start("sluice-server", tiny_models("tiny-qwen2"), "--local-prefill", "--hbm-bytes", "8MiB",
+    node = start("sluice-server", tiny_models("tiny-qwen2"), "--local-prefill", "always", "--hbm-bytes", "8MiB",
                  "--dram-bytes", "8MiB", "--chunk-tokens", "100")
     g = golden("tiny-qwen2")
     for case in range(3):

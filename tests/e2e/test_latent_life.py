@@ -185,7 +185,7 @@ def test_no_setting_changes_a_token(nodes, golden, flags):
 
 @pytest.mark.parametrize("policy", ["full", *OFFLOADING])
 def test_a_node_computes_prompts_itself(nodes, golden, policy):
-    flags = [*{"full": FULL, **OFFLOADING}[policy], "--local-prefill", "--chunk-tokens", "48"]
+    flags = [*{"full": FULL, **OFFLOADING}[policy], "--local-prefill", "always", "--chunk-tokens", "48"]
     g, node = golden(NAMES[0]), nodes("sluice-server", NAMES[0], *EXACT, *flags)
     for case in (0, 1, 2) if DEVICE == "cpu" else (0, 1):
         ids = decoded(node, prompt_token_ids=g.prompt(case))[0]

@@ -85,7 +85,7 @@ def test_ess_takes_its_schedules_from_its_profile_and_then_from_what_it_sees(tin
     plan = run(BIN / "sluice-server", "--model", model, "--device", DEVICE, *flags, "--print-plan")
     assert plan.returncode == 0, plan.stderr
     assert "none 0, da 1-2 with max_sequences" in plan.stdout
-    node = start("sluice-server", model, *flags, "--local-prefill")
+    node = start("sluice-server", model, *flags, "--local-prefill", "always")
     got = twelve_at_once(node)
     assert all(len(ids) == 400 for ids in got)
     found = Scrape(node)
@@ -95,7 +95,7 @@ def test_ess_takes_its_schedules_from_its_profile_and_then_from_what_it_sees(tin
     assert "other schedules" in log
     # A GPU's steps are recorded, and that of another schedule anew. Neither changes a bit.
     assert ("a step was recorded again" in log) == (DEVICE == "cuda")
-    plain = start("sluice-server", model, *SERVED, "--ess-overlap", "none", "--local-prefill")
+    plain = start("sluice-server", model, *SERVED, "--ess-overlap", "none", "--local-prefill", "always")
     assert twelve_at_once(plain) == got
     assert Scrape(plain).get("sluice_ess_schedule_changes_total") == 0
 

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import duration_pb2
 from metrics_text import Scrape, exported_names, wait_for
 from nodes import ROOT, SCALE, TIMEOUT_S, error_of, greedy, tokens_of
-from sluice.v1 import common_pb2, decode_pb2, decode_pb2_grpc, ingest_pb2
+from sluice.v1 import common_pb2, decode_pb2, decode_pb2_grpc, ingest_pb2, prefill_pb2, source_pb2
 from transfers import Transfer, committed
 
 PROMTOOL = ROOT / ".venv/bin/promtool"
@@ -21,8 +21,9 @@ ROUTERS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_ca
 class Scene:
     """A node whose waits are short, and the golden caches of its model."""
 
-    def __init__(self, node, golden):
+    def __init__(self, node, prefill, golden):
         self.node = node
+        self.prefill = prefill
         self.golden = golden
 
     def generate(self, transfer_id=None, sampling=None, **request):
@@ -42,8 +43,9 @@ class Scene:
 def scene(tiny_models, start, golden):
     node = start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB", "--dram-bytes", "6MiB",
                  "--max-sequences", "2", "--slow-reader-timeout-seconds", "200ms",
-                 "--transfer-wait-seconds", "500ms")
-    return Scene(node, golden("tiny-llama"))
+                 "--transfer-wait-seconds", "500ms", "--local-prefill", "on_failure")
+    prefill = start("sluice-prefill", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB")
+    return Scene(node, prefill, golden("tiny-llama"))
 
 
 def is_idle(scrape) -> bool:
@@ -117,6 +119,20 @@ def send_a_malformed_traceparent(s):
 
 def bring_nothing(s):
     error_of(lambda: s.generate(prompt_token_ids=[1, 2, 3]))
+
+
+PULLED = [5 + i for i in range(40)]
+
+
+def pull(s):
+    held = s.prefill.prefill.Run(prefill_pb2.RunRequest(prompt_token_ids=PULLED, sampling=greedy(max_tokens=1)),
+                                 timeout=TIMEOUT_S)
+    tokens_of(s.generate(source=held.source, prompt_token_ids=PULLED))
+
+
+def pull_from_nobody(s):
+    gone = source_pb2.KvSourceRef(address="127.0.0.1:1", source_id="0" * 32)
+    tokens_of(s.generate(source=gone, prompt_token_ids=PULLED))
 
 
 def generate_twice(s):
@@ -225,6 +241,12 @@ CAUSES = {
         (requests("refused", "NO_HANDOFF"), 1), (("sluice_malformed_trace_headers_total", {}), 1)]),
     "a second Generate of a transfer, which is aborted": (generate_twice, [
         (requests("refused", "GENERATE_EXISTS"), 1), (requests("error", "TRANSFER_ABORTED"), 1)]),
+    "a prompt read from where it is held": (pull, [
+        (("sluice_pulls_total", {"outcome": "done", "reason": "NONE"}), 1), (("sluice_pull_seconds_count", {}), 1),
+        (("sluice_pull_bytes_total", {}), 1536 * len(PULLED)), (requests("finished_length", "MAX_TOKENS"), 1)]),
+    "a source that is gone, and its prompt computed": (pull_from_nobody, [
+        (("sluice_pulls_total", {"outcome": "failed", "reason": "SOURCE_UNREACHABLE"}), 1),
+        (("sluice_local_prefills_total", {}), 1), (requests("finished_length", "MAX_TOKENS"), 1)]),
     "a request id in use": (name_twice, [
         (requests("refused", "REQUEST_ID_IN_USE"), 1), (requests("cancelled", "CALLER_GONE"), 1)]),
     "a block sent again with other bytes": (poison, [(requests("error", "POISONED"), 1)]),

@@ -69,7 +69,7 @@ def test_a_node_serves_with_its_profile_and_refuses_another_ones(tiny_models, st
     out = tmp_path / "p.json"
     shape = ["--budget-tokens", "128", "--dense-layers", "1"]
     profile(model, out, *shape, "--prompts", "2", "--context", "200", "--steps", "8", "--skew")
-    memory = ["--hbm-bytes", "32MiB", "--dram-bytes", "32MiB", "--local-prefill"]
+    memory = ["--hbm-bytes", "32MiB", "--dram-bytes", "32MiB", "--local-prefill", "always"]
     prompt = golden("tiny-llama").prompt(1)
     answers = {}
     for policy in ("scout", "recall", "full"):

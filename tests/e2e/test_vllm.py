@@ -20,7 +20,7 @@ MARGIN = 0.15  # bf16 caches and activations
 @pytest.fixture(scope="module")
 def node(start, tiny_models):
     return start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "8MiB", "--dram-bytes", "8MiB",
-                 "--max-sequences", "4", "--local-prefill", "--served-model-name", "a-name")
+                 "--max-sequences", "4", "--local-prefill", "always", "--served-model-name", "a-name")
 
 
 @pytest.fixture(autouse=True)

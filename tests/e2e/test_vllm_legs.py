@@ -1,10 +1,12 @@
 """Both legs of a request as the gateway `smg` sends them: a prefill node holds, a decode node pulls."""
 
 import json
+import time
 
 import grpc
 import pytest
 from nodes import TIMEOUT_S, error_of, matching_steps
+from sluice.v1 import source_pb2, source_pb2_grpc
 from sluice_client import rpc
 from vllm_client import HOLD, answer_of, generate, pb, request, stub
 
@@ -72,6 +74,14 @@ def test_a_handoff_is_used_once(decode, prefill, golden):
     prompt = golden("tiny-llama").prompt(1)
     handoff = first_leg(prefill, prompt).kv_transfer_params_json
     generate(decode, prompt, {"max_tokens": 2}, kv_transfer_params_json=handoff)
+    describe = source_pb2.DescribeRequest(source_id=json.loads(handoff)["source_id"])
+    deadline = time.monotonic() + TIMEOUT_S
+    # It is released a moment after its caches were read, maybe after the answer.
+    with pytest.raises(grpc.RpcError) as released:
+        while time.monotonic() < deadline:
+            source_pb2_grpc.KvSourceStub(prefill.channel).Describe(describe, timeout=TIMEOUT_S)
+            time.sleep(0.01)
+    assert released.value.code() == grpc.StatusCode.NOT_FOUND
     error = error_of(lambda: generate(decode, prompt, {"max_tokens": 2}, kv_transfer_params_json=handoff))
     assert error.code() == grpc.StatusCode.NOT_FOUND and rpc.reason_of(error) == "SOURCE_NOT_FOUND"
 

@@ -197,7 +197,7 @@ TEST_CASE("a damaged tokenizer.json is read or refused") {
 TEST_CASE("a damaged configuration file is read or refused") {
   const std::vector<std::string> corpus = {
       "model: /models/x\nhbm_bytes: 1GiB  # all of it\nlisten: \"[::1]:7000\"\n",
-      R"({"model": "x", "max_sequences": 4, "local_prefill": true})",
+      R"({"model": "x", "max_sequences": 4, "log_prompts": true})",
       "a: &a [x, x]\nb: &b [*a, *a]\nc: |\n  text\n  more\nd: >-\n  folded\n? e\n: !!str f\n",
       "%YAML 1.2\n---\nmodel: 'it''s'\n...\n"};
   Fuzz(10000, corpus,

@@ -95,7 +95,7 @@ NodeSpec DrawNode(SplitMix64& random, Plant plant, const std::string& wanted) {
   const int64_t longest = OneIn(random, 6) ? kLongContext : kShortContext;
   node.engine.max_context = static_cast<uint32_t>(longest);
   node.engine.chunk_tokens = static_cast<uint32_t>(Between(random, 1, 16));
-  node.engine.local_prefill = true;
+  node.engine.local_prefill = LocalPrefill::kAlways;
   node.engine.seed = 1 + random();
   node.engine.transfer_wait = absl::Milliseconds(Between(random, 20, 400));
   node.engine.slow_reader_timeout = absl::Milliseconds(Between(random, 10, 100));

@@ -38,7 +38,7 @@ struct NodeOptions {
   PolicyOptions policy;  // its name and settings; device, pools and shapes are filled in
   // What the engine has in the policy's place: one that watches it. Null: the policy.
   std::function<std::unique_ptr<AttentionPolicy>(AttentionPolicy*)> watch;
-  bool local_prefill = true;
+  LocalPrefill local_prefill = LocalPrefill::kAlways;
   bool run_engine = true;  // false: the test calls Turn() itself
   absl::Duration max_lease = absl::Seconds(60);
   absl::Duration transfer_wait = absl::Seconds(60);

@@ -29,7 +29,7 @@ _GENERATE_EXAMPLES = """examples:
   tools/sluice generate --prefill 127.0.0.1:7100 --decode 127.0.0.1:7000 \\
       --prompt-ids 1,2,3 --max-tokens 16 --json
 
-Without --prefill the decode node computes the prompt itself, if it was started with --local-prefill.
+Without --prefill the decode node computes the prompt itself, if it was started with --local-prefill always.
 --json prints one object: prompt_ids, output_ids, output_text (null without --tokenizer),
 logprobs and top_logprobs (null without --logprobs), finish_reason ("stop" or "length"),
 ttft_seconds (from sending to the first token), itl_seconds (gaps between the tokens).

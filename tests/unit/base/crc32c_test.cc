@@ -26,5 +26,18 @@ TEST_CASE("a crc32c taken in pieces is that of the whole, wherever it is cut") {
   }
 }
 
+TEST_CASE("the crc32c of two pieces is made of theirs, wherever they meet") {
+  SplitMix64 random(TestSeed());
+  std::vector<uint8_t> bytes(70'000);
+  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random());
+  const absl::Span<const uint8_t> all(bytes);
+  for (size_t cut = 0; cut <= all.size(); cut += 1 + random.Below(700)) {
+    INFO("cut at " << cut);
+    const Crc32cJoin join(all.size() - cut);
+    CHECK(join(Crc32c(all.subspan(0, cut)), Crc32c(all.subspan(cut))) == Crc32c(all));
+  }
+  CHECK(Crc32cJoin(0)(Crc32c(all), Crc32c({})) == Crc32c(all));
+}
+
 }  // namespace
 }  // namespace sluice

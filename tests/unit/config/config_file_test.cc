@@ -38,11 +38,9 @@ void CheckBoth(const std::vector<ConfigFileEntry>& entries) {
 }
 
 TEST_CASE("YAML and JSON give the same entries") {
-  CheckBoth(Parsed("# comment\nmodel: 'a: #b'\nthreads: 4   # four\nlocal_prefill: true\n"));
-  CheckBoth(
-      Parsed("{\n  \"model\": \"a: #b\",\n  \"threads\": 4,\n  \"local_prefill\": true\n}\n"));
-  CheckBoth(
-      Parsed("{\n\t\"model\": \"a: #b\",\n\t\"threads\": 4,\n\t\"local_prefill\": true\n}\n"));
+  CheckBoth(Parsed("# comment\nmodel: 'a: #b'\nthreads: 4   # four\nlog_prompts: true\n"));
+  CheckBoth(Parsed("{\n  \"model\": \"a: #b\",\n  \"threads\": 4,\n  \"log_prompts\": true\n}\n"));
+  CheckBoth(Parsed("{\n\t\"model\": \"a: #b\",\n\t\"threads\": 4,\n\t\"log_prompts\": true\n}\n"));
 }
 
 TEST_CASE("JSON escapes are read") {

@@ -74,17 +74,17 @@ TEST_CASE("flags are read with a blank or an equals sign, hyphens or underscores
 }
 
 TEST_CASE("booleans take no value, one after an equals sign, or no-") {
-  const auto local_prefill = [](const std::string& flag) {
-    return Loaded({"--model=m", flag}, {{"SLUICE_LOCAL_PREFILL", "true"}}).config.local_prefill();
+  const auto log_prompts = [](const std::string& flag) {
+    return Loaded({"--model=m", flag}, {{"SLUICE_LOG_PROMPTS", "true"}}).config.log_prompts();
   };
-  CHECK(Loaded({"--model=m", "--local-prefill"}).config.local_prefill());
-  CHECK(Loaded({"--model=m", "--local_prefill=yes"}).config.local_prefill());
-  CHECK_FALSE(local_prefill("--local-prefill=false"));
-  CHECK_FALSE(local_prefill("--no-local-prefill"));
-  CHECK_FALSE(local_prefill("--no_local_prefill"));
-  CHECK(Refusal({"--no-local-prefill=true"}) == "--no-local-prefill takes no value");
-  CHECK(Refusal({"--local-prefill", "false"}) ==
-        "unexpected argument false: write --local-prefill=false");
+  CHECK(Loaded({"--model=m", "--log-prompts"}).config.log_prompts());
+  CHECK(Loaded({"--model=m", "--log_prompts=yes"}).config.log_prompts());
+  CHECK_FALSE(log_prompts("--log-prompts=false"));
+  CHECK_FALSE(log_prompts("--no-log-prompts"));
+  CHECK_FALSE(log_prompts("--no_log_prompts"));
+  CHECK(Refusal({"--no-log-prompts=true"}) == "--no-log-prompts takes no value");
+  CHECK(Refusal({"--log-prompts", "false"}) ==
+        "unexpected argument false: write --log-prompts=false");
   CHECK(
       absl::StartsWith(Refusal({"--no-model"}), "unknown flag --no-model (did you mean --model?)"));
 }
@@ -99,7 +99,7 @@ TEST_CASE("a command line that is wrong says what is wrong") {
   CHECK(absl::StartsWith(Refusal({"--model", "--threads=3"}),
                          "--model needs a value (--model DIR), but is followed by --threads=3"));
   CHECK(Refusal({"--seed=1", "--seed", "2"}) == "--seed is given twice");
-  CHECK(Refusal({"--local-prefill", "--no-local-prefill"}) == "--local-prefill is given twice");
+  CHECK(Refusal({"--log-prompts", "--no-log-prompts"}) == "--log-prompts is given twice");
   CHECK(Refusal({"--config=a", "--config=b"}) == "--config is given twice");
   CHECK(absl::StartsWith(Refusal({"models/x"}), "unexpected argument \"models/x\": settings are"));
   CHECK(absl::StartsWith(Refusal({"-model", "x"}),
@@ -139,16 +139,16 @@ TEST_CASE("unknown keys and variables are refused with the nearest name") {
 TEST_CASE("quoted numbers and booleans in a file are the wrong type, quantities are texts") {
   const TemporaryFile number("{\"model\": \"m\", \"threads\": \"4\"}");
   CHECK(absl::StrContains(Refusal({"--config", number.path()}), "is the quoted text \"4\""));
-  const TemporaryFile boolean("{\"model\": \"m\", \"local_prefill\": \"true\"}");
+  const TemporaryFile boolean("{\"model\": \"m\", \"log_prompts\": \"true\"}");
   CHECK(absl::StrContains(Refusal({"--config", boolean.path()}), "must be true or false"));
   const TemporaryFile good(
       "{\"model\": \"m\", \"hbm_bytes\": \"2GiB\", \"dram_bytes\": 4096, \"lease_seconds\": 1.5, "
-      "\"local_prefill\": true}");
+      "\"log_prompts\": true}");
   const Config config = Loaded({"--config", good.path()}).config;
   CHECK(config.hbm_bytes() == 2147483648);
   CHECK(config.dram_bytes() == 4096);
   CHECK(config.lease_seconds() == 1.5);
-  CHECK(config.local_prefill());
+  CHECK(config.log_prompts());
 }
 
 TEST_CASE("variables of tests, builds and Kubernetes are passed over") {
@@ -225,7 +225,7 @@ TEST_CASE("help and version win over everything else") {
 
 TEST_CASE("the effective configuration reads back as the same one") {
   const LoadResult loaded =
-      Loaded({"--model", "C:\\models\\\"x\" #1: y", "--local-prefill", "--lease-seconds=250ms",
+      Loaded({"--model", "C:\\models\\\"x\" #1: y", "--log-prompts", "--lease-seconds=250ms",
               "--admin-listen=", "--hbm-bytes=1536MiB", "--seed=18446744073709551615"},
              {{"SLUICE_DRAM_BYTES", "123456789"}});
   const std::string yaml = EffectiveConfigYaml("sluice-server", loaded);

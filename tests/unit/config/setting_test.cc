@@ -48,7 +48,7 @@ TEST_CASE("defaults are what the schema says") {
   CHECK(config.max_sequences() == 32);
   CHECK(config.listen() == "127.0.0.1:7000");
   CHECK(config.lease_seconds() == 60.0);
-  CHECK_FALSE(config.local_prefill());
+  CHECK_FALSE(config.log_prompts());
 }
 
 TEST_CASE("every default is written so that it reads back") {
@@ -83,7 +83,7 @@ TEST_CASE("a refused value says what is allowed and what was found") {
   CHECK(Refusal("load_format", "") == "must be one of auto, dummy, but is empty");
   CHECK(Refusal("policy", "Full") ==
         "must be one of full, scout, recall, hgca, ess, offload-naive, oracle, but is \"Full\"");
-  CHECK(Refusal("local_prefill", "maybe") == "must be true or false, but is \"maybe\"");
+  CHECK(Refusal("log_prompts", "maybe") == "must be true or false, but is \"maybe\"");
   CHECK(Refusal("listen", "7000") ==
         "must be host:port with a port from 0 to 65535, but is \"7000\"");
   CHECK(Refusal("listen", "") == "must not be empty");

@@ -392,7 +392,7 @@ TEST_CASE("what a request may not say is refused at the door, by field") {
 
 TEST_CASE("a request id is unique among the living, and local prefill is a choice of the node") {
   NodeOptions options = Options();
-  options.local_prefill = false;
+  options.local_prefill = LocalPrefill::kOnFailure;
   options.max_waiting = 1;
   Node node(options);
   const absl::Status status = SubmitStatus(node, GreedyRequest({1, 2}, 5));
@@ -415,6 +415,43 @@ TEST_CASE("a request id is unique among the living, and local prefill is a choic
   Request canary = GreedyRequest({1}, 2);
   canary.allow_local_prefill = true;
   CHECK(node.Generate(std::move(canary)).ids.size() == 2);
+}
+
+TEST_CASE("a prompt whose caches do not arrive is computed where the node may, and else ends") {
+  const fixtures::GoldenCase& g = Golden(2);
+  const auto tokens = static_cast<uint32_t>(g.prompt.size());
+  const auto pulled = [&](Node& node, bool with_prompt) {
+    const auto reserved = node.transfers().Reserve(node.MakeManifest(g.prompt, tokens, 12));
+    REQUIRE(reserved.ok());
+    Request request = ById(reserved->transfer_id, 12);
+    if (with_prompt) request.prompt = g.prompt;
+    const auto stream = node.Start(std::move(request));
+    CHECK(node.transfers().Fail(reserved->transfer_id,
+                                WithReason(absl::UnavailableError("gone"), "SOURCE_UNREACHABLE")));
+    return Node::Collect(*stream);
+  };
+  NodeOptions options = Options();
+  Metrics metrics;
+  options.metrics = &metrics;
+  options.local_prefill = LocalPrefill::kOnFailure;
+  options.transfer_wait = absl::Milliseconds(200);
+  Node node(options);
+  Node always(Options());
+  const std::vector<int32_t> want = always.Generate(GreedyRequest(g.prompt, 12)).ids;
+  CHECK(pulled(node, true).ids == want);
+  // The time to wait for a transfer is over: the same.
+  Request late = GreedyRequest(g.prompt, 12);
+  late.handoff.rendezvous_key = "never";
+  CHECK(node.Generate(std::move(late)).ids == want);
+  CHECK(metrics.Render().find("sluice_local_prefills_total 2") != std::string::npos);
+  // Without its prompt there is nothing to compute.
+  CHECK(ReasonOf(pulled(node, false).finish.status) == "SOURCE_UNREACHABLE");
+  CHECK(node.Quiescent());
+  options.metrics = nullptr;
+  options.local_prefill = LocalPrefill::kNever;
+  Node never(options);
+  CHECK(ReasonOf(pulled(never, true).finish.status) == "SOURCE_UNREACHABLE");
+  CHECK(never.Quiescent());
 }
 
 TEST_CASE("a sequence that ends while its caches are still on their way leaves nothing behind") {

@@ -192,6 +192,8 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
   for (const std::string_view reason : kReserveReasons) {
     metrics.reserves_refused(reason).Add(++expected);
   }
+  expected = 0;
+  for (const std::string_view reason : kPullReasons) metrics.pulls_failed(reason).Add(++expected);
   metrics.reserves_accepted.Add(12);
   metrics.preemptions.Add(13);
   metrics.resumes.Add(14);
@@ -269,6 +271,11 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
   expected = 0;
   for (const std::string_view reason : kReserveReasons) {
     wanted[absl::StrCat(R"(sluice_reserves_total{outcome="refused",reason=")", std::string(reason),
+                        R"("})")] = ++expected;
+  }
+  expected = 0;
+  for (const std::string_view reason : kPullReasons) {
+    wanted[absl::StrCat(R"(sluice_pulls_total{outcome="failed",reason=")", std::string(reason),
                         R"("})")] = ++expected;
   }
   CHECK(moved == wanted);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/time/clock.h"
+#include "src/base/crc32c.h"
 #include "src/base/error.h"
 
 namespace sluice {
@@ -90,6 +91,49 @@ TEST_CASE("what is computed is held as it was, and given back when it is release
   CHECK(held.Find(id, "") == nullptr);
   // Whoever reads it keeps it, and its bytes are taken until then: `made` and `found` do here.
   CHECK(held.usage().bytes == 4 * kTokenBytes * kLayers);
+}
+
+TEST_CASE("checksums are there of whatever is cut out, a short last block's too") {
+  CacheKind kind;
+  kind.name = "kv";
+  kind.heads = 2;
+  kind.block_tokens = 4;
+  kind.SetEqualParts(2, kTokenBytes);
+  // 11 tokens: blocks of 4, 4 and 3.
+  class Counting : public FakePrefiller {
+   public:
+    explicit Counting(const CacheKind& kind) : kind_(kind) {}
+    absl::StatusOr<PrefillResult> Run(const std::vector<int32_t>&, const SamplingParams&, bool,
+                                      LayerSink& sink, const std::function<bool()>&) override {
+      std::vector<uint8_t> bytes(11 * 2 * kTokenBytes);
+      for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<uint8_t>(7 * i);
+      const absl::Span<const uint8_t> pieces[] = {bytes};
+      const absl::Status taken = sink.Layer(0, kind_, 0, 11, pieces);
+      if (!taken.ok()) return taken;
+      return PrefillResult();
+    }
+
+   private:
+    const CacheKind kind_;
+  } prefiller(kind);
+  HeldPrompts::Options options;
+  options.layout = {1, {kind}};
+  HeldPrompts held(options, &prefiller);
+  HeldPrompts::Wanted wanted;
+  wanted.prompt.assign(11, 1);
+  const auto made = held.Hold(wanted, kNever);
+  REQUIRE(made.ok());
+  const HeldLayer& layer = made->prompt->layers.at(0);
+  const auto of = [&](size_t begin, size_t end) {
+    return Crc32c({layer.bytes.get() + begin * kTokenBytes, (end - begin) * kTokenBytes});
+  };
+  // In tokens of one head: a block of both heads is 8 of them, the last one 6.
+  CHECK(layer.Crc32cOf(kind, 0, 11, 0, 2) == of(0, 22));
+  CHECK(layer.Crc32cOf(kind, 0, 8, 0, 2) == of(0, 16));
+  CHECK(layer.Crc32cOf(kind, 4, 11, 0, 2) == of(8, 22));
+  CHECK(layer.Crc32cOf(kind, 4, 8, 1, 2) == of(12, 16));
+  CHECK(layer.Crc32cOf(kind, 8, 11, 0, 1) == of(16, 19));
+  CHECK(layer.Crc32cOf(kind, 8, 11, 1, 2) == of(19, 22));
 }
 
 TEST_CASE("the bytes of a prompt come back with its last reader") {

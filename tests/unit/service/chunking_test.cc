@@ -82,10 +82,12 @@ TEST_CASE("a chunk overlaps a missing range only where heads and tokens both do"
   chunk.head_end = 3;
   chunk.token_begin = 32;
   chunk.token_end = 64;
-  CHECK(Overlaps(chunk, {0, "kv", 2, 4, 0, 33}));
-  CHECK_FALSE(Overlaps(chunk, {0, "kv", 3, 4, 0, 64}));
-  CHECK_FALSE(Overlaps(chunk, {0, "kv", 0, 4, 64, 96}));
-  CHECK_FALSE(Overlaps(chunk, {0, "kv", 0, 1, 32, 64}));
+  CHECK(Overlaps(0, "kv", chunk, {{0, "kv", 2, 4, 0, 33}}));
+  CHECK_FALSE(Overlaps(0, "kv", chunk, {{0, "kv", 3, 4, 0, 64}}));
+  CHECK_FALSE(Overlaps(1, "kv", chunk, {{0, "kv", 2, 4, 0, 33}}));
+  CHECK_FALSE(Overlaps(0, "index", chunk, {{0, "kv", 2, 4, 0, 33}}));
+  CHECK_FALSE(Overlaps(0, "kv", chunk, {{0, "kv", 0, 4, 64, 96}}));
+  CHECK_FALSE(Overlaps(0, "kv", chunk, {{0, "kv", 0, 1, 32, 64}}));
 }
 
 }  // namespace

@@ -1,0 +1,180 @@
+#include "src/service/puller.h"
+
+#include <catch2/catch.hpp>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/synchronization/mutex.h"
+#include "src/base/clock.h"
+#include "src/base/error.h"
+#include "src/device/cpu/cpu_device.h"
+#include "src/kv/page_pool.h"
+#include "src/metrics/metrics.h"
+#include "src/prefill/held_prompts.h"
+#include "src/service/channels.h"
+#include "src/service/grpc_server.h"
+#include "src/service/ingest_service.h"
+#include "src/service/source_service.h"
+
+namespace sluice {
+namespace {
+
+constexpr int kTokens = 256;
+const std::string kFingerprint(64, 'a');
+
+// 8 MiB a layer: two chunks of 4 MiB, or one.
+CacheLayout Layout() {
+  CacheKind kind;
+  kind.name = "kv";
+  kind.heads = 4;
+  kind.block_tokens = 32;
+  kind.SetEqualParts(2, 8192);
+  return {2, {kind}};
+}
+
+class FakePrefiller : public Prefiller {
+ public:
+  absl::StatusOr<PrefillResult> Run(const std::vector<int32_t>& prompt, const SamplingParams&, bool,
+                                    LayerSink& sink, const std::function<bool()>&) override {
+    const CacheLayout layout = Layout();
+    for (int layer = 0; layer < layout.layers; ++layer) {
+      std::vector<uint8_t> bytes(static_cast<size_t>(layout.BytesFor(kTokens) / layout.layers));
+      for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<uint8_t>(i * 31 + i / 997);
+      const absl::Span<const uint8_t> pieces[] = {bytes};
+      const absl::Status taken =
+          sink.Layer(layer, layout.kinds[0], 0, static_cast<int>(prompt.size()), pieces);
+      if (!taken.ok()) return taken;
+    }
+    return PrefillResult();
+  }
+};
+
+template <typename T>
+T OrFail(absl::StatusOr<T> value) {
+  INFO(value.status().ToString());
+  REQUIRE(value.ok());
+  return *std::move(value);
+}
+
+// A source, and the reading side of a decode node.
+struct Pair {
+  explicit Pair(const std::string& sources = "127.0.0.1") {
+    HeldPrompts::Options hold;
+    hold.layout = Layout();
+    held.emplace(hold, &prefiller);
+    SourceServiceOptions service;
+    service.model_fingerprint = kFingerprint;
+    service.layout = Layout();
+    service.max_chunk_bytes = uint64_t{64} << 20;
+    service.held = &*held;
+    GrpcServer::Options listen;
+    listen.listen = "127.0.0.1:0";
+    server = OrFail(GrpcServer::Start(listen, {NewSourceService(service)}));
+    device = OrFail(NewCpuDevice({"auto", 1}));
+    for (auto* pool : {&dram, &hbm}) {
+      *pool = OrFail(PagePool::Create(
+          "pool", Layout(), OrFail(device->Allocate(MemoryKind::kPinned, 40 << 20, "pool"))));
+    }
+    TransferTable::Options options;
+    options.model_fingerprint = kFingerprint;
+    options.vocab_size = 1000;
+    options.max_context = 4096;
+    options.footprint = [](int64_t context, int64_t) { return Footprint{context, 0}; };
+    table.emplace(options, dram.get(), hbm.get(), RealClock());
+    table->SetWake([this] {
+      absl::MutexLock lock(&mutex);
+      changed = true;
+    });
+    Puller::Options pull;
+    pull.metrics = &metrics;
+    pull.model_fingerprint = kFingerprint;
+    pull.layout = Layout();
+    pull.max_context = pull.max_tokens = 4096;
+    pull.max_chunk_bytes = uint64_t{8} << 20;
+    pull.threads = 2;
+    pull.sources = OrFail(AddressList::Parse(sources));
+    pull.transfers = &*table;
+    pull.channels = &channels;
+    puller.emplace(std::move(pull));
+  }
+
+  Request Wanted() {
+    HeldPrompts::Wanted wanted;
+    wanted.prompt.assign(kTokens, 7);
+    const HeldPrompts::Held made = OrFail(held->Hold(wanted, [] { return false; }));
+    Request request;
+    request.prompt = wanted.prompt;
+    request.sampling.max_tokens = 4;
+    request.handoff.source = {server->address(), made.prompt->source_id, made.prompt->prompt_digest,
+                              kFingerprint};
+    return request;
+  }
+  // As the engine: what the transfer that Begin named comes to.
+  absl::StatusOr<ReadySequence> Read(const HandoffRef& handoff) {
+    const auto id = OrFail(table->Attach(handoff));
+    while (true) {
+      {
+        absl::MutexLock lock(&mutex);
+        mutex.Await(absl::Condition(&changed));
+        changed = false;
+      }
+      absl::StatusOr<std::optional<ReadySequence>> ready = table->TakeReady(id);
+      if (!ready.ok()) return ready.status();
+      if (ready->has_value()) return **std::move(ready);
+    }
+  }
+
+  Metrics metrics;
+  FakePrefiller prefiller;
+  std::optional<HeldPrompts> held;
+  std::unique_ptr<GrpcServer> server;
+  std::unique_ptr<Device> device;
+  std::unique_ptr<PagePool> dram, hbm;
+  absl::Mutex mutex;
+  bool changed = false;
+  std::optional<TransferTable> table;
+  Channels channels{nullptr, MaxChunkMessageBytes(uint64_t{8} << 20)};
+  std::optional<Puller> puller;  // last: its threads use the rest
+};
+
+TEST_CASE("chunks as large as gRPC's own limit of a message arrive whole") {
+  Pair pair;
+  Request request = pair.Wanted();
+  REQUIRE(pair.puller->Begin(&request).ok());
+  CHECK(request.handoff.source.empty());
+  const auto read = pair.Read(request.handoff);
+  INFO(read.status().ToString());
+  REQUIRE(read.ok());
+  CHECK(read->context_length == kTokens);
+  CHECK(read->prompt == request.prompt);
+  pair.puller.reset();  // ends when the source has heard of it
+  CHECK(pair.held->usage().prompts == 0);
+  CHECK(pair.metrics.Render().find("sluice_pulls_total{outcome=\"done\",reason=\"NONE\"} 1") !=
+        std::string::npos);
+}
+
+TEST_CASE("a source that is not named is not called") {
+  Pair pair("prefill-0, 10.0.0.0/8");
+  Request request = pair.Wanted();
+  const absl::Status status = pair.puller->Begin(&request);
+  CHECK(absl::IsPermissionDenied(status));
+  CHECK(ReasonOf(status) == "SOURCE_NOT_ALLOWED");
+  CHECK_FALSE(request.handoff.source.empty());
+  CHECK(pair.table->open_transfers() == 0);
+  CHECK(pair.held->usage().prompts == 1);
+}
+
+TEST_CASE("a prompt that is not there any more ends its transfer, and takes nothing") {
+  Pair pair;
+  Request request = pair.Wanted();
+  CHECK(pair.held->Release(request.handoff.source.source_id, ""));
+  REQUIRE(pair.puller->Begin(&request).ok());
+  const auto read = pair.Read(request.handoff);
+  CHECK(ReasonOf(read.status()) == "SOURCE_NOT_FOUND");
+  CHECK(pair.table->open_transfers() == 0);
+}
+
+}  // namespace
+}  // namespace sluice
