@@ -14,6 +14,7 @@
 #include "absl/time/clock.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
+#include "src/service/access_log.h"
 #include "src/service/access_rules.h"
 #include "src/service/tls_files.h"
 
@@ -21,6 +22,7 @@ namespace sluice {
 namespace {
 
 constexpr absl::string_view kBearer = "Bearer ";
+constexpr size_t kMaxLoggedBytes = 256;
 
 std::string Text(grpc::string_ref text) { return {text.data(), text.size()}; }
 
@@ -49,7 +51,7 @@ std::string AuthorizationOf(const Metadata& metadata) {
 
 class AccessProcessor : public grpc::AuthMetadataProcessor {
  public:
-  explicit AccessProcessor(const Access* access) : access_(access) {}
+  AccessProcessor(const Access* access, AccessLog* log) : access_(access), log_(log) {}
 
   // A look into memory, but for one `stat` now and then.
   bool IsBlocking() const override { return false; }
@@ -60,14 +62,37 @@ class AccessProcessor : public grpc::AuthMetadataProcessor {
     AddIdentities(*context, &shown.identities);
     shown.authorization = AuthorizationOf(metadata);
     const auto path = metadata.find(":path");
-    const absl::Status status =
-        access_->CheckMethod(shown, path == metadata.end() ? "" : Text(path->second));
+    const std::string method = path == metadata.end() ? "" : Text(path->second);
+    const absl::Status status = access_->CheckMethod(shown, method);
+    if (!status.ok() && log_ != nullptr && AccessLog::Keeps(method)) {
+      WriteRefusal(shown, method, status);
+    }
     return grpc::Status(static_cast<grpc::StatusCode>(status.code()),
                         std::string(status.message()));
   }
 
  private:
+  // gRPC tells no peer here. A certificate that the access file does not name is shown by the first
+  // of its names: an authority that this node trusts has vouched for it.
+  void WriteRefusal(const Access::Shown& shown, const std::string& method,
+                    const absl::Status& status) const {
+    const Caller caller = access_->Find(shown).value_or(Nobody());
+    CallFields call;
+    // What a stranger calls a method is as long as metadata may be.
+    call.method = method.substr(0, kMaxLoggedBytes);
+    call.identity = caller.identity;
+    if (!caller.identity.empty()) {
+      call.tenant = caller.tenant;
+    } else if (!shown.identities.empty()) {
+      call.identity = shown.identities.front().substr(0, kMaxLoggedBytes);
+    }
+    call.status = absl::StatusCodeToString(status.code());
+    call.begin = absl::Now();
+    log_->Write(std::move(call));
+  }
+
   const Access* const access_;
+  AccessLog* const log_;
 };
 
 }  // namespace
@@ -195,8 +220,9 @@ Caller Access::CallerOf(const grpc::ServerContextBase& context) const {
   return Find(shown).value_or(Nobody());
 }
 
-std::shared_ptr<grpc::AuthMetadataProcessor> NewAccessProcessor(const Access* access) {
-  return std::make_shared<AccessProcessor>(access);
+std::shared_ptr<grpc::AuthMetadataProcessor> NewAccessProcessor(const Access* access,
+                                                                AccessLog* log) {
+  return std::make_shared<AccessProcessor>(access, log);
 }
 
 }  // namespace sluice

@@ -24,6 +24,8 @@ class AuthMetadataProcessor;
 
 namespace sluice {
 
+class AccessLog;
+
 class Access {
  public:
   // What a caller shows: identities as in caller.h, and the value of its `authorization` header.
@@ -67,7 +69,10 @@ class Access {
   std::function<void(const std::map<std::string, TenantQuota>&)> take_ ABSL_GUARDED_BY(mutex_);
 };
 
-// Asks `access`, which outlives it, for every call before anything of the call is read.
-std::shared_ptr<grpc::AuthMetadataProcessor> NewAccessProcessor(const Access* access);
+// Asks `access`, which outlives it, for every call before anything of the call is read. A call that
+// it refuses reaches no interceptor, so it writes the line of that call itself into `log` (null:
+// none is kept), which outlives it too.
+std::shared_ptr<grpc::AuthMetadataProcessor> NewAccessProcessor(const Access* access,
+                                                                AccessLog* log);
 
 }  // namespace sluice

@@ -10,7 +10,6 @@
 #include <cstring>
 #include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "src/base/error.h"
@@ -81,8 +80,7 @@ class Factory : public ge::ServerInterceptorFactoryInterface {
  public:
   Factory(AccessLog* log, const Access* access) : log_(log), access_(access) {}
   ge::Interceptor* CreateServerInterceptor(ge::ServerRpcInfo* info) override {
-    // Every prober calls these every second.
-    if (absl::StartsWith(info->method(), "/grpc.")) return nullptr;
+    if (!AccessLog::Keeps(info->method())) return nullptr;
     return new Recorder(log_, access_, info);  // gRPC owns it
   }
 

@@ -1,6 +1,7 @@
 // The access log: a JSON line for every call that has ended, of every service but health checks and
-// reflection, refused calls too. Calls hand their record to a bounded queue; a thread of its own
-// writes, so that no call waits for a disk: what finds the queue full is dropped and counted.
+// reflection; of those that access.h refuses too, without a peer. Calls hand their record to a
+// bounded queue; a thread of its own writes, so that no call waits for a disk: what finds the queue
+// full is dropped and counted.
 //
 // A file is appended to, and opened anew when its name leads to another file or to none: a rotation
 // renames it and needs no signal. It is looked at once a second, and a line is on its way within
@@ -11,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -35,6 +37,8 @@ class AccessLog {
   // Writes what is queued.
   ~AccessLog();
 
+  // Every prober calls health checks every second.
+  static bool Keeps(std::string_view method) { return !method.starts_with("/grpc."); }
   void Write(CallFields call);
   // Lines that found the queue full, or could not be written.
   uint64_t dropped() const { return dropped_.load(); }

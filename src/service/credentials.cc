@@ -23,7 +23,8 @@ std::shared_ptr<ge::CertificateProviderInterface> NewProvider(const TlsFiles& fi
 }  // namespace
 
 std::shared_ptr<grpc::ServerCredentials> NewServerCredentials(const TlsFiles& files,
-                                                              const Access* access) {
+                                                              const Access* access,
+                                                              AccessLog* log) {
   if (!files.enabled()) return grpc::InsecureServerCredentials();
   SLUICE_CHECK(access != nullptr);
   ge::TlsServerCredentialsOptions options(NewProvider(files));
@@ -37,7 +38,7 @@ std::shared_ptr<grpc::ServerCredentials> NewServerCredentials(const TlsFiles& fi
                                       : GRPC_SSL_REQUEST_CLIENT_CERTIFICATE_AND_VERIFY);
   }
   const std::shared_ptr<grpc::ServerCredentials> out = ge::TlsServerCredentials(options);
-  out->SetAuthMetadataProcessor(NewAccessProcessor(access));
+  out->SetAuthMetadataProcessor(NewAccessProcessor(access, log));
   return out;
 }
 

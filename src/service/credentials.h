@@ -12,10 +12,12 @@
 namespace sluice {
 
 class Access;
+class AccessLog;
 
-// Without TLS: insecure. `access` (with TLS alone) is asked for every call and outlives the server.
+// Without TLS: insecure. `access` (with TLS alone) is asked for every call; what it refuses is
+// written into `log` (null: none is kept). Both outlive the server.
 std::shared_ptr<grpc::ServerCredentials> NewServerCredentials(const TlsFiles& files,
-                                                              const Access* access);
+                                                              const Access* access, AccessLog* log);
 // For calls to other nodes, which see this node's certificate.
 std::shared_ptr<grpc::ChannelCredentials> NewChannelCredentials(const TlsFiles& files);
 

@@ -45,7 +45,8 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const Options& opt
   (void)plugins;
   grpc::ServerBuilder builder;
   int port = 0;
-  builder.AddListeningPort(address.ToString(), NewServerCredentials(options.tls, options.access),
+  builder.AddListeningPort(address.ToString(),
+                           NewServerCredentials(options.tls, options.access, options.access_log),
                            &port);
   for (const GrpcService& service : services) builder.RegisterService(service.service.get());
   builder.SetMaxReceiveMessageSize(

@@ -11,6 +11,7 @@ from metrics_text import Scrape
 from nodes import BIN, FIXTURES, SCALE, TIMEOUT_S, error_of, greedy, run, tokens_of
 from pki import Pki, node_flags, token_entry, write_access
 from sluice.v1 import admin_pb2, decode_pb2, prefill_pb2
+from sluice_client import rpc
 from transfers import Transfer, committed
 
 MEMBERS = {"time", "level", "message", "method", "peer", "identity", "tenant", "request_id", "x_request_id",
@@ -185,4 +186,15 @@ def test_over_tls_a_line_says_who_called_and_for_whom_and_never_with_what(tiny_m
     line = log.wait_for(request_id=name)
     assert (line["identity"], line["tenant"]) == ("token:alice", "blue")
     assert line["status"] == "NOT_FOUND" and line["reason"] == "TRANSFER_NOT_FOUND"
-    assert token not in log.path.read_text()
+    # Whom the access file refuses has a line as well, whatever he calls his method.
+    wrong, cancel = f"wrong-{uuid.uuid4().hex}", "/sluice.v1.Decode/Cancel"
+    for credentials, method in ((pki.bearer(token), "/sluice.v1.Admin/Resume"), (pki.bearer(wrong), GENERATE),
+                                (pki.credentials("stranger"), cancel), (pki.bearer(wrong), "/x/" + "y" * 4000)):
+        with rpc.open_channel(node.address, credentials) as channel, pytest.raises(grpc.RpcError):
+            channel.unary_unary(method)(b"", timeout=TIMEOUT_S)
+    refused = log.wait_for(method="/sluice.v1.Admin/Resume", status="PERMISSION_DENIED")
+    assert set(refused) == MEMBERS and (refused["identity"], refused["tenant"]) == ("token:alice", "blue")
+    assert log.wait_for(method=GENERATE, status="UNAUTHENTICATED")["identity"] == ""
+    assert log.wait_for(method=cancel, status="PERMISSION_DENIED")["identity"] == "cn:stranger"
+    log.wait_for(method="/x/" + "y" * 253, status="UNAUTHENTICATED")
+    assert token not in log.path.read_text() and wrong not in log.path.read_text()

@@ -12,9 +12,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from nodes import SCALE, SLUICE, TIMEOUT_S, error_of, greedy, run, tokens_of
 from pki import ROLES, Pki, node_flags, token_entry, write_access
 from sluice.v1 import (admin_pb2, admin_pb2_grpc, decode_pb2, decode_pb2_grpc, ingest_pb2,
-                       ingest_pb2_grpc, prefill_pb2, prefill_pb2_grpc)
+                       ingest_pb2_grpc, prefill_pb2, prefill_pb2_grpc, source_pb2, source_pb2_grpc)
 from sluice_client import rpc
 from sluice_client.rpc import Credentials
+from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 Code = grpc.StatusCode
 TOKENS = {role: f"a-token-of-{role}-0123456789abcdef" for role in ROLES}
@@ -59,6 +60,15 @@ DOORS = {
     "Decode.Forget": ({"router"}, decode_pb2.ForgetRequest(sequence_id=UNKNOWN), Code.OK),
     "Prefill.Run": ({"router"}, prefill_pb2.RunRequest(), Code.INVALID_ARGUMENT),
     "Prefill.GetModel": (set(ROLES), prefill_pb2.GetPrefillModelRequest(), Code.OK),
+    "KvSource.Describe": ({"decode"}, source_pb2.DescribeRequest(source_id=UNKNOWN), Code.NOT_FOUND),
+    "KvSource.Read": ({"decode"}, source_pb2.ReadRequest(source_id=UNKNOWN), Code.NOT_FOUND),
+    "KvSource.Renew": ({"decode", "router"}, source_pb2.RenewRequest(source_id=UNKNOWN), Code.NOT_FOUND),
+    "KvSource.Release": ({"decode", "router"}, source_pb2.ReleaseRequest(source_id=UNKNOWN), Code.OK),
+    "VllmEngine.Generate": ({"router"}, vllm_engine_pb2.GenerateRequest(), Code.INVALID_ARGUMENT),
+    "VllmEngine.Abort": ({"router"}, vllm_engine_pb2.AbortRequest(request_ids=["nobody"]), Code.OK),
+    "VllmEngine.GetLoads": ({"router"}, vllm_engine_pb2.GetLoadsRequest(), Code.OK),
+    "VllmEngine.GetModelInfo": (set(ROLES), vllm_engine_pb2.GetModelInfoRequest(), Code.OK),
+    "VllmEngine.GetServerInfo": ({"router"}, vllm_engine_pb2.GetServerInfoRequest(), Code.OK),
     "Admin.GetModel": (set(ROLES), admin_pb2.GetModelRequest(), Code.OK),
     "Admin.GetCapacity": ({"operator", "monitor"}, admin_pb2.GetCapacityRequest(), Code.OK),
     "Admin.ListSequences": ({"operator", "monitor"}, admin_pb2.ListSequencesRequest(), Code.OK),
@@ -69,13 +79,14 @@ DOORS = {
     "Health.Check": (set(ROLES), health_pb2.HealthCheckRequest(), Code.OK),
 }
 STUBS = {"KvIngest": ingest_pb2_grpc.KvIngestStub, "Decode": decode_pb2_grpc.DecodeStub,
-         "Prefill": prefill_pb2_grpc.PrefillStub, "Admin": admin_pb2_grpc.AdminStub,
+         "Prefill": prefill_pb2_grpc.PrefillStub, "KvSource": source_pb2_grpc.KvSourceStub,
+         "VllmEngine": vllm_engine_pb2_grpc.VllmEngineStub, "Admin": admin_pb2_grpc.AdminStub,
          "Health": health_pb2_grpc.HealthStub}
 
 
 def code_of(town, credentials, door: str) -> grpc.StatusCode:
     service, method = door.split(".")
-    node = town.prefill if service == "Prefill" else town.decode
+    node = town.prefill if service in ("Prefill", "KvSource") else town.decode
     request = DOORS[door][1]
     with town.channel(credentials, node) as channel:
         call = getattr(STUBS[service](channel), method)
@@ -226,16 +237,27 @@ def generate_flags(town, credentials) -> list:
             "--cert", credentials.cert, "--key", credentials.key]
 
 
-def test_prefill_hands_over_and_decode_answers_over_tls(town, golden):
+@pytest.mark.parametrize("way", ["push", "pull"])
+def test_prefill_hands_over_and_decode_answers_over_tls(town, golden, way):
     expected = golden("tiny-llama").tokens(0)
     prompt = ",".join(map(str, golden("tiny-llama").prompt(0)))
     done = run(SLUICE, "generate", *generate_flags(town, town.by_certificate["router"]), "--prompt-ids", prompt,
-               "--max-tokens", len(expected), "--ignore-eos", "--json")
+               "--max-tokens", len(expected), "--ignore-eos", "--json", *(["--pull"] if way == "pull" else []))
     assert done.returncode == 0, done.stderr
     assert f'"output_ids": {expected}' in done.stdout
     done = run(SLUICE, "status", "--decode", town.decode.address, "--ca", town.pki.ca, "--json",
                "--token", TOKENS["router"])
     assert done.returncode == 1 and "PERMISSION_DENIED" in done.stderr
+
+
+def test_a_node_without_the_role_to_pull_says_why_it_cannot(town, start, tiny_models, golden):
+    reader = start("sluice-server", tiny_models("tiny-llama"), *node_flags(town.pki, town.access, "router-7"),
+                   credentials=town.pki.credentials("operator-0"))
+    prompt = ",".join(map(str, golden("tiny-llama").prompt(0)))
+    flags = generate_flags(town, town.by_certificate["router"])
+    flags[flags.index("--decode") + 1] = reader.address
+    done = run(SLUICE, "generate", *flags, "--pull", "--prompt-ids", prompt, "--max-tokens", "4", "--json")
+    assert done.returncode == 1 and "needs one of the roles decode; cn:router-7 has router" in done.stderr, done.stderr
 
 
 def test_no_secret_is_in_the_log(town):
@@ -280,8 +302,10 @@ def test_certificates_and_rules_change_under_a_running_stream(town, golden):
         assert urllib.request.urlopen(url, timeout=TIMEOUT_S, context=context).status == 200
         # A broken file changes nothing.
         town.access.write_text("{")
-        time.sleep(1.5)
+        deadline = time.monotonic() + TIMEOUT_S
+        while "the rules before it stay" not in town.decode.log.read_text():  # a call is what looks
+            assert code_of(town, only_new, "Admin.GetModel") == Code.OK and time.monotonic() < deadline
+            time.sleep(0.2)
         assert code_of(town, only_new, "Admin.GetModel") == Code.OK
-        assert "the rules before it stay" in town.decode.log.read_text()
         tokens, finish = tokens_of(stream)
         assert len(first.tokens) + len(tokens) == 3000
