@@ -6,6 +6,7 @@
 #include <array>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <optional>
 #include <vector>
@@ -92,8 +93,9 @@ struct IngestSide {
     request.prompt.assign(prompt, 1);
     request.sampling.max_tokens = 1;
     const absl::Time start = absl::Now();
-    SLUICE_RETURN_IF_ERROR(puller->Begin(&request));
+    SLUICE_ASSIGN_OR_RETURN(const std::function<void()> begin, puller->Begin(&request));
     SLUICE_ASSIGN_OR_RETURN(const TransferTable::AttachId id, table->Attach(request.handoff));
+    begin();
     while (true) {
       {
         absl::MutexLock lock(&mutex);

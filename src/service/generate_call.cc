@@ -4,6 +4,7 @@
 #include <grpcpp/support/status.h>
 
 #include <chrono>
+#include <functional>
 #include <utility>
 
 #include "absl/strings/str_format.h"
@@ -106,14 +107,16 @@ absl::Status GenerateCall::Submit() {
   request.sink = stream;
   if (options_.gate != nullptr) SLUICE_RETURN_IF_ERROR(options_.gate->Admit(*context_, &request));
   const bool pulls = !request.handoff.source.empty();
+  std::function<void()> start_pull;
   if (pulls) {
     SLUICE_CHECK(options_.puller != nullptr);
-    SLUICE_RETURN_IF_ERROR(options_.puller->Begin(&request));
+    SLUICE_ASSIGN_OR_RETURN(start_pull, options_.puller->Begin(&request));
   }
   const std::string transfer_id = request.handoff.transfer_id;
   const absl::StatusOr<SequenceId> sequence = options_.generator->Submit(std::move(request));
   if (!sequence.ok() && pulls) options_.puller->Abandon(transfer_id);
   SLUICE_RETURN_IF_ERROR(sequence.status());
+  if (pulls) start_pull();
   sequence_ = *sequence;
   stream_ = std::move(stream);
   return absl::OkStatus();

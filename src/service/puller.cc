@@ -204,7 +204,7 @@ void Puller::Watch() {
   }
 }
 
-absl::Status Puller::Begin(Request* request) {
+absl::StatusOr<std::function<void()>> Puller::Begin(Request* request) {
   const SourceRef source = request->handoff.source;
   SLUICE_RETURN_IF_ERROR(CheckSourceRef(source, "source"));
   const absl::StatusOr<HostPort> address = ParseHostPort(source.address);
@@ -269,16 +269,19 @@ absl::Status Puller::Begin(Request* request) {
     pull->bytes +=
         kind.bytes_per_token * kind.heads * pull->context_length * options_.layout.layers;
   }
-  if (!workers_->TryPost([this, pull] { Run(pull); })) {
-    Abandon(reserved.transfer_id);
-    return ResourceExhausted("PULLS_FULL",
-                             absl::StrCat("more than ", options_.max_queued,
-                                          " prompts wait to be read: try again, or another node"),
-                             absl::Seconds(1));
-  }
   request->handoff.source = {};
   request->handoff.transfer_id = reserved.transfer_id;
-  return absl::OkStatus();
+  return [this, pull] { Start(pull); };
+}
+
+void Puller::Start(const std::shared_ptr<Pull>& pull) {
+  if (workers_->TryPost([this, pull] { Run(pull); })) return;
+  options_.transfers->Fail(
+      pull->transfer_id,
+      ResourceExhausted("PULLS_FULL",
+                        absl::StrCat("more than ", options_.max_queued,
+                                     " prompts wait to be read: try again, or another node"),
+                        absl::Seconds(1)));
 }
 
 void Puller::Abandon(const std::string& transfer_id) {

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <memory>
 #include <string>
@@ -13,6 +14,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "src/kv/cache_layout.h"
@@ -55,25 +57,28 @@ class Puller {
   // Ends the pulls that run and wait; may take call_timeout.
   ~Puller();
 
-  // For a request whose handoff has a source: opens a transfer for it, begins to pull, and puts the
-  // transfer's id in the source's place. An error means that nothing was begun:
+  // For a request whose handoff has a source: opens a transfer for it and puts the transfer's id in
+  // the source's place. What it returns begins to pull: for when the request was submitted, so that
+  // a pull that fails at once finds its Generate. An error means that nothing was begun:
   //   INVALID_ARGUMENT     the reference or the prompt is wrong, or not the one that is held
   //   PERMISSION_DENIED    the source is none of Options::sources (SOURCE_NOT_ALLOWED)
   //   FAILED_PRECONDITION  another model's caches (FINGERPRINT_MISMATCH)
-  //   RESOURCE_EXHAUSTED   no room for the caches, or too many pulls wait (PULLS_FULL)
+  //   RESOURCE_EXHAUSTED   no room for the caches
   // Later the Generate may end with
+  //   RESOURCE_EXHAUSTED   too many pulls wait (PULLS_FULL)
   //   NOT_FOUND            the source does not hold it any more (SOURCE_NOT_FOUND)
   //   FAILED_PRECONDITION  it holds another prompt or other caches (SOURCE_MISMATCH)
   //   DATA_LOSS            its chunks do not fit their checksums, twice
   //   DEADLINE_EXCEEDED    it sent nothing for idle_timeout, twice (SOURCE_SILENT)
   //   UNAVAILABLE          it cannot be reached, or broke off twice (SOURCE_UNREACHABLE)
-  absl::Status Begin(Request* request);
+  absl::StatusOr<std::function<void()>> Begin(Request* request);
   // For a caller that begins and then does not submit.
   void Abandon(const std::string& transfer_id);
 
  private:
   struct Pull;
   class Stream;
+  void Start(const std::shared_ptr<Pull>& pull);
   void Run(const std::shared_ptr<Pull>& pull);
   absl::Status Attempt(Pull& pull, bool again);
   absl::Status Describe(Pull& pull);

@@ -14,7 +14,7 @@ from nodes import BIN, SCALE, SLUICE, TIMEOUT_S, error_of, greedy, run, sluice_j
 from sluice.v1 import decode_pb2, prefill_pb2, source_pb2, source_pb2_grpc
 from sluice_client import rpc
 
-IDLE_S = 0.5 * SCALE
+IDLE_S = 1.0 * SCALE
 
 
 def digest_of(ids) -> str:
@@ -135,9 +135,10 @@ def test_a_full_node_says_when_to_come_again(model, g, start):
 
 
 def test_a_lease_that_is_not_renewed_ends(start, model, decode, g):
-    short = start("sluice-prefill", model, "--hold-seconds", "300ms")
+    lease_s = 1.0 * SCALE  # far more than a busy machine leaves between two renewals
+    short = start("sluice-prefill", model, "--hold-seconds", f"{lease_s}s")
     source, kept = hold(short, g.prompt), hold(short, g.prompt)
-    end = time.monotonic() + 0.9
+    end = time.monotonic() + 2 * lease_s
     while time.monotonic() < end:
         source_stub(short).Renew(source_pb2.RenewRequest(source_id=kept.source_id), timeout=TIMEOUT_S)
         time.sleep(0.05)

@@ -112,8 +112,10 @@ struct Pair {
     return request;
   }
   // As the engine: what the transfer that Begin named comes to.
-  absl::StatusOr<ReadySequence> Read(const HandoffRef& handoff) {
-    const auto id = OrFail(table->Attach(handoff));
+  absl::StatusOr<ReadySequence> Read(Request* request) {
+    const auto begin = OrFail(puller->Begin(request));
+    const auto id = OrFail(table->Attach(request->handoff));
+    begin();
     while (true) {
       {
         absl::MutexLock lock(&mutex);
@@ -142,9 +144,8 @@ struct Pair {
 TEST_CASE("chunks as large as gRPC's own limit of a message arrive whole") {
   Pair pair;
   Request request = pair.Wanted();
-  REQUIRE(pair.puller->Begin(&request).ok());
+  const auto read = pair.Read(&request);
   CHECK(request.handoff.source.empty());
-  const auto read = pair.Read(request.handoff);
   INFO(read.status().ToString());
   REQUIRE(read.ok());
   CHECK(read->context_length == kTokens);
@@ -158,7 +159,7 @@ TEST_CASE("chunks as large as gRPC's own limit of a message arrive whole") {
 TEST_CASE("a source that is not named is not called") {
   Pair pair("prefill-0, 10.0.0.0/8");
   Request request = pair.Wanted();
-  const absl::Status status = pair.puller->Begin(&request);
+  const absl::Status status = pair.puller->Begin(&request).status();
   CHECK(absl::IsPermissionDenied(status));
   CHECK(ReasonOf(status) == "SOURCE_NOT_ALLOWED");
   CHECK_FALSE(request.handoff.source.empty());
@@ -170,8 +171,7 @@ TEST_CASE("a prompt that is not there any more ends its transfer, and takes noth
   Pair pair;
   Request request = pair.Wanted();
   CHECK(pair.held->Release(request.handoff.source.source_id, ""));
-  REQUIRE(pair.puller->Begin(&request).ok());
-  const auto read = pair.Read(request.handoff);
+  const auto read = pair.Read(&request);
   CHECK(ReasonOf(read.status()) == "SOURCE_NOT_FOUND");
   CHECK(pair.table->open_transfers() == 0);
 }
