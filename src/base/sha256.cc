@@ -27,4 +27,10 @@ std::string Sha256::Hex() {
   return absl::BytesToHexString({reinterpret_cast<const char*>(digest), size});
 }
 
+std::string Sha256Hex(std::string_view bytes) {
+  Sha256 sha;
+  sha.Update(bytes.data(), bytes.size());
+  return sha.Hex();
+}
+
 }  // namespace sluice

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <memory>
 #include <string>
+#include <string_view>
 
 namespace sluice {
 
@@ -14,12 +15,15 @@ class Sha256 {
   Sha256(const Sha256&) = delete;
   Sha256& operator=(const Sha256&) = delete;
   void Update(const void* data, size_t bytes);
-  // 64 hexadecimal digits, of everything since the object was made. Once.
+  // As Sha256Hex, of everything since the object was made. Once.
   std::string Hex();
 
  private:
   struct Context;
   std::unique_ptr<Context> context_;
 };
+
+// 64 hexadecimal digits, in lower case.
+std::string Sha256Hex(std::string_view bytes);
 
 }  // namespace sluice

@@ -1,7 +1,6 @@
 #include "src/facade/tokenizer_archive.h"
 
 #include <isa-l/crc.h>
-#include <openssl/evp.h>
 
 #include <array>
 #include <cstdint>
@@ -11,10 +10,10 @@
 #include <string>
 #include <vector>
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "src/base/json_file.h"
+#include "src/base/sha256.h"
 #include "src/base/status_macros.h"
 
 namespace sluice {
@@ -89,15 +88,6 @@ class ZipWriter {
   std::string directory_;
   uint32_t members_ = 0;
 };
-
-std::string Sha256Hex(const std::string& bytes) {
-  std::array<unsigned char, EVP_MAX_MD_SIZE> digest;
-  unsigned int size = 0;
-  SLUICE_CHECK(
-      EVP_Digest(bytes.data(), bytes.size(), digest.data(), &size, EVP_sha256(), nullptr) == 1);
-  return absl::BytesToHexString(
-      absl::string_view(reinterpret_cast<const char*>(digest.data()), size));
-}
 
 }  // namespace
 

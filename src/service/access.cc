@@ -13,6 +13,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "src/base/logging.h"
+#include "src/base/sha256.h"
 #include "src/base/status_macros.h"
 #include "src/service/access_log.h"
 #include "src/service/access_rules.h"
@@ -159,7 +160,7 @@ absl::StatusOr<Caller> Access::Find(const Shown& shown) const {
   if (!shown.authorization.empty()) {
     const absl::string_view value = shown.authorization;
     if (absl::StartsWithIgnoreCase(value, kBearer)) {
-      const auto found = rules->tokens.find(Sha256(shown.authorization.substr(kBearer.size())));
+      const auto found = rules->tokens.find(Sha256Hex(shown.authorization.substr(kBearer.size())));
       if (found != rules->tokens.end()) return found->second;
     }
     return absl::UnauthenticatedError(

@@ -1,14 +1,12 @@
 #include "src/service/access_file.h"
 
-#include <openssl/sha.h>
-
 #include <algorithm>
 #include <array>
 #include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <utility>
 
-#include "absl/strings/escaping.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "src/base/json_file.h"
 #include "src/base/nearest_name.h"
@@ -106,7 +104,7 @@ absl::StatusOr<std::pair<std::string, Caller>> ReadToken(const std::string& wher
   }
   SLUICE_ASSIGN_OR_RETURN(Caller caller, ReadCaller(where, entry));
   caller.identity = absl::StrCat("token:", name);
-  return std::pair(absl::HexStringToBytes(hex), std::move(caller));
+  return std::pair(absl::AsciiStrToLower(hex), std::move(caller));
 }
 
 absl::StatusOr<uint64_t> Count(const std::string& where, const json& object, const char* key) {
@@ -207,13 +205,6 @@ bool MatchesPattern(std::string_view pattern, std::string_view text) {
   }
   while (p < pattern.size() && pattern[p] == '*') ++p;
   return p == pattern.size();
-}
-
-std::string Sha256(std::string_view text) {
-  std::string out(SHA256_DIGEST_LENGTH, '\0');
-  SHA256(reinterpret_cast<const unsigned char*>(text.data()), text.size(),
-         reinterpret_cast<unsigned char*>(out.data()));
-  return out;
 }
 
 }  // namespace sluice

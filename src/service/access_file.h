@@ -33,7 +33,7 @@ struct AccessRules {
     Caller caller;  // without identity
   };
   std::vector<Certificate> certificates;
-  absl::flat_hash_map<std::string, Caller> tokens;  // by SHA-256, 32 bytes
+  absl::flat_hash_map<std::string, Caller> tokens;  // by Sha256Hex
   std::map<std::string, TenantQuota> tenants;
 };
 
@@ -46,8 +46,5 @@ absl::StatusOr<AccessRules> ParseAccessRules(const std::string& text, const std:
 
 // Whether `text` is `pattern`, in which * stands for any number of any characters.
 bool MatchesPattern(std::string_view pattern, std::string_view text);
-
-// 32 bytes.
-std::string Sha256(std::string_view text);
 
 }  // namespace sluice

@@ -1,16 +1,14 @@
 // Weights of models with latent attention: e4m3 with scales, experts, layers that are not read.
-#include <openssl/evp.h>
-
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <functional>
 #include <random>
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "kernels/e4m3.h"
 #include "kernels/weight_formula.h"
 #include "src/base/dtype.h"
+#include "src/base/sha256.h"
 #include "src/model/checkpoint.h"
 #include "src/model/fingerprint.h"
 #include "src/model/tensor_list.h"
@@ -32,13 +30,6 @@ std::vector<float> Floats(const MatrixView& view) {
     view.FloatRow(row, out.data() + row * view.cols());
   }
   return out;
-}
-
-std::string Sha256(const std::string& bytes) {
-  unsigned char digest[EVP_MAX_MD_SIZE];
-  unsigned int size = 0;
-  REQUIRE(EVP_Digest(bytes.data(), bytes.size(), digest, &size, EVP_sha256(), nullptr) == 1);
-  return absl::BytesToHexString({reinterpret_cast<const char*>(digest), size});
 }
 
 std::vector<RawTensor> Tensors(const std::string& model) {
@@ -83,7 +74,7 @@ void CheckRefused(const Opened& opened, const std::vector<std::string>& words) {
 
 TEST_CASE("latent fixtures are byte for byte what their golden outputs were computed from") {
   const auto digest = [](const std::string& name) {
-    return Sha256(fixtures::ReadFile(fixtures::ModelDir(name) + "/model.safetensors").value());
+    return Sha256Hex(fixtures::ReadFile(fixtures::ModelDir(name) + "/model.safetensors").value());
   };
   CHECK(digest(kBFloat16Model) ==
         "f347ab5d71c3dfc1b8051693e3e15c64e3246763ccf7082385e810ed17161214");
