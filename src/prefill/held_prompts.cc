@@ -152,6 +152,7 @@ absl::StatusOr<HeldPrompts::Held> HeldPrompts::Hold(const Wanted& wanted,
   });
   held->source_id = absl::StrFormat("%016x%016x", RandomU64(), RandomU64());
   held->tenant = wanted.tenant;
+  held->request_id = wanted.request_id;
   held->prompt_digest = PromptDigest(wanted.prompt);
   held->context_length = static_cast<uint32_t>(tokens);
   Collector collector(options_, held.get());
@@ -204,6 +205,21 @@ bool HeldPrompts::Release(const std::string& source_id, const std::string& tenan
   last = std::move(found->second.prompt);
   entries_.erase(found);
   return true;
+}
+
+bool HeldPrompts::ReleaseRequest(const std::string& request_id) {
+  if (request_id.empty()) return false;
+  std::vector<std::shared_ptr<const HeldPrompt>> last;  // go after the lock
+  absl::MutexLock lock(&mutex_);
+  for (auto it = entries_.begin(); it != entries_.end();) {
+    if (it->second.prompt->request_id != request_id) {
+      ++it;
+      continue;
+    }
+    last.push_back(std::move(it->second.prompt));
+    it = entries_.erase(it);
+  }
+  return !last.empty();
 }
 
 HeldPrompts::Usage HeldPrompts::usage() const {

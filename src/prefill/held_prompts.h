@@ -43,6 +43,7 @@ struct HeldLayer {
 struct HeldPrompt {
   std::string source_id;  // 32 hexadecimal digits
   std::string tenant;
+  std::string request_id;  // of whom it was computed for; empty: nobody can name it
   std::string prompt_digest;
   uint32_t context_length = 0;
   std::vector<HeldLayer> layers;  // in the order in which they were computed
@@ -69,6 +70,7 @@ class HeldPrompts {
     SamplingParams sampling;  // of the first token
     bool want_first_token = false;
     std::string tenant;
+    std::string request_id;
   };
   struct Held {
     std::shared_ptr<const HeldPrompt> prompt;
@@ -87,6 +89,8 @@ class HeldPrompts {
                                       absl::Duration lease);
   // Whether it was held. Its memory goes back with its last reader.
   bool Release(const std::string& source_id, const std::string& tenant);
+  // The same for what was computed for a request; looks through all that is held.
+  bool ReleaseRequest(const std::string& request_id);
 
   struct Usage {
     size_t prompts = 0;

@@ -77,7 +77,9 @@ void HoldingGenerator::CancelRequest(const std::string& request_id, absl::Status
     found = prompt != prompts_.end();
     if (found) prompt->second->Cancel(why);
   }
-  done(found);
+  // After that: a prompt that is held in between finds itself cancelled and lets go.
+  const bool released = options_.held->ReleaseRequest(request_id);
+  done(found || released);
 }
 
 void HoldingGenerator::Run(const std::shared_ptr<Prompt>& prompt) {
@@ -113,6 +115,7 @@ absl::Status HoldingGenerator::Hold(Prompt& prompt, FinishInfo* end) {
   wanted.sampling = prompt.request.sampling;
   wanted.want_first_token = true;
   wanted.tenant = prompt.request.handoff.tenant;
+  wanted.request_id = prompt.request.request_id;
   absl::StatusOr<HeldPrompts::Held> held = options_.held->Hold(wanted, cancelled);
   // What it ended with, where it ended because it was cancelled.
   if (prompt.cancelled.load()) {

@@ -1,5 +1,7 @@
 // A prefill node as a Generator: its sequences are prompts that are computed and held for a decode
-// node, and end after one token with where they are held (FinishInfo::source). Thread-safe.
+// node, and end after one token with where they are held (FinishInfo::source). What is held stays a
+// request's own: to cancel it by its name gives the caches back, though the sequence has ended, for
+// a router's Abort names a request at both nodes whichever leg it is in. Thread-safe.
 #pragma once
 
 #include <cstddef>

@@ -173,7 +173,7 @@ class PrefillService final : public v1::Prefill::CallbackService {
   // Computes the prompt and keeps it here; the answer says where.
   absl::Status Hold(const Handoff::Options& options, v1::RunResponse* response) {
     HeldPrompts::Wanted wanted{options.prompt, options.sampling, options.want_first_token,
-                               options.reserve.manifest().tenant()};
+                               options.reserve.manifest().tenant(), /*request_id=*/""};
     SLUICE_ASSIGN_OR_RETURN(const HeldPrompts::Held held,
                             options_.held->Hold(wanted, options.cancelled));
     const SourceRef source{options_.address(), held.prompt->source_id, held.prompt->prompt_digest,

@@ -124,6 +124,18 @@ def test_a_bad_prefill_leg_names_its_fault(prefill, sampling, fields, field):
     first_leg(prefill, [5, 6])  # the next one works
 
 
+def test_an_abort_between_the_legs_gives_back_what_is_held(prefill, golden):
+    prompt = golden("tiny-llama").prompt(1)
+    wanted, other = (json.loads(first_leg(prefill, prompt, request_id=name).kv_transfer_params_json)["source_id"]
+                     for name in ("between-the-legs", "another"))
+    stub(prefill).Abort(pb.AbortRequest(request_ids=["between-the-legs", "never-was"]), timeout=TIMEOUT_S)
+    source = source_pb2_grpc.KvSourceStub(prefill.channel)
+    error = error_of(lambda: source.Describe(source_pb2.DescribeRequest(source_id=wanted), timeout=TIMEOUT_S))
+    assert error.code() == grpc.StatusCode.NOT_FOUND
+    source.Describe(source_pb2.DescribeRequest(source_id=other), timeout=TIMEOUT_S)
+    source.Release(source_pb2.ReleaseRequest(source_id=other), timeout=TIMEOUT_S)
+
+
 def test_an_abort_ends_a_prefill_leg(prefill):
     stream = stub(prefill).Generate(request(
         [(7 * i) % 500 for i in range(4000)], {"max_tokens": 1, "ignore_eos": True}, request_id="to-abort",

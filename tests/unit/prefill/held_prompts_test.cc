@@ -184,6 +184,27 @@ TEST_CASE("room is asked for before anything is computed") {
   CHECK(prefiller.runs == 3);
 }
 
+TEST_CASE("what was computed for a request goes with it, however often it was") {
+  FakePrefiller prefiller;
+  HeldPrompts held(SomeOptions(), &prefiller);
+  std::vector<std::string> ids;
+  for (const char* name : {"mine", "", "mine"}) {
+    HeldPrompts::Wanted wanted = Four();
+    wanted.request_id = name;
+    const auto made = held.Hold(wanted, kNever);
+    REQUIRE(made.ok());
+    ids.push_back(made->prompt->source_id);
+  }
+  CHECK_FALSE(held.ReleaseRequest("min"));
+  CHECK_FALSE(held.ReleaseRequest(""));
+  CHECK(held.usage().prompts == 3);
+  CHECK(held.ReleaseRequest("mine"));
+  CHECK_FALSE(held.ReleaseRequest("mine"));
+  CHECK(held.Find(ids[1], "") != nullptr);
+  CHECK(held.usage().prompts == 1);
+  CHECK(held.usage().bytes == 4 * kTokenBytes * kLayers);
+}
+
 TEST_CASE("a prompt that is not computed to its end leaves nothing") {
   FakePrefiller prefiller;
   HeldPrompts held(SomeOptions(), &prefiller);
