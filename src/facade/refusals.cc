@@ -19,6 +19,10 @@ absl::Status CheckNoUnknownFields(const std::string& path,
                                    ", which this server does not know"));
 }
 
+absl::Status NotSupported(const std::string& field, const std::string& why) {
+  return InvalidField(field, absl::StrCat("is not supported: ", why));
+}
+
 absl::Status InWordsOf(const FieldNames& names, const absl::Status& status) {
   const std::optional<std::string> field = FieldOf(status);
   if (!field.has_value()) return status;

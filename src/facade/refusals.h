@@ -16,6 +16,9 @@ namespace sluice {
 absl::Status CheckNoUnknownFields(const std::string& path,
                                   const google::protobuf::Message& message);
 
+// INVALID_ARGUMENT: the field "is not supported: WHY".
+absl::Status NotSupported(const std::string& field, const std::string& why);
+
 // `status` with its field in a façade's words: the first of `names` whose `first` the field is or
 // begins with (a path's part ends at a dot or bracket) is replaced by its `second`.
 using FieldNames = std::vector<std::pair<std::string, std::string>>;

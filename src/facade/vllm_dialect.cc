@@ -10,6 +10,7 @@
 #include "src/base/status_macros.h"
 #include "src/facade/handoff_json.h"
 #include "src/facade/refusals.h"
+#include "src/facade/smg_dialect.h"
 #include "src/service/proto_conversion.h"
 
 namespace sluice {
@@ -43,29 +44,25 @@ const char* NameOf(ve::SamplingParams::ConstraintCase constraint) {
   return "";
 }
 
-absl::Status Unsupported(const std::string& field, const std::string& why) {
-  return InvalidField(field, absl::StrCat("is not supported: ", why));
-}
-
 absl::Status CheckSupported(const ve::SamplingParams& params) {
   SLUICE_RETURN_IF_ERROR(CheckNoUnknownFields("sampling_params", params));
   const bool off =
       params.constraint_case() == ve::SamplingParams::kJsonObject && !params.json_object();
   if (params.constraint_case() != ve::SamplingParams::CONSTRAINT_NOT_SET && !off) {
-    return Unsupported(absl::StrCat("sampling_params.", NameOf(params.constraint_case())),
-                       "this server does not constrain decoding; ask for the form in the prompt");
+    return NotSupported(absl::StrCat("sampling_params.", NameOf(params.constraint_case())),
+                        "this server does not constrain decoding; ask for the form in the prompt");
   }
   if (params.grammar_from_first_token()) {
-    return Unsupported("sampling_params.grammar_from_first_token",
-                       "this server does not constrain decoding");
+    return NotSupported("sampling_params.grammar_from_first_token",
+                        "this server does not constrain decoding");
   }
   if (params.has_prompt_logprobs()) {
-    return Unsupported("sampling_params.prompt_logprobs",
-                       "a prompt's caches come without its log-probabilities");
+    return NotSupported("sampling_params.prompt_logprobs",
+                        "a prompt's caches come without its log-probabilities");
   }
   if (params.has_truncate_prompt_tokens()) {
-    return Unsupported("sampling_params.truncate_prompt_tokens",
-                       "cut the prompt before it is sent");
+    return NotSupported("sampling_params.truncate_prompt_tokens",
+                        "cut the prompt before it is sent");
   }
   if (params.has_logprobs() && params.logprobs() < 0) {
     return InvalidField("sampling_params.logprobs",
@@ -77,20 +74,20 @@ absl::Status CheckSupported(const ve::SamplingParams& params) {
 absl::Status CheckSupported(const ve::GenerateRequest& request) {
   SLUICE_RETURN_IF_ERROR(CheckNoUnknownFields("", request));
   if (request.input_case() == ve::GenerateRequest::kText) {
-    return Unsupported("text", "this server has no tokenizer; send tokenized.input_ids");
+    return NotSupported("text", "this server has no tokenizer; send tokenized.input_ids");
   }
   SLUICE_RETURN_IF_ERROR(CheckNoUnknownFields("tokenized", request.tokenized()));
   if (request.tokenized().input_ids().empty()) {
     return InvalidField("tokenized.input_ids", "is empty");
   }
-  if (request.has_mm_inputs()) return Unsupported("mm_inputs", "the model takes text alone");
+  if (request.has_mm_inputs()) return NotSupported("mm_inputs", "the model takes text alone");
   if (request.extra_mm_inputs_size() > 0) {
-    return Unsupported("extra_mm_inputs", "the model takes text alone");
+    return NotSupported("extra_mm_inputs", "the model takes text alone");
   }
-  if (request.has_media_refs()) return Unsupported("media_refs", "the model takes text alone");
+  if (request.has_media_refs()) return NotSupported("media_refs", "the model takes text alone");
   if (request.has_kv_transfer_params()) {
-    return Unsupported("kv_transfer_params",
-                       "another connector's; this one's is kv_transfer_params_json");
+    return NotSupported("kv_transfer_params",
+                        "another connector's; this one's is kv_transfer_params_json");
   }
   if (request.data_parallel_rank() != 0) {
     return InvalidField("data_parallel_rank",
@@ -128,19 +125,7 @@ absl::StatusOr<SamplingParams> SamplingOf(const ve::SamplingParams& params) {
   return FromProto(out);
 }
 
-void AddLogprobs(absl::Span<const OutputToken> tokens, ve::OutputLogProbs* out) {
-  for (const OutputToken& token : tokens) {
-    out->add_token_logprobs(token.logprob.value_or(0));
-    out->add_token_ids(static_cast<uint32_t>(token.id));
-    ve::TopLogProbs* top = out->add_top_logprobs();
-    for (const auto& [id, logprob] : token.top_logprobs) {
-      top->add_values(logprob);
-      top->add_token_ids(static_cast<uint32_t>(id));
-    }
-  }
-}
-
-class VllmDialect final : public GenerateDialectOf<ve::GenerateResponse> {
+class VllmDialect final : public SmgDialect<ve::GenerateResponse> {
  public:
   VllmDialect(NodeInfo::Role role, const ve::GenerateRequest& request,
               const GenerateOptions& options)
@@ -160,9 +145,7 @@ class VllmDialect final : public GenerateDialectOf<ve::GenerateResponse> {
     } else {
       SLUICE_RETURN_IF_ERROR(ReadDecodeLeg(json, &out));
     }
-    streamed_ = request_.stream();
-    logprobs_ = out.sampling.logprobs.has_value();
-    prompt_tokens_ = static_cast<uint32_t>(out.prompt.size());
+    ReadBy(out, request_.stream());
     return out;
   }
 
@@ -173,46 +156,6 @@ class VllmDialect final : public GenerateDialectOf<ve::GenerateResponse> {
                         "NO_HANDOFF");
     }
     return InWordsOf(VllmNames(), status);
-  }
-  void Begin(const std::string& /*request_id*/) override {}
-
-  bool SetTokens(absl::Span<const OutputToken> tokens) override {
-    completed_ += static_cast<uint32_t>(tokens.size());
-    for (const OutputToken& token : tokens) ids_.push_back(static_cast<uint32_t>(token.id));
-    if (!streamed_) {
-      if (logprobs_) AddLogprobs(tokens, &all_logprobs_);
-      return false;
-    }
-    message()->Clear();
-    ve::GenerateStreamChunk* chunk = message()->mutable_chunk();
-    for (const OutputToken& token : tokens) chunk->add_token_ids(static_cast<uint32_t>(token.id));
-    chunk->set_prompt_tokens(prompt_tokens_);
-    chunk->set_completion_tokens(completed_);
-    if (logprobs_) AddLogprobs(tokens, chunk->mutable_output_logprobs());
-    return true;
-  }
-  bool EndHasTokens() const override { return false; }
-
-  bool SetEnd(const FinishInfo& end, bool /*add*/) override {
-    const bool aborted = ReasonOf(end.status) == "CANCEL_CALL";
-    if (end.reason == FinishInfo::Reason::kError && !aborted) return false;
-    message()->Clear();
-    ve::GenerateComplete* complete = message()->mutable_complete();
-    complete->mutable_output_ids()->Add(ids_.begin(), ids_.end());
-    complete->set_finish_reason(aborted                                   ? "abort"
-                                : end.reason == FinishInfo::Reason::kStop ? "stop"
-                                                                          : "length");
-    complete->set_prompt_tokens(prompt_tokens_);
-    complete->set_completion_tokens(completed_);
-    complete->set_cached_tokens(end.cached_tokens);
-    if (logprobs_ && !streamed_) complete->mutable_output_logprobs()->Swap(&all_logprobs_);
-    if (!end.source.empty()) complete->set_kv_transfer_params_json(ToJson(end.source));
-    if (end.stop_string.has_value()) {
-      complete->set_matched_stop_str(*end.stop_string);
-    } else if (end.stop_token_id.has_value()) {
-      complete->set_matched_token_id(static_cast<uint32_t>(*end.stop_token_id));
-    }
-    return true;
   }
 
  private:
@@ -226,15 +169,13 @@ class VllmDialect final : public GenerateDialectOf<ve::GenerateResponse> {
     return absl::OkStatus();
   }
 
+  void AddToLast(ve::GenerateComplete* complete, const FinishInfo& end) const override {
+    if (!end.source.empty()) complete->set_kv_transfer_params_json(ToJson(end.source));
+  }
+
   const NodeInfo::Role role_;
   const ve::GenerateRequest& request_;  // gRPC's, as long as the call
   const GenerateOptions& options_;
-  bool streamed_ = false;
-  bool logprobs_ = false;
-  uint32_t prompt_tokens_ = 0;
-  uint32_t completed_ = 0;
-  std::vector<uint32_t> ids_;        // all tokens so far
-  ve::OutputLogProbs all_logprobs_;  // where nothing is streamed
 };
 
 }  // namespace

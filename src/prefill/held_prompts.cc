@@ -155,6 +155,7 @@ absl::StatusOr<HeldPrompts::Held> HeldPrompts::Hold(const Wanted& wanted,
   held->request_id = wanted.request_id;
   held->prompt_digest = PromptDigest(wanted.prompt);
   held->context_length = static_cast<uint32_t>(tokens);
+  held->kept_with = wanted.keep;
   Collector collector(options_, held.get());
   SLUICE_ASSIGN_OR_RETURN(PrefillResult result,
                           prefiller_->Run(wanted.prompt, wanted.sampling, wanted.want_first_token,

@@ -50,6 +50,7 @@ struct HeldPrompt {
   uint64_t bytes = 0;             // of them
   SelectionHints hints;
   std::optional<OutputToken> first_token;
+  std::shared_ptr<const void> kept_with;  // see Wanted
 };
 
 class HeldPrompts {
@@ -71,6 +72,8 @@ class HeldPrompts {
     bool want_first_token = false;
     std::string tenant;
     std::string request_id;
+    // Anything that is to live for as long as the prompt is held or read.
+    std::shared_ptr<const void> keep = nullptr;
   };
   struct Held {
     std::shared_ptr<const HeldPrompt> prompt;

@@ -21,7 +21,8 @@ struct HandoffRef {
   std::string tenant;  // scope of rendezvous_key and sequence_id
   std::string rendezvous_key;
   std::string sequence_id;
-  // Caches that another node holds. A Puller makes a transfer of it; the engine knows none.
+  // Caches that another node holds. A Puller makes a transfer of it; the engine knows none. At a
+  // prefill node, only the room in which the prompt is promised, if it comes with one.
   SourceRef source;
   bool empty() const {
     return transfer_id.empty() && rendezvous_key.empty() && sequence_id.empty() && source.empty();

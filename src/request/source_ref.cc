@@ -48,7 +48,9 @@ absl::Status CheckSourceRef(const SourceRef& ref, const std::string& field) {
         absl::StrCat(field, ".address"),
         absl::StrCat("at most ", kMaxAddressBytes, " bytes, found ", ref.address.size()));
   }
-  SLUICE_RETURN_IF_ERROR(CheckHex(absl::StrCat(field, ".source_id"), ref.source_id, kIdDigits));
+  if (!ref.room.has_value()) {
+    SLUICE_RETURN_IF_ERROR(CheckHex(absl::StrCat(field, ".source_id"), ref.source_id, kIdDigits));
+  }
   if (!ref.prompt_digest.empty()) {
     SLUICE_RETURN_IF_ERROR(
         CheckHex(absl::StrCat(field, ".prompt_digest"), ref.prompt_digest, kDigestDigits));

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -16,6 +17,9 @@ struct SourceRef {
   std::string source_id;          // 32 hexadecimal digits
   std::string prompt_digest;      // PromptDigest of the prompt; empty: not said
   std::string model_fingerprint;  // empty: not said
+  // In place of source_id: the number under which the prefill leg promised the prompt, which may
+  // not be computed yet (KvSource.Meet). Only in requests, never written down.
+  std::optional<uint64_t> room = std::nullopt;
   bool empty() const { return address.empty() && source_id.empty(); }
 };
 

@@ -14,7 +14,7 @@
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
-#include "src/facade/vllm_service.h"
+#include "src/facade/smg_service.h"
 #include "src/kv/selection_hints.h"
 #include "src/server/address_file.h"
 #include "src/server/model_setup.h"
@@ -253,7 +253,7 @@ absl::Status DecodeNode::StartGrpc() {
   facade.load = [load = load_.get()](auto done) { load->Ask(std::move(done)); };
   facade.readiness = &readiness_;
   facade.generate = generate;
-  services.push_back(NewVllmService(std::move(facade)));
+  services.push_back(NewGatewayService(config_.gateway(), std::move(facade)));
   AdminServiceOptions admin;
   *admin.model.mutable_model() = MakeModelInfo(*model_);
   admin.model.set_device(device_->name());

@@ -9,7 +9,7 @@
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
-#include "src/facade/vllm_service.h"
+#include "src/facade/smg_service.h"
 #include "src/server/address_file.h"
 #include "src/server/model_setup.h"
 #include "src/server/program.h"
@@ -152,6 +152,8 @@ absl::Status PrefillNode::StartGrpc() {
     holding.model_fingerprint = model_->fingerprint();
     holding.address = address;
     holding.held = held_.get();
+    if (config_.gateway() == "sglang") holding.rooms = std::make_shared<Rooms>();
+    const std::shared_ptr<Rooms> rooms = holding.rooms;
     holding.counts = &counts_;
     holding.readiness = &readiness_;
     const size_t most = static_cast<size_t>(holding.threads) + holding.max_queued;
@@ -181,11 +183,12 @@ absl::Status PrefillNode::StartGrpc() {
     gate_.emplace(security_.access(), security_.file.get(), /*transfers=*/nullptr,
                   /*quotas=*/nullptr);
     facade.generate.gate = &*gate_;
-    services.push_back(NewVllmService(std::move(facade)));
+    services.push_back(NewGatewayService(config_.gateway(), std::move(facade)));
     SourceServiceOptions source;
     source.model_fingerprint = model_->fingerprint();
     source.layout = model_->cache_layout();
     source.held = held_.get();
+    source.rooms = rooms;
     source.access = security_.access();
     services.push_back(NewSourceService(std::move(source)));
   }

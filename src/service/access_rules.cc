@@ -43,6 +43,16 @@ constexpr Rule kRules[] = {
     {"/vllm.grpc.engine.VllmEngine/GetLoads", kRouters},
     {"/vllm.grpc.engine.VllmEngine/GetTokenizer", kRouters},
 
+    {"/sglang.grpc.scheduler.SglangScheduler/Generate", kRouters},
+    {"/sglang.grpc.scheduler.SglangScheduler/HealthCheck", kAnybody},
+    {"/sglang.grpc.scheduler.SglangScheduler/FlushCache", kRouters},
+    {"/sglang.grpc.scheduler.SglangScheduler/Abort", kRouters},
+    {"/sglang.grpc.scheduler.SglangScheduler/GetModelInfo", kAnybody},
+    {"/sglang.grpc.scheduler.SglangScheduler/GetServerInfo", kRouters},
+    {"/sglang.grpc.scheduler.SglangScheduler/GetLoads", kRouters},
+    {"/sglang.grpc.scheduler.SglangScheduler/GetTokenizer", kRouters},
+
+    {"/sluice.v1.KvSource/Meet", kDecodes},
     {"/sluice.v1.KvSource/Describe", kDecodes},
     {"/sluice.v1.KvSource/Read", kDecodes},
     // A router keeps or gives up what it has not yet handed over.

@@ -15,6 +15,7 @@
 #include "absl/synchronization/mutex.h"
 #include "src/base/readiness.h"
 #include "src/prefill/held_prompts.h"
+#include "src/prefill/rooms.h"
 #include "src/request/generator.h"
 #include "src/service/prompt_counts.h"
 #include "src/service/worker_queue.h"
@@ -32,11 +33,13 @@ class HoldingGenerator : public Generator {
     // Outlive the generator.
     HeldPrompts* held = nullptr;
     PromptCounts* counts = nullptr;
+    // Where prompts that come with a room are promised; null: none may come with one.
+    std::shared_ptr<Rooms> rooms;
     const Readiness* readiness = nullptr;
   };
   explicit HoldingGenerator(Options options);
 
-  // INVALID_ARGUMENT (sampling), ALREADY_EXISTS (request_id), UNAVAILABLE (draining),
+  // INVALID_ARGUMENT (sampling), ALREADY_EXISTS (request_id; ROOM_TAKEN), UNAVAILABLE (draining),
   // RESOURCE_EXHAUSTED (QUEUE_FULL). Later the errors of HeldPrompts::Hold.
   absl::StatusOr<SequenceId> Submit(Request request) override;
   void Cancel(SequenceId id, absl::Status why) override;

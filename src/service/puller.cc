@@ -55,6 +55,8 @@ bool IsOfPulls(const absl::Status& status) {
          absl::IsResourceExhausted(status) || absl::IsUnavailable(status);
 }
 
+absl::Status NobodyWaits() { return absl::CancelledError("nobody waits for it any more"); }
+
 // What is wrong with the manifest, in the words of the request that it was made of.
 absl::Status AsOfRequest(const absl::Status& status) {
   const auto field = FieldOf(status);
@@ -79,6 +81,10 @@ struct Puller::Pull {
   std::unique_ptr<v1::KvSource::Stub> stub;
   SelectionHints hints;
 
+  void Connect(Channels& channels, bool again) {
+    channel = again ? channels.GetNew(source.address) : channels.Get(source.address);
+    stub = v1::KvSource::NewStub(channel);
+  }
   std::unique_ptr<grpc::ClientContext> NewContext(absl::Duration timeout) const {
     auto context = std::make_unique<grpc::ClientContext>();
     const absl::Time by =
@@ -124,7 +130,7 @@ class Puller::Stream {
     if (absl::FromUnixMillis(heard_.load()) + puller_->options_.idle_timeout < now) {
       why_.store(Why::kSilent);
       context_->TryCancel();
-    } else if (stopping || !puller_->options_.transfers->Get(pull_.transfer_id, 0).ok()) {
+    } else if (stopping || !puller_->Wanted(pull_)) {
       why_.store(Why::kUnwanted);
       context_->TryCancel();
     }
@@ -175,6 +181,74 @@ class Puller::Stream {
   std::thread thread_;  // last
 };
 
+// Waits for a prompt that is being computed, without a thread: as many may wait as like.
+class Puller::Meeting : public std::enable_shared_from_this<Meeting> {
+ public:
+  Meeting(Puller* puller, std::shared_ptr<Pull> pull) : puller_(puller), pull_(std::move(pull)) {
+    request_.set_room(*pull_->source.room);
+    request_.set_tenant(pull_->tenant);
+    request_.set_prompt_digest(pull_->prompt_digest);
+    request_.set_reader(pull_->transfer_id);
+  }
+
+  void Ask(bool again) {
+    pull_->Connect(*puller_->options_.channels, again);
+    grpc::ClientContext* context = nullptr;
+    {
+      absl::MutexLock lock(&puller_->mutex_);
+      // A source answers within seconds, if only that it is not yet.
+      context_ = pull_->NewContext(2 * puller_->options_.call_timeout);
+      context = context_.get();
+    }
+    pull_->stub->async()->Meet(context, &request_, &answer_,
+                               [self = shared_from_this()](const grpc::Status& status) {
+                                 self->Answered(FromGrpcStatus(status));
+                               });
+  }
+
+  // From Watch(), with its lock.
+  void Look(bool stopping) {
+    if (context_ != nullptr && (stopping || !puller_->Wanted(*pull_))) context_->TryCancel();
+  }
+
+ private:
+  void Answered(absl::Status status) {
+    const bool wanted = puller_->Wanted(*pull_) && !puller_->ending_.load();
+    if (status.ok() && answer_.source_id().empty() && wanted) {
+      if (answer_.expected()) begin_ = absl::Now();  // its leg is there: that takes what it takes
+      if (absl::Now() - begin_ < puller_->options_.room_timeout) return Ask(/*again=*/false);
+      status = WithReason(
+          absl::DeadlineExceededError(absl::StrCat(
+              "no prefill leg has come to room ", *pull_->source.room, " within ",
+              absl::FormatDuration(puller_->options_.room_timeout),
+              ": both legs go out at once, to the prefill node that bootstrap_host names")),
+          "ROOM_EMPTY");
+    } else if (wanted && !again_ && !ReasonOf(status).has_value() && MayMendByReading(status)) {
+      again_ = true;
+      return Ask(/*again=*/true);
+    }
+    if (status.ok() && !answer_.source_id().empty()) {
+      // Also where nobody waits any more: it is to be released.
+      pull_->source.source_id = answer_.source_id();
+      pull_->begin = absl::Now();
+      puller_->Post(pull_);
+    } else {
+      puller_->Failed(*pull_, status.ok() ? NobodyWaits() : status);
+    }
+    const std::shared_ptr<Meeting> self = shared_from_this();  // ends after the lock
+    absl::MutexLock lock(&puller_->mutex_);
+    puller_->meetings_.remove(self);
+  }
+
+  Puller* const puller_;
+  const std::shared_ptr<Pull> pull_;
+  absl::Time begin_ = absl::Now();
+  bool again_ = false;
+  v1::MeetRequest request_;
+  v1::MeetResponse answer_;
+  std::unique_ptr<grpc::ClientContext> context_;  // guarded by the puller's mutex
+};
+
 Puller::Puller(Options options)
     : options_(std::move(options)),
       watch_([this] { Watch(); }),
@@ -182,6 +256,11 @@ Puller::Puller(Options options)
 
 Puller::~Puller() {
   ending_.store(true);
+  {
+    const auto none = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return meetings_.empty(); };
+    absl::MutexLock lock(&mutex_);
+    mutex_.Await(absl::Condition(&none));  // Watch() cancels them
+  }
   workers_.reset();  // runs what waits, too: watched until the last one has ended
   {
     absl::MutexLock lock(&mutex_);
@@ -193,7 +272,7 @@ Puller::~Puller() {
 void Puller::Watch() {
   pthread_setname_np(pthread_self(), "pull-watch");
   const auto busy = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-    return unwatched_ || !streams_.empty();
+    return unwatched_ || !streams_.empty() || !meetings_.empty();
   };
   absl::MutexLock lock(&mutex_);
   while (true) {
@@ -201,6 +280,7 @@ void Puller::Watch() {
     if (mutex_.AwaitWithTimeout(absl::Condition(&unwatched_), kWatchInterval)) return;
     const absl::Time now = absl::Now();
     for (Stream* stream : streams_) stream->Look(now, ending_.load());
+    for (const std::shared_ptr<Meeting>& meeting : meetings_) meeting->Look(ending_.load());
   }
 }
 
@@ -275,6 +355,16 @@ absl::StatusOr<std::function<void()>> Puller::Begin(Request* request) {
 }
 
 void Puller::Start(const std::shared_ptr<Pull>& pull) {
+  if (!pull->source.room.has_value()) return Post(pull);
+  const auto meeting = std::make_shared<Meeting>(this, pull);
+  {
+    absl::MutexLock lock(&mutex_);
+    meetings_.push_back(meeting);
+  }
+  meeting->Ask(/*again=*/false);
+}
+
+void Puller::Post(const std::shared_ptr<Pull>& pull) {
   if (workers_->TryPost([this, pull] { Run(pull); })) return;
   options_.transfers->Fail(
       pull->transfer_id,
@@ -289,34 +379,39 @@ void Puller::Abandon(const std::string& transfer_id) {
 }
 
 void Puller::Run(const std::shared_ptr<Pull>& pull) {
-  const auto wanted = [&] { return options_.transfers->Get(pull->transfer_id, 0).ok(); };
   absl::Status status = Attempt(*pull, /*again=*/false);
-  if (MayMendByReading(status) && wanted() && absl::Now() < pull->deadline) {
+  if (MayMendByReading(status) && Wanted(*pull) && absl::Now() < pull->deadline) {
     Log(LogLevel::kWarn, "a pull broke: reading what is missing on another connection",
         {{"transfer_id", pull->transfer_id},
          {"source", pull->source.address},
          {"error", status.ToString()}});
     status = Attempt(*pull, /*again=*/true);
   }
-  const std::string where = absl::StrCat("source ", pull->source.address);
   // What could not be read stays where it is: another node may fare better, and else its lease
   // ends.
   if (status.ok()) Count(*pull, status);  // before an answer that may take its time
-  if (status.ok() || !wanted()) Release(*pull);
-  if (status.ok()) return;
-  status = WithMessagePrefix(status, where);
+  if (status.ok() || !Wanted(*pull)) Release(*pull);
+  if (!status.ok()) Failed(*pull, status);
+}
+
+void Puller::Failed(const Pull& pull, absl::Status status) {
+  status = WithMessagePrefix(status, absl::StrCat("source ", pull.source.address));
   if (absl::IsUnavailable(status) && !ReasonOf(status).has_value()) {
     status = WithReason(status, "SOURCE_UNREACHABLE");
   } else if (!IsOfPulls(status)) {
     status = WithReason(absl::UnavailableError(status.message()), "SOURCE_UNREACHABLE");
   }
-  if (options_.transfers->Fail(pull->transfer_id, status)) {
+  if (options_.transfers->Fail(pull.transfer_id, status)) {
     Log(LogLevel::kWarn, "a pull failed",
-        {{"transfer_id", pull->transfer_id}, {"error", status.ToString()}});
+        {{"transfer_id", pull.transfer_id}, {"error", status.ToString()}});
   } else {
-    status = WithReason(absl::CancelledError("nobody waits for it any more"), "CALLER_GONE");
+    status = WithReason(NobodyWaits(), "CALLER_GONE");
   }
-  Count(*pull, status);
+  Count(pull, status);
+}
+
+bool Puller::Wanted(const Pull& pull) const {
+  return options_.transfers->Get(pull.transfer_id, 0).ok();
 }
 
 void Puller::Count(const Pull& pull, const absl::Status& status) const {
@@ -342,12 +437,8 @@ absl::Status Puller::Attempt(Pull& pull, bool again) {
   if (ending_.load()) {
     return WithReason(absl::UnavailableError("this node is ending: use another one"), "DRAINING");
   }
-  if (!options_.transfers->Get(pull.transfer_id, 0).ok()) {
-    return absl::CancelledError("nobody waits for it any more");
-  }
-  pull.channel = again ? options_.channels->GetNew(pull.source.address)
-                       : options_.channels->Get(pull.source.address);
-  pull.stub = v1::KvSource::NewStub(pull.channel);
+  if (!Wanted(pull)) return NobodyWaits();
+  pull.Connect(*options_.channels, again);
   SLUICE_RETURN_IF_ERROR(Describe(pull));
   SLUICE_RETURN_IF_ERROR(ReadAll(pull, again));
   return Commit(pull);

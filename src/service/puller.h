@@ -45,6 +45,8 @@ class Puller {
     absl::Duration idle_timeout = absl::Seconds(10);
     // Of calls beside the streams.
     absl::Duration call_timeout = absl::Seconds(10);
+    // Without its prefill leg a room is taken to stay empty.
+    absl::Duration room_timeout = absl::Seconds(10);
     // Of prompt and output together, what a sequence can have at most here.
     uint32_t max_tokens = 0;
     // Whom callers may name as a source.
@@ -71,6 +73,10 @@ class Puller {
   //   DATA_LOSS            its chunks do not fit their checksums, twice
   //   DEADLINE_EXCEEDED    it sent nothing for idle_timeout, twice (SOURCE_SILENT)
   //   UNAVAILABLE          it cannot be reached, or broke off twice (SOURCE_UNREACHABLE)
+  // and where the source is a room, with
+  //   DEADLINE_EXCEEDED    no prefill leg came to it for room_timeout (ROOM_EMPTY)
+  //   FAILED_PRECONDITION  another decode leg has it (ROOM_TAKEN)
+  //   what the prefill leg ended with (PREFILL_FAILED: nothing that another node would do better)
   absl::StatusOr<std::function<void()>> Begin(Request* request);
   // For a caller that begins and then does not submit.
   void Abandon(const std::string& transfer_id);
@@ -78,20 +84,26 @@ class Puller {
  private:
   struct Pull;
   class Stream;
+  class Meeting;
   void Start(const std::shared_ptr<Pull>& pull);
+  void Post(const std::shared_ptr<Pull>& pull);
   void Run(const std::shared_ptr<Pull>& pull);
   absl::Status Attempt(Pull& pull, bool again);
   absl::Status Describe(Pull& pull);
   absl::Status ReadAll(Pull& pull, bool again);
   absl::Status Commit(Pull& pull);
   void Release(const Pull& pull);
+  // The pull came to nothing.
+  void Failed(const Pull& pull, absl::Status status);
+  bool Wanted(const Pull& pull) const;
   void Count(const Pull& pull, const absl::Status& status) const;
   void Watch();
 
   const Options options_;
   absl::Mutex mutex_;
   std::list<Stream*> streams_ ABSL_GUARDED_BY(mutex_);
-  bool unwatched_ ABSL_GUARDED_BY(mutex_) = false;  // no stream is there, and none will be
+  std::list<std::shared_ptr<Meeting>> meetings_ ABSL_GUARDED_BY(mutex_);
+  bool unwatched_ ABSL_GUARDED_BY(mutex_) = false;  // neither is there, and none will be
   std::atomic<bool> ending_ = false;
   std::thread watch_;
   std::unique_ptr<WorkerQueue> workers_;  // last: its threads use the rest

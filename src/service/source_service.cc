@@ -1,15 +1,18 @@
 #include "src/service/source_service.h"
 
+#include <grpcpp/alarm.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/support/proto_buffer_reader.h>
 
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "google/protobuf/io/coded_stream.h"
 #include "google/protobuf/io/zero_copy_stream_impl_lite.h"
 #include "google/protobuf/wire_format_lite.h"
@@ -39,12 +42,17 @@ absl::Status NoSuchSource(const std::string& id) {
                     "SOURCE_NOT_FOUND");
 }
 
-// The name of a source and whose it is, as every call brings them.
+// The name of a source, or of who reads it, and whose it is, as every call brings them.
 template <typename Message>
 absl::StatusOr<std::string> TenantOf(const SourceServiceOptions& options,
                                      const grpc::CallbackServerContext& context,
                                      const Message& request) {
-  SLUICE_RETURN_IF_ERROR(CheckName("source_id", request.source_id()));
+  if constexpr (std::is_same_v<Message, v1::MeetRequest>) {
+    SLUICE_RETURN_IF_ERROR(CheckName("reader", request.reader()));
+    if (request.reader().empty()) return InvalidField("reader", "is empty");
+  } else {
+    SLUICE_RETURN_IF_ERROR(CheckName("source_id", request.source_id()));
+  }
   SLUICE_RETURN_IF_ERROR(CheckName("tenant", request.tenant()));
   return TenantFor(CallerOf(options.access, context), request.tenant());
 }
@@ -210,13 +218,62 @@ class ReadReactor : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
   grpc::ByteBuffer message_;  // under way
 };
 
-using SourceBase = v1::KvSource::WithRawCallbackMethod_Read<
+// One Meet: ends when the room is filled or given up, when the time is up, or with its caller.
+class MeetReactor : public grpc::ServerUnaryReactor {
+ public:
+  MeetReactor(const SourceServiceOptions& options, grpc::CallbackServerContext* context,
+              const v1::MeetRequest& request, v1::MeetResponse* response)
+      : rooms_(options.rooms), response_(response) {
+    const absl::Status status = Guarded("Meet", [&] { return Begin(options, *context, request); });
+    if (!status.ok()) Finish(ToGrpcStatus(status));
+    if (wait_ == 0) return;
+    // It may run after this is gone.
+    alarm_.Set(absl::ToChronoTime(absl::Now() + options.longest_meet),
+               [rooms = rooms_, wait = wait_](bool) { rooms->LeaveOff(wait); });
+  }
+  void OnCancel() override {
+    if (wait_ != 0) rooms_->LeaveOff(wait_);
+  }
+  void OnDone() override { delete this; }
+
+ private:
+  absl::Status Begin(const SourceServiceOptions& options,
+                     const grpc::CallbackServerContext& context, const v1::MeetRequest& request) {
+    SLUICE_ASSIGN_OR_RETURN(const std::string tenant, TenantOf(options, context, request));
+    if (rooms_ == nullptr) {
+      return absl::FailedPreconditionError(
+          "no prompt is promised here: start sluice-prefill with --gateway sglang");
+    }
+    wait_ = rooms_->Meet({tenant, request.room()}, request.prompt_digest(), request.reader(),
+                         [this](const absl::StatusOr<Rooms::Met>& met) {
+                           if (met.ok()) {
+                             response_->set_source_id(met->source_id);
+                             response_->set_expected(met->expected);
+                           }
+                           Finish(ToGrpcStatus(met.status()));
+                         });
+    return absl::OkStatus();
+  }
+
+  const std::shared_ptr<Rooms> rooms_;
+  v1::MeetResponse* const response_;
+  uint64_t wait_ = 0;  // 0: it has ended already
+  grpc::Alarm alarm_;
+};
+
+using SourceBase = v1::KvSource::WithRawCallbackMethod_Read<v1::KvSource::WithCallbackMethod_Meet<
     v1::KvSource::WithCallbackMethod_Describe<v1::KvSource::WithCallbackMethod_Renew<
-        v1::KvSource::WithCallbackMethod_Release<v1::KvSource::Service>>>>;
+        v1::KvSource::WithCallbackMethod_Release<v1::KvSource::Service>>>>>;
 
 class SourceService final : public SourceBase {
  public:
   explicit SourceService(SourceServiceOptions options) : options_(std::move(options)) {}
+
+  grpc::ServerUnaryReactor* Meet(grpc::CallbackServerContext* context,
+                                 const v1::MeetRequest* request,
+                                 v1::MeetResponse* response) override {
+    return new MeetReactor(options_, context, *request, response);  // deletes itself
+  }
 
   grpc::ServerUnaryReactor* Describe(grpc::CallbackServerContext* context,
                                      const v1::DescribeRequest* request,

@@ -3,10 +3,13 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
+#include "absl/time/time.h"
 #include "src/kv/cache_layout.h"
 #include "src/prefill/held_prompts.h"
+#include "src/prefill/rooms.h"
 #include "src/service/grpc_service.h"
 
 namespace sluice {
@@ -20,6 +23,10 @@ struct SourceServiceOptions {
   uint64_t max_chunk_bytes = uint64_t{4} << 20;
   // Outlives the service.
   HeldPrompts* held = nullptr;
+  // Where prompts are promised; null: nowhere, and Meet finds nothing.
+  std::shared_ptr<Rooms> rooms;
+  // How long one Meet waits at most.
+  absl::Duration longest_meet = absl::Seconds(5);
   // Null: without TLS.
   const Access* access = nullptr;
 };

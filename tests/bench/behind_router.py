@@ -23,7 +23,7 @@ from pathlib import Path
 
 from loaded_node import Verdict  # makes the folder of the next ones known
 from nodes import BIN, Golden
-from router_lab import Lab, Reply, add_token_texts, ids_of, text_of
+from router_lab import GATEWAYS, Lab, Reply, add_token_texts, ids_of, text_of
 
 
 def arguments() -> argparse.Namespace:
@@ -37,6 +37,8 @@ def arguments() -> argparse.Namespace:
                      help="between a restarted node's readiness and the next restart, as minReadySeconds of a "
                           "Deployment: the router connects to it again meanwhile (default: %(default)s)")
     out.add_argument("--drain-seconds", type=float, default=60, help="that a node gets to finish (default: %(default)s)")
+    out.add_argument("--gateway", choices=GATEWAYS, default="vllm",
+                     help="in whose words the router talks to the nodes (default: %(default)s)")
     return out.parse_args()
 
 
@@ -83,7 +85,7 @@ def main() -> int:
         with Lab(model, folder / "lab", "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB", "--threads", "1", "--failpoints",
                  f"engine.step=delay({args.step_ms:g}ms)", "--drain-timeout-seconds", f"{args.drain_seconds:g}s",
                  # After a restart a node is asked again soon, not after a minute.
-                 router_flags=("--cb-timeout-duration-secs", "1")) as lab:
+                 router_flags=("--cb-timeout-duration-secs", "1"), gateway=args.gateway) as lab:
             callers = Callers(lab, args, prompt)
             restarts = []
             began = time.monotonic()

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import signal
 import socket
 import subprocess
 import sys
@@ -12,12 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import requests
-from nodes import ENVIRONMENT, SCALE, TIMEOUT_S, Node
+from nodes import ENVIRONMENT, TIMEOUT_S, Node
 
 HEALTH_INTERVAL_S = 1
 MODEL = "tiny"
 # Of the flags that a lab is given, those of the prefill node too, with their values.
-SHARED = {"--kv-dtype", "--kernels", "--hbm-bytes", "--threads"}
+SHARED = {"--kv-dtype", "--kernels", "--hbm-bytes", "--threads", "--gateway"}
+# In whose words smg talks to the nodes: vLLM's, leg after leg, or SGLang's, both legs at once.
+GATEWAYS = ["vllm", "sglang"]
 
 
 def free_port() -> int:
@@ -82,13 +83,15 @@ class Reply:
 class Router:
     """smg before a prefill node and decode nodes."""
 
-    def __init__(self, model: Path, folder: Path, prefill: str, decodes: list[str], *flags: str):
+    def __init__(self, model: Path, folder: Path, prefill: str, decodes: list[str], *flags: str,
+                 gateway: str = "vllm"):
         self.log = folder / "smg.log"
         self.port, self.metrics_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         # By default smg prefers the node that had a prompt's beginning last, for its retries too: those then
         # all reach a node that is draining, until its health is asked for again.
         workers = ["--pd-disaggregation", "--decode-policy", "round_robin", "--prefill", f"grpc://{prefill}",
+                   *([prefill.rpartition(":")[2]] if gateway == "sglang" else []),
                    *(x for a in decodes for x in ("--decode", f"grpc://{a}"))]
         command = [sys.executable, "-m", "smg", "launch", "--host", "127.0.0.1", "--port", str(self.port), *workers,
                    "--model-path", str(model), "--worker-startup-check-interval", "1",
@@ -130,12 +133,8 @@ class Router:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(10 * SCALE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()  # it takes seconds to end by itself, and is not what is tested
+        self.process.wait()
 
     def body(self, content: str, **fields) -> dict:
         return {"model": MODEL, "messages": [{"role": "user", "content": content}], "temperature": 0, **fields}
@@ -188,8 +187,10 @@ class Router:
 class Lab:
     """The router and its nodes; a context manager."""
 
-    def __init__(self, model: Path, folder: Path, *flags: str, decodes: int = 2, router_flags: tuple = ()):
-        self.model, self.folder, self.flags = model, folder, flags
+    def __init__(self, model: Path, folder: Path, *flags: str, decodes: int = 2, router_flags: tuple = (),
+                 gateway: str = "vllm"):
+        self.model, self.folder, self.gateway = model, folder, gateway
+        self.flags = (*flags, "--gateway", gateway)
         self.prefill = None
         self.decodes: list[Node] = []
         self.router = None
@@ -204,7 +205,8 @@ class Lab:
                                 *(part for pair in zip(self.flags, self.flags[1:]) if pair[0] in SHARED
                                   for part in pair))
             self.decodes = [self.start_decode(i) for i in range(len(self.addresses))]
-            self.router = Router(self.model, self.folder, self.prefill.address, self.addresses, *self.router_flags)
+            self.router = Router(self.model, self.folder, self.prefill.address, self.addresses, *self.router_flags,
+                                 gateway=self.gateway)
         except BaseException:
             self.__exit__()
             raise

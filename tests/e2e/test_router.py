@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from google.protobuf import duration_pb2
 from nodes import FIXTURES, FLOAT32_KERNELS, SCALE, matching_steps
-from router_lab import Lab, add_token_texts, ids_of, text_of
+from router_lab import GATEWAYS, Lab, add_token_texts, ids_of, text_of
 from sluice.v1 import admin_pb2
 
 MARGIN = 0.15  # bf16 caches and activations
@@ -29,15 +29,16 @@ def model(tiny_models, tmp_path_factory):
     return add_token_texts(tiny_models("tiny-llama"), tmp_path_factory.mktemp("text") / "tiny")
 
 
-@pytest.fixture(scope="module")
-def lab(model, tmp_path_factory):
-    with Lab(model, tmp_path_factory.mktemp("lab"), *MEMORY, "--max-sequences", str(WINDOW)) as made:
+@pytest.fixture(scope="module", params=GATEWAYS)
+def lab(model, tmp_path_factory, request):
+    with Lab(model, tmp_path_factory.mktemp("lab"), *MEMORY, "--max-sequences", str(WINDOW),
+             gateway=request.param) as made:
         yield made
 
 
-@pytest.fixture(scope="module")
-def paced(model, tmp_path_factory):
-    with Lab(model, tmp_path_factory.mktemp("paced"), *MEMORY, *PACED) as made:
+@pytest.fixture(scope="module", params=GATEWAYS)
+def paced(model, tmp_path_factory, request):
+    with Lab(model, tmp_path_factory.mktemp("paced"), *MEMORY, *PACED, gateway=request.param) as made:
         yield made
 
 
@@ -132,14 +133,17 @@ def test_a_caller_that_hangs_up_ends_its_sequence(paced, golden, stream):
 
 
 # What a caller may ask of smg, and Sluice refuses. smg's circuit opens after 10 failures.
-REFUSED = [{"response_format": {"type": "json_object"}}, {"regex": "a+"}, {"ebnf": 'root ::= "a"'}, {"n": 2},
+REFUSED = [{"response_format": {"type": "json_object"}}, {"regex": "a+"}, {"ebnf": 'root ::= "a"'},
            {"max_tokens": 100000}]
+# Of SGLang it asks for each of several answers by itself.
+REFUSED_BY = {"vllm": [*REFUSED, {"n": 2}], "sglang": REFUSED}
 
 
 def test_a_bad_request_is_a_400_and_never_opens_the_circuit(lab, golden):
     g = golden("tiny-llama")
+    refused = REFUSED_BY[lab.gateway]
     for i in range(40):
-        reply = lab.router.ask(text_of(g.prompt(1)), stream=bool(i % 2), **{"max_tokens": 4, **REFUSED[i % len(REFUSED)]})
+        reply = lab.router.ask(text_of(g.prompt(1)), stream=bool(i % 2), **{"max_tokens": 4, **refused[i % len(refused)]})
         assert reply.status == 400 and "sampling_params." in reply.error, reply
     assert all(w["is_healthy"] for w in lab.router.workers())
     for _ in range(4):
@@ -182,9 +186,10 @@ def check_some(lab, g, count: int = 6) -> None:
         check(lab.router.ask(text_of(g.prompt(1)), stream=bool(i % 2), max_tokens=24, ignore_eos=True), g, 1)
 
 
-def test_a_node_killed_in_mid_stream_ends_that_stream_alone(model, golden, tmp_path):
+@pytest.mark.parametrize("gateway", GATEWAYS)
+def test_a_node_killed_in_mid_stream_ends_that_stream_alone(model, golden, tmp_path, gateway):
     g = golden("tiny-llama")
-    with Lab(model, tmp_path, *MEMORY, *PACED) as lab:
+    with Lab(model, tmp_path, *MEMORY, *PACED, gateway=gateway) as lab:
         stream = Stream(lab, text_of(g.prompt(1)))
         dead = busy_node(lab)
         lab.decodes[dead].process.kill()
@@ -212,7 +217,8 @@ def test_a_node_drained_in_mid_stream_finishes_it(paced, golden):
     paced.wait_until_healthy()
 
 
-def test_nodes_restarted_in_turn_under_load_fail_no_stream(model, golden, tmp_path):
+@pytest.mark.parametrize("gateway", GATEWAYS)
+def test_nodes_restarted_in_turn_under_load_fail_no_stream(model, golden, tmp_path, gateway):
     """Each gets SIGTERM, finishes what it runs, and comes back on its port; callers see none of it."""
     g = golden("tiny-llama")
     stop = threading.Event()
@@ -225,7 +231,7 @@ def test_nodes_restarted_in_turn_under_load_fail_no_stream(model, golden, tmp_pa
         return count
 
     with Lab(model, tmp_path, *MEMORY, *PACED, "--drain-timeout-seconds", f"{60 * SCALE}s",
-             router_flags=("--cb-timeout-duration-secs", "1")) as lab:
+             router_flags=("--cb-timeout-duration-secs", "1"), gateway=gateway) as lab:
         with ThreadPoolExecutor(4) as pool:
             loads = [pool.submit(load, i) for i in range(4)]
             try:

@@ -15,7 +15,7 @@ from sluice.v1 import (admin_pb2, admin_pb2_grpc, decode_pb2, decode_pb2_grpc, i
                        ingest_pb2_grpc, prefill_pb2, prefill_pb2_grpc, source_pb2, source_pb2_grpc)
 from sluice_client import rpc
 from sluice_client.rpc import Credentials
-from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc, vllm_engine_pb2, vllm_engine_pb2_grpc
 
 Code = grpc.StatusCode
 TOKENS = {role: f"a-token-of-{role}-0123456789abcdef" for role in ROLES}
@@ -60,6 +60,7 @@ DOORS = {
     "Decode.Forget": ({"router"}, decode_pb2.ForgetRequest(sequence_id=UNKNOWN), Code.OK),
     "Prefill.Run": ({"router"}, prefill_pb2.RunRequest(), Code.INVALID_ARGUMENT),
     "Prefill.GetModel": (set(ROLES), prefill_pb2.GetPrefillModelRequest(), Code.OK),
+    "KvSource.Meet": ({"decode"}, source_pb2.MeetRequest(room=5, reader="r"), Code.FAILED_PRECONDITION),
     "KvSource.Describe": ({"decode"}, source_pb2.DescribeRequest(source_id=UNKNOWN), Code.NOT_FOUND),
     "KvSource.Read": ({"decode"}, source_pb2.ReadRequest(source_id=UNKNOWN), Code.NOT_FOUND),
     "KvSource.Renew": ({"decode", "router"}, source_pb2.RenewRequest(source_id=UNKNOWN), Code.NOT_FOUND),
@@ -69,6 +70,9 @@ DOORS = {
     "VllmEngine.GetLoads": ({"router"}, vllm_engine_pb2.GetLoadsRequest(), Code.OK),
     "VllmEngine.GetModelInfo": (set(ROLES), vllm_engine_pb2.GetModelInfoRequest(), Code.OK),
     "VllmEngine.GetServerInfo": ({"router"}, vllm_engine_pb2.GetServerInfoRequest(), Code.OK),
+    # Of a node that is not for SGLang's gateway: whoever may call it hears that it is not there.
+    "SglangScheduler.Generate": ({"router"}, sglang_scheduler_pb2.GenerateRequest(), Code.UNIMPLEMENTED),
+    "SglangScheduler.Abort": ({"router"}, sglang_scheduler_pb2.AbortRequest(request_id="nobody"), Code.UNIMPLEMENTED),
     "Admin.GetModel": (set(ROLES), admin_pb2.GetModelRequest(), Code.OK),
     "Admin.GetCapacity": ({"operator", "monitor"}, admin_pb2.GetCapacityRequest(), Code.OK),
     "Admin.ListSequences": ({"operator", "monitor"}, admin_pb2.ListSequencesRequest(), Code.OK),
@@ -80,7 +84,8 @@ DOORS = {
 }
 STUBS = {"KvIngest": ingest_pb2_grpc.KvIngestStub, "Decode": decode_pb2_grpc.DecodeStub,
          "Prefill": prefill_pb2_grpc.PrefillStub, "KvSource": source_pb2_grpc.KvSourceStub,
-         "VllmEngine": vllm_engine_pb2_grpc.VllmEngineStub, "Admin": admin_pb2_grpc.AdminStub,
+         "VllmEngine": vllm_engine_pb2_grpc.VllmEngineStub,
+         "SglangScheduler": sglang_scheduler_pb2_grpc.SglangSchedulerStub, "Admin": admin_pb2_grpc.AdminStub,
          "Health": health_pb2_grpc.HealthStub}
 
 

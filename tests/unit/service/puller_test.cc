@@ -7,12 +7,14 @@
 #include <vector>
 
 #include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
 #include "src/base/clock.h"
 #include "src/base/error.h"
 #include "src/device/cpu/cpu_device.h"
 #include "src/kv/page_pool.h"
 #include "src/metrics/metrics.h"
 #include "src/prefill/held_prompts.h"
+#include "src/prefill/rooms.h"
 #include "src/service/channels.h"
 #include "src/service/grpc_server.h"
 #include "src/service/ingest_service.h"
@@ -69,13 +71,15 @@ struct Pair {
     service.layout = Layout();
     service.max_chunk_bytes = uint64_t{64} << 20;
     service.held = &*held;
+    service.rooms = rooms;
+    service.longest_meet = absl::Milliseconds(100);
     GrpcServer::Options listen;
     listen.listen = "127.0.0.1:0";
     server = OrFail(GrpcServer::Start(listen, {NewSourceService(service)}));
     device = OrFail(NewCpuDevice({"auto", 1}));
     for (auto* pool : {&dram, &hbm}) {
       *pool = OrFail(PagePool::Create(
-          "pool", Layout(), OrFail(device->Allocate(MemoryKind::kPinned, 40 << 20, "pool"))));
+          "pool", Layout(), OrFail(device->Allocate(MemoryKind::kPinned, 80 << 20, "pool"))));
     }
     TransferTable::Options options;
     options.model_fingerprint = kFingerprint;
@@ -94,6 +98,7 @@ struct Pair {
     pull.max_context = pull.max_tokens = 4096;
     pull.max_chunk_bytes = uint64_t{8} << 20;
     pull.threads = 2;
+    pull.room_timeout = absl::Milliseconds(500);
     pull.sources = OrFail(AddressList::Parse(sources));
     pull.transfers = &*table;
     pull.channels = &channels;
@@ -111,25 +116,47 @@ struct Pair {
                               kFingerprint};
     return request;
   }
+  // A prompt that nobody has promised yet.
+  Request InRoom(uint64_t room) {
+    Request request;
+    request.prompt.assign(kTokens, 7);
+    request.sampling.max_tokens = 4;
+    request.handoff.source.address = server->address();
+    request.handoff.source.room = room;
+    return request;
+  }
+  std::shared_ptr<Rooms::Place> Promise(uint64_t room) {
+    return OrFail(rooms->Open({"", room}, PromptDigest(std::vector<int32_t>(kTokens, 7))));
+  }
+  // As a prefill node, once the prompt is computed.
+  void Fill(std::shared_ptr<Rooms::Place> place) {
+    HeldPrompts::Wanted wanted;
+    wanted.prompt.assign(kTokens, 7);
+    wanted.keep = place;
+    place->Fill(OrFail(held->Hold(wanted, [] { return false; })).prompt->source_id);
+  }
+
   // As the engine: what the transfer that Begin named comes to.
   absl::StatusOr<ReadySequence> Read(Request* request) {
     const auto begin = OrFail(puller->Begin(request));
     const auto id = OrFail(table->Attach(request->handoff));
     begin();
+    return Wait(id);
+  }
+  absl::StatusOr<ReadySequence> Wait(TransferTable::AttachId id) {
     while (true) {
-      {
-        absl::MutexLock lock(&mutex);
-        mutex.Await(absl::Condition(&changed));
-        changed = false;
-      }
       absl::StatusOr<std::optional<ReadySequence>> ready = table->TakeReady(id);
       if (!ready.ok()) return ready.status();
       if (ready->has_value()) return **std::move(ready);
+      absl::MutexLock lock(&mutex);
+      mutex.Await(absl::Condition(&changed));
+      changed = false;
     }
   }
 
   Metrics metrics;
   FakePrefiller prefiller;
+  const std::shared_ptr<Rooms> rooms = std::make_shared<Rooms>();
   std::optional<HeldPrompts> held;
   std::unique_ptr<GrpcServer> server;
   std::unique_ptr<Device> device;
@@ -174,6 +201,57 @@ TEST_CASE("a prompt that is not there any more ends its transfer, and takes noth
   const auto read = pair.Read(&request);
   CHECK(ReasonOf(read.status()) == "SOURCE_NOT_FOUND");
   CHECK(pair.table->open_transfers() == 0);
+}
+
+TEST_CASE("more prompts may be waited for than there are threads") {
+  constexpr int kWaiting = 4;  // of 2 threads
+  Pair pair;
+  std::vector<std::shared_ptr<Rooms::Place>> places;
+  std::vector<TransferTable::AttachId> ids;
+  for (uint64_t room = 0; room < kWaiting; ++room) {
+    Request request = pair.InRoom(room);
+    const auto begin = OrFail(pair.puller->Begin(&request));
+    ids.push_back(OrFail(pair.table->Attach(request.handoff)));
+    begin();
+    if (room % 2 == 0) places.push_back(pair.Promise(room));
+  }
+  // The last that came is the first that is read; nobody's wait is up though each took several
+  // calls.
+  absl::SleepFor(absl::Milliseconds(300));
+  for (uint64_t room = 1; room < kWaiting; room += 2) places.push_back(pair.Promise(room));
+  absl::SleepFor(absl::Milliseconds(300));
+  while (!places.empty()) {
+    pair.Fill(std::move(places.back()));
+    places.pop_back();
+  }
+  for (const auto id : ids) {
+    const auto read = pair.Wait(id);
+    INFO(read.status().ToString());
+    REQUIRE(read.ok());
+    CHECK(read->context_length == kTokens);
+  }
+  pair.puller.reset();
+  CHECK(pair.held->usage().prompts == 0);
+}
+
+TEST_CASE("a room that nobody comes to ends the transfer in time") {
+  Pair pair;
+  Request request = pair.InRoom(5);
+  const auto read = pair.Read(&request);
+  CHECK(absl::IsDeadlineExceeded(read.status()));
+  CHECK(ReasonOf(read.status()) == "ROOM_EMPTY");
+  CHECK(pair.table->open_transfers() == 0);
+}
+
+TEST_CASE("a node that ends leaves the rooms it waits in") {
+  Pair pair;
+  Request request = pair.InRoom(5);
+  const auto begin = OrFail(pair.puller->Begin(&request));
+  const auto id = OrFail(pair.table->Attach(request.handoff));
+  begin();
+  const auto place = pair.Promise(5);
+  pair.puller.reset();
+  CHECK_FALSE(pair.Wait(id).ok());
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "src/facade/vllm_service.h"
+#include "src/facade/smg_service.h"
 
 #include <grpcpp/grpcpp.h>
 
@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "facade/sglang_scheduler.grpc.pb.h"
 #include "facade/vllm_engine.grpc.pb.h"
 #include "src/base/readiness.h"
 #include "tests/support/eventually.h"
@@ -15,9 +16,10 @@ namespace sluice {
 namespace {
 
 namespace ve = vllm::grpc::engine;
+namespace sg = sglang::grpc::scheduler;
 
 struct Fixture {
-  Fixture() {
+  explicit Fixture(const std::string& gateway = "vllm") {
     FacadeOptions options;
     options.info.max_running = 4;
     options.info.block_tokens = 32;
@@ -27,14 +29,15 @@ struct Fixture {
     options.generate.max_context = 64;
     options.generate.generator = &engine;
     options.generate.pump = &pump;
-    service = NewVllmService(std::move(options));
+    service = NewGatewayService(gateway, std::move(options));
     grpc::ServerBuilder builder;
     int port = 0;
     builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
     builder.RegisterService(service.service.get());
     server = builder.BuildAndStart();
-    stub = ve::VllmEngine::NewStub(grpc::CreateChannel("127.0.0.1:" + std::to_string(port),
-                                                       grpc::InsecureChannelCredentials()));
+    channel = grpc::CreateChannel("127.0.0.1:" + std::to_string(port),
+                                  grpc::InsecureChannelCredentials());
+    stub = ve::VllmEngine::NewStub(channel);
   }
   ~Fixture() { server->Shutdown(std::chrono::system_clock::now()); }
 
@@ -43,6 +46,7 @@ struct Fixture {
   Readiness readiness;
   GrpcService service;
   std::unique_ptr<grpc::Server> server;
+  std::shared_ptr<grpc::Channel> channel;
   std::unique_ptr<ve::VllmEngine::Stub> stub;
 };
 
@@ -118,6 +122,58 @@ TEST_CASE("a caller that hangs up cancels its sequence, streamed or not") {
   context.TryCancel();
   CHECK(absl::IsCancelled(f.engine.CancelledWith()));
   CHECK(reader->Finish().error_code() == grpc::StatusCode::CANCELLED);
+}
+
+TEST_CASE("a node for SGLang's gateway says the same in its words, and nothing in vLLM's") {
+  Fixture f("sglang");
+  const auto stub = sg::SglangScheduler::NewStub(f.channel);
+  {
+    grpc::ClientContext context;
+    ve::HealthCheckResponse health;
+    CHECK(f.stub->HealthCheck(&context, {}, &health).error_code() ==
+          grpc::StatusCode::UNIMPLEMENTED);
+  }
+  {
+    grpc::ClientContext context;
+    sg::GetLoadsResponse loads;
+    REQUIRE(stub->GetLoads(&context, {}, &loads).ok());
+    REQUIRE(loads.loads_size() == 1);
+    CHECK(loads.loads(0).num_total_reqs() == 3);
+    CHECK(loads.loads(0).utilization() == 0.5);
+  }
+  {
+    grpc::ClientContext context;
+    sg::GetServerInfoResponse info;
+    REQUIRE(stub->GetServerInfo(&context, {}, &info).ok());
+    const auto& args = info.server_args().fields();
+    CHECK(args.at("disaggregation_mode").string_value() == "decode");
+    CHECK(args.at("max_running_requests").number_value() == 4);
+    CHECK(args.at("page_size").number_value() == 32);
+    CHECK(info.active_requests() == 3);
+    CHECK(info.max_total_num_tokens() == 1000);
+  }
+  grpc::ClientContext context;
+  sg::GenerateRequest prompt;
+  prompt.set_request_id("r");
+  prompt.mutable_tokenized()->add_input_ids(5);
+  const auto reader = stub->Generate(&context, prompt);
+  CHECK(f.engine.WaitForRequest().request_id == "r");
+  {
+    grpc::ClientContext nameless;
+    sg::AbortResponse aborted;
+    CHECK(stub->Abort(&nameless, {}, &aborted).error_code() == grpc::StatusCode::INVALID_ARGUMENT);
+  }
+  grpc::ClientContext other;
+  sg::AbortRequest abort;
+  abort.set_request_id("r");
+  abort.set_reason("Stream dropped");
+  sg::AbortResponse aborted;
+  CHECK(stub->Abort(&other, abort, &aborted).ok());
+  CHECK(aborted.success());
+  sg::GenerateResponse response;
+  REQUIRE(reader->Read(&response));
+  CHECK(response.complete().finish_reason() == "abort");
+  CHECK(reader->Finish().ok());
 }
 
 }  // namespace
