@@ -159,10 +159,10 @@ class Admission {
     __syncthreads();
     const PlaceEnds::Asked second_round = ends.AskSecond();
     int64_t selected = 0;
-    for (int r = 0; r < rows; ++r) {
+    for (int r = 0, turn = 0; r < rows; ++r) {
       if (r > 0) units = p.selected.counts[first + r];
       selected += units;
-      SplitRow(r, units, unit, totals);
+      SplitRow(r, units, unit, turn, totals);
     }
     ends.TakeSecond(second_round);
     __syncthreads();
@@ -246,13 +246,15 @@ class Admission {
   }
 
   // A row's list into places that it has, and units that have none. `unit`: the first row's first.
-  __device__ void SplitRow(int r, int units, int (&unit)[kAdmitStrip], Totals& totals) {
+  // `turn`: of totals.split, which goes on from row to row, for a warp may still read what the last
+  // chunk of the row before wrote.
+  __device__ void SplitRow(int r, int units, int (&unit)[kAdmitStrip], int& turn, Totals& totals) {
     constexpr unsigned kAll = 0xFFFFFFFFu;
     const int64_t list = int64_t{first + r} * p.selected.capacity;
     const int warp = Thread() / 32, lane = Thread() % 32;
     const unsigned lanes_before = (1u << lane) - 1;
     int residents = 0, misses = 0;
-    for (int from = 0, turn = r % 2; from < units; from += kAdmitThreads * kAdmitStrip, turn ^= 1) {
+    for (int from = 0; from < units; from += kAdmitThreads * kAdmitStrip, turn ^= 1) {
       if (r + from > 0) FetchUnits(r, from, unit);
       int place[kAdmitStrip];
 #pragma unroll

@@ -329,7 +329,7 @@ cudaError_t LaunchPackedSparseMla(const SparseMlaParams& p, cudaStream_t stream)
   int64_t groups = Groups(p.rows, p.heads, p.capacity, two, Processors() - p.spare_processors);
   if (shape.slots > 0) {
     const int64_t slots = p.scratch_bytes / (shape.head_tiles * kMlaSlotBytes);
-    if (slots == 0) return cudaErrorInvalidValue;
+    if (slots < (two ? 2 : 1)) return cudaErrorInvalidValue;
     groups = std::max<int64_t>(1, std::min(groups, slots / shape.slots));
     if (groups == 1) shape.slots = two ? 2 : 1;  // No row is cut.
   }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <utility>
 
 #include "src/service/ingest_channel.h"
 
@@ -15,23 +16,24 @@ Channels::Channels(std::shared_ptr<grpc::ChannelCredentials> credentials,
                                           : grpc::InsecureChannelCredentials()),
       max_receive_message_bytes_(max_receive_message_bytes) {}
 
-std::shared_ptr<grpc::Channel> Channels::Get(const std::string& address) {
+std::shared_ptr<grpc::Channel> Channels::Get(const std::string& address, int index) {
   absl::MutexLock lock(&mutex_);
-  const auto found = std::find_if(channels_.begin(), channels_.end(),
-                                  [&](const auto& entry) { return entry.first == address; });
+  const auto found = std::find_if(channels_.begin(), channels_.end(), [&](const Kept& kept) {
+    return kept.address == address && kept.index == index;
+  });
   if (found != channels_.end()) {
     channels_.splice(channels_.begin(), channels_, found);
-    return channels_.front().second;
+    return channels_.front().channel;
   }
-  channels_.emplace_front(address, New(address));
+  channels_.push_front({address, index, New(address)});
   if (channels_.size() > kMaxChannels) channels_.pop_back();
-  return channels_.front().second;
+  return channels_.front().channel;
 }
 
 std::shared_ptr<grpc::Channel> Channels::GetNew(const std::string& address) {
   {
     absl::MutexLock lock(&mutex_);
-    channels_.remove_if([&](const auto& entry) { return entry.first == address; });
+    channels_.remove_if([&](const Kept& kept) { return kept.address == address; });
   }
   return Get(address);
 }

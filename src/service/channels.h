@@ -1,4 +1,4 @@
-// Connections to other nodes: one channel for each address, with this node's credentials.
+// Connections to other nodes: channels by address, with this node's credentials.
 #pragma once
 
 #include <grpcpp/channel.h>
@@ -8,7 +8,6 @@
 #include <list>
 #include <memory>
 #include <string>
-#include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
@@ -23,8 +22,9 @@ class Channels {
   // RESOURCE_EXHAUSTED.
   explicit Channels(std::shared_ptr<grpc::ChannelCredentials> credentials = nullptr,
                     uint64_t max_receive_message_bytes = uint64_t{4} << 20);
-  std::shared_ptr<grpc::Channel> Get(const std::string& address);
-  // A new connection to `address`, which replaces the one kept: after one failed.
+  // `index`: of connections to the same address, for streams that would fill one.
+  std::shared_ptr<grpc::Channel> Get(const std::string& address, int index = 0);
+  // A new connection to `address`, which replaces all that are kept: after one failed.
   std::shared_ptr<grpc::Channel> GetNew(const std::string& address);
 
  private:
@@ -34,9 +34,12 @@ class Channels {
   const std::shared_ptr<grpc::ChannelCredentials> credentials_;
   const uint64_t max_receive_message_bytes_;
   absl::Mutex mutex_;
-  // Used last first.
-  std::list<std::pair<std::string, std::shared_ptr<grpc::Channel>>> channels_
-      ABSL_GUARDED_BY(mutex_);
+  struct Kept {
+    std::string address;
+    int index = 0;
+    std::shared_ptr<grpc::Channel> channel;
+  };
+  std::list<Kept> channels_ ABSL_GUARDED_BY(mutex_);  // used last first
 };
 
 }  // namespace sluice

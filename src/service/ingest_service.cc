@@ -10,9 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
 #include "sluice/v1/ingest.grpc.pb.h"
 #include "src/base/clock.h"
 #include "src/base/error.h"
@@ -23,6 +21,7 @@
 #include "src/service/guarded.h"
 #include "src/service/landing_sink.h"
 #include "src/service/proto_conversion.h"
+#include "src/service/read_ahead.h"
 #include "src/service/status_mapping.h"
 #include "src/service/transfer_watch.h"
 #include "src/service/write_parser.h"
@@ -60,10 +59,8 @@ void NoteTransfer(const grpc::ServerContextBase& context, const std::string& id,
   });
 }
 
-// One Write stream. While one message lands, on the thread that brought it, the transport receives
-// the next, and one more may wait: then nothing is read, so that the transport's flow control holds
-// the sender to the speed at which chunks land. Chunks of one stream land one after the other.
-class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
+// One Write stream. Its chunks land one after the other.
+class WriteReactor : private ReadAhead, public grpc::ServerReadReactor<grpc::ByteBuffer> {
  public:
   WriteReactor(const IngestServiceOptions& options, TransferWatch* watch,
                grpc::CallbackServerContext* context, grpc::ByteBuffer* response)
@@ -72,69 +69,27 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
         context_(context),
         response_(response),
         tenant_(CallerOf(options.access, *context).tenant) {
-    StartRead(&message_);
+    ReadOn();
   }
 
-  void OnReadDone(bool ok) override {
-    {
-      absl::MutexLock lock(&mutex_);
-      if (!ok) {  // the client has closed its side, or the call is over
-        closed_ = true;
-        if (landing_) return;  // whoever lands finishes
-      } else if (landing_) {
-        waiting_.Swap(&message_);
-        has_waiting_ = true;
-        return;
-      } else {
-        landing_ = true;
-        current_.Swap(&message_);
-      }
-    }
-    if (!ok) {
-      FinishClosed();
-      return;
-    }
-    StartRead(&message_);
-    while (LandCurrent()) continue;
-  }
+  void OnReadDone(bool ok) override { ReadDone(ok); }
   void OnDone() override { delete this; }
 
  private:
-  // Lands current_; false: there is no next one now, or the call has been finished.
-  bool LandCurrent() {
-    const absl::Status status = Guarded("Write", [&] { return Land(); });
-    current_.Clear();
-    if (!status.ok()) {
-      // landing_ stays set: what is still read is dropped.
-      FinishWith(status);
-      return false;
-    }
-    bool more, closed;
-    {
-      absl::MutexLock lock(&mutex_);
-      more = std::exchange(has_waiting_, false);
-      if (more) current_.Swap(&waiting_);
-      landing_ = more;
-      closed = closed_;
-    }
-    if (more) {
-      StartRead(&message_);
-    } else if (closed) {
-      FinishClosed();
-    }
-    return more;
+  void Read(grpc::ByteBuffer* message) override { StartRead(message); }
+  absl::Status Take(grpc::ByteBuffer* message) override {
+    return Guarded("Write", [&] { return Land(message); });
+  }
+  void Ended(const absl::Status& status) override {
+    const bool cancelled = status.ok() && context_->IsCancelled();
+    FinishWith(cancelled ? absl::CancelledError("the stream was cancelled") : status);
   }
 
-  void FinishClosed() {
-    FinishWith(context_->IsCancelled() ? absl::CancelledError("the stream was cancelled")
-                                       : absl::OkStatus());
-  }
-
-  absl::Status Land() {
-    grpc::ProtoBufferReader reader(&current_);
+  absl::Status Land(grpc::ByteBuffer* message) {
+    grpc::ProtoBufferReader reader(message);
     if (!reader.status().ok()) return InvalidField("message", "is not readable");
     OwnLandingSink sink(options_.transfers, tenant_, owned_);
-    const absl::Status begun = ParseWriteRequest(&reader, current_.Length(), sink);
+    const absl::Status begun = ParseWriteRequest(&reader, message->Length(), sink);
     const bool first = sink.transfer_id() != transfer_id_;
     if (first) transfer_id_ = sink.transfer_id().substr(0, kMaxNameBytes);
     SLUICE_RETURN_IF_ERROR(begun);
@@ -178,19 +133,11 @@ class WriteReactor : public grpc::ServerReadReactor<grpc::ByteBuffer> {
   grpc::CallbackServerContext* const context_;
   grpc::ByteBuffer* const response_;
   const std::string tenant_;  // of the caller; empty: it may act for any
-  grpc::ByteBuffer message_;  // the read under way
   // Of whoever lands.
-  grpc::ByteBuffer current_;
   std::string transfer_id_;  // of the last chunk that had a place
   std::string owned_;        // the same, found to be the caller's
   uint64_t blocks_landed_ = 0;
   uint64_t bytes_landed_ = 0;
-
-  absl::Mutex mutex_;
-  grpc::ByteBuffer waiting_ ABSL_GUARDED_BY(mutex_);  // no read is under way while it is there
-  bool has_waiting_ ABSL_GUARDED_BY(mutex_) = false;
-  bool landing_ ABSL_GUARDED_BY(mutex_) = false;  // somebody lands, or has finished the call
-  bool closed_ ABSL_GUARDED_BY(mutex_) = false;   // no read will succeed any more
 };
 
 using IngestBase =

@@ -1,13 +1,9 @@
 #include "src/service/puller.h"
 
 #include <grpcpp/grpcpp.h>
-#include <grpcpp/impl/codegen/sync_stream.h>
-#include <grpcpp/support/proto_buffer_reader.h>
-#include <grpcpp/support/proto_buffer_writer.h>
 #include <pthread.h>
 
 #include <algorithm>
-#include <atomic>
 #include <utility>
 #include <vector>
 
@@ -15,16 +11,14 @@
 #include "absl/time/clock.h"
 #include "sluice/v1/source.grpc.pb.h"
 #include "src/base/error.h"
-#include "src/base/failpoint.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/metrics/metrics.h"
 #include "src/service/channels.h"
-#include "src/service/guarded.h"
 #include "src/service/host_port.h"
 #include "src/service/kv_pusher.h"
-#include "src/service/landing_sink.h"
 #include "src/service/proto_conversion.h"
+#include "src/service/pull_stream.h"
 #include "src/service/status_mapping.h"
 #include "src/service/trace_headers.h"
 
@@ -93,92 +87,6 @@ struct Puller::Pull {
     PassOn(trace, context.get());
     return context;
   }
-};
-
-// One Read, on a thread of its own. Watch() cancels it where nothing comes or nobody waits.
-class Puller::Stream {
- public:
-  Stream(Puller* puller, const Pull& pull, v1::ReadRequest request)
-      : puller_(puller), pull_(pull), context_(pull.NewContext(absl::InfiniteDuration())) {
-    request.set_source_id(pull.source.source_id);
-    request.set_tenant(pull.tenant);
-    request.set_max_chunk_bytes(puller->options_.max_chunk_bytes);
-    bool own = false;
-    (void)grpc::GenericSerialize<grpc::ProtoBufferWriter, v1::ReadRequest>(request, &request_,
-                                                                           &own);
-    heard_.store(absl::ToUnixMillis(absl::Now()));
-    {
-      absl::MutexLock lock(&puller_->mutex_);
-      puller_->streams_.push_back(this);
-    }
-    thread_ = std::thread([this] { status_ = Guarded("a pull", [this] { return Read(); }); });
-  }
-  absl::Status Join() {
-    thread_.join();
-    absl::MutexLock lock(&puller_->mutex_);
-    puller_->streams_.remove(this);
-    return why_.load() == Why::kSilent && !status_.ok()
-               ? WithReason(absl::DeadlineExceededError(
-                                absl::StrCat("it sent nothing for ",
-                                             absl::FormatDuration(puller_->options_.idle_timeout))),
-                            "SOURCE_SILENT")
-               : status_;
-  }
-
-  // From Watch().
-  void Look(absl::Time now, bool stopping) {
-    if (absl::FromUnixMillis(heard_.load()) + puller_->options_.idle_timeout < now) {
-      why_.store(Why::kSilent);
-      context_->TryCancel();
-    } else if (stopping || !puller_->Wanted(pull_)) {
-      why_.store(Why::kUnwanted);
-      context_->TryCancel();
-    }
-  }
-
- private:
-  enum class Why { kNone, kSilent, kUnwanted };
-
-  absl::Status Read() {
-    static const char kMethod[] = "/sluice.v1.KvSource/Read";
-    // As bytes: a chunk goes from the transport's slices to its pages in one copy.
-    const grpc::internal::RpcMethod method(kMethod, grpc::internal::RpcMethod::SERVER_STREAMING,
-                                           pull_.channel);
-    const std::unique_ptr<grpc::ClientReader<grpc::ByteBuffer>> reader(
-        grpc::internal::ClientReaderFactory<grpc::ByteBuffer>::Create(pull_.channel.get(), method,
-                                                                      context_.get(), request_));
-    absl::Status landed;
-    grpc::ByteBuffer message;
-    while (landed.ok() && reader->Read(&message)) {
-      heard_.store(absl::ToUnixMillis(absl::Now()));
-      landed = Land(&message);
-      message.Clear();
-    }
-    if (!landed.ok()) context_->TryCancel();
-    const absl::Status ended = FromGrpcStatus(reader->Finish());
-    return landed.ok() ? ended : landed;
-  }
-
-  absl::Status Land(grpc::ByteBuffer* message) {
-    grpc::ProtoBufferReader reader(message);
-    if (!reader.status().ok()) return absl::DataLossError("a chunk is not readable");
-    LandingSink sink(puller_->options_.transfers, pull_.transfer_id);
-    const absl::Status begun = ParseWriteRequest(&reader, message->Length(), sink);
-    if (absl::IsInvalidArgument(begun)) {  // the source's fault, and no caller's
-      return Mismatch(absl::StrCat("it sent a chunk that does not fit: ", begun.message()));
-    }
-    SLUICE_RETURN_IF_ERROR(begun);
-    return sink.Finish().status();
-  }
-
-  Puller* const puller_;
-  const Pull& pull_;
-  const std::unique_ptr<grpc::ClientContext> context_;
-  grpc::ByteBuffer request_;
-  std::atomic<int64_t> heard_ = 0;  // ms since 1970: when the last chunk came
-  std::atomic<Why> why_ = Why::kNone;
-  absl::Status status_;
-  std::thread thread_;  // last
 };
 
 // Waits for a prompt that is being computed, without a thread: as many may wait as like.
@@ -279,7 +187,9 @@ void Puller::Watch() {
     mutex_.Await(absl::Condition(&busy));  // a node that reads nothing is not woken
     if (mutex_.AwaitWithTimeout(absl::Condition(&unwatched_), kWatchInterval)) return;
     const absl::Time now = absl::Now();
-    for (Stream* stream : streams_) stream->Look(now, ending_.load());
+    for (const auto& [stream, pull] : streams_) {
+      stream->Look(now, ending_.load() || !Wanted(*pull));
+    }
     for (const std::shared_ptr<Meeting>& meeting : meetings_) meeting->Look(ending_.load());
   }
 }
@@ -507,12 +417,31 @@ absl::Status Puller::ReadAll(Pull& pull, bool again) {
       }
     }
   }
-  std::vector<std::unique_ptr<Stream>> streams;
+  std::list<PullStream> streams;
   for (v1::ReadRequest& request : requests) {
-    streams.push_back(std::make_unique<Stream>(this, pull, std::move(request)));
+    request.set_source_id(pull.source.source_id);
+    request.set_tenant(pull.tenant);
+    request.set_max_chunk_bytes(options_.max_chunk_bytes);
+    PullStream::Options stream;
+    // Each over a connection of its own: one is the work of one thread at either end.
+    stream.channel = streams.empty() ? pull.channel
+                                     : options_.channels->Get(pull.source.address,
+                                                              static_cast<int>(streams.size()));
+    stream.context = pull.NewContext(absl::InfiniteDuration());
+    stream.request = std::move(request);
+    stream.transfer_id = pull.transfer_id;
+    stream.transfers = options_.transfers;
+    stream.idle_timeout = options_.idle_timeout;
+    streams.emplace_back(std::move(stream));
+    absl::MutexLock lock(&mutex_);
+    streams_.emplace(&streams.back(), &pull);
   }
   absl::Status status;
-  for (const std::unique_ptr<Stream>& stream : streams) status.Update(stream->Join());
+  for (PullStream& stream : streams) {
+    status.Update(stream.Join());
+    absl::MutexLock lock(&mutex_);
+    streams_.erase(&stream);
+  }
   return status;
 }
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <list>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
@@ -27,6 +28,7 @@ namespace sluice {
 
 class Channels;
 class Metrics;
+class PullStream;
 
 class Puller {
  public:
@@ -83,7 +85,6 @@ class Puller {
 
  private:
   struct Pull;
-  class Stream;
   class Meeting;
   void Start(const std::shared_ptr<Pull>& pull);
   void Post(const std::shared_ptr<Pull>& pull);
@@ -101,7 +102,7 @@ class Puller {
 
   const Options options_;
   absl::Mutex mutex_;
-  std::list<Stream*> streams_ ABSL_GUARDED_BY(mutex_);
+  std::map<PullStream*, const Pull*> streams_ ABSL_GUARDED_BY(mutex_);
   std::list<std::shared_ptr<Meeting>> meetings_ ABSL_GUARDED_BY(mutex_);
   bool unwatched_ ABSL_GUARDED_BY(mutex_) = false;  // neither is there, and none will be
   std::atomic<bool> ending_ = false;

@@ -26,7 +26,7 @@
 #include "sluice/v1/decode.grpc.pb.h"
 #include "src/base/logging.h"
 #include "src/base/readiness.h"
-#include "src/facade/vllm_service.h"
+#include "src/facade/smg_service.h"
 #include "src/service/decode_service.h"
 #include "tests/support/fake_engine.h"
 

@@ -343,6 +343,37 @@ def test_a_prompt_whose_source_fails_is_computed_where_the_node_may(start, model
     assert node.stop() == 0
 
 
+def test_a_running_sequence_waits_for_a_chunk_of_such_a_prompt_at_most(start, model):
+    """Not for the prompt: beside its chunks of 32 tokens a stream goes on."""
+    node = start("sluice-server", model, "--local-prefill", "on_failure", "--chunk-tokens", "32", "--hbm-bytes", "16MiB",
+                 "--dram-bytes", "16MiB", "--threads", "1")
+    gone = source_pb2.KvSourceRef(address="127.0.0.1:1", source_id="0" * 32)
+    long = [(i * 37) % 250 + 3 for i in range(4000)]
+    stream = node.decode.Generate(decode_pb2.GenerateRequest(
+        source=gone, prompt_token_ids=[5, 6, 7], sampling=greedy(max_tokens=4000, ignore_eos=True)), timeout=TIMEOUT_S)
+    next(stream)
+    spans = []  # when the prompt was computed
+
+    def compute():
+        began = time.perf_counter()
+        generate(node, gone, long, tokens=1)
+        spans.append((began, time.perf_counter()))
+
+    other = threading.Thread(target=compute)
+    other.start()
+    times = []
+    for _ in stream:
+        times.append(time.perf_counter())
+        if spans:
+            stream.cancel()
+            break
+    other.join()
+    began, ended = spans[0]
+    gaps = [after - before for before, after in zip(times, times[1:]) if began < before < ended]
+    assert len(gaps) > 60, len(gaps)  # 125 chunks
+    assert max(gaps) < (ended - began) / 5, (max(gaps), ended - began)
+
+
 def test_a_node_reads_from_nobody_it_was_not_told_of(start, model, prefill, g):
     node = start("sluice-server", model, "--pull-from", "10.0.0.0/8,*.prefill.svc")
     source = hold(prefill, g.prompt)
