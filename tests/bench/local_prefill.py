@@ -31,7 +31,7 @@ def arguments() -> argparse.Namespace:
     out.add_argument("--model", type=Path, default=SMOLLM2, help="model directory (default: %(default)s)")
     out.add_argument("--chunks", default="64,256,512", help="chunk_tokens, with commas (default: %(default)s)")
     out.add_argument("--prompt", type=int, default=2000, help="tokens of a prompt (default: %(default)s)")
-    out.add_argument("--tokens", type=int, default=400, help="of the stream that is watched (default: %(default)s)")
+    out.add_argument("--seconds", type=float, default=20, help="that the stream is watched (default: %(default)s)")
     out.add_argument("--bound", type=float, default=1.5, help="(default: %(default)s)")
     return out.parse_args()
 
@@ -41,9 +41,15 @@ def computed(node: Node, prompt: list[int], max_tokens: int) -> decode_pb2.Gener
                                       sampling=greedy(max_tokens=max_tokens, ignore_eos=True))
 
 
-def gaps_of(node: Node, tokens: int) -> list[float]:
-    """Seconds between the tokens of a stream."""
-    times = [time.perf_counter() for _ in node.decode.Generate(computed(node, [5, 6, 7], tokens), timeout=TIMEOUT_S)]
+def gaps_of(node: Node, seconds: float) -> list[float]:
+    """Seconds between the tokens of a stream, for so long."""
+    times = []
+    stream = node.decode.Generate(computed(node, [5, 6, 7], 4000), timeout=seconds + TIMEOUT_S)
+    for _ in stream:
+        times.append(time.perf_counter())
+        if times[-1] > times[0] + seconds:
+            break
+    stream.cancel()
     return [after - before for before, after in zip(times, times[1:])]
 
 
@@ -64,7 +70,7 @@ def main() -> int:
                         str(chunk), "--hbm-bytes", "512MiB", "--dram-bytes", "512MiB")
             try:
                 alone = statistics.median(prompt_seconds(node, prompt) for _ in range(3))
-                step = statistics.median(gaps_of(node, 100))
+                step = statistics.median(gaps_of(node, 2))
                 stop, computed_prompts = threading.Event(), []
 
                 def compute(node=node, stop=stop, done=computed_prompts):
@@ -74,7 +80,7 @@ def main() -> int:
                 caller = threading.Thread(target=compute)
                 caller.start()
                 try:
-                    beside = gaps_of(node, args.tokens)
+                    beside = gaps_of(node, args.seconds)
                 finally:
                     stop.set()
                     caller.join()
