@@ -11,12 +11,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 from nodes import BIN, SMOLLM2, Node, run  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """(decode node, prefill node) of a tiny model."""
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """The directory of a tiny model."""
     model = tmp_path_factory.mktemp("model")
     done = run(BIN / "sluice-make-fixture", "tiny-llama", model, env=os.environ)
     assert done.returncode == 0, done.stderr
+    return model
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, tiny_model):
+    """(decode node, prefill node) of a tiny model."""
+    model = tiny_model
     nodes = [Node("sluice-server", model, tmp_path_factory.mktemp("node"), "--hbm-bytes", "4MiB", "--dram-bytes",
                   "4MiB"),
              Node("sluice-prefill", model, tmp_path_factory.mktemp("node"), "--hbm-bytes", "4MiB")]

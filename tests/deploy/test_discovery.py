@@ -2,17 +2,19 @@
 
 import json
 import re
-import socket
 import subprocess
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import requests
 from manifests import ROOT, documents, nodes_of, workloads
-from nodes import ENVIRONMENT, SCALE
+from nodes import ENVIRONMENT, SCALE, Node
+from router_lab import add_token_texts, free_port, ids_of
 
 SMG = ROOT / ".venv/bin/smg"
+PREFILL, DECODE = "127.0.0.2", "127.0.0.3"
 COMPONENT = "app.kubernetes.io/component"
 
 
@@ -68,53 +70,96 @@ class ApiServer:
         self.server.server_close()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@pytest.fixture
-def api():
-    """Two nodes' pods, and one that is none of ours."""
+def pods_of_nodes(annotations: dict) -> list[dict]:
+    """The manifests' pods, a prefill and a decode node, and one that is none of ours."""
     pods = []
     for node in nodes_of(documents("cpu-demo")):
-        address = {"prefill": "127.0.0.2", "decode": "127.0.0.3"}[node.labels[COMPONENT]]
-        pods.append(pod_of(node.labels[COMPONENT], address, node.labels, node.template["metadata"]["annotations"]))
-    pods.append(pod_of("stranger", "127.0.0.4", {"app.kubernetes.io/name": "other", COMPONENT: "decode"}, {}))
-    server = ApiServer(pods)
-    yield server
-    server.stop()
+        address = {"prefill": PREFILL, "decode": DECODE}[node.labels[COMPONENT]]
+        pods.append(pod_of(node.labels[COMPONENT], address, node.labels,
+                           {**node.template["metadata"]["annotations"], **annotations}))
+    return [*pods, pod_of("stranger", "127.0.0.4", {"app.kubernetes.io/name": "other", COMPONENT: "decode"}, {})]
 
 
-def test_the_router_finds_each_node_in_its_role_and_nobody_else(api, tmp_path, smollm2_tokenizer):
-    (router,) = [w for w in workloads(documents("cpu-demo")) if w.program == "smg"]
-    node_port = free_port()
-    here = {"--host": "127.0.0.1", "--port": str(free_port()), "--prometheus-host": "127.0.0.1",
-            "--prometheus-port": str(free_port()), "--model-path": str(smollm2_tokenizer),
-            "--service-discovery-port": str(node_port)}
-    args = []
-    for arg in router.container["args"]:
-        flag = arg.split("=")[0]
-        args.append(f"{flag}={here.pop(flag)}" if flag in here else arg)
-    assert not here
-    kubeconfig, log = tmp_path / "kubeconfig", tmp_path / "smg.log"
-    kubeconfig.write_text(api.config())
-    with log.open("w") as out:
-        process = subprocess.Popen([SMG, "launch", *args], stdout=out, stderr=subprocess.STDOUT,
-                                   env={**ENVIRONMENT, "KUBECONFIG": str(kubeconfig)})
-    try:
+class Discovering:
+    """smg with the manifest's flags, at an API server of its own; a context manager."""
+
+    def __init__(self, folder, model, node_port: int, annotations: dict):
+        self.port, self.log = free_port(), folder / "smg.log"
+        (router,) = [w for w in workloads(documents("cpu-demo")) if w.program == "smg"]
+        here = {"--host": "127.0.0.1", "--port": str(self.port), "--prometheus-host": "127.0.0.1",
+                "--prometheus-port": str(free_port()), "--model-path": str(model), "--service-discovery-port": str(node_port)}
+        args = []
+        for arg in router.container["args"]:
+            flag = arg.split("=")[0]
+            args.append(f"{flag}={here.pop(flag)}" if flag in here else arg)
+        assert not here
+        self.api = ApiServer(pods_of_nodes(annotations))
+        kubeconfig = folder / "kubeconfig"
+        kubeconfig.write_text(self.api.config())
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen([SMG, "launch", *args, "--worker-startup-check-interval", "1"], stdout=out,
+                                            stderr=subprocess.STDOUT, env={**ENVIRONMENT, "KUBECONFIG": str(kubeconfig)})
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        self.api.stop()
+
+    def wait(self, found):
+        """What found() gives, once it gives something."""
         deadline = time.monotonic() + 60 * SCALE
-        wanted = {(f"127.0.0.2:{node_port}", "Prefill"), (f"127.0.0.3:{node_port}", "Decode")}
-        while True:
-            found = set(re.findall(r"Registering worker (\S+) \((\w+)\)", log.read_text()))
-            if found >= wanted:
-                break
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+        while not (what := found()):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
             time.sleep(0.1)
-        assert found == wanted
+        return what
+
+    def healthy(self) -> bool:
+        try:
+            workers = requests.get(f"http://127.0.0.1:{self.port}/workers", timeout=5).json()["workers"]
+        except (requests.RequestException, KeyError, ValueError):
+            return False
+        return sum(worker["is_healthy"] for worker in workers) == 2
+
+    def chat(self) -> str | None:
+        """The answer; None while the router has not loaded the tokenizer."""
+        answer = requests.post(f"http://127.0.0.1:{self.port}/v1/chat/completions", timeout=30, json={
+            "model": "tiny", "messages": [{"role": "user", "content": "<5><6><7>"}], "temperature": 0, "max_tokens": 8})
+        if "tokenizer_not_ready" in answer.text:
+            return None
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["message"]["content"]
+
+
+def test_the_router_finds_each_node_in_its_role_and_nobody_else(tmp_path, smollm2_tokenizer):
+    port = free_port()
+    wanted = {(f"{PREFILL}:{port}", "Prefill"), (f"{DECODE}:{port}", "Decode")}
+    with Discovering(tmp_path, smollm2_tokenizer, port, {}) as router:
+        def found():
+            return set(re.findall(r"Registering worker (\S+) \((\w+)\)", router.log.read_text()))
+        router.wait(lambda: found() >= wanted)
+        assert found() == wanted
         # What its role lets it ask.
-        assert set(api.paths) == {"/api/v1/namespaces/sluice/pods"}
+        assert set(router.api.paths) == {"/api/v1/namespaces/sluice/pods"}
+
+
+@pytest.mark.parametrize("gateway", ["vllm", "sglang"])
+def test_nodes_that_were_found_answer_chats(gateway, tmp_path, tiny_model):
+    """For SGLang's words the pods say their port once more, as deploy/README.md has it."""
+    model = add_token_texts(tiny_model, tmp_path / "text")
+    port = free_port()
+    annotations = {"sglang.ai/bootstrap-port": str(port)} if gateway == "sglang" else {}
+    nodes = []
+    try:
+        for program, address in (("sluice-prefill", PREFILL), ("sluice-server", DECODE)):
+            (tmp_path / program).mkdir()
+            nodes.append(Node(program, model, tmp_path / program, "--gateway", gateway, "--served-model-name", "tiny",
+                              "--hbm-bytes", "4MiB", listen=f"{address}:{port}"))
+        with Discovering(tmp_path, model, port, annotations) as router:
+            router.wait(router.healthy)
+            assert len(ids_of(router.wait(router.chat))) == 8
     finally:
-        process.terminate()
-        process.wait(30)
+        for node in nodes:
+            node.stop()
