@@ -274,16 +274,12 @@ cudaError_t LaunchTiles(const GroupedProduct& p, cudaStream_t stream) {
                         p.x_stride);
   }
   if (error != cudaSuccess) return error;
-  const int steps = (p.w.k + Weights::kDepth - 1) / Weights::kDepth;
-  const int tiles = (p.n + P::kFeatures - 1) / P::kFeatures;
-  const int slices = p.slices > 0
-                         ? p.slices
-                         : Slices(p.groups * ((p.n + kSliceFeatures - 1) / kSliceFeatures), steps);
+  const int slices = SlicesOf<Weights>(p);
   const int row_tiles = p.pairs != nullptr ? 1 : (p.rows + kRows - 1) / kRows;
   // Of few experts hardly any goes without rows.
   const bool early = p.pairs == nullptr || p.groups <= 16 || p.rows >= 4 * p.groups;
   const dim3 grid(static_cast<unsigned>(slices), static_cast<unsigned>(row_tiles),
-                  static_cast<unsigned>(p.groups * tiles));
+                  static_cast<unsigned>(TilesOf(p, P::kFeatures)));
   return LaunchClusters(kernel, grid, dim3(P::kThreads), dim3(static_cast<unsigned>(slices)),
                         P::kBytes, stream, w_map, x_map, p, early, by_map);
 }

@@ -9,10 +9,9 @@
 // 3. LetNextKernelStart() says that the next kernel may be scheduled once every block has called it
 //    or ended; call it as early as the next one's blocks may take shared memory and registers.
 // 4. Branches (Stream::After). A kernel behind a fork or a join has the last kernel of each stream
-// as
-//    a predecessor, all of them by programmatic edges in a captured graph: it may begin when every
-//    one of them has let it, and WaitForPriorKernels() waits until every one of them is done. So
-//    rule 1 holds along every path of the graph, and "all before me" means all that After() put
+//    as a predecessor, all of them by programmatic edges in a captured graph: it may begin when
+//    every one of them has let it, and WaitForPriorKernels() waits until every one of them is done.
+//    So rule 1 holds along every path of the graph, and "all before me" means all that After() put
 //    before. A predecessor that is no kernel (a copy, a mailbox's word) has ended before the kernel
 //    begins.
 #pragma once

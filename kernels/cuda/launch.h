@@ -1,6 +1,7 @@
 // The operators on an NVIDIA GPU: each function enqueues one operator on a stream and returns at
-// once, and can be captured in a graph. Contracts: kernels/params.h; weights are row-major bf16,
-// activations that feed a product are bf16. The result is what the launch said;
+// once, and can be captured in a graph. Contracts: kernels/params.h and its neighbours; weights are
+// row-major bf16, or e4m3 with scales of blocks (kFp8Blocks), activations that feed a product are
+// bf16. The result is what the launch said;
 // cudaErrorInvalidValue: a shape outside the contract or the limits below. Pointers are device
 // addresses (pinned host memory counts).
 #pragma once

@@ -8,7 +8,8 @@
 
 namespace sluice::kernels::cuda {
 
-// A tile of 64 entries, or of 64 heads: 9 blocks of [64 rows][64] bf16, swizzled (TileDescriptor).
+// A tile of 64 entries, or of 64 heads: 9 blocks of [64 rows][64], swizzled (TileDescriptor): eight
+// of latents in fp16 (those of queries come as bf16 and are made that in place), RoPE's in bf16.
 inline constexpr int kMlaWidth = kPackedRank + kPackedRope;
 inline constexpr int kMlaColumnBlockBytes = 64 * 128;
 inline constexpr int kMlaUnpackWarps = 8;

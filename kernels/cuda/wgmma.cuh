@@ -1,5 +1,5 @@
-// Hopper's warpgroup products (wgmma), bf16 operands in shared memory, float32 sums in registers.
-// PTX ISA 8.x, sm_90a. A warpgroup is 4 consecutive warps from a multiple of 4 on.
+// Hopper's warpgroup products (wgmma), bf16 or fp16 operands in shared memory, float32 sums in
+// registers. PTX ISA 8.x, sm_90a. A warpgroup is 4 consecutive warps from a multiple of 4 on.
 #pragma once
 
 #include <cstdint>
