@@ -13,6 +13,7 @@
 #include "facade/vllm_engine.grpc.pb.h"
 #include "src/base/clock.h"
 #include "src/base/error.h"
+#include "src/base/status_macros.h"
 #include "src/facade/abort.h"
 #include "src/facade/sglang_dialect.h"
 #include "src/facade/tokenizer_stream.h"
@@ -257,20 +258,14 @@ class SmgService final : public Api::Service::CallbackService {
 
 }  // namespace
 
-GrpcService NewVllmService(FacadeOptions options) {
-  return {VllmApi::Service::service_full_name(),
-          std::make_shared<SmgService<VllmApi>>(std::move(options))};
-}
-
-GrpcService NewSglangService(FacadeOptions options) {
-  return {SglangApi::Service::service_full_name(),
-          std::make_shared<SmgService<SglangApi>>(std::move(options))};
-}
-
 GrpcService NewGatewayService(const std::string& gateway, FacadeOptions options) {
-  if (gateway == "sglang") return NewSglangService(std::move(options));
+  const auto make = [&]<typename Api>(Api) -> GrpcService {
+    return {Api::Service::service_full_name(),
+            std::make_shared<SmgService<Api>>(std::move(options))};
+  };
+  if (gateway == "sglang") return make(SglangApi());
   SLUICE_CHECK(gateway == "vllm", "no gateway speaks to ", gateway);
-  return NewVllmService(std::move(options));
+  return make(VllmApi());
 }
 
 }  // namespace sluice

@@ -18,12 +18,9 @@ struct FacadeOptions {
   GenerateOptions generate;
 };
 
-// vllm.grpc.engine.VllmEngine.
-GrpcService NewVllmService(FacadeOptions options);
-// sglang.grpc.scheduler.SglangScheduler.
-GrpcService NewSglangService(FacadeOptions options);
-// That of setting `gateway`: "vllm" or "sglang". One alone is served, for smg asks a node for all
-// that it knows and takes the first that answers.
+// Of setting `gateway`: "vllm", vllm.grpc.engine.VllmEngine, or "sglang",
+// sglang.grpc.scheduler.SglangScheduler. A node serves one alone, for smg asks it for all that smg
+// knows and takes the first that answers.
 GrpcService NewGatewayService(const std::string& gateway, FacadeOptions options);
 
 }  // namespace sluice

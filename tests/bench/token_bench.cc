@@ -210,7 +210,7 @@ int Main(int argc, char** argv) {
   facade.generate.max_context = 1 << 20;
   facade.generate.generator = &engine;
   facade.generate.pump = &pump;
-  const GrpcService vllm = NewVllmService(facade);
+  const GrpcService vllm = NewGatewayService("vllm", facade);
   const GrpcService sluice = NewDecodeService({facade.generate, &engine});
   grpc::ServerBuilder builder;
   int port = 0;
