@@ -50,6 +50,7 @@ absl::StatusOr<std::string> TenantOf(const SourceServiceOptions& options,
   if constexpr (std::is_same_v<Message, v1::MeetRequest>) {
     SLUICE_RETURN_IF_ERROR(CheckName("reader", request.reader()));
     if (request.reader().empty()) return InvalidField("reader", "is empty");
+    SLUICE_RETURN_IF_ERROR(CheckName("prompt_digest", request.prompt_digest()));  // it is kept
   } else {
     SLUICE_RETURN_IF_ERROR(CheckName("source_id", request.source_id()));
   }

@@ -1,6 +1,7 @@
 """Both legs of a request at once, as the gateway `smg` sends them to SGLang: they meet in a room."""
 
 import contextlib
+import hashlib
 import itertools
 import time
 
@@ -48,6 +49,14 @@ def held(prefill) -> float:
 
 def reason(error: grpc.RpcError) -> tuple:
     return error.code(), rpc.reason_of(error)
+
+
+def generate_error(node, prompt, where, **sampling) -> grpc.RpcError:
+    return error_of(lambda: generate(node, prompt, {"max_new_tokens": 2, **sampling}, disaggregated_params=where))
+
+
+def digest(prompt) -> str:
+    return hashlib.sha256(b"".join(i.to_bytes(4, "little") for i in prompt)).hexdigest()
 
 
 def test_the_nodes_say_what_the_gateway_asks(decode, prefill):
@@ -132,15 +141,6 @@ def test_a_room_used_twice_is_refused_at_both_nodes(decode, prefill, golden):
     first = start_leg(prefill, prompt, request_id="c", disaggregated_params=where)
     assert len(generate(decode, prompt, {"max_new_tokens": 2}, disaggregated_params=where).complete.output_ids) == 2
     answer_of(first)
-
-
-def generate_error(node, prompt, where, **sampling) -> grpc.RpcError:
-    return error_of(lambda: generate(node, prompt, {"max_new_tokens": 2, **sampling}, disaggregated_params=where))
-
-
-def digest(prompt) -> str:
-    import hashlib
-    return hashlib.sha256(b"".join(i.to_bytes(4, "little") for i in prompt)).hexdigest()
 
 
 def test_a_decode_leg_alone_ends_in_time(decode, prefill, golden):
@@ -229,6 +229,15 @@ def test_a_source_that_is_none_is_said_so(decode, prefill):
     assert reason(generate_error(decode, [5, 6], where)) == (Code.UNAVAILABLE, "SOURCE_UNREACHABLE")
     where = pb.DisaggregatedParams(bootstrap_host="prefill.example", bootstrap_port=7000, bootstrap_room=5)
     assert reason(generate_error(decode, [5, 6], where)) == (Code.PERMISSION_DENIED, "SOURCE_NOT_ALLOWED")
+
+
+@pytest.mark.parametrize("field,value", [("reader", ""), ("reader", "x" * 129), ("tenant", "x" * 129),
+                                         ("prompt_digest", "0" * 129)])
+def test_a_visit_that_cannot_be_names_its_fault(prefill, field, value):
+    meet = source_pb2.MeetRequest(**{"room": 5, "reader": "r", "prompt_digest": "0" * 64, field: value})
+    error = error_of(lambda: source_pb2_grpc.KvSourceStub(prefill.channel).Meet(meet, timeout=TIMEOUT_S))
+    assert error.code() == Code.INVALID_ARGUMENT
+    assert rpc.details_of(error)["BadRequest"].field_violations[0].field == field
 
 
 def test_a_prefill_node_for_vllm_has_no_rooms(start, tiny_models, decode):
