@@ -105,21 +105,11 @@ absl::Status CheckSupported(const sg::GenerateRequest& request) {
 absl::StatusOr<SamplingParams> SamplingOf(const sg::GenerateRequest& request) {
   const sg::SamplingParams& params = request.sampling_params();
   SLUICE_RETURN_IF_ERROR(CheckSupported(params));
-  v1::SamplingParams out;
+  v1::SamplingParams out = ReadShared(params);
   out.set_temperature(params.temperature());
-  // Without presence on the wire, zero is what was not given; as a value it would mean nothing.
-  out.set_top_p(params.top_p() == 0 ? 1.0f : params.top_p());
-  out.set_repetition_penalty(params.repetition_penalty() == 0 ? 1.0f : params.repetition_penalty());
-  out.set_n(params.n() == 0 ? 1 : params.n());
   out.set_top_k(static_cast<uint32_t>(std::max(params.top_k(), 0)));
-  out.set_min_p(params.min_p());
-  out.set_frequency_penalty(params.frequency_penalty());
-  out.set_presence_penalty(params.presence_penalty());
   if (params.has_max_new_tokens()) out.set_max_tokens(params.max_new_tokens());
   out.set_min_tokens(params.min_new_tokens());
-  *out.mutable_stop() = params.stop();
-  *out.mutable_stop_token_ids() = params.stop_token_ids();
-  out.set_ignore_eos(params.ignore_eos());
   if (request.return_logprob()) {
     out.set_logprobs(static_cast<uint32_t>(request.top_logprobs_num()));
   }
@@ -138,7 +128,10 @@ class SglangDialect final : public SmgDialect<sg::GenerateResponse> {
  public:
   SglangDialect(NodeInfo::Role role, const sg::GenerateRequest& request,
                 const GenerateOptions& options)
-      : role_(role), request_(request), options_(options) {}
+      : SmgDialect(SglangNames(), "disaggregated_params"),
+        role_(role),
+        request_(request),
+        options_(options) {}
 
   std::string request_id() const override { return request_.request_id(); }
 
@@ -154,14 +147,6 @@ class SglangDialect final : public SmgDialect<sg::GenerateResponse> {
     return out;
   }
 
-  absl::Status Translated(const absl::Status& status) const override {
-    // To a gateway that chose to send no room that is a bad request, not a node in a bad state.
-    if (ReasonOf(status) == "NO_HANDOFF") {
-      return WithReason(InvalidField("disaggregated_params", std::string(status.message())),
-                        "NO_HANDOFF");
-    }
-    return InWordsOf(SglangNames(), status);
-  }
   void Begin(const std::string& request_id) override { request_id_ = request_id; }
 
  private:

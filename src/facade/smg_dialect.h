@@ -9,11 +9,30 @@
 #include <vector>
 
 #include "absl/types/span.h"
+#include "sluice/v1/common.pb.h"
 #include "src/base/error.h"
+#include "src/facade/refusals.h"
 #include "src/request/request.h"
 #include "src/service/generate_reactor.h"
 
 namespace sluice {
+
+// What both engines' SamplingParams say by the same names. Without presence on the wire, zero is
+// what was not given where as a value it would mean nothing.
+template <typename Params>
+v1::SamplingParams ReadShared(const Params& params) {
+  v1::SamplingParams out;
+  out.set_top_p(params.top_p() == 0 ? 1.0f : params.top_p());
+  out.set_repetition_penalty(params.repetition_penalty() == 0 ? 1.0f : params.repetition_penalty());
+  out.set_n(params.n() == 0 ? 1 : params.n());
+  out.set_min_p(params.min_p());
+  out.set_frequency_penalty(params.frequency_penalty());
+  out.set_presence_penalty(params.presence_penalty());
+  *out.mutable_stop() = params.stop();
+  *out.mutable_stop_token_ids() = params.stop_token_ids();
+  out.set_ignore_eos(params.ignore_eos());
+  return out;
+}
 
 // Of a dialect's GenerateResponse, which is a `chunk` of new tokens or, last, a `complete`.
 template <typename Response>
@@ -23,6 +42,17 @@ class SmgDialect : public GenerateDialectOf<Response> {
   using LogProbs =
       std::remove_pointer_t<decltype(std::declval<Complete>().mutable_output_logprobs())>;
 
+  // `names`: FieldNames of this dialect's requests; `handoff`: of them the one that says where the
+  // caches are. Both outlive this.
+  SmgDialect(const FieldNames& names, const char* handoff) : names_(names), handoff_(handoff) {}
+
+  absl::Status Translated(const absl::Status& status) const final {
+    // To a gateway that chose to send no handoff that is a bad request, not a node in a bad state.
+    if (ReasonOf(status) == "NO_HANDOFF") {
+      return WithReason(InvalidField(handoff_, std::string(status.message())), "NO_HANDOFF");
+    }
+    return InWordsOf(names_, status);
+  }
   void Begin(const std::string& /*request_id*/) override {}
   bool SetTokens(absl::Span<const OutputToken> tokens) final {
     completed_ += static_cast<uint32_t>(tokens.size());
@@ -89,6 +119,8 @@ class SmgDialect : public GenerateDialectOf<Response> {
     }
   }
 
+  const FieldNames& names_;
+  const char* const handoff_;
   bool streamed_ = false;
   bool logprobs_ = false;
   uint32_t prompt_tokens_ = 0;

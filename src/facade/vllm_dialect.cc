@@ -98,21 +98,11 @@ absl::Status CheckSupported(const ve::GenerateRequest& request) {
 
 absl::StatusOr<SamplingParams> SamplingOf(const ve::SamplingParams& params) {
   SLUICE_RETURN_IF_ERROR(CheckSupported(params));
-  v1::SamplingParams out;
+  v1::SamplingParams out = ReadShared(params);
   out.set_temperature(params.has_temperature() ? params.temperature() : 1.0f);
-  // Without presence on the wire, zero is what was not given; as a value it would mean nothing.
-  out.set_top_p(params.top_p() == 0 ? 1.0f : params.top_p());
-  out.set_repetition_penalty(params.repetition_penalty() == 0 ? 1.0f : params.repetition_penalty());
-  out.set_n(params.n() == 0 ? 1 : params.n());
   out.set_top_k(params.top_k());
-  out.set_min_p(params.min_p());
-  out.set_frequency_penalty(params.frequency_penalty());
-  out.set_presence_penalty(params.presence_penalty());
   if (params.has_max_tokens()) out.set_max_tokens(params.max_tokens());
   out.set_min_tokens(params.min_tokens());
-  *out.mutable_stop() = params.stop();
-  *out.mutable_stop_token_ids() = params.stop_token_ids();
-  out.set_ignore_eos(params.ignore_eos());
   if (params.has_logprobs()) out.set_logprobs(static_cast<uint32_t>(params.logprobs()));
   if (params.has_seed()) out.set_seed(static_cast<uint64_t>(int64_t{params.seed()}));
   for (const auto& [id, value] : params.logit_bias()) {
@@ -129,7 +119,10 @@ class VllmDialect final : public SmgDialect<ve::GenerateResponse> {
  public:
   VllmDialect(NodeInfo::Role role, const ve::GenerateRequest& request,
               const GenerateOptions& options)
-      : role_(role), request_(request), options_(options) {}
+      : SmgDialect(VllmNames(), "kv_transfer_params_json"),
+        role_(role),
+        request_(request),
+        options_(options) {}
 
   std::string request_id() const override { return request_.request_id(); }
 
@@ -147,15 +140,6 @@ class VllmDialect final : public SmgDialect<ve::GenerateResponse> {
     }
     ReadBy(out, request_.stream());
     return out;
-  }
-
-  absl::Status Translated(const absl::Status& status) const override {
-    // To a gateway that chose to send no handoff that is a bad request, not a node in a bad state.
-    if (ReasonOf(status) == "NO_HANDOFF") {
-      return WithReason(InvalidField("kv_transfer_params_json", std::string(status.message())),
-                        "NO_HANDOFF");
-    }
-    return InWordsOf(VllmNames(), status);
   }
 
  private:
