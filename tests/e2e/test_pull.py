@@ -369,9 +369,9 @@ def test_a_running_sequence_waits_for_a_chunk_of_such_a_prompt_at_most(start, mo
             break
     other.join()
     began, ended = spans[0]
-    gaps = [after - before for before, after in zip(times, times[1:]) if began < before < ended]
-    assert len(gaps) > 60, len(gaps)  # 125 chunks
-    assert max(gaps) < (ended - began) / 5, (max(gaps), ended - began)
+    # A step is a chunk and a token of the stream: of 125 chunks only those before its caller was heard may lack one.
+    among = sum(began < at < ended for at in times)
+    assert among > 100, among
 
 
 def test_a_node_reads_from_nobody_it_was_not_told_of(start, model, prefill, g):
