@@ -1,6 +1,6 @@
 #include "src/base/config_reader.h"
 
-#include <cmath>
+#include <nlohmann/json.hpp>
 
 #include "absl/strings/str_format.h"
 #include "src/base/json_file.h"
@@ -19,6 +19,8 @@ bool ConfigReader::IsNull(const char* key) const {
   const auto it = object_.find(key);
   return it != object_.end() && it->is_null();
 }
+
+const json& ConfigReader::At(const char* key) const { return object_.at(key); }
 
 absl::StatusOr<int64_t> ConfigReader::Int(const char* key, int64_t low, int64_t high) const {
   const auto expected = absl::StrCat("an integer from ", low, " to ", high);

@@ -3,9 +3,10 @@
 #pragma once
 
 #include <cstdint>
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "absl/status/statusor.h"
 
@@ -21,7 +22,7 @@ class ConfigReader {
   // A key whose value is null counts as absent, as Hugging Face configs mean it.
   bool Has(const char* key) const;
   bool IsNull(const char* key) const;
-  const nlohmann::json& At(const char* key) const { return object_.at(key); }
+  const nlohmann::json& At(const char* key) const;
 
   // An integer in [low, high]; INVALID_ARGUMENT where it is absent.
   absl::StatusOr<int64_t> Int(const char* key, int64_t low, int64_t high) const;

@@ -1,6 +1,7 @@
 #include "src/engine/step_recorder.h"
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <string_view>
 #include <utility>
 
