@@ -1,7 +1,10 @@
 # Every library that Sluice takes from the system, found once. tools/setup installs them all.
 find_program(CCACHE_PROGRAM ccache)
 if(CCACHE_PROGRAM)
-  set(CMAKE_CXX_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
+  # With precompiled headers (SluicePch.cmake) ccache caches only what it is told may ignore macros that
+  # such a header defines but no file uses, and __TIME__.
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_SLOPPINESS=pch_defines,time_macros
+      ${CCACHE_PROGRAM})
   set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
 endif()
 

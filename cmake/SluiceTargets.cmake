@@ -1,12 +1,17 @@
-# sluice_library(NAME SRCS ... [DEPS ...] [PRIVATE_DEPS ...])
+# sluice_library(NAME SRCS ... [DEPS ...] [PRIVATE_DEPS ...] [PCH ...])
 #
 # One library per folder. DEPS are the folders (and outside libraries) that its headers may include;
-# the link graph is the architecture, and tests/tidy holds the include lines to it.
+# the link graph is the architecture, and tests/tidy holds the include lines to it. PCH are its
+# precompiled headers, if not sluice_pch.
 function(sluice_library name)
-  cmake_parse_arguments(ARG "" "" "SRCS;DEPS;PRIVATE_DEPS" ${ARGN})
+  cmake_parse_arguments(ARG "" "PCH" "SRCS;DEPS;PRIVATE_DEPS" ${ARGN})
   add_library(${name} STATIC ${ARG_SRCS})
   target_include_directories(${name} PUBLIC ${CMAKE_SOURCE_DIR})
   target_link_libraries(${name} PUBLIC ${ARG_DEPS} PRIVATE sluice_warnings ${ARG_PRIVATE_DEPS})
+  if(NOT ARG_PCH)
+    set(ARG_PCH sluice_pch)
+  endif()
+  sluice_use_pch(${name} ${ARG_PCH})
 endfunction()
 
 # sluice_binary(NAME SRCS ... DEPS ...): a program in build/<preset>/bin.
@@ -17,6 +22,7 @@ function(sluice_binary name)
   if(SLUICE_JEMALLOC)
     target_link_libraries(${name} PRIVATE PkgConfig::jemalloc)
   endif()
+  sluice_use_pch(${name} sluice_pch)
 endfunction()
 
 # sluice_test(NAME SRCS ... DEPS ... [LABELS ...] [TIMEOUT ...] [SERIAL]): a Catch2 program; every test
@@ -30,6 +36,7 @@ function(sluice_test name)
   cmake_parse_arguments(ARG "SERIAL" "TIMEOUT" "SRCS;DEPS;LABELS" ${ARGN})
   add_executable(${name} ${ARG_SRCS})
   target_link_libraries(${name} PRIVATE sluice_warnings sluice_test_main ${ARG_DEPS})
+  sluice_use_pch(${name} ${SLUICE_TEST_PCH})
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 300)
     if(SLUICE_SANITIZER)
@@ -60,6 +67,9 @@ if(SLUICE_SANITIZER)
   target_compile_options(sluice_warnings INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wno-maybe-uninitialized>)
 endif()
 
+# gRPC brings it to what links it. With it everywhere the options are the same for all, as precompiled
+# headers demand.
+add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-pthread>)
 if(SLUICE_SANITIZER)
   add_compile_options(-fsanitize=${SLUICE_SANITIZER} -fno-sanitize-recover=all)
   add_link_options(-fsanitize=${SLUICE_SANITIZER})
