@@ -65,7 +65,7 @@ def _of(ratio: str, *policies: str) -> tuple[str, ...]:
 LATENT_PARTS: dict[str, list[LatentRun]] = {
     # The throughput table. With --forecast-dram the planner says what a TB would hold.
     "ess32k": [LatentRun("32k", ("full", *_of("0.2", "ess")), 32768, 40200, batches=(1, 16), most=76,
-                         distinct=2, more=("--forecast-dram", "1TiB", "--forecast-hbm", "90GiB"))],
+                         distinct=2, trace=True, more=("--forecast-dram", "1TiB", "--forecast-hbm", "90GiB"))],
     "ess128k": [LatentRun("128k", ("full", *_of("0.1", "ess")), 131072, 30300, most=19)],
     "ess128k-ep16": [LatentRun("128k-ep16", ("full", *_of("0.1", "ess")), 131072, 30300, most=19, model=EP16)],
     # Where HBM has room for what few sequences have.
