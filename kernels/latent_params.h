@@ -171,7 +171,8 @@ struct HeadLinearParams {
 };
 
 // Entries of a list that are one piece of attention: pieces give (o, lse) and merge in order,
-// whether they were computed apart or in one go. The rule depends on the list alone.
+// whether they were computed apart or in one go. The rule depends on the list alone. (Over packed
+// entries on a GPU pieces are twice as long, kernels/cuda/mla_plan.cuh.)
 inline constexpr int kMlaSplitEntries = 256;
 
 // Attention of each row over a list of entries:
@@ -204,6 +205,10 @@ struct SparseMlaParams {
   // Processors of a GPU that it leaves to what runs beside it: a block of this takes one wholly,
   // and those that had to wait for a transfer's would end with it.
   int32_t spare_processors;
+  // The operator before this one in its stream is a Transfer that brings the entries of second
+  // lists and nothing else that this reads; what comes before that is done when it begins. A GPU
+  // then computes first lists beneath it.
+  bool then_arrives = false;
   float scale;
   DType q_type;    // the kernel set's activation type
   DType out_type;  // the same, or float32
@@ -216,12 +221,14 @@ inline SparseMlaParams FirstOfTwo(SparseMlaParams p) {
   p.lse = p.other_lse;
   p.other_o = p.other_lse = nullptr;
   p.then_entries = p.then_counts = nullptr;
+  p.then_arrives = false;
   return p;
 }
 inline SparseMlaParams SecondOfTwo(SparseMlaParams p) {
   p.entries = p.then_entries;
   p.counts = p.then_counts;
   p.then_entries = p.then_counts = nullptr;
+  p.then_arrives = false;
   return p;
 }
 

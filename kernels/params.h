@@ -53,7 +53,7 @@ struct WeightMatrix {
   int32_t n;             // output features
   int32_t k;             // input features
   WeightLayout layout;
-  const float* scales = nullptr;  // of kFp8Blocks
+  const float* scales = nullptr;  // of e4m3 weights
 };
 
 // out[r] = float32(table[token]) with token = tokens[slot * token_stride + position]. A token

@@ -6,6 +6,8 @@
 //    later kernel takes "the one before me is done" to mean "all before me are done".
 // 2. Before that call a kernel may read only what no kernel of a step writes: weights, tables that
 //    copies wrote before the step, keys and values of earlier steps.
+//    SparseMla beneath a Transfer (SparseMlaParams::then_arrives) reads what came before that: a
+//    Transfer lets it begin when its own wait is over.
 // 3. LetNextKernelStart() says that the next kernel may be scheduled once every block has called it
 //    or ended; call it as early as the next one's blocks may take shared memory and registers.
 // 4. Branches (Stream::After). A kernel behind a fork or a join has the last kernel of each stream

@@ -88,6 +88,7 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
   CommitCopies();
   SyncThreads(kUnpackBarrier, 32 * kMlaUnpackWarps);
   uint32_t queries = 0;
+  bool arrives = p.then_arrives;
 #pragma unroll 1
   for (uint32_t n = 0; ring[n % kRing].row >= 0; ++n) {
     const uint32_t stage = n % kMlaStages, target = SharedAddress(shared.entries[stage]);
@@ -95,6 +96,10 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
     asm volatile("" : "+r"(lane));
     __builtin_assume(lane >= 0 && lane < 32);
     const MlaLane of(warp, lane);
+    if (arrives && ring[n % kRing].then) {
+      WaitForPriorKernels();
+      arrives = false;
+    }
     const float2 two = LoadScales(base + kPackedRank + lane / 16 * 8, place);
     WaitForWarpCopies<0>();
     // Where the next ones lie. Behind the last tile: the same entries once more.

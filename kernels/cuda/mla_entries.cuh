@@ -63,7 +63,7 @@ struct MlaTile {
   int slot;
   int first;      // entry of its list
   int end;        // of the piece
-  bool is_first;  // of the row, in this group
+  bool is_first;  // the tile before it is of another row
   bool then;      // of the second of two lists
 };
 
@@ -81,7 +81,7 @@ struct MlaTiles {
   __device__ void Start(const SparseMlaParams& p, const MlaPosition& at) {
     MlaWalk walk(p, at);
     if (!walk.done() && walk.entries() == 0) walk.NextFull();
-    Put(walk, 0);
+    Put(walk, 0, -1);
   }
   // Tile n follows tile n - 1.
   __device__ void Step(const SparseMlaParams& p, uint32_t n) {
@@ -94,23 +94,20 @@ struct MlaTiles {
     } else {
       MlaWalk walk(p, position);
       walk.NextFull();
-      Put(walk, n % kRing);
+      Put(walk, n % kRing, last.row);
     }
   }
 
  private:
-  __device__ void Put(const MlaWalk& walk, uint32_t into) {
+  __device__ void Put(const MlaWalk& walk, uint32_t into, int row_before) {
     position = walk.position();
     if (walk.done()) {
       ring[into].row = -1;
     } else {
       const int begin = walk.begin_entry();
-      ring[into] = {walk.row(),
-                    walk.slot(),
-                    begin,
-                    begin + walk.entries(),
-                    walk.piece() == walk.first_piece(),
-                    walk.IsOfSecond()};
+      ring[into] = {
+          walk.row(),       walk.slot(), begin, begin + walk.entries(), walk.row() != row_before,
+          walk.IsOfSecond()};
     }
   }
 };
@@ -188,7 +185,8 @@ struct MlaLane {
 // Two neighbouring scales of entry lane % kMlaWarpEntries of a warp's, at lane / 16 * 2. `base`: of
 // entry 0 of the cache, those scales.
 __device__ __forceinline__ float2 LoadScales(const char* base, int place) {
-  return __ldg(reinterpret_cast<const float2*>(base + int64_t{place} * kPackedEntryBytes));
+  // Not by the read-only path: a transfer beside this kernel may bring them.
+  return __ldcg(reinterpret_cast<const float2*>(base + int64_t{place} * kPackedEntryBytes));
 }
 
 __device__ __forceinline__ uint32_t ScalesOf(float2 scales) {

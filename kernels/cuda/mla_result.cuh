@@ -3,14 +3,10 @@
 #pragma once
 
 #include "kernels/cuda/attention_plan.cuh"
+#include "kernels/cuda/mla_walk.cuh"
 #include "kernels/latent_params.h"
 
 namespace sluice::kernels::cuda {
-
-// Entries of a list whose count is `count`.
-__device__ __forceinline__ int ListLength(const SparseMlaParams& p, int count) {
-  return max(count, 0) < p.capacity ? max(count, 0) : static_cast<int>(p.capacity);
-}
 
 // out = own * o + other * other_o, with o the unscaled sum of the list.
 struct MlaResult {

@@ -43,8 +43,7 @@ struct MlaPiece {
   bool folds;     // that slot has a total, of the list's pieces before it
   bool closes;    // the first of two lists, all of it in this group
   bool finishes;  // the row: its result is written
-  bool follows;   // a closed first list, whose total is in slot shape.slots - 2
-  bool ends_row;  // in this group
+  bool follows;   // a closed first list, whose total is in slot MlaFirstTotal
 };
 
 // Closes a list: its softmax becomes its lse, in `m`. Returns what to multiply its sums by.
@@ -183,7 +182,8 @@ __device__ __forceinline__ void FinishPiece(const SparseMlaParams& p, const MlaS
     return;
   }
   // The result of the first of two lists: of this piece, left in its slot, or the caller's.
-  const float4* const first = MlaSlot(p, shape, group, head_tile, shape.slots - 2) + me.thread;
+  const float4* const first =
+      MlaSlot(p, shape, group, head_tile, MlaFirstTotal(shape.slots, piece.row)) + me.thread;
   const bool is_two = p.then_counts != nullptr;
   float first_lse[2] = {NegativeInfinity(), NegativeInfinity()};
   if (piece.closes) {
@@ -302,7 +302,7 @@ static __global__ void __launch_bounds__(kMlaAdders)
   __shared__ MlaPosition position;
   if (threadIdx.x < 32) {
     MlaWalk first(p);
-    first.Start(group, groups);
+    EnterGroup(p, group, groups, first);
     if (threadIdx.x == 0) position = first.position();
   }
   __syncthreads();
@@ -322,13 +322,13 @@ static __global__ void __launch_bounds__(kMlaAdders)
   };
   MlaFold<kVectors> first, last;
   if (first_pieces > 0) {
-    first.Take(slot(group - 1, shape.slots - 2), begin);
+    first.Take(slot(group - 1, MlaFirstTotal(shape.slots, walk.row())), begin);
     if (begun < first_pieces) {  // Else it is closed.
       take_pieces(first, begun, first_pieces);
       first.CloseList();
     }
   }
-  if (begun > first_pieces) last.Take(slot(group - 1, shape.slots - 1), begin);
+  if (begun > first_pieces) last.Take(slot(group - 1, MlaTotal(shape.slots)), begin);
   take_pieces(last, max(begun, first_pieces), pieces);
   if (last.empty) {
 #pragma unroll

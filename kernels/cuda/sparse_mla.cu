@@ -24,8 +24,8 @@ cudaError_t LaunchSparseMla(const SparseMlaParams& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
   if (HasPackedKernel(p)) return LaunchPackedSparseMla(p, stream);
   if (p.then_counts == nullptr) return LaunchPlainSparseMla(p, stream);
-  const cudaError_t error = LaunchPlainSparseMla(FirstOfTwo(p), stream);
-  return error != cudaSuccess ? error : LaunchPlainSparseMla(SecondOfTwo(p), stream);
+  const cudaError_t error = LaunchSparseMla(FirstOfTwo(p), stream);
+  return error != cudaSuccess ? error : LaunchSparseMla(SecondOfTwo(p), stream);
 }
 
 }  // namespace sluice::kernels::cuda

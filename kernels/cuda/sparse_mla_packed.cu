@@ -43,12 +43,13 @@ __device__ __forceinline__ MlaPiece PieceOf(const MlaWalk& walk, const MlaShape&
   return {walk.row(),
           walk.slot(),
           walk.entries(),
-          from_start ? shape.slots - (of_first ? 2 : 1) : walk.piece() - walk.first_piece(),
+          !from_start ? walk.piece() - walk.first_piece()
+          : of_first  ? MlaFirstTotal(shape.slots, walk.row())
+                      : MlaTotal(shape.slots),
           from_start && walk.piece() > before,
           from_start && of_first && walk.piece() + 1 == walk.first_pieces(),
           from_start && walk.IsLast(),
-          from_start && before > 0,
-          walk.EndsRow()};
+          from_start && before > 0};
 }
 
 // Makes piece k known. By one thread of the adder's, one piece ahead: the adder waits for weights
@@ -116,7 +117,6 @@ __device__ __forceinline__ void StartScores(float (&score)[32], MlaShared& share
 // How far a warpgroup is.
 struct MlaTurn {
   uint32_t n = 0, queries = 0;  // tiles and queries so far
-  bool has_query = false;       // of this row
 };
 
 // Heads of a scorer's or adder's thread: this one and 8 more.
@@ -130,22 +130,21 @@ __device__ __forceinline__ void ScoreTiles(const SparseMlaParams& p, const MlaPi
                                            Softmax (&state)[2]) {
   const float scale = p.scale * kLog2E;
   const int head = HeadOfThread();
-  if (piece.entries > 0 && !turn.has_query) {
-    WaitBarrier(SharedAddress(&shared.query_here), turn.queries++ & 1);
-    ConvertQuery(shared);
-    turn.has_query = true;
-  }
+  const MlaTile* const ring = shared.tiles.ring;
   for (int entries = piece.entries; entries > 0; entries -= kMlaTileEntries) {
     const uint32_t n = turn.n++, stage = n % kMlaStages;
     const bool is_last = entries <= kMlaTileEntries;
     const uint64_t values = ValuesOf(shared, n, 0);
+    // A tile's place in the ring is written before the entries of the tile before it are there.
+    if (n == 0 || ring[n % MlaTiles::kRing].is_first) {
+      WaitBarrier(SharedAddress(&shared.query_here), turn.queries++ & 1);
+      ConvertQuery(shared);
+    }
     float score[32];
     StartScores(score, shared, n);
     WaitForProducts<0>();
-    if (is_last && piece.ends_row) {
-      ArriveWarp(shared.query_done);
-      turn.has_query = false;
-    }
+    // Who loads queries knows of the next tile since before it loaded this one.
+    if (is_last && ring[(n + 1) % MlaTiles::kRing].row != piece.row) ArriveWarp(shared.query_done);
     const float2 keep = Weigh(score, state, scale, entries);
     uint4 weights[4];
 #pragma unroll
@@ -266,15 +265,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   PublishBarriers();
   __syncthreads();
-  WaitForPriorKernels();
+  // What arrives is waited for where it is read; all that comes before it is done.
+  if (!p.then_arrives) WaitForPriorKernels();
   LetNextKernelStart();  // The combining kernel counts on this order.
   const int thread = static_cast<int>(threadIdx.x);
   // One warp works out where tiles begin, one where pieces do.
   const bool makes_tiles = thread / 32 == 2 * kMlaWarpgroup / 32;
   if (makes_tiles || thread / 32 == kMlaWarpgroup / 32) {
     MlaWalk walk(p);
-    walk.Start(static_cast<int>(blockIdx.x) / shape.head_tiles,
-               static_cast<int>(gridDim.x) / shape.head_tiles);
+    EnterGroup(p, static_cast<int>(blockIdx.x) / shape.head_tiles,
+               static_cast<int>(gridDim.x) / shape.head_tiles, walk);
+    walk.Settle();
     if (thread % 32 == 0) {
       if (makes_tiles) {
         shared.tiles.Start(p, walk.position());
@@ -292,6 +293,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     TakeRegisters<kSumRegisters>();
     SumPieces(p, shape, shared);
   }
+  // For the kernels that follow, also where nothing of the block arrives (launch.cuh).
+  if (p.then_arrives) WaitForPriorKernels();
 }
 
 // Of the current device; 0 where there is none.
@@ -329,9 +332,9 @@ cudaError_t LaunchPackedSparseMla(const SparseMlaParams& p, cudaStream_t stream)
   int64_t groups = Groups(p.rows, p.heads, p.capacity, two, Processors() - p.spare_processors);
   if (shape.slots > 0) {
     const int64_t slots = p.scratch_bytes / (shape.head_tiles * kMlaSlotBytes);
-    if (slots < (two ? 2 : 1)) return cudaErrorInvalidValue;
+    if (slots < MlaTotals(two)) return cudaErrorInvalidValue;
     groups = std::max<int64_t>(1, std::min(groups, slots / shape.slots));
-    if (groups == 1) shape.slots = two ? 2 : 1;  // No row is cut.
+    if (groups == 1) shape.slots = MlaTotals(two);  // No row is cut.
   }
   cudaError_t error =
       cudaFuncSetAttribute(PackedMlaKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

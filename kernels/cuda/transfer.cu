@@ -174,7 +174,7 @@ template <typename Side>
 __global__ void __launch_bounds__(kThreads)
     TransferKernel(const TransferParams p, const Plan plan) {
   WaitForPriorKernels();
-  LetNextKernelStart();
+  LetNextKernelStart();  // SparseMlaParams::then_arrives counts on the order.
   const int64_t warps = int64_t{gridDim.x} * (kThreads / kWarp);
   int64_t next = int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp;
   int64_t last = 0;  // items of the lists so far

@@ -25,9 +25,11 @@ struct Stage {
   const char* name;
   LinearTime StageRates::*time;
 };
-constexpr Stage kStages[] = {{"transfer", &StageRates::transfer}, {"prepare", &StageRates::prepare},
-                             {"attend", &StageRates::attend},     {"index", &StageRates::index},
-                             {"admit", &StageRates::admit},       {"merge", &StageRates::merge}};
+constexpr Stage kStages[] = {{"transfer", &StageRates::transfer},
+                             {"prepare", &StageRates::prepare},
+                             {"attend", &StageRates::attend},
+                             {"index", &StageRates::index},
+                             {"admit", &StageRates::admit}};
 
 absl::Status ReadPoint(const std::string& where, const json& object, MissProfile::Point* point) {
   if (!object.is_object()) {

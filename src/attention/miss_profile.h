@@ -25,13 +25,12 @@ struct StageRates {
   std::string device;    // "cpu", "cuda"; empty: none were measured
   LinearTime transfer;   // by entries fetched, of all rows
   LinearTime prepare;    // PreAttn: q_b, absorption, RoPE; by rows
-  LinearTime attend;     // Attn0; by entries attended to, of all rows
+  LinearTime attend;     // Attn0 and Attn1; by entries attended to, of all rows
   LinearTime index;      // logits and top-k; by keys, of all rows
   LinearTime admit;      // by rows
-  LinearTime merge;      // Attn1 in a launch of its own, and the merge; by rows
   double branch_us = 0;  // a fork and a join of a step's stream
-  // Of the processors, those that Attn0 leaves a transfer beside it: of the policy's options, not
-  // of a profile.
+  // Of the processors, those that attention leaves a transfer beside it: of the policy's options,
+  // not of a profile.
   double spared_share = 0;
 };
 

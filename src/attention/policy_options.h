@@ -84,7 +84,7 @@ struct PolicyOptions {
     int least_places = 6400;         // whatever the ratio (ESS, section 3.4)
     bool warm_up = true;             // false: pools begin empty
     bool lru = true;                 // false: every entry is fetched in every step
-    enum class Overlap { kNone, kQueries, kDa, kDba, kLayerWise };
+    enum class Overlap { kNone, kDa, kDba, kLayerWise };
     Overlap overlap = Overlap::kLayerWise;
     // Multiprocessors that fetch, which attention to what is resident leaves them; with 4 the link
     // is full (kernels/cuda/transfer.cu).
@@ -103,8 +103,8 @@ struct PolicyOptions {
         on_selection;
     // For measurements alone: called before the first stage of a layer's decode rows is enqueued,
     // and behind each. REQUIRES: overlap kNone, so that they follow one another on one stream.
-    enum class Stage { kBegin, kSelected, kAdmitted, kFetched, kPrepared, kAttended, kMerged };
-    static constexpr int kStages = 7;
+    enum class Stage { kBegin, kSelected, kAdmitted, kFetched, kPrepared, kAttended };
+    static constexpr int kStages = 6;
     std::function<void(Stream& stream, int layer, int32_t rows, Stage done)> on_stage;
   } ess;
 

@@ -50,8 +50,8 @@ struct PolicyStatistics {
 
 // How a policy lays its transfers beside a step's compute, where it chooses (policies/ess).
 struct ScheduleStatistics {
-  static constexpr size_t kSchedules = 4;
-  static constexpr const char* kNames[kSchedules] = {"none", "queries", "da", "dba"};
+  static constexpr size_t kSchedules = 3;
+  static constexpr const char* kNames[kSchedules] = {"none", "da", "dba"};
   std::array<int, kSchedules> layers{};  // in steps of the size that was chosen for last
   int64_t changes = 0;                   // times that steps of a size were given other schedules
 };

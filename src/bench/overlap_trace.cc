@@ -29,20 +29,22 @@ bool IsSumOfAttention(const std::string& name) {
   return IsOfAttention(name) &&
          (absl::StartsWithIgnoreCase(name, "Combine") || absl::EndsWithIgnoreCase(name, "merge"));
 }
-// Attention over a list; what makes its queries is none.
+bool MakesQueries(const std::string& name) {
+  return IsOfAttention(name) && absl::StrContains(absl::AsciiStrToLower(name), "query");
+}
+// Attention over a row's lists: one call on a GPU, on a CPU one for each list.
 bool IsAttention(const std::string& name) {
-  return IsOfAttention(name) && !IsSumOfAttention(name) &&
-         !absl::StrContains(absl::AsciiStrToLower(name), "query");
+  return IsOfAttention(name) && !IsSumOfAttention(name) && !MakesQueries(name);
 }
 
 }  // namespace
 
 double StepsIn(const StepTrace& part, int layers) {
-  const auto attentions =
+  const auto queries =
       std::count_if(part.device.begin(), part.device.end(), [](const TraceSlice& slice) {
-        return slice.kind == TraceSlice::Kind::kKernel && IsAttention(slice.name);
+        return slice.kind == TraceSlice::Kind::kKernel && MakesQueries(slice.name);
       });
-  return static_cast<double>(attentions) / (2.0 * layers);  // Attn0 and Attn1
+  return static_cast<double>(queries) / layers;  // once in a layer
 }
 
 TransfersInside TransfersIn(const StepTrace& part, int layers) {
@@ -106,7 +108,7 @@ Shelter ShelterIn(const StepTrace& trace) {
   }
   std::stable_sort(slices.begin(), slices.end(),
                    [](const TraceSlice* a, const TraceSlice* b) { return a->begin < b->begin; });
-  // A layer: one Admit or two, Attn0 with its sums, Attn1.
+  // A layer: one Admit or two, attention with its sums.
   struct Layer {
     std::vector<absl::Time> admitted;
     int attentions = 0;
@@ -116,7 +118,7 @@ Shelter ShelterIn(const StepTrace& trace) {
   absl::Duration beneath, ahead;
   Layer layer;
   const auto end_layer = [&] {
-    if (layer.attentions == 2 && !layer.admitted.empty() && layer.admitted.size() <= 2) {
+    if (layer.attentions > 0 && !layer.admitted.empty() && layer.admitted.size() <= 2) {
       beneath += layer.attended - layer.admitted.back();
       ahead += layer.admitted.back() - layer.admitted.front();
       ++found.layers;

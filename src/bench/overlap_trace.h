@@ -33,8 +33,8 @@ std::vector<ComparedKernel> ComparedKernels(const StepTrace& with, const StepTra
                                             int layers);
 
 // What a transfer of a layer can run beneath, in seconds, as measured in steps that fetch nothing:
-// from where the indexer's last lists are made (Admit) to the end of the attention to what is
-// resident (Attn0). In two halves the first half's transfer begins `ahead` earlier.
+// from where the indexer's last lists are made (Admit) to the end of attention, of which what
+// arrives is a small part. In two halves the first half's transfer begins `ahead` earlier.
 struct Shelter {
   double beneath = 0;
   double ahead = 0;
@@ -48,8 +48,8 @@ Shelter ShelterIn(const StepTrace& trace);
 
 // The slices of `trace` that begin in [begin, end), as a trace of its own of one "step".
 StepTrace PartOf(const StepTrace& trace, absl::Time begin, absl::Time end);
-// How many steps of a model of `layers` layers a part has, by its attention: a part need not begin
-// or end with a step.
+// How many steps of a model of `layers` layers a part has, by its attention's queries: a part need
+// not begin or end with a step.
 double StepsIn(const StepTrace& part, int layers);
 
 }  // namespace sluice

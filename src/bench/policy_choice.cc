@@ -43,7 +43,6 @@ constexpr Preset kPresets[] = {
     {"random", "oracle", [](PolicyOptions& o) { o.oracle.selector = Selector::kRandom; }},
     {"ess", "ess", [](PolicyOptions&) {}},
     {"ess-no-overlap", "ess", [](PolicyOptions& o) { o.ess.overlap = Overlap::kNone; }},
-    {"ess-queries", "ess", [](PolicyOptions& o) { o.ess.overlap = Overlap::kQueries; }},
     {"ess-da", "ess", [](PolicyOptions& o) { o.ess.overlap = Overlap::kDa; }},
     {"ess-dba", "ess", [](PolicyOptions& o) { o.ess.overlap = Overlap::kDba; }},
     {"ess-no-warm-up", "ess", [](PolicyOptions& o) { o.ess.warm_up = false; }},

@@ -58,7 +58,7 @@ constexpr std::array<const char*, kTokenKinds> kTokenKindNames = {"output", "pro
 constexpr std::array<const char*, kStepPhases> kPhaseNames = {"plan",   "launch", "copy", "compute",
                                                               "sample", "emit",   "total"};
 constexpr std::array<const char*, 3> kWorkerFailureNames = {"failed", "left", "late"};
-constexpr std::array<const char*, 4> kScheduleNames = {"none", "queries", "da", "dba"};
+constexpr std::array<const char*, 3> kScheduleNames = {"none", "da", "dba"};
 
 // Two scrapes at once may bring older totals after newer ones.
 void Raise(const Counter& counter, double total, double& before) {

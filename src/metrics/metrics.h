@@ -106,7 +106,7 @@ struct WorkerTotals {
 
 // How policy ess lays fetching beside compute.
 struct ScheduleTotals {
-  std::array<double, 4> layers{};  // none, queries, da, dba
+  std::array<double, 3> layers{};  // none, da, dba
   double changes = 0;              // since the process began
 };
 
@@ -207,7 +207,7 @@ class Metrics {
   const Counter worker_busy_seconds_;
   const Counter worker_tokens_;
   const std::array<Counter, 3> worker_failures_;
-  const std::array<Gauge, 4> schedule_layers_;
+  const std::array<Gauge, 3> schedule_layers_;
   const Counter schedule_changes_;
 };
 

@@ -209,8 +209,7 @@ class LatentProfiler {
         std::min(context, static_cast<double>(model_->config().latent->indexer->top_k));
     for (size_t layer = 0; layer < times.size(); ++layer) {
       const double misses = point.by_layer[layer];
-      const double counts[] = {
-          rows * context, rows, rows * misses, rows, rows * (selected - misses), rows};
+      const double counts[] = {rows * context, rows, rows * misses, rows, rows * selected};
       for (size_t s = 0; s < std::size(stages_); ++s) {
         stages_[s].counts.push_back(counts[s]);
         stages_[s].times.push_back(times[layer][s]);
@@ -221,11 +220,11 @@ class LatentProfiler {
   absl::Status Rates() {
     StageRates& rates = profile_.misses.rates;
     SLUICE_ASSIGN_OR_RETURN(rates.branch_us, MeasureBranch(bench_device_->device()));
-    LinearTime* const fitted[] = {&rates.index,   &rates.admit,  &rates.transfer,
-                                  &rates.prepare, &rates.attend, &rates.merge};
-    static constexpr const char* kNames[] = {"indexer", "Admit", "transfer",
-                                             "PreAttn", "Attn0", "Attn1"};
-    static constexpr const char* kOf[] = {"key", "row", "entry", "row", "entry", "row"};
+    LinearTime* const fitted[] = {&rates.index, &rates.admit, &rates.transfer, &rates.prepare,
+                                  &rates.attend};
+    static constexpr const char* kNames[] = {"indexer", "Admit", "transfer", "PreAttn",
+                                             "attention"};
+    static constexpr const char* kOf[] = {"key", "row", "entry", "row", "entry"};
     if (stages_[0].times.empty()) return absl::InternalError("no step was timed");
     std::printf("\na layer's stages on %s\n\n", bench_device_->device().name().c_str());
     for (size_t s = 0; s < std::size(stages_); ++s) {

@@ -29,11 +29,10 @@ kernels::GroupReduction ReductionOf(const std::string& name) {
 
 PolicyOptions::Ess::Overlap OverlapOf(const std::string& name) {
   using Overlap = PolicyOptions::Ess::Overlap;
-  return name == "none"      ? Overlap::kNone
-         : name == "queries" ? Overlap::kQueries
-         : name == "da"      ? Overlap::kDa
-         : name == "dba"     ? Overlap::kDba
-                             : Overlap::kLayerWise;
+  return name == "none"  ? Overlap::kNone
+         : name == "da"  ? Overlap::kDa
+         : name == "dba" ? Overlap::kDba
+                         : Overlap::kLayerWise;
 }
 
 PolicyOptions::RecomputeLast RecomputeLastOf(const std::string& name) {

@@ -222,7 +222,7 @@ def test_preempted_sequences_of_policy_full_go_on_with_the_same_bits(tiny_models
     (["--hbm-bytes", "60KiB"], "hbm_bytes: 61440 bytes are too few"),
     (["--dram-bytes", "60KiB"], "dram_bytes: 61440 bytes are too few"),
     (["--ess-sparse-memory-ratio", "1.5"], "ess_sparse_memory_ratio (--ess-sparse-memory-ratio) must be a number"),
-    (["--ess-overlap", "both"], "ess_overlap (--ess-overlap) must be one of none, queries, da, dba, layer-wise"),
+    (["--ess-overlap", "both"], "ess_overlap (--ess-overlap) must be one of none, da, dba, layer-wise"),
     (["--policy-profile", "/no/such/file"], "policy_profile: /no/such/file: No such file"),
 ], ids=lambda v: v[1] if isinstance(v, list) else "")
 def test_what_ess_cannot_have_is_refused_by_its_setting(tiny_models, flags, words):

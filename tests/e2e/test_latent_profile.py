@@ -27,7 +27,7 @@ def test_misses_and_stage_times_of_a_latent_model(tiny_models, tmp_path):
             assert min(point["by_layer"]) > 3
     stages = made["stages"]
     assert stages["device"] == DEVICE and stages["branch_us"] >= 0
-    for stage in ("transfer", "prepare", "attend", "index", "admit", "merge"):
+    for stage in ("transfer", "prepare", "attend", "index", "admit"):
         assert stages[stage]["fixed_us"] + stages[stage]["each_us"] > 0
 
 
@@ -62,8 +62,7 @@ def expecting(tiny_models, tmp_path):
         made["misses"] = [{"context": 1000, "ratio": 0.5, "batch": 16, "by_layer": by_layer, **changed}]
         line = {"fixed_us": 1, "each_us": 0}
         made["stages"] = {"device": DEVICE, "transfer": {"fixed_us": 0, "each_us": 0.1}, "prepare": line,
-                          "attend": {"fixed_us": 50, "each_us": 0}, "index": line, "admit": line, "merge": line,
-                          "branch_us": 3}
+                          "attend": {"fixed_us": 50, "each_us": 0}, "index": line, "admit": line, "branch_us": 3}
         out.write_text(json.dumps(made))
         return out
 

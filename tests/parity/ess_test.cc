@@ -76,8 +76,8 @@ double Margin(const OutputToken& token) {
 // first `cases` are held to it.
 void CheckTokens(const std::string& path, DType kv_dtype, double margin, size_t cases,
                  const std::vector<std::string>& models = fixtures::TinyLatentModels(),
-                 const std::vector<Overlap>& overlaps = {Overlap::kNone, Overlap::kQueries,
-                                                         Overlap::kDa, Overlap::kDba}) {
+                 const std::vector<Overlap>& overlaps = {Overlap::kNone, Overlap::kDa,
+                                                         Overlap::kDba}) {
   for (const std::string& model : models) {
     const auto golden = fixtures::LoadGolden(model);
     REQUIRE(golden.ok());

@@ -54,8 +54,7 @@ void CheckAgainstFull(const std::string& kernels) {
   ess.sparse_memory_ratio = 0.2;
   ess.least_places = 96;
   std::vector<std::unique_ptr<LatentRig>> rigs;
-  const std::vector<Overlap> overlaps = {Overlap::kNone, Overlap::kQueries, Overlap::kDa,
-                                         Overlap::kDba};
+  const std::vector<Overlap> overlaps = {Overlap::kNone, Overlap::kDa, Overlap::kDba};
   for (const Overlap overlap : overlaps) {
     ess.overlap = overlap;
     rigs.push_back(std::make_unique<LatentRig>(Packed(kernels), ess));
@@ -125,7 +124,7 @@ std::pair<std::vector<Result>, int> RunRecorded(const std::string& kernels, Over
   rates.device = kernels == "cuda" ? "cuda" : "cpu";
   rates.transfer = {0, 5};
   rates.attend = {50, 0};
-  rates.prepare = rates.index = rates.admit = rates.merge = {1, 0};
+  rates.prepare = rates.index = rates.admit = {1, 0};
   rates.branch_us = 3;
   LatentRig rig(Packed(kernels), ess);
   for (int slot = 0; slot < 3; ++slot) {

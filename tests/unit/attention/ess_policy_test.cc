@@ -102,8 +102,7 @@ TEST_CASE("ess: schedules and recorded, padded steps change no bit") {
   PolicyOptions::Ess ess = SmallPools();
   ess.overlap = Overlap::kNone;
   const Result want = Run(ess, 0);
-  for (const Overlap overlap :
-       {Overlap::kQueries, Overlap::kDa, Overlap::kDba, Overlap::kLayerWise}) {
+  for (const Overlap overlap : {Overlap::kDa, Overlap::kDba, Overlap::kLayerWise}) {
     ess.overlap = overlap;
     REQUIRE(Run(ess, 0) == want);
     REQUIRE(Run(ess, 4) == want);

@@ -20,7 +20,6 @@ const StageRates kRates = [] {
   rates.attend = {46, 322.0 / (127 * 2048)};
   rates.index = {20, 132 / 3.5e6};
   rates.admit = {7, 0.16};
-  rates.merge = {50, 0.55};
   rates.branch_us = 2.9;
   return rates;
 }();
@@ -34,27 +33,24 @@ Overlap Chosen(double misses, double context, int rows) {
 
 TEST_CASE("Schedules: PreAttn beside top-k always, and more the more is missed") {
   for (const int rows : {1, 4, 20, 76}) {
-    REQUIRE(Chosen(0, 131072, rows) == Overlap::kQueries);
-    REQUIRE(Chosen(0.001, 32768, rows) == Overlap::kQueries);
+    REQUIRE(Chosen(0, 131072, rows) == Overlap::kDa);
+    REQUIRE(Chosen(0.001, 32768, rows) == Overlap::kDa);
     const StageTimes times = Times(0, 32768, rows);
-    REQUIRE(AddedTime(Overlap::kQueries, times) ==
+    REQUIRE(AddedTime(Overlap::kDa, times) ==
             Approx(times.branch - std::min(times.prepare, times.beside)));
   }
-  StageTimes times = Times(10, 131072, 20);
-  REQUIRE(ChooseOverlap(times, 20) == Overlap::kQueries);
-  times = Times(300, 131072, 20);
+  StageTimes times = Times(300, 131072, 20);
   REQUIRE(ChooseOverlap(times, 20) == Overlap::kDa);
   times = Times(605, 131072, 20);
   REQUIRE(ChooseOverlap(times, 20) == Overlap::kDba);
   REQUIRE(AddedTime(Overlap::kDba, times) < AddedTime(Overlap::kDa, times));
-  REQUIRE(AddedTime(Overlap::kDa, times) < AddedTime(Overlap::kQueries, times));
-  REQUIRE(AddedTime(Overlap::kQueries, times) < AddedTime(Overlap::kNone, times));
+  REQUIRE(AddedTime(Overlap::kDa, times) < AddedTime(Overlap::kNone, times));
   // A short context's indexer hides little, and costs its halves all the same.
   REQUIRE(Chosen(605, 4096, 20) == Overlap::kDa);
-  // What Attn0 leaves the transfer is paid for.
+  // What attention leaves the transfer is paid for.
   StageTimes spared = Times(300, 131072, 20);
-  spared.spared = 60;
-  REQUIRE(ChooseOverlap(spared, 20) == Overlap::kQueries);
+  spared.spared = 200;
+  REQUIRE(ChooseOverlap(spared, 20) == Overlap::kNone);
 }
 
 TEST_CASE("Schedules: what is assumed chooses as an H200's steps say") {
@@ -80,12 +76,10 @@ TEST_CASE("A schedule never hides more than there is to hide") {
   SplitMix64 random(3);
   for (int i = 0; i < 1000; ++i) {
     const auto draw = [&] { return static_cast<double>(random.Below(1000)); };
-    const StageTimes t{draw(),       draw(),       draw(),       draw(),     draw() / 100,
+    const StageTimes t{draw(),       draw(),       draw(),       draw(),
                        draw() / 100, draw() / 100, draw() / 100, draw() / 10};
     REQUIRE(AddedTime(Overlap::kNone, t) == t.transfer);
     const double most = t.branch - std::min(t.prepare, t.beside);
-    REQUIRE(AddedTime(Overlap::kQueries, t) >= most - 1e-9);
-    REQUIRE(AddedTime(Overlap::kQueries, t) >= t.transfer + t.branch - t.prepare - 1e-9);
     for (const Overlap overlap : {Overlap::kDa, Overlap::kDba}) {
       REQUIRE(AddedTime(overlap, t) >= most - 1e-9);
       REQUIRE(AddedTime(ChooseOverlap(t, 8), t) <= AddedTime(overlap, t));
@@ -141,22 +135,21 @@ void Step(PolicyStatistics* sums, const std::vector<int64_t>& misses, int64_t st
   }
 }
 
-const std::vector<Overlap> kAllDa(3, Overlap::kDa), kAllQueries(3, Overlap::kQueries),
-    kByProfile = {Overlap::kQueries, Overlap::kDa, Overlap::kDba};
+const std::vector<Overlap> kAllDa(3, Overlap::kDa), kByProfile = {Overlap::kDa, Overlap::kDa,
+                                                                  Overlap::kDba};
 
-TEST_CASE("A plan is DA where nothing is known, queries where all has a place, else a profile's") {
+TEST_CASE("A plan is DA where nothing is known and where all has a place, else a profile's") {
   REQUIRE(Of(*std::make_unique<OverlapPlan>(Options()), 20) == kAllDa);
-  REQUIRE(Of(*std::make_unique<OverlapPlan>(Options()), kFewRows) == kAllQueries);
   OverlapPlan::Options options = Options();
   options.ratio = 1;
-  REQUIRE(Of(*std::make_unique<OverlapPlan>(options), 20) == kAllQueries);
+  REQUIRE(Of(*std::make_unique<OverlapPlan>(options), 20) == kAllDa);
   options = Options();
   options.profile = Profile();
   OverlapPlan profiled(options);
   REQUIRE(Of(profiled, 20) == kByProfile);
-  REQUIRE(LayersBySchedule(profiled.Of(20)) == "queries 0, da 1, dba 2");
-  REQUIRE(profiled.statistics().layers == std::array<int, 4>{0, 1, 1, 1});
-  REQUIRE(Of(profiled, 1) == kAllQueries);
+  REQUIRE(LayersBySchedule(profiled.Of(20)) == "da 0-1, dba 2");
+  REQUIRE(profiled.statistics().layers == std::array<int, 3>{0, 2, 1});
+  REQUIRE(Of(profiled, 1) == kAllDa);
   options.overlap = Choice::kDba;
   OverlapPlan by_hand(options);
   REQUIRE(Of(by_hand, 20) == std::vector<Overlap>(3, Overlap::kDba));
@@ -178,7 +171,7 @@ TEST_CASE("A plan without a profile becomes a profile's by what is seen") {
   REQUIRE(Of(plan, 20) == kByProfile);
   REQUIRE(plan.statistics().changes == 1);
   // Another size was not asked about, and has its own choice when it comes.
-  REQUIRE(Of(plan, 1) == kAllQueries);
+  REQUIRE(Of(plan, 1) == kAllDa);
 }
 
 TEST_CASE("A plan stays while what is seen stays, and while a change is worth little") {
@@ -256,11 +249,11 @@ TEST_CASE("A look at too few rows waits for more") {
   }
   for (int look = 0; look < OverlapPlan::kSettleLooks; ++look) {
     REQUIRE_FALSE(plan.Change(9));
-    Step(&sums, {0, 0, 0}, 32, 1);
+    Step(&sums, {1500, 1500, 1500}, 32, 1);
     plan.Observe(sums, 131072);
   }
   REQUIRE(plan.Change(9));
-  REQUIRE(Of(plan, 9) == kAllQueries);
+  REQUIRE(Of(plan, 9) == std::vector<Overlap>(3, Overlap::kDba));
 }
 
 }  // namespace

@@ -130,7 +130,7 @@ TEST_CASE("a recording has two versions, of which each run takes one") {
   CHECK(NewStepDevice(cpu.get(), {.record = false})->RowBucket(3) == 0);
 }
 
-// Layers as a trace has them, microseconds: Admit (twice in halves), Attn0 and its sums, Attn1.
+// Layers as a trace has them, microseconds: Admit (twice in halves), queries, attention, its sums.
 StepTrace TraceOf(int layers, bool halves, double transfer_us) {
   const absl::Time start = absl::FromUnixSeconds(100);
   StepTrace trace;
@@ -151,8 +151,6 @@ StepTrace TraceOf(int layers, bool halves, double transfer_us) {
     add("MlaQueryKernel", 1, at + 40, at + 90);
     add("PackedMlaKernel", 1, at + 90, at + 190);
     add("CombineMlaKernel<2>", 1, at + 190, at + 200);
-    add("PackedMlaKernel", 1, at + 200, at + 250);
-    add("CombineMlaKernel<2>", 1, at + 250, at + 260);
     if (transfer_us > 0) add("TransferKernel", 2, at + 40, at + 40 + transfer_us);
   }
   trace.begin = start;
@@ -160,7 +158,7 @@ StepTrace TraceOf(int layers, bool halves, double transfer_us) {
   return trace;
 }
 
-TEST_CASE("a transfer runs beneath what lies between its lists and the end of Attn0") {
+TEST_CASE("a transfer runs beneath what lies between its lists and the end of attention") {
   const Shelter da = ShelterIn(TraceOf(3, false, 0));
   CHECK(da.layers == 3);
   CHECK(da.beneath == Approx(160e-6));
@@ -186,11 +184,11 @@ TEST_CASE("a trace's transfers are told from its compute, whatever part of a ste
     const TransfersInside with = TransfersIn(*trace, kLayers);
     CHECK(with.calls == Approx(2));
     CHECK(with.seconds == Approx(160e-6));
-    CHECK(with.compute_seconds == Approx(2 * 250e-6));
+    CHECK(with.compute_seconds == Approx(2 * 190e-6));
   }
   const TransfersInside none = TransfersIn(TraceOf(2, false, 0), kLayers);
   CHECK(none.calls == 0);
-  CHECK(none.compute_seconds == Approx(2 * 250e-6));
+  CHECK(none.compute_seconds == Approx(2 * 190e-6));
   CHECK(TransfersIn(StepTrace(), kLayers).compute_seconds == 0);
   const TransfersInside with = TransfersIn(whole, kLayers);
   CHECK(FetchesOf(with, none)->calls == Approx(2));

@@ -154,7 +154,8 @@ class EssPolicy : public AttentionPolicy {
   int layers() const { return tier_->layout().layers; }
   // Looks at the counters from time to time, for the plan and for Recent.
   void Look(Stream& stream, absl::Span<const int32_t> slots, absl::Span<const int32_t> positions);
-  void Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const;
+  // Whether the last operator of the stream is a Transfer now.
+  bool Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const;
   void AttendDecode(Stream& stream, int layer, const LatentAttention& a);
   void AttendPrompt(Stream& stream, int layer, const LatentAttention& a);
 
@@ -260,28 +261,29 @@ bool EssPolicy::WantsRecording(int32_t decode_rows) {
   return true;
 }
 
-void EssPolicy::Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const {
-  if (never_misses_) return;
-  if (options_.ess.skip_transfers != nullptr && *options_.ess.skip_transfers) return;
+bool EssPolicy::Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const {
+  if (never_misses_) return false;
+  if (options_.ess.skip_transfers != nullptr && *options_.ess.skip_transfers) return false;
   const kernels::TransferParams move = operators_.Fetch(layer, first, rows);
-  if (row_copies_ != nullptr) return row_copies_->Enqueue(stream, move);
+  if (row_copies_ != nullptr) {
+    row_copies_->Enqueue(stream, move);
+    return false;
+  }
   kernels().Transfer(stream, move);
+  return true;
 }
 
 void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a) {
   const int32_t rows = a.decode_rows;
   const Overlap overlap = plan_.Of(rows)[static_cast<size_t>(layer)];
   // The same operators on the same lists under each schedule, so that results are, to the bit.
-  const bool beneath = overlap == Overlap::kDa || overlap == Overlap::kDba;
-  // PreAttn, and Attn0 where it is beneath a transfer, are on a branch. Top-k, Admit and the
-  // transfer are in the trunk, each right behind the one before: blocks of a product that waited on
-  // every processor would keep them off.
+  // PreAttn is on a branch. Top-k and Admit are in the trunk, each right behind the one before:
+  // blocks of a product that waited on every processor would keep them off.
   Stream& work = overlap == Overlap::kNone ? stream : WorkBranch(stream);
   Stream& early = overlap == Overlap::kDba ? FetchBranch(stream) : stream;
   using Stage = PolicyOptions::Ess::Stage;
-  const bool timed = options_.ess.on_stage != nullptr;
   const auto done = [&](Stage stage) {
-    if (timed) options_.ess.on_stage(stream, layer, rows, stage);
+    if (options_.ess.on_stage != nullptr) options_.ess.on_stage(stream, layer, rows, stage);
   };
   const auto select = [&](int32_t first, int32_t count) {
     selection_->Select(
@@ -302,25 +304,25 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
     Fetch(early, layer, 0, half);
   }
   select(half, rows - half);
-  if (overlap != Overlap::kNone) a.make_queries(work);
-  if (beneath) work.After(stream);  // Attn0 needs Admit's lists.
-  Fetch(stream, layer, half, rows - half);
+  if (overlap != Overlap::kNone) {
+    a.make_queries(work);
+    // Attention begins with the transfer that is right before it: what else it needs comes before
+    // that. (Of the link the first half's transfer has all anyway.)
+    stream.After(early);
+    stream.After(work);
+  }
+  const bool fetches = Fetch(stream, layer, half, rows - half);
   done(Stage::kFetched);
   if (overlap == Overlap::kNone) a.make_queries(work);
   done(Stage::kPrepared);
 
   kernels::SparseMlaParams attend = operators_.AttendPool(layer, a);
-  if (beneath || timed) {
-    kernels::SparseMlaParams resident = kernels::FirstOfTwo(attend);
-    if (beneath) resident.spare_processors = options_.ess.transfer_workers;
-    kernels().SparseMla(work, resident);  // Attn0
-    done(Stage::kAttended);
-    attend = kernels::SecondOfTwo(attend);
+  if (overlap != Overlap::kNone && fetches) {
+    attend.then_arrives = true;
+    attend.spare_processors = options_.ess.transfer_workers;
   }
-  stream.After(early);
-  stream.After(work);
-  kernels().SparseMla(stream, attend);  // Attn1, merged; or both
-  done(Stage::kMerged);
+  kernels().SparseMla(stream, attend);  // Attn0 and Attn1
+  done(Stage::kAttended);
 
   if (!options_.ess.lru || ((layer + 1) % kWriteLayers != 0 && layer + 1 != layers())) return;
   Stream& settling = SettlingBranch(stream);

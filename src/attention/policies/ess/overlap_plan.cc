@@ -40,9 +40,6 @@ void OverlapPlan::Choose(int rows, std::vector<Overlap>* layers) const {
       case Choice::kNone:
         overlap = Overlap::kNone;
         break;
-      case Choice::kQueries:
-        overlap = Overlap::kQueries;
-        break;
       case Choice::kDa:
         overlap = Overlap::kDa;
         break;
@@ -50,10 +47,7 @@ void OverlapPlan::Choose(int rows, std::vector<Overlap>* layers) const {
         overlap = rows < 2 ? Overlap::kDa : Overlap::kDba;
         break;
       case Choice::kLayerWise:
-        // Knowing nothing: what hides what few misses take.
-        overlap = expects            ? ChooseOverlap(TimesOfLayer(layer, rows), rows)
-                  : rows <= kFewRows ? Overlap::kQueries
-                                     : Overlap::kDa;
+        overlap = expects ? ChooseOverlap(TimesOfLayer(layer, rows), rows) : Overlap::kDa;
         break;
     }
   }

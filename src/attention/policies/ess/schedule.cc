@@ -6,30 +6,27 @@
 namespace sluice {
 
 double AddedTime(Overlap overlap, const StageTimes& t) {
-  // From where the scores are there.
+  // From where the scores are there. Attention begins with the transfer right before it, which
+  // waits for the queries.
   const double none = t.beside + t.prepare + t.attend;
-  const double queries = std::max(t.prepare, t.beside);  // Attn0 may begin
+  const double attend = t.attend + t.spared;
   switch (overlap) {
     case Overlap::kNone:
       return t.transfer;
-    case Overlap::kQueries:
-      return std::max(t.prepare, t.beside + t.transfer) + t.attend + t.branch - none;
     case Overlap::kDa:
-      return std::max(queries + t.attend + t.spared, t.beside + t.transfer) + t.branch + t.second -
-             none;
+      return std::max(t.prepare, t.beside) + std::max(attend, t.transfer) + t.branch - none;
     case Overlap::kDba:
       break;
   }
-  // The second half's transfer begins after its indexer: the first half's, of the same size, has
-  // the second's indexer to itself.
-  const double left = std::max(t.transfer / 2 - t.index / 2, 0.0) + t.transfer / 2;
-  return std::max(queries + t.attend + t.spared, t.beside + left) + 2 * t.branch + t.halves +
-         t.second - none;
+  // The first half's transfer has the second half's indexer to itself; the second's waits for both.
+  const double first = std::max(t.transfer / 2 - t.index / 2, 0.0);
+  return std::max(t.prepare, t.beside + first) + std::max(attend, t.transfer / 2) + 2 * t.branch +
+         t.halves - none;
 }
 
 Overlap ChooseOverlap(const StageTimes& times, int rows) {
   Overlap best = Overlap::kNone;
-  for (const Overlap other : {Overlap::kQueries, Overlap::kDa, Overlap::kDba}) {
+  for (const Overlap other : {Overlap::kDa, Overlap::kDba}) {
     if (other == Overlap::kDba && rows < 2) continue;
     if (AddedTime(other, times) < AddedTime(best, times)) best = other;
   }
@@ -38,18 +35,16 @@ Overlap ChooseOverlap(const StageTimes& times, int rows) {
 
 StageRates AssumedRates(int64_t entry_bytes, int64_t index_key_bytes) {
   // H200. kernels/README.md: rows of 656 bytes at 44.5 GB/s, and 8.9 us for a gather of 64 of them;
-  // SparseMla over 2,048 entries 31 us for one row and 225 for 128, of 76 short second lists 63;
-  // index logits of 32 x 128K keys 146 us and top-k 33 above them, 20 us together where there is
-  // little to read; Admit 7 us, 19 where 76 rows miss some; q_b and its heads' product 18 and 31 us
-  // of 1 and 76 rows, beside which a traced step puts some 10 us. Assumed: Attn1 of one row, and a
-  // fork and a join as one mailbox operation in a graph.
+  // SparseMla over 2,048 entries 31 us for one row and 225 for 128; index logits of 32 x 128K keys
+  // 146 us and top-k 33 above them, 20 us together where there is little to read; Admit 7 us, 19
+  // where 76 rows miss some; q_b and its heads' product 18 and 31 us of 1 and 76 rows, beside which
+  // a traced step puts some 10 us. Assumed: a fork and a join as one mailbox operation in a graph.
   StageRates rates;
   rates.transfer = {8, static_cast<double>(entry_bytes) / 44.5e3};
   rates.prepare = {28, 0.14};
   rates.attend = {30, 195.0 / (127 * 2048)};
   rates.index = {20, static_cast<double>(index_key_bytes) / 3.5e6};
   rates.admit = {7, 0.16};
-  rates.merge = {25, 0.5};
   rates.branch_us = 2.9;
   return rates;
 }
@@ -60,11 +55,10 @@ StageTimes TimesOf(const StageRates& rates, const LayerLoad& load, int rows) {
   // Where less than one is expected, most steps fetch nothing.
   t.transfer = rates.transfer.fixed_us * std::min(1.0, fetched) + rates.transfer.each_us * fetched;
   t.prepare = rates.prepare.At(rows);
-  t.attend = rates.attend.At(rows * std::max(0.0, load.selected - load.misses));
+  t.attend = rates.attend.At(rows * load.selected);
   t.index = rates.index.At(rows * load.context);
   t.branch = rates.branch_us;
   t.halves = rates.index.fixed_us + rates.admit.fixed_us;
-  t.second = rates.merge.At(rows);
   t.spared = rates.spared_share * t.attend;
   // Top-k is what the indexer takes where there is little to read, and a fifth of what it reads.
   t.beside = 0.2 * t.index + 0.8 * rates.index.fixed_us + rates.admit.At(rows);

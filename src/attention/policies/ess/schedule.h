@@ -1,13 +1,11 @@
 // How a layer's transfers are laid beside its compute (ESS, section 3.3), and the arithmetic that
 // chooses: pure functions.
 //
-//   none     indexer, transfer, PreAttn, then Attn0 and Attn1 in one launch
-//   queries  PreAttn beside top-k, Admit and the transfer, then both attentions in one launch: for
-//            few sequences, whose transfers are short
-//   DA       PreAttn beside them as well; the transfer beneath what PreAttn has left and Attn0, the
-//            attention of what is resident
-//   DBA      the indexer in two halves of the batch: the first half's transfer beneath the second
-//            half's logits and top-k, and all of it beneath PreAttn and Attn0 as before
+//   none  indexer, transfer, PreAttn, then Attn0 and Attn1
+//   DA    PreAttn beside top-k and Admit; the transfer beneath Attn0, the attention to what is
+//         resident, whose launch goes on with Attn1 when the transfer is done
+//   DBA   the indexer in two halves of the batch: the first half's transfer beneath the second
+//         half's logits and top-k, the second half's beneath Attn0
 // (The paper begins PreAttn behind the transfer's start: there it hides the transfer, and nothing
 // runs beside top-k, which leaves most processors idle.)
 #pragma once
@@ -18,18 +16,17 @@
 
 namespace sluice {
 
-enum class Overlap { kNone, kQueries, kDa, kDba };
+enum class Overlap { kNone, kDa, kDba };
 
 // Times of a layer's stages for a batch, in microseconds.
 struct StageTimes {
   double transfer = 0;  // of all rows' misses
   double prepare = 0;   // PreAttn: q_b, absorption, RoPE
-  double attend = 0;    // Attn0
+  double attend = 0;    // Attn0 and Attn1
   double index = 0;     // logits and top-k of all rows
   double branch = 2.9;  // a fork and a join: two graph nodes with their dependencies
   double halves = 10;   // what the indexer and Admit cost more in two halves: their launches, tails
-  double second = 0;    // what Attn1 costs in a launch of its own, and the merge
-  double spared = 0;    // what Attn0 loses with the processors that it leaves the transfer
+  double spared = 0;    // what attention loses with the processors that it leaves the transfer
   double beside = 0;    // of top-k and Admit, beneath which PreAttn can run
 };
 
@@ -39,9 +36,6 @@ double AddedTime(Overlap overlap, const StageTimes& times);
 // The schedule that adds least for a batch of `rows`; the simplest among equals. One row has no
 // halves.
 Overlap ChooseOverlap(const StageTimes& times, int rows);
-
-// Decode rows whose transfers end about when their queries do, where nothing is known of them.
-inline constexpr int kFewRows = 8;
 
 // Rates of DeepSeek-V3.2's shape (128 heads, 64 of the indexer) on an H200, where a profile has
 // none of this device: from figures that the function names.
