@@ -305,13 +305,13 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
   }
   select(half, rows - half);
   if (overlap != Overlap::kNone) {
-    a.make_queries(work);
     // Attention begins with the transfer that is right before it: what else it needs comes before
-    // that. (Of the link the first half's transfer has all anyway.)
-    stream.After(early);
+    // that.
+    a.make_queries(work);
     stream.After(work);
   }
   const bool fetches = Fetch(stream, layer, half, rows - half);
+  if (half > 0) stream.After(early);  // A transfer too, which has begun by then.
   done(Stage::kFetched);
   if (overlap == Overlap::kNone) a.make_queries(work);
   done(Stage::kPrepared);
@@ -319,7 +319,7 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
   kernels::SparseMlaParams attend = operators_.AttendPool(layer, a);
   if (overlap != Overlap::kNone && fetches) {
     attend.then_arrives = true;
-    attend.spare_processors = options_.ess.transfer_workers;
+    attend.spare_processors = options_.ess.transfer_workers * (half > 0 ? 2 : 1);
   }
   kernels().SparseMla(stream, attend);  // Attn0 and Attn1
   done(Stage::kAttended);

@@ -6,22 +6,24 @@
 namespace sluice {
 
 double AddedTime(Overlap overlap, const StageTimes& t) {
-  // From where the scores are there. Attention begins with the transfer right before it, which
-  // waits for the queries.
+  // From where the scores are there.
   const double none = t.beside + t.prepare + t.attend;
-  const double attend = t.attend + t.spared;
+  // Attention begins with the transfer of the last rows, which waits for the queries.
+  const double begin = std::max(t.prepare, t.beside);
   switch (overlap) {
     case Overlap::kNone:
       return t.transfer;
     case Overlap::kDa:
-      return std::max(t.prepare, t.beside) + std::max(attend, t.transfer) + t.branch - none;
+      return begin + std::max(t.attend + t.spared, t.transfer) + t.branch - none;
     case Overlap::kDba:
       break;
   }
-  // The first half's transfer has the second half's indexer to itself; the second's waits for both.
-  const double first = std::max(t.transfer / 2 - t.index / 2, 0.0);
-  return std::max(t.prepare, t.beside + first) + std::max(attend, t.transfer / 2) + 2 * t.branch +
-         t.halves - none;
+  // The first half's transfer has the second half's indexer to itself, then the link is the second
+  // one's, of the same size. Attention leaves processors to both.
+  const double left = std::max(t.transfer / 2 - t.index / 2, 0.0) + t.transfer / 2;
+  return std::max(begin + t.attend + 2 * t.spared,
+                  std::max(begin + t.transfer / 2, t.beside + left)) +
+         2 * t.branch + t.halves - none;
 }
 
 Overlap ChooseOverlap(const StageTimes& times, int rows) {
