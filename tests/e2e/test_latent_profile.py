@@ -15,7 +15,7 @@ LATENT = ["--contexts", "120,300", "--batches", "1,3", "--ratios", "0.3,1", "--l
 def test_misses_and_stage_times_of_a_latent_model(tiny_models, tmp_path):
     out = tmp_path / "p.json"
     text = profile(tiny_models("tiny-deepseek-v32-fp8"), out, *LATENT)
-    assert "Attn0" in text and "GB/s" in text and str(out) in text
+    assert "attention" in text and "GB/s" in text and str(out) in text
     made = json.loads(out.read_text())
     assert [(p["context"], p["batch"]) for p in made["misses"]] == [
         (context, batch) for context in (120, 300) for _ in range(2) for batch in (1, 3)]
@@ -62,7 +62,7 @@ def expecting(tiny_models, tmp_path):
         made["misses"] = [{"context": 1000, "ratio": 0.5, "batch": 16, "by_layer": by_layer, **changed}]
         line = {"fixed_us": 1, "each_us": 0}
         made["stages"] = {"device": DEVICE, "transfer": {"fixed_us": 0, "each_us": 0.1}, "prepare": line,
-                          "attend": {"fixed_us": 50, "each_us": 0}, "index": line, "admit": line, "branch_us": 3}
+                          "attend": {"fixed_us": 50, "each_us": 0}, "index": line, "admit": line, "branch_us": 10}
         out.write_text(json.dumps(made))
         return out
 
