@@ -98,13 +98,22 @@ inline constexpr Metric kWorkerFailures{
 // Policy ess.
 inline constexpr Metric kScheduleLayers{
     "sluice_ess_schedule_layers", Type::kGauge,
-    "Layers by what runs beneath their fetching in the steps that run: nothing (none), the making "
-    "of queries (queries), attention to what is in HBM too (da), the indexer of half the batch too "
-    "(dba)",
+    "Layers by what runs beneath their fetching in the steps that run: nothing (none), "
+    "attention to what is in HBM (da), the indexer of half the batch too (dba)",
     "schedule"};
 inline constexpr Metric kScheduleChanges{
     "sluice_ess_schedule_changes_total", Type::kCounter,
     "Times that steps of a size were given other schedules, by what they had missed", ""};
+
+// Connections.
+inline constexpr Metric kConnections{"sluice_connections", Type::kGauge,
+                                     "Connections to the gRPC port", ""};
+inline constexpr Metric kConnectionsRefused{
+    "sluice_connections_refused_total", Type::kCounter,
+    "Connections to the gRPC port that were reset: their peer has max_connections_per_peer (peer), "
+    "or max_connections are open (all); or the system had no file descriptor for one, which waits "
+    "(system)",
+    "reason"};
 
 // Ingest.
 inline constexpr Metric kReserves{
@@ -211,6 +220,8 @@ inline constexpr const Metric* kAll[] = {
     &kWorkerFailures,
     &kScheduleLayers,
     &kScheduleChanges,
+    &kConnections,
+    &kConnectionsRefused,
     &kReserves,
     &kIngestBytes,
     &kIngestBlocks,

@@ -58,6 +58,7 @@ constexpr std::array<const char*, kTokenKinds> kTokenKindNames = {"output", "pro
 constexpr std::array<const char*, kStepPhases> kPhaseNames = {"plan",   "launch", "copy", "compute",
                                                               "sample", "emit",   "total"};
 constexpr std::array<const char*, 3> kWorkerFailureNames = {"failed", "left", "late"};
+constexpr std::array<const char*, 3> kRefusalNames = {"peer", "all", "system"};
 constexpr std::array<const char*, 3> kScheduleNames = {"none", "da", "dba"};
 
 // Two scrapes at once may bring older totals after newer ones.
@@ -127,6 +128,7 @@ struct Metrics::Registry {
   absl::Mutex mutex;
   WorkerTotals counted ABSL_GUARDED_BY(mutex);
   double counted_changes ABSL_GUARDED_BY(mutex) = 0;
+  ConnectionTotals counted_connections ABSL_GUARDED_BY(mutex);
   SelectionTotals counted_selection ABSL_GUARDED_BY(mutex);
   struct LayerCounters {
     Counter selected, missed, fetched;
@@ -196,7 +198,11 @@ Metrics::Metrics()
           [&](const char* name) {
             return registry_->MakeGauge(names::kScheduleLayers, {{"schedule", name}});
           })),
-      schedule_changes_(registry_->MakeCounter(names::kScheduleChanges)) {
+      schedule_changes_(registry_->MakeCounter(names::kScheduleChanges)),
+      connections_(registry_->MakeGauge(names::kConnections)),
+      connections_refused_(Registry::ForEach<Counter>(kRefusalNames, [&](const char* name) {
+        return registry_->MakeCounter(names::kConnectionsRefused, {{"reason", name}});
+      })) {
   SetSelection({.layers = {{}}});  // so that their names are there whatever the policy
 }
 
@@ -245,6 +251,14 @@ void Metrics::SetSchedules(const ScheduleTotals& totals) const {
   absl::MutexLock lock(&registry_->mutex);
   for (size_t i = 0; i < totals.layers.size(); ++i) schedule_layers_[i].Set(totals.layers[i]);
   Raise(schedule_changes_, totals.changes, registry_->counted_changes);
+}
+
+void Metrics::SetConnections(const ConnectionTotals& totals) const {
+  absl::MutexLock lock(&registry_->mutex);
+  connections_.Set(totals.open);
+  for (size_t i = 0; i < totals.refused.size(); ++i) {
+    Raise(connections_refused_[i], totals.refused[i], registry_->counted_connections.refused[i]);
+  }
 }
 
 void Metrics::SetSelection(const SelectionTotals& totals) const {

@@ -110,6 +110,12 @@ struct ScheduleTotals {
   double changes = 0;              // since the process began
 };
 
+// Connections to the gRPC port.
+struct ConnectionTotals {
+  double open = 0;                  // now
+  std::array<double, 3> refused{};  // since the process began: peer, all, system
+};
+
 // The labels of sluice_build_info.
 struct BuildInfo {
   std::string version;
@@ -153,6 +159,9 @@ class Metrics {
 
   // The same of policy ess's schedules.
   void SetSchedules(const ScheduleTotals& totals) const;
+
+  // The same of connections.
+  void SetConnections(const ConnectionTotals& totals) const;
 
   // Once, when it is known what runs.
   void SetBuildInfo(const BuildInfo& info);
@@ -209,6 +218,8 @@ class Metrics {
   const std::array<Counter, 3> worker_failures_;
   const std::array<Gauge, 3> schedule_layers_;
   const Counter schedule_changes_;
+  const Gauge connections_;
+  const std::array<Counter, 3> connections_refused_;
 };
 
 }  // namespace sluice

@@ -273,6 +273,8 @@ absl::Status DecodeNode::StartGrpc() {
   options.access_log = access_log_.get();
   options.tls = security_.tls;
   options.access = security_.access();
+  options.max_connections = config_.max_connections();
+  options.max_connections_per_peer = config_.max_connections_per_peer();
   options.max_receive_message_bytes =
       std::max(MaxMessageBytes(config_.max_chunk_bytes(), *policy_),
                MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context())));
@@ -280,6 +282,7 @@ absl::Status DecodeNode::StartGrpc() {
       GrpcServer::Start(options, std::move(services));
   if (!started.ok()) return WithMessagePrefix(started.status(), "listen");
   grpc_ = *std::move(started);
+  counted_.store(grpc_.get());
   return absl::OkStatus();
 }
 
@@ -330,6 +333,7 @@ std::string DecodeNode::RenderMetrics() {
     metrics_.SetSelection(selection);
     metrics_.transfers_open.Set(static_cast<double>(transfers_->open_transfers()));
   }
+  if (GrpcServer* const grpc = counted_.load()) grpc->UpdateMetrics(metrics_);
   process_metrics_.Update(metrics_);
   return metrics_.Render();
 }

@@ -83,6 +83,7 @@ class DecodeNode {
   std::unique_ptr<DecodeLoad> load_;
   std::unique_ptr<AccessLog> access_log_;  // null: none is kept
   std::unique_ptr<GrpcServer> grpc_;
+  std::atomic<GrpcServer*> counted_ = nullptr;  // grpc_, once it is there
   // Its callbacks ask the pools: see memory_ready_.
   std::atomic<bool> memory_ready_ = false;
   std::unique_ptr<AdminHttp> admin_http_;

@@ -83,6 +83,7 @@ absl::Status PrefillNode::StartAdminHttp() {
   options.tls = security_.tls;
   options.access = security_.access();
   options.metrics = [this] {
+    if (GrpcServer* const grpc = counted_.load()) grpc->UpdateMetrics(metrics_);
     process_metrics_.Update(metrics_);
     return metrics_.Render();
   };
@@ -197,12 +198,15 @@ absl::Status PrefillNode::StartGrpc() {
   options.access_log = access_log_.get();
   options.tls = security_.tls;
   options.access = security_.access();
+  options.max_connections = config_.max_connections();
+  options.max_connections_per_peer = config_.max_connections_per_peer();
   options.max_receive_message_bytes =
       MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context()));
   absl::StatusOr<std::unique_ptr<GrpcServer>> started =
       GrpcServer::Start(options, std::move(services));
   if (!started.ok()) return WithMessagePrefix(started.status(), "listen");
   grpc_ = *std::move(started);
+  counted_.store(grpc_.get());
   return absl::OkStatus();
 }
 

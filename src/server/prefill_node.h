@@ -1,6 +1,7 @@
 // sluice-prefill's objects: a prefill node for demos, tests and small clusters.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <optional>
 
@@ -48,7 +49,6 @@ class PrefillNode {
   Readiness readiness_;
   Metrics metrics_;
   ProcessMetrics process_metrics_;
-  std::unique_ptr<AdminHttp> admin_http_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<Prefiller> prefiller_;
@@ -59,6 +59,8 @@ class PrefillNode {
   std::optional<TenantGate> gate_;             // of the façade; empty as held_ is
   CallPump call_pump_;
   std::unique_ptr<GrpcServer> grpc_;
+  std::atomic<GrpcServer*> counted_ = nullptr;  // grpc_, once it is there
+  std::unique_ptr<AdminHttp> admin_http_;       // its callbacks ask that
 };
 
 }  // namespace sluice

@@ -30,9 +30,8 @@ int Fail(std::string_view program, const absl::Status& status) {
   return 1;
 }
 
-// Every connection takes a file descriptor, and gRPC stops listening for good once one cannot be
-// had. The soft limit, 1024 on most systems, is there for programs that use select(); nothing here
-// does.
+// Every connection takes a file descriptor. The soft limit, 1024 on most systems, is there for
+// programs that use select(); nothing here does.
 void TakeFileDescriptors() {
   rlimit limit = {};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;

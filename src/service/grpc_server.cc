@@ -15,7 +15,9 @@
 #include "absl/time/clock.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
+#include "src/metrics/metrics.h"
 #include "src/service/access_log.h"
+#include "src/service/connection_gate.h"
 #include "src/service/credentials.h"
 #include "src/service/host_port.h"
 #include "src/service/malformed_messages.h"
@@ -43,16 +45,19 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const Options& opt
     return true;
   }();
   (void)plugins;
+  ConnectionGate::Options bounds;
+  bounds.most = options.max_connections;
+  bounds.most_of_peer = options.max_connections_per_peer;
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<ConnectionGate> gate,
+                          ConnectionGate::Bind(address, bounds));
   grpc::ServerBuilder builder;
-  int port = 0;
-  builder.AddListeningPort(address.ToString(),
-                           NewServerCredentials(options.tls, options.access, options.access_log),
-                           &port);
+  std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor =
+      builder.experimental().AddExternalConnectionAcceptor(
+          grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
+          NewServerCredentials(options.tls, options.access, options.access_log));
   for (const GrpcService& service : services) builder.RegisterService(service.service.get());
   builder.SetMaxReceiveMessageSize(
       static_cast<int>(std::min<uint64_t>(options.max_receive_message_bytes, INT_MAX)));
-  // Two processes on one port would share its calls at random.
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, options.max_concurrent_streams);
   // Finds peers that vanished without a word; clients may ping as often as every 10 s.
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
@@ -78,20 +83,28 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const Options& opt
     interceptors.push_back(NewAccessRecorder(options.access_log, options.access));
   builder.experimental().SetInterceptorCreators(std::move(interceptors));
   std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
-  if (server == nullptr || port == 0) {
-    return absl::UnavailableError(
-        absl::StrCat("cannot listen on ", address.ToString(), ": ", WhyCannotListen(address)));
-  }
-  address.port = static_cast<uint16_t>(port);
-  std::unique_ptr<GrpcServer> out(
-      new GrpcServer(std::move(services), std::move(server), address.ToString()));
+  if (server == nullptr) return absl::InternalError("gRPC cannot start a server");
+  address.port = gate->port();
+  std::unique_ptr<GrpcServer> out(new GrpcServer(std::move(services), std::move(server),
+                                                 std::move(acceptor), std::move(gate),
+                                                 address.ToString()));
   out->SetServing(false);
+  SLUICE_RETURN_IF_ERROR(out->gate_->Start([acceptor = out->acceptor_.get()](int fd) {
+    grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
+    connection.fd = fd;
+    acceptor->HandleNewConnection(&connection);
+  }));
   return out;
 }
 
 GrpcServer::GrpcServer(std::vector<GrpcService> services, std::unique_ptr<grpc::Server> server,
-                       std::string address)
-    : services_(std::move(services)), server_(std::move(server)), address_(std::move(address)) {}
+                       std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor,
+                       std::unique_ptr<ConnectionGate> gate, std::string address)
+    : services_(std::move(services)),
+      server_(std::move(server)),
+      acceptor_(std::move(acceptor)),
+      gate_(std::move(gate)),
+      address_(std::move(address)) {}
 
 GrpcServer::~GrpcServer() { Shutdown(absl::ZeroDuration()); }
 
@@ -102,7 +115,17 @@ void GrpcServer::SetServing(bool serving) {
   for (const GrpcService& service : services_) health->SetServingStatus(service.name, serving);
 }
 
+void GrpcServer::UpdateMetrics(const Metrics& metrics) {
+  const ConnectionGate::Counts counts = gate_->CountsNow();
+  ConnectionTotals totals;
+  totals.open = static_cast<double>(counts.open);
+  totals.refused = {static_cast<double>(counts.refused_of_peer),
+                    static_cast<double>(counts.refused), static_cast<double>(counts.failed)};
+  metrics.SetConnections(totals);
+}
+
 void GrpcServer::Shutdown(absl::Duration grace) {
+  gate_->Stop();
   server_->Shutdown(absl::ToChronoTime(absl::Now() + grace));
 }
 

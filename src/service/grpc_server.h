@@ -13,11 +13,16 @@
 
 namespace grpc {
 class Server;
+namespace experimental {
+class ExternalConnectionAcceptor;
 }
+}  // namespace grpc
 
 namespace sluice {
 
 class Access;
+class ConnectionGate;
+class Metrics;
 
 // Sends gRPC's and protobuf's own messages to our log, at debug level: what matters in them reaches
 // a caller as a status, and a peer that sends nonsense must not fill the log. Call once, before the
@@ -34,6 +39,8 @@ class GrpcServer {
     const Access* access = nullptr;  // with TLS: outlives the server
     uint64_t max_receive_message_bytes = 4 << 20;
     int max_concurrent_streams = 4096;  // of one connection
+    int64_t max_connections = 16384;
+    int64_t max_connections_per_peer = 1024;
     // Of all connections, in gRPC's own buffers. gRPC gathers a message whole before it refuses its
     // size, up to 4 GiB of it, and at this bound it ends calls of every connection, whoever filled
     // the buffers. So this is only the net against running out of memory: several times what one
@@ -52,16 +59,21 @@ class GrpcServer {
   const std::string& address() const { return address_; }
   // What health checks are told, for every service and for "". Thread-safe.
   void SetServing(bool serving);
-  // No new calls; those that run get `grace` to end and are then cancelled. Returns when all have
-  // ended. Idempotent; any thread.
+  // Brings what counts connections up to now. Thread-safe.
+  void UpdateMetrics(const Metrics& metrics);
+  // No new connections and calls; those that run get `grace` to end and are then cancelled. Returns
+  // when all have ended. Idempotent; any thread.
   void Shutdown(absl::Duration grace);
 
  private:
   GrpcServer(std::vector<GrpcService> services, std::unique_ptr<grpc::Server> server,
-             std::string address);
+             std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor,
+             std::unique_ptr<ConnectionGate> gate, std::string address);
 
   std::vector<GrpcService> services_;  // outlive server_
   std::unique_ptr<grpc::Server> server_;
+  std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor_;
+  std::unique_ptr<ConnectionGate> gate_;  // hands connections to acceptor_
   const std::string address_;
 };
 

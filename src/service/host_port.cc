@@ -1,12 +1,5 @@
 #include "src/service/host_port.h"
 
-#include <netdb.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
-#include <cerrno>
-#include <cstring>
-
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
@@ -57,31 +50,6 @@ absl::StatusOr<HostPort> ParseHostPort(const std::string& text) {
   }
   out.port = static_cast<uint16_t>(number);
   return out;
-}
-
-std::string WhyCannotListen(const HostPort& address) {
-  addrinfo hints = {};
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_PASSIVE;
-  addrinfo* found = nullptr;
-  const std::string port = absl::StrCat(address.port);
-  if (const int error = getaddrinfo(address.host.c_str(), port.c_str(), &hints, &found);
-      error != 0) {
-    return gai_strerror(error);
-  }
-  std::string why = "refused by the system";
-  if (const int fd = socket(found->ai_family, found->ai_socktype, found->ai_protocol); fd >= 0) {
-    const int on = 1;
-    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-    if (bind(fd, found->ai_addr, found->ai_addrlen) != 0 || listen(fd, 1) != 0) {
-      why = std::strerror(errno);
-    }
-    close(fd);
-  } else {
-    why = std::strerror(errno);
-  }
-  freeaddrinfo(found);
-  return why;
 }
 
 }  // namespace sluice

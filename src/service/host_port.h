@@ -19,7 +19,4 @@ struct HostPort {
 // at most 253 bytes, a colon, a port of 0 to 65535.
 absl::StatusOr<HostPort> ParseHostPort(const std::string& text);
 
-// Why nobody can listen there, as the system says it: "Address already in use". Tries it.
-std::string WhyCannotListen(const HostPort& address);
-
 }  // namespace sluice

@@ -6,6 +6,7 @@ alone in the same run, and the node's memory within a stated bound.
 
 import contextlib
 import resource
+import socket
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from gaps import check_unnoticed, watch
 from google.protobuf import duration_pb2
+from metrics_text import Scrape, wait_for
 from nodes import SCALE, TIMEOUT_S
 from raw_http2 import DATA, FRAME_BYTES, HEADERS, PREFACE, SETTINGS, Http2, connect, frame
 from transfers import Transfer
@@ -202,7 +204,7 @@ def test_1000_idle_or_noisy_connections_change_nothing(node, g, capsys):
 
 
 def test_a_low_soft_limit_of_file_descriptors_is_raised(tiny_models, start, golden):
-    """gRPC 1.51 stops listening for good once it cannot accept."""
+    """That of many systems, 1024, is soon had."""
     need_file_descriptors(1000)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, limit[1]))
@@ -215,6 +217,69 @@ def test_a_low_soft_limit_of_file_descriptors_is_raised(tiny_models, start, gold
     for s in sockets:
         s.close()
     assert small.stop() == 0
+
+
+def greeted(s: socket.socket) -> bool:
+    """Whether the node speaks to this connection; else it has reset it."""
+    try:
+        return bool(s.recv(1))
+    except ConnectionResetError:
+        return False
+
+
+def test_a_peer_has_so_many_connections_and_others_their_own(tiny_models, start, golden):
+    few = start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "8MiB", "--dram-bytes", "8MiB",
+                "--max-connections-per-peer", "8", "--max-connections", "12")
+    host, port = few.address.rsplit(":", 1)
+
+    def connect_from(address: str) -> socket.socket:
+        s = socket.create_connection((host, int(port)), timeout=TIMEOUT_S, source_address=(address, 0))
+        with contextlib.suppress(OSError):  # It may have been reset already.
+            s.sendall(PREFACE + frame(SETTINGS))
+        return s
+
+    watch(few, golden("tiny-llama"), 20)
+    one = wait_for(few, lambda now: now.get("sluice_connections") == 1, TIMEOUT_S)
+    assert one.get("sluice_connections") == 1  # The channel by which this process looks at the node.
+    held = [connect_from("127.0.0.1") for _ in range(7)]
+    assert all(greeted(s) for s in held)
+    assert not greeted(connect_from("127.0.0.1"))
+    others = [connect_from("127.0.0.2") for _ in range(4)]
+    assert all(greeted(s) for s in others)
+    assert not greeted(connect_from("127.0.0.3"))  # All have 12 together.
+    few.capacity()  # Who has a connection keeps it.
+    now = Scrape(few)
+    assert now.get("sluice_connections") == 12
+    assert now.get("sluice_connections_refused_total", reason="peer") == 1
+    assert now.get("sluice_connections_refused_total", reason="all") == 1
+    log = few.log.read_text()
+    assert "max_connections_per_peer" in log and "127.0.0.1" in log
+    for s in held + others:
+        s.close()
+    assert wait_for(few, lambda now: now.get("sluice_connections") == 1, TIMEOUT_S).get("sluice_connections") == 1
+    watch(few, golden("tiny-llama"), 20)
+
+
+def test_a_node_without_file_descriptors_accepts_again_when_some_come_free(tiny_models, start, golden):
+    node = start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "8MiB", "--dram-bytes", "8MiB")
+    watch(node, golden("tiny-llama"), 20)
+    limit = len(list(Path(f"/proc/{node.process.pid}/fd").iterdir())) + 20
+    resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
+    sockets = [connect(node.address) for _ in range(60)]  # The system holds those that wait.
+    deadline = time.monotonic() + TIMEOUT_S
+    while "cannot be accepted" not in node.log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for s in sockets:
+        s.close()
+    watch(node, golden("tiny-llama"), 20)
+    s = connect(node.address)
+    s.settimeout(TIMEOUT_S)
+    s.sendall(PREFACE + frame(SETTINGS))
+    assert greeted(s)
+    s.close()
+    assert Scrape(node).get("sluice_connections_refused_total", reason="system") >= 1
+    assert node.stop() == 0
 
 
 ADMIN_NOISE = [b"", b"GET /heal", b"\xff" * 1000, b"GET / HTTP/9.9\r\n\r\n", b"GET /metrics HTTP/1.1\r\nX: " + b"y" * 100_000,

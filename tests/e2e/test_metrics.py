@@ -1,5 +1,7 @@
 """Every metric moves when its cause happens, and by how much; nothing else is exported."""
 
+import contextlib
+import socket
 import subprocess
 import threading
 import time
@@ -13,6 +15,7 @@ from nodes import ROOT, SCALE, TIMEOUT_S, error_of, greedy, tokens_of
 from sluice.v1 import common_pb2, decode_pb2, decode_pb2_grpc, ingest_pb2, prefill_pb2, source_pb2
 from transfers import Transfer, committed
 
+MOST_OF_PEER = 64
 PROMTOOL = ROOT / ".venv/bin/promtool"
 # Routers read these; promtool rejects their colon.
 ROUTERS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -43,7 +46,8 @@ class Scene:
 def scene(tiny_models, start, golden):
     node = start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB", "--dram-bytes", "6MiB",
                  "--max-sequences", "2", "--slow-reader-timeout-seconds", "200ms",
-                 "--transfer-wait-seconds", "500ms", "--local-prefill", "on_failure")
+                 "--transfer-wait-seconds", "500ms", "--local-prefill", "on_failure",
+                 "--max-connections-per-peer", str(MOST_OF_PEER))
     prefill = start("sluice-prefill", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB")
     return Scene(node, prefill, golden("tiny-llama"))
 
@@ -199,6 +203,16 @@ def let_a_lease_end(s):
     wait_for(s.node, lambda m: m.get("sluice_transfers_open") == 0, 10 * SCALE)
 
 
+def connect_once_too_often(s):
+    """From an address that nothing else here connects from."""
+    host, port = s.node.address.rsplit(":", 1)
+    with contextlib.ExitStack() as opened:
+        for _ in range(MOST_OF_PEER + 1):
+            opened.enter_context(socket.create_connection((host, int(port)), timeout=TIMEOUT_S,
+                                                          source_address=("127.0.0.9", 0)))
+        wait_for(s.node, lambda m: m.get("sluice_connections_refused_total", reason="peer") > 0, 5 * SCALE)
+
+
 def damage_a_chunk_and_resume(s):
     transfer = Transfer(s.node, s.golden)
     parts = transfer.parts()
@@ -254,6 +268,8 @@ CAUSES = {
     "more than DRAM holds": (reserve_too_much, [
         (reserves("refused", "DRAM_FULL"), 1), (reserves("accepted", "NONE"), 2)]),
     "a rendezvous key in use": (reserve_a_key_twice, [(reserves("refused", "RENDEZVOUS_KEY_IN_USE"), 1)]),
+    "a connection too many of one peer": (connect_once_too_often, [
+        (("sluice_connections_refused_total", {"reason": "peer"}), 1)]),
     "a lease that ends": (let_a_lease_end, [(("sluice_leases_expired_total", {}), 1)]),
     "a damaged chunk, sent again on a new stream": (damage_a_chunk_and_resume, [
         (("sluice_ingest_checksum_failures_total", {}), 1), (("sluice_ingest_resumes_total", {}), 1),

@@ -219,6 +219,8 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
   metrics.SetWorkers({2, 1.0, 10, {7, 5, 6}});  // older
   metrics.SetSchedules({{10, 20, 31}, 4});
   metrics.SetSchedules({{11, 12, 13}, 3});  // changes of an older look
+  metrics.SetConnections({21, {5, 6, 7}});
+  metrics.SetConnections({20, {5, 8, 6}});
 
   std::map<std::string, double> moved;
   for (const auto& [name, value] : Parse(metrics.Render()).samples) {
@@ -262,6 +264,10 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
       {R"(sluice_ess_schedule_layers{schedule="da"})", 12},
       {R"(sluice_ess_schedule_layers{schedule="dba"})", 13},
       {"sluice_ess_schedule_changes_total", 4},
+      {"sluice_connections", 20},
+      {R"(sluice_connections_refused_total{reason="peer"})", 5},
+      {R"(sluice_connections_refused_total{reason="all"})", 8},
+      {R"(sluice_connections_refused_total{reason="system"})", 7},
   };
   expected = 0;
   for (const auto& [outcome, reason] : kRequestReasons) {
