@@ -273,8 +273,7 @@ absl::Status DecodeNode::StartGrpc() {
   options.access_log = access_log_.get();
   options.tls = security_.tls;
   options.access = security_.access();
-  options.max_connections = config_.max_connections();
-  options.max_connections_per_peer = config_.max_connections_per_peer();
+  options.connections = {config_.max_connections(), config_.max_connections_per_peer()};
   options.max_receive_message_bytes =
       std::max(MaxMessageBytes(config_.max_chunk_bytes(), *policy_),
                MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context())));

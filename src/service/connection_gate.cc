@@ -17,7 +17,6 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
 
@@ -26,8 +25,8 @@ namespace {
 
 // From one look at which connections are closed to the next: each is a call to the system for every
 // connection, and who is refused may try again at once.
-constexpr absl::Duration kSweepInterval = absl::Milliseconds(50);
-constexpr absl::Duration kWarnInterval = absl::Seconds(10);
+constexpr std::chrono::milliseconds kSweepInterval{50};
+constexpr std::chrono::seconds kWarnInterval{10};
 // Where there is no file descriptor: one may come free.
 constexpr int kRetryMs = 100;
 // Data that nobody acknowledges ends a connection, as keepalive does.
@@ -196,8 +195,9 @@ bool ConnectionGate::Accept(int listener) {
     if (error != EMFILE && error != ENFILE && error != ENOBUFS && error != ENOMEM) return true;
     absl::MutexLock lock(&mutex_);
     ++counts_.failed;
-    if (absl::Now() - warned_ < kWarnInterval) return false;
-    warned_ = absl::Now();
+    const Clock::time_point now = Clock::now();
+    if (now - warned_ < kWarnInterval) return false;
+    warned_ = now;
     Log(LogLevel::kError, "connections cannot be accepted: raise the limit of file descriptors",
         {{"error", std::strerror(error)}, {"known", known_}});
     return false;
@@ -215,7 +215,7 @@ bool ConnectionGate::Accept(int listener) {
 bool ConnectionGate::Admit(const std::string& name, int fd) {
   struct stat socket = {};
   SLUICE_CHECK(fstat(fd, &socket) == 0);
-  const absl::Time now = absl::Now();
+  const Clock::time_point now = Clock::now();
   absl::MutexLock lock(&mutex_);
   if (known_ >= options_.most && now - swept_ >= kSweepInterval) SweepAll();
   Peer& peer = peers_[name];
@@ -255,7 +255,7 @@ void ConnectionGate::Sweep(Peer* peer) {
 }
 
 void ConnectionGate::SweepAll() {
-  swept_ = absl::Now();
+  swept_ = Clock::now();
   for (auto it = peers_.begin(); it != peers_.end();) {
     Sweep(&it->second);
     if (it->second.connections.empty()) {

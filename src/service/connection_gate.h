@@ -9,6 +9,7 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -20,7 +21,6 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/time.h"
 #include "src/service/host_port.h"
 
 struct sockaddr_storage;
@@ -59,6 +59,9 @@ class ConnectionGate {
   Counts CountsNow();
 
  private:
+  // A clock that is set back must keep nobody out.
+  using Clock = std::chrono::steady_clock;
+
   // A connection that was handed over. Its descriptor is another's by now: it is still the same
   // socket while it has the same inode.
   struct Connection {
@@ -68,7 +71,7 @@ class ConnectionGate {
   };
   struct Peer {
     std::vector<Connection> connections;
-    absl::Time swept = absl::InfinitePast();
+    Clock::time_point swept;
   };
 
   ConnectionGate(const Options& options, std::vector<int> listeners, uint16_t port, int wake)
@@ -95,8 +98,8 @@ class ConnectionGate {
   absl::Mutex mutex_;
   absl::flat_hash_map<std::string, Peer> peers_ ABSL_GUARDED_BY(mutex_);
   int64_t known_ ABSL_GUARDED_BY(mutex_) = 0;  // connections of all peers, some closed by now
-  absl::Time swept_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
-  absl::Time warned_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
+  Clock::time_point swept_ ABSL_GUARDED_BY(mutex_);
+  Clock::time_point warned_ ABSL_GUARDED_BY(mutex_);
   Counts counts_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -45,11 +45,8 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const Options& opt
     return true;
   }();
   (void)plugins;
-  ConnectionGate::Options bounds;
-  bounds.most = options.max_connections;
-  bounds.most_of_peer = options.max_connections_per_peer;
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<ConnectionGate> gate,
-                          ConnectionGate::Bind(address, bounds));
+                          ConnectionGate::Bind(address, options.connections));
   grpc::ServerBuilder builder;
   std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor =
       builder.experimental().AddExternalConnectionAcceptor(

@@ -8,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "src/service/connection_gate.h"
 #include "src/service/grpc_service.h"
 #include "src/service/tls_files.h"
 
@@ -21,7 +22,6 @@ class ExternalConnectionAcceptor;
 namespace sluice {
 
 class Access;
-class ConnectionGate;
 class Metrics;
 
 // Sends gRPC's and protobuf's own messages to our log, at debug level: what matters in them reaches
@@ -39,8 +39,7 @@ class GrpcServer {
     const Access* access = nullptr;  // with TLS: outlives the server
     uint64_t max_receive_message_bytes = 4 << 20;
     int max_concurrent_streams = 4096;  // of one connection
-    int64_t max_connections = 16384;
-    int64_t max_connections_per_peer = 1024;
+    ConnectionGate::Options connections;
     // Of all connections, in gRPC's own buffers. gRPC gathers a message whole before it refuses its
     // size, up to 4 GiB of it, and at this bound it ends calls of every connection, whoever filled
     // the buffers. So this is only the net against running out of memory: several times what one

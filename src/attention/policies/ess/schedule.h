@@ -5,7 +5,7 @@
 //   DA    PreAttn beside top-k and Admit; the transfer beneath Attn0, the attention to what is
 //         resident, whose launch goes on with Attn1 when the transfer is done
 //   DBA   the indexer in two halves of the batch: the first half's transfer beneath the second
-//         half's logits and top-k, the second half's beneath Attn0
+//         half's logits and top-k, the second half's, and what is left of it, beneath Attn0
 // (The paper begins PreAttn behind the transfer's start: there it hides the transfer, and nothing
 // runs beside top-k, which leaves most processors idle.)
 #pragma once
