@@ -1,7 +1,6 @@
 """What the manifests make the programs do: settings, ports, probes, time to end, memory."""
 
 import re
-import socket
 import subprocess
 import time
 import urllib.error
@@ -10,7 +9,7 @@ import urllib.request
 import pytest
 import yaml
 from manifests import OVERLAYS, POD_ADDRESS, ROOT, Workload, documents, nodes_of, of_kind, quantity, workloads
-from nodes import BIN, ENVIRONMENT, SCALE, run
+from nodes import BIN, ENVIRONMENT, SCALE, free_port, run
 
 # HBM of what the overlays' nodeSelector names, as its driver reports it.
 GPU_BYTES = {"NVIDIA-H100-80GB-HBM3": 81559 << 20, "NVIDIA-H200": 143771 << 20}
@@ -180,10 +179,7 @@ def test_the_router_takes_its_flags_and_finds_the_nodes_by_their_labels():
 
 
 def test_the_router_answers_its_probes(smollm2_tokenizer):
-    with socket.socket() as one, socket.socket() as two:
-        one.bind(("127.0.0.1", 0))
-        two.bind(("127.0.0.1", 0))
-        port, metrics = one.getsockname()[1], two.getsockname()[1]
+    port, metrics = free_port(), free_port()
     process = subprocess.Popen(
         [SMG, "launch", "--host", "127.0.0.1", "--port", str(port), "--pd-disaggregation", "--prefill",
          "grpc://127.0.0.1:1", "--decode", "grpc://127.0.0.1:2", "--model-path", smollm2_tokenizer,

@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -12,7 +11,7 @@ import urllib.request
 import pytest
 import yaml
 from manifests import OVERLAYS, ROOT, documents, of_kind
-from nodes import SCALE, TIMEOUT_S, greedy, tokens_of
+from nodes import SCALE, TIMEOUT_S, free_port, greedy, tokens_of
 from sluice.v1 import decode_pb2, prefill_pb2
 
 PROMETHEUS = ROOT / ".venv/bin/prometheus"
@@ -89,9 +88,7 @@ class Prometheus:
     """A real one on a free port, which scrapes a pair of nodes every second."""
 
     def __init__(self, folder, targets: dict[str, str]):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_port()}"
         rules = folder / "sluice.rules.yml"
         rules.write_text((ROOT / "deploy/prometheus/sluice.rules.yml").read_text())
         config = folder / "prometheus.yml"

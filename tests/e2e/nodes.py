@@ -1,7 +1,10 @@
 """Starts Sluice's programs on free ports, and what several tests ask of them."""
 
+import contextlib
 import json
 import os
+import random
+import socket
 import subprocess
 import time
 import urllib.error
@@ -30,6 +33,19 @@ SCALE = float(os.environ.get("SLUICE_TEST_TIMEOUT_SCALE", "1"))
 TIMEOUT_S = 60 * SCALE
 # The programs take SLUICE_... for settings and refuse those they do not know.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("SLUICE_")}
+
+
+def free_port() -> int:
+    """A port for who cannot be given port 0, or keeps its port when it starts again.
+
+    Below the ports that the system gives out by itself, and by chance: what other tests open meanwhile
+    does not take it before its owner listens.
+    """
+    while True:
+        port = random.randrange(10000, 32000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("0.0.0.0", port))
+            return port
 
 
 def run(*args, timeout=TIMEOUT_S, env=ENVIRONMENT, **kwargs) -> subprocess.CompletedProcess:

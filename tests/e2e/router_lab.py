@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import requests
-from nodes import ENVIRONMENT, TIMEOUT_S, Node
+from nodes import ENVIRONMENT, TIMEOUT_S, Node, free_port
 
 HEALTH_INTERVAL_S = 1
 MODEL = "tiny"
@@ -19,13 +18,6 @@ MODEL = "tiny"
 SHARED = {"--kv-dtype", "--kernels", "--hbm-bytes", "--threads", "--gateway"}
 # In whose words smg talks to the nodes: vLLM's, leg after leg, or SGLang's, both legs at once.
 GATEWAYS = ["vllm", "sglang"]
-
-
-def free_port() -> int:
-    """A port that nobody listens on now: smg takes no port 0, and a restarted node keeps its own."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def add_token_texts(model: Path, folder: Path) -> Path:

@@ -47,6 +47,10 @@ def held(prefill) -> float:
     return stub(prefill).GetLoads(pb.GetLoadsRequest(), timeout=TIMEOUT_S).loads[0].token_usage
 
 
+def requests_at(node) -> int:
+    return stub(node).GetLoads(pb.GetLoadsRequest(), timeout=TIMEOUT_S).loads[0].num_total_reqs
+
+
 def reason(error: grpc.RpcError) -> tuple:
     return error.code(), rpc.reason_of(error)
 
@@ -195,7 +199,9 @@ def test_an_abort_ends_the_leg_that_waits(decode, prefill, leg):
     where = room(prefill, next(NUMBERS))
     legs = {name: start_leg(node, long[1:], {"max_new_tokens": 2}, request_id="aborted", disaggregated_params=where)
             for name, node in (("decode", decode), ("prefill", prefill))}
-    while not stub(decode).GetLoads(pb.GetLoadsRequest(), timeout=TIMEOUT_S).loads[0].num_total_reqs:
+    # An abort that comes before its request finds nothing to end.
+    while requests_at(decode) < 1 or requests_at(prefill) < len(busy) + 1:
+        assert legs["prefill"].is_active(), "the prompt was computed before it could be aborted"
         time.sleep(0.005)
     node = {"decode": decode, "prefill": prefill}[leg]
     stub(node).Abort(pb.AbortRequest(request_id="aborted", reason="Stream dropped"), timeout=TIMEOUT_S)
