@@ -11,7 +11,7 @@
 // long as what every tile reads of x from the L2 cache, rows / 64 times the bytes of W, is not more
 // than that. Measured on an H100, the products of Qwen3-8B's step back to back, share of what a
 // plain kernel reads: 93 % with 1 row, 92 % with 8, 91 % with 32, 87 % with 64
-// (kernels/README.md has the table).
+// (README.md beside it has the table).
 //
 // Bits: the order of additions follows from (n, k) alone: 16 consecutive k a step, Slices(n, k)
 // slices of k, added in order, then the bias, then what y held.

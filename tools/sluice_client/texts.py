@@ -20,7 +20,8 @@ _DOCUMENTS = [
     "/usr/share/common-licenses/*", "/usr/share/doc/systemd/NEWS.gz", "/usr/share/doc/python3*/NEWS.gz",
     "/usr/share/doc/*/NEWS.gz", "/usr/share/perl/*/pod/*.pod", "/usr/share/perl/*/*/*.pod",
 ]
-_OWN = ["README.md", "kernels/README.md", "tests/fixtures/README.md"]
+_OWN = ["README.md", "kernels/README.md", "kernels/cpu/README.md", "kernels/cuda/README.md",
+        "tests/fixtures/README.md"]
 # As a text that goes on, not as a chat: a small model goes on with what it has read before where it does
 # not answer a question about it. SmolLM2-135M finds 8 of 8 keys in 2,000 to 7,800 tokens this way, and one
 # of four where a chat asks for them.
