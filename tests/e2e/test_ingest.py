@@ -1,5 +1,6 @@
 """Pushing caches: that a transfer survives what it can. What is refused, and how: test_bad_input.py."""
 
+import threading
 import time
 import uuid
 
@@ -110,14 +111,18 @@ def test_a_broken_stream_resumes_from_what_was_acknowledged(small, g):
     transfer = Transfer(small, g, case=2)
     parts = transfer.parts()
 
+    over = threading.Event()
+
     def breaks():
         for part in parts[:10]:
             yield transfer.message(part)
-        while transfer.status().blocks_landed < 10:
-            time.sleep(0.01)
-        call.cancel()
+        over.wait(TIMEOUT_S)
 
     call = small.ingest.Write.future(breaks(), timeout=TIMEOUT_S)
+    while transfer.status().blocks_landed < 10:
+        time.sleep(0.01)
+    call.cancel()
+    over.set()
     with pytest.raises(grpc.FutureCancelledError):
         call.result()
     landed = transfer.status()

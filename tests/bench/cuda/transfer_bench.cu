@@ -1,13 +1,15 @@
 // Gather and scatter between pinned DRAM and HBM at the shapes of the offloading policies, beside
 // the copy engine; and pages of a sequence that leaves HBM and comes back.
 //
-//   sluice-transfer-bench [POOL_GIB [workers]]
+//   sluice-transfer-bench [POOL_GIB [workers | reach]]
 //
-// With `workers` only what few thread blocks reach with rows of 656 B.
+// With `workers` only what few thread blocks reach with rows of 656 B; with `reach` what they reach
+// the more memory a replay visits, and whether it helps that somebody has visited a layer's pages
+// shortly before.
 //
 // ESS: sequences lie POOL / sequences apart, rows of 656 B of one layer of 32,768 tokens lie
 // together, a sequence's misses are sorted; each graph replay moves eight layers, one after the
-// other. GB/s count payload only.
+// other (`reach`: up to as many as a sequence has room for). GB/s count payload only.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -27,7 +29,7 @@ using kernels::TransferParams;
 using kernels::cuda::CopyPiece;
 
 constexpr int64_t kTokens = 32768;  // of a sequence
-constexpr int kLayers = 8;          // moved by one replay
+constexpr int kLayers = 8;          // moved by one replay, but with `reach`
 constexpr int kRepeats = 5;
 
 template <typename T>
@@ -87,10 +89,21 @@ std::vector<int32_t> CountsOf(const Shape& shape) {
   return counts;
 }
 
+// Reads a word of every `step` bytes of each list's home: its pages' translations are fetched then.
+__global__ void TouchKernel(const char* pool, const int64_t* offsets, int64_t home_bytes,
+                            int64_t step, uint32_t* sink) {
+  const char* const home = pool + offsets[blockIdx.x];
+  uint32_t sum = 0;
+  for (int64_t at = threadIdx.x * step; at < home_bytes; at += blockDim.x * step) {
+    sum ^= *reinterpret_cast<const volatile uint32_t*>(home + at);
+  }
+  if (sum == 0x12345678u) *sink = sum;
+}
+
 class Case {
  public:
-  Case(const Shape& shape, const PinnedPool& pool, cudaStream_t stream)
-      : shape_(shape), pool_(pool), stream_(stream) {
+  Case(const Shape& shape, const PinnedPool& pool, cudaStream_t stream, int layers = kLayers)
+      : shape_(shape), pool_(pool), stream_(stream), lists_(static_cast<size_t>(layers)) {
     std::mt19937_64 random(7);
     const int64_t home_bytes = shape.home_units * shape.unit_bytes;
     const int64_t apart = static_cast<int64_t>(pool.bytes()) / shape.lists / 4096 * 4096;
@@ -100,14 +113,14 @@ class Case {
       std::exit(1);
     }
     hbm_ = NewDevice<char>(static_cast<size_t>(shape.lists * shape.slots * shape.unit_bytes));
-    for (int layer = 0; layer < kLayers; ++layer) {
-      Lists& l = lists_[layer];
+    for (int layer = 0; layer < layers; ++layer) {
+      Lists& l = lists_[static_cast<size_t>(layer)];
       for (int list = 0; list < shape.lists; ++list) {
         const auto units = Distinct(shape.units, shape.home_units, true, random);
         const auto slots = Distinct(shape.units, shape.slots, false, random);
         l.home_units.insert(l.home_units.end(), units.begin(), units.end());
         l.slots.insert(l.slots.end(), slots.begin(), slots.end());
-        l.offsets.push_back(list * apart + layer * homes / kLayers * home_bytes);
+        l.offsets.push_back(list * apart + layer * homes / layers * home_bytes);
       }
       l.device_home_units = ToDevice(l.home_units);
       l.device_slots = ToDevice(l.slots);
@@ -129,7 +142,7 @@ class Case {
   Case& operator=(const Case&) = delete;
 
   TransferParams Params(int layer, bool gather, int max_blocks) const {
-    const Lists& l = lists_[layer];
+    const Lists& l = lists_[static_cast<size_t>(layer)];
     TransferParams p{};
     p.source = gather ? pool_.data() : hbm_;
     p.target = gather ? hbm_ : pool_.data();
@@ -153,9 +166,11 @@ class Case {
                std::accumulate(host_counts_.begin(), host_counts_.end(), int64_t{0}));
   }
 
+  int layers() const { return static_cast<int>(lists_.size()); }
+
   // One launch for each layer, on the case's stream.
   void MoveLayers(bool gather, int max_blocks) {
-    for (int layer = 0; layer < kLayers; ++layer) {
+    for (int layer = 0; layer < layers(); ++layer) {
       SLUICE_BENCH_CHECK(kernels::cuda::LaunchTransfer(Params(layer, gather, max_blocks), stream_));
     }
   }
@@ -163,7 +178,39 @@ class Case {
   Times Time(bool gather, int max_blocks) {
     Graph graph(stream_, [&] { MoveLayers(gather, max_blocks); });
     Times t = TimeOnStream(stream_, kRepeats, [&] { graph.Launch(stream_); });
-    return {t.median / kLayers, t.low / kLayers, t.high / kLayers};
+    return {t.median / layers(), t.low / layers(), t.high / layers()};
+  }
+
+  // Gathers, each layer's behind a visit of its homes; of the gathers alone, or of the visits
+  // alone, by events between them. One replay after one that is not counted.
+  struct Visited {
+    double visits, gathers;  // of a layer, median
+  };
+  Visited TimeVisited(int64_t step, int max_blocks) {
+    std::vector<cudaEvent_t> events(2 * lists_.size() + 1);
+    for (cudaEvent_t& event : events) SLUICE_BENCH_CHECK(cudaEventCreate(&event));
+    const int64_t home_bytes = shape_.home_units * shape_.unit_bytes;
+    auto* const sink = reinterpret_cast<uint32_t*>(hbm_);
+    for (int replay = 0; replay < 2; ++replay) {
+      SLUICE_BENCH_CHECK(cudaEventRecord(events[0], stream_));
+      for (int layer = 0; layer < layers(); ++layer) {
+        TouchKernel<<<shape_.lists, 64, 0, stream_>>>(
+            pool_.data(), lists_[static_cast<size_t>(layer)].device_offsets, home_bytes, step,
+            sink);
+        SLUICE_BENCH_CHECK(cudaEventRecord(events[static_cast<size_t>(2 * layer + 1)], stream_));
+        SLUICE_BENCH_CHECK(kernels::cuda::LaunchTransfer(Params(layer, true, max_blocks), stream_));
+        SLUICE_BENCH_CHECK(cudaEventRecord(events[static_cast<size_t>(2 * layer + 2)], stream_));
+      }
+      SLUICE_BENCH_CHECK(cudaStreamSynchronize(stream_));
+    }
+    std::vector<double> visits, gathers;
+    for (size_t i = 0; i + 1 < events.size(); ++i) {
+      float ms = 0;
+      SLUICE_BENCH_CHECK(cudaEventElapsedTime(&ms, events[i], events[i + 1]));
+      (i % 2 == 0 ? visits : gathers).push_back(ms * 1e-3);
+    }
+    for (const cudaEvent_t event : events) SLUICE_BENCH_CHECK(cudaEventDestroy(event));
+    return {Summary(visits).median, Summary(gathers).median};
   }
 
   // Gathers what the host wrote, scatters it to where nothing of it was, and compares.
@@ -241,7 +288,7 @@ class Case {
   const Shape shape_;
   const PinnedPool& pool_;
   const cudaStream_t stream_;
-  Lists lists_[kLayers];
+  std::vector<Lists> lists_;
   char* hbm_ = nullptr;
   std::vector<int32_t> host_counts_;
   int32_t* counts_ = nullptr;
@@ -368,6 +415,31 @@ void PrintWorkers(const Shape& shape, const PinnedPool& pool, cudaStream_t strea
   }
 }
 
+// What the number of layers that take turns costs, so how far homes are beyond what the GPU's
+// address translation remembers.
+void PrintReach(int64_t misses, const PinnedPool& pool, cudaStream_t stream) {
+  constexpr int kSequences = 76;
+  const Shape shape{"", 656, kSequences, misses, kTokens, 6600};
+  const int64_t home_bytes = kTokens * shape.unit_bytes;
+  const auto most = static_cast<int>(static_cast<int64_t>(pool.bytes()) / kSequences / home_bytes);
+  for (const int layers : {4, 8, 16, 32, 48, 61}) {
+    if (layers > most) break;
+    Case c(shape, pool, stream, layers);
+    std::printf("%d x %d, homes of %2d layers, %5.1f GiB:", kSequences, static_cast<int>(misses),
+                layers, static_cast<double>(kSequences * layers * home_bytes) / (1 << 30));
+    for (const int blocks : {4, 8, 16}) {
+      const Times t = c.Time(true, blocks);
+      std::printf(" %2d blocks %.1f", blocks, c.bytes() / t.median * 1e-9);
+    }
+    for (const int64_t step : {int64_t{2} << 20, int64_t{64} << 10}) {
+      const Case::Visited v = c.TimeVisited(step, 4);
+      std::printf("; 4 behind a visit each %4d KiB %.1f GB/s (the visit %.0f us)",
+                  static_cast<int>(step >> 10), c.bytes() / v.gathers * 1e-9, v.visits * 1e6);
+    }
+    std::printf("\n");
+  }
+}
+
 // As CudaStream::CopyBatch does it.
 void CopyByBatches(const CopyPiece* pieces, int64_t count, cudaStream_t stream) {
   constexpr int64_t kBatch = 4096;
@@ -471,6 +543,10 @@ int Main(int argc, char** argv) {
   const PinnedPool pool(gib << 30);
   std::printf("%s; %zu GiB pinned in %.2f s\n", properties.name, gib, pool.seconds());
   PrintCopyEngine(pool, stream);
+  if (argc > 2 && std::strcmp(argv[2], "reach") == 0) {
+    for (const int64_t misses : {80, 200, 600}) PrintReach(misses, pool, stream);
+    return 0;
+  }
   Reader reader;
   if (argc > 2 && std::strcmp(argv[2], "workers") == 0) {
     for (const int sequences : {20, 76}) {

@@ -5,6 +5,7 @@
 
 #include <catch2/catch.hpp>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <string>
 
@@ -97,7 +98,7 @@ TEST_CASE("a wrong access file is refused by its key, and no token is quoted") {
 }
 
 TEST_CASE("what a caller shows decides what it may do, and a new file counts at once") {
-  std::string folder = "/tmp/access_test.XXXXXX";
+  std::string folder = std::filesystem::temp_directory_path() / "sluice_access_test_XXXXXX";
   REQUIRE(mkdtemp(folder.data()) != nullptr);
   const std::string path = absl::StrCat(folder, "/access.json");
   const auto write = [&](const std::string& text) { std::ofstream(path) << text; };
@@ -139,6 +140,7 @@ TEST_CASE("what a caller shows decides what it may do, and a new file counts at 
   CHECK(nobody->roles.empty());
   CHECK(!TenantFor(*nobody, "acme").ok());
   CHECK(TenantFor(*nobody, "").value() == "/");
+  std::filesystem::remove_all(folder);
 }
 
 TEST_CASE("loopback is what other machines cannot reach") {
