@@ -162,11 +162,13 @@ class FakeNode(ingest_pb2_grpc.KvIngestServicer, decode_pb2_grpc.DecodeServicer,
             code, message, *details = self.refusal
             context.set_trailing_metadata(status_details(code, message, *details))
             context.abort(code, message)
+        # Before the first token: whoever has it may leave before the next line runs.
+        if self.hang and not context.add_callback(self.cancelled.set):
+            self.cancelled.set()
         for ids in self.answer:
             yield decode_pb2.GenerateResponse(tokens=[
                 common_pb2.Token(id=i, logprob=-i / 8, top_logprobs=[
                     common_pb2.TokenLogprob(token_id=i, logprob=-i / 8)]) for i in ids])
         if self.hang:
-            context.add_callback(self.cancelled.set)
             self.cancelled.wait(20)
         yield decode_pb2.GenerateResponse(finish=self.finish)

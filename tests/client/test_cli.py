@@ -1,13 +1,12 @@
 """tools/sluice as its users meet it: output, exit status, and what it says on errors."""
 
-import fcntl
 import json
 import os
 import pty
 import select
 import signal
 import subprocess
-import termios
+import sys
 import time
 from pathlib import Path
 
@@ -103,15 +102,27 @@ def test_chat_sends_the_whole_history(node, byte_tokenizer):
     assert prompts == ["<s>[user]one[assistant]", "<s>[user]one[assistant]yes[user]two[assistant]"]
 
 
-def heed_ctrl_c():
-    """In the child: tests that run in a shell's background inherit a SIGINT that is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+# Becomes the command behind it, which heeds Ctrl-C (who is started in a shell's background inherits a SIGINT
+# that is ignored) and, with "tty" first, has standard input as its terminal. By a program of its own: in
+# preexec_fn it would run in a copy of this process, among locks of gRPC's threads that nobody gives back.
+AT_A_TERMINAL = """
+import fcntl, os, signal, sys, termios
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+if sys.argv[1] == "tty":
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def heeding_ctrl_c(kind, *command):
+    return [sys.executable, "-c", AT_A_TERMINAL, kind, *map(str, command)]
 
 
 def test_ctrl_c_cancels_the_sequence(node):
     node.hang = True
-    process = subprocess.Popen([SLUICE, "generate", "--decode", node.address, "--prompt-ids", "1"],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_ctrl_c)
+    process = subprocess.Popen(
+        heeding_ctrl_c("pipes", SLUICE, "generate", "--decode", node.address, "--prompt-ids", "1"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 20
     while not node.requests and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -136,14 +147,10 @@ def test_ctrl_c_in_a_chat_stops_the_answer_and_goes_on(node, byte_tokenizer):
     from sluice_client.text import Text
     text = Text(byte_tokenizer)
     node.answer, node.hang = [text.encode("partly")], True
-    def at_the_terminal():
-        heed_ctrl_c()
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
     terminal, side = pty.openpty()
-    process = subprocess.Popen([SLUICE, "chat", "--decode", node.address, "--tokenizer", byte_tokenizer],
-                               stdin=side, stdout=side, stderr=side, start_new_session=True,
-                               preexec_fn=at_the_terminal)
+    process = subprocess.Popen(
+        heeding_ctrl_c("tty", SLUICE, "chat", "--decode", node.address, "--tokenizer", byte_tokenizer),
+        stdin=side, stdout=side, stderr=side, start_new_session=True)
     os.close(side)
     try:
         read_until(terminal, "> ")
