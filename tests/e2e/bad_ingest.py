@@ -101,7 +101,7 @@ def reserve_cases() -> list[BadCall]:
         BadCall("Reserve long key", lambda s: s.transfer(rendezvous_key="x" * 129), field="rendezvous_key"),
         *[BadCall(f"Reserve lease {v}", lease(*v), field="lease")
           for v in ((0, 0), (-1, 0), (0, -1), (1, -1), (0, 10**9), (0, -2**31), (2**63 - 1, 0), (-2**63, 0),
-                    (61, 0), (60, 1))],
+                    (3601, 0), (3600, 1))],  # longer than the node's own
         BadCall("Reserve a key in use", same_key, Code.ALREADY_EXISTS, reason="RENDEZVOUS_KEY_IN_USE"),
         BadCall("Reserve what never fits", changed(lambda m: m.prompt_token_ids.extend([5] * 2900)),
                 field="manifest", words="--hbm-bytes"),

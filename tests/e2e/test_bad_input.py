@@ -24,6 +24,13 @@ CALLS = [*DECODE_CALLS, *INGEST_CALLS, *WIRE_CALLS, *FACADE_CALLS, *PULL_CALLS]
 
 
 @pytest.fixture(scope="module")
+def small(tiny_models, start):
+    """As others have it, but for its leases: what is ready below outlives the table on a slow machine too."""
+    return start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB", "--dram-bytes", "6MiB",
+                 "--max-sequences", "4", "--lease-seconds", "3600s")
+
+
+@pytest.fixture(scope="module")
 def ready(small, golden):
     """A committed transfer that bad requests must leave alone; a good one uses it up at the end."""
     before = small.settled()
