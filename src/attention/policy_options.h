@@ -82,8 +82,11 @@ struct PolicyOptions {
   struct Ess {
     double sparse_memory_ratio = 0;  // places in HBM to tokens; 0: what HBM has for each slot
     int least_places = 6400;         // whatever the ratio (ESS, section 3.4)
-    bool warm_up = true;             // false: pools begin empty
-    bool lru = true;                 // false: every entry is fetched in every step
+    // Layers have places by what they miss, where the profile says it (pool_division.h): the same
+    // places together, but fewer than least_places in layers that would hardly miss more.
+    bool divide_places = false;
+    bool warm_up = true;  // false: pools begin empty
+    bool lru = true;      // false: every entry is fetched in every step
     enum class Overlap { kNone, kDa, kDba, kLayerWise };
     Overlap overlap = Overlap::kLayerWise;
     // Multiprocessors that fetch, which attention to what is resident leaves them; with 4 the link

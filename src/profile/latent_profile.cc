@@ -167,7 +167,8 @@ class LatentProfiler {
     PolicyOptions options = world_.options;
     DescribeModel(*model_, &options);
     const EssPoolShape shape =
-        EssShapeOf(options, model_->cache_layout().kinds[kLatentKind].block_tokens, 0);
+        EssShapeOf(options, model_->cache_layout().layers,
+                   model_->cache_layout().kinds[kLatentKind].block_tokens, 0);
     return std::min(1.0, static_cast<double>(shape.PlacesOf(total)) / static_cast<double>(total));
   }
 

@@ -46,7 +46,7 @@ SelectionHints::Entry Hint(uint32_t layer, uint32_t position, std::vector<uint32
 }
 
 TEST_CASE("A pool has its ratio of the tokens, 6,400 places at least, and no more than tokens") {
-  const EssPoolShape shape = EssShapeOf(Options(0.2, 8, 131072, 0), 32, 0);
+  const EssPoolShape shape = EssShapeOf(Options(0.2, 8, 131072, 0), 61, 32, 0);
   REQUIRE(shape.PlacesOf(131072) == (131072 / 5 + 1 + 31) / 32 * 32);
   REQUIRE(shape.PlacesOf(32768) == (6554 + 31) / 32 * 32);
   REQUIRE(shape.PlacesOf(20000) == 6400);
@@ -54,13 +54,13 @@ TEST_CASE("A pool has its ratio of the tokens, 6,400 places at least, and no mor
   // Every selected token and the next one.
   REQUIRE(shape.PlacesOf(100) == 128);
   REQUIRE(shape.PlacesOf(1) == 32);
-  const EssPoolShape all = EssShapeOf(Options(1, 8, 131072, 0), 32, 0);
+  const EssPoolShape all = EssShapeOf(Options(1, 8, 131072, 0), 61, 32, 0);
   REQUIRE(all.PlacesOf(131072) >= 131072);
 }
 
 TEST_CASE("What holds the longest sequence whole need not hold the others") {
   // Of a ratio of 1 a length that fills its blocks has no place for the next token.
-  const EssPoolShape one = EssShapeOf(Options(1, 8, 33000, 0), 32, 0);
+  const EssPoolShape one = EssShapeOf(Options(1, 8, 33000, 0), 61, 32, 0);
   REQUIRE(one.HoldsWhole(33000));
   REQUIRE(!one.HoldsWhole(32768));
   REQUIRE(!one.HoldsAllWhole());
@@ -86,7 +86,7 @@ TEST_CASE("What holds the longest sequence whole need not hold the others") {
 TEST_CASE("Where a pool may be smaller than a row's selection it holds that and the next token") {
   PolicyOptions options = Options(0.1, 8, 131072, 0);
   options.ess.least_places = 0;
-  const EssPoolShape shape = EssShapeOf(options, 32, 0);
+  const EssPoolShape shape = EssShapeOf(options, 61, 32, 0);
   REQUIRE(shape.PlacesOf(4096) >= 2049);
   REQUIRE(shape.PlacesOf(2048) >= 2049);
 }

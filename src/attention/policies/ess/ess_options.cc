@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "src/attention/latent/latent_views.h"
+#include "src/attention/policies/ess/pool_division.h"
 #include "src/device/kernel_set.h"
 
 namespace sluice {
@@ -77,6 +78,9 @@ OverlapPlan::Options OverlapOptionsOf(const PolicyOptions& options, const EssPoo
   }
   if (plan.context == 0) plan.context = options.max_context;
   const int64_t places = shape.PlacesOf(plan.context);
+  if (!shape.shares.empty()) {
+    plan.profile.points = {{plan.context, shape.ratio, 1, ExpectedMisses(options, shape)}};
+  }
   plan.ratio = static_cast<double>(places) / static_cast<double>(plan.context);
   // Pools that begin cold, or that keep nothing, miss whatever their size.
   if (!options.ess.warm_up || !options.ess.lru) plan.ratio = std::min(plan.ratio, 0.999);

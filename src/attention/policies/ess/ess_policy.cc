@@ -377,7 +377,8 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> EssPolicy::Create(const PolicyO
   tier_options.slots = options.slots;
   tier_options.decode_rows = DecodeRows(options);
   tier_options.latent_rank = options.latent_rank;
-  tier_options.shape = EssShapeOf(options, options.hbm->layout().kinds[kLatentKind].block_tokens,
+  const CacheLayout& layout = options.hbm->layout();
+  tier_options.shape = EssShapeOf(options, layout.layers, layout.kinds[kLatentKind].block_tokens,
                                   options.hbm->Capacity()[kLatentKind]);
   Parts parts;
   SLUICE_ASSIGN_OR_RETURN(parts.tier, EssTier::Create(tier_options));

@@ -116,8 +116,9 @@ bool EssTier::Admit(int slot, int64_t context, int64_t total,
   warmer_->Join(slot);
   s.copies.clear();
   s.then.clear();
-  tables_.Publish(slot, *s.home, *s.hbm, total, &s.copies);
-  tables_.Clear(*s.hbm, total, &s.copies, &s.then);
+  s.pages = PoolPages(options_.shape, *s.hbm, total);
+  tables_.Publish(slot, *s.home, *s.hbm, s.pages, &s.copies);
+  tables_.Clear(s.pages, &s.copies, &s.then);
   CopyIndex(s, *s.home, *s.hbm, context);
   // One command each, however scattered the pages.
   copy_stream_->CopyBatch(s.copies.data(), s.copies.size());
@@ -201,10 +202,10 @@ void EssTier::WarmUp(int slot, int64_t tokens, SelectionHints hints, bool fill) 
   SLUICE_CHECK(tokens > 0 && tokens <= s.total);
   s.warm_copies.clear();
   s.warm_then.clear();
-  tables_.Clear(*s.hbm, s.total, &s.warm_copies, &s.warm_then);
+  tables_.Clear(s.pages, &s.warm_copies, &s.warm_then);
   const bool whole = fill && HoldsWhole(slot);
   if (whole) {
-    tables_.FillWhole(slot, *s.hbm, s.total, tokens, &s.warm_then);
+    tables_.FillWhole(slot, s.pages, tokens, &s.warm_then);
     for (int layer = 0; layer < layout().layers; ++layer) {
       CopyPages(*s.home, *s.hbm, layer, kLatentKind, tokens, &s.warm_copies);
     }
@@ -214,8 +215,7 @@ void EssTier::WarmUp(int slot, int64_t tokens, SelectionHints hints, bool fill) 
   copy_stream_->Record(*s.cleared);
   if (whole) return;
   PoolWarmer::WarmUp warm_up;
-  warm_up.sequence = {s.home.get(), s.hbm.get(), options_.shape.PlacesOf(s.total),
-                      options_.shape.PlaceOfPages(s.total)};
+  warm_up.sequence = {s.home.get(), &s.pages, options_.shape.PlaceOfPages(s.total)};
   warm_up.tokens = tokens;
   warm_up.hints = std::move(hints);
   warm_up.fill = fill;

@@ -23,6 +23,7 @@
 #include "absl/types/span.h"
 #include "kernels/latent_params.h"
 #include "src/attention/attention_policy.h"
+#include "src/attention/policies/ess/pool_pages.h"
 #include "src/attention/policies/ess/pool_shape.h"
 #include "src/attention/policies/ess/pool_tables.h"
 #include "src/attention/policies/ess/pool_warmer.h"
@@ -95,6 +96,7 @@ class EssTier {
     std::unique_ptr<SequenceCache> home;
     std::unique_ptr<SequenceCache> hbm;  // null: the slot is free
     int64_t total = 0;                   // tokens at its end
+    PoolPages pages;                     // of hbm, by layer
     int64_t kept = 0;                    // since Evict: tokens that the home is to be kept with
     bool index_at_home = false;          // pages of DRAM that go back once `placed` is there
     // Under way: of the placing (or the way out), and of the warm-up.

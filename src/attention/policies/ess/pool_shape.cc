@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "src/attention/policies/ess/pool_division.h"
+
 namespace sluice {
 namespace {
 
@@ -44,6 +46,37 @@ int64_t EssPoolShape::PlacesOf(int64_t total) const {
   return CeilDiv(places, block_tokens) * block_tokens;
 }
 
+std::vector<int64_t> EssPoolShape::PlacesByLayer(int64_t total) const {
+  const int64_t mean = PlacesOf(total);
+  std::vector<int64_t> places(static_cast<size_t>(layers), mean);
+  if (shares.empty() || mean > total) return places;
+  const auto blocks = [&](int64_t count) { return CeilDiv(count, block_tokens); };
+  const int64_t least = blocks(std::min(top_k, total) + 1), most = blocks(total + 1);
+  const int64_t all = mean / block_tokens * layers;
+  // The largest factor to the shares with which all of them have no more than there is.
+  const auto divide = [&](double factor) {
+    int64_t sum = 0;
+    for (size_t layer = 0; layer < places.size(); ++layer) {
+      const auto wanted = static_cast<int64_t>(std::min(factor * shares[layer], 1e9));
+      places[layer] = std::clamp(wanted, least, most) * block_tokens;
+      sum += places[layer] / block_tokens;
+    }
+    return sum;
+  };
+  double low = 0, high = static_cast<double>(all) / *std::min_element(shares.begin(), shares.end());
+  while (high - low > 1e-4 * high) {
+    const double middle = (low + high) / 2;
+    (divide(middle) <= all ? low : high) = middle;
+  }
+  divide(low);
+  return places;
+}
+
+int64_t EssPoolShape::most_places() const {
+  return shares.empty() ? PlacesOf(max_context)
+                        : *std::max_element(most_by_layer.begin(), most_by_layer.end());
+}
+
 bool EssPoolShape::HoldsAllWhole() const {
   return std::max({least_places, fair_places, top_k + 1}) > max_context;
 }
@@ -56,18 +89,26 @@ int64_t EssPoolShape::PlacesPages(int64_t places) const {
   return CeilDiv(places * kPlaceWords, kResidencyWords);
 }
 
-int64_t EssPoolShape::ResidencyPages(int64_t total) const {
-  const int64_t places = PlacesPages(PlacesOf(total));
-  return PlaceOfPages(total) + places + (places < PlacesPages(most_places()) ? 1 : 0);
+int64_t EssPoolShape::ResidencyPages(int64_t total, int layer, int64_t places) const {
+  const int64_t pages = PlacesPages(places);
+  return PlaceOfPages(total) + pages + (pages < PlacesPages(MostPlaces(layer)) ? 1 : 0);
 }
 
 TokensByKind EssPoolShape::HbmTokens(int64_t total) const {
-  return {PlacesOf(total), total, ResidencyPages(total) * kResidencyWords};
+  int64_t blocks = 0, pages = 0;
+  const std::vector<int64_t> places = PlacesByLayer(total);
+  for (int layer = 0; layer < layers; ++layer) {
+    const int64_t own = places[static_cast<size_t>(layer)];
+    blocks += own / block_tokens;
+    pages += ResidencyPages(total, layer, own);
+  }
+  return {CeilDiv(blocks, layers) * block_tokens, total, CeilDiv(pages, layers) * kResidencyWords};
 }
 
-EssPoolShape EssShapeOf(const PolicyOptions& options, int64_t block_tokens,
+EssPoolShape EssShapeOf(const PolicyOptions& options, int layers, int64_t block_tokens,
                         int64_t capacity_places) {
   EssPoolShape shape;
+  shape.layers = layers;
   shape.top_k = options.index_top_k;
   shape.max_context = options.max_context;
   shape.block_tokens = block_tokens;
@@ -75,6 +116,9 @@ EssPoolShape EssShapeOf(const PolicyOptions& options, int64_t block_tokens,
   shape.ratio = options.ess.sparse_memory_ratio;
   if (shape.ratio == 0) {
     shape.fair_places = capacity_places / std::max(options.slots, 1) / block_tokens * block_tokens;
+  } else if (options.ess.divide_places) {
+    shape.shares = DividePlaces(options, shape);
+    if (!shape.shares.empty()) shape.most_by_layer = shape.PlacesByLayer(shape.max_context);
   }
   return shape;
 }
@@ -88,7 +132,7 @@ TierShapes EssTierShapesOf(const PolicyOptions& options, const CacheLayout& mode
   // Index keys are in DRAM while a sequence comes in or is kept, not while it runs.
   tiers.dram.shared = true;
   tiers.hbm.layout.kinds.push_back(ResidencyKind());
-  EssPoolShape shape = EssShapeOf(options, model.kinds[kLatentKind].block_tokens, 0);
+  EssPoolShape shape = EssShapeOf(options, model.layers, model.kinds[kLatentKind].block_tokens, 0);
   if (shape.ratio == 0) shape.fair_places = FairPlaces(options, model);
   tiers.hbm.proportion = shape.HbmTokens(options.max_context);
   return tiers;

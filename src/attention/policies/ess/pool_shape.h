@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "src/attention/latent/latent_views.h"
 #include "src/attention/policy_options.h"
@@ -23,12 +24,24 @@ struct EssPoolShape {
   int64_t least_places = 0;  // whatever the ratio
   double ratio = 0;          // of places to tokens
   int64_t fair_places = 0;   // `auto`: what each of `slots` sequences has at least; else 0
+  int layers = 1;
+  // How the places of all layers are divided among them (pool_division.h): by layer, in proportion;
+  // empty: all have the same. With each the places of a sequence of max_context.
+  std::vector<double> shares;
+  std::vector<int64_t> most_by_layer;
 
-  // Places of a sequence of `total` tokens at its end, whole blocks. At least what a step needs
-  // (every entry that it selects, and one for the next token), least_places, and the ratio or
-  // the fair share; never more than the sequence has tokens, and the next one.
+  // Places of a layer of a sequence of `total` tokens at its end, the mean of them, whole blocks.
+  // At least what a step needs (every entry that it selects, and one for the next token),
+  // least_places, and the ratio or the fair share; never more than the sequence has tokens, and the
+  // next one.
   int64_t PlacesOf(int64_t total) const;
-  int64_t most_places() const { return PlacesOf(max_context); }
+  // Of each layer: so many on average at most, as many as a step needs at least, and no more than
+  // tokens.
+  std::vector<int64_t> PlacesByLayer(int64_t total) const;
+  int64_t MostPlaces(int layer) const {
+    return shares.empty() ? PlacesOf(max_context) : most_by_layer[static_cast<size_t>(layer)];
+  }
+  int64_t most_places() const;  // of any layer
   // Whether each token of such a sequence, and the next one, has a place: nothing is ever given up,
   // so what its rows have selected does not matter.
   bool HoldsWhole(int64_t total) const { return PlacesOf(total) > total; }
@@ -39,9 +52,10 @@ struct EssPoolShape {
   // Of the tables, in 4-byte words, each beginning with a page of its own.
   int64_t PlaceOfPages(int64_t total) const;
   int64_t PlacesPages(int64_t places) const;
-  // Both, and where the longest sequence has more pages of places one that says that there are
-  // none.
-  int64_t ResidencyPages(int64_t total) const;
+  // Both, and where the longest sequence has more pages of places in the layer one that says that
+  // there are none.
+  int64_t ResidencyPages(int64_t total, int layer, int64_t places) const;
+  // On average of the layers, rounded up.
   TokensByKind HbmTokens(int64_t total) const;
 };
 
@@ -54,7 +68,7 @@ inline constexpr int32_t kPlaceWords = 2;
 
 // What a sequence takes under these options. `capacity_places`: latents of one sequence that HBM
 // holds, for `auto`; 0 where it is not known yet.
-EssPoolShape EssShapeOf(const PolicyOptions& options, int64_t block_tokens,
+EssPoolShape EssShapeOf(const PolicyOptions& options, int layers, int64_t block_tokens,
                         int64_t capacity_places);
 
 // The layouts of both tiers: HBM is divided as sequences of max_context tokens take it, DRAM is

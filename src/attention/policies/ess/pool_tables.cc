@@ -56,32 +56,31 @@ absl::StatusOr<PoolTables> PoolTables::Create(Device* device, PagePool* hbm, Pag
 }
 
 void PoolTables::Publish(int slot, const SequenceCache& home, const SequenceCache& hbm,
-                         int64_t total, Ops* ops) const {
+                         const PoolPages& pages, Ops* ops) const {
   // Read by steps and by nobody else; none has the slot now.
   auto* table = host_table_.as<int32_t>() + slot * stride();
   auto* homes = host_home_table_.as<int32_t>() + slot * home_stride();
-  const auto put = [](const std::vector<int32_t>& pages, int64_t from, int64_t count, int64_t room,
+  const auto put = [](absl::Span<const int32_t> from, int64_t first, int64_t count, int64_t room,
                       int32_t otherwise, int32_t* to) {
-    SLUICE_CHECK(count <= room && from + count <= static_cast<int64_t>(pages.size()));
-    to = std::copy_n(pages.begin() + from, count, to);
+    SLUICE_CHECK(count <= room && first + count <= static_cast<int64_t>(from.size()));
+    to = std::copy_n(from.begin() + first, count, to);
     std::fill_n(to, room - count, otherwise);
   };
-  const int64_t places = shape_.PlacesOf(total);
   const CacheLayout& layout = hbm_->layout();
-  const int64_t place_of = shape_.PlaceOfPages(total);
+  const int64_t place_of = shape_.PlaceOfPages(pages.total());
   for (int layer = 0; layer < layers_; ++layer, table += entries_, homes += home_blocks_) {
     const std::vector<int32_t>& entries = home.Pages(layer, kLatentKind);
     put(entries, 0, std::min<int64_t>(static_cast<int64_t>(entries.size()), home_blocks_),
         home_blocks_, -1, homes);
     int32_t* to = table;
-    put(hbm.Pages(layer, kLatentKind), 0, layout.kinds[kLatentKind].BlocksFor(places),
-        place_blocks_, -1, to);
-    put(hbm.Pages(layer, kIndexKind), 0, layout.kinds[kIndexKind].BlocksFor(total), index_blocks_,
-        -1, to += place_blocks_);
-    const std::vector<int32_t>& words = hbm.Pages(layer, kResidencyKind);
+    const absl::Span<const int32_t> latents = pages.Latents(layer);
+    put(latents, 0, static_cast<int64_t>(latents.size()), place_blocks_, -1, to);
+    put(hbm.Pages(layer, kIndexKind), 0, layout.kinds[kIndexKind].BlocksFor(pages.total()),
+        index_blocks_, -1, to += place_blocks_);
+    const absl::Span<const int32_t> words = pages.Residency(layer);
     put(words, 0, place_of, place_of_pages_, -1, to += index_blocks_);
     // The last one stands for all that it lacks.
-    put(words, place_of, shape_.PlacesPages(places), places_pages_, words.back(),
+    put(words, place_of, shape_.PlacesPages(pages.places(layer)), places_pages_, words.back(),
         to += place_of_pages_);
   }
   const auto send = [&](const Buffer& target, const Buffer& source, int64_t count) {
@@ -93,9 +92,8 @@ void PoolTables::Publish(int slot, const SequenceCache& home, const SequenceCach
   ops->push_back({whole_.as<int32_t>() + slot, index_, sizeof(int32_t)});  // 0
 }
 
-void PoolTables::CopyWords(const SequenceCache& hbm, int layer, int64_t word, int64_t count,
+void PoolTables::CopyWords(absl::Span<const int32_t> pages, int64_t word, int64_t count,
                            const int32_t* source, bool repeat, Ops* ops) const {
-  const std::vector<int32_t>& pages = hbm.Pages(layer, kResidencyKind);
   for (const int64_t end = word + count; word < end;) {
     auto page = static_cast<size_t>(word / kResidencyWords);
     const int64_t first = word % kResidencyWords;
@@ -111,22 +109,22 @@ void PoolTables::CopyWords(const SequenceCache& hbm, int layer, int64_t word, in
   }
 }
 
-void PoolTables::Clear(const SequenceCache& hbm, int64_t total, Ops* first, Ops* then) const {
-  const int64_t places = shape_.PlacesOf(total);
-  const int64_t words = shape_.ResidencyPages(total) * kResidencyWords;
-  const int64_t end = PlacesWord(total, places);
+void PoolTables::Clear(const PoolPages& pages, Ops* first, Ops* then) const {
   for (int layer = 0; layer < layers_; ++layer) {
-    CopyWords(hbm, layer, 0, words, none_, true, first);
-    if (end < words) CopyWords(hbm, layer, end, words - end, no_places_, false, then);
+    const absl::Span<const int32_t> own = pages.Residency(layer);
+    const int64_t words = static_cast<int64_t>(own.size()) * kResidencyWords;
+    const int64_t end = PlacesWord(pages.total(), pages.places(layer));
+    CopyWords(own, 0, words, none_, true, first);
+    if (end < words) CopyWords(own, end, words - end, no_places_, false, then);
   }
 }
 
-void PoolTables::FillWhole(int slot, const SequenceCache& hbm, int64_t total, int64_t tokens,
-                           Ops* ops) const {
-  SLUICE_CHECK(tokens < shape_.PlacesOf(total) && tokens <= total);
+void PoolTables::FillWhole(int slot, const PoolPages& pages, int64_t tokens, Ops* ops) const {
   for (int layer = 0; layer < layers_; ++layer) {
-    CopyWords(hbm, layer, PlaceOfWord(0), tokens + 1, index_, false, ops);
-    CopyWords(hbm, layer, PlacesWord(total, 0), (tokens + 1) * kPlaceWords, index_rows_, false,
+    SLUICE_CHECK(tokens < pages.places(layer) && tokens <= pages.total());
+    const absl::Span<const int32_t> own = pages.Residency(layer);
+    CopyWords(own, PlaceOfWord(0), tokens + 1, index_, false, ops);
+    CopyWords(own, PlacesWord(pages.total(), 0), (tokens + 1) * kPlaceWords, index_rows_, false,
               ops);
   }
   ops->push_back({whole_.as<int32_t>() + slot, index_ + 1, sizeof(int32_t)});  // 1
@@ -153,7 +151,7 @@ kernels::ResidencyTable PoolTables::Residency(int layer) const {
   table.place_of = rows(place_blocks_ + index_blocks_, 1);
   table.places = rows(place_blocks_ + index_blocks_ + place_of_pages_, kPlaceWords);
   table.ring = 0;
-  table.count = static_cast<int32_t>(shape_.most_places());
+  table.count = static_cast<int32_t>(shape_.MostPlaces(layer));
   return table;
 }
 

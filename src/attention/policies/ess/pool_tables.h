@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "kernels/sparse_params.h"
+#include "src/attention/policies/ess/pool_pages.h"
 #include "src/attention/policies/ess/pool_shape.h"
 #include "src/device/device.h"
 #include "src/kv/page_pool.h"
@@ -25,14 +27,14 @@ class PoolTables {
 
   // Writes the host's tables of a slot, whose pools are not whole yet, and adds the copies that
   // send them.
-  void Publish(int slot, const SequenceCache& home, const SequenceCache& hbm, int64_t total,
-               Ops* ops) const;
+  void Publish(int slot, const SequenceCache& home, const SequenceCache& hbm,
+               const PoolPages& pages, Ops* ops) const;
   // Adds the copies that make the slot's residency tables those of an empty pool: `first`, then
   // `then`.
-  void Clear(const SequenceCache& hbm, int64_t total, Ops* first, Ops* then) const;
+  void Clear(const PoolPages& pages, Ops* first, Ops* then) const;
   // Adds the copies that make entry `i` of each pool position i, for i < tokens, and place `tokens`
   // the next position's, and say that the slot's pools are whole. REQUIRES: so many places.
-  void FillWhole(int slot, const SequenceCache& hbm, int64_t total, int64_t tokens, Ops* ops) const;
+  void FillWhole(int slot, const PoolPages& pages, int64_t tokens, Ops* ops) const;
 
   // Rows of pages of a slot's HBM tables begin there, in each layer's part.
   const int32_t* home_table(int layer) const;
@@ -55,7 +57,7 @@ class PoolTables {
   }
   // Copies of `count` words from `source` to the words from `word` on of a layer's residency pages;
   // `step` 0: each run of pages gets the same words, of which there are kRepeated.
-  void CopyWords(const SequenceCache& hbm, int layer, int64_t word, int64_t count,
+  void CopyWords(absl::Span<const int32_t> pages, int64_t word, int64_t count,
                  const int32_t* source, bool repeat, Ops* ops) const;
   static constexpr int64_t kRepeated = 64 * kResidencyWords;
 

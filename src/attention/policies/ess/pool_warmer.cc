@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/types/span.h"
 #include "src/attention/host_threads.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
@@ -112,7 +113,7 @@ PoolWarmer::Lists PoolWarmer::ListsAt(const Buffer& buffer, int64_t capacity) co
 
 void PoolWarmer::Write(const WarmUp& warm_up, WarmPlan* plan, const Lists& lists) const {
   const Sequence& sequence = warm_up.sequence;
-  const auto entry = [](const std::vector<int32_t>& pages, int64_t block, int64_t i) {
+  const auto entry = [](absl::Span<const int32_t> pages, int64_t block, int64_t i) {
     return static_cast<int32_t>(pages[static_cast<size_t>(i / block)] * block + i % block);
   };
   const int64_t home_block = dram_->layout().kinds[kLatentKind].block_tokens;
@@ -120,13 +121,14 @@ void PoolWarmer::Write(const WarmUp& warm_up, WarmPlan* plan, const Lists& lists
   const int64_t place_rows = kResidencyWords / kPlaceWords;
   std::vector<WarmEntry> entries;
   for (int layer = 0; layer < layers_; ++layer) {
-    if (plan != nullptr) entries = plan->Of(layer, lists.capacity - 1);
+    const int64_t room = std::min(lists.capacity, sequence.pool->places(layer));
+    if (plan != nullptr) entries = plan->Of(layer, room - 1);
     const auto next = static_cast<int32_t>(warm_up.tokens);
     entries.push_back({next, next});
     const auto count = static_cast<int64_t>(entries.size());
-    const std::vector<int32_t>& home = sequence.home->Pages(layer, kLatentKind);
-    const std::vector<int32_t>& pool = sequence.hbm->Pages(layer, kLatentKind);
-    const std::vector<int32_t>& tables = sequence.hbm->Pages(layer, kResidencyKind);
+    const absl::Span<const int32_t> home = sequence.home->Pages(layer, kLatentKind);
+    const absl::Span<const int32_t> pool = sequence.pool->Latents(layer);
+    const absl::Span<const int32_t> tables = sequence.pool->Residency(layer);
     for (int64_t i = 0, at = layer * lists.capacity; i < count; ++i, ++at) {
       const WarmEntry& warm = entries[static_cast<size_t>(i)];
       // The next token has a place and no entry.
@@ -157,7 +159,7 @@ void PoolWarmer::Run(Job job) {
   next_ = (next_ + 1) % stagings_.size();
   staging.done->Wait();
   // Lists have no more room than this sequence needs, so that no more is sent.
-  const int64_t capacity = std::min(warm_up.sequence.places, capacity_);
+  const int64_t capacity = std::min(warm_up.sequence.pool->most_places(), capacity_);
   if (fill) {
     WarmPlan plan(warm_up.hints, warm_up.tokens);
     Write(warm_up, &plan, ListsAt(staging.host, capacity));

@@ -17,6 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "src/attention/policies/ess/pool_pages.h"
 #include "src/attention/policies/ess/pool_tables.h"
 #include "src/attention/policies/ess/warm_plan.h"
 #include "src/device/device.h"
@@ -43,8 +44,7 @@ class PoolWarmer {
 
   struct Sequence {
     const SequenceCache* home = nullptr;
-    const SequenceCache* hbm = nullptr;
-    int64_t places = 0;
+    const PoolPages* pool = nullptr;
     int64_t place_of_pages = 0;
   };
   struct WarmUp {
