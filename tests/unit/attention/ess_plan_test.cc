@@ -1,9 +1,12 @@
 // Policy ess's arithmetic: pools, warm-up, co-attention.
 #include <algorithm>
 #include <catch2/catch.hpp>
+#include <cmath>
+#include <numeric>
 #include <set>
 #include <vector>
 
+#include "src/attention/policies/ess/pool_division.h"
 #include "src/attention/policies/ess/pool_shape.h"
 #include "src/attention/policies/ess/schedule.h"
 #include "src/attention/policies/ess/warm_plan.h"
@@ -89,6 +92,85 @@ TEST_CASE("Where a pool may be smaller than a row's selection it holds that and 
   const EssPoolShape shape = EssShapeOf(options, 61, 32, 0);
   REQUIRE(shape.PlacesOf(4096) >= 2049);
   REQUIRE(shape.PlacesOf(2048) >= 2049);
+}
+
+// By layer: falling with the ratio at a pace of its own, in some layers not at all.
+MissProfile RandomCurves(int layers, SplitMix64& random) {
+  MissProfile profile;
+  std::vector<double> first, pace;
+  for (int layer = 0; layer < layers; ++layer) {
+    first.push_back(static_cast<double>(random.Below(700)));
+    pace.push_back(static_cast<double>(random.Below(4)));
+  }
+  for (const double ratio : {0.08, 0.15, 0.3, 0.6}) {
+    MissProfile::Point& point = profile.points.emplace_back();
+    point.context = 32768;
+    point.ratio = ratio;
+    point.batch = 8;
+    for (size_t layer = 0; layer < first.size(); ++layer) {
+      point.by_layer.push_back(first[layer] * std::pow(1 - ratio, pace[layer]));
+    }
+  }
+  return profile;
+}
+
+TEST_CASE("Places are divided among layers by what they miss: as many together, fewer misses") {
+  SplitMix64 random(5);
+  PolicyOptions options = Options(0.2, 76, 32768, 0);
+  const EssPoolShape even = EssShapeOf(options, 8, 32, 0);
+  options.ess.divide_places = true;
+  REQUIRE(EssShapeOf(options, 8, 32, 0).shares.empty());  // nothing is known
+  for (int i = 0; i < 50; ++i) {
+    options.ess.profile = RandomCurves(8, random);
+    const EssPoolShape shape = EssShapeOf(options, 8, 32, 0);
+    REQUIRE(shape.shares.size() == 8);
+    std::vector<int64_t> before(8, 0);
+    for (const int64_t total : {1, 2000, 3000, 6399, 6400, 6500, 8000, 20000, 32000, 32768}) {
+      const std::vector<int64_t> places = shape.PlacesByLayer(total);
+      const int64_t mean = even.PlacesOf(total);
+      int64_t sum = 0, pages = 0;
+      for (int layer = 0; layer < 8; ++layer) {
+        const int64_t own = places[static_cast<size_t>(layer)];
+        REQUIRE(own % 32 == 0);
+        REQUIRE(own > std::min<int64_t>(total, 2048));
+        REQUIRE(own < total + 1 + 32);
+        REQUIRE(own <= shape.MostPlaces(layer));
+        REQUIRE(own <= shape.most_places());
+        sum += own;
+        pages += shape.ResidencyPages(total, layer, own);
+      }
+      REQUIRE(sum <= 8 * mean);
+      REQUIRE(sum > 8 * (mean - 40));  // whole blocks
+      REQUIRE(shape.HoldsWhole(total) == even.HoldsWhole(total));
+      const TokensByKind tokens = shape.HbmTokens(total);
+      REQUIRE(tokens[kLatentKind] * 8 >= sum);
+      REQUIRE(tokens[kLatentKind] <= even.HbmTokens(total)[kLatentKind]);
+      REQUIRE(tokens[kResidencyKind] * 8 >= pages * kResidencyWords);
+    }
+    const auto sum = [](const std::vector<double>& misses) {
+      return std::accumulate(misses.begin(), misses.end(), 0.0);
+    };
+    REQUIRE(ExpectedMisses(options, shape).size() == 8);
+    REQUIRE(sum(ExpectedMisses(options, shape)) <= 1.02 * sum(ExpectedMisses(options, even)));
+  }
+}
+
+TEST_CASE("A division gives layers that do not gain the fewest places, and needs two ratios") {
+  PolicyOptions options = Options(0.2, 76, 32768, 0);
+  options.ess.divide_places = true;
+  options.ess.profile.points = {{32768, 0.1, 1, {20, 600}}, {32768, 0.5, 1, {20, 300}}};
+  const EssPoolShape shape = EssShapeOf(options, 2, 32, 0);
+  const std::vector<int64_t> places = shape.PlacesByLayer(32768);
+  REQUIRE(places[0] < 3300 + 32);  // a tenth
+  REQUIRE(places[1] > 9700);
+  REQUIRE(ExpectedMisses(options, shape)[1] < 530);
+  options.ess.profile.points.pop_back();
+  REQUIRE(EssShapeOf(options, 2, 32, 0).shares.empty());
+  options.ess.profile.points.push_back({131072, 0.5, 1, {20, 300}});  // of another context
+  REQUIRE(EssShapeOf(options, 2, 32, 0).shares.empty());
+  // The mean is no more than the fewest that were profiled.
+  options.ess.profile.points = {{32768, 0.3, 1, {20, 600}}, {32768, 0.5, 1, {20, 300}}};
+  REQUIRE(EssShapeOf(options, 2, 32, 0).shares.empty());
 }
 
 TEST_CASE("HBM is cut so that sequences of the longest context fill every kind alike") {

@@ -4,6 +4,7 @@
 #include <map>
 #include <set>
 
+#include "src/attention/policies/ess/pool_shape.h"
 #include "src/attention/policies/ess/pool_warmer.h"
 #include "src/device/kernel_set.h"
 #include "tests/support/device.h"
@@ -25,6 +26,32 @@ PolicyOptions::Ess SmallPools(double ratio = 0.2) {
   ess.least_places = 48;
   ess.overlap = Overlap::kDa;
   return ess;
+}
+
+// Of layers the last one gains with every place, the others hardly: it has most of them.
+PolicyOptions::Ess Divided(const LatentRig::Shape& shape, double ratio = 0.2) {
+  PolicyOptions::Ess ess = SmallPools(ratio);
+  ess.least_places = 0;
+  ess.divide_places = true;
+  for (const double profiled : {0.08, 0.9}) {
+    MissProfile::Point& point = ess.profile.points.emplace_back();
+    point.context = shape.max_context;
+    point.ratio = profiled;
+    point.batch = 1;
+    point.by_layer.assign(static_cast<size_t>(shape.layers), 5 - profiled);
+    point.by_layer.back() = 1000 * (1 - profiled);
+  }
+  return ess;
+}
+
+std::vector<int64_t> PlacesByLayer(const LatentRig::Shape& shape, const PolicyOptions::Ess& ess,
+                                   int64_t total) {
+  PolicyOptions options;
+  options.ess = ess;
+  options.slots = shape.slots;
+  options.max_context = shape.max_context;
+  options.index_top_k = shape.top_k;
+  return EssShapeOf(options, shape.layers, shape.block_tokens, 0).PlacesByLayer(total);
 }
 
 void CheckRows(LatentRig& rig, const Result& got, const std::vector<uint64_t>& seeds,
@@ -50,6 +77,30 @@ TEST_CASE("ess: a row attends to what its indexer selects, wherever it lies") {
       const Result got = rig.Step({0, 1});
       if (step % 6 == 0 || step > 56) CheckRows(rig, got, {1, 2}, at);
     }
+  }
+}
+
+TEST_CASE("ess: places divided among layers by what they miss change no result") {
+  const LatentRig::Shape shape;
+  const PolicyOptions::Ess ess = Divided(shape);
+  const std::vector<int64_t> places = PlacesByLayer(shape, ess, 400);
+  REQUIRE(places.front() < places.back());
+  LatentRig rig(shape, ess);
+  for (const uint64_t round : {0, 10}) {  // the second one's pages are the first one's
+    REQUIRE(rig.Admit(0, round + 1, 200, 400));
+    REQUIRE(rig.Admit(1, round + 2, 37, 300));
+    REQUIRE(rig.Admit(2, round + 3, 20, 60));
+    rig.EndPrompt(0, rig.Hints(round + 1, 200, 8));
+    rig.EndPrompt(1);
+    rig.EndPrompt(2);
+    for (int step = 0; step < 40; ++step) {
+      const std::vector<int> at = {rig.position(0), rig.position(1), rig.position(2)};
+      const Result got = rig.Step({0, 1, 2});
+      if (step % 5 == 0 || step > 36) {
+        CheckRows(rig, got, {round + 1, round + 2, round + 3}, at);
+      }
+    }
+    for (int slot = 0; slot < 3; ++slot) rig.policy().Release(slot);
   }
 }
 
@@ -259,13 +310,17 @@ TEST_CASE("ess: misses are those of a naive LRU pool") {
   LatentRig::Shape shape;
   shape.drift = 0.1;
   shape.layers = 2;
-  PolicyOptions::Ess ess = SmallPools();
+  const bool divided = GENERATE(false, true);
+  PolicyOptions::Ess ess = divided ? Divided(shape) : SmallPools();
   ess.warm_up = false;
   LatentRig rig(shape, ess);
   REQUIRE(rig.Admit(0, 3, 150, 260));
   rig.EndPrompt(0);
-  const int places = (std::max(48, 260 / 5) + 15) / 16 * 16;
-  std::vector<NaivePool> pools(2, NaivePool(places));
+  const int64_t even = (std::max(48, 260 / 5) + 15) / 16 * 16;
+  const std::vector<int64_t> places = PlacesByLayer(shape, ess, 260);
+  REQUIRE((divided ? places[0] < places[1] : places == std::vector<int64_t>(2, even)));
+  std::vector<NaivePool> pools;
+  for (const int64_t own : places) pools.emplace_back(static_cast<int>(own));
   std::vector<int64_t> want(2, 0);
   for (NaivePool& pool : pools) pool.Use({}, 0, 150);
   for (int step = 0; step < 100; ++step) {

@@ -118,7 +118,15 @@ EssPoolShape EssShapeOf(const PolicyOptions& options, int layers, int64_t block_
     shape.fair_places = capacity_places / std::max(options.slots, 1) / block_tokens * block_tokens;
   } else if (options.ess.divide_places) {
     shape.shares = DividePlaces(options, shape);
-    if (!shape.shares.empty()) shape.most_by_layer = shape.PlacesByLayer(shape.max_context);
+    if (!shape.shares.empty()) {
+      shape.most_by_layer = shape.PlacesByLayer(shape.max_context);
+      // What is held whole has as many places in each layer.
+      const int64_t whole = std::max(shape.least_places, shape.top_k + 1);
+      for (int64_t& most : shape.most_by_layer) {
+        most = std::max(
+            most, CeilDiv(std::min(whole, shape.max_context + 1), block_tokens) * block_tokens);
+      }
+    }
   }
   return shape;
 }

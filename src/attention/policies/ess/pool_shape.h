@@ -26,7 +26,7 @@ struct EssPoolShape {
   int64_t fair_places = 0;   // `auto`: what each of `slots` sequences has at least; else 0
   int layers = 1;
   // How the places of all layers are divided among them (pool_division.h): by layer, in proportion;
-  // empty: all have the same. With each the places of a sequence of max_context.
+  // empty: all have the same. With each the most places of any sequence.
   std::vector<double> shares;
   std::vector<int64_t> most_by_layer;
 
