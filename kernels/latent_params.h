@@ -65,18 +65,6 @@ struct PagedIndexKeys {
   DType type;
 };
 
-// Reads one word of every `step_pages`-th page that the rows' sequences have up to their positions,
-// and makes nothing of it: what it leaves is in the translations that a GPU keeps of addresses,
-// those of homes in DRAM, which lie farther apart than it reaches. For a transfer out of them that
-// comes soon. Nothing else is changed, and nothing waits for it: a CPU has no such operator.
-struct VisitParams {
-  PagedLatents cache;        // by position
-  const int32_t* slots;      // [rows]; -1: none
-  const int32_t* positions;  // [rows]
-  int32_t rows;
-  int32_t step_pages;  // >= 1
-};
-
 // Each row's entry: RMSNorm of the latent values, RoPE of the others, into the cache.
 struct LatentAppendParams {
   const float* kv;  // [rows][kv_stride]: rank latent values, then rope values

@@ -48,7 +48,6 @@ SLUICE_PLAIN_PARAMS(SparseAttentionParams, 160);
 SLUICE_PLAIN_PARAMS(MovingAverageParams, 208);
 SLUICE_PLAIN_PARAMS(PagedLatents, 48);
 SLUICE_PLAIN_PARAMS(PagedIndexKeys, 40);
-SLUICE_PLAIN_PARAMS(VisitParams, 72);
 SLUICE_PLAIN_PARAMS(LatentAppendParams, 176);
 SLUICE_PLAIN_PARAMS(IndexAppendParams, 120);
 SLUICE_PLAIN_PARAMS(IndexQueryParams, 72);

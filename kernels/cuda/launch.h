@@ -68,7 +68,6 @@ cudaError_t LaunchSparseAttention(const SparseAttentionParams& params, cudaStrea
 cudaError_t LaunchMovingAverage(const MovingAverageParams& params, cudaStream_t stream);
 
 // Latent attention and experts (kernels/latent_params.h).
-cudaError_t LaunchVisit(const VisitParams& params, cudaStream_t stream);
 cudaError_t LaunchLatentAppend(const LatentAppendParams& params, cudaStream_t stream);
 cudaError_t LaunchIndexAppend(const IndexAppendParams& params, cudaStream_t stream);
 cudaError_t LaunchIndexQuery(const IndexQueryParams& params, cudaStream_t stream);

@@ -92,9 +92,6 @@ struct PolicyOptions {
     // Multiprocessors that fetch, which attention to what is resident leaves them; with 4 the link
     // is full (kernels/cuda/transfer.cu).
     int transfer_workers = 4;
-    // A word of each stretch of so many bytes of a layer's homes is read a layer before they are
-    // fetched from, so that their addresses are translated by then; 0: none.
-    int64_t visit_bytes = 0;
     MissProfile profile;  // from sluice-profile; may be empty
     // A copy of the host's for each entry in place of Transfer, to show what that brings: the host
     // waits for every layer's lists, so steps cannot be recorded.

@@ -91,8 +91,6 @@ constexpr Setting kSettings[] = {
      [](PolicyOptions& o, double value) { o.ess.divide_places = value != 0; }},
     {"movers", "ess", true,
      [](PolicyOptions& o, double value) { o.ess.transfer_workers = static_cast<int>(value); }},
-    {"visit", "ess", true,  // KiB
-     [](PolicyOptions& o, double value) { o.ess.visit_bytes = static_cast<int64_t>(value) << 10; }},
     {"skip", "ess", false,
      [](PolicyOptions& o, double value) { o.ess.skip_transfers = value != 0 ? &kSkip : nullptr; }},
     {"row-copies", "ess", false,

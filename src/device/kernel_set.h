@@ -109,8 +109,6 @@ class KernelSet {
                                         int32_t /*rank*/, int64_t /*capacity*/) const {
     return 0;
   }
-  // Where a device translates addresses of DRAM and forgets them; elsewhere it does nothing.
-  virtual void Visit(Stream& /*stream*/, const kernels::VisitParams& /*params*/) {}
   virtual void LatentAppend(Stream& stream, const kernels::LatentAppendParams& params);
   virtual void IndexAppend(Stream& stream, const kernels::IndexAppendParams& params);
   virtual void IndexQuery(Stream& stream, const kernels::IndexQueryParams& params);

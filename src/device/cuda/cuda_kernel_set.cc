@@ -135,9 +135,6 @@ class CudaKernelSet : public KernelSet {
                                 int64_t capacity) const override {
     return cuda::SparseMlaScratchBytes(decode_rows, heads, rank, capacity);
   }
-  void Visit(Stream& s, const kernels::VisitParams& p) override {
-    Launch(s, cuda::LaunchVisit, p, "visits of homes");
-  }
   void LatentAppend(Stream& s, const kernels::LatentAppendParams& p) override {
     Launch(s, cuda::LaunchLatentAppend, p, "entries of a latent cache");
   }

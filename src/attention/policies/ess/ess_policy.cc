@@ -297,13 +297,6 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
     done(Stage::kAdmitted);
   };
   done(Stage::kBegin);
-  if (options_.ess.visit_bytes > 0 && !never_misses_) {
-    // A layer ahead; nobody waits for it before the step's end.
-    Stream& visiting = SettlingBranch(stream);
-    visiting.After(stream);
-    if (layer == 0) kernels().Visit(visiting, operators_.Visit(0, a));
-    if (layer + 1 < layers()) kernels().Visit(visiting, operators_.Visit(layer + 1, a));
-  }
   const int32_t half = overlap == Overlap::kDba ? rows / 2 : 0;
   if (half > 0) {
     select(0, half);

@@ -26,6 +26,21 @@ int64_t FairPlaces(const PolicyOptions& options, const CacheLayout& model) {
   return std::max<int64_t>(places, 0) / latent.block_tokens * latent.block_tokens;
 }
 
+// The most places of each layer that any sequence has. A longer sequence may have fewer in a layer:
+// those of a short one are bounded by its length, so that what others would have comes to it.
+std::vector<int64_t> MostByLayer(const EssPoolShape& shape) {
+  std::vector<int64_t> most(static_cast<size_t>(shape.layers), 0);
+  for (int64_t end = shape.block_tokens;; end += shape.block_tokens) {
+    // Of totals whose places end in the same block the last one has the most.
+    const int64_t total = std::min(end - 1, shape.max_context);
+    const std::vector<int64_t> places = shape.PlacesByLayer(total);
+    for (size_t layer = 0; layer < most.size(); ++layer) {
+      most[layer] = std::max(most[layer], places[layer]);
+    }
+    if (total == shape.max_context) return most;
+  }
+}
+
 }  // namespace
 
 CacheKind ResidencyKind() {
@@ -118,15 +133,7 @@ EssPoolShape EssShapeOf(const PolicyOptions& options, int layers, int64_t block_
     shape.fair_places = capacity_places / std::max(options.slots, 1) / block_tokens * block_tokens;
   } else if (options.ess.divide_places) {
     shape.shares = DividePlaces(options, shape);
-    if (!shape.shares.empty()) {
-      shape.most_by_layer = shape.PlacesByLayer(shape.max_context);
-      // What is held whole has as many places in each layer.
-      const int64_t whole = std::max(shape.least_places, shape.top_k + 1);
-      for (int64_t& most : shape.most_by_layer) {
-        most = std::max(
-            most, CeilDiv(std::min(whole, shape.max_context + 1), block_tokens) * block_tokens);
-      }
-    }
+    if (!shape.shares.empty()) shape.most_by_layer = MostByLayer(shape);
   }
   return shape;
 }

@@ -1,7 +1,5 @@
 #include "src/attention/policies/ess/step_operators.h"
 
-#include <algorithm>
-
 #include "absl/strings/str_cat.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
@@ -12,7 +10,6 @@ StepOperators::StepOperators(const PolicyOptions& options, int32_t decode_rows, 
                              const IndexSelection* selection)
     : decode_rows_(decode_rows),
       transfer_workers_(options.ess.transfer_workers),
-      visit_bytes_(options.ess.visit_bytes),
       forget_(!options.ess.lru),
       q_type_(options.device->kernels().activation_type()),
       tier_(tier),
@@ -82,17 +79,6 @@ kernels::AdmitParams StepOperators::Admit(int layer, const LatentAttention& a, i
   admit.forget = forget_;
   if (!forget_) admit.whole = tier_->whole();
   return admit;
-}
-
-kernels::VisitParams StepOperators::Visit(int layer, const LatentAttention& a) const {
-  kernels::VisitParams visit{};
-  visit.cache = tier_->Home(layer);
-  visit.slots = a.slots;
-  visit.positions = a.positions;
-  visit.rows = a.decode_rows;
-  visit.step_pages =
-      static_cast<int32_t>(std::max<int64_t>(visit_bytes_ / visit.cache.page_bytes, 1));
-  return visit;
 }
 
 kernels::TransferParams StepOperators::Fetch(int layer, int32_t first, int32_t rows) const {

@@ -28,8 +28,6 @@ class StepOperators {
   // Gives places to what rows [row, row + rows) have selected; their lists are from `list` on.
   kernels::AdmitParams Admit(int layer, const LatentAttention& a, int32_t row, int32_t list,
                              int32_t rows) const;
-  // Visits the homes of the decode rows, for a Fetch that comes soon.
-  kernels::VisitParams Visit(int layer, const LatentAttention& a) const;
   // Moves what Admit has listed in lists [first, first + rows).
   kernels::TransferParams Fetch(int layer, int32_t first, int32_t rows) const;
   // Attention of the decode rows over both lists of places, and of the others over what they have
@@ -49,7 +47,6 @@ class StepOperators {
 
   int32_t decode_rows_;
   int32_t transfer_workers_;
-  int64_t visit_bytes_;
   bool forget_;
   kernels::DType q_type_;
   const EssTier* tier_;
