@@ -277,6 +277,8 @@ struct AdmitParams {
   // Every place is taken back first: nothing is resident but what this call admits. (A policy that
   // fetches all.)
   bool forget;
+  // The units are not what the rows attend to, but may be soon: `recalled` alone is counted.
+  bool speculative;
   // [slots], or null. Not 0: the slot's sequence is whole, and nobody ever asks how old its places
   // are. Place u is unit u's up to the last position, the places behind are free, so its lists are
   // what its rows have selected and its next position gets the place of its number. The result is

@@ -134,6 +134,10 @@ struct PartialScoresParams {
 // with the highest scores, lower units first among equals, up to k units in all (forced ones
 // counted, and never left out). A NaN score is -inf. The largest score is over all units, and
 // largest - margin a float32.
+//
+// The runners-up of a list are units that scores could have chosen and did not, in order of their
+// numbers: the best of all such, lower units first among equals, at most their capacity. A kernel
+// may list fewer, or none, but never a worse one than one that it leaves out: they are a hint.
 struct TopKParams {
   const float* scores;  // [lists][score_stride]
   int64_t score_stride;
@@ -146,7 +150,8 @@ struct TopKParams {
   int32_t k;
   int32_t first_units;
   int32_t last_units;
-  float margin;  // +inf: none
+  float margin;          // +inf: none
+  UnitLists runners_up;  // no units: nobody asks
 };
 
 // Which units of a sequence and layer have a place in HBM. The newest `ring` units are always at

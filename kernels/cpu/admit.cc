@@ -74,10 +74,11 @@ class SequenceAdmission {
     for (int64_t r = first_; r < first_ + count_; ++r) selected += List(r);
     if (p_.counters == nullptr) return;
     SparseCounters& counters = p_.counters[slot_];
+    counters.recalled += missing;
+    if (p_.speculative) return;
     counters.steps += 1;
     counters.selected += selected;
     counters.missing += missing;
-    counters.recalled += missing;
   }
 
  private:

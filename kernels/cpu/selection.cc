@@ -62,6 +62,9 @@ void ForEachKey(const Candidates& c, Body body) {
 struct Cut {
   uint32_t key;
   int64_t equal;
+
+  // Asked in order of candidates.
+  bool Takes(uint32_t of) { return of > key || (of == key && equal-- > 0); }
 };
 
 // The cut that leaves `wanted` >= 1 candidates, or all where there are fewer.
@@ -89,9 +92,25 @@ Cut CutOf(const Candidates& c, int64_t wanted) {
   }
 }
 
+// What a list of `capacity` more would have beside the `wanted` that were chosen.
+void ListRunnersUp(const TopKParams& p, int64_t list, const Candidates& candidates,
+                   int64_t wanted) {
+  Cut chosen = CutOf(candidates, wanted);
+  Cut more = CutOf(candidates, wanted + p.runners_up.capacity);
+  int32_t* const units = p.runners_up.units + list * p.runners_up.capacity;
+  int32_t count = 0;
+  ForEachKey(candidates, [&](int64_t unit, uint32_t key) {
+    const bool is_chosen = chosen.Takes(key);
+    if (more.Takes(key) && !is_chosen) units[count++] = static_cast<int32_t>(unit);
+  });
+  p.runners_up.counts[list] = count;
+}
+
 void TopKList(const TopKParams& p, int64_t list) {
   int32_t& count = p.selected.counts[list];
   count = 0;
+  const bool asked = p.runners_up.units != nullptr;
+  if (asked) p.runners_up.counts[list] = 0;
   const int64_t r = list / p.kv_heads;
   if (p.slots[r] < 0) return;
   const int64_t units = p.positions[r] / p.unit_tokens + 1;
@@ -105,10 +124,9 @@ void TopKList(const TopKParams& p, int64_t list) {
   if (wanted > 0) {
     Cut cut = CutOf(candidates, wanted);
     ForEachKey(candidates, [&](int64_t unit, uint32_t key) {
-      if (key > cut.key || (key == cut.key && cut.equal-- > 0)) {
-        selected[count++] = static_cast<int32_t>(unit);
-      }
+      if (cut.Takes(key)) selected[count++] = static_cast<int32_t>(unit);
     });
+    if (asked && p.runners_up.capacity > 0) ListRunnersUp(p, list, candidates, wanted);
   }
   for (int64_t u = end; u < units; ++u) selected[count++] = static_cast<int32_t>(u);
 }

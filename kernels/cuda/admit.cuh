@@ -99,7 +99,7 @@ __device__ __forceinline__ void AdmitWhole(const AdmitParams& p, int row, int sl
   if (t != 0) return;
   p.resident_counts[row] = units;
   p.arriving_counts[row] = p.move_counts[row] = 0;
-  if (p.counters == nullptr) return;
+  if (p.counters == nullptr || p.speculative) return;
   const auto add = [](int64_t& counter, int number) {
     atomicAdd(reinterpret_cast<unsigned long long*>(&counter),
               static_cast<unsigned long long>(number));
@@ -410,10 +410,11 @@ class Admission {
       atomicAdd(reinterpret_cast<unsigned long long*>(&counter),
                 static_cast<unsigned long long>(number));
     };
+    add(counters.recalled, moves);
+    if (p.speculative) return;
     add(counters.steps, 1);
     add(counters.selected, selected);
     add(counters.missing, moves);
-    add(counters.recalled, moves);
   }
 
   const AdmitParams& p;

@@ -311,6 +311,9 @@ cudaError_t LaunchTopK(const TopKParams& p, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (p.rows == 0) return cudaSuccess;
+  // Whoever asks for runners-up has lists of some thousand units; a block of the long form lists
+  // them in few as well.
+  if (p.runners_up.units != nullptr) return LaunchLongTopK(p, stream);
   // A list's units are at most score_stride.
   if (p.score_stride <= 256 * kAtOnce) return Launch<256>(p, stream);
   if (p.score_stride <= 512 * kAtOnce) return Launch<512>(p, stream);

@@ -93,7 +93,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   WaitForPriorKernels();
   LetNextKernelStart();
   if (p.slots[row] < 0) {
-    if (thread == 0 && rank == 0) p.selected.counts[list] = 0;
+    if (thread == 0 && rank == 0) {
+      p.selected.counts[list] = 0;
+      if (p.runners_up.units != nullptr) p.runners_up.counts[list] = 0;
+    }
     return;
   }
   __syncthreads();
@@ -105,6 +108,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   int32_t* const out = p.selected.units + int64_t{list} * p.selected.capacity;
   const bool is_last = rank == blocks - 1;
   int chosen = 0;  // of all blocks; the last one's is right
+  int runners_up = 0;
   if (isinf(p.margin) && candidates <= wanted) {
     for (int i = rank * kThreads + thread; i < candidates; i += blocks * kThreads) {
       out[begin + i] = begin + i;
@@ -136,7 +140,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       narrowed = narrowing.Gather();
       if (narrowed) {
         if (blocks > 1) LeaveCluster();  // nothing is read of other blocks any more
-        chosen = narrowing.Choose([&](int number, int i) { to[number] = from + i; });
+        chosen = narrowing.Choose(static_cast<uint32_t>(wanted),
+                                  [&](int number, int i) { to[number] = from + i; });
+        if (p.runners_up.units != nullptr && p.runners_up.capacity > 0) {
+          int32_t* const next = p.runners_up.units + int64_t{list} * p.runners_up.capacity;
+          runners_up = narrowing.Choose(static_cast<uint32_t>(p.runners_up.capacity),
+                                        [&](int number, int i) { next[number] = from + i; });
+        }
       } else {
         for (int i = thread; i < 2 * kSelectBins; i += kThreads) (&shared.select.bins[1][0])[i] = 0;
         __syncthreads();
@@ -157,7 +167,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
   if (!is_last) return;
   for (int i = thread; i < units - end; i += kThreads) out[begin + chosen + i] = end + i;
-  if (thread == 0) p.selected.counts[list] = begin + chosen + units - end;
+  if (thread == 0) {
+    p.selected.counts[list] = begin + chosen + units - end;
+    if (p.runners_up.units != nullptr) p.runners_up.counts[list] = runners_up;
+  }
 }
 
 }  // namespace

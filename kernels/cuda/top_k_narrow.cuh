@@ -144,10 +144,11 @@ class Narrowing {
     return true;
   }
 
-  // Calls visit(number, i) for this block's keys that are chosen, in any order. Returns how many
-  // all blocks choose. REQUIRES: Gather() was true.
+  // Calls visit(number, i) for this block's keys that are among the `most` best of those that no
+  // call has chosen yet, in any order; numbers go by the order of the keys. Returns how many all
+  // blocks choose. REQUIRES: Gather() was true, most >= 1.
   template <typename Visit>
-  __device__ int Choose(Visit visit) {
+  __device__ int Choose(uint32_t most, Visit visit) {
     auto* const numbers = reinterpret_cast<uint16_t*>(shared.select.bins[1]);
     for (int i = static_cast<int>(threadIdx.x); i < own; i += kNarrowThreads) {
       numbers[i] = kNotChosen;
@@ -155,9 +156,10 @@ class Narrowing {
     uint32_t lacking;
     const GatheredKeys left = {keys, range_low, all};
     const SelectCut cut =
-        FindSelectCut<kNarrowThreads>(left, range_bits, wanted, 1, 0, shared.select, &lacking);
+        FindSelectCut<kNarrowThreads>(left, range_bits, most, 1, 0, shared.select, &lacking);
     const uint32_t chosen =
         VisitSelected<kNarrowThreads>(left, cut, shared.select, [&](int i, uint32_t number) {
+          keys[i] = kNeverSelected;
           if (i >= own_begin && i - own_begin < own) {
             numbers[i - own_begin] = static_cast<uint16_t>(number);
           }
@@ -166,6 +168,7 @@ class Narrowing {
     ForEach([&](int number, int i) {
       if (numbers[number] != kNotChosen) visit(static_cast<int>(numbers[number]), i);
     });
+    __syncthreads();  // another call writes the numbers
     return static_cast<int>(chosen);
   }
 

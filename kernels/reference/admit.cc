@@ -80,10 +80,11 @@ void AdmitSequence(const AdmitParams& p, int64_t first, int64_t count) {
     }
   }
   if (p.counters == nullptr) return;
+  p.counters[slot].recalled += std::ssize(missing);
+  if (p.speculative) return;
   p.counters[slot].steps += 1;
   p.counters[slot].selected += units;
   p.counters[slot].missing += std::ssize(missing);
-  p.counters[slot].recalled += std::ssize(missing);
 }
 
 }  // namespace

@@ -50,7 +50,7 @@ void TopK(const TopKParams& p, Worker worker) {
   const Range mine = Share(int64_t{p.rows} * p.kv_heads, worker);
   for (int64_t list = mine.begin; list < mine.end; ++list) {
     const int64_t r = list / p.kv_heads;
-    std::set<int32_t> chosen;
+    std::set<int32_t> chosen, runners_up;
     if (p.slots[r] >= 0) {
       const int32_t units = p.positions[r] / p.unit_tokens + 1;
       std::vector<std::pair<float, int32_t>> others;  // {-score, unit}
@@ -68,10 +68,17 @@ void TopK(const TopKParams& p, Worker worker) {
       std::sort(others.begin(), others.end());
       const float least = std::isinf(p.margin) ? kNegativeInfinity : largest - p.margin;
       for (const auto& [minus, unit] : others) {
-        if (std::ssize(chosen) < p.k && -minus >= least) chosen.insert(unit);
+        if (-minus < least) continue;
+        if (std::ssize(chosen) < p.k) {
+          chosen.insert(unit);
+        } else if (std::ssize(runners_up) < p.runners_up.capacity) {
+          runners_up.insert(unit);
+        }
       }
     }
     PutList(p.selected, list, {chosen.begin(), chosen.end()});
+    if (p.runners_up.units == nullptr) continue;
+    PutList(p.runners_up, list, {runners_up.begin(), runners_up.end()});
   }
 }
 

@@ -85,6 +85,9 @@ struct PolicyOptions {
     // Layers have places by what they miss, where the profile says it (pool_division.h): the same
     // places together, but fewer than least_places in layers that would hardly miss more.
     bool divide_places = false;
+    // Entries of a layer that just missed being selected by a sequence's row, at most, which are
+    // brought for the next step while this one goes on; 0: none.
+    int prefetch = 0;
     bool warm_up = true;  // false: pools begin empty
     bool lru = true;      // false: every entry is fetched in every step
     enum class Overlap { kNone, kDa, kDba, kLayerWise };

@@ -87,6 +87,8 @@ constexpr Setting kSettings[] = {
      [](PolicyOptions& o, double value) { o.ess.sparse_memory_ratio = value; }},
     {"least", "ess", true,
      [](PolicyOptions& o, double value) { o.ess.least_places = static_cast<int>(value); }},
+    {"prefetch", "ess", true,
+     [](PolicyOptions& o, double value) { o.ess.prefetch = static_cast<int>(value); }},
     {"divide", "ess", false,
      [](PolicyOptions& o, double value) { o.ess.divide_places = value != 0; }},
     {"movers", "ess", true,

@@ -98,6 +98,7 @@ class Pool {
                            .rows = kSlots * case_.rows,
                            .ahead = case_.rows,
                            .forget = false,
+                           .speculative = false,
                            .whole = nullptr};
     RunWorkers(path.admit, p, workers);
     CHECK(resident.Damage() + arriving.Damage() + sources.Damage() + targets.Damage() +

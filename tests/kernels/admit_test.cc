@@ -19,12 +19,15 @@ struct AdmitCase {
   int32_t spare;  // places beyond what the rows may need
   bool forget;
   bool counters;
+  bool speculative = false;
 };
 
 const AdmitCase kCases[] = {
     {"one row, just enough places", 1, 40, 1, 0, false, true},
     {"one row, spare places", 1, 40, 1, 50, false, true},
     {"one row, nothing ahead", 1, 24, 0, 9, false, false},
+    {"one row, for the next step", 1, 40, 0, 30, false, true, true},
+    {"two rows, for the next step", 2, 30, 0, 40, false, true, true},
     {"four rows, just enough places", 4, 30, 4, 0, false, true},
     {"three rows, spare places", 3, 30, 3, 64, false, true},
     {"four rows, fetched anew in every step", 4, 20, 4, 30, true, true},
@@ -115,6 +118,7 @@ class World {
                            .rows = static_cast<int32_t>(in.slots.size()),
                            .ahead = case_.ahead,
                            .forget = case_.forget,
+                           .speculative = case_.speculative,
                            .whole = case_.forget ? nullptr : whole.data()};
     workers < 4 ? RunWorkers(path.admit, p, workers) : RunThreads(path.admit, p, workers);
     CHECK(out.Damage() + place_of.data.Damage() + table.data.Damage() + counters.Damage() +
@@ -230,11 +234,11 @@ void CheckSequence(const AdmitCase& c, World& w, const std::vector<World::Place>
   REQUIRE(std::vector(target, target + out.move_counts[first]) == targets);
   for (int64_t r = first + 1; r < first + count; ++r) REQUIRE(out.move_counts[r] == 0);
   const SparseCounters& counters = w.counters[slot];
-  const int64_t moved = std::ssize(sources), on = c.counters ? 1 : 0;
+  const int64_t moved = std::ssize(sources), on = c.counters && !c.speculative ? 1 : 0;
   REQUIRE(counters.steps == counters_before.steps + on);
   REQUIRE(counters.selected == counters_before.selected + on * units);
   REQUIRE(counters.missing == counters_before.missing + on * moved);
-  REQUIRE(counters.recalled == counters_before.recalled + on * moved);
+  REQUIRE(counters.recalled == counters_before.recalled + (c.counters ? moved : 0));
 }
 
 // The units of one sequence as a cache that knows nothing of tables: of what neither is selected

@@ -24,11 +24,21 @@ std::vector<int32_t> SelectedOf(const KernelTable& table, std::initializer_list<
       BufferOf<int32_t>({static_cast<int32_t>(scores.size()) * o.unit_tokens - 1});
   const auto values = BufferOf<float>(scores);
   TestLists selected(1, o.k);
-  RunWorkers(
-      table.top_k,
-      TopKParams{values.data(), static_cast<int64_t>(scores.size()), slots.data(), positions.data(),
-                 selected.view, 1, 1, o.unit_tokens, o.k, o.first_units, o.last_units, o.margin},
-      1);
+  RunWorkers(table.top_k,
+             TopKParams{values.data(),
+                        static_cast<int64_t>(scores.size()),
+                        slots.data(),
+                        positions.data(),
+                        selected.view,
+                        1,
+                        1,
+                        o.unit_tokens,
+                        o.k,
+                        o.first_units,
+                        o.last_units,
+                        o.margin,
+                        {}},
+             1);
   CHECK(selected.Damage() == "");
   return selected.List(0);
 }
@@ -110,8 +120,8 @@ struct TopKInput {
   }
 
   TopKParams Params(const UnitLists& selected) const {
-    return {scores.data(), score_stride,  slots.data(), positions.data(), selected,     5,
-            o.kv_heads,    o.unit_tokens, o.k,          o.first_units,    o.last_units, o.margin};
+    return {scores.data(), score_stride, slots.data(),  positions.data(), selected, 5, o.kv_heads,
+            o.unit_tokens, o.k,          o.first_units, o.last_units,     o.margin, {}};
   }
 
   const TopKOptions o;
@@ -119,6 +129,56 @@ struct TopKInput {
   Guarded<int32_t> slots, positions;
   Guarded<float> scores;
 };
+
+// What a list could have chosen beside `chosen`, the best first.
+std::vector<int32_t> Rest(const TopKParams& p, int64_t list, const std::vector<int32_t>& chosen) {
+  const int64_t r = list / p.kv_heads;
+  const float* const scores = p.scores + list * p.score_stride;
+  std::vector<std::pair<float, int32_t>> order;
+  float largest = -kInfinity;
+  const int32_t units = p.slots[r] < 0 ? 0 : p.positions[r] / p.unit_tokens + 1;
+  for (int32_t u = 0; u < units; ++u) {
+    const float score = std::isnan(scores[u]) ? -kInfinity : scores[u];
+    largest = std::max(largest, score);
+    if (u < p.first_units || u >= units - p.last_units) continue;
+    if (!std::binary_search(chosen.begin(), chosen.end(), u)) order.emplace_back(-score, u);
+  }
+  std::sort(order.begin(), order.end());
+  std::vector<int32_t> rest;
+  for (const auto& [minus, unit] : order) {
+    if (std::isinf(p.margin) || -minus >= largest - p.margin) rest.push_back(unit);
+  }
+  return rest;
+}
+
+// Asked for runners-up it selects the same, and lists the best of the rest, all that there is room
+// for unless it is a GPU's, which may list fewer.
+void CheckRunnersUp(const KernelTable& table, const TopKInput& in, const TestLists& want,
+                    int workers, Random& random) {
+  const int64_t lists = 5 * int64_t{in.o.kv_heads};
+  const auto room = static_cast<int32_t>(1 + random() % static_cast<uint64_t>(in.o.k));
+  TestLists got(lists, in.o.k), up(lists, room);
+  TopKParams p = in.Params(got.view);
+  p.runners_up = up.view;
+  RunThreads(table.top_k, p, workers);
+  CHECK(got.Damage() == "");
+  CHECK(up.Damage() == "");
+  for (int64_t list = 0; list < lists; ++list) {
+    INFO("list " << list << ", room for " << room << " runners-up");
+    REQUIRE(got.List(list) == want.List(list));
+    std::vector<int32_t> best = Rest(p, list, want.List(list));
+    const auto all = static_cast<size_t>(room);
+    const size_t listed = up.List(list).size();
+    if (std::string_view(table.name) == "cuda") {
+      REQUIRE(listed <= std::min(all, best.size()));
+    } else if (in.o.k > in.o.first_units + in.o.last_units) {
+      REQUIRE(listed == std::min(all, best.size()));
+    }
+    best.resize(listed);
+    std::sort(best.begin(), best.end());
+    REQUIRE(up.List(list) == best);
+  }
+}
 
 void CheckTopK(const KernelTable& table, const TopKOptions& o, int32_t units, Random& random) {
   INFO("k " << o.k << " of " << units << ", first " << o.first_units << ", last " << o.last_units
@@ -137,6 +197,7 @@ void CheckTopK(const KernelTable& table, const TopKOptions& o, int32_t units, Ra
       REQUIRE(got.List(list) == want.List(list));
       if (in.slots[list / o.kv_heads] < 0) REQUIRE(got.counts[list] == 0);
     }
+    CheckRunnersUp(table, in, want, workers, random);
   }
 }
 
@@ -183,6 +244,8 @@ void TestTopKOfLongContext(const KernelTable& table, Random& random) {
       if (r == 6 && u % 50 == 0) row[u] = kNan;
     }
   }
+  constexpr int32_t kRunnersUp = 512;
+  TestLists runners_up(rows, kRunnersUp);
   const auto run = [&](const KernelTable& path, int workers) {
     TestLists selected(rows, kK + 8);
     const TopKParams p = {scores.data(),
@@ -196,16 +259,25 @@ void TestTopKOfLongContext(const KernelTable& table, Random& random) {
                           kK,
                           0,
                           0,
-                          kInfinity};
+                          kInfinity,
+                          runners_up.view};
     RunWorkers(path.top_k, p, workers);
     CHECK(selected.Damage() == "");
+    CHECK(runners_up.Damage() == "");
     return selected;
   };
-  const TestLists got = run(table, 3), want = run(Reference(), 1);
+  const TestLists want = run(Reference(), 1);
+  const std::vector<int32_t> next = runners_up.List(rows - 1);
+  REQUIRE(next.size() == kRunnersUp);
+  const TestLists got = run(table, 3);
   for (int64_t r = 0; r < rows; ++r) {
     INFO("row " << r);
     CHECK(got.List(r) == want.List(r));
   }
+  // A GPU lists what it has at hand, which is some hundreds among scores of no kind.
+  const std::vector<int32_t> listed = runners_up.List(rows - 1);
+  CHECK(std::includes(next.begin(), next.end(), listed.begin(), listed.end()));
+  CHECK(listed.size() >= kRunnersUp / 2);
 }
 SLUICE_TEST_ON_EVERY_PATH("top_k of a long context is exact", TestTopKOfLongContext)
 

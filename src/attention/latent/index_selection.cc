@@ -38,7 +38,23 @@ absl::StatusOr<std::unique_ptr<IndexSelection>> IndexSelection::Create(const Opt
   made->lists_.units = made->list_memory_.as<int32_t>();
   made->lists_.counts = made->lists_.units + units;
   made->lists_.capacity = options.top_k;
+  if (options.runners_up > 0) {
+    SLUICE_RETURN_IF_ERROR(
+        allocate(&made->runner_up_memory_,
+                 int64_t{options.layers} * options.decode_rows * (options.runners_up + 1),
+                 "runners-up of selections"));
+  }
   return made;
+}
+
+kernels::UnitLists IndexSelection::runners_up(int layer) const {
+  SLUICE_CHECK(options_.runners_up > 0 && layer < options_.layers);
+  const int64_t rows = options_.decode_rows, capacity = options_.runners_up;
+  kernels::UnitLists lists{};
+  lists.units = runner_up_memory_.as<int32_t>() + layer * rows * (capacity + 1);
+  lists.counts = lists.units + rows * capacity;
+  lists.capacity = options_.runners_up;
+  return lists;
 }
 
 void IndexSelection::Select(Stream& stream, int layer, const kernels::PagedIndexKeys& keys,
@@ -79,6 +95,11 @@ void IndexSelection::Select(Stream& stream, int layer, const kernels::PagedIndex
     top.unit_tokens = 1;
     top.k = options_.top_k;
     top.margin = std::numeric_limits<float>::infinity();
+    if (options_.runners_up > 0 && end <= options_.decode_rows) {
+      top.runners_up = runners_up(layer);
+      top.runners_up.units += int64_t{begin} * options_.runners_up;
+      top.runners_up.counts += begin;
+    }
     options_.device->kernels().TopK(stream, top);
   }
   if (observer_ != nullptr) observer_(stream, layer, lists_, first_row, rows);

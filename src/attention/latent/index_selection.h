@@ -29,6 +29,9 @@ class IndexSelection {
     int decode_rows = 0;  // of a step, for which it must be one piece of work
     int top_k = 0;
     int64_t max_context = 0;
+    // Of decode rows, runners-up of the selection that are listed at most, for each of `layers`.
+    int runners_up = 0;
+    int layers = 0;
   };
   // RESOURCE_EXHAUSTED: no memory for scores and lists.
   static absl::StatusOr<std::unique_ptr<IndexSelection>> Create(const Options& options);
@@ -38,7 +41,8 @@ class IndexSelection {
   // below `decode_rows` share no scratch where their rows differ, others must follow one another on
   // one stream. `scored` is called where the last scores are enqueued and their top-k is not: few
   // processors make that one, and what is put beside it must not take them first. The scores leave
-  // `spare_processors` of a GPU to what runs beside them.
+  // `spare_processors` of a GPU to what runs beside them. Rows below `decode_rows` get lists of
+  // runners-up, if any are asked for.
   void Select(
       Stream& stream, int layer, const kernels::PagedIndexKeys& keys,
       const AttentionPolicy::LatentAttention& attention, int32_t first_row, int32_t rows,
@@ -47,6 +51,9 @@ class IndexSelection {
 
   // [max_rows] lists of top_k positions each, by row of the step; until its next selection.
   kernels::UnitLists lists() const { return lists_; }
+  // [decode_rows] lists of runners-up, until the layer's next selection. REQUIRES: they are asked
+  // for.
+  kernels::UnitLists runners_up(int layer) const;
   // `observer` is called from now on, in recordings too; null: none.
   void Observe(SelectionObserver observer) { observer_ = std::move(observer); }
 
@@ -59,6 +66,7 @@ class IndexSelection {
   Buffer scores_;       // float [group_rows_][score_stride_]
   Buffer list_memory_;  // int32 [max_rows][top_k], then [max_rows]
   kernels::UnitLists lists_{};
+  Buffer runner_up_memory_;  // by layer int32 [decode_rows][runners_up], then [decode_rows]
   SelectionObserver observer_;
 };
 

@@ -104,6 +104,30 @@ TEST_CASE("ess: places divided among layers by what they miss change no result")
   }
 }
 
+TEST_CASE("ess: entries that are brought for the next step change no result") {
+  LatentRig::Shape shape;
+  shape.drift = 0.1;
+  shape.row_bucket = GENERATE(0, 4);
+  PolicyOptions::Ess ess = SmallPools();
+  ess.overlap = GENERATE(Overlap::kNone, Overlap::kDa, Overlap::kDba);
+  ess.prefetch = GENERATE(1, 15, 32);  // with 32 a pool of 80 has all of them and no more
+  LatentRig rig(shape, ess);
+  for (const uint64_t round : {0, 10}) {
+    REQUIRE(rig.Admit(0, round + 1, 200, 300));
+    REQUIRE(rig.Admit(1, round + 2, 37, 120));
+    REQUIRE(rig.Admit(2, round + 3, 20, 70));
+    rig.EndPrompt(0, rig.Hints(round + 1, 200, 8));
+    rig.EndPrompt(1);
+    rig.EndPrompt(2);
+    for (int step = 0; step < 40; ++step) {
+      const std::vector<int> at = {rig.position(0), rig.position(1), rig.position(2)};
+      const Result got = rig.Step({0, 1, 2});
+      if (step % 9 == 0 || step > 37) CheckRows(rig, got, {round + 1, round + 2, round + 3}, at);
+    }
+    for (int slot = 0; slot < 3; ++slot) rig.policy().Release(slot);
+  }
+}
+
 // More than a warm-up by lists brings.
 TEST_CASE(
     "ess: a pool that holds its whole sequence misses nothing, whatever its prompt selected") {
@@ -268,6 +292,7 @@ TEST_CASE("offload-naive fetches everything in every step, to the same results")
 class NaivePool {
  public:
   explicit NaivePool(int places) : free_(places) {}
+  // `next`: a unit that gets a place too, for it is appended in the next step; -1: none.
   int Use(const std::vector<int32_t>& units, int32_t stamp, int32_t next) {
     int misses = 0;
     std::set<int32_t> selected(units.begin(), units.end());
@@ -279,8 +304,8 @@ class NaivePool {
         missing.push_back(unit);
       }
     }
-    selected.insert(next);
-    if (!stamps_.contains(next)) missing.push_back(next);
+    if (next >= 0) selected.insert(next);
+    if (next >= 0 && !stamps_.contains(next)) missing.push_back(next);
     for (const int32_t unit : missing) {
       int place = -1;
       if (used_ < free_) {
@@ -311,8 +336,10 @@ TEST_CASE("ess: misses are those of a naive LRU pool") {
   shape.drift = 0.1;
   shape.layers = 2;
   const bool divided = GENERATE(false, true);
+  const int prefetch = GENERATE(0, 12);
   PolicyOptions::Ess ess = divided ? Divided(shape) : SmallPools();
   ess.warm_up = false;
+  ess.prefetch = prefetch;
   LatentRig rig(shape, ess);
   REQUIRE(rig.Admit(0, 3, 150, 260));
   rig.EndPrompt(0);
@@ -321,21 +348,45 @@ TEST_CASE("ess: misses are those of a naive LRU pool") {
   REQUIRE((divided ? places[0] < places[1] : places == std::vector<int64_t>(2, even)));
   std::vector<NaivePool> pools;
   for (const int64_t own : places) pools.emplace_back(static_cast<int>(own));
-  std::vector<int64_t> want(2, 0);
+  std::vector<int64_t> want(2, 0), brought(2, 0);
   for (NaivePool& pool : pools) pool.Use({}, 0, 150);
   for (int step = 0; step < 100; ++step) {
     const int position = rig.position(0);
-    for (int layer = 0; layer < 2; ++layer) {
-      want[static_cast<size_t>(layer)] += pools[static_cast<size_t>(layer)].Use(
-          rig.Selected(3, layer, position), position, position + 1);
+    for (size_t layer = 0; layer < 2; ++layer) {
+      const int l = static_cast<int>(layer);
+      want[layer] += pools[layer].Use(rig.Selected(3, l, position), position, position + 1);
+      brought[layer] += pools[layer].Use(rig.RunnersUp(3, l, position, prefetch), position, -1);
     }
     rig.Step({0});
   }
   const PolicyStatistics statistics = rig.policy().Statistics();
   for (size_t layer = 0; layer < 2; ++layer) {
-    REQUIRE(want[layer] > 100);  // there is something to count
+    REQUIRE(want[layer] > (prefetch > 0 ? 50 : 100));  // there is something to count
+    REQUIRE((brought[layer] > 100) == (prefetch > 0));
+    REQUIRE(statistics.layers[layer].steps == 100);
+    REQUIRE(statistics.layers[layer].selected == 3200);
     REQUIRE(statistics.layers[layer].missing == want[layer]);
+    REQUIRE(statistics.layers[layer].recalled == want[layer] + brought[layer]);
   }
+}
+
+TEST_CASE("ess: what just missed being selected is there in the next step") {
+  LatentRig::Shape shape;
+  shape.drift = 0.05;
+  const auto missed = [&](int prefetch) {
+    PolicyOptions::Ess ess = SmallPools(0.25);
+    ess.prefetch = prefetch;
+    LatentRig rig(shape, ess);
+    REQUIRE(rig.Admit(0, 9, 256, 400));
+    rig.EndPrompt(0, rig.Hints(9, 256, 32));
+    int64_t sum = 0;
+    for (int step = 0; step < 64; ++step) rig.Step({0});
+    for (const auto& layer : rig.policy().Statistics().layers) sum += layer.missing;
+    return sum;
+  };
+  const int64_t without = missed(0);
+  REQUIRE(without > 64);
+  REQUIRE(missed(16) < without * 2 / 3);
 }
 
 int64_t Misses(LatentRig& rig, int steps) {

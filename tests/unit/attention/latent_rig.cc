@@ -358,7 +358,7 @@ std::vector<std::vector<std::vector<float>>> LatentRig::Run(const std::vector<in
   return out;
 }
 
-std::vector<int32_t> LatentRig::Selected(uint64_t seed, int layer, int position) const {
+std::vector<int32_t> LatentRig::Ranked(uint64_t seed, int layer, int position) const {
   const Token own = Make(seed, layer, position);
   std::vector<std::pair<double, int32_t>> order;
   for (int t = 0; t <= position; ++t) {
@@ -375,12 +375,25 @@ std::vector<int32_t> LatentRig::Selected(uint64_t seed, int layer, int position)
     order.emplace_back(-double{static_cast<float>(score)}, t);
   }
   std::sort(order.begin(), order.end());
-  std::vector<int32_t> selected;
-  for (size_t i = 0; i < std::min<size_t>(order.size(), static_cast<size_t>(shape_.top_k)); ++i) {
-    selected.push_back(order[i].second);
-  }
+  std::vector<int32_t> ranked;
+  for (const auto& [minus, unit] : order) ranked.push_back(unit);
+  return ranked;
+}
+
+std::vector<int32_t> LatentRig::Selected(uint64_t seed, int layer, int position) const {
+  std::vector<int32_t> selected = Ranked(seed, layer, position);
+  selected.resize(std::min(selected.size(), static_cast<size_t>(shape_.top_k)));
   std::sort(selected.begin(), selected.end());
   return selected;
+}
+
+std::vector<int32_t> LatentRig::RunnersUp(uint64_t seed, int layer, int position, int count) const {
+  std::vector<int32_t> units = Ranked(seed, layer, position);
+  units.erase(units.begin(),
+              units.begin() + std::min<int64_t>(std::ssize(units), int64_t{shape_.top_k}));
+  units.resize(std::min(units.size(), static_cast<size_t>(count)));
+  std::sort(units.begin(), units.end());
+  return units;
 }
 
 std::vector<float> LatentRig::Naive(uint64_t seed, int layer, int position) const {

@@ -63,13 +63,18 @@ class LatentRig {
   // Times that the policy wanted steps of a size to be recorded again, which they were.
   int recordings() const { return recordings_; }
 
-  // What row `position` of stream `seed` selects, ascending, and what it attends to.
+  // What row `position` of stream `seed` selects, ascending, and what it attends to; and the
+  // `count` units behind those in its order, ascending.
   std::vector<int32_t> Selected(uint64_t seed, int layer, int position) const;
+  std::vector<int32_t> RunnersUp(uint64_t seed, int layer, int position, int count) const;
   std::vector<float> Naive(uint64_t seed, int layer, int position) const;
   // Of the last `rows` positions before `tokens`.
   SelectionHints Hints(uint64_t seed, int tokens, int rows) const;
 
  private:
+  // All units up to `position`, the best first.
+  std::vector<int32_t> Ranked(uint64_t seed, int layer, int position) const;
+
   struct Sequence {
     uint64_t seed = 0;
     int length = 0;

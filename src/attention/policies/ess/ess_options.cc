@@ -26,6 +26,17 @@ absl::Status CheckEssOptions(const PolicyOptions& o) {
     return absl::InvalidArgumentError(absl::StrCat(
         "ess_sparse_memory_ratio: expected a number from 0 (auto) to 1, found ", ratio));
   }
+  if (o.ess.prefetch < 0 || o.ess.prefetch > o.index_top_k) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("ess_prefetch: expected 0 (none) to the ", o.index_top_k,
+                     " entries that a row of this model selects, found ", o.ess.prefetch));
+  }
+  if (o.ess.prefetch > 0 && (!o.ess.lru || o.name != "ess")) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("ess_prefetch: ", o.ess.prefetch,
+                     " entries for the next step, but nothing is kept for it: take 0, or policy "
+                     "ess with ess_lru"));
+  }
   for (const PagePool* pool : {o.hbm, o.dram}) {
     // Lists of entries to fetch number them in 32 bits, all layers together.
     const int64_t entries = pool->Capacity()[kLatentKind] * pool->layout().layers;

@@ -156,6 +156,7 @@ class EssPolicy : public AttentionPolicy {
   void Look(Stream& stream, absl::Span<const int32_t> slots, absl::Span<const int32_t> positions);
   // Whether the last operator of the stream is a Transfer now.
   bool Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const;
+  bool Bring(Stream& stream, const kernels::TransferParams& move) const;
   void AttendDecode(Stream& stream, int layer, const LatentAttention& a);
   void AttendPrompt(Stream& stream, int layer, const LatentAttention& a);
 
@@ -262,9 +263,11 @@ bool EssPolicy::WantsRecording(int32_t decode_rows) {
 }
 
 bool EssPolicy::Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const {
-  if (never_misses_) return false;
+  return !never_misses_ && Bring(stream, operators_.Fetch(layer, first, rows));
+}
+
+bool EssPolicy::Bring(Stream& stream, const kernels::TransferParams& move) const {
   if (options_.ess.skip_transfers != nullptr && *options_.ess.skip_transfers) return false;
-  const kernels::TransferParams move = operators_.Fetch(layer, first, rows);
   if (row_copies_ != nullptr) {
     row_copies_->Enqueue(stream, move);
     return false;
@@ -281,6 +284,8 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
   // blocks of a product that waited on every processor would keep them off.
   Stream& work = overlap == Overlap::kNone ? stream : WorkBranch(stream);
   Stream& early = overlap == Overlap::kDba ? FetchBranch(stream) : stream;
+  const bool prefetches = options_.ess.prefetch > 0 && !never_misses_;
+  const int32_t prefetch_workers = prefetches ? StepOperators::kPrefetchWorkers : 0;
   using Stage = PolicyOptions::Ess::Stage;
   const auto done = [&](Stage stage) {
     if (options_.ess.on_stage != nullptr) options_.ess.on_stage(stream, layer, rows, stage);
@@ -291,7 +296,8 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
         [&] {
           if (first + count == rows) work.After(stream);
         },
-        first > 0 ? options_.ess.transfer_workers : 0);  // the first half's transfer is beside it
+        // Beside it are the first half's transfer, and the layer before's for the next step.
+        (first > 0 ? options_.ess.transfer_workers : 0) + prefetch_workers);
     done(Stage::kSelected);
     kernels().Admit(stream, operators_.Admit(layer, a, first, first, count));
     done(Stage::kAdmitted);
@@ -321,9 +327,18 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
     attend.then_arrives = true;
     attend.spare_processors = options_.ess.transfer_workers * (half > 0 ? 2 : 1);
   }
+  attend.spare_processors += prefetch_workers;
   kernels().SparseMla(stream, attend);  // Attn0 and Attn1
   done(Stage::kAttended);
 
+  if (prefetches) {
+    // Behind attention, so that a place may go whose entry it reads; nobody waits for it before the
+    // step's end.
+    Stream& settling = SettlingBranch(stream);
+    settling.After(stream);
+    kernels().Admit(settling, operators_.AdmitRunnersUp(layer, a));
+    Bring(settling, operators_.FetchRunnersUp(layer, rows));
+  }
   if (!options_.ess.lru || ((layer + 1) % kWriteLayers != 0 && layer + 1 != layers())) return;
   Stream& settling = SettlingBranch(stream);
   settling.After(stream);
@@ -382,6 +397,8 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> EssPolicy::Create(const PolicyO
   selection_options.decode_rows = DecodeRows(options);
   selection_options.top_k = options.index_top_k;
   selection_options.max_context = options.max_context;
+  selection_options.runners_up = options.ess.prefetch;
+  selection_options.layers = layout.layers;
   SLUICE_ASSIGN_OR_RETURN(parts.selection, IndexSelection::Create(selection_options));
   parts.selection->Observe(options.ess.on_selection);
   if (options.ess.row_copies) {

@@ -115,7 +115,7 @@ std::vector<double> DividePlaces(const PolicyOptions& options, const EssPoolShap
     for (size_t i = 0; i <= kSteps; ++i) {
       ratios[i] = least + (1 - least) * static_cast<double>(i) / kSteps;
       const LayerLoad load{curves.At(layer, ratios[i]), static_cast<double>(curves.context),
-                           static_cast<double>(even.top_k)};
+                           static_cast<double>(options.index_top_k)};
       const StageTimes stages = TimesOf(rates, load, options.slots);
       times[i] = AddedTime(ChooseOverlap(stages, options.slots), stages);
     }

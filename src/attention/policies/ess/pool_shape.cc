@@ -124,7 +124,7 @@ EssPoolShape EssShapeOf(const PolicyOptions& options, int layers, int64_t block_
                         int64_t capacity_places) {
   EssPoolShape shape;
   shape.layers = layers;
-  shape.top_k = options.index_top_k;
+  shape.top_k = options.index_top_k + options.ess.prefetch;
   shape.max_context = options.max_context;
   shape.block_tokens = block_tokens;
   shape.least_places = options.ess.least_places;

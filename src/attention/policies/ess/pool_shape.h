@@ -18,7 +18,7 @@ namespace sluice {
 inline constexpr size_t kResidencyKind = 2;
 
 struct EssPoolShape {
-  int64_t top_k = 0;  // entries that a row attends to
+  int64_t top_k = 0;  // entries that a row attends to, and those that are brought for the next
   int64_t max_context = 0;
   int64_t block_tokens = 0;  // of latent pages
   int64_t least_places = 0;  // whatever the ratio

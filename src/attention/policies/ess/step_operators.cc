@@ -19,7 +19,7 @@ absl::StatusOr<StepOperators> StepOperators::Create(const PolicyOptions& options
                                                     int32_t decode_rows, const EssTier* tier,
                                                     const IndexSelection* selection) {
   StepOperators b(options, decode_rows, tier, selection);
-  const int64_t rows = decode_rows, list = options.index_top_k;
+  const int64_t rows = decode_rows;
   const CacheLayout& layout = tier->layout();
   const auto allocate = [&](Buffer* buffer, int64_t bytes, const char* what) -> absl::Status {
     SLUICE_ASSIGN_OR_RETURN(
@@ -29,20 +29,25 @@ absl::StatusOr<StepOperators> StepOperators::Create(const PolicyOptions& options
   };
   SLUICE_RETURN_IF_ERROR(
       allocate(&b.written_, layout.layers * rows * tier->latent().bytes_per_token, "new entries"));
-  for (Buffer* lists : {&b.resident_, &b.arriving_, &b.sources_, &b.targets_}) {
-    SLUICE_RETURN_IF_ERROR(allocate(lists, rows * list * 4, "lists of entries"));
-  }
-  for (Buffer* counts : {&b.resident_counts_, &b.arriving_counts_, &b.move_counts_}) {
-    SLUICE_RETURN_IF_ERROR(allocate(counts, rows * 4, "lists of entries"));
+  b.lists_.capacity = options.index_top_k;
+  b.ahead_.capacity = options.ess.prefetch;
+  for (Lists* lists : {&b.lists_, &b.ahead_}) {
+    if (lists->capacity == 0) continue;
+    for (Buffer* units : {&lists->resident, &lists->arriving, &lists->sources, &lists->targets}) {
+      SLUICE_RETURN_IF_ERROR(allocate(units, rows * lists->capacity * 4, "lists of entries"));
+    }
+    for (Buffer* counts : {&lists->resident_counts, &lists->arriving_counts, &lists->move_counts}) {
+      SLUICE_RETURN_IF_ERROR(allocate(counts, rows * 4, "lists of entries"));
+    }
   }
   const int64_t heads = options.heads, rank = options.latent_rank;
   SLUICE_RETURN_IF_ERROR(allocate(&b.o_, rows * heads * rank * 4, "partial results"));
   SLUICE_RETURN_IF_ERROR(allocate(&b.lse_, rows * heads * 4, "partial results"));
-  SLUICE_RETURN_IF_ERROR(
-      allocate(&b.scratch_,
-               options.device->kernels().SparseMlaScratchBytes(
-                   static_cast<int32_t>(rows), options.heads, options.latent_rank, list),
-               "partial results"));
+  SLUICE_RETURN_IF_ERROR(allocate(
+      &b.scratch_,
+      options.device->kernels().SparseMlaScratchBytes(static_cast<int32_t>(rows), options.heads,
+                                                      options.latent_rank, options.index_top_k),
+      "partial results"));
   SLUICE_ASSIGN_OR_RETURN(b.counters_,
                           SelectionCounters::Create(options.device, options.slots, layout));
   return b;
@@ -52,10 +57,10 @@ uint8_t* StepOperators::written(int layer) const {
   return written_.as<uint8_t>() + int64_t{layer} * decode_rows_ * tier_->latent().bytes_per_token;
 }
 
-kernels::AdmitParams StepOperators::Admit(int layer, const LatentAttention& a, int32_t row,
-                                          int32_t list, int32_t rows) const {
-  const kernels::UnitLists selected = selection_->lists();
-  const int64_t at = int64_t{list} * selected.capacity;
+kernels::AdmitParams StepOperators::AdmitInto(const Lists& lists, int32_t list, int layer,
+                                              const LatentAttention& a, int32_t row, int32_t rows,
+                                              kernels::UnitLists selected) const {
+  const int64_t at = int64_t{list} * lists.capacity;
   kernels::AdmitParams admit{};
   admit.residency = tier_->Residency(layer);
   admit.slots = a.slots + row;
@@ -63,38 +68,62 @@ kernels::AdmitParams StepOperators::Admit(int layer, const LatentAttention& a, i
   admit.selected = selected;
   admit.selected.units += int64_t{row} * selected.capacity;
   admit.selected.counts += row;
-  admit.resident = resident_.as<int32_t>() + at;
-  admit.resident_counts = resident_counts_.as<int32_t>() + list;
-  admit.arriving = arriving_.as<int32_t>() + at;
-  admit.arriving_counts = arriving_counts_.as<int32_t>() + list;
+  admit.resident = lists.resident.as<int32_t>() + at;
+  admit.resident_counts = lists.resident_counts.as<int32_t>() + list;
+  admit.arriving = lists.arriving.as<int32_t>() + at;
+  admit.arriving_counts = lists.arriving_counts.as<int32_t>() + list;
   admit.home = tier_->Home(layer);
   admit.pool = tier_->Pool(layer);
-  admit.source_units = sources_.as<int32_t>() + at;
-  admit.target_units = targets_.as<int32_t>() + at;
-  admit.move_counts = move_counts_.as<int32_t>() + list;
-  admit.move_capacity = selected.capacity;  // of one row, which a sequence has
+  admit.source_units = lists.sources.as<int32_t>() + at;
+  admit.target_units = lists.targets.as<int32_t>() + at;
+  admit.move_counts = lists.move_counts.as<int32_t>() + list;
+  admit.move_capacity = lists.capacity;  // of one row, which a sequence has
   admit.counters = counters_->of(layer);
   admit.rows = rows;
-  admit.ahead = 1;
   admit.forget = forget_;
   if (!forget_) admit.whole = tier_->whole();
   return admit;
 }
 
-kernels::TransferParams StepOperators::Fetch(int layer, int32_t first, int32_t rows) const {
-  const int32_t capacity = selection_->lists().capacity;
+kernels::AdmitParams StepOperators::Admit(int layer, const LatentAttention& a, int32_t row,
+                                          int32_t list, int32_t rows) const {
+  kernels::AdmitParams admit = AdmitInto(lists_, list, layer, a, row, rows, selection_->lists());
+  admit.ahead = 1;
+  return admit;
+}
+
+kernels::AdmitParams StepOperators::AdmitRunnersUp(int layer, const LatentAttention& a) const {
+  kernels::AdmitParams admit =
+      AdmitInto(ahead_, 0, layer, a, 0, a.decode_rows, selection_->runners_up(layer));
+  admit.speculative = true;
+  return admit;
+}
+
+kernels::TransferParams StepOperators::Move(const Lists& lists, int layer, int32_t first,
+                                            int32_t rows) const {
   const int64_t bytes = tier_->latent().bytes_per_token;
   kernels::TransferParams move{};
   move.source = tier_->Home(layer).base;
   move.target = tier_->Pool(layer).base;
   move.source_pitch = move.target_pitch = bytes;
-  move.source_units = sources_.as<int32_t>() + int64_t{first} * capacity;
-  move.target_units = targets_.as<int32_t>() + int64_t{first} * capacity;
-  move.counts = move_counts_.as<int32_t>() + first;
+  move.source_units = lists.sources.as<int32_t>() + int64_t{first} * lists.capacity;
+  move.target_units = lists.targets.as<int32_t>() + int64_t{first} * lists.capacity;
+  move.counts = lists.move_counts.as<int32_t>() + first;
   move.lists = rows;
-  move.capacity = capacity;
+  move.capacity = lists.capacity;
   move.unit_bytes = static_cast<int32_t>(bytes);
+  return move;
+}
+
+kernels::TransferParams StepOperators::Fetch(int layer, int32_t first, int32_t rows) const {
+  kernels::TransferParams move = Move(lists_, layer, first, rows);
   move.max_workers = transfer_workers_;
+  return move;
+}
+
+kernels::TransferParams StepOperators::FetchRunnersUp(int layer, int32_t rows) const {
+  kernels::TransferParams move = Move(ahead_, layer, 0, rows);
+  move.max_workers = kPrefetchWorkers;
   return move;
 }
 
@@ -122,10 +151,10 @@ kernels::SparseMlaParams StepOperators::AttendPool(int layer, const LatentAttent
   kernels::SparseMlaParams attend = Attention(a, 0, a.decode_rows);
   attend.decode_rows = a.decode_rows;
   attend.cache = tier_->Pool(layer);
-  attend.entries = resident_.as<int32_t>();
-  attend.counts = resident_counts_.as<int32_t>();
-  attend.then_entries = arriving_.as<int32_t>();
-  attend.then_counts = arriving_counts_.as<int32_t>();
+  attend.entries = lists_.resident.as<int32_t>();
+  attend.counts = lists_.resident_counts.as<int32_t>();
+  attend.then_entries = lists_.arriving.as<int32_t>();
+  attend.then_counts = lists_.arriving_counts.as<int32_t>();
   attend.other_o = o_.as<float>();
   attend.other_lse = lse_.as<float>();
   return attend;

@@ -18,6 +18,9 @@ namespace sluice {
 
 class StepOperators {
  public:
+  // Multiprocessors that fetch for the next step, beside everything that a step does.
+  static constexpr int32_t kPrefetchWorkers = 2;
+
   using LatentAttention = AttentionPolicy::LatentAttention;
 
   // For steps of at most `decode_rows` decode rows; what is pointed to outlives it.
@@ -30,6 +33,10 @@ class StepOperators {
                              int32_t rows) const;
   // Moves what Admit has listed in lists [first, first + rows).
   kernels::TransferParams Fetch(int layer, int32_t first, int32_t rows) const;
+  // The same of the decode rows' runners-up, for the next step: through lists of their own, which
+  // every layer's share. REQUIRES: the option `prefetch`.
+  kernels::AdmitParams AdmitRunnersUp(int layer, const LatentAttention& a) const;
+  kernels::TransferParams FetchRunnersUp(int layer, int32_t rows) const;
   // Attention of the decode rows over both lists of places, and of the others over what they have
   // selected at home.
   kernels::SparseMlaParams AttendPool(int layer, const LatentAttention& a) const;
@@ -43,6 +50,16 @@ class StepOperators {
  private:
   StepOperators(const PolicyOptions& options, int32_t decode_rows, const EssTier* tier,
                 const IndexSelection* selection);
+  // What one Admit writes: lists are int32 [decode_rows][capacity], counts [decode_rows].
+  struct Lists {
+    int32_t capacity = 0;
+    Buffer resident, arriving, sources, targets;
+    Buffer resident_counts, arriving_counts, move_counts;
+  };
+  kernels::AdmitParams AdmitInto(const Lists& lists, int32_t list, int layer,
+                                 const LatentAttention& a, int32_t row, int32_t rows,
+                                 kernels::UnitLists selected) const;
+  kernels::TransferParams Move(const Lists& lists, int layer, int32_t first, int32_t rows) const;
   kernels::SparseMlaParams Attention(const LatentAttention& a, int32_t first, int32_t rows) const;
 
   int32_t decode_rows_;
@@ -51,10 +68,8 @@ class StepOperators {
   kernels::DType q_type_;
   const EssTier* tier_;
   const IndexSelection* selection_;
-  // Lists are int32 [decode_rows][top_k], counts [decode_rows].
   Buffer written_;
-  Buffer resident_, arriving_, sources_, targets_;
-  Buffer resident_counts_, arriving_counts_, move_counts_;
+  Lists lists_, ahead_;
   Buffer o_, lse_;  // float [decode_rows][heads][rank], [decode_rows][heads]: Attn0's
   Buffer scratch_;
   std::unique_ptr<SelectionCounters> counters_;
