@@ -60,7 +60,7 @@ kernels::UnitLists IndexSelection::runners_up(int layer) const {
 void IndexSelection::Select(Stream& stream, int layer, const kernels::PagedIndexKeys& keys,
                             const AttentionPolicy::LatentAttention& a, int32_t first_row,
                             int32_t rows, absl::FunctionRef<void()> scored,
-                            int32_t spare_processors) {
+                            int32_t spare_processors, bool runners_up) {
   SLUICE_CHECK(first_row >= 0 && first_row + rows <= options_.max_rows &&
                a.top_k == options_.top_k && a.index_q != nullptr);
   const int64_t head_bytes =
@@ -95,8 +95,9 @@ void IndexSelection::Select(Stream& stream, int layer, const kernels::PagedIndex
     top.unit_tokens = 1;
     top.k = options_.top_k;
     top.margin = std::numeric_limits<float>::infinity();
-    if (options_.runners_up > 0 && end <= options_.decode_rows) {
-      top.runners_up = runners_up(layer);
+    if (runners_up) {
+      SLUICE_CHECK(end <= options_.decode_rows);
+      top.runners_up = this->runners_up(layer);
       top.runners_up.units += int64_t{begin} * options_.runners_up;
       top.runners_up.counts += begin;
     }

@@ -41,12 +41,13 @@ class IndexSelection {
   // below `decode_rows` share no scratch where their rows differ, others must follow one another on
   // one stream. `scored` is called where the last scores are enqueued and their top-k is not: few
   // processors make that one, and what is put beside it must not take them first. The scores leave
-  // `spare_processors` of a GPU to what runs beside them. Rows below `decode_rows` get lists of
-  // runners-up, if any are asked for.
+  // `spare_processors` of a GPU to what runs beside them. With `runners_up` there are lists of
+  // those too: of rows below `decode_rows`.
   void Select(
       Stream& stream, int layer, const kernels::PagedIndexKeys& keys,
       const AttentionPolicy::LatentAttention& attention, int32_t first_row, int32_t rows,
-      absl::FunctionRef<void()> scored = [] {}, int32_t spare_processors = 0);
+      absl::FunctionRef<void()> scored = [] {}, int32_t spare_processors = 0,
+      bool runners_up = false);
   static constexpr int64_t kScoreBytes = int64_t{64} << 20;
 
   // [max_rows] lists of top_k positions each, by row of the step; until its next selection.

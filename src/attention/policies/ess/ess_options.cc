@@ -70,6 +70,7 @@ OverlapPlan::Options OverlapOptionsOf(const PolicyOptions& options, const EssPoo
   plan.layers = layout.layers;
   plan.max_rows = decode_rows;
   plan.overlap = options.ess.overlap;
+  plan.prefetch = options.ess.prefetch > 0;
   plan.profile = options.ess.profile;
   plan.rates = plan.profile.rates;
   if (plan.rates.device != options.device->name()) {  // none, or another device's

@@ -88,7 +88,8 @@ class EssPolicy : public AttentionPolicy {
   bool WantsRecording(int32_t decode_rows) override;
   ScheduleStatistics Schedules() const override { return plan_.statistics(); }
   std::string DescribeSteps(int32_t decode_rows) override {
-    return LayersBySchedule(plan_.Of(decode_rows));
+    plan_.Of(decode_rows);
+    return plan_.Describe(decode_rows);
   }
   int64_t MetadataBytes(int64_t tokens) const override {  // index keys
     return tokens * tier_->layout().kinds[kIndexKind].bytes_per_token;
@@ -258,7 +259,7 @@ void EssPolicy::Look(Stream& stream, absl::Span<const int32_t> slots,
 bool EssPolicy::WantsRecording(int32_t decode_rows) {
   if (!plan_.Change(decode_rows)) return false;
   Log(LogLevel::kInfo, "policy ess: steps have other schedules from now on",
-      {{"decode_rows", decode_rows}, {"layers", LayersBySchedule(plan_.Of(decode_rows))}});
+      {{"decode_rows", decode_rows}, {"layers", plan_.Describe(decode_rows)}});
   return true;
 }
 
@@ -284,8 +285,11 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
   // blocks of a product that waited on every processor would keep them off.
   Stream& work = overlap == Overlap::kNone ? stream : WorkBranch(stream);
   Stream& early = overlap == Overlap::kDba ? FetchBranch(stream) : stream;
-  const bool prefetches = options_.ess.prefetch > 0 && !never_misses_;
-  const int32_t prefetch_workers = prefetches ? StepOperators::kPrefetchWorkers : 0;
+  const bool prefetches = !never_misses_ && plan_.Prefetches(layer, rows);
+  // The layer before may still be at it.
+  const int32_t prefetch_workers = !never_misses_ && layer > 0 && plan_.Prefetches(layer - 1, rows)
+                                       ? StepOperators::kPrefetchWorkers
+                                       : 0;
   using Stage = PolicyOptions::Ess::Stage;
   const auto done = [&](Stage stage) {
     if (options_.ess.on_stage != nullptr) options_.ess.on_stage(stream, layer, rows, stage);
@@ -297,7 +301,7 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
           if (first + count == rows) work.After(stream);
         },
         // Beside it are the first half's transfer, and the layer before's for the next step.
-        (first > 0 ? options_.ess.transfer_workers : 0) + prefetch_workers);
+        (first > 0 ? options_.ess.transfer_workers : 0) + prefetch_workers, prefetches);
     done(Stage::kSelected);
     kernels().Admit(stream, operators_.Admit(layer, a, first, first, count));
     done(Stage::kAdmitted);
