@@ -118,6 +118,7 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
   o.ess.warm_up = config.ess_warm_up();
   o.ess.lru = config.ess_lru();
   o.ess.overlap = OverlapOf(config.ess_overlap());
+  o.ess.prefetch = static_cast<int>(config.ess_prefetch());
   o.ess.transfer_workers = static_cast<int>(config.ess_transfer_workers());
   const std::string& selector = config.oracle_selector();
   o.oracle.selector = selector == "digest"   ? Selector::kDigest

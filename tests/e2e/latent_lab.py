@@ -25,6 +25,7 @@ FULL = ["--policy", "full"]
 # Places for as many entries as a row selects and a few more: those of 200 tokens do not fit. Or all that HBM has.
 SCARCE = ["--policy", "ess", "--ess-sparse-memory-ratio", "0.01", "--ess-least-places", "96"]
 SPARE = ["--policy", "ess"]
+AHEAD = [*SCARCE, "--ess-prefetch", "8", "--ess-overlap", "dba"]
 # The same places, and everything is fetched in every step.
 NAIVE = ["--policy", "offload-naive", *SCARCE[2:]]
 POLICIES = {"full": FULL, "scarce": SCARCE, "spare": SPARE}

@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from latent_lab import (EXACT, FAST, FULL, MARGIN, MEMORY, NAIVE, NAMES, PACKED, SCARCE, SPARE, answer, assert_same,
+from latent_lab import (AHEAD, EXACT, FAST, FULL, MARGIN, MEMORY, NAIVE, NAMES, PACKED, SCARCE, SPARE, answer, assert_same,
                         decoded, long_prompt, nodes, prefilled, pushed)  # noqa: F401
 from metrics_text import Scrape
 from nodes import BIN, DEVICE, SCALE, TIMEOUT_S, Pair, error_of, greedy, matching_steps, run, tokens_of
 from sluice.v1 import admin_pb2, decode_pb2, ingest_pb2
 from sluice_client import rpc
 
-OFFLOADING = {"scarce": SCARCE, "spare": SPARE, "offload-naive": NAIVE}
+OFFLOADING = {"scarce": SCARCE, "spare": SPARE, "ahead": AHEAD, "offload-naive": NAIVE}
 LENGTHS = [1, 5, 33, 64, 65, 130, 200, 257, 300, 31, 90, 400]
 # Long enough that something can happen to it on the way.
 LONG = 250
@@ -222,6 +222,7 @@ def test_preempted_sequences_of_policy_full_go_on_with_the_same_bits(tiny_models
     (["--hbm-bytes", "60KiB"], "hbm_bytes: 61440 bytes are too few"),
     (["--dram-bytes", "60KiB"], "dram_bytes: 61440 bytes are too few"),
     (["--ess-sparse-memory-ratio", "1.5"], "ess_sparse_memory_ratio (--ess-sparse-memory-ratio) must be a number"),
+    (["--ess-prefetch", "999"], "ess_prefetch: expected 0 (none) to the"),
     (["--ess-overlap", "both"], "ess_overlap (--ess-overlap) must be one of none, da, dba, layer-wise"),
     (["--policy-profile", "/no/such/file"], "policy_profile: /no/such/file: No such file"),
 ], ids=lambda v: v[1] if isinstance(v, list) else "")

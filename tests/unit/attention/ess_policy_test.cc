@@ -335,8 +335,8 @@ TEST_CASE("ess: misses are those of a naive LRU pool") {
   LatentRig::Shape shape;
   shape.drift = 0.1;
   shape.layers = 2;
-  const bool divided = GENERATE(false, true);
-  const int prefetch = GENERATE(0, 12);
+  const auto [divided, prefetch] =
+      GENERATE(std::pair(false, 0), std::pair(true, 0), std::pair(false, 12));
   PolicyOptions::Ess ess = divided ? Divided(shape) : SmallPools();
   ess.warm_up = false;
   ess.prefetch = prefetch;

@@ -126,15 +126,12 @@ std::vector<Overlap> Of(OverlapPlan& plan, int rows) {
   return {layers.begin(), layers.end()};
 }
 
-// The policy's counters after so many more steps of `rows` rows that miss so much; and that had
-// `ahead` before they missed it.
-void Step(PolicyStatistics* sums, const std::vector<int64_t>& misses, int64_t steps, int64_t rows,
-          const std::vector<int64_t>& ahead = {0, 0, 0}) {
+// The policy's counters after so many more steps of `rows` rows that miss so much.
+void Step(PolicyStatistics* sums, const std::vector<int64_t>& misses, int64_t steps, int64_t rows) {
   sums->layers.resize(misses.size());
   for (size_t i = 0; i < misses.size(); ++i) {
     sums->layers[i].steps += steps * rows;
     sums->layers[i].missing += steps * rows * misses[i];
-    sums->layers[i].recalled += steps * rows * (misses[i] + ahead[i]);
   }
 }
 
@@ -177,53 +174,21 @@ TEST_CASE("A plan without a profile becomes a profile's by what is seen") {
   REQUIRE(Of(plan, 1) == kAllDa);
 }
 
-std::vector<bool> Ahead(OverlapPlan& plan, int rows) {
-  plan.Of(rows);
-  std::vector<bool> ahead;
-  for (int layer = 0; layer < 3; ++layer) ahead.push_back(plan.Prefetches(layer, rows));
-  return ahead;
-}
-
 TEST_CASE("Layers fetch for the next step whose transfers would outlast attention") {
   OverlapPlan::Options options = Options();
-  options.profile = Profile();
-  options.profile.points[0].by_layer[1] = 330;
-  REQUIRE(Ahead(*std::make_unique<OverlapPlan>(options), 20) == std::vector<bool>(3, false));
+  const auto ahead = [&] {
+    OverlapPlan plan(options);
+    return std::vector<bool>{plan.Prefetches(0), plan.Prefetches(1), plan.Prefetches(2)};
+  };
+  REQUIRE(ahead() == std::vector<bool>(3, false));
   options.prefetch = true;
-  OverlapPlan profiled(options);
-  REQUIRE(Ahead(profiled, 20) == std::vector<bool>{false, true, true});
-  REQUIRE(profiled.Describe(20) == "da 0-1, dba 2; for the next step 1-2");
-  REQUIRE(Ahead(profiled, 1) == std::vector<bool>(3, false));
-  options.overlap = Choice::kDa;  // nobody looks
-  REQUIRE(Ahead(*std::make_unique<OverlapPlan>(options), 20) == std::vector<bool>(3, true));
-
-  OverlapPlan plan([&] {
-    OverlapPlan::Options unknown = Options();
-    unknown.prefetch = true;
-    return unknown;
-  }());
-  REQUIRE(Ahead(plan, 20) == std::vector<bool>(3, false));
-  PolicyStatistics sums;
-  int looks = 0;
-  while (!plan.Change(20)) {
-    REQUIRE(++looks < 50);
-    Step(&sums, {0, 330, 700}, 32, 20);
-    plan.Observe(sums, 131072);
-  }
-  REQUIRE(Ahead(plan, 20) == std::vector<bool>{false, true, true});
-  // What is there before it is missed is what keeps the layer at it.
-  for (int look = 0; look < 100; ++look) {
-    Step(&sums, {0, 60, 350}, 32, 20, {0, 290, 400});
-    plan.Observe(sums, 131072);
-    plan.Change(20);
-    REQUIRE(Ahead(plan, 20) == std::vector<bool>{false, true, true});
-  }
-  for (int look = 0; look < 2 * OverlapPlan::kHoldLooks; ++look) {
-    Step(&sums, {0, 3, 350}, 32, 20, {0, 7, 400});
-    plan.Observe(sums, 131072);
-    plan.Change(20);
-  }
-  REQUIRE(Ahead(plan, 20) == std::vector<bool>{false, false, true});
+  REQUIRE(ahead() == std::vector<bool>(3, true));  // nothing is known
+  options.profile = Profile();
+  REQUIRE(ahead() == std::vector<bool>{false, true, true});
+  options.profile.points[0].by_layer = {0, 100, 700};
+  REQUIRE(ahead() == std::vector<bool>{false, false, true});
+  options.max_rows = 1;
+  REQUIRE(ahead() == std::vector<bool>(3, false));
 }
 
 TEST_CASE("A plan stays while what is seen stays, and while a change is worth little") {

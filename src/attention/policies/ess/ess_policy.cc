@@ -88,8 +88,7 @@ class EssPolicy : public AttentionPolicy {
   bool WantsRecording(int32_t decode_rows) override;
   ScheduleStatistics Schedules() const override { return plan_.statistics(); }
   std::string DescribeSteps(int32_t decode_rows) override {
-    plan_.Of(decode_rows);
-    return plan_.Describe(decode_rows);
+    return LayersBySchedule(plan_.Of(decode_rows));
   }
   int64_t MetadataBytes(int64_t tokens) const override {  // index keys
     return tokens * tier_->layout().kinds[kIndexKind].bytes_per_token;
@@ -259,7 +258,7 @@ void EssPolicy::Look(Stream& stream, absl::Span<const int32_t> slots,
 bool EssPolicy::WantsRecording(int32_t decode_rows) {
   if (!plan_.Change(decode_rows)) return false;
   Log(LogLevel::kInfo, "policy ess: steps have other schedules from now on",
-      {{"decode_rows", decode_rows}, {"layers", plan_.Describe(decode_rows)}});
+      {{"decode_rows", decode_rows}, {"layers", LayersBySchedule(plan_.Of(decode_rows))}});
   return true;
 }
 
@@ -285,9 +284,9 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
   // blocks of a product that waited on every processor would keep them off.
   Stream& work = overlap == Overlap::kNone ? stream : WorkBranch(stream);
   Stream& early = overlap == Overlap::kDba ? FetchBranch(stream) : stream;
-  const bool prefetches = !never_misses_ && plan_.Prefetches(layer, rows);
+  const bool prefetches = !never_misses_ && plan_.Prefetches(layer);
   // The layer before may still be at it.
-  const int32_t prefetch_workers = !never_misses_ && layer > 0 && plan_.Prefetches(layer - 1, rows)
+  const int32_t prefetch_workers = !never_misses_ && layer > 0 && plan_.Prefetches(layer - 1)
                                        ? StepOperators::kPrefetchWorkers
                                        : 0;
   using Stage = PolicyOptions::Ess::Stage;

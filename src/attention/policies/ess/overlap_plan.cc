@@ -1,7 +1,6 @@
 #include "src/attention/policies/ess/overlap_plan.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "absl/strings/str_cat.h"
 #include "src/base/status_macros.h"
@@ -11,15 +10,17 @@ namespace sluice {
 OverlapPlan::OverlapPlan(const Options& options)
     : options_(options),
       plans_(static_cast<size_t>(options.max_rows) + 1),
+      best_(static_cast<size_t>(options.layers)),
+      prefetch_(static_cast<size_t>(options.layers), options.prefetch),
       context_(static_cast<double>(options.context)),
       last_(static_cast<size_t>(options.layers)) {
-  for (Plan& plan : plans_) {
-    plan.layers.resize(last_.size(), Overlap::kDa);
-    plan.prefetch.resize(last_.size(), 0);
+  for (Plan& plan : plans_) plan.layers.resize(best_.size(), Overlap::kDa);
+  misses_.reserve(best_.size());
+  if (!options.prefetch || options.profile.points.empty()) return;
+  for (size_t layer = 0; layer < prefetch_.size(); ++layer) {
+    const StageTimes times = TimesOfLayer(layer, options.max_rows);
+    prefetch_[layer] = times.transfer > times.attend;
   }
-  best_ = plans_[0];
-  misses_.reserve(last_.size());
-  brought_.reserve(last_.size());
 }
 
 StageTimes OverlapPlan::TimesOfLayer(size_t layer, int rows) const {
@@ -36,22 +37,11 @@ StageTimes OverlapPlan::TimesOfLayer(size_t layer, int rows) const {
   return TimesOf(options_.rates, load, rows);
 }
 
-double OverlapPlan::OutlastsOf(size_t layer, int rows) const {
-  StageTimes times = TimesOfLayer(layer, rows);
-  if (seen_) {
-    LayerLoad load;
-    load.misses = brought_[layer];
-    times.transfer = TimesOf(options_.rates, load, rows).transfer;
-  }
-  return times.transfer - times.attend;
-}
-
-void OverlapPlan::Choose(int rows, Plan* plan) const {
+void OverlapPlan::Choose(int rows, std::vector<Overlap>* layers) const {
   using Choice = PolicyOptions::Ess::Overlap;
-  for (size_t layer = 0; layer < plan->layers.size(); ++layer) {
-    plan->prefetch[layer] =
-        options_.prefetch && (!adapts() || (expects() && OutlastsOf(layer, rows) > 0)) ? 1 : 0;
-    Overlap& overlap = plan->layers[layer];
+  const bool expects = seen_ || options_.ratio >= 1 || !options_.profile.points.empty();
+  for (size_t layer = 0; layer < layers->size(); ++layer) {
+    Overlap& overlap = (*layers)[layer];
     switch (options_.overlap) {
       case Choice::kNone:
         overlap = Overlap::kNone;
@@ -63,7 +53,7 @@ void OverlapPlan::Choose(int rows, Plan* plan) const {
         overlap = rows < 2 ? Overlap::kDa : Overlap::kDba;
         break;
       case Choice::kLayerWise:
-        overlap = expects() ? ChooseOverlap(TimesOfLayer(layer, rows), rows) : Overlap::kDa;
+        overlap = expects ? ChooseOverlap(TimesOfLayer(layer, rows), rows) : Overlap::kDa;
         break;
     }
   }
@@ -73,7 +63,7 @@ absl::Span<const Overlap> OverlapPlan::Of(int rows) {
   SLUICE_CHECK(rows > 0 && rows < static_cast<int>(plans_.size()));
   Plan& plan = plans_[static_cast<size_t>(rows)];
   if (!plan.chosen) {
-    Choose(rows, &plan);
+    Choose(rows, &plan.layers);
     plan.chosen = true;
     plan.judged = looks_;
     Publish(rows);
@@ -92,16 +82,13 @@ void OverlapPlan::Observe(const PolicyStatistics& sums, double context) {
         options_.ratio < 1 ? options_.profile.Nearest(options_.context, options_.ratio, 1)
                            : nullptr;
     if (point != nullptr) misses_ = point->by_layer;
-    brought_ = misses_;
     seen_ = true;
   }
   for (size_t layer = 0; layer < last_.size(); ++layer) {
     const PolicyStatistics::Layer& now = sums.layers[layer];
-    const auto steps = static_cast<double>(now.steps - last_[layer].steps);
-    const double missed = static_cast<double>(now.missing - last_[layer].missing) / steps;
-    const double brought = static_cast<double>(now.recalled - last_[layer].recalled) / steps;
+    const double missed = static_cast<double>(now.missing - last_[layer].missing) /
+                          static_cast<double>(now.steps - last_[layer].steps);
     misses_[layer] += (first ? 1 : kWeight) * (missed - misses_[layer]);
-    brought_[layer] += (first ? 1 : kWeight) * (brought - brought_[layer]);
     last_[layer] = now;
   }
   context_ = context;
@@ -126,13 +113,9 @@ bool OverlapPlan::Change(int rows) {
   if (plan.changed > 0 && looks_ - plan.changed < kHoldLooks) return false;
   plan.judged = looks_;
   Choose(rows, &best_);
-  double gain = AddedTimeOf(plan.layers, rows) - AddedTimeOf(best_.layers, rows);
-  for (size_t layer = 0; layer < best_.prefetch.size(); ++layer) {
-    if (plan.prefetch[layer] != best_.prefetch[layer]) gain += std::abs(OutlastsOf(layer, rows));
-  }
-  if (gain < kLeastGainUs * static_cast<double>(best_.layers.size())) return false;
-  std::swap(plan.layers, best_.layers);
-  std::swap(plan.prefetch, best_.prefetch);
+  const double gain = AddedTimeOf(plan.layers, rows) - AddedTimeOf(best_, rows);
+  if (gain < kLeastGainUs * static_cast<double>(best_.size())) return false;
+  std::swap(plan.layers, best_);
   plan.changed = looks_;
   changes_.fetch_add(1, std::memory_order_relaxed);
   Publish(rows);
@@ -158,42 +141,21 @@ ScheduleStatistics OverlapPlan::statistics() const {
   return out;
 }
 
-namespace {
-
-// " 0-2 5": the layers for which it is so.
-template <typename IsSo>
-std::string LayersWhere(size_t layers, IsSo is_so) {
-  std::string out;
-  for (size_t begin = 0, end; begin < layers; begin = end) {
-    end = begin + 1;
-    if (!is_so(begin)) continue;
-    while (end < layers && is_so(end)) ++end;
-    absl::StrAppend(&out, " ", begin);
-    if (end - begin > 1) absl::StrAppend(&out, "-", end - 1);
-  }
-  return out;
-}
-
-}  // namespace
-
 std::string LayersBySchedule(absl::Span<const Overlap> schedules) {
   std::string out;
   for (size_t i = 0; i < ScheduleStatistics::kSchedules; ++i) {
-    const std::string layers = LayersWhere(schedules.size(), [&](size_t layer) {
-      return schedules[layer] == static_cast<Overlap>(i);
-    });
+    std::string layers;
+    for (size_t begin = 0, end; begin < schedules.size(); begin = end) {
+      end = begin + 1;
+      if (schedules[begin] != static_cast<Overlap>(i)) continue;
+      while (end < schedules.size() && schedules[end] == schedules[begin]) ++end;
+      absl::StrAppend(&layers, " ", begin);
+      if (end - begin > 1) absl::StrAppend(&layers, "-", end - 1);
+    }
     if (layers.empty()) continue;
     absl::StrAppend(&out, out.empty() ? "" : ", ", ScheduleStatistics::kNames[i], layers);
   }
   return out;
-}
-
-std::string OverlapPlan::Describe(int rows) const {
-  const Plan& plan = plans_[static_cast<size_t>(rows)];
-  const std::string ahead =
-      LayersWhere(plan.prefetch.size(), [&](size_t layer) { return plan.prefetch[layer] != 0; });
-  return absl::StrCat(LayersBySchedule(plan.layers), ahead.empty() ? "" : "; for the next step",
-                      ahead);
 }
 
 }  // namespace sluice

@@ -1,6 +1,6 @@
-// Which schedule each layer has (schedule.h), and whether it fetches for the next step, by how many
-// decode rows a step has: chosen by what the layers are expected to miss, first by a profile's
-// word, then by what is seen. One thread, but for statistics().
+// Which schedule each layer has (schedule.h), by how many decode rows a step has: chosen by what
+// the layers are expected to miss, first by a profile's word, then by what is seen. One thread, but
+// for statistics().
 //
 // What is seen comes in looks, some steps apart, and moves an average. The plan of a step size
 // changes when the schedules that are best by that average would shorten the step by more than a
@@ -26,9 +26,7 @@ class OverlapPlan {
     int layers = 0;
     int max_rows = 0;  // decode rows of a step
     PolicyOptions::Ess::Overlap overlap = PolicyOptions::Ess::Overlap::kLayerWise;
-    // Layers may fetch for the next step: with layer-wise schedules those whose transfer would
-    // outlast attention, else all of them.
-    bool prefetch = false;
+    bool prefetch = false;  // layers may fetch for the next step
     StageRates rates;
     MissProfile profile;
     double selected = 0;  // entries that a row attends to at most
@@ -43,11 +41,11 @@ class OverlapPlan {
   // REQUIRES: 0 < rows <= max_rows.
   absl::Span<const Overlap> Of(int rows);
 
-  // Whether the layer fetches for the next step in such steps, as long as Of says the same.
-  // REQUIRES: Of(rows) was called.
-  bool Prefetches(int layer, int rows) const {
-    return plans_[static_cast<size_t>(rows)].prefetch[static_cast<size_t>(layer)] != 0;
-  }
+  // Whether the layer fetches for the next step: where a profile says so, if its transfer would
+  // outlast attention in steps of max_rows. Settled when the plan is made: what has a place decides
+  // in which of two lists attention finds an entry, so a sequence's bits, which no neighbour and no
+  // moment may change.
+  bool Prefetches(int layer) const { return prefetch_[static_cast<size_t>(layer)]; }
 
   // Whether looks would change anything: the choice is layer-wise.
   bool adapts() const { return options_.overlap == PolicyOptions::Ess::Overlap::kLayerWise; }
@@ -68,8 +66,6 @@ class OverlapPlan {
   // How much longer than without any transfer a step of `rows` rows is under these schedules, by
   // what is expected now, in microseconds.
   double AddedTimeOf(absl::Span<const Overlap> schedules, int rows) const;
-  // "none 0-2, da 3-58 60, dba 59; for the next step 3-5". As Prefetches.
-  std::string Describe(int rows) const;
 
   // Any thread, at any time.
   ScheduleStatistics statistics() const;
@@ -77,29 +73,23 @@ class OverlapPlan {
  private:
   struct Plan {
     std::vector<Overlap> layers;
-    std::vector<uint8_t> prefetch;  // by layer: 0 or 1
     bool chosen = false;
     int64_t judged = 0;   // the look by which it was judged last
     int64_t changed = 0;  // the look of its last change
   };
-  bool expects() const { return seen_ || options_.ratio >= 1 || !options_.profile.points.empty(); }
   StageTimes TimesOfLayer(size_t layer, int rows) const;
-  // How much longer the layer's transfer is than its attention, if everything is fetched when it is
-  // missed.
-  double OutlastsOf(size_t layer, int rows) const;
-  void Choose(int rows, Plan* plan) const;
+  void Choose(int rows, std::vector<Overlap>* layers) const;
   void Publish(int rows);
 
   const Options options_;
   std::vector<Plan> plans_;  // by rows
-  Plan best_;
-  bool seen_ = false;  // anything at all
+  std::vector<Overlap> best_;
+  std::vector<bool> prefetch_;  // by layer
+  bool seen_ = false;           // anything at all
   int64_t looks_ = 0;
-  int shown_ = 0;   // the rows whose schedules statistics() has
-  double context_;  // of the newest look
-  // By layer: averages; empty until something is seen. What is brought is missed, or would have
-  // been but for a fetch in the step before.
-  std::vector<double> misses_, brought_;
+  int shown_ = 0;               // the rows whose schedules statistics() has
+  double context_;              // of the newest look
+  std::vector<double> misses_;  // by layer: the average; empty until something is seen
   std::vector<PolicyStatistics::Layer> last_;
   std::array<std::atomic<int>, ScheduleStatistics::kSchedules> counts_{};
   std::atomic<int64_t> changes_{0};
