@@ -13,6 +13,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "src/attention/policy_profile.h"
+#include "src/base/logging.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/bench/bench_device.h"
@@ -412,6 +413,8 @@ int RunPoliciesBench(const Invocation& invocation) {
       {"dense_layers", absl::StrCat(o.dense_layers)},
       {"block_tokens", absl::StrCat(o.block_tokens)},
       {"workers", absl::StrCat(o.workers)}};
+  // What policies log is not the report's.
+  SetUpLogging(LogLevel::kWarn, LogFormat::kText);
   const absl::StatusOr<int> status = PoliciesBench(o, std::move(policies), std::move(report)).Run();
   return status.ok() ? *status : Fail(status.status());
 }

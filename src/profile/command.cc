@@ -10,6 +10,7 @@
 #include "absl/strings/str_split.h"
 #include "src/attention/policies/recall/projection.h"
 #include "src/attention/policy_profile.h"
+#include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/bench/bench_device.h"
 #include "src/bench/flags.h"
@@ -49,7 +50,11 @@ constexpr char kAbout[] =
     "miss\n"
     "is noted by layer, with how long a layer's stages take on that --device. From both the "
     "server\n"
-    "chooses for each layer what runs beneath its fetching; without, by what it sees.";
+    "chooses for each layer what runs beneath its fetching; without, by what it sees. From misses "
+    "at\n"
+    "two ratios or more below 1 it can divide places among layers (--ess-divide-places): profile "
+    "from\n"
+    "the fewest places that a layer may have, which --least-places must not be above.";
 
 constexpr char kExamples[] =
     "  sluice-profile --model models/m --traffic prompts.jsonl --out m.profile.json\n"
@@ -58,7 +63,10 @@ constexpr char kExamples[] =
     "  sluice-server --model models/m --policy scout --policy-profile m.profile.json\n"
     "  sluice-profile --model models/deepseek --traffic prompts.jsonl --contexts 32768 --ratios "
     "0.2 \\\n"
-    "      --batches 1,32,76 --device cuda --hbm-bytes 40GiB --dram-bytes 100GiB --out d.json";
+    "      --batches 1,32,76 --device cuda --hbm-bytes 40GiB --dram-bytes 100GiB --out d.json\n"
+    "  sluice-profile --model configs/models/topic-drift-indexer-small --dummy --topic-drift "
+    "--paths 4 \\\n"
+    "      --contexts 1024 --ratios 0.16,0.3,0.6 --least-places 160 --batches 2 --out small.json";
 
 struct Options {
   std::string model, out, traffic, kernels = "auto";
@@ -70,7 +78,7 @@ struct Options {
   std::string device = "cpu", hbm_bytes = "256MiB", dram_bytes = "1GiB", ratios = "0.2";
   bool topic_drift = false;
   std::vector<int64_t> contexts, batches = {1, 4};
-  int64_t least_places = 6400, transfer_workers = 4;
+  int64_t least_places = 6400, transfer_workers = 4, paths = 8;
 };
 
 class Profiler {
@@ -212,6 +220,7 @@ absl::Status ProfileMisses(const Options& o) {
   options.traffic = o.traffic;
   options.dummy = o.dummy;
   options.topic_drift = o.topic_drift;
+  options.paths = o.paths;
   options.threads = o.threads > 0 ? static_cast<int>(o.threads) : DefaultThreads();
   options.prompts = o.prompts;
   options.seed = o.seed;
@@ -309,6 +318,8 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   flags.Switch("topic-drift",
                "of a model with an indexer: weights and prompts by formula, whose selections drift",
                &o.topic_drift);
+  flags.Integer("paths", "of --topic-drift, of which each layer's indexer sees one", 1, 64,
+                &o.paths);
   flags.Text("kernels", "NAME", "CPU kernels, as sluice-server has them", &o.kernels);
   flags.Integer("threads", "threads that compute; 0: as the server chooses", 0, 1024, &o.threads);
   flags.Integer("workers", "threads that attend to what is not in HBM", 1, 1024, &o.workers);
@@ -323,6 +334,8 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   if (o.no_intervals && !o.skew) {
     return Fail("--no-intervals leaves nothing to measure: add --skew (see --help)", 2);
   }
+  // What policies log is not the table's.
+  SetUpLogging(LogLevel::kWarn, LogFormat::kText);
   const absl::Status status = Profile(o);
   return status.ok() ? 0 : Fail(std::string(status.message()), 1);
 }

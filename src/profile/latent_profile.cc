@@ -109,6 +109,7 @@ class LatentProfiler {
   LatentDrift Drift() const {
     LatentDrift drift;
     drift.seed = static_cast<uint64_t>(options_.seed);
+    drift.paths = static_cast<int>(options_.paths);
     return drift;
   }
 

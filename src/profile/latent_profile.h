@@ -16,6 +16,7 @@ struct LatentProfileOptions {
   std::string model, device = "cpu", kernels = "auto", traffic;
   bool dummy = false;
   bool topic_drift = false;  // weights and contexts of the topic-drift workload (latent_drift.h)
+  int64_t paths = 8;         // of that
   int threads = 1;
   int64_t prompts = 4, seed = 1, steps = 64, block_tokens = 32, least_places = 6400;
   int64_t transfer_workers = 4;

@@ -115,6 +115,7 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
   o.hgca.reduction = ReductionOf(config.hgca_reduction());
   o.ess.sparse_memory_ratio = config.ess_sparse_memory_ratio();
   o.ess.least_places = static_cast<int>(config.ess_least_places());
+  o.ess.divide_places = config.ess_divide_places();
   o.ess.warm_up = config.ess_warm_up();
   o.ess.lru = config.ess_lru();
   o.ess.overlap = OverlapOf(config.ess_overlap());

@@ -73,6 +73,8 @@ int Main(const NodeProgram& program, int argc, char** argv) {
     case Action::kCheckConfig:
       return Print(EffectiveConfigYaml(program.name, *loaded));
     case Action::kPrintPlan: {
+      // What policies log while they are made is not the plan's.
+      SetUpLogging(LogLevel::kWarn, LogFormat::kText);
       const absl::StatusOr<std::string> plan = program.plan(config);
       return plan.ok() ? Print(*plan) : Fail(program.name, plan.status());
     }

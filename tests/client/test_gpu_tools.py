@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sluice_gpu import bench, cases, e2e, gpu_test, policies, stage, weights
+from sluice_gpu import bench, cases, e2e, gpu_test, latent, policies, stage, weights
 from sluice_gpu.jobs import Job, run_jobs
 from sluice_gpu.place import Place
 
@@ -237,5 +237,26 @@ def test_each_part_names_a_model_and_policies_that_exist(part, tmp_path):
             words = policies.command(run.quickly() if quick else run, Place(ROOT), "cpu", quick, tmp_path, None)
             flags = dict(zip(words[2::1], words[3::1]))
             assert (Path(flags["--model"]) / "config.json").is_file()
+            if isinstance(run, latent.ProfileRun):
+                continue
             assert flags["--policies"].split(",")[0]
             assert int(flags["--max-batch"]) >= max(map(int, flags["--batches"].split(",")))
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_profile_is_measured_before_the_run_that_takes_it(quick, tmp_path):
+    profile, run = (r.quickly() if quick else r for r in policies.PARTS["ess-divide"])
+    measured = policies.command(profile, Place(ROOT), "cpu", quick, tmp_path, None)
+    takes = policies.command(run, Place(ROOT), "cpu", quick, tmp_path, None)
+    assert Path(measured[0]).name == "sluice-profile" and Path(takes[0]).name == "sluice-bench"
+
+    def of(words, flag):
+        return words[words.index(flag) + 1]
+
+    assert of(takes, "--policy-profile") == of(measured, "--out")
+    assert of(takes, "--model") == of(measured, "--model") and of(takes, "--contexts") == of(measured, "--contexts")
+    # What is divided lies above the fewest places that were profiled.
+    least = float(of(measured, "--ratios").split(",")[0])
+    divided = [p for p in of(takes, "--policies").split(",") if "divide=1" in p]
+    assert divided and all(p.replace(":divide=1", "") in of(takes, "--policies").split(",") for p in divided)
+    assert least < float(divided[0].split("ratio=")[1].split(":")[0])

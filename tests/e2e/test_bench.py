@@ -5,6 +5,7 @@ import re
 
 import pytest
 from nodes import BIN, FIXTURES, ROOT, run
+from profiling import profile
 
 BENCH = BIN / "sluice-bench"
 FIGURE_KEYS = {"name", "unit", "better", "median", "p10", "p90", "samples", "more"}
@@ -112,6 +113,22 @@ def test_policies_are_run_side_by_side(tiny_models, tmp_path):
 INDEXER = ROOT / "configs" / "models" / "topic-drift-indexer-small"
 LATENT = ["policies", "--model", INDEXER, "--topic-drift", "--paths", "4", "--contexts", "1024", "--distinct", "1",
           "--hbm-bytes", "64MiB", "--dram-bytes", "256MiB", "--max-batch", "4"]
+
+
+def test_places_are_divided_by_a_profile_and_not_without_one(tmp_path):
+    even, divided = "ess:ratio=0.2:least=160", "ess:ratio=0.2:least=160:divide=1"
+    words = [*LATENT, "--policies", f"full,{even},{divided}", "--batches", "2", "--given-batches", "--steps", "4",
+             "--no-trace"]
+    refused = report_of(*words, status=1, timeout=300)
+    assert {run["policy"] for run in refused["details"]["runs"]} == {"full", even}
+    [failure] = refused["details"]["failures"]
+    assert failure["policy"] == divided and "sluice-profile --ratios" in failure["status"]
+    out = tmp_path / "p.json"
+    profile(INDEXER, out, "--dummy", "--topic-drift", "--paths", "4", "--contexts", "1024", "--ratios", "0.16,0.3,0.6",
+            "--least-places", "160", "--batches", "2", "--prompts", "1", "--steps", "8", "--hbm-bytes", "64MiB")
+    report = report_of(*words, "--policy-profile", out, timeout=300)
+    assert "failures" not in report["details"]
+    assert [run["policy"] for run in report["details"]["runs"]] == ["full", even, divided]
 
 
 def test_misses_are_those_that_were_set_and_steps_come_with_and_without_transfers():

@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from latent_lab import EXACT
 from metrics_text import Scrape
-from nodes import BIN, DEVICE, TIMEOUT_S, greedy, run, tokens_of
+from nodes import BIN, DEVICE, ROOT, TIMEOUT_S, greedy, run, tokens_of
 from profiling import profile
 from sluice.v1 import decode_pb2
 
@@ -29,6 +30,18 @@ def test_misses_and_stage_times_of_a_latent_model(tiny_models, tmp_path):
     assert stages["device"] == DEVICE and stages["branch_us"] >= 0
     for stage in ("transfer", "prepare", "attend", "index", "admit"):
         assert stages[stage]["fixed_us"] + stages[stage]["each_us"] > 0
+
+
+def test_topic_drift_has_as_many_paths_as_the_model_has_room_for(tmp_path):
+    model = ROOT / "configs" / "models" / "topic-drift-indexer-small"
+    drifts = ["--dummy", "--topic-drift", "--contexts", "512", "--batches", "1", "--ratios", "0.3,0.6",
+              "--least-places", "160", "--steps", "8", "--prompts", "1", "--device", DEVICE]
+    out = tmp_path / "p.json"
+    assert "8 paths need a hidden_size" in profile(model, out, *drifts, status=1)
+    profile(model, out, *drifts, "--paths", "4")
+    few, many = json.loads(out.read_text())["misses"]
+    assert few["ratio"] < many["ratio"] < 1 and sum(few["by_layer"]) > sum(many["by_layer"])
+    assert len({round(misses, 3) for misses in few["by_layer"]}) == 4, "layers drift at paces of their own"
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -107,3 +120,64 @@ def test_a_profile_that_is_wrong_is_refused_at_start(tiny_models, expecting, by_
     done = run(BIN / "sluice-server", "--model", tiny_models("tiny-deepseek-v32"), "--device", DEVICE, *SERVED,
                "--policy-profile", expecting(by_layer, **changed), "--listen", "127.0.0.1:0", "--admin-listen", "")
     assert done.returncode == 1 and all(text in done.stderr for text in words), done.stderr
+
+
+# Pools smaller than a sequence, so that there is something to divide.
+DIVIDED = [*EXACT, "--policy", "ess", "--ess-least-places", "96", "--ess-divide-places", "--max-context", "1024",
+           "--max-sequences", "4", "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB"]
+
+
+@pytest.fixture(scope="module")
+def curves(tiny_models, tmp_path_factory):
+    """curves(*ratios): the file of a real profile whose layer 2 alone gains with places."""
+    real = tmp_path_factory.mktemp("curves") / "p.json"
+    profile(tiny_models("tiny-deepseek-v32"), real, *LATENT)
+
+    def make(*ratios):
+        made = json.loads(real.read_text())
+        made["misses"] = [{"context": 1000, "ratio": ratio, "batch": 4, "by_layer": [3, 3, 60 * (1 - ratio)]}
+                          for ratio in ratios]
+        out = real.with_name(f"{'-'.join(map(str, ratios))}.json")
+        out.write_text(json.dumps(made))
+        return out
+
+    return make
+
+
+def test_places_divided_by_a_profile_serve_the_same_tokens(tiny_models, start, curves):
+    model = tiny_models("tiny-deepseek-v32")
+    flags = [*DIVIDED, "--ess-sparse-memory-ratio", "0.3", "--policy-profile", curves(0.1, 0.9)]
+    plan = run(BIN / "sluice-server", "--model", model, "--device", DEVICE, *flags, "--print-plan")
+    assert plan.returncode == 0 and "beneath the fetching, by layer" in plan.stdout, plan.stdout + plan.stderr
+    node = start("sluice-server", model, *flags, "--local-prefill", "always")
+    log = node.log.read_text()
+    assert "places are divided among layers by what a profile says" in log
+    even = start("sluice-server", model, "--local-prefill", "always",
+                 *(flag for flag in flags if flag != "--ess-divide-places"))
+    assert "places are divided" not in even.log.read_text()
+    asked = {"prompt_token_ids": [2 + i * 7 % 500 for i in range(300)],
+             "sampling": greedy(max_tokens=40, ignore_eos=True)}
+    answers = [[token.id for token in tokens_of(of.decode.Generate(
+        decode_pb2.GenerateRequest(**asked), timeout=TIMEOUT_S))[0]] for of in (node, even)]
+    assert [len(ids) for ids in answers] == [40, 40]
+    # Pools of other sizes: other lists, which add up to the same but for rounding; a GPU's to bf16 may turn a tie.
+    assert DEVICE != "cpu" or answers[0] == answers[1]
+
+
+def test_where_there_is_nothing_to_divide_the_log_says_so(tiny_models, start, curves):
+    node = start("sluice-server", tiny_models("tiny-deepseek-v32"), *DIVIDED, "--ess-sparse-memory-ratio", "0.3",
+                 "--policy-profile", curves(0.4, 0.9))
+    log = node.log.read_text()
+    assert "places are not divided among layers" in log and "ess_divide_places" in log
+
+
+@pytest.mark.parametrize("ratios, flags, words", [
+    ((0.1, 0.9), [], "ess_sparse_memory_ratio 0 (auto)"),
+    ((0.1, 1), ["--ess-sparse-memory-ratio", "0.3"], "found 1: measure them with sluice-profile --ratios A,B,..."),
+    ((), ["--ess-sparse-memory-ratio", "0.3"], "found 0: measure them with sluice-profile --ratios A,B,..."),
+])
+def test_places_that_cannot_be_divided_are_refused_at_start(tiny_models, curves, ratios, flags, words):
+    known = ["--policy-profile", curves(*ratios)] if ratios else []
+    done = run(BIN / "sluice-server", "--model", tiny_models("tiny-deepseek-v32"), "--device", DEVICE, *DIVIDED, *flags,
+               *known, "--listen", "127.0.0.1:0", "--admin-listen", "")
+    assert done.returncode == 1 and "ess_divide_places: " in done.stderr and words in done.stderr, done.stderr

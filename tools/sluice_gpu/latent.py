@@ -32,12 +32,14 @@ class LatentRun:
     dram_gib: int = 108
     trace: bool = False
     misses: tuple[int, ...] = ()  # set ones, with and without transfers, and nothing else
+    profile: str = ""  # the name of the ProfileRun before it whose file it takes
     more: tuple[str, ...] = ()
     quality = False
 
     def quickly(self) -> "LatentRun":
         """The same rows in seconds, on any device; ratios keep their words, misses shrink."""
-        few = [policy.replace("ratio=", "least=160:ratio=") for policy in self.policies]
+        few = [policy.replace("ratio=", "least=160:ratio=").replace("prefetch=512", "prefetch=32")
+               for policy in self.policies]
         return replace(self, model=SMALL, context=1024, hbm_mib=64, dram_gib=1, most=min(self.most, 4),
                        batches=tuple(min(b, 4) for b in self.batches), steps=4, policies=tuple(few),
                        misses=tuple(m // 8 for m in self.misses), more=(*self.more, "--paths", "4"))
@@ -55,14 +57,49 @@ class LatentRun:
             out.append("--no-trace")
         if self.misses:
             out += ["--misses", ",".join(map(str, self.misses)), "--only-overlap"]
+        if self.profile:
+            out += ["--policy-profile", str(folder / f"{self.profile}.json")]
         return out
+
+
+@dataclass(frozen=True)
+class ProfileRun:
+    """One call of sluice-profile, for runs behind it in the same part."""
+
+    name: str
+    context: int
+    ratios: tuple[float, ...]
+    least_places: int
+    hbm_mib: int
+    batches: tuple[int, ...]
+    model: str = EP32
+    prompts: int = 2
+    steps: int = 32
+    dram_gib: int = 60
+    more: tuple[str, ...] = ()
+    quality = False
+
+    def quickly(self) -> "ProfileRun":
+        """The same rows in seconds, on any device, of the model and the context of LatentRun.quickly."""
+        return replace(self, model=SMALL, context=1024, hbm_mib=64, dram_gib=1, least_places=160, prompts=1,
+                       steps=8, batches=tuple(min(b, 2) for b in self.batches[:1]),
+                       ratios=tuple(ratio for ratio in self.ratios if ratio >= 0.15),
+                       more=(*self.more, "--paths", "4"))
+
+    def arguments(self, place: Place, quick: bool, folder: Path, texts: Path | None) -> list[str]:
+        """Of sluice-profile, but for the device and where it writes."""
+        return ["--model", str(place.root / self.model), "--dummy", "--topic-drift",
+                "--contexts", str(self.context), "--ratios", ",".join(map(str, self.ratios)),
+                "--least-places", str(self.least_places), "--batches", ",".join(map(str, self.batches)),
+                "--prompts", str(self.prompts), "--steps", str(self.steps),
+                "--hbm-bytes", f"{self.hbm_mib}MiB", "--dram-bytes", f"{self.dram_gib}GiB", *self.more]
 
 
 def _of(ratio: str, *policies: str) -> tuple[str, ...]:
     return tuple(f"{policy}:ratio={ratio}" for policy in policies)
 
 
-LATENT_PARTS: dict[str, list[LatentRun]] = {
+LATENT_PARTS: dict[str, list[LatentRun | ProfileRun]] = {
     # The throughput table. With --forecast-dram the planner says what a TB would hold.
     "ess32k": [LatentRun("32k", ("full", *_of("0.2", "ess")), 32768, 40200, batches=(1, 16), most=76,
                          distinct=2, trace=True, more=("--forecast-dram", "1TiB", "--forecast-hbm", "90GiB"))],
@@ -71,6 +108,12 @@ LATENT_PARTS: dict[str, list[LatentRun]] = {
     # Where HBM has room for what few sequences have.
     "ess-few": [LatentRun("few", ("full", "ess", "ess:ratio=0.2"), 32768, 40200, batches=(1, 2, 4),
                           given_batches=True, most=4)],
+    # Places divided among layers by what they miss, which is measured first, and fetching for the next step.
+    "ess-divide": [ProfileRun("profile", 32768, (0.08, 0.11, 0.15, 0.2, 0.3, 0.45, 0.7), 2080, 40200,
+                              batches=(4, 24)),
+                   LatentRun("divide", ("full", *_of("0.2", "ess"), "ess:ratio=0.2:prefetch=512",
+                                        "ess:ratio=0.2:divide=1", "ess:ratio=0.2:divide=1:prefetch=512"), 32768, 40200,
+                             most=76, distinct=2, profile="profile")],
     # Batch against ratio: the paper's table 2.
     "ess-ratios": [LatentRun(f"ratios-{context >> 10}k",
                              ("full", *(f"ess:ratio={ratio}" for ratio in (1, 0.7, 0.5, 0.3, 0.2, 0.1))),

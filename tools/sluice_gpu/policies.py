@@ -1,8 +1,8 @@
 """tools/gpu-test --bench --part NAME: attention policies side by side, in parts of minutes each.
 
-A part is a few runs of `sluice-bench policies`. Its reports and traces go to folders of their own, what it
-printed to policies-NAME.md and .json. With --quick a part runs with a small model and short contexts: a
-rehearsal of the same rows, whose figures mean nothing.
+A part is a few runs of `sluice-bench policies`, and of `sluice-profile` where they need a profile. Its reports and
+traces go to folders of their own, what it printed to policies-NAME.md and .json. With --quick a part runs with a
+small model and short contexts: a rehearsal of the same rows, whose figures mean nothing.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sluice_gpu import machine
 from sluice_gpu.bench import Bench, Outcome, markdown, run_bench
-from sluice_gpu.latent import LATENT_PARTS, LatentRun
+from sluice_gpu.latent import LATENT_PARTS, LatentRun, ProfileRun
 from sluice_gpu.place import Place
 
 PART_SECONDS = 480
@@ -103,7 +103,8 @@ def _hgca_quality() -> tuple[str, ...]:
                       for ratio in (1, 2, 3) for beta in (0.25, 0.5, 0.75, 1)))
 
 
-PARTS: dict[str, list[Run | LatentRun]] = {
+AnyRun = Run | LatentRun | ProfileRun
+PARTS: dict[str, list[AnyRun]] = {
     # Everyone at the largest batch and at full's own.
     "main64k": [Run("64k", (*EVERYONE, "recall:budget=20%"), (65536,), batches=(2,))],
     # On one GPU of a host with 256 GiB.
@@ -138,10 +139,13 @@ def token_bytes(model: Path) -> int:
     return 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
 
 
-def command(run: Run | LatentRun, place: Place, device: str, quick: bool, folder: Path,
+def command(run: AnyRun, place: Place, device: str, quick: bool, folder: Path,
             texts: Path | None) -> list[str]:
-    return [str(place.bin / "sluice-bench"), "policies", "--device", device,
-            "--out", str(folder / run.name), *run.arguments(place, quick, folder, texts)]
+    if isinstance(run, ProfileRun):
+        begin, out = [str(place.bin / "sluice-profile")], folder / f"{run.name}.json"
+    else:
+        begin, out = [str(place.bin / "sluice-bench"), "policies"], folder / run.name
+    return [*begin, "--device", device, "--out", str(out), *run.arguments(place, quick, folder, texts)]
 
 
 def run_part(place: Place, results: Path, part: str, device: str, quick: bool,

@@ -164,6 +164,8 @@ TEST_CASE("A division gives layers that do not gain the fewest places, and needs
   REQUIRE(places[0] < 3300 + 32);  // a tenth
   REQUIRE(places[1] > 9700);
   REQUIRE(ExpectedMisses(options, shape)[1] < 530);
+  REQUIRE(ProfiledRatios(options.ess.profile, 30000, 2) == std::vector<double>{0.1, 0.5});
+  REQUIRE(ProfiledRatios(options.ess.profile, 30000, 3).empty());
   options.ess.profile.points.pop_back();
   REQUIRE(EssShapeOf(options, 2, 32, 0).shares.empty());
   options.ess.profile.points.push_back({131072, 0.5, 1, {20, 300}});  // of another context

@@ -4,8 +4,10 @@
 #include <map>
 #include <set>
 
+#include "src/attention/policies/ess/ess_options.h"
 #include "src/attention/policies/ess/pool_shape.h"
 #include "src/attention/policies/ess/pool_warmer.h"
+#include "src/attention/policy_factory.h"
 #include "src/device/kernel_set.h"
 #include "tests/support/device.h"
 #include "tests/test_main.h"
@@ -285,6 +287,45 @@ TEST_CASE("offload-naive fetches everything in every step, to the same results")
     REQUIRE(layer.steps == 5);
     REQUIRE(layer.selected == 5 * 32);
     REQUIRE(layer.missing == layer.selected);
+  }
+}
+
+TEST_CASE("ess: places that cannot be divided are refused by the setting's name") {
+  const LatentRig::Shape shape;
+  LatentRig rig(shape, SmallPools());
+  PolicyOptions options = rig.Options();
+  const auto refusal = [&] {
+    const absl::Status status = CheckEssOptions(options);
+    REQUIRE(absl::IsInvalidArgument(status));
+    REQUIRE_THAT(std::string(status.message()), Catch::StartsWith("ess_divide_places: "));
+    return std::string(status.message());
+  };
+  const auto remedy = Catch::Contains("sluice-profile --ratios A,B,...");
+  REQUIRE(CheckEssOptions(options).ok());
+  options.ess = Divided(shape);
+  REQUIRE(CheckEssOptions(options).ok());
+  options.ess.sparse_memory_ratio = 0;
+  REQUIRE_THAT(refusal(), Catch::Contains("ess_sparse_memory_ratio 0 (auto)"));
+  options.ess = Divided(shape);
+  // One ratio, of two batches; a second one of another context, or in which nothing is missed.
+  options.ess.profile.points.back().ratio = options.ess.profile.points.front().ratio;
+  REQUIRE_THAT(refusal(), Catch::Contains("(512), found 1") && remedy);
+  options.ess.profile.points.back().ratio = 1;
+  REQUIRE_THAT(refusal(), Catch::Contains("found 1") && remedy);
+  options.ess.profile.points.back().ratio = 0.9;
+  options.ess.profile.points.back().context = 4096;
+  REQUIRE_THAT(refusal(), Catch::Contains("found 1") && remedy);
+  options.ess.profile.points.clear();
+  REQUIRE_THAT(refusal(), Catch::Contains("found 0") && remedy);
+  REQUIRE_FALSE(NewPolicy(options).ok());
+  options.ess.divide_places = false;
+  REQUIRE(CheckEssOptions(options).ok());
+  // The mean is the least that was profiled: the log says that nothing is divided.
+  for (const double ratio : {0.08, 1.0}) {
+    options.ess = Divided(shape, ratio);
+    options.ess.profile.points.front().ratio = 0.1;
+    REQUIRE(CheckEssOptions(options).ok());
+    REQUIRE(EssShapeOf(options, shape.layers, shape.block_tokens, 0).shares.empty());
   }
 }
 

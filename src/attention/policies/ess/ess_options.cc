@@ -1,13 +1,57 @@
 #include "src/attention/policies/ess/ess_options.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "src/attention/latent/latent_views.h"
 #include "src/attention/policies/ess/pool_division.h"
+#include "src/base/logging.h"
+#include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 
 namespace sluice {
+namespace {
+
+// Of divide_places.
+absl::Status CheckDivision(const PolicyOptions& o) {
+  if (o.ess.sparse_memory_ratio == 0) {
+    return absl::InvalidArgumentError(
+        "ess_divide_places: there are no set places to divide with ess_sparse_memory_ratio 0 "
+        "(auto), where each sequence has what there is: set that ratio, or leave "
+        "ess_divide_places off");
+  }
+  const CacheLayout& layout = o.dram->layout();
+  const std::vector<double> ratios = ProfiledRatios(o.ess.profile, o.max_context, layout.layers);
+  if (ratios.size() < 2) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "ess_divide_places: expected a policy_profile with misses at two ratios below 1, of the "
+        "context nearest to max_context (",
+        o.max_context, "), found ", ratios.size(),
+        ": measure them with sluice-profile --ratios A,B,..., or leave ess_divide_places off"));
+  }
+  if (o.name != "ess") return absl::OkStatus();  // nothing stays in a place
+  const EssPoolShape shape =
+      EssShapeOf(o, layout.layers, layout.kinds[kLatentKind].block_tokens, 0);
+  const int64_t mean = shape.PlacesOf(o.max_context);
+  if (shape.shares.empty()) {
+    Log(LogLevel::kWarn,
+        "policy ess: places are not divided among layers, since there are no more of them than the "
+        "fewest that were profiled, or one for each token",
+        {{"setting", "ess_divide_places"},
+         {"context", o.max_context},
+         {"places", mean},
+         {"least_profiled_ratio", ratios.front()}});
+    return absl::OkStatus();
+  }
+  const std::vector<int64_t> places = shape.PlacesByLayer(o.max_context);
+  const auto [least, most] = std::minmax_element(places.begin(), places.end());
+  Log(LogLevel::kInfo, "policy ess: places are divided among layers by what a profile says of them",
+      {{"context", o.max_context}, {"places", mean}, {"least", *least}, {"most", *most}});
+  return absl::OkStatus();
+}
+
+}  // namespace
 
 absl::Status CheckEssOptions(const PolicyOptions& o) {
   if (!HasIndexKeys(o.dram->layout()) || o.index_top_k == 0) {
@@ -37,6 +81,7 @@ absl::Status CheckEssOptions(const PolicyOptions& o) {
                      " entries for the next step, but nothing is kept for it: take 0, or policy "
                      "ess with ess_lru"));
   }
+  if (o.ess.divide_places) SLUICE_RETURN_IF_ERROR(CheckDivision(o));
   for (const PagePool* pool : {o.hbm, o.dram}) {
     // Lists of entries to fetch number them in 32 bits, all layers together.
     const int64_t entries = pool->Capacity()[kLatentKind] * pool->layout().layers;

@@ -11,7 +11,9 @@
 namespace sluice {
 
 // FAILED_PRECONDITION: the model has no latent caches with an indexer; UNIMPLEMENTED: the device
-// has no operators for them; INVALID_ARGUMENT: a setting is out of range.
+// has no operators for them; INVALID_ARGUMENT: a setting is out of range, or places are to be
+// divided (pool_division.h) and are not set ones or not profiled. Where there is nothing to divide
+// the log says so.
 absl::Status CheckEssOptions(const PolicyOptions& options);
 
 // INVALID_ARGUMENT: there is no room for one sequence, of a token and the next one.

@@ -28,29 +28,38 @@ struct Curves {
   }
 };
 
-// Empty `ratios`: the profile does not say.
-Curves CurvesOf(const MissProfile& profile, int64_t context, int layers) {
-  Curves curves;
+// What the profile has of its context nearest to this one: by ratio, of the largest batch.
+std::map<double, const MissProfile::Point*> PointsOf(const MissProfile& profile, int64_t context,
+                                                     int layers) {
   const auto far = [&](const MissProfile::Point& point) {
     return std::abs(std::log(static_cast<double>(point.context) / static_cast<double>(context)));
   };
-  double nearest = std::numeric_limits<double>::infinity();
+  int64_t nearest = 0;
+  double least = std::numeric_limits<double>::infinity();
   for (const MissProfile::Point& point : profile.points) {
-    if (far(point) < nearest) {
-      nearest = far(point);
-      curves.context = point.context;
+    if (far(point) < least) {
+      least = far(point);
+      nearest = point.context;
     }
   }
-  std::map<double, const MissProfile::Point*> points;  // of the largest batch
+  std::map<double, const MissProfile::Point*> points;
   for (const MissProfile::Point& point : profile.points) {
-    if (point.context != curves.context || point.ratio >= 1 ||
+    if (point.context != nearest || point.ratio >= 1 ||
         point.by_layer.size() != static_cast<size_t>(layers)) {
       continue;
     }
     const MissProfile::Point*& of_ratio = points[point.ratio];
     if (of_ratio == nullptr || of_ratio->batch < point.batch) of_ratio = &point;
   }
+  return points;
+}
+
+// Empty `ratios`: the profile does not say.
+Curves CurvesOf(const MissProfile& profile, int64_t context, int layers) {
+  Curves curves;
+  const auto points = PointsOf(profile, context, layers);
   if (points.size() < 2) return curves;
+  curves.context = points.begin()->second->context;
   for (const auto& [ratio, point] : points) {
     curves.ratios.push_back(ratio);
     curves.misses.push_back(point->by_layer);
@@ -92,6 +101,12 @@ void AddHull(size_t layer, const std::vector<double>& ratios, const std::vector<
 }
 
 }  // namespace
+
+std::vector<double> ProfiledRatios(const MissProfile& profile, int64_t max_context, int layers) {
+  std::vector<double> ratios;
+  for (const auto& [ratio, point] : PointsOf(profile, max_context, layers)) ratios.push_back(ratio);
+  return ratios;
+}
 
 std::vector<double> DividePlaces(const PolicyOptions& options, const EssPoolShape& even) {
   constexpr int kSteps = 128;  // in which a curve is followed

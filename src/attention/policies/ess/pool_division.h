@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "src/attention/miss_profile.h"
 #include "src/attention/policies/ess/pool_shape.h"
 #include "src/attention/policy_options.h"
 
@@ -18,6 +19,10 @@ namespace sluice {
 // that was profiled. Empty where the profile has not two ratios of that context below 1, of so many
 // layers, or the mean is not above the smallest.
 std::vector<double> DividePlaces(const PolicyOptions& options, const EssPoolShape& even);
+
+// The ratios below 1 that the profile has of its context nearest to max_context, with misses of so
+// many layers; rising.
+std::vector<double> ProfiledRatios(const MissProfile& profile, int64_t max_context, int layers);
 
 // What a sequence of max_context misses in a step, by layer, with the shape's places, by the
 // profile; empty where that does not say.
