@@ -2,7 +2,8 @@
 // are read once and become integers in shared memory. Mostly little of them is left to look at
 // after that (top_k_narrow.cuh); where more than 2,048 are wanted, or too many scores are alike,
 // the cluster finds the last one chosen digit by digit (select.cuh). Only what a block has no room
-// for is read again.
+// for is read again. Runners-up are the best of what narrowing has left and choosing has not taken;
+// without narrowing there are none.
 //
 // Moves 4 bytes a unit, from L2 where they were written just now: 512 KB a list of 128K, 17 MB of
 // 32 lists, 4 us at the rate of HBM. What it takes is latency: of loads, and of three meetings of
