@@ -86,6 +86,8 @@ void CheckTokens(const std::string& path, DType kv_dtype, double margin, size_t 
     for (const Overlap overlap : overlaps) {
       others.push_back(OptionsOf(model, path, kv_dtype, "ess", overlap));
     }
+    others.push_back(others.back());
+    others.back().policy.ess.prefetch = 16;
     for (const NodeOptions& options : others) {
       const std::vector<Generated> got = Run(options, *golden);
       for (size_t i = 0; i < std::min(cases, full.size()); ++i) {

@@ -87,6 +87,26 @@ void DrawOffloaded(SplitMix64& random, int64_t longest, NodeSpec* node) {
   node->dram_pages = Between(random, pages, pages * 4);
 }
 
+// What ess has beyond its paper: entries brought for the next step, places divided among layers.
+// Drawn apart, so that a seed stays what it was otherwise.
+void DrawBeyondPaper(int64_t longest, NodeSpec* node) {
+  PolicyOptions::Ess& ess = node->policy.ess;
+  SplitMix64 random(node->engine.seed);
+  if (node->policy.name != "ess" || !ess.lru) return;
+  if (OneIn(random, 2)) ess.prefetch = static_cast<int>(Between(random, 1, node->top_k));
+  if (ess.sparse_memory_ratio == 0 || OneIn(random, 2)) return;
+  ess.divide_places = true;
+  for (const double ratio : {0.02, 0.9}) {
+    MissProfile::Point& point = ess.profile.points.emplace_back();
+    point.context = longest;
+    point.ratio = ratio;
+    point.batch = 1;
+    for (int layer = 0; layer < kLayers; ++layer) {
+      point.by_layer.push_back(10000 * random.Uniform() * (1 - ratio));
+    }
+  }
+}
+
 // `wanted`: the policy; empty: any.
 NodeSpec DrawNode(SplitMix64& random, Plant plant, const std::string& wanted) {
   NodeSpec node;
@@ -136,6 +156,7 @@ NodeSpec DrawNode(SplitMix64& random, Plant plant, const std::string& wanted) {
     if (offloads || (wanted.empty() && OneIn(random, 2))) {
       DrawOffloaded(random, longest, &node);
       if (offloads) node.policy.name = wanted;
+      DrawBeyondPaper(longest, &node);
       node.longest = LongestSequence(node);
     }
   }

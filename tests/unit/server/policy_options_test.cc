@@ -35,6 +35,7 @@ TEST_CASE("a node's policies have the defaults that policies have by themselves"
   CHECK(of_node->ess.sparse_memory_ratio == own.ess.sparse_memory_ratio);
   CHECK(of_node->ess.least_places == own.ess.least_places);
   CHECK(of_node->ess.divide_places == own.ess.divide_places);
+  CHECK(of_node->ess.prefetch == own.ess.prefetch);
   CHECK(of_node->ess.warm_up == own.ess.warm_up);
   CHECK(of_node->ess.lru == own.ess.lru);
   CHECK(of_node->ess.overlap == own.ess.overlap);
