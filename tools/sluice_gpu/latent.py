@@ -120,12 +120,15 @@ LATENT_PARTS: dict[str, list[LatentRun | ProfileRun]] = {
                              context, hbm, most=128, steps=6, distinct=1)
                    for context, hbm in ((32768, 40200), (131072, 30300))],
     # Each of ess's ideas switched off.
-    "ess-ideas": [LatentRun("ideas", (*_of("0.2", *IDEAS), "offload-naive:ratio=0.2:row-copies=1"), 32768,
-                            40200, batches=(20,), given_batches=True, most=20, steps=12)],
+    "ess-ideas": [LatentRun("ideas", _of("0.2", *IDEAS), 32768, 40200, batches=(20,), given_batches=True,
+                            most=20, steps=12),
+                  # A copy command for each row takes seconds a step.
+                  LatentRun("row-copies", ("offload-naive:ratio=0.2", "offload-naive:ratio=0.2:row-copies=1"),
+                            32768, 40200, batches=(1,), given_batches=True, steps=2, dram_gib=4)],
     # Transfers hidden, by set misses.
     "ess-overlap32k": [LatentRun("overlap-32k", _of("0.2", "ess-da", "ess-dba"), 32768, 40200, batches=(76,),
                                  given_batches=True, most=76, steps=24, misses=(80, 200))],
-    "ess-overlap128k": [LatentRun(f"overlap-128k-{batch}", _of("0.1", "ess-da", "ess-dba"), 131072, 30300,
+    "ess-overlap128k": [LatentRun(f"overlap-128k-{batch}", _of("0.1", "ess-da", "ess-dba"), 131072, 32000,
                                   batches=(batch,), given_batches=True, most=batch, steps=24,
-                                  misses=(100, 512)) for batch in (8, 19)],
+                                  misses=(100, 512)) for batch in (8, 20)],
 }
