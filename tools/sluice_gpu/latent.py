@@ -114,6 +114,12 @@ LATENT_PARTS: dict[str, list[LatentRun | ProfileRun]] = {
                    LatentRun("divide", ("full", *_of("0.2", "ess"), "ess:ratio=0.2:prefetch=512",
                                         "ess:ratio=0.2:divide=1", "ess:ratio=0.2:divide=1:prefetch=512"), 32768, 40200,
                              most=76, distinct=2, profile="profile")],
+    # The same at 128K with EP16's weights, and what would be without transfers.
+    "ess-divide128k": [ProfileRun("profile", 131072, (0.02, 0.035, 0.05, 0.1, 0.15, 0.25, 0.45), 2080, 30300,
+                                  batches=(2, 8), model=EP16),
+                       LatentRun("divide", ("full", *_of("0.1", "ess"), "ess:ratio=0.1:divide=1",
+                                            "ess:ratio=0.1:divide=1:prefetch=512", "ess:ratio=0.1:skip=1"),
+                                 131072, 30300, most=19, model=EP16, profile="profile")],
     # Batch against ratio: the paper's table 2.
     "ess-ratios": [LatentRun(f"ratios-{context >> 10}k",
                              ("full", *(f"ess:ratio={ratio}" for ratio in (1, 0.7, 0.5, 0.3, 0.2, 0.1))),
