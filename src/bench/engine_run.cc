@@ -41,17 +41,19 @@ class CountingSink : public TokenSink {
     if (on_count_ != nullptr) on_count_(tokens_);
   }
   void Finish(FinishInfo info) override {
-    failed_.store(info.reason == FinishInfo::Reason::kError, std::memory_order_relaxed);
+    status_ = std::move(info.status);
     finished_.Notify();
   }
   bool ended() const { return finished_.HasBeenNotified(); }
+  // REQUIRES: ended().
+  const absl::Status& status() const { return status_; }
   void WaitForEnd() const { finished_.WaitForNotification(); }
 
  private:
   const std::atomic<bool>* const open_;
   const std::function<void(int64_t)> on_count_;
   int64_t tokens_ = 0;
-  std::atomic<bool> failed_{false};
+  absl::Status status_;  // until finished_ the engine's thread's
   absl::Notification finished_;
 };
 
@@ -101,7 +103,8 @@ class EngineRun {
     engine_->Wake();
     while (!marks_->all.WaitForNotificationWithTimeout(absl::Milliseconds(20))) {
       if (sinks_.back()->ended() && !marks_->all.HasBeenNotified()) {
-        return absl::InternalError("a sequence ended before its time");
+        return absl::InternalError(
+            absl::StrCat("a sequence ended before its time: ", sinks_.back()->status().message()));
       }
       if (absl::Now() > give_up) return absl::DeadlineExceededError("no tokens came");
     }

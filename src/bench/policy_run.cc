@@ -42,6 +42,20 @@ bool OnlyMoves(const std::string& kernel) {
   return false;
 }
 
+// Zeros in all pages that nobody owns.
+void Clear(Device& device, const PagePool& pool) {
+  const std::unique_ptr<Stream> stream = device.NewStream(Device::StreamKind::kCompute);
+  for (size_t kind = 0; kind < pool.layout().kinds.size(); ++kind) {
+    const auto bytes = static_cast<size_t>(pool.layout().kinds[kind].page_bytes());
+    for (const PageRun& run : pool.FreeRuns(kind)) {
+      stream->Fill(pool.PageAddress(kind, run.first), 0, static_cast<size_t>(run.count) * bytes);
+    }
+  }
+  const std::unique_ptr<Event> done = device.NewEvent();
+  stream->Record(*done);
+  done->Wait();
+}
+
 }  // namespace
 
 PolicyOptions OptionsOf(const PolicyWorld& world, const std::string& name) {
@@ -84,7 +98,10 @@ absl::Status BenchTiers::Cut(PolicyWorld* world, const std::string& name) {
 
 absl::StatusOr<std::unique_ptr<AttentionPolicy>> SetUpPolicy(const PolicyWorld& world,
                                                              const std::string& name) {
-  absl::StatusOr<std::unique_ptr<AttentionPolicy>> policy = NewPolicy(OptionsOf(world, name));
+  PolicyOptions options = OptionsOf(world, name);
+  // What another policy left in places that nothing is brought to might be no number.
+  if (options.ess.skip_transfers != nullptr) Clear(*world.device, *world.hbm);
+  absl::StatusOr<std::unique_ptr<AttentionPolicy>> policy = NewPolicy(std::move(options));
   if (policy.ok()) return policy;
   return absl::Status(policy.status().code(),
                       absl::StrCat("policy ", name, ": ", policy.status().message()));

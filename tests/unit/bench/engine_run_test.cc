@@ -2,6 +2,8 @@
 #include "src/bench/engine_run.h"
 
 #include <catch2/catch.hpp>
+#include <cstring>
+#include <string>
 
 #include "src/bench/policy_run.h"
 #include "src/device/cpu/cpu_device.h"
@@ -17,18 +19,20 @@ T OrFail(absl::StatusOr<T> value) {
   return *std::move(value);
 }
 
+std::unique_ptr<Model> LatentModel(Device* device, int slots) {
+  Model::Options options;
+  options.directory = fixtures::ModelDir("tiny-deepseek-v32");
+  options.max_context = 2048;
+  options.max_rows = 512 + slots;
+  options.max_logits = slots;
+  options.kv_dtype = DType::kFloat8E4M3;
+  return OrFail(Model::Load(options, device));
+}
+
 TEST_CASE("the largest batch of policy ess runs where DRAM has no room for its index keys") {
   constexpr int kContext = 1024, kSlots = 9;
-  CpuDeviceOptions cpu;
-  cpu.threads = 1;
-  const std::unique_ptr<Device> device = OrFail(NewCpuDevice(cpu));
-  Model::Options of;
-  of.directory = fixtures::ModelDir("tiny-deepseek-v32");
-  of.max_context = 2048;
-  of.max_rows = 512 + kSlots;
-  of.max_logits = kSlots;
-  of.kv_dtype = DType::kFloat8E4M3;
-  const std::unique_ptr<Model> model = OrFail(Model::Load(of, device.get()));
+  const std::unique_ptr<Device> device = OrFail(NewCpuDevice({"auto", 1}));
+  const std::unique_ptr<Model> model = LatentModel(device.get(), kSlots);
   EngineRunOptions options;
   options.context = kContext;
   options.steps = 1;
@@ -61,6 +65,40 @@ TEST_CASE("the largest batch of policy ess runs where DRAM has no room for its i
               (more == 0 ? absl::StatusCode::kOk : absl::StatusCode::kResourceExhausted));
     }
   }
+}
+
+TEST_CASE("what lay in the pool before does not end a run that brings nothing there") {
+  constexpr int kContext = 1024, kSlots = 2;
+  const std::unique_ptr<Device> device = OrFail(NewCpuDevice({"auto", 1}));
+  const std::unique_ptr<Model> model = LatentModel(device.get(), kSlots);
+  EngineRunOptions options;
+  options.batch = kSlots;
+  options.context = kContext;
+  options.steps = 16;
+  options.random_context = false;
+  options.windows = 2;
+  PolicyWorld world;
+  world.device = device.get();
+  world.model = model.get();
+  world.max_context = kContext + EngineTokens(options);
+  world.slots = kSlots;
+  const auto tiers = OrFail(BenchTiers::Create(*device, int64_t{16} << 20, int64_t{64} << 20));
+  const std::string policy_name = "ess:least=160:ratio=0.1:skip=1";
+  REQUIRE(tiers->Cut(&world, policy_name).ok());
+  options.dram = world.dram;
+  for (size_t kind = 0; kind < world.hbm->layout().kinds.size(); ++kind) {
+    const auto page = static_cast<size_t>(world.hbm->layout().kinds[kind].page_bytes());
+    for (const PageRun& run : world.hbm->FreeRuns(kind)) {
+      std::memset(world.hbm->PageAddress(kind, run.first), 0xff,
+                  static_cast<size_t>(run.count) * page);
+    }
+  }
+  const auto policy = OrFail(SetUpPolicy(world, policy_name));
+  OrFail(RunEngine(options, kSlots, device.get(), model.get(), world.hbm, policy.get()));
+  const PolicyStatistics seen = policy->Statistics();
+  int64_t misses = 0;
+  for (const PolicyStatistics::Layer& layer : seen.layers) misses += layer.missing;
+  CHECK(misses > 0);
 }
 
 }  // namespace
