@@ -103,8 +103,10 @@ class EngineRun {
     engine_->Wake();
     while (!marks_->all.WaitForNotificationWithTimeout(absl::Milliseconds(20))) {
       if (sinks_.back()->ended() && !marks_->all.HasBeenNotified()) {
+        const absl::Status& why = sinks_.back()->status();
         return absl::InternalError(
-            absl::StrCat("a sequence ended before its time: ", sinks_.back()->status().message()));
+            absl::StrCat("a sequence ended before its time: ",
+                         why.ok() ? "it has all its tokens" : why.message()));
       }
       if (absl::Now() > give_up) return absl::DeadlineExceededError("no tokens came");
     }

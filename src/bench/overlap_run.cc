@@ -125,13 +125,11 @@ absl::StatusOr<Played> Play(const PolicyWorld& world, const std::string& name,
   options.dram = world.dram;
   bool skip = false;
   PolicyWorld own = world;
-  own.options.ess.skip_transfers = &skip;
   std::unique_ptr<SetMisses> lists;
   if (!script.misses.empty()) {
     // Pools begin with the newest tokens, which no list has.
     own.options.recompute_last = PolicyOptions::RecomputeLast::kOff;
-    PolicyWorld plain = own;
-    SLUICE_ASSIGN_OR_RETURN(const auto policy, SetUpPolicy(plain, name));
+    SLUICE_ASSIGN_OR_RETURN(const auto policy, SetUpPolicy(own, name));
     SetMisses::Options set;
     set.device = world.device;
     set.rows = std::max(world.slots, world.device->RowBucket(world.slots));
@@ -143,6 +141,7 @@ absl::StatusOr<Played> Play(const PolicyWorld& world, const std::string& name,
     SLUICE_ASSIGN_OR_RETURN(lists, SetMisses::Create(set));
     own.options.ess.on_selection = lists->Observer();
   }
+  own.options.ess.skip_transfers = &skip;
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<AttentionPolicy> made, SetUpPolicy(own, name));
   ScriptedPolicy policy(std::move(made), script, options.context, &skip, lists.get());
   const std::unique_ptr<Device> device = NewStepDevice(

@@ -45,11 +45,8 @@ bool OnlyMoves(const std::string& kernel) {
 // Zeros in all pages that nobody owns.
 void Clear(Device& device, const PagePool& pool) {
   const std::unique_ptr<Stream> stream = device.NewStream(Device::StreamKind::kCompute);
-  for (size_t kind = 0; kind < pool.layout().kinds.size(); ++kind) {
-    const auto bytes = static_cast<size_t>(pool.layout().kinds[kind].page_bytes());
-    for (const PageRun& run : pool.FreeRuns(kind)) {
-      stream->Fill(pool.PageAddress(kind, run.first), 0, static_cast<size_t>(run.count) * bytes);
-    }
+  for (const absl::Span<uint8_t> free : pool.FreeMemory()) {
+    stream->Fill(free.data(), 0, free.size());
   }
   const std::unique_ptr<Event> done = device.NewEvent();
   stream->Record(*done);

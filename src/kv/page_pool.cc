@@ -356,4 +356,15 @@ std::vector<PageRun> PagePool::FreeRuns(size_t kind) const {
   return runs;
 }
 
+std::vector<absl::Span<uint8_t>> PagePool::FreeMemory() const {
+  std::vector<absl::Span<uint8_t>> free;
+  for (size_t kind = 0; kind < layout_.kinds.size(); ++kind) {
+    const auto page_bytes = static_cast<size_t>(layout_.kinds[kind].page_bytes());
+    for (const PageRun& run : FreeRuns(kind)) {
+      free.emplace_back(PageAddress(kind, run.first), static_cast<size_t>(run.count) * page_bytes);
+    }
+  }
+  return free;
+}
+
 }  // namespace sluice

@@ -132,6 +132,8 @@ class PagePool {
   // Pages that nobody owns, for whoever watches over them. Where kinds share the arena a stretch
   // that is free is free for each of them.
   std::vector<PageRun> FreeRuns(size_t kind) const;
+  // Their memory, of all kinds; where they share the arena a stretch is there for each of them.
+  std::vector<absl::Span<uint8_t>> FreeMemory() const;
 
  private:
   friend class Reservation;

@@ -131,7 +131,7 @@ LATENT_PARTS: dict[str, list[LatentRun | ProfileRun]] = {
                   # A copy command for each row takes seconds a step.
                   LatentRun("row-copies", ("offload-naive:ratio=0.2", "offload-naive:ratio=0.2:row-copies=1"),
                             32768, 40200, batches=(1,), given_batches=True, steps=2, dram_gib=4)],
-    # Transfers hidden, by set misses.
+    # Transfers hidden, by set misses. At 128K the cap has room for the paper's 20 sequences.
     "ess-overlap32k": [LatentRun("overlap-32k", _of("0.2", "ess-da", "ess-dba"), 32768, 40200, batches=(76,),
                                  given_batches=True, most=76, steps=24, misses=(80, 200))],
     "ess-overlap128k": [LatentRun(f"overlap-128k-{batch}", _of("0.1", "ess-da", "ess-dba"), 131072, 32000,

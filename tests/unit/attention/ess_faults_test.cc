@@ -2,7 +2,6 @@
 // pages that come and go beside running sequences.
 #include <algorithm>
 #include <catch2/catch.hpp>
-#include <cstring>
 
 #include "absl/synchronization/notification.h"
 #include "src/base/error.h"
@@ -146,18 +145,6 @@ SelectionHints Nonsense(SplitMix64& random, int layers) {
 
 constexpr uint8_t kPoison = 0xFF;  // NaN, and page -1
 
-// Each byte of the pages that nobody has.
-template <typename F>
-void OfFreePages(PagePool& pool, F f) {
-  for (size_t kind = 0; kind < pool.layout().kinds.size(); ++kind) {
-    for (const PageRun& run : pool.FreeRuns(kind)) {
-      const auto bytes = static_cast<size_t>(run.count) *
-                         static_cast<size_t>(pool.layout().kinds[kind].page_bytes());
-      f(pool.PageAddress(kind, run.first), bytes);
-    }
-  }
-}
-
 // By construction: a slot's pages go back in Release and TakeHome, which come after the slot's last
 // step and its copies, and its tables are read by its own rows alone. Here every page that nobody
 // has is poison while steps and warm-ups run; none of it reaches a result, and none is written.
@@ -197,7 +184,9 @@ TEST_CASE("ess: no gather and no write meets a page that was given back") {
       }
       for (const auto& [one, stream] : streams) rig.AwaitWarm(one);
       for (PagePool* pool : {&rig.hbm(), &rig.dram()}) {
-        OfFreePages(*pool, [](uint8_t* at, size_t bytes) { std::memset(at, kPoison, bytes); });
+        for (const absl::Span<uint8_t> free : pool->FreeMemory()) {
+          std::fill(free.begin(), free.end(), kPoison);
+        }
       }
       std::vector<int32_t> slots;
       std::vector<int> at;
@@ -213,9 +202,9 @@ TEST_CASE("ess: no gather and no write meets a page that was given back") {
         CheckRow(rig, got, r, streams[slots[r]], at[r]);
       }
       for (PagePool* pool : {&rig.hbm(), &rig.dram()}) {
-        OfFreePages(*pool, [](uint8_t* first, size_t bytes) {
-          REQUIRE(std::all_of(first, first + bytes, [](uint8_t b) { return b == kPoison; }));
-        });
+        for (const absl::Span<uint8_t> free : pool->FreeMemory()) {
+          REQUIRE(std::all_of(free.begin(), free.end(), [](uint8_t b) { return b == kPoison; }));
+        }
       }
     }
     REQUIRE(ended > 5);

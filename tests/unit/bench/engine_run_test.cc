@@ -1,8 +1,8 @@
 // Batches of the bench: what is said to fit runs, and what does not fit is said to.
 #include "src/bench/engine_run.h"
 
+#include <algorithm>
 #include <catch2/catch.hpp>
-#include <cstring>
 #include <string>
 
 #include "src/bench/policy_run.h"
@@ -29,6 +29,15 @@ std::unique_ptr<Model> LatentModel(Device* device, int slots) {
   return OrFail(Model::Load(options, device));
 }
 
+PolicyWorld WorldOf(Device& device, Model& model, int slots, int max_context) {
+  PolicyWorld world;
+  world.device = &device;
+  world.model = &model;
+  world.slots = slots;
+  world.max_context = max_context;
+  return world;
+}
+
 TEST_CASE("the largest batch of policy ess runs where DRAM has no room for its index keys") {
   constexpr int kContext = 1024, kSlots = 9;
   const std::unique_ptr<Device> device = OrFail(NewCpuDevice({"auto", 1}));
@@ -40,11 +49,7 @@ TEST_CASE("the largest batch of policy ess runs where DRAM has no room for its i
   options.random_context = false;
   options.patience = absl::Milliseconds(300);
   const int total = kContext + EngineTokens(options);
-  PolicyWorld world;
-  world.device = device.get();
-  world.model = model.get();
-  world.max_context = total;
-  world.slots = kSlots;
+  PolicyWorld world = WorldOf(*device, *model, kSlots, total);
   for (const int64_t slabs : {22, 23, 24, 25}) {  // PageSlabs::SlabBytes
     INFO(slabs << " slabs");
     const auto tiers =
@@ -75,23 +80,15 @@ TEST_CASE("what lay in the pool before does not end a run that brings nothing th
   options.batch = kSlots;
   options.context = kContext;
   options.steps = 16;
-  options.random_context = false;
   options.windows = 2;
-  PolicyWorld world;
-  world.device = device.get();
-  world.model = model.get();
-  world.max_context = kContext + EngineTokens(options);
-  world.slots = kSlots;
+  options.random_context = false;
+  PolicyWorld world = WorldOf(*device, *model, kSlots, kContext + EngineTokens(options));
   const auto tiers = OrFail(BenchTiers::Create(*device, int64_t{16} << 20, int64_t{64} << 20));
   const std::string policy_name = "ess:least=160:ratio=0.1:skip=1";
   REQUIRE(tiers->Cut(&world, policy_name).ok());
   options.dram = world.dram;
-  for (size_t kind = 0; kind < world.hbm->layout().kinds.size(); ++kind) {
-    const auto page = static_cast<size_t>(world.hbm->layout().kinds[kind].page_bytes());
-    for (const PageRun& run : world.hbm->FreeRuns(kind)) {
-      std::memset(world.hbm->PageAddress(kind, run.first), 0xff,
-                  static_cast<size_t>(run.count) * page);
-    }
+  for (const absl::Span<uint8_t> free : world.hbm->FreeMemory()) {
+    std::fill(free.begin(), free.end(), uint8_t{0xFF});  // NaN
   }
   const auto policy = OrFail(SetUpPolicy(world, policy_name));
   OrFail(RunEngine(options, kSlots, device.get(), model.get(), world.hbm, policy.get()));
