@@ -6,7 +6,7 @@ if(NOT revision)
   set(revision unknown)
 endif()
 file(CONFIGURE OUTPUT ${OUTPUT} CONTENT [[
-#include "src/bench/revision.h"
+#include "src/bench/report/revision.h"
 
 namespace sluice {
 

@@ -172,7 +172,7 @@ struct HeadLinearParams {
 
 // Entries of a list that are one piece of attention: pieces give (o, lse) and merge in order,
 // whether they were computed apart or in one go. The rule depends on the list alone. (Over packed
-// entries on a GPU pieces are twice as long, kernels/cuda/mla_plan.cuh.)
+// entries on a GPU pieces are twice as long, kernels/cuda/mla/mla_plan.cuh.)
 inline constexpr int kMlaSplitEntries = 256;
 
 // Attention of each row over a list of entries:

@@ -93,7 +93,7 @@ struct PolicyOptions {
     enum class Overlap { kNone, kDa, kDba, kLayerWise };
     Overlap overlap = Overlap::kLayerWise;
     // Multiprocessors that fetch, which attention to what is resident leaves them; with 4 the link
-    // is full (kernels/cuda/transfer.cu).
+    // is full (kernels/cuda/residency/transfer.cu).
     int transfer_workers = 4;
     MissProfile profile;  // from sluice-profile; may be empty
     // A copy of the host's for each entry in place of Transfer, to show what that brings: the host

@@ -273,7 +273,7 @@ void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model&
   FillInputs(buffer, plan, shape);
   const Inputs rows = InputsAt(host_inputs_[b], shape);
   // Before the copy: a kernel may read tables before the kernels ahead of it in the stream have
-  // ended (kernels/cuda/launch.cuh), but never before a copy ahead of it has.
+  // ended (kernels/cuda/common/launch.cuh), but never before a copy ahead of it has.
   const auto row_count = static_cast<size_t>(plan.row_count);
   policy.BeginStep(stream, {rows.slots, row_count}, {rows.positions, row_count});
   stream.Copy(inputs_.data(), host_inputs_[b].data(), static_cast<size_t>(InputBytes(shape)));

@@ -6,7 +6,7 @@
 
 #include "src/base/error.h"
 #include "src/base/status_macros.h"
-#include "src/service/proto_conversion.h"
+#include "src/service/wire/proto_conversion.h"
 
 namespace sluice {
 

@@ -11,7 +11,7 @@
 #include "src/base/status_macros.h"
 #include "src/facade/refusals.h"
 #include "src/facade/smg_dialect.h"
-#include "src/service/proto_conversion.h"
+#include "src/service/wire/proto_conversion.h"
 
 namespace sluice {
 namespace {

@@ -13,7 +13,7 @@
 #include "src/base/error.h"
 #include "src/facade/refusals.h"
 #include "src/request/request.h"
-#include "src/service/generate_reactor.h"
+#include "src/service/generate/generate_reactor.h"
 
 namespace sluice {
 

@@ -18,9 +18,9 @@
 #include "src/facade/sglang_dialect.h"
 #include "src/facade/tokenizer_stream.h"
 #include "src/facade/vllm_dialect.h"
-#include "src/service/proto_conversion.h"
-#include "src/service/status_mapping.h"
-#include "src/service/tenant_gate.h"
+#include "src/service/access/tenant_gate.h"
+#include "src/service/wire/proto_conversion.h"
+#include "src/service/wire/status_mapping.h"
 
 namespace sluice {
 namespace {

@@ -6,8 +6,8 @@
 #include <string>
 
 #include "src/facade/node_info.h"
-#include "src/service/generate_call.h"
-#include "src/service/grpc_service.h"
+#include "src/service/generate/generate_call.h"
+#include "src/service/wire/grpc_service.h"
 
 namespace sluice {
 

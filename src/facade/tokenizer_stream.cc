@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "src/base/status_macros.h"
-#include "src/service/guarded.h"
-#include "src/service/status_mapping.h"
+#include "src/service/wire/guarded.h"
+#include "src/service/wire/status_mapping.h"
 
 namespace sluice {
 namespace {

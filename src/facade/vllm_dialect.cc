@@ -11,7 +11,7 @@
 #include "src/facade/handoff_json.h"
 #include "src/facade/refusals.h"
 #include "src/facade/smg_dialect.h"
-#include "src/service/proto_conversion.h"
+#include "src/service/wire/proto_conversion.h"
 
 namespace sluice {
 namespace {

@@ -8,7 +8,7 @@
 #include "facade/vllm_engine.pb.h"
 #include "src/facade/node_info.h"
 #include "src/request/request.h"
-#include "src/service/generate_reactor.h"
+#include "src/service/generate/generate_reactor.h"
 
 namespace sluice {
 

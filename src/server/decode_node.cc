@@ -19,14 +19,14 @@
 #include "src/server/address_file.h"
 #include "src/server/model_setup.h"
 #include "src/server/program.h"
-#include "src/service/admin_service.h"
-#include "src/service/channels.h"
-#include "src/service/credentials.h"
-#include "src/service/decode_service.h"
-#include "src/service/ingest_service.h"
-#include "src/service/proto_conversion.h"
-#include "src/service/puller.h"
-#include "src/service/status_mapping.h"
+#include "src/service/access/credentials.h"
+#include "src/service/admin/admin_service.h"
+#include "src/service/generate/decode_service.h"
+#include "src/service/grpc/channels.h"
+#include "src/service/ingest/ingest_service.h"
+#include "src/service/pull/puller.h"
+#include "src/service/wire/proto_conversion.h"
+#include "src/service/wire/status_mapping.h"
 
 namespace sluice {
 namespace {

@@ -27,14 +27,14 @@
 #include "src/request/tenant_quotas.h"
 #include "src/server/security.h"
 #include "src/server/signals.h"
-#include "src/service/access_log.h"
-#include "src/service/admin_http.h"
-#include "src/service/call_pump.h"
-#include "src/service/channels.h"
-#include "src/service/drain_control.h"
-#include "src/service/grpc_server.h"
-#include "src/service/puller.h"
-#include "src/service/tenant_gate.h"
+#include "src/service/access/access_log.h"
+#include "src/service/access/tenant_gate.h"
+#include "src/service/admin/admin_http.h"
+#include "src/service/admin/drain_control.h"
+#include "src/service/generate/call_pump.h"
+#include "src/service/grpc/channels.h"
+#include "src/service/grpc/grpc_server.h"
+#include "src/service/pull/puller.h"
 
 namespace sluice {
 

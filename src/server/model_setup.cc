@@ -13,7 +13,7 @@
 #include "src/device/cpu/cpu_device.h"
 #include "src/device/mailbox.h"
 #include "src/model/policy_model.h"
-#include "src/service/status_mapping.h"
+#include "src/service/wire/status_mapping.h"
 #ifdef SLUICE_HAVE_CUDA
 #include "src/device/cuda/cuda_device.h"
 #endif

@@ -13,11 +13,11 @@
 #include "src/server/address_file.h"
 #include "src/server/model_setup.h"
 #include "src/server/program.h"
-#include "src/service/credentials.h"
-#include "src/service/prefill_service.h"
-#include "src/service/proto_conversion.h"
-#include "src/service/source_service.h"
-#include "src/service/status_mapping.h"
+#include "src/service/access/credentials.h"
+#include "src/service/prefill/prefill_service.h"
+#include "src/service/pull/source_service.h"
+#include "src/service/wire/proto_conversion.h"
+#include "src/service/wire/status_mapping.h"
 
 namespace sluice {
 namespace {

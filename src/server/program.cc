@@ -13,7 +13,7 @@
 #include "src/base/logging.h"
 #include "src/config/config.h"
 #include "src/config/help.h"
-#include "src/service/grpc_server.h"
+#include "src/service/grpc/grpc_server.h"
 
 // Read by jemalloc: freed pages go back to the system after its usual 10 s even if the threads that
 // freed them sleep. Without this what one large message took stays.

@@ -11,7 +11,7 @@
 #include "absl/time/time.h"
 #include "src/config/setting.h"
 #include "src/server/signals.h"
-#include "src/service/access_log.h"
+#include "src/service/access/access_log.h"
 
 namespace sluice {
 

@@ -9,7 +9,7 @@
 #include "absl/strings/str_join.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
-#include "src/service/host_port.h"
+#include "src/service/wire/host_port.h"
 
 namespace sluice {
 namespace {

@@ -5,8 +5,8 @@
 
 #include "absl/status/statusor.h"
 #include "src/config/setting.h"
-#include "src/service/access.h"
-#include "src/service/tls_files.h"
+#include "src/service/access/access.h"
+#include "src/service/access/tls_files.h"
 
 namespace sluice {
 

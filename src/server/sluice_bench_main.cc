@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "src/base/nearest_name.h"
-#include "src/bench/subcommand.h"
+#include "src/bench/report/subcommand.h"
 
 namespace sluice {
 namespace {

@@ -11,7 +11,7 @@
 #include <dnnl.hpp>
 #include <vector>
 
-#include "src/bench/timing.h"
+#include "src/bench/report/timing.h"
 
 namespace {
 

@@ -27,7 +27,7 @@
 #include "src/base/logging.h"
 #include "src/base/readiness.h"
 #include "src/facade/smg_service.h"
-#include "src/service/decode_service.h"
+#include "src/service/generate/decode_service.h"
 #include "tests/support/fake_engine.h"
 
 namespace sluice {

@@ -14,6 +14,9 @@ unbuilt   Every .cc and .cu under src/, kernels/ and tests/ belongs to a target,
 unused    Every header under those three is included by some file.
 link      The library of a folder of src/ lists, in its own CMakeLists.txt, every folder that its
           files include: the link graph is the architecture.
+room      A large folder (ROOMED) is divided into rooms, a folder and a library each. Every source file
+          lies in a room, includes among rooms form no circle, and a room under src/ links the rooms
+          that it includes.
 """
 
 import argparse
@@ -29,13 +32,15 @@ KERNEL_CONTRACTS = {"kernels/params.h": "sluice_kernel_params",
                     "kernels/sparse_params.h": "sluice_kernel_params",
                     "kernels/kernel_table.h": "sluice_kernels",
                     "kernels/weight_formula.h": "sluice_kernels",
-                    "kernels/cuda/launch.h": "sluice_kernels_cuda",
+                    "kernels/cuda/common/launch.h": "sluice_kernels_cuda",
                     "kernels/kernel_cases.h": "sluice_kernels",
                     "kernels/latent_cases.h": "sluice_kernels",
                     "kernels/latent_params.h": "sluice_kernel_params",
                     "kernels/e4m3.h": "sluice_kernel_params",
                     "kernels/fp8.h": "sluice_kernel_params",
                     "kernels/fp8_pairs.h": "sluice_kernel_params"}
+# Folders that are divided into rooms.
+ROOMED = ["src/service", "src/bench", "kernels/cuda"]
 ROOTS = ["src", "kernels", "tests"]
 SOURCES = {".cc", ".cu"}
 HEADERS = {".h", ".cuh"}
@@ -151,9 +156,70 @@ def check_links(tree):
         if "sluice_kernels" in linked or (folder != "base" and "sluice_base" in linked):
             linked.add("sluice_kernel_params")  # both hand it on
         for library, (file, include) in sorted(needed.items()):
-            if library not in linked:
+            if library not in linked and not any(name.startswith(f"{library}_") for name in linked):
                 yield (f"link: src/{folder}/CMakeLists.txt does not list {library}, but {file} "
                        f"includes {include}")
+
+
+def room(path):
+    """The room that a file is in, as (folder, room); the room is None for a file outside of any."""
+    for folder in ROOMED:
+        if path.startswith(f"{folder}/"):
+            below = path[len(folder) + 1:].split("/")
+            return folder, below[0] if len(below) > 1 else None
+    return None
+
+
+def circle(edges):
+    """A circle in a graph {node: {neighbour, ...}} as a list of nodes, or None."""
+    done = set()
+
+    def visit(node, path):
+        if node in path:
+            return path[path.index(node):] + [node]
+        if node in done:
+            return None
+        for neighbour in sorted(edges.get(node, ())):
+            found = visit(neighbour, path + [node])
+            if found:
+                return found
+        done.add(node)
+        return None
+
+    for node in sorted(edges):
+        found = visit(node, [])
+        if found:
+            return found
+    return None
+
+
+def check_rooms(tree):
+    edges = {folder: {} for folder in ROOMED}
+    for file, includes in tree.includes.items():
+        own = room(file)
+        if own is None:
+            continue
+        folder, name = own
+        if name is None:
+            yield f"room: {file}: {folder}/ is divided into rooms; put it into one"
+            continue
+        for include in includes:
+            other = room(include)
+            if other and other[0] == folder and other[1] not in (None, name):
+                edges[folder].setdefault(name, {}).setdefault(other[1], (file, include))
+    for folder, rooms in edges.items():
+        found = circle(rooms)
+        if found:
+            yield f"room: the rooms of {folder}/ include each other: {' -> '.join(found)}"
+        if not folder.startswith("src/"):
+            continue
+        layer_name = folder.split("/")[1]
+        for name, others in sorted(rooms.items()):
+            linked = linked_libraries(tree, f"{layer_name}/{name}")
+            for other, (file, include) in sorted(others.items()):
+                if f"sluice_{layer_name}_{other}" not in linked:
+                    yield (f"room: {folder}/{name}/CMakeLists.txt does not list "
+                           f"sluice_{layer_name}_{other}, but {file} includes {include}")
 
 
 def breaches(source_dir, build_dir, cuda):
@@ -161,7 +227,7 @@ def breaches(source_dir, build_dir, cuda):
     if not tree.files:
         return [f"there are no sources under {source_dir}"]
     return [*check_include_direction(tree), *check_every_source_is_built(tree, build_dir, cuda),
-            *check_every_header_is_included(tree), *check_links(tree)]
+            *check_every_header_is_included(tree), *check_links(tree), *check_rooms(tree)]
 
 
 def main():

@@ -13,7 +13,7 @@ FILES = {
     "kernels/kernel_table.h": '#include "kernels/params.h"\n',
     "kernels/cpu/gemm.h": '#include "kernels/params.h"\n',
     "kernels/cpu/gemm.cc": '#include "kernels/cpu/gemm.h"\n',
-    "kernels/cuda/gemm.cu": '#include "kernels/params.h"\n',
+    "kernels/cuda/linear/gemm.cu": '#include "kernels/params.h"\n',
     "src/base/clock.h": '#include "kernels/params.h"\n',
     "src/base/clock.cc": '#include "src/base/clock.h"\n#include <vector>\n',
     "src/base/CMakeLists.txt":
@@ -102,8 +102,8 @@ class TidyTest(unittest.TestCase):
                 self.expect(f"unbuilt: {file}", unbuilt=[file])
 
     def test_cuda_sources_must_be_built_only_where_cuda_is_on(self):
-        self.assertEqual(self.breaches(unbuilt=["kernels/cuda/gemm.cu"], cuda=False), [])
-        self.expect("unbuilt: kernels/cuda/gemm.cu", unbuilt=["kernels/cuda/gemm.cu"], cuda=True)
+        self.assertEqual(self.breaches(unbuilt=["kernels/cuda/linear/gemm.cu"], cuda=False), [])
+        self.expect("unbuilt: kernels/cuda/linear/gemm.cu", unbuilt=["kernels/cuda/linear/gemm.cu"], cuda=True)
         stand_in = {"src/device/cuda_absent.cc": ""}
         self.assertEqual(self.breaches(stand_in, unbuilt=list(stand_in), cuda=True), [])
         self.expect("unbuilt: src/device/cuda_absent.cc", changes=stand_in, unbuilt=list(stand_in),
@@ -126,7 +126,7 @@ class TidyTest(unittest.TestCase):
             self.assertEqual(len(tidy.breaches(folder, folder, False)), 1)
 
     def test_a_header_that_nothing_includes(self):
-        for file in ("src/kv/lost.h", "kernels/cuda/lost.cuh", "tests/lost.h"):
+        for file in ("src/kv/lost.h", "kernels/cuda/select/lost.cuh", "tests/lost.h"):
             with self.subTest(file=file):
                 self.expect(f"unused: {file}", changes={file: ""})
 
@@ -141,6 +141,24 @@ class TidyTest(unittest.TestCase):
         self.expect("does not list sluice_base",
                     changes={"src/kv/CMakeLists.txt":
                              "sluice_library(sluice_kv  # not sluice_base\n  SRCS pool.cc)\n"})
+
+
+    def test_rooms(self):
+        tidy_rooms = {
+            "src/service/CMakeLists.txt": "",
+            "src/service/wire/a.h": "",
+            "src/service/pull/b.cc": '#include "src/service/wire/a.h"\n',
+            "src/service/pull/CMakeLists.txt":
+                "sluice_library(sluice_service_pull DEPS sluice_service_wire)\n"}
+        self.assertEqual(self.breaches(changes=tidy_rooms), [])
+        self.expect("room: src/service/flat.cc", "divided into rooms",
+                    changes={**tidy_rooms, "src/service/flat.cc": ""})
+        self.expect("room: src/service/pull/CMakeLists.txt does not list sluice_service_wire",
+                    changes={**tidy_rooms,
+                             "src/service/pull/CMakeLists.txt": "sluice_library(sluice_service_pull)\n"})
+        self.expect("room: the rooms of kernels/cuda/", "mla -> select -> mla",
+                    changes={"kernels/cuda/mla/a.cuh": '#include "kernels/cuda/select/b.cuh"\n',
+                             "kernels/cuda/select/b.cuh": '#include "kernels/cuda/mla/a.cuh"\n'})
 
 
 if __name__ == "__main__":

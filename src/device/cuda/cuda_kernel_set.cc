@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/common/launch.h"
 #include "src/base/status_macros.h"
 #include "src/device/cuda/cuda_stream.h"
 #include "src/device/cuda/weight_maker.h"
@@ -13,7 +13,7 @@ namespace {
 
 namespace cuda = kernels::cuda;
 
-// Of attention's heads (kernels/cuda/attention.cu).
+// Of attention's heads (kernels/cuda/attention/attention.cu).
 constexpr int32_t kHeadDimStep = 16;
 constexpr int32_t kMaxHeadDim = 256;
 

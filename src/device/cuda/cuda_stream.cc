@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/common/launch.h"
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/device/cpu/spin_wait.h"

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/common/launch.h"
 #include "kernels/fp8_pairs.h"
 #include "src/base/status_macros.h"
 #include "src/device/cuda/cuda_memory.h"

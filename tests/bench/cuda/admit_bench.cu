@@ -11,7 +11,7 @@
 #include <random>
 #include <string>
 
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/common/launch.h"
 #include "tests/bench/cuda/timing.cuh"
 
 namespace sluice::bench {

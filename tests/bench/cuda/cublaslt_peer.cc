@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "kernels/cuda/cublaslt.h"
+#include "kernels/cuda/linear/cublaslt.h"
 
 namespace sluice::bench {
 namespace {

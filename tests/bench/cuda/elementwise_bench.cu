@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/common/launch.h"
 
 namespace sluice::kernels {
 namespace {

@@ -9,8 +9,8 @@
 #include <cstring>
 #include <string>
 
-#include "kernels/cuda/grouped_product.h"
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/common/launch.h"
+#include "kernels/cuda/linear/grouped_product.h"
 #include "kernels/fp8_pairs.h"
 #include "tests/bench/cuda/bench_support.cuh"
 

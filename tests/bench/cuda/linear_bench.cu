@@ -7,8 +7,8 @@
 #include <memory>
 #include <string>
 
-#include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/launch.h"
 #include "tests/bench/cuda/bench_support.cuh"
 #include "tests/bench/cuda/cublaslt_peer.h"
 

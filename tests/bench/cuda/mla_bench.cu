@@ -14,7 +14,7 @@
 #include <numeric>
 #include <random>
 
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/common/launch.h"
 #include "tests/bench/cuda/timing.cuh"
 
 namespace sluice::bench {

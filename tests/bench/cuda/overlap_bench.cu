@@ -13,8 +13,8 @@
 #include <random>
 #include <string>
 
-#include "kernels/cuda/grouped_product.h"
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/common/launch.h"
+#include "kernels/cuda/linear/grouped_product.h"
 #include "kernels/fp8_pairs.h"
 #include "tests/bench/cuda/pinned_pool.h"
 #include "tests/bench/cuda/timing.cuh"

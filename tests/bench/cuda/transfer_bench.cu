@@ -18,7 +18,7 @@
 #include <random>
 #include <string>
 
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/common/launch.h"
 #include "tests/bench/cuda/pinned_pool.h"
 #include "tests/bench/cuda/stream_timing.h"
 

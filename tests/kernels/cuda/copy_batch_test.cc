@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/common/launch.h"
 #include "tests/kernels/kernel_test_support.h"
 
 namespace sluice::kernels {

@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <new>
 
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/common/launch.h"
 
 namespace sluice::kernels {
 namespace {

@@ -2,7 +2,7 @@
 // and such weights made there by formula.
 #include <cuda_runtime_api.h>
 
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/common/launch.h"
 #include "kernels/fp8_pairs.h"
 #include "kernels/kernel_cases.h"
 #include "tests/kernels/kernel_test_support.h"

@@ -1,5 +1,5 @@
 // The order in which groups of blocks compute pieces of two lists, on the host: no GPU is needed.
-#include "kernels/cuda/mla_walk.cuh"
+#include "kernels/cuda/mla/mla_walk.cuh"
 
 #include <algorithm>
 #include <utility>

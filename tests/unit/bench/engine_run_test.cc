@@ -1,11 +1,11 @@
 // Batches of the bench: what is said to fit runs, and what does not fit is said to.
-#include "src/bench/engine_run.h"
+#include "src/bench/harness/engine_run.h"
 
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <string>
 
-#include "src/bench/policy_run.h"
+#include "src/bench/harness/policy_run.h"
 #include "src/device/cpu/cpu_device.h"
 #include "tests/fixtures/fixtures.h"
 

@@ -1,4 +1,4 @@
-#include "src/bench/flags.h"
+#include "src/bench/report/flags.h"
 
 #include <catch2/catch.hpp>
 

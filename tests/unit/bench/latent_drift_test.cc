@@ -1,4 +1,4 @@
-#include "src/bench/latent_drift.h"
+#include "src/bench/workload/latent_drift.h"
 
 #include <algorithm>
 #include <catch2/catch.hpp>
@@ -7,8 +7,8 @@
 
 #include "kernels/fp8.h"
 #include "src/base/rng.h"
-#include "src/bench/latent_context.h"
-#include "src/bench/topic_drift.h"
+#include "src/bench/workload/latent_context.h"
+#include "src/bench/workload/topic_drift.h"
 #include "src/device/cpu/cpu_device.h"
 #include "src/model/tensor_list.h"
 

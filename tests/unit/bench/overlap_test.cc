@@ -7,12 +7,12 @@
 #include <string>
 #include <vector>
 
-#include "src/bench/forecast.h"
-#include "src/bench/overlap_report.h"
-#include "src/bench/overlap_run.h"
-#include "src/bench/overlap_trace.h"
-#include "src/bench/set_misses.h"
-#include "src/bench/step_device.h"
+#include "src/bench/harness/step_device.h"
+#include "src/bench/overlap/overlap_report.h"
+#include "src/bench/overlap/overlap_run.h"
+#include "src/bench/overlap/overlap_trace.h"
+#include "src/bench/overlap/set_misses.h"
+#include "src/bench/policies/forecast.h"
 #include "src/device/cpu/cpu_device.h"
 
 namespace sluice {

@@ -1,11 +1,11 @@
 // What `sluice-bench policies` makes of names, bytes and traces.
 #include <catch2/catch.hpp>
 
-#include "src/bench/layer_timeline.h"
-#include "src/bench/policies_report.h"
-#include "src/bench/policy_choice.h"
-#include "src/bench/policy_run.h"
-#include "src/bench/step_floor.h"
+#include "src/bench/harness/policy_choice.h"
+#include "src/bench/harness/policy_run.h"
+#include "src/bench/harness/step_floor.h"
+#include "src/bench/policies/policies_report.h"
+#include "src/bench/trace/layer_timeline.h"
 
 namespace sluice {
 namespace {

@@ -1,12 +1,12 @@
-#include "src/bench/quality.h"
+#include "src/bench/policies/quality.h"
 
 #include <catch2/catch.hpp>
 #include <cmath>
 
-#include "src/bench/policies_report.h"
-#include "src/bench/policy_choice.h"
-#include "src/bench/policy_quality.h"
-#include "src/bench/policy_run.h"
+#include "src/bench/harness/policy_choice.h"
+#include "src/bench/harness/policy_run.h"
+#include "src/bench/policies/policies_report.h"
+#include "src/bench/policies/policy_quality.h"
 
 namespace sluice {
 namespace {

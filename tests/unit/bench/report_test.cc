@@ -1,4 +1,4 @@
-#include "src/bench/report.h"
+#include "src/bench/report/report.h"
 
 #include <catch2/catch.hpp>
 #include <cstdio>

@@ -1,4 +1,4 @@
-#include "src/bench/serve_stats.h"
+#include "src/bench/serve/serve_stats.h"
 
 #include <catch2/catch.hpp>
 

@@ -1,11 +1,11 @@
-#include "src/bench/topic_drift.h"
+#include "src/bench/workload/topic_drift.h"
 
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
 
 #include "src/base/dtype.h"
-#include "src/bench/workload_statistics.h"
+#include "src/bench/policies/workload_statistics.h"
 #include "src/model/tensor_list.h"
 
 namespace sluice {

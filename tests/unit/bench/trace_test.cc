@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "src/attention/policies/full/full_policy.h"
-#include "src/bench/chrome_trace.h"
-#include "src/bench/step_trace.h"
-#include "src/bench/trace_summary.h"
+#include "src/bench/harness/step_trace.h"
+#include "src/bench/trace/chrome_trace.h"
+#include "src/bench/trace/trace_summary.h"
 #include "src/device/cpu/cpu_device.h"
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"

@@ -1,4 +1,4 @@
-#include "src/bench/workload.h"
+#include "src/bench/serve/workload.h"
 
 #include <algorithm>
 #include <catch2/catch.hpp>

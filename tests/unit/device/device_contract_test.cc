@@ -246,7 +246,7 @@ struct Branches {
   }
 
   // By an operator: on a GPU it may begin before the one before it is done
-  // (kernels/cuda/launch.cuh).
+  // (kernels/cuda/common/launch.cuh).
   void Move(Stream& stream, const void* source, void* target) {
     kernels::TransferParams move{};
     move.source = source;

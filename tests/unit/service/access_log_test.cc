@@ -1,4 +1,4 @@
-#include "src/service/access_log.h"
+#include "src/service/access/access_log.h"
 
 #include <grpcpp/server_context.h>
 

@@ -1,5 +1,5 @@
 // Who is let in: the table of methods, the access file, what a caller shows.
-#include "src/service/access.h"
+#include "src/service/access/access.h"
 
 #include <google/protobuf/descriptor.h>
 
@@ -19,8 +19,8 @@
 #include "sluice/v1/ingest.pb.h"
 #include "sluice/v1/prefill.pb.h"
 #include "sluice/v1/source.pb.h"
-#include "src/service/access_rules.h"
-#include "src/service/tls_files.h"
+#include "src/service/access/access_rules.h"
+#include "src/service/access/tls_files.h"
 
 namespace sluice {
 namespace {
@@ -44,7 +44,7 @@ TEST_CASE("every method that is served has a line in the table of roles") {
     for (int i = 0; i < service->method_count(); ++i) {
       const std::string name =
           absl::StrCat("/", service->full_name(), "/", service->method(i)->name());
-      INFO(name << " needs a line in src/service/access_rules.cc");
+      INFO(name << " needs a line in src/service/access/access_rules.cc");
       const std::optional<Roles> roles = RolesOf(name);
       REQUIRE(roles.has_value());
       CHECK(!roles->empty());

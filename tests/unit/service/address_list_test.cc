@@ -1,4 +1,4 @@
-#include "src/service/address_list.h"
+#include "src/service/pull/address_list.h"
 
 #include <catch2/catch.hpp>
 #include <string>

@@ -1,4 +1,4 @@
-#include "src/service/admin_http.h"
+#include "src/service/admin/admin_http.h"
 
 #include <arpa/inet.h>
 #include <sys/socket.h>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "absl/time/clock.h"
-#include "src/service/host_port.h"
+#include "src/service/wire/host_port.h"
 
 namespace sluice {
 namespace {

@@ -1,4 +1,4 @@
-#include "src/service/call_pump.h"
+#include "src/service/generate/call_pump.h"
 
 #include <atomic>
 #include <catch2/catch.hpp>

@@ -1,4 +1,4 @@
-#include "src/service/chunking.h"
+#include "src/service/wire/chunking.h"
 
 #include <catch2/catch.hpp>
 #include <string>

@@ -1,4 +1,4 @@
-#include "src/service/connection_gate.h"
+#include "src/service/grpc/connection_gate.h"
 
 #include <arpa/inet.h>
 #include <sys/socket.h>

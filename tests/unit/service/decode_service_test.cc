@@ -1,4 +1,4 @@
-#include "src/service/decode_service.h"
+#include "src/service/generate/decode_service.h"
 
 #include <grpcpp/grpcpp.h>
 #include <malloc.h>
@@ -17,7 +17,7 @@
 #include "google/rpc/error_details.pb.h"
 #include "sluice/v1/decode.grpc.pb.h"
 #include "src/base/error.h"
-#include "src/service/status_mapping.h"
+#include "src/service/wire/status_mapping.h"
 #include "tests/support/eventually.h"
 #include "tests/support/fake_engine.h"
 #include "tests/test_main.h"

@@ -1,11 +1,11 @@
-#include "src/service/proto_conversion.h"
+#include "src/service/wire/proto_conversion.h"
 
 #include <catch2/catch.hpp>
 #include <limits>
 #include <string>
 
 #include "src/base/error.h"
-#include "src/service/host_port.h"
+#include "src/service/wire/host_port.h"
 
 namespace sluice {
 namespace {

@@ -1,4 +1,4 @@
-#include "src/service/puller.h"
+#include "src/service/pull/puller.h"
 
 #include <catch2/catch.hpp>
 #include <memory>
@@ -15,10 +15,10 @@
 #include "src/metrics/metrics.h"
 #include "src/prefill/held_prompts.h"
 #include "src/prefill/rooms.h"
-#include "src/service/channels.h"
-#include "src/service/grpc_server.h"
-#include "src/service/ingest_service.h"
-#include "src/service/source_service.h"
+#include "src/service/grpc/channels.h"
+#include "src/service/grpc/grpc_server.h"
+#include "src/service/ingest/ingest_service.h"
+#include "src/service/pull/source_service.h"
 
 namespace sluice {
 namespace {

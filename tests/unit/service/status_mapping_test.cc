@@ -1,4 +1,4 @@
-#include "src/service/status_mapping.h"
+#include "src/service/wire/status_mapping.h"
 
 #include <grpcpp/support/status.h>
 

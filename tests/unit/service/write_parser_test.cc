@@ -1,4 +1,4 @@
-#include "src/service/write_parser.h"
+#include "src/service/ingest/write_parser.h"
 
 #include <google/protobuf/io/zero_copy_stream.h>
 #include <google/protobuf/stubs/logging.h>

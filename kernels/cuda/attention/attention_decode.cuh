@@ -1,0 +1,300 @@
+// Decode attention over a paged bf16 cache: body of the kernel. See attention_plan.cuh for who
+// computes what and why the bits are a row's own.
+//
+// A block of 8 warps works on one split at a time. Each warp takes every eighth slice of 16 tokens
+// with an online softmax of its own and streams its slices through a ring of its own in shared
+// memory, so that the warps meet only at the end of a split, and copies run ahead across splits,
+// heads and rows: 192 KiB of them in flight per block, one block per SM. The copy engine brings the
+// slices as tiles of 16 tokens by 64 columns, permuted as ldmatrix reads them without conflicts.
+//
+// The scores of up to 8 query heads are one tensor-core tile of 16 rows: rows 0-7 hold the upper 8
+// bits of the queries' mantissas, rows 8-15 the next 8, and the sum of both products, which one
+// thread holds, is the score to about 2^-17 of |q||k|. The weights are split likewise before they
+// meet V. So bf16 tensor cores give nearly float32 results, and the rows would be idle otherwise.
+#pragma once
+
+#include "kernels/cuda/attention/attention_plan.cuh"
+#include "kernels/cuda/common/launch.cuh"
+
+namespace sluice::kernels::cuda {
+
+inline constexpr int kDecodeWarps = 8;
+inline constexpr int kDecodeThreads = 32 * kDecodeWarps;
+inline constexpr int kSliceTokens = 16;
+inline constexpr int kWarpSlices = kSplitTokens / (kSliceTokens * kDecodeWarps);  // of a split
+inline constexpr int kRingBytes = 24 << 10;                                       // of a warp
+inline constexpr int kTileHeads = 8;
+
+template <int dim>
+struct DecodeShared {
+  static constexpr int kTileBytes = kSliceTokens * 128;       // 64 columns
+  static constexpr int kHalfSlice = kTileBytes * (dim / 64);  // K, or V
+  static constexpr int kStages = kRingBytes / (2 * kHalfSlice);
+
+  // [warp][stage]{K, V}[64 columns][16 rows][64] bf16: rows swizzled by the copy engine.
+  unsigned char ring[kDecodeWarps][kRingBytes];
+  uint64_t landed[kDecodeWarps][kStages];  // barriers: the copies of a stage
+  Softmax states[kDecodeWarps][kTileHeads];
+  DecodePlan plan;
+  // What warps hand over at the end of a split: [warp][heads of a tile][dim], columns permuted by
+  // Column(). As many bytes as the launch asks for.
+  __align__(16) float sums[1];
+
+  static constexpr size_t Bytes(int heads) {
+    return offsetof(DecodeShared, sums) +
+           sizeof(float) * kDecodeWarps * dim * (heads < kTileHeads ? heads : kTileHeads);
+  }
+  // Offset of 16-byte piece `piece` of a row.
+  __device__ static uint32_t Offset(int row, int piece) {
+    return static_cast<uint32_t>(piece / 8 * kTileBytes + row * 128 +
+                                 ((piece % 8) ^ (row % 8)) * 16);
+  }
+  // Rows of `sums` lie in the same banks: neighbouring ones spread over them.
+  __device__ static int Column(int row, int column) { return column ^ ((row & 3) << 3); }
+};
+
+// Walks the slices of one warp in a block's range, kWarpSlices per split.
+struct SliceCursor {
+  int row, head, split, splits, slice;
+  int slot, position;
+  int left;      // splits, this one included
+  int32_t page;  // of the slice; for the cursor that copies
+
+  __device__ void Enter(const AttentionParams& p, const WorkRange& range, int new_row) {
+    row = new_row;
+    splits = range.Splits(row);
+    slot = p.slots[row];
+    position = p.positions[row];
+  }
+  __device__ void Start(const AttentionParams& p, const WorkRange& range, int begin, int end) {
+    left = end - begin;
+    slice = 0;
+    if (left <= 0) return;
+    Enter(p, range, range.RowOf(begin));
+    const int unit = begin - range.FirstUnit(row);
+    head = unit / splits;
+    split = unit % splits;
+  }
+  __device__ void NextSplit(const AttentionParams& p, const WorkRange& range) {
+    --left;
+    if (++split < splits) return;
+    split = 0;
+    if (++head < p.cache.kv_heads) return;
+    head = 0;
+    if (left > 0) Enter(p, range, range.RowOf(range.End(row)));
+  }
+  __device__ int Token(int warp) const {
+    return split * kSplitTokens + (slice * kDecodeWarps + warp) * kSliceTokens;
+  }
+};
+
+// What each of the block's threads keeps of a split's, a group's or a row's result: elements
+// thread + i * kDecodeThreads of [heads of a tile][dim].
+template <int dim>
+struct PartialState {
+  static constexpr int kElements = kTileHeads * dim / kDecodeThreads;
+  Softmax softmax[kElements];
+  float o[kElements];
+
+  __device__ void Clear() {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      softmax[i] = {NegativeInfinity(), 0.0f};
+      o[i] = 0.0f;
+    }
+  }
+  __device__ void Add(const PartialState& from, int elements) {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      if (Index(i) >= elements) break;
+      const FoldWeights weights = Fold(softmax[i], from.softmax[i]);
+      o[i] = Fold(weights, o[i], from.o[i]);
+    }
+  }
+  __device__ static int Index(int i) { return static_cast<int>(threadIdx.x) + i * kDecodeThreads; }
+};
+
+// The part of the kernel that one warp does alone: tiles of scores and their weighted values.
+template <int dim, int tiles>
+struct WarpAttention {
+  using Shared = DecodeShared<dim>;
+  static constexpr int kSteps = dim / 16;
+
+  uint32_t query[tiles][kSteps][4];  // A operands: rows 0-7 upper parts, rows 8-15 lower parts
+  float o[tiles][dim / 8][4];
+  Softmax state[tiles];  // of query head lane / 4; l: this lane's share
+
+  // Queries, times scale and log2(e), of `group` heads; zeros for the tile's other rows. All loads
+  // are on their way before the first is used.
+  __device__ void LoadQuery(const float* q, int group, float scale, int lane) {
+#pragma unroll
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int head = tile * kTileHeads + lane / 4;
+      const float* from = q + min(head, group - 1) * dim + 2 * (lane % 4);
+      const float factor = head < group ? scale : 0.0f;
+      float2 v[2 * kSteps];
+#pragma unroll
+      for (int i = 0; i < 2 * kSteps; ++i) v[i] = *reinterpret_cast<const float2*>(from + i * 8);
+#pragma unroll
+      for (int i = 0; i < 2 * kSteps; ++i) {
+        SplitBf16(v[i].x * factor, v[i].y * factor, query[tile][i / 2][i % 2 * 2],
+                  query[tile][i / 2][i % 2 * 2 + 1]);
+      }
+    }
+  }
+
+  __device__ void Clear() {
+#pragma unroll
+    for (int tile = 0; tile < tiles; ++tile) {
+      state[tile] = {NegativeInfinity(), 0.0f};
+#pragma unroll
+      for (int n = 0; n < dim / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[tile][n][i] = 0.0f;
+      }
+    }
+  }
+
+  // Takes in the slice at `keys` (shared address); tokens from `valid` on do not count.
+  __device__ void AddSlice(uint32_t keys, int valid, int lane) {
+    const uint32_t values = keys + Shared::kHalfSlice;
+    float even[tiles][2][4] = {}, odd[tiles][2][4] = {};  // two chains each: half the latency
+    {
+      const int row = lane / 16 * 8 + lane % 8;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        uint32_t k[4];
+        LoadMatrices(k, keys + Shared::Offset(row, step * 2 + lane / 8 % 2));
+#pragma unroll
+        for (int tile = 0; tile < tiles; ++tile) {
+          auto& sum = step % 2 == 0 ? even[tile] : odd[tile];
+          MultiplyAdd(sum[0], query[tile][step], k[0], k[1]);
+          MultiplyAdd(sum[1], query[tile][step], k[2], k[3]);
+        }
+      }
+    }
+    uint32_t weights[tiles][4];
+#pragma unroll
+    for (int tile = 0; tile < tiles; ++tile) {
+      Weigh(tile, even[tile], odd[tile], valid, lane, weights[tile]);
+    }
+    const int row = lane / 8 % 2 * 8 + lane % 8;
+#pragma unroll
+    for (int pair = 0; pair < dim / 16; ++pair) {
+      uint32_t v[4];
+      LoadMatricesTransposed(v, values + Shared::Offset(row, pair * 2 + lane / 16));
+#pragma unroll
+      for (int tile = 0; tile < tiles; ++tile) {
+        MultiplyAdd(o[tile][2 * pair], weights[tile], v[0], v[1]);
+        MultiplyAdd(o[tile][2 * pair + 1], weights[tile], v[2], v[3]);
+      }
+    }
+  }
+
+  // This warp's sums of one tile, for the other warps: `heads` of them.
+  __device__ void HandOver(int tile, float* sums, Softmax* states, int heads, int lane) {
+    float l = state[tile].l;
+    l += __shfl_xor_sync(0xffffffffu, l, 1);
+    l += __shfl_xor_sync(0xffffffffu, l, 2);
+    const int head = lane / 4;
+    if (head >= heads) return;
+    if (lane % 4 == 0) states[head] = {state[tile].m, l};
+#pragma unroll
+    for (int n = 0; n < dim / 8; ++n) {
+      float2* to = reinterpret_cast<float2*>(sums + head * dim +
+                                             Shared::Column(head, n * 8 + 2 * (lane % 4)));
+      *to = {o[tile][n][0] + o[tile][n][2], o[tile][n][1] + o[tile][n][3]};
+    }
+  }
+
+ private:
+  // Scores to weights: the online softmax of one tile, and the A operand of the second product.
+  __device__ void Weigh(int tile, const float (&even)[2][4], const float (&odd)[2][4], int valid,
+                        int lane, uint32_t (&weights)[4]) {
+    float score[2][2];
+    float largest = NegativeInfinity();
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        score[j][i] = (even[j][i] + odd[j][i]) + (even[j][i + 2] + odd[j][i + 2]);
+        if (8 * j + 2 * (lane % 4) + i >= valid) score[j][i] = NegativeInfinity();
+        largest = fmaxf(largest, score[j][i]);
+      }
+    }
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    const float m = fmaxf(state[tile].m, largest);
+    const float keep = Exp2(state[tile].m - m);
+    state[tile].m = m;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) score[j][i] = Exp2(score[j][i] - m);
+    }
+    const float sum = (score[0][0] + score[0][1]) + (score[1][0] + score[1][1]);
+    state[tile].l = fmaf(state[tile].l, keep, sum);
+    SplitBf16(score[0][0], score[0][1], weights[0], weights[1]);
+    SplitBf16(score[1][0], score[1][1], weights[2], weights[3]);
+    if (!__any_sync(0xffffffffu, keep != 1.0f)) return;
+#pragma unroll
+    for (int n = 0; n < dim / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[tile][n][i] *= keep;
+    }
+  }
+};
+
+// Looks up the page of the slice at the cursor, one slice before its copies start.
+__device__ inline void FindPage(const AttentionParams& p, const DecodeShape& shape, SliceCursor& at,
+                                int warp) {
+  const int token = at.Token(warp);
+  if (at.left <= 0 || token > at.position) return;
+  const int block =
+      static_cast<int>(__umulhi(static_cast<uint32_t>(token), shape.block_reciprocal));
+  at.page = p.cache.block_table[at.slot * p.cache.table_stride + block];
+}
+
+// Starts the copies of a slice whose keys begin at row `row` of the cache, `block_tokens` rows
+// before its values, into `to`; `landed` hears of them. One lane alone.
+template <int dim>
+__device__ __forceinline__ void CopyTiles(const CUtensorMap& cache, int row, int block_tokens,
+                                          uint32_t to, uint32_t landed) {
+  using Shared = DecodeShared<dim>;
+  ArriveExpecting(landed, 2 * Shared::kHalfSlice);
+#pragma unroll
+  for (int half = 0; half < dim / 64; ++half) {
+    CopyTile(to + static_cast<uint32_t>(half * Shared::kTileBytes), &cache, half * 64, row, landed,
+             kEvictFirst);
+    CopyTile(to + static_cast<uint32_t>(Shared::kHalfSlice + half * Shared::kTileBytes), &cache,
+             half * 64, row + block_tokens, landed, kEvictFirst);
+  }
+}
+
+// The same of the slice at the cursor.
+template <int dim>
+__device__ void CopySlice(const CUtensorMap& cache, const PagedCache& c, const DecodeShape& shape,
+                          const SliceCursor& at, int token, uint32_t to, uint32_t landed) {
+  const int block =
+      static_cast<int>(__umulhi(static_cast<uint32_t>(token), shape.block_reciprocal));
+  const int row =
+      static_cast<int>(at.page) * shape.page_rows + (2 * at.head - block) * c.block_tokens + token;
+  CopyTiles<dim>(cache, row, c.block_tokens, to, landed);
+}
+
+// Makes zeros of the values of a slice's tokens from `valid` on: whatever lay there must not meet a
+// weight of 0. The copy engine may write there again afterwards.
+template <int dim>
+__device__ void ClearValues(unsigned char* slice, int valid, int lane) {
+  using Shared = DecodeShared<dim>;
+  for (int i = lane; i < kSliceTokens * (dim / 8); i += 32) {
+    const int row = i / (dim / 8), piece = i % (dim / 8);
+    if (row < valid) continue;
+    *reinterpret_cast<uint4*>(slice + Shared::kHalfSlice + Shared::Offset(row, piece)) = {0, 0, 0,
+                                                                                          0};
+  }
+  PublishToAsyncProxy();
+  __syncwarp();
+}
+
+}  // namespace sluice::kernels::cuda

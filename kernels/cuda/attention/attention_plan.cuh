@@ -1,0 +1,180 @@
+// Who computes what in decode attention, worked out by every block from the rows' positions.
+//
+// The context of a row is cut into splits of kSplitTokens tokens, and the splits into groups of
+// kGroupSplits. A split is computed by one block, in one order; the splits of a group are folded in
+// order, then the groups of a row and KV head in order (Fold). That is the whole arithmetic: it
+// knows nothing of blocks, so the bits are a row's own.
+//
+// Units of work are (row, KV head, split), in that order; block c of `blocks` takes the consecutive
+// units [Begin(c), Begin(c + 1)), an even share whatever the mix of contexts. Inside a (row, KV
+// head) a block's share is a *fragment*. A block that owns all of a (row, KV head) writes its
+// result. Otherwise each group that lies inside the fragment is stored folded, and splits of groups
+// that straddle a fragment's edge one by one, for the block of the combining kernel that folds
+// them.
+#pragma once
+
+#include "kernels/cuda/common/attention_tile.cuh"
+#include "kernels/params.h"
+
+namespace sluice::kernels::cuda {
+
+inline constexpr int kSplitTokens = kAttentionSplitTokens;
+inline constexpr int kGroupSplits = 8;
+inline constexpr int kPlanRows = 128;  // rows of one launch; more rows take more launches
+
+// What a launch adds to AttentionParams.
+struct DecodeShape {
+  int32_t fragment_entries;   // room for entries of one fragment in `partial`
+  uint32_t block_reciprocal;  // 2^32 / block_tokens, rounded up: t / block_tokens by one multiply
+  int32_t page_rows;          // of head_dim elements
+};
+
+// An entry of `partial` is the state of a split or a group for the `group` heads of one KV head:
+// o [group][head_dim] unscaled, m [group], l [group]. Entries of block c start at 2 c
+// fragment_entries: those of the fragment it begins with, then those of the one it ends with. In a
+// fragment: groups by number, then splits of its first group, then splits of its last.
+__host__ __device__ constexpr int64_t EntryFloats(int group, int head_dim) {
+  return int64_t{group} * (head_dim + 2);
+}
+
+__host__ __device__ constexpr int64_t FragmentEntries(int64_t splits) {
+  return (splits + kGroupSplits - 1) / kGroupSplits + 2 * kGroupSplits;
+}
+
+// A running softmax: exponentials are 2^(score - m), their sum is l. Starts as (-inf, 0).
+struct Softmax {
+  float m;
+  float l;
+};
+
+struct FoldWeights {
+  float keep;  // of what was there
+  float add;   // of what comes in
+};
+
+// `into` takes in `from`, whose m is finite. The weighted sums fold alike: o keep + from_o add.
+__device__ __forceinline__ FoldWeights Fold(Softmax& into, const Softmax& from) {
+  const float m = fmaxf(into.m, from.m);
+  const FoldWeights weights = {Exp2(into.m - m), Exp2(from.m - m)};
+  into.l = fmaf(into.l, weights.keep, from.l * weights.add);
+  into.m = m;
+  return weights;
+}
+
+__device__ __forceinline__ float Fold(const FoldWeights& weights, float o, float from_o) {
+  return fmaf(o, weights.keep, from_o * weights.add);
+}
+
+__device__ __forceinline__ float NaturalLse(const Softmax& state) {
+  return (state.m + log2f(state.l)) * kLn2;
+}
+
+// The plan: lives in shared memory.
+struct DecodePlan {
+  int first_unit[kPlanRows + 1];  // of each row; the last one: the number of units
+  int max_splits;
+};
+
+// Fills `plan`. All threads of the block take part, at least kPlanRows of them.
+__device__ inline void MakePlan(const AttentionParams& p, DecodePlan& plan) {
+  __shared__ int warp_sums[kPlanRows / 32];
+  const int r = static_cast<int>(threadIdx.x), lane = r % 32;
+  int splits = 0, sum = 0;
+  if (r < kPlanRows) {
+    if (r < p.rows) {
+      const int slot = p.slots[r], position = p.positions[r];
+      splits = slot < 0 ? 0 : position / kSplitTokens + 1;
+    }
+    sum = splits * p.cache.kv_heads;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += other;
+    }
+    if (lane == 31) warp_sums[r / 32] = sum;
+    if (r == 0) plan.first_unit[0] = plan.max_splits = 0;
+  }
+  __syncthreads();
+  if (r < kPlanRows) {
+    for (int w = 0; w < r / 32; ++w) sum += warp_sums[w];
+    plan.first_unit[r + 1] = sum;
+    const int most = __reduce_max_sync(0xffffffffu, splits);
+    if (lane == 0) atomicMax(&plan.max_splits, most);
+  }
+  __syncthreads();
+}
+
+// A plan as one block sees it.
+class WorkRange {
+ public:
+  __device__ WorkRange(const DecodePlan& plan, const AttentionParams& p, const DecodeShape& shape,
+                       int blocks)
+      : plan_(plan),
+        rows_(p.rows),
+        kv_heads_(p.cache.kv_heads),
+        units_(plan.first_unit[kPlanRows]),
+        share_(units_ / blocks),
+        longer_(units_ - share_ * blocks),
+        whole_(p.partial == nullptr || FragmentEntries(plan.max_splits) > shape.fragment_entries) {}
+
+  // Even shares of units: the first of block c; the first blocks take one unit more.
+  __device__ int EvenBegin(int c) const { return c * share_ + min(c, longer_); }
+
+  // The first unit of block c. Without room for partial results a block takes whole (row, KV
+  // head)s.
+  __device__ int Begin(int c) const {
+    const int unit = EvenBegin(c);
+    if (!whole_ || unit == units_) return unit;
+    const int row = RowOf(unit), first = plan_.first_unit[row], splits = Splits(row);
+    return first + (unit - first + splits - 1) / splits * splits;
+  }
+
+  // REQUIRES: !whole().
+  __device__ int Owner(int unit) const {
+    const int in_longer = longer_ * (share_ + 1);
+    return unit < in_longer ? unit / (share_ + 1) : longer_ + (unit - in_longer) / share_;
+  }
+
+  __device__ int RowOf(int unit) const {
+    int low = 0, high = rows_;  // first_unit[low] <= unit < first_unit[high]
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (plan_.first_unit[middle] <= unit ? low : high) = middle;
+    }
+    return low;
+  }
+
+  __device__ int Splits(int row) const { return (End(row) - FirstUnit(row)) / kv_heads_; }
+  __device__ int FirstUnit(int row) const { return plan_.first_unit[row]; }
+  __device__ int End(int row) const { return plan_.first_unit[row + 1]; }
+  __device__ bool whole() const { return whole_; }
+
+ private:
+  const DecodePlan& plan_;
+  const int rows_;
+  const int kv_heads_;
+  const int units_;
+  const int share_;
+  const int longer_;
+  const bool whole_;
+};
+
+// A block's share of one (row, KV head): splits [begin, end) of `splits`.
+struct Fragment {
+  int begin;
+  int end;
+  int splits;
+
+  __device__ bool HasAll() const { return begin == 0 && end == splits; }
+  __device__ bool HasGroup(int group) const {
+    return begin <= group * kGroupSplits && min((group + 1) * kGroupSplits, splits) <= end;
+  }
+  // Where a split of a group that it has not lies among its entries.
+  __device__ int SplitEntry(int split) const {
+    const int groups = (splits + kGroupSplits - 1) / kGroupSplits;
+    const bool first = split / kGroupSplits == begin / kGroupSplits;
+    return groups + (first ? 0 : kGroupSplits) + split % kGroupSplits;
+  }
+};
+
+}  // namespace sluice::kernels::cuda

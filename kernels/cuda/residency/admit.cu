@@ -1,0 +1,94 @@
+// Admit: token residency of whole sequences, one thread block to a sequence, another for its
+// stamps, nothing of it on the host. Tables and lists are integers of a few hundred KB in L2.
+//
+// Free places are the last of those that a sequence has: tables begin so, and Admit gives the first
+// ones first. So two rounds of loads find them, among any number of places, while the lists are
+// split; only where they do not suffice are all places looked at.
+//
+// Bytes of a sequence: its lists (4 in, 4 out an entry), 4 to 12 of the tables an entry, and 8 a
+// place where one must be put out: 80 KB for 2,048 selected of 6,600 places. Floor: below a
+// microsecond. It takes the latency of three dependent loads, 2,048 lookups that are a sector each
+// on one multiprocessor (1 us; as many stores for the stamps), and where places are put out some
+// 15 meetings of the block and passes over the places.
+#include "kernels/cuda/residency/admit.cuh"
+
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/launch.h"
+
+namespace sluice::kernels::cuda {
+namespace {
+
+// What a block may have beside its arrays of fixed size.
+constexpr int kMaxShared = (227 << 10) - (6 << 10);
+
+// Grid: (rows, 1 or 2). The block of a sequence's first row has the sequence; one beside it stamps.
+__global__ void __launch_bounds__(kAdmitThreads)
+    AdmitKernel(const __grid_constant__ AdmitParams p, const __grid_constant__ AdmitLayout layout) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  const int first = static_cast<int>(blockIdx.x);
+  const int slot = p.slots[first];
+  const bool is_first = slot < 0 || first == 0 || p.slots[first - 1] != slot;
+  int next[kMaxQueryPositions];  // slots of the rows behind
+#pragma unroll
+  for (int i = 0; i < kMaxQueryPositions; ++i) {
+    next[i] = first + 1 + i < p.rows ? p.slots[first + 1 + i] : -1;
+  }
+  int rows = 1;
+#pragma unroll
+  for (int i = 0; i < kMaxQueryPositions; ++i) {
+    if (slot >= 0 && rows == i + 1 && next[i] == slot) ++rows;
+  }
+  const bool stamps = blockIdx.y == 1;
+  if (slot >= 0 && p.whole != nullptr && p.whole[slot] != 0) {
+    if (!stamps) return AdmitWhole(p, first, slot, is_first, next[0] != slot);
+    WaitForPriorKernels();
+    LetNextKernelStart();
+    return;
+  }
+  if (!is_first || slot < 0) {
+    WaitForPriorKernels();
+    LetNextKernelStart();
+    if (slot < 0 && threadIdx.x == 0 && !stamps) {
+      p.resident_counts[first] = p.arriving_counts[first] = p.move_counts[first] = 0;
+    }
+    return;
+  }
+  if (rows > kMaxQueryPositions) __trap();
+  Admission admission(p, layout, first, rows, gridDim.y == 1, memory);
+  admission.Prepare();
+  WaitForPriorKernels();
+  LetNextKernelStart();
+  if (stamps) {
+    admission.Stamp();
+  } else {
+    admission.Run();
+  }
+}
+
+bool IsTable(const PagedRows& rows, int dim) {
+  return rows.dim == dim && rows.rows_per_page >= 1 && rows.type == DType::kFloat32 &&
+         (reinterpret_cast<uintptr_t>(rows.base) | static_cast<uintptr_t>(rows.page_bytes)) %
+                 (static_cast<uintptr_t>(dim) * 4) ==
+             0;
+}
+
+}  // namespace
+
+cudaError_t LaunchAdmit(const AdmitParams& p, cudaStream_t stream) {
+  if (p.rows < 0 || p.ahead < 0 || (p.whole != nullptr && (p.forget || p.ahead > kAdmitThreads)) ||
+      p.selected.capacity < 1 || p.selected.capacity > UINT16_MAX || p.residency.ring != 0 ||
+      p.residency.count < 0 || !IsTable(p.residency.place_of, 1) ||
+      !IsTable(p.residency.places, 2) || p.home.block_tokens < 1 || p.pool.block_tokens < 1) {
+    return cudaErrorInvalidValue;
+  }
+  if (p.rows == 0) return cudaSuccess;
+  const AdmitLayout layout = MakeAdmitLayout(p);
+  if (layout.bytes > kMaxShared) return cudaErrorInvalidValue;
+  static const cudaError_t roomy =
+      cudaFuncSetAttribute(AdmitKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared);
+  if (roomy != cudaSuccess) return roomy;
+  return LaunchKernel(AdmitKernel, dim3(static_cast<unsigned>(p.rows), p.forget ? 1 : 2),
+                      dim3(kAdmitThreads), static_cast<size_t>(layout.bytes), stream, p, layout);
+}
+
+}  // namespace sluice::kernels::cuda

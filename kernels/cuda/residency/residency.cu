@@ -1,0 +1,79 @@
+// Split, RecallDue, Recall: integers in tables of a few hundred KB, of one block (a warp, for
+// RecallDue) to a list (a row). Bytes: 4 an entry of a list and 4 to 12 of the tables, all in L2;
+// what they take is the way through three or four dependent loads.
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/launch.h"
+#include "kernels/cuda/residency/residency.cuh"
+#include "kernels/cuda/residency/residency_recall.cuh"
+
+namespace sluice::kernels::cuda {
+namespace {
+
+constexpr int kMaxThreads = 512;
+
+__global__ void __launch_bounds__(kMaxThreads) SplitKernel(const __grid_constant__ SplitParams p) {
+  __shared__ uint32_t totals[32];
+  LetNextKernelStart();
+  SplitList(p, static_cast<int>(blockIdx.x), totals);
+}
+
+__global__ void __launch_bounds__(32) RecallDueKernel(const __grid_constant__ RecallDueParams p) {
+  LetNextKernelStart();
+  RecallDueRow(p, static_cast<int>(blockIdx.x));
+}
+
+__global__ void __launch_bounds__(kMaxThreads)
+    RecallKernel(const __grid_constant__ RecallParams p) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  LetNextKernelStart();
+  RecallList(p, static_cast<int>(blockIdx.x),
+             RecallSharedAt(memory, p.residency.count - p.residency.ring));
+}
+
+bool IsTable(const PagedRows& rows, int dim) {
+  return rows.dim == dim && rows.rows_per_page >= 1 && rows.type == DType::kFloat32;
+}
+bool IsResidency(const ResidencyTable& t) {
+  return t.ring >= 0 && t.count >= t.ring && IsTable(t.place_of, 1) && IsTable(t.places, 2);
+}
+
+}  // namespace
+
+cudaError_t LaunchSplit(const SplitParams& p, cudaStream_t stream) {
+  if (p.rows < 0 || p.kv_heads < 1 || p.unit_tokens < 1 || !IsResidency(p.residency)) {
+    return cudaErrorInvalidValue;
+  }
+  if (p.rows == 0) return cudaSuccess;
+  // What a block looks through: its list, the places where they are forgotten or the ring is all,
+  // or the table of all units, however many they are.
+  const bool all_units = p.whole && !p.forget && p.residency.count > p.residency.ring;
+  const int64_t entries = all_units             ? kMaxThreads * kListStrip
+                          : p.whole || p.forget ? max(p.selected.capacity, p.residency.count)
+                                                : p.selected.capacity;
+  return LaunchKernel(SplitKernel, dim3(static_cast<unsigned>(p.rows * p.kv_heads)),
+                      dim3(static_cast<unsigned>(ListThreads(entries))), 0, stream, p);
+}
+
+cudaError_t LaunchRecallDue(const RecallDueParams& p, cudaStream_t stream) {
+  if (p.rows < 0 || p.kv_heads < 1 || p.budget_units < 1) return cudaErrorInvalidValue;
+  if (p.rows == 0) return cudaSuccess;
+  return LaunchKernel(RecallDueKernel, dim3(static_cast<unsigned>(p.rows)), dim3(32), 0, stream, p);
+}
+
+cudaError_t LaunchRecall(const RecallParams& p, cudaStream_t stream) {
+  const int places = p.residency.count - p.residency.ring;
+  if (p.rows < 0 || p.kv_heads < 1 || !IsResidency(p.residency) || places > kMaxRecallPlaces ||
+      (p.unit_tokens != 1 && p.unit_tokens != p.home.block_tokens)) {
+    return cudaErrorInvalidValue;
+  }
+  if (p.rows == 0) return cudaSuccess;
+  const auto shared = static_cast<size_t>(RecallSharedBytes(places));
+  static const cudaError_t roomy =
+      cudaFuncSetAttribute(RecallKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(RecallSharedBytes(kMaxRecallPlaces)));
+  if (roomy != cudaSuccess) return roomy;
+  return LaunchKernel(RecallKernel, dim3(static_cast<unsigned>(p.rows * p.kv_heads)),
+                      dim3(static_cast<unsigned>(ListThreads(places))), shared, stream, p);
+}
+
+}  // namespace sluice::kernels::cuda

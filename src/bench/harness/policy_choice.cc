@@ -1,0 +1,208 @@
+#include "src/bench/harness/policy_choice.h"
+
+#include <algorithm>
+#include <functional>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "src/base/nearest_name.h"
+#include "src/base/status_macros.h"
+
+namespace sluice {
+namespace {
+
+using Overlap = PolicyOptions::Ess::Overlap;
+using Selector = PolicyOptions::Oracle::Selector;
+
+constexpr char kMeanSelection[] = "hgca-mean";
+constexpr bool kSkip = true;
+
+struct Preset {
+  const char* name;
+  const char* policy;
+  void (*apply)(PolicyOptions&);
+};
+constexpr Preset kPresets[] = {
+    {"full", "full", [](PolicyOptions&) {}},
+    {"scout", "scout", [](PolicyOptions&) {}},
+    {"scout-no-ahead", "scout", [](PolicyOptions& o) { o.scout.layer_ahead = false; }},
+    {"scout-no-recall", "scout", [](PolicyOptions& o) { o.scout.recall = false; }},
+    {"scout-no-ahead-no-recall", "scout",
+     [](PolicyOptions& o) { o.scout.layer_ahead = o.scout.recall = false; }},
+    {"recall", "recall", [](PolicyOptions&) {}},
+    {"recall-fetch-all", "recall", [](PolicyOptions& o) { o.recall.fetch_all = true; }},
+    {"hgca", "hgca", [](PolicyOptions&) {}},
+    {kMeanSelection, "hgca", [](PolicyOptions&) {}},
+    {"oracle", "oracle", [](PolicyOptions&) {}},
+    {"ends", "oracle", [](PolicyOptions& o) { o.oracle.selector = Selector::kEnds; }},
+    {"random", "oracle", [](PolicyOptions& o) { o.oracle.selector = Selector::kRandom; }},
+    {"ess", "ess", [](PolicyOptions&) {}},
+    {"ess-no-overlap", "ess", [](PolicyOptions& o) { o.ess.overlap = Overlap::kNone; }},
+    {"ess-da", "ess", [](PolicyOptions& o) { o.ess.overlap = Overlap::kDa; }},
+    {"ess-dba", "ess", [](PolicyOptions& o) { o.ess.overlap = Overlap::kDba; }},
+    {"ess-no-warm-up", "ess", [](PolicyOptions& o) { o.ess.warm_up = false; }},
+    {"ess-no-lru", "ess", [](PolicyOptions& o) { o.ess.lru = false; }},
+    {"offload-naive", "offload-naive", [](PolicyOptions&) {}},
+};
+
+struct Setting {
+  const char* key;
+  // That reads it, "ess" for offload-naive too; empty: all that select by a budget.
+  const char* policy;
+  bool whole;  // tokens or steps, 1 or more
+  void (*apply)(PolicyOptions&, double);
+};
+constexpr Setting kSettings[] = {
+    {"budget", "", true,
+     [](PolicyOptions& o, double value) { o.budget_tokens = static_cast<int>(value); }},
+    // As kernels::GroupReduction has them: 0 the largest, 1 the mean, 2 the sum of softmaxes.
+    {"reduction", "", false,
+     [](PolicyOptions& o, double value) {
+       o.reduction =
+           static_cast<kernels::GroupReduction>(std::clamp(static_cast<int>(value), 0, 2));
+     }},
+    {"whole", "scout", false,
+     [](PolicyOptions& o, double value) { o.scout.attend_whole = value != 0; }},
+    {"beta", "hgca", false,
+     [](PolicyOptions& o, double value) { o.hgca.beta = static_cast<float>(value); }},
+    {"alpha", "hgca", false,
+     [](PolicyOptions& o, double value) { o.hgca.alpha = static_cast<float>(value); }},
+    {"window", "hgca", true,
+     [](PolicyOptions& o, double value) { o.hgca.window_tokens = static_cast<int>(value); }},
+    {"margin", "recall", false,
+     [](PolicyOptions& o, double value) { o.recall.margin = static_cast<float>(value); }},
+    {"share", "scout", false,
+     [](PolicyOptions& o, double value) { o.scout.share_limit = static_cast<float>(value); }},
+    {"interval", "scout", true,
+     [](PolicyOptions& o, double value) {
+       o.scout.intervals.assign(static_cast<size_t>(o.hbm->layout().layers),
+                                static_cast<int32_t>(value));
+     }},
+    {"ratio", "ess", false,
+     [](PolicyOptions& o, double value) { o.ess.sparse_memory_ratio = value; }},
+    {"least", "ess", true,
+     [](PolicyOptions& o, double value) { o.ess.least_places = static_cast<int>(value); }},
+    {"prefetch", "ess", true,
+     [](PolicyOptions& o, double value) { o.ess.prefetch = static_cast<int>(value); }},
+    {"divide", "ess", false,
+     [](PolicyOptions& o, double value) { o.ess.divide_places = value != 0; }},
+    {"movers", "ess", true,
+     [](PolicyOptions& o, double value) { o.ess.transfer_workers = static_cast<int>(value); }},
+    {"skip", "ess", false,
+     [](PolicyOptions& o, double value) { o.ess.skip_transfers = value != 0 ? &kSkip : nullptr; }},
+    {"row-copies", "ess", false,
+     [](PolicyOptions& o, double value) { o.ess.row_copies = value != 0; }},
+    {"resident", "scout", true,
+     [](PolicyOptions& o, double value) { o.scout.resident_tokens = static_cast<int>(value); }},
+};
+
+const Preset* PresetOf(absl::string_view name) {
+  for (const Preset& preset : kPresets) {
+    if (name == preset.name) return &preset;
+  }
+  return nullptr;
+}
+
+// A part "budget=20%" of a name.
+struct Given {
+  const Setting* setting = nullptr;
+  double value = 0;
+  bool percent = false;
+};
+absl::StatusOr<Given> ParseSetting(const Preset& preset, absl::string_view part) {
+  const std::pair<std::string, std::string> sides = absl::StrSplit(part, absl::MaxSplits('=', 1));
+  Given given;
+  for (const Setting& setting : kSettings) {
+    if (sides.first == setting.key) given.setting = &setting;
+  }
+  if (given.setting == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat("'", std::string(part), "' sets '", sides.first,
+                                                   "', which no policy has",
+                                                   DidYouMean(sides.first, PolicySettings())));
+  }
+  const std::string policy = given.setting->policy;
+  const std::string of = preset.policy == std::string("offload-naive") ? "ess" : preset.policy;
+  // What full and ess attend to is the model's.
+  if (policy.empty() ? of == "full" || of == "ess" : policy != of) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("policy ", preset.name, " has no '", sides.first, "'"));
+  }
+  absl::string_view value = sides.second;
+  given.percent = sides.first == "budget" && absl::ConsumeSuffix(&value, "%");
+  const bool number = absl::SimpleAtod(value, &given.value) && given.value >= 0;
+  const bool whole =
+      given.value >= 1 && given.value < 1 << 30 && given.value == static_cast<int>(given.value);
+  if (!number || (given.setting->whole && !whole) || (given.percent && given.value > 100)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("'", std::string(part), "': ", sides.first, " takes ",
+                     given.setting->whole ? "a whole number" : "a number"));
+  }
+  return given;
+}
+
+}  // namespace
+
+const std::vector<std::string>& PolicyNames() {
+  static const auto* names = [] {
+    auto* out = new std::vector<std::string>;
+    for (const Preset& preset : kPresets) out->push_back(preset.name);
+    return out;
+  }();
+  return *names;
+}
+
+const std::vector<std::string>& PolicySettings() {
+  static const auto* names = [] {
+    auto* out = new std::vector<std::string>;
+    for (const Setting& setting : kSettings) out->push_back(setting.key);
+    return out;
+  }();
+  return *names;
+}
+
+absl::StatusOr<std::vector<std::string>> ParsePolicies(const std::string& text) {
+  std::vector<std::string> out;
+  for (const auto part : absl::StrSplit(text, ',')) {
+    const std::string name(part);
+    const std::vector<std::string> pieces = absl::StrSplit(name, ':');
+    const Preset* const preset = PresetOf(pieces[0]);
+    if (preset == nullptr) {
+      return absl::InvalidArgumentError(absl::StrCat("there is no policy '", pieces[0], "'",
+                                                     DidYouMean(pieces[0], PolicyNames())));
+    }
+    for (size_t i = 1; i < pieces.size(); ++i) {
+      SLUICE_RETURN_IF_ERROR(ParseSetting(*preset, pieces[i]).status());
+    }
+    if (std::find(out.begin(), out.end(), name) != out.end()) {
+      return absl::InvalidArgumentError(absl::StrCat("'", name, "' is there twice"));
+    }
+    out.push_back(name);
+  }
+  return out;
+}
+
+PolicyOptions WithPolicy(PolicyOptions options, const std::string& name) {
+  const std::vector<std::string> pieces = absl::StrSplit(name, ':');
+  const Preset* const preset = PresetOf(pieces[0]);
+  SLUICE_CHECK(preset != nullptr);
+  options.name = preset->policy;
+  preset->apply(options);
+  for (size_t i = 1; i < pieces.size(); ++i) {
+    const absl::StatusOr<Given> given = ParseSetting(*preset, pieces[i]);
+    SLUICE_CHECK(given.ok());
+    given->setting->apply(options,
+                          given->percent ? given->value / 100 * options.max_context : given->value);
+  }
+  return options;
+}
+
+bool WantsMeanSelection(const std::string& name) {
+  return name == kMeanSelection || absl::StartsWith(name, absl::StrCat(kMeanSelection, ":"));
+}
+
+}  // namespace sluice

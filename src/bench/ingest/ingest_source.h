@@ -1,0 +1,24 @@
+// The sending process as a node that is read from: caches of random bytes, held and served by the
+// KvSource of a prefill node.
+#pragma once
+
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "src/bench/ingest/ingest_sender.h"
+
+namespace sluice {
+
+class IngestSource {
+ public:
+  // Serves on a free port, with the job's layout and certificate. `bytes`: what caches are made of;
+  // outlives it.
+  static absl::StatusOr<std::unique_ptr<IngestSource>> Start(const SendJob& job,
+                                                             absl::Span<const uint8_t> bytes);
+  virtual ~IngestSource() = default;
+  // Holds one more prompt of job.context tokens, each of them 1, and says where it is.
+  virtual absl::Status Hold(const SendJob& job, SendResult* result) = 0;
+};
+
+}  // namespace sluice

@@ -1,0 +1,49 @@
+// Lines and JSON of `sluice-bench policies`.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "src/bench/harness/policy_run.h"
+#include "src/bench/policies/policy_quality.h"
+#include "src/bench/policies/workload_statistics.h"
+#include "src/bench/report/report.h"
+
+namespace sluice {
+
+std::string RunHeader();
+std::string RunLine(const PolicyRun& run);
+std::string NoRoomLine(const std::string& policy, int context, int batch, int largest);
+Figure RunFigure(const PolicyRun& run);
+// Layers that select nothing have zeros.
+nlohmann::json RunJson(const PolicyRun& run);
+
+// The rates that floors are made of; `workers` read DRAM.
+std::string RatesText(const StepTraffic& rates, int workers);
+std::string FloorHeader();
+// A line of policy scout's tokens/s over each other's, each at its largest batch, and at equal
+// batches; empty without scout.
+std::string ScoutRatios(const std::vector<PolicyRun>& runs);
+// By layer: of a row's selection what the row before had selected.
+std::string SelectionOverlapText(const std::vector<double>& layers, int context);
+// Of policies that fetch entries of latent caches, how many a sequence misses in a step; else
+// empty.
+std::string MissesText(const std::vector<PolicyRun>& runs);
+// `full`: the run of policy full at its largest batch, which the others are held against; null if
+// there is none.
+std::string FloorLine(const PolicyRun& run, const StepTraffic& rates, const PolicyRun* full);
+nlohmann::json FloorJson(const PolicyRun& run, const StepTraffic& rates, const PolicyRun* full);
+
+// `shares`: MeasureShares.
+std::string StatisticsText(const WorkloadStatistics& statistics,
+                           const std::vector<std::vector<double>>& shares, int context);
+nlohmann::json StatisticsJson(const WorkloadStatistics& statistics,
+                              const std::vector<std::vector<double>>& shares, int context);
+
+std::string QualityHeader();
+std::string QualityLine(const PolicyQuality& quality, int context);
+Figure QualityFigure(const PolicyQuality& quality, int context);
+nlohmann::json QualityJson(const PolicyQuality& quality, int context);
+
+}  // namespace sluice

@@ -1,0 +1,226 @@
+#include "src/bench/workload/topic_drift.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "src/base/dtype.h"
+#include "src/base/status_macros.h"
+#include "src/bench/workload/topic_path.h"
+#include "src/model/dummy_weights.h"
+#include "src/model/parallel.h"
+#include "src/model/rope.h"
+#include "src/model/tensor_list.h"
+
+namespace sluice {
+namespace {
+
+constexpr double kFast = 0.05;  // of a row whose dimension RoPE turns: next to nothing
+// What attention and the MLP of a layer of the dummy formula add to a residual of any size, about.
+constexpr double kPlainAttention = 0.8;
+constexpr double kPlainMlp = 1;
+// Of layer_change, what the MLP adds: little, because it turns two like inputs further apart.
+constexpr double kMlpShare = 0.25;
+// The dimensions of the residual that say which token it is, and how loud they are: so low that
+// neither norms nor MLPs notice.
+constexpr int kIdentityFraction = 8;  // one in so many
+constexpr double kIdentity = 0.1;     // the topic's elements being 1
+
+class TopicDriftSource : public WeightSource {
+ public:
+  TopicDriftSource(const ModelConfig& config, const TopicDrift& options, std::vector<bool> slow)
+      : config_(config),
+        options_(options),
+        path_{options.seed, "", options.topics, options.drift, options.noise},
+        slow_(std::move(slow)),
+        plain_(DummyWeights(config)),
+        topic_dims_(config.hidden_size - config.hidden_size / kIdentityFraction) {}
+
+  std::optional<kernels::WeightFormula> Formula(const std::string& name) const override {
+    if (Kind(name) != Tensor::kPlain) return std::nullopt;
+    std::optional<kernels::WeightFormula> formula = plain_->Formula(name);
+    if (formula.has_value()) {
+      formula->state ^= options_.seed * 0x9E3779B97F4A7C15ull;
+      if (const double scale = OutputScale(name); scale != 0) {
+        formula->scale *= static_cast<float>(scale);
+        // The last rows write where the token's identity is.
+        const int64_t columns =
+            absl::EndsWith(name, "o_proj.weight") ? config_.q_size() : config_.intermediate_size;
+        formula->live = static_cast<uint64_t>(topic_dims_ * columns);
+      }
+    }
+    return formula;
+  }
+
+  bool IsFp8(const std::string&) const override { return false; }
+
+  absl::StatusOr<MatrixView> Matrix(const std::string& name, int64_t rows, int64_t cols) override {
+    auto owned = std::make_unique_for_overwrite<uint16_t[]>(static_cast<size_t>(rows * cols));
+    if (const auto formula = Formula(name); formula.has_value()) {
+      kernels::FillWeights(*formula, 0, rows * cols, owned.get());
+      return MatrixView::Owned(std::move(owned), rows, cols);
+    }
+    // An embedding of Qwen3-14B is 778 M values, of three hashes each.
+    ParallelFor(rows, [&](int64_t row) {
+      FillRow(name, row, {owned.get() + row * cols, static_cast<size_t>(cols)});
+    });
+    return MatrixView::Owned(std::move(owned), rows, cols);
+  }
+
+  absl::StatusOr<std::vector<float>> Vector(const std::string& name, int64_t n) override {
+    if (absl::EndsWith(name, "bias")) return std::vector<float>(static_cast<size_t>(n));
+    // Queries and keys after their norms have length sqrt(head_dim) times this.
+    const bool head_norm = absl::StrContains(name, "q_norm") || absl::StrContains(name, "k_norm");
+    return std::vector<float>(static_cast<size_t>(n), head_norm ? Gain() : 1.0f);
+  }
+
+  absl::Status ReadBFloat16(const std::string& name, absl::Span<const int64_t> shape, int64_t first,
+                            absl::Span<uint16_t> out) override {
+    if (shape.size() == 1) {
+      SLUICE_ASSIGN_OR_RETURN(const std::vector<float> all, Vector(name, shape[0]));
+      for (size_t i = 0; i < out.size(); ++i) {
+        out[i] = FloatToBFloat16(all[static_cast<size_t>(first) + i]);
+      }
+      return absl::OkStatus();
+    }
+    if (const auto formula = Formula(name); formula.has_value()) {
+      kernels::FillWeights(*formula, first, static_cast<int64_t>(out.size()), out.data());
+      return absl::OkStatus();
+    }
+    const int64_t cols = shape[1];
+    std::vector<uint16_t> row(static_cast<size_t>(cols));
+    int64_t filled = -1;
+    for (size_t i = 0; i < out.size(); ++i) {
+      const int64_t at = first + static_cast<int64_t>(i);
+      if (at / cols != filled) FillRow(name, filled = at / cols, absl::MakeSpan(row));
+      out[i] = row[static_cast<size_t>(at % cols)];
+    }
+    return absl::OkStatus();
+  }
+
+  void Release(MatrixView) override {}
+  absl::Status CheckNoLeftovers() override { return absl::OkStatus(); }
+
+ private:
+  enum class Tensor { kPlain, kEmbedding, kHead, kQuery, kKey };
+  static Tensor Kind(const std::string& name) {
+    if (name == kEmbeddingTensor) return Tensor::kEmbedding;
+    if (name == kHeadTensor) return Tensor::kHead;
+    if (absl::EndsWith(name, "q_proj.weight")) return Tensor::kQuery;
+    if (absl::EndsWith(name, "k_proj.weight")) return Tensor::kKey;
+    return Tensor::kPlain;
+  }
+
+  float Gain() const {
+    return static_cast<float>(std::sqrt(options_.sharpness / std::sqrt(config_.head_dim)));
+  }
+
+  // Of o_proj and down_proj, else 0: the residual has grown in every layer before.
+  double OutputScale(const std::string& name) const {
+    const bool attention = absl::EndsWith(name, "o_proj.weight");
+    if (!attention && !absl::EndsWith(name, "down_proj.weight")) return 0;
+    const double r = options_.layer_change;
+    const double growth = 1 + r * r * (1 + kMlpShare * kMlpShare);
+    for (int layer = 0; layer < config_.layers; ++layer) {
+      if (absl::StartsWith(name, LayerTensor(layer, ""))) {
+        return (attention ? r / kPlainAttention : kMlpShare * r / kPlainMlp) *
+               std::pow(growth, 0.5 * layer);
+      }
+    }
+    return 0;
+  }
+
+  void FillRow(const std::string& name, int64_t row, absl::Span<uint16_t> out) const {
+    std::vector<double> values(out.size());
+    const auto topic = absl::MakeSpan(values).subspan(0, static_cast<size_t>(topic_dims_));
+    const auto identity = absl::MakeSpan(values).subspan(topic.size());
+    const double by_columns = 1 / std::sqrt(static_cast<double>(out.size()));
+    const int64_t dim = config_.head_dim;
+    switch (Kind(name)) {
+      case Tensor::kEmbedding:
+        path_.Add(row, topic);
+        AddUniformRow("identity", options_.seed, row, kIdentity, identity);
+        break;
+      case Tensor::kHead:
+        AddUniformRow("identity", options_.seed, row > 0 ? row - 1 : config_.vocab_size - 1,
+                      by_columns / kIdentity, identity);
+        break;
+      case Tensor::kKey:
+        AddUniformRow(name, options_.seed, row, by_columns * RowScale(row), topic);
+        break;
+      case Tensor::kQuery: {
+        const int64_t head = row / dim;
+        const int64_t group = config_.heads / config_.kv_heads;
+        const std::string key(absl::StrCat(name.substr(0, name.rfind("q_proj")), "k_proj.weight"));
+        const double scale =
+            by_columns * RowScale(row) / std::sqrt(1 + options_.head_change * options_.head_change);
+        AddUniformRow(key, options_.seed, head / group * dim + row % dim, scale, topic);
+        AddUniformRow(name, options_.seed, row, scale * options_.head_change, topic);
+        break;
+      }
+      case Tensor::kPlain:
+        SLUICE_CHECK(false, "a plain tensor has its formula");
+    }
+    for (size_t i = 0; i < out.size(); ++i) {
+      out[i] = FloatToBFloat16(static_cast<float>(values[i]));
+    }
+  }
+  // Queries and keys: all in what RoPE leaves alone; of the length that norms would give them.
+  double RowScale(int64_t row) const {
+    const bool slow = slow_[static_cast<size_t>(row % config_.head_dim)];
+    const auto count = static_cast<double>(std::count(slow_.begin(), slow_.end(), true));
+    const double length = config_.qk_norm ? 1 : Gain() * std::sqrt(config_.head_dim / count);
+    return slow ? length : kFast * length;
+  }
+
+  const ModelConfig config_;
+  const TopicDrift options_;
+  const TopicPath path_;
+  const std::vector<bool> slow_;  // [head_dim]
+  const std::unique_ptr<WeightSource> plain_;
+  const int64_t topic_dims_;  // of the residual; the others say which token it is
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<WeightSource>> TopicDriftWeights(const ModelConfig& config,
+                                                                const TopicDrift& options) {
+  if (config.tie_word_embeddings) {
+    return absl::InvalidArgumentError(
+        "topic drift needs a head of its own: tie_word_embeddings is true in config.json");
+  }
+  const std::vector<float> frequencies = RopeInverseFrequencies(config.rope, config.head_dim);
+  const size_t half = frequencies.size();
+  std::vector<bool> slow(2 * half);
+  for (size_t i = 0; i < half; ++i) {
+    slow[i] = slow[half + i] = double{frequencies[i]} * options.max_context < 1;
+  }
+  if (std::count(slow.begin(), slow.end(), true) == 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("topic drift needs dimensions that RoPE turns by less than a radian over ",
+                     options.max_context,
+                     " tokens, and this geometry has none: take a larger rope_theta, or "
+                     "shorter contexts"));
+  }
+  return std::make_unique<TopicDriftSource>(config, options, std::move(slow));
+}
+
+std::vector<int32_t> TopicDriftContext(const ModelConfig& config, const TopicDrift& options,
+                                       int tokens, int more, SplitMix64& random) {
+  std::vector<int32_t> out;
+  while (static_cast<int>(out.size()) < tokens) {
+    const int left = tokens - static_cast<int>(out.size());
+    const int length = std::min(options.segment, left);
+    const int follows = length == left ? more : 0;
+    SLUICE_CHECK(config.vocab_size > length + follows + 1, "the path is longer than that");
+    const auto first = static_cast<int32_t>(
+        1 + random.Below(static_cast<uint64_t>(config.vocab_size - length - follows - 1)));
+    for (int i = 0; i < length; ++i) out.push_back(first + i);
+  }
+  return out;
+}
+
+}  // namespace sluice

@@ -1,0 +1,34 @@
+#include "src/bench/workload/topic_path.h"
+
+#include <cmath>
+#include <vector>
+
+#include "src/base/rng.h"
+#include "src/model/dummy_weights.h"
+
+namespace sluice {
+
+void AddUniformRow(const std::string& name, uint64_t seed, int64_t row, double factor,
+                   absl::Span<double> out) {
+  constexpr double kUnit = 1.7320508075688772;  // times u in [-1, 1): variance 1
+  std::vector<float> u(out.size());
+  DummyUniform(name, seed, row * static_cast<int64_t>(u.size()), absl::MakeSpan(u));
+  for (size_t i = 0; i < u.size(); ++i) out[i] += factor * kUnit * double{u[i]};
+}
+
+void TopicPath::Add(int64_t token, absl::Span<double> out) const {
+  const double at = static_cast<double>(token) * drift;
+  const double knot = std::floor(at);
+  const double angle = (at - knot) * M_PI / 2;
+  const double factor = 1 / std::sqrt(1 + noise * noise);
+  AddUniformRow(name + "topic", seed, TopicOf(knot), factor * std::cos(angle), out);
+  AddUniformRow(name + "topic", seed, TopicOf(knot + 1), factor * std::sin(angle), out);
+  AddUniformRow(name + "noise", seed, token, factor * noise, out);
+}
+
+int64_t TopicPath::TopicOf(double knot) const {
+  SplitMix64 random(seed ^ (static_cast<uint64_t>(knot) * 0xD1B54A32D192ED03ull));
+  return static_cast<int64_t>(random.Below(static_cast<uint64_t>(topics)));
+}
+
+}  // namespace sluice

@@ -1,0 +1,34 @@
+// Admin: what runs here, how full it is, and taking the node out of service. The engine's thread
+// answers what only it knows.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "sluice/v1/admin.pb.h"
+#include "src/engine/engine.h"
+#include "src/kv/page_pool.h"
+#include "src/kv/transfer_table.h"
+#include "src/service/admin/drain_control.h"
+#include "src/service/wire/grpc_service.h"
+
+namespace sluice {
+
+class StepRecorder;
+
+struct AdminServiceOptions {
+  v1::GetModelResponse model;  // the whole answer of GetModel
+  uint32_t max_sequences = 0;
+  // Everything outlives the service.
+  Engine* engine = nullptr;
+  const TransferTable* transfers = nullptr;
+  std::vector<const PagePool*> pools;
+  bool allow_failpoints = false;
+  DrainControl* drain = nullptr;
+  const StepRecorder* recorder = nullptr;  // the engine's; null: steps are not kept
+};
+
+GrpcService NewAdminService(AdminServiceOptions options);
+
+}  // namespace sluice

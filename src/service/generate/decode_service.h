@@ -1,0 +1,17 @@
+// Decode: sluice.v1's own dialect of Generate, with Cancel and Forget, over an Engine.
+#pragma once
+
+#include "src/engine/engine.h"
+#include "src/service/generate/generate_call.h"
+#include "src/service/wire/grpc_service.h"
+
+namespace sluice {
+
+struct DecodeServiceOptions {
+  GenerateOptions generate;
+  Engine* engine = nullptr;  // outlives the service; generate.generator, as a rule
+};
+
+GrpcService NewDecodeService(const DecodeServiceOptions& options);
+
+}  // namespace sluice

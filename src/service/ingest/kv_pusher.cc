@@ -1,0 +1,203 @@
+#include "src/service/ingest/kv_pusher.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "src/base/crc32c.h"
+#include "src/base/error.h"
+#include "src/base/failpoint.h"
+#include "src/base/logging.h"
+#include "src/base/status_macros.h"
+#include "src/service/wire/chunking.h"
+#include "src/service/wire/proto_conversion.h"
+#include "src/service/wire/status_mapping.h"
+
+namespace sluice {
+namespace {
+
+constexpr size_t kMaxRangesOfGet = 1024;                        // GetTransferResponse.missing
+constexpr absl::Duration kFirstPause = absl::Milliseconds(50);  // before a resume; then twice that
+
+bool Overlaps(const v1::ChunkHeader& header, const std::vector<MissingRange>& missing) {
+  ChunkPlan plan;
+  plan.head_begin = header.head_begin();
+  plan.head_end = header.head_end();
+  plan.token_begin = header.token_begin();
+  plan.token_end = header.token_end();
+  return Overlaps(header.layer(), header.kind(), plan, missing);
+}
+
+}  // namespace
+
+bool MayMend(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsCancelled(status) || absl::IsDataLoss(status) ||
+         absl::IsInternal(status) || absl::IsUnknown(status) ||
+         ReasonOf(status) == "MISSING_BLOCKS" || ReasonOf(status) == "BLOCK_BUSY";
+}
+
+absl::StatusOr<TransferProgress> GetProgress(v1::KvIngest::Stub* stub, grpc::ClientContext* context,
+                                             const std::string& transfer_id) {
+  v1::GetTransferRequest request;
+  v1::GetTransferResponse answer;
+  request.set_transfer_id(transfer_id);
+  SLUICE_RETURN_IF_ERROR(FromGrpcStatus(stub->GetTransfer(context, request, &answer)));
+  TransferProgress out;
+  out.committed = answer.state() == v1::GetTransferResponse::STATE_COMMITTED;
+  for (const v1::BlockRange& range : answer.missing().ranges()) {
+    out.missing.push_back(FromProto(range));
+  }
+  out.everything = out.missing.size() >= kMaxRangesOfGet;  // there may be more than are listed
+  return out;
+}
+
+KvPusher::KvPusher(v1::KvIngest::Stub* stub, Options options)
+    : stub_(stub), options_(std::move(options)), thread_([this] { SendLoop(); }) {}
+
+KvPusher::~KvPusher() {
+  if (thread_.joinable()) (void)Abandon();
+}
+
+absl::Status KvPusher::Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
+                             absl::Span<const absl::Span<const uint8_t>> pieces) {
+  SLUICE_ASSIGN_OR_RETURN(const std::vector<ChunkPlan> chunks,
+                          PlanChunks(kind, token_begin, token_end, options_.max_chunk_bytes));
+  for (const ChunkPlan& plan : chunks) {
+    v1::WriteRequest chunk;
+    v1::ChunkHeader* header = chunk.mutable_header();
+    header->set_transfer_id(options_.transfer_id);
+    header->set_layer(static_cast<uint32_t>(layer));
+    header->set_kind(kind.name);
+    header->set_head_begin(plan.head_begin);
+    header->set_head_end(plan.head_end);
+    header->set_token_begin(plan.token_begin);
+    header->set_token_end(plan.token_end);
+    if (options_.filter && !Overlaps(*header, options_.missing)) continue;
+    *chunk.mutable_payload() = CopyRange(pieces, plan.offset, plan.bytes);
+    header->set_crc32c(
+        Crc32c({reinterpret_cast<const uint8_t*>(chunk.payload().data()), chunk.payload().size()}));
+    SLUICE_RETURN_IF_ERROR(Enqueue(std::move(chunk)));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status KvPusher::Enqueue(v1::WriteRequest chunk) {
+  absl::MutexLock lock(&mutex_);
+  // The streams' deadlines bound this wait: a write that outlives its own fails.
+  mutex_.Await(absl::Condition(this, &KvPusher::CanEnqueue));
+  if (broken_) return absl::UnavailableError("the stream to the decode node is broken");
+  queued_bytes_ += chunk.payload().size();
+  queue_.push_back(std::move(chunk));
+  return absl::OkStatus();
+}
+
+void KvPusher::SendLoop() {
+  absl::Status status = SendStream();
+  for (int resume = 0; resume < kMaxResumes && MayMend(status); ++resume) {
+    Log(LogLevel::kWarn, "a push broke: sending what is missing",
+        {{"transfer_id", options_.transfer_id}, {"error", status.ToString()}});
+    status = PrepareResume(resume);
+    if (status.ok()) status = SendStream();
+  }
+  status_ = status;
+  absl::MutexLock lock(&mutex_);
+  broken_ = !status.ok();
+}
+
+absl::Status KvPusher::SendStream() {
+  const std::unique_ptr<grpc::ClientContext> context = options_.stream_context();
+  {
+    absl::MutexLock lock(&mutex_);
+    if (abandoned_) return absl::CancelledError("given up");
+    context_ = context.get();
+  }
+  v1::WriteResponse response;
+  const auto writer = stub_->Write(context.get(), &response);
+  bool sent = true;
+  while (sent) {
+    v1::WriteRequest chunk;
+    {
+      absl::MutexLock lock(&mutex_);
+      mutex_.Await(absl::Condition(this, &KvPusher::CanSend));
+      if (queue_.empty()) break;
+      chunk = std::move(queue_.front());
+      queue_.pop_front();
+      queued_bytes_ -= chunk.payload().size();
+    }
+    if (first_sent_ == absl::InfiniteFuture()) first_sent_ = absl::Now();
+    if (SLUICE_FAILPOINT(kPrefillPush)) context->TryCancel();  // a connection that breaks
+    sent = writer->Write(chunk);
+    if (sent) bytes_sent_ += chunk.payload().size();
+    absl::MutexLock lock(&mutex_);
+    Keep(std::move(chunk));
+  }
+  writer->WritesDone();
+  const absl::Status status = FromGrpcStatus(writer->Finish());
+  absl::MutexLock lock(&mutex_);
+  context_ = nullptr;
+  if (status.ok() && !sent) {
+    return absl::UnavailableError("the stream ended before everything was sent");
+  }
+  return status;
+}
+
+void KvPusher::Keep(v1::WriteRequest chunk) {
+  kept_bytes_ += chunk.payload().size();
+  kept_.push_back(std::move(chunk));
+  while (kept_bytes_ > options_.max_kept_bytes) {
+    kept_bytes_ -= kept_.front().payload().size();
+    kept_.pop_front();
+  }
+}
+
+absl::Status KvPusher::PrepareResume(int resume) {
+  {
+    // The node may need a moment to notice that the old stream is gone (BLOCK_BUSY), or to be back.
+    absl::MutexLock lock(&mutex_);
+    mutex_.AwaitWithTimeout(absl::Condition(&abandoned_), kFirstPause * (1 << resume));
+    if (abandoned_) return absl::CancelledError("given up");
+  }
+  const std::unique_ptr<grpc::ClientContext> context = options_.call_context();
+  context->set_wait_for_ready(true);
+  SLUICE_ASSIGN_OR_RETURN(const TransferProgress progress,
+                          GetProgress(stub_, context.get(), options_.transfer_id));
+  absl::MutexLock lock(&mutex_);
+  std::deque<v1::WriteRequest> again;
+  for (v1::WriteRequest& chunk : kept_) {
+    if (!progress.everything && !Overlaps(chunk.header(), progress.missing)) continue;
+    queued_bytes_ += chunk.payload().size();
+    again.push_back(std::move(chunk));
+  }
+  kept_.clear();
+  kept_bytes_ = 0;
+  queue_.insert(queue_.begin(), std::make_move_iterator(again.begin()),
+                std::make_move_iterator(again.end()));
+  return absl::OkStatus();
+}
+
+absl::Status KvPusher::Finish() {
+  {
+    absl::MutexLock lock(&mutex_);
+    closed_ = true;
+  }
+  thread_.join();
+  return status_;
+}
+
+absl::Status KvPusher::Abandon() {
+  bool broken;
+  {
+    absl::MutexLock lock(&mutex_);
+    broken = broken_;
+    closed_ = true;
+    abandoned_ = true;
+    queue_.clear();
+    queued_bytes_ = 0;
+    if (context_ != nullptr) context_->TryCancel();
+  }
+  thread_.join();
+  return broken ? status_ : absl::OkStatus();
+}
+
+}  // namespace sluice

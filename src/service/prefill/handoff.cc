@@ -1,0 +1,176 @@
+#include "src/service/prefill/handoff.h"
+
+#include <grpcpp/client_context.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "src/base/error.h"
+#include "src/base/logging.h"
+#include "src/base/status_macros.h"
+#include "src/service/ingest/kv_pusher.h"
+#include "src/service/wire/proto_conversion.h"
+#include "src/service/wire/status_mapping.h"
+#include "src/service/wire/trace_headers.h"
+
+namespace sluice {
+namespace {
+
+absl::Duration FromProtoDuration(const google::protobuf::Duration& duration) {
+  return absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos());
+}
+
+}  // namespace
+
+// Reserves and opens the stream when the prompt's turn has come: a prompt that waits for another
+// holds no room at the decode node, and its lease does not run.
+class Handoff::Sink : public LayerSink {
+ public:
+  Sink(Handoff* handoff, const std::vector<MissingRange>* missing)
+      : handoff_(handoff), missing_(missing) {}
+
+  absl::Status Begin() override {
+    if (handoff_->transfer_id_.empty()) SLUICE_RETURN_IF_ERROR(handoff_->Reserve());
+    KvPusher::Options options;
+    options.transfer_id = handoff_->transfer_id_;
+    options.max_chunk_bytes = handoff_->max_chunk_bytes_;
+    if (missing_ != nullptr) {
+      options.filter = true;
+      options.missing = *missing_;
+    }
+    options.stream_context = [h = handoff_] { return h->NewContext(h->options_.push_timeout); };
+    options.call_context = [h = handoff_] { return h->NewContext(h->options_.call_timeout); };
+    options.max_kept_bytes = handoff_->options_.max_kept_bytes;
+    pusher_.emplace(handoff_->stub_.get(), std::move(options));
+    return absl::OkStatus();
+  }
+  absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
+                     absl::Span<const absl::Span<const uint8_t>> pieces) override {
+    return pusher_->Layer(layer, kind, token_begin, token_end, pieces);
+  }
+  int64_t hint_tokens() const override { return handoff_->hint_tokens_; }
+  // Null before Begin.
+  KvPusher* pusher() { return pusher_.has_value() ? &*pusher_ : nullptr; }
+
+ private:
+  Handoff* const handoff_;
+  const std::vector<MissingRange>* const missing_;
+  std::optional<KvPusher> pusher_;
+};
+
+Handoff::Handoff(Options options)
+    : options_(std::move(options)), stub_(v1::KvIngest::NewStub(options_.channel)) {}
+
+absl::Status Handoff::Run(v1::RunResponse* response) {
+  absl::Status status = Attempt(nullptr, response);
+  if (!status.ok() && retryable_ && !options_.cancelled()) {
+    Log(LogLevel::kWarn, "a push could not be resumed: computing again",
+        {{"transfer_id", transfer_id_}, {"error", status.ToString()}});
+    // The landing that a broken stream left behind ends when the decode node notices.
+    if (ReasonOf(status) == "BLOCK_BUSY") absl::SleepFor(absl::Milliseconds(100));
+    const auto context = NewContext(options_.call_timeout);
+    context->set_wait_for_ready(true);  // the connection may just be coming back
+    const auto progress = GetProgress(stub_.get(), context.get(), transfer_id_);
+    if (progress.ok() && progress->committed) {
+      status = absl::OkStatus();  // only the answer of Commit was lost
+    } else if (progress.ok()) {
+      // More is missing than the pusher had kept, or it broke too often. The same prompt gives the
+      // same bytes, so computing again is as good as having kept them.
+      status = Attempt(progress->everything ? nullptr : &progress->missing, response);
+    }
+  }
+  if (!status.ok()) {
+    if (!transfer_id_.empty()) Abort(status);
+    return status;
+  }
+  response->set_transfer_id(transfer_id_);
+  const absl::Time end = absl::Now();
+  *response->mutable_timings()->mutable_push() =
+      ToProto(first_sent_ > end ? absl::ZeroDuration() : end - first_sent_);
+  return absl::OkStatus();
+}
+
+absl::Status Handoff::Reserve() {
+  const auto context = NewContext(options_.call_timeout);
+  v1::ReserveResponse reserved;
+  SLUICE_RETURN_IF_ERROR(
+      FromDecodeNode(FromGrpcStatus(stub_->Reserve(context.get(), options_.reserve, &reserved))));
+  transfer_id_ = reserved.transfer_id();
+  max_chunk_bytes_ = reserved.max_chunk_bytes();
+  hint_tokens_ = static_cast<int64_t>(std::min<uint64_t>(reserved.hint_tokens(), INT64_MAX));
+  return absl::OkStatus();
+}
+
+absl::Status Handoff::Attempt(const std::vector<MissingRange>* missing, v1::RunResponse* response) {
+  retryable_ = false;
+  Sink sink(this, missing);
+  const absl::StatusOr<PrefillResult> result = options_.prefiller->Run(
+      options_.prompt, options_.sampling, options_.want_first_token, sink, options_.cancelled);
+  if (sink.pusher() == nullptr) return result.status();  // refused, by Reserve or before it
+  KvPusher& pusher = *sink.pusher();
+  // A broken stream ends the computation: then it is the stream's error that explains.
+  const absl::Status pushed = result.ok() ? pusher.Finish() : pusher.Abandon();
+  v1::RunResponse::Timings* timings = response->mutable_timings();
+  timings->set_bytes_pushed(timings->bytes_pushed() + pusher.bytes_sent());
+  first_sent_ = std::min(first_sent_, pusher.first_sent());
+  if (!pushed.ok()) {
+    retryable_ = MayMend(pushed);
+    return FromDecodeNode(pushed);
+  }
+  SLUICE_RETURN_IF_ERROR(result.status());
+  *timings->mutable_queued() = ToProto(FromProtoDuration(timings->queued()) + result->queued);
+  *timings->mutable_compute() = ToProto(FromProtoDuration(timings->compute()) + result->compute);
+  response->clear_first_token();
+  if (result->first_token.has_value()) {
+    *response->mutable_first_token() = ToProto(*result->first_token);
+  }
+  absl::Status committed = Commit(*response, result->hints);
+  // Hints only warm a sequence up: what was computed and pushed is not given up for them.
+  if (!result->hints.empty() &&
+      (absl::IsResourceExhausted(committed) || absl::IsInvalidArgument(committed))) {
+    committed = Commit(*response, {});
+  }
+  retryable_ = MayMend(committed);
+  return FromDecodeNode(committed);
+}
+
+absl::Status Handoff::Commit(const v1::RunResponse& response, const SelectionHints& hints) {
+  const auto context = NewContext(options_.call_timeout);
+  v1::CommitRequest request;
+  v1::CommitResponse answer;
+  request.set_transfer_id(transfer_id_);
+  if (response.has_first_token()) *request.add_first_tokens() = response.first_token();
+  if (!hints.empty()) *request.mutable_hints() = ToProto(hints);
+  return FromGrpcStatus(stub_->Commit(context.get(), request, &answer));
+}
+
+void Handoff::Abort(const absl::Status& why) {
+  // Not the parent's child: that call may be cancelled already, and this is its clean-up.
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + options_.call_timeout));
+  PassOn(TraceOf(*options_.parent), &context);
+  v1::AbortRequest request;
+  v1::AbortResponse answer;
+  request.set_transfer_id(transfer_id_);
+  request.set_reason(absl::StrCat("prefill failed: ", absl::StatusCodeToString(why.code())));
+  // If this fails too, the lease ends the transfer.
+  (void)stub_->Abort(&context, request, &answer);
+}
+
+std::unique_ptr<grpc::ClientContext> Handoff::NewContext(absl::Duration timeout) const {
+  std::unique_ptr<grpc::ClientContext> context =
+      grpc::ClientContext::FromCallbackServerContext(*options_.parent);
+  context->set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+  PassOn(TraceOf(*options_.parent), context.get());
+  return context;
+}
+
+absl::Status Handoff::FromDecodeNode(const absl::Status& status) const {
+  return WithMessagePrefix(status, absl::StrCat("decode node ", options_.decode_address));
+}
+
+}  // namespace sluice

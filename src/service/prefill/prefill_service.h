@@ -1,0 +1,51 @@
+// Prefill: computes prompts and hands them to decode nodes. Run() blocks for as long as a prompt
+// takes, so it runs on a small queue of threads; while one prompt computes, another may finish its
+// push.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/time/time.h"
+#include "sluice/v1/prefill.pb.h"
+#include "src/base/readiness.h"
+#include "src/metrics/metrics.h"
+#include "src/prefill/held_prompts.h"
+#include "src/prefill/prefiller.h"
+#include "src/service/access/caller.h"
+#include "src/service/prefill/prompt_counts.h"
+#include "src/service/wire/grpc_service.h"
+
+namespace sluice {
+
+class Channels;
+
+struct PrefillServiceOptions {
+  v1::GetPrefillModelResponse model;  // the whole answer of GetModel
+  // Outlive the service.
+  Prefiller* prefiller = nullptr;
+  const Readiness* readiness = nullptr;
+  PromptCounts* counts = nullptr;
+  Channels* channels = nullptr;    // to decode nodes
+  const Access* access = nullptr;  // null: without TLS
+  Metrics* metrics = nullptr;
+  int threads = 2;
+  // Where prompts stay that no decode node is named for; null: such a call is refused. `address`:
+  // where decode nodes find this node, once it serves.
+  HeldPrompts* held = nullptr;
+  std::function<std::string()> address;
+  // Calls that may wait for a thread; more are refused with RESOURCE_EXHAUSTED.
+  size_t max_queued = 64;
+  // Deadlines of calls to the decode node; the caller's own applies if it is earlier.
+  absl::Duration call_timeout = absl::Seconds(20);
+  absl::Duration push_timeout = absl::Minutes(10);
+  // Of each running prompt, for chunks that a broken stream loses: see KvPusher.
+  uint64_t max_kept_bytes = uint64_t{48} << 20;
+};
+
+GrpcService NewPrefillService(PrefillServiceOptions options);
+
+}  // namespace sluice

@@ -1,0 +1,61 @@
+// One Read of a KvSource: its chunks land in a transfer of this node.
+#pragma once
+
+#include <grpcpp/client_context.h>
+#include <grpcpp/generic/generic_stub.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
+#include "sluice/v1/source.pb.h"
+#include "src/service/wire/read_ahead.h"
+
+namespace sluice {
+
+class TransferTable;
+
+class PullStream : private ReadAhead,
+                   private grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
+ public:
+  struct Options {
+    std::shared_ptr<grpc::Channel> channel;
+    std::unique_ptr<grpc::ClientContext> context;
+    v1::ReadRequest request;
+    std::string transfer_id;             // where chunks land, whatever they say
+    TransferTable* transfers = nullptr;  // outlives the stream
+    absl::Duration idle_timeout;         // see Look
+  };
+  // Begins to read.
+  explicit PullStream(Options options);
+  ~PullStream() override { Join().IgnoreError(); }
+
+  // Its end. An error: the call's own; DEADLINE_EXCEEDED (SOURCE_SILENT); FAILED_PRECONDITION
+  // (SOURCE_MISMATCH), a chunk that does not fit; or why one could not land.
+  absl::Status Join();
+  // To be called every now and then, from another thread: ends the stream where nothing came for
+  // idle_timeout, or where nobody wants it.
+  void Look(absl::Time now, bool unwanted);
+
+ private:
+  void OnReadDone(bool ok) override;
+  void OnDone(const grpc::Status& status) override;
+  void Read(grpc::ByteBuffer* message) override { StartRead(message); }
+  absl::Status Take(grpc::ByteBuffer* message) override;
+  void Ended(const absl::Status& status) override;
+
+  const Options options_;
+  grpc::GenericStub stub_;
+  grpc::ByteBuffer request_;
+  std::atomic<int64_t> heard_;  // ms since 1970: when the last chunk came
+  std::atomic<bool> silent_ = false;
+  absl::Status landed_;  // of the chunk that could not
+  absl::Status status_;  // of the call; with landed_, read once done_
+  absl::Notification done_;
+};
+
+}  // namespace sluice

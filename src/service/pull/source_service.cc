@@ -1,0 +1,348 @@
+#include "src/service/pull/source_service.h"
+
+#include <grpcpp/alarm.h>
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/support/proto_buffer_reader.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "google/protobuf/io/coded_stream.h"
+#include "google/protobuf/io/zero_copy_stream_impl_lite.h"
+#include "google/protobuf/wire_format_lite.h"
+#include "sluice/v1/source.grpc.pb.h"
+#include "src/base/error.h"
+#include "src/base/failpoint.h"
+#include "src/base/status_macros.h"
+#include "src/service/access/caller.h"
+#include "src/service/wire/call_record.h"
+#include "src/service/wire/chunking.h"
+#include "src/service/wire/guarded.h"
+#include "src/service/wire/proto_conversion.h"
+#include "src/service/wire/status_mapping.h"
+
+namespace sluice {
+namespace {
+
+// Of one Read, whose every chunk is compared with every range: a few thousand of one with a few
+// thousand of the other take tens of milliseconds. A reader that misses more asks for everything.
+constexpr int kMaxRanges = 4096;
+
+absl::Status NoSuchSource(const std::string& id) {
+  return WithReason(absl::NotFoundError(
+                        absl::StrCat("source_id '", id.substr(0, 64),
+                                     "': no such prompt is held here: it never was, was released, "
+                                     "or its lease has ended; compute it again")),
+                    "SOURCE_NOT_FOUND");
+}
+
+// The name of a source, or of who reads it, and whose it is, as every call brings them.
+template <typename Message>
+absl::StatusOr<std::string> TenantOf(const SourceServiceOptions& options,
+                                     const grpc::CallbackServerContext& context,
+                                     const Message& request) {
+  if constexpr (std::is_same_v<Message, v1::MeetRequest>) {
+    SLUICE_RETURN_IF_ERROR(CheckName("reader", request.reader()));
+    if (request.reader().empty()) return InvalidField("reader", "is empty");
+    SLUICE_RETURN_IF_ERROR(CheckName("prompt_digest", request.prompt_digest()));  // it is kept
+  } else {
+    SLUICE_RETURN_IF_ERROR(CheckName("source_id", request.source_id()));
+  }
+  SLUICE_RETURN_IF_ERROR(CheckName("tenant", request.tenant()));
+  return TenantFor(CallerOf(options.access, context), request.tenant());
+}
+
+struct Chunk {
+  const HeldLayer* layer = nullptr;
+  ChunkPlan plan;
+};
+
+// Every chunk that has something of the ranges; whole chunks, for what has landed may be sent
+// again.
+absl::StatusOr<std::vector<Chunk>> ChunksOf(const SourceServiceOptions& options,
+                                            const HeldPrompt& prompt,
+                                            const v1::ReadRequest& request) {
+  if (request.ranges_size() > kMaxRanges) {
+    return InvalidField(
+        "ranges", absl::StrCat("at most ", kMaxRanges, " entries, found ", request.ranges_size()));
+  }
+  std::vector<MissingRange> ranges;
+  for (const v1::BlockRange& range : request.ranges()) {
+    const std::string field = absl::StrCat("ranges[", ranges.size(), "]");
+    if (range.layer() >= static_cast<uint32_t>(options.layout.layers)) {
+      return InvalidField(field + ".layer", absl::StrCat("there are ", options.layout.layers,
+                                                         " layers, found ", range.layer()));
+    }
+    const int kind = options.layout.FindKind(range.kind());
+    if (kind < 0) {
+      return InvalidField(field + ".kind",
+                          absl::StrCat("no such cache kind: '", range.kind().substr(0, 64), "'"));
+    }
+    const auto heads = static_cast<uint32_t>(options.layout.kinds[static_cast<size_t>(kind)].heads);
+    if (range.head_begin() >= range.head_end() || range.head_end() > heads) {
+      return InvalidField(field + ".head_end",
+                          absl::StrCat("[", range.head_begin(), ", ", range.head_end(),
+                                       ") is no part of the kind's ", heads, " heads"));
+    }
+    if (range.token_begin() >= range.token_end() || range.token_end() > prompt.context_length) {
+      return InvalidField(
+          field + ".token_end",
+          absl::StrCat("[", range.token_begin(), ", ", range.token_end(),
+                       ") is no part of the prompt's ", prompt.context_length, " tokens"));
+    }
+    ranges.push_back(FromProto(range));
+  }
+  const uint64_t most = request.max_chunk_bytes() == 0
+                            ? options.max_chunk_bytes
+                            : std::min(request.max_chunk_bytes(), options.max_chunk_bytes);
+  std::vector<Chunk> chunks;
+  for (const HeldLayer& layer : prompt.layers) {
+    const CacheKind& kind = options.layout.kinds[layer.kind];
+    const auto plans = PlanChunks(kind, layer.token_begin, layer.token_end, most);
+    if (!plans.ok()) {
+      return InvalidField("max_chunk_bytes",
+                          absl::StrCat("one block of cache kind ", kind.name, " takes ",
+                                       kind.block_bytes(), " bytes, more than ", most));
+    }
+    for (const ChunkPlan& plan : *plans) {
+      if (ranges.empty() || Overlaps(static_cast<uint32_t>(layer.layer), kind.name, plan, ranges)) {
+        chunks.push_back({&layer, plan});
+      }
+    }
+  }
+  return chunks;
+}
+
+// One Read. A chunk is on its way at a time, and the next is asked for when the transport took it.
+class ReadReactor : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
+ public:
+  ReadReactor(const SourceServiceOptions& options, grpc::CallbackServerContext* context,
+              const grpc::ByteBuffer* request)
+      : options_(options), context_(context) {
+    const absl::Status status = Guarded("Read", [&] { return Begin(*request); });
+    if (status.ok()) {
+      Next();
+    } else {
+      Finish(ToGrpcStatus(status));
+    }
+  }
+  void OnWriteDone(bool ok) override {
+    if (!ok) return Finish(grpc::Status(grpc::StatusCode::CANCELLED, "the reader is gone"));
+    Next();
+  }
+  void OnDone() override {
+    NoteCall(*context_, [&](CallFields& call) { call.bytes = sent_bytes_; });
+    delete this;
+  }
+
+ private:
+  absl::Status Begin(const grpc::ByteBuffer& message) {
+    grpc::ByteBuffer copy = message;  // of references
+    grpc::ProtoBufferReader reader(&copy);
+    v1::ReadRequest request;
+    if (!reader.status().ok() || !request.ParseFromZeroCopyStream(&reader)) {
+      return absl::InvalidArgumentError("the message is no ReadRequest");
+    }
+    SLUICE_ASSIGN_OR_RETURN(tenant_, TenantOf(options_, *context_, request));
+    source_id_ = request.source_id();
+    prompt_ = options_.held->Find(source_id_, tenant_);
+    if (prompt_ == nullptr) return NoSuchSource(source_id_);
+    SLUICE_ASSIGN_OR_RETURN(chunks_, ChunksOf(options_, *prompt_, request));
+    return absl::OkStatus();
+  }
+
+  void Next() {
+    if (next_ == chunks_.size()) return Finish(grpc::Status::OK);
+    if (options_.held->Find(source_id_, tenant_) == nullptr) {  // renews it, too
+      return Finish(ToGrpcStatus(NoSuchSource(source_id_)));
+    }
+    if (SLUICE_FAILPOINT(kSourceReset))
+      return context_->TryCancel(), Finish(grpc::Status::CANCELLED);
+    sent_bytes_ += chunks_[next_].plan.bytes;
+    message_ = MessageOf(chunks_[next_++]);
+    StartWrite(&message_);
+  }
+
+  grpc::ByteBuffer MessageOf(const Chunk& chunk) {
+    using google::protobuf::internal::WireFormatLite;
+    const uint8_t* const payload = chunk.layer->bytes.get() + chunk.plan.offset;
+    v1::ChunkHeader header;
+    header.set_transfer_id(source_id_);
+    header.set_layer(static_cast<uint64_t>(chunk.layer->layer));
+    header.set_kind(options_.layout.kinds[chunk.layer->kind].name);
+    header.set_head_begin(chunk.plan.head_begin);
+    header.set_head_end(chunk.plan.head_end);
+    header.set_token_begin(chunk.plan.token_begin);
+    header.set_token_end(chunk.plan.token_end);
+    uint32_t crc =
+        chunk.layer->Crc32cOf(options_.layout.kinds[chunk.layer->kind], chunk.plan.token_begin,
+                              chunk.plan.token_end, chunk.plan.head_begin, chunk.plan.head_end);
+    if (SLUICE_FAILPOINT(kSourceChecksum)) ++crc;
+    header.set_crc32c(crc);
+    std::string front;
+    {
+      google::protobuf::io::StringOutputStream stream(&front);
+      google::protobuf::io::CodedOutputStream out(&stream);
+      const auto tag = [&](int field) {
+        out.WriteTag(WireFormatLite::MakeTag(field, WireFormatLite::WIRETYPE_LENGTH_DELIMITED));
+      };
+      tag(v1::ReadResponse::kHeaderFieldNumber);
+      out.WriteVarint32(static_cast<uint32_t>(header.ByteSizeLong()));
+      header.SerializeToCodedStream(&out);
+      tag(v1::ReadResponse::kPayloadFieldNumber);
+      out.WriteVarint32(static_cast<uint32_t>(chunk.plan.bytes));
+    }
+    // The slice owns a share of the prompt for as long as the transport has it.
+    auto* const owner = new std::shared_ptr<const HeldPrompt>(prompt_);
+    const grpc::Slice slices[] = {
+        grpc::Slice(front),
+        grpc::Slice(
+            const_cast<uint8_t*>(payload), chunk.plan.bytes,
+            [](void* share) { delete static_cast<std::shared_ptr<const HeldPrompt>*>(share); },
+            owner)};
+    return grpc::ByteBuffer(slices, 2);
+  }
+
+  const SourceServiceOptions& options_;
+  grpc::CallbackServerContext* const context_;
+  std::string tenant_, source_id_;
+  std::shared_ptr<const HeldPrompt> prompt_;
+  std::vector<Chunk> chunks_;
+  size_t next_ = 0;
+  uint64_t sent_bytes_ = 0;
+  grpc::ByteBuffer message_;  // under way
+};
+
+// One Meet: ends when the room is filled or given up, when the time is up, or with its caller.
+class MeetReactor : public grpc::ServerUnaryReactor {
+ public:
+  MeetReactor(const SourceServiceOptions& options, grpc::CallbackServerContext* context,
+              const v1::MeetRequest& request, v1::MeetResponse* response)
+      : rooms_(options.rooms), response_(response) {
+    const absl::Status status = Guarded("Meet", [&] { return Begin(options, *context, request); });
+    if (!status.ok()) Finish(ToGrpcStatus(status));
+    if (wait_ == 0) return;
+    // It may run after this is gone.
+    alarm_.Set(absl::ToChronoTime(absl::Now() + options.longest_meet),
+               [rooms = rooms_, wait = wait_](bool) { rooms->LeaveOff(wait); });
+  }
+  void OnCancel() override {
+    if (wait_ != 0) rooms_->LeaveOff(wait_);
+  }
+  void OnDone() override { delete this; }
+
+ private:
+  absl::Status Begin(const SourceServiceOptions& options,
+                     const grpc::CallbackServerContext& context, const v1::MeetRequest& request) {
+    SLUICE_ASSIGN_OR_RETURN(const std::string tenant, TenantOf(options, context, request));
+    if (rooms_ == nullptr) {
+      return absl::FailedPreconditionError(
+          "no prompt is promised here: start sluice-prefill with --gateway sglang");
+    }
+    wait_ = rooms_->Meet({tenant, request.room()}, request.prompt_digest(), request.reader(),
+                         [this](const absl::StatusOr<Rooms::Met>& met) {
+                           if (met.ok()) {
+                             response_->set_source_id(met->source_id);
+                             response_->set_expected(met->expected);
+                           }
+                           Finish(ToGrpcStatus(met.status()));
+                         });
+    return absl::OkStatus();
+  }
+
+  const std::shared_ptr<Rooms> rooms_;
+  v1::MeetResponse* const response_;
+  uint64_t wait_ = 0;  // 0: it has ended already
+  grpc::Alarm alarm_;
+};
+
+using SourceBase = v1::KvSource::WithRawCallbackMethod_Read<v1::KvSource::WithCallbackMethod_Meet<
+    v1::KvSource::WithCallbackMethod_Describe<v1::KvSource::WithCallbackMethod_Renew<
+        v1::KvSource::WithCallbackMethod_Release<v1::KvSource::Service>>>>>;
+
+class SourceService final : public SourceBase {
+ public:
+  explicit SourceService(SourceServiceOptions options) : options_(std::move(options)) {}
+
+  grpc::ServerUnaryReactor* Meet(grpc::CallbackServerContext* context,
+                                 const v1::MeetRequest* request,
+                                 v1::MeetResponse* response) override {
+    return new MeetReactor(options_, context, *request, response);  // deletes itself
+  }
+
+  grpc::ServerUnaryReactor* Describe(grpc::CallbackServerContext* context,
+                                     const v1::DescribeRequest* request,
+                                     v1::DescribeResponse* response) override {
+    return Reply(context, "Describe", [&]() -> absl::Status {
+      SLUICE_ASSIGN_OR_RETURN(const std::string tenant, TenantOf(options_, *context, *request));
+      const auto prompt = options_.held->Find(request->source_id(), tenant);
+      if (prompt == nullptr) return NoSuchSource(request->source_id());
+      response->set_model_fingerprint(options_.model_fingerprint);
+      for (const CacheKind& kind : options_.layout.kinds) {
+        *response->add_cache_kinds() = ToProto(kind);
+      }
+      response->set_context_length(prompt->context_length);
+      response->set_prompt_digest(prompt->prompt_digest);
+      if (!prompt->hints.empty()) *response->mutable_hints() = ToProto(prompt->hints);
+      response->set_bytes(prompt->bytes);
+      *response->mutable_lease_left() = ToProto(options_.held->max_lease());
+      return absl::OkStatus();
+    });
+  }
+
+  grpc::ServerWriteReactor<grpc::ByteBuffer>* Read(grpc::CallbackServerContext* context,
+                                                   const grpc::ByteBuffer* request) override {
+    return new ReadReactor(options_, context, request);  // deletes itself
+  }
+
+  grpc::ServerUnaryReactor* Renew(grpc::CallbackServerContext* context,
+                                  const v1::RenewRequest* request,
+                                  v1::RenewResponse* response) override {
+    return Reply(context, "Renew", [&]() -> absl::Status {
+      SLUICE_ASSIGN_OR_RETURN(const std::string tenant, TenantOf(options_, *context, *request));
+      absl::Duration lease = options_.held->max_lease();
+      if (request->has_lease()) {
+        SLUICE_ASSIGN_OR_RETURN(lease, PositiveDuration("lease", request->lease()));
+      }
+      const auto granted = options_.held->Renew(request->source_id(), tenant, lease);
+      if (!granted.has_value()) return NoSuchSource(request->source_id());
+      *response->mutable_lease() = ToProto(*granted);
+      return absl::OkStatus();
+    });
+  }
+
+  grpc::ServerUnaryReactor* Release(grpc::CallbackServerContext* context,
+                                    const v1::ReleaseRequest* request,
+                                    v1::ReleaseResponse* response) override {
+    return Reply(context, "Release", [&]() -> absl::Status {
+      SLUICE_ASSIGN_OR_RETURN(const std::string tenant, TenantOf(options_, *context, *request));
+      response->set_found(options_.held->Release(request->source_id(), tenant));
+      return absl::OkStatus();
+    });
+  }
+
+ private:
+  template <typename Work>
+  static grpc::ServerUnaryReactor* Reply(grpc::CallbackServerContext* context, const char* call,
+                                         Work&& work) {
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    reactor->Finish(ToGrpcStatus(Guarded(call, std::forward<Work>(work))));
+    return reactor;
+  }
+
+  const SourceServiceOptions options_;
+};
+
+}  // namespace
+
+GrpcService NewSourceService(SourceServiceOptions options) {
+  return {v1::KvSource::service_full_name(), std::make_shared<SourceService>(std::move(options))};
+}
+
+}  // namespace sluice

@@ -1,0 +1,36 @@
+// KvSource: gives decode nodes what HeldPrompts holds. Chunks go out as slices of the held memory,
+// each written when the reader has room for it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/time/time.h"
+#include "src/kv/cache_layout.h"
+#include "src/prefill/held_prompts.h"
+#include "src/prefill/rooms.h"
+#include "src/service/wire/grpc_service.h"
+
+namespace sluice {
+
+class Access;
+
+struct SourceServiceOptions {
+  std::string model_fingerprint;
+  CacheLayout layout;
+  // Of a chunk, where the reader names no smaller measure.
+  uint64_t max_chunk_bytes = uint64_t{4} << 20;
+  // Outlives the service.
+  HeldPrompts* held = nullptr;
+  // Where prompts are promised; null: nowhere, and Meet finds nothing.
+  std::shared_ptr<Rooms> rooms;
+  // How long one Meet waits at most.
+  absl::Duration longest_meet = absl::Seconds(5);
+  // Null: without TLS.
+  const Access* access = nullptr;
+};
+
+GrpcService NewSourceService(SourceServiceOptions options);
+
+}  // namespace sluice

@@ -1,0 +1,74 @@
+#include "src/service/wire/chunking.h"
+
+#include <algorithm>
+#include <climits>
+
+#include "absl/strings/str_cat.h"
+#include "src/base/status_macros.h"
+
+namespace sluice {
+
+absl::StatusOr<std::vector<ChunkPlan>> PlanChunks(const CacheKind& kind, int token_begin,
+                                                  int token_end, uint64_t max_chunk_bytes) {
+  SLUICE_CHECK(token_begin >= 0 && token_begin < token_end && token_begin % kind.block_tokens == 0,
+               "tokens [", token_begin, ", ", token_end, ") with blocks of ", kind.block_tokens);
+  const auto block_bytes = static_cast<uint64_t>(kind.block_bytes());
+  const auto page_bytes = static_cast<uint64_t>(kind.page_bytes());
+  if (block_bytes > max_chunk_bytes) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("one block of cache kind ", kind.name, " takes ", block_bytes,
+                     " bytes, more than the decode node's max_chunk_bytes of ", max_chunk_bytes,
+                     ": raise that setting"));
+  }
+  // Either all heads of `pages` blocks, or `heads` heads of one block.
+  const auto pages = static_cast<int>(std::min<uint64_t>(max_chunk_bytes / page_bytes, INT_MAX));
+  const int heads = pages > 0 ? kind.heads : static_cast<int>(max_chunk_bytes / block_bytes);
+  const int64_t step = static_cast<int64_t>(std::max(pages, 1)) * kind.block_tokens;
+  std::vector<ChunkPlan> out;
+  uint64_t offset = 0;
+  for (int64_t begin = token_begin; begin < token_end; begin += step) {
+    const int64_t end = std::min<int64_t>(begin + step, token_end);
+    for (int head = 0; head < kind.heads; head += heads) {
+      const int head_end = std::min(head + heads, kind.heads);
+      ChunkPlan chunk;
+      chunk.head_begin = static_cast<uint32_t>(head);
+      chunk.head_end = static_cast<uint32_t>(head_end);
+      chunk.token_begin = static_cast<uint32_t>(begin);
+      chunk.token_end = static_cast<uint32_t>(end);
+      chunk.offset = offset;
+      chunk.bytes = static_cast<uint64_t>((end - begin) * kind.bytes_per_token * (head_end - head));
+      offset += chunk.bytes;
+      out.push_back(chunk);
+    }
+  }
+  return out;
+}
+
+bool Overlaps(uint32_t layer, const std::string& kind, const ChunkPlan& chunk,
+              const std::vector<MissingRange>& ranges) {
+  return std::any_of(ranges.begin(), ranges.end(), [&](const MissingRange& range) {
+    return range.layer == layer && range.kind == kind && chunk.head_begin < range.head_end &&
+           range.head_begin < chunk.head_end && chunk.token_begin < range.token_end &&
+           range.token_begin < chunk.token_end;
+  });
+}
+
+std::string CopyRange(absl::Span<const absl::Span<const uint8_t>> pieces, uint64_t offset,
+                      uint64_t bytes) {
+  std::string out;
+  out.reserve(bytes);
+  for (const absl::Span<const uint8_t> piece : pieces) {
+    if (offset >= piece.size()) {
+      offset -= piece.size();
+      continue;
+    }
+    const uint64_t take = std::min<uint64_t>(bytes - out.size(), piece.size() - offset);
+    out.append(reinterpret_cast<const char*>(piece.data()) + offset, take);
+    offset = 0;
+    if (out.size() == bytes) break;
+  }
+  SLUICE_CHECK(out.size() == bytes, "the pieces end ", bytes - out.size(), " bytes early");
+  return out;
+}
+
+}  // namespace sluice
