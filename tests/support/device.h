@@ -12,7 +12,7 @@ namespace sluice::testing {
 // `kernels`: "cuda", or kernels of the CPU device, "auto" too. NOT_FOUND where this machine or this
 // build has none of them: a test that needs them is skipped, with the message.
 // `threads`, `row_bucket`: of the CPU device.
-absl::StatusOr<std::unique_ptr<Device>> TestDevice(const std::string& kernels, int threads = 2,
+absl::StatusOr<std::unique_ptr<Device>> TestDevice(const std::string& kernels, int threads = 1,
                                                    int row_bucket = 0);
 
 }  // namespace sluice::testing

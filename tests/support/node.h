@@ -25,7 +25,7 @@ struct NodeOptions {
   std::string model_dir;
   std::string load_format = "auto";
   std::string kernels = "auto";
-  int threads = 2;
+  int threads = 1;
   int row_bucket = 0;  // CpuDeviceOptions::row_bucket
   DType kv_dtype = DType::kBFloat16;
   int block_tokens = 32;
