@@ -1,15 +1,15 @@
 """The end of tools/test: every failure by name, with the end of what it said, then the sums.
 
-    python -m sluice_client.test_summary FOLDER [JUNIT_FILE ...]
+    python -m sluice_client.test_summary FOLDER...
 
-FOLDER holds the JUnit files named (those of the programs that ran) and checks (*.txt: "passed" or
-"failed"). A JUnit file that is missing or cannot be read, since its program died, is a failure.
+A folder holds the JUnit files of the programs that ran, which its file `expected` names, one a line, and
+checks (*.txt: "passed" or "failed"). A JUnit file that is missing or cannot be read counts as one failure,
+because its program died.
 """
 
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 FAILURE_LINES = 40  # of what a failed test said, which are shown
@@ -44,20 +44,21 @@ def count_junit(path: Path) -> Counter:
     return counts
 
 
-def count_folder(folder: Path, junit_files: Sequence[str]) -> Counter:
+def count_folder(folder: Path) -> Counter:
     counts = Counter()
     for check in sorted(folder.glob("*.txt")):
         outcome = check.read_text().strip()
         if outcome != "passed":
             report_failure(check.stem)
         counts["passed" if outcome == "passed" else "failed"] += 1
-    for name in junit_files:
+    expected = folder / "expected"
+    for name in expected.read_text().split() if expected.is_file() else []:
         counts += count_junit(folder / name)
     return counts
 
 
 def main() -> int:
-    counts = count_folder(Path(sys.argv[1]), sys.argv[2:])
+    counts = sum((count_folder(Path(folder)) for folder in sys.argv[1:]), Counter())
     print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
     return 1 if counts["failed"] or not counts["passed"] else 0
 

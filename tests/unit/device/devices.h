@@ -12,7 +12,7 @@
 namespace sluice {
 
 inline void OnDevice(const std::string& kernels, void (*test)(Device&)) {
-  const auto device = testing::TestDevice(kernels);
+  const auto device = testing::TestDevice(kernels, /*threads=*/2);
   if (absl::IsNotFound(device.status())) {
     return SkipTest(std::string(device.status().message()));
   }
