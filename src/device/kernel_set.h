@@ -116,7 +116,7 @@ class KernelSet {
   virtual void MlaQuery(Stream& stream, const kernels::MlaQueryParams& params);
   virtual void HeadLinear(Stream& stream, const kernels::HeadLinearParams& params);
   virtual void SparseMla(Stream& stream, const kernels::SparseMlaParams& params);
-  virtual void Admit(Stream& stream, const kernels::AdmitParams& params);
+  virtual void UpdateResidency(Stream& stream, const kernels::UpdateResidencyParams& params);
   virtual void Route(Stream& stream, const kernels::RouteParams& params);
   virtual void ExpertLinear(Stream& stream, const kernels::ExpertLinearParams& params);
   virtual void Combine(Stream& stream, const kernels::CombineParams& params);

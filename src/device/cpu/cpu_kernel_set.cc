@@ -175,8 +175,8 @@ class CpuKernelSet : public KernelSet {
     Launch(s, "sparse_mla_merge", table_.sparse_mla_merge, p,
            int64_t{p.rows} * p.heads * p.cache.rank);
   }
-  void Admit(Stream& s, const kernels::AdmitParams& p) override {
-    Launch(s, "admit", table_.admit, p, kAnyLength);
+  void UpdateResidency(Stream& s, const kernels::UpdateResidencyParams& p) override {
+    Launch(s, "update_residency", table_.update_residency, p, kAnyLength);
   }
   void Route(Stream& s, const kernels::RouteParams& p) override {
     Launch(s, "route", table_.route, p, int64_t{p.rows} * p.experts * 16);

@@ -156,8 +156,8 @@ class CudaKernelSet : public KernelSet {
   void SparseMla(Stream& s, const kernels::SparseMlaParams& p) override {
     Launch(s, cuda::LaunchSparseMla, p, "sparse MLA");
   }
-  void Admit(Stream& s, const kernels::AdmitParams& p) override {
-    Launch(s, cuda::LaunchAdmit, p, "residency");
+  void UpdateResidency(Stream& s, const kernels::UpdateResidencyParams& p) override {
+    Launch(s, cuda::LaunchUpdateResidency, p, "residency");
   }
   void Route(Stream& s, const kernels::RouteParams& p) override {
     Launch(s, cuda::LaunchRoute, p, "routing");

@@ -124,7 +124,7 @@ std::pair<std::vector<Result>, int> RunRecorded(const std::string& kernels, Over
   rates.device = kernels == "cuda" ? "cuda" : "cpu";
   rates.transfer = {0, 5};
   rates.attend = {50, 0};
-  rates.prepare = rates.index = rates.admit = {1, 0};
+  rates.prepare = rates.index = rates.update_residency = {1, 0};
   rates.branch_us = 3;
   LatentRig rig(Packed(kernels), ess);
   for (int slot = 0; slot < 3; ++slot) {
