@@ -85,11 +85,6 @@ absl::Status CheckCaches(const Known& known, const PolicyOptions& o) {
 }
 
 absl::Status CheckOffload(const PolicyOptions& o) {
-  if (!o.device->kernels().HasSparse()) {
-    return absl::UnimplementedError(
-        absl::StrCat("policy: ", o.name, " needs operators of sparse attention, which device ",
-                     o.device->name(), " has not yet: take --policy full there, or --device cpu"));
-  }
   if (o.hbm->overcommitted()) {
     return absl::InvalidArgumentError(
         absl::StrCat("overcommit: expected 1 with policy ", o.name,

@@ -88,7 +88,6 @@ class CudaKernelSet : public KernelSet {
     Launch(s, cuda::LaunchTransfer, p, "transfer");
   }
 
-  bool HasSparse() const override { return true; }
   int32_t MaxRecallPlaces() const override { return cuda::kMaxRecallPlaces; }
   void Digest(Stream& s, const kernels::DigestParams& p) override {
     Launch(s, cuda::LaunchDigest, p, "digests");
@@ -130,7 +129,6 @@ class CudaKernelSet : public KernelSet {
     Launch(s, cuda::LaunchCopyRows, p, "copies of rows");
   }
 
-  bool HasLatent() const override { return true; }
   int64_t SparseMlaScratchBytes(int32_t decode_rows, int32_t heads, int32_t rank,
                                 int64_t capacity) const override {
     return cuda::SparseMlaScratchBytes(decode_rows, heads, rank, capacity);

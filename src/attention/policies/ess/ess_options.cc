@@ -60,11 +60,6 @@ absl::Status CheckEssOptions(const PolicyOptions& o) {
                      " needs a model with latent caches and an indexer (deepseek_v32): take "
                      "--policy full"));
   }
-  if (!o.device->kernels().HasLatent()) {
-    return absl::UnimplementedError(
-        absl::StrCat("policy: ", o.name, " needs operators of latent attention, which device ",
-                     o.device->name(), " has not"));
-  }
   const double ratio = o.ess.sparse_memory_ratio;
   if (!(ratio >= 0 && ratio <= 1)) {
     return absl::InvalidArgumentError(absl::StrCat(
