@@ -15,7 +15,6 @@
 #include "src/attention/policies/scout/scout_policy.h"
 #include "src/base/nearest_name.h"
 #include "src/base/status_macros.h"
-#include "src/device/kernel_set.h"
 
 namespace sluice {
 namespace {

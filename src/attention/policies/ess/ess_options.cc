@@ -8,7 +8,6 @@
 #include "src/attention/policies/ess/pool_division.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
-#include "src/device/kernel_set.h"
 
 namespace sluice {
 namespace {
