@@ -17,6 +17,7 @@
 #include "src/device/device_health.h"
 #include "src/device/kernel_set.h"
 #include "src/device/mailbox.h"
+#include "src/device/worker_team.h"
 
 namespace sluice {
 namespace {
@@ -62,6 +63,11 @@ class CudaDevice : public Device {
         Buffer pinned, Allocate(MemoryKind::kPinned, Mailbox::PinnedBytes(options), "a mailbox"));
     return NewCudaMailbox(std::move(pinned), options);
   }
+  absl::StatusOr<std::unique_ptr<WorkerTeam>> NewWorkerTeam(const WorkerTeamOptions& options,
+                                                            WorkerFn work) override {
+    return NewMailboxWorkers(*this, options, std::move(work));
+  }
+  HostPlacement Placement() const override { return GpuPlacement(); }
 
   int RowBucket(int rows) const override {
     for (const int bucket : kSmallBuckets) {
@@ -96,7 +102,7 @@ class CudaDevice : public Device {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Device>> NewCudaDevice() {
+absl::Status CheckCudaDevice() {
   SLUICE_RETURN_IF_ERROR(CheckCudaMachine(ProbeCudaMachine()));
   // Prompt rows need it, and every node computes one before it is ready.
   if (!kernels::cuda::HasPromptProducts()) {
@@ -104,6 +110,11 @@ absl::StatusOr<std::unique_ptr<Device>> NewCudaDevice() {
         "device: cuda: there is no libcublasLt.so.13: install cuBLAS of CUDA 13, put it on "
         "LD_LIBRARY_PATH, or run with --device cpu");
   }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<Device>> NewCudaDevice() {
+  SLUICE_RETURN_IF_ERROR(CheckCudaDevice());
   auto device = std::make_unique<CudaDevice>();
   SLUICE_RETURN_IF_ERROR(device->Health());  // streams could be made
   return device;
