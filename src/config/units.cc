@@ -38,7 +38,7 @@ bool IsDecimal(std::string_view text) {
   return !text.empty() && text.find_first_not_of("0123456789") == std::string_view::npos;
 }
 
-// number * unit for a decimal number with or without a fraction, exactly.
+// Returns number * unit exactly, for a decimal number with or without a fraction.
 std::optional<uint64_t> Scale(std::string_view number, uint64_t unit) {
   const size_t point = number.find('.');
   const std::string_view whole = number.substr(0, point);
@@ -48,7 +48,7 @@ std::optional<uint64_t> Scale(std::string_view number, uint64_t unit) {
   value *= unit;
   if (point == std::string_view::npos) return value;
 
-  // Fractions of a unit below 2^53 bytes are exact in a double where they are whole at all.
+  // A fraction of a unit that is a whole number of bytes below 2^53 is exact in a double.
   double fraction = 0;
   const std::string_view digits = number.substr(point + 1);
   if (!IsDecimal(digits) || !absl::SimpleAtod(absl::StrCat("0.", View(digits)), &fraction)) {
