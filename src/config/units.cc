@@ -8,6 +8,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 
@@ -81,6 +82,14 @@ std::string FormatBytes(uint64_t bytes) {
     if (bytes != 0 && bytes % unit == 0) return absl::StrCat(bytes / unit, kNames[i]);
   }
   return absl::StrCat(bytes);
+}
+
+std::string ApproximateBytes(int64_t bytes) {
+  const auto value = static_cast<double>(bytes);
+  if (bytes >= int64_t{1} << 30) return absl::StrFormat("%.2f GiB", value / (1 << 30));
+  if (bytes >= 1 << 20) return absl::StrFormat("%.1f MiB", value / (1 << 20));
+  if (bytes >= 1 << 10) return absl::StrFormat("%.1f KiB", value / (1 << 10));
+  return absl::StrCat(bytes, " B");
 }
 
 std::optional<double> ParseSeconds(std::string_view text) {

@@ -16,6 +16,10 @@ std::optional<uint64_t> ParseBytes(std::string_view text);
 // Returns `bytes` in the largest binary unit that divides it: 1GiB, 1536MiB, 4097.
 std::string FormatBytes(uint64_t bytes);
 
+// Returns about `bytes` in two or three digits that people read easily: "1.50 GiB", "22.5 KiB",
+// "100 B". It is for texts alone: ParseBytes may give another number back.
+std::string ApproximateBytes(int64_t bytes);
+
 // Reads seconds: a number, or one of Abseil's durations (1.5s, 200ms, 2m, 1h30m). The result is
 // finite.
 std::optional<double> ParseSeconds(std::string_view text);
