@@ -60,7 +60,7 @@ struct KernelTable {
   void (*head_linear)(const HeadLinearParams&, Worker) = nullptr;
   void (*sparse_mla)(const SparseMlaParams&, Worker) = nullptr;
   void (*sparse_mla_merge)(const SparseMlaParams&, Worker) = nullptr;
-  void (*admit)(const AdmitParams&, Worker) = nullptr;
+  void (*update_residency)(const UpdateResidencyParams&, Worker) = nullptr;
   void (*route)(const RouteParams&, Worker) = nullptr;
   void (*route_pairs)(const RouteParams&, Worker) = nullptr;
   void (*expert_linear)(const ExpertLinearParams&, Worker) = nullptr;

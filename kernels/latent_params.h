@@ -243,7 +243,7 @@ inline SparseMlaParams SecondOfTwo(SparseMlaParams p) {
 // selected units are stamped with the sequence's last position, those made ahead with their own
 // position. REQUIRES: a sequence has at least as many places as its rows select, and `ahead` more;
 // its free places come behind those that are taken, and behind them those that it has not: a table
-// begins empty, or taken from the first place on, and Admit keeps it so.
+// begins empty, or taken from the first place on, and UpdateResidency keeps it so.
 //
 // A row's list of places is in the order of its selected units: in `resident` those that had one
 // before, in `arriving` those that have one now and whose entries must be moved there first. What
@@ -253,7 +253,7 @@ inline SparseMlaParams SecondOfTwo(SparseMlaParams p) {
 // of the home (by position) and of the pool (by place), so that one Transfer with pitches of
 // EntryBytes moves them.
 inline constexpr int32_t kMaxQueryPositions = 4;
-struct AdmitParams {
+struct UpdateResidencyParams {
   ResidencyTable residency;  // kv_heads 1, ring 0
   const int32_t* slots;
   const int32_t* positions;

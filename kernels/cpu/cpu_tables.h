@@ -16,7 +16,7 @@ void Split(const SplitParams& p, Worker worker);
 void RecallDue(const RecallDueParams& p, Worker worker);
 void Recall(const RecallParams& p, Worker worker);
 void WriteThrough(const WriteThroughParams& p, Worker worker);
-void Admit(const AdmitParams& p, Worker worker);
+void UpdateResidency(const UpdateResidencyParams& p, Worker worker);
 void Route(const RouteParams& p, Worker worker);
 void RoutePairs(const RouteParams& p, Worker worker);
 

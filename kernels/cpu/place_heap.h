@@ -1,4 +1,4 @@
-// Which places are given first, for Recall and Admit.
+// Which places are given first, for Recall and UpdateResidency.
 #pragma once
 
 #include <cstdint>

@@ -145,7 +145,7 @@ const KernelTable& Avx2Table() {
       .head_linear = HeadLinear<FloatTiles<Avx2>>,
       .sparse_mla = SparseMla<FloatMla<Avx2>>,
       .sparse_mla_merge = SparseMlaMerge<Avx2>,
-      .admit = Admit,
+      .update_residency = UpdateResidency,
       .route = Route,
       .route_pairs = RoutePairs,
       .expert_linear = ExpertLinear<FloatTiles<Avx2>>,

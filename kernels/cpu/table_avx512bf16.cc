@@ -60,7 +60,7 @@ const KernelTable& Avx512Bf16Table() {
       .head_linear = HeadLinear<Bf16Tiles>,
       .sparse_mla = SparseMlaBf16<Avx512Products>,
       .sparse_mla_merge = SparseMlaMerge<Avx512>,
-      .admit = Admit,
+      .update_residency = UpdateResidency,
       .route = Route,
       .route_pairs = RoutePairs,
       .expert_linear = ExpertLinear<Bf16Tiles>,

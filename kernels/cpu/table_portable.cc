@@ -109,7 +109,7 @@ const KernelTable& PortableTable() {
       .head_linear = HeadLinear<FloatTiles<Portable>>,
       .sparse_mla = SparseMla<FloatMla<Portable>>,
       .sparse_mla_merge = SparseMlaMerge<Portable>,
-      .admit = Admit,
+      .update_residency = UpdateResidency,
       .route = Route,
       .route_pairs = RoutePairs,
       .expert_linear = ExpertLinear<FloatTiles<Portable>>,

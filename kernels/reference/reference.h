@@ -38,7 +38,7 @@ void MlaQuery(const MlaQueryParams& p, Worker worker);
 void HeadLinear(const HeadLinearParams& p, Worker worker);
 void SparseMla(const SparseMlaParams& p, Worker worker);
 void SparseMlaMerge(const SparseMlaParams& p, Worker worker);  // nothing is left to do
-void Admit(const AdmitParams& p, Worker worker);
+void UpdateResidency(const UpdateResidencyParams& p, Worker worker);
 void Route(const RouteParams& p, Worker worker);
 void RoutePairs(const RouteParams& p, Worker worker);
 void ExpertLinear(const ExpertLinearParams& p, Worker worker);

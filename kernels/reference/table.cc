@@ -39,7 +39,7 @@ const KernelTable& Table() {
       .head_linear = HeadLinear,
       .sparse_mla = SparseMla,
       .sparse_mla_merge = SparseMlaMerge,
-      .admit = Admit,
+      .update_residency = UpdateResidency,
       .route = Route,
       .route_pairs = RoutePairs,
       .expert_linear = ExpertLinear,

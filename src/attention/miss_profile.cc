@@ -29,7 +29,7 @@ constexpr Stage kStages[] = {{"transfer", &StageRates::transfer},
                              {"prepare", &StageRates::prepare},
                              {"attend", &StageRates::attend},
                              {"index", &StageRates::index},
-                             {"admit", &StageRates::admit}};
+                             {"admit", &StageRates::update_residency}};
 
 absl::Status ReadPoint(const std::string& where, const json& object, MissProfile::Point* point) {
   if (!object.is_object()) {

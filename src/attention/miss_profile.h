@@ -22,13 +22,13 @@ struct LinearTime {
 
 // A layer's stages on one device, for decode rows.
 struct StageRates {
-  std::string device;    // "cpu", "cuda"; empty: none were measured
-  LinearTime transfer;   // by entries fetched, of all rows
-  LinearTime prepare;    // PreAttn: q_b, absorption, RoPE; by rows
-  LinearTime attend;     // Attn0 and Attn1; by entries attended to, of all rows
-  LinearTime index;      // logits and top-k; by keys, of all rows
-  LinearTime admit;      // by rows
-  double branch_us = 0;  // a fork and a join of a step's stream
+  std::string device;           // "cpu", "cuda"; empty: none were measured
+  LinearTime transfer;          // by entries fetched, of all rows
+  LinearTime prepare;           // PreAttn: q_b, absorption, RoPE; by rows
+  LinearTime attend;            // Attn0 and Attn1; by entries attended to, of all rows
+  LinearTime index;             // logits and top-k; by keys, of all rows
+  LinearTime update_residency;  // by rows
+  double branch_us = 0;         // a fork and a join of a step's stream
   // Of the processors, those that attention leaves a transfer beside it: of the policy's options,
   // not of a profile.
   double spared_share = 0;

@@ -15,7 +15,6 @@
 #include "src/attention/policies/scout/scout_policy.h"
 #include "src/base/nearest_name.h"
 #include "src/base/status_macros.h"
-#include "src/device/kernel_set.h"
 
 namespace sluice {
 namespace {
@@ -85,11 +84,6 @@ absl::Status CheckCaches(const Known& known, const PolicyOptions& o) {
 }
 
 absl::Status CheckOffload(const PolicyOptions& o) {
-  if (!o.device->kernels().HasSparse()) {
-    return absl::UnimplementedError(
-        absl::StrCat("policy: ", o.name, " needs operators of sparse attention, which device ",
-                     o.device->name(), " has not yet: take --policy full there, or --device cpu"));
-  }
   if (o.hbm->overcommitted()) {
     return absl::InvalidArgumentError(
         absl::StrCat("overcommit: expected 1 with policy ", o.name,

@@ -109,7 +109,7 @@ struct PolicyOptions {
         on_selection;
     // For measurements alone: called before the first stage of a layer's decode rows is enqueued,
     // and behind each. REQUIRES: overlap kNone, so that they follow one another on one stream.
-    enum class Stage { kBegin, kSelected, kAdmitted, kFetched, kPrepared, kAttended };
+    enum class Stage { kBegin, kSelected, kResidencyUpdated, kFetched, kPrepared, kAttended };
     static constexpr int kStages = 6;
     std::function<void(Stream& stream, int layer, int32_t rows, Stage done)> on_stage;
   } ess;

@@ -84,42 +84,38 @@ class KernelSet {
   virtual void Sample(Stream& stream, const kernels::SampleParams& params) = 0;
   virtual void Transfer(Stream& stream, const kernels::TransferParams& params) = 0;
 
-  // Sparse attention (kernels/sparse_params.h). REQUIRES: HasSparse().
-  virtual bool HasSparse() const { return false; }
+  // Sparse attention (kernels/sparse_params.h).
   // Places of a ResidencyTable beside the ring that Recall takes.
   virtual int32_t MaxRecallPlaces() const { return std::numeric_limits<int32_t>::max(); }
-  virtual void Digest(Stream& stream, const kernels::DigestParams& params);
-  virtual void DigestScores(Stream& stream, const kernels::DigestScoresParams& params);
-  virtual void ExactScores(Stream& stream, const kernels::ExactScoresParams& params);
-  virtual void PartialKeys(Stream& stream, const kernels::PartialKeysParams& params);
-  virtual void PartialScores(Stream& stream, const kernels::PartialScoresParams& params);
-  virtual void TopK(Stream& stream, const kernels::TopKParams& params);
-  virtual void Split(Stream& stream, const kernels::SplitParams& params);
-  virtual void RecallDue(Stream& stream, const kernels::RecallDueParams& params);
-  virtual void Recall(Stream& stream, const kernels::RecallParams& params);
-  virtual void WriteThrough(Stream& stream, const kernels::WriteThroughParams& params);
-  virtual void SparseAttention(Stream& stream, const kernels::SparseAttentionParams& params);
-  virtual void MovingAverage(Stream& stream, const kernels::MovingAverageParams& params);
-  virtual void CopyRows(Stream& stream, const kernels::CopyRowsParams& params);
+  virtual void Digest(Stream& stream, const kernels::DigestParams& params) = 0;
+  virtual void DigestScores(Stream& stream, const kernels::DigestScoresParams& params) = 0;
+  virtual void ExactScores(Stream& stream, const kernels::ExactScoresParams& params) = 0;
+  virtual void PartialKeys(Stream& stream, const kernels::PartialKeysParams& params) = 0;
+  virtual void PartialScores(Stream& stream, const kernels::PartialScoresParams& params) = 0;
+  virtual void TopK(Stream& stream, const kernels::TopKParams& params) = 0;
+  virtual void Split(Stream& stream, const kernels::SplitParams& params) = 0;
+  virtual void RecallDue(Stream& stream, const kernels::RecallDueParams& params) = 0;
+  virtual void Recall(Stream& stream, const kernels::RecallParams& params) = 0;
+  virtual void WriteThrough(Stream& stream, const kernels::WriteThroughParams& params) = 0;
+  virtual void SparseAttention(Stream& stream, const kernels::SparseAttentionParams& params) = 0;
+  virtual void MovingAverage(Stream& stream, const kernels::MovingAverageParams& params) = 0;
+  virtual void CopyRows(Stream& stream, const kernels::CopyRowsParams& params) = 0;
 
-  // Latent attention and experts (kernels/latent_params.h). REQUIRES: HasLatent().
-  virtual bool HasLatent() const { return false; }
+  // Latent attention and experts (kernels/latent_params.h).
   // Bytes of SparseMlaParams::scratch for `decode_rows` decode rows and lists of `capacity`.
-  virtual int64_t SparseMlaScratchBytes(int32_t /*decode_rows*/, int32_t /*heads*/,
-                                        int32_t /*rank*/, int64_t /*capacity*/) const {
-    return 0;
-  }
-  virtual void LatentAppend(Stream& stream, const kernels::LatentAppendParams& params);
-  virtual void IndexAppend(Stream& stream, const kernels::IndexAppendParams& params);
-  virtual void IndexQuery(Stream& stream, const kernels::IndexQueryParams& params);
-  virtual void IndexLogits(Stream& stream, const kernels::IndexLogitsParams& params);
-  virtual void MlaQuery(Stream& stream, const kernels::MlaQueryParams& params);
-  virtual void HeadLinear(Stream& stream, const kernels::HeadLinearParams& params);
-  virtual void SparseMla(Stream& stream, const kernels::SparseMlaParams& params);
-  virtual void Admit(Stream& stream, const kernels::AdmitParams& params);
-  virtual void Route(Stream& stream, const kernels::RouteParams& params);
-  virtual void ExpertLinear(Stream& stream, const kernels::ExpertLinearParams& params);
-  virtual void Combine(Stream& stream, const kernels::CombineParams& params);
+  virtual int64_t SparseMlaScratchBytes(int32_t decode_rows, int32_t heads, int32_t rank,
+                                        int64_t capacity) const = 0;
+  virtual void LatentAppend(Stream& stream, const kernels::LatentAppendParams& params) = 0;
+  virtual void IndexAppend(Stream& stream, const kernels::IndexAppendParams& params) = 0;
+  virtual void IndexQuery(Stream& stream, const kernels::IndexQueryParams& params) = 0;
+  virtual void IndexLogits(Stream& stream, const kernels::IndexLogitsParams& params) = 0;
+  virtual void MlaQuery(Stream& stream, const kernels::MlaQueryParams& params) = 0;
+  virtual void HeadLinear(Stream& stream, const kernels::HeadLinearParams& params) = 0;
+  virtual void SparseMla(Stream& stream, const kernels::SparseMlaParams& params) = 0;
+  virtual void UpdateResidency(Stream& stream, const kernels::UpdateResidencyParams& params) = 0;
+  virtual void Route(Stream& stream, const kernels::RouteParams& params) = 0;
+  virtual void ExpertLinear(Stream& stream, const kernels::ExpertLinearParams& params) = 0;
+  virtual void Combine(Stream& stream, const kernels::CombineParams& params) = 0;
 };
 
 }  // namespace sluice

@@ -104,19 +104,12 @@ absl::StatusOr<std::unique_ptr<Model>> NewLatentModel(const Model::Options& opti
                                                       std::string fingerprint,
                                                       std::unique_ptr<WeightSource> source,
                                                       Device* device) {
-  KernelSet& kernels = device->kernels();
-  if (!kernels.HasLatent()) {
-    return absl::UnimplementedError(
-        absl::StrCat("model: ", config.name, " (", config.architecture,
-                     ") has latent caches, and the kernels of device ", device->name(), " (",
-                     kernels.name(), ") have no operators for them: take --device cpu or cuda"));
-  }
   SLUICE_ASSIGN_OR_RETURN(CacheLayout layout,
                           LatentCacheLayout(config, options.kv_dtype, options.block_tokens));
   // Its attention has no heads of the kind that head_dim limits.
-  SLUICE_RETURN_IF_ERROR(kernels.Check({.hidden_size = config.hidden_size,
-                                        .vocab_size = config.vocab_size,
-                                        .block_tokens = options.block_tokens}));
+  SLUICE_RETURN_IF_ERROR(device->kernels().Check({.hidden_size = config.hidden_size,
+                                                  .vocab_size = config.vocab_size,
+                                                  .block_tokens = options.block_tokens}));
   auto model = std::make_unique<LatentModel>(options, config, std::move(layout),
                                              std::move(fingerprint), std::move(source), device);
   SLUICE_RETURN_IF_ERROR(model->Initialise());

@@ -222,9 +222,9 @@ class LatentProfiler {
   absl::Status Rates() {
     StageRates& rates = profile_.misses.rates;
     SLUICE_ASSIGN_OR_RETURN(rates.branch_us, MeasureBranch(bench_device_->device()));
-    LinearTime* const fitted[] = {&rates.index, &rates.admit, &rates.transfer, &rates.prepare,
-                                  &rates.attend};
-    static constexpr const char* kNames[] = {"indexer", "Admit", "transfer", "PreAttn",
+    LinearTime* const fitted[] = {&rates.index, &rates.update_residency, &rates.transfer,
+                                  &rates.prepare, &rates.attend};
+    static constexpr const char* kNames[] = {"indexer", "residency", "transfer", "PreAttn",
                                              "attention"};
     static constexpr const char* kOf[] = {"key", "row", "entry", "row", "entry"};
     if (stages_[0].times.empty()) return absl::InternalError("no step was timed");

@@ -22,7 +22,7 @@ std::unique_ptr<Device> UnrecordedDevice(Device* device);
 class StageTimer {
  public:
   static constexpr int kTimes = PolicyOptions::Ess::kStages - 1;
-  // Mean microseconds of a layer: indexer, Admit, transfer, PreAttn, attention.
+  // Mean microseconds of a layer: indexer, UpdateResidency, transfer, PreAttn, attention.
   using LayerTimes = std::array<double, kTimes>;
 
   StageTimer(Device* device, int layers);

@@ -66,9 +66,31 @@ class NoKernels : public KernelSet {
   void SiluMul(Stream&, const kernels::SiluMulParams&) override {}
   void Sample(Stream&, const kernels::SampleParams&) override {}
   void Transfer(Stream&, const kernels::TransferParams&) override {}
-  bool HasSparse() const override { return real_->HasSparse(); }
+  void Digest(Stream&, const kernels::DigestParams&) override {}
+  void DigestScores(Stream&, const kernels::DigestScoresParams&) override {}
+  void ExactScores(Stream&, const kernels::ExactScoresParams&) override {}
+  void PartialKeys(Stream&, const kernels::PartialKeysParams&) override {}
+  void PartialScores(Stream&, const kernels::PartialScoresParams&) override {}
+  void TopK(Stream&, const kernels::TopKParams&) override {}
+  void Split(Stream&, const kernels::SplitParams&) override {}
+  void RecallDue(Stream&, const kernels::RecallDueParams&) override {}
+  void Recall(Stream&, const kernels::RecallParams&) override {}
+  void WriteThrough(Stream&, const kernels::WriteThroughParams&) override {}
+  void SparseAttention(Stream&, const kernels::SparseAttentionParams&) override {}
+  void MovingAverage(Stream&, const kernels::MovingAverageParams&) override {}
+  void CopyRows(Stream&, const kernels::CopyRowsParams&) override {}
+  void LatentAppend(Stream&, const kernels::LatentAppendParams&) override {}
+  void IndexAppend(Stream&, const kernels::IndexAppendParams&) override {}
+  void IndexQuery(Stream&, const kernels::IndexQueryParams&) override {}
+  void IndexLogits(Stream&, const kernels::IndexLogitsParams&) override {}
+  void MlaQuery(Stream&, const kernels::MlaQueryParams&) override {}
+  void HeadLinear(Stream&, const kernels::HeadLinearParams&) override {}
+  void SparseMla(Stream&, const kernels::SparseMlaParams&) override {}
+  void UpdateResidency(Stream&, const kernels::UpdateResidencyParams&) override {}
+  void Route(Stream&, const kernels::RouteParams&) override {}
+  void ExpertLinear(Stream&, const kernels::ExpertLinearParams&) override {}
+  void Combine(Stream&, const kernels::CombineParams&) override {}
   int32_t MaxRecallPlaces() const override { return real_->MaxRecallPlaces(); }
-  bool HasLatent() const override { return real_->HasLatent(); }
   int64_t SparseMlaScratchBytes(int32_t decode_rows, int32_t heads, int32_t rank,
                                 int64_t capacity) const override {
     return real_->SparseMlaScratchBytes(decode_rows, heads, rank, capacity);

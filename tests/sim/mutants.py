@@ -49,7 +49,7 @@ MUTANTS = [
      "settling.After(stream);\n  tier_->WriteThrough", "tier_->WriteThrough"),
     ("places go to the next step's entries before attention has read them",
      "src/attention/policies/ess/ess_policy.cc",
-     "settling.After(stream);\n    kernels().Admit", "kernels().Admit"),
+     "settling.After(stream);\n    kernels().UpdateResidency", "kernels().UpdateResidency"),
     ("places of the next step's entries stay empty", "src/attention/policies/ess/ess_policy.cc",
      "Bring(settling, operators_.FetchRunnersUp(layer, rows));", ""),
     ("a sequence joins before its pools are warm", "src/attention/policies/ess/ess_tier.cc",

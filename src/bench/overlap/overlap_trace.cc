@@ -20,7 +20,10 @@ bool IsWriteThrough(const std::string& name) {
 bool IsTransfer(const std::string& name) {
   return absl::StartsWithIgnoreCase(name, "Transfer") && !IsWriteThrough(name);
 }
-bool IsAdmit(const std::string& name) { return absl::StartsWithIgnoreCase(name, "Admit"); }
+bool UpdatesResidency(const std::string& name) {
+  return absl::StartsWithIgnoreCase(name, "UpdateResidency") ||
+         absl::StartsWithIgnoreCase(name, "update_residency");
+}
 bool IsOfAttention(const std::string& name) {
   return absl::StrContains(absl::AsciiStrToLower(name), "mla");
 }
@@ -108,9 +111,9 @@ Shelter ShelterIn(const StepTrace& trace) {
   }
   std::stable_sort(slices.begin(), slices.end(),
                    [](const TraceSlice* a, const TraceSlice* b) { return a->begin < b->begin; });
-  // A layer: one Admit or two, attention with its sums.
+  // A layer: one UpdateResidency or two, attention with its sums.
   struct Layer {
-    std::vector<absl::Time> admitted;
+    std::vector<absl::Time> updated;
     int attentions = 0;
     absl::Time attended;
   };
@@ -118,19 +121,19 @@ Shelter ShelterIn(const StepTrace& trace) {
   absl::Duration beneath, ahead;
   Layer layer;
   const auto end_layer = [&] {
-    if (layer.attentions > 0 && !layer.admitted.empty() && layer.admitted.size() <= 2) {
-      beneath += layer.attended - layer.admitted.back();
-      ahead += layer.admitted.back() - layer.admitted.front();
+    if (layer.attentions > 0 && !layer.updated.empty() && layer.updated.size() <= 2) {
+      beneath += layer.attended - layer.updated.back();
+      ahead += layer.updated.back() - layer.updated.front();
       ++found.layers;
     }
     layer = {};
   };
   int sums = 0;
   for (const TraceSlice* slice : slices) {
-    if (IsAdmit(slice->name)) {
+    if (UpdatesResidency(slice->name)) {
       if (layer.attentions > 0) end_layer();
-      if (layer.admitted.empty()) sums = 0;
-      layer.admitted.push_back(slice->end);
+      if (layer.updated.empty()) sums = 0;
+      layer.updated.push_back(slice->end);
     } else if (IsAttention(slice->name)) {
       if (++layer.attentions == 1) layer.attended = slice->end;
     } else if (IsSumOfAttention(slice->name) && sums++ == 0) {

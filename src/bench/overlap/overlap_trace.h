@@ -33,8 +33,8 @@ std::vector<ComparedKernel> ComparedKernels(const StepTrace& with, const StepTra
                                             int layers);
 
 // What a transfer of a layer can run beneath, in seconds, as measured in steps that fetch nothing:
-// from where the indexer's last lists are made (Admit) to the end of attention, of which what
-// arrives is a small part. In two halves the first half's transfer begins `ahead` earlier.
+// from where the indexer's last lists are made (UpdateResidency) to the end of attention, of which
+// what arrives is a small part. In two halves the first half's transfer begins `ahead` earlier.
 struct Shelter {
   double beneath = 0;
   double ahead = 0;

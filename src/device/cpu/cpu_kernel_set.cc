@@ -91,7 +91,6 @@ class CpuKernelSet : public KernelSet {
     Launch(s, "transfer", table_.transfer, p, std::min(words, allowed * kElementsPerWorker));
   }
 
-  bool HasSparse() const override { return true; }
   void Digest(Stream& s, const kernels::DigestParams& p) override {
     Launch(s, "digest", table_.digest, p, kAnyLength);
   }
@@ -136,7 +135,6 @@ class CpuKernelSet : public KernelSet {
     Launch(s, "copy_rows", table_.copy_rows, p, words);
   }
 
-  bool HasLatent() const override { return table_.sparse_mla != nullptr; }
   int64_t SparseMlaScratchBytes(int32_t decode_rows, int32_t heads, int32_t rank,
                                 int64_t capacity) const override {
     // Every piece of every row, or enough for the workers of a large host.
@@ -175,8 +173,8 @@ class CpuKernelSet : public KernelSet {
     Launch(s, "sparse_mla_merge", table_.sparse_mla_merge, p,
            int64_t{p.rows} * p.heads * p.cache.rank);
   }
-  void Admit(Stream& s, const kernels::AdmitParams& p) override {
-    Launch(s, "admit", table_.admit, p, kAnyLength);
+  void UpdateResidency(Stream& s, const kernels::UpdateResidencyParams& p) override {
+    Launch(s, "update_residency", table_.update_residency, p, kAnyLength);
   }
   void Route(Stream& s, const kernels::RouteParams& p) override {
     Launch(s, "route", table_.route, p, int64_t{p.rows} * p.experts * 16);

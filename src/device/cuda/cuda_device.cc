@@ -96,7 +96,7 @@ class CudaDevice : public Device {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Device>> NewCudaDevice() {
+absl::Status CheckCudaDevice() {
   SLUICE_RETURN_IF_ERROR(CheckCudaMachine(ProbeCudaMachine()));
   // Prompt rows need it, and every node computes one before it is ready.
   if (!kernels::cuda::HasPromptProducts()) {
@@ -104,6 +104,11 @@ absl::StatusOr<std::unique_ptr<Device>> NewCudaDevice() {
         "device: cuda: there is no libcublasLt.so.13: install cuBLAS of CUDA 13, put it on "
         "LD_LIBRARY_PATH, or run with --device cpu");
   }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<Device>> NewCudaDevice() {
+  SLUICE_RETURN_IF_ERROR(CheckCudaDevice());
   auto device = std::make_unique<CudaDevice>();
   SLUICE_RETURN_IF_ERROR(device->Health());  // streams could be made
   return device;

@@ -15,4 +15,8 @@ namespace sluice {
 // one of another compute capability.
 absl::StatusOr<std::unique_ptr<Device>> NewCudaDevice();
 
+// OK where NewCudaDevice finds a GPU that it can use; else the error that it would return. Leaves
+// nothing on the GPU.
+absl::Status CheckCudaDevice();
+
 }  // namespace sluice

@@ -88,7 +88,6 @@ class CudaKernelSet : public KernelSet {
     Launch(s, cuda::LaunchTransfer, p, "transfer");
   }
 
-  bool HasSparse() const override { return true; }
   int32_t MaxRecallPlaces() const override { return cuda::kMaxRecallPlaces; }
   void Digest(Stream& s, const kernels::DigestParams& p) override {
     Launch(s, cuda::LaunchDigest, p, "digests");
@@ -130,7 +129,6 @@ class CudaKernelSet : public KernelSet {
     Launch(s, cuda::LaunchCopyRows, p, "copies of rows");
   }
 
-  bool HasLatent() const override { return true; }
   int64_t SparseMlaScratchBytes(int32_t decode_rows, int32_t heads, int32_t rank,
                                 int64_t capacity) const override {
     return cuda::SparseMlaScratchBytes(decode_rows, heads, rank, capacity);
@@ -156,8 +154,8 @@ class CudaKernelSet : public KernelSet {
   void SparseMla(Stream& s, const kernels::SparseMlaParams& p) override {
     Launch(s, cuda::LaunchSparseMla, p, "sparse MLA");
   }
-  void Admit(Stream& s, const kernels::AdmitParams& p) override {
-    Launch(s, cuda::LaunchAdmit, p, "residency");
+  void UpdateResidency(Stream& s, const kernels::UpdateResidencyParams& p) override {
+    Launch(s, cuda::LaunchUpdateResidency, p, "residency");
   }
   void Route(Stream& s, const kernels::RouteParams& p) override {
     Launch(s, cuda::LaunchRoute, p, "routing");

@@ -36,19 +36,18 @@ LatentRig::Shape Packed(const std::string& kernels) {
   return shape;
 }
 
-bool HasLatent(const std::string& kernels) {
+bool IsHere(const std::string& kernels) {
   const absl::StatusOr<std::unique_ptr<Device>> device = testing::TestDevice(kernels);
   if (absl::IsNotFound(device.status())) {
     SkipTest(std::string(device.status().message()));
     return false;
   }
   REQUIRE(device.ok());
-  if (!(*device)->kernels().HasLatent()) SkipTest("no latent operators here");
-  return (*device)->kernels().HasLatent();
+  return true;
 }
 
 void CheckAgainstFull(const std::string& kernels) {
-  if (!HasLatent(kernels)) return;
+  if (!IsHere(kernels)) return;
   LatentRig full(Packed(kernels), {}, "full");
   PolicyOptions::Ess ess;
   ess.sparse_memory_ratio = 0.2;
@@ -124,7 +123,7 @@ std::pair<std::vector<Result>, int> RunRecorded(const std::string& kernels, Over
   rates.device = kernels == "cuda" ? "cuda" : "cpu";
   rates.transfer = {0, 5};
   rates.attend = {50, 0};
-  rates.prepare = rates.index = rates.admit = {1, 0};
+  rates.prepare = rates.index = rates.update_residency = {1, 0};
   rates.branch_us = 3;
   LatentRig rig(Packed(kernels), ess);
   for (int slot = 0; slot < 3; ++slot) {
@@ -142,7 +141,7 @@ std::pair<std::vector<Result>, int> RunRecorded(const std::string& kernels, Over
 }
 
 void CheckRecordedAgain(const std::string& kernels) {
-  if (!HasLatent(kernels)) return;
+  if (!IsHere(kernels)) return;
   const auto [want, none] = RunRecorded(kernels, Overlap::kNone);
   REQUIRE(none == 0);
   const auto [got, recordings] = RunRecorded(kernels, Overlap::kLayerWise);

@@ -19,7 +19,7 @@ const StageRates kRates = [] {
   rates.prepare = {30, 0.2};
   rates.attend = {46, 322.0 / (127 * 2048)};
   rates.index = {20, 132 / 3.5e6};
-  rates.admit = {7, 0.16};
+  rates.update_residency = {7, 0.16};
   rates.branch_us = 2.9;
   return rates;
 }();

@@ -130,7 +130,8 @@ TEST_CASE("a recording has two versions, of which each run takes one") {
   CHECK(NewStepDevice(cpu.get(), {.record = false})->RowBucket(3) == 0);
 }
 
-// Layers as a trace has them, microseconds: Admit (twice in halves), queries, attention, its sums.
+// Layers as a trace has them, microseconds: UpdateResidency (twice in halves), queries, attention,
+// its sums.
 StepTrace TraceOf(int layers, bool halves, double transfer_us) {
   const absl::Time start = absl::FromUnixSeconds(100);
   StepTrace trace;
@@ -145,9 +146,9 @@ StepTrace TraceOf(int layers, bool halves, double transfer_us) {
   };
   for (int layer = 0; layer < layers; ++layer) {
     const double at = 1000 * layer;
-    if (halves) add("AdmitKernel", 1, at, at + 10);
+    if (halves) add("UpdateResidencyKernel", 1, at, at + 10);
     add("TopKKernel<1>", 1, at + 10, at + 30);
-    add("AdmitKernel", 1, at + 30, at + 40);
+    add("UpdateResidencyKernel", 1, at + 30, at + 40);
     add("MlaQueryKernel", 1, at + 40, at + 90);
     add("PackedMlaKernel", 1, at + 90, at + 190);
     add("CombineMlaKernel<2>", 1, at + 190, at + 200);

@@ -1,15 +1,12 @@
 #include "src/device/cpu_topology.h"
 
-#include <unistd.h>
-
 #include <catch2/catch.hpp>
-#include <filesystem>
-#include <fstream>
 #include <numeric>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "src/device/cpu/cpu_device.h"
+#include "tests/unit/device/fake_root.h"
 
 namespace sluice {
 namespace {
@@ -26,9 +23,8 @@ TEST_CASE("lists of cpus are read as the kernel writes them, and nothing else is
 }
 
 // A host of two nodes with two cores each; cpu i and cpu i + 4 share a core.
-struct FakeSystem {
-  FakeSystem()
-      : root(std::filesystem::temp_directory_path() / absl::StrCat("sluice-sys-", getpid())) {
+struct FakeSystem : FakeRoot {
+  FakeSystem() {
     Write("node/node0/cpulist", "0-1,4-5");
     Write("node/node1/cpulist", "2-3,6-7");
     Write("node/possible", "0-1");
@@ -37,12 +33,6 @@ struct FakeSystem {
             absl::StrCat(cpu % 4, ",", cpu % 4 + 4));
     }
   }
-  ~FakeSystem() { std::filesystem::remove_all(root); }
-  void Write(const std::string& path, const std::string& text) const {
-    std::filesystem::create_directories((root / path).parent_path());
-    std::ofstream(root / path) << text << "\n";
-  }
-  const std::filesystem::path root;
 };
 
 TEST_CASE("workers get cores of their own first, beyond others' and node by node") {

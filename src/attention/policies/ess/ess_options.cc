@@ -8,7 +8,6 @@
 #include "src/attention/policies/ess/pool_division.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
-#include "src/device/kernel_set.h"
 
 namespace sluice {
 namespace {
@@ -59,11 +58,6 @@ absl::Status CheckEssOptions(const PolicyOptions& o) {
         absl::StrCat("policy: ", o.name,
                      " needs a model with latent caches and an indexer (deepseek_v32): take "
                      "--policy full"));
-  }
-  if (!o.device->kernels().HasLatent()) {
-    return absl::UnimplementedError(
-        absl::StrCat("policy: ", o.name, " needs operators of latent attention, which device ",
-                     o.device->name(), " has not"));
   }
   const double ratio = o.ess.sparse_memory_ratio;
   if (!(ratio >= 0 && ratio <= 1)) {

@@ -280,8 +280,8 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
   const int32_t rows = a.decode_rows;
   const Overlap overlap = plan_.Of(rows)[static_cast<size_t>(layer)];
   // The same operators on the same lists under each schedule, so that results are, to the bit.
-  // PreAttn is on a branch. Top-k and Admit are in the trunk, each right behind the one before:
-  // blocks of a product that waited on every processor would keep them off.
+  // PreAttn is on a branch. Top-k and UpdateResidency are in the trunk, each right behind the one
+  // before: blocks of a product that waited on every processor would keep them off.
   Stream& work = overlap == Overlap::kNone ? stream : WorkBranch(stream);
   Stream& early = overlap == Overlap::kDba ? FetchBranch(stream) : stream;
   const bool prefetches = !never_misses_ && plan_.Prefetches(layer);
@@ -302,8 +302,8 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
         // Beside it are the first half's transfer, and the layer before's for the next step.
         (first > 0 ? options_.ess.transfer_workers : 0) + prefetch_workers, prefetches);
     done(Stage::kSelected);
-    kernels().Admit(stream, operators_.Admit(layer, a, first, first, count));
-    done(Stage::kAdmitted);
+    kernels().UpdateResidency(stream, operators_.UpdateResidency(layer, a, first, first, count));
+    done(Stage::kResidencyUpdated);
   };
   done(Stage::kBegin);
   const int32_t half = overlap == Overlap::kDba ? rows / 2 : 0;
@@ -339,7 +339,7 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
     // step's end.
     Stream& settling = SettlingBranch(stream);
     settling.After(stream);
-    kernels().Admit(settling, operators_.AdmitRunnersUp(layer, a));
+    kernels().UpdateResidency(settling, operators_.UpdateRunnersUp(layer, a));
     Bring(settling, operators_.FetchRunnersUp(layer, rows));
   }
   if (!options_.ess.lru || ((layer + 1) % kWriteLayers != 0 && layer + 1 != layers())) return;
@@ -356,10 +356,10 @@ void EssPolicy::AttendPrompt(Stream& stream, int layer, const LatentAttention& a
   // LRU warm-up by what was computed here: one row after the other, the oldest first, through the
   // lists of the first decode row, which is done with them.
   for (const PromptRows::Replay& replay : prompt_rows_.replays()) {
-    kernels::AdmitParams admit = operators_.Admit(layer, a, replay.row, 0, 1);
-    admit.counters = nullptr;
-    admit.ahead = replay.last ? 1 : 0;
-    kernels().Admit(stream, admit);
+    kernels::UpdateResidencyParams update = operators_.UpdateResidency(layer, a, replay.row, 0, 1);
+    update.counters = nullptr;
+    update.ahead = replay.last ? 1 : 0;
+    kernels().UpdateResidency(stream, update);
     Fetch(stream, layer, 0, 1);
   }
 }

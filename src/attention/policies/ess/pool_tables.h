@@ -41,7 +41,8 @@ class PoolTables {
   const int32_t* pool_table(int layer) const { return at(layer, 0); }
   const int32_t* index_table(int layer) const { return at(layer, place_blocks_); }
   kernels::ResidencyTable Residency(int layer) const;
-  const int32_t* whole() const { return whole_.as<int32_t>(); }  // kernels::AdmitParams::whole
+  // UpdateResidencyParams::whole.
+  const int32_t* whole() const { return whole_.as<int32_t>(); }
   int64_t home_stride() const { return layers_ * home_blocks_; }
   int64_t stride() const { return layers_ * entries_; }
 

@@ -38,16 +38,16 @@ Overlap ChooseOverlap(const StageTimes& times, int rows) {
 StageRates AssumedRates(int64_t entry_bytes, int64_t index_key_bytes) {
   // H200. kernels/cuda/README.md: rows of 656 bytes at 44.5 GB/s, and 8.9 us for a gather of 64 of
   // them; SparseMla over 2,048 entries 31 us for one row and 225 for 128; index logits of 32 x 128K
-  // keys 146 us and top-k 33 above them, 20 us together where there is little to read; Admit 7 us,
-  // 19 where 76 rows miss some; q_b and its heads' product 18 and 31 us of 1 and 76 rows, beside
-  // which a traced step puts some 10 us. Assumed: a fork and a join as one mailbox operation in a
-  // graph.
+  // keys 146 us and top-k 33 above them, 20 us together where there is little to read;
+  // UpdateResidency 7 us, 19 where 76 rows miss some; q_b and its heads' product 18 and 31 us of 1
+  // and 76 rows, beside which a traced step puts some 10 us. Assumed: a fork and a join as one
+  // mailbox operation in a graph.
   StageRates rates;
   rates.transfer = {8, static_cast<double>(entry_bytes) / 44.5e3};
   rates.prepare = {28, 0.14};
   rates.attend = {30, 195.0 / (127 * 2048)};
   rates.index = {20, static_cast<double>(index_key_bytes) / 3.5e6};
-  rates.admit = {7, 0.16};
+  rates.update_residency = {7, 0.16};
   rates.branch_us = 2.9;
   return rates;
 }
@@ -61,10 +61,10 @@ StageTimes TimesOf(const StageRates& rates, const LayerLoad& load, int rows) {
   t.attend = rates.attend.At(rows * load.selected);
   t.index = rates.index.At(rows * load.context);
   t.branch = rates.branch_us;
-  t.halves = rates.index.fixed_us + rates.admit.fixed_us;
+  t.halves = rates.index.fixed_us + rates.update_residency.fixed_us;
   t.spared = rates.spared_share * t.attend;
   // Top-k is what the indexer takes where there is little to read, and a fifth of what it reads.
-  t.beside = 0.2 * t.index + 0.8 * rates.index.fixed_us + rates.admit.At(rows);
+  t.beside = 0.2 * t.index + 0.8 * rates.index.fixed_us + rates.update_residency.At(rows);
   return t;
 }
 

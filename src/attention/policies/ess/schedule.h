@@ -2,8 +2,8 @@
 // chooses: pure functions.
 //
 //   none  indexer, transfer, PreAttn, then Attn0 and Attn1
-//   DA    PreAttn beside top-k and Admit; the transfer beneath Attn0, the attention to what is
-//         resident, whose launch goes on with Attn1 when the transfer is done
+//   DA    PreAttn beside top-k and UpdateResidency; the transfer beneath Attn0, the attention
+//         to what is resident, whose launch goes on with Attn1 when the transfer is done
 //   DBA   the indexer in two halves of the batch: the first half's transfer beneath the second
 //         half's logits and top-k, the second half's, and what is left of it, beneath Attn0
 // (The paper begins PreAttn behind the transfer's start: there it hides the transfer, and nothing
@@ -25,9 +25,10 @@ struct StageTimes {
   double attend = 0;    // Attn0 and Attn1
   double index = 0;     // logits and top-k of all rows
   double branch = 2.9;  // a fork and a join: two graph nodes with their dependencies
-  double halves = 10;   // what the indexer and Admit cost more in two halves: their launches, tails
-  double spared = 0;    // what attention loses with the processors that it leaves the transfer
-  double beside = 0;    // of top-k and Admit, beneath which PreAttn can run
+  // What the indexer and UpdateResidency cost more in two halves: their launches, tails.
+  double halves = 10;
+  double spared = 0;  // what attention loses with the processors that it leaves the transfer
+  double beside = 0;  // of top-k and UpdateResidency, beneath which PreAttn can run
 };
 
 // How much longer the layer takes under a schedule than with no transfer and all else in one queue;

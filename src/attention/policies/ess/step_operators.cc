@@ -57,46 +57,50 @@ uint8_t* StepOperators::written(int layer) const {
   return written_.as<uint8_t>() + int64_t{layer} * decode_rows_ * tier_->latent().bytes_per_token;
 }
 
-kernels::AdmitParams StepOperators::AdmitInto(const Lists& lists, int32_t list, int layer,
-                                              const LatentAttention& a, int32_t row, int32_t rows,
-                                              kernels::UnitLists selected) const {
+kernels::UpdateResidencyParams StepOperators::UpdateInto(const Lists& lists, int32_t list,
+                                                         int layer, const LatentAttention& a,
+                                                         int32_t row, int32_t rows,
+                                                         kernels::UnitLists selected) const {
   const int64_t at = int64_t{list} * lists.capacity;
-  kernels::AdmitParams admit{};
-  admit.residency = tier_->Residency(layer);
-  admit.slots = a.slots + row;
-  admit.positions = a.positions + row;
-  admit.selected = selected;
-  admit.selected.units += int64_t{row} * selected.capacity;
-  admit.selected.counts += row;
-  admit.resident = lists.resident.as<int32_t>() + at;
-  admit.resident_counts = lists.resident_counts.as<int32_t>() + list;
-  admit.arriving = lists.arriving.as<int32_t>() + at;
-  admit.arriving_counts = lists.arriving_counts.as<int32_t>() + list;
-  admit.home = tier_->Home(layer);
-  admit.pool = tier_->Pool(layer);
-  admit.source_units = lists.sources.as<int32_t>() + at;
-  admit.target_units = lists.targets.as<int32_t>() + at;
-  admit.move_counts = lists.move_counts.as<int32_t>() + list;
-  admit.move_capacity = lists.capacity;  // of one row, which a sequence has
-  admit.counters = counters_->of(layer);
-  admit.rows = rows;
-  admit.forget = forget_;
-  if (!forget_) admit.whole = tier_->whole();
-  return admit;
+  kernels::UpdateResidencyParams update{};
+  update.residency = tier_->Residency(layer);
+  update.slots = a.slots + row;
+  update.positions = a.positions + row;
+  update.selected = selected;
+  update.selected.units += int64_t{row} * selected.capacity;
+  update.selected.counts += row;
+  update.resident = lists.resident.as<int32_t>() + at;
+  update.resident_counts = lists.resident_counts.as<int32_t>() + list;
+  update.arriving = lists.arriving.as<int32_t>() + at;
+  update.arriving_counts = lists.arriving_counts.as<int32_t>() + list;
+  update.home = tier_->Home(layer);
+  update.pool = tier_->Pool(layer);
+  update.source_units = lists.sources.as<int32_t>() + at;
+  update.target_units = lists.targets.as<int32_t>() + at;
+  update.move_counts = lists.move_counts.as<int32_t>() + list;
+  update.move_capacity = lists.capacity;  // of one row, which a sequence has
+  update.counters = counters_->of(layer);
+  update.rows = rows;
+  update.forget = forget_;
+  if (!forget_) update.whole = tier_->whole();
+  return update;
 }
 
-kernels::AdmitParams StepOperators::Admit(int layer, const LatentAttention& a, int32_t row,
-                                          int32_t list, int32_t rows) const {
-  kernels::AdmitParams admit = AdmitInto(lists_, list, layer, a, row, rows, selection_->lists());
-  admit.ahead = 1;
-  return admit;
+kernels::UpdateResidencyParams StepOperators::UpdateResidency(int layer, const LatentAttention& a,
+                                                              int32_t row, int32_t list,
+                                                              int32_t rows) const {
+  kernels::UpdateResidencyParams update =
+      UpdateInto(lists_, list, layer, a, row, rows, selection_->lists());
+  update.ahead = 1;
+  return update;
 }
 
-kernels::AdmitParams StepOperators::AdmitRunnersUp(int layer, const LatentAttention& a) const {
-  kernels::AdmitParams admit =
-      AdmitInto(ahead_, 0, layer, a, 0, a.decode_rows, selection_->runners_up(layer));
-  admit.speculative = true;
-  return admit;
+kernels::UpdateResidencyParams StepOperators::UpdateRunnersUp(int layer,
+                                                              const LatentAttention& a) const {
+  kernels::UpdateResidencyParams update =
+      UpdateInto(ahead_, 0, layer, a, 0, a.decode_rows, selection_->runners_up(layer));
+  update.speculative = true;
+  return update;
 }
 
 kernels::TransferParams StepOperators::Move(const Lists& lists, int layer, int32_t first,

@@ -29,13 +29,13 @@ class StepOperators {
                                               const EssTier* tier, const IndexSelection* selection);
 
   // Gives places to what rows [row, row + rows) have selected; their lists are from `list` on.
-  kernels::AdmitParams Admit(int layer, const LatentAttention& a, int32_t row, int32_t list,
-                             int32_t rows) const;
-  // Moves what Admit has listed in lists [first, first + rows).
+  kernels::UpdateResidencyParams UpdateResidency(int layer, const LatentAttention& a, int32_t row,
+                                                 int32_t list, int32_t rows) const;
+  // Moves what UpdateResidency has listed in lists [first, first + rows).
   kernels::TransferParams Fetch(int layer, int32_t first, int32_t rows) const;
   // The same of the decode rows' runners-up, for the next step: through lists of their own, which
   // every layer's share. REQUIRES: the option `prefetch`.
-  kernels::AdmitParams AdmitRunnersUp(int layer, const LatentAttention& a) const;
+  kernels::UpdateResidencyParams UpdateRunnersUp(int layer, const LatentAttention& a) const;
   kernels::TransferParams FetchRunnersUp(int layer, int32_t rows) const;
   // Attention of the decode rows over both lists of places, and of the others over what they have
   // selected at home.
@@ -50,15 +50,15 @@ class StepOperators {
  private:
   StepOperators(const PolicyOptions& options, int32_t decode_rows, const EssTier* tier,
                 const IndexSelection* selection);
-  // What one Admit writes: lists are int32 [decode_rows][capacity], counts [decode_rows].
+  // What one UpdateResidency writes: lists are int32 [decode_rows][capacity], counts [decode_rows].
   struct Lists {
     int32_t capacity = 0;
     Buffer resident, arriving, sources, targets;
     Buffer resident_counts, arriving_counts, move_counts;
   };
-  kernels::AdmitParams AdmitInto(const Lists& lists, int32_t list, int layer,
-                                 const LatentAttention& a, int32_t row, int32_t rows,
-                                 kernels::UnitLists selected) const;
+  kernels::UpdateResidencyParams UpdateInto(const Lists& lists, int32_t list, int layer,
+                                            const LatentAttention& a, int32_t row, int32_t rows,
+                                            kernels::UnitLists selected) const;
   kernels::TransferParams Move(const Lists& lists, int layer, int32_t first, int32_t rows) const;
   kernels::SparseMlaParams Attention(const LatentAttention& a, int32_t first, int32_t rows) const;
 

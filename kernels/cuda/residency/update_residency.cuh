@@ -1,27 +1,27 @@
-// Token residency of whole sequences: Admit, by one block to a sequence.
+// Token residency of whole sequences: UpdateResidency, by one block to a sequence.
 #pragma once
 
 #include <algorithm>
 
 #include "kernels/cuda/common/paged_rows.cuh"
-#include "kernels/cuda/residency/admit_places.cuh"
+#include "kernels/cuda/residency/update_residency_places.cuh"
 #include "kernels/latent_params.h"
 
 namespace sluice::kernels::cuda {
 
-inline constexpr int kAdmitStrip = 4;     // entries of a list that a thread takes at a time
+inline constexpr int kUpdateStrip = 4;    // entries of a list that a thread takes at a time
 inline constexpr int kStagedPages = 512;  // page numbers of a table that lie in shared memory
 
 // How the shared memory of a block is laid out: SelectShared, then what `at` says, in bytes.
-struct AdmitLayout {
+struct UpdateLayout {
   int32_t rows;   // of a sequence, at most
   int32_t lists;  // entries of a list
   int32_t kept;   // places whose keys are kept
   int32_t given;  // places that one call may give a sequence
   int32_t given_at, keys_at, held_at, missing_at, before_at, ahead_at, bytes;
 };
-inline AdmitLayout MakeAdmitLayout(const AdmitParams& p) {
-  AdmitLayout l{};
+inline UpdateLayout MakeUpdateLayout(const UpdateResidencyParams& p) {
+  UpdateLayout l{};
   l.rows = p.rows < kMaxQueryPositions ? p.rows : kMaxQueryPositions;
   l.lists = p.selected.capacity;
   l.kept = p.residency.count < kKeptPlaces ? p.residency.count : kKeptPlaces;
@@ -63,10 +63,10 @@ __device__ __forceinline__ int32_t EntryNumber(const PagedLatents& c, int slot, 
          (entry - block * c.block_tokens);
 }
 
-// A row of a sequence that is whole (AdmitParams::whole): 2,048 entries are copied, which takes
-// what a dependent load takes. `ends`: it is the sequence's last row, `begins`: the first.
-__device__ __forceinline__ void AdmitWhole(const AdmitParams& p, int row, int slot, bool begins,
-                                           bool ends) {
+// A row of a sequence that is whole (UpdateResidencyParams::whole): 2,048 entries are copied, which
+// takes what a dependent load takes. `ends`: it is the sequence's last row, `begins`: the first.
+__device__ __forceinline__ void UpdateWhole(const UpdateResidencyParams& p, int row, int slot,
+                                            bool begins, bool ends) {
   const int last = p.positions[row], t = static_cast<int>(threadIdx.x);
   const int64_t list = int64_t{row} * p.selected.capacity;
   // Tables of pages are not a step's own.
@@ -77,18 +77,18 @@ __device__ __forceinline__ void AdmitWhole(const AdmitParams& p, int row, int sl
   WaitForPriorKernels();
   LetNextKernelStart();
   const int units = p.selected.counts[row];
-  int32_t strip[kAdmitStrip];
+  int32_t strip[kUpdateStrip];
 #pragma unroll
-  for (int i = 0; i < kAdmitStrip; ++i) {
-    const int at = t + i * kAdmitThreads;
+  for (int i = 0; i < kUpdateStrip; ++i) {
+    const int at = t + i * kUpdateThreads;
     if (at < p.selected.capacity) strip[i] = p.selected.units[list + at];
   }
 #pragma unroll
-  for (int i = 0; i < kAdmitStrip; ++i) {
-    const int at = t + i * kAdmitThreads;
+  for (int i = 0; i < kUpdateStrip; ++i) {
+    const int at = t + i * kUpdateThreads;
     if (at < units) p.resident[list + at] = strip[i];
   }
-  for (int at = t + kAdmitStrip * kAdmitThreads; at < units; at += kAdmitThreads) {
+  for (int at = t + kUpdateStrip * kUpdateThreads; at < units; at += kUpdateThreads) {
     p.resident[list + at] = p.selected.units[list + at];
   }
   if (ahead) {
@@ -109,11 +109,12 @@ __device__ __forceinline__ void AdmitWhole(const AdmitParams& p, int row, int sl
 }
 
 // The work of a block: the sequence of rows [first, first + rows).
-class Admission {
+class ResidencyUpdate {
  public:
   // `stamps_places`: no other block does.
-  __device__ Admission(const AdmitParams& params, const AdmitLayout& layout, int first_row,
-                       int row_count, bool stamps_places, unsigned char* memory)
+  __device__ ResidencyUpdate(const UpdateResidencyParams& params, const UpdateLayout& layout,
+                             int first_row, int row_count, bool stamps_places,
+                             unsigned char* memory)
       : p(params),
         l(layout),
         select(*reinterpret_cast<SelectShared*>(memory)),
@@ -139,8 +140,8 @@ class Admission {
     Stage(coming, (last + p.ahead) / p.residency.place_of.rows_per_page + 1, pages[0]);
     const int per_page = p.residency.places.rows_per_page;
     Stage(places, (count + per_page - 1) / per_page, pages[1]);
-    for (int i = Thread(); i < kSelectBins; i += kAdmitThreads) select.bins[0][i] = 0;
-    for (int i = Thread(); i < (count + 31) / 32; i += kAdmitThreads) held[i] = 0;
+    for (int i = Thread(); i < kSelectBins; i += kUpdateThreads) select.bins[0][i] = 0;
+    for (int i = Thread(); i < (count + 31) / 32; i += kUpdateThreads) held[i] = 0;
     __syncthreads();
   }
 
@@ -149,7 +150,7 @@ class Admission {
     __shared__ PlaceEnds::Shared of_ends;
     if (p.forget) Forget();
     // The loads of each round are under way together.
-    int units = p.selected.counts[first], unit[kAdmitStrip];
+    int units = p.selected.counts[first], unit[kUpdateStrip];
     FetchUnits(0, 0, unit);
     PlaceEnds ends(places, count, of_ends);
     if (threadIdx.x == 0) totals.found = 0;
@@ -169,9 +170,9 @@ class Admission {
     ends.Finish();
     const int moves = CountMissing(totals), wanted = moves + totals.ahead;
     if (moves > p.move_capacity) __trap();
-    if (threadIdx.x == kAdmitThreads - 32) Count(moves, selected);
+    if (threadIdx.x == kUpdateThreads - 32) Count(moves, selected);
     if (wanted == 0) return;
-    // No place is free twice: what Admit gives it takes back in the same call.
+    // No place is free twice: what UpdateResidency gives it takes back in the same call.
     const int free = wanted <= ends.had() - ends.taken() ? ends.taken() : -1;
     if (free < 0) {
       PlaceChoice(places, ends.had(), held, keys, l.kept, select, &totals.found)
@@ -186,15 +187,15 @@ class Admission {
   __device__ void Stamp() const {
     for (int r = 0; r < rows; ++r) {
       const int units = p.selected.counts[first + r];
-      for (int from = 0; from < units; from += kAdmitThreads * kAdmitStrip) {
-        int unit[kAdmitStrip], place[kAdmitStrip];
+      for (int from = 0; from < units; from += kUpdateThreads * kUpdateStrip) {
+        int unit[kUpdateStrip], place[kUpdateStrip];
         FetchUnits(r, from, unit);
 #pragma unroll
-        for (int i = 0; i < kAdmitStrip; ++i) {
+        for (int i = 0; i < kUpdateStrip; ++i) {
           place[i] = EntryOf(from, i) < units ? *coming.At(unit[i]) : -1;
         }
 #pragma unroll
-        for (int i = 0; i < kAdmitStrip; ++i) {
+        for (int i = 0; i < kUpdateStrip; ++i) {
           if (place[i] >= 0) places.At(place[i])[1] = last;
         }
       }
@@ -216,12 +217,12 @@ class Admission {
 
   __device__ static void Stage(HeadTable& table, int number, int32_t* copy) {
     if (number > kStagedPages) return;
-    for (int i = Thread(); i < number; i += kAdmitThreads) copy[i] = table.pages()[i];
+    for (int i = Thread(); i < number; i += kUpdateThreads) copy[i] = table.pages()[i];
     table.ReadPagesFrom(copy);
   }
 
   __device__ void Forget() {
-    for (int place = Thread(); place < count; place += kAdmitThreads) {
+    for (int place = Thread(); place < count; place += kUpdateThreads) {
       int32_t* const row = places.At(place);
       if (row[0] < 0) continue;
       *place_of.At(row[0]) = -1;
@@ -232,14 +233,14 @@ class Admission {
 
   __device__ void Hold(int place) { atomicOr(held + place / 32, 1u << place % 32); }
 
-  // A warp has 32 * kAdmitStrip neighbouring entries of a chunk, a lane every 32nd.
+  // A warp has 32 * kUpdateStrip neighbouring entries of a chunk, a lane every 32nd.
   __device__ static int EntryOf(int from, int i) {
-    return from + Thread() / 32 * 32 * kAdmitStrip + i * 32 + Thread() % 32;
+    return from + Thread() / 32 * 32 * kUpdateStrip + i * 32 + Thread() % 32;
   }
-  __device__ void FetchUnits(int r, int from, int (&unit)[kAdmitStrip]) const {
+  __device__ void FetchUnits(int r, int from, int (&unit)[kUpdateStrip]) const {
     const int32_t* const list = p.selected.units + int64_t{first + r} * p.selected.capacity;
 #pragma unroll
-    for (int i = 0; i < kAdmitStrip; ++i) {
+    for (int i = 0; i < kUpdateStrip; ++i) {
       const int at = EntryOf(from, i);
       if (at < p.selected.capacity) unit[i] = list[at];
     }
@@ -248,23 +249,23 @@ class Admission {
   // A row's list into places that it has, and units that have none. `unit`: the first row's first.
   // `turn`: of totals.split, which goes on from row to row, for a warp may still read what the last
   // chunk of the row before wrote.
-  __device__ void SplitRow(int r, int units, int (&unit)[kAdmitStrip], int& turn, Totals& totals) {
+  __device__ void SplitRow(int r, int units, int (&unit)[kUpdateStrip], int& turn, Totals& totals) {
     constexpr unsigned kAll = 0xFFFFFFFFu;
     const int64_t list = int64_t{first + r} * p.selected.capacity;
     const int warp = Thread() / 32, lane = Thread() % 32;
     const unsigned lanes_before = (1u << lane) - 1;
     int residents = 0, misses = 0;
-    for (int from = 0; from < units; from += kAdmitThreads * kAdmitStrip, turn ^= 1) {
+    for (int from = 0; from < units; from += kUpdateThreads * kUpdateStrip, turn ^= 1) {
       if (r + from > 0) FetchUnits(r, from, unit);
-      int place[kAdmitStrip];
+      int place[kUpdateStrip];
 #pragma unroll
-      for (int i = 0; i < kAdmitStrip; ++i) {
+      for (int i = 0; i < kUpdateStrip; ++i) {
         if (EntryOf(from, i) < units) place[i] = *coming.At(unit[i]);
       }
-      unsigned has[kAdmitStrip], lacks[kAdmitStrip];
+      unsigned has[kUpdateStrip], lacks[kUpdateStrip];
       uint32_t of_warp = 0;
 #pragma unroll
-      for (int i = 0; i < kAdmitStrip; ++i) {
+      for (int i = 0; i < kUpdateStrip; ++i) {
         const bool there = EntryOf(from, i) < units;
         has[i] = __ballot_sync(kAll, there && place[i] >= 0);
         lacks[i] = __ballot_sync(kAll, there && place[i] < 0);
@@ -272,7 +273,7 @@ class Admission {
       }
       if (lane == 0) totals.split[turn][warp] = of_warp;
       __syncthreads();
-      const uint32_t of_lane = lane < kAdmitWarps ? totals.split[turn][lane] : 0;
+      const uint32_t of_lane = lane < kUpdateWarps ? totals.split[turn][lane] : 0;
       const uint32_t earlier = __reduce_add_sync(kAll, lane < warp ? of_lane : 0);
       const uint32_t all = __reduce_add_sync(kAll, of_lane);
       int resident_at = residents + static_cast<int>(earlier & 0xFFFF);
@@ -280,7 +281,7 @@ class Admission {
       residents += static_cast<int>(all & 0xFFFF);
       misses += static_cast<int>(all >> 16);
 #pragma unroll
-      for (int i = 0; i < kAdmitStrip; ++i) {
+      for (int i = 0; i < kUpdateStrip; ++i) {
         if ((lacks[i] >> lane & 1) != 0) {
           Missing(r)[missing_at + __popc(lacks[i] & lanes_before)] = unit[i];
         } else if ((has[i] >> lane & 1) != 0) {
@@ -301,7 +302,7 @@ class Admission {
 
   // The last warp: the positions to come that lack a place.
   __device__ void FindAhead(Totals& totals) {
-    if (threadIdx.x < kAdmitThreads - 32) return;
+    if (threadIdx.x < kUpdateThreads - 32) return;
     const int lane = Thread() % 32;
     int lacking = 0;
     for (int from = 0; from < p.ahead; from += 32) {
@@ -331,7 +332,7 @@ class Admission {
     int all = 0;
     for (int r = 0; r < rows; ++r) {
       uint32_t so_far = 0;
-      for (int from = 0; from < totals.misses[r]; from += kAdmitThreads) {
+      for (int from = 0; from < totals.misses[r]; from += kUpdateThreads) {
         const int i = from + Thread();
         const bool is_new = i < totals.misses[r] && !IsKnown(r, Missing(r)[i], totals);
         const BlockSum sum = ScanBlock(is_new ? 1 : 0, select.totals);
@@ -376,7 +377,7 @@ class Admission {
   __device__ void Give(int moves, int free, const Totals& totals) {
     for (int r = 0; r < rows; ++r) {
       const int64_t list = int64_t{first + r} * p.selected.capacity;
-      for (int i = Thread(); i < totals.misses[r]; i += kAdmitThreads) {
+      for (int i = Thread(); i < totals.misses[r]; i += kUpdateThreads) {
         const int number = NumberOf(r, i, totals);
         if (number < 0) continue;
         const int32_t unit = Missing(r)[i];
@@ -388,14 +389,14 @@ class Admission {
         if (rows == 1) p.arriving[list + i] = place;
       }
     }
-    for (int i = kAdmitThreads - 1 - Thread(); i < totals.ahead; i += kAdmitThreads) {
+    for (int i = kUpdateThreads - 1 - Thread(); i < totals.ahead; i += kUpdateThreads) {
       Put(ahead[i], ahead[i], moves + i, free);
     }
     if (rows == 1) return;
     __syncthreads();
     for (int r = 0; r < rows; ++r) {
       const int64_t list = int64_t{first + r} * p.selected.capacity;
-      for (int i = Thread(); i < totals.misses[r]; i += kAdmitThreads) {
+      for (int i = Thread(); i < totals.misses[r]; i += kUpdateThreads) {
         p.arriving[list + i] = *place_of.At(Missing(r)[i]);
       }
     }
@@ -417,8 +418,8 @@ class Admission {
     add(counters.missing, moves);
   }
 
-  const AdmitParams& p;
-  const AdmitLayout& l;
+  const UpdateResidencyParams& p;
+  const UpdateLayout& l;
   SelectShared& select;
   uint64_t* const given;
   uint32_t* const keys;

@@ -1,6 +1,6 @@
-// Admit under random traffic: sequences of one to four rows grow, end and begin anew, and select
-// what they like. After every step the tables must be sound, what was evicted must have been used
-// longest ago, and everything must agree with the reference to the last entry.
+// UpdateResidency under random traffic: sequences of one to four rows grow, end and begin anew, and
+// select what they like. After every step the tables must be sound, what was evicted must have been
+// used longest ago, and everything must agree with the reference to the last entry.
 #include <map>
 #include <set>
 
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int32_t kSlots = 4, kMaxTokens = 640, kBlockTokens = 16;
 
-struct AdmitCase {
+struct UpdateCase {
   const char* name;
   int32_t max_rows;  // of a sequence
   int32_t max_selected;
@@ -22,7 +22,7 @@ struct AdmitCase {
   bool speculative = false;
 };
 
-const AdmitCase kCases[] = {
+const UpdateCase kCases[] = {
     {"one row, just enough places", 1, 40, 1, 0, false, true},
     {"one row, spare places", 1, 40, 1, 50, false, true},
     {"one row, nothing ahead", 1, 24, 0, 9, false, false},
@@ -34,7 +34,7 @@ const AdmitCase kCases[] = {
     {"many selected", 2, 200, 2, 100, false, true},
 };
 
-int32_t PlacesOf(const AdmitCase& c) { return c.max_rows * c.max_selected + c.ahead + c.spare; }
+int32_t PlacesOf(const UpdateCase& c) { return c.max_rows * c.max_selected + c.ahead + c.spare; }
 
 // One step's rows and what is selected of each.
 struct StepInput {
@@ -62,7 +62,7 @@ struct StepOutput {
 // The tables that one kernel path works on. Two made from one seed are alike.
 class World {
  public:
-  World(const AdmitCase& c, uint64_t seed)
+  World(const UpdateCase& c, uint64_t seed)
       : case_(c),
         random_(seed),
         places(PlacesOf(c)),
@@ -97,30 +97,31 @@ class World {
     }
   }
 
-  void Admit(const KernelTable& path, const StepInput& in, StepOutput& out, int workers) {
+  void UpdateResidency(const KernelTable& path, const StepInput& in, StepOutput& out, int workers) {
     PagedLatents of_home = home.view, of_pool = pool.view;
     of_home.base = of_pool.base = nullptr;
-    const AdmitParams p = {.residency = {place_of.view, table.view, 0, places},
-                           .slots = in.slots.data(),
-                           .positions = in.positions.data(),
-                           .selected = in.selected.view,
-                           .resident = out.resident.units.data(),
-                           .resident_counts = out.resident.counts.data(),
-                           .arriving = out.arriving.units.data(),
-                           .arriving_counts = out.arriving.counts.data(),
-                           .home = of_home,
-                           .pool = of_pool,
-                           .source_units = out.source_units.data(),
-                           .target_units = out.target_units.data(),
-                           .move_counts = out.move_counts.data(),
-                           .counters = case_.counters ? counters.data() : nullptr,
-                           .move_capacity = move_capacity,
-                           .rows = static_cast<int32_t>(in.slots.size()),
-                           .ahead = case_.ahead,
-                           .forget = case_.forget,
-                           .speculative = case_.speculative,
-                           .whole = case_.forget ? nullptr : whole.data()};
-    workers < 4 ? RunWorkers(path.admit, p, workers) : RunThreads(path.admit, p, workers);
+    const UpdateResidencyParams p = {.residency = {place_of.view, table.view, 0, places},
+                                     .slots = in.slots.data(),
+                                     .positions = in.positions.data(),
+                                     .selected = in.selected.view,
+                                     .resident = out.resident.units.data(),
+                                     .resident_counts = out.resident.counts.data(),
+                                     .arriving = out.arriving.units.data(),
+                                     .arriving_counts = out.arriving.counts.data(),
+                                     .home = of_home,
+                                     .pool = of_pool,
+                                     .source_units = out.source_units.data(),
+                                     .target_units = out.target_units.data(),
+                                     .move_counts = out.move_counts.data(),
+                                     .counters = case_.counters ? counters.data() : nullptr,
+                                     .move_capacity = move_capacity,
+                                     .rows = static_cast<int32_t>(in.slots.size()),
+                                     .ahead = case_.ahead,
+                                     .forget = case_.forget,
+                                     .speculative = case_.speculative,
+                                     .whole = case_.forget ? nullptr : whole.data()};
+    workers < 4 ? RunWorkers(path.update_residency, p, workers)
+                : RunThreads(path.update_residency, p, workers);
     CHECK(out.Damage() + place_of.data.Damage() + table.data.Damage() + counters.Damage() +
               whole.Damage() ==
           "");
@@ -146,7 +147,7 @@ class World {
   }
 
  private:
-  const AdmitCase case_;
+  const UpdateCase case_;
   Random random_;
 
  public:
@@ -158,7 +159,7 @@ class World {
 };
 
 // What the contract says of one sequence's step, told from the tables before and after it.
-void CheckSequence(const AdmitCase& c, World& w, const std::vector<World::Place>& before,
+void CheckSequence(const UpdateCase& c, World& w, const std::vector<World::Place>& before,
                    const SparseCounters& counters_before, const StepInput& in,
                    const StepOutput& out, int64_t first, int64_t count) {
   const int32_t slot = in.slots[first], last = in.positions[first + count - 1];
@@ -296,7 +297,7 @@ class NaiveLru {
 // The rows of a step: some slots, each with some rows, padded rows between.
 class Traffic {
  public:
-  Traffic(const AdmitCase& c, Random& random) : case_(c), random_(random) {
+  Traffic(const UpdateCase& c, Random& random) : case_(c), random_(random) {
     for (int32_t slot = 0; slot < kSlots; ++slot) Restart(slot);
   }
 
@@ -348,14 +349,14 @@ class Traffic {
     return {units.begin(), units.end()};
   }
 
-  const AdmitCase& case_;
+  const UpdateCase& case_;
   Random& random_;
   std::vector<int32_t> next_ = std::vector<int32_t>(kSlots, 0);
 };
 
-void TestAdmit(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.admit)) return;
-  for (const AdmitCase& c : kCases) {
+void TestUpdate(const KernelTable& table, Random& random) {
+  if (Lacks(table, table.update_residency)) return;
+  for (const UpdateCase& c : kCases) {
     INFO(c.name);
     const uint64_t seed = random();
     World world(c, seed), reference(c, seed);
@@ -381,8 +382,8 @@ void TestAdmit(const KernelTable& table, Random& random) {
       }
       StepOutput got(rows, c.max_selected, world.move_capacity);
       StepOutput want(rows, c.max_selected, world.move_capacity);
-      world.Admit(table, in, got, 1 + step % 5);
-      reference.Admit(Reference(), in, want, 1);
+      world.UpdateResidency(table, in, got, 1 + step % 5);
+      reference.UpdateResidency(Reference(), in, want, 1);
       for (int64_t r = 0, count = 1; r < rows; r += count) {
         count = 1;
         if (in.slots[r] < 0) {
@@ -408,14 +409,14 @@ void TestAdmit(const KernelTable& table, Random& random) {
     }
   }
 }
-SLUICE_TEST_ON_EVERY_PATH("admit keeps what is selected and evicts what was used longest ago",
-                          TestAdmit)
+SLUICE_TEST_ON_EVERY_PATH(
+    "a residency update keeps what is selected and evicts what was used longest ago", TestUpdate)
 
 // Beside others that are not, and the tables as if nobody had said so.
 void TestWhole(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.admit)) return;
+  if (Lacks(table, table.update_residency)) return;
   for (const int32_t selected : {30, 300}) {
-    const AdmitCase c = {"whole", 3, selected, 3, kMaxTokens, false, true};
+    const UpdateCase c = {"whole", 3, selected, 3, kMaxTokens, false, true};
     const uint64_t seed = random();
     World world(c, seed), reference(c, seed);
     Traffic traffic(c, random);
@@ -438,8 +439,8 @@ void TestWhole(const KernelTable& table, Random& random) {
       const int64_t rows = in.slots.size();
       StepOutput got(rows, c.max_selected, world.move_capacity);
       StepOutput want(rows, c.max_selected, world.move_capacity);
-      world.Admit(table, in, got, 1 + step % 5);
-      reference.Admit(Reference(), in, want, 1);
+      world.UpdateResidency(table, in, got, 1 + step % 5);
+      reference.UpdateResidency(Reference(), in, want, 1);
       for (int64_t r = 0; r < rows; ++r) {
         INFO("row " << r << " of slot " << in.slots[r]);
         REQUIRE(got.resident.List(r) == want.resident.List(r));
@@ -464,7 +465,7 @@ void TestWhole(const KernelTable& table, Random& random) {
     }
   }
 }
-SLUICE_TEST_ON_EVERY_PATH("admit lists what whole sequences have selected", TestWhole)
+SLUICE_TEST_ON_EVERY_PATH("a residency update lists what whole sequences have selected", TestWhole)
 
 }  // namespace
 }  // namespace sluice::kernels

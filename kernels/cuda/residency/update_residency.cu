@@ -1,16 +1,16 @@
-// Admit: token residency of whole sequences, one thread block to a sequence, another for its
-// stamps, nothing of it on the host. Tables and lists are integers of a few hundred KB in L2.
+// UpdateResidency: token residency of whole sequences, one thread block to a sequence, another for
+// its stamps, nothing of it on the host. Tables and lists are integers of a few hundred KB in L2.
 //
-// Free places are the last of those that a sequence has: tables begin so, and Admit gives the first
-// ones first. So two rounds of loads find them, among any number of places, while the lists are
-// split; only where they do not suffice are all places looked at.
+// Free places are the last of those that a sequence has: tables begin so, and UpdateResidency gives
+// the first ones first. So two rounds of loads find them, among any number of places, while the
+// lists are split; only where they do not suffice are all places looked at.
 //
 // Bytes of a sequence: its lists (4 in, 4 out an entry), 4 to 12 of the tables an entry, and 8 a
 // place where one must be put out: 80 KB for 2,048 selected of 6,600 places. Floor: below a
 // microsecond. It takes the latency of three dependent loads, 2,048 lookups that are a sector each
 // on one multiprocessor (1 us; as many stores for the stamps), and where places are put out some
 // 15 meetings of the block and passes over the places.
-#include "kernels/cuda/residency/admit.cuh"
+#include "kernels/cuda/residency/update_residency.cuh"
 
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/launch.h"
@@ -22,8 +22,9 @@ namespace {
 constexpr int kMaxShared = (227 << 10) - (6 << 10);
 
 // Grid: (rows, 1 or 2). The block of a sequence's first row has the sequence; one beside it stamps.
-__global__ void __launch_bounds__(kAdmitThreads)
-    AdmitKernel(const __grid_constant__ AdmitParams p, const __grid_constant__ AdmitLayout layout) {
+__global__ void __launch_bounds__(kUpdateThreads)
+    UpdateResidencyKernel(const __grid_constant__ UpdateResidencyParams p,
+                          const __grid_constant__ UpdateLayout layout) {
   extern __shared__ __align__(16) unsigned char memory[];
   const int first = static_cast<int>(blockIdx.x);
   const int slot = p.slots[first];
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(kAdmitThreads)
   }
   const bool stamps = blockIdx.y == 1;
   if (slot >= 0 && p.whole != nullptr && p.whole[slot] != 0) {
-    if (!stamps) return AdmitWhole(p, first, slot, is_first, next[0] != slot);
+    if (!stamps) return UpdateWhole(p, first, slot, is_first, next[0] != slot);
     WaitForPriorKernels();
     LetNextKernelStart();
     return;
@@ -54,14 +55,14 @@ __global__ void __launch_bounds__(kAdmitThreads)
     return;
   }
   if (rows > kMaxQueryPositions) __trap();
-  Admission admission(p, layout, first, rows, gridDim.y == 1, memory);
-  admission.Prepare();
+  ResidencyUpdate update(p, layout, first, rows, gridDim.y == 1, memory);
+  update.Prepare();
   WaitForPriorKernels();
   LetNextKernelStart();
   if (stamps) {
-    admission.Stamp();
+    update.Stamp();
   } else {
-    admission.Run();
+    update.Run();
   }
 }
 
@@ -74,21 +75,21 @@ bool IsTable(const PagedRows& rows, int dim) {
 
 }  // namespace
 
-cudaError_t LaunchAdmit(const AdmitParams& p, cudaStream_t stream) {
-  if (p.rows < 0 || p.ahead < 0 || (p.whole != nullptr && (p.forget || p.ahead > kAdmitThreads)) ||
+cudaError_t LaunchUpdateResidency(const UpdateResidencyParams& p, cudaStream_t stream) {
+  if (p.rows < 0 || p.ahead < 0 || (p.whole != nullptr && (p.forget || p.ahead > kUpdateThreads)) ||
       p.selected.capacity < 1 || p.selected.capacity > UINT16_MAX || p.residency.ring != 0 ||
       p.residency.count < 0 || !IsTable(p.residency.place_of, 1) ||
       !IsTable(p.residency.places, 2) || p.home.block_tokens < 1 || p.pool.block_tokens < 1) {
     return cudaErrorInvalidValue;
   }
   if (p.rows == 0) return cudaSuccess;
-  const AdmitLayout layout = MakeAdmitLayout(p);
+  const UpdateLayout layout = MakeUpdateLayout(p);
   if (layout.bytes > kMaxShared) return cudaErrorInvalidValue;
-  static const cudaError_t roomy =
-      cudaFuncSetAttribute(AdmitKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared);
+  static const cudaError_t roomy = cudaFuncSetAttribute(
+      UpdateResidencyKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared);
   if (roomy != cudaSuccess) return roomy;
-  return LaunchKernel(AdmitKernel, dim3(static_cast<unsigned>(p.rows), p.forget ? 1 : 2),
-                      dim3(kAdmitThreads), static_cast<size_t>(layout.bytes), stream, p, layout);
+  return LaunchKernel(UpdateResidencyKernel, dim3(static_cast<unsigned>(p.rows), p.forget ? 1 : 2),
+                      dim3(kUpdateThreads), static_cast<size_t>(layout.bytes), stream, p, layout);
 }
 
 }  // namespace sluice::kernels::cuda

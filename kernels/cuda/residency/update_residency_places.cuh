@@ -7,8 +7,8 @@
 
 namespace sluice::kernels::cuda {
 
-inline constexpr int kAdmitThreads = 512;
-inline constexpr int kAdmitWarps = kAdmitThreads / 32;
+inline constexpr int kUpdateThreads = 512;
+inline constexpr int kUpdateWarps = kUpdateThreads / 32;
 inline constexpr int kKeptPlaces = 16384;  // keys that stay in shared memory
 inline constexpr int kPlacesAtOnce = 16;   // loads of a thread under way
 inline constexpr int kRankedPlaces = 256;  // places that are ranked rather than sorted
@@ -34,7 +34,7 @@ class PlaceEnds {
       : places_(places),
         shared_(shared),
         count_(count),
-        part_((count + kAdmitThreads - 1) / kAdmitThreads) {}
+        part_((count + kUpdateThreads - 1) / kUpdateThreads) {}
 
   // Of each round: asks, without waiting for what was asked for.
   struct Asked {
@@ -55,7 +55,7 @@ class PlaceEnds {
   }
   __device__ void TakeSecond(const Asked& asked) {
     uint32_t found = Found(asked);
-    for (int i = static_cast<int>(threadIdx.x) + kAdmitThreads; i < part_; i += kAdmitThreads) {
+    for (int i = static_cast<int>(threadIdx.x) + kUpdateThreads; i < part_; i += kUpdateThreads) {
       found += Found(AskPart(i));
     }
     Sum(1, found);
@@ -83,7 +83,7 @@ class PlaceEnds {
   }
   __device__ uint32_t Total(int round) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    return __reduce_add_sync(0xFFFFFFFFu, lane < kAdmitWarps ? shared_.rounds[round][lane] : 0);
+    return __reduce_add_sync(0xFFFFFFFFu, lane < kUpdateWarps ? shared_.rounds[round][lane] : 0);
   }
 
   const HeadTable& places_;
@@ -141,13 +141,13 @@ class PlaceChoice {
     PlaceKeys keys = {places_, keys_, held_, least.key, kSelectBins - 1, kept_count_, count_};
     uint32_t lacking;
     SelectCut cut =
-        FindSelectCut<kAdmitThreads>(keys, kSelectDigitBits, wanted, 1, 0, select_, &lacking);
+        FindSelectCut<kUpdateThreads>(keys, kSelectDigitBits, wanted, 1, 0, select_, &lacking);
     if (lacking > 0) __trap();
     if (cut.below + (cut.equals > 0 ? 1 : 0) > keys.high && least.highest - least.key > keys.high) {
       keys.high = kNeverSelected - 1;
       const int bits = 32 - __clz(static_cast<int>(least.highest - least.key));
       __syncthreads();
-      cut = FindSelectCut<kAdmitThreads>(keys, bits, wanted, 1, 0, select_, &lacking);
+      cut = FindSelectCut<kUpdateThreads>(keys, bits, wanted, 1, 0, select_, &lacking);
     }
     // With all others of the cut's own key.
     const uint32_t candidates = wanted - cut.equals + (cut.equals > 0 ? select_.count : 0);
@@ -155,7 +155,7 @@ class PlaceChoice {
       Rank(keys, cut, wanted, given);
       return;
     }
-    VisitSelected<kAdmitThreads, true>(keys, cut, select_, [&](int place, uint32_t number) {
+    VisitSelected<kUpdateThreads, true>(keys, cut, select_, [&](int place, uint32_t number) {
       given[number] = uint64_t{keys.At(place)} << 32 | static_cast<uint32_t>(place);
     });
     __syncthreads();
@@ -173,17 +173,17 @@ class PlaceChoice {
   __device__ Least ReadKeys() {
     constexpr unsigned kAll = 0xFFFFFFFFu;
     uint32_t least = kNeverSelected, place = kNeverSelected, highest = 0;
-    for (int from = 0; from < count_; from += kPlacesAtOnce * kAdmitThreads) {
+    for (int from = 0; from < count_; from += kPlacesAtOnce * kUpdateThreads) {
       int2 loaded[kPlacesAtOnce];
 #pragma unroll
       for (int i = 0; i < kPlacesAtOnce; ++i) {
-        const int at = from + i * kAdmitThreads + Thread();
+        const int at = from + i * kUpdateThreads + Thread();
         loaded[i] = {kNoPlace, 0};
         if (at < count_) loaded[i] = *reinterpret_cast<const int2*>(places_.At(at));
       }
 #pragma unroll
       for (int i = 0; i < kPlacesAtOnce; ++i) {
-        const int at = from + i * kAdmitThreads + Thread();
+        const int at = from + i * kUpdateThreads + Thread();
         if (at >= count_) continue;
         uint32_t key = PlaceKey(loaded[i]);
         if (held_[at / 32] >> (at % 32) & 1) key = kNeverSelected;
@@ -204,7 +204,7 @@ class PlaceChoice {
       select_.totals[threadIdx.x / 32] = highest;
     }
     __syncthreads();
-    const int warp = Thread() % kAdmitWarps;
+    const int warp = Thread() % kUpdateWarps;
     least = select_.counts[warp][0];
     place = select_.counts[warp][1];
     highest = __reduce_max_sync(kAll, select_.totals[warp]);
@@ -218,7 +218,7 @@ class PlaceChoice {
                        uint64_t* given) {
     auto* const found = reinterpret_cast<uint32_t*>(given);
     const uint32_t end = cut.below + (cut.equals > 0 ? 1 : 0);
-    for (int place = Thread(); place < count_; place += kAdmitThreads) {
+    for (int place = Thread(); place < count_; place += kUpdateThreads) {
       const uint32_t key = keys.At(place);
       if (key >= end) continue;
       found[atomicAdd(found_, 1u)] = key << kPlaceBits | static_cast<uint32_t>(place);
@@ -240,7 +240,7 @@ class PlaceChoice {
 
   __device__ static void Sort(uint64_t* given, int number) {
     bool late = false;
-    for (int i = Thread(); i + 1 < number; i += kAdmitThreads) late |= given[i] > given[i + 1];
+    for (int i = Thread(); i + 1 < number; i += kUpdateThreads) late |= given[i] > given[i + 1];
     if (__syncthreads_or(late ? 1 : 0) != 0) SortByNetwork(given, number);
   }
 
@@ -252,7 +252,7 @@ class PlaceChoice {
       for (int step = size / 2; step > 0; step /= 2) {
         // The first step of a size compares with the mirrored half.
         const int flip = step == size / 2 ? size - 1 : step;
-        for (int pair = Thread(); pair < number; pair += kAdmitThreads) {
+        for (int pair = Thread(); pair < number; pair += kUpdateThreads) {
           const int low = 2 * pair - (pair & (step - 1)), high = low ^ flip;
           if (high >= number) continue;
           const uint64_t a = given[low], b = given[high];

@@ -1,6 +1,6 @@
-// Admit among thousands of places, in a few steps: pools that are full, that fill up in the midst
-// of a step, that have room for everything, with stamps near each other and far apart. Everything
-// must agree with the reference to the last entry.
+// UpdateResidency among thousands of places, in a few steps: pools that are full, that fill up in
+// the midst of a step, that have room for everything, with stamps near each other and far apart.
+// Everything must agree with the reference to the last entry.
 #include <set>
 
 #include "tests/kernels/latent_support.h"
@@ -74,33 +74,34 @@ class Pool {
   }
 
   // Both sequences' rows, of which the last is at `last`.
-  void Admit(const KernelTable& path, int32_t last, const TestLists& selected, int workers) {
+  void UpdateResidency(const KernelTable& path, int32_t last, const TestLists& selected,
+                       int workers) {
     Guarded<int32_t> slots(kSlots * case_.rows), positions(kSlots * case_.rows);
     for (int32_t r = 0; r < kSlots * case_.rows; ++r) {
       slots[r] = r / case_.rows;
       positions[r] = last - case_.rows + 1 + r % case_.rows;
     }
-    const AdmitParams p = {.residency = {place_of.view, table.view, 0, case_.places},
-                           .slots = slots.data(),
-                           .positions = positions.data(),
-                           .selected = selected.view,
-                           .resident = resident.units.data(),
-                           .resident_counts = resident.counts.data(),
-                           .arriving = arriving.units.data(),
-                           .arriving_counts = arriving.counts.data(),
-                           .home = home.view,
-                           .pool = pool.view,
-                           .source_units = sources.data(),
-                           .target_units = targets.data(),
-                           .move_counts = move_counts.data(),
-                           .counters = counters.data(),
-                           .move_capacity = moves,
-                           .rows = kSlots * case_.rows,
-                           .ahead = case_.rows,
-                           .forget = false,
-                           .speculative = false,
-                           .whole = nullptr};
-    RunWorkers(path.admit, p, workers);
+    const UpdateResidencyParams p = {.residency = {place_of.view, table.view, 0, case_.places},
+                                     .slots = slots.data(),
+                                     .positions = positions.data(),
+                                     .selected = selected.view,
+                                     .resident = resident.units.data(),
+                                     .resident_counts = resident.counts.data(),
+                                     .arriving = arriving.units.data(),
+                                     .arriving_counts = arriving.counts.data(),
+                                     .home = home.view,
+                                     .pool = pool.view,
+                                     .source_units = sources.data(),
+                                     .target_units = targets.data(),
+                                     .move_counts = move_counts.data(),
+                                     .counters = counters.data(),
+                                     .move_capacity = moves,
+                                     .rows = kSlots * case_.rows,
+                                     .ahead = case_.rows,
+                                     .forget = false,
+                                     .speculative = false,
+                                     .whole = nullptr};
+    RunWorkers(path.update_residency, p, workers);
     CHECK(resident.Damage() + arriving.Damage() + sources.Damage() + targets.Damage() +
               move_counts.Damage() + place_of.data.Damage() + table.data.Damage() +
               counters.Damage() ==
@@ -164,8 +165,8 @@ std::vector<int32_t> Select(const LargeCase& c, Pool& pool, int32_t slot, int32_
   return {units.begin(), units.end()};
 }
 
-void TestLargeAdmit(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.admit)) return;
+void TestLargeUpdate(const KernelTable& table, Random& random) {
+  if (Lacks(table, table.update_residency)) return;
   for (const LargeCase& c : kCases) {
     INFO(c.name);
     const uint64_t seed = random();
@@ -177,8 +178,8 @@ void TestLargeAdmit(const KernelTable& table, Random& random) {
       for (int32_t r = 0; r < kSlots * c.rows; ++r) {
         selected.Put(r, Select(c, want, r / c.rows, last - c.rows + 1, random));
       }
-      got.Admit(table, last, selected, 1 + step);
-      want.Admit(Reference(), last, selected, 1);
+      got.UpdateResidency(table, last, selected, 1 + step);
+      want.UpdateResidency(Reference(), last, selected, 1);
       const auto of_got = got.State(), of_want = want.State();
       for (size_t i = 0; i < of_want.size(); ++i) {
         INFO("part " << i);
@@ -192,7 +193,7 @@ void TestLargeAdmit(const KernelTable& table, Random& random) {
     }
   }
 }
-SLUICE_TEST_ON_EVERY_PATH("admit among thousands of places", TestLargeAdmit)
+SLUICE_TEST_ON_EVERY_PATH("residency is updated among thousands of places", TestLargeUpdate)
 
 }  // namespace
 }  // namespace sluice::kernels

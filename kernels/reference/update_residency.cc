@@ -10,7 +10,7 @@ namespace sluice::kernels::reference {
 namespace {
 
 // Rows [first, first + count) of one slot.
-void AdmitSequence(const AdmitParams& p, int64_t first, int64_t count) {
+void UpdateSequence(const UpdateResidencyParams& p, int64_t first, int64_t count) {
   const ResidencyTable& t = p.residency;
   const int64_t slot = p.slots[first];
   const int32_t last = p.positions[first + count - 1];
@@ -48,7 +48,7 @@ void AdmitSequence(const AdmitParams& p, int64_t first, int64_t count) {
   }
   std::sort(order.begin(), order.end());
   if (order.size() < missing.size() + ahead.size()) {
-    KernelCheckFailed("admit: fewer places than selected units");
+    KernelCheckFailed("update_residency: fewer places than selected units");
   }
   auto next = order.begin();
   const auto give = [&](int32_t unit, int32_t stamp) {
@@ -60,7 +60,8 @@ void AdmitSequence(const AdmitParams& p, int64_t first, int64_t count) {
     place_of(unit) = place;
     return place;
   };
-  if (std::ssize(missing) > p.move_capacity) KernelCheckFailed("admit: no room for the moves");
+  if (std::ssize(missing) > p.move_capacity)
+    KernelCheckFailed("update_residency: no room for the moves");
   for (int32_t unit : missing) {
     const int32_t place = give(unit, last);
     const int64_t move = first * p.move_capacity + p.move_counts[first]++;
@@ -89,18 +90,19 @@ void AdmitSequence(const AdmitParams& p, int64_t first, int64_t count) {
 
 }  // namespace
 
-void Admit(const AdmitParams& p, Worker worker) {
+void UpdateResidency(const UpdateResidencyParams& p, Worker worker) {
   const Range mine = Share(p.rows, worker);
   for (int64_t first = 0, count = 1; first < p.rows; first += count) {
     const int32_t slot = p.slots[first];
     for (count = 1; slot >= 0 && first + count < p.rows && p.slots[first + count] == slot;) ++count;
-    if (count > kMaxQueryPositions) KernelCheckFailed("admit: too many rows of one sequence");
+    if (count > kMaxQueryPositions)
+      KernelCheckFailed("update_residency: too many rows of one sequence");
     // Whoever has the first row has the sequence.
     if (first < mine.begin || first >= mine.end) continue;
     for (int64_t r = first; r < first + count; ++r) {
       p.resident_counts[r] = p.arriving_counts[r] = p.move_counts[r] = 0;
     }
-    if (slot >= 0) AdmitSequence(p, first, count);
+    if (slot >= 0) UpdateSequence(p, first, count);
   }
 }
 

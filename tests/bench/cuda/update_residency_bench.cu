@@ -1,8 +1,8 @@
-// What token residency takes on a GPU: Admit in ESS's shapes, step after step of as many sequences
-// as given, each with 2,048 selected tokens of which a set number miss, in a pool that is full, so
-// that what was used longest ago goes. Positions rise from launch to launch.
+// What token residency takes on a GPU: UpdateResidency in ESS's shapes, step after step of as many
+// sequences as given, each with 2,048 selected tokens of which a set number miss, in a pool that is
+// full, so that what was used longest ago goes. Positions rise from launch to launch.
 //
-//   sluice-admit-bench
+//   sluice-update-residency-bench
 //
 // Each line: microseconds a launch (median, least and most of graphs of 64), and the moves of a
 // sequence and step as the counters have them.
@@ -88,7 +88,7 @@ void Run(const Shape& shape) {
   const int64_t page_stride = (shape.context + launches) / 64 + 1;
   std::vector<int32_t> pages(static_cast<size_t>(n * page_stride));
   std::iota(pages.begin(), pages.end(), 0);
-  AdmitParams p{};
+  UpdateResidencyParams p{};
   p.residency = {Table(n, static_cast<int64_t>(place_of.size()), 1, place_of),
                  Table(n, shape.places, 2, places), 0, shape.places};
   p.slots = DeviceCopy(slots);
@@ -118,10 +118,10 @@ void Run(const Shape& shape) {
       Check(cudaMemcpy(&before, p.counters, sizeof(before), cudaMemcpyDefault), "read");
     const Timing t = TimeOnce([&](cudaStream_t stream) {
       for (int i = 0; i < kSteps; ++i, ++launch) {
-        AdmitParams of_step = p;
+        UpdateResidencyParams of_step = p;
         of_step.positions = device_positions + int64_t{launch} * n;
         of_step.selected.units = device_lists + int64_t{launch % turns} * n * kSelected;
-        Check(cuda::LaunchAdmit(of_step, stream), "admit");
+        Check(cuda::LaunchUpdateResidency(of_step, stream), "update_residency");
       }
     });
     if (graph > 0) us.push_back(t.median_us / kSteps);

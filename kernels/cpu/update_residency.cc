@@ -1,4 +1,4 @@
-// Admit for every path: a worker runs whole sequences.
+// UpdateResidency for every path: a worker runs whole sequences.
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/place_heap.h"
 #include "kernels/latent_layout.h"
@@ -47,9 +47,9 @@ class Union {
   const int32_t* end_[kMaxQueryPositions];
 };
 
-class SequenceAdmission {
+class SequenceUpdate {
  public:
-  SequenceAdmission(const AdmitParams& p, int64_t first, int64_t count)
+  SequenceUpdate(const UpdateResidencyParams& p, int64_t first, int64_t count)
       : p_(p),
         t_(p.residency),
         first_(first),
@@ -62,7 +62,7 @@ class SequenceAdmission {
   void Run() {
     if (p_.forget) Forget();
     const int32_t missing = Keep();
-    if (missing > p_.move_capacity) KernelCheckFailed("admit: no room for the moves");
+    if (missing > p_.move_capacity) KernelCheckFailed("update_residency: no room for the moves");
     GiveMissing(missing);
     for (int32_t unit = last_ + 1; unit <= last_ + p_.ahead; ++unit) {
       if (PlaceOf(unit) >= 0) continue;
@@ -134,7 +134,8 @@ class SequenceAdmission {
       const int32_t* row = Place(place);
       if (MayGive(place, row)) heap.Offer(row[0] < 0 ? PlaceHeap::kFree : row[1], place);
     }
-    if (heap.count() < missing) KernelCheckFailed("admit: fewer places than selected units");
+    if (heap.count() < missing)
+      KernelCheckFailed("update_residency: fewer places than selected units");
     heap.Sort();
     Union units(p_.selected, first_, count_);
     for (int64_t move = moves; move < moves + missing;) {
@@ -160,7 +161,7 @@ class SequenceAdmission {
       best = place;
       least = stamp;
     }
-    if (best < 0) KernelCheckFailed("admit: fewer places than selected units");
+    if (best < 0) KernelCheckFailed("update_residency: fewer places than selected units");
     return best;
   }
 
@@ -178,7 +179,7 @@ class SequenceAdmission {
     return p_.selected.counts[r];
   }
 
-  const AdmitParams& p_;
+  const UpdateResidencyParams& p_;
   const ResidencyTable& t_;
   const int64_t first_, count_, slot_;
   const int32_t last_;
@@ -188,19 +189,20 @@ class SequenceAdmission {
 
 }  // namespace
 
-void Admit(const AdmitParams& p, Worker worker) {
-  if (p.residency.count > kMaxPlaces) KernelCheckFailed("admit: up to 2^20 places");
+void UpdateResidency(const UpdateResidencyParams& p, Worker worker) {
+  if (p.residency.count > kMaxPlaces) KernelCheckFailed("update_residency: up to 2^20 places");
   const Range mine = Share(p.rows, worker);
   for (int64_t first = 0, count = 1; first < p.rows; first += count) {
     const int32_t slot = p.slots[first];
     for (count = 1; slot >= 0 && first + count < p.rows && p.slots[first + count] == slot;) ++count;
-    if (count > kMaxQueryPositions) KernelCheckFailed("admit: too many rows of one sequence");
+    if (count > kMaxQueryPositions)
+      KernelCheckFailed("update_residency: too many rows of one sequence");
     // Whoever has the first row has the sequence.
     if (first < mine.begin || first >= mine.end) continue;
     for (int64_t r = first; r < first + count; ++r) {
       p.resident_counts[r] = p.arriving_counts[r] = p.move_counts[r] = 0;
     }
-    if (slot >= 0) SequenceAdmission(p, first, count).Run();
+    if (slot >= 0) SequenceUpdate(p, first, count).Run();
   }
 }
 
