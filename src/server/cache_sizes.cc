@@ -34,8 +34,8 @@ std::string HostMemory(const MachineMemory& host) {
 }
 
 // Returns a share of the host's memory, 1/`divisor`, with the limits of the two kinds of devices.
-CacheSize ShareOfHost(const MemoryFound& found, int64_t divisor, const char* share, int64_t cpu_divisor,
-                      const char* cpu_share, int64_t cpu_limit) {
+CacheSize ShareOfHost(const MemoryFound& found, int64_t divisor, const char* share,
+                      int64_t cpu_divisor, const char* cpu_share, int64_t cpu_limit) {
   const MachineMemory& host = found.host;
   if (!found.gpu) {
     return {Rounded(std::min(host.total_bytes / cpu_divisor, cpu_limit)),
@@ -47,9 +47,9 @@ CacheSize ShareOfHost(const MemoryFound& found, int64_t divisor, const char* sha
   if (wanted <= available) {
     return {Rounded(wanted), absl::StrCat("auto: ", share, " of ", HostMemory(host))};
   }
-  return {Rounded(available), absl::StrCat("auto: 90 % of the ",
-                                           ApproximateBytes(host.available_bytes),
-                                           " of memory that are available")};
+  return {Rounded(available),
+          absl::StrCat("auto: 90 % of the ", ApproximateBytes(host.available_bytes),
+                       " of memory that are available")};
 }
 
 CacheSize HbmOnCpu(const MemoryFound& found) {
@@ -70,9 +70,9 @@ CacheSize DecodeHbmSize(uint64_t configured, const MemoryFound& found, int64_t b
   const std::string free = absl::StrCat("the ", ApproximateBytes(found.gpu_free_bytes),
                                         " of HBM that are free after the weights");
   if (wanted <= largest) return {Rounded(wanted), absl::StrCat("auto: 90 % of ", free)};
-  return {Rounded(largest), absl::StrCat("auto: ", free, ", less ",
-                                         ApproximateBytes(beside_bytes + kCudaBytes),
-                                         " for the batch, the policy and CUDA")};
+  return {Rounded(largest),
+          absl::StrCat("auto: ", free, ", less ", ApproximateBytes(beside_bytes + kCudaBytes),
+                       " for the batch, the policy and CUDA")};
 }
 
 CacheSize DecodeDramSize(uint64_t configured, const MemoryFound& found) {
@@ -84,13 +84,13 @@ CacheSize PrefillHbmSize(uint64_t configured, const MemoryFound& found, const Ca
                          int64_t max_context) {
   if (configured != kAutoBytes) return {configured, kConfigured};
   const CacheSize most =
-      found.gpu ? CacheSize{Rounded(NineTenths(found.gpu_free_bytes)),
-                            absl::StrCat("auto: 90 % of the ",
-                                         ApproximateBytes(found.gpu_free_bytes),
-                                         " of HBM that are free after the weights")}
-                : HbmOnCpu(found);
-  const auto prompt = static_cast<uint64_t>(
-      layout.BytesFor(max_context) + kAlignment * static_cast<int64_t>(layout.kinds.size()));
+      found.gpu
+          ? CacheSize{Rounded(NineTenths(found.gpu_free_bytes)),
+                      absl::StrCat("auto: 90 % of the ", ApproximateBytes(found.gpu_free_bytes),
+                                   " of HBM that are free after the weights")}
+          : HbmOnCpu(found);
+  const auto prompt = static_cast<uint64_t>(layout.BytesFor(max_context) +
+                                            kAlignment * static_cast<int64_t>(layout.kinds.size()));
   if (most.bytes < prompt) return most;
   return {prompt, absl::StrCat("auto: one prompt of max_context, ", max_context, " tokens")};
 }
@@ -108,19 +108,24 @@ absl::Status CheckCacheSizes(const MemoryFound& found, int64_t beside_bytes, uin
     return absl::ResourceExhaustedError(absl::StrCat(
         "hbm_bytes: no HBM is left for KV caches: ", ApproximateBytes(found.gpu_free_bytes),
         " are free after the weights, and the batch, the policy and CUDA take ",
-        ApproximateBytes(beside_bytes + kCudaBytes), "; lower --max-sequences, --max-context or "
-        "--chunk-tokens until they take ", ApproximateBytes(-largest + 1), " less, or end what else "
+        ApproximateBytes(beside_bytes + kCudaBytes),
+        "; lower --max-sequences, --max-context or "
+        "--chunk-tokens until they take ",
+        ApproximateBytes(-largest + 1),
+        " less, or end what else "
         "uses the GPU"));
   }
   // CUDA may need less than is set aside for it: only what cannot fit is refused.
   const auto fits = static_cast<uint64_t>(largest + kCudaBytes);
   if (hbm_bytes > fits) {
-    return absl::ResourceExhaustedError(absl::StrCat(
-        "hbm_bytes: ", ApproximateBytes(static_cast<int64_t>(hbm_bytes)), " do not fit: ",
-        ApproximateBytes(found.gpu_free_bytes), " of HBM are free after the weights, and the batch and "
-        "the policy take ", ApproximateBytes(beside_bytes), "; lower --hbm-bytes by ",
-        ApproximateBytes(static_cast<int64_t>(hbm_bytes) - largest), " to ",
-        FormatBytes(Rounded(largest)), ", or leave it at auto"));
+    return absl::ResourceExhaustedError(
+        absl::StrCat("hbm_bytes: ", ApproximateBytes(static_cast<int64_t>(hbm_bytes)),
+                     " do not fit: ", ApproximateBytes(found.gpu_free_bytes),
+                     " of HBM are free after the weights, and the batch and "
+                     "the policy take ",
+                     ApproximateBytes(beside_bytes), "; lower --hbm-bytes by ",
+                     ApproximateBytes(static_cast<int64_t>(hbm_bytes) - largest), " to ",
+                     FormatBytes(Rounded(largest)), ", or leave it at auto"));
   }
   const auto available = static_cast<uint64_t>(found.host.available_bytes);
   if (dram_bytes > available) {
@@ -128,8 +133,7 @@ absl::Status CheckCacheSizes(const MemoryFound& found, int64_t beside_bytes, uin
         "dram_bytes: ", ApproximateBytes(static_cast<int64_t>(dram_bytes)), " do not fit: of ",
         HostMemory(found.host), " ", ApproximateBytes(found.host.available_bytes),
         " are available; lower --dram-bytes by ",
-        ApproximateBytes(static_cast<int64_t>(dram_bytes) -
-                         NineTenths(found.host.available_bytes)),
+        ApproximateBytes(static_cast<int64_t>(dram_bytes) - NineTenths(found.host.available_bytes)),
         " to ", FormatBytes(Rounded(NineTenths(found.host.available_bytes))),
         ", or leave it at auto"));
   }

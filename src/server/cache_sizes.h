@@ -1,5 +1,5 @@
-// Chooses the sizes of KV caches that the configuration leaves to the program: hbm_bytes, dram_bytes
-// and hold_bytes with the value auto. All functions are pure.
+// Chooses the sizes of KV caches that the configuration leaves to the program: hbm_bytes,
+// dram_bytes and hold_bytes with the value auto. All functions are pure.
 #pragma once
 
 #include <cstdint>
@@ -24,12 +24,12 @@ struct CacheSize {
 };
 
 // Each of these returns `configured` unless that is kAutoBytes. On a device without memory of its
-// own all KV caches lie in ordinary memory, which is taken when it is first touched; automatic sizes
-// are then small shares of it with a fixed upper limit.
+// own all KV caches lie in ordinary memory, which is taken when it is first touched; automatic
+// sizes are then small shares of it with a fixed upper limit.
 
 // Returns the size of a decode node's KV cache in HBM: automatically 90 % of what is free, or less
-// where `beside_bytes`, which the batch and the policy take of HBM, and CUDA's own needs leave less.
-// On the CPU: an eighth of the memory, 1 GiB at most. The result may be 0.
+// where `beside_bytes`, which the batch and the policy take of HBM, and CUDA's own needs leave
+// less. On the CPU: an eighth of the memory, 1 GiB at most. The result may be 0.
 CacheSize DecodeHbmSize(uint64_t configured, const MemoryFound& found, int64_t beside_bytes);
 
 // Returns the size of the host KV cache: automatically half of the memory, and 90 % of what is
