@@ -264,7 +264,7 @@ inline constexpr int kMaxStopIds = 64;      // stop token ids and EOS ids of a s
 inline constexpr int kMaxLogitBias = 1024;  // entries of logit_bias of a sequence
 inline constexpr int kMaxTopLogprobs = 20;  // alternatives reported per token
 
-// How one sequence's next token is chosen. Lives in a device table [slots], written at update.
+// How one sequence's next token is chosen. Lives in a device table [slots], written at admission.
 struct SamplingSlot {
   uint64_t seed;
   float temperature;         // 0: greedy

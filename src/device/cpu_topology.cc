@@ -60,6 +60,18 @@ absl::StatusOr<std::vector<int>> ParseCpuList(const std::string& text) {
   return out;
 }
 
+std::string FormatCpuList(absl::Span<const int> cpus) {
+  std::string out;
+  for (size_t i = 0; i < cpus.size();) {
+    size_t end = i + 1;
+    while (end < cpus.size() && cpus[end] == cpus[end - 1] + 1) ++end;
+    absl::StrAppend(&out, out.empty() ? "" : ",", cpus[i]);
+    if (end - i > 1) absl::StrAppend(&out, "-", cpus[end - 1]);
+    i = end;
+  }
+  return out;
+}
+
 std::vector<Cpu> ReadTopology(const std::string& system, absl::Span<const int> ids) {
   const std::filesystem::path root(system);
   const std::map<int, int> node_of = ReadNodes(root);
@@ -87,32 +99,36 @@ std::vector<Cpu> UsableCpus() {
   return ReadTopology("/sys/devices/system", ids);
 }
 
-std::vector<int> PlaceWorkers(std::vector<Cpu> cpus, int others, int workers) {
+std::vector<int> PlaceWorkers(std::vector<Cpu> cpus, int others, int workers, int node) {
   if (static_cast<int>(cpus.size()) < others + workers) return {};
   // How many cpus of its core come before it.
   std::map<int, int> seen;
   std::map<int, int> rank;
   std::sort(cpus.begin(), cpus.end(), [](const Cpu& a, const Cpu& b) { return a.id < b.id; });
   for (const Cpu& cpu : cpus) rank[cpu.id] = seen[cpu.core]++;
-  std::sort(cpus.begin(), cpus.end(), [&rank](const Cpu& a, const Cpu& b) {
-    return std::tuple(rank[a.id], a.node, a.id) < std::tuple(rank[b.id], b.node, b.id);
+  std::sort(cpus.begin(), cpus.end(), [&rank, node](const Cpu& a, const Cpu& b) {
+    return std::tuple(a.node != node, rank[a.id], a.node, a.id) <
+           std::tuple(b.node != node, rank[b.id], b.node, b.id);
   });
   std::vector<int> out;
   for (int i = 0; i < workers; ++i) out.push_back(cpus[static_cast<size_t>(others + i)].id);
   return out;
 }
 
-absl::Status PinThisThread(int cpu) {
+absl::Status PinThisThread(absl::Span<const int> cpus) {
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (cpu < 0 || cpu >= CPU_SETSIZE) {
-    return absl::InvalidArgumentError(absl::StrCat("there is no cpu ", cpu));
+  for (const int cpu : cpus) {
+    if (cpu < 0 || cpu >= CPU_SETSIZE) {
+      return absl::InvalidArgumentError(absl::StrCat("there is no cpu ", cpu));
+    }
+    CPU_SET(cpu, &set);
   }
-  CPU_SET(cpu, &set);
+  if (cpus.empty()) return absl::InvalidArgumentError("a thread needs a cpu");
   const int error = pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
   if (error == 0) return absl::OkStatus();
-  return absl::FailedPreconditionError(
-      absl::StrCat("a thread cannot be kept on cpu ", cpu, ": ", std::strerror(error)));
+  return absl::FailedPreconditionError(absl::StrCat(
+      "a thread cannot be kept on cpus ", FormatCpuList(cpus), ": ", std::strerror(error)));
 }
 
 }  // namespace sluice

@@ -17,6 +17,8 @@ struct Cpu {
 
 // "0-3,8,10-11", as files under /sys list cpus. INVALID_ARGUMENT: anything else.
 absl::StatusOr<std::vector<int>> ParseCpuList(const std::string& text);
+// The same text for cpus in ascending order.
+std::string FormatCpuList(absl::Span<const int> cpus);
 
 // What `system` ("/sys/devices/system") says of the cpus `ids`, in their order. Where it says
 // nothing, a cpu is a core of its own, of node 0.
@@ -27,11 +29,11 @@ std::vector<Cpu> UsableCpus();
 
 // A cpu for each of `workers` workers, beside `others` threads that are not pinned and need a cpu
 // each. One worker to a core before two share one; neighbours, who share sequences, in one node
-// where it has room. Empty: too few cpus, then nobody is pinned: two threads on one cpu cost more
-// than wandering does.
-std::vector<int> PlaceWorkers(std::vector<Cpu> cpus, int others, int workers);
+// where it has room. `node` comes first with all of its cpus; -1: no node does. Empty: too few
+// cpus, then nobody is pinned: two threads on one cpu cost more than wandering does.
+std::vector<int> PlaceWorkers(std::vector<Cpu> cpus, int others, int workers, int node = -1);
 
-// Keeps the calling thread on one cpu.
-absl::Status PinThisThread(int cpu);
+// Keeps the calling thread on `cpus`. INVALID_ARGUMENT: there is no such cpu, or none was given.
+absl::Status PinThisThread(absl::Span<const int> cpus);
 
 }  // namespace sluice

@@ -2,7 +2,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "src/device/trace.h"
-#include "src/device/worker_team.h"
 
 namespace sluice {
 namespace {
@@ -25,11 +24,6 @@ absl::StatusOr<std::unique_ptr<Program>> Device::Record(Stream&,
 
 absl::StatusOr<std::unique_ptr<DeviceTrace>> Device::StartTrace() {
   return absl::UnimplementedError(absl::StrCat("the device ", name(), " keeps no trace"));
-}
-
-absl::StatusOr<std::unique_ptr<WorkerTeam>> Device::NewWorkerTeam(const WorkerTeamOptions& options,
-                                                                  WorkerFn work) {
-  return NewMailboxWorkers(*this, options, std::move(work));
 }
 
 int Device::RowBucket(int) const { return 0; }

@@ -11,6 +11,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "src/device/host_placement.h"
 
 namespace sluice {
 
@@ -141,13 +142,15 @@ class Device {
   // UNIMPLEMENTED: a device whose streams and workers share one thread.
   virtual absl::StatusOr<std::unique_ptr<Mailbox>> NewMailbox(const MailboxOptions& options) = 0;
   // CPU workers that streams of this device hand work to (src/device/worker_team.h), doing
-  // work(worker, channel). Without an override: threads that answer a mailbox. The errors of
-  // NewMailbox.
+  // work(worker, channel). The errors of NewMailbox, but that every device has workers.
   virtual absl::StatusOr<std::unique_ptr<WorkerTeam>> NewWorkerTeam(
-      const WorkerTeamOptions& options, std::function<absl::Status(int worker, int channel)> work);
+      const WorkerTeamOptions& options,
+      std::function<absl::Status(int worker, int channel)> work) = 0;
   // Threads of the host that a step keeps busy, which workers leave a cpu each; at least the one
   // that enqueues.
   virtual int HostThreads() const { return 1; }
+  // The host's memory and cpus that are near the device: pinned memory and workers go there.
+  virtual HostPlacement Placement() const { return {}; }
   // Rows that a step of `rows` decode rows is padded to, so that one Program serves all steps of a
   // bucket; 0: such a step is enqueued operator by operator, unpadded.
   virtual int RowBucket(int rows) const;

@@ -52,7 +52,7 @@ void MailboxTeam::Loop(int worker) {
   const absl::Cleanup leave = [this, worker] { mailbox_->Leave(worker); };
   if (!cpus_.empty()) {
     // A worker that is not pinned works as well, only less evenly.
-    const absl::Status pinned = PinThisThread(cpus_[static_cast<size_t>(worker)]);
+    const absl::Status pinned = PinThisThread({cpus_[static_cast<size_t>(worker)]});
     if (!pinned.ok()) {
       Log(LogLevel::kWarn, "a mailbox worker is not pinned",
           {{"worker", worker}, {"error", pinned.ToString()}});

@@ -47,7 +47,7 @@ absl::StatusOr<std::unique_ptr<WorkerTeam>> NewMailboxWorkers(Device& device,
   if (!options.pin) {
     cpus.clear();
   } else if (cpus.empty()) {
-    cpus = PlaceWorkers(UsableCpus(), device.HostThreads(), workers);
+    cpus = PlaceWorkers(UsableCpus(), device.HostThreads(), workers, device.Placement().node);
   }
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<Mailbox> mailbox, device.NewMailbox(options.mailbox));
   return std::make_unique<MailboxWorkers>(std::move(mailbox), std::move(work), std::move(cpus));

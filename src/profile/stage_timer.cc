@@ -25,7 +25,12 @@ class Unrecorded : public Device {
   absl::StatusOr<std::unique_ptr<Mailbox>> NewMailbox(const MailboxOptions& options) override {
     return device_->NewMailbox(options);
   }
+  absl::StatusOr<std::unique_ptr<WorkerTeam>> NewWorkerTeam(
+      const WorkerTeamOptions& options, std::function<absl::Status(int, int)> work) override {
+    return device_->NewWorkerTeam(options, std::move(work));
+  }
   int HostThreads() const override { return device_->HostThreads(); }
+  HostPlacement Placement() const override { return device_->Placement(); }
   int Processors() const override { return device_->Processors(); }
   DeviceMemory Memory() const override { return device_->Memory(); }
   absl::Status Health() const override { return device_->Health(); }

@@ -161,6 +161,7 @@ class PlanningDeviceImpl : public PlanningDevice {
   int RowBucket(int rows) const override { return real_->RowBucket(rows); }
   int Processors() const override { return real_->Processors(); }
   DeviceMemory Memory() const override { return real_->Memory(); }
+  HostPlacement Placement() const override { return real_->Placement(); }
   int64_t asked(MemoryKind kind) const override {
     return asked_[kind == MemoryKind::kDevice ? 0 : 1];
   }

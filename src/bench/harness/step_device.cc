@@ -68,6 +68,7 @@ class StepDevice : public Device {
     return device_->NewWorkerTeam(options, std::move(work));
   }
   int HostThreads() const override { return device_->HostThreads(); }
+  HostPlacement Placement() const override { return device_->Placement(); }
   absl::StatusOr<std::unique_ptr<DeviceTrace>> StartTrace() override {
     return device_->StartTrace();
   }

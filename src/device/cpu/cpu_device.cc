@@ -16,6 +16,7 @@
 #include "src/device/cpu/cpu_team.h"
 #include "src/device/cpu/cpu_trace.h"
 #include "src/device/device_health.h"
+#include "src/device/worker_team.h"
 
 namespace sluice {
 namespace {
@@ -75,6 +76,10 @@ class CpuDevice : public Device {
     SLUICE_ASSIGN_OR_RETURN(
         Buffer pinned, Allocate(MemoryKind::kPinned, Mailbox::PinnedBytes(options), "a mailbox"));
     return NewCpuMailbox(std::move(pinned), options);
+  }
+  absl::StatusOr<std::unique_ptr<WorkerTeam>> NewWorkerTeam(const WorkerTeamOptions& options,
+                                                            WorkerFn work) override {
+    return NewMailboxWorkers(*this, options, std::move(work));
   }
 
  private:

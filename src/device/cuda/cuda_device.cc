@@ -17,6 +17,7 @@
 #include "src/device/device_health.h"
 #include "src/device/kernel_set.h"
 #include "src/device/mailbox.h"
+#include "src/device/worker_team.h"
 
 namespace sluice {
 namespace {
@@ -62,6 +63,11 @@ class CudaDevice : public Device {
         Buffer pinned, Allocate(MemoryKind::kPinned, Mailbox::PinnedBytes(options), "a mailbox"));
     return NewCudaMailbox(std::move(pinned), options);
   }
+  absl::StatusOr<std::unique_ptr<WorkerTeam>> NewWorkerTeam(const WorkerTeamOptions& options,
+                                                            WorkerFn work) override {
+    return NewMailboxWorkers(*this, options, std::move(work));
+  }
+  HostPlacement Placement() const override { return GpuPlacement(); }
 
   int RowBucket(int rows) const override {
     for (const int bucket : kSmallBuckets) {

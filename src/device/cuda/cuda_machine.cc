@@ -2,7 +2,11 @@
 
 #include <cuda_runtime_api.h>
 
+#include <vector>
+
 #include "absl/strings/str_cat.h"
+#include "src/base/logging.h"
+#include "src/device/cpu_topology.h"
 
 namespace sluice {
 namespace {
@@ -68,6 +72,22 @@ absl::Status CheckCudaMachine(const CudaMachine& machine) {
         "choose another GPU by CUDA_VISIBLE_DEVICES");
   }
   return absl::OkStatus();
+}
+
+const HostPlacement& GpuPlacement() {
+  static const HostPlacement placement = [] {
+    char bus_id[32] = {};
+    if (cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), 0) != cudaSuccess) cudaGetLastError();
+    std::vector<int> usable;
+    for (const Cpu& cpu : UsableCpus()) usable.push_back(cpu.id);
+    HostPlacement found = PlacementOfPciDevice(bus_id, usable);
+    if (found.nodes > 1 && found.node < 0) {
+      Log(LogLevel::kInfo, "the GPU's NUMA node is unknown: memory and workers are placed freely",
+          {{"bus_id", std::string(bus_id)}, {"nodes", found.nodes}});
+    }
+    return found;
+  }();
+  return placement;
 }
 
 }  // namespace sluice

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "src/device/host_placement.h"
 
 namespace sluice {
 
@@ -22,5 +23,9 @@ CudaMachine ProbeCudaMachine();
 
 // OK, or FAILED_PRECONDITION: one sentence with what was found, what is needed and the remedy.
 absl::Status CheckCudaMachine(const CudaMachine& machine);
+
+// Where the GPU is attached to the host. Asked of the system once; a host that has several NUMA
+// nodes and tells none for the GPU is logged then.
+const HostPlacement& GpuPlacement();
 
 }  // namespace sluice

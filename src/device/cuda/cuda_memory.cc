@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <thread>
@@ -13,7 +14,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "src/base/logging.h"
 #include "src/base/status_macros.h"
+#include "src/device/cpu_topology.h"
+#include "src/device/cuda/cuda_machine.h"
 
 namespace sluice {
 namespace {
@@ -31,16 +35,33 @@ void Touch(uint8_t* data, size_t bytes, size_t page) {
   for (size_t at = 0; at < bytes; at += page) data[at] = 0;
 }
 
-void TouchInParallel(uint8_t* data, size_t bytes, size_t page) {
-  const size_t cores = std::max(1u, std::thread::hardware_concurrency());
+// With threads that run on `cpus`, where there are any: by default the system takes the memory from
+// the node of whoever touches it.
+void TouchInParallel(uint8_t* data, size_t bytes, size_t page, absl::Span<const int> cpus) {
+  const size_t cores =
+      cpus.empty() ? std::max(1u, std::thread::hardware_concurrency()) : cpus.size();
   const size_t threads = std::clamp<size_t>(bytes / kTouchedPerThread, 1, cores);
   // Whole huge pages each, so that two threads never fault on one.
   const size_t share = (bytes / threads + kHugePage - 1) / kHugePage * kHugePage;
   std::vector<std::jthread> helpers;
-  for (size_t begin = share; begin < bytes; begin += share) {
-    helpers.emplace_back(Touch, data + begin, std::min(share, bytes - begin), page);
+  for (size_t begin = 0; begin < bytes; begin += share) {
+    helpers.emplace_back([=] {
+      // A thread that stays where it is touches as well; PreferNode decides then.
+      if (!cpus.empty()) PinThisThread(cpus).IgnoreError();
+      Touch(data + begin, std::min(share, bytes - begin), page);
+    });
   }
-  Touch(data, std::min(share, bytes), page);
+}
+
+void PreferGpuNode(uint8_t* data, size_t bytes) {
+  const HostPlacement& placement = GpuPlacement();
+  if (placement.node < 0) return;
+  const absl::Status preferred = PreferNode(data, bytes, placement.node);
+  static std::atomic<bool> logged = false;
+  if (!preferred.ok() && !logged.exchange(true)) {
+    Log(LogLevel::kInfo, "pinned memory comes from the node of the threads that touch it",
+        {{"placement", DescribePlacement(placement)}, {"error", preferred.ToString()}});
+  }
 }
 
 // A mapping that is registered with CUDA.
@@ -68,7 +89,8 @@ class PinnedMapping {
       data_ += past == 0 ? 0 : kHugePage - past;
       madvise(data_, rounded, MADV_HUGEPAGE);  // advice: may be refused
     }
-    TouchInParallel(data_, rounded, page);
+    PreferGpuNode(data_, rounded);
+    TouchInParallel(data_, rounded, page, GpuPlacement().cpus);
     // In one piece: a copy may not cross two, and pieces of 1 GiB are registered no faster.
     const cudaError_t error =
         cudaHostRegister(data_, rounded, cudaHostRegisterPortable | cudaHostRegisterMapped);

@@ -17,6 +17,8 @@ TEST_CASE("lists of cpus are read as the kernel writes them, and nothing else is
   CHECK(*ParseCpuList("0-3,8,10-11\n") == Ids{0, 1, 2, 3, 8, 10, 11});
   CHECK(*ParseCpuList("5") == Ids{5});
   CHECK(ParseCpuList("\n")->empty());  // a node without cpus
+  CHECK(FormatCpuList({0, 1, 2, 3, 8, 10, 11}) == "0-3,8,10-11");
+  CHECK(FormatCpuList({}).empty());
   for (const char* wrong : {"a", "1-", "-1", "3-1", "1-2-3", "1,,2", "0-99999999"}) {
     CHECK(absl::IsInvalidArgument(ParseCpuList(wrong).status()));
   }
@@ -47,6 +49,9 @@ TEST_CASE("workers get cores of their own first, beyond others' and node by node
   CHECK(PlaceWorkers(cpus, 1, 5) == Ids{1, 2, 3, 4, 5});
   CHECK(PlaceWorkers(cpus, 0, 8) == Ids{0, 1, 2, 3, 4, 5, 6, 7});
   CHECK(PlaceWorkers(cpus, 1, 8).empty());
+  // A preferred node's cpus come before all others, those that share a core too.
+  CHECK(PlaceWorkers(cpus, 1, 3, 1) == Ids{3, 6, 7});
+  CHECK(PlaceWorkers(cpus, 1, 5, 1) == Ids{3, 6, 7, 0, 1});
   // Of an affinity mask that leaves out some: 0, 4 and 5 are of node 0, and 4 shares 0's core.
   const std::vector<Cpu> some = ReadTopology(system.root.string(), Ids{0, 4, 5, 7});
   CHECK(PlaceWorkers(some, 1, 3) == Ids{5, 7, 4});
@@ -64,12 +69,13 @@ TEST_CASE("a thread stays on the cpu that it was given") {
   const std::vector<Cpu> cpus = UsableCpus();
   REQUIRE(static_cast<int>(cpus.size()) == AvailableCores());
   std::thread([&] {
-    CHECK(PinThisThread(cpus.back().id).ok());
+    CHECK(PinThisThread({cpus.back().id}).ok());
     CHECK(AvailableCores() == 1);
     CHECK(UsableCpus().front().id == cpus.back().id);
   }).join();
   CHECK(static_cast<int>(UsableCpus().size()) == static_cast<int>(cpus.size()));
-  CHECK(absl::IsInvalidArgument(PinThisThread(-1)));
+  CHECK(absl::IsInvalidArgument(PinThisThread({-1})));
+  CHECK(absl::IsInvalidArgument(PinThisThread({})));
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "src/base/rng.h"
 #include "src/device/cpu/cpu_device.h"
 #include "src/device/mailbox.h"
+#include "src/device/worker_team.h"
 #include "tests/fixtures/fixtures.h"
 #include "tests/test_main.h"
 
@@ -33,6 +34,10 @@ class CountingDevice : public Device {
   KernelSet& kernels() override { return device_->kernels(); }
   absl::StatusOr<std::unique_ptr<Mailbox>> NewMailbox(const MailboxOptions& options) override {
     return device_->NewMailbox(options);
+  }
+  absl::StatusOr<std::unique_ptr<WorkerTeam>> NewWorkerTeam(
+      const WorkerTeamOptions& options, std::function<absl::Status(int, int)> work) override {
+    return device_->NewWorkerTeam(options, std::move(work));
   }
   int RowBucket(int rows) const override { return device_->RowBucket(rows); }
   absl::StatusOr<std::unique_ptr<Program>> Record(Stream& stream,
