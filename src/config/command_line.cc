@@ -33,7 +33,7 @@ const Setting* FindByFlag(std::string_view flag) {
   return nullptr;
 }
 
-// The boolean that --no-NAME turns off.
+// Returns the boolean that --no-NAME turns off, or null.
 const Setting* FindByNegation(std::string_view flag) {
   constexpr std::string_view kNo = "--no-";
   if (!flag.starts_with(kNo)) return nullptr;
@@ -141,7 +141,7 @@ class Parser {
     return Error(absl::StrCat(flag_, " is given twice"));
   }
 
-  // Takes the value from the next argument unless --name=VALUE brought it.
+  // Takes the value from the next argument unless --name=VALUE gave it.
   absl::Status RequireValue(std::string_view metavar) {
     if (value_.has_value()) return absl::OkStatus();
     const std::string form =
@@ -163,9 +163,9 @@ class Parser {
   size_t next_ = 0;
   CommandLine line_;
   std::set<std::string> seen_;  // canonical flags
-  // Of the argument at hand: as it was written, its canonical name, and its value so far.
-  std::string spelling_;
-  std::string flag_;
+  // The current argument.
+  std::string spelling_;  // as it was written
+  std::string flag_;      // its canonical name
   std::optional<std::string> value_;
 };
 

@@ -1,4 +1,4 @@
-// Takes a command line apart: which settings it names with which values, which action it asks for.
+// Takes a command line apart into the settings that it gives and the action that it asks for.
 #pragma once
 
 #include <optional>
@@ -12,13 +12,13 @@
 
 namespace sluice {
 
-// What a program was asked to do.
+// What a program is asked to do.
 enum class Action {
   kRun,
   kHelp,         // print HelpText()
   kVersion,      // print VersionText()
   kCheckConfig,  // print EffectiveConfigYaml()
-  kPrintPlan,    // print what fits into the configured memory
+  kPrintPlan,    // print the node's memory plan
 };
 
 struct FlagValue {
@@ -33,11 +33,11 @@ struct CommandLine {
   std::vector<FlagValue> flags;            // in order; each setting at most once
 };
 
-// Flags are --name VALUE, --name=VALUE, and for booleans --name and --no-name; hyphens and
-// underscores in names are the same. --help, -h and --version win over anything else that is there,
-// errors too. INVALID_ARGUMENT: an unknown flag (with the nearest known one), one of another
-// program, a missing or superfluous value, a flag given twice, an argument that is no flag. `args`
-// are argv[1] and what follows.
+// Parses `args`, which are argv[1] and what follows. Flags are --name VALUE, --name=VALUE, and for
+// booleans --name and --no-name; hyphens and underscores in names are the same. --help, -h and
+// --version win over everything else on the line, errors included. INVALID_ARGUMENT: an unknown
+// flag (with the nearest known one), a flag of another program, a missing or superfluous value, a
+// flag given twice, or an argument that is no flag.
 absl::StatusOr<CommandLine> ParseCommandLine(std::string_view program,
                                              std::span<const std::string> args);
 

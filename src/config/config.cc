@@ -20,7 +20,7 @@ namespace {
 constexpr std::string_view kEnvPrefix = "SLUICE_";
 constexpr const char* kConfigFileEnv = "SLUICE_CONFIG";
 
-// Variables that are not settings: switches of tests, and the build's options, which people export.
+// Variables that are not settings: options of the build, which people export.
 constexpr const char* kOtherVariables[] = {"SLUICE_CUDA", "SLUICE_CUDA_ARCHITECTURES",
                                            "SLUICE_JEMALLOC", "SLUICE_SANITIZER", "SLUICE_TESTS"};
 
@@ -59,8 +59,8 @@ class Loader {
     for (const Setting& setting : AllSettings()) result_.origins[setting.name()] = "default";
   }
 
-  // In rising order of precedence: each overwrites what came before.
-  absl::StatusOr<LoadResult> Load(const CommandLine& line) {
+  // Applies the sources in rising order of precedence: each overwrites what came before.
+  absl::StatusOr<LoadedConfig> Load(const CommandLine& line) {
     result_.action = line.action;
     const auto variable = environment_.find(kConfigFileEnv);
     if (line.config_file.has_value()) {
@@ -98,8 +98,8 @@ class Loader {
     }
     for (const ConfigFileEntry& entry : *entries) {
       const std::string origin = absl::StrCat(path, ":", entry.line);
-      const Setting* setting = FindSetting(entry.key);
-      if (setting == nullptr) return UnknownKey(entry.key, origin);
+      const Setting* setting = FindSetting(entry.section, entry.key);
+      if (setting == nullptr) return UnknownKey(entry, origin);
       if (entry.quoted && setting->is_bare_scalar()) {
         return absl::InvalidArgumentError(absl::StrCat(
             setting->name(), " (", origin, ") must be ", setting->Allowed(),
@@ -110,12 +110,22 @@ class Loader {
     return absl::OkStatus();
   }
 
-  static absl::Status UnknownKey(const std::string& key, const std::string& origin) {
+  static absl::Status UnknownKey(const ConfigFileEntry& entry, const std::string& origin) {
+    if (const Setting* whole = FindSetting(entry.key); whole != nullptr) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(whole->name(), " (", origin, ") is written in a file as ",
+                       whole->FileForm(entry.value.empty() ? "\"\"" : Printable(entry.value)),
+                       whole->section().empty() ? " at its top" : ""));
+    }
     std::vector<std::string> known;
-    for (const Setting& setting : AllSettings()) known.push_back(setting.name());
-    return absl::InvalidArgumentError(absl::StrCat("unknown setting ", Printable(key), " (", origin,
-                                                   ")", DidYouMean(key, known),
-                                                   "; --help lists them all"));
+    for (const Setting& setting : AllSettings()) {
+      if (setting.section() == entry.section) known.push_back(setting.key());
+      if (entry.section.empty() && !setting.section().empty()) known.push_back(setting.section());
+    }
+    return absl::InvalidArgumentError(
+        absl::StrCat("unknown setting ", Printable(entry.key),
+                     entry.section.empty() ? "" : absl::StrCat(" of ", entry.section), " (", origin,
+                     ")", DidYouMean(entry.key, known), "; --help lists them all"));
   }
 
   absl::Status ApplyEnvironment() {
@@ -149,10 +159,10 @@ class Loader {
 
   const std::string_view program_;
   const Environment& environment_;
-  LoadResult result_;
+  LoadedConfig result_;
 };
 
-// A value as YAML: texts are always quoted, so that none is read as a number or a comment.
+// Returns a value as YAML. Texts are always quoted, so that none is read as a number or a comment.
 std::string YamlValue(const Setting& setting, const Config& config) {
   std::string value = setting.Format(config);
   if (setting.is_bare_scalar() || setting.options().unit() == config::v1::UNIT_BYTES ||
@@ -175,22 +185,28 @@ Environment SluiceEnvironment() {
   return environment;
 }
 
-absl::StatusOr<LoadResult> LoadConfig(std::string_view program, std::span<const std::string> args,
-                                      const Environment& environment) {
+absl::StatusOr<LoadedConfig> LoadConfig(std::string_view program, std::span<const std::string> args,
+                                        const Environment& environment) {
   SLUICE_ASSIGN_OR_RETURN(const CommandLine line, ParseCommandLine(program, args));
   if (line.action == Action::kHelp || line.action == Action::kVersion) {
-    LoadResult result;
+    LoadedConfig result;
     result.action = line.action;
     return result;
   }
   return Loader(program, environment).Load(line);
 }
 
-std::string EffectiveConfigYaml(std::string_view program, const LoadResult& loaded) {
+std::string EffectiveConfigYaml(std::string_view program, const LoadedConfig& loaded) {
   std::string yaml = absl::StrCat("# The effective configuration of ", std::string(program), ".\n");
+  std::string section;  // sections are contiguous in the schema
   for (const Setting& setting : AllSettings()) {
     if (!setting.AppliesTo(program)) continue;
-    const std::string line = absl::StrCat(setting.name(), ": ", YamlValue(setting, loaded.config));
+    if (setting.section() != section && !setting.section().empty()) {
+      absl::StrAppend(&yaml, setting.section(), ":\n");
+    }
+    section = setting.section();
+    const std::string line = absl::StrCat(section.empty() ? "" : "  ", setting.key(), ": ",
+                                          YamlValue(setting, loaded.config));
     const size_t width = std::max(line.size(), size_t{48});
     absl::StrAppend(&yaml, line, std::string(width - line.size(), ' '), "  # ",
                     loaded.origins.at(setting.name()), "\n");

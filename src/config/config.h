@@ -1,5 +1,6 @@
-// The configuration of a program: flag > environment > file > default, checked against the schema.
-// Called once by each main, on its thread.
+// Loads the configuration of a program and checks it against the schema. A flag wins over the
+// environment, the environment over the file, the file over the default. Each main calls it once,
+// on its thread.
 #pragma once
 
 #include <map>
@@ -16,33 +17,34 @@ namespace sluice {
 // Environment variables by name.
 using Environment = std::map<std::string, std::string>;
 
-// The SLUICE_* variables of this process.
+// Returns the SLUICE_* variables of this process.
 Environment SluiceEnvironment();
 
-struct LoadResult {
+struct LoadedConfig {
   Config config;
   Action action = Action::kRun;
-  // Where each setting's value comes from, by the setting's name: "--hbm-bytes",
-  // "SLUICE_HBM_BYTES", "server.yaml:3" or "default".
+  // The source of each setting's value, by the setting's name: "--hbm-bytes", "SLUICE_HBM_BYTES",
+  // "server.yaml:3" or "default".
   std::map<std::string, std::string> origins;
 };
 
 // Reads the configuration of `program` (sluice-server, sluice-prefill, ...).
 //
 // A setting that `program` does not take is an error as a flag. In the environment and in the file
-// it is checked like any other and then passed over, so that the programs of one node can share
-// both. The file is that of --config, else of SLUICE_CONFIG. Unknown SLUICE_* variables are errors,
-// except those for tests and builds (SLUICE_TEST_*, SLUICE_CUDA, ...) and those
-// that Kubernetes sets for a service whose name begins with sluice.
+// it is checked like any other and then ignored, so that the programs of one node can share both.
+// --config names the file, else SLUICE_CONFIG does. In the file the settings of a section stand
+// under its name (ess: {warm_up: true}). Unknown SLUICE_* variables are errors, except those of
+// tests and builds (SLUICE_TEST_*, SLUICE_CUDA, ...) and those that Kubernetes sets for a service
+// whose name begins with sluice.
 //
-// Under kHelp and kVersion nothing is read: `config` is empty. Otherwise every required setting has
-// a value. INVALID_ARGUMENT, NOT_FOUND: one sentence naming the setting, where its value came from,
+// For kHelp and kVersion nothing is read and `config` is empty. Otherwise every required setting
+// has a value. INVALID_ARGUMENT, NOT_FOUND: one sentence with the setting, the source of its value,
 // what was found and what is allowed.
-absl::StatusOr<LoadResult> LoadConfig(std::string_view program, std::span<const std::string> args,
-                                      const Environment& environment);
+absl::StatusOr<LoadedConfig> LoadConfig(std::string_view program, std::span<const std::string> args,
+                                        const Environment& environment);
 
-// The configuration as a file that gives the same one again, each line with its origin as a
+// Returns the configuration as a file that gives the same one again. Each line has its source as a
 // comment. Settings that `program` does not take are left out.
-std::string EffectiveConfigYaml(std::string_view program, const LoadResult& loaded);
+std::string EffectiveConfigYaml(std::string_view program, const LoadedConfig& loaded);
 
 }  // namespace sluice

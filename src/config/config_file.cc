@@ -9,8 +9,8 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <map>
 #include <sstream>
-#include <unordered_map>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -22,15 +22,15 @@
 namespace sluice {
 namespace {
 
-// Leaves the parser at the first thing that a configuration cannot hold, before it reads further:
-// yaml-cpp reports events as it parses, so nothing nests deeper than one level.
+// Thrown to leave the parser at the first thing that a configuration cannot hold. yaml-cpp reports
+// events as it parses, so nothing that is nested deeper than a section is ever read.
 struct Refused {
   int line;
   std::string why;
 };
 
-// Collects `key: value` pairs of one flat mapping.
-class FlatMapping : public YAML::EventHandler {
+// Collects the `key: value` pairs of one mapping and of the sections in it.
+class Entries : public YAML::EventHandler {
  public:
   std::vector<ConfigFileEntry> Take() { return std::move(entries_); }
 
@@ -40,6 +40,7 @@ class FlatMapping : public YAML::EventHandler {
   void OnNull(const YAML::Mark& mark, YAML::anchor_t) override {
     if (!in_mapping_) return;  // a document with nothing in it
     if (!have_key_) throw Refused{Line(mark), "a setting's name is missing"};
+    RefuseScalarSection(mark);
     throw Refused{Line(mark),
                   absl::StrCat(Printable(key_),
                                " has no value: write one, \"\" for an empty text, or leave "
@@ -56,7 +57,7 @@ class FlatMapping : public YAML::EventHandler {
       throw Refused{Line(mark), "expected lines of the form name: value, found a single value"};
     }
     if (!have_key_) {
-      const auto [first, added] = lines_.emplace(value, Line(mark));
+      const auto [first, added] = lines_.emplace(std::pair(section_, value), Line(mark));
       if (!added) {
         throw Refused{Line(mark), absl::StrCat(Printable(value), " is set twice, first on line ",
                                                first->second)};
@@ -66,8 +67,9 @@ class FlatMapping : public YAML::EventHandler {
       have_key_ = true;
       return;
     }
+    RefuseScalarSection(mark);
     // yaml-cpp tags a quoted scalar "!" and a plain one "?".
-    entries_.push_back({std::move(key_), value, tag == "!", key_line_});
+    entries_.push_back({section_, std::move(key_), value, tag == "!", key_line_});
     have_key_ = false;
   }
 
@@ -79,18 +81,38 @@ class FlatMapping : public YAML::EventHandler {
 
   void OnMapStart(const YAML::Mark& mark, const std::string&, YAML::anchor_t,
                   YAML::EmitterStyle::value) override {
-    if (in_mapping_) RefuseNested(mark, "a mapping");
-    in_mapping_ = true;
+    if (!in_mapping_) {
+      in_mapping_ = true;
+      return;
+    }
+    if (!AtSection()) RefuseNested(mark, "a mapping");
+    section_ = std::move(key_);
+    have_key_ = false;
   }
-  void OnMapEnd() override {}
+  void OnMapEnd() override { section_.clear(); }
 
  private:
   static int Line(const YAML::Mark& mark) { return mark.line + 1; }
 
+  // Whether the key that was just read names a section.
+  bool AtSection() const { return have_key_ && section_.empty() && IsSection(key_); }
+
+  void RefuseScalarSection(const YAML::Mark& mark) const {
+    if (!AtSection()) return;
+    for (const Setting& setting : AllSettings()) {
+      if (setting.section() != key_) continue;
+      throw Refused{Line(mark),
+                    absl::StrCat(key_, " must be a mapping of settings, such as ",
+                                 setting.FileForm(setting.options().default_value()),
+                                 ", but is a single value; leave it out for the defaults")};
+    }
+  }
+
   [[noreturn]] void RefuseNested(const YAML::Mark& mark, const char* what) const {
     if (have_key_) {
       throw Refused{Line(mark),
-                    absl::StrCat(Printable(key_), " must be a single value, but is ", what)};
+                    absl::StrCat(Printable(key_), " must be a ",
+                                 AtSection() ? "mapping" : "single value", ", but is ", what)};
     }
     if (in_mapping_) {  // also what yaml-cpp makes of a flow mapping without its end
       throw Refused{Line(mark), absl::StrCat("expected a setting's name, found ", what,
@@ -100,7 +122,8 @@ class FlatMapping : public YAML::EventHandler {
   }
 
   std::vector<ConfigFileEntry> entries_;
-  std::unordered_map<std::string, int> lines_;
+  std::map<std::pair<std::string, std::string>, int> lines_;  // by section and key
+  std::string section_;                                       // empty: the top of the file
   std::string key_;
   int key_line_ = 0;
   bool in_mapping_ = false;
@@ -122,14 +145,14 @@ absl::Status CheckSize(const std::string& name, size_t bytes) {
 absl::StatusOr<std::vector<ConfigFileEntry>> ParseConfigText(const std::string& text,
                                                              const std::string& name) {
   SLUICE_RETURN_IF_ERROR(CheckSize(name, text.size()));
-  // Without its last newline, after which yaml-cpp would take a quoted text that never ends for one
-  // that does.
+  // The last newline is left out: after it yaml-cpp would take a quoted text that never ends for
+  // one that does.
   std::istringstream stream(text.substr(0, text.find_last_not_of(" \t\r\n") + 1));
-  FlatMapping mapping;
+  Entries mapping;
   try {
     YAML::Parser parser(stream);
     if (parser.HandleNextDocument(mapping)) {
-      FlatMapping second;
+      Entries second;
       if (parser.HandleNextDocument(second)) {
         return absl::InvalidArgumentError(
             absl::StrCat(name, " holds more than one YAML document (---): keep one"));

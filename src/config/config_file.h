@@ -1,5 +1,5 @@
-// Reads a configuration file, YAML or JSON, into its keys and values. JSON is read as the YAML that
-// it is: one path, one set of rules.
+// Reads a configuration file, YAML or JSON, into its keys and values. JSON takes the same path and
+// rules, since it is YAML too.
 #pragma once
 
 #include <cstddef>
@@ -11,22 +11,24 @@
 
 namespace sluice {
 
-// Some 40 settings of at most 4 KiB each fit several times over.
+// Some 60 settings of at most 4 KiB each fit.
 inline constexpr size_t kMaxConfigFileBytes = 256 << 10;
 
 struct ConfigFileEntry {
+  std::string section;  // mapping that holds the entry; empty: the top of the file
   std::string key;
   std::string value;
   bool quoted;  // "32" rather than 32
   int line;     // counted from 1
 };
 
-// The entries of the file at `path`, in order. A file with nothing but comments has none.
-// NOT_FOUND: no such file. INVALID_ARGUMENT: not a regular file, too large, not YAML, not one flat
-// mapping of names to single values, a key that is there twice.
+// Returns the entries of the file at `path`, in order. A file with nothing but comments has none.
+// NOT_FOUND: there is no such file. INVALID_ARGUMENT: it is not a regular file, too large, or not
+// YAML; it is anything but one mapping of names to single values and of sections (IsSection) to
+// such mappings; or a key is there twice.
 absl::StatusOr<std::vector<ConfigFileEntry>> ReadConfigFile(const std::string& path);
 
-// The same for a text; `name` is what errors call it.
+// Does the same for a text, which errors call `name`.
 absl::StatusOr<std::vector<ConfigFileEntry>> ParseConfigText(const std::string& text,
                                                              const std::string& name);
 

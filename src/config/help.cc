@@ -23,30 +23,35 @@ struct ProgramText {
 
 constexpr ProgramText kPrograms[] = {
     {"sluice-server",
-     "Decodes sequences whose KV caches prefill nodes hand over, and streams the tokens.",
+     "A decode node: takes over the KV caches of prompts from prefill nodes, decodes the sequences "
+     "and streams their tokens.",
      R"(  Serve a Hugging Face directory on the loopback interface:
     sluice-server --model models/smollm2-135m-instruct
-  Take any free ports, and write them where a script finds them:
+  Compute prompts here too, so that no prefill node is needed:
+    sluice-server --model models/smollm2-135m-instruct --local-prefill always
+  Listen on any free ports, and write them to a file for scripts:
     sluice-server --model DIR --listen 127.0.0.1:0 --admin-listen 127.0.0.1:0 \
       --address-file /tmp/sluice.json
-  Look at what a file and the environment make of it, then at what fits into the memory:
+  Print the effective configuration, then how many sequences fit into memory:
     SLUICE_HBM_BYTES=8GiB sluice-server --config configs/server.yaml --check-config
     SLUICE_HBM_BYTES=8GiB sluice-server --config configs/server.yaml --print-plan
 )"},
     {"sluice-prefill",
-     "Computes the KV caches of prompts and pushes them into a sluice-server, layer by layer.",
-     R"(  Prefill for any sluice-server that loaded the same directory:
+     "A prefill node: computes the KV caches of prompts and hands them to a sluice-server, layer "
+     "by "
+     "layer.",
+     R"(  Prefill for every sluice-server that loaded the same directory:
     sluice-prefill --model models/smollm2-135m-instruct --listen 127.0.0.1:7100
-  Share a file with a server on the same node, but not its port:
+  Share the file of a server on the same machine, but not its port:
     sluice-prefill --config configs/server.yaml --listen 127.0.0.1:7100
 )"},
 };
 
-// A blank at which no line is broken.
+// A blank at which Fill breaks no line.
 constexpr char kHardBlank = '\t';
 
-// Words of `text`, filled into lines from column `indent` on; the first line is already at
-// `column`.
+// Returns the words of `text` filled into lines from column `indent` on. The first line is already
+// at `column`.
 std::string Fill(std::string_view text, size_t indent, size_t column) {
   std::string out;
   bool line_start = true;
@@ -70,7 +75,7 @@ std::string Fill(std::string_view text, size_t indent, size_t column) {
   return out + "\n";
 }
 
-// "  --flag VALUE      meaning", the meaning on its own lines where the flag is too long.
+// Returns "  --flag VALUE      meaning". The meaning begins a line of its own after a long flag.
 std::string Entry(const std::string& flag, const std::string& meaning) {
   std::string out = absl::StrCat("  ", flag);
   if (out.size() + 2 > kMeaningColumn) {
@@ -81,7 +86,7 @@ std::string Entry(const std::string& flag, const std::string& meaning) {
   return out + Fill(meaning, kMeaningColumn, kMeaningColumn);
 }
 
-// The flag and what stands for its value: --model DIR, --load-format auto|dummy,
+// Returns the flag and the form of its value: --model DIR, --load-format auto|dummy,
 // --[no-]log-prompts.
 std::string FlagForm(const Setting& setting) {
   if (setting.is_bool()) return absl::StrCat("--[no-]", setting.flag().substr(2));
@@ -118,6 +123,17 @@ std::string SettingsByGroup(std::string_view program) {
   return out;
 }
 
+// Returns how a file has a setting of a section: "--ess-warm-up true is ess: {warm_up: true}".
+std::string SectionExample() {
+  for (const Setting& setting : AllSettings()) {
+    const std::string& value = setting.options().default_value();
+    if (!setting.section().empty() && !setting.is_bool()) {
+      return absl::StrCat(setting.flag(), " ", value, " is ", setting.FileForm(value));
+    }
+  }
+  return "";
+}
+
 std::string InCode(std::string_view text) { return absl::StrCat("`", std::string(text), "`"); }
 
 }  // namespace
@@ -128,34 +144,47 @@ std::string HelpText(std::string_view program) {
   const char* examples = nullptr;
   for (const ProgramText& text : kPrograms) {
     if (program != text.program) continue;
-    absl::StrAppend(&out, text.summary, "\n");
+    absl::StrAppend(&out, Fill(text.summary, 0, 0));
     examples = text.examples;
   }
   absl::StrAppend(
       &out, "\n", SettingsByGroup(program), "Actions:\n",
-      Entry("--config FILE", "read settings from this YAML or JSON file"),
-      Entry("--check-config",
-            "print the effective configuration with the origin of each value, and exit"));
+      Entry("--config FILE", "Read settings from this YAML or JSON file."),
+      Entry(
+          "--check-config",
+          "Print the effective configuration as a file, with the source of each value, and exit."));
   if (program == "sluice-server") {
-    absl::StrAppend(&out,
-                    Entry("--print-plan", "print what fits into the configured memory, and exit"));
+    absl::StrAppend(
+        &out, Entry("--print-plan",
+                    "Print how the memory of this machine would be used and how many sequences of "
+                    "which length fit into it, and exit. No weights are read."));
   }
   absl::StrAppend(
-      &out, Entry("--help, -h", "print this, and exit"),
-      Entry("--version", "print the version, and exit"), "\nWhere a setting comes from:\n", "  ",
-      Fill("A flag wins over the environment, the environment over the file, the file over the "
+      &out, Entry("--help, -h", "Print this text and exit."),
+      Entry("--version", "Print the version and exit."), "\nWhere a setting comes from:\n", "  ",
+      Fill("A flag wins over the environment, the environment over the file, and the file over the "
            "default. --hbm-bytes is SLUICE_HBM_BYTES in the environment and hbm_bytes in the file. "
-           "SLUICE_CONFIG names the file where --config does not.",
-           2, 2),
-      "  ",
-      Fill("Unknown names are refused. Settings of another sluice program are passed over in the "
-           "environment and in the file, so that the programs of one node can share them.",
-           2, 2),
+           "SLUICE_CONFIG names the file if --config does not.",
+           2, 2));
+  if (program == "sluice-server") {
+    absl::StrAppend(
+        &out, "  ",
+        Fill(absl::StrCat("In the file the settings of one policy stand under its name: ",
+                          SectionExample(), "."),
+             2, 2));
+  }
+  absl::StrAppend(
+      &out, "  ",
+      Fill(
+          "Unknown names are refused. The environment and the file may also have settings of other "
+          "sluice programs, so that the programs of one machine can share them.",
+          2, 2),
       "\nHow values are written:\n", "  ",
       Fill("BYTES: 1073741824, 512MiB, 1GiB (powers of 1024), 1GB (powers of 1000). TIME: 30 or "
            "30s, "
-           "1.5s, 200ms, 2m. ADDR: HOST:PORT, [::1]:7000. Flags take --name VALUE or --name=VALUE; "
-           "booleans --name, --no-name or --name=false.",
+           "1.5s, 200ms, 2m. ADDR: HOST:PORT or [::1]:7000. Flags take --name VALUE or "
+           "--name=VALUE; "
+           "booleans take --name, --no-name or --name=false.",
            2, 2));
   if (examples != nullptr) absl::StrAppend(&out, "\nExamples:\n", examples);
   return out;
@@ -173,19 +202,22 @@ std::string ConfigTableMarkdown() {
     if (fallback.empty() && options.required()) fallback = "required";
     std::string meaning = absl::StrReplaceAll(options.help(), {{"|", "\\|"}});
     for (const std::string& program : options.empty_for()) {
-      absl::StrAppend(&meaning, "; empty by default in ", InCode(program));
+      absl::StrAppend(&meaning, " Empty by default in ", InCode(program), ".");
     }
     if (options.choices_size() > 1) {
       std::vector<std::string> choices;
       for (const std::string& choice : options.choices()) choices.push_back(InCode(choice));
-      absl::StrAppend(&meaning, "; one of ", absl::StrJoin(choices, ", "));
+      absl::StrAppend(&meaning, " One of ", absl::StrJoin(choices, ", "), ".");
     }
     if (!options.programs().empty()) {
       std::vector<std::string> programs;
       for (const std::string& program : options.programs()) programs.push_back(InCode(program));
       absl::StrAppend(&meaning, " (", absl::StrJoin(programs, ", "), " only)");
     }
-    absl::StrAppend(&out, "| ", InCode(setting.name()), " | ", fallback, " | ", meaning, " |\n");
+    const std::string name = setting.section().empty()
+                                 ? setting.key()
+                                 : absl::StrCat(setting.section(), ": ", setting.key());
+    absl::StrAppend(&out, "| ", InCode(name), " | ", fallback, " | ", meaning, " |\n");
   }
   return out;
 }

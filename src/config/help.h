@@ -1,4 +1,4 @@
-// What a program says about itself, all of it taken from the schema.
+// The texts in which a program describes itself, all made from the schema.
 #pragma once
 
 #include <string>
@@ -6,14 +6,14 @@
 
 namespace sluice {
 
-// Usage, every flag of `program` with its default and meaning, the rules of environment and file,
-// and examples; at most 100 columns wide.
+// Returns the answer to --help: usage, every flag of `program` with its default and meaning, the
+// rules of environment and file, and examples. Lines have at most 100 columns.
 std::string HelpText(std::string_view program);
 
-// "sluice-server 0.1.0".
+// Returns the answer to --version: "sluice-server 0.1.0".
 std::string VersionText(std::string_view program);
 
-// The configuration table of README.md, which a test holds to it: one line per setting.
+// Returns the table of settings in configs/README.md, one line per setting. A test compares them.
 std::string ConfigTableMarkdown();
 
 }  // namespace sluice

@@ -19,8 +19,10 @@ namespace {
 
 using google::protobuf::FieldDescriptor;
 
-// Longer than any path that Linux opens (PATH_MAX is 4096 with its NUL).
+// This is longer than any path that Linux opens (PATH_MAX is 4096 with its NUL).
 constexpr size_t kMaxTextBytes = 4096;
+
+constexpr std::string_view kAuto = "auto";
 
 absl::string_view View(std::string_view text) { return {text.data(), text.size()}; }
 
@@ -36,6 +38,17 @@ Setting::Setting(const FieldDescriptor* field)
       flag_(absl::StrCat("--", absl::StrReplaceAll(field->name(), {{"_", "-"}}))),
       env_(absl::StrCat("SLUICE_", absl::AsciiStrToUpper(field->name()))) {
   SLUICE_CHECK(!field->is_repeated(), "the schema is flat: ", name());
+  SLUICE_CHECK(section().empty() || name().starts_with(section() + "_"), name(),
+               " does not begin with its section");
+}
+
+std::string Setting::key() const {
+  return section().empty() ? name() : name().substr(section().size() + 1);
+}
+
+std::string Setting::FileForm(std::string_view value) const {
+  const std::string entry = absl::StrCat(key(), ": ", View(value));
+  return section().empty() ? entry : absl::StrCat(section(), ": {", entry, "}");
 }
 
 bool Setting::is_bool() const { return field_->cpp_type() == FieldDescriptor::CPPTYPE_BOOL; }
@@ -91,7 +104,8 @@ std::string Setting::Allowed() const {
   }
   if (options_->unit() == config::v1::UNIT_BYTES) {
     what = "a whole number of bytes";
-    example = " (such as 1073741824, 512MiB or 1GiB)";
+    example = options_->may_be_auto() ? ", or auto (such as 1073741824, 512MiB or 1GiB)"
+                                      : " (such as 1073741824, 512MiB or 1GiB)";
   } else if (options_->unit() == config::v1::UNIT_SECONDS) {
     what = "a time";
     example = " (such as 30, 1.5s, 200ms or 2m)";
@@ -140,7 +154,7 @@ absl::Status Setting::ParseString(std::string_view text, Config* config) const {
 
 absl::Status Setting::ParseNumber(std::string_view text, Config* config) const {
   const auto* reflection = config->GetReflection();
-  std::string error;  // Abseil's own words, which name no bounds: not shown
+  std::string error;  // not shown: Abseil's own words name no bounds
   if (field_->cpp_type() == FieldDescriptor::CPPTYPE_DOUBLE) {
     double value = 0;
     if (options_->unit() == config::v1::UNIT_SECONDS) {
@@ -157,6 +171,10 @@ absl::Status Setting::ParseNumber(std::string_view text, Config* config) const {
     return absl::OkStatus();
   }
 
+  if (options_->may_be_auto() && text == kAuto) {
+    reflection->SetUInt64(config, field_, kAutoBytes);
+    return absl::OkStatus();
+  }
   uint64_t value = 0;
   if (options_->unit() == config::v1::UNIT_BYTES) {
     const std::optional<uint64_t> bytes = ParseBytes(text);
@@ -213,6 +231,7 @@ std::string Setting::Format(const Config& config) const {
       const uint64_t value = field_->cpp_type() == FieldDescriptor::CPPTYPE_UINT32
                                  ? reflection->GetUInt32(config, field_)
                                  : reflection->GetUInt64(config, field_);
+      if (options_->may_be_auto() && value == kAutoBytes) return std::string(kAuto);
       return options_->unit() == config::v1::UNIT_BYTES ? FormatBytes(value) : absl::StrCat(value);
     }
   }
@@ -242,6 +261,20 @@ const Setting* FindSetting(std::string_view name) {
     if (setting.name() == name) return &setting;
   }
   return nullptr;
+}
+
+const Setting* FindSetting(std::string_view section, std::string_view key) {
+  for (const Setting& setting : AllSettings()) {
+    if (setting.section() == section && setting.key() == key) return &setting;
+  }
+  return nullptr;
+}
+
+bool IsSection(std::string_view name) {
+  for (const Setting& setting : AllSettings()) {
+    if (!name.empty() && setting.section() == name) return true;
+  }
+  return false;
 }
 
 Config DefaultConfig(std::string_view program) {

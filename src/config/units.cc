@@ -8,6 +8,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 
@@ -38,7 +39,7 @@ bool IsDecimal(std::string_view text) {
   return !text.empty() && text.find_first_not_of("0123456789") == std::string_view::npos;
 }
 
-// number * unit for a decimal number with or without a fraction, exactly.
+// Returns number * unit exactly, for a decimal number with or without a fraction.
 std::optional<uint64_t> Scale(std::string_view number, uint64_t unit) {
   const size_t point = number.find('.');
   const std::string_view whole = number.substr(0, point);
@@ -48,7 +49,7 @@ std::optional<uint64_t> Scale(std::string_view number, uint64_t unit) {
   value *= unit;
   if (point == std::string_view::npos) return value;
 
-  // Fractions of a unit below 2^53 bytes are exact in a double where they are whole at all.
+  // A fraction of a unit that is a whole number of bytes below 2^53 is exact in a double.
   double fraction = 0;
   const std::string_view digits = number.substr(point + 1);
   if (!IsDecimal(digits) || !absl::SimpleAtod(absl::StrCat("0.", View(digits)), &fraction)) {
@@ -81,6 +82,14 @@ std::string FormatBytes(uint64_t bytes) {
     if (bytes != 0 && bytes % unit == 0) return absl::StrCat(bytes / unit, kNames[i]);
   }
   return absl::StrCat(bytes);
+}
+
+std::string ApproximateBytes(int64_t bytes) {
+  const auto value = static_cast<double>(bytes);
+  if (bytes >= int64_t{1} << 30) return absl::StrFormat("%.2f GiB", value / (1 << 30));
+  if (bytes >= 1 << 20) return absl::StrFormat("%.1f MiB", value / (1 << 20));
+  if (bytes >= 1 << 10) return absl::StrFormat("%.1f KiB", value / (1 << 10));
+  return absl::StrCat(bytes, " B");
 }
 
 std::optional<double> ParseSeconds(std::string_view text) {

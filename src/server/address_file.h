@@ -1,4 +1,4 @@
-// The file that tells scripts where a program listens, once it is ready.
+// The file in which a program that is ready tells scripts its addresses.
 #pragma once
 
 #include <string>
@@ -12,8 +12,8 @@ struct Addresses {
   std::string admin_listen;  // empty: none
 };
 
-// Writes {"listen": ..., "admin_listen": ..., "pid": ...} and a newline. Atomic: whoever sees the
-// file sees all of it. The error names the path.
+// Writes {"listen": ..., "admin_listen": ..., "pid": ...} and a newline. The file appears whole.
+// The error names the path.
 absl::Status WriteAddressFile(const std::string& path, const Addresses& addresses);
 
 }  // namespace sluice

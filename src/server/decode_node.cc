@@ -16,8 +16,9 @@
 #include "src/device/kernel_set.h"
 #include "src/facade/smg_service.h"
 #include "src/kv/selection_hints.h"
-#include "src/server/address_file.h"
+#include "src/server/decode_metrics.h"
 #include "src/server/model_setup.h"
+#include "src/server/plan.h"
 #include "src/server/program.h"
 #include "src/service/access/credentials.h"
 #include "src/service/admin/admin_service.h"
@@ -32,13 +33,9 @@ namespace sluice {
 namespace {
 
 constexpr absl::Duration kCanaryTimeout = absl::Minutes(5);
-// For callers to take their last messages, after every sequence has ended.
-constexpr absl::Duration kFlushTime = absl::Seconds(5);
-// For the engine to end what the time to drain has left.
-constexpr absl::Duration kEndTime = absl::Seconds(1);
 
-// Of one with a chunk or with hints, which is what other nodes send, unasked or when they are read.
-uint64_t MaxMessageBytes(uint64_t max_chunk_bytes, const AttentionPolicy& policy) {
+// Returns the largest message that other nodes send, with a chunk of a KV cache or with hints.
+uint64_t PeerMessageBytes(uint64_t max_chunk_bytes, const AttentionPolicy& policy) {
   return std::max(MaxChunkMessageBytes(max_chunk_bytes),
                   policy.hint_tokens() > 0 ? uint64_t{kMaxHintMessageBytes} : 0);
 }
@@ -46,73 +43,40 @@ uint64_t MaxMessageBytes(uint64_t max_chunk_bytes, const AttentionPolicy& policy
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<DecodeNode>> DecodeNode::Start(const Config& config) {
-  const absl::Time start = absl::Now();
   std::unique_ptr<DecodeNode> node(new DecodeNode(config));
-  SLUICE_ASSIGN_OR_RETURN(node->access_log_, OpenAccessLog(config));
-  SLUICE_ASSIGN_OR_RETURN(node->security_, SetUpSecurity(config));
-  if (node->security_.file != nullptr) {
-    node->security_.file->OnTenants(
-        [quotas = &node->quotas_](const auto& all) { quotas->Set(all); });
-  }
-  SLUICE_RETURN_IF_ERROR(node->StartAdminHttp());
-  SLUICE_RETURN_IF_ERROR(node->LoadModelAndMemory());
-  SLUICE_RETURN_IF_ERROR(node->StartEngine());
-  if (absl::Status canary = node->DecodeCanary(); !canary.ok()) {
-    if (!node->device_->Health().ok()) ExitWithin(kFlushTime + kEndTime);
-    return canary;
-  }
-  SLUICE_RETURN_IF_ERROR(node->StartGrpc());
-  node->drain_->Open([grpc = node->grpc_.get()](bool serving) { grpc->SetServing(serving); });
-  const std::string admin = node->admin_http_ == nullptr ? "" : node->admin_http_->address();
-  if (!config.address_file().empty()) {
-    SLUICE_RETURN_IF_ERROR(
-        WriteAddressFile(config.address_file(), {node->grpc_->address(), admin}));
-  }
-  Log(LogLevel::kInfo, "ready",
-      {{"listen", node->grpc_->address()},
-       {"admin_listen", admin},
-       {"model", node->model_->config().name},
-       {"architecture", node->model_->config().architecture},
-       {"device", node->device_->name()},
-       {"kernels", node->device_->kernels().name()},
-       {"threads", ThreadsOf(config)},
-       {"policy", node->policy_->name()},
-       {"max_context", node->model_->max_context()},
-       {"max_sequences", config.max_sequences()},
-       {"weight_bytes", node->model_->weight_bytes()},
-       {"workspace_bytes", node->model_->workspace_bytes()},
-       {"hbm_bytes", config.hbm_bytes()},
-       {"dram_bytes", config.dram_bytes()},
-       {"ready_after_seconds", absl::ToDoubleSeconds(absl::Now() - start)}});
+  SLUICE_RETURN_IF_ERROR(node->StartUp());
   return node;
 }
 
-absl::Status DecodeNode::StartAdminHttp() {
-  if (config_.admin_listen().empty()) return absl::OkStatus();
-  AdminHttp::Options options;
-  options.listen = config_.admin_listen();
-  options.tls = security_.tls;
-  options.access = security_.access();
-  options.metrics = [this] { return RenderMetrics(); };
-  options.ready = [this] { return readiness_.ready(); };
-  absl::StatusOr<std::unique_ptr<AdminHttp>> started = AdminHttp::Start(std::move(options));
-  if (!started.ok()) return WithMessagePrefix(started.status(), "admin_listen");
-  admin_http_ = *std::move(started);
-  return absl::OkStatus();
+void DecodeNode::OnSecurity() {
+  if (security_.file == nullptr) return;
+  security_.file->OnTenants([this](const auto& all) { quotas_.Set(all); });
 }
 
 absl::Status DecodeNode::LoadModelAndMemory() {
-  SLUICE_ASSIGN_OR_RETURN(device_, NewDevice(config_));
   // A step holds one row for every sequence and, beside them, a chunk of pending prompts.
   const auto sequences = static_cast<int>(config_.max_sequences());
-  SLUICE_ASSIGN_OR_RETURN(
-      model_, LoadModel(config_, sequences + static_cast<int>(config_.chunk_tokens()), sequences,
-                        device_.get()));
+  SLUICE_RETURN_IF_ERROR(
+      LoadModel(sequences + static_cast<int>(config_.chunk_tokens()), sequences));
   SLUICE_ASSIGN_OR_RETURN(token_bytes_, LoadTokenBytes(config_));
+  SLUICE_RETURN_IF_ERROR(ChooseSizes());
   SLUICE_ASSIGN_OR_RETURN(NodeMemory memory, NewNodeMemory(config_, *model_, device_.get()));
   hbm_ = std::move(memory.hbm);
   dram_ = std::move(memory.dram);
   policy_ = std::move(memory.policy);
+  Log(LogLevel::kInfo, "policy ready",
+      {{"policy", policy_->name()}, {"max_sequences", config_.max_sequences()}});
+  return StartEngine();
+}
+
+absl::Status DecodeNode::ChooseSizes() {
+  SLUICE_ASSIGN_OR_RETURN(const MemoryFound found, FindMemory(*device_));
+  SLUICE_ASSIGN_OR_RETURN(const DecodeCacheSizes sizes,
+                          ChooseDecodeSizes(config_, *model_, found, device_.get()));
+  SLUICE_RETURN_IF_ERROR(
+      CheckCacheSizes(found, sizes.beside_bytes, sizes.hbm.bytes, sizes.dram.bytes));
+  SetSize("hbm_bytes", sizes.hbm.bytes, sizes.hbm.why, &Config::set_hbm_bytes);
+  SetSize("dram_bytes", sizes.dram.bytes, sizes.dram.why, &Config::set_dram_bytes);
   return absl::OkStatus();
 }
 
@@ -132,7 +96,7 @@ absl::Status DecodeNode::StartEngine() {
   transfers_ =
       std::make_unique<TransferTable>(std::move(table), dram_.get(), hbm_.get(), RealClock());
   channels_ = std::make_unique<Channels>(NewChannelCredentials(security_.tls),
-                                         MaxMessageBytes(config_.max_chunk_bytes(), *policy_));
+                                         PeerMessageBytes(config_.max_chunk_bytes(), *policy_));
   absl::StatusOr<AddressList> sources = AddressList::Parse(config_.pull_from());
   if (!sources.ok()) return WithMessagePrefix(sources.status(), "pull_from");
   Puller::Options pull;
@@ -188,8 +152,8 @@ absl::Status DecodeNode::StartEngine() {
   return absl::OkStatus();
 }
 
-absl::Status DecodeNode::DecodeCanary() {
-  // One token less where the context is too short for two after the prompt.
+absl::Status DecodeNode::RunCanary() {
+  // A context may be too short for two tokens after the prompt.
   const uint32_t tokens_wanted = model_->max_context() > 2 ? 2 : 1;
   auto stream = std::make_shared<TokenStream>(2 * tokens_wanted);
   Request request;
@@ -218,7 +182,7 @@ absl::Status DecodeNode::DecodeCanary() {
   return WithMessagePrefix(status, "the canary could not be decoded");
 }
 
-absl::Status DecodeNode::StartGrpc() {
+absl::StatusOr<std::vector<GrpcService>> DecodeNode::MakeServices() {
   std::vector<GrpcService> services;
   const auto vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
   IngestServiceOptions ingest;
@@ -268,83 +232,24 @@ absl::Status DecodeNode::StartGrpc() {
   admin.drain = drain_.get();
   admin.recorder = recorder_.get();
   services.push_back(NewAdminService(std::move(admin)));
-  GrpcServer::Options options;
-  options.listen = config_.listen();
-  options.access_log = access_log_.get();
-  options.tls = security_.tls;
-  options.access = security_.access();
-  options.connections = {config_.max_connections(), config_.max_connections_per_peer()};
-  options.max_receive_message_bytes =
-      std::max(MaxMessageBytes(config_.max_chunk_bytes(), *policy_),
-               MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context())));
-  absl::StatusOr<std::unique_ptr<GrpcServer>> started =
-      GrpcServer::Start(options, std::move(services));
-  if (!started.ok()) return WithMessagePrefix(started.status(), "listen");
-  grpc_ = *std::move(started);
-  counted_.store(grpc_.get());
-  return absl::OkStatus();
+  return services;
 }
 
-std::string DecodeNode::RenderMetrics() {
-  if (memory_ready_.load()) {
-    for (const PagePool* pool : {dram_.get(), hbm_.get()}) {
-      double fullest = 0;  // a kind runs out by itself
-      for (size_t kind = 0; kind < pool->layout().kinds.size(); ++kind) {
-        const PagePool::Usage usage = pool->UsageOf(kind);
-        const TierGauges gauges = metrics_.Tier(pool->name(), pool->layout().kinds[kind].name);
-        gauges.capacity_bytes.Set(static_cast<double>(usage.capacity_bytes));
-        gauges.reserved_bytes.Set(static_cast<double>(usage.reserved_bytes));
-        gauges.used_bytes.Set(static_cast<double>(usage.used_bytes));
-        const int64_t block_bytes = pool->layout().kinds[kind].block_bytes();
-        gauges.capacity_blocks.Set(static_cast<double>(usage.capacity_bytes / block_bytes));
-        gauges.reserved_blocks.Set(static_cast<double>(usage.reserved_bytes / block_bytes));
-        gauges.used_blocks.Set(static_cast<double>(usage.used_bytes / block_bytes));
-        fullest = std::max(fullest, static_cast<double>(usage.used_bytes) /
-                                        static_cast<double>(usage.capacity_bytes));
-      }
-      if (pool == hbm_.get()) metrics_.kv_usage.Set(fullest);
-    }
-    const WorkerStatistics workers = policy_->Workers();
-    metrics_.SetWorkers({static_cast<double>(workers.workers),
-                         absl::ToDoubleSeconds(workers.busy),
-                         static_cast<double>(workers.tokens),
-                         {static_cast<double>(workers.failed), static_cast<double>(workers.left),
-                          static_cast<double>(workers.late)}});
-    const ScheduleStatistics schedules = policy_->Schedules();
-    ScheduleTotals totals;
-    for (size_t i = 0; i < totals.layers.size(); ++i) totals.layers[i] = schedules.layers[i];
-    totals.changes = static_cast<double>(schedules.changes);
-    metrics_.SetSchedules(totals);
-    const PolicyStatistics recent = policy_->Recent();
-    SelectionTotals selection;
-    for (const PolicyStatistics::Layer& layer : recent.layers) {
-      selection.layers.push_back({static_cast<double>(layer.selected),
-                                  static_cast<double>(layer.missing),
-                                  static_cast<double>(layer.recalled)});
-      selection.rows = std::max(selection.rows, static_cast<double>(layer.steps));
-      selection.link_bytes += static_cast<double>(layer.link_bytes);
-    }
-    if (!recent.layers.empty()) {  // latent pages of HBM are places there, and nothing else
-      const CacheLayout& layout = hbm_->layout();
-      selection.places = static_cast<double>(hbm_->UsageOf(0).used_bytes /
-                                             layout.kinds[0].bytes_per_token / layout.layers);
-    }
-    metrics_.SetSelection(selection);
-    metrics_.transfers_open.Set(static_cast<double>(transfers_->open_transfers()));
-  }
-  if (GrpcServer* const grpc = counted_.load()) grpc->UpdateMetrics(metrics_);
-  process_metrics_.Update(metrics_);
-  return metrics_.Render();
+uint64_t DecodeNode::MaxMessageBytes() const {
+  return std::max(PeerMessageBytes(config_.max_chunk_bytes(), *policy_),
+                  MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context())));
 }
 
-absl::Status DecodeNode::EndFailed() {
-  const absl::Status health = device_->Health();
-  readiness_.SetFailed(health);
-  grpc_->SetServing(false);
-  Log(LogLevel::kError, "ending: the device failed", {{"error", std::string(health.message())}});
-  ExitWithin(kFlushTime + kEndTime);
-  grpc_->Shutdown(kFlushTime);  // the engine has ended every stream, or is about to
-  return health;
+void DecodeNode::Open() {
+  drain_->Open([grpc = grpc_.get()](bool serving) { grpc->SetServing(serving); });
+}
+
+void DecodeNode::UpdateMetrics() {
+  if (!memory_ready_.load()) return;
+  UpdatePoolMetrics(*dram_, metrics_);
+  metrics_.kv_usage.Set(UpdatePoolMetrics(*hbm_, metrics_));
+  UpdatePolicyMetrics(*policy_, *hbm_, metrics_);
+  metrics_.transfers_open.Set(static_cast<double>(transfers_->open_transfers()));
 }
 
 absl::Status DecodeNode::ServeUntil(Signals& signals) {
@@ -353,13 +258,13 @@ absl::Status DecodeNode::ServeUntil(Signals& signals) {
   signals.WaitForStop(failed);
   if (failed()) return EndFailed();
   const absl::Time start = absl::Now();
-  // Shared: the engine may still hold the callback when this function has gone on.
+  // It is shared because the engine may still hold the callback after this function has gone on.
   auto idle = std::make_shared<absl::Notification>();
   drain_->Stop([idle] {
     if (!SLUICE_FAILPOINT(kServerDrain)) idle->Notify();
   });
   const absl::Duration time = absl::Seconds(config_.drain_timeout_seconds());
-  // The engine ends what is left when the time is over; that takes it a step or two.
+  // When the time is over the engine ends the rest, which takes it a step or two.
   signals.WaitForSecond(time + kEndTime, [&] { return idle->HasBeenNotified() || failed(); });
   if (failed()) return EndFailed();
   const bool finished = idle->HasBeenNotified() && absl::Now() - start < time;
@@ -367,7 +272,7 @@ absl::Status DecodeNode::ServeUntil(Signals& signals) {
     engine_->CancelAll(WithReason(
         absl::UnavailableError("the node was stopped before the sequence ended: use another one"),
         "DRAINING"));
-    // Not everything finished, and if a GPU that hangs is why, its memory cannot be given back.
+    // If the reason is a GPU that hangs, its memory cannot be given back.
     ExitWithin(kFlushTime + kEndTime);
   }
   grpc_->Shutdown(signals.Count() > 1 ? absl::Milliseconds(100) : kFlushTime);

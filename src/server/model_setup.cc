@@ -11,6 +11,7 @@
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/device/cpu/cpu_device.h"
+#include "src/device/machine_memory.h"
 #include "src/device/mailbox.h"
 #include "src/model/policy_model.h"
 #include "src/service/wire/status_mapping.h"
@@ -35,6 +36,19 @@ PolicyOptions::Ess::Overlap OverlapOf(const std::string& name) {
                          : Overlap::kLayerWise;
 }
 
+// Returns OK if device auto takes the GPU, else the reason why it takes the CPU.
+absl::Status CheckGpu(const Config& config) {
+  if (config.kernels() != "auto") {
+    return absl::FailedPreconditionError(
+        absl::StrCat("kernels ", config.kernels(), " compute on the CPU"));
+  }
+#ifdef SLUICE_HAVE_CUDA
+  return CheckCudaDevice();
+#else
+  return absl::FailedPreconditionError("this build has no CUDA");
+#endif
+}
+
 PolicyOptions::RecomputeLast RecomputeLastOf(const std::string& name) {
   using RecomputeLast = PolicyOptions::RecomputeLast;
   if (name == "on") return RecomputeLast::kOn;
@@ -43,12 +57,21 @@ PolicyOptions::RecomputeLast RecomputeLastOf(const std::string& name) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Device>> NewDevice(const Config& config) {
-  if (config.device() == "cuda") {
+absl::StatusOr<std::unique_ptr<Device>> NewDevice(const Config& config, std::string* why) {
+  std::string reason = "as configured";
+  bool cuda = config.device() == "cuda";
+  if (config.device() == "auto") {
+    const absl::Status gpu = CheckGpu(config);
+    cuda = gpu.ok();
+    reason =
+        cuda ? "auto: there is a usable GPU" : absl::StrCat("auto: ", std::string(gpu.message()));
+  }
+  if (why != nullptr) *why = reason;
+  if (cuda) {
     if (config.kernels() != "auto") {
-      return absl::InvalidArgumentError(
-          absl::StrCat("kernels: chooses among the CPU's: expected auto with --device cuda, found ",
-                       config.kernels()));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "kernels: a GPU has its own kernels: expected auto with --device cuda, found ",
+          config.kernels()));
     }
 #ifdef SLUICE_HAVE_CUDA
     return NewCudaDevice();
@@ -62,6 +85,15 @@ absl::StatusOr<std::unique_ptr<Device>> NewDevice(const Config& config) {
   options.kernels = config.kernels();
   options.threads = static_cast<int>(config.threads());
   return NewCpuDevice(options);
+}
+
+absl::StatusOr<MemoryFound> FindMemory(const Device& device) {
+  MemoryFound found;
+  const Device::DeviceMemory memory = device.Memory();
+  found.gpu = memory.total_bytes > 0;
+  found.gpu_free_bytes = memory.free_bytes;
+  SLUICE_ASSIGN_OR_RETURN(found.host, ReadMachineMemory());
+  return found;
 }
 
 absl::StatusOr<Model::Options> ModelOptionsOf(const Config& config, int max_rows, int max_logits) {
@@ -86,7 +118,6 @@ absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_r
 
 absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::string& fingerprint,
                                               const CacheLayout& layout) {
-  using Selector = PolicyOptions::Oracle::Selector;
   PolicyOptions o;
   o.name = config.policy();
   o.budget_tokens = static_cast<int>(config.budget_tokens());
@@ -100,32 +131,21 @@ absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::s
   }
   o.workers = config.policy_workers() != 0 ? static_cast<int>(config.policy_workers())
                                            : std::min(ThreadsOf(config), Mailbox::kMaxWorkers);
-  // The workers compute on the path that was asked for; auto (and a GPU): null, the best.
+  // The workers compute with the configured kernels; null, for auto and on a GPU, means the best.
   o.host_kernels = kernels::FindKernelTable(config.kernels().c_str());
   o.worker_deadline = absl::Seconds(config.policy_worker_deadline_seconds());
   o.scout.share_limit = static_cast<float>(config.scout_share_limit());
-  o.scout.attend_whole = config.scout_attend_whole();
-  o.scout.resident_tokens = static_cast<int>(config.scout_resident_tokens());
   o.recall.margin = static_cast<float>(config.recall_margin());
-  o.recall.fetch_all = config.recall_fetch_all();
-  o.recall.rank = static_cast<int>(config.recall_rank());
   o.hgca.window_tokens = static_cast<int>(config.hgca_window_tokens());
   o.hgca.beta = static_cast<float>(config.hgca_beta());
   o.hgca.alpha = static_cast<float>(config.hgca_alpha());
-  o.hgca.reduction = ReductionOf(config.hgca_reduction());
   o.ess.sparse_memory_ratio = config.ess_sparse_memory_ratio();
   o.ess.least_places = static_cast<int>(config.ess_least_places());
   o.ess.divide_places = config.ess_divide_places();
   o.ess.warm_up = config.ess_warm_up();
-  o.ess.lru = config.ess_lru();
   o.ess.overlap = OverlapOf(config.ess_overlap());
   o.ess.prefetch = static_cast<int>(config.ess_prefetch());
   o.ess.transfer_workers = static_cast<int>(config.ess_transfer_workers());
-  const std::string& selector = config.oracle_selector();
-  o.oracle.selector = selector == "digest"   ? Selector::kDigest
-                      : selector == "ends"   ? Selector::kEnds
-                      : selector == "random" ? Selector::kRandom
-                                             : Selector::kExact;
   if (config.policy_profile().empty()) return o;
   absl::StatusOr<PolicyProfile> read = ReadPolicyProfile(config.policy_profile());
   if (!read.ok()) return WithMessagePrefix(read.status(), "policy_profile");
@@ -164,7 +184,7 @@ absl::StatusOr<std::optional<TokenBytes>> LoadTokenBytes(const Config& config) {
   if (loaded.ok()) return std::optional<TokenBytes>(*std::move(loaded));
   if (absl::IsNotFound(loaded.status())) return std::optional<TokenBytes>();
   if (absl::IsUnimplemented(loaded.status())) {
-    Log(LogLevel::kWarn, "stop strings are refused: the tokenizer is of an unknown kind",
+    Log(LogLevel::kWarn, "stop strings will be refused: the tokenizer is of an unknown kind",
         {{"error", std::string(loaded.status().message())}});
     return std::optional<TokenBytes>();
   }

@@ -1,4 +1,5 @@
-// Configuration -> device, model and tokenizer: what both programs need.
+// Makes the device, the model, the tokenizer's bytes, the KV pools and the policy of a node from
+// its configuration.
 #pragma once
 
 #include <cstdint>
@@ -15,41 +16,52 @@
 #include "src/model/model.h"
 #include "src/model/model_config.h"
 #include "src/model/token_bytes.h"
+#include "src/server/cache_sizes.h"
 
 namespace sluice {
 
-absl::StatusOr<std::unique_ptr<Device>> NewDevice(const Config& config);
+// Makes the device of the setting `device`; auto takes a GPU that CheckCudaDevice accepts, else the
+// CPU. Where `why` is given it is set to the reason of the choice: "as configured", or "auto: ...".
+absl::StatusOr<std::unique_ptr<Device>> NewDevice(const Config& config, std::string* why = nullptr);
 
-// `max_rows`, `max_logits`: of a step. The errors of LoadModelConfig.
+// Returns the memory that is free now.
+absl::StatusOr<MemoryFound> FindMemory(const Device& device);
+
+// Returns the options of a model whose steps have at most `max_rows` rows, of which `max_logits`
+// want logits. The errors are those of LoadModelConfig.
 absl::StatusOr<Model::Options> ModelOptionsOf(const Config& config, int max_rows, int max_logits);
-// A model by these options.
+// Loads the model with these options.
 absl::StatusOr<std::unique_ptr<Model>> LoadModel(const Config& config, int max_rows, int max_logits,
                                                  Device* device);
 
-// The pools of a decode node and the policy over them.
+// Returns what `config` says about the policy, including its profile. The caller fills in device,
+// pools and shapes. The profile must be of the model with that fingerprint; an empty one accepts
+// any model. The errors are those of ReadPolicyProfile and ApplyPolicyProfile.
+absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::string& fingerprint,
+                                              const CacheLayout& layout);
+
+// The KV pools of a decode node and the policy that uses them.
 struct NodeMemory {
   std::unique_ptr<PagePool> hbm;
   std::unique_ptr<PagePool> dram;
   std::unique_ptr<AttentionPolicy> policy;
 };
-// What `config` says of the policy, with its profile; device, pools and shapes are left to the
-// caller. `fingerprint`: of the model that the profile must be of; empty: of any.
-// Errors are those of ReadPolicyProfile and ApplyPolicyProfile.
-absl::StatusOr<PolicyOptions> PolicyOptionsOf(const Config& config, const std::string& fingerprint,
-                                              const CacheLayout& layout);
+// REQUIRES: the sizes in `config` are numbers, not auto.
 absl::StatusOr<NodeMemory> NewNodeMemory(const Config& config, const Model& model, Device* device);
 
-// nullopt if the model directory has no tokenizer.json, or one of a kind that is not known (which
-// is logged): stop strings are then refused. An error if the file is broken.
+// Returns nullopt if the model directory has no tokenizer.json, or one of an unknown kind (which is
+// logged); stop strings are then refused. A broken file is an error.
 absl::StatusOr<std::optional<TokenBytes>> LoadTokenBytes(const Config& config);
 
-// The setting kv_dtype; auto: fp8 for latent caches that have a packed form, else bf16.
+// Returns the type of the setting kv_dtype; auto is fp8 for latent caches that have a packed form,
+// else bf16.
 DType KvDType(const Config& config, const ModelConfig& model);
-// The configured seed, or one from the system.
+// Returns the configured seed, or one from the system.
 uint64_t SeedOf(const Config& config);
+// Returns the number of CPU threads that compute.
 int ThreadsOf(const Config& config);
 
-// The version that GetModel tells.
+// Returns the version that GetModel reports.
 std::string Version();
 
 }  // namespace sluice

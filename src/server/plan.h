@@ -1,5 +1,5 @@
-// The capacity planner behind --print-plan: what fits into the configured memory. Reads config.json
-// and no weights.
+// The capacity planner: how a sluice-server would use the memory of this machine, and how many
+// sequences fit into it. Reads config.json and no weights.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,11 @@
 #include "absl/status/statusor.h"
 #include "src/config/setting.h"
 #include "src/device/device.h"
+#include "src/device/machine_memory.h"
 #include "src/kv/cache_layout.h"
+#include "src/model/model.h"
 #include "src/model/model_config.h"
+#include "src/server/cache_sizes.h"
 
 namespace sluice {
 
@@ -21,49 +24,64 @@ struct PlanInput {
   int64_t dram_bytes = 0;
   int64_t max_context = 0;
   int64_t max_sequences = 0;
-  int64_t max_rows = 0;  // of a step
-  // What the device is asked for beside the caches.
+  int64_t max_rows = 0;  // maximum rows in a step
+  // Bytes that the device is asked for beside the KV caches.
   int64_t weight_bytes = 0;
   int64_t workspace_bytes = 0;
-  int64_t batch_bytes = 0;      // histories, tables, logits of the running batch; the policy's own
-  int64_t pinned_bytes = 0;     // of DRAM, for the same
-  Device::DeviceMemory device;  // what it has before any of it
-  std::string policy;           // that is configured
-  // The policies that keep a sequence's home in DRAM.
+  int64_t batch_bytes = 0;   // tables and logits of the running batch, and the policy's own memory
+  int64_t pinned_bytes = 0;  // the same in DRAM
+  Device::DeviceMemory device;  // memory of the device before any of it is taken
+  MachineMemory host;
+  std::string device_name;
+  // Reasons of what was chosen: "as configured", or "auto: " and the rule.
+  std::string device_why, hbm_why, dram_why;
+  std::string placement;  // NUMA node of pinned memory, and cpus of the policy's workers
+  std::string policy;     // the configured one
+  // The policies that keep sequences in the host KV cache.
   struct Policy {
     std::string name;
-    absl::Status status;  // why there is none under these settings
-    // What it asks for beside its sequences: tables, scratch, requests to workers.
+    absl::Status status;  // not OK: the reason why these settings do not allow it
+    // Bytes that it asks for beside its sequences: tables, scratch, requests to workers.
     int64_t beside_hbm_bytes = 0;
     int64_t beside_pinned_bytes = 0;
-    // Of a sequence of so many tokens of prompt and output, by the policy's own footprint.
+    // What a sequence of `context` tokens, prompt and output together, takes under the policy.
     struct Room {
       int64_t context = 0;
       int64_t hbm_bytes = 0;
       int64_t dram_bytes = 0;
-      std::string kinds;    // what is where, of a model with several kinds of caches
-      int64_t running = 0;  // that HBM and DRAM hold, at most max_sequences
+      std::string kinds;    // bytes by kind, for a model with several kinds of caches
+      int64_t running = 0;  // sequences that HBM and DRAM hold at once, at most max_sequences
     };
     std::vector<Room> rooms;
-    // How it lays its transfers beside compute at first, where it chooses: with one sequence, and
-    // with max_sequences.
+    // How it overlaps transfers and compute at first, if it chooses: with one sequence, and with
+    // max_sequences.
     std::string one, all;
   };
   std::vector<Policy> policies;
 };
 
-// Sequences of `context` tokens that an arena of `bytes` holds at once.
+// Returns the number of sequences of `context` tokens that an arena of `bytes` holds at once.
 int64_t SequencesThatFit(const CacheLayout& layout, int64_t bytes, const TokensByKind& context);
-// Tokens of one sequence that it holds.
+// Returns the number of tokens of one sequence that an arena of `bytes` holds.
 int64_t TokensThatFit(const CacheLayout& layout, int64_t bytes);
 
-// A readable table, a few dozen lines.
+// Returns a readable table of a few dozen lines.
 std::string FormatPlan(const PlanInput& input);
 
-// What sluice-server will ask its device for under this configuration, found by making its objects
-// on a PlanningDevice. Errors are those of LoadModelConfig, of the settings and of NewDevice.
+// Returns what sluice-server will ask its device for under this configuration, found by making its
+// objects on a PlanningDevice. The errors are those of LoadModelConfig, of the settings and of
+// NewDevice.
 absl::StatusOr<PlanInput> PlanOf(const Config& config);
-// FormatPlan of PlanOf.
+// Returns FormatPlan of PlanOf.
 absl::StatusOr<std::string> PrintPlan(const Config& config);
+
+// The sizes of a decode node's KV caches.
+struct DecodeCacheSizes {
+  CacheSize hbm, dram;
+  int64_t beside_bytes = 0;  // HBM of the batch and the policy; 0 where the device has none
+};
+// Chooses the sizes for a model whose weights and workspace are on `device`, or are planned on it.
+absl::StatusOr<DecodeCacheSizes> ChooseDecodeSizes(const Config& config, const Model& model,
+                                                   const MemoryFound& found, Device* device);
 
 }  // namespace sluice

@@ -120,7 +120,7 @@ class NoWorkers : public WorkerTeam {
   const Buffer pinned_;
 };
 
-// Pages that the system gives once they are touched.
+// Maps memory whose pages the system gives once they are touched.
 absl::StatusOr<Buffer> MapUntouched(size_t bytes, const std::string& what) {
   void* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -140,7 +140,7 @@ class PlanningDeviceImpl : public PlanningDevice {
     asked_[kind == MemoryKind::kDevice ? 0 : 1] += static_cast<int64_t>(bytes);
     if (bytes == 0) return Buffer();
     if (kind == MemoryKind::kPinned) return MapUntouched(bytes, what);
-    // The address of nothing, aligned as any would be.
+    // Nothing is at this address, which is aligned as any memory of a device.
     return Buffer(reinterpret_cast<void*>(uintptr_t{1} << 21), bytes, [](void*, size_t) {});
   }
   std::unique_ptr<Stream> NewStream(StreamKind) override { return std::make_unique<NoStream>(); }
@@ -148,7 +148,7 @@ class PlanningDeviceImpl : public PlanningDevice {
   std::unique_ptr<TimedEvent> NewTimedEvent() override { return std::make_unique<NoEvent>(); }
   KernelSet& kernels() override { return kernels_; }
   absl::StatusOr<std::unique_ptr<Mailbox>> NewMailbox(const MailboxOptions&) override {
-    return absl::UnimplementedError("a plan has nobody to answer a mailbox");
+    return absl::UnimplementedError("a planning device has no workers that answer a mailbox");
   }
   absl::StatusOr<std::unique_ptr<WorkerTeam>> NewWorkerTeam(
       const WorkerTeamOptions& options, std::function<absl::Status(int, int)>) override {

@@ -1,18 +1,15 @@
 #include "src/server/prefill_node.h"
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "src/base/clock.h"
 #include "src/base/logging.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 #include "src/facade/smg_service.h"
-#include "src/server/address_file.h"
 #include "src/server/model_setup.h"
-#include "src/server/program.h"
 #include "src/service/access/credentials.h"
 #include "src/service/prefill/prefill_service.h"
 #include "src/service/pull/source_service.h"
@@ -22,12 +19,10 @@
 namespace sluice {
 namespace {
 
-// Prompts are computed again elsewhere more cheaply than sequences are decoded again.
+// This is short: to compute a prompt again elsewhere is cheaper than to decode a sequence again.
 constexpr absl::Duration kGrace = absl::Seconds(30);
-// For callers to take the error, after the device has failed.
-constexpr absl::Duration kFailedGrace = absl::Seconds(5);
 
-// Takes caches and forgets them.
+// Takes the layers of a KV cache and forgets them.
 class DiscardingSink : public LayerSink {
  public:
   absl::Status Begin() override { return absl::OkStatus(); }
@@ -40,70 +35,21 @@ class DiscardingSink : public LayerSink {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<PrefillNode>> PrefillNode::Start(const Config& config) {
-  const absl::Time start = absl::Now();
   std::unique_ptr<PrefillNode> node(new PrefillNode(config));
-  SLUICE_ASSIGN_OR_RETURN(node->access_log_, OpenAccessLog(config));
-  SLUICE_ASSIGN_OR_RETURN(node->security_, SetUpSecurity(config));
-  node->channels_ = std::make_unique<Channels>(NewChannelCredentials(node->security_.tls));
-  SLUICE_RETURN_IF_ERROR(node->StartAdminHttp());
-  SLUICE_RETURN_IF_ERROR(node->LoadModelAndMemory());
-  if (absl::Status canary = node->ComputeCanary(); !canary.ok()) {
-    if (!node->device_->Health().ok()) ExitWithin(kFailedGrace);
-    return canary;
-  }
-  SLUICE_RETURN_IF_ERROR(node->StartGrpc());
-  node->readiness_.SetReady();
-  node->grpc_->SetServing(true);
-  const std::string admin = node->admin_http_ == nullptr ? "" : node->admin_http_->address();
-  if (!config.address_file().empty()) {
-    SLUICE_RETURN_IF_ERROR(
-        WriteAddressFile(config.address_file(), {node->grpc_->address(), admin}));
-  }
-  Log(LogLevel::kInfo, "ready",
-      {{"listen", node->grpc_->address()},
-       {"admin_listen", admin},
-       {"model", node->model_->config().name},
-       {"architecture", node->model_->config().architecture},
-       {"device", node->device_->name()},
-       {"kernels", node->device_->kernels().name()},
-       {"threads", ThreadsOf(config)},
-       {"max_context", node->model_->max_context()},
-       {"weight_bytes", node->model_->weight_bytes()},
-       {"workspace_bytes", node->model_->workspace_bytes()},
-       {"hbm_bytes", config.hbm_bytes()},
-       {"ready_after_seconds", absl::ToDoubleSeconds(absl::Now() - start)}});
+  SLUICE_RETURN_IF_ERROR(node->StartUp());
   return node;
 }
 
-// Before the model: whoever probes sees a process that answers and is not ready yet.
-absl::Status PrefillNode::StartAdminHttp() {
-  if (config_.admin_listen().empty()) return absl::OkStatus();
-  AdminHttp::Options options;
-  options.listen = config_.admin_listen();
-  options.tls = security_.tls;
-  options.access = security_.access();
-  options.metrics = [this] {
-    if (GrpcServer* const grpc = counted_.load()) grpc->UpdateMetrics(metrics_);
-    process_metrics_.Update(metrics_);
-    return metrics_.Render();
-  };
-  options.ready = [this] { return readiness_.ready(); };
-  absl::StatusOr<std::unique_ptr<AdminHttp>> started = AdminHttp::Start(std::move(options));
-  if (!started.ok()) return WithMessagePrefix(started.status(), "admin_listen");
-  admin_http_ = *std::move(started);
-  return absl::OkStatus();
-}
-
 absl::Status PrefillNode::LoadModelAndMemory() {
-  SLUICE_ASSIGN_OR_RETURN(device_, NewDevice(config_));
-  // Layers go out in whole blocks, so a chunk is a number of them.
+  channels_ = std::make_unique<Channels>(NewChannelCredentials(security_.tls));
+  // Layers are sent in whole blocks, so a chunk is a number of blocks.
   const uint32_t block = config_.block_tokens();
   const uint32_t chunk = (config_.chunk_tokens() + block - 1) / block * block;
-  SLUICE_ASSIGN_OR_RETURN(
-      model_, LoadModel(config_, static_cast<int>(chunk), /*max_logits=*/1, device_.get()));
-  Prefiller::Options options;
+  SLUICE_RETURN_IF_ERROR(LoadModel(static_cast<int>(chunk), /*max_logits=*/1));
   metrics_.SetBuildInfo(
       {Version(), model_->config().name, device_->name(), device_->kernels().name(), ""});
+  SLUICE_RETURN_IF_ERROR(ChooseSizes());
+  Prefiller::Options options;
   options.max_context = static_cast<uint32_t>(model_->max_context());
   options.chunk_tokens = chunk;
   options.seed = SeedOf(config_);
@@ -121,7 +67,17 @@ absl::Status PrefillNode::LoadModelAndMemory() {
   return absl::OkStatus();
 }
 
-absl::Status PrefillNode::ComputeCanary() {
+absl::Status PrefillNode::ChooseSizes() {
+  SLUICE_ASSIGN_OR_RETURN(const MemoryFound found, FindMemory(*device_));
+  const CacheSize hbm =
+      PrefillHbmSize(config_.hbm_bytes(), found, model_->cache_layout(), model_->max_context());
+  const CacheSize hold = HoldSize(config_.hold_bytes(), found);
+  SetSize("hbm_bytes", hbm.bytes, hbm.why, &Config::set_hbm_bytes);
+  SetSize("hold_bytes", hold.bytes, hold.why, &Config::set_hold_bytes);
+  return absl::OkStatus();
+}
+
+absl::Status PrefillNode::RunCanary() {
   DiscardingSink sink;
   SamplingParams greedy;
   greedy.temperature = 0;
@@ -130,7 +86,11 @@ absl::Status PrefillNode::ComputeCanary() {
   return WithMessagePrefix(result.status(), "the canary could not be computed");
 }
 
-absl::Status PrefillNode::StartGrpc() {
+std::string PrefillNode::Address() const {
+  return config_.advertise().empty() ? grpc_->address() : config_.advertise();
+}
+
+absl::StatusOr<std::vector<GrpcService>> PrefillNode::MakeServices() {
   PrefillServiceOptions service;
   *service.model.mutable_model() = MakeModelInfo(*model_);
   service.model.set_kernels(device_->kernels().name());
@@ -139,93 +99,84 @@ absl::Status PrefillNode::StartGrpc() {
   service.channels = channels_.get();
   service.access = security_.access();
   service.metrics = &metrics_;
-  std::vector<GrpcService> services;
   service.held = held_.get();
-  service.address = [this] {
-    return config_.advertise().empty() ? grpc_->address() : config_.advertise();
-  };
+  service.address = [this] { return Address(); };
   service.counts = &counts_;
-  const std::function<std::string()> address = service.address;
+  std::vector<GrpcService> services;
   services.push_back(NewPrefillService(std::move(service)));
-  if (held_ != nullptr) {
-    HoldingGenerator::Options holding;
-    holding.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
-    holding.model_fingerprint = model_->fingerprint();
-    holding.address = address;
-    holding.held = held_.get();
-    if (config_.gateway() == "sglang") holding.rooms = std::make_shared<Rooms>();
-    const std::shared_ptr<Rooms> rooms = holding.rooms;
-    holding.counts = &counts_;
-    holding.readiness = &readiness_;
-    const size_t most = static_cast<size_t>(holding.threads) + holding.max_queued;
-    holding_ = std::make_unique<HoldingGenerator>(std::move(holding));
-    FacadeOptions facade;
-    SLUICE_ASSIGN_OR_RETURN(facade.info,
-                            MakeNodeInfo(config_.model(), config_.served_model_name(), *model_));
-    facade.info.role = NodeInfo::Role::kPrefill;
-    facade.info.max_running = static_cast<uint32_t>(most);
-    facade.info.version = Version();
-    facade.load = [this](const auto& done) {
-      NodeLoad load;
-      const PromptCounts::Now now = counts_.now();
-      const HeldPrompts::Usage held = held_->usage();
-      load.running = static_cast<uint32_t>(now.running);
-      load.waiting = static_cast<uint32_t>(now.waiting);
-      load.usage = static_cast<double>(held.bytes) / static_cast<double>(held.max_bytes);
-      load.draining = readiness_.draining();
-      done(load);
-    };
-    facade.readiness = &readiness_;
-    facade.generate.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
-    facade.generate.max_context = static_cast<uint32_t>(model_->max_context());
-    facade.generate.generator = holding_.get();
-    facade.generate.pump = &call_pump_;
-    facade.generate.metrics = &metrics_;
-    gate_.emplace(security_.access(), security_.file.get(), /*transfers=*/nullptr,
-                  /*quotas=*/nullptr);
-    facade.generate.gate = &*gate_;
-    services.push_back(NewGatewayService(config_.gateway(), std::move(facade)));
-    SourceServiceOptions source;
-    source.model_fingerprint = model_->fingerprint();
-    source.layout = model_->cache_layout();
-    source.held = held_.get();
-    source.rooms = rooms;
-    source.access = security_.access();
-    services.push_back(NewSourceService(std::move(source)));
-  }
-  GrpcServer::Options options;
-  options.listen = config_.listen();
-  options.access_log = access_log_.get();
-  options.tls = security_.tls;
-  options.access = security_.access();
-  options.connections = {config_.max_connections(), config_.max_connections_per_peer()};
-  options.max_receive_message_bytes =
-      MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context()));
-  absl::StatusOr<std::unique_ptr<GrpcServer>> started =
-      GrpcServer::Start(options, std::move(services));
-  if (!started.ok()) return WithMessagePrefix(started.status(), "listen");
-  grpc_ = *std::move(started);
-  counted_.store(grpc_.get());
+  if (held_ != nullptr) SLUICE_RETURN_IF_ERROR(AddHoldingServices(&services));
+  return services;
+}
+
+absl::Status PrefillNode::AddHoldingServices(std::vector<GrpcService>* services) {
+  std::shared_ptr<Rooms> rooms;
+  if (config_.gateway() == "sglang") rooms = std::make_shared<Rooms>();
+  HoldingGenerator::Options holding;
+  holding.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
+  holding.model_fingerprint = model_->fingerprint();
+  holding.address = [this] { return Address(); };
+  holding.held = held_.get();
+  holding.rooms = rooms;
+  holding.counts = &counts_;
+  holding.readiness = &readiness_;
+  const size_t most = static_cast<size_t>(holding.threads) + holding.max_queued;
+  holding_ = std::make_unique<HoldingGenerator>(std::move(holding));
+
+  FacadeOptions facade;
+  SLUICE_ASSIGN_OR_RETURN(facade.info,
+                          MakeNodeInfo(config_.model(), config_.served_model_name(), *model_));
+  facade.info.role = NodeInfo::Role::kPrefill;
+  facade.info.max_running = static_cast<uint32_t>(most);
+  facade.info.version = Version();
+  facade.load = [this](const auto& done) {
+    NodeLoad load;
+    const PromptCounts::Now now = counts_.now();
+    const HeldPrompts::Usage held = held_->usage();
+    load.running = static_cast<uint32_t>(now.running);
+    load.waiting = static_cast<uint32_t>(now.waiting);
+    load.usage = static_cast<double>(held.bytes) / static_cast<double>(held.max_bytes);
+    load.draining = readiness_.draining();
+    done(load);
+  };
+  facade.readiness = &readiness_;
+  facade.generate.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
+  facade.generate.max_context = static_cast<uint32_t>(model_->max_context());
+  facade.generate.generator = holding_.get();
+  facade.generate.pump = &call_pump_;
+  facade.generate.metrics = &metrics_;
+  gate_.emplace(security_.access(), security_.file.get(), /*transfers=*/nullptr,
+                /*quotas=*/nullptr);
+  facade.generate.gate = &*gate_;
+  services->push_back(NewGatewayService(config_.gateway(), std::move(facade)));
+
+  SourceServiceOptions source;
+  source.model_fingerprint = model_->fingerprint();
+  source.layout = model_->cache_layout();
+  source.held = held_.get();
+  source.rooms = rooms;
+  source.access = security_.access();
+  services->push_back(NewSourceService(std::move(source)));
   return absl::OkStatus();
+}
+
+uint64_t PrefillNode::MaxMessageBytes() const {
+  return MaxPromptMessageBytes(static_cast<uint64_t>(model_->max_context()));
+}
+
+void PrefillNode::Open() {
+  readiness_.SetReady();
+  grpc_->SetServing(true);
 }
 
 absl::Status PrefillNode::ServeUntil(Signals& signals) {
   signals.Serving();
   signals.WaitForStop([this] { return !device_->Health().ok(); });
-  const absl::Status health = device_->Health();
-  if (health.ok()) {
-    readiness_.SetDraining(true);
-  } else {
-    readiness_.SetFailed(health);
-    Log(LogLevel::kError, "ending: the device failed", {{"error", std::string(health.message())}});
-    ExitWithin(kFailedGrace + absl::Seconds(1));
-  }
+  if (!device_->Health().ok()) return EndFailed();
+  readiness_.SetDraining(true);
   grpc_->SetServing(false);
-  grpc_->Shutdown(!health.ok()          ? kFailedGrace
-                  : signals.Count() > 1 ? absl::ZeroDuration()
-                                        : kGrace);
-  if (health.ok()) Log(LogLevel::kInfo, "stopped");
-  return health;
+  grpc_->Shutdown(signals.Count() > 1 ? absl::ZeroDuration() : kGrace);
+  Log(LogLevel::kInfo, "stopped");
+  return absl::OkStatus();
 }
 
 }  // namespace sluice

@@ -1,66 +1,57 @@
 // sluice-prefill's objects: a prefill node for demos, tests and small clusters.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <optional>
+#include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "src/base/readiness.h"
 #include "src/config/setting.h"
-#include "src/device/device.h"
-#include "src/metrics/metrics.h"
-#include "src/metrics/process_metrics.h"
-#include "src/model/model.h"
 #include "src/prefill/held_prompts.h"
 #include "src/prefill/prefiller.h"
-#include "src/server/security.h"
+#include "src/prefill/rooms.h"
+#include "src/server/node.h"
 #include "src/server/signals.h"
-#include "src/service/access/access_log.h"
 #include "src/service/access/tenant_gate.h"
-#include "src/service/admin/admin_http.h"
 #include "src/service/generate/call_pump.h"
 #include "src/service/grpc/channels.h"
-#include "src/service/grpc/grpc_server.h"
 #include "src/service/prefill/holding_generator.h"
 #include "src/service/prefill/prompt_counts.h"
 
 namespace sluice {
 
-class PrefillNode {
+class PrefillNode : public Node {
  public:
-  // Everything up to ready: the model loaded, a token computed, the address file written.
+  // Returns a node that is ready: the model is loaded, a token was computed and the address file is
+  // written.
   static absl::StatusOr<std::unique_ptr<PrefillNode>> Start(const Config& config);
-  // Serves until `signals` says stop; prompts that run get kGrace to finish. An error: the device
-  // failed.
-  absl::Status ServeUntil(Signals& signals);
+  ~PrefillNode() override { ClosePorts(); }
+  // After `signals` says stop, running prompts get kGrace to finish.
+  absl::Status ServeUntil(Signals& signals) override;
 
  private:
-  explicit PrefillNode(const Config& config) : config_(config) {}
-  absl::Status StartAdminHttp();
-  absl::Status LoadModelAndMemory();
-  absl::Status ComputeCanary();
-  absl::Status StartGrpc();
+  explicit PrefillNode(const Config& config) : Node(config) {}
+  absl::Status LoadModelAndMemory() override;
+  absl::Status RunCanary() override;
+  absl::StatusOr<std::vector<GrpcService>> MakeServices() override;
+  uint64_t MaxMessageBytes() const override;
+  void Open() override;
 
-  const Config config_;
-  // In order of making; each may use those before it.
-  Security security_;
+  absl::Status ChooseSizes();
+  // Adds the services through which gateways and decode nodes reach the prompts that are held.
+  absl::Status AddHoldingServices(std::vector<GrpcService>* services);
+  // Returns the address at which decode nodes reach this node.
+  std::string Address() const;
+
+  // In the order in which they are made; each may use those before it.
   std::unique_ptr<Channels> channels_;
-  Readiness readiness_;
-  Metrics metrics_;
-  ProcessMetrics process_metrics_;
-  std::unique_ptr<Device> device_;
-  std::unique_ptr<Model> model_;
   std::unique_ptr<Prefiller> prefiller_;
-  std::unique_ptr<HeldPrompts> held_;      // null: hold_bytes is 0
-  std::unique_ptr<AccessLog> access_log_;  // null: none is kept
+  std::unique_ptr<HeldPrompts> held_;  // null: hold_bytes is 0
   PromptCounts counts_{&metrics_};
-  std::unique_ptr<HoldingGenerator> holding_;  // null as held_ is
-  std::optional<TenantGate> gate_;             // of the façade; empty as held_ is
+  std::unique_ptr<HoldingGenerator> holding_;  // null where held_ is
+  std::optional<TenantGate> gate_;             // for the gateway's calls; empty where held_ is null
   CallPump call_pump_;
-  std::unique_ptr<GrpcServer> grpc_;
-  std::atomic<GrpcServer*> counted_ = nullptr;  // grpc_, once it is there
-  std::unique_ptr<AdminHttp> admin_http_;       // its callbacks ask that
 };
 
 }  // namespace sluice

@@ -15,8 +15,8 @@
 #include "src/config/help.h"
 #include "src/service/grpc/grpc_server.h"
 
-// Read by jemalloc: freed pages go back to the system after its usual 10 s even if the threads that
-// freed them sleep. Without this what one large message took stays.
+// jemalloc reads this. Freed pages go back to the system after its usual 10 s even if the threads
+// that freed them sleep; otherwise the memory of one large message would stay with the process.
 extern "C" {
 const char* malloc_conf = "background_thread:true";
 }
@@ -36,7 +36,7 @@ void TakeFileDescriptors() {
   rlimit limit = {};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
   limit.rlim_cur = limit.rlim_max;
-  // Fails only where a sandbox forbids it: then the soft limit stays.
+  // This fails only where a sandbox forbids it; then the soft limit stays.
   (void)setrlimit(RLIMIT_NOFILE, &limit);
 }
 
@@ -62,7 +62,7 @@ absl::StatusOr<std::unique_ptr<AccessLog>> OpenAccessLog(const Config& config) {
 
 int Main(const NodeProgram& program, int argc, char** argv) {
   const std::vector<std::string> args(argv + 1, argv + argc);
-  const absl::StatusOr<LoadResult> loaded = LoadConfig(program.name, args, SluiceEnvironment());
+  const absl::StatusOr<LoadedConfig> loaded = LoadConfig(program.name, args, SluiceEnvironment());
   if (!loaded.ok()) return Fail(program.name, loaded.status());
   const Config& config = loaded->config;
   switch (loaded->action) {
@@ -73,7 +73,7 @@ int Main(const NodeProgram& program, int argc, char** argv) {
     case Action::kCheckConfig:
       return Print(EffectiveConfigYaml(program.name, *loaded));
     case Action::kPrintPlan: {
-      // What policies log while they are made is not the plan's.
+      // Policies log while they are made; a plan leaves that out.
       SetUpLogging(LogLevel::kWarn, LogFormat::kText);
       const absl::StatusOr<std::string> plan = program.plan(config);
       return plan.ok() ? Print(*plan) : Fail(program.name, plan.status());

@@ -1,4 +1,4 @@
-// What the mains share: the command line, the configuration, the log, and how a program ends.
+// The parts that the mains share: command line, configuration, log, and the end of a process.
 #pragma once
 
 #include <functional>
@@ -19,18 +19,18 @@ struct NodeProgram {
   std::string_view name;  // "sluice-server"
   // Serves until stopped.
   std::function<absl::Status(const Config&, Signals&)> run;
-  // The answer to --print-plan; null where the program has none.
+  // Returns the answer to --print-plan; null: the program has none.
   std::function<absl::StatusOr<std::string>(const Config&)> plan;
 };
 
-// Ends the process with status 1 once `time` has passed, unless it has ended before: what gives
-// back the memory of a GPU that failed may hang.
+// Ends the process with status 1 once `time` has passed, unless it has ended before: giving back
+// the memory of a GPU that failed may hang.
 void ExitWithin(absl::Duration time);
 
-// What the setting access_log asks for; null: off.
+// Opens the log of the setting access_log; null if that is off.
 absl::StatusOr<std::unique_ptr<AccessLog>> OpenAccessLog(const Config& config);
 
-// Returns the exit status: 0, or 1 after one sentence on stderr.
+// Runs the program. Returns its exit status: 0, or 1 after one sentence on stderr.
 int Main(const NodeProgram& program, int argc, char** argv);
 
 }  // namespace sluice

@@ -14,7 +14,7 @@
 namespace sluice {
 namespace {
 
-// One line, at the start: nobody shall find out later that a node was open to a network.
+// Logs one line at the start, so that nobody finds out later that a node was open to a network.
 void WarnWhereOpen(const Config& config) {
   std::vector<std::string> open;
   for (const std::string& address : {config.listen(), config.admin_listen()}) {
@@ -24,8 +24,8 @@ void WarnWhereOpen(const Config& config) {
   }
   if (open.empty()) return;
   Log(LogLevel::kWarn,
-      "NO TLS: whoever reaches this node may read and change everything on it; give tls_cert, "
-      "tls_key, tls_ca and access_file, or listen on 127.0.0.1",
+      "NO TLS: every machine that reaches this node may read and change everything on it; give "
+      "tls_cert, tls_key, tls_ca and access_file, or listen on 127.0.0.1",
       {{"listen", absl::StrJoin(open, ", ")}});
 }
 
@@ -47,8 +47,8 @@ absl::StatusOr<Security> SetUpSecurity(const Config& config) {
   if (out.tls.enabled()) {
     if (!have_file) {
       return absl::InvalidArgumentError(
-          "access_file is required with tls_cert: it says who may do what, and nobody may do "
-          "anything else");
+          "access_file is required with tls_cert: it says which callers may do what, and without "
+          "it nobody may do anything");
     }
     SLUICE_RETURN_IF_ERROR(CheckTlsFiles(out.tls));
   }
@@ -56,8 +56,8 @@ absl::StatusOr<Security> SetUpSecurity(const Config& config) {
     SLUICE_ASSIGN_OR_RETURN(out.file, Access::Open(config.access_file(), out.tls.reload));
     if (!out.tls.enabled() && out.file->KnowsCallers()) {
       return absl::InvalidArgumentError(
-          "access_file: certificates and tokens need tls_cert and tls_key: without TLS they would "
-          "protect nothing; tenants alone may stand there");
+          "access_file: certificates and tokens need tls_cert and tls_key, since without TLS they "
+          "would protect nothing; without TLS the file may have tenants alone");
     }
   }
   if (!out.tls.enabled()) WarnWhereOpen(config);

@@ -1,4 +1,4 @@
-// What a node's configuration says about TLS, callers and tenants.
+// A node's TLS files, and the file with its callers and tenants.
 #pragma once
 
 #include <memory>
@@ -13,11 +13,11 @@ namespace sluice {
 struct Security {
   TlsFiles tls;
   std::unique_ptr<Access> file;  // null: no access_file
-  // Whom calls are checked by; null: without TLS everybody may do everything.
+  // Checks calls; null: without TLS every caller may do everything.
   const Access* access() const { return tls.enabled() ? file.get() : nullptr; }
 };
 
-// Reads and checks all of it; logs a warning where the node would listen to other machines without
+// Reads and checks the files. Logs a warning if the node would listen to other machines without
 // TLS. The error names the setting.
 absl::StatusOr<Security> SetUpSecurity(const Config& config);
 

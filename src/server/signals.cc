@@ -64,7 +64,7 @@ void Signals::Loop() {
       Log(LogLevel::kWarn, "ended by a signal", {{"signal", signal}});
       std::_Exit(128 + signal);
     }
-    Log(LogLevel::kInfo, count_ == 1 ? "stopping: finishing what runs" : "stopping at once",
+    Log(LogLevel::kInfo, count_ == 1 ? "stopping: finishing running work" : "stopping at once",
         {{"signal", signal}});
   }
 }

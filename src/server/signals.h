@@ -1,5 +1,5 @@
-// SIGTERM and SIGINT, taken by a thread of its own. The first asks a serving program to finish what
-// runs; the second asks it to stop at once; the third ends the process.
+// Takes SIGTERM and SIGINT on a thread of its own. The first signal asks a serving program to
+// finish running work, the second asks it to stop at once, and the third ends the process.
 #pragma once
 
 #include <functional>
@@ -13,11 +13,12 @@ namespace sluice {
 
 class Signals {
  public:
-  // Make it before any other thread: threads inherit the mask that keeps the signals for this one.
+  // REQUIRES: no other thread was started. Threads inherit the mask that leaves the signals to this
+  // one.
   Signals();
   ~Signals();
 
-  // Until this is called nothing runs that could be finished: a signal ends the process.
+  // Tells that there may be work to finish from now on. Before, a signal ends the process.
   void Serving();
   // Blocks until the first signal, or until `failed` is true; it is asked every kLook.
   void WaitForStop(const std::function<bool()>& failed);

@@ -1,4 +1,4 @@
-// sluice-bench: measures what runs here. Its subcommands are in src/bench.
+// sluice-bench measures Sluice on this machine. Its subcommands are in src/bench.
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -9,20 +9,21 @@
 namespace sluice {
 namespace {
 
-constexpr char kHelp[] = R"(sluice-bench: measures Sluice, and says on what
+constexpr char kHelp[] = R"(sluice-bench measures Sluice on this machine.
 
-  sluice-bench serve       load on a running decode node: throughput, times, refusals
-  sluice-bench kernels     the CPU kernels, one by one: right, and how fast beside the machine's memory
-  sluice-bench step        decode steps and a prefill of a whole model, without gRPC
-  sluice-bench ingest      caches on their way into a node, beside raw gRPC, and what a decode loses to it
-  sluice-bench policies    attention policies side by side: speed, what they move, distance from full
+  sluice-bench serve       puts load on a running decode node: throughput, latencies, refusals
+  sluice-bench kernels     checks and times the CPU kernels, beside the speed of the machine's memory
+  sluice-bench step        times decode steps and a prefill of a whole model, without gRPC
+  sluice-bench ingest      times KV caches on their way into a node, beside raw gRPC, and what that
+                           costs the sequences that decode
+  sluice-bench policies    compares attention policies: speed, bytes moved, distance from policy full
   sluice-bench --compare A.json B.json
-                           two reports of one subcommand, figure by figure
+                           compares two reports of one subcommand, figure by figure
 
-  sluice-bench SUBCOMMAND --help    its flags and examples
+  sluice-bench SUBCOMMAND --help    lists its flags and examples
 
-Every report names its command, shape, machine and revision, and gives each figure with its spread; --json
-FILE writes it for --compare and for programs. Figures need a quiet machine.
+Every report names its command, shape, machine and revision, and gives each figure with its spread. --json
+FILE writes it for --compare and for programs. Measure on a quiet machine.
 )";
 
 struct Subcommand {

@@ -1,4 +1,4 @@
-// sluice-prefill: computes prompts and hands their caches to sluice-server.
+// sluice-prefill computes prompts and hands their KV caches to sluice-server.
 #include "src/base/status_macros.h"
 #include "src/server/prefill_node.h"
 #include "src/server/program.h"

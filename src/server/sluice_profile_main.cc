@@ -1,4 +1,5 @@
-// sluice-profile: measures what policies have to know beforehand. All of it is in src/profile.
+// sluice-profile measures what attention policies have to know about a model beforehand. Its code
+// is in src/profile.
 #include <string>
 #include <vector>
 

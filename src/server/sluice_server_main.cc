@@ -1,4 +1,4 @@
-// sluice-server: decodes what prefill nodes hand over.
+// sluice-server decodes sequences whose KV caches prefill nodes hand over.
 #include "src/base/status_macros.h"
 #include "src/server/decode_node.h"
 #include "src/server/plan.h"

@@ -56,7 +56,7 @@ TEST_CASE("a file without settings has none") {
   CHECK(Parsed("{}").empty());
 }
 
-TEST_CASE("what is not one flat mapping is refused with its line") {
+TEST_CASE("what is not one mapping of single values is refused with its line") {
   CHECK(Refusal("model: a\nmodel: b\n") == "f:2: model is set twice, first on line 1");
   CHECK(Refusal("{\"a\": 1,\n \"a\": 1}") == "f:2: a is set twice, first on line 1");
   CHECK(absl::StartsWith(Refusal("model:\n"), "f:1: model has no value"));
@@ -69,6 +69,42 @@ TEST_CASE("what is not one flat mapping is refused with its line") {
   CHECK(absl::StartsWith(Refusal("[a]: 1\n"), "f:1: expected a setting's name, found a list"));
   CHECK(Refusal("a: &x 1\nb: *x\n") == "f:2: aliases (*name) are not read: write the value itself");
   CHECK(Refusal("a: 1\n---\nb: 2\n") == "f holds more than one YAML document (---): keep one");
+}
+
+TEST_CASE("settings of a section are read in YAML and JSON") {
+  for (const char* text :
+       {"a: 1\ness:\n  warm_up: true\n  prefetch: 3\nb: 2\n",
+        "{\"a\": 1,\n\"ess\":\n {\"warm_up\": true,\n \"prefetch\": 3},\n\"b\": 2}"}) {
+    CAPTURE(text);
+    const auto entries = Parsed(text);
+    REQUIRE(entries.size() == 4);
+    CHECK(entries[0].section.empty());
+    CHECK(entries[1].section == "ess");
+    CHECK(entries[1].key == "warm_up");
+    CHECK(entries[1].line == 3);
+    CHECK(entries[2].section == "ess");
+    CHECK(entries[2].value == "3");
+    CHECK(entries[3].section.empty());
+    CHECK(entries[3].key == "b");
+  }
+  CHECK(Parsed("ess: {}\n").empty());
+  // The same key in two places is two settings.
+  CHECK(Parsed("x: 1\ness: {x: 1}\nscout: {x: 1}\n").size() == 3);
+}
+
+TEST_CASE("a section is one mapping of single values") {
+  const std::string scalar =
+      "f:1: ess must be a mapping of settings, such as ess: {sparse_memory_ratio: 0}, but is a "
+      "single value; leave it out for the defaults";
+  CHECK(Refusal("ess: 0.2\n") == scalar);
+  CHECK(Refusal("ess:\n") == scalar);
+  CHECK(Refusal("ess: [a]\n") == "f:1: ess must be a mapping, but is a list");
+  CHECK(Refusal("ess: {warm_up: [a]}\n") == "f:1: warm_up must be a single value, but is a list");
+  CHECK(Refusal("ess: {scout: {x: 1}}\n") == "f:1: scout must be a single value, but is a mapping");
+  CHECK(absl::StartsWith(Refusal("ess: {warm_up: ~}\n"), "f:1: warm_up has no value"));
+  CHECK(Refusal("ess: {a: 1}\nmodel: m\ness: {b: 1}\n") ==
+        "f:3: ess is set twice, first on line 1");
+  CHECK(Refusal("ess:\n  a: 1\n  a: 2\n") == "f:3: a is set twice, first on line 2");
 }
 
 TEST_CASE("what is no YAML is refused with its line") {

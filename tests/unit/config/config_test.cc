@@ -14,8 +14,8 @@ namespace {
 
 using Args = std::vector<std::string>;
 
-LoadResult Loaded(const Args& args, const Environment& environment = {},
-                  std::string_view program = "sluice-server") {
+LoadedConfig Loaded(const Args& args, const Environment& environment = {},
+                    std::string_view program = "sluice-server") {
   auto result = LoadConfig(program, args, environment);
   INFO(result.status().message());
   REQUIRE(result.ok());
@@ -45,8 +45,8 @@ class TemporaryFile {
 
 TEST_CASE("a flag wins over the environment, that over the file, that over the default") {
   const TemporaryFile file("threads: 1\nmax_sequences: 2\nmax_context: 3\nmodel: from-file\n");
-  const LoadResult loaded = Loaded({"--config", file.path(), "--threads", "10"},
-                                   {{"SLUICE_THREADS", "20"}, {"SLUICE_MAX_SEQUENCES", "30"}});
+  const LoadedConfig loaded = Loaded({"--config", file.path(), "--threads", "10"},
+                                     {{"SLUICE_THREADS", "20"}, {"SLUICE_MAX_SEQUENCES", "30"}});
   CHECK(loaded.config.threads() == 10);
   CHECK(loaded.config.max_sequences() == 30);
   CHECK(loaded.config.max_context() == 3);
@@ -62,7 +62,7 @@ TEST_CASE("flags are read with a blank or an equals sign, hyphens or underscores
   for (const Args& args :
        {Args{"--model", "m", "--hbm-bytes", "2GiB"}, Args{"--hbm-bytes=2GiB", "--model=m"},
         Args{"--hbm_bytes", "2GiB", "--model", "m"}}) {
-    const LoadResult loaded = Loaded(args);
+    const LoadedConfig loaded = Loaded(args);
     CHECK(loaded.config.hbm_bytes() == 2147483648);
     CHECK(loaded.config.model() == "m");
     CHECK(loaded.action == Action::kRun);
@@ -136,6 +136,42 @@ TEST_CASE("unknown keys and variables are refused with the nearest name") {
       "see --help for the names");
 }
 
+TEST_CASE("settings of a policy stand under its name in a file") {
+  const TemporaryFile file(
+      "model: m\ness: {sparse_memory_ratio: 0.2}\nscout:\n  share_limit: 0.5\npolicy: ess\n");
+  const LoadedConfig loaded = Loaded({"--config", file.path()});
+  CHECK(loaded.config.ess_sparse_memory_ratio() == 0.2);
+  CHECK(loaded.config.scout_share_limit() == 0.5);
+  CHECK(loaded.config.policy() == "ess");
+  CHECK(loaded.origins.at("scout_share_limit") == file.path() + ":4");
+  CHECK(Loaded({"--config", file.path(), "--ess-sparse-memory-ratio", "0.3"},
+               {{"SLUICE_SCOUT_SHARE_LIMIT", "0.7"}})
+            .config.scout_share_limit() == 0.7);
+  Loaded({"--config", file.path()}, {}, "sluice-prefill");  // which passes over them
+}
+
+TEST_CASE("a policy's setting in another place of a file is refused with the form that is read") {
+  const auto refusal = [](const std::string& text) {
+    const TemporaryFile file("model: m\n" + text);
+    std::string message = Refusal({"--config", file.path()});
+    const size_t at = message.find(file.path());
+    return at == std::string::npos ? message : message.replace(at, file.path().size(), "f");
+  };
+  CHECK(refusal("ess_sparse_memory_ratio: 0.2\n") ==
+        "ess_sparse_memory_ratio (f:2) is written in a file as ess: {sparse_memory_ratio: 0.2}");
+  CHECK(refusal("ess: {ess_warm_up: false}\n") ==
+        "ess_warm_up (f:2) is written in a file as ess: {warm_up: false}");
+  CHECK(refusal("ess:\n  threads: 4\n") ==
+        "threads (f:3) is written in a file as threads: 4 at its top");
+  CHECK(refusal("ess: {warmup: false}\n") ==
+        "unknown setting warmup of ess (f:2) (did you mean warm_up?); --help lists them all");
+  CHECK(refusal("recal: {margin: 1}\n") ==
+        "--config: f:2: recal must be a single value, but is a mapping");
+  CHECK(refusal("ess: {warm_up: 7}\n") == "ess_warm_up (f:2) must be true or false, but is \"7\"");
+  CHECK(refusal("ess: {lru: false}\n") ==
+        "unknown setting lru of ess (f:2); --help lists them all");
+}
+
 TEST_CASE("quoted numbers and booleans in a file are the wrong type, quantities are texts") {
   const TemporaryFile number("{\"model\": \"m\", \"threads\": \"4\"}");
   CHECK(absl::StrContains(Refusal({"--config", number.path()}), "is the quoted text \"4\""));
@@ -183,11 +219,11 @@ TEST_CASE("a setting of another program is refused as a flag and passed over els
   CHECK(Refusal({"--print-plan"}, {}, "sluice-prefill") ==
         "--print-plan is a flag of sluice-server, not of sluice-prefill");
   const TemporaryFile file("model: m\nmax_sequences: 7\n");
-  const LoadResult loaded =
+  const LoadedConfig loaded =
       Loaded({"--config", file.path()}, {{"SLUICE_DRAM_BYTES", "7MiB"}}, "sluice-prefill");
   CHECK(loaded.config.max_sequences() == 32);
   CHECK(loaded.origins.at("max_sequences") == "default");
-  CHECK(loaded.config.dram_bytes() == uint64_t{4} << 30);
+  CHECK(loaded.config.dram_bytes() == kAutoBytes);
   // Wrong is wrong for every program that shares the file.
   const TemporaryFile wrong("model: m\nmax_sequences: 0\n");
   CHECK(
@@ -224,15 +260,17 @@ TEST_CASE("help and version win over everything else") {
 }
 
 TEST_CASE("the effective configuration reads back as the same one") {
-  const LoadResult loaded =
+  const LoadedConfig loaded =
       Loaded({"--model", "C:\\models\\\"x\" #1: y", "--log-prompts", "--lease-seconds=250ms",
-              "--admin-listen=", "--hbm-bytes=1536MiB", "--seed=18446744073709551615"},
+              "--admin-listen=", "--hbm-bytes=1536MiB", "--seed=18446744073709551615",
+              "--ess-warm-up=false", "--ess-sparse-memory-ratio=0.2"},
              {{"SLUICE_DRAM_BYTES", "123456789"}});
   const std::string yaml = EffectiveConfigYaml("sluice-server", loaded);
   INFO(yaml);
   CHECK(absl::StrContains(yaml, "# --lease-seconds\n"));
   CHECK(absl::StrContains(yaml, "# SLUICE_DRAM_BYTES\n"));
   CHECK(absl::StrContains(yaml, "# default\n"));
+  CHECK(absl::StrContains(yaml, "\ness:\n  sparse_memory_ratio: 0.2 "));
   const TemporaryFile file(yaml);
   CHECK(Loaded({"--config", file.path()}).config.SerializeAsString() ==
         loaded.config.SerializeAsString());
@@ -261,7 +299,7 @@ TEST_CASE("the example files load, and name only settings that their program tak
     CHECK(entries->size() >= 5);
     for (const ConfigFileEntry& entry : *entries) {
       CAPTURE(entry.key);
-      CHECK(FindSetting(entry.key)->AppliesTo(name));
+      CHECK(FindSetting(entry.section, entry.key)->AppliesTo(name));
     }
   }
 }

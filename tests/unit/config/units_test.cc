@@ -46,6 +46,14 @@ TEST_CASE("bytes are written so that they read back") {
   }
 }
 
+TEST_CASE("bytes are shown to people in the unit that fits") {
+  CHECK(ApproximateBytes(0) == "0 B");
+  CHECK(ApproximateBytes(1023) == "1023 B");
+  CHECK(ApproximateBytes(23040) == "22.5 KiB");
+  CHECK(ApproximateBytes(61 << 20) == "61.0 MiB");
+  CHECK(ApproximateBytes(int64_t{3} << 29) == "1.50 GiB");
+}
+
 TEST_CASE("times are read as numbers of seconds or with a unit") {
   CHECK(ParseSeconds("30") == 30.0);
   CHECK(ParseSeconds("1.5") == 1.5);
