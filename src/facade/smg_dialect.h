@@ -11,6 +11,7 @@
 #include "absl/types/span.h"
 #include "sluice/v1/common.pb.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 #include "src/facade/refusals.h"
 #include "src/request/request.h"
 #include "src/service/generate/generate_reactor.h"
@@ -48,8 +49,8 @@ class SmgDialect : public GenerateDialectOf<Response> {
 
   absl::Status Translated(const absl::Status& status) const final {
     // To a gateway that chose to send no handoff that is a bad request, not a node in a bad state.
-    if (ReasonOf(status) == "NO_HANDOFF") {
-      return WithReason(InvalidField(handoff_, std::string(status.message())), "NO_HANDOFF");
+    if (ReasonOf(status) == reasons::kNoHandoff) {
+      return WithReason(InvalidField(handoff_, std::string(status.message())), reasons::kNoHandoff);
     }
     return InWordsOf(names_, status);
   }
@@ -70,7 +71,7 @@ class SmgDialect : public GenerateDialectOf<Response> {
   }
   bool EndHasTokens() const final { return false; }
   bool SetEnd(const FinishInfo& end, bool /*add*/) final {
-    const bool aborted = ReasonOf(end.status) == "CANCEL_CALL";
+    const bool aborted = ReasonOf(end.status) == reasons::kCancelCall;
     if (end.reason == FinishInfo::Reason::kError && !aborted) return false;
     Complete* const complete = Clear()->mutable_complete();
     complete->mutable_output_ids()->Add(ids_.begin(), ids_.end());

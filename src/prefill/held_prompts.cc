@@ -12,6 +12,7 @@
 #include "src/base/crc32c.h"
 #include "src/base/error.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/request/source_ref.h"
@@ -134,7 +135,7 @@ absl::StatusOr<HeldPrompts::Held> HeldPrompts::Hold(const Wanted& wanted,
                      options_.max_bytes, ": push them (decode_address), or raise it"));
   }
   const auto full = [&] {
-    return ResourceExhausted("HOLD_FULL",
+    return ResourceExhausted(reasons::kHoldFull,
                              absl::StrCat("no room for ", bytes,
                                           " bytes of caches beside what is "
                                           "held for decode nodes; try again, or another node"),

@@ -9,6 +9,7 @@
 #include "src/attention/latent/prompt_selections.h"
 #include "src/attention/policies/full/full_policy.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/engine/batch_state.h"
@@ -248,7 +249,8 @@ class PrefillerImpl : public Prefiller {
     if (!want_first_token) return result;
     result.first_token = batch_->Result(last, 0, sampling.logprobs);
     if (result.first_token->id < 0) {
-      return WithReason(absl::InternalError("the model's logits are not finite"), "BAD_LOGITS");
+      return WithReason(absl::InternalError("the model's logits are not finite"),
+                        reasons::kBadLogits);
     }
     return result;
   }

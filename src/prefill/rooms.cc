@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 
 namespace sluice {
 namespace {
@@ -11,13 +12,13 @@ namespace {
 absl::Status OtherPrompt() {
   return WithReason(
       absl::FailedPreconditionError("the room's prompt is another than the decode leg's"),
-      "SOURCE_MISMATCH");
+      reasons::kSourceMismatch);
 }
 
 absl::Status GivenUp() {
   return WithReason(absl::NotFoundError("its prompt was given up: its leg was cancelled, or the "
                                         "lease of its caches has ended"),
-                    "SOURCE_NOT_FOUND");
+                    reasons::kSourceNotFound);
 }
 
 }  // namespace
@@ -37,7 +38,7 @@ absl::StatusOr<std::shared_ptr<Rooms::Place>> Rooms::Open(const Key& key,
     if (room.promised) {
       return WithReason(
           absl::AlreadyExistsError(absl::StrCat("room ", key.room, ": another prompt has it")),
-          "ROOM_TAKEN");
+          reasons::kRoomTaken);
     }
     room.promised = true;
     room.prompt_digest = std::move(prompt_digest);
@@ -62,7 +63,7 @@ uint64_t Rooms::Meet(const Key& key, const std::string& prompt_digest, const std
   {
     absl::MutexLock lock(&mutex_);
     if (waits_.size() >= max_waiting_) {
-      now = ResourceExhausted("ROOMS_FULL",
+      now = ResourceExhausted(reasons::kRoomsFull,
                               absl::StrCat("more than ", max_waiting_, " decode legs wait here"),
                               absl::Seconds(1));
     } else {
@@ -72,7 +73,7 @@ uint64_t Rooms::Meet(const Key& key, const std::string& prompt_digest, const std
       } else if (!room.visitor.empty() && room.visitor != visitor) {
         now = WithReason(absl::FailedPreconditionError(
                              absl::StrCat("room ", key.room, ": another decode leg has it")),
-                         "ROOM_TAKEN");
+                         reasons::kRoomTaken);
       } else {
         room.visitor = visitor;
         now = Met{room.source_id, room.promised};

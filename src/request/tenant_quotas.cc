@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 
 namespace sluice {
@@ -119,7 +120,7 @@ absl::StatusOr<TenantQuotas::Share> TenantQuotas::TakeDram(const std::string& te
     state_->Prune();
     uint64_t& used = state_->tenants[tenant].dram_bytes;
     if (most > 0 && (bytes > most || used > most - bytes)) {
-      return ResourceExhausted("TENANT_DRAM",
+      return ResourceExhausted(reasons::kTenantDram,
                                absl::StrCat("tenant \"", tenant, "\" has ", used, " of its ", most,
                                             " bytes of DRAM, and this needs ", bytes),
                                retry);
@@ -160,7 +161,7 @@ absl::StatusOr<std::shared_ptr<TokenSink>> TenantQuotas::Admit(const std::string
     State::Tenant& has = admitted->second;
     if (quota.sequences > 0 && has.sequences >= quota.sequences) {
       return ResourceExhausted(
-          "TENANT_SEQUENCES",
+          reasons::kTenantSequences,
           absl::StrCat("tenant \"", tenant, "\" has its ", quota.sequences, " sequences at once"),
           retry);
     }
@@ -169,7 +170,7 @@ absl::StatusOr<std::shared_ptr<TokenSink>> TenantQuotas::Admit(const std::string
     const double over = State::Forgive(has, quota, state_->clock->Now()) - most;
     if (quota.tokens_per_second > 0 && over >= 0) {
       return ResourceExhausted(
-          "TENANT_TOKENS",
+          reasons::kTenantTokens,
           absl::StrCat("tenant \"", tenant, "\" has had its ", quota.tokens_per_second,
                        " tokens a second"),
           absl::Milliseconds(100) +

@@ -11,6 +11,7 @@
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
@@ -366,7 +367,7 @@ absl::Status DecodeNode::ServeUntil(Signals& signals) {
   if (!idle->HasBeenNotified()) {
     engine_->CancelAll(WithReason(
         absl::UnavailableError("the node was stopped before the sequence ended: use another one"),
-        "DRAINING"));
+        reasons::kDraining));
     // Not everything finished, and if a GPU that hangs is why, its memory cannot be given back.
     ExitWithin(kFlushTime + kEndTime);
   }

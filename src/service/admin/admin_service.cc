@@ -12,6 +12,7 @@
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/service/admin/trace_reactor.h"
 #include "src/service/wire/proto_conversion.h"
@@ -146,7 +147,7 @@ class AdminService final : public v1::Admin::CallbackService {
       return WithReason(absl::FailedPreconditionError(
                             "faults are not injected here: the node was started without "
                             "--allow-failpoints"),
-                        "FAILPOINTS_NOT_ALLOWED");
+                        reasons::kFailpointsNotAllowed);
     }
     if (request.terms().size() > kMaxTermsBytes) {
       return InvalidField("terms", absl::StrCat("at most ", kMaxTermsBytes, " bytes, found ",

@@ -12,6 +12,7 @@
 #include "src/base/clock.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
+#include "src/base/reasons.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/metrics/metrics.h"
@@ -199,7 +200,8 @@ void GenerateCall::CancelSequence() {
   const absl::Status why =
       DeadlineOf(*context_) <= RealClock()->Now()
           ? absl::DeadlineExceededError("the call's deadline has passed")
-          : WithReason(absl::CancelledError("the caller is gone or has cancelled"), "CALLER_GONE");
+          : WithReason(absl::CancelledError("the caller is gone or has cancelled"),
+                       reasons::kCallerGone);
   options_.generator->Cancel(sequence_, why);
 }
 

@@ -9,6 +9,7 @@
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/service/wire/chunking.h"
 #include "src/service/wire/proto_conversion.h"
@@ -34,7 +35,7 @@ bool Overlaps(const v1::ChunkHeader& header, const std::vector<MissingRange>& mi
 bool MayMend(const absl::Status& status) {
   return absl::IsUnavailable(status) || absl::IsCancelled(status) || absl::IsDataLoss(status) ||
          absl::IsInternal(status) || absl::IsUnknown(status) ||
-         ReasonOf(status) == "MISSING_BLOCKS" || ReasonOf(status) == "BLOCK_BUSY";
+         ReasonOf(status) == reasons::kMissingBlocks || ReasonOf(status) == reasons::kBlockBusy;
 }
 
 absl::StatusOr<TransferProgress> GetProgress(v1::KvIngest::Stub* stub, grpc::ClientContext* context,

@@ -11,6 +11,7 @@
 #include "absl/time/clock.h"
 #include "src/base/error.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/service/ingest/kv_pusher.h"
 #include "src/service/wire/proto_conversion.h"
@@ -71,7 +72,7 @@ absl::Status Handoff::Run(v1::RunResponse* response) {
     Log(LogLevel::kWarn, "a push could not be resumed: computing again",
         {{"transfer_id", transfer_id_}, {"error", status.ToString()}});
     // The landing that a broken stream left behind ends when the decode node notices.
-    if (ReasonOf(status) == "BLOCK_BUSY") absl::SleepFor(absl::Milliseconds(100));
+    if (ReasonOf(status) == reasons::kBlockBusy) absl::SleepFor(absl::Milliseconds(100));
     const auto context = NewContext(options_.call_timeout);
     context->set_wait_for_ready(true);  // the connection may just be coming back
     const auto progress = GetProgress(stub_.get(), context.get(), transfer_id_);

@@ -7,6 +7,7 @@
 #include "absl/time/clock.h"
 #include "src/base/clock.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/request/source_ref.h"
 #include "src/sampling/sampling_params.h"
@@ -26,7 +27,7 @@ absl::Status ForDecodeLeg(const absl::Status& status) {
     return WithMessagePrefix(status, kPrefix);
   }
   return WithReason(absl::FailedPreconditionError(absl::StrCat(kPrefix, ": ", status.message())),
-                    "PREFILL_FAILED");
+                    reasons::kPrefillFailed);
 }
 
 }  // namespace
@@ -77,7 +78,7 @@ absl::StatusOr<SequenceId> HoldingGenerator::Submit(Request request) {
     options_.counts->Left();
     absl::MutexLock lock(&mutex_);
     prompts_.erase(name);
-    return ResourceExhausted("QUEUE_FULL",
+    return ResourceExhausted(reasons::kQueueFull,
                              absl::StrCat("more than ", options_.max_queued,
                                           " prompts wait: try again, or use another prefill node"),
                              absl::Seconds(1));

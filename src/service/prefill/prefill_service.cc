@@ -11,6 +11,7 @@
 #include "absl/time/clock.h"
 #include "sluice/v1/prefill.grpc.pb.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/sampling/sampling_params.h"
 #include "src/service/grpc/channels.h"
@@ -66,7 +67,7 @@ class PrefillService final : public v1::Prefill::CallbackService {
     if (!taken) {
       options_.counts->Left();
       Refuse(reactor, ResourceExhausted(
-                          "QUEUE_FULL",
+                          reasons::kQueueFull,
                           absl::StrCat("more than ", options_.max_queued,
                                        " prompts wait: try again, or use another prefill node"),
                           absl::Seconds(1)));

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/service/ingest/landing_sink.h"
 #include "src/service/wire/guarded.h"
@@ -37,7 +38,7 @@ absl::Status PullStream::Join() {
   if (!silent_.load() || status.ok()) return status;
   return WithReason(absl::DeadlineExceededError(absl::StrCat(
                         "it sent nothing for ", absl::FormatDuration(options_.idle_timeout))),
-                    "SOURCE_SILENT");
+                    reasons::kSourceSilent);
 }
 
 void PullStream::Look(absl::Time now, bool unwanted) {
@@ -60,7 +61,7 @@ absl::Status PullStream::Take(grpc::ByteBuffer* message) {
     if (absl::IsInvalidArgument(begun)) {  // the source's fault, and no caller's
       return WithReason(absl::FailedPreconditionError(
                             absl::StrCat("it sent a chunk that does not fit: ", begun.message())),
-                        "SOURCE_MISMATCH");
+                        reasons::kSourceMismatch);
     }
     SLUICE_RETURN_IF_ERROR(begun);
     return sink.Finish().status();

@@ -12,6 +12,7 @@
 #include "sluice/v1/source.grpc.pb.h"
 #include "src/base/error.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/metrics/metrics.h"
 #include "src/service/grpc/channels.h"
@@ -31,13 +32,13 @@ constexpr size_t kMaxRanges = 1024;  // asked for again one by one; of more, eve
 constexpr int64_t kBytesOfAStream = int64_t{16} << 20;
 
 absl::Status Mismatch(const std::string& what) {
-  return WithReason(absl::FailedPreconditionError(what), "SOURCE_MISMATCH");
+  return WithReason(absl::FailedPreconditionError(what), reasons::kSourceMismatch);
 }
 
 // What a second attempt, over another connection, may mend.
 bool MayMendByReading(const absl::Status& status) {
   const auto reason = ReasonOf(status);
-  if (reason == "SOURCE_NOT_FOUND" || reason == "SOURCE_MISMATCH") return false;
+  if (reason == reasons::kSourceNotFound || reason == reasons::kSourceMismatch) return false;
   return MayMend(status) || absl::IsDeadlineExceeded(status);
 }
 
@@ -130,7 +131,7 @@ class Puller::Meeting : public std::enable_shared_from_this<Meeting> {
               "no prefill leg has come to room ", *pull_->source.room, " within ",
               absl::FormatDuration(puller_->options_.room_timeout),
               ": both legs go out at once, to the prefill node that bootstrap_host names")),
-          "ROOM_EMPTY");
+          reasons::kRoomEmpty);
     } else if (wanted && !again_ && !ReasonOf(status).has_value() && MayMendByReading(status)) {
       again_ = true;
       return Ask(/*again=*/true);
@@ -206,7 +207,7 @@ absl::StatusOr<std::function<void()>> Puller::Begin(Request* request) {
     return WithReason(absl::PermissionDeniedError(
                           absl::StrCat("source.address: this node does not read from ",
                                        address->ToString(), ": pull_from does not name it")),
-                      "SOURCE_NOT_ALLOWED");
+                      reasons::kSourceNotAllowed);
   }
   if (request->prompt.empty()) {
     return InvalidField("prompt_token_ids",
@@ -229,7 +230,7 @@ absl::StatusOr<std::function<void()>> Puller::Begin(Request* request) {
         absl::FailedPreconditionError(absl::StrCat(
             "source.model_fingerprint: the caches are of another model, ", source.model_fingerprint,
             ", this node runs ", options_.model_fingerprint)),
-        "FINGERPRINT_MISMATCH");
+        reasons::kFingerprintMismatch);
   }
   Manifest manifest;
   manifest.model_fingerprint = options_.model_fingerprint;
@@ -278,7 +279,7 @@ void Puller::Post(const std::shared_ptr<Pull>& pull) {
   if (workers_->TryPost([this, pull] { Run(pull); })) return;
   options_.transfers->Fail(
       pull->transfer_id,
-      ResourceExhausted("PULLS_FULL",
+      ResourceExhausted(reasons::kPullsFull,
                         absl::StrCat("more than ", options_.max_queued,
                                      " prompts wait to be read: try again, or another node"),
                         absl::Seconds(1)));
@@ -307,15 +308,15 @@ void Puller::Run(const std::shared_ptr<Pull>& pull) {
 void Puller::Failed(const Pull& pull, absl::Status status) {
   status = WithMessagePrefix(status, absl::StrCat("source ", pull.source.address));
   if (absl::IsUnavailable(status) && !ReasonOf(status).has_value()) {
-    status = WithReason(status, "SOURCE_UNREACHABLE");
+    status = WithReason(status, reasons::kSourceUnreachable);
   } else if (!IsOfPulls(status)) {
-    status = WithReason(absl::UnavailableError(status.message()), "SOURCE_UNREACHABLE");
+    status = WithReason(absl::UnavailableError(status.message()), reasons::kSourceUnreachable);
   }
   if (options_.transfers->Fail(pull.transfer_id, status)) {
     Log(LogLevel::kWarn, "a pull failed",
         {{"transfer_id", pull.transfer_id}, {"error", status.ToString()}});
   } else {
-    status = WithReason(NobodyWaits(), "CALLER_GONE");
+    status = WithReason(NobodyWaits(), reasons::kCallerGone);
   }
   Count(pull, status);
 }
@@ -345,7 +346,8 @@ void Puller::Count(const Pull& pull, const absl::Status& status) const {
 
 absl::Status Puller::Attempt(Pull& pull, bool again) {
   if (ending_.load()) {
-    return WithReason(absl::UnavailableError("this node is ending: use another one"), "DRAINING");
+    return WithReason(absl::UnavailableError("this node is ending: use another one"),
+                      reasons::kDraining);
   }
   if (!Wanted(pull)) return NobodyWaits();
   pull.Connect(*options_.channels, again);
@@ -365,7 +367,7 @@ absl::Status Puller::Describe(Pull& pull) {
     return WithReason(
         absl::FailedPreconditionError(absl::StrCat("it holds caches of another model, ",
                                                    held.model_fingerprint().substr(0, 64))),
-        "FINGERPRINT_MISMATCH");
+        reasons::kFingerprintMismatch);
   }
   if (held.prompt_digest() != pull.prompt_digest || held.context_length() != pull.context_length) {
     return Mismatch("it holds the caches of another prompt than prompt_token_ids");
@@ -455,7 +457,7 @@ absl::Status Puller::Commit(Pull& pull) {
       (absl::IsResourceExhausted(status) || absl::IsInvalidArgument(status))) {
     status = options_.transfers->Commit(pull.transfer_id, {}, &missing, {}).status();
   }
-  if (ReasonOf(status) == "MISSING_BLOCKS") {
+  if (ReasonOf(status) == reasons::kMissingBlocks) {
     return absl::DataLossError(absl::StrCat("it did not send everything: ", status.message()));
   }
   return status;

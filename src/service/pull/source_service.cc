@@ -19,6 +19,7 @@
 #include "sluice/v1/source.grpc.pb.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/service/access/caller.h"
 #include "src/service/wire/call_record.h"
@@ -39,7 +40,7 @@ absl::Status NoSuchSource(const std::string& id) {
                         absl::StrCat("source_id '", id.substr(0, 64),
                                      "': no such prompt is held here: it never was, was released, "
                                      "or its lease has ended; compute it again")),
-                    "SOURCE_NOT_FOUND");
+                    reasons::kSourceNotFound);
 }
 
 // The name of a source, or of who reads it, and whose it is, as every call brings them.

@@ -11,6 +11,7 @@
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 
 namespace sluice {
 
@@ -25,7 +26,7 @@ absl::Status Guarded(const char* call, Work&& work) {
     Log(LogLevel::kError, "a handler threw", {{"call", call}, {"error", error.what()}});
     return WithReason(
         absl::InternalError(absl::StrCat("this node failed on the call: ", error.what())),
-        "EXCEPTION");
+        reasons::kException);
   }
 }
 
