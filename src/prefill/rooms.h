@@ -36,12 +36,13 @@ class Rooms : public std::enable_shared_from_this<Rooms> {
 
   // A prefill leg's hold on its room, which is its own for as long as this lives. Whoever waits
   // when it goes unfilled is told that nothing will come.
-  class Place {
+  class Promise {
    public:
-    Place(std::shared_ptr<Rooms> rooms, Key key) : rooms_(std::move(rooms)), key_(std::move(key)) {}
-    ~Place();
-    Place(const Place&) = delete;
-    Place& operator=(const Place&) = delete;
+    Promise(std::shared_ptr<Rooms> rooms, Key key)
+        : rooms_(std::move(rooms)), key_(std::move(key)) {}
+    ~Promise();
+    Promise(const Promise&) = delete;
+    Promise& operator=(const Promise&) = delete;
     // The prompt is held under this name. Once.
     void Fill(const std::string& source_id);
     // It will not be, and why: to be said before this goes. After Fill it does nothing.
@@ -53,25 +54,25 @@ class Rooms : public std::enable_shared_from_this<Rooms> {
     absl::Status why_;
   };
   // ALREADY_EXISTS (ROOM_TAKEN): another prompt has this room.
-  absl::StatusOr<std::shared_ptr<Place>> Open(const Key& key, std::string prompt_digest);
+  absl::StatusOr<std::shared_ptr<Promise>> Open(const Key& key, std::string prompt_digest);
 
-  struct Met {
+  struct Awaited {
     std::string source_id;  // empty: it has not been computed yet
     bool expected = false;  // the prefill leg has come
   };
   // An error:
   //   FAILED_PRECONDITION  the room's prompt is another one (SOURCE_MISMATCH), or it is another
-  //                        visitor's (ROOM_TAKEN)
+  //                        reader's (ROOM_TAKEN)
   //   RESOURCE_EXHAUSTED   too many visitors wait (ROOMS_FULL)
   //   the prefill leg's own, or NOT_FOUND (SOURCE_NOT_FOUND): it was given up
-  using Done = std::function<void(absl::StatusOr<Met>)>;
-  // Waits in a room for the prompt of this digest. `visitor` is a name of the caller's own: a room
-  // has one visitor, who may come again. `done` runs once, now or on another thread, without a
-  // lock. Returns what LeaveOff takes, 0 if it ran already.
-  uint64_t Meet(const Key& key, const std::string& prompt_digest, const std::string& visitor,
-                Done done);
+  using Done = std::function<void(absl::StatusOr<Awaited>)>;
+  // Waits in a room for the prompt of this digest. `reader` is a name of the caller's own: a room
+  // has one reader, who may come again. `done` runs once, now or on another thread, without a
+  // lock. Returns what StopWaiting takes, 0 if it ran already.
+  uint64_t AwaitPrompt(const Key& key, const std::string& prompt_digest, const std::string& reader,
+                       Done done);
   // Ends a wait, if it has not ended: `done` runs with what there is.
-  void LeaveOff(uint64_t wait);
+  void StopWaiting(uint64_t wait);
 
  private:
   struct Waiter {
@@ -82,19 +83,19 @@ class Rooms : public std::enable_shared_from_this<Rooms> {
   struct Room {
     bool promised = false;  // by a prefill leg
     std::string prompt_digest, source_id;
-    std::string visitor;  // empty: none yet
+    std::string reader;  // empty: none yet
     std::vector<Waiter> waiters;
     // Nobody is in it.
     bool idle() const { return !promised && waiters.empty(); }
   };
-  using Told = std::vector<std::pair<Done, absl::StatusOr<Met>>>;
+  using Told = std::vector<std::pair<Done, absl::StatusOr<Awaited>>>;
 
   // Who waits in the room will be told. To be run by Tell without the lock.
-  void EmptyLocked(Room& room, const absl::StatusOr<Met>& what, Told* told)
+  void TellAllLocked(Room& room, const absl::StatusOr<Awaited>& what, Told* told)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static void Tell(Told told);
   void Fill(const Key& key, const std::string& source_id);
-  void Leave(const Key& key, const absl::Status& why);
+  void GiveUp(const Key& key, const absl::Status& why);
 
   const size_t max_waiting_;
   absl::Mutex mutex_;

@@ -18,7 +18,7 @@ struct SourceRef {
   std::string prompt_digest;      // PromptDigest of the prompt; empty: not said
   std::string model_fingerprint;  // empty: not said
   // In place of source_id: the number under which the prefill leg promised the prompt, which may
-  // not be computed yet (KvSource.Meet). Only in requests, never written down.
+  // not be computed yet (KvSource.AwaitPrompt). Only in requests, never written down.
   std::optional<uint64_t> room = std::nullopt;
   bool empty() const { return address.empty() && source_id.empty(); }
 };

@@ -234,7 +234,7 @@ absl::Status DecodeNode::StartGrpc() {
   GenerateOptions generate;
   generate.vocab_size = vocab_size;
   generate.max_context = static_cast<uint32_t>(model_->max_context());
-  generate.linger = absl::Seconds(config_.slow_reader_timeout_seconds());
+  generate.cancel_after = absl::Seconds(config_.slow_reader_timeout_seconds());
   generate.generator = engine_.get();
   generate.pump = &call_pump_;
   generate.metrics = &metrics_;

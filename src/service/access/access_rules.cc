@@ -52,7 +52,7 @@ constexpr Rule kRules[] = {
     {"/sglang.grpc.scheduler.SglangScheduler/GetLoads", kRouters},
     {"/sglang.grpc.scheduler.SglangScheduler/GetTokenizer", kRouters},
 
-    {"/sluice.v1.KvSource/Meet", kDecodes},
+    {"/sluice.v1.KvSource/AwaitPrompt", kDecodes},
     {"/sluice.v1.KvSource/Describe", kDecodes},
     {"/sluice.v1.KvSource/Read", kDecodes},
     // A router keeps or gives up what it has not yet handed over.

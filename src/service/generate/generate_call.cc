@@ -40,14 +40,14 @@ absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
 
 // Cancels a call some time after its sequence has ended, unless it is over by then. Shared by the
 // call and the alarm, either of which may be the last.
-class GenerateCall::Linger {
+class GenerateCall::CancelTimer {
  public:
-  explicit Linger(grpc::CallbackServerContext* context) : context_(context) {}
+  explicit CancelTimer(grpc::CallbackServerContext* context) : context_(context) {}
 
-  static void Start(const std::shared_ptr<Linger>& linger, absl::Duration time) {
-    linger->alarm_.Set(absl::ToChronoTime(absl::Now() + time), [held = linger](bool fired) mutable {
+  static void Start(const std::shared_ptr<CancelTimer>& timer, absl::Duration time) {
+    timer->alarm_.Set(absl::ToChronoTime(absl::Now() + time), [held = timer](bool fired) mutable {
       // gRPC keeps this function for as long as the alarm, which is a member of what it holds.
-      const std::shared_ptr<Linger> self = std::move(held);
+      const std::shared_ptr<CancelTimer> self = std::move(held);
       absl::MutexLock lock(&self->mutex_);
       if (fired && self->context_ != nullptr) self->context_->TryCancel();
     });
@@ -151,15 +151,15 @@ void GenerateCall::Over() {
     log_->Ended(request_id_, sequence_, *end_, prompt_, output_);
     RequestLog::NoteEnded(*context_, request_id_, *end_);
   }
-  if (linger_ != nullptr) linger_->Stop();
+  if (cancel_timer_ != nullptr) cancel_timer_->Stop();
 }
 
 // Sends what has come, unless a write is under way; its end calls here again.
 void GenerateCall::Pump() {
   absl::MutexLock lock(&mutex_);
-  if (stream_ != nullptr && linger_ == nullptr && stream_->Finished()) {
-    linger_ = std::make_shared<Linger>(context_);
-    Linger::Start(linger_, options_.linger);
+  if (stream_ != nullptr && cancel_timer_ == nullptr && stream_->Finished()) {
+    cancel_timer_ = std::make_shared<CancelTimer>(context_);
+    CancelTimer::Start(cancel_timer_, options_.cancel_after);
   }
   if (writing_ || finished_) return;
   bool unsent = false;

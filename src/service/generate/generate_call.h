@@ -38,7 +38,7 @@ struct GenerateOptions {
   size_t stream_capacity = 256;
   // For a caller to take what is left after its sequence has ended; then its call is cancelled, so
   // that one who never reads keeps nothing here.
-  absl::Duration linger = absl::Seconds(30);
+  absl::Duration cancel_after = absl::Seconds(30);
   // Outlive the service; `metrics` may be null. The generator counts what it ends, this service
   // what never became a sequence.
   Generator* generator = nullptr;
@@ -105,7 +105,7 @@ class GenerateCall : private CallPump::Source {
   virtual void EndWith(const grpc::Status& status) = 0;
 
  private:
-  class Linger;
+  class CancelTimer;
   absl::Status Submit();
   void Pump() override;
   void WriteEnd(bool add) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -123,7 +123,7 @@ class GenerateCall : private CallPump::Source {
   absl::Mutex mutex_;
   std::optional<FinishInfo> end_ ABSL_GUARDED_BY(mutex_);  // read from the stream
   std::vector<int32_t> output_ ABSL_GUARDED_BY(mutex_);    // the same
-  std::shared_ptr<Linger> linger_;  // set once, under mutex_, when the sequence has ended
+  std::shared_ptr<CancelTimer> cancel_timer_;  // set once, under mutex_, when the sequence has ended
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;  // the dialect's message is gRPC's
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;
   bool gone_ ABSL_GUARDED_BY(mutex_) = false;       // nobody reads any more

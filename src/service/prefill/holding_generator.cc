@@ -36,7 +36,7 @@ struct HoldingGenerator::Prompt {
   SequenceId id;
   Request request;
   absl::Time arrived = absl::Now();
-  std::shared_ptr<Rooms::Place> place;  // where it is promised, if it is
+  std::shared_ptr<Rooms::Promise> promise;  // where it is promised, if it is
   std::atomic<bool> cancelled = false;
   absl::Mutex mutex;
   absl::Status why ABSL_GUARDED_BY(mutex);  // the first reason stays
@@ -60,8 +60,8 @@ absl::StatusOr<SequenceId> HoldingGenerator::Submit(Request request) {
   auto prompt = std::make_shared<Prompt>();
   if (const auto room = request.handoff.source.room; room.has_value()) {
     SLUICE_CHECK(options_.rooms != nullptr);
-    SLUICE_ASSIGN_OR_RETURN(prompt->place, options_.rooms->Open({request.handoff.tenant, *room},
-                                                                PromptDigest(request.prompt)));
+    SLUICE_ASSIGN_OR_RETURN(prompt->promise, options_.rooms->Open({request.handoff.tenant, *room},
+                                                                  PromptDigest(request.prompt)));
   }
   prompt->request = std::move(request);
   const std::string& name = prompt->request.request_id;
@@ -113,10 +113,10 @@ void HoldingGenerator::Run(const std::shared_ptr<Prompt>& prompt) {
   end.queued = absl::Now() - prompt->arrived;
   end.prompt_tokens = static_cast<uint32_t>(prompt->request.prompt.size());
   end.status = Guarded("Generate", [&] { return Hold(*prompt, &end); });
-  if (prompt->place != nullptr && !end.status.ok() && !absl::IsCancelled(end.status)) {
-    prompt->place->Fail(ForDecodeLeg(end.status));
+  if (prompt->promise != nullptr && !end.status.ok() && !absl::IsCancelled(end.status)) {
+    prompt->promise->Fail(ForDecodeLeg(end.status));
   }
-  prompt->place.reset();  // what is held has it now
+  prompt->promise.reset();  // what is held has it now
   end.reason = end.status.ok() ? FinishInfo::Reason::kLength : FinishInfo::Reason::kError;
   end.total = absl::Now() - prompt->arrived;
   options_.counts->Ended(end.status, end.prompt_tokens, prompt->arrived);
@@ -145,7 +145,7 @@ absl::Status HoldingGenerator::Hold(Prompt& prompt, FinishInfo* end) {
   wanted.want_first_token = true;
   wanted.tenant = prompt.request.handoff.tenant;
   wanted.request_id = prompt.request.request_id;
-  wanted.keep = prompt.place;
+  wanted.keep = prompt.promise;
   absl::StatusOr<HeldPrompts::Held> held = options_.held->Hold(wanted, cancelled);
   // What it ended with, where it ended because it was cancelled.
   if (prompt.cancelled.load()) {
@@ -153,7 +153,7 @@ absl::Status HoldingGenerator::Hold(Prompt& prompt, FinishInfo* end) {
     return why();
   }
   SLUICE_RETURN_IF_ERROR(held.status());
-  if (prompt.place != nullptr) prompt.place->Fill(held->prompt->source_id);
+  if (prompt.promise != nullptr) prompt.promise->Fill(held->prompt->source_id);
   end->source = {options_.address(), held->prompt->source_id, held->prompt->prompt_digest,
                  options_.model_fingerprint};
   end->completion_tokens = 1;

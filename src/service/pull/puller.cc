@@ -91,9 +91,9 @@ struct Puller::Pull {
 };
 
 // Waits for a prompt that is being computed, without a thread: as many may wait as like.
-class Puller::Meeting : public std::enable_shared_from_this<Meeting> {
+class Puller::PromptWait : public std::enable_shared_from_this<PromptWait> {
  public:
-  Meeting(Puller* puller, std::shared_ptr<Pull> pull) : puller_(puller), pull_(std::move(pull)) {
+  PromptWait(Puller* puller, std::shared_ptr<Pull> pull) : puller_(puller), pull_(std::move(pull)) {
     request_.set_room(*pull_->source.room);
     request_.set_tenant(pull_->tenant);
     request_.set_prompt_digest(pull_->prompt_digest);
@@ -109,14 +109,14 @@ class Puller::Meeting : public std::enable_shared_from_this<Meeting> {
       context_ = pull_->NewContext(2 * puller_->options_.call_timeout);
       context = context_.get();
     }
-    pull_->stub->async()->Meet(context, &request_, &answer_,
-                               [self = shared_from_this()](const grpc::Status& status) {
-                                 self->Answered(FromGrpcStatus(status));
-                               });
+    pull_->stub->async()->AwaitPrompt(context, &request_, &answer_,
+                                      [self = shared_from_this()](const grpc::Status& status) {
+                                        self->Answered(FromGrpcStatus(status));
+                                      });
   }
 
   // From Watch(), with its lock.
-  void Look(bool stopping) {
+  void CancelIfUnwanted(bool stopping) {
     if (context_ != nullptr && (stopping || !puller_->Wanted(*pull_))) context_->TryCancel();
   }
 
@@ -144,17 +144,17 @@ class Puller::Meeting : public std::enable_shared_from_this<Meeting> {
     } else {
       puller_->Failed(*pull_, status.ok() ? NobodyWaits() : status);
     }
-    const std::shared_ptr<Meeting> self = shared_from_this();  // ends after the lock
+    const std::shared_ptr<PromptWait> self = shared_from_this();  // ends after the lock
     absl::MutexLock lock(&puller_->mutex_);
-    puller_->meetings_.remove(self);
+    puller_->prompt_waits_.remove(self);
   }
 
   Puller* const puller_;
   const std::shared_ptr<Pull> pull_;
   absl::Time begin_ = absl::Now();
   bool again_ = false;
-  v1::MeetRequest request_;
-  v1::MeetResponse answer_;
+  v1::AwaitPromptRequest request_;
+  v1::AwaitPromptResponse answer_;
   std::unique_ptr<grpc::ClientContext> context_;  // guarded by the puller's mutex
 };
 
@@ -166,7 +166,7 @@ Puller::Puller(Options options)
 Puller::~Puller() {
   ending_.store(true);
   {
-    const auto none = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return meetings_.empty(); };
+    const auto none = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return prompt_waits_.empty(); };
     absl::MutexLock lock(&mutex_);
     mutex_.Await(absl::Condition(&none));  // Watch() cancels them
   }
@@ -181,7 +181,7 @@ Puller::~Puller() {
 void Puller::Watch() {
   pthread_setname_np(pthread_self(), "pull-watch");
   const auto busy = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-    return unwatched_ || !streams_.empty() || !meetings_.empty();
+    return unwatched_ || !streams_.empty() || !prompt_waits_.empty();
   };
   absl::MutexLock lock(&mutex_);
   while (true) {
@@ -191,7 +191,8 @@ void Puller::Watch() {
     for (const auto& [stream, pull] : streams_) {
       stream->Look(now, ending_.load() || !Wanted(*pull));
     }
-    for (const std::shared_ptr<Meeting>& meeting : meetings_) meeting->Look(ending_.load());
+    for (const std::shared_ptr<PromptWait>& wait : prompt_waits_)
+      wait->CancelIfUnwanted(ending_.load());
   }
 }
 
@@ -267,10 +268,10 @@ absl::StatusOr<std::function<void()>> Puller::Begin(Request* request) {
 
 void Puller::Start(const std::shared_ptr<Pull>& pull) {
   if (!pull->source.room.has_value()) return Post(pull);
-  const auto meeting = std::make_shared<Meeting>(this, pull);
+  const auto meeting = std::make_shared<PromptWait>(this, pull);
   {
     absl::MutexLock lock(&mutex_);
-    meetings_.push_back(meeting);
+    prompt_waits_.push_back(meeting);
   }
   meeting->Ask(/*again=*/false);
 }

@@ -85,7 +85,7 @@ class Puller {
 
  private:
   struct Pull;
-  class Meeting;
+  class PromptWait;
   void Start(const std::shared_ptr<Pull>& pull);
   void Post(const std::shared_ptr<Pull>& pull);
   void Run(const std::shared_ptr<Pull>& pull);
@@ -103,7 +103,7 @@ class Puller {
   const Options options_;
   absl::Mutex mutex_;
   std::map<PullStream*, const Pull*> streams_ ABSL_GUARDED_BY(mutex_);
-  std::list<std::shared_ptr<Meeting>> meetings_ ABSL_GUARDED_BY(mutex_);
+  std::list<std::shared_ptr<PromptWait>> prompt_waits_ ABSL_GUARDED_BY(mutex_);
   bool unwatched_ ABSL_GUARDED_BY(mutex_) = false;  // neither is there, and none will be
   std::atomic<bool> ending_ = false;
   std::thread watch_;

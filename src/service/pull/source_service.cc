@@ -48,7 +48,7 @@ template <typename Message>
 absl::StatusOr<std::string> TenantOf(const SourceServiceOptions& options,
                                      const grpc::CallbackServerContext& context,
                                      const Message& request) {
-  if constexpr (std::is_same_v<Message, v1::MeetRequest>) {
+  if constexpr (std::is_same_v<Message, v1::AwaitPromptRequest>) {
     SLUICE_RETURN_IF_ERROR(CheckName("reader", request.reader()));
     if (request.reader().empty()) return InvalidField("reader", "is empty");
     SLUICE_RETURN_IF_ERROR(CheckName("prompt_digest", request.prompt_digest()));  // it is kept
@@ -221,60 +221,63 @@ class ReadReactor : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
 };
 
 // One Meet: ends when the room is filled or given up, when the time is up, or with its caller.
-class MeetReactor : public grpc::ServerUnaryReactor {
+class AwaitPromptReactor : public grpc::ServerUnaryReactor {
  public:
-  MeetReactor(const SourceServiceOptions& options, grpc::CallbackServerContext* context,
-              const v1::MeetRequest& request, v1::MeetResponse* response)
+  AwaitPromptReactor(const SourceServiceOptions& options, grpc::CallbackServerContext* context,
+                     const v1::AwaitPromptRequest& request, v1::AwaitPromptResponse* response)
       : rooms_(options.rooms), response_(response) {
-    const absl::Status status = Guarded("Meet", [&] { return Begin(options, *context, request); });
+    const absl::Status status =
+        Guarded("AwaitPrompt", [&] { return Begin(options, *context, request); });
     if (!status.ok()) Finish(ToGrpcStatus(status));
     if (wait_ == 0) return;
     // It may run after this is gone.
-    alarm_.Set(absl::ToChronoTime(absl::Now() + options.longest_meet),
-               [rooms = rooms_, wait = wait_](bool) { rooms->LeaveOff(wait); });
+    alarm_.Set(absl::ToChronoTime(absl::Now() + options.longest_wait),
+               [rooms = rooms_, wait = wait_](bool) { rooms->StopWaiting(wait); });
   }
   void OnCancel() override {
-    if (wait_ != 0) rooms_->LeaveOff(wait_);
+    if (wait_ != 0) rooms_->StopWaiting(wait_);
   }
   void OnDone() override { delete this; }
 
  private:
   absl::Status Begin(const SourceServiceOptions& options,
-                     const grpc::CallbackServerContext& context, const v1::MeetRequest& request) {
+                     const grpc::CallbackServerContext& context,
+                     const v1::AwaitPromptRequest& request) {
     SLUICE_ASSIGN_OR_RETURN(const std::string tenant, TenantOf(options, context, request));
     if (rooms_ == nullptr) {
       return absl::FailedPreconditionError(
           "no prompt is promised here: start sluice-prefill with --gateway sglang");
     }
-    wait_ = rooms_->Meet({tenant, request.room()}, request.prompt_digest(), request.reader(),
-                         [this](const absl::StatusOr<Rooms::Met>& met) {
-                           if (met.ok()) {
-                             response_->set_source_id(met->source_id);
-                             response_->set_expected(met->expected);
-                           }
-                           Finish(ToGrpcStatus(met.status()));
-                         });
+    wait_ = rooms_->AwaitPrompt({tenant, request.room()}, request.prompt_digest(), request.reader(),
+                                [this](const absl::StatusOr<Rooms::Awaited>& met) {
+                                  if (met.ok()) {
+                                    response_->set_source_id(met->source_id);
+                                    response_->set_expected(met->expected);
+                                  }
+                                  Finish(ToGrpcStatus(met.status()));
+                                });
     return absl::OkStatus();
   }
 
   const std::shared_ptr<Rooms> rooms_;
-  v1::MeetResponse* const response_;
+  v1::AwaitPromptResponse* const response_;
   uint64_t wait_ = 0;  // 0: it has ended already
   grpc::Alarm alarm_;
 };
 
-using SourceBase = v1::KvSource::WithRawCallbackMethod_Read<v1::KvSource::WithCallbackMethod_Meet<
-    v1::KvSource::WithCallbackMethod_Describe<v1::KvSource::WithCallbackMethod_Renew<
-        v1::KvSource::WithCallbackMethod_Release<v1::KvSource::Service>>>>>;
+using SourceBase =
+    v1::KvSource::WithRawCallbackMethod_Read<v1::KvSource::WithCallbackMethod_AwaitPrompt<
+        v1::KvSource::WithCallbackMethod_Describe<v1::KvSource::WithCallbackMethod_Renew<
+            v1::KvSource::WithCallbackMethod_Release<v1::KvSource::Service>>>>>;
 
 class SourceService final : public SourceBase {
  public:
   explicit SourceService(SourceServiceOptions options) : options_(std::move(options)) {}
 
-  grpc::ServerUnaryReactor* Meet(grpc::CallbackServerContext* context,
-                                 const v1::MeetRequest* request,
-                                 v1::MeetResponse* response) override {
-    return new MeetReactor(options_, context, *request, response);  // deletes itself
+  grpc::ServerUnaryReactor* AwaitPrompt(grpc::CallbackServerContext* context,
+                                        const v1::AwaitPromptRequest* request,
+                                        v1::AwaitPromptResponse* response) override {
+    return new AwaitPromptReactor(options_, context, *request, response);  // deletes itself
   }
 
   grpc::ServerUnaryReactor* Describe(grpc::CallbackServerContext* context,

@@ -26,7 +26,7 @@ struct SourceServiceOptions {
   // Where prompts are promised; null: nowhere, and Meet finds nothing.
   std::shared_ptr<Rooms> rooms;
   // How long one Meet waits at most.
-  absl::Duration longest_meet = absl::Seconds(5);
+  absl::Duration longest_wait = absl::Seconds(5);
   // Null: without TLS.
   const Access* access = nullptr;
 };

@@ -26,14 +26,14 @@ namespace sluice {
 namespace {
 
 struct Fixture {
-  explicit Fixture(size_t capacity = 16, absl::Duration linger = absl::Seconds(30)) {
+  explicit Fixture(size_t capacity = 16, absl::Duration cancel_after = absl::Seconds(30)) {
     DecodeServiceOptions options;
     options.generate.vocab_size = 1000;
     options.generate.max_context = 64;
     options.generate.stream_capacity = capacity;
     options.generate.generator = &engine;
     options.generate.pump = &pump;
-    options.generate.linger = linger;
+    options.generate.cancel_after = cancel_after;
     options.engine = &engine;
     service = NewDecodeService(options);
     grpc::ServerBuilder builder;
