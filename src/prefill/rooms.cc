@@ -10,9 +10,8 @@ namespace sluice {
 namespace {
 
 absl::Status OtherPrompt() {
-  return WithReason(
-      absl::FailedPreconditionError("the room's prompt is another than the decode leg's"),
-      reasons::kSourceMismatch);
+  return WithReason(absl::FailedPreconditionError("the room's prompt is not the decode leg's"),
+                    reasons::kSourceMismatch);
 }
 
 absl::Status GivenUp() {

@@ -1,6 +1,7 @@
-// Where the two legs of a request meet that a gateway sends at once: the prefill leg promises a
-// prompt under a number that both came with, the room, and the decode leg waits there for the name
-// under which its caches are held. Either may be first. Thread-safe.
+// The rooms in which the two legs of a request find each other when a gateway sends both at once. A
+// room is a number that both legs came with. The prefill leg promises a prompt in the room, and the
+// decode leg waits there for the name under which the prompt's caches are held. Either may be
+// first. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +24,7 @@ namespace sluice {
 
 class Rooms : public std::enable_shared_from_this<Rooms> {
  public:
-  // Of visitors that wait, over all rooms.
+  // `max_waiting` limits the readers that wait, over all rooms.
   explicit Rooms(size_t max_waiting = 4096) : max_waiting_(max_waiting) {}
 
   struct Key {
@@ -34,8 +35,8 @@ class Rooms : public std::enable_shared_from_this<Rooms> {
     }
   };
 
-  // A prefill leg's hold on its room, which is its own for as long as this lives. Whoever waits
-  // when it goes unfilled is told that nothing will come.
+  // A prefill leg's promise of its room's prompt. The room belongs to the leg for as long as this
+  // lives. If it goes unfilled, waiting readers are told that nothing will come.
   class Promise {
    public:
     Promise(std::shared_ptr<Rooms> rooms, Key key)
@@ -43,9 +44,10 @@ class Rooms : public std::enable_shared_from_this<Rooms> {
     ~Promise();
     Promise(const Promise&) = delete;
     Promise& operator=(const Promise&) = delete;
-    // The prompt is held under this name. Once.
+    // Says that the prompt is held under this name. May be called once.
     void Fill(const std::string& source_id);
-    // It will not be, and why: to be said before this goes. After Fill it does nothing.
+    // Says that the prompt will not come, and why. Must come before this goes. After Fill it does
+    // nothing.
     void Fail(absl::Status why);
 
    private:
@@ -53,25 +55,26 @@ class Rooms : public std::enable_shared_from_this<Rooms> {
     const Key key_;
     absl::Status why_;
   };
-  // ALREADY_EXISTS (ROOM_TAKEN): another prompt has this room.
+  // Promises a prompt in a room. ALREADY_EXISTS (ROOM_TAKEN) if another prompt has the room.
   absl::StatusOr<std::shared_ptr<Promise>> Open(const Key& key, std::string prompt_digest);
 
   struct Awaited {
-    std::string source_id;  // empty: it has not been computed yet
+    std::string source_id;  // empty if the prompt has not been computed yet
     bool expected = false;  // the prefill leg has come
   };
-  // An error:
-  //   FAILED_PRECONDITION  the room's prompt is another one (SOURCE_MISMATCH), or it is another
-  //                        reader's (ROOM_TAKEN)
-  //   RESOURCE_EXHAUSTED   too many visitors wait (ROOMS_FULL)
-  //   the prefill leg's own, or NOT_FOUND (SOURCE_NOT_FOUND): it was given up
+  // Gets the prompt's name, or an error:
+  //   FAILED_PRECONDITION  the room's prompt is another one (SOURCE_MISMATCH), or another reader
+  //   has the
+  //                        room (ROOM_TAKEN)
+  //   RESOURCE_EXHAUSTED   too many readers wait (ROOMS_FULL)
+  //   the prefill leg's own error, or NOT_FOUND (SOURCE_NOT_FOUND) if the prompt was given up
   using Done = std::function<void(absl::StatusOr<Awaited>)>;
-  // Waits in a room for the prompt of this digest. `reader` is a name of the caller's own: a room
-  // has one reader, who may come again. `done` runs once, now or on another thread, without a
-  // lock. Returns what StopWaiting takes, 0 if it ran already.
+  // Waits in a room for the prompt with this digest. `reader` is a name of the caller's choosing: a
+  // room has one reader, who may come again. `done` runs once, now or on another thread, without a
+  // lock. Returns the number that StopWaiting takes, or 0 if `done` ran already.
   uint64_t AwaitPrompt(const Key& key, const std::string& prompt_digest, const std::string& reader,
                        Done done);
-  // Ends a wait, if it has not ended: `done` runs with what there is.
+  // Ends a wait that has not ended: `done` runs with what is known.
   void StopWaiting(uint64_t wait);
 
  private:
@@ -81,16 +84,16 @@ class Rooms : public std::enable_shared_from_this<Rooms> {
     Done done;
   };
   struct Room {
-    bool promised = false;  // by a prefill leg
+    bool promised = false;  // a prefill leg has it
     std::string prompt_digest, source_id;
     std::string reader;  // empty: none yet
     std::vector<Waiter> waiters;
-    // Nobody is in it.
+    // Returns whether nobody is in it.
     bool idle() const { return !promised && waiters.empty(); }
   };
   using Told = std::vector<std::pair<Done, absl::StatusOr<Awaited>>>;
 
-  // Who waits in the room will be told. To be run by Tell without the lock.
+  // Moves everybody who waits in the room to `told`, for Tell to run without the lock.
   void TellAllLocked(Room& room, const absl::StatusOr<Awaited>& what, Told* told)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static void Tell(Told told);

@@ -11,7 +11,8 @@
 namespace sluice {
 namespace {
 
-// Time that went by before tokens forgives none of them: it is counted as often as this.
+// Time that passed before a token was emitted must not forgive that token, so the passed time is
+// counted at least this often while tokens come.
 constexpr absl::Duration kForgiveEvery = absl::Milliseconds(100);
 
 }  // namespace
@@ -20,7 +21,7 @@ struct TenantQuotas::State {
   struct Tenant {
     uint64_t sequences = 0;
     uint64_t dram_bytes = 0;
-    double tokens = 0;  // emitted, less what time has forgiven
+    double tokens = 0;  // emitted, less those that time has forgiven
     absl::Time counted;
     bool idle() const { return sequences == 0 && dram_bytes == 0; }
   };
@@ -32,7 +33,7 @@ struct TenantQuotas::State {
     if (found == quotas.end()) found = quotas.find("*");
     return found == quotas.end() ? TenantQuota() : found->second;
   }
-  // What the tenant has emitted and time has not forgiven yet, in tokens, at `now`.
+  // Returns the tokens that the tenant has emitted and that time has not forgiven at `now`.
   static double Forgive(Tenant& tenant, const TenantQuota& quota, absl::Time now) {
     const double seconds = absl::ToDoubleSeconds(now - tenant.counted);
     tenant.tokens =
@@ -40,7 +41,7 @@ struct TenantQuotas::State {
     tenant.counted = now;
     return tenant.tokens;
   }
-  // Names come from outside: those that have nothing are forgotten.
+  // Forgets tenants that have nothing, because their names come from outside.
   void Prune() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     if (tenants.size() < 2 * kept) return;
     const absl::Time now = clock->Now();
@@ -61,7 +62,7 @@ struct TenantQuotas::State {
   size_t kept ABSL_GUARDED_BY(mutex) = kLeastKept;
 };
 
-// The engine's sink, with the tenant's share of sequences until the end.
+// The engine's sink, which owns the tenant's share of sequences until the end.
 class TenantQuotas::MeteredSink : public TokenSink {
  public:
   MeteredSink(std::shared_ptr<State> state, State::Tenants::value_type* tenant,
@@ -94,7 +95,7 @@ class TenantQuotas::MeteredSink : public TokenSink {
   }
 
   const std::shared_ptr<State> state_;
-  State::Tenants::value_type* const tenant_;  // is not forgotten while it has this sequence
+  State::Tenants::value_type* const tenant_;  // not forgotten while it has this sequence
   const std::shared_ptr<TokenSink> sink_;
   bool released_ = false;
 };
@@ -131,7 +132,7 @@ absl::StatusOr<TenantQuotas::Share> TenantQuotas::TakeDram(const std::string& te
 }
 
 TenantQuotas::Share TenantQuotas::Given(const std::string& tenant, uint64_t bytes) {
-  // The address is never looked at; what counts is that it goes.
+  // Nobody looks at the address; it only matters when the share goes.
   return Share(state_.get(), [state = state_, tenant, bytes](const void*) {
     absl::MutexLock lock(&state->mutex);
     state->tenants[tenant].dram_bytes -= bytes;

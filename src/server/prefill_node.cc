@@ -14,6 +14,7 @@
 #include "src/server/model_setup.h"
 #include "src/server/program.h"
 #include "src/service/access/credentials.h"
+#include "src/service/admin/prefill_admin_service.h"
 #include "src/service/prefill/prefill_service.h"
 #include "src/service/pull/source_service.h"
 #include "src/service/wire/proto_conversion.h"
@@ -193,6 +194,15 @@ absl::Status PrefillNode::StartGrpc() {
     source.access = security_.access();
     services.push_back(NewSourceService(std::move(source)));
   }
+  PrefillAdminOptions admin;
+  *admin.model.mutable_model() = MakeModelInfo(*model_);
+  admin.model.set_device(device_->name());
+  admin.model.set_kernels(device_->kernels().name());
+  admin.model.set_version(Version());
+  admin.readiness = &readiness_;
+  admin.counts = &counts_;
+  admin.held = held_.get();
+  services.push_back(NewPrefillAdminService(std::move(admin)));
   GrpcServer::Options options;
   options.listen = config_.listen();
   options.access_log = access_log_.get();

@@ -19,7 +19,8 @@ struct Rule {
   Roles roles;
 };
 
-// Everything that a node serves, and nothing else: tests/unit/service/access_test.cc compares.
+// The table has every method that a node serves, and nothing else;
+// tests/unit/service/access/access_test.cc compares.
 constexpr Rule kRules[] = {
     {"/sluice.v1.KvIngest/Reserve", kPrefills},
     {"/sluice.v1.KvIngest/Write", kPrefills},
@@ -55,7 +56,7 @@ constexpr Rule kRules[] = {
     {"/sluice.v1.KvSource/AwaitPrompt", kDecodes},
     {"/sluice.v1.KvSource/Describe", kDecodes},
     {"/sluice.v1.KvSource/Read", kDecodes},
-    // A router keeps or gives up what it has not yet handed over.
+    // A router keeps or gives up prompts that it has not handed over yet.
     {"/sluice.v1.KvSource/Renew", kDecodesOrRouters},
     {"/sluice.v1.KvSource/Release", kDecodesOrRouters},
 

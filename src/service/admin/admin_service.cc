@@ -25,11 +25,13 @@ namespace {
 constexpr size_t kMaxTermsBytes = 4096;
 constexpr uint32_t kDefaultLimit = 1000;
 constexpr absl::Duration kMaxDrain = absl::Hours(24);
-constexpr uint32_t kMaxLimit = 10000;  // x about 350 bytes, names of full length: 3.5 MB
+constexpr uint32_t kMaxLimit = 10000;  // of about 350 bytes each, with names of full length: 3.5 MB
 
 class AdminService final : public v1::Admin::CallbackService {
  public:
-  explicit AdminService(AdminServiceOptions options) : options_(std::move(options)) {}
+  explicit AdminService(AdminServiceOptions options) : options_(std::move(options)) {
+    options_.model.set_role("decode");
+  }
 
   grpc::ServerUnaryReactor* GetModel(grpc::CallbackServerContext* context,
                                      const v1::GetModelRequest* /*request*/,
@@ -153,7 +155,7 @@ class AdminService final : public v1::Admin::CallbackService {
       return InvalidField("terms", absl::StrCat("at most ", kMaxTermsBytes, " bytes, found ",
                                                 request.terms().size()));
     }
-    // Looked at before anything changes.
+    // The terms are checked before anything changes.
     if (const absl::Status status = ParseFailpoints(request.terms()).status(); !status.ok()) {
       return InvalidField("terms", std::string(status.message()));
     }
@@ -181,12 +183,13 @@ class AdminService final : public v1::Admin::CallbackService {
     response->set_waiting(snapshot.waiting);
     response->set_transfers(static_cast<uint32_t>(options_.transfers->open_transfers()));
     response->set_draining(snapshot.draining);
+    response->set_ready(options_.drain->ready());
   }
 
-  // Files being made, at once and waiting.
+  // Maximum traces that are made or wait.
   static constexpr size_t kMaxTraces = 4;
 
-  const AdminServiceOptions options_;
+  AdminServiceOptions options_;
   WorkerQueue workers_{"admin", 1, kMaxTraces};  // last: its thread uses the rest
 };
 

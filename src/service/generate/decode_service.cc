@@ -48,7 +48,7 @@ class SluiceDialect final : public GenerateDialectOf<v1::GenerateResponse> {
     message()->set_request_id(request_id_);
   }
 
-  const v1::GenerateRequest& request_;  // gRPC's, as long as the call
+  const v1::GenerateRequest& request_;  // gRPC keeps it as long as the call
   const GenerateOptions& options_;
   std::string request_id_;
 };

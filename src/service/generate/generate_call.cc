@@ -32,27 +32,28 @@ std::string RandomRequestId() { return absl::StrFormat("%016x%016x", RandomU64()
 absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   const auto deadline = context.deadline();
   if (deadline == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();
-  // The engine's clock does not follow leaps of the wall clock, gRPC's deadline does.
+  // The engine's clock does not follow leaps of the wall clock, but gRPC's deadline does.
   return RealClock()->Now() + (absl::FromChrono(deadline) - absl::Now());
 }
 
 }  // namespace
 
-// Cancels a call some time after its sequence has ended, unless it is over by then. Shared by the
-// call and the alarm, either of which may be the last.
+// Cancels a call some time after its sequence has ended, unless the call is over by then. The call
+// and the alarm share it, and either may be the last owner.
 class GenerateCall::CancelTimer {
  public:
   explicit CancelTimer(grpc::CallbackServerContext* context) : context_(context) {}
 
   static void Start(const std::shared_ptr<CancelTimer>& timer, absl::Duration time) {
     timer->alarm_.Set(absl::ToChronoTime(absl::Now() + time), [held = timer](bool fired) mutable {
-      // gRPC keeps this function for as long as the alarm, which is a member of what it holds.
+      // gRPC keeps this function for as long as the alarm, which is a member of the object that it
+      // holds.
       const std::shared_ptr<CancelTimer> self = std::move(held);
       absl::MutexLock lock(&self->mutex_);
       if (fired && self->context_ != nullptr) self->context_->TryCancel();
     });
   }
-  // The call is over: its context goes.
+  // Called when the call is over and its context goes.
   void Stop() {
     {
       absl::MutexLock lock(&mutex_);
@@ -154,7 +155,8 @@ void GenerateCall::Over() {
   if (cancel_timer_ != nullptr) cancel_timer_->Stop();
 }
 
-// Sends what has come, unless a write is under way; its end calls here again.
+// Sends the tokens that have come, unless a write is under way. The end of a write calls here
+// again.
 void GenerateCall::Pump() {
   absl::MutexLock lock(&mutex_);
   if (stream_ != nullptr && cancel_timer_ == nullptr && stream_->Finished()) {

@@ -18,8 +18,8 @@ namespace sluice {
 
 namespace {
 
-// Why a prompt was not computed, as the decode leg that waits for it is told: what another node may
-// do better keeps its code, the rest is no fault of the waiting node's.
+// Returns the error that the waiting decode leg is told. An error that another node may not have
+// keeps its code; any other is no fault of the waiting node's.
 absl::Status ForDecodeLeg(const absl::Status& status) {
   const char* const kPrefix = "its prefill leg failed";
   if (absl::IsResourceExhausted(status) || absl::IsUnavailable(status) ||
@@ -36,7 +36,7 @@ struct HoldingGenerator::Prompt {
   SequenceId id;
   Request request;
   absl::Time arrived = absl::Now();
-  std::shared_ptr<Rooms::Promise> promise;  // where it is promised, if it is
+  std::shared_ptr<Rooms::Promise> promise;  // null if the prompt has no room
   std::atomic<bool> cancelled = false;
   absl::Mutex mutex;
   absl::Status why ABSL_GUARDED_BY(mutex);  // the first reason stays
@@ -54,7 +54,7 @@ HoldingGenerator::HoldingGenerator(Options options)
 
 absl::StatusOr<SequenceId> HoldingGenerator::Submit(Request request) {
   SLUICE_RETURN_IF_ERROR(options_.readiness->CheckTakesWork());
-  // Stop strings are the decode node's to judge: it alone matches them.
+  // The decode node judges stop strings, because only it matches them.
   SLUICE_RETURN_IF_ERROR(ValidateSamplingParams(request.sampling, options_.vocab_size,
                                                 /*stop_strings_supported=*/true));
   auto prompt = std::make_shared<Prompt>();
@@ -102,7 +102,7 @@ void HoldingGenerator::CancelRequest(const std::string& request_id, absl::Status
     found = prompt != prompts_.end();
     if (found) prompt->second->Cancel(why);
   }
-  // After that: a prompt that is held in between finds itself cancelled and lets go.
+  // This comes second because a prompt that is held in between finds itself cancelled and lets go.
   const bool released = options_.held->ReleaseRequest(request_id);
   done(found || released);
 }
@@ -116,7 +116,7 @@ void HoldingGenerator::Run(const std::shared_ptr<Prompt>& prompt) {
   if (prompt->promise != nullptr && !end.status.ok() && !absl::IsCancelled(end.status)) {
     prompt->promise->Fail(ForDecodeLeg(end.status));
   }
-  prompt->promise.reset();  // what is held has it now
+  prompt->promise.reset();  // the held prompt owns it now
   end.reason = end.status.ok() ? FinishInfo::Reason::kLength : FinishInfo::Reason::kError;
   end.total = absl::Now() - prompt->arrived;
   options_.counts->Ended(end.status, end.prompt_tokens, prompt->arrived);
@@ -147,7 +147,7 @@ absl::Status HoldingGenerator::Hold(Prompt& prompt, FinishInfo* end) {
   wanted.request_id = prompt.request.request_id;
   wanted.keep = prompt.promise;
   absl::StatusOr<HeldPrompts::Held> held = options_.held->Hold(wanted, cancelled);
-  // What it ended with, where it ended because it was cancelled.
+  // A cancelled prompt ends with the reason for its cancellation.
   if (prompt.cancelled.load()) {
     if (held.ok()) options_.held->Release(held->prompt->source_id, wanted.tenant);
     return why();

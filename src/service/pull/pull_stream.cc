@@ -18,7 +18,8 @@
 
 namespace sluice {
 
-// As bytes: a chunk goes from the transport's slices to its pages in one copy.
+// The response is read as bytes, so that a chunk goes from the transport's slices to its pages in
+// one copy.
 PullStream::PullStream(Options options)
     : options_(std::move(options)),
       stub_(options_.channel),
@@ -58,7 +59,7 @@ absl::Status PullStream::Take(grpc::ByteBuffer* message) {
     if (!reader.status().ok()) return absl::DataLossError("a chunk is not readable");
     LandingSink sink(options_.transfers, options_.transfer_id);
     const absl::Status begun = ParseWriteRequest(&reader, message->Length(), sink);
-    if (absl::IsInvalidArgument(begun)) {  // the source's fault, and no caller's
+    if (absl::IsInvalidArgument(begun)) {  // this is the source's fault, and no caller's
       return WithReason(absl::FailedPreconditionError(
                             absl::StrCat("it sent a chunk that does not fit: ", begun.message())),
                         reasons::kSourceMismatch);
@@ -69,7 +70,7 @@ absl::Status PullStream::Take(grpc::ByteBuffer* message) {
 }
 
 void PullStream::Ended(const absl::Status& status) {
-  if (status.ok()) return;  // OnDone says the rest
+  if (status.ok()) return;  // OnDone reports the error
   landed_ = status;
   options_.context->TryCancel();
 }

@@ -27,23 +27,23 @@ namespace sluice {
 namespace {
 
 constexpr absl::Duration kWatchInterval = absl::Milliseconds(50);
-constexpr size_t kMaxRanges = 1024;  // asked for again one by one; of more, everything
-// Below this a second stream costs more than it brings.
+constexpr size_t kMaxRanges = 1024;  // beyond it, everything is asked for again
+// Below this size a second stream costs more than it brings.
 constexpr int64_t kBytesOfAStream = int64_t{16} << 20;
 
 absl::Status Mismatch(const std::string& what) {
   return WithReason(absl::FailedPreconditionError(what), reasons::kSourceMismatch);
 }
 
-// What a second attempt, over another connection, may mend.
+// Returns whether a second attempt over another connection may mend the error.
 bool MayMendByReading(const absl::Status& status) {
   const auto reason = ReasonOf(status);
   if (reason == reasons::kSourceNotFound || reason == reasons::kSourceMismatch) return false;
   return MayMend(status) || absl::IsDeadlineExceeded(status);
 }
 
-// Codes that mean at this node what they say; another, such as UNIMPLEMENTED where no KvSource is
-// or UNAUTHENTICATED of this node itself, is no fault of the caller's.
+// Returns whether the code means at this node what it says. Others, such as UNIMPLEMENTED from a
+// server without KvSource or UNAUTHENTICATED of this node itself, are no fault of the caller's.
 bool IsOfPulls(const absl::Status& status) {
   return absl::IsNotFound(status) || absl::IsFailedPrecondition(status) ||
          absl::IsDataLoss(status) || absl::IsDeadlineExceeded(status) ||
@@ -52,7 +52,7 @@ bool IsOfPulls(const absl::Status& status) {
 
 absl::Status NobodyWaits() { return absl::CancelledError("nobody waits for it any more"); }
 
-// What is wrong with the manifest, in the words of the request that it was made of.
+// Returns an error about the manifest in the words of the request that the manifest was made of.
 absl::Status AsOfRequest(const absl::Status& status) {
   const auto field = FieldOf(status);
   if (!field.has_value()) return status;
@@ -90,7 +90,7 @@ struct Puller::Pull {
   }
 };
 
-// Waits for a prompt that is being computed, without a thread: as many may wait as like.
+// Waits without a thread for a prompt that is being computed, so that any number may wait.
 class Puller::PromptWait : public std::enable_shared_from_this<PromptWait> {
  public:
   PromptWait(Puller* puller, std::shared_ptr<Pull> pull) : puller_(puller), pull_(std::move(pull)) {
@@ -105,7 +105,7 @@ class Puller::PromptWait : public std::enable_shared_from_this<PromptWait> {
     grpc::ClientContext* context = nullptr;
     {
       absl::MutexLock lock(&puller_->mutex_);
-      // A source answers within seconds, if only that it is not yet.
+      // A source answers within seconds, if only that the prompt is not ready yet.
       context_ = pull_->NewContext(2 * puller_->options_.call_timeout);
       context = context_.get();
     }
@@ -115,7 +115,7 @@ class Puller::PromptWait : public std::enable_shared_from_this<PromptWait> {
                                       });
   }
 
-  // From Watch(), with its lock.
+  // Called by Watch() with its lock.
   void CancelIfUnwanted(bool stopping) {
     if (context_ != nullptr && (stopping || !puller_->Wanted(*pull_))) context_->TryCancel();
   }
@@ -124,7 +124,8 @@ class Puller::PromptWait : public std::enable_shared_from_this<PromptWait> {
   void Answered(absl::Status status) {
     const bool wanted = puller_->Wanted(*pull_) && !puller_->ending_.load();
     if (status.ok() && answer_.source_id().empty() && wanted) {
-      if (answer_.expected()) begin_ = absl::Now();  // its leg is there: that takes what it takes
+      // its leg is there, and takes as long as it takes
+      if (answer_.expected()) begin_ = absl::Now();
       if (absl::Now() - begin_ < puller_->options_.room_timeout) return Ask(/*again=*/false);
       status = WithReason(
           absl::DeadlineExceededError(absl::StrCat(
@@ -137,14 +138,14 @@ class Puller::PromptWait : public std::enable_shared_from_this<PromptWait> {
       return Ask(/*again=*/true);
     }
     if (status.ok() && !answer_.source_id().empty()) {
-      // Also where nobody waits any more: it is to be released.
+      // This happens also if nobody waits any more, because the prompt must be released.
       pull_->source.source_id = answer_.source_id();
       pull_->begin = absl::Now();
       puller_->Post(pull_);
     } else {
       puller_->Failed(*pull_, status.ok() ? NobodyWaits() : status);
     }
-    const std::shared_ptr<PromptWait> self = shared_from_this();  // ends after the lock
+    const std::shared_ptr<PromptWait> self = shared_from_this();  // goes after the lock
     absl::MutexLock lock(&puller_->mutex_);
     puller_->prompt_waits_.remove(self);
   }
@@ -170,7 +171,7 @@ Puller::~Puller() {
     absl::MutexLock lock(&mutex_);
     mutex_.Await(absl::Condition(&none));  // Watch() cancels them
   }
-  workers_.reset();  // runs what waits, too: watched until the last one has ended
+  workers_.reset();  // runs the waiting pulls too, watched until the last has ended
   {
     absl::MutexLock lock(&mutex_);
     unwatched_ = true;
@@ -237,7 +238,7 @@ absl::StatusOr<std::function<void()>> Puller::Begin(Request* request) {
   manifest.model_fingerprint = options_.model_fingerprint;
   manifest.context_length = static_cast<uint32_t>(request->prompt.size());
   manifest.prompt_token_ids.assign(request->prompt.begin(), request->prompt.end());
-  // Without a limit of the caller's: what context and memory leave.
+  // A caller that sets no limit gets what context and memory leave.
   const uint32_t room = std::min(options_.max_context, options_.max_tokens);
   manifest.max_new_tokens = request->sampling.max_tokens.value_or(
       room > manifest.context_length ? room - manifest.context_length : 1);
@@ -253,7 +254,7 @@ absl::StatusOr<std::function<void()>> Puller::Begin(Request* request) {
   pull->hint_tokens = reserved.hint_tokens;
   pull->trace = request->trace;
   pull->begin = absl::Now();
-  // The engine's clock to the wall's.
+  // The engine's clock is converted to the wall clock.
   pull->deadline = request->deadline == absl::InfiniteFuture()
                        ? absl::InfiniteFuture()
                        : absl::Now() + (request->deadline - RealClock()->Now());
@@ -299,9 +300,9 @@ void Puller::Run(const std::shared_ptr<Pull>& pull) {
          {"error", status.ToString()}});
     status = Attempt(*pull, /*again=*/true);
   }
-  // What could not be read stays where it is: another node may fare better, and else its lease
-  // ends.
-  if (status.ok()) Count(*pull, status);  // before an answer that may take its time
+  // After a failure the caches stay where they are: another node may fare better, and otherwise
+  // their lease ends.
+  if (status.ok()) Count(*pull, status);  // before Release, whose answer may take its time
   if (status.ok() || !Wanted(*pull)) Release(*pull);
   if (!status.ok()) Failed(*pull, status);
 }
@@ -408,7 +409,7 @@ absl::Status Puller::ReadAll(Pull& pull, bool again) {
       for (const MissingRange& range : info.missing) *requests[0].add_ranges() = ToProto(range);
     }
   } else if (pull.bytes >= 2 * kBytesOfAStream && options_.streams > 1) {
-    // Layers in turn, so that each stream has as much.
+    // Layers go to the streams in turn, so that each stream has as much.
     const auto streams =
         static_cast<size_t>(std::min<int64_t>(options_.streams, pull.bytes / kBytesOfAStream));
     requests.resize(std::min<size_t>(streams, static_cast<size_t>(options_.layout.layers)));
@@ -426,7 +427,8 @@ absl::Status Puller::ReadAll(Pull& pull, bool again) {
     request.set_tenant(pull.tenant);
     request.set_max_chunk_bytes(options_.max_chunk_bytes);
     PullStream::Options stream;
-    // Each over a connection of its own: one is the work of one thread at either end.
+    // Each stream has its own connection, because a connection is the work of one thread at either
+    // end.
     stream.channel = streams.empty() ? pull.channel
                                      : options_.channels->Get(pull.source.address,
                                                               static_cast<int>(streams.size()));
@@ -449,11 +451,12 @@ absl::Status Puller::ReadAll(Pull& pull, bool again) {
 }
 
 absl::Status Puller::Commit(Pull& pull) {
-  // No first token: the prompt's last position is computed here, by the caller's own parameters.
+  // There is no first token: this node computes the prompt's last position, by the caller's own
+  // parameters.
   TransferInfo missing;
   absl::Status status =
       options_.transfers->Commit(pull.transfer_id, {}, &missing, pull.hints).status();
-  // Hints only warm a sequence up: what was read is not given up for them.
+  // Hints only warm a sequence up, so the caches are not given up for them.
   if (!pull.hints.empty() &&
       (absl::IsResourceExhausted(status) || absl::IsInvalidArgument(status))) {
     status = options_.transfers->Commit(pull.transfer_id, {}, &missing, {}).status();
@@ -470,7 +473,8 @@ void Puller::Release(const Pull& pull) {
   v1::ReleaseResponse answer;
   request.set_source_id(pull.source.source_id);
   request.set_tenant(pull.tenant);
-  grpc::ClientContext context;  // not bound to the request's time: its lease would have to end it
+  // not bound to the request's time, so that its lease need not end it
+  grpc::ClientContext context;
   context.set_deadline(absl::ToChronoTime(absl::Now() + options_.call_timeout));
   PassOn(pull.trace, &context);
   (void)pull.stub->Release(&context, request, &answer);

@@ -1,4 +1,5 @@
-// The last line of defence around a handler: what it throws becomes the answer of its call.
+// The last line of defence around a handler: an exception that it throws becomes the answer of its
+// call.
 #pragma once
 
 #include <exception>
@@ -15,8 +16,9 @@
 
 namespace sluice {
 
-// work()'s status, or INTERNAL with reason EXCEPTION. Our own code throws nothing; libraries do,
-// and so does an allocation that fails. `call` is for the log.
+// Returns work()'s status, or INTERNAL with reason EXCEPTION if work() throws. Our own code throws
+// nothing, but libraries do, and so does an allocation that fails. `call` names the call in the
+// log.
 template <typename Work>
 absl::Status Guarded(const char* call, Work&& work) {
   try {

@@ -15,7 +15,7 @@ namespace {
 
 const Rooms::Key kRoom{"", 7};
 
-// A visit, and what it was told.
+// A reader's wait, and what the reader was told.
 struct Wait {
   std::optional<absl::StatusOr<Rooms::Awaited>> told;
   uint64_t wait = 0;
@@ -57,7 +57,7 @@ TEST_CASE("the legs meet in a room, whichever comes first") {
   CHECK(after.wait == 0);
 }
 
-TEST_CASE("a reader that leaves off is told whether the prompt is expected") {
+TEST_CASE("a reader that stops waiting is told whether the prompt is expected") {
   const auto rooms = std::make_shared<Rooms>();
   Wait early, late;
   early.AwaitPrompt(*rooms);
@@ -88,7 +88,7 @@ TEST_CASE("a room is one prompt's and one reader's") {
   again.AwaitPrompt(*rooms, "first");
   CHECK(again.source() == "held");
   promise.reset();
-  // A room that is empty again is anybody's.
+  // Anybody may have a room that is empty again.
   const auto next = Opened(*rooms);
   Wait other;
   other.AwaitPrompt(*rooms, "second");
@@ -117,7 +117,7 @@ TEST_CASE("who expects another prompt gets none, first or last") {
   CHECK(before.reason() == "SOURCE_MISMATCH");
   after.AwaitPrompt(*rooms, "w", "another");
   CHECK(after.reason() == "SOURCE_MISMATCH");
-  right.AwaitPrompt(*rooms, "right");  // neither took the reader's promise
+  right.AwaitPrompt(*rooms, "right");  // neither took the reader's room
   promise->Fill("held");
   CHECK(right.source() == "held");
 }
@@ -166,7 +166,7 @@ TEST_CASE("legs that come, wait, leave and go at once are each told once") {
     threads.emplace_back([&, t] {
       for (int i = 0; i < kRounds; ++i) {
         const Rooms::Key key{"", static_cast<uint64_t>(i)};
-        if (t % 2 == 0) {  // two that promise, of whom one is refused now and then
+        if (t % 2 == 0) {  // two threads promise, and one of them is refused now and then
           const auto promise = rooms->Open(key, "d");
           if (promise.ok() && i % 3 != 0) (*promise)->Fill("held");
           continue;
@@ -185,7 +185,7 @@ TEST_CASE("legs that come, wait, leave and go at once are each told once") {
   }
   for (std::thread& thread : threads) thread.join();
   CHECK(told == kThreads / 2 * kRounds);
-  // Nothing stayed behind: every room is anybody's.
+  // Nothing stayed behind: anybody may have every room.
   for (int i = 0; i < kRounds; ++i) CHECK(rooms->Open({"", static_cast<uint64_t>(i)}, "d").ok());
 }
 
