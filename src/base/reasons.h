@@ -90,16 +90,20 @@ inline constexpr char kPoisoned[] = "POISONED";
 
 // ---- A held prompt (Prefill and KvSource), and pulling it ----
 
-// Too many prompts wait at the prefill node. The caller waits for RetryInfo's time.
+// Too many prompts wait at the prefill node. The caller waits for RetryInfo's time, or uses another
+// node.
 inline constexpr char kQueueFull[] = "QUEUE_FULL";
-// The held prompts leave no room for one more. The caller waits for RetryInfo's time.
+// The held prompts leave no room for one more. The caller waits for RetryInfo's time, or uses
+// another node.
 inline constexpr char kHoldFull[] = "HOLD_FULL";
-// The prompt was not computed, and another node would not fare better. The caller changes it.
+// The prompt was not computed, and another node would not fare better. The caller changes its
+// request.
 inline constexpr char kPrefillFailed[] = "PREFILL_FAILED";
 // The source does not hold the prompt: it was released or its lease ended. The caller prefills
 // again.
 inline constexpr char kSourceNotFound[] = "SOURCE_NOT_FOUND";
-// The source holds another prompt, or caches of another form. The caller prefills again.
+// The source holds another prompt, or caches of another layout. The caller names the right prompt,
+// or the operator gives both nodes the same cache settings.
 inline constexpr char kSourceMismatch[] = "SOURCE_MISMATCH";
 // The decode node's settings do not allow the source's address. The operator adds it.
 inline constexpr char kSourceNotAllowed[] = "SOURCE_NOT_ALLOWED";

@@ -102,7 +102,7 @@ class HeldPrompts {
 
   struct Usage {
     size_t prompts = 0;
-    uint64_t bytes = 0;    // of held prompts, of those still read, and of those being computed
+    uint64_t bytes = 0;    // held prompts, those still read, those being computed
     uint64_t expired = 0;  // leases that ended since the start
     uint64_t max_bytes = 0;
   };

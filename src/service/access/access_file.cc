@@ -18,7 +18,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr size_t kMaxTextBytes = 512;    // of an identity or a name
+constexpr size_t kMaxTextBytes = 512;    // maximum of an identity or a name
 constexpr size_t kMaxTenantBytes = 128;  // as in messages: kMaxNameBytes of the transfer table
 
 absl::Status Wrong(const std::string& where, const std::string& what) {

@@ -44,7 +44,7 @@ class AccessLog {
   // Returns the number of lines that found the queue full or could not be written.
   uint64_t dropped() const { return dropped_.load(); }
 
-  static constexpr size_t kMaxQueued = 4096;  // of about 1 KiB each
+  static constexpr size_t kMaxQueued = 4096;  // records of about 1 KiB each
   static constexpr absl::Duration kFlushEvery = absl::Milliseconds(100);
   static constexpr absl::Duration kLookEvery = absl::Seconds(1);
 

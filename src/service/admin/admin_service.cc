@@ -25,7 +25,7 @@ namespace {
 constexpr size_t kMaxTermsBytes = 4096;
 constexpr uint32_t kDefaultLimit = 1000;
 constexpr absl::Duration kMaxDrain = absl::Hours(24);
-constexpr uint32_t kMaxLimit = 10000;  // of about 350 bytes each, with names of full length: 3.5 MB
+constexpr uint32_t kMaxLimit = 10000;  // entries of about 350 bytes, with full names: 3.5 MB
 
 class AdminService final : public v1::Admin::CallbackService {
  public:

@@ -136,7 +136,7 @@ class WriteReactor : private ReadAhead, public grpc::ServerReadReactor<grpc::Byt
   grpc::ByteBuffer* const response_;
   const std::string tenant_;  // the caller's tenant; empty if it may act for any
   // Used by the thread that lands.
-  std::string transfer_id_;  // of the last chunk that had a place
+  std::string transfer_id_;  // named by the last accepted chunk
   std::string owned_;        // the last transfer that was found to be the caller's
   uint64_t blocks_landed_ = 0;
   uint64_t bytes_landed_ = 0;

@@ -97,7 +97,7 @@ class KvPusher {
   uint64_t queued_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   std::deque<v1::WriteRequest> kept_ ABSL_GUARDED_BY(mutex_);
   uint64_t kept_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
-  grpc::ClientContext* context_ ABSL_GUARDED_BY(mutex_) = nullptr;  // of the stream under way
+  grpc::ClientContext* context_ ABSL_GUARDED_BY(mutex_) = nullptr;  // the stream under way
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;
   bool abandoned_ ABSL_GUARDED_BY(mutex_) = false;
   bool broken_ ABSL_GUARDED_BY(mutex_) = false;

@@ -142,7 +142,7 @@ TEST_CASE("who waits hears what became of a prompt that is not computed") {
   }
 }
 
-TEST_CASE("no more may wait than the rooms have promises for") {
+TEST_CASE("no more readers may wait than the limit allows") {
   const auto rooms = std::make_shared<Rooms>(/*max_waiting=*/2);
   Wait a, b, c, d;
   a.AwaitPrompt(*rooms, "a", "d", {"", 1});
