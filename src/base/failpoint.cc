@@ -6,6 +6,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 
@@ -116,7 +117,7 @@ absl::Status ArmFailpoints(std::string_view terms, uint64_t seed) {
   if (!kFailpointsCompiledIn && !parsed.empty()) {
     return WithReason(absl::FailedPreconditionError(
                           "this build has no failpoints: configure it with -DSLUICE_FAILPOINTS=ON"),
-                      "NO_FAILPOINTS");
+                      reasons::kNoFailpoints);
   }
   for (const FailpointTerm& term : parsed) TheRegistry().Arm(term, seed);
   return absl::OkStatus();

@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 
 namespace sluice {
 
@@ -34,7 +35,8 @@ class Readiness {
       return failure_;
     }
     if (!draining()) return absl::OkStatus();
-    return WithReason(absl::UnavailableError("the node is draining: use another one"), "DRAINING");
+    return WithReason(absl::UnavailableError("the node is draining: use another one"),
+                      reasons::kDraining);
   }
 
  private:

@@ -3,6 +3,7 @@
 #include "absl/strings/str_cat.h"
 #include "src/base/error.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 
 namespace sluice {
 
@@ -10,7 +11,8 @@ void DeviceHealth::Fail(const std::string& why) {
   {
     absl::MutexLock lock(&mutex_);
     if (!status_.ok()) return;
-    status_ = WithReason(absl::InternalError(absl::StrCat("the GPU failed: ", why)), "GPU_FAILED");
+    status_ =
+        WithReason(absl::InternalError(absl::StrCat("the GPU failed: ", why)), reasons::kGpuFailed);
   }
   failed_.store(true, std::memory_order_release);
   Log(LogLevel::kError, "the GPU failed", {{"error", why}});

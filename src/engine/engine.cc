@@ -8,6 +8,7 @@
 #include "src/attention/attention_policy.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/engine/engine_impl.h"
 #include "src/model/model.h"
@@ -73,7 +74,7 @@ absl::Status EngineImpl::CheckRequest(const Request& request) const {
             "nothing was handed over (no transfer_id, no rendezvous_key), and this node does not "
             "compute prompts: send the caches by KvIngest first, or set "
             "local_prefill to always"),
-        "NO_HANDOFF");
+        reasons::kNoHandoff);
   }
   return CheckPromptFits(request, request.prompt.size());
 }
@@ -135,14 +136,14 @@ absl::StatusOr<SequenceId> EngineImpl::Submit(Request request) {
   SLUICE_RETURN_IF_ERROR(readiness_->CheckTakesWork());
   if (SLUICE_FAILPOINT(kEngineQueue) || waiting_count_ >= options_.max_waiting) {
     return ResourceExhausted(
-        "TOO_MANY_WAITING",
+        reasons::kTooManyWaiting,
         absl::StrCat(waiting_count_, " sequences wait already; try again later"),
         parts_.finish_rate != nullptr ? parts_.finish_rate->RetryAfter() : FinishRate::kDefault);
   }
   if (alive_ids_.contains(request.request_id)) {
     return WithReason(
         absl::AlreadyExistsError(absl::StrCat("request_id '", request.request_id, "' is alive")),
-        "REQUEST_ID_IN_USE");
+        reasons::kRequestIdInUse);
   }
   std::optional<TransferTable::AttachId> attached;
   if (!request.handoff.empty()) {
@@ -232,7 +233,7 @@ void EngineImpl::Drain(absl::Time deadline, absl::Status why, std::function<void
       FinishWith(*sequence,
                  WithReason(absl::UnavailableError("this node is draining and its transfer had not "
                                                    "begun; send the request elsewhere"),
-                            "DRAINING"),
+                            reasons::kDraining),
                  parts_.clock->Now());
     }
   });

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "src/attention/attention_policy.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/engine/engine_impl.h"
 #include "src/metrics/metrics.h"
@@ -82,7 +83,7 @@ void EngineImpl::EndStarved(absl::Time now) {
     if (lacks == TokensByKind(0)) continue;
     FinishWith(sequence,
                ResourceExhausted(
-                   "DRAM_FULL",
+                   reasons::kDramFull,
                    absl::StrCat("the sequence needs room in DRAM for ",
                                 sequence.home->pool()->layout().Describe(lacks),
                                 " tokens more, there is none, and nothing runs that would give it "

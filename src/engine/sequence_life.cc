@@ -5,6 +5,7 @@
 #include "src/attention/attention_policy.h"
 #include "src/base/error.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/engine/engine_impl.h"
 #include "src/metrics/metrics.h"
@@ -42,7 +43,7 @@ void EngineImpl::EndOrCompute(Sequence& sequence, absl::Status why, absl::Time n
   const Request& request = sequence.request;
   // What is kept is not the request's to compute, and a node that ends takes on nothing.
   if (options_.local_prefill == LocalPrefill::kNever || request.prompt.empty() ||
-      !request.handoff.sequence_id.empty() || ReasonOf(why) == "DRAINING" ||
+      !request.handoff.sequence_id.empty() || ReasonOf(why) == reasons::kDraining ||
       !CheckPromptFits(request, request.prompt.size()).ok()) {
     FinishWith(sequence, std::move(why), now);
     return;

@@ -5,6 +5,7 @@
 #include "src/attention/attention_policy.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/engine/engine_impl.h"
 #include "src/engine/turn_trace.h"
@@ -132,21 +133,21 @@ void EngineImpl::CheckTimes(absl::Time now) {
                         WithReason(absl::DeadlineExceededError(
                                        absl::StrCat("its transfer was not complete within ",
                                                     absl::FormatDuration(options_.transfer_wait))),
-                                   "TRANSFER_WAIT"));
+                                   reasons::kTransferWait));
     } else if (slow <= now) {
       if (parts_.metrics != nullptr) parts_.metrics->slow_readers.Add();
       over.emplace_back(sequence.get(),
                         WithReason(absl::AbortedError(absl::StrCat(
                                        "the stream was not read for ",
                                        absl::FormatDuration(options_.slow_reader_timeout))),
-                                   "SLOW_READER"));
+                                   reasons::kSlowReader));
     } else {
       next = std::min({next, deadline, sequence->give_up, slow});
     }
   }
   next_check_ = next;
   for (auto& [sequence, why] : over) {
-    if (ReasonOf(why) == "TRANSFER_WAIT") {
+    if (ReasonOf(why) == reasons::kTransferWait) {
       EndOrCompute(*sequence, std::move(why), now);
     } else {
       FinishWith(*sequence, std::move(why), now);
@@ -248,9 +249,10 @@ void EngineImpl::CompleteStep() {
     const OutputToken token =
         batch_->Result(buffer, static_cast<int>(i), sequence.request.sampling.logprobs);
     if (token.id < 0) {
-      FinishWith(sequence,
-                 WithReason(absl::InternalError("the model's logits are not finite"), "BAD_LOGITS"),
-                 now);
+      FinishWith(
+          sequence,
+          WithReason(absl::InternalError("the model's logits are not finite"), reasons::kBadLogits),
+          now);
       continue;
     }
     Emit(sequence, token, now);

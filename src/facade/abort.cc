@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/service/wire/proto_conversion.h"
 
@@ -27,12 +28,12 @@ void AbortAll(Generator* generator, const std::vector<std::string>& request_ids,
   pending->left = request_ids.size();
   pending->done = std::move(done);
   for (const std::string& id : request_ids) {
-    generator->CancelRequest(id,
-                             WithReason(absl::CancelledError("aborted by Abort"), "CANCEL_CALL"),
-                             [pending](bool found) {
-                               if (found) ++pending->found;
-                               if (--pending->left == 0) pending->done(pending->found);
-                             });
+    generator->CancelRequest(
+        id, WithReason(absl::CancelledError("aborted by Abort"), reasons::kCancelCall),
+        [pending](bool found) {
+          if (found) ++pending->found;
+          if (--pending->left == 0) pending->done(pending->found);
+        });
   }
 }
 

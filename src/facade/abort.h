@@ -1,4 +1,4 @@
-// Ending requests by the names that a gateway gave them.
+// Ends requests by the names that a gateway gave them.
 #pragma once
 
 #include <functional>
@@ -10,11 +10,11 @@
 
 namespace sluice {
 
-// INVALID_ARGUMENT naming `field` where no request can have this name.
+// Returns INVALID_ARGUMENT naming `field` if no request can have this name.
 absl::Status CheckAbortName(const std::string& field, const std::string& request_id);
 
-// Cancels them with reason CANCEL_CALL; `done(how many were alive)` runs once, maybe on another
-// thread.
+// Cancels the requests with reason CANCEL_CALL. `done` runs once, maybe on another thread, with the
+// number of requests that were alive.
 void AbortAll(Generator* generator, const std::vector<std::string>& request_ids,
               std::function<void(int)> done);
 

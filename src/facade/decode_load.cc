@@ -10,7 +10,8 @@
 namespace sluice {
 namespace {
 
-// Several gateways may poll: the rate is over this long at least, not between any two polls.
+// The shortest time over which the rate is taken. Several gateways may poll, so the time between
+// two polls will not do.
 constexpr absl::Duration kWindow = absl::Seconds(1);
 
 }  // namespace

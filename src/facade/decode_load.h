@@ -1,4 +1,4 @@
-// How busy a decode node is, as gateways ask it. Thread-safe.
+// Answers how busy a decode node is, as gateways ask it. Thread-safe.
 #pragma once
 
 #include <functional>
@@ -17,7 +17,7 @@ class PagePool;
 
 class DecodeLoad {
  public:
-  // All outlive this. `tokens` counts what was decoded.
+  // All arguments outlive this. `tokens` counts decoded tokens.
   DecodeLoad(Engine* engine, const PagePool* hbm, const Counter& tokens, const Clock* clock);
 
   // `done` runs on the engine's thread.

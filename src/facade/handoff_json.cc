@@ -11,9 +11,9 @@
 namespace sluice {
 namespace {
 
-constexpr size_t kMaxBytes = 4096;  // ours has about 200
+constexpr size_t kMaxBytes = 4096;  // our own JSON has about 200
 
-// An empty object where the field is absent or empty.
+// Returns the object, which is empty if the field is absent or empty.
 absl::StatusOr<nlohmann::json> Parsed(const HandoffJson& json) {
   if (!json.given || json.text.empty()) return nlohmann::json::object();
   if (json.text.size() > kMaxBytes) {
@@ -23,11 +23,11 @@ absl::StatusOr<nlohmann::json> Parsed(const HandoffJson& json) {
   auto parsed =
       ParseJsonObject(json.text.data(), static_cast<int64_t>(json.text.size()), json.field);
   if (parsed.ok()) return parsed;
-  // Its message begins with the field already.
+  // The message begins with the field already.
   return WithField(InvalidField("", std::string(parsed.status().message())), json.field);
 }
 
-// A boolean of the object; false where it is absent or null.
+// Returns a boolean of the object, which is false if it is absent or null.
 absl::StatusOr<bool> Flag(const HandoffJson& json, const nlohmann::json& object, const char* key) {
   const auto found = object.find(key);
   if (found == object.end() || found->is_null()) return false;

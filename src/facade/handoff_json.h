@@ -16,12 +16,13 @@ struct HandoffJson {
   const std::string& text;
 };
 
-// A decode leg's. Absent, {}, or with nothing to be pulled ("do_remote_prefill": false): the node
-// has to compute the prompt itself.
+// Reads a decode leg's JSON. If it is absent, {}, or has nothing to pull ("do_remote_prefill":
+// false), the node must compute the prompt itself.
 absl::Status ReadDecodeLeg(const HandoffJson& json, Request* request);
 
-// A prefill leg's: it asks that the caches be held ("do_remote_decode": true), or says nothing, as
-// the gateway does to connectors that it does not know; it passes on what is answered all the same.
+// Checks a prefill leg's JSON. It asks that the caches be held ("do_remote_decode": true) or says
+// nothing. The gateway says nothing to connectors that it does not know, and passes the answer on
+// all the same.
 absl::Status CheckAsksToHold(const HandoffJson& json);
 
 }  // namespace sluice

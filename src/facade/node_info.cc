@@ -14,7 +14,7 @@
 namespace sluice {
 namespace {
 
-// 0 where the key is absent, or is a list or null, as some models have it: it is for people.
+// Returns 0 if the key is absent, a list or null, as in some models: the id is for people.
 int32_t TokenIdOf(const nlohmann::json& config, const char* key) {
   const auto found = config.find(key);
   if (found == config.end() || !found->is_number_integer()) return 0;

@@ -1,5 +1,6 @@
 #include "src/facade/refusals.h"
 
+#include <google/protobuf/descriptor.h>
 #include <google/protobuf/unknown_field_set.h>
 
 #include <optional>
@@ -7,6 +8,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "src/base/error.h"
+#include "src/base/status_macros.h"
 
 namespace sluice {
 
@@ -17,6 +19,16 @@ absl::Status CheckNoUnknownFields(const std::string& path,
   return InvalidField(path.empty() ? "message" : path,
                       absl::StrCat("has a field with number ", unknown.field(0).number(),
                                    ", which this server does not know"));
+}
+
+absl::Status CheckNotConstrained(const google::protobuf::Message& sampling_params) {
+  const auto* const constraint = sampling_params.GetDescriptor()->FindOneofByName("constraint");
+  SLUICE_CHECK(constraint != nullptr);
+  const auto* const given =
+      sampling_params.GetReflection()->GetOneofFieldDescriptor(sampling_params, constraint);
+  if (given == nullptr) return absl::OkStatus();
+  return NotSupported(absl::StrCat("sampling_params.", given->name()),
+                      "this server does not constrain decoding; ask for the form in the prompt");
 }
 
 absl::Status NotSupported(const std::string& field, const std::string& why) {

@@ -1,4 +1,4 @@
-// sglang.grpc.scheduler's words for a request and its tokens. Pure but for the messages it makes.
+// Translates the messages of sglang.grpc.scheduler. Pure except for the messages that it makes.
 #pragma once
 
 #include <memory>
@@ -11,11 +11,11 @@
 
 namespace sluice {
 
-// As its sister in vllm_dialect.h.
+// Converts as its counterpart in vllm_dialect.h does.
 absl::StatusOr<Request> FromProto(const sglang::grpc::scheduler::GenerateRequest& request,
                                   uint32_t vocab_size, uint32_t max_context);
 
-// The dialect of one call. `request` and `options` outlive it.
+// Returns the dialect of one call. `request` and `options` outlive it.
 std::unique_ptr<GenerateDialectOf<sglang::grpc::scheduler::GenerateResponse>> NewSglangDialect(
     NodeInfo::Role role, const sglang::grpc::scheduler::GenerateRequest& request,
     const GenerateOptions& options);

@@ -1,24 +1,30 @@
-// Tokens as messages of the gateway `smg`: the engines' dialects name packages and number fields
-// each in their way, but say the same.
+// The part that all engines' dialects of the gateway `smg` share. Each engine's protocol has its
+// own package and field numbers, but the messages say the same.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "sluice/v1/common.pb.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
+#include "src/base/status_macros.h"
+#include "src/facade/node_info.h"
 #include "src/facade/refusals.h"
 #include "src/request/request.h"
 #include "src/service/generate/generate_reactor.h"
+#include "src/service/wire/proto_conversion.h"
 
 namespace sluice {
 
-// What both engines' SamplingParams say by the same names. Without presence on the wire, zero is
-// what was not given where as a value it would mean nothing.
+// Returns the fields that the SamplingParams of all engines have under the same names. They have no
+// presence on the wire, so zero stands for "not given" where it would mean nothing as a value.
 template <typename Params>
 v1::SamplingParams ReadShared(const Params& params) {
   v1::SamplingParams out;
@@ -34,26 +40,92 @@ v1::SamplingParams ReadShared(const Params& params) {
   return out;
 }
 
-// Of a dialect's GenerateResponse, which is a `chunk` of new tokens or, last, a `complete`.
-template <typename Response>
-class SmgDialect : public GenerateDialectOf<Response> {
+// Converts everything but handoff, deadline and sink. `Engine` is one engine's protocol:
+//
+//   struct Engine {
+//     using GenerateRequest, GenerateResponse;     // its messages
+//     static constexpr char kHandoffField[];       // the request's field that names the caches
+//     static const FieldNames& Names();            // its names for our fields
+//     // These return INVALID_ARGUMENT if the request asks for something that this server does not
+//     // do: CheckInput for its input, CheckOwnFields for other fields that engines do not share.
+//     static absl::Status CheckInput(const GenerateRequest&);
+//     static absl::Status CheckOwnFields(const GenerateRequest&);
+//     static absl::StatusOr<v1::SamplingParams> ReadSampling(const GenerateRequest&);
+//     // Reads the handoff of one leg into the request.
+//     static absl::Status ReadPrefillLeg(const GenerateRequest&, Request*);
+//     static absl::Status ReadDecodeLeg(const GenerateRequest&, Request*);
+//   };
+template <typename Engine>
+absl::StatusOr<Request> ReadRequest(const typename Engine::GenerateRequest& request,
+                                    uint32_t vocab_size, uint32_t max_context) {
+  SLUICE_RETURN_IF_ERROR(CheckName("request_id", request.request_id()));
+  SLUICE_RETURN_IF_ERROR(CheckNoUnknownFields("", request));
+  SLUICE_RETURN_IF_ERROR(Engine::CheckInput(request));
+  SLUICE_RETURN_IF_ERROR(CheckNoUnknownFields("tokenized", request.tokenized()));
+  if (request.tokenized().input_ids().empty()) {
+    return InvalidField("tokenized.input_ids", "is empty");
+  }
+  if (request.has_mm_inputs()) return NotSupported("mm_inputs", "the model takes text alone");
+  SLUICE_RETURN_IF_ERROR(Engine::CheckOwnFields(request));
+  if (request.data_parallel_rank() != 0) {
+    return InvalidField(
+        "data_parallel_rank",
+        absl::StrCat("must be 0, for there is one rank, found ", request.data_parallel_rank()));
+  }
+  Request out;
+  out.request_id = request.request_id();
+  SLUICE_ASSIGN_OR_RETURN(
+      out.prompt,
+      TokenIds("tokenized.input_ids", request.tokenized().input_ids(), vocab_size, max_context));
+  SLUICE_RETURN_IF_ERROR(CheckNoUnknownFields("sampling_params", request.sampling_params()));
+  SLUICE_ASSIGN_OR_RETURN(const v1::SamplingParams params, Engine::ReadSampling(request));
+  auto sampling = FromProto(params);
+  if (!sampling.ok()) return InWordsOf(Engine::Names(), sampling.status());
+  out.sampling = *std::move(sampling);
+  return out;
+}
+
+// One call. The engine's GenerateResponse is a `chunk` of new tokens or, last, a `complete`.
+template <typename Engine>
+class SmgDialect final : public GenerateDialectOf<typename Engine::GenerateResponse> {
  public:
-  using Complete = std::remove_pointer_t<decltype(std::declval<Response>().mutable_complete())>;
+  using Complete = std::remove_pointer_t<
+      decltype(std::declval<typename Engine::GenerateResponse>().mutable_complete())>;
   using LogProbs =
       std::remove_pointer_t<decltype(std::declval<Complete>().mutable_output_logprobs())>;
 
-  // `names`: FieldNames of this dialect's requests; `handoff`: of them the one that says where the
-  // caches are. Both outlive this.
-  SmgDialect(const FieldNames& names, const char* handoff) : names_(names), handoff_(handoff) {}
+  // `request` and `options` outlive the dialect.
+  SmgDialect(NodeInfo::Role role, const typename Engine::GenerateRequest& request,
+             const GenerateOptions& options)
+      : role_(role), request_(request), options_(options) {}
+
+  std::string request_id() const final { return request_.request_id(); }
+  absl::StatusOr<Request> Read() final {
+    SLUICE_ASSIGN_OR_RETURN(
+        Request out, ReadRequest<Engine>(request_, options_.vocab_size, options_.max_context));
+    if (role_ == NodeInfo::Role::kPrefill) {
+      SLUICE_RETURN_IF_ERROR(Engine::ReadPrefillLeg(request_, &out));
+      // A prefill node computes one token. The decode leg keeps the caller's own limits of length.
+      out.sampling.max_tokens = 1;
+      out.sampling.min_tokens = std::min(out.sampling.min_tokens, 1u);
+    } else {
+      SLUICE_RETURN_IF_ERROR(Engine::ReadDecodeLeg(request_, &out));
+    }
+    streamed_ = request_.stream();
+    logprobs_ = out.sampling.logprobs.has_value();
+    prompt_tokens_ = static_cast<uint32_t>(out.prompt.size());
+    return out;
+  }
 
   absl::Status Translated(const absl::Status& status) const final {
-    // To a gateway that chose to send no handoff that is a bad request, not a node in a bad state.
-    if (ReasonOf(status) == "NO_HANDOFF") {
-      return WithReason(InvalidField(handoff_, std::string(status.message())), "NO_HANDOFF");
+    // The gateway chose to send no handoff, so the request is bad, and not the node's state.
+    if (ReasonOf(status) == reasons::kNoHandoff) {
+      return WithReason(InvalidField(Engine::kHandoffField, std::string(status.message())),
+                        reasons::kNoHandoff);
     }
-    return InWordsOf(names_, status);
+    return InWordsOf(Engine::Names(), status);
   }
-  void Begin(const std::string& /*request_id*/) override {}
+  void Begin(const std::string& request_id) final { request_id_ = request_id; }
   bool SetTokens(absl::Span<const OutputToken> tokens) final {
     completed_ += static_cast<uint32_t>(tokens.size());
     for (const OutputToken& token : tokens) ids_.push_back(static_cast<uint32_t>(token.id));
@@ -70,7 +142,7 @@ class SmgDialect : public GenerateDialectOf<Response> {
   }
   bool EndHasTokens() const final { return false; }
   bool SetEnd(const FinishInfo& end, bool /*add*/) final {
-    const bool aborted = ReasonOf(end.status) == "CANCEL_CALL";
+    const bool aborted = ReasonOf(end.status) == reasons::kCancelCall;
     if (end.reason == FinishInfo::Reason::kError && !aborted) return false;
     Complete* const complete = Clear()->mutable_complete();
     complete->mutable_output_ids()->Add(ids_.begin(), ids_.end());
@@ -86,26 +158,20 @@ class SmgDialect : public GenerateDialectOf<Response> {
     } else if (end.stop_token_id.has_value()) {
       complete->set_matched_token_id(static_cast<uint32_t>(*end.stop_token_id));
     }
-    AddToLast(complete, end);
+    if constexpr (requires { complete->set_kv_transfer_params_json(std::string()); }) {
+      if (!end.source.empty()) complete->set_kv_transfer_params_json(ToJson(end.source));
+    }
     return true;
   }
 
- protected:
-  // From Read().
-  void ReadBy(const Request& request, bool streamed) {
-    streamed_ = streamed;
-    logprobs_ = request.sampling.logprobs.has_value();
-    prompt_tokens_ = static_cast<uint32_t>(request.prompt.size());
-  }
-  // What every message, and what the last one, has in this dialect alone.
-  virtual void AddToEach(Response* /*message*/) const {}
-  virtual void AddToLast(Complete* /*complete*/, const FinishInfo& /*end*/) const {}
-
  private:
-  Response* Clear() {
-    this->message()->Clear();
-    AddToEach(this->message());
-    return this->message();
+  typename Engine::GenerateResponse* Clear() {
+    auto* const message = this->message();
+    message->Clear();
+    if constexpr (requires { message->set_request_id(request_id_); }) {
+      message->set_request_id(request_id_);
+    }
+    return message;
   }
   static void Add(absl::Span<const OutputToken> tokens, LogProbs* out) {
     for (const OutputToken& token : tokens) {
@@ -119,14 +185,16 @@ class SmgDialect : public GenerateDialectOf<Response> {
     }
   }
 
-  const FieldNames& names_;
-  const char* const handoff_;
+  const NodeInfo::Role role_;
+  const typename Engine::GenerateRequest& request_;
+  const GenerateOptions& options_;
+  std::string request_id_;
   bool streamed_ = false;
   bool logprobs_ = false;
   uint32_t prompt_tokens_ = 0;
   uint32_t completed_ = 0;
   std::vector<uint32_t> ids_;  // all tokens so far
-  LogProbs all_logprobs_;      // where nothing is streamed
+  LogProbs all_logprobs_;      // used if nothing is streamed
 };
 
 }  // namespace sluice

@@ -18,6 +18,7 @@
 #include "src/facade/sglang_dialect.h"
 #include "src/facade/tokenizer_stream.h"
 #include "src/facade/vllm_dialect.h"
+#include "src/request/source_ref.h"
 #include "src/service/access/tenant_gate.h"
 #include "src/service/wire/proto_conversion.h"
 #include "src/service/wire/status_mapping.h"
@@ -33,21 +34,25 @@ int32_t Int32(int64_t value) {
   return static_cast<int32_t>(std::clamp<int64_t>(value, INT32_MIN, INT32_MAX));
 }
 
-// What an engine's service has that is not by the same name in the other's.
+// Names the messages of an engine's protocol, which are called the same in all of them.
+#define SLUICE_SMG_MESSAGES(package)                            \
+  using GenerateRequest = package::GenerateRequest;             \
+  using GenerateResponse = package::GenerateResponse;           \
+  using HealthCheckRequest = package::HealthCheckRequest;       \
+  using HealthCheckResponse = package::HealthCheckResponse;     \
+  using AbortRequest = package::AbortRequest;                   \
+  using AbortResponse = package::AbortResponse;                 \
+  using GetModelInfoRequest = package::GetModelInfoRequest;     \
+  using GetModelInfoResponse = package::GetModelInfoResponse;   \
+  using GetServerInfoRequest = package::GetServerInfoRequest;   \
+  using GetServerInfoResponse = package::GetServerInfoResponse; \
+  using GetLoadsRequest = package::GetLoadsRequest;             \
+  using GetLoadsResponse = package::GetLoadsResponse
+
+// The parts of an engine's service that the other engine's does not have under the same name.
 struct VllmApi {
   using Service = vllm::grpc::engine::VllmEngine;
-  using GenerateRequest = vllm::grpc::engine::GenerateRequest;
-  using GenerateResponse = vllm::grpc::engine::GenerateResponse;
-  using HealthCheckRequest = vllm::grpc::engine::HealthCheckRequest;
-  using HealthCheckResponse = vllm::grpc::engine::HealthCheckResponse;
-  using AbortRequest = vllm::grpc::engine::AbortRequest;
-  using AbortResponse = vllm::grpc::engine::AbortResponse;
-  using GetModelInfoRequest = vllm::grpc::engine::GetModelInfoRequest;
-  using GetModelInfoResponse = vllm::grpc::engine::GetModelInfoResponse;
-  using GetServerInfoRequest = vllm::grpc::engine::GetServerInfoRequest;
-  using GetServerInfoResponse = vllm::grpc::engine::GetServerInfoResponse;
-  using GetLoadsRequest = vllm::grpc::engine::GetLoadsRequest;
-  using GetLoadsResponse = vllm::grpc::engine::GetLoadsResponse;
+  SLUICE_SMG_MESSAGES(vllm::grpc::engine);
 
   static constexpr auto kNewDialect = NewVllmDialect;
 
@@ -66,8 +71,7 @@ struct VllmApi {
 
   static void Describe(const NodeInfo& info, GetServerInfoResponse* response) {
     const bool prefill = info.role == NodeInfo::Role::kPrefill;
-    response->set_server_type(prefill ? "sluice-prefill" : "sluice-server");
-    response->set_kv_connector(kConnector);
+    response->set_kv_connector(kSourceConnector);
     response->set_kv_role(prefill ? "kv_producer" : "kv_consumer");
     response->set_kv_engine_id(info.engine_id);
     response->set_data_parallel_size(1);
@@ -82,18 +86,7 @@ struct VllmApi {
 
 struct SglangApi {
   using Service = sglang::grpc::scheduler::SglangScheduler;
-  using GenerateRequest = sglang::grpc::scheduler::GenerateRequest;
-  using GenerateResponse = sglang::grpc::scheduler::GenerateResponse;
-  using HealthCheckRequest = sglang::grpc::scheduler::HealthCheckRequest;
-  using HealthCheckResponse = sglang::grpc::scheduler::HealthCheckResponse;
-  using AbortRequest = sglang::grpc::scheduler::AbortRequest;
-  using AbortResponse = sglang::grpc::scheduler::AbortResponse;
-  using GetModelInfoRequest = sglang::grpc::scheduler::GetModelInfoRequest;
-  using GetModelInfoResponse = sglang::grpc::scheduler::GetModelInfoResponse;
-  using GetServerInfoRequest = sglang::grpc::scheduler::GetServerInfoRequest;
-  using GetServerInfoResponse = sglang::grpc::scheduler::GetServerInfoResponse;
-  using GetLoadsRequest = sglang::grpc::scheduler::GetLoadsRequest;
-  using GetLoadsResponse = sglang::grpc::scheduler::GetLoadsResponse;
+  SLUICE_SMG_MESSAGES(sglang::grpc::scheduler);
 
   static constexpr auto kNewDialect = NewSglangDialect;
 
@@ -105,14 +98,13 @@ struct SglangApi {
 
   static void Describe(const NodeInfo& info, GetServerInfoResponse* response) {
     const bool prefill = info.role == NodeInfo::Role::kPrefill;
-    response->set_server_type(prefill ? "sluice-prefill" : "sluice-server");
     response->set_sglang_version(info.version);
     auto& args = *response->mutable_server_args()->mutable_fields();
     args["model_path"].set_string_value(info.model_path);
     args["tokenizer_path"].set_string_value(info.model_path);
     args["served_model_name"].set_string_value(info.served_model_name);
     args["disaggregation_mode"].set_string_value(prefill ? "prefill" : "decode");
-    args["disaggregation_transfer_backend"].set_string_value(kConnector);
+    args["disaggregation_transfer_backend"].set_string_value(kSourceConnector);
     args["max_running_requests"].set_number_value(info.max_running);
     args["page_size"].set_number_value(info.block_tokens);
     args["context_length"].set_number_value(info.max_context);
@@ -125,6 +117,8 @@ struct SglangApi {
     response->set_max_total_num_tokens(Int32(load.capacity_tokens));
   }
 };
+
+#undef SLUICE_SMG_MESSAGES
 
 template <typename Api>
 class SmgService final : public Api::Service::CallbackService {
@@ -199,6 +193,8 @@ class SmgService final : public Api::Service::CallbackService {
                                           const typename Api::GetServerInfoRequest* /*request*/,
                                           typename Api::GetServerInfoResponse* response) override {
     response->set_uptime_seconds(absl::ToDoubleSeconds(absl::Now() - options_.info.started));
+    response->set_server_type(options_.info.role == NodeInfo::Role::kPrefill ? "sluice-prefill"
+                                                                             : "sluice-server");
     Api::Describe(options_.info, response);
     grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
     options_.load([reactor, response](const NodeLoad& load) {
@@ -214,8 +210,9 @@ class SmgService final : public Api::Service::CallbackService {
                                      const typename Api::GetLoadsRequest* request,
                                      typename Api::GetLoadsResponse* response) override {
     if (request->dp_rank() != 0) {
-      return Done(context, InvalidField("dp_rank", absl::StrCat("only 0 is here, found ",
-                                                                request->dp_rank())));
+      return Done(context,
+                  InvalidField("dp_rank", absl::StrCat("must be 0, for there is one rank, found ",
+                                                       request->dp_rank())));
     }
     response->set_timestamp(IsoTime(absl::Now()));
     response->set_version(options_.info.version);

@@ -1,5 +1,5 @@
-// A node of ours as the gateway `smg` drives it: the same requests as sluice.v1 in the words of the
-// engine that the gateway takes the node for (proto/facade says which).
+// Serves a node to the gateway `smg`: the same requests as in sluice.v1, in the protocol of the
+// engine that the gateway takes the node for (see proto/facade).
 #pragma once
 
 #include <memory>
@@ -18,9 +18,9 @@ struct FacadeOptions {
   GenerateOptions generate;
 };
 
-// Of setting `gateway`: "vllm", vllm.grpc.engine.VllmEngine, or "sglang",
-// sglang.grpc.scheduler.SglangScheduler. A node serves one alone, for smg asks it for all that smg
-// knows and takes the first that answers.
+// Returns the service for the setting `gateway`: vllm.grpc.engine.VllmEngine for "vllm",
+// sglang.grpc.scheduler.SglangScheduler for "sglang". A node serves only one of them, because smg
+// asks a node for all protocols that smg knows and takes the first that answers.
 GrpcService NewGatewayService(const std::string& gateway, FacadeOptions options);
 
 }  // namespace sluice

@@ -33,8 +33,9 @@ void Put32(std::string& out, uint32_t value) {
   Put16(out, value >> 16);
 }
 
-// What the local header of a member and its entry in the directory share (APPNOTE.TXT 4.3.7, from
-// "version needed to extract" to "extra field length"). Stored, no time: 1980-01-01 00:00.
+// Returns the fields that the local header of a member and its entry in the directory share
+// (APPNOTE.TXT 4.3.7, from "version needed to extract" to "extra field length"). The member is
+// stored, with no time: 1980-01-01 00:00.
 std::string MemberFields(absl::string_view name, absl::string_view bytes) {
   std::string out;
   Put16(out, 10);          // version 1.0
@@ -74,7 +75,7 @@ class ZipWriter {
     out_ += directory_;
     Put32(out_, 0x06054b50);
     Put16(out_, 0);  // this disk
-    Put16(out_, 0);  // the directory's
+    Put16(out_, 0);  // the directory's disk
     Put16(out_, members_);
     Put16(out_, members_);
     Put32(out_, static_cast<uint32_t>(directory_.size()));

@@ -1,4 +1,4 @@
-// GetTokenizer of every façade. Thread-safe.
+// GetTokenizer of every dialect. Thread-safe.
 #pragma once
 
 #include <grpcpp/support/server_callback.h>
@@ -18,7 +18,8 @@ namespace sluice {
 class TokenizerStreams {
  public:
   explicit TokenizerStreams(std::string directory) : directory_(std::move(directory)) {}
-  // Answers a call; deletes itself. The errors of MakeTokenizerArchive.
+  // Answers one call with the archive, or with the error of MakeTokenizerArchive. The reactor
+  // deletes itself.
   grpc::ServerWriteReactor<smg::grpc::common::GetTokenizerChunk>* Stream();
 
  private:
@@ -26,7 +27,7 @@ class TokenizerStreams {
 
   const std::string directory_;
   absl::Mutex mutex_;
-  // Made for the first of calls that overlap, and gone with the last.
+  // Made for the first of several calls that overlap, and gone with the last.
   std::weak_ptr<const TokenizerArchive> archive_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -1,4 +1,4 @@
-// vllm.grpc.engine's words for a request and its tokens. Pure but for the messages it makes.
+// Translates the messages of vllm.grpc.engine. Pure except for the messages that it makes.
 #pragma once
 
 #include <memory>
@@ -12,13 +12,12 @@
 
 namespace sluice {
 
-// What of `request` a Request says: all but handoff, deadline and sink. Whatever this server does
-// not do is INVALID_ARGUMENT and named, fields with numbers that it does not know as well; nothing
-// is passed over.
+// Converts everything but handoff, deadline and sink. INVALID_ARGUMENT names whatever this server
+// does not do, and fields with numbers that it does not know: nothing is ignored silently.
 absl::StatusOr<Request> FromProto(const vllm::grpc::engine::GenerateRequest& request,
                                   uint32_t vocab_size, uint32_t max_context);
 
-// The dialect of one call. `request` and `options` outlive it.
+// Returns the dialect of one call. `request` and `options` outlive it.
 std::unique_ptr<GenerateDialectOf<vllm::grpc::engine::GenerateResponse>> NewVllmDialect(
     NodeInfo::Role role, const vllm::grpc::engine::GenerateRequest& request,
     const GenerateOptions& options);

@@ -8,6 +8,7 @@
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/memory_copy.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/kv/transfer.h"
 #include "src/kv/transfer_table.h"
@@ -87,7 +88,7 @@ absl::StatusOr<std::unique_ptr<ChunkLanding>> TransferTable::BeginChunk(const Ch
     if (transfer->state == Transfer::State::kCommitted) {
       return WithReason(absl::FailedPreconditionError(absl::StrCat(
                             "transfer ", h.transfer_id, " is committed and takes no more chunks")),
-                        "COMMITTED");
+                        reasons::kCommitted);
     }
     SLUICE_RETURN_IF_ERROR(CheckChunk(*transfer, h, &kind, payload_bytes));
     SLUICE_ASSIGN_OR_RETURN(landing->claimed_, ClaimLocked(*transfer, h, kind));
@@ -115,7 +116,7 @@ absl::StatusOr<std::vector<size_t>> TransferTable::ClaimLocked(Transfer& transfe
             absl::AbortedError(absl::StrCat("layer ", h.layer, ", head ", head, ", block ", block,
                                             " is being written by another stream; send it again "
                                             "when that one has ended")),
-            "BLOCK_BUSY");
+            reasons::kBlockBusy);
       }
       if (transfer.blocks[index] == Transfer::Block::kMissing) claimed.push_back(index);
     }
@@ -199,7 +200,7 @@ absl::StatusOr<uint64_t> TransferTable::FinishChunk(ChunkLanding& landing) {
             "checksum of layer ", h.layer, ", kind ", h.kind, ", heads [", h.head_begin, ", ",
             h.head_end, "), tokens [", h.token_begin, ", ", h.token_end, "): the header says ",
             h.crc32c, ", the payload has ", landing.crc_, "; send it again")),
-        "CHECKSUM_MISMATCH");
+        reasons::kChecksumMismatch);
   }
   absl::Status poisoned;
   {
@@ -211,7 +212,7 @@ absl::StatusOr<uint64_t> TransferTable::FinishChunk(ChunkLanding& landing) {
     if (!transfers_.contains(transfer.id)) {
       return WithReason(absl::NotFoundError(absl::StrCat("transfer ", transfer.id,
                                                          " ended while the chunk was landing")),
-                        "TRANSFER_NOT_FOUND");
+                        reasons::kTransferNotFound);
     }
     if (transfer.state == Transfer::State::kPoisoned) return Poisoned(transfer.id);
     if (!landing.differs_) {
@@ -230,7 +231,7 @@ absl::StatusOr<uint64_t> TransferTable::FinishChunk(ChunkLanding& landing) {
             h.head_end, "), tokens [", h.token_begin, ", ", h.token_end,
             "): these blocks have landed with other bytes; the transfer is poisoned, abort and "
             "reserve anew")),
-        "POISONED");
+        reasons::kPoisoned);
     DetachLocked(transfer, poisoned);  // its Generate need not wait for the lease
   }
   Wake();

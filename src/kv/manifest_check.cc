@@ -3,6 +3,7 @@
 
 #include "absl/strings/str_join.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/kv/transfer_table.h"
 
@@ -31,7 +32,7 @@ absl::Status TransferTable::CheckManifest(const Manifest& m) const {
             "manifest.model_fingerprint: this node serves ", options_.model_fingerprint, ", found ",
             m.model_fingerprint.empty() ? "none" : m.model_fingerprint.substr(0, 64),
             "; prefill with the same model")),
-        "FINGERPRINT_MISMATCH");
+        reasons::kFingerprintMismatch);
   }
   const CacheLayout& layout = dram_->layout();
   if (!m.cache_kinds.empty()) {

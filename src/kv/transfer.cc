@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 
 namespace sluice {
 
@@ -82,7 +83,7 @@ absl::Status Poisoned(const std::string& id) {
       absl::FailedPreconditionError(
           absl::StrCat("transfer ", id,
                        ": a landed block was sent again with other bytes; abort and reserve anew")),
-      "POISONED");
+      reasons::kPoisoned);
 }
 
 }  // namespace sluice

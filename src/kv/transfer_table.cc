@@ -6,6 +6,7 @@
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/kv/transfer.h"
@@ -27,7 +28,7 @@ absl::Status NoSuchTransfer(const std::string& id) {
   return WithReason(absl::NotFoundError(absl::StrCat(
                         "transfer_id '", id.substr(0, 64),
                         "': no such transfer: it was never reserved here, or has ended")),
-                    "TRANSFER_NOT_FOUND");
+                    reasons::kTransferNotFound);
 }
 
 absl::Status NoSuchSequence(const std::string& id) {
@@ -35,7 +36,7 @@ absl::Status NoSuchSequence(const std::string& id) {
                         "sequence_id '", id.substr(0, 64),
                         "': no such sequence is kept for this tenant: it never was, its lease has "
                         "ended, or a Generate has it; send the whole prompt again")),
-                    "SEQUENCE_NOT_FOUND");
+                    reasons::kSequenceNotFound);
 }
 
 }  // namespace
@@ -73,11 +74,11 @@ absl::Status TransferTable::CheckRoomLocked(const Manifest& m) const {
   if (!m.rendezvous_key.empty() && keys_.contains(Key{m.tenant, m.rendezvous_key})) {
     return WithReason(absl::AlreadyExistsError(absl::StrCat("rendezvous_key '", m.rendezvous_key,
                                                             "' is in use by another transfer")),
-                      "RENDEZVOUS_KEY_IN_USE");
+                      reasons::kRendezvousKeyInUse);
   }
   if (transfers_.size() >= options_.max_open ||
       prompt_bytes_ + PromptBytes(m.prompt_token_ids.size()) > options_.max_prompt_bytes) {
-    return ResourceExhausted("TOO_MANY_TRANSFERS",
+    return ResourceExhausted(reasons::kTooManyTransfers,
                              absl::StrCat(transfers_.size(), " transfers with ", prompt_bytes_,
                                           " bytes of prompts are open; try again later"),
                              RetryAfter());
@@ -106,7 +107,7 @@ absl::StatusOr<TransferTable::Reserved> TransferTable::Reserve(const Manifest& m
   Reservation reservation = dram_->TryReserve(need.dram_tokens);
   if (SLUICE_FAILPOINT(kKvReserve) || reservation.empty()) {
     return ResourceExhausted(
-        "DRAM_FULL",
+        reasons::kDramFull,
         absl::StrCat("no room now for the caches of ", dram_->layout().Describe(need.dram_tokens),
                      " tokens in DRAM; try again later"),
         RetryAfter());
@@ -264,7 +265,7 @@ absl::StatusOr<uint32_t> TransferTable::CommitLocked(const std::string& transfer
                        " blocks are missing, the first: layer ", first.layer, ", kind ", first.kind,
                        ", heads [", first.head_begin, ", ", first.head_end, "), tokens [",
                        first.token_begin, ", ", first.token_end, "); write them and commit again")),
-                   "MISSING_BLOCKS");
+                   reasons::kMissingBlocks);
     if (missing != nullptr) {
       missing->blocks_landed = transfer->landed;
       missing->blocks_total = transfer->blocks.size();
@@ -293,7 +294,7 @@ absl::Status TransferTable::CheckHintsLocked(const Transfer& transfer,
   bounds.most_tokens = options_.hint_tokens;
   SLUICE_RETURN_IF_ERROR(CheckHints(hints, bounds));
   if (options_.hint_tokens > 0 && prompt_bytes_ + hints.bytes() > options_.max_prompt_bytes) {
-    return ResourceExhausted("TOO_MANY_TRANSFERS",
+    return ResourceExhausted(reasons::kTooManyTransfers,
                              absl::StrCat(transfers_.size(), " transfers with ", prompt_bytes_,
                                           " bytes of prompts and hints are open; try again later, "
                                           "or commit without hints"),
@@ -312,7 +313,7 @@ absl::Status TransferTable::Abort(const std::string& transfer_id, const std::str
             WithReason(absl::AbortedError(
                            absl::StrCat("transfer ", transfer_id, " was aborted by its sender",
                                         reason.empty() ? "" : ": ", reason.substr(0, 256))),
-                       "TRANSFER_ABORTED"),
+                       reasons::kTransferAborted),
             &ended);
   return absl::OkStatus();
 }
@@ -382,10 +383,10 @@ absl::StatusOr<TransferTable::AttachId> TransferTable::Attach(const HandoffRef& 
   } else if (expected_.contains(key)) {
     return WithReason(absl::AlreadyExistsError(absl::StrCat("rendezvous_key '", ref.rendezvous_key,
                                                             "' has its Generate already")),
-                      "GENERATE_EXISTS");
+                      reasons::kGenerateExists);
   } else if (expected_.size() >= kMaxExpected) {
-    return ResourceExhausted("TOO_MANY_EXPECTED", "too many Generates wait for their transfer",
-                             RetryAfter());
+    return ResourceExhausted(reasons::kTooManyExpected,
+                             "too many Generates wait for their transfer", RetryAfter());
   }
   if (transfer != nullptr && transfer->state == Transfer::State::kPoisoned) {
     return Poisoned(transfer->id);
@@ -394,7 +395,7 @@ absl::StatusOr<TransferTable::AttachId> TransferTable::Attach(const HandoffRef& 
     return WithReason(
         absl::AlreadyExistsError(absl::StrCat(transfer->kept ? "sequence " : "transfer ",
                                               transfer->id, " has its Generate already")),
-        "GENERATE_EXISTS");
+        reasons::kGenerateExists);
   }
   const AttachId id = next_attach_++;
   if (transfer != nullptr) {
@@ -514,7 +515,7 @@ void TransferTable::EndOverLocked(absl::Time now, Ended* ended) {
               WithReason(absl::DeadlineExceededError(absl::StrCat(
                              transfer.kept ? "sequence " : "transfer ", transfer.id,
                              ": its lease of ", absl::FormatDuration(transfer.lease), " ended")),
-                         "LEASE_EXPIRED"),
+                         reasons::kLeaseExpired),
               ended);
   }
 }

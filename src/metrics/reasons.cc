@@ -1,6 +1,7 @@
 #include "src/metrics/reasons.h"
 
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 
 namespace sluice {
 
@@ -12,7 +13,7 @@ std::string ReasonLabel(const absl::Status& status) {
 RequestOutcome OutcomeOfError(const absl::Status& status) {
   if (absl::IsCancelled(status)) return RequestOutcome::kCancelled;
   if (absl::IsDeadlineExceeded(status)) return RequestOutcome::kDeadline;
-  if (ReasonOf(status) == "SLOW_READER") return RequestOutcome::kSlowReader;
+  if (ReasonOf(status) == reasons::kSlowReader) return RequestOutcome::kSlowReader;
   return RequestOutcome::kError;
 }
 

@@ -12,6 +12,7 @@
 #include "src/base/crc32c.h"
 #include "src/base/error.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/request/source_ref.h"
@@ -19,7 +20,7 @@
 namespace sluice {
 namespace {
 
-// How late a lease may end: nobody waits for it.
+// How late a lease may end. Nobody waits for it.
 constexpr absl::Duration kReapInterval = absl::Milliseconds(200);
 
 }  // namespace
@@ -64,7 +65,7 @@ struct HeldPrompts::Budget {
   uint64_t bytes ABSL_GUARDED_BY(mutex) = 0;
 };
 
-// Copies what the prefiller computes.
+// Copies the caches that the prefiller computes.
 class HeldPrompts::Collector : public LayerSink {
  public:
   Collector(const Options& options, HeldPrompt* out) : options_(options), out_(out) {}
@@ -80,7 +81,7 @@ class HeldPrompts::Collector : public LayerSink {
     held.token_begin = token_begin;
     held.token_end = token_end;
     for (const absl::Span<const uint8_t> piece : pieces) held.size += piece.size();
-    held.bytes.reset(new uint8_t[held.size]);  // not filled first
+    held.bytes.reset(new uint8_t[held.size]);  // not filled with zeros first
     uint8_t* at = held.bytes.get();
     for (const absl::Span<const uint8_t> piece : pieces) {
       std::memcpy(at, piece.data(), piece.size());
@@ -131,10 +132,10 @@ absl::StatusOr<HeldPrompts::Held> HeldPrompts::Hold(const Wanted& wanted,
     return InvalidField(
         "prompt_token_ids",
         absl::StrCat("the caches of ", tokens, " tokens take ", bytes, " bytes, and hold_bytes is ",
-                     options_.max_bytes, ": push them (decode_address), or raise it"));
+                     options_.max_bytes, ": push them (decode_address), or raise hold_bytes"));
   }
   const auto full = [&] {
-    return ResourceExhausted("HOLD_FULL",
+    return ResourceExhausted(reasons::kHoldFull,
                              absl::StrCat("no room for ", bytes,
                                           " bytes of caches beside what is "
                                           "held for decode nodes; try again, or another node"),
@@ -145,7 +146,7 @@ absl::StatusOr<HeldPrompts::Held> HeldPrompts::Hold(const Wanted& wanted,
     if (entries_.size() >= options_.max_prompts) return full();
   }
   if (!budget_->Take(bytes)) return full();
-  // The last owner of the prompt, a reader perhaps, gives its bytes back.
+  // The last owner of the prompt, which may be a reader, gives its bytes back.
   std::shared_ptr<HeldPrompt> held(new HeldPrompt, [budget = budget_, bytes](HeldPrompt* prompt) {
     delete prompt;
     budget->GiveBack(bytes);

@@ -1,5 +1,5 @@
-// Prompts whose caches wait here until a decode node has read them: computed, held in ordinary
-// memory under a lease, given back by Release or when the lease ends. Thread-safe.
+// Holds prompts whose caches wait here until a decode node has read them. The caches are in
+// ordinary memory under a lease, and go with Release or when the lease ends. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -23,31 +23,34 @@
 
 namespace sluice {
 
-// A layer's caches of tokens [token_begin, token_end) of one kind, all heads, as chunk payload.
+// A layer's caches of tokens [token_begin, token_end) of one cache kind, all heads, as chunk
+// payload.
 struct HeldLayer {
   int layer = 0;
-  size_t kind = 0;  // of the layout
+  size_t kind = 0;  // index into the layout's kinds
   int token_begin = 0, token_end = 0;
   std::unique_ptr<uint8_t[]> bytes;
   size_t size = 0;
-  // Of each block, in order of `bytes`: made once, whoever reads it and in whatever chunks.
+  // The checksum of each block, in the order of `bytes`. They are made once, whoever reads the
+  // layer and in whatever chunks.
   std::vector<uint32_t> crc32c;
 
-  // Of tokens [from, to) of heads [head_begin, head_end). REQUIRES: `from` is a block's first and
-  // `to` a block's or the layer's end; they are one piece of `bytes`.
+  // Returns the checksum of tokens [from, to) of heads [head_begin, head_end). REQUIRES: `from` is
+  // the first token of a block, `to` is the end of a block or of the layer, and the range is
+  // contiguous in `bytes`.
   uint32_t Crc32cOf(const CacheKind& of_kind, uint32_t from, uint32_t to, uint32_t head_begin,
                     uint32_t head_end) const;
 };
 
-// Does not change once it is held; whoever reads it owns a share.
+// A held prompt. It does not change once it is held, and each reader owns a share.
 struct HeldPrompt {
   std::string source_id;  // 32 hexadecimal digits
   std::string tenant;
-  std::string request_id;  // of whom it was computed for; empty: nobody can name it
+  std::string request_id;  // the request that it was computed for; empty: it has no name
   std::string prompt_digest;
   uint32_t context_length = 0;
   std::vector<HeldLayer> layers;  // in the order in which they were computed
-  uint64_t bytes = 0;             // of them
+  uint64_t bytes = 0;             // bytes of the layers
   SelectionHints hints;
   std::optional<OutputToken> first_token;
   std::shared_ptr<const void> kept_with;  // see Wanted
@@ -60,7 +63,8 @@ class HeldPrompts {
     uint64_t max_bytes = uint64_t{2} << 30;
     size_t max_prompts = 4096;
     absl::Duration max_lease = absl::Seconds(60);
-    // Of an entry of hints: what the pools of decode nodes take is not known here.
+    // Maximum tokens that an entry of hints names. This node does not know what the pools of decode
+    // nodes take.
     int64_t hint_tokens = 1 << 14;
   };
   HeldPrompts(Options options, Prefiller* prefiller);
@@ -68,11 +72,11 @@ class HeldPrompts {
 
   struct Wanted {
     std::vector<int32_t> prompt;
-    SamplingParams sampling;  // of the first token
+    SamplingParams sampling;  // for the first token
     bool want_first_token = false;
     std::string tenant;
     std::string request_id;
-    // Anything that is to live for as long as the prompt is held or read.
+    // An object that must live for as long as the prompt is held or read.
     std::shared_ptr<const void> keep = nullptr;
   };
   struct Held {
@@ -80,25 +84,26 @@ class HeldPrompts {
     absl::Duration queued, compute;
     absl::Duration lease;
   };
-  // Computes the prompt and holds its caches; blocking, as Prefiller::Run. Its errors, and
-  // RESOURCE_EXHAUSTED (reason HOLD_FULL, with a time to retry) before anything is computed where
-  // what is held leaves no room; INVALID_ARGUMENT where it could never fit.
+  // Computes the prompt and holds its caches; blocking, as Prefiller::Run. Returns that function's
+  // errors; RESOURCE_EXHAUSTED (reason HOLD_FULL, with a time to retry) before anything is computed
+  // if the held prompts leave no room; INVALID_ARGUMENT if the prompt could never fit.
   absl::StatusOr<Held> Hold(const Wanted& wanted, const std::function<bool()>& cancelled);
 
-  // Null: there is none of that name for the tenant. Renews the lease.
+  // Returns the prompt and renews its lease. Null if the tenant has no prompt of this name.
   std::shared_ptr<const HeldPrompt> Find(const std::string& source_id, const std::string& tenant);
-  // As Find, with another lease than the longest: at most that.
+  // Renews the lease for `lease`, and at most for the longest one. Returns the granted lease, or
+  // nothing if the tenant has no prompt of this name.
   std::optional<absl::Duration> Renew(const std::string& source_id, const std::string& tenant,
                                       absl::Duration lease);
-  // Whether it was held. Its memory goes back with its last reader.
+  // Releases the prompt and returns whether it was held. Its memory goes back with its last reader.
   bool Release(const std::string& source_id, const std::string& tenant);
-  // The same for what was computed for a request; looks through all that is held.
+  // Releases the prompts that were computed for a request. Looks through all held prompts.
   bool ReleaseRequest(const std::string& request_id);
 
   struct Usage {
     size_t prompts = 0;
-    uint64_t bytes = 0;    // promised too
-    uint64_t expired = 0;  // leases that ended, so far
+    uint64_t bytes = 0;    // held prompts, those still read, those being computed
+    uint64_t expired = 0;  // leases that ended since the start
     uint64_t max_bytes = 0;
   };
   Usage usage() const;
@@ -106,7 +111,7 @@ class HeldPrompts {
 
  private:
   class Collector;
-  // What the memory of prompts is counted in: given back with a prompt's last owner.
+  // Counts the memory of prompts. A prompt's last owner gives its bytes back.
   struct Budget;
   struct Entry {
     std::shared_ptr<const HeldPrompt> prompt;

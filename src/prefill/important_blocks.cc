@@ -86,7 +86,7 @@ SelectionHints ImportantBlocks::Read(Stream& stream, int32_t count) const {
     entry.layer = static_cast<uint32_t>(list / kv_heads_);
     entry.kv_head = static_cast<uint32_t>(list % kv_heads_);
     const int32_t* const first = units + list * count;
-    // What a failed device left is nobody's list.
+    // A failed device may leave anything in its memory.
     entry.units.assign(first, first + std::clamp(counts[list], 0, count));
   }
   return hints;

@@ -1,6 +1,7 @@
-// The blocks of a prompt that its last row attends to most, of each layer and KV head: hints for
-// where a decode node begins. Exact: the sum over the group's heads of the row's attention weights
-// in a block. Reads the keys once more, for one row of a prompt.
+// Finds the blocks of a prompt that its last row attends to most, for each layer and KV head. They
+// are hints that say with which blocks a decode node begins. The choice is exact: a block counts
+// the sum, over the heads of the group, of the row's attention weights in it. It reads the keys
+// once more, for one row of a prompt.
 #pragma once
 
 #include <cstdint>
@@ -14,19 +15,20 @@
 
 namespace sluice {
 
-// One prompt at a time.
+// Serves one prompt at a time.
 class ImportantBlocks {
  public:
-  // Of up to `max_context` tokens. RESOURCE_EXHAUSTED: no memory for the lists.
+  // Serves prompts of up to `max_context` tokens. RESOURCE_EXHAUSTED if there is no memory for the
+  // lists.
   static absl::StatusOr<std::unique_ptr<ImportantBlocks>> Create(Device* device,
                                                                  const CacheLayout& layout,
                                                                  int64_t max_context);
 
-  // Up to `count` blocks of the layer, by the last row of `params`, whose keys are in `cache`;
-  // enqueued on the stream.
+  // Enqueues on the stream the choice of up to `count` blocks of the layer, by the last row of
+  // `params`, whose keys are in `cache`.
   void Find(Stream& stream, int layer, const kernels::AttentionParams& params,
             const kernels::PagedCache& cache, int32_t count);
-  // What was found of all layers, none of it being under way any more. Blocking.
+  // Returns the blocks of all layers. Blocking. REQUIRES: every Find has run.
   SelectionHints Read(Stream& stream, int32_t count) const;
 
  private:

@@ -9,6 +9,7 @@
 #include "src/attention/latent/prompt_selections.h"
 #include "src/attention/policies/full/full_policy.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/engine/batch_state.h"
@@ -24,15 +25,16 @@ namespace {
 
 constexpr int kSlot = 0;  // one prompt at a time
 
-// Finds what hints name, of one prompt at a time; which of the two, the model's attention says.
+// Finds the blocks or tokens that hints name, for one prompt at a time. The model's attention
+// decides which of the two is set.
 struct HintFinders {
-  std::unique_ptr<ImportantBlocks> blocks;       // of keys and values
-  std::unique_ptr<PromptSelections> selections;  // of an indexer
+  std::unique_ptr<ImportantBlocks> blocks;       // for keys and values
+  std::unique_ptr<PromptSelections> selections;  // for an indexer
   bool any() const { return blocks != nullptr || selections != nullptr; }
 };
 
-// Policy `full` that marks in the stream when a layer's caches are written: they can leave before
-// that layer's attention and FFN. And finds what hints name, where they are wanted.
+// The policy `full`, which also marks in the stream when a layer's caches are written, so that they
+// can leave before that layer's attention and FFN, and finds what hints name, if hints are wanted.
 class MarkingPolicy : public ForwardingPolicy {
  public:
   MarkingPolicy(FullPolicy* full, const HintFinders* finders, Device* device,
@@ -51,9 +53,10 @@ class MarkingPolicy : public ForwardingPolicy {
     });
   }
 
-  // Marks go to the events of `buffer` from now on.
+  // Makes the marks go to the events of `buffer` from now on.
   void SetBuffer(int buffer) { buffer_ = static_cast<size_t>(buffer); }
-  // Of the last row of what is launched from now on, of each layer and KV head; 0: none.
+  // Sets how many blocks of each layer and KV head are found for the last row of everything
+  // launched from now on. 0: none.
   void SetImportantBlocks(int32_t count) { important_blocks_ = count; }
   Event& appended(int buffer, int layer) {
     return *events_[static_cast<size_t>(buffer)][static_cast<size_t>(layer)];
@@ -72,7 +75,7 @@ class MarkingPolicy : public ForwardingPolicy {
     ForwardingPolicy::AppendLatent(stream, layer, params);
     if (!has_index_) Mark(stream, layer);
   }
-  // After AppendLatent: the layer's last cache.
+  // Comes after AppendLatent, and is the layer's last cache.
   void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override {
     ForwardingPolicy::AppendIndex(stream, layer, params);
     Mark(stream, layer);
@@ -97,8 +100,8 @@ class MarkingPolicy : public ForwardingPolicy {
   size_t buffer_ = 0;
 };
 
-// The bytes of tokens [begin, end) of one layer and kind, all heads, in the order of a chunk's
-// payload; neighbours in memory are joined.
+// Returns the bytes of tokens [begin, end) of one layer and cache kind, all heads, in the order of
+// a chunk's payload. Neighbours in memory are joined.
 std::vector<absl::Span<const uint8_t>> ChunkPieces(const SequenceCache& cache, int layer,
                                                    size_t kind, int begin, int end) {
   std::vector<absl::Span<const uint8_t>> pieces;
@@ -113,7 +116,7 @@ std::vector<absl::Span<const uint8_t>> ChunkPieces(const SequenceCache& cache, i
   return pieces;
 }
 
-// A layer's part of a chunk on its way from the caches to the wire.
+// One layer's part of a chunk on its way from the caches to the wire.
 struct Staging {
   Buffer memory;  // pinned
   std::vector<Stream::CopyOp> copies;
@@ -139,7 +142,7 @@ class PrefillerImpl : public Prefiller {
         staging_(std::move(staging)),
         copy_stream_(device->NewStream(Device::StreamKind::kCopy)),
         seeds_(options.seed != 0 ? options.seed : RandomU64()) {
-    // Chunks end on blocks, as the wire wants them.
+    // Chunks end on block boundaries, as the wire wants them.
     int block = 1;
     for (const CacheKind& kind : model->cache_layout().kinds)
       block = std::max(block, kind.block_tokens);
@@ -166,7 +169,7 @@ class PrefillerImpl : public Prefiller {
                  StopIds(sampling, model_->config().eos_token_ids));
     absl::StatusOr<PrefillResult> result =
         Compute(static_cast<int>(prompt.size()), sampling, want_first_token, sink, cancelled);
-    // Also after an error: what was launched still writes to the pages.
+    // This is needed after an error too, because what was launched still writes to the pages.
     batch_->joined(kSlot).Wait();
     for (int buffer = 0; buffer < BatchState::kDepth; ++buffer) batch_->event(buffer).Wait();
     policy_->Release(kSlot);
@@ -180,7 +183,8 @@ class PrefillerImpl : public Prefiller {
  private:
   absl::Status Check(const std::vector<int32_t>& prompt, const SamplingParams& sampling) const {
     const auto vocab = static_cast<uint32_t>(model_->config().vocab_size);
-    // Stop strings are the decode node's business: they end a stream, not a choice of token.
+    // The decode node handles stop strings: they end a stream and do not affect the choice of a
+    // token.
     SLUICE_RETURN_IF_ERROR(
         ValidateSamplingParams(sampling, vocab, /*stop_strings_supported=*/true));
     if (prompt.empty()) return InvalidField("prompt_token_ids", "must not be empty");
@@ -232,7 +236,7 @@ class PrefillerImpl : public Prefiller {
     };
     launch(0);
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      // The device has the next chunk before this one is on its way.
+      // The device gets the next chunk before this one is sent.
       if (chunk + 1 < chunks) launch(chunk + 1);
       SLUICE_RETURN_IF_ERROR(Push(chunk, tokens, sink, cancelled));
     }
@@ -248,12 +252,13 @@ class PrefillerImpl : public Prefiller {
     if (!want_first_token) return result;
     result.first_token = batch_->Result(last, 0, sampling.logprobs);
     if (result.first_token->id < 0) {
-      return WithReason(absl::InternalError("the model's logits are not finite"), "BAD_LOGITS");
+      return WithReason(absl::InternalError("the model's logits are not finite"),
+                        reasons::kBadLogits);
     }
     return result;
   }
 
-  // Blocks of a layer and KV head that hints name.
+  // Returns how many blocks of a layer and KV head hints name.
   int32_t HintedBlocks(int64_t hint_tokens, int64_t tokens) const {
     const CacheLayout& layout = model_->cache_layout();
     const CacheKind& kind = layout.kinds[0];
@@ -262,7 +267,8 @@ class PrefillerImpl : public Prefiller {
          static_cast<int64_t>(kMaxHintUnits) / (int64_t{layout.layers} * kind.heads)}));
   }
 
-  // Layer by layer through pinned memory: the next is on its way while this one is pushed.
+  // Sends the chunk layer by layer through pinned memory. The next layer is copied while this one
+  // is pushed.
   absl::Status Push(int chunk, int tokens, LayerSink& sink,
                     const std::function<bool()>& cancelled) {
     const int begin = chunk * chunk_tokens_;
@@ -274,14 +280,14 @@ class PrefillerImpl : public Prefiller {
       absl::Status pushed = cancelled() ? absl::CancelledError("the caller has gone")
                                         : PushStaged(layer - 1, begin, end, sink);
       if (pushed.ok()) continue;
-      // What was staged still reads the pages.
+      // The staged copies still read the pages.
       for (Staging& staging : staging_) staging.copied->Wait();
       return pushed;
     }
     return absl::OkStatus();
   }
 
-  // Copies a layer's part of the chunk, once it is in the cache.
+  // Enqueues the copy of a layer's part of the chunk, to run once the part is in the cache.
   void Stage(int chunk, int layer, int begin, int end) {
     Staging& staging = staging_[static_cast<size_t>(layer) % staging_.size()];
     staging.copies.clear();
@@ -323,7 +329,7 @@ class PrefillerImpl : public Prefiller {
   MarkingPolicy marking_;
   const std::unique_ptr<BatchState> batch_;
   const std::unique_ptr<Stream> stream_;
-  std::array<Staging, 2> staging_;  // of even and odd layers
+  std::array<Staging, 2> staging_;  // for even and odd layers
   const std::unique_ptr<Stream> copy_stream_;
   StepPlan plan_ ABSL_GUARDED_BY(mutex_);
   SplitMix64 seeds_ ABSL_GUARDED_BY(mutex_);

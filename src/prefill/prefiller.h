@@ -1,4 +1,5 @@
-// Computes prompts: the other half of a handoff, over the same model code as the decode engine.
+// Computes prompts, which is the other half of a handoff, with the same model code as the decode
+// engine.
 //
 // Run() computes a prompt in chunks and calls the sink with every layer of every chunk as soon as
 // its caches are computed, while the later layers are still being computed.
@@ -23,24 +24,26 @@ namespace sluice {
 
 class Model;
 
-// Takes one layer's caches of tokens [token_begin, token_end) of one kind, all heads, as chunk
-// payload (the home layout; design: "a chunk on the wire"). `pieces` are valid during the call.
-// Called on a thread of the prefiller, in order of chunks, then layers. An error ends the run with
-// that error.
+// Takes one layer's caches of tokens [token_begin, token_end) of one cache kind, all heads, as the
+// payload of a chunk (proto/sluice/v1/ingest.proto). `pieces` are valid during the call. Called on
+// a thread of the prefiller, in order of chunks, then layers. An error ends the run with that
+// error.
 class LayerSink {
  public:
   virtual ~LayerSink() = default;
-  // The prompt's turn has come; nothing is computed yet.
+  // Says that the prompt's turn has come; nothing is computed yet.
   virtual absl::Status Begin() = 0;
   virtual absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
                              absl::Span<const absl::Span<const uint8_t>> pieces) = 0;
-  // After Begin: tokens of a layer and KV head that hints may name; 0: hints are of no use.
+  // Returns, after Begin, the maximum tokens of a layer and KV head that hints may name. 0: hints
+  // are of no use.
   virtual int64_t hint_tokens() const { return 0; }
 };
 
 struct PrefillResult {
   std::optional<OutputToken> first_token;
-  // What the prompt's last row attends to; empty unless Options::hints and the sink want it.
+  // The blocks or tokens that the prompt's last rows attend to. Empty unless Options::hints is set
+  // and the sink wants them.
   SelectionHints hints;
   absl::Duration queued;
   absl::Duration compute;
@@ -58,9 +61,9 @@ class Prefiller {
   static absl::StatusOr<std::unique_ptr<Prefiller>> Create(const Options& options, Device* device,
                                                            Model* model, Clock* clock);
   virtual ~Prefiller() = default;
-  // Blocking; one prompt at a time, others wait their turn. `cancelled` is asked between chunks and
-  // layers. Errors: INVALID_ARGUMENT (prompt, sampling), RESOURCE_EXHAUSTED (the prompt does not
-  // fit in hbm_bytes), CANCELLED, and the sink's own.
+  // Computes a prompt. Blocking; one prompt at a time, while others wait their turn. `cancelled` is
+  // asked between chunks and layers. Errors: INVALID_ARGUMENT (prompt, sampling),
+  // RESOURCE_EXHAUSTED (the prompt does not fit in hbm_bytes), CANCELLED, and the sink's own.
   virtual absl::StatusOr<PrefillResult> Run(const std::vector<int32_t>& prompt,
                                             const SamplingParams& sampling, bool want_first_token,
                                             LayerSink& sink,

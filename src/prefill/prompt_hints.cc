@@ -12,7 +12,7 @@ SelectionHints HintsOf(const PromptSelections::Lists& lists, int layers, int64_t
   const auto [first, end] = lists.positions;
   SelectionHints hints;
   hints.unit_tokens = 1;
-  // By token: 1 + the last layer whose hints name it.
+  // The entry of a token is 1 + the last layer whose hints name it.
   std::vector<int> named(static_cast<size_t>(end), 0);
   for (int layer = 0; layer < layers; ++layer) {
     int64_t left = most;
@@ -21,7 +21,7 @@ SelectionHints HintsOf(const PromptSelections::Lists& lists, int layers, int64_t
       entry.layer = static_cast<uint32_t>(layer);
       entry.position = static_cast<uint32_t>(position);
       for (const int32_t token : lists.Of(layer, position)) {
-        // What a failed device left is nobody's list.
+        // A failed device may leave anything in its memory.
         if (token < 0 || token > position || left == 0) continue;
         if (std::exchange(named[static_cast<size_t>(token)], layer + 1) == layer + 1) continue;
         entry.units.push_back(static_cast<uint32_t>(token));

@@ -1,7 +1,7 @@
-// Hints made of what the last positions of a prompt selected (sparse attention's indexer): the
-// tokens whose entries a decode node begins with in HBM. A least-recently-used set that is given
-// each with the newest position that selected it is what it would be had it seen those rows (ESS,
-// arXiv 2512.10576, LRU warm-up).
+// Makes hints from what the last positions of a prompt selected (the indexer of sparse attention):
+// the tokens whose entries a decode node begins with in HBM. A least-recently-used set that is
+// given each token with the newest position that selected it is the same as if it had seen those
+// rows (ESS, arXiv 2512.10576, LRU warm-up).
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@
 
 namespace sluice {
 
-// Each token once, with the newest position that selected it, newest positions first; of each layer
-// no more than `most_tokens`, and of all no more than kMaxHintUnits: the oldest positions' are left
-// out.
+// Returns each token once, with the newest position that selected it, newest positions first. There
+// are no more than `most_tokens` tokens of a layer and kMaxHintUnits of all layers; the oldest
+// positions are left out.
 SelectionHints HintsOf(const PromptSelections::Lists& lists, int layers, int64_t most_tokens);
 
 }  // namespace sluice

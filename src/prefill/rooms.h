@@ -1,6 +1,7 @@
-// Where the two legs of a request meet that a gateway sends at once: the prefill leg promises a
-// prompt under a number that both came with, the room, and the decode leg waits there for the name
-// under which its caches are held. Either may be first. Thread-safe.
+// The rooms in which the two legs of a request find each other when a gateway sends both at once. A
+// room is a number that both legs came with. The prefill leg promises a prompt in the room, and the
+// decode leg waits there for the name under which the prompt's caches are held. Either may be
+// first. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +24,7 @@ namespace sluice {
 
 class Rooms : public std::enable_shared_from_this<Rooms> {
  public:
-  // Of visitors that wait, over all rooms.
+  // `max_waiting` limits the readers that wait, over all rooms.
   explicit Rooms(size_t max_waiting = 4096) : max_waiting_(max_waiting) {}
 
   struct Key {
@@ -34,17 +35,19 @@ class Rooms : public std::enable_shared_from_this<Rooms> {
     }
   };
 
-  // A prefill leg's hold on its room, which is its own for as long as this lives. Whoever waits
-  // when it goes unfilled is told that nothing will come.
-  class Place {
+  // A prefill leg's promise of its room's prompt. The room belongs to the leg for as long as this
+  // lives. If it goes unfilled, waiting readers are told that nothing will come.
+  class Promise {
    public:
-    Place(std::shared_ptr<Rooms> rooms, Key key) : rooms_(std::move(rooms)), key_(std::move(key)) {}
-    ~Place();
-    Place(const Place&) = delete;
-    Place& operator=(const Place&) = delete;
-    // The prompt is held under this name. Once.
+    Promise(std::shared_ptr<Rooms> rooms, Key key)
+        : rooms_(std::move(rooms)), key_(std::move(key)) {}
+    ~Promise();
+    Promise(const Promise&) = delete;
+    Promise& operator=(const Promise&) = delete;
+    // Says that the prompt is held under this name. May be called once.
     void Fill(const std::string& source_id);
-    // It will not be, and why: to be said before this goes. After Fill it does nothing.
+    // Says that the prompt will not come, and why. Must come before this goes. After Fill it does
+    // nothing.
     void Fail(absl::Status why);
 
    private:
@@ -52,26 +55,27 @@ class Rooms : public std::enable_shared_from_this<Rooms> {
     const Key key_;
     absl::Status why_;
   };
-  // ALREADY_EXISTS (ROOM_TAKEN): another prompt has this room.
-  absl::StatusOr<std::shared_ptr<Place>> Open(const Key& key, std::string prompt_digest);
+  // Promises a prompt in a room. ALREADY_EXISTS (ROOM_TAKEN) if another prompt has the room.
+  absl::StatusOr<std::shared_ptr<Promise>> Open(const Key& key, std::string prompt_digest);
 
-  struct Met {
-    std::string source_id;  // empty: it has not been computed yet
+  struct Awaited {
+    std::string source_id;  // empty if the prompt has not been computed yet
     bool expected = false;  // the prefill leg has come
   };
-  // An error:
-  //   FAILED_PRECONDITION  the room's prompt is another one (SOURCE_MISMATCH), or it is another
-  //                        visitor's (ROOM_TAKEN)
-  //   RESOURCE_EXHAUSTED   too many visitors wait (ROOMS_FULL)
-  //   the prefill leg's own, or NOT_FOUND (SOURCE_NOT_FOUND): it was given up
-  using Done = std::function<void(absl::StatusOr<Met>)>;
-  // Waits in a room for the prompt of this digest. `visitor` is a name of the caller's own: a room
-  // has one visitor, who may come again. `done` runs once, now or on another thread, without a
-  // lock. Returns what LeaveOff takes, 0 if it ran already.
-  uint64_t Meet(const Key& key, const std::string& prompt_digest, const std::string& visitor,
-                Done done);
-  // Ends a wait, if it has not ended: `done` runs with what there is.
-  void LeaveOff(uint64_t wait);
+  // Gets the prompt's name, or an error:
+  //   FAILED_PRECONDITION  the room's prompt is another one (SOURCE_MISMATCH), or another reader
+  //   has the
+  //                        room (ROOM_TAKEN)
+  //   RESOURCE_EXHAUSTED   too many readers wait (ROOMS_FULL)
+  //   the prefill leg's own error, or NOT_FOUND (SOURCE_NOT_FOUND) if the prompt was given up
+  using Done = std::function<void(absl::StatusOr<Awaited>)>;
+  // Waits in a room for the prompt with this digest. `reader` is a name of the caller's choosing: a
+  // room has one reader, who may come again. `done` runs once, now or on another thread, without a
+  // lock. Returns the number that StopWaiting takes, or 0 if `done` ran already.
+  uint64_t AwaitPrompt(const Key& key, const std::string& prompt_digest, const std::string& reader,
+                       Done done);
+  // Ends a wait that has not ended: `done` runs with what is known.
+  void StopWaiting(uint64_t wait);
 
  private:
   struct Waiter {
@@ -80,21 +84,21 @@ class Rooms : public std::enable_shared_from_this<Rooms> {
     Done done;
   };
   struct Room {
-    bool promised = false;  // by a prefill leg
+    bool promised = false;  // a prefill leg has it
     std::string prompt_digest, source_id;
-    std::string visitor;  // empty: none yet
+    std::string reader;  // empty: none yet
     std::vector<Waiter> waiters;
-    // Nobody is in it.
+    // Returns whether nobody is in it.
     bool idle() const { return !promised && waiters.empty(); }
   };
-  using Told = std::vector<std::pair<Done, absl::StatusOr<Met>>>;
+  using Told = std::vector<std::pair<Done, absl::StatusOr<Awaited>>>;
 
-  // Who waits in the room will be told. To be run by Tell without the lock.
-  void EmptyLocked(Room& room, const absl::StatusOr<Met>& what, Told* told)
+  // Moves everybody who waits in the room to `told`, for Tell to run without the lock.
+  void TellAllLocked(Room& room, const absl::StatusOr<Awaited>& what, Told* told)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static void Tell(Told told);
   void Fill(const Key& key, const std::string& source_id);
-  void Leave(const Key& key, const absl::Status& why);
+  void GiveUp(const Key& key, const absl::Status& why);
 
   const size_t max_waiting_;
   absl::Mutex mutex_;

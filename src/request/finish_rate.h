@@ -1,4 +1,4 @@
-// How soon a refused caller may find room: an estimate from how often sequences end here.
+// Estimates from how often sequences end here how soon a refused caller may find room.
 #pragma once
 
 #include <array>
@@ -14,16 +14,16 @@ namespace sluice {
 // Thread-safe.
 class FinishRate {
  public:
-  // What is said while fewer than two sequences have ended, and the bounds of every estimate.
+  // The estimate while fewer than two sequences have ended, and the bounds of every estimate.
   static constexpr absl::Duration kDefault = absl::Seconds(1);
   static constexpr absl::Duration kLeast = absl::Milliseconds(100);
   static constexpr absl::Duration kMost = absl::Seconds(30);
 
   explicit FinishRate(Clock* clock) : clock_(clock) {}
 
-  // A sequence has ended, and its room is somebody else's.
+  // Notes that a sequence has ended and freed its room.
   void Finished();
-  // The mean time between the last kRemembered ends; it grows while nothing ends.
+  // Returns the mean time between the last kRemembered ends. It grows while nothing ends.
   absl::Duration RetryAfter() const;
 
  private:
@@ -32,7 +32,7 @@ class FinishRate {
   Clock* const clock_;
   mutable absl::Mutex mutex_;
   std::array<absl::Time, kRemembered> ends_ ABSL_GUARDED_BY(mutex_);  // a ring
-  size_t count_ ABSL_GUARDED_BY(mutex_) = 0;                          // of all time
+  size_t count_ ABSL_GUARDED_BY(mutex_) = 0;                          // all ends so far
 };
 
 }  // namespace sluice

@@ -1,5 +1,5 @@
-// Who turns requests into tokens: a decode node's engine, or a prefill node, whose answer is one
-// token and where the caches are. Callable from any thread.
+// Turns requests into tokens. A decode node's engine is one; so is a prefill node, whose answer is
+// one token and the place of the caches. Callable from any thread.
 #pragma once
 
 #include <functional>
@@ -15,15 +15,15 @@ namespace sluice {
 class Generator {
  public:
   virtual ~Generator() = default;
-  // Checks what can be checked at once and queues the request. A returned error means that the sink
-  // will never be called; after an id the sink gets exactly one Finish.
+  // Checks what can be checked at once, and queues the request. After an error the sink will never
+  // be called. After an id the sink gets exactly one Finish.
   virtual absl::StatusOr<SequenceId> Submit(Request request) = 0;
-  // The sequence, if it is alive, ends with `why`.
+  // Ends the sequence with `why` if it is alive.
   virtual void Cancel(SequenceId id, absl::Status why) = 0;
-  // The same by its caller's name for it. `done(found)` may run on another thread.
+  // Ends the sequence that has the caller's name for it. `done(found)` may run on another thread.
   virtual void CancelRequest(const std::string& request_id, absl::Status why,
                              std::function<void(bool)> done) = 0;
-  // A reader has taken tokens: a sequence that waited for that can go on.
+  // Says that a reader has taken tokens, so that a sequence that waited for that can go on.
   virtual void Wake() = 0;
 };
 

@@ -1,4 +1,4 @@
-// What a caller asks for, free of gRPC, KV and device types. Later facades map onto this too.
+// A caller's request, free of gRPC, KV and device types. Every dialect is translated into it.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,15 @@
 namespace sluice {
 
 // Names where a sequence's caches come from: a transfer, by the id that Reserve minted or by the
-// key that the caller chose, or a sequence that was kept. All empty: nothing is handed over.
+// key that the caller chose, or a kept sequence. If all are empty, nothing is handed over.
 struct HandoffRef {
   std::string transfer_id;
-  std::string tenant;  // scope of rendezvous_key and sequence_id
+  std::string tenant;  // the tenant of rendezvous_key and sequence_id
   std::string rendezvous_key;
   std::string sequence_id;
-  // Caches that another node holds. A Puller makes a transfer of it; the engine knows none. At a
-  // prefill node, only the room in which the prompt is promised, if it comes with one.
+  // The caches that another node holds. A Puller makes a transfer of them before the engine sees
+  // the request. At a prefill node it has only the room in which the prompt is promised, if the
+  // request comes with one.
   SourceRef source;
   bool empty() const {
     return transfer_id.empty() && rendezvous_key.empty() && sequence_id.empty() && source.empty();
@@ -30,15 +31,16 @@ struct HandoffRef {
 };
 
 struct Request {
-  std::string request_id;  // unique among those alive
+  std::string request_id;  // unique among live requests
   RequestTrace trace;
   HandoffRef handoff;
-  // With a transfer: empty, or equal to the manifest's. With a kept sequence: what is appended.
+  // The prompt. It is empty or equal to the manifest's with a transfer, and the tokens to append
+  // with a kept sequence.
   std::vector<int32_t> prompt;
   SamplingParams sampling;
   absl::Time deadline = absl::InfiniteFuture();
   bool allow_local_prefill = false;
-  // How long the sequence is kept once it has ended well; zero: it goes.
+  // How long the sequence is kept once it has ended well. Zero: it is not kept.
   absl::Duration keep;
   std::shared_ptr<TokenSink> sink;
 };

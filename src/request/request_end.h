@@ -1,4 +1,4 @@
-// How a sequence ended in the words of metrics and logs.
+// Says how a sequence ended in the words of metrics and logs.
 #pragma once
 
 #include <string>

@@ -12,7 +12,7 @@ constexpr size_t kTraceIdBegin = 3, kTraceIdEnd = 35;
 constexpr size_t kParentIdBegin = 36, kParentIdEnd = 52;
 constexpr size_t kFlagsBegin = 53, kFlagsEnd = 55;
 constexpr size_t kMaxMembers = 32;
-constexpr size_t kMaxMemberPart = 256;  // of a key, and of a value
+constexpr size_t kMaxMemberPart = 256;  // maximum bytes of a key or a value
 
 bool IsLowerHex(std::string_view text) {
   return std::all_of(text.begin(), text.end(),

@@ -1,5 +1,6 @@
-// What a request is called outside of this node: the id that a router gave it, and its place in a
-// distributed trace (W3C Trace Context, level 1). No span is made here, so both go on as they came.
+// The names that a request has outside of this node: the id that a router gave it, and its place in
+// a distributed trace (W3C Trace Context, level 1). No span is made here, so both go on as they
+// came.
 #pragma once
 
 #include <string>
@@ -8,24 +9,27 @@
 namespace sluice {
 
 struct RequestTrace {
-  // Metadata x-request-id: 1 to kMaxExternalIdBytes printable ASCII characters without blanks;
-  // empty: none came. Not unique: a retry has the same, and so have the legs of one request.
+  // Metadata x-request-id: 1 to kMaxExternalIdBytes printable ASCII characters without blanks.
+  // Empty if none came. It is not unique: a retry has the same, and so have the legs of one
+  // request.
   std::string request_id;
-  std::string traceparent;  // empty: none came
+  std::string traceparent;  // empty if none came
   std::string tracestate;   // only with a traceparent
 
-  // 32 lower-case hex digits, or empty.
+  // Returns 32 lower-case hex digits, or nothing.
   std::string_view trace_id() const;
 };
 inline constexpr size_t kMaxExternalIdBytes = 128;
-// "Vendors SHOULD propagate at least 512 characters": longer ones are dropped whole.
+// The standard says "Vendors SHOULD propagate at least 512 characters". A longer tracestate is
+// dropped whole.
 inline constexpr size_t kMaxTracestateBytes = 512;
 
 bool IsExternalId(std::string_view id);
-// version-traceid-parentid-flags in lower-case hex, neither id all zeros, version not ff. Version
-// 00 has nothing behind the flags; a later one may, behind a dash.
+// Returns whether `header` is version-traceid-parentid-flags in lower-case hex, with neither id all
+// zeros and a version other than ff. Version 00 has nothing behind the flags; a later one may,
+// behind a dash.
 bool IsTraceparent(std::string_view header);
-// At most 32 members key=value with commas between, each key once.
+// Returns whether `header` is at most 32 members key=value with commas between them, each key once.
 bool IsTracestate(std::string_view header);
 
 }  // namespace sluice

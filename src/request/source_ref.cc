@@ -85,7 +85,7 @@ absl::StatusOr<SourceRef> SourceRefFromJson(const std::string& json, const std::
                          ? "none"
                          : connector->dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)
                                .substr(0, 64),
-                     ": this handoff is not of a sluice-prefill"));
+                     ": this handoff does not come from sluice-prefill"));
   }
   SourceRef ref;
   const std::vector<std::pair<const char*, std::string*>> fields = {

@@ -15,8 +15,8 @@ StopConditions::StopConditions(std::vector<int32_t> stop_ids, std::vector<std::s
 
 std::optional<StopConditions::Match> StopConditions::Take(int32_t id, const std::string* bytes) {
   ++taken_;
-  // The sampler masks stop ids for the first min_tokens tokens; a handed-over one may still be
-  // there.
+  // The sampler masks stop ids for the first min_tokens tokens, but a handed-over token may still
+  // be one.
   if (taken_ > min_tokens_ &&
       std::find(stop_ids_.begin(), stop_ids_.end(), id) != stop_ids_.end()) {
     return Match{id, std::nullopt};
@@ -28,7 +28,7 @@ std::optional<StopConditions::Match> StopConditions::Take(int32_t id, const std:
   std::optional<Match> match;
   size_t first_end = std::string::npos;
   for (const std::string& text : stop_strings_) {
-    // A match must end inside the new bytes; earlier ones were seen before.
+    // A match must end inside the new bytes, because earlier ones were seen before.
     const size_t from = old_size >= text.size() ? old_size - text.size() + 1 : 0;
     const size_t at = tail_.find(text, from);
     if (at == std::string::npos || at + text.size() >= first_end) continue;

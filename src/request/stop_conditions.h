@@ -1,4 +1,5 @@
-// Decides after each output token whether a sequence is over. Pure but for the text it remembers.
+// Decides after each output token whether a sequence is over. Pure except for the text that it
+// remembers.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +11,9 @@ namespace sluice {
 
 class StopConditions {
  public:
-  // `stop_ids`: EOS ids and the request's own. `stop_strings` are searched in the bytes of the
-  // output tokens; the first to be completed ends the sequence. Nothing stops before `min_tokens`
-  // tokens.
+  // `stop_ids` has the EOS ids and the request's own. `stop_strings` are searched in the bytes of
+  // the output tokens, and the first to be completed ends the sequence. Nothing stops the sequence
+  // before `min_tokens` tokens.
   StopConditions(std::vector<int32_t> stop_ids, std::vector<std::string> stop_strings,
                  uint32_t min_tokens);
 
@@ -20,7 +21,7 @@ class StopConditions {
     std::optional<int32_t> token_id;
     std::optional<std::string> text;
   };
-  // Takes output token `id`, whose bytes are `bytes` (null where the model has no tokenizer).
+  // Takes output token `id` with its bytes, which are null if the model has no tokenizer.
   std::optional<Match> Take(int32_t id, const std::string* bytes);
 
   const std::vector<int32_t>& stop_ids() const { return stop_ids_; }

@@ -5,12 +5,14 @@
 
 #include "absl/strings/str_cat.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 
 namespace sluice {
 namespace {
 
-// Time that went by before tokens forgives none of them: it is counted as often as this.
+// Time that passed before a token was emitted must not forgive that token, so the passed time is
+// counted at least this often while tokens come.
 constexpr absl::Duration kForgiveEvery = absl::Milliseconds(100);
 
 }  // namespace
@@ -19,7 +21,7 @@ struct TenantQuotas::State {
   struct Tenant {
     uint64_t sequences = 0;
     uint64_t dram_bytes = 0;
-    double tokens = 0;  // emitted, less what time has forgiven
+    double tokens = 0;  // emitted, less those that time has forgiven
     absl::Time counted;
     bool idle() const { return sequences == 0 && dram_bytes == 0; }
   };
@@ -31,7 +33,7 @@ struct TenantQuotas::State {
     if (found == quotas.end()) found = quotas.find("*");
     return found == quotas.end() ? TenantQuota() : found->second;
   }
-  // What the tenant has emitted and time has not forgiven yet, in tokens, at `now`.
+  // Returns the tokens that the tenant has emitted and that time has not forgiven at `now`.
   static double Forgive(Tenant& tenant, const TenantQuota& quota, absl::Time now) {
     const double seconds = absl::ToDoubleSeconds(now - tenant.counted);
     tenant.tokens =
@@ -39,7 +41,7 @@ struct TenantQuotas::State {
     tenant.counted = now;
     return tenant.tokens;
   }
-  // Names come from outside: those that have nothing are forgotten.
+  // Forgets tenants that have nothing, because their names come from outside.
   void Prune() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     if (tenants.size() < 2 * kept) return;
     const absl::Time now = clock->Now();
@@ -60,7 +62,7 @@ struct TenantQuotas::State {
   size_t kept ABSL_GUARDED_BY(mutex) = kLeastKept;
 };
 
-// The engine's sink, with the tenant's share of sequences until the end.
+// The engine's sink, which owns the tenant's share of sequences until the end.
 class TenantQuotas::MeteredSink : public TokenSink {
  public:
   MeteredSink(std::shared_ptr<State> state, State::Tenants::value_type* tenant,
@@ -93,7 +95,7 @@ class TenantQuotas::MeteredSink : public TokenSink {
   }
 
   const std::shared_ptr<State> state_;
-  State::Tenants::value_type* const tenant_;  // is not forgotten while it has this sequence
+  State::Tenants::value_type* const tenant_;  // not forgotten while it has this sequence
   const std::shared_ptr<TokenSink> sink_;
   bool released_ = false;
 };
@@ -119,7 +121,7 @@ absl::StatusOr<TenantQuotas::Share> TenantQuotas::TakeDram(const std::string& te
     state_->Prune();
     uint64_t& used = state_->tenants[tenant].dram_bytes;
     if (most > 0 && (bytes > most || used > most - bytes)) {
-      return ResourceExhausted("TENANT_DRAM",
+      return ResourceExhausted(reasons::kTenantDram,
                                absl::StrCat("tenant \"", tenant, "\" has ", used, " of its ", most,
                                             " bytes of DRAM, and this needs ", bytes),
                                retry);
@@ -130,7 +132,7 @@ absl::StatusOr<TenantQuotas::Share> TenantQuotas::TakeDram(const std::string& te
 }
 
 TenantQuotas::Share TenantQuotas::Given(const std::string& tenant, uint64_t bytes) {
-  // The address is never looked at; what counts is that it goes.
+  // Nobody looks at the address; it only matters when the share goes.
   return Share(state_.get(), [state = state_, tenant, bytes](const void*) {
     absl::MutexLock lock(&state->mutex);
     state->tenants[tenant].dram_bytes -= bytes;
@@ -160,7 +162,7 @@ absl::StatusOr<std::shared_ptr<TokenSink>> TenantQuotas::Admit(const std::string
     State::Tenant& has = admitted->second;
     if (quota.sequences > 0 && has.sequences >= quota.sequences) {
       return ResourceExhausted(
-          "TENANT_SEQUENCES",
+          reasons::kTenantSequences,
           absl::StrCat("tenant \"", tenant, "\" has its ", quota.sequences, " sequences at once"),
           retry);
     }
@@ -169,7 +171,7 @@ absl::StatusOr<std::shared_ptr<TokenSink>> TenantQuotas::Admit(const std::string
     const double over = State::Forgive(has, quota, state_->clock->Now()) - most;
     if (quota.tokens_per_second > 0 && over >= 0) {
       return ResourceExhausted(
-          "TENANT_TOKENS",
+          reasons::kTenantTokens,
           absl::StrCat("tenant \"", tenant, "\" has had its ", quota.tokens_per_second,
                        " tokens a second"),
           absl::Milliseconds(100) +

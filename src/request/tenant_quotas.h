@@ -19,30 +19,33 @@ namespace sluice {
 
 class TenantQuotas {
  public:
-  // Of tokens_per_second: a tenant that was still may have as many seconds' worth at once.
+  // The window of tokens_per_second: a tenant that emitted nothing may emit as many seconds' worth
+  // at once.
   static constexpr absl::Duration kTokenWindow = absl::Seconds(10);
 
-  // `retry_after`: when a refused call may find room again; null: a second.
+  // `retry_after` returns when a refused call may find room again. Null stands for a second.
   explicit TenantQuotas(Clock* clock, std::function<absl::Duration()> retry_after = nullptr);
 
-  // "*": each tenant that is not named. What tenants have already stays theirs.
+  // Sets the quotas. "*" is the quota of each tenant that is not named. Tenants keep what they
+  // have.
   void Set(const std::map<std::string, TenantQuota>& quotas);
 
-  // A part of a quota, given back when the last owner lets go; it may outlive the TenantQuotas.
+  // A part of a quota, given back when its last owner lets go. It may outlive the TenantQuotas.
   using Share = std::shared_ptr<const void>;
-  // RESOURCE_EXHAUSTED, reason TENANT_DRAM, with the time after which to try again.
+  // Takes bytes of DRAM. RESOURCE_EXHAUSTED, reason TENANT_DRAM, has the time after which to try
+  // again.
   absl::StatusOr<Share> TakeDram(const std::string& tenant, uint64_t bytes);
-  // Takes without asking: for caches that are there whatever the quota says.
+  // Takes bytes whatever the quota says, for caches that are there already.
   Share ChargeDram(const std::string& tenant, uint64_t bytes);
-  // `sink` with a sequence's share, which goes back at Finish, and with its tokens counted.
-  // RESOURCE_EXHAUSTED, reasons TENANT_SEQUENCES and TENANT_TOKENS.
+  // Returns `sink` with a sequence's share, which goes back at Finish, and with its tokens counted.
+  // RESOURCE_EXHAUSTED has reason TENANT_SEQUENCES or TENANT_TOKENS.
   absl::StatusOr<std::shared_ptr<TokenSink>> Admit(const std::string& tenant,
                                                    std::shared_ptr<TokenSink> sink);
 
  private:
   struct State;
   class MeteredSink;
-  // The share that gives `bytes` back.
+  // Returns the share that gives `bytes` back.
   Share Given(const std::string& tenant, uint64_t bytes);
 
   const std::shared_ptr<State> state_;

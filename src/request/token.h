@@ -1,4 +1,4 @@
-// One output token as the engine hands it to whoever reads the stream.
+// One output token, as the engine hands it to the reader of the stream.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 
 namespace sluice {
 
-// Alternatives of one token, (id, natural log of its probability), best first. Inside the token: a
-// step allocates nothing.
+// The alternatives of one token as (id, natural log of its probability), best first. They are
+// inside the token so that a step allocates nothing.
 class TopLogprobs {
  public:
   using Entry = std::pair<int32_t, float>;
@@ -46,7 +46,7 @@ class TopLogprobs {
 
 struct OutputToken {
   int32_t id = 0;
-  std::optional<float> logprob;  // natural log, raw logits
+  std::optional<float> logprob;  // natural log, from raw logits
   TopLogprobs top_logprobs;
 };
 

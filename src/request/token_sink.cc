@@ -87,8 +87,8 @@ TokenStream::Batch TokenStream::Read() {
   bool freed = false;
   {
     absl::MutexLock lock(&mutex_);
-    // The engine parks a sequence a few tokens before the queue is full, so "was it full" is its
-    // business; a reader that took at least half of it makes room worth waking up for.
+    // The engine parks a sequence a few tokens before the queue is full, so only the engine knows
+    // whether it did. A reader that took at least half of the queue makes room worth waking up for.
     const bool was_long = size_ * 2 >= capacity_;
     batch = TakeLocked(&freed);
     freed = freed && was_long;

@@ -1,5 +1,5 @@
-// Where a sequence's tokens go. The engine never waits for a reader: it asks HasRoom() before it
-// plans a row for the sequence, and parks the sequence while there is none.
+// The target of a sequence's tokens. The engine never waits for a reader: it asks HasRoom() before
+// it plans a row for the sequence, and parks the sequence while there is no room.
 #pragma once
 
 #include <functional>
@@ -17,71 +17,72 @@
 
 namespace sluice {
 
-// How a sequence ended; exactly one per sequence.
+// How a sequence ended. A sequence has exactly one.
 struct FinishInfo {
   enum class Reason { kStop, kLength, kError };
   Reason reason = Reason::kError;
-  absl::Status status;  // of kError
+  absl::Status status;  // the error, with kError
   std::optional<int32_t> stop_token_id;
   std::optional<std::string> stop_string;
   uint32_t prompt_tokens = 0;
   uint32_t completion_tokens = 0;
   uint32_t cached_tokens = 0;
-  std::string transfer_id;     // empty: nothing was handed over
-  std::string sequence_id;     // of the kept sequence; empty: it is not kept
-  SourceRef source;            // where its prompt is held; empty: it is not
-  absl::Duration queued;       // from ready to its place in the batch
-  absl::Duration first_token;  // from its arrival; zero: there was none
-  absl::Duration total;        // from its arrival
+  std::string transfer_id;     // empty if nothing was handed over
+  std::string sequence_id;     // the kept sequence; empty if it is not kept
+  SourceRef source;            // where its prompt is held; empty if it is not
+  absl::Duration queued;       // time between being ready and joining the batch
+  absl::Duration first_token;  // time since its arrival; zero if there was none
+  absl::Duration total;        // time since its arrival
 };
 
-// Engine's side; called from the engine's thread only.
+// The engine's side, called on the engine's thread only.
 class TokenSink {
  public:
   virtual ~TokenSink() = default;
-  // Whether `count` more tokens fit, over those already emitted and not read.
+  // Returns whether `count` more tokens fit beside those that were emitted and not read.
   virtual bool HasRoom(size_t count) const = 0;
   // REQUIRES: HasRoom(1) held since the row was planned.
   virtual void Emit(OutputToken token) = 0;
-  // The last call.
+  // Must be the last call.
   virtual void Finish(FinishInfo info) = 0;
 };
 
 // A bounded queue between the engine and one reader on another thread.
 class TokenStream : public TokenSink {
  public:
-  // `on_room`: called from the reader's thread when it has taken enough that a parked sequence can
-  // go on: wakes the engine.
+  // `on_room` runs on the reader's thread when the reader has taken enough that a parked sequence
+  // can go on; it wakes the engine.
   explicit TokenStream(size_t capacity, std::function<void()> on_room = nullptr);
 
   bool HasRoom(size_t count) const override;
   void Emit(OutputToken token) override;
   void Finish(FinishInfo info) override;
 
-  // Reader's side. `on_ready` is called from the engine's thread, outside the lock, whenever there
-  // is something to Read() that was not there at the last Read(); at once if there is now. Once
-  // set, it may be cleared with nullptr; after that returns no call is under way or will come.
+  // The reader's side. `on_ready` runs on the engine's thread, outside the lock, whenever there is
+  // something to Read() that was not there at the last Read(), and at once if there is now. It may
+  // be set once and cleared with nullptr; after the clearing call returns, no call is under way or
+  // will come.
   void SetReadyCallback(std::function<void()> on_ready);
   struct Batch {
     std::vector<OutputToken> tokens;
-    std::optional<FinishInfo> finish;  // after the last token
+    std::optional<FinishInfo> finish;  // comes after the last token
   };
-  // Takes all there is; empty if nothing is.
+  // Returns everything there is, which may be nothing.
   Batch Read();
-  // Blocks until Read() would give something.
+  // Blocks until Read() would return something.
   Batch ReadBlocking();
-  // Whether Finish was called, read or not.
+  // Returns whether Finish was called, read or not.
   bool Finished() const;
 
  private:
   const size_t capacity_;
   const std::function<void()> on_room_;
-  // Held while on_ready_ runs, so that clearing it waits; never held together with mutex_ by Emit.
+  // Held while on_ready_ runs, so that clearing it waits. Emit never holds it together with mutex_.
   absl::Mutex callback_mutex_ ABSL_ACQUIRED_BEFORE(mutex_);
   std::function<void()> on_ready_ ABSL_GUARDED_BY(callback_mutex_);
   mutable absl::Mutex mutex_;
-  absl::CondVar readable_;  // not Mutex::Await: ThreadSanitizer cannot see into Debian's Abseil
-  // A ring that grows up to capacity_: where the reader keeps up, a token allocates nothing.
+  absl::CondVar readable_;  // no Mutex::Await: ThreadSanitizer cannot see into Debian's Abseil
+  // A ring that grows up to capacity_. If the reader keeps up, a token allocates nothing.
   std::vector<OutputToken> ring_ ABSL_GUARDED_BY(mutex_);
   size_t first_ ABSL_GUARDED_BY(mutex_) = 0;
   size_t size_ ABSL_GUARDED_BY(mutex_) = 0;

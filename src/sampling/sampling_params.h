@@ -1,4 +1,4 @@
-// What a caller may say about how tokens are chosen, checked once at the door.
+// A caller's wishes about how tokens are chosen, checked once when the request comes in.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,11 @@
 
 namespace sluice {
 
-// Bounds of the lists; the first two are what the device tables hold (kernels/params.h: EOS ids and
-// stop_token_ids share kMaxStopIds).
+// Limits of the lists. The first two are what the device tables hold (in kernels/params.h, EOS ids
+// and stop_token_ids share kMaxStopIds).
 inline constexpr size_t kMaxStopTokenIds = 32;
 inline constexpr size_t kMaxLogitBiasEntries = kernels::kMaxLogitBias;
-// What a model may bring itself.
+// Maximum EOS ids of a model.
 inline constexpr size_t kMaxEosIds = kernels::kMaxStopIds - kMaxStopTokenIds;
 inline constexpr size_t kMaxStopStrings = 16;
 inline constexpr size_t kMaxStopStringBytes = 256;
@@ -35,22 +35,24 @@ struct SamplingParams {
   std::vector<uint32_t> stop_token_ids;
   std::vector<std::string> stop;
   bool ignore_eos = false;
-  std::optional<uint32_t> logprobs;  // alternatives per token
+  std::optional<uint32_t> logprobs;  // number of alternatives for each token
   std::optional<uint64_t> seed;
   uint32_t n = 1;
 };
 
-// INVALID_ARGUMENT naming the first field that is out of range, not finite, or not supported
-// ("sampling.top_p: ..."). `stop_strings_supported`: the model directory had a tokenizer.json.
+// Returns INVALID_ARGUMENT naming the first field that is out of range, not finite, or not
+// supported ("sampling.top_p: ..."). `stop_strings_supported`: the model directory had a
+// tokenizer.json.
 absl::Status ValidateSamplingParams(const SamplingParams& params, uint32_t vocab_size,
                                     bool stop_strings_supported);
 
-// The token ids that end a sequence: the request's and, unless it ignores them, the model's EOS
-// ids; sorted, without repeats, at most kernels::kMaxStopIds. REQUIRES: params were validated, and
-// at most kMaxEosIds EOS ids.
+// Returns the token ids that end a sequence: the request's and, unless it ignores them, the model's
+// EOS ids. They are sorted, without repeats, and at most kernels::kMaxStopIds. REQUIRES: params
+// were validated, and there are at most kMaxEosIds EOS ids.
 std::vector<int32_t> StopIds(const SamplingParams& params, const std::vector<int32_t>& eos_ids);
 
-// The device's form. `seed` is the one to use where params bring none; `stop_count`: of StopIds().
+// Returns the device's form. `seed` is used if params bring none. `stop_count` is the size of
+// StopIds().
 kernels::SamplingSlot MakeSamplingSlot(const SamplingParams& params, uint64_t seed,
                                        int32_t prompt_length, int32_t stop_count);
 

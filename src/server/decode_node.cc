@@ -11,6 +11,7 @@
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
@@ -197,7 +198,7 @@ absl::StatusOr<std::vector<GrpcService>> DecodeNode::MakeServices() {
   GenerateOptions generate;
   generate.vocab_size = vocab_size;
   generate.max_context = static_cast<uint32_t>(model_->max_context());
-  generate.linger = absl::Seconds(config_.slow_reader_timeout_seconds());
+  generate.cancel_after = absl::Seconds(config_.slow_reader_timeout_seconds());
   generate.generator = engine_.get();
   generate.pump = &call_pump_;
   generate.metrics = &metrics_;
@@ -271,7 +272,7 @@ absl::Status DecodeNode::ServeUntil(Signals& signals) {
   if (!idle->HasBeenNotified()) {
     engine_->CancelAll(WithReason(
         absl::UnavailableError("the node was stopped before the sequence ended: use another one"),
-        "DRAINING"));
+        reasons::kDraining));
     // If the reason is a GPU that hangs, its memory cannot be given back.
     ExitWithin(kFlushTime + kEndTime);
   }

@@ -11,6 +11,7 @@
 #include "src/facade/smg_service.h"
 #include "src/server/model_setup.h"
 #include "src/service/access/credentials.h"
+#include "src/service/admin/prefill_admin_service.h"
 #include "src/service/prefill/prefill_service.h"
 #include "src/service/pull/source_service.h"
 #include "src/service/wire/proto_conversion.h"
@@ -105,6 +106,15 @@ absl::StatusOr<std::vector<GrpcService>> PrefillNode::MakeServices() {
   std::vector<GrpcService> services;
   services.push_back(NewPrefillService(std::move(service)));
   if (held_ != nullptr) SLUICE_RETURN_IF_ERROR(AddHoldingServices(&services));
+  PrefillAdminOptions admin;
+  *admin.model.mutable_model() = MakeModelInfo(*model_);
+  admin.model.set_device(device_->name());
+  admin.model.set_kernels(device_->kernels().name());
+  admin.model.set_version(Version());
+  admin.readiness = &readiness_;
+  admin.counts = &counts_;
+  admin.held = held_.get();
+  services.push_back(NewPrefillAdminService(std::move(admin)));
   return services;
 }
 

@@ -160,7 +160,7 @@ def test_the_router_takes_its_flags_and_finds_the_nodes_by_their_labels():
     assert len(known) > 100
     assert {arg.split("=")[0] for arg in args if arg.startswith("--")} <= known
     assert set(re.findall(r"default: (smg\.ai/[a-z-]+)", text)) >= {"smg.ai/kv-connector"}
-    (connector,) = re.findall(r'kConnector\[\] = "(\w+)"', (ROOT / "src/facade/node_info.h").read_text())
+    (connector,) = re.findall(r'kSourceConnector\[\] = "(\w+)"', (ROOT / "src/request/source_ref.h").read_text())
     values = dict(arg.split("=", 1) for arg in args if arg.startswith("--") and "=" in arg)
     assert values["--service-discovery-namespace"] == "sluice"
     for flag, program in (("--prefill-selector", "sluice-prefill"), ("--decode-selector", "sluice-server")):

@@ -1,9 +1,11 @@
 """The admin port of sluice-prefill: what probes and Prometheus ask of it."""
 
+import grpc
 import pytest
 from metrics_text import Scrape, exported_names, wait_for
 from nodes import TIMEOUT_S, error_of, greedy
-from sluice.v1 import prefill_pb2
+from sluice.v1 import admin_pb2, prefill_pb2, source_pb2, source_pb2_grpc
+from sluice_client import rpc
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +49,32 @@ def test_prompts_are_counted_by_how_they_end(pair):
 def test_without_the_setting_there_is_no_port(tiny_models, start):
     node = start("sluice-prefill", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB", admin=False)
     assert set(node.addresses) == {"listen", "pid"}
+
+
+def test_admin_says_what_a_prefill_node_runs_and_holds(pair):
+    decode, prefill = pair
+    model = prefill.admin.GetModel(admin_pb2.GetModelRequest(), timeout=TIMEOUT_S)
+    assert (model.role, model.device, model.policy) == ("prefill", "cpu", "")
+    assert model.model == prefill.prefill.GetModel(prefill_pb2.GetPrefillModelRequest(), timeout=TIMEOUT_S).model
+    assert decode.admin.GetModel(admin_pb2.GetModelRequest(), timeout=TIMEOUT_S).role == "decode"
+    before = prefill.capacity()
+    assert before.ready and not before.draining and (before.running, before.waiting) == (0, 0)
+    assert before.held.capacity_bytes > 0 and not before.tiers
+    ran = prefill.prefill.Run(prefill_pb2.RunRequest(prompt_token_ids=range(3, 40), sampling=greedy(max_tokens=4)),
+                              timeout=TIMEOUT_S)
+    held = prefill.capacity().held
+    tokens = 37 * sum(k.heads * k.bytes_per_token for k in model.model.cache_kinds) * model.model.layers
+    assert (held.prompts, held.used_bytes) == (before.held.prompts + 1, before.held.used_bytes + tokens)
+    source = source_pb2_grpc.KvSourceStub(prefill.channel)
+    assert source.Release(source_pb2.ReleaseRequest(source_id=ran.source.source_id), timeout=TIMEOUT_S).found
+    assert prefill.capacity().held == before.held
+    assert decode.capacity().ready and not decode.capacity().HasField("held")
+
+
+@pytest.mark.parametrize("call", ["ListSequences", "ListFailpoints", "SetFailpoints", "Drain", "Resume", "Trace"])
+def test_admin_of_a_prefill_node_refuses_what_only_a_decode_node_has(pair, call):
+    request = getattr(admin_pb2, f"{call}Request")()
+    answer = error_of(lambda: list(pair[1].admin.Trace(request, timeout=TIMEOUT_S)) if call == "Trace"
+                      else getattr(pair[1].admin, call)(request, timeout=TIMEOUT_S))
+    assert answer.code() == grpc.StatusCode.FAILED_PRECONDITION and rpc.reason_of(answer) == "PREFILL_NODE"
+    assert answer.details().startswith(f"{call}: ") and "decode node" in answer.details()

@@ -60,7 +60,7 @@ DOORS = {
     "Decode.Forget": ({"router"}, decode_pb2.ForgetRequest(sequence_id=UNKNOWN), Code.OK),
     "Prefill.Run": ({"router"}, prefill_pb2.RunRequest(), Code.INVALID_ARGUMENT),
     "Prefill.GetModel": (set(ROLES), prefill_pb2.GetPrefillModelRequest(), Code.OK),
-    "KvSource.Meet": ({"decode"}, source_pb2.MeetRequest(room=5, reader="r"), Code.FAILED_PRECONDITION),
+    "KvSource.AwaitPrompt": ({"decode"}, source_pb2.AwaitPromptRequest(room=5, reader="r"), Code.FAILED_PRECONDITION),
     "KvSource.Describe": ({"decode"}, source_pb2.DescribeRequest(source_id=UNKNOWN), Code.NOT_FOUND),
     "KvSource.Read": ({"decode"}, source_pb2.ReadRequest(source_id=UNKNOWN), Code.NOT_FOUND),
     "KvSource.Renew": ({"decode", "router"}, source_pb2.RenewRequest(source_id=UNKNOWN), Code.NOT_FOUND),

@@ -136,9 +136,9 @@ def test_a_room_used_twice_is_refused_at_both_nodes(decode, prefill, golden):
     source = source_pb2_grpc.KvSourceStub(prefill.channel)
     refused = generate_error(decode, [5, 6, 7], where)  # Another prompt, which takes nothing from the one expected.
     assert reason(refused) == (Code.FAILED_PRECONDITION, "SOURCE_MISMATCH")
-    meet = source_pb2.MeetRequest(room=where.bootstrap_room, reader="first", prompt_digest=digest(prompt))
-    met = source.Meet(meet, timeout=TIMEOUT_S)
-    assert met.expected and source.Meet(meet, timeout=TIMEOUT_S).source_id == met.source_id
+    meet = source_pb2.AwaitPromptRequest(room=where.bootstrap_room, reader="first", prompt_digest=digest(prompt))
+    met = source.AwaitPrompt(meet, timeout=TIMEOUT_S)
+    assert met.expected and source.AwaitPrompt(meet, timeout=TIMEOUT_S).source_id == met.source_id
     assert reason(generate_error(decode, prompt, where)) == (Code.FAILED_PRECONDITION, "ROOM_TAKEN")
     source.Release(source_pb2.ReleaseRequest(source_id=met.source_id), timeout=TIMEOUT_S)
     # A room that was left is anybody's.
@@ -179,14 +179,14 @@ def test_a_caller_that_leaves_a_room_takes_nothing_with_it(decode, prefill, gold
     with contextlib.suppress(grpc.RpcError):
         answer_of(waiting)
     source = source_pb2_grpc.KvSourceStub(prefill.channel)
-    probe = source_pb2.MeetRequest(room=where.bootstrap_room, reader="another", prompt_digest=digest(prompt))
+    probe = source_pb2.AwaitPromptRequest(room=where.bootstrap_room, reader="another", prompt_digest=digest(prompt))
     # A moment later the room is not its own any more: another one may wait there.
-    while rpc.reason_of(error_of(lambda: source.Meet(probe, timeout=0.5))) == "ROOM_TAKEN":
+    while rpc.reason_of(error_of(lambda: source.AwaitPrompt(probe, timeout=0.5))) == "ROOM_TAKEN":
         time.sleep(0.01)
     first = start_leg(prefill, prompt, request_id="new", disaggregated_params=where)
     answer_of(first)
     probe.room = where.bootstrap_room
-    met = source.Meet(probe, timeout=TIMEOUT_S)
+    met = source.AwaitPrompt(probe, timeout=TIMEOUT_S)
     assert met.source_id and source.Release(source_pb2.ReleaseRequest(source_id=met.source_id)).found
 
 
@@ -240,8 +240,8 @@ def test_a_source_that_is_none_is_said_so(decode, prefill):
 @pytest.mark.parametrize("field,value", [("reader", ""), ("reader", "x" * 129), ("tenant", "x" * 129),
                                          ("prompt_digest", "0" * 129)])
 def test_a_visit_that_cannot_be_names_its_fault(prefill, field, value):
-    meet = source_pb2.MeetRequest(**{"room": 5, "reader": "r", "prompt_digest": "0" * 64, field: value})
-    error = error_of(lambda: source_pb2_grpc.KvSourceStub(prefill.channel).Meet(meet, timeout=TIMEOUT_S))
+    meet = source_pb2.AwaitPromptRequest(**{"room": 5, "reader": "r", "prompt_digest": "0" * 64, field: value})
+    error = error_of(lambda: source_pb2_grpc.KvSourceStub(prefill.channel).AwaitPrompt(meet, timeout=TIMEOUT_S))
     assert error.code() == Code.INVALID_ARGUMENT
     assert rpc.details_of(error)["BadRequest"].field_violations[0].field == field
 

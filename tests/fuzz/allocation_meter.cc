@@ -8,14 +8,15 @@
 #include <new>
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-// Of <sanitizer/allocator_interface.h>, which g++ does not bring.
+// These are from <sanitizer/allocator_interface.h>, which g++ does not bring.
 extern "C" {
 size_t __sanitizer_get_current_allocated_bytes();
 size_t __sanitizer_get_allocated_size(const volatile void* memory);
 int __sanitizer_install_malloc_and_free_hooks(void (*malloc_hook)(const volatile void*, size_t),
                                               void (*free_hook)(const volatile void*));
 }
-#define SLUICE_SANITIZER_HOOKS 1  // its allocator calls back; operators of our own would not fit it
+// the sanitizer's allocator calls back; operators of our own would not fit it
+#define SLUICE_SANITIZER_HOOKS 1
 #endif
 
 namespace {
@@ -62,7 +63,7 @@ void Release(void* memory) {
 }  // namespace
 
 #ifndef SLUICE_SANITIZER_HOOKS
-// The other forms of the standard library call these.
+// The standard library's other forms call these.
 void* operator new(size_t bytes) { return Counted(std::malloc(std::max<size_t>(bytes, 1))); }
 void* operator new(size_t bytes, std::align_val_t alignment) {
   const auto align = static_cast<size_t>(alignment);

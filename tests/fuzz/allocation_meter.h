@@ -1,16 +1,17 @@
-// How much memory a piece of code holds at once: this program's operator new and delete are
-// counted, or what a sanitizer's allocator gives.
+// Measures how much memory a piece of code holds at once. It counts this program's operator new and
+// delete, or what a sanitizer's allocator gives.
 #pragma once
 
 #include <cstddef>
 
 namespace sluice::fuzz {
 
-// From its making on. One at a time, one thread.
+// Measures from its construction on. One meter at a time, on one thread.
 class AllocationMeter {
  public:
   AllocationMeter();
-  // The most bytes that were allocated at one time, over what was there when the meter was made.
+  // Returns the most bytes that were allocated at one time, beyond those allocated when the meter
+  // was made.
   size_t peak_bytes() const;
 };
 

@@ -1,5 +1,5 @@
-// Files of a model directory and of a configuration, damaged: every one is read or refused in one
-// short line, and none takes more memory than a multiple of its size.
+// Damages files of a model directory and of a configuration. Every file must be read, or refused in
+// one short line, and none may take more memory than a multiple of its size.
 #include <catch2/catch.hpp>
 #include <cstdlib>
 #include <filesystem>
@@ -27,14 +27,14 @@ using fixtures::WriteFile;
 using fuzz::AllocationMeter;
 using fuzz::Mutator;
 
-// A parsed value takes some tens of bytes for each that is written ("0," in a list, "[],"), its
-// growing list once more; a token of yaml-cpp ("{") some 250, which is why a configuration file is
-// small.
+// A parsed value takes some tens of bytes for each written byte ("0," in a list, "[],"), and its
+// growing list takes them once more. A token of yaml-cpp ("{") takes some 250, which is why a
+// configuration file is small.
 constexpr size_t kBytesPerByte = 400;
 constexpr size_t kBytesAlways = 256 << 10;
 constexpr size_t kMaxMessageBytes = 3000;
 
-// Files of every round in memory, where the machine has a place for that.
+// Each round's files are in memory if the machine has a place for that.
 const bool in_memory =
     std::filesystem::is_directory("/dev/shm") && setenv("TMPDIR", "/dev/shm", 1) == 0;
 
@@ -44,8 +44,8 @@ std::string Text(const std::string& path) {
   return *text;
 }
 
-// Reads `rounds` damaged inputs; some must be taken and some refused, or the damage is not as
-// meant.
+// Reads `rounds` damaged inputs. Some must be taken and some refused; otherwise the damage is not
+// as meant.
 void Fuzz(int rounds, std::vector<std::string> corpus,
           const std::function<absl::Status(const std::string&)>& read,
           size_t bytes_always = kBytesAlways) {
@@ -72,7 +72,7 @@ void Fuzz(int rounds, std::vector<std::string> corpus,
   CHECK(taken < rounds);
 }
 
-// DeepSeek-V3.2's settings in the spelling of its checkpoint, or those of DeepSeek-V3.
+// Returns DeepSeek-V3.2's settings in the spelling of its checkpoint, or those of DeepSeek-V3.
 std::string AsPublished(bool indexer) {
   std::string text =
       R"({"hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "vocab_size": 129280,)"
@@ -134,7 +134,7 @@ TEST_CASE("a damaged safetensors file is read or refused") {
     REQUIRE(WriteFile(path, text).ok());
     const auto file = SafetensorsFile::Open(path);
     if (!file.ok()) return file.status();
-    // What it says is there can be read, to the last byte.
+    // Every tensor that the file lists can be read, to the last byte.
     for (const auto& [name, tensor] : (*file)->tensors()) {
       std::string bytes(tensor.bytes, '\0');
       REQUIRE((*file)->Read(tensor, 0, tensor.bytes, bytes.data()).ok());
@@ -179,7 +179,7 @@ TEST_CASE("a damaged tokenizer.json is read or refused") {
       R"([{"id": 3, "content": "<|end|>", "special": true}]})";
   const std::string unigram = R"({"decoder": {"type": "ByteFallback"}, "model": {"vocab": )"
                               R"([["a", -1.5], ["\u2581b", 0]]}})";
-  // 65,536 empty texts, while the table that they are in grows.
+  // The worst file has 65,536 empty texts, while the table that they are in grows.
   constexpr size_t kBytesOfStrayId = size_t{8} << 20;
   Fuzz(
       4000, {bpe, unigram},

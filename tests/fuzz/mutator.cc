@@ -29,7 +29,7 @@ constexpr const char* kNumbers[] = {"0",
                                     "{}",
                                     "\"\"",
                                     "\"x\""};
-// What opens, closes, ends or escapes in some format.
+// Bytes that open, close, end or escape something in some format.
 constexpr unsigned char kBytes[] = {0x00, 0x01, 0x0a, 0x12, 0x7f, 0x80, 0xc0, 0xed, 0xfe, 0xff, '"',
                                     '\\', '[',  ']',  '{',  '}',  ':',  ',',  '-',  '&',  '*',  '#',
                                     '|',  '>',  '\'', '\n', '\t', ' ',  '0',  '9',  'e',  'u'};
@@ -65,13 +65,13 @@ void Mutator::Mutate(std::string& text) {
     case 4:
       text.resize(at);
       break;
-    case 5: {  // a piece once more, now and then very often: nesting and lists
+    case 5: {  // repeats a piece, now and then very often: nesting and lists
       const std::string piece = text.substr(at, length);
       for (size_t times = Below(8) == 0 ? Below(2000) : 1; times > 0; --times)
         text.insert(at, piece);
       break;
     }
-    case 6: {  // a piece of another input
+    case 6: {  // inserts a piece of another input
       const std::string& other = corpus_[Below(corpus_.size())];
       text.insert(at, other.substr(Below(other.size() + 1), 1 + Below(64)));
       break;

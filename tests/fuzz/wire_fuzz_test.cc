@@ -1,4 +1,4 @@
-// Messages of the wire, damaged: what a peer can send reaches the transfer table, lands or is
+// Damages messages of the wire. Whatever a peer can send reaches the transfer table, lands or is
 // refused, and leaves no page behind.
 #include <google/protobuf/io/zero_copy_stream_impl_lite.h>
 #include <google/protobuf/stubs/logging.h>
@@ -37,12 +37,12 @@ using fuzz::Mutator;
 
 constexpr uint32_t kVocabulary = 100;
 constexpr uint32_t kMaxContext = 64;
-// The worst is a list of empty CacheKinds: 2 bytes each on the wire, about 100 in memory, and the
-// list that points to them while it grows.
+// The worst message is a list of empty CacheKinds: 2 bytes each on the wire, about 100 in memory,
+// and the list that points to them while it grows.
 constexpr size_t kBytesPerByte = 128;
 constexpr size_t kBytesAlways = 64 << 10;
 
-// As the ingest service lands a chunk.
+// Lands a chunk as the ingest service does.
 class LandingSink : public ChunkSink {
  public:
   explicit LandingSink(TransferTable* table) : table_(table) {}
@@ -109,7 +109,7 @@ class Node {
   TransferTable table_;
 };
 
-// Layer 1, heads 0 to 3, tokens 0 to 8 of kind "kv".
+// Returns the chunk of layer 1, heads 0 to 3, tokens 0 to 8 of kind "kv".
 v1::WriteRequest GoodChunk(const std::string& id) {
   v1::WriteRequest chunk;
   chunk.mutable_payload()->assign(3 * 8 * 16, 'x');
@@ -133,7 +133,7 @@ absl::Status Land(TransferTable* table, const std::string& bytes, size_t slice) 
 }
 
 TEST_CASE("damaged chunks land or are refused, and a good one lands after all") {
-  google::protobuf::LogSilencer silence;  // says of each name that is no UTF-8 that it is none
+  google::protobuf::LogSilencer silence;  // protobuf logs each name that is no UTF-8
   Node node;
   int landed = 0, refused = 0;
   Mutator sizes(TestSeed(), {""});
@@ -154,8 +154,8 @@ TEST_CASE("damaged chunks land or are refused, and a good one lands after all") 
     }
     const absl::Status good =
         Land(&node.table(), GoodChunk(id).SerializeAsString(), 1 + sizes.Below(500));
-    // Other bytes with their checksum right poison a transfer: nothing else may refuse the good
-    // one.
+    // A chunk with other bytes and the right checksum poisons the transfer. Nothing else may refuse
+    // the good chunk.
     const auto info = node.table().Get(id, 1);
     REQUIRE(info.ok());
     CHECK((good.ok() || info->state == TransferInfo::State::kPoisoned));
@@ -218,7 +218,7 @@ TEST_CASE("damaged hints are refused, or leave a pool of the sequence's own entr
     ++(status.ok() ? taken : refused);
     if (!status.ok()) REQUIRE(status.message().find("hints") != std::string::npos);
     if (!hints.ok()) continue;
-    // Refused ones too: a pool is never the worse for them.
+    // Refused hints are tried too: a pool must not be worse off for them.
     WarmPlan plan(*hints, kTokens);
     for (int layer = 0; layer < 3; ++layer) {
       for (const int64_t room : {int64_t{7}, kTokens}) {
@@ -262,7 +262,7 @@ TEST_CASE("a damaged GenerateRequest becomes a request inside its bounds, or is 
         REQUIRE(request->prompt.size() <= kMaxContext);
         for (const int32_t id : request->prompt) REQUIRE((id >= 0 && id < int32_t{kVocabulary}));
         status = ValidateSamplingParams(request->sampling, kVocabulary, true);
-        // The device's form holds what was validated.
+        // The device's form holds everything that was validated.
         if (status.ok()) {
           const std::vector<int32_t> stops = StopIds(request->sampling, {2});
           MakeSamplingSlot(request->sampling, 1, 8, static_cast<int32_t>(stops.size()));

@@ -14,6 +14,7 @@
 #include "src/attention/offload/worker_share.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 #include "src/device/worker_team.h"
@@ -150,7 +151,7 @@ class CoAttentionImpl : public CoAttention {
     }
     return WithReason(
         absl::InternalError(absl::StrCat("a CPU worker that attends to this sequence ", what)),
-        "WORKER_FAILED");
+        reasons::kWorkerFailed);
   }
 
   // Whoever is at work on a sequence past its step missed the deadline, which the sequence's health

@@ -41,7 +41,8 @@ void AddIdentities(const grpc::AuthContext& context, std::vector<std::string>* o
   }
 }
 
-// Without roles, and confined to a tenant that nobody can be: an empty one would be all of them.
+// Returns a caller without roles. It is confined to a tenant that nobody can be, because an empty
+// tenant would stand for all of them.
 Caller Nobody() { return Caller{"", "/", Roles()}; }
 
 template <typename Metadata>
@@ -54,7 +55,7 @@ class AccessProcessor : public grpc::AuthMetadataProcessor {
  public:
   AccessProcessor(const Access* access, AccessLog* log) : access_(access), log_(log) {}
 
-  // A look into memory, but for one `stat` now and then.
+  // The lookup is in memory, apart from a `stat` now and then.
   bool IsBlocking() const override { return false; }
 
   grpc::Status Process(const InputMetadata& metadata, grpc::AuthContext* context,
@@ -74,12 +75,12 @@ class AccessProcessor : public grpc::AuthMetadataProcessor {
 
  private:
   // gRPC tells no peer here. A certificate that the access file does not name is shown by the first
-  // of its names: an authority that this node trusts has vouched for it.
+  // of its names, since an authority that this node trusts has vouched for it.
   void WriteRefusal(const Access::Shown& shown, const std::string& method,
                     const absl::Status& status) const {
     const Caller caller = access_->Find(shown).value_or(Nobody());
     CallFields call;
-    // What a stranger calls a method is as long as metadata may be.
+    // A stranger may call a method by a name as long as metadata may be.
     call.method = method.substr(0, kMaxLoggedBytes);
     call.identity = caller.identity;
     if (!caller.identity.empty()) {
@@ -124,7 +125,8 @@ void Access::Refresh() const {
     if (now < next_look_) return;
     next_look_ = now + reload_;  // so that one thread looks
   }
-  // What changes while the file is read is seen the next time: the version is older than the text.
+  // A change made while the file is read is seen the next time, because the version is older than
+  // the text.
   const std::string version = FileVersion(path_);
   {
     absl::MutexLock lock(&mutex_);
@@ -171,7 +173,8 @@ absl::StatusOr<Caller> Access::Find(const Shown& shown) const {
   for (const AccessRules::Certificate& rule : rules->certificates) {
     for (const std::string& identity : shown.identities) {
       if (!MatchesPattern(rule.pattern, identity)) continue;
-      // The first entry says whose tenant it is; the others add roles for that one alone.
+      // The first entry says whose tenant the caller acts for; the others add roles for that tenant
+      // alone.
       if (!confined) {
         out.identity = identity;
         out.tenant = rule.caller.tenant;
@@ -205,8 +208,8 @@ absl::Status Access::Check(const Shown& shown, const Roles& roles, const std::st
 absl::Status Access::CheckMethod(const Shown& shown, const std::string& method) const {
   const std::optional<Roles> roles = RolesOf(method);
   if (roles.has_value()) return Check(shown, *roles, method);
-  // Whoever is known may learn that there is no such method, as a router does that asks for
-  // dialects in turn: the call then ends with UNIMPLEMENTED. Not so a method that is served.
+  // A known caller may learn that there is no such method, as a router needs that asks for dialects
+  // in turn: the call then ends with UNIMPLEMENTED. A method that is served is checked by its rule.
   SLUICE_RETURN_IF_ERROR(Check(shown, Roles::All(), method));
   return absl::UnimplementedError(absl::StrCat("unknown method ", method));
 }
@@ -217,7 +220,8 @@ Caller Access::CallerOf(const grpc::ServerContextBase& context) const {
     AddIdentities(*auth, &shown.identities);
   }
   shown.authorization = AuthorizationOf(context.client_metadata());
-  // Not OK: the file has changed since the call was let in. It goes on without any role.
+  // If this is not OK, the file has changed since the call was let in, and the call goes on without
+  // any role.
   return Find(shown).value_or(Nobody());
 }
 

@@ -1,6 +1,6 @@
-// Decides who may make which call. Deny by default: a caller has the roles that the access file
-// gives to its certificate or its token, and a method may be called by the roles that
-// access_rules.cc names. The file is read again when it changes; one that cannot be read changes
+// Decides who may make which call. The default is to deny: a caller has the roles that the access
+// file gives to its certificate or token, and a method may be called by the roles that
+// access_rules.cc names. The file is read again when it changes. A file that cannot be read changes
 // nothing and is logged once. Thread-safe.
 #pragma once
 
@@ -28,30 +28,31 @@ class AccessLog;
 
 class Access {
  public:
-  // What a caller shows: identities as in caller.h, and the value of its `authorization` header.
+  // The credentials that a caller shows: identities as in caller.h, and the value of its
+  // `authorization` header.
   struct Shown {
     std::vector<std::string> identities;
-    std::string authorization;  // "Bearer TOKEN"; empty: none
+    std::string authorization;  // "Bearer TOKEN"; empty if there is none
   };
 
-  // `reload`: how often the file is looked at, at most.
+  // Reads the access file. `reload` is the shortest time between two looks at the file.
   static absl::StatusOr<std::unique_ptr<Access>> Open(const std::string& path,
                                                       absl::Duration reload);
 
-  // Who shows this; without roles, and of no tenant that there is, if nobody that the file knows.
-  // UNAUTHENTICATED for a token that it does not know, also beside a certificate that it does: who
-  // shows one means to use it.
+  // Returns the caller who shows these credentials. A caller that the file does not know gets no
+  // roles, and a tenant that does not exist. UNAUTHENTICATED for a token that the file does not
+  // know, also beside a known certificate, because a caller who shows a token means to use it.
   absl::StatusOr<Caller> Find(const Shown& shown) const;
-  // UNAUTHENTICATED: neither certificate nor token says who calls. PERMISSION_DENIED: the caller
-  // has none of `roles`. `what` is for the message.
+  // Returns OK if the caller has one of `roles`. UNAUTHENTICATED: neither certificate nor token
+  // says who calls. PERMISSION_DENIED: the caller has none of `roles`. `what` is for the message.
   absl::Status Check(const Shown& shown, const Roles& roles, const std::string& what) const;
-  // The same for a gRPC method; one that has no rule is denied.
+  // Makes the same check for a gRPC method. A method that has no rule is denied.
   absl::Status CheckMethod(const Shown& shown, const std::string& method) const;
   Caller CallerOf(const grpc::ServerContextBase& context) const;
 
-  // Called now and with each new file, on the thread that found it.
+  // Calls `take` now and with each new file, on the thread that found the file.
   void OnTenants(std::function<void(const std::map<std::string, TenantQuota>&)> take);
-  // Whether the file names certificates or tokens.
+  // Returns whether the file names certificates or tokens.
   bool KnowsCallers() const;
   // Looks whether the file has changed, if it is time to.
   void Refresh() const;
@@ -69,9 +70,9 @@ class Access {
   std::function<void(const std::map<std::string, TenantQuota>&)> take_ ABSL_GUARDED_BY(mutex_);
 };
 
-// Asks `access`, which outlives it, for every call before anything of the call is read. A call that
-// it refuses reaches no interceptor, so it writes the line of that call itself into `log` (null:
-// none is kept), which outlives it too.
+// Returns a processor that asks `access` about every call before anything of the call is read. A
+// refused call reaches no interceptor, so the processor itself writes its line into `log`, which is
+// null if no log is kept. `access` and `log` outlive the processor.
 std::shared_ptr<grpc::AuthMetadataProcessor> NewAccessProcessor(const Access* access,
                                                                 AccessLog* log);
 

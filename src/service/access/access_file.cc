@@ -18,7 +18,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr size_t kMaxTextBytes = 512;    // of an identity or a name
+constexpr size_t kMaxTextBytes = 512;    // maximum of an identity or a name
 constexpr size_t kMaxTenantBytes = 128;  // as in messages: kMaxNameBytes of the transfer table
 
 absl::Status Wrong(const std::string& where, const std::string& what) {
@@ -51,7 +51,7 @@ absl::StatusOr<std::string> Text(const std::string& where, const json& object, c
   return found->get<std::string>();
 }
 
-// The roles and the tenant of an entry.
+// Returns the roles and the tenant of an entry.
 absl::StatusOr<Caller> ReadCaller(const std::string& where, const json& entry) {
   Caller out;
   const auto roles = entry.find("roles");
@@ -134,7 +134,7 @@ absl::StatusOr<TenantQuota> ReadQuota(const std::string& where, const json& entr
   return out;
 }
 
-// The list under `key`, or an empty one.
+// Returns the list under `key`, or an empty one.
 absl::StatusOr<json> List(const std::string& name, const json& object, const char* key) {
   const auto found = object.find(key);
   if (found == object.end()) return json::array();

@@ -1,4 +1,4 @@
-// The access file: who is let in as what, and what each tenant may have. JSON:
+// The access file says who is let in with which roles, and what each tenant may have. JSON:
 //
 //   {"certificates": [{"identity": "cn:prefill-*", "roles": ["prefill"]},
 //                     {"identity": "uri:spiffe://cluster/router", "roles": ["router"],
@@ -9,8 +9,8 @@
 //                     "*":    {"sequences": 2}}}
 //
 // An identity is cn:, dns:, uri:, ip: or email: and a pattern in which * stands for any characters.
-// A certificate has the roles of every entry that it matches. Tokens are kept as SHA-256 hashes
-// alone. "*" among the tenants: each that is not named.
+// A certificate has the roles of every entry that it matches. The file holds tokens as SHA-256
+// hashes only. "*" among the tenants stands for each tenant that is not named.
 #pragma once
 
 #include <cstdint>
@@ -39,12 +39,13 @@ struct AccessRules {
 
 inline constexpr int64_t kMaxAccessFileBytes = int64_t{4} << 20;
 
-// The error names the file and the key. Never quotes a value that may be a secret.
+// Reads and parses the file. The error names the file and the key, and never quotes a value that
+// may be a secret.
 absl::StatusOr<AccessRules> ReadAccessFile(const std::string& path);
-// `name` is for messages.
+// Parses the text of an access file. `name` is for messages.
 absl::StatusOr<AccessRules> ParseAccessRules(const std::string& text, const std::string& name);
 
-// Whether `text` is `pattern`, in which * stands for any number of any characters.
+// Returns whether `text` matches `pattern`, in which * stands for any number of any characters.
 bool MatchesPattern(std::string_view pattern, std::string_view text);
 
 }  // namespace sluice

@@ -25,7 +25,7 @@ namespace ge = grpc::experimental;
 
 constexpr char kStdout[] = "-";
 
-// -1: errno says why.
+// Returns a file descriptor, or -1 with the reason in errno.
 int OpenForAppend(const std::string& path) {
   return open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0640);
 }
@@ -40,7 +40,7 @@ class Recorder : public ge::Interceptor {
     record_ = std::make_shared<CallRecord>(std::move(call));
     KeepRecord(context_, record_);
   }
-  // The call is over, and whoever served it has said what he knows.
+  // The call is over, and the code that served it has added what it knows.
   ~Recorder() override {
     ForgetRecord(context_);
     CallFields call = record_->Fields();
@@ -171,7 +171,8 @@ void AccessLog::WriteLines(const std::vector<CallFields>& calls) {
     written += static_cast<size_t>(n);
   }
   const bool failed = written < text.size();
-  if (failed) dropped_.fetch_add(calls.size());  // of a full disk some may be there, the last cut
+  // on a full disk some lines may be there, the last one cut
+  if (failed) dropped_.fetch_add(calls.size());
   if (failed && !failing_) {
     Log(LogLevel::kError, "the access log cannot be written",
         {{"file", path_}, {"error", std::strerror(errno)}});
@@ -190,7 +191,7 @@ void AccessLog::Look() {
     return;
   }
   const int fd = OpenForAppend(path_);
-  if (fd < 0) return;  // what is open goes on; tried again in a second
+  if (fd < 0) return;  // the open file stays in use, and the next try is in a second
   if (fd_ >= 0) close(fd_);
   fd_ = fd;
 }

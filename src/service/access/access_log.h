@@ -1,11 +1,11 @@
-// The access log: a JSON line for every call that has ended, of every service but health checks and
-// reflection; of those that access.h refuses too, without a peer. Calls hand their record to a
-// bounded queue; a thread of its own writes, so that no call waits for a disk: what finds the queue
-// full is dropped and counted.
+// The access log: a JSON line for every call that has ended, to any service but health checks and
+// reflection. Calls that access.h refuses have a line too, without a peer. A call hands its record
+// to a bounded queue, and a thread of the log writes, so that no call waits for a disk. A record
+// that finds the queue full is dropped and counted.
 //
-// A file is appended to, and opened anew when its name leads to another file or to none: a rotation
-// renames it and needs no signal. It is looked at once a second, and a line is on its way within
-// kFlushEvery. Thread-safe.
+// The file is appended to. It is opened anew when its name leads to another file or to none, so a
+// rotation renames it and needs no signal. The thread looks at the name once a second, and a line
+// is on its way within kFlushEvery. Thread-safe.
 #pragma once
 
 #include <atomic>
@@ -32,18 +32,19 @@ class Access;
 
 class AccessLog {
  public:
-  // `path`: a file, or "-" for stdout. The error names the file and why it cannot be opened.
+  // `path` is a file, or "-" for stdout. The error names the file and says why it cannot be opened.
   static absl::StatusOr<std::unique_ptr<AccessLog>> Open(const std::string& path);
-  // Writes what is queued.
+  // Writes the queued lines.
   ~AccessLog();
 
-  // Every prober calls health checks every second.
+  // Returns whether a method has lines. Health checks have none, because every prober calls them
+  // every second.
   static bool Keeps(std::string_view method) { return !method.starts_with("/grpc."); }
   void Write(CallFields call);
-  // Lines that found the queue full, or could not be written.
+  // Returns the number of lines that found the queue full or could not be written.
   uint64_t dropped() const { return dropped_.load(); }
 
-  static constexpr size_t kMaxQueued = 4096;  // x about 1 KiB
+  static constexpr size_t kMaxQueued = 4096;  // records of about 1 KiB each
   static constexpr absl::Duration kFlushEvery = absl::Milliseconds(100);
   static constexpr absl::Duration kLookEvery = absl::Seconds(1);
 
@@ -55,10 +56,10 @@ class AccessLog {
   void Look();
 
   const std::string path_;
-  int fd_;  // of the writing thread
+  int fd_;  // used by the writing thread only
   absl::Time looked_;
   bool failing_ = false;  // the last write failed, and the log has said so
-  bool cut_ = false;      // what was written last was no whole line
+  bool cut_ = false;      // the last write did not end with a whole line
   std::atomic<uint64_t> dropped_ = 0;
   absl::Mutex mutex_;
   std::vector<CallFields> queue_ ABSL_GUARDED_BY(mutex_);
@@ -66,11 +67,13 @@ class AccessLog {
   std::thread thread_;  // last
 };
 
-// One line, without its newline: the same members in each, empty or 0 where there is nothing.
+// Returns one line without its newline. Every line has the same members, which are empty or 0 if
+// there is nothing to say.
 std::string AccessLine(const CallFields& call, uint64_t dropped);
 
-// `log` outlives the server; `access` (null: nobody is asked who he is) too. To be registered last:
-// what other interceptors make of a status is what is written.
+// Returns the interceptor that makes records. `log` and `access` outlive the server; `access` is
+// null if nobody is asked who he is. It must be registered last, so that the written status is the
+// one that other interceptors have made.
 std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface> NewAccessRecorder(
     AccessLog* log, const Access* access);
 

@@ -19,7 +19,8 @@ struct Rule {
   Roles roles;
 };
 
-// Everything that a node serves, and nothing else: tests/unit/service/access_test.cc compares.
+// The table has every method that a node serves, and nothing else;
+// tests/unit/service/access/access_test.cc compares.
 constexpr Rule kRules[] = {
     {"/sluice.v1.KvIngest/Reserve", kPrefills},
     {"/sluice.v1.KvIngest/Write", kPrefills},
@@ -52,10 +53,10 @@ constexpr Rule kRules[] = {
     {"/sglang.grpc.scheduler.SglangScheduler/GetLoads", kRouters},
     {"/sglang.grpc.scheduler.SglangScheduler/GetTokenizer", kRouters},
 
-    {"/sluice.v1.KvSource/Meet", kDecodes},
+    {"/sluice.v1.KvSource/AwaitPrompt", kDecodes},
     {"/sluice.v1.KvSource/Describe", kDecodes},
     {"/sluice.v1.KvSource/Read", kDecodes},
-    // A router keeps or gives up what it has not yet handed over.
+    // A router keeps or gives up prompts that it has not handed over yet.
     {"/sluice.v1.KvSource/Renew", kDecodesOrRouters},
     {"/sluice.v1.KvSource/Release", kDecodesOrRouters},
 

@@ -1,4 +1,4 @@
-// Which roles may make which calls: the one table of it. Pure.
+// Says which roles may make which calls; this is the only table of them. Pure functions.
 #pragma once
 
 #include <optional>
@@ -8,12 +8,13 @@
 
 namespace sluice {
 
-// `method` as gRPC has it: "/sluice.v1.Decode/Generate". Nothing for a method that is not in the
-// table: nobody may call it.
+// Returns the roles that may call `method`, which is written as gRPC has it:
+// "/sluice.v1.Decode/Generate". Returns nothing for a method that is not in the table, which nobody
+// may call.
 std::optional<Roles> RolesOf(std::string_view method);
 
-// Who may read /metrics. /healthz and /readyz are for everybody: what asks them, a kubelet, has no
-// certificate.
+// The roles that may read /metrics. /healthz and /readyz are for everybody, because a kubelet,
+// which asks them, has no certificate.
 inline constexpr Roles kMetricsRoles{Role::kMonitor, Role::kOperator};
 
 }  // namespace sluice

@@ -5,6 +5,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 #include "src/service/access/access.h"
 
 namespace sluice {
@@ -44,7 +45,7 @@ absl::StatusOr<std::string> TenantFor(const Caller& caller, const std::string& n
   return WithReason(absl::PermissionDeniedError(
                         absl::StrCat(field, ": ", caller.identity, " may act for tenant \"",
                                      caller.tenant, "\" alone: name that one, or none")),
-                    "OTHER_TENANT");
+                    reasons::kOtherTenant);
 }
 
 }  // namespace sluice

@@ -1,4 +1,4 @@
-// Who makes a call, and for which tenant: what services ask once the call has been let in.
+// Says who makes a call and for which tenant. Services ask once the call has been let in.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace sluice {
 
 class Access;
 
-// What a caller may do; src/service/access/access_rules.cc says which calls each may make.
+// The roles of callers. src/service/access/access_rules.cc says which calls each role may make.
 enum class Role : uint8_t { kPrefill, kDecode, kRouter, kOperator, kMonitor };
 inline constexpr int kRoles = 5;
 std::optional<Role> ParseRole(std::string_view name);
@@ -33,7 +33,7 @@ class Roles {
   void Add(Role role) { bits_ |= 1u << static_cast<int>(role); }
   bool Has(Role role) const { return (bits_ >> static_cast<int>(role) & 1) != 0; }
   bool Intersects(const Roles& other) const { return (bits_ & other.bits_) != 0; }
-  // "prefill, router"; "none".
+  // Returns for example "prefill, router", or "none".
   std::string ToString() const;
 
  private:
@@ -42,20 +42,21 @@ class Roles {
 };
 
 struct Caller {
-  // The part of its certificate or the name of its token by which it was known: "cn:prefill-0",
-  // "dns:router.svc", "uri:spiffe://cluster/prefill", "token:alice"; empty: nobody was asked.
+  // The part of the certificate, or the name of the token, by which the caller was known:
+  // "cn:prefill-0", "dns:router.svc", "uri:spiffe://cluster/prefill", "token:alice". Empty if
+  // nobody was asked.
   std::string identity;
-  // The one tenant that it may act for; empty: it may name any.
+  // The only tenant that the caller may act for. Empty if it may name any.
   std::string tenant;
   Roles roles;
 };
 
-// The caller of a call that was let in. Null access: a node without TLS, where every caller has
-// every role and may name any tenant. Cheap; any thread.
+// Returns the caller of a call that was let in. `access` is null on a node without TLS, where every
+// caller has every role and may name any tenant. Cheap; any thread.
 Caller CallerOf(const Access* access, const grpc::ServerContextBase& context);
 
-// The tenant that a call is for, which names `named` (empty: none) in `field`. PERMISSION_DENIED,
-// reason OTHER_TENANT, where the caller may not act for that one.
+// Returns the tenant that a call is for. `named` is what the call has in `field`, and empty if it
+// names none. PERMISSION_DENIED, reason OTHER_TENANT, if the caller may not act for that tenant.
 absl::StatusOr<std::string> TenantFor(const Caller& caller, const std::string& named,
                                       const std::string& field = "tenant");
 

@@ -1,5 +1,5 @@
-// gRPC credentials from a node's certificates. The files are read again when they change: new
-// connections get the new ones, streams that run are not touched.
+// Makes gRPC credentials from a node's certificates. The files are read again when they change: new
+// connections get the new certificates, and running streams are not touched.
 #pragma once
 
 #include <grpcpp/security/credentials.h>
@@ -14,11 +14,12 @@ namespace sluice {
 class Access;
 class AccessLog;
 
-// Without TLS: insecure. `access` (with TLS alone) is asked for every call; what it refuses is
-// written into `log` (null: none is kept). Both outlive the server.
+// Returns insecure credentials if the node has no TLS. With TLS, `access` is asked about every
+// call, and a refused call is written into `log`, which is null if no log is kept. Both outlive the
+// server.
 std::shared_ptr<grpc::ServerCredentials> NewServerCredentials(const TlsFiles& files,
                                                               const Access* access, AccessLog* log);
-// For calls to other nodes, which see this node's certificate.
+// Returns credentials for calls to other nodes, which see this node's certificate.
 std::shared_ptr<grpc::ChannelCredentials> NewChannelCredentials(const TlsFiles& files);
 
 }  // namespace sluice

@@ -10,7 +10,7 @@
 namespace sluice {
 namespace {
 
-// No tenant of an access file has a slash in its name.
+// Tenants of an access file have no slash in their names.
 std::string Scoped(const Caller& caller, const std::string& name) {
   return caller.tenant.empty() ? name : absl::StrCat(caller.tenant, "/", name);
 }
@@ -28,7 +28,7 @@ absl::Status TenantGate::Admit(const grpc::ServerContextBase& context, Request* 
     if (!caller.tenant.empty()) {
       SLUICE_RETURN_IF_ERROR(transfers_->CheckOwner(handoff.transfer_id, caller.tenant));
     }
-    // A caller that acts for all need not say whose transfer it names.
+    // A caller that acts for all tenants need not say whose transfer it names.
     if (tenant.empty()) tenant = transfers_->TenantOf(handoff.transfer_id).value_or("");
   }
   if (quotas_ == nullptr) return absl::OkStatus();

@@ -1,5 +1,6 @@
-// The one place where a Generate, of whatever dialect, becomes a tenant's: whose it is, whether
-// what it names is that tenant's own, and whether the tenant may have one more. Thread-safe.
+// The only place where a Generate, in whatever dialect, is given to a tenant. It decides whose
+// request it is, whether what the request names belongs to that tenant, and whether the tenant may
+// have one more. Thread-safe.
 #pragma once
 
 #include <string>
@@ -15,21 +16,22 @@ class TransferTable;
 
 class TenantGate {
  public:
-  // All of it outlives the gate, and may be null: without TLS, without transfers, without quotas.
-  // `file`: whose tenants the quotas are, also of a node without TLS; looked at for a change.
+  // All arguments outlive the gate, and each may be null: `access` without TLS, `transfers` on a
+  // node without transfers, `quotas` without quotas. `file` has the tenants that the quotas are
+  // for, also on a node without TLS; the gate looks whether it has changed.
   TenantGate(const Access* access, const Access* file, const TransferTable* transfers,
              TenantQuotas* quotas)
       : access_(access), file_(file), transfers_(transfers), quotas_(quotas) {}
 
-  // Settles request.handoff.tenant, makes request_id the tenant's own and puts a meter before
+  // Sets request.handoff.tenant, puts the tenant's name before request_id, and puts a meter before
   // request.sink, which must be set.
   //   PERMISSION_DENIED   the request names another tenant
-  //   NOT_FOUND           the transfer is another tenant's, or is not there
-  //   RESOURCE_EXHAUSTED  the tenant's quota
+  //   NOT_FOUND           the transfer belongs to another tenant, or is not there
+  //   RESOURCE_EXHAUSTED  the tenant's quota is used up
   absl::Status Admit(const grpc::ServerContextBase& context, Request* request) const;
 
-  // The name under which the engine knows a caller's request: two tenants may use the same one, and
-  // neither reaches the other's.
+  // Returns the name under which the engine knows a caller's request. Two tenants may use the same
+  // name, and neither reaches the other's request.
   std::string RequestId(const grpc::ServerContextBase& context, const std::string& name) const;
 
   Caller CallerOf(const grpc::ServerContextBase& context) const {

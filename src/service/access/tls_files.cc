@@ -56,7 +56,7 @@ void AddName(const char* kind, const ASN1_STRING* text, std::vector<std::string>
   if (name.find('\0') == std::string::npos) out->push_back(kind + name);
 }
 
-// A key with a passphrase is not asked for one at a terminal.
+// Makes a key with a passphrase fail instead of asking for one at a terminal.
 int NoPassphrase(char*, int, int, void*) { return -1; }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The only file that includes Boost.Beast, which takes a minute to compile.
+// This is the only file that includes Boost.Beast, which takes a minute to compile.
 #include "src/service/admin/admin_http.h"
 
 #include <boost/asio/io_context.hpp>
@@ -38,7 +38,7 @@ namespace http = beast::http;
 using tcp = asio::ip::tcp;
 using boost::system::error_code;
 
-// Probes come without a certificate, so that they are let in.
+// Returns OK for probes, which come without a certificate.
 absl::Status MayRead(const http::request<http::empty_body>& request, const std::string& path,
                      const AdminHttp::Options& options,
                      const std::vector<std::string>& identities) {
@@ -49,7 +49,7 @@ absl::Status MayRead(const http::request<http::empty_body>& request, const std::
   return options.access->Check(shown, kMetricsRoles, path);
 }
 
-// `identities`: of the caller's certificate.
+// Answers one request. `identities` are those of the caller's certificate.
 http::response<http::string_body> Handle(const http::request<http::empty_body>& request,
                                          const AdminHttp::Options& options,
                                          const std::vector<std::string>& identities) {
@@ -90,7 +90,7 @@ http::response<http::string_body> Handle(const http::request<http::empty_body>& 
   return response;
 }
 
-// An answer, whatever a handler throws: the one thread serves all connections.
+// Returns an answer whatever a handler throws, because the one thread serves all connections.
 http::response<http::string_body> Answer(const http::request<http::empty_body>& request,
                                          const AdminHttp::Options& options,
                                          const std::vector<std::string>& identities) {
@@ -111,8 +111,8 @@ http::response<http::string_body> Answer(const http::request<http::empty_body>& 
 
 using Tls = beast::ssl_stream<beast::tcp_stream>;
 
-// One connection. `open` lists all of them, the one that has been without a whole request for
-// longest first.
+// One connection. `open` lists all connections, and the one that has been without a whole request
+// for longest comes first.
 class Connection {
  public:
   explicit Connection(std::list<Connection*>* open) : open_(open) {
@@ -120,9 +120,10 @@ class Connection {
   }
   virtual ~Connection() { open_->erase(place_); }
 
-  // Closes it at once, whatever is under way.
+  // Closes the connection at once, whatever is under way.
   void Drop() {
-    // No longer the one to drop, although it is there until its operation has ended.
+    // The connection is no longer the first to drop, although it is there until its operation has
+    // ended.
     MoveToEnd();
     Abort();
   }
@@ -136,7 +137,7 @@ class Connection {
   std::list<Connection*>::iterator place_;
 };
 
-// Kept alive by its pending operation. Stream: beast::tcp_stream, or Tls upon it.
+// A session that its pending operation keeps alive. Stream is beast::tcp_stream, or Tls upon it.
 template <typename Stream>
 class Session : public Connection, public std::enable_shared_from_this<Session<Stream>> {
  public:
@@ -150,7 +151,7 @@ class Session : public Connection, public std::enable_shared_from_this<Session<S
       Expire();
       stream_.async_handshake(
           asio::ssl::stream_base::server, [self = this->shared_from_this()](error_code error) {
-            if (error) return;  // plain text, a certificate of somebody else, or nothing in time
+            if (error) return;  // plain text, another authority's certificate, or nothing in time
             X509* certificate = SSL_get0_peer_certificate(self->stream_.native_handle());
             if (certificate != nullptr) self->identities_ = IdentitiesOf(certificate);
             self->Read();
@@ -180,7 +181,7 @@ class Session : public Connection, public std::enable_shared_from_this<Session<S
 
   void OnRead(error_code error) {
     if (error && error.category() != http::make_error_code(http::error::bad_target).category()) {
-      return;  // closed, timed out: nobody to answer
+      return;  // closed or timed out: there is nobody to answer
     }
     if (error == http::error::end_of_stream || error == http::error::partial_message) {
       return Close();
@@ -222,18 +223,18 @@ class Session : public Connection, public std::enable_shared_from_this<Session<S
 
   Stream stream_;
   const AdminHttp::Options& options_;
-  std::vector<std::string> identities_;  // of the caller's certificate
+  std::vector<std::string> identities_;  // from the caller's certificate
   beast::flat_buffer buffer_{16 << 10};  // at most: a header and what is read ahead of the next
   std::optional<http::request_parser<http::empty_body>> parser_;
   http::response<http::string_body> response_;
 };
 
-// The certificates as they are on disk; the last ones that could be used where they cannot.
+// The certificates as they are on disk. If they cannot be used, the last ones that could.
 class TlsContexts {
  public:
   explicit TlsContexts(const TlsFiles& files) : files_(files) {}
 
-  // The error names the file.
+  // Loads the files. The error names the file.
   absl::Status Load() {
     looked_ = absl::Now();
     seen_ = Version();
@@ -245,7 +246,7 @@ class TlsContexts {
     if (!error) context->use_private_key_file(files_.key, asio::ssl::context::pem, error);
     if (!error && !files_.ca.empty()) {
       context->load_verify_file(files_.ca, error);
-      // Asked for, not required: probes have none.
+      // A certificate is asked for and not required, since probes have none.
       context->set_verify_mode(asio::ssl::verify_peer);
     }
     if (error) return absl::InvalidArgumentError(absl::StrCat("TLS: ", error.message()));
@@ -326,7 +327,8 @@ class BeastAdminHttp final : public AdminHttp {
     acceptor_.async_accept([this](error_code error, tcp::socket socket) {
       if (error == asio::error::operation_aborted) return;
       if (error) {
-        // Out of file descriptors, most likely: one will come back, but not by asking at once.
+        // The process is most likely out of file descriptors. One will come back, but not by asking
+        // at once.
         pause_.expires_after(std::chrono::milliseconds(100));
         pause_.async_wait([this](error_code ended) {
           if (!ended) Accept();

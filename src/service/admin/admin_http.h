@@ -1,7 +1,7 @@
-// The admin port: HTTP for people and machines that watch. /metrics (Prometheus text), /healthz
-// (the process answers), /readyz (it takes work); over TLS where the
-// node has certificates. One thread; thread-safe callbacks are asked for
-// each call.
+// The admin port: HTTP for people and machines that watch a node. It serves /metrics (Prometheus
+// text), /healthz (the process answers) and /readyz (the node takes work), over TLS if the node has
+// certificates. One thread serves all connections, and calls thread-safe callbacks for each
+// request.
 #pragma once
 
 #include <functional>
@@ -19,16 +19,16 @@ class Access;
 class AdminHttp {
  public:
   struct Options {
-    std::string listen;  // host:port, port 0: any free one
-    // Called on the server's thread; they must not block for long.
+    std::string listen;  // host:port; port 0 takes any free one
+    // Both are called on the server's thread and must not block for long.
     std::function<std::string()> metrics;  // text format 0.0.4
     std::function<bool()> ready;
-    // With TLS: /metrics is for callers whom `access`, which outlives this, lets in. The files are
-    // read again when they change, for new connections.
+    // With TLS, `access` decides who may read /metrics. It outlives this object. New connections
+    // use the files as they are then.
     TlsFiles tls;
     const Access* access = nullptr;
-    // One more closes the one that has been without a whole request for longest, so that idle
-    // peers cannot keep out those who ask whether the node lives.
+    // One connection more closes the one that has been without a whole request for longest, so that
+    // idle peers cannot keep out those who ask whether the node lives.
     size_t max_connections = 64;
     absl::Duration timeout = absl::Seconds(10);  // to send a request, or to take the answer
     size_t max_header_bytes = 8 << 10;
@@ -36,7 +36,7 @@ class AdminHttp {
   static absl::StatusOr<std::unique_ptr<AdminHttp>> Start(Options options);
   // Closes every connection.
   virtual ~AdminHttp() = default;
-  // With the port that was chosen.
+  // Returns the address with the port that was chosen.
   virtual const std::string& address() const = 0;
 };
 

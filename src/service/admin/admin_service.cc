@@ -12,6 +12,7 @@
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/service/admin/trace_reactor.h"
 #include "src/service/wire/proto_conversion.h"
@@ -24,11 +25,13 @@ namespace {
 constexpr size_t kMaxTermsBytes = 4096;
 constexpr uint32_t kDefaultLimit = 1000;
 constexpr absl::Duration kMaxDrain = absl::Hours(24);
-constexpr uint32_t kMaxLimit = 10000;  // x about 350 bytes, names of full length: 3.5 MB
+constexpr uint32_t kMaxLimit = 10000;  // entries of about 350 bytes, with full names: 3.5 MB
 
 class AdminService final : public v1::Admin::CallbackService {
  public:
-  explicit AdminService(AdminServiceOptions options) : options_(std::move(options)) {}
+  explicit AdminService(AdminServiceOptions options) : options_(std::move(options)) {
+    options_.model.set_role("decode");
+  }
 
   grpc::ServerUnaryReactor* GetModel(grpc::CallbackServerContext* context,
                                      const v1::GetModelRequest* /*request*/,
@@ -146,13 +149,13 @@ class AdminService final : public v1::Admin::CallbackService {
       return WithReason(absl::FailedPreconditionError(
                             "faults are not injected here: the node was started without "
                             "--allow-failpoints"),
-                        "FAILPOINTS_NOT_ALLOWED");
+                        reasons::kFailpointsNotAllowed);
     }
     if (request.terms().size() > kMaxTermsBytes) {
       return InvalidField("terms", absl::StrCat("at most ", kMaxTermsBytes, " bytes, found ",
                                                 request.terms().size()));
     }
-    // Looked at before anything changes.
+    // The terms are checked before anything changes.
     if (const absl::Status status = ParseFailpoints(request.terms()).status(); !status.ok()) {
       return InvalidField("terms", std::string(status.message()));
     }
@@ -180,12 +183,13 @@ class AdminService final : public v1::Admin::CallbackService {
     response->set_waiting(snapshot.waiting);
     response->set_transfers(static_cast<uint32_t>(options_.transfers->open_transfers()));
     response->set_draining(snapshot.draining);
+    response->set_ready(options_.drain->ready());
   }
 
-  // Files being made, at once and waiting.
+  // Maximum traces that are made or wait.
   static constexpr size_t kMaxTraces = 4;
 
-  const AdminServiceOptions options_;
+  AdminServiceOptions options_;
   WorkerQueue workers_{"admin", 1, kMaxTraces};  // last: its thread uses the rest
 };
 

@@ -1,5 +1,5 @@
-// Admin: what runs here, how full it is, and taking the node out of service. The engine's thread
-// answers what only it knows.
+// Admin on a decode node: says what runs here and how full the node is, and takes the node out of
+// service. The engine's thread answers what only it knows.
 #pragma once
 
 #include <cstdint>
@@ -18,15 +18,15 @@ namespace sluice {
 class StepRecorder;
 
 struct AdminServiceOptions {
-  v1::GetModelResponse model;  // the whole answer of GetModel
+  v1::GetModelResponse model;  // the answer of GetModel, without `role`
   uint32_t max_sequences = 0;
-  // Everything outlives the service.
+  // All of these outlive the service.
   Engine* engine = nullptr;
   const TransferTable* transfers = nullptr;
   std::vector<const PagePool*> pools;
   bool allow_failpoints = false;
   DrainControl* drain = nullptr;
-  const StepRecorder* recorder = nullptr;  // the engine's; null: steps are not kept
+  const StepRecorder* recorder = nullptr;  // the engine's; null if steps are not recorded
 };
 
 GrpcService NewAdminService(AdminServiceOptions options);

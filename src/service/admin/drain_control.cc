@@ -5,6 +5,7 @@
 
 #include "src/base/error.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 
 namespace sluice {
 
@@ -21,7 +22,7 @@ void DrainControl::Begin(absl::Duration timeout, std::function<void()> idle) {
       deadline_,
       WithReason(
           absl::UnavailableError("the node was drained before the sequence ended: use another one"),
-          "DRAINING"),
+          reasons::kDraining),
       std::move(idle));
   if (set_serving_ != nullptr) set_serving_(false);
 }
@@ -44,7 +45,7 @@ absl::StatusOr<bool> DrainControl::Resume() {
   if (stopping_) {
     return WithReason(
         absl::FailedPreconditionError("the process is stopping: start it again instead"),
-        "STOPPING");
+        reasons::kStopping);
   }
   if (!options_.readiness->draining()) return false;
   options_.engine->Resume();

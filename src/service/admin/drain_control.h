@@ -1,6 +1,7 @@
-// Taking a node out of service and back: Admin.Drain, Admin.Resume and SIGTERM all come through
-// here. The state itself is the engine's and Readiness'; this adds what health checks are told, the
-// time that running sequences get, and that a process which stops does not come back. Thread-safe.
+// Takes a node out of service and back. Admin.Drain, Admin.Resume and SIGTERM all come through
+// here. The state itself belongs to the engine and to Readiness. This class adds the answer to
+// health checks, the time that running sequences get, and the rule that a process which stops does
+// not come back. Thread-safe.
 #pragma once
 
 #include <functional>
@@ -19,28 +20,31 @@ namespace sluice {
 class DrainControl {
  public:
   struct Options {
-    absl::Duration timeout = absl::Seconds(30);  // where Drain names none
+    absl::Duration timeout = absl::Seconds(30);  // if Drain names none
     Engine* engine = nullptr;
     Readiness* readiness = nullptr;  // the engine's
     Clock* clock = nullptr;
   };
   explicit DrainControl(const Options& options) : options_(options) {}
 
-  // The node is ready; `set_serving` tells health checks, from now on.
+  // Says that the node is ready. From now on `set_serving` sets the answer to health checks.
   void Open(std::function<void(bool)> set_serving);
+
+  // Returns whether the node takes work.
+  bool ready() const { return options_.readiness->ready(); }
 
   struct Drained {
     bool was_draining = false;
-    absl::Duration timeout;  // left for what runs
+    absl::Duration timeout;  // left for live sequences
   };
-  // Takes nothing new; what is alive gets `timeout`, then ends with UNAVAILABLE, reason DRAINING.
-  // Again while draining the time counts anew. After Stop it changes nothing.
+  // Makes the node take nothing new. Live sequences get `timeout` and then end with UNAVAILABLE,
+  // reason DRAINING. Calling it while draining starts the time anew. After Stop it changes nothing.
   Drained Drain(std::optional<absl::Duration> timeout);
-  // Takes work again, also in the middle of a drain. Returns whether it was draining.
-  //   FAILED_PRECONDITION  reason STOPPING: after Stop
+  // Makes the node take work again, also in the middle of a drain. Returns whether it was draining.
+  //   FAILED_PRECONDITION  Stop was called (reason STOPPING)
   absl::StatusOr<bool> Resume();
-  // SIGTERM: as Drain, with the configured time, and for good. `idle` runs on the engine's thread
-  // once nothing is alive.
+  // Drains as Drain does, with the configured time and for good; SIGTERM calls it. `idle` runs on
+  // the engine's thread once nothing is alive.
   void Stop(std::function<void()> idle);
 
  private:

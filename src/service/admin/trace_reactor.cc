@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 #include "src/engine/engine.h"
 #include "src/engine/step_recorder.h"
 #include "src/service/wire/status_mapping.h"
@@ -28,7 +29,7 @@ class TraceReactor : public grpc::ServerWriteReactor<v1::TraceResponse> {
       Finish(ToGrpcStatus(
           WithReason(absl::FailedPreconditionError(
                          "no steps are kept: the node was started with --trace-steps 0"),
-                     "TRACE_OFF")));
+                     reasons::kTraceOff)));
       return;
     }
     const size_t steps =
@@ -41,8 +42,8 @@ class TraceReactor : public grpc::ServerWriteReactor<v1::TraceResponse> {
         WriteNext();
       });
       if (!taken) {
-        Finish(ToGrpcStatus(ResourceExhausted("TOO_MANY_TRACES", "other traces are being written",
-                                              absl::Seconds(1))));
+        Finish(ToGrpcStatus(ResourceExhausted(reasons::kTooManyTraces,
+                                              "other traces are being written", absl::Seconds(1))));
       }
     });
   }

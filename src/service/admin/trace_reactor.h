@@ -1,5 +1,5 @@
-// Admin.Trace: takes what the engine's recorder has on the engine's thread, which is a copy of at
-// most some MiB, makes the file on another, and sends it in pieces.
+// Admin.Trace. Copies the engine's record on the engine's thread, which is at most some MiB, makes
+// the file on another thread, and sends it in pieces.
 #pragma once
 
 #include <grpcpp/support/server_callback.h>
@@ -12,7 +12,7 @@ class Engine;
 class StepRecorder;
 class WorkerQueue;
 
-// `recorder` may be null; everything else outlives the call. Deletes itself.
+// `recorder` may be null. Everything else outlives the call. The reactor deletes itself.
 grpc::ServerWriteReactor<v1::TraceResponse>* NewTraceReactor(Engine* engine,
                                                              const StepRecorder* recorder,
                                                              WorkerQueue* workers,

@@ -1,6 +1,7 @@
-// The thread on which the tokens of all calls become messages and are handed to gRPC, so that the
-// engine's thread only says that there are some: a write costs it tens of microseconds, this one or
-// two. Where the pump falls behind, tokens gather in their streams and go out several to a message.
+// The thread that turns the tokens of all calls into messages and hands them to gRPC. The engine's
+// thread only says that a call has tokens: a write would cost it tens of microseconds, and this
+// call costs one or two. If the pump falls behind, tokens gather in their streams and go out
+// several to a message.
 #pragma once
 
 #include <thread>
@@ -18,9 +19,9 @@ class CallPump {
 
    private:
     friend class CallPump;
-    // Sends what there is; does not block. On the pump's thread.
+    // Sends what there is, without blocking. Runs on the pump's thread.
     virtual void Pump() = 0;
-    // Under the pump's mutex.
+    // Guarded by the pump's mutex.
     Source* next_ = nullptr;
     bool queued_ = false;
   };
@@ -29,19 +30,19 @@ class CallPump {
   // REQUIRES: every source was forgotten.
   ~CallPump();
 
-  // The source's Pump() runs once after this, however often it was asked for until then. Any
-  // thread; waits for nobody and allocates nothing.
+  // Makes the source's Pump() run once after this call, however often it was asked for until then.
+  // Any thread; waits for nobody and allocates nothing.
   void Wake(Source* source);
-  // When this returns Pump() is not under way, nor will it be. Not from Pump().
+  // Returns when Pump() is not under way and will not run again. Must not be called in Pump().
   void Forget(Source* source);
 
  private:
   void Loop();
 
   absl::Mutex mutex_;
-  // Not Mutex::Await: ThreadSanitizer cannot see into Debian's Abseil.
+  // These are no Mutex::Await because ThreadSanitizer cannot see into Debian's Abseil.
   absl::CondVar queued_, ran_;
-  // A list through Source::next_.
+  // The list goes through Source::next_.
   Source* first_ ABSL_GUARDED_BY(mutex_) = nullptr;
   Source* last_ ABSL_GUARDED_BY(mutex_) = nullptr;
   Source* running_ ABSL_GUARDED_BY(mutex_) = nullptr;

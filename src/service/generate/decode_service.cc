@@ -8,6 +8,7 @@
 #include "sluice/v1/decode.grpc.pb.h"
 #include "src/base/clock.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 #include "src/service/access/tenant_gate.h"
 #include "src/service/generate/generate_reactor.h"
 #include "src/service/wire/proto_conversion.h"
@@ -47,7 +48,7 @@ class SluiceDialect final : public GenerateDialectOf<v1::GenerateResponse> {
     message()->set_request_id(request_id_);
   }
 
-  const v1::GenerateRequest& request_;  // gRPC's, as long as the call
+  const v1::GenerateRequest& request_;  // gRPC keeps it as long as the call
   const GenerateOptions& options_;
   std::string request_id_;
 };
@@ -79,7 +80,7 @@ class DecodeService final : public v1::Decode::CallbackService {
     const TenantGate* gate = options_.generate.gate;
     options_.engine->CancelRequest(
         gate == nullptr ? request->request_id() : gate->RequestId(*context, request->request_id()),
-        WithReason(absl::CancelledError("cancelled by Cancel"), "CANCEL_CALL"),
+        WithReason(absl::CancelledError("cancelled by Cancel"), reasons::kCancelCall),
         [reactor, response](bool found) {
           response->set_found(found);
           reactor->Finish(grpc::Status::OK);

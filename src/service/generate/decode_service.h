@@ -1,4 +1,4 @@
-// Decode: sluice.v1's own dialect of Generate, with Cancel and Forget, over an Engine.
+// Decode: sluice.v1's own dialect of Generate, and Cancel and Forget, served by an Engine.
 #pragma once
 
 #include "src/engine/engine.h"
@@ -9,7 +9,7 @@ namespace sluice {
 
 struct DecodeServiceOptions {
   GenerateOptions generate;
-  Engine* engine = nullptr;  // outlives the service; generate.generator, as a rule
+  Engine* engine = nullptr;  // outlives the service; as a rule also generate.generator
 };
 
 GrpcService NewDecodeService(const DecodeServiceOptions& options);

@@ -12,6 +12,7 @@
 #include "src/base/clock.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
+#include "src/base/reasons.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 #include "src/metrics/metrics.h"
@@ -31,27 +32,28 @@ std::string RandomRequestId() { return absl::StrFormat("%016x%016x", RandomU64()
 absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   const auto deadline = context.deadline();
   if (deadline == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();
-  // The engine's clock does not follow leaps of the wall clock, gRPC's deadline does.
+  // The engine's clock does not follow leaps of the wall clock, but gRPC's deadline does.
   return RealClock()->Now() + (absl::FromChrono(deadline) - absl::Now());
 }
 
 }  // namespace
 
-// Cancels a call some time after its sequence has ended, unless it is over by then. Shared by the
-// call and the alarm, either of which may be the last.
-class GenerateCall::Linger {
+// Cancels a call some time after its sequence has ended, unless the call is over by then. The call
+// and the alarm share it, and either may be the last owner.
+class GenerateCall::CancelTimer {
  public:
-  explicit Linger(grpc::CallbackServerContext* context) : context_(context) {}
+  explicit CancelTimer(grpc::CallbackServerContext* context) : context_(context) {}
 
-  static void Start(const std::shared_ptr<Linger>& linger, absl::Duration time) {
-    linger->alarm_.Set(absl::ToChronoTime(absl::Now() + time), [held = linger](bool fired) mutable {
-      // gRPC keeps this function for as long as the alarm, which is a member of what it holds.
-      const std::shared_ptr<Linger> self = std::move(held);
+  static void Start(const std::shared_ptr<CancelTimer>& timer, absl::Duration time) {
+    timer->alarm_.Set(absl::ToChronoTime(absl::Now() + time), [held = timer](bool fired) mutable {
+      // gRPC keeps this function for as long as the alarm, which is a member of the object that it
+      // holds.
+      const std::shared_ptr<CancelTimer> self = std::move(held);
       absl::MutexLock lock(&self->mutex_);
       if (fired && self->context_ != nullptr) self->context_->TryCancel();
     });
   }
-  // The call is over: its context goes.
+  // Called when the call is over and its context goes.
   void Stop() {
     {
       absl::MutexLock lock(&mutex_);
@@ -150,15 +152,16 @@ void GenerateCall::Over() {
     log_->Ended(request_id_, sequence_, *end_, prompt_, output_);
     RequestLog::NoteEnded(*context_, request_id_, *end_);
   }
-  if (linger_ != nullptr) linger_->Stop();
+  if (cancel_timer_ != nullptr) cancel_timer_->Stop();
 }
 
-// Sends what has come, unless a write is under way; its end calls here again.
+// Sends the tokens that have come, unless a write is under way. The end of a write calls here
+// again.
 void GenerateCall::Pump() {
   absl::MutexLock lock(&mutex_);
-  if (stream_ != nullptr && linger_ == nullptr && stream_->Finished()) {
-    linger_ = std::make_shared<Linger>(context_);
-    Linger::Start(linger_, options_.linger);
+  if (stream_ != nullptr && cancel_timer_ == nullptr && stream_->Finished()) {
+    cancel_timer_ = std::make_shared<CancelTimer>(context_);
+    CancelTimer::Start(cancel_timer_, options_.cancel_after);
   }
   if (writing_ || finished_) return;
   bool unsent = false;
@@ -199,7 +202,8 @@ void GenerateCall::CancelSequence() {
   const absl::Status why =
       DeadlineOf(*context_) <= RealClock()->Now()
           ? absl::DeadlineExceededError("the call's deadline has passed")
-          : WithReason(absl::CancelledError("the caller is gone or has cancelled"), "CALLER_GONE");
+          : WithReason(absl::CancelledError("the caller is gone or has cancelled"),
+                       reasons::kCallerGone);
   options_.generator->Cancel(sequence_, why);
 }
 

@@ -10,7 +10,7 @@
 
 namespace sluice {
 
-// A dialect with its message.
+// A dialect together with its message.
 template <typename Response>
 class GenerateDialectOf : public GenerateDialect {
  public:
@@ -20,7 +20,7 @@ class GenerateDialectOf : public GenerateDialect {
   Response message_;
 };
 
-// Deletes itself.
+// The gRPC reactor of one call. Deletes itself.
 template <typename Response>
 class GenerateReactor final : public grpc::ServerWriteReactor<Response>, private GenerateCall {
  public:

@@ -40,7 +40,8 @@ std::shared_ptr<grpc::Channel> Channels::GetNew(const std::string& address) {
 
 std::shared_ptr<grpc::Channel> Channels::New(const std::string& address) const {
   grpc::ChannelArguments arguments = IngestChannelArguments();
-  // Channels of the same address and arguments would share connections, and a new one is to be new.
+  // Channels with the same address and arguments would share connections, and a new channel must
+  // have a new one.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   arguments.SetMaxReceiveMessageSize(
       static_cast<int>(std::min<uint64_t>(max_receive_message_bytes_, INT_MAX)));

@@ -1,4 +1,4 @@
-// Connections to other nodes: channels by address, with this node's credentials.
+// Keeps connections to other nodes: channels by address, with this node's credentials.
 #pragma once
 
 #include <grpcpp/channel.h>
@@ -14,17 +14,19 @@
 
 namespace sluice {
 
-// Keeps the channels used last; a channel that is dropped lives on while a call has it.
+// Keeps the channels that were used last. A channel that is dropped lives on while a call has it.
 // Thread-safe.
 class Channels {
  public:
-  // Null: without TLS. `max_receive_message_bytes`: a larger answer ends its call with
-  // RESOURCE_EXHAUSTED.
+  // `credentials` is null without TLS. An answer of more than `max_receive_message_bytes` ends its
+  // call with RESOURCE_EXHAUSTED.
   explicit Channels(std::shared_ptr<grpc::ChannelCredentials> credentials = nullptr,
                     uint64_t max_receive_message_bytes = uint64_t{4} << 20);
-  // `index`: of connections to the same address, for streams that would fill one.
+  // Returns a channel to `address`. Each `index` has its own connection, for streams that would
+  // fill one.
   std::shared_ptr<grpc::Channel> Get(const std::string& address, int index = 0);
-  // A new connection to `address`, which replaces all that are kept: after one failed.
+  // Returns a channel with a new connection to `address`, which replaces all that are kept. Call it
+  // after one failed.
   std::shared_ptr<grpc::Channel> GetNew(const std::string& address);
 
  private:
@@ -39,7 +41,7 @@ class Channels {
     int index = 0;
     std::shared_ptr<grpc::Channel> channel;
   };
-  std::list<Kept> channels_ ABSL_GUARDED_BY(mutex_);  // used last first
+  std::list<Kept> channels_ ABSL_GUARDED_BY(mutex_);  // the channel used last comes first
 };
 
 }  // namespace sluice

@@ -23,17 +23,17 @@
 namespace sluice {
 namespace {
 
-// From one look at which connections are closed to the next: each is a call to the system for every
-// connection, and who is refused may try again at once.
+// The shortest time between two sweeps for closed connections. A sweep is a system call for every
+// connection, and a refused peer may try again at once.
 constexpr std::chrono::milliseconds kSweepInterval{50};
 constexpr std::chrono::seconds kWarnInterval{10};
-// Where there is no file descriptor: one may come free.
+// The pause after the process ran out of file descriptors; one may come free.
 constexpr int kRetryMs = 100;
-// Data that nobody acknowledges ends a connection, as keepalive does.
+// Data that nobody acknowledges for this long ends a connection, as keepalive does.
 constexpr int kUnacknowledgedMs = 20'000;
 
 void Set(int fd, int level, int option, int value) {
-  // What the system does not have is not missed: the connection works without it.
+  // An option that the system does not have is not missed: the connection works without it.
   (void)setsockopt(fd, level, option, &value, sizeof(value));
 }
 
@@ -54,7 +54,7 @@ uint16_t PortOf(int fd) {
                    : reinterpret_cast<const sockaddr_in*>(&address)->sin_port);
 }
 
-// A bound socket, or -1 and errno.
+// Returns a bound socket, or -1 with the reason in errno.
 int BoundSocket(const sockaddr* address, socklen_t bytes, bool both_families) {
   const int fd = socket(address->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (fd < 0) return -1;
@@ -85,7 +85,7 @@ std::string PeerOf(const sockaddr_storage& from) {
   return absl::StrCat(text, "/64");
 }
 
-// Without TIME_WAIT, which would keep the port's memory busy with those who are refused.
+// Closes without TIME_WAIT, which would keep memory of the port busy with refused peers.
 void Reset(int fd) {
   const linger now = {1, 0};
   (void)setsockopt(fd, SOL_SOCKET, SO_LINGER, &now, sizeof(now));
@@ -128,8 +128,8 @@ absl::StatusOr<std::unique_ptr<ConnectionGate>> ConnectionGate::Bind(const HostP
     }
     const absl::Cleanup free_found = [&] { freeaddrinfo(found); };
     for (const addrinfo* at = found; at != nullptr; at = at->ai_next) {
-      // A host may have a name's address of one family alone; but an address that is there and
-      // another's would leave half of the callers with that one.
+      // A host may lack an address of one of a name's families. But an address that is there and
+      // that another process has would give half of the callers to that process.
       if (!add(at->ai_addr, at->ai_addrlen, false) && error == EADDRINUSE) break;
     }
     if (listeners.empty() || error == EADDRINUSE) return failed(std::strerror(error));
@@ -173,13 +173,13 @@ void ConnectionGate::Run() {
   std::vector<pollfd> polled = {{wake_, POLLIN, 0}};
   for (const int fd : listeners_) polled.push_back({fd, POLLIN, 0});
   while (true) {
-    if (poll(polled.data(), polled.size(), -1) < 0) continue;  // a signal
+    if (poll(polled.data(), polled.size(), -1) < 0) continue;  // a signal interrupted it
     if (polled[0].revents != 0) return;
     bool accepts = true;
     for (size_t i = 1; i < polled.size(); ++i) {
       if (polled[i].revents != 0) accepts = Accept(polled[i].fd) && accepts;
     }
-    // Those who wait keep the listener ready; only Stop ends the pause.
+    // Waiting peers keep the listener ready; only Stop ends the pause.
     if (!accepts) (void)poll(polled.data(), 1, kRetryMs);
   }
 }
@@ -191,7 +191,7 @@ bool ConnectionGate::Accept(int listener) {
       accept4(listener, reinterpret_cast<sockaddr*>(&from), &bytes, SOCK_NONBLOCK | SOCK_CLOEXEC);
   if (fd < 0) {
     const int error = errno;
-    // Else who had connected has gone, or another error of that connection alone.
+    // Any other error means that the peer has gone, or that one connection failed.
     if (error != EMFILE && error != ENFILE && error != ENOBUFS && error != ENOMEM) return true;
     absl::MutexLock lock(&mutex_);
     ++counts_.failed;

@@ -40,7 +40,7 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const Options& opt
   SLUICE_ASSIGN_OR_RETURN(HostPort address, ParseHostPort(options.listen));
   static const bool plugins = [] {
     grpc::EnableDefaultHealthCheckService(true);
-    // Names the plugin, so that the linker keeps it.
+    // The call names the plugin, so that the linker keeps it.
     grpc::reflection::InitProtoReflectionServerBuilderPlugin();
     return true;
   }();
@@ -56,7 +56,7 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const Options& opt
   builder.SetMaxReceiveMessageSize(
       static_cast<int>(std::min<uint64_t>(options.max_receive_message_bytes, INT_MAX)));
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, options.max_concurrent_streams);
-  // Finds peers that vanished without a word; clients may ping as often as every 10 s.
+  // Keepalive finds peers that vanished without a word. Clients may ping as often as every 10 s.
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);
@@ -64,15 +64,17 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const Options& opt
   grpc::ResourceQuota quota("sluice");
   quota.Resize(options.max_buffer_bytes);
   builder.SetResourceQuota(quota);
-  // Messages are taken uncompressed alone: gRPC unpacks before it looks at the size, so that 1 MiB
-  // on the wire could become 1 GiB here. A compressed one is UNIMPLEMENTED, as the protocol has it.
+  // The server takes only uncompressed messages. gRPC unpacks before it looks at the size, so that
+  // 1 MiB on the wire could become 1 GiB here. A compressed message is UNIMPLEMENTED, as the
+  // protocol has it.
   for (const grpc_compression_algorithm algorithm : {GRPC_COMPRESS_DEFLATE, GRPC_COMPRESS_GZIP}) {
     builder.SetCompressionAlgorithmSupportStatus(algorithm, false);
   }
   builder.AddChannelArgument(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
-  // A peer that connects and does not speak HTTP/2, or stops in the middle of a TLS handshake.
+  // The timeout ends a peer that connects and does not speak HTTP/2, or stops in the middle of a
+  // TLS handshake.
   builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, 10'000);
-  // Of one call; more ends with RESOURCE_EXHAUSTED.
+  // The limit is for one call; more metadata ends it with RESOURCE_EXHAUSTED.
   builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, 16 << 10);
   std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> interceptors;
   interceptors.push_back(NewMalformedMessages());

@@ -24,9 +24,9 @@ namespace sluice {
 class Access;
 class Metrics;
 
-// Sends gRPC's and protobuf's own messages to our log, at debug level: what matters in them reaches
-// a caller as a status, and a peer that sends nonsense must not fill the log. Call once, before the
-// first use of gRPC.
+// Sends gRPC's and protobuf's own messages to our log, at debug level. A caller learns what matters
+// in them from its status, and a peer that sends nonsense must not fill the log. Call once, before
+// the first use of gRPC.
 void RouteLibraryLogs();
 
 class AccessLog;
@@ -34,34 +34,35 @@ class AccessLog;
 class GrpcServer {
  public:
   struct Options {
-    std::string listen;  // host:port, port 0: any free one
+    std::string listen;  // host:port; port 0 takes any free one
     TlsFiles tls;
-    const Access* access = nullptr;  // with TLS: outlives the server
+    const Access* access = nullptr;  // with TLS; outlives the server
     uint64_t max_receive_message_bytes = 4 << 20;
-    int max_concurrent_streams = 4096;  // of one connection
+    int max_concurrent_streams = 4096;  // for each connection
     ConnectionGate::Options connections;
-    // Of all connections, in gRPC's own buffers. gRPC gathers a message whole before it refuses its
-    // size, up to 4 GiB of it, and at this bound it ends calls of every connection, whoever filled
-    // the buffers. So this is only the net against running out of memory: several times what one
-    // peer's mistake takes, and far above max_receive_message_bytes x the peers that send at once.
+    // The maximum for all connections together, in gRPC's own buffers. gRPC gathers a message of up
+    // to 4 GiB whole before it refuses its size, and at this limit it ends calls of every
+    // connection, whichever filled the buffers. So the limit is only the net against running out of
+    // memory. It is several times what one peer's mistake takes, and far above
+    // max_receive_message_bytes times the peers that send at once.
     uint64_t max_buffer_bytes = uint64_t{8} << 30;
-    AccessLog* access_log = nullptr;  // outlives the server; null: none
+    AccessLog* access_log = nullptr;  // outlives the server; null if no log is kept
   };
-  // Not serving yet in the eyes of health checks. The error is one sentence: what cannot be
-  // listened on and why.
+  // Starts a server that health checks do not call serving yet. The error is one sentence that says
+  // what address cannot be listened on and why.
   static absl::StatusOr<std::unique_ptr<GrpcServer>> Start(const Options& options,
                                                            std::vector<GrpcService> services);
-  // Shutdown(zero).
+  // Calls Shutdown() without grace.
   ~GrpcServer();
 
-  // With the port that was chosen.
+  // Returns the address with the port that was chosen.
   const std::string& address() const { return address_; }
-  // What health checks are told, for every service and for "". Thread-safe.
+  // Sets what health checks are told, for every service and for "". Thread-safe.
   void SetServing(bool serving);
-  // Brings what counts connections up to now. Thread-safe.
+  // Updates the metrics that count connections. Thread-safe.
   void UpdateMetrics(const Metrics& metrics);
-  // No new connections and calls; those that run get `grace` to end and are then cancelled. Returns
-  // when all have ended. Idempotent; any thread.
+  // Takes no new connections and calls. Running calls get `grace` to end and are then cancelled.
+  // Returns when all have ended. Idempotent; any thread.
   void Shutdown(absl::Duration grace);
 
  private:

@@ -1,4 +1,4 @@
-// How connections between nodes are set up.
+// Sets up connections between nodes.
 #pragma once
 
 #include <grpcpp/support/channel_arguments.h>

@@ -39,7 +39,7 @@ class Factory : public ge::ServerInterceptorFactoryInterface {
   ge::Interceptor* CreateServerInterceptor(ge::ServerRpcInfo* info) override {
     const bool one_request = info->type() == ge::ServerRpcInfo::Type::UNARY ||
                              info->type() == ge::ServerRpcInfo::Type::SERVER_STREAMING;
-    // gRPC's own services are its own to answer.
+    // gRPC answers the calls of its own services.
     if (!one_request || absl::StartsWith(info->method(), "/grpc.")) return nullptr;
     return new MalformedMessage(info->method());  // gRPC owns it
   }

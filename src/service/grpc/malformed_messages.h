@@ -1,6 +1,6 @@
-// Bytes that are no message of the method that was called: gRPC's callback API answers them with a
-// bare UNIMPLEMENTED, as if there were no such method. This makes it INVALID_ARGUMENT, field
-// "message", which a caller cannot mistake.
+// Answers bytes that are no message of the called method with INVALID_ARGUMENT, field "message",
+// which a caller cannot mistake. gRPC's callback API alone answers them with a bare UNIMPLEMENTED,
+// as if there were no such method.
 #pragma once
 
 #include <memory>
@@ -9,8 +9,8 @@
 
 namespace sluice {
 
-// For the unary and server-streaming methods of sluice.*, whose services themselves never answer
-// UNIMPLEMENTED; the others' calls go without an interceptor.
+// Handles the unary and server-streaming methods of sluice.*, whose services never answer
+// UNIMPLEMENTED themselves. Calls of other services go without an interceptor.
 std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface> NewMalformedMessages();
 
 }  // namespace sluice

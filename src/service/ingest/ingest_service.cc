@@ -31,10 +31,11 @@ namespace {
 
 constexpr size_t kMaxRangesOfGet = 1024;  // GetTransferResponse.missing
 
-// Lands a caller's chunks in its own transfers alone.
+// Lands a caller's chunks in its own transfers only.
 class OwnLandingSink : public LandingSink {
  public:
-  // `tenant`: whose transfers these must be; empty: anybody's. `known`: one that was looked at.
+  // `tenant` is the tenant to whom the transfers must belong, and empty for any. `known` is a
+  // transfer that was checked already.
   OwnLandingSink(TransferTable* transfers, const std::string& tenant, const std::string& known)
       : LandingSink(transfers), transfers_(transfers), tenant_(tenant), known_(known) {}
 
@@ -100,7 +101,8 @@ class WriteReactor : private ReadAhead, public grpc::ServerReadReactor<grpc::Byt
     SLUICE_RETURN_IF_ERROR(blocks.status());
     blocks_landed_ += *blocks;
     bytes_landed_ += sink.bytes();
-    // Of every chunk, once it has landed: what follows it is lost, however far ahead was read.
+    // The failpoint is passed once for every chunk that has landed. The chunks that follow it are
+    // lost, however far ahead was read.
     if (SLUICE_FAILPOINT(kIngestReset)) {
       context_->TryCancel();
       return absl::CancelledError("failpoint ingest.reset");
@@ -119,7 +121,7 @@ class WriteReactor : private ReadAhead, public grpc::ServerReadReactor<grpc::Byt
     v1::WriteResponse response;
     response.set_blocks_landed(blocks_landed_);
     response.set_bytes_landed(bytes_landed_);
-    // Of the last transfer that this stream wrote to; usually its only one.
+    // Reports the last transfer that this stream wrote to, which is usually its only one.
     if (!transfer_id_.empty()) {
       response.set_blocks_missing(options_.transfers->BlocksMissing(transfer_id_));
     }
@@ -132,10 +134,10 @@ class WriteReactor : private ReadAhead, public grpc::ServerReadReactor<grpc::Byt
   TransferWatch* const watch_;
   grpc::CallbackServerContext* const context_;
   grpc::ByteBuffer* const response_;
-  const std::string tenant_;  // of the caller; empty: it may act for any
-  // Of whoever lands.
-  std::string transfer_id_;  // of the last chunk that had a place
-  std::string owned_;        // the same, found to be the caller's
+  const std::string tenant_;  // the caller's tenant; empty if it may act for any
+  // Used by the thread that lands.
+  std::string transfer_id_;  // named by the last accepted chunk
+  std::string owned_;        // the last transfer that was found to be the caller's
   uint64_t blocks_landed_ = 0;
   uint64_t bytes_landed_ = 0;
 };
@@ -183,7 +185,8 @@ class IngestService final : public IngestBase {
                                   const v1::AbortRequest* request,
                                   v1::AbortResponse* /*response*/) override {
     absl::Status status = CheckName("reason", request->reason(), kMaxReasonBytes);
-    // One that is not the caller's is answered as one that is not there: nothing is to be done.
+    // A transfer that belongs to somebody else is answered as one that is not there: nothing is to
+    // be done.
     if (status.ok() && !Own(*context, request->transfer_id()).ok()) return Reply(context, status);
     if (status.ok()) status = options_.transfers->Abort(request->transfer_id(), request->reason());
     if (status.ok()) watch_.Aborted(request->transfer_id());

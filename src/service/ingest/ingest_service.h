@@ -1,5 +1,5 @@
-// KvIngest: prefill nodes push caches. Reactors on gRPC's threads; every call goes straight into
-// the thread-safe TransferTable, the payload of a Write in one copy.
+// KvIngest: prefill nodes push caches. The reactors run on gRPC's threads, and every call goes
+// straight into the thread-safe TransferTable. The payload of a Write is copied once.
 #pragma once
 
 #include <cstdint>
@@ -15,19 +15,19 @@ class Metrics;
 
 struct IngestServiceOptions {
   uint32_t vocab_size = 0;
-  // Everything outlives the service. `metrics` may be null.
+  // All of these outlive the service. `metrics` may be null.
   TransferTable* transfers = nullptr;
   const Readiness* readiness = nullptr;
   Metrics* metrics = nullptr;
-  const Access* access = nullptr;  // null: without TLS
-  // Writes the token ids of prompts into the log.
+  const Access* access = nullptr;  // null without TLS
+  // Whether the token ids of prompts are written into the log.
   bool log_prompts = false;
 };
 
 GrpcService NewIngestService(const IngestServiceOptions& options);
 
-// A message around the largest chunk: its header (at most kMaxChunkHeaderBytes), tags, lengths, and
-// fields that a later version may add.
+// Returns the maximum bytes of a message with the largest chunk: the payload, its header (at most
+// kMaxChunkHeaderBytes), tags, lengths, and fields that a later version may add.
 constexpr uint64_t MaxChunkMessageBytes(uint64_t max_chunk_bytes) {
   return max_chunk_bytes + (64 << 10);
 }

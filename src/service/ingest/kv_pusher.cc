@@ -9,6 +9,7 @@
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/service/wire/chunking.h"
 #include "src/service/wire/proto_conversion.h"
@@ -17,8 +18,9 @@
 namespace sluice {
 namespace {
 
-constexpr size_t kMaxRangesOfGet = 1024;                        // GetTransferResponse.missing
-constexpr absl::Duration kFirstPause = absl::Milliseconds(50);  // before a resume; then twice that
+constexpr size_t kMaxRangesOfGet = 1024;  // GetTransferResponse.missing
+// before the first resume; then twice as long each time
+constexpr absl::Duration kFirstPause = absl::Milliseconds(50);
 
 bool Overlaps(const v1::ChunkHeader& header, const std::vector<MissingRange>& missing) {
   ChunkPlan plan;
@@ -34,7 +36,7 @@ bool Overlaps(const v1::ChunkHeader& header, const std::vector<MissingRange>& mi
 bool MayMend(const absl::Status& status) {
   return absl::IsUnavailable(status) || absl::IsCancelled(status) || absl::IsDataLoss(status) ||
          absl::IsInternal(status) || absl::IsUnknown(status) ||
-         ReasonOf(status) == "MISSING_BLOCKS" || ReasonOf(status) == "BLOCK_BUSY";
+         ReasonOf(status) == reasons::kMissingBlocks || ReasonOf(status) == reasons::kBlockBusy;
 }
 
 absl::StatusOr<TransferProgress> GetProgress(v1::KvIngest::Stub* stub, grpc::ClientContext* context,
@@ -48,7 +50,7 @@ absl::StatusOr<TransferProgress> GetProgress(v1::KvIngest::Stub* stub, grpc::Cli
   for (const v1::BlockRange& range : answer.missing().ranges()) {
     out.missing.push_back(FromProto(range));
   }
-  out.everything = out.missing.size() >= kMaxRangesOfGet;  // there may be more than are listed
+  out.everything = out.missing.size() >= kMaxRangesOfGet;  // there may be more than the list has
   return out;
 }
 
@@ -84,7 +86,7 @@ absl::Status KvPusher::Layer(int layer, const CacheKind& kind, int token_begin, 
 
 absl::Status KvPusher::Enqueue(v1::WriteRequest chunk) {
   absl::MutexLock lock(&mutex_);
-  // The streams' deadlines bound this wait: a write that outlives its own fails.
+  // The streams' deadlines bound this wait, because a write that outlives its own fails.
   mutex_.Await(absl::Condition(this, &KvPusher::CanEnqueue));
   if (broken_) return absl::UnavailableError("the stream to the decode node is broken");
   queued_bytes_ += chunk.payload().size();
@@ -126,7 +128,8 @@ absl::Status KvPusher::SendStream() {
       queued_bytes_ -= chunk.payload().size();
     }
     if (first_sent_ == absl::InfiniteFuture()) first_sent_ = absl::Now();
-    if (SLUICE_FAILPOINT(kPrefillPush)) context->TryCancel();  // a connection that breaks
+    // stands for a connection that breaks
+    if (SLUICE_FAILPOINT(kPrefillPush)) context->TryCancel();
     sent = writer->Write(chunk);
     if (sent) bytes_sent_ += chunk.payload().size();
     absl::MutexLock lock(&mutex_);

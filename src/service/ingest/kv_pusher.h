@@ -1,6 +1,6 @@
-// Pushes a prompt's caches into a decode node over KvIngest.Write while they are computed: Layer()
-// cuts and queues, a thread of its own sends. A stream that breaks is opened again, and goes on
-// with what has not landed.
+// Pushes a prompt's caches into a decode node over KvIngest.Write while they are computed. Layer()
+// cuts and queues chunks, and a thread of the pusher sends them. A stream that breaks is opened
+// again and goes on with the chunks that have not landed.
 #pragma once
 
 #include <grpcpp/client_context.h>
@@ -24,22 +24,23 @@
 
 namespace sluice {
 
-// Whether sending again may mend what a call ended with: a broken stream (whatever the transport
-// calls it: a server that stops cancels), or blocks that a checksum refused.
+// Returns whether sending again may mend the error that ended a call. It may for a broken stream,
+// whatever the transport calls it (a server that stops cancels), and for blocks that a checksum
+// refused.
 bool MayMend(const absl::Status& status);
 
-// What the decode node says of a transfer.
+// The decode node's report about a transfer.
 struct TransferProgress {
   bool committed = false;
-  bool everything = false;            // `missing` may be but a part: take all to be missing
-  std::vector<MissingRange> missing;  // that have not landed
+  bool everything = false;            // `missing` may be incomplete: take all to be missing
+  std::vector<MissingRange> missing;  // ranges that have not landed
 };
 absl::StatusOr<TransferProgress> GetProgress(v1::KvIngest::Stub* stub, grpc::ClientContext* context,
                                              const std::string& transfer_id);
 
-// Chunks that were sent are kept, the newest of them, for the case that they do not land. More than
-// what can be under way, so that a resumed stream lacks nothing: a stream's window (16 MiB at
-// most), two chunks at the node, and the sockets' buffers.
+// The newest of the sent chunks are kept, in case they do not land. The limit is more than what can
+// be under way, so that a resumed stream lacks nothing: the window of a stream (16 MiB at most),
+// two chunks at the node, and the sockets' buffers.
 inline constexpr uint64_t kMaxKeptBytes = 48 << 20;
 
 class KvPusher {
@@ -47,10 +48,10 @@ class KvPusher {
   struct Options {
     std::string transfer_id;
     uint64_t max_chunk_bytes = 0;
-    // Send only chunks that overlap one of these; `filter` false: everything.
+    // If set, only chunks that overlap one of `missing` are sent.
     bool filter = false;
     std::vector<MissingRange> missing;
-    // Contexts of a stream and of other calls, with their deadlines.
+    // They make the contexts of a stream and of other calls, with their deadlines.
     std::function<std::unique_ptr<grpc::ClientContext>()> stream_context, call_context;
     uint64_t max_kept_bytes = kMaxKeptBytes;
   };
@@ -58,29 +59,29 @@ class KvPusher {
   // Cancels the stream if it is still open.
   ~KvPusher();
 
-  // LayerSink::Layer's contract. Blocks while kMaxQueuedBytes wait to be sent. Fails once the
-  // stream is broken for good.
+  // Takes a layer, as LayerSink::Layer says. Blocks while kMaxQueuedBytes wait to be sent. Fails
+  // once the stream is broken for good.
   absl::Status Layer(int layer, const CacheKind& kind, int token_begin, int token_end,
                      absl::Span<const absl::Span<const uint8_t>> pieces);
 
-  // Sends what is queued, closes, and returns what the decode node says.
+  // Sends what is queued, closes the stream, and returns the decode node's status.
   absl::Status Finish();
-  // Gives up. What broke the stream, or OK if nothing had.
+  // Gives up. Returns the error that broke the stream, or OK if nothing had.
   absl::Status Abandon();
 
-  uint64_t bytes_sent() const { return bytes_sent_; }    // after Finish or Abandon
-  absl::Time first_sent() const { return first_sent_; }  // InfiniteFuture: nothing was
+  uint64_t bytes_sent() const { return bytes_sent_; }    // valid after Finish or Abandon
+  absl::Time first_sent() const { return first_sent_; }  // InfiniteFuture if nothing was sent
 
  private:
-  // Memory of one running prompt; deep enough to cover the time of a slow write.
+  // Memory for one running prompt, enough to cover the time of a slow write.
   static constexpr uint64_t kMaxQueuedBytes = 32 << 20;
   static constexpr int kMaxResumes = 5;
 
   absl::Status Enqueue(v1::WriteRequest chunk);
   void SendLoop();
-  // One stream, to its end. OK: everything was sent, and the node has answered.
+  // Runs one stream to its end. Returns OK if everything was sent and the node has answered.
   absl::Status SendStream();
-  // Waits its time, asks what has landed, and queues again what was kept and has not.
+  // Pauses, asks what has landed, and queues the kept chunks that have not landed again.
   absl::Status PrepareResume(int resume);
   void Keep(v1::WriteRequest chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool CanEnqueue() const ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
@@ -96,12 +97,12 @@ class KvPusher {
   uint64_t queued_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   std::deque<v1::WriteRequest> kept_ ABSL_GUARDED_BY(mutex_);
   uint64_t kept_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
-  grpc::ClientContext* context_ ABSL_GUARDED_BY(mutex_) = nullptr;  // of the stream under way
+  grpc::ClientContext* context_ ABSL_GUARDED_BY(mutex_) = nullptr;  // the stream under way
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;
   bool abandoned_ ABSL_GUARDED_BY(mutex_) = false;
   bool broken_ ABSL_GUARDED_BY(mutex_) = false;
 
-  // Written by the sending thread, read after it was joined.
+  // The sending thread writes these; they are read after it was joined.
   absl::Status status_;
   uint64_t bytes_sent_ = 0;
   absl::Time first_sent_ = absl::InfiniteFuture();

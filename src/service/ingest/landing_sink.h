@@ -1,4 +1,4 @@
-// Lands one chunk, as ParseWriteRequest reads it, in the transfer table.
+// Lands one chunk in the transfer table, as ParseWriteRequest reads it.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,8 @@ namespace sluice {
 
 class LandingSink : public ChunkSink {
  public:
-  // With a transfer_id, chunks land there whatever their headers say; else where those say.
+  // If there is a transfer_id, chunks land in it whatever their headers say. Without one, they
+  // land in the transfer that their headers name.
   explicit LandingSink(TransferTable* transfers, std::string transfer_id = "")
       : transfers_(transfers),
         transfer_id_(std::move(transfer_id)),
@@ -34,7 +35,7 @@ class LandingSink : public ChunkSink {
   }
   void Append(absl::Span<const uint8_t> bytes) override { landing_->Append(bytes); }
 
-  // Blocks that are new.
+  // Returns the number of blocks that are new.
   absl::StatusOr<uint64_t> Finish() { return landing_->Finish(); }
   const std::string& transfer_id() const { return transfer_id_; }
   uint64_t bytes() const { return bytes_; }

@@ -92,7 +92,7 @@ void TransferWatch::Committed(const std::string& transfer_id, uint32_t context_l
   {
     absl::MutexLock lock(&mutex_);
     const auto found = notes_.find(transfer_id);
-    if (found == notes_.end()) return;  // a repeated Commit
+    if (found == notes_.end()) return;  // a repeated Commit has no note
     reserved = found->second.reserved;
     notes_.erase(found);
   }
@@ -107,13 +107,13 @@ void TransferWatch::Committed(const std::string& transfer_id, uint32_t context_l
 void TransferWatch::Aborted(const std::string& transfer_id) {
   {
     absl::MutexLock lock(&mutex_);
-    // What was never reserved here, or was committed, is no abort worth a line.
+    // A transfer that was never reserved here or was committed is no abort worth a line.
     if (notes_.erase(transfer_id) == 0) return;
   }
   if (!LogEnabled(LogLevel::kInfo)) return;
   const std::optional<uint64_t> suppressed = aborts_.Admit();
   if (!suppressed.has_value()) return;
-  // Without the sender's own words: they may quote anything.
+  // The sender's own words are left out, since they may quote anything.
   Log(LogLevel::kInfo, "transfer aborted",
       {{"transfer_id", transfer_id}, {"suppressed", *suppressed}});
 }

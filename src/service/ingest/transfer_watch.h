@@ -1,5 +1,5 @@
-// What metrics and logs say of transfers as the ingest service sees them. Lines that callers can
-// cause at will are bounded in number; none has tokens, unless log_prompts asks for them.
+// Writes metrics and log lines about transfers as the ingest service sees them. Lines that callers
+// can cause at will are limited in number. No line has tokens, unless log_prompts asks for them.
 // Thread-safe.
 #pragma once
 
@@ -26,18 +26,19 @@ class TransferWatch {
 
   void Reserved(const Manifest& manifest, const std::string& transfer_id);
   void ReserveRefused(const absl::Status& why);
-  // A stream writes its first chunk to the transfer.
+  // Notes that a stream writes its first chunk to the transfer.
   void StreamBegan(const std::string& transfer_id);
-  // A chunk has been through: its blocks, or why they do not count.
+  // Notes that a chunk has been through: the number of its blocks, or the reason why they do not
+  // count.
   void ChunkEnded(const absl::StatusOr<uint64_t>& blocks, uint64_t bytes) const;
-  // A stream that wrote to the transfer ended with an error.
+  // Notes that a stream that wrote to the transfer ended with an error.
   void StreamBroke(const std::string& transfer_id, const absl::Status& why);
   void Committed(const std::string& transfer_id, uint32_t context_length);
   void Aborted(const std::string& transfer_id);
 
  private:
-  // Remembered of the newest kMaxNotes transfers: those that end without a Commit are forgotten by
-  // being old.
+  // A note about each of the newest kMaxNotes transfers. Notes about transfers that end without a
+  // Commit go when they are old.
   struct Note {
     absl::Time reserved;
     bool broken = false;  // its last stream broke

@@ -11,6 +11,7 @@
 #include "absl/time/clock.h"
 #include "src/base/error.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/service/ingest/kv_pusher.h"
 #include "src/service/wire/proto_conversion.h"
@@ -26,8 +27,8 @@ absl::Duration FromProtoDuration(const google::protobuf::Duration& duration) {
 
 }  // namespace
 
-// Reserves and opens the stream when the prompt's turn has come: a prompt that waits for another
-// holds no room at the decode node, and its lease does not run.
+// Reserves and opens the stream only when the prompt's turn has come, so that a prompt that waits
+// for another has no room at the decode node and no lease that runs.
 class Handoff::Sink : public LayerSink {
  public:
   Sink(Handoff* handoff, const std::vector<MissingRange>* missing)
@@ -71,15 +72,15 @@ absl::Status Handoff::Run(v1::RunResponse* response) {
     Log(LogLevel::kWarn, "a push could not be resumed: computing again",
         {{"transfer_id", transfer_id_}, {"error", status.ToString()}});
     // The landing that a broken stream left behind ends when the decode node notices.
-    if (ReasonOf(status) == "BLOCK_BUSY") absl::SleepFor(absl::Milliseconds(100));
+    if (ReasonOf(status) == reasons::kBlockBusy) absl::SleepFor(absl::Milliseconds(100));
     const auto context = NewContext(options_.call_timeout);
     context->set_wait_for_ready(true);  // the connection may just be coming back
     const auto progress = GetProgress(stub_.get(), context.get(), transfer_id_);
     if (progress.ok() && progress->committed) {
       status = absl::OkStatus();  // only the answer of Commit was lost
     } else if (progress.ok()) {
-      // More is missing than the pusher had kept, or it broke too often. The same prompt gives the
-      // same bytes, so computing again is as good as having kept them.
+      // More is missing than the pusher had kept, or the stream broke too often. The same prompt
+      // gives the same bytes, so computing again is as good as having kept them.
       status = Attempt(progress->everything ? nullptr : &progress->missing, response);
     }
   }
@@ -110,9 +111,10 @@ absl::Status Handoff::Attempt(const std::vector<MissingRange>* missing, v1::RunR
   Sink sink(this, missing);
   const absl::StatusOr<PrefillResult> result = options_.prefiller->Run(
       options_.prompt, options_.sampling, options_.want_first_token, sink, options_.cancelled);
-  if (sink.pusher() == nullptr) return result.status();  // refused, by Reserve or before it
+  // the prompt was refused, by Reserve or before it
+  if (sink.pusher() == nullptr) return result.status();
   KvPusher& pusher = *sink.pusher();
-  // A broken stream ends the computation: then it is the stream's error that explains.
+  // A broken stream ends the computation, and then the stream's error is the one that explains.
   const absl::Status pushed = result.ok() ? pusher.Finish() : pusher.Abandon();
   v1::RunResponse::Timings* timings = response->mutable_timings();
   timings->set_bytes_pushed(timings->bytes_pushed() + pusher.bytes_sent());
@@ -129,7 +131,7 @@ absl::Status Handoff::Attempt(const std::vector<MissingRange>* missing, v1::RunR
     *response->mutable_first_token() = ToProto(*result->first_token);
   }
   absl::Status committed = Commit(*response, result->hints);
-  // Hints only warm a sequence up: what was computed and pushed is not given up for them.
+  // Hints only warm a sequence up, so the caches are not given up for them.
   if (!result->hints.empty() &&
       (absl::IsResourceExhausted(committed) || absl::IsInvalidArgument(committed))) {
     committed = Commit(*response, {});
@@ -149,7 +151,8 @@ absl::Status Handoff::Commit(const v1::RunResponse& response, const SelectionHin
 }
 
 void Handoff::Abort(const absl::Status& why) {
-  // Not the parent's child: that call may be cancelled already, and this is its clean-up.
+  // This context is not the parent's child, because that call may be cancelled already and this is
+  // its clean-up.
   grpc::ClientContext context;
   context.set_deadline(absl::ToChronoTime(absl::Now() + options_.call_timeout));
   PassOn(TraceOf(*options_.parent), &context);

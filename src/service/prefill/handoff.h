@@ -1,5 +1,5 @@
-// One prompt's way from this node to a decode node: Reserve, compute and push at once, Commit;
-// Abort where anything fails. Blocking; one thread per object.
+// Hands one prompt over to a decode node: Reserve, then compute and push at once, then Commit;
+// Abort if anything fails. Blocking; one thread per object.
 #pragma once
 
 #include <grpcpp/channel.h>
@@ -34,21 +34,21 @@ class Handoff {
     absl::Duration call_timeout;
     absl::Duration push_timeout;
     uint64_t max_kept_bytes = 0;  // see KvPusher
-    // The call that this is done for: its deadline and cancellation pass on to every call made
+    // The call that this is done for. Its deadline and its cancellation pass on to every call made
     // here.
     const grpc::CallbackServerContext* parent = nullptr;
     std::function<bool()> cancelled;
   };
   explicit Handoff(Options options);
 
-  // Fills everything but queued and total of the timings, which the caller adds to. Errors of the
-  // decode node keep their code and details; "decode node ADDRESS" stands before the message.
+  // Fills the answer but for queued and total of the timings, which the caller adds to. An error of
+  // the decode node keeps its code and details, and gets "decode node ADDRESS" before its message.
   absl::Status Run(v1::RunResponse* response);
 
  private:
   class Sink;
   absl::Status Reserve();
-  // One attempt to compute, push and commit; with `missing`, only those ranges are sent.
+  // Makes one attempt to compute, push and commit. With `missing`, only those ranges are sent.
   absl::Status Attempt(const std::vector<MissingRange>* missing, v1::RunResponse* response);
   absl::Status Commit(const v1::RunResponse& response, const SelectionHints& hints);
   void Abort(const absl::Status& why);
@@ -62,7 +62,7 @@ class Handoff {
   uint64_t max_chunk_bytes_ = 0;
   int64_t hint_tokens_ = 0;  // that the decode node takes
   absl::Time first_sent_ = absl::InfiniteFuture();
-  bool retryable_ = false;  // the last attempt failed in a way that sending again may mend
+  bool retryable_ = false;  // sending again may mend the failure of the last attempt
 };
 
 }  // namespace sluice

@@ -7,6 +7,7 @@
 #include "absl/time/clock.h"
 #include "src/base/clock.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/request/source_ref.h"
 #include "src/sampling/sampling_params.h"
@@ -17,8 +18,8 @@ namespace sluice {
 
 namespace {
 
-// Why a prompt was not computed, as the decode leg that waits for it is told: what another node may
-// do better keeps its code, the rest is no fault of the waiting node's.
+// Returns the error that the waiting decode leg is told. An error that another node may not have
+// keeps its code; any other is no fault of the waiting node's.
 absl::Status ForDecodeLeg(const absl::Status& status) {
   const char* const kPrefix = "its prefill leg failed";
   if (absl::IsResourceExhausted(status) || absl::IsUnavailable(status) ||
@@ -26,7 +27,7 @@ absl::Status ForDecodeLeg(const absl::Status& status) {
     return WithMessagePrefix(status, kPrefix);
   }
   return WithReason(absl::FailedPreconditionError(absl::StrCat(kPrefix, ": ", status.message())),
-                    "PREFILL_FAILED");
+                    reasons::kPrefillFailed);
 }
 
 }  // namespace
@@ -35,7 +36,7 @@ struct HoldingGenerator::Prompt {
   SequenceId id;
   Request request;
   absl::Time arrived = absl::Now();
-  std::shared_ptr<Rooms::Place> place;  // where it is promised, if it is
+  std::shared_ptr<Rooms::Promise> promise;  // null if the prompt has no room
   std::atomic<bool> cancelled = false;
   absl::Mutex mutex;
   absl::Status why ABSL_GUARDED_BY(mutex);  // the first reason stays
@@ -53,14 +54,14 @@ HoldingGenerator::HoldingGenerator(Options options)
 
 absl::StatusOr<SequenceId> HoldingGenerator::Submit(Request request) {
   SLUICE_RETURN_IF_ERROR(options_.readiness->CheckTakesWork());
-  // Stop strings are the decode node's to judge: it alone matches them.
+  // The decode node judges stop strings, because only it matches them.
   SLUICE_RETURN_IF_ERROR(ValidateSamplingParams(request.sampling, options_.vocab_size,
                                                 /*stop_strings_supported=*/true));
   auto prompt = std::make_shared<Prompt>();
   if (const auto room = request.handoff.source.room; room.has_value()) {
     SLUICE_CHECK(options_.rooms != nullptr);
-    SLUICE_ASSIGN_OR_RETURN(prompt->place, options_.rooms->Open({request.handoff.tenant, *room},
-                                                                PromptDigest(request.prompt)));
+    SLUICE_ASSIGN_OR_RETURN(prompt->promise, options_.rooms->Open({request.handoff.tenant, *room},
+                                                                  PromptDigest(request.prompt)));
   }
   prompt->request = std::move(request);
   const std::string& name = prompt->request.request_id;
@@ -77,7 +78,7 @@ absl::StatusOr<SequenceId> HoldingGenerator::Submit(Request request) {
     options_.counts->Left();
     absl::MutexLock lock(&mutex_);
     prompts_.erase(name);
-    return ResourceExhausted("QUEUE_FULL",
+    return ResourceExhausted(reasons::kQueueFull,
                              absl::StrCat("more than ", options_.max_queued,
                                           " prompts wait: try again, or use another prefill node"),
                              absl::Seconds(1));
@@ -101,7 +102,7 @@ void HoldingGenerator::CancelRequest(const std::string& request_id, absl::Status
     found = prompt != prompts_.end();
     if (found) prompt->second->Cancel(why);
   }
-  // After that: a prompt that is held in between finds itself cancelled and lets go.
+  // This comes second because a prompt that is held in between finds itself cancelled and lets go.
   const bool released = options_.held->ReleaseRequest(request_id);
   done(found || released);
 }
@@ -112,10 +113,10 @@ void HoldingGenerator::Run(const std::shared_ptr<Prompt>& prompt) {
   end.queued = absl::Now() - prompt->arrived;
   end.prompt_tokens = static_cast<uint32_t>(prompt->request.prompt.size());
   end.status = Guarded("Generate", [&] { return Hold(*prompt, &end); });
-  if (prompt->place != nullptr && !end.status.ok() && !absl::IsCancelled(end.status)) {
-    prompt->place->Fail(ForDecodeLeg(end.status));
+  if (prompt->promise != nullptr && !end.status.ok() && !absl::IsCancelled(end.status)) {
+    prompt->promise->Fail(ForDecodeLeg(end.status));
   }
-  prompt->place.reset();  // what is held has it now
+  prompt->promise.reset();  // the held prompt owns it now
   end.reason = end.status.ok() ? FinishInfo::Reason::kLength : FinishInfo::Reason::kError;
   end.total = absl::Now() - prompt->arrived;
   options_.counts->Ended(end.status, end.prompt_tokens, prompt->arrived);
@@ -144,15 +145,15 @@ absl::Status HoldingGenerator::Hold(Prompt& prompt, FinishInfo* end) {
   wanted.want_first_token = true;
   wanted.tenant = prompt.request.handoff.tenant;
   wanted.request_id = prompt.request.request_id;
-  wanted.keep = prompt.place;
+  wanted.keep = prompt.promise;
   absl::StatusOr<HeldPrompts::Held> held = options_.held->Hold(wanted, cancelled);
-  // What it ended with, where it ended because it was cancelled.
+  // A cancelled prompt ends with the reason for its cancellation.
   if (prompt.cancelled.load()) {
     if (held.ok()) options_.held->Release(held->prompt->source_id, wanted.tenant);
     return why();
   }
   SLUICE_RETURN_IF_ERROR(held.status());
-  if (prompt.place != nullptr) prompt.place->Fill(held->prompt->source_id);
+  if (prompt.promise != nullptr) prompt.promise->Fill(held->prompt->source_id);
   end->source = {options_.address(), held->prompt->source_id, held->prompt->prompt_digest,
                  options_.model_fingerprint};
   end->completion_tokens = 1;

@@ -1,7 +1,8 @@
-// A prefill node as a Generator: its sequences are prompts that are computed and held for a decode
-// node, and end after one token with where they are held (FinishInfo::source). What is held stays a
-// request's own: to cancel it by its name gives the caches back, though the sequence has ended, for
-// a router's Abort names a request at both nodes whichever leg it is in. Thread-safe.
+// A prefill node as a Generator. Its sequences are prompts that are computed and held for a decode
+// node. They end after one token, and FinishInfo::source says where the caches are. A held prompt
+// still belongs to its request: cancelling the request by its name releases the caches, although
+// the sequence has ended, because a router's Abort names a request at both nodes whichever leg it
+// is in. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -30,17 +31,18 @@ class HoldingGenerator : public Generator {
     std::function<std::string()> address;  // under which decode nodes reach this one
     int threads = 2;
     size_t max_queued = 64;  // prompts that may wait for a thread
-    // Outlive the generator.
+    // These outlive the generator.
     HeldPrompts* held = nullptr;
     PromptCounts* counts = nullptr;
-    // Where prompts that come with a room are promised; null: none may come with one.
+    // The rooms in which prompts are promised. Null if no prompt may come with a room.
     std::shared_ptr<Rooms> rooms;
     const Readiness* readiness = nullptr;
   };
   explicit HoldingGenerator(Options options);
 
-  // INVALID_ARGUMENT (sampling), ALREADY_EXISTS (request_id; ROOM_TAKEN), UNAVAILABLE (draining),
-  // RESOURCE_EXHAUSTED (QUEUE_FULL). Later the errors of HeldPrompts::Hold.
+  // Fails with INVALID_ARGUMENT (sampling), ALREADY_EXISTS (request_id; ROOM_TAKEN), UNAVAILABLE
+  // (draining) or RESOURCE_EXHAUSTED (QUEUE_FULL). The sequence may later end with an error of
+  // HeldPrompts::Hold.
   absl::StatusOr<SequenceId> Submit(Request request) override;
   void Cancel(SequenceId id, absl::Status why) override;
   void CancelRequest(const std::string& request_id, absl::Status why,
@@ -49,13 +51,13 @@ class HoldingGenerator : public Generator {
 
  private:
   struct Prompt;
-  // On a thread of the queue: to its end.
+  // Runs a prompt to its end, on a thread of the queue.
   void Run(const std::shared_ptr<Prompt>& prompt);
   absl::Status Hold(Prompt& prompt, FinishInfo* end);
 
   const Options options_;
   absl::Mutex mutex_;
-  // Those alive, by the names that their callers gave them.
+  // The live prompts by the names that their callers gave them.
   std::map<std::string, std::shared_ptr<Prompt>> prompts_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_id_ ABSL_GUARDED_BY(mutex_) = 1;
   WorkerQueue workers_;  // last: its threads use the rest

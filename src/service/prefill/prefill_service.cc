@@ -11,6 +11,7 @@
 #include "absl/time/clock.h"
 #include "sluice/v1/prefill.grpc.pb.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/sampling/sampling_params.h"
 #include "src/service/grpc/channels.h"
@@ -52,7 +53,7 @@ class PrefillService final : public v1::Prefill::CallbackService {
     }
     handoff->parent = context;
     handoff->cancelled = [reactor] { return reactor->cancelled(); };
-    // Shared: std::function wants to copy what it holds.
+    // The job is shared because std::function must be able to copy what it holds.
     auto job = std::make_shared<Handoff::Options>(*std::move(handoff));
     options_.counts->Queued();
     const bool taken = workers_.TryPost([this, reactor, response, arrived, job] {
@@ -66,7 +67,7 @@ class PrefillService final : public v1::Prefill::CallbackService {
     if (!taken) {
       options_.counts->Left();
       Refuse(reactor, ResourceExhausted(
-                          "QUEUE_FULL",
+                          reasons::kQueueFull,
                           absl::StrCat("more than ", options_.max_queued,
                                        " prompts wait: try again, or use another prefill node"),
                           absl::Seconds(1)));
@@ -92,7 +93,7 @@ class PrefillService final : public v1::Prefill::CallbackService {
     SLUICE_ASSIGN_OR_RETURN(out.prompt, TokenIds("prompt_token_ids", request.prompt_token_ids(),
                                                  model.vocab_size(), model.max_context()));
     SLUICE_ASSIGN_OR_RETURN(out.sampling, FromProto(request.sampling()));
-    // Stop strings are the decode node's to judge: it alone matches them.
+    // The decode node judges stop strings, because only it matches them.
     SLUICE_RETURN_IF_ERROR(ValidateSamplingParams(out.sampling, model.vocab_size(),
                                                   /*stop_strings_supported=*/true));
     SLUICE_RETURN_IF_ERROR(CheckName("rendezvous_key", request.rendezvous_key()));
@@ -170,7 +171,7 @@ class PrefillService final : public v1::Prefill::CallbackService {
     return absl::OkStatus();
   }
 
-  // Computes the prompt and keeps it here; the answer says where.
+  // Computes the prompt and holds it here. The answer says where.
   absl::Status Hold(const Handoff::Options& options, v1::RunResponse* response) {
     HeldPrompts::Wanted wanted{options.prompt, options.sampling, options.want_first_token,
                                options.reserve.manifest().tenant(), /*request_id=*/""};

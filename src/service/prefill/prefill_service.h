@@ -1,5 +1,5 @@
 // Prefill: computes prompts and hands them to decode nodes. Run() blocks for as long as a prompt
-// takes, so it runs on a small queue of threads; while one prompt computes, another may finish its
+// takes, so it runs on a small queue of threads. While one prompt computes, another may finish its
 // push.
 #pragma once
 
@@ -24,25 +24,26 @@ namespace sluice {
 class Channels;
 
 struct PrefillServiceOptions {
-  v1::GetPrefillModelResponse model;  // the whole answer of GetModel
-  // Outlive the service.
+  v1::GetPrefillModelResponse model;  // the answer of GetModel
+  // These outlive the service.
   Prefiller* prefiller = nullptr;
   const Readiness* readiness = nullptr;
   PromptCounts* counts = nullptr;
   Channels* channels = nullptr;    // to decode nodes
-  const Access* access = nullptr;  // null: without TLS
+  const Access* access = nullptr;  // null without TLS
   Metrics* metrics = nullptr;
   int threads = 2;
-  // Where prompts stay that no decode node is named for; null: such a call is refused. `address`:
-  // where decode nodes find this node, once it serves.
+  // Holds the prompts for which no decode node is named. Null if such a call is refused. `address`
+  // returns the address where decode nodes find this node, once it serves.
   HeldPrompts* held = nullptr;
   std::function<std::string()> address;
-  // Calls that may wait for a thread; more are refused with RESOURCE_EXHAUSTED.
+  // Maximum calls that wait for a thread. More are refused with RESOURCE_EXHAUSTED.
   size_t max_queued = 64;
-  // Deadlines of calls to the decode node; the caller's own applies if it is earlier.
+  // The timeouts of calls to the decode node. The caller's deadline applies if it is earlier.
   absl::Duration call_timeout = absl::Seconds(20);
   absl::Duration push_timeout = absl::Minutes(10);
-  // Of each running prompt, for chunks that a broken stream loses: see KvPusher.
+  // The limit for each running prompt of the chunks kept in case a broken stream loses them; see
+  // KvPusher.
   uint64_t max_kept_bytes = uint64_t{48} << 20;
 };
 

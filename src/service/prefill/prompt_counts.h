@@ -1,4 +1,4 @@
-// What a prefill node's prompts count in its metrics, whichever call they come by. Thread-safe.
+// Counts a prefill node's prompts in its metrics, whichever call they come by. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ class PromptCounts {
  public:
   explicit PromptCounts(const Metrics* metrics) : metrics_(*metrics) {}
 
-  // Of each prompt in this order: it waits for a thread; a thread has it, or none will (`Left`); it
-  // has ended.
+  // Called for each prompt in this order: Queued when it waits for a thread; Begun when a thread
+  // has it, or Left when none will; Ended when it has ended.
   void Queued();
   void Left();
   void Begun(absl::Time arrived);

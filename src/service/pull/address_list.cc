@@ -15,13 +15,13 @@
 namespace sluice {
 namespace {
 
-// Empty: no address.
+// Returns the bytes of an address, or none if `host` is no address.
 std::vector<uint8_t> BytesOf(const std::string& host) {
   std::vector<uint8_t> bytes(4);
   if (inet_pton(AF_INET, host.c_str(), bytes.data()) == 1) return bytes;
   bytes.resize(16);
   if (inet_pton(AF_INET6, host.c_str(), bytes.data()) != 1) return {};
-  // ::ffff:10.0.0.7 is 10.0.0.7.
+  // The address ::ffff:10.0.0.7 is 10.0.0.7.
   static constexpr uint8_t kMapped[] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
   if (std::equal(std::begin(kMapped), std::end(kMapped), bytes.begin())) {
     bytes.erase(bytes.begin(), bytes.begin() + sizeof kMapped);

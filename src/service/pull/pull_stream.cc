@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "src/base/error.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/service/ingest/landing_sink.h"
 #include "src/service/wire/guarded.h"
@@ -17,7 +18,8 @@
 
 namespace sluice {
 
-// As bytes: a chunk goes from the transport's slices to its pages in one copy.
+// The response is read as bytes, so that a chunk goes from the transport's slices to its pages in
+// one copy.
 PullStream::PullStream(Options options)
     : options_(std::move(options)),
       stub_(options_.channel),
@@ -37,7 +39,7 @@ absl::Status PullStream::Join() {
   if (!silent_.load() || status.ok()) return status;
   return WithReason(absl::DeadlineExceededError(absl::StrCat(
                         "it sent nothing for ", absl::FormatDuration(options_.idle_timeout))),
-                    "SOURCE_SILENT");
+                    reasons::kSourceSilent);
 }
 
 void PullStream::Look(absl::Time now, bool unwanted) {
@@ -57,10 +59,10 @@ absl::Status PullStream::Take(grpc::ByteBuffer* message) {
     if (!reader.status().ok()) return absl::DataLossError("a chunk is not readable");
     LandingSink sink(options_.transfers, options_.transfer_id);
     const absl::Status begun = ParseWriteRequest(&reader, message->Length(), sink);
-    if (absl::IsInvalidArgument(begun)) {  // the source's fault, and no caller's
+    if (absl::IsInvalidArgument(begun)) {  // this is the source's fault, and no caller's
       return WithReason(absl::FailedPreconditionError(
                             absl::StrCat("it sent a chunk that does not fit: ", begun.message())),
-                        "SOURCE_MISMATCH");
+                        reasons::kSourceMismatch);
     }
     SLUICE_RETURN_IF_ERROR(begun);
     return sink.Finish().status();
@@ -68,7 +70,7 @@ absl::Status PullStream::Take(grpc::ByteBuffer* message) {
 }
 
 void PullStream::Ended(const absl::Status& status) {
-  if (status.ok()) return;  // OnDone says the rest
+  if (status.ok()) return;  // OnDone reports the error
   landed_ = status;
   options_.context->TryCancel();
 }

@@ -1,4 +1,4 @@
-// One Read of a KvSource: its chunks land in a transfer of this node.
+// One Read of a KvSource. Its chunks land in a transfer of this node.
 #pragma once
 
 #include <grpcpp/client_context.h>
@@ -26,7 +26,7 @@ class PullStream : private ReadAhead,
     std::shared_ptr<grpc::Channel> channel;
     std::unique_ptr<grpc::ClientContext> context;
     v1::ReadRequest request;
-    std::string transfer_id;             // where chunks land, whatever they say
+    std::string transfer_id;             // chunks land here, whatever their headers say
     TransferTable* transfers = nullptr;  // outlives the stream
     absl::Duration idle_timeout;         // see Look
   };
@@ -34,11 +34,12 @@ class PullStream : private ReadAhead,
   explicit PullStream(Options options);
   ~PullStream() override { Join().IgnoreError(); }
 
-  // Its end. An error: the call's own; DEADLINE_EXCEEDED (SOURCE_SILENT); FAILED_PRECONDITION
-  // (SOURCE_MISMATCH), a chunk that does not fit; or why one could not land.
+  // Waits for the end of the stream. Returns the call's own error, DEADLINE_EXCEEDED
+  // (SOURCE_SILENT), FAILED_PRECONDITION (SOURCE_MISMATCH) for a chunk that does not fit, or the
+  // reason why a chunk could not land.
   absl::Status Join();
-  // To be called every now and then, from another thread: ends the stream where nothing came for
-  // idle_timeout, or where nobody wants it.
+  // Must be called every now and then from another thread. Ends the stream if nothing came for
+  // idle_timeout, or if `unwanted`.
   void Look(absl::Time now, bool unwanted);
 
  private:
@@ -51,10 +52,10 @@ class PullStream : private ReadAhead,
   const Options options_;
   grpc::GenericStub stub_;
   grpc::ByteBuffer request_;
-  std::atomic<int64_t> heard_;  // ms since 1970: when the last chunk came
+  std::atomic<int64_t> heard_;  // when the last chunk came, in ms since 1970
   std::atomic<bool> silent_ = false;
-  absl::Status landed_;  // of the chunk that could not
-  absl::Status status_;  // of the call; with landed_, read once done_
+  absl::Status landed_;  // why a chunk could not land
+  absl::Status status_;  // the call's; read once done_, as landed_ is
   absl::Notification done_;
 };
 

@@ -12,6 +12,7 @@
 #include "sluice/v1/source.grpc.pb.h"
 #include "src/base/error.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/metrics/metrics.h"
 #include "src/service/grpc/channels.h"
@@ -26,23 +27,23 @@ namespace sluice {
 namespace {
 
 constexpr absl::Duration kWatchInterval = absl::Milliseconds(50);
-constexpr size_t kMaxRanges = 1024;  // asked for again one by one; of more, everything
-// Below this a second stream costs more than it brings.
+constexpr size_t kMaxRanges = 1024;  // beyond it, everything is asked for again
+// Below this size a second stream costs more than it brings.
 constexpr int64_t kBytesOfAStream = int64_t{16} << 20;
 
 absl::Status Mismatch(const std::string& what) {
-  return WithReason(absl::FailedPreconditionError(what), "SOURCE_MISMATCH");
+  return WithReason(absl::FailedPreconditionError(what), reasons::kSourceMismatch);
 }
 
-// What a second attempt, over another connection, may mend.
+// Returns whether a second attempt over another connection may mend the error.
 bool MayMendByReading(const absl::Status& status) {
   const auto reason = ReasonOf(status);
-  if (reason == "SOURCE_NOT_FOUND" || reason == "SOURCE_MISMATCH") return false;
+  if (reason == reasons::kSourceNotFound || reason == reasons::kSourceMismatch) return false;
   return MayMend(status) || absl::IsDeadlineExceeded(status);
 }
 
-// Codes that mean at this node what they say; another, such as UNIMPLEMENTED where no KvSource is
-// or UNAUTHENTICATED of this node itself, is no fault of the caller's.
+// Returns whether the code means at this node what it says. Others, such as UNIMPLEMENTED from a
+// server without KvSource or UNAUTHENTICATED of this node itself, are no fault of the caller's.
 bool IsOfPulls(const absl::Status& status) {
   return absl::IsNotFound(status) || absl::IsFailedPrecondition(status) ||
          absl::IsDataLoss(status) || absl::IsDeadlineExceeded(status) ||
@@ -51,7 +52,7 @@ bool IsOfPulls(const absl::Status& status) {
 
 absl::Status NobodyWaits() { return absl::CancelledError("nobody waits for it any more"); }
 
-// What is wrong with the manifest, in the words of the request that it was made of.
+// Returns an error about the manifest in the words of the request that the manifest was made of.
 absl::Status AsOfRequest(const absl::Status& status) {
   const auto field = FieldOf(status);
   if (!field.has_value()) return status;
@@ -89,10 +90,10 @@ struct Puller::Pull {
   }
 };
 
-// Waits for a prompt that is being computed, without a thread: as many may wait as like.
-class Puller::Meeting : public std::enable_shared_from_this<Meeting> {
+// Waits without a thread for a prompt that is being computed, so that any number may wait.
+class Puller::PromptWait : public std::enable_shared_from_this<PromptWait> {
  public:
-  Meeting(Puller* puller, std::shared_ptr<Pull> pull) : puller_(puller), pull_(std::move(pull)) {
+  PromptWait(Puller* puller, std::shared_ptr<Pull> pull) : puller_(puller), pull_(std::move(pull)) {
     request_.set_room(*pull_->source.room);
     request_.set_tenant(pull_->tenant);
     request_.set_prompt_digest(pull_->prompt_digest);
@@ -104,18 +105,18 @@ class Puller::Meeting : public std::enable_shared_from_this<Meeting> {
     grpc::ClientContext* context = nullptr;
     {
       absl::MutexLock lock(&puller_->mutex_);
-      // A source answers within seconds, if only that it is not yet.
+      // A source answers within seconds, if only that the prompt is not ready yet.
       context_ = pull_->NewContext(2 * puller_->options_.call_timeout);
       context = context_.get();
     }
-    pull_->stub->async()->Meet(context, &request_, &answer_,
-                               [self = shared_from_this()](const grpc::Status& status) {
-                                 self->Answered(FromGrpcStatus(status));
-                               });
+    pull_->stub->async()->AwaitPrompt(context, &request_, &answer_,
+                                      [self = shared_from_this()](const grpc::Status& status) {
+                                        self->Answered(FromGrpcStatus(status));
+                                      });
   }
 
-  // From Watch(), with its lock.
-  void Look(bool stopping) {
+  // Called by Watch() with its lock.
+  void CancelIfUnwanted(bool stopping) {
     if (context_ != nullptr && (stopping || !puller_->Wanted(*pull_))) context_->TryCancel();
   }
 
@@ -123,37 +124,38 @@ class Puller::Meeting : public std::enable_shared_from_this<Meeting> {
   void Answered(absl::Status status) {
     const bool wanted = puller_->Wanted(*pull_) && !puller_->ending_.load();
     if (status.ok() && answer_.source_id().empty() && wanted) {
-      if (answer_.expected()) begin_ = absl::Now();  // its leg is there: that takes what it takes
+      // its leg is there, and takes as long as it takes
+      if (answer_.expected()) begin_ = absl::Now();
       if (absl::Now() - begin_ < puller_->options_.room_timeout) return Ask(/*again=*/false);
       status = WithReason(
           absl::DeadlineExceededError(absl::StrCat(
               "no prefill leg has come to room ", *pull_->source.room, " within ",
               absl::FormatDuration(puller_->options_.room_timeout),
               ": both legs go out at once, to the prefill node that bootstrap_host names")),
-          "ROOM_EMPTY");
+          reasons::kRoomEmpty);
     } else if (wanted && !again_ && !ReasonOf(status).has_value() && MayMendByReading(status)) {
       again_ = true;
       return Ask(/*again=*/true);
     }
     if (status.ok() && !answer_.source_id().empty()) {
-      // Also where nobody waits any more: it is to be released.
+      // This happens also if nobody waits any more, because the prompt must be released.
       pull_->source.source_id = answer_.source_id();
       pull_->begin = absl::Now();
       puller_->Post(pull_);
     } else {
       puller_->Failed(*pull_, status.ok() ? NobodyWaits() : status);
     }
-    const std::shared_ptr<Meeting> self = shared_from_this();  // ends after the lock
+    const std::shared_ptr<PromptWait> self = shared_from_this();  // goes after the lock
     absl::MutexLock lock(&puller_->mutex_);
-    puller_->meetings_.remove(self);
+    puller_->prompt_waits_.remove(self);
   }
 
   Puller* const puller_;
   const std::shared_ptr<Pull> pull_;
   absl::Time begin_ = absl::Now();
   bool again_ = false;
-  v1::MeetRequest request_;
-  v1::MeetResponse answer_;
+  v1::AwaitPromptRequest request_;
+  v1::AwaitPromptResponse answer_;
   std::unique_ptr<grpc::ClientContext> context_;  // guarded by the puller's mutex
 };
 
@@ -165,11 +167,11 @@ Puller::Puller(Options options)
 Puller::~Puller() {
   ending_.store(true);
   {
-    const auto none = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return meetings_.empty(); };
+    const auto none = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return prompt_waits_.empty(); };
     absl::MutexLock lock(&mutex_);
     mutex_.Await(absl::Condition(&none));  // Watch() cancels them
   }
-  workers_.reset();  // runs what waits, too: watched until the last one has ended
+  workers_.reset();  // runs the waiting pulls too, watched until the last has ended
   {
     absl::MutexLock lock(&mutex_);
     unwatched_ = true;
@@ -180,7 +182,7 @@ Puller::~Puller() {
 void Puller::Watch() {
   pthread_setname_np(pthread_self(), "pull-watch");
   const auto busy = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-    return unwatched_ || !streams_.empty() || !meetings_.empty();
+    return unwatched_ || !streams_.empty() || !prompt_waits_.empty();
   };
   absl::MutexLock lock(&mutex_);
   while (true) {
@@ -190,7 +192,8 @@ void Puller::Watch() {
     for (const auto& [stream, pull] : streams_) {
       stream->Look(now, ending_.load() || !Wanted(*pull));
     }
-    for (const std::shared_ptr<Meeting>& meeting : meetings_) meeting->Look(ending_.load());
+    for (const std::shared_ptr<PromptWait>& wait : prompt_waits_)
+      wait->CancelIfUnwanted(ending_.load());
   }
 }
 
@@ -206,7 +209,7 @@ absl::StatusOr<std::function<void()>> Puller::Begin(Request* request) {
     return WithReason(absl::PermissionDeniedError(
                           absl::StrCat("source.address: this node does not read from ",
                                        address->ToString(), ": pull_from does not name it")),
-                      "SOURCE_NOT_ALLOWED");
+                      reasons::kSourceNotAllowed);
   }
   if (request->prompt.empty()) {
     return InvalidField("prompt_token_ids",
@@ -229,13 +232,13 @@ absl::StatusOr<std::function<void()>> Puller::Begin(Request* request) {
         absl::FailedPreconditionError(absl::StrCat(
             "source.model_fingerprint: the caches are of another model, ", source.model_fingerprint,
             ", this node runs ", options_.model_fingerprint)),
-        "FINGERPRINT_MISMATCH");
+        reasons::kFingerprintMismatch);
   }
   Manifest manifest;
   manifest.model_fingerprint = options_.model_fingerprint;
   manifest.context_length = static_cast<uint32_t>(request->prompt.size());
   manifest.prompt_token_ids.assign(request->prompt.begin(), request->prompt.end());
-  // Without a limit of the caller's: what context and memory leave.
+  // A caller that sets no limit gets what context and memory leave.
   const uint32_t room = std::min(options_.max_context, options_.max_tokens);
   manifest.max_new_tokens = request->sampling.max_tokens.value_or(
       room > manifest.context_length ? room - manifest.context_length : 1);
@@ -251,7 +254,7 @@ absl::StatusOr<std::function<void()>> Puller::Begin(Request* request) {
   pull->hint_tokens = reserved.hint_tokens;
   pull->trace = request->trace;
   pull->begin = absl::Now();
-  // The engine's clock to the wall's.
+  // The engine's clock is converted to the wall clock.
   pull->deadline = request->deadline == absl::InfiniteFuture()
                        ? absl::InfiniteFuture()
                        : absl::Now() + (request->deadline - RealClock()->Now());
@@ -266,10 +269,10 @@ absl::StatusOr<std::function<void()>> Puller::Begin(Request* request) {
 
 void Puller::Start(const std::shared_ptr<Pull>& pull) {
   if (!pull->source.room.has_value()) return Post(pull);
-  const auto meeting = std::make_shared<Meeting>(this, pull);
+  const auto meeting = std::make_shared<PromptWait>(this, pull);
   {
     absl::MutexLock lock(&mutex_);
-    meetings_.push_back(meeting);
+    prompt_waits_.push_back(meeting);
   }
   meeting->Ask(/*again=*/false);
 }
@@ -278,7 +281,7 @@ void Puller::Post(const std::shared_ptr<Pull>& pull) {
   if (workers_->TryPost([this, pull] { Run(pull); })) return;
   options_.transfers->Fail(
       pull->transfer_id,
-      ResourceExhausted("PULLS_FULL",
+      ResourceExhausted(reasons::kPullsFull,
                         absl::StrCat("more than ", options_.max_queued,
                                      " prompts wait to be read: try again, or another node"),
                         absl::Seconds(1)));
@@ -297,9 +300,9 @@ void Puller::Run(const std::shared_ptr<Pull>& pull) {
          {"error", status.ToString()}});
     status = Attempt(*pull, /*again=*/true);
   }
-  // What could not be read stays where it is: another node may fare better, and else its lease
-  // ends.
-  if (status.ok()) Count(*pull, status);  // before an answer that may take its time
+  // After a failure the caches stay where they are: another node may fare better, and otherwise
+  // their lease ends.
+  if (status.ok()) Count(*pull, status);  // before Release, whose answer may take its time
   if (status.ok() || !Wanted(*pull)) Release(*pull);
   if (!status.ok()) Failed(*pull, status);
 }
@@ -307,15 +310,15 @@ void Puller::Run(const std::shared_ptr<Pull>& pull) {
 void Puller::Failed(const Pull& pull, absl::Status status) {
   status = WithMessagePrefix(status, absl::StrCat("source ", pull.source.address));
   if (absl::IsUnavailable(status) && !ReasonOf(status).has_value()) {
-    status = WithReason(status, "SOURCE_UNREACHABLE");
+    status = WithReason(status, reasons::kSourceUnreachable);
   } else if (!IsOfPulls(status)) {
-    status = WithReason(absl::UnavailableError(status.message()), "SOURCE_UNREACHABLE");
+    status = WithReason(absl::UnavailableError(status.message()), reasons::kSourceUnreachable);
   }
   if (options_.transfers->Fail(pull.transfer_id, status)) {
     Log(LogLevel::kWarn, "a pull failed",
         {{"transfer_id", pull.transfer_id}, {"error", status.ToString()}});
   } else {
-    status = WithReason(NobodyWaits(), "CALLER_GONE");
+    status = WithReason(NobodyWaits(), reasons::kCallerGone);
   }
   Count(pull, status);
 }
@@ -345,7 +348,8 @@ void Puller::Count(const Pull& pull, const absl::Status& status) const {
 
 absl::Status Puller::Attempt(Pull& pull, bool again) {
   if (ending_.load()) {
-    return WithReason(absl::UnavailableError("this node is ending: use another one"), "DRAINING");
+    return WithReason(absl::UnavailableError("this node is ending: use another one"),
+                      reasons::kDraining);
   }
   if (!Wanted(pull)) return NobodyWaits();
   pull.Connect(*options_.channels, again);
@@ -365,7 +369,7 @@ absl::Status Puller::Describe(Pull& pull) {
     return WithReason(
         absl::FailedPreconditionError(absl::StrCat("it holds caches of another model, ",
                                                    held.model_fingerprint().substr(0, 64))),
-        "FINGERPRINT_MISMATCH");
+        reasons::kFingerprintMismatch);
   }
   if (held.prompt_digest() != pull.prompt_digest || held.context_length() != pull.context_length) {
     return Mismatch("it holds the caches of another prompt than prompt_token_ids");
@@ -405,7 +409,7 @@ absl::Status Puller::ReadAll(Pull& pull, bool again) {
       for (const MissingRange& range : info.missing) *requests[0].add_ranges() = ToProto(range);
     }
   } else if (pull.bytes >= 2 * kBytesOfAStream && options_.streams > 1) {
-    // Layers in turn, so that each stream has as much.
+    // Layers go to the streams in turn, so that each stream has as much.
     const auto streams =
         static_cast<size_t>(std::min<int64_t>(options_.streams, pull.bytes / kBytesOfAStream));
     requests.resize(std::min<size_t>(streams, static_cast<size_t>(options_.layout.layers)));
@@ -423,7 +427,8 @@ absl::Status Puller::ReadAll(Pull& pull, bool again) {
     request.set_tenant(pull.tenant);
     request.set_max_chunk_bytes(options_.max_chunk_bytes);
     PullStream::Options stream;
-    // Each over a connection of its own: one is the work of one thread at either end.
+    // Each stream has its own connection, because a connection is the work of one thread at either
+    // end.
     stream.channel = streams.empty() ? pull.channel
                                      : options_.channels->Get(pull.source.address,
                                                               static_cast<int>(streams.size()));
@@ -446,16 +451,17 @@ absl::Status Puller::ReadAll(Pull& pull, bool again) {
 }
 
 absl::Status Puller::Commit(Pull& pull) {
-  // No first token: the prompt's last position is computed here, by the caller's own parameters.
+  // There is no first token: this node computes the prompt's last position, by the caller's own
+  // parameters.
   TransferInfo missing;
   absl::Status status =
       options_.transfers->Commit(pull.transfer_id, {}, &missing, pull.hints).status();
-  // Hints only warm a sequence up: what was read is not given up for them.
+  // Hints only warm a sequence up, so the caches are not given up for them.
   if (!pull.hints.empty() &&
       (absl::IsResourceExhausted(status) || absl::IsInvalidArgument(status))) {
     status = options_.transfers->Commit(pull.transfer_id, {}, &missing, {}).status();
   }
-  if (ReasonOf(status) == "MISSING_BLOCKS") {
+  if (ReasonOf(status) == reasons::kMissingBlocks) {
     return absl::DataLossError(absl::StrCat("it did not send everything: ", status.message()));
   }
   return status;
@@ -467,7 +473,8 @@ void Puller::Release(const Pull& pull) {
   v1::ReleaseResponse answer;
   request.set_source_id(pull.source.source_id);
   request.set_tenant(pull.tenant);
-  grpc::ClientContext context;  // not bound to the request's time: its lease would have to end it
+  // not bound to the request's time, so that its lease need not end it
+  grpc::ClientContext context;
   context.set_deadline(absl::ToChronoTime(absl::Now() + options_.call_timeout));
   PassOn(pull.trace, &context);
   (void)pull.stub->Release(&context, request, &answer);

@@ -19,6 +19,7 @@
 #include "sluice/v1/source.grpc.pb.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/service/access/caller.h"
 #include "src/service/wire/call_record.h"
@@ -30,8 +31,9 @@
 namespace sluice {
 namespace {
 
-// Of one Read, whose every chunk is compared with every range: a few thousand of one with a few
-// thousand of the other take tens of milliseconds. A reader that misses more asks for everything.
+// The limit is for one Read, whose every chunk is compared with every range: a few thousand chunks
+// and a few thousand ranges take tens of milliseconds. A reader that misses more asks for
+// everything.
 constexpr int kMaxRanges = 4096;
 
 absl::Status NoSuchSource(const std::string& id) {
@@ -39,18 +41,20 @@ absl::Status NoSuchSource(const std::string& id) {
                         absl::StrCat("source_id '", id.substr(0, 64),
                                      "': no such prompt is held here: it never was, was released, "
                                      "or its lease has ended; compute it again")),
-                    "SOURCE_NOT_FOUND");
+                    reasons::kSourceNotFound);
 }
 
-// The name of a source, or of who reads it, and whose it is, as every call brings them.
+// Checks the names in a request that say which source it means, and returns the tenant that the
+// caller acts for.
 template <typename Message>
 absl::StatusOr<std::string> TenantOf(const SourceServiceOptions& options,
                                      const grpc::CallbackServerContext& context,
                                      const Message& request) {
-  if constexpr (std::is_same_v<Message, v1::MeetRequest>) {
+  if constexpr (std::is_same_v<Message, v1::AwaitPromptRequest>) {
     SLUICE_RETURN_IF_ERROR(CheckName("reader", request.reader()));
     if (request.reader().empty()) return InvalidField("reader", "is empty");
-    SLUICE_RETURN_IF_ERROR(CheckName("prompt_digest", request.prompt_digest()));  // it is kept
+    // because it is kept
+    SLUICE_RETURN_IF_ERROR(CheckName("prompt_digest", request.prompt_digest()));
   } else {
     SLUICE_RETURN_IF_ERROR(CheckName("source_id", request.source_id()));
   }
@@ -63,8 +67,8 @@ struct Chunk {
   ChunkPlan plan;
 };
 
-// Every chunk that has something of the ranges; whole chunks, for what has landed may be sent
-// again.
+// Returns every chunk that has part of a range. Chunks are whole, since blocks that have landed may
+// be sent again.
 absl::StatusOr<std::vector<Chunk>> ChunksOf(const SourceServiceOptions& options,
                                             const HeldPrompt& prompt,
                                             const v1::ReadRequest& request) {
@@ -119,7 +123,7 @@ absl::StatusOr<std::vector<Chunk>> ChunksOf(const SourceServiceOptions& options,
   return chunks;
 }
 
-// One Read. A chunk is on its way at a time, and the next is asked for when the transport took it.
+// One Read. One chunk is under way at a time; the next is made when the transport took it.
 class ReadReactor : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
  public:
   ReadReactor(const SourceServiceOptions& options, grpc::CallbackServerContext* context,
@@ -143,7 +147,7 @@ class ReadReactor : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
 
  private:
   absl::Status Begin(const grpc::ByteBuffer& message) {
-    grpc::ByteBuffer copy = message;  // of references
+    grpc::ByteBuffer copy = message;  // copies references only
     grpc::ProtoBufferReader reader(&copy);
     v1::ReadRequest request;
     if (!reader.status().ok() || !request.ParseFromZeroCopyStream(&reader)) {
@@ -159,7 +163,7 @@ class ReadReactor : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
 
   void Next() {
     if (next_ == chunks_.size()) return Finish(grpc::Status::OK);
-    if (options_.held->Find(source_id_, tenant_) == nullptr) {  // renews it, too
+    if (options_.held->Find(source_id_, tenant_) == nullptr) {  // Find renews the lease, too
       return Finish(ToGrpcStatus(NoSuchSource(source_id_)));
     }
     if (SLUICE_FAILPOINT(kSourceReset))
@@ -198,7 +202,7 @@ class ReadReactor : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
       tag(v1::ReadResponse::kPayloadFieldNumber);
       out.WriteVarint32(static_cast<uint32_t>(chunk.plan.bytes));
     }
-    // The slice owns a share of the prompt for as long as the transport has it.
+    // The slice owns a share of the prompt for as long as the transport has the slice.
     auto* const owner = new std::shared_ptr<const HeldPrompt>(prompt_);
     const grpc::Slice slices[] = {
         grpc::Slice(front),
@@ -216,64 +220,68 @@ class ReadReactor : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
   std::vector<Chunk> chunks_;
   size_t next_ = 0;
   uint64_t sent_bytes_ = 0;
-  grpc::ByteBuffer message_;  // under way
+  grpc::ByteBuffer message_;  // the message under way
 };
 
-// One Meet: ends when the room is filled or given up, when the time is up, or with its caller.
-class MeetReactor : public grpc::ServerUnaryReactor {
+// One AwaitPrompt. It ends when the room is filled or given up, when the time is up, or with its
+// caller.
+class AwaitPromptReactor : public grpc::ServerUnaryReactor {
  public:
-  MeetReactor(const SourceServiceOptions& options, grpc::CallbackServerContext* context,
-              const v1::MeetRequest& request, v1::MeetResponse* response)
+  AwaitPromptReactor(const SourceServiceOptions& options, grpc::CallbackServerContext* context,
+                     const v1::AwaitPromptRequest& request, v1::AwaitPromptResponse* response)
       : rooms_(options.rooms), response_(response) {
-    const absl::Status status = Guarded("Meet", [&] { return Begin(options, *context, request); });
+    const absl::Status status =
+        Guarded("AwaitPrompt", [&] { return Begin(options, *context, request); });
     if (!status.ok()) Finish(ToGrpcStatus(status));
     if (wait_ == 0) return;
-    // It may run after this is gone.
-    alarm_.Set(absl::ToChronoTime(absl::Now() + options.longest_meet),
-               [rooms = rooms_, wait = wait_](bool) { rooms->LeaveOff(wait); });
+    // The alarm may run after this reactor is gone.
+    alarm_.Set(absl::ToChronoTime(absl::Now() + options.longest_wait),
+               [rooms = rooms_, wait = wait_](bool) { rooms->StopWaiting(wait); });
   }
   void OnCancel() override {
-    if (wait_ != 0) rooms_->LeaveOff(wait_);
+    if (wait_ != 0) rooms_->StopWaiting(wait_);
   }
   void OnDone() override { delete this; }
 
  private:
   absl::Status Begin(const SourceServiceOptions& options,
-                     const grpc::CallbackServerContext& context, const v1::MeetRequest& request) {
+                     const grpc::CallbackServerContext& context,
+                     const v1::AwaitPromptRequest& request) {
     SLUICE_ASSIGN_OR_RETURN(const std::string tenant, TenantOf(options, context, request));
     if (rooms_ == nullptr) {
       return absl::FailedPreconditionError(
           "no prompt is promised here: start sluice-prefill with --gateway sglang");
     }
-    wait_ = rooms_->Meet({tenant, request.room()}, request.prompt_digest(), request.reader(),
-                         [this](const absl::StatusOr<Rooms::Met>& met) {
-                           if (met.ok()) {
-                             response_->set_source_id(met->source_id);
-                             response_->set_expected(met->expected);
-                           }
-                           Finish(ToGrpcStatus(met.status()));
-                         });
+    wait_ = rooms_->AwaitPrompt({tenant, request.room()}, request.prompt_digest(), request.reader(),
+                                [this](const absl::StatusOr<Rooms::Awaited>& met) {
+                                  if (met.ok()) {
+                                    response_->set_source_id(met->source_id);
+                                    response_->set_expected(met->expected);
+                                  }
+                                  Finish(ToGrpcStatus(met.status()));
+                                });
     return absl::OkStatus();
   }
 
   const std::shared_ptr<Rooms> rooms_;
-  v1::MeetResponse* const response_;
-  uint64_t wait_ = 0;  // 0: it has ended already
+  v1::AwaitPromptResponse* const response_;
+  uint64_t wait_ = 0;  // 0: the wait has ended already
   grpc::Alarm alarm_;
 };
 
-using SourceBase = v1::KvSource::WithRawCallbackMethod_Read<v1::KvSource::WithCallbackMethod_Meet<
-    v1::KvSource::WithCallbackMethod_Describe<v1::KvSource::WithCallbackMethod_Renew<
-        v1::KvSource::WithCallbackMethod_Release<v1::KvSource::Service>>>>>;
+using SourceBase =
+    v1::KvSource::WithRawCallbackMethod_Read<v1::KvSource::WithCallbackMethod_AwaitPrompt<
+        v1::KvSource::WithCallbackMethod_Describe<v1::KvSource::WithCallbackMethod_Renew<
+            v1::KvSource::WithCallbackMethod_Release<v1::KvSource::Service>>>>>;
 
 class SourceService final : public SourceBase {
  public:
   explicit SourceService(SourceServiceOptions options) : options_(std::move(options)) {}
 
-  grpc::ServerUnaryReactor* Meet(grpc::CallbackServerContext* context,
-                                 const v1::MeetRequest* request,
-                                 v1::MeetResponse* response) override {
-    return new MeetReactor(options_, context, *request, response);  // deletes itself
+  grpc::ServerUnaryReactor* AwaitPrompt(grpc::CallbackServerContext* context,
+                                        const v1::AwaitPromptRequest* request,
+                                        v1::AwaitPromptResponse* response) override {
+    return new AwaitPromptReactor(options_, context, *request, response);  // deletes itself
   }
 
   grpc::ServerUnaryReactor* Describe(grpc::CallbackServerContext* context,

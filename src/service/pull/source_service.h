@@ -1,5 +1,5 @@
-// KvSource: gives decode nodes what HeldPrompts holds. Chunks go out as slices of the held memory,
-// each written when the reader has room for it.
+// KvSource: gives decode nodes the prompts in HeldPrompts. Chunks go out as slices of the held
+// memory, each written when the reader has room for it.
 #pragma once
 
 #include <cstdint>
@@ -19,15 +19,15 @@ class Access;
 struct SourceServiceOptions {
   std::string model_fingerprint;
   CacheLayout layout;
-  // Of a chunk, where the reader names no smaller measure.
+  // Maximum payload of a chunk, unless the reader asks for less.
   uint64_t max_chunk_bytes = uint64_t{4} << 20;
   // Outlives the service.
   HeldPrompts* held = nullptr;
-  // Where prompts are promised; null: nowhere, and Meet finds nothing.
+  // The rooms in which prompts are promised. Null if the node has none; AwaitPrompt then fails.
   std::shared_ptr<Rooms> rooms;
-  // How long one Meet waits at most.
-  absl::Duration longest_meet = absl::Seconds(5);
-  // Null: without TLS.
+  // The longest that one AwaitPrompt waits.
+  absl::Duration longest_wait = absl::Seconds(5);
+  // Null without TLS.
   const Access* access = nullptr;
 };
 

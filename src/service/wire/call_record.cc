@@ -10,15 +10,16 @@
 namespace sluice {
 namespace {
 
-// gRPC gives a call no place for what is ours, so records are found by the context's address. In
-// shards: calls that begin at once do not wait for one another.
+// gRPC has no field in a call for our data, so a record is found by the address of its call's
+// context. The records are divided into shards so that calls that begin at once do not wait for one
+// another.
 struct Shard {
   absl::Mutex mutex;
   absl::flat_hash_map<const grpc::ServerContextBase*, std::shared_ptr<CallRecord>> records
       ABSL_GUARDED_BY(mutex);
 };
 constexpr size_t kShards = 16;
-std::atomic<int> records_kept{0};  // none: nothing is looked up
+std::atomic<int> records_kept{0};  // while 0, nothing is looked up
 
 Shard& ShardOf(const grpc::ServerContextBase* context) {
   static auto* const shards = new std::array<Shard, kShards>;

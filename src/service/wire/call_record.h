@@ -1,9 +1,10 @@
-// What is known of a call for the access log. The interceptor of access_log.h makes a record for
-// every call and writes it when the call is over; whoever serves the call adds what it alone knows:
+// The facts about one call that the access log writes. The interceptor of access_log.h makes a
+// record for every call and writes it when the call is over. The code that serves the call adds
+// what only it knows:
 //
 //   NoteCall(*context, [&](CallFields& call) { call.output_tokens = 24; });
 //
-// Any thread.
+// All functions may be called from any thread.
 #pragma once
 
 #include <cstdint>
@@ -26,17 +27,17 @@ struct CallFields {
   std::string method;  // "/sluice.v1.Decode/Generate"
   std::string peer;    // "ipv4:127.0.0.1:41022"
   std::string identity, tenant;
-  std::string request_id;  // the call's own
-  RequestTrace trace;      // of its metadata
+  std::string request_id;  // the name that the caller gave
+  RequestTrace trace;      // from the call's metadata
   std::string transfer_id;
-  std::string status = "NONE";  // the code's name; NONE: the connection broke before there was one
+  std::string status = "NONE";  // name of the code; "NONE" if the connection broke first
   std::string reason;           // ErrorInfo.reason, or how a sequence ended
   absl::Time begin;
   absl::Duration queued, first_token, total;
   uint64_t prompt_tokens = 0;
   uint64_t cached_tokens = 0;
   uint64_t output_tokens = 0;
-  uint64_t bytes = 0;  // of caches, in or out
+  uint64_t bytes = 0;  // bytes of caches that the call received or sent
 };
 
 class CallRecord {
@@ -57,11 +58,12 @@ class CallRecord {
   CallFields fields_ ABSL_GUARDED_BY(mutex_);
 };
 
-// Nothing where no record is kept. While the call lives.
+// Updates the record of a call that is alive. Does nothing if no record is kept.
 void NoteCall(const grpc::ServerContextBase& context,
               const std::function<void(CallFields&)>& update);
 
-// For the interceptor: the record is found by its call's context from here until Forget.
+// Called by the interceptor: NoteCall finds the record by its call's context from KeepRecord until
+// ForgetRecord.
 void KeepRecord(const grpc::ServerContextBase* context, std::shared_ptr<CallRecord> record);
 void ForgetRecord(const grpc::ServerContextBase* context);
 

@@ -20,7 +20,8 @@ absl::StatusOr<std::vector<ChunkPlan>> PlanChunks(const CacheKind& kind, int tok
                      " bytes, more than the decode node's max_chunk_bytes of ", max_chunk_bytes,
                      ": raise that setting"));
   }
-  // Either all heads of `pages` blocks, or `heads` heads of one block.
+  // A chunk has all heads of `pages` blocks or, where not even one page fits, `heads` heads of one
+  // block.
   const auto pages = static_cast<int>(std::min<uint64_t>(max_chunk_bytes / page_bytes, INT_MAX));
   const int heads = pages > 0 ? kind.heads : static_cast<int>(max_chunk_bytes / block_bytes);
   const int64_t step = static_cast<int64_t>(std::max(pages, 1)) * kind.block_tokens;

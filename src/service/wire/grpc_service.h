@@ -1,4 +1,4 @@
-// A gRPC service as the mains handle it, free of generated headers.
+// A gRPC service in the form in which the programs pass it on, free of generated headers.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@ class Service;
 namespace sluice {
 
 struct GrpcService {
-  std::string name;  // "sluice.v1.Decode": what health checks ask for
+  std::string name;  // "sluice.v1.Decode", which health checks name
   std::shared_ptr<grpc::Service> service;
 };
 

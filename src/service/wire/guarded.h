@@ -1,4 +1,5 @@
-// The last line of defence around a handler: what it throws becomes the answer of its call.
+// The last line of defence around a handler: an exception that it throws becomes the answer of its
+// call.
 #pragma once
 
 #include <exception>
@@ -11,11 +12,13 @@
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 
 namespace sluice {
 
-// work()'s status, or INTERNAL with reason EXCEPTION. Our own code throws nothing; libraries do,
-// and so does an allocation that fails. `call` is for the log.
+// Returns work()'s status, or INTERNAL with reason EXCEPTION if work() throws. Our own code throws
+// nothing, but libraries do, and so does an allocation that fails. `call` names the call in the
+// log.
 template <typename Work>
 absl::Status Guarded(const char* call, Work&& work) {
   try {
@@ -25,7 +28,7 @@ absl::Status Guarded(const char* call, Work&& work) {
     Log(LogLevel::kError, "a handler threw", {{"call", call}, {"error", error.what()}});
     return WithReason(
         absl::InternalError(absl::StrCat("this node failed on the call: ", error.what())),
-        "EXCEPTION");
+        reasons::kException);
   }
 }
 

@@ -1,4 +1,4 @@
-// Addresses as people write them: host:port, [::1]:port. Pure functions.
+// Addresses as people write them: host:port or [::1]:port. Pure functions.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,12 @@ namespace sluice {
 struct HostPort {
   std::string host;  // without brackets
   uint16_t port = 0;
-  // "127.0.0.1:7000", "[::1]:7000".
+  // Returns "127.0.0.1:7000" or "[::1]:7000".
   std::string ToString() const;
 };
 
-// INVALID_ARGUMENT (without naming a field) saying what was expected: a host name or an address of
-// at most 253 bytes, a colon, a port of 0 to 65535.
+// Parses a host name or address of at most 253 bytes, a colon, and a port of 0 to 65535.
+// INVALID_ARGUMENT (which names no field) says what was expected.
 absl::StatusOr<HostPort> ParseHostPort(const std::string& text);
 
 }  // namespace sluice

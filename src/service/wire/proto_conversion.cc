@@ -10,9 +10,10 @@
 namespace sluice {
 namespace {
 
-constexpr int64_t kMaxDurationSeconds = 315'576'000'000;  // 10,000 years: google.protobuf.Duration
+// 10,000 years, as in google.protobuf.Duration
+constexpr int64_t kMaxDurationSeconds = 315'576'000'000;
 constexpr int kMaxCacheKinds = 8;
-constexpr size_t kMaxTransferIdBytes = 64;  // 32 are minted
+constexpr size_t kMaxTransferIdBytes = 64;  // minted ids have 32
 constexpr size_t kMaxFingerprintBytes = 128;
 
 template <typename T>
@@ -100,7 +101,7 @@ absl::StatusOr<SamplingParams> FromProto(const v1::SamplingParams& params) {
   if (params.has_frequency_penalty()) out.frequency_penalty = params.frequency_penalty();
   if (params.has_presence_penalty()) out.presence_penalty = params.presence_penalty();
   out.logit_bias.assign(params.logit_bias().begin(), params.logit_bias().end());
-  // The map has no order of its own; the same request is to give the same table.
+  // The map has no order of its own, and the same request must give the same table.
   std::sort(out.logit_bias.begin(), out.logit_bias.end());
   if (params.has_min_tokens()) out.min_tokens = params.min_tokens();
   if (params.has_max_tokens()) out.max_tokens = params.max_tokens();
@@ -173,7 +174,7 @@ v1::CacheKind ToProto(const CacheKind& kind) {
 }
 
 absl::StatusOr<CacheKind> FromProto(const std::string& field, const v1::CacheKind& kind) {
-  // Far above any model, far below where a product of them could overflow.
+  // The limit is far above any model, and far below the numbers whose product could overflow.
   constexpr uint64_t kMaxNumber = 1 << 20;
   CacheKind out;
   SLUICE_RETURN_IF_ERROR(CheckName(field + ".name", kind.name()));

@@ -9,7 +9,7 @@ void ReadAhead::ReadDone(bool ok) {
     absl::MutexLock lock(&mutex_);
     if (!ok) {
       closed_ = true;
-      if (taking_) return;  // whoever takes ends
+      if (taking_) return;  // the thread that takes also ends the stream
     } else if (taking_) {
       waiting_.Swap(&message_);
       has_waiting_ = true;
@@ -28,7 +28,7 @@ bool ReadAhead::TakeCurrent() {
   const absl::Status status = Take(&current_);
   current_.Clear();
   if (!status.ok()) {
-    // taking_ stays set: what is still read is dropped.
+    // taking_ stays set, so that messages that are still read are dropped.
     Ended(status);
     return false;
   }

@@ -1,7 +1,7 @@
-// A stream of messages read one ahead of who takes them. While one is taken, on the thread that
-// brought it, the transport receives the next, and one more may wait: then nothing is read, so that
-// the transport's flow control holds the sender to the speed at which messages are taken. For
-// reactors of either side of a call.
+// Reads a stream of messages one ahead of the thread that takes them. While one message is taken,
+// on the thread that brought it, the transport receives the next, and one more may wait. Then
+// nothing is read, so that the transport's flow control holds the sender to the speed at which
+// messages are taken. Serves the reactors of both sides of a call.
 #pragma once
 
 #include <grpcpp/support/byte_buffer.h>
@@ -17,30 +17,30 @@ class ReadAhead {
   ReadAhead() = default;
   virtual ~ReadAhead() = default;
 
-  // Begins to read. Once.
+  // Begins to read. Call it once.
   void ReadOn() { Read(&message_); }
-  // The reaction to gRPC's end of a read; false: the sender has closed its side, or the call is
-  // over.
+  // Reacts to the end of gRPC's read. `ok` is false when the sender has closed its side or the call
+  // is over.
   void ReadDone(bool ok);
 
-  // gRPC's StartRead.
+  // Calls gRPC's StartRead.
   virtual void Read(grpc::ByteBuffer* message) = 0;
-  // Messages one after the other, in order. An error is the last.
+  // Takes the next message; calls come one after the other, in order. An error ends the stream.
   virtual absl::Status Take(grpc::ByteBuffer* message) = 0;
-  // Nothing will be taken any more: what Take returned, or OK where there is nothing left. Once;
-  // after an error a read may still be under way.
+  // Called once, when nothing will be taken any more: with the error that Take returned, or with OK
+  // after the last message. After an error a read may still be under way.
   virtual void Ended(const absl::Status& status) = 0;
 
  private:
-  // Takes current_; false: there is no next one now, or it has ended.
+  // Takes current_. Returns false if there is no next message now or the stream has ended.
   bool TakeCurrent();
 
   grpc::ByteBuffer message_;  // the read under way
-  grpc::ByteBuffer current_;  // of whoever takes
+  grpc::ByteBuffer current_;  // used by the thread that takes
   absl::Mutex mutex_;
-  grpc::ByteBuffer waiting_ ABSL_GUARDED_BY(mutex_);  // no read is under way while it is there
+  grpc::ByteBuffer waiting_ ABSL_GUARDED_BY(mutex_);  // while it is there, no read is under way
   bool has_waiting_ ABSL_GUARDED_BY(mutex_) = false;
-  bool taking_ ABSL_GUARDED_BY(mutex_) = false;  // somebody takes, or it has ended with an error
+  bool taking_ ABSL_GUARDED_BY(mutex_) = false;  // a thread takes, or an error ended the stream
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;  // no read will succeed any more
 };
 

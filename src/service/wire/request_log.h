@@ -1,6 +1,6 @@
-// The access log: one line for each Generate call that has ended, at info, from the thread that
-// ends the call. Lines of refused calls are bounded in number, since anybody can cause them. No
-// line has tokens of a prompt or an answer, unless log_prompts asks for them. Thread-safe.
+// Writes one log line for each Generate call that has ended, at level info, from the thread that
+// ends the call. Lines about refused calls are limited in number, since anybody can cause them. A
+// line has tokens of the prompt or the answer only with log_prompts. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -26,13 +26,14 @@ class RequestLog {
 
   bool log_prompts() const { return log_prompts_; }
 
-  // The call never became a sequence.
+  // Logs a call that never became a sequence.
   void Refused(const std::string& request_id, const absl::Status& why);
-  // The sequence ended. The tokens are written only with log_prompts.
+  // Logs the end of a sequence. The tokens are written only with log_prompts.
   void Ended(const std::string& request_id, SequenceId sequence, const FinishInfo& end,
              absl::Span<const int32_t> prompt, absl::Span<const int32_t> output) const;
 
-  // What the access log's line about the call is to say; before the call's context goes.
+  // Adds to the call's record what the access log says about the call. Must run before the call's
+  // context goes.
   static void NoteRefused(const grpc::ServerContextBase& context, const std::string& request_id);
   static void NoteEnded(const grpc::ServerContextBase& context, const std::string& request_id,
                         const FinishInfo& end);
@@ -43,11 +44,11 @@ class RequestLog {
   LogLimiter refusals_;
 };
 
-// What may be said of an error in a log: of a bad request the field, but not the message, which
-// quotes what was found there; the message of any other error.
+// Returns the part of an error that may stand in a log. A bad request's message quotes what was
+// found, so only its field is returned; any other error's message is returned whole.
 std::string LoggedError(const absl::Status& status);
 
-// Token ids with blanks between; at most kMaxLoggedTokens.
+// Returns at most kMaxLoggedTokens token ids, with blanks between them.
 std::string LoggedTokens(absl::Span<const int32_t> ids);
 inline constexpr size_t kMaxLoggedTokens = 4096;
 

@@ -22,8 +22,8 @@ void CopyPayloads(const absl::Status& from, absl::Status* to) {
       [to](absl::string_view url, const absl::Cord& payload) { to->SetPayload(url, payload); });
 }
 
-// At most `limit` bytes, cut before a UTF-8 sequence rather than inside it: protobuf strings must
-// be UTF-8.
+// Returns at most `limit` bytes of `text`, cut before a UTF-8 sequence and not inside it, because
+// protobuf strings must be UTF-8.
 std::string Cut(absl::string_view text, size_t limit) {
   if (text.size() <= limit) return std::string(text);
   while (limit > 0 && (static_cast<unsigned char>(text[limit]) & 0xC0) == 0x80) --limit;
@@ -88,7 +88,7 @@ absl::Status FromGrpcStatus(const grpc::Status& status) {
     } else if (any.UnpackTo(&retry)) {
       const absl::Duration delay = absl::Seconds(retry.retry_delay().seconds()) +
                                    absl::Nanoseconds(retry.retry_delay().nanos());
-      // ResourceExhausted() carries a reason too, which must not hide the one that came.
+      // ResourceExhausted() sets a reason too, which must not hide the one that came.
       const auto reason = ReasonOf(out);
       CopyPayloads(ResourceExhausted(reason.value_or(""), "", delay), &out);
     }

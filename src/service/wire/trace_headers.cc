@@ -12,7 +12,8 @@ constexpr char kRequestId[] = "x-request-id";
 constexpr char kTraceparent[] = "traceparent";
 constexpr char kTracestate[] = "tracestate";
 
-// All values of a header, with commas between: how a list may come.
+// Returns all values of a header with commas between them, since a list may come as several
+// headers.
 std::string ValueOf(const grpc::ServerContextBase& context, const char* name) {
   std::string out;
   const auto [begin, end] = context.client_metadata().equal_range(name);

@@ -1,5 +1,6 @@
-// RequestTrace in a call's metadata: x-request-id, traceparent, tracestate. What came with a call
-// goes on with the calls that are made for it, from prefill node to decode node and back.
+// Reads and writes RequestTrace in a call's metadata: x-request-id, traceparent, tracestate. A node
+// passes the headers of a call on with the calls that it makes for it, from prefill node to decode
+// node and back.
 #pragma once
 
 #include "src/request/request_trace.h"
@@ -11,12 +12,12 @@ class ServerContextBase;
 
 namespace sluice {
 
-// A malformed header, or one that came twice (tracestate may), is dropped, a tracestate without
-// its traceparent with it: the call goes on without. `dropped` (may be null): how many. While the
-// call lives.
+// Returns the trace of a live call. A header that is malformed or came twice (tracestate may) is
+// dropped, and with a traceparent its tracestate; the call goes on without it. `dropped`, which may
+// be null, gets the number of dropped headers.
 RequestTrace TraceOf(const grpc::ServerContextBase& context, int* dropped = nullptr);
 
-// Before the call is made.
+// Adds the trace to a call. Must come before the call is made.
 void PassOn(const RequestTrace& trace, grpc::ClientContext* context);
 
 }  // namespace sluice

@@ -12,7 +12,7 @@ WorkerQueue::WorkerQueue(const std::string& name, int threads, size_t capacity)
     : capacity_(capacity) {
   for (int i = 0; i < threads; ++i) {
     threads_.emplace_back([this] { Loop(); });
-    // 15 characters are what Linux takes.
+    // Linux takes 15 characters.
     pthread_setname_np(threads_.back().native_handle(), name.substr(0, 15).c_str());
   }
 }

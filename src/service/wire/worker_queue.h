@@ -1,4 +1,4 @@
-// A few threads and a bounded queue: for calls that block. Any thread may post.
+// A few threads and a bounded queue, for calls that block. Any thread may post.
 #pragma once
 
 #include <cstddef>
@@ -15,12 +15,12 @@ namespace sluice {
 
 class WorkerQueue {
  public:
-  // Threads are named `name`; `capacity` jobs may wait besides those that run.
+  // The threads are named `name`. `capacity` jobs may wait besides those that run.
   WorkerQueue(const std::string& name, int threads, size_t capacity);
-  // Runs what was accepted, then joins.
+  // Runs all accepted jobs, then joins the threads.
   ~WorkerQueue();
 
-  // False if the queue is full: the job is not taken.
+  // Returns false if the queue is full; the job is then not taken.
   bool TryPost(std::function<void()> job);
 
  private:

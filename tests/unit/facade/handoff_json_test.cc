@@ -32,7 +32,8 @@ TEST_CASE("what is no handoff of ours is refused, and the field is named") {
     INFO(text);
     const absl::Status status = Decode(text);
     CHECK(absl::IsInvalidArgument(status));
-    // Of what is no handoff at all, the whole; else what is missing in it.
+    // If the JSON is no handoff at all, the error names the whole field; otherwise it names the
+    // part that is missing.
     const std::string field = FieldOf(status).value_or("");
     CHECK((field == "kv" || field == "kv.connector"));
   }

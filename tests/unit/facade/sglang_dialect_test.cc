@@ -54,7 +54,7 @@ TEST_CASE("every parameter of SGLang's request reaches ours") {
   p->set_n(1);
   p->set_stream_interval(1);
   (*p->mutable_logit_bias())["9"] = -1;
-  // Text is the gateway's.
+  // The gateway handles text.
   p->set_skip_special_tokens(true);
   p->set_spaces_between_special_tokens(true);
   p->set_no_stop_trim(true);
@@ -131,7 +131,7 @@ TEST_CASE("a prefill leg computes one token, whatever its caller wants in the en
   CHECK(request->sampling.max_tokens == 1u);
   CHECK(request->sampling.min_tokens == 1);
   CHECK(request->handoff.source.room == 77u);
-  CHECK(request->handoff.source.empty());  // nothing is to be read
+  CHECK(request->handoff.source.empty());  // there is nothing to read
   message.clear_disaggregated_params();
   CHECK(FieldOf(Call(message, NodeInfo::Role::kPrefill).dialect->Read().status()) ==
         "disaggregated_params");

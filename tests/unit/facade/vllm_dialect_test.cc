@@ -55,7 +55,7 @@ TEST_CASE("every sampling parameter reaches the request") {
   p->set_logprobs(4);
   p->set_seed(-1);
   (*p->mutable_logit_bias())[9] = -1;
-  // Text is the gateway's.
+  // The gateway handles text.
   p->set_skip_special_tokens(true);
   p->set_spaces_between_special_tokens(true);
   p->set_include_stop_str_in_output(true);

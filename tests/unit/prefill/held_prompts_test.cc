@@ -13,7 +13,7 @@ namespace sluice {
 namespace {
 
 constexpr int kLayers = 2;
-constexpr int64_t kTokenBytes = 8;  // of one head of one layer
+constexpr int64_t kTokenBytes = 8;  // one head of one layer
 const auto kNever = [] { return false; };
 
 CacheLayout Layout() {
@@ -28,7 +28,7 @@ CacheLayout Layout() {
   return layout;
 }
 
-// Caches whose bytes say their layer, given in two pieces.
+// Makes caches whose bytes say their layer, given in two pieces.
 class FakePrefiller : public Prefiller {
  public:
   absl::StatusOr<PrefillResult> Run(const std::vector<int32_t>& prompt, const SamplingParams&,
@@ -89,7 +89,8 @@ TEST_CASE("what is computed is held as it was, and given back when it is release
   CHECK(held.Release(id, ""));
   CHECK_FALSE(held.Release(id, ""));
   CHECK(held.Find(id, "") == nullptr);
-  // Whoever reads it keeps it, and its bytes are taken until then: `made` and `found` do here.
+  // A reader keeps the prompt, and its bytes stay taken until then; `made` and `found` are readers
+  // here.
   CHECK(held.usage().bytes == 4 * kTokenBytes * kLayers);
 }
 
@@ -99,7 +100,7 @@ TEST_CASE("checksums are there of whatever is cut out, a short last block's too"
   kind.heads = 2;
   kind.block_tokens = 4;
   kind.SetEqualParts(2, kTokenBytes);
-  // 11 tokens: blocks of 4, 4 and 3.
+  // The 11 tokens are in blocks of 4, 4 and 3.
   class Counting : public FakePrefiller {
    public:
     explicit Counting(const CacheKind& kind) : kind_(kind) {}
@@ -127,7 +128,8 @@ TEST_CASE("checksums are there of whatever is cut out, a short last block's too"
   const auto of = [&](size_t begin, size_t end) {
     return Crc32c({layer.bytes.get() + begin * kTokenBytes, (end - begin) * kTokenBytes});
   };
-  // In tokens of one head: a block of both heads is 8 of them, the last one 6.
+  // The expected values count tokens of one head: a block of both heads is 8 of them, and the last
+  // one 6.
   CHECK(layer.Crc32cOf(kind, 0, 11, 0, 2) == of(0, 22));
   CHECK(layer.Crc32cOf(kind, 0, 8, 0, 2) == of(0, 16));
   CHECK(layer.Crc32cOf(kind, 4, 11, 0, 2) == of(8, 22));

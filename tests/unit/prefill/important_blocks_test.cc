@@ -17,7 +17,7 @@ constexpr int kLayers = 2, kHeads = 6, kKvHeads = 2, kDim = 32, kBlockTokens = 1
 constexpr int kContext = 12 * kBlockTokens + 5, kCount = 5;
 constexpr int kBlocks = 13, kRows = 3;
 
-// Float32 caches of one sequence, a block to a page, and the queries of a prompt's last rows.
+// Float32 caches of one sequence, with a block to a page, and the queries of a prompt's last rows.
 struct Prompt {
   explicit Prompt(Device& device) {
     SplitMix64 random(TestSeed());
@@ -58,7 +58,7 @@ struct Prompt {
     params.scale = 0.3f;
     return params;
   }
-  // Sum over the group's heads of the last row's weights in each block.
+  // Returns the sum, over the group's heads, of the last row's weights in each block.
   std::vector<double> Mass(int layer, int kv_head) const {
     std::vector<double> mass(kBlocks, 0);
     for (int head = kv_head * kHeads / kKvHeads; head < (kv_head + 1) * kHeads / kKvHeads; ++head) {
@@ -103,7 +103,7 @@ TEST_CASE("the blocks with most of the last row's attention are found, by layer 
   const auto made = ImportantBlocks::Create(device.get(), layout, 1000);
   REQUIRE(made.ok());
   const auto stream = device->NewStream(Device::StreamKind::kCompute);
-  // More than there are: all of them.
+  // A count above the number of blocks finds all of them.
   for (const int count : {kCount, 20}) {
     for (int layer = 0; layer < kLayers; ++layer) {
       (*made)->Find(*stream, layer, prompt.Params(layer), prompt.Cache(layer), count);
@@ -127,7 +127,7 @@ TEST_CASE("the blocks with most of the last row's attention are found, by layer 
         double found = 0, best = 0;
         for (const uint32_t block : entry.units) found += mass[block];
         for (size_t i = 0; i < want; ++i) best += sorted[i];
-        CHECK(found == Approx(best).epsilon(1e-4));  // equal but for ties
+        CHECK(found == Approx(best).epsilon(1e-4));  // equal except for ties
       }
     }
   }

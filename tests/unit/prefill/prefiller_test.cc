@@ -23,7 +23,7 @@ using testing::GreedyRequest;
 using testing::Node;
 using testing::NodeOptions;
 
-// Lands what it is given in a node, as a push over the wire would.
+// Lands the caches that it is given in a node, as a push over the wire would.
 class LandingSink : public LayerSink {
  public:
   LandingSink(Node* node, std::string transfer_id)
@@ -117,7 +117,7 @@ TEST_CASE("what a prefill node pushes decodes as if the node had computed it its
             node.transfers().Commit(reserved->transfer_id, {*result->first_token}, nullptr).ok());
         Request request = GreedyRequest({}, 16);
         request.handoff.transfer_id = reserved->transfer_id;
-        // To the bit: chunks and nodes do not show in a row.
+        // The results must be equal to the bit: chunks and nodes do not show in a row.
         CHECK(node.Generate(std::move(request)).ids ==
               node.Generate(GreedyRequest(g.prompt, 16)).ids);
       }
@@ -125,7 +125,7 @@ TEST_CASE("what a prefill node pushes decodes as if the node had computed it its
   }
 }
 
-// Keeps the caches of float32 that it is given, by layer and kind, and wants hints.
+// Keeps the float32 caches that it is given, by layer and kind, and wants hints.
 class KeepingSink : public LayerSink {
  public:
   absl::Status Begin() override { return absl::OkStatus(); }
@@ -142,7 +142,7 @@ class KeepingSink : public LayerSink {
   std::map<std::pair<int, std::string>, std::vector<float>> caches;
 };
 
-// The relative L2 error of `columns` columns from `first` on of rows of `stride`.
+// Returns the relative L2 error of `columns` columns from `first` on, in rows of `stride`.
 double Error(const std::vector<float>& got, size_t stride, size_t first,
              const std::vector<uint16_t>& want, size_t columns) {
   double error = 0, norm = 0;
@@ -196,7 +196,7 @@ TEST_CASE("a latent prompt leaves the caches and the selections of transformers"
   }
 }
 
-// Keeps what a sequence's prompt ended with.
+// Keeps the hints that a sequence's prompt ended with.
 class HintWatch : public ForwardingPolicy {
  public:
   using ForwardingPolicy::ForwardingPolicy;
@@ -213,7 +213,7 @@ class HintWatch : public ForwardingPolicy {
   SelectionHints seen;
 };
 
-// A node whose policy is watched; `watch` lives as long as the policy.
+// Returns a node whose policy is watched. `watch` lives as long as the policy.
 NodeOptions WatchedNode(HintWatch** watch) {
   NodeOptions options;
   options.model_dir = fixtures::ModelDir("tiny-llama");
@@ -276,7 +276,7 @@ TEST_CASE("hints are what the decode node's policy takes, and come to it with th
 TEST_CASE("the last token of a prompt that was handed over whole can be computed again") {
   HintWatch* watch = nullptr;
   NodeOptions options = WatchedNode(&watch);
-  options.policy.budget_tokens = 1024;  // exact
+  options.policy.budget_tokens = 1024;  // the budget makes it exact
   options.policy.scout.layer_ahead = false;
   options.policy.hgca.window_tokens = 48;
   options.policy.hgca.beta = 0;

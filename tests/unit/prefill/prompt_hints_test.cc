@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kLayers = 3, kTopK = 8;
 
-// What the positions [first, end) selected: up to kTopK tokens each.
+// Returns random selections of the positions [first, end): up to kTopK tokens each.
 PromptSelections::Lists Random(int64_t first, int64_t end, SplitMix64& random) {
   PromptSelections::Lists lists;
   lists.positions = {first, end};
@@ -69,7 +69,7 @@ TEST_CASE("each token is hinted once, by the newest position that selected it") 
   }
 }
 
-// A least-recently-used set of `places` tokens, oldest first.
+// Uses `tokens` in a least-recently-used set of `places` tokens, oldest first.
 void Use(std::list<int32_t>& lru, size_t places, const std::vector<int32_t>& tokens) {
   for (const int32_t token : tokens) {
     lru.remove(token);
@@ -93,7 +93,7 @@ TEST_CASE("a set of the tokens used last is the same after the hints as after ev
         if (entry->layer != static_cast<uint32_t>(layer)) continue;
         Use(hinted, places, {entry->units.begin(), entry->units.end()});
       }
-      // Those of one position are of one age.
+      // Tokens of one position have the same age.
       INFO(places << " places, layer " << layer);
       CHECK(hinted.size() == seen.size());
       CHECK(std::set<int32_t>(hinted.begin(), hinted.end()).size() == hinted.size());

@@ -18,7 +18,7 @@ TEST_CASE("a refused caller is told the mean time between ends, within bounds") 
     rate.Finished();
   }
   CHECK(rate.RetryAfter() == absl::Seconds(3));
-  // While nothing ends it grows, up to its bound.
+  // While nothing ends the estimate grows, up to its bound.
   clock.Advance(absl::Seconds(30));
   CHECK(rate.RetryAfter() == absl::Seconds(6));
   clock.Advance(absl::Hours(1));

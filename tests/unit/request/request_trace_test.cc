@@ -17,7 +17,7 @@ std::string Header(const std::string& version, const std::string& trace, const s
 
 TEST_CASE("a traceparent that W3C allows is taken, and its trace id read") {
   CHECK(IsTraceparent(Header("00", kTraceId, kParent, "01")));
-  CHECK(IsTraceparent(Header("00", kTraceId, kParent, "ff")));  // flags not known yet
+  CHECK(IsTraceparent(Header("00", kTraceId, kParent, "ff")));  // flags that are not known yet
   CHECK(IsTraceparent(Header("01", kTraceId, kParent, "00")));
   CHECK(IsTraceparent(Header("cc", kTraceId, kParent, "00-what-comes")));
   RequestTrace trace;

@@ -14,7 +14,7 @@ SourceRef Ref() {
 }
 
 TEST_CASE("a prompt's digest is SHA-256 over its ids, four bytes each, the lowest first") {
-  // Of no bytes, and of 01 00 00 00 00 01 00 00.
+  // The expected digests are those of no bytes, and of 01 00 00 00 00 01 00 00.
   CHECK(PromptDigest({}) == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
   CHECK(PromptDigest({1, 256}) ==
         "242045e2f1bb37769b514f182fd91b3d215324cb57f187cced1e9c62921dbac3");

@@ -31,7 +31,7 @@ TEST_CASE("a tenant has its number of sequences until their ends") {
   CHECK(Reason(third) == "TENANT_SEQUENCES");
   CHECK(RetryAfterOf(third) == absl::Seconds(3));
   (*first)->Finish({});
-  CHECK(f.Admit("a").ok());  // and is dropped at once, as one that Submit refuses
+  CHECK(f.Admit("a").ok());  // it is dropped at once, like one that Submit refuses
   CHECK(f.Admit("a").ok());
   first->reset();  // counts once
   auto again = f.Admit("a");
@@ -61,7 +61,7 @@ TEST_CASE("DRAM is given back with the last owner, also after the quotas") {
     const TenantQuotas::Share copy = *taken;
     taken->reset();
     CHECK(!f.quotas.TakeDram("a", 41).ok());
-    late = f.quotas.ChargeDram("a", 1000);  // not asked
+    late = f.quotas.ChargeDram("a", 1000);  // the quota is not asked
     CHECK(!f.quotas.TakeDram("a", 1).ok());
   }
   late.reset();
@@ -71,13 +71,14 @@ TEST_CASE("tokens are forgiven as time goes by, and a refusal says when") {
   Fixture f;
   auto sink = f.Admit("a");
   REQUIRE(sink.ok());
-  for (int i = 0; i < 150; ++i) (*sink)->Emit({});  // 10 a second, 100 at once
+  // the quota is 10 per second, which allows 100 at once
+  for (int i = 0; i < 150; ++i) (*sink)->Emit({});
   const absl::Status refused = f.Admit("a").status();
   CHECK(Reason(refused) == "TENANT_TOKENS");
   CHECK(RetryAfterOf(refused) == absl::Milliseconds(5100));
   f.clock.Advance(absl::Milliseconds(5100));
   CHECK(f.Admit("a").ok());
-  f.clock.Advance(absl::Hours(1));  // nothing is saved up
+  f.clock.Advance(absl::Hours(1));  // unused time is not saved up
   for (int i = 0; i < 101; ++i) (*sink)->Emit({});
   CHECK(!f.Admit("a").ok());
 }

@@ -17,6 +17,7 @@
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/logging.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 
@@ -194,7 +195,7 @@ absl::Status EssPolicy::SlotHealth(int slot) const {
     return WithReason(
         absl::InternalError("entries that a step fetched did not reach HBM (failpoint "
                             "attention.gather); send the request again"),
-        "TRANSFER_FAILED");
+        reasons::kTransferFailed);
   }
   return tier_->Health(slot);
 }

@@ -10,6 +10,7 @@
 #include "src/attention/host_threads.h"
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
+#include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
 
@@ -152,7 +153,7 @@ void PoolWarmer::Run(Job job) {
     slot.status =
         WithReason(absl::InternalError("what the sequence begins with did not reach HBM "
                                        "(failpoint attention.warm_up); send the request again"),
-                   "TRANSFER_FAILED");
+                   reasons::kTransferFailed);
     fill = false;  // the row that may come before the sequence ends has its place
   }
   Staging& staging = stagings_[next_];

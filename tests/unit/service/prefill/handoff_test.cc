@@ -1,4 +1,4 @@
-// KvIngest and Prefill over real connections: a fake prefiller pushes known bytes into a real
+// Tests KvIngest and Prefill over real connections: a fake prefiller pushes known bytes into a real
 // transfer table, as a prefill node does into a decode node.
 #include <grpcpp/grpcpp.h>
 
@@ -47,7 +47,7 @@ Buffer Arena(size_t bytes) {
   return Buffer(std::calloc(1, bytes), bytes, [](void* data, size_t) { std::free(data); });
 }
 
-// The byte at `offset` of a layer's payload for a token range that begins at `token_begin`.
+// Returns the byte at `offset` of a layer's payload for a token range that begins at `token_begin`.
 uint8_t ByteAt(int layer, int token_begin, size_t offset) {
   return static_cast<uint8_t>(layer * 131 + token_begin * 7 + static_cast<int>(offset % 8191) * 13 +
                               static_cast<int>(offset / 256));
@@ -103,7 +103,7 @@ struct DecodeSide {
     if (!status.ok()) return FromGrpcStatus(status);
     return response.transfer_id();
   }
-  // One layer's chunk of tokens [0, 32), both heads.
+  // Returns one layer's chunk of tokens [0, 32), both heads.
   static v1::WriteRequest Chunk(const std::string& id, int layer) {
     v1::WriteRequest chunk;
     v1::ChunkHeader* header = chunk.mutable_header();
@@ -289,7 +289,7 @@ v1::RunRequest PromptOf(int tokens, const std::string& decode_address) {
   return request;
 }
 
-// The committed transfer, through the engine's side of the table.
+// Takes the committed transfer, through the engine's side of the table.
 ReadySequence Take(DecodeSide& decode, const std::string& id) {
   HandoffRef ref;
   ref.transfer_id = id;
@@ -301,7 +301,7 @@ ReadySequence Take(DecodeSide& decode, const std::string& id) {
   return *std::move(*ready);
 }
 
-// Every byte of the caches lies where the home layout says.
+// Checks that every byte of the caches lies where the host cache's layout says.
 void CheckHome(const SequenceCache& home, int tokens) {
   const CacheKind kind = Kind();
   for (int chunk = 0; chunk < tokens; chunk += 64) {
@@ -464,7 +464,7 @@ TEST_CASE("a full queue refuses with a time to try again") {
       ++refused;
     }
   };
-  // One computes; of the three that come then, one waits and two are refused.
+  // One call computes. Of the three that come then, one waits and two are refused.
   std::vector<std::thread> callers;
   callers.emplace_back(call);
   while (prefill.prefiller.runs == 0) absl::SleepFor(absl::Milliseconds(1));
@@ -478,7 +478,8 @@ TEST_CASE("a full queue refuses with a time to try again") {
 
 TEST_CASE("a broken push resumes from what has landed, on a new connection") {
   DecodeSide decode;
-  // What was sent is kept and sent again; without that the prompt is computed once more.
+  // If `kept`, the sent chunks are kept and sent again; otherwise the prompt is computed once
+  // more.
   const bool kept = GENERATE(true, false);
   INFO((kept ? "kept" : "not kept"));
   PrefillSide prefill(2, 8, kept ? kMaxKeptBytes : 0);
@@ -505,7 +506,8 @@ TEST_CASE("a broken push resumes from what has landed, on a new connection") {
   const absl::Status status = prefill.Run(PromptOf(150, decode.server->address()), &response);
   INFO(status.ToString());
   REQUIRE(status.ok());
-  // Not kept: computed again, unless all that was sent had landed before the connection broke.
+  // Without `kept` the prompt is computed again, unless everything sent had landed before the
+  // connection broke.
   CHECK(prefill.prefiller.runs <= (kept ? 1 : 2));
   const ReadySequence ready = Take(decode, response.transfer_id());
   CheckHome(*ready.home, 150);

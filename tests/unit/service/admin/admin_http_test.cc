@@ -15,7 +15,8 @@
 namespace sluice {
 namespace {
 
-// A plain socket: the server is judged by bytes, not by the library that it is made of.
+// A plain socket, so that the server is judged by its bytes and not by the library that it is made
+// of.
 class Client {
  public:
   explicit Client(const std::string& address) : fd_(socket(AF_INET, SOCK_STREAM, 0)) {
@@ -33,7 +34,8 @@ class Client {
   void Send(const std::string& bytes) {
     (void)!send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL);
   }
-  // Up to the end of one answer that has a Content-Length, or all until the server closes.
+  // Returns everything up to the end of an answer that has a Content-Length, or until the server
+  // closes.
   std::string Receive() {
     std::string all;
     char buffer[4096];
@@ -108,7 +110,7 @@ TEST_CASE("HEAD gives the length and no body") {
   Client client(server.http->address());
   client.Send("HEAD /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
   std::string answer;
-  // Content-Length promises bytes that must not come: read until the server closes.
+  // Content-Length promises bytes that must not come, so read until the server closes.
   answer = client.Receive();
   CHECK_THAT(answer, Catch::StartsWith("HTTP/1.1 200"));
   CHECK_THAT(answer, Catch::Contains("Content-Length: 3"));

@@ -20,7 +20,7 @@ namespace {
 // A client's socket.
 class Client {
  public:
-  // From one of this machine's own addresses.
+  // Connects from one of this machine's own addresses.
   Client(const std::string& from, uint16_t port) : fd_(socket(AF_INET, SOCK_STREAM, 0)) {
     const timeval timeout = {5, 0};
     setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof(timeout));
@@ -30,7 +30,7 @@ class Client {
   }
   ~Client() { close(fd_); }
   bool connected() const { return connected_; }
-  // Whether the other side greets; else it has reset the connection.
+  // Returns whether the other side greets. If it does not, it has reset the connection.
   bool Greeted() {
     char byte = 0;
     const ssize_t got = recv(fd_, &byte, 1, 0);
@@ -50,7 +50,7 @@ class Client {
   bool connected_ = false;
 };
 
-// Greets whom it gets, and closes a connection when it is told to.
+// Greets every connection that it gets, and closes one when it is told to.
 class Server {
  public:
   explicit Server(ConnectionGate::Options options) {
@@ -76,7 +76,7 @@ class Server {
       close(fds_.front());
       fds_.erase(fds_.begin());
     }
-    absl::SleepFor(absl::Milliseconds(60));  // it looks so often
+    absl::SleepFor(absl::Milliseconds(60));  // longer than the sweep interval
   }
   std::unique_ptr<Client> From(const std::string& address) {
     return std::make_unique<Client>(address, gate_->port());
@@ -153,7 +153,7 @@ TEST_CASE("an address that is taken, or no machine's, is refused by what the sys
   const auto again = ConnectionGate::Bind({"127.0.0.1", server.gate().port()}, {});
   CHECK(absl::IsUnavailable(again.status()));
   CHECK_THAT(std::string(again.status().message()), Catch::Contains("Address already in use"));
-  // Part of what a name stands for is another's.
+  // Another process has part of what the name stands for.
   CHECK_FALSE(ConnectionGate::Bind({"localhost", server.gate().port()}, {}).ok());
   CHECK_THAT(std::string(ConnectionGate::Bind({"203.0.113.7", 0}, {}).status().message()),
              Catch::Contains("203.0.113.7:0") && Catch::Contains("assign requested address"));

@@ -1,4 +1,5 @@
-// Who is let in: the table of methods, the access file, what a caller shows.
+// Says who is let in: the table of methods, the access file, and the credentials that a caller
+// shows.
 #include "src/service/access/access.h"
 
 #include <google/protobuf/descriptor.h>
@@ -25,7 +26,7 @@
 namespace sluice {
 namespace {
 
-// SHA-256 of "secret", by sha256sum.
+// The SHA-256 of "secret", by sha256sum.
 constexpr char kSecretHash[] = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b";
 
 TEST_CASE("every method that is served has a line in the table of roles") {
@@ -109,7 +110,7 @@ TEST_CASE("what a caller shows decides what it may do, and a new file counts at 
   auto opened = Access::Open(path, absl::ZeroDuration());
   REQUIRE(opened.ok());
   const Access& access = **opened;
-  // All that one certificate matches, of the first one's tenant.
+  // The caller has the roles of all entries that it matches, in the first one's tenant.
   const auto both = access.Find({{"cn:p-9", "dns:p.svc"}, ""});
   REQUIRE(both.ok());
   CHECK(both->identity == "cn:p-9");
@@ -135,7 +136,7 @@ TEST_CASE("what a caller shows decides what it may do, and a new file counts at 
   CHECK(access.Find({{}, "Bearer secret"}).ok());
   write("{}  ");
   CHECK(absl::IsUnauthenticated(access.Find({{}, "Bearer secret"}).status()));
-  // A call that was let in a moment ago is now nobody's, not everybody's.
+  // A call that was let in a moment ago now belongs to nobody, and not to everybody.
   const auto nobody = access.Find({{"cn:p-1"}, ""});
   CHECK(nobody->roles.empty());
   CHECK(!TenantFor(*nobody, "acme").ok());

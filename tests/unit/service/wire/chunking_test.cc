@@ -17,7 +17,7 @@ CacheKind Kind() {
   return kind;
 }
 
-// Packed index keys (kernels/latent_params.h).
+// Returns packed index keys (kernels/latent_params.h).
 CacheKind IndexKind() {
   CacheKind kind;
   kind.name = "index";
@@ -45,7 +45,8 @@ TEST_CASE("chunks cover the range once, on blocks, within the limit") {
       CHECK(chunk.offset == offset);
       CHECK(chunk.token_begin % 32 == 0);
       CHECK((chunk.token_end % 32 == 0 || chunk.token_end == static_cast<uint32_t>(end)));
-      // Part of the heads only within one block: else the payload would not lie together.
+      // A chunk may have part of the heads only within one block; otherwise the payload would not
+      // lie together.
       if (chunk.head_end - chunk.head_begin < heads)
         CHECK(chunk.token_end - chunk.token_begin <= 32);
       offset += chunk.bytes;

@@ -187,7 +187,7 @@ TEST_CASE("a payload that announces more than follows is not begun") {
     return message.SerializeAsString();
   }();
   Recorder got;
-  // 2^32 - 1 bytes, of which four follow.
+  // The field announces 2^32 - 1 bytes, of which four follow.
   const absl::Status status = Parse(header + "\x12\xff\xff\xff\xff\x0f" + "abcd", got);
   CHECK(FieldOf(status) == "payload");
   CHECK(got.begins == 0);
@@ -201,7 +201,7 @@ TEST_CASE("an error of the sink ends the parse before any byte is handed over") 
 }
 
 TEST_CASE("random bytes never crash the parser") {
-  google::protobuf::LogSilencer silence;  // says of each name that is no UTF-8 that it is none
+  google::protobuf::LogSilencer silence;  // protobuf logs each name that is no UTF-8
   std::mt19937_64 random(TestSeed());
   const std::string good = Chunk(64).SerializeAsString();
   for (int round = 0; round < 20000; ++round) {

@@ -26,7 +26,7 @@ namespace {
 constexpr int kTokens = 256;
 const std::string kFingerprint(64, 'a');
 
-// 8 MiB a layer: two chunks of 4 MiB, or one.
+// A layer has 8 MiB: two chunks of 4 MiB, or one.
 CacheLayout Layout() {
   CacheKind kind;
   kind.name = "kv";
@@ -72,7 +72,7 @@ struct Pair {
     service.max_chunk_bytes = uint64_t{64} << 20;
     service.held = &*held;
     service.rooms = rooms;
-    service.longest_meet = absl::Milliseconds(100);
+    service.longest_wait = absl::Milliseconds(100);
     GrpcServer::Options listen;
     listen.listen = "127.0.0.1:0";
     server = OrFail(GrpcServer::Start(listen, {NewSourceService(service)}));
@@ -116,7 +116,7 @@ struct Pair {
                               kFingerprint};
     return request;
   }
-  // A prompt that nobody has promised yet.
+  // Returns a request for a prompt that nobody has promised yet.
   Request InRoom(uint64_t room) {
     Request request;
     request.prompt.assign(kTokens, 7);
@@ -125,18 +125,18 @@ struct Pair {
     request.handoff.source.room = room;
     return request;
   }
-  std::shared_ptr<Rooms::Place> Promise(uint64_t room) {
+  std::shared_ptr<Rooms::Promise> Promise(uint64_t room) {
     return OrFail(rooms->Open({"", room}, PromptDigest(std::vector<int32_t>(kTokens, 7))));
   }
-  // As a prefill node, once the prompt is computed.
-  void Fill(std::shared_ptr<Rooms::Place> place) {
+  // Fills the room as a prefill node does once the prompt is computed.
+  void Fill(std::shared_ptr<Rooms::Promise> promise) {
     HeldPrompts::Wanted wanted;
     wanted.prompt.assign(kTokens, 7);
-    wanted.keep = place;
-    place->Fill(OrFail(held->Hold(wanted, [] { return false; })).prompt->source_id);
+    wanted.keep = promise;
+    promise->Fill(OrFail(held->Hold(wanted, [] { return false; })).prompt->source_id);
   }
 
-  // As the engine: what the transfer that Begin named comes to.
+  // Waits as the engine does for the transfer that Begin named.
   absl::StatusOr<ReadySequence> Read(Request* request) {
     const auto begin = OrFail(puller->Begin(request));
     const auto id = OrFail(table->Attach(request->handoff));
@@ -204,25 +204,25 @@ TEST_CASE("a prompt that is not there any more ends its transfer, and takes noth
 }
 
 TEST_CASE("more prompts may be waited for than there are threads") {
-  constexpr int kWaiting = 4;  // of 2 threads
+  constexpr int kWaiting = 4;  // with 2 threads
   Pair pair;
-  std::vector<std::shared_ptr<Rooms::Place>> places;
+  std::vector<std::shared_ptr<Rooms::Promise>> promises;
   std::vector<TransferTable::AttachId> ids;
   for (uint64_t room = 0; room < kWaiting; ++room) {
     Request request = pair.InRoom(room);
     const auto begin = OrFail(pair.puller->Begin(&request));
     ids.push_back(OrFail(pair.table->Attach(request.handoff)));
     begin();
-    if (room % 2 == 0) places.push_back(pair.Promise(room));
+    if (room % 2 == 0) promises.push_back(pair.Promise(room));
   }
-  // The last that came is the first that is read; nobody's wait is up though each took several
-  // calls.
+  // The last prompt that came is the first to be read. Nobody's wait is over, though each took
+  // several calls.
   absl::SleepFor(absl::Milliseconds(300));
-  for (uint64_t room = 1; room < kWaiting; room += 2) places.push_back(pair.Promise(room));
+  for (uint64_t room = 1; room < kWaiting; room += 2) promises.push_back(pair.Promise(room));
   absl::SleepFor(absl::Milliseconds(300));
-  while (!places.empty()) {
-    pair.Fill(std::move(places.back()));
-    places.pop_back();
+  while (!promises.empty()) {
+    pair.Fill(std::move(promises.back()));
+    promises.pop_back();
   }
   for (const auto id : ids) {
     const auto read = pair.Wait(id);
@@ -249,7 +249,7 @@ TEST_CASE("a node that ends leaves the rooms it waits in") {
   const auto begin = OrFail(pair.puller->Begin(&request));
   const auto id = OrFail(pair.table->Attach(request.handoff));
   begin();
-  const auto place = pair.Promise(5);
+  const auto promise = pair.Promise(5);
   pair.puller.reset();
   CHECK_FALSE(pair.Wait(id).ok());
 }

@@ -26,14 +26,14 @@ namespace sluice {
 namespace {
 
 struct Fixture {
-  explicit Fixture(size_t capacity = 16, absl::Duration linger = absl::Seconds(30)) {
+  explicit Fixture(size_t capacity = 16, absl::Duration cancel_after = absl::Seconds(30)) {
     DecodeServiceOptions options;
     options.generate.vocab_size = 1000;
     options.generate.max_context = 64;
     options.generate.stream_capacity = capacity;
     options.generate.generator = &engine;
     options.generate.pump = &pump;
-    options.generate.linger = linger;
+    options.generate.cancel_after = cancel_after;
     options.engine = &engine;
     service = NewDecodeService(options);
     grpc::ServerBuilder builder;
@@ -74,7 +74,7 @@ TEST_CASE("tokens stream in order, and the last message carries the finish") {
   v1::GenerateResponse message;
   for (int32_t token = 10; token < 13; ++token) {
     REQUIRE(f.engine.Emit("r", token));
-    // One by one: a token is sent as soon as it is there.
+    // Tokens come one by one, because a token is sent as soon as it is there.
     REQUIRE(reader->Read(&message));
     CHECK(message.request_id() == "r");
     CHECK_FALSE(message.has_finish());
@@ -124,7 +124,7 @@ TEST_CASE("a caller who never reads keeps its call for a bounded time after its 
   FinishInfo info;
   info.status = WithReason(absl::AbortedError("its reader is too slow"), "SLOW_READER");
   REQUIRE(f.engine.Finish("r", info));
-  // Returns once every call is over; by force only long after.
+  // Shutdown returns once every call is over, and ends them by force only long after.
   const absl::Time begin = absl::Now();
   f.server->Shutdown(absl::ToChronoTime(begin + absl::Seconds(60)));
   CHECK(absl::Now() - begin < absl::Seconds(30));
@@ -223,7 +223,7 @@ TEST_CASE("a reader that does not read fills its stream, and wakes the engine wh
   grpc::ClientContext context;
   auto reader = f.stub->Generate(&context, Prompt());
   f.engine.WaitForRequest();
-  // The transport buffers messages too; it must still come to an end.
+  // The transport buffers messages too, and must still come to an end.
   int sent = 0;
   int refused = 0;
   while (refused < 50 && sent < 1'000'000) {
