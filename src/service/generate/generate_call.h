@@ -39,7 +39,7 @@ struct GenerateOptions {
   // For a caller to take what is left after its sequence has ended; then its call is cancelled, so
   // that one who never reads keeps nothing here.
   absl::Duration linger = absl::Seconds(30);
-  // Outlive the service; `metrics` may be null. The generator counts what it ends, this service
+  // Outlive the service. The generator counts what it ends, this service
   // what never became a sequence.
   Generator* generator = nullptr;
   CallPump* pump = nullptr;

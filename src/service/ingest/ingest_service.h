@@ -15,7 +15,7 @@ class Metrics;
 
 struct IngestServiceOptions {
   uint32_t vocab_size = 0;
-  // Everything outlives the service. `metrics` may be null.
+  // Everything outlives the service.
   TransferTable* transfers = nullptr;
   const Readiness* readiness = nullptr;
   Metrics* metrics = nullptr;
