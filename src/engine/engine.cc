@@ -256,6 +256,7 @@ void EngineImpl::EndAll(const absl::Status& why, absl::Time now) {
 }
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const Options& options, const Parts& parts) {
+  SLUICE_CHECK(parts.metrics != nullptr);
   SLUICE_CHECK(options.max_context > 0 &&
                options.max_context <= static_cast<uint32_t>(parts.model->max_context()));
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<BatchState> batch,

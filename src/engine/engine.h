@@ -51,7 +51,7 @@ struct StepTimes {
   absl::Duration plan;    // which rows, and pages for their growth
   absl::Duration launch;  // upload of the rows, and enqueueing model and sampling
   absl::Duration emit;    // results to their streams
-  // Of `step`: the forward pass and sampling, by the device's own clock. Needs Parts::metrics.
+  // Of `step`: the forward pass and sampling, by the device's own clock.
   absl::Duration kernels;
 };
 
@@ -79,7 +79,7 @@ class Engine : public Generator {
     absl::Duration transfer_wait = absl::Seconds(60);
     absl::Duration slow_reader_timeout = absl::Seconds(30);
   };
-  // Everything outlives the engine. `token_bytes` null: no stop strings. `metrics` may be null.
+  // Everything outlives the engine. `token_bytes` null: no stop strings.
   struct Parts {
     Device* device = nullptr;
     Model* model = nullptr;

@@ -127,12 +127,10 @@ bool EngineImpl::Admit(Sequence& sequence, Promise promise, absl::Time now) {
   EndPromptIfDone(sequence);
   batch_->Join(*stream_, slot, sequence.tokens, sequence.request.sampling, *sequence.seed,
                static_cast<int32_t>(sequence.prompt_length), sequence.stops.stop_ids());
-  if (parts_.metrics != nullptr) {
-    if (first) {
-      parts_.metrics->queue_seconds.Observe(sequence.queued);
-    } else {
-      parts_.metrics->preempted_seconds.Observe(now - sequence.preempted_at);
-    }
+  if (first) {
+    parts_.metrics->queue_seconds.Observe(sequence.queued);
+  } else {
+    parts_.metrics->preempted_seconds.Observe(now - sequence.preempted_at);
   }
   return true;
 }
@@ -171,7 +169,7 @@ void EngineImpl::Preempt(Sequence& sequence) {
   sequence.preempted_at = parts_.clock->Now();
   preempting_.push_back(&sequence);
   Trace(sequence, SequenceStage::kPreempted, sequence.preempted_at);
-  if (parts_.metrics != nullptr) parts_.metrics->preemptions.Add();
+  parts_.metrics->preemptions.Add();
 }
 
 void EngineImpl::MoveOut(absl::Time /*now*/) {

@@ -52,7 +52,7 @@ void EngineImpl::EndOrCompute(Sequence& sequence, absl::Status why, absl::Time n
       {{"request_id", request.request_id},
        {"prompt_tokens", request.prompt.size()},
        {"error", why.ToString()}});
-  if (parts_.metrics != nullptr) parts_.metrics->local_prefills.Add();
+  parts_.metrics->local_prefills.Add();
   if (sequence.attached.has_value()) {
     parts_.transfers->Detach(*sequence.attached, /*abort_transfer=*/true);
     sequence.attached.reset();
@@ -76,10 +76,8 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
   sequence.ticket = next_ticket_++;
   Enqueue(sequence);
   Trace(sequence, SequenceStage::kQueued, now);
-  if (parts_.metrics != nullptr) {
-    parts_.metrics->tokens(ready.kept ? TokenKind::kKept : TokenKind::kHandedOver)
-        .Add(static_cast<double>(ready.context_length));
-  }
+  parts_.metrics->tokens(ready.kept ? TokenKind::kKept : TokenKind::kHandedOver)
+      .Add(static_cast<double>(ready.context_length));
   // The handoff's first tokens are pending, and the caller's before anything is computed.
   for (OutputToken& token : ready.first_tokens) {
     if (!sequence.request.sampling.logprobs.has_value()) {
@@ -104,14 +102,12 @@ bool EngineImpl::Emit(Sequence& sequence, const OutputToken& token, absl::Time n
   sequence.tokens.push_back(id);
   ++sequence.emitted;
   if (sequence.emitted == 1) sequence.first_token = now - sequence.arrival;
-  if (parts_.metrics != nullptr) {
-    if (sequence.emitted == 1) {
-      parts_.metrics->time_to_first_token.Observe(now - sequence.arrival);
-    } else {
-      parts_.metrics->inter_token_latency.Observe(now - sequence.last_emit);
-    }
-    parts_.metrics->tokens(TokenKind::kOutput).Add();
+  if (sequence.emitted == 1) {
+    parts_.metrics->time_to_first_token.Observe(now - sequence.arrival);
+  } else {
+    parts_.metrics->inter_token_latency.Observe(now - sequence.last_emit);
   }
+  parts_.metrics->tokens(TokenKind::kOutput).Add();
   sequence.last_emit = now;
   sequence.request.sink->Emit(token);
   const std::string* bytes =
@@ -172,11 +168,9 @@ void EngineImpl::Finish(Sequence& sequence, FinishInfo info, absl::Time now) {
   info.queued = sequence.queued;
   info.first_token = sequence.first_token;
   info.total = now - sequence.arrival;
-  if (parts_.metrics != nullptr) {
-    const RequestEnd end = EndOf(info);
-    parts_.metrics->requests(end.outcome, end.reason).Add();
-    parts_.metrics->request_seconds.Observe(now - sequence.arrival);
-  }
+  const RequestEnd end = EndOf(info);
+  parts_.metrics->requests(end.outcome, end.reason).Add();
+  parts_.metrics->request_seconds.Observe(now - sequence.arrival);
   Trace(sequence, SequenceStage::kEnded, now);
   if (parts_.finish_rate != nullptr) parts_.finish_rate->Finished();
   const bool had_slot = sequence.in_batch();

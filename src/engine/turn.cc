@@ -78,9 +78,7 @@ void EngineImpl::TakeReadyTransfers(absl::Time now) {
   uint64_t expired = 0;
   // Whether or not somebody says that something has changed: see Inbox::Wait.
   next_reap_ = std::min(parts_.transfers->Reap(&expired), now + Inbox::kLookAgain);
-  if (expired > 0 && parts_.metrics != nullptr) {
-    parts_.metrics->leases_expired.Add(static_cast<double>(expired));
-  }
+  if (expired > 0) parts_.metrics->leases_expired.Add(static_cast<double>(expired));
   const std::vector<Sequence*> awaiting = awaiting_;  // finishing one changes the list
   for (Sequence* sequence : awaiting) {
     absl::StatusOr<std::optional<ReadySequence>> ready =
@@ -135,7 +133,7 @@ void EngineImpl::CheckTimes(absl::Time now) {
                                                     absl::FormatDuration(options_.transfer_wait))),
                                    reasons::kTransferWait));
     } else if (slow <= now) {
-      if (parts_.metrics != nullptr) parts_.metrics->slow_readers.Add();
+      parts_.metrics->slow_readers.Add();
       over.emplace_back(sequence.get(),
                         WithReason(absl::AbortedError(absl::StrCat(
                                        "the stream was not read for ",
@@ -201,7 +199,7 @@ bool EngineImpl::LaunchStep(absl::Time now) {
   step.launched = now;
   step.sampled.clear();
   step.members.clear();
-  if (parts_.metrics != nullptr) batch_->Begin(*stream_, buffer);
+  batch_->Begin(*stream_, buffer);
   for (const PlanRow& row : plan_.rows) {
     Sequence& sequence = *slots_[static_cast<size_t>(row.slot)];
     sequence.cached += row.count;
@@ -223,13 +221,11 @@ bool EngineImpl::LaunchStep(absl::Time now) {
     parts_.trace->Phase("plan", now, planned);
     parts_.trace->Phase("launch", planned, planned + launch);
   }
-  if (parts_.metrics != nullptr) {
-    parts_.metrics->step_sequences.Observe(static_cast<double>(plan_.rows.size()));
-    parts_.metrics->step_seconds(StepPhase::kPlan).Observe(planned - now);
-    parts_.metrics->step_seconds(StepPhase::kLaunch).Observe(launch);
-    const int64_t pending = plan_.row_count - static_cast<int64_t>(plan_.sample_count);
-    if (pending > 0) parts_.metrics->tokens(TokenKind::kPrompt).Add(static_cast<double>(pending));
-  }
+  parts_.metrics->step_sequences.Observe(static_cast<double>(plan_.rows.size()));
+  parts_.metrics->step_seconds(StepPhase::kPlan).Observe(planned - now);
+  parts_.metrics->step_seconds(StepPhase::kLaunch).Observe(launch);
+  const int64_t pending = plan_.row_count - static_cast<int64_t>(plan_.sample_count);
+  if (pending > 0) parts_.metrics->tokens(TokenKind::kPrompt).Add(static_cast<double>(pending));
   return true;
 }
 
@@ -263,28 +259,24 @@ void EngineImpl::CompleteStep() {
   ++times_.steps;
   times_.step += now - began;
   times_.emit += end - now;
-  const BatchState::Times device =
-      parts_.metrics != nullptr ? batch_->TimesOf(buffer) : BatchState::Times{};
+  const BatchState::Times device = batch_->TimesOf(buffer);
   if (parts_.trace != nullptr) {
     parts_.trace->Phase("emit", now, end);
     parts_.trace->Step({completed_steps_, static_cast<int32_t>(step.members.size()),
                         static_cast<int32_t>(step.sampled.size()), began, now, device});
   }
-  if (parts_.metrics != nullptr) {
-    times_.kernels += device.compute + device.sample;
-    parts_.metrics->step_seconds(StepPhase::kCopy).Observe(device.copy);
-    parts_.metrics->step_seconds(StepPhase::kCompute).Observe(device.compute);
-    if (!step.sampled.empty()) {
-      parts_.metrics->step_seconds(StepPhase::kSample).Observe(device.sample);
-    }
-    parts_.metrics->step_seconds(StepPhase::kEmit).Observe(end - now);
-    parts_.metrics->step_seconds(StepPhase::kTotal).Observe(end - began);
+  times_.kernels += device.compute + device.sample;
+  parts_.metrics->step_seconds(StepPhase::kCopy).Observe(device.copy);
+  parts_.metrics->step_seconds(StepPhase::kCompute).Observe(device.compute);
+  if (!step.sampled.empty()) {
+    parts_.metrics->step_seconds(StepPhase::kSample).Observe(device.sample);
   }
+  parts_.metrics->step_seconds(StepPhase::kEmit).Observe(end - now);
+  parts_.metrics->step_seconds(StepPhase::kTotal).Observe(end - began);
   last_completed_ = now;
 }
 
 void EngineImpl::UpdateGauges() {
-  if (parts_.metrics == nullptr) return;
   parts_.metrics->SetRunning(static_cast<double>(running_.size()));
   parts_.metrics->waiting.Set(static_cast<double>(awaiting_.size() + waiting_.size()));
 }

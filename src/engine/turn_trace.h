@@ -14,11 +14,11 @@ namespace sluice {
 // A step whose results were read.
 struct TracedStep {
   uint64_t number = 0;
-  int32_t rows = 0;          // (sequence, positions) pairs
-  int32_t sequences = 0;     // that got a token
-  absl::Time begin;          // its launch, or the end of the step before if later
-  absl::Time end;            // its results were there
-  BatchState::Times device;  // zero where steps are not timed
+  int32_t rows = 0;       // (sequence, positions) pairs
+  int32_t sequences = 0;  // that got a token
+  absl::Time begin;       // its launch, or the end of the step before if later
+  absl::Time end;         // its results were there
+  BatchState::Times device;
 };
 
 enum class SequenceStage {

@@ -12,6 +12,7 @@
 #include "src/engine/engine.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/transfer_table.h"
+#include "src/metrics/metrics.h"
 #include "src/model/policy_model.h"
 #include "src/request/token_sink.h"
 
@@ -123,6 +124,7 @@ class ShareRun {
     parts.model = model_;
     parts.policy = watch_.get();
     parts.transfers = transfers_.get();
+    parts.metrics = &metrics_;
     parts.clock = RealClock();
     SLUICE_ASSIGN_OR_RETURN(engine_, Engine::Create(engine, parts));
     thread_ = std::make_unique<EngineThread>(engine_.get());
@@ -167,6 +169,7 @@ class ShareRun {
   Device* const device_;
   Model* const model_;
   int64_t prompts_ = 0;
+  Metrics metrics_;
   std::unique_ptr<PagePool> hbm_, dram_;
   std::unique_ptr<AttentionPolicy> policy_;
   std::unique_ptr<ShareWatch> watch_;

@@ -1,10 +1,8 @@
 // sluice-metrics-bench: what metrics cost a decode step.
 //
-// Two engines over one device and one model, one with metrics and one without, take turns in short
-// runs of the same requests. Every step is timed, so that drift of the machine meets both alike;
-// the figure is the ratio of the median steps, with the interval that resampling the runs gives it.
-// Beside it, the updates of one step and its marks on the stream, each in a loop of its own:
-// figures that a busy machine hardly disturbs.
+// An engine runs batches of the same requests; the step's time is the median over all of its runs.
+// Beside it, the metric updates of one step and its marks on the stream are each timed in a loop of
+// their own: a busy machine hardly disturbs those figures.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -16,7 +14,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "src/attention/policies/full/full_policy.h"
-#include "src/base/rng.h"
 #include "src/device/cpu/cpu_device.h"
 #include "src/device/kernel_set.h"
 #include "src/engine/engine.h"
@@ -34,7 +31,7 @@ constexpr char kHelp[] =
   --model DIR        Hugging Face directory
   --batch N          sequences (default 8)
   --context N        tokens of each prompt (default 64)
-  --runs N           runs of each engine (default 20)
+  --runs N           runs of the batch (default 20)
   --steps N          decode steps of a run (default 50)
   --help             this text
 
@@ -90,10 +87,10 @@ double Median(std::vector<double> values) {
   return *middle;
 }
 
-// An engine and what it alone has.
-class Side {
+// An engine, its pools and its policy.
+class Node {
  public:
-  Side(const Options& o, Device* device, Model* model, Metrics* metrics)
+  Node(const Options& o, Device* device, Model* model, Metrics* metrics)
       : options_(o), vocab_(model->config().vocab_size) {
     const int64_t tokens = int64_t{o.batch} * model->max_context();
     const CacheLayout& layout = model->cache_layout();
@@ -163,15 +160,6 @@ class Side {
   std::unique_ptr<Engine> engine_;
 };
 
-using Runs = std::vector<std::vector<double>>;
-
-// Median step over the runs that `pick` names.
-double MedianOf(const Runs& runs, const std::vector<size_t>& pick) {
-  std::vector<double> all;
-  for (const size_t run : pick) all.insert(all.end(), runs[run].begin(), runs[run].end());
-  return Median(std::move(all));
-}
-
 // Seconds of one call out of `calls`; the best of 20 loops, which nothing interrupted.
 template <typename F>
 double BestSeconds(int calls, F loop) {
@@ -223,40 +211,22 @@ int Main(int argc, char** argv) {
   load.max_logits = o.batch;
   const std::unique_ptr<Model> model = OrFail(Model::Load(load, device.get()));
   Metrics metrics;
-  Side with(o, device.get(), model.get(), &metrics);
-  Side without(o, device.get(), model.get(), nullptr);
-  with.Run();
-  without.Run();
-  Runs on, off;
-  std::vector<size_t> all;
+  Node node(o, device.get(), model.get(), &metrics);
+  node.Run();  // warms caches and pages
+  std::vector<double> seconds;
   for (int run = 0; run < o.runs; ++run) {
-    // Who goes first takes turns as well.
-    if (run % 2 == 0) on.push_back(with.Run());
-    off.push_back(without.Run());
-    if (run % 2 == 1) on.push_back(with.Run());
-    all.push_back(static_cast<size_t>(run));
+    const std::vector<double> steps = node.Run();
+    seconds.insert(seconds.end(), steps.begin(), steps.end());
   }
-  std::vector<double> ratios;
-  SplitMix64 random(1);
-  for (int sample = 0; sample < 1000; ++sample) {
-    std::vector<size_t> pick;
-    for (size_t i = 0; i < all.size(); ++i) pick.push_back(random() % all.size());
-    ratios.push_back(MedianOf(on, pick) / MedianOf(off, pick) - 1);
-  }
-  std::sort(ratios.begin(), ratios.end());
-  const double step = MedianOf(off, all);
+  const double step = Median(std::move(seconds));
   const double updates = BestSeconds(1000, [&](int steps) { Update(metrics, o.batch, steps); });
   const double marks = MarkSeconds(*device);
   std::printf("%s, %s kernels, batch %d, context %d, %d runs of %d steps each\n",
               model->config().name.c_str(), device->kernels().name().c_str(), o.batch, o.context,
               o.runs, o.steps);
   std::printf(
-      "step without metrics %.3f ms, with %.3f ms: %+.2f %% (90 %% of resamples: %+.2f to "
-      "%+.2f)\n",
-      step * 1e3, MedianOf(on, all) * 1e3, (MedianOf(on, all) / step - 1) * 100, ratios[50] * 100,
-      ratios[949] * 100);
-  std::printf("updates of a step alone %.2f us, marks on its stream %.2f us: %.3f %% of it\n",
-              updates * 1e6, marks * 1e6, (updates + marks) / step * 100);
+      "step %.3f ms; its metric updates %.2f us, its marks on the stream %.2f us: %.3f %%\n",
+      step * 1e3, updates * 1e6, marks * 1e6, (updates + marks) / step * 100);
   return 0;
 }
 

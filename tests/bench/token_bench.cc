@@ -27,6 +27,7 @@
 #include "src/base/logging.h"
 #include "src/base/readiness.h"
 #include "src/facade/smg_service.h"
+#include "src/metrics/metrics.h"
 #include "src/service/generate/decode_service.h"
 #include "tests/support/fake_engine.h"
 
@@ -203,6 +204,7 @@ int Main(int argc, char** argv) {
   SetUpLogging(LogLevel::kWarn, LogFormat::kText);
   SinkEngine engine;
   CallPump pump;
+  Metrics metrics;
   Readiness readiness;
   FacadeOptions facade;
   facade.readiness = &readiness;
@@ -210,6 +212,7 @@ int Main(int argc, char** argv) {
   facade.generate.max_context = 1 << 20;
   facade.generate.generator = &engine;
   facade.generate.pump = &pump;
+  facade.generate.metrics = &metrics;
   const GrpcService vllm = NewGatewayService("vllm", facade);
   const GrpcService sluice = NewDecodeService({facade.generate, &engine});
   grpc::ServerBuilder builder;

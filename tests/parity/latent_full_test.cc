@@ -5,12 +5,10 @@
 #include <vector>
 
 #include "kernels/kernel_table.h"
-#include "src/metrics/metrics.h"
 #include "tests/fixtures/fixtures.h"
 #include "tests/parity/parity_support.h"
 #include "tests/support/node.h"
 #include "tests/test_main.h"
-#include "tests/unit/engine/preemption_support.h"
 
 namespace sluice {
 namespace {
@@ -91,13 +89,10 @@ TEST_CASE("sequences of latent models together give exactly what each gives alon
 }
 
 TEST_CASE("preempted sequences of latent models go on with the same bits") {
-  Metrics metrics;
   NodeOptions options = Options("portable", DType::kFloat8E4M3);
   options.hbm_bytes = 700 * 3 * (656 + 132);  // of three layers, for the longest sequence
   options.overcommit = 4;
-  options.metrics = &metrics;
-  CheckTogether(options);
-  CHECK(Preemptions(metrics) > 0);
+  CHECK(CheckTogether(options) > 0);
 }
 
 }  // namespace sluice

@@ -94,7 +94,7 @@ NodeOptions TogetherOptions(const std::string& path) {
   return options;
 }
 
-void CheckTogether(NodeOptions options) {
+double CheckTogether(NodeOptions options) {
   std::vector<Request> requests;
   for (int i = 0; i < 16; ++i) {
     std::vector<int32_t> prompt;
@@ -116,6 +116,7 @@ void CheckTogether(NodeOptions options) {
     Node node(options);
     for (const Request& request : requests) alone.push_back(node.Generate(request));
   }
+  double preemptions = 0;
   // Enqueued operator by operator; and as recorded programs of 5, 10, 15 and 20 rows.
   options.threads = 2;
   for (const int row_bucket : {0, 5}) {
@@ -127,7 +128,9 @@ void CheckTogether(NodeOptions options) {
       INFO(options.kernels << ", row bucket " << row_bucket << ", sequence " << i);
       CheckSame(Node::Collect(*streams[i]), alone[i]);
     }
+    preemptions += node.metrics().preemptions.Value();
   }
+  return preemptions;
 }
 
 }  // namespace sluice::testing

@@ -40,7 +40,8 @@ void CheckGreedy(const std::vector<int32_t>& ids, const fixtures::GoldenCase& go
 // To the bit: the log-probabilities too.
 void CheckSame(const Generated& got, const Generated& want);
 // Sixteen sequences of one node, each alone and all together: the same, to the bit.
+// Returns how often those that ran together were preempted.
 NodeOptions TogetherOptions(const std::string& path);
-void CheckTogether(NodeOptions options);
+double CheckTogether(NodeOptions options);
 
 }  // namespace sluice::testing

@@ -71,6 +71,7 @@ absl::Status Node::Build(const NodeSpec& spec, SimClock* clock) {
   parts.model = model_.get();
   parts.policy = policy_.get();
   parts.transfers = transfers_.get();
+  parts.metrics = &metrics_;
   parts.clock = clock;
   parts.finish_rate = finish_rate_.get();
   SLUICE_ASSIGN_OR_RETURN(engine_, Engine::Create(spec.engine, parts));

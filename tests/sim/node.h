@@ -9,6 +9,7 @@
 #include "src/engine/engine.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/transfer_table.h"
+#include "src/metrics/metrics.h"
 #include "src/request/finish_rate.h"
 #include "tests/sim/hash_model.h"
 #include "tests/sim/scenario.h"
@@ -33,6 +34,7 @@ class Node {
   Node() = default;
   absl::Status Build(const NodeSpec& spec, SimClock* clock);
 
+  Metrics metrics_;
   std::unique_ptr<SimDevice> device_;
   std::unique_ptr<HashModel> model_;
   std::unique_ptr<PagePool> hbm_, dram_;

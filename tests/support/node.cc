@@ -80,7 +80,7 @@ Node::Node(const NodeOptions& o) {
   parts.transfers = transfers_.get();
   parts.token_bytes = token_bytes_.has_value() ? &*token_bytes_ : nullptr;
   parts.clock = o.clock;
-  parts.metrics = o.metrics;
+  parts.metrics = &metrics_;
   engine_ = OrFail(Engine::Create(engine, parts));
   if (o.run_engine) thread_ = std::make_unique<EngineThread>(engine_.get());
 }

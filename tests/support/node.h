@@ -45,7 +45,6 @@ struct NodeOptions {
   absl::Duration slow_reader_timeout = absl::Seconds(30);
   uint32_t max_waiting = 1024;
   Clock* clock = RealClock();
-  Metrics* metrics = nullptr;
 };
 
 // What a sequence gave.
@@ -67,6 +66,7 @@ class Node {
   PagePool& dram() { return *dram_; }
   AttentionPolicy& policy() { return *policy_; }
   TransferTable& transfers() { return *transfers_; }
+  Metrics& metrics() { return metrics_; }
   Engine& engine() { return *engine_; }
 
   // A manifest for this model.
@@ -93,6 +93,7 @@ class Node {
   bool Quiescent();
 
  private:
+  Metrics metrics_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<PagePool> hbm_, dram_;

@@ -219,6 +219,7 @@ class IngestBench {
 
   absl::Status RunSize(int64_t chunk_kib) {
     Puller::Options pull;
+    pull.metrics = &ingest_.metrics;
     pull.model_fingerprint = kFingerprint;
     pull.layout = BenchLayout();
     pull.max_context = pull.max_tokens = 1 << 30;

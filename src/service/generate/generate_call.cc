@@ -71,15 +71,13 @@ class GenerateCall::CancelTimer {
 GenerateCall::GenerateCall(const GenerateOptions& options, RequestLog* log,
                            grpc::CallbackServerContext* context, GenerateDialect* dialect)
     : options_(options), log_(log), context_(context), dialect_(dialect) {
-  SLUICE_CHECK(options.pump != nullptr);
+  SLUICE_CHECK(options.pump != nullptr && options.metrics != nullptr);
 }
 
 void GenerateCall::Start() {
   const absl::Status status = Guarded("Generate", [&] { return Submit(); });
   if (!status.ok()) {
-    if (options_.metrics != nullptr) {
-      options_.metrics->requests(RequestOutcome::kRefused, ReasonLabel(status)).Add();
-    }
+    options_.metrics->requests(RequestOutcome::kRefused, ReasonLabel(status)).Add();
     const std::string name = dialect_->request_id().substr(0, kMaxNameBytes);
     log_->Refused(name, status);
     RequestLog::NoteRefused(*context_, name);
@@ -103,7 +101,7 @@ absl::Status GenerateCall::Submit() {
   request.deadline = DeadlineOf(*context_);
   int malformed = 0;
   request.trace = TraceOf(*context_, &malformed);
-  if (options_.metrics != nullptr) options_.metrics->malformed_trace_headers.Add(malformed);
+  options_.metrics->malformed_trace_headers.Add(malformed);
   auto stream = std::make_shared<TokenStream>(
       options_.stream_capacity, [generator = options_.generator] { generator->Wake(); });
   request.sink = stream;

@@ -150,7 +150,7 @@ using IngestBase =
 class IngestService final : public IngestBase {
  public:
   explicit IngestService(const IngestServiceOptions& options)
-      : options_(options), watch_(options.metrics, RealClock(), options.log_prompts) {}
+      : options_(options), watch_(*options.metrics, RealClock(), options.log_prompts) {}
 
   grpc::ServerUnaryReactor* Reserve(grpc::CallbackServerContext* context,
                                     const v1::ReserveRequest* request,

@@ -15,7 +15,7 @@ class Metrics;
 
 struct IngestServiceOptions {
   uint32_t vocab_size = 0;
-  // All of these outlive the service. `metrics` may be null.
+  // All of these outlive the service.
   TransferTable* transfers = nullptr;
   const Readiness* readiness = nullptr;
   Metrics* metrics = nullptr;

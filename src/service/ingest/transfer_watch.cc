@@ -9,7 +9,7 @@
 
 namespace sluice {
 
-TransferWatch::TransferWatch(const Metrics* metrics, const Clock* clock, bool log_prompts)
+TransferWatch::TransferWatch(const Metrics& metrics, const Clock* clock, bool log_prompts)
     : metrics_(metrics),
       clock_(clock),
       log_prompts_(log_prompts),
@@ -18,7 +18,7 @@ TransferWatch::TransferWatch(const Metrics* metrics, const Clock* clock, bool lo
       aborts_(clock, kBurst, absl::Seconds(1)) {}
 
 void TransferWatch::Reserved(const Manifest& manifest, const std::string& transfer_id) {
-  if (metrics_ != nullptr) metrics_->reserves_accepted.Add();
+  metrics_.reserves_accepted.Add();
   {
     absl::MutexLock lock(&mutex_);
     notes_[transfer_id].reserved = clock_->Now();
@@ -41,7 +41,7 @@ void TransferWatch::Reserved(const Manifest& manifest, const std::string& transf
 }
 
 void TransferWatch::ReserveRefused(const absl::Status& why) {
-  if (metrics_ != nullptr) metrics_->reserves_refused(ReasonLabel(why)).Add();
+  metrics_.reserves_refused(ReasonLabel(why)).Add();
   if (!LogEnabled(LogLevel::kInfo)) return;
   const std::optional<uint64_t> suppressed = refusals_.Admit();
   if (!suppressed.has_value()) return;
@@ -57,17 +57,16 @@ void TransferWatch::StreamBegan(const std::string& transfer_id) {
     resumes = found != notes_.end() && std::exchange(found->second.broken, false);
   }
   if (!resumes) return;
-  if (metrics_ != nullptr) metrics_->resumes.Add();
+  metrics_.resumes.Add();
   Log(LogLevel::kDebug, "transfer resumed", {{"transfer_id", transfer_id}});
 }
 
 void TransferWatch::ChunkEnded(const absl::StatusOr<uint64_t>& blocks, uint64_t bytes) const {
-  if (metrics_ == nullptr) return;
   if (blocks.ok()) {
-    metrics_->ingest_bytes.Add(static_cast<double>(bytes));
-    metrics_->ingest_blocks.Add(static_cast<double>(*blocks));
+    metrics_.ingest_bytes.Add(static_cast<double>(bytes));
+    metrics_.ingest_blocks.Add(static_cast<double>(*blocks));
   } else if (absl::IsDataLoss(blocks.status())) {
-    metrics_->checksum_failures.Add();
+    metrics_.checksum_failures.Add();
   }
 }
 
@@ -97,7 +96,7 @@ void TransferWatch::Committed(const std::string& transfer_id, uint32_t context_l
     notes_.erase(found);
   }
   const absl::Duration elapsed = clock_->Now() - reserved;
-  if (metrics_ != nullptr) metrics_->ingest_seconds.Observe(elapsed);
+  metrics_.ingest_seconds.Observe(elapsed);
   Log(LogLevel::kDebug, "transfer committed",
       {{"transfer_id", transfer_id},
        {"context_length", context_length},

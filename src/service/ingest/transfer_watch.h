@@ -21,8 +21,7 @@ class Metrics;
 
 class TransferWatch {
  public:
-  // `metrics` may be null.
-  TransferWatch(const Metrics* metrics, const Clock* clock, bool log_prompts);
+  TransferWatch(const Metrics& metrics, const Clock* clock, bool log_prompts);
 
   void Reserved(const Manifest& manifest, const std::string& transfer_id);
   void ReserveRefused(const absl::Status& why);
@@ -46,7 +45,7 @@ class TransferWatch {
   static constexpr size_t kMaxNotes = 4096;
   static constexpr int kBurst = 20;
 
-  const Metrics* const metrics_;
+  const Metrics& metrics_;
   const Clock* const clock_;
   const bool log_prompts_;
   LogLimiter refusals_, breaks_, aborts_;

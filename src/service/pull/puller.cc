@@ -162,7 +162,9 @@ class Puller::PromptWait : public std::enable_shared_from_this<PromptWait> {
 Puller::Puller(Options options)
     : options_(std::move(options)),
       watch_([this] { Watch(); }),
-      workers_(std::make_unique<WorkerQueue>("pull", options_.threads, options_.max_queued)) {}
+      workers_(std::make_unique<WorkerQueue>("pull", options_.threads, options_.max_queued)) {
+  SLUICE_CHECK(options_.metrics != nullptr);
+}
 
 Puller::~Puller() {
   ending_.store(true);
@@ -335,14 +337,13 @@ void Puller::Count(const Pull& pull, const absl::Status& status) const {
          {"bytes", pull.bytes},
          {"seconds", absl::ToDoubleSeconds(elapsed)}});
   }
-  const Metrics* const metrics = options_.metrics;
-  if (metrics == nullptr) return;
-  metrics->pull_seconds.Observe(elapsed);
+  const Metrics& metrics = *options_.metrics;
+  metrics.pull_seconds.Observe(elapsed);
   if (status.ok()) {
-    metrics->pulls_done.Add();
-    metrics->pull_bytes.Add(static_cast<double>(pull.bytes));
+    metrics.pulls_done.Add();
+    metrics.pull_bytes.Add(static_cast<double>(pull.bytes));
   } else {
-    metrics->pulls_failed(ReasonLabel(status)).Add();
+    metrics.pulls_failed(ReasonLabel(status)).Add();
   }
 }
 

@@ -33,7 +33,6 @@ class PullStream;
 class Puller {
  public:
   struct Options {
-    const Metrics* metrics = nullptr;  // may be null
     std::string model_fingerprint;
     CacheLayout layout;
     uint32_t max_context = 0;
@@ -54,6 +53,7 @@ class Puller {
     // The addresses that callers may name as a source.
     AddressList sources;
     // These outlive the puller.
+    const Metrics* metrics = nullptr;
     TransferTable* transfers = nullptr;
     Channels* channels = nullptr;
   };

@@ -7,7 +7,6 @@
 #include <new>
 
 #include "src/engine/engine.h"
-#include "src/metrics/metrics.h"
 #include "tests/fixtures/fixtures.h"
 #include "tests/support/node.h"
 #include "tests/test_main.h"
@@ -66,14 +65,12 @@ TEST_CASE("a steady step allocates nothing, growth and log-probabilities include
 #endif
   const double overcommit = GENERATE(1.0, 2.0);
   const int row_bucket = GENERATE(0, 8);  // 8: a step is a recorded program, padded
-  Metrics metrics;
   NodeOptions options;
   options.model_dir = fixtures::ModelDir("tiny-llama");
   options.max_context = 1024;
   options.run_engine = false;
   options.overcommit = overcommit;
   options.row_bucket = row_bucket;
-  options.metrics = &metrics;
   Node node(options);
   std::vector<std::shared_ptr<TokenStream>> streams;
   for (int i = 0; i < 4; ++i) {

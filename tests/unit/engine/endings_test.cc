@@ -10,7 +10,6 @@
 #include "src/base/manual_clock.h"
 #include "src/base/rng.h"
 #include "src/engine/engine.h"
-#include "src/metrics/metrics.h"
 #include "tests/fixtures/fixtures.h"
 #include "tests/support/node.h"
 #include "tests/test_main.h"
@@ -82,10 +81,8 @@ TEST_CASE("after any mix of endings nothing is reserved and nothing is used") {
   // Some seeds take more rounds until somebody is preempted.
   for (int round = 0; round < 4 || (preempted == 0 && round < 30); ++round) {
     ManualClock clock;
-    Metrics metrics;
     NodeOptions options = Options();
     options.clock = &clock;
-    options.metrics = &metrics;
     options.run_engine = false;
     options.max_sequences = 6;
     options.overcommit = round == 0 ? 1 : 3;
@@ -171,8 +168,7 @@ TEST_CASE("after any mix of endings nothing is reserved and nothing is used") {
     }
     CHECK(Empty(node));
     CHECK(node.transfers().open_transfers() == 0);
-    const std::string text = metrics.Render();
-    preempted += std::stod(text.substr(text.find("\nsluice_preemptions_total ") + 26));
+    preempted += node.metrics().preemptions.Value();
   }
   CHECK(preempted > 0);
 }

@@ -431,8 +431,6 @@ TEST_CASE("a prompt whose caches do not arrive is computed where the node may, a
     return Node::Collect(*stream);
   };
   NodeOptions options = Options();
-  Metrics metrics;
-  options.metrics = &metrics;
   options.local_prefill = LocalPrefill::kOnFailure;
   options.transfer_wait = absl::Milliseconds(200);
   Node node(options);
@@ -443,11 +441,10 @@ TEST_CASE("a prompt whose caches do not arrive is computed where the node may, a
   Request late = GreedyRequest(g.prompt, 12);
   late.handoff.rendezvous_key = "never";
   CHECK(node.Generate(std::move(late)).ids == want);
-  CHECK(metrics.Render().find("sluice_local_prefills_total 2") != std::string::npos);
+  CHECK(node.metrics().Render().find("sluice_local_prefills_total 2") != std::string::npos);
   // Without its prompt there is nothing to compute.
   CHECK(ReasonOf(pulled(node, false).finish.status) == "SOURCE_UNREACHABLE");
   CHECK(node.Quiescent());
-  options.metrics = nullptr;
   options.local_prefill = LocalPrefill::kNever;
   Node never(options);
   CHECK(ReasonOf(pulled(never, true).finish.status) == "SOURCE_UNREACHABLE");

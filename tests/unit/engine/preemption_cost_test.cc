@@ -22,8 +22,7 @@ struct Cost {
 
 // Of 16 sequences of a prompt of 33 and 80 tokens each.
 Cost CostOf(double overcommit) {
-  Metrics metrics;
-  NodeOptions options = Options(&metrics);
+  NodeOptions options = Options();
   options.overcommit = overcommit;
   options.hbm_bytes = 1536 * 600 + 8192;
   Node node(options);
@@ -33,7 +32,7 @@ Cost CostOf(double overcommit) {
   for (const auto& stream : streams) CHECK(Node::Collect(*stream).ids.size() == 80);
   Cost cost;
   cost.seconds = absl::ToDoubleSeconds(absl::Now() - begin);
-  cost.preemptions = Preemptions(metrics);
+  cost.preemptions = node.metrics().preemptions.Value();
   absl::Notification there;
   node.engine().Snapshot([&](const EngineSnapshot& snapshot) {
     cost.steps = snapshot.times.steps;

@@ -1,8 +1,5 @@
-// A node in which sequences are preempted, and how often they were.
+// Options of a node in which sequences are preempted.
 #pragma once
-
-#include <catch2/catch.hpp>
-#include <string>
 
 #include "tests/fixtures/fixtures.h"
 #include "tests/support/node.h"
@@ -16,20 +13,11 @@ inline const fixtures::GoldenCase& Golden(size_t c) {
   return golden[c];
 }
 
-inline testing::NodeOptions Options(Metrics* metrics) {
+inline testing::NodeOptions Options() {
   testing::NodeOptions options;
   options.model_dir = fixtures::ModelDir(kModel);
   options.max_context = 1024;
-  options.metrics = metrics;
   return options;
-}
-
-inline double Preemptions(const Metrics& metrics) {
-  const std::string text = metrics.Render();
-  const std::string name = "\nsluice_preemptions_total ";
-  const size_t at = text.find(name);
-  REQUIRE(at != std::string::npos);
-  return std::stod(text.substr(at + name.size()));
 }
 
 }  // namespace sluice

@@ -71,27 +71,25 @@ std::vector<Generated> RunAll(Node& node, int count, uint32_t max_tokens) {
 void CheckPreempted(const std::string& kernels, DType type) {
   constexpr int kCount = 9;
   constexpr uint32_t kTokens = 150;
-  Metrics roomy_metrics, tight_metrics;
-  NodeOptions roomy = Options(&roomy_metrics);
+  NodeOptions roomy = Options();
   roomy.kernels = kernels;
   roomy.kv_dtype = type;
   Node alone(roomy);
   const std::vector<Generated> want = RunAll(alone, kCount, kTokens);
-  CHECK(Preemptions(roomy_metrics) == 0);
+  CHECK(alone.metrics().preemptions.Value() == 0);
 
   // Those that leave and come back are among padded rows.
   NodeOptions tight = roomy;
   tight.row_bucket = 4;
-  tight.metrics = &tight_metrics;
   tight.overcommit = 3;
   tight.hbm_bytes = (type == DType::kFloat32 ? 2 : 1) * 1536 * 400 + 8192;
   Node node(tight);
   std::vector<Generated> got = RunAll(node, kCount, kTokens);
   // Who has finished when another lacks a page is a matter of time.
-  for (int again = 0; again < 9 && Preemptions(tight_metrics) < 2; ++again) {
+  for (int again = 0; again < 9 && node.metrics().preemptions.Value() < 2; ++again) {
     got = RunAll(node, kCount, kTokens);
   }
-  CHECK(Preemptions(tight_metrics) >= 2);
+  CHECK(node.metrics().preemptions.Value() >= 2);
   for (int i = 0; i < kCount; ++i) {
     INFO("sequence " << i);
     CHECK(got[i].ids == want[i].ids);

@@ -9,6 +9,7 @@
 #include "facade/sglang_scheduler.grpc.pb.h"
 #include "facade/vllm_engine.grpc.pb.h"
 #include "src/base/readiness.h"
+#include "src/metrics/metrics.h"
 #include "tests/support/eventually.h"
 #include "tests/support/fake_engine.h"
 
@@ -29,6 +30,7 @@ struct Fixture {
     options.generate.max_context = 64;
     options.generate.generator = &engine;
     options.generate.pump = &pump;
+    options.generate.metrics = &metrics;
     service = NewGatewayService(gateway, std::move(options));
     grpc::ServerBuilder builder;
     int port = 0;
@@ -43,6 +45,7 @@ struct Fixture {
 
   FakeEngine engine;
   CallPump pump;
+  Metrics metrics;
   Readiness readiness;
   GrpcService service;
   std::unique_ptr<grpc::Server> server;

@@ -17,6 +17,7 @@
 #include "google/rpc/error_details.pb.h"
 #include "sluice/v1/decode.grpc.pb.h"
 #include "src/base/error.h"
+#include "src/metrics/metrics.h"
 #include "src/service/wire/status_mapping.h"
 #include "tests/support/eventually.h"
 #include "tests/support/fake_engine.h"
@@ -33,6 +34,7 @@ struct Fixture {
     options.generate.stream_capacity = capacity;
     options.generate.generator = &engine;
     options.generate.pump = &pump;
+    options.generate.metrics = &metrics;
     options.generate.cancel_after = cancel_after;
     options.engine = &engine;
     service = NewDecodeService(options);
@@ -45,6 +47,7 @@ struct Fixture {
 
   FakeEngine engine;
   CallPump pump;
+  Metrics metrics;
   GrpcService service;
   std::unique_ptr<grpc::Server> server;
   std::unique_ptr<v1::Decode::Stub> stub;

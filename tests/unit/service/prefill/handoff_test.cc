@@ -491,6 +491,7 @@ TEST_CASE("a broken push resumes from what has landed, on a new connection") {
     service.vocab_size = kVocab;
     service.transfers = decode.table.get();
     service.readiness = &decode.readiness;
+    service.metrics = &decode.metrics;
     GrpcServer::Options options;
     options.listen = decode.server->address();
     options.max_receive_message_bytes = MaxChunkMessageBytes(kMaxChunk);
