@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "src/base/failpoint.h"
+#include "src/attention/offload/home_admission.h"
+#include "src/base/bisect.h"
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
 #include "src/kv/page_copies.h"
 
@@ -47,22 +49,17 @@ EssTier::~EssTier() {
 }
 
 absl::Status EssTier::AllocateTargets() {
-  const auto bytes = static_cast<size_t>(layout().layers) *
-                     static_cast<size_t>(options_.decode_rows) * sizeof(int32_t);
-  const auto allocate = [&](Buffer* buffer, MemoryKind kind) -> absl::Status {
-    SLUICE_ASSIGN_OR_RETURN(*buffer,
-                            options_.device->Allocate(kind, bytes, "targets of new entries"));
-    return absl::OkStatus();
-  };
-  SLUICE_RETURN_IF_ERROR(allocate(&device_targets_, MemoryKind::kDevice));
-  SLUICE_RETURN_IF_ERROR(allocate(&target_counts_, MemoryKind::kDevice));
+  const int64_t words = int64_t{layout().layers} * options_.decode_rows;
+  const BufferAllocator allocator(options_.device, "targets of new entries");
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, words, &device_targets_));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, words, &target_counts_));
   for (Targets& targets : targets_) {
-    SLUICE_RETURN_IF_ERROR(allocate(&targets.units, MemoryKind::kPinned));
+    SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, words, &targets.units));
     targets.done = options_.device->NewEvent();
   }
   const Buffer& staged = targets_[0].units;
   std::fill_n(staged.as<int32_t>(), layout().layers, options_.decode_rows);
-  copy_stream_->Copy(target_counts_.data(), staged.data(), bytes);
+  copy_stream_->Copy(target_counts_.data(), staged.data(), staged.bytes());
   copy_stream_->Record(*targets_[0].done);
   targets_[0].done->Wait();
   return options_.device->Health();
@@ -73,18 +70,11 @@ Footprint EssTier::FootprintOf(int64_t context, int64_t total) const {
 }
 
 int64_t EssTier::max_tokens() const {
-  int64_t low = 0, high = options_.shape.max_context;
-  while (low < high) {
-    const int64_t middle = low + (high - low + 1) / 2;
-    const Footprint need = FootprintOf(middle, middle);
-    if (options_.hbm->CouldEverFit(need.hbm_tokens) &&
-        options_.dram->CouldEverFit(need.dram_tokens)) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
+  return LargestThat(0, options_.shape.max_context, [this](int64_t tokens) {
+    const Footprint need = FootprintOf(tokens, tokens);
+    return options_.hbm->CouldEverFit(need.hbm_tokens) &&
+           options_.dram->CouldEverFit(need.dram_tokens);
+  });
 }
 
 AttentionPolicy::Room EssTier::RoomNow() const {
@@ -94,22 +84,12 @@ AttentionPolicy::Room EssTier::RoomNow() const {
 bool EssTier::Admit(int slot, int64_t context, int64_t total,
                     std::unique_ptr<SequenceCache>& home) {
   Slot& s = slots_.at(static_cast<size_t>(slot));
-  SLUICE_CHECK(s.hbm == nullptr, "a slot has one sequence");
   SLUICE_CHECK(home != nullptr || context == 0);
-  if (SLUICE_FAILPOINT(kKvAdmit)) return false;
-  const TokensByKind at_home = {total, context};
-  Reservation hbm = options_.hbm->TryReserve(options_.shape.HbmTokens(total));
-  if (hbm.empty()) return false;
-  if (home != nullptr && !home->Covers(at_home) && !home->Extend(at_home)) return false;
-  if (home == nullptr) {
-    Reservation dram = options_.dram->TryReserve(at_home);
-    if (dram.empty()) return false;
-    home = std::make_unique<SequenceCache>(options_.dram, std::move(dram));
+  if (!AdmitWithHome(options_.hbm, options_.shape.HbmTokens(total), options_.dram, {total, context},
+                     home, &s.hbm)) {
+    return false;
   }
   s.home = std::move(home);
-  s.home->EnsureTokens(at_home);
-  s.hbm = std::make_unique<SequenceCache>(options_.hbm, std::move(hbm));
-  s.hbm->EnsureTokens(options_.shape.HbmTokens(total));
   s.total = total;
   s.kept = 0;
   s.index_at_home = context > 0;

@@ -11,6 +11,7 @@
 #include "src/base/error.h"
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
 
 namespace sluice {
@@ -26,18 +27,14 @@ absl::StatusOr<std::unique_ptr<PoolWarmer>> PoolWarmer::Create(Device* device, P
   // One more is the next token's.
   std::unique_ptr<PoolWarmer> made(
       new PoolWarmer(device, hbm, dram, slots, std::min(most_places, kMostEntries + 1)));
-  const auto allocate = [&](Buffer* buffer, MemoryKind kind, int64_t words) -> absl::Status {
-    SLUICE_ASSIGN_OR_RETURN(
-        *buffer, device->Allocate(kind, static_cast<size_t>(words) * 4, "lists of warm-ups"));
-    return absl::OkStatus();
-  };
+  const BufferAllocator allocator(device, "lists of warm-ups");
   const int64_t words = made->layers_ * (kListsOfRow * made->capacity_ + 1);
   for (Staging& staging : made->stagings_) {
-    SLUICE_RETURN_IF_ERROR(allocate(&staging.host, MemoryKind::kPinned, words));
-    SLUICE_RETURN_IF_ERROR(allocate(&staging.device, MemoryKind::kDevice, words));
+    SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, words, &staging.host));
+    SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, words, &staging.device));
     staging.done = device->NewEvent();
   }
-  SLUICE_RETURN_IF_ERROR(allocate(&made->index_, MemoryKind::kDevice, made->capacity_));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, made->capacity_, &made->index_));
   auto* index = made->stagings_[0].host.as<int32_t>();
   for (int64_t i = 0; i < made->capacity_; ++i) index[i] = static_cast<int32_t>(i);
   made->stream_->Copy(made->index_.data(), index, made->index_.bytes());
