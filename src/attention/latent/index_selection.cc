@@ -64,7 +64,8 @@ void IndexSelection::Select(Stream& stream, int layer, const kernels::PagedIndex
   const int64_t head_bytes =
       keys.type == DType::kFloat8E4M3 ? kernels::kIndexDim : kernels::kIndexDim * sizeof(float);
   for (int32_t begin = first_row, end; begin < first_row + rows; begin = end) {
-    // A row's scores are always in the same place, so a group ends with the scratch.
+    // A row's scores are always in the same place of the scratch, so a group ends where the scratch
+    // does.
     end = std::min(first_row + rows, (begin / group_rows_ + 1) * group_rows_);
     kernels::IndexLogitsParams logits{};
     logits.q = static_cast<const uint8_t*>(a.index_q) + begin * a.index_heads * head_bytes;

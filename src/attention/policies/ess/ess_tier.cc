@@ -38,7 +38,7 @@ EssTier::EssTier(const Options& options, PoolTables tables, std::unique_ptr<Pool
 }
 
 EssTier::~EssTier() {
-  warmer_.reset();  // ends what it was given
+  warmer_.reset();  // Completes what it was given.
   for (const Slot& slot : slots_) {
     slot.placed->Wait();
     slot.cleared->Wait();
@@ -100,7 +100,7 @@ bool EssTier::Admit(int slot, int64_t context, int64_t total,
   tables_.Publish(slot, *s.home, *s.hbm, s.pages, &s.copies);
   tables_.Clear(s.pages, &s.copies, &s.then);
   CopyIndex(s, *s.home, *s.hbm, context);
-  // One command each, however scattered the pages.
+  // Each is one command, however scattered the pages are.
   copy_stream_->CopyBatch(s.copies.data(), s.copies.size());
   copy_stream_->CopyBatch(s.then.data(), s.then.size());
   copy_stream_->Record(*s.placed);
@@ -127,7 +127,7 @@ bool EssTier::Warm(int slot) {
 
 Event& EssTier::WarmEvent(int slot) {
   Slot& s = slots_[static_cast<size_t>(slot)];
-  if (!warmer_->Done(slot)) return warmer_->DoneEvent(slot);  // comes after the two others
+  if (!warmer_->Done(slot)) return warmer_->DoneEvent(slot);  // It is the latest of the three.
   return s.cleared->Ready() ? *s.placed : *s.cleared;
 }
 
@@ -144,11 +144,12 @@ void EssTier::Release(int slot) {
 
 bool EssTier::MakeWayOut(int slot, int64_t tokens) {
   Slot& s = slots_[static_cast<size_t>(slot)];
-  // The warmer reads the home's pages. (Nobody asks meanwhile: what ends well has had a step.)
+  // The warmer still reads the home's pages. (The engine does not ask in this state: a sequence
+  // that ends well has had a step.)
   if (!warmer_->Done(slot)) return false;
   const TokensByKind wanted = {s.total, tokens};
   if (!s.home->Covers(wanted) && !s.home->Extend(wanted)) return false;
-  s.index_at_home = false;  // what it has there stays
+  s.index_at_home = false;  // The index keys that are there stay.
   return true;
 }
 
@@ -168,7 +169,7 @@ std::unique_ptr<SequenceCache> EssTier::TakeHome(int slot) {
   Slot& s = slots_[static_cast<size_t>(slot)];
   SLUICE_CHECK(Warm(slot), "taken while nothing is copied");
   std::unique_ptr<SequenceCache> home = std::move(s.home);
-  // Room for tokens that it may never have is not kept: a next turn asks for its own.
+  // Memory for tokens that may never come is not kept: a next turn asks for its own.
   home->ShrinkTo(s.kept);
   Release(slot);
   if (s.kept == 0) home.reset();
@@ -207,7 +208,7 @@ void EssTier::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                         absl::Span<const int32_t> positions, const std::vector<bool>& generates) {
   Targets& targets = targets_[next_targets_];
   next_targets_ = (next_targets_ + 1) % targets_.size();
-  targets.done->Wait();  // it was, unless more steps are under way than there are targets
+  targets.done->Wait();  // It is ready, unless more steps are under way than there are targets.
   const int64_t rows = options_.decode_rows, block = latent().block_tokens;
   auto* const units = targets.units.as<int32_t>();
   std::fill_n(units, layout().layers * rows, -1);
@@ -239,7 +240,7 @@ void EssTier::WriteThrough(Stream& stream, const void* written, int begin, int e
   move.lists = end - begin;
   move.capacity = options_.decode_rows;
   move.unit_bytes = static_cast<int32_t>(bytes);
-  // A step's entries are few: 76 rows of 656 bytes are 1 us of the link.
+  // A step's entries are few: 76 rows of 656 bytes take 1 us of the link.
   move.max_workers = 8;
   options_.device->kernels().Transfer(stream, move);
 }

@@ -55,7 +55,7 @@ absl::StatusOr<PoolTables> PoolTables::Create(Device* device, PagePool* hbm, Pag
 
 void PoolTables::Publish(int slot, const SequenceCache& home, const SequenceCache& hbm,
                          const PoolPages& pages, Ops* ops) const {
-  // Read by steps and by nobody else; none has the slot now.
+  // Only steps read the device's copy, and no step has the slot now.
   auto* table = host_table_.as<int32_t>() + slot * stride();
   auto* homes = host_home_table_.as<int32_t>() + slot * home_stride();
   const auto put = [](absl::Span<const int32_t> from, int64_t first, int64_t count, int64_t room,
@@ -77,7 +77,7 @@ void PoolTables::Publish(int slot, const SequenceCache& home, const SequenceCach
         index_blocks_, -1, to += place_blocks_);
     const absl::Span<const int32_t> words = pages.Residency(layer);
     put(words, 0, place_of, place_of_pages_, -1, to += index_blocks_);
-    // The last one stands for all that it lacks.
+    // The last page number stands for all the pages that the layer lacks.
     put(words, place_of, shape_.PlacesPages(pages.places(layer)), places_pages_, words.back(),
         to += place_of_pages_);
   }

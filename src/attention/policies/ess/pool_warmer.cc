@@ -17,14 +17,14 @@
 namespace sluice {
 namespace {
 
-constexpr int64_t kListsOfRow = 4 + kPlaceWords;  // words of an entry in all lists
+constexpr int64_t kListsOfRow = 4 + kPlaceWords;  // Words that one entry takes in all lists.
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<PoolWarmer>> PoolWarmer::Create(Device* device, PagePool* hbm,
                                                                PagePool* dram, int slots,
                                                                int64_t most_places) {
-  // One more is the next token's.
+  // One more entry is the next token's.
   std::unique_ptr<PoolWarmer> made(
       new PoolWarmer(device, hbm, dram, slots, std::min(most_places, kMostEntries + 1)));
   const BufferAllocator allocator(device, "lists of warm-ups");
@@ -150,12 +150,12 @@ void PoolWarmer::Run(Job job) {
         WithReason(absl::InternalError("what the sequence begins with did not reach HBM "
                                        "(failpoint attention.warm_up); send the request again"),
                    "TRANSFER_FAILED");
-    fill = false;  // the row that may come before the sequence ends has its place
+    fill = false;  // A row that comes before the sequence ends still finds its place.
   }
   Staging& staging = stagings_[next_];
   next_ = (next_ + 1) % stagings_.size();
   staging.done->Wait();
-  // Lists have no more room than this sequence needs, so that no more is sent.
+  // The lists are only as long as this sequence needs, so that no more is sent.
   const int64_t capacity = std::min(warm_up.sequence.pool->most_places(), capacity_);
   if (fill) {
     WarmPlan plan(warm_up.hints, warm_up.tokens);

@@ -74,7 +74,7 @@ kernels::AdmitParams StepOperators::AdmitInto(const Lists& lists, int32_t list, 
   admit.source_units = lists.sources.as<int32_t>() + at;
   admit.target_units = lists.targets.as<int32_t>() + at;
   admit.move_counts = lists.move_counts.as<int32_t>() + list;
-  admit.move_capacity = lists.capacity;  // of one row, which a sequence has
+  admit.move_capacity = lists.capacity;  // One row's list, since a sequence has one decode row.
   admit.counters = counters_->of(layer);
   admit.rows = rows;
   admit.forget = forget_;
