@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -11,6 +10,7 @@
 #include "kernels/kernel_table.h"
 #include "kernels/sparse_params.h"
 #include "src/attention/miss_profile.h"
+#include "src/attention/policies/ess/ess_probe.h"
 #include "src/device/device.h"
 #include "src/kv/page_pool.h"
 
@@ -96,22 +96,7 @@ struct PolicyOptions {
     // is full (kernels/cuda/residency/transfer.cu).
     int transfer_workers = 4;
     MissProfile profile;  // from sluice-profile; may be empty
-    // A copy of the host's for each entry in place of Transfer, to show what that brings: the host
-    // waits for every layer's lists, so steps cannot be recorded.
-    bool row_copies = false;
-    // For measurements alone. Steps that are enqueued while it is true fetch nothing, and their
-    // results are wrong. Null: all fetch.
-    const bool* skip_transfers = nullptr;
-    // For measurements alone: called behind each selection (SelectionObserver,
-    // latent/index_selection.h), whose lists it may replace. Null: nothing is.
-    std::function<void(Stream& stream, int layer, const kernels::UnitLists& selected,
-                       int32_t first_row, int32_t rows)>
-        on_selection;
-    // For measurements alone: called before the first stage of a layer's decode rows is enqueued,
-    // and behind each. REQUIRES: overlap kNone, so that they follow one another on one stream.
-    enum class Stage { kBegin, kSelected, kResidencyUpdated, kFetched, kPrepared, kAttended };
-    static constexpr int kStages = 6;
-    std::function<void(Stream& stream, int layer, int32_t rows, Stage done)> on_stage;
+    EssProbe probe;       // For benches and profiles alone.
   } ess;
 
   struct Oracle {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "src/base/bisect.h"
 #include "src/base/status_macros.h"
 
 namespace sluice {
@@ -327,18 +328,12 @@ int64_t PagePool::SequencesThatFit(const TokensByKind& tokens, const TokensByKin
   }
   if (!Holds(one)) return 0;
   if (high == std::numeric_limits<int64_t>::max()) return high;
-  int64_t low = 1;
-  while (low < high) {
-    const int64_t middle = low + (high - low + 1) / 2;
+  return LargestThat(1, high, [&](int64_t sequences) {
+    mutex_.AssertHeld();
     PagesByKind all = one;
-    for (size_t kind = 0; kind < kinds_.size(); ++kind) all[kind] += (middle - 1) * each[kind];
-    if (Holds(all)) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
+    for (size_t kind = 0; kind < kinds_.size(); ++kind) all[kind] += (sequences - 1) * each[kind];
+    return Holds(all);
+  });
 }
 
 PagePool::Usage PagePool::UsageOf(size_t kind) const {

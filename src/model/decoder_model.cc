@@ -49,15 +49,17 @@ absl::Status DecoderModel::Initialise() {
   if (kept_.empty()) source_.reset();  // nothing points into the files any more
 
   const int64_t act = ops_.activation_bytes(), inner = widest_ffn();
-  const auto allocate = [&](Buffer* buffer, int64_t rows, int64_t row_bytes, const char* what) {
-    return workspace_.Allocate(buffer, rows, row_bytes, what);
-  };
-  SLUICE_RETURN_IF_ERROR(allocate(&residual_, max_rows_, int64_t{hidden} * 4, "the residual"));
-  SLUICE_RETURN_IF_ERROR(allocate(&normed_, max_rows_, hidden * act, "normed activations"));
-  SLUICE_RETURN_IF_ERROR(allocate(&gate_up_, max_rows_, 2 * inner * 4, "gate and up"));
-  SLUICE_RETURN_IF_ERROR(allocate(&activated_, max_rows_, inner * act, "gated activations"));
-  SLUICE_RETURN_IF_ERROR(allocate(&cos_sin_, max_rows_, int64_t{rope_dim_} * 4, "RoPE angles"));
-  SLUICE_RETURN_IF_ERROR(allocate(&head_input_, max_logits_, hidden * act, "the head's input"));
+  SLUICE_RETURN_IF_ERROR(
+      workspace_.Allocate(&residual_, max_rows_, int64_t{hidden} * 4, "the residual"));
+  SLUICE_RETURN_IF_ERROR(
+      workspace_.Allocate(&normed_, max_rows_, hidden * act, "normed activations"));
+  SLUICE_RETURN_IF_ERROR(workspace_.Allocate(&gate_up_, max_rows_, 2 * inner * 4, "gate and up"));
+  SLUICE_RETURN_IF_ERROR(
+      workspace_.Allocate(&activated_, max_rows_, inner * act, "gated activations"));
+  SLUICE_RETURN_IF_ERROR(
+      workspace_.Allocate(&cos_sin_, max_rows_, int64_t{rope_dim_} * 4, "RoPE angles"));
+  SLUICE_RETURN_IF_ERROR(
+      workspace_.Allocate(&head_input_, max_logits_, hidden * act, "the head's input"));
   return AllocateLayers(workspace_);
 }
 

@@ -33,18 +33,17 @@ absl::StatusOr<ExpertWeights> ExpertStage::Load(WeightLoader& loader, int layer)
 
 absl::Status ExpertStage::Allocate(Workspace& workspace, int max_rows) {
   const int64_t k = experts_.per_token, inner = experts_.intermediate;
-  const auto allocate = [&](Buffer* buffer, int64_t row_bytes, const char* what) {
-    return workspace.Allocate(buffer, max_rows, row_bytes, what);
-  };
-  SLUICE_RETURN_IF_ERROR(allocate(&logits_, int64_t{experts_.routed} * 4, "router's logits"));
-  SLUICE_RETURN_IF_ERROR(allocate(&chosen_, k * 4, "chosen experts"));
-  SLUICE_RETURN_IF_ERROR(allocate(&weights_, k * 4, "experts' weights"));
-  SLUICE_RETURN_IF_ERROR(allocate(&pairs_, k * 4, "rows by experts"));
-  SLUICE_RETURN_IF_ERROR(workspace.Allocate(&begins_, int64_t{experts_.routed} + 1, 4, "experts"));
-  SLUICE_RETURN_IF_ERROR(allocate(&gate_up_, k * 2 * inner * 4, "experts' gate and up"));
   SLUICE_RETURN_IF_ERROR(
-      allocate(&activated_, k * inner * ops_.activation_bytes(), "experts' activations"));
-  return allocate(&results_, k * config_.hidden_size * 4, "experts' results");
+      workspace.Allocate(&logits_, max_rows, int64_t{experts_.routed} * 4, "router's logits"));
+  SLUICE_RETURN_IF_ERROR(workspace.Allocate(&chosen_, max_rows, k * 4, "chosen experts"));
+  SLUICE_RETURN_IF_ERROR(workspace.Allocate(&weights_, max_rows, k * 4, "experts' weights"));
+  SLUICE_RETURN_IF_ERROR(workspace.Allocate(&pairs_, max_rows, k * 4, "rows by experts"));
+  SLUICE_RETURN_IF_ERROR(workspace.Allocate(&begins_, int64_t{experts_.routed} + 1, 4, "experts"));
+  SLUICE_RETURN_IF_ERROR(
+      workspace.Allocate(&gate_up_, max_rows, k * 2 * inner * 4, "experts' gate and up"));
+  SLUICE_RETURN_IF_ERROR(workspace.Allocate(
+      &activated_, max_rows, k * inner * ops_.activation_bytes(), "experts' activations"));
+  return workspace.Allocate(&results_, max_rows, k * config_.hidden_size * 4, "experts' results");
 }
 
 void ExpertStage::Choose(Stream& stream, const ExpertWeights& weights, const StepInputs& in,

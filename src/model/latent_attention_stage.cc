@@ -96,27 +96,33 @@ absl::Status LatentAttentionStage::Allocate(Workspace& workspace, int max_rows) 
   const LatentConfig& l = latent_;
   const int64_t act = ops_.activation_bytes(), heads = config_.heads;
   const int64_t index_heads = l.indexer.has_value() ? l.indexer->heads : 0;
-  const auto allocate = [&](Buffer* buffer, int64_t row_bytes, const char* what) {
-    return workspace.Allocate(buffer, max_rows, row_bytes, what);
-  };
   const int64_t projected = l.q_rank + l.entry_dim() + (index_heads > 0 ? kernels::kIndexDim : 0) +
                             (l.fp8_weights ? 0 : index_heads);
-  SLUICE_RETURN_IF_ERROR(allocate(&projected_, projected * 4, "latent products"));
-  SLUICE_RETURN_IF_ERROR(allocate(&q_latent_, l.q_rank * act, "latent queries"));
-  SLUICE_RETURN_IF_ERROR(allocate(&q_heads_, heads * l.qk_dim() * 4, "queries"));
-  SLUICE_RETURN_IF_ERROR(allocate(&q_nope_, heads * l.nope_dim * act, "queries without RoPE"));
-  SLUICE_RETURN_IF_ERROR(allocate(&q_, heads * l.entry_dim() * act, "absorbed queries"));
-  SLUICE_RETURN_IF_ERROR(allocate(&attended_, heads * l.rank * act, "latent attention results"));
-  SLUICE_RETURN_IF_ERROR(allocate(&values_, heads * l.v_dim * act, "attention results"));
+  SLUICE_RETURN_IF_ERROR(
+      workspace.Allocate(&projected_, max_rows, projected * 4, "latent products"));
+  SLUICE_RETURN_IF_ERROR(
+      workspace.Allocate(&q_latent_, max_rows, l.q_rank * act, "latent queries"));
+  SLUICE_RETURN_IF_ERROR(
+      workspace.Allocate(&q_heads_, max_rows, heads * l.qk_dim() * 4, "queries"));
+  SLUICE_RETURN_IF_ERROR(
+      workspace.Allocate(&q_nope_, max_rows, heads * l.nope_dim * act, "queries without RoPE"));
+  SLUICE_RETURN_IF_ERROR(
+      workspace.Allocate(&q_, max_rows, heads * l.entry_dim() * act, "absorbed queries"));
+  SLUICE_RETURN_IF_ERROR(
+      workspace.Allocate(&attended_, max_rows, heads * l.rank * act, "latent attention results"));
+  SLUICE_RETURN_IF_ERROR(
+      workspace.Allocate(&values_, max_rows, heads * l.v_dim * act, "attention results"));
   if (index_heads == 0) return absl::OkStatus();
   const int64_t index_dims = index_heads * kernels::kIndexDim;
   const int64_t index_q = index_dims * (kv_dtype_ == DType::kFloat8E4M3 ? 1 : 4);
-  SLUICE_RETURN_IF_ERROR(allocate(&index_heads_, index_dims * 4, "index queries"));
-  SLUICE_RETURN_IF_ERROR(allocate(&index_q_, index_q, "index queries"));
+  SLUICE_RETURN_IF_ERROR(
+      workspace.Allocate(&index_heads_, max_rows, index_dims * 4, "index queries"));
+  SLUICE_RETURN_IF_ERROR(workspace.Allocate(&index_q_, max_rows, index_q, "index queries"));
   if (l.fp8_weights) {
-    SLUICE_RETURN_IF_ERROR(allocate(&index_weights_, index_heads * 4, "index weights"));
+    SLUICE_RETURN_IF_ERROR(
+        workspace.Allocate(&index_weights_, max_rows, index_heads * 4, "index weights"));
   }
-  return allocate(&head_weights_, index_heads * 4, "index weights");
+  return workspace.Allocate(&head_weights_, max_rows, index_heads * 4, "index weights");
 }
 
 void LatentAttentionStage::Run(Stream& stream, int layer, const LatentAttentionWeights& weights,

@@ -1,4 +1,5 @@
 #include "src/model/layer_operators.h"
+#include "src/device/allocation.h"
 
 namespace sluice {
 
@@ -45,8 +46,8 @@ void LayerOperators::SiluMul(Stream& stream, const float* gate_up, void* out, in
 
 absl::Status Workspace::Allocate(Buffer* buffer, int64_t rows, int64_t row_bytes,
                                  const char* what) {
-  SLUICE_ASSIGN_OR_RETURN(
-      *buffer, device_->Allocate(MemoryKind::kDevice, static_cast<size_t>(rows * row_bytes), what));
+  SLUICE_RETURN_IF_ERROR(
+      BufferAllocator(device_, what).Array(MemoryKind::kDevice, rows, row_bytes, buffer));
   bytes_ += rows * row_bytes;
   return absl::OkStatus();
 }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
 
 namespace sluice {
@@ -21,18 +22,14 @@ absl::StatusOr<std::unique_ptr<ImportantBlocks>> ImportantBlocks::Create(Device*
                                                                          int64_t max_context) {
   std::unique_ptr<ImportantBlocks> made(new ImportantBlocks(device, layout, max_context));
   const int64_t lists = int64_t{made->layers_} * made->kv_heads_;
-  const auto allocate = [&](Buffer* buffer, MemoryKind kind, int64_t words) {
-    auto allocated = device->Allocate(kind, static_cast<size_t>(words) * sizeof(int32_t),
-                                      "the important blocks of a prompt (--hints)");
-    if (allocated.ok()) *buffer = *std::move(allocated);
-    return allocated.status();
-  };
+  const BufferAllocator allocator(device, "the important blocks of a prompt (--hints)");
   SLUICE_RETURN_IF_ERROR(
-      allocate(&made->scores_, MemoryKind::kDevice, made->kv_heads_ * made->most_blocks_));
-  SLUICE_RETURN_IF_ERROR(allocate(&made->units_, MemoryKind::kDevice, lists * made->most_blocks_));
-  SLUICE_RETURN_IF_ERROR(allocate(&made->counts_, MemoryKind::kDevice, lists));
+      allocator.Words(MemoryKind::kDevice, made->kv_heads_ * made->most_blocks_, &made->scores_));
   SLUICE_RETURN_IF_ERROR(
-      allocate(&made->read_, MemoryKind::kPinned, lists * (made->most_blocks_ + 1)));
+      allocator.Words(MemoryKind::kDevice, lists * made->most_blocks_, &made->units_));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, lists, &made->counts_));
+  SLUICE_RETURN_IF_ERROR(
+      allocator.Words(MemoryKind::kPinned, lists * (made->most_blocks_ + 1), &made->read_));
   return made;
 }
 

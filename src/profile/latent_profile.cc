@@ -89,8 +89,7 @@ class LatentProfiler {
     ess.least_places = static_cast<int>(options_.least_places);
     ess.overlap = PolicyOptions::Ess::Overlap::kNone;
     ess.transfer_workers = static_cast<int>(options_.transfer_workers);
-    ess.on_stage = [this](Stream& stream, int layer, int32_t rows,
-                          PolicyOptions::Ess::Stage stage) {
+    ess.probe.on_stage = [this](Stream& stream, int layer, int32_t rows, EssProbe::Stage stage) {
       timer_->OnStage(stream, layer, rows, stage);
     };
     SLUICE_ASSIGN_OR_RETURN(const int64_t hbm, Bytes("--hbm-bytes", options_.hbm_bytes));

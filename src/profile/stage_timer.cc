@@ -51,13 +51,13 @@ std::unique_ptr<Device> UnrecordedDevice(Device* device) {
 StageTimer::StageTimer(Device* device, int layers)
     : layers_(layers), sums_(static_cast<size_t>(layers)) {
   for (StepMarks& marks : marks_) {
-    for (int i = 0; i < layers * PolicyOptions::Ess::kStages; ++i) {
+    for (int i = 0; i < layers * EssProbe::kStages; ++i) {
       marks.events.push_back(device->NewTimedEvent());
     }
   }
 }
 
-void StageTimer::OnStage(Stream& stream, int layer, int32_t rows, PolicyOptions::Ess::Stage stage) {
+void StageTimer::OnStage(Stream& stream, int layer, int32_t rows, EssProbe::Stage stage) {
   if (rows != rows_) return;
   const int s = static_cast<int>(stage);
   if (layer == 0 && s == 0) {
@@ -66,7 +66,7 @@ void StageTimer::OnStage(Stream& stream, int layer, int32_t rows, PolicyOptions:
   }
   StepMarks& marks = marks_[step_];
   stream.Record(At(marks, layer, s));
-  if (layer + 1 == layers_ && s + 1 == PolicyOptions::Ess::kStages) marks.complete = true;
+  if (layer + 1 == layers_ && s + 1 == EssProbe::kStages) marks.complete = true;
 }
 
 void StageTimer::Harvest(StepMarks& marks) {

@@ -11,7 +11,7 @@
 
 #include "absl/types/span.h"
 #include "src/attention/miss_profile.h"
-#include "src/attention/policy_options.h"
+#include "src/attention/policies/ess/ess_probe.h"
 #include "src/device/device.h"
 
 namespace sluice {
@@ -21,14 +21,14 @@ std::unique_ptr<Device> UnrecordedDevice(Device* device);
 
 class StageTimer {
  public:
-  static constexpr int kTimes = PolicyOptions::Ess::kStages - 1;
+  static constexpr int kTimes = EssProbe::kStages - 1;
   // Mean microseconds of a layer: indexer, UpdateResidency, transfer, PreAttn, attention.
   using LayerTimes = std::array<double, kTimes>;
 
   StageTimer(Device* device, int layers);
 
-  // PolicyOptions::Ess::on_stage. Engine's thread.
-  void OnStage(Stream& stream, int layer, int32_t rows, PolicyOptions::Ess::Stage stage);
+  // EssProbe::on_stage. Engine's thread.
+  void OnStage(Stream& stream, int layer, int32_t rows, EssProbe::Stage stage);
   // By layer, of steps of `rows` rows since the last Take; empty: there were none. REQUIRES: every
   // step is done.
   std::vector<LayerTimes> Take();
@@ -41,7 +41,7 @@ class StageTimer {
     bool complete = false;
   };
   TimedEvent& At(StepMarks& marks, int layer, int stage) const {
-    return *marks.events[static_cast<size_t>(layer * PolicyOptions::Ess::kStages + stage)];
+    return *marks.events[static_cast<size_t>(layer * EssProbe::kStages + stage)];
   }
   void Harvest(StepMarks& marks);
 

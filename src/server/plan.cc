@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "src/attention/policy_factory.h"
+#include "src/base/bisect.h"
 #include "src/base/status_macros.h"
 #include "src/engine/batch_state.h"
 #include "src/model/policy_model.h"
@@ -32,17 +33,9 @@ int64_t SequencesThatFit(const CacheLayout& layout, int64_t bytes, const TokensB
 }
 
 int64_t TokensThatFit(const CacheLayout& layout, int64_t bytes) {
-  int64_t low = 0;
-  int64_t high = Usable(layout, bytes);  // a token takes a byte at least
-  while (low < high) {
-    const int64_t middle = low + (high - low + 1) / 2;
-    if (layout.BytesFor(middle) <= Usable(layout, bytes)) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
+  // A token takes at least a byte.
+  const int64_t usable = Usable(layout, bytes);
+  return LargestThat(0, usable, [&](int64_t tokens) { return layout.BytesFor(tokens) <= usable; });
 }
 
 namespace {

@@ -38,14 +38,13 @@ Teacher::Teacher(const std::string& model_dir, const std::string& kernels, DType
   front_ = placed_.policy.get();
   stream_ = device_->NewStream(Device::StreamKind::kCompute);
   done_ = device_->NewEvent();
-  const auto vocab = static_cast<size_t>(model_->config().vocab_size);
-  const auto allocate = [this](Mirrored* both, size_t bytes) {
-    both->device = OrFail(device_->Allocate(MemoryKind::kDevice, bytes, "test"));
-    both->host = OrFail(device_->Allocate(MemoryKind::kPinned, bytes, "test"));
+  const BufferAllocator allocator(device_.get(), "test");
+  const auto allocate = [&allocator](MirroredBuffer* both, int64_t words) {
+    REQUIRE(allocator.MirroredWords(words, both).ok());
   };
-  allocate(&tokens_, kMaxContext * 4);
-  allocate(&rows_, (2 * kMaxRows + 1) * 4);
-  allocate(&logits_, vocab * 4);
+  allocate(&tokens_, kMaxContext);
+  allocate(&rows_, 2 * kMaxRows + 1);
+  allocate(&logits_, model_->config().vocab_size);
 }
 
 PlacedPolicy Teacher::Place(const Choose& choose) {
@@ -69,7 +68,7 @@ PlacedPolicy Teacher::Place(const Choose& choose) {
   return placed;
 }
 
-void Teacher::ToDevice(const Mirrored& both) {
+void Teacher::ToDevice(const MirroredBuffer& both) {
   stream_->Copy(both.device.data(), both.host.data(), both.host.bytes());
 }
 

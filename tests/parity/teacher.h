@@ -9,6 +9,7 @@
 
 #include "src/attention/attention_policy.h"
 #include "src/attention/policy_options.h"
+#include "src/device/allocation.h"
 #include "src/device/device.h"
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
@@ -56,10 +57,7 @@ class Teacher {
 
  private:
   // Memory of the device and where the host reads and writes it.
-  struct Mirrored {
-    Buffer device, host;
-  };
-  void ToDevice(const Mirrored& both);
+  void ToDevice(const MirroredBuffer& both);
   // Waits for what is enqueued.
   void Finish();
   void Admit(const std::vector<int32_t>& tokens, int context, std::unique_ptr<SequenceCache> home);
@@ -71,7 +69,7 @@ class Teacher {
   AttentionPolicy* front_ = nullptr;  // what the model calls
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Event> done_;
-  Mirrored tokens_, rows_, logits_;
+  MirroredBuffer tokens_, rows_, logits_;
   bool admitted_ = false;
   bool prompt_ended_ = false;
 };

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
 
 namespace sluice {
@@ -24,25 +25,22 @@ IndexSelection::IndexSelection(const Options& options)
 absl::StatusOr<std::unique_ptr<IndexSelection>> IndexSelection::Create(const Options& options) {
   SLUICE_CHECK(options.max_rows > 0 && options.top_k > 0 && options.max_context > 0);
   std::unique_ptr<IndexSelection> made(new IndexSelection(options));
-  const auto allocate = [&](Buffer* buffer, int64_t words, const char* what) {
-    auto allocated =
-        options.device->Allocate(MemoryKind::kDevice, static_cast<size_t>(words) * 4, what);
-    if (allocated.ok()) *buffer = *std::move(allocated);
-    return allocated.status();
-  };
   SLUICE_RETURN_IF_ERROR(
-      allocate(&made->scores_, made->group_rows_ * made->score_stride_, "the indexer's scores"));
+      BufferAllocator(options.device, "the indexer's scores")
+          .Words(MemoryKind::kDevice, made->group_rows_ * made->score_stride_, &made->scores_));
   const int64_t units = int64_t{options.max_rows} * options.top_k;
   SLUICE_RETURN_IF_ERROR(
-      allocate(&made->list_memory_, units + options.max_rows, "selected positions"));
+      BufferAllocator(options.device, "selected positions")
+          .Words(MemoryKind::kDevice, units + options.max_rows, &made->list_memory_));
   made->lists_.units = made->list_memory_.as<int32_t>();
   made->lists_.counts = made->lists_.units + units;
   made->lists_.capacity = options.top_k;
   if (options.runners_up > 0) {
     SLUICE_RETURN_IF_ERROR(
-        allocate(&made->runner_up_memory_,
-                 int64_t{options.layers} * options.decode_rows * (options.runners_up + 1),
-                 "runners-up of selections"));
+        BufferAllocator(options.device, "runners-up of selections")
+            .Words(MemoryKind::kDevice,
+                   int64_t{options.layers} * options.decode_rows * (options.runners_up + 1),
+                   &made->runner_up_memory_));
   }
   return made;
 }
@@ -66,7 +64,8 @@ void IndexSelection::Select(Stream& stream, int layer, const kernels::PagedIndex
   const int64_t head_bytes =
       keys.type == DType::kFloat8E4M3 ? kernels::kIndexDim : kernels::kIndexDim * sizeof(float);
   for (int32_t begin = first_row, end; begin < first_row + rows; begin = end) {
-    // A row's scores are always in the same place, so a group ends with the scratch.
+    // A row's scores are always in the same place of the scratch, so a group ends where the scratch
+    // does.
     end = std::min(first_row + rows, (begin / group_rows_ + 1) * group_rows_);
     kernels::IndexLogitsParams logits{};
     logits.q = static_cast<const uint8_t*>(a.index_q) + begin * a.index_heads * head_bytes;

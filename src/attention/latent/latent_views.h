@@ -1,5 +1,5 @@
-// The caches of a model with latent attention, as operators see them: a pool's pages of one kind,
-// by a table of page numbers. Kinds are in this order in every layout of such a model.
+// The caches of a model with latent attention, as operators see them: one kind's pages of a pool,
+// through a table of page numbers. Every layout of such a model has the kinds in this order.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 namespace sluice {
 
 inline constexpr size_t kLatentKind = 0;
-inline constexpr size_t kIndexKind = 1;  // left out where the model has no indexer
+inline constexpr size_t kIndexKind = 1;  // Absent if the model has no indexer.
 
 inline bool HasLatents(const CacheLayout& layout) {
   return layout.FindKind("latent") == static_cast<int>(kLatentKind);
@@ -20,8 +20,8 @@ inline bool HasIndexKeys(const CacheLayout& layout) {
   return layout.FindKind("index") == static_cast<int>(kIndexKind);
 }
 
-// `table`: [slots][table_stride] page numbers of one layer, for operators; `rank`: latent values of
-// an entry.
+// Returns a layer's latent entries for operators. `table` is [slots][table_stride] page numbers of
+// the layer, and `rank` the number of latent values of an entry.
 inline kernels::PagedLatents LatentsIn(const PagePool& pool, const int32_t* table,
                                        int64_t table_stride, int32_t rank) {
   const CacheKind& kind = pool.layout().kinds[kLatentKind];

@@ -53,12 +53,12 @@ void PromptSelections::BeginStep(absl::Span<const int32_t> slots,
     if (ring.rows == 0) continue;
     ring.first_row = static_cast<int32_t>(begin - slots.begin());
     ring.first_position = positions[static_cast<size_t>(ring.first_row)];
-    // The last ones only: the others would be overwritten.
+    // Only the last rows are kept: the others would be overwritten.
     const int32_t older = std::max(ring.rows - kPositions, 0);
     ring.first_row += older;
     ring.first_position += older;
     ring.rows -= older;
-    // What does not follow what is kept takes its place.
+    // Rows that do not follow the kept positions replace them.
     if (ring.first_position != ring.kept.end) ring.kept = {ring.first_position, 0};
     ring.kept.end = ring.first_position + ring.rows;
     ring.kept.first = std::max(ring.kept.first, ring.kept.end - kPositions);
@@ -70,7 +70,7 @@ void PromptSelections::Keep(Stream& stream, int layer, const kernels::UnitLists&
   for (const Ring& ring : rings_) {
     int32_t row = std::max(ring.first_row, first_row);
     const int32_t end = std::min(ring.first_row + ring.rows, first_row + rows);
-    while (row < end) {  // twice where the ring begins again
+    while (row < end) {  // Two passes where the ring wraps around.
       const int64_t position = ring.first_position + (row - ring.first_row);
       const int64_t list = ListAt(layer, position);
       const auto count =

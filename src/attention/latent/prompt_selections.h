@@ -1,6 +1,6 @@
-// What the last positions of prompts selected, layer by layer, while they are computed here: what a
-// prefill node sends as hints and a working set is warmed with (ESS, arXiv 2512.10576,
-// section 3.2). Engine's thread.
+// The selections of the last positions of prompts, by layer, recorded while the prompts are
+// computed here. A prefill node sends them as hints, and a working set is warmed with them (ESS,
+// arXiv 2512.10576, section 3.2). Only the engine's thread calls it.
 #pragma once
 
 #include <cstdint>
@@ -16,46 +16,46 @@ namespace sluice {
 
 class PromptSelections {
  public:
-  static constexpr int kPositions = 32;  // of a prompt that are kept, the last ones
+  static constexpr int kPositions = 32;  // The last positions of a prompt that are kept.
 
   struct Options {
     Device* device = nullptr;
     int layers = 0;
     int top_k = 0;
     int slots = 0;
-    // Slots whose prompts are watched at the same time; each takes layers * kPositions * top_k
-    // words of device memory, 15 MiB of DeepSeek-V3.2.
+    // Most slots whose prompts are watched at the same time. Each takes layers * kPositions * top_k
+    // words of device memory: 15 MiB for DeepSeek-V3.2.
     int prompts = 1;
   };
-  // RESOURCE_EXHAUSTED: no memory.
+  // RESOURCE_EXHAUSTED: there is no memory.
   static absl::StatusOr<std::unique_ptr<PromptSelections>> Create(const Options& options);
 
-  // The slot's prompt is to be computed from its next step on. False: too many are; nothing is kept
-  // of it.
+  // Watches the slot's prompt, which is computed from its next step on. Returns false if too many
+  // prompts are watched; then nothing of this one is kept.
   bool Begin(int slot);
-  // Nothing more is kept or read of the slot. REQUIRES: nothing reads its lists any more.
+  // Stops watching the slot. REQUIRES: nothing reads its lists any more.
   void End(int slot);
   bool watched(int slot) const { return RingOf(slot) != nullptr; }
 
-  // Of a step that is about to be enqueued, as AttentionPolicy::BeginStep. Its rows of watched
-  // slots are rows of their prompts.
+  // Must be called before a step is enqueued, like AttentionPolicy::BeginStep. REQUIRES: the step's
+  // rows of watched slots are rows of their prompts.
   void BeginStep(absl::Span<const int32_t> slots, absl::Span<const int32_t> positions);
-  // A SelectionObserver (index_selection.h). REQUIRES: the step is not recorded where it has rows
-  // of a watched slot.
+  // A SelectionObserver (index_selection.h). REQUIRES: a step that has rows of a watched slot is
+  // not recorded.
   void Keep(Stream& stream, int layer, const kernels::UnitLists& selected, int32_t first_row,
             int32_t rows);
 
-  // Positions [first, end) of the slot's prompt are kept, of the steps enqueued so far: at most
-  // kPositions, the last ones.
+  // Positions [first, end) of the slot's prompt are kept, counting the steps enqueued so far. They
+  // are the last ones, at most kPositions of them.
   struct Range {
     int64_t first = 0;
     int64_t end = 0;
   };
   Range KeptOf(int slot) const;
-  // A position's list in a layer, one row, on the device.
+  // Returns a position's list in a layer, on the device, as one row.
   kernels::UnitLists ListOf(int slot, int layer, int64_t position) const;
 
-  // On the host: what is kept of a slot. Waits for `stream`.
+  // A copy on the host of what is kept of a slot. Read waits for `stream`.
   struct Lists {
     Range positions;
     int32_t top_k = 0;
@@ -66,11 +66,11 @@ class PromptSelections {
   Lists Read(Stream& stream, int slot);
 
  private:
-  // A prompt that is watched: position p is row p % kPositions of its lists in every layer.
+  // A prompt that is watched. Position p is row p % kPositions of its lists in every layer.
   struct Ring {
     int slot = -1;  // -1: free
     Range kept;
-    // Rows of the step under way, of positions from `first_position` on.
+    // Rows of the step under way; the first one has position `first_position`.
     int32_t first_row = 0, rows = 0;
     int64_t first_position = 0;
     Buffer memory;  // int32 [layers][kPositions][top_k], then [layers][kPositions]
@@ -84,7 +84,7 @@ class PromptSelections {
 
   const Options options_;
   std::vector<Ring> rings_;
-  Buffer read_;  // a ring's memory, on the host
+  Buffer read_;  // A ring's memory, on the host.
 };
 
 }  // namespace sluice

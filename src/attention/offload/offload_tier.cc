@@ -5,10 +5,12 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "src/attention/offload/home_admission.h"
 #include "src/attention/offload/offload_pages.h"
 #include "src/attention/offload/warm_copies.h"
-#include "src/base/failpoint.h"
+#include "src/base/bisect.h"
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
 
 namespace sluice {
@@ -54,17 +56,10 @@ class OffloadTierImpl : public OffloadTier {
   }
 
   int64_t max_tokens() const override {
-    int64_t low = 0, high = options_.max_context;
-    while (low < high) {
-      const int64_t middle = low + (high - low + 1) / 2;
-      if (pages_.PoolTokensOf(middle) <= options_.hbm->capacity_tokens() &&
-          pages_.HomeTokensOf(middle) <= options_.dram->capacity_tokens()) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    return low;
+    return LargestThat(0, options_.max_context, [this](int64_t tokens) {
+      return pages_.PoolTokensOf(tokens) <= options_.hbm->capacity_tokens() &&
+             pages_.HomeTokensOf(tokens) <= options_.dram->capacity_tokens();
+    });
   }
 
   AttentionPolicy::Room RoomNow() const override {
@@ -74,24 +69,12 @@ class OffloadTierImpl : public OffloadTier {
   bool Admit(int slot, int64_t context, int64_t total,
              std::unique_ptr<SequenceCache>& home) override {
     Slot& s = slots_.at(static_cast<size_t>(slot));
-    SLUICE_CHECK(s.hbm == nullptr, "a slot has one sequence");
     SLUICE_CHECK(home != nullptr || context == 0);
-    if (SLUICE_FAILPOINT(kKvAdmit)) return false;
-    Reservation hbm = options_.hbm->TryReserve(pages_.PoolTokensOf(total));
-    if (hbm.empty()) return false;
-    if (home != nullptr && !home->Covers(pages_.HomeTokensOf(total)) &&
-        !home->Extend(pages_.HomeTokensOf(total))) {
+    if (!AdmitWithHome(options_.hbm, pages_.PoolTokensOf(total), options_.dram,
+                       pages_.HomeTokensOf(total), home, &s.hbm)) {
       return false;
     }
-    if (home == nullptr) {
-      Reservation dram = options_.dram->TryReserve(pages_.HomeTokensOf(total));
-      if (dram.empty()) return false;
-      home = std::make_unique<SequenceCache>(options_.dram, std::move(dram));
-    }
     s.home = std::move(home);
-    s.home->EnsureTokens(pages_.HomeTokensOf(total));
-    s.hbm = std::make_unique<SequenceCache>(options_.hbm, std::move(hbm));
-    s.hbm->EnsureTokens(pages_.PoolTokensOf(total));
     s.total = total;
     WriteHomeTable(slot);
     WriteTable(slot);
@@ -339,19 +322,20 @@ absl::StatusOr<std::unique_ptr<OffloadTier>> OffloadTier::Create(
   SLUICE_RETURN_IF_ERROR(CheckRecall(options, pages));
   OffloadTierImpl::Buffers buffers;
   SLUICE_ASSIGN_OR_RETURN(buffers.constants, WarmConstants::Create(pages, options.device));
-  const auto allocate = [&](Buffer* buffer, MemoryKind kind, int64_t entries) {
-    const auto bytes = static_cast<size_t>(options.slots * entries) * sizeof(int32_t);
-    absl::StatusOr<Buffer> made = options.device->Allocate(kind, bytes, "block tables");
-    if (made.ok()) *buffer = *std::move(made);
-    return made.status();
-  };
+  const BufferAllocator allocator(options.device, "block tables");
   const int64_t home_entries = int64_t{pages.layers} * pages.most_blocks;
-  SLUICE_RETURN_IF_ERROR(allocate(&buffers.device_home_tables, MemoryKind::kDevice, home_entries));
-  SLUICE_RETURN_IF_ERROR(allocate(&buffers.host_home_tables, MemoryKind::kPinned, home_entries));
-  SLUICE_RETURN_IF_ERROR(allocate(&buffers.device_tables, MemoryKind::kDevice, pages.entries()));
-  SLUICE_RETURN_IF_ERROR(allocate(&buffers.host_tables, MemoryKind::kPinned, pages.entries()));
-  SLUICE_RETURN_IF_ERROR(allocate(&buffers.device_rows, MemoryKind::kDevice, 3));
-  SLUICE_RETURN_IF_ERROR(allocate(&buffers.host_rows, MemoryKind::kPinned, 3));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, options.slots * home_entries,
+                                         &buffers.device_home_tables));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, options.slots * home_entries,
+                                         &buffers.host_home_tables));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, options.slots * pages.entries(),
+                                         &buffers.device_tables));
+  SLUICE_RETURN_IF_ERROR(
+      allocator.Words(MemoryKind::kPinned, options.slots * pages.entries(), &buffers.host_tables));
+  SLUICE_RETURN_IF_ERROR(
+      allocator.Words(MemoryKind::kDevice, options.slots * 3, &buffers.device_rows));
+  SLUICE_RETURN_IF_ERROR(
+      allocator.Words(MemoryKind::kPinned, options.slots * 3, &buffers.host_rows));
   return std::make_unique<OffloadTierImpl>(options, std::move(pages), std::move(buffers));
 }
 

@@ -3,25 +3,21 @@
 #include <algorithm>
 
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
 
 namespace sluice {
 
 absl::StatusOr<std::unique_ptr<PromptQueries>> PromptQueries::Create(const Options& options) {
   std::unique_ptr<PromptQueries> made(new PromptQueries(options));
-  const auto allocate = [&](Buffer* buffer, MemoryKind kind, int64_t words) {
-    auto allocated = options.device->Allocate(kind, static_cast<size_t>(words) * 4,
-                                              "the last queries of prompts");
-    if (allocated.ok()) *buffer = *std::move(allocated);
-    return allocated.status();
-  };
+  const BufferAllocator allocator(options.device, "the last queries of prompts");
   const int64_t width = int64_t{options.heads} * options.head_dim;
-  SLUICE_RETURN_IF_ERROR(
-      allocate(&made->kept_, MemoryKind::kDevice, int64_t{options.layers} * options.slots * width));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(
+      MemoryKind::kDevice, int64_t{options.layers} * options.slots * width, &made->kept_));
   for (KeepList& list : made->lists_) {
-    SLUICE_RETURN_IF_ERROR(allocate(&list.rows, MemoryKind::kPinned, options.slots));
-    SLUICE_RETURN_IF_ERROR(allocate(&list.slots, MemoryKind::kPinned, options.slots));
-    SLUICE_RETURN_IF_ERROR(allocate(&list.count, MemoryKind::kPinned, 1));
+    SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, options.slots, &list.rows));
+    SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, options.slots, &list.slots));
+    SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, 1, &list.count));
     list.done = options.device->NewEvent();
   }
   return made;

@@ -94,9 +94,11 @@ constexpr Setting kSettings[] = {
     {"movers", "ess", true,
      [](PolicyOptions& o, double value) { o.ess.transfer_workers = static_cast<int>(value); }},
     {"skip", "ess", false,
-     [](PolicyOptions& o, double value) { o.ess.skip_transfers = value != 0 ? &kSkip : nullptr; }},
+     [](PolicyOptions& o, double value) {
+       o.ess.probe.skip_transfers = value != 0 ? &kSkip : nullptr;
+     }},
     {"row-copies", "ess", false,
-     [](PolicyOptions& o, double value) { o.ess.row_copies = value != 0; }},
+     [](PolicyOptions& o, double value) { o.ess.probe.row_copies = value != 0; }},
     {"resident", "scout", true,
      [](PolicyOptions& o, double value) { o.scout.resident_tokens = static_cast<int>(value); }},
 };

@@ -97,7 +97,7 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> SetUpPolicy(const PolicyWorld& 
                                                              const std::string& name) {
   PolicyOptions options = OptionsOf(world, name);
   // What another policy left in places that nothing is brought to might be no number.
-  if (options.ess.skip_transfers != nullptr) Clear(*world.device, *world.hbm);
+  if (options.ess.probe.skip_transfers != nullptr) Clear(*world.device, *world.hbm);
   absl::StatusOr<std::unique_ptr<AttentionPolicy>> policy = NewPolicy(std::move(options));
   if (policy.ok()) return policy;
   return absl::Status(policy.status().code(),
@@ -252,7 +252,7 @@ absl::StatusOr<PolicyRun> RunPolicy(const PolicyWorld& world, const std::string&
   };
   // Copies by the host wait for the stream, which no recording can.
   std::unique_ptr<Device> unrecorded;
-  if (OptionsOf(world, name).ess.row_copies) {
+  if (OptionsOf(world, name).ess.probe.row_copies) {
     unrecorded = NewStepDevice(world.device, {.record = false});
   }
   Device* const device = unrecorded != nullptr ? unrecorded.get() : world.device;

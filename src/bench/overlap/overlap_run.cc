@@ -139,13 +139,13 @@ absl::StatusOr<Played> Play(const PolicyWorld& world, const std::string& name,
     set.tokens = options.context - set.places;
     set.misses = MissesBySteps(script, EngineTokens(options));
     SLUICE_ASSIGN_OR_RETURN(lists, SetMisses::Create(set));
-    own.options.ess.on_selection = lists->Observer();
+    own.options.ess.probe.on_selection = lists->Observer();
   }
-  own.options.ess.skip_transfers = &skip;
+  own.options.ess.probe.skip_transfers = &skip;
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<AttentionPolicy> made, SetUpPolicy(own, name));
   ScriptedPolicy policy(std::move(made), script, options.context, &skip, lists.get());
   const std::unique_ptr<Device> device = NewStepDevice(
-      world.device, {.version = &skip, .record = !OptionsOf(world, name).ess.row_copies});
+      world.device, {.version = &skip, .record = !OptionsOf(world, name).ess.probe.row_copies});
   Played played;
   played.marks.resize(script.skips.size() + 1);
   options.on_mark = [&](size_t mark) { played.marks[mark] = policy.Statistics(); };

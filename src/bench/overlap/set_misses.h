@@ -41,7 +41,7 @@ class SetMisses {
   // The list at a phase.
   static std::vector<int32_t> ListAt(int64_t phase, int top_k, int64_t stride);
 
-  // Replaces what was selected; for PolicyOptions::Ess::on_selection. Lists are those of the last
+  // Replaces what was selected; for EssProbe::on_selection. Lists are those of the last
   // BeginStep. *this outlives it.
   SelectionObserver Observer();
   // Enqueues the lists of a step's rows, by their number of steps since the first one; the last

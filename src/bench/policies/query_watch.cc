@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 
 namespace sluice {
 
@@ -10,12 +11,11 @@ absl::StatusOr<std::unique_ptr<QueryWatch>> QueryWatch::Create(AttentionPolicy* 
                                                                int heads, int head_dim,
                                                                Device* device) {
   const int size = heads * head_dim;
-  const auto allocate = [&] {
-    return device->Allocate(MemoryKind::kPinned, static_cast<size_t>(layers * size) * 4,
-                            "queries to look at");
-  };
-  SLUICE_ASSIGN_OR_RETURN(Buffer real, allocate());
-  SLUICE_ASSIGN_OR_RETURN(Buffer predicted, allocate());
+  const BufferAllocator allocator(device, "queries to look at");
+  const int64_t words = int64_t{layers} * size;
+  Buffer real, predicted;
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, words, &real));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, words, &predicted));
   return std::unique_ptr<QueryWatch>(
       new QueryWatch(policy, size, std::move(real), std::move(predicted)));
 }

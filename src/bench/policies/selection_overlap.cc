@@ -85,7 +85,7 @@ absl::StatusOr<std::vector<double>> MeasureSelectionOverlap(const PolicyWorld& w
   const int top_k = world.model->config().latent->indexer->top_k;
   PolicyWorld own = world;
   SelectionLog* log = nullptr;
-  own.options.ess.on_selection =
+  own.options.ess.probe.on_selection =
       [&log](Stream& stream, int layer, const kernels::UnitLists& selected, int32_t first_row,
              int32_t count) { log->Note(stream, layer, selected, first_row, count); };
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<AttentionPolicy> policy, SetUpPolicy(own, name));

@@ -29,16 +29,10 @@ absl::StatusOr<std::unique_ptr<Dictation>> Dictation::Create(const Parts& parts)
 
 absl::Status Dictation::Allocate() {
   SLUICE_ASSIGN_OR_RETURN(contexts_, ContextReader::Create(parts_.device));
-  const auto allocate = [this](Mirrored* both, size_t bytes) -> absl::Status {
-    SLUICE_ASSIGN_OR_RETURN(both->device,
-                            parts_.device->Allocate(MemoryKind::kDevice, bytes, "dictation"));
-    SLUICE_ASSIGN_OR_RETURN(both->host,
-                            parts_.device->Allocate(MemoryKind::kPinned, bytes, "dictation"));
-    return absl::OkStatus();
-  };
-  SLUICE_RETURN_IF_ERROR(allocate(&tokens_, static_cast<size_t>(parts_.max_context) * 4));
-  SLUICE_RETURN_IF_ERROR(allocate(&rows_, 3 * sizeof(int32_t)));
-  return allocate(&logits_, static_cast<size_t>(parts_.model->config().vocab_size) * 4);
+  const BufferAllocator allocator(parts_.device, "dictation");
+  SLUICE_RETURN_IF_ERROR(allocator.MirroredWords(parts_.max_context, &tokens_));
+  SLUICE_RETURN_IF_ERROR(allocator.MirroredWords(3, &rows_));
+  return allocator.MirroredWords(parts_.model->config().vocab_size, &logits_);
 }
 
 absl::Status Dictation::Finish() {

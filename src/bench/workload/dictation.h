@@ -13,6 +13,7 @@
 #include "absl/types/span.h"
 #include "src/attention/attention_policy.h"
 #include "src/bench/workload/context.h"
+#include "src/device/allocation.h"
 #include "src/device/device.h"
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
@@ -44,9 +45,6 @@ class Dictation {
 
  private:
   // Memory of the device, and where the host reads and writes it.
-  struct Mirrored {
-    Buffer device, host;
-  };
   explicit Dictation(const Parts& parts);
   absl::Status Allocate();
   // Waits for what is enqueued.
@@ -57,7 +55,7 @@ class Dictation {
   const std::unique_ptr<Stream> stream_;
   const std::unique_ptr<Event> done_;
   std::unique_ptr<ContextReader> contexts_;
-  Mirrored tokens_, rows_, logits_;  // rows_: slot, position, logit row
+  MirroredBuffer tokens_, rows_, logits_;  // rows_: slot, position, logit row
   int count_ = 0, total_ = 0;
   bool admitted_ = false;
 };

@@ -262,7 +262,7 @@ TEST_CASE("ess: what it knows of its misses while steps go on is what it missed"
 TEST_CASE("ess: a copy of the host's for each entry changes no bit") {
   PolicyOptions::Ess ess = SmallPools();
   const Result want = Run(ess, 0), naive = Run(ess, 0, "offload-naive");
-  ess.row_copies = true;
+  ess.probe.row_copies = true;
   for (const Overlap overlap : {Overlap::kNone, Overlap::kDba}) {
     ess.overlap = overlap;
     REQUIRE(Run(ess, 0) == want);

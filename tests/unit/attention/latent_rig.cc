@@ -75,10 +75,9 @@ LatentRig::LatentRig(const Shape& shape, const PolicyOptions::Ess& ess, const st
                        OrFail(device_->Allocate(MemoryKind::kPinned, shape.pool_bytes, "dram"))));
   options_.hbm = hbm_.get();
   options_.dram = dram_.get();
-  const auto allocate = [this](Mirrored* both, int64_t words) {
-    const auto bytes = static_cast<size_t>(words) * 4;
-    both->device = OrFail(device_->Allocate(MemoryKind::kDevice, bytes, "test"));
-    both->host = OrFail(device_->Allocate(MemoryKind::kPinned, bytes, "test"));
+  const BufferAllocator allocator(device_.get(), "test");
+  const auto allocate = [&allocator](MirroredBuffer* both, int64_t words) {
+    REQUIRE(allocator.MirroredWords(words, both).ok());
   };
   const int64_t rows = options_.max_rows;
   layers_.resize(static_cast<size_t>(shape.layers));
@@ -221,7 +220,7 @@ std::vector<std::vector<std::vector<float>>> LatentRig::Mixed(std::vector<int32_
 }
 
 void LatentRig::Enqueue(Stream& stream, int rows, int decode_rows) {
-  const auto send = [&](const Mirrored& both, int width) {
+  const auto send = [&](const MirroredBuffer& both, int width) {
     stream.Copy(both.device.data(), both.host.data(), static_cast<size_t>(rows) * width * 4);
   };
   send(slots_, 1);
@@ -315,7 +314,7 @@ std::vector<std::vector<std::vector<float>>> LatentRig::Run(const std::vector<in
     for (int i = 0; i < shape_.layers; ++i) {
       const Token token = Make(sequence.seed, i, position);
       const Layer& layer = layers_[static_cast<size_t>(i)];
-      const auto put = [&](const Mirrored& both, const std::vector<float>& values) {
+      const auto put = [&](const MirroredBuffer& both, const std::vector<float>& values) {
         std::copy(values.begin(), values.end(), both.host.as<float>() + r * values.size());
       };
       put(layer.kv, token.kv);

@@ -11,6 +11,7 @@
 
 #include "src/attention/attention_policy.h"
 #include "src/attention/policy_options.h"
+#include "src/device/allocation.h"
 #include "src/device/device.h"
 #include "src/kv/page_pool.h"
 
@@ -79,11 +80,8 @@ class LatentRig {
     uint64_t seed = 0;
     int length = 0;
   };
-  struct Mirrored {
-    Buffer device, host;
-  };
   struct Layer {
-    Mirrored kv, k, index_q, weights, q, out;
+    MirroredBuffer kv, k, index_q, weights, q, out;
     Buffer made_q, made_weights;  // IndexQuery's
   };
   struct Token {
@@ -105,7 +103,7 @@ class LatentRig {
   std::unique_ptr<PagePool> hbm_, dram_;
   std::map<int, Sequence> sequences_;
   std::vector<Layer> layers_;
-  Mirrored slots_, positions_, cos_sin_, ones_;
+  MirroredBuffer slots_, positions_, cos_sin_, ones_;
   std::unique_ptr<Event> done_;
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<AttentionPolicy> policy_;

@@ -44,10 +44,9 @@ PolicyRig::PolicyRig(const Shape& shape, Make make) : shape_(shape), make_(std::
       "hbm", layout, OrFail(device_->Allocate(MemoryKind::kDevice, kPoolBytes, "hbm"))));
   dram_ = OrFail(PagePool::Create(
       "dram", layout, OrFail(device_->Allocate(MemoryKind::kPinned, kPoolBytes, "dram"))));
-  const auto allocate = [this](Mirrored* both, int64_t words) {
-    const auto bytes = static_cast<size_t>(words) * 4;
-    both->device = OrFail(device_->Allocate(MemoryKind::kDevice, bytes, "test"));
-    both->host = OrFail(device_->Allocate(MemoryKind::kPinned, bytes, "test"));
+  const BufferAllocator allocator(device_.get(), "test");
+  const auto allocate = [&allocator](MirroredBuffer* both, int64_t words) {
+    REQUIRE(allocator.MirroredWords(words, both).ok());
   };
   const int64_t rows = MaxRows(shape, *device_);
   const int64_t q = int64_t{shape.heads} * shape.head_dim;

@@ -11,6 +11,7 @@
 
 #include "src/attention/attention_policy.h"
 #include "src/attention/policy_options.h"
+#include "src/device/allocation.h"
 #include "src/device/device.h"
 #include "src/kv/page_pool.h"
 
@@ -83,12 +84,9 @@ class PolicyRig {
     int length = 0;
   };
   // Memory of the device and where the host reads and writes it.
-  struct Mirrored {
-    Buffer device, host;
-  };
   // Of one layer.
   struct Layer {
-    Mirrored qkv, predicted, out;
+    MirroredBuffer qkv, predicted, out;
   };
   void Enqueue(Stream& stream, AttentionPolicy& policy, int rows, int decode_rows);
   void Ahead(Stream& stream, AttentionPolicy& policy, int layer, int rows);
@@ -103,7 +101,7 @@ class PolicyRig {
   std::unique_ptr<PagePool> hbm_, dram_;
   std::map<int, Sequence> sequences_;
   std::vector<Layer> layers_;
-  Mirrored slots_, positions_, cos_sin_;
+  MirroredBuffer slots_, positions_, cos_sin_;
   Buffer partial_;
   std::unique_ptr<Event> done_;
   std::map<int, std::unique_ptr<Program>> programs_;  // by rows, of the policy that came first

@@ -44,7 +44,7 @@ TEST_CASE("A line through counts that are alike goes through the origin") {
 }
 
 TEST_CASE("A step's stages are timed by layer, whole steps of the expected size alone") {
-  using Stage = PolicyOptions::Ess::Stage;
+  using Stage = EssProbe::Stage;
   for (const char* kernels : {"portable", "cuda"}) {
     auto device = testing::TestDevice(kernels);
     if (!device.ok()) continue;
@@ -54,9 +54,9 @@ TEST_CASE("A step's stages are timed by layer, whole steps of the expected size 
     Buffer memory = *(*device)->Allocate(MemoryKind::kDevice, size_t{64} << 20, "to be filled");
     const auto step = [&](int32_t rows) {
       for (int layer = 0; layer < kLayers; ++layer) {
-        for (int s = 0; s < PolicyOptions::Ess::kStages; ++s) {
+        for (int s = 0; s < EssProbe::kStages; ++s) {
           // Long in Attn0 of layer 1.
-          if (layer == 1 && s == PolicyOptions::Ess::kStages - 1) {
+          if (layer == 1 && s == EssProbe::kStages - 1) {
             for (int i = 0; i < 4; ++i) stream->Fill(memory.data(), 1, memory.bytes());
           }
           timer.OnStage(*stream, layer, rows, static_cast<Stage>(s));

@@ -60,19 +60,6 @@ void CheckSvd(const std::vector<double>& a, int64_t rows, int64_t columns) {
 
 }  // namespace
 
-TEST_CASE("the triangle of a matrix has its Gram matrix") {
-  SplitMix64 random(TestSeed());
-  for (const auto& [rows, columns] : {std::pair<int64_t, int64_t>{40, 7}, {7, 7}, {3, 7}, {0, 3}}) {
-    INFO(rows << " x " << columns);
-    const std::vector<double> a = Random(random, rows * columns);
-    const std::vector<double> r = TriangleOf(a, rows, columns);
-    for (int64_t i = 0; i < columns; ++i) {
-      for (int64_t j = 0; j < i; ++j) CHECK(r[static_cast<size_t>(i * columns + j)] == 0);
-    }
-    CHECK(WorstDifference(Gram(r, columns, columns), Gram(a, rows, columns)) < 1e-12);
-  }
-}
-
 TEST_CASE("a decomposition puts the matrix together again") {
   SplitMix64 random(TestSeed());
   for (const auto& [rows, columns] :

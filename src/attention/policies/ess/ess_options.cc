@@ -12,7 +12,7 @@
 namespace sluice {
 namespace {
 
-// Of divide_places.
+// Checks the option divide_places.
 absl::Status CheckDivision(const PolicyOptions& o) {
   if (o.ess.sparse_memory_ratio == 0) {
     return absl::InvalidArgumentError(
@@ -29,7 +29,7 @@ absl::Status CheckDivision(const PolicyOptions& o) {
         o.max_context, "), found ", ratios.size(),
         ": measure them with sluice-profile --ratios A,B,..., or leave ess_divide_places off"));
   }
-  if (o.name != "ess") return absl::OkStatus();  // nothing stays in a place
+  if (o.name != "ess") return absl::OkStatus();  // With offload-naive nothing stays in a place.
   const EssPoolShape shape =
       EssShapeOf(o, layout.layers, layout.kinds[kLatentKind].block_tokens, 0);
   const int64_t mean = shape.PlacesOf(o.max_context);
@@ -77,7 +77,7 @@ absl::Status CheckEssOptions(const PolicyOptions& o) {
   }
   if (o.ess.divide_places) SLUICE_RETURN_IF_ERROR(CheckDivision(o));
   for (const PagePool* pool : {o.hbm, o.dram}) {
-    // Lists of entries to fetch number them in 32 bits, all layers together.
+    // The lists of entries to fetch number the entries of all layers together, in 32 bits.
     const int64_t entries = pool->Capacity()[kLatentKind] * pool->layout().layers;
     if (entries <= INT32_MAX) continue;
     return absl::InvalidArgumentError(
@@ -112,7 +112,8 @@ OverlapPlan::Options OverlapOptionsOf(const PolicyOptions& options, const EssPoo
   plan.prefetch = options.ess.prefetch > 0;
   plan.profile = options.ess.profile;
   plan.rates = plan.profile.rates;
-  if (plan.rates.device != options.device->name()) {  // none, or another device's
+  // The profile has no rates, or those of another device.
+  if (plan.rates.device != options.device->name()) {
     plan.rates = AssumedRates(layout.kinds[kLatentKind].bytes_per_token,
                               layout.kinds[kIndexKind].bytes_per_token);
   }
@@ -122,7 +123,8 @@ OverlapPlan::Options OverlapOptionsOf(const PolicyOptions& options, const EssPoo
   }
   plan.selected = static_cast<double>(options.index_top_k);
   plan.context = options.max_context;
-  for (const MissProfile::Point& point : plan.profile.points) {  // no longer than was profiled
+  // The plan's context is no longer than what was profiled.
+  for (const MissProfile::Point& point : plan.profile.points) {
     const bool within = point.context <= options.max_context;
     if (&point == plan.profile.points.data()) plan.context = 0;
     if (within) plan.context = std::max(plan.context, point.context);
@@ -133,7 +135,7 @@ OverlapPlan::Options OverlapOptionsOf(const PolicyOptions& options, const EssPoo
     plan.profile.points = {{plan.context, shape.ratio, 1, ExpectedMisses(options, shape)}};
   }
   plan.ratio = static_cast<double>(places) / static_cast<double>(plan.context);
-  // Pools that begin cold, or that keep nothing, miss whatever their size.
+  // Pools that begin cold or keep nothing miss whatever their size is.
   if (!options.ess.warm_up || !options.ess.lru) plan.ratio = std::min(plan.ratio, 0.999);
   return plan;
 }

@@ -1,5 +1,5 @@
-// What policy ess makes of its options: whether they hold together, and what its schedules begin
-// with. Arithmetic alone.
+// Validation of policy ess's options, and what its schedules start from. This file is arithmetic
+// alone.
 #pragma once
 
 #include "absl/status/status.h"
@@ -10,16 +10,16 @@
 
 namespace sluice {
 
-// FAILED_PRECONDITION: the model has no latent caches with an indexer; UNIMPLEMENTED: the device
-// has no operators for them; INVALID_ARGUMENT: a setting is out of range, or places are to be
-// divided (pool_division.h) and are not set ones or not profiled. Where there is nothing to divide
-// the log says so.
+// FAILED_PRECONDITION: the model has no latent caches with an indexer. UNIMPLEMENTED: the device
+// has no operators for them. INVALID_ARGUMENT: a setting is out of range, or places are to be
+// divided (pool_division.h) but their number is not set or no profile covers it. Logs a warning if
+// there is nothing to divide.
 absl::Status CheckEssOptions(const PolicyOptions& options);
 
-// INVALID_ARGUMENT: there is no room for one sequence, of a token and the next one.
+// INVALID_ARGUMENT: the pools cannot hold one sequence of a token and the next one.
 absl::Status CheckEssRoom(const PolicyOptions& options, const EssTier& tier);
 
-// What is expected of steps of at most `decode_rows` rows before anything is seen.
+// Returns what is expected of steps of at most `decode_rows` rows before anything is observed.
 OverlapPlan::Options OverlapOptionsOf(const PolicyOptions& options, const EssPoolShape& shape,
                                       int decode_rows);
 

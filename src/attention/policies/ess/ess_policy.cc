@@ -268,7 +268,8 @@ bool EssPolicy::Fetch(Stream& stream, int layer, int32_t first, int32_t rows) co
 }
 
 bool EssPolicy::Bring(Stream& stream, const kernels::TransferParams& move) const {
-  if (options_.ess.skip_transfers != nullptr && *options_.ess.skip_transfers) return false;
+  if (options_.ess.probe.skip_transfers != nullptr && *options_.ess.probe.skip_transfers)
+    return false;
   if (row_copies_ != nullptr) {
     row_copies_->Enqueue(stream, move);
     return false;
@@ -290,9 +291,10 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
   const int32_t prefetch_workers = !never_misses_ && layer > 0 && plan_.Prefetches(layer - 1)
                                        ? StepOperators::kPrefetchWorkers
                                        : 0;
-  using Stage = PolicyOptions::Ess::Stage;
+  using Stage = EssProbe::Stage;
   const auto done = [&](Stage stage) {
-    if (options_.ess.on_stage != nullptr) options_.ess.on_stage(stream, layer, rows, stage);
+    if (options_.ess.probe.on_stage != nullptr)
+      options_.ess.probe.on_stage(stream, layer, rows, stage);
   };
   const auto select = [&](int32_t first, int32_t count) {
     selection_->Select(
@@ -404,8 +406,8 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> EssPolicy::Create(const PolicyO
   selection_options.runners_up = options.ess.prefetch;
   selection_options.layers = layout.layers;
   SLUICE_ASSIGN_OR_RETURN(parts.selection, IndexSelection::Create(selection_options));
-  parts.selection->Observe(options.ess.on_selection);
-  if (options.ess.row_copies) {
+  parts.selection->Observe(options.ess.probe.on_selection);
+  if (options.ess.probe.row_copies) {
     SLUICE_ASSIGN_OR_RETURN(parts.row_copies, RowCopies::Create(options.device, DecodeRows(options),
                                                                 options.index_top_k));
   }

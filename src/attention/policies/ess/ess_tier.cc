@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "src/base/failpoint.h"
+#include "src/attention/offload/home_admission.h"
+#include "src/base/bisect.h"
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
 #include "src/kv/page_copies.h"
 
@@ -36,7 +38,7 @@ EssTier::EssTier(const Options& options, PoolTables tables, std::unique_ptr<Pool
 }
 
 EssTier::~EssTier() {
-  warmer_.reset();  // ends what it was given
+  warmer_.reset();  // Completes what it was given.
   for (const Slot& slot : slots_) {
     slot.placed->Wait();
     slot.cleared->Wait();
@@ -47,22 +49,17 @@ EssTier::~EssTier() {
 }
 
 absl::Status EssTier::AllocateTargets() {
-  const auto bytes = static_cast<size_t>(layout().layers) *
-                     static_cast<size_t>(options_.decode_rows) * sizeof(int32_t);
-  const auto allocate = [&](Buffer* buffer, MemoryKind kind) -> absl::Status {
-    SLUICE_ASSIGN_OR_RETURN(*buffer,
-                            options_.device->Allocate(kind, bytes, "targets of new entries"));
-    return absl::OkStatus();
-  };
-  SLUICE_RETURN_IF_ERROR(allocate(&device_targets_, MemoryKind::kDevice));
-  SLUICE_RETURN_IF_ERROR(allocate(&target_counts_, MemoryKind::kDevice));
+  const int64_t words = int64_t{layout().layers} * options_.decode_rows;
+  const BufferAllocator allocator(options_.device, "targets of new entries");
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, words, &device_targets_));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, words, &target_counts_));
   for (Targets& targets : targets_) {
-    SLUICE_RETURN_IF_ERROR(allocate(&targets.units, MemoryKind::kPinned));
+    SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, words, &targets.units));
     targets.done = options_.device->NewEvent();
   }
   const Buffer& staged = targets_[0].units;
   std::fill_n(staged.as<int32_t>(), layout().layers, options_.decode_rows);
-  copy_stream_->Copy(target_counts_.data(), staged.data(), bytes);
+  copy_stream_->Copy(target_counts_.data(), staged.data(), staged.bytes());
   copy_stream_->Record(*targets_[0].done);
   targets_[0].done->Wait();
   return options_.device->Health();
@@ -73,18 +70,11 @@ Footprint EssTier::FootprintOf(int64_t context, int64_t total) const {
 }
 
 int64_t EssTier::max_tokens() const {
-  int64_t low = 0, high = options_.shape.max_context;
-  while (low < high) {
-    const int64_t middle = low + (high - low + 1) / 2;
-    const Footprint need = FootprintOf(middle, middle);
-    if (options_.hbm->CouldEverFit(need.hbm_tokens) &&
-        options_.dram->CouldEverFit(need.dram_tokens)) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
+  return LargestThat(0, options_.shape.max_context, [this](int64_t tokens) {
+    const Footprint need = FootprintOf(tokens, tokens);
+    return options_.hbm->CouldEverFit(need.hbm_tokens) &&
+           options_.dram->CouldEverFit(need.dram_tokens);
+  });
 }
 
 AttentionPolicy::Room EssTier::RoomNow() const {
@@ -94,22 +84,12 @@ AttentionPolicy::Room EssTier::RoomNow() const {
 bool EssTier::Admit(int slot, int64_t context, int64_t total,
                     std::unique_ptr<SequenceCache>& home) {
   Slot& s = slots_.at(static_cast<size_t>(slot));
-  SLUICE_CHECK(s.hbm == nullptr, "a slot has one sequence");
   SLUICE_CHECK(home != nullptr || context == 0);
-  if (SLUICE_FAILPOINT(kKvAdmit)) return false;
-  const TokensByKind at_home = {total, context};
-  Reservation hbm = options_.hbm->TryReserve(options_.shape.HbmTokens(total));
-  if (hbm.empty()) return false;
-  if (home != nullptr && !home->Covers(at_home) && !home->Extend(at_home)) return false;
-  if (home == nullptr) {
-    Reservation dram = options_.dram->TryReserve(at_home);
-    if (dram.empty()) return false;
-    home = std::make_unique<SequenceCache>(options_.dram, std::move(dram));
+  if (!AdmitWithHome(options_.hbm, options_.shape.HbmTokens(total), options_.dram, {total, context},
+                     home, &s.hbm)) {
+    return false;
   }
   s.home = std::move(home);
-  s.home->EnsureTokens(at_home);
-  s.hbm = std::make_unique<SequenceCache>(options_.hbm, std::move(hbm));
-  s.hbm->EnsureTokens(options_.shape.HbmTokens(total));
   s.total = total;
   s.kept = 0;
   s.index_at_home = context > 0;
@@ -120,7 +100,7 @@ bool EssTier::Admit(int slot, int64_t context, int64_t total,
   tables_.Publish(slot, *s.home, *s.hbm, s.pages, &s.copies);
   tables_.Clear(s.pages, &s.copies, &s.then);
   CopyIndex(s, *s.home, *s.hbm, context);
-  // One command each, however scattered the pages.
+  // Each is one command, however scattered the pages are.
   copy_stream_->CopyBatch(s.copies.data(), s.copies.size());
   copy_stream_->CopyBatch(s.then.data(), s.then.size());
   copy_stream_->Record(*s.placed);
@@ -147,7 +127,7 @@ bool EssTier::Warm(int slot) {
 
 Event& EssTier::WarmEvent(int slot) {
   Slot& s = slots_[static_cast<size_t>(slot)];
-  if (!warmer_->Done(slot)) return warmer_->DoneEvent(slot);  // comes after the two others
+  if (!warmer_->Done(slot)) return warmer_->DoneEvent(slot);  // It is the latest of the three.
   return s.cleared->Ready() ? *s.placed : *s.cleared;
 }
 
@@ -164,11 +144,12 @@ void EssTier::Release(int slot) {
 
 bool EssTier::MakeWayOut(int slot, int64_t tokens) {
   Slot& s = slots_[static_cast<size_t>(slot)];
-  // The warmer reads the home's pages. (Nobody asks meanwhile: what ends well has had a step.)
+  // The warmer still reads the home's pages. (The engine does not ask in this state: a sequence
+  // that ends well has had a step.)
   if (!warmer_->Done(slot)) return false;
   const TokensByKind wanted = {s.total, tokens};
   if (!s.home->Covers(wanted) && !s.home->Extend(wanted)) return false;
-  s.index_at_home = false;  // what it has there stays
+  s.index_at_home = false;  // The index keys that are there stay.
   return true;
 }
 
@@ -188,7 +169,7 @@ std::unique_ptr<SequenceCache> EssTier::TakeHome(int slot) {
   Slot& s = slots_[static_cast<size_t>(slot)];
   SLUICE_CHECK(Warm(slot), "taken while nothing is copied");
   std::unique_ptr<SequenceCache> home = std::move(s.home);
-  // Room for tokens that it may never have is not kept: a next turn asks for its own.
+  // Memory for tokens that may never come is not kept: a next turn asks for its own.
   home->ShrinkTo(s.kept);
   Release(slot);
   if (s.kept == 0) home.reset();
@@ -227,7 +208,7 @@ void EssTier::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                         absl::Span<const int32_t> positions, const std::vector<bool>& generates) {
   Targets& targets = targets_[next_targets_];
   next_targets_ = (next_targets_ + 1) % targets_.size();
-  targets.done->Wait();  // it was, unless more steps are under way than there are targets
+  targets.done->Wait();  // It is ready, unless more steps are under way than there are targets.
   const int64_t rows = options_.decode_rows, block = latent().block_tokens;
   auto* const units = targets.units.as<int32_t>();
   std::fill_n(units, layout().layers * rows, -1);
@@ -259,7 +240,7 @@ void EssTier::WriteThrough(Stream& stream, const void* written, int begin, int e
   move.lists = end - begin;
   move.capacity = options_.decode_rows;
   move.unit_bytes = static_cast<int32_t>(bytes);
-  // A step's entries are few: 76 rows of 656 bytes are 1 us of the link.
+  // A step's entries are few: 76 rows of 656 bytes take 1 us of the link.
   move.max_workers = 8;
   options_.device->kernels().Transfer(stream, move);
 }

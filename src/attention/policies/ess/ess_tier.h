@@ -1,17 +1,17 @@
-// The tiers of policy ess (ESS, sections 3 and 3.2). A sequence's *home* is its latent entries in
-// pinned DRAM, every one, new ones written through. In HBM lie its index keys, by position, and for
-// each layer its Sparse Memory Pool: places for entries, with the tables that say which entry has
-// which place. All of HBM is taken at admission for the whole length of the sequence, so that
-// admission counts real bytes and a running sequence never lacks room.
+// The tiers of policy ess (ESS, sections 3 and 3.2). A sequence's *home* is all of its latent
+// entries in pinned DRAM; new entries are written through to it. In HBM the sequence has its index
+// keys, by position, and for each layer a Sparse Memory Pool: places for entries, with the tables
+// that say which entry has which place. All of HBM is taken at admission for the whole length of
+// the sequence, so that admission counts real bytes and a running sequence never lacks memory.
 //
-// The index keys of a handed-over cache leave DRAM once they are in HBM; they come back where the
-// sequence is kept.
+// The index keys of a handed-over cache leave DRAM once they are in HBM. They are copied back to
+// DRAM if the sequence is kept.
 //
-// Pages are freed by Release and TakeHome alone, which the engine calls once every step that has
-// the slot is done: what a gather of a running sequence reads and writes is the sequence's own.
+// Only Release and TakeHome free pages. The engine calls them once every step that has the slot is
+// done, so what a transfer of a running sequence reads and writes is the sequence's own.
 //
-// Placement only: what is fetched and when is the policy's. Engine's thread, but for the views of
-// layers, which operators read by slot.
+// This class only places entries; the policy decides what is fetched and when. All functions are
+// for the engine's thread, except the views of layers, which operators read by slot.
 #pragma once
 
 #include <array>
@@ -42,14 +42,14 @@ class EssTier {
     PagePool* dram = nullptr;
     int slots = 0;
     EssPoolShape shape;
-    int decode_rows = 0;  // of a step at most, padded ones counted
+    int decode_rows = 0;  // Most decode rows of a step, including padding.
     int latent_rank = 0;
   };
-  // RESOURCE_EXHAUSTED: no memory for the tables.
+  // RESOURCE_EXHAUSTED: there is no memory for the tables.
   static absl::StatusOr<std::unique_ptr<EssTier>> Create(const Options& options);
   ~EssTier();
 
-  // AttentionPolicy's placement face, firm promises alone.
+  // The placement functions of AttentionPolicy, with firm promises only.
   Footprint FootprintOf(int64_t context, int64_t total) const;
   int64_t max_tokens() const;
   AttentionPolicy::Room RoomNow() const;
@@ -62,25 +62,27 @@ class EssTier {
   void Evict(int slot, int64_t tokens);
   std::unique_ptr<SequenceCache> TakeHome(int slot);
 
-  // Whether the slot's pools have a place for each of its tokens.
+  // Returns whether each of the slot's pools has a place for every token.
   bool HoldsWhole(int slot) const {
     return options_.shape.HoldsWhole(slots_[static_cast<size_t>(slot)].total);
   }
-  // Fills the pools of a sequence whose first `tokens` tokens are cached, with all of them where it
-  // holds whole sequences, and reserves the next token's places. `fill` false: does the latter
-  // alone, the pools are empty. Returns before it is done: Warm says when.
+  // Fills the pools of a sequence whose first `tokens` tokens are cached, with all of them where
+  // the pools hold the whole sequence, and reserves the next token's places. With `fill` false it
+  // only reserves those places, and the pools stay empty. It returns before the work is done; Warm
+  // returns true when it is.
   void WarmUp(int slot, int64_t tokens, SelectionHints hints, bool fill);
-  // Not OK: the slot's sequence was not given what WarmUp promised it. REQUIRES: Warm(slot).
+  // Not OK: the slot's sequence did not get what WarmUp promised it. REQUIRES: Warm(slot).
   const absl::Status& Health(int slot) const { return warmer_->Health(slot); }
 
-  // Where the step's decode rows are at home, for WriteThrough: rows of slots for which
-  // `generates` is false, and padded ones, are nowhere.
+  // Sends to the device where the step's decode rows lie in their homes, for WriteThrough. Padded
+  // rows and rows of slots for which `generates` is false are written nowhere.
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                  absl::Span<const int32_t> positions, const std::vector<bool>& generates);
-  // Copies the decode rows' entries, [layers][decode_rows] of them, of layers [begin, end) home.
+  // Copies the decode rows' entries of layers [begin, end) to their homes. `written` is
+  // [layers][decode_rows] entries.
   void WriteThrough(Stream& stream, const void* written, int begin, int end) const;
 
-  // Entries by position, entries by place, index keys by position; by slot.
+  // Views of a layer, by slot: entries by position, entries by place, and index keys by position.
   kernels::PagedLatents Home(int layer) const;
   kernels::PagedLatents Pool(int layer) const;
   kernels::PagedIndexKeys Index(int layer) const;
@@ -94,15 +96,16 @@ class EssTier {
  private:
   struct Slot {
     std::unique_ptr<SequenceCache> home;
-    std::unique_ptr<SequenceCache> hbm;  // null: the slot is free
-    int64_t total = 0;                   // tokens at its end
-    PoolPages pages;                     // of hbm, by layer
-    int64_t kept = 0;                    // since Evict: tokens that the home is to be kept with
-    bool index_at_home = false;          // pages of DRAM that go back once `placed` is there
-    // Under way: of the placing (or the way out), and of the warm-up.
+    std::unique_ptr<SequenceCache> hbm;  // Null: the slot is free.
+    int64_t total = 0;                   // Tokens of the sequence at its end.
+    PoolPages pages;                     // Pages of `hbm` by layer.
+    int64_t kept = 0;                    // Since Evict: tokens that the home is to be kept with.
+    // The home has pages of index keys, which are freed once `placed` is ready.
+    bool index_at_home = false;
+    // Copies under way: of the placing or the eviction, and of the warm-up.
     std::vector<Stream::CopyOp> copies, then, warm_copies, warm_then;
-    std::unique_ptr<Event> placed;   // tables and index keys are where they belong
-    std::unique_ptr<Event> cleared;  // of the warm-up, which may follow at once
+    std::unique_ptr<Event> placed;   // Ready when tables and index keys are where they belong.
+    std::unique_ptr<Event> cleared;  // The same for the warm-up, which may follow at once.
   };
   // A step's targets on their way to the device.
   struct Targets {
@@ -117,12 +120,13 @@ class EssTier {
   const Options options_;
   PoolTables tables_;
   std::vector<Slot> slots_;
-  std::array<Targets, 2> targets_;  // in turn: at most one step is under way when the next begins
+  // Used in turn: at most one step is under way when the next begins.
+  std::array<Targets, 2> targets_;
   size_t next_targets_ = 0;
-  Buffer device_targets_;  // int32 [layers][decode_rows] entries of homes, or -1
-  Buffer target_counts_;   // int32 [layers], decode_rows each
+  Buffer device_targets_;  // int32 [layers][decode_rows]: entries of homes, or -1.
+  Buffer target_counts_;   // int32 [layers]: decode_rows each.
   std::unique_ptr<PoolWarmer> warmer_;
-  std::unique_ptr<Stream> copy_stream_;  // last: its thread ends first
+  std::unique_ptr<Stream> copy_stream_;  // Declared last: its thread ends first.
 };
 
 }  // namespace sluice

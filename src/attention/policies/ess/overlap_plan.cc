@@ -73,10 +73,10 @@ absl::Span<const Overlap> OverlapPlan::Of(int rows) {
 
 void OverlapPlan::Observe(const PolicyStatistics& sums, double context) {
   SLUICE_CHECK(sums.layers.size() == last_.size());
-  // Every layer has seen the same rows.
+  // All layers have seen the same rows, so the first one tells.
   if (sums.layers[0].steps - last_[0].steps < kLeastRows) return;
   const bool first = !seen_ && options_.profile.points.empty();
-  if (!seen_) {  // the average begins with what was expected
+  if (!seen_) {  // The average begins with what was expected.
     misses_.assign(last_.size(), 0);
     const MissProfile::Point* const point =
         options_.ratio < 1 ? options_.profile.Nearest(options_.context, options_.ratio, 1)

@@ -12,11 +12,11 @@
 namespace sluice {
 namespace {
 
-// Misses by ratio, of every layer, of one context.
+// Misses of every layer by ratio, at one context.
 struct Curves {
   int64_t context = 0;
-  std::vector<double> ratios;               // rising, the last is 1
-  std::vector<std::vector<double>> misses;  // [ratio][layer], falling
+  std::vector<double> ratios;               // Ascending; the last is 1.
+  std::vector<std::vector<double>> misses;  // [ratio][layer], descending with the ratio.
 
   double At(size_t layer, double ratio) const {
     const auto above = std::lower_bound(ratios.begin(), ratios.end(), ratio);
@@ -28,7 +28,8 @@ struct Curves {
   }
 };
 
-// What the profile has of its context nearest to this one: by ratio, of the largest batch.
+// Returns the profile's points at its context nearest to `context`: for each ratio, the point of
+// the largest batch.
 std::map<double, const MissProfile::Point*> PointsOf(const MissProfile& profile, int64_t context,
                                                      int layers) {
   const auto far = [&](const MissProfile::Point& point) {
@@ -54,7 +55,7 @@ std::map<double, const MissProfile::Point*> PointsOf(const MissProfile& profile,
   return points;
 }
 
-// Empty `ratios`: the profile does not say.
+// Returns curves with empty `ratios` if the profile does not say.
 Curves CurvesOf(const MissProfile& profile, int64_t context, int layers) {
   Curves curves;
   const auto points = PointsOf(profile, context, layers);
@@ -75,14 +76,14 @@ Curves CurvesOf(const MissProfile& profile, int64_t context, int layers) {
   return curves;
 }
 
-// A stretch of a layer's curve of times on which each place more gains the same.
+// A stretch of a layer's curve of times on which each further place gains the same.
 struct Stretch {
   size_t layer = 0;
-  double ratio = 0;  // so long
-  double gain = 0;   // microseconds for a ratio of 1
+  double ratio = 0;  // Length of the stretch.
+  double gain = 0;   // Microseconds gained per ratio of 1.
 };
 
-// The lower convex hull of a layer's time over its ratio, from its beginning on.
+// Appends the lower convex hull of a layer's time over its ratio.
 void AddHull(size_t layer, const std::vector<double>& ratios, const std::vector<double>& times,
              std::vector<Stretch>* out) {
   for (size_t i = 0; i + 1 < ratios.size();) {
@@ -109,7 +110,7 @@ std::vector<double> ProfiledRatios(const MissProfile& profile, int64_t max_conte
 }
 
 std::vector<double> DividePlaces(const PolicyOptions& options, const EssPoolShape& even) {
-  constexpr int kSteps = 128;  // in which a curve is followed
+  constexpr int kSteps = 128;  // Points at which a curve is sampled.
   const Curves curves = CurvesOf(options.ess.profile, even.max_context, even.layers);
   if (curves.ratios.empty()) return {};
   const auto context = static_cast<double>(even.max_context);

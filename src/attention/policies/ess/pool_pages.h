@@ -1,6 +1,7 @@
-// Which of a sequence's pages in HBM belong to which layer's pool and tables. A pool of pages gives
-// every layer as many; where layers have different numbers of places (EssPoolShape::shares) all of
-// a sequence's pages of a kind are one row, and each layer has the next part of it.
+// Which of a sequence's pages in HBM belong to which layer's pool and tables. A page pool gives
+// every layer the same number of pages. Where layers have different numbers of places
+// (EssPoolShape::shares), all of a sequence's pages of a kind form one row, and each layer has the
+// next part of it.
 #pragma once
 
 #include <cstdint>
@@ -15,20 +16,21 @@ namespace sluice {
 class PoolPages {
  public:
   PoolPages() = default;
-  // Of a sequence of `total` tokens at its end, which has room for shape.HbmTokens(total).
+  // Divides the pages of a sequence that ends with `total` tokens. REQUIRES: `hbm` holds
+  // shape.HbmTokens(total).
   PoolPages(const EssPoolShape& shape, const SequenceCache& hbm, int64_t total);
 
   int64_t total() const { return total_; }
   int64_t places(int layer) const { return places_[static_cast<size_t>(layer)]; }
-  int64_t most_places() const;  // of any layer
-  // Page numbers, in order of blocks: of entries, by place, and of the residency tables.
+  int64_t most_places() const;  // The most that any layer has.
+  // Page numbers of the latent entries in order of place, and of the residency tables.
   absl::Span<const int32_t> Latents(int layer) const { return Part(latents_, layer); }
   absl::Span<const int32_t> Residency(int layer) const { return Part(residency_, layer); }
 
  private:
   struct Row {
     std::vector<int32_t> pages;
-    std::vector<size_t> begins;  // [layers + 1]
+    std::vector<size_t> begins;  // [layers + 1].
   };
   static absl::Span<const int32_t> Part(const Row& row, int layer) {
     const auto i = static_cast<size_t>(layer);
@@ -36,7 +38,7 @@ class PoolPages {
   }
 
   int64_t total_ = 0;
-  std::vector<int64_t> places_;  // by layer
+  std::vector<int64_t> places_;  // Indexed by layer.
   Row latents_, residency_;
 };
 

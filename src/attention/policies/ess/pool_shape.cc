@@ -10,8 +10,8 @@ namespace {
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Latent places for each layer that `slots` sequences of max_context tokens find in `bytes` of HBM
-// beside their index keys and tables, each.
+// Returns how many latent places in each layer every one of `slots` sequences of max_context tokens
+// finds in the options' HBM beside its index keys and tables.
 int64_t FairPlaces(const PolicyOptions& options, const CacheLayout& model) {
   const int64_t tokens = options.max_context;
   const CacheKind& index = model.kinds[kIndexKind];
@@ -21,17 +21,18 @@ int64_t FairPlaces(const PolicyOptions& options, const CacheLayout& model) {
                              CeilDiv(tokens + 1, kResidencyWords) * kResidencyWords * word;
   const CacheKind& latent = model.kinds[kLatentKind];
   const int64_t place = latent.bytes_per_token + kPlaceWords * word;
-  // Their rows of the table begin and end with pages.
+  // A row of the table may leave part of its first and of its last page unused.
   const int64_t places = (for_places - kResidencyWords * word) / place;
   return std::max<int64_t>(places, 0) / latent.block_tokens * latent.block_tokens;
 }
 
-// The most places of each layer that any sequence has. A longer sequence may have fewer in a layer:
-// those of a short one are bounded by its length, so that what others would have comes to it.
+// Returns the most places that any sequence has in each layer. A longer sequence may have fewer
+// places in a layer than a short one: a short sequence's places are bounded by its length, so what
+// some layers cannot use goes to the others.
 std::vector<int64_t> MostByLayer(const EssPoolShape& shape) {
   std::vector<int64_t> most(static_cast<size_t>(shape.layers), 0);
   for (int64_t end = shape.block_tokens;; end += shape.block_tokens) {
-    // Of totals whose places end in the same block the last one has the most.
+    // Among totals whose places end in the same block, the largest total has the most places.
     const int64_t total = std::min(end - 1, shape.max_context);
     const std::vector<int64_t> places = shape.PlacesByLayer(total);
     for (size_t layer = 0; layer < most.size(); ++layer) {
@@ -68,7 +69,8 @@ std::vector<int64_t> EssPoolShape::PlacesByLayer(int64_t total) const {
   const auto blocks = [&](int64_t count) { return CeilDiv(count, block_tokens); };
   const int64_t least = blocks(std::min(top_k, total) + 1), most = blocks(total + 1);
   const int64_t all = mean / block_tokens * layers;
-  // The largest factor to the shares with which all of them have no more than there is.
+  // Gives each layer `factor` times its share, within its bounds, and returns the sum in blocks.
+  // The bisection below finds the largest factor whose sum is within what there is.
   const auto divide = [&](double factor) {
     int64_t sum = 0;
     for (size_t layer = 0; layer < places.size(); ++layer) {
@@ -142,9 +144,10 @@ TierShapes EssTierShapesOf(const PolicyOptions& options, const CacheLayout& mode
   TierShapes tiers;
   tiers.dram.layout = model;
   tiers.hbm.layout = model;
-  // Without an indexer there is nothing to be sparse about: the policy is refused, not the tiers.
+  // A model without an indexer has nothing to be sparse about: the policy is refused, not the
+  // tiers.
   if (model.kinds.size() != 2) return tiers;
-  // Index keys are in DRAM while a sequence comes in or is kept, not while it runs.
+  // Index keys are in DRAM while a sequence comes in or is kept, and not while it runs.
   tiers.dram.shared = true;
   tiers.hbm.layout.kinds.push_back(ResidencyKind());
   EssPoolShape shape = EssShapeOf(options, model.layers, model.kinds[kLatentKind].block_tokens, 0);

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 
 namespace sluice {
 absl::StatusOr<PoolTables> PoolTables::Create(Device* device, PagePool* hbm, PagePool* dram,
@@ -18,24 +19,21 @@ absl::StatusOr<PoolTables> PoolTables::Create(Device* device, PagePool* hbm, Pag
   t.place_of_pages_ = shape.PlaceOfPages(shape.max_context);
   t.places_pages_ = shape.PlacesPages(places);
   t.entries_ = t.place_blocks_ + t.index_blocks_ + t.place_of_pages_ + t.places_pages_;
-  const auto allocate = [&](Buffer* buffer, MemoryKind kind, int64_t words) -> absl::Status {
-    SLUICE_ASSIGN_OR_RETURN(
-        *buffer, device->Allocate(kind, static_cast<size_t>(words) * 4, "ess's page tables"));
-    return absl::OkStatus();
-  };
-  SLUICE_RETURN_IF_ERROR(allocate(&t.device_table_, MemoryKind::kDevice, slots * t.stride()));
-  SLUICE_RETURN_IF_ERROR(allocate(&t.host_table_, MemoryKind::kPinned, slots * t.stride()));
+  const BufferAllocator allocator(device, "ess's page tables");
   SLUICE_RETURN_IF_ERROR(
-      allocate(&t.device_home_table_, MemoryKind::kDevice, slots * t.home_stride()));
+      allocator.Words(MemoryKind::kDevice, slots * t.stride(), &t.device_table_));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, slots * t.stride(), &t.host_table_));
   SLUICE_RETURN_IF_ERROR(
-      allocate(&t.host_home_table_, MemoryKind::kPinned, slots * t.home_stride()));
+      allocator.Words(MemoryKind::kDevice, slots * t.home_stride(), &t.device_home_table_));
+  SLUICE_RETURN_IF_ERROR(
+      allocator.Words(MemoryKind::kPinned, slots * t.home_stride(), &t.host_home_table_));
 
-  SLUICE_RETURN_IF_ERROR(allocate(&t.whole_, MemoryKind::kDevice, slots));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, slots, &t.whole_));
   const int64_t units = shape.max_context + 1;
   const int64_t words = kRepeated + 2 * kResidencyWords + 3 * units;
-  SLUICE_RETURN_IF_ERROR(allocate(&t.constants_, MemoryKind::kDevice, words));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, words, &t.constants_));
   Buffer staged;
-  SLUICE_RETURN_IF_ERROR(allocate(&staged, MemoryKind::kPinned, words));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, words, &staged));
   auto* out = staged.as<int32_t>();
   out = std::fill_n(out, kRepeated, -1);
   for (int64_t i = 0; i < 2 * kResidencyWords; ++i) *out++ = i % 2 == 0 ? kernels::kNoPlace : -1;
@@ -57,7 +55,7 @@ absl::StatusOr<PoolTables> PoolTables::Create(Device* device, PagePool* hbm, Pag
 
 void PoolTables::Publish(int slot, const SequenceCache& home, const SequenceCache& hbm,
                          const PoolPages& pages, Ops* ops) const {
-  // Read by steps and by nobody else; none has the slot now.
+  // Only steps read the device's copy, and no step has the slot now.
   auto* table = host_table_.as<int32_t>() + slot * stride();
   auto* homes = host_home_table_.as<int32_t>() + slot * home_stride();
   const auto put = [](absl::Span<const int32_t> from, int64_t first, int64_t count, int64_t room,
@@ -79,7 +77,7 @@ void PoolTables::Publish(int slot, const SequenceCache& home, const SequenceCach
         index_blocks_, -1, to += place_blocks_);
     const absl::Span<const int32_t> words = pages.Residency(layer);
     put(words, 0, place_of, place_of_pages_, -1, to += index_blocks_);
-    // The last one stands for all that it lacks.
+    // The last page number stands for all the pages that the layer lacks.
     put(words, place_of, shape_.PlacesPages(pages.places(layer)), places_pages_, words.back(),
         to += place_of_pages_);
   }

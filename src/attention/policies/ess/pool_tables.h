@@ -1,6 +1,6 @@
-// What the device knows of the pages of each slot under policy ess: page numbers of home, places,
-// index keys and residency tables, in fixed tables by slot, and what the residency tables begin
-// with. Engine's thread.
+// The device's view of each slot's pages under policy ess. It holds, in fixed tables by slot, the
+// page numbers of the home, of the places, of the index keys and of the residency tables, and the
+// constants that a fresh residency table is filled with. Only the engine's thread calls it.
 #pragma once
 
 #include <cstdint>
@@ -21,22 +21,23 @@ class PoolTables {
  public:
   using Ops = std::vector<Stream::CopyOp>;
 
-  // RESOURCE_EXHAUSTED: no memory for them.
+  // RESOURCE_EXHAUSTED: there is no memory for the tables.
   static absl::StatusOr<PoolTables> Create(Device* device, PagePool* hbm, PagePool* dram, int slots,
                                            const EssPoolShape& shape);
 
-  // Writes the host's tables of a slot, whose pools are not whole yet, and adds the copies that
-  // send them.
+  // Writes the host's tables of a slot, marks its pools as not whole, and appends to `ops` the
+  // copies that send both to the device.
   void Publish(int slot, const SequenceCache& home, const SequenceCache& hbm,
                const PoolPages& pages, Ops* ops) const;
-  // Adds the copies that make the slot's residency tables those of an empty pool: `first`, then
-  // `then`.
+  // Appends the copies that make the slot's residency tables those of an empty pool. All copies in
+  // `first` must be done before those in `then` start.
   void Clear(const PoolPages& pages, Ops* first, Ops* then) const;
-  // Adds the copies that make entry `i` of each pool position i, for i < tokens, and place `tokens`
-  // the next position's, and say that the slot's pools are whole. REQUIRES: so many places.
+  // Appends the copies that give position i place i for every i < tokens, give the next position
+  // place `tokens`, and mark the slot's pools as whole. REQUIRES: each pool has more than `tokens`
+  // places.
   void FillWhole(int slot, const PoolPages& pages, int64_t tokens, Ops* ops) const;
 
-  // Rows of pages of a slot's HBM tables begin there, in each layer's part.
+  // Each function returns where a layer's page numbers begin in slot 0's row of a table.
   const int32_t* home_table(int layer) const;
   const int32_t* pool_table(int layer) const { return at(layer, 0); }
   const int32_t* index_table(int layer) const { return at(layer, place_blocks_); }
@@ -46,7 +47,7 @@ class PoolTables {
   int64_t home_stride() const { return layers_ * home_blocks_; }
   int64_t stride() const { return layers_ * entries_; }
 
-  // Where the page that has row `row` of a table lies among the residency pages of a layer.
+  // Returns the index, among a layer's residency pages, of the word where a row of a table begins.
   static int64_t PlaceOfWord(int64_t unit) { return unit; }
   int64_t PlacesWord(int64_t total, int64_t place) const {
     return shape_.PlaceOfPages(total) * kResidencyWords + place * kPlaceWords;
@@ -56,8 +57,8 @@ class PoolTables {
   const int32_t* at(int layer, int64_t entry) const {
     return device_table_.as<int32_t>() + layer * entries_ + entry;
   }
-  // Copies of `count` words from `source` to the words from `word` on of a layer's residency pages;
-  // `step` 0: each run of pages gets the same words, of which there are kRepeated.
+  // Appends copies of `count` words from `source` to a layer's residency pages, from word `word`
+  // on. With `repeat`, every run of pages gets the same words, of which `source` has kRepeated.
   void CopyWords(absl::Span<const int32_t> pages, int64_t word, int64_t count,
                  const int32_t* source, bool repeat, Ops* ops) const;
   static constexpr int64_t kRepeated = 64 * kResidencyWords;
@@ -67,11 +68,11 @@ class PoolTables {
   int layers_ = 0;
   int64_t home_blocks_ = 0, place_blocks_ = 0, index_blocks_ = 0, place_of_pages_ = 0,
           places_pages_ = 0;
-  int64_t entries_ = 0;                         // of a layer in a slot's row
+  int64_t entries_ = 0;                         // Page numbers of one layer in a slot's row.
   Buffer device_table_, host_table_;            // int32 [slots][layers][entries_]
   Buffer device_home_table_, host_home_table_;  // int32 [slots][layers][home_blocks_]
-  Buffer whole_;                                // int32 [slots], of the device
-  Buffer constants_;                            // of the device: below
+  Buffer whole_;                                // int32 [slots], on the device.
+  Buffer constants_;                            // On the device; the pointers below point into it.
   const int32_t* none_ = nullptr;               // [kRepeated] of -1
   const int32_t* no_places_ = nullptr;          // [kResidencyWords][2] of (kNoPlace, -1)
   const int32_t* index_ = nullptr;              // [max_context + 1]: 0, 1, ...

@@ -12,33 +12,30 @@
 #include "src/base/failpoint.h"
 #include "src/base/reasons.h"
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
 
 namespace sluice {
 namespace {
 
-constexpr int64_t kListsOfRow = 4 + kPlaceWords;  // words of an entry in all lists
+constexpr int64_t kListsOfRow = 4 + kPlaceWords;  // Words that one entry takes in all lists.
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<PoolWarmer>> PoolWarmer::Create(Device* device, PagePool* hbm,
                                                                PagePool* dram, int slots,
                                                                int64_t most_places) {
-  // One more is the next token's.
+  // One more entry is the next token's.
   std::unique_ptr<PoolWarmer> made(
       new PoolWarmer(device, hbm, dram, slots, std::min(most_places, kMostEntries + 1)));
-  const auto allocate = [&](Buffer* buffer, MemoryKind kind, int64_t words) -> absl::Status {
-    SLUICE_ASSIGN_OR_RETURN(
-        *buffer, device->Allocate(kind, static_cast<size_t>(words) * 4, "lists of warm-ups"));
-    return absl::OkStatus();
-  };
+  const BufferAllocator allocator(device, "lists of warm-ups");
   const int64_t words = made->layers_ * (kListsOfRow * made->capacity_ + 1);
   for (Staging& staging : made->stagings_) {
-    SLUICE_RETURN_IF_ERROR(allocate(&staging.host, MemoryKind::kPinned, words));
-    SLUICE_RETURN_IF_ERROR(allocate(&staging.device, MemoryKind::kDevice, words));
+    SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, words, &staging.host));
+    SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, words, &staging.device));
     staging.done = device->NewEvent();
   }
-  SLUICE_RETURN_IF_ERROR(allocate(&made->index_, MemoryKind::kDevice, made->capacity_));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, made->capacity_, &made->index_));
   auto* index = made->stagings_[0].host.as<int32_t>();
   for (int64_t i = 0; i < made->capacity_; ++i) index[i] = static_cast<int32_t>(i);
   made->stream_->Copy(made->index_.data(), index, made->index_.bytes());
@@ -154,12 +151,12 @@ void PoolWarmer::Run(Job job) {
         WithReason(absl::InternalError("what the sequence begins with did not reach HBM "
                                        "(failpoint attention.warm_up); send the request again"),
                    reasons::kTransferFailed);
-    fill = false;  // the row that may come before the sequence ends has its place
+    fill = false;  // A row that comes before the sequence ends still finds its place.
   }
   Staging& staging = stagings_[next_];
   next_ = (next_ + 1) % stagings_.size();
   staging.done->Wait();
-  // Lists have no more room than this sequence needs, so that no more is sent.
+  // The lists are only as long as this sequence needs, so that no more is sent.
   const int64_t capacity = std::min(warm_up.sequence.pool->most_places(), capacity_);
   if (fill) {
     WarmPlan plan(warm_up.hints, warm_up.tokens);

@@ -1,9 +1,10 @@
-// Moves what a warm-up brings to the pools, of all layers at once, beside the steps: lists are made
-// on the host, sent in one copy, and followed by one Transfer of entries, never a copy for each.
+// Fills the pools of all layers for a warm-up, beside the steps. The lists of entries are made on
+// the host, sent to the device in one copy, and followed by one Transfer of the entries; no entry
+// is copied by itself.
 //
-// Lists take milliseconds to tens of them, so a thread of its own makes them: the engine's thread
-// hands a warm-up over and goes on with its steps. All functions are for the engine's thread. On a
-// device without threads the lists are made in Start.
+// Making the lists takes milliseconds to tens of milliseconds, so a thread of its own makes them:
+// the engine's thread hands a warm-up over and goes on with its steps. All functions are for the
+// engine's thread. On a device without threads, Start makes the lists.
 #pragma once
 
 #include <array>
@@ -29,17 +30,18 @@ namespace sluice {
 
 class PoolWarmer {
  public:
-  // Entries of a layer that a warm-up brings at most: 16,384 rows of 656 bytes are 14 ms of a link
-  // of 45 GB/s for 61 layers. A larger pool is filled by the steps.
+  // Most entries of a layer that a warm-up fetches: 16,384 rows of 656 bytes for 61 layers take 14
+  // ms of a link of 45 GB/s. The steps fill the rest of a larger pool.
   static constexpr int64_t kMostEntries = 16384;
-  // Multiprocessors that it takes from the steps beside it.
+  // Multiprocessors that a warm-up takes from the steps beside it.
   static constexpr int32_t kWorkers = 16;
 
-  // `most_places` of a sequence. RESOURCE_EXHAUSTED: no memory for the lists.
+  // `most_places` is the most places of a sequence in a layer. RESOURCE_EXHAUSTED: there is no
+  // memory for the lists.
   static absl::StatusOr<std::unique_ptr<PoolWarmer>> Create(Device* device, PagePool* hbm,
                                                             PagePool* dram, int slots,
                                                             int64_t most_places);
-  // Ends what was started.
+  // Completes what was started.
   ~PoolWarmer();
 
   struct Sequence {
@@ -48,33 +50,34 @@ class PoolWarmer {
     int64_t place_of_pages = 0;
   };
   struct WarmUp {
-    Sequence sequence;   // its pages stay as they are until Done
-    int64_t tokens = 0;  // cached
+    Sequence sequence;   // Its pages stay as they are until Done.
+    int64_t tokens = 0;  // Tokens that are cached.
     SelectionHints hints;
-    bool fill = false;        // else the pool stays empty
-    Event* before = nullptr;  // the residency tables are those of an empty pool then
+    bool fill = false;        // False: the pool stays empty.
+    Event* before = nullptr;  // When it is ready, the residency tables are those of an empty pool.
   };
-  // Starts to bring the entries that hints and tokens give (WarmPlan) to the first places and,
-  // after them, the place of position `tokens`, which has no entry yet. REQUIRES: Done(slot).
+  // Starts to fetch the entries that hints and tokens give (WarmPlan) into the first places, and to
+  // reserve the place after them for position `tokens`, which has no entry yet. REQUIRES:
+  // Done(slot).
   void Start(int slot, WarmUp warm_up);
-  // Whether all of it is there.
+  // Returns whether everything that Start enqueued for the slot is done.
   bool Done(int slot) const { return slots_[static_cast<size_t>(slot)].Ready(); }
   Event& DoneEvent(int slot) { return slots_[static_cast<size_t>(slot)]; }
-  // A new sequence moves into the slot.
+  // Must be called when a new sequence moves into the slot.
   void Join(int slot) { slots_[static_cast<size_t>(slot)].status = absl::OkStatus(); }
-  // INTERNAL, reason TRANSFER_FAILED: the slot's warm-up failed; its pool is empty, and who was
-  // promised more may not go on. REQUIRES: Done(slot).
+  // INTERNAL, reason TRANSFER_FAILED: the slot's warm-up failed. Its pool is empty, so a sequence
+  // that was promised a filled one must not go on. REQUIRES: Done(slot).
   const absl::Status& Health(int slot) const { return slots_[static_cast<size_t>(slot)].status; }
 
  private:
-  // Lists of all layers, one after the other: each is int32 [layers][capacity].
+  // Lists of all layers, one after the other. Each is int32 [layers][capacity].
   struct Lists {
-    int32_t *sources, *targets;  // entries: of the home, of the pool
-    int32_t *place_of, *places;  // rows of the tables
-    int32_t* rows;               // [..][2]: what the latter get
+    int32_t *sources, *targets;  // Entries in the home and in the pool.
+    int32_t *place_of, *places;  // Rows of the two residency tables.
+    int32_t* rows;               // [..][2]: the values of the rows of `places`.
     int32_t* counts;             // [layers]
     int64_t capacity = 0;
-    int64_t words = 0;  // of all of them
+    int64_t words = 0;  // Words of all lists together.
   };
   struct Staging {
     Buffer host;
@@ -84,7 +87,7 @@ class PoolWarmer {
   // One is filled while the other is on its way.
   static constexpr size_t kStagings = 2;
 
-  // What a warm-up has come to. `status` is the thread's until `enqueued` is set again.
+  // The state of a slot's warm-up. The warming thread owns `status` until `enqueued` is set again.
   struct Slot : public Event {
     bool Ready() const override {
       return enqueued.load(std::memory_order_acquire) && moved->Ready();
@@ -105,7 +108,7 @@ class PoolWarmer {
   PoolWarmer(Device* device, PagePool* hbm, PagePool* dram, int slots, int64_t capacity);
   Lists ListsAt(const Buffer& buffer, int64_t capacity) const;
   void Write(const WarmUp& warm_up, WarmPlan* plan, const Lists& lists) const;
-  // Makes and sends the lists, and enqueues what moves.
+  // Makes and sends the lists, and enqueues the transfers.
   void Run(Job job);
   void Loop();
 
@@ -113,18 +116,19 @@ class PoolWarmer {
   PagePool* const hbm_;
   PagePool* const dram_;
   const int layers_;
-  const int64_t capacity_;  // entries of a layer, the next token's included
+  const int64_t capacity_;  // Entries of a layer, including the next token's.
   std::deque<Slot> slots_;
-  // Of whoever runs jobs.
+  // Used only by the thread that runs jobs.
   std::array<Staging, kStagings> stagings_;
   size_t next_ = 0;
-  Buffer index_;                    // int32 [capacity]: 0, 1, ...
-  std::unique_ptr<Stream> stream_;  // its thread ends before what is above goes
+  Buffer index_;  // int32 [capacity]: 0, 1, ...
+  // Declared after the buffers above, so that its thread ends before they are freed.
+  std::unique_ptr<Stream> stream_;
 
   absl::Mutex mutex_;
   std::deque<Job> jobs_ ABSL_GUARDED_BY(mutex_);
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread thread_;  // not joinable on a device without threads
+  std::thread thread_;  // Not joinable on a device without threads.
 };
 
 }  // namespace sluice

@@ -1,6 +1,7 @@
 #include "src/attention/policies/ess/prompt_rows.h"
 
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 
 namespace sluice {
 
@@ -8,10 +9,9 @@ absl::StatusOr<PromptRows> PromptRows::Create(Device* device, int slots, int64_t
   PromptRows rows;
   rows.generate_.resize(static_cast<size_t>(slots));
   rows.prompts_.resize(static_cast<size_t>(slots));
+  const BufferAllocator allocator(device, "ess's rows that append");
   for (Buffer& buffer : rows.buffers_) {
-    SLUICE_ASSIGN_OR_RETURN(buffer,
-                            device->Allocate(MemoryKind::kPinned, static_cast<size_t>(max_rows) * 4,
-                                             "ess's rows that append"));
+    SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, max_rows, &buffer));
   }
   return rows;
 }
@@ -46,8 +46,8 @@ void PromptRows::BeginStep(absl::Span<const int32_t> slots, absl::Span<const int
   }
 }
 
-// What was handed over is better than what is computed of it again, from entries as they are
-// stored.
+// An entry that was handed over is better than one computed again from entries as they are stored,
+// so rows that are computed again append nothing.
 const int32_t* PromptRows::AppendingSlots(absl::Span<const int32_t> slots,
                                           absl::Span<const int32_t> positions) {
   const auto again = [&](size_t r) {

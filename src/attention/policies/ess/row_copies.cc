@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 
 namespace sluice {
 
@@ -12,9 +13,9 @@ RowCopies::RowCopies(Device* device, Buffer host, int32_t lists, int32_t capacit
 absl::StatusOr<std::unique_ptr<RowCopies>> RowCopies::Create(Device* device, int32_t lists,
                                                              int32_t capacity) {
   const int64_t words = int64_t{lists} * (1 + 2 * int64_t{capacity});
-  SLUICE_ASSIGN_OR_RETURN(Buffer host,
-                          device->Allocate(MemoryKind::kPinned, static_cast<size_t>(words) * 4,
-                                           "lists of entries on the host"));
+  Buffer host;
+  SLUICE_RETURN_IF_ERROR(BufferAllocator(device, "lists of entries on the host")
+                             .Words(MemoryKind::kPinned, words, &host));
   return std::unique_ptr<RowCopies>(new RowCopies(device, std::move(host), lists, capacity));
 }
 

@@ -1,7 +1,8 @@
-// A layer's fetch as an offloading system has it that was not built for 656-byte rows: the host
-// waits for the lists of what is missing and enqueues one copy for each entry. For the comparison
-// with Transfer alone (ESS, section 3.1: 656-byte rows by cudaMemcpyAsync reach a small part of
-// the link). A call for each entry is what the copy engine is given, and the wait is part of it.
+// A layer's fetch as an offloading system does it that was not built for rows of 656 bytes: the
+// host waits for the lists of missing entries and enqueues one copy for each entry. It exists only
+// to be compared with Transfer (ESS, section 3.1: rows of 656 bytes reach a small part of the
+// link's bandwidth by cudaMemcpyAsync). The copy engine gets one call for each entry, and the
+// host's wait is part of what is measured.
 #pragma once
 
 #include <cstdint>
@@ -15,12 +16,14 @@ namespace sluice {
 
 class RowCopies {
  public:
-  // For up to `lists` lists of up to `capacity` units. RESOURCE_EXHAUSTED: no memory for them.
+  // Creates one for up to `lists` lists of up to `capacity` units. RESOURCE_EXHAUSTED: there is no
+  // memory for them.
   static absl::StatusOr<std::unique_ptr<RowCopies>> Create(Device* device, int32_t lists,
                                                            int32_t capacity);
 
-  // What kernels().Transfer(stream, move) does. Waits for all that `stream` has; not in a
-  // recording. REQUIRES: units by number on both sides, no offsets and no strides of lists.
+  // Does what kernels().Transfer(stream, move) does, but waits for everything that `stream` has. It
+  // cannot be part of a recording. REQUIRES: both sides have units by number, and lists have
+  // neither offsets nor strides.
   void Enqueue(Stream& stream, const kernels::TransferParams& move);
 
  private:

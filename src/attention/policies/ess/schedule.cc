@@ -6,7 +6,7 @@
 namespace sluice {
 
 double AddedTime(Overlap overlap, const StageTimes& t) {
-  // From where the scores are there.
+  // What follows the indexer's scores where nothing overlaps and nothing is fetched.
   const double none = t.beside + t.prepare + t.attend;
   // Attention begins with the transfer of the last rows, which waits for the queries.
   const double begin = std::max(t.prepare, t.beside);
@@ -18,8 +18,8 @@ double AddedTime(Overlap overlap, const StageTimes& t) {
     case Overlap::kDba:
       break;
   }
-  // The first half's transfer has the second half's indexer to itself, then the link is the second
-  // one's, of the same size. Attention leaves processors to both.
+  // The first half's transfer has the link to itself during the second half's indexer; then the
+  // second half's transfer, of the same size, has it. Attention leaves processors to both.
   const double left = std::max(t.transfer / 2 - t.index / 2, 0.0) + t.transfer / 2;
   return std::max(begin + t.attend + 2 * t.spared,
                   std::max(begin + t.transfer / 2, t.beside + left)) +
@@ -36,12 +36,12 @@ Overlap ChooseOverlap(const StageTimes& times, int rows) {
 }
 
 StageRates AssumedRates(int64_t entry_bytes, int64_t index_key_bytes) {
-  // H200. kernels/cuda/README.md: rows of 656 bytes at 44.5 GB/s, and 8.9 us for a gather of 64 of
-  // them; SparseMla over 2,048 entries 31 us for one row and 225 for 128; index logits of 32 x 128K
-  // keys 146 us and top-k 33 above them, 20 us together where there is little to read;
-  // UpdateResidency 7 us, 19 where 76 rows miss some; q_b and its heads' product 18 and 31 us of 1
-  // and 76 rows, beside which a traced step puts some 10 us. Assumed: a fork and a join as one
-  // mailbox operation in a graph.
+  // Measured on an H200 (kernels/cuda/README.md): rows of 656 bytes at 44.5 GB/s, and 8.9 us for a
+  // gather of 64 of them; SparseMla over 2,048 entries 31 us for one row and 225 for 128; index
+  // logits of 32 x 128K keys 146 us and top-k 33 above them, 20 us together where there is little
+  // to read; UpdateResidency 7 us, 19 where 76 rows miss some; q_b and its heads' product 18 and 31 us for 1
+  // and 76 rows, beside which a traced step puts some 10 us. Assumed: a fork and a join cost as
+  // much as one mailbox operation in a graph.
   StageRates rates;
   rates.transfer = {8, static_cast<double>(entry_bytes) / 44.5e3};
   rates.prepare = {28, 0.14};
@@ -55,7 +55,7 @@ StageRates AssumedRates(int64_t entry_bytes, int64_t index_key_bytes) {
 StageTimes TimesOf(const StageRates& rates, const LayerLoad& load, int rows) {
   StageTimes t;
   const double fetched = load.misses * rows;
-  // Where less than one is expected, most steps fetch nothing.
+  // Where less than one miss is expected, most steps fetch nothing.
   t.transfer = rates.transfer.fixed_us * std::min(1.0, fetched) + rates.transfer.each_us * fetched;
   t.prepare = rates.prepare.At(rows);
   t.attend = rates.attend.At(rows * load.selected);
@@ -63,7 +63,7 @@ StageTimes TimesOf(const StageRates& rates, const LayerLoad& load, int rows) {
   t.branch = rates.branch_us;
   t.halves = rates.index.fixed_us + rates.update_residency.fixed_us;
   t.spared = rates.spared_share * t.attend;
-  // Top-k is what the indexer takes where there is little to read, and a fifth of what it reads.
+  // Top-k takes the indexer's time where there is little to read, and a fifth of the time it reads.
   t.beside = 0.2 * t.index + 0.8 * rates.index.fixed_us + rates.update_residency.At(rows);
   return t;
 }
@@ -73,7 +73,7 @@ double FetchSeconds(const CoAttentionCosts& c, int64_t misses) {
 }
 
 double CoAttentionSeconds(const CoAttentionCosts& c, int64_t misses) {
-  const double down = c.heads * (c.rank + c.rope) * 2.0 / c.link_bytes_per_s;  // bf16 queries
+  const double down = c.heads * (c.rank + c.rope) * 2.0 / c.link_bytes_per_s;  // Queries in bf16.
   const double up =
       static_cast<double>(c.heads * (c.rank * c.result_bytes + 4)) / c.link_bytes_per_s;
   const double flops = 2.0 * c.heads * (c.rank + c.rope + c.rank) * static_cast<double>(misses);
@@ -81,7 +81,7 @@ double CoAttentionSeconds(const CoAttentionCosts& c, int64_t misses) {
 }
 
 int64_t CoAttentionBreakEven(const CoAttentionCosts& c) {
-  // Both grow with the number of misses in proportion; only what is moved either way does not.
+  // Both times grow in proportion to the misses; only the queries and results on the link do not.
   const double per_miss = 2.0 * c.heads * (c.rank + c.rope + c.rank) / c.cpu_flops;
   const double fetched = static_cast<double>(c.entry_bytes) / c.link_bytes_per_s;
   if (c.cpu_flops <= 0 || per_miss >= fetched) return -1;

@@ -1,7 +1,7 @@
 #include "src/attention/policies/ess/step_operators.h"
 
-#include "absl/strings/str_cat.h"
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
 
 namespace sluice {
@@ -21,33 +21,30 @@ absl::StatusOr<StepOperators> StepOperators::Create(const PolicyOptions& options
   StepOperators b(options, decode_rows, tier, selection);
   const int64_t rows = decode_rows;
   const CacheLayout& layout = tier->layout();
-  const auto allocate = [&](Buffer* buffer, int64_t bytes, const char* what) -> absl::Status {
-    SLUICE_ASSIGN_OR_RETURN(
-        *buffer, options.device->Allocate(MemoryKind::kDevice, static_cast<size_t>(bytes),
-                                          absl::StrCat("ess's ", what)));
-    return absl::OkStatus();
-  };
-  SLUICE_RETURN_IF_ERROR(
-      allocate(&b.written_, layout.layers * rows * tier->latent().bytes_per_token, "new entries"));
+  const BufferAllocator entries(options.device, "ess's lists of entries");
+  const BufferAllocator results(options.device, "ess's partial results");
+  SLUICE_RETURN_IF_ERROR(BufferAllocator(options.device, "ess's new entries")
+                             .Array(MemoryKind::kDevice, layout.layers * rows,
+                                    tier->latent().bytes_per_token, &b.written_));
   b.lists_.capacity = options.index_top_k;
   b.ahead_.capacity = options.ess.prefetch;
   for (Lists* lists : {&b.lists_, &b.ahead_}) {
     if (lists->capacity == 0) continue;
     for (Buffer* units : {&lists->resident, &lists->arriving, &lists->sources, &lists->targets}) {
-      SLUICE_RETURN_IF_ERROR(allocate(units, rows * lists->capacity * 4, "lists of entries"));
+      SLUICE_RETURN_IF_ERROR(entries.Words(MemoryKind::kDevice, rows * lists->capacity, units));
     }
     for (Buffer* counts : {&lists->resident_counts, &lists->arriving_counts, &lists->move_counts}) {
-      SLUICE_RETURN_IF_ERROR(allocate(counts, rows * 4, "lists of entries"));
+      SLUICE_RETURN_IF_ERROR(entries.Words(MemoryKind::kDevice, rows, counts));
     }
   }
   const int64_t heads = options.heads, rank = options.latent_rank;
-  SLUICE_RETURN_IF_ERROR(allocate(&b.o_, rows * heads * rank * 4, "partial results"));
-  SLUICE_RETURN_IF_ERROR(allocate(&b.lse_, rows * heads * 4, "partial results"));
-  SLUICE_RETURN_IF_ERROR(allocate(
-      &b.scratch_,
+  SLUICE_RETURN_IF_ERROR(results.Words(MemoryKind::kDevice, rows * heads * rank, &b.o_));
+  SLUICE_RETURN_IF_ERROR(results.Words(MemoryKind::kDevice, rows * heads, &b.lse_));
+  SLUICE_RETURN_IF_ERROR(results.Array(
+      MemoryKind::kDevice,
       options.device->kernels().SparseMlaScratchBytes(static_cast<int32_t>(rows), options.heads,
                                                       options.latent_rank, options.index_top_k),
-      "partial results"));
+      1, &b.scratch_));
   SLUICE_ASSIGN_OR_RETURN(b.counters_,
                           SelectionCounters::Create(options.device, options.slots, layout));
   return b;
@@ -78,7 +75,7 @@ kernels::UpdateResidencyParams StepOperators::UpdateInto(const Lists& lists, int
   update.source_units = lists.sources.as<int32_t>() + at;
   update.target_units = lists.targets.as<int32_t>() + at;
   update.move_counts = lists.move_counts.as<int32_t>() + list;
-  update.move_capacity = lists.capacity;  // of one row, which a sequence has
+  update.move_capacity = lists.capacity;  // One row's list, since a sequence has one decode row.
   update.counters = counters_->of(layer);
   update.rows = rows;
   update.forget = forget_;

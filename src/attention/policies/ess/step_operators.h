@@ -1,5 +1,5 @@
-// What the operators of policy ess are given: the lists and partial results of a step's decode
-// rows, and the parameters that read and write them.
+// The buffers and parameters of policy ess's operators: the lists and partial results of a step's
+// decode rows, and the parameter structs that read and write them.
 #pragma once
 
 #include <cstdint>
@@ -18,39 +18,41 @@ namespace sluice {
 
 class StepOperators {
  public:
-  // Multiprocessors that fetch for the next step, beside everything that a step does.
+  // Multiprocessors that fetch for the next step, beside everything else that a step does.
   static constexpr int32_t kPrefetchWorkers = 2;
 
   using LatentAttention = AttentionPolicy::LatentAttention;
 
-  // For steps of at most `decode_rows` decode rows; what is pointed to outlives it.
-  // RESOURCE_EXHAUSTED: no memory for the lists.
+  // Allocates for steps of at most `decode_rows` decode rows. REQUIRES: `tier` and `selection`
+  // outlive the result. RESOURCE_EXHAUSTED: there is no memory for the lists.
   static absl::StatusOr<StepOperators> Create(const PolicyOptions& options, int32_t decode_rows,
                                               const EssTier* tier, const IndexSelection* selection);
 
-  // Gives places to what rows [row, row + rows) have selected; their lists are from `list` on.
+  // Returns the parameters of the operator that gives places to what rows [row, row + rows)
+  // selected. Their lists begin at `list`.
   kernels::UpdateResidencyParams UpdateResidency(int layer, const LatentAttention& a, int32_t row,
                                                  int32_t list, int32_t rows) const;
-  // Moves what UpdateResidency has listed in lists [first, first + rows).
+  // Returns the parameters of the transfer of what that operator put into lists [first, first +
+  // rows).
   kernels::TransferParams Fetch(int layer, int32_t first, int32_t rows) const;
-  // The same of the decode rows' runners-up, for the next step: through lists of their own, which
-  // every layer's share. REQUIRES: the option `prefetch`.
+  // The same two for the decode rows' runners-up, which are fetched for the next step. They use
+  // lists of their own, which all layers share. REQUIRES: the option `prefetch` is above 0.
   kernels::UpdateResidencyParams UpdateRunnersUp(int layer, const LatentAttention& a) const;
   kernels::TransferParams FetchRunnersUp(int layer, int32_t rows) const;
-  // Attention of the decode rows over both lists of places, and of the others over what they have
-  // selected at home.
+  // AttendPool: attention of the decode rows over both of their lists of places. AttendHome:
+  // attention of the other rows, over what they have selected in the home.
   kernels::SparseMlaParams AttendPool(int layer, const LatentAttention& a) const;
   kernels::SparseMlaParams AttendHome(int layer, const LatentAttention& a) const;
 
-  // Entries that the layer's decode rows append, [decode_rows] of them, on their way home; layers
-  // one after the other.
+  // Returns where the layer's decode rows append their entries, [decode_rows] of them, on the way
+  // to the home. The layers follow one another.
   uint8_t* written(int layer) const;
   SelectionCounters& counters() const { return *counters_; }
 
  private:
   StepOperators(const PolicyOptions& options, int32_t decode_rows, const EssTier* tier,
                 const IndexSelection* selection);
-  // What one UpdateResidency writes: lists are int32 [decode_rows][capacity], counts [decode_rows].
+  // The results of one UpdateResidency: lists are int32 [decode_rows][capacity], counts [decode_rows].
   struct Lists {
     int32_t capacity = 0;
     Buffer resident, arriving, sources, targets;
@@ -70,7 +72,8 @@ class StepOperators {
   const IndexSelection* selection_;
   Buffer written_;
   Lists lists_, ahead_;
-  Buffer o_, lse_;  // float [decode_rows][heads][rank], [decode_rows][heads]: Attn0's
+  // Partial results of Attn0: float [decode_rows][heads][rank], [decode_rows][heads].
+  Buffer o_, lse_;
   Buffer scratch_;
   std::unique_ptr<SelectionCounters> counters_;
 };

@@ -51,8 +51,8 @@ std::vector<WarmEntry> WarmPlan::Of(int layer, int64_t room) {
        --unit) {
     add(unit, 0);
   }
-  // They came newest first, and the units of one position mostly in order: turning them round is
-  // all that is left to do but for odd hints.
+  // The entries were added newest first, and the units of one position are mostly in order.
+  // Reversing the list therefore sorts it, unless the hints are odd.
   std::reverse(entries.begin(), entries.end());
   const auto by_unit = [](const WarmEntry& a, const WarmEntry& b) { return a.unit < b.unit; };
   for (auto begin = entries.begin(), end = begin; begin != entries.end(); begin = end) {

@@ -12,6 +12,7 @@
 #include "src/attention/offload/prompt_queries.h"
 #include "src/attention/policies/hgca/selection_thread.h"
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
 #include "src/device/mailbox.h"
 
@@ -437,21 +438,15 @@ absl::StatusOr<Workspace> NewWorkspace(const PolicyOptions& options, const HgcaW
   const int64_t lists = int64_t{max_rows} * kind.heads;
   const int64_t results = int64_t{2} * max_rows * options.heads;
   Workspace w;
-  absl::Status status;
-  const auto allocate = [&](Buffer* buffer, int64_t entries, const char* what) {
-    if (!status.ok()) return;
-    absl::StatusOr<Buffer> made = options.device->Allocate(
-        MemoryKind::kDevice, static_cast<size_t>(entries) * sizeof(int32_t), what);
-    status = made.status();
-    if (made.ok()) *buffer = *std::move(made);
-  };
-  allocate(&w.counts, 3 * lists, "lists of windows");
-  allocate(&w.units, lists * window.blocks, "lists of windows");
-  allocate(&w.places, lists * window.blocks, "lists of windows");
-  allocate(&w.none, lists, "lists of windows");
-  allocate(&w.o, results * HeadDim(kind), "partial attention results");
-  allocate(&w.lse, results * options.hbm->layout().layers, "partial attention results");
-  if (!status.ok()) return status;
+  const BufferAllocator windows(options.device, "lists of windows");
+  const BufferAllocator partial(options.device, "partial attention results");
+  SLUICE_RETURN_IF_ERROR(windows.Words(MemoryKind::kDevice, 3 * lists, &w.counts));
+  SLUICE_RETURN_IF_ERROR(windows.Words(MemoryKind::kDevice, lists * window.blocks, &w.units));
+  SLUICE_RETURN_IF_ERROR(windows.Words(MemoryKind::kDevice, lists * window.blocks, &w.places));
+  SLUICE_RETURN_IF_ERROR(windows.Words(MemoryKind::kDevice, lists, &w.none));
+  SLUICE_RETURN_IF_ERROR(partial.Words(MemoryKind::kDevice, results * HeadDim(kind), &w.o));
+  SLUICE_RETURN_IF_ERROR(
+      partial.Words(MemoryKind::kDevice, results * options.hbm->layout().layers, &w.lse));
   return w;
 }
 

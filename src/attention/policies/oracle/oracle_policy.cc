@@ -9,6 +9,7 @@
 #include "src/attention/offload/offload_policy.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
 
 namespace sluice {
@@ -162,19 +163,20 @@ absl::StatusOr<Scratch> AllocateScratch(const PolicyOptions& options, int rows, 
   const int64_t head_dim = kind.part_bytes[0] / SizeOf(kind.element_type);
   const int64_t lists = int64_t{rows} * kind.heads;
   const int64_t stride = OraclePolicy::ScoreStride(options);
-  const auto allocate = [&](int64_t count, MemoryKind memory = MemoryKind::kDevice) {
-    return options.device->Allocate(memory, static_cast<size_t>(count) * sizeof(float),
-                                    "selection");
-  };
+  const BufferAllocator allocator(options.device, "selection");
   const int64_t scores = lists * stride + layout.layers * kRandomShift;
   Scratch scratch;
-  SLUICE_ASSIGN_OR_RETURN(scratch.scores, allocate(scores));
-  SLUICE_ASSIGN_OR_RETURN(scratch.units, allocate(lists * budget_blocks));
-  SLUICE_ASSIGN_OR_RETURN(scratch.counts, allocate(lists));
-  SLUICE_ASSIGN_OR_RETURN(scratch.results, allocate(int64_t{rows} * options.heads * head_dim));
-  SLUICE_ASSIGN_OR_RETURN(scratch.lse, allocate(int64_t{rows} * options.heads));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, scores, &scratch.scores));
+  SLUICE_RETURN_IF_ERROR(
+      allocator.Words(MemoryKind::kDevice, lists * budget_blocks, &scratch.units));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, lists, &scratch.counts));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(
+      MemoryKind::kDevice, int64_t{rows} * options.heads * head_dim, &scratch.results));
+  SLUICE_RETURN_IF_ERROR(
+      allocator.Words(MemoryKind::kDevice, int64_t{rows} * options.heads, &scratch.lse));
   if (options.oracle.selector == Selector::kRandom) {
-    SLUICE_ASSIGN_OR_RETURN(const Buffer host, allocate(scores, MemoryKind::kPinned));
+    Buffer host;
+    SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kPinned, scores, &host));
     const std::vector<float> values =
         RandomScores(scores, kind.heads * stride, options.oracle.seed);
     std::memcpy(host.data(), values.data(), host.bytes());

@@ -12,6 +12,7 @@
 #include "src/attention/offload/selection_counters.h"
 #include "src/attention/policies/recall/projection.h"
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
 
 namespace sluice {
@@ -301,26 +302,25 @@ absl::StatusOr<RecallPolicy::Workspace> RecallPolicy::NewWorkspace(const PolicyO
              options.recall.projection.empty() ? PlainProjection(shape) : options.recall.projection,
              &w.projection));
   const int64_t rows = MaxDecodeRows(options), lists = rows * shape.kv_heads;
-  const auto allocate = [&](Buffer* buffer, int64_t elements, const char* what) -> absl::Status {
-    SLUICE_ASSIGN_OR_RETURN(
-        *buffer, options.device->Allocate(MemoryKind::kDevice, static_cast<size_t>(elements) * 4,
-                                          absl::StrCat("recall's ", what)));
-    return absl::OkStatus();
-  };
-  SLUICE_RETURN_IF_ERROR(allocate(&w.scores, lists * options.max_context, "scores"));
+  const BufferAllocator lists_of_tokens(options.device, "recall's lists of tokens");
+  const BufferAllocator results(options.device, "recall's results");
+  SLUICE_RETURN_IF_ERROR(BufferAllocator(options.device, "recall's scores")
+                             .Words(MemoryKind::kDevice, lists * options.max_context, &w.scores));
   for (Buffer* units :
        {&w.selected, &w.missing, &w.chosen[0].units, &w.chosen[0].places, &w.chosen[0].source_units,
         &w.chosen[0].target_units, &w.chosen[1].units, &w.chosen[1].places,
         &w.chosen[1].source_units, &w.chosen[1].target_units}) {
-    SLUICE_RETURN_IF_ERROR(allocate(units, lists * capacity, "lists of tokens"));
+    SLUICE_RETURN_IF_ERROR(lists_of_tokens.Words(MemoryKind::kDevice, lists * capacity, units));
   }
   for (Buffer* counts : {&w.selected_counts, &w.missing_counts, &w.chosen[0].counts,
                          &w.chosen[0].moves, &w.chosen[1].counts, &w.chosen[1].moves, &w.due}) {
-    SLUICE_RETURN_IF_ERROR(allocate(counts, lists, "lists of tokens"));
+    SLUICE_RETURN_IF_ERROR(lists_of_tokens.Words(MemoryKind::kDevice, lists, counts));
   }
-  SLUICE_RETURN_IF_ERROR(allocate(&w.since, shape.layers * options.slots, "counters"));
-  SLUICE_RETURN_IF_ERROR(allocate(&w.o, rows * options.heads * shape.head_dim, "results"));
-  SLUICE_RETURN_IF_ERROR(allocate(&w.lse, rows * options.heads, "results"));
+  SLUICE_RETURN_IF_ERROR(BufferAllocator(options.device, "recall's counters")
+                             .Words(MemoryKind::kDevice, shape.layers * options.slots, &w.since));
+  SLUICE_RETURN_IF_ERROR(
+      results.Words(MemoryKind::kDevice, rows * options.heads * shape.head_dim, &w.o));
+  SLUICE_RETURN_IF_ERROR(results.Words(MemoryKind::kDevice, rows * options.heads, &w.lse));
   SLUICE_ASSIGN_OR_RETURN(
       w.counters, SelectionCounters::Create(options.device, options.slots, options.hbm->layout()));
   return w;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
 
 namespace sluice {
@@ -26,10 +27,9 @@ absl::StatusOr<BlockSelection> BlockSelection::Create(const PolicyOptions& optio
                                                {&made.sources_, lists * shape.budget_blocks},
                                                {&made.targets_, lists * shape.budget_blocks},
                                                {&made.move_counts_, lists}};
+  const BufferAllocator allocator(options.device, "the selection of blocks");
   for (const auto& [buffer, words] : sizes) {
-    SLUICE_ASSIGN_OR_RETURN(
-        *buffer, options.device->Allocate(MemoryKind::kDevice, static_cast<size_t>(words) * 4,
-                                          "the selection of blocks"));
+    SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, words, buffer));
   }
   return made;
 }

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
 
 namespace sluice {
@@ -17,19 +18,14 @@ absl::StatusOr<std::unique_ptr<FirstBlocks>> FirstBlocks::Create(const PolicyOpt
                                                  shape.heads, shape.head_dim}));
   std::unique_ptr<FirstBlocks> made(
       new FirstBlocks(shape, std::move(selection), std::move(queries)));
-  const auto allocate = [&](Buffer* buffer, MemoryKind kind, int64_t words) {
-    auto allocated = options.device->Allocate(kind, static_cast<size_t>(words) * 4,
-                                              "the first blocks of sequences");
-    if (allocated.ok()) *buffer = *std::move(allocated);
-    return allocated.status();
-  };
+  const BufferAllocator allocator(options.device, "the first blocks of sequences");
   const int64_t resident = int64_t{shape.kv_heads} * shape.resident_blocks;
-  SLUICE_RETURN_IF_ERROR(allocate(&made->resident_, MemoryKind::kDevice, resident));
-  SLUICE_RETURN_IF_ERROR(allocate(&made->places_, MemoryKind::kDevice, resident));
-  SLUICE_RETURN_IF_ERROR(allocate(&made->missing_, MemoryKind::kDevice,
-                                  int64_t{shape.kv_heads} * shape.budget_blocks));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, resident, &made->resident_));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, resident, &made->places_));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(
+      MemoryKind::kDevice, int64_t{shape.kv_heads} * shape.budget_blocks, &made->missing_));
   SLUICE_RETURN_IF_ERROR(
-      allocate(&made->counts_, MemoryKind::kDevice, int64_t{2} * shape.kv_heads));
+      allocator.Words(MemoryKind::kDevice, int64_t{2} * shape.kv_heads, &made->counts_));
   return made;
 }
 

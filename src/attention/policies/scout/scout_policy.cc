@@ -11,6 +11,7 @@
 #include "src/attention/policies/scout/block_selection.h"
 #include "src/attention/policies/scout/first_blocks.h"
 #include "src/base/status_macros.h"
+#include "src/device/allocation.h"
 #include "src/device/kernel_set.h"
 
 namespace sluice {
@@ -337,29 +338,26 @@ ScoutShape ShapeOf(const PolicyOptions& options, int rows) {
 absl::StatusOr<Scratch> MakeScratch(Device& device, const ScoutShape& shape,
                                     const PolicyOptions::Scout& scout) {
   Scratch scratch;
-  absl::Status status;
-  const auto allocate = [&](Buffer* buffer, int64_t words) {
-    if (!status.ok()) return;
-    auto allocated = device.Allocate(MemoryKind::kDevice, static_cast<size_t>(words) * 4,
-                                     "what a step of policy scout selects");
-    status = allocated.status();
-    if (status.ok()) *buffer = *std::move(allocated);
-  };
+  const BufferAllocator allocator(&device, "what a step of policy scout selects");
   const int64_t lists = int64_t{shape.rows} * shape.kv_heads;
-  allocate(&scratch.resident, shape.layers * lists * shape.resident_blocks);
-  allocate(&scratch.places, shape.layers * lists * shape.resident_blocks);
-  allocate(&scratch.missing, shape.layers * lists * shape.budget_blocks);
-  allocate(&scratch.counts, shape.layers * 2 * lists);
-  allocate(&scratch.due, int64_t{shape.layers} * shape.rows);
-  allocate(&scratch.since, int64_t{shape.layers} * shape.slots);
+  SLUICE_RETURN_IF_ERROR(allocator.Words(
+      MemoryKind::kDevice, shape.layers * lists * shape.resident_blocks, &scratch.resident));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(
+      MemoryKind::kDevice, shape.layers * lists * shape.resident_blocks, &scratch.places));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(
+      MemoryKind::kDevice, shape.layers * lists * shape.budget_blocks, &scratch.missing));
+  SLUICE_RETURN_IF_ERROR(
+      allocator.Words(MemoryKind::kDevice, shape.layers * 2 * lists, &scratch.counts));
+  SLUICE_RETURN_IF_ERROR(
+      allocator.Words(MemoryKind::kDevice, int64_t{shape.layers} * shape.rows, &scratch.due));
+  SLUICE_RETURN_IF_ERROR(
+      allocator.Words(MemoryKind::kDevice, int64_t{shape.layers} * shape.slots, &scratch.since));
   const int64_t values = 2 * int64_t{shape.rows} * shape.heads;
-  allocate(&scratch.o, 2 * values * shape.head_dim);
-  allocate(&scratch.lse, shape.layers * values);
-  SLUICE_RETURN_IF_ERROR(status);
-  SLUICE_ASSIGN_OR_RETURN(
-      scratch.first_since,
-      device.Allocate(MemoryKind::kPinned, static_cast<size_t>(1 + shape.layers) * sizeof(int32_t),
-                      "the intervals of policy scout"));
+  SLUICE_RETURN_IF_ERROR(
+      allocator.Words(MemoryKind::kDevice, 2 * values * shape.head_dim, &scratch.o));
+  SLUICE_RETURN_IF_ERROR(allocator.Words(MemoryKind::kDevice, shape.layers * values, &scratch.lse));
+  SLUICE_RETURN_IF_ERROR(BufferAllocator(&device, "the intervals of policy scout")
+                             .Words(MemoryKind::kPinned, 1 + shape.layers, &scratch.first_since));
   for (int32_t layer = 0; layer < shape.layers; ++layer) {
     scratch.first_since.as<int32_t>()[1 + layer] = std::max(IntervalOf(scout, layer) - 1, 0);
   }
