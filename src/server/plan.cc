@@ -150,7 +150,7 @@ PlanInput::Policy PlanPolicy(const PolicyOptions& options, const PlanInput& in, 
   out.beside_pinned_bytes = device->asked(MemoryKind::kPinned) - dram - in.dram_bytes;
   for (const int64_t context : Contexts(in.max_context)) {
     const Footprint footprint = made->policy->FootprintOf(context, context);
-    PlanInput::Policy::Room room;
+    PlanInput::Policy::Headroom room;
     room.context = context;
     const PagePool &hbm_pool = *made->hbm, &dram_pool = *made->dram;
     room.hbm_bytes = hbm_pool.layout().BytesFor(footprint.hbm_tokens);
@@ -181,7 +181,7 @@ std::string PolicyLines(const PlanInput::Policy& policy) {
                         Bytes(policy.beside_hbm_bytes), Bytes(policy.beside_pinned_bytes));
   absl::StrAppendFormat(&out, "  %10s  %12s  %12s  %16s\n", "context", "HBM", "DRAM",
                         "running (both)");
-  for (const PlanInput::Policy::Room& room : policy.rooms) {
+  for (const PlanInput::Policy::Headroom& room : policy.rooms) {
     absl::StrAppendFormat(&out, "  %10d  %12s  %12s  %16d\n", room.context, Bytes(room.hbm_bytes),
                           Bytes(room.dram_bytes), room.running);
   }

@@ -37,14 +37,14 @@ struct PlanInput {
     int64_t beside_hbm_bytes = 0;
     int64_t beside_pinned_bytes = 0;
     // Of a sequence of so many tokens of prompt and output, by the policy's own footprint.
-    struct Room {
+    struct Headroom {
       int64_t context = 0;
       int64_t hbm_bytes = 0;
       int64_t dram_bytes = 0;
       std::string kinds;    // what is where, of a model with several kinds of caches
       int64_t running = 0;  // that HBM and DRAM hold, at most max_sequences
     };
-    std::vector<Room> rooms;
+    std::vector<Headroom> rooms;
     // How it lays its transfers beside compute at first, where it chooses: with one sequence, and
     // with max_sequences.
     std::string one, all;

@@ -17,7 +17,7 @@ namespace sluice {
 absl::Status CheckEssOptions(const PolicyOptions& options);
 
 // INVALID_ARGUMENT: there is no room for one sequence, of a token and the next one.
-absl::Status CheckEssRoom(const PolicyOptions& options, const EssTier& tier);
+absl::Status CheckEssHeadroom(const PolicyOptions& options, const EssTier& tier);
 
 // What is expected of steps of at most `decode_rows` rows before anything is seen.
 OverlapPlan::Options OverlapOptionsOf(const PolicyOptions& options, const EssPoolShape& shape,

@@ -87,8 +87,8 @@ int64_t EssTier::max_tokens() const {
   return low;
 }
 
-AttentionPolicy::Room EssTier::RoomNow() const {
-  return {options_.hbm->RoomNow(), options_.dram->RoomNow().firm_tokens};
+AttentionPolicy::Headroom EssTier::HeadroomNow() const {
+  return {options_.hbm->HeadroomNow(), options_.dram->HeadroomNow().firm_tokens};
 }
 
 bool EssTier::Admit(int slot, int64_t context, int64_t total,
@@ -162,7 +162,7 @@ void EssTier::Release(int slot) {
   s.hbm.reset();
 }
 
-bool EssTier::MakeWayOut(int slot, int64_t tokens) {
+bool EssTier::ReserveHostCopy(int slot, int64_t tokens) {
   Slot& s = slots_[static_cast<size_t>(slot)];
   // The warmer reads the home's pages. (Nobody asks meanwhile: what ends well has had a step.)
   if (!warmer_->Done(slot)) return false;
@@ -184,7 +184,7 @@ void EssTier::Evict(int slot, int64_t tokens) {
   copy_stream_->Record(*s.placed);
 }
 
-std::unique_ptr<SequenceCache> EssTier::TakeHome(int slot) {
+std::unique_ptr<SequenceCache> EssTier::DetachHostCache(int slot) {
   Slot& s = slots_[static_cast<size_t>(slot)];
   SLUICE_CHECK(Warm(slot), "taken while nothing is copied");
   std::unique_ptr<SequenceCache> home = std::move(s.home);

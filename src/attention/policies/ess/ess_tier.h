@@ -7,8 +7,8 @@
 // The index keys of a handed-over cache leave DRAM once they are in HBM; they come back where the
 // sequence is kept.
 //
-// Pages are freed by Release and TakeHome alone, which the engine calls once every step that has
-// the slot is done: what a gather of a running sequence reads and writes is the sequence's own.
+// Pages are freed by Release and DetachHostCache alone, which the engine calls once every step that
+// has the slot is done: what a gather of a running sequence reads and writes is the sequence's own.
 //
 // Placement only: what is fetched and when is the policy's. Engine's thread, but for the views of
 // layers, which operators read by slot.
@@ -52,15 +52,15 @@ class EssTier {
   // AttentionPolicy's placement face, firm promises alone.
   Footprint FootprintOf(int64_t context, int64_t total) const;
   int64_t max_tokens() const;
-  AttentionPolicy::Room RoomNow() const;
+  AttentionPolicy::Headroom HeadroomNow() const;
   bool Admit(int slot, int64_t context, int64_t total, std::unique_ptr<SequenceCache>& home);
   bool Warm(int slot);
   Event& WarmEvent(int slot);
   void Grow(int slot, int64_t tokens) const;
   void Release(int slot);
-  bool MakeWayOut(int slot, int64_t tokens);
+  bool ReserveHostCopy(int slot, int64_t tokens);
   void Evict(int slot, int64_t tokens);
-  std::unique_ptr<SequenceCache> TakeHome(int slot);
+  std::unique_ptr<SequenceCache> DetachHostCache(int slot);
 
   // Whether the slot's pools have a place for each of its tokens.
   bool HoldsWhole(int slot) const {
