@@ -38,11 +38,11 @@ class AttentionPolicy {
   virtual int64_t max_tokens() const = 0;
 
   // Room now, in tokens of one more sequence; home_tokens is what DRAM could take in.
-  struct Room {
-    PagePool::Room hbm;
+  struct Headroom {
+    PagePool::Headroom hbm;
     TokensByKind home_tokens;
   };
-  virtual Room RoomNow() const = 0;
+  virtual Headroom HeadroomNow() const = 0;
 
   // Places a sequence: takes its HBM and starts to copy the first `context` tokens from `home`
   // (null if context is 0). With a soft promise it also takes room in DRAM for the whole sequence,
@@ -71,13 +71,13 @@ class AttentionPolicy {
   virtual bool MakeFirm(int slot) = 0;
   // Makes room in DRAM for positions below `tokens`, where the sequence has none: it can be moved
   // out from then on. False: no room now.
-  virtual bool MakeWayOut(int slot, int64_t tokens) = 0;
+  virtual bool ReserveHostCopy(int slot, int64_t tokens) = 0;
   // Starts to copy positions below `tokens` to the sequence's room in DRAM. REQUIRES: a soft
-  // promise or MakeWayOut, Warm(slot), and every step that has the slot is done.
+  // promise or ReserveHostCopy, Warm(slot), and every step that has the slot is done.
   virtual void Evict(int slot, int64_t tokens) = 0;
   // After Evict, once Warm(slot): releases the slot and returns the home that Admit takes (null if
   // no token was cached).
-  virtual std::unique_ptr<SequenceCache> TakeHome(int slot) = 0;
+  virtual std::unique_ptr<SequenceCache> DetachHostCache(int slot) = 0;
 
   // Decode rows of one sequence that a step may have.
   virtual int decode_rows_per_sequence() const { return kernels::kMaxNewTokens; }

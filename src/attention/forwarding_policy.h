@@ -19,7 +19,7 @@ class ForwardingPolicy : public AttentionPolicy {
     return policy_->FootprintOf(context, total);
   }
   int64_t max_tokens() const override { return policy_->max_tokens(); }
-  Room RoomNow() const override { return policy_->RoomNow(); }
+  Headroom HeadroomNow() const override { return policy_->HeadroomNow(); }
   bool Admit(int slot, int64_t context, int64_t total, Promise promise,
              std::unique_ptr<SequenceCache>& home) override {
     return policy_->Admit(slot, context, total, promise, home);
@@ -33,9 +33,13 @@ class ForwardingPolicy : public AttentionPolicy {
   }
   void Release(int slot) override { policy_->Release(slot); }
   bool MakeFirm(int slot) override { return policy_->MakeFirm(slot); }
-  bool MakeWayOut(int slot, int64_t tokens) override { return policy_->MakeWayOut(slot, tokens); }
+  bool ReserveHostCopy(int slot, int64_t tokens) override {
+    return policy_->ReserveHostCopy(slot, tokens);
+  }
   void Evict(int slot, int64_t tokens) override { policy_->Evict(slot, tokens); }
-  std::unique_ptr<SequenceCache> TakeHome(int slot) override { return policy_->TakeHome(slot); }
+  std::unique_ptr<SequenceCache> DetachHostCache(int slot) override {
+    return policy_->DetachHostCache(slot);
+  }
   int decode_rows_per_sequence() const override { return policy_->decode_rows_per_sequence(); }
   bool NeedsEndPrompt() const override { return policy_->NeedsEndPrompt(); }
   void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override {

@@ -26,8 +26,8 @@ void EngineImpl::Enqueue(Sequence& sequence) {
 
 void EngineImpl::AdmitWaiting(absl::Time now) {
   if (waiting_.empty() || free_slots_.empty()) return;
-  const AttentionPolicy::Room policy_room = parts_.policy->RoomNow();
-  AdmissionRoom room;
+  const AttentionPolicy::Headroom policy_room = parts_.policy->HeadroomNow();
+  AdmissionHeadroom room;
   room.firm_tokens = policy_room.hbm.firm_tokens;
   room.soft_tokens = policy_room.hbm.soft_tokens;
   room.free_tokens = policy_room.hbm.free_tokens;
@@ -183,7 +183,7 @@ void EngineImpl::MoveOut(absl::Time /*now*/) {
       sequence->evicted = true;
       return false;
     }
-    sequence->home = parts_.policy->TakeHome(sequence->slot);
+    sequence->home = parts_.policy->DetachHostCache(sequence->slot);
     sequence->home_tokens = sequence->cached;
     FreeSlot(sequence->slot);
     Enqueue(*sequence);
@@ -230,7 +230,7 @@ void EngineImpl::ReleaseSlots() {
     if (sequence->keep_id.empty()) {
       parts_.policy->Release(sequence->slot);
     } else {
-      std::unique_ptr<SequenceCache> home = parts_.policy->TakeHome(sequence->slot);
+      std::unique_ptr<SequenceCache> home = parts_.policy->DetachHostCache(sequence->slot);
       // What a failed device left is nobody's cache.
       if (!parts_.device->Health().ok()) home.reset();
       parts_.transfers->KeepHome(sequence->keep_id, std::move(home));

@@ -295,9 +295,9 @@ void PagePool::GiveRun(size_t kind, PageRun run) {
   if (slabs_.has_value()) slabs_->Give(kind, run, &state.free);
 }
 
-PagePool::Room PagePool::RoomNow() const {
+PagePool::Headroom PagePool::HeadroomNow() const {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
-  Room room{kMost, kMost, kMost};
+  Headroom room{kMost, kMost, kMost};
   absl::MutexLock lock(&mutex_);
   for (size_t kind = 0; kind < kinds_.size(); ++kind) {
     const KindState& state = kinds_[kind];

@@ -116,12 +116,12 @@ class PagePool {
   // Tokens of one more sequence for which there is room now; of kinds that the pool does not have,
   // any number. Where kinds share the arena: with no more of the others, so that it may have room
   // for each of them and not for all.
-  struct Room {
+  struct Headroom {
     TokensByKind firm_tokens;  // with a firm promise
     TokensByKind soft_tokens;  // with a soft one
     TokensByKind free_tokens;  // in pages that nobody has
   };
-  Room RoomNow() const;
+  Headroom HeadroomNow() const;
 
   struct Usage {
     int64_t capacity_bytes = 0;  // where kinds share the arena: less what the others were promised

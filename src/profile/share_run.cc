@@ -43,20 +43,20 @@ class ShareWatch : public ForwardingPolicy {
                  absl::Span<const int32_t> positions) override {
     stream.Record(*step_done_);
     step_done_->Wait();
-    Look();
+    PollCounters();
     ForwardingPolicy::BeginStep(stream, slots, positions);
   }
 
   // The steps are done: the last one's counters.
   void Release(int slot) override {
-    Look();
+    PollCounters();
     ForwardingPolicy::Release(slot);
   }
 
   const std::vector<ShareSeries>& series() const { return series_; }
 
  private:
-  void Look() {
+  void PollCounters() {
     PolicyStatistics now = Statistics();
     bool decoded = false;
     for (size_t i = 0; i < series_.size(); ++i) {

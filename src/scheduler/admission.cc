@@ -9,7 +9,7 @@ TokensByKind GrowthOf(const WaitingSequence& sequence) {
   return Least(sequence.total - sequence.context, kGrowthTokens);
 }
 
-bool FitsSoftly(const WaitingSequence& sequence, const AdmissionRoom& room) {
+bool FitsSoftly(const WaitingSequence& sequence, const AdmissionHeadroom& room) {
   if (sequence.preemptions >= kMaxPreemptions || sequence.preempted >= kMaxPreempted) return false;
   return sequence.total.Within(room.soft_tokens) &&
          (sequence.has_home || sequence.total.Within(room.home_tokens)) &&
@@ -18,7 +18,7 @@ bool FitsSoftly(const WaitingSequence& sequence, const AdmissionRoom& room) {
 
 }  // namespace
 
-void PlanAdmission(AdmissionRoom room, absl::Span<const WaitingSequence> waiting,
+void PlanAdmission(AdmissionHeadroom room, absl::Span<const WaitingSequence> waiting,
                    std::vector<Admission>* admissions) {
   admissions->clear();
   size_t admitted = 0;

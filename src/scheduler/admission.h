@@ -38,7 +38,7 @@ struct WaitingSequence {
 };
 
 // Room for one more sequence, in tokens.
-struct AdmissionRoom {
+struct AdmissionHeadroom {
   TokensByKind firm_tokens;   // that can be promised firmly
   TokensByKind soft_tokens;   // that can be promised at all
   TokensByKind free_tokens;   // in pages that nobody has
@@ -55,7 +55,7 @@ enum class Admission { kWait, kFirm, kSoft };
 // overtaken, so all after the first that waits wait too; but who waits for DRAM is overtaken by
 // those that have theirs, since only their end gives it back. `admissions` is overwritten and ends
 // with the last that does not wait.
-void PlanAdmission(AdmissionRoom room, absl::Span<const WaitingSequence> waiting,
+void PlanAdmission(AdmissionHeadroom room, absl::Span<const WaitingSequence> waiting,
                    std::vector<Admission>* admissions);
 
 struct VictimCandidate {

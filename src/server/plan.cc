@@ -78,7 +78,7 @@ PlanInput::Policy PlanPolicy(const PolicyOptions& options, const PlanInput& in, 
   out.beside_pinned_bytes = device->asked(MemoryKind::kPinned) - dram - in.dram_bytes;
   for (const int64_t context : PlannedContexts(in.max_context)) {
     const Footprint footprint = made->policy->FootprintOf(context, context);
-    PlanInput::Policy::Room room;
+    PlanInput::Policy::Headroom room;
     room.context = context;
     const PagePool &hbm_pool = *made->hbm, &dram_pool = *made->dram;
     room.hbm_bytes = hbm_pool.layout().BytesFor(footprint.hbm_tokens);

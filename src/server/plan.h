@@ -45,14 +45,14 @@ struct PlanInput {
     int64_t beside_hbm_bytes = 0;
     int64_t beside_pinned_bytes = 0;
     // What a sequence of `context` tokens, prompt and output together, takes under the policy.
-    struct Room {
+    struct Headroom {
       int64_t context = 0;
       int64_t hbm_bytes = 0;
       int64_t dram_bytes = 0;
       std::string kinds;    // bytes by kind, for a model with several kinds of caches
       int64_t running = 0;  // sequences that HBM and DRAM hold at once, at most max_sequences
     };
-    std::vector<Room> rooms;
+    std::vector<Headroom> rooms;
     // How it overlaps transfers and compute at first, if it chooses: with one sequence, and with
     // max_sequences.
     std::string one, all;

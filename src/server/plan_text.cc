@@ -86,7 +86,7 @@ std::string PolicyLines(const PlanInput::Policy& policy) {
                         Bytes(policy.beside_hbm_bytes), Bytes(policy.beside_pinned_bytes));
   absl::StrAppendFormat(&out, "  %10s  %12s  %12s  %16s\n", "context", "HBM", "DRAM",
                         "running (both)");
-  for (const PlanInput::Policy::Room& room : policy.rooms) {
+  for (const PlanInput::Policy::Headroom& room : policy.rooms) {
     absl::StrAppendFormat(&out, "  %10d  %12s  %12s  %16d\n", room.context, Bytes(room.hbm_bytes),
                           Bytes(room.dram_bytes), room.running);
   }

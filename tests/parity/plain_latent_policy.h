@@ -41,7 +41,7 @@ class PlainLatentPolicy : public AttentionPolicy {
   // Nothing is placed: the caches are always there.
   Footprint FootprintOf(int64_t context, int64_t total) const override { return {context, total}; }
   int64_t max_tokens() const override { return max_context_; }
-  Room RoomNow() const override { return {}; }
+  Headroom HeadroomNow() const override { return {}; }
   bool Admit(int, int64_t, int64_t, Promise, std::unique_ptr<SequenceCache>&) override {
     return true;
   }
@@ -53,9 +53,9 @@ class PlainLatentPolicy : public AttentionPolicy {
                  absl::Span<const int32_t> positions) override;
   void Release(int) override {}
   bool MakeFirm(int) override { return true; }
-  bool MakeWayOut(int, int64_t) override { return true; }
+  bool ReserveHostCopy(int, int64_t) override { return true; }
   void Evict(int, int64_t) override {}
-  std::unique_ptr<SequenceCache> TakeHome(int) override { return nullptr; }
+  std::unique_ptr<SequenceCache> DetachHostCache(int) override { return nullptr; }
   void Append(Stream&, int, kernels::RopeAppendParams) override;
   void Attend(Stream&, int, kernels::AttentionParams) override;
 

@@ -51,7 +51,7 @@ MUTANTS = [
      "src/attention/policies/ess/ess_policy.cc",
      "settling.After(stream);\n    kernels().UpdateResidency", "kernels().UpdateResidency"),
     ("places of the next step's entries stay empty", "src/attention/policies/ess/ess_policy.cc",
-     "Bring(settling, operators_.FetchRunnersUp(layer, rows));", ""),
+     "Fetch(settling, operators_.FetchRunnersUp(layer, rows));", ""),
     ("a sequence joins before its pools are warm", "src/attention/policies/ess/ess_tier.cc",
      " || !warmer_->Done(slot)) return false;", ") return false;"),
     ("a warm-up overtakes the clearing of its tables", "src/attention/policies/ess/pool_warmer.cc",

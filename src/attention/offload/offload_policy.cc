@@ -49,7 +49,7 @@ Footprint OffloadPolicy::FootprintOf(int64_t context, int64_t total) const {
   return tier_->FootprintOf(context, total);
 }
 int64_t OffloadPolicy::max_tokens() const { return tier_->max_tokens(); }
-AttentionPolicy::Room OffloadPolicy::RoomNow() const { return tier_->RoomNow(); }
+AttentionPolicy::Headroom OffloadPolicy::HeadroomNow() const { return tier_->HeadroomNow(); }
 
 bool OffloadPolicy::Admit(int slot, int64_t context, int64_t total, Promise promise,
                           std::unique_ptr<SequenceCache>& home) {
@@ -109,12 +109,12 @@ void OffloadPolicy::EndPrompt(int slot, int64_t tokens, SelectionHints hints) {
 }
 
 bool OffloadPolicy::MakeFirm(int /*slot*/) { return true; }
-bool OffloadPolicy::MakeWayOut(int /*slot*/, int64_t /*tokens*/) { return true; }
+bool OffloadPolicy::ReserveHostCopy(int /*slot*/, int64_t /*tokens*/) { return true; }
 void OffloadPolicy::Evict(int /*slot*/, int64_t /*tokens*/) {}
-std::unique_ptr<SequenceCache> OffloadPolicy::TakeHome(int slot) {
+std::unique_ptr<SequenceCache> OffloadPolicy::DetachHostCache(int slot) {
   SLUICE_CHECK(Warm(slot), "a slot is released at rest");
   Left(slot);
-  std::unique_ptr<SequenceCache> home = tier_->TakeHome(slot);
+  std::unique_ptr<SequenceCache> home = tier_->DetachHostCache(slot);
   tier_->Release(slot);
   return home;
 }

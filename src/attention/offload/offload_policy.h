@@ -25,7 +25,7 @@ class OffloadPolicy : public AttentionPolicy {
   const std::string& name() const override { return name_; }
   Footprint FootprintOf(int64_t context, int64_t total) const override;
   int64_t max_tokens() const override;
-  Room RoomNow() const override;
+  Headroom HeadroomNow() const override;
   // REQUIRES: a firm promise. The working set is EndPrompt's; until then there are prompt rows
   // only.
   bool Admit(int slot, int64_t context, int64_t total, Promise promise,
@@ -45,9 +45,9 @@ class OffloadPolicy : public AttentionPolicy {
 
   // Nothing is preempted: promises are firm. What is moved out for good is at home already.
   bool MakeFirm(int slot) override;
-  bool MakeWayOut(int slot, int64_t tokens) override;
+  bool ReserveHostCopy(int slot, int64_t tokens) override;
   void Evict(int slot, int64_t tokens) override;
-  std::unique_ptr<SequenceCache> TakeHome(int slot) override;
+  std::unique_ptr<SequenceCache> DetachHostCache(int slot) override;
 
   void Append(Stream& stream, int layer, kernels::RopeAppendParams params) override;
   void Attend(Stream& stream, int layer, kernels::AttentionParams params) override;

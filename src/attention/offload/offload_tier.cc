@@ -62,8 +62,8 @@ class OffloadTierImpl : public OffloadTier {
     });
   }
 
-  AttentionPolicy::Room RoomNow() const override {
-    return {options_.hbm->RoomNow(), options_.dram->RoomNow().firm_tokens};
+  AttentionPolicy::Headroom HeadroomNow() const override {
+    return {options_.hbm->HeadroomNow(), options_.dram->HeadroomNow().firm_tokens};
   }
 
   bool Admit(int slot, int64_t context, int64_t total,
@@ -101,7 +101,7 @@ class OffloadTierImpl : public OffloadTier {
     s.hbm.reset();
   }
 
-  std::unique_ptr<SequenceCache> TakeHome(int slot) override {
+  std::unique_ptr<SequenceCache> DetachHostCache(int slot) override {
     return std::move(slots_[static_cast<size_t>(slot)].home);
   }
 

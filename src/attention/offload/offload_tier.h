@@ -66,7 +66,7 @@ class OffloadTier {
   // AttentionPolicy's placement face (there is no soft promise: nothing is preempted).
   virtual Footprint FootprintOf(int64_t context, int64_t total) const = 0;
   virtual int64_t max_tokens() const = 0;
-  virtual AttentionPolicy::Room RoomNow() const = 0;
+  virtual AttentionPolicy::Headroom HeadroomNow() const = 0;
   // Takes HBM and keeps `home`, made larger where it is too small (or takes one for `total` tokens
   // from DRAM). The page numbers are on
   // their way; residency and arrays are WarmUp's. False: no room now, and nothing has changed.
@@ -77,7 +77,7 @@ class OffloadTier {
   // REQUIRES: nothing reads or writes the slot's pages any more.
   virtual void Release(int slot) = 0;
   // Before Release, where the home is to outlive it.
-  virtual std::unique_ptr<SequenceCache> TakeHome(int slot) = 0;
+  virtual std::unique_ptr<SequenceCache> DetachHostCache(int slot) = 0;
 
   // Makes the working set of the slot's first `tokens` tokens, as the row of position `tokens` will
   // find it: the newest blocks in the ring, the dense layers' caches, and `units` (of each sparse

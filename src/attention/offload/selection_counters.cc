@@ -40,7 +40,7 @@ PolicyStatistics SelectionCounters::Sum() const {
   return sums;
 }
 
-void SelectionCounters::Look(Stream& stream) {
+void SelectionCounters::PollCounters(Stream& stream) {
   if (looking_) return;
   stream.Copy(looked_.data(), device_.data(), looked_.bytes());
   stream.Record(*look_done_);

@@ -26,10 +26,10 @@ class SelectionCounters {
   // Waits for the device's copy of them. REQUIRES: no step is under way.
   PolicyStatistics Sum() const;
 
-  // A look while steps go on. Look enqueues a copy of them on the steps' own stream, between two
-  // steps; nothing where a look is under way. Take gives its sums, once, when the copy is done;
-  // till then, and where there is none, it returns false. One thread.
-  void Look(Stream& stream);
+  // A look while steps go on. PollCounters enqueues a copy of them on the steps' own stream,
+  // between two steps; nothing where a look is under way. Take gives its sums, once, when the copy
+  // is done; till then, and where there is none, it returns false. One thread.
+  void PollCounters(Stream& stream);
   bool Take(PolicyStatistics* sums);
 
  private:

@@ -67,7 +67,7 @@ class Bench {
   void Join(int slot, int64_t total, uint64_t seed) {
     SplitMix64 random(seed);
     const int64_t tokens = (total + kBlock - 1) / kBlock * kBlock +
-                           ContextualCache::RoomTokens(options_.window, total);
+                           ContextualCache::HeadroomTokens(options_.window, total);
     auto home = std::make_unique<SequenceCache>(dram_.get(), dram_->TryReserve(tokens));
     home->EnsureTokens(tokens);
     for (int layer = 0; layer < kLayers; ++layer) {

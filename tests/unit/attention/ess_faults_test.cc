@@ -145,9 +145,10 @@ SelectionHints Nonsense(SplitMix64& random, int layers) {
 
 constexpr uint8_t kPoison = 0xFF;  // NaN, and page -1
 
-// By construction: a slot's pages go back in Release and TakeHome, which come after the slot's last
-// step and its copies, and its tables are read by its own rows alone. Here every page that nobody
-// has is poison while steps and warm-ups run; none of it reaches a result, and none is written.
+// By construction: a slot's pages go back in Release and DetachHostCache, which come after the
+// slot's last step and its copies, and its tables are read by its own rows alone. Here every page
+// that nobody has is poison while steps and warm-ups run; none of it reaches a result, and none is
+// written.
 TEST_CASE("ess: no gather and no write meets a page that was given back") {
   for (const uint64_t seed : {1, 2, 3}) {
     SplitMix64 random(seed);
@@ -174,10 +175,10 @@ TEST_CASE("ess: no gather and no write meets a page that was given back") {
         if (random.Below(2) == 0) {
           rig.policy().Release(slot);
         } else {
-          REQUIRE(rig.policy().MakeWayOut(slot, rig.position(slot)));
+          REQUIRE(rig.policy().ReserveHostCopy(slot, rig.position(slot)));
           rig.policy().Evict(slot, rig.position(slot));
           rig.AwaitWarm(slot);
-          REQUIRE(rig.policy().TakeHome(slot) != nullptr);  // and nobody wants it
+          REQUIRE(rig.policy().DetachHostCache(slot) != nullptr);  // and nobody wants it
         }
         streams.erase(slot);
         ++ended;
@@ -275,10 +276,10 @@ TEST_CASE("ess: a kept sequence holds DRAM for the tokens that it has") {
   rig.AwaitWarm(0);
   REQUIRE(rig.dram().UsageOf(0).reserved_bytes ==
           layout.PagesFor(0, 500) * layout.kinds[0].page_bytes());
-  REQUIRE(rig.policy().MakeWayOut(0, 111));
+  REQUIRE(rig.policy().ReserveHostCopy(0, 111));
   rig.policy().Evict(0, 111);
   rig.AwaitWarm(0);
-  std::unique_ptr<SequenceCache> home = rig.policy().TakeHome(0);
+  std::unique_ptr<SequenceCache> home = rig.policy().DetachHostCache(0);
   for (size_t kind = 0; kind < 2; ++kind) {
     const int64_t bytes = layout.PagesFor(kind, 111) * layout.kinds[kind].page_bytes();
     REQUIRE(rig.dram().UsageOf(kind).reserved_bytes == bytes);

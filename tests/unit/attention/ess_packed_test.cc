@@ -95,10 +95,10 @@ void CheckAgainstFull(const std::string& kernels) {
   // Kept, and warmed from home with hints.
   all([&](LatentRig& rig) {
     const int length = rig.position(0);
-    REQUIRE(rig.policy().MakeWayOut(0, length));
+    REQUIRE(rig.policy().ReserveHostCopy(0, length));
     rig.policy().Evict(0, length);
     rig.AwaitWarm(0);
-    std::unique_ptr<SequenceCache> home = rig.policy().TakeHome(0);
+    std::unique_ptr<SequenceCache> home = rig.policy().DetachHostCache(0);
     rig.Readmit(0, 5, length, 500, length, std::move(home));
     if (rig.policy().NeedsEndPrompt()) rig.EndPrompt(0, rig.Hints(5, length, 2));
   });

@@ -482,10 +482,10 @@ TEST_CASE("ess: prompts are computed here too, and a kept sequence has a second 
   }
   // Kept: its index keys go back to DRAM.
   const int length = rig.position(0);
-  REQUIRE(rig.policy().MakeWayOut(0, length));
+  REQUIRE(rig.policy().ReserveHostCopy(0, length));
   rig.policy().Evict(0, length);
   rig.AwaitWarm(0);
-  std::unique_ptr<SequenceCache> home = rig.policy().TakeHome(0);
+  std::unique_ptr<SequenceCache> home = rig.policy().DetachHostCache(0);
   REQUIRE(rig.hbm().UsageOf(0).used_bytes == 0);
   rig.Readmit(1, 4, length, 350, length + 10, std::move(home));
   rig.Prompt(1, 10);

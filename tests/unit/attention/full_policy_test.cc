@@ -250,11 +250,11 @@ TEST_CASE("a sequence with a soft promise goes to DRAM and comes back with its b
     t.policy->Evict(1, 100);
     t.policy->WarmEvent(1).Wait();
     REQUIRE(t.policy->Warm(1));
-    home = t.policy->TakeHome(1);
+    home = t.policy->DetachHostCache(1);
     REQUIRE(home != nullptr);
     CHECK(Tiers::Used(*t.hbm) == 0);
     // Into another slot; its home is its way out again, whatever else DRAM holds.
-    std::unique_ptr<SequenceCache> other = t.Home(t.dram->RoomNow().firm_tokens.least(), 9);
+    std::unique_ptr<SequenceCache> other = t.Home(t.dram->HeadroomNow().firm_tokens.least(), 9);
     REQUIRE(t.policy->Admit(1 + round, 100, 300, Promise::kSoft, home));
     t.policy->WarmEvent(1 + round).Wait();
     REQUIRE(t.policy->Warm(1 + round));
@@ -262,7 +262,7 @@ TEST_CASE("a sequence with a soft promise goes to DRAM and comes back with its b
     if (round == 2) break;
     t.policy->Evict(1 + round, 100);
     t.policy->WarmEvent(1 + round).Wait();
-    home = t.policy->TakeHome(1 + round);
+    home = t.policy->DetachHostCache(1 + round);
     REQUIRE(t.policy->Admit(1, 100, 300, Promise::kSoft, home));
     t.policy->WarmEvent(1).Wait();
     REQUIRE(t.policy->Warm(1));
@@ -285,7 +285,7 @@ TEST_CASE("a soft promise needs room in DRAM, and a sequence without caches has 
   t.policy->Evict(0, 0);
   t.policy->WarmEvent(0).Wait();
   REQUIRE(t.policy->Warm(0));
-  CHECK(t.policy->TakeHome(0) == nullptr);
+  CHECK(t.policy->DetachHostCache(0) == nullptr);
   CHECK(Tiers::Reserved(*t.dram) == 0);
   CHECK(Tiers::Reserved(*t.hbm) == 0);
 }

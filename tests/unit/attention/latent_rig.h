@@ -48,7 +48,7 @@ class LatentRig {
   // there is no room. `prompt`: tokens of the prompt, 0: the context. REQUIRES: context 0 where
   // caches are packed (prompts make them).
   bool Admit(int slot, uint64_t seed, int context, int total, int prompt = 0);
-  // Admits a home that TakeHome gave.
+  // Admits a home that DetachHostCache gave.
   void Readmit(int slot, uint64_t seed, int context, int total, int prompt,
                std::unique_ptr<SequenceCache> home);
   // `count` rows of the slot's prompt.

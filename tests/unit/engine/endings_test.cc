@@ -117,7 +117,7 @@ TEST_CASE("after any mix of endings nothing is reserved and nothing is used") {
       } else {
         // DRAM may be full: then there is nothing to start.
         const Manifest manifest = node.MakeManifest(g.prompt, whole, tokens);
-        if (node.dram().RoomNow().firm_tokens.least() < whole) return;
+        if (node.dram().HeadroomNow().firm_tokens.least() < whole) return;
         request.handoff.transfer_id =
             node.Push(g.prompt, whole, tokens, g.k, chance(8) ? bad_v : g.v);
         if (chance(10)) return;  // its Generate never comes: the lease ends it

@@ -189,7 +189,7 @@ void HomesStay(const std::string& kernels) {
   const int64_t reserved = node.dram().UsageOf(0).reserved_bytes;
   CHECK(reserved == node.model().cache_layout().BytesFor(prompt + 9));
   // The rest of DRAM is somebody's: a prompt to compute here finds no room for its home.
-  Reservation rest = node.dram().TryReserve(node.dram().RoomNow().firm_tokens);
+  Reservation rest = node.dram().TryReserve(node.dram().HeadroomNow().firm_tokens);
   const std::shared_ptr<TokenStream> local = node.Start(GreedyRequest(g.prompt, 200));
   // What was handed over comes later and goes first.
   Request request = GreedyRequest({}, 9);

@@ -64,8 +64,8 @@ TEST_CASE("a kind that runs out refuses, whatever is left of the others") {
   CHECK(pool->TryReserve(1).empty());
   const Reservation rest = pool->TryReserve({0, most[1]});
   CHECK_FALSE(rest.empty());
-  CHECK(pool->RoomNow().firm_tokens[0] == 0);
-  CHECK(pool->RoomNow().firm_tokens[1] == 0);
+  CHECK(pool->HeadroomNow().firm_tokens[0] == 0);
+  CHECK(pool->HeadroomNow().firm_tokens[1] == 0);
 }
 
 TEST_CASE("a kind goes back alone, with its promise, and comes again") {
@@ -252,7 +252,7 @@ void RandomOperations(double overcommit, const TokensByKind& proportion) {
     }
     const auto [now, firm_now] = sums();
     REQUIRE(firm_now.Within(all));
-    const PagePool::Room room = pool->RoomNow();
+    const PagePool::Headroom room = pool->HeadroomNow();
     for (size_t kind = 0; kind < 2; ++kind) {
       const CacheKind& of = layout.kinds[kind];
       const auto tokens = [&](int64_t pages) { return pages / layout.layers * of.block_tokens; };

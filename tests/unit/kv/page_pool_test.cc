@@ -110,8 +110,8 @@ TEST_CASE("an overcommitted pool promises more than it has, and gives no page tw
   CHECK(pool->TryReserve(most, Promise::kFirm).empty());
   auto soft = std::make_unique<SequenceCache>(pool.get(), pool->TryReserve(most, Promise::kSoft));
   CHECK(pool->TryReserve(most, Promise::kSoft).empty());
-  CHECK(pool->RoomNow().firm_tokens.least() == 0);
-  CHECK(pool->RoomNow().soft_tokens.least() < most / 4);
+  CHECK(pool->HeadroomNow().firm_tokens.least() == 0);
+  CHECK(pool->HeadroomNow().soft_tokens.least() < most / 4);
   CHECK(pool->UsageOf(0).reserved_bytes > pool->UsageOf(0).capacity_bytes);
 
   using Growth = SequenceCache::Growth;
@@ -124,7 +124,7 @@ TEST_CASE("an overcommitted pool promises more than it has, and gives no page tw
   // Once the soft one is out of the way, the firm one finds all of its pages.
   Reservation promise = SequenceCache::Dissolve(std::move(soft));
   CHECK(firm.EnsureTokens(most) == Growth::kAdded);
-  CHECK(pool->RoomNow().free_tokens.least() == 0);
+  CHECK(pool->HeadroomNow().free_tokens.least() == 0);
   CHECK(pool->UsageOf(0).used_bytes <= pool->UsageOf(0).capacity_bytes);
 }
 

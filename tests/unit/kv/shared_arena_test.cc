@@ -49,8 +49,8 @@ TEST_CASE("a shared arena is wholly one kind's, then the other's") {
     for (const TokensByKind& most : {TokensByKind({all[0], 0}), TokensByKind({0, all[1]})}) {
       std::unique_ptr<SequenceCache> cache = Take(pool.get(), most);
       REQUIRE(cache != nullptr);
-      CHECK(pool->RoomNow().firm_tokens[0] == 0);
-      CHECK(pool->RoomNow().firm_tokens[1] == 0);
+      CHECK(pool->HeadroomNow().firm_tokens[0] == 0);
+      CHECK(pool->HeadroomNow().firm_tokens[1] == 0);
       CHECK(pool->TryReserve({4, 0}).empty());
       CHECK(pool->TryReserve({0, 4}).empty());
     }
@@ -62,9 +62,9 @@ TEST_CASE("what a kind gives back the other takes, while the first sequence live
   const int64_t half = pool->Capacity()[0] / 2;
   std::unique_ptr<SequenceCache> running = Take(pool.get(), {half, half});
   REQUIRE(running != nullptr);
-  const int64_t before = pool->RoomNow().firm_tokens[0];
+  const int64_t before = pool->HeadroomNow().firm_tokens[0];
   running->ShrinkTo({half, 0});
-  const int64_t after = pool->RoomNow().firm_tokens[0];
+  const int64_t after = pool->HeadroomNow().firm_tokens[0];
   // 40 bytes of each token against 144.
   CHECK(after - before >= half * 40 / 144 - 40);
   CHECK(Take(pool.get(), {after, 0}) != nullptr);
@@ -166,7 +166,7 @@ TEST_CASE("whatever comes and goes, promises are kept and bytes have one owner")
         REQUIRE(usage.reserved_bytes <= usage.capacity_bytes);
         // What there is said to be room for there is.
         TokensByKind room = 0;
-        room[kind] = pool->RoomNow().firm_tokens[kind];
+        room[kind] = pool->HeadroomNow().firm_tokens[kind];
         REQUIRE_FALSE((room[kind] > 0 && pool->TryReserve(room).empty()));
       }
       const uint8_t* end = nullptr;
@@ -180,7 +180,7 @@ TEST_CASE("whatever comes and goes, promises are kept and bytes have one owner")
     }
     alive.clear();
     for (size_t kind = 0; kind < 2; ++kind) {
-      CHECK(pool->RoomNow().firm_tokens[kind] == pool->Capacity()[kind]);
+      CHECK(pool->HeadroomNow().firm_tokens[kind] == pool->Capacity()[kind]);
       CHECK(pool->UsageOf(kind).reserved_bytes == 0);
     }
   }

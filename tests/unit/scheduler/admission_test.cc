@@ -16,8 +16,8 @@ WaitingSequence Waiting(int64_t context, int64_t total) {
   return sequence;
 }
 
-AdmissionRoom Room(int64_t firm, int64_t soft, int64_t free) {
-  AdmissionRoom room;
+AdmissionHeadroom Headroom(int64_t firm, int64_t soft, int64_t free) {
+  AdmissionHeadroom room;
   room.firm_tokens = firm;
   room.soft_tokens = soft;
   room.free_tokens = free;
@@ -26,7 +26,7 @@ AdmissionRoom Room(int64_t firm, int64_t soft, int64_t free) {
   return room;
 }
 
-std::vector<Admission> Plan(const AdmissionRoom& room, std::vector<WaitingSequence> waiting) {
+std::vector<Admission> Plan(const AdmissionHeadroom& room, std::vector<WaitingSequence> waiting) {
   std::vector<Admission> admissions(3);  // overwritten
   PlanAdmission(room, waiting, &admissions);
   return admissions;
@@ -35,21 +35,23 @@ std::vector<Admission> Plan(const AdmissionRoom& room, std::vector<WaitingSequen
 constexpr Admission kFirm = Admission::kFirm, kSoft = Admission::kSoft;
 
 TEST_CASE("first come, first served: a large one at the head is not overtaken") {
-  CHECK(Plan(Room(100, 100, 100), {Waiting(10, 60), Waiting(10, 60), Waiting(1, 2)}) ==
+  CHECK(Plan(Headroom(100, 100, 100), {Waiting(10, 60), Waiting(10, 60), Waiting(1, 2)}) ==
         std::vector<Admission>{kFirm});
-  AdmissionRoom one = Room(100, 100, 100);
+  AdmissionHeadroom one = Headroom(100, 100, 100);
   one.slots = 1;
   CHECK(Plan(one, {Waiting(1, 2), Waiting(1, 2)}) == std::vector<Admission>{kFirm});
-  CHECK(Plan(Room(0, 0, 100), {Waiting(1, 2)}).empty());
+  CHECK(Plan(Headroom(0, 0, 100), {Waiting(1, 2)}).empty());
 }
 
 TEST_CASE("beyond what fits, promises are soft, and only with room to grow for all that run") {
   const WaitingSequence sequence = Waiting(100, 500);
-  CHECK(Plan(Room(500, 1000, 600), {sequence, sequence}) == std::vector<Admission>{kFirm, kSoft});
+  CHECK(Plan(Headroom(500, 1000, 600), {sequence, sequence}) ==
+        std::vector<Admission>{kFirm, kSoft});
   // 100 + 64 of its own, 64 of the first, after the first has taken its 100.
-  CHECK(Plan(Room(500, 1000, 328), {sequence, sequence}) == std::vector<Admission>{kFirm, kSoft});
-  CHECK(Plan(Room(500, 1000, 327), {sequence, sequence}) == std::vector<Admission>{kFirm});
-  AdmissionRoom running = Room(0, 1000, 300);
+  CHECK(Plan(Headroom(500, 1000, 328), {sequence, sequence}) ==
+        std::vector<Admission>{kFirm, kSoft});
+  CHECK(Plan(Headroom(500, 1000, 327), {sequence, sequence}) == std::vector<Admission>{kFirm});
+  AdmissionHeadroom running = Headroom(0, 1000, 300);
   running.growth_tokens = 300 - 164;
   CHECK(Plan(running, {sequence}) == std::vector<Admission>{kSoft});
   running.growth_tokens += 1;
@@ -57,7 +59,7 @@ TEST_CASE("beyond what fits, promises are soft, and only with room to grow for a
 }
 
 TEST_CASE("room is counted by kind: whichever is short decides, and others take what they need") {
-  AdmissionRoom room = Room(0, 0, 0);
+  AdmissionHeadroom room = Headroom(0, 0, 0);
   room.firm_tokens = room.free_tokens = TokensByKind({100, 1000});
   WaitingSequence latent;
   latent.context = {30, 400};
@@ -82,7 +84,7 @@ TEST_CASE("who waits for DRAM is overtaken by those that have theirs, and by nob
   WaitingSequence needs_little = needs;
   needs_little.home = 10;
   const WaitingSequence has = Waiting(10, 20);
-  AdmissionRoom room = Room(100, 100, 100);
+  AdmissionHeadroom room = Headroom(100, 100, 100);
   room.home_tokens = 60;
   // 50 are left to the first, 10 to the second.
   CHECK(Plan(room, {needs, needs_little, has}) == std::vector<Admission>{kFirm, kFirm, kFirm});
@@ -97,7 +99,7 @@ TEST_CASE("who waits for DRAM is overtaken by those that have theirs, and by nob
 }
 
 TEST_CASE("a soft promise needs a way out in DRAM") {
-  AdmissionRoom room = Room(0, 1000, 1000);
+  AdmissionHeadroom room = Headroom(0, 1000, 1000);
   room.home_tokens = 499;
   WaitingSequence sequence = Waiting(100, 500);
   CHECK(Plan(room, {sequence}).empty());
@@ -109,7 +111,7 @@ TEST_CASE("a soft promise needs a way out in DRAM") {
 }
 
 TEST_CASE("nobody younger gets a firm promise before one with a soft promise") {
-  AdmissionRoom room = Room(50, 1000, 1000);
+  AdmissionHeadroom room = Headroom(50, 1000, 1000);
   CHECK(Plan(room, {Waiting(10, 60), Waiting(10, 40)}) == std::vector<Admission>{kSoft, kSoft});
   room.soft_running = true;
   CHECK(Plan(room, {Waiting(10, 40)}) == std::vector<Admission>{kSoft});
@@ -118,12 +120,12 @@ TEST_CASE("nobody younger gets a firm promise before one with a soft promise") {
 TEST_CASE("who was preempted often or for long comes back with a firm promise or waits") {
   WaitingSequence sequence = Waiting(100, 500);
   sequence.preemptions = kMaxPreemptions;
-  CHECK(Plan(Room(499, 1000, 1000), {sequence}).empty());
-  CHECK(Plan(Room(500, 1000, 1000), {sequence}) == std::vector<Admission>{kFirm});
+  CHECK(Plan(Headroom(499, 1000, 1000), {sequence}).empty());
+  CHECK(Plan(Headroom(500, 1000, 1000), {sequence}) == std::vector<Admission>{kFirm});
   sequence.preemptions = 1;
-  CHECK(Plan(Room(499, 1000, 1000), {sequence}) == std::vector<Admission>{kSoft});
+  CHECK(Plan(Headroom(499, 1000, 1000), {sequence}) == std::vector<Admission>{kSoft});
   sequence.preempted = kMaxPreempted;
-  CHECK(Plan(Room(499, 1000, 1000), {sequence}).empty());
+  CHECK(Plan(Headroom(499, 1000, 1000), {sequence}).empty());
 }
 
 TEST_CASE("the victim is the latest with a soft promise") {
@@ -176,8 +178,8 @@ TEST_CASE("whatever arrives, everybody ends, and nobody is preempted more often 
         s.soft = false;
         count();
       }
-      AdmissionRoom room =
-          Room(std::min(capacity - firm, limit - promised), limit - promised, capacity - used);
+      AdmissionHeadroom room =
+          Headroom(std::min(capacity - firm, limit - promised), limit - promised, capacity - used);
       room.slots = 16 - static_cast<int>(running.size());
       for (const S& s : running) {
         room.growth_tokens += std::min(s.total - s.length, kGrowthTokens);

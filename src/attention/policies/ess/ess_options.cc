@@ -87,7 +87,7 @@ absl::Status CheckEssOptions(const PolicyOptions& o) {
   return absl::OkStatus();
 }
 
-absl::Status CheckEssRoom(const PolicyOptions& o, const EssTier& tier) {
+absl::Status CheckEssHeadroom(const PolicyOptions& o, const EssTier& tier) {
   constexpr int64_t kLeast = 2;
   if (tier.max_tokens() >= kLeast) return absl::OkStatus();
   const Footprint least = tier.FootprintOf(kLeast, kLeast);

@@ -17,7 +17,7 @@ namespace sluice {
 absl::Status CheckEssOptions(const PolicyOptions& options);
 
 // INVALID_ARGUMENT: the pools cannot hold one sequence of a token and the next one.
-absl::Status CheckEssRoom(const PolicyOptions& options, const EssTier& tier);
+absl::Status CheckEssHeadroom(const PolicyOptions& options, const EssTier& tier);
 
 // Returns what is expected of steps of at most `decode_rows` rows before anything is observed.
 OverlapPlan::Options OverlapOptionsOf(const PolicyOptions& options, const EssPoolShape& shape,

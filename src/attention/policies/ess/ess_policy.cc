@@ -41,7 +41,7 @@ class EssPolicy : public AttentionPolicy {
     return tier_->FootprintOf(context, total);
   }
   int64_t max_tokens() const override { return tier_->max_tokens(); }
-  Room RoomNow() const override { return tier_->RoomNow(); }
+  Headroom HeadroomNow() const override { return tier_->HeadroomNow(); }
   bool Admit(int slot, int64_t context, int64_t total, Promise promise,
              std::unique_ptr<SequenceCache>& home) override {
     SLUICE_CHECK(promise == Promise::kFirm, "nothing is preempted");
@@ -62,9 +62,13 @@ class EssPolicy : public AttentionPolicy {
                  absl::Span<const int32_t> positions) override;
   void Release(int slot) override { tier_->Release(slot); }
   bool MakeFirm(int /*slot*/) override { return true; }
-  bool MakeWayOut(int slot, int64_t tokens) override { return tier_->MakeWayOut(slot, tokens); }
+  bool ReserveHostCopy(int slot, int64_t tokens) override {
+    return tier_->ReserveHostCopy(slot, tokens);
+  }
   void Evict(int slot, int64_t tokens) override { tier_->Evict(slot, tokens); }
-  std::unique_ptr<SequenceCache> TakeHome(int slot) override { return tier_->TakeHome(slot); }
+  std::unique_ptr<SequenceCache> DetachHostCache(int slot) override {
+    return tier_->DetachHostCache(slot);
+  }
 
   int decode_rows_per_sequence() const override { return 1; }
   bool NeedsEndPrompt() const override { return true; }
@@ -154,10 +158,11 @@ class EssPolicy : public AttentionPolicy {
   bool generates(int32_t slot) const { return prompt_rows_.generate()[static_cast<size_t>(slot)]; }
   int layers() const { return tier_->layout().layers; }
   // Looks at the counters from time to time, for the plan and for Recent.
-  void Look(Stream& stream, absl::Span<const int32_t> slots, absl::Span<const int32_t> positions);
+  void PollCounters(Stream& stream, absl::Span<const int32_t> slots,
+                    absl::Span<const int32_t> positions);
   // Whether the last operator of the stream is a Transfer now.
   bool Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const;
-  bool Bring(Stream& stream, const kernels::TransferParams& move) const;
+  bool Fetch(Stream& stream, const kernels::TransferParams& move) const;
   void AttendDecode(Stream& stream, int layer, const LatentAttention& a);
   void AttendPrompt(Stream& stream, int layer, const LatentAttention& a);
 
@@ -181,7 +186,7 @@ class EssPolicy : public AttentionPolicy {
 void EssPolicy::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                           absl::Span<const int32_t> positions) {
   tier_->BeginStep(stream, slots, positions, prompt_rows_.generate());
-  Look(stream, slots, positions);
+  PollCounters(stream, slots, positions);
   for (const int32_t slot : slots) {
     if (slot < 0 || !generates(slot)) continue;
     if (SLUICE_FAILPOINT(kAttentionGather)) fetch_lost_[static_cast<size_t>(slot)] = true;
@@ -235,8 +240,8 @@ void EssPolicy::AppendLatent(Stream& stream, int layer, kernels::LatentAppendPar
   kernels().LatentAppend(stream, prompt);
 }
 
-void EssPolicy::Look(Stream& stream, absl::Span<const int32_t> slots,
-                     absl::Span<const int32_t> positions) {
+void EssPolicy::PollCounters(Stream& stream, absl::Span<const int32_t> slots,
+                             absl::Span<const int32_t> positions) {
   int64_t rows = 0, tokens = 0;
   for (size_t r = 0; r < slots.size(); ++r) {
     if (slots[r] < 0 || !generates(slots[r])) continue;
@@ -253,7 +258,7 @@ void EssPolicy::Look(Stream& stream, absl::Span<const int32_t> slots,
   }
   if (--steps_to_look_ > 0) return;
   steps_to_look_ = looks_++ <= OverlapPlan::kSettleLooks ? kFirstLookSteps : kLookSteps;
-  operators_.counters().Look(stream);
+  operators_.counters().PollCounters(stream);
 }
 
 bool EssPolicy::WantsRecording(int32_t decode_rows) {
@@ -264,10 +269,10 @@ bool EssPolicy::WantsRecording(int32_t decode_rows) {
 }
 
 bool EssPolicy::Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const {
-  return !never_misses_ && Bring(stream, operators_.Fetch(layer, first, rows));
+  return !never_misses_ && Fetch(stream, operators_.Fetch(layer, first, rows));
 }
 
-bool EssPolicy::Bring(Stream& stream, const kernels::TransferParams& move) const {
+bool EssPolicy::Fetch(Stream& stream, const kernels::TransferParams& move) const {
   if (options_.ess.probe.skip_transfers != nullptr && *options_.ess.probe.skip_transfers)
     return false;
   if (row_copies_ != nullptr) {
@@ -343,7 +348,7 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
     Stream& settling = SettlingBranch(stream);
     settling.After(stream);
     kernels().UpdateResidency(settling, operators_.UpdateRunnersUp(layer, a));
-    Bring(settling, operators_.FetchRunnersUp(layer, rows));
+    Fetch(settling, operators_.FetchRunnersUp(layer, rows));
   }
   if (!options_.ess.lru || ((layer + 1) % kWriteLayers != 0 && layer + 1 != layers())) return;
   Stream& settling = SettlingBranch(stream);
@@ -396,7 +401,7 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> EssPolicy::Create(const PolicyO
                                   options.hbm->Capacity()[kLatentKind]);
   Parts parts;
   SLUICE_ASSIGN_OR_RETURN(parts.tier, EssTier::Create(tier_options));
-  SLUICE_RETURN_IF_ERROR(CheckEssRoom(options, *parts.tier));
+  SLUICE_RETURN_IF_ERROR(CheckEssHeadroom(options, *parts.tier));
   IndexSelection::Options selection_options;
   selection_options.device = options.device;
   selection_options.max_rows = std::max(options.max_rows, DecodeRows(options));

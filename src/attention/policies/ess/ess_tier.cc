@@ -77,8 +77,8 @@ int64_t EssTier::max_tokens() const {
   });
 }
 
-AttentionPolicy::Room EssTier::RoomNow() const {
-  return {options_.hbm->RoomNow(), options_.dram->RoomNow().firm_tokens};
+AttentionPolicy::Headroom EssTier::HeadroomNow() const {
+  return {options_.hbm->HeadroomNow(), options_.dram->HeadroomNow().firm_tokens};
 }
 
 bool EssTier::Admit(int slot, int64_t context, int64_t total,
@@ -142,7 +142,7 @@ void EssTier::Release(int slot) {
   s.hbm.reset();
 }
 
-bool EssTier::MakeWayOut(int slot, int64_t tokens) {
+bool EssTier::ReserveHostCopy(int slot, int64_t tokens) {
   Slot& s = slots_[static_cast<size_t>(slot)];
   // The warmer still reads the home's pages. (The engine does not ask in this state: a sequence
   // that ends well has had a step.)
@@ -165,7 +165,7 @@ void EssTier::Evict(int slot, int64_t tokens) {
   copy_stream_->Record(*s.placed);
 }
 
-std::unique_ptr<SequenceCache> EssTier::TakeHome(int slot) {
+std::unique_ptr<SequenceCache> EssTier::DetachHostCache(int slot) {
   Slot& s = slots_[static_cast<size_t>(slot)];
   SLUICE_CHECK(Warm(slot), "taken while nothing is copied");
   std::unique_ptr<SequenceCache> home = std::move(s.home);

@@ -7,7 +7,7 @@
 // The index keys of a handed-over cache leave DRAM once they are in HBM. They are copied back to
 // DRAM if the sequence is kept.
 //
-// Only Release and TakeHome free pages. The engine calls them once every step that has the slot is
+// Only Release and DetachHostCache free pages. The engine calls them once every step that has the slot is
 // done, so what a transfer of a running sequence reads and writes is the sequence's own.
 //
 // This class only places entries; the policy decides what is fetched and when. All functions are
@@ -52,15 +52,15 @@ class EssTier {
   // The placement functions of AttentionPolicy, with firm promises only.
   Footprint FootprintOf(int64_t context, int64_t total) const;
   int64_t max_tokens() const;
-  AttentionPolicy::Room RoomNow() const;
+  AttentionPolicy::Headroom HeadroomNow() const;
   bool Admit(int slot, int64_t context, int64_t total, std::unique_ptr<SequenceCache>& home);
   bool Warm(int slot);
   Event& WarmEvent(int slot);
   void Grow(int slot, int64_t tokens) const;
   void Release(int slot);
-  bool MakeWayOut(int slot, int64_t tokens);
+  bool ReserveHostCopy(int slot, int64_t tokens);
   void Evict(int slot, int64_t tokens);
-  std::unique_ptr<SequenceCache> TakeHome(int slot);
+  std::unique_ptr<SequenceCache> DetachHostCache(int slot);
 
   // Returns whether each of the slot's pools has a place for every token.
   bool HoldsWhole(int slot) const {

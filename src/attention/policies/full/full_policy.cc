@@ -46,8 +46,9 @@ class FullPolicyImpl : public FullPolicy {
 
   int64_t max_tokens() const override { return hbm_->capacity_tokens(); }
 
-  Room RoomNow() const override {
-    return {hbm_->RoomNow(), dram_ == nullptr ? TokensByKind(0) : dram_->RoomNow().firm_tokens};
+  Headroom HeadroomNow() const override {
+    return {hbm_->HeadroomNow(),
+            dram_ == nullptr ? TokensByKind(0) : dram_->HeadroomNow().firm_tokens};
   }
 
   bool Admit(int slot, int64_t context, int64_t total, Promise promise,
@@ -130,7 +131,7 @@ class FullPolicyImpl : public FullPolicy {
     return true;
   }
 
-  bool MakeWayOut(int slot, int64_t tokens) override {
+  bool ReserveHostCopy(int slot, int64_t tokens) override {
     Slot& s = slots_[static_cast<size_t>(slot)];
     if (!s.cache->firm()) return true;  // it has room for all of it
     if (dram_ == nullptr) return false;
@@ -150,7 +151,7 @@ class FullPolicyImpl : public FullPolicy {
     copy_stream_->Record(*s.warm);
   }
 
-  std::unique_ptr<SequenceCache> TakeHome(int slot) override {
+  std::unique_ptr<SequenceCache> DetachHostCache(int slot) override {
     Slot& s = slots_[static_cast<size_t>(slot)];
     SLUICE_CHECK(s.evicted);
     std::unique_ptr<SequenceCache> home = std::move(s.home);

@@ -409,7 +409,7 @@ absl::StatusOr<std::unique_ptr<OffloadTier>> NewTier(const PolicyOptions& option
   o.unit_tokens = static_cast<int>(window.block_tokens);
   o.arrays = {{"averages of attention weights", 0, 1, kernels::DType::kFloat32}};
   o.extra_home_tokens = [window](int64_t total) {
-    return ContextualCache::RoomTokens(window, total);
+    return ContextualCache::HeadroomTokens(window, total);
   };
   return OffloadTier::Create(o);
 }

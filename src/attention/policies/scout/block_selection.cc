@@ -84,7 +84,7 @@ kernels::UnitLists BlockSelection::Choose(Stream& stream, int layer,
   return top.selected;
 }
 
-void BlockSelection::Bring(Stream& stream, int layer, const AttentionPolicy::Queries& queries,
+void BlockSelection::Fetch(Stream& stream, int layer, const AttentionPolicy::Queries& queries,
                            const kernels::UnitLists& missing, const int32_t* due,
                            kernels::SparseCounters* counters) const {
   KernelSet& kernels = device_->kernels();

@@ -43,7 +43,7 @@ inline constexpr size_t kScoutDigests = 0;
 
 class BlockSelection {
  public:
-  // For up to `rows` rows; Choose on one stream at a time, and Bring on one. `tier` outlives the
+  // For up to `rows` rows; Choose on one stream at a time, and Fetch on one. `tier` outlives the
   // result.
   // RESOURCE_EXHAUSTED: no memory.
   static absl::StatusOr<BlockSelection> Create(const PolicyOptions& options,
@@ -63,7 +63,7 @@ class BlockSelection {
 
   // Section 3.4: gives the missing blocks of the due rows places (null: of every row), and copies
   // them there. The tables say so at once: who reads them next must be behind this on the stream.
-  void Bring(Stream& stream, int layer, const AttentionPolicy::Queries& queries,
+  void Fetch(Stream& stream, int layer, const AttentionPolicy::Queries& queries,
              const kernels::UnitLists& missing, const int32_t* due,
              kernels::SparseCounters* counters) const;
 

@@ -29,7 +29,7 @@ absl::StatusOr<std::unique_ptr<FirstBlocks>> FirstBlocks::Create(const PolicyOpt
   return made;
 }
 
-void FirstBlocks::Bring(Stream& stream, int layer, int slot,
+void FirstBlocks::Fetch(Stream& stream, int layer, int slot,
                         const OffloadTier::BulkRow& row) const {
   AttentionPolicy::Queries queries;
   queries.q = queries_->Of(layer, slot);
@@ -45,7 +45,7 @@ void FirstBlocks::Bring(Stream& stream, int layer, int slot,
       places_.as<int32_t>(),
       {missing_.as<int32_t>(), counts + shape_.kv_heads, shape_.budget_blocks}};
   selection_.Choose(stream, layer, queries, split);
-  selection_.Bring(stream, layer, queries, split.missing, /*due=*/nullptr, /*counters=*/nullptr);
+  selection_.Fetch(stream, layer, queries, split.missing, /*due=*/nullptr, /*counters=*/nullptr);
 }
 
 }  // namespace sluice

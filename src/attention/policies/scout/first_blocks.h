@@ -24,7 +24,7 @@ class FirstBlocks {
   PromptQueries& queries() { return *queries_; }
   // Brings the blocks that matter to that position into the layer's places. After the digests, on
   // the stream that warms. REQUIRES: queries().Knows, and the row's position is that one.
-  void Bring(Stream& stream, int layer, int slot, const OffloadTier::BulkRow& row) const;
+  void Fetch(Stream& stream, int layer, int slot, const OffloadTier::BulkRow& row) const;
 
  private:
   FirstBlocks(const ScoutShape& shape, BlockSelection selection,

@@ -123,7 +123,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
   // that it changes are read in the next step.
   void Settle(Stream& stream, int layer, const Queries& rows) override {
     ExtendDigests(stream, layer, rows);
-    selection_.Bring(stream, layer, rows, Missing(layer), Due(layer), counters_.of(layer));
+    selection_.Fetch(stream, layer, rows, Missing(layer), Due(layer), counters_.of(layer));
   }
 
   std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens,
@@ -157,7 +157,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
       digest.positions = row.positions;
       digest.rows = 1;
       kernels().Digest(stream, digest);
-      if (knows) first_.Bring(stream, layer, slot, row);
+      if (knows) first_.Fetch(stream, layer, slot, row);
       const int32_t* const first_since = scratch_.first_since.as<int32_t>();
       stream.Copy(since(layer) + slot, first_since + (warm ? 0 : 1 + layer), sizeof(int32_t));
     }
