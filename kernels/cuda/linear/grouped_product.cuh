@@ -291,7 +291,7 @@ inline int TypicalRows(const GroupedProduct& p) {
   return p.pairs == nullptr ? p.rows : (p.rows + p.groups - 1) / p.groups;
 }
 
-// Returns true if three blocks share a multiprocessor. Few rows leave room for them, and three
+// Launches with two or three blocks on a multiprocessor. Few rows leave room for three, and they
 // are better if there are many more blocks than run at one time otherwise. In bf16 they are also
 // better with somewhat more blocks, or with short ones, whose beginnings and ends then lie
 // beneath others. Elsewhere they are worse: some multiprocessors would have three blocks and

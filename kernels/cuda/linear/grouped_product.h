@@ -40,7 +40,7 @@ struct GroupedProduct {
 // named above.
 cudaError_t LaunchGroupedProduct(const GroupedProduct& product, cudaStream_t stream);
 
-// The two kernels behind it. The tile kernels run on tensor cores. REQUIRES: TakesTiles(), which
+// The kernels behind it. The tile kernels run on tensor cores. REQUIRES: TakesTiles(), which
 // is false for kFp8Blocks. The plain kernel takes any shape and alignment, with a warp for each
 // element of y.
 bool TakesTiles(const GroupedProduct& product);
