@@ -7,9 +7,9 @@
 //   RowDim(params), KvHeads(params)  floats of a query as Score() takes it; KV heads
 //   Source(params, row, kv_head)
 //   Units()                          number of units that have scores; -1 for a padded row
-//   PutQuery(head, to)               puts a head of the group's query, scaled; whole block calls it
-//   Score(queries, count, unit)      a warp calls it: lane i < count gets the score of head i of
-//   `queries` Finish(scores)                   one thread calls it: adds the list's other scores
+//   PutQuery(head, to)               puts a head of the group's query, scaled; called by the block
+//   Score(queries, count, unit)      gives lane i < count the score of head i; called by a warp
+//   Finish(scores)                   adds the list's other scores; called by one thread
 //
 // Bits: a head's score of a unit is a chain of its own, and the sums of a softmax are those of 32
 // warps, each over every 32nd unit, added in order.
