@@ -14,7 +14,7 @@ from sluice_gpu.place import Place
 MODEL = "configs/models/qwen3-8b"  # its config.json; weights are dummies
 # Weights of 16.4 GB and 1.2 GB of cache a sequence at 8K tokens: 48 of them fill 80 GB.
 LARGEST_BATCH_80_GB = 48
-CPU_BENCHES = {"sluice-metrics-bench"}
+CPU_BENCHES = {"sluice-metrics-bench", "sluice-token-bench"}
 _LARGE_GPU_MIB = 100_000
 
 
@@ -50,6 +50,9 @@ def benches(place: Place, gpu: dict[str, str], results: Path) -> list[Bench]:
     """Every program of tests/bench/cuda (sluice-NAME-bench), then a whole step."""
     found = [Bench(program.name, [str(program)], 120)
              for program in sorted(place.bin.glob("sluice-*-bench")) if program.name not in CPU_BENCHES]
+    if not found:
+        print("gpu-test: no bench of a kernel is built: cmake --build --preset release --target benches",
+              file=sys.stderr)
     if (place.bin / "sluice-bench").is_file():
         found.append(step_bench(place, gpu, results))
     return found

@@ -66,6 +66,13 @@ class Item:
     kind: str  # a row of the table
 
 
+def build_benches(place: Place) -> None:
+    """Builds the benches, which the default build leaves out."""
+    build = subprocess.run(["cmake", "--build", str(place.root / PRESET), "--target", "benches"])
+    if build.returncode != 0:
+        raise SystemExit("gpu-stage: target benches does not build")
+
+
 def programs(place: Place) -> list[Path]:
     """Whoever adds a CUDA case to a test program need not say so here."""
     found = [place.bin / name for name in PROGRAMS]
@@ -76,6 +83,7 @@ def programs(place: Place) -> list[Path]:
     if missing:
         raise SystemExit(f"gpu-stage: {PRESET}/bin lacks {', '.join(missing)}: build first, with nvcc on "
                          f"PATH (cmake --preset release && cmake --build --preset release)")
+    build_benches(place)
     return found + tests + sorted(p for p in place.bin.glob(BENCHES)
                                   if p not in found and p.name not in bench.CPU_BENCHES)
 

@@ -1,4 +1,4 @@
-// Which kernel computes which rows of attention.
+// Chooses the kernel that computes each kind of attention rows.
 #include "kernels/cuda/attention/attention_internal.h"
 #include "kernels/cuda/common/launch.h"
 
@@ -14,8 +14,8 @@ bool IsValid(const AttentionParams& p) {
          c.head_dim % 16 == 0 && c.block_tokens > 0 && c.block_tokens % kBlockTokensStep == 0;
 }
 
-// What the tensor-core kernels compute; the rest is left to the plain one. The choice depends on
-// the model alone, so a row's bits do not.
+// Returns true for shapes that the tensor-core kernels compute; the plain kernel takes the rest.
+// The choice depends on the model alone, so that a row's bits do not depend on its batch.
 bool HasFastKernels(const AttentionParams& p) {
   const PagedCache& c = p.cache;
   return c.type == DType::kBFloat16 && HasFastShape(p.heads / c.kv_heads, c.head_dim);

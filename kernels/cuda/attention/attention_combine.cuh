@@ -1,4 +1,5 @@
-// Decode attention's second kernel: the results of (row, KV head)s that blocks of the first shared.
+// Decode attention's second kernel: it combines the results of (row, KV head)s that several
+// blocks of the first kernel shared.
 #pragma once
 
 #include "kernels/cuda/attention/attention_plan.cuh"
@@ -6,9 +7,9 @@
 
 namespace sluice::kernels::cuda {
 
-inline constexpr int kCombineWarps = 16;  // and the most query heads of a KV head
+inline constexpr int kCombineWarps = 16;  // and the maximum number of query heads per KV head
 
-// Element `d` of the result of query head `head` of row `row`.
+// Writes element `d` of the result of query head `head` of row `row`.
 __device__ inline void WriteResult(const AttentionParams& p, int row, int head, int d,
                                    const Softmax& softmax, float o) {
   const int64_t item = int64_t{row} * p.heads + head;
@@ -21,9 +22,10 @@ __device__ inline void WriteResult(const AttentionParams& p, int row, int head, 
   if (d == 0 && p.lse != nullptr) p.lse[item] = NaturalLse(softmax);
 }
 
-// Folds what the blocks of DecodeKernel left in `partial`. As many blocks: the second of those that
-// share a (row, KV head) stands for it. Its warps take a query head each and, where there are fewer
-// heads, every `parts`-th group of splits.
+// Folds the partial results that the blocks of DecodeKernel left in `partial`. The grid has as
+// many blocks as DecodeKernel's; the second of the blocks that share a (row, KV head) combines
+// it. Its warps take a query head each and, if there are fewer heads than warps, every `parts`-th
+// group of splits.
 template <int dim>
 __global__ void __launch_bounds__(32 * kCombineWarps)
     CombineKernel(const __grid_constant__ AttentionParams p, DecodeShape shape) {
@@ -50,7 +52,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
   const int heads = p.heads / p.cache.kv_heads;  // at most kCombineWarps
   const int parts = kCombineWarps / heads, head = warp % heads, part = warp / heads;
 
-  // Where this warp's group lies: in one entry, or in one for each split.
+  // Entries of this warp's group: one entry, or one for each split.
   int entries[kGroupSplits];
   int count = 0;
   const auto locate = [&](int number) {
@@ -79,8 +81,8 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
     const int number = base + part;
     if (part < parts && number < groups) {
       if (base > 0) locate(number);
-      // All loads before the first fold, so that their latencies overlap; past `count` they repeat
-      // the first one, and are dropped.
+      // All loads start before the first fold, so that their latencies overlap. Loads past
+      // `count` repeat the first one and are dropped.
       Softmax from[kGroupSplits];
       float from_o[kGroupSplits][kLaneElements];
 #pragma unroll

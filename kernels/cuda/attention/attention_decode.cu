@@ -1,12 +1,13 @@
-// Decode attention: reads every K and V byte of the rows' contexts once, 4 * head_dim bytes per
-// (token, KV head), and for rows that blocks share writes and reads about 1 % of that in partial
-// results. Floor: those bytes over the GPU's read rate.
+// Decode attention. It reads every K and V byte of the rows' contexts once, 4 * head_dim bytes
+// per (token, KV head). For rows that several blocks share, it also writes and reads about 1 % of
+// that in partial results. Floor: those bytes over the GPU's read rate.
 //
-// Measured on an H100, 32/8 heads of 128, blocks of 32 tokens scattered over 34 GiB, both kernels,
-// as the share of what a plain kernel reads of the same size (tests/bench/cuda): 75-87 % at 32 MB
-// (1 x 8K: 17.6 us, 8 x 1K: 15.2 us), 92 % at 256 MB (64 x 1K: 95.3 us), 94-99 % from 1 GiB on (64
-// x 8K: 728 us); least where few long rows are cut among all SMs: 81 % for 1 x 128K (213 us), 85 %
-// for one row of 128K among 63 of 1K (305 us).
+// Measured on an H100, 32/8 heads of 128, blocks of 32 tokens scattered over 34 GiB, both
+// kernels, as the share of the rate at which a plain kernel reads the same number of bytes
+// (tests/bench/cuda): 75-87 % at 32 MB (1 x 8K: 17.6 us, 8 x 1K: 15.2 us), 92 % at 256 MB (64 x
+// 1K: 95.3 us), 94-99 % from 1 GiB on (64 x 8K: 728 us). The share is least where a few long rows
+// are cut among all SMs: 81 % for 1 x 128K (213 us), 85 % for one row of 128K among 63 of 1K (305
+// us).
 #include <algorithm>
 #include <limits>
 
@@ -50,7 +51,7 @@ __device__ void StoreEntry(const PartialState<dim>& state, int elements, float* 
   }
 }
 
-// The warps' sums of a split, added in the order of the warps.
+// Adds the warps' sums of a split in the order of the warps.
 template <int dim>
 __device__ PartialState<dim> AddWarps(const DecodeShared<dim>& shared, int heads) {
   PartialState<dim> split;
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
   const uint32_t ring = SharedAddress(shared.ring[warp]);
   const uint32_t landed = SharedAddress(shared.landed[warp]);
   int copy_stage = 0, stage = 0;
-  uint32_t phases = 0;  // of the barriers: one bit per stage
+  uint32_t phases = 0;  // parity of the barriers, one bit per stage
   const auto copy_next = [&] {
     if (ahead.left > 0) {
       const int token = ahead.Token(warp);
@@ -121,8 +122,9 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
     }
     copy_stage = copy_stage + 1 == Shared::kStages ? 0 : copy_stage + 1;
   };
-  // The kernels before this one write the newest tokens of a sequence, no more than a block takes
-  // (kMaxNewTokens): what lies a block before a row's position is as it was, and need not wait.
+  // The kernels before this one write the newest tokens of a sequence, at most as many as a block
+  // holds (kMaxNewTokens). Tokens a block or more before a row's position are unchanged, so
+  // reading them need not wait.
   bool waited = false;
   for (int i = 0; i < Shared::kStages; ++i) {
     if (!waited && ahead.left > 0 &&
@@ -162,7 +164,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
       stage = stage + 1 == Shared::kStages ? 0 : stage + 1;
     }
 
-    // The split's result: into the group's, or into `partial`.
+    // The split's result is folded into the group's, or stored in `partial`.
     const int head_unit = range.FirstUnit(at.row) + at.head * at.splits;
     const Fragment fragment = {max(begin - head_unit, 0), min(end - head_unit, at.splits),
                                at.splits};
@@ -178,7 +180,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
     for (int tile = 0; tile < tiles; ++tile) {
       const int heads = min(group - tile * kTileHeads, kTileHeads), elements = heads * dim;
       const int first = tile * kTileHeads;
-      __syncthreads();  // The last reader of `sums` is done.
+      __syncthreads();  // the last reader of `sums` is done
       attention.HandOver(tile, shared.sums + warp * heads * dim, shared.states[warp], heads, lane);
       __syncthreads();
       PartialState<dim> result = AddWarps<dim>(shared, heads);
@@ -208,7 +210,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kBlocksPerSm)
   p.out_type == DType::kFloat32 ? ZeroPaddedRows<float>(p) : ZeroPaddedRows<__nv_bfloat16>(p);
 }
 
-// By the current device's SM count; 0 where there is no device.
+// Returns the blocks for the current device's SM count; 0 if there is no device.
 int DecodeBlocks() {
   int device = 0, processors = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
@@ -226,7 +228,8 @@ cudaError_t Launch(const AttentionParams& p, cudaStream_t stream) {
       cudaFuncSetAttribute(DecodeKernel<dim, tiles>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            static_cast<int>(DecodeShared<dim>::Bytes(kTileHeads)));
   if (error != cudaSuccess) return error;
-  // The same split of an SM's memory for both: changing it between kernels drains the SM.
+  // Both kernels ask for the same split of an SM's memory: changing it between kernels drains the
+  // SM.
   error = cudaFuncSetAttribute(CombineKernel<dim>, cudaFuncAttributePreferredSharedMemoryCarveout,
                                cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
@@ -268,7 +271,7 @@ int64_t AttentionScratchBytes(int32_t max_decode_rows, int32_t heads, int32_t kv
   const int64_t splits = (int64_t{max_context} + kSplitTokens - 1) / kSplitTokens;
   const int64_t entries = 2 * DecodeBlocks() * FragmentEntries(splits);
   const int64_t bytes = entries * EntryFloats(heads / kv_heads, head_dim) * int64_t{sizeof(float)};
-  // Whole rows of AttentionParams::partial.
+  // The result covers whole rows of AttentionParams::partial.
   const int64_t row = int64_t{heads} * (head_dim + 1) * int64_t{sizeof(float)};
   return (bytes + row - 1) / row * row;
 }

@@ -1,16 +1,18 @@
-// Decode attention over a paged bf16 cache: body of the kernel. See attention_plan.cuh for who
-// computes what and why the bits are a row's own.
+// Decode attention over a paged bf16 cache: the body of the kernel. attention_plan.cuh says which
+// block computes what, and why a row's bits do not depend on its batch.
 //
-// A block of 8 warps works on one split at a time. Each warp takes every eighth slice of 16 tokens
-// with an online softmax of its own and streams its slices through a ring of its own in shared
-// memory, so that the warps meet only at the end of a split, and copies run ahead across splits,
-// heads and rows: 192 KiB of them in flight per block, one block per SM. The copy engine brings the
-// slices as tiles of 16 tokens by 64 columns, permuted as ldmatrix reads them without conflicts.
+// A block of 8 warps works on one split at a time. Each warp takes every eighth slice of 16
+// tokens with an online softmax of its own, and streams its slices through a ring of its own in
+// shared memory. So the warps meet only at the end of a split, and copies run ahead across
+// splits, heads and rows: 192 KiB of copies are in flight per block, with one block per SM. The
+// copy engine brings the slices as tiles of 16 tokens by 64 columns, permuted so that ldmatrix
+// reads them without bank conflicts.
 //
-// The scores of up to 8 query heads are one tensor-core tile of 16 rows: rows 0-7 hold the upper 8
-// bits of the queries' mantissas, rows 8-15 the next 8, and the sum of both products, which one
-// thread holds, is the score to about 2^-17 of |q||k|. The weights are split likewise before they
-// meet V. So bf16 tensor cores give nearly float32 results, and the rows would be idle otherwise.
+// The scores of up to 8 query heads are one tensor-core tile of 16 rows. Rows 0-7 hold the upper
+// 8 bits of the queries' mantissas and rows 8-15 the next 8. The sum of both products, which one
+// thread holds, is the score to about 2^-17 of |q||k|. The softmax weights are split likewise
+// before they are multiplied by V. So bf16 tensor cores give nearly float32 results, with rows
+// that would be idle otherwise.
 #pragma once
 
 #include "kernels/cuda/attention/attention_plan.cuh"
@@ -21,8 +23,9 @@ namespace sluice::kernels::cuda {
 inline constexpr int kDecodeWarps = 8;
 inline constexpr int kDecodeThreads = 32 * kDecodeWarps;
 inline constexpr int kSliceTokens = 16;
-inline constexpr int kWarpSlices = kSplitTokens / (kSliceTokens * kDecodeWarps);  // of a split
-inline constexpr int kRingBytes = 24 << 10;                                       // of a warp
+// slices of a split
+inline constexpr int kWarpSlices = kSplitTokens / (kSliceTokens * kDecodeWarps);
+inline constexpr int kRingBytes = 24 << 10;  // ring of one warp
 inline constexpr int kTileHeads = 8;
 
 template <int dim>
@@ -31,25 +34,26 @@ struct DecodeShared {
   static constexpr int kHalfSlice = kTileBytes * (dim / 64);  // K, or V
   static constexpr int kStages = kRingBytes / (2 * kHalfSlice);
 
-  // [warp][stage]{K, V}[64 columns][16 rows][64] bf16: rows swizzled by the copy engine.
+  // [warp][stage]{K, V}[64 columns][16 rows][64] bf16; rows are swizzled by the copy engine.
   unsigned char ring[kDecodeWarps][kRingBytes];
-  uint64_t landed[kDecodeWarps][kStages];  // barriers: the copies of a stage
+  uint64_t landed[kDecodeWarps][kStages];  // barriers for the copies of a stage
   Softmax states[kDecodeWarps][kTileHeads];
   DecodePlan plan;
-  // What warps hand over at the end of a split: [warp][heads of a tile][dim], columns permuted by
-  // Column(). As many bytes as the launch asks for.
+  // Sums that warps hand over at the end of a split: [warp][heads of a tile][dim], columns
+  // permuted by Column(). The launch asks for as many bytes as they need.
   __align__(16) float sums[1];
 
   static constexpr size_t Bytes(int heads) {
     return offsetof(DecodeShared, sums) +
            sizeof(float) * kDecodeWarps * dim * (heads < kTileHeads ? heads : kTileHeads);
   }
-  // Offset of 16-byte piece `piece` of a row.
+  // Returns the offset of 16-byte piece `piece` of a row.
   __device__ static uint32_t Offset(int row, int piece) {
     return static_cast<uint32_t>(piece / 8 * kTileBytes + row * 128 +
                                  ((piece % 8) ^ (row % 8)) * 16);
   }
-  // Rows of `sums` lie in the same banks: neighbouring ones spread over them.
+  // Returns the permuted column. Rows of `sums` start in the same bank, and the permutation
+  // spreads neighbouring rows over the banks.
   __device__ static int Column(int row, int column) { return column ^ ((row & 3) << 3); }
 };
 
@@ -57,8 +61,8 @@ struct DecodeShared {
 struct SliceCursor {
   int row, head, split, splits, slice;
   int slot, position;
-  int left;      // splits, this one included
-  int32_t page;  // of the slice; for the cursor that copies
+  int left;      // splits left, including this one
+  int32_t page;  // page of the slice; used by the cursor that copies
 
   __device__ void Enter(const AttentionParams& p, const WorkRange& range, int new_row) {
     row = new_row;
@@ -88,8 +92,8 @@ struct SliceCursor {
   }
 };
 
-// What each of the block's threads keeps of a split's, a group's or a row's result: elements
-// thread + i * kDecodeThreads of [heads of a tile][dim].
+// The part of a split's, a group's or a row's result that one thread keeps: elements thread + i *
+// kDecodeThreads of [heads of a tile][dim].
 template <int dim>
 struct PartialState {
   static constexpr int kElements = kTileHeads * dim / kDecodeThreads;
@@ -122,10 +126,10 @@ struct WarpAttention {
 
   uint32_t query[tiles][kSteps][4];  // A operands: rows 0-7 upper parts, rows 8-15 lower parts
   float o[tiles][dim / 8][4];
-  Softmax state[tiles];  // of query head lane / 4; l: this lane's share
+  Softmax state[tiles];  // state of query head lane / 4; l is this lane's share
 
-  // Queries, times scale and log2(e), of `group` heads; zeros for the tile's other rows. All loads
-  // are on their way before the first is used.
+  // Loads the queries of `group` heads, times scale and log2(e), with zeros for the tile's other
+  // rows. All loads start before the first is used.
   __device__ void LoadQuery(const float* q, int group, float scale, int lane) {
 #pragma unroll
     for (int tile = 0; tile < tiles; ++tile) {
@@ -155,10 +159,10 @@ struct WarpAttention {
     }
   }
 
-  // Takes in the slice at `keys` (shared address); tokens from `valid` on do not count.
+  // Adds the slice at `keys` (a shared address). Tokens from `valid` on do not count.
   __device__ void AddSlice(uint32_t keys, int valid, int lane) {
     const uint32_t values = keys + Shared::kHalfSlice;
-    float even[tiles][2][4] = {}, odd[tiles][2][4] = {};  // two chains each: half the latency
+    float even[tiles][2][4] = {}, odd[tiles][2][4] = {};  // two chains each, for half the latency
     {
       const int row = lane / 16 * 8 + lane % 8;
 #pragma unroll
@@ -191,7 +195,7 @@ struct WarpAttention {
     }
   }
 
-  // This warp's sums of one tile, for the other warps: `heads` of them.
+  // Stores this warp's sums of `heads` heads of one tile for the other warps.
   __device__ void HandOver(int tile, float* sums, Softmax* states, int heads, int lane) {
     float l = state[tile].l;
     l += __shfl_xor_sync(0xffffffffu, l, 1);
@@ -208,7 +212,8 @@ struct WarpAttention {
   }
 
  private:
-  // Scores to weights: the online softmax of one tile, and the A operand of the second product.
+  // Turns scores into weights: the online softmax of one tile, and the A operand of the second
+  // product.
   __device__ void Weigh(int tile, const float (&even)[2][4], const float (&odd)[2][4], int valid,
                         int lane, uint32_t (&weights)[4]) {
     float score[2][2];
@@ -255,8 +260,9 @@ __device__ inline void FindPage(const AttentionParams& p, const DecodeShape& sha
   at.page = p.cache.block_table[at.slot * p.cache.table_stride + block];
 }
 
-// Starts the copies of a slice whose keys begin at row `row` of the cache, `block_tokens` rows
-// before its values, into `to`; `landed` hears of them. One lane alone.
+// Starts the copies of a slice into `to`. Its keys begin at row `row` of the cache,
+// `block_tokens` rows before its values. The copies report to barrier `landed`. One lane alone
+// calls it.
 template <int dim>
 __device__ __forceinline__ void CopyTiles(const CUtensorMap& cache, int row, int block_tokens,
                                           uint32_t to, uint32_t landed) {
@@ -271,7 +277,7 @@ __device__ __forceinline__ void CopyTiles(const CUtensorMap& cache, int row, int
   }
 }
 
-// The same of the slice at the cursor.
+// As above, for the slice at the cursor.
 template <int dim>
 __device__ void CopySlice(const CUtensorMap& cache, const PagedCache& c, const DecodeShape& shape,
                           const SliceCursor& at, int token, uint32_t to, uint32_t landed) {
@@ -282,8 +288,8 @@ __device__ void CopySlice(const CUtensorMap& cache, const PagedCache& c, const D
   CopyTiles<dim>(cache, row, c.block_tokens, to, landed);
 }
 
-// Makes zeros of the values of a slice's tokens from `valid` on: whatever lay there must not meet a
-// weight of 0. The copy engine may write there again afterwards.
+// Zeroes the values of a slice's tokens from `valid` on: stale values must not be multiplied even
+// by a weight of 0. The copy engine may write there again afterwards.
 template <int dim>
 __device__ void ClearValues(unsigned char* slice, int valid, int lane) {
   using Shared = DecodeShared<dim>;

@@ -1,5 +1,5 @@
 // The parts of LaunchAttention (attention.cu), each over some of the rows, and of
-// LaunchSparseAttention (sparse_attention.cu). Shapes are validated.
+// LaunchSparseAttention (sparse_attention.cu). The caller has validated the shapes.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,21 +9,21 @@
 
 namespace sluice::kernels::cuda {
 
-// Whether the tensor-core kernels take bf16 caches of such a shape.
+// Returns true if the tensor-core kernels take bf16 caches of that shape.
 constexpr bool HasFastShape(int32_t group, int32_t head_dim) {
   return (head_dim == 64 || head_dim == 128) && group <= 16;
 }
 
-// All of p's rows as decode rows. bf16 caches and HasFastShape only.
+// Computes all of p's rows as decode rows. REQUIRES: a bf16 cache and HasFastShape().
 cudaError_t LaunchDecodeAttention(const AttentionParams& p, cudaStream_t stream);
 
-// All of p's rows as prompt rows; same shapes.
+// Computes all of p's rows as prompt rows. REQUIRES: as above.
 cudaError_t LaunchPrefillAttention(const AttentionParams& p, cudaStream_t stream);
 
-// All of p's rows, any shape that LaunchAttention takes.
+// Computes all of p's rows, in any shape that LaunchAttention takes.
 cudaError_t LaunchPlainAttention(const AttentionParams& p, cudaStream_t stream);
 
-// All of p's lists, any shape that LaunchSparseAttention takes.
+// Computes all of p's lists, in any shape that LaunchSparseAttention takes.
 cudaError_t LaunchPlainSparseAttention(const SparseAttentionParams& p, cudaStream_t stream);
 
 }  // namespace sluice::kernels::cuda

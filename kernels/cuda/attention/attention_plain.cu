@@ -1,6 +1,6 @@
-// Attention for every shape of the contracts, dense and over lists, in float32: one block per (row,
-// query head). It reads the cache once per query head, and is for shapes that no served model of
-// size has.
+// Attention for every shape of the contracts, dense and over lists, in float32, with one block
+// per (row, query head). It reads the cache once per query head, and serves only shapes that no
+// large served model has.
 #include "kernels/cuda/attention/attention_internal.h"
 #include "kernels/cuda/attention/attention_plan.cuh"
 #include "kernels/cuda/common/launch.cuh"
@@ -16,8 +16,8 @@ constexpr int kLaneElements = kMaxHeadDim / 32;
 __device__ float AsFloat(float v) { return v; }
 __device__ float AsFloat(__nv_bfloat16 v) { return __bfloat162float(v); }
 
-// Start of the key of token `token` of the cache; its value lies block_tokens * head_dim elements
-// further.
+// Returns the start of the key of token `token` of the cache. Its value lies block_tokens *
+// head_dim elements further.
 template <typename T>
 __device__ const T* KeyOf(const PagedCache& c, int slot, int head, int token) {
   const int block = token / c.block_tokens;
@@ -27,7 +27,7 @@ __device__ const T* KeyOf(const PagedCache& c, int slot, int head, int token) {
          (int64_t{2} * head * c.block_tokens + token - block * c.block_tokens) * c.head_dim;
 }
 
-// What a row attends to, as tokens [0, tokens) of which At() says where they lie in the cache.
+// The tokens [0, tokens) that a row attends to; At() says where they lie in the cache.
 struct Context {
   int tokens;
   __device__ int At(int token) const { return token; }
@@ -74,7 +74,7 @@ __device__ void WriteRow(const Results& results, int dim, int64_t item, const So
   }
 }
 
-// Chunks of 32 tokens go to the warps in turn; a lane scores one token, then holds a part of o.
+// Chunks of 32 tokens go to the warps in turn. A lane scores one token, then holds a part of o.
 template <typename T, typename Params>
 __global__ void __launch_bounds__(32 * kWarps)
     PlainKernel(const __grid_constant__ Params p, int first_head) {
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   __syncthreads();
   if (warp != 0) return;
   for (int w = 1; w < kWarps; ++w) {
-    if (states[w].l == 0.0f) continue;  // It had no chunk.
+    if (states[w].l == 0.0f) continue;  // this warp had no chunk
     const FoldWeights weights = Fold(state, states[w]);
 #pragma unroll
     for (int i = 0; i < kLaneElements; ++i) o[i] = Fold(weights, o[i], sums[w][i * 32 + lane]);

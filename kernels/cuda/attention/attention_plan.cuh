@@ -1,16 +1,16 @@
-// Who computes what in decode attention, worked out by every block from the rows' positions.
+// The division of decode attention's work, which every block computes from the rows' positions.
 //
 // The context of a row is cut into splits of kSplitTokens tokens, and the splits into groups of
-// kGroupSplits. A split is computed by one block, in one order; the splits of a group are folded in
-// order, then the groups of a row and KV head in order (Fold). That is the whole arithmetic: it
-// knows nothing of blocks, so the bits are a row's own.
+// kGroupSplits. One block computes a split, in one order. The splits of a group are folded in
+// order, then the groups of a row and KV head in order (Fold). That is the whole arithmetic. It
+// knows nothing of blocks, so a row's bits do not depend on its batch.
 //
-// Units of work are (row, KV head, split), in that order; block c of `blocks` takes the consecutive
-// units [Begin(c), Begin(c + 1)), an even share whatever the mix of contexts. Inside a (row, KV
-// head) a block's share is a *fragment*. A block that owns all of a (row, KV head) writes its
-// result. Otherwise each group that lies inside the fragment is stored folded, and splits of groups
-// that straddle a fragment's edge one by one, for the block of the combining kernel that folds
-// them.
+// Units of work are (row, KV head, split), in that order. Block c of `blocks` takes the
+// consecutive units [Begin(c), Begin(c + 1)), an even share whatever the mix of contexts. A
+// block's share of one (row, KV head) is a *fragment*. A block that has all of a (row, KV head)
+// writes its result. Otherwise the block stores each group that lies inside the fragment folded,
+// and splits of groups that straddle a fragment's edge one by one, and the combining kernel's
+// block folds them.
 #pragma once
 
 #include "kernels/cuda/common/attention_tile.cuh"
@@ -22,17 +22,18 @@ inline constexpr int kSplitTokens = kAttentionSplitTokens;
 inline constexpr int kGroupSplits = 8;
 inline constexpr int kPlanRows = 128;  // rows of one launch; more rows take more launches
 
-// What a launch adds to AttentionParams.
+// Fields that a launch adds to AttentionParams.
 struct DecodeShape {
   int32_t fragment_entries;   // room for entries of one fragment in `partial`
   uint32_t block_reciprocal;  // 2^32 / block_tokens, rounded up: t / block_tokens by one multiply
-  int32_t page_rows;          // of head_dim elements
+  int32_t page_rows;          // rows of head_dim elements
 };
 
 // An entry of `partial` is the state of a split or a group for the `group` heads of one KV head:
 // o [group][head_dim] unscaled, m [group], l [group]. Entries of block c start at 2 c
-// fragment_entries: those of the fragment it begins with, then those of the one it ends with. In a
-// fragment: groups by number, then splits of its first group, then splits of its last.
+// fragment_entries: those of the fragment it begins with, then those of the one it ends with. A
+// fragment stores its groups by number, then the splits of its first group, then the splits of
+// its last.
 __host__ __device__ constexpr int64_t EntryFloats(int group, int head_dim) {
   return int64_t{group} * (head_dim + 2);
 }
@@ -41,18 +42,19 @@ __host__ __device__ constexpr int64_t FragmentEntries(int64_t splits) {
   return (splits + kGroupSplits - 1) / kGroupSplits + 2 * kGroupSplits;
 }
 
-// A running softmax: exponentials are 2^(score - m), their sum is l. Starts as (-inf, 0).
+// A running softmax: exponentials are 2^(score - m), and their sum is l. It starts as (-inf, 0).
 struct Softmax {
   float m;
   float l;
 };
 
 struct FoldWeights {
-  float keep;  // of what was there
-  float add;   // of what comes in
+  float keep;  // weight of the sums that were there
+  float add;   // weight of the sums that come in
 };
 
-// `into` takes in `from`, whose m is finite. The weighted sums fold alike: o keep + from_o add.
+// Folds `from`, whose m is finite, into `into`. The weighted sums fold alike: o keep + from_o
+// add.
 __device__ __forceinline__ FoldWeights Fold(Softmax& into, const Softmax& from) {
   const float m = fmaxf(into.m, from.m);
   const FoldWeights weights = {Exp2(into.m - m), Exp2(from.m - m)};
@@ -69,13 +71,13 @@ __device__ __forceinline__ float NaturalLse(const Softmax& state) {
   return (state.m + log2f(state.l)) * kLn2;
 }
 
-// The plan: lives in shared memory.
+// The plan, in shared memory.
 struct DecodePlan {
-  int first_unit[kPlanRows + 1];  // of each row; the last one: the number of units
+  int first_unit[kPlanRows + 1];  // first unit of each row; the last entry is the number of units
   int max_splits;
 };
 
-// Fills `plan`. All threads of the block take part, at least kPlanRows of them.
+// Fills `plan`. All threads of the block, at least kPlanRows of them, take part.
 __device__ inline void MakePlan(const AttentionParams& p, DecodePlan& plan) {
   __shared__ int warp_sums[kPlanRows / 32];
   const int r = static_cast<int>(threadIdx.x), lane = r % 32;
@@ -117,11 +119,11 @@ class WorkRange {
         longer_(units_ - share_ * blocks),
         whole_(p.partial == nullptr || FragmentEntries(plan.max_splits) > shape.fragment_entries) {}
 
-  // Even shares of units: the first of block c; the first blocks take one unit more.
+  // Returns the first unit of block c in even shares. The first blocks take one unit more.
   __device__ int EvenBegin(int c) const { return c * share_ + min(c, longer_); }
 
-  // The first unit of block c. Without room for partial results a block takes whole (row, KV
-  // head)s.
+  // Returns the first unit of block c. Without room for partial results a block takes whole (row,
+  // KV head)s.
   __device__ int Begin(int c) const {
     const int unit = EvenBegin(c);
     if (!whole_ || unit == units_) return unit;
@@ -169,7 +171,8 @@ struct Fragment {
   __device__ bool HasGroup(int group) const {
     return begin <= group * kGroupSplits && min((group + 1) * kGroupSplits, splits) <= end;
   }
-  // Where a split of a group that it has not lies among its entries.
+  // Returns the index, among its entries, of a split of a group that this block does not have
+  // whole.
   __device__ int SplitEntry(int split) const {
     const int groups = (splits + kGroupSplits - 1) / kGroupSplits;
     const bool first = split / kGroupSplits == begin / kGroupSplits;

@@ -1,18 +1,19 @@
 // Prefill attention: rows of prompts in chunks, over a paged bf16 cache, on the tensor cores.
 //
-// A block computes one KV head for a tile of 128 (token, query head) pairs: the tokens are
-// neighbouring rows of the step, each with all query heads of the KV head, so that K and V are read
-// once per group. Rows of a tile that are consecutive tokens of one sequence form a run; a tile's
-// runs are computed one after the other (a chunk of one prompt is one run, ends of prompts meet in
-// a few tiles). Two warpgroups take 64 pairs each over tiles of 64 keys, cut at multiples of 64 by
-// token number, in order; keys past a row's position have weight 0 and change nothing. So a row's
-// bits depend neither on its neighbours nor on how its prompt was cut.
+// A block computes one KV head for a tile of 128 (token, query head) pairs. The tokens are
+// neighbouring rows of the step, each with all query heads of the KV head, so that K and V are
+// read once per group. Rows of a tile that are consecutive tokens of one sequence form a run. A
+// tile's runs are computed one after the other; a chunk of one prompt is one run, and ends of
+// prompts meet in a few tiles. Two warpgroups take 64 pairs each over tiles of 64 keys, which are
+// cut at multiples of 64 by token number and taken in order. Keys past a row's position have
+// weight 0 and change nothing. So a row's bits depend neither on its neighbours nor on how its
+// prompt was cut.
 //
 // Queries and weights are rounded to bf16 once; scores, sums and the softmax are float32.
-// Operations: 4 head_dim per (row, query head, key up to the row's position). Measured on an H100,
-// 32/8 heads of 128, beside 803 TFLOP/s of cuBLAS's bf16 products of 8192^3: 405 TFLOP/s for 8,192
-// rows of a prompt, 300 / 328 / 340 for its last 512 rows at a context of 8K / 32K / 128K (half the
-// blocks that the GPU holds).
+// Operations: 4 head_dim per (row, query head, key up to the row's position). Measured on an
+// H100, 32/8 heads of 128, beside 803 TFLOP/s of cuBLAS's bf16 products of 8192^3: 405 TFLOP/s
+// for 8,192 rows of a prompt, 300 / 328 / 340 for its last 512 rows at a context of 8K / 32K /
+// 128K (half of the blocks that the GPU holds).
 #include "kernels/cuda/attention/attention_internal.h"
 #include "kernels/cuda/attention/attention_plan.cuh"
 #include "kernels/cuda/common/launch.cuh"
@@ -26,21 +27,21 @@ constexpr int kBlocksPerSm = 2;
 constexpr int kTileRows = 128;  // (token, query head) pairs of a block
 constexpr int kTileKeys = 64;
 constexpr int kStages = 2;
-constexpr int kRowBytes = 128;  // of one half of a head of 128, or a head of 64
+constexpr int kRowBytes = 128;  // row of one half of a head of 128, or of a head of 64
 constexpr int kKeyHalfBytes = kTileKeys * kRowBytes;
 constexpr int kQueryHalfBytes = kTileRows * kRowBytes;
 
 template <int dim>
 struct PrefillShared {
   static constexpr int kHalves = dim / 64;
-  // As wgmma reads them: [half of the head][row][64] bf16, swizzled.
+  // [half of the head][row][64] bf16, swizzled as wgmma reads them.
   unsigned char query[kHalves * kQueryHalfBytes];
   unsigned char keys[kStages][kHalves * kKeyHalfBytes];
   unsigned char values[kStages][kHalves * kKeyHalfBytes];
   int slots[kTileRows];
   int positions[kTileRows];
 
-  // Offset of 16-byte piece `piece` of a row, its half being `half_bytes` long.
+  // Returns the offset of 16-byte piece `piece` of a row in halves of `half_bytes` bytes.
   __device__ static uint32_t Offset(int row, int piece, int half_bytes) {
     return static_cast<uint32_t>(piece / 8 * half_bytes + row * kRowBytes +
                                  ((piece % 8) ^ (row % 8)) * 16);
@@ -67,7 +68,7 @@ __device__ Run RunFrom(const PrefillShared<dim>& shared, int begin, int tokens) 
   return run;
 }
 
-// Queries of the tile as bf16; zeros past its rows.
+// Loads the queries of the tile as bf16, with zeros past its rows.
 template <int dim>
 __device__ void LoadQueries(const AttentionParams& p, int first_row, int tokens, int kv_head,
                             PrefillShared<dim>& shared) {
@@ -86,7 +87,7 @@ __device__ void LoadQueries(const AttentionParams& p, int first_row, int tokens,
   }
 }
 
-// Starts the copies of keys [first, first + kTileKeys) and their values; zeros past the run.
+// Starts the copies of keys [first, first + kTileKeys) and their values, with zeros past the run.
 template <int dim>
 __device__ void CopyTile(const AttentionParams& p, const Run& run, int kv_head, int first,
                          uint32_t keys, uint32_t values) {
@@ -109,15 +110,15 @@ __device__ void CopyTile(const AttentionParams& p, const Run& run, int kv_head, 
   }
 }
 
-// What a thread holds of the result: rows lane / 4 and 8 more of its warp's 16.
+// A thread's part of the result: rows lane / 4 and 8 further of its warp's 16.
 template <int dim>
 struct PrefillState {
   float o[dim / 2];
   Softmax softmax[2];
 };
 
-// Scores of 64 keys from `first_key` on to weights, in place; o is rescaled. `last_key[i]`: the
-// last key that counts, of row i.
+// Turns the scores of 64 keys from `first_key` on into weights, in place, and rescales o.
+// `last_key[i]` is the last key that counts for row i.
 template <int dim>
 __device__ __forceinline__ void Weigh(float (&score)[kTileKeys / 2], PrefillState<dim>& state,
                                       float scale, bool masked, int first_key,
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int group = p.heads / p.cache.kv_heads, tile_tokens = kTileRows / group;
   const int kv_head = static_cast<int>(blockIdx.x);
-  // Later tokens see more keys: the longest work first.
+  // Later tokens see more keys, so the longest work comes first.
   const int first_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * tile_tokens;
   const int tokens = min(tile_tokens, p.rows - first_row);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -218,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     for (int r = 0; r < 2; ++r) {
       const int token = (pair + 8 * r) / group;
       mine[r] = token >= run.begin && token < run.end;
-      // Rows of other runs come along unmasked, and are dropped.
+      // Rows of other runs are computed unmasked, and dropped.
       last_key[r] = mine[r] ? run.first_position + token - run.begin : run.last_position;
     }
     PrefillState<dim> state;
@@ -227,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     for (int i = 0; i < dim / 2; ++i) state.o[i] = 0.0f;
 
     const int tiles = run.last_position / kTileKeys + 1;
-    __syncthreads();  // The last run's tiles are done with.
+    __syncthreads();  // the last run's tiles are free
     CopyTile<dim>(p, run, kv_head, 0, SharedAddress(shared.keys[0]),
                   SharedAddress(shared.values[0]));
     CommitCopies();
@@ -235,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       const int stage = tile % kStages;
       WaitForCopies<0>();
       PublishToAsyncProxy();
-      __syncthreads();  // Tile `tile` is there, and the one before it is done with.
+      __syncthreads();  // tile `tile` has arrived, and the one before it is free
       if (tile + 1 < tiles) {
         CopyTile<dim>(p, run, kv_head, (tile + 1) * kTileKeys,
                       SharedAddress(shared.keys[stage ^ 1]),

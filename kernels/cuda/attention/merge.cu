@@ -1,6 +1,6 @@
-// Merges partial results of attention. Reads every non-empty part once and writes the result:
-// rows * heads * (head_dim + 1) * 4 * (parts + 1) bytes with float32 outputs; floor: those bytes
-// over the GPU's rate, in practice the time of a launch.
+// Merges partial results of attention. It reads every non-empty part once and writes the result:
+// rows * heads * (head_dim + 1) * 4 * (parts + 1) bytes with float32 outputs. Floor: those bytes
+// over the GPU's rate; in practice the time of a launch.
 #include "kernels/cuda/common/attention_tile.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/launch.h"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A thread merges one element of o; neighbours share their lse values.
+// A thread merges one element of o; neighbouring threads share their lse values.
 template <typename Out>
 __global__ void __launch_bounds__(kThreads) MergeKernel(const __grid_constant__ MergeParams p) {
   WaitForPriorKernels();

@@ -1,23 +1,25 @@
-// Attention of rows over lists of units: reads the K and V bytes of the lists' tokens once, 4 *
-// head_dim bytes a (token, KV head) with a bf16 cache, wherever each lies. Floor: those bytes over
-// the GPU's read rate.
+// Attention of rows over lists of units. It reads the K and V bytes of the lists' tokens once, 4
+// * head_dim bytes a (token, KV head) with a bf16 cache, wherever each lies. Floor: those bytes
+// over the GPU's read rate.
 //
-// A list belongs to two blocks of four warps, a cluster; each of its eight warps takes every eighth
-// slice of 16 tokens with an online softmax of its own, as in decode attention
+// Two blocks of four warps, a cluster, compute one list. Each of the eight warps takes every
+// eighth slice of 16 tokens with an online softmax of its own, as in decode attention
 // (attention_decode.cuh, whose tiles these are), and streams them through a ring of its own in
-// shared memory. The warps meet once, at the list's end: both blocks read all eight results out of
-// each other's shared memory, add them in the order of the warps, and write half of the elements
-// each. So there is no scratch and no second kernel, and the arithmetic knows nothing but the list.
+// shared memory. The warps meet once, at the list's end: both blocks read all eight results out
+// of each other's shared memory, add them in the order of the warps, and write half of the
+// elements each. So there is no scratch and no second kernel, and the arithmetic depends on
+// nothing but the list.
 //
-// A slice of a unit of whole slices is one tile of the copy engine's; in other lists every token's
+// If units are whole slices, a slice is one tile of the copy engine. In other lists every token's
 // rows are copied by their own address, 16 bytes a lane.
 //
-// Measured on an H200, 40/8 heads of 128, blocks of 32, back to back in a graph, pages in any order
-// (sluice-sparse-attention-bench), as the share of what a plain kernel reads of the same size: 10
-// rows x 1,900 tokens of places 60 % (31.5 us), 8 rows 74 % (21.2 us), 20 rows 75 % (48.3 us), one
-// row 24 % (14.7 us); 10 rows x 512 tokens 54 % (12.0 us); 10 rows x 2,048 single tokens 61 % (33.5
-// us). 64 blocks, each alone on its SM, read 43 GB/s each (4 rows x 16,384 tokens, 63 %). Why 10
-// rows take 1.5 times as long as 8 is not measured; 80 lists are more than the 66 pairs of SMs.
+// Measured on an H200, 40/8 heads of 128, blocks of 32, back to back in a graph, pages in any
+// order (sluice-sparse-attention-bench), as the share of the rate at which a plain kernel reads
+// the same number of bytes: 10 rows x 1,900 tokens of slots 60 % (31.5 us), 8 rows 74 % (21.2
+// us), 20 rows 75 % (48.3 us), one row 24 % (14.7 us); 10 rows x 512 tokens 54 % (12.0 us); 10
+// rows x 2,048 single tokens 61 % (33.5 us). 64 blocks, each alone on its SM, read 43 GB/s each
+// (4 rows x 16,384 tokens, 63 %). Why 10 rows take 1.5 times as long as 8 is not measured; 80
+// lists are more than the 66 pairs of SMs.
 #include <bit>
 #include <limits>
 
@@ -29,17 +31,18 @@
 namespace sluice::kernels::cuda {
 namespace {
 
-constexpr int kWarps = 4;   // of a block
-constexpr int kBlocks = 2;  // of a cluster
+constexpr int kWarps = 4;   // warps of a block
+constexpr int kBlocks = 2;  // blocks of a cluster
 constexpr int kListWarps = kBlocks * kWarps;
 constexpr int kBlocksPerSm = 2;
 constexpr int kMaxGroup = 16;
 
-// What a launch adds to SparseAttentionParams: units and blocks are powers of two of tokens.
+// Fields that a launch adds to SparseAttentionParams. The sizes of units and blocks in tokens are
+// powers of two.
 struct ListShape {
   int32_t unit_shift;
   int32_t block_shift;
-  int32_t page_rows;  // of head_dim elements
+  int32_t page_rows;  // rows of head_dim elements
 };
 
 template <int dim>
@@ -47,16 +50,17 @@ struct ListShared {
   static constexpr int kSliceBytes = 2 * DecodeShared<dim>::kHalfSlice;
   static constexpr int kStages = kRingBytes / kSliceBytes;
 
-  // [warp][stage]: slices as DecodeShared::Offset has them. At the list's end the front of a warp's
-  // ring holds its sums, [heads of the group][dim], columns permuted by DecodeShared::Column.
+  // [warp][stage]: slices in the layout of DecodeShared::Offset. At the list's end the front of a
+  // warp's ring holds its sums, [heads of the group][dim], columns permuted by
+  // DecodeShared::Column.
   unsigned char ring[kWarps][kRingBytes];
   Softmax states[kWarps][kMaxGroup];
-  uint64_t landed[kWarps][kStages];  // barriers: the copies of a stage
+  uint64_t landed[kWarps][kStages];  // barriers for the copies of a stage
 };
 
-// Where the tokens of a list lie. There are two lookups, the place of a token's unit and the page
-// of that place; whoever copies slices asks for each long before it needs the answer, so both are
-// bare loads: nothing is worked out of an answer before it is used.
+// The addresses of a list's tokens. There are two lookups, the place of a token's unit and the
+// page of that place. The warp that copies slices asks for each long before it needs the answer,
+// so both are bare loads: no value is computed from an answer before it is used.
 class Addresses {
  public:
   __device__ Addresses(const SparseAttentionParams& p, const ListShape& shape, int64_t list,
@@ -70,21 +74,22 @@ class Addresses {
     places_ = places == nullptr ? nullptr : places + list * p.capacity;
   }
 
-  // The place of list token v's unit. May be asked of any v: past the list's end it means nothing.
+  // Returns the place of list token v's unit. v is arbitrary; past the list's end the result
+  // means nothing.
   __device__ int PlaceOf(int v) const {
     int place = v >> shape_.unit_shift;
     if (places_ != nullptr && place < capacity_) place = places_[place];
     return place;
   }
 
-  // The page of that place. REQUIRES: v is in a unit of the list.
+  // Returns the page of that place. REQUIRES: v is in a unit of the list.
   __device__ int PageOf(int v, int place) const {
     int block = TokenOf(v, place) >> shape_.block_shift;
     if (ring_blocks_ > 0) block %= ring_blocks_;
     return table_[block];
   }
 
-  // Its row of head_dim elements of the cache, K.
+  // Returns the token's row of K, in rows of head_dim elements of the cache.
   __device__ int RowOf(int v, int place, int page) const {
     return page * shape_.page_rows + head_row_ +
            (TokenOf(v, place) & ((1 << shape_.block_shift) - 1));
@@ -103,7 +108,8 @@ class Addresses {
   const int32_t* places_;
 };
 
-// How many tokens of a list's `count` units lie in the row's context: units ascend.
+// Returns how many tokens of a list's `count` units lie in the row's context. Units are in
+// ascending order.
 __device__ int TokensOf(const SparseAttentionParams& p, const ListShape& shape, int64_t list,
                         int count, int position) {
   if (p.units == nullptr) return count << shape.unit_shift;
@@ -115,12 +121,13 @@ __device__ int TokensOf(const SparseAttentionParams& p, const ListShape& shape, 
   return 0;
 }
 
-// Starts the copies of a slice's tokens one by one: lane t of each half of the warp says in which
-// row token t lies. Rows of -1 become zeros: whatever lay there must not meet a weight of 0.
+// Starts the copies of a slice's tokens one by one. Lane t of each half of the warp says in which
+// row token t lies. Rows of -1 become zeros: stale values must not be multiplied even by a weight
+// of 0.
 template <int dim>
 __device__ void CopyRows(const PagedCache& c, int row, uint32_t to, int lane) {
   using Shared = DecodeShared<dim>;
-  constexpr int kPieces = dim / 8;  // of a row, 16 bytes each
+  constexpr int kPieces = dim / 8;  // pieces of a row, 16 bytes each
   const int piece = lane % kPieces;
   const auto* const base = static_cast<const __nv_bfloat16*>(c.base) + piece * 8;
 #pragma unroll
@@ -134,8 +141,8 @@ __device__ void CopyRows(const PagedCache& c, int row, uint32_t to, int lane) {
   }
 }
 
-// Adds what the cluster's warps have handed over, and writes this block's share of it: four
-// elements a thread.
+// Adds the sums that the cluster's warps have handed over, and writes this block's share of the
+// result, four elements a thread.
 template <int dim>
 __device__ void WriteList(const SparseAttentionParams& p, ListShared<dim>& shared, int group,
                           int64_t first_item, int block) {
@@ -176,7 +183,7 @@ __device__ void WriteList(const SparseAttentionParams& p, ListShared<dim>& share
   }
 }
 
-// `whole`: a slice lies in one block, and the copy engine brings it as tiles.
+// If `whole`, a slice lies in one block and the copy engine brings it as tiles.
 template <int dim, int tiles, bool whole>
 __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     ListKernel(const __grid_constant__ SparseAttentionParams p,
@@ -200,10 +207,11 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     PublishBarriers();
     __syncwarp();
   }
-  WaitForPriorKernels();  // Kernels write the lists.
+  WaitForPriorKernels();  // kernels write the lists
 
-  // Slice i of this warp begins with list token first + i * kStep; this lane looks up token
-  // lane % 16 of each. What depends on nothing is loaded first, then what depends on that.
+  // Slice i of this warp begins with list token first + i * kStep. This lane looks up token lane
+  // % 16 of each slice. Loads that depend on nothing come first, then the loads that depend on
+  // those.
   const int slot = p.slots[row], position = p.positions[row];
   const int listed = p.counts[list];
   const Addresses addresses(p, shape, list, slot, kv_head);
@@ -240,7 +248,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     copy(first + i * kStep, v + i * kStep, place[i], page[i], i);
     if constexpr (!whole) CommitCopies();
   }
-  // Of the slice that is copied next, and the place of the one after it.
+  // Place and page of the slice that is copied next, and the place of the one after it.
   int next_place = place[kStages], next_page = page[kStages], place_after = place[kStages + 1];
   v += kStages * kStep;
 
@@ -251,7 +259,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
                         p.scale * kLog2E, lane);
   }
   int stage = 0;
-  uint32_t phases = 0;  // of the barriers: one bit per stage
+  uint32_t phases = 0;  // parity of the barriers, one bit per stage
   for (int at = first; at < tokens; at += kStep) {
     const auto offset = static_cast<uint32_t>(stage * Shared::kSliceBytes);
     if constexpr (whole) {
@@ -262,10 +270,10 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
       }
     } else {
       WaitForCopies<kStages - 1>();
-      __syncwarp();  // Every lane's have landed.
+      __syncwarp();  // every lane's copies have landed
     }
     attention.AddSlice(ring + offset, tokens - at, lane);
-    __syncwarp();  // Every lane has read.
+    __syncwarp();  // every lane has read
     copy(at + kStages * kStep, v, next_place, next_page, stage);
     if constexpr (!whole) CommitCopies();
     v += kStep;
@@ -285,7 +293,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
   SyncCluster();
   WriteList<dim>(p, shared, group, int64_t{row} * p.heads + kv_head * group, block);
   LeaveCluster();
-  AwaitCluster();  // The other block has read this one's memory.
+  AwaitCluster();  // the other block has read this one's memory
 }
 
 template <int dim, int tiles, bool whole>
@@ -329,8 +337,9 @@ bool IsValid(const SparseAttentionParams& p) {
          0 <= p.kv_head_begin && p.kv_head_begin <= p.kv_head_end && p.kv_head_end <= c.kv_heads;
 }
 
-// What the tensor-core kernel computes; the rest is left to the plain one. The choice depends on
-// the model and the unit alone, so a row's bits do not.
+// Returns true for shapes that the tensor-core kernel computes; the plain kernel takes the rest.
+// The choice depends on the model and the unit alone, so that a row's bits do not depend on its
+// batch.
 bool HasFastKernel(const SparseAttentionParams& p) {
   const PagedCache& c = p.cache;
   return c.type == DType::kBFloat16 && HasFastShape(p.heads / c.kv_heads, c.head_dim) &&

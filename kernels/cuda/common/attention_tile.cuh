@@ -1,5 +1,5 @@
-// The few instructions that the attention kernels are built of: asynchronous copies to shared
-// memory, ldmatrix, mma.sync on bf16, and float32 as a sum of two bf16.
+// Instructions that the attention kernels share: asynchronous copies to shared memory, ldmatrix,
+// mma.sync on bf16, and float32 as a sum of two bf16.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,7 +17,8 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float NegativeInfinity() { return __int_as_float(0xff800000); }
 
-// 16 bytes from global to shared memory, past L1; `valid` false: zeros, and `from` is not read.
+// Starts a copy of 16 bytes from global to shared memory that bypasses L1. If `valid` is false,
+// it writes zeros and does not read `from`.
 __device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
@@ -35,8 +36,8 @@ __device__ __forceinline__ void WaitForCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-// Orders this thread's writes to shared memory before what the tensor cores (wgmma) read of it and
-// the copy engine writes to it after the next barrier.
+// Orders this thread's earlier writes to shared memory before the reads of the tensor cores
+// (wgmma) and the writes of the copy engine that follow the next barrier.
 __device__ __forceinline__ void PublishToAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -55,7 +56,7 @@ __device__ __forceinline__ void LoadMatricesTransposed(uint32_t (&r)[4], uint32_
                : "memory");
 }
 
-// c[16][8] += a[16][16] b[16][8], bf16 in, float32 sums.
+// Computes c[16][8] += a[16][16] b[16][8] with bf16 operands and float32 sums.
 __device__ __forceinline__ void MultiplyAdd(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                             uint32_t b1) {
   asm volatile(
@@ -65,20 +66,20 @@ __device__ __forceinline__ void MultiplyAdd(float (&c)[4], const uint32_t (&a)[4
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two floats as bf16 pairs whose sum keeps 16 bits of each: x = high + low (1 + 2^-17).
+// Splits two floats into bf16 pairs whose sum keeps 16 bits of each: x = high + low (1 + 2^-17).
 __device__ __forceinline__ void SplitBf16(float x, float y, uint32_t& high, uint32_t& low) {
   high = PackBf16(x, y);
   low = PackBf16(x - __uint_as_float(high << 16), y - __uint_as_float(high & 0xffff0000u));
 }
 
-// 2^x, 2 ulp; 2^-inf = 0.
+// Returns 2^x to 2 ulp; 2^-inf is 0.
 __device__ __forceinline__ float Exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Rounds to the type of an output.
+// Stores `value` rounded to the type of the output.
 __device__ __forceinline__ void StoreAs(float* to, float value) { *to = value; }
 __device__ __forceinline__ void StoreAs(__nv_bfloat16* to, float value) {
   *to = __float2bfloat16_rn(value);

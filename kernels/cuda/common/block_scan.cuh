@@ -1,4 +1,4 @@
-// Numbering by all threads of a block, in their order.
+// A prefix sum over the threads of a block, in thread order.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,12 +8,13 @@
 namespace sluice::kernels::cuda {
 
 struct BlockSum {
-  uint32_t before;  // of the threads before this one
+  uint32_t before;  // sum over the threads before this one
   uint32_t total;
 };
 
-// The sums of `value` over a block of whole warps. `totals` is shared memory for a word of each of
-// 32 warps. All threads come here together; it may be called again at once.
+// Returns the prefix sum and the total of `value` over a block of whole warps. `totals` is shared
+// memory with a word for each of 32 warps. All threads must call it together. It may be called
+// again at once.
 __device__ __forceinline__ BlockSum ScanBlock(uint32_t value, uint32_t* totals) {
   constexpr unsigned kAll = 0xFFFFFFFFu;
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -1,13 +1,14 @@
 // A batch of copies of any sizes and alignments by one kernel, for pieces that are too small for
 // the copy engine, which takes microseconds for each.
 //
-// Bytes moved: the sum of the pieces over the link, 24 more a piece and block. Floor: the link.
-// Pieces are cut into parts of 8 KiB; the parts are numbered piece by piece, and warp w of W takes
-// w, w + W, ...: neighbouring warps copy neighbouring bytes.
+// The kernel moves the sum of the pieces over the link, and reads 24 more bytes for each piece
+// and block. Floor: the link. Pieces are cut into parts of 8 KiB, which are numbered piece by
+// piece. Warp w of W takes parts w, w + W, ..., so neighbouring warps copy neighbouring bytes.
 //
-// Measured: H100, 4.8 GB in pieces of 128 KiB, at most 8 / 16 blocks: 51.0 / 51.0 GB/s to HBM, 47.3
-// / 49.9 to DRAM. For pieces of that size cudaMemcpyBatchAsync is better, 4096 at a time: 53.0 and
-// 52.7, and a kernel beside it keeps 93 and 98 % of its reads from HBM (by 16 blocks: 80 and 95 %).
+// Measured on an H100, 4.8 GB in pieces of 128 KiB, at most 8 / 16 blocks: 51.0 / 51.0 GB/s to
+// HBM, 47.3 / 49.9 to DRAM. For pieces of that size cudaMemcpyBatchAsync is better, 4096 at a
+// time: 53.0 and 52.7 GB/s, and a kernel beside it keeps 93 and 98 % of its HBM read rate (beside
+// 16 blocks of this kernel: 80 and 95 %).
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/launch.h"
 #include "kernels/cuda/common/move.cuh"
@@ -17,11 +18,11 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kLoads = 4;  // in flight per lane
+constexpr int kLoads = 4;  // loads in flight per lane
 constexpr int kPartBytes = 4 * kLoads * kWarp * sizeof(uint4);
 constexpr int kDefaultBlocks = 8;
 
-// Copies `count` words, the whole warp together.
+// Copies `count` words. The whole warp calls it together.
 template <typename T>
 __device__ __forceinline__ void CopyWords(T* to, const T* from, int count, bool in_step) {
   const int lane = threadIdx.x % kWarp;
@@ -39,8 +40,8 @@ __device__ __forceinline__ void CopyWords(T* to, const T* from, int count, bool 
   }
 }
 
-// In the widest words in which source and target are equally misaligned: bytes up to the first, the
-// words, and the bytes after the last.
+// Copies in the widest words in which source and target are equally misaligned: the bytes up to
+// the first word, the words, and the bytes after the last word.
 template <typename T>
 __device__ __forceinline__ void CopyAligned(char* to, const char* from, int bytes, bool in_step) {
   const int misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(to) % sizeof(T));
@@ -66,7 +67,7 @@ __device__ void CopyPart(char* to, const char* from, int bytes, bool in_step) {
   }
 }
 
-// Inclusive sums over the block's threads. `totals` is scratch of one value per warp.
+// Returns inclusive sums over the block's threads. `totals` is scratch with one value per warp.
 __device__ int64_t ScanBlock(int64_t value, int64_t* totals) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   for (int step = 1; step < kWarp; step *= 2) {
@@ -82,13 +83,13 @@ __device__ int64_t ScanBlock(int64_t value, int64_t* totals) {
 __global__ void __launch_bounds__(kThreads)
     CopyBatchKernel(const CopyPiece* pieces, int64_t count, bool in_step) {
   __shared__ CopyPiece piece[kThreads];
-  __shared__ int64_t end[kThreads];  // parts of the pieces up to and with this one
+  __shared__ int64_t end[kThreads];  // number of parts in the pieces up to and including this one
   __shared__ int64_t totals[kWarps];
   WaitForPriorKernels();
   LetNextKernelStart();
   const int64_t warps = int64_t{gridDim.x} * kWarps;
   int64_t next = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
-  int64_t before = 0;  // parts of the pieces before `base`
+  int64_t before = 0;  // number of parts in the pieces before `base`
   for (int64_t base = 0; base < count; base += kThreads) {
     const int here = static_cast<int>(min(count - base, int64_t{kThreads}));
     CopyPiece mine{};
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
                static_cast<const char*>(piece[low].source) + at, static_cast<int>(bytes), in_step);
     }
     before = end[kThreads - 1];
-    __syncthreads();  // before the next pieces take this place
+    __syncthreads();  // before the next pieces overwrite `end`
   }
 }
 

@@ -1,8 +1,8 @@
-// A few small copies by one launch: requests to CPU workers, and their answers.
+// A few small copies in one launch: requests to CPU workers, and their answers.
 //
-// Bytes moved: the rows, over the link (10 rows of 40 heads of 128: 205 KB of queries or results).
-// Floor: the link, and one latency of it. A warp takes 2 KiB of a row at a time, all of its loads
-// on their way before the first store; what CPUs wrote is read past every cache.
+// The kernel moves the rows over the link (10 rows of 40 heads of 128: 205 KB of queries or
+// results). Floor: the link, and one latency of it. A warp takes 2 KiB of a row at a time and
+// starts all of its loads before the first store. Data that CPUs wrote is read past every cache.
 #include <algorithm>
 #include <cstdint>
 
@@ -15,11 +15,11 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kLoads = 4;  // in flight per lane
+constexpr int kLoads = 4;  // loads in flight per lane
 constexpr int kItemBytes = kLoads * kWarp * static_cast<int>(sizeof(uint4));
-constexpr int kMaxBlocks = 32;  // the others are the model's
+constexpr int kMaxBlocks = 32;  // the other multiprocessors are left to the model
 
-// Items of the pieces up to and with each one, and of a row of each.
+// Cumulative items of the pieces up to and including each one, and the items of one row of each.
 struct Plan {
   int32_t end[kMaxRowsPieces];
   int32_t row_items[kMaxRowsPieces];

@@ -1,4 +1,4 @@
-// Embedding and SwiGLU: one pass over their operands, four elements a thread.
+// Embedding and SwiGLU. Each makes one pass over its operands, four elements a thread.
 #include <cstdint>
 
 #include "kernels/cuda/common/launch.cuh"
@@ -11,9 +11,10 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kTile = 4 * kThreads;  // elements of a row per block
 
-// grid (ceil(hidden / kTile), rows). Moves 2 + 4 bytes per element, after two dependent reads: the
-// row's slot and position, then its token. Measured (H100, hidden 4096, launches one after the
-// other in a graph): 1.3 us at 1 and 8 rows, 1.8 us at 64, whose bytes take 0.65 us.
+// The grid is (ceil(hidden / kTile), rows). The kernel moves 2 + 4 bytes per element, after two
+// dependent reads: the row's slot and position, then its token. Measured (H100, hidden 4096,
+// launches one after the other in a graph): 1.3 us at 1 and 8 rows, 1.8 us at 64, whose bytes
+// take 0.65 us.
 __global__ void __launch_bounds__(kThreads) EmbeddingKernel(EmbeddingParams p, bool aligned) {
   LetNextKernelStart();
   WaitForPriorKernels();
@@ -40,14 +41,15 @@ __global__ void __launch_bounds__(kThreads) EmbeddingKernel(EmbeddingParams p, b
   Store4(p.out, DType::kFloat32, int64_t{row} * hidden, i, hidden, aligned, v);
 }
 
-// gate / (1 + exp(-gate)) * up. Where exp(-gate) is infinite the quotient is -0, as the exact value
-// would be rounded.
+// Returns gate / (1 + exp(-gate)) * up. Where exp(-gate) is infinite the quotient is -0, as the
+// exact value would be rounded.
 __device__ __forceinline__ float SiluTimes(float gate, float up) {
   return gate / (1.0f + expf(-gate)) * up;
 }
 
-// grid (ceil(dim / kTile), rows). Moves 8 + 2 bytes (bf16) per element. Measured (as above, dim
-// 12288): 1.0 us at 1 row, 1.2 at 8, 2.3 at 64, whose bytes take 3.2 us from HBM: they are in L2.
+// The grid is (ceil(dim / kTile), rows). The kernel moves 8 + 2 bytes (bf16) per element.
+// Measured (as above, dim 12288): 1.0 us at 1 row, 1.2 at 8, 2.3 at 64, whose bytes would take
+// 3.2 us from HBM: they are in L2.
 __global__ void __launch_bounds__(kThreads) SiluMulKernel(SiluMulParams p, bool aligned) {
   LetNextKernelStart();
   WaitForPriorKernels();

@@ -1,4 +1,4 @@
-// Quantising to e4m3 by the hardware's conversions; the bits of kernels/e4m3.h.
+// Quantisation to e4m3 by the hardware's conversions, with the bits of kernels/e4m3.h.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,7 +9,8 @@
 
 namespace sluice::kernels::cuda {
 
-// Four values, the first in the lowest byte: nearest even, beyond 448 it is 448, NaN stays NaN.
+// Packs four values, the first in the lowest byte. Rounding is to nearest even, values beyond 448
+// become 448, and NaN stays NaN.
 __device__ __forceinline__ uint32_t PackE4M3(float4 v) {
   uint32_t packed;
   asm("{\n"

@@ -1,11 +1,11 @@
-// Floats as unsigned integers of the same order.
+// Floats as unsigned integers that sort in the same order.
 #pragma once
 
 #include <cstdint>
 
 namespace sluice::kernels::cuda {
 
-// Both zeros are one.
+// Both zeros have the same key.
 __device__ __forceinline__ uint32_t KeyOf(float v) {
   const uint32_t bits = __float_as_uint(v + 0.0f);
   return bits ^ (static_cast<int32_t>(bits) < 0 ? 0xFFFFFFFFu : 0x80000000u);

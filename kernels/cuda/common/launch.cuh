@@ -1,21 +1,23 @@
-// How every kernel here is launched: programmatic dependent launch (PDL). A kernel may begin while
-// the one before it in the stream still runs, and so hide its own start (and the first loads of its
-// weights) under the other's tail. Rules:
-// 1. Every thread of every kernel calls WaitForPriorKernels() before it reads or writes what an
-//    earlier kernel of the stream may write or read, on every path, also where it has no work: a
-//    later kernel takes "the one before me is done" to mean "all before me are done".
-// 2. Before that call a kernel may read only what no kernel of a step writes: weights, tables that
-//    copies wrote before the step, keys and values of earlier steps.
-//    SparseMla beneath a Transfer (SparseMlaParams::then_arrives) reads what came before that: a
-//    Transfer lets it begin when its own wait is over.
-// 3. LetNextKernelStart() says that the next kernel may be scheduled once every block has called it
-//    or ended; call it as early as the next one's blocks may take shared memory and registers.
-// 4. Branches (Stream::After). A kernel behind a fork or a join has the last kernel of each stream
-//    as a predecessor, all of them by programmatic edges in a captured graph: it may begin when
-//    every one of them has let it, and WaitForPriorKernels() waits until every one of them is done.
-//    So rule 1 holds along every path of the graph, and "all before me" means all that After() put
-//    before. A predecessor that is no kernel (a copy, a mailbox's word) has ended before the kernel
-//    begins.
+// Every kernel here is launched with programmatic dependent launch (PDL): a kernel may begin
+// while the one before it in the stream still runs, and so hide its own start (and the first
+// loads of its weights) under the other's tail. The rules:
+// 1. Every thread of every kernel calls WaitForPriorKernels() before it reads or writes anything
+//    that an earlier kernel of the stream may write or read. This holds on every path, even where
+//    the thread has no work: a later kernel takes "the one before me is done" to mean "all before
+//    me are done".
+// 2. Before that call a kernel may read only data that no kernel of a step writes: weights,
+//    tables that copies wrote before the step, and keys and values of earlier steps. SparseMla
+//    beneath a Transfer (SparseMlaParams::then_arrives) may also read data that was complete
+//    before the Transfer, because a Transfer lets it begin only when the Transfer's own wait is
+//    over.
+// 3. LetNextKernelStart() allows the next kernel to be scheduled once every block has called it
+//    or ended. Call it as soon as the next kernel's blocks may take shared memory and registers.
+// 4. Branches (Stream::After): a kernel behind a fork or a join has the last kernel of each
+//    stream as a predecessor, all of them by programmatic edges in a captured graph. It may begin
+//    when every predecessor has let it, and WaitForPriorKernels() waits until every one of them
+//    is done. So rule 1 holds along every path of the graph, and "all before me" means everything
+//    that After() put before. A predecessor that is not a kernel (a copy, a mailbox's word) has
+//    ended before the kernel begins.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -32,7 +34,8 @@ __device__ __forceinline__ void LetNextKernelStart() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Launches with the PDL attribute. `shared` above 48 KiB needs cudaFuncSetAttribute before.
+// Launches with the PDL attribute. REQUIRES: the caller has called cudaFuncSetAttribute if
+// `shared` exceeds 48 KiB.
 template <typename... Params, typename... Args>
 cudaError_t LaunchKernel(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared,
                          cudaStream_t stream, Args&&... args) {
@@ -49,7 +52,8 @@ cudaError_t LaunchKernel(void (*kernel)(Params...), dim3 grid, dim3 block, size_
   return cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
 }
 
-// The same in clusters of `cluster` blocks: each runs on neighbouring multiprocessors, at one time.
+// As above, but in clusters of `cluster` blocks: the blocks of a cluster run at one time on
+// neighbouring multiprocessors.
 template <typename... Params, typename... Args>
 cudaError_t LaunchClusters(void (*kernel)(Params...), dim3 grid, dim3 block, dim3 cluster,
                            size_t shared, cudaStream_t stream, Args&&... args) {

@@ -1,6 +1,6 @@
-// How a warp copies bytes between memories one of which may lie across the link: as many loads as
-// registers allow are started before the first store waits for its data. Plain loads that leave L1
-// alone: bulk copies (TMA) reach half of their speed on rows of host memory.
+// A warp's copy between memories one of which may lie across the link. The warp starts as many
+// loads as registers allow before the first store waits for its data. Loads are plain and bypass
+// L1, because bulk copies (TMA) reach half of their speed on rows of host memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -39,7 +39,7 @@ __device__ __forceinline__ bool BothAligned(const void* a, const void* b, unsign
   return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) & (bytes - 1)) == 0;
 }
 
-// Whether stores to it go over the link.
+// Returns true if stores to `address` go over the link.
 inline bool IsHostMemory(const void* address) {
   cudaPointerAttributes attributes{};
   return cudaPointerGetAttributes(&attributes, address) == cudaSuccess &&

@@ -1,6 +1,6 @@
-// Where rows of a sequence lie: those beside its cache (PagedRows), and the keys of a block of its
-// cache. Page and block tables are written by copies, so that addresses may be computed before
-// WaitForPriorKernels(); what lies there may have been written by a kernel.
+// Addresses of a sequence's rows: the rows beside its cache (PagedRows), and the keys of a block
+// of its cache. Copies write the page and block tables, so addresses may be computed before
+// WaitForPriorKernels(). The data at those addresses may have been written by a kernel.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,7 +10,7 @@
 
 namespace sluice::kernels::cuda {
 
-// Row `row` of (slot, head); `T`: the type of its elements.
+// Returns the address of row `row` of (slot, head), whose elements are of type `T`.
 template <typename T>
 __device__ __forceinline__ T* RowAt(const PagedRows& r, int slot, int row, int head) {
   const int on_page = row / r.rows_per_page;
@@ -20,7 +20,7 @@ __device__ __forceinline__ T* RowAt(const PagedRows& r, int slot, int row, int h
          int64_t{row - on_page * r.rows_per_page} * r.dim;
 }
 
-// The first key of a block; its keys lie head_dim elements apart, one after the other.
+// Returns the first key of a block. Its keys follow one another, head_dim elements apart.
 template <typename T>
 __device__ __forceinline__ const T* BlockKeys(const PagedCache& c, int slot, int block, int head) {
   const int entry = c.ring_blocks > 0 ? block % c.ring_blocks : block;
@@ -29,7 +29,7 @@ __device__ __forceinline__ const T* BlockKeys(const PagedCache& c, int slot, int
          int64_t{2} * head * c.block_tokens * c.head_dim;
 }
 
-// Whether every row begins on a multiple of 16 bytes.
+// Returns true if every row begins on a multiple of 16 bytes.
 inline bool HasAlignedRows(const PagedRows& r) {
   return reinterpret_cast<uintptr_t>(r.base) % 16 == 0 && r.page_bytes % 16 == 0 &&
          r.head_bytes % 16 == 0 && r.dim * SizeOf(r.type) % 16 == 0;

@@ -1,4 +1,4 @@
-// A warp's 128 values in the packed form: four neighbours a lane, one scale.
+// Quantisation of a warp's 128 values to the packed form: four neighbours a lane, one scale.
 #pragma once
 
 #include "kernels/cuda/common/float8.cuh"
@@ -7,23 +7,24 @@
 
 namespace sluice::kernels::cuda {
 
-// The sum over a warp, the same in every lane.
+// Returns the sum over a warp, the same in every lane.
 __device__ __forceinline__ float WarpSum(float v) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
   return v;
 }
 
-// The scale of the 128 values that a warp holds: largest magnitude / 448, or 1 where all are 0. A
-// NaN does not count.
+// Returns the scale of the 128 values that a warp holds: largest magnitude / 448, or 1 if all are
+// 0. NaNs do not count.
 __device__ __forceinline__ float WarpScale(float4 v) {
   const float mine = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
-  // Floats that are not negative are ordered as their bits.
+  // Non-negative floats are ordered as their bits.
   const float amax = __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(mine)));
   return amax == 0.0f ? 1.0f : amax / kE4M3Max;
 }
 
-// The same for latent values: the best of their scales. Some 300 instructions of a warp.
+// As above for latent values: returns the candidate scale with the least error. It costs some 300
+// instructions of a warp.
 __device__ __forceinline__ float WarpLatentScale(float4 v) {
   const float least = WarpScale(v);
   const float y[4] = {fabsf(v.x) / least, fabsf(v.y) / least, fabsf(v.z) / least,
@@ -41,8 +42,8 @@ __device__ __forceinline__ float WarpLatentScale(float4 v) {
     }
     errors[candidate] = error * (factor * factor);
   }
-  // Lane l ends with the warp's sum of candidate l / 4: at each step a lane hands away the half of
-  // its candidates that is not its own.
+  // Lane l ends with the warp's sum of candidate l / 4. At each step a lane hands away the half
+  // of its candidates that is not its own.
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = kLatentScales / 2; half > 0; half /= 2) {
@@ -65,7 +66,8 @@ __device__ __forceinline__ float WarpLatentScale(float4 v) {
   return least * LatentScaleFactor(best);
 }
 
-// This lane's four, by a true division: a product with the reciprocal rounds differently.
+// Quantises this lane's four values by a true division: a product with the reciprocal would round
+// differently.
 __device__ __forceinline__ uint32_t Quantised(float4 v, float scale) {
   return PackE4M3({v.x / scale, v.y / scale, v.z / scale, v.w / scale});
 }

@@ -1,4 +1,5 @@
-// The read ceiling of the GPU's memory: what the floors of all that is bound by memory are made of.
+// The read ceiling of the GPU's memory, from which the floors of all memory-bound operators are
+// computed.
 #include <cstdint>
 
 #include "kernels/cuda/common/launch.cuh"
@@ -7,10 +8,10 @@
 namespace sluice::kernels::cuda {
 namespace {
 
-// Blocks come and go, each with a piece of its own: on an H100 that reads 2-3 % more than blocks
-// that stay and stride, and more loads in flight a thread gain nothing.
+// Blocks come and go, each with a piece of its own. On an H100 that reads 2-3 % more than blocks
+// that stay and stride, and more loads in flight per thread gain nothing.
 constexpr int kThreads = 512;
-constexpr int kInFlight = 4;  // loads of 16 bytes that each thread waits for at once
+constexpr int kInFlight = 4;  // 16-byte loads that each thread has in flight at once
 constexpr int64_t kBlockVectors = int64_t{kThreads} * kInFlight;
 
 __device__ __forceinline__ uint4 LoadOnce(const uint4* at) {
@@ -21,9 +22,10 @@ __device__ __forceinline__ uint4 LoadOnce(const uint4* at) {
   return v;
 }
 
-// Moves `count` * 16 bytes. Floor: that over the ceiling, which this is. Measured on an H100 80GB
-// HBM3: 3196 GB/s over 24.8 GB in pieces of 1 GiB; launched without PDL, rotating over 4 GiB in one
-// graph, 3196 (3132-3201) at 4 GiB, 3191 at 1 GiB, 3153 at 256 MiB, 2821 at 32 MiB, 2059 at 8 MiB.
+// Reads `count` * 16 bytes. Floor: those bytes over the ceiling, which this kernel defines.
+// Measured on an H100 80GB HBM3: 3196 GB/s over 24.8 GB in pieces of 1 GiB; launched without PDL,
+// rotating over 4 GiB in one graph, 3196 (3132-3201) at 4 GiB, 3191 at 1 GiB, 3153 at 256 MiB,
+// 2821 at 32 MiB, 2059 at 8 MiB.
 __global__ void __launch_bounds__(kThreads)
     ReadProbe(const uint4* data, int64_t count, uint32_t* sink) {
   WaitForPriorKernels();
@@ -39,7 +41,7 @@ __global__ void __launch_bounds__(kThreads)
   } else {
     for (int64_t i = first; i < count; i += kThreads) seen ^= LoadOnce(data + i).x;
   }
-  // What was read is used, or it would not be read.
+  // The sum must be used, or the compiler would drop the loads.
   constexpr uint32_t kHardlyEver = 0x9E3779B9u;
   if (seen == kHardlyEver) *sink = seen;
 }

@@ -1,4 +1,4 @@
-// RMSNorm: one block per row, the row in registers.
+// RMSNorm: one block per row, with the row in registers.
 #include <cstdint>
 
 #include "kernels/cuda/common/launch.cuh"
@@ -11,7 +11,7 @@ namespace {
 constexpr int kMaxThreads = 1024;
 constexpr int kWarpSize = 32;
 
-// The sum over the block, in an order that depends on the block's size alone.
+// Returns the sum over the block, in an order that depends on the block's size alone.
 __device__ float BlockSum(float sum) {
   __shared__ float partial[kMaxThreads / kWarpSize];
   for (int lane = kWarpSize / 2; lane > 0; lane /= 2) {
@@ -27,10 +27,10 @@ __device__ float BlockSum(float sum) {
   return sum;
 }
 
-// grid (rows). Thread t holds vectors t, t + threads, ... of the row and of the weights; the
-// weights are on their way before the kernel that makes x is done. Moves 4 + 2 (bf16) bytes per
-// element, and the weights. Measured (H100, dim 4096, launches one after the other in a graph):
-// 1.3 us at 1 and 8 rows, 1.9 us at 64, whose bytes take 0.65 us.
+// The grid is (rows). Thread t holds vectors t, t + threads, ... of the row and of the weights.
+// The loads of the weights start before the kernel that makes x is done. The kernel moves 4 + 2
+// (bf16) bytes per element, and the weights. Measured (H100, dim 4096, launches one after the
+// other in a graph): 1.3 us at 1 and 8 rows, 1.9 us at 64, whose bytes take 0.65 us.
 template <int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) RmsNormKernel(RmsNormParams p, bool aligned) {
   LetNextKernelStart();

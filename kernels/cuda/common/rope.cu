@@ -1,4 +1,5 @@
-// Rotary embedding: the table of a step's angles, and the norm, rotation and append of each layer.
+// Rotary embedding: the table of a step's angles, and the norm, rotation and append of each
+// layer.
 #include <cstdint>
 
 #include "kernels/cuda/common/launch.cuh"
@@ -13,12 +14,12 @@ constexpr int kTableThreads = 128;
 constexpr int kWarpSize = 32;
 constexpr int kHeadsPerBlock = 4;  // one warp each
 constexpr int kMaxHeadDim = 256;
-// Elements 2 * lane + 64 * j and their neighbour, of each half of a head.
+// A lane holds elements 2 * lane + 64 * j and their neighbour, of each half of a head.
 constexpr int kMaxVectors = kMaxHeadDim / 2 / (2 * kWarpSize);
 
-// One thread per (row, frequency). Once per step, not per layer: the sines are taken in float64, so
-// that they are the reference's at any position. Measured (H100, head_dim 128): 0.9 us at 1 to 64
-// rows.
+// One thread computes one (row, frequency). The kernel runs once per step, not per layer. The
+// sines are taken in float64, so that they are the reference's at any position. Measured (H100,
+// head_dim 128): 0.9 us at 1 to 64 rows.
 __global__ void __launch_bounds__(kTableThreads) RopeTableKernel(RopeTableParams p) {
   LetNextKernelStart();
   const int64_t item = int64_t{blockIdx.x} * kTableThreads + threadIdx.x;
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(kTableThreads) RopeTableKernel(RopeTableParams
                                                 static_cast<float>(scale * sine)};
 }
 
-// 1 / sqrt(mean(x^2) + epsilon) of the head that a warp holds.
+// Returns 1 / sqrt(mean(x^2) + epsilon) of the head that a warp holds.
 __device__ __forceinline__ float InverseRms(const float2 (&low)[kMaxVectors],
                                             const float2 (&high)[kMaxVectors], int head_dim,
                                             float epsilon) {
@@ -54,7 +55,7 @@ __device__ __forceinline__ float2 Scaled(float2 x, float factor, float2 weight) 
   return {x.x * factor * weight.x, x.y * factor * weight.y};
 }
 
-// Two elements at `index` of an array of `type`.
+// Stores two elements at `index` of an array of `type`.
 __device__ __forceinline__ void StorePair(void* out, DType type, int64_t index, float2 v) {
   if (type == DType::kFloat32) {
     *reinterpret_cast<float2*>(static_cast<float*>(out) + index) = v;
@@ -63,13 +64,13 @@ __device__ __forceinline__ void StorePair(void* out, DType type, int64_t index, 
   }
 }
 
-// One warp per (row, head), heads in the order of a row of qkv: a query is turned in place, a key
-// is turned and appended, a value is appended. Blocks are (ceil((heads + 2 kv_heads) / 4), rows).
-// The norm's weights, the row's place in the cache and its slot come from tables that no kernel
-// writes, and are read before the kernel that makes qkv is done. Moves 8 bytes per element of q,
-// 4 + 2 (bf16) per element of k and v, 2 more for the copy. Measured (H100, 32 + 16 heads of 128,
-// launches one after the other in a graph): 1.2 us at 1 and 8 rows, 1.8 us at 64, whose bytes take
-// 1.2 us.
+// One warp handles one (row, head), with heads in the order of a row of qkv. It rotates a query
+// in place, rotates and appends a key, and appends a value. The grid is (ceil((heads + 2
+// kv_heads) / 4), rows). The norm's weights, the row's slot and its address in the cache come
+// from tables that no kernel writes, and are read before the kernel that makes qkv is done. The
+// kernel moves 8 bytes per element of q, 4 + 2 (bf16) per element of k and v, and 2 more for the
+// copy. Measured (H100, 32 + 16 heads of 128, launches one after the other in a graph): 1.2 us at
+// 1 and 8 rows, 1.8 us at 64, whose bytes take 1.2 us.
 __global__ void __launch_bounds__(kHeadsPerBlock* kWarpSize) RopeAppendKernel(RopeAppendParams p) {
   LetNextKernelStart();
   const PagedCache& c = p.cache;
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(kHeadsPerBlock* kWarpSize) RopeAppendKernel(Ro
 
   float* x = p.qkv + (row * (p.heads + 2 * c.kv_heads) + head) * c.head_dim;
   float2 low[kMaxVectors], high[kMaxVectors];
-  float4 turn[kMaxVectors];  // cos, sin of this lane's two pairs
+  float4 turn[kMaxVectors];  // cosines and sines of this lane's two pairs
 #pragma unroll
   for (int v = 0; v < kMaxVectors; ++v) {
     const int i = first + v * 2 * kWarpSize;
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(kHeadsPerBlock* kWarpSize) RopeAppendKernel(Ro
       high[v] = Scaled(high[v], factor, high_weight[v]);
     }
   }
-  // Where k or v goes: its place in the page, and in the dense copy.
+  // Targets of k or v: the index in the page, and the index in the dense copy.
   const int64_t in_cache = key_index + (is_key ? 0 : int64_t{c.block_tokens} * c.head_dim);
   const int64_t in_copy = ((row * c.kv_heads + kv_head) * 2 + (is_key ? 0 : 1)) * c.head_dim;
 #pragma unroll

@@ -1,6 +1,6 @@
-// Hopper's asynchronous machinery as device functions: barriers in shared memory, copies of tensor
-// tiles into it (TMA), cluster barriers and reads of a neighbour's shared memory. PTX ISA 8.x,
-// sm_90. `shared` addresses are 32-bit addresses of the shared window.
+// Hopper's asynchronous machinery as device functions: barriers in shared memory, copies of
+// tensor tiles into it (TMA), cluster barriers and reads of a neighbour's shared memory. PTX ISA
+// 8.x, sm_90. `shared` addresses are 32-bit addresses of the shared window.
 #pragma once
 
 #include <cuda.h>
@@ -14,13 +14,13 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// A barrier of one phase bit: it completes once `arrivals` threads have arrived and all bytes that
-// they announced have landed.
+// Initialises a barrier of one phase bit. A phase completes once `arrivals` threads have arrived
+// and all bytes that they announced have landed.
 __device__ __forceinline__ void InitBarrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-// After the InitBarrier calls of a thread: the copy engine sees them.
+// Makes a thread's earlier InitBarrier() calls visible to the copy engine.
 __device__ __forceinline__ void PublishBarriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -34,7 +34,8 @@ __device__ __forceinline__ void ArriveExpecting(uint32_t barrier, uint32_t bytes
                : "memory");
 }
 
-// Whether the phase of that parity has completed; true orders what follows, as WaitBarrier() does.
+// Returns true if the phase of that parity has completed. A true result orders later accesses, as
+// WaitBarrier() does.
 __device__ __forceinline__ bool TestBarrier(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -65,12 +66,12 @@ __device__ __forceinline__ void WaitBarrier(uint32_t barrier, uint32_t parity) {
   }
 }
 
-// Hints to the L2 cache, as createpolicy.fractional would make them.
-inline constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // read once
-inline constexpr uint64_t kEvictLast = 0x14F0000000000000;   // read by many blocks
+// Hints to the L2 cache, encoded as createpolicy.fractional would make them.
+inline constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // data that is read once
+inline constexpr uint64_t kEvictLast = 0x14F0000000000000;   // data that many blocks read
 
 // Copies the tile of `map` whose first element is (column, row) to shared memory, and reports its
-// bytes to `barrier`. What lies outside the tensor arrives as zeros.
+// bytes to `barrier`. Elements outside the tensor arrive as zeros.
 __device__ __forceinline__ void CopyTile(uint32_t target, const CUtensorMap* map, int column,
                                          int row, uint32_t barrier, uint64_t cache_hint) {
   asm volatile(
@@ -80,7 +81,7 @@ __device__ __forceinline__ void CopyTile(uint32_t target, const CUtensorMap* map
       : "memory");
 }
 
-// The same of a map of three dimensions, from (column, row, matrix) on.
+// As above for a map of three dimensions, starting at (column, row, matrix).
 __device__ __forceinline__ void CopyTile(uint32_t target, const CUtensorMap* map, int column,
                                          int row, int matrix, uint32_t barrier,
                                          uint64_t cache_hint) {
@@ -91,7 +92,7 @@ __device__ __forceinline__ void CopyTile(uint32_t target, const CUtensorMap* map
       : "memory");
 }
 
-// Copies `bytes` of plain memory; both addresses and the bytes are multiples of 16.
+// Copies `bytes` of plain memory. Both addresses and `bytes` are multiples of 16.
 __device__ __forceinline__ void CopyBytes(uint32_t target, const void* source, uint32_t bytes,
                                           uint32_t barrier) {
   asm volatile(
@@ -101,19 +102,19 @@ __device__ __forceinline__ void CopyBytes(uint32_t target, const void* source, u
       : "memory");
 }
 
-// Fetches the descriptor itself.
+// Prefetches the descriptor itself.
 __device__ __forceinline__ void PrefetchMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// All threads of all blocks of the cluster: what they wrote before is visible after.
+// Synchronises all threads of all blocks of the cluster. Writes before it are visible after it.
 __device__ __forceinline__ void SyncCluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The same in two halves, and without an order of memory: every thread of the cluster has come to
-// its LeaveCluster() when one returns from AwaitCluster().
+// The same barrier in two halves, without ordering memory: AwaitCluster() returns once every
+// thread of the cluster has called LeaveCluster().
 __device__ __forceinline__ void LeaveCluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -121,8 +122,8 @@ __device__ __forceinline__ void AwaitCluster() {
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// The float4 at `shared`, an address of this block, in the shared memory of block `rank`. Several
-// of them may be under way at a time; barriers of the cluster order them.
+// Loads a float4 from the shared memory of block `rank`; `shared` is its address in this block.
+// Several loads may be under way at a time. Barriers of the cluster order them.
 __device__ __forceinline__ float4 LoadFromBlock(uint32_t shared, int rank) {
   float4 v;
   asm volatile(

@@ -5,7 +5,7 @@
 namespace sluice::kernels::cuda {
 namespace {
 
-// The driver's encoder, found through the runtime: nothing links libcuda.
+// Returns the driver's encoder, found through the runtime so that nothing links libcuda.
 PFN_cuTensorMapEncodeTiled_v12000 Encoder() {
   static const auto encoder = [] {
     void* entry = nullptr;
@@ -18,8 +18,8 @@ PFN_cuTensorMapEncodeTiled_v12000 Encoder() {
   return encoder;
 }
 
-// Calls `make`, which encodes; in a thread whose first call is not the runtime's, once more after
-// the runtime has bound the device's context.
+// Calls `make`, which encodes. In a thread that has not called the runtime before, it calls
+// `make` once more after the runtime has bound the device's context.
 template <typename Make>
 cudaError_t InContext(Make make) {
   CUresult result = make();

@@ -1,5 +1,6 @@
-// The work of uneven rows as tiles of their lists, in order: rows, then KV heads, then a list's
-// tiles. Blocks take equal runs of them, so that long contexts keep the whole device busy.
+// A walk over the work of uneven rows as tiles of their lists, in the order rows, then KV heads,
+// then the tiles of a list. Blocks take equal runs of tiles, so that long contexts keep the whole
+// device busy.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,27 +9,27 @@
 
 namespace sluice::kernels::cuda {
 
-// `Tiles`: tiles_at(position): how many each list of a row there has, perhaps none; padded rows
-// have none. All methods are called by whole warps.
+// `Tiles` has a method tiles_at(position) that returns how many tiles each list of a row at that
+// position has, perhaps none. Padded rows have none. All methods are called by whole warps.
 template <typename Tiles>
 struct TileWalk {
   Tiles tiles_at;
   const int32_t* slots;
   const int32_t* positions;
   int rows, kv_heads;
-  int row = 0, kv_head = 0;    // where it is
-  int slot = 0, position = 0;  // of the row
-  int tile = 0, left = 0;      // of the list; tiles that this block has yet to do, this one too
-  int tiles = 0;               // of the list
+  int row = 0, kv_head = 0;    // current row and KV head
+  int slot = 0, position = 0;  // slot and position of the row
+  int tile = 0, left = 0;  // current tile of the list; tiles left to this block, including this one
+  int tiles = 0;           // tiles in the list
 
   template <typename Params>
   __device__ TileWalk(const Params& p, int of_heads, Tiles tiles)
       : tiles_at(tiles), slots(p.slots), positions(p.positions), rows(p.rows), kv_heads(of_heads) {}
 
-  // One past the last tile of the list that is this block's.
+  // Returns one past the last tile of the list that belongs to this block.
   __device__ int Last() const { return min(tiles, tile + left); }
 
-  // Goes to where this block's share of all tiles begins.
+  // Moves to the tile at which this block's share begins.
   __device__ void Start() {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     uint32_t total = 0;  // below 2^32: tiles of a bucket's rows
@@ -61,8 +62,8 @@ struct TileWalk {
     kv_head = static_cast<int>(begin - before) / tiles;
     tile = static_cast<int>(begin - before) - kv_head * tiles;
   }
-  // To the next list that has tiles, those of this one up to Last() being done. REQUIRES: there are
-  // some left.
+  // Moves to the next list that has tiles. The tiles of this list up to Last() are done.
+  // REQUIRES: some tiles are left.
   __device__ void NextList() {
     left -= Last() - tile;
     tile = 0;

@@ -1,4 +1,4 @@
-// Four neighbouring elements at a time: 16 bytes of float32, 8 bytes of bf16.
+// Loads and stores of four neighbouring elements at a time: 16 bytes of float32, 8 bytes of bf16.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,14 +7,14 @@
 
 namespace sluice::kernels::cuda {
 
-// Whether every one of the addresses may be read as a vector of `bytes`.
+// Returns true if every one of the addresses may be read as a vector of `bytes`.
 template <typename... Pointers>
 bool AreAligned(uintptr_t bytes, Pointers... pointers) {
   return ((reinterpret_cast<uintptr_t>(pointers) % bytes == 0) && ...);
 }
 
-// Elements [i, i + 4) of x; those at `end` and past it are 0. REQUIRES, where `aligned`: x + i is
-// 16-byte aligned and end is a multiple of 4.
+// Returns elements [i, i + 4) of x; those at `end` and past it are 0. REQUIRES: if `aligned`, x +
+// i is 16-byte aligned and end is a multiple of 4.
 __device__ __forceinline__ float4 Load4(const float* x, int i, int end, bool aligned) {
   if (aligned) {
     return i < end ? *reinterpret_cast<const float4*>(x + i) : float4{0, 0, 0, 0};
@@ -23,13 +23,14 @@ __device__ __forceinline__ float4 Load4(const float* x, int i, int end, bool ali
           i + 3 < end ? x[i + 3] : 0};
 }
 
-// Two elements, rounded to nearest even, as they lie in memory.
+// Packs two elements, rounded to nearest even, as they lie in memory.
 __device__ __forceinline__ uint32_t PackBf16(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Writes elements [i, i + 4) of row `out`, which has `end`, in `type`; alignment as for Load4.
+// Writes elements [i, i + 4) of row `out`, which has `end` elements, in `type`. Alignment is as
+// for Load4.
 __device__ __forceinline__ void Store4(void* out, DType type, int64_t row_start, int i, int end,
                                        bool aligned, float4 v) {
   if (i >= end) return;

@@ -1,5 +1,6 @@
-// Hopper's warpgroup products (wgmma), bf16 or fp16 operands in shared memory, float32 sums in
-// registers. PTX ISA 8.x, sm_90a. A warpgroup is 4 consecutive warps from a multiple of 4 on.
+// Hopper's warpgroup products (wgmma) with bf16 or fp16 operands in shared memory and float32
+// sums in registers. PTX ISA 8.x, sm_90a. A warpgroup is 4 consecutive warps, the first of which
+// is a multiple of 4.
 #pragma once
 
 #include <cstdint>
@@ -7,18 +8,20 @@
 namespace sluice::kernels::cuda {
 
 // Describes a tile of rows of 64 bf16 (128 bytes), as a tensor copy with 128-byte swizzle leaves
-// it: row r at r * 128, its 16-byte piece i at piece i ^ (r % 8). REQUIRES: the tile starts at a
-// multiple of 1024. The same tile from column 16 * i on: 2 * i more. `repeat`: bytes between blocks
-// of 64 columns of an operand whose columns are contiguous (the transposed one); else unused.
+// it: row r lies at r * 128, and its 16-byte piece i at piece i ^ (r % 8). Add 2 * i to describe
+// the same tile from column 16 * i on. `repeat` is the distance in bytes between blocks of 64
+// columns of an operand whose columns are contiguous (the transposed one), and otherwise unused.
+// REQUIRES: the tile starts at a multiple of 1024.
 __device__ __forceinline__ uint64_t TileDescriptor(uint32_t shared, uint32_t repeat = 16) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;  // from 8 rows to the next 8
+  constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;  // distance from 8 rows to the next 8
   return kSwizzle128 | kEightRows | uint64_t{(repeat & 0x3FFFF) >> 4} << 16 |
          uint64_t{(shared & 0x3FFFF) >> 4};
 }
 
-// Before the first product that reads or adds to registers written since the last wait: orders
-// those and the shared memory that it uses before it.
+// Must be called before the first product that reads or adds to registers written since the last
+// wait. It orders the writes of those registers, and of the shared memory that the product uses,
+// before the product.
 __device__ __forceinline__ void BeginProducts() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -33,7 +36,7 @@ __device__ __forceinline__ void WaitForProducts() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// d[64][kColumns] += a[64][16] * b[kColumns][16]^T. Thread t of the warpgroup holds, as
+// Computes d[64][kColumns] += a[64][16] * b[kColumns][16]^T. Thread t of the warpgroup holds, as
 // d[4 * j + 2 * h + i], row t / 32 * 16 + t % 32 / 4 + 8 * h, column 8 * j + t % 4 * 2 + i.
 template <int kColumns>
 __device__ void MultiplyAdd(float (&d)[kColumns / 2], uint64_t a, uint64_t b);
@@ -90,8 +93,8 @@ __device__ __forceinline__ void MultiplyAdd<64>(float (&d)[32], uint64_t a, uint
       : "l"(a), "l"(b));
 }
 
-// The same with `a` in registers: a[0] and a[2] are of the row that d[0] is of, columns
-// t % 4 * 2 + {0, 1} and 8 more, a[1] and a[3] of the row 8 further.
+// As above with `a` in registers: a[0] and a[2] belong to the row of d[0], at columns t % 4 * 2 +
+// {0, 1} and 8 further; a[1] and a[3] belong to the row 8 further down.
 template <int kColumns>
 __device__ void MultiplyAdd(float (&d)[kColumns / 2], const uint32_t (&a)[4], uint64_t b);
 
@@ -175,10 +178,11 @@ __device__ __forceinline__ void MultiplyAdd<128>(float (&d)[64], const uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// What operands of two bytes are; sums are float32.
+// Type of two-byte operands; sums are float32.
 enum class Operand { kBf16, kFp16 };
 
-// c[64][64] = a[64][16] b[64][16]^T (+ c if `add`): both operands' rows are 16 contiguous elements.
+// Computes c[64][64] = a[64][16] b[64][16]^T (+ c if `add`). Rows of both operands are 16
+// contiguous elements.
 template <Operand kOperand = Operand::kBf16>
 __device__ __forceinline__ void MultiplyTiles(float (&c)[32], uint64_t a, uint64_t b, int add) {
   if constexpr (kOperand == Operand::kBf16) {
@@ -210,8 +214,8 @@ __device__ __forceinline__ void MultiplyTiles(float (&c)[32], uint64_t a, uint64
   }
 }
 
-// c[64][n] += a[64][16] b[16][n]: `a` in registers, as four 8 x 8 blocks per warp; the rows of `b`
-// are contiguous. Its blocks of 64 columns lie `repeat` apart.
+// Computes c[64][n] += a[64][16] b[16][n] with `a` in registers, as four 8 x 8 blocks per warp.
+// The rows of `b` are contiguous. Its blocks of 64 columns lie `repeat` apart.
 __device__ __forceinline__ void MultiplyRows(float (&c)[32], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
@@ -284,8 +288,8 @@ __device__ __forceinline__ void MultiplyRows(float (&c)[128], const uint32_t (&a
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// c[64][kFirst * 2, ..] += a[64][16] b[16][128] of fp16: half of c's columns. An instruction with
-// all of them is refused by the compiler where threads begin with 128 registers.
+// Computes c[64][kFirst * 2, ..] += a[64][16] b[16][128] in fp16: half of c's columns. The
+// compiler refuses an instruction with all of them where threads begin with 128 registers.
 template <int kFirst>
 __device__ __forceinline__ void MultiplyRowsFp16(float (&c)[128], const uint32_t (&a)[4],
                                                  uint64_t b) {
@@ -315,8 +319,8 @@ __device__ __forceinline__ void MultiplyRowsFp16(float (&c)[128], const uint32_t
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// c[64][64] = a[64][32] b[64][32]^T (+ c if `add`) of e4m3: rows of both are contiguous, described
-// as tiles of rows of 128 bytes; 32 bytes further on: 2 more.
+// Computes c[64][64] = a[64][32] b[64][32]^T (+ c if `add`) in e4m3. Rows of both are contiguous
+// and described as tiles of rows of 128 bytes; add 2 to move 32 bytes further.
 __device__ __forceinline__ void MultiplyE4M3(float (&c)[32], uint64_t a, uint64_t b, int add) {
   asm volatile(
       "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"

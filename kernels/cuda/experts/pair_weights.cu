@@ -1,5 +1,5 @@
-// kFp8Blocks to kFp8Pairs where it lies: 2 bytes moved a weight. Floor: those over the memory's
-// rate, 10 ms for 20 GiB on an H200.
+// Reorders weights in place from kFp8Blocks to kFp8Pairs. It moves 2 bytes a weight. Floor: those
+// bytes over the memory's rate, 10 ms for 20 GiB on an H200.
 #include <algorithm>
 
 #include "kernels/cuda/common/launch.cuh"

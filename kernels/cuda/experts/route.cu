@@ -1,4 +1,4 @@
-// The router of experts, the list of each expert's pairs, and the sum of what the experts made.
+// The router of experts, the list of each expert's pairs, and the sum of the experts' results.
 #include <algorithm>
 #include <cstdint>
 
@@ -14,18 +14,18 @@ namespace {
 constexpr unsigned kAll = 0xFFFFFFFFu;
 constexpr int kWarpSize = 32;
 constexpr int kRowsPerBlock = 4;  // one warp each
-constexpr int kFewExperts = 256;  // of a router
+constexpr int kFewExperts = 256;  // experts of a router that takes the small instance
 constexpr int kMaxExperts = 512;
-constexpr int kMaxChosen = kWarpSize;  // one a lane
+constexpr int kMaxChosen = kWarpSize;  // one choice a lane
 constexpr int kMaxPairThreads = 1024;
 constexpr int kMaxRows = 65535;  // the grid's y has 16 bits
 
-// A row's scores in shared memory. A word is left out after every 32: lanes that read groups of 32
-// experts meet in few banks.
+// A row's scores in shared memory. A word is left out after every 32, so that lanes that read
+// groups of 32 experts meet in few banks.
 struct RowScores {
   float choice[kMaxExperts + kMaxExperts / kWarpSize];  // s + bias
   uint32_t groups[kMaxExperts];                         // keys of the groups' two largest
-  bool stays[kMaxExperts];                              // of the groups
+  bool stays[kMaxExperts];                              // whether each group stays
   static __device__ __forceinline__ int At(int expert) { return expert + expert / kWarpSize; }
 };
 
@@ -37,8 +37,9 @@ struct TopTwo {
   }
 };
 
-// Whether each group of `size` experts is among the top_groups by the sum of its two largest (by
-// its only one). As many lanes share a group as there are for all of them.
+// Computes whether each group of `size` experts is among the top_groups by the sum of its two
+// largest choices (by its only one if size is 1). The warp's lanes are divided evenly among the
+// groups.
 __device__ __forceinline__ void RankGroups(const RouteParams& p, RowScores& scores, int size) {
   const int lane = threadIdx.x % kWarpSize;
   int sharing = 1;
@@ -76,10 +77,10 @@ __device__ __forceinline__ void RankGroups(const RouteParams& p, RowScores& scor
   __syncwarp();
 }
 
-// One warp per row, expert lane + 32 j in lane's j-th register. A row of 256 experts is 1 KB, and
-// all of this is latency: two reductions of a warp for each expert chosen. Measured (H200, 256
-// experts in 8 groups, 8 chosen, with the pairs' kernel, in a graph): 5.3 us at 1 row, 6.0 at 64,
-// 14 at 512.
+// One warp computes a row, with expert lane + 32 j in a lane's j-th register. A row of 256
+// experts is 1 KB, so the time is all latency: two reductions of a warp for each expert chosen.
+// Measured (H200, 256 experts in 8 groups, 8 chosen, including the pairs' kernel, in a graph):
+// 5.3 us at 1 row, 6.0 at 64, 14 at 512.
 template <int kPerLane>
 __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize) RouteKernel(RouteParams p) {
   __shared__ RowScores all_scores[kRowsPerBlock];
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize) RouteKernel(RoutePar
     bias[j] = p.bias != nullptr && e < p.experts ? p.bias[e] : 0.0f;
   }
   WaitForPriorKernels();
-  if (row >= p.rows) return;  // of the whole warp
+  if (row >= p.rows) return;  // true for the whole warp
 #pragma unroll
   for (int j = 0; j < kPerLane; ++j) {
     const int e = lane + j * kWarpSize;
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize) RouteKernel(RoutePar
     const int e = lane + j * kWarpSize;
     is_number = is_number && !isnan(s[j]);
     s[j] = 1.0f / (1.0f + expf(-s[j]));
-    // A NaN, of a bias, is the least.
+    // A NaN of a bias counts as the least.
     if (e < p.experts) scores.choice[RowScores::At(e)] = fmaxf(s[j] + bias[j], -INFINITY);
   }
   if (!__all_sync(kAll, is_number)) {
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize) RouteKernel(RoutePar
   const int group_size = p.experts / p.groups;
   RankGroups(p, scores, group_size);
 
-  uint32_t keys[kPerLane];  // 0: not to be chosen, below the key of every number
+  uint32_t keys[kPerLane];  // 0 means not to be chosen: it is below the key of every number
 #pragma unroll
   for (int j = 0; j < kPerLane; ++j) {
     const int e = lane + j * kWarpSize;
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize) RouteKernel(RoutePar
       weight = of_expert;
     }
   }
-  // In ascending order: a choice's place is the number of choices below it.
+  // Choices are written in ascending order: a choice's index is the number of choices below it.
   int place = 0;
   for (int i = 0; i < p.k; ++i) {
     if (__shfl_sync(kAll, mine, i) < mine) ++place;
@@ -171,20 +172,22 @@ __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize) RouteKernel(RoutePar
   p.weights[row * p.k + place] = weight * p.scaling;
 }
 
-// One block sorts the pairs by expert, as many at a time as it has threads, keeping their order:
-// those of a warp that have an expert in common know their order by __match_any_sync, those of
-// other warps by the warps' counts. Where one round is not enough all pairs are counted first. At
-// 64 rows of 8 choices 2 KB in and out: latency.
+// One block sorts the pairs by expert, as many at a time as it has threads, and keeps their
+// order. Pairs of a warp that have an expert in common find their order by __match_any_sync;
+// pairs of different warps use the warps' counts. If one round is not enough, all pairs are
+// counted first. At 64 rows of 8 choices it moves 2 KB in and out: the time is latency.
 __global__ void __launch_bounds__(kMaxPairThreads) RoutePairsKernel(RouteParams p) {
-  // Of a round's pairs, by warp; a row for each warp, the experts' number rounded up.
+  // Counts of a round's pairs by warp: a row for each warp, with the number of experts rounded
+  // up.
   __shared__ __align__(16) uint16_t counts[kMaxPairThreads / kWarpSize][kMaxExperts];
-  __shared__ int32_t next[kMaxExperts];  // counts of all, then where the next one goes
+  __shared__ int32_t next[kMaxExperts];  // counts of all pairs, then the index of the next one
   __shared__ uint32_t totals[kMaxPairThreads / kWarpSize];
   LetNextKernelStart();
   const int t = threadIdx.x, threads = blockDim.x, lane = t % kWarpSize, warp = t / kWarpSize;
   const int64_t pairs = int64_t{p.rows} * p.k;
   const bool one_round = pairs <= threads;
-  constexpr int kVectors = kMaxExperts * sizeof(uint16_t) / sizeof(uint4);  // of a warp's counts
+  // vectors of a warp's counts
+  constexpr int kVectors = kMaxExperts * sizeof(uint16_t) / sizeof(uint4);
   const int warps = threads / kWarpSize;
   const auto clear = [&] {
     for (int i = t; i < warps * kVectors; i += threads) {
@@ -213,7 +216,7 @@ __global__ void __launch_bounds__(kMaxPairThreads) RoutePairsKernel(RouteParams 
     if (expert >= 0 && before == 0) counts[warp][expert] = static_cast<uint16_t>(__popc(peers));
     __syncthreads();
     int of_round = 0;
-    if (t < p.experts) {  // counts become those of the warps before
+    if (t < p.experts) {  // counts become the counts of the warps before
 #pragma unroll 8
       for (int w = 0; w < warps; ++w) {
         const int here = counts[w][t];
@@ -241,11 +244,12 @@ __global__ void __launch_bounds__(kMaxPairThreads) RoutePairsKernel(RouteParams 
 
 constexpr int kCombineThreads = 256;
 constexpr int kCombineTile = 4 * kCombineThreads;  // elements of a row per block
-constexpr int kAtOnce = 8;                         // results of experts on their way together
+constexpr int kAtOnce = 8;                         // results of experts in flight together
 
-// grid (ceil(dim / kCombineTile), rows). Moves 4 bytes per element of each expert's result and 8 of
-// the row: at k 8, dim 7168 and 64 rows 18 MB, 4 us of HBM, less what L2 still has. Measured (H200,
-// launches one after the other in a graph): 1.8 us at 1 row, 4.4 at 64, 47 at 512.
+// The grid is (ceil(dim / kCombineTile), rows). The kernel moves 4 bytes per element of each
+// expert's result and 8 of the row: at k 8, dim 7168 and 64 rows 18 MB, 4 us of HBM, less the
+// part that L2 still has. Measured (H200, launches one after the other in a graph): 1.8 us at 1
+// row, 4.4 at 64, 47 at 512.
 __global__ void __launch_bounds__(kCombineThreads) CombineKernel(CombineParams p, bool aligned) {
   LetNextKernelStart();
   WaitForPriorKernels();
@@ -292,7 +296,7 @@ cudaError_t LaunchRoute(const RouteParams& p, cudaStream_t stream) {
                      blocks, kRowsPerBlock * kWarpSize, 0, stream, p);
     if (error != cudaSuccess) return error;
   }
-  // A thread for each expert, and for each pair as far as that goes.
+  // One thread for each expert, and for each pair as far as the block's limit allows.
   const int64_t threads = std::max<int64_t>(p.experts, int64_t{p.rows} * p.k);
   const auto whole = static_cast<unsigned>(
       std::min<int64_t>((threads + kWarpSize - 1) / kWarpSize * kWarpSize, kMaxPairThreads));

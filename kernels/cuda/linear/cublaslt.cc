@@ -7,7 +7,7 @@
 namespace sluice::kernels::cuda {
 namespace {
 
-// The soname of the headers' version first; the interface used is the same in all of them.
+// The soname of the headers' version comes first. The interface used is the same in all of them.
 constexpr const char* kNames[] = {"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"};
 
 template <typename Function>

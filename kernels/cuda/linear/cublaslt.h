@@ -1,5 +1,5 @@
-// cuBLASLt, loaded at run time: a program starts without it where no GPU is used, and can say what
-// is missing where one is.
+// cuBLASLt, loaded at run time, so that a program starts without it where no GPU is used, and can
+// report that it is missing where one is.
 #pragma once
 
 #include <cublasLt.h>
@@ -23,7 +23,8 @@ struct CublasLt {
   decltype(&::cublasLtMatmul) matmul;
 };
 
-// Null where the library cannot be loaded; the first such call says so on stderr, in one line.
+// Returns null if the library cannot be loaded. The first call that fails says so on stderr, in
+// one line.
 const CublasLt* LoadCublasLt();
 
 }  // namespace sluice::kernels::cuda

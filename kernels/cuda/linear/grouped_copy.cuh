@@ -14,7 +14,7 @@ struct WeightCopier {
   Rings<P> rings;
   const CUtensorMap* map;
   TileWork work;
-  int row;  // of the stack
+  int row;  // row of the stack
   Place<P::kWeightStages> place{};
 
   __device__ void Copy(int step) {
@@ -24,15 +24,16 @@ struct WeightCopier {
     place.Advance();
   }
 
-  // W is constant: what fits is asked for while the kernels before this one still run.
+  // Starts the copies that fit in the ring while the kernels before this one still run: W is
+  // constant.
   __device__ int CopyEarly() {
     const int early = min(P::kWeightStages, work.steps);
     for (int step = 0; step < early; ++step) Copy(step);
     return early;
   }
 
-  // The rest of a round of all steps. A stage is free at first, and when its consumers have said
-  // so.
+  // Copies the rest of a round of all steps. A stage is free at first, and later when its
+  // consumers have released it.
   __device__ void CopyFrom(int step) {
     for (; step < work.steps; ++step) {
       WaitBarrier(rings.WeightsEmpty(place.stage), place.parity ^ 1);
@@ -40,13 +41,13 @@ struct WeightCopier {
     }
   }
 
-  // No block ends before its copies.
+  // Waits for the early copies: no block ends before its copies.
   __device__ void AwaitEarly(int early) const {
     for (int stage = 0; stage < early; ++stage) WaitBarrier(rings.WeightsFull(stage), 0);
   }
 };
 
-// The thread that copies tiles of x where its rows lie in order.
+// The thread that copies tiles of x if its rows lie in order.
 template <typename Weights, typename P, int kRows>
 struct RowCopier {
   Rings<P> rings;
@@ -69,9 +70,9 @@ struct RowCopier {
   }
 };
 
-// One of the threads that gather rows of x, 16 bytes at a time: of every kRowsAtOnce-th row the
-// same piece. What it needs of each row stays in a register: three warps hardly keep up with the
-// products otherwise.
+// One of the threads that gather rows of x, 16 bytes at a time: it copies the same piece of every
+// kRowsAtOnce-th row. It keeps the start of each of its rows in a register: three warps hardly
+// keep up with the products otherwise.
 template <typename Weights, typename P, int kRows>
 struct RowGatherer {
   static constexpr int kRowsAtOnce = kGatherers / 8;
@@ -79,14 +80,14 @@ struct RowGatherer {
 
   const GroupedProduct& p;
   Rings<P> rings;
-  int32_t* rows;  // in shared memory: of y, for those who empty the rings
+  int32_t* rows;  // rows of y, in shared memory, for the threads that empty the rings
   int first_k;
   int thread;
   Place<P::kRowStages> place{};
-  const uint16_t* column = nullptr;  // of this thread's piece, of the first row of the group
-  int32_t starts[kMine];             // of each row, in pieces from there on; -1: none
+  const uint16_t* column = nullptr;  // this thread's piece of the first row of the group
+  int32_t starts[kMine];             // start of each row, in pieces from `column` on; -1 for none
 
-  // The rows of a tile from entry `first` of the range on.
+  // Takes the rows of a tile from entry `first` of the range on.
   __device__ void Take(const TileWork& work, RowRange range, int first) {
     column = p.x + work.group * p.x_group_stride + first_k + thread % 8 * 8;
 #pragma unroll
@@ -100,12 +101,14 @@ struct RowGatherer {
   }
 
   __device__ void Copy(int steps) {
-    // Steps whose copies are not waited for: so few that consumers never wait for a stage whose
-    // rows have arrived while this waits for them to leave another.
+    // Steps whose copies are not waited for. They are so few that consumers never wait for a
+    // stage whose rows have arrived while this thread waits for them to leave another.
     constexpr int kUnderWay = P::kRowStages - 2;
-    const int piece = thread % 8;  // of the 8 of a row of a tile, swizzled over its 128 bytes
+    // index among the 8 pieces of a row of a tile, swizzled over its 128 bytes
+    const int piece = thread % 8;
     const int first_row = thread / 8;
-    // kRowsAtOnce is an odd multiple of 4: of rows that follow each other the swizzle changes by 4.
+    // kRowsAtOnce is an odd multiple of 4, so the swizzle of rows that follow each other changes
+    // by 4.
     const uint32_t even = first_row * 128 + (piece ^ (first_row % 8)) * 16;
     const uint32_t odd = even ^ 64;
     Place<P::kRowStages> arrived = place;
@@ -135,13 +138,13 @@ struct RowGatherer {
     for (int step = max(steps - kUnderWay, 0); step < steps; ++step) Publish(arrived);
   }
 
-  // This thread's copies of the stage have arrived: for wgmma too.
+  // Announces that this thread's copies of the stage have arrived, for wgmma too.
   __device__ void Publish(Place<P::kRowStages>& arrived) const {
     PublishToAsyncProxy();
     Arrive(rings.RowsFull(arrived.stage));
     arrived.Advance();
   }
-  // 16 bytes, or as many zeros: then `source` is not read.
+  // Copies 16 bytes, or writes as many zeros without reading `source`.
   __device__ static void CopyPiece(uint32_t target, const uint16_t* source, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                  "r"(bytes)

@@ -13,9 +13,9 @@ bool IsAligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0;
 bool TakesTiles(const GroupedProduct& p) {
   if (p.w.layout == WeightLayout::kFp8Blocks) return false;
   const bool is_fp8 = p.w.layout == kFp8Pairs;
-  const int depth = is_fp8 ? 128 : 64;        // bytes of a tile's row
-  const int piece = is_fp8 ? 16 : 8;          // 16 bytes of a row of W
-  const int y_piece = p.groups > 1 ? 16 : 4;  // a warp's features are of one block of scales
+  const int depth = is_fp8 ? 128 : 64;        // elements of a tile's row
+  const int piece = is_fp8 ? 16 : 8;          // elements in 16 bytes of a row of W
+  const int y_piece = p.groups > 1 ? 16 : 4;  // a warp's features share one block of scales
   return p.w.k % piece == 0 && p.w.k >= depth && p.n % y_piece == 0 && p.x_stride % 8 == 0 &&
          p.x_group_stride % 8 == 0 && p.y_stride % 4 == 0 && p.y_group_stride % 4 == 0 &&
          IsAligned(p.w.data) && IsAligned(p.x) && IsAligned(p.y);

@@ -1,17 +1,19 @@
 // y = x W^T on tensor cores for few rows and many weights, each read once: the body of
-// grouped_product_fp8.cu and grouped_product_bf16.cu. Its parts: grouped_tile.cuh (shapes and
-// memory), grouped_copy.cuh (who fills the rings), grouped_sums.cuh (who empties them).
+// grouped_product_fp8.cu and grouped_product_bf16.cu. Its parts are grouped_tile.cuh (shapes and
+// memory), grouped_copy.cuh (the threads that fill the rings) and grouped_sums.cuh (the threads
+// that empty them).
 //
-// A block owns a tile of 64 features for each of its consumer warpgroups and one slice of k. One
-// thread keeps a ring of W tiles filled by tensor copies; x has a ring of its own, filled by
-// another thread in the same way, or where rows are gathered by three warps with copies of 16
+// A block has a tile of 64 features for each of its consumer warpgroups and one slice of k. One
+// thread keeps a ring of W tiles filled by tensor copies. x has a ring of its own, filled by
+// another thread in the same way or, if rows are gathered, by three warps with copies of 16
 // bytes. The consumers read their features from the ring of W as operand A in registers (e4m3
 // becomes bf16 on the way) and multiply by x, operand B in shared memory. The blocks of a cluster
-// are the slices of one tile; they add their sums up through each other's shared memory, in order
+// are the slices of one tile. They add their sums up through each other's shared memory, in order
 // of k.
 //
-// Bits: 16 values of k at a time in order, Slices() slices, added in order, then the bias, then
-// what y held. The number of rows decides only which instance computes them.
+// Bits: the additions of a row take 16 values of k at a time in order, in Slices() slices that
+// are added in order, then the bias, then the old y. The number of rows decides only which
+// instance computes them.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +38,7 @@ __device__ __forceinline__ float4 Sum(float4 a, float4 b) {
 template <typename P, int kSlices>
 __device__ void StoreSums(const GroupedProduct& p, const TileWork& work, int first, int count,
                           const int32_t* rows, uint32_t sums) {
-  // Of a thread under way: the latency of their reads is all the time that this takes.
+  // Reads that a thread has under way: their latency is all the time that this takes.
   constexpr int kItems = std::max(1, 4 / kSlices);
   constexpr int kQuads = P::kFeatures / 4 / kSlices;
   const int items = count * kQuads;
@@ -80,8 +82,8 @@ __device__ void StoreSums(const GroupedProduct& p, const TileWork& work, int fir
   }
 }
 
-// Of a tile in one slice that is only to be written, from the registers that hold it: each of its
-// rows is on its way at once.
+// Writes a tile that has one slice and is not accumulated, from the registers that hold it. All
+// of a thread's rows are on their way at once.
 template <typename P, int kRows, typename Consumer>
 __device__ void WriteSums(const GroupedProduct& p, const TileWork& work, int first, int count,
                           const int32_t* rows, const Consumer& consumer) {
@@ -98,9 +100,9 @@ __device__ void WriteSums(const GroupedProduct& p, const TileWork& work, int fir
   }
 }
 
-// The sums of a tile lie in the rings of the cluster's blocks between the two: all threads of a
-// block call both. Of a cluster of one block its consumers alone know of the sums until `is_last`
-// is false: then the copiers wait for the rings.
+// The sums of a tile lie in the rings of the cluster's blocks between the two halves, and all
+// threads of a block call both. In a cluster of one block only the consumers use the sums until
+// `is_last` is false: then the copying threads wait for the rings.
 template <typename P>
 __device__ __forceinline__ void BeginSums(bool is_consumer) {
   if (gridDim.x > 1) {
@@ -112,7 +114,7 @@ __device__ __forceinline__ void BeginSums(bool is_consumer) {
 template <typename P>
 __device__ __forceinline__ void EndSums(bool is_last) {
   if (gridDim.x > 1) {
-    LeaveCluster();  // what was read has arrived: it has been written to y
+    LeaveCluster();  // loads from other blocks have completed: their values have been written to y
     AwaitCluster();
   } else if (!is_last) {
     __syncthreads();
@@ -134,9 +136,9 @@ __device__ void StoreRows(const GroupedProduct& p, const TileWork& work, int fir
   }
 }
 
-// Grid: (slices of k, tiles of rows, groups x tiles of features); a cluster is the slices of one
-// tile. Blocks take every gridDim.y-th tile of rows of their group. `early`: W is asked for before
-// it is known whether the group has rows.
+// Grid: (slices of k, tiles of rows, groups x tiles of features). A cluster is the slices of one
+// tile. Blocks take every gridDim.y-th tile of rows of their group. If `early`, W is asked for
+// before it is known whether the group has rows.
 template <typename Weights, int kRows, int kWarpgroups, int kBlocks>
 __global__ void __launch_bounds__(
     TilePlan<Weights, kRows, kWarpgroups, kBlocks>::kThreads,
@@ -212,7 +214,7 @@ __global__ void __launch_bounds__(
         gridDim.x == 1 && p.bias == nullptr && !p.accumulate && p.y_type == DType::kFloat32;
     Consumer<Weights, P, kRows> consumer;
     consumer.lane = threadIdx.x % 32;
-    // Else they are made anew wherever they are used.
+    // Keeps these in registers; the compiler would otherwise recompute them at every use.
     asm volatile("" : "+r"(rings.base), "+r"(consumer.lane));
     consumer.rings = rings;
     consumer.feature = warp * 16;
@@ -235,7 +237,7 @@ __global__ void __launch_bounds__(
       consumer.Store(reinterpret_cast<float*>(shared));
       BeginSums<P>(true);
       StoreRows<P>(p, work, tile * kRows, min(kRows, range.count - tile * kRows), rows, rings.base);
-      PublishToAsyncProxy();  // what comes into the rings next
+      PublishToAsyncProxy();  // orders the reads before the next copies into the rings
       EndSums<P>(is_last(tile, range));
     }
   }
@@ -276,7 +278,7 @@ cudaError_t LaunchTiles(const GroupedProduct& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const int slices = SlicesOf<Weights>(p);
   const int row_tiles = p.pairs != nullptr ? 1 : (p.rows + kRows - 1) / kRows;
-  // Of few experts hardly any goes without rows.
+  // Among few experts hardly any goes without rows.
   const bool early = p.pairs == nullptr || p.groups <= 16 || p.rows >= 4 * p.groups;
   const dim3 grid(static_cast<unsigned>(slices), static_cast<unsigned>(row_tiles),
                   static_cast<unsigned>(TilesOf(p, P::kFeatures)));
@@ -284,15 +286,16 @@ cudaError_t LaunchTiles(const GroupedProduct& p, cudaStream_t stream) {
                         P::kBytes, stream, w_map, x_map, p, early, by_map);
 }
 
-// Rows of a group: all, or as many as there are of each on average.
+// Returns the typical rows of a group: all rows, or the average per group.
 inline int TypicalRows(const GroupedProduct& p) {
   return p.pairs == nullptr ? p.rows : (p.rows + p.groups - 1) / p.groups;
 }
 
-// Few rows leave room for three blocks on a multiprocessor: better where there are many more blocks
-// than run at one time otherwise. bf16: also where they are somewhat more, or short ones, whose
-// beginnings and ends then lie beneath others. Worse else: some multiprocessors have three blocks
-// then and others one.
+// Launches with two or three blocks on a multiprocessor. Few rows leave room for three, and they
+// are better if there are many more blocks than run at one time otherwise. In bf16 they are also
+// better with somewhat more blocks, or with short ones, whose beginnings and ends then lie
+// beneath others. Elsewhere they are worse: some multiprocessors would have three blocks and
+// others one.
 template <typename Weights, int kRows>
 cudaError_t LaunchFewRows(const GroupedProduct& p, cudaStream_t stream) {
   const int slices = SlicesOf<Weights>(p);
@@ -307,14 +310,15 @@ cudaError_t LaunchFewRows(const GroupedProduct& p, cudaStream_t stream) {
 
 template <typename Weights>
 cudaError_t LaunchTiledProduct(const GroupedProduct& p, cudaStream_t stream) {
-  constexpr int kFewBlocks = 64;  // of the widest tiles
+  constexpr int kFewBlocks = 64;  // blocks of the widest tiles
   const int rows = TypicalRows(p);
   if (rows <= 8) return LaunchFewRows<Weights, 8>(p, stream);
   if (rows <= 32) return LaunchFewRows<Weights, 32>(p, stream);
   if (rows <= 64) return LaunchTiles<Weights, 64, 2, 2>(p, stream);
   if (rows <= 80) {
     if constexpr (Weights::kIsFp8) {
-      // Wide tiles read x half as often; where they leave no multiprocessor without one.
+      // Wide tiles read x half as often. They are used if they leave no multiprocessor without a
+      // block.
       const int places = 2 * TilesOf(p, 256) * SlicesOf<Weights>(p);
       if (places <= kAtOnce && places * 10 >= kAtOnce * 9) {
         return LaunchTiles<Weights, 80, 4, 1>(p, stream);

@@ -1,5 +1,5 @@
-// Products with weights in bf16, by groups: 2nk bytes of W, 2k + 4n (2n) of each row. Floor: those
-// bytes over the memory's rate.
+// Grouped products with bf16 weights. They move 2nk bytes of W and 2k + 4n (2n) of each row.
+// Floor: those bytes over the memory's rate.
 #include "kernels/cuda/linear/grouped_product.cuh"
 
 namespace sluice::kernels::cuda {

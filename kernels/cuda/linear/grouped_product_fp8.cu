@@ -1,5 +1,5 @@
-// Products with weights in e4m3 with block scales: nk bytes of W, and its scales, 2k + 4n of each
-// row. Floor: those bytes over the memory's rate.
+// Grouped products with e4m3 weights and block scales. They move nk bytes of W, and its scales,
+// and 2k + 4n of each row. Floor: those bytes over the memory's rate.
 #include "kernels/cuda/linear/grouped_product.cuh"
 
 namespace sluice::kernels::cuda {

@@ -1,6 +1,6 @@
-// Products of groups for shapes and addresses that the copy engine cannot read: a warp for each
-// element of y, which reads k elements of W and of x. Bits: lane l adds up k = l, l + 32, ..., then
-// the lanes pairwise.
+// Grouped products for shapes and addresses that the copy engine cannot read: a warp computes
+// each element of y and reads k elements of W and of x. Bits: lane l adds up k = l, l + 32, ...,
+// then the lanes are added pairwise.
 #include <algorithm>
 
 #include "kernels/cuda/common/launch.cuh"
@@ -25,7 +25,7 @@ __device__ float Weight(const WeightMatrix& w, int64_t row, int i) {
          w.scales[row / kFp8BlockRows * columns + i / kFp8BlockColumns];
 }
 
-// Round to nearest, ties to even; NaN stays NaN.
+// Rounds to nearest, ties to even; NaN stays NaN.
 __device__ uint16_t RoundToBf16(float v) {
   const uint32_t bits = __float_as_uint(v);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);

@@ -1,11 +1,12 @@
-// The warpgroups of a grouped product that empty the rings: weights into registers, products, sums.
+// The warpgroups of a grouped product that empty the rings: weights into registers, products,
+// sums.
 //
-// e4m3 to bf16: 4 bits of exponent and 3 of mantissa are put where bf16 has the lowest bits of the
-// one and the highest of the other; that is the value times 2^-120, subnormal or not, so that one
-// product by a power of two makes it exact. The power takes the exponent of the block's scale
-// along, also exactly; what is left of the scale, a factor in [1, 2), is kept out of the sums: a
-// sum counts in units of the newest block's factor and is brought to the next one's before that is
-// added. (The code 0x7F, NaN, counts as 480.)
+// The conversion of e4m3 to bf16 puts the 4 bits of the exponent and 3 of the mantissa where bf16
+// has the lowest bits of the exponent and the highest of the mantissa. That is the value times
+// 2^-120, subnormal or not, so that one product by a power of two makes it exact. The power
+// includes the exponent of the block's scale, also exactly. The rest of the scale, a factor in
+// [1, 2), is kept out of the sums: a sum counts in units of the newest block's factor and is
+// converted to the next one's before that is added. (The code 0x7F, NaN, counts as 480.)
 #pragma once
 
 #include <algorithm>
@@ -18,13 +19,13 @@
 namespace sluice::kernels::cuda {
 namespace {
 
-// The scales of 32 steps of a warp's features, a lane having those of one step.
+// The scales of 32 steps of a warp's features. A lane has those of one step.
 struct Scales {
-  uint32_t power;    // bf16 twice: 2^120 and the scale's exponent; 0: the scale is 0
+  uint32_t power;    // bf16 twice: 2^120 and the scale's exponent; 0 if the scale is 0
   float ratio;       // factor of the step before over that of this step
   float factor = 1;  // the rest of the scale
 
-  // `before`: the factor of the step before lane 0's.
+  // Returns the parts of `scale`. `before` is the factor of the step before lane 0's.
   __device__ static Scales Of(float scale, float before) {
     constexpr int kLeast = -100, kMost = 7;  // 448 * 2^7 and 2^-9 * 2^-100 are normal bf16
     const int biased = __float_as_uint(scale) >> 23 & 0xFF;
@@ -46,9 +47,9 @@ __device__ __forceinline__ uint32_t MultiplyBf16(uint32_t a, uint32_t b) {
   return product;
 }
 
-// Two e4m3, times 2^-120, of the lower or the upper half of a register. As 16-bit integers with
-// their sign they are shifted by 4: bit 15 is the sign then, bits 10 to 4 are the exponent and the
-// mantissa.
+// Converts two e4m3 of the lower or the upper half of a register, times 2^-120. As 16-bit
+// integers with their sign they are shifted by 4: then bit 15 is the sign, and bits 10 to 4 are
+// the exponent and the mantissa.
 template <int kHalf>
 __device__ __forceinline__ uint32_t WidenPair(uint32_t pairs) {
   uint32_t integers;
@@ -60,37 +61,40 @@ __device__ __forceinline__ uint32_t WidenPair(uint32_t pairs) {
 template <typename Weights, typename P, int kRows>
 struct Consumer {
   Rings<P> rings;
-  int feature;  // of the warp, inside the tile
+  int feature;  // first feature of the warp, inside the tile
   int lane;
-  const float* scales;  // of the warp's features and the slice's first step
+  const float* scales;  // scales of the warp's features from the slice's first step on
   Place<P::kWeightStages> w{};
   Place<P::kRowStages> x{};
-  float ahead = 1;  // the scale of a step of the next 32, by lane
+  float ahead = 1;  // the scale of one of the next 32 steps, by lane
   float sums[kRows / 2];
 
-  // Begins to load the scales of 32 steps from `step` on: when they are wanted, the memory is busy
-  // with everything else.
+  // Begins to load the scales of 32 steps from `step` on. They are asked for early, because the
+  // memory is busy with everything else when they are needed.
   __device__ void AskForScales(int step, int steps) {
     const int mine = step + lane;
     ahead = mine < steps ? __ldg(scales + mine) : 1.0f;
   }
 
-  // Returns once the stage's weights are there: the address of this lane's row for what follows.
+  // Waits until the stage's weights have arrived, and returns the address of this lane's row for
+  // the loads below.
   __device__ uint32_t AwaitWeights() const {
     WaitBarrier(rings.WeightsFull(w.stage), w.parity);
     const uint32_t at = rings.Weights(w.stage) + (feature + lane % 16) * 128;
     return Weights::kIsFp8 ? at + (lane / 16 ^ lane % 8) * 16 : at;
   }
-  // bf16: 16 of k, of 4 times 16 in a stage, of this warp's 16 features, as operand A.
+  // Loads one of a stage's 4 pieces of bf16 weights, 16 of k by this warp's 16 features, as
+  // operand A.
   __device__ static void LoadPiece(uint32_t (&a)[4], uint32_t row, int piece) {
     LoadMatrices(a, row + ((2 * piece + threadIdx.x % 32 / 16) ^ (threadIdx.x % 8)) * 16);
   }
-  // e4m3: twice 16 of k, of 4 times that in a stage. A register has the four weights of a row that
-  // a lane brings to both halves of an operand (kFp8Pairs); rows 0-7 and 8-15, then 16 of k on.
+  // Loads two pieces of e4m3 weights, twice 16 of k; a stage has 4 such pairs. A register has the
+  // four weights of a row that a lane contributes to both halves of an operand (kFp8Pairs): rows
+  // 0-7 and 8-15, then the same 16 further in k.
   __device__ static void LoadPairs(uint32_t (&raw)[4], uint32_t row, int two) {
     LoadMatrices(raw, row ^ two * 32);
   }
-  // The operand of one of the two.
+  // Makes the operand of one of the two pieces.
   __device__ static void MakeOperand(uint32_t (&a)[4], const uint32_t (&raw)[4], int which,
                                      uint32_t power) {
 #pragma unroll
@@ -136,21 +140,22 @@ struct Consumer {
     }
   }
 
-  // The result: the factor in whose units the sums count.
+  // Accumulates all steps. Returns the factor in whose units the sums count.
   __device__ float AccumulateFp8(int steps) {
-    // Products are begun kBatch at a time, their operands made together; two batches are kept, so
-    // that one is made, across steps too, while the products of the other are under way.
+    // Products are started kBatch at a time, and their operands are made together. Two batches
+    // are kept, so that one is made, across steps too, while the products of the other are under
+    // way.
     constexpr int kBatch = P::kBlocksPerProcessor == 3 ? (kRows <= 8 ? 2 : 1)
                            : kRows <= 64               ? 4
                            : kRows <= 80               ? 2
                                                        : 1;
     constexpr int kBatches = 8 / kBatch;
-    constexpr int kLoads = std::max(1, kBatch / 2);  // at a time, of 2 pieces each
+    constexpr int kLoads = std::max(1, kBatch / 2);  // loads at a time, of 2 pieces each
     uint32_t raw[kLoads][4], a[2][kBatch][4];
     uint32_t row = 0, power = 0;
     float ratio = 1;
     Scales mine{};
-    const auto load = [&](int piece) {  // the weights of `piece`, and those that come with it
+    const auto load = [&](int piece) {  // loads the weights of `piece`, and those that come with it
       if (piece % (2 * kLoads) != 0) return;
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) LoadPairs(raw[i], row, piece / 2 + i);
@@ -169,7 +174,8 @@ struct Consumer {
     const auto take_scale = [&](int step) {
       if (step % 32 == 0) {
         mine = Scales::Of(ahead, __shfl_sync(~0u, mine.factor, 31));
-        AskForScales(step + 32 < steps ? step + 32 : 0, steps);  // from 0: of the next tile of rows
+        // after the last step, from 0 for the next tile of rows
+        AskForScales(step + 32 < steps ? step + 32 : 0, steps);
       }
       power = __shfl_sync(~0u, mine.power, step % 32);
       ratio = __shfl_sync(~0u, mine.ratio, step % 32);
@@ -237,7 +243,7 @@ struct Consumer {
     }
   }
 
-  // To out[kRows][kSumStride], a row's features next to each other.
+  // Writes out[kRows][kSumStride], a row's features next to each other.
   __device__ void Store(float* out) const {
     const int mine = feature + lane / 4;
 #pragma unroll

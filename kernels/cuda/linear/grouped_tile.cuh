@@ -1,4 +1,4 @@
-// What a block of a grouped product computes, and how its shared memory and registers are divided.
+// The work of a block of a grouped product, and the division of its shared memory and registers.
 #pragma once
 
 #include <algorithm>
@@ -19,14 +19,16 @@ struct Bf16Weights {
   static constexpr int kDepth = 64;
 };
 
-constexpr int kSliceFeatures = 128;  // what Slices() counts tiles in
+constexpr int kSliceFeatures = 128;  // features in a tile as Slices() counts tiles
 constexpr int kMaxSlices = 8;        // blocks of a cluster
-constexpr int kMinBlocks = 128;  // one on a multiprocessor: room for the next kernel's beside it
+// one on a multiprocessor, with room for the next kernel's beside it
+constexpr int kMinBlocks = 128;
 constexpr int kAtOnce = 264;
 constexpr int kGatherers = 96;
 
-// Slices of k: enough blocks to keep the memory busy; where they are more than run at one time, so
-// many that the last ones do not run alone for long. Of the matrix alone (bits, above).
+// Returns the number of slices of k. There are enough blocks to keep the memory busy; if they are
+// more than run at one time, there are so many that the last ones do not run alone for long. The
+// result depends on the matrix alone (see "Bits" in grouped_product.cuh).
 inline int Slices(int tiles, int steps) {
   const auto is_even = [](int blocks) {
     const int turns = (blocks + kAtOnce - 1) / kAtOnce;
@@ -41,8 +43,8 @@ inline int Slices(int tiles, int steps) {
   return slices;
 }
 
-// The shared memory and the registers of a block of kWarpgroups consumers, up to kRows rows, of
-// which kBlocks run on a multiprocessor.
+// The shared memory and the registers of a block of kWarpgroups consumers and up to kRows rows,
+// of which kBlocks run on a multiprocessor.
 template <typename Weights, int kRows, int kWarpgroups, int kBlocks>
 struct TilePlan {
   static constexpr int kFeatures = 64 * kWarpgroups;
@@ -56,7 +58,8 @@ struct TilePlan {
   static constexpr int kRowStages = kRowBytes >= 16384 || kBlocksPerProcessor == 3 ? 3 : 4;
   static constexpr int kOtherBytes = kWarpgroups == 2 ? 1024 : 2048;
   static constexpr int kRingBudget =
-      (228 / kBlocksPerProcessor - 1) * 1024 - kOtherBytes;  // of 228 KiB, 1 KiB a block
+      // 228 KiB in all, 1 KiB reserved per block
+      (228 / kBlocksPerProcessor - 1) * 1024 - kOtherBytes;
   static constexpr int kWeightStages =
       std::min(8, (kRingBudget - kRowStages * kRowBytes) / kWeightBytes);
   static constexpr int kRowRing = kWeightStages * kWeightBytes;
@@ -65,7 +68,7 @@ struct TilePlan {
   static constexpr int kBytes = kRingBytes + kOtherBytes;
   static_assert(kRows * kSumStride * 4 <= kRingBytes, "the sums take the ring's place");
   static_assert(16 * (kWeightStages + kRowStages) + 4 * kRows <= kOtherBytes, "what is left");
-  // Registers of a consumer's thread and of the others', of 64 Ki in all.
+  // Registers of a consumer's thread and of the others', out of 64 Ki in all.
   static constexpr int kConsumerRegisters = kBlocksPerProcessor == 3   ? 64
                                             : kBlocksPerProcessor == 2 ? 96
                                                                        : 112;
@@ -74,7 +77,7 @@ struct TilePlan {
                                                                      : 32;
 };
 
-// A ring's place in the order of all its stages.
+// A position in the order of all stages of a ring.
 template <int kStages>
 struct Place {
   int stage = 0;
@@ -99,11 +102,11 @@ struct Rings {
   __device__ uint32_t RowsEmpty(int stage) const { return RowsFull(stage) + 8; }
 };
 
-// What a block computes: features [feature, ..) of a group, over its slice of k.
+// A block's work: features [feature, ..) of a group, over its slice of k.
 struct TileWork {
   int group;
-  int feature;     // of the group
-  int first_step;  // of kDepth
+  int feature;     // first feature, within the group
+  int first_step;  // in steps of kDepth
   int steps;
 };
 

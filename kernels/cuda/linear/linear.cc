@@ -1,4 +1,4 @@
-// LaunchLinear: which kernel computes which rows.
+// LaunchLinear: it chooses the kernel that computes each kind of rows.
 #include <cstdint>
 
 #include "kernels/cuda/common/launch.h"
@@ -10,7 +10,7 @@
 namespace sluice::kernels::cuda {
 namespace {
 
-// All of the rows as one group.
+// Returns the product of all rows as one group.
 GroupedProduct GroupOf(const LinearParams& p) {
   return {.x = static_cast<const uint16_t*>(p.x),
           .x_stride = p.w.k,
@@ -32,8 +32,8 @@ GroupedProduct GroupOf(const LinearParams& p) {
 
 bool IsAligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-// Whether the rows of W and x can be copied as tiles, and those of y written 16 bytes at a time.
-// True for every row of a buffer if it is true for its first.
+// Returns true if the rows of W and x can be copied as tiles, and those of y written 16 bytes at
+// a time. If it is true for the first row of a buffer, it is true for every row.
 bool IsTiled(const LinearParams& p) {
   return p.w.k % 8 == 0 && p.w.k >= 64 && p.w.n % 4 == 0 && IsAligned(p.w.data) && IsAligned(p.x) &&
          IsAligned(p.y);
@@ -56,7 +56,7 @@ cudaError_t LaunchLinear(const LinearParams& p, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (p.rows == 0) return cudaSuccess;
-  // One kernel for the rows of either kind.
+  // These layouts have one kernel for decode rows and prompt rows.
   if (p.w.layout == WeightLayout::kFp8Blocks || p.w.layout == kFp8Pairs)
     return LaunchGroupedProduct(GroupOf(p), stream);
   if (p.w.layout != WeightLayout::kRowMajor) return cudaErrorInvalidValue;

@@ -1,20 +1,20 @@
 // y = x W^T for the few rows of a decode step: W is read once, at the speed of the memory.
 //
-// A block owns a tile of 64 features and one slice of k. One thread keeps a ring of W and x tiles
-// filled by tensor copies; a warpgroup multiplies them, W being the operand of 64 rows and x that
-// of 8 to 64 columns. The blocks of a cluster share a tile of features, one slice of k each, and
-// add their sums up through each other's shared memory, in order of k. Two or three blocks fit on a
-// multiprocessor, so that blocks of the next product fill their rings with W while this one's still
-// run (launch.cuh).
+// A block has a tile of 64 features and one slice of k. One thread keeps a ring of W and x tiles
+// filled by tensor copies. A warpgroup multiplies them: W is the operand of 64 rows and x that of
+// 8 to 64 columns. The blocks of a cluster share a tile of features, one slice of k each, and add
+// their sums up through each other's shared memory, in order of k. Two or three blocks fit on a
+// multiprocessor, so that blocks of the next product fill their rings with W while this one's
+// still run (launch.cuh).
 //
-// Moves 2nk bytes of W, and 2k + 4n (8n to accumulate) for each row. Floor: the reading of W, as
-// long as what every tile reads of x from the L2 cache, rows / 64 times the bytes of W, is not more
-// than that. Measured on an H100, the products of Qwen3-8B's step back to back, share of what a
-// plain kernel reads: 93 % with 1 row, 92 % with 8, 91 % with 32, 87 % with 64
-// (README.md beside it has the table).
+// The kernel moves 2nk bytes of W, and 2k + 4n (8n to accumulate) for each row. Floor: the
+// reading of W, as long as the x that every tile reads from the L2 cache, rows / 64 times the
+// bytes of W, is no more than that. Measured on an H100, the products of Qwen3-8B's step back to
+// back, as the share of the rate of plain reads: 93 % with 1 row, 92 % with 8, 91 % with 32, 87 %
+// with 64 (README.md beside this file has the table).
 //
 // Bits: the order of additions follows from (n, k) alone: 16 consecutive k a step, Slices(n, k)
-// slices of k, added in order, then the bias, then what y held.
+// slices of k, added in order, then the bias, then the old y.
 #include "kernels/cuda/linear/linear_decode.h"
 
 #include <algorithm>
@@ -27,16 +27,17 @@
 namespace sluice::kernels::cuda {
 namespace {
 
-constexpr int kFeatures = 64;              // of a block: the rows of a warpgroup's product
+constexpr int kFeatures = 64;              // features of a block: the rows of a warpgroup's product
 constexpr int kDepth = 64;                 // k of a tile: 128 bytes, the width of the swizzle
-constexpr int kConsumers = 128;            // the warpgroup
+constexpr int kConsumers = 128;            // threads of the warpgroup
 constexpr int kThreads = kConsumers + 32;  // and the warp that copies
 constexpr int kWeightTileBytes = kFeatures * kDepth * 2;
 constexpr int kMaxSlices = 8;
-constexpr int kMinBlocks = 192;  // of 132 x 3 that run at a time
+constexpr int kMinBlocks = 192;  // of the 132 x 3 that run at a time
 
-// Slices of k, one for each block of a cluster: enough blocks to keep the memory busy, and not so
-// many that what a block does besides reading counts. Of n and k alone (bits, above).
+// Returns the number of slices of k, one for each block of a cluster. There are enough blocks to
+// keep the memory busy, and not so many that a block's work besides reading counts. The result
+// depends on n and k alone (see "Bits" above).
 int Slices(int n, int k) {
   const int tiles = (n + kFeatures - 1) / kFeatures;
   const int steps = (k + kDepth - 1) / kDepth;
@@ -50,7 +51,7 @@ template <int kRows>
 struct Plan {
   static constexpr int kRowTileBytes = kRows * kDepth * 2;
   static constexpr int kStageBytes = kWeightTileBytes + kRowTileBytes;
-  static constexpr int kRingBudget = 70 * 1024;  // three blocks on a multiprocessor
+  static constexpr int kRingBudget = 70 * 1024;  // leaves room for three blocks on a multiprocessor
   static constexpr int kStages = std::min(8, kRingBudget / kStageBytes);
   static constexpr int kSumStride = kFeatures + 4;  // keeps a quad's stores in different banks
   static constexpr int kRingBytes = kStages * kStageBytes;
@@ -58,7 +59,7 @@ struct Plan {
   static_assert(kRows * kSumStride * 4 <= kRingBytes, "the sums take the ring's place");
 };
 
-// Addresses of one stage of the ring, and its place in the order of all.
+// Addresses of one stage of the ring, and its position in the order of all stages.
 template <int kRows>
 struct Ring {
   using P = Plan<kRows>;
@@ -71,7 +72,7 @@ struct Ring {
 };
 
 struct Slice {
-  int first;  // step of kDepth
+  int first;  // first step, in steps of kDepth
   int count;
 };
 
@@ -101,7 +102,7 @@ struct Copier {
              ring.Full(stage), kEvictLast);
   }
 
-  // W is constant: the ring is filled with it while the kernels before this one still run.
+  // Fills the ring with W while the kernels before this one still run: W is constant.
   __device__ void Start() const {
     PrefetchMap(w_map);
     PrefetchMap(x_map);
@@ -157,7 +158,7 @@ struct Sums {
     }
   }
 
-  // To sums[kRows][kSumStride], a row's features next to each other.
+  // Writes sums[kRows][kSumStride], a row's features next to each other.
   __device__ void Store(float* sums) const {
     const int lane = threadIdx.x % 32;
     const int feature = threadIdx.x / 32 * 16 + lane / 4;
@@ -218,7 +219,7 @@ __device__ void StoreRows(const LinearParams& p, uint32_t sums) {
   }
 }
 
-// Grid: (slices of k, tiles of features, tiles of rows); a cluster is the slices of one tile.
+// Grid: (slices of k, tiles of features, tiles of rows). A cluster is the slices of one tile.
 template <int kRows>
 __global__ void __launch_bounds__(kThreads)
     DecodeProduct(const __grid_constant__ CUtensorMap w_map,
@@ -238,7 +239,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x < kConsumers) sums.Store(reinterpret_cast<float*>(shared));
   SyncCluster();
   StoreRows<kRows>(p, ring.base);
-  LeaveCluster();  // a block's sums stay until all have read them
+  LeaveCluster();  // a block's sums stay until all blocks have read them
   AwaitCluster();
 }
 

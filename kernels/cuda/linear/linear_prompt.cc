@@ -1,15 +1,16 @@
 // y = x W^T for the rows of prompts, by cuBLASLt.
 //
-// Bits: a row must come out the same whatever number of rows it is computed with, while the library
-// is free to choose another algorithm for every shape. Only algorithms are taken that add up all of
-// k in one block, in order (no split of k, no workspace), and that are of one family of kernels for
-// each (n, k): the library's own first choice for kTypicalRows. Inside that family tiles may follow
-// the number of rows: they change which block computes an element, not the order of its sum. That
-// is no promise of the library's; tests/kernels and sluice-linear-bench hold it to it.
+// Bits: a row must come out the same whatever number of rows it is computed with, while the
+// library is free to choose another algorithm for every shape. So only algorithms are taken that
+// add up all of k in one block, in order (no split of k, no workspace), and that belong to one
+// family of kernels for each (n, k): the family of the library's own first choice for
+// kTypicalRows. Inside that family tiles may follow the number of rows: they change which block
+// computes an element, not the order of its sum. The library does not promise this; tests/kernels
+// and sluice-linear-bench check it.
 //
-// Bound by arithmetic: 2nk operations a row. Measured on an H100, Qwen3-8B's four products: 608-745
-// TFLOP/s with 512 rows, 671-774 with 2,048, 644-705 with 8,192; the best of eight algorithms tried
-// for each shape does not do better by more than 3 %.
+// The products are bound by arithmetic: 2nk operations a row. Measured on an H100, Qwen3-8B's
+// four products: 608-745 TFLOP/s with 512 rows, 671-774 with 2,048, 644-705 with 8,192. The best
+// of eight algorithms tried for each shape is no more than 3 % better.
 #include "kernels/cuda/linear/linear_prompt.h"
 
 #include <bit>
@@ -43,9 +44,9 @@ cudaError_t FromStatus(cublasStatus_t status) {
   }
 }
 
-// One shape's descriptors, and its algorithms by the number of rows, rounded up to a power of two.
-// In the library's column-major words, y^T [n][rows] is the product of W, transposed, and x^T
-// [k][rows].
+// One shape's descriptors, and its algorithms by the number of rows, rounded up to a power of
+// two. In the library's column-major terms, y^T [n][rows] is the product of W, transposed, and
+// x^T [k][rows].
 struct ProductPlan {
   cublasLtMatmulDesc_t product = nullptr;
   cublasLtMatrixLayout_t w = nullptr, x = nullptr, y = nullptr;
@@ -53,8 +54,8 @@ struct ProductPlan {
   std::map<uint32_t, cublasLtMatmulAlgo_t> algorithms;
 };
 
-// One device's handle and plans. Plans live as long as the process: there are as many as a model
-// has shapes of products.
+// One device's handle and plans. Plans live as long as the process: there is one for each shape
+// of product in a model.
 class Products {
  public:
   Products(const CublasLt& lt, cublasLtHandle_t handle) : lt_(lt), handle_(handle) {}
@@ -128,7 +129,8 @@ class Products {
     return status;
   }
 
-  // The algorithm for so many rows: of the plan's family, which the one for kTypicalRows sets.
+  // Finds the algorithm for that many rows. It is of the plan's family, which the algorithm for
+  // kTypicalRows sets.
   cublasStatus_t FindAlgorithm(ProductPlan& plan, int32_t rows,
                                const cublasLtMatmulAlgo_t** algorithm) {
     if (!plan.family.has_value()) {
@@ -137,7 +139,7 @@ class Products {
     }
     const uint32_t rounded = std::bit_ceil(static_cast<uint32_t>(rows));
     if (!plan.algorithms.contains(rounded)) {
-      // Where the family has none for them, the one for kTypicalRows serves these rows too.
+      // If the family has no algorithm for these rows, the one for kTypicalRows serves them too.
       if (Choose(plan, rounded) != CUBLAS_STATUS_SUCCESS) {
         plan.algorithms[rounded] = plan.algorithms[kTypicalRows];
       }
@@ -146,7 +148,7 @@ class Products {
     return CUBLAS_STATUS_SUCCESS;
   }
 
-  // Notes the first candidate for `rows` that a row's bits allow.
+  // Records the first candidate for `rows` that keeps a row's bits.
   cublasStatus_t Choose(ProductPlan& plan, uint32_t rows) {
     cublasLtMatmulPreference_t preference = nullptr;
     cublasStatus_t status = lt_.preference_create(&preference);
@@ -157,7 +159,7 @@ class Products {
                        sizeof(workspace_bytes));
     lt_.preference_set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &no_reduction,
                        sizeof(no_reduction));
-    // No operand need begin at more than a multiple of 16 bytes.
+    // Operands need not be aligned to more than 16 bytes.
     const uint32_t alignment = 16;
     for (auto operand :
          {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
@@ -203,10 +205,10 @@ class Products {
   const CublasLt& lt_;
   const cublasLtHandle_t handle_;
   std::mutex mutex_;
-  std::map<Key, ProductPlan> plans_;  // by mutex_
+  std::map<Key, ProductPlan> plans_;  // guarded by mutex_
 };
 
-// The current device's, made at its first use.
+// Finds the current device's products, which are made at the first use.
 cudaError_t FindProducts(Products** products) {
   static std::mutex mutex;
   static auto& all = *new std::map<int, std::unique_ptr<Products>>;
@@ -232,7 +234,8 @@ cudaError_t FindProducts(Products** products) {
 bool HasPromptProducts() { return LoadCublasLt() != nullptr; }
 
 cudaError_t LaunchPromptProduct(const LinearParams& p, cudaStream_t stream) {
-  // What the library allocates or loads at its first call is no part of a capture of `stream`.
+  // Allocations and loads of the library's first call must not become part of a capture of
+  // `stream`.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode);
   if (error != cudaSuccess) return error;

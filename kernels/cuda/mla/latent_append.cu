@@ -1,4 +1,5 @@
-// Entries of latent caches, and the queries that meet them: norm, interleaved RoPE, rounding.
+// Entries of latent caches, and the queries that are scored against them: norm, interleaved RoPE,
+// rounding.
 #include <cstdint>
 
 #include "kernels/cuda/common/launch.cuh"
@@ -18,7 +19,7 @@ constexpr int kMaxRank = 4 * kMaxVectors * kEntryThreads;
 constexpr int kQueriesPerBlock = 4;  // one warp each
 constexpr int kMaxRows = 65535;      // the grid's y has 16 bits
 
-// A neighbouring pair turned by its angle.
+// Rotates a neighbouring pair by its angle.
 __device__ __forceinline__ float2 Turned(float2 x, float2 turn) {
   return {x.x * turn.x - x.y * turn.y, x.y * turn.x + x.x * turn.y};
 }
@@ -31,7 +32,7 @@ __device__ __forceinline__ void StorePair(void* out, DType type, int64_t index, 
   }
 }
 
-// The sum over the block, the same in every thread, in an order that is always the same.
+// Returns the sum over the block, the same in every thread, added in a fixed order.
 __device__ __forceinline__ float EntrySum(float sum) {
   __shared__ float partial[kEntryWarps];
   sum = WarpSum(sum);
@@ -43,8 +44,8 @@ __device__ __forceinline__ float EntrySum(float sum) {
   return sum;
 }
 
-// Where the row's entry lies in the cache, or null. REQUIRES: WaitForPriorKernels(), since another
-// kernel gives places.
+// Returns the address of the row's entry in the cache, or null. REQUIRES: WaitForPriorKernels()
+// was called, since another kernel assigns slots.
 __device__ __forceinline__ char* EntryAt(const LatentAppendParams& p, int slot, int position) {
   const PagedLatents& c = p.cache;
   if (c.base == nullptr) return nullptr;
@@ -56,12 +57,13 @@ __device__ __forceinline__ char* EntryAt(const LatentAppendParams& p, int slot, 
          entry % c.block_tokens * EntryBytes(c.type, c.rank, c.rope);
 }
 
-// grid (rows). Thread t holds values 4 t .. 4 t + 3 of each 512 of the latent, so that a warp holds
-// the 128 values of a scale; the first rope / 2 threads turn the other values. Moves 2.3 KB in and
-// 656 bytes out a row (twice with `written`): at 128 rows 0.4 MB, 0.1 us of HBM; the launch is what
-// it costs. Measured (H200, packed, written twice, launches one after the other in a graph): 1.8 us
-// at 1 row, 1.9 at 64, 2.8 at 512, before a group's scale was the best of eight, which is some 300
-// instructions of a warp more and was not timed yet.
+// The grid is (rows). Thread t holds values 4 t .. 4 t + 3 of each 512 of the latent, so that a
+// warp holds the 128 values of a scale. The first rope / 2 threads rotate the other values. The
+// kernel moves 2.3 KB in and 656 bytes out a row (twice with `written`): at 128 rows 0.4 MB, 0.1
+// us of HBM, so its cost is that of the launch. Measured (H200, packed, written twice, launches
+// one after the other in a graph): 1.8 us at 1 row, 1.9 at 64, 2.8 at 512. That was before a
+// group's scale was the best of eight, which takes some 300 more instructions of a warp and has
+// not been timed.
 __global__ void __launch_bounds__(kEntryThreads)
     LatentAppendKernel(LatentAppendParams p, bool aligned) {
   LetNextKernelStart();
@@ -76,11 +78,12 @@ __global__ void __launch_bounds__(kEntryThreads)
     weight[v] = Load4(p.norm, 4 * (t + v * kEntryThreads), c.rank, aligned);
   }
   if (t == 0 && slot >= 0 && c.base != nullptr && p.place_of.base != nullptr) {
-    // Only a hint: a step's weights have passed through L2 since it was written.
+    // The prefetch is only a hint: a step's weights have passed through L2 since the entry was
+    // written.
     asm volatile("prefetch.global.L2 [%0];" ::"l"(RowAt<int32_t>(p.place_of, slot, position, 0)));
   }
   WaitForPriorKernels();
-  if (slot < 0) return;  // of the whole block
+  if (slot < 0) return;  // true for the whole block
 
   const float* in = p.kv + row * p.kv_stride;
   float4 x[kMaxVectors];
@@ -119,7 +122,7 @@ __global__ void __launch_bounds__(kEntryThreads)
       }
     }
   }
-  // Behind the latent values, and behind their scales in the packed form.
+  // The RoPE values lie behind the latent values, and in the packed form behind their scales too.
   const int64_t rope_begin =
       packed ? kPackedRank + 4 * (kPackedRank / kPackedScaleTokens) : c.rank * SizeOf(c.type);
   const DType rope_type = packed ? DType::kBFloat16 : c.type;
@@ -132,9 +135,10 @@ __global__ void __launch_bounds__(kEntryThreads)
   }
 }
 
-// One warp per (row, head); blocks are (ceil(heads / 4), rows). Moves 4 bytes in and 2 (bf16) out
-// an element: at 128 heads of 192 0.15 MB a row, which 64 rows read from L2. Measured (H200, as
-// above, 128 heads): 1.2 us at 1 row, 3.4 at 64, 22 at 512, whose 75 MB take 17 us.
+// One warp handles one (row, head); the grid is (ceil(heads / 4), rows). The kernel moves 4 bytes
+// in and 2 (bf16) out per element: at 128 heads of 192 0.15 MB a row, which 64 rows read from L2.
+// Measured (H200, as above, 128 heads): 1.2 us at 1 row, 3.4 at 64, 22 at 512, whose 75 MB take
+// 17 us.
 __global__ void __launch_bounds__(kQueriesPerBlock* kWarpSize)
     MlaQueryKernel(MlaQueryParams p, bool aligned) {
   LetNextKernelStart();
@@ -170,7 +174,7 @@ cudaError_t LaunchLatentAppend(const LatentAppendParams& p, cudaStream_t stream)
     return cudaErrorInvalidValue;
   }
   if (p.rows == 0) return cudaSuccess;
-  // An entry is a multiple of 16 bytes where these hold.
+  // An entry is a multiple of 16 bytes if these conditions hold.
   const bool aligned = c.rank % 4 == 0 && c.rope % 4 == 0 && p.kv_stride % 4 == 0 &&
                        c.page_bytes % 16 == 0 && AreAligned(16, p.kv, p.norm, c.base, p.written);
   return LaunchKernel(LatentAppendKernel, p.rows, kEntryThreads, 0, stream, p, aligned);

@@ -1,5 +1,5 @@
 // A block of latent attention over lists of packed entries (sparse_mla_packed.cu): its shared
-// memory, and the warpgroup that fills it with queries and entries.
+// memory, and the warpgroups that fill it with queries and entries.
 #pragma once
 
 #include "kernels/cuda/common/warpgroup.cuh"
@@ -10,15 +10,15 @@ namespace sluice::kernels::cuda {
 
 inline constexpr int kMlaWarpgroup = 128;
 inline constexpr int kMlaStages = 2;
-// Barriers of some warps, beside that of all.
+// Named barriers of some warps, beside the barrier of all threads.
 inline constexpr int kScorerBarrier = 1, kUnpackBarrier = 2;
 
 struct MlaShared {
   unsigned char query[kMlaTileBytes];
   unsigned char entries[kMlaStages][kMlaTileBytes];
-  // From the scorer to the adder: weights of a tile as operands of its products, to the same
-  // thread; for each head what to keep of the sums before them, and with a piece's last tile its
-  // softmax.
+  // The scorer passes to the adder: the weights of a tile as operands of its products, each to
+  // the thread with the same number; for each head the factor by which earlier sums are kept;
+  // and, with a piece's last tile, the piece's softmax.
   uint4 weights[kMlaTileEntries / 16][kMlaWarpgroup];
   float keep[kMlaHeads];
   Softmax softmax[kMlaHeads];
@@ -34,7 +34,7 @@ struct MlaShared {
 };
 static_assert(sizeof(MlaShared) <= 227 * 1024);
 
-// One arrival for a warp, after what all its lanes did.
+// Arrives once for a warp, after the work of all its lanes.
 __device__ __forceinline__ void ArriveWarp(uint64_t& barrier) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) Arrive(SharedAddress(&barrier));
@@ -61,7 +61,8 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
   const auto* base = static_cast<const char*>(p.cache.base);
   const MlaTile* const ring = shared.tiles.ring;
   MlaPlaces& places = shared.places[warp];
-  // Tiles 0 to 2, the first ones' numbers; the others and the query beneath the wait for those.
+  // Makes the records of tiles 0 to 2, so that the first tiles' numbers can be asked for. The
+  // other records and the query come while those are waited for.
   const auto step = [&](uint32_t first, uint32_t end) {
 #pragma unroll 1
     for (uint32_t n = first; n < end; ++n) shared.tiles.Step(p, n);
@@ -69,7 +70,7 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
   if (thread == 0) step(1, 3);
   SyncThreads(kUnpackBarrier, 32 * kMlaUnpackWarps);
   if (ring[0].row < 0) return;
-  // Under way at a tile's beginning: pages of tile n + 1, numbers of tile n + 2.
+  // Loads under way when tile n begins: pages of tile n + 1, numbers of tile n + 2.
   places.AskNumber(p, ring[0], 0, warp, lane);
   places.AskNumber(p, ring[1], 1, warp, lane);
   CommitCopies();
@@ -83,7 +84,7 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
   CommitCopies();
   WaitForWarpCopies<0>();
   int place = places.Place(p.cache, shape, 0, lane % kMlaWarpEntries);
-  __syncwarp();  // All have read tile 0's.
+  __syncwarp();  // all lanes have read those of tile 0
   places.AskNumber(p, ring[2], 2, warp, lane);
   CommitCopies();
   SyncThreads(kUnpackBarrier, 32 * kMlaUnpackWarps);
@@ -92,7 +93,7 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
 #pragma unroll 1
   for (uint32_t n = 0; ring[n % kRing].row >= 0; ++n) {
     const uint32_t stage = n % kMlaStages, target = SharedAddress(shared.entries[stage]);
-    // Offsets that follow from the lane are worked out anew: there are no registers to keep them.
+    // Offsets that follow from the lane are recomputed: there are no registers to keep them.
     asm volatile("" : "+r"(lane));
     __builtin_assume(lane >= 0 && lane < 32);
     const MlaLane of(warp, lane);
@@ -102,7 +103,7 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
     }
     const float2 two = LoadScales(base + kPackedRank + lane / 16 * 8, place);
     WaitForWarpCopies<0>();
-    // Where the next ones lie. Behind the last tile: the same entries once more.
+    // Addresses of the next entries. After the last tile they are the same entries once more.
     int next = place;
     if (ring[(n + 1) % kRing].row >= 0) {
       next = places.Place(p.cache, shape, n + 1, lane % kMlaWarpEntries);
@@ -114,7 +115,8 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
     }
     copies.Start(target, warp, lane);
     CommitCopies();
-    // All have read tile n + 1's place, and none waits for these before the next tile.
+    // All lanes have read the place of tile n + 1, so these loads may overwrite it. Nothing waits
+    // for them before the next tile.
     places.AskPage(p.cache, shape, ring[(n + 2) % kRing], n + 2, lane);
     places.AskNumber(p, ring[(n + 3) % kRing], n + 3, warp, lane);
     CommitCopies();
@@ -125,7 +127,7 @@ __device__ __forceinline__ void UnpackTiles(const SparseMlaParams& p, const MlaS
       MlaPair pairs[kMlaBatch];
 #pragma unroll
       for (int i = 0; i < kMlaBatch; ++i) pairs[i].Load(target + of.raw, first + i);
-      __syncwarp();  // The rows are free.
+      __syncwarp();  // the rows are free
 #pragma unroll
       for (int i = 0; i < kMlaBatch; ++i) {
         pairs[i].Store(target + of.tile, first + i,

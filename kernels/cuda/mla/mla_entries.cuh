@@ -1,4 +1,5 @@
-// How packed entries become tiles of fp16 in shared memory, as the tensor cores read them.
+// The conversion of packed entries into tiles of fp16 in shared memory, as the tensor cores read
+// them.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -8,17 +9,19 @@
 
 namespace sluice::kernels::cuda {
 
-// A tile of 64 entries, or of 64 heads: 9 blocks of [64 rows][64], swizzled (TileDescriptor): eight
-// of latents in fp16 (those of queries come as bf16 and are made that in place), RoPE's in bf16.
+// A tile of 64 entries, or of 64 heads, is 9 blocks of [64 rows][64], swizzled (TileDescriptor).
+// Eight blocks hold latents in fp16 (those of queries arrive as bf16 and are converted in place),
+// and the last holds RoPE values in bf16.
 inline constexpr int kMlaWidth = kPackedRank + kPackedRope;
 inline constexpr int kMlaColumnBlockBytes = 64 * 128;
 inline constexpr int kMlaUnpackWarps = 8;
 inline constexpr int kMlaWarpEntries = kMlaTileEntries / kMlaUnpackWarps;
-inline constexpr int kMlaPairs = kMlaWarpEntries / 2;  // of entries, of a warp and tile
+inline constexpr int kMlaPairs = kMlaWarpEntries / 2;  // pairs of entries of a warp and tile
 inline constexpr int kMlaBatch = 2;                    // pairs that it unpacks at a time
 inline constexpr int kMlaTileBytes = kMlaWidth / 64 * kMlaColumnBlockBytes;
 
-// Four e4m3 values of one scale: fp16 has them exactly, the product is rounded once more.
+// Converts four e4m3 values of one scale. fp16 holds the values exactly, and the product is
+// rounded once more.
 __device__ __forceinline__ uint2 UnpackFour(uint32_t values, __half2 scale) {
   uint32_t low, high;
   asm("{\n"
@@ -39,7 +42,7 @@ __device__ __forceinline__ uint32_t PackFp16(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Offset of 16-byte piece `piece` (8 columns) of a tile's row.
+// Returns the offset of 16-byte piece `piece` (8 columns) of a tile's row.
 __device__ __forceinline__ uint32_t MlaTileOffset(int row, int piece) {
   return static_cast<uint32_t>(piece / 8 * kMlaColumnBlockBytes + row * 128 +
                                ((piece % 8) ^ (row % 8)) * 16);
@@ -51,39 +54,40 @@ __device__ __forceinline__ void StoreShared(uint32_t to, uint4 v) {
                : "memory");
 }
 
-// Of a row as it came, piece `piece` of 32: half of a row's banks from where it would be as a
-// tile's, in every other row, so that 4 pieces each of two neighbouring rows lie in all banks.
+// Returns the offset of piece `piece` of 32 of a row in its raw form. In every other row a piece
+// lies half of a row's banks away from its position in the tile, so that 4 pieces each of two
+// neighbouring rows lie in all banks.
 __device__ __forceinline__ uint32_t MlaRawOffset(int row, int piece) {
   return MlaTileOffset(row, piece ^ row % 2 * 4);
 }
 
-// One tile of a group's lists, as those who load it see it.
+// One tile of a group's lists, as the warps that load it see it.
 struct MlaTile {
-  int row;  // -1: there is no such tile
+  int row;  // -1 if there is no such tile
   int slot;
-  int first;      // entry of its list
-  int end;        // of the piece
-  bool is_first;  // the tile before it is of another row
-  bool then;      // of the second of two lists
+  int first;      // first entry, in its list
+  int end;        // end of the piece
+  bool is_first;  // the tile before it belongs to another row
+  bool then;      // the tile is of the second of two lists
 };
 
 // The tiles of a group, in order, in shared memory. One lane writes tile n + kAhead once its warp
-// has unpacked tile n. Another warp asks for it three tiles early, behind its wait for the
-// consumers of tile n + 1, so after all warps have unpacked that; and what it displaces, tile n +
-// kAhead - kRing, all have left by then.
+// has unpacked tile n. Another warp reads a tile's record three tiles early, behind its wait for
+// the consumers of tile n + 1, and so after all warps have unpacked that. All warps have then
+// left tile n + kAhead - kRing, whose record is overwritten.
 struct MlaTiles {
   static constexpr uint32_t kRing = 8, kAhead = 6;
 
   MlaTile ring[kRing];  // tile n is ring[n % kRing]
   MlaPosition position;
 
-  // To the first tile. By one lane, as Step().
+  // Makes the first tile. One lane calls it, as it does Step().
   __device__ void Start(const SparseMlaParams& p, const MlaPosition& at) {
     MlaWalk walk(p, at);
     if (!walk.done() && walk.entries() == 0) walk.NextFull();
     Put(walk, 0, -1);
   }
-  // Tile n follows tile n - 1.
+  // Makes tile n, which follows tile n - 1.
   __device__ void Step(const SparseMlaParams& p, uint32_t n) {
     const MlaTile& last = ring[(n - 1) % kRing];
     MlaTile& tile = ring[n % kRing];
@@ -112,7 +116,7 @@ struct MlaTiles {
   }
 };
 
-// Four bytes from global to shared memory, if `valid`.
+// Copies four bytes from global to shared memory, if `valid`.
 __device__ __forceinline__ void CopyAsync4(void* to, const void* from, bool valid) {
   asm volatile(
       "{\n"
@@ -124,15 +128,15 @@ __device__ __forceinline__ void CopyAsync4(void* to, const void* from, bool vali
       : "memory");
 }
 
-// Where the entries of a warp's next tiles lie: their numbers and the pages of those, asked for
-// tiles ahead. They land in shared memory: a register that a load is still to fill cannot even be
-// moved before it is there. Of tiles n and n + 2 the second takes the place of the first.
+// The locations of the entries of a warp's next tiles: the entries' numbers and the pages of
+// those, which are loaded tiles ahead. They land in shared memory, because a register that a load
+// is still to fill cannot even be moved before the load completes. Tile n + 2 overwrites tile n.
 struct MlaPlaces {
   int numbers[2][kMlaWarpEntries];
   int pages[2][kMlaWarpEntries];
 
-  // Of the entry `lane` of tile n; past the tile's last one, the last one again. By all lanes,
-  // those of [0, kMlaWarpEntries) count.
+  // Starts loading the number of entry `lane` of tile n; past the tile's last entry, the last
+  // one's again. All lanes call it, and lanes [0, kMlaWarpEntries) count.
   __device__ __forceinline__ void AskNumber(const SparseMlaParams& p, const MlaTile& tile,
                                             uint32_t n, int warp, int lane) {
     const int at = min(tile.first + warp * kMlaWarpEntries + lane, tile.end - 1);
@@ -145,7 +149,7 @@ struct MlaPlaces {
       CopyAsync4(to, list + tile.row * p.capacity + at, asks);
     }
   }
-  // Once the number is there.
+  // Starts loading the page. REQUIRES: the number has arrived.
   __device__ __forceinline__ void AskPage(const PagedLatents& c, const MlaShape& shape,
                                           const MlaTile& tile, uint32_t n, int lane) {
     const int of = lane % kMlaWarpEntries;
@@ -153,7 +157,7 @@ struct MlaPlaces {
                c.block_table + tile.slot * c.table_stride + BlockOf(shape, numbers[n % 2][of]),
                lane < kMlaWarpEntries && tile.row >= 0);
   }
-  // Once the page is there: the place in the cache, in entries from its base.
+  // Returns the place in the cache, in entries from its base. REQUIRES: the page has arrived.
   __device__ __forceinline__ int Place(const PagedLatents& c, const MlaShape& shape, uint32_t n,
                                        int lane) const {
     const int number = numbers[n % 2][lane];
@@ -166,13 +170,13 @@ struct MlaPlaces {
   }
 };
 
-// Which part of a pair of entries a lane unpacks: of entry `entry` 16 values of each of two
-// neighbouring scales, 128 apart. Every 4 lanes read 64 bytes, and every 8 write to all banks.
+// The part of a pair of entries that a lane unpacks: 16 values each of two neighbouring scales,
+// 128 apart, of entry `entry`. Every 4 lanes read 64 bytes, and every 8 write to all banks.
 struct MlaLane {
-  int entry;   // of {0, 1}
-  int scales;  // lane that has the two scales, of pair 0
-  // Offsets in a tile, of the warp's pair 0: of the first 16 values as they came, and of the first
-  // 8 of them unpacked.
+  int entry;   // 0 or 1
+  int scales;  // lane that has the two scales of pair 0
+  // Offsets in a tile for the warp's pair 0: the first 16 values in raw form, and the first 8 of
+  // them unpacked.
   uint32_t raw, tile;
 
   __device__ MlaLane(int warp, int lane) : entry(lane / 4 % 2), scales(lane / 16 * 16 + entry) {
@@ -182,10 +186,11 @@ struct MlaLane {
   }
 };
 
-// Two neighbouring scales of entry lane % kMlaWarpEntries of a warp's, at lane / 16 * 2. `base`: of
-// entry 0 of the cache, those scales.
+// Returns two neighbouring scales, those at lane / 16 * 2, of entry lane % kMlaWarpEntries of a
+// warp. `base` is the address of those scales in entry 0 of the cache.
 __device__ __forceinline__ float2 LoadScales(const char* base, int place) {
-  // Not by the read-only path: a transfer beside this kernel may bring them.
+  // The load must not take the read-only path: a transfer beside this kernel may bring the
+  // scales.
   return __ldcg(reinterpret_cast<const float2*>(base + int64_t{place} * kPackedEntryBytes));
 }
 
@@ -193,18 +198,18 @@ __device__ __forceinline__ uint32_t ScalesOf(float2 scales) {
   return PackFp16(scales.x * kMlaUnit, scales.y * kMlaUnit);
 }
 
-// Copies a warp's entries into their rows of a tile: RoPE values, which are bf16 as they are, to
-// their place, values to where the first half of the row will be (MlaRawOffset). Past L1, which has
-// few lines beside this much shared memory: loads into registers need one each, and once there is
-// none everything behind them in the pipe to shared memory waits too.
+// Copies a warp's entries into their rows of a tile. RoPE values, which are bf16 already, go to
+// their final position. Latent values go to the first half of the row (MlaRawOffset). The copies
+// bypass L1, which has few lines beside this much shared memory: a load into registers needs a
+// line, and once there is none everything behind it in the pipe to shared memory waits too.
 struct MlaCopies {
   const char* values[kMlaWarpEntries];
   const char* rope[kMlaWarpEntries / 4];
 
-  // What can be worked out before the tile is free. Of lane i, `place` is that of entry
-  // i % kMlaWarpEntries.
+  // Computes everything that can be known before the tile is free. Lane i passes as `place` that
+  // of entry i % kMlaWarpEntries.
   __device__ __forceinline__ MlaCopies(const char* base, int place, int lane) {
-    // Opaque, so that what is added to them is one multiplication's.
+    // Opaque to the compiler, so that an address is one multiplication and addition.
     const char* first = base + lane * 16;
     const char* first_rope = base + kPackedRank + 16 + lane % 8 * 16;
     asm volatile("" : "+l"(first), "+l"(first_rope));
@@ -215,7 +220,7 @@ struct MlaCopies {
       rope[i] = first_rope + Offset(place, 4 * i + lane / 8);
     }
   }
-  // `target`: of the tile.
+  // Starts the copies. `target` is the address of the tile.
   __device__ __forceinline__ void Start(uint32_t target, int warp, int lane) const {
     static_assert(kMlaWarpEntries == 8);  // so that entry e is row % 8 = e
     const uint32_t raw = target + MlaRawOffset(warp * kMlaWarpEntries, lane);
@@ -239,7 +244,7 @@ struct MlaCopies {
   }
 };
 
-// The warp's entries on their way to L2: 128 bytes at a time, the last one's end too.
+// Prefetches the warp's entries to L2, 128 bytes at a time and the end of the last one too.
 __device__ __forceinline__ void FetchEntries(const char* base, int place, int lane) {
   const char* const entry = base + int64_t{place} * kPackedEntryBytes;
 #pragma unroll
@@ -249,7 +254,8 @@ __device__ __forceinline__ void FetchEntries(const char* base, int place, int la
   }
 }
 
-// By a warp: of all its lanes' copies, all but the newest kPending groups have landed.
+// Returns once all but the newest kPending groups of the copies of all of the warp's lanes have
+// landed. The whole warp calls it.
 template <int kPending>
 __device__ __forceinline__ void WaitForWarpCopies() {
   WaitForCopies<kPending>();
@@ -260,8 +266,8 @@ __device__ __forceinline__ void WaitForWarpCopies() {
 struct MlaPair {
   uint4 values[2];
 
-  // As pair `pair`. `raw`: the lane's address for pair 0. Entry 2 * pair is row % 8 = 2 * (pair %
-  // 4) of 8 rows, which moves the piece.
+  // Loads pair `pair`. `raw` is the lane's address for pair 0. Entry 2 * pair is row % 8 = 2 *
+  // (pair % 4) of 8 rows, which moves the piece.
   __device__ __forceinline__ void Load(uint32_t raw, int pair) {
     const uint32_t at =
         (raw ^ static_cast<uint32_t>(pair % 4 * 32)) + static_cast<uint32_t>(pair * 256);
@@ -269,8 +275,8 @@ struct MlaPair {
     values[1] = LoadShared(at + kMlaColumnBlockBytes);
   }
 
-  // As pair `pair`. `tile`: the lane's address for pair 0; `scales`: of the lane. Entry 2 * pair is
-  // row % 8 = 2 * (pair % 4) of 8 rows, which moves the chunk.
+  // Stores pair `pair`. `tile` is the lane's address for pair 0, and `scales` are the lane's.
+  // Entry 2 * pair is row % 8 = 2 * (pair % 4) of 8 rows, which moves the chunk.
   __device__ __forceinline__ void Store(uint32_t tile, int pair, uint32_t scales) const {
     const uint32_t at =
         (tile ^ static_cast<uint32_t>(pair % 4 * 32)) + static_cast<uint32_t>(pair * 256);

@@ -1,25 +1,26 @@
-// Who computes what in latent attention over lists (sparse_mla_packed.cu), worked out by every
-// block from the lists' lengths.
+// The division of the work of latent attention over lists (sparse_mla_packed.cu), which every
+// block computes from the lists' lengths.
 //
-// A list is cut into pieces of whole tiles of 64 entries: of 512 entries, longer ones where more
-// than 8 pieces would come of it. A piece is computed by one block, tile by tile; the pieces of a
-// list are folded in order (Fold). Of a row with two lists the first one's pieces come first; what
-// they fold to is closed (divided by its sum), and merged with the second one's as ResultOf does.
-// That is the whole arithmetic: it knows nothing of blocks, so the bits are a row's own.
+// A list is cut into pieces of whole tiles of 64 entries: pieces of 512 entries, or longer ones
+// if there would be more than 8 pieces. One block computes a piece, tile by tile, and the pieces
+// of a list are folded in order (Fold). In a row with two lists the first list's pieces come
+// first. Their fold is closed (divided by its sum) and merged with the fold of the second list's
+// as ResultOf does. That is the whole arithmetic. It knows nothing of blocks, so a row's bits do
+// not depend on its batch.
 //
-// The tiles of all rows are numbered in order, each piece with kMlaPieceEnd more for its end; group
-// g takes the pieces that begin in [g * share, (g + 1) * share). A group is one block for each 64
-// heads: the same entries at about the same time, so that the second block finds them in L2. Where
-// all rows are of pieces of one size the share is whole pieces, so that rows are cut only where
-// that makes the largest share smaller.
+// The tiles of all rows are numbered in order, and each piece counts kMlaPieceEnd tiles more for
+// its end. Group g takes the pieces that begin in [g * share, (g + 1) * share). A group is one
+// block for each 64 heads. Its blocks read the same entries at about the same time, so that the
+// second block finds them in L2. If all rows consist of pieces of one size, the share is a whole
+// number of pieces, so that rows are cut only where that makes the largest share smaller.
 //
-// Of kMlaWindow rows at a time, as far as they are the group's, first lists come before second
-// ones: those may still be on their way (SparseMlaParams::then_arrives).
+// Among the rows of a group, kMlaWindow at a time, first lists come before second ones, which may
+// still be on their way (SparseMlaParams::then_arrives).
 //
-// Whoever begins a row folds its pieces into one total for each list; a group that begins inside a
-// row leaves each of its pieces apart, for the combining kernel. Both lie in the block's slots of
-// the scratch: pieces, the totals of first lists of kMlaWindow rows, the total of the only or
-// second list.
+// The group that begins a row folds its pieces into one total for each list. A group that begins
+// inside a row leaves each of its pieces apart, for the combining kernel. Both lie in the block's
+// slots of the scratch: pieces, the totals of first lists of kMlaWindow rows, the total of the
+// only or second list.
 #pragma once
 
 #include "kernels/cuda/mla/mla_result.cuh"
@@ -27,64 +28,66 @@
 
 namespace sluice::kernels::cuda {
 
-inline constexpr int kMlaHeads = 64;  // of a block
+inline constexpr int kMlaHeads = 64;  // heads of a block
 
-// Latents in shared memory are fp16 and this many times what they are, queries the inverse: so the
-// scale, amax / 448, keeps its 11 bits where the largest of 128 values is from 0.0034 to 8,188. A
-// larger one is infinite (after its norm no value is larger than 22.6 times the norm's weight; what
-// a sender makes up ends its own sequence, with logits that are not finite), a smaller one's error
-// is 2^-28 * 448.
+// Latents in shared memory are fp16 and multiplied by this, and queries are divided by it. So the
+// scale, amax / 448, keeps its 11 bits if the largest of 128 values is from 0.0034 to 8,188. A
+// larger one becomes infinite. (After its norm no value is larger than 22.6 times the norm's
+// weight; values that a peer makes up end its own sequence, with logits that are not finite.) The
+// error of a smaller one is 2^-28 * 448.
 inline constexpr float kMlaUnit = 8.0f;
 
-// What a launch adds to SparseMlaParams.
+// Fields that a launch adds to SparseMlaParams.
 struct MlaShape {
   int32_t head_tiles;         // blocks of a group
-  int32_t slots;              // of a block
+  int32_t slots;              // scratch slots of a block
   uint32_t block_reciprocal;  // 2^32 / block_tokens, rounded up: e / block_tokens by one multiply
 };
 
-// Lists that may be the first or second of two: their pieces have kMlaPieceTiles.
+// Limit on the length of a list that may be the first or second of two: their pieces have
+// kMlaPieceTiles.
 inline constexpr int64_t kMlaMostOfTwo = int64_t{kMlaMaxPieces} * kMlaPieceTiles * kMlaTileEntries;
 
-// Pieces of a row whose lists have up to `capacity` entries together.
+// Returns the pieces of a row whose lists have up to `capacity` entries together.
 constexpr int MlaPieces(int64_t capacity, bool two) {
   const int64_t piece = kMlaPieceTiles * kMlaTileEntries;
   const int64_t pieces = (capacity + piece - 1) / piece;
   return (pieces < kMlaMaxPieces ? static_cast<int>(pieces) : kMlaMaxPieces) + (two ? 1 : 0);
 }
-// Slots of a block for totals.
+// Returns a block's slots for totals.
 constexpr int MlaTotals(bool two) { return two ? kMlaWindow + 1 : 1; }
-// Slots of a block for such rows: none where all are one piece.
+// Returns a block's slots for such rows: none if all rows are one piece.
 constexpr int MlaSlots(int64_t capacity, bool two) {
   const int pieces = MlaPieces(capacity, two);
   return pieces <= 1 ? 0 : pieces - 1 + MlaTotals(two);
 }
-// Of `slots`, that of a row's first of two lists, and that of the only or second list.
+// Return the slot, among `slots`, of a row's total of the first of two lists, and of the total of
+// the only or second list.
 __device__ __forceinline__ int MlaFirstTotal(int slots, int row) {
   return slots - 1 - kMlaWindow + row % kMlaWindow;
 }
 __device__ __forceinline__ int MlaTotal(int slots) { return slots - 1; }
 
-// The line of a row's length is on its way to L1.
+// Prefetches the cache line of the row's length to L1.
 __device__ __forceinline__ void FetchRow(const SparseMlaParams& p, int row) {
   for (const int32_t* const of : {p.slots, p.counts, p.then_counts}) {
     if (of != nullptr) asm volatile("prefetch.global.L1 [%0];" ::"l"(of + row));
   }
 }
 
-// A new walk to the first piece of `group` of `groups`, in the order of rows, or past the end.
-// Called by whole warps. Sums are below 2^31: tiles of a step's rows.
+// Starts a new walk at the first piece of `group` of `groups`, in the order of rows, or past the
+// end. Whole warps call it. Sums are below 2^31: tiles of a step's rows.
 __device__ __forceinline__ void EnterGroup(const SparseMlaParams& p, int group, int groups,
                                            MlaWalk& walk) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  // A line of 32 rows each, all on their way at once.
+  // Prefetches a line for each 32 rows; all are on their way at once.
   for (int row = 32 * lane; row < p.rows; row += 32 * 32) FetchRow(p, row);
   int64_t begin = 0;
   int share = 1, end = 0, row = 0;
   int total = 0, smallest = 1 << 30, largest = 1, before = 0;
-  bool whole = true;  // All weights are multiples of the row's piece.
-  // All rows for the share, then once more up to the group's first one: one loop, as code that
-  // runs once is fetched from far away.
+  bool whole = true;  // all weights are multiples of the row's piece
+  // Visits all rows for the share, then once more up to the group's first one. Both passes are
+  // one loop, because code that runs once is fetched from far away.
   bool counts = true, found = false;
 #pragma unroll 1
   for (int first = 0; !found; first += 32) {
@@ -125,7 +128,7 @@ __device__ __forceinline__ void EnterGroup(const SparseMlaParams& p, int group, 
     found = beyond != 0;
     const int at = found ? __ffs(static_cast<int>(beyond)) - 1 : 32;
     row = first + at;
-    // What lies before that row, or before the next 32.
+    // Adds the tiles before that row, or before the next 32.
     before += __shfl_sync(0xffffffffu, through - (found ? weight : 0), min(at, 31));
   }
   walk.Enter(share, static_cast<int>(begin), end, row, before);

@@ -1,4 +1,5 @@
-// The products of latent attention over lists (sparse_mla_packed.cu), and the softmax between them.
+// The products of latent attention over lists (sparse_mla_packed.cu), and the softmax between
+// them.
 #pragma once
 
 #include "kernels/cuda/common/wgmma.cuh"
@@ -6,14 +7,14 @@
 
 namespace sluice::kernels::cuda {
 
-// A descriptor, the same in all of a warp, put into a uniform register: a step from it is one
-// instruction. The compiler, which does not see that a warp's threads branch alike, would move four
-// registers a step.
+// Puts a descriptor, which is the same in all of a warp, into a uniform register, so that a step
+// from it is one instruction. The compiler does not see that a warp's threads branch alike and
+// would move four registers a step.
 __device__ __forceinline__ uint64_t Uniform(uint64_t tile) {
   return (tile & 0xffffffff00000000) | __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(tile));
 }
 
-// A tile's descriptor `bytes` further on; only its first half changes.
+// Returns a tile's descriptor `bytes` further on. Only its first half changes.
 __device__ __forceinline__ uint64_t TileFrom(uint64_t tile, int bytes) {
   return (tile & 0xffffffff00000000) |
          (static_cast<uint32_t>(tile) + static_cast<uint32_t>(bytes) / 16);
@@ -38,7 +39,7 @@ __device__ __forceinline__ void Keep(float (&o)[128], float2 keep) {
   for (int i = 0; i < 128; ++i) o[i] *= i / 2 % 2 == 0 ? keep.x : keep.y;
 }
 
-// What `op` makes of the 16 scores that a thread has of each of its two rows.
+// Reduces by `op` the 16 scores that a thread has of each of its two rows.
 template <typename Op>
 __device__ __forceinline__ float2 ReduceScores(const float (&score)[32], Op op) {
   float of[2][4];
@@ -53,13 +54,14 @@ __device__ __forceinline__ float2 ReduceScores(const float (&score)[32], Op op) 
           op(op(of[1][0], of[1][1]), op(of[1][2], of[1][3]))};
 }
 
-// A row's largest score, that all are relative to, follows a new one only when that is so much
-// larger, as a power of two: so the sums are hardly ever rescaled after a piece's first tile.
-// Weights are 2^kMlaSlack at most, within fp16, and what fp16 cannot hold only becomes less.
+// A row's reference score, to which all are relative, follows a new largest score only if that is
+// larger by more than this power of two. So the sums are hardly ever rescaled after a piece's
+// first tile. Weights are at most 2^kMlaSlack, within fp16, and values that fp16 cannot hold only
+// become smaller.
 inline constexpr float kMlaSlack = 8.0f;
 
-// Scores of a tile become weights, in place, and the softmax takes them in. Returns what to keep of
-// the sums before them. `valid`: entries that count.
+// Turns the scores of a tile into weights, in place, and adds them to the softmax. Returns the
+// factors by which earlier sums are kept. `valid` is the number of entries that count.
 __device__ __forceinline__ float2 Weigh(float (&score)[32], Softmax (&state)[2], float scale,
                                         int valid) {
   if (valid < kMlaTileEntries) {
@@ -82,7 +84,7 @@ __device__ __forceinline__ float2 Weigh(float (&score)[32], Softmax (&state)[2],
   for (int h = 0; h < 2; ++h) {
     const bool follows = largest[h] > state[h].m + kMlaSlack;
     const float before = state[h].m, now = follows ? largest[h] : before;
-    // Of no sums all is kept.
+    // The factor is 1 where there are no earlier sums.
     keep[h] = follows && before != NegativeInfinity() ? Exp2(before - now) : 1.0f;
     state[h].m = now;
   }

@@ -1,5 +1,5 @@
-// What the kernels of latent attention share: the end of a list, where a row's softmax becomes a
-// result, merged with that of another list of the same row.
+// Code that the kernels of latent attention share: at the end of a list, a row's softmax becomes
+// a result, merged with that of another list of the same row.
 #pragma once
 
 #include "kernels/cuda/attention/attention_plan.cuh"
@@ -11,11 +11,12 @@ namespace sluice::kernels::cuda {
 // out = own * o + other * other_o, with o the unscaled sum of the list.
 struct MlaResult {
   float own;
-  float other;  // 0: other_o is not read
+  float other;  // if 0, other_o is not read
   float lse;
 };
 
-// Merged with a result of that lse; -inf: with none. An empty list has l = 0.
+// Returns the factors of a merge with a result whose lse is `other`; -inf merges with none. An
+// empty list has l = 0.
 __device__ __forceinline__ MlaResult ResultOf(const Softmax& state, float other) {
   const bool empty = state.l == 0.0f;
   const float lse = empty ? NegativeInfinity() : NaturalLse(state);
@@ -27,7 +28,7 @@ __device__ __forceinline__ MlaResult ResultOf(const Softmax& state, float other)
   return {second / sum * inverse, first / sum, largest + logf(sum)};
 }
 
-// Item row * heads + head of a call with one list.
+// As above for item row * heads + head of a call with one list.
 __device__ __forceinline__ MlaResult ResultOf(const SparseMlaParams& p, int64_t item,
                                               const Softmax& state) {
   return ResultOf(state, p.other_o == nullptr ? NegativeInfinity() : p.other_lse[item]);

@@ -1,5 +1,6 @@
 // The sums of latent attention over lists (sparse_mla_packed.cu): how threads hold them, what
-// becomes of them at a piece's end, and the kernel that folds the pieces of rows that groups share.
+// happens to them at a piece's end, and the kernel that folds the pieces of rows that groups
+// share.
 #pragma once
 
 #include "kernels/cuda/common/launch.cuh"
@@ -9,58 +10,59 @@ namespace sluice::kernels::cuda {
 
 inline constexpr int kMlaAdders = 256;  // threads that hold a block's sums
 
-// A slot holds a piece or a total as its threads do: float4 [33][kMlaAdders], the last of them
-// {m, l} of the thread's two rows of the tile of heads.
+// A slot holds a piece or a total in its threads' layout: float4 [33][kMlaAdders], of which the
+// last vector is {m, l} of the thread's two rows of the tile of heads.
 inline constexpr int kMlaSlotVectors = 33;
 inline constexpr int64_t kMlaSlotBytes = int64_t{kMlaSlotVectors} * kMlaAdders * 16;
 
-// Sums of open lists in slots are kMlaUnit times what they are, of closed ones as they are.
+// Sums of open lists lie in slots multiplied by kMlaUnit, those of closed lists unscaled.
 //
-// Slot `index` of the block for heads [64 * head_tile, ..) of a group.
+// Returns slot `index` of the block for heads [64 * head_tile, ..) of a group.
 __device__ __forceinline__ float4* MlaSlot(const SparseMlaParams& p, const MlaShape& shape,
                                            int group, int head_tile, int index) {
   const int64_t slot = int64_t{group * shape.head_tiles + head_tile} * shape.slots + index;
   return reinterpret_cast<float4*>(static_cast<char*>(p.scratch) + slot * kMlaSlotBytes);
 }
 
-// What an adder thread holds: of the two rows of its tile of heads, their softmax; of each, pairs
-// of neighbouring columns of the result.
+// The sums that an adder thread holds: the softmax of its two rows of the tile of heads, and for
+// each row pairs of neighbouring columns of the result.
 struct MlaThread {
-  int thread;  // of kMlaAdders
+  int thread;  // index among kMlaAdders
 
-  // Row h of {0, 1}.
+  // Returns the head of row h, 0 or 1.
   __device__ int Head(int h) const { return thread % 128 / 32 * 16 + thread % 32 / 4 + 8 * h; }
-  // Of vector i: {row 0: two columns, row 1: the same columns}.
+  // Returns the first column of vector i, which is {row 0: two columns, row 1: the same columns}.
   __device__ int Column(int i) const { return thread / 128 * 256 + 8 * i + thread % 4 * 2; }
 };
 
-// A piece as those who compute it see it.
+// A piece as the threads that compute it see it.
 struct MlaPiece {
-  int row;  // -1: there are no more pieces
+  int row;  // -1 if there are no more pieces
   int slot;
   int entries;
-  int index;      // of the slot for its sums
-  bool folds;     // that slot has a total, of the list's pieces before it
-  bool closes;    // the first of two lists, all of it in this group
-  bool finishes;  // the row: its result is written
-  bool follows;   // a closed first list, whose total is in slot MlaFirstTotal
+  int index;      // index of the slot for its sums
+  bool folds;     // that slot has a total of the list's pieces before this one
+  bool closes;    // the piece ends the first of two lists, all of which is in this group
+  bool finishes;  // the piece ends the row: its result is written
+  bool follows;   // the piece follows a closed first list, whose total is in slot MlaFirstTotal
 };
 
-// Closes a list: its softmax becomes its lse, in `m`. Returns what to multiply its sums by.
+// Closes a list: its softmax becomes its lse, in `m`. Returns the factor for its sums.
 __device__ __forceinline__ float Close(Softmax& state) {
   const MlaResult result = ResultOf(state, NegativeInfinity());
   state = {result.lse, 0.0f};
   return result.own * (1.0f / kMlaUnit);
 }
 
-// Of the result of the first of two lists, what is added to the other's: nothing where it does not
-// count, whatever it is. x * y - 0 is x * y, also where that is -0.
+// Returns the part of the first list's result that is added to the other's, or nothing if it does
+// not count, whatever its value. x * y - 0 is x * y, also where that is -0.
 __device__ __forceinline__ float OtherPart(float other, float x) {
   return other == 0.0f ? -0.0f : x * other;
 }
 
-// begin(), then use(i, load(i)) for i in [0, 32), of float4 each. Two chunks of loads are under
-// way; the compiler, left to itself, would begin with what waits for the first of them.
+// Calls begin(), then use(i, load(i)) for i in [0, 32), of float4 each. Two chunks of loads are
+// under way. Left to itself, the compiler would begin with the code that waits for the first of
+// them.
 template <typename Load, typename Begin, typename Use>
 __device__ __forceinline__ void ForVectors(Load load, Begin begin, Use use) {
   constexpr int kChunk = 4, kChunks = (32 + kChunk - 1) / kChunk;
@@ -71,7 +73,7 @@ __device__ __forceinline__ void ForVectors(Load load, Begin begin, Use use) {
   for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
     for (int i = (chunk + 1) * kChunk; i < 32 && i < (chunk + 2) * kChunk; ++i) v[i] = load(i);
-    __syncwarp();  // No load moves down.
+    __syncwarp();  // no load moves down
     if (chunk == 0) begin();
 #pragma unroll
     for (int i = chunk * kChunk; i < 32 && i < (chunk + 1) * kChunk; ++i) use(i, v[i]);
@@ -86,9 +88,10 @@ __device__ __forceinline__ void WritePair(const SparseMlaParams& p, int64_t at, 
   }
 }
 
-// Two neighbouring columns each of two vectors, of one row, become four neighbouring ones of one of
-// them, at WideColumn() from the first, and the other way round. Loads and stores of 8 bytes touch
-// as many lines as those of 16, and beside this much shared memory L1 has few.
+// Exchanges halves between neighbouring lanes: two neighbouring columns each of two vectors, of
+// one row, become four neighbouring columns of one of them, at WideColumn() from the first, and
+// the other way round. Loads and stores of 8 bytes touch as many lines as those of 16, and beside
+// this much shared memory L1 has few.
 __device__ __forceinline__ float4 ExchangePairs(float4 v) {
   const bool odd = threadIdx.x % 2 != 0;
   const float x = __shfl_xor_sync(0xffffffffu, odd ? v.x : v.z, 1);
@@ -100,8 +103,9 @@ __device__ __forceinline__ int WideColumn() {
   return lane % 2 * 8 + lane / 2 * 4 - lane * 2;
 }
 
-// Of four neighbouring lanes that each have a word of four rows, lane i gets row i. Four bytes at a
-// time from as many lanes are half a sector, which takes the cache several times as long.
+// Transposes among four neighbouring lanes that each have a word of four rows: lane i gets row i.
+// Four bytes at a time from as many lanes are half a sector, which takes the cache several times
+// as long.
 __device__ __forceinline__ uint4 TransposeQuad(const uint32_t (&words)[4], int lane) {
   const bool odd = lane % 2 != 0, high = lane / 2 != 0;
   const uint32_t x = __shfl_xor_sync(0xffffffffu, odd ? words[0] : words[1], 1);
@@ -113,7 +117,8 @@ __device__ __forceinline__ uint4 TransposeQuad(const uint32_t (&words)[4], int l
   return high ? uint4{z, w, high_row.x, high_row.y} : uint4{low_row.x, low_row.y, z, w};
 }
 
-// A thread's part of two rows of the result, 8 heads apart; `at`: of its first element.
+// Writes a thread's part of two rows of the result, 8 heads apart. `at` is the index of its first
+// element.
 __device__ __forceinline__ void WriteResult(const SparseMlaParams& p, int64_t at,
                                             const float (&o)[128]) {
   if (p.out_type == DType::kFloat32) {
@@ -140,8 +145,9 @@ __device__ __forceinline__ void WriteResult(const SparseMlaParams& p, int64_t at
   }
 }
 
-// The end of a piece: to the result, or to a slot of the scratch. Once a piece, but long: of every
-// kind of end there is one straight run of vectors, that few instructions have to be fetched.
+// Ends a piece: its sums go to the result, or to a slot of the scratch. The code runs once a
+// piece, but is long, so every kind of end has one straight run of vectors, for which few
+// instructions have to be fetched.
 __device__ __forceinline__ void FinishPiece(const SparseMlaParams& p, const MlaShape& shape,
                                             const MlaPiece& piece, float (&o)[128],
                                             Softmax (&state)[2]) {
@@ -181,7 +187,7 @@ __device__ __forceinline__ void FinishPiece(const SparseMlaParams& p, const MlaS
     __stcg(slot + 32 * kMlaAdders, float4{state[0].m, state[0].l, state[1].m, state[1].l});
     return;
   }
-  // The result of the first of two lists: of this piece, left in its slot, or the caller's.
+  // The result of the first of two lists: that of this piece, left in its slot, or the caller's.
   const float4* const first =
       MlaSlot(p, shape, group, head_tile, MlaFirstTotal(shape.slots, piece.row)) + me.thread;
   const bool is_two = p.then_counts != nullptr;
@@ -239,7 +245,7 @@ __device__ __forceinline__ void FinishPiece(const SparseMlaParams& p, const MlaS
           }
         });
   } else {
-    // What is closed already has its factor, and its -0 becomes 0 as a sum with the other list's.
+    // A closed list already has its factor, and its -0 becomes 0 as a sum with the other list's.
     const float from[2] = {piece.closes ? other[0] : own[0], piece.closes ? other[1] : own[1]};
     const float nothing = piece.closes ? 0.0f : -0.0f;
 #pragma unroll
@@ -255,7 +261,7 @@ struct MlaFold {
   float4 sums[kVectors];
   bool empty = true;
 
-  // Those of a slot, from vector `begin` on.
+  // Folds the vectors of a slot, from vector `begin` on.
   __device__ __forceinline__ void Take(const float4* slot, int begin) {
     const float4 of = slot[32 * kMlaAdders];
     float4 from[kVectors];
@@ -286,9 +292,9 @@ struct MlaFold {
   }
 };
 
-// Folds rows that groups share, in the order of their pieces. Block (g - 1, head tile, part): the
-// row that group g begins inside of, if its first piece is of group g - 1; `part` of kMlaParts of
-// the vectors of each slot.
+// Folds rows that groups share, in the order of their pieces. Block (g - 1, head tile, part)
+// folds the row that group g begins inside of, if the row's first piece belongs to group g - 1;
+// `part` is one of kMlaParts parts of the vectors of each slot.
 inline constexpr int kMlaParts = 8;
 static __global__ void __launch_bounds__(kMlaAdders)
     CombineMlaKernel(const __grid_constant__ SparseMlaParams p, MlaShape shape, int groups) {
@@ -297,8 +303,8 @@ static __global__ void __launch_bounds__(kMlaAdders)
   const MlaThread me = {static_cast<int>(threadIdx.x)};
   const int begin = static_cast<int>(blockIdx.z) * kVectors;
   LetNextKernelStart();
-  // The kernel before this one lets it start when those before that are done, which wrote the
-  // lists.
+  // The kernel before this one lets it start once the kernels before that one, which wrote the
+  // lists, are done.
   __shared__ MlaPosition position;
   if (threadIdx.x < 32) {
     MlaWalk first(p);
@@ -309,7 +315,7 @@ static __global__ void __launch_bounds__(kMlaAdders)
   const MlaWalk walk(p, position);
   WaitForPriorKernels();
   if (walk.done() || walk.piece() == 0 || walk.GroupOf(0) != group - 1) return;
-  // What group - 1 folded, then the pieces that begin in later groups.
+  // Folds the total of group - 1, then the pieces that begin in later groups.
   const int begun = walk.piece(), first_pieces = walk.first_pieces(), pieces = walk.pieces();
   const auto slot = [&](int of, int index) {
     return MlaSlot(p, shape, of, head_tile, index) + me.thread;
@@ -323,7 +329,7 @@ static __global__ void __launch_bounds__(kMlaAdders)
   MlaFold<kVectors> first, last;
   if (first_pieces > 0) {
     first.Take(slot(group - 1, MlaFirstTotal(shape.slots, walk.row())), begin);
-    if (begun < first_pieces) {  // Else it is closed.
+    if (begun < first_pieces) {  // otherwise it is closed
       take_pieces(first, begun, first_pieces);
       first.CloseList();
     }

@@ -1,5 +1,5 @@
-// The order in which a group of blocks computes its pieces of lists (mla_plan.cuh says what those
-// are): plain arithmetic, for the device and for tests on the host.
+// The order in which a group of blocks computes its pieces of lists (mla_plan.cuh defines them):
+// plain arithmetic, for the device and for tests on the host.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,26 +11,27 @@ namespace sluice::kernels::cuda {
 inline constexpr int kMlaTileEntries = 64;
 inline constexpr int kMlaMaxPieces = 8;
 inline constexpr int kMlaPieceTiles = 2 * kMlaSplitEntries / kMlaTileEntries;
-// Rows of which a group knows the first lists' totals before it begins with their second ones.
+// Number of rows whose first lists' totals a group keeps before it begins their second lists.
 inline constexpr int kMlaWindow = 3;
 
 __host__ __device__ constexpr int Larger(int a, int b) { return a > b ? a : b; }
 
-// Entries of a list whose count is `count`.
+// Returns the entries of a list whose count is `count`.
 __host__ __device__ inline int ListLength(const SparseMlaParams& p, int count) {
   if (count <= 0) return 0;
   return count < p.capacity ? count : static_cast<int>(p.capacity);
 }
 
-// What the end of a piece takes, in tiles; shares are worked out with it.
+// Cost of a piece's end, in tiles. Shares are computed with it.
 inline constexpr int kMlaPieceEnd = 2;
 
 // A row in tiles and pieces: those of its first list, if it has two, then those of the other one.
 struct MlaCut {
-  int piece_tiles;   // of each piece but a list's last
-  int first_pieces;  // of the first of two lists
-  int pieces;        // of both, at least 1
-  int weight;        // in tiles, pieces but the last as whole ones, ends of pieces included
+  int piece_tiles;   // tiles of each piece but a list's last
+  int first_pieces;  // pieces of the first of two lists
+  int pieces;        // pieces of both lists, at least 1
+  // in tiles; all pieces but the last count as whole ones, and the ends of pieces are included
+  int weight;
 
   __host__ __device__ MlaCut(int first_count, int count) {
     const int first = TilesOf(first_count), tiles = TilesOf(count);
@@ -49,18 +50,18 @@ struct MlaCut {
   }
 };
 
-// Where a walk is.
+// The position of a walk.
 struct MlaPosition {
   int share = 1;
   int row = 0, slot = -1;
   int first_count = 0, count = 0;  // entries of the first of two lists, and of the other
-  int first_pieces = 0, pieces = 1, piece_tiles = 0;  // of the row
+  int first_pieces = 0, pieces = 1, piece_tiles = 0;  // pieces of the row
   int piece = 0, first_piece = 0;
-  int row_begin = 0, row_end = 0;  // tiles
-  int at = 0, end = 0;             // tiles: where the piece begins, where the group ends
+  int row_begin = 0, row_end = 0;  // first and past-the-last tile of the row
+  int at = 0, end = 0;             // tiles at which the piece begins and the group ends
   int next_slot = -1, next_first_count = 0, next_count = 0;
-  // Of two lists: the window's first row, its first tile and its first piece in this group; whether
-  // the walk is at second lists.
+  // State for rows of two lists: the window's first row, its first tile and its first piece in
+  // this group; and whether the walk is at second lists.
   int window = 0, window_begin = 0, window_piece = 0;
   bool then = false;
 };
@@ -73,9 +74,9 @@ class MlaWalk {
   __host__ __device__ MlaWalk(const SparseMlaParams& p, const MlaPosition& at) : p_(p), at_(at) {}
   __host__ __device__ const MlaPosition& position() const { return at_; }
 
-  // To the first piece that begins at tile `begin` of all rows or behind it, in the order of rows,
-  // of a group that has `share` tiles up to `end`. `row`: the one that has that tile; `row_begin`:
-  // its first one.
+  // Moves to the first piece that begins at tile `begin` of all rows or behind it, in the order
+  // of rows, for a group that has `share` tiles up to `end`. `row` is the row that has that tile,
+  // and `row_begin` its first tile.
   __host__ __device__ void Enter(int share, int begin, int end, int row, int row_begin) {
     at_.share = share;
     at_.end = end;
@@ -87,8 +88,8 @@ class MlaWalk {
     at_.at = row_begin + at_.piece * stride();
     if (at_.piece == at_.pieces) NextRow();
   }
-  // From there to the first piece of the group in the order in which it computes them, which is
-  // Next()'s.
+  // Moves from there to the first piece of the group in the order in which it computes them,
+  // which is Next()'s.
   __host__ __device__ void Settle() {
     if (p_.then_counts == nullptr || done()) return;
     BeginWindow();
@@ -96,17 +97,17 @@ class MlaWalk {
   }
 
   __host__ __device__ bool done() const { return at_.at >= at_.end; }
-  // REQUIRES, of all below: !done().
+  // REQUIRES for all methods below: !done().
   __host__ __device__ int row() const { return at_.row; }
   __host__ __device__ int slot() const { return at_.slot; }
   __host__ __device__ int piece() const { return at_.piece; }
-  // Of the row, in this group.
+  // Returns the first piece of the row in this group.
   __host__ __device__ int first_piece() const { return at_.first_piece; }
   __host__ __device__ bool IsLast() const { return at_.piece + 1 == at_.pieces; }
-  // Whether the piece is of the first, or of the second of two lists.
+  // Returns true if the piece is of the first list; false if it is of the second of two.
   __host__ __device__ bool IsOfFirst() const { return at_.piece < at_.first_pieces; }
   __host__ __device__ bool IsOfSecond() const { return p_.then_counts != nullptr && !IsOfFirst(); }
-  // The piece's entries of its list.
+  // Return the range of the piece's entries in its list.
   __host__ __device__ int begin_entry() const {
     const int before = IsOfFirst() ? 0 : at_.first_pieces;
     return (at_.piece - before) * at_.piece_tiles * kMlaTileEntries;
@@ -128,13 +129,13 @@ class MlaWalk {
       NextRow();
     }
   }
-  // To the next piece that has entries.
+  // Moves to the next piece that has entries.
   __host__ __device__ void NextFull() {
     do Next();
     while (!done() && entries() == 0);
   }
 
-  // What a row is cut into.
+  // Returns how a row is cut.
   __host__ __device__ MlaCut CutOf(int row) const {
     const bool two = p_.then_counts != nullptr;
     const int slot = p_.slots[row], loaded = p_.counts[row], then = two ? p_.then_counts[row] : 0;
@@ -142,7 +143,8 @@ class MlaWalk {
     return two ? MlaCut(count, slot < 0 ? 0 : ListLength(p_, then)) : MlaCut(0, count);
   }
 
-  // Of the row: the group of piece `piece`, and the first piece of the row that begins in a group.
+  // Return, for the row, the group of piece `piece`, and the first piece of the row that begins
+  // in a group.
   __host__ __device__ int GroupOf(int piece) const {
     return (at_.row_begin + piece * stride()) / at_.share;
   }
@@ -152,7 +154,8 @@ class MlaWalk {
 
  private:
   __host__ __device__ int stride() const { return at_.piece_tiles + kMlaPieceEnd; }
-  // One row ahead, so that nobody waits for a length between two rows.
+  // Loads the length of the next row one row ahead, so that nobody waits for a length between two
+  // rows.
   __host__ __device__ void LoadNext(int row) {
     const bool in = row < p_.rows;
     at_.next_slot = in ? p_.slots[row] : -1;
@@ -184,7 +187,7 @@ class MlaWalk {
     at_.window_piece = at_.piece;
     at_.then = false;
   }
-  // Of two lists: to the next piece from here on whose turn it is, or past the end.
+  // For two lists: moves to the next piece from here on whose turn it is, or past the end.
   __host__ __device__ void FindPiece() {
     while (true) {
       if (at_.then && at_.piece < at_.first_pieces) {
@@ -193,8 +196,8 @@ class MlaWalk {
       }
       const int end = at_.then ? at_.pieces : at_.first_pieces;
       if (at_.piece < end && at_.at < at_.end) return;
-      // The row's pieces in this turn are over.
-      const bool more = at_.row_end < at_.end;  // The next row is the group's too.
+      // The row's pieces in this turn are done.
+      const bool more = at_.row_end < at_.end;  // the next row belongs to the group too
       if (more && at_.row + 1 < at_.window + kMlaWindow) {
         NextRow();
       } else if (!at_.then) {

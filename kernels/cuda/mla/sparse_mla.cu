@@ -1,4 +1,4 @@
-// Latent attention over lists of entries: which kernel takes a call.
+// Latent attention over lists of entries: chooses the kernel that takes a call.
 #include "kernels/cuda/common/launch.h"
 #include "kernels/cuda/mla/mla_internal.h"
 

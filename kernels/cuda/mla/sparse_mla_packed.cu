@@ -1,21 +1,23 @@
 // Latent attention over lists of packed entries, for decode rows and rows of prompts alike.
 //
-// A block computes 64 heads of a row; mla_plan.cuh says which pieces of which rows. Four
-// warpgroups: two unpack entries, 64 at a time, to fp16 in shared memory (two tiles of them); one,
-// the scorer, computes scores and their softmax and the result's first 256 columns; the last one,
-// the adder, the other 256 columns, with weights that the scorer left it in shared memory. The
-// result lies in registers, 128 of each thread.
+// A block computes 64 heads of a row; mla_plan.cuh says which pieces of which rows it takes. It
+// has four warpgroups. Two, the unpackers, unpack entries, 64 at a time, to fp16 in shared
+// memory, which holds two such tiles. One, the scorer, computes scores, their softmax and the
+// result's first 256 columns. The last one, the adder, computes the other 256 columns, with
+// weights that the scorer passes to it in shared memory. The result lies in registers, 128 of
+// each thread.
 //
-// Bytes: 656 of each (row, entry) once from HBM and once more from L2, heads / 64 - 1 times; sums
-// of a piece, 128 KB a block, to L2 and back where a row has several. Operations: 2 * 1088 * heads
-// a (row, entry): floor at 990 TFLOP/s, of 2,048 entries and 128 heads, 0.58 us a row, 74 us for
-// 128 rows. On an SM a tile takes the tensor cores 2,176 cycles (1,152 for scores, 1,024 for
-// values) and shared memory 2,800 (360 KB: 208 read by products, 138 by who unpacks; 128 bytes a
-// cycle).
+// Bytes: 656 of each (row, entry) once from HBM, and heads / 64 - 1 times more from L2; sums of a
+// piece, 128 KB a block, to L2 and back if a row has several pieces. Operations: 2 * 1088 * heads
+// a (row, entry): the floor at 990 TFLOP/s, with 2,048 entries and 128 heads, is 0.58 us a row,
+// 74 us for 128 rows. On an SM a tile takes the tensor cores 2,176 cycles (1,152 for scores,
+// 1,024 for values) and shared memory 2,800 (360 KB: 208 read by products, 138 by the unpackers;
+// 128 bytes a cycle).
 //
-// Measured on an H200 (sluice-mla-bench), 128 heads, 2,048 entries, 1 / 8 / 32 / 64 / 128 rows: 32
-// / 35 / 69 / 118 / 227 us. A tile takes the scorer some 4,600 cycles: 2,000 are scores, which
-// share shared memory with the unpackers, 1,300 their softmax, 900 values; a fold of pieces 10,000.
+// Measured on an H200 (sluice-mla-bench), 128 heads, 2,048 entries, 1 / 8 / 32 / 64 / 128 rows:
+// 32 / 35 / 69 / 118 / 227 us. A tile takes the scorer some 4,600 cycles: 2,000 are scores, which
+// share shared memory with the unpackers, 1,300 their softmax, 900 values. A fold of pieces takes
+// 10,000.
 #include <algorithm>
 
 #include "kernels/cuda/common/launch.cuh"
@@ -30,12 +32,12 @@ namespace sluice::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 2 * kMlaWarpgroup + 32 * kMlaUnpackWarps;
-// Of a thread; their sum is that of the 128 which each of 512 threads may have. The compiler keeps
-// products asynchronous only where every role says its number.
+// Registers of a thread in each role. Their sum is that of the 128 which each of 512 threads may
+// have. The compiler keeps products asynchronous only if every role states its number.
 constexpr int kSumRegisters = 200;  // scorer and adder
 constexpr int kUnpackerRegisters = 56;
 
-// The piece of a walk, as scorer and adder see it.
+// Returns the piece at the walk's position, as scorer and adder see it.
 __device__ __forceinline__ MlaPiece PieceOf(const MlaWalk& walk, const MlaShape& shape) {
   if (walk.done()) return {-1};
   const bool from_start = walk.first_piece() == 0, of_first = walk.IsOfFirst();
@@ -52,8 +54,8 @@ __device__ __forceinline__ MlaPiece PieceOf(const MlaWalk& walk, const MlaShape&
           from_start && before > 0};
 }
 
-// Makes piece k known. By one thread of the adder's, one piece ahead: the adder waits for weights
-// most of the time.
+// Publishes piece k. One thread of the adder calls it, one piece ahead: the adder waits for
+// weights most of the time.
 __device__ __forceinline__ void MakePiece(const SparseMlaParams& p, const MlaShape& shape,
                                           MlaShared& shared, uint32_t k) {
   if (k >= 2) WaitBarrier(SharedAddress(&shared.pieces_done[k % 2]), (k / 2 - 1) & 1);
@@ -66,7 +68,7 @@ __device__ __forceinline__ void MakePiece(const SparseMlaParams& p, const MlaSha
   Arrive(SharedAddress(&shared.pieces_here[k % 2]));
 }
 
-// Of the values of the n-th tile, from a block of 64 columns on.
+// Returns the descriptor of the n-th tile's values, from a block of 64 columns on.
 __device__ __forceinline__ uint64_t ValuesOf(MlaShared& shared, uint32_t n, int column_block) {
   const uint32_t tile = SharedAddress(shared.entries[n % kMlaStages]);
   return Uniform(TileDescriptor(tile + static_cast<uint32_t>(column_block * kMlaColumnBlockBytes),
@@ -78,7 +80,8 @@ __device__ __forceinline__ void WaitForEntries(MlaShared& shared, uint32_t n) {
   WaitBarrier(SharedAddress(&shared.entries_here[n % kMlaStages]), n / kMlaStages & 1);
 }
 
-// The query's latent part, in place, from bf16 to fp16 / kMlaUnit. By the warpgroup.
+// Converts the query's latent part in place, from bf16 to fp16 / kMlaUnit. The whole warpgroup
+// calls it.
 __device__ __forceinline__ void ConvertQuery(MlaShared& shared) {
   constexpr int kPieces = kPackedRank / 64 * kMlaColumnBlockBytes / 16;
   auto* const pieces = reinterpret_cast<uint4*>(shared.query);
@@ -114,12 +117,12 @@ __device__ __forceinline__ void StartScores(float (&score)[32], MlaShared& share
   CommitProducts();
 }
 
-// How far a warpgroup is.
+// A warpgroup's progress.
 struct MlaTurn {
   uint32_t n = 0, queries = 0;  // tiles and queries so far
 };
 
-// Heads of a scorer's or adder's thread: this one and 8 more.
+// Returns the first head of a scorer's or adder's thread; its other head is 8 further.
 __device__ __forceinline__ int HeadOfThread() {
   return MlaThread{static_cast<int>(threadIdx.x)}.Head(0);
 }
@@ -135,7 +138,7 @@ __device__ __forceinline__ void ScoreTiles(const SparseMlaParams& p, const MlaPi
     const uint32_t n = turn.n++, stage = n % kMlaStages;
     const bool is_last = entries <= kMlaTileEntries;
     const uint64_t values = ValuesOf(shared, n, 0);
-    // A tile's place in the ring is written before the entries of the tile before it are there.
+    // A tile's record in the ring is written before the entries of the tile before it arrive.
     if (n == 0 || ring[n % MlaTiles::kRing].is_first) {
       WaitBarrier(SharedAddress(&shared.query_here), turn.queries++ & 1);
       ConvertQuery(shared);
@@ -143,7 +146,8 @@ __device__ __forceinline__ void ScoreTiles(const SparseMlaParams& p, const MlaPi
     float score[32];
     StartScores(score, shared, n);
     WaitForProducts<0>();
-    // Who loads queries knows of the next tile since before it loaded this one.
+    // The query is released if the next tile belongs to another row. The next tile's record is
+    // valid: the warps that load queries have known of it since before they loaded this tile.
     if (is_last && ring[(n + 1) % MlaTiles::kRing].row != piece.row) ArriveWarp(shared.query_done);
     const float2 keep = Weigh(score, state, scale, entries);
     uint4 weights[4];
@@ -204,7 +208,7 @@ __device__ __forceinline__ void AddTiles(const MlaPiece& piece, MlaShared& share
   }
 }
 
-// What a row's result is merged with, on its way to L2. By the adder.
+// Prefetches to L2 the result with which a row's is merged. The adder calls it.
 __device__ __forceinline__ void FetchOther(const SparseMlaParams& p, const MlaShape& shape,
                                            int row) {
   if (p.other_o == nullptr || p.then_counts != nullptr) return;
@@ -217,7 +221,7 @@ __device__ __forceinline__ void FetchOther(const SparseMlaParams& p, const MlaSh
   }
 }
 
-// Scorer and adder. A piece's end is the same code for both.
+// The loop of scorer and adder. A piece's end is the same code for both.
 __device__ __forceinline__ void SumPieces(const SparseMlaParams& p, const MlaShape& shape,
                                           MlaShared& shared) {
   const bool scores = threadIdx.x < kMlaWarpgroup;
@@ -265,11 +269,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   PublishBarriers();
   __syncthreads();
-  // What arrives is waited for where it is read; all that comes before it is done.
+  // With then_arrives, what the kernel before this one brings is waited for where it is read;
+  // everything before that kernel is done.
   if (!p.then_arrives) WaitForPriorKernels();
-  LetNextKernelStart();  // The combining kernel counts on this order.
+  LetNextKernelStart();  // the combining kernel relies on this order
   const int thread = static_cast<int>(threadIdx.x);
-  // One warp works out where tiles begin, one where pieces do.
+  // One warp computes where tiles begin, and one where pieces begin.
   const bool makes_tiles = thread / 32 == 2 * kMlaWarpgroup / 32;
   if (makes_tiles || thread / 32 == kMlaWarpgroup / 32) {
     MlaWalk walk(p);
@@ -293,11 +298,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     TakeRegisters<kSumRegisters>();
     SumPieces(p, shape, shared);
   }
-  // For the kernels that follow, also where nothing of the block arrives (launch.cuh).
+  // Waits for the sake of the kernels that follow, even if nothing of the block arrives
+  // (launch.cuh).
   if (p.then_arrives) WaitForPriorKernels();
 }
 
-// Of the current device; 0 where there is none.
+// Returns the processors of the current device; 0 if there is none.
 int Processors() {
   int device = 0, processors = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
@@ -307,7 +313,7 @@ int Processors() {
   return processors;
 }
 
-// How many groups `rows` rows can use of so many processors.
+// Returns how many groups `rows` rows can use on that many processors.
 int64_t Groups(int64_t rows, int32_t heads, int64_t capacity, bool two, int processors) {
   return std::min<int64_t>(std::max(1, processors / (heads / kMlaHeads)),
                            rows * std::max(1, MlaPieces(capacity, two)));
@@ -334,13 +340,14 @@ cudaError_t LaunchPackedSparseMla(const SparseMlaParams& p, cudaStream_t stream)
     const int64_t slots = p.scratch_bytes / (shape.head_tiles * kMlaSlotBytes);
     if (slots < MlaTotals(two)) return cudaErrorInvalidValue;
     groups = std::max<int64_t>(1, std::min(groups, slots / shape.slots));
-    if (groups == 1) shape.slots = MlaTotals(two);  // No row is cut.
+    if (groups == 1) shape.slots = MlaTotals(two);  // no row is cut
   }
   cudaError_t error =
       cudaFuncSetAttribute(PackedMlaKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            static_cast<int>(sizeof(MlaShared)));
   if (error != cudaSuccess) return error;
-  // The same split of an SM's memory for both: changing it between kernels drains the SM.
+  // Both kernels ask for the same split of an SM's memory: changing it between kernels drains the
+  // SM.
   error = cudaFuncSetAttribute(CombineMlaKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;

@@ -1,9 +1,9 @@
 // Latent attention for shapes and forms that the fast kernel does not take: float32 arithmetic on
 // the CUDA cores, entries of any form. A block computes up to 8 heads of a row, a warp each, over
 // tiles of 16 entries as float32 in shared memory, in the order of the list, with one running
-// softmax. Reads each entry once for every 8 heads; floor: 2 * (rank + rope + rank) operations per
-// (row, head, entry) over the rate of fused multiply-adds. Not measured: it serves tests of
-// exactness and tiny models.
+// softmax. It reads each entry once for every 8 heads. Floor: 2 * (rank + rope + rank) operations
+// per (row, head, entry) over the rate of fused multiply-adds. It is not measured: it serves
+// tests of exactness and tiny models.
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/mla/mla_internal.h"
 #include "kernels/cuda/mla/mla_result.cuh"
@@ -19,13 +19,14 @@ constexpr int kLaneElements = kMaxMlaRank / 32;
 __device__ float FloatOf(__nv_bfloat16 v) { return __bfloat162float(v); }
 __device__ float FloatOf(float v) { return v; }
 
-// e4m3 but for its NaN, which nothing writes: the exponent moves to float32's place, and its bias
-// is made up for by a product that is exact, also of subnormal values.
+// Converts e4m3, except for its NaN, which nothing writes. The exponent moves to float32's
+// position, and the difference in bias is made up for by a product that is exact, also for
+// subnormal values.
 __device__ float FloatOfE4M3(uint32_t v) {
   return __uint_as_float((v & 0x80) << 24 | (v & 0x7f) << 20) * 0x1p120f;
 }
 
-// Element i of an entry.
+// Returns element i of an entry.
 __device__ float EntryElement(const PagedLatents& c, const char* entry, int i) {
   if (c.type == DType::kFloat32) return reinterpret_cast<const float*>(entry)[i];
   if (c.type == DType::kBFloat16) return FloatOf(reinterpret_cast<const __nv_bfloat16*>(entry)[i]);
@@ -55,7 +56,7 @@ __device__ void WriteElements(const SparseMlaParams& p, int64_t item, const Soft
 template <typename Query, typename Out>
 __global__ void __launch_bounds__(kThreads)
     PlainMlaKernel(const __grid_constant__ SparseMlaParams p) {
-  // Queries of the block's heads, [kWarps][width]; then the tile, [kTileEntries][width].
+  // The queries of the block's heads, [kWarps][width], then the tile, [kTileEntries][width].
   extern __shared__ float memory[];
   const PagedLatents& c = p.cache;
   const int width = c.rank + c.rope, row = static_cast<int>(blockIdx.x);
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(kThreads)
   float o[kLaneElements] = {};
   for (int first = 0; first < count; first += kTileEntries) {
     const int entries = min(kTileEntries, count - first);
-    __syncthreads();  // The tile's last readers are done.
+    __syncthreads();  // the tile's last readers are done
     for (int e = warp; e < entries; e += kWarps) {
       const int number =
           p.entries == nullptr ? first + e : p.entries[int64_t{row} * p.capacity + first + e];
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
     if (head >= p.heads) continue;
-    float score = NegativeInfinity();  // of entry `lane` of the tile
+    float score = NegativeInfinity();  // score of entry `lane` of the tile
     for (int e = 0; e < entries; ++e) {
       float sum = 0;
       for (int i = lane; i < width; i += 32) sum = fmaf(query[i], tile[e * width + i], sum);

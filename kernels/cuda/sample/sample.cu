@@ -1,9 +1,10 @@
-// Logits to tokens. A cluster of eight blocks holds one row's logits in its shared memory, so that
-// they are read from HBM once, however many passes the row's settings ask for. Rows differ in their
-// settings on the device; nothing of it is known to the host.
+// Logits to tokens. A cluster of eight blocks holds one row's logits in its shared memory, so
+// that they are read from HBM once, however many passes the row's settings ask for. Rows differ
+// in their settings, which only the device knows.
 //
 // Every sum is of integers and every choice is by logit, then by id: the result is a function of
-// the row alone. Changed logits are computed in float32 as the CPU paths do, weights from float64.
+// the row alone. Changed logits are computed in float32 as the CPU paths do, weights from
+// float64.
 #include <cstdint>
 
 #include "kernels/cuda/common/launch.cuh"
@@ -21,14 +22,15 @@ constexpr int kMaxSharedBytes = 227 * 1024;
 constexpr int kMaxSlice = (kMaxSharedBytes - static_cast<int>(sizeof(SampleMemory))) / 16 * 4;
 static_assert(kMaxSlice * kClusterBlocks >= kMaxVocabulary, "a row fits its cluster");
 
-// The best token of a row, with its logit; usable if there is one and no logit is NaN or +inf.
+// The best token of a row, with its logit. It is usable if there is one and no logit is NaN or
+// +inf.
 struct Best {
   float logit;
   int32_t id;
   bool usable;
 };
 
-// What a thread keeps of the tokens that it has seen, in order of id.
+// The best of the tokens that a thread has seen, in order of id.
 class BestSoFar {
  public:
   __device__ void See(float l, int id) {
@@ -121,7 +123,7 @@ __device__ void FindAlternatives(Cluster& cluster, SampleMemory& memory, const S
   cluster.Sync();
 }
 
-// Block 0's last work for a row whose log-probabilities are wanted; lse is of the raw logits.
+// Block 0's last work for a row that asks for log-probabilities. lse is of the raw logits.
 __device__ void ReportLogprobs(const SampleParams& p, const SampleMemory& memory, int64_t row,
                                int wanted, int token, double lse) {
   const int i = threadIdx.x;
@@ -157,9 +159,9 @@ __device__ bool WantsLogprobs(const SamplingSlot& s) {
   return s.logprobs != 0 || s.top_logprobs > 0;
 }
 
-// All that a greedy row without wishes does not need. `best` is of the raw logits, `mine` is this
-// thread's best one. Apart from the kernel, whose registers would not do for both. Returns the
-// token to block 0.
+// The work that a greedy row without further settings does not need. `best` is the best of the
+// raw logits, and `mine` is this thread's best. It is a function apart from the kernel, whose
+// registers would not suffice for both. Returns the token to block 0.
 __device__ __noinline__ int Choose(const SampleParams& p, SampleMemory& memory, Cluster cluster,
                                    Slice slice, Best best, float mine) {
   const int64_t row = blockIdx.x / kClusterBlocks;
@@ -203,12 +205,13 @@ __device__ __noinline__ int Choose(const SampleParams& p, SampleMemory& memory, 
   return token;
 }
 
-// grid (rows * kClusterBlocks), clusters of kClusterBlocks: one row each. Dynamic shared memory: a
-// SampleMemory and `slice_size` floats, slice_size being a multiple of 4 and kClusterBlocks of them
-// covering the vocabulary. Reads 4 bytes per logit from HBM. Two blocks share an SM at 151,936.
+// The grid is (rows * kClusterBlocks), in clusters of kClusterBlocks with one row each. Dynamic
+// shared memory: a SampleMemory and `slice_size` floats, where slice_size is a multiple of 4 and
+// kClusterBlocks slices cover the vocabulary. The kernel reads 4 bytes per logit from HBM. Two
+// blocks share an SM at 151,936.
 //
-// Measured there (H100, one after the other in a graph), 1 / 8 / 64 rows, whose bytes take 0.25 / 2
-// / 16 us at the speed of a large copy:
+// Measured at that vocabulary (H100, one after the other in a graph), 1 / 8 / 64 rows, whose
+// bytes take 0.25 / 2 / 16 us at the speed of a large copy:
 //   greedy                                               4.2 / 6.4 /  24 us
 //   temperature                                           15 /  23 /  62
 //   top_k 50, with top_p 0.95 or without                  18 /  21 /  66
@@ -231,7 +234,8 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kSample
     cluster.Wait();
     return;
   }
-  const SamplingSlot& s = memory.slot;  // for all once the blocks have agreed on the best
+  // written for all warps once the blocks have agreed on the best
+  const SamplingSlot& s = memory.slot;
   if (threadIdx.x == 0) memory.slot = p.sampling[slot];
   const int position = p.positions[row];
   const int begin = min(cluster.rank() * slice_size, p.vocab);

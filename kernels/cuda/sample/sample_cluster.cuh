@@ -1,5 +1,5 @@
-// A row of logits is shared by the blocks of one cluster; these are the steps that its blocks take
-// together. All sums are of integers, so that they are the same in whatever order they are taken.
+// The steps that the blocks of one cluster, which share a row of logits, take together. All sums
+// are of integers, so that they are the same in whatever order they are added.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -15,7 +15,7 @@ constexpr int kClusterBlocks = 8;  // the most that every GPU of the architectur
 
 constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
-// The sum over this warp's lanes up to this one, it included.
+// Returns the sum over this warp's lanes up to and including this one.
 __device__ __forceinline__ uint64_t SumThroughLane(uint64_t value) {
 #pragma unroll
   for (int lane = 1; lane < kWarpSize; lane *= 2) {
@@ -25,13 +25,13 @@ __device__ __forceinline__ uint64_t SumThroughLane(uint64_t value) {
   return value;
 }
 
-// Shared memory through which the blocks' warps tell each other their values. Two sets, in turn: a
-// block still reads one while another, a step ahead, writes the other.
+// Shared memory through which the blocks' warps exchange their values. Two sets are used in turn:
+// a block may still read one while another block, a step ahead, writes the other.
 struct ClusterExchange {
   uint64_t values[2][kClusterBlocks * kSampleWarps];
 };
 
-// Every thread of the cluster makes the same calls in the same order.
+// The steps of a cluster. Every thread of the cluster makes the same calls in the same order.
 class Cluster {
  public:
   __device__ explicit Cluster(ClusterExchange& exchange)
@@ -45,13 +45,13 @@ class Cluster {
   __device__ void Arrive() { group_.barrier_arrive(); }
   __device__ void Wait() { group_.barrier_wait(); }
 
-  // Where `block` has what this block has at `mine`.
+  // Returns the address in `block` that corresponds to `mine` in this block.
   template <typename T>
   __device__ T* At(T* mine, int block) {
     return group_.map_shared_rank(mine, block);
   }
 
-  // The largest value of all threads.
+  // Returns the largest value of all threads.
   __device__ uint64_t Max(uint64_t value) {
     for (int lane = kWarpSize / 2; lane > 0; lane /= 2) {
       value = Larger(value, __shfl_xor_sync(kAllLanes, value, lane));
@@ -68,7 +68,8 @@ class Cluster {
     return value;
   }
 
-  // The sum over the threads before this one, blocks in order of rank, and that over all.
+  // The sum over the threads before this one, with blocks in order of rank, and the sum over all
+  // threads.
   struct Scan {
     uint64_t before;
     uint64_t total;
@@ -95,7 +96,7 @@ class Cluster {
   __device__ static int Lane() { return threadIdx.x % kWarpSize; }
   __device__ static uint64_t Larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
-  // Every warp's value, by rank and warp.
+  // Returns every warp's value, by rank and warp.
   __device__ const uint64_t* Exchange(uint64_t value) {
     uint64_t* values = exchange_.values[turn_];
     turn_ ^= 1;

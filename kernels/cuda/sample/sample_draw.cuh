@@ -1,5 +1,5 @@
-// The draw of a token from a row's logits: top_k, top_p and min_p cut the row, then a walk in order
-// of id finds the token.
+// The draw of a token from a row's logits: top_k, top_p and min_p cut the row, then a walk in
+// order of id finds the token.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace sluice::kernels::cuda {
 
-// Shared memory of a block; its slice of the logits follows.
+// Shared memory of a block. Its slice of the logits follows.
 struct alignas(16) SampleMemory {
   SelectMemory select;
   ClusterExchange exchange;
@@ -18,11 +18,11 @@ struct alignas(16) SampleMemory {
   Cut cut;
   int32_t own_candidates;
   int32_t token;
-  // Block 0: the best of the raw logits, in no order.
+  // Used in block 0: the best of the raw logits, in no order.
   int32_t alternatives;
   Candidate alternative[kMaxTopLogprobs];
 };
-// The sum over the block.
+// Returns the sum over the block.
 __device__ __forceinline__ uint64_t BlockSum(SampleMemory& memory, uint64_t value) {
   value = SumThroughLane(value);
   __syncthreads();
@@ -34,26 +34,27 @@ __device__ __forceinline__ uint64_t BlockSum(SampleMemory& memory, uint64_t valu
   return sum;
 }
 
-// How a row is drawn, from its slot.
+// The rule by which a row is drawn, from its slot.
 struct DrawRule {
-  uint64_t least;  // a lighter token is out (min_p)
+  uint64_t least;  // tokens with a lower weight are out (min_p)
   double top_p;
   double u;
-  int top_k;  // 0: off
+  int top_k;  // 0 if off
 
-  // What the most probable tokens must weigh together, of `total`.
+  // Returns the weight that the most probable tokens must reach together, out of `total`.
   __device__ uint64_t Goal(uint64_t total) const {
     const auto goal = static_cast<uint64_t>(ceil(top_p * static_cast<double>(total)));
     return min(max(goal, uint64_t{1}), total);
   }
-  // The draw as a weight: the token is the first in order of id with which the sum exceeds it. The
-  // product may be rounded up to the total; a token is found all the same.
+  // Returns the draw as a weight: the drawn token is the first in order of id with which the sum
+  // exceeds it. The product may be rounded up to the total; a token is found all the same.
   __device__ uint64_t Target(uint64_t total) const {
     return min(static_cast<uint64_t>(u * static_cast<double>(total)), total - 1);
   }
 };
 
-// Gives this thread the candidate of its pair of threads, and block 0's list the weights.
+// Gives this thread the candidate of its pair of threads, and writes the weights to block 0's
+// list.
 __device__ __forceinline__ Candidate Weigh(Candidate* list, int count, const SumWeights& weights) {
   const int i = threadIdx.x / 2;
   Candidate mine = {};
@@ -67,7 +68,7 @@ __device__ __forceinline__ Candidate Weigh(Candidate* list, int count, const Sum
   return mine;
 }
 
-// The candidates better than `mine`, and what they weigh.
+// The number and the total weight of the candidates better than `mine`.
 struct Better {
   int count;
   uint64_t weight;
@@ -87,8 +88,8 @@ __device__ __forceinline__ Better BetterThan(const Candidate& mine, const Candid
   return better;
 }
 
-// Where the weights of the candidates, after `before` of better tokens, reach the goal. Block 0
-// finds it for all.
+// Finds where the weights of the candidates, after `before` of better tokens, reach the goal.
+// Block 0 finds it for all blocks.
 __device__ __forceinline__ Cut CutFromList(Cluster& cluster, SampleMemory& memory, int count,
                                            const SumWeights& weights, uint64_t before,
                                            uint64_t goal) {
@@ -107,8 +108,9 @@ __device__ __forceinline__ Cut CutFromList(Cluster& cluster, SampleMemory& memor
   return memory.cut;
 }
 
-// The draw from `count` candidates, by block 0: all tokens that the cuts may leave are among them.
-// `goal` is that of top_p, or 0 where it follows from what top_k leaves. Two threads a candidate.
+// Draws from `count` candidates in block 0. All tokens that the cuts may leave are among them.
+// `goal` is that of top_p, or 0 if it follows from the tokens that top_k leaves. Two threads work
+// on each candidate.
 __device__ __forceinline__ int DrawFromList(SampleMemory& memory, int count, const DrawRule& rule,
                                             const SumWeights& weights, uint64_t goal) {
   Candidate* list = ListOf(memory.select).all;
@@ -138,7 +140,7 @@ __device__ __forceinline__ int DrawFromList(SampleMemory& memory, int count, con
   return memory.token;
 }
 
-// The draw from all tokens that `cut` keeps, by all blocks; block 0 learns the token.
+// Draws from all tokens that `cut` keeps, by all blocks. Block 0 gets the token.
 __device__ __forceinline__ int DrawFromSlices(Cluster& cluster, SampleMemory& memory,
                                               const Slice& slice, Cut cut, const DrawRule& rule,
                                               const SumWeights& weights) {
@@ -156,7 +158,7 @@ __device__ __forceinline__ int DrawFromSlices(Cluster& cluster, SampleMemory& me
       any = any || cut.Keeps(l[j], slice.begin + i + j);
     }
     if (!any) continue;
-    uint64_t weight[4];  // all four, so that they are computed side by side
+    uint64_t weight[4];  // all four are computed side by side
 #pragma unroll
     for (int j = 0; j < 4; ++j) weight[j] = weights(l[j]);
 #pragma unroll
@@ -166,7 +168,7 @@ __device__ __forceinline__ int DrawFromSlices(Cluster& cluster, SampleMemory& me
   const uint64_t target = rule.Target(scan.total);
   const uint32_t owner =
       __ballot_sync(kAllLanes, scan.before <= target && target < scan.before + sum);
-  if (owner != 0) {  // this warp has the run with the token: it walks it together
+  if (owner != 0) {  // this warp has the run with the token, and walks it together
     const int lane = __ffs(static_cast<int>(owner)) - 1;
     const int last = __shfl_sync(kAllLanes, run.last, lane);
     uint64_t reached = __shfl_sync(kAllLanes, scan.before, lane);
@@ -188,8 +190,8 @@ __device__ __forceinline__ int DrawFromSlices(Cluster& cluster, SampleMemory& me
   return memory.token;
 }
 
-// One draw: top_k, top_p and min_p cut the row, then a walk in order of id. `mine` is the logit of
-// this thread's best token. Block 0 learns the token.
+// Makes one draw: top_k, top_p and min_p cut the row, then a walk in order of id finds the token.
+// `mine` is the logit of this thread's best token. Block 0 gets the token.
 __device__ __forceinline__ int Draw(Cluster& cluster, SampleMemory& memory, const Slice& slice,
                                     const SamplingSlot& s, int output_index, int vocab,
                                     float largest, float mine) {
@@ -200,7 +202,7 @@ __device__ __forceinline__ int Draw(Cluster& cluster, SampleMemory& memory, cons
   const double share_of_light = 0.5 * (1.0 - rule.top_p) / vocab;
   const SumWeights weights(
       largest, 1.0 / static_cast<double>(s.temperature),
-      // Tokens this light weigh less than half of what top_p leaves out.
+      // Tokens of lower weight weigh together less than half of the share that top_p leaves out.
       static_cast<uint64_t>(share_of_light * static_cast<double>(kWeightOfBest)));
   Cut cut = KeepAll();
   if (rule.top_k > 0) {

@@ -1,5 +1,5 @@
-// The few best tokens of a row as a list in the shared memory of the cluster's first block, where
-// what is left of sampling needs no other block.
+// The few best tokens of a row as a list in the shared memory of the cluster's first block, which
+// finishes sampling without the other blocks.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ __device__ __forceinline__ bool IsBetter(const Candidate& a, const Candidate& b)
 // Two threads compare a candidate with all others.
 constexpr int kMaxCandidates = kSampleThreads / 2;
 
-// A block's own candidates and, in the first block, those of all; in no order.
+// A block's own candidates and, in the first block, those of all blocks, in no order.
 struct ListMemory {
   Candidate own[kMaxCandidates];
   Candidate all[kMaxCandidates];
@@ -32,9 +32,9 @@ __device__ __forceinline__ ListMemory& ListOf(SelectMemory& memory) {
   return *reinterpret_cast<ListMemory*>(memory.bins);
 }
 
-// Puts the tokens for which takes(logit, id) into the first block's list: returns how many they
-// are, or -1 if there is no room, and then the bins are as before. REQUIRES: `own_count` is 0 and
-// the bins are nobody's; ClearList() gives both back.
+// Puts the tokens for which takes(logit, id) is true into the first block's list. Returns their
+// number, or -1 if there is no room, and then the bins are as before. REQUIRES: `own_count` is 0
+// and the bins are not in use. ClearList() restores both.
 template <typename Takes>
 __device__ int GatherCandidates(Cluster& cluster, SelectMemory& memory, int& own_count,
                                 const Slice& slice, Takes takes) {
@@ -43,7 +43,7 @@ __device__ int GatherCandidates(Cluster& cluster, SelectMemory& memory, int& own
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       if (!takes(l[j], id + j) || id + j >= slice.begin + slice.count) continue;
-      // Past the end it only matters that it is; then it need not be counted one by one.
+      // Past the end the exact count does not matter, so tokens need not be counted one by one.
       if (*const_cast<volatile int*>(&own_count) > kMaxCandidates) continue;
       const int at = atomicAdd(&own_count, 1);
       if (at < kMaxCandidates) list.own[at] = {l[j], id + j, 0};
@@ -80,9 +80,10 @@ __device__ __forceinline__ void ClearList(Cluster& cluster, SelectMemory& memory
   cluster.Sync();
 }
 
-// Gathers at least the `count` best tokens, and few more: every thread's best token (`mine`, its
-// logit) is counted by its distance from the best of all; the distance within which there are
-// `count` of them bounds that of the count-th best token. Same result as GatherCandidates.
+// Gathers at least the `count` best tokens, and few more. Every thread's best token (`mine`, its
+// logit) is counted by its distance from the best of all. The distance within which there are
+// `count` of them bounds that of the count-th best token. The result is the same as
+// GatherCandidates would give.
 __device__ __forceinline__ int GatherBest(Cluster& cluster, SelectMemory& memory, int& own_count,
                                           const Slice& slice, float best, float mine, int count) {
   constexpr int kShift = 31 - kFirstBits;  // distances have no sign

@@ -11,8 +11,9 @@ __device__ __forceinline__ bool HasPenalties(const SamplingSlot& s) {
   return s.repetition_penalty != 1 || s.frequency_penalty != 0 || s.presence_penalty != 0;
 }
 
-// Repetition, frequency and presence penalties, by counting the history in the bins: a part of the
-// slice at a time, each of which reads the history once. Leaves the bins zero.
+// Applies repetition, frequency and presence penalties by counting the history in the bins. It
+// takes a part of the slice at a time, and reads the history once for each. It leaves the bins
+// zero.
 __device__ __forceinline__ void ApplyPenalties(const SamplingSlot& s, const int32_t* history,
                                                int length, const Slice& slice,
                                                SelectMemory& memory) {
@@ -57,8 +58,8 @@ __device__ __forceinline__ void ApplyPenalties(const SamplingSlot& s, const int3
   }
 }
 
-// logit_bias, then the stop ids, of which the ones in this slice. Where a biased id comes again,
-// its first entry adds them all, in order.
+// Applies logit_bias, then the stop ids, to the tokens in this slice. If a biased id occurs
+// again, its first entry adds all of its biases, in order.
 __device__ __forceinline__ void ApplyBiasAndStops(const SampleParams& p, const SamplingSlot& s,
                                                   int64_t slot, bool stops, const Slice& slice) {
   const int32_t* ids = p.bias_ids + slot * kMaxLogitBias;

@@ -1,6 +1,7 @@
-// Which tokens of a row may be drawn, found without sorting: the row is cut where a running sum,
-// best token first, reaches a goal (top_k: counts, top_p: weights), by histograms: a first one that
-// spreads the tokens, then ones over the bits of the logits, most significant first.
+// Finds the tokens of a row that may be drawn, without sorting. The row is cut where a running
+// sum, best token first, reaches a goal (top_k: counts, top_p: weights). The sums come from
+// histograms: a first one that spreads the tokens, then histograms over the bits of the logits,
+// most significant first.
 #pragma once
 
 #include <climits>
@@ -11,14 +12,15 @@
 
 namespace sluice::kernels::cuda {
 
-// Weights are integers, exp(x) * 2^44 rounded to nearest: their sums are exact and have no order,
-// and those of 2^19 tokens fit 64 bits. What weighs less than 2^-45 of the best token weighs 0.
+// Weights are integers, exp(x) * 2^44 rounded to nearest. Their sums are exact and do not depend
+// on the order, and those of 2^19 tokens fit 64 bits. A weight below 2^-45 of the best token's is
+// 0.
 constexpr int kWeightBits = 44;
 constexpr uint64_t kWeightOfBest = uint64_t{1} << kWeightBits;
 constexpr double kLog2E = 1.4426950408889634074;
 
-// 2^r on [-1/2, 1/2]: Chebyshev, error 2.2e-16; exactly 1 at 0. Highest power first. In constant
-// memory, where an instruction takes them without a register.
+// Coefficients of 2^r on [-1/2, 1/2]: Chebyshev, error 2.2e-16, exactly 1 at 0, highest power
+// first. They lie in constant memory, from which an instruction takes them without a register.
 constexpr int kExp2Terms = 11;
 static __constant__ double kExp2[kExp2Terms] = {7.072585949269223699857e-9,
                                                 1.020869029995830583464e-7,
@@ -32,11 +34,11 @@ static __constant__ double kExp2[kExp2Terms] = {7.072585949269223699857e-9,
                                                 6.931471805599499828569e-1,
                                                 1.0};
 
-// exp2((logit - largest) * scale) * 2^kWeightBits, for logit <= largest and scale > 0; exact at
-// `largest`, and otherwise within 1e-15 before it is rounded.
+// Returns exp2((logit - largest) * scale) * 2^kWeightBits, for logit <= largest and scale > 0.
+// The result is exact at `largest`, and otherwise within 1e-15 before it is rounded.
 __device__ __forceinline__ uint64_t Weight(float logit, double largest, double scale) {
   constexpr double kRound = 0x1.8p52;                   // leaves an integer in the low bits
-  constexpr double kUnit = 1ull << (52 - kWeightBits);  // whose last bit is 2^-kWeightBits
+  constexpr double kUnit = 1ull << (52 - kWeightBits);  // its last bit is 2^-kWeightBits
   const double x = fmax((static_cast<double>(logit) - largest) * scale, -64.0);
   const double shifted = x + kRound;
   const double r = x - (shifted - kRound);
@@ -47,29 +49,29 @@ __device__ __forceinline__ uint64_t Weight(float logit, double largest, double s
   return static_cast<uint64_t>(__double_as_longlong(e + kUnit) - __double_as_longlong(kUnit));
 }
 
-// Bins of the first histogram, and those that a later one takes at most.
+// log2 of the bins of the first histogram, and of the most bins that a later one takes.
 constexpr int kFirstBits = 12, kLaterBits = 11;
 constexpr int kBins = 1 << kFirstBits;
 static_assert(kBins == kClusterBlocks * kSampleThreads, "each thread adds up one bin");
 
-// Where a histogram's running sum reaches the goal.
+// The bin of a histogram in which the running sum reaches the goal.
 struct FoundBin {
-  uint64_t before;  // of the bins before
-  uint64_t sum;     // of the bin
+  uint64_t before;  // sum of the bins before
+  uint64_t sum;     // sum of the bin
   int32_t bin;
   int32_t id;
 };
 
-// Sums in shared memory are kept as two words: there is no addition of 64 bits in it, only a loop.
+// Sums in shared memory are kept as two words: a 64-bit addition there would compile to a loop.
 struct SelectMemory {
-  uint2 bins[kBins];  // low word, high word; zero where nobody is at work
+  uint2 bins[kBins];  // low word, high word; zero while not in use
   FoundBin found;
   uint32_t warp_counts[kSampleWarps];
 };
 
-// What is summed. Add() adds to a bin. FirstBin() is a token's bin in the first histogram, higher
-// for better ones, after which the bits of its key from kKnownBit up are known. What is lighter
-// than light() may be left for the first histogram's last bin, 0.
+// The quantity that is summed. Add() adds to a bin. FirstBin() returns a token's bin in the first
+// histogram, higher for better tokens; after it the bits of the token's key from kKnownBit up are
+// known. Tokens of lower weight than light() may stay in the first histogram's last bin, 0.
 struct CountTokens {
   static constexpr int kKnownBit = 32 - kLaterBits;
   __device__ uint64_t operator()(float) const { return 1; }
@@ -78,8 +80,8 @@ struct CountTokens {
   __device__ uint64_t light() const { return 0; }
 };
 
-// The first bins cut the logarithm of the weight evenly: by the bits of the logits most tokens
-// would lie in few bins, and wait for each other there.
+// The first bins cut the logarithm of the weight evenly. Cut by the bits of the logits, most
+// tokens would lie in few bins, and their additions would wait for each other there.
 class SumWeights {
  public:
   static constexpr int kKnownBit = 32;
@@ -109,7 +111,7 @@ class SumWeights {
   float bins_;
 };
 
-// A block's part of the row, in shared memory: ids [begin, begin + count). It is filled up to a
+// A block's part of the row, in shared memory: ids [begin, begin + count). It is padded to a
 // multiple of four with -inf.
 struct Slice {
   float* logits;
@@ -126,8 +128,8 @@ struct Slice {
     }
   }
 
-  // The tokens of this thread where each has neighbours: [first, last), in order of id. Threads are
-  // an odd number of words apart, which is free of bank conflicts.
+  // The tokens of this thread where each thread has neighbouring ones: [first, last), in order of
+  // id. Threads are an odd number of words apart, which avoids bank conflicts.
   struct Run {
     int first, last;
   };
@@ -149,8 +151,8 @@ struct Cut {
 
 __device__ __forceinline__ Cut KeepAll() { return {-INFINITY, INT_MAX}; }
 
-// The bin of this thread's place in a histogram, summed over the blocks. The bins are in the order
-// of the threads, or against it.
+// Returns this thread's bin of a histogram, summed over the blocks. The bins are in the order of
+// the threads, or in the reverse order.
 __device__ __forceinline__ uint64_t SumOfBin(Cluster& cluster, SelectMemory& memory, int bin) {
   uint64_t sum = 0;
 #pragma unroll
@@ -161,8 +163,8 @@ __device__ __forceinline__ uint64_t SumOfBin(Cluster& cluster, SelectMemory& mem
   return sum;
 }
 
-// Clears the first bins and tells every block which bin reaches the goal: it is the one thread's
-// for which before < goal <= before + sum.
+// Clears the first bins and tells every block which bin reaches the goal. Exactly one thread has
+// before < goal <= before + sum.
 __device__ __forceinline__ void ShareFound(Cluster& cluster, SelectMemory& memory, int to_clear,
                                            uint64_t before, uint64_t sum, uint64_t goal, int bin) {
   for (int i = threadIdx.x; i < to_clear; i += kSampleThreads) memory.bins[i] = {0, 0};
@@ -175,8 +177,8 @@ __device__ __forceinline__ void ShareFound(Cluster& cluster, SelectMemory& memor
 }
 
 // Finds the shortest beginning of the tokens that `within` keeps, in order of logit, then of id,
-// whose weights add up to at least goal_of(their total), 0 < goal_of(total) <= total: Narrow()
-// until it is done(), then Finish().
+// whose weights add up to at least goal_of(their total), 0 < goal_of(total) <= total. Callers
+// call Narrow() until done(), then Finish().
 template <typename Weights>
 class CutSearch {
  public:
@@ -192,7 +194,7 @@ class CutSearch {
 
   __device__ bool done() const { return known_ == 0; }
 
-  // One histogram, over the tokens that are left.
+  // Makes one histogram over the tokens that are left.
   template <typename Goal>
   __device__ void Narrow(Goal goal_of) {
     const bool is_first = first_bin_ < 0;
@@ -210,7 +212,7 @@ class CutSearch {
         wanted[j] = IsLeft(l[j]) && source_within_.Keeps(l[j], id + j);
       }
       if (!(wanted[0] || wanted[1] || wanted[2] || wanted[3])) return;
-      uint64_t weight[4];  // all four, so that they are computed side by side
+      uint64_t weight[4];  // all four are computed side by side
 #pragma unroll
       for (int j = 0; j < 4; ++j) weight[j] = weights_(l[j]);
 #pragma unroll
@@ -247,7 +249,8 @@ class CutSearch {
   }
 
   // After the first Narrow(): copies the logits that are left to a part of the bins that the next
-  // ones do not use, if there is room. They may be few, and then the next have little to do.
+  // ones do not use, if there is room. They may be few, and then the next calls have little to
+  // do.
   __device__ void Compact() {
     constexpr int kRoom = 2 * (kBins - (1 << kLaterBits));
     float* list = reinterpret_cast<float*>(memory_.bins + (1 << kLaterBits));
@@ -272,21 +275,21 @@ class CutSearch {
     source_within_ = KeepAll();
   }
 
-  // After the first Narrow(): whether the token may be in front of the cut, or is in the bin in
-  // which the cut is.
+  // After the first Narrow(): returns true if the token may be before the cut, or is in the bin
+  // that has the cut.
   __device__ bool MayKeep(float l, int id) const {
     return static_cast<int>(weights_.FirstBin(l)) >= first_bin_ && within_.Keeps(l, id);
   }
   __device__ bool IsLeft(float l, int id) const { return IsLeft(l) && within_.Keeps(l, id); }
   __device__ uint64_t goal() const { return goal_; }
-  // What the tokens better than all that are left weigh.
+  // Returns the weight of the tokens better than all that are left.
   __device__ uint64_t before() const { return before_; }
 
   __device__ Cut Finish() {
     Cut cut = {FloatOf(prefix_), INT_MAX};
     if (cut.logit == within_.logit) cut.last_id = within_.last_id;
     const uint64_t each = weights_(cut.logit);
-    const uint64_t wanted = (goal_ - before_ + each - 1) / each;  // of the equals
+    const uint64_t wanted = (goal_ - before_ + each - 1) / each;  // number of equal tokens to keep
     if (wanted * each == memory_.found.sum) return cut;
     const Slice::Run run = slice_.Mine();
     const auto equals = [&](int i) {
@@ -333,10 +336,10 @@ class CutSearch {
   const Slice slice_;
   const Cut within_;
   const Weights weights_;
-  Slice source_;  // what Narrow() reads: the slice, or what is left of it
+  Slice source_;  // the logits that Narrow() reads: the slice, or the part of it that is left
   Cut source_within_;
-  // What is known of the logit where the goal is reached: its first bin, and its key's bits from
-  // known_ up.
+  // The known part of the logit at which the goal is reached: its first bin, and its key's bits
+  // from known_ up.
   int first_bin_ = -1;
   uint32_t prefix_ = 0;
   int known_ = 32;

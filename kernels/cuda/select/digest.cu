@@ -1,12 +1,13 @@
-// Quest's digests: the least and the largest of each element of K over a block's tokens.
+// Quest's digests: the least and the largest value of each element of K over a block's tokens.
 //
-// A warp makes the digest of one (block, KV head): lanes take 16 bytes of a key each, several keys
-// at a time, and 8 such loads are under way in every lane.
+// A warp makes the digest of one (block, KV head). Lanes take 16 bytes of a key each, several
+// keys at a time, and 8 such loads are under way in every lane.
 //
-// Moves a block's keys, block_tokens * head_dim elements, and writes two rows of head_dim. Decode
-// rows: 8 KB a (row, KV head) of Qwen3-14B, 0.7 MB for 10 rows: one memory latency, 2.5 us measured
-// on an H200. A whole prompt of 64K comes over the link once, 134 MB a layer: floor 2.44 ms at 55
-// GB/s, measured 2.61; a grid of kBulkBlocks a (row, KV head) has some MB under way.
+// The kernel moves a block's keys, block_tokens * head_dim elements, and writes two rows of
+// head_dim. Decode rows: 8 KB a (row, KV head) of Qwen3-14B, 0.7 MB for 10 rows: one memory
+// latency, 2.5 us measured on an H200. A whole prompt of 64K comes over the link once, 134 MB a
+// layer: the floor is 2.44 ms at 55 GB/s, measured 2.61. A grid of kBulkBlocks a (row, KV head)
+// has some MB under way.
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/launch.h"
 #include "kernels/cuda/common/paged_rows.cuh"
@@ -19,7 +20,7 @@ constexpr int kBulkBlocks = 16;
 constexpr int kAtOnce = 8;
 
 // The elements in 16 bytes of a row: four floats, or four pairs of bf16. Least and largest are
-// exact (denormals too), and leave a NaN out.
+// exact (denormals too), and ignore NaNs.
 template <typename T>
 struct Piece;
 
@@ -73,7 +74,7 @@ __device__ uint4 FromLane(const uint4& v, int lane) {
 template <typename T>
 __device__ void DigestBlock(const T* keys, int tokens, int dim, T* out) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int pieces = dim * static_cast<int>(sizeof(T)) / 16;  // of a key
+  const int pieces = dim * static_cast<int>(sizeof(T)) / 16;  // pieces of a key
   const auto* from = reinterpret_cast<const uint4*>(keys);
   auto* to = reinterpret_cast<uint4*>(out);
   for (int first = 0; first < pieces; first += 32) {
@@ -86,7 +87,7 @@ __device__ void DigestBlock(const T* keys, int tokens, int dim, T* out) {
     for (int begin = lane / columns; begin < tokens; begin += kAtOnce * keys_at_once) {
       uint4 v[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {  // a key may be taken in twice
+      for (int i = 0; i < kAtOnce; ++i) {  // a key may be taken twice
         const int token = min(begin + i * keys_at_once, tokens - 1);
         v[i] = from[token * pieces + first + column];
       }
@@ -97,7 +98,7 @@ __device__ void DigestBlock(const T* keys, int tokens, int dim, T* out) {
       }
     }
     __syncwarp();
-    // What the lanes of one column have, to the first of them.
+    // Reduces the values of all lanes of one column into the first of them.
     for (int i = 1; i < keys_at_once; ++i) {
       KeepLeast<T>(least, FromLane(least, i * columns + column));
       KeepLargest<T>(largest, FromLane(largest, i * columns + column));

@@ -1,26 +1,28 @@
-// Quest's bounds of blocks: a digest row [least, largest] times the query's negative elements, then
-// its positive ones: one dot product for each query head.
+// Quest's bounds of blocks: a digest row [least, largest] times the query's negative elements,
+// then its positive ones, which is one dot product for each query head.
 //
-// Moves each digest row once for all query heads of its group, 4 * head_dim bytes: 84 MB for 10
-// rows of Qwen3-14B at 64K (8 KV heads, 2,048 blocks), floor 17.5 us at 4.8 TB/s, 20.4 us at the
-// 4.1 TB/s at which an H200 reads as many. In float32 that is 210 M multiplications beside twice as
-// many instructions to convert and to add up, more than the time of the bytes; on tensor cores it
-// is little. Measured on an H200: 26.2 us, 78 % of reads, of which some 5 are the way to the first
-// row (1 row: 7.0 us); beside a product that reads 356 MB it adds 25 us to it, top-k included,
-// which is its bytes at the product's own rate.
+// The kernel moves each digest row once for all query heads of its group, 4 * head_dim bytes: 84
+// MB for 10 rows of Qwen3-14B at 64K (8 KV heads, 2,048 blocks). The floor is 17.5 us at 4.8
+// TB/s, and 20.4 us at the 4.1 TB/s at which an H200 reads as many bytes. In float32 that is 210
+// M multiplications beside twice as many instructions to convert and to add up, more than the
+// time of the bytes; on tensor cores it is little. Measured on an H200: 26.2 us, 78 % of reads,
+// of which some 5 are the way to the first row (1 row: 7.0 us). Beside a product that reads 356
+// MB it adds 25 us to it, top-k included, which is the time of its bytes at the product's own
+// rate.
 //
 // The kernel runs beside products that fill the machine, and so is small: 128 threads of 128
-// registers and 16 KB of shared memory fit beside three blocks of them. What is under way to
-// registers passes the L1 cache, so the split of an SM's memory is left to the driver.
+// registers and 16 KB of shared memory fit beside three blocks of a product. Loads that are under
+// way to registers bypass L1, so the split of an SM's memory is left to the driver.
 //
-// The A operand of a tensor-core tile is 16 digest rows, straight from memory: a lane loads 16
-// bytes of two rows at a time, which are 2 of its elements in each of 4 places of k, and what place
-// an element has does not matter as long as the queries, the B operand, have it in the same.
-// Columns are 8 query heads; a query is the sum of two bf16, 16 bits of it, as in
+// The A operand of a tensor-core tile is 16 digest rows, straight from memory. A lane loads 16
+// bytes of two rows at a time, which are 2 of its elements in each of 4 positions of k. The
+// position of an element does not matter as long as the queries, the B operand, have it in the
+// same one. Columns are 8 query heads. A query is the sum of two bf16, 16 bits of it, as in
 // attention_decode.cuh.
 //
-// Work is tiles of 16 rows of one list. Blocks take equal runs of the tiles of all lists, and their
-// warps every fourth tile: each score is a chain of its own, whoever computes it.
+// Work is divided into tiles of 16 rows of one list. Blocks take equal runs of the tiles of all
+// lists, and their warps every fourth tile. Each score is a chain of its own, whichever block
+// computes it.
 #include <algorithm>
 
 #include "kernels/cuda/common/attention_tile.cuh"
@@ -31,7 +33,7 @@
 namespace sluice::kernels::cuda {
 namespace {
 
-// One row and KV head's digests, element by element: any shape.
+// The digests of one row and KV head, element by element, in any shape.
 template <typename T>
 struct DigestRows {
   using Params = DigestScoresParams;
@@ -67,12 +69,13 @@ constexpr int kBlocksPerSm = 4;
 constexpr int kSegment = 32;  // elements of a row that four lanes load at a time: 64 bytes
 constexpr int kMaxShared = 48 << 10;
 
-// B operands of 8 heads of the group, 32 lanes for each 16 places of k: upper parts, lower parts.
+// B operands of 8 heads of the group, 32 lanes for each 16 positions of k: upper parts, lower
+// parts.
 template <int segments>
 __device__ void PutQueries(const float* q, int heads, int dim, float scale, uint4* queries) {
-  constexpr int kSteps = 2 * segments * 32 / kThreads;  // of a thread
+  constexpr int kSteps = 2 * segments * 32 / kThreads;  // steps of a thread
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  float v[kSteps][4];  // all loads are on their way before the first is used
+  float v[kSteps][4];  // all loads start before the first is used
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
     const int step = i * kWarps + warp;
@@ -98,7 +101,8 @@ __device__ void PutQueries(const float* q, int heads, int dim, float scale, uint
   }
 }
 
-// 16 bytes that this kernel reads once. Not .nc: an earlier kernel may write them while this waits.
+// Loads 16 bytes that this kernel reads once. The load is not .nc: an earlier kernel may write
+// them while this one waits.
 __device__ __forceinline__ uint4 LoadOnce(const unsigned char* from) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -112,8 +116,8 @@ template <int segments>
 struct DigestTile {
   uint4 upper[segments], lower[segments];
 
-  // Of blocks [16 tile, 16 tile + 16); those from `units` on are the last one before, and count
-  // nowhere. REQUIRES: units > 0.
+  // Loads blocks [16 tile, 16 tile + 16). Blocks from `units` on repeat the last one before, and
+  // count nowhere. REQUIRES: units > 0.
   __device__ __forceinline__ void Load(const PagedRows& digests, int slot, int kv_head, int units,
                                        int tile) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -129,7 +133,8 @@ struct DigestTile {
     }
   }
 
-  // scores[0, 1]: of row lane / 4 and heads lane % 4 * 2 and the next; [2, 3]: of the other row.
+  // Computes scores[0, 1] for row lane / 4 and heads lane % 4 * 2 and the next, and scores[2, 3]
+  // for the other row.
   __device__ __forceinline__ void Score(const uint4* queries, float (&scores)[4]) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     float even[4] = {}, odd[4] = {}, low_even[4] = {}, low_odd[4] = {};
@@ -148,7 +153,7 @@ struct DigestTile {
   }
 };
 
-// Writes the scores of the blocks of a tile that was loaded, and -inf for the newest.
+// Writes the scores of the blocks of a tile that was loaded, and -inf for the newest block.
 template <int segments>
 __device__ __forceinline__ void ScoreTile(const DigestScoresParams& p,
                                           const DigestTile<segments>& digests, int units, int tile,
@@ -176,7 +181,7 @@ __device__ __forceinline__ void ScoreTile(const DigestScoresParams& p,
   if (lower <= units) scores[lower] = lower < units ? lower_score : -INFINITY;
 }
 
-// A list, and the first of its tiles that are this block's.
+// A list, and the first of its tiles that belong to this block.
 struct ListPart {
   int slot, kv_head, units, tile;
   const float* q;
@@ -194,8 +199,9 @@ __device__ ListPart PartAt(const DigestScoresParams& p, const Walk& walk) {
           p.scores + (int64_t{walk.row} * p.digests.kv_heads + walk.kv_head) * p.score_stride};
 }
 
-// bf16 digests of head_dim 16 * segments. Two lists at a time: for most blocks all that they have.
-// Shared: queries, [2][ceil(group / 8)][2 * segments][32].
+// The kernel for bf16 digests of head_dim 16 * segments. It takes two lists at a time, which for
+// most blocks are all that they have. Shared memory: queries, [2][ceil(group / 8)][2 *
+// segments][32].
 template <int segments>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     DigestScoresKernel(const __grid_constant__ DigestScoresParams p) {
@@ -206,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int group = p.heads / p.digests.kv_heads, dim = p.digests.dim / 2;
   const int list_operands = (group + kTileHeads - 1) / kTileHeads * 64 * segments;
-  // A list has a tile for every 16 blocks that it scores, the newest included.
+  // A list has a tile for every 16 blocks that it scores, including the newest.
   const auto tiles_at = [&p](int position) { return position / p.block_tokens / kTileRows + 1; };
   TileWalk walk(p, p.digests.kv_heads, tiles_at);
   walk.Start();
@@ -228,7 +234,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                      part.tile + i - (i < of_first ? 0 : of_first));
       }
     };
-    DigestTile<segments> digests;  // on its way while the queries come
+    DigestTile<segments> digests;  // loads while the queries come
     int i = warp;
     if (i < count) load(digests, i);
     for (int list = 0; list < (count > of_first ? 2 : 1); ++list) {
@@ -247,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     }
     if (walk.left == walk.Last() - walk.tile) return;
     walk.NextList();
-    __syncthreads();  // before other lists take these ones' place
+    __syncthreads();  // before other lists overwrite these
   }
 }
 

@@ -1,6 +1,6 @@
-// Scores of units from all of their keys: the oracle's. Reads every key of a row once (twice for
-// sums of softmax), over the link where the cache is the home: what an oracle costs is nobody's
-// floor.
+// Scores of units from all of their keys, for the oracle. The kernel reads every key of a row
+// once (twice for sums of softmax), over the link if the cache is the home. The oracle has no
+// floor to hold it against.
 #include "kernels/cuda/common/launch.h"
 #include "kernels/cuda/select/group_scores.cuh"
 

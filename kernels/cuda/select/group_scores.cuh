@@ -1,15 +1,15 @@
-// Scores of units for every shape of the contracts, in float32: a warp scores one unit at a time
-// for all query heads of a group, and reduces them to one. It is for shapes that no served model of
-// size has, for the oracle, and for sums of softmax; digest_scores.cu has the fast form.
+// Scores of units for every shape of the contracts, in float32. A warp scores one unit at a time
+// for all query heads of a group, and reduces the scores to one. This serves shapes that no large
+// served model has, the oracle, and sums of softmax; digest_scores.cu has the fast form.
 //
 // A `Source` says what a unit's scores are:
-//   Params                           the operator's
+//   Params                           the operator's params
 //   RowDim(params), KvHeads(params)  floats of a query as Score() takes it; KV heads
 //   Source(params, row, kv_head)
-//   Units()                          that have scores; -1 for a padded row
-//   PutQuery(head, to)               a head of the group's query, scaled; by the whole block
-//   Score(queries, count, unit)      by a warp: in lane i < count the score of head i of `queries`
-//   Finish(scores)                   by one thread: what else the list gets
+//   Units()                          number of units that have scores; -1 for a padded row
+//   PutQuery(head, to)               puts a head of the group's query, scaled; called by the block
+//   Score(queries, count, unit)      gives lane i < count the score of head i; called by a warp
+//   Finish(scores)                   adds the list's other scores; called by one thread
 //
 // Bits: a head's score of a unit is a chain of its own, and the sums of a softmax are those of 32
 // warps, each over every 32nd unit, added in order.
@@ -27,7 +27,7 @@ inline constexpr int kScoreParts = 8;  // blocks that share a list; for a softma
 inline constexpr int kMaxScoreRowDim = 512;
 inline constexpr int kMaxScoreShared = 200 << 10;  // bytes
 
-// The largest and the sum of exp(x - largest) of what was added, in order.
+// The largest of the added values, and the sum of exp(x - largest), added in order.
 struct RunningSum {
   float largest, sum;
 
@@ -51,7 +51,8 @@ __device__ __forceinline__ float LargestOfLanes(float x) {
   return x;
 }
 
-// Two scores of neighbouring heads, and those of the other lanes with the same row, as one.
+// Reduces two scores of neighbouring heads, and those of the other lanes with the same row, to
+// one.
 __device__ __forceinline__ float ReduceHeads(float a, float b, int head, int group, bool largest) {
   if (largest) {
     float x = fmaxf(head < group ? a : -INFINITY, head + 1 < group ? b : -INFINITY);
@@ -72,11 +73,12 @@ __device__ __forceinline__ float4 LoadFour(const __nv_bfloat16* x) {
           __uint_as_float(v.y << 16), __uint_as_float(v.y & 0xffff0000u)};
 }
 
-// In lane i < count the dot product of queries[i] and `row`, of `dim` <= kMaxScoreRowDim elements,
-// a multiple of 4 at aligned addresses; in other lanes -inf. count <= 32.
+// Returns in lane i < count the dot product of queries[i] and `row`, and in other lanes -inf. The
+// rows have `dim` <= kMaxScoreRowDim elements, a multiple of 4, at aligned addresses. REQUIRES:
+// count <= 32.
 template <typename T>
 __device__ float Dots(const float* queries, int count, const T* row, int dim) {
-  constexpr int kFours = kMaxScoreRowDim / 128;  // of a lane
+  constexpr int kFours = kMaxScoreRowDim / 128;  // fours of a lane
   const int lane = static_cast<int>(threadIdx.x) % 32;
   float4 x[kFours];
 #pragma unroll
@@ -105,7 +107,7 @@ __device__ float Dots(const float* queries, int count, const T* row, int dim) {
 }
 
 // Writes log(sum of exp) over all units of every head of the group to `lse`. All blocks of a
-// cluster of kScoreParts call it; `sums` lies at the same place in each.
+// cluster of kScoreParts call it. `sums` lies at the same address in each.
 template <class Source>
 __device__ void SoftmaxSums(const Source& source, const float* queries, int dim, int group,
                             float* lse, RunningSum (*sums)[32]) {
@@ -132,7 +134,7 @@ __device__ void SoftmaxSums(const Source& source, const float* queries, int dim,
   }
 }
 
-// Grid: (kScoreParts, KV heads, rows). Shared: queries [group][RowDim], lse [group].
+// Grid: (kScoreParts, KV heads, rows). Shared memory: queries [group][RowDim], lse [group].
 template <class Source>
 __global__ void __launch_bounds__(32 * kScoreWarps)
     GroupScores(const __grid_constant__ typename Source::Params p) {
@@ -171,7 +173,8 @@ __global__ void __launch_bounds__(32 * kScoreWarps)
   if (blockIdx.x == 0 && threadIdx.x == 0) source.Finish(scores);
 }
 
-// cudaErrorInvalidValue: the group's queries have no room. REQUIRES: p.rows > 0.
+// Launches the kernel. Returns cudaErrorInvalidValue if the group's queries do not fit in shared
+// memory. REQUIRES: p.rows > 0.
 template <class Source>
 cudaError_t LaunchGroupScores(const typename Source::Params& p, cudaStream_t stream) {
   const int kv_heads = Source::KvHeads(p), group = p.heads / kv_heads;

@@ -1,8 +1,8 @@
-// IndexLogits of any form: a warp to a key, head by head. For the forms of exactness tests, and
-// packed shapes that tensor cores do not take (index_logits_tiles.cu has the others).
+// IndexLogits in any form: a warp takes a key, head by head. It serves the forms of exactness
+// tests, and packed shapes that tensor cores do not take (index_logits_tiles.cu has the others).
 //
-// Moves the keys once for each row, q and weights from the L1 cache. Bound by its instructions: 64
-// heads take some 800 of a warp for each key.
+// The kernel moves the keys once for each row, and reads q and weights from L1. It is bound by
+// its instructions: 64 heads take some 800 of a warp for each key.
 #include "kernels/cuda/select/index_logits.h"
 
 #include "kernels/cuda/common/launch.cuh"
@@ -16,7 +16,7 @@ constexpr int kWarps = 8;
 constexpr int kMaxBlocksOfRow = 512;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// Elements [4 * lane, 4 * lane + 4) of a row of 128.
+// Returns elements [4 * lane, 4 * lane + 4) of a row of 128.
 __device__ __forceinline__ float4 LaneElements(const void* row, DType type) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (type == DType::kFloat32) return static_cast<const float4*>(row)[lane];

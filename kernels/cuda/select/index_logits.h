@@ -7,8 +7,8 @@
 
 namespace sluice::kernels::cuda {
 
-// Packed keys on tensor cores: at most kIndexTileHeads heads, blocks of kIndexTileTokens tokens or
-// parts or multiples of them.
+// Limits for packed keys on tensor cores: at most kIndexTileHeads heads, and blocks of
+// kIndexTileTokens tokens or parts or multiples of them.
 inline constexpr int kIndexTileTokens = 64;
 inline constexpr int kIndexTileHeads = 64;
 bool FitsIndexTiles(const IndexLogitsParams& params);

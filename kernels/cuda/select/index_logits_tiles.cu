@@ -1,18 +1,18 @@
 // IndexLogits of packed keys on tensor cores.
 //
-// Moves each key once for each row, 132 bytes of it, and writes 4: 554 MB for 32 rows of 128K, 132
-// us at the 4.2 TB/s at which an H200 reads as many. Its products are 69 GFLOP there, 35 us of the
-// fp8 tensor cores', and a relu, a multiplication and an addition for each head and key, some 20
-// us of the others; all three run beneath the reads. Measured on an H200: 146 us, 85 % of plain
-// reads; the keys of one row of 32K 5.2 us.
+// The kernel moves each key once for each row, 132 bytes of it, and writes 4: 554 MB for 32 rows
+// of 128K, 132 us at the 4.2 TB/s at which an H200 reads as many bytes. Its products are 69 GFLOP
+// there, 35 us of the fp8 tensor cores. A relu, a multiplication and an addition for each head
+// and key take some 20 us of the CUDA cores. All three run beneath the reads. Measured on an
+// H200: 146 us, 85 % of plain reads; the keys of one row of 32K 5.2 us.
 //
 // A tile is 64 keys. Four warps in turn ask for keys and scales as far ahead as there are stages
-// (one alone is too slow: it takes 400 cycles for what lies in one page); the copy engine puts keys
-// where wgmma wants its A operand, the 64 heads of the query being B. Tiles go to the warpgroups in
-// turn, so that one's products run beneath the others' sums over heads. The order of a sum: heads 8
-// j + 2 c and 8 j + 2 c + 1 in order of j, for c < 4, then c by pairs. Fewer heads are zeros behind
-// the last one. Blocks, one to a multiprocessor that is not to be spared, take equal runs of the
-// tiles of all rows.
+// (one warp alone is too slow: it takes 400 cycles for the keys of one page). The copy engine
+// puts keys where wgmma expects its A operand; the 64 heads of the query are B. Tiles go to the
+// warpgroups in turn, so that one's products run beneath the others' sums over heads. The order
+// of a sum: heads 8 j + 2 c and 8 j + 2 c + 1 in order of j, for c < 4, then c by pairs. If there
+// are fewer heads, zeros follow the last one. Blocks, one to a multiprocessor that is not spared,
+// take equal runs of the tiles of all rows.
 #include <cuda.h>
 
 #include "kernels/cuda/common/launch.cuh"
@@ -34,7 +34,7 @@ constexpr int kKeyBytes = kTokens * kIndexDim;
 constexpr int kQueryBytes = kHeads * kIndexDim;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// In shared memory, from a multiple of 1,024 on.
+// Shared memory, from a multiple of 1,024 on.
 struct Memory {
   unsigned char keys[kStages][kKeyBytes];
   unsigned char queries[2][kQueryBytes];
@@ -49,27 +49,27 @@ struct Tiles {
 };
 using Walk = TileWalk<Tiles>;
 
-// What walks through the stages of the ring: the number of the tile, counted by the block.
+// The stage of the ring that a warp is at: the number of the tile, counted by the block.
 struct Stage {
   __device__ explicit Stage(uint32_t tile) : index(tile % kStages), phase(tile / kStages % 2) {}
   uint32_t index, phase;
 };
 
-// A warp: asks for what every kLoaders-th of the block's tiles needs, in order.
+// A loader warp's work: it asks for the data of every kLoaders-th of the block's tiles, in order.
 __device__ __forceinline__ void LoadTiles(const IndexLogitsParams& p, const CUtensorMap* keys,
                                           const CUtensorMap* queries, Walk& walk, Memory& memory) {
   const PagedIndexKeys& c = p.cache;
   const uint32_t loader = threadIdx.x / 32 - 4 * kGroups;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int piece = min(c.block_tokens, kTokens);  // tokens of a copy
-  const int pieces = kTokens / piece;              // of a tile
+  const int pieces = kTokens / piece;              // copies of a tile
   uint32_t before = 0;                             // tiles of the block's parts so far
   for (uint32_t part = 0;; ++part) {
     const uint32_t buffer = part % 2;
     if (lane == 0) {
-      // Every warp waits for each part and says that it has, whoever asks: a parity tells a phase
-      // from its neighbours alone, and with short rows a warp that owes nothing could be four parts
-      // ahead, or behind.
+      // Every loader warp waits for each part and arrives for it, whichever warp loads the query.
+      // A parity tells a phase from its neighbours alone, and with short rows a warp that loads
+      // no query could otherwise be four parts ahead, or behind.
       WaitBarrier(SharedAddress(&memory.query_empty[buffer]), part / 2 % 2 ^ 1);
       Arrive(SharedAddress(&memory.query_empty[buffer]));
       if (loader == part % kLoaders) {
@@ -79,12 +79,13 @@ __device__ __forceinline__ void LoadTiles(const IndexLogitsParams& p, const CUte
       }
     }
     __syncwarp();
-    const int count = walk.Last() - walk.tile;  // tiles
+    const int count = walk.Last() - walk.tile;  // number of tiles
     const int end = walk.position / piece + 1;  // pieces that the row has
     const int32_t* const table = c.block_table + walk.slot * c.table_stride;
-    // A lane each: pieces of this warp's next 32 / pieces tiles.
+    // Each lane takes one piece of this warp's next 32 / pieces tiles.
     const int tiles_at_once = 32 / pieces;
-    const auto mine = static_cast<int>((loader - before) % kLoaders);  // the first of its tiles
+    // the first of this warp's tiles
+    const auto mine = static_cast<int>((loader - before) % kLoaders);
     for (int first = mine; first < count; first += tiles_at_once * kLoaders) {
       const int of_lane = (walk.tile + first + lane / pieces * kLoaders) * pieces + lane % pieces;
       const bool is_there = first + lane / pieces * kLoaders < count && of_lane < end;
@@ -119,7 +120,8 @@ __device__ __forceinline__ void LoadTiles(const IndexLogitsParams& p, const CUte
   }
 }
 
-// sum_h weights[h] * max(products[..][h], 0) of this thread's rows, by the four threads of a row.
+// Returns sum_h weights[h] * max(products[..][h], 0) of this thread's rows, added up by the four
+// threads of a row.
 __device__ __forceinline__ float2 SumHeads(const float (&products)[32],
                                            const float (&weights)[16]) {
   float upper = 0, lower = 0;
@@ -139,7 +141,7 @@ __device__ __forceinline__ float2 SumHeads(const float (&products)[32],
   return {upper, lower};
 }
 
-// A warpgroup: every kGroups-th tile of the block.
+// A warpgroup's work: every kGroups-th tile of the block.
 __device__ __forceinline__ void ScoreTiles(const IndexLogitsParams& p, Walk& walk, Memory& memory) {
   const uint32_t group = threadIdx.x / 128;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -240,7 +242,7 @@ cudaError_t LaunchIndexTiles(const IndexLogitsParams& p, cudaStream_t stream) {
       IndexTilesKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error == cudaSuccess) error = roomy;
   CUtensorMap keys, queries;
-  // Page numbers are trusted: the host does not know how many there are.
+  // Page numbers are trusted: the host does not know how many pages there are.
   constexpr int64_t kAnyPages = INT32_MAX;
   if (error == cudaSuccess) {
     error = MakeByteTileMap(p.cache.base, kAnyPages, p.cache.page_bytes, p.cache.block_tokens,

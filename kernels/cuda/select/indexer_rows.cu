@@ -1,5 +1,5 @@
-// The indexer's keys and queries: norm, half-split RoPE, Hadamard transform, rounding. A warp holds
-// the 128 elements of a row's head, four neighbours a lane.
+// The indexer's keys and queries: norm, half-split RoPE, Hadamard transform, rounding. A warp
+// holds the 128 elements of a row's head, four neighbours a lane.
 #include <cstdint>
 
 #include "kernels/cuda/common/launch.cuh"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr unsigned kAll = 0xFFFFFFFFu;
 constexpr int kWarpSize = 32;
-constexpr int kPerBlock = 4;     // warps
+constexpr int kPerBlock = 4;     // warps per block
 constexpr int kMaxRows = 65535;  // the grid's y has 16 bits
 constexpr int kRopeDimStep = 8;  // so that a lane's partners are all in one lane
 constexpr float kHadamardScale = 0.08838834764831845f;  // 128^-1/2
@@ -23,7 +23,8 @@ __device__ __forceinline__ float4 Shuffled(float4 v, int lane) {
           __shfl_sync(kAll, v.w, lane)};
 }
 
-// Element i with element i + rope_dim / 2, for i < rope_dim / 2. `turns`: the row's cos and sin.
+// Rotates element i with element i + rope_dim / 2, for i < rope_dim / 2. `turns` holds the row's
+// cos and sin.
 __device__ __forceinline__ float4 Rope(float4 v, const float* turns, int rope_dim) {
   const int lane = threadIdx.x % kWarpSize;
   const int half = rope_dim / kRopeDimStep;  // in lanes
@@ -37,7 +38,7 @@ __device__ __forceinline__ float4 Rope(float4 v, const float* turns, int rope_di
           v.z * b.x + sign * (other.z * b.y), v.w * b.z + sign * (other.w * b.w)};
 }
 
-// The Walsh-Hadamard transform of 128, scaled by 128^-1/2.
+// Applies the Walsh-Hadamard transform of 128, scaled by 128^-1/2.
 __device__ __forceinline__ float4 Hadamard(float4 v) {
   v = {v.x + v.y, v.x - v.y, v.z + v.w, v.z - v.w};
   v = {v.x + v.z, v.y + v.w, v.x - v.z, v.y - v.w};
@@ -51,9 +52,9 @@ __device__ __forceinline__ float4 Hadamard(float4 v) {
   return {v.x * kHadamardScale, v.y * kHadamardScale, v.z * kHadamardScale, v.w * kHadamardScale};
 }
 
-// One warp per row. Moves 512 bytes in and 132 out a row (twice with `written`): the launch is what
-// it costs. Measured (H200, packed, launches one after the other in a graph): 1.8 us at 1 row, 1.9
-// at 64, 2.0 at 512.
+// One warp handles one row. The kernel moves 512 bytes in and 132 out a row (twice with
+// `written`), so its cost is that of the launch. Measured (H200, packed, launches one after the
+// other in a graph): 1.8 us at 1 row, 1.9 at 64, 2.0 at 512.
 __global__ void __launch_bounds__(kPerBlock* kWarpSize)
     IndexAppendKernel(IndexAppendParams p, bool aligned) {
   LetNextKernelStart();
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kPerBlock* kWarpSize)
   const float4 weight = Load4(p.norm_weight, i, kIndexDim, aligned);
   const float4 bias = Load4(p.norm_bias, i, kIndexDim, aligned);
   WaitForPriorKernels();
-  if (slot < 0) return;  // of the whole warp
+  if (slot < 0) return;  // true for the whole warp
 
   float4 x = Load4(p.k + row * p.k_stride, i, kIndexDim, aligned);
   const float mean = WarpSum((x.x + x.y) + (x.z + x.w)) / kIndexDim;
@@ -103,9 +104,9 @@ __global__ void __launch_bounds__(kPerBlock* kWarpSize)
   }
 }
 
-// One warp per (row, head); blocks are (ceil(heads / 4), rows). Moves 512 bytes in and 132 out a
-// head: at 64 heads 41 KB a row. Measured (H200, as above, 64 heads): 1.4 us at 1 row, 2.6 at
-// 64, 10.5 at 512, whose 21 MB take 5 us.
+// One warp handles one (row, head); the grid is (ceil(heads / 4), rows). The kernel moves 512
+// bytes in and 132 out a head: at 64 heads 41 KB a row. Measured (H200, as above, 64 heads): 1.4
+// us at 1 row, 2.6 at 64, 10.5 at 512, whose 21 MB take 5 us.
 __global__ void __launch_bounds__(kPerBlock* kWarpSize) IndexQueryKernel(IndexQueryParams p) {
   LetNextKernelStart();
   WaitForPriorKernels();

@@ -1,10 +1,10 @@
-// HGCA's moving average of attention weights. Reads K of the lists' tokens once, 2 * head_dim bytes
-// each with a bf16 cache, and reads and writes 4 bytes of average; floor: those bytes over the
-// GPU's read rate, or the L2 cache's where attention has just read them.
-// Measured on an H200, 40/8 heads of 128, 80 lists of 512 tokens (sluice-sparse-attention-bench):
-// 10.9 us out of HBM, 9.4 us after the attention over the same lists; the bytes take 3 us.
-// Not traced; it is a chain of lookups (place, page, key, average), each waiting for the one
-// before.
+// HGCA's moving average of attention weights. It reads K of the lists' tokens once, 2 * head_dim
+// bytes each with a bf16 cache, and reads and writes 4 bytes of average. Floor: those bytes over
+// the GPU's read rate, or the L2 cache's if attention has just read them. Measured on an H200,
+// 40/8 heads of 128, 80 lists of 512 tokens (sluice-sparse-attention-bench): 10.9 us out of HBM,
+// 9.4 us after the attention over the same lists; the bytes take 3 us. The difference has not
+// been traced. The kernel is a chain of lookups (place, page, key, average), each waiting for the
+// one before.
 #include "kernels/cuda/common/attention_tile.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/launch.h"
@@ -13,8 +13,8 @@ namespace sluice::kernels::cuda {
 namespace {
 
 constexpr int kWarps = 4;
-constexpr int kLanes = 8;   // of a warp, to a token
-constexpr int kTokens = 2;  // of a thread
+constexpr int kLanes = 8;   // lanes of a warp for each token
+constexpr int kTokens = 2;  // tokens of a thread
 constexpr int kPiece = 8;   // elements that a thread takes of a key at a time
 constexpr int kHeads = 8;   // query heads at a time
 constexpr int kWarpTokens = 32 / kLanes * kTokens;
@@ -37,7 +37,8 @@ __device__ void LoadPiece(const __nv_bfloat16* from, float (&to)[kPiece]) {
   }
 }
 
-// Where a list token's key begins, in elements of the cache, and its average, in bytes.
+// Where a list token's key begins, in elements of the cache, and where its average lies, in
+// bytes.
 struct TokenPlace {
   int64_t key;
   int64_t average;
@@ -45,8 +46,8 @@ struct TokenPlace {
   bool own;     // it is the row's own token
 };
 
-// Token v of the list. What depends on nothing is loaded first, then what depends on that; numbers
-// fit 32 bits, whose divisions are short.
+// Finds token v of the list. Loads that depend on nothing come first, then the loads that depend
+// on those. Numbers fit 32 bits, whose divisions are short.
 __device__ TokenPlace Find(const MovingAverageParams& p, int row, int kv_head, unsigned v) {
   const PagedCache& c = p.cache;
   const PagedRows& a = p.average;
@@ -79,8 +80,9 @@ __device__ TokenPlace Find(const MovingAverageParams& p, int row, int kv_head, u
   return found;
 }
 
-// Blocks are (list, kBlockTokens of its tokens). Lane l < kWarpTokens of a warp looks up token l of
-// the warp's; eight lanes share kTokens of them, and a lane takes every eighth piece of their keys.
+// The grid is (list, kBlockTokens of its tokens). Lane l < kWarpTokens of a warp looks up token l
+// of the warp's. Eight lanes share kTokens of them, and each lane takes every eighth piece of
+// their keys.
 template <typename T>
 __global__ void __launch_bounds__(32 * kWarps)
     MovingAverageKernel(const __grid_constant__ MovingAverageParams p) {
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const unsigned counted = __ballot_sync(0xffffffffu, mine.counts);
   if (counted == 0) return;
 
-  // A token that does not count has the key of one that does, and is dropped.
+  // A token that does not count uses the key of one that does, and is dropped.
   const int64_t some_key = __shfl_sync(0xffffffffu, mine.key, __ffs(static_cast<int>(counted)) - 1);
   const T* key[kTokens];
 #pragma unroll
@@ -144,7 +146,8 @@ __global__ void __launch_bounds__(32 * kWarps)
       }
     }
   }
-  // The eight lanes of a token all have its weight; the lane that looked it up takes it from one.
+  // The eight lanes of a token all have its weight. The lane that looked it up takes it from one
+  // of them.
   float weight = 0;
 #pragma unroll
   for (int t = 0; t < kTokens; ++t) {

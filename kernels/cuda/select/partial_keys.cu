@@ -1,13 +1,13 @@
-// InfiniGen's partial keys: keys times a projection of few columns, for a step's new token or, once
-// per sequence, for all that its home has.
+// InfiniGen's partial keys: keys times a projection of few columns, for a step's new token or,
+// once per sequence, for all tokens that its home has.
 //
-// Bytes, in bulk: the keys once, over the link where the home is (134 MB a layer for 64K tokens of
-// 8 KV heads of 128: 2.4 ms at 55 GB/s, 96 ms for 40 layers), 0.3 of it to HBM for a rank of 38.
-// Its arithmetic, 2.5 G multiplications a layer, is hidden beneath that by 32 blocks. A step's row
-// moves nothing to speak of; the projection, 19 KB a head, is read before the row is there.
+// Bytes, in bulk: the keys once, over the link where the home is (134 MB a layer for 64K tokens
+// of 8 KV heads of 128: 2.4 ms at 55 GB/s, 96 ms for 40 layers), and 0.3 of it to HBM for a rank
+// of 38. The arithmetic, 2.5 G multiplications a layer, is hidden beneath that by 32 blocks. A
+// step's row moves very little; the projection, 19 KB a head, is read before the row is there.
 //
 // A block has a KV head and up to 64 columns of its projection, in shared memory, and takes every
-// n-th tile of 32 tokens of a row; the next tile's keys are on their way while it multiplies. An
+// n-th tile of 32 tokens of a row. The next tile's keys are on their way while it multiplies. An
 // element is one chain over the elements of the key, wherever its token is.
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/launch.h"
@@ -19,15 +19,15 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kTileTokens = 32;
-constexpr int kMaxColumns = 64;  // of a block; a thread has 2 tokens and 4 of them
+constexpr int kMaxColumns = 64;  // columns of a block; a thread has 2 tokens and 4 columns
 constexpr int kMaxKeyDim = 256;
 constexpr int kBulkParts = 4;  // blocks that share a (row, head, columns)
 constexpr int kPad = 4;        // floats between keys in shared memory
 
 struct Shape {
-  int tile_tokens;  // of a tile: a block's or a divisor of it
-  int columns;      // of a block, a multiple of 4
-  int chunks;       // that the rank is cut into
+  int tile_tokens;  // tokens of a tile: a block's or a divisor of it
+  int columns;      // columns of a block, a multiple of 4
+  int chunks;       // chunks into which the rank is cut
   bool pairs;       // partial rows are written two bf16 at a time
 };
 
@@ -46,8 +46,8 @@ __device__ __forceinline__ void Unpack(const uint4& word, float (&to)[4], float)
   to[3] = __uint_as_float(word.w);
 }
 
-// The tokens of a row that a block takes, tile by tile. `kWords`: 16-byte words of a tile that a
-// thread moves at most.
+// The tokens of a row that a block takes, tile by tile. `kWords` is the maximum number of 16-byte
+// words of a tile that a thread moves.
 template <typename T, int kWords>
 struct KeyTiles {
   static constexpr int kElements = 16 / static_cast<int>(sizeof(T));
@@ -56,7 +56,7 @@ struct KeyTiles {
   const Shape& shape;
   int slot, head, first, last;  // positions, the last included
   int words_per_key;
-  uint4 words[kWords];  // on their way
+  uint4 words[kWords];  // loads under way
 
   __device__ const uint4* Start(int tile) const {
     const int token = tile * shape.tile_tokens, block = token / c.block_tokens;
@@ -75,7 +75,7 @@ struct KeyTiles {
       if (Wanted(tile, word)) words[i] = from[word];
     }
   }
-  // As float32, keys kPad further apart than they are long.
+  // Stores the keys as float32, kPad floats apart.
   __device__ void Put(int tile, float* keys) const {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
@@ -94,7 +94,7 @@ struct KeyTiles {
   }
 };
 
-// Four columns of a token's partial key, from column `column` on.
+// Stores four columns of a token's partial key, from column `column` on.
 __device__ __forceinline__ void PutColumns(const PagedRows& rows, int slot, int token, int head,
                                            int column, bool pairs, const float (&v)[4]) {
   const int count = min(4, rows.dim - column);
@@ -112,7 +112,8 @@ __device__ __forceinline__ void PutColumns(const PagedRows& rows, int slot, int 
   for (int i = 0; i < count; ++i) to[i] = __float2bfloat16_rn(v[i]);
 }
 
-// sums[t][j] += keys[t] times columns j of `projection`, for two neighbouring keys and 4 columns.
+// Computes sums[t][j] += keys[t] times columns j of `projection`, for two neighbouring keys and 4
+// columns.
 __device__ __forceinline__ void Multiply(const float* keys, int key_pitch, const float* projection,
                                          int columns, int dim, float (&sums)[2][4]) {
   for (int d = 0; d < dim; d += 4) {
@@ -164,11 +165,11 @@ __global__ void __launch_bounds__(kThreads)
   int tile = first / shape.tile_tokens + static_cast<int>(blockIdx.z);
   if (tile >= end) return;
   tiles.Load(tile, tiles.Start(tile));
-  // The way to its page, a tile ahead.
+  // Starts the loads of the next tile, one tile ahead.
   const uint4* next = tile + step < end ? tiles.Start(tile + step) : nullptr;
   const int groups = shape.columns / 4;
   for (; tile < end; tile += step) {
-    __syncthreads();  // the last tile's keys are done with, and the projection is there
+    __syncthreads();  // the last tile's keys are free, and the projection has arrived
     tiles.Put(tile, keys);
     __syncthreads();
     if (tile + step < end) tiles.Load(tile + step, next);

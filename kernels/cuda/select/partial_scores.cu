@@ -1,18 +1,19 @@
 // Scores of tokens by InfiniGen's partial keys.
 //
-// Moves each partial key once for all query heads of its group: 2 * rank bytes, 399 MB for 10 rows
-// of Qwen3-14B at 64K (8 KV heads, rank 38), floor 83 us at 4.8 TB/s; a float of scores for each,
-// 21 MB, stays in L2. In float32 the multiplications alone are 1 G, with the conversions as many
-// instructions as the bytes take time; on tensor cores they are little.
+// The kernel moves each partial key once for all query heads of its group: 2 * rank bytes, 399 MB
+// for 10 rows of Qwen3-14B at 64K (8 KV heads, rank 38), floor 83 us at 4.8 TB/s. A float of
+// scores for each, 21 MB, stays in L2. In float32 the multiplications alone are 1 G, and with the
+// conversions they are as many instructions as the bytes take time; on tensor cores they are
+// little.
 //
 // The A operand of a tensor-core tile is 16 partial keys. Rows of 76 bytes are no addresses for
-// loads of 16, but a page's rows of a head lie one after the other: a warp copies 32 of them as one
-// run of words through shared memory, the next run being on its way. The B operand is the projected
-// queries of 8 heads as sums of three bf16, all 24 bits: products of bf16 are exact.
+// loads of 16, but a page's rows of a head lie one after the other: a warp copies 32 of them as
+// one run of words through shared memory, while the next run is on its way. The B operand is the
+// projected queries of 8 heads as sums of three bf16, all 24 bits: products of bf16 are exact.
 //
-// Projected queries are made once for a run of a list's tiles, by a block: each warp sums a quarter
-// of the elements of the query, and the quarters are added in order. A score is a chain of its own
-// over the rank, whoever computes it.
+// A block makes the projected queries once for a run of a list's tiles: each warp sums a quarter
+// of the elements of the query, and the quarters are added in order. A score is a chain of its
+// own over the rank, whichever block computes it.
 #include <algorithm>
 
 #include "kernels/cuda/common/attention_tile.cuh"
@@ -23,7 +24,7 @@
 namespace sluice::kernels::cuda {
 namespace {
 
-// One row and KV head's partial keys, element by element: any shape.
+// The partial keys of one row and KV head, element by element, in any shape.
 template <typename T>
 struct PartialRows {
   using Params = PartialScoresParams;
@@ -66,35 +67,37 @@ struct PartialRows {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kTileRows = 32;  // of a warp at a time: two tiles of the tensor cores
+constexpr int kTileRows = 32;  // rows that a warp takes at a time: two tiles of the tensor cores
 constexpr int kTileHeads = 8;
 constexpr int kMaxRank = 64;
 constexpr int kMaxQueryDim = 256;
 constexpr int kMaxSteps = kMaxRank / 16;
-constexpr int kMaxWords = kTileRows * kMaxRank * 2 / 16 / 32;  // of 16 bytes, a lane's of a tile
+// 16-byte words of a tile that a lane holds
+constexpr int kMaxWords = kTileRows * kMaxRank * 2 / 16 / 32;
 constexpr int kBatch = 16;  // rows of the projection that a warp asks for at a time
 constexpr int kBlocksPerSm = 5;
 constexpr int kMaxShared = 64 << 10;
 
-// Shared memory: the operands of all heads, then what a run of rows and a projection take in turn.
+// Layout of shared memory: the operands of all heads, then memory that a run of rows and a
+// projection use in turn.
 struct Layout {
-  int steps;       // of 16 elements of the rank
-  int octets;      // of query heads
-  int run_words;   // of 16 bytes: 32 rows
-  int page_tiles;  // of a page
+  int steps;       // steps of 16 elements of the rank
+  int octets;      // groups of eight query heads
+  int run_words;   // 16-byte words of 32 rows
+  int page_tiles;  // tiles of a page
 
   __host__ __device__ int OperandBytes() const {
     return octets * steps * 3 * 32 * static_cast<int>(sizeof(uint2));
   }
-  // A warp's parts of 8 projected queries; its rows.
+  // Returns the bytes of a warp: its parts of 8 projected queries, or its rows.
   __host__ __device__ int WarpBytes() const {
     return max(run_words * 16, kTileHeads * kMaxRank * static_cast<int>(sizeof(float)));
   }
   int Bytes() const { return OperandBytes() + kWarps * WarpBytes(); }
 };
 
-// B operands of the group's projected queries: for 8 heads, 16 elements and each of three parts,
-// largest first, two pairs a lane. `parts`: scratch of all warps.
+// Makes the B operands of the group's projected queries: for 8 heads, 16 elements and each of
+// three parts, largest first, two pairs a lane. `parts` is scratch of all warps.
 __device__ void PutQueries(const PartialScoresParams& p, const Layout& layout, int row, int kv_head,
                            uint2* operands, float* parts) {
   const int rank = p.partial.dim, dim = p.head_dim, group = p.heads / p.partial.kv_heads;
@@ -131,7 +134,7 @@ __device__ void PutQueries(const PartialScoresParams& p, const Layout& layout, i
         }
       }
     }
-    __syncthreads();  // before the sums take the queries' place
+    __syncthreads();  // before the sums overwrite the queries
 #pragma unroll
     for (int h = 0; h < kTileHeads; ++h) {
       parts[warp * part_floats + h * kMaxRank + lane] = sums[h][0];
@@ -165,11 +168,11 @@ __device__ void PutQueries(const PartialScoresParams& p, const Layout& layout, i
 #pragma unroll
       for (int part = 0; part < 3; ++part) to[part * 32] = {pairs[part][0], pairs[part][1]};
     }
-    __syncthreads();  // before the parts are taken again
+    __syncthreads();  // before the parts are overwritten
   }
 }
 
-// Where the rows of a list's tile lie: a page has page_tiles of them, the last one short.
+// The location of the rows of a list's tile. A page has page_tiles tiles, the last one short.
 struct Tile {
   int first, count;  // tokens
   const uint4* from;
@@ -183,18 +186,19 @@ struct Tile {
     count = min(min(kTileRows, r.rows_per_page - in_page), units - first);
     from = reinterpret_cast<const uint4*>(RowAt<__nv_bfloat16>(r, slot, first, kv_head));
   }
-  // Of 16 bytes; the last may reach into what follows the rows, in the head's part of the page.
+  // Returns the tile's 16-byte words. The last may reach into the memory behind the rows, in the
+  // head's part of the page.
   __device__ int Words(int rank) const { return (count * rank * 2 + 15) / 16; }
 };
 
 struct Run {
-  uint4 words[kMaxWords];  // on their way
+  uint4 words[kMaxWords];  // loads under way
 
   __device__ void Load(const Tile& tile, int rank) {
     const int lane = static_cast<int>(threadIdx.x) % 32, count = tile.Words(rank);
 #pragma unroll
     for (int i = 0; i < kMaxWords; ++i) {
-      // Streamed: they are read once, and scores stay in L2.
+      // The loads are streamed: rows are read once, and scores stay in L2.
       if (i * 32 + lane < count) words[i] = __ldcs(tile.from + i * 32 + lane);
     }
   }
@@ -207,7 +211,7 @@ struct Run {
   }
 };
 
-// Scores of 16 rows of a run, from row `first` of it on. `rows`: words of two elements.
+// Scores 16 rows of a run, from row `first` of it on. `rows` are words of two elements.
 __device__ __forceinline__ void ScoreRows(const PartialScoresParams& p, const Layout& layout,
                                           const uint32_t* rows, int first, const Tile& tile,
                                           const uint2* operands, float* scores) {
@@ -253,7 +257,8 @@ __device__ __forceinline__ void ScoreRows(const PartialScoresParams& p, const La
   if (row + 8 < tile.count) scores[tile.first + row + 8] = lower_score;
 }
 
-// bf16 partial keys of an even rank up to kMaxRank, whose pages begin on multiples of 16 bytes.
+// The kernel for bf16 partial keys of an even rank up to kMaxRank, whose pages begin on multiples
+// of 16 bytes.
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     PartialScoresKernel(const __grid_constant__ PartialScoresParams p, const Layout layout) {
   extern __shared__ __align__(16) unsigned char shared[];
@@ -265,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   unsigned char* const scratch = shared + layout.OperandBytes();
   uint4* const run_at = reinterpret_cast<uint4*>(scratch + warp * layout.WarpBytes());
 
-  // The newest token of every list, which no tile has.
+  // Writes the score of the newest token of every list, which no tile has.
   for (int list = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
        list < p.rows * kv_heads; list += static_cast<int>(gridDim.x) * kThreads) {
     const int row = list / kv_heads;
@@ -292,7 +297,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     PutQueries(p, layout, walk.row, walk.kv_head, operands, reinterpret_cast<float*>(scratch));
     for (; index < last; index += kWarps) {
       const Tile tile = tile_at(index);
-      __syncwarp();  // the last run is done with
+      __syncwarp();  // the last run is free
       run.Put(tile, rank, run_at);
       __syncwarp();
       if (index + kWarps < last) run.Load(tile_at(index + kWarps), rank);
@@ -303,7 +308,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     }
     if (walk.left == last - walk.tile) return;
     walk.NextList();
-    __syncthreads();  // before other queries take these ones' place
+    __syncthreads();  // before other queries overwrite these
   }
 }
 
@@ -342,7 +347,8 @@ cudaError_t LaunchPartialScores(const PartialScoresParams& p, cudaStream_t strea
     error = cudaFuncSetAttribute(PartialScoresKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  kMaxShared);
   }
-  // The split of an SM's memory that products have: changing it between kernels drains the SM.
+  // Asks for the split of an SM's memory that products have: changing it between kernels drains
+  // the SM.
   if (error == cudaSuccess) {
     error =
         cudaFuncSetAttribute(PartialScoresKernel, cudaFuncAttributePreferredSharedMemoryCarveout,

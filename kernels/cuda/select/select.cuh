@@ -1,7 +1,7 @@
-// The least of many keys, lower numbers first among equals, by a block or a cluster of blocks of
-// which each has a run of them: a histogram of the keys' highest digit finds the bin that has the
-// last one to be taken, one of the next digit splits that bin, and so on. Then a walk in order
-// numbers what is taken.
+// Selection of the least of many keys, lower numbers first among equals, by a block or a cluster
+// of blocks each of which has a run of the keys. A histogram of the keys' highest digit finds the
+// bin that has the last key to be taken, a histogram of the next digit splits that bin, and so
+// on. Then a walk in order numbers the taken keys.
 #pragma once
 
 #include "kernels/cuda/common/block_scan.cuh"
@@ -13,8 +13,8 @@ inline constexpr int kSelectDigitBits = 11;
 inline constexpr int kSelectBins = 1 << kSelectDigitBits;
 inline constexpr uint32_t kNeverSelected = 0xFFFFFFFFu;  // a key
 
-// Shared memory of a block; at the same address in every block of a cluster. The bins are zero
-// before, and of no use after.
+// Shared memory of a block, at the same address in every block of a cluster. The bins must be
+// zero before, and hold nothing of use after.
 struct SelectShared {
   uint32_t bins[3][kSelectBins];
   uint32_t totals[32];
@@ -22,15 +22,15 @@ struct SelectShared {
   uint32_t bin, before, count, earlier, earlier_in_bin;  // the bin that was found
 };
 
-// What is taken: keys below `below`, and the first `equals` that are `below`. And how many keys of
-// either sort the blocks before this one have.
+// The selection: keys below `below`, and the first `equals` that are `below`; and how many keys
+// of either sort the blocks before this one have.
 struct SelectCut {
   uint32_t below;
   uint32_t equals;
   uint32_t earlier_below, earlier_equal;
 };
 
-// All threads of the cluster meet.
+// All threads of the cluster synchronise.
 __device__ __forceinline__ void MeetBlocks(int blocks) {
   if (blocks == 1) {
     __syncthreads();
@@ -39,12 +39,12 @@ __device__ __forceinline__ void MeetBlocks(int blocks) {
   }
 }
 
-// Of this thread's neighbouring bins: of all blocks, and of those before `rank`.
+// Sums of this thread's neighbouring bins: over all blocks, and over those before `rank`.
 template <int kEach>
 struct BinSums {
   uint32_t all[kEach] = {}, earlier[kEach] = {};
 
-  // A block alone clears its bins: they serve the next digit.
+  // A block alone clears its bins, which serve the next digit too.
   __device__ __forceinline__ BinSums(uint32_t* bins, int blocks, int rank) {
     static_assert(kEach == 2 || kEach == 4);
     uint32_t* const mine = bins + threadIdx.x * kEach;
@@ -56,7 +56,7 @@ struct BinSums {
       }
       return;
     }
-    // Four bins at a time; with two to a thread, two threads read the same.
+    // Four bins are read at a time. With two bins to a thread, two threads read the same ones.
     const uint32_t from = SharedAddress(bins + threadIdx.x * kEach / 4 * 4);
     const int skip = static_cast<int>(threadIdx.x) * kEach % 4;
 #pragma unroll 8
@@ -74,10 +74,10 @@ struct BinSums {
   }
 };
 
-// The cut that leaves `wanted` >= 1 of all blocks' keys, or all where there are fewer. Only keys
-// below 2^bits count. `keys`: count, and At(i) for i < count. `missing`: what is left of `wanted`.
-// With fewer than 3 `digits` it may leave more. A block alone uses the first bins only, and leaves
-// zeros there.
+// Finds the cut that leaves `wanted` >= 1 of all blocks' keys, or all if there are fewer. Only
+// keys below 2^bits count. `keys` has count, and At(i) for i < count. `missing` is the part of
+// `wanted` still to be taken. With fewer than 3 `digits` the cut may leave more. A block alone
+// uses the first bins only, and leaves zeros there.
 template <int kThreads, typename Keys>
 __device__ SelectCut FindSelectCut(const Keys& keys, int bits, uint32_t wanted, int blocks,
                                    int rank, SelectShared& shared, uint32_t* missing,
@@ -128,7 +128,7 @@ __device__ SelectCut FindSelectCut(const Keys& keys, int bits, uint32_t wanted, 
       }
     }
     __syncthreads();
-    // Written again after a meeting only.
+    // The result is overwritten only after another synchronisation.
     prefix = prefix << width | shared.bin;
     wanted -= shared.before;
     earlier += shared.earlier;
@@ -141,15 +141,15 @@ __device__ SelectCut FindSelectCut(const Keys& keys, int bits, uint32_t wanted, 
   }
 }
 
-// Calls visit(i, number) for every key of this block that is taken; numbers count the taken ones of
-// all blocks in order, or with `kLessFirst`, which a block alone may ask for, first those below the
-// cut. Returns how many are taken up to and with this block's.
+// Calls visit(i, number) for every key of this block that is taken. Numbers count the taken keys
+// of all blocks in order or, with `kLessFirst`, which only a block alone may ask for, first those
+// below the cut. Returns how many are taken up to and including this block's.
 template <int kThreads, bool kLessFirst = false, typename Keys, typename Visit>
 __device__ uint32_t VisitSelected(const Keys& keys, const SelectCut& cut, SelectShared& shared,
                                   Visit visit) {
   constexpr unsigned kAll = 0xFFFFFFFFu;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  // Each warp has a run of them.
+  // Each warp has a run of the keys.
   const int share = (keys.count + kThreads - 1) / kThreads * 32;
   const int first = min(warp * share, keys.count), last = min(first + share, keys.count);
   uint32_t below = 0, equal = 0;

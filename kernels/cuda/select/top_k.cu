@@ -1,12 +1,13 @@
-// TopK: exact. Lists of up to 4,096 units here, one thread block a list; top_k_long.cu has longer
-// ones. Scores become integers of the same order; a histogram over the
-// range that the list's scores have finds the few among which the k-th is, and these are ranked
-// against each other (or another histogram splits them); then two walks in order of the units count
-// and write what is above the k-th, and the first of what equals it.
+// TopK: exact. Lists of up to 4,096 units are handled here, one thread block a list;
+// top_k_long.cu has longer ones. Scores become integers of the same order. A histogram over the
+// range of the list's scores finds the few among which the k-th is, and these are ranked against
+// each other (or another histogram splits them). Then two walks in order of the units count and
+// write those above the k-th, and the first of those that equal it.
 //
-// Moves 4 bytes a unit: 8 KB a list of 2,048 units. What it takes is latency: of memory once, and
-// of 7 or 8 meetings of the block. Scores stay in registers, and blocks are small enough to run
-// beside those of products. Measured on an H200, 80 lists: 64 of 2,048 units 4.9 us.
+// The kernel moves 4 bytes a unit: 8 KB a list of 2,048 units. Its time is latency: of memory
+// once, and of 7 or 8 barriers of the block. Scores stay in registers, and blocks are small
+// enough to run beside those of products. Measured on an H200, 80 lists: 64 of 2,048 units 4.9
+// us.
 #include <type_traits>
 
 #include "kernels/cuda/common/float_keys.cuh"
@@ -20,12 +21,12 @@ namespace {
 constexpr int kAtOnce = 8;  // scores that a lane loads, or keeps
 constexpr int kDigitBits = 11;
 constexpr int kBins = 1 << kDigitBits;
-constexpr int kRanked = 256;  // keys that are ranked at most
+constexpr int kRanked = 256;  // maximum number of keys that are ranked
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// The units of a list that scores choose among, [begin, end): `wanted` of them. Each warp has a run
-// of them; it reads them once and keeps their scores. A NaN among the scores is -inf; a NaN here is
-// a place behind the last unit: it compares with nothing.
+// The units of a list among which scores choose, [begin, end), `wanted` of them. Each warp has a
+// run of them; it reads their scores once and keeps them. A NaN among the scores becomes -inf. A
+// NaN here marks a position behind the last unit: it compares with nothing.
 template <int threads>
 struct Candidates {
   const float* scores;
@@ -44,7 +45,7 @@ struct Candidates {
     Load(first, kept);
   }
 
-  // Calls visit(unit, score) for this warp's units, in order, 32 next to each other at a time.
+  // Calls visit(unit, score) for this warp's units, in order, 32 neighbours at a time.
   template <typename Visit>
   __device__ __forceinline__ void ForEach(Visit visit) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -52,7 +53,7 @@ struct Candidates {
     for (int i = 0; i < kAtOnce; ++i) visit(first + 32 * i + lane, kept[i]);
   }
 
-  // The largest score of this thread's share of the units that are forced in.
+  // Returns the largest score of this thread's share of the units that are forced in.
   __device__ float LargestForced() const {
     float largest = -INFINITY;
     for (int i = static_cast<int>(threadIdx.x); i < begin; i += threads) {
@@ -76,29 +77,30 @@ struct Candidates {
   }
 };
 
-// What is chosen: scores of `from` and above, and the first `equals` of those that equal `equal`.
+// The chosen units: scores of `from` and above, and the first `equals` of those that equal
+// `equal`.
 struct Cut {
   float from;
   float equal;
   int equals;
 };
-// By keys; `from` is the least key of it.
+// A cut by keys; `from` is the least key that it leaves.
 __device__ __forceinline__ Cut AllFrom(uint32_t from) { return {FloatOf(from), NAN, 0}; }
 __device__ __forceinline__ Cut SomeOf(uint32_t key, int equals) {
   return {FloatOf(key + 1), FloatOf(key), equals};
 }
 
 struct Shared {
-  int4 bins[kBins / 4];  // zero where nobody is at work
+  int4 bins[kBins / 4];  // zero while not in use
   int sums[32][2];
   uint32_t bounds[32][3];  // of each warp: least and largest candidate, largest of all
   uint32_t ranked[kRanked];
   int listed;
-  int bin, before, count;  // the bin that was found, what is in better ones, and in it
+  int bin, before, count;  // the bin that was found, the sum of better bins, and its own sum
   Cut cut;
 };
 
-// The keys of the least and the largest score that may be chosen; none: low > high.
+// The keys of the least and the largest score that may be chosen. If there is none, low > high.
 struct KeyRange {
   uint32_t low, high;
 };
@@ -129,14 +131,14 @@ __device__ KeyRange RangeOf(Candidates<threads>& c, float margin, Shared& shared
   return range;
 }
 
-// Finds where the running sum of the bins, from the last one down, reaches `wanted`; count 0:
-// nowhere. Clears the bins.
+// Finds where the running sum of the bins, from the last one down, reaches `wanted`. A count of 0
+// means nowhere. Clears the bins.
 template <int threads>
 __device__ void FindBin(int wanted, Shared& shared) {
   constexpr int kEach = kBins / threads, kVector = kEach < 4 ? 2 : 4;
   using Vector = std::conditional_t<kVector == 4, int4, int2>;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  // This thread's bins, the first thread's being the last ones.
+  // This thread's bins; the first thread has the last bins.
   int* const mine =
       reinterpret_cast<int*>(shared.bins) + kBins - (static_cast<int>(threadIdx.x) + 1) * kEach;
   __align__(16) int bins[kEach];
@@ -160,7 +162,7 @@ __device__ void FindBin(int wanted, Shared& shared) {
     shared.listed = 0;
   }
   __syncthreads();
-  const int of_warp = lane < warp ? shared.sums[lane][0] : 0;  // of those before this one
+  const int of_warp = lane < warp ? shared.sums[lane][0] : 0;  // sum over the warps before this one
   int before = __reduce_add_sync(kAllLanes, of_warp) + through - sum;
   if (before < wanted && wanted <= before + sum) {
 #pragma unroll
@@ -176,8 +178,8 @@ __device__ void FindBin(int wanted, Shared& shared) {
   __syncthreads();
 }
 
-// Ranks the keys of a bin, from `least` on and at most kRanked: the cut that leaves `wanted` of
-// them.
+// Ranks the keys of a bin, from `least` on and at most kRanked, and returns the cut that leaves
+// `wanted` of them.
 template <int threads>
 __device__ Cut RankBin(Candidates<threads>& c, uint32_t least, int bits, int wanted,
                        Shared& shared) {
@@ -196,14 +198,14 @@ __device__ Cut RankBin(Candidates<threads>& c, uint32_t least, int bits, int wan
       above += shared.ranked[i] > mine ? 1 : 0;
       equal += shared.ranked[i] == mine ? 1 : 0;
     }
-    // All of the equal ones write the same.
+    // All threads with equal keys write the same value.
     if (above < wanted && wanted <= above + equal) shared.cut = SomeOf(mine, wanted - above);
   }
   __syncthreads();
   return shared.cut;
 }
 
-// The cut that leaves c.wanted >= 1 candidates, or all where there are fewer.
+// Returns the cut that leaves c.wanted >= 1 candidates, or all if there are fewer.
 template <int threads>
 __device__ Cut CutOf(Candidates<threads>& c, const KeyRange& range, Shared& shared) {
   if (range.low > range.high) return {NAN, NAN, 0};
@@ -228,11 +230,11 @@ __device__ Cut CutOf(Candidates<threads>& c, const KeyRange& range, Shared& shar
     if (shared.count == wanted) return AllFrom(least);
     if (shift == 0) return SomeOf(least, wanted);
     if (shared.count <= kRanked) return RankBin(c, least, bits, wanted, shared);
-    // What was read here is written again only after a meeting.
+    // The values read here are overwritten only after another barrier.
   }
 }
 
-// Writes what `cut` leaves to `out`, in order. Returns how many.
+// Writes the units that `cut` leaves to `out`, in order. Returns how many.
 template <int threads>
 __device__ int WriteChosen(Candidates<threads>& c, const Cut& cut, int32_t* out, Shared& shared) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -252,7 +254,8 @@ __device__ int WriteChosen(Candidates<threads>& c, const Cut& cut, int32_t* out,
   const int of_lane_equal = lane < threads / 32 ? shared.sums[lane][1] : 0;
   const int all_above = __reduce_add_sync(kAllLanes, of_lane_above);
   const int all_equal = __reduce_add_sync(kAllLanes, of_lane_equal);
-  above = __reduce_add_sync(kAllLanes, lane < warp ? of_lane_above : 0);  // of the warps before
+  // total of the warps before
+  above = __reduce_add_sync(kAllLanes, lane < warp ? of_lane_above : 0);
   equal = __reduce_add_sync(kAllLanes, lane < warp ? of_lane_equal : 0);
   const unsigned before = (1u << lane) - 1;
   c.ForEach([&](int unit, float score) {
@@ -311,8 +314,8 @@ cudaError_t LaunchTopK(const TopKParams& p, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (p.rows == 0) return cudaSuccess;
-  // Whoever asks for runners-up has lists of some thousand units; a block of the long form lists
-  // them in few as well.
+  // Callers that ask for runners-up have lists of some thousand units. A block of the long form
+  // handles few units as well.
   if (p.runners_up.units != nullptr) return LaunchLongTopK(p, stream);
   // A list's units are at most score_stride.
   if (p.score_stride <= 256 * kAtOnce) return Launch<256>(p, stream);

@@ -7,7 +7,7 @@
 
 namespace sluice::kernels::cuda {
 
-// Of lists of any length, by a cluster of thread blocks to a list.
+// Takes lists of any length, with a cluster of thread blocks to a list.
 cudaError_t LaunchLongTopK(const TopKParams& params, cudaStream_t stream);
 
 }  // namespace sluice::kernels::cuda

@@ -1,13 +1,13 @@
-// TopK of long lists: a cluster of up to 8 thread blocks to a list, each with a run of it. Scores
-// are read once and become integers in shared memory. Mostly little of them is left to look at
-// after that (top_k_narrow.cuh); where more than 2,048 are wanted, or too many scores are alike,
-// the cluster finds the last one chosen digit by digit (select.cuh). Only what a block has no room
-// for is read again. Runners-up are the best of what narrowing has left and choosing has not taken;
-// without narrowing there are none.
+// TopK of long lists: a cluster of up to 8 thread blocks takes a list, a run of it each. Scores
+// are read once and become integers in shared memory. Narrowing usually leaves few of them
+// (top_k_narrow.cuh). If more than 2,048 are wanted, or too many scores are alike, the cluster
+// finds the last chosen one digit by digit (select.cuh). Only scores for which a block has no
+// room are read again. Runners-up are the best of those that narrowing has left and choosing has
+// not taken; without narrowing there are none.
 //
-// Moves 4 bytes a unit, from L2 where they were written just now: 512 KB a list of 128K, 17 MB of
-// 32 lists, 4 us at the rate of HBM. What it takes is latency: of loads, and of three meetings of
-// the cluster.
+// The kernel moves 4 bytes a unit, from L2 if they were just written: 512 KB a list of 128K, 17
+// MB of 32 lists, 4 us at the rate of HBM. Its time is latency: of loads, and of three barriers
+// of the cluster.
 #include "kernels/cuda/select/top_k.h"
 
 #include "kernels/cuda/common/float_keys.cuh"
@@ -19,19 +19,19 @@ namespace {
 
 constexpr int kThreads = kNarrowThreads;
 constexpr int kBlocksPerSm = 2;
-constexpr int kMaxBlocks = 8;       // of a cluster, on any device
-constexpr int kKeptScores = 20480;  // of a block
-constexpr int kLeastShare = 2048;   // of a block, where there is a choice
+constexpr int kMaxBlocks = 8;       // blocks of a cluster, on any device
+constexpr int kKeptScores = 20480;  // scores of a block
+constexpr int kLeastShare = 2048;   // scores of a block, if there is a choice
 constexpr int kAtOnce = 16;         // loads of a thread under way
 
 constexpr int kKeysAt = (sizeof(NarrowShared) + 15) / 16 * 16;
 constexpr int SharedBytes(int kept) { return kKeysAt + 4 * kept; }
 
-// The best first; NaN is -inf.
+// Returns a key by which the best score is least. NaN counts as -inf.
 __device__ __forceinline__ uint32_t RankKey(float score) { return ~KeyOf(fmaxf(score, -INFINITY)); }
 
 struct ScoreKeys {
-  const float* scores;  // of this block's units
+  const float* scores;  // scores of this block's units
   const uint32_t* kept;
   int kept_count;
   int count;
@@ -43,8 +43,8 @@ struct ScoreKeys {
   }
 };
 
-// Puts the first `count` scores into shared memory, and the bests of this thread's by their number,
-// modulo kMaxGroups, in `best`.
+// Puts the first `count` scores into shared memory, and the bests of this thread's scores by
+// their number, modulo kMaxGroups, into `best`.
 __device__ __forceinline__ void KeepKeys(const float* scores, int count, uint32_t* kept,
                                          uint32_t (&best)[kMaxGroups]) {
 #pragma unroll
@@ -65,7 +65,7 @@ __device__ __forceinline__ void KeepKeys(const float* scores, int count, uint32_
   }
 }
 
-// The key of the largest score of all minus the margin.
+// Returns the key of the largest score of all minus the margin.
 __device__ uint32_t LimitOf(uint32_t mine, float margin, int blocks, NarrowShared& shared) {
   mine = __reduce_min_sync(0xFFFFFFFFu, mine);
   if (threadIdx.x % 32 == 0) atomicMin(&shared.told[0], mine);
@@ -101,14 +101,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     return;
   }
   __syncthreads();
-  // The units that scores choose among, [begin, end): `wanted` of them.
+  // The units among which scores choose, [begin, end), `wanted` of them.
   const int units = p.positions[row] / p.unit_tokens + 1;
   const int begin = min(p.first_units, units), end = max(begin, units - p.last_units);
   const int candidates = end - begin, wanted = p.k - begin - (units - end);
   const float* const scores = p.scores + list * p.score_stride;
   int32_t* const out = p.selected.units + int64_t{list} * p.selected.capacity;
   const bool is_last = rank == blocks - 1;
-  int chosen = 0;  // of all blocks; the last one's is right
+  int chosen = 0;  // of all blocks; the last block's is right
   int runners_up = 0;
   if (isinf(p.margin) && candidates <= wanted) {
     for (int i = rank * kThreads + thread; i < candidates; i += blocks * kThreads) {
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       if (candidates > kMaxNarrowed) narrowing.Limit(best);
       narrowed = narrowing.Gather();
       if (narrowed) {
-        if (blocks > 1) LeaveCluster();  // nothing is read of other blocks any more
+        if (blocks > 1) LeaveCluster();  // no block reads others any more
         chosen = narrowing.Choose(static_cast<uint32_t>(wanted),
                                   [&](int number, int i) { to[number] = from + i; });
         if (p.runners_up.units != nullptr && p.runners_up.capacity > 0) {

@@ -1,8 +1,8 @@
-// The way of TopK that most lists can go, by a cluster of blocks to a list. Each thread has the
-// best score of a few groups of its own: as many groups as are wanted have one that is at least the
-// wanted-th best of all groups' bests, so nothing below that is chosen. What is left, less than
-// twice what is wanted unless the best scores lie close together, every block then has in its own
-// shared memory, and ranks by itself.
+// The path of TopK that most lists can take, with a cluster of blocks to a list. Each thread has
+// the best score of a few groups of its own. At least as many groups as units are wanted have a
+// score of at least the wanted-th best of all groups' bests, so nothing below that is chosen. The
+// scores that are left are fewer than twice the wanted number unless the best scores lie close
+// together. Every block then has them all in its own shared memory, and ranks them by itself.
 #pragma once
 
 #include "kernels/cuda/select/select.cuh"
@@ -11,15 +11,16 @@ namespace sluice::kernels::cuda {
 
 inline constexpr int kNarrowThreads = 512;
 inline constexpr int kMaxNarrowed = 4096;  // keys that are left, or bests of groups
-inline constexpr int kMaxGroups = 8;       // of a thread
+inline constexpr int kMaxGroups = 8;       // groups of a thread
 inline constexpr int kMaxNarrowWanted = kMaxNarrowed / 2;
-inline constexpr int kNarrowWords = 2;  // of 32 keys of a block, to a thread
+inline constexpr int kNarrowWords = 2;  // words, of 32 keys of a block each, to a thread
 inline constexpr uint16_t kNotChosen = 0xFFFF;
 
 // Shared memory of a block, at the same address in every block of the cluster.
 struct NarrowShared {
   SelectShared select;
-  alignas(16) uint32_t told[4];  // to other blocks: the best key of all, and how many are left here
+  // read by other blocks: the best key of all, and how many are left here
+  alignas(16) uint32_t told[4];
   alignas(16) uint32_t offered[kMaxNarrowed];
   uint32_t ranges[2][2];  // least and largest key
 };
@@ -35,7 +36,7 @@ struct GatheredKeys {
   }
 };
 
-// Four words of a block's shared memory; `at` is this block's address of them.
+// Reads four words of a block's shared memory. `at` is their address in this block.
 __device__ __forceinline__ uint4 ReadBlock(const uint32_t* at, int block, int blocks) {
   if (blocks == 1) return *reinterpret_cast<const uint4*>(at);
   const float4 v = LoadFromBlock(SharedAddress(at), block);
@@ -44,8 +45,9 @@ __device__ __forceinline__ uint4 ReadBlock(const uint32_t* at, int block, int bl
 
 class Narrowing {
  public:
-  // `kept`: `key_count` keys of this block, which are lost; there is room for kMaxNarrowed. Keys
-  // past `most` do not count. REQUIRES: ranges[0] and ranges[1] are {never, 0}, bins are 0.
+  // `kept` holds this block's `key_count` keys, which are destroyed, and has room for
+  // kMaxNarrowed. Keys past `most` do not count. REQUIRES: ranges[0] and ranges[1] are {never,
+  // 0}, bins are 0.
   __device__ Narrowing(NarrowShared& of_block, uint32_t* kept, int key_count, uint32_t most,
                        int of_wanted, int of_blocks, int of_rank)
       : shared(of_block),
@@ -56,8 +58,8 @@ class Narrowing {
         blocks(of_blocks),
         rank(of_rank) {}
 
-  // Lowers the limit. `best`: the bests of this thread's keys by their number in the thread, modulo
-  // kMaxGroups.
+  // Lowers the limit. `best` holds the bests of this thread's keys by their number in the thread,
+  // modulo kMaxGroups.
   __device__ void Limit(uint32_t (&best)[kMaxGroups]) {
     int groups = 1;
     while (groups < kMaxGroups && blocks * kNarrowThreads * groups < 2 * static_cast<int>(wanted)) {
@@ -93,7 +95,7 @@ class Narrowing {
     if (lacking == 0) limit = min(limit, low + cut.below - (cut.equals == 0 ? 1 : 0));
   }
 
-  // Whether every block has all keys that are left.
+  // Returns true if every block has all keys that are left.
   __device__ bool Gather() {
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
     constexpr int kWarps = kNarrowThreads / 32;
@@ -124,7 +126,7 @@ class Narrowing {
     all = __reduce_add_sync(0xFFFFFFFFu, of_lane);
     own_begin = __reduce_add_sync(0xFFFFFFFFu, lane < rank ? of_lane : 0);
     if (all > kMaxNarrowed) return false;
-    // The same number of warps for each block; blocks are a power of two.
+    // Each block is read by the same number of warps; the number of blocks is a power of two.
     const int block = warp % blocks, part = warp / blocks, parts = kWarps / blocks;
     const int begin = __reduce_add_sync(0xFFFFFFFFu, lane < block ? of_lane : 0);
     const int end = begin + __shfl_sync(0xFFFFFFFFu, of_lane, block);
@@ -145,7 +147,7 @@ class Narrowing {
   }
 
   // Calls visit(number, i) for this block's keys that are among the `most` best of those that no
-  // call has chosen yet, in any order; numbers go by the order of the keys. Returns how many all
+  // call has chosen yet, in any order. Numbers follow the order of the keys. Returns how many all
   // blocks choose. REQUIRES: Gather() was true, most >= 1.
   template <typename Visit>
   __device__ int Choose(uint32_t most, Visit visit) {
@@ -179,7 +181,8 @@ class Narrowing {
     high = max(high, key);
   }
 
-  // The block's range, in `low`, and the bits that its keys above `low` take. All threads meet.
+  // Finds the block's range, in `low`, and returns the bits that its keys above `low` take. All
+  // threads synchronise.
   __device__ static int RangeBits(uint32_t& low, uint32_t high, uint32_t (&range)[2]) {
     low = __reduce_min_sync(0xFFFFFFFFu, low);
     high = __reduce_max_sync(0xFFFFFFFFu, high);
@@ -192,7 +195,7 @@ class Narrowing {
     return low > range[1] ? 0 : 32 - __clz(static_cast<int>(range[1] - low));
   }
 
-  // The keys of this thread's words that are left: visit(number among the block's, key).
+  // Calls visit(number among the block's, key) for the keys of this thread's words that are left.
   template <typename Visit>
   __device__ __forceinline__ void ForEach(Visit visit) const {
     int number = before;
@@ -212,7 +215,7 @@ class Narrowing {
   const uint32_t wanted;
   const int blocks, rank;
   uint32_t words[kNarrowWords];
-  int before, own, own_begin, all;  // of keys that are left
+  int before, own, own_begin, all;  // counts of keys that are left
   int range_bits;
   uint32_t range_low;
 };

@@ -1,13 +1,13 @@
-// What attention on a GPU takes, against the rate of plain reads of as many bytes (decode) and
-// cuBLAS's bf16 rate (prefill), all measured in this run; and whether it is right at contexts too
-// long for the unit tests.
+// Times attention on a GPU against the rate of plain reads of as many bytes (decode) and cuBLAS's
+// bf16 rate (prefill), all measured in this run. It also checks the results at contexts too long
+// for the unit tests.
 //
 //   sluice-attention-bench [--gib N] [--quick] [--only decode|prefill]
 //
-// --gib: size of the KV arena (default 20); cases that need more are left out. --quick: fewer
-// cases. Buffers rotate: no
-// launch finds its K and V in L2. A time is that of one LaunchAttention in a graph of them, the
-// combination of partial results included; least and most of the replays in brackets.
+// --gib is the size of the KV arena (default 20); cases that need more are left out. --quick runs
+// fewer cases. Buffers rotate, so that no launch finds its K and V in L2. A time is that of one
+// LaunchAttention in a graph of them, including the combination of partial results, with the
+// least and most of the replays in brackets.
 #include <cublas_v2.h>
 
 #include <cmath>
@@ -40,7 +40,7 @@ struct Shape {
 constexpr Shape kEightB = {"Llama-3-8B, Qwen3-8B: 32/8 heads of 128", 32, 8, 128};
 constexpr Shape kOneB = {"Llama-3.2-1B: 32/8 heads of 64", 32, 8, 64};
 
-// bf16 of roughly normal values: sums of four uniform ones, from a hash of the index.
+// Fills with bf16 of roughly normal values: sums of four uniform ones, from a hash of the index.
 __global__ void FillKernel(uint16_t* data, int64_t count) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
@@ -54,7 +54,7 @@ __global__ void FillKernel(uint16_t* data, int64_t count) {
   }
 }
 
-// The scores of (row, head) = (blockIdx.x, blockIdx.y) and their result, in float64.
+// Computes the scores of (row, head) = (blockIdx.x, blockIdx.y) and their result, in float64.
 __global__ void ExactKernel(AttentionParams p, double* scores, int64_t score_stride, double* out) {
   const kernels::PagedCache& c = p.cache;
   const int row = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
@@ -87,7 +87,7 @@ __global__ void ExactKernel(AttentionParams p, double* scores, int64_t score_str
   __syncthreads();
   for (int i = 0; i < threads; ++i) largest = fmax(largest, parts[i]);
   __syncthreads();
-  // Thread (part, i): element i of the sum over tokens part, part + step, ...
+  // Thread (part, i) computes element i of the sum over tokens part, part + step, ...
   const int part = thread / dim, step = threads / dim, i = thread % dim;
   double sum = 0, weights = 0;
   for (int t = part; t < tokens; t += step) {
@@ -110,7 +110,7 @@ struct Arena {
   int64_t bytes;
 };
 
-// Rows and their caches: `copies` block tables over disjoint pages where the arena has them.
+// Rows and their caches: `copies` block tables, over disjoint pages if the arena has enough.
 class Case {
  public:
   Case(const Shape& shape, const Arena& arena, const std::vector<int32_t>& slots,
@@ -197,7 +197,7 @@ class Case {
     return out;
   }
 
-  // Relative L2 error of rows [first, first + rows).
+  // Returns the relative L2 error of rows [first, first + rows).
   double Error(const std::vector<float>& all, int32_t first, int32_t rows, int64_t tokens) const {
     AttentionParams p = RowsOf(first, rows);
     double* scores = DeviceArray<double>(int64_t{rows} * shape_.heads * tokens);
@@ -219,7 +219,7 @@ class Case {
     return std::sqrt(error / norm);
   }
 
-  // Whether row `row` has the same bits alone, and alone without scratch, as in `all`.
+  // Returns true if row `row` has the same bits alone, and alone without scratch, as in `all`.
   bool HasSameBits(const std::vector<float>& all, int32_t row) const {
     AttentionParams p = RowsOf(row, 1);
     for (const int64_t partial_rows : {p.partial_rows, int64_t{0}}) {
@@ -260,7 +260,7 @@ std::vector<int32_t> Numbers(int32_t first, int32_t count) {
   return numbers;
 }
 
-// One row per entry of `contexts`, in slots 0, 1, ...
+// Runs one row per entry of `contexts`, in slots 0, 1, ...
 void RunDecode(const Shape& shape, const Arena& arena, const char* name,
                const std::vector<int32_t>& contexts, std::mt19937_64& random) {
   int64_t tokens = 0;
@@ -288,7 +288,7 @@ void RunDecode(const Shape& shape, const Arena& arena, const char* name,
   std::fflush(stdout);
 }
 
-// `rows` tokens of one prompt that end a context of `context`.
+// Runs `rows` tokens of one prompt that end a context of `context`.
 void RunPrefill(const Shape& shape, const Arena& arena, int32_t rows, int32_t context,
                 double product_rate, std::mt19937_64& random) {
   if (int64_t{context} * shape.TokenBytes() > arena.bytes) return;
@@ -310,7 +310,7 @@ void RunPrefill(const Shape& shape, const Arena& arena, int32_t rows, int32_t co
   std::fflush(stdout);
 }
 
-// TFLOP/s of cuBLAS's bf16 product of two n x n matrices.
+// Returns the TFLOP/s of cuBLAS's bf16 product of two n x n matrices.
 double ProductRate(const Arena& arena, int n) {
   cublasHandle_t handle;
   if (cublasCreate(&handle) != CUBLAS_STATUS_SUCCESS) return NAN;
@@ -326,7 +326,7 @@ double ProductRate(const Arena& arena, int n) {
                  CUDA_R_16BF, n, &zero, product, CUDA_R_16BF, n, CUBLAS_COMPUTE_32F,
                  CUBLAS_GEMM_DEFAULT);
   };
-  multiply(0, nullptr);  // Loads its kernels.
+  multiply(0, nullptr);  // loads its kernels
   const Timing t = Time(4, 5, multiply);
   cublasDestroy(handle);
   cudaFree(workspace);

@@ -1,5 +1,5 @@
-// What benchmarks of products need: memory, random contents, and the speed at which this GPU reads.
-// Every error ends the program.
+// Support for benchmarks of products: memory, random contents, and the speed at which this GPU
+// reads. Every error ends the program.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@
 
 namespace sluice::bench {
 
-// Device memory, its bytes all ones at first: NaN as float32 and as bf16.
+// Device memory whose bytes are all ones at first: NaN as float32 and as bf16.
 template <typename T>
 class DeviceArray {
  public:
@@ -36,7 +36,7 @@ __device__ __forceinline__ uint32_t HashOf(uint64_t i) {
   return static_cast<uint32_t>(i >> 32);
 }
 
-// bf16 uniform in [-scale, scale).
+// Fills with bf16 uniform in [-scale, scale).
 __global__ void FillBf16(uint16_t* out, size_t size, uint64_t seed, float scale) {
   for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
        i += size_t{gridDim.x} * blockDim.x) {
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(512) ReadAll(const uint4* data, size_t count, 
   if (seen == 0x12345678) *never = seen;
 }
 
-// GB/s at which a plain kernel reads `bytes` at a time, one launch after the other, over all of
-// `data`.
+// Returns the GB/s at which a plain kernel reads `bytes` at a time, one launch after the other,
+// over all of `data`.
 inline double ReadCeiling(const void* data, size_t total_bytes, size_t bytes) {
   static const DeviceArray<uint32_t> never(1);
   const size_t launches = total_bytes / bytes;

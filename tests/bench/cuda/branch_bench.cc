@@ -1,6 +1,6 @@
-// What branches cost the stream that they leave and come back to, inside a recorded program: the
-// time of a layer of small kernels, with forks and joins and without, and what kinds of edges the
-// recording has.
+// Measures the cost of branches to the stream that they leave and rejoin, inside a recorded
+// program: the time of a layer of small kernels, with forks and joins and without, and the kinds
+// of edges that the recording has.
 //
 //   sluice-branch-bench
 #include <cuda_runtime_api.h>
@@ -26,7 +26,7 @@ namespace sluice {
 namespace {
 
 constexpr int kLayers = 40;
-constexpr int kKernels = 50;  // of a layer
+constexpr int kKernels = 50;  // kernels of a layer
 constexpr int kRuns = 200;
 constexpr int kRows = 10, kDim = 5120;
 
@@ -63,7 +63,7 @@ class Bench {
     for (int i = 0; i < kernels; ++i) Norm(stream, side_);
   }
 
-  // `layer(stream, i)` has kKernels kernels on the stream itself.
+  // Measures `layer(stream, i)`, which enqueues kKernels kernels on the stream itself.
   double Measure(const char* what, const std::function<void(Stream&, int)>& layer) {
     const auto stream = device_.NewStream(Device::StreamKind::kCompute);
     auto program = device_.Record(*stream, [&](Stream& s) {
@@ -101,7 +101,7 @@ class Bench {
   double plain_ = 0;
 };
 
-// The kinds of edges that a layer with branches is recorded as.
+// Lists the kinds of edges that a layer with branches is recorded as.
 void ListEdges(Device& device, Bench& bench) {
   DeviceHealth health;
   CudaStream stream(&health, Device::StreamKind::kCompute);

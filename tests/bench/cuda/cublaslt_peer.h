@@ -1,4 +1,4 @@
-// cuBLASLt as a peer of our products: what it does when it may choose freely.
+// cuBLASLt as a peer of our products, when it may choose its algorithms freely.
 #pragma once
 
 #include <cublasLt.h>
@@ -10,16 +10,18 @@
 
 namespace sluice::bench {
 
-// One shape of product, with the library's algorithms for it, the one it thinks best first.
+// One shape of product with the library's algorithms for it, the one it thinks best first.
 class CublasLtProduct {
  public:
-  // With 32 MiB of workspace, which all products share. Ends the program without the library.
+  // The products share 32 MiB of workspace. The constructor ends the program if the library is
+  // missing.
   explicit CublasLtProduct(const kernels::LinearParams& params);
 
   int algorithms() const { return static_cast<int>(found_.size()); }
-  // Which of them Launch uses.
+  // Selects the algorithm that Launch uses.
   void Use(int algorithm) { used_ = algorithm; }
-  // The product with the operands' addresses of `params`, of the same shape.
+  // Launches the product with the operands' addresses in `params`, which must have the same
+  // shape.
   void Launch(const kernels::LinearParams& params, cudaStream_t stream) const;
 
  private:

@@ -1,12 +1,13 @@
-// What the small operators take on a GPU: embedding, norms, rotary embedding, SwiGLU and sampling,
-// in the geometry of Qwen3-8B (hidden 4096, intermediate 12288, 32 + 8 heads of 128, a vocabulary
-// of 151,936), as they run inside a step: enqueued one after the other in a graph.
+// Times the small operators on a GPU: embedding, norms, rotary embedding, SwiGLU and sampling, in
+// the geometry of Qwen3-8B (hidden 4096, intermediate 12288, 32 + 8 heads of 128, a vocabulary of
+// 151,936), as they run inside a step: enqueued one after the other in a graph.
 //
-// usage: sluice-elementwise-bench [SUBSTRING OF A CASE'S NAME [ROWS]]
+//   sluice-elementwise-bench [SUBSTRING OF A CASE'S NAME [ROWS]]
 //
-// Each line: microseconds per launch, the median of kRounds replays of a graph of kLaunches
-// launches over several sets of operands (and the least and the most); bytes that one launch must
-// move; what that takes at the speed of a large copy in the same run, and how far off it is.
+// Each line has the microseconds per launch, which is the median of kRounds replays of a graph of
+// kLaunches launches over several sets of operands (and the least and the most); the bytes that
+// one launch must move; the time that these take at the speed of a large copy in the same run;
+// and the ratio of the two times.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -25,7 +26,7 @@ namespace {
 
 constexpr int kLaunches = 100;
 constexpr int kRounds = 11;
-constexpr int kSets = 4;  // sets of operands, taken in turn
+constexpr int kSets = 4;  // sets of operands, used in turn
 constexpr int kHidden = 4096, kIntermediate = 12288, kHeads = 32, kKvHeads = 8, kHeadDim = 128;
 constexpr int kVocab = 151936;
 constexpr int kBlockTokens = 64, kBlocksPerSlot = 4;
@@ -36,7 +37,7 @@ void Check(cudaError_t error, const char* what) {
   std::exit(1);
 }
 
-// Device memory for the life of the program; zeroed.
+// Device memory for the life of the program, zeroed.
 template <typename T>
 T* NewArray(int64_t size) {
   void* data = nullptr;
@@ -52,7 +53,7 @@ T* NewArray(const std::vector<T>& values) {
   return data;
 }
 
-// Normal numbers, a million different ones.
+// Returns normally distributed numbers, a million different ones.
 std::vector<float> Normal(int64_t size) {
   static const std::vector<float> pool = [] {
     std::mt19937 random(7);
@@ -73,7 +74,7 @@ std::vector<int32_t> Counting(int32_t size) {
   return values;
 }
 
-// Microseconds of one run of `graph`, by events.
+// Returns the microseconds of one run of `graph`, measured by events.
 double Microseconds(cudaGraphExec_t graph, cudaStream_t stream) {
   static cudaEvent_t begin = nullptr, end = nullptr;
   if (begin == nullptr) {
@@ -103,7 +104,7 @@ class Bench {
 
   bool Wants(const std::string& name) const { return name.find(filter_) != std::string::npos; }
 
-  // `launch(set)` enqueues the operator on the set of operands of that number.
+  // Times `launch(set)`, which enqueues the operator on the set of operands of that number.
   void Time(const std::string& name, int rows, double bytes,
             const std::function<cudaError_t(int set, cudaStream_t)>& launch) {
     if (!Wants(name)) return;
@@ -251,7 +252,7 @@ std::vector<SampleSetting> SampleSettings(int prompt_length) {
           {"sample, those, penalties of 8K, top 5 logprobs", all}};
 }
 
-// Logits of two kinds: normal ones, whose nucleus is wide, and ones as peaked as a model's.
+// Uses logits of two kinds: normal ones, whose nucleus is wide, and ones as peaked as a model's.
 void TimeSample(Bench& bench, int rows, bool peaked) {
   constexpr int kHistory = 8192;
   std::vector<float*> logits;

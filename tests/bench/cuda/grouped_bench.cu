@@ -1,9 +1,11 @@
-// sluice-grouped-bench [check,tiny,times,equal | --only NAME ROWS]: products with fp8 weights, of
-// experts and by heads, in the shapes of DeepSeek-V3.2 on this GPU: whether they are right and rows
-// keep their bits among any number of others, and GB/s of weights, in a captured graph over weights
-// that are all different (equal: with scales of 2^-8, as those of dummy weights are equal).
+// Times grouped products: fp8 weights, experts and heads, in the shapes of DeepSeek-V3.2, as GB/s
+// of weights in a captured graph over weights that are all different. It also checks that they
+// are right and that rows keep their bits among any number of others.
 //
-// --only: the shape NAME of `times` (such as o) with ROWS rows alone, as a profiler wants it.
+//   sluice-grouped-bench [check,tiny,times,equal | --only NAME ROWS]
+//
+// equal: scales are all 2^-8, as those of dummy weights are equal. --only: runs only the shape
+// NAME of `times` (such as o) with ROWS rows, for a profiler.
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -23,7 +25,7 @@ using kernels::WeightLayout;
 using kernels::cuda::GroupedProduct;
 using kernels::cuda::LaunchGroupedProduct;
 
-// Scales around 2^-8, some of them far from it, some 0; or all equal.
+// Fills with scales around 2^-8, some of them far from it and some 0; or all equal.
 __global__ void FillScales(float* out, size_t size, uint64_t seed, bool equal) {
   for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
        i += size_t{gridDim.x} * blockDim.x) {
@@ -40,13 +42,13 @@ __device__ double E4M3Value(uint8_t v) {
   return v & 0x80 ? -magnitude : magnitude;
 }
 
-// Where column i of a row of kFp8Pairs lies.
+// Returns where column i of a row of kFp8Pairs lies.
 __device__ int PairedColumn(int i) {
   const int pair = i / 2 % 8;
   return i / 16 * 16 + (pair < 4 ? 2 * pair : 2 * pair - 7) * 2 + i % 2;
 }
 
-// Sums in float64. Grid: (features, rows, groups).
+// Computes the sums in float64. Grid: (features, rows, groups).
 __global__ void Reference(GroupedProduct p, double* y) {
   const int feature = blockIdx.x * blockDim.x + threadIdx.x;
   const int64_t group = blockIdx.z;
@@ -90,7 +92,7 @@ struct Shape {
   const char* name;
   WeightLayout layout;
   int groups;
-  int n;  // of a group
+  int n;  // features of a group
   int k;
 
   bool is_fp8() const { return layout != WeightLayout::kRowMajor; }
@@ -129,7 +131,7 @@ struct Matrices {
   }
 };
 
-// Operands of any of them.
+// Sizes of the operands that suffice for every case.
 constexpr size_t kMostX = size_t{1} << 25;
 constexpr size_t kMostY = size_t{1} << 26;
 struct Vectors {
@@ -137,8 +139,8 @@ struct Vectors {
   DeviceArray<float> y{kMostY};
 };
 
-// Rows dense; of several groups either each group has all rows (heads) or the rows' pairs do
-// (experts).
+// Returns a product with dense rows. If it has several groups, either each group has all rows
+// (heads) or the rows' pairs choose the groups (experts).
 GroupedProduct Dense(const Matrices& m, int copy, const Vectors& v, int rows) {
   const Shape& s = m.shape;
   return {.x = v.x.data(),
@@ -165,7 +167,8 @@ struct Routing {
   int per_row;
 };
 
-// Each row with `k` of the experts; `skewed`: the same for all rows, so that others have none.
+// Routes each row to `k` of the experts. If `skewed`, all rows choose the same, so that other
+// experts have none.
 Routing Route(int rows, int experts, int k, bool skewed) {
   std::vector<std::vector<int32_t>> of(experts);
   for (int r = 0; r < rows; ++r) {
@@ -206,7 +209,7 @@ std::vector<float> Run(const GroupedProduct& p) {
   return ToHost(static_cast<const float*>(p.y), Outputs(p));
 }
 
-// Prints the relative error; the result has the product's values.
+// Prints the relative error, and returns the product's values.
 std::vector<float> CheckOne(const char* name, const GroupedProduct& p) {
   DeviceArray<double> want_y(Outputs(p));
   Reference<<<dim3((p.n + 127) / 128, std::min(p.rows, 64), p.groups), 128>>>(p, want_y.data());
@@ -289,13 +292,14 @@ void CheckTiny(const Vectors& v) {
   }
 }
 
-// `only`: the shape of that name alone, `only_rows` that number of rows; all if empty or 0.
+// Runs the shape named `only` with `only_rows` rows; all shapes if `only` is empty, all numbers
+// of rows if 0.
 void Time(const Vectors& v, bool equal_scales, const std::string& only = "", int only_rows = 0) {
   constexpr auto kFp8 = kFp8Pairs;
   constexpr auto kBf16 = WeightLayout::kRowMajor;
   struct Timed {
     Shape shape;
-    int chosen;  // experts of a row; 0: no experts
+    int chosen;  // experts of a row; 0 for no experts
   };
   const std::vector<int> numbers = only_rows > 0 ? std::vector<int>{only_rows}
                                                  : std::vector<int>{1, 8, 25, 32, 64, 76, 128, 512};

@@ -1,12 +1,12 @@
-// What the indexer's logits and the top-k behind them take on a GPU, in DeepSeek-V3.2's geometry
-// (64 heads of 128, packed keys, 2,048 selected), beside plain reads of as many bytes in the same
-// run: back to back in a graph, over pages in any order that rotate so that no launch finds its
-// keys in L2; the scores lie there, as they do behind the logits.
+// Times the indexer's logits and the top-k behind them on a GPU, in DeepSeek-V3.2's geometry (64
+// heads of 128, packed keys, 2,048 selected), beside plain reads of as many bytes in the same
+// run. Launches run back to back in a graph, over pages in any order that rotate so that no
+// launch finds its keys in L2. The scores do lie there, as they do behind the logits.
 //
 //   sluice-index-bench [SUBSTRING OF A CASE'S NAME]
 //
-// Each line: microseconds a launch (median, least and most of 15 replays), bytes that it must move,
-// the rate, and the share of plain reads'.
+// Each line has the microseconds of a launch (median, least and most of 15 replays), the bytes
+// that it must move, the rate, and its share of the rate of plain reads.
 #include <limits>
 #include <numeric>
 #include <random>
@@ -25,7 +25,7 @@ constexpr int64_t kKeyBytes = IndexKeyBytes(DType::kFloat8E4M3);
 constexpr int64_t kArenaBytes = int64_t{4} << 30;
 constexpr int kReplays = 15;
 
-// Values of e4m3 below 2 in magnitude, and scales below 2.
+// Fills pages with e4m3 values below 2 in magnitude, and scales below 2.
 __global__ void FillPages(unsigned char* data, int64_t pages, int block_tokens) {
   const int64_t page_words = int64_t{block_tokens} * kKeyBytes / 4, words = pages * page_words;
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
@@ -56,7 +56,7 @@ class Bench {
                 "MB", "GB/s", "of read");
   }
 
-  // Logits, the top-k of them, and one after the other.
+  // Runs the logits, the top-k of them, and one after the other.
   void Run(int rows, int context, int block_tokens, int stride) {
     const std::string name = std::to_string(rows) + " x " + std::to_string(context >> 10) +
                              "K, blocks of " + std::to_string(block_tokens);

@@ -1,7 +1,10 @@
-// sluice-linear-bench [check,shapes,steps,prompts[,ours]]: the products of Qwen3-8B on this GPU,
-// ours and cuBLASLt's, as shares of the speed at which a plain kernel reads. Every figure is of one
-// captured graph over weights that are all different, so that none is found in the L2 cache;
-// medians of 15 replays.
+// Times the products of Qwen3-8B on this GPU, ours and cuBLASLt's, as shares of the speed at
+// which a plain kernel reads.
+//
+//   sluice-linear-bench [check,shapes,steps,prompts[,ours]]
+//
+// Every figure is the median of 15 replays of one captured graph over weights that are all
+// different, so that none is found in the L2 cache.
 #include <cstring>
 #include <map>
 #include <memory>
@@ -47,7 +50,7 @@ enum class Who { kOurs, kPeer };
 
 // The model's weights, and x and y large enough for any of its products.
 struct Model {
-  std::vector<DeviceArray<uint16_t>> weights;  // of kShapes, the copies one after the other
+  std::vector<DeviceArray<uint16_t>> weights;  // weights of kShapes, the copies one after the other
   DeviceArray<uint16_t> x = RandomBf16(size_t{kMostRows} * 12288, 1, 1.0f);
   DeviceArray<float> y{size_t{kMostRows} * 24576};
 
@@ -75,7 +78,7 @@ class Peers {
  public:
   Peers(const Model& model, bool wanted) : wanted(wanted), model_(model) {}
 
-  const bool wanted;  // else only ours are measured
+  const bool wanted;  // if false, only our products are measured
 
   const CublasLtProduct& Best(int shape, int rows) {
     auto& product = products_[{shape, rows}];
@@ -105,8 +108,8 @@ class Peers {
   std::map<std::pair<int, int>, std::unique_ptr<CublasLtProduct>> products_;
 };
 
-// Stands for what lies between two products of a layer: x = bf16(y), cut to [-1, 1], one small
-// kernel.
+// Stands for the operators between two products of a layer: x = bf16(y), cut to [-1, 1], one
+// small kernel.
 __global__ void __launch_bounds__(256) Between(const float* y, uint16_t* x, int count) {
   LetNextKernelStart();
   WaitForPriorKernels();
@@ -115,7 +118,7 @@ __global__ void __launch_bounds__(256) Between(const float* y, uint16_t* x, int 
   }
 }
 
-// Sums in float64, for the check of the float32 ones.
+// Computes sums in float64, to check the float32 ones.
 __global__ void ReferenceProduct(LinearParams p, double* y) {
   const int feature = blockIdx.x * blockDim.x + threadIdx.x;
   if (feature >= p.w.n) return;
@@ -144,7 +147,7 @@ std::vector<float> Run(const Model& model, int shape, int rows, int decode_rows)
   return ToHost(p.y, count);
 }
 
-// Whether the products are right, and rows keep their bits among any number of others.
+// Checks that the products are right, and that rows keep their bits among any number of others.
 void CheckProducts(const Model& model) {
   for (int shape = 0; shape < kHead; ++shape) {
     const Shape& s = kShapes[shape];
@@ -200,7 +203,8 @@ void BenchShapes(const Model& model, Peers& peers, double ceiling) {
   std::printf("\n");
 }
 
-// One decode step's products, in order, each reading what a small kernel made of the one before.
+// Enqueues one decode step's products in order. Each reads the output that a small kernel made of
+// the one before.
 void EnqueueStep(const Model& model, Peers& peers, Who who, bool between, int rows,
                  cudaStream_t stream) {
   const auto product = [&](int shape, int copy) {

@@ -1,5 +1,5 @@
-// How long a step stands still for a mailbox: the time of a round trip inside a recorded program,
-// whose workers answer at once.
+// Measures how long a step stands still for a mailbox: the time of a round trip inside a recorded
+// program, whose workers answer at once.
 //
 //   sluice-mailbox-bench
 #include <algorithm>
@@ -16,7 +16,7 @@
 namespace sluice {
 namespace {
 
-constexpr int kChannels = 32;  // one after the other in each run of the program
+constexpr int kChannels = 32;  // channels, one after the other in each run of the program
 constexpr int kRuns = 200;
 
 void Measure(Device& device, int workers, bool work_between) {

@@ -1,14 +1,14 @@
-// What latent attention over lists of packed entries takes on a GPU, at DeepSeek-V3.2's shape (128
-// heads, rank 512, rope 64), beside its floors; and whether it is right: against float64, and a
-// row's bits alone, with one group of blocks, and in the batch.
+// Times latent attention over lists of packed entries on a GPU, at DeepSeek-V3.2's shape (128
+// heads, rank 512, rope 64), beside its floors. It also checks it against float64, and checks
+// that a row's bits are the same alone, with one group of blocks, and in the batch.
 //
 //   sluice-mla-bench [--gib N] [--quick | --only ROWS [--merged]]
 //
-// --gib: size of the arena of entries (default 8): sequences of 32K entries in pages of 64, in any
-// order; launches rotate through other sequences. --quick: fewer cases; --only: ROWS lists of 2,048
-// alone, unchecked, as a profiler wants it; --merged: of 17 to 216, merged with another result. A
-// time is that of one LaunchSparseMla in a graph of them, the combining kernel included; least and
-// most in brackets.
+// --gib is the size of the arena of entries (default 8): sequences of 32K entries in pages of 64,
+// in any order; launches rotate through other sequences. --quick runs fewer cases. --only runs
+// ROWS lists of 2,048 alone, unchecked, for a profiler; with --merged the lists have 17 to 216
+// entries and are merged with another result. A time is that of one LaunchSparseMla in a graph of
+// them, including the combining kernel, with least and most in brackets.
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -27,7 +27,7 @@ constexpr int kHeads = 128, kRank = 512, kWidth = 576, kEntryBytes = 656;
 constexpr int kBlockTokens = 64, kContext = 32768;
 constexpr int64_t kPageBytes = int64_t{kBlockTokens} * kEntryBytes;
 constexpr double kPeak = 990e12;       // operations a second
-constexpr double kReadBytes = 4.2e12;  // of HBM, a second
+constexpr double kReadBytes = 4.2e12;  // bytes of HBM a second
 
 __device__ uint64_t Mix(uint64_t z) {
   z = (z + 1) * 0x9E3779B97F4A7C15ull;
@@ -38,7 +38,8 @@ __device__ uint64_t Mix(uint64_t z) {
 
 __device__ float Uniform(uint64_t i) { return static_cast<float>(Mix(i) >> 40) * 0x1p-23f - 1.0f; }
 
-// Entries of any e4m3 values but NaN, scales about 1 / 200, RoPE values in [-1, 1).
+// Fills with entries of any e4m3 values but NaN, scales about 1 / 200, and RoPE values in [-1,
+// 1).
 __global__ void FillEntries(unsigned char* data, int64_t entries) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < entries * 164; i += step) {
@@ -71,7 +72,8 @@ __device__ double ValueOf(const unsigned char* entry, int i) {
   return (v & 0x80 ? -size : size) * static_cast<double>(scale);
 }
 
-// The result of (row, head) = (blockIdx.x, blockIdx.y) in float64; `scores`: capacity for each.
+// Computes the result of (row, head) = (blockIdx.x, blockIdx.y) in float64. `scores` has room for
+// `capacity` scores of each.
 __global__ void ExactKernel(SparseMlaParams p, double* scores, double* out) {
   const int row = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
   const int64_t item = int64_t{row} * p.heads + head;
@@ -107,8 +109,8 @@ __global__ void ExactKernel(SparseMlaParams p, double* scores, double* out) {
 
 class Case {
  public:
-  // `then`: of each row, entries of a second list, or none. `merges`: the result is merged with
-  // another one, of any values.
+  // `then` has the number of entries of each row's second list, or is empty. If `merges`, the
+  // result is merged with another one, of any values.
   Case(char* arena, int64_t arena_bytes, int rows, const std::vector<int32_t>& counts,
        const std::vector<int32_t>& then, bool merges, int capacity, int copies,
        std::mt19937_64& random)
@@ -192,7 +194,7 @@ class Case {
     });
   }
 
-  // Results of rows [first, first + rows), with float32 outputs.
+  // Returns the results of rows [first, first + rows), with float32 outputs.
   std::vector<float> Run(int first, int rows, int64_t scratch_bytes) const {
     const SparseMlaParams p = RowsOf(first, rows, scratch_bytes);
     std::vector<float> out(static_cast<size_t>(rows) * kHeads * kRank);
@@ -204,7 +206,7 @@ class Case {
     return out;
   }
 
-  // Relative L2 error of a row of `all`.
+  // Returns the relative L2 error of a row of `all`.
   double Error(const std::vector<float>& all, int row) const {
     const SparseMlaParams p = RowsOf(row, 1, params_.scratch_bytes);
     double* scores = DeviceArray<double>(kHeads * p.capacity);
@@ -225,7 +227,7 @@ class Case {
     return std::sqrt(error / norm);
   }
 
-  // Whether a row has the same bits alone, and on one group of blocks, as in `all`.
+  // Returns true if a row has the same bits alone, and on one group of blocks, as in `all`.
   bool HasSameBits(const std::vector<float>& all, int row) const {
     const int64_t one_group = kernels::cuda::SparseMlaScratchBytes(1, kHeads, kRank, 513) / 4 *
                               ((params_.capacity + 511) / 512);
@@ -261,8 +263,8 @@ class Case {
   std::vector<int32_t*> tables_;
 };
 
-// `capacity`: of the lists; 0: the longest one's length. Second lists and what is merged are timed
-// only.
+// Runs one case. `capacity` is that of the lists; 0 means the longest one's length. Second lists
+// and merges are timed only.
 void RunCase(char* arena, int64_t arena_bytes, const char* name, const std::vector<int32_t>& counts,
              int capacity, bool check, std::mt19937_64& random,
              const std::vector<int32_t>& then = {}, bool merges = false) {
@@ -271,7 +273,7 @@ void RunCase(char* arena, int64_t arena_bytes, const char* name, const std::vect
   const double entries = std::accumulate(counts.begin(), counts.end(), 0.0) +
                          std::accumulate(then.begin(), then.end(), 0.0);
   const int64_t sequences = arena_bytes / kPageBytes * kBlockTokens / kContext;
-  // As many launches as have sequences of their own, a few at least.
+  // There are as many launches as have sequences of their own, and at least a few.
   const int launches = static_cast<int>(std::clamp<int64_t>(sequences / rows, 2, 16));
   const Case c(arena, arena_bytes, rows, counts, then, merges, capacity, launches, random);
   std::string verdict;

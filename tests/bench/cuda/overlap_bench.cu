@@ -1,12 +1,12 @@
-// FlashTrans beside what it lies beneath in a step: rows of 656 B out of pinned DRAM by index
-// lists, while a product with fp8 weights, latent attention over packed entries, the indexer's
-// scores or plain reads of HBM run on another stream. Few thread blocks move less, many take
-// multiprocessors and bandwidth.
+// Measures a Transfer beside the operators that it runs beneath in a step: rows of 656 B come out
+// of pinned DRAM by index lists (FlashTrans), while a product with fp8 weights, latent attention
+// over packed entries, the indexer's scores or plain reads of HBM run on another stream. A few
+// thread blocks move less; many take multiprocessors and bandwidth.
 //
 //   sluice-overlap-bench [POOL_GIB]
 //
-// Each line: GB/s alone and beside the other, and the share of its speed that the other keeps. Both
-// run all the time, in launches of their own.
+// Each line has the GB/s alone and beside the other, and the share of its speed that the other
+// keeps. Both run all the time, in launches of their own.
 #include <cstdio>
 #include <memory>
 #include <numeric>
@@ -27,7 +27,8 @@ using namespace kernels;  // NOLINT: a file about them
 constexpr int kRows = 76, kMisses = 605, kTokens = 32768, kPlaces = 6600;
 constexpr int kSpare = 4;  // processors that attention and scores leave, as in a step
 
-// Lists of misses of all sequences, sorted, sequences as far apart as the pool allows.
+// Returns lists of misses of all sequences, sorted, with sequences as far apart as the pool
+// allows.
 TransferParams Misses(const PinnedPool& pool) {
   std::mt19937_64 random(7);
   const int64_t apart = static_cast<int64_t>(pool.bytes()) / kRows / 4096 * 4096;
@@ -57,10 +58,10 @@ TransferParams Misses(const PinnedPool& pool) {
   return p;
 }
 
-// One launch of a neighbour; `i` counts them.
+// Enqueues one launch of a neighbour; `i` counts them.
 using Neighbour = std::function<void(int i, cudaStream_t stream)>;
 
-// The output projection, by turns with one of four matrices.
+// The output projection, with one of four matrices in turn.
 Neighbour Product() {
   constexpr int kMatrices = 4;
   constexpr int64_t kN = 7168, kK = 16384;
@@ -132,7 +133,7 @@ Neighbour Attention() {
   };
 }
 
-// The indexer's scores of half as many rows, which is what a schedule in two halves lays beside a
+// The indexer's scores of half as many rows, which a schedule in two halves runs beside a
 // transfer.
 Neighbour Scores() {
   constexpr int kHeads = 64, kBlock = 64, kScored = kRows / 2;
@@ -182,7 +183,8 @@ double Seconds(cudaEvent_t begin, cudaEvent_t end) {
   return ms * 1e-3;
 }
 
-// Seconds of each of `times` replays of `graph`; they begin when `begin` has passed, if given.
+// The seconds of each of `times` replays of `graph`. They begin when `begin` has passed, if
+// given.
 class Replays {
  public:
   Replays(Graph& graph, cudaStream_t stream, int times) : events_(static_cast<size_t>(times) + 1) {
@@ -202,7 +204,7 @@ class Replays {
   cudaEvent_t first() const { return events_.front(); }
   cudaEvent_t last() const { return events_.back(); }
   void Wait() const { SLUICE_BENCH_CHECK(cudaEventSynchronize(last())); }
-  // The median of those that lie between `from` and `to`.
+  // Returns the median of the replays that lie between `from` and `to`.
   double Median(cudaEvent_t from, cudaEvent_t to) const {
     std::vector<double> inside;
     for (size_t i = 1; i < events_.size(); ++i) {
@@ -220,7 +222,7 @@ class Replays {
 void Run(const char* name, const TransferParams& misses, const Neighbour& neighbour,
          cudaStream_t transfers, cudaStream_t others) {
   constexpr int kLaunches = 8;
-  constexpr double kSeconds = 0.012;  // both run for so long
+  constexpr double kSeconds = 0.012;  // both run for that long
   int launched = 0;
   Graph other(others, [&] {
     for (int i = 0; i < kLaunches; ++i) neighbour(launched++, others);
@@ -230,8 +232,8 @@ void Run(const char* name, const TransferParams& misses, const Neighbour& neighb
   other_alone.Wait();
   const double neighbour_alone = other_alone.Median(other_alone.first(), other_alone.last());
   std::printf("beside %s, %.1f us alone\n", name, neighbour_alone / kLaunches * 1e6);
-  // One transfer to a graph: of two in a row the second's blocks would wait on processors of their
-  // own while the first one's run.
+  // A graph has one transfer: with two in a row the second's blocks would wait on processors of
+  // their own while the first one's run.
   const double bytes = double{kPackedEntryBytes} * kMisses * kRows;
   for (const int blocks : {1, 2, 3, 4, 8}) {
     TransferParams p = misses;

@@ -1,5 +1,9 @@
-// How long the pinned pool takes: sluice-pin-bench [GIB...] prints a line for each size. Without
-// one 64 GiB, twice: a virtual machine's first touch of memory may have to wait for its host.
+// Measures how long the pinned pool takes to make.
+//
+//   sluice-pin-bench [GIB...]
+//
+// It prints a line for each size. Without a size it makes 64 GiB, twice: a virtual machine's
+// first touch of memory may have to wait for its host.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>

@@ -8,12 +8,12 @@ namespace sluice::bench {
 
 class PinnedPool {
  public:
-  // An error ends the program.
+  // Ends the program on an error.
   explicit PinnedPool(size_t bytes);
 
   char* data() const { return data_; }
   size_t bytes() const { return bytes_; }
-  double seconds() const { return seconds_; }  // that it took
+  double seconds() const { return seconds_; }  // Returns the seconds that the pool took to make.
 
  private:
   const size_t bytes_;

@@ -1,12 +1,13 @@
-// What residency and partial keys take on a GPU, in Qwen3-14B's geometry (40 query and 8 KV heads
-// of 128, blocks of 32): one launch after the other in a graph. Lists and tables lie in L2, as they
+// Times residency and partial keys on a GPU, in Qwen3-14B's geometry (40 query and 8 KV heads of
+// 128, blocks of 32), one launch after the other in a graph. Lists and tables lie in L2, as they
 // do in a step; scores rotate through partial keys that no launch finds there. Recalls go on from
-// each other's tables, with a step's position of their own, so that each has places to take.
+// each other's tables, with a position of their own for each step, so that each has places to
+// take.
 //
 //   sluice-residency-bench [SUBSTRING OF A CASE'S NAME]
 //
-// Each line: microseconds a launch (median, least and most of 15 replays); where bytes count, those
-// that it must move, the rate, and the share of plain reads'.
+// Each line has the microseconds of a launch (median, least and most of 15 replays) and, where
+// bytes count, the bytes that it must move, the rate, and its share of the rate of plain reads.
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -52,7 +53,7 @@ void Print(const std::string& name, const Timing& t) {
   std::fflush(stdout);
 }
 
-// Rows of a table for each slot and head, `rows_per_page` in a page, in pages of any order.
+// Makes rows of a table for each slot and head, `rows_per_page` in a page, in pages of any order.
 PagedRows Table(int32_t rows, int32_t rows_per_page, int32_t dim,
                 const std::vector<int32_t>& init) {
   const int32_t pages = (rows - 1) / rows_per_page + 1;
@@ -77,10 +78,11 @@ PagedRows Table(int32_t rows, int32_t rows_per_page, int32_t dim,
 struct Shape {
   const char* name;
   int32_t unit_tokens, ring, places, selected, misses;
-  int32_t rows_per_page;  // of place_of
+  int32_t rows_per_page;  // rows of place_of in a page
 };
 
-// Tables whose places hold units 0, 1, ..., and lists of which the last `misses` have none.
+// Tables whose places hold units 0, 1, ..., and lists of which the last `misses` units have no
+// place.
 class ResidencyBench {
  public:
   ResidencyBench(const Shape& shape, std::string filter)
@@ -120,7 +122,7 @@ class ResidencyBench {
       Split(stream, i, selected, false);
       Due(stream, selected);
     });
-    // Units that were put out some launches ago come back.
+    // Units that were evicted some launches ago come back.
     const int32_t sets = held / misses + 2;
     std::vector<UnitLists> coming;
     for (int32_t s = 0; s < sets; ++s) {
@@ -144,7 +146,7 @@ class ResidencyBench {
     if (Wanted(filter_, name)) Print(name, bench::Time(kLaunches, kReplays, launch));
   }
 
-  // The same list for all.
+  // Returns the same list for all.
   UnitLists Lists(const std::vector<int32_t>& units) const {
     std::vector<int32_t> all(static_cast<size_t>(int64_t{kLists} * shape_.selected));
     for (size_t l = 0; l < kLists; ++l) {
@@ -222,7 +224,7 @@ class ResidencyBench {
   int next_ = 0;
 };
 
-// Pinned memory of a sequence's home, one layer.
+// Returns pinned memory of a sequence's home, one layer.
 PagedCache Home(int32_t rows, int32_t context) {
   const int32_t blocks = context / kBlockTokens;
   const std::vector<int32_t> order = Shuffled(int64_t{rows} * blocks);
@@ -252,7 +254,8 @@ void WriteThrough(const std::string& filter, int32_t rows) {
 class PartialBench {
  public:
   explicit PartialBench(std::string filter) : filter_(std::move(filter)) {
-    arena_ = DeviceCopy(Normal(kArenaBytes / 4 / 64));  // some of it, before the rest is made
+    // starts with a part of it, before the rest is made
+    arena_ = DeviceCopy(Normal(kArenaBytes / 4 / 64));
     char* all = DeviceArray<char>(kArenaBytes);
     for (int64_t at = 0; at < kArenaBytes; at += kArenaBytes / 64) {
       Check(cudaMemcpy(all + at, arena_, kArenaBytes / 64, cudaMemcpyDeviceToDevice), "fill");
@@ -295,7 +298,7 @@ class PartialBench {
                 100 * rate / ReadRate(arena_, kArenaBytes, static_cast<int64_t>(bytes)));
   }
 
-  // A step's rows in HBM, or a whole sequence from its home.
+  // Runs a step's rows in HBM, or a whole sequence from its home.
   void Keys(int32_t rows, int32_t context, bool bulk) {
     const std::string name =
         "partial keys of " + std::to_string(rows) +
@@ -326,7 +329,7 @@ class PartialBench {
 
  private:
   static constexpr int64_t kArenaBytes = int64_t{2} << 30;
-  static constexpr int32_t kRowsPerPage = 204;  // with 4 bytes of place_of each, what a page holds
+  static constexpr int32_t kRowsPerPage = 204;  // rows in a page, with 4 bytes of place_of each
 
   PagedRows Partial(int64_t pages) const {
     return {arena_, pages_,           pages,   kPageBytes, kHeadBytes, kRowsPerPage,

@@ -1,12 +1,13 @@
-// What selection takes on a GPU, in Qwen3-14B's geometry (40 query and 8 KV heads of 128, blocks of
+// Times selection on a GPU, in Qwen3-14B's geometry (40 query and 8 KV heads of 128, blocks of
 // 32), beside plain reads of as many bytes in the same run: digests' scores and top-k, one after
 // the other in a graph, over operands that rotate so that no launch finds its digests in L2;
-// digests of decode rows, and of a whole prompt over the link.
+// digests of decode rows; and digests of a whole prompt over the link.
 //
 //   sluice-selection-bench [SUBSTRING OF A CASE'S NAME]
 //
-// Each line: microseconds a launch (median, least and most of 15 replays), bytes that it must move,
-// the rate, and the share of plain reads'; lists of top-k lie in L2, as they do behind the scores.
+// Each line has the microseconds of a launch (median, least and most of 15 replays), the bytes
+// that it must move, the rate, and its share of the rate of plain reads. Lists of top-k lie in
+// L2, as they do behind the scores.
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -109,7 +110,8 @@ class Bench {
                [&](int, cudaStream_t stream) { Check(cuda::LaunchTopK(p, stream), "top-k"); }));
   }
 
-  // Digest scores and top-k on a branch beside a product: what both take, and the product alone.
+  // Times digest scores and top-k on a branch beside a product: both together, and the product
+  // alone.
   void Beside(int rows, int context, int n, int k) {
     const std::string name = "product " + std::to_string(n) + " x " + std::to_string(k) + ", " +
                              std::to_string(rows) + " rows";
@@ -155,7 +157,7 @@ class Bench {
           }));
   }
 
-  // Rows that extend their newest block, or one that begins at 0.
+  // Times rows that extend their newest block, or one row that begins at 0.
   void Digest(int rows, int context, bool bulk) {
     const std::string name =
         bulk ? "digests of " + std::to_string(context >> 10) + "K tokens in pinned memory"
@@ -220,7 +222,7 @@ class Bench {
     p.reduction = GroupReduction::kMax;
     return p;
   }
-  // Scout's, of those scores.
+  // Returns Scout's params for those scores.
   static TopKParams TopParams(int rows, const DigestScoresParams& scores) {
     constexpr int32_t kBudget = 64;
     TopKParams p{};

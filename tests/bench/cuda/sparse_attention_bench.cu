@@ -1,11 +1,11 @@
-// What attention over lists takes on a GPU at the shapes of the policies, against the rate of plain
+// Times attention over lists on a GPU at the shapes of the policies, against the rate of plain
 // reads of as many bytes, measured in this run.
 //
 //   sluice-sparse-attention-bench [--gib N]
 //
-// --gib: size of the KV arena (default 8). Every launch of a graph reads other pages, so that none
-// finds its K and V in L2; the time is that of one launch. Lists, q and results stay where they
-// are.
+// --gib is the size of the KV arena (default 8). Every launch of a graph reads other pages, so
+// that none finds its K and V in L2; the time is that of one launch. Lists, q and results stay
+// where they are.
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -24,7 +24,7 @@ using kernels::SparseAttentionParams;
 struct Case {
   const char* name;
   int rows;
-  int tokens;  // of a list
+  int tokens;  // tokens of a list
   int unit_tokens;
   int heads = 40;
   int kv_heads = 8;
@@ -42,7 +42,7 @@ constexpr Case kCases[] = {
     {"recall, single tokens", 1, 2048, 1},        {"long lists", 4, 16384, 32},
 };
 
-// bf16 of values in [-1, 1), from a hash of the index.
+// Fills with bf16 of values in [-1, 1), from a hash of the index.
 __global__ void FillKernel(uint16_t* data, int64_t count) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
@@ -62,7 +62,7 @@ void Run(const Case& c, char* arena, int64_t arena_bytes, std::mt19937_64& rando
   std::iota(pages.begin(), pages.end(), 0);
   std::shuffle(pages.begin(), pages.end(), random);
   const int64_t bytes = int64_t{lists} * c.tokens * 4 * kDim;
-  // A launch's lists name part of its sequences' pages: of the others come the next launches'.
+  // A launch's lists name part of its sequences' pages. The next launches' lists name the others.
   const auto table_size = static_cast<size_t>(c.rows * blocks);
   std::vector<int32_t*> tables;
   for (size_t at = 0; at + table_size <= pages.size() && tables.size() < 24; at += table_size) {
@@ -76,7 +76,7 @@ void Run(const Case& c, char* arena, int64_t arena_bytes, std::mt19937_64& rando
   std::iota(of_list.begin(), of_list.end(), 0);
   for (int l = 0; l < lists; ++l) {
     const auto begin = static_cast<size_t>(l * capacity);
-    // Ascending units at any places.
+    // Units are ascending, at any places.
     for (int i = 0; i < capacity; ++i) units[begin + static_cast<size_t>(i)] = 2 * i;
     std::shuffle(of_list.begin(), of_list.end(), random);
     std::copy_n(of_list.begin(), capacity, where.begin() + static_cast<int64_t>(begin));

@@ -1,5 +1,5 @@
-// What the benches of a GPU share: timing of what is put on a stream or recorded as a graph, by
-// events: median and extremes. Every error ends the program.
+// Timing that the benches of a GPU share: work on a stream, or recorded as a graph, is timed by
+// events, as median and extremes. Every error ends the program.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -28,7 +28,8 @@ inline Times Summary(std::vector<double> seconds) {
   return {seconds[seconds.size() / 2], seconds.front(), seconds.back()};
 }
 
-// Times what `enqueue` puts on the stream, `repeats` times after one that does not count.
+// Times the work that `enqueue` puts on the stream, `repeats` times after one that does not
+// count.
 inline Times TimeOnStream(cudaStream_t stream, int repeats, const std::function<void()>& enqueue) {
   cudaEvent_t start, stop;
   SLUICE_BENCH_CHECK(cudaEventCreate(&start));
@@ -48,7 +49,7 @@ inline Times TimeOnStream(cudaStream_t stream, int repeats, const std::function<
   return Summary(seconds);
 }
 
-// A captured graph of what `enqueue` puts on the stream.
+// A captured graph of the work that `enqueue` puts on the stream.
 class Graph {
  public:
   Graph(cudaStream_t stream, const std::function<void()>& enqueue) {
@@ -72,7 +73,8 @@ struct Timing {
   double median_us, least_us, most_us;
 };
 
-// Captures what `enqueue` puts on a stream, and times `replays` runs of it, after two untimed ones.
+// Captures the work that `enqueue` puts on a stream, and times `replays` runs of it, after two
+// untimed ones.
 inline Timing TimeGraph(const std::function<void(cudaStream_t)>& enqueue, int replays = 15) {
   cudaStream_t stream;
   cudaGraph_t graph;
@@ -104,7 +106,7 @@ inline Timing TimeGraph(const std::function<void(cudaStream_t)>& enqueue, int re
   return {us[us.size() / 2], us.front(), us.back()};
 }
 
-// The time of one run of it, with nothing run before: for what changes what it works on.
+// Times one run, with nothing run before, for work that changes its own inputs.
 inline Timing TimeOnce(const std::function<void(cudaStream_t)>& enqueue) {
   cudaStream_t stream;
   SLUICE_BENCH_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));

@@ -1,5 +1,5 @@
 // Timing of CUDA kernels: graphs of launches over rotating buffers, and the rate at which a plain
-// kernel reads, which is the ceiling of whatever must read as many bytes.
+// kernel reads, which is the ceiling of every operator that must read as many bytes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,7 +27,8 @@ T* DeviceCopy(const std::vector<T>& from) {
   return to;
 }
 
-// Time of one launch: `launch(i, stream)` for i in [0, launches), as TimeGraph times them all.
+// Returns the time of one launch: `launch(i, stream)` for i in [0, launches), timed together by
+// TimeGraph.
 template <typename Launch>
 Timing Time(int launches, int samples, Launch launch) {
   const Timing all = TimeGraph(
@@ -54,8 +55,8 @@ __global__ void ReadKernel(const uint4* data, int64_t count, uint32_t* sink) {
   if (sum == 0x9E3779B9u) *sink = sum;
 }
 
-// GB/s of a plain kernel that reads `bytes` at a time, front to back, from places in `data` that
-// rotate through `data_bytes`. The best of a few grids.
+// Returns the GB/s of a plain kernel that reads `bytes` at a time, front to back, from places in
+// `data` that rotate through `data_bytes`. It is the best of a few grids.
 inline double ReadRate(const void* data, int64_t data_bytes, int64_t bytes) {
   int processors = 0;
   Check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0), "device");

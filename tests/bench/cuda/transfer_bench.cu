@@ -1,15 +1,15 @@
-// Gather and scatter between pinned DRAM and HBM at the shapes of the offloading policies, beside
-// the copy engine; and pages of a sequence that leaves HBM and comes back.
+// Times gather and scatter between pinned DRAM and HBM at the shapes of the offloading policies,
+// beside the copy engine; and pages of a sequence that leaves HBM and comes back.
 //
 //   sluice-transfer-bench [POOL_GIB [workers | reach]]
 //
-// With `workers` only what few thread blocks reach with rows of 656 B; with `reach` what they reach
-// the more memory a replay visits, and whether it helps that somebody has visited a layer's pages
-// shortly before.
+// With `workers` it measures only the rates that few thread blocks reach with rows of 656 B. With
+// `reach` it measures how these depend on the memory that a replay visits, and whether it helps
+// that a layer's pages were visited shortly before.
 //
 // ESS: sequences lie POOL / sequences apart, rows of 656 B of one layer of 32,768 tokens lie
-// together, a sequence's misses are sorted; each graph replay moves eight layers, one after the
-// other (`reach`: up to as many as a sequence has room for). GB/s count payload only.
+// together, and a sequence's misses are sorted. Each graph replay moves eight layers, one after
+// the other (with `reach`, up to as many as a sequence has room for). GB/s count payload only.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -28,8 +28,8 @@ namespace {
 using kernels::TransferParams;
 using kernels::cuda::CopyPiece;
 
-constexpr int64_t kTokens = 32768;  // of a sequence
-constexpr int kLayers = 8;          // moved by one replay, but with `reach`
+constexpr int64_t kTokens = 32768;  // tokens of a sequence
+constexpr int kLayers = 8;          // moved by one replay, except with `reach`
 constexpr int kRepeats = 5;
 
 template <typename T>
@@ -47,7 +47,7 @@ T* ToDevice(const std::vector<T>& values) {
   return data;
 }
 
-// `count` distinct numbers below `below`, sorted or shuffled.
+// Returns `count` distinct numbers below `below`, sorted or shuffled.
 std::vector<int32_t> Distinct(int64_t count, int64_t below, bool sorted, std::mt19937_64& random) {
   std::vector<int32_t> all(static_cast<size_t>(below));
   std::iota(all.begin(), all.end(), 0);
@@ -70,12 +70,12 @@ struct Shape {
   int lists;      // sequences, or sequences x heads
   int64_t units;  // moved per list
   int64_t home_units;
-  int64_t slots;  // of a list in HBM
-  // > 0: lists have from this many to `units`, in equal ratios, shuffled.
+  int64_t slots;  // slots of a list in HBM
+  // If > 0, lists have from this many to `units`, in equal ratios, shuffled.
   int64_t least_units = 0;
 };
 
-// Units of each list.
+// Returns the units of each list.
 std::vector<int32_t> CountsOf(const Shape& shape) {
   std::vector<int32_t> counts(static_cast<size_t>(shape.lists), static_cast<int32_t>(shape.units));
   if (shape.least_units == 0) return counts;
@@ -89,7 +89,7 @@ std::vector<int32_t> CountsOf(const Shape& shape) {
   return counts;
 }
 
-// Reads a word of every `step` bytes of each list's home: its pages' translations are fetched then.
+// Reads a word of every `step` bytes of each list's home, which fetches its pages' translations.
 __global__ void TouchKernel(const char* pool, const int64_t* offsets, int64_t home_bytes,
                             int64_t step, uint32_t* sink) {
   const char* const home = pool + offsets[blockIdx.x];
@@ -168,7 +168,7 @@ class Case {
 
   int layers() const { return static_cast<int>(lists_.size()); }
 
-  // One launch for each layer, on the case's stream.
+  // Enqueues one launch for each layer, on the case's stream.
   void MoveLayers(bool gather, int max_blocks) {
     for (int layer = 0; layer < layers(); ++layer) {
       SLUICE_BENCH_CHECK(kernels::cuda::LaunchTransfer(Params(layer, gather, max_blocks), stream_));
@@ -181,10 +181,10 @@ class Case {
     return {t.median / layers(), t.low / layers(), t.high / layers()};
   }
 
-  // Gathers, each layer's behind a visit of its homes; of the gathers alone, or of the visits
-  // alone, by events between them. One replay after one that is not counted.
+  // Gathers with a visit of a layer's homes before each; the times of the gathers alone and of
+  // the visits alone, by events between them. One replay counts, after one that does not.
   struct Visited {
-    double visits, gathers;  // of a layer, median
+    double visits, gathers;  // median of a layer
   };
   Visited TimeVisited(int64_t step, int max_blocks) {
     std::vector<cudaEvent_t> events(2 * lists_.size() + 1);
@@ -213,7 +213,8 @@ class Case {
     return {Summary(visits).median, Summary(gathers).median};
   }
 
-  // Gathers what the host wrote, scatters it to where nothing of it was, and compares.
+  // Gathers the data that the host wrote, scatters it to memory that held none of it, and
+  // compares.
   bool Verify() {
     ForEachUnit([&](char* home, int64_t) { Fill(home); });
     SLUICE_BENCH_CHECK(kernels::cuda::LaunchTransfer(Params(0, true, 0), stream_));
@@ -234,7 +235,8 @@ class Case {
     return same;
   }
 
-  // The same by one cudaMemcpyAsync a unit, and by cudaMemcpyBatchAsync; a part of the first layer.
+  // Times the same by one cudaMemcpyAsync a unit, and by cudaMemcpyBatchAsync, for a part of the
+  // first layer.
   Times TimeCopies(bool batch, int64_t* count) {
     std::vector<void*> from, to;
     ForEachUnit([&](char* home, int64_t i) {
@@ -294,8 +296,8 @@ class Case {
   int32_t* counts_ = nullptr;
 };
 
-// Each block reads 64 KiB. Many short blocks, so that processors which a transfer holds just take
-// fewer of them.
+// Each block reads 64 KiB. There are many short blocks, so that processors which a transfer holds
+// just take fewer of them.
 constexpr int kReadLoads = 16;
 __global__ void __launch_bounds__(256) ReadKernel(const uint4* data, uint32_t* sink) {
   const uint4* mine = data + int64_t{blockIdx.x} * kReadLoads * 256 + threadIdx.x;
@@ -320,12 +322,14 @@ class Reader {
     ReadKernel<<<kBytes / (kReadLoads * 256 * 16), 256, 0, stream_>>>(data_, sink_);
     SLUICE_BENCH_CHECK(cudaGetLastError());
   }
-  // Reads until `other`, enqueued on its own stream, is done. Seconds of one read, alone in
-  // *alone, beside it in *beside; of one `other` beside the reads in *other_seconds.
+  // Reads until `other`, enqueued on its own stream, is done. Sets *alone and *beside to the
+  // seconds of one read alone and beside it, and *other_seconds to those of one `other` beside
+  // the reads.
   void Against(cudaStream_t other_stream, const std::function<void()>& other, double* alone,
                double* beside, double* other_seconds) {
     *alone = TimeOnStream(stream_, 20, [&] { Enqueue(); }).median;
-    // Others first, so that they hold their processors; enough of them for all the reads.
+    // The others start first, so that they hold their processors; there are enough of them for
+    // all the reads.
     cudaEvent_t start, stop;
     SLUICE_BENCH_CHECK(cudaEventCreate(&start));
     SLUICE_BENCH_CHECK(cudaEventCreate(&stop));
@@ -415,8 +419,8 @@ void PrintWorkers(const Shape& shape, const PinnedPool& pool, cudaStream_t strea
   }
 }
 
-// What the number of layers that take turns costs, so how far homes are beyond what the GPU's
-// address translation remembers.
+// Measures the cost of the number of layers that take turns, that is of homes beyond the reach of
+// the GPU's address translation.
 void PrintReach(int64_t misses, const PinnedPool& pool, cudaStream_t stream) {
   constexpr int kSequences = 76;
   const Shape shape{"", 656, kSequences, misses, kTokens, 6600};
@@ -440,7 +444,7 @@ void PrintReach(int64_t misses, const PinnedPool& pool, cudaStream_t stream) {
   }
 }
 
-// As CudaStream::CopyBatch does it.
+// Copies as CudaStream::CopyBatch does.
 void CopyByBatches(const CopyPiece* pieces, int64_t count, cudaStream_t stream) {
   constexpr int64_t kBatch = 4096;
   std::vector<void*> targets;
@@ -461,7 +465,7 @@ void CopyByBatches(const CopyPiece* pieces, int64_t count, cudaStream_t stream) 
   }
 }
 
-// A 32K-token sequence of an 8B model: 36 layers x 1024 pages of 128 KiB.
+// Measures a 32K-token sequence of an 8B model: 36 layers x 1024 pages of 128 KiB.
 void PrintPages(const PinnedPool& pool, cudaStream_t stream, Reader& reader) {
   constexpr int64_t kPage = 128 << 10, kPages = 36 * 1024, kArena = 40 * 1024;
   char* arena = NewDevice<char>(kPage * kArena);
@@ -472,7 +476,7 @@ void PrintPages(const PinnedPool& pool, cudaStream_t stream, Reader& reader) {
     SLUICE_BENCH_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&list), kPages * sizeof(CopyPiece),
                                      cudaHostAllocDefault));
   }
-  // DRAM pages in pairs that have changed places: as a free list gives them after a while.
+  // DRAM pages are swapped in pairs, in an order such as a free list has after a while.
   for (int64_t i = 0; i < kPages; ++i) {
     char* home = pool.data() + (i ^ 1) * kPage;
     char* page = arena + slots[static_cast<size_t>(i)] * kPage;
@@ -519,7 +523,7 @@ void PrintPages(const PinnedPool& pool, cudaStream_t stream, Reader& reader) {
                   rate(seconds, kPages / 8), Reader::kBytes / alone * 1e-9,
                   Reader::kBytes / with * 1e-9);
     }
-    // What comes back must come from HBM.
+    // The data that comes back must come from HBM.
     if (direction == 1) std::memset(pool.data(), 0, static_cast<size_t>(kPages * kPage));
   }
   bool same = true;
@@ -534,7 +538,7 @@ void PrintPages(const PinnedPool& pool, cudaStream_t stream, Reader& reader) {
 }
 
 int Main(int argc, char** argv) {
-  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // whoever stops it keeps what there is
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // partial output survives if the program is stopped
   const size_t gib = argc > 1 ? std::strtoul(argv[1], nullptr, 10) : 64;
   cudaDeviceProp properties;
   SLUICE_BENCH_CHECK(cudaGetDeviceProperties(&properties, 0));

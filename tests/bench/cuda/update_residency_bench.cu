@@ -1,11 +1,11 @@
-// What token residency takes on a GPU: UpdateResidency in ESS's shapes, step after step of as many
-// sequences as given, each with 2,048 selected tokens of which a set number miss, in a pool that is
-// full, so that what was used longest ago goes. Positions rise from launch to launch.
+// Times token residency on a GPU: UpdateResidency in ESS's shapes, step after step of as many sequences as
+// given. Each sequence has 2,048 selected tokens of which a set number miss, in a pool that is
+// full, so that the tokens used longest ago are evicted. Positions rise from launch to launch.
 //
 //   sluice-update-residency-bench
 //
-// Each line: microseconds a launch (median, least and most of graphs of 64), and the moves of a
-// sequence and step as the counters have them.
+// Each line has the microseconds of a launch (median, least and most of graphs of 64), and the
+// moves of a sequence and step as the counters have them.
 #include <algorithm>
 #include <numeric>
 #include <random>
@@ -24,7 +24,7 @@ constexpr int32_t kSelected = 2048, kSteps = 64, kGraphs = 8, kRowsPerPage = 102
 struct Shape {
   const char* name;
   int sequences;
-  int places;  // of a sequence
+  int places;  // places of a sequence
   int context;
   int misses;
   int ahead;
@@ -53,8 +53,8 @@ PagedRows Table(int64_t slots, int64_t rows, int32_t dim, std::vector<int32_t> i
 void Run(const Shape& shape) {
   const int n = shape.sequences;
   std::mt19937 random(9);
-  // Units that stay selected, and others that come by turns; the pool holds the first and some 45
-  // steps of the others, so that whoever comes again has gone.
+  // Some units stay selected, and others take turns. The pool holds the first and the others of
+  // some 45 steps, so that a unit has been evicted by the time it is selected again.
   std::vector<int32_t> units(static_cast<size_t>(shape.context));
   std::iota(units.begin(), units.end(), 0);
   std::shuffle(units.begin(), units.end(), random);

@@ -1,6 +1,9 @@
-// How long weights take to the GPU: sluice-weight-bench [FILE [GIB [PARAMETERS]]] writes a file of
-// GIB GiB (4), loads it as a checkpoint's matrices are loaded, beside plain reads of the same file
-// by as many threads, and makes PARAMETERS (8.2) 10^9 weights by formula.
+// Measures how long weights take to reach the GPU.
+//
+//   sluice-weight-bench [FILE [GIB [PARAMETERS]]]
+//
+// It writes a file of GIB GiB (4), loads it as a checkpoint's matrices are loaded, beside plain
+// reads of the same file by as many threads, and makes PARAMETERS (8.2) 10^9 weights by formula.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -20,7 +23,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int32_t kColumns = 8192;
-constexpr int32_t kRows = 16384;  // of a matrix: 256 MiB
+constexpr int32_t kRows = 16384;  // rows of a matrix: 256 MiB
 constexpr size_t kMatrixBytes = size_t{2} * kColumns * kRows;
 constexpr size_t kPiece = size_t{4} << 20;
 constexpr int kReaders = 16;
@@ -34,7 +37,7 @@ double Since(Clock::time_point start) {
   std::exit(1);
 }
 
-// Seconds to read the file once by read(2), into memory of each thread's own.
+// Returns the seconds to read the file once by read(2), into memory of each thread's own.
 double PlainRead(int file, size_t bytes) {
   std::atomic<size_t> next{0};
   const auto start = Clock::now();

@@ -1,5 +1,5 @@
-// SparseMla whose second lists' entries come with the Transfer before it: first lists are attended
-// to beneath that, second ones when it is done.
+// SparseMla whose second lists' entries are brought by the Transfer before it: first lists are
+// attended to beneath the Transfer, second ones when it is done.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -19,7 +19,7 @@ struct DeviceFree {
   void operator()(uint8_t* data) const { cudaFree(data); }
 };
 
-// Lists of `rows` rows, and what the pool has of them before and after the transfer.
+// Lists of `rows` rows, and the pool's entries of them before and after the transfer.
 class Arrivals {
  public:
   Arrivals(int32_t rows, Random& random)
@@ -61,7 +61,7 @@ class Arrivals {
     pool_.reset(static_cast<uint8_t*>(pool));
   }
 
-  // The pool as it was, the transfer by `workers` blocks, and attention right behind it.
+  // Restores the pool, then runs the transfer by `workers` blocks and attention right behind it.
   std::vector<uint8_t> Run(bool then_arrives, int workers, int64_t scratch_rows) {
     const int64_t out_row = int64_t{kHeads} * kRank * SizeOf(DType::kBFloat16);
     Guarded<uint8_t> out(rows_ * out_row);

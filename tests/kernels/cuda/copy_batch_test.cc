@@ -22,12 +22,13 @@ DeviceBytes NewDeviceBytes(int64_t bytes) {
   return DeviceBytes(static_cast<unsigned char*>(data));
 }
 
-// Where a piece lies on both sides.
+// Offsets of a piece on both sides.
 struct Place {
   int64_t target, source, bytes;
 };
 
-// Pieces of 0 to 100,000 bytes, most of them short, at any alignment, that do not overlap.
+// Returns pieces of 0 to 100,000 bytes, most of them short, at any alignment, that do not
+// overlap.
 std::vector<Place> RandomPlaces(int64_t count, Random& random, int64_t* end) {
   std::vector<Place> places;
   int64_t target = 0, source = 0;
@@ -70,7 +71,7 @@ TEST_CASE("a batch of copies moves every byte of its pieces and no other", "[ker
       for (const Place& p : places) {
         std::copy_n(source.data() + p.source, p.bytes, want.data() + p.target);
       }
-      // Through HBM at the places of the target, and from there to pinned memory.
+      // The pieces go to the target's offsets in HBM, and from there to pinned memory.
       const DeviceBytes hbm = NewDeviceBytes(bytes + 1);
       Copy(places, hbm.get(), source.data(), max_blocks);
       std::vector<Place> out = places;

@@ -25,7 +25,7 @@ bool HasGpu() {
   return has;
 }
 
-// An error ends the program: nothing that follows on a failed GPU means anything.
+// Ends the program on an error: nothing that follows on a failed GPU means anything.
 void Check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));

@@ -8,11 +8,12 @@
 
 namespace sluice::kernels {
 
-// The path "cuda": each function launches its operator once (for worker 0) and waits for it. Null
-// where this build has no CUDA or this machine no GPU; then `*why` says which.
+// Returns the path "cuda": each function launches its operator once (for worker 0) and waits for
+// it. Returns null if this build has no CUDA or this machine no GPU; then `*why` says which.
 const KernelTable* CudaPath(std::string* why);
 
-// Memory that every path reads and writes: pinned and mapped where there is a GPU, 64-byte aligned.
+// Returns memory that every path can read and write: pinned and mapped if there is a GPU, 64-byte
+// aligned.
 void* AllocateForPaths(size_t bytes);
 void FreeForPaths(void* data);
 

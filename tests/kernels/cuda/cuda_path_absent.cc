@@ -1,4 +1,4 @@
-// A build without nvcc.
+// The stand-in of cuda_path.cc in a build without nvcc.
 #include <new>
 
 #include "tests/kernels/cuda/cuda_path.h"

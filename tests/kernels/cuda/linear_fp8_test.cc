@@ -1,5 +1,5 @@
-// Linear with e4m3 weights and block scales, which only a GPU's kernels take beside the reference,
-// and such weights made there by formula.
+// Linear with e4m3 weights and block scales, which besides the reference only a GPU's kernels
+// take, and such weights made there by formula.
 #include <cuda_runtime_api.h>
 
 #include "kernels/cuda/common/launch.h"
@@ -10,8 +10,8 @@
 namespace sluice::kernels {
 namespace {
 
-// Every code but NaN; scales of all sizes: ordinary ones, far ones, 0, and beyond what an exponent
-// of bf16 takes.
+// Operands with every code but NaN, and scales of all sizes: ordinary ones, far ones, 0, and ones
+// beyond the range of a bf16 exponent.
 struct Operands {
   Operands(const LinearCase& c, Random& random)
       : shape(c),
@@ -35,7 +35,7 @@ struct Operands {
     }
   }
 
-  // In pairs where a path and k have them, unless `plain`.
+  // Weights are in pairs if the path and k allow it, unless `plain`.
   Guarded<float> Run(const KernelTable& table, int64_t first, int32_t rows, int32_t decode_rows,
                      bool plain = false) const {
     Guarded<float> y(int64_t{rows} * shape.n);
@@ -81,7 +81,7 @@ void TestLinear(const KernelTable& table, Random& random) {
     const Operands o(c, random);
     const auto want = o.Run(*FindKernelTable("reference"), 0, c.rows, c.rows);
     const auto got = o.Run(table, 0, c.rows, c.rows / 2);
-    // Values are of size 100, their sums more even than single ones.
+    // Values are of size 100, and their sums vary less than single values.
     const double typical = std::sqrt(double(c.k)) * 10;
     CHECK(Difference(got.span(), want.span(), 3e-6, c.n, typical) == "");
     const auto plain = o.Run(table, 0, c.rows, c.rows / 2, true);

@@ -43,12 +43,12 @@ struct Rows {
 
   std::vector<int32_t> slots, first, then;
   std::vector<MlaCut> cuts;
-  std::vector<int> begins;  // of each row, in tiles, and of all
-  int largest = 1;          // piece, in tiles
+  std::vector<int> begins;  // first tile of each row, and the end of all
+  int largest = 1;          // largest piece, in tiles
   SparseMlaParams params{};
 };
 
-// Of a group that has `share` tiles from `begin` on: what it computes, in its order.
+// Returns the pieces that a group with `share` tiles from `begin` on computes, in its order.
 std::vector<Piece> PiecesOf(const Rows& rows, int share, int begin) {
   int row = 0;
   while (rows.begins[static_cast<size_t>(row) + 1] <= begin) ++row;
@@ -89,8 +89,8 @@ TEST_CASE("groups of latent attention compute each piece once, first lists first
       std::vector<Piece> sorted = got;
       std::sort(sorted.begin(), sorted.end());
       REQUIRE(sorted == want);
-      // Of the first window's rows no first list waits for a second one; of each row pieces are in
-      // order.
+      // In the first window's rows no first list waits for a second one, and the pieces of each
+      // row are in order.
       std::vector<int> newest(rows.cuts.size(), -1);
       bool are_second = false, waits = false, in_order = true;
       for (const Piece& piece : got) {
