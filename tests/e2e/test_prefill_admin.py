@@ -1,9 +1,9 @@
 """The admin port of sluice-prefill: what probes and Prometheus ask of it."""
 
 import pytest
-from metrics_text import Scrape, exported_names, wait_for
-from nodes import TIMEOUT_S, error_of, greedy
 from sluice.v1 import prefill_pb2
+from support.metrics_text import Scrape, exported_names, wait_for
+from support.nodes import TIMEOUT_S, error_of, greedy
 
 
 @pytest.fixture(scope="module")
