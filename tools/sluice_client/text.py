@@ -3,11 +3,12 @@
 import json
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sluice_client.errors import ToolError
 
-# What decoding puts where bytes are not (yet) a character.
-_REPLACEMENT = "\ufffd"
+if TYPE_CHECKING:
+    from tokenizers.decoders import DecodeStream
 
 
 class Text:
@@ -92,37 +93,39 @@ class Text:
         """The text of `ids` without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
+    def decode_stream(self) -> "DecodeStream":
+        """Returns the state of a text that is decoded token by token, by step()."""
+        from tokenizers.decoders import DecodeStream
+
+        return DecodeStream(skip_special_tokens=True)
+
+    def step(self, stream: "DecodeStream", token_id: int) -> str | None:
+        """Returns what the token completes, or None where a character is incomplete."""
+        return stream.step(self._tokenizer, token_id)
+
 
 class IncrementalDecoder:
-    """Text as its tokens come, never half a character.
-
-    Decodes the last few tokens again with each new one, because what a token adds may depend on the
-    one before it, and holds back what ends in an incomplete character.
-    """
+    """Decodes tokens as they come; no piece ends in half a character, and special tokens are left out."""
 
     def __init__(self, text: Text):
         self._text = text
-        self._ids: list[int] = []
-        # ids[context:read] is said and gives context; ids[read:] is not said yet.
-        self._context = 0
-        self._read = 0
+        self._stream = text.decode_stream()
+        # The ids since the last piece: at the end an incomplete character is decoded from them.
+        self._held: list[int] = []
 
     def add(self, token_id: int) -> str:
-        """What can be said now: maybe nothing."""
-        self._ids.append(token_id)
-        return self._advance(final=False)
+        """Returns the text that is complete now, which may be empty."""
+        self._held.append(token_id)
+        piece = self._text.step(self._stream, token_id)
+        if piece is None:
+            return ""
+        self._held.clear()
+        return piece
 
     def finish(self) -> str:
-        """What was held back."""
-        return self._advance(final=True)
-
-    def _advance(self, final: bool) -> str:
-        said = self._text.decode(self._ids[self._context:self._read])
-        now = self._text.decode(self._ids[self._context:])
-        if len(now) <= len(said) or (now.endswith(_REPLACEMENT) and not final):
-            return ""
-        self._context, self._read = self._read, len(self._ids)
-        return now[len(said):]
+        """Returns what was held back, with U+FFFD for bytes that are no character."""
+        held, self._held = self._held, []
+        return self._text.decode(held)
 
 
 class StopFilter:
