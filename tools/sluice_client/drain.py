@@ -32,7 +32,7 @@ def drain(channel: grpc.Channel, address: str, timeout: float | None, wait: bool
                 raise ToolError(f"{address} was resumed before it was idle")
             running, waiting = now.running, now.waiting
     except grpc.RpcError as error:
-        raise ToolError(rpc.explain(error, address)) from error
+        raise rpc.CallError(error, address) from error
     return {"idle": running + waiting == 0, "running": running, "waiting": waiting,
             "was_draining": answer.was_draining}
 

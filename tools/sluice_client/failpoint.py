@@ -7,7 +7,6 @@ from google.protobuf import json_format
 
 from sluice.v1 import admin_pb2, admin_pb2_grpc
 from sluice_client import rpc
-from sluice_client.errors import ToolError
 
 _TIMEOUT_S = 10.0
 
@@ -41,5 +40,5 @@ def run(args) -> int:
                 admin_pb2.SetFailpointsRequest(terms=";".join(args.terms), seed=args.seed)
             admin.SetFailpoints(request, timeout=_TIMEOUT_S)
         except grpc.RpcError as error:
-            raise ToolError(rpc.explain(error, args.decode)) from error
+            raise rpc.CallError(error, args.decode) from error
     return 0

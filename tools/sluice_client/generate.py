@@ -52,7 +52,7 @@ def prefill(address: str, decode_address: str, prompt_ids: list[int], sampling: 
             return prefill_pb2_grpc.PrefillStub(channel).Run(prefill_pb2.RunRequest(
                 prompt_token_ids=prompt_ids, sampling=sampling, decode_address=decode_address), timeout=timeout)
         except grpc.RpcError as error:
-            raise ToolError(rpc.explain(error, address)) from error
+            raise rpc.CallError(error, address) from error
 
 
 def generate(decode_address: str, prompt_ids: list[int], sampling: common_pb2.SamplingParams, *,
@@ -104,7 +104,7 @@ def generate(decode_address: str, prompt_ids: list[int], sampling: common_pb2.Sa
                 if message.HasField("finish"):
                     _finish(result, message.finish)
         except grpc.RpcError as error:
-            raise ToolError(rpc.explain(error, decode_address)) from error
+            raise rpc.CallError(error, decode_address) from error
         finally:
             call.cancel()  # No effect on a stream that has ended.
     if not result.finish_reason:

@@ -93,6 +93,10 @@ class Text:
         """The text of `ids` without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
+    def decode_with_special(self, ids: list[int]) -> str:
+        """The text of `ids`, special tokens included."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
     def decode_stream(self) -> "DecodeStream":
         """Returns the state of a text that is decoded token by token, by step()."""
         from tokenizers.decoders import DecodeStream

@@ -24,7 +24,7 @@ def run(args) -> int:
         try:
             data = fetch(channel, args.steps)
         except grpc.RpcError as error:
-            raise ToolError(rpc.explain(error, args.decode)) from error
+            raise rpc.CallError(error, args.decode) from error
     try:
         Path(args.out).write_bytes(data)
     except OSError as error:
