@@ -1,4 +1,4 @@
-"""The command `failpoint`: faults that a decode node can be made to have."""
+"""The command `failpoint`: makes a decode node fail on purpose."""
 
 import json
 
@@ -12,7 +12,7 @@ _TIMEOUT_S = 10.0
 
 
 def as_text(listing: dict) -> str:
-    """One failpoint a paragraph: its name and what happens, what survives, and what it did so far."""
+    """Returns a paragraph for each failpoint: its name and effect, what survives it, and how often it has fired."""
     lines = []
     for point in listing["failpoints"]:
         lines.append(f"{point['name']:22} {point['effect']}")

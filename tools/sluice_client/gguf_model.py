@@ -42,7 +42,7 @@ def huggingface_name(name: str) -> str:
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Undoes GGUF's order of q and k rows: per head the two halves interleaved, [2i, 2i+1] <- [i, d/2+i]."""
+    """Undoes GGUF's order of q and k rows, which interleaves the halves of each head: [2i, 2i+1] <- [i, d/2+i]."""
     out_features, in_features = rows.shape
     half = out_features // heads // 2
     return rows.reshape(heads, half, 2, in_features).swapaxes(1, 2).reshape(rows.shape)
@@ -88,7 +88,7 @@ def _digest(tensors: Iterable[tuple[str, np.ndarray]]) -> str:
 
 
 def write_tokenizer(reader: gguf.GGUFReader, path: Path) -> None:
-    """tokenizer.json of a byte-level BPE that splits digits one by one before GPT-2's expression."""
+    """Writes the tokenizer.json of a byte-level BPE that splits digits one by one before GPT-2's expression."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = _field(reader, "tokenizer.ggml.tokens")

@@ -1,4 +1,4 @@
-"""Between text and token ids: the tokenizer, the chat template, and text that comes token by token."""
+"""Converts between text and token ids: the tokenizer, the chat template, and text that comes token by token."""
 
 import json
 from datetime import datetime
@@ -37,15 +37,15 @@ class Text:
             raise ToolError(f"{path} is not JSON: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Plain text, with the special tokens that the tokenizer itself puts around it."""
+        """Returns the ids of a text, with the special tokens that the tokenizer itself puts around it."""
         return self._tokenizer.encode(text).ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Text as it is, special tokens only where it has them."""
+        """Returns the ids of a text as it is; special tokens are only those that the text names."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """[{"role": "user", "content": "..."}, ...] up to where the assistant's answer begins."""
+        """Returns the ids of [{"role": "user", "content": "..."}, ...] up to where the assistant's answer begins."""
         return self.encode_plain(self.render_chat(messages))
 
     def render_chat(self, messages: list[dict[str, str]]) -> str:
@@ -56,7 +56,7 @@ class Text:
         def refuse(message):
             raise TemplateError(message)
 
-        # As transformers sets its environment up, since templates are written against that.
+        # The environment is set up like that of transformers, because templates are written for it.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(
@@ -74,7 +74,7 @@ class Text:
         if path.is_file():
             return path.read_text()
         template = self._config.get("chat_template")
-        if isinstance(template, list):  # Several, by name.
+        if isinstance(template, list):  # several templates with names
             template = {t["name"]: t["template"] for t in template}.get("default")
         if not template:
             raise ToolError(f"{self._directory} has no chat template (chat_template.jinja, or "
@@ -82,7 +82,7 @@ class Text:
         return template
 
     def _special_tokens(self) -> dict[str, str]:
-        """bos_token, eos_token, ... as templates name them."""
+        """Returns bos_token, eos_token, ..., by the names that templates use."""
         found = {}
         for key, value in self._config.items():
             if key.endswith("_token") and isinstance(value, (str, dict)):
@@ -90,11 +90,11 @@ class Text:
         return found
 
     def decode(self, ids: list[int]) -> str:
-        """The text of `ids` without special tokens."""
+        """Returns the text of `ids` without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def decode_with_special(self, ids: list[int]) -> str:
-        """The text of `ids`, special tokens included."""
+        """Returns the text of `ids` with special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def decode_stream(self) -> "DecodeStream":
@@ -114,7 +114,7 @@ class IncrementalDecoder:
     def __init__(self, text: Text):
         self._text = text
         self._stream = text.decode_stream()
-        # The ids since the last piece: at the end an incomplete character is decoded from them.
+        # Ids since the last piece. At the end an incomplete character is decoded from them.
         self._held: list[int] = []
 
     def add(self, token_id: int) -> str:
@@ -141,7 +141,7 @@ class StopFilter:
         self._stopped = False
 
     def add(self, piece: str) -> str:
-        """What is surely before any stop string."""
+        """Returns the text that surely comes before any stop string."""
         if self._stopped:
             return ""
         self._held += piece
@@ -161,7 +161,7 @@ class StopFilter:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`, less than all of it."""
+    """Returns the length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
     for n in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:n]):
             return n
