@@ -20,9 +20,11 @@ namespace {
 constexpr std::string_view kEnvPrefix = "SLUICE_";
 constexpr const char* kConfigFileEnv = "SLUICE_CONFIG";
 
-// Variables that are not settings: options of the build, which people export.
-constexpr const char* kOtherVariables[] = {"SLUICE_CUDA", "SLUICE_CUDA_ARCHITECTURES",
-                                           "SLUICE_JEMALLOC", "SLUICE_SANITIZER", "SLUICE_TESTS"};
+// Variables that are not settings: switches of tests, the build's options, which people export, and
+// the nodes that tools/sluice talks to.
+constexpr const char* kOtherVariables[] = {
+    "SLUICE_CUDA",    "SLUICE_CUDA_ARCHITECTURES", "SLUICE_DECODE", "SLUICE_JEMALLOC",
+    "SLUICE_PREFILL", "SLUICE_SANITIZER",          "SLUICE_TESTS"};
 
 // A Service named sluice or sluice-decode makes Kubernetes give every pod SLUICE_SERVICE_HOST,
 // SLUICE_DECODE_SERVICE_PORT_GRPC, SLUICE_PORT=tcp://..., SLUICE_PORT_7000_TCP_ADDR and the like.

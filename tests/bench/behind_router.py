@@ -22,8 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from loaded_node import Verdict  # makes the folder of the next ones known
-from nodes import BIN, Golden
-from router_lab import GATEWAYS, Lab, Reply, add_token_texts, ids_of, text_of
+from support.nodes import BIN, Golden
+from support.router_lab import GATEWAYS, Lab, Reply, add_token_texts, ids_of, text_of
 
 
 def arguments() -> argparse.Namespace:

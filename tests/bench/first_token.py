@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 from loaded_node import Verdict  # makes the folder of the next ones known
-from nodes import SMOLLM2, TIMEOUT_S, greedy
-from router_lab import Lab
 from sluice.v1 import decode_pb2, prefill_pb2
 from sluice_client.text import Text
+from support.nodes import SMOLLM2, TIMEOUT_S, greedy
+from support.router_lab import Lab
 
 WORDS = "the quick brown fox jumps over the lazy dog while the river flows past the old stone bridge".split()
 

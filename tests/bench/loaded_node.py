@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/e2e"))
 
-from nodes import BIN, ENVIRONMENT, SMOLLM2, Node  # noqa: E402
+from support.nodes import BIN, ENVIRONMENT, SMOLLM2, Node  # noqa: E402
 
 
 def parser(description: str, streams: int) -> argparse.ArgumentParser:

@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 
 from loaded_node import Verdict  # makes the folder of the next ones known
-from gaps import p99
-from nodes import SMOLLM2, TIMEOUT_S, Node, greedy, tokens_of
 from sluice.v1 import decode_pb2, source_pb2
+from support.gaps import p99
+from support.nodes import SMOLLM2, TIMEOUT_S, Node, greedy, tokens_of
 
 GONE = source_pb2.KvSourceRef(address="127.0.0.1:1", source_id="0" * 32)
 

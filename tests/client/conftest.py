@@ -1,4 +1,9 @@
+import contextlib
+import io
+import subprocess
+
 import pytest
+from sluice_client import cli
 
 
 @pytest.fixture
@@ -10,9 +15,30 @@ def node():
     fake.server.stop(None)
 
 
+@pytest.fixture(autouse=True)
+def no_nodes_in_the_environment(monkeypatch):
+    for name in ("SLUICE_DECODE", "SLUICE_PREFILL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def sluice(monkeypatch):
+    """sluice(*args, input="") runs tools/sluice in this process and returns what subprocess.run would."""
+    def run(*args, input=""):
+        out, err = io.StringIO(), io.StringIO()
+        monkeypatch.setattr("sys.stdin", io.StringIO(input))
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                status = cli.main([str(arg) for arg in args])
+            except SystemExit as exit_:  # argparse's
+                status = exit_.code or 0
+        return subprocess.CompletedProcess(args, status, out.getvalue(), err.getvalue())
+    return run
+
+
 @pytest.fixture(scope="session")
 def byte_tokenizer(tmp_path_factory):
-    """A directory whose tokenizer has one token per byte, so that characters come in halves."""
+    """A directory with a tokenizer that has one token for each byte, so that characters come in halves."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

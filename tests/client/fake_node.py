@@ -1,4 +1,4 @@
-"""A decode and prefill node of one process for the client's tests: it stores blocks, and breaks on demand."""
+"""A decode and prefill node in this process for the client's tests. It stores blocks, and breaks on demand."""
 
 import threading
 from concurrent import futures
@@ -6,7 +6,7 @@ from concurrent import futures
 import google_crc32c
 import grpc
 from google.protobuf import any_pb2
-from google.rpc import status_pb2
+from google.rpc import error_details_pb2, status_pb2
 
 from sluice.v1 import (admin_pb2, admin_pb2_grpc, common_pb2, decode_pb2, decode_pb2_grpc, ingest_pb2,
                        ingest_pb2_grpc, prefill_pb2, prefill_pb2_grpc)
@@ -15,7 +15,7 @@ LAYERS, HEADS, DIM, BLOCK = 2, 3, 4, 8
 
 
 def status_details(code: grpc.StatusCode, message: str, *details):
-    """Metadata that carries google.rpc details."""
+    """Returns the metadata that carries google.rpc details."""
     status = status_pb2.Status(code=code.value[0], message=message)
     for detail in details:
         packed = any_pb2.Any()
@@ -26,7 +26,8 @@ def status_details(code: grpc.StatusCode, message: str, *details):
 
 class FakeNode(ingest_pb2_grpc.KvIngestServicer, decode_pb2_grpc.DecodeServicer,
                admin_pb2_grpc.AdminServicer, prefill_pb2_grpc.PrefillServicer):
-    def __init__(self, element_type=common_pb2.ELEMENT_TYPE_BFLOAT16):
+    def __init__(self, element_type=common_pb2.ELEMENT_TYPE_BFLOAT16, fingerprint="f1", has_admin=True):
+        self.fingerprint = fingerprint
         size = 2 if element_type == common_pb2.ELEMENT_TYPE_BFLOAT16 else 4
         self.kind = common_pb2.CacheKind(name="kv", element_type=element_type, heads=HEADS,
                                          block_tokens=BLOCK, part_bytes=[DIM * size] * 2,
@@ -37,30 +38,31 @@ class FakeNode(ingest_pb2_grpc.KvIngestServicer, decode_pb2_grpc.DecodeServicer,
         self.committed = None
         self.aborted = None
         self.write_calls = 0
-        # The next so many chunks arrive damaged; the next so many Write calls break at their second chunk.
-        self.damage = 0
-        self.breaks = 0
-        # What Generate streams: lists of ids, one message each; and what it was asked.
-        self.answer = [[5, 6], [7]]
+        self.damage = 0  # chunks that will still arrive damaged
+        self.breaks = 0  # Write calls that will still break at their second chunk
+        self.answer = [[5, 6], [7]]  # ids that Generate streams, a list for each message
         self.finish = decode_pb2.Finish(reason=decode_pb2.FINISH_REASON_LENGTH)
-        self.refusal = None  # (code, message, details...) of Generate
+        self.refusal = None  # (code, message, details...) with which Generate ends
+        self.kept = []  # ids of the sequences that are kept
+        self.kept_so_far = 0
+        self.longest_keep_s = 60
+        self.loses_sequences = False
         self.hang = False
         self.cancelled = threading.Event()
-        # Sequences that still run, one less at every look, once drained; None: not draining.
-        self.draining = None
+        self.draining = None  # sequences that still run, one less at every look; None: not draining
         self.drained_within = None
         self.requests = []
         self.server = grpc.server(futures.ThreadPoolExecutor(8))
         for add in (ingest_pb2_grpc.add_KvIngestServicer_to_server,
                     decode_pb2_grpc.add_DecodeServicer_to_server,
-                    admin_pb2_grpc.add_AdminServicer_to_server,
-                    prefill_pb2_grpc.add_PrefillServicer_to_server):
+                    prefill_pb2_grpc.add_PrefillServicer_to_server,
+                    *([admin_pb2_grpc.add_AdminServicer_to_server] if has_admin else [])):
             add(self, self.server)
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
         self.server.start()
 
     def GetModel(self, request, context):
-        info = common_pb2.ModelInfo(fingerprint="f1", architecture="llama", layers=LAYERS, heads=HEADS,
+        info = common_pb2.ModelInfo(fingerprint=self.fingerprint, architecture="llama", layers=LAYERS, heads=HEADS,
                                     kv_heads=HEADS, head_dim=DIM, vocab_size=100, max_context=512,
                                     cache_kinds=[self.kind], name="fake")
         if isinstance(request, prefill_pb2.GetPrefillModelRequest):
@@ -156,13 +158,30 @@ class FakeNode(ingest_pb2_grpc.KvIngestServicer, decode_pb2_grpc.DecodeServicer,
         self.requests.append(request)
         return prefill_pb2.RunResponse(transfer_id="cd" * 16)
 
+    def refuse(self, context, code, message, *details):
+        context.set_trailing_metadata(status_details(code, message, *details))
+        context.abort(code, message)
+
+    def Forget(self, request, context):
+        found = request.sequence_id in self.kept
+        if found:
+            self.kept.remove(request.sequence_id)
+        return decode_pb2.ForgetResponse(found=found)
+
     def Generate(self, request, context):
         self.requests.append(request)
         if self.refusal:
-            code, message, *details = self.refusal
-            context.set_trailing_metadata(status_details(code, message, *details))
-            context.abort(code, message)
-        # Before the first token: whoever has it may leave before the next line runs.
+            self.refuse(context, *self.refusal)
+        if request.keep.seconds > self.longest_keep_s:
+            violation = error_details_pb2.BadRequest.FieldViolation(field="keep", description="at most 1m")
+            self.refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "keep is too long",
+                        error_details_pb2.BadRequest(field_violations=[violation]))
+        if request.HasField("sequence_id"):
+            if self.loses_sequences or request.sequence_id not in self.kept:
+                self.refuse(context, grpc.StatusCode.NOT_FOUND, "no such sequence",
+                            error_details_pb2.ErrorInfo(reason="SEQUENCE_NOT_FOUND"))
+            self.kept.remove(request.sequence_id)
+        # This comes before the first token, because a caller that has the token may leave before the next line runs.
         if self.hang and not context.add_callback(self.cancelled.set):
             self.cancelled.set()
         for ids in self.answer:
@@ -171,4 +190,10 @@ class FakeNode(ingest_pb2_grpc.KvIngestServicer, decode_pb2_grpc.DecodeServicer,
                     common_pb2.TokenLogprob(token_id=i, logprob=-i / 8)]) for i in ids])
         if self.hang:
             self.cancelled.wait(20)
-        yield decode_pb2.GenerateResponse(finish=self.finish)
+        finish = decode_pb2.Finish()
+        finish.CopyFrom(self.finish)
+        if request.HasField("keep"):
+            self.kept_so_far += 1
+            self.kept.append(f"{self.kept_so_far:032x}")
+            finish.sequence_id = self.kept[-1]
+        yield decode_pb2.GenerateResponse(finish=finish)

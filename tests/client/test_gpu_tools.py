@@ -77,18 +77,31 @@ def test_without_a_sanitizer_its_cases_are_skipped_and_with_one_only_kernels_run
     assert all(job.command[:3] == ("/usr/bin/compute-sanitizer", "--tool", "racecheck") for job in jobs)
 
 
+# A shell command that leaves its process id in the file {} and lives for a minute.
+LINGER = "echo $$ >{0}.new; mv {0}.new {0}; exec sleep 60"
+
+
+def ends_soon(pid_file: Path) -> bool:
+    pid, give_up = int(pid_file.read_text()), time.monotonic() + 10
+    while time.monotonic() < give_up:
+        stat = Path(f"/proc/{pid}/stat")
+        # A killed process whose parent has not looked at it yet is a zombie.
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
 def test_a_job_out_of_its_time_fails_and_one_out_of_its_phases_is_skipped_each_with_its_children(tmp_path):
-    child = tmp_path / "child"
-    command = ("/bin/sh", "-c", f"(sleep 3; touch {child}) & echo begun; wait")
-    begin = time.monotonic()
-    [own] = run_jobs([Job("slow", command, dict(os.environ), 0.2)])
-    cut, late = run_jobs([Job("cut", command, dict(os.environ), 10), Job("late", ("/bin/true",), {}, 10)],
-                         seconds=0.2)
-    assert time.monotonic() - begin < 2
+    def command(pid_file):
+        return ("/bin/sh", "-c", f"/bin/sh -c '{LINGER.format(pid_file)}' & echo begun; wait")
+
+    [own] = run_jobs([Job("slow", command(tmp_path / "own"), dict(os.environ), 1)])
+    cut, late = run_jobs([Job("cut", command(tmp_path / "cut"), dict(os.environ), 50),
+                          Job("late", ("/bin/true",), {}, 10)], seconds=1)
     assert [r.outcome for r in (own, cut, late)] == ["failed", "skipped", "skipped"]
     assert "begun" in own.said and "out of time" in own.said
-    time.sleep(3)
-    assert not child.exists()
+    assert ends_soon(tmp_path / "own") and ends_soon(tmp_path / "cut")
 
 
 def test_a_sanitizer_is_judged_by_what_it_says_of_our_kernels(tmp_path):
@@ -110,11 +123,11 @@ def test_a_sanitizer_is_judged_by_what_it_says_of_our_kernels(tmp_path):
 
 
 def test_gpu_test_takes_what_it_runs_with_it(tmp_path):
-    begun, survived = tmp_path / "begun", tmp_path / "survived"
+    begun = tmp_path / "begun"
     program = f"""
 from sluice_gpu.jobs import Job, end_with_signals, run_jobs
 end_with_signals()
-run_jobs([Job("a", ("/bin/sh", "-c", "touch {begun}; sleep 2; touch {survived}"), {{}}, 60)])
+run_jobs([Job("a", ("/bin/sh", "-c", {LINGER.format(begun)!r}), {{}}, 60)])
 """
     process = subprocess.Popen([sys.executable, "-c", program],
                                env=os.environ | {"PYTHONPATH": str(ROOT / "tools")})
@@ -122,8 +135,7 @@ run_jobs([Job("a", ("/bin/sh", "-c", "touch {begun}; sleep 2; touch {survived}")
         time.sleep(0.02)
     process.terminate()
     assert process.wait(10) == 128 + 15
-    time.sleep(2.2)
-    assert not survived.exists()
+    assert ends_soon(begun)
 
 
 def test_a_program_that_is_not_there_is_a_failure():

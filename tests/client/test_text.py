@@ -18,6 +18,16 @@ def test_pieces_are_whole_characters_and_join_to_the_text(byte_tokenizer, sample
     assert "".join(pieces) + decoder.finish() == sample
 
 
+def test_the_pieces_of_any_ids_join_to_what_the_ids_decode_to_at_once(byte_tokenizer):
+    text = Text(byte_tokenizer)
+    rng = random.Random(3)
+    choices = [*range(60), text.encode("<|end|>")[0], *text.encode("é日👩")]
+    for n in range(500):
+        ids = [rng.choice(choices) if n % 2 else rng.randrange(257) for _ in range(rng.randrange(1, 12))]
+        decoder = IncrementalDecoder(text)
+        assert "".join(map(decoder.add, ids)) + decoder.finish() == text.decode(ids), ids
+
+
 def test_an_incomplete_last_character_is_said_at_the_end(byte_tokenizer):
     text = Text(byte_tokenizer)
     decoder = IncrementalDecoder(text)

@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 
-from nodes import BIN, SMOLLM2, Node, run  # noqa: E402
+from support.nodes import BIN, SMOLLM2, Node, run  # noqa: E402
 
 
 @pytest.fixture(scope="session")

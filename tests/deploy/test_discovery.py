@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import requests
 from manifests import ROOT, documents, nodes_of, workloads
-from nodes import ENVIRONMENT, SCALE, Node, free_port
-from router_lab import add_token_texts, ids_of
+from support.nodes import ENVIRONMENT, SCALE, Node, free_port
+from support.router_lab import add_token_texts, ids_of
 
 SMG = ROOT / ".venv/bin/smg"
 PREFILL, DECODE = "127.0.0.2", "127.0.0.3"

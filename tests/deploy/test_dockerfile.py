@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from manifests import OVERLAYS, ROOT, documents, nodes_of, workloads
-from nodes import BIN
+from support.nodes import BIN
 
 TEXT = (ROOT / "deploy/Dockerfile").read_text()
 KNOWN = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "EXPOSE", "CMD"}

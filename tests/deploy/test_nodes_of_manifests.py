@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 import yaml
 from manifests import OVERLAYS, POD_ADDRESS, ROOT, Workload, documents, nodes_of, of_kind, quantity, workloads
-from nodes import BIN, ENVIRONMENT, SCALE, free_port, run
+from support.nodes import BIN, ENVIRONMENT, SCALE, free_port, run
 
 # HBM of what the overlays' nodeSelector names, as its driver reports it.
 GPU_BYTES = {"NVIDIA-H100-80GB-HBM3": 81559 << 20, "NVIDIA-H200": 143771 << 20}

@@ -11,8 +11,8 @@ import urllib.request
 import pytest
 import yaml
 from manifests import OVERLAYS, ROOT, documents, of_kind
-from nodes import SCALE, TIMEOUT_S, free_port, greedy, tokens_of
 from sluice.v1 import decode_pb2, prefill_pb2
+from support.nodes import SCALE, TIMEOUT_S, free_port, greedy, tokens_of
 
 PROMETHEUS = ROOT / ".venv/bin/prometheus"
 DASHBOARD = json.loads((ROOT / "deploy/grafana/sluice.json").read_text())

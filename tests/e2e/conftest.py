@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from nodes import BIN, FLOAT32_KERNELS, SMOLLM2, Golden, Node, Pair, run
+from support.nodes import BIN, FLOAT32_KERNELS, SMOLLM2, Golden, Node, Pair, run
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory):

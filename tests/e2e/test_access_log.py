@@ -7,12 +7,12 @@ import uuid
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from metrics_text import Scrape
-from nodes import BIN, FIXTURES, SCALE, TIMEOUT_S, error_of, greedy, run, tokens_of
-from pki import Pki, node_flags, token_entry, write_access
 from sluice.v1 import admin_pb2, decode_pb2, prefill_pb2
 from sluice_client import rpc
-from transfers import Transfer, committed
+from support.metrics_text import Scrape
+from support.nodes import BIN, FIXTURES, SCALE, TIMEOUT_S, error_of, greedy, run, tokens_of
+from support.pki import Pki, node_flags, token_entry, write_access
+from support.transfers import Transfer, committed
 
 MEMBERS = {"time", "level", "message", "method", "peer", "identity", "tenant", "request_id", "x_request_id",
            "trace_id", "transfer_id", "status", "reason", "queue_seconds", "first_token_seconds", "total_seconds",

@@ -7,18 +7,18 @@ serves a good request, and holds what it held before. The tables are in bad_*.py
 import shutil
 
 import pytest
-from bad_calls import Site
-from bad_configs import CONFIGS
-from bad_decode import DECODE_CALLS
-from bad_facade import FACADE_CALLS
-from bad_ingest import INGEST_CALLS
-from bad_models import MODELS
-from bad_pull import PULL_CALLS
-from bad_wire import WIRE_CALLS
-from nodes import BIN, ENVIRONMENT, TIMEOUT_S, error_of, greedy, run, tokens_of
 from sluice.v1 import decode_pb2
 from sluice_client import rpc
-from transfers import Transfer, committed
+from support.bad_calls import Site
+from support.bad_configs import CONFIGS
+from support.bad_decode import DECODE_CALLS
+from support.bad_facade import FACADE_CALLS
+from support.bad_ingest import INGEST_CALLS
+from support.bad_models import MODELS
+from support.bad_pull import PULL_CALLS
+from support.bad_wire import WIRE_CALLS
+from support.nodes import BIN, ENVIRONMENT, TIMEOUT_S, error_of, greedy, run, tokens_of
+from support.transfers import Transfer, committed
 
 CALLS = [*DECODE_CALLS, *INGEST_CALLS, *WIRE_CALLS, *FACADE_CALLS, *PULL_CALLS]
 

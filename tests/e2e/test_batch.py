@@ -6,9 +6,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from nodes import FIXTURES, TINY, greedy
 from sluice.v1 import common_pb2
 from sluice_client.generate import generate, prefill
+from support.nodes import FIXTURES, TINY, greedy
 
 SEQUENCES = 16
 

@@ -4,8 +4,8 @@ import json
 import re
 
 import pytest
-from nodes import BIN, FIXTURES, ROOT, run
-from profiling import profile
+from support.nodes import BIN, FIXTURES, ROOT, run
+from support.profiling import profile
 
 BENCH = BIN / "sluice-bench"
 FIGURE_KEYS = {"name", "unit", "better", "median", "p10", "p90", "samples", "more"}

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from nodes import BIN, run
+from support.nodes import BIN, run
 
 PEERS = ["discard", "copy", "ingest", "pull"]
 

@@ -1,7 +1,7 @@
 """The configurations that an operator starts from: configs/*.yaml."""
 
 import pytest
-from nodes import BIN, ROOT, run
+from support.nodes import BIN, ROOT, run
 
 EXAMPLES = sorted((ROOT / "configs").glob("*.yaml"))
 

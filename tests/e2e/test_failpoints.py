@@ -13,13 +13,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-from failpoint_lab import LONG, PACE, Lab, Stream
 from google.protobuf import duration_pb2
-from metrics_text import Scrape
-from nodes import BIN, DEVICE, ENVIRONMENT, SCALE, SLUICE, TIMEOUT_S, Node, error_of, greedy, run
 from sluice.v1 import admin_pb2, decode_pb2, prefill_pb2
 from sluice_client import rpc
-from transfers import committed
+from support.failpoint_lab import LONG, PACE, Lab, Stream
+from support.metrics_text import Scrape
+from support.nodes import BIN, DEVICE, ENVIRONMENT, SCALE, SLUICE, TIMEOUT_S, Node, error_of, greedy, run
+from support.transfers import committed
 
 Code = grpc.StatusCode
 TESTS = Path(__file__).resolve().parents[1]

@@ -7,9 +7,9 @@ import uuid
 import grpc
 import numpy as np
 import pytest
-from nodes import SCALE, TIMEOUT_S, error_of, greedy, matching_steps, sluice_json, tokens_of
 from sluice.v1 import admin_pb2, common_pb2, decode_pb2, prefill_pb2
-from transfers import Transfer, committed
+from support.nodes import SCALE, TIMEOUT_S, error_of, greedy, matching_steps, sluice_json, tokens_of
+from support.transfers import Transfer, committed
 
 EOS = 2
 # Golden bf16 caches, activations rounded to bf16: 2.5 % of logits that lie within about 10.

@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from gaps import check_unnoticed, watch
 from google.protobuf import duration_pb2
-from metrics_text import Scrape, wait_for
-from nodes import SCALE, TIMEOUT_S
-from raw_http2 import DATA, FRAME_BYTES, HEADERS, PREFACE, SETTINGS, Http2, connect, frame
-from transfers import Transfer
+from support.gaps import check_unnoticed, watch
+from support.metrics_text import Scrape, wait_for
+from support.nodes import SCALE, TIMEOUT_S
+from support.raw_http2 import DATA, FRAME_BYTES, HEADERS, PREFACE, SETTINGS, Http2, connect, frame
+from support.transfers import Transfer
 
 MIB = 1 << 20
 # Of p99 gaps, where the others take time of the same two cores to be refused; and where they only wait.

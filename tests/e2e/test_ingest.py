@@ -7,10 +7,10 @@ import uuid
 import grpc
 import pytest
 from google.protobuf import duration_pb2
-from nodes import SCALE, TIMEOUT_S, error_of, greedy, matching_steps, tokens_of
 from sluice.v1 import decode_pb2, ingest_pb2
 from sluice_client import rpc
-from transfers import Part, Transfer
+from support.nodes import SCALE, TIMEOUT_S, error_of, greedy, matching_steps, tokens_of
+from support.transfers import Part, Transfer
 
 Code = grpc.StatusCode
 

@@ -9,11 +9,11 @@ import uuid
 import grpc
 import pytest
 from google.protobuf import duration_pb2
-from nodes import SCALE, TIMEOUT_S, error_of, greedy, matching_steps, tokens_of
 from sluice.v1 import decode_pb2, ingest_pb2, prefill_pb2
 from sluice_client import rpc
 from sluice_client.pusher import Pusher
-from transfers import Part, Transfer
+from support.nodes import SCALE, TIMEOUT_S, error_of, greedy, matching_steps, tokens_of
+from support.transfers import Part, Transfer
 
 # A Generate that has nothing to say yet is given so long.
 WAIT_S = 0.25 * SCALE

@@ -4,12 +4,12 @@ import random
 
 import grpc
 import pytest
-from latent_lab import (CASES, EXACT, FAST, FULL, KERNELS, MARGIN, MEMORY, NAMES, PACKED, POLICIES,  # noqa: F401
-                        SCARCE, answer, assert_same, decoded, long_prompt, nodes, pair, prefilled, pushed)
-from metrics_text import Scrape
-from nodes import BIN, DEVICE, TIMEOUT_S, Pair, error_of, matching_steps, run
 from sluice.v1 import admin_pb2, common_pb2, decode_pb2, ingest_pb2
 from sluice_client import status
+from support.latent_lab import (CASES, EXACT, FAST, FULL, KERNELS, MARGIN, MEMORY, NAMES, PACKED, POLICIES,  # noqa: F401
+                        SCARCE, answer, assert_same, decoded, long_prompt, nodes, pair, prefilled, pushed)
+from support.metrics_text import Scrape
+from support.nodes import BIN, DEVICE, TIMEOUT_S, Pair, error_of, matching_steps, run
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))

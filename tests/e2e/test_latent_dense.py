@@ -2,12 +2,12 @@
 
 import grpc
 import pytest
-from latent_lab import (EXACT, FAST, KERNELS, MARGIN, MEMORY, NAMES, PACKED, answer, decoded, long_prompt, prefilled,
-                        without_indexer)
-from nodes import BIN, DEVICE, Pair, error_of, matching_steps, run
 from sluice.v1 import admin_pb2, common_pb2, ingest_pb2
 from sluice_client import status
 from sluice_client.pusher import Pusher, PushError
+from support.latent_lab import (EXACT, FAST, KERNELS, MARGIN, MEMORY, NAMES, PACKED, answer, decoded, long_prompt, prefilled,
+                        without_indexer)
+from support.nodes import BIN, DEVICE, Pair, error_of, matching_steps, run
 
 SERVER, PREFILL = MEMORY, [*MEMORY[:2], *MEMORY[-2:]]
 # Of so few tokens the fixtures' indexer selects everything: transformers' answers hold without one.

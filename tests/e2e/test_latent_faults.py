@@ -4,13 +4,13 @@ import time
 
 import grpc
 import pytest
-from failpoint_lab import PACE, Stream
-from latent_lab import FULL, MEMORY, NAMES, PACKED, SCARCE, SPARE, assert_same, decoded
-from metrics_text import Scrape
-from nodes import TIMEOUT_S, greedy
 from sluice.v1 import admin_pb2, ingest_pb2
 from sluice_client import rpc
 from sluice_client.pusher import Pusher, PushError
+from support.failpoint_lab import PACE, Stream
+from support.latent_lab import FULL, MEMORY, NAMES, PACKED, SCARCE, SPARE, assert_same, decoded
+from support.metrics_text import Scrape
+from support.nodes import TIMEOUT_S, greedy
 from test_latent import hints_of
 
 NAME = NAMES[0]

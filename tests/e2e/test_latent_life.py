@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from latent_lab import (AHEAD, EXACT, FAST, FULL, MARGIN, MEMORY, NAIVE, NAMES, PACKED, SCARCE, SPARE, answer, assert_same,
-                        decoded, long_prompt, nodes, prefilled, pushed)  # noqa: F401
-from metrics_text import Scrape
-from nodes import BIN, DEVICE, SCALE, TIMEOUT_S, Pair, error_of, greedy, matching_steps, run, tokens_of
 from sluice.v1 import admin_pb2, decode_pb2, ingest_pb2
 from sluice_client import rpc
+from support.latent_lab import (AHEAD, EXACT, FAST, FULL, MARGIN, MEMORY, NAIVE, NAMES, PACKED, SCARCE, SPARE, answer, assert_same,
+                        decoded, long_prompt, nodes, prefilled, pushed)  # noqa: F401
+from support.metrics_text import Scrape
+from support.nodes import BIN, DEVICE, SCALE, TIMEOUT_S, Pair, error_of, greedy, matching_steps, run, tokens_of
 
 OFFLOADING = {"scarce": SCARCE, "spare": SPARE, "ahead": AHEAD, "offload-naive": NAIVE}
 LENGTHS = [1, 5, 33, 64, 65, 130, 200, 257, 300, 31, 90, 400]

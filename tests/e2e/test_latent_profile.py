@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from latent_lab import EXACT
-from metrics_text import Scrape
-from nodes import BIN, DEVICE, ROOT, TIMEOUT_S, greedy, run, tokens_of
-from profiling import profile
 from sluice.v1 import decode_pb2
+from support.latent_lab import EXACT
+from support.metrics_text import Scrape
+from support.nodes import BIN, DEVICE, ROOT, TIMEOUT_S, greedy, run, tokens_of
+from support.profiling import profile
 
 LATENT = ["--contexts", "120,300", "--batches", "1,3", "--ratios", "0.3,1", "--least-places", "0", "--steps", "16",
           "--prompts", "2", "--device", DEVICE]

@@ -6,9 +6,9 @@ import uuid
 
 import pytest
 from google.protobuf import duration_pb2
-from nodes import SCALE, TIMEOUT_S, Node, error_of, greedy, sluice_json, tokens_of
 from sluice.v1 import decode_pb2
-from transfers import Transfer, committed
+from support.nodes import SCALE, TIMEOUT_S, Node, error_of, greedy, sluice_json, tokens_of
+from support.transfers import Transfer, committed
 
 BASE = {"time", "level", "message"}
 

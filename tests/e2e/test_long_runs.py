@@ -4,7 +4,7 @@ whose bounds are the product's, are for a quiet one."""
 import sys
 
 import pytest
-from nodes import ROOT, SCALE, run
+from support.nodes import ROOT, SCALE, run
 
 TINY = ["--threads", 1, "--prompt", 64, "--hbm-bytes", "16MiB"]
 

@@ -10,10 +10,10 @@ import uuid
 import grpc
 import pytest
 from google.protobuf import duration_pb2
-from metrics_text import Scrape, exported_names, wait_for
-from nodes import ROOT, SCALE, TIMEOUT_S, error_of, greedy, tokens_of
 from sluice.v1 import common_pb2, decode_pb2, decode_pb2_grpc, ingest_pb2, prefill_pb2, source_pb2
-from transfers import Transfer, committed
+from support.metrics_text import Scrape, exported_names, wait_for
+from support.nodes import ROOT, SCALE, TIMEOUT_S, error_of, greedy, tokens_of
+from support.transfers import Transfer, committed
 
 MOST_OF_PEER = 64
 PROMTOOL = ROOT / ".venv/bin/promtool"

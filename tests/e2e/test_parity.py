@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from nodes import FIXTURES, TINY, matching_steps, sluice_json
+from support.nodes import FIXTURES, TINY, matching_steps, sluice_json
 
 CASES = json.loads((FIXTURES / "smollm2-135m-instruct/golden.json").read_text())
 # Best logit minus second best, below which a path with bf16 activations may choose otherwise.

@@ -4,7 +4,7 @@ import json
 import subprocess
 
 import pytest
-from nodes import BIN, DEVICE, ENVIRONMENT, SLUICE, TIMEOUT_S, TINY, matching_steps, run, sluice_json
+from support.nodes import BIN, DEVICE, ENVIRONMENT, SLUICE, TIMEOUT_S, TINY, matching_steps, run, sluice_json
 
 POLICIES = ["scout", "recall", "hgca", "oracle"]
 # Tokens may differ where the golden margin is no more than this (test_parity.py, tests/parity/parity_support.h).

@@ -2,10 +2,10 @@
 
 import grpc
 import pytest
-from metrics_text import Scrape, exported_names, wait_for
-from nodes import TIMEOUT_S, error_of, greedy
 from sluice.v1 import admin_pb2, prefill_pb2, source_pb2, source_pb2_grpc
 from sluice_client import rpc
+from support.metrics_text import Scrape, exported_names, wait_for
+from support.nodes import TIMEOUT_S, error_of, greedy
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from metrics_text import Scrape, wait_for
-from nodes import BIN, TIMEOUT_S, Node, greedy, run, sluice_json, tokens_of
 from sluice.v1 import admin_pb2, decode_pb2, ingest_pb2
 from sluice_client import rpc
-from transfers import committed
+from support.metrics_text import Scrape, wait_for
+from support.nodes import BIN, TIMEOUT_S, Node, greedy, run, sluice_json, tokens_of
+from support.transfers import committed
 
 PROGRAMS = ["sluice-server", "sluice-prefill"]
 MIB = 1 << 20

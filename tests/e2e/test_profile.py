@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from nodes import BIN, SLUICE, run
-from profiling import PROFILE, profile
+from support.nodes import BIN, SLUICE, run
+from support.profiling import PROFILE, profile
 
 
 def test_help_teaches():

@@ -9,10 +9,10 @@ from concurrent import futures
 
 import grpc
 import pytest
-from metrics_text import wait_for
-from nodes import BIN, SCALE, SLUICE, TIMEOUT_S, error_of, greedy, run, sluice_json, tokens_of
 from sluice.v1 import decode_pb2, prefill_pb2, source_pb2, source_pb2_grpc
 from sluice_client import rpc
+from support.metrics_text import wait_for
+from support.nodes import BIN, SCALE, SLUICE, TIMEOUT_S, error_of, greedy, run, sluice_json, tokens_of
 
 IDLE_S = 1.0 * SCALE
 

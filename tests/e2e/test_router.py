@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from google.protobuf import duration_pb2
-from nodes import FIXTURES, FLOAT32_KERNELS, SCALE, matching_steps
-from router_lab import GATEWAYS, Lab, add_token_texts, ids_of, text_of
 from sluice.v1 import admin_pb2
+from support.nodes import FIXTURES, FLOAT32_KERNELS, SCALE, matching_steps
+from support.router_lab import GATEWAYS, Lab, add_token_texts, ids_of, text_of
 
 MARGIN = 0.15  # bf16 caches and activations
 WINDOW = 8     # sequences that a node decodes at once

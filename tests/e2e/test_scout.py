@@ -1,7 +1,7 @@
 """A server under policy scout."""
 
 import pytest
-from nodes import DEVICE, matching_steps, sluice_json
+from support.nodes import DEVICE, matching_steps, sluice_json
 
 # Tokens may differ where the golden margin is no more than this (test_parity.py, tests/parity/parity_support.h).
 MARGIN = 0.15 if DEVICE == "cuda" else 0.1

@@ -9,13 +9,13 @@ import urllib.request
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from nodes import SCALE, SLUICE, TIMEOUT_S, error_of, greedy, run, tokens_of
-from pki import ROLES, Pki, node_flags, token_entry, write_access
 from sluice.v1 import (admin_pb2, admin_pb2_grpc, decode_pb2, decode_pb2_grpc, ingest_pb2,
                        ingest_pb2_grpc, prefill_pb2, prefill_pb2_grpc, source_pb2, source_pb2_grpc)
 from sluice_client import rpc
 from sluice_client.rpc import Credentials
 from smg_grpc_proto import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc, vllm_engine_pb2, vllm_engine_pb2_grpc
+from support.nodes import SCALE, SLUICE, TIMEOUT_S, error_of, greedy, run, tokens_of
+from support.pki import ROLES, Pki, node_flags, token_entry, write_access
 
 Code = grpc.StatusCode
 TOKENS = {role: f"a-token-of-{role}-0123456789abcdef" for role in ROLES}

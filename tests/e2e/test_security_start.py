@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from nodes import BIN, run
-from pki import Pki, token_entry, write_access
+from support.nodes import BIN, run
+from support.pki import Pki, token_entry, write_access
 
 ROUTER = [{"identity": "cn:router", "roles": ["router"]}]
 

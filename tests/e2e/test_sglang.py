@@ -7,12 +7,12 @@ import time
 
 import grpc
 import pytest
-from nodes import SCALE, TIMEOUT_S, error_of, matching_steps
-from sglang_client import answer_of, generate, pb, request, room, stub
-from sglang_client import start as start_leg
 from sluice.v1 import source_pb2, source_pb2_grpc
 from sluice_client import rpc
 from smg_grpc_proto.generated import common_pb2 as smg
+from support.nodes import SCALE, TIMEOUT_S, error_of, matching_steps
+from support.sglang_client import answer_of, generate, pb, request, room, stub
+from support.sglang_client import start as start_leg
 
 Code = grpc.StatusCode
 MARGIN = 0.15  # bf16 caches and activations

@@ -6,10 +6,10 @@ import uuid
 
 import grpc
 import pytest
-from nodes import SCALE, TIMEOUT_S, greedy, tokens_of
 from sluice.v1 import decode_pb2
 from sluice_client import rpc
-from transfers import Transfer, committed
+from support.nodes import SCALE, TIMEOUT_S, greedy, tokens_of
+from support.transfers import Transfer, committed
 
 DRAIN_SECONDS = 5 * SCALE
 DRAINING = (grpc.StatusCode.UNAVAILABLE, "DRAINING")

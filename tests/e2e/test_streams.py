@@ -12,12 +12,12 @@ import uuid
 import grpc
 import numpy as np
 import pytest
-from gaps import check_unnoticed
-from nodes import SCALE, TIMEOUT_S, error_of, greedy, tokens_of
 from sluice.v1 import admin_pb2, decode_pb2, decode_pb2_grpc
 from sluice_client import rpc
 from sluice_client.pusher import Pusher
-from transfers import Transfer, committed
+from support.gaps import check_unnoticed
+from support.nodes import SCALE, TIMEOUT_S, error_of, greedy, tokens_of
+from support.transfers import Transfer, committed
 
 Code = grpc.StatusCode
 SLOW_READER_SECONDS = 3 * SCALE

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from nodes import TIMEOUT_S, error_of, greedy, tokens_of
-from pki import Pki, node_flags, token_entry, write_access
 from sluice.v1 import admin_pb2_grpc, decode_pb2, decode_pb2_grpc, ingest_pb2, ingest_pb2_grpc
 from sluice_client import rpc
-from transfers import Transfer
+from support.nodes import TIMEOUT_S, error_of, greedy, tokens_of
+from support.pki import Pki, node_flags, token_entry, write_access
+from support.transfers import Transfer
 
 Code = grpc.StatusCode
 # A transfer of case 0 with 24 new tokens takes less than 1 MiB; one with 2000 more than that.

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from nodes import FIXTURES
 from sluice_client.text import IncrementalDecoder, Text
+from support.nodes import FIXTURES
 
 CASES = json.loads((FIXTURES / "smollm2-135m-instruct/golden.json").read_text())
 

@@ -4,10 +4,10 @@ import json
 import uuid
 
 import pytest
-from nodes import SLUICE, TIMEOUT_S, error_of, greedy, run, tokens_of
 from sluice.v1 import admin_pb2, decode_pb2
 from sluice_client import rpc
-from transfers import committed
+from support.nodes import SLUICE, TIMEOUT_S, error_of, greedy, run, tokens_of
+from support.transfers import committed
 
 SMALL = ["--hbm-bytes", "4MiB", "--dram-bytes", "6MiB"]
 

@@ -7,12 +7,12 @@ import zipfile
 
 import grpc
 import pytest
-import vllm_client
-from nodes import TIMEOUT_S, error_of, greedy, matching_steps, tokens_of
 from sluice.v1 import admin_pb2, decode_pb2
 from sluice_client import rpc
 from smg_grpc_proto.generated import common_pb2 as smg
-from vllm_client import answer_of, generate, pb, request, stub
+from support import vllm_client
+from support.nodes import TIMEOUT_S, error_of, greedy, matching_steps, tokens_of
+from support.vllm_client import answer_of, generate, pb, request, stub
 
 MARGIN = 0.15  # bf16 caches and activations
 

@@ -5,10 +5,10 @@ import time
 
 import grpc
 import pytest
-from nodes import TIMEOUT_S, error_of, matching_steps
 from sluice.v1 import source_pb2, source_pb2_grpc
 from sluice_client import rpc
-from vllm_client import HOLD, answer_of, generate, pb, request, stub
+from support.nodes import TIMEOUT_S, error_of, matching_steps
+from support.vllm_client import HOLD, answer_of, generate, pb, request, stub
 
 MARGIN = 0.15  # bf16 caches and activations
 

@@ -1,102 +1,33 @@
-"""The command line of tools/sluice. What a command does is in the module of its name."""
+"""The command line of tools/sluice. Each command is the module of its name."""
 
 import argparse
 import importlib
+import os
 import sys
 
 from sluice_client import rpc
 from sluice_client.errors import ToolError
+from sluice_client.examples import EPILOGS
 
 _DESCRIPTION = """Talks to Sluice: a prefill node computes a prompt and hands its KV cache to a decode node,
 which generates.
 
-  generate  one prompt in, its continuation out, streaming
-  chat      a conversation on the terminal
-  push      a recorded KV cache (safetensors) in, its continuation out
-  status    what a decode node runs and how full it is
-  failpoint faults that a decode node can be made to have, for tests of what survives them
-  drain     takes a decode node out of service: what runs is finished, nothing new is taken
-  resume    takes it back into service
-  trace     what its last steps did, as a file for ui.perfetto.dev
-  texts     real text as token ids, for sluice-bench policies --quality
+  generate   streams the continuation of one prompt
+  chat       holds a conversation on the terminal
+  push       pushes a recorded KV cache (safetensors) and streams its continuation
+  status     shows which model a node runs and how full the node is
+  doctor     checks this machine, its TLS files and its nodes, and says what to do about each problem
+  drain      takes a decode node out of service: it finishes what it has and takes nothing new
+  resume     takes a drained decode node back into service
+  trace      writes what a decode node's last steps did, for ui.perfetto.dev
+  failpoint  makes a decode node fail on purpose, for tests of what survives that
+  texts      writes real text as token ids, for sluice-bench policies --quality
   plot-policies
-            plots of what sluice-bench policies --out left
+             plots the results of sluice-bench policies --out
 """
 
-_GENERATE_EXAMPLES = """examples:
-  tools/sluice generate --prefill 127.0.0.1:7100 --decode 127.0.0.1:7000 \\
-      --tokenizer models/smollm2-135m-instruct --chat --prompt "Why is the sky blue?"
-  tools/sluice generate --prefill 127.0.0.1:7100 --decode 127.0.0.1:7000 \\
-      --prompt-ids 1,2,3 --max-tokens 16 --json
-
-Without --prefill the decode node computes the prompt itself, if it was started with --local-prefill always.
---json prints one object: prompt_ids, output_ids, output_text (null without --tokenizer),
-logprobs and top_logprobs (null without --logprobs), finish_reason ("stop" or "length"),
-ttft_seconds (from sending to the first token), itl_seconds (gaps between the tokens).
-Exit status: 0, 1 for an error, 2 for a wrong command line.
-"""
-
-_CHAT_EXAMPLES = """example:
-  tools/sluice chat --prefill 127.0.0.1:7100 --decode 127.0.0.1:7000 \\
-      --tokenizer models/smollm2-135m-instruct --system "Answer briefly."
-
-Ctrl-C stops the running answer, /exit or Ctrl-D leaves.
-"""
-
-_PUSH_EXAMPLES = """example:
-  tools/sluice push --decode 127.0.0.1:7000 --kv tests/fixtures/tiny-llama/golden.safetensors --case 1
-
-The file holds, for case C: caseC.prompt (int32 ids) and for every layer L caseC.k.L and caseC.v.L
-([tokens, kv_heads, head_dim], K after RoPE); of a model with latent caches (DeepSeek) caseC.latent.L
-([tokens, rank] after kv_a_layernorm), caseC.rope.L ([tokens, rope] after RoPE, pairs side by side) and,
-with an indexer, caseC.index.L ([tokens, 128] after RoPE), which go in the node's form. Greedy. Output and
---json as for generate.
-"""
-
-_STATUS_EXAMPLES = """examples:
-  tools/sluice status --decode 127.0.0.1:7000
-  tools/sluice status --decode 127.0.0.1:7000 --watch
-In the bars # is in use, - is promised to sequences, . is free.
-"""
-
-_FAILPOINT_EXAMPLES = """examples:
-  tools/sluice failpoint list --decode 127.0.0.1:7000
-  tools/sluice failpoint set --decode 127.0.0.1:7000 kv.reserve=error*1 'kv.copy=delay(50ms)'
-  tools/sluice failpoint clear --decode 127.0.0.1:7000
-
-A term is NAME=ACTION[%PROBABILITY][*COUNT][@SKIP]; ACTION is error, delay(TIME), jump(TIME) or off.
-set and clear need a node that was started with --allow-failpoints.
-"""
-
-_DRAIN_EXAMPLES = """examples:
-  tools/sluice drain --decode 127.0.0.1:7000
-  tools/sluice drain --decode 127.0.0.1:7000 --timeout 120 --no-wait
-Waits until nothing runs or waits there; what is left after the time ends with UNAVAILABLE.
---json prints one object: idle, running, waiting, was_draining.
-Exit status: 0, 1 for an error (also when somebody resumed the node meanwhile), 2 for a wrong command line.
-"""
-
-_TRACE_EXAMPLES = """example:
-  tools/sluice trace --decode 127.0.0.1:7000 --steps 200 --out trace.json
-"""
-
-_RESUME_EXAMPLES = """example:
-  tools/sluice resume --decode 127.0.0.1:7000
-"""
-
-_PLOT_EXAMPLES = """example:
-  build/release/bin/sluice-bench policies --model models/smollm2-135m-instruct --out policies-run
-  tools/sluice plot-policies --run policies-run
-Needs matplotlib: .venv/bin/pip install matplotlib
-"""
-
-_TEXTS_EXAMPLES = """examples:
-  tools/sluice texts --tokenizer models/smollm2-135m-instruct --out texts.json
-  build/release/bin/sluice-bench policies --model models/smollm2-135m-instruct --quality --texts texts.json
-
-Without --text: the licences, news and manuals that this machine's packages carry, and the project's own
-documents. No two cases share text.
-"""
+# Commands that need a decode node.
+_NEED_DECODE = ("generate", "chat", "push", "drain", "resume", "trace", "failpoint")
 
 
 def _ids(text: str) -> list[int]:
@@ -129,22 +60,22 @@ def _seconds(text: str) -> float:
 
 def _add_nodes(parser, prefill: bool = True) -> None:
     if prefill:
-        parser.add_argument("--prefill", metavar="ADDR", help="prefill node, host:port")
-    parser.add_argument("--decode", metavar="ADDR", required=True, help="decode node, host:port")
+        parser.add_argument("--prefill", metavar="ADDR", help="prefill node, host:port (default: SLUICE_PREFILL)")
+    parser.add_argument("--decode", metavar="ADDR", help="decode node, host:port (default: SLUICE_DECODE)")
     group = parser.add_argument_group("TLS")
-    group.add_argument("--ca", metavar="FILE", help="PEM: who issues the nodes' certificates; without it "
-                       "calls go in clear")
-    group.add_argument("--cert", metavar="FILE", help="PEM: a certificate to show to the nodes")
-    group.add_argument("--key", metavar="FILE", help="PEM: its private key")
-    group.add_argument("--token", metavar="@FILE", help="the file with a token to show to the nodes")
+    group.add_argument("--ca", metavar="FILE", help="PEM: the authority that issues the nodes' certificates; without "
+                       "it calls are not encrypted")
+    group.add_argument("--cert", metavar="FILE", help="PEM: the certificate to show to the nodes")
+    group.add_argument("--key", metavar="FILE", help="PEM: the private key of --cert")
+    group.add_argument("--token", metavar="@FILE", help="file with the token to show to the nodes")
 
 
 def _add_sampling(parser, max_tokens: int) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=_unsigned(32), default=max_tokens, metavar="N",
-                       help=f"output tokens at most (default {max_tokens})")
+                       help=f"maximum number of output tokens (default {max_tokens})")
     group.add_argument("--temperature", type=float, default=0.0, metavar="T",
-                       help="0 takes the most probable token each time (default)")
+                       help="sampling temperature; 0 takes the most probable token each time (default)")
     group.add_argument("--top-k", type=_unsigned(32), metavar="K",
                        help="sample from the K most probable tokens")
     group.add_argument("--top-p", type=float, metavar="P",
@@ -158,128 +89,177 @@ def _add_sampling(parser, max_tokens: int) -> None:
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
 
 
+def _add_tokenizer(parser, **kwargs) -> None:
+    parser.add_argument("--tokenizer", metavar="DIR", **{
+        "help": "the model's directory, with tokenizer.json", **kwargs})
+
+
+def _add_generate(p) -> None:
+    _add_nodes(p)
+    prompt = p.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; needs --tokenizer")
+    prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="the prompt as token ids")
+    _add_tokenizer(p)
+    p.add_argument("--chat", action="store_true",
+                   help="put the prompt into the model's chat template, as the user's message")
+    p.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    p.add_argument("--pull", action="store_true",
+                   help="let the prefill node hold the prompt's KV cache until the decode node reads it, instead of "
+                        "pushing it")
+    p.add_argument("--keep", type=_seconds, metavar="SECONDS",
+                   help="let the decode node keep the sequence for another turn")
+    p.add_argument("--sequence", metavar="ID", help="append the prompt to a sequence that the decode node keeps")
+    _add_sampling(p, 128)
+    p.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
+def _add_chat(p) -> None:
+    _add_nodes(p)
+    _add_tokenizer(p, required=True, help="the model's directory, with tokenizer.json and a chat template")
+    p.add_argument("--system", metavar="TEXT", help="system message")
+    p.add_argument("--keep", type=_seconds, default=60.0, metavar="SECONDS",
+                   help="how long the decode node keeps the conversation for the next message, at most its "
+                        "lease_seconds; 0 sends all of it each time (default 60)")
+    p.add_argument("--verbose", action="store_true",
+                   help="say for each message what was sent, and why, on standard error")
+    _add_sampling(p, 512)
+
+
+def _add_push(p) -> None:
+    _add_nodes(p, prefill=False)
+    p.add_argument("--kv", metavar="FILE", required=True, help="safetensors file with the recorded KV cache")
+    p.add_argument("--case", type=_unsigned(31), required=True, metavar="N", help="number of the case in the file")
+    p.add_argument("--max-tokens", type=_unsigned(32), metavar="N",
+                   help="maximum number of output tokens (default: as many as are recorded, else 64)")
+    p.add_argument("--first-token", action="store_true",
+                   help="hand over the recorded first token too; without it the decode node recomputes the last "
+                        "position")
+    _add_tokenizer(p, help="the model's directory: prints text instead of ids")
+    p.add_argument("--logprobs", type=_unsigned(32), metavar="N",
+                   help="log-probabilities of the chosen token and of the N best")
+    p.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
+    p.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
+def _add_status(p) -> None:
+    _add_nodes(p)
+    p.add_argument("--json", action="store_true", help="print one JSON object for each node")
+    p.add_argument("--watch", action="store_true", help="look again and again, until Ctrl-C")
+    p.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between looks (default 1)")
+    p.add_argument("--limit", type=_unsigned(32), default=20, metavar="N",
+                   help="maximum number of sequences shown (default 20)")
+
+
+def _add_doctor(p) -> None:
+    _add_nodes(p)
+    group = p.add_argument_group("a node that is to run here")
+    group.add_argument("--config", metavar="FILE",
+                       help="configuration file of the node: checks its listen, admin_listen, tls_* and access_file")
+    group.add_argument("--listen", metavar="ADDR", action="append", default=[],
+                       help="address that must be free (may be given several times; default 127.0.0.1:7000 and 7001)")
+
+
+def _add_failpoint(p) -> None:
+    actions = p.add_subparsers(dest="action", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="list all failpoints and how often each has fired")
+    listing.add_argument("--json", action="store_true", help="print one JSON object")
+    setting = actions.add_parser("set", help="arm failpoints")
+    setting.add_argument("terms", nargs="+", metavar="TERM", help="such as kv.reserve=error*1")
+    setting.add_argument("--seed", type=_unsigned(64), default=0, metavar="S",
+                         help="seed of the draws under a probability (default 0)")
+    for action in (listing, setting, actions.add_parser("clear", help="disarm all failpoints")):
+        _add_nodes(action, prefill=False)
+
+
+def _add_drain(p) -> None:
+    _add_nodes(p, prefill=False)
+    p.add_argument("--timeout", type=_seconds, metavar="S",
+                   help="seconds that running sequences get (default: the node's drain_timeout_seconds)")
+    p.add_argument("--no-wait", action="store_true", help="return at once, before the node is idle")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_resume(p) -> None:
+    _add_nodes(p, prefill=False)
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_trace(p) -> None:
+    _add_nodes(p, prefill=False)
+    p.add_argument("--steps", type=_unsigned(32), default=0, metavar="N",
+                   help="maximum number of steps (default: all that the node keeps, its trace_steps)")
+    p.add_argument("--out", metavar="FILE", required=True, help="JSON file to write")
+
+
+def _add_texts(p) -> None:
+    _add_tokenizer(p, required=True)
+    p.add_argument("--out", metavar="FILE", required=True, help="JSON file to write")
+    p.add_argument("--text", metavar="FILE", action="append", default=[],
+                   help="a document, plain or .gz (may be given several times)")
+    p.add_argument("--texts", type=_unsigned(16), default=4, metavar="N", help="number of texts (default 4)")
+    p.add_argument("--tokens", type=_unsigned(20), default=8192, metavar="N", help="tokens of each text (default 8192)")
+    p.add_argument("--passkeys", type=_unsigned(16), default=20, metavar="N", help="number of pass keys (default 20)")
+    p.add_argument("--passkey-tokens", type=_ids, default=[2048, 4096, 6144, 8000], metavar="2048,4096",
+                   help="lengths of the texts that hide pass keys, in turn (default 2048,4096,6144,8000)")
+    p.add_argument("--seed", type=_unsigned(64), default=1, metavar="S", help="seed of the pass keys (default 1)")
+
+
+def _add_plot_policies(p) -> None:
+    p.add_argument("--run", dest="run_folder", metavar="DIR", required=True,
+                   help="the folder that sluice-bench policies --out wrote")
+
+
+_COMMANDS = {
+    "generate": ("Streams the continuation of one prompt.", _add_generate),
+    "chat": ("Holds a conversation on the terminal.", _add_chat),
+    "push": ("Pushes a recorded KV cache into a decode node and streams its continuation.", _add_push),
+    "status": ("Shows which model a node runs and how full the node is.", _add_status),
+    "doctor": ("Checks this machine, its TLS files and its nodes, and says what to do about each problem.", _add_doctor),
+    "failpoint": ("Makes a decode node fail on purpose.", _add_failpoint),
+    "drain": ("Takes a decode node out of service: it finishes what it has and takes nothing new.", _add_drain),
+    "resume": ("Takes a drained decode node back into service.", _add_resume),
+    "trace": ("Writes what a decode node's last steps did, as a file for ui.perfetto.dev.", _add_trace),
+    "texts": ("Writes real text as token ids, and texts that hide pass keys.", _add_texts),
+    "plot-policies": ("Plots a run of sluice-bench policies, as PNG files in its folder.", _add_plot_policies),
+}
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tools/sluice", description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         epilog="tools/sluice COMMAND --help explains a command, with examples.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-
-    def command(name, summary, epilog):
-        return commands.add_parser(
-            name, description=summary, epilog=epilog, allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    p = command("generate", "One prompt in, its continuation out, streaming.", _GENERATE_EXAMPLES)
-    _add_nodes(p)
-    prompt = p.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; needs --tokenizer")
-    prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="the prompt as token ids")
-    p.add_argument("--tokenizer", metavar="DIR", help="Hugging Face directory with tokenizer.json")
-    p.add_argument("--chat", action="store_true",
-                   help="put the prompt into the model's chat template, as the user's message")
-    p.add_argument("--system", metavar="TEXT", help="system message, with --chat")
-    p.add_argument("--pull", action="store_true",
-                   help="the prefill node holds the prompt's caches and the decode node reads them; without it "
-                        "they are pushed")
-    p.add_argument("--keep", type=float, metavar="SECONDS",
-                   help="have the decode node keep the sequence for another turn")
-    p.add_argument("--sequence", metavar="ID", help="append the prompt to a sequence that was kept")
-    _add_sampling(p, 128)
-    p.add_argument("--json", action="store_true", help="print one JSON object at the end")
-
-    p = command("chat", "A conversation on the terminal.", _CHAT_EXAMPLES)
-    _add_nodes(p)
-    p.add_argument("--tokenizer", metavar="DIR", required=True,
-                   help="Hugging Face directory with tokenizer.json and a chat template")
-    p.add_argument("--system", metavar="TEXT", help="system message")
-    _add_sampling(p, 512)
-
-    p = command("push", "Pushes a recorded KV cache into a decode node and generates from it.",
-                _PUSH_EXAMPLES)
-    _add_nodes(p, prefill=False)
-    p.add_argument("--kv", metavar="FILE", required=True, help="safetensors file with the cache")
-    p.add_argument("--case", type=_unsigned(31), required=True, metavar="N", help="which case")
-    p.add_argument("--max-tokens", type=_unsigned(32), metavar="N",
-                   help="output tokens at most (default: as many as are recorded, else 64)")
-    p.add_argument("--first-token", action="store_true",
-                   help="hand over the recorded first token, too; otherwise the decode node "
-                        "recomputes the last position")
-    p.add_argument("--tokenizer", metavar="DIR", help="print text instead of ids")
-    p.add_argument("--logprobs", type=_unsigned(32), metavar="N",
-                   help="log-probabilities of the chosen token and of the N best")
-    p.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
-    p.add_argument("--json", action="store_true", help="print one JSON object at the end")
-
-    p = command("status", "What a decode node runs and how full it is.", _STATUS_EXAMPLES)
-    _add_nodes(p, prefill=False)
-    p.add_argument("--json", action="store_true", help="print one JSON object")
-    p.add_argument("--watch", action="store_true", help="again and again, until Ctrl-C")
-    p.add_argument("--interval", type=float, default=1.0, metavar="S",
-                   help="seconds between looks (default 1)")
-    p.add_argument("--limit", type=_unsigned(32), default=20, metavar="N",
-                   help="sequences shown at most (default 20)")
-
-    p = command("failpoint", "Faults that a decode node can be made to have.", _FAILPOINT_EXAMPLES)
-    actions = p.add_subparsers(dest="action", metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="what there is, and what it did so far")
-    listing.add_argument("--json", action="store_true", help="print one JSON object")
-    setting = actions.add_parser("set", help="arm by terms")
-    setting.add_argument("terms", nargs="+", metavar="TERM", help="such as kv.reserve=error*1")
-    setting.add_argument("--seed", type=_unsigned(64), default=0, metavar="S",
-                         help="of the draws under a probability (default 0)")
-    for action in (listing, setting, actions.add_parser("clear", help="disarm all")):
-        _add_nodes(action, prefill=False)
-
-    p = command("drain", "Takes a decode node out of service: what runs is finished, nothing new is "
-                "taken.", _DRAIN_EXAMPLES)
-    _add_nodes(p, prefill=False)
-    p.add_argument("--timeout", type=_seconds, metavar="S",
-                   help="seconds for what runs (default: the node's drain_timeout_seconds)")
-    p.add_argument("--no-wait", action="store_true", help="do not wait until it is idle")
-    p.add_argument("--json", action="store_true", help="print one JSON object")
-
-    p = command("resume", "Takes a drained decode node back into service.", _RESUME_EXAMPLES)
-    _add_nodes(p, prefill=False)
-    p.add_argument("--json", action="store_true", help="print one JSON object")
-
-    p = command("trace", "What a decode node's last steps did, as a file for ui.perfetto.dev.", _TRACE_EXAMPLES)
-    _add_nodes(p, prefill=False)
-    p.add_argument("--steps", type=_unsigned(32), default=0, metavar="N",
-                   help="at most so many (default: all that the node keeps, its trace_steps)")
-    p.add_argument("--out", metavar="FILE", required=True, help="JSON to write")
-
-    p = command("texts", "Real text as token ids, and pass keys hidden in it.", _TEXTS_EXAMPLES)
-    p.add_argument("--tokenizer", metavar="DIR", required=True,
-                   help="Hugging Face directory with tokenizer.json and a chat template")
-    p.add_argument("--out", metavar="FILE", required=True, help="JSON to write")
-    p.add_argument("--text", metavar="FILE", action="append", default=[],
-                   help="a document, plain or .gz (may be given several times)")
-    p.add_argument("--texts", type=_unsigned(16), default=4, metavar="N", help="texts (default 4)")
-    p.add_argument("--tokens", type=_unsigned(20), default=8192, metavar="N",
-                   help="tokens of each (default 8192)")
-    p.add_argument("--passkeys", type=_unsigned(16), default=20, metavar="N",
-                   help="pass keys (default 20)")
-    p.add_argument("--passkey-tokens", type=_ids, default=[2048, 4096, 6144, 8000], metavar="2048,4096",
-                   help="lengths of their texts, in turn (default 2048,4096,6144,8000)")
-    p.add_argument("--seed", type=_unsigned(64), default=1, metavar="S", help="of the keys (default 1)")
-
-    p = command("plot-policies", "Plots of a run of sluice-bench policies, as PNG files in its folder.",
-                _PLOT_EXAMPLES)
-    p.add_argument("--run", dest="run_folder", metavar="DIR", required=True,
-                   help="what --out named")
+    for name, (summary, add_flags) in _COMMANDS.items():
+        add_flags(commands.add_parser(name, description=summary, epilog=EPILOGS[name], allow_abbrev=False,
+                                      formatter_class=argparse.RawDescriptionHelpFormatter))
     return parser
 
 
+def _take_nodes_from_environment(args) -> None:
+    """Fills in the nodes that no flag names. `status` shows the nodes that flags name, where there are any."""
+    if args.command == "status" and (args.decode is not None or args.prefill is not None):
+        return
+    for name in ("decode", "prefill"):
+        if name in args and getattr(args, name) is None:
+            setattr(args, name, os.environ.get(f"SLUICE_{name.upper()}"))
+
+
 def _check(parser: argparse.ArgumentParser, args) -> None:
-    """What argparse cannot say: leaves with status 2."""
+    """Leaves with status 2 where flags do not fit together, which argparse cannot say."""
+    if args.command in _NEED_DECODE and not args.decode:
+        parser.error(f"{args.command} needs a decode node: give --decode ADDR, or set SLUICE_DECODE in the environment")
+    if args.command == "status" and not (args.decode or args.prefill):
+        parser.error("status needs a node: give --decode ADDR or --prefill ADDR, or set SLUICE_DECODE or "
+                     "SLUICE_PREFILL in the environment")
     if args.command == "generate":
         if args.prompt is not None and not args.tokenizer:
-            parser.error("--prompt needs --tokenizer DIR (the model's Hugging Face directory)")
+            parser.error("--prompt needs --tokenizer DIR (the model's directory)")
         if (args.chat or args.system) and args.prompt is None:
             parser.error("--chat and --system need --prompt")
         if args.pull and not args.prefill:
-            parser.error("--pull needs --prefill ADDR (who holds the prompt)")
+            parser.error("--pull needs the prefill node that holds the prompt: give --prefill ADDR, or set "
+                         "SLUICE_PREFILL in the environment")
         if args.system and not args.chat:
             parser.error("--system needs --chat")
     if args.command in ("generate", "chat") and args.temperature == 0:
@@ -293,9 +273,10 @@ def _check(parser: argparse.ArgumentParser, args) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
+    _take_nodes_from_environment(args)
     _check(parser, args)
     try:
-        if "ca" in args:
+        if "ca" in args and args.command != "doctor":
             rpc.use(rpc.credentials_from(args.ca, args.cert, args.key, args.token))
         return importlib.import_module("sluice_client." + args.command.replace("-", "_")).run(args)
     except ToolError as error:

@@ -15,7 +15,7 @@ _LOOK_S = 0.2
 
 
 def drain(channel: grpc.Channel, address: str, timeout: float | None, wait: bool) -> dict:
-    """Drains; with `wait` until nothing runs or waits. What is there at the end, as plain values."""
+    """Drains the node, and with `wait` returns when nothing runs or waits there. Returns what is left as plain values."""
     admin = admin_pb2_grpc.AdminStub(channel)
     request = admin_pb2.DrainRequest()
     if timeout is not None:
@@ -32,7 +32,7 @@ def drain(channel: grpc.Channel, address: str, timeout: float | None, wait: bool
                 raise ToolError(f"{address} was resumed before it was idle")
             running, waiting = now.running, now.waiting
     except grpc.RpcError as error:
-        raise ToolError(rpc.explain(error, address)) from error
+        raise rpc.CallError(error, address) from error
     return {"idle": running + waiting == 0, "running": running, "waiting": waiting,
             "was_draining": answer.was_draining}
 

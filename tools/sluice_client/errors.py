@@ -2,4 +2,4 @@
 
 
 class ToolError(Exception):
-    """Something the user can act on. The message says what failed, where, and what to do."""
+    """An error that the user can act on. Its message says what failed, where, and what to do."""

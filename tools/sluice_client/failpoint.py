@@ -1,4 +1,4 @@
-"""The command `failpoint`: faults that a decode node can be made to have."""
+"""The command `failpoint`: makes a decode node fail on purpose."""
 
 import json
 
@@ -7,13 +7,12 @@ from google.protobuf import json_format
 
 from sluice.v1 import admin_pb2, admin_pb2_grpc
 from sluice_client import rpc
-from sluice_client.errors import ToolError
 
 _TIMEOUT_S = 10.0
 
 
 def as_text(listing: dict) -> str:
-    """One failpoint a paragraph: its name and what happens, what survives, and what it did so far."""
+    """Returns a paragraph for each failpoint: its name and effect, what survives it, and how often it has fired."""
     lines = []
     for point in listing["failpoints"]:
         lines.append(f"{point['name']:22} {point['effect']}")
@@ -41,5 +40,5 @@ def run(args) -> int:
                 admin_pb2.SetFailpointsRequest(terms=";".join(args.terms), seed=args.seed)
             admin.SetFailpoints(request, timeout=_TIMEOUT_S)
         except grpc.RpcError as error:
-            raise ToolError(rpc.explain(error, args.decode)) from error
+            raise rpc.CallError(error, args.decode) from error
     return 0

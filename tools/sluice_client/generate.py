@@ -1,4 +1,4 @@
-"""Prompt in, tokens out: prefill at one node, decode at the other. And the command `generate`."""
+"""Generates from a prompt: one node prefills, the other decodes. The command `generate` is here too."""
 
 import json
 import sys
@@ -18,21 +18,21 @@ _FINISH_NAMES = {decode_pb2.FINISH_REASON_STOP: "stop", decode_pb2.FINISH_REASON
 
 @dataclass
 class Result:
-    """What one generation gave. Times are of this process's clock."""
+    """The result of one generation. Times are taken by this process's clock."""
 
     prompt_ids: list[int]
     output_ids: list[int] = field(default_factory=list)
-    # Per output token; None when none were asked for.
+    # One for each output token; None if log-probabilities were not asked for.
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     finish_reason: str = ""
     stop_string: str | None = None
     cached_tokens: int = 0
-    # Of the sequence that the node keeps for another turn; empty: it does not.
+    # Id of the sequence that the node keeps for another turn; empty if it keeps none.
     sequence_id: str = ""
-    # From sending the request (to the prefill node, if there is one) to the first token.
+    # Time from sending the request (to the prefill node, if there is one) to the first token.
     ttft_seconds: float | None = None
-    # Gaps between arrivals of the output tokens: one less than there are tokens.
+    # Gaps between the arrivals of output tokens, one less than there are tokens.
     itl_seconds: list[float] = field(default_factory=list)
 
     def add(self, token: common_pb2.Token, want_logprobs: bool) -> None:
@@ -46,13 +46,13 @@ class Result:
 
 def prefill(address: str, decode_address: str, prompt_ids: list[int], sampling: common_pb2.SamplingParams,
             timeout: float | None = None) -> prefill_pb2.RunResponse:
-    """Has the prefill node compute the prompt and push it, or without a decode node hold it."""
+    """Lets the prefill node compute the prompt and push its caches, or hold them where `decode_address` is empty."""
     with rpc.open_channel(address) as channel:
         try:
             return prefill_pb2_grpc.PrefillStub(channel).Run(prefill_pb2.RunRequest(
                 prompt_token_ids=prompt_ids, sampling=sampling, decode_address=decode_address), timeout=timeout)
         except grpc.RpcError as error:
-            raise ToolError(rpc.explain(error, address)) from error
+            raise rpc.CallError(error, address) from error
 
 
 def generate(decode_address: str, prompt_ids: list[int], sampling: common_pb2.SamplingParams, *,
@@ -62,12 +62,12 @@ def generate(decode_address: str, prompt_ids: list[int], sampling: common_pb2.Sa
              timeout: float | None = None) -> Result:
     """Generates one sequence; calls `on_token` with each id as it comes.
 
-    With `prefill_address` the prompt is computed there and handed over: pushed, or with `pull` held until the
-    decode node reads it; with `transfer_id` it was
-    handed over already; with neither the decode node computes it (its `local_prefill`). With
-    `sequence_id` the prompt is appended to a sequence that was kept. `keep_seconds`: how long this
-    one is to be kept for another turn (Result.sequence_id). Leaving by an exception (KeyboardInterrupt
-    too) cancels the sequence. Raises ToolError.
+    With `prefill_address` the prefill node computes the prompt. It pushes the caches to the decode node or, with
+    `pull`, holds them until the decode node reads them. With `transfer_id` the caches were handed over before. With
+    neither, the decode node computes the prompt (its `local_prefill`). With `sequence_id` the prompt is appended to a
+    sequence that the decode node keeps. `keep_seconds` asks the node to keep this sequence for another turn; then
+    Result.sequence_id names it. An exception in the middle (KeyboardInterrupt too) cancels the sequence. Raises
+    ToolError.
     """
     result = Result(prompt_ids=list(prompt_ids))
     started = time.monotonic()
@@ -104,7 +104,7 @@ def generate(decode_address: str, prompt_ids: list[int], sampling: common_pb2.Sa
                 if message.HasField("finish"):
                     _finish(result, message.finish)
         except grpc.RpcError as error:
-            raise ToolError(rpc.explain(error, decode_address)) from error
+            raise rpc.CallError(error, decode_address) from error
         finally:
             call.cancel()  # No effect on a stream that has ended.
     if not result.finish_reason:
@@ -121,7 +121,7 @@ def _finish(result: Result, finish: decode_pb2.Finish) -> None:
 
 
 class TextOutput:
-    """Turns ids into text as they come, cut at stop strings; `write` gets each piece."""
+    """Turns ids into text as they come, up to the first stop string, and calls `write` with each piece."""
 
     def __init__(self, text: Text, stops: list[str], write: Callable[[str], None] | None):
         self._decoder = IncrementalDecoder(text)
@@ -133,7 +133,7 @@ class TextOutput:
         self._say(self._stops.add(self._decoder.add(token_id)))
 
     def finish(self) -> str:
-        """Says what was held back; returns the whole text."""
+        """Writes the text that was held back; returns the whole text."""
         self._say(self._stops.add(self._decoder.finish()))
         self._say(self._stops.finish())
         return self.said
@@ -150,7 +150,7 @@ def to_terminal(piece: str) -> None:
 
 
 def sampling_from(args) -> common_pb2.SamplingParams:
-    """SamplingParams of the command line; what was not given stays absent, but greedy is said."""
+    """Returns the SamplingParams of the command line. Only `temperature` is set where no flag was given."""
     sampling = common_pb2.SamplingParams(temperature=args.temperature, ignore_eos=args.ignore_eos)
     for name in ("max_tokens", "top_k", "top_p", "seed", "logprobs"):
         value = getattr(args, name)
@@ -161,7 +161,7 @@ def sampling_from(args) -> common_pb2.SamplingParams:
 
 
 def as_json(result: Result, output_text: str | None) -> str:
-    """The object of --json, on one line."""
+    """Returns the object of --json, on one line."""
     kept = {"sequence_id": result.sequence_id} if result.sequence_id else {}
     return json.dumps({
         "prompt_ids": result.prompt_ids,
@@ -177,7 +177,7 @@ def as_json(result: Result, output_text: str | None) -> str:
 
 
 def summary(result: Result) -> str:
-    """One line of figures: tokens, time to the first, rate of the others."""
+    """Returns one line of figures: the tokens, the time to the first one, the rate of the others."""
     tokens = f"{len(result.output_ids)} tokens"
     if result.ttft_seconds is None:
         return tokens
@@ -215,7 +215,7 @@ def run(args) -> int:
                           keep_seconds=args.keep, on_token=on_token)
     except BaseException:
         if output and output.said and not args.json:
-            print()  # So that what follows begins on a line of its own.
+            print()  # The error message begins on a line of its own.
         raise
     output_text = output.finish() if output else None
     if args.json:
@@ -226,5 +226,5 @@ def run(args) -> int:
         if result.sequence_id:
             print(f"kept: --sequence {result.sequence_id}", file=sys.stderr)
         elif args.keep:
-            print("not kept: the node has no room for it", file=sys.stderr)
+            print("not kept: the node has no room for the sequence", file=sys.stderr)
     return 0

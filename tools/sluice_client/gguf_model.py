@@ -1,13 +1,17 @@
 """Turns a GGUF file of a Llama model into a Hugging Face directory's weights and tokenizer."""
 
 import hashlib
-import json
-import struct
+from collections.abc import Iterable
 from pathlib import Path
 
 import gguf
+import ml_dtypes
 import numpy as np
+from safetensors.numpy import save_file
 from tqdm import tqdm
+
+from sluice_client.errors import ToolError
+from sluice_client.safetensors_file import SafetensorsFile
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -25,7 +29,7 @@ _LAYER_NAMES = {
     "ffn_up.weight": "mlp.up_proj.weight",
     "ffn_down.weight": "mlp.down_proj.weight",
 }
-# gguf's token type of a control token.
+# The token type of control tokens in GGUF.
 _CONTROL = 3
 
 
@@ -38,16 +42,10 @@ def huggingface_name(name: str) -> str:
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Undoes GGUF's order of q and k rows: per head the two halves interleaved, [2i, 2i+1] <- [i, d/2+i]."""
+    """Undoes GGUF's order of q and k rows, which interleaves the halves of each head: [2i, 2i+1] <- [i, d/2+i]."""
     out_features, in_features = rows.shape
     half = out_features // heads // 2
     return rows.reshape(heads, half, 2, in_features).swapaxes(1, 2).reshape(rows.shape)
-
-
-def to_bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """float32 -> the bits of bfloat16 as uint16, to nearest, ties to even. No NaN among weights."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
 
 
 def _field(reader: gguf.GGUFReader, name: str):
@@ -55,57 +53,42 @@ def _field(reader: gguf.GGUFReader, name: str):
 
 
 def write_safetensors(reader: gguf.GGUFReader, path: Path) -> str:
-    """Writes every tensor as bfloat16, one at a time, sorted by name; returns the weights' digest."""
+    """Writes every tensor as bfloat16; returns the digest of the weights (see weights_digest)."""
     heads = {"attn_q.weight": _field(reader, "llama.attention.head_count"),
              "attn_k.weight": _field(reader, "llama.attention.head_count_kv")}
-    tensors = sorted((huggingface_name(t.name), t) for t in reader.tensors)
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
-    for name, tensor in tensors:
-        end = offset + 2 * int(tensor.n_elements)
+    tensors = {}
+    for tensor in tqdm(reader.tensors, desc="converting", unit="tensor", disable=None, leave=False):
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         # GGUF lists the fastest dimension first.
-        header[name] = {"dtype": "BF16", "shape": [int(n) for n in reversed(tensor.shape)],
-                        "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with path.open("wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
-        for name, tensor in tqdm(tensors, desc="converting", unit="tensor", disable=None, leave=False):
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-            values = values.reshape(header[name]["shape"])
-            permuted_heads = heads.get(tensor.name.split(".", 2)[-1])
-            if permuted_heads:
-                values = unpermute(values, permuted_heads)
-            data = to_bfloat16_bits(values).tobytes()
-            digest.update(name.encode())
-            digest.update(data)
-            out.write(data)
-    return digest.hexdigest()
+        values = values.reshape([int(n) for n in reversed(tensor.shape)])
+        permuted_heads = heads.get(tensor.name.split(".", 2)[-1])
+        if permuted_heads:
+            values = unpermute(values, permuted_heads)
+        tensors[huggingface_name(tensor.name)] = values.astype(ml_dtypes.bfloat16)
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # save_file leaves it to its owner alone
+    return _digest((name, tensors[name]) for name in sorted(tensors))
 
 
 def weights_digest(path: Path) -> str | None:
-    """SHA-256 over (name, bytes) in sorted order of names; None if the file is no whole safetensors."""
-    digest = hashlib.sha256()
+    """Returns SHA-256 over (name, bytes) in the order of the names; None if `path` is no whole safetensors file."""
     try:
-        with path.open("rb") as f:
-            (length,) = struct.unpack("<Q", f.read(8))
-            if length > path.stat().st_size:
-                return None
-            header = json.loads(f.read(length))
-            header.pop("__metadata__", None)
-            for name in sorted(header):
-                begin, end = header[name]["data_offsets"]
-                f.seek(8 + length + begin)
-                digest.update(name.encode())
-                digest.update(f.read(end - begin))
-    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        file = SafetensorsFile(path)
+    except ToolError:
         return None
+    return _digest((name, file[name]) for name in file.names())
+
+
+def _digest(tensors: Iterable[tuple[str, np.ndarray]]) -> str:
+    digest = hashlib.sha256()
+    for name, values in tensors:
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(values).view(np.uint8))
     return digest.hexdigest()
 
 
 def write_tokenizer(reader: gguf.GGUFReader, path: Path) -> None:
-    """tokenizer.json of a byte-level BPE that splits digits one by one before GPT-2's expression."""
+    """Writes the tokenizer.json of a byte-level BPE that splits digits one by one before GPT-2's expression."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = _field(reader, "tokenizer.ggml.tokens")

@@ -1,4 +1,4 @@
-"""One chat completion over OpenAI's HTTP, printed as it comes: what tools/demo --router asks the gateway."""
+"""Asks a gateway for one chat completion over OpenAI's HTTP and prints it as it comes, for tools/demo --router."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ RETRY_S = 0.2
 
 
 def pieces(url: str, model: str, prompt: str, max_tokens: int):
-    """The answer's text, piece by piece. Raises requests' errors; HTTPError has the refusal."""
+    """Yields the answer's text piece by piece. Raises the errors of requests; an HTTPError holds the refusal."""
     body = {"model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0,
             "max_tokens": max_tokens, "stream": True}
     with requests.post(f"{url}/v1/chat/completions", json=body, stream=True, timeout=60) as answer:
@@ -29,12 +29,12 @@ def pieces(url: str, model: str, prompt: str, max_tokens: int):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", required=True, help="of the gateway: http://127.0.0.1:30000")
-    parser.add_argument("--model", required=True, help="its name")
+    parser.add_argument("--url", required=True, help="URL of the gateway, such as http://127.0.0.1:30000")
+    parser.add_argument("--model", required=True, help="name of the model")
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--wait", type=float, default=0, metavar="S",
-                        help="how long a gateway may take that is just starting (default: not at all)")
+                        help="seconds to wait for a gateway that is starting (default 0)")
     args = parser.parse_args()
     give_up = time.monotonic() + args.wait
     while True:
@@ -46,7 +46,7 @@ def main() -> int:
                 print(text, end="", flush=True)
             break
         except requests.RequestException as error:
-            # Nothing was printed: the gateway is not up, or has no healthy node or no tokenizer yet.
+            # As long as nothing was printed: the gateway is not up yet, or has no healthy node or no tokenizer yet.
             starting = isinstance(error, requests.ConnectionError) or (
                 error.response is not None and error.response.status_code in (404, 503))
             if count or not starting or time.monotonic() > give_up:

@@ -1,8 +1,8 @@
-"""The caches of latent attention (DeepSeek-V3.2) as a decode node keeps them: entries and index keys.
+"""Converts the caches of latent attention (DeepSeek-V3.2) to the form that a decode node keeps: entries and index keys.
 
-The packed form (kernels/latent_params.h): an entry is 512 e4m3 values, four float32 scales of 128 values
-each, 64 bfloat16 RoPE values; an index key is 128 e4m3 values, after a Walsh-Hadamard transform, and one
-float32 scale. In the other forms nothing is scaled or transformed.
+In the packed form (kernels/latent_params.h) an entry is 512 e4m3 values, four float32 scales of 128 values each,
+and 64 bfloat16 RoPE values; an index key is 128 e4m3 values, after a Walsh-Hadamard transform, and one float32
+scale. In the other forms nothing is scaled or transformed.
 """
 
 import ml_dtypes
@@ -12,16 +12,17 @@ from sluice.v1 import common_pb2
 from sluice_client import layout
 
 _LARGEST = np.float32(448)
-_SCALED = 128  # values of one scale
-# What the scale of latent values is to the least one: the best of these (kernels/latent_scales.h).
+_SCALED = 128  # values that share one scale
+# Factors between the scale of a group of latent values and the least possible scale; each group takes the best
+# factor (kernels/latent_scales.h).
 _LATENT_SCALES = [np.float32(2 ** (i / 8)) for i in range(8)]
 _INDEX_DIM = 128
 
 
 def quantise(values: np.ndarray, factors=(np.float32(1),)) -> tuple[np.ndarray, np.ndarray]:
-    """float32 [..., n] -> e4m3 bytes [..., n] and float32 scales [..., n / 128].
+    """Returns the e4m3 bytes [..., n] and float32 scales [..., n / 128] of float32 values [..., n].
 
-    Of the scales amax / 448 * factor, each group has the one of the least squared error, the first of equals.
+    Each group has the scale amax / 448 * factor with the least squared error, and the first of equals.
     """
     groups = values.astype(np.float32).reshape(*values.shape[:-1], -1, _SCALED)
     least = np.abs(groups).max(axis=-1) / _LARGEST
@@ -41,7 +42,7 @@ def quantise(values: np.ndarray, factors=(np.float32(1),)) -> tuple[np.ndarray, 
 
 
 def hadamard(values: np.ndarray) -> np.ndarray:
-    """The Walsh-Hadamard transform of the last axis, of 128, scaled by 128^-1/2."""
+    """Returns the Walsh-Hadamard transform along the last axis, which has 128 values, scaled by 128^-1/2."""
     out = values.astype(np.float32)
     step = 1
     while step < _INDEX_DIM:
@@ -53,7 +54,10 @@ def hadamard(values: np.ndarray) -> np.ndarray:
 
 
 def entry_parts(kind: common_pb2.CacheKind, latent: np.ndarray, rope: np.ndarray) -> list[np.ndarray]:
-    """[tokens, rank] after kv_a_layernorm and [tokens, rope] in interleaved pairs, as layout.pack takes them."""
+    """Returns the parts of entries for layout.pack.
+
+    `latent` is [tokens, rank] after kv_a_layernorm, `rope` is [tokens, rope] after RoPE in interleaved pairs.
+    """
     if not layout.is_packed(kind):
         dtype = layout.dtype_of(kind)
         return [layout.as_bytes(np.concatenate([latent.astype(dtype), rope.astype(dtype)], axis=1)[:, None],
@@ -64,7 +68,7 @@ def entry_parts(kind: common_pb2.CacheKind, latent: np.ndarray, rope: np.ndarray
 
 
 def index_parts(kind: common_pb2.CacheKind, keys: np.ndarray) -> list[np.ndarray]:
-    """[tokens, 128] after k_norm and RoPE, before any transform, as layout.pack takes them."""
+    """Returns the parts of index keys, [tokens, 128] after k_norm and RoPE and before any transform, for layout.pack."""
     if not layout.is_packed(kind):
         return [layout.as_bytes(keys[:, None], layout.dtype_of(kind))]
     values, scales = quantise(hadamard(keys))

@@ -1,4 +1,4 @@
-"""The home layout of caches, as arrays are packed into it: blocks of an array for each part, per head."""
+"""Packs arrays into the layout of the host KV cache: in each block, for each head, an array for each part."""
 
 import ml_dtypes
 import numpy as np
@@ -11,20 +11,20 @@ _DTYPES = {common_pb2.ELEMENT_TYPE_BFLOAT16: np.dtype(ml_dtypes.bfloat16),
 
 
 def dtype_of(kind: common_pb2.CacheKind) -> np.dtype:
-    """The numpy type of a cache kind's elements."""
+    """Returns the numpy type of a cache kind's elements."""
     return _DTYPES[kind.element_type]
 
 
 def is_packed(kind: common_pb2.CacheKind) -> bool:
-    """Whether elements are e4m3 with scales beside them: "latent" and "index" alone."""
+    """Returns whether elements are e4m3 with scales beside them, which only "latent" and "index" can be."""
     return kind.element_type == common_pb2.ELEMENT_TYPE_FLOAT8_E4M3
 
 
 def pack(kind: common_pb2.CacheKind, parts: list[np.ndarray]) -> bytes:
-    """A chunk's payload of `parts`, [tokens, heads, part_bytes[i]] of uint8 each.
+    """Returns the payload of a chunk. Each of `parts` is [tokens, heads, part_bytes[i]] of uint8.
 
-    The first token begins a block. For each block, for each head: part 0 [t][bytes], part 1 [t][bytes],
-    and so on, where t is kind.block_tokens, or what is left in a short last block.
+    The first token begins a block. The payload has for each block and each head part 0 [t][bytes], then part 1
+    [t][bytes], and so on. t is kind.block_tokens, or the number of tokens in a short last block.
     """
     tokens, heads, _ = parts[0].shape
     whole = tokens // kind.block_tokens * kind.block_tokens
@@ -40,15 +40,15 @@ def pack(kind: common_pb2.CacheKind, parts: list[np.ndarray]) -> bytes:
 
 
 def as_bytes(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """[tokens, heads, dim] -> [tokens, heads, bytes] of its elements as `dtype`."""
+    """Returns the bytes, [tokens, heads, bytes], of an array [tokens, heads, dim] converted to `dtype`."""
     return np.ascontiguousarray(array, dtype=dtype).view(np.uint8)
 
 
 def kv_parts(kind: common_pb2.CacheKind, k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
-    """K (after RoPE) and V, [tokens, heads, head_dim] of float32 or bfloat16, as pack() takes them."""
+    """Returns the parts of K (after RoPE) and V, [tokens, heads, head_dim] of float32 or bfloat16, for pack()."""
     return [as_bytes(a, dtype_of(kind)) for a in (k, v)]
 
 
 def payload_bytes(kind: common_pb2.CacheKind, heads: int, tokens: int) -> int:
-    """Bytes of a chunk of so many heads and tokens."""
+    """Returns the payload bytes of a chunk."""
     return kind.bytes_per_token * heads * tokens

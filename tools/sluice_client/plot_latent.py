@@ -1,14 +1,15 @@
-"""The plots of `plot-policies` for models with latent caches: what ESS's paper draws of its pools (throughput over
-the ratio, misses by layer, ratio and context, first steps) and what of the transfers is hidden.
+"""The plots of `plot-policies` for models with latent caches.
 
-Each function takes a report's details and returns the points of a plot; `draw` draws those that have some.
+They are the plots that ESS's paper has of its pools (throughput over the ratio, misses by layer, ratio and context,
+misses of the first steps), and the share of the transfers that is hidden. Each function takes a report's details
+and returns the points of a plot; `draw` draws the plots that have points.
 """
 
 import re
 
 
 def ratio_of(policy: str) -> float | None:
-    """Places to tokens: that of the name, 1 of full; none where HBM decides (auto)."""
+    """Returns the ratio of KV slots to tokens that a policy's name states: 1 for full, None where HBM decides (auto)."""
     if policy.split(":")[0] == "full":
         return 1.0
     found = re.search(r":ratio=([0-9.]+)", policy)
@@ -16,12 +17,12 @@ def ratio_of(policy: str) -> float | None:
 
 
 def variant(policy: str) -> str:
-    """The name without its ratio: what one line of a plot is of."""
+    """Returns the name without its ratio; each variant is one line of a plot."""
     return re.sub(r":ratio=[0-9.]+", "", policy)
 
 
 def over_ratio(runs: list[dict], what) -> dict[tuple[str, int], list[tuple[float, float]]]:
-    """Points (ratio, what(run)) of each (variant, context), at the largest batch."""
+    """Returns points (ratio, what(run)) for each (variant, context), at the largest batch."""
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for run in runs:
         ratio = ratio_of(run["policy"])
@@ -36,7 +37,7 @@ def mean_misses(run: dict) -> float:
 
 
 def by_layer(runs: list[dict]) -> dict[tuple[str, int], list[float]]:
-    """Misses of a sequence and step, by layer, of each (policy, context), at its largest measured batch."""
+    """Returns the misses of a sequence and step by layer, for each (policy, context) at its largest measured batch."""
     found: dict[tuple[str, int], dict] = {}
     for run in runs:
         key = (run["policy"], run["context"])
@@ -46,7 +47,7 @@ def by_layer(runs: list[dict]) -> dict[tuple[str, int], list[float]]:
 
 
 def first_steps(runs: list[dict]) -> list[tuple[str, float, float]]:
-    """(policy with context and batch, misses of the first steps, of the last ones), means over the layers."""
+    """Returns (policy with context and batch, misses of the first steps, misses of the last steps), means over layers."""
     return [(f"{run['policy']}, {run['context']}, batch {run['batch']}",
              sum(run["misses_first_by_layer"]) / len(run["misses_first_by_layer"]),
              sum(run["misses_steady_by_layer"]) / len(run["misses_steady_by_layer"]))
@@ -54,7 +55,7 @@ def first_steps(runs: list[dict]) -> list[tuple[str, float, float]]:
 
 
 def hidden(overlap: list[dict]) -> dict[str, list[tuple[float, float]]]:
-    """Points (misses, % hidden) of each policy, batch and context; what moves nothing hides nothing."""
+    """Returns points (misses, % hidden) for each policy, batch and context. Levels that move nothing are left out."""
     found: dict[str, list[tuple[float, float]]] = {}
     for run in overlap:
         label = f"{run['policy']}, {run['context']}, batch {run['batch']}"
@@ -64,7 +65,7 @@ def hidden(overlap: list[dict]) -> dict[str, list[tuple[float, float]]]:
 
 
 def draw(pyplot, details: dict, save):
-    """save(figure, name) is called for each plot that the report has something for."""
+    """Calls save(figure, name) for each plot that the report has points for."""
     runs = details.get("runs", [])
     latent = [run for run in runs if run.get("misses_by_layer")]
 

@@ -1,7 +1,8 @@
-"""Draws what `sluice-bench policies --out DIR` left there, as PNG files beside the report.
+"""Draws the results of `sluice-bench policies --out DIR`, as PNG files beside the report.
 
-Throughput over context and over batch, the share of the budget that the CPU attended to by layer, the time
-of a step by operator, and three layers of a step as a timeline; of models with latent caches those of plot_latent. Needs matplotlib, which nothing else here does: this says so where it is missing.
+The plots show throughput over context and over batch, the share of the budget that the CPU attended to by layer,
+the time of a step by operator, and three layers of a step as a timeline. Models with latent caches have the plots
+of plot_latent too. Only these plots need matplotlib; an error names it where it is missing.
 """
 
 import json
@@ -10,9 +11,9 @@ from pathlib import Path
 from sluice_client import plot_latent
 from sluice_client.errors import ToolError
 
-# In the order of the table; a policy keeps its colour in every plot.
+# Policies in the order of the table. A policy has the same colour in every plot.
 _ORDER = ["full", "scout", "recall", "recall-fetch-all", "hgca", "hgca-mean", "oracle", "ends", "random"]
-_KERNELS = 12  # of a trace, by time; the rest is one piece
+_KERNELS = 12  # operators of a trace that are drawn, the longest first; the others are one piece
 
 
 def load(folder: str) -> dict:
@@ -27,7 +28,7 @@ def load(folder: str) -> dict:
 
 
 def series(runs: list[dict], over: str, fixed: str) -> dict[tuple[str, int], list[tuple[int, float]]]:
-    """Points (x, tokens/s) of each (policy, value of `fixed`), by x; the larger where two are at one x."""
+    """Returns points (x, tokens/s) for each (policy, value of `fixed`), by x; the larger of two at one x."""
     found: dict[tuple[str, int], dict[int, float]] = {}
     for run in runs:
         points = found.setdefault((run["policy"], run[fixed]), {})
@@ -36,7 +37,7 @@ def series(runs: list[dict], over: str, fixed: str) -> dict[tuple[str, int], lis
 
 
 def largest(runs: list[dict]) -> dict[str, list[tuple[int, float]]]:
-    """Points (context, tokens/s) of each policy at the largest batch that it admits."""
+    """Returns points (context, tokens/s) for each policy at the largest batch that it admits."""
     found: dict[str, list[tuple[int, float]]] = {}
     for run in runs:
         if run["largest"]:
@@ -45,7 +46,7 @@ def largest(runs: list[dict]) -> dict[str, list[tuple[int, float]]]:
 
 
 def split_of(trace: dict) -> list[tuple[str, float]]:
-    """Seconds of a step by operator, the longest first, then what is left and what was idle."""
+    """Returns the seconds of a step by operator, the longest first, then those of the others and the idle time."""
     kernels = [(k["name"], k["seconds"]) for k in trace["kernels"]]
     parts = kernels[:_KERNELS]
     rest = sum(seconds for _, seconds in kernels[_KERNELS:])
@@ -56,8 +57,9 @@ def split_of(trace: dict) -> list[tuple[str, float]]:
 
 
 def lanes(timeline: dict) -> list[tuple[int, list[tuple[str, float, float, bool]]]]:
-    """(stream, slices) of a timeline, the busiest stream first; slices: name, begin, length in us, whether it
-    is a kernel.
+    """Returns (stream, slices) of a timeline, the busiest stream first.
+
+    A slice is its name, its begin and length in us, and whether it is a kernel.
     """
     found: dict[int, list[tuple[str, float, float, bool]]] = {}
     for piece in timeline["slices"]:
@@ -150,7 +152,7 @@ def draw(report: dict, folder: Path) -> list[Path]:
 
 
 def _timeline(pyplot, name: str, timeline: dict):
-    """Three layers: a row for each stream, a bar for each kernel (coloured by name) and copy (grey)."""
+    """Draws three layers: a row for each stream, a bar for each kernel (coloured by name) and for each copy (grey)."""
     rows = lanes(timeline)
     names = sorted({piece["name"] for piece in timeline["slices"] if piece["kind"] == "kernel"})
     colours = {kernel: pyplot.get_cmap("tab20")(i % 20) for i, kernel in enumerate(names)}

@@ -1,4 +1,4 @@
-"""The command `push`: a recorded cache into a decode node, and what it decodes from there."""
+"""The command `push`: pushes a recorded KV cache into a decode node, which goes on from there."""
 
 import sys
 import time
@@ -19,10 +19,8 @@ def push_case(file: SafetensorsFile, case: int, decode_address: str, max_new_tok
               with_first_token: bool = False) -> tuple[str, list[int]]:
     """Pushes the recorded caches of a case, `case{case}.PART.{layer}`; returns the transfer id and the prompt's ids.
 
-    The parts are k and v, or latent, rope and index where the node's model keeps those.
-
-    With `with_first_token` the recorded first token is handed over too; without, the decode node
-    recomputes the last position.
+    The parts are k and v, or latent, rope and index where the node's model keeps those. With `with_first_token` the
+    recorded first token is handed over too; without it the decode node recomputes the last position.
     """
     name = f"case{case}"
     if f"{name}.prompt" not in file:
@@ -73,7 +71,7 @@ def run(args) -> int:
     result = gen.generate(args.decode, prompt_ids, sampling, transfer_id=transfer_id,
                           on_token=on_token)
     if result.ttft_seconds is not None:
-        result.ttft_seconds += pushed_s  # From the first byte of the push on.
+        result.ttft_seconds += pushed_s  # The time counts from the first byte of the push.
     output_text = output.finish() if output else None
     if args.json:
         print(gen.as_json(result, output_text))

@@ -1,4 +1,4 @@
-"""Pushes a prompt's caches into a decode node: what a prefill node written in Python needs.
+"""Pushes the KV caches of a prompt into a decode node, for prefill nodes written in Python.
 
     with Pusher("127.0.0.1:7000") as pusher:
         pusher.reserve(prompt_ids, max_new_tokens=256)
@@ -9,9 +9,9 @@
 
 A model with latent attention has write_latent_layer() in place of write_layer().
 
-Leaving the block by an exception aborts the transfer. A stream that breaks, or a chunk that arrives
-damaged, is sent again: so the arrays given to write_layer must not change before commit() returns
-(or give callables that make them again).
+An exception in the block aborts the transfer. The chunks of a stream that breaks, and chunks that arrive damaged,
+are sent again. So the arrays that write_layer gets must not change before commit() returns; callables that make
+the arrays again may be given instead.
 
 One thread uses a Pusher; its streams have threads of their own.
 """
@@ -31,28 +31,30 @@ from sluice_client import latent as latent_form
 from sluice_client import layout, rpc
 from sluice_client.errors import ToolError
 
-# One message's payload: large enough that a message costs little, small enough to overlap.
+# Payload of one message: large enough that a message costs little, small enough to overlap.
 _CHUNK_BYTES = 1 << 20
-# Chunks that wait for a stream: 4 MiB at most.
+# Maximum number of chunks that wait for a stream, 4 MiB.
 _QUEUE_CHUNKS = 4
 _CALL_TIMEOUT_S = 30.0
-# Without progress for so long, the node is taken to be stuck.
+# The node is taken to be stuck after so long without progress.
 _STALL_TIMEOUT_S = 60.0
 _MAX_RESUMES = 5
-# Before a resume; then twice that, so that a node has time to be back: 3 s in all.
+# Pause before the first resume. Each later pause is twice as long, so that a node has 3 s in all to come back.
 _FIRST_PAUSE_S = 0.1
 _RESUMABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DATA_LOSS, grpc.StatusCode.INTERNAL,
               grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
 
 
 def _resumable(error: grpc.RpcError) -> bool:
-    """Whether sending again may mend it. ABORTED, BLOCK_BUSY: a broken stream's last landing is still
-    there; it goes when the node notices."""
+    """Returns whether sending again may help.
+
+    ABORTED with BLOCK_BUSY says that the last chunk of a broken stream is still landing, until the node notices.
+    """
     return error.code() is grpc.StatusCode.ABORTED or error.code() in _RESUMABLE
 
 
 def _pause_s(resume: int) -> float:
-    """Before resume number 0, 1, ..."""
+    """Returns the pause before resume number 0, 1, ..."""
     return _FIRST_PAUSE_S * 2 ** resume
 
 
@@ -60,12 +62,12 @@ Array = np.ndarray | Callable[[], np.ndarray]
 
 
 def _made(arrays: tuple[Array, ...]) -> list[np.ndarray]:
-    """The arrays themselves."""
+    """Returns the arrays, which callables make."""
     return [a() if callable(a) else a for a in arrays]
 
 
 class PushError(ToolError):
-    """A push that failed for good. `rpc_error` is the server's answer, if one was given."""
+    """A push that failed for good. `rpc_error` is the server's answer, if it gave one."""
 
     def __init__(self, message: str, rpc_error: grpc.RpcError | None = None):
         super().__init__(message)
@@ -74,7 +76,7 @@ class PushError(ToolError):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A chunk and how to make its bytes, now or again."""
+    """A chunk, and how to make its bytes now and again."""
 
     layer: int
     kind: str
@@ -98,22 +100,22 @@ class _Chunk:
 
 
 class _Stream(threading.Thread):
-    """One Write stream, opened again when it breaks; what it loses, commit() finds missing."""
+    """One Write stream, which is opened again when it breaks. commit() finds the chunks that it loses missing."""
 
     def __init__(self, address: str, transfer_id: str):
         super().__init__(daemon=True)
         self._address = address
         self._transfer_id = transfer_id
-        # None wakes the reader up, so that it sees _closing at once.
+        # None in the queue wakes the reader up, so that it sees _closing at once.
         self._queue: queue.Queue[_Chunk | None] = queue.Queue(_QUEUE_CHUNKS)
         self._closing = threading.Event()
         self._abandoned = threading.Event()
-        # What ended the stream for good.
+        # The error that ended the stream for good.
         self.error: Exception | None = None
         self.start()
 
     def put(self, chunk: _Chunk) -> None:
-        """Waits for room. Raises what ended the stream for good."""
+        """Queues a chunk, and waits for room first. Raises the error that ended the stream for good."""
         deadline = time.monotonic() + _STALL_TIMEOUT_S
         while self.error is None and time.monotonic() < deadline:
             try:
@@ -124,12 +126,12 @@ class _Stream(threading.Thread):
         raise self.error or self._stalled()
 
     def finish(self) -> None:
-        """No more chunks: waits until the server has answered. Raises what ended the stream."""
+        """Takes no more chunks and waits until the server has answered. Raises the error that ended the stream."""
         self._closing.set()
         try:
             self._queue.put_nowait(None)
         except queue.Full:
-            pass  # Then the reader is awake.
+            pass  # The reader is awake then.
         self.join(_STALL_TIMEOUT_S)
         if self.is_alive():
             self.abandon()
@@ -138,7 +140,7 @@ class _Stream(threading.Thread):
             raise self.error
 
     def abandon(self) -> None:
-        """Ends the stream where it is."""
+        """Ends the stream at once."""
         self._abandoned.set()
         self.join()
 
@@ -166,7 +168,7 @@ class _Stream(threading.Thread):
                     return
 
     def _messages(self, over: threading.Event):
-        """The call's messages, taken by a thread of gRPC's until the call is over."""
+        """Yields the messages of the call, which a thread of gRPC's takes until the call is over."""
         while not over.is_set():
             closing = self._closing.is_set()
             try:
@@ -179,7 +181,7 @@ class _Stream(threading.Thread):
                 continue
             try:
                 message = chunk.message(self._transfer_id)
-            except Exception as error:  # From the caller's own callable.
+            except Exception as error:  # the caller's own callable failed
                 self.error = error
                 raise
             yield message
@@ -189,7 +191,7 @@ class _Stream(threading.Thread):
 
 
 class Pusher:
-    """One transfer into the decode node at `decode_address`."""
+    """A transfer into the decode node at `decode_address`."""
 
     def __init__(self, decode_address: str, streams: int = 2):
         """Asks the node for its model. Raises PushError if it does not answer."""
@@ -212,8 +214,8 @@ class Pusher:
                 rendezvous_key: str = "", lease_seconds: float | None = None) -> str:
         """Opens the transfer; returns its id.
 
-        `context_length`: how many of `prompt_ids` have their caches sent (default: all).
-        `fingerprint`: that of the model that made the caches; None trusts that it is the node's.
+        The caches of the first `context_length` of `prompt_ids` will be sent (default: all). `fingerprint` is that of
+        the model that made the caches; None trusts that it is the node's model.
         """
         if context_length is None:
             context_length = len(prompt_ids)
@@ -236,9 +238,9 @@ class Pusher:
                     head_begin: int = 0, kind: str = "kv") -> None:
         """Sends K (after RoPE) and V of one layer, [tokens, heads, head_dim], float32 or bfloat16.
 
-        `token_begin` begins a block; the tokens end on a block or at the context's end. Fewer heads
-        than the model's may be given from `head_begin` on (a tensor-parallel node's own). Callables
-        are called now, and again if a chunk has to be sent again.
+        `token_begin` begins a block, and the tokens end on a block or at the end of the context. A tensor-parallel
+        node may give only its own heads, from `head_begin` on. Callables are called now, and again if a chunk has to
+        be sent again.
         """
         cache_kind = self._kind(kind)
         arrays = _made((k, v))
@@ -259,9 +261,9 @@ class Pusher:
                            token_begin: int = 0) -> None:
         """Sends one layer of a model with latent attention, in the form that the node keeps.
 
-        `latent`: [tokens, rank] after kv_a_layernorm; `rope`: [tokens, rope] after RoPE, in interleaved
-        pairs; `index`: [tokens, 128] keys of the indexer after k_norm and RoPE, before any Hadamard
-        transform, or None where the model has no indexer. float32 or bfloat16. Otherwise as write_layer.
+        `latent` is [tokens, rank] after kv_a_layernorm. `rope` is [tokens, rope] after RoPE, in interleaved pairs.
+        `index` is [tokens, 128], the indexer's keys after k_norm and RoPE and before any Hadamard transform, or None
+        where the model has no indexer. All are float32 or bfloat16. The rest is as in write_layer.
         """
         kinds = [("latent", (latent, rope), latent_form.entry_parts)]
         if index is not None:
@@ -289,16 +291,16 @@ class Pusher:
 
     def write_chunk(self, layer: int, kind: str, heads: tuple[int, int], tokens: tuple[int, int],
                     payload: bytes | Callable[[], bytes]) -> None:
-        """Sends one chunk of any cache kind as it is at home (design: [head) and [token) ranges)."""
+        """Sends one chunk of any cache kind in the layout of the host KV cache. The ranges are half open."""
         self._send(_Chunk(layer, kind, heads, tokens,
                           payload if callable(payload) else lambda: payload))
 
     def commit(self, first_tokens: list[int | common_pb2.Token] = (),
                hints: ingest_pb2.Hints | None = None) -> str:
-        """Waits until all has landed, sends again what has not, commits; returns the transfer id.
+        """Waits until all chunks have landed, sends missing ones again, commits; returns the transfer id.
 
-        `hints`: the units that the sequence should begin with in HBM, `hint_tokens` tokens of each
-        entry at most.
+        `hints` are the blocks that the sequence should begin with in HBM, with at most `hint_tokens` tokens of each
+        entry.
         """
         request = ingest_pb2.CommitRequest(transfer_id=self.transfer_id, hints=hints)
         for token in first_tokens:
@@ -312,7 +314,7 @@ class Pusher:
                 self._chunks.clear()
                 return transfer_id
             except grpc.RpcError as error:
-                # A broken connection may have lost only the answer: Commit is idempotent.
+                # Commit is idempotent: a broken connection may have lost only the answer.
                 if _resumable(error):
                     last = error
                     time.sleep(_pause_s(attempt))
@@ -323,12 +325,12 @@ class Pusher:
         raise PushError(f"{rpc.explain(last, self.address)} (after {_MAX_RESUMES} attempts)", last)
 
     def transfer(self) -> ingest_pb2.GetTransferResponse:
-        """What has landed."""
+        """Returns which blocks have landed."""
         return self._call(self._ingest.GetTransfer,
                           ingest_pb2.GetTransferRequest(transfer_id=self.transfer_id))
 
     def abort(self, reason: str = "aborted by the prefill node") -> None:
-        """Gives the transfer up and its memory back. Does nothing after commit()."""
+        """Gives the transfer up and its memory back. It does nothing after commit()."""
         for stream in self._streams:
             stream.abandon()
         self._streams.clear()
@@ -338,7 +340,7 @@ class Pusher:
             self._call(self._ingest.Abort, request)
 
     def close(self) -> None:
-        """Closes the connection; a transfer that is still open ends with its lease."""
+        """Closes the connection. A transfer that is still open ends with its lease."""
         self._channel.close()
 
     def __enter__(self) -> "Pusher":
@@ -357,9 +359,9 @@ class Pusher:
     def _write(self, layer: int, kind: common_pb2.CacheKind, sources: tuple[Array, ...],
                arrays: list[np.ndarray] | None, to_parts: Callable[..., list[np.ndarray]], tokens: int,
                heads: tuple[int, int], token_begin: int) -> None:
-        """Sends arrays that `sources` give, cut into chunks."""
+        """Sends the arrays of `sources`, cut into chunks."""
         if any(callable(a) for a in sources):
-            arrays = None  # Made again from the callables, so that nothing is kept.
+            arrays = None  # The callables make them again, so that nothing is kept.
         step = self._chunk_tokens(kind, heads[1] - heads[0])
         for begin in range(0, tokens, step):
             end = min(begin + step, tokens)
@@ -376,7 +378,7 @@ class Pusher:
         return self.kinds[name]
 
     def _chunk_tokens(self, kind: common_pb2.CacheKind, heads: int) -> int:
-        """Tokens of a chunk of so many heads: whole blocks, at least one."""
+        """Returns the tokens of a chunk: whole blocks, at least one."""
         blocks = self._max_chunk_bytes // layout.payload_bytes(kind, heads, kind.block_tokens)
         return max(1, blocks) * kind.block_tokens
 
@@ -398,7 +400,7 @@ class Pusher:
             stream.finish()
 
     def _send_missing(self, error: grpc.RpcError) -> bool:
-        """Posts every kept chunk that meets a missing range; False if some range meets none."""
+        """Posts every kept chunk that meets a missing range. Returns whether every range meets one."""
         ranges = list(rpc.details_of(error)["MissingBlocks"].ranges) + list(
             self.transfer().missing.ranges)
         again = [c for c in self._chunks if any(c.meets(r) for r in ranges)]

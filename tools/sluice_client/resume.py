@@ -6,7 +6,6 @@ import grpc
 
 from sluice.v1 import admin_pb2, admin_pb2_grpc
 from sluice_client import rpc
-from sluice_client.errors import ToolError
 
 _TIMEOUT_S = 10.0
 
@@ -18,7 +17,7 @@ def run(args) -> int:
             answer = admin_pb2_grpc.AdminStub(channel).Resume(admin_pb2.ResumeRequest(),
                                                               timeout=_TIMEOUT_S)
         except grpc.RpcError as error:
-            raise ToolError(rpc.explain(error, args.decode)) from error
+            raise rpc.CallError(error, args.decode) from error
     if args.json:
         print(json.dumps({"was_draining": answer.was_draining}))
     else:

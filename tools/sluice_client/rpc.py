@@ -21,9 +21,9 @@ _DETAILS = (error_details_pb2.BadRequest, error_details_pb2.ErrorInfo, error_det
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a client shows to nodes that speak TLS: paths of PEM files, and a token itself."""
+    """The paths of the PEM files, and the token itself, that a client uses with nodes that speak TLS."""
 
-    ca: str  # who issues the nodes' certificates
+    ca: str  # the authority that issues the nodes' certificates
     cert: str = ""
     key: str = ""
     token: str = ""
@@ -48,7 +48,10 @@ def _read(path: str) -> bytes | None:
 
 
 def credentials_from(ca: str | None, cert: str | None, key: str | None, token: str | None) -> Credentials | None:
-    """Of the command line; None: in clear. The token is @FILE or, for tests, the token itself."""
+    """Returns the credentials that the command line names, or None for calls that are not encrypted.
+
+    `token` is @FILE or, in tests, the token itself.
+    """
     if bool(cert) != bool(key):
         raise ToolError("--cert and --key go together: give both or neither")
     if not ca:
@@ -60,17 +63,17 @@ def credentials_from(ca: str | None, cert: str | None, key: str | None, token: s
     return Credentials(ca, cert or "", key or "", token or "")
 
 
-_credentials: Credentials | None = None  # of channels that are given none
+_credentials: Credentials | None = None  # for channels that are opened without any
 
 
 def use(credentials: Credentials | None) -> None:
-    """What channels show that are given nothing else."""
+    """Sets the credentials for channels that are opened without any."""
     global _credentials
     _credentials = credentials
 
 
 def open_channel(address: str, credentials: Credentials | None = None) -> grpc.Channel:
-    """A channel to host:port: over TLS with `credentials`, or those of use(); else in clear."""
+    """Returns a channel to host:port, over TLS with `credentials` or those of use(), else not encrypted."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ToolError(f"'{address}' is not an address: give host:port, e.g. 127.0.0.1:7000")
@@ -81,7 +84,7 @@ def open_channel(address: str, credentials: Credentials | None = None) -> grpc.C
 
 
 def details_of(error: grpc.RpcError) -> dict[str, object]:
-    """The google.rpc details of an error, by message name: {"RetryInfo": RetryInfo(...), ...}."""
+    """Returns the google.rpc details of an error by message name: {"RetryInfo": RetryInfo(...), ...}."""
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
             status = status_pb2.Status.FromString(value)
@@ -95,13 +98,13 @@ def details_of(error: grpc.RpcError) -> dict[str, object]:
 
 
 def reason_of(error: grpc.RpcError) -> str:
-    """ErrorInfo.reason, or nothing."""
+    """Returns ErrorInfo.reason, or the empty string."""
     info = details_of(error).get("ErrorInfo")
     return info.reason if info else ""
 
 
 def retry_seconds(error: grpc.RpcError) -> float | None:
-    """When the server says to try again."""
+    """Returns the seconds after which the server asks to try again, or None."""
     info = details_of(error).get("RetryInfo")
     return info.retry_delay.seconds + info.retry_delay.nanos / 1e9 if info else None
 
@@ -111,8 +114,19 @@ def range_text(r: "ingest_pb2.BlockRange") -> str:
             f"tokens {r.token_begin}-{r.token_end}")
 
 
+class CallError(ToolError):
+    """A call that failed, in one sentence, with its status code and ErrorInfo.reason."""
+
+    def __init__(self, error: grpc.RpcError, address: str):
+        super().__init__(explain(error, address))
+        self.code = error.code()
+        self.reason = reason_of(error)
+        bad = details_of(error).get("BadRequest")
+        self.fields = [violation.field for violation in bad.field_violations] if bad else []
+
+
 def explain(error: grpc.RpcError, address: str) -> str:
-    """One sentence: where, which status, what the server said, and what its details add."""
+    """Returns one sentence: the address, the status, the server's message, and what its details add."""
     code = error.code()
     text = (error.details() or "").strip()
     if code == grpc.StatusCode.UNAVAILABLE and ("onnect" in text or "DNS" in text):

@@ -1,4 +1,4 @@
-"""The end of tools/test: every failure by name, with the end of what it said, then the sums.
+"""The end of tools/test: prints every failure by name with the end of its output, then the sums.
 
     python -m sluice_client.test_summary FOLDER...
 
@@ -12,7 +12,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
-FAILURE_LINES = 40  # of what a failed test said, which are shown
+FAILURE_LINES = 40  # last lines of a failed test's output that are shown
 
 
 def report_failure(name: str, said: str = "") -> None:
@@ -22,7 +22,7 @@ def report_failure(name: str, said: str = "") -> None:
 
 
 def count_junit(path: Path) -> Counter:
-    """Test cases of one JUnit file by outcome; each case has one. Failures are printed."""
+    """Counts the test cases of one JUnit file by outcome and prints the failures. Each case has one outcome."""
     counts = Counter()
     try:
         cases = list(ElementTree.parse(path).iter("testcase"))
@@ -33,7 +33,7 @@ def count_junit(path: Path) -> Counter:
         children = {child.tag: child for child in case}
         if children.keys() & {"failure", "error"} or case.get("status") == "fail":
             counts["failed"] += 1
-            # pytest puts what it has to say into the failure, ctest into system-out.
+            # pytest puts a test's output into the failure, ctest into system-out.
             tags = children.keys() & {"system-out", "failure", "error"}
             said = [children[tag].text for tag in sorted(tags, reverse=True)]
             report_failure(f"{path.stem}: {case.get('name')}", "\n".join(filter(None, said)))

@@ -1,13 +1,14 @@
-"""Between text and token ids: the tokenizer, the chat template, and text that comes token by token."""
+"""Converts between text and token ids: the tokenizer, the chat template, and text that comes token by token."""
 
 import json
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sluice_client.errors import ToolError
 
-# What decoding puts where bytes are not (yet) a character.
-_REPLACEMENT = "\ufffd"
+if TYPE_CHECKING:
+    from tokenizers.decoders import DecodeStream
 
 
 class Text:
@@ -36,15 +37,15 @@ class Text:
             raise ToolError(f"{path} is not JSON: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Plain text, with the special tokens that the tokenizer itself puts around it."""
+        """Returns the ids of a text, with the special tokens that the tokenizer itself puts around it."""
         return self._tokenizer.encode(text).ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Text as it is, special tokens only where it has them."""
+        """Returns the ids of a text as it is; special tokens are only those that the text names."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """[{"role": "user", "content": "..."}, ...] up to where the assistant's answer begins."""
+        """Returns the ids of [{"role": "user", "content": "..."}, ...] up to where the assistant's answer begins."""
         return self.encode_plain(self.render_chat(messages))
 
     def render_chat(self, messages: list[dict[str, str]]) -> str:
@@ -55,7 +56,7 @@ class Text:
         def refuse(message):
             raise TemplateError(message)
 
-        # As transformers sets its environment up, since templates are written against that.
+        # The environment is set up like that of transformers, because templates are written for it.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(
@@ -73,7 +74,7 @@ class Text:
         if path.is_file():
             return path.read_text()
         template = self._config.get("chat_template")
-        if isinstance(template, list):  # Several, by name.
+        if isinstance(template, list):  # several templates with names
             template = {t["name"]: t["template"] for t in template}.get("default")
         if not template:
             raise ToolError(f"{self._directory} has no chat template (chat_template.jinja, or "
@@ -81,7 +82,7 @@ class Text:
         return template
 
     def _special_tokens(self) -> dict[str, str]:
-        """bos_token, eos_token, ... as templates name them."""
+        """Returns bos_token, eos_token, ..., by the names that templates use."""
         found = {}
         for key, value in self._config.items():
             if key.endswith("_token") and isinstance(value, (str, dict)):
@@ -89,40 +90,46 @@ class Text:
         return found
 
     def decode(self, ids: list[int]) -> str:
-        """The text of `ids` without special tokens."""
+        """Returns the text of `ids` without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def decode_with_special(self, ids: list[int]) -> str:
+        """Returns the text of `ids` with special tokens."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def decode_stream(self) -> "DecodeStream":
+        """Returns the state of a text that is decoded token by token, by step()."""
+        from tokenizers.decoders import DecodeStream
+
+        return DecodeStream(skip_special_tokens=True)
+
+    def step(self, stream: "DecodeStream", token_id: int) -> str | None:
+        """Returns what the token completes, or None where a character is incomplete."""
+        return stream.step(self._tokenizer, token_id)
 
 
 class IncrementalDecoder:
-    """Text as its tokens come, never half a character.
-
-    Decodes the last few tokens again with each new one, because what a token adds may depend on the
-    one before it, and holds back what ends in an incomplete character.
-    """
+    """Decodes tokens as they come; no piece ends in half a character, and special tokens are left out."""
 
     def __init__(self, text: Text):
         self._text = text
-        self._ids: list[int] = []
-        # ids[context:read] is said and gives context; ids[read:] is not said yet.
-        self._context = 0
-        self._read = 0
+        self._stream = text.decode_stream()
+        # Ids since the last piece. At the end an incomplete character is decoded from them.
+        self._held: list[int] = []
 
     def add(self, token_id: int) -> str:
-        """What can be said now: maybe nothing."""
-        self._ids.append(token_id)
-        return self._advance(final=False)
+        """Returns the text that is complete now, which may be empty."""
+        self._held.append(token_id)
+        piece = self._text.step(self._stream, token_id)
+        if piece is None:
+            return ""
+        self._held.clear()
+        return piece
 
     def finish(self) -> str:
-        """What was held back."""
-        return self._advance(final=True)
-
-    def _advance(self, final: bool) -> str:
-        said = self._text.decode(self._ids[self._context:self._read])
-        now = self._text.decode(self._ids[self._context:])
-        if len(now) <= len(said) or (now.endswith(_REPLACEMENT) and not final):
-            return ""
-        self._context, self._read = self._read, len(self._ids)
-        return now[len(said):]
+        """Returns what was held back, with U+FFFD for bytes that are no character."""
+        held, self._held = self._held, []
+        return self._text.decode(held)
 
 
 class StopFilter:
@@ -134,7 +141,7 @@ class StopFilter:
         self._stopped = False
 
     def add(self, piece: str) -> str:
-        """What is surely before any stop string."""
+        """Returns the text that surely comes before any stop string."""
         if self._stopped:
             return ""
         self._held += piece
@@ -154,7 +161,7 @@ class StopFilter:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`, less than all of it."""
+    """Returns the length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
     for n in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:n]):
             return n

@@ -1,8 +1,9 @@
-"""Real text as token ids, for `sluice-bench policies --quality`: long documents, and pass keys hidden in them.
+"""The command `texts`: real text as token ids, for `sluice-bench policies --quality`.
 
-The documents are what a Debian machine carries (licences, news and manuals of packages) and this project's
-own, or the files of --text. They are cut one after the other from the joined stream, so that no two cases
-share a token of text. Everything follows from the files and the seed.
+It writes long documents, and documents with pass keys hidden in them. The documents are those that a Debian machine
+carries (licences, news and manuals of packages) and this project's own, or the files of --text. They are cut one
+after the other from the joined stream, so that no two cases share a token of text. The result depends on the files
+and the seed alone.
 """
 
 import gzip
@@ -22,19 +23,19 @@ _DOCUMENTS = [
 ]
 _OWN = ["README.md", "kernels/README.md", "kernels/cpu/README.md", "kernels/cuda/README.md",
         "tests/fixtures/README.md"]
-# As a text that goes on, not as a chat: a small model goes on with what it has read before where it does
-# not answer a question about it. SmolLM2-135M finds 8 of 8 keys in 2,000 to 7,800 tokens this way, and one
+# The question is a text that goes on, not a chat: a small model continues with text that it has read before, where
+# it would not answer a question about it. SmolLM2-135M finds 8 of 8 keys in 2,000 to 7,800 tokens this way, and one
 # of four where a chat asks for them.
 _NEEDLE = "\n\nThe pass key is {key}. Remember it: {key} is the pass key.\n\n"
 _QUESTION = "\n\nThe pass key is"
-# Of a prompt beside the filler, at most.
+# Maximum number of tokens in a prompt beside the filler.
 _NEEDLE_TOKENS = 60
-# A document counts for at most so much of the stream: variety.
+# Maximum number of characters from one document, so that the stream has variety.
 _MOST_CHARACTERS = 40_000
 
 
 def documents(patterns: list[str] | None = None) -> list[Path]:
-    """The files, each once, in a fixed order; links to another are left out."""
+    """Returns the files, each once, in a fixed order. Links to another file are left out."""
     if patterns is not None:
         return [Path(p) for p in patterns]
     found = [_ROOT / name for name in _OWN]
@@ -55,7 +56,7 @@ def read(path: Path) -> str:
 
 
 class Stream:
-    """Tokens of the documents, cut from front to back."""
+    """The tokens of the documents, which are cut from front to back."""
 
     def __init__(self, text: Text, paths: list[Path]):
         self._text = text
@@ -64,7 +65,7 @@ class Stream:
         self._name = ""
 
     def take(self, count: int) -> tuple[str, list[int]]:
-        """The next `count` tokens, and the name of the document that they begin in."""
+        """Returns the name of the document in which the next `count` tokens begin, and the tokens."""
         name = self._name if self._ids else ""
         while len(self._ids) < count:
             if not self._paths:
@@ -79,7 +80,7 @@ class Stream:
 
 
 def passkey(text: Text, filler: list[int], depth: float, key: str, length: int) -> dict:
-    """A text of about `length` tokens that hides `key` at that share of it, and begins to say it at its end."""
+    """Returns a text of about `length` tokens that hides `key` at the share `depth` of it, and asks for it at the end."""
     body = text.decode(filler[:length - _NEEDLE_TOKENS])
     at = body.find(" ", int(len(body) * depth))
     body = body[:at] + _NEEDLE.format(key=key) + body[at:]

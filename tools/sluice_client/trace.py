@@ -1,4 +1,4 @@
-"""The command `trace`: what a decode node's last steps did, as a file for ui.perfetto.dev."""
+"""The command `trace`: writes what a decode node's last steps did, as a file for ui.perfetto.dev."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ _TIMEOUT_S = 60.0
 
 
 def fetch(channel: grpc.Channel, steps: int) -> bytes:
-    """The trace of at most `steps` steps (0: all that are kept), a JSON file. Raises grpc.RpcError."""
+    """Returns the trace of at most `steps` steps (0: all that the node keeps) as JSON. Raises grpc.RpcError."""
     pieces = admin_pb2_grpc.AdminStub(channel).Trace(admin_pb2.TraceRequest(steps=steps), timeout=_TIMEOUT_S)
     return b"".join(piece.json for piece in pieces)
 
@@ -24,7 +24,7 @@ def run(args) -> int:
         try:
             data = fetch(channel, args.steps)
         except grpc.RpcError as error:
-            raise ToolError(rpc.explain(error, args.decode)) from error
+            raise rpc.CallError(error, args.decode) from error
     try:
         Path(args.out).write_bytes(data)
     except OSError as error:

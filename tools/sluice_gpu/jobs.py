@@ -1,27 +1,29 @@
-"""Runs commands side by side, each with its own time limit, and says how far it is.
+"""Runs commands side by side, each with its own time limit, and reports progress.
 
-Each command has a process group of its own, so that its children go with it: when it is out of time,
-and when this program is told to end (`end_with_signals`).
+Each command has a process group of its own, so that its children end with it: when its time is over, and when this
+program is told to end (`end_with_signals`).
 """
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
-SKIPPED_STATUS = 77  # of a program whose test the machine lacks something for (tests/test_main.h)
-SHOWN_LINES = 40  # of what a failed job said
+SKIPPED_STATUS = 77  # exit status of a test that the machine lacks something for (tests/test_main.h)
+SHOWN_LINES = 40  # last lines of a failed job's output that are shown
 
 
 @dataclass(frozen=True)
 class Job:
-    """One test. `skip` says why it is not run at all; `seconds` is its limit. `judge` may know better
-    than the exit status: from the output, an outcome and what is said, or None.
+    """One test. `skip` is the reason for which it is not run at all; `seconds` is its limit.
+
+    `judge` gets the output of a job that failed. It returns another outcome with its output, or None to agree.
     """
 
     name: str
@@ -37,25 +39,32 @@ class Result:
     name: str
     outcome: str  # "passed", "failed" or "skipped"
     seconds: float
-    said: str  # all of its output; for a skipped one the reason
+    said: str  # all of its output; the reason, if it was skipped
 
 
-_live: set[int] = set()  # process groups
-_live_lock = threading.Lock()
+def _kill(process: int) -> None:
+    """Kills a process that run_command started, and its group, which it may not have made yet."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(process, signal.SIGKILL)
 
 
-def _kill(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+def _children() -> list[int]:
+    """Returns the ids of this process's children, those included that another thread has just started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            _, parent, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(parent) == os.getpid():
+                found.append(int(stat.parent.name))
+    return found
 
 
 def end_with_signals() -> None:
-    """SIGTERM and SIGINT end this program and every command that it runs."""
+    """Lets SIGTERM and SIGINT end this program and every command that it runs."""
     def end(number, _frame):
-        for group in list(_live):  # no lock: this thread may hold it
-            _kill(group)
+        for process in _children():
+            _kill(process)
         os._exit(128 + number)
 
     signal.signal(signal.SIGTERM, end)
@@ -63,12 +72,10 @@ def end_with_signals() -> None:
 
 
 def run_command(command: Sequence[str], env: dict[str, str], seconds: float) -> tuple[int | None, str]:
-    """Exit status (None: out of time, and it and its children were killed) and output."""
+    """Returns a command's exit status and output. The status is None if its time was over and it was killed."""
     with subprocess.Popen(list(command), env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True, errors="replace",
                           start_new_session=True) as process:
-        with _live_lock:
-            _live.add(process.pid)
         try:
             said, _ = process.communicate(timeout=seconds)
             return process.returncode, said
@@ -76,13 +83,10 @@ def run_command(command: Sequence[str], env: dict[str, str], seconds: float) -> 
             _kill(process.pid)
             said, _ = process.communicate()
             return None, said
-        finally:
-            with _live_lock:
-                _live.discard(process.pid)
 
 
 def run_job(job: Job, deadline: float) -> Result:
-    """One job, which gets no more time than is left until `deadline` (time.monotonic())."""
+    """Runs one job, which gets no more time than is left until `deadline` (time.monotonic())."""
     if job.skip:
         return Result(job.name, "skipped", 0, job.skip)
     begin = time.monotonic()
@@ -109,7 +113,7 @@ def run_job(job: Job, deadline: float) -> Result:
 
 
 def show(result: Result) -> None:
-    """A line for what failed or was skipped, with the end of what a failed one said."""
+    """Prints a line for a job that failed or was skipped, and the end of a failed one's output."""
     if result.outcome == "skipped":
         print(f"skipped {result.name} ({result.said.removeprefix('skipped: ')})")
     if result.outcome == "failed":
@@ -121,7 +125,7 @@ def show(result: Result) -> None:
 
 def run_jobs(jobs: Sequence[Job], side_by_side: int = 1, seconds: float = float("inf"),
              done: Callable[[Result], None] = show) -> list[Result]:
-    """All of them, in order of their names' places; a line of progress where a person looks on."""
+    """Runs all jobs and returns their results in the order of the jobs; shows progress on a terminal."""
     deadline = time.monotonic() + seconds
     results, live = [], sys.stderr.isatty()
     with ThreadPoolExecutor(max(side_by_side, 1)) as pool:

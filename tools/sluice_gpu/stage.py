@@ -34,9 +34,10 @@ CUPTI = "libcupti.so.13"
 SOURCES = ("tools/sluice_client", "tests/fixtures", "tests/e2e", "configs/models",
            ".venv/sluice_stubs")
 FILES = ("tests/conftest.py", "tests/pytest.ini")
-# Pure Python that dequantises the weights and that the end-to-end tests import, for a machine that
-# lacks it.
-PACKAGES = ("gguf", "tqdm", "yaml", "google_crc32c", "google/rpc")
+# Python packages that make the weights and that the end-to-end tests import. A machine that has its own uses those.
+PACKAGES = ("gguf", "tqdm", "yaml", "google_crc32c", "google/rpc", "safetensors", "ml_dtypes")
+# Packages that are of no use without their compiled part. ml_dtypes needs the same minor version of Python there.
+COMPILED = ("safetensors", "ml_dtypes")
 # Generated stubs ask for the grpcio that made them; what they use of it is years older.
 STUB_VERSION = re.compile(rb"^GRPC_GENERATED_VERSION = '[^']*'", re.MULTILINE)
 OLDEST_GRPC = b"GRPC_GENERATED_VERSION = '1.65.0'"
@@ -136,7 +137,8 @@ def items(place: Place) -> list[Item]:
     site = next((place.root / ".venv/lib").glob("python3*/site-packages"), None)
     for package in PACKAGES if site else ():
         out += [Item(file, f"tools/site/{file.relative_to(site)}", "fixtures and tools")
-                for file in files_below(site, Path(package)) if file.suffix == ".py"]
+                for file in files_below(site, Path(package))
+                if file.suffix == ".py" or (package in COMPILED and file.suffix == ".so")]
     return out
 
 

@@ -191,6 +191,8 @@ TEST_CASE("variables of tests, builds and Kubernetes are passed over") {
   const Environment environment = {
       {"SLUICE_TEST_SEED", "1"},
       {"SLUICE_CUDA", "OFF"},
+      {"SLUICE_DECODE", "127.0.0.1:7000"},
+      {"SLUICE_PREFILL", "127.0.0.1:7100"},
       {"SLUICE_SERVICE_HOST", "10.0.0.1"},
       {"SLUICE_DECODE_SERVICE_PORT_GRPC", "7000"},
       {"SLUICE_PORT", "tcp://10.0.0.1:7000"},

@@ -3,10 +3,10 @@
 import math
 
 import grpc
-from bad_calls import CONTEXT, MAX32, NOT_THERE, UNKNOWN_ID, VOCABULARY, BadCall, Site, sampling
 from google.protobuf import duration_pb2
-from nodes import TIMEOUT_S
 from sluice.v1 import admin_pb2, decode_pb2, prefill_pb2
+from support.bad_calls import CONTEXT, MAX32, NOT_THERE, UNKNOWN_ID, VOCABULARY, BadCall, Site, sampling
+from support.nodes import TIMEOUT_S
 
 Code = grpc.StatusCode
 NAN, INF = math.nan, math.inf

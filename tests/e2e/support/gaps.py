@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Callable
 
-from nodes import TIMEOUT_S, Golden, Node, greedy
 from sluice.v1 import decode_pb2
-from transfers import committed
+from support.nodes import TIMEOUT_S, Golden, Node, greedy
+from support.transfers import committed
 
 # A machine that is busy with something else can spoil a round, so a few may be tried; what really holds
 # the stream up spoils them all.

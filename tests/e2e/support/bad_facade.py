@@ -3,10 +3,10 @@
 import math
 
 import grpc
-from bad_calls import MAX32, VOCABULARY, BadCall, Site
-from nodes import TIMEOUT_S
 from smg_grpc_proto.generated import common_pb2 as smg
-from vllm_client import HOLD, pb, request, stub
+from support.bad_calls import MAX32, VOCABULARY, BadCall, Site
+from support.nodes import TIMEOUT_S
+from support.vllm_client import HOLD, pb, request, stub
 
 Code = grpc.StatusCode
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from nodes import TIMEOUT_S, Node
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
+from support.nodes import TIMEOUT_S, Node
 
 pb = vllm_engine_pb2
 # What the gateway sends with a prefill leg.

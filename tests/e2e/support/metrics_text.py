@@ -4,7 +4,7 @@ import re
 import time
 from collections.abc import Callable
 
-from nodes import ROOT, Node
+from support.nodes import ROOT, Node
 
 HEADER = ROOT / "src/metrics/metric_names.h"
 SAMPLE = re.compile(r'^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$')

@@ -4,11 +4,11 @@ import math
 from typing import Callable
 
 import grpc
-from bad_calls import CONTEXT, HEADS, LAYERS, MAX32, NOT_THERE, UNKNOWN_ID, VOCABULARY, BadCall, Site
 from google.protobuf import duration_pb2
-from nodes import TIMEOUT_S, greedy
 from sluice.v1 import common_pb2, decode_pb2, ingest_pb2
-from transfers import Part, Transfer
+from support.bad_calls import CONTEXT, HEADS, LAYERS, MAX32, NOT_THERE, UNKNOWN_ID, VOCABULARY, BadCall, Site
+from support.nodes import TIMEOUT_S, greedy
+from support.transfers import Part, Transfer
 
 Code = grpc.StatusCode
 NAN = math.nan

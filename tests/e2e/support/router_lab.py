@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import requests
-from nodes import ENVIRONMENT, TIMEOUT_S, Node, free_port
+from support.nodes import ENVIRONMENT, TIMEOUT_S, Node, free_port
 
 HEALTH_INTERVAL_S = 1
 MODEL = "tiny"

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Callable
 
 import grpc
-from nodes import TIMEOUT_S, Golden, Node
 from sluice.v1 import common_pb2
-from transfers import Transfer
+from support.nodes import TIMEOUT_S, Golden, Node
+from support.transfers import Transfer
 
 MAX32 = 2**32 - 1
 VOCABULARY, LAYERS, HEADS, CONTEXT = 512, 3, 2, 4096  # of tiny-llama

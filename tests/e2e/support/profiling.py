@@ -1,6 +1,6 @@
 """Runs sluice-profile."""
 
-from nodes import BIN, run
+from support.nodes import BIN, run
 
 PROFILE = BIN / "sluice-profile"
 

@@ -1,9 +1,9 @@
 """Bytes that are no call: what the transport and the parsers refuse before any service sees it."""
 
 import grpc
-from bad_calls import BadCall, Site, raw
-from nodes import TIMEOUT_S
 from sluice.v1 import admin_pb2, admin_pb2_grpc
+from support.bad_calls import BadCall, Site, raw
+from support.nodes import TIMEOUT_S
 
 Code = grpc.StatusCode
 WRITE = "KvIngest/Write"

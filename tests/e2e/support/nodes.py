@@ -18,7 +18,7 @@ from sluice.v1 import (admin_pb2, admin_pb2_grpc, common_pb2, decode_pb2, decode
 from sluice_client import rpc
 from sluice_client.safetensors_file import SafetensorsFile
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BIN = Path(os.environ.get("SLUICE_BIN_DIR", ROOT / "build/release/bin"))
 FIXTURES = ROOT / "tests/fixtures"
 SLUICE = ROOT / "tools/sluice"

@@ -4,9 +4,9 @@ import threading
 import time
 
 import grpc
-from nodes import TIMEOUT_S, Node, greedy
 from sluice.v1 import admin_pb2, decode_pb2
-from transfers import Transfer, committed
+from support.nodes import TIMEOUT_S, Node, greedy
+from support.transfers import Transfer, committed
 
 # Steps slow enough that what runs beside a test still runs at its end; 1000 of them take 5 s or more.
 PACE = "engine.step=delay(5ms)"

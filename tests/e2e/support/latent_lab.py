@@ -5,9 +5,9 @@ import random
 import struct
 
 import pytest
-from nodes import DEVICE, TIMEOUT_S, Pair, greedy, tokens_of
 from sluice.v1 import decode_pb2, prefill_pb2
 from sluice_client.pusher import Pusher
+from support.nodes import DEVICE, TIMEOUT_S, Pair, greedy, tokens_of
 
 NAMES = ["tiny-deepseek-v32", "tiny-deepseek-v32-fp8"]
 CASES = [0, 1, 2]

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import google_crc32c
-from nodes import TIMEOUT_S, Golden, Node
 from sluice.v1 import admin_pb2, common_pb2, ingest_pb2
 from sluice_client import layout
 from sluice_client.pusher import Pusher
+from support.nodes import TIMEOUT_S, Golden, Node
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Bad calls of KvSource, and Generates whose source is wrong."""
 
 import grpc
-from bad_calls import CONTEXT, LAYERS, MAX32, UNKNOWN_ID, BadCall, Site, sampling
 from google.protobuf import duration_pb2
-from nodes import TIMEOUT_S
 from sluice.v1 import decode_pb2, prefill_pb2, source_pb2, source_pb2_grpc
+from support.bad_calls import CONTEXT, LAYERS, MAX32, UNKNOWN_ID, BadCall, Site, sampling
+from support.nodes import TIMEOUT_S
 
 Code = grpc.StatusCode
 PROMPT = [(i * 37) % 250 + 3 for i in range(70)]

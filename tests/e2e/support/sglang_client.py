@@ -1,8 +1,8 @@
 """A client of sglang.grpc.scheduler.SglangScheduler by the gateway's own messages, independent of ours."""
 
-from nodes import TIMEOUT_S, Node
 from smg_grpc_proto.generated import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc
-from vllm_client import Answer, answer_of
+from support.nodes import TIMEOUT_S, Node
+from support.vllm_client import Answer, answer_of
 
 pb = sglang_scheduler_pb2
 

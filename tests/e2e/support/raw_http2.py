@@ -4,7 +4,7 @@ headers without end, compressed bombs, noise."""
 import socket
 import struct
 
-from nodes import TIMEOUT_S
+from support.nodes import TIMEOUT_S
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
