@@ -40,8 +40,8 @@ struct GenerateOptions {
   // How long a caller has to take the rest after its sequence has ended. Its call is then
   // cancelled, so that a caller who never reads keeps nothing here.
   absl::Duration cancel_after = absl::Seconds(30);
-  // These outlive the service. The generator counts the requests that it ends, and this service those
-  // that never became a sequence.
+  // These outlive the service. The generator counts the requests that it ends, and this service
+  // those that never became a sequence.
   Generator* generator = nullptr;
   CallPump* pump = nullptr;
   Metrics* metrics = nullptr;

@@ -1,6 +1,7 @@
-// Times token residency on a GPU: UpdateResidency in ESS's shapes, step after step of as many sequences as
-// given. Each sequence has 2,048 selected tokens of which a set number miss, in a pool that is
-// full, so that the tokens used longest ago are evicted. Positions rise from launch to launch.
+// Times token residency on a GPU: UpdateResidency in ESS's shapes, step after step of as many
+// sequences as given. Each sequence has 2,048 selected tokens of which a set number miss, in a pool
+// that is full, so that the tokens used longest ago are evicted. Positions rise from launch to
+// launch.
 //
 //   sluice-update-residency-bench
 //

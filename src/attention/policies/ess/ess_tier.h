@@ -7,8 +7,8 @@
 // The index keys of a handed-over cache leave DRAM once they are in HBM. They are copied back to
 // DRAM if the sequence is kept.
 //
-// Only Release and DetachHostCache free pages. The engine calls them once every step that has the slot is
-// done, so what a transfer of a running sequence reads and writes is the sequence's own.
+// Only Release and DetachHostCache free pages. The engine calls them once every step that has the
+// slot is done, so what a transfer of a running sequence reads and writes is the sequence's own.
 //
 // This class only places entries; the policy decides what is fetched and when. All functions are
 // for the engine's thread, except the views of layers, which operators read by slot.

@@ -39,9 +39,9 @@ StageRates AssumedRates(int64_t entry_bytes, int64_t index_key_bytes) {
   // Measured on an H200 (kernels/cuda/README.md): rows of 656 bytes at 44.5 GB/s, and 8.9 us for a
   // gather of 64 of them; SparseMla over 2,048 entries 31 us for one row and 225 for 128; index
   // logits of 32 x 128K keys 146 us and top-k 33 above them, 20 us together where there is little
-  // to read; UpdateResidency 7 us, 19 where 76 rows miss some; q_b and its heads' product 18 and 31 us for 1
-  // and 76 rows, beside which a traced step puts some 10 us. Assumed: a fork and a join cost as
-  // much as one mailbox operation in a graph.
+  // to read; UpdateResidency 7 us, 19 where 76 rows miss some; q_b and its heads' product 18 and 31
+  // us for 1 and 76 rows, beside which a traced step puts some 10 us. Assumed: a fork and a join
+  // cost as much as one mailbox operation in a graph.
   StageRates rates;
   rates.transfer = {8, static_cast<double>(entry_bytes) / 44.5e3};
   rates.prepare = {28, 0.14};

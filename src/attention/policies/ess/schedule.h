@@ -2,7 +2,8 @@
 // All functions are pure.
 //
 //   none  indexer, transfer, PreAttn, then Attn0 and Attn1
-//   DA    PreAttn runs beside top-k and UpdateResidency; the transfer runs beneath Attn0, the attention
+//   DA    PreAttn runs beside top-k and UpdateResidency; the transfer runs beneath Attn0, the
+//   attention
 //         to resident entries, whose launch goes on with Attn1 once the transfer is done
 //   DBA   the indexer runs in two halves of the batch: the first half's transfer runs beneath the
 //         second half's logits and top-k; the second half's, with what is left of the first,

@@ -52,7 +52,8 @@ class StepOperators {
  private:
   StepOperators(const PolicyOptions& options, int32_t decode_rows, const EssTier* tier,
                 const IndexSelection* selection);
-  // The results of one UpdateResidency: lists are int32 [decode_rows][capacity], counts [decode_rows].
+  // The results of one UpdateResidency: lists are int32 [decode_rows][capacity], counts
+  // [decode_rows].
   struct Lists {
     int32_t capacity = 0;
     Buffer resident, arriving, sources, targets;
