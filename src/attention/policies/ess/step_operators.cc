@@ -58,8 +58,8 @@ uint8_t* StepOperators::written(int layer) const {
 }
 
 kernels::AdmitParams StepOperators::AdmitInto(const Lists& lists, int32_t list, int layer,
-                                              const LatentAttention& a, int32_t row, int32_t rows,
-                                              kernels::UnitLists selected) const {
+                                              const LatentAttention::Params& a, int32_t row,
+                                              int32_t rows, kernels::UnitLists selected) const {
   const int64_t at = int64_t{list} * lists.capacity;
   kernels::AdmitParams admit{};
   admit.residency = tier_->Residency(layer);
@@ -85,14 +85,15 @@ kernels::AdmitParams StepOperators::AdmitInto(const Lists& lists, int32_t list, 
   return admit;
 }
 
-kernels::AdmitParams StepOperators::Admit(int layer, const LatentAttention& a, int32_t row,
+kernels::AdmitParams StepOperators::Admit(int layer, const LatentAttention::Params& a, int32_t row,
                                           int32_t list, int32_t rows) const {
   kernels::AdmitParams admit = AdmitInto(lists_, list, layer, a, row, rows, selection_->lists());
   admit.ahead = 1;
   return admit;
 }
 
-kernels::AdmitParams StepOperators::AdmitRunnersUp(int layer, const LatentAttention& a) const {
+kernels::AdmitParams StepOperators::AdmitRunnersUp(int layer,
+                                                   const LatentAttention::Params& a) const {
   kernels::AdmitParams admit =
       AdmitInto(ahead_, 0, layer, a, 0, a.decode_rows, selection_->runners_up(layer));
   admit.speculative = true;
@@ -127,7 +128,7 @@ kernels::TransferParams StepOperators::FetchRunnersUp(int layer, int32_t rows) c
   return move;
 }
 
-kernels::SparseMlaParams StepOperators::Attention(const LatentAttention& a, int32_t first,
+kernels::SparseMlaParams StepOperators::Attention(const LatentAttention::Params& a, int32_t first,
                                                   int32_t rows) const {
   const kernels::PagedLatents pool = tier_->Pool(0);
   const int64_t q_row = int64_t{a.heads} * (pool.rank + pool.rope) * SizeOf(q_type_);
@@ -147,7 +148,8 @@ kernels::SparseMlaParams StepOperators::Attention(const LatentAttention& a, int3
   return p;
 }
 
-kernels::SparseMlaParams StepOperators::AttendPool(int layer, const LatentAttention& a) const {
+kernels::SparseMlaParams StepOperators::AttendPool(int layer,
+                                                   const LatentAttention::Params& a) const {
   kernels::SparseMlaParams attend = Attention(a, 0, a.decode_rows);
   attend.decode_rows = a.decode_rows;
   attend.cache = tier_->Pool(layer);
@@ -160,7 +162,8 @@ kernels::SparseMlaParams StepOperators::AttendPool(int layer, const LatentAttent
   return attend;
 }
 
-kernels::SparseMlaParams StepOperators::AttendHome(int layer, const LatentAttention& a) const {
+kernels::SparseMlaParams StepOperators::AttendHome(int layer,
+                                                   const LatentAttention::Params& a) const {
   const kernels::UnitLists selected = selection_->lists();
   const int32_t first = a.decode_rows;
   kernels::SparseMlaParams attend = Attention(a, first, a.rows - first);

@@ -21,26 +21,24 @@ class StepOperators {
   // Multiprocessors that fetch for the next step, beside everything that a step does.
   static constexpr int32_t kPrefetchWorkers = 2;
 
-  using LatentAttention = AttentionPolicy::LatentAttention;
-
   // For steps of at most `decode_rows` decode rows; what is pointed to outlives it.
   // RESOURCE_EXHAUSTED: no memory for the lists.
   static absl::StatusOr<StepOperators> Create(const PolicyOptions& options, int32_t decode_rows,
                                               const EssTier* tier, const IndexSelection* selection);
 
   // Gives places to what rows [row, row + rows) have selected; their lists are from `list` on.
-  kernels::AdmitParams Admit(int layer, const LatentAttention& a, int32_t row, int32_t list,
+  kernels::AdmitParams Admit(int layer, const LatentAttention::Params& a, int32_t row, int32_t list,
                              int32_t rows) const;
   // Moves what Admit has listed in lists [first, first + rows).
   kernels::TransferParams Fetch(int layer, int32_t first, int32_t rows) const;
   // The same of the decode rows' runners-up, for the next step: through lists of their own, which
   // every layer's share. REQUIRES: the option `prefetch`.
-  kernels::AdmitParams AdmitRunnersUp(int layer, const LatentAttention& a) const;
+  kernels::AdmitParams AdmitRunnersUp(int layer, const LatentAttention::Params& a) const;
   kernels::TransferParams FetchRunnersUp(int layer, int32_t rows) const;
   // Attention of the decode rows over both lists of places, and of the others over what they have
   // selected at home.
-  kernels::SparseMlaParams AttendPool(int layer, const LatentAttention& a) const;
-  kernels::SparseMlaParams AttendHome(int layer, const LatentAttention& a) const;
+  kernels::SparseMlaParams AttendPool(int layer, const LatentAttention::Params& a) const;
+  kernels::SparseMlaParams AttendHome(int layer, const LatentAttention::Params& a) const;
 
   // Entries that the layer's decode rows append, [decode_rows] of them, on their way home; layers
   // one after the other.
@@ -57,10 +55,11 @@ class StepOperators {
     Buffer resident_counts, arriving_counts, move_counts;
   };
   kernels::AdmitParams AdmitInto(const Lists& lists, int32_t list, int layer,
-                                 const LatentAttention& a, int32_t row, int32_t rows,
+                                 const LatentAttention::Params& a, int32_t row, int32_t rows,
                                  kernels::UnitLists selected) const;
   kernels::TransferParams Move(const Lists& lists, int layer, int32_t first, int32_t rows) const;
-  kernels::SparseMlaParams Attention(const LatentAttention& a, int32_t first, int32_t rows) const;
+  kernels::SparseMlaParams Attention(const LatentAttention::Params& a, int32_t first,
+                                     int32_t rows) const;
 
   int32_t decode_rows_;
   int32_t transfer_workers_;
