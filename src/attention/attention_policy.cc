@@ -1,17 +1,18 @@
 #include "src/attention/attention_policy.h"
 
-#include "src/base/status_macros.h"
+#include "absl/strings/str_cat.h"
+#include "src/attention/latent/latent_views.h"
 
 namespace sluice {
 
-void AttentionPolicy::AppendLatent(Stream&, int, kernels::LatentAppendParams) {
-  SLUICE_CHECK(false, name(), " is not for latent caches");
-}
-void AttentionPolicy::AppendIndex(Stream&, int, kernels::IndexAppendParams) {
-  SLUICE_CHECK(false, name(), " is not for latent caches");
-}
-void AttentionPolicy::AttendLatent(Stream&, int, const LatentAttention&) {
-  SLUICE_CHECK(false, name(), " is not for latent caches");
+absl::Status CheckAttends(AttentionPolicy& policy, const CacheLayout& layout) {
+  const bool latents = HasLatents(layout);
+  if (latents ? policy.latent_attention() != nullptr : policy.kv_attention() != nullptr) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat("policy: ", policy.name(), " does not attend to ",
+                                                 latents ? "latent caches" : "keys and values",
+                                                 ", which the model has: take policy full"));
 }
 
 }  // namespace sluice

@@ -1,5 +1,6 @@
-// A policy that hands every call on to another: the base of those that only watch. An override does
-// its own part and calls the one here.
+// A policy that forwards every call to another: the base of policies that only watch. An override
+// does its own part and calls the function of the same name here. It offers the forms of attention
+// that the other policy offers.
 #pragma once
 
 #include <memory>
@@ -9,12 +10,18 @@
 
 namespace sluice {
 
-class ForwardingPolicy : public AttentionPolicy {
+class ForwardingPolicy : public AttentionPolicy, public KvAttention, public LatentAttention {
  public:
   // `policy` outlives this.
   explicit ForwardingPolicy(AttentionPolicy* policy) : policy_(policy) {}
 
   const std::string& name() const override { return policy_->name(); }
+  KvAttention* kv_attention() override {
+    return policy_->kv_attention() == nullptr ? nullptr : this;
+  }
+  LatentAttention* latent_attention() override {
+    return policy_->latent_attention() == nullptr ? nullptr : this;
+  }
   Footprint FootprintOf(int64_t context, int64_t total) const override {
     return policy_->FootprintOf(context, total);
   }
@@ -60,26 +67,25 @@ class ForwardingPolicy : public AttentionPolicy {
     return policy_->DescribeSteps(decode_rows);
   }
   int64_t MetadataBytes(int64_t tokens) const override { return policy_->MetadataBytes(tokens); }
-  bool LooksAhead(int layer) const override { return policy_->LooksAhead(layer); }
+  bool LooksAhead(int layer) const override { return policy_->kv_attention()->LooksAhead(layer); }
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
-    policy_->Ahead(stream, layer, predicted);
+    policy_->kv_attention()->Ahead(stream, layer, predicted);
   }
   void EndStep(Stream& stream) override { policy_->EndStep(stream); }
   void Append(Stream& stream, int layer, kernels::RopeAppendParams params) override {
-    policy_->Append(stream, layer, params);
+    policy_->kv_attention()->Append(stream, layer, params);
   }
   void Attend(Stream& stream, int layer, kernels::AttentionParams params) override {
-    policy_->Attend(stream, layer, params);
+    policy_->kv_attention()->Attend(stream, layer, params);
   }
-  bool attends_to_latents() const override { return policy_->attends_to_latents(); }
   void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override {
-    policy_->AppendLatent(stream, layer, params);
+    policy_->latent_attention()->AppendLatent(stream, layer, params);
   }
   void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override {
-    policy_->AppendIndex(stream, layer, params);
+    policy_->latent_attention()->AppendIndex(stream, layer, params);
   }
-  void AttendLatent(Stream& stream, int layer, const LatentAttention& attention) override {
-    policy_->AttendLatent(stream, layer, attention);
+  void AttendLatent(Stream& stream, int layer, const Params& params) override {
+    policy_->latent_attention()->AttendLatent(stream, layer, params);
   }
 
  private:

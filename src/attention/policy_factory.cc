@@ -119,7 +119,9 @@ Made NewPolicy(const PolicyOptions& options) {
     if (options.name != known.name) continue;
     SLUICE_RETURN_IF_ERROR(CheckCaches(known, options));
     if (known.offloads) SLUICE_RETURN_IF_ERROR(CheckOffload(options));
-    return known.make(options);
+    SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<AttentionPolicy> policy, known.make(options));
+    SLUICE_RETURN_IF_ERROR(CheckAttends(*policy, options.hbm->layout()));
+    return policy;
   }
   std::vector<std::string> names;
   for (const Known& known : kPolicies) names.emplace_back(known.name);

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "absl/time/time.h"
@@ -65,6 +66,31 @@ struct WorkerStatistics {
   int64_t failed = 0;
   int64_t left = 0;
   int64_t late = 0;
+};
+
+// What a policy did, and what it has chosen to do. A policy that counts nothing, has no workers or
+// chooses no schedules reports empty values.
+class PolicyStatisticsSource {
+ public:
+  virtual ~PolicyStatisticsSource() = default;
+
+  // Returns what was selected and where it lay. REQUIRES: no step is under way, because the device
+  // owns the counters until a step is done.
+  virtual PolicyStatistics Statistics() const { return {}; }
+  // Returns the same sums as they were some steps ago; empty if none are kept. Any thread, at any
+  // time.
+  virtual PolicyStatistics Recent() const { return {}; }
+  // Returns what the policy's CPU workers did. Any thread, at any time.
+  virtual WorkerStatistics Workers() const { return {}; }
+  // Returns which schedules the policy has chosen. Any thread, at any time.
+  virtual ScheduleStatistics Schedules() const { return {}; }
+  // Describes, for people, the schedules of steps of `decode_rows` decode rows; empty if the policy
+  // chooses none. Engine's thread, or before the engine runs.
+  virtual std::string DescribeSteps(int32_t /*decode_rows*/) { return ""; }
+
+  // Returns the bytes of policy metadata in HBM (digests, partial keys, averages) that a decode row
+  // of a sequence of `tokens` tokens reads and writes in a layer that selects. Any thread.
+  virtual int64_t MetadataBytes(int64_t /*tokens*/) const { return 0; }
 };
 
 }  // namespace sluice

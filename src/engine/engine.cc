@@ -259,6 +259,7 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const Options& options, c
   SLUICE_CHECK(parts.metrics != nullptr);
   SLUICE_CHECK(options.max_context > 0 &&
                options.max_context <= static_cast<uint32_t>(parts.model->max_context()));
+  SLUICE_RETURN_IF_ERROR(CheckAttends(*parts.policy, parts.model->cache_layout()));
   SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<BatchState> batch,
                           BatchState::Create({static_cast<int>(options.max_sequences),
                                               static_cast<int>(options.max_context)},

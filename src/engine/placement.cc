@@ -26,7 +26,7 @@ void EngineImpl::Enqueue(Sequence& sequence) {
 
 void EngineImpl::AdmitWaiting(absl::Time now) {
   if (waiting_.empty() || free_slots_.empty()) return;
-  const AttentionPolicy::Headroom policy_room = parts_.policy->HeadroomNow();
+  const SequencePlacement::Headroom policy_room = parts_.policy->HeadroomNow();
   AdmissionHeadroom room;
   room.firm_tokens = policy_room.hbm.firm_tokens;
   room.soft_tokens = policy_room.hbm.soft_tokens;

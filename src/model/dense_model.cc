@@ -39,16 +39,16 @@ class DenseModel : public DecoderModel {
   absl::Status AllocateLayers(Workspace& workspace) override;
   // The stages of a layer, over a range of the step's rows.
   void Project(Stream& stream, int layer, const StepInputs& in, RowRange rows,
-               AttentionPolicy& policy);
+               KvAttention& attention);
   void Attend(Stream& stream, int layer, const StepInputs& in, RowRange rows,
-              AttentionPolicy& policy);
+              KvAttention& attention);
   // Whether the policy is given the queries of `layer` before that begins.
-  bool LooksAhead(int layer, const StepInputs& in, const AttentionPolicy& policy) const {
-    return in.decode_rows > 0 && layer < config_.layers && policy.LooksAhead(layer);
+  bool LooksAhead(int layer, const StepInputs& in, const KvAttention& attention) const {
+    return in.decode_rows > 0 && layer < config_.layers && attention.LooksAhead(layer);
   }
   // Gives them to it, of the residual whose norm AheadInput(layer) has, on a branch that leaves the
   // stream here.
-  void LookAhead(Stream& trunk, int layer, const StepInputs& in, AttentionPolicy& policy);
+  void LookAhead(Stream& trunk, int layer, const StepInputs& in, KvAttention& attention);
   // [decode rows][hidden]. The next layer's is written while this one's may still be read; the next
   // but one's comes after this layer's Attend, and with that after its Ahead.
   void* AheadInput(int layer) const {
@@ -130,15 +130,17 @@ absl::Status DenseModel::AllocateLayers(Workspace& workspace) {
 
 void DenseModel::Forward(Stream& stream, const StepInputs& in, AttentionPolicy& policy) {
   const RowRange all{0, in.rows, in.decode_rows};
+  KvAttention* const attention = policy.kv_attention();
+  SLUICE_CHECK(attention != nullptr, policy.name(), " attends to keys and values");
   Begin(stream, in);
-  if (LooksAhead(0, in, policy)) {
+  if (LooksAhead(0, in, *attention)) {
     kernels_.RmsNorm(stream, NormOf(residual_.as<float>(), layers_[0].input_norm, AheadInput(0),
                                     in.decode_rows));
-    LookAhead(stream, 0, in, policy);
+    LookAhead(stream, 0, in, *attention);
   }
   for (int layer = 0; layer < config_.layers; ++layer) {
-    Project(stream, layer, in, all, policy);
-    Attend(stream, layer, in, all, policy);
+    Project(stream, layer, in, all, *attention);
+    Attend(stream, layer, in, all, *attention);
     Ffn(stream, layer, all);
   }
   Logits(stream, in);
@@ -147,7 +149,7 @@ void DenseModel::Forward(Stream& stream, const StepInputs& in, AttentionPolicy& 
 }
 
 void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRange rows,
-                         AttentionPolicy& policy) {
+                         KvAttention& attention) {
   const Layer& w = layers_[static_cast<size_t>(layer)];
   const int64_t hidden = config_.hidden_size;
   void* normed = ops_.Activation(normed_, rows.begin, hidden);
@@ -155,7 +157,7 @@ void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRan
   // The residual changes before the layer's end: what the next layer's queries are predicted from
   // is kept here.
   kernels::RmsNormParams norm = NormOf(Residual(rows), w.input_norm, normed, rows.count);
-  const bool looks_ahead = LooksAhead(layer + 1, in, policy);
+  const bool looks_ahead = LooksAhead(layer + 1, in, attention);
   if (looks_ahead) {
     SLUICE_CHECK(rows.begin == 0 && in.decode_rows <= predicted_rows_,
                  "one decode row of a sequence in a step");
@@ -164,7 +166,7 @@ void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRan
     norm.also_rows = in.decode_rows;
   }
   kernels_.RmsNorm(stream, norm);
-  if (looks_ahead) LookAhead(stream, layer + 1, in, policy);
+  if (looks_ahead) LookAhead(stream, layer + 1, in, attention);
   ops_.Product(stream, normed, w.qkv, w.qkv_bias, qkv, rows.count, rows.decode,
                /*accumulate=*/false);
 
@@ -179,11 +181,10 @@ void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRan
   append.heads = config_.heads;
   append.epsilon = config_.rms_norm_eps;
   append.decode_rows = rows.decode;
-  policy.Append(stream, layer, append);
+  attention.Append(stream, layer, append);
 }
 
-void DenseModel::LookAhead(Stream& trunk, int layer, const StepInputs& in,
-                           AttentionPolicy& policy) {
+void DenseModel::LookAhead(Stream& trunk, int layer, const StepInputs& in, KvAttention& attention) {
   Stream& stream = trunk.Branch(AttentionPolicy::kAheadBranch);
   stream.After(trunk);
   const Layer& w = layers_[static_cast<size_t>(layer)];
@@ -206,29 +207,29 @@ void DenseModel::LookAhead(Stream& trunk, int layer, const StepInputs& in,
   rope.heads = config_.heads;
   rope.epsilon = config_.rms_norm_eps;
   kernels_.RopeAppend(stream, rope);
-  policy.Ahead(stream, layer,
-               {predicted_.as<float>(), config_.q_size(), in.slots, in.positions, in.decode_rows,
-                config_.heads, AttentionScale()});
+  attention.Ahead(stream, layer,
+                  {predicted_.as<float>(), config_.q_size(), in.slots, in.positions, in.decode_rows,
+                   config_.heads, AttentionScale()});
 }
 
 void DenseModel::Attend(Stream& stream, int layer, const StepInputs& in, RowRange rows,
-                        AttentionPolicy& policy) {
+                        KvAttention& attention) {
   const Layer& w = layers_[static_cast<size_t>(layer)];
-  kernels::AttentionParams attention{};
-  attention.q = qkv_.as<float>() + int64_t{rows.begin} * qkv_size();
-  attention.q_stride = qkv_size();
-  attention.slots = in.slots + rows.begin;
-  attention.positions = in.positions + rows.begin;
-  attention.out = ops_.Activation(attended_, rows.begin, config_.q_size());
-  attention.partial = partial_.as<float>();
-  attention.partial_rows = partial_rows_;
-  attention.rows = rows.count;
-  attention.decode_rows = rows.decode;
-  attention.heads = config_.heads;
-  attention.scale = AttentionScale();
-  attention.out_type = kernels_.activation_type();
-  policy.Attend(stream, layer, attention);
-  ops_.Product(stream, attention.out, w.o, w.o_bias, Residual(rows), rows.count, rows.decode,
+  kernels::AttentionParams params{};
+  params.q = qkv_.as<float>() + int64_t{rows.begin} * qkv_size();
+  params.q_stride = qkv_size();
+  params.slots = in.slots + rows.begin;
+  params.positions = in.positions + rows.begin;
+  params.out = ops_.Activation(attended_, rows.begin, config_.q_size());
+  params.partial = partial_.as<float>();
+  params.partial_rows = partial_rows_;
+  params.rows = rows.count;
+  params.decode_rows = rows.decode;
+  params.heads = config_.heads;
+  params.scale = AttentionScale();
+  params.out_type = kernels_.activation_type();
+  attention.Attend(stream, layer, params);
+  ops_.Product(stream, params.out, w.o, w.o_bias, Residual(rows), rows.count, rows.decode,
                /*accumulate=*/true);
 }
 

@@ -127,7 +127,7 @@ absl::Status LatentAttentionStage::Allocate(Workspace& workspace, int max_rows) 
 
 void LatentAttentionStage::Run(Stream& stream, int layer, const LatentAttentionWeights& weights,
                                const StepInputs& in, const void* normed, const float* cos_sin,
-                               float* residual, AttentionPolicy& policy) {
+                               float* residual, LatentAttention& attention) {
   const LatentConfig& l = latent_;
   // Little work, each part of it too short to fill a device: beside the two large products that
   // lead to the indexer's queries.
@@ -140,7 +140,7 @@ void LatentAttentionStage::Run(Stream& stream, int layer, const LatentAttentionW
   ops_.Product(stream, normed, weights.input, {}, projected_.as<float>(), in.rows, in.decode_rows,
                /*accumulate=*/false);
   aside.After(stream);
-  Append(aside, layer, weights, in, cos_sin, policy);
+  Append(aside, layer, weights, in, cos_sin, attention);
   ops_.Norm(stream, projected_.as<float>(), projected_size(weights), l.q_rank, kInnerEpsilon,
             weights.q_norm, q_latent_.data(), in.rows);
   if (l.indexer.has_value()) {
@@ -150,24 +150,24 @@ void LatentAttentionStage::Run(Stream& stream, int layer, const LatentAttentionW
   stream.After(aside);
 
   const auto make_queries = [&](Stream& on) { Queries(on, weights, in, cos_sin); };
-  AttentionPolicy::LatentAttention attention{.make_queries = make_queries};
+  LatentAttention::Params params{.make_queries = make_queries};
   if (l.indexer.has_value()) {
     IndexQueries(stream, weights, in, cos_sin);
-    attention.index_q = index_q_.data();
-    attention.index_weights = head_weights_.as<float>();
-    attention.index_heads = l.indexer->heads;
-    attention.top_k = l.indexer->top_k;
+    params.index_q = index_q_.data();
+    params.index_weights = head_weights_.as<float>();
+    params.index_heads = l.indexer->heads;
+    params.top_k = l.indexer->top_k;
   }
-  attention.q = q_.data();
-  attention.slots = in.slots;
-  attention.positions = in.positions;
-  attention.rows = in.rows;
-  attention.decode_rows = in.decode_rows;
-  attention.heads = config_.heads;
-  attention.scale = l.softmax_scale;
-  attention.out = attended_.data();
-  attention.out_type = ops_.activation_type();
-  policy.AttendLatent(stream, layer, attention);
+  params.q = q_.data();
+  params.slots = in.slots;
+  params.positions = in.positions;
+  params.rows = in.rows;
+  params.decode_rows = in.decode_rows;
+  params.heads = config_.heads;
+  params.scale = l.softmax_scale;
+  params.out = attended_.data();
+  params.out_type = ops_.activation_type();
+  attention.AttendLatent(stream, layer, params);
 
   kernels::HeadLinearParams head{};
   head.x = attended_.data();
@@ -189,7 +189,7 @@ void LatentAttentionStage::Run(Stream& stream, int layer, const LatentAttentionW
 
 void LatentAttentionStage::Append(Stream& stream, int layer, const LatentAttentionWeights& weights,
                                   const StepInputs& in, const float* cos_sin,
-                                  AttentionPolicy& policy) {
+                                  LatentAttention& attention) {
   kernels::LatentAppendParams entry{};
   entry.kv = projected_.as<float>() + kv_at();
   entry.kv_stride = projected_size(weights);
@@ -203,7 +203,7 @@ void LatentAttentionStage::Append(Stream& stream, int layer, const LatentAttenti
   entry.rows = in.rows;
   entry.epsilon = kInnerEpsilon;
   entry.decode_rows = in.decode_rows;
-  policy.AppendLatent(stream, layer, entry);
+  attention.AppendLatent(stream, layer, entry);
   if (!latent_.indexer.has_value()) return;
 
   kernels::IndexAppendParams key{};
@@ -219,7 +219,7 @@ void LatentAttentionStage::Append(Stream& stream, int layer, const LatentAttenti
   key.rope_dim = latent_.rope_dim;
   key.epsilon = kInnerEpsilon;
   key.decode_rows = in.decode_rows;
-  policy.AppendIndex(stream, layer, key);
+  attention.AppendIndex(stream, layer, key);
 }
 
 void LatentAttentionStage::IndexQueries(Stream& stream, const LatentAttentionWeights& weights,

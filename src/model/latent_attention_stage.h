@@ -37,7 +37,7 @@ class LatentAttentionStage {
 
   // residual += o(attention(normed)) for all rows of a step. `normed`: activations [rows][hidden].
   void Run(Stream& stream, int layer, const LatentAttentionWeights& weights, const StepInputs& in,
-           const void* normed, const float* cos_sin, float* residual, AttentionPolicy& policy);
+           const void* normed, const float* cos_sin, float* residual, LatentAttention& attention);
 
  private:
   // Where a row of `projected_` has what.
@@ -50,7 +50,7 @@ class LatentAttentionStage {
   absl::Status LoadAbsorbed(WeightLoader& loader, const std::string& kv_b,
                             LatentAttentionWeights* out) const;
   void Append(Stream& stream, int layer, const LatentAttentionWeights& weights,
-              const StepInputs& in, const float* cos_sin, AttentionPolicy& policy);
+              const StepInputs& in, const float* cos_sin, LatentAttention& attention);
   // Of index_heads_, and of the weights of heads wherever they were projected to.
   void IndexQueries(Stream& stream, const LatentAttentionWeights& weights, const StepInputs& in,
                     const float* cos_sin);

@@ -31,14 +31,15 @@ class LatentModel : public DecoderModel {
         experts_(config_, ops_) {}
 
   void Forward(Stream& stream, const StepInputs& in, AttentionPolicy& policy) override {
-    SLUICE_CHECK(policy.attends_to_latents(), policy.name(), " is not for latent caches");
+    LatentAttention* const attention = policy.latent_attention();
+    SLUICE_CHECK(attention != nullptr, policy.name(), " attends to latent caches");
     Begin(stream, in);
     const RowRange all{0, in.rows, in.decode_rows};
     for (int layer = 0; layer < config_.layers; ++layer) {
       const Layer& w = layers_[static_cast<size_t>(layer)];
       kernels_.RmsNorm(stream, NormOf(Residual(all), w.input_norm, normed_.data(), in.rows));
       attention_.Run(stream, layer, w.attention, in, normed_.data(), CosSin(0), Residual(all),
-                     policy);
+                     *attention);
       kernels_.RmsNorm(stream,
                        NormOf(Residual(all), w.post_attention_norm, normed_.data(), in.rows));
       // The choice of experts is short kernels that wait for one another: beside the products of

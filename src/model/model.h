@@ -68,7 +68,8 @@ class Model {
   // Bytes of activations and scratch.
   virtual int64_t workspace_bytes() const = 0;
 
-  // Enqueues a step. REQUIRES: rows <= max_rows(), logit_count <= max_logits().
+  // Enqueues a step. REQUIRES: rows <= max_rows(), logit_count <= max_logits(), and
+  // CheckAttends(policy, cache_layout()) is OK.
   virtual void Forward(Stream& stream, const StepInputs& inputs, AttentionPolicy& policy) = 0;
 };
 

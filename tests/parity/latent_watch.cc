@@ -61,7 +61,7 @@ void LatentWatch::AppendIndex(Stream& stream, int layer, kernels::IndexAppendPar
               static_cast<size_t>(params.rows) * key_bytes_);
 }
 
-void LatentWatch::AttendLatent(Stream& stream, int layer, const LatentAttention& a) {
+void LatentWatch::AttendLatent(Stream& stream, int layer, const Params& a) {
   const Layer& l = layers_[static_cast<size_t>(layer)];
   const auto last = static_cast<size_t>(a.rows - 1);
   const auto weights = static_cast<size_t>(a.index_heads);
@@ -199,37 +199,37 @@ void BothPolicies::EndStep(Stream& stream) {
 }
 
 void BothPolicies::AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) {
-  first_->AppendLatent(stream, layer, params);
-  second_->AppendLatent(stream, layer, params);
+  first_->latent_attention()->AppendLatent(stream, layer, params);
+  second_->latent_attention()->AppendLatent(stream, layer, params);
 }
 
 void BothPolicies::AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) {
-  first_->AppendIndex(stream, layer, params);
-  second_->AppendIndex(stream, layer, params);
+  first_->latent_attention()->AppendIndex(stream, layer, params);
+  second_->latent_attention()->AppendIndex(stream, layer, params);
 }
 
-void BothPolicies::AttendLatent(Stream& stream, int layer, const LatentAttention& attention) {
-  first_->AttendLatent(stream, layer, attention);
+void BothPolicies::AttendLatent(Stream& stream, int layer, const Params& params) {
+  first_->latent_attention()->AttendLatent(stream, layer, params);
   const auto made = [](Stream&) {};  // the queries are there
-  const LatentAttention again = {.index_q = attention.index_q,
-                                 .index_weights = attention.index_weights,
-                                 .index_heads = attention.index_heads,
-                                 .top_k = attention.top_k,
-                                 .make_queries = made,
-                                 .q = attention.q,
-                                 .slots = attention.slots,
-                                 .positions = attention.positions,
-                                 .rows = attention.rows,
-                                 .decode_rows = attention.decode_rows,
-                                 .heads = attention.heads,
-                                 .scale = attention.scale,
-                                 .out = out_.data(),
-                                 .out_type = kernels::DType::kFloat32};
-  const auto bytes = static_cast<size_t>(row_ * attention.rows) * sizeof(float);
+  const Params again = {.index_q = params.index_q,
+                        .index_weights = params.index_weights,
+                        .index_heads = params.index_heads,
+                        .top_k = params.top_k,
+                        .make_queries = made,
+                        .q = params.q,
+                        .slots = params.slots,
+                        .positions = params.positions,
+                        .rows = params.rows,
+                        .decode_rows = params.decode_rows,
+                        .heads = params.heads,
+                        .scale = params.scale,
+                        .out = out_.data(),
+                        .out_type = kernels::DType::kFloat32};
+  const auto bytes = static_cast<size_t>(row_ * params.rows) * sizeof(float);
   const Results& results = results_[static_cast<size_t>(layer)];
-  first_->AttendLatent(stream, layer, again);
+  first_->latent_attention()->AttendLatent(stream, layer, again);
   stream.Copy(results.first.data(), out_.data(), bytes);
-  second_->AttendLatent(stream, layer, again);
+  second_->latent_attention()->AttendLatent(stream, layer, again);
   stream.Copy(results.second.data(), out_.data(), bytes);
 }
 

@@ -20,7 +20,7 @@ class LatentWatch : public ForwardingPolicy {
   LatentWatch(AttentionPolicy* policy, Device* device, const Model& model);
 
   void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override;
-  void AttendLatent(Stream& stream, int layer, const LatentAttention& attention) override;
+  void AttendLatent(Stream& stream, int layer, const Params& params) override;
 
   // After a step of positions [position, position + count), which is done.
   void Collect(int position, int count);
@@ -68,7 +68,7 @@ class BothPolicies : public ForwardingPolicy {
   void EndStep(Stream& stream) override;
   void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override;
   void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override;
-  void AttendLatent(Stream& stream, int layer, const LatentAttention& attention) override;
+  void AttendLatent(Stream& stream, int layer, const Params& params) override;
 
   // [rows][heads * rank] of both in a layer of the last step, which is done.
   std::vector<std::vector<float>> First(int layer, int rows) const;

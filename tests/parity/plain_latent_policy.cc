@@ -85,7 +85,7 @@ void PlainLatentPolicy::AppendIndex(Stream& stream, int layer, kernels::IndexApp
   device_->kernels().IndexAppend(stream, params);
 }
 
-void PlainLatentPolicy::AttendLatent(Stream& stream, int layer, const LatentAttention& a) {
+void PlainLatentPolicy::AttendLatent(Stream& stream, int layer, const Params& a) {
   a.make_queries(stream);
   KernelSet& kernels = device_->kernels();
   kernels::SparseMlaParams mla{};
@@ -134,13 +134,6 @@ void PlainLatentPolicy::AttendLatent(Stream& stream, int layer, const LatentAtte
   mla.scale = a.scale;
   mla.q_type = mla.out_type = a.out_type;
   kernels.SparseMla(stream, mla);
-}
-
-void PlainLatentPolicy::Append(Stream&, int, kernels::RopeAppendParams) {
-  SLUICE_CHECK(false, "latent caches alone");
-}
-void PlainLatentPolicy::Attend(Stream&, int, kernels::AttentionParams) {
-  SLUICE_CHECK(false, "latent caches alone");
 }
 
 }  // namespace sluice::testing

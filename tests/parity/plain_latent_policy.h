@@ -12,7 +12,7 @@
 
 namespace sluice::testing {
 
-class PlainLatentPolicy : public AttentionPolicy {
+class PlainLatentPolicy : public AttentionPolicy, public LatentAttention {
  public:
   // Every allocation must succeed.
   PlainLatentPolicy(Device* device, const ModelConfig& config, const CacheLayout& layout,
@@ -33,10 +33,11 @@ class PlainLatentPolicy : public AttentionPolicy {
   void ForceSelection(const std::vector<std::vector<int32_t>>& lists);
 
   const std::string& name() const override { return name_; }
-  bool attends_to_latents() const override { return true; }
+  KvAttention* kv_attention() override { return nullptr; }
+  LatentAttention* latent_attention() override { return this; }
   void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override;
   void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override;
-  void AttendLatent(Stream& stream, int layer, const LatentAttention& attention) override;
+  void AttendLatent(Stream& stream, int layer, const Params& params) override;
 
   // Nothing is placed: the caches are always there.
   Footprint FootprintOf(int64_t context, int64_t total) const override { return {context, total}; }
@@ -56,8 +57,6 @@ class PlainLatentPolicy : public AttentionPolicy {
   bool ReserveHostCopy(int, int64_t) override { return true; }
   void Evict(int, int64_t) override {}
   std::unique_ptr<SequenceCache> DetachHostCache(int) override { return nullptr; }
-  void Append(Stream&, int, kernels::RopeAppendParams) override;
-  void Attend(Stream&, int, kernels::AttentionParams) override;
 
  private:
   kernels::PagedLatents Latents(int layer) const;

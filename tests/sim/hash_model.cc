@@ -173,16 +173,18 @@ class HashModelImpl : public HashModel {
 
   void Forward(Stream& stream, const StepInputs& in, AttentionPolicy& policy) override {
     SLUICE_CHECK(in.rows <= options_.max_rows && in.logit_count <= options_.max_logits);
+    SLUICE_CHECK(CheckAttends(policy, cache_layout()).ok());
     auto& host = static_cast<HostStream&>(stream);
     deepest_ = std::max(deepest_, ++under_way_);
     for (int layer = 0; layer < kLayers; ++layer) {
       host.Enqueue<Step>(layer == 0 ? &Embeddings : &MixIn, {this, in, layer});
       if (options_.top_k > 0) {
-        LatentLayer(host, in, layer, policy);
+        LatentLayer(host, in, layer, *policy.latent_attention());
         continue;
       }
-      if (layer == 0) LookAhead(host, in, 0, policy);
-      LookAhead(host, in, layer + 1, policy);
+      KvAttention& attention = *policy.kv_attention();
+      if (layer == 0) LookAhead(host, in, 0, attention);
+      LookAhead(host, in, layer + 1, attention);
       host.Enqueue<Step>(&Project, {this, in, layer});
       kernels::RopeAppendParams append{};
       append.qkv = qkv_.as<float>();
@@ -191,7 +193,7 @@ class HashModelImpl : public HashModel {
       append.rows = in.rows;
       append.heads = kHeads;
       append.decode_rows = in.decode_rows;
-      policy.Append(stream, layer, append);
+      attention.Append(stream, layer, append);
       kernels::AttentionParams attend{};
       attend.q = qkv_.as<float>();
       attend.q_stride = kQkv;
@@ -203,7 +205,7 @@ class HashModelImpl : public HashModel {
       attend.heads = kHeads;
       attend.scale = kScale;
       attend.out_type = DType::kFloat32;
-      policy.Attend(stream, layer, attend);
+      attention.Attend(stream, layer, attend);
     }
     host.Enqueue<Step>(&MixIn, {this, in, kLayers});
     host.Enqueue<Step>(&Logits, {this, in, kLayers});
@@ -218,18 +220,18 @@ class HashModelImpl : public HashModel {
     int layer;
   };
   // The model's own order of things: DenseModel::LookAhead.
-  void LookAhead(HostStream& host, const StepInputs& in, int layer, AttentionPolicy& policy) {
-    if (in.decode_rows == 0 || layer == kLayers || !policy.LooksAhead(layer)) return;
+  void LookAhead(HostStream& host, const StepInputs& in, int layer, KvAttention& attention) {
+    if (in.decode_rows == 0 || layer == kLayers || !attention.LooksAhead(layer)) return;
     // As there, before what it is made of changes; two layers' are under way at once.
     host.Enqueue<Step>(&Predict, {this, in, layer});
     Stream& ahead = host.Branch(AttentionPolicy::kAheadBranch);
     ahead.After(host);
-    policy.Ahead(ahead, layer,
-                 {Predicted(layer), kHeads * kHeadDim, in.slots, in.positions, in.decode_rows,
-                  kHeads, kScale});
+    attention.Ahead(ahead, layer,
+                    {Predicted(layer), kHeads * kHeadDim, in.slots, in.positions, in.decode_rows,
+                     kHeads, kScale});
   }
   // Entries and keys go to the caches, the best are selected, and the queries are made beside that.
-  void LatentLayer(HostStream& host, const StepInputs& in, int layer, AttentionPolicy& policy) {
+  void LatentLayer(HostStream& host, const StepInputs& in, int layer, LatentAttention& attention) {
     host.Enqueue<Step>(&Project, {this, in, layer});
     kernels::LatentAppendParams entry{};
     entry.kv = qkv_.as<float>();
@@ -238,7 +240,7 @@ class HashModelImpl : public HashModel {
     entry.positions = in.positions;
     entry.rows = in.rows;
     entry.decode_rows = in.decode_rows;
-    policy.AppendLatent(host, layer, entry);
+    attention.AppendLatent(host, layer, entry);
     kernels::IndexAppendParams key{};
     key.k = qkv_.as<float>() + kRank + kRope;
     key.k_stride = kQkv;
@@ -246,11 +248,11 @@ class HashModelImpl : public HashModel {
     key.positions = in.positions;
     key.rows = in.rows;
     key.decode_rows = in.decode_rows;
-    policy.AppendIndex(host, layer, key);
+    attention.AppendIndex(host, layer, key);
     const auto make = [&](Stream& stream) {
       static_cast<HostStream&>(stream).Enqueue<Step>(&MakeQueries, {this, in, layer});
     };
-    AttentionPolicy::LatentAttention attend{.make_queries = make};
+    LatentAttention::Params attend{.make_queries = make};
     attend.index_q = index_q_.data();
     attend.index_weights = index_q_.as<float>();
     attend.index_heads = 1;
@@ -263,7 +265,7 @@ class HashModelImpl : public HashModel {
     attend.heads = kHeads;
     attend.scale = kScale;
     attend.out = out_.data();
-    policy.AttendLatent(host, layer, attend);
+    attention.AttendLatent(host, layer, attend);
   }
   uint64_t& query(int64_t row) { return predicted_.as<uint64_t>()[row]; }
   static void MakeQueries(const Step& s, CpuTeam*) {

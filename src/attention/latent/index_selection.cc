@@ -56,9 +56,9 @@ kernels::UnitLists IndexSelection::runners_up(int layer) const {
 }
 
 void IndexSelection::Select(Stream& stream, int layer, const kernels::PagedIndexKeys& keys,
-                            const AttentionPolicy::LatentAttention& a, int32_t first_row,
-                            int32_t rows, absl::FunctionRef<void()> scored,
-                            int32_t spare_processors, bool runners_up) {
+                            const LatentAttention::Params& a, int32_t first_row, int32_t rows,
+                            absl::FunctionRef<void()> scored, int32_t spare_processors,
+                            bool runners_up) {
   SLUICE_CHECK(first_row >= 0 && first_row + rows <= options_.max_rows &&
                a.top_k == options_.top_k && a.index_q != nullptr);
   const int64_t head_bytes =

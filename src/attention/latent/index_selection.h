@@ -10,7 +10,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "kernels/latent_params.h"
-#include "src/attention/attention_policy.h"
+#include "src/attention/latent_attention.h"
 #include "src/device/device.h"
 
 namespace sluice {
@@ -46,7 +46,7 @@ class IndexSelection {
   // `runners_up`, the runners-up of rows below `decode_rows` are listed too.
   void Select(
       Stream& stream, int layer, const kernels::PagedIndexKeys& keys,
-      const AttentionPolicy::LatentAttention& attention, int32_t first_row, int32_t rows,
+      const LatentAttention::Params& attention, int32_t first_row, int32_t rows,
       absl::FunctionRef<void()> scored = [] {}, int32_t spare_processors = 0,
       bool runners_up = false);
   static constexpr int64_t kScoreBytes = int64_t{64} << 20;

@@ -55,7 +55,7 @@ void ResidentLatentAttention::BeginStep(Stream& stream, absl::Span<const int32_t
 void ResidentLatentAttention::Attend(Stream& stream, int layer,
                                      const kernels::PagedLatents& latents,
                                      const kernels::PagedIndexKeys* keys,
-                                     const AttentionPolicy::LatentAttention& attention) {
+                                     const LatentAttention::Params& attention) {
   kernels::SparseMlaParams mla{};
   if (selection_ != nullptr) {
     Stream& queries = stream.Branch(kQueryBranch);

@@ -9,8 +9,8 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "src/attention/attention_policy.h"
 #include "src/attention/latent/index_selection.h"
+#include "src/attention/latent_attention.h"
 #include "src/device/device.h"
 
 namespace sluice {
@@ -35,8 +35,7 @@ class ResidentLatentAttention {
   // `keys`: null where there is no indexer. The queries are made beside the selection's top-k,
   // where the device has branches: neither needs the other, and scores need the whole bandwidth.
   void Attend(Stream& stream, int layer, const kernels::PagedLatents& latents,
-              const kernels::PagedIndexKeys* keys,
-              const AttentionPolicy::LatentAttention& attention);
+              const kernels::PagedIndexKeys* keys, const LatentAttention::Params& attention);
   void Observe(SelectionObserver observer);
 
  private:

@@ -84,7 +84,7 @@ class CoAttentionImpl : public CoAttention {
     return absl::OkStatus();
   }
 
-  void Start(Stream& stream, int channel, const AttentionPolicy::Queries& queries,
+  void Start(Stream& stream, int channel, const KvAttention::Queries& queries,
              const kernels::UnitLists& lists, const kernels::PagedCache& home) override {
     SLUICE_CHECK(queries.rows <= options_.max_rows && queries.heads == options_.heads);
     SetHome(channel, home, queries.scale);

@@ -23,7 +23,7 @@
 #include "absl/time/time.h"
 #include "kernels/kernel_table.h"
 #include "kernels/sparse_params.h"
-#include "src/attention/attention_policy.h"
+#include "src/attention/kv_attention.h"
 #include "src/attention/policy_statistics.h"
 #include "src/device/device.h"
 
@@ -76,7 +76,7 @@ class CoAttention {
   // `lists`: the units that each (row, KV head) attends to, in device memory; not read where there
   // is a source. `home`: the layer's, with a table that
   // the host can read.
-  virtual void Start(Stream& stream, int channel, const AttentionPolicy::Queries& queries,
+  virtual void Start(Stream& stream, int channel, const KvAttention::Queries& queries,
                      const kernels::UnitLists& lists, const kernels::PagedCache& home) = 0;
   // o [rows][heads][head_dim] and lse [rows][heads], in device memory; `slots` and `rows` as at
   // Start. Those of padded rows are left as they are.

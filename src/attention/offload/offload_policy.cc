@@ -49,7 +49,7 @@ Footprint OffloadPolicy::FootprintOf(int64_t context, int64_t total) const {
   return tier_->FootprintOf(context, total);
 }
 int64_t OffloadPolicy::max_tokens() const { return tier_->max_tokens(); }
-AttentionPolicy::Headroom OffloadPolicy::HeadroomNow() const { return tier_->HeadroomNow(); }
+SequencePlacement::Headroom OffloadPolicy::HeadroomNow() const { return tier_->HeadroomNow(); }
 
 bool OffloadPolicy::Admit(int slot, int64_t context, int64_t total, Promise promise,
                           std::unique_ptr<SequenceCache>& home) {

@@ -15,7 +15,7 @@
 
 namespace sluice {
 
-class OffloadPolicy : public AttentionPolicy {
+class OffloadPolicy : public AttentionPolicy, public KvAttention {
  public:
   // Decode rows of a step at most, padded ones counted.
   static int MaxDecodeRows(const PolicyOptions& options);
@@ -23,6 +23,8 @@ class OffloadPolicy : public AttentionPolicy {
   static absl::StatusOr<Buffer> AllocateWritten(const PolicyOptions& options);
 
   const std::string& name() const override { return name_; }
+  KvAttention* kv_attention() override { return this; }
+  LatentAttention* latent_attention() override { return nullptr; }
   Footprint FootprintOf(int64_t context, int64_t total) const override;
   int64_t max_tokens() const override;
   Headroom HeadroomNow() const override;

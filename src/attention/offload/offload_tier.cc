@@ -62,7 +62,7 @@ class OffloadTierImpl : public OffloadTier {
     });
   }
 
-  AttentionPolicy::Headroom HeadroomNow() const override {
+  SequencePlacement::Headroom HeadroomNow() const override {
     return {options_.hbm->HeadroomNow(), options_.dram->HeadroomNow().firm_tokens};
   }
 

@@ -20,7 +20,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/sparse_params.h"
-#include "src/attention/attention_policy.h"
+#include "src/attention/sequence_placement.h"
 #include "src/device/device.h"
 #include "src/kv/page_pool.h"
 #include "src/kv/sequence_cache.h"
@@ -66,7 +66,7 @@ class OffloadTier {
   // AttentionPolicy's placement face (there is no soft promise: nothing is preempted).
   virtual Footprint FootprintOf(int64_t context, int64_t total) const = 0;
   virtual int64_t max_tokens() const = 0;
-  virtual AttentionPolicy::Headroom HeadroomNow() const = 0;
+  virtual SequencePlacement::Headroom HeadroomNow() const = 0;
   // Takes HBM and keeps `home`, made larger where it is too small (or takes one for `total` tokens
   // from DRAM). The page numbers are on
   // their way; residency and arrays are WarmUp's. False: no room now, and nothing has changed.

@@ -86,7 +86,7 @@ StepTraffic BytesOfLatentStep(const Model& model, const PolicyStatistics& statis
 
 }  // namespace
 
-StepTraffic BytesOfStep(const Model& model, const AttentionPolicy& policy,
+StepTraffic BytesOfStep(const Model& model, AttentionPolicy& policy,
                         const PolicyStatistics& statistics, int batch, double tokens) {
   const ModelConfig& c = model.config();
   if (c.latent.has_value()) return BytesOfLatentStep(model, statistics, batch, tokens);
@@ -120,7 +120,7 @@ StepTraffic BytesOfStep(const Model& model, const AttentionPolicy& policy,
     sum.to_device += brought;
     sum.dram += brought + (workers ? missing : 0);
     // The queries of layer 0 are the real ones.
-    if (policy.LooksAhead(layer) && layer > 0) shared += q_weights;
+    if (policy.kv_attention()->LooksAhead(layer) && layer > 0) shared += q_weights;
     if (!workers) continue;
     sum.to_host += values * c.head_dim;
     sum.to_device += values * (c.head_dim + 1);

@@ -34,7 +34,7 @@ absl::StatusOr<StepTraffic> MeasureRates(BenchDevice& bench, int threads);
 
 // Bytes of a step of `batch` sequences of `tokens` tokens each, of which `statistics` says what was
 // selected and where it lay.
-StepTraffic BytesOfStep(const Model& model, const AttentionPolicy& policy,
+StepTraffic BytesOfStep(const Model& model, AttentionPolicy& policy,
                         const PolicyStatistics& statistics, int batch, double tokens);
 
 struct StepFloor {

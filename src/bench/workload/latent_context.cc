@@ -32,7 +32,7 @@ constexpr int kTwinFfn = 128;
 class AppendOnly : public ForwardingPolicy {
  public:
   using ForwardingPolicy::ForwardingPolicy;
-  void AttendLatent(Stream&, int, const LatentAttention&) override {}
+  void AttendLatent(Stream&, int, const Params&) override {}
 };
 
 class TwinContextMaker : public ContextMaker {

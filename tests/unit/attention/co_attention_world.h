@@ -285,7 +285,7 @@ class World {
     const Request& r = requests_[static_cast<size_t>(layer)];
     for (const auto* list : {&r.units, &r.counts}) list->ToDevice(s);
     r.q.ToDevice(s);
-    AttentionPolicy::Queries queries;
+    KvAttention::Queries queries;
     queries.q = r.q.device();
     queries.stride = Stride();
     queries.slots = slots.device();

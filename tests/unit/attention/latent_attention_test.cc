@@ -138,7 +138,7 @@ struct World {
     append.rows = rows;
     append.decode_rows = decode_rows;
     append.epsilon = 1e-6f;
-    policy->AppendLatent(*stream, layer, append);
+    policy->latent_attention()->AppendLatent(*stream, layer, append);
     kernels::IndexAppendParams index{};
     index.k = k.data();
     index.k_stride = kDim;
@@ -150,7 +150,7 @@ struct World {
     index.rows = rows;
     index.rope_dim = 16;
     index.epsilon = 1e-6f;
-    if (indexed) policy->AppendIndex(*stream, layer, index);
+    if (indexed) policy->latent_attention()->AppendIndex(*stream, layer, index);
     for (int32_t r = 0; r < rows; ++r) {
       Row entry(kv.begin() + r * kEntry, kv.begin() + (r + 1) * kEntry);
       Row key(k.begin() + r * kDim, k.begin() + (r + 1) * kDim);
@@ -174,7 +174,7 @@ struct World {
     Row out(static_cast<size_t>(rows) * kHeads * kRank, NAN);
     int made = 0;
     const auto make = [&](Stream&) { ++made; };
-    AttentionPolicy::LatentAttention attention{.make_queries = make};
+    LatentAttention::Params attention{.make_queries = make};
     attention.index_q = indexed ? index_q.data() : nullptr;
     attention.index_weights = weights.data();
     attention.index_heads = kIndexHeads;
@@ -187,7 +187,7 @@ struct World {
     attention.heads = kHeads;
     attention.scale = 0.25f;
     attention.out = out.data();
-    policy->AttendLatent(*stream, layer, attention);
+    policy->latent_attention()->AttendLatent(*stream, layer, attention);
     const std::unique_ptr<Event> done = device->NewEvent();
     stream->Record(*done);
     done->Wait();

@@ -241,7 +241,7 @@ void LatentRig::Enqueue(Stream& stream, int rows, int decode_rows) {
     entry.rows = rows;
     entry.epsilon = kEpsilon;
     entry.decode_rows = decode_rows;
-    policy_->AppendLatent(stream, i, entry);
+    policy_->latent_attention()->AppendLatent(stream, i, entry);
     kernels::IndexAppendParams key{};
     key.k = layer.k.device.as<float>();
     key.k_stride = kernels::kIndexDim;
@@ -254,7 +254,7 @@ void LatentRig::Enqueue(Stream& stream, int rows, int decode_rows) {
     key.rope_dim = shape_.rope;
     key.epsilon = kEpsilon;
     key.decode_rows = decode_rows;
-    policy_->AppendIndex(stream, i, key);
+    policy_->latent_attention()->AppendIndex(stream, i, key);
     kernels::IndexQueryParams index{};
     index.q = layer.index_q.device.as<float>();
     index.weights = layer.weights.device.as<float>();
@@ -273,7 +273,7 @@ void LatentRig::Enqueue(Stream& stream, int rows, int decode_rows) {
               static_cast<size_t>(rows) * shape_.heads * (shape_.rank + shape_.rope) *
                   SizeOf(device_->kernels().activation_type()));
     };
-    AttentionPolicy::LatentAttention attention{.make_queries = make_queries};
+    LatentAttention::Params attention{.make_queries = make_queries};
     attention.index_q = index.out;
     attention.index_weights = index.out_weights;
     attention.index_heads = shape_.index_heads;
@@ -286,7 +286,7 @@ void LatentRig::Enqueue(Stream& stream, int rows, int decode_rows) {
     attention.heads = shape_.heads;
     attention.scale = Scale(shape_);
     attention.out = layer.out.device.data();
-    policy_->AttendLatent(stream, i, attention);
+    policy_->latent_attention()->AttendLatent(stream, i, attention);
     stream.Copy(layer.out.host.data(), layer.out.device.data(),
                 static_cast<size_t>(rows) * shape_.heads * shape_.rank * 4);
   }

@@ -138,8 +138,8 @@ void PolicyRig::Release(AttentionPolicy& policy, int slot) {
 }
 
 void PolicyRig::Ahead(Stream& stream, AttentionPolicy& policy, int layer, int rows) {
-  if (rows == 0 || layer == shape_.layers || !policy.LooksAhead(layer)) return;
-  AttentionPolicy::Queries queries;
+  if (rows == 0 || layer == shape_.layers || !policy.kv_attention()->LooksAhead(layer)) return;
+  KvAttention::Queries queries;
   // One buffer for all layers, as a model has it: who needs it later keeps its own.
   queries.q = layers_[0].predicted.device.as<float>();
   queries.stride = int64_t{shape_.heads} * shape_.head_dim;
@@ -153,7 +153,7 @@ void PolicyRig::Ahead(Stream& stream, AttentionPolicy& policy, int layer, int ro
   queries.rows = rows;
   queries.heads = shape_.heads;
   queries.scale = scale();
-  policy.Ahead(ahead, layer, queries);
+  policy.kv_attention()->Ahead(ahead, layer, queries);
 }
 
 void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows, int decode_rows) {
@@ -176,7 +176,7 @@ void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows, int d
     append.decode_rows = decode_rows;
     append.heads = shape_.heads;
     append.epsilon = 1e-6f;
-    policy.Append(stream, i, append);
+    policy.kv_attention()->Append(stream, i, append);
     kernels::AttentionParams attention{};
     attention.q = append.qkv;
     attention.q_stride = width;
@@ -190,7 +190,7 @@ void PolicyRig::Enqueue(Stream& stream, AttentionPolicy& policy, int rows, int d
     attention.heads = shape_.heads;
     attention.scale = scale();
     attention.out_type = DType::kFloat32;
-    policy.Attend(stream, i, attention);
+    policy.kv_attention()->Attend(stream, i, attention);
     stream.Copy(layer.out.host.data(), layer.out.device.data(),
                 static_cast<size_t>(rows) * shape_.heads * shape_.head_dim * 4);
   }

@@ -32,11 +32,13 @@ constexpr int kLookSteps = 32;
 // The first ones come sooner: until the plan has some, nothing is known of the misses.
 constexpr int kFirstLookSteps = 8;
 
-class EssPolicy : public AttentionPolicy {
+class EssPolicy : public AttentionPolicy, public LatentAttention {
  public:
   static absl::StatusOr<std::unique_ptr<AttentionPolicy>> Create(const PolicyOptions& options);
 
   const std::string& name() const override { return options_.name; }
+  KvAttention* kv_attention() override { return nullptr; }
+  LatentAttention* latent_attention() override { return this; }
   Footprint FootprintOf(int64_t context, int64_t total) const override {
     return tier_->FootprintOf(context, total);
   }
@@ -99,23 +101,15 @@ class EssPolicy : public AttentionPolicy {
     return tokens * tier_->layout().kinds[kIndexKind].bytes_per_token;
   }
 
-  bool attends_to_latents() const override { return true; }
   void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override;
   void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override {
     params.cache = tier_->Index(layer);
     if (prompt_rows_.appending() != nullptr) params.slots = prompt_rows_.appending();
     kernels().IndexAppend(stream, params);
   }
-  void AttendLatent(Stream& stream, int layer, const LatentAttention& attention) override;
+  void AttendLatent(Stream& stream, int layer, const Params& params) override;
   void EndStep(Stream& stream) override {
     for (int i = 0; i < Stream::kBranches; ++i) stream.After(stream.Branch(i));
-  }
-
-  void Append(Stream& /*stream*/, int /*layer*/, kernels::RopeAppendParams /*params*/) override {
-    SLUICE_CHECK(false, "policy ess attends to latents");
-  }
-  void Attend(Stream& /*stream*/, int /*layer*/, kernels::AttentionParams /*params*/) override {
-    SLUICE_CHECK(false, "policy ess attends to latents");
   }
 
  private:
@@ -163,8 +157,8 @@ class EssPolicy : public AttentionPolicy {
   // Whether the last operator of the stream is a Transfer now.
   bool Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const;
   bool Fetch(Stream& stream, const kernels::TransferParams& move) const;
-  void AttendDecode(Stream& stream, int layer, const LatentAttention& a);
-  void AttendPrompt(Stream& stream, int layer, const LatentAttention& a);
+  void AttendDecode(Stream& stream, int layer, const Params& a);
+  void AttendPrompt(Stream& stream, int layer, const Params& a);
 
   const PolicyOptions options_;
   const bool warms_;  // pools begin with what is known of them, and keep what is used
@@ -283,7 +277,7 @@ bool EssPolicy::Fetch(Stream& stream, const kernels::TransferParams& move) const
   return true;
 }
 
-void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a) {
+void EssPolicy::AttendDecode(Stream& stream, int layer, const Params& a) {
   const int32_t rows = a.decode_rows;
   const Overlap overlap = plan_.Of(rows)[static_cast<size_t>(layer)];
   // The same operators on the same lists under each schedule, so that results are, to the bit.
@@ -358,7 +352,7 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const LatentAttention& a
 }
 
 // Rows of prompts attend to the home: their sequence has no working set yet.
-void EssPolicy::AttendPrompt(Stream& stream, int layer, const LatentAttention& a) {
+void EssPolicy::AttendPrompt(Stream& stream, int layer, const Params& a) {
   selection_->Select(stream, layer, tier_->Index(layer), a, a.decode_rows, a.rows - a.decode_rows);
   kernels().SparseMla(stream, operators_.AttendHome(layer, a));
   // LRU warm-up by what was computed here: one row after the other, the oldest first, through the
@@ -372,7 +366,7 @@ void EssPolicy::AttendPrompt(Stream& stream, int layer, const LatentAttention& a
   }
 }
 
-void EssPolicy::AttendLatent(Stream& stream, int layer, const LatentAttention& a) {
+void EssPolicy::AttendLatent(Stream& stream, int layer, const Params& a) {
   SLUICE_CHECK(a.index_q != nullptr && a.heads == options_.heads, "the model is the policy's");
   if (a.decode_rows > 0) {
     AttendDecode(stream, layer, a);

@@ -77,7 +77,7 @@ int64_t EssTier::max_tokens() const {
   });
 }
 
-AttentionPolicy::Headroom EssTier::HeadroomNow() const {
+SequencePlacement::Headroom EssTier::HeadroomNow() const {
   return {options_.hbm->HeadroomNow(), options_.dram->HeadroomNow().firm_tokens};
 }
 

@@ -52,7 +52,7 @@ class EssTier {
   // The placement functions of AttentionPolicy, with firm promises only.
   Footprint FootprintOf(int64_t context, int64_t total) const;
   int64_t max_tokens() const;
-  AttentionPolicy::Headroom HeadroomNow() const;
+  SequencePlacement::Headroom HeadroomNow() const;
   bool Admit(int slot, int64_t context, int64_t total, std::unique_ptr<SequenceCache>& home);
   bool Warm(int slot);
   Event& WarmEvent(int slot);

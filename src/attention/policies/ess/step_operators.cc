@@ -55,7 +55,7 @@ uint8_t* StepOperators::written(int layer) const {
 }
 
 kernels::UpdateResidencyParams StepOperators::UpdateInto(const Lists& lists, int32_t list,
-                                                         int layer, const LatentAttention& a,
+                                                         int layer, const LatentAttention::Params& a,
                                                          int32_t row, int32_t rows,
                                                          kernels::UnitLists selected) const {
   const int64_t at = int64_t{list} * lists.capacity;
@@ -83,7 +83,7 @@ kernels::UpdateResidencyParams StepOperators::UpdateInto(const Lists& lists, int
   return update;
 }
 
-kernels::UpdateResidencyParams StepOperators::UpdateResidency(int layer, const LatentAttention& a,
+kernels::UpdateResidencyParams StepOperators::UpdateResidency(int layer, const LatentAttention::Params& a,
                                                               int32_t row, int32_t list,
                                                               int32_t rows) const {
   kernels::UpdateResidencyParams update =
@@ -93,7 +93,7 @@ kernels::UpdateResidencyParams StepOperators::UpdateResidency(int layer, const L
 }
 
 kernels::UpdateResidencyParams StepOperators::UpdateRunnersUp(int layer,
-                                                              const LatentAttention& a) const {
+                                                              const LatentAttention::Params& a) const {
   kernels::UpdateResidencyParams update =
       UpdateInto(ahead_, 0, layer, a, 0, a.decode_rows, selection_->runners_up(layer));
   update.speculative = true;
@@ -128,7 +128,7 @@ kernels::TransferParams StepOperators::FetchRunnersUp(int layer, int32_t rows) c
   return move;
 }
 
-kernels::SparseMlaParams StepOperators::Attention(const LatentAttention& a, int32_t first,
+kernels::SparseMlaParams StepOperators::Attention(const LatentAttention::Params& a, int32_t first,
                                                   int32_t rows) const {
   const kernels::PagedLatents pool = tier_->Pool(0);
   const int64_t q_row = int64_t{a.heads} * (pool.rank + pool.rope) * SizeOf(q_type_);
@@ -148,7 +148,8 @@ kernels::SparseMlaParams StepOperators::Attention(const LatentAttention& a, int3
   return p;
 }
 
-kernels::SparseMlaParams StepOperators::AttendPool(int layer, const LatentAttention& a) const {
+kernels::SparseMlaParams StepOperators::AttendPool(int layer,
+                                                   const LatentAttention::Params& a) const {
   kernels::SparseMlaParams attend = Attention(a, 0, a.decode_rows);
   attend.decode_rows = a.decode_rows;
   attend.cache = tier_->Pool(layer);
@@ -161,7 +162,8 @@ kernels::SparseMlaParams StepOperators::AttendPool(int layer, const LatentAttent
   return attend;
 }
 
-kernels::SparseMlaParams StepOperators::AttendHome(int layer, const LatentAttention& a) const {
+kernels::SparseMlaParams StepOperators::AttendHome(int layer,
+                                                   const LatentAttention::Params& a) const {
   const kernels::UnitLists selected = selection_->lists();
   const int32_t first = a.decode_rows;
   kernels::SparseMlaParams attend = Attention(a, first, a.rows - first);

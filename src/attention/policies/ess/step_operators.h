@@ -21,8 +21,6 @@ class StepOperators {
   // Multiprocessors that fetch for the next step, beside everything else that a step does.
   static constexpr int32_t kPrefetchWorkers = 2;
 
-  using LatentAttention = AttentionPolicy::LatentAttention;
-
   // Allocates for steps of at most `decode_rows` decode rows. REQUIRES: `tier` and `selection`
   // outlive the result. RESOURCE_EXHAUSTED: there is no memory for the lists.
   static absl::StatusOr<StepOperators> Create(const PolicyOptions& options, int32_t decode_rows,
@@ -30,19 +28,19 @@ class StepOperators {
 
   // Returns the parameters of the operator that gives places to what rows [row, row + rows)
   // selected. Their lists begin at `list`.
-  kernels::UpdateResidencyParams UpdateResidency(int layer, const LatentAttention& a, int32_t row,
+  kernels::UpdateResidencyParams UpdateResidency(int layer, const LatentAttention::Params& a, int32_t row,
                                                  int32_t list, int32_t rows) const;
   // Returns the parameters of the transfer of what that operator put into lists [first, first +
   // rows).
   kernels::TransferParams Fetch(int layer, int32_t first, int32_t rows) const;
   // The same two for the decode rows' runners-up, which are fetched for the next step. They use
   // lists of their own, which all layers share. REQUIRES: the option `prefetch` is above 0.
-  kernels::UpdateResidencyParams UpdateRunnersUp(int layer, const LatentAttention& a) const;
+  kernels::UpdateResidencyParams UpdateRunnersUp(int layer, const LatentAttention::Params& a) const;
   kernels::TransferParams FetchRunnersUp(int layer, int32_t rows) const;
   // AttendPool: attention of the decode rows over both of their lists of places. AttendHome:
   // attention of the other rows, over what they have selected in the home.
-  kernels::SparseMlaParams AttendPool(int layer, const LatentAttention& a) const;
-  kernels::SparseMlaParams AttendHome(int layer, const LatentAttention& a) const;
+  kernels::SparseMlaParams AttendPool(int layer, const LatentAttention::Params& a) const;
+  kernels::SparseMlaParams AttendHome(int layer, const LatentAttention::Params& a) const;
 
   // Returns where the layer's decode rows append their entries, [decode_rows] of them, on the way
   // to the home. The layers follow one another.
@@ -60,10 +58,11 @@ class StepOperators {
     Buffer resident_counts, arriving_counts, move_counts;
   };
   kernels::UpdateResidencyParams UpdateInto(const Lists& lists, int32_t list, int layer,
-                                            const LatentAttention& a, int32_t row, int32_t rows,
+                                            const LatentAttention::Params& a, int32_t row, int32_t rows,
                                             kernels::UnitLists selected) const;
   kernels::TransferParams Move(const Lists& lists, int layer, int32_t first, int32_t rows) const;
-  kernels::SparseMlaParams Attention(const LatentAttention& a, int32_t first, int32_t rows) const;
+  kernels::SparseMlaParams Attention(const LatentAttention::Params& a, int32_t first,
+                                     int32_t rows) const;
 
   int32_t decode_rows_;
   int32_t transfer_workers_;

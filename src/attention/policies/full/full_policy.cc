@@ -18,7 +18,7 @@ namespace {
 
 constexpr size_t kKv = 0;  // the one kind of a model without latent caches
 
-class FullPolicyImpl : public FullPolicy {
+class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAttention {
  public:
   // `latents` is null but for a model with latent caches.
   FullPolicyImpl(const PolicyOptions& options, std::unique_ptr<BlockTables> tables,
@@ -38,6 +38,8 @@ class FullPolicyImpl : public FullPolicy {
   }
 
   const std::string& name() const override { return name_; }
+  KvAttention* kv_attention() override { return latents_ == nullptr ? this : nullptr; }
+  LatentAttention* latent_attention() override { return latents_ == nullptr ? nullptr : this; }
 
   Footprint FootprintOf(int64_t context, int64_t total) const override {
     // The DRAM pages go back at admission, so growth needs HBM alone.
@@ -169,7 +171,6 @@ class FullPolicyImpl : public FullPolicy {
     device_->kernels().Attention(stream, params);
   }
 
-  bool attends_to_latents() const override { return latents_ != nullptr; }
   void AppendLatent(Stream& stream, int layer, kernels::LatentAppendParams params) override {
     params.cache = LayerLatents(layer);
     params.place_of = {};  // an entry is where its position says
@@ -181,11 +182,11 @@ class FullPolicyImpl : public FullPolicy {
     params.written = nullptr;
     device_->kernels().IndexAppend(stream, params);
   }
-  void AttendLatent(Stream& stream, int layer, const LatentAttention& attention) override {
+  void AttendLatent(Stream& stream, int layer, const Params& params) override {
     kernels::PagedIndexKeys keys{};
     const bool indexed = HasIndexKeys(hbm_->layout());
     if (indexed) keys = LayerIndexKeys(layer);
-    latents_->Attend(stream, layer, LayerLatents(layer), indexed ? &keys : nullptr, attention);
+    latents_->Attend(stream, layer, LayerLatents(layer), indexed ? &keys : nullptr, params);
   }
   void ObserveSelections(SelectionObserver observer) override {
     latents_->Observe(std::move(observer));

@@ -16,7 +16,7 @@ namespace sluice {
 class FullPolicy : public AttentionPolicy {
  public:
   virtual const SequenceCache& resident(int slot) const = 0;
-  // A layer's caches by slot, for operators. REQUIRES: !attends_to_latents().
+  // A layer's caches by slot, for operators. REQUIRES: kv_attention() != nullptr.
   virtual kernels::PagedCache LayerCache(int layer) const = 0;
   // `observer` sees what every row selects from now on; null: nobody does. REQUIRES: an indexer.
   virtual void ObserveSelections(SelectionObserver observer) = 0;

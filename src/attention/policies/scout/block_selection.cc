@@ -35,7 +35,7 @@ absl::StatusOr<BlockSelection> BlockSelection::Create(const PolicyOptions& optio
 }
 
 kernels::UnitLists BlockSelection::Choose(Stream& stream, int layer,
-                                          const AttentionPolicy::Queries& queries,
+                                          const KvAttention::Queries& queries,
                                           const Split& to) const {
   KernelSet& kernels = device_->kernels();
   kernels::DigestScoresParams scores{};
@@ -84,7 +84,7 @@ kernels::UnitLists BlockSelection::Choose(Stream& stream, int layer,
   return top.selected;
 }
 
-void BlockSelection::Fetch(Stream& stream, int layer, const AttentionPolicy::Queries& queries,
+void BlockSelection::Fetch(Stream& stream, int layer, const KvAttention::Queries& queries,
                            const kernels::UnitLists& missing, const int32_t* due,
                            kernels::SparseCounters* counters) const {
   KernelSet& kernels = device_->kernels();

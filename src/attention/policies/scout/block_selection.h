@@ -58,12 +58,12 @@ class BlockSelection {
   // Section 3.2: the blocks with the highest digest scores, split by where they lie. The newest
   // block's digest may not know the rows' own tokens yet; it is selected without one. Returns what
   // was selected, until the next call.
-  kernels::UnitLists Choose(Stream& stream, int layer, const AttentionPolicy::Queries& queries,
+  kernels::UnitLists Choose(Stream& stream, int layer, const KvAttention::Queries& queries,
                             const Split& split) const;
 
   // Section 3.4: gives the missing blocks of the due rows places (null: of every row), and copies
   // them there. The tables say so at once: who reads them next must be behind this on the stream.
-  void Fetch(Stream& stream, int layer, const AttentionPolicy::Queries& queries,
+  void Fetch(Stream& stream, int layer, const KvAttention::Queries& queries,
              const kernels::UnitLists& missing, const int32_t* due,
              kernels::SparseCounters* counters) const;
 

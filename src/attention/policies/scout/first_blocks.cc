@@ -31,7 +31,7 @@ absl::StatusOr<std::unique_ptr<FirstBlocks>> FirstBlocks::Create(const PolicyOpt
 
 void FirstBlocks::Fetch(Stream& stream, int layer, int slot,
                         const OffloadTier::BulkRow& row) const {
-  AttentionPolicy::Queries queries;
+  KvAttention::Queries queries;
   queries.q = queries_->Of(layer, slot);
   queries.stride = int64_t{shape_.heads} * shape_.head_dim;
   queries.slots = row.slots;
