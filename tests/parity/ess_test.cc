@@ -1,5 +1,6 @@
-// Policy ess is lossless: what policy full attends to and its tokens, with pools that are smaller
-// than what a few steps select, under every schedule, and without its ideas (offload-naive).
+// Policy ess is lossless: it attends to what policy full attends to and gives its tokens, with
+// pools that are smaller than what a few steps select, under every schedule, and without its ideas
+// (offload-naive).
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
@@ -35,7 +36,7 @@ using Overlap = PolicyOptions::Ess::Overlap;
 void SmallPools(PolicyOptions& options) {
   options.name = "ess";
   options.ess.sparse_memory_ratio = 0.2;
-  options.ess.least_places = 0;  // what a step selects, 64 tokens, and the next one
+  options.ess.least_places = 0;  // A pool has what a step selects, 64 tokens, and the next one.
 }
 
 NodeOptions OptionsOf(const std::string& model, const std::string& path, DType kv_dtype,
@@ -65,15 +66,15 @@ std::vector<Generated> Run(const NodeOptions& options,
   return out;
 }
 
-// By how much a token was the best.
+// Returns the margin by which a token was the best.
 double Margin(const OutputToken& token) {
   REQUIRE(token.top_logprobs.size() == 2);
   return std::abs(double{token.top_logprobs[0].second} - double{token.top_logprobs[1].second});
 }
 
-// Up to a token that was full's best by no more than `margin`: what follows a flip is another text.
-// The margin is full's own, whose text is not the golden one to the end where paths round. The
-// first `cases` are held to it.
+// Checks tokens up to one that was full's best by at most `margin`: after a flip the texts differ.
+// The margin is full's own, since where paths round, full's text is not the golden one to the end.
+// Only the first `cases` are checked.
 void CheckTokens(const std::string& path, DType kv_dtype, double margin, size_t cases,
                  const std::vector<std::string>& models = fixtures::TinyLatentModels(),
                  const std::vector<Overlap>& overlaps = {Overlap::kNone, Overlap::kDa,
@@ -113,13 +114,13 @@ TEST_CASE("ess gives full's tokens from packed caches") {
 }
 TEST_CASE("ess gives full's tokens from packed caches (cuda)", "[cuda]") {
   if (!HasPath("cuda")) return;
-  // Case 2 alone selects. Rounding turns a tie of its indexer over, and what follows is another
-  // text: "ess selects what full does up to a tie" holds it up to there.
+  // Only case 2 selects. Rounding flips a tie of its indexer, and the texts differ from there on:
+  // "ess selects what full does up to a tie" checks it up to that point.
   CheckTokens("cuda", DType::kFloat8E4M3, testing::kCuda.margin, /*cases=*/2);
 }
 
-// Both policies in one model that goes on with what full gives: their inputs, and so what is
-// selected, are the same to the bit, in every case and step.
+// Runs both policies in one model that goes on with what full gives. Their inputs, and so what they
+// select, are the same to the bit, in every case and step.
 void CheckOnSameInputs(const std::string& path, DType kv_dtype) {
   if (!HasPath(path)) return;
   for (const std::string& name : fixtures::TinyLatentModels()) {

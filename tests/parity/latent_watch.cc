@@ -210,7 +210,7 @@ void BothPolicies::AppendIndex(Stream& stream, int layer, kernels::IndexAppendPa
 
 void BothPolicies::AttendLatent(Stream& stream, int layer, const LatentAttention& attention) {
   first_->AttendLatent(stream, layer, attention);
-  const auto made = [](Stream&) {};  // the queries are there
+  const auto made = [](Stream&) {};  // The queries are there already.
   const LatentAttention again = {.index_q = attention.index_q,
                                  .index_weights = attention.index_weights,
                                  .index_heads = attention.index_heads,
