@@ -258,7 +258,7 @@ void EssPolicy::Look(Stream& stream, absl::Span<const int32_t> slots,
 
 bool EssPolicy::WantsRecording(int32_t decode_rows) {
   if (!plan_.Change(decode_rows)) return false;
-  Log(LogLevel::kInfo, "policy ess: steps have other schedules from now on",
+  Log(LogLevel::kInfo, "policy ess: steps have new overlap schedules from now on",
       {{"decode_rows", decode_rows}, {"layers", LayersBySchedule(plan_.Of(decode_rows))}});
   return true;
 }
