@@ -26,35 +26,27 @@ namespace sluice {
 namespace {
 
 constexpr char kAbout[] =
-    "Measures what sparse policies should know of a model and its traffic beforehand, and writes "
-    "it\n"
-    "to a file that sluice-server reads (--policy-profile FILE).\n"
+    "Measures what sparse policies need to know of a model and its traffic beforehand, and\n"
+    "writes it to a file that sluice-server reads (--policy-profile FILE).\n"
     "\n"
-    "Recall intervals, for --policy scout: each prompt is decoded with recall off, the share of "
-    "the\n"
-    "budget that the CPU has to attend to is noted for every layer and step, and a layer's "
-    "interval\n"
-    "is the largest number of steps before that share reaches --share-limit. Profile with the\n"
-    "traffic, block_tokens and budget_tokens that will be served: the server refuses other ones.\n"
+    "Recall intervals, for --policy scout: each prompt is decoded with recall off, and the\n"
+    "share of the budget that the CPU has to attend to is noted for every layer and step. A\n"
+    "layer's interval is the largest number of steps before that share reaches --share-limit.\n"
+    "Profile with the traffic, block_tokens and budget_tokens that will be served: the server\n"
+    "refuses others.\n"
     "\n"
-    "A projection, for --policy recall, with --skew: the queries of the prompts under full "
-    "attention\n"
-    "give an orthogonal skew for each layer and KV head (a singular value decomposition), of "
-    "which\n"
-    "the columns with the most weight become the partial queries and keys. It lies beside the\n"
-    "profile, as FILE.projection: keep the two together.\n"
+    "A projection, for --policy recall, with --skew: the prompts' queries under full\n"
+    "attention give an orthogonal skew for each layer and KV head (a singular value\n"
+    "decomposition). Its columns with the most weight become the partial queries and keys.\n"
+    "The projection is written beside the profile, as FILE.projection: keep the two together.\n"
     "\n"
-    "Misses, for --policy ess, of a model with latent caches and an indexer: for each of "
-    "--contexts,\n"
-    "--ratios and --batches, sequences decode together through the real engine, and what they "
-    "miss\n"
-    "is noted by layer, with how long a layer's stages take on that --device. From both the "
-    "server\n"
-    "chooses for each layer what runs beneath its fetching; without, by what it sees. From misses "
-    "at\n"
-    "two ratios or more below 1 it can divide places among layers (--ess-divide-places): profile "
-    "from\n"
-    "the fewest places that a layer may have, which --least-places must not be above.";
+    "Misses, for --policy ess, of a model with latent caches and an indexer: for each of\n"
+    "--contexts, --ratios and --batches, sequences decode together through the real engine.\n"
+    "Their misses are noted by layer, with how long a layer's stages take on that --device.\n"
+    "From both the server chooses, for each layer, what overlaps its fetching; without a\n"
+    "profile it chooses by the misses that it observes. With misses at two ratios or more\n"
+    "below 1 it can divide places among layers (--ess-divide-places): then profile from the\n"
+    "fewest places that a layer may have, which --least-places must not exceed.";
 
 constexpr char kExamples[] =
     "  sluice-profile --model models/m --traffic prompts.jsonl --out m.profile.json\n"
@@ -98,7 +90,7 @@ class Profiler {
   }
 
  private:
-  static constexpr int kChunkTokens = 256;  // of a prompt, in one step
+  static constexpr int kChunkTokens = 256;  // Prompt tokens in one step.
 
   absl::Status Load() {
     SLUICE_ASSIGN_OR_RETURN(device_, BenchDevice::Create({"cpu", options_.kernels, threads_}));
@@ -211,7 +203,7 @@ class Profiler {
   PolicyProfile profile_;
 };
 
-// Of models with latent caches.
+// Profiles a model with latent caches.
 absl::Status ProfileMisses(const Options& o) {
   LatentProfileOptions options;
   options.model = o.model;
@@ -245,7 +237,7 @@ absl::Status ProfileMisses(const Options& o) {
 }
 
 absl::Status Profile(const Options& o) {
-  // What is wrong with the model is said where it is loaded.
+  // A model that cannot be read is reported where it is loaded.
   const absl::StatusOr<ModelConfig> config = LoadModelConfig(o.model);
   if (!config.ok() || !config->latent.has_value()) {
     if (o.device != "cpu" || o.topic_drift) {
@@ -281,48 +273,51 @@ int RunProfileCommand(const std::vector<std::string>& args) {
   Options o;
   Flags flags("sluice-profile", kAbout, kExamples);
   flags.Text("model", "DIR", "Hugging Face directory", &o.model);
-  flags.Switch("dummy", "weights by formula: config.json alone is read", &o.dummy);
-  flags.Text("out", "FILE", "where the profile goes", &o.out);
+  flags.Switch("dummy", "make weights by formula: only config.json is read", &o.dummy);
+  flags.Text("out", "FILE", "file that the profile is written to", &o.out);
   flags.Text(
       "traffic", "FILE",
       "prompts, one a line: token ids, or JSON with \"prompt_token_ids\"; without it, random ids",
       &o.traffic);
   flags.Integer("prompts", "random prompts", 1, 100'000, &o.prompts);
   flags.Integer("context", "tokens of a random prompt", 1, 1 << 20, &o.context);
-  flags.Integer("seed", "of random prompts", 0, INT64_MAX, &o.seed);
-  flags.Integer("steps", "tokens decoded after each prompt: no interval will be longer", 1, 4096,
+  flags.Integer("seed", "seed of random prompts", 0, INT64_MAX, &o.seed);
+  flags.Integer("steps", "tokens decoded after each prompt; no interval will be longer", 1, 4096,
                 &o.steps);
   flags.Integer("block-tokens", "tokens in a cache block, as served", 16, 256, &o.block_tokens);
   flags.Integer("budget-tokens", "tokens attended to in a sparse layer, as served", 1, 1 << 20,
                 &o.budget_tokens);
   flags.Integer("dense-layers", "first layers that are not sparse, as served", 0, 4096,
                 &o.dense_layers);
-  flags.Number("share-limit", "share of the budget that the CPU's must stay below", 0, 1,
+  flags.Number("share-limit", "limit that the CPU's share of the budget must stay below", 0, 1,
                &o.share_limit);
   flags.Switch("no-intervals", "measure no recall intervals", &o.no_intervals);
   flags.Switch("skew", "make a projection for policy recall", &o.skew);
   flags.Integer("rank", "columns of the projection; 0: a quarter of head_dim", 0, 4096, &o.rank);
-  flags.Integer("skew-tokens", "tokens whose queries it is made from, spread over the prompts", 64,
+  flags.Integer("skew-tokens",
+                "tokens whose queries the projection is made from, spread over the prompts", 64,
                 1 << 20, &o.skew_tokens);
-  flags.Choice("device", {"cpu", "cuda"}, "where misses and stages are measured", &o.device);
-  flags.Integers("contexts", "tokens of the prompts for misses; else --context", 1, 1 << 20,
+  flags.Choice("device", {"cpu", "cuda"}, "device on which misses and stages are measured",
+               &o.device);
+  flags.Integers("contexts", "tokens of the prompts for misses; default: --context", 1, 1 << 20,
                  &o.contexts);
   flags.Integers("batches", "sequences that decode together, for misses", 1, 4096, &o.batches);
-  flags.Text("ratios", "X,X,...", "places in HBM to tokens of a sequence, as served", &o.ratios);
-  flags.Integer("least-places", "entries of a layer in HBM at least, as served", 0, 1 << 20,
+  flags.Text("ratios", "X,X,...", "entries in HBM per token of a sequence, as served", &o.ratios);
+  flags.Integer("least-places", "fewest entries of a layer in HBM, as served", 0, 1 << 20,
                 &o.least_places);
   flags.Integer("transfer-workers", "multiprocessors that fetch, as served", 1, 1024,
                 &o.transfer_workers);
-  flags.Text("hbm-bytes", "BYTES", "room for sequences in HBM, for misses", &o.hbm_bytes);
-  flags.Text("dram-bytes", "BYTES", "and for their entries in DRAM", &o.dram_bytes);
-  flags.Switch("topic-drift",
-               "of a model with an indexer: weights and prompts by formula, whose selections drift",
-               &o.topic_drift);
-  flags.Integer("paths", "of --topic-drift, of which each layer's indexer sees one", 1, 64,
+  flags.Text("hbm-bytes", "BYTES", "HBM for sequences, for misses", &o.hbm_bytes);
+  flags.Text("dram-bytes", "BYTES", "DRAM for their entries, for misses", &o.dram_bytes);
+  flags.Switch(
+      "topic-drift",
+      "for a model with an indexer: make weights and prompts by formula, whose selections drift",
+      &o.topic_drift);
+  flags.Integer("paths", "paths of --topic-drift; each layer's indexer sees one of them", 1, 64,
                 &o.paths);
-  flags.Text("kernels", "NAME", "CPU kernels, as sluice-server has them", &o.kernels);
+  flags.Text("kernels", "NAME", "CPU kernels, as in sluice-server", &o.kernels);
   flags.Integer("threads", "threads that compute; 0: as the server chooses", 0, 1024, &o.threads);
-  flags.Integer("workers", "threads that attend to what is not in HBM", 1, 1024, &o.workers);
+  flags.Integer("workers", "threads that attend to blocks outside HBM", 1, 1024, &o.workers);
   const absl::StatusOr<bool> parsed = flags.Parse(args);
   if (!parsed.ok()) return Fail(absl::StrCat(parsed.status().message(), " (see --help)"), 2);
   if (!*parsed) {
@@ -330,11 +325,11 @@ int RunProfileCommand(const std::vector<std::string>& args) {
     return 0;
   }
   if (o.model.empty()) return Fail("--model is missing (see --help)", 2);
-  if (o.out.empty()) return Fail("--out is missing: where the profile goes (see --help)", 2);
+  if (o.out.empty()) return Fail("--out is missing: name the file to write (see --help)", 2);
   if (o.no_intervals && !o.skew) {
     return Fail("--no-intervals leaves nothing to measure: add --skew (see --help)", 2);
   }
-  // What policies log is not the table's.
+  // Policies' log lines do not belong into the table.
   SetUpLogging(LogLevel::kWarn, LogFormat::kText);
   const absl::Status status = Profile(o);
   return status.ok() ? 0 : Fail(std::string(status.message()), 1);

@@ -1,4 +1,4 @@
-// sluice-profile: the command.
+// The command sluice-profile.
 #pragma once
 
 #include <string>
@@ -6,8 +6,9 @@
 
 namespace sluice {
 
-// `args`: the command line after the program's name. Exit status: 0; 1: it could not be measured or
-// written; 2: a bad command line. What is wrong is said in one sentence on standard error.
+// Runs the command. `args` is the command line after the program's name. Returns the exit status:
+// 0, 1 if something could not be measured or written, or 2 for a bad command line. One sentence on
+// standard error says what is wrong.
 int RunProfileCommand(const std::vector<std::string>& args);
 
 }  // namespace sluice

@@ -1,4 +1,4 @@
-// How often a layer has to recall, from how its CPU share grows (Scout, section 3.4).
+// How often a layer has to recall, given how its CPU share grows (Scout, section 3.4).
 #pragma once
 
 #include <cstdint>
@@ -6,13 +6,13 @@
 
 namespace sluice {
 
-// Shares of the budget that the CPU attends to, one sum over samples for each number of steps since
+// Shares of the budget that the CPU attends to: one sum over samples for each number of steps since
 // the working set was made.
 class ShareSeries {
  public:
-  // `step`: 1 is the first step with that working set.
+  // Adds a sample. `step` 1 is the first step with that working set.
   void Add(int64_t step, double share);
-  // By step - 1; 0 where nothing was measured.
+  // Returns the means, indexed by step - 1; 0 where nothing was measured.
   std::vector<double> Means() const;
 
  private:
@@ -20,9 +20,9 @@ class ShareSeries {
   std::vector<int64_t> counts_;
 };
 
-// The largest number of steps from one recall to the next with which no step's mean share reaches
-// `limit`: what a recall after step n brings is there for step n + 1. At least 1, and at most
-// `shares.size()`, beyond which nothing is known.
+// Returns the largest number of steps from one recall to the next with which no step's mean share
+// reaches `limit`; a recall after step n takes effect in step n + 1. The result is at least 1 and
+// at most `shares.size()`, beyond which nothing is known.
 int32_t IntervalOf(const std::vector<double>& shares, double limit);
 
 }  // namespace sluice

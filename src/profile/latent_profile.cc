@@ -22,7 +22,7 @@
 namespace sluice {
 namespace {
 
-constexpr int kWindows = 4;  // of RunPolicy
+constexpr int kWindows = 4;  // Windows of RunPolicy.
 
 class LatentProfiler {
  public:
@@ -83,7 +83,7 @@ class LatentProfiler {
     world_.model = model_.get();
     world_.max_context = model_->max_context();
     world_.slots = most_;
-    // What the last rows select is what a sequence begins with: no prefill node sends it here.
+    // A sequence begins with what its prompt's last rows select: no prefill node sends hints here.
     world_.options.recompute_last = PolicyOptions::RecomputeLast::kOn;
     PolicyOptions::Ess& ess = world_.options.ess;
     ess.least_places = static_cast<int>(options_.least_places);
@@ -112,7 +112,7 @@ class LatentProfiler {
     return drift;
   }
 
-  // Token ids of prompts of `tokens` tokens.
+  // Returns token ids of prompts of `tokens` tokens.
   absl::StatusOr<std::vector<Prompt>> Prompts(int tokens) const {
     const auto count = static_cast<size_t>(options_.prompts);
     if (options_.topic_drift) {
@@ -162,7 +162,7 @@ class LatentProfiler {
     return out;
   }
 
-  // Places in HBM to tokens, of a sequence that ends at `total`.
+  // Returns places in HBM per token, for a sequence that ends with `total` tokens.
   double RatioOf(int64_t total) const {
     PolicyOptions options = world_.options;
     DescribeModel(*model_, &options);
@@ -202,7 +202,7 @@ class LatentProfiler {
     return absl::OkStatus();
   }
 
-  // What the stages of a point worked on, and how long they took.
+  // Notes the work of a point's stages, and how long they took.
   void Note(const MissProfile::Point& point, const std::vector<StageTimer::LayerTimes>& times) {
     const auto rows = static_cast<double>(point.batch);
     const auto context = static_cast<double>(point.context + PolicyRunTokens(steps_) / 2);
@@ -245,7 +245,7 @@ class LatentProfiler {
 
   static constexpr char kPolicy[] = "ess";
   const LatentProfileOptions options_;
-  const int steps_;  // of a window
+  const int steps_;  // Steps of a window.
   const int most_, longest_;
   std::unique_ptr<BenchDevice> bench_device_;
   std::unique_ptr<Device> unrecorded_;

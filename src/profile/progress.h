@@ -1,4 +1,4 @@
-// How far a long run is: a bar on standard error while that is a terminal, else nothing.
+// Shows the progress of a long run: a bar on standard error if that is a terminal, else nothing.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace sluice {
 class Progress {
  public:
   explicit Progress(std::string what);
-  ~Progress();  // takes the bar away
+  ~Progress();  // Removes the bar.
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 

@@ -15,9 +15,10 @@ namespace sluice {
 namespace {
 
 constexpr int kSlot = 0;
-constexpr int kChunkTokens = 128;  // whose queries of all layers are in memory at once
+// Tokens whose queries of all layers are in memory at the same time.
+constexpr int kChunkTokens = 128;
 
-// What one row of a layer has.
+// The shape of one row of a layer.
 struct RowShape {
   int64_t heads, kv_heads, head_dim;
   DType kv_dtype;
@@ -25,7 +26,7 @@ struct RowShape {
   int64_t written_bytes() const { return 2 * kv_heads * head_dim * SizeOf(kv_dtype); }
 };
 
-// Policy `full` that brings every layer's queries, keys and values of a step to the host.
+// Policy `full`, which also copies every layer's queries, keys and values of a step to the host.
 class CapturingPolicy : public ForwardingPolicy {
  public:
   CapturingPolicy(AttentionPolicy* full, const RowShape& shape, Buffer written, Buffer host)
@@ -42,7 +43,7 @@ class CapturingPolicy : public ForwardingPolicy {
                 static_cast<size_t>(params.rows * shape_.written_bytes()));
   }
 
-  // Of a row of the last step, once that is done.
+  // Returns a query of a row of the last step. REQUIRES: that step is done.
   const float* Query(int layer, int64_t row, int64_t head) const {
     return reinterpret_cast<const float*>(At(layer) + row * shape_.qkv_bytes()) +
            head * shape_.head_dim;
@@ -66,7 +67,7 @@ class CapturingPolicy : public ForwardingPolicy {
   uint8_t* At(int layer) const { return host_.as<uint8_t>() + layer * LayerBytes(shape_); }
 
   const RowShape shape_;
-  const Buffer written_, host_;  // [rows][written_bytes]; [layers][LayerBytes]
+  const Buffer written_, host_;  // [rows][written_bytes]; [layers][LayerBytes].
 };
 
 class Capture {

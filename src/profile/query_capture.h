@@ -1,4 +1,4 @@
-// The queries and keys of prompts, as attention meets them: after q_norm, k_norm and RoPE.
+// The queries and keys of prompts as attention sees them: after q_norm, k_norm and RoPE.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,10 @@
 
 namespace sluice {
 
-// Of one layer and KV head.
+// Queries and keys of one layer and KV head.
 struct HeadQueries {
-  std::vector<float> q;  // [tokens * group][head_dim], the group's query heads of a token together
+  // [tokens * group][head_dim]; the group's query heads of a token lie together.
+  std::vector<float> q;
   std::vector<float> k;  // [tokens][head_dim]
 };
 
@@ -26,9 +27,9 @@ struct CapturedQueries {
   }
 };
 
-// Computes the prompts with full attention and keeps about `tokens` tokens of them, evenly spread.
-// `progress(done, all)` is told of prompt tokens. REQUIRES: every prompt fits the model's
-// max_context, and model->max_rows() >= 1. RESOURCE_EXHAUSTED: no memory.
+// Computes the prompts with full attention and keeps about `tokens` of their tokens, evenly spread.
+// `progress(done, all)` gets numbers of prompt tokens. REQUIRES: every prompt fits the model's
+// max_context, and model->max_rows() >= 1. RESOURCE_EXHAUSTED: there is no memory.
 absl::StatusOr<CapturedQueries> CaptureQueries(
     Device* device, Model* model, const std::vector<Prompt>& prompts, int64_t tokens,
     const std::function<void(int64_t, int64_t)>& progress);

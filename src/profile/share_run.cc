@@ -19,8 +19,8 @@
 namespace sluice {
 namespace {
 
-// Looks at the policy's counters between two steps of its one sequence, for which it holds the
-// device: what is measured here is not time.
+// Reads the policy's counters between two steps of its one sequence. It waits for the device at
+// each step, since it does not measure time.
 class ShareWatch : public ForwardingPolicy {
  public:
   ShareWatch(AttentionPolicy* policy, Device* device, int64_t budget_tokens, int kv_heads,
@@ -47,7 +47,7 @@ class ShareWatch : public ForwardingPolicy {
     ForwardingPolicy::BeginStep(stream, slots, positions);
   }
 
-  // The steps are done: the last one's counters.
+  // All steps are done, so these are the last one's counters.
   void Release(int slot) override {
     PollCounters();
     ForwardingPolicy::Release(slot);
@@ -63,7 +63,7 @@ class ShareWatch : public ForwardingPolicy {
       PolicyStatistics::Layer step;
       step.steps = now.layers[i].steps - last_.layers[i].steps;
       step.missing = now.layers[i].missing - last_.layers[i].missing;
-      if (step.steps == 0) continue;  // rows of the prompt; a dense layer
+      if (step.steps == 0) continue;  // Rows of the prompt, or a dense layer.
       SLUICE_CHECK(step.steps == 1, "one sequence, and no step unseen");
       decoded = true;
       series_[i].Add(step_ + 1, step.Share(budget_tokens_, kv_heads_));
@@ -77,7 +77,7 @@ class ShareWatch : public ForwardingPolicy {
   std::vector<ShareSeries> series_;
   const std::unique_ptr<Event> step_done_;
   PolicyStatistics last_;
-  int64_t step_ = 0;  // decoded since the working set was made
+  int64_t step_ = 0;  // Steps decoded since the working set was made.
 };
 
 class ShareRun {
@@ -87,7 +87,8 @@ class ShareRun {
 
   absl::Status Start(int64_t longest) {
     const CacheLayout& layout = model_->cache_layout();
-    // Twice its cache holds a sequence's places, the arrays beside them and its dense layers.
+    // Twice the size of its cache holds a sequence's places, the arrays beside them and its dense
+    // layers.
     const auto home = static_cast<size_t>(layout.BytesFor(longest) + (1 << 20));
     SLUICE_ASSIGN_OR_RETURN(hbm_, Pool("hbm", MemoryKind::kDevice, 2 * home + (8 << 20)));
     SLUICE_ASSIGN_OR_RETURN(dram_, Pool("dram", MemoryKind::kPinned, home));
@@ -137,7 +138,7 @@ class ShareRun {
     request.request_id = absl::StrCat("profile-", ++prompts_);
     request.prompt = prompt;
     request.sampling.temperature = 0;
-    // The first token is the prompt's last row's.
+    // The prompt's last row gives the first token.
     request.sampling.max_tokens = static_cast<uint32_t>(options_.steps + 1);
     request.sampling.ignore_eos = true;
     request.allow_local_prefill = true;
@@ -151,7 +152,7 @@ class ShareRun {
     }
   }
 
-  // Ends the engine: nothing looks at the series any more.
+  // Ends the engine, so that nothing reads the series any more, and returns the series.
   std::vector<ShareSeries> Take() {
     thread_.reset();
     engine_.reset();

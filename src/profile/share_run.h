@@ -1,5 +1,6 @@
-// How the CPU's share of a sparse policy's budget grows while nothing is recalled (Scout, section
-// 3.4): prompts run through the real engine, one after the other, and every step is looked at.
+// Measures how the CPU's share of a sparse policy's budget grows while nothing is recalled (Scout,
+// section 3.4). Prompts run through the real engine, one after the other, and every step is
+// measured.
 #pragma once
 
 #include <cstdint>
@@ -16,15 +17,14 @@
 namespace sluice {
 
 struct ShareRunOptions {
-  // The policy with all that it needs but device, pools, slots and max_context. Its recall is
-  // turned off.
+  // The policy's options, except device, pools, slots and max_context. Recall is turned off.
   PolicyOptions policy;
-  int64_t steps = 64;  // tokens decoded after each prompt, from its own first working set
+  int64_t steps = 64;  // Tokens decoded after each prompt, starting from its own first working set.
 };
 
-// By layer; dense layers have no share. `progress(done, all)` is told of prompts. REQUIRES: every
-// prompt, and `steps` + 1 tokens more, fit the model's max_context. Errors are the policy's and
-// those that end a sequence.
+// Returns a series for each layer; dense layers have no share. `progress(done, all)` gets numbers
+// of prompts. REQUIRES: every prompt, with `steps` + 1 more tokens, fits the model's max_context.
+// Errors are the policy's and those that end a sequence.
 absl::StatusOr<std::vector<ShareSeries>> MeasureShares(
     const ShareRunOptions& options, Device* device, Model* model,
     const std::vector<Prompt>& prompts, const std::function<void(int64_t, int64_t)>& progress);

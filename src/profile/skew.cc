@@ -10,7 +10,7 @@
 namespace sluice {
 namespace {
 
-// x [rows][inner] times y [inner][columns].
+// Returns x [rows][inner] times y [inner][columns].
 std::vector<double> Times(absl::Span<const float> x, int64_t rows, absl::Span<const double> y,
                           int64_t inner, int64_t columns) {
   std::vector<double> out(static_cast<size_t>(rows * columns));
@@ -25,7 +25,7 @@ std::vector<double> Times(absl::Span<const float> x, int64_t rows, absl::Span<co
   return out;
 }
 
-// The place of each value in ascending order, equals in order of index.
+// Returns the rank of each value in ascending order; equal values are ordered by index.
 std::vector<double> Ranks(const std::vector<double>& values) {
   std::vector<size_t> order(values.size());
   std::iota(order.begin(), order.end(), 0);
@@ -82,7 +82,7 @@ double RankCorrelation(absl::Span<const float> q, absl::Span<const float> k,
                              &partial_q[static_cast<size_t>(i * rank)] + rank,
                              &partial_k[static_cast<size_t>(t * rank)], 0.0);
     }
-    // Of ranks without ties: 1 - 6 sum d^2 / (n (n^2 - 1)).
+    // Spearman's formula for ranks without ties: 1 - 6 sum d^2 / (n (n^2 - 1)).
     const std::vector<double> a = Ranks(exact), b = Ranks(partial);
     double squares = 0;
     for (size_t t = 0; t < a.size(); ++t) squares += (a[t] - b[t]) * (a[t] - b[t]);

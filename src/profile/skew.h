@@ -1,6 +1,6 @@
 // InfiniGen's skew (OSDI 24, arXiv 2406.19707, section 4.2): an orthogonal A for each KV head, so
-// that (q A)(k A)^T = q k^T while few columns of q A carry most of it; the partial queries and keys
-// of policy `recall` are those columns.
+// that (q A)(k A)^T = q k^T while few columns of q A carry most of it. Those columns are the
+// partial queries and keys of policy `recall`.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@
 
 namespace sluice {
 
-// The projection [head_dim][rank] of one KV head: the `rank` columns of A with the largest
-// sum |q A|, A being the right singular vectors of the queries. `q`: [rows][head_dim], those of all
-// query heads of its group, after RoPE and q_norm. REQUIRES: 0 < rank <= head_dim.
+// Returns the projection [head_dim][rank] of one KV head: the `rank` columns of A with the largest
+// sum |q A|, where A is the right singular vectors of the queries. `q` is [rows][head_dim]: the
+// queries of all query heads of its group, after RoPE and q_norm. REQUIRES: 0 < rank <= head_dim.
 std::vector<float> SkewOf(absl::Span<const float> q, int64_t head_dim, int64_t rank);
 
-// How well partial scores order keys: Spearman's correlation of (q P)(k P)^T with q k^T over the
-// rows of k, as the mean over the rows of q. `projection`: [head_dim][rank]. 0 where there is
-// nothing to order.
+// Returns how well partial scores order keys: Spearman's correlation of (q P)(k P)^T with q k^T
+// over the rows of k, as the mean over the rows of q. `projection` is [head_dim][rank]. Returns 0
+// if there is nothing to order.
 double RankCorrelation(absl::Span<const float> q, absl::Span<const float> k,
                        absl::Span<const float> projection, int64_t head_dim, int64_t rank);
 

@@ -12,7 +12,7 @@
 namespace sluice {
 namespace {
 
-constexpr int64_t kJudgedQueries = 64;  // of a head at most
+constexpr int64_t kJudgedQueries = 64;  // Most queries of a head that judge it.
 
 struct HeadResult {
   std::vector<float> projection;  // [head_dim][rank]
@@ -25,7 +25,7 @@ HeadResult SkewHead(const HeadQueries& head, int64_t head_dim, int64_t rank) {
   const absl::Span<const float> q = head.q;
   HeadResult result;
   result.projection = SkewOf(q.subspan(0, static_cast<size_t>(seen * head_dim)), head_dim, rank);
-  // Evenly spread over those that were not seen.
+  // The judged queries are evenly spread over those that were not seen.
   const int64_t stride = std::max<int64_t>(1, (queries - seen) / kJudgedQueries);
   std::vector<float> judged;
   for (int64_t i = seen; i < queries; i += stride) {

@@ -1,4 +1,4 @@
-// The projection for policy `recall`, from the queries of prompts, and what it is worth.
+// Makes the projection of policy `recall` out of the queries of prompts, and judges it.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@
 
 namespace sluice {
 
-// How well partial scores order the keys of a layer: RankCorrelation, the mean over KV heads, of
-// queries that the skew was not made from.
+// How well partial scores order the keys of a layer: RankCorrelation, as the mean over KV heads,
+// for queries that the skew was not made from.
 struct SkewQuality {
-  double plain = 0;   // PlainProjection's columns
-  double skewed = 0;  // this projection's
+  double plain = 0;   // With PlainProjection's columns.
+  double skewed = 0;  // With this projection.
 };
 
 struct SkewResult {
@@ -22,8 +22,9 @@ struct SkewResult {
   std::vector<SkewQuality> layers;
 };
 
-// From the first seven eighths of the tokens; judged by the rest. `progress(done, all)` is told of
-// heads, from any thread, one at a time. REQUIRES: 0 < rank <= head_dim.
+// Makes the projection out of the first seven eighths of the tokens, and judges it by the rest.
+// `progress(done, all)` gets numbers of heads; it is called on any thread, one call at a time.
+// REQUIRES: 0 < rank <= head_dim.
 SkewResult MakeSkew(const CapturedQueries& captured, int64_t rank, int threads,
                     const std::function<void(int64_t, int64_t)>& progress);
 

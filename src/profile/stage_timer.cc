@@ -103,7 +103,7 @@ LinearTime FitLine(absl::Span<const double> x, absl::Span<const double> y) {
     sxx += x[i] * x[i];
     sxy += x[i] * y[i];
   }
-  constexpr double kAlike = 0.1;  // of the largest
+  constexpr double kAlike = 0.1;  // Share of the largest value.
   const auto [least, most] = std::minmax_element(x.begin(), x.end());
   const double through_origin = sxx > 0 ? sxy / sxx : 0;
   if (*most - *least <= kAlike * *most) {

@@ -1,7 +1,7 @@
-// How long the stages of a layer take under policy ess, inside real decode steps, and the rates
-// that they come to (StageRates). By events of the step's own stream, so steps are not recorded:
-// what is timed are stages one after the other, with what it takes to launch them where they are
-// short.
+// Measures how long the stages of a layer take under policy ess, inside real decode steps, and the
+// rates that these times give (StageRates). It uses events of the step's own stream, so steps are
+// not recorded: the measured stages follow one another, and short ones include what it takes to
+// launch them.
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@
 
 namespace sluice {
 
-// A device that records no steps, and is `device` in all else.
+// Returns a device that records no steps and is `device` in all else.
 std::unique_ptr<Device> UnrecordedDevice(Device* device);
 
 class StageTimer {
@@ -27,12 +27,12 @@ class StageTimer {
 
   StageTimer(Device* device, int layers);
 
-  // EssProbe::on_stage. Engine's thread.
+  // A function for EssProbe::on_stage. Only the engine's thread calls it.
   void OnStage(Stream& stream, int layer, int32_t rows, EssProbe::Stage stage);
-  // By layer, of steps of `rows` rows since the last Take; empty: there were none. REQUIRES: every
-  // step is done.
+  // Returns the times by layer, of steps of the expected number of rows since the last Take. Empty
+  // if there were none. REQUIRES: every step is done.
   std::vector<LayerTimes> Take();
-  // Counts steps of other sizes out.
+  // Ignores steps of other sizes than `rows` from now on.
   void Expect(int32_t rows) { rows_ = rows; }
 
  private:
@@ -47,17 +47,18 @@ class StageTimer {
 
   const int layers_;
   int32_t rows_ = 0;
-  std::array<StepMarks, 3> marks_;  // of steps, in turn: one more than may be under way
+  // Marks of steps, used in turn: one more than the steps that may be under way.
+  std::array<StepMarks, 3> marks_;
   size_t step_ = 0;
-  int64_t steps_ = 0;  // in sums_
+  int64_t steps_ = 0;  // Steps summed in sums_.
   std::vector<LayerTimes> sums_;
 };
 
-// The line of least squared distance through (x, y), never below zero; through the origin where
-// the x are alike. REQUIRES: as many of each, one at least.
+// Returns the line of least squared distance through (x, y), never below zero, and through the
+// origin if the x are alike. REQUIRES: x and y have the same size, at least one.
 LinearTime FitLine(absl::Span<const double> x, absl::Span<const double> y);
 
-// What a fork and a join add to a recorded step, in microseconds. The device's errors.
+// Returns what a fork and a join add to a recorded step, in microseconds, or the device's errors.
 absl::StatusOr<double> MeasureBranch(Device& device);
 
 }  // namespace sluice

@@ -17,7 +17,7 @@ Svd SvdOf(absl::Span<const double> a, int64_t rows, int64_t columns) {
   if (rows == 0) return svd;
   const Eigen::JacobiSVD<Matrix> found(Eigen::Map<const Matrix>(a.data(), rows, columns),
                                        Eigen::ComputeFullV);
-  const auto& values = found.singularValues();  // min(rows, columns) of them
+  const auto& values = found.singularValues();  // There are min(rows, columns) of them.
   Eigen::Map<Eigen::VectorXd>(svd.singular_values.data(), values.size()) = values;
   v = found.matrixV();
   return svd;

@@ -151,10 +151,10 @@ def test_places_divided_by_a_profile_serve_the_same_tokens(tiny_models, start, c
     assert plan.returncode == 0 and "beneath the fetching, by layer" in plan.stdout, plan.stdout + plan.stderr
     node = start("sluice-server", model, *flags, "--local-prefill", "always")
     log = node.log.read_text()
-    assert "places are divided among layers by what a profile says" in log
+    assert "KV slots are divided among layers by the profile" in log
     even = start("sluice-server", model, "--local-prefill", "always",
                  *(flag for flag in flags if flag != "--ess-divide-places"))
-    assert "places are divided" not in even.log.read_text()
+    assert "KV slots are divided" not in even.log.read_text()
     asked = {"prompt_token_ids": [2 + i * 7 % 500 for i in range(300)],
              "sampling": greedy(max_tokens=40, ignore_eos=True)}
     answers = [[token.id for token in tokens_of(of.decode.Generate(
@@ -168,7 +168,7 @@ def test_where_there_is_nothing_to_divide_the_log_says_so(tiny_models, start, cu
     node = start("sluice-server", tiny_models("tiny-deepseek-v32"), *DIVIDED, "--ess-sparse-memory-ratio", "0.3",
                  "--policy-profile", curves(0.4, 0.9))
     log = node.log.read_text()
-    assert "places are not divided among layers" in log and "ess_divide_places" in log
+    assert "KV slots are not divided among layers" in log and "ess_divide_places" in log
 
 
 @pytest.mark.parametrize("ratios, flags, words", [

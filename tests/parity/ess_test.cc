@@ -1,5 +1,6 @@
-// Policy ess is lossless: what policy full attends to and its tokens, with pools that are smaller
-// than what a few steps select, under every schedule, and without its ideas (offload-naive).
+// Policy ess is lossless: it attends to what policy full attends to and gives its tokens, with
+// pools that are smaller than what a few steps select, under every schedule, and without its ideas
+// (offload-naive).
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
@@ -35,7 +36,7 @@ using Overlap = PolicyOptions::Ess::Overlap;
 void SmallPools(PolicyOptions& options) {
   options.name = "ess";
   options.ess.sparse_memory_ratio = 0.2;
-  options.ess.least_places = 0;  // what a step selects, 64 tokens, and the next one
+  options.ess.least_places = 0;  // A pool has what a step selects, 64 tokens, and the next one.
 }
 
 NodeOptions OptionsOf(const std::string& model, const std::string& path, DType kv_dtype,
@@ -65,15 +66,15 @@ std::vector<Generated> Run(const NodeOptions& options,
   return out;
 }
 
-// By how much a token was the best.
+// Returns the margin by which a token was the best.
 double Margin(const OutputToken& token) {
   REQUIRE(token.top_logprobs.size() == 2);
   return std::abs(double{token.top_logprobs[0].second} - double{token.top_logprobs[1].second});
 }
 
-// Up to a token that was full's best by no more than `margin`: what follows a flip is another text.
-// The margin is full's own, whose text is not the golden one to the end where paths round. The
-// first `cases` are held to it.
+// Checks tokens up to one that was full's best by at most `margin`: after a flip the texts differ.
+// The margin is full's own, since where paths round, full's text is not the golden one to the end.
+// Only the first `cases` are checked.
 void CheckTokens(const std::string& path, DType kv_dtype, double margin, size_t cases,
                  const std::vector<std::string>& models = fixtures::TinyLatentModels(),
                  const std::vector<Overlap>& overlaps = {Overlap::kNone, Overlap::kDa,
@@ -113,13 +114,13 @@ TEST_CASE("ess gives full's tokens from packed caches") {
 }
 TEST_CASE("ess gives full's tokens from packed caches (cuda)", "[cuda]") {
   if (!HasPath("cuda")) return;
-  // Case 2 alone selects. Rounding turns a tie of its indexer over, and what follows is another
-  // text: "ess selects what full does up to a tie" holds it up to there.
+  // Only case 2 selects. Rounding flips a tie of its indexer, and the texts differ from there on:
+  // "ess selects what full does up to a tie" checks it up to that point.
   CheckTokens("cuda", DType::kFloat8E4M3, testing::kCuda.margin, /*cases=*/2);
 }
 
-// Both policies in one model that goes on with what full gives: their inputs, and so what is
-// selected, are the same to the bit, in every case and step.
+// Runs both policies in one model that goes on with what full gives. Their inputs, and so what they
+// select, are the same to the bit, in every case and step.
 void CheckOnSameInputs(const std::string& path, DType kv_dtype) {
   if (!HasPath(path)) return;
   for (const std::string& name : fixtures::TinyLatentModels()) {
@@ -170,7 +171,8 @@ TEST_CASE("ess attends as full does to the same rows of a model (cuda)", "[cuda]
   CheckOnSameInputs("cuda", DType::kFloat8E4M3);
 }
 
-// Two models, each going on with what its own policy gives, full's tokens being dictated to both.
+// Two models, each of which goes on with what its own policy gives. Full's tokens are dictated to
+// both.
 class SideBySide {
  public:
   SideBySide(const std::string& model, const std::string& path, DType kv_dtype)
@@ -182,15 +184,15 @@ class SideBySide {
     ess_.SetFront(&watch_ess_);
   }
 
-  // Where the two first select differently. No layer: nowhere.
+  // The first place where the two select differently. `layer` is -1 if there is none.
   struct Flip {
     int step = 0;
     int layer = -1;
-    int32_t gone = 0, come = 0;  // what full alone selects, and ess alone
-    double gap = 0;              // between full's scores of the two, in parts of all scores' range
-    double apart = 0;            // of full's and ess's scores of one token, at most, likewise
+    int32_t gone = 0, come = 0;  // The tokens that only full selects, and only ess.
+    double gap = 0;    // Gap between full's scores of the two, as a part of all scores' range.
+    double apart = 0;  // Largest gap between full's and ess's scores of one token, likewise.
   };
-  // Until then the tokens are the same but for margins below `margin`.
+  // Runs until then. Before it, tokens are the same unless their margin is below `margin`.
   Flip Run(const fixtures::GoldenCase& golden, double margin) {
     const auto prompt = static_cast<int>(golden.prompt.size());
     std::vector<int32_t> tokens = golden.prompt;
@@ -212,7 +214,7 @@ class SideBySide {
       const std::vector<float> got = ess_.Step(position, 1, /*generates=*/true);
       watch_full_.Collect(position, 1);
       watch_ess_.Collect(position, 1);
-      CHECK(watch_full_.Query(0) == watch_ess_.Query(0));  // nothing was attended to before
+      CHECK(watch_full_.Query(0) == watch_ess_.Query(0));  // Nothing was attended to before.
       flip.step = step;
       for (int layer = 0; layer < full_.config().layers; ++layer) {
         if (Differ(layer, &flip)) return flip;
@@ -234,7 +236,7 @@ class SideBySide {
     for (size_t t = 0; t < full.size(); ++t) {
       flip->apart = std::max(flip->apart, std::abs(full[t] - ess[t]) / (*most - *least));
     }
-    // The best that ess leaves out, and the worst that it has instead.
+    // The best token that ess leaves out, and the worst that it has instead.
     const auto score = [&](int32_t t) { return full[static_cast<size_t>(t)]; };
     const auto worse = [&](int32_t x, int32_t y) { return score(x) < score(y); };
     std::vector<int32_t> gone, come;
@@ -251,12 +253,12 @@ class SideBySide {
   LatentWatch watch_full_, watch_ess_;
 };
 
-// Attention in two lists rounds in other places than in one. Where activations are bf16, a last bit
-// of a layer's input turns over the e4m3 rounding of some elements of the next layer's index
-// queries, each a sixteenth of it: scores move by a hundredth of their range (`apart`), and two
-// tokens at the cut that are as close change places. That, and nothing else, parts the texts of
-// ess and full: they select the same up to a tie as near as what rounding moves. Measured: on
-// float32 paths 2e-6, on others 0.001 to 0.01, with scores apart by 0.02 at most.
+// Attention in two lists rounds at other points than attention in one. Where activations are bf16,
+// a last bit of a layer's input flips the e4m3 rounding of some elements of the next layer's index
+// queries, each by a sixteenth: scores move by a hundredth of their range (`apart`), and two tokens
+// at the cut that are as close change places. Nothing else makes the texts of ess and full differ:
+// they select the same up to a tie as near as what rounding moves. Measured: 2e-6 on float32 paths,
+// 0.001 to 0.01 on others, with scores apart by 0.02 at most.
 void CheckNearTies(const std::string& path, double near) {
   if (!HasPath(path)) return;
   for (const std::string& model : fixtures::TinyLatentModels()) {
@@ -271,7 +273,7 @@ void CheckNearTies(const std::string& path, double near) {
                   path.c_str(), model.c_str(), c, flip.step, flip.layer, flip.come, flip.gone,
                   flip.gap, flip.apart);
       CHECK(flip.layer > 0);
-      CHECK(c == 2);  // the others select everything
+      CHECK(c == 2);  // The other cases select everything.
       CHECK(flip.gap >= 0);
       CHECK(flip.gap <= near);
       CHECK(flip.apart <= 2 * near);

@@ -24,17 +24,17 @@ using testing::Teacher;
 
 constexpr int kBlockTokens = 32;
 
-// A window of half of the prompt's blocks, the others are the CPU's.
+// The window has half of the prompt's blocks, and the CPU has the others.
 void HalfWindow(PolicyOptions& options, int prompt, float beta) {
   options.name = "hgca";
   options.dense_layers = 0;
   options.workers = 2;
-  options.worker_deadline = absl::Seconds(60);  // a busy machine is no fault
+  options.worker_deadline = absl::Seconds(60);  // A busy machine is no fault.
   options.hgca.window_tokens = std::max(prompt / kBlockTokens / 2, 1) * kBlockTokens;
   options.hgca.beta = beta;
 }
 
-// Both sides' lse of every layer are finite: neither is empty.
+// Checks that both sides' LSE are finite in every layer, so neither side is empty.
 void CheckBothSides(Teacher& teacher) {
   auto& hgca = dynamic_cast<HgcaPolicy&>(teacher.policy());
   for (int layer = 0; layer < teacher.config().layers; ++layer) {
@@ -64,8 +64,8 @@ TEST_CASE("beta 0, half of the blocks in the window: logits and tokens are those
   CheckSameAsFullOnGpu(BetaZero());
 }
 
-// Random weights spread their attention wide and turn it elsewhere with every token, which is hard
-// on a threshold: bounds from below.
+// Random weights spread attention wide and turn it elsewhere with every token, which is hard on a
+// threshold: these are bounds from below.
 TEST_CASE(
     "the smaller beta, the more is selected and the closer the logits come to those of full") {
   for (const std::string& name : fixtures::TinyModels()) {

@@ -1,5 +1,5 @@
-// Policy full through the whole engine on models with latent caches: transformers' tokens, and each
-// sequence's bits its own.
+// Policy full through the whole engine on models with latent caches: it gives transformers' tokens,
+// and each sequence's bits depend on that sequence alone.
 #include <catch2/catch.hpp>
 #include <string>
 #include <vector>
@@ -31,7 +31,7 @@ NodeOptions Options(const std::string& path, DType kv_dtype) {
   return options;
 }
 
-// Prompts in chunks: rows of prompts and decode rows in the same steps.
+// Prompts come in chunks, so that the same steps have rows of prompts and decode rows.
 void CheckTogetherOn(const std::string& path, DType kv_dtype) {
   if (!HasPath(path)) return;
   INFO(DTypeName(kv_dtype));
@@ -57,7 +57,7 @@ TEST_CASE("latent models give transformers' tokens through the engine") {
   }
 }
 
-// Where every step selects everything: cases 0 and 1 (fixtures' README).
+// Every step of cases 0 and 1 selects everything (fixtures' README).
 void CheckDenseCases(const std::string& path) {
   if (!HasPath(path)) return;
   const auto golden = fixtures::LoadGolden("tiny-deepseek-v32");
@@ -90,7 +90,7 @@ TEST_CASE("sequences of latent models together give exactly what each gives alon
 
 TEST_CASE("preempted sequences of latent models go on with the same bits") {
   NodeOptions options = Options("portable", DType::kFloat8E4M3);
-  options.hbm_bytes = 700 * 3 * (656 + 132);  // of three layers, for the longest sequence
+  options.hbm_bytes = 700 * 3 * (656 + 132);  // Three layers, for the longest sequence.
   options.overcommit = 4;
   CHECK(CheckTogether(options) > 0);
 }

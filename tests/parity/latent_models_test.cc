@@ -1,5 +1,5 @@
-// Every kernel path on the tiny models with latent caches, held to transformers' logits, tokens and
-// selections.
+// Every kernel path on the tiny models with latent caches, compared with transformers' logits,
+// tokens and selections.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <nlohmann/json.hpp>
@@ -32,12 +32,12 @@ using testing::Recall;
 using testing::Summarise;
 using testing::Text;
 
-// Case 2 alone has more tokens than are selected.
+// Only case 2 has more tokens than are selected.
 constexpr size_t kSelectiveCase = 2;
 
 enum class From { kTokens, kGoldenCaches, kGoldenCachesAndSelections };
 
-// What the golden step attended to that made row `step` of the logits, by layer.
+// Returns, by layer, the entries attended to by the golden step that made row `step` of the logits.
 std::vector<std::vector<int32_t>> GoldenSelection(const GoldenCase& golden, size_t step) {
   std::vector<std::vector<int32_t>> out;
   for (const std::vector<int32_t>& all : golden.selected) {
@@ -48,8 +48,8 @@ std::vector<std::vector<int32_t>> GoldenSelection(const GoldenCase& golden, size
   return out;
 }
 
-// Forces the golden tokens; the prompt is computed in chunks, or its caches are the golden ones, of
-// which the last position is computed again.
+// Forces the golden tokens. The prompt is computed in chunks, or its caches are the golden ones and
+// only the last position is computed again.
 Outcome Force(LatentTeacher& teacher, const GoldenCase& golden, From from) {
   const int prompt = static_cast<int>(golden.prompt.size());
   const size_t vocab = golden.logits.size() / golden.tokens.size();
@@ -65,7 +65,7 @@ Outcome Force(LatentTeacher& teacher, const GoldenCase& golden, From from) {
     teacher.SetGolden(golden);
     logits = teacher.Step(prompt - 1, 1, /*generates=*/false);
   } else {
-    constexpr int kChunk = 75;  // no multiple of a block
+    constexpr int kChunk = 75;  // Not a multiple of a block.
     for (int at = 0; at < prompt; at += kChunk) {
       logits = teacher.Step(at, std::min(kChunk, prompt - at), /*generates=*/false);
     }
@@ -99,8 +99,8 @@ TEST_CASE("latent models on reference kernels with float32 caches match transfor
       CHECK(out.worst <= 1e-3);
       CHECK(out.other_tokens == 0);
       CHECK(out.recall >= 0.999);
-      // The golden caches are bf16, which alone costs that much; where they choose what is
-      // attended to, a choice near the cut may fall otherwise.
+      // The golden caches are bf16, which alone costs that much; if they decide what is attended
+      // to, a choice near the cut may differ.
       const Outcome cached = Force(teacher, golden[c], From::kGoldenCachesAndSelections);
       INFO("from caches: " << Text(cached));
       CHECK(cached.worst <= 0.009);
@@ -110,13 +110,13 @@ TEST_CASE("latent models on reference kernels with float32 caches match transfor
   }
 }
 
-// Against the golden logits a single step turns on what quantising takes away, above all in the
+// Against the golden logits a single step depends on what quantising takes away, above all in the
 // first layer's latents; arithmetic has no part in it (exact products over the same rounding give
 // the same figures to 1e-4). With the least scale of each group, amax / 448, the worst step is
 // 0.143 and 0.139 on cases 0 and 1 of the bf16 model, 0.216 and 0.124 of the fp8 one; where latents
 // are moved by a thousandth before, 0.15 to 0.23 on the third of these in every one of 24 draws.
-// With the best of eight scales (kernels/latent_scales.h) 0.112, 0.087, 0.111 and 0.091; moved
-// likewise at most 0.140, 0.126, 0.153 (0.120 in the mean) and 0.123.
+// With the best of eight scales (kernels/latent_scales.h) it is 0.112, 0.087, 0.111 and 0.091;
+// moved likewise at most 0.140, 0.126, 0.153 (0.120 in the mean) and 0.123.
 TEST_CASE("packed caches on reference kernels cost what quantising costs") {
   for (const std::string& name : fixtures::TinyLatentModels()) {
     LatentTeacher teacher(fixtures::ModelDir(name), "reference", DType::kFloat8E4M3);
@@ -195,7 +195,7 @@ TEST_CASE("latent models on AVX-512 BF16 kernels") { CheckPath("avx512bf16"); }
 TEST_CASE("latent models on AMX kernels") { CheckPath("amx"); }
 TEST_CASE("latent models on a GPU", "[cuda]") { CheckPath("cuda"); }
 
-// Without the tensors of the indexer, and as the older family.
+// Writes the model without the tensors of the indexer, as the older family.
 void WriteWithoutIndexer(const std::string& from, const std::string& to) {
   auto config = nlohmann::json::parse(fixtures::ReadFile(from + "/config.json").value());
   config["model_type"] = "deepseek_v3";

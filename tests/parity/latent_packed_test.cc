@@ -1,4 +1,4 @@
-// Every kernel path over packed caches, held to the float64 reference fed the same caches.
+// Every kernel path over packed caches, compared with the float64 reference on the same caches.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cstring>
@@ -34,7 +34,8 @@ using testing::Recall;
 using testing::Summarise;
 using testing::Text;
 
-// The largest gap of a list instead of the reference's, in parts of the range of its scores.
+// Returns the largest gap of a list that differs from the reference's, as a part of the range of
+// its scores.
 double Gap(const std::vector<int32_t>& got, const std::vector<int32_t>& want,
            const std::vector<float>& scores) {
   std::vector<int32_t> gone, come;
@@ -53,7 +54,8 @@ double Gap(const std::vector<int32_t>& got, const std::vector<int32_t>& want,
   return (double{best_gone} - double{worst_come}) / (double{*most} - double{*least});
 }
 
-// Steps over the golden prompts' quantised caches: before each the path gets the reference's.
+// Steps over the golden prompts' quantised caches: before each step the path gets the reference's
+// caches.
 Outcome StepBeside(LatentTeacher& reference, LatentTeacher& teacher, const GoldenCase& golden) {
   const int prompt = static_cast<int>(golden.prompt.size());
   reference.Begin(Joined(golden));
@@ -71,7 +73,7 @@ Outcome StepBeside(LatentTeacher& reference, LatentTeacher& teacher, const Golde
       const std::vector<int32_t> got = teacher.Selected(layer);
       out.recall += Recall(got, selected.back()) / static_cast<double>(golden.tokens.size()) /
                     teacher.config().layers;
-      // Of the first layer that differs; the next ones have another input.
+      // Only the first layer that differs counts; the next ones have another input.
       const bool first = std::all_of(selected.begin(), selected.end() - 1, [&](const auto& list) {
         return list == teacher.Selected(static_cast<int>(&list - selected.data()));
       });
@@ -89,7 +91,7 @@ Outcome StepBeside(LatentTeacher& reference, LatentTeacher& teacher, const Golde
   return out;
 }
 
-// The fp8 model's weights as a path with bf16 weights keeps them.
+// Writes the fp8 model's weights as a path with bf16 weights keeps them.
 void WriteRounded(const std::string& from, const std::string& to) {
   auto config = nlohmann::json::parse(fixtures::ReadFile(from + "/config.json").value());
   config.erase("quantization_config");

@@ -23,7 +23,7 @@ T OrFail(absl::StatusOr<T> value) {
   return *std::move(value);
 }
 
-// Golden values, bf16, as float32.
+// Returns golden values, which are bf16, as float32.
 std::vector<float> Wide(const std::vector<uint16_t>& values, size_t row, size_t dim) {
   std::vector<float> out(dim);
   std::transform(values.begin() + static_cast<ptrdiff_t>(row * dim),
@@ -37,7 +37,7 @@ void Append(const T* values, size_t count, std::string* to) {
   to->append(reinterpret_cast<const char*>(values), count * sizeof(T));
 }
 
-// bf16 values in another form of caches, unscaled.
+// Appends bf16 values in another form of caches, unscaled.
 void AppendElements(const std::vector<float>& values, DType type, std::string* to) {
   for (const float value : values) {
     const uint16_t narrow = FloatToBFloat16(value);
@@ -45,7 +45,7 @@ void AppendElements(const std::vector<float>& values, DType type, std::string* t
   }
 }
 
-// The packed entry of latent and RoPE values.
+// Returns the packed entry of latent and RoPE values.
 std::string PackedEntry(const std::vector<float>& latent, const std::vector<float>& rope) {
   std::string values, scales;
   for (size_t i = 0; i < latent.size(); i += kernels::kPackedScaleTokens) {
@@ -59,7 +59,7 @@ std::string PackedEntry(const std::vector<float>& latent, const std::vector<floa
   return out;
 }
 
-// The packed key: its values, and its scale, which lie apart in a block.
+// Returns the packed key: its values and its scale, which lie apart in a block.
 std::pair<std::string, float> PackedKey(std::vector<float> key) {
   for (size_t half = 1; half < key.size(); half *= 2) {  // Walsh-Hadamard
     for (size_t i = 0; i < key.size(); ++i) {
@@ -125,7 +125,7 @@ void LatentTeacher::Write(const Buffer& to, const std::string& bytes) {
 
 void LatentTeacher::Begin(const std::vector<int32_t>& tokens) {
   Write(tokens_, {reinterpret_cast<const char*>(tokens.data()), tokens.size() * 4});
-  // What is not appended must not be read: NaN in every form.
+  // Caches begin as NaN in every form: an entry that was not appended must not be read.
   for (int layer = 0; layer < model_->cache_layout().layers; ++layer) {
     for (size_t kind = 0; kind < model_->cache_layout().kinds.size(); ++kind) {
       const Buffer& cache = policy_->Cache(layer, kind);
@@ -212,7 +212,7 @@ void LatentTeacher::SetGolden(const fixtures::GoldenCase& golden) {
       const auto [elements, scale] = PackedKey(key);
       keys += elements;
       Append(&scale, 1, &scales);
-      // A block is its keys' values, then their scales.
+      // A block has its keys' values, then their scales.
       const bool last = t + 1 == golden.prompt.size();
       if (last || (t + 1) % kBlockTokens == 0) {
         const size_t missing = (kBlockTokens - (t + 1) % kBlockTokens) % kBlockTokens;

@@ -1,5 +1,5 @@
 // Runs a model with latent caches step by step with the tokens that the test dictates, over caches
-// that it can read and write; shows the logits and the selections.
+// that the test can read and write. It shows the logits and the selections.
 #pragma once
 
 #include <cstdint>
@@ -19,26 +19,28 @@ class LatentTeacher {
   LatentTeacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype,
                 const std::string& load_format = "auto");
 
-  // What the sequence is: prompt and what will be dictated after it.
+  // Begins a sequence: its prompt and the tokens that will be dictated after it.
   void Begin(const std::vector<int32_t>& tokens);
-  // Computes tokens [position, position + count) and returns the logits of the last, [vocab].
-  // `padding`: rows of no sequence behind them.
+  // Computes tokens [position, position + count) and returns the logits of the last one, [vocab].
+  // `padding` rows of no sequence follow them.
   std::vector<float> Step(int position, int count, bool generates, int padding = 0);
-  // What the last row of the last step attended to in a layer, ascending. REQUIRES: an indexer.
+  // Returns what the last row of the last step attended to in a layer, ascending. REQUIRES: the
+  // model has an indexer.
   std::vector<int32_t> Selected(int layer);
 
-  // Its index scores there, of positions [0, count).
+  // Returns that row's index scores of positions [0, count).
   std::vector<float> Scores(int layer, int count);
 
-  // What one-row steps attend to from now on, by layer; empty: what the indexer selects.
+  // Forces what one-row steps attend to from now on, by layer. Empty: the indexer selects.
   void ForceSelection(const std::vector<std::vector<int32_t>>& lists) {
     policy_->ForceSelection(lists);
   }
 
-  // All caches, as bytes, [layer][kind]; of two teachers of one model and kv_dtype the same layout.
+  // All caches, as bytes, [layer][kind]. Two teachers of one model and kv_dtype have the same
+  // layout.
   std::vector<std::string> Caches();
   void SetCaches(const std::vector<std::string>& caches);
-  // Writes a golden prompt's caches, in the form of the model's.
+  // Writes a golden prompt's caches, in the form of the model's caches.
   void SetGolden(const fixtures::GoldenCase& golden);
 
   const ModelConfig& config() const { return model_->config(); }

@@ -1,5 +1,5 @@
-// Policies around others that show what goes in and out of attention to latent caches, for tests of
-// one sequence in slot 0 that is computed from its first token on.
+// Policies around others that show the inputs and results of attention to latent caches. They are
+// for tests of one sequence in slot 0 that is computed from its first token on.
 #pragma once
 
 #include <cstdint>
@@ -12,47 +12,47 @@
 
 namespace sluice::testing {
 
-// Of every layer: the queries of the indexer and the attention results of a step's last row, and
-// the index keys of all rows so far.
+// Records, for every layer, the indexer's queries and the attention results of a step's last row,
+// and the index keys of all rows so far.
 class LatentWatch : public ForwardingPolicy {
  public:
-  // All three outlive this. The caches are packed or float32.
+  // REQUIRES: all three outlive this object, and the caches are packed or float32.
   LatentWatch(AttentionPolicy* policy, Device* device, const Model& model);
 
   void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override;
   void AttendLatent(Stream& stream, int layer, const Params& params) override;
 
-  // After a step of positions [position, position + count), which is done.
+  // Must be called after a step of positions [position, position + count) is done.
   void Collect(int position, int count);
 
-  // What the step's last row has of the indexer, and what attention gave it, as bytes.
+  // The indexer's query and the attention result of the step's last row, as bytes.
   std::string Query(int layer) const;
   std::string Result(int layer) const;
-  // The last row's index scores of positions [0, position + 1), in float64.
+  // Returns the last row's index scores of positions [0, position + 1), in float64.
   std::vector<double> Scores(int layer) const;
-  // Its `top_k` best, ascending; lower positions first among equals.
+  // Returns the `top_k` best of them, ascending; lower positions come first among equals.
   std::vector<int32_t> Selected(int layer) const;
 
  private:
   struct Layer {
-    Buffer keys, query, result;  // of the device's reach, written by copies
+    Buffer keys, query, result;  // Memory that the device reaches, written by copies.
     std::string all_keys;        // [positions][key bytes]
   };
   Device* const device_;
   const ModelConfig config_;
-  const kernels::DType type_;  // of the index keys
+  const kernels::DType type_;  // Type of the index keys.
   const size_t key_bytes_, query_bytes_, result_bytes_;
   std::vector<Layer> layers_;
   Buffer written_;  // [max_rows][key bytes]
   int length_ = 0;
 };
 
-// Policy `first`, and beside it `second` on the same inputs, to the bit: entries, index keys and
-// queries. The model goes on with what `first` gives; both are asked for float32 results, too.
+// Runs policy `first`, and beside it `second` on the same inputs, to the bit: entries, index keys
+// and queries. The model goes on with what `first` gives; both are asked for float32 results, too.
 // `first` attends twice, which must change nothing: it is policy full.
 class BothPolicies : public ForwardingPolicy {
  public:
-  // All outlive this.
+  // REQUIRES: all outlive this object.
   BothPolicies(AttentionPolicy* first, AttentionPolicy* second, Device* device, const Model& model);
 
   bool Admit(int slot, int64_t context, int64_t total, Promise promise,
@@ -70,20 +70,21 @@ class BothPolicies : public ForwardingPolicy {
   void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override;
   void AttendLatent(Stream& stream, int layer, const Params& params) override;
 
-  // [rows][heads * rank] of both in a layer of the last step, which is done.
+  // Returns the results [rows][heads * rank] of each policy in a layer of the last step, which is
+  // done.
   std::vector<std::vector<float>> First(int layer, int rows) const;
   std::vector<std::vector<float>> Second(int layer, int rows) const;
 
  private:
   struct Results {
-    Buffer first, second;  // of the host
+    Buffer first, second;  // On the host.
   };
   std::vector<std::vector<float>> Rows(const Buffer& from, int rows) const;
 
   AttentionPolicy* const first_;
   AttentionPolicy* const second_;
-  const int64_t row_;             // elements
-  std::vector<Results> results_;  // by layer
+  const int64_t row_;             // Elements of a row.
+  std::vector<Results> results_;  // Indexed by layer.
   Buffer out_;                    // float [rows][heads * rank]
 };
 

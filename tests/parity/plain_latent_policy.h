@@ -1,5 +1,5 @@
-// The least that attends to latent caches: one sequence, whose caches are plain arrays that a test
-// may read and write, and whose selections it can see. For tests of models.
+// The smallest policy that attends to latent caches, for tests of models. It has one sequence,
+// whose caches are plain arrays that a test may read and write, and it shows what was selected.
 #pragma once
 
 #include <cstdint>
@@ -14,22 +14,21 @@ namespace sluice::testing {
 
 class PlainLatentPolicy : public AttentionPolicy, public LatentAttention {
  public:
-  // Every allocation must succeed.
+  // REQUIRES: every allocation succeeds.
   PlainLatentPolicy(Device* device, const ModelConfig& config, const CacheLayout& layout,
                     int max_rows, int max_context);
 
-  // A layer's blocks of a kind, of the device.
+  // Returns a layer's blocks of a kind, on the device.
   const Buffer& Cache(int layer, size_t kind) const {
     return caches_[static_cast<size_t>(layer) * layout_.kinds.size() + kind];
   }
-  // [rows][top_k] and [rows] of the last step, of the device.
+  // Selections of the last step, on the device: [rows][top_k] and [rows].
   const Buffer& Selected(int layer) const { return selected_[static_cast<size_t>(layer)]; }
   const Buffer& Counts() const { return counts_; }
   // Index scores, float [rows][max_context].
   const Buffer& Scores(int layer) const { return scores_[static_cast<size_t>(layer)]; }
 
-  // What row 0 of every step attends to from now on, by layer, whatever the indexer says; empty:
-  // what it says.
+  // Forces what row 0 of every step attends to from now on, by layer. Empty: the indexer selects.
   void ForceSelection(const std::vector<std::vector<int32_t>>& lists);
 
   const std::string& name() const override { return name_; }
@@ -39,7 +38,7 @@ class PlainLatentPolicy : public AttentionPolicy, public LatentAttention {
   void AppendIndex(Stream& stream, int layer, kernels::IndexAppendParams params) override;
   void AttendLatent(Stream& stream, int layer, const Params& params) override;
 
-  // Nothing is placed: the caches are always there.
+  // Placement does nothing: the caches are always there.
   Footprint FootprintOf(int64_t context, int64_t total) const override { return {context, total}; }
   int64_t max_tokens() const override { return max_context_; }
   Headroom HeadroomNow() const override { return {}; }
@@ -72,10 +71,10 @@ class PlainLatentPolicy : public AttentionPolicy, public LatentAttention {
   std::vector<Buffer> selected_;  // int32 [layers][max_rows * top_k]
   std::vector<Buffer> scores_;    // float [layers][max_rows * max_context]
   Buffer counts_;                 // int32 [max_rows]
-  Buffer host_counts_;            // without an indexer: positions + 1
-  Buffer table_;                  // int32: block b is page b
+  Buffer host_counts_;            // Used without an indexer: positions + 1.
+  Buffer table_;                  // int32; block b is page b.
   Buffer scratch_;
-  // Pinned: a count and a list for each layer, where the selection is forced.
+  // Pinned: a count and a list for each layer, used where the selection is forced.
   std::vector<Buffer> forced_;
 };
 

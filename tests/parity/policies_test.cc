@@ -30,10 +30,10 @@ using testing::TogetherOptions;
 using testing::ToleranceOf;
 
 struct Case {
-  std::string name;      // of the test's output
-  PolicyOptions policy;  // name and settings
+  std::string name;      // Name in the test's output.
+  PolicyOptions policy;  // Name and settings.
 
-  // For a Teacher, which has filled in the rest.
+  // Returns a function for a Teacher, which has filled in the rest of the options.
   std::function<void(PolicyOptions&)> choose() const {
     return [settings = policy](PolicyOptions& options) {
       const PolicyOptions rest = options;
@@ -55,7 +55,7 @@ PolicyOptions Covering(const std::string& name) {
   return policy;
 }
 
-// Whose selection covers everything.
+// Returns the cases whose selection covers everything.
 std::vector<Case> ExactCases() {
   std::vector<Case> cases;
   for (const int dense_layers : {0, 1}) {
@@ -65,7 +65,7 @@ std::vector<Case> ExactCases() {
     c.name += ", by digests";
     c.policy.oracle.selector = PolicyOptions::Oracle::Selector::kDigest;
     cases.push_back(c);
-    // Half of a long prompt in HBM, half the CPU's, which gets the real queries.
+    // Half of a long prompt is in HBM; the CPU attends to the other half and gets the real queries.
     Case scout{"scout, dense layers " + std::to_string(dense_layers), Covering("scout")};
     scout.policy.dense_layers = dense_layers;
     scout.policy.workers = 2;
@@ -77,7 +77,8 @@ std::vector<Case> ExactCases() {
   return cases;
 }
 
-// The same, and the other policies: a small window, all else the CPU's; everything fetched.
+// Returns those and the other policies: a small window with all else on the CPU; everything
+// fetched.
 std::vector<Case> EveryExactCase() {
   std::vector<Case> cases = ExactCases();
   Case hgca{"hgca, beta 0", Covering("hgca")};
@@ -108,13 +109,14 @@ NodeOptions OptionsOf(const std::string& model, const std::string& path, DType k
   return options;
 }
 
-// What a node gave for a golden case.
+// A node's answer for a golden case.
 struct Answer {
   const fixtures::GoldenCase* golden;
   Generated got;
 };
 
-// Prompts computed here and caches handed over whole and in part, with and without first tokens.
+// Runs prompts that are computed here, and caches that are handed over whole and in part, with and
+// without first tokens.
 std::vector<Answer> Run(const NodeOptions& options,
                         const std::vector<fixtures::GoldenCase>& golden) {
   Node node(options);
@@ -139,8 +141,8 @@ std::vector<Answer> Run(const NodeOptions& options,
   return out;
 }
 
-// The same tokens, up to one where the golden margin is no more than `margin`: what follows a flip
-// is another text.
+// Checks that tokens are the same, up to one whose golden margin is at most `margin`: after a flip
+// the texts differ.
 void CheckSameTokens(const Answer& got, const Answer& full, double margin) {
   CHECK(got.got.finish.status.ok());
   const fixtures::GoldenCase& golden = *full.golden;
@@ -240,7 +242,7 @@ void CheckEveryPolicyTogether(const std::string& path) {
     c.policy.budget_tokens = 96;
     c.policy.dense_layers = dense_layers;
     c.policy.workers = 1 + dense_layers;
-    c.policy.worker_deadline = absl::Seconds(60);  // a busy machine is no fault
+    c.policy.worker_deadline = absl::Seconds(60);  // A busy machine is no fault.
     cases.push_back(c);
   }
   Case hgca{"hgca", Covering("hgca")};

@@ -38,7 +38,7 @@ SameAsFull WholeContext(bool fetch_all) {
   };
   check.layer = [fetch_all](const PolicyStatistics::Layer& layer) {
     CHECK(layer.recalled == layer.missing);
-    // All but the ring is fetched; or what has left it, once.
+    // Everything but the ring is fetched; or what has left it, once.
     CHECK((fetch_all ? layer.HitRate() < 0.5 : layer.HitRate() > 0.9));
   };
   return check;
@@ -59,8 +59,8 @@ TEST_CASE("recall with a budget of the whole context gives the logits and tokens
   for (const bool fetch_all : {false, true}) CheckSameAsFullOnGpu(WholeContext(fetch_all));
 }
 
-// The mean cosine of logits with those of full, a half of the prompt's tokens being selected by
-// `rank` columns of their keys.
+// Returns the mean cosine of logits with those of full, where half of the prompt's tokens are
+// selected by `rank` columns of their keys.
 double HalfOfTheTokens(const std::string& name, int rank) {
   const fixtures::GoldenCase golden = LongestCase(name);
   Teacher full(fixtures::ModelDir(name), "portable", DType::kBFloat16);
@@ -88,7 +88,8 @@ double HalfOfTheTokens(const std::string& name, int rank) {
   return sum / steps;
 }
 
-// Random weights: attention is spread over many tokens, and half of them are not all that count.
+// With random weights attention is spread over many tokens, and half of them are not all that
+// count.
 TEST_CASE("with half of the tokens the logits come closer to those of full the more a key says") {
   for (const std::string& name : fixtures::TinyModels()) {
     INFO(name);

@@ -30,21 +30,21 @@ using testing::NodeOptions;
 using testing::Teacher;
 
 constexpr int kBlockTokens = 32;
-constexpr int kRing = 2;  // blocks
+constexpr int kRing = 2;  // Blocks.
 
-// Half of the prompt's blocks in HBM for good, the others the CPU's, everything selected.
+// Half of the prompt's blocks stay in HBM, the CPU has the others, and everything is selected.
 void Covered(PolicyOptions& options, int prompt) {
   const int blocks = (prompt + kBlockTokens - 1) / kBlockTokens;
   options.name = "scout";
   options.dense_layers = 0;
   options.budget_tokens = options.max_context;
   options.workers = 2;
-  options.worker_deadline = absl::Seconds(60);  // a busy machine is no fault
+  options.worker_deadline = absl::Seconds(60);  // A busy machine is no fault.
   options.scout.recall = false;
   options.scout.resident_tokens = std::max(blocks / 2 - kRing, 1) * kBlockTokens;
 }
 
-// Both sides' lse of every layer are finite: neither is empty.
+// Checks that both sides' LSE are finite in every layer, so neither side is empty.
 void CheckBothSides(Teacher& teacher) {
   auto& scout = dynamic_cast<ScoutPolicy&>(teacher.policy());
   for (int layer = 0; layer < teacher.config().layers; ++layer) {
@@ -78,8 +78,8 @@ TEST_CASE(
   CheckSameAsFullOnGpu(Half());
 }
 
-// Random weights: a layer's input says less about the next layer's queries than in a model that was
-// trained, so this bounds from below how close a prediction comes.
+// With random weights a layer's input says less about the next layer's queries than in a trained
+// model, so this bounds from below how close a prediction comes.
 void CheckPredicted(const std::string& kernels) {
   for (const std::string& name : fixtures::TinyModels()) {
     INFO(name);
@@ -111,7 +111,7 @@ TEST_CASE("with predicted queries the logits stay close to those of full (cuda)"
   if (testing::HasPath("cuda")) CheckPredicted("cuda");
 }
 
-// Of a sequence that waits for room nothing is moved out: promises are firm.
+// Nothing of a sequence that waits for memory is moved out: promises are firm.
 void CheckWaiting(const std::string& kernels) {
   NodeOptions options;
   options.model_dir = fixtures::ModelDir("tiny-llama");
@@ -124,7 +124,7 @@ void CheckWaiting(const std::string& kernels) {
   options.policy.budget_tokens = 96;
   options.policy.dense_layers = 0;
   options.policy.workers = 2;
-  options.policy.worker_deadline = absl::Seconds(60);  // a busy machine is no fault
+  options.policy.worker_deadline = absl::Seconds(60);  // A busy machine is no fault.
   std::vector<Request> requests;
   for (int i = 0; i < 9; ++i) {
     std::vector<int32_t> prompt;

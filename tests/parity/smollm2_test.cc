@@ -28,7 +28,7 @@ using testing::Node;
 using testing::NodeOptions;
 
 struct Tolerance {
-  double margin;  // tokens may differ where the golden's margin is no more than this
+  double margin;  // Tokens may differ if the golden's margin is at most this.
   double logprob_rms;
   double logprob_worst;
 };
@@ -78,7 +78,7 @@ void CheckPath(const std::string& path, DType kv_dtype, const Tolerance& toleran
     for (; compared < want.size(); ++compared) {
       const size_t i = compared;
       INFO("case " << c << ", token " << i << ", margin " << margins[i]);
-      // After a legitimate flip the two texts are different ones.
+      // After a legitimate flip the two texts differ.
       if (got.ids[i] != want[i] && margins[i] <= tolerance.margin) break;
       REQUIRE(got.ids[i] == want[i]);
       const double error = *got.tokens[i].logprob - logprobs[i];

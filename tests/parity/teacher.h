@@ -24,27 +24,27 @@ struct PlacedPolicy {
 
 class Teacher {
  public:
-  // `choose` changes the policy's options, which say `full`.
+  // `choose` changes the policy's options, which name `full` at first.
   using Choose = std::function<void(PolicyOptions&)>;
   Teacher(const std::string& model_dir, const std::string& kernels, DType kv_dtype,
           const Choose& choose = nullptr);
 
-  // Another policy for the same model and device.
+  // Makes another policy for the same model and device.
   PlacedPolicy Place(const Choose& choose);
-  // Before the first Begin: the model has `front` in the policy's place, which stands before it and
-  // outlives this.
+  // Puts `front` in the policy's place: the model calls `front`, which calls the policy. REQUIRES:
+  // it is called before the first Begin, and `front` outlives this object.
   void SetFront(AttentionPolicy* front) { front_ = front; }
 
-  // Starts anew with this token sequence: prompt and what will be dictated after it.
+  // Starts a new sequence: its prompt and the tokens that will be dictated after it.
   void Begin(const std::vector<int32_t>& tokens);
-  // The same, the first `context` tokens' caches being given, bf16 [context][kv_heads][head_dim]
-  // per layer.
+  // The same, with given caches of the first `context` tokens: bf16 [context][kv_heads][head_dim]
+  // for each layer.
   void BeginWithCache(const std::vector<int32_t>& tokens, int context,
                       const std::vector<std::vector<uint16_t>>& k,
                       const std::vector<std::vector<uint16_t>>& v);
-  // What is dictated at a position, from now on.
+  // Changes the token that is dictated at a position.
   void SetToken(int position, int32_t token);
-  // Computes tokens [position, position + count) and returns the logits of the last, [vocab].
+  // Computes tokens [position, position + count) and returns the logits of the last one, [vocab].
   // `generates`: they are past the prompt, which ended before the first of them.
   std::vector<float> Step(int position, int count, bool generates);
 
@@ -52,13 +52,13 @@ class Teacher {
   Device& device() { return *device_; }
   const Model& model() const { return *model_; }
   const ModelConfig& config() const { return model_->config(); }
-  // What lies at an address of the device.
+  // Returns a copy of what lies at an address of the device.
   std::vector<float> Read(const float* at, size_t count);
 
  private:
-  // Memory of the device and where the host reads and writes it.
+  // Copies the host's memory to the device's.
   void ToDevice(const MirroredBuffer& both);
-  // Waits for what is enqueued.
+  // Waits for everything that is enqueued.
   void Finish();
   void Admit(const std::vector<int32_t>& tokens, int context, std::unique_ptr<SequenceCache> home);
   void AwaitWarm();
@@ -66,7 +66,7 @@ class Teacher {
   std::unique_ptr<Device> device_;
   std::unique_ptr<Model> model_;
   PlacedPolicy placed_;
-  AttentionPolicy* front_ = nullptr;  // what the model calls
+  AttentionPolicy* front_ = nullptr;  // The policy that the model calls.
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Event> done_;
   MirroredBuffer tokens_, rows_, logits_;

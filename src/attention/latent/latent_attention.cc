@@ -45,7 +45,7 @@ void ResidentLatentAttention::BeginStep(Stream& stream, absl::Span<const int32_t
   if (selection_ != nullptr) return;
   HostCounts& host = host_counts_[next_counts_];
   next_counts_ = (next_counts_ + 1) % host_counts_.size();
-  host.done->Wait();  // it was, unless more steps are under way than there are
+  host.done->Wait();  // It is ready, unless more steps are under way than there are counts.
   std::transform(positions.begin(), positions.end(), host.memory.as<int32_t>(),
                  [](int32_t position) { return position + 1; });
   stream.Copy(counts_.data(), host.memory.data(), positions.size() * sizeof(int32_t));

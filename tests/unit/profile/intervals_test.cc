@@ -6,9 +6,9 @@ namespace sluice {
 
 TEST_CASE("an interval is the longest with which no step reaches the limit") {
   CHECK(IntervalOf({0.04, 0.06, 0.09, 0.12, 0.15}, 0.12) == 3);
-  CHECK(IntervalOf({0.04, 0.06, 0.09}, 0.12) == 3);        // no more was measured
-  CHECK(IntervalOf({0.04, 0.13, 0.05, 0.05}, 0.12) == 1);  // a step in between counts
-  CHECK(IntervalOf({0.5, 0.6}, 0.12) == 1);                // no interval is shorter than a step
+  CHECK(IntervalOf({0.04, 0.06, 0.09}, 0.12) == 3);        // No more was measured.
+  CHECK(IntervalOf({0.04, 0.13, 0.05, 0.05}, 0.12) == 1);  // A step in between counts.
+  CHECK(IntervalOf({0.5, 0.6}, 0.12) == 1);                // No interval is shorter than a step.
   CHECK(IntervalOf({}, 0.12) == 1);
 }
 

@@ -16,7 +16,7 @@ struct Loaded {
     Model::Options options;
     options.directory = fixtures::ModelDir(name);
     options.max_context = 512;
-    options.max_rows = 100;  // no multiple of a block
+    options.max_rows = 100;  // Not a multiple of a block.
     options.max_logits = 1;
     options.kv_dtype = DType::kFloat32;
     model = *Model::Load(options, device.get());
@@ -69,7 +69,7 @@ TEST_CASE("tokens are kept evenly over all prompts, and each prompt is its own")
   Loaded loaded("tiny-llama");
   const std::vector<Prompt> prompts = RandomTraffic(3, 70, 200, 3);
   const CapturedQueries all = loaded.Capture(prompts, 1000);
-  const CapturedQueries few = loaded.Capture(prompts, 30);  // every 7th
+  const CapturedQueries few = loaded.Capture(prompts, 30);  // Every 7th token.
   const auto dim = static_cast<size_t>(all.head_dim);
   const std::vector<float>& k = all.of(1, 0).k;
   REQUIRE(k.size() == 210 * dim);

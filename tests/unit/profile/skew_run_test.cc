@@ -26,7 +26,7 @@ CapturedQueries Captured(const std::string& name, int64_t tokens) {
 
 }  // namespace
 
-// Of random weights, whose queries have little structure: what a skew finds is what RoPE leaves.
+// Random weights give queries little structure: a skew finds what RoPE leaves.
 TEST_CASE(
     "skewed columns order the keys of queries that they have not seen better than plain ones") {
   for (const std::string& name : fixtures::TinyModels()) {

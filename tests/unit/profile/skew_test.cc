@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kDim = 16;
 
-// Rows in the span of `directions` random directions of kDim, plus noise.
+// Returns rows in the span of `directions` random directions of kDim, plus noise.
 std::vector<float> Rows(SplitMix64& random, const std::vector<float>& directions, int64_t rows,
                         double noise) {
   std::vector<float> out;
@@ -32,7 +32,7 @@ std::vector<float> Random(SplitMix64& random, int64_t count) {
   return values;
 }
 
-// The first columns of the identity.
+// Returns the first columns of the identity.
 std::vector<float> FirstColumns(int64_t rank) {
   std::vector<float> p(static_cast<size_t>(kDim * rank));
   for (int64_t r = 0; r < rank; ++r) p[static_cast<size_t>(r * rank + r)] = 1;
@@ -90,7 +90,7 @@ TEST_CASE("a rank correlation is 1 for the whole, -1 for the reverse, 0 for noth
   CHECK(RankCorrelation(q, k, FirstColumns(kDim), kDim, kDim) == Approx(1));
   CHECK(RankCorrelation({}, k, FirstColumns(kDim), kDim, kDim) == 0);
   CHECK(RankCorrelation(q, {k.data(), kDim}, FirstColumns(kDim), kDim, kDim) == 0);
-  // Of keys that lie in two opposite corners: the second column tells the opposite of the sum.
+  // The keys lie in two opposite corners: the second column tells the opposite of the sum.
   const std::vector<float> one = {1, 1}, keys = {3, -1, 6, -2, 9, -3};
   CHECK(RankCorrelation(one, keys, std::vector<float>{0, 1}, 2, 1) == Approx(-1));
 }

@@ -1,4 +1,4 @@
-// Rates of a layer's stages: lines through what was measured.
+// Tests of a layer's stage rates: lines through measured times.
 #include "src/profile/stage_timer.h"
 
 #include <catch2/catch.hpp>
@@ -26,7 +26,7 @@ TEST_CASE("A line is found again from its points") {
 }
 
 TEST_CASE("A line never goes below zero") {
-  LinearTime line = FitLine({10, 20}, {5, 20});  // the least squares' own begins at -10
+  LinearTime line = FitLine({10, 20}, {5, 20});  // The least-squares line itself begins at -10.
   CHECK(line.fixed_us == 0);
   CHECK(line.each_us == Approx((50 + 400) / 500.0));
   line = FitLine({10, 20}, {7, 5});
@@ -38,7 +38,7 @@ TEST_CASE("A line through counts that are alike goes through the origin") {
   LinearTime line = FitLine({100, 101, 99}, {50, 50, 50});
   CHECK(line.fixed_us == 0);
   CHECK(line.At(100) == Approx(50).epsilon(1e-3));
-  line = FitLine({0, 0}, {3, 5});  // nothing to count
+  line = FitLine({0, 0}, {3, 5});  // There is no work to count.
   CHECK(line.fixed_us == 4);
   CHECK(line.each_us == 0);
 }
@@ -55,7 +55,7 @@ TEST_CASE("A step's stages are timed by layer, whole steps of the expected size 
     const auto step = [&](int32_t rows) {
       for (int layer = 0; layer < kLayers; ++layer) {
         for (int s = 0; s < EssProbe::kStages; ++s) {
-          // Long in Attn0 of layer 1.
+          // Attn0 of layer 1 takes long.
           if (layer == 1 && s == EssProbe::kStages - 1) {
             for (int i = 0; i < 4; ++i) stream->Fill(memory.data(), 1, memory.bytes());
           }

@@ -16,7 +16,7 @@ std::vector<double> Random(SplitMix64& random, int64_t count) {
   return values;
 }
 
-// x^T x of x [rows][columns], naively.
+// Returns x^T x of x [rows][columns], computed naively.
 std::vector<double> Gram(const std::vector<double>& x, int64_t rows, int64_t columns) {
   std::vector<double> out(static_cast<size_t>(columns * columns));
   for (int64_t i = 0; i < columns; ++i) {
@@ -37,7 +37,7 @@ double WorstDifference(const std::vector<double>& a, const std::vector<double>& 
   return worst;
 }
 
-// V is orthogonal, and V S^2 V^T is a^T a.
+// Checks that V is orthogonal, and that V S^2 V^T is a^T a.
 void CheckSvd(const std::vector<double>& a, int64_t rows, int64_t columns) {
   INFO(rows << " x " << columns);
   const Svd svd = SvdOf(a, rows, columns);

@@ -16,8 +16,8 @@ namespace {
 absl::Status CheckDivision(const PolicyOptions& o) {
   if (o.ess.sparse_memory_ratio == 0) {
     return absl::InvalidArgumentError(
-        "ess_divide_places: there are no set places to divide with ess_sparse_memory_ratio 0 "
-        "(auto), where each sequence has what there is: set that ratio, or leave "
+        "ess_divide_places: with ess_sparse_memory_ratio 0 (auto) pools have no fixed number of KV "
+        "slots to divide, since each sequence gets its share of HBM: set that ratio, or leave "
         "ess_divide_places off");
   }
   const CacheLayout& layout = o.dram->layout();
@@ -35,8 +35,9 @@ absl::Status CheckDivision(const PolicyOptions& o) {
   const int64_t mean = shape.PlacesOf(o.max_context);
   if (shape.shares.empty()) {
     Log(LogLevel::kWarn,
-        "policy ess: places are not divided among layers, since there are no more of them than the "
-        "fewest that were profiled, or one for each token",
+        "policy ess: KV slots are not divided among layers, since there are no more of them than "
+        "the "
+        "fewest that were profiled, or there is one for each token",
         {{"setting", "ess_divide_places"},
          {"context", o.max_context},
          {"places", mean},
@@ -45,7 +46,7 @@ absl::Status CheckDivision(const PolicyOptions& o) {
   }
   const std::vector<int64_t> places = shape.PlacesByLayer(o.max_context);
   const auto [least, most] = std::minmax_element(places.begin(), places.end());
-  Log(LogLevel::kInfo, "policy ess: places are divided among layers by what a profile says of them",
+  Log(LogLevel::kInfo, "policy ess: KV slots are divided among layers by the profile",
       {{"context", o.max_context}, {"places", mean}, {"least", *least}, {"most", *most}});
   return absl::OkStatus();
 }
@@ -70,19 +71,19 @@ absl::Status CheckEssOptions(const PolicyOptions& o) {
                      " entries that a row of this model selects, found ", o.ess.prefetch));
   }
   if (o.ess.prefetch > 0 && (!o.ess.lru || o.name != "ess")) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("ess_prefetch: ", o.ess.prefetch,
-                     " entries for the next step, but nothing is kept for it: take 0, or policy "
-                     "ess with ess_lru"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "ess_prefetch: ", o.ess.prefetch,
+        " entries for the next step, but no entry is kept until then: take 0, or policy "
+        "ess with ess_lru"));
   }
   if (o.ess.divide_places) SLUICE_RETURN_IF_ERROR(CheckDivision(o));
   for (const PagePool* pool : {o.hbm, o.dram}) {
     // The lists of entries to fetch number the entries of all layers together, in 32 bits.
     const int64_t entries = pool->Capacity()[kLatentKind] * pool->layout().layers;
     if (entries <= INT32_MAX) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat(pool->name(), "_bytes: expected room for at most ", INT32_MAX,
-                     " latent entries with policy ", o.name, ", found ", entries));
+    return absl::InvalidArgumentError(absl::StrCat(pool->name(), "_bytes: expected at most ",
+                                                   INT32_MAX, " latent entries with policy ",
+                                                   o.name, ", found ", entries));
   }
   return absl::OkStatus();
 }

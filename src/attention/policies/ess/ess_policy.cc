@@ -24,12 +24,13 @@
 namespace sluice {
 namespace {
 
-// Layers whose new entries go home together: fewer launches, and most of them beneath the layers
-// that follow.
+// Layers whose new entries are written to their homes together. This takes fewer launches, and most
+// of them run beneath the layers that follow.
 constexpr int kWriteLayers = 8;
-// From one look at the misses to the next: a copy of 40 bytes a layer and slot each time.
+// Steps from one reading of the counters to the next. Each copies 40 bytes for every layer and
+// slot.
 constexpr int kLookSteps = 32;
-// The first ones come sooner: until the plan has some, nothing is known of the misses.
+// The first readings come sooner: before the plan has some, nothing is known of the misses.
 constexpr int kFirstLookSteps = 8;
 
 class EssPolicy : public AttentionPolicy, public LatentAttention {
@@ -49,7 +50,7 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
     SLUICE_CHECK(promise == Promise::kFirm, "nothing is preempted");
     if (!tier_->Admit(slot, context, total, home)) return false;
     SLUICE_CHECK(!never_misses_ || tier_->HoldsWhole(slot), "no transfer would be launched for it");
-    // Where there is a place for everything, all of it comes at the prompt's end.
+    // Where every token has a place, all entries are fetched at the prompt's end.
     prompt_rows_.Join(slot, warms_ && !tier_->shape().HoldsWhole(total));
     fetch_lost_[static_cast<size_t>(slot)] = false;
     return true;
@@ -97,7 +98,7 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
   std::string DescribeSteps(int32_t decode_rows) override {
     return LayersBySchedule(plan_.Of(decode_rows));
   }
-  int64_t MetadataBytes(int64_t tokens) const override {  // index keys
+  int64_t MetadataBytes(int64_t tokens) const override {  // Index keys.
     return tokens * tier_->layout().kinds[kIndexKind].bytes_per_token;
   }
 
@@ -113,11 +114,11 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
   }
 
  private:
-  // What it is made of.
+  // The objects that a policy is made of.
   struct Parts {
     std::unique_ptr<EssTier> tier;
     std::unique_ptr<IndexSelection> selection;
-    std::unique_ptr<RowCopies> row_copies;  // null: Transfer
+    std::unique_ptr<RowCopies> row_copies;  // Null: Transfer is used.
   };
 
   EssPolicy(const PolicyOptions& options, Parts parts, PromptRows prompt_rows,
@@ -141,9 +142,9 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
     return std::max(options.slots, options.device->RowBucket(options.slots));
   }
 
-  // Branches of a step's stream: for what is fetched for the first half of a batch, for what is
-  // computed meanwhile, and for what nobody waits for before the step's end. Branch 0 is the
-  // model's.
+  // Branches of a step's stream: one for what is fetched for the first half of a batch, one for
+  // what is computed meanwhile, and one for what nobody waits for before the step's end. Branch 0
+  // is the model's.
   static Stream& FetchBranch(Stream& stream) { return stream.Branch(1); }
   static Stream& WorkBranch(Stream& stream) { return stream.Branch(2); }
   static Stream& SettlingBranch(Stream& stream) { return stream.Branch(3); }
@@ -151,30 +152,29 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
   KernelSet& kernels() const { return options_.device->kernels(); }
   bool generates(int32_t slot) const { return prompt_rows_.generate()[static_cast<size_t>(slot)]; }
   int layers() const { return tier_->layout().layers; }
-  // Looks at the counters from time to time, for the plan and for Recent.
-  void PollCounters(Stream& stream, absl::Span<const int32_t> slots,
-                    absl::Span<const int32_t> positions);
-  // Whether the last operator of the stream is a Transfer now.
+  // Reads the counters every few steps, for the plan and for Recent.
+  void PollCounters(Stream& stream, absl::Span<const int32_t> slots, absl::Span<const int32_t> positions);
+  // Enqueues a transfer. Returns whether the last operator of the stream is now a Transfer.
   bool Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const;
   bool Fetch(Stream& stream, const kernels::TransferParams& move) const;
   void AttendDecode(Stream& stream, int layer, const Params& a);
   void AttendPrompt(Stream& stream, int layer, const Params& a);
 
   const PolicyOptions options_;
-  const bool warms_;  // pools begin with what is known of them, and keep what is used
+  const bool warms_;  // Pools begin with what is known of them, and keep what is used.
   const std::unique_ptr<EssTier> tier_;
-  const bool never_misses_;  // whatever comes, its pools hold it whole
+  const bool never_misses_;  // The pools hold every sequence whole, whatever comes.
   const std::unique_ptr<IndexSelection> selection_;
-  const std::unique_ptr<RowCopies> row_copies_;  // null: Transfer
+  const std::unique_ptr<RowCopies> row_copies_;  // Null: Transfer is used.
   PromptRows prompt_rows_;
   const StepOperators operators_;
   OverlapPlan plan_;
-  PolicyStatistics looked_;  // by the newest look; engine's thread
+  PolicyStatistics looked_;  // Counters at the newest reading; engine's thread.
   int steps_to_look_ = 0;
   int64_t looks_ = 0;
   mutable absl::Mutex recent_mutex_;
   PolicyStatistics recent_ ABSL_GUARDED_BY(recent_mutex_);
-  std::vector<bool> fetch_lost_;  // by slot: of its sequence, in a step
+  std::vector<bool> fetch_lost_;  // Indexed by slot: a step of the slot's sequence lost a transfer.
 };
 
 void EssPolicy::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
@@ -200,8 +200,8 @@ absl::Status EssPolicy::SlotHealth(int slot) const {
 }
 
 void EssPolicy::EndPrompt(int slot, int64_t tokens, SelectionHints hints) {
-  // The pool is what its own last rows left there, and the next token has its place. Hints know
-  // more than a few rows.
+  // The pool then holds what the prompt's own last rows selected, and the next token has its place.
+  // Hints that came know more than a few rows do.
   const int64_t replayed = prompt_rows_.End(slot, tokens);
   if (replayed > 0 && (replayed >= PromptRows::kReplayed || hints.empty())) return;
   tier_->WarmUp(slot, tokens, std::move(hints), warms_);
@@ -217,7 +217,7 @@ void EssPolicy::AppendLatent(Stream& stream, int layer, kernels::LatentAppendPar
       params.cache = tier_->Pool(layer);
       params.place_of = tier_->Residency(layer).place_of;
       params.written = operators_.written(layer);
-    } else {  // fetched from there with all the others
+    } else {  // The new entry is fetched from the home with all the others.
       params.cache = tier_->Home(layer);
     }
     kernels().LatentAppend(stream, params);
@@ -257,7 +257,7 @@ void EssPolicy::PollCounters(Stream& stream, absl::Span<const int32_t> slots,
 
 bool EssPolicy::WantsRecording(int32_t decode_rows) {
   if (!plan_.Change(decode_rows)) return false;
-  Log(LogLevel::kInfo, "policy ess: steps have other schedules from now on",
+  Log(LogLevel::kInfo, "policy ess: steps have new overlap schedules from now on",
       {{"decode_rows", decode_rows}, {"layers", LayersBySchedule(plan_.Of(decode_rows))}});
   return true;
 }
@@ -280,13 +280,13 @@ bool EssPolicy::Fetch(Stream& stream, const kernels::TransferParams& move) const
 void EssPolicy::AttendDecode(Stream& stream, int layer, const Params& a) {
   const int32_t rows = a.decode_rows;
   const Overlap overlap = plan_.Of(rows)[static_cast<size_t>(layer)];
-  // The same operators on the same lists under each schedule, so that results are, to the bit.
-  // PreAttn is on a branch. Top-k and UpdateResidency are in the trunk, each right behind the one
+  // Every schedule enqueues the same operators on the same lists, so that results are the same to
+  // the bit. PreAttn is on a branch. Top-k and UpdateResidency are in the trunk, each right behind the one
   // before: blocks of a product that waited on every processor would keep them off.
   Stream& work = overlap == Overlap::kNone ? stream : WorkBranch(stream);
   Stream& early = overlap == Overlap::kDba ? FetchBranch(stream) : stream;
   const bool prefetches = !never_misses_ && plan_.Prefetches(layer);
-  // The layer before may still be at it.
+  // The transfer of the layer before may still be under way.
   const int32_t prefetch_workers = !never_misses_ && layer > 0 && plan_.Prefetches(layer - 1)
                                        ? StepOperators::kPrefetchWorkers
                                        : 0;
@@ -301,7 +301,7 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const Params& a) {
         [&] {
           if (first + count == rows) work.After(stream);
         },
-        // Beside it are the first half's transfer, and the layer before's for the next step.
+        // Beside it run the first half's transfer, and the next step's of the layer before.
         (first > 0 ? options_.ess.transfer_workers : 0) + prefetch_workers, prefetches);
     done(Stage::kSelected);
     kernels().UpdateResidency(stream, operators_.UpdateResidency(layer, a, first, first, count));
@@ -316,13 +316,13 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const Params& a) {
   }
   select(half, rows - half);
   if (overlap != Overlap::kNone) {
-    // Attention begins with the transfer that is right before it: what else it needs comes before
-    // that.
+    // Attention begins with the transfer that is right before it, so everything else that it needs
+    // is enqueued before that transfer.
     a.make_queries(work);
     stream.After(work);
   }
   const bool fetches = Fetch(stream, layer, half, rows - half);
-  if (half > 0) stream.After(early);  // A transfer too, which has begun by then.
+  if (half > 0) stream.After(early);  // This too waits for a transfer, which has begun by then.
   done(Stage::kFetched);
   if (overlap == Overlap::kNone) a.make_queries(work);
   done(Stage::kPrepared);
@@ -337,8 +337,8 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const Params& a) {
   done(Stage::kAttended);
 
   if (prefetches) {
-    // Behind attention, so that a place may go whose entry it reads; nobody waits for it before the
-    // step's end.
+    // This follows attention, so that a place may be taken whose entry attention reads. Nobody
+    // waits for it before the step's end.
     Stream& settling = SettlingBranch(stream);
     settling.After(stream);
     kernels().UpdateResidency(settling, operators_.UpdateRunnersUp(layer, a));
@@ -355,7 +355,7 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const Params& a) {
 void EssPolicy::AttendPrompt(Stream& stream, int layer, const Params& a) {
   selection_->Select(stream, layer, tier_->Index(layer), a, a.decode_rows, a.rows - a.decode_rows);
   kernels().SparseMla(stream, operators_.AttendHome(layer, a));
-  // LRU warm-up by what was computed here: one row after the other, the oldest first, through the
+  // LRU warm-up by what was computed here: one row after the other, the oldest first. It uses the
   // lists of the first decode row, which is done with them.
   for (const PromptRows::Replay& replay : prompt_rows_.replays()) {
     kernels::UpdateResidencyParams update = operators_.UpdateResidency(layer, a, replay.row, 0, 1);

@@ -1,6 +1,7 @@
-// ESS (policies/ess/README.md): latent entries at home in DRAM, the working set of each layer in a
-// Sparse Memory Pool in HBM, misses fetched beneath the layer's own compute. `offload-naive` is the
-// same with its ideas switched off: fetch all, wait, then attend.
+// Policy ess (policies/ess/README.md): latent entries lie in DRAM, the working set of each layer
+// lies in a Sparse Memory Pool in HBM, and misses are fetched beneath the layer's own compute.
+// `offload-naive` is the same class with its ideas switched off: it fetches everything, waits, then
+// attends.
 #pragma once
 
 #include <memory>
@@ -11,8 +12,8 @@
 
 namespace sluice {
 
-// FAILED_PRECONDITION: the model has no latent caches with an indexer; INVALID_ARGUMENT: an option
-// is out of range; RESOURCE_EXHAUSTED: no memory.
+// FAILED_PRECONDITION: the model has no latent caches with an indexer. INVALID_ARGUMENT: an option
+// is out of range. RESOURCE_EXHAUSTED: there is no memory.
 absl::StatusOr<std::unique_ptr<AttentionPolicy>> NewEssPolicy(const PolicyOptions& options);
 
 }  // namespace sluice

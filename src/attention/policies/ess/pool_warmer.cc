@@ -147,10 +147,10 @@ void PoolWarmer::Run(Job job) {
   const WarmUp& warm_up = job.warm_up;
   bool fill = warm_up.fill;
   if (SLUICE_FAILPOINT(kAttentionWarmUp)) {
-    slot.status =
-        WithReason(absl::InternalError("what the sequence begins with did not reach HBM "
-                                       "(failpoint attention.warm_up); send the request again"),
-                   reasons::kTransferFailed);
+    slot.status = WithReason(
+        absl::InternalError("the entries that the sequence begins with did not reach HBM "
+                            "(failpoint attention.warm_up); send the request again"),
+        reasons::kTransferFailed);
     fill = false;  // A row that comes before the sequence ends still finds its place.
   }
   Staging& staging = stagings_[next_];
