@@ -160,7 +160,7 @@ void AccessLog::Loop() {
 }
 
 void AccessLog::WriteLines(const std::vector<CallFields>& calls) {
-  Look();
+  ReopenIfMoved();
   std::string text = cut_ ? "\n" : "";
   for (const CallFields& call : calls) absl::StrAppend(&text, AccessLine(call, dropped()), "\n");
   size_t written = 0;
@@ -181,7 +181,7 @@ void AccessLog::WriteLines(const std::vector<CallFields>& calls) {
   if (written > 0) cut_ = text[written - 1] != '\n';
 }
 
-void AccessLog::Look() {
+void AccessLog::ReopenIfMoved() {
   const absl::Time now = absl::Now();
   if (path_ == kStdout || (now - looked_ < kLookEvery && fd_ >= 0)) return;
   looked_ = now;

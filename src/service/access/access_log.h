@@ -53,7 +53,7 @@ class AccessLog {
   void Loop();
   void WriteLines(const std::vector<CallFields>& calls);
   // Opens the file again if its name leads elsewhere.
-  void Look();
+  void ReopenIfMoved();
 
   const std::string path_;
   int fd_;  // used by the writing thread only

@@ -217,20 +217,20 @@ bool ConnectionGate::Admit(const std::string& name, int fd) {
   SLUICE_CHECK(fstat(fd, &socket) == 0);
   const Clock::time_point now = Clock::now();
   absl::MutexLock lock(&mutex_);
-  if (known_ >= options_.most && now - swept_ >= kSweepInterval) SweepAll();
+  if (known_ >= options_.max_connections && now - swept_ >= kSweepInterval) SweepAll();
   Peer& peer = peers_[name];
   const auto has = [&] { return static_cast<int64_t>(peer.connections.size()); };
-  if (has() >= options_.most_of_peer && now - peer.swept >= kSweepInterval) {
+  if (has() >= options_.max_per_peer && now - peer.swept >= kSweepInterval) {
     peer.swept = now;
     Sweep(&peer);
   }
-  const bool is_full = known_ >= options_.most;
-  if (!is_full && has() < options_.most_of_peer) {
+  const bool is_full = known_ >= options_.max_connections;
+  if (!is_full && has() < options_.max_per_peer) {
     peer.connections.push_back({fd, socket.st_ino});
     ++known_;
     return true;
   }
-  ++(is_full ? counts_.refused : counts_.refused_of_peer);
+  ++(is_full ? counts_.refused : counts_.refused_for_peer);
   if (peer.connections.empty()) peers_.erase(name);
   if (now - warned_ >= kWarnInterval) {
     warned_ = now;

@@ -30,8 +30,8 @@ namespace sluice {
 class ConnectionGate {
  public:
   struct Options {
-    int64_t most = 16384;
-    int64_t most_of_peer = 1024;
+    int64_t max_connections = 16384;
+    int64_t max_per_peer = 1024;
   };
   // Takes over a connection. The function that gets it closes it.
   using Take = std::function<void(int fd)>;
@@ -52,9 +52,9 @@ class ConnectionGate {
 
   struct Counts {
     int64_t open = 0;
-    int64_t refused_of_peer = 0;  // since Start, as all below
-    int64_t refused = 0;          // refused because of `most`
-    int64_t failed = 0;           // the system could not accept them
+    int64_t refused_for_peer = 0;  // since Start, as all below
+    int64_t refused = 0;           // refused because of max_connections
+    int64_t failed = 0;            // the system could not accept them
   };
   Counts CountsNow();
 

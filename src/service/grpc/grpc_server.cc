@@ -118,7 +118,7 @@ void GrpcServer::UpdateMetrics(const Metrics& metrics) {
   const ConnectionGate::Counts counts = gate_->CountsNow();
   ConnectionTotals totals;
   totals.open = static_cast<double>(counts.open);
-  totals.refused = {static_cast<double>(counts.refused_of_peer),
+  totals.refused = {static_cast<double>(counts.refused_for_peer),
                     static_cast<double>(counts.refused), static_cast<double>(counts.failed)};
   metrics.SetConnections(totals);
 }

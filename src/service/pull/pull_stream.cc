@@ -42,7 +42,7 @@ absl::Status PullStream::Join() {
                     reasons::kSourceSilent);
 }
 
-void PullStream::Look(absl::Time now, bool unwanted) {
+void PullStream::EndIfIdle(absl::Time now, bool unwanted) {
   const bool silent = absl::FromUnixMillis(heard_.load()) + options_.idle_timeout < now;
   if (silent) silent_.store(true);
   if (silent || unwanted) options_.context->TryCancel();

@@ -28,7 +28,7 @@ class PullStream : private ReadAhead,
     v1::ReadRequest request;
     std::string transfer_id;             // chunks land here, whatever their headers say
     TransferTable* transfers = nullptr;  // outlives the stream
-    absl::Duration idle_timeout;         // see Look
+    absl::Duration idle_timeout;         // see EndIfIdle
   };
   // Begins to read.
   explicit PullStream(Options options);
@@ -40,7 +40,7 @@ class PullStream : private ReadAhead,
   absl::Status Join();
   // Must be called every now and then from another thread. Ends the stream if nothing came for
   // idle_timeout, or if `unwanted`.
-  void Look(absl::Time now, bool unwanted);
+  void EndIfIdle(absl::Time now, bool unwanted);
 
  private:
   void OnReadDone(bool ok) override;

@@ -192,7 +192,7 @@ void Puller::Watch() {
     if (mutex_.AwaitWithTimeout(absl::Condition(&unwatched_), kWatchInterval)) return;
     const absl::Time now = absl::Now();
     for (const auto& [stream, pull] : streams_) {
-      stream->Look(now, ending_.load() || !Wanted(*pull));
+      stream->EndIfIdle(now, ending_.load() || !Wanted(*pull));
     }
     for (const std::shared_ptr<PromptWait>& wait : prompt_waits_)
       wait->CancelIfUnwanted(ending_.load());

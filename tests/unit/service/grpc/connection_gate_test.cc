@@ -88,10 +88,10 @@ class Server {
   std::unique_ptr<ConnectionGate> gate_;
 };
 
-ConnectionGate::Options Bounds(int64_t most, int64_t most_of_peer) {
+ConnectionGate::Options Bounds(int64_t max_connections, int64_t max_per_peer) {
   ConnectionGate::Options options;
-  options.most = most;
-  options.most_of_peer = most_of_peer;
+  options.max_connections = max_connections;
+  options.max_per_peer = max_per_peer;
   return options;
 }
 
@@ -103,7 +103,7 @@ TEST_CASE(
   REQUIRE_FALSE(server.From("127.0.0.1")->Greeted());
   REQUIRE(server.From("127.0.0.2")->Greeted());
   CHECK(server.gate().CountsNow().open == 3);
-  CHECK(server.gate().CountsNow().refused_of_peer == 1);
+  CHECK(server.gate().CountsNow().refused_for_peer == 1);
   CHECK(server.gate().CountsNow().refused == 0);
   server.CloseOldest();
   const auto c = server.From("127.0.0.1");
@@ -121,7 +121,7 @@ TEST_CASE("all peers have so many connections together") {
   }
   REQUIRE_FALSE(server.From("127.0.0.4")->Greeted());
   CHECK(server.gate().CountsNow().refused == 1);
-  CHECK(server.gate().CountsNow().refused_of_peer == 0);
+  CHECK(server.gate().CountsNow().refused_for_peer == 0);
   server.CloseOldest();
   REQUIRE(server.From("127.0.0.4")->Greeted());
 }
@@ -134,7 +134,7 @@ TEST_CASE("a descriptor that is another socket's by now does not hold the old on
     server.CloseOldest();
   }
   CHECK(server.gate().CountsNow().open == 0);
-  CHECK(server.gate().CountsNow().refused_of_peer == 0);
+  CHECK(server.gate().CountsNow().refused_for_peer == 0);
 }
 
 TEST_CASE("after Stop nobody can connect, and those who have go on") {
