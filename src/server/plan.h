@@ -45,7 +45,7 @@ struct PlanInput {
     int64_t beside_hbm_bytes = 0;
     int64_t beside_pinned_bytes = 0;
     int workers = 0;  // CPU threads that attend to tokens that are not in HBM
-    // What a sequence of `context` tokens, prompt and output together, takes under the policy.
+    // The memory of a sequence with `context` tokens, prompt and output together.
     struct Room {
       int64_t context = 0;
       int64_t hbm_bytes = 0;

@@ -57,7 +57,7 @@ TEST_CASE("on the CPU automatic sizes are small shares of the memory with a limi
   CHECK(DecodeDramSize(kAutoBytes, large).bytes == 4 * kGiB);
   CHECK(HoldSize(kAutoBytes, large).bytes == 2 * kGiB);
   CHECK(DecodeHbmSize(kAutoBytes, small, 0).why ==
-        "auto: an eighth of the 4.00 GiB of memory that the machine has, 1GiB at most on the CPU");
+        "auto: an eighth of the 4.00 GiB of memory that the machine has, 1GiB at most");
   MemoryFound limited = small;
   limited.host.limit_file = "/sys/fs/cgroup/memory.max";
   CHECK_THAT(DecodeDramSize(kAutoBytes, limited).why,
@@ -78,8 +78,11 @@ TEST_CASE("on a GPU a decode node takes 90 % of the free HBM, less what it needs
 
 TEST_CASE("on a GPU node DRAM is shared out, and never more than is available") {
   const MemoryFound calm = OnGpu(60 * kGiB, 512 * kGiB, 500 * kGiB);
-  CHECK(DecodeDramSize(kAutoBytes, calm).bytes == 256 * kGiB);
-  CHECK(HoldSize(kAutoBytes, calm).bytes == 128 * kGiB);
+  CHECK(DecodeDramSize(kAutoBytes, calm).bytes == 128 * kGiB);
+  CHECK(HoldSize(kAutoBytes, calm).bytes == 64 * kGiB);
+  const MemoryFound small = OnGpu(60 * kGiB, 128 * kGiB, 120 * kGiB);
+  CHECK(DecodeDramSize(kAutoBytes, small).bytes == 64 * kGiB);
+  CHECK(HoldSize(kAutoBytes, small).bytes == 32 * kGiB);
   const MemoryFound busy = OnGpu(60 * kGiB, 512 * kGiB, 100 * kGiB);
   CHECK(DecodeDramSize(kAutoBytes, busy).bytes == 90 * kGiB);
   CHECK_THAT(DecodeDramSize(kAutoBytes, busy).why,
@@ -89,7 +92,7 @@ TEST_CASE("on a GPU node DRAM is shared out, and never more than is available") 
 TEST_CASE("a prefill node takes what one prompt of max_context needs") {
   const CacheLayout layout = Layout();
   const MemoryFound gpu = OnGpu(60 * kGiB, 512 * kGiB, 500 * kGiB);
-  const uint64_t prompt = static_cast<uint64_t>(layout.BytesFor(8192)) + 4096;
+  const uint64_t prompt = static_cast<uint64_t>(layout.BytesFor(8192 + 32)) + 4096;
   CHECK(PrefillHbmSize(kAutoBytes, gpu, layout, 8192).bytes == prompt);
   CHECK(PrefillHbmSize(kAutoBytes, gpu, layout, 8192).why ==
         "auto: one prompt of max_context, 8192 tokens");

@@ -61,7 +61,7 @@ TEST_CASE("the plan shows the contexts up to the longest, and caps by max_sequen
   CHECK_THAT(plan, Catch::Contains("policy full"));
   CHECK_THAT(plan, Catch::Contains("22.5 KiB a token"));
   CHECK_THAT(plan, Catch::Contains("8192"));
-  // 512 tokens take 11.25 MiB: 91 would fit into 1 GiB, 364 do into 4 GiB.
+  // 512 tokens take 11.25 MiB: 91 would fit into 1 GiB, and 364 fit into 4 GiB.
   CHECK_THAT(plan, Catch::Contains("11.2 MiB"));
   CHECK_THAT(plan, Catch::Contains("512      11.2 MiB                32               364"));
 }
@@ -106,7 +106,7 @@ TEST_CASE("the plan asks for what a node asks for") {
   CHECK(plan->workspace_bytes == (*model)->workspace_bytes());
   CHECK(plan->max_context == 700);
   CHECK(plan->layout.layers == (*model)->cache_layout().layers);
-  // Every policy but full, by its own footprint: sparse ones take less of HBM for long contexts.
+  // Every policy but full has its own footprint: sparse ones take less HBM for long contexts.
   REQUIRE(plan->policies.size() == 3);
   for (const PlanInput::Policy& policy : plan->policies) {
     INFO(policy.name << ": " << policy.status);
@@ -120,11 +120,10 @@ TEST_CASE("the plan asks for what a node asks for") {
     CHECK(policy.beside_pinned_bytes > 0);
     CHECK_THAT(FormatPlan(*plan), Catch::Contains("policy " + policy.name + ":"));
   }
-  // Histories, biases and logits of five sequences at least.
+  // The batch has histories, biases and logits of five sequences at least.
   CHECK(plan->batch_bytes > 5 * (700 + 2 * 1024 + (*model)->config().vocab_size) * 4);
 
-  // What the configured policy asks for is part of the batch's lines, more where there is more to
-  // list.
+  // The memory of the configured policy is part of the batch's lines, and grows with the batch.
   for (const PlanInput::Policy& policy : plan->policies) {
     INFO(policy.name);
     config.set_policy(policy.name);
@@ -161,10 +160,10 @@ TEST_CASE("the plan of latent caches says what each kind takes") {
   const std::string plan = FormatPlan(in);
   INFO(plan);
   CHECK_THAT(plan, Catch::Contains("128 heads, entries of 512 + 64, 2048 selected"));
-  // 61 x (656 + 132) bytes, of them 61 x 132 of the index.
+  // A token takes 61 x (656 + 132) bytes, of which the index has 61 x 132.
   CHECK_THAT(plan, Catch::Contains("46.9 KiB a token (fp8"));
   CHECK_THAT(plan, Catch::Contains("32768 tokens: latent 1.22 GiB, index 251.6 MiB"));
-  // 1.467 GiB each: 27 in 40 GiB, 272 in 400.
+  // A sequence takes 1.467 GiB: 27 fit into 40 GiB, 272 into 400 GiB.
   CHECK_THAT(plan, Catch::Contains("32768      1.47 GiB                27               272"));
 }
 
@@ -178,13 +177,13 @@ TEST_CASE("the plan of a model with latent caches asks for what a node asks for"
   REQUIRE(plan->layout.kinds.size() == 2);
   CHECK(plan->layout.kinds[0].bytes_per_token == 656);
   CHECK(plan->layout.kinds[1].bytes_per_token == 132);
-  // Scores and lists of rows: of 64 and 5, over 700 positions, the best 64 of them.
+  // The batch has scores and lists of 64 + 5 rows over 700 positions, and of the best 64 of them.
   CHECK(plan->batch_bytes > 69 * (700 + 64) * 4);
   for (const PlanInput::Policy& policy : plan->policies) {
     INFO(policy.name << ": " << policy.status);
     CHECK((policy.name != "scout" && policy.name != "recall"));
   }
-  // The node itself.
+  // A node takes the same.
   config.set_load_format("dummy");
   const auto device = NewDevice(config);
   REQUIRE(device.ok());
@@ -286,7 +285,7 @@ TEST_CASE("the plan says what fits into a device of its own memory") {
   in.hbm_bytes = int64_t{70} << 30;
   CHECK_THAT(
       FormatPlan(in),
-      Catch::Contains("hbm_bytes of 70.00 GiB do not fit: lower them by 1.50 GiB to 68.50 GiB"));
+      Catch::Contains("hbm_bytes of 70.00 GiB does not fit: lower it by 1.50 GiB to 68.50 GiB"));
   in.weight_bytes = int64_t{100} << 30;
   CHECK_THAT(FormatPlan(in), Catch::Contains("too small: 100.00 GiB are needed"));
   CHECK_THAT(FormatPlan(in), Catch::Contains("until they are 21.50 GiB less"));
