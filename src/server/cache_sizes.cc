@@ -33,27 +33,32 @@ std::string HostMemory(const MachineMemory& host) {
                                               : absl::StrCat("that ", host.limit_file, " allows"));
 }
 
-// Returns a share of the host's memory, 1/`divisor`, with the limits of the two kinds of devices.
-CacheSize ShareOfHost(const MemoryFound& found, int64_t divisor, const char* share,
-                      int64_t cpu_divisor, const char* cpu_share, int64_t cpu_limit) {
+// A share of the host's memory with an upper limit.
+struct Share {
+  int64_t divisor;
+  const char* text;
+  int64_t limit;
+};
+
+// Returns `on_gpu` or `on_cpu` of the host's memory. A GPU node also keeps to what is available.
+CacheSize ShareOfHost(const MemoryFound& found, const Share& on_gpu, const Share& on_cpu) {
   const MachineMemory& host = found.host;
-  if (!found.gpu) {
-    return {Rounded(std::min(host.total_bytes / cpu_divisor, cpu_limit)),
-            absl::StrCat("auto: ", cpu_share, " of ", HostMemory(host), ", ",
-                         FormatBytes(static_cast<uint64_t>(cpu_limit)), " at most on the CPU")};
-  }
-  const int64_t wanted = host.total_bytes / divisor;
+  const Share& share = found.gpu ? on_gpu : on_cpu;
+  const int64_t wanted = std::min(host.total_bytes / share.divisor, share.limit);
   const int64_t available = NineTenths(host.available_bytes);
-  if (wanted <= available) {
-    return {Rounded(wanted), absl::StrCat("auto: ", share, " of ", HostMemory(host))};
+  if (found.gpu && wanted > available) {
+    return {Rounded(available),
+            absl::StrCat("auto: 90 % of the ", ApproximateBytes(host.available_bytes),
+                         " of memory that are available")};
   }
-  return {Rounded(available),
-          absl::StrCat("auto: 90 % of the ", ApproximateBytes(host.available_bytes),
-                       " of memory that are available")};
+  return {Rounded(wanted),
+          absl::StrCat("auto: ", share.text, " of ", HostMemory(host), ", ",
+                       FormatBytes(static_cast<uint64_t>(share.limit)), " at most")};
 }
 
 CacheSize HbmOnCpu(const MemoryFound& found) {
-  return ShareOfHost(found, 8, "an eighth", 8, "an eighth", kGiB);
+  constexpr Share kEighth = {8, "an eighth", kGiB};
+  return ShareOfHost(found, kEighth, kEighth);
 }
 
 }  // namespace
@@ -77,7 +82,7 @@ CacheSize DecodeHbmSize(uint64_t configured, const MemoryFound& found, int64_t b
 
 CacheSize DecodeDramSize(uint64_t configured, const MemoryFound& found) {
   if (configured != kAutoBytes) return {configured, kConfigured};
-  return ShareOfHost(found, 2, "half", 4, "a quarter", 4 * kGiB);
+  return ShareOfHost(found, {2, "half", 128 * kGiB}, {4, "a quarter", 4 * kGiB});
 }
 
 CacheSize PrefillHbmSize(uint64_t configured, const MemoryFound& found, const CacheLayout& layout,
@@ -89,7 +94,9 @@ CacheSize PrefillHbmSize(uint64_t configured, const MemoryFound& found, const Ca
                       absl::StrCat("auto: 90 % of the ", ApproximateBytes(found.gpu_free_bytes),
                                    " of HBM that are free after the weights")}
           : HbmOnCpu(found);
-  const auto prompt = static_cast<uint64_t>(layout.BytesFor(max_context) +
+  // One block more than the prompt takes, since a pool rounds the share of each kind down.
+  const int64_t tokens = max_context + layout.kinds.front().block_tokens;
+  const auto prompt = static_cast<uint64_t>(layout.BytesFor(tokens) +
                                             kAlignment * static_cast<int64_t>(layout.kinds.size()));
   if (most.bytes < prompt) return most;
   return {prompt, absl::StrCat("auto: one prompt of max_context, ", max_context, " tokens")};
@@ -97,7 +104,7 @@ CacheSize PrefillHbmSize(uint64_t configured, const MemoryFound& found, const Ca
 
 CacheSize HoldSize(uint64_t configured, const MemoryFound& found) {
   if (configured != kAutoBytes) return {configured, kConfigured};
-  return ShareOfHost(found, 4, "a quarter", 8, "an eighth", 2 * kGiB);
+  return ShareOfHost(found, {4, "a quarter", 64 * kGiB}, {8, "an eighth", 2 * kGiB});
 }
 
 absl::Status CheckCacheSizes(const MemoryFound& found, int64_t beside_bytes, uint64_t hbm_bytes,

@@ -32,8 +32,9 @@ struct CacheSize {
 // less. On the CPU: an eighth of the memory, 1 GiB at most. The result may be 0.
 CacheSize DecodeHbmSize(uint64_t configured, const MemoryFound& found, int64_t beside_bytes);
 
-// Returns the size of the host KV cache: automatically half of the memory, and 90 % of what is
-// available at most. On the CPU: a quarter of the memory, 4 GiB at most.
+// Returns the size of the host KV cache: automatically half of the memory, and at most 90 % of what
+// is available and 128 GiB, which take some 10 s to pin. On the CPU: a quarter of the memory, 4 GiB
+// at most.
 CacheSize DecodeDramSize(uint64_t configured, const MemoryFound& found);
 
 // Returns the size of a prefill node's KV cache in HBM, which holds one prompt at a time:
@@ -43,7 +44,8 @@ CacheSize PrefillHbmSize(uint64_t configured, const MemoryFound& found, const Ca
                          int64_t max_context);
 
 // Returns the size of the memory in which a prefill node holds prompts: automatically a quarter of
-// the memory, and 90 % of what is available at most. On the CPU: an eighth, 2 GiB at most.
+// the memory, and at most 90 % of what is available and 64 GiB. On the CPU: an eighth, 2 GiB at
+// most.
 CacheSize HoldSize(uint64_t configured, const MemoryFound& found);
 
 // Returns the largest hbm_bytes for which the batch and the policy (`beside_bytes`) and CUDA's own

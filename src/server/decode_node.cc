@@ -67,6 +67,7 @@ absl::Status DecodeNode::LoadModelAndMemory() {
   policy_ = std::move(memory.policy);
   Log(LogLevel::kInfo, "policy ready",
       {{"policy", policy_->name()}, {"max_sequences", config_.max_sequences()}});
+  SLUICE_RETURN_IF_ERROR(MakeTransfers());
   return StartEngine();
 }
 
@@ -81,7 +82,7 @@ absl::Status DecodeNode::ChooseSizes() {
   return absl::OkStatus();
 }
 
-absl::Status DecodeNode::StartEngine() {
+absl::Status DecodeNode::MakeTransfers() {
   TransferTable::Options table;
   table.model_fingerprint = model_->fingerprint();
   table.vocab_size = static_cast<uint32_t>(model_->config().vocab_size);
@@ -114,6 +115,10 @@ absl::Status DecodeNode::StartEngine() {
   pull.transfers = transfers_.get();
   pull.channels = channels_.get();
   puller_ = std::make_unique<Puller>(std::move(pull));
+  return absl::OkStatus();
+}
+
+absl::Status DecodeNode::StartEngine() {
   Engine::Options options;
   options.max_sequences = config_.max_sequences();
   options.max_waiting = config_.max_waiting();

@@ -50,6 +50,8 @@ class DecodeNode : public Node {
   void UpdateMetrics() override;
 
   absl::Status ChooseSizes();
+  // Makes transfers_, channels_ and puller_.
+  absl::Status MakeTransfers();
   absl::Status StartEngine();
 
   // In the order in which they are made; each may use those before it.

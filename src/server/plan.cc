@@ -7,6 +7,8 @@
 #include "src/attention/policy_factory.h"
 #include "src/base/bisect.h"
 #include "src/base/status_macros.h"
+#include "src/device/cpu_topology.h"
+#include "src/device/host_placement.h"
 #include "src/engine/batch_state.h"
 #include "src/model/policy_model.h"
 #include "src/model/weight_source.h"
@@ -93,6 +95,7 @@ PlanInput::Policy PlanPolicy(const PolicyOptions& options, const PlanInput& in, 
                              in.max_sequences});
     out.rooms.push_back(room);
   }
+  out.workers = static_cast<int>(made->policy->Workers().workers);
   out.one = made->policy->DescribeSteps(1);
   out.all = made->policy->DescribeSteps(static_cast<int32_t>(in.max_sequences));
   return out;
@@ -109,6 +112,18 @@ PlanInput InputOf(const Config& config, const Model& model) {
   in.workspace_bytes = model.workspace_bytes();
   in.policy = config.policy();
   return in;
+}
+
+// Returns where pinned memory lies on the host, and which cpus `workers` workers take.
+std::string PlacementOf(const Device& device, int workers) {
+  const HostPlacement placement = device.Placement();
+  std::string out = absl::StrCat("pinned memory: ", DescribePlacement(placement));
+  if (workers == 0) return out;
+  std::vector<int> cpus = PlaceWorkers(UsableCpus(), device.HostThreads(), workers, placement.node);
+  std::sort(cpus.begin(), cpus.end());
+  return absl::StrCat(out, "; ", workers, " policy workers: ",
+                      cpus.empty() ? "not pinned, there are too few cpus"
+                                   : absl::StrCat("cpus ", FormatCpuList(cpus)));
 }
 
 // Adds the memory of the running batch.
@@ -202,6 +217,7 @@ absl::StatusOr<PlanInput> PlanOf(const Config& config) {
     if (name == in.policy) {
       in.batch_bytes += policy.beside_hbm_bytes;
       in.pinned_bytes += policy.beside_pinned_bytes;
+      in.placement = PlacementOf(*real, policy.workers);
     }
     if (name != kFull) in.policies.push_back(std::move(policy));
   }

@@ -35,7 +35,7 @@ struct PlanInput {
   std::string device_name;
   // Reasons of what was chosen: "as configured", or "auto: " and the rule.
   std::string device_why, hbm_why, dram_why;
-  std::string placement;  // NUMA node of pinned memory, and cpus of the policy's workers
+  std::string placement;  // NUMA node of pinned memory, and cpus of the configured policy's workers
   std::string policy;     // the configured one
   // The policies that keep sequences in the host KV cache.
   struct Policy {
@@ -44,7 +44,8 @@ struct PlanInput {
     // Bytes that it asks for beside its sequences: tables, scratch, requests to workers.
     int64_t beside_hbm_bytes = 0;
     int64_t beside_pinned_bytes = 0;
-    // What a sequence of `context` tokens, prompt and output together, takes under the policy.
+    int workers = 0;  // CPU threads that attend to tokens that are not in HBM
+    // The memory of a sequence with `context` tokens, prompt and output together.
     struct Headroom {
       int64_t context = 0;
       int64_t hbm_bytes = 0;

@@ -29,7 +29,7 @@ std::string GpuLine(const PlanInput& in) {
                     "--chunk-tokens, or take a smaller model, until they are ",
                     Bytes(1 - most), " less\n");
   } else if (in.hbm_bytes > most) {
-    absl::StrAppendFormat(&out, "hbm_bytes of %s do not fit: lower them by %s to %s\n",
+    absl::StrAppendFormat(&out, "hbm_bytes of %s does not fit: lower it by %s to %s\n",
                           Bytes(in.hbm_bytes), Bytes(in.hbm_bytes - most), Bytes(most));
   } else {
     absl::StrAppendFormat(&out, "hbm_bytes may be up to %s\n", Bytes(most));

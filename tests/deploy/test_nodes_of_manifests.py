@@ -13,7 +13,7 @@ from support.nodes import BIN, ENVIRONMENT, SCALE, free_port, run
 
 # HBM of what the overlays' nodeSelector names, as its driver reports it.
 GPU_BYTES = {"NVIDIA-H100-80GB-HBM3": 81559 << 20, "NVIDIA-H200": 143771 << 20}
-# ExitWithin of src/server/decode_node.cc: kFlushTime + kEndTime.
+# ExitWithin of src/server/node.cc: kFlushTime + kEndTime.
 END_SECONDS = 6
 # kGrace of src/server/prefill_node.cc.
 PREFILL_GRACE_SECONDS = 30
@@ -71,8 +71,8 @@ def test_a_pod_is_given_the_time_that_its_node_takes_to_drain(overlay, tmp_path)
 
 
 def test_the_times_to_end_are_those_of_the_sources():
-    decode = (ROOT / "src/server/decode_node.cc").read_text()
-    flush, end = (re.search(rf"{name} = absl::Seconds\((\d+)\)", decode)[1] for name in ("kFlushTime", "kEndTime"))
+    node = (ROOT / "src/server/node.h").read_text()
+    flush, end = (re.search(rf"{name} = absl::Seconds\((\d+)\)", node)[1] for name in ("kFlushTime", "kEndTime"))
     assert int(flush) + int(end) == END_SECONDS
     prefill = (ROOT / "src/server/prefill_node.cc").read_text()
     assert int(re.search(r"kGrace = absl::Seconds\((\d+)\)", prefill)[1]) == PREFILL_GRACE_SECONDS

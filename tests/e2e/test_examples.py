@@ -21,6 +21,6 @@ def test_what_the_example_of_deepseek_promises_fits():
     done = run(BIN / "sluice-server", "--config", example, "--model", ROOT / "configs/models/deepseek-v3.2-ep32",
                "--load-format", "dummy", "--device", "cpu", "--print-plan", timeout=300)
     assert done.returncode == 0, done.stderr
-    plan = done.stdout[done.stdout.index("policy ess:"):done.stdout.index("policy offload-naive:")]
+    plan = done.stdout[done.stdout.index("policy ess:"):]
     running = {int(line.split()[0]): int(line.split()[-1]) for line in plan.splitlines() if line.split()[:1] and line.split()[0].isdigit()}
     assert running[32768] == 150  # max_sequences

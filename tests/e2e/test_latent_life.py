@@ -8,12 +8,12 @@ import grpc
 import pytest
 from sluice.v1 import admin_pb2, decode_pb2, ingest_pb2
 from sluice_client import rpc
-from support.latent_lab import (AHEAD, EXACT, FAST, FULL, MARGIN, MEMORY, NAIVE, NAMES, PACKED, SCARCE, SPARE, answer, assert_same,
+from support.latent_lab import (AHEAD, EXACT, FAST, FULL, MARGIN, MEMORY, NAMES, PACKED, SCARCE, SPARE, answer, assert_same,
                         decoded, long_prompt, nodes, prefilled, pushed)  # noqa: F401
 from support.metrics_text import Scrape
 from support.nodes import BIN, DEVICE, SCALE, TIMEOUT_S, Pair, error_of, greedy, matching_steps, run, tokens_of
 
-OFFLOADING = {"scarce": SCARCE, "spare": SPARE, "ahead": AHEAD, "offload-naive": NAIVE}
+OFFLOADING = {"scarce": SCARCE, "spare": SPARE, "ahead": AHEAD}
 LENGTHS = [1, 5, 33, 64, 65, 130, 200, 257, 300, 31, 90, 400]
 # Long enough that something can happen to it on the way.
 LONG = 250
@@ -134,7 +134,7 @@ def test_what_never_fits_and_what_does_not_fit_now_are_told_apart(tiny_models, s
     assert answer(pair, prompts[0], 50) == expected[0]
 
 
-@pytest.mark.parametrize("policy", ["scarce", "offload-naive"])
+@pytest.mark.parametrize("policy", ["scarce", "ahead"])
 def test_a_drained_node_finishes_and_comes_back_with_the_same_bits(servers, prefill, policy):
     node = servers(*OFFLOADING[policy])
     pair = Pair(node, prefill)
@@ -166,7 +166,7 @@ def test_a_node_that_is_told_to_end_finishes_and_its_successor_gives_the_same_bi
 
 @pytest.mark.parametrize("flags", [
     ["--ess-overlap", "none"], ["--ess-overlap", "da"], ["--ess-overlap", "dba"], ["--no-ess-warm-up"],
-    ["--no-ess-lru"], ["--recompute-last", "on"], ["--recompute-last", "off"], ["--ess-transfer-workers", "1"],
+    ["--recompute-last", "on"], ["--recompute-last", "off"], ["--ess-transfer-workers", "1"],
     ["--ess-sparse-memory-ratio", "1"],
 ], ids=" ".join)
 def test_no_setting_changes_a_token(nodes, golden, flags):
@@ -198,11 +198,10 @@ def test_a_node_computes_prompts_itself(nodes, golden, policy):
         assert list(pool.map(lambda prompt: decoded(node, 40, prompt_token_ids=prompt)[0], prompts)) == alone
 
 
-@pytest.mark.parametrize("policy", ["ess", "offload-naive"])
-def test_overcommit_is_refused_where_nothing_is_preempted(tiny_models, policy):
-    done = run(BIN / "sluice-server", "--model", tiny_models(NAMES[0]), "--device", DEVICE, *MEMORY, "--policy", policy,
+def test_overcommit_is_refused_where_nothing_is_preempted(tiny_models):
+    done = run(BIN / "sluice-server", "--model", tiny_models(NAMES[0]), "--device", DEVICE, *MEMORY, "--policy", "ess",
                "--overcommit", "2", "--listen", "127.0.0.1:0", "--admin-listen", "")
-    assert done.returncode == 1 and f"overcommit: expected 1 with policy {policy}" in done.stderr
+    assert done.returncode == 1 and "overcommit: expected 1 with policy ess" in done.stderr
 
 
 def test_preempted_sequences_of_policy_full_go_on_with_the_same_bits(tiny_models, start, prefill):

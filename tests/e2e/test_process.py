@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from sluice.v1 import admin_pb2, decode_pb2, ingest_pb2
 from sluice_client import rpc
 from support.metrics_text import Scrape, wait_for
-from support.nodes import BIN, TIMEOUT_S, Node, greedy, run, sluice_json, tokens_of
+from support.nodes import BIN, DEVICE, TIMEOUT_S, Node, greedy, run, sluice_json, tokens_of
 from support.transfers import committed
 
 PROGRAMS = ["sluice-server", "sluice-prefill"]
@@ -93,6 +93,39 @@ def test_check_config_shows_what_flag_environment_and_file_make(tiny_models, tmp
     assert done.returncode == 0, done.stderr
     for pattern in (r"max_sequences: 6\b.*--max-sequences", r"threads: 2\b.*SLUICE_THREADS", r"hbm_bytes: (7MiB|7340032).*c\.yaml"):
         assert re.search(pattern, done.stdout), done.stdout
+
+
+def test_the_checked_configuration_reads_back_as_the_same_one(tmp_path):
+    """With a policy's settings under its name, which is the form of files."""
+    first = run(BIN / "sluice-server", "--model", "m", "--ess-sparse-memory-ratio", "0.2", "--check-config")
+    assert first.returncode == 0 and "\ness:\n  sparse_memory_ratio: 0.2 " in first.stdout, first.stdout
+    assert "hbm_bytes: auto" in first.stdout and 'device: "auto"' in first.stdout
+    config = tmp_path / "c.yaml"
+    config.write_text(first.stdout)
+    again = run(BIN / "sluice-server", "--config", config, "--check-config")
+    assert again.returncode == 0, again.stderr
+
+    def values(text):
+        return [line.split("  # ")[0].rstrip() for line in text.splitlines()]
+
+    assert values(again.stdout) == values(first.stdout)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_node_chooses_its_device_and_memory_and_says_why(tiny_models, tmp_path, program):
+    memory = {"hbm_bytes", "dram_bytes" if program == "sluice-server" else "hold_bytes"}
+    if DEVICE == "cuda":  # others use the GPU, and to pin DRAM takes long
+        memory.discard("dram_bytes")
+    node = Node(program, tiny_models("tiny-llama"), tmp_path,
+                *(word for name in memory for word in (f"--{name.replace('_', '-')}", "auto")))
+    assert node.stop() == 0
+    lines = [json.loads(line) for line in node.log.read_text().splitlines()]
+    (device,) = [line for line in lines if line["message"] == "device chosen"]
+    assert device["device"] == DEVICE and device["why"] == "as configured"
+    chosen = {line["setting"]: line for line in lines if line["message"] == "memory for KV caches"}
+    assert memory <= set(chosen)
+    for name in memory:
+        assert chosen[name]["bytes"] > MIB and chosen[name]["why"].startswith("auto: "), chosen
 
 
 def test_print_plan_says_what_fits(tiny_models):

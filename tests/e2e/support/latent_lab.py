@@ -26,8 +26,6 @@ FULL = ["--policy", "full"]
 SCARCE = ["--policy", "ess", "--ess-sparse-memory-ratio", "0.01", "--ess-least-places", "96"]
 SPARE = ["--policy", "ess"]
 AHEAD = [*SCARCE, "--ess-prefetch", "8", "--ess-overlap", "dba"]
-# The same places, and everything is fetched in every step.
-NAIVE = ["--policy", "offload-naive", *SCARCE[2:]]
 POLICIES = {"full": FULL, "scarce": SCARCE, "spare": SPARE}
 
 

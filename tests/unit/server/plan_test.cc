@@ -61,7 +61,7 @@ TEST_CASE("the plan shows the contexts up to the longest, and caps by max_sequen
   CHECK_THAT(plan, Catch::Contains("policy full"));
   CHECK_THAT(plan, Catch::Contains("22.5 KiB a token"));
   CHECK_THAT(plan, Catch::Contains("8192"));
-  // 512 tokens take 11.25 MiB: 91 would fit into 1 GiB, 364 do into 4 GiB.
+  // 512 tokens take 11.25 MiB: 91 would fit into 1 GiB, and 364 fit into 4 GiB.
   CHECK_THAT(plan, Catch::Contains("11.2 MiB"));
   CHECK_THAT(plan, Catch::Contains("512      11.2 MiB                32               364"));
 }
@@ -106,8 +106,8 @@ TEST_CASE("the plan asks for what a node asks for") {
   CHECK(plan->workspace_bytes == (*model)->workspace_bytes());
   CHECK(plan->max_context == 700);
   CHECK(plan->layout.layers == (*model)->cache_layout().layers);
-  // Every policy but full, by its own footprint: sparse ones take less of HBM for long contexts.
-  REQUIRE(plan->policies.size() == 4);
+  // Every policy but full has its own footprint: sparse ones take less HBM for long contexts.
+  REQUIRE(plan->policies.size() == 3);
   for (const PlanInput::Policy& policy : plan->policies) {
     INFO(policy.name << ": " << policy.status);
     CHECK(policy.status.ok());
@@ -120,11 +120,10 @@ TEST_CASE("the plan asks for what a node asks for") {
     CHECK(policy.beside_pinned_bytes > 0);
     CHECK_THAT(FormatPlan(*plan), Catch::Contains("policy " + policy.name + ":"));
   }
-  // Histories, biases and logits of five sequences at least.
+  // The batch has histories, biases and logits of five sequences at least.
   CHECK(plan->batch_bytes > 5 * (700 + 2 * 1024 + (*model)->config().vocab_size) * 4);
 
-  // What the configured policy asks for is part of the batch's lines, more where there is more to
-  // list.
+  // The memory of the configured policy is part of the batch's lines, and grows with the batch.
   for (const PlanInput::Policy& policy : plan->policies) {
     INFO(policy.name);
     config.set_policy(policy.name);
@@ -161,10 +160,10 @@ TEST_CASE("the plan of latent caches says what each kind takes") {
   const std::string plan = FormatPlan(in);
   INFO(plan);
   CHECK_THAT(plan, Catch::Contains("128 heads, entries of 512 + 64, 2048 selected"));
-  // 61 x (656 + 132) bytes, of them 61 x 132 of the index.
+  // A token takes 61 x (656 + 132) bytes, of which the index has 61 x 132.
   CHECK_THAT(plan, Catch::Contains("46.9 KiB a token (fp8"));
   CHECK_THAT(plan, Catch::Contains("32768 tokens: latent 1.22 GiB, index 251.6 MiB"));
-  // 1.467 GiB each: 27 in 40 GiB, 272 in 400.
+  // A sequence takes 1.467 GiB: 27 fit into 40 GiB, 272 into 400 GiB.
   CHECK_THAT(plan, Catch::Contains("32768      1.47 GiB                27               272"));
 }
 
@@ -178,13 +177,13 @@ TEST_CASE("the plan of a model with latent caches asks for what a node asks for"
   REQUIRE(plan->layout.kinds.size() == 2);
   CHECK(plan->layout.kinds[0].bytes_per_token == 656);
   CHECK(plan->layout.kinds[1].bytes_per_token == 132);
-  // Scores and lists of rows: of 64 and 5, over 700 positions, the best 64 of them.
+  // The batch has scores and lists of 64 + 5 rows over 700 positions, and of the best 64 of them.
   CHECK(plan->batch_bytes > 69 * (700 + 64) * 4);
   for (const PlanInput::Policy& policy : plan->policies) {
     INFO(policy.name << ": " << policy.status);
     CHECK((policy.name != "scout" && policy.name != "recall"));
   }
-  // The node itself.
+  // A node takes the same.
   config.set_load_format("dummy");
   const auto device = NewDevice(config);
   REQUIRE(device.ok());
@@ -196,7 +195,44 @@ TEST_CASE("the plan of a model with latent caches asks for what a node asks for"
   CHECK(memory.ok());
 }
 
-TEST_CASE("a policy whose moves a home is too large for is refused by name") {
+TEST_CASE("the plan has the sizes that a node would choose, and says why") {
+  Config config = TinyNode();
+  config.set_hbm_bytes(kAutoBytes);
+  config.set_dram_bytes(kAutoBytes);
+  const auto plan = PlanOf(config);
+  INFO(plan.status());
+  REQUIRE(plan.ok());
+  const auto device = NewDevice(config);
+  REQUIRE(device.ok());
+  const auto found = FindMemory(**device);
+  REQUIRE(found.ok());
+  CHECK(plan->hbm_bytes == static_cast<int64_t>(DecodeHbmSize(kAutoBytes, *found, 0).bytes));
+  CHECK(plan->dram_bytes == static_cast<int64_t>(DecodeDramSize(kAutoBytes, *found).bytes));
+  const std::string text = FormatPlan(*plan);
+  INFO(text);
+  CHECK_THAT(text, Catch::Contains("auto: an eighth of the "));
+  CHECK_THAT(text, Catch::Contains("auto: a quarter of the "));
+  CHECK_THAT(text, Catch::Contains("device      cpu, as configured"));
+  CHECK_THAT(text, Catch::Contains("\nDRAM        "));
+  CHECK_THAT(text, Catch::Contains("placement   pinned memory: "));
+}
+
+TEST_CASE("the plan has the policies that a server can be given") {
+  for (const char* model : {"tiny-qwen3", "tiny-deepseek-v32"}) {
+    Config config = TinyNode();
+    config.set_model(fixtures::SourceDir(model));
+    config.set_kv_dtype("auto");
+    const auto plan = PlanOf(config);
+    INFO(plan.status());
+    REQUIRE(plan.ok());
+    for (const PlanInput::Policy& policy : plan->policies) {
+      CAPTURE(policy.name);
+      CHECK((policy.name != "oracle" && policy.name != "offload-naive"));
+    }
+  }
+}
+
+TEST_CASE("a policy whose transfers cannot address the host KV cache is refused by name") {
   Config config = TinyNode();
   // Rows of keys are 256 bytes: an index of them ends at 512 GiB.
   config.set_dram_bytes(uint64_t{511} << 30);
@@ -215,6 +251,26 @@ TEST_CASE("a policy whose moves a home is too large for is refused by name") {
   }
 }
 
+TEST_CASE("the plan says by how much the host's memory is too small") {
+  PlanInput in;
+  in.layout = Layout();
+  in.max_context = 100;
+  in.max_sequences = 1;
+  in.hbm_bytes = int64_t{1} << 30;
+  in.dram_bytes = int64_t{6} << 30;
+  in.host.total_bytes = int64_t{8} << 30;
+  in.host.available_bytes = int64_t{7} << 30;
+  CHECK_THAT(FormatPlan(in), Catch::Contains("DRAM        8.00 GiB, 7.00 GiB available\n"));
+  in.dram_bytes = int64_t{10} << 30;
+  CHECK_THAT(FormatPlan(in), Catch::Contains("available; 11.00 GiB are needed: lower dram_bytes or "
+                                             "hbm_bytes by 4.00 GiB\n"));
+  in.device = {int64_t{79} << 30, int64_t{80} << 30};
+  in.host.limit_file = "/sys/fs/cgroup/memory.max";
+  CHECK_THAT(FormatPlan(in),
+             Catch::Contains("7.00 GiB available (by /sys/fs/cgroup/memory.max); 10.00 GiB are "
+                             "needed: lower dram_bytes by 3.00 GiB\n"));
+}
+
 TEST_CASE("the plan says what fits into a device of its own memory") {
   PlanInput in;
   in.layout = Layout();
@@ -222,14 +278,17 @@ TEST_CASE("the plan says what fits into a device of its own memory") {
   in.max_sequences = 1;
   in.weight_bytes = int64_t{10} << 30;
   in.hbm_bytes = int64_t{60} << 30;
-  CHECK_THAT(FormatPlan(in), !Catch::Contains("device "));
+  CHECK_THAT(FormatPlan(in), !Catch::Contains("HBM         "));
   in.device = {int64_t{79} << 30, int64_t{80} << 30};
   CHECK_THAT(FormatPlan(in), Catch::Contains("80.00 GiB, 79.00 GiB free; hbm_bytes may be up to "
                                              "68.50 GiB"));
   in.hbm_bytes = int64_t{70} << 30;
-  CHECK_THAT(FormatPlan(in), Catch::Contains("hbm_bytes of 70.00 GiB do not fit, 68.50 GiB would"));
+  CHECK_THAT(
+      FormatPlan(in),
+      Catch::Contains("hbm_bytes of 70.00 GiB does not fit: lower it by 1.50 GiB to 68.50 GiB"));
   in.weight_bytes = int64_t{100} << 30;
   CHECK_THAT(FormatPlan(in), Catch::Contains("too small: 100.00 GiB are needed"));
+  CHECK_THAT(FormatPlan(in), Catch::Contains("until they are 21.50 GiB less"));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Configuration -> PolicyOptions.
+// Tests of the policy's options, the device and the model that a configuration makes.
 #include <catch2/catch.hpp>
 #include <string>
 
@@ -21,25 +21,44 @@ TEST_CASE("a node's policies have the defaults that policies have by themselves"
   CHECK(of_node->worker_deadline == own.worker_deadline);
   CHECK(of_node->scout.share_limit == own.scout.share_limit);
   CHECK(of_node->scout.intervals == own.scout.intervals);
-  CHECK(of_node->scout.attend_whole == own.scout.attend_whole);
-  CHECK(of_node->scout.resident_tokens == own.scout.resident_tokens);
   CHECK(of_node->recall.margin == own.recall.margin);
-  CHECK(of_node->recall.fetch_all == own.recall.fetch_all);
-  CHECK(of_node->recall.rank == own.recall.rank);
   CHECK(of_node->hgca.window_tokens == own.hgca.window_tokens);
   CHECK(of_node->hgca.beta == own.hgca.beta);
   CHECK(of_node->hgca.alpha == own.hgca.alpha);
-  CHECK(of_node->hgca.reduction == own.hgca.reduction);
-  CHECK(of_node->oracle.selector == own.oracle.selector);
   CHECK(of_node->recompute_last == own.recompute_last);
   CHECK(of_node->ess.sparse_memory_ratio == own.ess.sparse_memory_ratio);
   CHECK(of_node->ess.least_places == own.ess.least_places);
   CHECK(of_node->ess.divide_places == own.ess.divide_places);
   CHECK(of_node->ess.prefetch == own.ess.prefetch);
   CHECK(of_node->ess.warm_up == own.ess.warm_up);
-  CHECK(of_node->ess.lru == own.ess.lru);
   CHECK(of_node->ess.overlap == own.ess.overlap);
   CHECK(of_node->ess.transfer_workers == own.ess.transfer_workers);
+}
+
+TEST_CASE("device auto takes the CPU for kernels of the CPU, and says why") {
+  Config config = DefaultConfig();
+  REQUIRE(config.device() == "auto");
+  config.set_kernels("portable");
+  std::string why;
+  const auto device = NewDevice(config, &why);
+  REQUIRE(device.ok());
+  CHECK((*device)->name() == "cpu");
+  CHECK(why == "auto: kernels portable compute on the CPU");
+  config.set_device("cpu");
+  REQUIRE(NewDevice(config, &why).ok());
+  CHECK(why == "as configured");
+}
+
+TEST_CASE("device auto gives a device on every machine") {
+  std::string why;
+  const auto device = NewDevice(DefaultConfig(), &why);
+  INFO(device.status());
+  REQUIRE(device.ok());
+  CHECK_THAT(why, Catch::StartsWith("auto: "));
+  const auto found = FindMemory(**device);
+  REQUIRE(found.ok());
+  CHECK(found->gpu == ((*device)->name() == "cuda"));
+  CHECK(found->host.total_bytes > 0);
 }
 
 TEST_CASE("CPU workers compute on the path that the node was given") {
