@@ -426,7 +426,7 @@ TEST_CASE("the process's figures are those of this process") {
   std::fclose(file);
 }
 
-// The table of README.md, from the header.
+// Returns the table of deploy/prometheus/README.md, made from the header.
 std::string MetricsTable() {
   std::string table = "| Metric | Type | Labels | Meaning |\n| --- | --- | --- | --- |\n";
   for (const metric_names::Metric* metric : metric_names::kAll) {
@@ -441,9 +441,9 @@ std::string MetricsTable() {
   return table;
 }
 
-TEST_CASE("README's table of metrics is the header's") {
+TEST_CASE("the documented table of metrics is the header's") {
   std::stringstream text;
-  text << std::ifstream(SLUICE_SOURCE_DIR "/README.md").rdbuf();
+  text << std::ifstream(SLUICE_SOURCE_DIR "/deploy/prometheus/README.md").rdbuf();
   const std::string readme = text.str();
   const std::string begin = "<!-- metrics-table -->\n", end = "<!-- /metrics-table -->";
   const size_t from = readme.find(begin), to = readme.find(end);
@@ -452,7 +452,7 @@ TEST_CASE("README's table of metrics is the header's") {
   const bool same = readme.substr(from + begin.size(), to - from - begin.size()) == MetricsTable();
   // Not through Catch, which would wrap the lines.
   if (!same) std::fprintf(stderr, "%s%s%s\n", begin.c_str(), MetricsTable().c_str(), end.c_str());
-  INFO("what README.md must have between the markers is printed above");
+  INFO("what deploy/prometheus/README.md must have between the markers is printed above");
   CHECK(same);
 }
 
