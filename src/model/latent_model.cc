@@ -16,8 +16,8 @@ namespace {
 struct Layer {
   DeviceVector input_norm, post_attention_norm;
   LatentAttentionWeights attention;
-  DenseFfn ffn;           // the layer's own, or that of the shared experts
-  ExpertWeights experts;  // not of dense layers
+  DenseFfn ffn;           // the layer's own, or the shared experts'
+  ExpertWeights experts;  // unused in dense layers
 };
 
 class LatentModel : public DecoderModel {
@@ -41,8 +41,8 @@ class LatentModel : public DecoderModel {
                      policy);
       kernels_.RmsNorm(stream,
                        NormOf(Residual(all), w.post_attention_norm, normed_.data(), in.rows));
-      // The choice of experts is short kernels that wait for one another: beside the products of
-      // the shared experts, which need none.
+      // The choice of experts is made by short kernels that wait for one another. It runs beside
+      // the products of the shared experts, which do not need it.
       Stream& choice = stream.Branch(AttentionPolicy::kAheadBranch);
       if (!IsDense(layer)) {
         choice.After(stream);
@@ -59,7 +59,7 @@ class LatentModel : public DecoderModel {
 
  private:
   bool IsDense(int layer) const { return layer < latent_.dense_layers; }
-  // Of the dense FFN of a layer, or of its shared experts; 0: there are none.
+  // Returns the width of a layer's dense FFN, or of its shared experts; 0 if there are none.
   int FfnSize(int layer) const {
     return IsDense(layer) ? config_.intermediate_size : latent_.experts.shared_size();
   }
@@ -113,7 +113,7 @@ absl::StatusOr<std::unique_ptr<Model>> NewLatentModel(const Model::Options& opti
   }
   SLUICE_ASSIGN_OR_RETURN(CacheLayout layout,
                           LatentCacheLayout(config, options.kv_dtype, options.block_tokens));
-  // Its attention has no heads of the kind that head_dim limits.
+  // Latent attention has no heads of the kind that head_dim limits.
   SLUICE_RETURN_IF_ERROR(kernels.Check({.hidden_size = config.hidden_size,
                                         .vocab_size = config.vocab_size,
                                         .block_tokens = options.block_tokens}));
