@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes deploy/kubernetes/common/prometheus-rule.yaml from sluice.rules.yml, which promtool tests."""
+"""Writes deploy/kubernetes/common/prometheus-rule.yaml from sluice.rules.yml, the file that promtool tests."""
 
 from pathlib import Path
 

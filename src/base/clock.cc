@@ -10,8 +10,8 @@
 namespace sluice {
 namespace {
 
-// Wall time at the first use plus the steady clock since: a leap of the wall clock moves no
-// deadline.
+// The wall time at the first use, plus the steady clock since then. A leap of the wall clock
+// therefore moves no deadline.
 class SteadyClock : public Clock {
  public:
   absl::Time Now() const override {
@@ -29,7 +29,7 @@ class SteadyClock : public Clock {
  private:
   const absl::Time wall_origin_ = absl::Now();
   const std::chrono::steady_clock::time_point steady_origin_ = std::chrono::steady_clock::now();
-  mutable std::atomic<int64_t> leaps_ns_{0};  // of the failpoint, all together
+  mutable std::atomic<int64_t> leaps_ns_{0};  // sum of the leaps that the failpoint made
 };
 
 }  // namespace

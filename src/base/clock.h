@@ -1,4 +1,5 @@
-// Time as the engine, the leases and the tests see it. Injected, so that a simulation owns it.
+// Clock is the time that the engine, the leases and the tests see. It is injected, so that a
+// simulation can own it.
 #pragma once
 
 #include "absl/time/time.h"
@@ -8,11 +9,11 @@ namespace sluice {
 class Clock {
  public:
   virtual ~Clock() = default;
-  // Monotonic enough for deadlines; thread-safe.
+  // Returns a time that is monotonic enough for deadlines. Thread-safe.
   virtual absl::Time Now() const = 0;
 };
 
-// The system's clock; lives for ever.
+// Returns the system's clock, which lives for ever.
 Clock* RealClock();
 
 }  // namespace sluice

@@ -11,7 +11,7 @@ namespace {
 constexpr uint32_t kPolynomial = 0x82F63B78;  // reflected: bit 31 is x^0
 constexpr uint32_t kOne = uint32_t{1} << 31;
 
-// a b modulo the polynomial.
+// Returns the product of a and b modulo the polynomial.
 uint32_t Multiply(uint32_t a, uint32_t b) {
   uint32_t product = 0;
   for (uint32_t bit = kOne; a != 0; bit >>= 1) {

@@ -7,13 +7,14 @@
 
 namespace sluice {
 
-// The checksum of what `crc` covers with `bytes` after it. That of nothing is 0.
+// Returns the checksum of the data that `crc` covers, followed by `bytes`. The checksum of no data
+// is 0.
 uint32_t ExtendCrc32c(uint32_t crc, absl::Span<const uint8_t> bytes);
 
 inline uint32_t Crc32c(absl::Span<const uint8_t> bytes) { return ExtendCrc32c(0, bytes); }
 
-// The checksum of two pieces from those of each, where the second has a length known before: for
-// many pieces of one length. Takes tens of nanoseconds.
+// Computes the checksum of two pieces from the checksums of each, if the length of the second is
+// known in advance. It is meant for many pieces of one length. A call takes tens of nanoseconds.
 class Crc32cJoin {
  public:
   explicit Crc32cJoin(uint64_t second_bytes);

@@ -20,7 +20,7 @@ constexpr float BFloat16ToFloat(uint16_t v) {
   return std::bit_cast<float>(static_cast<uint32_t>(v) << 16);
 }
 
-// Round to nearest, ties to even; NaN stays NaN.
+// Rounds to nearest, ties to even. NaN stays NaN.
 constexpr uint16_t FloatToBFloat16(float v) {
   const uint32_t bits = std::bit_cast<uint32_t>(v);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);

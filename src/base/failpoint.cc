@@ -21,8 +21,7 @@ constexpr FailpointInfo kInfos[] = {
 };
 static_assert(std::size(kInfos) == kFailpoints);
 
-// The armed terms. One for the process, as the places in the code are; reached only where a
-// failpoint is armed.
+// The armed terms of the process. The code reaches them only where a failpoint is armed.
 class Registry {
  public:
   Registry() {
@@ -36,7 +35,7 @@ class Registry {
     const auto index = static_cast<size_t>(term.point);
     Entry& entry = states_[index];
     entry.state = {term.point, term, term.action != FailpointTerm::Action::kOff, 0, 0};
-    // Each its own draws, so that arming one more changes nothing for the others.
+    // Each has its own draws, so that arming one more changes nothing for the others.
     entry.draws = SplitMix64(seed + index);
     failpoint_internal::armed[index].store(entry.state.armed, std::memory_order_relaxed);
   }

@@ -17,7 +17,7 @@ using Action = FailpointTerm::Action;
 
 constexpr size_t kMaxShown = 80;
 
-// In `text`, which absl::string_view functions take.
+// Returns `text` as the type that Abseil's functions take.
 absl::string_view View(std::string_view text) { return {text.data(), text.size()}; }
 
 absl::Status Wrong(std::string_view term, const std::string& why) {
@@ -74,7 +74,7 @@ absl::StatusOr<Failpoint> FindFailpoint(std::string_view term, std::string_view 
                                   "; tools/sluice failpoint list names them all"));
 }
 
-// Cuts what follows the last `mark` off `text`.
+// Cuts the part that follows the last `mark` off `text`.
 std::optional<std::string> TakeSuffix(std::string_view* text, char mark) {
   const size_t at = text->rfind(mark);
   if (at == std::string_view::npos) return std::nullopt;
@@ -83,7 +83,7 @@ std::optional<std::string> TakeSuffix(std::string_view* text, char mark) {
   return out;
 }
 
-// %PROBABILITY, *COUNT and @SKIP, in this order, off the end of `text`.
+// Cuts %PROBABILITY, *COUNT and @SKIP, in this order, off the end of `text`.
 absl::Status TakeConditions(std::string_view term, std::string_view* text, FailpointTerm* out) {
   if (const auto skip = TakeSuffix(text, '@'); skip.has_value()) {
     if (!absl::SimpleAtoi(*skip, &out->skip)) {

@@ -18,17 +18,17 @@ namespace {
 
 constexpr size_t kMaxShownBytes = 80;
 
-// Leaves the parser where the nesting passes its limit: every level costs memory.
+// Stops the parser when the nesting passes its limit, because every level costs memory.
 struct TooDeep {};
 
-// Before a UTF-8 sequence rather than inside it.
+// The cut comes before a UTF-8 sequence, not inside it.
 std::string Cut(std::string_view text, size_t max_bytes) {
   if (text.size() <= max_bytes) return std::string(text);
   while (max_bytes > 0 && (static_cast<uint8_t>(text[max_bytes]) & 0xC0) == 0x80) --max_bytes;
   return std::string(text.substr(0, max_bytes)) + "...";
 }
 
-// Escaped as in a JSON string, and what is no UTF-8 replaced.
+// Returns the text escaped as in a JSON string, with bytes that are not UTF-8 replaced.
 std::string OneLine(const std::string& text) {
   const std::string quoted = json(text).dump(-1, ' ', false, json::error_handler_t::replace);
   return quoted.substr(1, quoted.size() - 2);
@@ -74,7 +74,7 @@ absl::StatusOr<json> ParseJsonObject(const char* text, int64_t size, const std::
     return absl::InvalidArgumentError(
         absl::StrCat(what, ": nested more than ", kMaxJsonDepth, " levels deep"));
   } catch (const json::exception& e) {
-    // It quotes the last token that it read, however long.
+    // The parser quotes the last token that it read, however long.
     constexpr size_t kMaxBytes = 400;
     return absl::InvalidArgumentError(
         absl::StrCat(what, ": not valid JSON: ", OneLine(Cut(e.what(), kMaxBytes))));
@@ -83,7 +83,7 @@ absl::StatusOr<json> ParseJsonObject(const char* text, int64_t size, const std::
 
 absl::StatusOr<json> ReadJsonFile(const std::string& path, int64_t max_bytes,
                                   const std::string& skip_key) {
-  // O_NONBLOCK: a FIFO opens without a writer, and is then refused.
+  // With O_NONBLOCK a FIFO opens without a writer, and is then refused.
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) {
     const std::string message = absl::StrCat(path, ": ", std::strerror(errno));

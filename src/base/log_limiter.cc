@@ -11,7 +11,7 @@ std::optional<uint64_t> LogLimiter::Admit() {
   absl::Duration rest;
   const int64_t earned = absl::IDivDuration(now - counted_, interval_, &rest);
   if (earned > 0) {
-    // Also after ages: IDivDuration saturates, burst_ bounds.
+    // This holds after any length of time: IDivDuration saturates, and burst_ bounds the result.
     lines_ = std::min(burst_, lines_ + std::min(earned, burst_));
     counted_ = now - rest;
   }

@@ -61,7 +61,8 @@ Json ToJson(const LogField::Value& value) {
   return std::visit(
       [](auto v) -> Json {
         if constexpr (std::is_same_v<decltype(v), double>) {
-          // JSON has no inf and no nan: written as text rather than lost as null.
+          // JSON has no inf and no nan. They are written as text, so that they are not lost as
+          // null.
           if (!std::isfinite(v)) return absl::StrCat(v);
         }
         return v;
@@ -69,8 +70,8 @@ Json ToJson(const LogField::Value& value) {
       value);
 }
 
-// Characters that JSON lets through but that end a line or steer a terminal: DEL, C1 controls and
-// the separators U+2028 and U+2029, as \u escapes. `utf8` is valid UTF-8.
+// Writes as \u escapes the characters that JSON lets through but that end a line or steer a
+// terminal: DEL, C1 controls and the separators U+2028 and U+2029. REQUIRES: `utf8` is valid UTF-8.
 std::string EscapeInvisible(const std::string& utf8) {
   std::string out;
   out.reserve(utf8.size());
@@ -98,7 +99,8 @@ std::string Dump(const Json& json) {
       json.dump(-1, ' ', /*ensure_ascii=*/false, Json::error_handler_t::replace));
 }
 
-// Text without the quotes of a JSON string, so that control characters cannot forge a line.
+// Returns the text escaped as a JSON string but without its quotes, so that control characters
+// cannot forge a line.
 std::string Escaped(std::string_view text) {
   std::string quoted = Dump(Json(text));
   return quoted.substr(1, quoted.size() - 2);
@@ -120,7 +122,7 @@ std::string FormatText(std::chrono::system_clock::time_point time, LogLevel leve
                        std::string_view message, std::initializer_list<LogField> fields) {
   std::string level_column(kLevelNames[static_cast<int>(level)]);
   level_column.resize(5, ' ');
-  // The message is a sentence to be read: its quotes and backslashes stay as they are.
+  // The message is a sentence to be read, so its quotes and backslashes stay as they are.
   std::string out = absl::StrCat(FormatTime(time), " ", level_column, " ");
   std::string escaped = Escaped(message);
   if (escaped.size() != message.size()) {
@@ -150,9 +152,9 @@ std::string FormatJson(std::chrono::system_clock::time_point time, LogLevel leve
   return Dump(record);
 }
 
-// spdlog makes its registry at first use. Made here, before main, no thread's first line pays for
-// it, and ThreadSanitizer, blind to the guard inside Debian's libspdlog, sees no race between two
-// first lines.
+// spdlog makes its registry at first use. Making it here, before main, spares a thread's first line
+// that cost. It also keeps ThreadSanitizer, which does not see the guard inside Debian's libspdlog,
+// from reporting a race between two first lines.
 [[maybe_unused]] const spdlog::logger* const made_before_any_thread = spdlog::default_logger_raw();
 
 // The fields of the record that this thread is logging. spdlog's records have no room for them, and
@@ -180,7 +182,7 @@ class RecordFormatter : public spdlog::formatter {
   const LogFormat format_;
 };
 
-// spdlog's stderr sink, over any stream.
+// Does what spdlog's stderr sink does, for any stream.
 class StreamSink : public spdlog::sinks::stdout_sink_base<spdlog::details::console_mutex> {
  public:
   explicit StreamSink(std::FILE* stream) : stdout_sink_base(stream) {}

@@ -1,6 +1,6 @@
-// Logs: one line per event on stderr, text for a person at a terminal, a JSON object for a program.
-// A message is a constant sentence; what varies goes into fields. Never the text or the token ids
-// of a prompt or an answer.
+// Logging writes one line for each event to stderr: text for a person at a terminal, a JSON object
+// for a program. A message is a constant sentence, and what varies goes into fields. A line never
+// has the text or the token ids of a prompt or an answer.
 //
 //   Log(LogLevel::kInfo, "transfer committed", {{"transfer_id", id}, {"bytes", bytes}});
 //
@@ -27,7 +27,7 @@ enum class LogFormat {
   kJson,  // {"time":"2026-11-21T19:00:00.123Z","level":"info","message":"...","bytes":4096}
 };
 
-// A member of the record. Lives as long as the full expression it is written in.
+// A member of the record. It lives as long as the full expression that it is written in.
 struct LogField {
   using Value = std::variant<bool, int64_t, uint64_t, double, std::string_view>;
 
@@ -40,7 +40,7 @@ struct LogField {
   requires std::is_arithmetic_v<T> LogField(std::string_view field_key, T number)
       : key(field_key), value(Widen(number)) {}
 
-  // snake_case with its unit last: elapsed_seconds; not time, level or message.
+  // The key is in snake_case with its unit last: elapsed_seconds. It is not time, level or message.
   std::string_view key;
   Value value;
 
@@ -59,23 +59,23 @@ struct LogField {
   }
 };
 
-// Makes spdlog's default logger write in this form; messages given to spdlog directly come out the
-// same way, without fields. Call once, first thing in main; before it, spdlog's own defaults hold.
+// Makes spdlog's default logger write in this form. Messages given to spdlog directly come out the
+// same way, without fields. Call it once, first in main; until then spdlog's own defaults hold.
 // REQUIRES: `stream` stays open until the process ends.
 void SetUpLogging(LogLevel least_severe, LogFormat format, std::FILE* stream = stderr);
 
-// Levels by the names of the setting log_level: trace, debug, info, warn, error; formats by those
-// of log_format: auto, text, json. REQUIRES: one of these names.
+// Return the level or format by the names of the settings log_level (trace, debug, info, warn,
+// error) and log_format (auto, text, json). REQUIRES: it is one of these names.
 LogLevel ParseLogLevel(std::string_view name);
 LogFormat ParseLogFormat(std::string_view name);
 
-// Whether a message of that level would be written: for fields that cost something to make.
+// Returns whether a message of that level would be written. Ask it before making costly fields.
 bool LogEnabled(LogLevel level);
 
 void Log(LogLevel level, std::string_view message, std::initializer_list<LogField> fields = {});
 
-// The line that Log() writes, without its newline. `format` is kText or kJson. Bytes that are not
-// UTF-8 are replaced, control characters escaped: a record is always one line.
+// Returns the line that Log() writes, without its newline. `format` is kText or kJson. Bytes that
+// are not UTF-8 are replaced and control characters are escaped, so a record is always one line.
 std::string FormatLogRecord(LogFormat format, std::chrono::system_clock::time_point time,
                             LogLevel level, std::string_view message,
                             std::initializer_list<LogField> fields);

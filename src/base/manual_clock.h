@@ -11,8 +11,8 @@
 
 namespace sluice {
 
-// Thread-safe. It never goes back. Without a lock: it is asked under the locks of others, and a
-// debug build's record of what is locked within what would be one more thing between threads.
+// Thread-safe. It never goes back. It has no lock: it is asked under the locks of others, and a
+// debug build's record of lock orders would be one more thing that threads share.
 class ManualClock : public Clock {
  public:
   explicit ManualClock(absl::Time start = absl::FromUnixSeconds(1'000'000'000))
@@ -26,7 +26,8 @@ class ManualClock : public Clock {
   void Advance(absl::Duration duration) {
     SLUICE_CHECK(duration >= absl::ZeroDuration(), "a clock was asked to go back by ",
                  absl::FormatDuration(-duration));
-    constexpr int64_t kEnd = std::numeric_limits<int64_t>::max();  // in 2262: no further
+    constexpr int64_t kEnd =
+        std::numeric_limits<int64_t>::max();  // the year 2262; it goes no further
     const int64_t by = absl::ToInt64Nanoseconds(duration);
     int64_t now = nanoseconds_.load(std::memory_order_relaxed);
     while (!nanoseconds_.compare_exchange_weak(now, now > kEnd - by ? kEnd : now + by,

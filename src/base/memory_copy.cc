@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-// Sanitizers do not see streamed stores, so under them it is memcpy.
+// Sanitizers do not see streamed stores, so StreamCopy is memcpy under them.
 #if defined(__SSE2__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 #define SLUICE_STREAMED_STORES 1
 #include <emmintrin.h>

@@ -9,7 +9,8 @@
 namespace sluice {
 namespace {
 
-// Edits between two names: insertions, deletions, substitutions, swaps of neighbours.
+// Returns the number of edits between two names: insertions, deletions, substitutions, and swaps of
+// neighbours.
 size_t EditDistance(std::string_view a, std::string_view b) {
   std::vector<size_t> before_last(b.size() + 1), last(b.size() + 1), row(b.size() + 1);
   for (size_t j = 0; j <= b.size(); ++j) last[j] = j;
@@ -40,7 +41,7 @@ std::string DidYouMean(std::string_view name, std::span<const std::string> candi
       best = &candidate;
     }
   }
-  // Past half its letters a guess is noise.
+  // With more edits than half of its letters, a guess is noise.
   if (best == nullptr || best_distance > best->size() / 2) return "";
   return absl::StrCat(" (did you mean ", *best, "?)");
 }

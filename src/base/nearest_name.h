@@ -1,4 +1,4 @@
-// Help with a name that is not known.
+// Suggestions for a name that is not known.
 #pragma once
 
 #include <span>
@@ -7,8 +7,8 @@
 
 namespace sluice {
 
-// " (did you mean NAME?)" for the candidate with the fewest edits to `name`, or "" where even that
-// one shares too little with it.
+// Returns " (did you mean NAME?)" for the candidate with the fewest edits to `name`, or "" if even
+// that one shares too little with it.
 std::string DidYouMean(std::string_view name, std::span<const std::string> candidates);
 
 }  // namespace sluice

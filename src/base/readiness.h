@@ -1,5 +1,6 @@
-// Whether this node takes work: one object per node, read by every service. Set by the main of a
-// prefill node; of a decode node by its engine, which refuses by it, too. Thread-safe.
+// Readiness says whether this node takes work. Each node has one, and every service reads it. The
+// main program of a prefill node sets it. In a decode node the engine sets it, and refuses work by
+// it too. Thread-safe.
 #pragma once
 
 #include <atomic>
@@ -16,9 +17,9 @@ class Readiness {
  public:
   // A canary has succeeded.
   void SetReady() { ready_.store(true); }
-  // While draining what runs is finished, and nothing new is taken.
+  // While draining, the node finishes its running work and takes no new work.
   void SetDraining(bool draining) { draining_.store(draining); }
-  // Nothing can be done here any more, for ever; the first reason stays.
+  // The node can never work again. The first reason stays.
   void SetFailed(const absl::Status& why) {
     absl::MutexLock lock(&mutex_);
     if (failure_.ok()) failure_ = why;
@@ -28,7 +29,8 @@ class Readiness {
   bool ready() const { return ready_.load() && !draining() && !failed_.load(); }
   bool draining() const { return draining_.load(); }
 
-  // What keeps the node from taking work: its failure, or UNAVAILABLE with reason DRAINING.
+  // Returns OK, or what keeps the node from taking work: its failure, or UNAVAILABLE with reason
+  // DRAINING.
   absl::Status CheckTakesWork() const {
     if (failed_.load()) {
       absl::MutexLock lock(&mutex_);

@@ -1,5 +1,5 @@
-// Randomness: from the system for ids and seeds that nobody may guess, and a small seeded generator
-// for whatever must be the same again.
+// Random numbers: from the system for ids and seeds that nobody may guess, and from a small seeded
+// generator for runs that must repeat.
 #pragma once
 
 #include <cstddef>
@@ -10,11 +10,11 @@ namespace sluice {
 // Fills `bytes` bytes from getrandom(2). Thread-safe.
 void RandomBytes(void* out, size_t bytes);
 
-// 64 random bits from getrandom(2). Thread-safe.
+// Returns 64 random bits from getrandom(2). Thread-safe.
 uint64_t RandomU64();
 
-// Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014). Every seed is a
-// good one. Satisfies UniformRandomBitGenerator. Not thread-safe.
+// The generator of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
+// Every seed is a good one. It satisfies UniformRandomBitGenerator. Not thread-safe.
 class SplitMix64 {
  public:
   using result_type = uint64_t;
@@ -28,10 +28,11 @@ class SplitMix64 {
     return z ^ (z >> 31);
   }
 
-  // Uniform in [0, 1), 53 bits.
+  // Returns a number that is uniform in [0, 1), with 53 bits.
   constexpr double Uniform() { return static_cast<double>((*this)() >> 11) * 0x1.0p-53; }
 
-  // Uniform in [0, bound) but for a bias of at most bound / 2^64. REQUIRES: bound > 0.
+  // Returns a number that is uniform in [0, bound), but for a bias of at most bound / 2^64.
+  // REQUIRES: bound > 0.
   constexpr uint64_t Below(uint64_t bound) {
     __extension__ using Wide = unsigned __int128;
     return static_cast<uint64_t>((static_cast<Wide>((*this)()) * bound) >> 64);

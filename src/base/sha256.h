@@ -1,4 +1,4 @@
-// SHA-256, by OpenSSL.
+// SHA-256, computed by OpenSSL.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ class Sha256 {
   Sha256(const Sha256&) = delete;
   Sha256& operator=(const Sha256&) = delete;
   void Update(const void* data, size_t bytes);
-  // As Sha256Hex, of everything since the object was made. Once.
+  // Returns what Sha256Hex returns, for all data since the object was made. Call it once.
   std::string Hex();
 
  private:
@@ -23,7 +23,7 @@ class Sha256 {
   std::unique_ptr<Context> context_;
 };
 
-// 64 hexadecimal digits, in lower case.
+// Returns the hash as 64 hexadecimal digits, in lower case.
 std::string Sha256Hex(std::string_view bytes);
 
 }  // namespace sluice

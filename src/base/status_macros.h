@@ -25,7 +25,7 @@
   if (!statusor.ok()) return std::move(statusor).status(); \
   lhs = *std::move(statusor)
 
-// A broken invariant ends the process, in release builds too: what follows would be another
+// A broken invariant ends the process, in release builds too. To go on could give a caller another
 // sequence's tokens.
 #define SLUICE_CHECK(condition, ...)                                      \
   do {                                                                    \

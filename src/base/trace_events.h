@@ -1,5 +1,6 @@
-// A file that chrome://tracing and ui.perfetto.dev open, event by event: Trace Event Format,
-// "traceEvents" of complete events ("X") in microseconds, and the names of processes and threads.
+// TraceEvents writes, event by event, a file that chrome://tracing and ui.perfetto.dev open. It is
+// in the Trace Event Format: "traceEvents" with complete events ("X") in microseconds, and the
+// names of processes and threads.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -13,16 +14,16 @@ namespace sluice {
 
 class TraceEvents {
  public:
-  // `begin` is 0 in the processes named from here on.
+  // Names a process. `begin` is time 0 of the processes that are named from here on.
   void NameProcess(int process, const std::string& name, absl::Time begin);
-  // Again: nothing.
+  // Names a thread. A second call for the same thread does nothing.
   void NameThread(int process, int thread, const std::string& name);
-  // Both ends are rounded alike, so that what follows each other still does; the caller sees to it
-  // that slices of a thread nest or follow each other. The event, to add "args" to; until the next
-  // call.
+  // Adds an event and returns it, so that the caller can add "args" to it until the next call. Both
+  // ends are rounded alike, so that slices that follow each other still do. REQUIRES: the slices of
+  // a thread nest or follow each other.
   nlohmann::json& Slice(int process, int thread, const std::string& name, const char* category,
                         absl::Time begin, absl::Time end);
-  // The whole file.
+  // Returns the whole file.
   nlohmann::json Take();
 
  private:

@@ -1,9 +1,9 @@
-// Shows Abseil's locks, and the reference counts of its Status, to ThreadSanitizer.
+// This file shows Abseil's locks, and the reference counts of its Status, to ThreadSanitizer.
 //
-// Debian's Abseil is a shared library built without the sanitizer, which so sees none of its
-// synchronisation and reports a race for everything that an absl::Mutex guards. In builds with
-// -fsanitize=thread the functions below stand before the library's: each calls the real one and
-// tells the sanitizer what it orders. In other builds this file is empty.
+// Debian's Abseil is a shared library built without the sanitizer. The sanitizer therefore sees
+// none of its synchronisation, and reports a race for everything that an absl::Mutex guards. In
+// builds with -fsanitize=thread the functions below stand before the library's: each calls the real
+// one and tells the sanitizer what it orders. In other builds this file is empty.
 #if defined(__SANITIZE_THREAD__)
 
 #include <dlfcn.h>
@@ -18,7 +18,7 @@
 
 namespace {
 
-// The library's own definition of a function, by its mangled name.
+// Returns the library's own definition of a function, by its mangled name.
 template <typename Function>
 Function* Real(const char* symbol) {
   void* found = dlsym(RTLD_NEXT, symbol);
@@ -37,8 +37,8 @@ Function* Real(const char* symbol) {
 void Acquire(const void* object) { __tsan_acquire(const_cast<void*>(object)); }
 void Release(const void* object) { __tsan_release(const_cast<void*>(object)); }
 
-// A condition that whoever holds the mutex evaluates: the thread that waits for it, after it has
-// told the sanitizer that it lets the mutex go, or the one that unlocks.
+// A condition is evaluated by a thread that holds the mutex: either the thread that waits for it,
+// after it has told the sanitizer that it lets the mutex go, or the thread that unlocks.
 class Seen {
  public:
   Seen(const absl::Mutex* mutex, const absl::Condition* condition)
@@ -187,7 +187,7 @@ void BlockingCounter::Wait() {
   Acquire(this);
 }
 
-// Who gives up the last reference deletes what the others have read.
+// The thread that gives up the last reference deletes what the others have read.
 void Status::UnrefNonInlined(uintptr_t rep) {
   SLUICE_REAL("4absl7debian36Status15UnrefNonInlinedEm", void(uintptr_t));
   void* const shared = reinterpret_cast<void*>(rep);

@@ -40,7 +40,7 @@ class EngineImpl : public Engine {
   void CancelRequest(const std::string& request_id, absl::Status why,
                      std::function<void(bool)> done) override;
   bool Forget(const std::string& sequence_id, const std::string& tenant) override {
-    return parts_.transfers->Forget(sequence_id, tenant);
+    return parts_.transfers->kept().Forget(sequence_id, tenant);
   }
   void Snapshot(std::function<void(EngineSnapshot)> done) override;
   void Drain(absl::Time deadline, absl::Status why, std::function<void()> idle) override;

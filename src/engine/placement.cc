@@ -233,7 +233,7 @@ void EngineImpl::ReleaseSlots() {
       std::unique_ptr<SequenceCache> home = parts_.policy->DetachHostCache(sequence->slot);
       // What a failed device left is nobody's cache.
       if (!parts_.device->Health().ok()) home.reset();
-      parts_.transfers->KeepHome(sequence->keep_id, std::move(home));
+      parts_.transfers->kept().KeepHome(sequence->keep_id, std::move(home));
     }
     FreeSlot(sequence->slot);
     return true;

@@ -153,7 +153,7 @@ void EngineImpl::Keep(Sequence& sequence) {
   kept.tokens = sequence.tokens;
   kept.context_length = static_cast<uint32_t>(sequence.keep_tokens);
   kept.lease = sequence.request.keep;
-  absl::StatusOr<std::string> id = parts_.transfers->Keep(std::move(kept));
+  absl::StatusOr<std::string> id = parts_.transfers->kept().Keep(std::move(kept));
   if (!id.ok()) return;  // as where there is no room: without an id
   sequence.keep_id = *std::move(id);
   sequence.evicted = false;
@@ -201,7 +201,7 @@ void EngineImpl::Finish(Sequence& sequence, FinishInfo info, absl::Time now) {
   if (had_slot) {
     leaving_.push_back(std::move(owned));
   } else if (!owned->keep_id.empty()) {
-    parts_.transfers->KeepHome(owned->keep_id, std::move(owned->home));
+    parts_.transfers->kept().KeepHome(owned->keep_id, std::move(owned->home));
   }
   sink->Finish(std::move(info));
 }

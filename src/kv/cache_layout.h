@@ -11,18 +11,19 @@
 
 namespace sluice {
 
-// A block is an array for each part, one after the other, [block_tokens][part_bytes[i]], of one
-// head of one layer. A page is one block of every head: [heads] blocks.
+// One kind of cache. A block holds block_tokens tokens of one head of one layer: for each part an
+// array [block_tokens][part_bytes[i]], one array after the other. A page is one block of every
+// head: [heads] blocks.
 struct CacheKind {
-  // "kv": K after RoPE, then V. "latent", "index": kernels/latent_params.h.
+  // "kv" is K after RoPE, then V. "latent" and "index" are laid out in kernels/latent_params.h.
   std::string name;
   DType element_type = DType::kBFloat16;
   int heads = 0;
   int block_tokens = 32;
-  std::vector<int64_t> part_bytes;  // of one token of one head
-  int64_t bytes_per_token = 0;      // of one head, all parts
+  std::vector<int64_t> part_bytes;  // bytes of one token of one head, by part
+  int64_t bytes_per_token = 0;      // of one head, all parts together
 
-  // `count` parts of the same size, `bytes` a token together.
+  // Makes `count` parts of the same size, which take `bytes` a token together.
   void SetEqualParts(int count, int64_t bytes) {
     part_bytes.assign(static_cast<size_t>(count), bytes / count);
     bytes_per_token = bytes;
@@ -36,27 +37,27 @@ struct CacheLayout {
   int layers = 0;
   std::vector<CacheKind> kinds;
 
-  // Bytes of the pages that hold `tokens`, all layers and kinds.
+  // Returns the bytes of the pages that hold `tokens`, in all layers and kinds.
   int64_t BytesFor(const TokensByKind& tokens) const;
-  // Pages of kind `kind` that hold `tokens` tokens, all layers.
+  // Returns the number of pages of kind `kind` that hold `tokens` tokens, in all layers.
   int64_t PagesFor(size_t kind, int64_t tokens) const {
     return kinds[kind].BlocksFor(tokens) * layers;
   }
-  // Index of the kind of that name, or -1.
+  // Returns the index of the kind of that name, or -1.
   int FindKind(const std::string& name) const;
-  // For messages: "100", or "latent 100, index 20" where the kinds differ.
+  // Returns text for messages: "100", or "latent 100, index 20" where the kinds differ.
   std::string Describe(const TokensByKind& tokens) const;
 };
 
-// How a tier's arena is cut. A tier may have kinds that the model does not know, behind the
-// model's: what a policy keeps for itself.
+// How a tier's arena is cut. A tier may have kinds behind the model's own that the model does not
+// know, for what a policy keeps there.
 struct TierShape {
   CacheLayout layout;
-  // What sequences take of each kind: the arena is divided in this proportion of tokens. Plain: of
-  // every kind the same.
+  // The arena is divided in this proportion of tokens, which is what sequences take of each kind. A
+  // plain number: the same of every kind.
   TokensByKind proportion = 1;
-  // The arena is not divided: each kind has what the others leave. For tiers where sequences take
-  // the kinds in no fixed proportion.
+  // The arena is not divided, and each kind has what the others leave. Use it for tiers where
+  // sequences take the kinds in no fixed proportion.
   bool shared = false;
 };
 
@@ -66,8 +67,8 @@ struct TierShapes {
   TierShape dram;
 };
 
-// Tokens of a sequence that a policy wants room for in each tier, growth included; of the kinds of
-// the tier's layout.
+// The tokens of a sequence that a policy wants room for in each tier, including growth, by the
+// kinds of that tier's layout.
 struct Footprint {
   TokensByKind dram_tokens;
   TokensByKind hbm_tokens;

@@ -1,5 +1,5 @@
-// How a chunk gets into its pages: checked against the transfer, claimed block by block, copied,
-// and counted only when its checksum holds.
+#include "src/kv/chunk_landing.h"
+
 #include <algorithm>
 #include <cstring>
 #include <optional>
@@ -11,7 +11,7 @@
 #include "src/base/reasons.h"
 #include "src/base/status_macros.h"
 #include "src/kv/transfer.h"
-#include "src/kv/transfer_table.h"
+#include "src/kv/transfer_store.h"
 
 namespace sluice {
 namespace {
@@ -19,10 +19,10 @@ namespace {
 // Half of a small L1 data cache.
 constexpr size_t kPassBytes = 16 << 10;
 
-}  // namespace
-
-absl::Status TransferTable::CheckChunk(const Transfer& transfer, const ChunkHeader& h, size_t* kind,
-                                       uint64_t payload_bytes) const {
+// Checks a header against its transfer and the size of its payload. Sets *kind to the index of the
+// header's kind.
+absl::Status CheckChunk(const Transfer& transfer, const ChunkHeader& h, uint64_t payload_bytes,
+                        uint64_t max_chunk_bytes, size_t* kind) {
   const CacheLayout& layout = transfer.layout();
   if (h.layer >= static_cast<uint32_t>(layout.layers)) {
     return InvalidField("header.layer", absl::StrCat("the model has layers 0 to ",
@@ -66,45 +66,17 @@ absl::Status TransferTable::CheckChunk(const Transfer& transfer, const ChunkHead
     return InvalidField(
         "payload", absl::StrCat("its ranges imply ", expected, " bytes, found ", payload_bytes));
   }
-  if (payload_bytes > options_.max_chunk_bytes) {
-    return InvalidField(
-        "payload", absl::StrCat("at most max_chunk_bytes = ", options_.max_chunk_bytes, ", found ",
-                                payload_bytes, "; send smaller chunks"));
+  if (payload_bytes > max_chunk_bytes) {
+    return InvalidField("payload",
+                        absl::StrCat("at most max_chunk_bytes = ", max_chunk_bytes, ", found ",
+                                     payload_bytes, "; send smaller chunks"));
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::unique_ptr<ChunkLanding>> TransferTable::BeginChunk(const ChunkHeader& h,
-                                                                        uint64_t payload_bytes) {
-  std::unique_ptr<ChunkLanding> landing(new ChunkLanding);
-  size_t kind = 0;
-  {
-    Ended ended(this);
-    absl::MutexLock lock(&mutex_);
-    const absl::Time now = clock_->Now();
-    EndOverLocked(now, &ended);
-    SLUICE_ASSIGN_OR_RETURN(std::shared_ptr<Transfer> transfer, FindLocked(h.transfer_id));
-    if (transfer->state == Transfer::State::kPoisoned) return Poisoned(transfer->id);
-    if (transfer->state == Transfer::State::kCommitted) {
-      return WithReason(absl::FailedPreconditionError(absl::StrCat(
-                            "transfer ", h.transfer_id, " is committed and takes no more chunks")),
-                        reasons::kCommitted);
-    }
-    SLUICE_RETURN_IF_ERROR(CheckChunk(*transfer, h, &kind, payload_bytes));
-    SLUICE_ASSIGN_OR_RETURN(landing->claimed_, ClaimLocked(*transfer, h, kind));
-    ++transfer->landings;
-    RenewLocked(*transfer, now);
-    landing->table_ = this;
-    landing->transfer_ = std::move(transfer);
-  }
-  landing->header_ = h;
-  landing->left_ = payload_bytes;
-  landing->FindPieces(kind);
-  return landing;
-}
-
-absl::StatusOr<std::vector<size_t>> TransferTable::ClaimLocked(Transfer& transfer,
-                                                               const ChunkHeader& h, size_t kind) {
+// Claims the blocks of a chunk that have not landed, or none of them if another landing has one.
+// Returns their indices in the payload's order. REQUIRES: the store's lock is held.
+absl::StatusOr<std::vector<size_t>> Claim(Transfer& transfer, const ChunkHeader& h, size_t kind) {
   const CacheKind& k = transfer.layout().kinds[kind];
   const int64_t end_block = k.BlocksFor(h.token_end);
   std::vector<size_t> claimed;
@@ -125,7 +97,35 @@ absl::StatusOr<std::vector<size_t>> TransferTable::ClaimLocked(Transfer& transfe
   return claimed;
 }
 
-// Outside the table's lock: while this landing lives nobody else takes the pages or its claims.
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<ChunkLanding>> ChunkLanding::Begin(TransferStore* store,
+                                                                  const ChunkHeader& h,
+                                                                  uint64_t payload_bytes,
+                                                                  uint64_t max_chunk_bytes) {
+  std::unique_ptr<ChunkLanding> landing(new ChunkLanding(store, h, payload_bytes));
+  size_t kind = 0;
+  {
+    TransferStore::Lock lock(store);
+    SLUICE_ASSIGN_OR_RETURN(std::shared_ptr<Transfer> transfer, store->FindLocked(h.transfer_id));
+    if (transfer->state == Transfer::State::kPoisoned) return Poisoned(transfer->id);
+    if (transfer->state == Transfer::State::kCommitted) {
+      return WithReason(absl::FailedPreconditionError(absl::StrCat(
+                            "transfer ", h.transfer_id, " is committed and takes no more chunks")),
+                        reasons::kCommitted);
+    }
+    SLUICE_RETURN_IF_ERROR(CheckChunk(*transfer, h, payload_bytes, max_chunk_bytes, &kind));
+    SLUICE_ASSIGN_OR_RETURN(landing->claimed_, Claim(*transfer, h, kind));
+    ++transfer->landings;
+    transfer->Renew(lock.now());
+    landing->transfer_ = std::move(transfer);
+  }
+  landing->FindPieces(kind);
+  return landing;
+}
+
+// Runs outside the store's lock: while this landing lives, nobody else takes the pages or its
+// claims.
 void ChunkLanding::FindPieces(size_t kind) {
   HomeRange range;
   range.layer = static_cast<int>(header_.layer);
@@ -134,7 +134,7 @@ void ChunkLanding::FindPieces(size_t kind) {
   range.head_end = static_cast<int>(header_.head_end);
   range.token_begin = header_.token_begin;
   range.token_end = header_.token_end;
-  // claimed_ is in the order of the walk: a block that is not the next of it has landed before.
+  // claimed_ is in the order of the walk: a block that is not its next one has landed before.
   auto next = claimed_.begin();
   std::optional<size_t> claimed;  // the last block of claimed_ that was met
   transfer_->home->ForEachPiece(range, [&](const HomePiece& at) {
@@ -157,15 +157,15 @@ void ChunkLanding::Append(absl::Span<const uint8_t> bytes) {
   left_ -= bytes.size();
   while (!bytes.empty()) {
     const Piece& piece = pieces_[piece_];
-    // So little at a time that the copy finds in the cache what the checksum has read.
+    // The pieces are small so that the copy finds in the CPU's cache what the checksum has read.
     const size_t take = std::min<uint64_t>({bytes.size(), piece.bytes - offset_, kPassBytes});
     const absl::Span<const uint8_t> now = bytes.subspan(0, take);
     crc_ = ExtendCrc32c(crc_, now);
     if (piece.landed) {
       differs_ = differs_ || std::memcmp(piece.target + offset_, now.data(), take) != 0;
     } else {
-      // Not read again until the policy takes the sequence: streamed, which takes half the time
-      // and leaves the caches to the decode that runs meanwhile.
+      // The bytes are not read again until the policy takes the sequence. Streaming stores take
+      // half the time and leave the CPU's caches to the decode that runs meanwhile.
       StreamCopy(piece.target + offset_, now.data(), take);
     }
     bytes.remove_prefix(take);
@@ -175,7 +175,7 @@ void ChunkLanding::Append(absl::Span<const uint8_t> bytes) {
       offset_ = 0;
     }
   }
-  // Before anyone else may read or write the pages, however this landing ends.
+  // The fence comes before anyone else may read or write the pages, however this landing ends.
   FenceStreamedStores();
 }
 
@@ -184,44 +184,33 @@ absl::StatusOr<uint64_t> ChunkLanding::Finish() {
   if (left_ > 0) {
     return InvalidField("payload", absl::StrCat(left_, " bytes of it are missing"));
   }
-  return table_->FinishChunk(*this);
-}
-
-ChunkLanding::~ChunkLanding() {
-  if (transfer_ != nullptr) table_->AbandonChunk(*this);
-}
-
-absl::StatusOr<uint64_t> TransferTable::FinishChunk(ChunkLanding& landing) {
-  const ChunkHeader& h = landing.header_;
-  if (SLUICE_FAILPOINT(kIngestChecksum)) landing.crc_ ^= 1;
-  if (landing.crc_ != h.crc32c) {
+  const ChunkHeader& h = header_;
+  if (SLUICE_FAILPOINT(kIngestChecksum)) crc_ ^= 1;
+  if (crc_ != h.crc32c) {
     return WithReason(
-        absl::DataLossError(absl::StrCat(
-            "checksum of layer ", h.layer, ", kind ", h.kind, ", heads [", h.head_begin, ", ",
-            h.head_end, "), tokens [", h.token_begin, ", ", h.token_end, "): the header says ",
-            h.crc32c, ", the payload has ", landing.crc_, "; send it again")),
+        absl::DataLossError(absl::StrCat("checksum of layer ", h.layer, ", kind ", h.kind,
+                                         ", heads [", h.head_begin, ", ", h.head_end, "), tokens [",
+                                         h.token_begin, ", ", h.token_end, "): the header says ",
+                                         h.crc32c, ", the payload has ", crc_, "; send it again")),
         reasons::kChecksumMismatch);
   }
   absl::Status poisoned;
   {
-    Ended ended(this);
-    absl::MutexLock lock(&mutex_);
-    const absl::Time now = clock_->Now();
-    EndOverLocked(now, &ended);
-    Transfer& transfer = *landing.transfer_;
-    if (!transfers_.contains(transfer.id)) {
+    TransferStore::Lock lock(store_);
+    Transfer& transfer = *transfer_;
+    if (!store_->IsOpenLocked(transfer)) {
       return WithReason(absl::NotFoundError(absl::StrCat("transfer ", transfer.id,
                                                          " ended while the chunk was landing")),
                         reasons::kTransferNotFound);
     }
     if (transfer.state == Transfer::State::kPoisoned) return Poisoned(transfer.id);
-    if (!landing.differs_) {
-      for (const size_t index : landing.claimed_) transfer.blocks[index] = Transfer::Block::kLanded;
-      const uint64_t landed = landing.claimed_.size();
+    if (!differs_) {
+      for (const size_t index : claimed_) transfer.blocks[index] = Transfer::Block::kLanded;
+      const uint64_t landed = claimed_.size();
       transfer.landed += landed;
-      RenewLocked(transfer, now);
-      landing.claimed_.clear();
-      landing.finished_ = true;
+      transfer.Renew(lock.now());
+      claimed_.clear();
+      finished_ = true;
       return landed;
     }
     transfer.state = Transfer::State::kPoisoned;
@@ -232,27 +221,15 @@ absl::StatusOr<uint64_t> TransferTable::FinishChunk(ChunkLanding& landing) {
             "): these blocks have landed with other bytes; the transfer is poisoned, abort and "
             "reserve anew")),
         reasons::kPoisoned);
-    DetachLocked(transfer, poisoned);  // its Generate need not wait for the lease
+    // Its Generate need not wait for the lease.
+    store_->attachments().End(transfer, poisoned);
   }
-  Wake();
+  store_->Wake();
   return poisoned;
 }
 
-void TransferTable::AbandonChunk(ChunkLanding& landing) {
-  bool wake = false;
-  std::shared_ptr<Transfer> transfer;
-  {
-    absl::MutexLock lock(&mutex_);
-    transfer = std::move(landing.transfer_);
-    for (const size_t index : landing.claimed_) {
-      transfer->blocks[index] = Transfer::Block::kMissing;
-    }
-    // The last writer of a transfer that is ready, or that has ended and gives its pages back.
-    wake = --transfer->landings == 0 &&
-           (transfer->state != Transfer::State::kReceiving || !transfers_.contains(transfer->id));
-  }
-  transfer.reset();  // the last owner gives the pages back, outside the lock
-  if (wake) Wake();
+ChunkLanding::~ChunkLanding() {
+  if (transfer_ != nullptr) store_->EndLanding(std::move(transfer_), claimed_);
 }
 
 }  // namespace sluice

@@ -11,14 +11,14 @@
 
 namespace sluice {
 
-// Appends copies of a list of `blocks` pages of a kind, `source` of `from` to `target` of `to`.
-// Neighbours on both sides are one copy.
+// Appends to `copies` what copies `blocks` pages of a kind from the pages `source` of `from` to the
+// pages `target` of `to`. Pages that are neighbours on both sides become one copy.
 void CopyPages(const PagePool& from, const int32_t* source, const PagePool& to,
                const int32_t* target, size_t kind, int64_t blocks,
                std::vector<Stream::CopyOp>* copies);
 
-// The same for the first `tokens` tokens of a sequence, of a layer's pages of a kind. REQUIRES:
-// both have so many pages.
+// Does the same for the pages that hold the first `tokens` tokens of a sequence, in one layer and
+// kind. REQUIRES: both caches have that many pages.
 void CopyPages(const SequenceCache& from, const SequenceCache& to, int layer, size_t kind,
                int64_t tokens, std::vector<Stream::CopyOp>* copies);
 

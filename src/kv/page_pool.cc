@@ -9,13 +9,14 @@
 namespace sluice {
 namespace {
 
-// A page's first byte; keeps blocks on cache lines whatever the kinds.
+// Alignment of each kind's first page. It keeps blocks on cache lines whatever the kinds.
 constexpr int64_t kKindAlignment = 4096;
 
-// Pages of each kind in an arena of `bytes`, in the proportion in which sequences take them.
+// Returns the pages of each kind in an arena of `bytes`, in the proportion in which sequences take
+// them.
 std::vector<int64_t> DividePages(const TierShape& shape, int64_t bytes) {
   const std::vector<CacheKind>& kinds = shape.layout.kinds;
-  if (shape.shared) {  // as if each had all of it
+  if (shape.shared) {  // each kind as if it had all of the arena
     const PageSlabs slabs(shape.layout, std::max<int64_t>(bytes - kKindAlignment, 0));
     std::vector<int64_t> pages;
     for (size_t kind = 0; kind < kinds.size(); ++kind) {
@@ -246,7 +247,7 @@ bool PagePool::TryTake(Reservation& reservation, absl::Span<const Extent> extent
     state.taken += extent.count;
     SLUICE_CHECK(state.taken <= state.promised && state.taken <= state.pages);
   }
-  if (slabs_.has_value()) {  // all that this call lacks at once, so that it lies together
+  if (slabs_.has_value()) {  // claims all that this call lacks at once, so that it lies together
     for (size_t kind = 0; kind < kinds_.size(); ++kind) {
       const int64_t lacking = kinds_[kind].taken - slabs_->PagesIn(kind, slabs_->held(kind));
       if (lacking > 0) slabs_->Claim(kind, lacking, &kinds_[kind].free);

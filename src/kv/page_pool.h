@@ -1,11 +1,11 @@
-// One tier: an arena cut into pages of each cache kind.
+// PagePool is one memory tier: an arena that is cut into pages of each cache kind.
 //
-// A reservation promises pages; pages are taken under a reservation. What is promised firmly is
-// never more than the arena, so a sequence with a firm promise gets every page of it once those
-// with a soft promise are out of the way. Soft promises go beyond, up to `overcommit` arenas; there
-// taking may find no page. The arena is divided among the kinds in the proportion in which
-// sequences take them, and a kind runs out by itself; or the kinds share it (TierShape::shared),
-// and each has what the others leave. Thread-safe.
+// A reservation promises pages, and pages are taken under a reservation. Firm promises are never
+// more than the arena, so a sequence with a firm promise gets all of its pages once the sequences
+// with soft promises are out of the way. Soft promises go beyond, up to `overcommit` arenas; taking
+// under one may find no page. Either the arena is divided among the kinds in the proportion in
+// which sequences take them, and each kind runs out by itself; or the kinds share it
+// (TierShape::shared), and each has what the others leave. Thread-safe.
 #pragma once
 
 #include <array>
@@ -30,22 +30,22 @@ namespace sluice {
 class PagePool;
 
 enum class Promise {
-  kFirm,  // the pages are there
-  kSoft,  // they may have to be waited for
+  kFirm,  // the pages are there when they are wanted
+  kSoft,  // the pages may have to be waited for
 };
 
-// A promise of pages of each kind; move-only, ends with the object. One thread at a time.
+// A promise of pages of each kind. It is move-only and ends with the object. One thread at a time.
 class Reservation {
  public:
   Reservation() = default;
   Reservation(Reservation&& other) noexcept { *this = std::move(other); }
   Reservation& operator=(Reservation&& other) noexcept;
   ~Reservation() { Reset(); }
-  // REQUIRES: every page that was taken was given back.
+  // Ends the promise. REQUIRES: every page that was taken was given back.
   void Reset();
   bool empty() const { return pool_ == nullptr; }
   bool firm() const { return firm_; }
-  // Pages of `kind` that are promised and not taken.
+  // Returns the pages of `kind` that are promised and not taken.
   int64_t left(size_t kind) const { return left_.at(kind); }
 
  private:
@@ -57,12 +57,12 @@ class Reservation {
 
 class PagePool {
  public:
-  // `arena` holds the pages; `name` ("hbm", "dram") is for messages and metrics; `overcommit` >= 1.
-  // INVALID_ARGUMENT if not even one page of each kind and layer fits. REQUIRES: the proportion has
-  // something of each kind; an arena that kinds share is not overcommitted.
+  // Cuts `arena` into pages. `name` ("hbm", "dram") is for messages and metrics; `overcommit` >= 1.
+  // Returns INVALID_ARGUMENT if not even one page of each kind and layer fits. REQUIRES: the
+  // proportion has something of each kind; an arena that kinds share is not overcommitted.
   static absl::StatusOr<std::unique_ptr<PagePool>> Create(std::string name, const TierShape& shape,
                                                           Buffer arena, double overcommit = 1.0);
-  // Sequences take the same tokens of every kind.
+  // Makes a pool for sequences that take the same tokens of every kind.
   static absl::StatusOr<std::unique_ptr<PagePool>> Create(std::string name,
                                                           const CacheLayout& layout, Buffer arena,
                                                           double overcommit = 1.0) {
@@ -70,93 +70,95 @@ class PagePool {
   }
   ~PagePool();
 
-  // Whether a sequence of `tokens` fits into the empty pool.
+  // Returns whether a sequence of `tokens` fits into the empty pool.
   bool CouldEverFit(const TokensByKind& tokens) const;
-  // Promises pages for `tokens`; an empty reservation if there is no room now.
+  // Promises pages for `tokens`. Returns an empty reservation if there is no room now.
   Reservation TryReserve(const TokensByKind& tokens, Promise promise = Promise::kFirm);
-  // Makes a firm promise one of pages for `tokens` at least; false if there is no room now, and
-  // nothing has changed.
+  // Grows a firm promise to pages for `tokens`, if it has fewer. Returns false, and changes
+  // nothing, if there is no room now.
   bool Extend(Reservation& reservation, const TokensByKind& tokens);
-  // Makes a promise one of pages for `tokens` at most. REQUIRES: no more are taken under it.
+  // Shrinks a promise to pages for `tokens`, if it has more. REQUIRES: no more are taken under it.
   void Shrink(Reservation& reservation, const TokensByKind& tokens);
-  // Turns a soft promise into a firm one; false if there is no room for it now.
+  // Turns a soft promise into a firm one. Returns false if there is no room for that now.
   bool MakeFirm(Reservation& reservation);
 
-  // `count` pages of `kind`, to be appended to `pages`.
+  // A request for `count` pages of `kind`, to be appended to `pages`.
   struct Extent {
     size_t kind = 0;
     int64_t count = 0;
     std::vector<int32_t>* pages = nullptr;
   };
-  // Takes all of them, each in as few runs as can be: first the pages that follow those already in
-  // `pages`, so that a layer's pages stay together. False, and nothing has changed, where too few
-  // are free, which happens in an overcommitted pool alone. Allocates nothing but what `pages`
-  // lack. REQUIRES: reservation.left() covers them.
+  // Takes all extents, each in as few runs as possible: first the pages that follow those already
+  // in `pages`, so that a layer's pages stay together. Returns false, and changes nothing, if too
+  // few are free, which happens only in an overcommitted pool. Allocates nothing unless `pages` has
+  // to grow. REQUIRES: reservation.left() covers them.
   bool TryTake(Reservation& reservation, absl::Span<const Extent> extents);
-  // Gives pages back; they are promised to the reservation as before.
+  // Gives pages back. They stay promised to the reservation.
   void Give(Reservation& reservation, size_t kind, absl::Span<const int32_t> pages);
 
   const std::string& name() const { return name_; }
   const CacheLayout& layout() const { return layout_; }
-  // First byte of kind's pages; page p lies at base(kind) + p * page_bytes.
+  // Returns the first byte of a kind's pages. Page p lies at base(kind) + p * page_bytes.
   uint8_t* base(size_t kind) const { return base_[kind]; }
   uint8_t* PageAddress(size_t kind, int32_t page) const {
     return base_[kind] + page * layout_.kinds[kind].page_bytes();
   }
-  // Tokens of each kind that the whole pool holds of a single sequence (of kinds that it does not
-  // have, any number), and of all of them. Where kinds share the arena: with nothing of the others.
+  // Returns the tokens of each kind that the whole pool holds, of one sequence or of many. For
+  // kinds that it does not have, any number fits. Where kinds share the arena, each figure assumes
+  // that nothing of the others is held.
   TokensByKind Capacity() const;
   int64_t capacity_tokens() const { return Capacity().least(); }
-  // Sequences of `tokens` that the empty pool holds at once, one of them with `more` on top; any
-  // number where they take nothing.
+  // Returns how many sequences of `tokens` the empty pool holds at once, one of them with `more` on
+  // top; any number if they take nothing.
   int64_t SequencesThatFit(const TokensByKind& tokens, const TokensByKind& more = 0) const;
   bool overcommitted() const { return overcommit_ > 1; }
   bool shared() const { return shared_; }
 
-  // Tokens of one more sequence for which there is room now; of kinds that the pool does not have,
-  // any number. Where kinds share the arena: with no more of the others, so that it may have room
-  // for each of them and not for all.
+  // The tokens of one more sequence for which there is room now; any number of kinds that the pool
+  // does not have. Where kinds share the arena, each figure assumes no more of the others, so there
+  // may be room for each of them and not for all together.
   struct Headroom {
     TokensByKind firm_tokens;  // with a firm promise
     TokensByKind soft_tokens;  // with a soft one
-    TokensByKind free_tokens;  // in pages that nobody has
+    TokensByKind free_tokens;  // in pages that no sequence has
   };
   Headroom HeadroomNow() const;
 
   struct Usage {
-    int64_t capacity_bytes = 0;  // where kinds share the arena: less what the others were promised
-    int64_t reserved_bytes = 0;  // taken pages included; at most overcommit x the capacity
+    int64_t capacity_bytes = 0;  // where kinds share the arena: less what the others are promised
+    int64_t reserved_bytes = 0;  // including taken pages; at most overcommit x the capacity
     int64_t used_bytes = 0;      // taken pages; at most the capacity
   };
   Usage UsageOf(size_t kind) const;
-  // Pages that nobody owns, for whoever watches over them. Where kinds share the arena a stretch
-  // that is free is free for each of them.
+  // Returns the pages that no sequence owns, for tests and checkers that watch them. Where kinds
+  // share the arena, a free stretch is listed for each of them.
   std::vector<PageRun> FreeRuns(size_t kind) const;
-  // Their memory, of all kinds; where they share the arena a stretch is there for each of them.
+  // Returns the memory of these pages, of all kinds. Where kinds share the arena, a free stretch is
+  // there once for each of them.
   std::vector<absl::Span<uint8_t>> FreeMemory() const;
 
  private:
   friend class Reservation;
   struct KindState {
     int64_t pages = 0;
-    int64_t limit = 0;     // of promises: pages x overcommit
+    int64_t limit = 0;     // on promised pages: pages x overcommit
     int64_t promised = 0;  // firm or soft, taken or not
-    int64_t firm = 0;      // of them firm: at most pages
+    int64_t firm = 0;      // the firm ones among them: at most `pages`
     int64_t taken = 0;
-    PageRuns free;            // of the slabs that it has, where the arena is shared
-    std::vector<bool> owned;  // per page: no page has two owners
+    PageRuns free;            // where the arena is shared: in the slabs that this kind has
+    std::vector<bool> owned;  // by page: no page has two owners
   };
   using PagesByKind = std::array<int64_t, TokensByKind::kMaxKinds>;
   PagePool(std::string name, const TierShape& shape, const std::vector<int64_t>& pages,
            Buffer arena, double overcommit);
   PagesByKind PagesFor(const TokensByKind& tokens) const;
-  // Whether an empty pool holds so many.
+  // Returns whether an empty pool holds that many pages.
   bool Holds(const PagesByKind& pages) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Whether so many more may be promised now.
+  // Returns whether that many more pages may be promised now.
   bool MayPromise(const PagesByKind& more, bool firm) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Pages of a kind that it has or may come to have, with what the others are promised.
+  // Returns the pages that a kind has or may come to have, given what the others are promised.
   int64_t PagesLeftFor(size_t kind) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Tokens of one sequence that `pages` of a kind hold.
+  // Returns the tokens of one sequence that `pages` pages of a kind hold.
   int64_t TokensIn(size_t kind, int64_t pages) const {
     return pages / layout_.layers * layout_.kinds[kind].block_tokens;
   }
@@ -170,7 +172,7 @@ class PagePool {
   const bool shared_;
   std::vector<uint8_t*> base_;
   mutable absl::Mutex mutex_;
-  std::optional<PageSlabs> slabs_ ABSL_GUARDED_BY(mutex_);  // where kinds share the arena
+  std::optional<PageSlabs> slabs_ ABSL_GUARDED_BY(mutex_);  // only if kinds share the arena
   std::vector<KindState> kinds_ ABSL_GUARDED_BY(mutex_);
 };
 

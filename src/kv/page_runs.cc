@@ -24,7 +24,7 @@ PageRun PageRuns::Take(int64_t count, int32_t wanted) {
     }
   }
   SLUICE_CHECK(best != runs_.end(), "free pages are in runs");
-  auto node = runs_.extract(best);  // used again for what is left of the run
+  auto node = runs_.extract(best);  // reused for the rest of the run
   const auto [first, length] = node.value();
   const auto take = static_cast<int32_t>(std::min<int64_t>(length, count));
   if (take < length) {

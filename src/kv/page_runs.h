@@ -1,4 +1,4 @@
-// Numbers that are free, in runs of neighbours: pages, or slabs of them. Not thread-safe.
+// The free numbers of pages, or of slabs of pages, kept as runs of neighbours. Not thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -14,16 +14,16 @@ struct PageRun {
 
 class PageRuns {
  public:
-  // Takes at most `count` neighbours out: from the run that begins at `wanted`, if there is one;
-  // else from the smallest that holds all; else the largest. Allocates nothing. REQUIRES: there is
-  // one.
+  // Takes at most `count` neighbours out and returns them. They come from the run that begins at
+  // `wanted` if there is one, else from the smallest run that holds them all, else from the
+  // largest. Allocates nothing. REQUIRES: there is a run.
   PageRun Take(int64_t count, int32_t wanted);
-  // REQUIRES: none of them is here.
+  // Adds a run. REQUIRES: none of its numbers is here.
   void Add(PageRun run);
-  // Takes exactly these out. REQUIRES: all of them are here.
+  // Takes exactly this run out. REQUIRES: all of its numbers are here.
   void Cut(PageRun run);
 
-  // (first, count), ascending, disjoint, never adjacent.
+  // The runs as (first, count): ascending, disjoint and never adjacent.
   const std::set<std::pair<int32_t, int32_t>>& runs() const { return runs_; }
 
  private:

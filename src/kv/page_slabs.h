@@ -1,11 +1,11 @@
-// Which kind of cache has which part of an arena that kinds share. The arena is cut into slabs,
-// each of whole pages of every kind, so that page p of a kind lies at p times its size whoever had
-// the slab before; a slab goes to the kind that takes a page of it, and goes back with the last
-// one.
+// PageSlabs records which kind of cache has which part of an arena that kinds share. The arena is
+// cut into slabs, each of whole pages of every kind, so that page p of a kind lies at p times its
+// size whoever had the slab before. A slab goes to the kind that takes a page of it, and goes back
+// with the last page that was taken.
 //
-// A kind takes another slab only where those that it has are full. So it never has more slabs than
-// its promised pages fill, or than it had when the others were promised theirs: where for each kind
-// the larger of both is counted and the sum fits, every promise is kept, however pages come and go.
+// A kind takes another slab only when those that it has are full. So it never has more slabs than
+// its promised pages fill, or than it had when the others were promised theirs. If the larger of
+// both is counted for each kind and the sum fits, every promise is kept, however pages come and go.
 // Not thread-safe.
 #pragma once
 
@@ -20,8 +20,8 @@ namespace sluice {
 
 class PageSlabs {
  public:
-  // Bytes of a slab: the least common multiple of the kinds' pages. Latent and index pages of
-  // DeepSeek-V3.2, 32 tokens: 692,736, that is 33 and 164 pages.
+  // Returns the bytes of a slab: the least common multiple of the kinds' pages. For the latent and
+  // index pages of DeepSeek-V3.2 with 32 tokens it is 692,736, that is 33 and 164 pages.
   static int64_t SlabBytes(const CacheLayout& layout);
   PageSlabs(const CacheLayout& layout, int64_t arena_bytes);
 
@@ -31,18 +31,20 @@ class PageSlabs {
     return (pages + pages_[kind] - 1) / pages_[kind];
   }
   int64_t held(size_t kind) const { return held_[kind]; }
-  // Slabs that a kind may come to have, with so many pages promised.
+  // Returns the slabs that a kind may come to have when `promised` pages of it are promised.
   int64_t Needed(size_t kind, int64_t promised) const {
     return std::max(held_[kind], SlabsFor(kind, promised));
   }
 
-  // Gives a kind slabs with room for `lacking` pages: adds those pages to `free`. REQUIRES: so many
-  // are left.
+  // Gives a kind slabs with room for `lacking` pages and adds their pages to `free`. REQUIRES: that
+  // many slabs are left.
   void Claim(size_t kind, int64_t lacking, PageRuns* free);
+  // Notes that these pages of a kind are taken. REQUIRES: the kind has their slabs.
   void Take(size_t kind, PageRun pages);
-  // Slabs that are empty now go back, and their pages leave `free`, where they are already.
+  // Notes that these pages, which are in `free` already, were given back. Slabs that are empty now
+  // go back, and their pages leave `free`.
   void Give(size_t kind, PageRun pages, PageRuns* free);
-  // Pages of a kind in slabs that nobody has.
+  // Returns the pages of a kind in slabs that no kind has.
   std::vector<PageRun> Unclaimed(size_t kind) const;
 
  private:
@@ -51,10 +53,10 @@ class PageSlabs {
     return {slabs.first * per_slab, slabs.count * per_slab};
   }
 
-  std::array<int64_t, TokensByKind::kMaxKinds> pages_{};  // of a slab
-  std::array<int64_t, TokensByKind::kMaxKinds> held_{};   // slabs
-  std::vector<int32_t> used_;                             // by slab: pages that are taken
-  PageRuns free_;                                         // slabs that nobody has
+  std::array<int64_t, TokensByKind::kMaxKinds> pages_{};  // in a slab, by kind
+  std::array<int64_t, TokensByKind::kMaxKinds> held_{};   // slabs, by kind
+  std::vector<int32_t> used_;                             // pages that are taken, by slab
+  PageRuns free_;                                         // slabs that no kind has
 };
 
 }  // namespace sluice

@@ -75,8 +75,8 @@ SequenceCache::Growth SequenceCache::EnsureTokens(const TokensByKind& tokens) {
     const auto have = static_cast<int64_t>(pages_[kind].size());
     const int64_t need = layout.kinds[kind].BlocksFor(tokens[kind]) - have;
     if (need <= 0) continue;
-    // The first extent is what is asked for (the handed-over context); later ones are large, so
-    // that a layer's pages stay together, unless others may be short of them.
+    // The first extent is exactly what is asked for (the handed-over context). Later ones are
+    // large, so that a layer's pages stay together, unless other sequences may be short of pages.
     const int64_t at_least = have == 0 || pool_->overcommitted() ? 0 : kGrowthBlocks;
     const int64_t most = reservation_.left(kind) / layout.layers;
     SLUICE_CHECK(need <= most, "a sequence grows inside its reservation");
@@ -104,7 +104,7 @@ void SequenceCache::ForEachPiece(const HomeRange& range,
         std::min<int64_t>(kind.block_tokens, range.token_end - block * kind.block_tokens);
     for (int head = range.head_begin; head < range.head_end; ++head) {
       uint8_t* home = BlockAddress(range.layer, range.kind, head, block);
-      if (tokens == kind.block_tokens) {  // its parts follow one another
+      if (tokens == kind.block_tokens) {  // a whole block: its parts follow one another
         visit({block, head, home, static_cast<uint64_t>(kind.block_bytes())});
         continue;
       }

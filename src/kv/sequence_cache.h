@@ -1,6 +1,6 @@
-// The pages that one sequence owns in one pool: for each layer and kind, page numbers in order of
-// blocks. It may have more of one kind than of another, or none. Not thread-safe: it has one owner
-// at a time.
+// SequenceCache is the pages that one sequence owns in one pool: for each layer and kind, page
+// numbers in the order of blocks. It may have more of one kind than of another, or none. Not
+// thread-safe: it has one owner at a time.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace sluice {
 
-// Part of one layer and kind of a cache.
+// A part of one layer and kind of a cache. Ranges are half open.
 struct HomeRange {
   int layer = 0;
   size_t kind = 0;
@@ -31,56 +31,60 @@ struct HomePiece {
 
 class SequenceCache {
  public:
-  // Owns nothing yet; `reservation` came from `pool`.
+  // Starts without pages. REQUIRES: `reservation` came from `pool`.
   SequenceCache(PagePool* pool, Reservation reservation);
   SequenceCache(const SequenceCache&) = delete;
   SequenceCache& operator=(const SequenceCache&) = delete;
   ~SequenceCache();  // gives every page back: nothing may read or write them any more
 
-  // Makes room for positions [0, tokens): all of it, or nothing where an overcommitted pool has no
-  // page now. Extents grow by kGrowthBlocks at least, where the reservation allows and pages cannot
-  // run out. REQUIRES: the reservation covers `tokens`.
+  // Makes room for positions [0, tokens): for all of them, or for none if an overcommitted pool
+  // lacks a page now. It grows by kGrowthBlocks at least, if the reservation allows it and pages
+  // cannot run out. REQUIRES: the reservation covers `tokens`.
   enum class Growth { kNone, kAdded, kNoRoom };
   Growth EnsureTokens(const TokensByKind& tokens);
   static constexpr int64_t kGrowthBlocks = 16;
 
-  // Makes the promise firm: from now on it finds every page as soon as soft ones have left.
+  // Makes the promise firm: from then on it finds every page as soon as sequences with soft
+  // promises have left. Returns false if there is no room for that now.
   bool MakeFirm() { return pool_->MakeFirm(reservation_); }
   bool firm() const { return reservation_.firm(); }
-  // Whether all that is promised, taken or not, is enough for `tokens`.
+  // Returns whether all that is promised, taken or not, is enough for `tokens`.
   bool Covers(const TokensByKind& tokens) const { return Lacks(tokens) == TokensByKind(); }
-  // Of what is promised, pages that are lacking for `tokens`, in tokens of the pool's kinds.
+  // Returns by how many tokens of each kind the promise falls short of `tokens`.
   TokensByKind Lacks(const TokensByKind& tokens) const;
-  // Makes a firm promise cover `tokens`; false if there is no room for that now.
+  // Makes a firm promise cover `tokens`. Returns false if there is no room for that now.
   bool Extend(const TokensByKind& tokens);
-  // Gives back the pages behind those of `tokens`, and what is promised beyond. REQUIRES: nothing
-  // may read or write them any more.
+  // Gives back the pages behind those of `tokens`, and the promise beyond. REQUIRES: nothing may
+  // read or write those pages any more.
   void ShrinkTo(const TokensByKind& tokens);
-  // Gives every page back, as the destructor does, and keeps the promise.
+  // Gives every page back, as the destructor does, and returns the promise.
   static Reservation Dissolve(std::unique_ptr<SequenceCache> cache);
 
-  // Keeps `charge`, a part of a tenant's quota, until the pages go back.
+  // Holds `charge`, a part of a tenant's quota, until the pages go back.
   void Hold(std::shared_ptr<const void> charge) { charge_ = std::move(charge); }
   bool charged() const { return charge_ != nullptr; }
 
   PagePool* pool() const { return pool_; }
-  int64_t tokens(size_t kind) const {  // for which there is room
+  // Returns the tokens of a kind for which there are pages.
+  int64_t tokens(size_t kind) const {
     return static_cast<int64_t>(pages_[kind].size()) * pool_->layout().kinds[kind].block_tokens;
   }
-  int64_t tokens() const;  // of every kind
-  // [blocks] page numbers of one layer and kind.
+  // Returns the tokens for which there are pages of every kind.
+  int64_t tokens() const;
+  // Returns the page numbers of one layer and kind, [blocks].
   const std::vector<int32_t>& Pages(int layer, size_t kind) const {
     return pages_[static_cast<size_t>(layer) * kinds_ + kind];
   }
   uint8_t* BlockAddress(int layer, size_t kind, int head, int64_t block) const;
-  // Where the bytes of a chunk's payload lie, in its order (design: "a chunk on the wire"): for
-  // each block, for each head, the parts of the block. Short where the tokens end inside a block.
-  // REQUIRES: range.token_begin is a block's first token, and there is room for the range.
+  // Visits the memory of a chunk's payload in the payload's order: for each block, for each head,
+  // the parts of the block. The last block is short if the tokens end inside it. REQUIRES:
+  // range.token_begin is a block's first token, and there are pages for the range.
   void ForEachPiece(const HomeRange& range, absl::FunctionRef<void(const HomePiece&)> visit) const;
 
  private:
-  void GivePages(const TokensByKind& kept);  // those behind `kept`
-  // Room for what is promised, so that pages are added without allocating.
+  // Gives back the pages behind those of `kept`.
+  void GivePages(const TokensByKind& kept);
+  // Makes room in pages_ for all that is promised, so that adding pages does not allocate.
   void ReservePages();
 
   PagePool* pool_;
@@ -88,7 +92,7 @@ class SequenceCache {
   Reservation reservation_;
   size_t kinds_;
   std::vector<std::vector<int32_t>> pages_;  // [layer][kind]; room for all that is promised
-  std::vector<PagePool::Extent> extents_;    // of the growth under way; keeps its memory
+  std::vector<PagePool::Extent> extents_;    // of the growth under way; reused
 };
 
 }  // namespace sluice

@@ -1,5 +1,6 @@
-// Tokens of each cache kind: how much of a sequence is somewhere, where that differs by kind. A
-// plain number means so many of every kind, which is what most of the code deals in.
+// TokensByKind counts tokens for each cache kind, for places where a sequence has more of one kind
+// than of another. A plain number converts to it and means the same count for every kind, which is
+// what most of the code uses.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +15,10 @@ namespace sluice {
 
 class TokensByKind {
  public:
-  static constexpr size_t kMaxKinds = 4;  // of a layout
+  static constexpr size_t kMaxKinds = 4;  // in a layout
 
   TokensByKind(int64_t each = 0) { tokens_.fill(each); }  // NOLINT: a number is a short form
-  // Kinds that are not named have none.
+  // Kinds that the list does not reach have 0.
   TokensByKind(std::initializer_list<int64_t> tokens) {
     SLUICE_CHECK(tokens.size() <= kMaxKinds);
     tokens_.fill(0);
@@ -29,7 +30,7 @@ class TokensByKind {
   int64_t least() const { return *std::min_element(tokens_.begin(), tokens_.end()); }
   int64_t most() const { return *std::max_element(tokens_.begin(), tokens_.end()); }
 
-  // Kind by kind.
+  // Returns whether no kind has more than in `room`.
   bool Within(const TokensByKind& room) const {
     for (size_t kind = 0; kind < kMaxKinds; ++kind) {
       if (tokens_[kind] > room.tokens_[kind]) return false;

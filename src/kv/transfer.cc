@@ -3,14 +3,21 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "src/base/error.h"
 #include "src/base/reasons.h"
+#include "src/base/rng.h"
 
 namespace sluice {
+namespace {
 
-Transfer::Transfer(std::string transfer_id, const Manifest& manifest,
-                   std::unique_ptr<SequenceCache> pages)
-    : id(std::move(transfer_id)),
+std::string NewId() { return absl::StrFormat("%016x%016x", RandomU64(), RandomU64()); }
+
+}  // namespace
+
+Transfer::Transfer(const Manifest& manifest, std::unique_ptr<SequenceCache> pages,
+                   absl::Duration lease_length)
+    : id(NewId()),
       tenant(manifest.tenant),
       rendezvous_key(manifest.rendezvous_key),
       prompt(manifest.prompt_token_ids.begin(), manifest.prompt_token_ids.end()),
@@ -18,6 +25,7 @@ Transfer::Transfer(std::string transfer_id, const Manifest& manifest,
       context_length(manifest.context_length),
       max_new_tokens(manifest.max_new_tokens),
       home(std::move(pages)),
+      lease(lease_length),
       layout_(&home->pool()->layout()) {
   size_t count = 0;
   for (const CacheKind& kind : layout_->kinds) {
@@ -28,14 +36,16 @@ Transfer::Transfer(std::string transfer_id, const Manifest& manifest,
   blocks.resize(count, Block::kMissing);
 }
 
-Transfer::Transfer(std::string sequence_id, KeptSequence sequence, const CacheLayout& layout)
-    : id(std::move(sequence_id)),
+Transfer::Transfer(std::string owner, std::vector<int32_t> tokens, uint32_t context,
+                   const CacheLayout& layout, absl::Duration lease_length)
+    : id(NewId()),
       kept(true),
-      tenant(std::move(sequence.tenant)),
-      prompt(std::move(sequence.tokens)),
+      tenant(std::move(owner)),
+      prompt(std::move(tokens)),
       prompt_length(prompt.size()),
-      context_length(sequence.context_length),
+      context_length(context),
       max_new_tokens(0),
+      lease(lease_length),
       layout_(&layout) {}
 
 std::vector<MissingRange> Transfer::Missing(size_t most) const {
@@ -63,7 +73,7 @@ std::vector<MissingRange> Transfer::Missing(size_t most) const {
           ranges.push_back({layer, k.name, head, head + 1, begin, end});
           open = true;
         }
-        // A neighbour that misses the same tokens: one range over both heads.
+        // The neighbouring head misses the same tokens: one range covers both heads.
         const size_t n = ranges.size();
         if (n >= 2 && ranges[n - 2].layer == layer && ranges[n - 2].kind == k.name &&
             ranges[n - 1].head_begin == head && ranges[n - 2].head_end == head &&
@@ -84,6 +94,21 @@ absl::Status Poisoned(const std::string& id) {
           absl::StrCat("transfer ", id,
                        ": a landed block was sent again with other bytes; abort and reserve anew")),
       reasons::kPoisoned);
+}
+
+absl::Status NoSuchTransfer(const std::string& id) {
+  return WithReason(absl::NotFoundError(absl::StrCat(
+                        "transfer_id '", id.substr(0, 64),
+                        "': no such transfer: it was never reserved here, or has ended")),
+                    reasons::kTransferNotFound);
+}
+
+absl::Status NoSuchSequence(const std::string& id) {
+  return WithReason(absl::NotFoundError(absl::StrCat(
+                        "sequence_id '", id.substr(0, 64),
+                        "': no such sequence is kept for this tenant: it never was, its lease has "
+                        "ended, or a Generate has it; send the whole prompt again")),
+                    reasons::kSequenceNotFound);
 }
 
 }  // namespace sluice

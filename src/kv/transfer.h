@@ -1,28 +1,47 @@
-// One transfer, as TransferTable keeps it. Guarded by the table's mutex, but for the bytes of pages
-// whose blocks a ChunkLanding has claimed: those are that landing's alone.
+// One transfer, as TransferStore keeps it. The store's lock guards all of it but the bytes of pages
+// whose blocks a ChunkLanding has claimed: those belong to that landing alone.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "src/kv/manifest.h"
+#include "src/kv/selection_hints.h"
 #include "src/kv/sequence_cache.h"
-#include "src/kv/transfer_table.h"
+#include "src/request/request.h"
 
 namespace sluice {
+
+// A range of blocks that has not landed.
+struct MissingRange {
+  uint32_t layer = 0;
+  std::string kind;
+  uint32_t head_begin = 0, head_end = 0;
+  uint32_t token_begin = 0, token_end = 0;
+};
+
+// Names the binding of a Generate to its transfer; never 0.
+using AttachId = uint64_t;
 
 class Transfer {
  public:
   enum class Block : uint8_t { kMissing, kClaimed, kLanded };
   enum class State { kReceiving, kCommitted, kPoisoned };
 
-  Transfer(std::string transfer_id, const Manifest& manifest, std::unique_ptr<SequenceCache> pages);
-  // A kept sequence: its caches have no chunks, and come when they are at rest.
-  Transfer(std::string sequence_id, KeptSequence sequence, const CacheLayout& layout);
+  // A transfer that chunks will fill.
+  Transfer(const Manifest& manifest, std::unique_ptr<SequenceCache> pages, absl::Duration lease);
+  // A kept sequence: it has no chunks, and its caches come when they are at rest.
+  Transfer(std::string tenant, std::vector<int32_t> tokens, uint32_t context_length,
+           const CacheLayout& layout, absl::Duration lease);
 
-  // Index of a block in `blocks`.
+  // Returns the index of a block in `blocks`.
   size_t BlockIndex(uint32_t layer, size_t kind, uint32_t head, int64_t block) const {
     const CacheKind& k = layout().kinds[kind];
     return kind_begin[kind] +
@@ -31,11 +50,14 @@ class Transfer {
            static_cast<size_t>(block);
   }
   const CacheLayout& layout() const { return *layout_; }
-  // Up to `most` ranges of blocks that have not landed, neighbours in token order joined.
+  // Returns up to `most` ranges of blocks that have not landed. Neighbours in token order are
+  // joined, and so are neighbouring heads that miss the same tokens.
   std::vector<MissingRange> Missing(size_t most) const;
+  // Lets the lease run for its whole length from `now`.
+  void Renew(absl::Time now) { lease_end = std::max(lease_end, now + lease); }
 
   const std::string id;
-  const bool kept = false;
+  const bool kept = false;  // a kept sequence
   const std::string tenant;
   const std::string rendezvous_key;
   std::vector<int32_t> prompt;
@@ -45,10 +67,10 @@ class Transfer {
   std::unique_ptr<SequenceCache> home;
 
   State state = State::kReceiving;
-  absl::Duration lease;
+  const absl::Duration lease;
   absl::Time lease_end;
-  // This transfer's entry in the table's order of leases. A Write only moves lease_end: the entry's
-  // time is never later than it, and catches up when it is reached.
+  // This transfer's entry in the store's order of leases. Renew only moves lease_end: the entry's
+  // time is never later than lease_end, and catches up when it is reached.
   std::multimap<absl::Time, Transfer*>::iterator lease_entry;
   std::vector<size_t> kind_begin;  // first index of each kind in `blocks`
   std::vector<Block> blocks;
@@ -56,14 +78,21 @@ class Transfer {
   int landings = 0;  // ChunkLandings alive: the pages are not handed on before they are gone
   std::vector<OutputToken> first_tokens;
   SelectionHints hints;
-  uint64_t prompt_bytes = 0;             // of prompt and hints, as the table counts them
-  TransferTable::AttachId attached = 0;  // 0: no Generate yet
+  uint64_t prompt_bytes = 0;  // of prompt and hints, as the store counts them
+  AttachId attached = 0;      // 0: no Generate yet
 
  private:
   const CacheLayout* layout_;
 };
 
-// What every call on a poisoned transfer is answered with.
+// The bytes that the store counts for a prompt of so many tokens.
+inline uint64_t PromptBytes(size_t tokens) { return tokens * sizeof(int32_t); }
+
+// The status that answers every call on a poisoned transfer.
 absl::Status Poisoned(const std::string& transfer_id);
+// The status that answers calls on a transfer that is not there.
+absl::Status NoSuchTransfer(const std::string& transfer_id);
+// The status that answers calls on a kept sequence that is not there, or is another tenant's.
+absl::Status NoSuchSequence(const std::string& sequence_id);
 
 }  // namespace sluice

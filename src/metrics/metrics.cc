@@ -24,30 +24,31 @@ namespace {
 namespace names = metric_names;
 using Buckets = prometheus::Histogram::BucketBoundaries;
 
-// Bounds a factor of about 2 apart: the worst error of a quantile read from them.
+// Bounds lie a factor of about 2 apart, which is the worst error of a quantile that is read from
+// them.
 //
-// Steps and the gaps between tokens: from 50 us, a plan, to 10 s, a stall.
+// These are for steps and the gaps between tokens: from 50 us, a plan, to 10 s, a stall.
 const Buckets& ShortSeconds() {
   static const Buckets buckets = {50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3,
                                   50e-3, 100e-3, 200e-3, 500e-3, 1,    2,    5,    10};
   return buckets;
 }
 
-// Of a table whose last entry is for what is not listed.
+// Returns the index of `reason` in a table whose last entry is for reasons that are not listed.
 template <size_t kCount>
 size_t IndexOf(const std::string_view (&reasons)[kCount], std::string_view reason) {
   const auto* const found = std::find(std::begin(reasons), std::end(reasons) - 1, reason);
   return static_cast<size_t>(found - std::begin(reasons));
 }
 
-// Requests, queues and transfers: from 1 ms to 10 minutes.
+// These are for requests, queues and transfers: from 1 ms to 10 minutes.
 const Buckets& LongSeconds() {
   static const Buckets buckets = {1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 100e-3, 200e-3, 500e-3,
                                   1,    2,    5,    10,    30,    60,    120,    300,    600};
   return buckets;
 }
 
-// Up to the largest max_sequences that the configuration takes.
+// These are for sequences: up to the largest max_sequences that the configuration takes.
 const Buckets& Sequences() {
   static const Buckets buckets = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096};
   return buckets;
@@ -61,7 +62,8 @@ constexpr std::array<const char*, 3> kWorkerFailureNames = {"failed", "left", "l
 constexpr std::array<const char*, 3> kRefusalNames = {"peer", "all", "system"};
 constexpr std::array<const char*, 3> kScheduleNames = {"none", "da", "dba"};
 
-// Two scrapes at once may bring older totals after newer ones.
+// Raises a counter to `total`. Two scrapes at once may bring older totals after newer ones; an
+// older total changes nothing.
 void Raise(const Counter& counter, double total, double& before) {
   if (total <= before) return;
   counter.Add(total - before);
@@ -70,7 +72,7 @@ void Raise(const Counter& counter, double total, double& before) {
 
 }  // namespace
 
-// Families by metric, each made with the name and help of metric_names.h.
+// The families of metrics, each made with the name and help of metric_names.h.
 struct Metrics::Registry {
   Counter MakeCounter(const names::Metric& metric, const prometheus::Labels& labels = {}) {
     SLUICE_CHECK(metric.type == names::Type::kCounter, metric.name);
@@ -93,7 +95,7 @@ struct Metrics::Registry {
     return Histogram(&family.Add(labels, buckets));
   }
 
-  // make(value) for each value of a label, in order.
+  // Returns make(value) for each value of a label, in order.
   template <typename Instrument, size_t n, typename Make>
   static std::array<Instrument, n> ForEach(const std::array<const char*, n>& values, Make make) {
     return [&]<size_t... i>(std::index_sequence<i...>) {

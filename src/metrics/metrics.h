@@ -1,7 +1,8 @@
-// What the server counts and times, rendered for Prometheus. Made once by main and handed down.
+// Metrics holds everything that a node counts and times, and renders it for Prometheus. The main
+// program makes one and hands it down; a class that takes a Metrics needs one.
 //
-// Every instrument is resolved when Metrics is made: updating one looks nothing up and allocates
-// nothing. Counters and gauges are atomics; a histogram takes a mutex of its own for a few
+// Every instrument is resolved when Metrics is made, so updating one looks nothing up and allocates
+// nothing. Counters and gauges are atomics. A histogram takes a mutex of its own for a few
 // nanoseconds, which only Render() shares. Any thread may update and render.
 #pragma once
 
@@ -23,7 +24,7 @@ class Histogram;
 
 namespace sluice {
 
-// Goes up.
+// A number that only goes up.
 class Counter {
  public:
   explicit Counter(prometheus::Counter* counter) : counter_(counter) {}
@@ -35,7 +36,7 @@ class Counter {
   prometheus::Counter* counter_;
 };
 
-// Goes up and down.
+// A number that goes up and down.
 class Gauge {
  public:
   explicit Gauge(prometheus::Gauge* gauge) : gauge_(gauge) {}
@@ -46,12 +47,12 @@ class Gauge {
   prometheus::Gauge* gauge_;
 };
 
-// A distribution.
+// A distribution of values.
 class Histogram {
  public:
   explicit Histogram(prometheus::Histogram* histogram) : histogram_(histogram) {}
   void Observe(double value) const;
-  // In seconds.
+  // Observes the duration in seconds.
   void Observe(absl::Duration duration) const;
 
  private:
@@ -59,21 +60,21 @@ class Histogram {
 };
 
 enum class TokenKind {
-  kOutput,      // sampled here
-  kPrompt,      // computed here
-  kHandedOver,  // came with its cache
-  kKept,        // was kept with its cache from the turn before
+  kOutput,      // sampled on this node
+  kPrompt,      // computed on this node
+  kHandedOver,  // arrived with its KV
+  kKept,        // its KV was kept here from the turn before
 };
 inline constexpr size_t kTokenKinds = 4;
 
-// On the host: kPlan (choose the rows, and pages for their growth), kLaunch (enqueue them) and
-// kEmit. On the device: kCopy (rows and tables in, results out), kCompute (the model) and kSample.
-// Host and device overlap, so that they do not add up to kTotal, which begins where the step before
-// ended.
+// The phases of a step. The host runs kPlan (choose the rows, and pages for their growth), kLaunch
+// (enqueue them) and kEmit. The device runs kCopy (rows and tables in, results out), kCompute (the
+// model) and kSample. kTotal begins where the step before ended. Host and device overlap, so the
+// phases do not add up to kTotal.
 enum class StepPhase { kPlan, kLaunch, kCopy, kCompute, kSample, kEmit, kTotal };
 inline constexpr size_t kStepPhases = 7;
 
-// Memory of one kind of cache in one tier.
+// The memory of one kind of cache in one tier.
 struct TierGauges {
   Gauge capacity_bytes;
   Gauge reserved_bytes;
@@ -83,7 +84,7 @@ struct TierGauges {
   Gauge used_blocks;
 };
 
-// What a policy selected since the process began.
+// The tokens that a policy selected since the process began.
 struct SelectionTotals {
   struct Layer {
     double selected = 0;
@@ -96,7 +97,7 @@ struct SelectionTotals {
   double places = 0;  // now
 };
 
-// What CPU workers did since the process began.
+// The work of CPU attention workers since the process began.
 struct WorkerTotals {
   double alive = 0;
   double busy_seconds = 0;
@@ -104,7 +105,7 @@ struct WorkerTotals {
   std::array<double, 3> failures{};  // failed, left, late
 };
 
-// How policy ess lays fetching beside compute.
+// How policy ess overlaps fetching with computing.
 struct ScheduleTotals {
   std::array<double, 3> layers{};  // none, da, dba
   double changes = 0;              // since the process began
@@ -137,7 +138,7 @@ class Metrics {
   Metrics(const Metrics&) = delete;
   Metrics& operator=(const Metrics&) = delete;
 
-  // The reason is one of src/metrics/reasons.h; any other counts as OTHER.
+  // Return the counter of a reason of src/metrics/reasons.h. Any other reason counts as OTHER.
   const Counter& requests(RequestOutcome outcome, std::string_view reason) const;
   const Counter& reserves_refused(std::string_view reason) const;
   const Counter& pulls_failed(std::string_view reason) const;
@@ -146,27 +147,27 @@ class Metrics {
     return step_seconds_[static_cast<size_t>(phase)];
   }
 
-  // The gauges of a cache kind ("kv") in a tier ("dram", "hbm"). Allocates: for use at start. The
-  // same names give the same gauges.
+  // Returns the gauges of a cache kind ("kv") in a tier ("dram", "hbm"). It allocates, so call it
+  // at start. The same names give the same gauges.
   TierGauges Tier(std::string_view tier, std::string_view kind);
 
-  // Brings the instruments of selection up to these totals, which never go down. Makes those of a
-  // layer when it first appears.
+  // Brings the instruments of selection up to these totals, which never go down. Makes a layer's
+  // instruments when the layer first appears.
   void SetSelection(const SelectionTotals& totals) const;
 
-  // Brings the instruments of CPU workers up to these totals, which never go down.
+  // Brings the instruments of CPU attention workers up to these totals, which never go down.
   void SetWorkers(const WorkerTotals& totals) const;
 
-  // The same of policy ess's schedules.
+  // Brings the instruments of policy ess's schedules up to these totals.
   void SetSchedules(const ScheduleTotals& totals) const;
 
-  // The same of connections.
+  // Brings the instruments of connections up to these totals.
   void SetConnections(const ConnectionTotals& totals) const;
 
-  // Once, when it is known what runs.
+  // Sets the labels of sluice_build_info. Call it once, when it is known what runs.
   void SetBuildInfo(const BuildInfo& info);
 
-  // The text exposition format, version 0.0.4.
+  // Returns all metrics in the text exposition format, version 0.0.4.
   std::string Render() const;
 
   const Histogram time_to_first_token;
@@ -198,7 +199,7 @@ class Metrics {
   const Gauge process_max_fds;
   const Gauge process_start_seconds;
 
-  // Sequences in the running batch, under Sluice's name and vLLM's.
+  // Sets the number of sequences in the running batch, under Sluice's name and under vLLM's.
   void SetRunning(double sequences) const;
 
  private:

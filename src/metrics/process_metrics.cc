@@ -37,11 +37,12 @@ double OpenFds() {
   std::error_code error;
   std::filesystem::directory_iterator entries("/proc/self/fd", error);
   if (error) return 0;
-  // Less the one that reads the list.
+  // The descriptor that reads the list does not count.
   return static_cast<double>(std::distance(begin(entries), end(entries))) - 1;
 }
 
-// Seconds since 1970: boot time plus the 22nd field of /proc/self/stat, in clock ticks.
+// Returns the start of the process in seconds since 1970: the boot time plus the 22nd field of
+// /proc/self/stat, which is in clock ticks.
 double StartSeconds() {
   double boot = 0;
   std::ifstream stat("/proc/stat");

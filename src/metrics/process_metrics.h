@@ -1,4 +1,4 @@
-// What the process costs, read from the system for a scrape.
+// ProcessMetrics reads from the system what the process uses, for a scrape.
 #pragma once
 
 #include "absl/base/thread_annotations.h"
@@ -10,7 +10,7 @@ class Metrics;
 
 class ProcessMetrics {
  public:
-  // Brings the process_... instruments up to date. Any thread.
+  // Brings the process_... instruments up to date. Any thread may call it.
   void Update(const Metrics& metrics);
 
  private:

@@ -1,6 +1,6 @@
-// The label `reason`: a closed set, so that no caller can make series. Spelled as the reasons that
-// statuses carry on the wire (ErrorInfo.reason), so that a log line, an error and a metric say the
-// same word.
+// The values of the label `reason`. They are a closed set, so that no caller can create series.
+// They are spelled like the reasons that statuses carry on the wire (ErrorInfo.reason), so that a
+// log line, an error and a metric use the same word.
 #pragma once
 
 #include <array>
@@ -12,12 +12,12 @@
 
 namespace sluice {
 
-// How a Generate call, or Run of a prefill node, ended; each ends in exactly one of these.
+// How a Generate call, or a Run call of a prefill node, ended. Each ends in exactly one of these.
 enum class RequestOutcome {
   kFinishedStop,    // a stop token, stop string or EOS
-  kFinishedLength,  // max_tokens or the context's end
-  kHandedOver,      // of Run: a decode node has the prompt's caches
-  kCancelled,       // by Cancel, or by a caller who went away
+  kFinishedLength,  // max_tokens, or the end of the context
+  kHandedOver,      // Run only: a decode node has the prompt's KV
+  kCancelled,       // by a Cancel call, or because the caller went away
   kDeadline,
   kSlowReader,
   kError,
@@ -27,13 +27,13 @@ inline constexpr std::array<std::string_view, 8> kRequestOutcomeNames = {
     "finished_stop", "finished_length", "handed_over", "cancelled",
     "deadline",      "slow_reader",     "error",       "refused"};
 
-// Of a sequence that ended well; no status says it.
+// Reasons of sequences that ended well, which no status carries.
 inline constexpr std::string_view kStopToken = "STOP_TOKEN";
 inline constexpr std::string_view kStopString = "STOP_STRING";
 inline constexpr std::string_view kMaxTokens = "MAX_TOKENS";
 inline constexpr std::string_view kPushed = "PUSHED";
 
-// What is counted where nothing in a table below fits: a reason is missing in it.
+// Counts reasons that are missing in a table below.
 inline constexpr std::string_view kOtherReason = "OTHER";
 
 struct RequestReason {
@@ -41,7 +41,7 @@ struct RequestReason {
   std::string_view reason;
 };
 
-// Every series of sluice_requests_total; the last of an outcome is for reasons not listed.
+// Every series of sluice_requests_total. The last one of an outcome is for reasons not listed.
 inline constexpr RequestReason kRequestReasons[] = {
     {RequestOutcome::kFinishedStop, kStopToken},
     {RequestOutcome::kFinishedStop, kStopString},
@@ -98,8 +98,8 @@ inline constexpr RequestReason kRequestReasons[] = {
     {RequestOutcome::kRefused, kOtherReason},
 };
 
-// Why a Reserve was refused: the series of sluice_reserves_total with outcome "refused"; the last
-// is for reasons not listed.
+// The reasons why a Reserve was refused, which are the series of sluice_reserves_total with outcome
+// "refused". The last one is for reasons not listed.
 inline constexpr std::string_view kReserveReasons[] = {
     reasons::kDraining,    reasons::kDramFull,
     reasons::kException,   reasons::kFingerprintMismatch,
@@ -109,8 +109,8 @@ inline constexpr std::string_view kReserveReasons[] = {
     kOtherReason,
 };
 
-// Why a pull ended without its caches: the series of sluice_pulls_total with outcome "failed"; the
-// last is for reasons not listed.
+// The reasons why a pull failed, which are the series of sluice_pulls_total with outcome "failed".
+// The last one is for reasons not listed.
 inline constexpr std::string_view kPullReasons[] = {
     reasons::kCallerGone,          "DATA_LOSS",
     "DEADLINE_EXCEEDED",           reasons::kDraining,
@@ -119,10 +119,10 @@ inline constexpr std::string_view kPullReasons[] = {
     reasons::kSourceUnreachable,   kOtherReason,
 };
 
-// The reason that a status carries, or the name of its code.
+// Returns the reason that a status carries, or the name of its code.
 std::string ReasonLabel(const absl::Status& status);
 
-// The outcome that an error is counted as, where the sequence had begun.
+// Returns the outcome as which the error of a sequence that had begun is counted.
 RequestOutcome OutcomeOfError(const absl::Status& status);
 
 }  // namespace sluice

@@ -18,13 +18,13 @@ absl::Status Broken(const std::string& where, const Parts&... parts) {
   return absl::InvalidArgumentError(absl::StrCat(where, ": ", parts...));
 }
 
-// Also of a link to nowhere: opening it then says what is wrong.
+// Returns whether the file exists. A link to nowhere counts: opening it then says what is wrong.
 bool Exists(const std::string& path) {
   struct stat st {};
   return lstat(path.c_str(), &st) == 0;
 }
 
-// The index's weight_map: tensor name -> shard's file name.
+// Returns the index's weight_map: tensor name -> the shard's file name.
 absl::StatusOr<std::map<std::string, std::string>> ReadIndex(const std::string& path) {
   SLUICE_ASSIGN_OR_RETURN(const json index, ReadJsonFile(path, kMaxIndexBytes));
   if (!index.contains("weight_map") || !index["weight_map"].is_object() ||

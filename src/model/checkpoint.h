@@ -1,5 +1,5 @@
-// The weights of a Hugging Face directory: model.safetensors, or the shards that
-// model.safetensors.index.json names. Immutable once opened: any thread may read it.
+// Checkpoint is the weights of a Hugging Face directory: model.safetensors, or the shards that
+// model.safetensors.index.json names. It is immutable once opened, so any thread may read it.
 #pragma once
 
 #include <map>
@@ -19,14 +19,14 @@ class Checkpoint {
     const TensorInfo* tensor;
   };
 
-  // NOT_FOUND where the directory has neither file, or a shard is missing; INVALID_ARGUMENT where
-  // the index is broken (not JSON, a file name with a path in it, a tensor that its shard lacks, a
-  // tensor in two shards) or a file is (SafetensorsFile::Open).
+  // Opens the directory. NOT_FOUND if it has neither file, or a shard is missing; INVALID_ARGUMENT
+  // if the index is broken (not JSON, a file name with a path in it, a tensor that its shard lacks,
+  // a tensor in two shards) or a file is (SafetensorsFile::Open).
   static absl::StatusOr<Checkpoint> Open(const std::string& dir);
 
-  // Every tensor by name, also one that the index does not list.
+  // Returns every tensor by name, including those that the index does not list.
   const std::map<std::string, Entry>& tensors() const { return tensors_; }
-  // Null where there is none of that name.
+  // Returns null if there is no tensor of that name.
   const Entry* Find(const std::string& name) const;
 
  private:

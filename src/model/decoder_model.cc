@@ -117,7 +117,7 @@ void DecoderModel::Logits(Stream& stream, const StepInputs& in) {
       NormOf(residual_.as<float>(), final_norm_, head_input_.data(), in.logit_count);
   norm.row_index = in.logit_rows;
   kernels_.RmsNorm(stream, norm);
-  // Each makes the choice of a token that generates, the last row of a prompt too.
+  // Each of these rows chooses a token, including the last row of a prompt.
   ops_.Product(stream, head_input_.data(), head_, DeviceVector{}, in.logits, in.logit_count,
                in.logit_count, /*accumulate=*/false);
 }

@@ -1,5 +1,5 @@
-// What the decoders of all families share: the residual, embedding, RoPE angles and head around
-// their layers. Internal to src/model.
+// DecoderModel is the part that the decoders of all families share: the residual, the embedding,
+// the RoPE angles and the head around their layers. Internal to src/model.
 #pragma once
 
 #include <memory>
@@ -24,28 +24,30 @@ class DecoderModel : public Model {
   int64_t weight_bytes() const override { return weight_bytes_; }
   int64_t workspace_bytes() const override { return workspace_.bytes(); }
 
-  // Takes the weights out of the source, and allocates what steps write. Once, before anything
-  // else.
+  // Takes the weights out of the source, and allocates the buffers that steps write. Call it once,
+  // before anything else.
   absl::Status Initialise();
 
  protected:
-  // `rope_dim`: elements that RoPE turns.
+  // RoPE turns the first `rope_dim` elements.
   DecoderModel(const Options& options, const ModelConfig& config, CacheLayout layout, int rope_dim,
                std::string fingerprint, std::unique_ptr<WeightSource> source, Device* device);
 
-  // The family's own, one layer after the other.
+  // Load the family's own weights and allocate its own buffers, one layer after the other.
   virtual absl::Status LoadLayers(WeightLoader& loader) = 0;
   virtual absl::Status AllocateLayers(Workspace& workspace) = 0;
 
-  // The residual of the step's rows out of their tokens, and RoPE's angles of their positions.
+  // Enqueues the residual of the step's rows, from their tokens, and the RoPE angles of their
+  // positions.
   void Begin(Stream& stream, const StepInputs& in);
-  // The logits that are wanted, out of the residual.
+  // Enqueues the logits that are wanted, from the residual.
   void Logits(Stream& stream, const StepInputs& in);
   absl::StatusOr<DenseFfn> LoadFfn(WeightLoader& loader, const std::string& prefix, int inner,
                                    bool bias);
-  // residual += FFN(x), x being activations [rows][hidden]. Uses gate_up_ and activated_.
+  // Enqueues residual += FFN(x), where x is activations [rows][hidden]. Uses gate_up_ and
+  // activated_.
   void RunFfn(Stream& stream, const DenseFfn& ffn, const void* x, int inner, RowRange rows);
-  // out = RMSNorm of rows of the residual.
+  // Returns the parameters of out = RMSNorm of rows of the residual.
   kernels::RmsNormParams NormOf(const float* x, const DeviceVector& weight, void* out,
                                 int32_t rows) const {
     return ops_.NormOf(x, config_.hidden_size, config_.hidden_size, config_.rms_norm_eps, weight,
@@ -54,7 +56,7 @@ class DecoderModel : public Model {
   float* Residual(RowRange rows) const {
     return residual_.as<float>() + int64_t{rows.begin} * config_.hidden_size;
   }
-  // RoPE's angles of a step's rows from `row` on.
+  // Returns the RoPE angles of a step's rows from `row` on.
   const float* CosSin(int64_t row) const { return cos_sin_.as<float>() + row * rope_dim_; }
 
   const ModelConfig config_;
@@ -70,15 +72,15 @@ class DecoderModel : public Model {
   Buffer activated_;  // activation [rows][widest_ffn()]
 
  private:
-  // Of the dense FFNs of the model.
+  // Returns the width of the widest dense FFN of the model.
   int widest_ffn() const;
 
   const CacheLayout layout_;
   const int rope_dim_;
   const std::string fingerprint_;
   std::unique_ptr<WeightSource> source_;
-  std::vector<MatrixView> kept_;  // matrices that the kernels read where the checkpoint has them
-  Weight embedding_;              // untied models only; else the head serves
+  std::vector<MatrixView> kept_;  // matrices that the kernels read in place, in the checkpoint
+  Weight embedding_;              // untied models only; in others the head serves
   Weight head_;
   DeviceVector final_norm_;
   DeviceVector inv_freq_;

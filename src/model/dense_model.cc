@@ -37,20 +37,21 @@ class DenseModel : public DecoderModel {
  private:
   absl::Status LoadLayers(WeightLoader& loader) override;
   absl::Status AllocateLayers(Workspace& workspace) override;
-  // The stages of a layer, over a range of the step's rows.
+  // Enqueue the stages of a layer, over a range of the step's rows.
   void Project(Stream& stream, int layer, const StepInputs& in, RowRange rows,
                KvAttention& attention);
   void Attend(Stream& stream, int layer, const StepInputs& in, RowRange rows,
               KvAttention& attention);
-  // Whether the policy is given the queries of `layer` before that begins.
+  // Returns whether the policy gets the queries of `layer` before that layer begins.
   bool LooksAhead(int layer, const StepInputs& in, const KvAttention& attention) const {
     return in.decode_rows > 0 && layer < config_.layers && attention.LooksAhead(layer);
   }
-  // Gives them to it, of the residual whose norm AheadInput(layer) has, on a branch that leaves the
-  // stream here.
+  // Gives the policy these queries, on a branch that leaves the stream here. They are made from the
+  // residual whose norm AheadInput(layer) has.
   void LookAhead(Stream& trunk, int layer, const StepInputs& in, KvAttention& attention);
-  // [decode rows][hidden]. The next layer's is written while this one's may still be read; the next
-  // but one's comes after this layer's Attend, and with that after its Ahead.
+  // Returns the input of LookAhead, [decode rows][hidden]. The next layer's is written while this
+  // layer's may still be read. That of the layer after next is written after this layer's Attend,
+  // and so after its Ahead.
   void* AheadInput(int layer) const {
     return ops_.Activation(ahead_normed_, int64_t{layer % 2} * predicted_rows_,
                            config_.hidden_size);
@@ -62,8 +63,8 @@ class DenseModel : public DecoderModel {
   std::vector<Layer> layers_;
   Buffer qkv_;       // float32 [rows][q + k + v]
   Buffer attended_;  // activation [rows][q]
-  // What LookAhead reads and writes, of the decode rows.
-  Buffer ahead_normed_;  // activation [2][predicted_rows_][hidden], by a layer's parity
+  // The buffers that LookAhead reads and writes, for the decode rows.
+  Buffer ahead_normed_;  // activation [2][predicted_rows_][hidden], by the layer's parity
   Buffer predicted_;     // float32 [predicted_rows_][q]
   Buffer partial_;       // float32 [partial_rows_][heads * (head_dim + 1)]
   int64_t partial_rows_ = 0;
@@ -115,7 +116,7 @@ absl::Status DenseModel::AllocateLayers(Workspace& workspace) {
       workspace.Allocate(&qkv_, rows, qkv_size() * 4, "queries, keys and values"));
   SLUICE_RETURN_IF_ERROR(
       workspace.Allocate(&attended_, rows, config_.q_size() * act, "attention results"));
-  // A step of decode rows alone may be padded.
+  // A step that has only decode rows may be padded.
   predicted_rows_ = std::min(max_rows_, std::max(max_logits_, device_->RowBucket(max_logits_)));
   SLUICE_RETURN_IF_ERROR(
       workspace.Allocate(&ahead_normed_, 2 * predicted_rows_, hidden * act, "normed activations"));
@@ -154,8 +155,8 @@ void DenseModel::Project(Stream& stream, int layer, const StepInputs& in, RowRan
   const int64_t hidden = config_.hidden_size;
   void* normed = ops_.Activation(normed_, rows.begin, hidden);
   float* qkv = qkv_.as<float>() + int64_t{rows.begin} * qkv_size();
-  // The residual changes before the layer's end: what the next layer's queries are predicted from
-  // is kept here.
+  // The residual changes before the end of the layer, so the input from which the next layer's
+  // queries are predicted is kept here.
   kernels::RmsNormParams norm = NormOf(Residual(rows), w.input_norm, normed, rows.count);
   const bool looks_ahead = LooksAhead(layer + 1, in, attention);
   if (looks_ahead) {
@@ -188,7 +189,7 @@ void DenseModel::LookAhead(Stream& trunk, int layer, const StepInputs& in, KvAtt
   Stream& stream = trunk.Branch(AttentionPolicy::kAheadBranch);
   stream.After(trunk);
   const Layer& w = layers_[static_cast<size_t>(layer)];
-  // The queries' rows of the one matrix that makes queries, keys and values.
+  // The rows for the queries, in the matrix that makes queries, keys and values.
   Weight query;
   query.matrix = w.qkv.matrix;
   query.matrix.n = config_.q_size();

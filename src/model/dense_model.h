@@ -9,10 +9,10 @@
 
 namespace sluice {
 
-// The caches of such a model: one kind, "kv".
+// Returns the cache layout of such a model: one kind, "kv".
 CacheLayout DenseCacheLayout(const ModelConfig& config, DType kv_dtype, int block_tokens);
 
-// Takes the weights out of `source` into the form of the device's kernels.
+// Makes the model. Takes the weights out of `source` into the form of the device's kernels.
 absl::StatusOr<std::unique_ptr<Model>> NewDenseModel(const Model::Options& options,
                                                      const ModelConfig& config,
                                                      std::string fingerprint,

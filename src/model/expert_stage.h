@@ -1,5 +1,5 @@
-// The experts of a layer of the DeepSeek-V3 family: router, routed experts and their weighted sum.
-// (The shared experts are one dense FFN.) Internal to src/model.
+// ExpertStage runs the experts of a layer of the DeepSeek-V3 family: the router, the routed experts
+// and their weighted sum. (The shared experts are one dense FFN.) Internal to src/model.
 #pragma once
 
 #include <string>
@@ -13,15 +13,15 @@ namespace sluice {
 // Weights of one layer.
 struct ExpertWeights {
   Weight router;      // [routed][hidden]
-  DeviceVector bias;  // [routed], for the choice alone
-  // The experts one below the other: of each gate, then up; and down.
+  DeviceVector bias;  // [routed], used only for the choice
+  // The experts one below the other: in gate_up the gate and then the up matrix of each.
   Weight gate_up;  // [routed * 2 * intermediate][hidden]
   Weight down;     // [routed * hidden][intermediate]
 };
 
 class ExpertStage {
  public:
-  // `config` and `ops` stay valid.
+  // REQUIRES: `config` and `ops` outlive this.
   ExpertStage(const ModelConfig& config, const LayerOperators& ops);
 
   absl::StatusOr<ExpertWeights> Load(WeightLoader& loader, int layer) const;
@@ -30,7 +30,8 @@ class ExpertStage {
   // Chooses experts for all rows of a step. `normed`: activations [rows][hidden].
   void Choose(Stream& stream, const ExpertWeights& weights, const StepInputs& in,
               const void* normed);
-  // residual += the chosen experts' weighted sum. REQUIRES: after Choose() of the same rows.
+  // Enqueues residual += the weighted sum of the chosen experts. REQUIRES: Choose() of the same
+  // rows was called before.
   void Run(Stream& stream, const ExpertWeights& weights, const StepInputs& in, const void* normed,
            float* residual);
 
@@ -43,7 +44,7 @@ class ExpertStage {
   Buffer weights_;  // float32 [rows][k]
   Buffer pairs_;    // int32 [rows * k]
   Buffer begins_;   // int32 [routed + 1]
-  // Of each pair of a row and a choice; those of padded rows are not written.
+  // By pairs of a row and a choice. The pairs of padded rows are not written.
   Buffer gate_up_;    // float32 [rows * k][2 * intermediate]
   Buffer activated_;  // activation [rows * k][intermediate]
   Buffer results_;    // float32 [rows * k][hidden]

@@ -13,11 +13,11 @@ namespace sluice {
 namespace {
 
 constexpr int64_t kWindows = 64;
-constexpr int64_t kExpertWindows = 4;    // of a matrix of one of many experts
+constexpr int64_t kExpertWindows = 4;    // in a matrix of a routed expert
 constexpr int64_t kWindowElements = 32;  // 64 bytes of bf16
 
-// Changes with the meaning of the text below, so that an old and a new build do not agree by
-// chance.
+// This version changes with the meaning of the text below, so that an old and a new build do not
+// agree by chance.
 constexpr char kVersion[] = "sluice model fingerprint 1";
 
 std::string CanonicalLatent(const LatentConfig& l) {
@@ -35,7 +35,7 @@ std::string CanonicalLatent(const LatentConfig& l) {
   return out;
 }
 
-// One field per line; floating numbers in hexadecimal, which is exact.
+// Writes one field to a line, and floating numbers in hexadecimal, which is exact.
 std::string CanonicalConfig(const ModelConfig& c) {
   const RopeConfig& r = c.rope;
   std::string out;

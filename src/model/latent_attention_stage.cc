@@ -11,7 +11,8 @@
 namespace sluice {
 namespace {
 
-// Of the norms inside the stage, whatever the config's rms_norm_eps is: published code has it so.
+// The epsilon of the norms inside the stage, whatever the config's rms_norm_eps is. Published code
+// does the same.
 constexpr float kInnerEpsilon = 1e-6f;
 
 }  // namespace
@@ -58,8 +59,8 @@ absl::StatusOr<LatentAttentionWeights> LatentAttentionStage::Load(WeightLoader& 
   return w;
 }
 
-// kv_b_proj is [heads][nope + v][rank]: of each head the rows that make its keys out of a latent
-// entry, then those that make its values. Rounded once, where the kernels compute in bf16.
+// kv_b_proj is [heads][nope + v][rank]: for each head the rows that make its keys from a latent
+// entry, then those that make its values. Values are rounded once, if the kernels compute in bf16.
 absl::Status LatentAttentionStage::LoadAbsorbed(WeightLoader& loader, const std::string& kv_b,
                                                 LatentAttentionWeights* out) const {
   const int64_t heads = config_.heads, rank = latent_.rank, nope = latent_.nope_dim;
@@ -129,8 +130,8 @@ void LatentAttentionStage::Run(Stream& stream, int layer, const LatentAttentionW
                                const StepInputs& in, const void* normed, const float* cos_sin,
                                float* residual, LatentAttention& attention) {
   const LatentConfig& l = latent_;
-  // Little work, each part of it too short to fill a device: beside the two large products that
-  // lead to the indexer's queries.
+  // This is little work, and each part of it is too short to fill a device. It runs beside the two
+  // large products that lead to the indexer's queries.
   Stream& aside = stream.Branch(AttentionPolicy::kAheadBranch);
   aside.After(stream);
   if (weights.index_weights.matrix.n > 0) {

@@ -1,5 +1,6 @@
-// Attention of a layer of the DeepSeek-V3 family: multi-head latent attention in its absorbed form,
-// with the indexer where the model has one (kernels/latent_params.h). Internal to src/model.
+// LatentAttentionStage is the attention of a layer of the DeepSeek-V3 family: multi-head latent
+// attention in its absorbed form, with the indexer if the model has one (kernels/latent_params.h).
+// Internal to src/model.
 #pragma once
 
 #include <string>
@@ -13,15 +14,15 @@ namespace sluice {
 
 // Weights of one layer.
 struct LatentAttentionWeights {
-  // The products of the layer's normed input, one below the other: q_a, kv_a, the indexer's wk,
-  // and its weights_proj where that comes in the same form as they.
+  // The matrices that multiply the layer's normed input, one below the other: q_a, kv_a, the
+  // indexer's wk, and its weights_proj if that has the same form as they.
   Weight input;
-  Weight index_weights;  // weights_proj; empty where `input` has it
+  Weight index_weights;  // weights_proj; empty if `input` has it
   DeviceVector q_norm, kv_norm;
   DeviceVector index_norm, index_norm_bias;
   Weight index_q;  // wq_b
   Weight q_b;
-  // kv_b_proj of each head, folded into queries and results: W_k^T [heads * rank][nope] and
+  // Each head's kv_b_proj, folded into queries and results: W_k^T [heads * rank][nope] and
   // W_v [heads * v][rank].
   Weight absorb_k, absorb_v;
   Weight o;
@@ -29,32 +30,34 @@ struct LatentAttentionWeights {
 
 class LatentAttentionStage {
  public:
-  // `config` and `ops` stay valid.
+  // REQUIRES: `config` and `ops` outlive this.
   LatentAttentionStage(const ModelConfig& config, DType kv_dtype, const LayerOperators& ops);
 
   absl::StatusOr<LatentAttentionWeights> Load(WeightLoader& loader, int layer) const;
   absl::Status Allocate(Workspace& workspace, int max_rows);
 
-  // residual += o(attention(normed)) for all rows of a step. `normed`: activations [rows][hidden].
+  // Enqueues residual += o(attention(normed)) for all rows of a step. `normed` is activations
+  // [rows][hidden].
   void Run(Stream& stream, int layer, const LatentAttentionWeights& weights, const StepInputs& in,
            const void* normed, const float* cos_sin, float* residual, LatentAttention& attention);
 
  private:
-  // Where a row of `projected_` has what.
+  // Return where each product begins in a row of `projected_`.
   int kv_at() const { return latent_.q_rank; }
   int index_key_at() const { return kv_at() + latent_.entry_dim(); }
   int index_weights_at() const { return index_key_at() + kernels::kIndexDim; }
-  // Elements of a row of `projected_`.
+  // Returns the number of elements in a row of `projected_`.
   int projected_size(const LatentAttentionWeights& weights) const { return weights.input.matrix.n; }
 
   absl::Status LoadAbsorbed(WeightLoader& loader, const std::string& kv_b,
                             LatentAttentionWeights* out) const;
   void Append(Stream& stream, int layer, const LatentAttentionWeights& weights,
               const StepInputs& in, const float* cos_sin, LatentAttention& attention);
-  // Of index_heads_, and of the weights of heads wherever they were projected to.
+  // Enqueues the indexer's queries, from index_heads_ and from the weights of heads, which are in
+  // `projected_` or in index_weights_.
   void IndexQueries(Stream& stream, const LatentAttentionWeights& weights, const StepInputs& in,
                     const float* cos_sin);
-  // PreAttn: q_b, absorption, RoPE.
+  // Enqueues the queries of attention: q_b, absorption and RoPE (stage PreAttn).
   void Queries(Stream& stream, const LatentAttentionWeights& weights, const StepInputs& in,
                const float* cos_sin);
 
@@ -71,7 +74,7 @@ class LatentAttentionStage {
   Buffer values_;         // activation [rows][heads][v]
   Buffer index_heads_;    // float32 [rows][index heads][128]
   Buffer index_q_;        // IndexQueryParams::out
-  Buffer index_weights_;  // float32 [rows][index heads], as projected, where apart
+  Buffer index_weights_;  // float32 [rows][index heads], if projected apart
   Buffer head_weights_;   // IndexQueryParams::out_weights
 };
 

@@ -1,5 +1,5 @@
-// The caches of models with latent attention (kernels/latent_params.h): "latent", an entry for each
-// token, and, where there is an indexer, "index", its keys.
+// The caches of models with latent attention (kernels/latent_params.h): "latent" has an entry for
+// each token, and "index" has the indexer's keys, if there is an indexer.
 #pragma once
 
 #include "absl/status/statusor.h"
@@ -8,8 +8,8 @@
 
 namespace sluice {
 
-// The kinds in this order. INVALID_ARGUMENT naming kv_dtype: the packed form (fp8) is one of
-// entries of 512 + 64 elements. REQUIRES: config.latent.
+// Returns the layout, with the kinds in this order. Returns INVALID_ARGUMENT, which names kv_dtype,
+// for the packed form (fp8) of entries that are not 512 + 64 elements. REQUIRES: config.latent.
 absl::StatusOr<CacheLayout> LatentCacheLayout(const ModelConfig& config, DType kv_dtype,
                                               int block_tokens);
 

@@ -14,11 +14,11 @@ namespace {
 
 using nlohmann::json;
 
-// Limits on sizes, far above any published model; with those of model_config.cc every product of
-// two, in bytes, stays inside int64, every row inside int32.
+// Limits on sizes, far above any published model. With those of model_config.cc every product of
+// two sizes, in bytes, fits into int64, and every row into int32.
 constexpr int64_t kMaxQueryRank = 1 << 14;
 constexpr int64_t kMaxHeadDim = 1 << 10;
-// What the kernels have room for: entries as published models have them.
+// Limits of the kernels: entries as published models have them.
 constexpr int64_t kMaxRank = kernels::kPackedRank;
 constexpr int64_t kMaxRopeDim = kernels::kPackedRope;
 constexpr int64_t kMaxHeads = 256;
@@ -29,7 +29,7 @@ constexpr int64_t kMaxExpertsPerToken = 32;
 constexpr int64_t kMaxSharedExperts = 16;
 constexpr int64_t kMaxIntermediate = 1 << 18;
 constexpr int64_t kMaxNextTokenLayers = 16;
-// Rows of fp8 matrices that are put below one another.
+// The number of rows in each of the fp8 matrices that are put below one another.
 constexpr int64_t kStep = kernels::kFp8BlockRows;
 
 absl::Status ReadInt(const ConfigReader& config, const char* key, int64_t low, int64_t high,
@@ -45,7 +45,7 @@ absl::Status ReadSize(const ConfigReader& config, const char* key, int64_t high,
   return config.Wrong(key, absl::StrCat("a multiple of ", kStep, " up to ", high));
 }
 
-// A key that may be left out, and otherwise must be `value`.
+// Checks a key that may be left out, and otherwise must be `value`.
 absl::Status Only(const ConfigReader& config, const char* key, const json& value) {
   if (!config.Has(key) || config.At(key) == value) return absl::OkStatus();
   return config.Unsupported(key, value.dump());
@@ -131,7 +131,7 @@ absl::Status ReadExperts(const ConfigReader& config, ExpertConfig* out) {
   return absl::OkStatus();
 }
 
-// first_k_dense_replace, or the same as a list of layers' types.
+// Reads first_k_dense_replace, or the same from a list of the layers' types.
 absl::StatusOr<int> ReadDenseLayers(const ConfigReader& config, int layers) {
   if (!config.Has("mlp_layer_types")) {
     SLUICE_ASSIGN_OR_RETURN(const int64_t count, config.Int("first_k_dense_replace", 0, 1 << 16));
@@ -168,7 +168,7 @@ absl::StatusOr<bool> ReadQuantization(const ConfigReader& config) {
   SLUICE_RETURN_IF_ERROR(needed("quant_method", "fp8"));
   SLUICE_RETURN_IF_ERROR(Only(settings, "fmt", "e4m3"));
   SLUICE_RETURN_IF_ERROR(needed("weight_block_size", json::array({kScaleBlock, kScaleBlock})));
-  // Of activations, which are not quantised here.
+  // This key is about activations, which are not quantised here.
   SLUICE_RETURN_IF_ERROR(Only(settings, "activation_scheme", "dynamic"));
   for (const char* key : {"modules_to_not_convert", "ignored_layers"}) {
     SLUICE_RETURN_IF_ERROR(Only(settings, key, json::array()));

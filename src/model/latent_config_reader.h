@@ -1,4 +1,4 @@
-// The DeepSeek-V3 family's settings out of a config.json. Internal to src/model.
+// Reads the DeepSeek-V3 family's settings from a config.json. Internal to src/model.
 #pragma once
 
 #include "absl/status/statusor.h"
@@ -13,8 +13,8 @@ struct LatentFamily {
   const char* layer_type;  // in `layer_types`
 };
 
-// Reads what LatentConfig has, for `layers` layers of `heads` heads. Every option that would change
-// the computation is refused by name.
+// Returns the LatentConfig for `layers` layers of `heads` heads. Every option that would change the
+// computation is refused by name.
 absl::StatusOr<LatentConfig> ReadLatentConfig(const ConfigReader& config,
                                               const LatentFamily& family, const RopeConfig& rope,
                                               int layers, int heads);

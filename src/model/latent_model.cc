@@ -16,8 +16,8 @@ namespace {
 struct Layer {
   DeviceVector input_norm, post_attention_norm;
   LatentAttentionWeights attention;
-  DenseFfn ffn;           // the layer's own, or that of the shared experts
-  ExpertWeights experts;  // not of dense layers
+  DenseFfn ffn;           // the layer's own, or the shared experts'
+  ExpertWeights experts;  // unused in dense layers
 };
 
 class LatentModel : public DecoderModel {
@@ -42,8 +42,8 @@ class LatentModel : public DecoderModel {
                      *attention);
       kernels_.RmsNorm(stream,
                        NormOf(Residual(all), w.post_attention_norm, normed_.data(), in.rows));
-      // The choice of experts is short kernels that wait for one another: beside the products of
-      // the shared experts, which need none.
+      // The choice of experts is made by short kernels that wait for one another. It runs beside
+      // the products of the shared experts, which do not need it.
       Stream& choice = stream.Branch(AttentionPolicy::kAheadBranch);
       if (!IsDense(layer)) {
         choice.After(stream);
@@ -60,7 +60,7 @@ class LatentModel : public DecoderModel {
 
  private:
   bool IsDense(int layer) const { return layer < latent_.dense_layers; }
-  // Of the dense FFN of a layer, or of its shared experts; 0: there are none.
+  // Returns the width of a layer's dense FFN, or of its shared experts; 0 if there are none.
   int FfnSize(int layer) const {
     return IsDense(layer) ? config_.intermediate_size : latent_.experts.shared_size();
   }

@@ -9,8 +9,8 @@
 
 namespace sluice {
 
-// Takes the weights out of `source` into the form of the device's kernels. UNIMPLEMENTED: they lack
-// latent attention.
+// Makes the model. Takes the weights out of `source` into the form of the device's kernels. Returns
+// UNIMPLEMENTED if those kernels lack latent attention.
 absl::StatusOr<std::unique_ptr<Model>> NewLatentModel(const Model::Options& options,
                                                       const ModelConfig& config,
                                                       std::string fingerprint,

@@ -1,4 +1,4 @@
-// A loaded model: weights in the device's form and the layer loop of its family.
+// Model is a loaded model: the weights in the device's form, and the layer loop of its family.
 //
 // Forward() enqueues one step on a stream and returns; it allocates nothing and reads nothing back.
 #pragma once
@@ -26,18 +26,19 @@ struct StepInputs {
   const int32_t* slots = nullptr;      // [rows]; -1: padded
   const int32_t* positions = nullptr;  // [rows]
   int32_t rows = 0;
-  int32_t decode_rows = 0;              // the first of them: kernels/params.h
+  int32_t decode_rows = 0;              // the first of the rows; see kernels/params.h
   const int32_t* logit_rows = nullptr;  // [logit_count] rows whose logits are wanted; -1: padded
   int32_t logit_count = 0;
   float* logits = nullptr;  // [logit_count][vocab]
 };
 
-// The caches of a model whose config this is: one kind "kv", or those of latent_caches.h.
-// INVALID_ARGUMENT: kv_dtype is fp8, and the model's caches have no such form.
+// Returns the cache layout of a model with this config: one kind "kv", or those of latent_caches.h.
+// Returns INVALID_ARGUMENT if kv_dtype is fp8 and the model's caches have no such form.
 absl::StatusOr<CacheLayout> CacheLayoutOf(const ModelConfig& config, DType kv_dtype,
                                           int block_tokens);
 
-// INVALID_ARGUMENT, naming `program`, where the model's caches are not keys and values of heads.
+// Returns INVALID_ARGUMENT, which names `program`, if the model's caches are not keys and values of
+// heads.
 absl::Status CheckKeysAndValues(const ModelConfig& config, const std::string& program);
 
 class Model {
@@ -45,15 +46,15 @@ class Model {
   struct Options {
     std::string directory;
     std::string load_format = "auto";  // or "dummy"
-    // Where set, makes the weights in place of load_format.
+    // If set, it makes the weights, and load_format does not count.
     std::function<absl::StatusOr<std::unique_ptr<WeightSource>>(const ModelConfig&)> weights;
     DType kv_dtype = DType::kBFloat16;
     int block_tokens = 32;
     int max_context = 0;  // 0: what the config allows
-    int max_rows = 512;   // rows of a step at most
-    int max_logits = 32;  // logit rows of a step at most
+    int max_rows = 512;   // maximum rows in a step
+    int max_logits = 32;  // maximum logit rows in a step
   };
-  // Errors name the file, tensor or key, what was expected and what was found.
+  // Loads a model. Errors name the file, tensor or key, what was expected and what was found.
   static absl::StatusOr<std::unique_ptr<Model>> Load(const Options& options, Device* device);
   virtual ~Model() = default;
 
@@ -63,9 +64,9 @@ class Model {
   virtual int max_context() const = 0;
   virtual int max_rows() const = 0;
   virtual int max_logits() const = 0;
-  // Bytes of weights in memory, in the form in which they are used.
+  // Returns the bytes of weights in memory, in the form in which they are used.
   virtual int64_t weight_bytes() const = 0;
-  // Bytes of activations and scratch.
+  // Returns the bytes of activations and scratch.
   virtual int64_t workspace_bytes() const = 0;
 
   // Enqueues a step. REQUIRES: rows <= max_rows(), logit_count <= max_logits(), and

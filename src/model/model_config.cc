@@ -18,17 +18,17 @@ namespace {
 
 using nlohmann::json;
 
-// What a family does that its config does not say.
+// Properties of a family that its config does not say.
 struct Family {
   const char* name;        // model_type
   const char* class_name;  // in `architectures`
-  bool always_qkv_bias;    // Qwen2; the others go by attention_bias
+  bool always_qkv_bias;    // Qwen2; other families go by attention_bias
   bool reads_attention_bias;
   bool reads_mlp_bias;
   bool qk_norm;
-  bool needs_kv_heads;  // the family's own fallback is a number of one published model
+  bool needs_kv_heads;  // no fallback: the family's own is one published model's number
   bool needs_head_dim;
-  const LatentFamily* latent;  // of the DeepSeek-V3 family
+  const LatentFamily* latent;  // set for the DeepSeek-V3 family
 };
 constexpr LatentFamily kDeepseekV3{false, "full_attention"};
 constexpr LatentFamily kDeepseekV32{true, "indexed_attention"};
@@ -43,8 +43,8 @@ constexpr Family kFamilies[] = {
 };
 
 // Limits on sizes. The largest tensor is then 2^17 x 2^22 elements = 1 TiB of bf16, and
-// heads * head_dim + 2 * kv_heads * head_dim at most 3 * 2^18: every product of two sizes, in
-// bytes, stays far inside int64, every row inside int32.
+// heads * head_dim + 2 * kv_heads * head_dim is at most 3 * 2^18. So every product of two sizes, in
+// bytes, stays far inside int64, and every row inside int32.
 constexpr int64_t kMaxHidden = 1 << 17;
 constexpr int64_t kMaxIntermediate = 1 << 20;
 constexpr int64_t kMaxLayers = 1 << 10;
@@ -79,7 +79,7 @@ absl::Status CheckActivation(const ConfigReader& config) {
   return absl::OkStatus();
 }
 
-// Options that would change the computation of dense layers with KV heads.
+// Refuses options that would change the computation of dense layers with KV heads.
 absl::Status CheckDenseOptions(const ConfigReader& config, int layers) {
   if (config.Has("quantization_config")) {
     return config.Unsupported("quantization_config", "BF16, F16 and F32 weights");
@@ -94,7 +94,8 @@ absl::Status CheckDenseOptions(const ConfigReader& config, int layers) {
       return config.Unsupported("layer_types", "\"full_attention\"");
     }
   } else if (config.Has("sliding_window")) {
-    // Layers from max_window_layers on slide, unless use_sliding_window says that none does.
+    // Layers from max_window_layers on use a sliding window, unless use_sliding_window says that
+    // none does.
     SLUICE_ASSIGN_OR_RETURN(const bool used, config.BoolOr("use_sliding_window", true));
     SLUICE_ASSIGN_OR_RETURN(const int64_t full_layers,
                             config.IntOr("max_window_layers", 0, kMaxLayers, 0));
@@ -151,7 +152,7 @@ absl::Status ReadHeads(const ConfigReader& config, const Family& family, ModelCo
   return absl::OkStatus();
 }
 
-// Elements of a layer's matrices, about.
+// Returns about the number of elements in a layer's matrices.
 int64_t LayerParameters(const ModelConfig& c) {
   const int64_t hidden = c.hidden_size;
   if (!c.latent.has_value()) {
@@ -177,7 +178,7 @@ absl::Status CheckParameters(const ConfigReader& config, const ModelConfig& c) {
   return absl::OkStatus();
 }
 
-// EOS ids under `eos_token_id`: an integer, a list of them, or nothing.
+// Reads the EOS ids under `eos_token_id`: an integer, a list of integers, or nothing.
 absl::Status ReadEosIds(const ConfigReader& config, int vocab_size, std::vector<int32_t>* out) {
   if (!config.Has("eos_token_id")) return absl::OkStatus();
   const json& value = config.At("eos_token_id");

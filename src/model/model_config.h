@@ -1,4 +1,5 @@
-// What a Hugging Face directory says about its model, checked. A plain value, for any thread.
+// ModelConfig is what a Hugging Face directory says about its model, checked. It is a plain value,
+// for any thread.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +14,15 @@
 namespace sluice {
 
 struct ModelConfig {
-  std::string name;          // the directory's last component; for people
+  std::string name;          // the directory's last component, for people to read
   std::string architecture;  // "llama", "qwen2", "qwen3", "deepseek_v3", "deepseek_v32"
   int hidden_size = 0;
-  int intermediate_size = 0;  // of dense FFNs
+  int intermediate_size = 0;  // width of dense FFNs
   int layers = 0;
   int heads = 0;
   int kv_heads = 0;  // divides heads
-  // Multiple of 16, at most 256; not always hidden_size / heads. With latent caches that of queries
-  // and keys.
+  // A multiple of 16, at most 256, and not always hidden_size / heads. With latent caches it is
+  // that of queries and keys.
   int head_dim = 0;
   int vocab_size = 0;
   int max_position_embeddings = 0;
@@ -32,22 +33,23 @@ struct ModelConfig {
   bool mlp_bias = false;
   bool qk_norm = false;  // RMSNorm of every q and k head before RoPE
   RopeConfig rope;
-  // Of the DeepSeek-V3 family, whose caches are latent entries. The fields of attention heads above
-  // (kv_heads, biases, qk_norm) say nothing of it.
+  // Set for the DeepSeek-V3 family, whose caches are latent entries. The fields of attention heads
+  // above (kv_heads, biases, qk_norm) do not apply to it.
   std::optional<LatentConfig> latent;
-  // From generation_config.json, else from config.json; sorted, without repeats, may be empty.
+  // Taken from generation_config.json, else from config.json. Sorted, without repeats; may be
+  // empty.
   std::vector<int32_t> eos_token_ids;
 
   int q_size() const { return heads * head_dim; }
   int kv_size() const { return kv_heads * head_dim; }
 };
 
-// "llama, qwen2, ...".
+// Returns the supported architectures as text: "llama, qwen2, ...".
 std::string SupportedArchitectures();
 
-// Reads DIR/config.json, and DIR/generation_config.json for the EOS ids alone (its sampling
-// defaults do not apply). One sentence per error, naming the file, the key, what was expected and
-// what was found:
+// Reads DIR/config.json, and DIR/generation_config.json for the EOS ids only (its sampling defaults
+// do not apply). An error is one sentence that names the file, the key, what was expected and what
+// was found:
 //   NOT_FOUND         no directory, no config.json
 //   INVALID_ARGUMENT  not JSON, a key is missing, of the wrong type or out of range
 //   UNIMPLEMENTED     an architecture or an option that is not supported

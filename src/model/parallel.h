@@ -1,4 +1,4 @@
-// Work of loading a model, spread over the host's cores.
+// Spreads the work of loading a model over the host's cores.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ inline void ParallelFor(int64_t count, absl::FunctionRef<void(int64_t i)> work) 
   run();
 }
 
-// The same for ranges [begin, end) of [0, count), of `step` or less.
+// Does the same for ranges [begin, end) of [0, count), each of `step` numbers or less.
 inline void ParallelRanges(int64_t count, int64_t step,
                            absl::FunctionRef<void(int64_t begin, int64_t end)> work) {
   ParallelFor((count + step - 1) / step,

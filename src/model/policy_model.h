@@ -1,4 +1,4 @@
-// What a policy has to know of the model that it serves.
+// Tells a policy about the model that it serves.
 #pragma once
 
 #include "src/attention/policy_options.h"
@@ -6,7 +6,7 @@
 
 namespace sluice {
 
-// Sets what `options` say of the model: max_context, heads, rows of a step, latent caches.
+// Sets the options that describe the model: max_context, heads, rows of a step, latent caches.
 void DescribeModel(const Model& model, PolicyOptions* options);
 
 }  // namespace sluice

@@ -8,11 +8,12 @@
 namespace sluice {
 namespace {
 
-// float32 arithmetic in the order of transformers' modeling_rope_utils.py. Where that divides a
-// number by a tensor, torch multiplies by the reciprocal: two roundings, kept here.
+// The arithmetic is float32, in the order of transformers' modeling_rope_utils.py. Where that
+// divides a number by a tensor, torch multiplies by the reciprocal, which rounds twice; so does
+// this code.
 float DividedBy(double number, float x) { return static_cast<float>(number) * (1.0f / x); }
 
-// theta ^ (2i / head_dim), [head_dim / 2].
+// Returns theta ^ (2i / head_dim), [head_dim / 2].
 std::vector<float> PositionFrequencies(double theta, int head_dim) {
   std::vector<float> out(static_cast<size_t>(head_dim / 2));
   for (size_t i = 0; i < out.size(); ++i) {
@@ -22,8 +23,8 @@ std::vector<float> PositionFrequencies(double theta, int head_dim) {
   return out;
 }
 
-// https://github.com/meta-llama/llama-models, apply_scaling: long waves slowed down by `factor`,
-// short ones kept, a linear transition between.
+// Does what apply_scaling of https://github.com/meta-llama/llama-models does: long waves are slowed
+// down by `factor`, short ones are kept, and between them is a linear transition.
 float ScaleLlama3(const RopeConfig& rope, float inv_freq) {
   const double old_context = static_cast<double>(rope.original_max_position_embeddings);
   const auto low_wavelength = static_cast<float>(old_context / rope.low_freq_factor);
@@ -38,7 +39,7 @@ float ScaleLlama3(const RopeConfig& rope, float inv_freq) {
   return (1.0f - smooth) * inv_freq / factor + smooth * inv_freq;
 }
 
-// The pair whose wave makes `rotations` turns within the original context.
+// Returns the pair whose wave makes `rotations` turns within the original context.
 double YarnCorrectionDim(double rotations, int head_dim, const RopeConfig& rope) {
   const double context = static_cast<double>(rope.original_max_position_embeddings);
   return head_dim * std::log(context / (rotations * 2 * M_PI)) / (2 * std::log(rope.theta));

@@ -11,10 +11,10 @@ constexpr double kMaxTheta = 1e15;
 constexpr double kMaxFactor = 1e6;
 constexpr int64_t kMaxPositions = int64_t{1} << 30;
 
-// The fallbacks that stand outside the object of settings.
+// The fallbacks, which stand outside the object of settings.
 struct Outer {
   double theta;
-  int64_t original;  // where the settings do not say
+  int64_t original;  // if the settings do not say it
   bool original_wins;
 };
 
@@ -43,7 +43,7 @@ absl::Status ReadYarn(const ConfigReader& settings, RopeConfig* out) {
                         YarnAttentionFactor(out->factor, mscale, mscale_all_dim)));
   SLUICE_ASSIGN_OR_RETURN(out->beta_fast, settings.NumberOr("beta_fast", 0, 1e6, 32));
   SLUICE_ASSIGN_OR_RETURN(out->beta_slow, settings.NumberOr("beta_slow", 0, 1e6, 1));
-  if (out->beta_fast == 0) out->beta_fast = 32;  // transformers takes 0 for "not given"
+  if (out->beta_fast == 0) out->beta_fast = 32;  // transformers takes 0 as "not given"
   if (out->beta_slow == 0) out->beta_slow = 1;
   if (out->beta_fast < out->beta_slow) return settings.Wrong("beta_fast", "at least beta_slow");
   SLUICE_ASSIGN_OR_RETURN(out->truncate, settings.BoolOr("truncate", true));

@@ -55,7 +55,7 @@ absl::Status Broken(const std::string& where, const Parts&... parts) {
   return absl::InvalidArgumentError(absl::StrCat(where, ": ", parts...));
 }
 
-// `value` as a number in [0, 2^63), or false.
+// Sets a number in [0, 2^63) from `value`, or returns false.
 bool AsSize(const json& value, uint64_t* out) {
   if (!value.is_number_unsigned()) return false;
   *out = value.get<uint64_t>();
@@ -63,7 +63,7 @@ bool AsSize(const json& value, uint64_t* out) {
 }
 
 // Reads one entry of the header. `where` is "FILE: tensor NAME"; `data` is the file's bytes after
-// the header, of which there are `data_bytes`.
+// the header, and there are `data_bytes` of them.
 absl::Status ParseTensor(const std::string& where, const json& entry, uint64_t data_bytes,
                          TensorInfo* out) {
   if (!entry.is_object() || !entry.contains("dtype") || !entry.contains("shape") ||
@@ -114,7 +114,8 @@ absl::Status ParseTensor(const std::string& where, const json& entry, uint64_t d
   return absl::OkStatus();
 }
 
-// Tensors must follow each other without overlap or hole, from the first byte of data to the last.
+// Checks that tensors follow each other without overlap or hole, from the first byte of data to the
+// last.
 absl::Status CheckCover(const std::string& path, const std::map<std::string, TensorInfo>& tensors,
                         uint64_t data_bytes) {
   std::vector<const TensorInfo*> order;
@@ -153,7 +154,7 @@ std::string ShapeText(absl::Span<const int64_t> shape) {
 }
 
 absl::StatusOr<std::unique_ptr<SafetensorsFile>> SafetensorsFile::Open(const std::string& path) {
-  // O_NONBLOCK: a FIFO opens without a writer, and is then refused.
+  // With O_NONBLOCK a FIFO opens without a writer, and is then refused.
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) {
     const std::string message = absl::StrCat(path, ": ", std::strerror(errno));
@@ -252,11 +253,12 @@ void SafetensorsFile::DontNeed(const TensorInfo& tensor) const { Advise(tensor, 
 
 void SafetensorsFile::Advise(const TensorInfo& tensor, int advice) const {
   if (tensor.bytes == 0) return;
-  // Outwards to whole pages: the neighbours' bytes on them come back when they are touched.
+  // The range is rounded outwards to whole pages: the neighbours' bytes on them come back when they
+  // are touched.
   const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   const uint64_t begin = tensor.offset / page * page;
   const uint64_t end = tensor.offset + tensor.bytes;
-  // Only advice: where the kernel does not take it, nothing is lost but memory or time.
+  // This is only advice. If the kernel does not take it, only memory or time is lost.
   (void)madvise(const_cast<uint8_t*>(base_) + begin, end - begin, advice);
 }
 

@@ -1,9 +1,9 @@
 // Reads safetensors files (https://github.com/huggingface/safetensors): an 8-byte little-endian
 // header size, a JSON header {name: {dtype, shape, data_offsets}}, then the tensors' bytes. A file
-// is mapped, its header checked once; after that every tensor is known to lie inside the file.
+// is mapped and its header checked once; after that every tensor is known to lie inside the file.
 //
-// Opened files are immutable: any thread may read them. Bytes are paged in as they are touched. The
-// file must not be shortened while it is open.
+// Opened files are immutable, so any thread may read them. Bytes are paged in as they are touched.
+// The file must not be shortened while it is open.
 #pragma once
 
 #include <cstdint>
@@ -36,28 +36,29 @@ enum class TensorType {
 };
 
 int64_t TensorTypeBytes(TensorType type);
-// As the format spells it: "BF16".
+// Returns the type as the format spells it: "BF16".
 const char* TensorTypeName(TensorType type);
 
 struct TensorInfo {
   std::string name;
   TensorType type = TensorType::kBF16;
   std::vector<int64_t> shape;
-  uint64_t offset = 0;  // of the first byte, from the file's start
+  uint64_t offset = 0;  // from the file's start to the first byte
   uint64_t bytes = 0;   // elements * TensorTypeBytes(type)
 
   int64_t elements() const { return static_cast<int64_t>(bytes) / TensorTypeBytes(type); }
 };
 
-// "[3, 4]", for messages.
+// Returns text for messages: "[3, 4]".
 std::string ShapeText(absl::Span<const int64_t> shape);
 
 class SafetensorsFile {
  public:
-  // NOT_FOUND where there is no such file; INVALID_ARGUMENT (naming the file and, where it is one
-  // tensor's fault, the tensor) for: shorter than its header says, header over 100 MiB, not a JSON
-  // object, unknown dtype, shape and offsets that disagree, offsets outside the file, tensors that
-  // overlap, bytes that belong to no tensor.
+  // Opens a file. NOT_FOUND if there is no such file. INVALID_ARGUMENT, which names the file and,
+  // if it is one tensor's fault, the tensor, if the file is shorter than its header says, has a
+  // header over 100 MiB or one that is not a JSON object, an unknown dtype, a shape and offsets
+  // that disagree, offsets outside the file, tensors that overlap, or bytes that belong to no
+  // tensor.
   static absl::StatusOr<std::unique_ptr<SafetensorsFile>> Open(const std::string& path);
 
   ~SafetensorsFile();
@@ -65,17 +66,19 @@ class SafetensorsFile {
   SafetensorsFile& operator=(const SafetensorsFile&) = delete;
 
   const std::string& path() const { return path_; }
-  // By name.
+  // Returns the tensors by name.
   const std::map<std::string, TensorInfo>& tensors() const { return tensors_; }
-  // Null where there is none of that name.
+  // Returns null if there is no tensor of that name.
   const TensorInfo* Find(const std::string& name) const;
-  // The mapped bytes of one of this file's tensors, row-major, little-endian.
+  // Returns the mapped bytes of one of this file's tensors, row-major and little-endian.
   const uint8_t* Data(const TensorInfo& tensor) const { return base_ + tensor.offset; }
   // Copies `count` bytes from `begin` of the tensor without touching the mapping, so that looking
-  // at a few bytes of a large file leaves nothing resident. REQUIRES: inside the tensor.
+  // at a few bytes of a large file leaves nothing resident. REQUIRES: the range lies inside the
+  // tensor.
   absl::Status Read(const TensorInfo& tensor, uint64_t begin, uint64_t count, void* out) const;
-  // Says that the tensor's bytes will be read soon, or that they will not: its pages then leave
-  // this process (not the page cache). A later read pages them in again.
+  // Tells the kernel that the tensor's bytes will be read soon, or that they will not. In the
+  // latter case its pages leave this process (not the page cache), and a later read pages them in
+  // again.
   void WillNeed(const TensorInfo& tensor) const;
   void DontNeed(const TensorInfo& tensor) const;
 

@@ -31,7 +31,7 @@ void AppendLayer(const ModelConfig& c, int layer, std::vector<TensorSpec>* out) 
   }
 }
 
-// A layer of the DeepSeek-V3 family.
+// Adds the tensors of a layer of the DeepSeek-V3 family.
 void AppendLatentLayer(const ModelConfig& c, int layer, std::vector<TensorSpec>* out) {
   const LatentConfig& l = *c.latent;
   const int64_t hidden = c.hidden_size, heads = c.heads;

@@ -1,5 +1,5 @@
-// Every tensor that a model's config implies, by its name in published checkpoints. The loader, the
-// dummy weights and the fingerprint all go by this list.
+// Lists every tensor that a model's config implies, by its name in published checkpoints. The
+// loader, the dummy weights and the fingerprint all go by this list.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace sluice {
 enum class TensorForm {
   kFloating,  // BF16, F16 or F32
   kFp8,       // F8_E4M3; its scales are a tensor beside it
-  kScales,    // F32: of a matrix [rows, columns] [ceil(rows / 128), ceil(columns / 128)]
+  kScales,    // F32 [ceil(rows / 128), ceil(columns / 128)] for a matrix [rows, columns]
 };
 
 struct TensorSpec {
@@ -25,28 +25,30 @@ struct TensorSpec {
   int64_t elements() const;
 };
 
-// "<matrix>_scale_inv": the tensor of an fp8 matrix' scales, by which its values are multiplied.
+// Returns "<matrix>_scale_inv", the tensor of the scales by which an fp8 matrix's values are
+// multiplied.
 std::string ScalesTensor(const std::string& matrix);
-// Scales of a matrix.
+// Returns the number of scales of a matrix.
 constexpr int64_t ScaleCount(int64_t rows, int64_t cols) {
   return (rows + kScaleBlock - 1) / kScaleBlock * ((cols + kScaleBlock - 1) / kScaleBlock);
 }
 
-// Sorted by name. With a tied head there is no lm_head.weight.
+// Returns the tensors, sorted by name. With a tied head there is no lm_head.weight.
 std::vector<TensorSpec> ExpectedTensors(const ModelConfig& config);
 
-// "model.layers.<layer>.<suffix>", e.g. LayerTensor(3, "self_attn.q_proj.weight").
+// Returns "model.layers.<layer>.<suffix>", for example for LayerTensor(3,
+// "self_attn.q_proj.weight").
 std::string LayerTensor(int layer, const char* suffix);
 
 inline constexpr char kEmbeddingTensor[] = "model.embed_tokens.weight";
 inline constexpr char kFinalNormTensor[] = "model.norm.weight";
 inline constexpr char kHeadTensor[] = "lm_head.weight";
 
-// Name of the matrix that makes logits: the embedding where the head is tied.
+// Returns the name of the matrix that makes logits, which is the embedding if the head is tied.
 const char* HeadTensor(const ModelConfig& config);
 
-// Whether a checkpoint may carry `name` although the config does not imply it: a copy of the
-// embedding under the head's name where the head is tied, rotary frequencies, which old
+// Returns whether a checkpoint may have `name` although the config does not imply it. These are a
+// copy of the embedding under the head's name if the head is tied, rotary frequencies, which old
 // checkpoints saved and which follow from the config, and layers past the last, which draft.
 bool IsIgnorableTensor(const ModelConfig& config, const std::string& name);
 

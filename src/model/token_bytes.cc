@@ -15,20 +15,20 @@ namespace {
 
 using nlohmann::json;
 
-// Ids are dense but for a few holes, so the table of them is about as long as the list: a stray id
-// must not make it longer than twice that and these (2 MiB).
+// Ids are dense but for a few holes, so the table of them is about as long as the list. A stray id
+// must not make it longer than twice the list and these entries (2 MiB).
 constexpr uint64_t kMaxHoles = 1 << 16;
 
 enum class DecoderKind { kByteLevel, kByteFallback };
 
-// Appends the code point to UTF-8 text; enough for GPT-2's alphabet, which ends at U+0143.
+// Appends the code point to UTF-8 text. It handles GPT-2's alphabet, which ends at U+0143.
 std::string Utf8(uint32_t code) {
   if (code < 0x80) return std::string(1, static_cast<char>(code));
   return {static_cast<char>(0xC0 | (code >> 6)), static_cast<char>(0x80 | (code & 0x3F))};
 }
 
-// GPT-2's alphabet (bytes_to_unicode of its encoder.py): printable bytes stand for themselves, the
-// others, in order, for U+0100 and on. Character -> byte.
+// Returns GPT-2's alphabet, character -> byte (bytes_to_unicode of its encoder.py). Printable bytes
+// stand for themselves; for the others, in order, stand U+0100 and the following.
 const std::map<std::string, char>& ByteAlphabet() {
   static const auto* alphabet = [] {
     auto* out = new std::map<std::string, char>;
@@ -101,7 +101,7 @@ absl::Status Add(const std::string& path, const std::string& token, const json& 
   return absl::OkStatus();
 }
 
-// What stands there, or null.
+// Returns the value that stands there, or null.
 const json& Vocabulary(const json& root) {
   static const json none;
   const auto model = root.find("model");
@@ -109,7 +109,7 @@ const json& Vocabulary(const json& root) {
   return has ? model->at("vocab") : none;
 }
 
-// BPE and WordPiece: {token: id}. Unigram: [[token, score], ...], the id being the place.
+// BPE and WordPiece have {token: id}. Unigram has [[token, score], ...], where the id is the index.
 absl::Status AddVocabulary(const std::string& path, const json& root, DecoderKind kind,
                            uint64_t max_id, std::vector<std::string>* out) {
   const json& vocab = Vocabulary(root);
@@ -139,7 +139,7 @@ absl::Status AddVocabulary(const std::string& path, const json& root, DecoderKin
 }  // namespace
 
 absl::StatusOr<TokenBytes> TokenBytes::Load(const std::string& path) {
-  // Merges are most of the file, and only for encoding.
+  // Merges are most of the file, and only encoding needs them.
   SLUICE_ASSIGN_OR_RETURN(const json root, ReadJsonFile(path, kMaxTokenizerBytes, "merges"));
   SLUICE_ASSIGN_OR_RETURN(const DecoderKind kind, FindKind(path, root));
   TokenBytes out;

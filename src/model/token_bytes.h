@@ -1,5 +1,5 @@
-// The id-to-bytes direction of a tokenizer, to match stop strings against generated tokens.
-// Immutable once loaded: any thread may read it.
+// TokenBytes is the id-to-bytes direction of a tokenizer. It serves to match stop strings against
+// generated tokens. It is immutable once loaded, so any thread may read it.
 #pragma once
 
 #include <cstdint>
@@ -20,11 +20,12 @@ class TokenBytes {
   //   UNIMPLEMENTED     another kind of decoder
   static absl::StatusOr<TokenBytes> Load(const std::string& path);
 
-  // The bytes that token `id` stands for, added and special tokens included. Empty for an id that
-  // the vocabulary lacks, negative ones among them. A first token's leading space is kept: what a
-  // byte-fallback decoder strips from a whole text is not a property of a token.
+  // Returns the bytes that token `id` stands for, including added and special tokens. Returns
+  // nothing for an id that the vocabulary lacks, such as a negative one. A first token's leading
+  // space is kept: a byte-fallback decoder strips it from a whole text, which is no property of a
+  // token.
   const std::string& Bytes(int32_t id) const;
-  // One past the largest id.
+  // Returns one more than the largest id.
   int32_t size() const { return static_cast<int32_t>(bytes_.size()); }
 
  private:

@@ -1,5 +1,5 @@
-// Takes weights out of a source into the form in which the device's kernels read them. Used while a
-// model is loaded, from one thread.
+// WeightLoader takes weights out of a source into the form in which the device's kernels read them.
+// It is used while a model is loaded, from one thread.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 
 namespace sluice {
 
-// A float32 vector on the device; empty where the model has none.
+// A float32 vector on the device; empty if the model has none.
 struct DeviceVector {
   Buffer storage;
   const float* data() const { return storage.as<float>(); }
@@ -36,7 +36,7 @@ class WeightLoader {
     std::string name;
     int rows;
   };
-  // Matrices one below the other.
+  // Returns the matrices of all parts, one below the other.
   absl::StatusOr<Weight> Matrix(const std::vector<Part>& parts, int columns) {
     std::vector<MatrixView> views;
     std::vector<MatrixPart> data;
@@ -70,16 +70,17 @@ class WeightLoader {
     return weight;
   }
 
-  // A matrix on the host, to make others of. To be given back to Release.
+  // Returns a matrix on the host, from which others can be made. Give it back to Release.
   absl::StatusOr<MatrixView> Host(const std::string& name, int rows, int columns) {
     return source_->Matrix(name, rows, columns);
   }
   void Release(MatrixView view) { source_->Release(std::move(view)); }
 
-  // Whether what Host gives, and Made is to be given, has values (WeightSource::has_values).
+  // Returns whether the matrices of Host and Made have values (WeightSource::has_values).
   bool has_values() const { return source_->has_values(); }
 
-  // A matrix that was made of such. `bf16`: rounded to bf16 here.
+  // Returns the device's form of a matrix that the caller made from those of Host. With `bf16` it
+  // is rounded to bf16 first.
   absl::StatusOr<Weight> Made(absl::Span<const float> values, int columns, bool bf16) {
     const auto rows = static_cast<int32_t>(values.size() / static_cast<size_t>(columns));
     MatrixPart part{.data = nullptr, .rows = rows, .values = values.data()};

@@ -19,9 +19,9 @@
 namespace sluice {
 namespace {
 
-// Names in one message.
+// The most names in one message.
 constexpr size_t kMaxNamed = 8;
-// Elements of a dummy that a thread makes at a time.
+// Elements of a dummy tensor that a thread makes at a time.
 constexpr int64_t kFillAtOnce = 1 << 18;
 
 float HalfToFloat(uint16_t half) {
@@ -36,7 +36,7 @@ float HalfToFloat(uint16_t half) {
   return std::bit_cast<float>(sign | (wide << 23) | (mantissa << 13));
 }
 
-// Every F16 value as bf16: a table of 128 KiB, where a conversion has branches.
+// Every F16 value as bf16. The table takes 128 KiB; a conversion would have branches.
 const std::vector<uint16_t>& HalfToBFloat16Table() {
   static const auto* table = [] {
     auto* t = new std::vector<uint16_t>(1 << 16);
@@ -55,7 +55,8 @@ T LoadAt(const uint8_t* from, size_t i) {  // shards need not align their data
   return value;
 }
 
-// `n` stored elements as bf16. REQUIRES: type is BF16, F16, F32 or F8_E4M3, whose values bf16 has.
+// Converts `n` stored elements to bf16. REQUIRES: the type is BF16, F16, F32, or F8_E4M3, whose
+// values bf16 has.
 void ConvertToBFloat16(TensorType type, const uint8_t* from, size_t n, uint16_t* to) {
   if (type == TensorType::kBF16) {
     std::memcpy(to, from, n * 2);
@@ -81,7 +82,7 @@ bool IsFloatingWeight(TensorType type) {
   return type == TensorType::kBF16 || type == TensorType::kF16 || type == TensorType::kF32;
 }
 
-// "a; b; ... and 3 more".
+// Returns "a; b; ... and 3 more".
 std::string ListText(const std::vector<std::string>& items) {
   const size_t shown = std::min(items.size(), kMaxNamed);
   return absl::StrCat(
@@ -184,7 +185,7 @@ class CheckpointSource : public WeightSource {
   }
 
  private:
-  // Without a form: floating or e4m3, as it is stored.
+  // Without a form, the tensor is floating or e4m3, as it is stored.
   absl::StatusOr<Checkpoint::Entry> Find(const std::string& name, absl::Span<const int64_t> shape,
                                          std::optional<TensorForm> form = std::nullopt) const {
     const Checkpoint::Entry* entry = checkpoint_.Find(name);
@@ -230,7 +231,7 @@ class CheckpointSource : public WeightSource {
   const std::string dir_;
   const ModelConfig config_;
   const Checkpoint checkpoint_;
-  std::unordered_map<const uint8_t*, Checkpoint::Entry> by_address_;  // of their first bytes
+  std::unordered_map<const uint8_t*, Checkpoint::Entry> by_address_;  // by the tensors' first bytes
   std::vector<uint8_t> stored_;                                       // scratch of ReadBFloat16
 };
 

@@ -1,5 +1,5 @@
-// Where a model's weights come from: a checkpoint, or the dummy formula. Used while a model is
-// loaded, from one thread; the views it gives may be read from any thread while the source lives.
+// WeightSource is where a model's weights come from: a checkpoint, or the dummy formula. It is used
+// while a model is loaded, from one thread. Its views may be read from any thread while it lives.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@
 
 namespace sluice {
 
-// A matrix [rows][cols], row-major, of bf16, or of e4m3 with a scale for each block of 128 x 128:
-// borrowed from a mapped file, or made and owned by the view. A borrowed one is valid while its
+// A matrix [rows][cols], row-major, of bf16, or of e4m3 with a scale for each block of 128 x 128.
+// It is borrowed from a mapped file, or owned by the view. A borrowed one is valid while its
 // WeightSource lives.
 class MatrixView {
  public:
@@ -28,7 +28,7 @@ class MatrixView {
     view.owned_ = std::move(data);
     return view;
   }
-  // `scales`: [ceil(rows / 128)][ceil(cols / 128)].
+  // `scales` is [ceil(rows / 128)][ceil(cols / 128)].
   static MatrixView BorrowedFp8(const uint8_t* data, std::vector<float> scales, int64_t rows,
                                 int64_t cols) {
     MatrixView view(nullptr, data, rows, cols);
@@ -44,15 +44,16 @@ class MatrixView {
   MatrixView(MatrixView&&) = default;
   MatrixView& operator=(MatrixView&&) = default;
 
-  const uint16_t* data() const { return data_; }  // bf16; null where it is e4m3
-  const uint8_t* fp8() const { return fp8_; }     // e4m3; null where it is bf16
+  const uint16_t* data() const { return data_; }  // bf16; null if it is e4m3
+  const uint8_t* fp8() const { return fp8_; }     // e4m3; null if it is bf16
   const std::vector<float>& scales() const { return scales_; }
   int64_t rows() const { return rows_; }
   int64_t cols() const { return cols_; }
   bool owned() const { return owned_ != nullptr || owned_fp8_ != nullptr; }
-  // Memory of elements that the view itself holds: 0 where it is borrowed.
+  // Returns the memory of elements that the view itself holds, which is 0 if it is borrowed.
   int64_t owned_bytes() const { return owned() ? rows_ * cols_ * (data_ != nullptr ? 2 : 1) : 0; }
-  // A row's elements as float32, [cols]: of e4m3 their product with the scale, rounded once.
+  // Sets out[cols] to a row's elements as float32. Those of e4m3 are multiplied by their scale and
+  // rounded once.
   void FloatRow(int64_t row, float* out) const;
 
  private:
@@ -68,47 +69,50 @@ class MatrixView {
   int64_t cols_;
 };
 
-// Errors of Matrix, Vector and ReadBFloat16: NOT_FOUND (no such tensor), INVALID_ARGUMENT (another
-// shape, or an element type other than BF16, F16 and F32, or what quantization_config says),
-// DATA_LOSS (the file could not be read).
+// The errors of Matrix, Vector and ReadBFloat16 are NOT_FOUND (no such tensor), INVALID_ARGUMENT
+// (another shape, or an element type other than BF16, F16 and F32, or other than
+// quantization_config says) and DATA_LOSS (the file could not be read).
 class WeightSource {
  public:
   virtual ~WeightSource() = default;
 
-  // Whether elements have values. Else shapes and forms alone are right, and what Matrix gives is
-  // memory that nobody has touched.
+  // Returns whether elements have values. If not, only shapes and forms are right, and Matrix
+  // returns memory that nothing has touched.
   virtual bool has_values() const { return true; }
-  // What makes the matrix, where it comes from a formula: then nothing needs to ask for its bytes.
+  // Returns the formula that makes the matrix, if one does; then nothing needs to ask for its
+  // bytes.
   virtual std::optional<kernels::WeightFormula> Formula(const std::string& name) const = 0;
-  // Whether the matrix is one of e4m3, as Matrix gives it and as Formula is to be taken
-  // (kernels::FormulaE4M3).
+  // Returns whether the matrix is one of e4m3. Matrix then returns it as such, and Formula is to be
+  // taken as such (kernels::FormulaE4M3).
   virtual bool IsFp8(const std::string& name) const = 0;
-  // The matrix, e4m3 where IsFp8. Else as bf16: mapped where it is stored so, converted once
-  // (nearest, ties to even) where it is F16 or F32.
+  // Returns the matrix, as e4m3 if IsFp8, else as bf16. It is mapped if it is stored as bf16, and
+  // converted once (nearest, ties to even) if it is F16 or F32.
   virtual absl::StatusOr<MatrixView> Matrix(const std::string& name, int64_t rows,
                                             int64_t cols) = 0;
-  // A norm weight or a bias as float32; nothing is rounded.
+  // Returns a norm weight or a bias as float32. Nothing is rounded.
   virtual absl::StatusOr<std::vector<float>> Vector(const std::string& name, int64_t n) = 0;
-  // Elements [first, first + out.size()) of the flattened tensor as bf16, those of e4m3 without
-  // their scales; cheap whatever the tensor's size. REQUIRES: the range lies inside `shape`.
+  // Reads the elements [first, first + out.size()) of the flattened tensor as bf16, those of e4m3
+  // without their scales. It is cheap whatever the tensor's size. REQUIRES: the range lies inside
+  // `shape`.
   virtual absl::Status ReadBFloat16(const std::string& name, absl::Span<const int64_t> shape,
                                     int64_t first, absl::Span<uint16_t> out) = 0;
-  // Gives up a view whose elements were copied elsewhere: mapped pages leave this process, owned
-  // storage is freed.
+  // Gives up a view whose elements were copied elsewhere. Mapped pages leave this process, and
+  // owned storage is freed.
   virtual void Release(MatrixView view) = 0;
-  // INVALID_ARGUMENT naming tensors that are there and that the config does not imply, but for
-  // those of IsIgnorableTensor.
+  // Returns INVALID_ARGUMENT, which names tensors that are there although the config does not imply
+  // them, except those of IsIgnorableTensor.
   virtual absl::Status CheckNoLeftovers() = 0;
 };
 
-// The safetensors of `dir`. Fails as Checkpoint::Open does, and names every tensor (up to eight)
-// that the config implies and the checkpoint lacks, or has in another shape or type.
+// Returns the safetensors of `dir`. Fails as Checkpoint::Open does. It also fails, and names up to
+// eight tensors, if the checkpoint lacks tensors that the config implies, or has them in another
+// shape or type.
 absl::StatusOr<std::unique_ptr<WeightSource>> OpenCheckpoint(const std::string& dir,
                                                              const ModelConfig& config);
 
-// Weights from a formula (dummy_weights.h), made as they are asked for.
+// Returns weights from a formula (dummy_weights.h), made as they are asked for.
 std::unique_ptr<WeightSource> DummyWeights(const ModelConfig& config);
-// The same without values, for a device that computes nothing.
+// Returns the same without values, for a device that computes nothing.
 std::unique_ptr<WeightSource> WeightShapes(const ModelConfig& config);
 
 }  // namespace sluice

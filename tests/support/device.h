@@ -1,4 +1,4 @@
-// A device for a test, by the name of its kernels.
+// Makes the device for a test, by the name of its kernels.
 #pragma once
 
 #include <memory>
@@ -9,9 +9,9 @@
 
 namespace sluice::testing {
 
-// `kernels`: "cuda", or kernels of the CPU device, "auto" too. NOT_FOUND where this machine or this
-// build has none of them: a test that needs them is skipped, with the message.
-// `threads`, `row_bucket`: of the CPU device.
+// `kernels` is "cuda", or kernels of the CPU device, which may be "auto". Returns NOT_FOUND if this
+// machine or this build has none of them; a test that needs them is then skipped with the message.
+// `threads` and `row_bucket` are options of the CPU device.
 absl::StatusOr<std::unique_ptr<Device>> TestDevice(const std::string& kernels, int threads = 1,
                                                    int row_bucket = 0);
 

@@ -1,4 +1,4 @@
-// Waiting for another thread, in real time.
+// Waits for another thread, in real time.
 #pragma once
 
 #include "absl/time/clock.h"
@@ -6,8 +6,8 @@
 
 namespace sluice::testing {
 
-// Whether `holds()` comes true within that time: asked every millisecond. A machine that is busy
-// with other tests may hold a thread up for seconds.
+// Returns whether `holds()` becomes true within that time. It is asked every millisecond. A machine
+// that is busy with other tests may hold a thread up for seconds.
 template <typename Predicate>
 bool Eventually(absl::Duration within, const Predicate& holds) {
   const absl::Time give_up = absl::Now() + within;

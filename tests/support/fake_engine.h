@@ -15,8 +15,8 @@
 
 namespace sluice {
 
-// An engine whose sequences say what the test says. Like the real one it gives each sink one
-// Finish, and calls it from one thread at a time.
+// An engine whose sequences emit what the test tells them to. Like the real one it gives each sink
+// one Finish, and calls it from one thread at a time.
 class FakeEngine : public Engine {
  public:
   absl::StatusOr<SequenceId> Submit(Request request) override {
@@ -58,7 +58,7 @@ class FakeEngine : public Engine {
   bool WaitForInbox(absl::Time) override { return false; }
   const StepTimes& times() const override { return times_; }
 
-  // The test's side, "the engine's thread".
+  // ---- The test's side, which plays the engine's thread ----
   Request WaitForRequest() {
     absl::MutexLock lock(&mutex_);
     mutex_.Await(absl::Condition(
@@ -78,7 +78,7 @@ class FakeEngine : public Engine {
     sink->Finish(std::move(info));
     return true;
   }
-  // False if the sequence has ended or its sink is full.
+  // Returns false if the sequence has ended or its sink is full.
   bool Emit(const std::string& id, int32_t token) {
     absl::MutexLock engine(&engine_thread_);
     std::shared_ptr<TokenSink> sink;

@@ -140,7 +140,7 @@ absl::StatusOr<uint64_t> Node::Land(const ChunkHeader& header,
                                     const std::vector<uint8_t>& payload) {
   auto landing = transfers_->BeginChunk(header, payload.size());
   if (!landing.ok()) return landing.status();
-  // In odd pieces, as slices of a gRPC buffer come.
+  // The bytes come in odd pieces, like the slices of a gRPC buffer.
   const absl::Span<const uint8_t> bytes(payload);
   for (size_t at = 0; at < bytes.size(); at += 1013) (*landing)->Append(bytes.subspan(at, 1013));
   return (*landing)->Finish();

@@ -1,4 +1,5 @@
-// A decode node without its services, for tests: device, model, pools, policy, transfers, engine.
+// A decode node without its services, for tests: a device, model, pools, policy, transfer table and
+// engine.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +37,8 @@ struct NodeOptions {
   int64_t dram_bytes = int64_t{64} << 20;
   double overcommit = 1;
   PolicyOptions policy;  // its name and settings; device, pools and shapes are filled in
-  // What the engine has in the policy's place: one that watches it. Null: the policy.
+  // Makes a policy that watches the given one, which the engine then gets in its place. Null: the
+  // engine gets the policy itself.
   std::function<std::unique_ptr<AttentionPolicy>(AttentionPolicy*)> watch;
   LocalPrefill local_prefill = LocalPrefill::kAlways;
   bool run_engine = true;  // false: the test calls Turn() itself
@@ -47,7 +49,7 @@ struct NodeOptions {
   Clock* clock = RealClock();
 };
 
-// What a sequence gave.
+// The output of a sequence.
 struct Generated {
   std::vector<int32_t> ids;
   std::vector<OutputToken> tokens;
@@ -56,7 +58,7 @@ struct Generated {
 
 class Node {
  public:
-  // Fails the test where the node cannot be made.
+  // Fails the test if the node cannot be made.
   explicit Node(const NodeOptions& options);
   ~Node();
 
@@ -69,27 +71,27 @@ class Node {
   Metrics& metrics() { return metrics_; }
   Engine& engine() { return *engine_; }
 
-  // A manifest for this model.
+  // Returns a manifest for this model.
   Manifest MakeManifest(const std::vector<int32_t>& prompt, uint32_t context_length,
                         uint32_t max_new_tokens) const;
   // Pushes bf16 caches [tokens][kv_heads][head_dim] per layer as KvIngest would, converted to this
-  // node's element type; returns the transfer id, committed with `first_tokens`.
+  // node's element type, and commits them with `first_tokens`. Returns the transfer id.
   std::string Push(const std::vector<int32_t>& prompt, uint32_t context_length,
                    uint32_t max_new_tokens, const std::vector<std::vector<uint16_t>>& k,
                    const std::vector<std::vector<uint16_t>>& v,
                    std::vector<OutputToken> first_tokens = {});
-  // One layer's chunk payload of tokens [begin, end), all heads.
+  // Returns the payload of one layer's chunk: tokens [begin, end) of all heads.
   std::vector<uint8_t> ChunkPayload(const std::vector<uint16_t>& k, const std::vector<uint16_t>& v,
                                     uint32_t begin, uint32_t end) const;
   // Lands one chunk.
   absl::StatusOr<uint64_t> Land(const ChunkHeader& header, const std::vector<uint8_t>& payload);
 
-  // Submits and waits for the end.
+  // Submits a request and waits for its end.
   Generated Generate(Request request);
-  // Submits; the stream is the caller's to read.
+  // Submits a request. The caller reads the stream.
   std::shared_ptr<TokenStream> Start(Request request, size_t capacity = 4096);
   static Generated Collect(TokenStream& stream);
-  // Waits until the engine has nothing to do; then nothing may be reserved or used.
+  // Waits until the engine has nothing to do. Returns whether nothing is reserved or used then.
   bool Quiescent();
 
  private:
@@ -98,7 +100,7 @@ class Node {
   std::unique_ptr<Model> model_;
   std::unique_ptr<PagePool> hbm_, dram_;
   std::unique_ptr<AttentionPolicy> policy_;
-  std::unique_ptr<AttentionPolicy> watch_;  // null, or over policy_
+  std::unique_ptr<AttentionPolicy> watch_;  // null, or watches policy_
   std::unique_ptr<TransferTable> transfers_;
   std::optional<TokenBytes> token_bytes_;
   std::unique_ptr<Engine> engine_;
@@ -106,7 +108,7 @@ class Node {
   int next_request_ = 0;
 };
 
-// Greedy, `max_tokens` of them, EOS ignored.
+// Returns a greedy request for `max_tokens` tokens that ignores EOS.
 Request GreedyRequest(std::vector<int32_t> prompt, uint32_t max_tokens);
 
 }  // namespace sluice::testing

@@ -23,7 +23,7 @@ std::string Refusal(const std::string& terms) {
   return std::string(parsed.status().message());
 }
 
-// Whether each of `hits` passes of kv.reserve failed, as 0 and 1.
+// Returns whether each of `hits` passes of kv.reserve failed, as 0 and 1.
 std::string Faults(int hits) {
   std::string out;
   for (int i = 0; i < hits; ++i) out += SLUICE_FAILPOINT(kKvReserve) ? '1' : '0';
@@ -68,7 +68,7 @@ TEST_CASE("a wrong term is refused with what would be right") {
   CHECK(absl::StrContains(Refusal("kv.reserve=error*-1"), "from 1"));
   CHECK(absl::StrContains(Refusal("kv.reserve=error@x"), "skip"));
   CHECK(absl::StrContains(Refusal("kv.reserve=error;kv.reserve=off"), "twice"));
-  // A message stays short whatever was sent.
+  // The message stays short whatever was sent.
   CHECK(Refusal(std::string(100000, 'x')).size() < 300);
 }
 
@@ -124,7 +124,8 @@ TEST_CASE("the same seed draws the same faults, another seed others") {
   const std::string first = draw(7);
   CHECK(draw(7) == first);
   CHECK(draw(8) != first);
-  // 400 draws of probability 0.3: 120, standard deviation 9.2; these seeds are fixed.
+  // Of 400 draws with probability 0.3, 120 are expected, with standard deviation 9.2. The seeds are
+  // fixed.
   const auto faults = std::count(first.begin(), first.end(), '1');
   CHECK(faults > 75);
   CHECK(faults < 165);

@@ -10,7 +10,7 @@
 namespace sluice {
 namespace {
 
-// Lines admitted out of `tries`; *suppressed sums what they reported.
+// Returns the lines admitted out of `tries`. Adds the numbers that they reported to *suppressed.
 int Admitted(LogLimiter& limiter, int tries, uint64_t* suppressed) {
   int lines = 0;
   for (int i = 0; i < tries; ++i) {
@@ -33,7 +33,7 @@ TEST_CASE("a flood gets its burst and then a line per interval, which counts wha
   clock.Advance(absl::Milliseconds(1));
   CHECK(Admitted(limiter, 10, &suppressed) == 1);
   CHECK(suppressed == 997 + 10);
-  // Part of an interval is not lost: 2.5 and 0.5 seconds are three lines.
+  // A part of an interval is not lost: 2.5 and 0.5 seconds make three lines.
   clock.Advance(absl::Milliseconds(2500));
   CHECK(Admitted(limiter, 10, &suppressed) == 2);
   clock.Advance(absl::Milliseconds(500));

@@ -22,7 +22,7 @@ using Json = nlohmann::json;
 // 2026-11-21T19:00:00.123Z
 const auto kTime = std::chrono::system_clock::time_point(std::chrono::milliseconds(1795287600123));
 
-// What `write` logs through SetUpLogging, line by line.
+// Returns what `write` logs through SetUpLogging, line by line.
 template <typename F>
 std::vector<std::string> Logged(LogLevel level, LogFormat format, F write) {
   std::FILE* file = std::tmpfile();
@@ -170,7 +170,7 @@ TEST_CASE("any bytes in message, keys and values give one line of valid JSON or 
   const auto bytes = [&] {
     std::string out(random() % 40, '\0');
     for (char& c : out) {
-      // Control characters, quotes, backslashes and broken UTF-8 more often than chance.
+      // Control characters, quotes, backslashes and broken UTF-8 come more often than by chance.
       constexpr std::string_view kNasty("\0\n\r\t\x1b\x7f\"\\={}\x80\xc3\xe2\xff\xf4\xed", 18);
       c = random() % 2 == 0 ? kNasty[random() % kNasty.size()] : static_cast<char>(random());
     }

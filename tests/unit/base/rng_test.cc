@@ -41,7 +41,7 @@ TEST_CASE("the system's random numbers differ, and every byte is written") {
   for (int i = 0; i < 1000; ++i) seen.insert(RandomU64());
   CHECK(seen.size() == 1000);
 
-  // 1 KiB written 32 times: a byte left at zero every time was not written.
+  // 1 KiB is written 32 times. A byte that is zero every time was not written.
   std::vector<unsigned char> any(1024);
   for (int round = 0; round < 32; ++round) {
     std::vector<unsigned char> bytes(1024 + 1);

@@ -170,13 +170,13 @@ TEST_CASE("a kept sequence goes with its lease, and its memory with it") {
     const Generated one = node.Generate(Kept(Tokens(100, 1), absl::Seconds(5)));
     REQUIRE_FALSE(one.finish.sequence_id.empty());
     clock.Advance(absl::Seconds(4));
-    CHECK(node.transfers().kept_sequences() == 1);
+    CHECK(node.transfers().kept().count() == 1);
     clock.Advance(absl::Seconds(2));
     Request late = Next(one, {5});
     late.request_id = "late";
     late.sink = std::make_shared<TokenStream>(64);
     CHECK(ReasonOf(node.engine().Submit(std::move(late)).status()) == "SEQUENCE_NOT_FOUND");
-    CHECK(node.transfers().kept_sequences() == 0);
+    CHECK(node.transfers().kept().count() == 0);
     CHECK(node.Quiescent());
   }
 }

@@ -1,4 +1,4 @@
-// Sequences that have more of one kind than of another.
+// Tests of sequences that have more of one kind than of another.
 #include <map>
 #include <set>
 
@@ -11,7 +11,7 @@
 namespace sluice {
 namespace {
 
-constexpr int64_t kAny = int64_t{1} << 40;  // tokens of kinds that are left alone
+constexpr int64_t kAny = int64_t{1} << 40;  // for kinds whose tokens do not matter
 
 std::unique_ptr<PagePool> MakeShaped(const TokensByKind& proportion, size_t bytes,
                                      double overcommit = 1) {
@@ -111,7 +111,7 @@ TEST_CASE("shrinking in part gives back the last pages and keeps the first") {
 }
 
 TEST_CASE("a transfer takes of each kind what the policy wants, and says what is too much") {
-  // One kind stays in DRAM and grows there, the other waits there alone.
+  // One kind stays in DRAM and grows there; the other only waits there.
   Table t(256 << 10, 0, [](int64_t context, int64_t total) -> Footprint {
     return {{total, context}, {total / 4, total}};
   });
@@ -138,7 +138,7 @@ TEST_CASE("a transfer takes of each kind what the policy wants, and says what is
   CHECK_THAT(std::string(never.message()), Catch::Contains("kv 910, index 900 tokens"));
 }
 
-// A model of a pool: counts alone.
+// A model of a pool that only counts.
 struct Counts {
   TokensByKind promised, taken;  // pages
   bool firm = true;
@@ -200,7 +200,7 @@ void RandomOperations(double overcommit, const TokensByKind& proportion) {
     Sequence& s = alive[at];
     if (what == 1) {
       alive.erase(alive.begin() + static_cast<int64_t>(at));
-    } else if (what <= 4) {  // grows, perhaps one kind alone
+    } else if (what <= 4) {  // grows, perhaps only in one kind
       TokensByKind to;
       for (size_t kind = 0; kind < 2; ++kind) {
         const int64_t most =
@@ -241,7 +241,7 @@ void RandomOperations(double overcommit, const TokensByKind& proportion) {
       s.counts.firm = room;
       ++met[room ? "made firm" : "not made firm"];
     }
-    // What the sequences own is what the pool says, and no page has two owners.
+    // The sequences own what the pool says they own, and no page has two owners.
     for (Sequence& one : alive) {
       for (size_t kind = 0; kind < 2; ++kind) {
         const size_t blocks = one.cache->Pages(0, kind).size();

@@ -11,7 +11,7 @@
 
 namespace sluice {
 
-// Two kinds of different sizes: nothing in kv/ may count on one.
+// Two kinds of different sizes, because nothing in kv/ may assume a single kind.
 inline CacheLayout TwoKinds() {
   CacheKind kv;
   kv.name = "kv";

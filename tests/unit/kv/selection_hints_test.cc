@@ -8,7 +8,7 @@
 namespace sluice {
 namespace {
 
-constexpr uint32_t kBlock = 4;  // of kind 0
+constexpr uint32_t kBlock = 4;  // tokens in a block of kind 0
 
 SelectionHints Good() {
   SelectionHints hints;
@@ -83,7 +83,7 @@ TEST_CASE("units come newest row first, each once, of the layer and head that is
   const auto units = [&](int64_t unit_tokens, int64_t end, uint32_t layer, uint32_t head,
                          size_t most, std::vector<int32_t> taken = {}) {
     HintedUnits hinted(hints, unit_tokens, end);
-    hinted.Append(2, 0, 100, &taken);  // says nothing of the calls after it
+    hinted.Append(2, 0, 100, &taken);  // changes nothing for the calls after it
     hinted.Append(layer, head, most, &taken);
     return taken;
   };
@@ -94,7 +94,7 @@ TEST_CASE("units come newest row first, each once, of the layer and head that is
   CHECK(units(4, 5, 1, 0, 100) == Units{3, 0});  // 5 is not below the end
   CHECK(units(4, 8, 1, 0, 100, {0, 5}) == Units{0, 5, 3});
   CHECK(units(4, 8, 0, 1, 100).empty());
-  // As tokens, and as larger units.
+  // The same units as tokens, and as larger units.
   CHECK(units(1, 64, 1, 1, 6) == Units{12, 13, 14, 15, 20, 21});
   CHECK(units(8, 8, 1, 0, 100) == Units{1, 2, 0});
 }

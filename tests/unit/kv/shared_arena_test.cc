@@ -1,4 +1,5 @@
-// An arena that kinds share: each has what the others leave, and every promise is kept.
+// Tests of an arena that kinds share: each kind has what the others leave, and every promise is
+// kept.
 #include <algorithm>
 #include <map>
 #include <numeric>
@@ -12,7 +13,7 @@
 namespace sluice {
 namespace {
 
-// Pages of 576 and 160 bytes: slabs of 2,880.
+// Two kinds with pages of 576 and 160 bytes, which makes slabs of 2,880.
 CacheLayout Layout() {
   CacheLayout layout = TwoKinds();
   layout.kinds[0].heads = layout.kinds[1].heads = 1;
@@ -65,7 +66,7 @@ TEST_CASE("what a kind gives back the other takes, while the first sequence live
   const int64_t before = pool->HeadroomNow().firm_tokens[0];
   running->ShrinkTo({half, 0});
   const int64_t after = pool->HeadroomNow().firm_tokens[0];
-  // 40 bytes of each token against 144.
+  // The kinds have 40 and 144 bytes a token.
   CHECK(after - before >= half * 40 / 144 - 40);
   CHECK(Take(pool.get(), {after, 0}) != nullptr);
 }
@@ -92,8 +93,8 @@ TEST_CASE("so many sequences fit as can come in one after the other") {
   }
 }
 
-// Whoever was promised pages finds them, whatever others have done meanwhile, and no byte has two
-// owners, though kinds' pages lie in the same memory.
+// A sequence with a promise finds its pages, whatever others have done meanwhile, and no byte has
+// two owners, although the kinds' pages lie in the same memory.
 TEST_CASE("whatever comes and goes, promises are kept and bytes have one owner") {
   for (uint64_t seed = 1; seed <= 6; ++seed) {
     SplitMix64 random(seed);
@@ -130,7 +131,7 @@ TEST_CASE("whatever comes and goes, promises are kept and bytes have one owner")
           for (size_t kind = 0; kind < 2; ++kind) {
             tokens[kind] = std::max(tokens[kind], one.taken[kind]);
           }
-          one.cache->EnsureTokens(tokens);  // crashes where a promise is not kept
+          one.cache->EnsureTokens(tokens);  // crashes if a promise is not kept
           one.taken = tokens;
           ++met["grown"];
         } else if (what == 3) {
@@ -143,7 +144,7 @@ TEST_CASE("whatever comes and goes, promises are kept and bytes have one owner")
           ++met["gone"];
         }
       }
-      if (round % 50 == 49) {  // everybody takes all at once
+      if (round % 50 == 49) {  // every sequence takes all that it was promised
         for (Alive& one : alive) {
           one.cache->EnsureTokens(one.promised);
           one.taken = one.promised;
@@ -164,7 +165,7 @@ TEST_CASE("whatever comes and goes, promises are kept and bytes have one owner")
         const PagePool::Usage usage = pool->UsageOf(kind);
         REQUIRE(usage.used_bytes <= usage.reserved_bytes);
         REQUIRE(usage.reserved_bytes <= usage.capacity_bytes);
-        // What there is said to be room for there is.
+        // There is as much room as the pool says there is.
         TokensByKind room = 0;
         room[kind] = pool->HeadroomNow().firm_tokens[kind];
         REQUIRE_FALSE((room[kind] > 0 && pool->TryReserve(room).empty()));

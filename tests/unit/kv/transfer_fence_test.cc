@@ -1,5 +1,6 @@
-// Pages are given out again only after their last writer is gone. ThreadSanitizer sees whether the
-// old writer and the new one are ordered; the bytes say whether the old one wrote too late.
+// Tests that pages are given out again only after their last writer is gone. ThreadSanitizer sees
+// whether the old writer and the new one are ordered; the bytes show whether the old one wrote too
+// late.
 #include <atomic>
 #include <thread>
 
@@ -15,11 +16,11 @@ struct OneRoom : Table {
   OneRoom() : Table(13 << 10) {}
 };
 
-// Writes one block again and again while it is held up; then lets go.
+// Writes one block again and again while it is held up, and then lets go.
 class HeldUpWriter {
  public:
   HeldUpWriter(Table* t, const std::string& id) {
-    // Every block of the layer's first kind: what the next transfer writes first.
+    // Every block of the layer's first kind, which the next transfer writes first.
     header_ = {id, 0, "kv", 0, 3, 0, kContext, 0};
     payload_.assign(t->PayloadBytes(header_), 0xEE);
     header_.crc32c = Crc32c(payload_);
@@ -30,7 +31,7 @@ class HeldUpWriter {
       held->Append(left.subspan(0, 64));
       left.remove_prefix(64);
       while (!go_on_) std::this_thread::yield();
-      // Slowly, so that whoever took the pages too early would be overwritten.
+      // It writes slowly, so that a transfer that took the pages too early would be overwritten.
       while (!left.empty()) {
         held->Append(left.subspan(0, 16));
         left.remove_prefix(std::min<size_t>(16, left.size()));
@@ -45,7 +46,7 @@ class HeldUpWriter {
     if (thread_.joinable()) (void)End();
   }
   void GoOn() { go_on_ = true; }
-  // Whether it has finished writing: from then on its pages may have another owner.
+  // Returns whether it has finished writing. From then on its pages may have another owner.
   bool gone() const { return gone_; }
   absl::Status End() {
     GoOn();
@@ -61,7 +62,7 @@ class HeldUpWriter {
   std::thread thread_;
 };
 
-// How a transfer ends while its writer is held up.
+// Ends a transfer while its writer is held up.
 void EndBy(const std::string& how, OneRoom& t, const std::string& id) {
   if (how == "lease") {
     t.clock.Advance(absl::Seconds(11));
@@ -79,14 +80,14 @@ TEST_CASE("fence: the only pages go to the next transfer when the held-up writer
   const std::string first = t.Reserve();
   HeldUpWriter writer(&t, first);
   EndBy(how, t, first);
-  // For as long as it is held up nobody gets them, however long that is.
+  // While the writer is held up, however long that is, no transfer gets the pages.
   for (int i = 0; i < 50; ++i) {
     const absl::Status refused = t.table->Reserve(t.Good()).status();
     REQUIRE(ReasonOf(refused) == "DRAM_FULL");
     REQUIRE(RetryAfterOf(refused).has_value());
     t.clock.Advance(absl::Seconds(1));
   }
-  // Another thread tries all the time, and writes as soon as it has them.
+  // Another thread tries all the time, and writes as soon as it has the pages.
   std::atomic<bool> early{false};
   std::string second;
   std::thread next([&] {
@@ -119,7 +120,7 @@ TEST_CASE("fence: a sequence is handed to the engine only when no writer has its
   const std::string id = t.ReserveAndFill();
   const auto generate = t.table->Attach(ById(id));
   REQUIRE(generate.ok());
-  // A repeat of what is there, held up: it reads the pages.
+  // A held-up repeat of a landed chunk reads the pages.
   const ChunkHeader chunk = t.AllChunks(id)[0];
   const std::vector<uint8_t> payload = t.Payload(chunk);
   ChunkHeader again = chunk;
@@ -141,7 +142,7 @@ TEST_CASE("fence: a sequence is handed to the engine only when no writer has its
     REQUIRE(ready.ok());
     if (!ready->has_value()) continue;
     CHECK(finished);
-    // The engine's own writing, as at growth.
+    // The engine writes here, as it does when a sequence grows.
     *(*ready)->home->BlockAddress(0, 0, 0, 0) ^= 1;
     break;
   }
@@ -158,7 +159,7 @@ TEST_CASE(
     SplitMix64 random(seed);
     for (int opened = 0; opened < 40; ++opened) {
       auto reserved = t.table->Reserve(t.Good());
-      while (!reserved.ok()) {  // until a lease ends or somebody has finished
+      while (!reserved.ok()) {  // until a lease ends or a transfer has finished
         absl::SleepFor(absl::Microseconds(50));
         reserved = t.table->Reserve(t.Good());
       }
@@ -166,7 +167,7 @@ TEST_CASE(
       const uint64_t stop_at = random.Below(60);
       uint64_t n = 0;
       for (const ChunkHeader& chunk : t.AllChunks(id)) {
-        if (n++ == stop_at) break;  // gives up here: the lease or an abort has it
+        if (n++ == stop_at) break;  // gives up here; the lease or an abort ends it
         if (!t.Land(chunk, t.Payload(chunk)).ok()) break;
       }
       if (t.table->Commit(id, {}, nullptr).ok()) {

@@ -1,5 +1,5 @@
-// What each call answers in each state of a transfer: the table of src/kv/transfer_table.h, cell by
-// cell, and the races between calls.
+// Tests the answer of each call in each state of a transfer: the table of src/kv/transfer_table.h,
+// cell by cell. It also tests the races between calls.
 #include <atomic>
 #include <functional>
 #include <thread>
@@ -12,10 +12,10 @@ namespace {
 
 constexpr char kRoom[] = "room";
 
-// A table with one transfer, or what is left of one, whose rendezvous key is kRoom.
+// A table with one transfer, or the rest of one, whose rendezvous key is kRoom.
 struct Scene : Table {
   std::string id = std::string(32, '0');
-  TransferTable::AttachId generate = 0;  // of the state's own Generate
+  TransferTable::AttachId generate = 0;  // the Generate that belongs to the state
 
   void Open() {
     Manifest manifest = Good();
@@ -38,7 +38,7 @@ struct Scene : Table {
     other[3] ^= 1;
     REQUIRE(ReasonOf(Land(Chunk(), other).status()) == "POISONED");
   }
-  // What a Generate that is attached hears now.
+  // Returns the answer that an attached Generate gets now.
   std::string Hears(TransferTable::AttachId attached) {
     const auto ready = table->TakeReady(attached);
     if (!ready.ok()) return ReasonOf(ready.status()).value_or("an error without a reason");
@@ -94,7 +94,7 @@ TEST_CASE("every call has one answer in every state of a transfer") {
     const char* name;
     std::function<void(Scene&)> enter;
     std::vector<std::string> answers;  // in the order of `events`
-    std::string attached;              // what its own Generate hears before anything happens
+    std::string attached;              // the answer that its own Generate gets before any event
   };
   const std::vector<State> states = {
       {"never reserved", [](Scene&) {}, {kNone, kNone, "OK", kNone, kNone, "waits", "OK"}, ""},
@@ -169,7 +169,8 @@ TEST_CASE("every call has one answer in every state of a transfer") {
       Scene scene;
       state.enter(scene);
       CHECK(events[i].call(scene) == state.answers[i]);
-      // Twice is as once, but that an Abort ends it, a Generate has it, and a Reserve opens it.
+      // A second call has the answer of the first, unless the first was an Abort, which ends the
+      // transfer, a Generate, which then has it, or a Reserve, which opens one.
       if (i < 2 || i == 3) CHECK(events[i].call(scene) == state.answers[i]);
     }
     if (state.attached.empty()) continue;
@@ -188,7 +189,7 @@ TEST_CASE("a key serves one transfer after the other, however the last one ended
     INFO("ending " << ending);
     const auto reserved = t.table->Reserve(manifest);
     REQUIRE(reserved.ok());
-    // A retry of it neither opens a second one nor harms the first.
+    // A repeated Reserve neither opens a second transfer nor harms the first.
     CHECK(ReasonOf(t.table->Reserve(manifest).status()) == "RENDEZVOUS_KEY_IN_USE");
     const auto generate = t.table->Attach(ByKey(kRoom));
     REQUIRE(generate.ok());
@@ -292,7 +293,7 @@ TEST_CASE("a late chunk with other bytes poisons a transfer that is committed, n
   auto landing = s.table->BeginChunk(header, other.size());
   REQUIRE(landing.ok());
   s.Commit();
-  CHECK(s.Hears(s.generate) == "waits");  // for the writer
+  CHECK(s.Hears(s.generate) == "waits");  // until the writer is gone
   (*landing)->Append(other);
   CHECK(Answer((*landing)->Finish().status()) == "POISONED");
   CHECK(s.Hears(s.generate) == "POISONED");
@@ -310,7 +311,7 @@ TEST_CASE("a chunk broken off is as if never sent, and the next stream lands it"
     auto landing = s.table->BeginChunk(header, payload.size());
     REQUIRE(landing.ok());
     (*landing)->Append(absl::Span<const uint8_t>(payload).subspan(0, 33));
-    // Finished too early, as where a stream breaks: no block counts.
+    // It finishes too early, as when a stream breaks, so no block counts.
     CHECK(FieldOf((*landing)->Finish().status()) == "payload");
   }
   CHECK(s.table->Get(s.id, 1)->blocks_landed == 0);

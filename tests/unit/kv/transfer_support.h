@@ -1,4 +1,4 @@
-// A transfer table over small pools, and transfers whose bytes say where they belong.
+// A transfer table over small pools, and transfers whose bytes show where they belong.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace sluice {
 
 inline constexpr uint32_t kContext =
-    21;  // blocks of 4 and of 8 tokens: the last is short in both kinds
+    21;  // with blocks of 4 and of 8 tokens the last block is short in both kinds
 
 struct Table {
   using FootprintOf = Footprint (*)(int64_t context, int64_t total);
@@ -60,7 +60,8 @@ struct Table {
            static_cast<uint64_t>(kind.bytes_per_token);
   }
 
-  // Byte `i` of a chunk's payload: a function of where it belongs, so that a misplaced byte shows.
+  // Returns byte `i` of a chunk's payload, which follows from where it belongs, so that a misplaced
+  // byte shows.
   std::vector<uint8_t> Payload(const ChunkHeader& h) const {
     SplitMix64 random(h.layer * 1000003u + h.head_begin * 10007u + h.token_begin * 101u +
                       (h.kind == "kv" ? 1u : 2u));
@@ -77,7 +78,7 @@ struct Table {
     return (*landing)->Finish();
   }
 
-  // One chunk per block of one head: every block of the transfer.
+  // Returns one chunk for each block of each head, which is every block of the transfer.
   std::vector<ChunkHeader> AllChunks(const std::string& id) const {
     std::vector<ChunkHeader> chunks;
     for (const CacheKind& kind : layout.kinds) {
@@ -101,7 +102,7 @@ struct Table {
     return id;
   }
 
-  // Whether every byte of the transfer's caches is where it belongs.
+  // Returns whether every byte of the transfer's caches is where it belongs.
   bool Intact(const SequenceCache& home, const std::string& id) const {
     for (const ChunkHeader& chunk : AllChunks(id)) {
       HomeRange range;

@@ -114,7 +114,7 @@ TEST_CASE("a chunk over several blocks and heads equals its pieces") {
   ChunkHeader whole{id, 1, "kv", 0, 3, 0, kContext, 0};
   const std::vector<uint8_t> payload = t.Payload(whole);
   REQUIRE(*t.Land(whole, payload) == 3 * 6);
-  // The first block of head 1 lies behind that of head 0 in the payload: 4 tokens of 16 bytes.
+  // In the payload the first block of head 1 lies behind that of head 0, 4 tokens of 16 bytes.
   ChunkHeader piece{id, 1, "kv", 1, 2, 0, 4, 0};
   const std::vector<uint8_t> same(payload.begin() + 64, payload.begin() + 128);
   CHECK(*t.Land(piece, same) == 0);
@@ -205,9 +205,9 @@ TEST_CASE(
   CHECK(ReasonOf(status) == "POISONED");
   CHECK(absl::IsFailedPrecondition(t.table->Commit(id, {}, nullptr).status()));
   CHECK(absl::IsFailedPrecondition(t.Land(chunk, payload).status()));
-  // Its Generate learns at once.
+  // The Generate that waits for it learns of that at once.
   CHECK(ReasonOf(t.table->TakeReady(*attached).status()) == "POISONED");
-  // So does one that comes now.
+  // A Generate that comes now learns it too.
   CHECK(ReasonOf(t.table->Attach(ById(id)).status()) == "POISONED");
   REQUIRE(t.table->Abort(id, "").ok());
   CHECK(t.Empty());
@@ -236,7 +236,7 @@ TEST_CASE("missing ranges join neighbours in tokens and heads") {
   const std::string id = t.Reserve();
   auto info = t.table->Get(id, 100);
   REQUIRE(info.ok());
-  // All heads miss everything: a range per layer and kind.
+  // All heads miss everything, which makes one range for each layer and kind.
   CHECK(info->missing.size() == 4);
   CHECK(info->missing[0].head_end == 3);
   CHECK(info->missing[0].token_end == kContext);
@@ -389,10 +389,11 @@ TEST_CASE(
     const auto reserved = t.table->Reserve(manifest);
     REQUIRE(reserved.ok());
     ids.push_back(reserved->transfer_id);
-    REQUIRE(t.Reap() == 0);  // as often as the engine would: 10^8 looks if each went over all
+    REQUIRE(t.Reap() ==
+            0);  // as often as the engine would call it; passes over all would make 10^8 looks
   }
   CHECK(t.table->open_transfers() == kMany);
-  // Those that are written to stay; the others go, all at once.
+  // Transfers that are written to stay. The others go, all at once.
   t.clock.Advance(absl::Seconds(9));
   for (int i = 0; i < kMany; i += 100) {
     const ChunkHeader chunk{ids[static_cast<size_t>(i)], 0, "kv", 0, 1, 0, 1, 0};

@@ -29,8 +29,8 @@
 #include "src/metrics/reasons.h"
 #include "tests/test_main.h"
 
-// Counts what this program allocates, to hold updates to allocating nothing. Not inlined: the
-// compiler takes an inlined pair for a mismatched new and free.
+// Counts the allocations of this program, for the test that updates allocate nothing. They are not
+// inlined, because the compiler takes an inlined pair for a mismatched new and free.
 static std::atomic<size_t> allocations{0};
 [[gnu::noinline]] void* operator new(size_t bytes) {
   ++allocations;
@@ -54,8 +54,8 @@ struct Scrape {
   std::map<std::string, double> samples;  // by name{label="value",...}
 };
 
-// The longest prefix of `text` that is a name: [a-zA-Z_][a-zA-Z0-9_]*, with colons in metrics'
-// names.
+// Returns the longest prefix of `text` that is a name: [a-zA-Z_][a-zA-Z0-9_]*, with colons in
+// metrics' names.
 std::string TakeName(std::string_view text, bool colons) {
   size_t n = 0;
   while (n < text.size() &&
@@ -66,7 +66,7 @@ std::string TakeName(std::string_view text, bool colons) {
   return std::string(text.substr(0, n));
 }
 
-// name{label="value",...} up to the blank before the value; no label here needs an escape.
+// Returns name{label="value",...} up to the blank before the value. No label here needs an escape.
 std::string TakeSeries(std::string_view line) {
   std::string series = TakeName(line, true);
   REQUIRE_FALSE(series.empty());
@@ -218,7 +218,7 @@ TEST_CASE("counters and gauges move when updated, and only the one that was") {
   metrics.SetWorkers({2, 2.5, 30, {7, 5, 6}});
   metrics.SetWorkers({2, 1.0, 10, {7, 5, 6}});  // older
   metrics.SetSchedules({{10, 20, 31}, 4});
-  metrics.SetSchedules({{11, 12, 13}, 3});  // changes of an older look
+  metrics.SetSchedules({{11, 12, 13}, 3});  // older changes
   metrics.SetConnections({21, {5, 6, 7}});
   metrics.SetConnections({20, {5, 8, 6}});
 
@@ -426,7 +426,7 @@ TEST_CASE("the process's figures are those of this process") {
   std::fclose(file);
 }
 
-// The table of README.md, from the header.
+// Returns the table of deploy/prometheus/README.md, made from the header.
 std::string MetricsTable() {
   std::string table = "| Metric | Type | Labels | Meaning |\n| --- | --- | --- | --- |\n";
   for (const metric_names::Metric* metric : metric_names::kAll) {
@@ -441,18 +441,18 @@ std::string MetricsTable() {
   return table;
 }
 
-TEST_CASE("README's table of metrics is the header's") {
+TEST_CASE("the documented table of metrics is the header's") {
   std::stringstream text;
-  text << std::ifstream(SLUICE_SOURCE_DIR "/README.md").rdbuf();
+  text << std::ifstream(SLUICE_SOURCE_DIR "/deploy/prometheus/README.md").rdbuf();
   const std::string readme = text.str();
   const std::string begin = "<!-- metrics-table -->\n", end = "<!-- /metrics-table -->";
   const size_t from = readme.find(begin), to = readme.find(end);
   REQUIRE(from != std::string::npos);
   REQUIRE(to != std::string::npos);
   const bool same = readme.substr(from + begin.size(), to - from - begin.size()) == MetricsTable();
-  // Not through Catch, which would wrap the lines.
+  // This does not go through Catch, which would wrap the lines.
   if (!same) std::fprintf(stderr, "%s%s%s\n", begin.c_str(), MetricsTable().c_str(), end.c_str());
-  INFO("what README.md must have between the markers is printed above");
+  INFO("what deploy/prometheus/README.md must have between the markers is printed above");
   CHECK(same);
 }
 
@@ -467,7 +467,8 @@ TEST_CASE("promtool finds nothing to say about the names") {
   metrics.SetBuildInfo({"0", "m", "cpu", "amx", "full"});
   std::FILE* pipe = popen((promtool + " check metrics").c_str(), "w");
   REQUIRE(pipe != nullptr);
-  // Colons are for recording rules, and _perc is no unit: both are vLLM's, in these three names.
+  // promtool complains of colons, which are for recording rules, and of _perc, which is no unit.
+  // These three names are vLLM's.
   std::string text;
   for (const auto line : absl::StrSplit(metrics.Render(), '\n', absl::SkipEmpty())) {
     const bool vllm = absl::StrContains(line, "vllm:num_requests_running") ||

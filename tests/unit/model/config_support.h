@@ -1,4 +1,4 @@
-// Loads of config.json texts, for tests of the config.
+// Loads config.json texts, for tests of the config.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -14,12 +14,13 @@ nlohmann::json FixtureConfig(const std::string& name);
 absl::StatusOr<ModelConfig> LoadConfigText(const std::string& config,
                                            const std::string& generation = "");
 absl::StatusOr<ModelConfig> LoadConfig(const nlohmann::json& config);
-// The fixture with some keys replaced (null: as it stands in the patch, a JSON null).
+// Returns the fixture's config with the keys of a patch replaced. A null in the patch stays a JSON
+// null.
 absl::StatusOr<ModelConfig> LoadConfigWith(const std::string& fixture,
                                            const nlohmann::json& changes);
 absl::StatusOr<ModelConfig> LoadConfigWithout(const std::string& fixture, const std::string& key);
 
-// The load fails, as one sentence with every one of `words`.
+// Checks that the load failed with one sentence that has every one of `words`.
 void CheckFails(const absl::StatusOr<ModelConfig>& loaded, absl::StatusCode code,
                 const std::vector<std::string>& words);
 

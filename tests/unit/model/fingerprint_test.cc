@@ -26,7 +26,7 @@ std::string FingerprintOf(const std::string& dir) {
   return *out;
 }
 
-// The tensors of a model's directory, as BF16 or widened to F32.
+// Returns the tensors of a model's directory, as BF16 or widened to F32.
 std::vector<fixtures::RawTensor> Tensors(const std::string& dir, TensorType type) {
   const auto checkpoint = Checkpoint::Open(dir);
   REQUIRE(checkpoint.ok());
@@ -83,7 +83,7 @@ TEST_CASE("any one tensor that changes everywhere changes the fingerprint") {
   std::vector<fixtures::RawTensor> tensors = Tensors(base, TensorType::kBF16);
   std::set<std::string> seen{FingerprintOf(base)};
   const fixtures::TempDir copy;
-  // One tensor of every kind: each of the first layer's, and those outside the layers.
+  // These are one tensor of every kind: all of the first layer's, and those outside the layers.
   size_t changed = 0;
   for (fixtures::RawTensor& tensor : tensors) {
     if (tensor.name.find("layers.1.") != std::string::npos ||

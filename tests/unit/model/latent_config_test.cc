@@ -21,7 +21,7 @@ using testing::LoadConfigWithout;
 
 constexpr char kTiny[] = "tiny-deepseek-v32";
 
-// As DeepSeek-V3.2-Exp publishes it.
+// Returns the config that DeepSeek-V3.2-Exp publishes.
 json Published() {
   return json::parse(R"({
     "architectures": ["DeepseekV32ForCausalLM"], "attention_bias": false, "bos_token_id": 0,
@@ -87,7 +87,7 @@ TEST_CASE("a published config is read, with the old spelling of RoPE") {
   CHECK(config.latent->indexer->top_k == 2048);
   const double mscale = 0.1 * std::log(40.0) + 1.0;
   CHECK(config.latent->softmax_scale == Approx(mscale * mscale / std::sqrt(192.0)));
-  // The same in the new spelling.
+  // The new spelling gives the same.
   json changed = Published();
   changed["rope_parameters"] = changed["rope_scaling"];
   changed["rope_parameters"]["rope_theta"] = 10000;

@@ -1,4 +1,5 @@
-// Weights of models with latent attention: e4m3 with scales, experts, layers that are not read.
+// Tests of the weights of models with latent attention: e4m3 with scales, experts, and layers that
+// are not read.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <functional>
@@ -121,8 +122,8 @@ TEST_CASE("an e4m3 matrix comes as stored, with its scales") {
       CHECK(wide[static_cast<size_t>(i)] == kernels::E4M3ToFloat(view->fp8()[i]) * scale);
     }
   }
-  // Within e4m3's precision the bf16 fixture has the same values: half a step of 1/8 of the value,
-  // or of the smallest step of its block.
+  // The bf16 fixture has the same values within e4m3's precision, which is half a step of 1/8 of
+  // the value, or of the smallest step of its block.
   auto exact = OpenCheckpoint(fixtures::ModelDir(kBFloat16Model),
                               LoadModelConfig(fixtures::SourceDir(kBFloat16Model)).value());
   REQUIRE(exact.ok());
@@ -164,7 +165,7 @@ TEST_CASE("e4m3 without quantization_config is refused, and the reverse") {
                            t.bytes.resize(t.bytes.size() * 2);
                          }),
                {kMatrix, "F8_E4M3", "BF16", "quantization_config"});
-  // What is never quantised.
+  // This tensor is never quantised.
   CheckRefused(*OpenWith(kFp8Model, "model.layers.1.mlp.gate.weight",
                          [](RawTensor& t) {
                            t.type = TensorType::kF8E4M3;

@@ -114,7 +114,7 @@ TEST_CASE("old and new spellings of RoPE settings read the same") {
     CHECK(expected.theta == 5e5);
     CHECK(read({{"rope_theta", 5e5}, {"rope_scaling", with_rope_type}}) == expected);
     CHECK(read({{"rope_theta", 5e5}, {"rope_scaling", with_type}}) == expected);
-    // Both at once, where they agree.
+    // Both spellings at once are accepted if they agree.
     CHECK(read({{"rope_theta", 5e5},
                 {"rope_scaling", with_type},
                 {"rope_parameters", new_spelling}}) == expected);
@@ -287,7 +287,7 @@ TEST_CASE("wrong types and impossible sizes name the key, what was expected and 
   CheckFails(LoadConfig(fallback), kInvalid, {"hidden_size", "num_attention_heads", "130"});
   fallback["hidden_size"] = 96;  // 24 a head
   CheckFails(LoadConfig(fallback), kInvalid, {"hidden_size", "24"});
-  // Each within its limit, together past what any node holds.
+  // Each size is within its limit, but together they exceed what any node holds.
   CheckFails(LoadConfigWith("tiny-llama", {{"hidden_size", 131072},
                                            {"intermediate_size", 1048576},
                                            {"num_hidden_layers", 1024}}),

@@ -7,7 +7,7 @@
 namespace sluice {
 namespace {
 
-// Computed with the functions of transformers 5.23's modeling_rope_utils.py in float32.
+// The expected values were computed with transformers 5.23's modeling_rope_utils.py in float32.
 
 // default, head_dim 32, {"rope_theta": 1000000.0}; element 0 and each after it.
 const std::vector<float> kDefault = {
@@ -57,7 +57,7 @@ const std::vector<float> kYarnScaled = {
     1.87473543e-05f, 1.40585325e-05f, 1.05424142e-05f, 7.90569447e-06f, 5.92843435e-06f,
     4.44569832e-06f, 3.33380353e-06f};
 
-// Equal but for what two libraries' float32 pow may differ by: the last bits.
+// Compares values that may differ in the last bits, by which two libraries' float32 pow differ.
 void CheckFrequencies(const RopeConfig& rope, int head_dim, const std::vector<float>& expected) {
   const std::vector<float> found = RopeInverseFrequencies(rope, head_dim);
   REQUIRE(found.size() == static_cast<size_t>(head_dim / 2));
@@ -107,7 +107,7 @@ TEST_CASE("yarn's attention factor follows the scale, or the ratio of the mscale
   CHECK(static_cast<float>(YarnAttentionFactor(4.0, {}, {})) == 1.13862943649292f);
   CHECK(static_cast<float>(YarnAttentionFactor(40.0, 0.707, 1.0)) == 0.9210423827171326f);
   CHECK(YarnAttentionFactor(40.0, 1.0, 1.0) == 1.0);
-  // One mscale alone says nothing, as in transformers.
+  // A single mscale has no effect, as in transformers.
   CHECK(YarnAttentionFactor(4.0, 0.707, {}) == YarnAttentionFactor(4.0, {}, {}));
   CHECK(YarnAttentionFactor(1.0, {}, {}) == 1.0);
 }

@@ -13,7 +13,7 @@ namespace {
 
 using fixtures::RawTensor;
 
-// A file of this header and so many bytes of data.
+// Returns a file with this header and that many bytes of data.
 std::string FileText(const std::string& header, size_t data_bytes) {
   const uint64_t size = header.size();
   std::string out(reinterpret_cast<const char*>(&size), 8);
@@ -35,7 +35,8 @@ void CheckFails(const std::string& text, const std::vector<std::string>& words) 
   }
 }
 
-// One BF16 tensor "w" of shape [2, 2] with these offsets, in a file with so much data.
+// Checks that a BF16 tensor "w" of shape [2, 2] with these offsets is refused, in a file with that
+// much data.
 void CheckOffsetsFail(const std::string& offsets, size_t data_bytes,
                       const std::vector<std::string>& words) {
   CheckFails(FileText(R"({"w":{"dtype":"BF16","shape":[2,2],"data_offsets":)" + offsets + "}}",

@@ -15,7 +15,8 @@ absl::StatusOr<TokenBytes> LoadText(const std::string& json) {
 }
 
 TEST_CASE("a byte-level tokenizer's characters stand for bytes") {
-  // U+0120 is a space, U+010A a newline, U+00C3 U+00A9 the two bytes of e acute; U+0143 byte 0xAD.
+  // U+0120 is a space, U+010A a newline, U+00C3 U+00A9 are the two bytes of e acute, and U+0143 is
+  // byte 0xAD.
   const auto tokens = LoadText(R"({
     "added_tokens": [{"id": 9, "content": "<|im_end|>", "special": true},
                      {"id": 8, "content": "a b", "special": false}],
@@ -32,7 +33,7 @@ TEST_CASE("a byte-level tokenizer's characters stand for bytes") {
   CHECK(tokens->Bytes(4) == "\xAD");
   CHECK(tokens->Bytes(5) == std::string(1, '\0'));
   CHECK(tokens->Bytes(6).empty());
-  CHECK(tokens->Bytes(8) == "a b");  // a space is not of the alphabet: the text itself
+  CHECK(tokens->Bytes(8) == "a b");  // a space is not in the alphabet, so it is the text itself
   CHECK(tokens->Bytes(9) == "<|im_end|>");
   CHECK(tokens->Bytes(10).empty());
   CHECK(tokens->Bytes(-1).empty());

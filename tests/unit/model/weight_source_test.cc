@@ -23,7 +23,7 @@ std::string Bytes(const std::vector<T>& values) {
   return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
 }
 
-// The tensors of tiny-llama as they are stored, to be broken one by one.
+// Returns the tensors of tiny-llama as they are stored, for tests that break them one by one.
 std::vector<RawTensor> LlamaTensors() {
   const auto checkpoint = Checkpoint::Open(fixtures::ModelDir("tiny-llama"));
   REQUIRE(checkpoint.ok());
@@ -50,7 +50,7 @@ struct Opened {
   absl::StatusOr<std::unique_ptr<WeightSource>> source = absl::UnknownError("not opened");
 };
 
-// tiny-llama's config with these tensors.
+// Opens tiny-llama's config with these tensors.
 std::unique_ptr<Opened> Open(const std::vector<RawTensor>& tensors, bool tied = false) {
   auto out = std::make_unique<Opened>();
   REQUIRE(fixtures::WriteSafetensors(out->dir.File("model.safetensors"), tensors).ok());
@@ -114,8 +114,8 @@ TEST_CASE("F32 and F16 matrices are rounded to bf16 once and owned by their view
   RawTensor& wide = Named(tensors, "model.layers.0.self_attn.k_proj.weight");  // [128, 128]
   std::vector<float> floats(128 * 128);
   for (float& f : floats) f = normal(rng);
-  floats[0] = 1.00390625f;  // halfway between two bf16 values: to the even one, 1.0
-  floats[1] = 1.01171875f;  // halfway: up to the even one, 1.015625
+  floats[0] = 1.00390625f;  // halfway between two bf16 values: rounds to the even one, 1.0
+  floats[1] = 1.01171875f;  // halfway: rounds up to the even one, 1.015625
   wide.type = TensorType::kF32;
   wide.bytes = Bytes(floats);
 
@@ -186,7 +186,7 @@ TEST_CASE("a BF16 matrix at an odd address is copied") {
   const auto opened = Open(tensors);
   INFO(opened->source.status());
   REQUIRE(opened->source.ok());
-  CHECK((*opened->source)->CheckNoLeftovers().ok());  // old checkpoints carry that buffer
+  CHECK((*opened->source)->CheckNoLeftovers().ok());  // old checkpoints have that buffer
   const auto view = (*opened->source)->Matrix("lm_head.weight", 512, 128);
   REQUIRE(view.ok());
   CHECK(view->owned());
@@ -205,7 +205,7 @@ TEST_CASE("a missing tensor, another shape and another dtype are named") {
   CHECK(Says(Open(tensors)->source.status(), {name, "BF16, F16 or F32", "found I16"}));
   Named(tensors, name).name = "other";
   CHECK(Says(Open(tensors)->source.status(), {name, "missing", "[256, 128]"}));
-  // Many at once: some named, the others counted.
+  // If there are many, some are named and the others counted.
   CHECK(Says(Open({good})->source.status(), {"lm_head.weight", "and 21 more"}));
 }
 

@@ -153,7 +153,8 @@ class EssPolicy : public AttentionPolicy, public LatentAttention {
   bool generates(int32_t slot) const { return prompt_rows_.generate()[static_cast<size_t>(slot)]; }
   int layers() const { return tier_->layout().layers; }
   // Reads the counters every few steps, for the plan and for Recent.
-  void PollCounters(Stream& stream, absl::Span<const int32_t> slots, absl::Span<const int32_t> positions);
+  void PollCounters(Stream& stream, absl::Span<const int32_t> slots,
+                    absl::Span<const int32_t> positions);
   // Enqueues a transfer. Returns whether the last operator of the stream is now a Transfer.
   bool Fetch(Stream& stream, int layer, int32_t first, int32_t rows) const;
   bool Fetch(Stream& stream, const kernels::TransferParams& move) const;
@@ -281,8 +282,8 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const Params& a) {
   const int32_t rows = a.decode_rows;
   const Overlap overlap = plan_.Of(rows)[static_cast<size_t>(layer)];
   // Every schedule enqueues the same operators on the same lists, so that results are the same to
-  // the bit. PreAttn is on a branch. Top-k and UpdateResidency are in the trunk, each right behind the one
-  // before: blocks of a product that waited on every processor would keep them off.
+  // the bit. PreAttn is on a branch. Top-k and UpdateResidency are in the trunk, each right behind
+  // the one before: blocks of a product that waited on every processor would keep them off.
   Stream& work = overlap == Overlap::kNone ? stream : WorkBranch(stream);
   Stream& early = overlap == Overlap::kDba ? FetchBranch(stream) : stream;
   const bool prefetches = !never_misses_ && plan_.Prefetches(layer);

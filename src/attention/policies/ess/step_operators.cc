@@ -55,7 +55,8 @@ uint8_t* StepOperators::written(int layer) const {
 }
 
 kernels::UpdateResidencyParams StepOperators::UpdateInto(const Lists& lists, int32_t list,
-                                                         int layer, const LatentAttention::Params& a,
+                                                         int layer,
+                                                         const LatentAttention::Params& a,
                                                          int32_t row, int32_t rows,
                                                          kernels::UnitLists selected) const {
   const int64_t at = int64_t{list} * lists.capacity;
@@ -83,7 +84,8 @@ kernels::UpdateResidencyParams StepOperators::UpdateInto(const Lists& lists, int
   return update;
 }
 
-kernels::UpdateResidencyParams StepOperators::UpdateResidency(int layer, const LatentAttention::Params& a,
+kernels::UpdateResidencyParams StepOperators::UpdateResidency(int layer,
+                                                              const LatentAttention::Params& a,
                                                               int32_t row, int32_t list,
                                                               int32_t rows) const {
   kernels::UpdateResidencyParams update =
@@ -92,8 +94,8 @@ kernels::UpdateResidencyParams StepOperators::UpdateResidency(int layer, const L
   return update;
 }
 
-kernels::UpdateResidencyParams StepOperators::UpdateRunnersUp(int layer,
-                                                              const LatentAttention::Params& a) const {
+kernels::UpdateResidencyParams StepOperators::UpdateRunnersUp(
+    int layer, const LatentAttention::Params& a) const {
   kernels::UpdateResidencyParams update =
       UpdateInto(ahead_, 0, layer, a, 0, a.decode_rows, selection_->runners_up(layer));
   update.speculative = true;

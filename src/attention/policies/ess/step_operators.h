@@ -28,8 +28,8 @@ class StepOperators {
 
   // Returns the parameters of the operator that gives places to what rows [row, row + rows)
   // selected. Their lists begin at `list`.
-  kernels::UpdateResidencyParams UpdateResidency(int layer, const LatentAttention::Params& a, int32_t row,
-                                                 int32_t list, int32_t rows) const;
+  kernels::UpdateResidencyParams UpdateResidency(int layer, const LatentAttention::Params& a,
+                                                 int32_t row, int32_t list, int32_t rows) const;
   // Returns the parameters of the transfer of what that operator put into lists [first, first +
   // rows).
   kernels::TransferParams Fetch(int layer, int32_t first, int32_t rows) const;
@@ -58,8 +58,8 @@ class StepOperators {
     Buffer resident_counts, arriving_counts, move_counts;
   };
   kernels::UpdateResidencyParams UpdateInto(const Lists& lists, int32_t list, int layer,
-                                            const LatentAttention::Params& a, int32_t row, int32_t rows,
-                                            kernels::UnitLists selected) const;
+                                            const LatentAttention::Params& a, int32_t row,
+                                            int32_t rows, kernels::UnitLists selected) const;
   kernels::TransferParams Move(const Lists& lists, int layer, int32_t first, int32_t rows) const;
   kernels::SparseMlaParams Attention(const LatentAttention::Params& a, int32_t first,
                                      int32_t rows) const;

@@ -1,11 +1,12 @@
-// Whether a manifest is one that this node can take: its model, its layout, its sizes.
+#include "src/kv/manifest.h"
+
 #include <string>
 
 #include "absl/strings/str_join.h"
 #include "src/base/error.h"
 #include "src/base/reasons.h"
 #include "src/base/status_macros.h"
-#include "src/kv/transfer_table.h"
+#include "src/kv/page_pool.h"
 
 namespace sluice {
 namespace {
@@ -25,16 +26,16 @@ bool Same(const CacheKind& a, const CacheKind& b) {
 
 }  // namespace
 
-absl::Status TransferTable::CheckManifest(const Manifest& m) const {
-  if (m.model_fingerprint != options_.model_fingerprint) {
+absl::Status CheckManifest(const Manifest& m, const ManifestLimits& limits,
+                           const CacheLayout& layout) {
+  if (m.model_fingerprint != limits.model_fingerprint) {
     return WithReason(
         absl::FailedPreconditionError(absl::StrCat(
-            "manifest.model_fingerprint: this node serves ", options_.model_fingerprint, ", found ",
+            "manifest.model_fingerprint: this node serves ", limits.model_fingerprint, ", found ",
             m.model_fingerprint.empty() ? "none" : m.model_fingerprint.substr(0, 64),
             "; prefill with the same model")),
         reasons::kFingerprintMismatch);
   }
-  const CacheLayout& layout = dram_->layout();
   if (!m.cache_kinds.empty()) {
     bool same = m.cache_kinds.size() == layout.kinds.size();
     for (size_t i = 0; same && i < layout.kinds.size(); ++i) {
@@ -57,22 +58,22 @@ absl::Status TransferTable::CheckManifest(const Manifest& m) const {
                                      m.context_length));
   }
   if (m.max_new_tokens == 0) return InvalidField("manifest.max_new_tokens", "must be at least 1");
-  if (prompt > options_.max_context) {
+  if (prompt > limits.max_context) {
     return InvalidField("manifest.prompt_token_ids",
-                        absl::StrCat("this node's context is ", options_.max_context,
+                        absl::StrCat("this node's context is ", limits.max_context,
                                      " tokens, found a prompt of ", prompt));
   }
-  if (m.max_new_tokens > options_.max_context - prompt) {
+  if (m.max_new_tokens > limits.max_context - prompt) {
     return InvalidField(
         "manifest.max_new_tokens",
-        absl::StrCat("the context of ", options_.max_context, " leaves ",
-                     options_.max_context - prompt, " after the prompt, found ", m.max_new_tokens));
+        absl::StrCat("the context of ", limits.max_context, " leaves ", limits.max_context - prompt,
+                     " after the prompt, found ", m.max_new_tokens));
   }
   for (size_t i = 0; i < prompt; ++i) {
-    if (m.prompt_token_ids[i] >= options_.vocab_size) {
+    if (m.prompt_token_ids[i] >= limits.vocab_size) {
       return InvalidField("manifest.prompt_token_ids",
                           absl::StrCat("token ", i, " is ", m.prompt_token_ids[i],
-                                       ", outside the vocabulary of ", options_.vocab_size));
+                                       ", outside the vocabulary of ", limits.vocab_size));
     }
   }
   if (m.tenant.size() > kMaxNameBytes) {
@@ -83,17 +84,15 @@ absl::Status TransferTable::CheckManifest(const Manifest& m) const {
     return InvalidField("rendezvous_key", absl::StrCat("at most ", kMaxNameBytes, " bytes, found ",
                                                        m.rendezvous_key.size()));
   }
-  if (m.lease < absl::ZeroDuration() || m.lease > options_.max_lease) {
+  if (m.lease < absl::ZeroDuration() || m.lease > limits.max_lease) {
     return InvalidField("lease", absl::StrCat("must be positive and at most ",
-                                              absl::FormatDuration(options_.max_lease), ", found ",
+                                              absl::FormatDuration(limits.max_lease), ", found ",
                                               absl::FormatDuration(m.lease)));
   }
   return absl::OkStatus();
 }
 
-absl::Status TransferTable::CheckFits(const Manifest& m) const {
-  const int64_t total = static_cast<int64_t>(m.prompt_token_ids.size()) + m.max_new_tokens;
-  const Footprint need = options_.footprint(m.context_length, total);
+absl::Status CheckCouldFit(const Footprint& need, const PagePool& dram, const PagePool& hbm) {
   const auto never = [&](const PagePool& pool, const TokensByKind& tokens) {
     const CacheLayout& layout = pool.layout();
     return InvalidField(
@@ -103,8 +102,8 @@ absl::Status TransferTable::CheckFits(const Manifest& m) const {
                                  " at most; shorten the prompt or max_new_tokens, or raise --",
                                  pool.name(), "-bytes"));
   };
-  if (!dram_->CouldEverFit(need.dram_tokens)) return never(*dram_, need.dram_tokens);
-  if (!hbm_->CouldEverFit(need.hbm_tokens)) return never(*hbm_, need.hbm_tokens);
+  if (!dram.CouldEverFit(need.dram_tokens)) return never(dram, need.dram_tokens);
+  if (!hbm.CouldEverFit(need.hbm_tokens)) return never(hbm, need.hbm_tokens);
   return absl::OkStatus();
 }
 

@@ -1,0 +1,88 @@
+// One chunk on its way into the pages of its transfer: checked against the transfer, claimed block
+// by block, copied, and counted only if its checksum holds.
+//
+// Locking: Begin, Finish and the destructor take the store's lock for a moment. Append takes none:
+// the blocks that a landing has claimed are its own until it is gone, and a transfer's pages are
+// not given back, nor handed to the engine, while a landing of it lives. One thread at a time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+
+namespace sluice {
+
+class Transfer;
+class TransferStore;
+
+// The part of a transfer that a chunk holds. Ranges are half open.
+struct ChunkHeader {
+  std::string transfer_id;
+  uint32_t layer = 0;
+  std::string kind;
+  uint32_t head_begin = 0, head_end = 0;
+  uint32_t token_begin = 0, token_end = 0;
+  uint32_t crc32c = 0;  // of the payload
+};
+
+class ChunkLanding {
+ public:
+  // Checks the header and claims those of its blocks that have not landed. The landing then expects
+  // `payload_bytes` bytes. Errors:
+  //   NOT_FOUND            there is no such transfer (TRANSFER_NOT_FOUND)
+  //   INVALID_ARGUMENT     the header does not fit the transfer, or the payload does not fit it
+  //   FAILED_PRECONDITION  the transfer is committed (COMMITTED) or poisoned (POISONED)
+  //   ABORTED              another landing writes one of the blocks (BLOCK_BUSY)
+  static absl::StatusOr<std::unique_ptr<ChunkLanding>> Begin(TransferStore* store,
+                                                             const ChunkHeader& header,
+                                                             uint64_t payload_bytes,
+                                                             uint64_t max_chunk_bytes);
+  // Leaves the claimed blocks missing if Finish has not succeeded.
+  ~ChunkLanding();
+  ChunkLanding(const ChunkLanding&) = delete;
+  ChunkLanding& operator=(const ChunkLanding&) = delete;
+
+  // Returns the number of bytes that are still to come.
+  uint64_t left() const { return left_; }
+  // Copies the next bytes into their pages. REQUIRES: bytes.size() <= left().
+  void Append(absl::Span<const uint8_t> bytes);
+  // Checks the checksum and counts the blocks as landed. Returns how many blocks are new: 0 if the
+  // chunk repeats what is there. Errors:
+  //   INVALID_ARGUMENT     bytes are missing
+  //   DATA_LOSS            the checksum does not hold; the blocks stay missing (CHECKSUM_MISMATCH)
+  //   NOT_FOUND            the transfer has ended meanwhile (TRANSFER_NOT_FOUND)
+  //   FAILED_PRECONDITION  the blocks landed before with other bytes: the transfer is poisoned
+  // Call it at most once after all bytes are there.
+  absl::StatusOr<uint64_t> Finish();
+
+ private:
+  // A stretch of page memory that the payload fills in order.
+  struct Piece {
+    uint8_t* target;
+    uint64_t bytes;
+    bool landed;  // the block is there already: its bytes are compared, not written
+  };
+  ChunkLanding(TransferStore* store, const ChunkHeader& header, uint64_t payload_bytes)
+      : store_(store), header_(header), left_(payload_bytes) {}
+  // Fills pieces_ from header_ and claimed_.
+  void FindPieces(size_t kind);
+
+  TransferStore* const store_;
+  const ChunkHeader header_;
+  std::shared_ptr<Transfer> transfer_;  // null until Begin has succeeded
+  std::vector<size_t> claimed_;         // blocks that this landing writes, in the payload's order
+  std::vector<Piece> pieces_;
+  size_t piece_ = 0;
+  uint64_t offset_ = 0;  // inside pieces_[piece_]
+  uint64_t left_ = 0;
+  uint32_t crc_ = 0;
+  bool differs_ = false;  // a block that had landed was sent with other bytes
+  bool finished_ = false;
+};
+
+}  // namespace sluice
