@@ -31,7 +31,7 @@ CudaMachine ProbeCudaMachine() {
   if (const cudaError_t error = cudaGetDeviceCount(&machine.gpus); error != cudaSuccess) {
     machine.gpus = 0;
     if (error != cudaErrorNoDevice) machine.error = cudaGetErrorString(error);
-    cudaGetLastError();  // known now
+    cudaGetLastError();  // clears the error, which is handled here
   }
   if (machine.gpus == 0) return machine;
   cudaDeviceProp properties{};
