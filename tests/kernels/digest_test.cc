@@ -7,8 +7,8 @@ namespace {
 struct DigestCase {
   const char* name;
   int32_t block_tokens, kv_heads, head_dim;
-  int32_t ring_blocks;  // then rows are decode rows
-  bool bulk;            // rows say where they begin
+  int32_t ring_blocks;  // if > 0, rows are decode rows
+  bool bulk;            // rows name their first positions
 };
 
 const DigestCase kDigestCases[] = {
@@ -28,11 +28,12 @@ void CheckDigest(const KernelTable& table, const DigestCase& c, Random& random) 
   TestCache<T> cache(kDigestSlots, kDigestBlocks, c.block_tokens, c.kv_heads, c.head_dim, random,
                      c.ring_blocks);
   cache.Fill(random);
-  // Exact also where floats are denormal: nothing may be flushed.
+  // The digests are exact also where floats are denormal: nothing may be flushed.
   FillNormal(std::span<T>(cache.Key(0, 0, 0), static_cast<size_t>(c.head_dim)), random, 1e-39f);
   TestRows<T> digests(kDigestSlots, kDigestBlocks, 4, 2 * c.head_dim, c.kv_heads, random);
   const int32_t block = c.block_tokens;
-  // Alone in its block, a block full, one in the middle of a later block, the last there can be.
+  // Rows that are alone in their block, fill a block, lie in the middle of a later block, and the
+  // last possible one.
   const auto slots = BufferOf<int32_t>({3, 0, -1, 1, 4, -1, 2});
   const auto positions =
       BufferOf<int32_t>({0, block - 1, 7, 4 * block, kDigestBlocks * block - 1, 0, 5 * block + 3});
@@ -47,7 +48,7 @@ void CheckDigest(const KernelTable& table, const DigestCase& c, Random& random) 
     CHECK(got.Damage() == "");
     CHECK(BitDifference(got.span(), digests.data.span(), c.head_dim) == "");
   }
-  // What the reference says, once more and by hand: a row's own block, up to its own position.
+  // The reference's digests, checked by hand: a row's own block, up to its own position.
   const T* of_slot_2 = digests.Row(2, 5, c.kv_heads - 1);
   for (int64_t d = 0; d < c.head_dim; ++d) {
     double least = 1e30, largest = -1e30;

@@ -1,4 +1,4 @@
-// What the latent cache takes in, and the queries that meet it: LatentAppend, MlaQuery; and the
+// LatentAppend and MlaQuery, which fill the latent cache and make the queries that read it; and the
 // conversions of the packed form.
 #include <set>
 
@@ -43,9 +43,9 @@ struct AppendCase {
   int32_t rope;
   int32_t block_tokens;
   DType type;
-  bool places;   // the cache is by place
-  bool cache;    // else base is null
-  bool written;  // once more
+  bool places;   // the cache is numbered by place
+  bool cache;    // false: base is null
+  bool written;  // entries are also written to `written`
 };
 
 const AppendCase kAppendCases[] = {
@@ -61,7 +61,7 @@ const AppendCase kAppendCases[] = {
 
 constexpr int32_t kSlots = 6, kTokens = 150;
 
-// Rows of decoding and of prompts, padded rows between.
+// Rows of decoding and of prompts, with padded rows between.
 std::vector<AttentionRow> AppendRows() {
   std::vector<AttentionRow> rows = {{-1, 3}, {2, 0}, {0, 149}, {-1, 0}, {4, 15}, {3, 16}};
   AppendRun(rows, 1, 20, 70);

@@ -52,7 +52,7 @@ class MlaFixture {
     Guarded<float> lse;
   };
 
-  // With `scratch_rows` rows' worth of scratch.
+  // Runs with scratch for `scratch_rows` rows.
   Output Run(const KernelTable& table, int64_t first, int64_t rows, int workers,
              int64_t scratch_rows, bool threads = false) {
     Output o = {{},
@@ -71,7 +71,7 @@ class MlaFixture {
     return o;
   }
 
-  // All rows, each list in two: those before and from `cuts`, in one call or in two.
+  // Runs all rows, each list in two: the entries before and from `cuts`, in one call or in two.
   Output RunTwo(const KernelTable& table, std::span<const int32_t> cuts, bool one_call,
                 int64_t scratch_rows) {
     Output o = {{},
@@ -218,8 +218,8 @@ void TestSparseMlaBits(const KernelTable& table, Random& random) {
 }
 SLUICE_TEST_ON_EVERY_PATH("a row of sparse_mla has the same bits in any batch", TestSparseMlaBits)
 
-// One call over two lists, on the device that has it (the others' kernel sets make two calls), and
-// two calls; whatever the first list is, the result is that of the whole one.
+// One call over two lists (on the device that has it; the others' kernel sets make two calls), and
+// two calls. Whatever the first list is, the result is that of the whole list.
 void TestTwoLists(const KernelTable& table, Random& random) {
   if (Lacks(table, table.sparse_mla)) return;
   for (MlaCase c : MlaCases()) {

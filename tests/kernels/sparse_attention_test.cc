@@ -33,7 +33,7 @@ Tolerance ToleranceOf(const KernelTable& path, const SparseCase& c) {
   return tensor_cores ? Tolerance{2e-5, 1e-5} : Tolerance{3e-6, 1e-6};
 }
 
-// Results start as NaN: what is not computed stays so.
+// Results start as NaN; results that are not computed stay so.
 template <typename Fixture>
 Result Run(const KernelTable& path, const SparseCase& c, Fixture& fixture, const Part& part,
            int workers, bool threads = false) {
@@ -132,7 +132,7 @@ void TestEmpty(const KernelTable& path, Random& random) {
 }
 SLUICE_TEST_ON_EVERY_PATH("an empty list and a padded row give zeros and -inf", TestEmpty)
 
-// Every row of a case with all its units at their own places.
+// Every row of a case has all its units at their own places.
 std::vector<SparseCase> WholeCases() {
   std::vector<SparseCase> cases;
   for (SparseCase c : SparseCases()) {
@@ -160,7 +160,7 @@ void TestDense(const KernelTable& path, Random& random) {
 }
 SLUICE_TEST_ON_EVERY_PATH("a list of everything is attention", TestDense)
 
-// Keeps of every list the units whose index is `rest` modulo 2.
+// Keeps the units of every list whose index is `rest` modulo 2.
 template <typename Fixture>
 void Halve(const SparseCase& c, Fixture& fixture, int64_t rest) {
   for (int64_t list = 0; list < fixture.rows() * c.kv_heads; ++list) {
