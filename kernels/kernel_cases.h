@@ -163,8 +163,8 @@ struct SparseRow {
   int32_t units;
 };
 
-// Where the units of a list lie: at the places of their own numbers, at other places, or in a ring
-// of the newest blocks; or they have no numbers (SparseAttentionParams::units is null).
+// The order of a list's units in memory: at the places of their own numbers, at other places, or in
+// a ring of the newest blocks; or they have no numbers (SparseAttentionParams::units is null).
 enum class SparsePlaces { kOwn, kOther, kRing, kUnnumbered };
 
 struct SparseCase {

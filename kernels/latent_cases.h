@@ -15,7 +15,7 @@ struct MlaRow {
   int32_t entries;
 };
 
-// What a result is merged with: nothing, a result of every row, or of some of them.
+// The other result to merge with: nothing, a result of every row, or of some of them.
 enum class MlaOther { kNone, kAll, kSome };
 
 struct MlaCase {

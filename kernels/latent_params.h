@@ -182,10 +182,10 @@ inline constexpr int kMlaSplitEntries = 256;
 // A list counts in its order. An empty list gives out = 0, lse = -inf. With `other_o` the result is
 // merged with another partial result of the same rows, which comes first (the rule of MergeParams).
 //
-// With `then_counts` each row has a second list. The result is, to the bit, that of two calls: one
-// over the first list into `other_o` and `other_lse`, which then are work space, and one over the
-// second list that is merged with them. REQUIRES: a row's two lists have at most `capacity` entries
-// together.
+// Each row has a second list if `then_counts` is given. The result is, to the bit, that of two
+// calls: one over the first list into `other_o` and `other_lse`, which then are work space, and one
+// over the second list that is merged with them. REQUIRES: a row's two lists have at most
+// `capacity` entries together.
 struct SparseMlaParams {
   const void* q;  // [rows][heads][rank + rope] of q_type
   const int32_t* slots;

@@ -135,10 +135,11 @@ struct PagedCache {
   int32_t ring_blocks = 0;
 };
 
-// For every row: applies an optional RMSNorm to each q and k head (Qwen3), applies RoPE to them
-// (half-split pairs: element i with element i + head_dim/2), stores q back in place, and writes k
-// and v to the row's position in the cache (rounded to the cache's type). Padded rows write
-// nothing. With cache.kv_heads = 0 a row has only q heads, and nothing is appended.
+// Does the following for every row: applies an optional RMSNorm to each q and k head (Qwen3),
+// applies RoPE to them (half-split pairs: element i with element i + head_dim/2), stores q back in
+// place, and writes k and v to the row's position in the cache (rounded to the cache's type).
+// Padded rows write nothing. With cache.kv_heads = 0 a row has only q heads, and nothing is
+// appended.
 struct RopeAppendParams {
   float* qkv;                // [rows][(heads + 2 * kv_heads) * head_dim]: q heads, k heads, v heads
   const float* q_norm;       // [head_dim] or null
@@ -267,8 +268,8 @@ inline constexpr int kMaxStopIds = 64;      // stop token ids and EOS ids of a s
 inline constexpr int kMaxLogitBias = 1024;  // entries of logit_bias of a sequence
 inline constexpr int kMaxTopLogprobs = 20;  // alternatives reported per token
 
-// How one sequence's next token is chosen. The struct lies in a device table [slots] and is written
-// at admission.
+// The rule by which one sequence's next token is chosen. The struct lies in a device table [slots]
+// and is written at admission.
 struct SamplingSlot {
   uint64_t seed;
   float temperature;         // 0: greedy

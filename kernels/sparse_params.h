@@ -41,7 +41,7 @@ struct UnitLists {
   int32_t capacity;
 };
 
-// How the scores of a group's query heads become one score of their KV head.
+// The rule by which the scores of a group's query heads become one score of their KV head.
 enum class GroupReduction : int32_t {
   kMax = 0,
   kMean = 1,

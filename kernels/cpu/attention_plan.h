@@ -1,4 +1,4 @@
-// How attention is shared out over workers: plain arithmetic on the rows, the same for every worker
+// The division of attention over workers: plain arithmetic on the rows, the same for every worker
 // and for both phases.
 //
 // Neighbouring rows of one sequence form a tile, whose queries read each K and V once. A tile's
@@ -16,7 +16,7 @@ namespace {
 inline constexpr int kMaxQueries = 48;    // query vectors of a tile: rows x heads of a group
 inline constexpr int kMaxGroupPart = 16;  // heads of a group that share a tile
 
-// How a KV head's query heads are divided: in `parts` parts of at most `heads` each.
+// The division of a KV head's query heads into `parts` parts of at most `heads` each.
 struct GroupShape {
   int64_t group;
   int64_t parts;

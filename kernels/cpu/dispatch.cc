@@ -1,4 +1,4 @@
-// Which paths this processor has. No other file asks the processor.
+// The choice of the paths that this processor has. No other file asks the processor.
 #include <cstring>
 
 #include "kernels/cpu/cpu_tables.h"

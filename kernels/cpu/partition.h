@@ -1,4 +1,4 @@
-// How a matrix product is shared out: a grid over rows and panels, never over k.
+// The division of a matrix product over workers: a grid over rows and panels, never over k.
 #pragma once
 
 #include "kernels/scalar.h"

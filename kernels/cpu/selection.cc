@@ -59,7 +59,7 @@ void ForEachKey(const Candidates& c, Body body) {
   }
 }
 
-// What is taken: keys above `key`, and the first `equal` candidates that have it.
+// A cut takes keys above `key`, and the first `equal` candidates that have it.
 struct Cut {
   uint32_t key;
   int64_t equal;

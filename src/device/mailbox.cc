@@ -110,7 +110,7 @@ bool Mailbox::LooksAtWords(int worker) {
 
 int Mailbox::Poll(int worker) {
   const uint32_t bit = 1u << worker;
-  // From here on the worker owes nothing but what it finds below.
+  // The worker now owes nothing but what it finds below.
   if ((late_.load(std::memory_order_relaxed) & bit) != 0) late_.fetch_and(~bit);
   WorkerState& state = worker_states_[worker];
   const bool looks = LooksAtWords(worker);

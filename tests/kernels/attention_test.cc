@@ -14,7 +14,7 @@ int64_t AmplePartial(const KernelTable& path, const AttentionCase& c) {
   return IsCuda(path) ? 132 * 2 * 20 * 17 / 16 / c.kv_heads : 300;
 }
 
-// How many of a case's rows count as decode rows. A GPU has a kernel for either kind.
+// Numbers of a case's rows that count as decode rows. A GPU has a kernel for either kind.
 std::vector<int32_t> DecodeCounts(const KernelTable& path, int32_t rows) {
   return IsCuda(path) ? std::vector<int32_t>{rows, 0, rows / 2} : std::vector<int32_t>{rows};
 }

@@ -299,7 +299,7 @@ void TestSparseMlaExtremes(const KernelTable& table, Random& random) {
   const double relative = type == DType::kFloat32 ? 1e-3 : 1e-2;
   CHECK(Difference(got.first.span(), want.first.span(), relative, kRank) == "");
   CHECK(Difference(got.second.span(), want.second.span(), relative, kHeads) == "");
-  // Where the other result outweighs everything, it is the result.
+  // The other result is the result where it outweighs everything.
   for (int64_t i = 0; i < kRank; ++i) CHECK(got.first[kRank + i] == other_o[kRank + i]);
 }
 SLUICE_TEST_ON_EVERY_PATH("sparse_mla bears large scores", TestSparseMlaExtremes)

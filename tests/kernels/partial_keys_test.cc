@@ -243,7 +243,7 @@ SLUICE_TEST_ON_EVERY_PATH(
     "the newest token",
     TestScores)
 
-// With a projection that loses nothing, partial scores are the scores themselves.
+// If the projection loses nothing, partial scores are the scores themselves.
 void TestFullRank(const KernelTable& path, Random& random) {
   if (Lacks(path, path.partial_scores)) return;
   const PartialCase c = {"identity", 3, 1, 32, 32, 16, DType::kFloat32, DType::kFloat32};

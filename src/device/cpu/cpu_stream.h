@@ -36,7 +36,8 @@ class CpuEvent : public TimedEvent {
 // A ring of small commands and a thread that runs them in order. Enqueueing allocates nothing.
 class CpuStream : public HostStream {
  public:
-  // With a null `team` it is a copy stream, which takes no operators. `log` outlives the stream.
+  // A stream with a null `team` is a copy stream, which takes no operators. `log` outlives the
+  // stream.
   CpuStream(CpuTeam* team, CpuTraceLog* log);
   ~CpuStream() override;  // runs first what is queued
 

@@ -62,7 +62,7 @@ struct SimDeviceState {
 
 class SimStream : public HostStream {
  public:
-  // With a null `team` it is a copy stream.
+  // A stream with a null `team` is a copy stream.
   SimStream(SimDeviceState* device, CpuTeam* team) : SimStream(device, team, nullptr) {}
   ~SimStream() override;  // runs first what is queued
 
@@ -76,7 +76,7 @@ class SimStream : public HostStream {
   void After(Stream& other) override;
 
  private:
-  // With a null `trunk` it is no branch.
+  // A stream with a null `trunk` is no branch.
   SimStream(SimDeviceState* device, CpuTeam* team, SimStream* trunk)
       : device_(device), team_(team), trunk_(trunk != nullptr ? trunk : this) {}
 
