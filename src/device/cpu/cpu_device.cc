@@ -111,7 +111,7 @@ absl::StatusOr<std::unique_ptr<Device>> NewCpuDevice(const CpuDeviceOptions& opt
                                           : kernels::FindKernelTable(options.kernels.c_str());
   if (table == nullptr) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "kernels: '", options.kernels, "' is not to be had on this processor; it has auto, ",
+        "kernels: this processor cannot run '", options.kernels, "'; choose one of auto, ",
         absl::StrJoin(kernels::AvailableKernelTables(), ", ",
                       [](std::string* out, const kernels::KernelTable* t) { *out += t->name; })));
   }

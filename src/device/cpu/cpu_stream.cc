@@ -18,7 +18,7 @@ void CpuEvent::WaitFor(uint32_t wanted) const {
 
 absl::Duration CpuEvent::Since(const TimedEvent& earlier) const {
   const auto& from = static_cast<const CpuEvent&>(earlier);
-  SLUICE_CHECK(Ready() && from.Ready(), "only what has been reached is timed");
+  SLUICE_CHECK(Ready() && from.Ready(), "both events must have been reached");
   return absl::FromChrono(reached_ - from.reached_);
 }
 

@@ -64,7 +64,7 @@ bool CudaEvent::Ready() const {
   if (health_->failed()) return true;
   const cudaError_t error = cudaEventQuery(event_);
   if (error != cudaErrorNotReady) {
-    Report(health_, error, "what the GPU was given");
+    Report(health_, error, "the work before an event");
     return true;
   }
   if (Now() - recorded_at_.load(std::memory_order_relaxed) < kStalledNanoseconds) return false;

@@ -22,7 +22,7 @@ bool SimClock::RunNext() {
 }
 
 void SimClock::RunUntil(const std::function<bool()>& done) {
-  while (!done()) SLUICE_CHECK(RunNext(), "a wait for what nothing will bring about");
+  while (!done()) SLUICE_CHECK(RunNext(), "no event is left that could end the wait");
 }
 
 void SimClock::Leap(absl::Duration by) {
