@@ -38,34 +38,34 @@ struct KernelTable {
   void (*sample)(const SampleParams&, Worker);
   void (*transfer)(const TransferParams&, Worker);
   // Sparse attention (kernels/sparse_params.h).
-  void (*digest)(const DigestParams&, Worker) = nullptr;
-  void (*digest_scores)(const DigestScoresParams&, Worker) = nullptr;
-  void (*exact_scores)(const ExactScoresParams&, Worker) = nullptr;
-  void (*partial_keys)(const PartialKeysParams&, Worker) = nullptr;
-  void (*partial_scores)(const PartialScoresParams&, Worker) = nullptr;
-  void (*top_k)(const TopKParams&, Worker) = nullptr;
-  void (*split)(const SplitParams&, Worker) = nullptr;
-  void (*recall_due)(const RecallDueParams&, Worker) = nullptr;
-  void (*recall)(const RecallParams&, Worker) = nullptr;
-  void (*write_through)(const WriteThroughParams&, Worker) = nullptr;
-  void (*sparse_attention)(const SparseAttentionParams&, Worker) = nullptr;
-  void (*moving_average)(const MovingAverageParams&, Worker) = nullptr;
-  void (*copy_rows)(const CopyRowsParams&, Worker) = nullptr;
+  void (*digest)(const DigestParams&, Worker);
+  void (*digest_scores)(const DigestScoresParams&, Worker);
+  void (*exact_scores)(const ExactScoresParams&, Worker);
+  void (*partial_keys)(const PartialKeysParams&, Worker);
+  void (*partial_scores)(const PartialScoresParams&, Worker);
+  void (*top_k)(const TopKParams&, Worker);
+  void (*split)(const SplitParams&, Worker);
+  void (*recall_due)(const RecallDueParams&, Worker);
+  void (*recall)(const RecallParams&, Worker);
+  void (*write_through)(const WriteThroughParams&, Worker);
+  void (*sparse_attention)(const SparseAttentionParams&, Worker);
+  void (*moving_average)(const MovingAverageParams&, Worker);
+  void (*copy_rows)(const CopyRowsParams&, Worker);
   // Latent attention and experts (kernels/latent_params.h). Where a second phase is named, all
   // workers finish the first before any begins the second.
-  void (*latent_append)(const LatentAppendParams&, Worker) = nullptr;
-  void (*index_append)(const IndexAppendParams&, Worker) = nullptr;
-  void (*index_query)(const IndexQueryParams&, Worker) = nullptr;
-  void (*index_logits)(const IndexLogitsParams&, Worker) = nullptr;
-  void (*mla_query)(const MlaQueryParams&, Worker) = nullptr;
-  void (*head_linear)(const HeadLinearParams&, Worker) = nullptr;
-  void (*sparse_mla)(const SparseMlaParams&, Worker) = nullptr;
-  void (*sparse_mla_merge)(const SparseMlaParams&, Worker) = nullptr;
-  void (*update_residency)(const UpdateResidencyParams&, Worker) = nullptr;
-  void (*route)(const RouteParams&, Worker) = nullptr;
-  void (*route_pairs)(const RouteParams&, Worker) = nullptr;
-  void (*expert_linear)(const ExpertLinearParams&, Worker) = nullptr;
-  void (*combine)(const CombineParams&, Worker) = nullptr;
+  void (*latent_append)(const LatentAppendParams&, Worker);
+  void (*index_append)(const IndexAppendParams&, Worker);
+  void (*index_query)(const IndexQueryParams&, Worker);
+  void (*index_logits)(const IndexLogitsParams&, Worker);
+  void (*mla_query)(const MlaQueryParams&, Worker);
+  void (*head_linear)(const HeadLinearParams&, Worker);
+  void (*sparse_mla)(const SparseMlaParams&, Worker);
+  void (*sparse_mla_merge)(const SparseMlaParams&, Worker);
+  void (*update_residency)(const UpdateResidencyParams&, Worker);
+  void (*route)(const RouteParams&, Worker);
+  void (*route_pairs)(const RouteParams&, Worker);
+  void (*expert_linear)(const ExpertLinearParams&, Worker);
+  void (*combine)(const CombineParams&, Worker);
 };
 
 // Returns every path that this processor can run, slowest first: reference, portable, ..., the

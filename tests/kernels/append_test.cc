@@ -111,7 +111,6 @@ void CheckWriteThrough(const KernelTable& table, Random& random) {
 }
 
 void TestAppend(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.write_through)) return;
   TestQueriesAlone(table, random);
   CheckRing<uint16_t>(table, random);
   CheckRing<float>(table, random);

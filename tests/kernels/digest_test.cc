@@ -63,7 +63,6 @@ void CheckDigest(const KernelTable& table, const DigestCase& c, Random& random) 
 }
 
 void TestDigest(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.digest)) return;
   for (const DigestCase& c : kDigestCases) {
     CheckDigest<uint16_t>(table, c, random);
     CheckDigest<float>(table, c, random);
@@ -72,7 +71,6 @@ void TestDigest(const KernelTable& table, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("digests are exact, and of what lies up to a row's position", TestDigest)
 
 void TestDigestGrows(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.digest)) return;
   constexpr int32_t kTokens = 75;
   TestCache<uint16_t> cache(1, 5, 16, 2, 64, random);
   cache.Fill(random);
@@ -189,7 +187,6 @@ void CheckDigestScores(const KernelTable& table, int32_t group, int32_t head_dim
 }
 
 void TestDigestScores(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.digest_scores)) return;
   for (int32_t group : {1, 2, 3, 4, 7, 8, 12}) {
     CheckDigestScores<uint16_t>(table, group, 64, 7, random);
     CheckDigestScores<float>(table, group, 32, 70, random);
@@ -230,7 +227,6 @@ void CheckExactScores(const KernelTable& table, int32_t group, int32_t head_dim,
 }
 
 void TestExactScores(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.exact_scores)) return;
   for (int32_t unit_tokens : {1, 8, 16, 32, 64, 96}) {
     CheckExactScores<uint16_t>(table, 3, 64, unit_tokens, random);
     CheckExactScores<float>(table, 1, 16, unit_tokens, random);
@@ -243,7 +239,6 @@ SLUICE_TEST_ON_EVERY_PATH("exact scores agree with the reference, and are a row'
 
 // Quest's bound: no key of a block scores higher than its digest.
 void TestBound(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.digest_scores)) return;
   constexpr int32_t kTokens = 16 * 20 + 5, kBlocks = 21;
   TestCache<uint16_t> cache(1, kBlocks, 16, 2, 64, random);
   cache.Fill(random);

@@ -134,7 +134,6 @@ class RouteFixture {
 };
 
 void TestRoute(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.route)) return;
   for (const RouteCase& c : kRouteCases) {
     INFO(c.name);
     RouteFixture f(c, random);
@@ -246,7 +245,6 @@ std::string NameOf(const ExpertCase& c) {
 double Tolerance(WeightLayout layout) { return layout == WeightLayout::kFp8Blocks ? 4e-3 : 3e-6; }
 
 void TestExpertLinear(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.expert_linear)) return;
   for (const ExpertCase& c : kExpertCases) {
     INFO(NameOf(c));
     const ExpertFixture f(c, table.activation_type, random);
@@ -263,7 +261,6 @@ void TestExpertLinear(const KernelTable& table, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("expert_linear agrees with the reference", TestExpertLinear)
 
 void TestExpertLinearBits(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.expert_linear)) return;
   for (const ExpertCase& c : kExpertCases) {
     INFO(NameOf(c));
     const ExpertFixture f(c, table.activation_type, random);
@@ -291,7 +288,6 @@ SLUICE_TEST_ON_EVERY_PATH("a pair of expert_linear has the same bits in any comp
                           TestExpertLinearBits)
 
 void TestCombine(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.combine)) return;
   for (const auto& [rows, k, dim] : {std::tuple{0, 2, 64}, std::tuple{1, 8, 7168},
                                      std::tuple{13, 2, 256}, std::tuple{5, 3, 72}}) {
     INFO(rows << " rows of " << k << " choices, " << dim);

@@ -69,7 +69,6 @@ class HeadFixture {
 };
 
 void TestHeadLinear(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.head_linear)) return;
   for (const HeadCase& c : kCases) {
     INFO(c.rows << " rows, " << c.heads << " heads of " << c.n << " x " << c.k);
     const HeadFixture f(c, table.activation_type, random);
@@ -89,7 +88,6 @@ void TestHeadLinear(const KernelTable& table, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("head_linear agrees with the reference", TestHeadLinear)
 
 void TestHeadLinearBits(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.head_linear)) return;
   for (const HeadCase& c : kCases) {
     INFO(c.rows << " rows, " << c.heads << " heads of " << c.n << " x " << c.k);
     const HeadFixture f(c, table.activation_type, random);

@@ -113,7 +113,6 @@ class KeyFixture {
 };
 
 void TestIndexAppend(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.index_append)) return;
   for (DType type : kTypes) {
     for (int32_t rope_dim : {64, 16, 128}) {
       INFO(NameOf(type) << ", RoPE of " << rope_dim);
@@ -144,7 +143,6 @@ void TestIndexAppend(const KernelTable& table, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("index_append agrees with the reference", TestIndexAppend)
 
 void TestIndexQuery(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.index_query)) return;
   for (DType type : kTypes) {
     for (const auto& [rows, heads, rope_dim] : {std::tuple{0, 4, 64}, std::tuple{1, 64, 64},
                                                 std::tuple{13, 4, 64}, std::tuple{3, 1, 16}}) {
@@ -295,7 +293,6 @@ const LogitsCase kLogitsCases[] = {
 };
 
 void TestIndexLogits(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.index_logits)) return;
   for (const LogitsCase& c : kLogitsCases) {
     INFO(NameOf(c.type) << ", " << c.heads << " heads, blocks of " << c.block_tokens);
     LogitsFixture f(c, random);
@@ -309,7 +306,6 @@ SLUICE_TEST_ON_EVERY_PATH("index_logits agrees with the reference", TestIndexLog
 
 // Prompts with so many rows of so few keys that a thread that loads rows ahead is many rows ahead.
 void TestIndexLogitsPrompts(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.index_logits)) return;
   LogitsCase c = {DType::kFloat8E4M3, 32, 4, {}};
   for (int32_t slot = 0; slot < 4; ++slot) AppendRun(c.rows, slot, 0, 256);
   LogitsFixture f(c, random);
@@ -323,7 +319,6 @@ SLUICE_TEST_ON_EVERY_PATH("index_logits of many short rows agrees with the refer
                           TestIndexLogitsPrompts)
 
 void TestIndexLogitsBits(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.index_logits)) return;
   for (const LogitsCase& c : kLogitsCases) {
     INFO(NameOf(c.type) << ", " << c.heads << " heads, blocks of " << c.block_tokens);
     LogitsFixture f(c, random);
@@ -345,7 +340,6 @@ SLUICE_TEST_ON_EVERY_PATH("a row's index logits have the same bits in any batch"
 
 // Equal tokens at any positions of the context have equal logits, so that TopK's ties are real.
 void TestIndexLogitsPlaces(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.index_logits)) return;
   for (DType type : kTypes) {
     INFO(NameOf(type));
     const bool packed = type == DType::kFloat8E4M3;

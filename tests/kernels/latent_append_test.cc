@@ -159,7 +159,6 @@ class AppendFixture {
 };
 
 void TestLatentAppend(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.latent_append)) return;
   for (const AppendCase& c : kAppendCases) {
     INFO(c.name);
     AppendFixture f(c, random);
@@ -193,7 +192,6 @@ void TestLatentAppend(const KernelTable& table, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("latent_append agrees with the reference", TestLatentAppend)
 
 void TestLatentAppendBits(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.latent_append)) return;
   for (const AppendCase& c : kAppendCases) {
     if (!c.written) continue;
     INFO(c.name);
@@ -222,7 +220,6 @@ struct QueryCase {
 };
 
 void TestMlaQuery(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.mla_query)) return;
   for (const QueryCase& c : {QueryCase{0, 4, 128, 64, 512}, QueryCase{1, 128, 128, 64, 512},
                              QueryCase{19, 4, 32, 64, 512}, QueryCase{5, 1, 16, 8, 96}}) {
     INFO(c.rows << " rows of " << c.heads << " heads");

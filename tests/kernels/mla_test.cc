@@ -180,7 +180,6 @@ double Tolerance(const KernelTable& table, const MlaCase& c) {
 }
 
 void TestSparseMla(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.sparse_mla)) return;
   for (const MlaCase& c : MlaCases()) {
     INFO(c.name);
     MlaFixture f(c, table.activation_type, random);
@@ -197,7 +196,6 @@ void TestSparseMla(const KernelTable& table, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("sparse_mla agrees with the reference", TestSparseMla)
 
 void TestSparseMlaBits(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.sparse_mla)) return;
   for (const MlaCase& c : MlaCases()) {
     INFO(c.name);
     MlaFixture f(c, table.activation_type, random);
@@ -221,7 +219,6 @@ SLUICE_TEST_ON_EVERY_PATH("a row of sparse_mla has the same bits in any batch", 
 // One call over two lists (on the device that has it; the others' kernel sets make two calls), and
 // two calls. Whatever the first list is, the result is that of the whole list.
 void TestTwoLists(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.sparse_mla)) return;
   for (MlaCase c : MlaCases()) {
     if (!c.numbered) continue;
     INFO(c.name);
@@ -255,7 +252,6 @@ SLUICE_TEST_ON_EVERY_PATH("sparse_mla over two lists is that over one", TestTwoL
 // Scores so large that only their differences can be told from infinity, and other results far
 // above and below.
 void TestSparseMlaExtremes(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.sparse_mla)) return;
   constexpr int32_t kHeads = 4, kRank = 512, kRope = 64, kEntries = 300;
   TestLatents cache(1, kEntries, 64, kRank, kRope, DType::kBFloat16, random);
   for (int64_t e = 0; e < kEntries; ++e) cache.FillEntry(cache.Entry(0, e), random, 1.0f);

@@ -207,7 +207,6 @@ class Model {
 };
 
 void TestSteps(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.moving_average)) return;
   constexpr DType kBf16 = DType::kBFloat16, kF32 = DType::kFloat32;
   for (const AverageCase& c : std::initializer_list<AverageCase>{
            {"blocks, group 4, max", 8, 2, 64, 16, kBf16, GroupReduction::kMax},

@@ -148,7 +148,6 @@ void ForEachCase(Random& random, Check check) {
 }
 
 void TestKeys(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.partial_keys)) return;
   const KernelTable& reference = *FindKernelTable("reference");
   ForEachCase(random, [&](const PartialCase& c, auto& fixture) {
     for (bool bulk : {true, false}) {
@@ -169,7 +168,6 @@ void TestKeys(const KernelTable& path, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("partial keys agree with the reference", TestKeys)
 
 void TestKeysBits(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.partial_keys)) return;
   ForEachCase(random, [&](const PartialCase& c, auto& fixture) {
     auto want = fixture.NewPartial();
     RunWorkers(path.partial_keys, fixture.Keys(want, true), 1);
@@ -211,7 +209,6 @@ auto KnownKeys(PartialFixture& fixture) {
 }
 
 void TestScores(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.partial_scores)) return;
   const KernelTable& reference = *FindKernelTable("reference");
   ForEachCase(random, [&](const PartialCase& c, auto& fixture) {
     auto partial = KnownKeys(fixture);
@@ -245,7 +242,6 @@ SLUICE_TEST_ON_EVERY_PATH(
 
 // If the projection loses nothing, partial scores are the scores themselves.
 void TestFullRank(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.partial_scores)) return;
   const PartialCase c = {"identity", 3, 1, 32, 32, 16, DType::kFloat32, DType::kFloat32};
   Fixture<float, float> fixture(c, random);
   Guarded<float> identity(32 * 32);

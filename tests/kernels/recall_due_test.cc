@@ -57,7 +57,6 @@ struct Controller {
 };
 
 void TestInterval(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.recall_due)) return;
   for (int32_t interval : {1, 2, 7}) {
     Controller c;
     c.since[2] = interval - 1;  // a sequence that arrives in the middle of its interval
@@ -80,7 +79,6 @@ TEST_CASE("a recall is due in every interval-th step of a sequence (reference)",
 // Shares that grow by the same amount in every step: the recall is due in the last step that is
 // within the limit, or in the first after a recall.
 void TestSteadyGrowth(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.recall_due)) return;
   for (int32_t per_step : {1, 2, 3, 7}) {
     Controller c;
     const float limit = 0.251f;  // 5.02 of 20 units
@@ -108,7 +106,6 @@ TEST_CASE(
 }
 
 void TestController(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.recall_due)) return;
   Controller c;
   int64_t since[kSlots] = {}, missing_tokens[kSlots] = {}, selected_tokens = 0, recalls = 0;
   constexpr int32_t kSteps = 400;

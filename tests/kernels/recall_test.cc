@@ -65,7 +65,6 @@ struct Tables {
 };
 
 void TestRecall(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.recall)) return;
   const Guarded<int32_t> slots = BufferOf<int32_t>({kRowSlots[0], kRowSlots[1]});
   const Guarded<int32_t> positions = BufferOf<int32_t>({kPosition, kPosition});
   for (const TableCase& c : kCases) {

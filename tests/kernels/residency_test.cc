@@ -384,7 +384,6 @@ void RunTraffic(const KernelTable& table, const ResidencyCase& c, int steps, Ran
 }
 
 void TestResidency(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.recall)) return;
   for (const ResidencyCase& c : kCases) RunTraffic(table, c, 500, random);
 }
 SLUICE_TEST_ON_EVERY_PATH("residency tables stay sound under random traffic", TestResidency)

@@ -46,7 +46,6 @@ std::vector<int32_t> SelectedOf(const KernelTable& table, std::initializer_list<
 using Units = std::vector<int32_t>;
 
 void TestTopKByHand(const KernelTable& table, Random&) {
-  if (Lacks(table, table.top_k)) return;
   const auto of = [&](std::initializer_list<float> scores, const TopKOptions& o) {
     return SelectedOf(table, scores, o);
   };
@@ -203,7 +202,6 @@ void CheckTopK(const KernelTable& table, const TopKOptions& o, int32_t units, Ra
 }
 
 void TestTopK(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.top_k)) return;
   for (int i = 0; i < 300; ++i) {
     TopKOptions o;
     o.first_units = static_cast<int32_t>(random() % 4);
@@ -229,7 +227,6 @@ SLUICE_TEST_ON_EVERY_PATH("top_k selects what the reference does", TestTopK)
 // The selection of a sparse indexer: 2,048 of a long context, among scores of which most are cut to
 // 0 and many others are equal.
 void TestTopKOfLongContext(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.top_k)) return;
   constexpr int32_t kK = 2048, kStride = 140000;
   const auto slots = BufferOf<int32_t>({0, 1, -1, 2, 3, 4, 5});
   const auto positions = BufferOf<int32_t>({kStride - 1, 131071, 7, kK - 1, kK, 99999, 32767});

@@ -55,7 +55,6 @@ void CheckSame(const Result& got, const Result& want, const SparseCase& c) {
 }
 
 void TestReference(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.sparse_attention)) return;
   ForEachSparseCase(SparseCases(), random, [&](const SparseCase& c, auto& fixture) {
     const Part all = Everything(c, fixture);
     const Tolerance tolerance = ToleranceOf(path, c);
@@ -68,7 +67,6 @@ void TestReference(const KernelTable& path, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("sparse attention agrees with the reference", TestReference)
 
 void TestSharing(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.sparse_attention)) return;
   ForEachSparseCase(SparseCases(), random, [&](const SparseCase& c, auto& fixture) {
     const Part all = Everything(c, fixture);
     const Result want = Run(path, c, fixture, all, 1);
@@ -81,7 +79,6 @@ void TestSharing(const KernelTable& path, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("sparse attention has the same bits with any workers", TestSharing)
 
 void TestAlone(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.sparse_attention)) return;
   ForEachSparseCase(SparseCases(), random, [&](const SparseCase& c, auto& fixture) {
     const Result all = Run(path, c, fixture, Everything(c, fixture), 1);
     const int64_t group = c.heads / c.kv_heads;
@@ -112,7 +109,6 @@ SLUICE_TEST_ON_EVERY_PATH(
     TestAlone)
 
 void TestEmpty(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.sparse_attention)) return;
   int empty = 0, padded = 0;
   ForEachSparseCase(SparseCases(), random, [&](const SparseCase& c, auto& fixture) {
     const Result all = Run(path, c, fixture, Everything(c, fixture), 2);
@@ -144,7 +140,6 @@ std::vector<SparseCase> WholeCases() {
 }
 
 void TestDense(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.sparse_attention)) return;
   ForEachSparseCase(WholeCases(), random, [&](const SparseCase& c, auto& fixture) {
     const Result sparse = Run(path, c, fixture, Everything(c, fixture), 1);
     Result dense{Guarded<float>(sparse.o.size()), Guarded<float>(sparse.lse.size())};
@@ -177,7 +172,6 @@ void Halve(const SparseCase& c, Fixture& fixture, int64_t rest) {
 }
 
 void TestMerge(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.sparse_attention)) return;
   std::vector<SparseCase> cases;
   for (const SparseCase& c : SparseCases()) {
     if (c.places != SparsePlaces::kUnnumbered) cases.push_back(c);

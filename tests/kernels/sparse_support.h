@@ -17,15 +17,6 @@ constexpr DType TypeOf() {
   return sizeof(T) == 4 ? DType::kFloat32 : DType::kBFloat16;
 }
 
-// Returns whether the path lacks an operator, and then marks the test as skipped.
-template <typename Function>
-bool Lacks(const KernelTable& table, Function* function) {
-  if (function == nullptr) {
-    SkipTest(std::string("the kernel path ") + table.name + " lacks an operator of this test");
-  }
-  return function == nullptr;
-}
-
 // A page table [slots][stride] whose pages lie in any order, and `spare` pages that belong to no
 // slot.
 inline Guarded<int32_t> ShuffledPages(int32_t slots, int32_t stride, int32_t spare,

@@ -166,7 +166,6 @@ std::vector<int32_t> Select(const LargeCase& c, Pool& pool, int32_t slot, int32_
 }
 
 void TestLargeUpdate(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.update_residency)) return;
   for (const LargeCase& c : kCases) {
     INFO(c.name);
     const uint64_t seed = random();

@@ -356,7 +356,6 @@ class Traffic {
 };
 
 void TestUpdate(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.update_residency)) return;
   for (const UpdateCase& c : kCases) {
     INFO(c.name);
     const uint64_t seed = random();
@@ -416,7 +415,6 @@ SLUICE_TEST_ON_EVERY_PATH(
 // The sequence runs beside others that are not whole, and the tables are as if `whole` had not been
 // given.
 void TestWhole(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.update_residency)) return;
   for (const int32_t selected : {30, 300}) {
     const UpdateCase c = {"whole", 3, selected, 3, kMaxTokens, false, true};
     const uint64_t seed = random();
