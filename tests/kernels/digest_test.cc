@@ -68,7 +68,8 @@ void TestDigest(const KernelTable& table, Random& random) {
     CheckDigest<float>(table, c, random);
   }
 }
-SLUICE_TEST_ON_EVERY_PATH("digests are exact, and of what lies up to a row's position", TestDigest)
+SLUICE_TEST_ON_EVERY_PATH("digests are exact, and cover the tokens up to a row's position",
+                          TestDigest)
 
 void TestDigestGrows(const KernelTable& table, Random& random) {
   constexpr int32_t kTokens = 75;

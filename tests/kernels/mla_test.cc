@@ -247,7 +247,7 @@ void TestTwoLists(const KernelTable& table, Random& random) {
     }
   }
 }
-SLUICE_TEST_ON_EVERY_PATH("sparse_mla over two lists is that over one", TestTwoLists)
+SLUICE_TEST_ON_EVERY_PATH("sparse_mla over two lists equals sparse_mla over one", TestTwoLists)
 
 // Scores so large that only their differences can be told from infinity, and other results far
 // above and below.

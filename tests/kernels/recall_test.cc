@@ -114,7 +114,8 @@ void TestRecall(const KernelTable& table, Random& random) {
     }
   }
 }
-SLUICE_TEST_ON_EVERY_PATH("recall puts out the same units among thousands", TestRecall)
+SLUICE_TEST_ON_EVERY_PATH("recall evicts the reference's units among thousands of places",
+                          TestRecall)
 
 }  // namespace
 }  // namespace sluice::kernels

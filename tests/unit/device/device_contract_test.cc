@@ -151,7 +151,7 @@ void StreamsWaitForEvents(Device& device) {
     REQUIRE(std::all_of(seen, seen + kBytes, [value](uint8_t b) { return b == value; }));
   }
 }
-SLUICE_TEST_ON_EVERY_DEVICE("what waits for another stream's event sees what came before it",
+SLUICE_TEST_ON_EVERY_DEVICE("a stream that waits for another's event sees everything before it",
                             StreamsWaitForEvents)
 
 void EventsFromManyThreads(Device& device) {
@@ -325,7 +325,7 @@ void BranchesKeepTheirOrder(Device& device) {
     }
   }
 }
-SLUICE_TEST_ON_EVERY_DEVICE("branches are in the order that they are given, also in a program",
+SLUICE_TEST_ON_EVERY_DEVICE("branches keep the order that After() gives them, also in a program",
                             BranchesKeepTheirOrder)
 
 void BucketsHold(Device& device) {

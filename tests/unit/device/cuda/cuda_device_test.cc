@@ -35,7 +35,7 @@ void CheckRefused(const CudaMachine& machine, const std::vector<std::string>& pa
   CHECK(message.find('\n') == std::string::npos);
 }
 
-TEST_CASE("a machine that will not do is told what it lacks", "[device]") {
+TEST_CASE("an unfit machine is refused with what it lacks", "[device]") {
   CHECK(CheckCudaMachine(Good()).ok());
   CudaMachine machine = Good();
   machine.driver_version = 13020;  // newer drivers are as good, and so is an older one of CUDA 13
