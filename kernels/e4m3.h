@@ -8,7 +8,7 @@
 namespace sluice::kernels {
 namespace {
 
-// Exact.
+// Converts exactly.
 constexpr float E4M3ToFloat(uint8_t v) {
   const uint32_t sign = static_cast<uint32_t>(v & 0x80u) << 24;
   const uint32_t exponent = (v >> 3) & 0xFu;
@@ -21,7 +21,7 @@ constexpr float E4M3ToFloat(uint8_t v) {
   return __builtin_bit_cast(float, sign | ((exponent + 120) << 23) | (mantissa << 20));
 }
 
-// Rounded to nearest, ties to even; beyond 448 it is 448; NaN stays NaN.
+// Rounds to nearest, ties to even. Values beyond 448 become 448; NaN stays NaN.
 constexpr uint8_t FloatToE4M3(float v) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, v);
   const uint32_t sign = (bits >> 24) & 0x80u;

@@ -19,10 +19,10 @@ constexpr E4M3Values MakeE4M3Values() {
   return values;
 }
 
-// The scale of a group whose largest magnitude is `largest`.
+// Returns the scale of a group whose largest magnitude is `largest`.
 constexpr float E4M3Scale(float largest) { return largest > 0 ? largest / kE4M3Max : 1.0f; }
 
-// The largest magnitude; a NaN does not count.
+// Returns the largest magnitude; a NaN does not count.
 constexpr float LargestMagnitude(const float* x, int64_t count) {
   float largest = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -36,15 +36,15 @@ constexpr void QuantizeBy(float scale, const float* x, int64_t count, uint8_t* o
   for (int64_t i = 0; i < count; ++i) out[i] = FloatToE4M3(x[i] / scale);
 }
 
-// Writes `count` values as e4m3; the result is their scale.
+// Writes `count` values as e4m3 and returns their scale.
 constexpr float QuantizeE4M3(const float* x, int64_t count, uint8_t* out) {
   const float scale = E4M3Scale(LargestMagnitude(x, count));
   QuantizeBy(scale, x, count, out);
   return scale;
 }
 
-// The same of kPackedScaleTokens latent values, by the best of their scales (latent_scales.h). Sums
-// run in 16 lanes; the first of equals is taken.
+// Writes kPackedScaleTokens latent values as e4m3 and returns their scale, the best of the
+// candidates (latent_scales.h). Sums run in 16 lanes; the first of equals is taken.
 inline float QuantizeLatents(const float* x, uint8_t* out) {
   constexpr int64_t kLanes = 16;
   const float least = E4M3Scale(LargestMagnitude(x, kPackedScaleTokens));

@@ -1,5 +1,5 @@
 // Shapes of the operators that tests/kernels holds to the reference and that `sluice-bench kernels`
-// checks and times: one table, so that what is fast is also right.
+// checks and times. Tests and benchmarks share one table, so that what is fast is also right.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ inline std::vector<LinearCase> LayerLinearCases(int32_t rows) {
   return {{rows, 960, 576}, {rows, 576, 576}, {rows, 3072, 576}, {rows, 576, 1536}};
 }
 
-// What is timed of linear: decode steps and a prompt of 1,024 tokens, which needs the head for its
+// Timed shapes of linear: decode steps and a prompt of 1,024 tokens, which needs the head for its
 // last row only.
 inline std::vector<LinearCase> TimedLinearCases() {
   std::vector<LinearCase> cases;
@@ -33,7 +33,8 @@ inline std::vector<LinearCase> TimedLinearCases() {
   return cases;
 }
 
-// Empty, one, odd, around every tile size, and n and k that fill no panel.
+// Checked shapes of linear: empty, one, odd, around every tile size, and n and k that fill no
+// panel.
 inline std::vector<LinearCase> OddLinearCases() {
   std::vector<LinearCase> cases;
   for (int32_t rows : {0, 1, 2, 3, 5, 6, 7, 15, 16, 17, 31, 32, 33, 47, 65}) {
@@ -68,12 +69,12 @@ struct AttentionCase {
   std::vector<AttentionRow> rows;
 };
 
-// `count` rows of one sequence from `first` on.
+// Returns `count` rows of one sequence from `first` on.
 inline void AppendRun(std::vector<AttentionRow>& rows, int32_t slot, int32_t first, int32_t count) {
   for (int32_t i = 0; i < count; ++i) rows.push_back({slot, first + i});
 }
 
-// One row of each context length around the cuts of chunks and splits, padded rows between.
+// One row of each context length around the cuts of chunks and splits, with padded rows between.
 inline std::vector<AttentionRow> DecodeRows() {
   std::vector<AttentionRow> rows;
   int32_t slot = 0;
@@ -129,7 +130,7 @@ inline std::vector<AttentionCase> AttentionCases() {
   };
 }
 
-// What is timed of attention. Decode: SmolLM2's heads, then every group size and head_dim at 16K.
+// Timed shapes of attention. Decode: SmolLM2's heads, then every group size and head_dim at 16K.
 inline std::vector<AttentionCase> TimedDecodeCases() {
   constexpr DType kBf16 = DType::kBFloat16;
   return {
@@ -162,8 +163,8 @@ struct SparseRow {
   int32_t units;
 };
 
-// Where the units of a list lie: at the places of their own numbers, at others, or in a ring of the
-// newest blocks; or they have no numbers (SparseAttentionParams::units is null).
+// The order of a list's units in memory: at the places of their own numbers, at other places, or in
+// a ring of the newest blocks; or they have no numbers (SparseAttentionParams::units is null).
 enum class SparsePlaces { kOwn, kOther, kRing, kUnnumbered };
 
 struct SparseCase {
@@ -178,7 +179,7 @@ struct SparseCase {
   std::vector<SparseRow> rows;
 };
 
-// Lists around the cuts of pieces, chunks and splits, empty ones, padded rows between; the newest
+// Lists around the cuts of pieces, chunks and splits, empty lists, padded rows between; the newest
 // unit is whole or short.
 inline std::vector<SparseRow> SparseRows(int32_t unit_tokens) {
   std::vector<SparseRow> rows;
@@ -224,7 +225,7 @@ inline std::vector<SparseCase> SparseCases() {
   };
 }
 
-// What is timed of sparse attention: `rows` rows over lists of `tokens` tokens, anywhere in a long
+// Timed shapes of sparse attention: `rows` rows over lists of `tokens` tokens, anywhere in a long
 // sequence. With `alone` each (row, KV head) is a call of its own, as co-attention makes them.
 struct TimedSparseCase {
   const char* name;
@@ -251,7 +252,7 @@ inline std::vector<TimedSparseCase> TimedSparseCases() {
   };
 }
 
-// What is timed of sample: rows, the vocabulary, and how the token is chosen.
+// Timed shapes of sample: rows, the vocabulary, and how the token is chosen.
 struct SampleCase {
   const char* name;
   int32_t rows;

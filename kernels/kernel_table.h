@@ -1,10 +1,10 @@
 // The operators as plain functions, one table per path. A path is `reference` (float64, naive) or
 // one instruction set of the CPU. Each function computes its share of the work: it is called once
-// for every worker index in [0, workers) of one operator, on any threads, with no order among them;
-// the caller waits for all of them before it starts the next operator. A worker needs 1 MiB of
-// stack; nothing but `reference` allocates. The CPU paths take weights in panels only; attention
-// takes a head_dim that is a multiple of 16, up to 256, and blocks of a multiple of 16 tokens. A
-// call outside the contract ends the process.
+// for every worker index in [0, workers) of one operator, on any threads, in any order; the caller
+// waits for all of them before it starts the next operator. A worker needs 1 MiB of stack. Only
+// `reference` allocates. The CPU paths take weights in panels only; attention takes a head_dim that
+// is a multiple of 16, up to 256, and blocks of a multiple of 16 tokens. A call outside the
+// contract ends the process.
 #pragma once
 
 #include <vector>
@@ -21,8 +21,9 @@ struct Worker {
 };
 
 struct KernelTable {
-  const char* name;       // "reference", "portable", "avx2", "avx512bf16", "amx"
-  DType activation_type;  // what linear() reads: LinearParams::x_type and every out_type before one
+  const char* name;  // "reference", "portable", "avx2", "avx512bf16", "amx"
+  // type that linear() reads: LinearParams::x_type and every out_type before one
+  DType activation_type;
   WeightLayout weight_layout;
   void (*embedding)(const EmbeddingParams&, Worker);
   void (*rms_norm)(const RmsNormParams&, Worker);
@@ -30,50 +31,51 @@ struct KernelTable {
   void (*rope_table)(const RopeTableParams&, Worker);
   void (*rope_append)(const RopeAppendParams&, Worker);
   void (*attention)(const AttentionParams&, Worker);
-  // Second phase of attention(), for rows whose splits went through AttentionParams::partial.
+  // The second phase of attention(), for rows whose splits went through AttentionParams::partial.
   void (*attention_merge)(const AttentionParams&, Worker);
   void (*merge)(const MergeParams&, Worker);
   void (*silu_mul)(const SiluMulParams&, Worker);
   void (*sample)(const SampleParams&, Worker);
   void (*transfer)(const TransferParams&, Worker);
   // Sparse attention (kernels/sparse_params.h).
-  void (*digest)(const DigestParams&, Worker) = nullptr;
-  void (*digest_scores)(const DigestScoresParams&, Worker) = nullptr;
-  void (*exact_scores)(const ExactScoresParams&, Worker) = nullptr;
-  void (*partial_keys)(const PartialKeysParams&, Worker) = nullptr;
-  void (*partial_scores)(const PartialScoresParams&, Worker) = nullptr;
-  void (*top_k)(const TopKParams&, Worker) = nullptr;
-  void (*split)(const SplitParams&, Worker) = nullptr;
-  void (*recall_due)(const RecallDueParams&, Worker) = nullptr;
-  void (*recall)(const RecallParams&, Worker) = nullptr;
-  void (*write_through)(const WriteThroughParams&, Worker) = nullptr;
-  void (*sparse_attention)(const SparseAttentionParams&, Worker) = nullptr;
-  void (*moving_average)(const MovingAverageParams&, Worker) = nullptr;
-  void (*copy_rows)(const CopyRowsParams&, Worker) = nullptr;
-  // Latent attention and experts (kernels/latent_params.h). Two phases where a second is named: all
+  void (*digest)(const DigestParams&, Worker);
+  void (*digest_scores)(const DigestScoresParams&, Worker);
+  void (*exact_scores)(const ExactScoresParams&, Worker);
+  void (*partial_keys)(const PartialKeysParams&, Worker);
+  void (*partial_scores)(const PartialScoresParams&, Worker);
+  void (*top_k)(const TopKParams&, Worker);
+  void (*split)(const SplitParams&, Worker);
+  void (*recall_due)(const RecallDueParams&, Worker);
+  void (*recall)(const RecallParams&, Worker);
+  void (*write_through)(const WriteThroughParams&, Worker);
+  void (*sparse_attention)(const SparseAttentionParams&, Worker);
+  void (*moving_average)(const MovingAverageParams&, Worker);
+  void (*copy_rows)(const CopyRowsParams&, Worker);
+  // Latent attention and experts (kernels/latent_params.h). Where a second phase is named, all
   // workers finish the first before any begins the second.
-  void (*latent_append)(const LatentAppendParams&, Worker) = nullptr;
-  void (*index_append)(const IndexAppendParams&, Worker) = nullptr;
-  void (*index_query)(const IndexQueryParams&, Worker) = nullptr;
-  void (*index_logits)(const IndexLogitsParams&, Worker) = nullptr;
-  void (*mla_query)(const MlaQueryParams&, Worker) = nullptr;
-  void (*head_linear)(const HeadLinearParams&, Worker) = nullptr;
-  void (*sparse_mla)(const SparseMlaParams&, Worker) = nullptr;
-  void (*sparse_mla_merge)(const SparseMlaParams&, Worker) = nullptr;
-  void (*update_residency)(const UpdateResidencyParams&, Worker) = nullptr;
-  void (*route)(const RouteParams&, Worker) = nullptr;
-  void (*route_pairs)(const RouteParams&, Worker) = nullptr;
-  void (*expert_linear)(const ExpertLinearParams&, Worker) = nullptr;
-  void (*combine)(const CombineParams&, Worker) = nullptr;
+  void (*latent_append)(const LatentAppendParams&, Worker);
+  void (*index_append)(const IndexAppendParams&, Worker);
+  void (*index_query)(const IndexQueryParams&, Worker);
+  void (*index_logits)(const IndexLogitsParams&, Worker);
+  void (*mla_query)(const MlaQueryParams&, Worker);
+  void (*head_linear)(const HeadLinearParams&, Worker);
+  void (*sparse_mla)(const SparseMlaParams&, Worker);
+  void (*sparse_mla_merge)(const SparseMlaParams&, Worker);
+  void (*update_residency)(const UpdateResidencyParams&, Worker);
+  void (*route)(const RouteParams&, Worker);
+  void (*route_pairs)(const RouteParams&, Worker);
+  void (*expert_linear)(const ExpertLinearParams&, Worker);
+  void (*combine)(const CombineParams&, Worker);
 };
 
-// Every path that this processor can run, slowest first: reference, portable, ..., the best.
+// Returns every path that this processor can run, slowest first: reference, portable, ..., the
+// best.
 const std::vector<const KernelTable*>& AvailableKernelTables();
 
-// Names of every path that this build knows, whether or not this processor has it.
+// Returns the names of every path that this build knows, whether or not this processor has it.
 const std::vector<const char*>& KnownKernelTables();
 
-// The path of that name, or null where the name is unknown or this processor lacks it.
+// Returns the path of that name, or null where the name is unknown or this processor lacks it.
 const KernelTable* FindKernelTable(const char* name);
 
 // Copies rows [0, n) x [0, k) of a row-major bf16 matrix into rows [first_row, first_row + n) of a

@@ -9,13 +9,13 @@
 
 namespace sluice::kernels {
 
-// A row of sparse MLA: its slot (-1: padded) and the entries of its list.
+// A row of sparse MLA: its slot (-1: padded) and the number of entries of its list.
 struct MlaRow {
   int32_t slot;
   int32_t entries;
 };
 
-// What a result is merged with: nothing, a result of every row, or of some of them.
+// The other result to merge with: nothing, a result of every row, or of some of them.
 enum class MlaOther { kNone, kAll, kSome };
 
 struct MlaCase {
@@ -26,12 +26,12 @@ struct MlaCase {
   int32_t block_tokens;
   DType type;
   MlaOther other;
-  bool numbered;  // else SparseMlaParams::entries is null
+  bool numbered;  // false: SparseMlaParams::entries is null
   bool float_out;
   std::vector<MlaRow> rows;
 };
 
-// Lists around the cuts of tiles and pieces, empty ones, padded rows between, two rows of a slot.
+// Lists around the cuts of tiles and pieces, empty lists, padded rows between, two rows of a slot.
 inline std::vector<MlaRow> MlaRows() {
   std::vector<MlaRow> rows;
   int32_t slot = 0;
@@ -104,7 +104,7 @@ inline std::vector<MlaCase> MlaCases() {
   };
 }
 
-// What is timed of sparse MLA, of the packed form with rank 512: rows over lists of `entries`
+// Timed shapes of sparse MLA in the packed form with rank 512: rows over lists of `entries`
 // entries, anywhere in a long sequence.
 struct TimedMlaCase {
   int32_t heads;
@@ -115,7 +115,7 @@ inline std::vector<TimedMlaCase> TimedMlaCases() {
   return {{128, 1, 300}, {128, 1, 2048}, {128, 8, 300}, {128, 8, 2048}, {16, 8, 2048}};
 }
 
-// Of index logits of the packed form: rows of one sequence each.
+// Timed shapes of index logits in the packed form: rows of one sequence each.
 struct TimedLogitsCase {
   int32_t heads;
   int32_t rows;
@@ -125,13 +125,13 @@ inline std::vector<TimedLogitsCase> TimedLogitsCases() {
   return {{64, 1, 32768}, {64, 4, 32768}, {64, 1, 131072}};
 }
 
-// Of products of experts (`rows` rows choose `k` experts each) and of heads.
+// Timed shapes of products of experts (`rows` rows choose `k` experts each) and of heads.
 struct TimedExpertCase {
   int32_t rows;
   int32_t k;
   int32_t experts;
   int32_t n;
-  int32_t columns;  // of a weight matrix
+  int32_t columns;  // columns of a weight matrix
 };
 inline std::vector<TimedExpertCase> TimedExpertCases() {
   return {{1, 8, 16, 4096, 2048}, {8, 8, 16, 4096, 2048}, {32, 8, 16, 4096, 2048}};
@@ -146,7 +146,7 @@ inline std::vector<TimedHeadCase> TimedHeadCases() {
   return {{1, 128, 512, 128}, {8, 128, 512, 128}, {8, 128, 128, 512}};
 }
 
-// Of TopK: rows of `units` scores, of which k are selected.
+// Timed shapes of TopK: rows of `units` scores, of which k are selected.
 struct TimedTopKCase {
   int32_t rows;
   int32_t units;

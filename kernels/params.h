@@ -1,7 +1,7 @@
-// The contracts of every operator: plain structs of pointers and shapes, shared by the reference,
-// CPU and CUDA kernels. No framework types; nothing here includes anything from src/.
+// This file declares the contracts of the operators: plain structs of pointers and shapes that the
+// reference, CPU and CUDA kernels share. It uses no framework types and includes nothing from src/.
 //
-// Conventions. A *slot* is a sequence's place in the running batch, 0 <= slot < slots. A *row* is
+// Conventions. A *slot* is a sequence's index in the running batch, 0 <= slot < slots. A *row* is
 // one token of one sequence in this step: (slot, position). Everything that changes from step to
 // step (rows' slots and positions, tables, token histories, sampling state) is read through
 // pointers, so that a launch with the same pointers and the same bucket shape can be replayed. A
@@ -19,7 +19,7 @@ namespace sluice::kernels {
 enum class DType : int32_t {
   kFloat32 = 0,
   kBFloat16 = 1,
-  kFloat8E4M3 = 2,  // of caches alone, with scales: kernels/latent_params.h
+  kFloat8E4M3 = 2,  // only in caches, with scales: kernels/latent_params.h
 };
 
 constexpr int64_t SizeOf(DType t) {
@@ -29,16 +29,17 @@ constexpr int64_t SizeOf(DType t) {
 enum class WeightLayout : int32_t {
   // bf16 [n][k], as in a checkpoint.
   kRowMajor = 0,
-  // bf16 [ceil(n/16)][ceil(k/32)*16][16][2]: panels of 16 output columns; inside one, pairs of
-  // consecutive k for each of the 16 columns. It is the operand order of AMX and of AVX-512 BF16;
-  // each panel is read front to back. Rows past n and columns past k are zero.
+  // bf16 [ceil(n/16)][ceil(k/32)*16][16][2]: panels of 16 output columns. A panel holds pairs of
+  // consecutive k for each of the 16 columns, which is the operand order of AMX and of AVX-512
+  // BF16. Each panel is read front to back. Rows past n and columns past k are zero.
   kPanel16 = 1,
-  // float32 [n][k]: what is not bf16 in the checkpoint, exactly. For `reference`.
+  // float32 [n][k]: weights that are not bf16 in the checkpoint, exactly. Only `reference` reads
+  // it.
   kFloat32 = 2,
   // e4m3 [n][k] and a float32 scale for each 32 rows x 128 columns,
-  // scales[ceil(n/32)][ceil(k/128)]:
-  // a weight is its value times its scale. The published 128 x 128 blocks, with scales repeated, so
-  // that matrices may be put one below the other at any multiple of 32 rows.
+  // scales[ceil(n/32)][ceil(k/128)]. A weight is its value times its scale. These are the published
+  // 128 x 128 blocks with repeated scales, so that matrices may be put one below the other at any
+  // multiple of 32 rows.
   kFp8Blocks = 3,
 };
 
@@ -49,16 +50,16 @@ inline constexpr int kFp8BlockColumns = 128;
 
 // A matrix of weights, y = x W^T.
 struct WeightMatrix {
-  const uint16_t* data;  // of the layout's type; 64-byte aligned under kPanel16
+  const uint16_t* data;  // elements of the layout's type; 64-byte aligned under kPanel16
   int32_t n;             // output features
   int32_t k;             // input features
   WeightLayout layout;
-  const float* scales = nullptr;  // of e4m3 weights
+  const float* scales = nullptr;  // only with e4m3 weights
 };
 
-// out[r] = float32(table[token]) with token = tokens[slot * token_stride + position]. A token
-// outside the table (a failed row's -1, met by the step launched before the host knew) gives out
-// row = 0.
+// Computes out[r] = float32(table[token]) with token = tokens[slot * token_stride + position]. A
+// token outside the table gives out row = 0. (A failed row's token is -1; the step that was
+// launched before the host knew of the failure meets it.)
 struct EmbeddingParams {
   const int32_t* tokens;  // [slots][token_stride] token history of each slot
   int64_t token_stride;
@@ -69,9 +70,9 @@ struct EmbeddingParams {
   int32_t rows;
 };
 
-// out = x / sqrt(mean(x^2) + eps) * weight, per row. The first also_rows rows are written once more
-// with other weights: a row is read once for this layer and for what the next one will ask. The
-// bits of either result are those it would have alone.
+// Computes out = x / sqrt(mean(x^2) + eps) * weight, per row. The first also_rows rows are written
+// a second time with other weights, so that a row is read once both for this layer and for the next
+// one. The bits of either result are those that it would have alone.
 struct RmsNormParams {
   const float* x;            // [*][x_stride]
   const int32_t* row_index;  // [rows] rows of x to take, or null for 0..rows-1; -1: out row = 0
@@ -87,41 +88,41 @@ struct RmsNormParams {
   int32_t also_rows = 0;               // <= rows
 };
 
-// Rows [0, decode_rows) of a step are tokens past the prompts of sequences that generate: the
-// newest ones, at most kMaxNewTokens of a sequence. The others are tokens of prompts. Which of the
-// two a token is depends on its sequence alone (its position is past the prompt or not), so a
-// kernel set may compute the two kinds in different ways, and a row's bits are still its own. 0 <=
-// decode_rows <= rows.
+// Rows [0, decode_rows) of a step are decode rows: tokens past the prompts of sequences that
+// generate, at most the kMaxNewTokens newest ones of a sequence. The other rows are tokens of
+// prompts. The kind of a row depends on its sequence alone (its position is past the prompt or
+// not), so a kernel set may compute the two kinds in different ways, and a row's bits still depend
+// on its own sequence alone. 0 <= decode_rows <= rows.
 inline constexpr int32_t kMaxNewTokens = 16;
 
-// y = x W^T (+ bias) (+ y if accumulate).
+// Computes y = x W^T (+ bias) (+ y if accumulate).
 struct LinearParams {
   const void* x;      // [rows][k] of x_type, dense
   WeightMatrix w;     // [n][k]
   const float* bias;  // [n] or null
   float* y;           // [rows][n]
   int32_t rows;
-  int32_t decode_rows;  // above
+  int32_t decode_rows;  // as described at kMaxNewTokens
   DType x_type;         // the kernel set's activation type
   bool accumulate;
 };
 
-// cos_sin[r][i] = scale * {cos, sin}(position * inv_freq[i]), the angle rounded to float32 as
-// transformers does.
+// Computes cos_sin[r][i] = scale * {cos, sin}(position * inv_freq[i]). The angle is rounded to
+// float32, as transformers does.
 struct RopeTableParams {
   const int32_t* positions;  // [rows]
   const float* inv_freq;     // [head_dim / 2]
-  float scale;               // yarn's attention factor, else 1
+  float scale;               // YaRN's attention factor, else 1
   float* cos_sin;            // [rows][head_dim / 2][2]
   int32_t rows;
   int32_t half_dim;  // head_dim / 2
 };
 
-// Where the caches of one layer and one kind lie. A page is one block of every head:
-// [kv_heads] blocks, a block being K [block_tokens][head_dim] then V [block_tokens][head_dim].
-// Block b of sequence slot s is page block_table[s * table_stride + b] of `base`.
+// The caches of one layer and one kind. A page is one block of every head: [kv_heads] blocks, each
+// K [block_tokens][head_dim] and then V [block_tokens][head_dim]. Block b of the sequence in slot s
+// is page block_table[s * table_stride + b] of `base`.
 struct PagedCache {
-  void* base;                  // arena
+  void* base;                  // the arena
   const int32_t* block_table;  // [slots][table_stride] page numbers
   int64_t table_stride;
   int64_t page_bytes;  // kv_heads * 2 * block_tokens * head_dim * SizeOf(type)
@@ -129,15 +130,16 @@ struct PagedCache {
   int32_t kv_heads;
   int32_t head_dim;
   DType type;
-  // > 0: the table is a ring, block b is its entry b % ring_blocks. RopeAppend, Digest, PartialKeys
-  // and SparseAttention alone take one.
+  // If > 0, the table is a ring: block b is its entry b % ring_blocks. Only RopeAppend, Digest,
+  // PartialKeys and SparseAttention take a ring.
   int32_t ring_blocks = 0;
 };
 
-// For every row: optional RMSNorm of each q and k head (Qwen3), RoPE (half-split pairs: element i
-// with element i + head_dim/2), q stored back in place, k and v written to the row's place in the
-// cache (rounded to the cache's type). Padded rows write nothing. With cache.kv_heads = 0 a row has
-// q heads alone, and nothing is appended.
+// Does the following for every row: applies an optional RMSNorm to each q and k head (Qwen3),
+// applies RoPE to them (half-split pairs: element i with element i + head_dim/2), stores q back in
+// place, and writes k and v to the row's position in the cache (rounded to the cache's type).
+// Padded rows write nothing. With cache.kv_heads = 0 a row has only q heads, and nothing is
+// appended.
 struct RopeAppendParams {
   float* qkv;                // [rows][(heads + 2 * kv_heads) * head_dim]: q heads, k heads, v heads
   const float* q_norm;       // [head_dim] or null
@@ -146,22 +148,22 @@ struct RopeAppendParams {
   const int32_t* slots;      // [rows]
   const int32_t* positions;  // [rows]
   PagedCache cache;
-  // [rows][kv_heads][2][head_dim] of the cache's type, or null: k and v of each row once more,
-  // dense, for a write-through to the sequences' home. Padded rows: left as they are.
+  // [rows][kv_heads][2][head_dim] of the cache's type, or null: a second, dense copy of each row's
+  // k and v, for a write-through to the sequences' home. Padded rows are left as they are.
   void* written;
   int32_t rows;
   int32_t heads;
   float epsilon;
-  int32_t decode_rows = 0;  // as in LinearParams; for policies, kernels treat all rows alike
+  int32_t decode_rows = 0;  // as in LinearParams; policies read it, kernels treat all rows alike
 };
 
-// Tokens per split of attention (on a GPU of decode rows; prompt rows are not split there). The
-// rule depends on the row's position alone: row r's context of position + 1 tokens is cut at
-// multiples of this, each part gives (o, lse), parts merge in order.
+// Tokens per split of attention. (On a GPU only decode rows are split.) The rule depends on the
+// row's position alone: row r's context of position + 1 tokens is cut at multiples of this, each
+// part gives (o, lse), and the parts merge in order.
 inline constexpr int kAttentionSplitTokens = 512;
 
-// Causal paged attention: row r attends to positions 0..positions[r] of its own sequence.
-// out = softmax(scale * q K^T) V per head; lse = natural-log sum-exp of the scaled scores.
+// Causal paged attention: row r attends to positions 0..positions[r] of its own sequence. out =
+// softmax(scale * q K^T) V per head; lse is the natural-log sum-exp of the scaled scores.
 struct AttentionParams {
   const float* q;  // [rows][q_stride], heads * head_dim used
   int64_t q_stride;
@@ -170,8 +172,8 @@ struct AttentionParams {
   PagedCache cache;
   void* out;   // [rows][heads * head_dim] of out_type
   float* lse;  // [rows][heads] or null
-  // Scratch for partial results, one of `partial_rows` entries of heads * (head_dim + 1) floats per
-  // (row, split). Rows for which there is no room are computed without it, to the same bits.
+  // Scratch for partial results: `partial_rows` entries of heads * (head_dim + 1) floats, one for
+  // each (row, split). Rows for which there is no room are computed without it, to the same bits.
   float* partial;
   int64_t partial_rows;
   int32_t rows;
@@ -182,11 +184,11 @@ struct AttentionParams {
 };
 
 // Merges `parts` partial results of disjoint token sets into one:
-//   lse = log(sum_p exp(lse_p)), o = sum_p exp(lse_p - lse) o_p; all parts empty: o = 0, lse =
-//   -inf.
+//   lse = log(sum_p exp(lse_p)), o = sum_p exp(lse_p - lse) o_p
+// If all parts are empty, o = 0 and lse = -inf.
 struct MergeParams {
   const float* o;    // [parts][rows][heads][head_dim]
-  const float* lse;  // [parts][rows][heads]; -inf: empty part, its o is not read
+  const float* lse;  // [parts][rows][heads]; -inf: the part is empty, and its o is not read
   void* out;         // [rows][heads * head_dim] of out_type
   float* out_lse;    // [rows][heads] or null
   int32_t parts;
@@ -196,7 +198,7 @@ struct MergeParams {
   DType out_type;
 };
 
-// out = silu(gate) * up.
+// Computes out = silu(gate) * up.
 struct SiluMulParams {
   const float* gate_up;  // [rows][2 * dim]: gate, then up
   void* out;             // [rows][dim] of out_type
@@ -206,20 +208,21 @@ struct SiluMulParams {
 };
 
 // Moves units of `unit_bytes` (a latent row, a GQA block, a page) between any two memories that the
-// device reaches, as lists on the device say: gather is pinned DRAM -> HBM, scatter HBM -> pinned
-// DRAM. There is a list per sequence, or per sequence and layer or head. Entry i of list l, for
-// 0 <= i < counts[l], copies
+// device reaches, as lists in device memory say: a gather goes from pinned DRAM to HBM, a scatter
+// from HBM to pinned DRAM. There is one list for each sequence, or for each sequence and layer or
+// head. Entry i of list l, for 0 <= i < counts[l], copies
 //   unit source_units[l * capacity + i] of the list's source: at source + source_offsets[l] +
 //   unit * source_pitch
-// to the unit of the target that is written likewise; an entry with a negative unit on either side
-// is skipped. A count below 0 is taken as 0, one above the capacity as the capacity. Units are
-// copied in no order among them: no two entries may have the same target, and no target may be a
-// source. Only the launch shape (lists, capacity) is the host's: lists, counts and offsets change
-// between replays.
+// to the unit of the target that is addressed in the same way. An entry with a negative unit on
+// either side is skipped. A count below 0 is taken as 0, a count above the capacity as the
+// capacity. Units are copied in no particular order: no two entries may have the same target, and
+// no target may be a source. The host fixes only the launch shape (lists, capacity): lists, counts
+// and offsets change between replays.
 //
-// Every address, offset, pitch and unit_bytes is a multiple of 4; where all of them are multiples
-// of 16 the units move in pieces of 16 bytes, which is what the floors are measured with. A link
-// serves rows best that lie near each other: sort a list's entries by where they lie in DRAM.
+// Every address, offset, pitch and unit_bytes is a multiple of 4. Where all of them are multiples
+// of 16 the units move in pieces of 16 bytes, and the bandwidth floors are measured with such
+// units. A link serves rows best that lie near each other: sort a list's entries by their DRAM
+// address.
 struct TransferParams {
   const void* source;
   void* target;
@@ -235,16 +238,17 @@ struct TransferParams {
   int32_t lists;
   int32_t capacity;    // entries of a list
   int32_t unit_bytes;  // > 0
-  // How many processors it may take at most, so that other work runs beside it; 0: as many as serve
-  // it. (CUDA: thread blocks, one to a multiprocessor.) No result depends on it.
+  // The most processors that the transfer may take, so that other work runs beside it; 0: as many
+  // as serve it. (On CUDA a processor is a thread block, one to a multiprocessor.) No result
+  // depends on it.
   int32_t max_workers;
 };
 
-// A few small copies by one launch, in no order among them: what CPU workers are asked, and what
-// they answered. Row r of a piece, 0 <= r < rows, is copied from source + u * source_pitch to
-// target + r * target_pitch, where u is source_rows[r], or r where that is null; rows with a
-// negative u are left as they are. Every address, pitch and row_bytes is a multiple of 4; no target
-// is a source.
+// Makes a few small copies in one launch, in no particular order. Policies use it for the requests
+// to CPU workers and for their answers. Row r of a piece, 0 <= r < rows, is copied from source + u
+// * source_pitch to target + r * target_pitch, where u is source_rows[r], or r if source_rows is
+// null. Rows with a negative u are left as they are. Every address, pitch and row_bytes is a
+// multiple of 4. No target is a source.
 struct RowsPiece {
   const void* source;
   void* target;
@@ -257,14 +261,15 @@ struct RowsPiece {
 inline constexpr int kMaxRowsPieces = 6;
 struct CopyRowsParams {
   RowsPiece pieces[kMaxRowsPieces];
-  int32_t count;  // pieces
+  int32_t count;  // number of pieces
 };
 
 inline constexpr int kMaxStopIds = 64;      // stop token ids and EOS ids of a sequence
 inline constexpr int kMaxLogitBias = 1024;  // entries of logit_bias of a sequence
 inline constexpr int kMaxTopLogprobs = 20;  // alternatives reported per token
 
-// How one sequence's next token is chosen. Lives in a device table [slots], written at admission.
+// The rule by which one sequence's next token is chosen. The struct lies in a device table [slots]
+// and is written at admission.
 struct SamplingSlot {
   uint64_t seed;
   float temperature;         // 0: greedy
@@ -282,17 +287,19 @@ struct SamplingSlot {
   int32_t logprobs;          // 1: the chosen token's log-probability is wanted
 };
 
-// logits -> token, per sampled row, in this order: log-probabilities of the raw logits (if wanted),
-// then on a copy: repetition penalty (l > 0 ? l / p : l * p, once per distinct token of prompt and
-// output), frequency and presence penalties, logit_bias, stop ids masked while output < min_tokens,
-// then argmax (lowest id among equals) if temperature is 0, else temperature, top_k (ties at the
-// cut: lower ids stay), top_p (the fewest most probable tokens whose share of what top_k left
-// reaches top_p), min_p (relative to the largest), and one draw u in [0,1) from (seed, output
-// index) by UniformFromSeed, taken through the surviving tokens in order of id. A row with a NaN or
-// +inf logit, or with no finite logit left, gives token -1: its sequence must end, the others are
-// not affected. Log-probabilities are written only for rows whose slot wants them and whose token
-// is not -1: the chosen token's if logprobs or top_logprobs is set, and top_logprobs alternatives,
-// those past the vocabulary being (-1, -inf).
+// Chooses a token from the logits of each sampled row, in this order. Log-probabilities of the raw
+// logits come first (if wanted). On a copy then follow the repetition penalty (l > 0 ? l / p : l *
+// p, once per distinct token of prompt and output), frequency and presence penalties, logit_bias,
+// and stop ids masked while output < min_tokens. If the temperature is 0, the argmax is taken (the
+// lowest id among equals). Else temperature, top_k (ties at the cut: lower ids stay), top_p (the
+// fewest most probable tokens whose share of what top_k left reaches top_p) and min_p (relative to
+// the largest) are applied, and one draw u in [0,1) from (seed, output index) by UniformFromSeed is
+// taken through the surviving tokens in order of id.
+//
+// A row with a NaN or +inf logit, or with no finite logit left, gives token -1: its sequence must
+// end, and the others are not affected. Log-probabilities are written only for rows whose slot
+// wants them and whose token is not -1: the chosen token's if logprobs or top_logprobs is set, and
+// top_logprobs alternatives, of which those past the vocabulary are (-1, -inf).
 struct SampleParams {
   float* logits;                 // [rows][vocab]; may be overwritten
   const int32_t* slots;          // [rows]; -1: padded, nothing written
@@ -312,12 +319,13 @@ struct SampleParams {
   int32_t vocab;
 };
 
-// Scratch of one worker: a float copy, an id list and a count per vocabulary entry.
+// Returns the bytes of scratch of one worker: a float copy, an id list and a count per vocabulary
+// entry.
 constexpr int64_t SampleScratchBytes(int32_t vocab) {
   return ((static_cast<int64_t>(vocab) * 16 + 63) / 64) * 64;
 }
 
-// The draw for output token number `index` of a sequence: splitmix64 of the pair, 53 bits.
+// Returns the draw for output token number `index` of a sequence: splitmix64 of the pair, 53 bits.
 constexpr double UniformFromSeed(uint64_t seed, uint64_t index) {
   uint64_t z = seed + (index + 1) * 0x9E3779B97F4A7C15ull;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;

@@ -1,5 +1,5 @@
-// What every compiler that sees params.h must agree on: the structs are plain data, and their
-// fields lie where the others expect them. Included by one C++ file and by one CUDA file.
+// The facts on which every compiler that sees params.h must agree: the structs are plain data, and
+// their fields lie where the others expect them. One C++ file and one CUDA file include this.
 #pragma once
 
 #include <cstddef>

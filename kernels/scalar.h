@@ -24,7 +24,7 @@ struct Range {
   int64_t end;
 };
 
-// This worker's contiguous share of `total` items.
+// Returns this worker's contiguous share of `total` items.
 constexpr Range Share(int64_t total, Worker worker) {
   return {total * worker.index / worker.count, total * (worker.index + 1) / worker.count};
 }
@@ -37,14 +37,14 @@ constexpr float Bf16ToFloat(uint16_t v) {
   return __builtin_bit_cast(float, static_cast<uint32_t>(v) << 16);
 }
 
-// Round to nearest, ties to even; NaN stays NaN.
+// Rounds to nearest, ties to even; NaN stays NaN.
 constexpr uint16_t FloatToBf16(float v) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, v);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
   return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Index of element (row, column) of a weight matrix, in elements.
+// Returns the index of element (row, column) of a weight matrix, in elements.
 constexpr int64_t WeightIndex(const WeightMatrix& w, int64_t row, int64_t column) {
   if (w.layout != WeightLayout::kPanel16) return row * w.k + column;
   const int64_t depth = CeilDiv(w.k, kPanelDepth) * kPanelDepth;
@@ -52,8 +52,8 @@ constexpr int64_t WeightIndex(const WeightMatrix& w, int64_t row, int64_t column
          row % kPanelColumns * 2 + column % 2;
 }
 
-// Where K of (slot, token, head) lies in a cache, in elements of the page's type from `base`; V is
-// block_tokens * head_dim elements further on.
+// Returns the offset of K of (slot, token, head) in a cache, in elements of the page's type from
+// `base`. V is block_tokens * head_dim elements further on.
 constexpr int64_t KeyIndex(const PagedCache& c, int64_t slot, int64_t token, int64_t head) {
   int64_t block = token / c.block_tokens;
   if (c.ring_blocks > 0) block %= c.ring_blocks;
@@ -63,7 +63,7 @@ constexpr int64_t KeyIndex(const PagedCache& c, int64_t slot, int64_t token, int
          token % c.block_tokens * c.head_dim;
 }
 
-// Where row `row` of (slot, head) lies, in bytes from `base`.
+// Returns the offset of row `row` of (slot, head), in bytes from `base`.
 constexpr int64_t RowOffset(const PagedRows& r, int64_t slot, int64_t row, int64_t head) {
   const int64_t page = r.page_table[slot * r.table_stride + row / r.rows_per_page];
   return page * r.page_bytes + head * r.head_bytes +

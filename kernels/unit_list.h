@@ -10,12 +10,12 @@ namespace {
 
 struct UnitList {
   const int32_t* units = nullptr;   // null: unit i is i
-  const int32_t* places = nullptr;  // of the units; never null unless units is
+  const int32_t* places = nullptr;  // places of the units; null only if `units` is
   int64_t unit_tokens = 1;
   int64_t tokens = 0;
 };
 
-// The list of (row, KV head); a padded row's has no tokens.
+// Returns the list of (row, KV head). A padded row's list has no tokens.
 template <typename Params>
 constexpr UnitList UnitListOf(const Params& p, int64_t row, int64_t kv_head) {
   const int64_t index = row * p.cache.kv_heads + kv_head;
@@ -39,13 +39,13 @@ constexpr UnitList UnitListOf(const Params& p, int64_t row, int64_t kv_head) {
   return list;
 }
 
-// Where list token v is counted in the cache's tokens.
+// Returns the index of list token v among the cache's tokens.
 constexpr int64_t PlaceOfToken(const UnitList& list, int64_t v) {
   const int64_t i = v / list.unit_tokens;
   return (list.places != nullptr ? list.places[i] : i) * list.unit_tokens + v % list.unit_tokens;
 }
 
-// Its position in the sequence.
+// Returns the position of list token v in the sequence.
 constexpr int64_t PositionOfToken(const UnitList& list, int64_t v) {
   const int64_t i = v / list.unit_tokens;
   return (list.units != nullptr ? list.units[i] : i) * list.unit_tokens + v % list.unit_tokens;

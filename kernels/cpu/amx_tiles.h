@@ -19,8 +19,8 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// g++ 12 does not know that tile loads and ldtilecfg read memory: what was written to `data` must
-// be there before them.
+// g++ 12 does not know that tile loads and ldtilecfg read memory: whatever was written to `data`
+// must be there before them.
 inline void Written(const void* data) { __asm__ volatile("" : : "r"(data) : "memory"); }
 
 }  // namespace

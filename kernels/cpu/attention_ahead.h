@@ -1,6 +1,6 @@
 // Asks for the keys and values of attention before they are used, line by line, spread over all the
-// work on what is there already: a core reads as fast as memory allows only if it always has
-// requests under way. Internal linkage only: included where instruction flags differ.
+// work on the data at hand: a core reads as fast as memory allows only if it always has requests
+// under way. Internal linkage only: included where instruction flags differ.
 #pragma once
 
 #include <immintrin.h>
@@ -11,13 +11,14 @@ namespace sluice::kernels::cpu {
 namespace {
 
 // The pieces of 16 tokens of a bf16 cache that one worker uses, in order: keys, then values, of a
-// split; then those of the next one. `kBeyond` more may be read past the last: it is repeated.
-// Where tokens lie scattered a piece is 16 rows, of one token each; past the split's end its last
-// token is repeated.
+// split; then those of the next one. Up to `kBeyond` more pieces may be read past the last, which
+// is repeated. Where tokens lie scattered a piece is 16 rows of one token each; past the split's
+// end its last token is repeated.
 template <int64_t kBeyond>
 class Ahead {
  public:
-  // Makes `place` the current split, with what was asked for of it already, and `next` the next.
+  // Makes `place` the current split, keeping what was already asked for of it, and `next` the next
+  // one.
   void Advance(const PagedCache& c, const SplitPlace& place, const SplitPlace& next) {
     if (SamePlace(place, next_)) {
       const int64_t gone = next_begin_;
@@ -38,12 +39,12 @@ class Ahead {
     for (int64_t i = 0; i < kBeyond; ++i) pieces_[count_ + i] = pieces_[count_ - 1];
   }
 
-  // Where piece i of the current split lies: one address, or those of its 16 rows.
+  // Returns the addresses of piece i of the current split: one address, or those of its 16 rows.
   const uint16_t* const* piece(int64_t i) const { return pieces_ + i * per_piece_; }
 
-  // Spreads what is left to ask for over `planned` lines of Issue, so that at the end of this split
-  // kLead lines of the next are under way. With fewer they come late; with all of it (256 KiB at
-  // head_dim 128) decode took 4/3 of the time on Sapphire Rapids.
+  // Spreads the lines that are still to be asked for over `planned` lines of Issue, so that at the
+  // end of this split kLead lines of the next one are under way. With fewer, lines come late; with
+  // all of the next split (256 KiB at head_dim 128) decode took 4/3 of the time on Sapphire Rapids.
   void Plan(int64_t planned) {
     const int64_t end = Min(count_ * piece_lines_, next_begin_ * piece_lines_ + kLead);
     share_ = (Max(0, end - piece_ * piece_lines_ - line_) << 16) / planned + 1;
@@ -67,7 +68,7 @@ class Ahead {
     }
   }
 
-  // Goes on after piece `used`, should it be behind: what is being read need not be asked for.
+  // Goes on after piece `used` if it is behind: a piece that is being read need not be asked for.
   void SkipTo(int64_t used) {
     used *= per_piece_;
     if (piece_ >= used) return;
@@ -100,14 +101,14 @@ class Ahead {
   }
 
   const uint16_t* pieces_[2 * kSplitRows + kBeyond];
-  int64_t count_ = 0;        // of pieces, or of rows
-  int64_t next_begin_ = 0;   // those of the next split
+  int64_t count_ = 0;        // number of entries: pieces, or rows
+  int64_t next_begin_ = 0;   // index of the next split's first entry
   int64_t per_piece_ = 1;    // entries of a piece
-  int64_t piece_ = 0;        // the first entry that is not yet asked for as a whole,
-  int64_t line_ = 0;         // and its first line that is not
-  int64_t piece_lines_ = 0;  // of an entry
-  int64_t share_ = 0;        // lines to ask for, in 1/65536 of a planned one,
-  int64_t owed_ = 0;         // and those that are due, in the same
+  int64_t piece_ = 0;        // first entry that is not yet asked for as a whole
+  int64_t line_ = 0;         // first line of it that is not yet asked for
+  int64_t piece_lines_ = 0;  // lines of an entry
+  int64_t share_ = 0;        // lines to ask for, in 1/65536 of a planned one
+  int64_t owed_ = 0;         // lines that are due, in the same unit
   SplitPlace next_;
 };
 

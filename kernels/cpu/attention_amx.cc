@@ -1,12 +1,14 @@
 // Attention of the path "amx" over bf16 caches: both products on tiles, softmax in float32.
 //
-// Over one split of at most kAttentionSplitTokens tokens, for up to three tiles of 16 queries:
+// The work on one split of at most kAttentionSplitTokens tokens, for up to three tiles of 16
+// queries:
 // - scores: S^T[token][query] = K Q^T. K is read as it lies in memory; Q^T is put in order once.
 // - softmax: over the whole split at once, so there is no running maximum and nothing is rescaled.
 // - values: O[query][dim] = P V. Pairs of rows of V are interleaved as tiles want them.
 // A query enters as three bf16 parts, x = high + middle + low, which are all of its 24 bits; its
-// weights P as two, which keep 16. A tile adds each product in float32, by rising k, in an order
-// that does not depend on the other rows and columns, so a query has the same bits in any tile.
+// weights P enter as two, which keep 16. A tile adds each product in float32, by rising k, in an
+// order that does not depend on the other rows and columns, so a query has the same bits in any
+// tile.
 #include <immintrin.h>
 
 #include "kernels/cpu/amx_tiles.h"
@@ -18,18 +20,19 @@
 namespace sluice::kernels::cpu {
 namespace {
 
-constexpr int64_t kGroupPieces = 4;  // scores of four tiles at a time
+constexpr int64_t kGroupPieces = 4;  // tiles of scores that are computed at a time
 constexpr int64_t kStepDims = 32;    // elements of a tile's row
 constexpr int64_t kStepTokens = 32;  // tokens of one step of P V
 constexpr int64_t kTileFloats = kTileRows * 16;
 constexpr int64_t kQueryParts = 3;
-constexpr int64_t kValueElements = 8 << 10;  // of V interleaved at a time: they stay in L1
+constexpr int64_t kValueElements = 8 << 10;  // elements of V interleaved at a time: they stay in L1
 
 // The second half of a step may lie past the end.
 using AheadOfWork = Ahead<kPieceTokens>;
 
-// A row of scores, later of weights: per step of 32 tokens 64 bytes of high parts, then 64 of low
-// ones. Padded, so that the 16 rows of a tile do not meet in the same sets of the cache.
+// A row of scores, later of weights: for each step of 32 tokens 64 bytes of high parts, then 64 of
+// low ones. The row is padded, so that the 16 rows of a tile do not meet in the same sets of the
+// cache.
 constexpr int64_t kScoreStride = kAttentionSplitTokens + 32;
 
 struct AmxScratch : ItemScratch {
@@ -44,7 +47,7 @@ struct AmxScratch : ItemScratch {
   AheadOfWork ahead;
 };
 
-// Tiles 0 to 5 of `rows` rows, 6 and 7 of 16.
+// Configures tiles 0 to 5 with `rows` rows, 6 and 7 with 16.
 void ConfigureTiles(int64_t rows) {
   TileConfig config;
   for (int t = 0; t < 8; ++t) {
@@ -55,13 +58,13 @@ void ConfigureTiles(int64_t rows) {
   _tile_loadconfig(&config);
 }
 
-// x to the nearest of those floats that are bf16. REQUIRES: |x| is finite.
+// Returns the bf16 value nearest to x, as a float. REQUIRES: |x| is finite.
 inline __m512 HighPart(__m512 x) {
   const __m512i rounded = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
   return _mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32(int32_t(0xFFFF0000))));
 }
 
-// Elements 0-15 from a, 16-31 from b, rounded to bf16.
+// Rounds to bf16: elements 0-15 from a, 16-31 from b.
 inline __m512i PackBf16(__m512 a, __m512 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
 
 // The high and the low parts of 32 elements.
@@ -71,7 +74,7 @@ inline void StoreParts(__m512 a, __m512 b, void* high, void* low) {
   _mm512_store_si512(low, PackBf16(_mm512_sub_ps(a, high_a), _mm512_sub_ps(b, high_b)));
 }
 
-// 2^x, 0 for x below -126; relative error below 2e-7. REQUIRES: x <= 0 or -inf.
+// Returns 2^x, and 0 for x below -126; the relative error is below 2e-7. REQUIRES: x <= 0 or -inf.
 inline __m512 Exp2(__m512 x) {
   const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-1000.0f), x);  // NaN stays NaN
   const __m512 n = Avx512::Round(clamped);
@@ -85,11 +88,11 @@ inline __m512 Exp2(__m512 x) {
   return _mm512_scalef_ps(e, n);
 }
 
-// Columns [0, columns) of a 16 x 16 tile to rows of `out`, `stride` floats apart.
+// Stores columns [0, columns) of a 16 x 16 tile to rows of `out`, `stride` floats apart.
 inline void TransposeTile(const float* tile, int64_t columns, int64_t stride, float* out) {
   for (int64_t q = 0; q < columns; q += 4) {
     __m512 rows[4];
-    // 128-bit lane i of rows[m]: four columns of row 4 i + m.
+    // The 128-bit lane i of rows[m] has four columns of row 4 i + m.
     for (int m = 0; m < 4; ++m) {
       const float* from = tile + m * 16 + q;
       __m512 v = _mm512_castps128_ps512(_mm_load_ps(from));
@@ -116,7 +119,7 @@ inline void TransposeTile(const float* tile, int64_t columns, int64_t stride, fl
   _tile_dpbf16ps(tile, 6, 5);         \
   _tile_dpbf16ps(tile, 6, 7)
 
-// Scores of the turn-th (group of pieces, query tile) to their rows.
+// Stores the scores of the turn-th (group of pieces, query tile) to their rows.
 inline void TransposeGroup(AmxScratch& s, int64_t turn, int64_t query_tiles, int64_t queries,
                            int64_t lines) {
   const int64_t first = turn / query_tiles * kGroupPieces;
@@ -128,11 +131,11 @@ inline void TransposeGroup(AmxScratch& s, int64_t turn, int64_t query_tiles, int
   }
 }
 
-// Of the lines planned per KiB of keys those beside its product; the rest are beside the
-// transposition of its scores.
+// The share of the lines planned per KiB of keys that is issued beside its product; the rest is
+// issued beside the transposition of its scores.
 constexpr int64_t TileLines(int64_t lines) { return lines * 5 / 8; }
 
-// Where the keys of piece `piece` lie one behind the other: where they are, or copied together.
+// Returns the keys of piece `piece` one behind the other: in place, or copied together.
 inline const uint16_t* KeysOf(AmxScratch& s, int64_t piece, int64_t dim, bool scattered) {
   const uint16_t* const* at = s.ahead.piece(piece);
   if (!scattered) return *at;
@@ -146,8 +149,9 @@ inline const uint16_t* KeysOf(AmxScratch& s, int64_t piece, int64_t dim, bool sc
   return out;
 }
 
-// Scores of every query for the tokens of four pieces, of which `first` is the first and `count`
-// exist; those of the last turn stay in s.tiles. `lines`: of what comes next, per KiB of keys.
+// Computes scores of every query for the tokens of four pieces, of which `first` is the first and
+// `count` exist; those of the last turn stay in s.tiles. `lines` of the next data are asked for per
+// KiB of keys.
 void ScoreGroup(AmxScratch& s, int64_t first, int64_t count, int64_t queries, int64_t dim,
                 bool scattered, int64_t lines, int64_t& turn) {
   const int64_t steps = dim / kStepDims;
@@ -156,7 +160,7 @@ void ScoreGroup(AmxScratch& s, int64_t first, int64_t count, int64_t queries, in
   const int64_t query_tiles = CeilDiv(queries, kTileRows);
   const uint16_t* pieces[kGroupPieces];
   for (int64_t i = 0; i < kGroupPieces; ++i) {
-    // One that does not exist has scores that nobody reads.
+    // A piece that does not exist has scores that nobody reads.
     pieces[i] = i < count ? KeysOf(s, first + i, dim, scattered) : pieces[0];
   }
   if (lines > 0) s.ahead.SkipTo(first + kGroupPieces);
@@ -186,15 +190,16 @@ void ScoreGroup(AmxScratch& s, int64_t first, int64_t count, int64_t queries, in
     _tile_stored(1, tiles[1], kTileBytes);
     _tile_stored(2, tiles[2], kTileBytes);
     _tile_stored(3, tiles[3], kTileBytes);
-    // One turn late: what was just stored is not there yet, and waiting for it would leave memory
-    // idle.
+    // Scores are stored one turn late: what was just stored by the tile is not there yet, and
+    // waiting for it would leave memory idle.
     if (turn > 0) TransposeGroup(s, turn - 1, query_tiles, queries, steps * (lines - tile_lines));
     ++turn;
   }
 }
 
-// Scores to weights 2^(score - largest) of one query, in two parts, of `steps` steps of tokens of
-// which the first `valid` count; leaves their sum and lse. `lines`: of what comes next, per step.
+// Turns the scores of one query to weights 2^(score - largest), in two parts, for `steps` steps of
+// tokens of which the first `valid` count; leaves their sum and lse. `lines` of the next data are
+// asked for per step.
 void Softmax(AmxScratch& s, int64_t query, int64_t valid, int64_t steps, int64_t lines) {
   float* row = s.scores + query * kScoreStride;
   if (valid <= 0) {
@@ -232,7 +237,7 @@ void Softmax(AmxScratch& s, int64_t query, int64_t valid, int64_t steps, int64_t
   s.lse[query] = largest * kLn2 + __builtin_logf(s.sums[query]);
 }
 
-// Pairs of rows of V of one step of 32 tokens, `valid` of them, as tiles of 16 columns.
+// Interleaves pairs of rows of V of one step of 32 tokens, `valid` of them, as tiles of 16 columns.
 // Interleaving within 128-bit lanes leaves the columns of two neighbouring tiles mixed: FinishOuts
 // puts them right.
 void InterleaveValues(AmxScratch& s, int64_t piece, int64_t valid, int64_t dim, bool scattered,
@@ -308,7 +313,7 @@ void ValueTiles(const float* weights, const uint16_t* values, int64_t steps, int
   }
 }
 
-// Columns back in order, divided by the sum of the weights.
+// Puts columns back in order and divides them by the sum of the weights.
 void FinishOuts(AmxScratch& s, int64_t query, int64_t dim) {
   const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
@@ -321,7 +326,7 @@ void FinishOuts(AmxScratch& s, int64_t query, int64_t dim) {
   }
 }
 
-// Half of s.values, in turn.
+// The halves of s.values, used in turn.
 inline uint16_t* ValuesOf(AmxScratch& s, int64_t step, int64_t range_steps) {
   return s.values[step / range_steps % 2];
 }
@@ -332,7 +337,7 @@ void AttendPieces(const SplitPlace& place, int64_t queries, int64_t dim, AmxScra
   const int64_t steps = CeilDiv(tokens, kStepTokens);
   const int64_t rows = Min(kTileRows, queries);
   const bool scattered = place.Scattered();
-  // Lines to plan for beside the work on one KiB, and on one step of a query's softmax: in
+  // Lines to plan for beside the work on one KiB of keys, and on one step of a query's softmax: in
   // proportion to their times. With many queries K and V are used long enough to come by
   // themselves.
   const bool few = queries <= kTileRows;
@@ -369,7 +374,7 @@ void AttendPieces(const SplitPlace& place, int64_t queries, int64_t dim, AmxScra
   };
   interleave(0);
   for (int64_t step = 0; step < steps; step += range_steps) {
-    // One range early, for the same reason.
+    // Values are interleaved one range early, for the same reason.
     interleave(step + range_steps);
     Written(s.values);
     const int64_t count = Min(range_steps, steps - step);
@@ -396,7 +401,7 @@ struct AmxAttention {
 
   static constexpr int64_t CostPerToken(int64_t queries) { return CeilDiv(queries, kTileRows) + 2; }
 
-  // Scaled by log2(e) too: softmax is in powers of 2.
+  // The scale includes log2(e): softmax is in powers of 2.
   static void LoadQueries(const AttentionParams& p, const AttentionUnit& unit, AmxScratch& s) {
     const int64_t dim = p.cache.head_dim;
     const int64_t queries = unit.tile.rows * unit.heads;

@@ -1,14 +1,14 @@
-// Attention's work, shared out in units, for any way to attend to one split (`Core`):
+// Divides attention's work into units, for any way to attend to one split (`Core`):
 //   Vectors                 the path's vectors (simd_math.h)
 //   Scratch                 a worker's working memory, derived from ItemScratch; on its stack
 //   CostPerToken(queries)   work per token of context of a tile with so many queries
-//   LoadQueries(p, unit, s) the unit's queries, scaled, in the core's own form
+//   LoadQueries(p, unit, s) loads the unit's queries, scaled, in the core's own form
 //   AttendSplit(cache, place, next, queries, s)
-//                           s.outs and s.lse of every query over the tokens of `place`; `next` is
-//                           what this worker will be asked for then
+//                           computes s.outs and s.lse of every query over the tokens of `place`;
+//                           `next` is the place of this worker's next call
 // A place is a part of a sequence, or of a list of units (sparse_items.h): a core finds its tokens
-// by Locate() alone, 16 at a time, or one by one where they lie scattered.
-// A core gives a query one fixed sequence of operations, whatever its neighbours in the tile are.
+// by Locate() alone, 16 at a time, or one by one where they lie scattered. A core gives a query one
+// fixed sequence of operations, whatever its neighbours in the tile are.
 #pragma once
 
 #include "kernels/cpu/attention_plan.h"
@@ -19,16 +19,17 @@ namespace {
 
 inline constexpr int kPieceTokens = 16;  // never crosses a block: blocks are multiples of 16 tokens
 
-// What items need of a worker's memory. Query q of a tile is row q / heads, head q % heads.
+// The part of a worker's memory that items need. Query q of a tile is row q / heads, head q %
+// heads.
 struct ItemScratch {
-  alignas(64) float outs[kMaxQueries * kMaxHeadDim];    // of the split, [queries][head_dim]
+  alignas(64) float outs[kMaxQueries * kMaxHeadDim];    // of this split, [queries][head_dim]
   alignas(64) float merged[kMaxQueries * kMaxHeadDim];  // of the splits so far
   float lse[kMaxQueries];
   int32_t last_token[kMaxQueries];  // position of the query's row
   MergeState state[kMaxQueries];
 };
 
-// The tokens [begin, end) of one kv head of a sequence, or of a list; none: an empty range.
+// The tokens [begin, end) of one KV head of a sequence, or of a list. An empty range is no place.
 struct SplitPlace {
   int64_t slot = -1;
   int64_t kv_head = 0;
@@ -39,7 +40,8 @@ struct SplitPlace {
   const int32_t* units = nullptr;
   int64_t unit_tokens = 1;
 
-  // Whether 16 neighbouring tokens may lie apart. Units of 16s of tokens never part a piece.
+  // Returns whether 16 neighbouring tokens may lie apart. A piece never spans units of 16 or a
+  // multiple of 16 tokens.
   bool Scattered() const { return units != nullptr && unit_tokens % kPieceTokens != 0; }
 };
 
@@ -48,8 +50,8 @@ inline bool SamePlace(const SplitPlace& a, const SplitPlace& b) {
          a.units == b.units;
 }
 
-// Where a token's key is, in elements from the cache's base, and how many tokens, it included, lie
-// one behind the other there.
+// The offset of a token's key, in elements from the cache's base, and the number of tokens, that
+// one included, that lie one behind the other there.
 struct Location {
   int64_t key;
   int64_t tokens;
@@ -69,20 +71,20 @@ inline Location Locate(const PagedCache& c, const SplitPlace& place, int64_t tok
           Min(tokens, c.block_tokens - token % c.block_tokens)};
 }
 
-// One split of a tile and of the query heads [first_head, first_head + heads) of one kv head.
+// One split of a tile and of the query heads [first_head, first_head + heads) of one KV head.
 struct AttentionUnit {
   AttentionTile tile;
   int64_t kv_head;
   int64_t first_head;
   int64_t heads;
   int64_t split;
-  // Of a list: SplitPlace's.
+  // The fields of SplitPlace, where the unit is a part of a list.
   const int32_t* units = nullptr;
   int64_t unit_tokens = 1;
 };
 
-// Runs units in order, each with a look at the next one, whose keys and values a core may ask for
-// ahead of time.
+// Runs units in order. Each run knows the next unit, whose keys and values a core may ask for ahead
+// of time.
 template <class Core>
 class UnitRunner {
  public:
@@ -132,7 +134,8 @@ class UnitRunner {
     }
   }
 
-  // Into the split's entries of `partial`: [heads][head_dim] outs, then [heads] lse.
+  // Stores the results in the split's entries of `partial`: [heads][head_dim] outs, then [heads]
+  // lse.
   void StorePartial(const AttentionUnit& u, int64_t queries) {
     const int64_t dim = p_.cache.head_dim;
     for (int64_t q = 0; q < queries; ++q) {
@@ -145,7 +148,7 @@ class UnitRunner {
     }
   }
 
-  // To the splits so far; the last one completes the result.
+  // Merges the results with those of the splits so far; the last split completes the result.
   void MergeSplit(const AttentionUnit& u, int64_t queries) {
     const int64_t dim = p_.cache.head_dim;
     const bool last = u.split + 1 == u.tile.splits;
@@ -194,7 +197,7 @@ void AddTile(const AttentionParams& p, const GroupShape& group, const AttentionT
   }
 }
 
-// Units in order, cut into shares of equal cost: a worker runs those whose cost begins in its
+// Runs units in order, cut into shares of equal cost: a worker runs those whose cost begins in its
 // share. Splits that merge on the way stay together.
 template <class Core>
 void Attention(const AttentionParams& p, Worker worker) {

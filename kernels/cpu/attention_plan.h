@@ -1,4 +1,4 @@
-// How attention is shared out over workers: plain arithmetic on the rows, the same for every worker
+// The division of attention over workers: plain arithmetic on the rows, the same for every worker
 // and for both phases.
 //
 // Neighbouring rows of one sequence form a tile, whose queries read each K and V once. A tile's
@@ -16,12 +16,12 @@ namespace {
 inline constexpr int kMaxQueries = 48;    // query vectors of a tile: rows x heads of a group
 inline constexpr int kMaxGroupPart = 16;  // heads of a group that share a tile
 
-// How a kv head's query heads are taken: in `parts` of at most `heads` each.
+// The division of a KV head's query heads into `parts` parts of at most `heads` each.
 struct GroupShape {
   int64_t group;
   int64_t parts;
-  int64_t heads;      // of a part; the last may have fewer
-  int64_t tile_rows;  // rows of a tile at most
+  int64_t heads;      // heads of a part; the last may have fewer
+  int64_t tile_rows;  // most rows of a tile
 };
 
 inline GroupShape GroupShapeOf(const AttentionParams& p) {
@@ -41,7 +41,7 @@ struct AttentionTile {
   int64_t partial = -1;  // first entry in `partial`, row-major [rows][splits]; -1: not used
 };
 
-// Walks the tiles of a launch in order of their rows; padded rows are in none.
+// Walks the tiles of a launch in order of their rows. Padded rows are in no tile.
 class TileWalk {
  public:
   TileWalk(const AttentionParams& p, int64_t tile_rows) : p_(p), tile_rows_(tile_rows) {}

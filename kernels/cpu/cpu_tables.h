@@ -1,11 +1,12 @@
-// The CPU paths' tables and what they share. Only dispatch.cc and the tables include this.
+// The CPU paths' tables and the operators that they share. Only dispatch.cc and the tables include
+// this.
 #pragma once
 
 #include "kernels/kernel_table.h"
 
 namespace sluice::kernels::cpu {
 
-// Operators that no instruction set makes worth a second version. Weights: kPanel16.
+// Operators for which no instruction set is worth a second version. Weights are kPanel16.
 void Embedding(const EmbeddingParams& p, Worker worker);
 void RopeTable(const RopeTableParams& p, Worker worker);
 void Sample(const SampleParams& p, Worker worker);
@@ -21,14 +22,14 @@ void Route(const RouteParams& p, Worker worker);
 void RoutePairs(const RouteParams& p, Worker worker);
 
 // One table per path. Calling a function of a table on a processor without its instructions is an
-// illegal instruction; dispatch.cc is the only one to hand them out.
+// illegal instruction; only dispatch.cc hands tables out.
 const KernelTable& PortableTable();
 #if defined(SLUICE_KERNELS_X86)
 const KernelTable& Avx2Table();
 const KernelTable& Avx512Bf16Table();
 
-// What the path "amx" has of its own; its other operators are those of "avx512bf16". REQUIRES: the
-// process has been granted tile data (AmxPermitted()).
+// The operators that the path "amx" has of its own; its others are those of "avx512bf16". REQUIRES:
+// the process has been granted tile data (AmxPermitted()).
 void LinearAmx(const LinearParams& p, Worker worker);
 void AttentionAmx(const AttentionParams& p, Worker worker);
 void SparseAttentionAmx(const SparseAttentionParams& p, Worker worker);

@@ -1,6 +1,6 @@
-// HeadLinear and ExpertLinear for a path whose matrix product (`Products::Linear`, of bf16) is best
-// with many rows that lie together: rows are copied together first, and results apart afterwards.
-// The product's rule of bits is theirs.
+// HeadLinear and ExpertLinear for a path whose matrix product (`Products::Linear`, in bf16) is best
+// with many rows that lie together: rows are first copied together, and results are copied apart
+// afterwards. They follow the product's rule of bits.
 #pragma once
 
 #include "kernels/cpu/gathered_products.h"
@@ -17,14 +17,14 @@ struct DenseScratch {
   alignas(64) float y[kDenseRows * kMaxPanelsAtOnce * kPanelColumns];
 };
 
-// Rows of k elements that are copied together at a time.
+// Number of rows of k elements that are copied together at a time.
 inline int64_t DenseRowsOf(int64_t k) {
   if (k > DenseScratch::kElements) KernelCheckFailed("products of gathered rows: k <= 131072");
   return Min(kDenseRows, DenseScratch::kElements / k);
 }
 
-// `count` rows, the i-th at x_of(i), and panels [0, panels) of a matrix of k columns at `w`: calls
-// store(i, panel, columns, count of columns).
+// Multiplies `count` rows, the i-th at x_of(i), by panels [0, panels) of a matrix of k columns at
+// `w`; calls store(i, panel, columns, count of columns).
 template <class Products, class RowOf, class Store>
 void DenseProduct(int64_t count, RowOf x_of, const WeightMatrix& like, const uint16_t* w,
                   int64_t panels, Store store) {

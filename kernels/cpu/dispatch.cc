@@ -1,4 +1,4 @@
-// Which paths this processor has: the one place that asks it.
+// The choice of the paths that this processor has. No other file asks the processor.
 #include <cstring>
 
 #include "kernels/cpu/cpu_tables.h"
@@ -23,7 +23,7 @@ struct Features {
 
 bool Bit(unsigned value, int bit) { return (value >> bit & 1u) != 0; }
 
-// The register state that the operating system saves (XCR0). REQUIRES: OSXSAVE.
+// Returns the register state that the operating system saves (XCR0). REQUIRES: OSXSAVE.
 uint64_t EnabledState() {
   unsigned low = 0, high = 0;
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));

@@ -1,6 +1,6 @@
 // Products of rows that lie anywhere with parts of a matrix of panels: HeadLinear and ExpertLinear,
-// for any path. `Tiles` are the path's own (FloatTiles, Bf16Tiles): sums of a few rows with a few
-// panels, each output one chain over k, so that no tiling changes its bits.
+// for any path. `Tiles` are the path's own (FloatTiles, Bf16Tiles): they sum a few rows with a few
+// panels. Each output is one chain over k, so that no tiling changes its bits.
 #pragma once
 
 #include "kernels/cpu/partition.h"
@@ -15,7 +15,7 @@ inline int64_t PanelElementsOf(const WeightMatrix& w) {
   return CeilDiv(w.k, kPanelDepth) * kPanelDepth * kPanelColumns;
 }
 
-// `rows` <= kRows rows and `panels` panels: calls store(row, panel, columns).
+// Multiplies `rows` <= kRows rows by `panels` panels; calls store(row, panel, columns).
 template <class Tiles, int kRows, class Store>
 void GatheredRows(const typename Tiles::X* const* x, int64_t rows, const uint16_t* w,
                   int64_t panels, int64_t k, Store store) {
@@ -68,9 +68,9 @@ void HeadLinear(const HeadLinearParams& p, Worker worker) {
   }
 }
 
-// Experts in order, each a grid of its pairs, `at_once` at a time, and its panels; workers have
-// equal shares of its cells, whole panels each. Calls body(expert, first panel, end) for this
-// worker's.
+// Divides work by experts in order. Each expert is a grid of its pairs, `at_once` at a time, and
+// its panels; workers have equal shares of its cells, whole panels each. Calls body(expert, first
+// panel, end) for this worker's share.
 template <class Body>
 void ForEachExpert(const ExpertLinearParams& p, int64_t at_once, Worker worker, Body body) {
   const int64_t of_expert = p.n / kPanelColumns;
@@ -89,7 +89,7 @@ void ForEachExpert(const ExpertLinearParams& p, int64_t at_once, Worker worker, 
   }
 }
 
-// Panels that stay in the second-level cache while rows pass by; what one call of a product takes.
+// Panels that one call of a product takes: they stay in the second-level cache while rows pass by.
 inline int64_t PanelsAtOnce(const WeightMatrix& w) {
   return Max(8, Min(kMaxPanelsAtOnce, (512 << 10) / (PanelElementsOf(w) * 2) / 8 * 8));
 }

@@ -1,8 +1,8 @@
 // Index logits of the packed form by products of bf16, in which e4m3 values are exact, for the
 // paths that have them (`Products::Linear` is the path's matrix product). The keys of a chunk
-// become panels once for all heads of a row, and a chunk of all heads' dot products one weighted
-// sum of their positive parts, the heads in order. Compiled with AVX-512 BF16 flags: internal
-// linkage only.
+// become panels once for all heads of a row. A chunk of all heads' dot products becomes one
+// weighted sum of their positive parts, the heads in order. Compiled with AVX-512 BF16 flags:
+// internal linkage only.
 #pragma once
 
 #include "kernels/cpu/linear_bf16.h"
@@ -31,7 +31,7 @@ inline void E4M3RowToBf16(const uint8_t* from, uint16_t* to) {
   }
 }
 
-// Keys [first, first + count) of a sequence as whole panels; what is past them is 0.
+// Converts keys [first, first + count) of a sequence to whole panels; elements past them are 0.
 inline void PackKeys(const PagedIndexKeys& c, int64_t slot, int64_t first, int64_t count,
                      PackedLogitsScratch& s) {
   const char* base = static_cast<const char*>(c.base);
@@ -55,7 +55,7 @@ inline void PackKeys(const PagedIndexKeys& c, int64_t slot, int64_t first, int64
   }
 }
 
-// Scores of `count` tokens from their dot products, [heads][padded].
+// Computes the scores of `count` tokens from their dot products, [heads][padded].
 inline void SumHeads(const PackedLogitsScratch& s, const float* weights, int64_t heads,
                      int64_t count, int64_t padded, float* scores) {
   const __m512 zero = _mm512_setzero_ps();

@@ -1,4 +1,4 @@
-// Operators of latent attention and of experts whose products run on tiles, on the path "amx".
+// The operators of latent attention and of experts whose products run on tiles, on the path "amx".
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/cpu/dense_products.h"
 #include "kernels/cpu/index_logits_bf16.h"

@@ -12,11 +12,12 @@
 namespace sluice::kernels::cpu {
 namespace {
 
-constexpr int64_t kStepElements = kPanelDepth * kPanelColumns;  // of a panel, per step
+constexpr int64_t kStepElements = kPanelDepth * kPanelColumns;  // elements of a panel per step
 
-// Sets up this thread's tiles for `rows` rows of x, 1 to 32. Costs little beside the products of
-// one call, and leaves nothing behind that another library's tiles could disturb. Tiles: 0-3 sums,
-// 4-5 rows of x, 6-7 panels with two tiles of rows; 0-3 sums, 4 rows of x, 5-7 panels with one.
+// Sets up this thread's tiles for `rows` rows of x, 1 to 32. It costs little beside the products of
+// one call, and leaves nothing behind that another library's tiles could disturb. With two tiles of
+// rows, tiles 0-3 are sums, 4-5 rows of x, 6-7 panels; with one, tiles 0-3 are sums, 4 rows of x,
+// 5-7 panels.
 void ConfigureTiles(int64_t rows) {
   TileConfig config;
   const auto first = static_cast<uint8_t>(Min(rows, kTileRows));
@@ -36,7 +37,7 @@ void ConfigureTiles(int64_t rows) {
   _tile_loadconfig(&config);
 }
 
-// Rows of x for one step: in place, or for the last step of a k that is no multiple of 32 from a
+// Rows of x for one step: in place, or, for the last step of a k that is no multiple of 32, from a
 // copy filled up with zeros (the panel's padding is zero, but 0 x NaN would not be).
 struct RowSource {
   const uint16_t* x;
@@ -69,7 +70,7 @@ void StoreTile(const LinearParams& p, int64_t row, int64_t rows, int64_t panel, 
   }
 }
 
-// 17 to 32 rows x two panels.
+// Computes 17 to 32 rows x two panels.
 void TwoByTwo(const LinearParams& p, const RowSource& source, int64_t row, int64_t rows,
               int64_t panel) {
   const int64_t stride = PanelStride(p.w);
@@ -113,8 +114,8 @@ void TwoByTwo(const LinearParams& p, const RowSource& source, int64_t row, int64
   StoreTile(p, row + kTileRows, rows - kTileRows, panel + 1, sums.tile[3]);
 }
 
-// One tile of rows (x in tile 4) x kPanels <= 4 panels. Panels are read once each; two tiles take
-// turns at holding them, so that a load need not wait for the product before it.
+// Computes one tile of rows (x in tile 4) x kPanels <= 4 panels. Panels are read once each; two
+// tiles take turns at holding them, so that a load need not wait for the product before it.
 template <int kPanels>
 void OneByFew(const LinearParams& p, const RowSource& source, int64_t row, int64_t rows,
               int64_t panel) {
@@ -128,7 +129,7 @@ void OneByFew(const LinearParams& p, const RowSource& source, int64_t row, int64
   for (int64_t step = 0; step < steps; ++step) {
     const uint16_t* at = w + step * kStepElements;
     for (int j = 0; j < kPanels; ++j) {
-      // Every line of the panels once, two steps (2 KiB of each panel) ahead.
+      // Every line of the panels is asked for once, two steps (2 KiB of each panel) ahead.
       const char* ahead = reinterpret_cast<const char*>(at + j * stride + 2 * kStepElements);
       for (int line = 0; line < kStepElements * 2; line += 64)
         _mm_prefetch(ahead + line, _MM_HINT_T0);
@@ -161,7 +162,8 @@ void OneByFew(const LinearParams& p, const RowSource& source, int64_t row, int64
   for (int j = 0; j < kPanels; ++j) StoreTile(p, row, rows, panel + j, sums.tile[j]);
 }
 
-// Up to 16 rows of the panels [begin, end). REQUIRES: tiles configured for that many rows.
+// Computes up to 16 rows of the panels [begin, end). REQUIRES: tiles are configured for that many
+// rows.
 void FewRows(const LinearParams& p, int64_t row, int64_t rows, int64_t begin, int64_t end) {
   const RowSource source(p, row, rows);
   int64_t panel = begin;
@@ -178,7 +180,7 @@ void FewRows(const LinearParams& p, int64_t row, int64_t rows, int64_t begin, in
   }
 }
 
-// 17 to 32 rows of the panels [begin, end), an odd panel in two halves of the rows.
+// Computes 17 to 32 rows of the panels [begin, end), an odd panel in two halves of the rows.
 void ManyRows(const LinearParams& p, int64_t row, int64_t rows, int64_t begin, int64_t end) {
   const RowSource source(p, row, rows);
   int64_t panel = begin;
@@ -198,7 +200,7 @@ void LinearAmx(const LinearParams& p, Worker worker) {
   constexpr int64_t kBlockRows = 2 * kTileRows;
   const int64_t panel_unit = p.rows > kTileRows ? 2 : 1;
   const Part part = PartOf(p.rows, kBlockRows, CeilDiv(p.w.n, kPanelColumns), panel_unit, worker);
-  // Panels that stay in the second-level cache while every row of the part passes by.
+  // This many panels stay in the second-level cache while every row of the part passes by.
   const int64_t block_panels = Max(2, (512 << 10) / (PanelStride(p.w) * 2) / 4 * 4);
   int64_t configured = 0;
   for (int64_t j = part.panels.begin; j < part.panels.end; j += block_panels) {

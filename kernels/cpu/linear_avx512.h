@@ -12,15 +12,15 @@ namespace {
 constexpr int kLinearRows = 6;
 constexpr int PanelsOf(int rows) { return rows <= 3 ? 8 : 4; }
 
-// Two neighbouring activations in every lane; `count` < 2 only past an odd k.
+// Puts two neighbouring activations in every lane; `count` < 2 only past an odd k.
 inline __m512bh BroadcastPair(const uint16_t* x, int64_t count) {
   uint32_t pair = x[0];
   if (count >= 2) __builtin_memcpy(&pair, x, 4);
   return (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(pair));
 }
 
-// kRows rows of k elements, which may lie anywhere, and kPanels panels from `w` on, as sums. Every
-// sum is one chain of dot products over k in rising order.
+// Sums kRows rows of k elements, which may lie anywhere, with kPanels panels from `w` on. Every sum
+// is one chain of dot products over k in rising order.
 template <int kRows, int kPanels>
 [[gnu::always_inline]] inline void PanelSums(const uint16_t* const (&x)[kRows], const uint16_t* w,
                                              int64_t k, __m512 (&sums)[kRows][kPanels]) {
@@ -33,7 +33,7 @@ template <int kRows, int kPanels>
 #pragma GCC unroll 8
     for (int j = 0; j < kPanels; ++j) {
       const uint16_t* at = w + j * stride + i * kPanelColumns;
-      // Far enough ahead to cover memory's latency, every line of a stream once.
+      // Every line of a stream is asked for once, far enough ahead to cover memory's latency.
       if constexpr (kRows <= 2) __builtin_prefetch(at + 16 * 2 * kPanelColumns, 0, 3);
       pairs[j] = (__m512bh)_mm512_loadu_si512(at);
     }
@@ -62,7 +62,7 @@ void LinearTile(const LinearParams& p, int64_t row, int64_t panel) {
   }
 }
 
-// For products of rows that lie anywhere.
+// The tiles for products of rows that lie anywhere.
 struct Bf16Tiles {
   using X = uint16_t;
   static constexpr DType kType = DType::kBFloat16;
@@ -83,7 +83,7 @@ struct Bf16Tiles {
   }
 };
 
-// `rows` <= kRows rows of every panel in [begin, end).
+// Computes `rows` <= kRows rows of every panel in [begin, end).
 template <int kRows>
 void LinearRows(const LinearParams& p, int64_t row, int64_t rows, int64_t begin, int64_t end) {
   if (rows < kRows) {

@@ -1,5 +1,5 @@
-// What the bf16 matrix products (AVX-512 BF16 and AMX) share. Compiled with AVX-512 flags: internal
-// linkage only.
+// The common part of the bf16 matrix products (AVX-512 BF16 and AMX). Compiled with AVX-512 flags:
+// internal linkage only.
 #pragma once
 
 #include <immintrin.h>

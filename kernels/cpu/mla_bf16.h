@@ -16,7 +16,7 @@
 namespace sluice::kernels::cpu {
 namespace {
 
-constexpr int64_t kMlaHeads = 128;      // of an item at most
+constexpr int64_t kMlaHeads = 128;      // most heads of an item
 constexpr int64_t kMlaKeys = 64;        // entries whose scores are one product
 constexpr int64_t kMlaPieceHeads = 32;  // heads whose results are one product
 constexpr int64_t kMlaGather = 16;      // entries that are converted at a time
@@ -32,7 +32,7 @@ struct Bf16MlaScratch {
   float sums[kMlaPieceHeads];
 };
 
-// One entry, [rank + rope], then zeros up to `padded`.
+// Converts one entry, [rank + rope], and writes zeros behind it up to `padded`.
 inline void EntryToBf16(const PagedLatents& c, const char* data, int64_t padded, uint16_t* out) {
   const int64_t width = c.rank + c.rope;
   for (int64_t i = width; i < padded; ++i) out[i] = 0;
@@ -55,7 +55,8 @@ inline void EntryToBf16(const PagedLatents& c, const char* data, int64_t padded,
   __builtin_memcpy(out + kPackedRank, data + kPackedRopeAt, kPackedRope * 2);
 }
 
-// kMlaGather rows as rows [first, first + kMlaGather) of panels of 16 columns and `depth` rows.
+// Puts kMlaGather rows as rows [first, first + kMlaGather) in panels of 16 columns and `depth`
+// rows.
 inline void PackValues(const uint16_t* rows, int64_t stride, int64_t rank, int64_t first,
                        int64_t depth, uint16_t* out) {
   for (int64_t t = 0; t < kMlaGather; t += 2) {
@@ -100,7 +101,7 @@ struct Bf16Mla {
   }
 
  private:
-  // y [rows][n] = x [rows][k] times panels.
+  // Computes y [rows][n] = x [rows][k] times panels.
   static void Product(const uint16_t* x, int64_t rows, const uint16_t* w, int64_t n, int64_t k,
                       float* y) {
     LinearParams p = {};
@@ -112,8 +113,8 @@ struct Bf16Mla {
     Products::Linear(p);
   }
 
-  // Scores of all heads and entries, in blocks of up to kMlaKeys entries; and the values' panels,
-  // whose rows past the last entry are zero.
+  // Computes the scores of all heads and entries, in blocks of up to kMlaKeys entries, and makes
+  // the values' panels, whose rows past the last entry are zero.
   static void Scores(const SparseMlaParams& p, const MlaPiece& piece, int64_t depth, Scratch& s) {
     const PagedLatents& c = p.cache;
     const int64_t width = c.rank + c.rope, padded = CeilDiv(width, kPanelDepth) * kPanelDepth;
@@ -143,7 +144,8 @@ struct Bf16Mla {
     }
   }
 
-  // Weights of one head, not yet divided by their sum; the result is the natural-log sum-exp.
+  // Computes the weights of one head, not yet divided by their sum, and returns the natural-log
+  // sum-exp.
   static float Softmax(const Scratch& s, int64_t heads, int64_t head, int64_t count, int64_t depth,
                        float scale, uint16_t* weights, float& sum) {
     const __m512 scales = _mm512_set1_ps(scale), lowest = _mm512_set1_ps(kNegativeInfinity);

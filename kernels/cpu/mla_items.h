@@ -1,9 +1,10 @@
-// Sparse MLA's work, shared out, for any way to attend to one piece of a list (`Core`):
+// Divides sparse MLA's work, for any way to attend to one piece of a list (`Core`):
 //   Vectors      the path's vectors (simd_math.h)
 //   Scratch      a worker's working memory, on its stack
-//   kSplitHeads  heads of a piece at most
+//   kSplitHeads  most heads of a piece
 //   AttendPiece(p, piece, scratch, outs, lse)
-//                o [heads][rank], normalised, and lse of the piece's heads over its entries
+//                computes o [heads][rank], normalised, and lse of the piece's heads over its
+//                entries
 // A core gives a head one fixed sequence of operations, whatever its neighbours in the piece are.
 //
 // A list is cut into pieces of kMlaSplitEntries, and the pieces of a head merge in order, behind
@@ -17,8 +18,8 @@
 namespace sluice::kernels::cpu {
 namespace {
 
-constexpr int64_t kMlaWholeHeads = 128;  // at most, of an item that merges on the way
-constexpr int64_t kMlaSplitRows = 16;    // rows at most whose pieces are items
+constexpr int64_t kMlaWholeHeads = 128;  // most heads of an item that merges on the way
+constexpr int64_t kMlaSplitRows = 16;    // most rows whose pieces are items
 constexpr int64_t kMlaMaxHeads = 256;
 
 // Some heads of one row, over entries [begin, end) of its list.
@@ -34,7 +35,7 @@ inline int64_t MlaEntries(const SparseMlaParams& p, int64_t row) {
   return p.slots[row] < 0 ? 0 : Max(0, Min(p.counts[row], p.capacity));
 }
 
-// The number of entry i of a row's list.
+// Returns the number of entry i of a row's list.
 inline int64_t MlaEntry(const SparseMlaParams& p, int64_t row, int64_t i) {
   return p.entries != nullptr ? p.entries[row * p.capacity + i] : i;
 }
@@ -70,7 +71,7 @@ struct MlaSplits {
   float* lse;
 };
 
-// A head's state before its pieces: the other result, if there is one.
+// Returns a head's state before its pieces: the other result, if there is one.
 template <class S>
 MergeState StartHead(const SparseMlaParams& p, int64_t row, int64_t head, float* o) {
   MergeState state;
@@ -93,11 +94,11 @@ inline void CheckSparseMla(const SparseMlaParams& p) {
   if (p.heads > kMlaMaxHeads) KernelCheckFailed("sparse_mla: up to 256 heads");
 }
 
-// All pieces of some heads of a row, merged on the way.
+// Computes all pieces of some heads of a row and merges them on the way.
 template <class Core>
 struct MlaWholeItem {
   typename Core::Scratch scratch;
-  alignas(64) float outs[kMlaWholeHeads * kMaxLatentRank];    // of the piece
+  alignas(64) float outs[kMlaWholeHeads * kMaxLatentRank];    // of this piece
   alignas(64) float merged[kMlaWholeHeads * kMaxLatentRank];  // of the pieces so far
   float lse[kMlaWholeHeads];
   MergeState state[kMlaWholeHeads];
@@ -135,8 +136,8 @@ template <class Core>
   Core::AttendPiece(p, piece, scratch, splits.outs + at * splits.rank, splits.lse + at);
 }
 
-// How many heads an item of a split row has: as many as may be, or fewer where there would not be
-// items for all workers. No bit depends on it.
+// Returns how many heads an item of a split row has: as many as may be, or fewer where there would
+// not be items for all workers. No bit depends on it.
 inline int64_t SplitHeads(const SparseMlaParams& p, const MlaSplits& splits, int64_t most,
                           int workers) {
   int64_t pieces = 0;
@@ -148,15 +149,15 @@ inline int64_t SplitHeads(const SparseMlaParams& p, const MlaSplits& splits, int
   return heads;
 }
 
-// The same of rows that are not split: an item converts its entries once for all its heads, so
-// fewer heads only where there would not be four items for each worker.
+// Returns the same for rows that are not split. An item converts its entries once for all its
+// heads, so it has fewer heads only where there would not be four items for each worker.
 inline int64_t WholeHeads(const SparseMlaParams& p, const MlaSplits& splits, int workers) {
   int64_t heads = kMlaWholeHeads;
   while (heads > 32 && (p.rows - splits.rows) * CeilDiv(p.heads, heads) < 4 * workers) heads /= 2;
   return heads;
 }
 
-// Items in order, cut into shares of equal cost: a worker runs those whose cost begins in its
+// Walks items in order, cut into shares of equal cost: a worker runs those whose cost begins in its
 // share.
 template <class Core>
 void SparseMla(const SparseMlaParams& p, Worker worker) {
@@ -198,7 +199,7 @@ void SparseMla(const SparseMlaParams& p, Worker worker) {
   });
 }
 
-// Second phase: the heads of split rows.
+// The second phase: merges the heads of split rows.
 template <class S>
 void SparseMlaMerge(const SparseMlaParams& p, Worker worker) {
   const MlaSplits splits(p);

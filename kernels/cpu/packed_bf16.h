@@ -1,4 +1,5 @@
-// From the packed form to panels of bf16. Compiled with AVX-512 BF16 flags: internal linkage only.
+// Conversion of the packed form to panels of bf16. Compiled with AVX-512 BF16 flags: internal
+// linkage only.
 #pragma once
 
 #include <immintrin.h>
@@ -9,7 +10,7 @@
 namespace sluice::kernels::cpu {
 namespace {
 
-// 32 e4m3 values as bf16, exactly.
+// Converts 32 e4m3 values to bf16, exactly.
 inline __m512i E4M3ToBf16(__m256i bytes) {
   const __m512i wide = _mm512_cvtepu8_epi16(bytes);
   const __m512i magnitude = _mm512_and_si512(wide, _mm512_set1_epi16(0x7F));
@@ -34,7 +35,7 @@ inline __m512 UpperToFloat(__m512i v) {
       _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(v, 1)), 16));
 }
 
-// 16 rows of 16 pairs, `stride` elements apart, to the panel's order: [pair][row].
+// Puts 16 rows of 16 pairs, `stride` elements apart, in the panel's order: [pair][row].
 inline void TransposePairs(const uint16_t* rows, int64_t stride, uint16_t* out) {
   __m512i a[16];
 #pragma GCC unroll 16

@@ -6,7 +6,7 @@ namespace sluice::kernels {
 
 void PackPanels(const uint16_t* w, int32_t n, int32_t k, int32_t first_row, uint16_t* out) {
   const WeightMatrix shape = {out, first_row + n, k, WeightLayout::kPanel16};
-  // By the rows of one panel at a time, so that `out` is written front to back.
+  // The rows of one panel are taken at a time, so that `out` is written front to back.
   for (int64_t row = 0; row < n;) {
     const int64_t column = (first_row + row) % kPanelColumns;
     const int64_t count = Min(kPanelColumns - column, n - row);

@@ -1,4 +1,4 @@
-// How a matrix product is shared out: a grid over rows and panels, never over k.
+// The division of a matrix product over workers: a grid over rows and panels, never over k.
 #pragma once
 
 #include "kernels/scalar.h"
@@ -11,9 +11,10 @@ struct Part {
   Range panels;
 };
 
-// This worker's part of rows x panels, cut at multiples of row_unit and panel_unit. Of all grids
-// with workers = row parts x panel parts it takes the one whose largest part is smallest; among
-// equals the one that cuts rows least, since each cut of the rows reads the weights once more.
+// Returns this worker's part of rows x panels, cut at multiples of row_unit and panel_unit. Among
+// all grids with workers = row parts x panel parts it takes the one whose largest part is smallest,
+// and among equals the one that cuts rows least, since each cut of the rows reads the weights once
+// more.
 inline Part PartOf(int64_t rows, int64_t row_unit, int64_t panels, int64_t panel_unit,
                    Worker worker) {
   const int64_t row_units = CeilDiv(rows, row_unit);

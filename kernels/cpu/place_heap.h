@@ -1,4 +1,4 @@
-// Which places are given first, for Recall and UpdateResidency.
+// The order in which places are given, for Recall and UpdateResidency.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,10 @@
 namespace sluice::kernels::cpu {
 namespace {
 
-// Places that may be given, those to give first being first: the least of (stamp, place), where a
-// free place's stamp is before any other. The `capacity` best are kept, as a heap whose top is the
-// worst of them; its two halves lie where the moves of those who get them will be.
+// Collects places that may be given, in the order in which to give them: the smallest (stamp,
+// place) first, where a free place's stamp is before any other. The `capacity` best are kept, as a
+// heap whose top is the worst of them. Its two halves lie where the moves of the units that get the
+// places will be.
 class PlaceHeap {
  public:
   static constexpr int32_t kFree = INT32_MIN;
@@ -52,7 +53,7 @@ class PlaceHeap {
     stamps_[i] = item.stamp;
     places_[i] = item.place;
   }
-  // Puts `item` in the place of the top of the heap [0, end).
+  // Puts `item` in place of the top of the heap [0, end).
   void Sink(Item item, int32_t end) {
     int32_t i = 0;
     for (int32_t child = 1; child < end; child = 2 * i + 1) {

@@ -1,4 +1,5 @@
-// Where units lie: Split, RecallDue, Recall, WriteThrough. Integers and copies, for every path.
+// The operators on residency: Split, RecallDue, Recall, WriteThrough. They work on integers and
+// copies, for every path.
 #include <cstring>
 
 #include "kernels/cpu/cpu_tables.h"
@@ -8,13 +9,13 @@
 namespace sluice::kernels::cpu {
 namespace {
 
-// Row `row` of a table of int32.
+// Returns row `row` of a table of int32.
 int32_t* TableRow(const PagedRows& rows, int64_t slot, int64_t row, int64_t head) {
   return reinterpret_cast<int32_t*>(static_cast<char*>(rows.base) +
                                     RowOffset(rows, slot, row, head));
 }
 
-// The place of a unit, or -1, as the tables and the ring have it.
+// Returns the place of a unit, or -1, from the tables and the ring.
 int32_t PlaceOf(const ResidencyTable& t, int64_t slot, int64_t head, int32_t newest, int32_t unit) {
   if (newest - unit < t.ring) return unit % t.ring;
   return *TableRow(t.place_of, slot, unit, head);
@@ -29,7 +30,7 @@ class ListWriter {
         capacity_(lists.capacity) {
     *count_ = 0;
   }
-  // The index of the new entry.
+  // Returns the index of the new entry.
   int32_t Add(int32_t unit) {
     if (*count_ == capacity_) KernelCheckFailed("split: a list of units has no room");
     units_[*count_] = unit;
@@ -75,8 +76,8 @@ void SplitList(const SplitParams& p, int64_t list) {
   }
 }
 
-// Of a block, or of a token's K row, as an index of pieces of that size in `cache`; `at` is the
-// unit or place. See RecallParams.
+// Returns the index of a block, or of a token's K row, among the pieces of that size in `cache`;
+// `at` is the unit or place. See RecallParams.
 int32_t PieceIndex(const PagedCache& c, int64_t slot, int64_t head, int64_t at, int64_t tokens) {
   const bool token = tokens == 1;
   const int64_t block = token ? at / c.block_tokens : at;
@@ -85,7 +86,7 @@ int32_t PieceIndex(const PagedCache& c, int64_t slot, int64_t head, int64_t at, 
   return static_cast<int32_t>(piece * 2 * c.block_tokens + at % c.block_tokens);
 }
 
-// How many units of the list were given a place.
+// Returns how many units of the list were given a place.
 int32_t RecallList(const RecallParams& p, int64_t list) {
   const ResidencyTable& t = p.residency;
   const int64_t r = list / p.kv_heads, head = list % p.kv_heads, slot = p.slots[r];
@@ -146,7 +147,8 @@ void RecallDue(const RecallDueParams& p, Worker worker) {
   }
 }
 
-// A worker takes whole lists; the counters of a slot are sums over its lists, whoever adds first.
+// A worker takes whole lists. The counters of a slot are sums over its lists, in any order of
+// workers.
 void Recall(const RecallParams& p, Worker worker) {
   if (p.unit_tokens != 1 && p.unit_tokens != p.home.block_tokens) {
     KernelCheckFailed("recall: a unit is a block or a token");

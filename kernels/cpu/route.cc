@@ -1,4 +1,4 @@
-// Route for every path: a few hundred experts of a row are compared as they are.
+// Route for every path: the few hundred experts of a row are compared one by one.
 #include <cmath>
 
 #include "kernels/cpu/cpu_tables.h"
@@ -82,11 +82,11 @@ void Route(const RouteParams& p, Worker worker) {
   for (int64_t r = mine.begin; r < mine.end; ++r) RouteRow(p, r);
 }
 
-// A sort by counting; little enough for one worker.
+// This is a counting sort, and little enough for one worker.
 void RoutePairs(const RouteParams& p, Worker worker) {
   if (worker.index != 0) return;
   const int64_t pairs = int64_t{p.rows} * p.k;
-  int32_t* next = p.begins + 1;  // of each expert: where its next pair goes
+  int32_t* next = p.begins + 1;  // where each expert's next pair goes
   for (int64_t e = 0; e <= p.experts; ++e) p.begins[e] = 0;
   for (int64_t i = 0; i < pairs; ++i) {
     if (p.chosen[i] >= 0 && p.chosen[i] + 1 < p.experts) ++next[p.chosen[i] + 1];

@@ -1,7 +1,8 @@
-// Logits to tokens, shared by the CPU paths: whatever path made the logits, the choice is the same.
+// Sampling, shared by the CPU paths: whatever path made the logits, the choice of tokens is the
+// same.
 //
-// No allocation: a worker's scratch holds, per vocabulary entry, a double (weights; before that the
-// token counts of the penalties), a float (the changed logits) and an id.
+// Nothing is allocated: a worker's scratch holds, per vocabulary entry, a double (weights; before
+// that the token counts of the penalties), a float (the changed logits) and an id.
 #include <algorithm>
 #include <cmath>
 
@@ -34,8 +35,8 @@ struct Better {
   }
 };
 
-// The largest logit, or +inf or NaN if one is, or -inf if none is finite. In lanes, which the
-// compiler makes vectors of.
+// Returns the largest logit; +inf or NaN if one is; -inf if none is finite. It works in lanes,
+// which the compiler makes vectors of.
 float LargestOrBad(const float* logits, int64_t vocab) {
   constexpr int kLanes = 16;
   float largest[kLanes];
@@ -89,7 +90,7 @@ void ApplyPenalties(const SampleParams& p, int64_t slot, int64_t position, Scrat
     if (count == 0) continue;
     scratch.logits[history[i]] -=
         s.frequency_penalty * static_cast<float>(count) + s.presence_penalty;
-    count = 0;  // done, however often it comes again
+    count = 0;  // a token counts once, however often it comes again
   }
 }
 
@@ -121,7 +122,7 @@ void SelectTopK(const float* logits, int64_t vocab, int64_t k, int32_t* ids) {
   const int64_t room = Min(vocab, Max(2 * k, 1024));
   int64_t count = 0;
   float threshold = kNegativeInfinity;
-  bool full = false;  // `threshold` is a real k-th best
+  bool full = false;  // whether `threshold` is a real k-th best
   for (int64_t i = 0; i < vocab; ++i) {
     // An equal of the k-th best with a higher id than all k seen never enters.
     if (full && logits[i] <= threshold) continue;
@@ -137,8 +138,8 @@ void SelectTopK(const float* logits, int64_t vocab, int64_t k, int32_t* ids) {
   if (count > k) std::nth_element(ids, ids + k - 1, ids + count, better);
 }
 
-// exp(x) for x <= 0 within 2 ulp; below -700 it is 0. No branches or calls, so that the compiler
-// makes vectors of it: libm's exp takes most of a sampling pass.
+// Returns exp(x) for x <= 0 within 2 ulp; below -700 it is 0. It has no branches or calls, so that
+// the compiler makes vectors of it: libm's exp takes most of a sampling pass.
 double ExpNonPositive(double x) {
   constexpr double kLog2E = 1.4426950408889634074;
   constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770002e-10;
@@ -166,7 +167,8 @@ double ExpNonPositive(double x) {
   return x < -700.0 ? 0.0 : scaled;
 }
 
-// weights[i] = exp((logits[id_i] - largest) / temperature), id_i being i where ids is null.
+// Computes weights[i] = exp((logits[id_i] - largest) / temperature), where id_i is i if ids is
+// null.
 double FillWeights(const float* logits, const int32_t* ids, int64_t count, float largest,
                    double temperature, double* weights) {
   const double inverse = 1.0 / temperature;
@@ -185,7 +187,7 @@ double FillWeights(const float* logits, const int32_t* ids, int64_t count, float
   return total;
 }
 
-// Cuts ids (in no order) to the fewest best whose weights reach `goal`, best first. Sorts chunks
+// Cuts ids (in no order) to the fewest best whose weights reach `goal`, best first. It sorts chunks
 // that grow: a nucleus is mostly far smaller than the vocabulary.
 int64_t CutToNucleus(const float* logits, int32_t* ids, int64_t count, double goal, float largest,
                      double temperature) {
@@ -207,7 +209,8 @@ int64_t CutToNucleus(const float* logits, int32_t* ids, int64_t count, double go
   return count;
 }
 
-// The survivors of top_k and top_p as ids in rising order; returns how many, or -1 for "all".
+// Writes the survivors of top_k and top_p as ids in rising order; returns how many, or -1 for
+// "all".
 int64_t SelectCandidates(const SamplingSlot& s, const float* logits, int64_t vocab, float largest,
                          Scratch& scratch) {
   const bool top_k = s.top_k > 0 && s.top_k < vocab;
@@ -223,7 +226,8 @@ int64_t SelectCandidates(const SamplingSlot& s, const float* logits, int64_t voc
                                      largest, s.temperature, scratch.weights);
     if (!top_k) {
       // Tokens lighter than (1 - top_p) * total / vocab weigh less than (1 - top_p) * total
-      // together, so the nucleus is complete without them. Halved to be safe from rounding.
+      // together, so the nucleus is complete without them. The bound is halved to be safe from
+      // rounding.
       const double floor = (1.0 - double{s.top_p}) * total / static_cast<double>(vocab) * 0.5;
       for (int64_t i = 0; i < vocab; ++i) {
         scratch.ids[count] = static_cast<int32_t>(i);
@@ -262,7 +266,7 @@ int32_t Draw(const SamplingSlot& s, int64_t output_index, const float* logits, i
   return ids == nullptr ? static_cast<int32_t>(last) : ids[last];
 }
 
-// Log-probabilities of the raw logits. The best few are kept sorted by insertion.
+// Writes log-probabilities of the raw logits. The best few are kept sorted by insertion.
 void ReportLogprobs(const SampleParams& p, int64_t row, int64_t wanted, int32_t token,
                     const float* logits, float largest) {
   const Better better{logits};

@@ -1,6 +1,6 @@
 // TopK for every path: exact, and linear in the units of a row. Scores become integers of the same
-// order; three histograms of their digits find the score of the k-th, and a last walk takes those
-// above it, and the first of those equal to it.
+// order. Three histograms of their digits find the score of the k-th, and a last walk takes the
+// units above it, and the first of those equal to it.
 #include "kernels/cpu/cpu_tables.h"
 #include "kernels/scalar.h"
 
@@ -10,9 +10,10 @@ namespace {
 constexpr int kDigitBits = 11;
 constexpr uint32_t kDigits = 1u << kDigitBits;
 
-// Rises with the score; NaN is -inf, and -0 is 0. Signs are as good as random: no branches.
+// Returns a key that rises with the score; NaN is -inf, and -0 is 0. There are no branches, because
+// signs are as good as random.
 uint32_t KeyOf(float score) {
-  constexpr uint32_t kLowest = ~0xFF800000u;  // of -inf
+  constexpr uint32_t kLowest = ~0xFF800000u;  // key of -inf
   const uint32_t bits = __builtin_bit_cast(uint32_t, score + 0.0f);
   const uint32_t negative = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31);
   const uint32_t key = bits ^ (negative | 0x80000000u);
@@ -20,17 +21,17 @@ uint32_t KeyOf(float score) {
   return (key & ~is_nan) | (kLowest & is_nan);
 }
 
-// The units that may be chosen by score, [begin, end) without what is forced.
+// The units that may be chosen by score: [begin, end), without those that are forced.
 struct Candidates {
   const float* scores;
   int64_t begin;
   int64_t end;
-  uint32_t least;  // key
+  uint32_t least;  // smallest key that may be chosen
 };
 
 uint32_t LeastKey(const float* scores, int64_t units, float margin) {
   if (margin == __builtin_inff()) return 0;
-  constexpr int64_t kLanes = 16;  // that the next maximum need not wait for the last
+  constexpr int64_t kLanes = 16;  // so many that the next maximum need not wait for the last
   float lanes[kLanes];
   for (float& lane : lanes) lane = kNegativeInfinity;
   int64_t u = 0;
@@ -58,16 +59,16 @@ void ForEachKey(const Candidates& c, Body body) {
   }
 }
 
-// What is taken: keys above `key`, and the first `equal` that have it.
+// A cut takes keys above `key`, and the first `equal` candidates that have it.
 struct Cut {
   uint32_t key;
   int64_t equal;
 
-  // Asked in order of candidates.
+  // REQUIRES: calls come in the order of candidates.
   bool Takes(uint32_t of) { return of > key || (of == key && equal-- > 0); }
 };
 
-// The cut that leaves `wanted` >= 1 candidates, or all where there are fewer.
+// Returns the cut that leaves `wanted` >= 1 candidates, or all where there are fewer.
 Cut CutOf(const Candidates& c, int64_t wanted) {
   uint32_t prefix = 0;
   for (int shift = 32 - kDigitBits, known = 0;;) {
@@ -84,7 +85,7 @@ Cut CutOf(const Candidates& c, int64_t wanted) {
     }
     int64_t digit = mask;
     for (; digit >= 0 && histogram[digit] < wanted; --digit) wanted -= histogram[digit];
-    if (digit < 0) return {c.least, c.end};  // fewer than wanted
+    if (digit < 0) return {c.least, c.end};  // there are fewer than wanted
     prefix = prefix << width | static_cast<uint32_t>(digit);
     known += width;
     if (low == 0) return {prefix, wanted};
@@ -92,7 +93,8 @@ Cut CutOf(const Candidates& c, int64_t wanted) {
   }
 }
 
-// What a list of `capacity` more would have beside the `wanted` that were chosen.
+// Lists the candidates that a selection with `capacity` more would have beside the `wanted` that
+// were chosen.
 void ListRunnersUp(const TopKParams& p, int64_t list, const Candidates& candidates,
                    int64_t wanted) {
   Cut chosen = CutOf(candidates, wanted);

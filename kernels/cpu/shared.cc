@@ -15,7 +15,7 @@ void Embedding(const EmbeddingParams& p, Worker worker) {
       continue;
     }
     const int64_t token = p.tokens[p.slots[r] * p.token_stride + p.positions[r]];
-    // A row whose sampling failed left token -1; its sequence has ended, its rows are surplus.
+    // A row whose sampling failed left token -1. Its sequence has ended, and its rows are surplus.
     if (token < 0 || token >= p.table.n) {
       for (int64_t i = 0; i < hidden; ++i) out[i] = 0;
       continue;
@@ -37,7 +37,8 @@ void RopeTable(const RopeTableParams& p, Worker worker) {
     const float position = static_cast<float>(p.positions[r]);
     float* out = p.cos_sin + r * p.half_dim * 2;
     for (int64_t i = 0; i < p.half_dim; ++i) {
-      // In double: positions reach 1e5 and more, where float32 argument reduction loses digits.
+      // The angle is computed in double: positions reach 1e5 and more, where float32 argument
+      // reduction loses digits.
       const double angle = position * p.inv_freq[i];
       out[2 * i] = static_cast<float>(double{p.scale} * std::cos(angle));
       out[2 * i + 1] = static_cast<float>(double{p.scale} * std::sin(angle));

@@ -3,9 +3,9 @@
 // A chunk of kChunk tokens is converted to float32 once for all queries of a tile: K transposed to
 // [head_dim][kChunk], so that the scores of one query against neighbouring tokens are one vector,
 // and V as [kChunk][head_dim]. Each query keeps an online softmax over the chunks of a split; the
-// splits of a query merge in order (MergePart). Per query this is one fixed sequence of operations,
-// however the queries are tiled: chunks and splits are cut at multiples of token numbers alone, and
-// a token beyond a query's position has weight exactly 0.
+// splits of a query merge in order (MergePart). Each query goes through one fixed sequence of
+// operations, however the queries are tiled: chunks and splits are cut at multiples of token
+// numbers alone, and a token beyond a query's position has weight exactly 0.
 #pragma once
 
 #include "kernels/cpu/attention_items.h"
@@ -16,7 +16,7 @@ namespace {
 inline constexpr int kChunk = 32;
 inline constexpr int kHalfChunk = kPieceTokens;
 
-// Where the half chunk at some token lies; null: nowhere.
+// The addresses of half a chunk at some token; null: there is none.
 struct HalfChunk {
   const char* keys = nullptr;
   const char* values = nullptr;
@@ -29,16 +29,16 @@ struct AttentionScratch : ItemScratch {
   alignas(64) float queries[kMaxQueries * kMaxHeadDim];           // scaled, [queries][head_dim]
   alignas(64) float weights[kMaxQueries * kChunk];                // scores, then softmax weights
   alignas(64) char gathered[2][2][kHalfChunk * kMaxHeadDim * 4];  // K and V of scattered tokens
-  int64_t element_bytes;                                          // of the cache
-  HalfChunk now[2];                                               // the chunk's halves,
-  HalfChunk ahead[2];                                             // and those of the next one
+  int64_t element_bytes;  // bytes of an element of the cache
+  HalfChunk now[2];       // the chunk's halves
+  HalfChunk ahead[2];     // the halves of the next chunk
   float largest[kMaxQueries];
   float sums[kMaxQueries];
   float rescale[kMaxQueries];
 };
 
-// Asks for `bytes` bytes from `at` on: for the second-level cache, since the first one is full of
-// what is in use, and has room for few requests.
+// Asks for `bytes` bytes from `at` on, for the second-level cache: the first one is full of data in
+// use, and has room for few requests.
 inline void Ask(const char* at, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
 }
@@ -50,7 +50,7 @@ inline HalfChunk LocateHalfChunk(const PagedCache& c, const SplitPlace& place, i
   return {keys, keys + int64_t{c.block_tokens} * c.head_dim * element_bytes};
 }
 
-// The half chunk at token `first` of a scattered place, copied together; past the place's end its
+// Copies together the half chunk at token `first` of a scattered place; past the place's end its
 // last token is repeated. Asks for the rows of the half chunk at token `ahead` of `of`.
 inline HalfChunk GatherHalfChunk(const PagedCache& c, const SplitPlace& place, int64_t first,
                                  const SplitPlace& of, int64_t ahead,
@@ -68,9 +68,10 @@ inline HalfChunk GatherHalfChunk(const PagedCache& c, const SplitPlace& place, i
   return {out[0], out[1]};
 }
 
-// The values of a chunk as floats: converted once, for many queries. With each line one of the
-// values of the next chunk is asked for, and its keys beside the scores: blocks lie scattered,
-// which the processor's own prefetcher cannot foresee, and a burst of requests would stall.
+// Returns the values of a chunk as floats: converted once, for many queries. With each line it asks
+// for one line of the values of the next chunk; the next chunk's keys are asked for beside the
+// scores. Blocks lie scattered, which the processor's own prefetcher cannot foresee, and a burst of
+// requests would stall.
 template <class S>
 struct StagedValues {
   static void Stage(AttentionScratch& s, int64_t half, int64_t dim) {
@@ -100,7 +101,8 @@ struct DirectValues {
       return S::Load(at);
     }
   }
-  // With elements [d, d + count) of token t, the same of the next chunk.
+  // Together with elements [d, d + count) of token t it asks for the same elements of the next
+  // chunk.
   static void AskAhead(const AttentionScratch& s, int64_t t, int64_t d, int64_t count,
                        int64_t dim) {
     constexpr auto kBytes = static_cast<int64_t>(sizeof(T));
@@ -109,8 +111,8 @@ struct DirectValues {
   }
 };
 
-// K of at most kChunk tokens from `first` on into the scratch, and where V is. A half chunk that
-// the place ends in is copied: whoever adds to the block may be writing what comes behind.
+// Loads K of at most kChunk tokens from `first` on into the scratch, and notes where V is. A half
+// chunk that the place ends in is copied: another thread may be appending to the block behind it.
 template <class S, class Values>
 void LoadChunk(const PagedCache& c, const SplitPlace& place, int64_t first, const SplitPlace& next,
                AttentionScratch& s) {
@@ -141,7 +143,7 @@ void LoadChunk(const PagedCache& c, const SplitPlace& place, int64_t first, cons
   }
 }
 
-// Of the next chunk's keys the share of one of the dimensions.
+// Asks for one dimension's share of the next chunk's keys.
 inline void AskKeys(const AttentionScratch& s, int64_t d) {
   const int64_t bytes = kHalfChunk * s.element_bytes;
   if (d * bytes % 64 != 0) return;
@@ -150,7 +152,7 @@ inline void AskKeys(const AttentionScratch& s, int64_t d) {
   }
 }
 
-// weights[q][t] = queries[q] . keys[t] for kRows queries and the whole chunk.
+// Computes weights[q][t] = queries[q] . keys[t] for kRows queries and the whole chunk.
 template <class S, int kRows>
 void ScoreTile(AttentionScratch& s, int64_t query, int64_t dim) {
   constexpr int kVectors = kChunk / S::kWidth;
@@ -182,8 +184,8 @@ void ScoreTile(AttentionScratch& s, int64_t query, int64_t dim) {
   }
 }
 
-// Scores to softmax weights of one query for the chunk at `first`, and what its sums so far must be
-// multiplied by. A chunk wholly beyond the query changes nothing.
+// Turns the scores of one query for the chunk at `first` into softmax weights, and returns the
+// factor for its sums so far. A chunk wholly beyond the query changes nothing.
 template <class S>
 void SoftmaxChunk(AttentionScratch& s, int64_t query, int64_t first) {
   using F = typename S::F;
@@ -213,8 +215,8 @@ void SoftmaxChunk(AttentionScratch& s, int64_t query, int64_t first) {
   s.largest[query] = largest;
 }
 
-// outs[q] = outs[q] * rescale[q] + sum over `tokens` of weights[q][t] * values[t], for kRows
-// queries and kVectors vectors of the head.
+// Computes outs[q] = outs[q] * rescale[q] + sum over `tokens` of weights[q][t] * values[t], for
+// kRows queries and kVectors vectors of the head.
 template <class S, class Values, int kRows, int kVectors>
 void ValueTile(AttentionScratch& s, int64_t query, int64_t first_dim, int64_t dim, int64_t tokens) {
   typename S::F sums[kRows][kVectors];
@@ -252,7 +254,7 @@ void ValueRows(AttentionScratch& s, int64_t query, int64_t dim, int64_t tokens) 
   for (; d < dim; d += S::kWidth) ValueTile<S, Values, kRows, 1>(s, query, d, dim, tokens);
 }
 
-// One chunk for `rows` <= kRows queries from `query` on.
+// Attends to one chunk with `rows` <= kRows queries from `query` on.
 template <class S, class Values, int kRows>
 void ChunkRows(AttentionScratch& s, int64_t query, int64_t rows, int64_t dim, int64_t first,
                int64_t tokens) {
@@ -268,7 +270,8 @@ void ChunkRows(AttentionScratch& s, int64_t query, int64_t rows, int64_t dim, in
   ValueRows<S, Values, kRows>(s, query, dim, tokens);
 }
 
-// (outs, lse) of every query of the scratch over `place`. How values are loaded changes no bit.
+// Computes (outs, lse) of every query of the scratch over `place`. The way in which values are
+// loaded changes no bit.
 template <class S, class Values>
 void AttendSplit(const PagedCache& c, const SplitPlace& place, const SplitPlace& next,
                  int64_t queries, AttentionScratch& s) {
@@ -314,7 +317,8 @@ struct SimdAttention {
   using Vectors = S;
   using Scratch = AttentionScratch;
 
-  // Work per token of a tile's context: its dot products, and the conversion of K and V.
+  // Returns the work per token of a tile's context: its dot products, and the conversion of K and
+  // V.
   static constexpr int64_t CostPerToken(int64_t queries) { return queries + 6; }
 
   static void LoadQueries(const AttentionParams& p, const AttentionUnit& unit, Scratch& s) {

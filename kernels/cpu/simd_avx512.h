@@ -13,7 +13,7 @@ struct Avx512 {
   using F = __m512;
   static constexpr int kWidth = 16;
 
-  // Tiles that fit 32 registers.
+  // These tiles fit 32 registers.
   static constexpr int kQueryRows = 6;
   static constexpr int kScoreVectors = 2;
   static constexpr int kValueVectors = 4;
@@ -45,7 +45,7 @@ struct Avx512 {
   static float Sum(F v) { return _mm512_reduce_add_ps(v); }
   static float Largest(F v) { return _mm512_reduce_max_ps(v); }
 
-  // 16 keys of `dim` bf16 to columns of floats, by 16 pairs of dimensions at a time.
+  // Turns 16 keys of `dim` bf16 into columns of floats, by 16 pairs of dimensions at a time.
   static void TransposeKeys(const uint16_t* keys, int64_t dim, float* out) {
     int64_t d = 0;
     for (; d + 32 <= dim; d += 32) TransposeBlock<32>(keys + d, dim, out + d * kChunk);
@@ -62,7 +62,7 @@ struct Avx512 {
                              [out](int pair, __m512i of_keys) { StorePair(of_keys, out, pair); });
   }
 
-  // Dimensions 2 * pair (low halves) and 2 * pair + 1 (high halves) of 16 keys.
+  // Stores dimensions 2 * pair (low halves) and 2 * pair + 1 (high halves) of 16 keys.
   static void StorePair(__m512i pairs, float* out, int pair) {
     Store(out + 2 * pair * kChunk, _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)));
     Store(out + (2 * pair + 1) * kChunk,

@@ -26,7 +26,7 @@ inline void PutAs(void* out, DType type, int64_t index, float v) {
   }
 }
 
-// 1 / sqrt(mean(x^2) + epsilon).
+// Returns 1 / sqrt(mean(x^2) + epsilon).
 template <class S>
 float InverseRms(const float* x, int64_t dim, float epsilon) {
   alignas(64) float lanes[16] = {};
@@ -43,7 +43,7 @@ float InverseRms(const float* x, int64_t dim, float epsilon) {
   return 1.0f / __builtin_sqrtf(sum / static_cast<float>(dim) + epsilon);
 }
 
-// Row `out` of the result: x * factor * weight; x null: zeros.
+// Writes row `out` of the result, x * factor * weight; zeros if x is null.
 template <class S>
 void StoreNormed(const RmsNormParams& p, const float* x, float factor, const float* weight,
                  void* result, int64_t row) {
@@ -101,7 +101,8 @@ void SiluMul(const SiluMulParams& p, Worker worker) {
   }
 }
 
-// Norm (if `weight`) and rotation of one head, from `x` to `out`. cosines, sines: [dim / 2].
+// Applies the norm (if `weight` is given) and the rotation to one head, from `x` to `out`. cosines,
+// sines: [dim / 2].
 template <class S>
 void NormAndRotate(const float* x, const float* weight, float epsilon, const float* cosines,
                    const float* sines, int64_t dim, float* out) {
@@ -169,7 +170,7 @@ struct MergeState {
   float sum = 0;
 };
 
-// Takes one part in. The first part is taken as it is, so that one part alone comes out unchanged.
+// Merges one part in. The first part is taken as it is, so that one part alone comes out unchanged.
 template <class S>
 inline void MergePart(MergeState& state, float* o, const float* part_o, float part_lse,
                       int64_t dim) {

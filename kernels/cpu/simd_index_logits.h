@@ -18,7 +18,7 @@ struct LogitsScratch {
   float scales[kLogitsChunk];
 };
 
-// Keys [first, first + count) of a sequence; the rest of the chunk is 0.
+// Loads keys [first, first + count) of a sequence; the rest of the chunk is 0.
 inline void LoadKeys(const PagedIndexKeys& c, int64_t slot, int64_t first, int64_t count,
                      LogitsScratch& s) {
   static constexpr E4M3Values kValues = MakeE4M3Values();
@@ -92,8 +92,8 @@ void AddHeads(const float* queries, const float* weights, int64_t heads, LogitsS
   }
 }
 
-// Chunks of all rows, in order, in equal shares: calls begin(row) before a row's first chunk, then
-// chunk(row, first token, tokens) for each of the worker's.
+// Divides the chunks of all rows, in order, in equal shares: calls begin(row) before a row's first
+// chunk, then chunk(row, first token, tokens) for each of the worker's chunks.
 template <int64_t kChunk, typename Begin, typename Chunk>
 void ForEachLogitsChunk(const IndexLogitsParams& p, Worker worker, Begin begin, Chunk chunk) {
   if (p.heads > kMaxIndexHeads) KernelCheckFailed("index_logits: up to 128 heads");

@@ -1,5 +1,5 @@
-// What latent caches and indexers take in, and the queries that meet them, for any path (`S`: see
-// simd_math.h). Rows, or rows and heads, are split over workers.
+// LatentAppend, IndexAppend and the queries of both, for any path (`S`: see simd_math.h). Rows, or
+// rows and heads, are split over workers.
 #pragma once
 
 #include "kernels/cpu/simd_elementwise.h"
@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kMaxLatentRank = 512;
 constexpr int64_t kMaxLatentRope = 64;
 
-// The neighbours (2 i, 2 i + 1) of x[0, dim) turned by the row's angles.
+// Rotates the neighbours (2 i, 2 i + 1) of x[0, dim) by the row's angles.
 inline void RotatePairs(const float* x, const float* cos_sin, int64_t dim, float* out) {
   for (int64_t i = 0; i < dim; i += 2) {
     const float a = x[i], b = x[i + 1];
@@ -21,7 +21,7 @@ inline void RotatePairs(const float* x, const float* cos_sin, int64_t dim, float
   }
 }
 
-// The halves (i, i + dim / 2), in place.
+// Rotates the halves (i, i + dim / 2), in place.
 inline void RotateHalves(float* x, const float* cos_sin, int64_t dim) {
   const int64_t half = dim / 2;
   for (int64_t i = 0; i < half; ++i) {
@@ -31,7 +31,7 @@ inline void RotateHalves(float* x, const float* cos_sin, int64_t dim) {
   }
 }
 
-// The Walsh-Hadamard transform of x[0, 128) in natural order, scaled by 128^-1/2, in place.
+// Applies the Walsh-Hadamard transform to x[0, 128) in natural order, scaled by 128^-1/2, in place.
 inline void Hadamard(float* x) {
   for (int64_t step = 1; step < kIndexDim; step *= 2) {
     for (int64_t first = 0; first < kIndexDim; first += 2 * step) {
@@ -133,7 +133,7 @@ void IndexAppend(const IndexAppendParams& p, Worker worker) {
       x[i] = x[i] * factor * p.norm_weight[i] + p.norm_bias[i];
     }
     RotateHalves(x, p.cos_sin + r * p.rope_dim, p.rope_dim);
-    // The elements, and of the packed form the scale, as they are kept.
+    // Writes the elements in the cache's form, and in the packed form the scale.
     alignas(64) char key[kIndexDim * 4];
     float scale = 1;
     if (packed) {

@@ -23,7 +23,7 @@ inline void StoreColumns(const LinearParams& p, int64_t row, int64_t panel, cons
   }
 }
 
-// kRows rows of k elements, which may lie anywhere, and kPanels panels from `w` on: calls
+// Multiplies kRows rows of k elements, which may lie anywhere, by kPanels panels from `w` on; calls
 // store(r, j, columns) for row r and panel j.
 template <class S, int kRows, int kPanels, class Store>
 void PanelTile(const float* const (&x)[kRows], const uint16_t* w, int64_t k, Store store) {
@@ -41,7 +41,7 @@ void PanelTile(const float* const (&x)[kRows], const uint16_t* w, int64_t k, Sto
 #pragma GCC unroll 8
     for (int j = 0; j < kPanels; ++j) {
       const uint16_t* pairs = w + j * panel_elements + i * kPanelColumns;
-      // Far enough ahead to cover memory's latency, for every line of a stream once.
+      // Every line of a stream is asked for once, far enough ahead to cover memory's latency.
       if constexpr (kRows == 1) __builtin_prefetch(pairs + 32 * kPanelColumns * 2, 0, 3);
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
@@ -100,7 +100,7 @@ struct FloatTiles {
   }
 };
 
-// kRows rows of every panel in [begin, end).
+// Computes kRows rows of every panel in [begin, end).
 template <class S, int kRows>
 void LinearRows(const LinearParams& p, int64_t row, int64_t begin, int64_t end) {
   constexpr int kPanels = S::kPanelsOf(kRows);
@@ -109,7 +109,7 @@ void LinearRows(const LinearParams& p, int64_t row, int64_t begin, int64_t end) 
   for (; panel < end; ++panel) LinearTile<S, kRows, 1>(p, row, panel);
 }
 
-// `rows` < kRows rows: picks the instance of that size.
+// Computes `rows` < kRows rows with the instance of that size.
 template <class S, int kRows>
 void LinearTailRows(const LinearParams& p, int64_t row, int64_t rows, int64_t begin, int64_t end) {
   if (rows == kRows) {

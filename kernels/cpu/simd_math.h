@@ -18,12 +18,12 @@
 namespace sluice::kernels::cpu {
 namespace {
 
-// exp(x), relative error below 3e-7; 0 below -87.3 and at -inf, NaN for NaN, exactly 1 at 0.
-// REQUIRES: x <= 88.
+// Returns exp(x) with a relative error below 3e-7: 0 below -87.3 and at -inf, NaN for NaN, exactly
+// 1 at 0. REQUIRES: x <= 88.
 template <class S>
 inline typename S::F Exp(typename S::F x) {
   using F = typename S::F;
-  constexpr float kLowest = -87.3f;  // exp() of less is below the smallest normal float
+  constexpr float kLowest = -87.3f;  // exp() of anything less is below the smallest normal float
   const F clamped = S::Max(S::Set1(kLowest), x);
   const F n = S::Round(S::Mul(clamped, S::Set1(1.44269504088896341f)));
   F r = S::Fma(n, S::Set1(-0.693359375f), clamped);

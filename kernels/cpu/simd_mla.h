@@ -23,7 +23,7 @@ struct FloatMlaScratch {
   float sums[kMlaMaxHeads];
 };
 
-// One entry as floats.
+// Converts one entry to floats.
 inline void EntryToFloat(const PagedLatents& c, const char* data, float* out) {
   static constexpr E4M3Values kValues = MakeE4M3Values();
   const int64_t width = c.rank + c.rope;
@@ -77,8 +77,8 @@ void MlaScores(FloatMlaScratch<S>& s, int64_t width) {
   }
 }
 
-// Scores of one head, the first `valid` of a chunk, to softmax weights; the result is what its sums
-// so far must be multiplied by.
+// Turns the scores of one head, the first `valid` of a chunk, into softmax weights; returns the
+// factor for its sums so far.
 template <class S>
 float MlaSoftmax(float* weights, int64_t valid, float& largest, float& sum) {
   using F = typename S::F;
@@ -125,7 +125,7 @@ void MlaValueTile(const FloatMlaScratch<S>& s, const float* rescale, int64_t fir
   }
 }
 
-// One chunk for `heads` <= kRows heads, of which h is the first in the piece.
+// Attends to one chunk with `heads` <= kRows heads, of which h is the first in the piece.
 template <class S, int kRows>
 void MlaHeads(const SparseMlaParams& p, const MlaPiece& piece, int64_t h, int64_t heads,
               int64_t valid, FloatMlaScratch<S>& s, float* outs) {

@@ -10,7 +10,8 @@ namespace {
 
 inline constexpr int kAverageTokens = 16;  // weights computed at a time
 
-// The group's reduced weights of `count` list tokens, whose keys are rows of the cache at `keys`.
+// Computes the group's reduced weights of `count` list tokens, whose keys are rows of the cache at
+// `keys`.
 template <class S>
 void ReducedWeights(const MovingAverageParams& p, int64_t row, int64_t kv_head, const int64_t* keys,
                     int64_t count, float* weights) {
@@ -30,7 +31,7 @@ void ReducedWeights(const MovingAverageParams& p, int64_t row, int64_t kv_head, 
       const typename S::F lse = S::Set1(p.lse[row * p.heads + head + h]);
       for (int t = 0; t < kAverageTokens; t += S::kWidth) {
         const typename S::F scaled = S::Mul(S::Load(scores[h] + t), S::Set1(p.scale));
-        // At most 1 but for rounding: the token is one of those that made lse.
+        // The weight is at most 1 but for rounding: the token is one of those that made lse.
         const typename S::F w = Exp<S>(S::Min(S::Sub(scaled, lse), S::Set1(80.0f)));
         const typename S::F so_far = S::Load(weights + t);
         S::Store(weights + t,

@@ -24,7 +24,7 @@ inline typename S::F LoadAs(const void* data, DType type, int64_t i) {
                                  : S::LoadBf16(static_cast<const uint16_t*>(data) + i);
 }
 
-// out[j] = sum over d of x[d] * projection[d][j], for kVectors vectors of columns.
+// Computes out[j] = sum over d of x[d] * projection[d][j], for kVectors vectors of columns.
 template <class S, int kVectors>
 inline void ProjectColumns(const float* x, const float* projection, int64_t dim, int64_t rank,
                            float* out) {
@@ -40,7 +40,7 @@ inline void ProjectColumns(const float* x, const float* projection, int64_t dim,
   for (int v = 0; v < kVectors; ++v) S::Store(out + v * S::kWidth, sums[v]);
 }
 
-// The same for all columns: one chain over d for each.
+// Computes the same for all columns: one chain over d for each.
 template <class S>
 void Project(const float* x, const float* projection, int64_t dim, int64_t rank, float* out) {
   constexpr int kVectors = 4;

@@ -9,7 +9,7 @@
 namespace sluice::kernels::cpu {
 namespace {
 
-inline constexpr int kScoreHeads = 8;  // query heads of a group at a time
+inline constexpr int kScoreHeads = 8;  // query heads of a group that are taken at a time
 inline constexpr int kScoreUnits = 64;
 inline constexpr int kMaxRowDim = 2 * kMaxHeadDim;
 
@@ -22,7 +22,7 @@ inline typename S::F LoadElements(const uint16_t* p) {
   return S::LoadBf16(p);
 }
 
-// Least and largest of each element of `tokens` rows of [dim], to [2][dim] floats.
+// Writes the smallest and the largest of each element of `tokens` rows of [dim] to [2][dim] floats.
 template <class S, typename T>
 void LeastAndLargest(const T* keys, int64_t tokens, int64_t dim, float* out) {
   using F = typename S::F;
@@ -74,8 +74,8 @@ void DigestBlock(const DigestParams& p, int64_t row, int64_t block, int64_t head
   WriteRounded(out, p.digests.type, 0, digest, 2 * int64_t{c.head_dim});
 }
 
-// (row, block, head) in order, cut into equal shares: a sequence that is warmed has one row of many
-// blocks.
+// The (row, block, head) triples are taken in order, cut into equal shares: a sequence that is
+// warmed has one row of many blocks.
 template <class S>
 void Digest(const DigestParams& p, Worker worker) {
   const PagedCache& c = p.cache;
@@ -103,7 +103,7 @@ void Digest(const DigestParams& p, Worker worker) {
   }
 }
 
-// out[h * stride] = queries[h] . row for kHeads queries of `dim` floats, `pitch` apart.
+// Computes out[h * stride] = queries[h] . row for kHeads queries of `dim` floats, `pitch` apart.
 template <class S, int kHeads, typename T>
 inline void DotHeads(const float* queries, int64_t pitch, const T* row, int64_t dim, float* out,
                      int64_t stride) {
@@ -119,7 +119,7 @@ inline void DotHeads(const float* queries, int64_t pitch, const T* row, int64_t 
   for (int h = 0; h < kHeads; ++h) out[h * stride] = S::Sum(sums[h]);
 }
 
-// The same for `heads` <= kScoreHeads queries. dim: a multiple of 16.
+// Computes the same for `heads` <= kScoreHeads queries. dim: a multiple of 16.
 template <class S, typename T>
 void DotRow(const float* queries, int64_t heads, int64_t pitch, const T* row, int64_t dim,
             float* out, int64_t stride) {
@@ -151,7 +151,8 @@ struct RunningSum {
   float LogSumExp() const { return largest + __builtin_logf(sum); }
 };
 
-// Adds x[0, count), count <= kScoreUnits; what follows up to the next vector is overwritten.
+// Adds x[0, count), count <= kScoreUnits. The elements behind it up to the next vector are
+// overwritten.
 template <class S>
 void AddTo(RunningSum& r, float* x, int64_t count) {
   using F = typename S::F;
@@ -177,8 +178,8 @@ struct UnitScores {
 };
 
 // Writes the group's scores of units [begin, end) to out[unit]. `Source` computes scores:
-//   SetHeads(first, count)           the next query heads of the group
-//   Fill(first_unit, count, tile)    their scores of up to kScoreUnits units
+//   SetHeads(first, count)           takes the next query heads of the group
+//   Fill(first_unit, count, tile)    computes their scores of up to kScoreUnits units
 // Under kSoftmaxSum the range must be all of the row's units. Tiles begin at multiples of
 // kScoreUnits: the sums of a softmax are those of the list, whoever computes it.
 template <class S, class Source>
@@ -223,8 +224,8 @@ void ReduceGroup(Source& source, int64_t group, GroupReduction reduction, int64_
   for (int64_t u = begin; u < end; ++u) out[u] /= static_cast<float>(group);
 }
 
-// Calls body(list, begin, end) for this worker's share of all units of all lists; of whole lists
-// where `whole`. units(row): how many a list of the row has.
+// Calls body(list, begin, end) for this worker's share of all units of all lists, or of whole lists
+// if `whole`. units(row) is the number of units that a list of the row has.
 template <class Units, class Body>
 void ShareUnits(int64_t rows, int64_t kv_heads, bool whole, Worker worker, Units units, Body body) {
   int64_t total = 0;
@@ -243,7 +244,7 @@ void ShareUnits(int64_t rows, int64_t kv_heads, bool whole, Worker worker, Units
   }
 }
 
-// A block's bound is one dot product: of [least, largest], as the digest has them, with the
+// A block's bound is one dot product: of [smallest, largest], as the digest has them, with the
 // query's negative elements, then its positive ones.
 template <class S>
 struct DigestSource {
@@ -263,7 +264,8 @@ struct DigestSource {
       float* out = queries + h * 2 * dim;
       for (int64_t d = 0; d < dim; ++d) {
         const float scaled = q[d] * p.scale;
-        // A negative scale would turn least and largest around; it is the softmax's, and positive.
+        // A negative scale would turn smallest and largest around; the scale is the softmax's, and
+        // positive.
         out[d] = scaled < 0 ? scaled : 0.0f;
         out[dim + d] = scaled < 0 ? 0.0f : scaled;
       }
@@ -276,7 +278,7 @@ struct DigestSource {
   }
 
   void Fill(int64_t first, int64_t count, UnitScores& tile) const {
-    // Rows of a head lie apart, too short for the processor's own prefetcher.
+    // Rows of a head lie apart, and are too short for the processor's own prefetcher.
     constexpr int64_t kAhead = 4;
     for (int64_t i = 0; i < count; ++i) {
       if (i + kAhead < count) {
@@ -330,7 +332,7 @@ struct KeySource {
     for (int64_t i = 0; i < count * dim; ++i) queries[i] = q[i] * p.scale;
   }
 
-  // Scores of tokens [begin, end), at most kScoreUnits of them.
+  // Computes the scores of tokens [begin, end), at most kScoreUnits of them.
   void FillTokens(int64_t begin, int64_t end, float* out) const {
     const PagedCache& c = p.cache;
     const int64_t bytes = int64_t{c.head_dim} * SizeOf(c.type);

@@ -2,8 +2,8 @@
 // into splits like any other, and goes through the same cores.
 //
 // An item is the list of a (row, KV head) and a part of the head's query heads. A worker runs whole
-// items, whose splits merge on the way; what follows is known, and asked for ahead of time, across
-// all the items of one call.
+// items, whose splits merge on the way. The next item is always known, and its data is asked for
+// ahead of time, across all the items of one call.
 #pragma once
 
 #include "kernels/cpu/attention_items.h"
@@ -12,7 +12,7 @@
 namespace sluice::kernels::cpu {
 namespace {
 
-// The same rows as attention's, which has no lists.
+// Attention's params over the same rows, without lists.
 inline AttentionParams RowsOf(const SparseAttentionParams& p) {
   return {.q = p.q,
           .q_stride = p.q_stride,
@@ -38,7 +38,7 @@ inline void ClearHeads(const SparseAttentionParams& p, int64_t row, int64_t firs
     p.o[i] = 0;
 }
 
-// Items in order, cut into shares of equal cost: a worker runs those whose cost begins in its
+// Runs items in order, cut into shares of equal cost: a worker runs those whose cost begins in its
 // share.
 template <class Core>
 void SparseAttention(const SparseAttentionParams& p, Worker worker) {

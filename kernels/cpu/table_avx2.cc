@@ -20,7 +20,7 @@ struct Avx2 {
   using F = __m256;
   static constexpr int kWidth = 8;
 
-  // Tiles that fit 16 registers.
+  // These tiles fit 16 registers.
   static constexpr int kLinearRows = 6;
   static constexpr int kPanelsOf(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
   static constexpr int kQueryRows = 3;
@@ -70,7 +70,8 @@ struct Avx2 {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
   }
 
-  // 16 keys of `dim` bf16 to columns of floats, by 8 keys x 8 pairs of dimensions at a time.
+  // Turns 16 keys of `dim` bf16 into columns of floats, by 8 keys x 8 pairs of dimensions at a
+  // time.
   static void TransposeKeys(const uint16_t* keys, int64_t dim, float* out) {
     for (int t = 0; t < kHalfChunk; t += 8) {
       for (int64_t d = 0; d < dim; d += 16) TransposeBlock(keys + t * dim + d, dim, out + t, d);
@@ -98,7 +99,7 @@ struct Avx2 {
     }
   }
 
-  // Dimensions d (low halves) and d + 1 (high halves) of 8 keys.
+  // Stores dimensions d (low halves) and d + 1 (high halves) of 8 keys.
   static void StorePair(__m256i pairs, float* out, int64_t d) {
     Store(out + d * kChunk, _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)));
     Store(out + (d + 1) * kChunk,

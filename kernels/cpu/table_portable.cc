@@ -62,7 +62,7 @@ struct Portable {
     const float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
     return a > b ? a : b;
   }
-  // 16 keys of `dim` bf16 to columns of floats: out[d * kChunk + t] = keys[t * dim + d].
+  // Turns 16 keys of `dim` bf16 into columns of floats: out[d * kChunk + t] = keys[t * dim + d].
   static void TransposeKeys(const uint16_t* keys, int64_t dim, float* out) {
     for (int64_t d = 0; d < dim; ++d) {
       for (int64_t t = 0; t < kHalfChunk; ++t) out[d * kChunk + t] = Bf16ToFloat(keys[t * dim + d]);

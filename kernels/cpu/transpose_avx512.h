@@ -1,5 +1,5 @@
-// 16 rows of 32-bit elements, such as pairs of bf16, to columns, in registers. For files compiled
-// for AVX-512.
+// Transposes 16 rows of 32-bit elements, such as pairs of bf16, in registers. The file is for
+// sources compiled for AVX-512.
 #pragma once
 
 #include <immintrin.h>
@@ -7,8 +7,8 @@
 namespace sluice::kernels::cpu {
 namespace {
 
-// Calls put(column, rows) for the first `kColumns`, 8 or 16, of the columns of `a`, whose vectors
-// are the rows, and which is used up.
+// Calls put(column, rows) for the first `kColumns`, 8 or 16, columns of `a`, whose vectors are the
+// rows. Overwrites `a`.
 template <int kColumns, typename Put>
 inline void TransposeRows(__m512i (&a)[16], Put put) {
   __m512i b[16];

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kMaxPlaces = int64_t{1} << 20;
 
-// One bit for each place of a sequence.
+// A set of places of a sequence, one bit for each.
 class PlaceSet {
  public:
   explicit PlaceSet(int64_t places) {
@@ -21,7 +21,7 @@ class PlaceSet {
   uint64_t bits_[kMaxPlaces / 64];
 };
 
-// The units of up to four ascending lists, each once, ascending.
+// Walks the units of up to four ascending lists, each unit once, ascending.
 class Union {
  public:
   Union(const UnitLists& lists, int64_t first, int64_t count) : count_(count) {
@@ -30,7 +30,7 @@ class Union {
       end_[i] = next_[i] + lists.counts[first + i];
     }
   }
-  // The next unit, or -1.
+  // Returns the next unit, or -1.
   int32_t Next() {
     int32_t unit = -1;
     for (int64_t i = 0; i < count_; ++i) {
@@ -97,8 +97,8 @@ class SequenceUpdate {
     }
   }
 
-  // Stamps what is selected and has a place, and holds on to it and to what was made ahead. How
-  // many selected units have none.
+  // Stamps the places of selected units, and keeps them and the places that were made ahead.
+  // Returns how many selected units have no place.
   int32_t Keep() {
     int32_t missing = 0;
     Union units(p_.selected, first_, count_);
@@ -150,7 +150,7 @@ class SequenceUpdate {
     }
   }
 
-  // The place to give next; what this call has given is not among them.
+  // Returns the place to give next; it is none that this call has given.
   int32_t OldestPlace() {
     int32_t best = -1, least = 0;
     for (int32_t place = 0; place < t_.count; ++place) {
@@ -165,7 +165,7 @@ class SequenceUpdate {
     return best;
   }
 
-  // Row r's places, in two lists. How many units it has selected.
+  // Lists row r's places, in two lists. Returns how many units it has selected.
   int64_t List(int64_t r) {
     const int64_t begin = r * p_.selected.capacity;
     for (int64_t i = begin; i < begin + p_.selected.counts[r]; ++i) {
@@ -183,8 +183,8 @@ class SequenceUpdate {
   const ResidencyTable& t_;
   const int64_t first_, count_, slot_;
   const int32_t last_;
-  PlaceSet kept_;   // places that had a unit to hold on to before anything was given
-  PlaceSet given_;  // places that were given
+  PlaceSet kept_;   // places that were kept before anything was given
+  PlaceSet given_;  // places that this call has given
 };
 
 }  // namespace
@@ -197,7 +197,7 @@ void UpdateResidency(const UpdateResidencyParams& p, Worker worker) {
     for (count = 1; slot >= 0 && first + count < p.rows && p.slots[first + count] == slot;) ++count;
     if (count > kMaxQueryPositions)
       KernelCheckFailed("update_residency: too many rows of one sequence");
-    // Whoever has the first row has the sequence.
+    // The worker that has a sequence's first row has the sequence.
     if (first < mine.begin || first >= mine.end) continue;
     for (int64_t r = first; r < first + count; ++r) {
       p.resident_counts[r] = p.arriving_counts[r] = p.move_counts[r] = 0;

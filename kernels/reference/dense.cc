@@ -7,7 +7,7 @@
 namespace sluice::kernels::reference {
 namespace {
 
-// x[i] * weight[i] / sqrt(mean(x^2) + eps), in place.
+// Computes x[i] * weight[i] / sqrt(mean(x^2) + eps), in place.
 void NormaliseHead(std::vector<double>& x, const float* weight, double epsilon) {
   if (weight == nullptr) return;
   double sum = 0;
@@ -16,7 +16,7 @@ void NormaliseHead(std::vector<double>& x, const float* weight, double epsilon) 
   for (size_t i = 0; i < x.size(); ++i) x[i] = x[i] * factor * double{weight[i]};
 }
 
-// The pair (i, i + half) turned by the row's angles; cos_sin is [half][2].
+// Rotates the pair (i, i + half) by the row's angles; cos_sin is [half][2].
 void Rotate(std::vector<double>& x, const float* cos_sin) {
   const size_t half = x.size() / 2;
   for (size_t i = 0; i < half; ++i) {

@@ -9,7 +9,8 @@
 namespace sluice::kernels::reference {
 namespace {
 
-// The indices of the `count` largest of `values`, lower ones first among equals, ascending.
+// Returns the indices of the `count` largest of `values`, ascending; lower ones are first among
+// equals.
 std::vector<int32_t> Largest(const std::vector<double>& values, int32_t count) {
   std::vector<std::pair<double, int32_t>> order;
   for (size_t i = 0; i < values.size(); ++i) {

@@ -22,7 +22,8 @@ void IndexAppend(const IndexAppendParams& p, Worker worker) {
     }
     RotateHalves(x.data(), p.rope_dim, p.cos_sin + r * p.rope_dim);
     if (packed) Hadamard(x.data());
-    // To one place or both: the elements, and the scale of the packed form.
+    // Writes the elements, and the scale of the packed form, to the cache, to `written`, or to
+    // both.
     const auto put = [&](char* elements, char* scale_at) {
       if (packed) {
         const float scale = Quantize(x.data(), kIndexDim, reinterpret_cast<uint8_t*>(elements));

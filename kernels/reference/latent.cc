@@ -39,7 +39,7 @@ void AttendHead(const SparseMlaParams& p, int64_t r, int64_t h,
   const bool other = p.slots[r] >= 0 && p.other_o != nullptr &&
                      p.other_lse[item] != -std::numeric_limits<float>::infinity();
   if (other) largest = std::max(largest, double{p.other_lse[item]});
-  // The other result is one more entry, whose latent is its o.
+  // The other result counts as one more entry, whose latent is its o.
   double sum = 0;
   std::vector<double> o(static_cast<size_t>(rank), 0.0);
   if (other) {

@@ -1,4 +1,4 @@
-// Rotation, quantisation and cache elements as the operators of latent attention share them.
+// Rotation, quantisation and cache elements, which the operators of latent attention share.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 namespace sluice::kernels::reference {
 namespace {
 
-// The neighbours (2 i, 2 i + 1) of x[0, dim) turned by the row's angles; cos_sin is [dim / 2][2].
+// Rotates the neighbours (2 i, 2 i + 1) of x[0, dim) by the row's angles; cos_sin is [dim / 2][2].
 inline void RotatePairs(double* x, int64_t dim, const float* cos_sin) {
   for (int64_t i = 0; i < dim / 2; ++i) {
     const double c = cos_sin[2 * i], s = cos_sin[2 * i + 1];
@@ -22,7 +22,7 @@ inline void RotatePairs(double* x, int64_t dim, const float* cos_sin) {
   }
 }
 
-// The halves (i, i + dim / 2) of x[0, dim).
+// Rotates the halves (i, i + dim / 2) of x[0, dim).
 inline void RotateHalves(double* x, int64_t dim, const float* cos_sin) {
   const int64_t half = dim / 2;
   for (int64_t i = 0; i < half; ++i) {
@@ -33,7 +33,8 @@ inline void RotateHalves(double* x, int64_t dim, const float* cos_sin) {
   }
 }
 
-// The Walsh-Hadamard transform of x[0, 128) in natural (Sylvester's) order, scaled by 128^-1/2.
+// Applies the Walsh-Hadamard transform to x[0, 128) in natural (Sylvester's) order, scaled by
+// 128^-1/2.
 inline void Hadamard(double* x) {
   std::vector<double> y(static_cast<size_t>(kIndexDim), 0.0);
   for (int32_t i = 0; i < kIndexDim; ++i) {
@@ -44,7 +45,7 @@ inline void Hadamard(double* x) {
   for (int32_t i = 0; i < kIndexDim; ++i) x[i] = y[static_cast<size_t>(i)] / std::sqrt(128.0);
 }
 
-// The scale of `count` values whose largest magnitude becomes e4m3's.
+// Returns the scale by which the largest magnitude of `count` values becomes e4m3's largest.
 inline float LeastScale(const double* x, int64_t count) {
   double largest = 0;
   for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::fabs(x[i]));
@@ -57,14 +58,14 @@ inline void QuantizeBy(float scale, const double* x, int64_t count, uint8_t* out
   }
 }
 
-// Writes `count` values as e4m3; the result is their scale.
+// Writes `count` values as e4m3 and returns their scale.
 inline float Quantize(const double* x, int64_t count, uint8_t* out) {
   const float scale = LeastScale(x, count);
   QuantizeBy(scale, x, count, out);
   return scale;
 }
 
-// The same of kPackedScaleTokens latent values: the scale whose result is the closest.
+// Writes kPackedScaleTokens latent values and returns the scale whose result is the closest.
 inline float QuantizeLatents(const double* x, uint8_t* out) {
   const float least = LeastScale(x, kPackedScaleTokens);
   float best = least;
@@ -85,7 +86,7 @@ inline float QuantizeLatents(const double* x, uint8_t* out) {
   return best;
 }
 
-// The elements of one entry.
+// Returns the elements of one entry.
 inline std::vector<double> EntryOf(const PagedLatents& c, int64_t slot, int64_t entry) {
   const char* data = static_cast<const char*>(c.base) + EntryOffset(c, slot, entry);
   std::vector<double> x(static_cast<size_t>(c.rank + c.rope));
@@ -104,7 +105,7 @@ inline std::vector<double> EntryOf(const PagedLatents& c, int64_t slot, int64_t 
   return x;
 }
 
-// The elements of a token's index key, times its scale.
+// Returns the elements of a token's index key, times its scale.
 inline std::vector<double> IndexKeyOf(const PagedIndexKeys& c, int64_t slot, int64_t token) {
   const char* base = static_cast<const char*>(c.base);
   const char* data = base + IndexKeyOffset(c, slot, token);

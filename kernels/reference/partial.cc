@@ -13,7 +13,7 @@ void* RowOf(const PagedRows& rows, int64_t slot, int64_t row, int64_t head) {
   return static_cast<char*>(rows.base) + RowOffset(rows, slot, row, head);
 }
 
-// scale * (q projection) . partial[t] of one query head, for every t before the row.
+// Returns scale * (q projection) . partial[t] of one query head, for every t before the row.
 std::vector<double> HeadScores(const PartialScoresParams& p, int64_t r, int64_t head) {
   const int64_t rank = p.partial.dim, dim = p.head_dim;
   const int64_t kv_head = head / (p.heads / p.partial.kv_heads);
@@ -37,7 +37,7 @@ std::vector<double> HeadScores(const PartialScoresParams& p, int64_t r, int64_t 
   return scores;
 }
 
-// softmax(scores), in place.
+// Computes softmax(scores), in place.
 void Softmax(std::vector<double>& scores) {
   if (scores.empty()) return;
   const double largest = *std::max_element(scores.begin(), scores.end());

@@ -1,5 +1,6 @@
-// The oracle: every operator written as plainly as its contract, in float64. Slow, may allocate;
-// any weight layout, caches of bf16, float32 or the packed form, activations float32.
+// The oracle: every operator written as plainly as its contract, in float64. It is slow and may
+// allocate. It takes any weight layout, caches of bf16, float32 or the packed form, and activations
+// of float32.
 #pragma once
 
 #include "kernels/kernel_table.h"
@@ -37,7 +38,8 @@ void IndexLogits(const IndexLogitsParams& p, Worker worker);
 void MlaQuery(const MlaQueryParams& p, Worker worker);
 void HeadLinear(const HeadLinearParams& p, Worker worker);
 void SparseMla(const SparseMlaParams& p, Worker worker);
-void SparseMlaMerge(const SparseMlaParams& p, Worker worker);  // nothing is left to do
+// the first phase leaves nothing to do
+void SparseMlaMerge(const SparseMlaParams& p, Worker worker);
 void UpdateResidency(const UpdateResidencyParams& p, Worker worker);
 void Route(const RouteParams& p, Worker worker);
 void RoutePairs(const RouteParams& p, Worker worker);

@@ -9,7 +9,7 @@
 namespace sluice::kernels::reference {
 namespace {
 
-// A token of a list: where it lies in the cache, and its position in the sequence.
+// A token of a list: its index in the cache, and its position in the sequence.
 struct ListToken {
   int64_t place;
   int64_t position;
@@ -32,7 +32,7 @@ std::vector<ListToken> TokensOf(const Params& p, int64_t row, int64_t head) {
   return tokens;
 }
 
-// scale * q k of a head and a token.
+// Returns scale * q k of a head and a token.
 template <typename Params>
 double Score(const Params& p, int64_t row, int64_t head, int64_t place) {
   const PagedCache& c = p.cache;

@@ -19,7 +19,7 @@ double LogSumExp(const std::vector<double>& x) {
   return largest + std::log(sum);
 }
 
-// One score per unit from those of every head of a group.
+// Makes one score per unit from those of every head of a group.
 void Reduce(const std::vector<std::vector<double>>& heads, GroupReduction reduction, float* out) {
   std::vector<double> lse;
   for (const std::vector<double>& scores : heads) lse.push_back(LogSumExp(scores));
@@ -39,7 +39,7 @@ void Reduce(const std::vector<std::vector<double>>& heads, GroupReduction reduct
   }
 }
 
-// scale * q . k of one query head and the key at element `key` of the cache.
+// Returns scale * q . k of one query head and the key at element `key` of the cache.
 double Score(const float* q, const PagedCache& c, int64_t key, float scale) {
   double dot = 0;
   for (int64_t d = 0; d < c.head_dim; ++d) dot += double{q[d]} * Get(c.base, c.type, key + d);

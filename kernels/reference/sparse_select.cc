@@ -11,7 +11,7 @@
 namespace sluice::kernels::reference {
 namespace {
 
-// Row `row` of a table of int32.
+// Returns row `row` of a table of int32.
 int32_t* TableRow(const PagedRows& rows, int64_t slot, int64_t row, int64_t head) {
   return reinterpret_cast<int32_t*>(static_cast<char*>(rows.base) +
                                     RowOffset(rows, slot, row, head));
@@ -28,14 +28,14 @@ void PutList(const UnitLists& lists, int64_t list, const std::vector<int32_t>& u
   lists.counts[list] = static_cast<int32_t>(units.size());
 }
 
-// The place of a unit, or -1, as the tables and the ring have it.
+// Returns the place of a unit, or -1, from the tables and the ring.
 int32_t PlaceOf(const ResidencyTable& t, int64_t slot, int64_t head, int64_t newest, int32_t unit) {
   if (newest - unit < t.ring) return unit % t.ring;
   return *TableRow(t.place_of, slot, unit, head);
 }
 
-// Of a block, or of a token's K row, as an index of pieces of that size in `cache`; `at` is the
-// unit or place. See RecallParams.
+// Returns the index of a block, or of a token's K row, among the pieces of that size in `cache`;
+// `at` is the unit or place. See RecallParams.
 int32_t PieceIndex(const PagedCache& c, int64_t slot, int64_t head, int64_t at, int64_t tokens) {
   const bool token = tokens == 1;
   const int64_t block = token ? at / c.block_tokens : at;

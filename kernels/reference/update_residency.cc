@@ -9,7 +9,7 @@
 namespace sluice::kernels::reference {
 namespace {
 
-// Rows [first, first + count) of one slot.
+// Updates rows [first, first + count), which are of one slot.
 void UpdateSequence(const UpdateResidencyParams& p, int64_t first, int64_t count) {
   const ResidencyTable& t = p.residency;
   const int64_t slot = p.slots[first];
@@ -39,7 +39,7 @@ void UpdateSequence(const UpdateResidencyParams& p, int64_t first, int64_t count
   for (int32_t unit : selected) {
     if (place_of(unit) >= 0) TableRow(t.places, slot, place_of(unit))[1] = last;
   }
-  // What may be given, in the order in which it is: {whether taken, stamp, place}.
+  // The places that may be given, in the order of giving: {whether taken, stamp, place}.
   std::vector<std::pair<std::pair<bool, int32_t>, int32_t>> order;
   for (int32_t place = 0; place < t.count; ++place) {
     const int32_t* row = TableRow(t.places, slot, place);
@@ -97,7 +97,7 @@ void UpdateResidency(const UpdateResidencyParams& p, Worker worker) {
     for (count = 1; slot >= 0 && first + count < p.rows && p.slots[first + count] == slot;) ++count;
     if (count > kMaxQueryPositions)
       KernelCheckFailed("update_residency: too many rows of one sequence");
-    // Whoever has the first row has the sequence.
+    // The worker that has a sequence's first row has the sequence.
     if (first < mine.begin || first >= mine.end) continue;
     for (int64_t r = first; r < first + count; ++r) {
       p.resident_counts[r] = p.arriving_counts[r] = p.move_counts[r] = 0;

@@ -19,7 +19,7 @@
 namespace sluice {
 namespace {
 
-// The list in a file; empty where there is none, or none that can be read.
+// Returns the list in a file; an empty one if the file is missing or cannot be read.
 std::vector<int> ReadCpuList(const std::filesystem::path& path) {
   std::ifstream file(path);
   std::string line;
@@ -101,7 +101,7 @@ std::vector<Cpu> UsableCpus() {
 
 std::vector<int> PlaceWorkers(std::vector<Cpu> cpus, int others, int workers, int node) {
   if (static_cast<int>(cpus.size()) < others + workers) return {};
-  // How many cpus of its core come before it.
+  // rank[cpu] is the number of cpus of its core that come before it.
   std::map<int, int> seen;
   std::map<int, int> rank;
   std::sort(cpus.begin(), cpus.end(), [](const Cpu& a, const Cpu& b) { return a.id < b.id; });

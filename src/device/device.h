@@ -1,5 +1,5 @@
-// The seam between the engine and the hardware. One Device gives memory, ordered streams, events
-// and the operators (KernelSet). Models and policies are written once, against this.
+// The seam between the engine and the hardware. A Device gives memory, ordered streams, events and
+// the operators (KernelSet). Models and policies are written once, against this interface.
 #pragma once
 
 #include <cstddef>
@@ -24,10 +24,10 @@ struct WorkerTeamOptions;
 
 enum class MemoryKind {
   kDevice,  // HBM; on the CPU device ordinary memory with huge pages
-  kPinned,  // DRAM that the device can read and write; huge pages
+  kPinned,  // DRAM that the device can read and write, with huge pages
 };
 
-// Owns a piece of device or pinned memory; zeroed. Move-only.
+// Owns a piece of device or pinned memory, which begins zeroed. Move-only.
 class Buffer {
  public:
   using Deleter = std::function<void(void* data, size_t bytes)>;
@@ -58,32 +58,33 @@ class Buffer {
   Deleter deleter_;
 };
 
-// Marks a point of a stream. Any thread may ask or wait; recorded again only when it is ready.
+// Marks a point of a stream. Any thread may ask or wait. An event may be recorded again only when
+// it is ready.
 class Event {
  public:
   virtual ~Event() = default;
-  // Whether everything before the last Record is done; true if never recorded.
+  // Returns whether everything before the last Record is done; true if it was never recorded.
   virtual bool Ready() const = 0;
   virtual void Wait() const = 0;
 };
 
-// An event that also notes when its stream reached it, by the device's own clock: what lies between
-// two of them is timed without a wait. (CUDA: an event with timing enabled.)
+// An event that also notes when its stream reached it, by the device's own clock, so that the time
+// between two events is known without a wait. (On CUDA: an event with timing enabled.)
 class TimedEvent : public Event {
  public:
-  // The time from `earlier` to this one. REQUIRES: both are of one device, were recorded and are
-  // ready.
+  // Returns the time from `earlier` to this event. REQUIRES: both belong to one device, were
+  // recorded and are ready.
   virtual absl::Duration Since(const TimedEvent& earlier) const = 0;
 };
 
-// An ordered queue of work. Enqueued from one thread at a time; nothing waits but where the queue
-// is full.
+// An ordered queue of work. One thread at a time may enqueue. A call waits only where the queue is
+// full.
 class Stream {
  public:
   virtual ~Stream() = default;
-  // Copies between any two memories of the device; both stay valid until it is done.
+  // Copies between any two memories of the device. Both must stay valid until the copy is done.
   virtual void Copy(void* target, const void* source, size_t bytes) = 0;
-  // The same for many pieces, in no order among them; `ops` too stays valid until it is done.
+  // Copies many pieces, in no particular order. `ops` too must stay valid until the copy is done.
   struct CopyOp {
     void* target;
     const void* source;
@@ -92,24 +93,24 @@ class Stream {
   virtual void CopyBatch(const CopyOp* ops, size_t count) = 0;
   virtual void Fill(void* target, uint8_t value, size_t bytes) = 0;
   virtual void Record(Event& event) = 0;
-  // What is enqueued later starts after `event`.
+  // Work that is enqueued later starts after `event`.
   virtual void WaitFor(Event& event) = 0;
 
-  // A *branch*: a queue beside this one, for work that runs while this queue goes on. The same
-  // queue for the same number, 0 <= number < kBranches, and this very stream where the device has
-  // none; a branch's branches are its stream's. After() orders the two, one way each time, also
-  // inside a recording; whatever ends a step or a recording must come After() every branch that was
-  // used in it. On a stream without branches the enqueued order is the order, so what is right
-  // there must be right for any that After() allows.
+  // Returns a *branch*: a queue beside this one, for work that runs while this queue goes on. The
+  // same number, 0 <= number < kBranches, gives the same queue. A device without branches returns
+  // this very stream. A branch's branches are its stream's. After() orders the two, one way each
+  // time, also inside a recording. Whatever ends a step or a recording must come After() every
+  // branch that was used in it. On a stream without branches the enqueued order is the order, so
+  // code must be right both in that order and in every order that After() allows.
   static constexpr int kBranches = 4;
   virtual Stream& Branch(int /*number*/) { return *this; }
-  // What is enqueued here later starts after all that `other` has now; `other` is a branch of this
-  // stream, the stream that this is a branch of, or another branch of that.
+  // Work that is enqueued here later starts after all that `other` has now. `other` is a branch of
+  // this stream, the stream that this is a branch of, or another branch of that.
   virtual void After(Stream& /*other*/) {}
 };
 
 // Work that was recorded once and runs as often as wanted, with the addresses and shapes of its
-// recording. (CUDA: an instantiated graph.)
+// recording. (On CUDA: an instantiated graph.)
 class Program {
  public:
   virtual ~Program() = default;
@@ -121,7 +122,7 @@ class Device {
  public:
   virtual ~Device() = default;
   virtual const std::string& name() const = 0;  // "cpu"
-  // RESOURCE_EXHAUSTED naming `what` and the bytes asked for.
+  // Returns zeroed memory. RESOURCE_EXHAUSTED names `what` and the bytes asked for.
   virtual absl::StatusOr<Buffer> Allocate(MemoryKind kind, size_t bytes,
                                           const std::string& what) = 0;
   // A compute stream runs kernels; a copy stream only copies, beside it.
@@ -131,47 +132,49 @@ class Device {
   virtual std::unique_ptr<TimedEvent> NewTimedEvent() = 0;
   virtual KernelSet& kernels() = 0;
 
-  // Records what `enqueue` puts on the stream it is given: operators, copies and fills, its
-  // branches too; no events. Nothing of it runs. Without an override the closure is kept, and is
-  // called at each Run.
+  // Records what `enqueue` puts on the stream that it is given: operators, copies and fills, on its
+  // branches too, but no events. None of it runs. The default keeps the closure and calls it at
+  // each Run.
   virtual absl::StatusOr<std::unique_ptr<Program>> Record(Stream& stream,
                                                           std::function<void(Stream&)> enqueue);
-  // A mailbox between streams of this device and CPU threads (src/device/mailbox.h).
+  // Makes a mailbox between streams of this device and CPU threads (src/device/mailbox.h).
   // INVALID_ARGUMENT: options out of range; RESOURCE_EXHAUSTED: no pinned memory for its words;
-  // FAILED_PRECONDITION: a driver without memory operations of streams;
-  // UNIMPLEMENTED: a device whose streams and workers share one thread.
+  // FAILED_PRECONDITION: the driver has no memory operations of streams; UNIMPLEMENTED: the
+  // device's streams and workers share one thread.
   virtual absl::StatusOr<std::unique_ptr<Mailbox>> NewMailbox(const MailboxOptions& options) = 0;
-  // CPU workers that streams of this device hand work to (src/device/worker_team.h), doing
-  // work(worker, channel). The errors of NewMailbox, but that every device has workers.
+  // Makes CPU workers that streams of this device hand work to (src/device/worker_team.h); a worker
+  // runs work(worker, channel). Returns the errors of NewMailbox except UNIMPLEMENTED.
   virtual absl::StatusOr<std::unique_ptr<WorkerTeam>> NewWorkerTeam(
       const WorkerTeamOptions& options,
       std::function<absl::Status(int worker, int channel)> work) = 0;
-  // Threads of the host that a step keeps busy, which workers leave a cpu each; at least the one
-  // that enqueues.
+  // Returns how many host threads a step keeps busy, at least the one that enqueues. Workers leave
+  // a cpu to each of them.
   virtual int HostThreads() const { return 1; }
-  // The host's memory and cpus that are near the device: pinned memory and workers go there.
+  // Returns the host's memory and cpus that are near the device. Pinned memory and workers go
+  // there.
   virtual HostPlacement Placement() const { return {}; }
-  // Rows that a step of `rows` decode rows is padded to, so that one Program serves all steps of a
-  // bucket; 0: such a step is enqueued operator by operator, unpadded.
+  // Returns the number of rows that a step of `rows` decode rows is padded to, so that one Program
+  // serves all steps of a bucket. 0: such a step is enqueued operator by operator, unpadded.
   virtual int RowBucket(int rows) const;
 
-  // Notes what runs on the streams until the result's Stop (src/device/trace.h). UNIMPLEMENTED: not
-  // on this device; FAILED_PRECONDITION names what is lacking.
+  // Traces all that runs on the streams until the result's Stop (src/device/trace.h).
+  // UNIMPLEMENTED: the device keeps no trace; FAILED_PRECONDITION names what is lacking.
   virtual absl::StatusOr<std::unique_ptr<DeviceTrace>> StartTrace();
 
-  // Multiprocessors, of which blocks of transfers take some from those that compute; 0: transfers
-  // take none.
+  // Returns the number of multiprocessors, of which blocks of transfers take some from those that
+  // compute. 0: transfers take none.
   virtual int Processors() const { return 0; }
 
-  // Memory of kind kDevice; total 0: it is the host's, and not told apart.
+  // Returns the size of memory of kind kDevice and how much of it is free now. total_bytes 0:
+  // device memory is the host's.
   struct DeviceMemory {
     int64_t free_bytes = 0;
     int64_t total_bytes = 0;
   };
   virtual DeviceMemory Memory() const { return {}; }
 
-  // Once it is not OK nothing more runs: every event is ready, and results mean nothing. Any
-  // thread.
+  // Returns whether the device works. Once it is not OK nothing more runs: every event is ready,
+  // and results mean nothing. Any thread may call it.
   virtual absl::Status Health() const { return absl::OkStatus(); }
 };
 

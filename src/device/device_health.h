@@ -1,5 +1,5 @@
-// Whether a device still works. Its streams, events and operators report what failed; the first
-// report stays.
+// Whether a device still works. Its streams, events and operators report failures; the first report
+// stays.
 #pragma once
 
 #include <atomic>
@@ -11,13 +11,14 @@
 
 namespace sluice {
 
-// Any thread.
+// Any thread may call these functions.
 class DeviceHealth {
  public:
-  // INTERNAL, reason GPU_FAILED, "the GPU failed: <why>" from now on; logged once.
+  // Makes status() INTERNAL with reason GPU_FAILED, "the GPU failed: <why>", from now on. The first
+  // failure is logged.
   void Fail(const std::string& why);
   bool failed() const { return failed_.load(std::memory_order_acquire); }
-  // OK, or what Fail was told first. Cheap while OK.
+  // Returns OK, or the first failure. Cheap while OK.
   absl::Status status() const;
 
  private:

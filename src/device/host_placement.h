@@ -1,5 +1,5 @@
-// Where a device is attached to the host: the memory and the cpus that are near it. On a host of
-// several NUMA nodes, memory of another node costs a transfer the link between the nodes.
+// The place of a device in the host: the memory and the cpus that are near it. On a host of several
+// NUMA nodes, memory of another node costs a transfer the link between the nodes.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,6 @@
-// The operators as models and policies see them: each is enqueued on a stream and returns at once.
-// Contracts: kernels/params.h. Pointers must stay valid until the stream has passed the operator.
+// The operators as models and policies see them. Each call enqueues its operator on a stream and
+// returns at once. The contracts are in kernels/params.h. Pointers must stay valid until the stream
+// has passed the operator.
 #pragma once
 
 #include <limits>
@@ -20,19 +21,20 @@ namespace sluice {
 // Rows of a matrix of weights as a checkpoint has them, row-major: bf16, or float32, or e4m3 with a
 // scale for each block of 128 x 128 that begins at the part's first row; or made by a formula.
 struct MatrixPart {
-  const uint16_t* data;  // null: one of the others
+  const uint16_t* data;  // bf16; null: one of the other forms
   int32_t rows;
-  kernels::WeightFormula formula{};  // element i of the rows is element i of it
+  kernels::WeightFormula formula{};  // element i of the rows is element i of the formula
   const float* values = nullptr;     // float32
   const uint8_t* fp8 = nullptr;      // e4m3
-  const float* scales = nullptr;     // [ceil(rows / 128)][ceil(k / 128)], of fp8
-  // With the formula alone: e4m3 values of it with one scale (kernels/weight_formula.h).
+  const float* scales = nullptr;     // [ceil(rows / 128)][ceil(k / 128)], scales of `fp8`
+  // Only with the formula: the weights are its e4m3 values with one scale
+  // (kernels/weight_formula.h).
   bool fp8_formula = false;
 };
 
-// What decides how much scratch attention needs.
+// The shape that decides how much scratch attention needs.
 struct AttentionShape {
-  int32_t decode_rows;  // of a step at most
+  int32_t decode_rows;  // most decode rows of a step
   int32_t heads;
   int32_t kv_heads;
   int32_t head_dim;
@@ -45,7 +47,7 @@ struct Weight {
   kernels::WeightMatrix matrix{};
 };
 
-// What decides whether a model can be computed at all.
+// The part of a model's shape that decides whether the operators can compute it at all.
 struct ModelShape {
   int32_t hidden_size = 0;
   int32_t vocab_size = 0;
@@ -57,20 +59,21 @@ class KernelSet {
  public:
   virtual ~KernelSet() = default;
   virtual const std::string& name() const = 0;
-  // Element type of what Linear reads.
+  // Returns the element type that Linear reads.
   virtual DType activation_type() const = 0;
-  // INVALID_ARGUMENT where an operator would refuse such a model; names the field and the remedy.
+  // Returns INVALID_ARGUMENT where an operator would refuse such a model; the message names the
+  // field and the remedy.
   virtual absl::Status Check(const ModelShape&) const { return absl::OkStatus(); }
   // Puts matrices of `k` columns one below the other. The result may refer to a single part's data
   // where no copy is needed (then storage is empty, and the part must stay).
   virtual absl::StatusOr<Weight> Prepare(absl::Span<const MatrixPart> parts, int32_t k) = 0;
-  // Bytes of a matrix of bf16 weights in the form in which the kernels read it.
+  // Returns the bytes of a matrix of bf16 weights in the form in which the kernels read it.
   virtual int64_t WeightBytes(int32_t n, int32_t k) const = 0;
-  // Bytes of what Prepare makes of these parts.
+  // Returns the bytes of the result of Prepare for these parts.
   virtual int64_t PreparedBytes(absl::Span<const MatrixPart> parts, int32_t k) const;
-  // Bytes of scratch that Sample needs for a vocabulary; may be 0.
+  // Returns the bytes of scratch that Sample needs for a vocabulary; may be 0.
   virtual int64_t SampleScratchBytes(int32_t vocab) const = 0;
-  // Bytes of AttentionParams::partial with which no row is computed without it.
+  // Returns the bytes of AttentionParams::partial that are enough for every row.
   virtual int64_t AttentionScratchBytes(const AttentionShape& shape) const = 0;
 
   virtual void Embedding(Stream& stream, const kernels::EmbeddingParams& params) = 0;
@@ -85,7 +88,8 @@ class KernelSet {
   virtual void Transfer(Stream& stream, const kernels::TransferParams& params) = 0;
 
   // Sparse attention (kernels/sparse_params.h).
-  // Places of a ResidencyTable beside the ring that Recall takes.
+  //
+  // Returns how many places of a ResidencyTable, beside the ring, Recall takes.
   virtual int32_t MaxRecallPlaces() const { return std::numeric_limits<int32_t>::max(); }
   virtual void Digest(Stream& stream, const kernels::DigestParams& params) = 0;
   virtual void DigestScores(Stream& stream, const kernels::DigestScoresParams& params) = 0;
@@ -102,7 +106,9 @@ class KernelSet {
   virtual void CopyRows(Stream& stream, const kernels::CopyRowsParams& params) = 0;
 
   // Latent attention and experts (kernels/latent_params.h).
-  // Bytes of SparseMlaParams::scratch for `decode_rows` decode rows and lists of `capacity`.
+  //
+  // Returns the bytes of SparseMlaParams::scratch for `decode_rows` decode rows and lists of
+  // `capacity`.
   virtual int64_t SparseMlaScratchBytes(int32_t decode_rows, int32_t heads, int32_t rank,
                                         int64_t capacity) const = 0;
   virtual void LatentAppend(Stream& stream, const kernels::LatentAppendParams& params) = 0;

@@ -1,4 +1,4 @@
-// How much DRAM this process may use: the machine's, or less where its control group (a container's
+// The DRAM that this process may use: the machine's, or less where its control group (a container's
 // or a service's memory limit) allows less.
 #pragma once
 

@@ -65,7 +65,7 @@ uint32_t Mailbox::Everyone() const {
   return options_.workers == kMaxWorkers ? ~0u : (1u << options_.workers) - 1;
 }
 
-// Any number of threads may come here at once: the one that turns `open` has the round.
+// Any number of threads may call this at once: the one that sets `open` has the round.
 void Mailbox::OpenIfRaised(int channel) {
   const std::atomic_ref<uint32_t> asked(*word(channel));
   Channel& c = channels_[channel];
@@ -73,7 +73,8 @@ void Mailbox::OpenIfRaised(int channel) {
   if (c.open.load(std::memory_order_relaxed) || c.open.exchange(true, std::memory_order_acquire)) {
     return;
   }
-  // That word may have been the last round's. This one is not: closing it came before `open` went.
+  // The word that was read above may have been the last round's. This second look cannot be: the
+  // last round was closed before its `open` went.
   if (asked.load(std::memory_order_acquire) != kAsked) {
     c.open.store(false, std::memory_order_release);
     return;
@@ -89,14 +90,15 @@ void Mailbox::OpenIfRaised(int channel) {
   if (present == 0) Close(channel);
 }
 
-// In this order: see OpenIfRaised. The device may ask again between the two.
+// The order matters, see OpenIfRaised. The device may ask again between the two stores.
 void Mailbox::Close(int channel) {
   std::atomic_ref<uint32_t>(*word(channel)).store(kAnswered, std::memory_order_release);
   channels_[channel].open.store(false, std::memory_order_release);
 }
 
 // Every look at a word makes the next write by the device slower, and so does every worker that
-// would open the round: two look each time, the others now and then, in case those are busy.
+// would open the round. So two workers look each time, and the others now and then, in case those
+// two are busy.
 bool Mailbox::LooksAtWords(int worker) {
   constexpr uint32_t kOthersEvery = 16;
   constexpr int kFirst = 2;
@@ -108,11 +110,12 @@ bool Mailbox::LooksAtWords(int worker) {
 
 int Mailbox::Poll(int worker) {
   const uint32_t bit = 1u << worker;
-  // It owes nothing from here on but what it finds below.
+  // The worker now owes nothing but what it finds below.
   if ((late_.load(std::memory_order_relaxed) & bit) != 0) late_.fetch_and(~bit);
   WorkerState& state = worker_states_[worker];
   const bool looks = LooksAtWords(worker);
-  // From the channel after the last: none waits for ever, and the next layer's comes first.
+  // The search begins at the channel after the last one: so no channel waits for ever, and the next
+  // layer's comes first.
   int channel = state.channel;
   for (int i = 0; i < options_.channels; ++i) {
     channel = channel + 1 < options_.channels ? channel + 1 : 0;
@@ -139,8 +142,9 @@ void Mailbox::FailAll(int worker) {
   LetGo(worker);
 }
 
-// The worker says that it holds, then looks at the round; who ends the round takes the bit away,
-// then looks who holds. In the one order of all four, one of the two sees the other.
+// The worker says that it holds, then looks at the round. Whoever ends the round takes the worker's
+// bit away, then looks which workers hold. In the one order of these four operations, one of the
+// two sees the other.
 bool Mailbox::Hold(int worker) {
   worker_states_[worker].holds.exchange(true, std::memory_order_seq_cst);
   if (Owes(worker)) return true;
@@ -166,7 +170,7 @@ bool Mailbox::Owes(int worker) const {
   return (OwedBy(round) & (1u << worker)) != 0;
 }
 
-// No need to compare the round's number: a worker that is late is in no later round before it has
+// The round's number need not be compared: a worker that is late is in no later round before it has
 // polled (OpenIfRaised), so its bit is not there to be cleared.
 bool Mailbox::Answer(int worker) {
   const uint32_t bit = 1u << worker;
@@ -174,7 +178,7 @@ bool Mailbox::Answer(int worker) {
   const uint64_t before =
       channels_[channel].round.fetch_and(~uint64_t{bit}, std::memory_order_acq_rel);
   if ((OwedBy(before) & bit) == 0) return false;
-  if (OwedBy(before) == bit) Close(channel);  // the last
+  if (OwedBy(before) == bit) Close(channel);  // the last answer
   return true;
 }
 
@@ -211,9 +215,9 @@ void Mailbox::SetErrors(uint32_t workers, MailboxError error) {
   }
 }
 
-// Answers for those who will not. Errors are there before the answer is.
+// Answers for workers that will not. Errors are written before the answer is.
 void Mailbox::Watch(int channel) {
-  OpenIfRaised(channel);  // there may be nobody else to see it
+  OpenIfRaised(channel);  // no other worker may be left to see it
   Channel& c = channels_[channel];
   uint64_t round = c.round.load(std::memory_order_acquire);
   const uint32_t owed = OwedBy(round), number = NumberOf(round);
@@ -222,11 +226,12 @@ void Mailbox::Watch(int channel) {
   const bool over = NowNs() - c.opened_ns.load(std::memory_order_relaxed) >
                     absl::ToInt64Nanoseconds(options_.deadline);
   if (over || gone == owed) {
-    // Late before the answer is up: the next round does not count on them.
+    // The workers are late before the answer is given, so that the next round does not count on
+    // them.
     late_.fetch_or(owed & ~gone, std::memory_order_acq_rel);
     if (!c.round.compare_exchange_strong(round, round & ~uint64_t{owed},
                                          std::memory_order_seq_cst)) {
-      // Another answer came: the next look sees what is left.
+      // Another answer came meanwhile: the next look sees what is left.
       const uint32_t left = NumberOf(round) == number ? OwedBy(round) : 0;
       late_.fetch_and(~(owed & ~left), std::memory_order_acq_rel);
       return;
@@ -237,15 +242,15 @@ void Mailbox::Watch(int channel) {
     Count(MailboxError::kDeadline, std::popcount(owed & ~gone));
     Close(channel);
   } else if (gone != 0) {
-    // Others owe too; the last of them raises the answer, maybe at once.
+    // Others owe too; the last of them gives the answer, maybe at once.
     SetErrors(gone, MailboxError::kLeft);
     c.round.compare_exchange_strong(round, round & ~uint64_t{gone}, std::memory_order_acq_rel);
   }
 }
 
 void Mailbox::WatchdogLoop() {
-  // Often enough that a deadline is not missed by much; where nobody is left but the watchdog, it
-  // is what answers every round.
+  // The period is short enough that a deadline is not missed by much. Where only the watchdog is
+  // left, it answers every round.
   const absl::Duration period =
       std::clamp(options_.deadline / 8, absl::Microseconds(100), absl::Milliseconds(10));
   for (;;) {

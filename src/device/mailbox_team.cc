@@ -11,9 +11,9 @@
 namespace sluice {
 namespace {
 
-// Waiting for a word that another device writes: there is no one to wake a sleeper. A thread spins
-// as long as an answer may be wanted within microseconds, then lets others have its core between
-// two looks, and naps when nothing has come for longer than a step takes.
+// The pauses of a thread that waits for a word that another device writes, where nobody can wake a
+// sleeper. A thread spins as long as an answer may be wanted within microseconds, then lets others
+// have its core between two looks, and naps when nothing has come for longer than a step takes.
 class Idle {
  public:
   void Reset() { since_ = std::chrono::steady_clock::now(); }
@@ -48,7 +48,7 @@ MailboxTeam::~MailboxTeam() {
 }
 
 void MailboxTeam::Loop(int worker) {
-  // Also where the thread ends in a way that nobody thought of.
+  // This runs however the thread ends.
   const absl::Cleanup leave = [this, worker] { mailbox_->Leave(worker); };
   if (!cpus_.empty()) {
     // A worker that is not pinned works as well, only less evenly.
@@ -79,7 +79,8 @@ void MailboxTeam::Loop(int worker) {
       if (!status.ok()) mailbox_->FailAll(worker);
       mailbox_->Answer(worker);
     }
-    // The first of a row of failures: a fault that stays comes with every layer of every step.
+    // Only the first of consecutive failures is logged: a fault that stays comes with every layer
+    // of every step.
     if (!status.ok() && last.ok()) {
       Log(LogLevel::kError, "a mailbox worker failed",
           {{"worker", worker}, {"channel", channel}, {"error", status.ToString()}});

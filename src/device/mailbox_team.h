@@ -12,10 +12,10 @@ namespace sluice {
 
 class MailboxTeam {
  public:
-  // One thread per worker of the mailbox, which outlives the team. `cpus`: where each stays; empty:
-  // wherever the system puts them.
+  // Starts one thread per worker of the mailbox, which outlives the team. Thread i stays on
+  // cpus[i]; with no cpus the system places the threads.
   MailboxTeam(Mailbox* mailbox, WorkerFn work, std::vector<int> cpus = {});
-  // The workers answer what they have taken up, and leave.
+  // Lets the workers answer what they have taken up, and joins them.
   ~MailboxTeam();
   MailboxTeam(const MailboxTeam&) = delete;
   MailboxTeam& operator=(const MailboxTeam&) = delete;

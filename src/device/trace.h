@@ -1,4 +1,4 @@
-// What ran on a device's streams, and when: the device's part of a step's trace.
+// A trace of what ran on a device's streams, and when: the device's part of a step's trace.
 #pragma once
 
 #include <cstdint>
@@ -19,24 +19,25 @@ struct TraceSlice {
   std::string name;
   uint32_t stream = 0;
   absl::Time begin, end;
-  int64_t bytes = 0;  // of a copy or fill
-  // Slices that were launched as one (a graph) share this; 0: launched by itself.
+  int64_t bytes = 0;  // bytes of a copy or fill
+  // Slices that were launched as one (a graph) share this number; 0: launched alone.
   uint64_t launch = 0;
 };
-// "kernel", "copy", "fill".
+// Returns "kernel", "copy" or "fill".
 const char* SliceKindName(TraceSlice::Kind kind);
 
-// Notes all that runs on a device's streams while it is alive. Any thread. One at a time in a
-// process.
+// Records all that runs on a device's streams while it is alive. Any thread may use it. A process
+// has at most one at a time.
 class DeviceTrace {
  public:
   virtual ~DeviceTrace() = default;
-  // Ends it; returns what was noted, in no order. REQUIRES: the streams are idle; called once.
+  // Ends the trace and returns its slices, in no particular order. REQUIRES: the streams are idle;
+  // called once.
   virtual absl::StatusOr<std::vector<TraceSlice>> Stop() = 0;
 };
 
-// A kernel's demangled signature without what every one of ours has: "void
-// sluice::kernels::cuda::(anonymous namespace)::RmsNorm<8>(sluice::kernels::RmsNormParams)" is
+// Returns a kernel's demangled signature without the parts that all of ours share: "void
+// sluice::kernels::cuda::(anonymous namespace)::RmsNorm<8>(sluice::kernels::RmsNormParams)" gives
 // "RmsNorm<8>".
 std::string ShortKernelName(const std::string& signature);
 

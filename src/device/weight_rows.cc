@@ -8,7 +8,7 @@
 namespace sluice {
 namespace {
 
-// Elements [begin, begin + count) of a row.
+// Converts elements [begin, begin + count) of a row.
 void FloatPiece(const MatrixPart& part, int32_t row, int32_t k, int32_t begin, int32_t count,
                 float* out) {
   const int64_t at = int64_t{row} * k + begin;

@@ -1,4 +1,5 @@
-// Rows of a part of a matrix of weights, whatever form it comes in. Pure functions, for any thread.
+// Access to the rows of a part of a matrix of weights, in whatever form the part comes. The
+// functions are pure; any thread may call them.
 #pragma once
 
 #include <cstdint>
@@ -7,16 +8,16 @@
 
 namespace sluice {
 
-// Rows and columns of a block of e4m3 values that have one scale, as published checkpoints have
-// them (weight_block_size; MatrixPart::scales).
+// Rows and columns of a block of e4m3 values that share a scale, in published checkpoints
+// (weight_block_size; MatrixPart::scales).
 inline constexpr int64_t kScaleBlock = 128;
 
-// Whether the part's elements are bf16 values: then nothing is rounded by BFloat16Row.
+// Returns whether the part's elements are bf16 values: then BFloat16Row rounds nothing.
 bool IsBFloat16(const MatrixPart& part);
 
-// Row `row` of the part, [k]. Of fp8 a value's product with its scale, rounded once.
+// Writes row `row` of the part, [k]. An fp8 element is its value times its scale, rounded once.
 void FloatRow(const MatrixPart& part, int32_t row, int32_t k, float* out);
-// The same, rounded to nearest, ties to even.
+// Writes the same row, rounded to nearest, ties to even.
 void BFloat16Row(const MatrixPart& part, int32_t row, int32_t k, uint16_t* out);
 
 }  // namespace sluice

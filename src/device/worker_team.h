@@ -3,7 +3,7 @@
 // (channels, rounds, errors, servers) are the mailbox's, src/device/mailbox.h.
 //
 // Device::NewWorkerTeam makes one: threads that answer a mailbox, or, on a device that has a single
-// thread, happenings of its virtual time.
+// thread, events of its virtual time.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +18,16 @@
 
 namespace sluice {
 
-// One worker's share of one round. Not OK, or an exception: every sequence that this worker serves
-// has failed; the worker goes on, but with ABORTED it dies on the spot, its share undone.
+// Does one worker's share of one round. If it returns an error or throws, every sequence that this
+// worker serves has failed. The worker goes on, except after ABORTED: then it dies on the spot, its
+// share undone.
 using WorkerFn = std::function<absl::Status(int worker, int channel)>;
 
 struct WorkerTeamOptions {
   MailboxOptions mailbox;
-  // Whether each worker stays on one cpu: cpus[worker], or, where that is empty, what PlaceWorkers
-  // (src/device/cpu_topology.h) chooses. A host with too few cores pins nothing.
+  // Whether each worker stays on one cpu: cpus[worker], or, if `cpus` is empty, the one that
+  // PlaceWorkers (src/device/cpu_topology.h) chooses. On a host with too few cores no worker is
+  // pinned.
   bool pin = true;
   std::vector<int> cpus;
 };
@@ -35,24 +37,24 @@ class WorkerTeam {
  public:
   virtual ~WorkerTeam() = default;
 
-  // The device's side, as Mailbox has it.
+  // The device's side, as in Mailbox.
   virtual void Raise(Stream& stream, int channel) = 0;
   virtual void Await(Stream& stream, int channel) = 0;
   virtual const uint32_t* errors() const = 0;  // [slots] of MailboxError, in pinned memory
 
-  // A worker's side, from within its share, as Mailbox has it: what the round asks for is read, and
-  // results are written, between a true Hold and LetGo.
+  // A worker's side, from within its share, as in Mailbox: the request is read, and results are
+  // written, between a true Hold and LetGo.
   virtual bool Hold(int worker) = 0;
   virtual void LetGo(int worker) = 0;
   virtual bool Owes(int worker) const = 0;
 
-  // The host's side, any thread.
+  // The host's side. Any thread may call these functions.
   virtual void SetServers(int slot, uint32_t workers) = 0;
   virtual MailboxError error(int slot) const = 0;
   virtual void Reset(int slot) = 0;
-  // Times that a worker failed, left or was late, since the team was made.
+  // Returns how many times a worker failed, left or was late, since the team was made.
   virtual int64_t failures(MailboxError error) const = 0;
-  // Workers that have left for good, as bits.
+  // Returns the workers that have left for good, as bits.
   virtual uint32_t gone() const = 0;
 
   WorkerTeam(const WorkerTeam&) = delete;
@@ -62,7 +64,7 @@ class WorkerTeam {
   WorkerTeam() = default;
 };
 
-// Threads that answer a mailbox of `device`. The errors of Device::NewMailbox.
+// Makes threads that answer a mailbox of `device`. Returns the errors of Device::NewMailbox.
 absl::StatusOr<std::unique_ptr<WorkerTeam>> NewMailboxWorkers(Device& device,
                                                               const WorkerTeamOptions& options,
                                                               WorkerFn work);

@@ -1,4 +1,4 @@
-// Where new tokens go: rows of queries alone, rings, and the write-through to the home.
+// RopeAppend: rows that have queries alone, rings, and the write-through to the home.
 #include "tests/kernels/sparse_support.h"
 
 namespace sluice::kernels {
@@ -31,7 +31,7 @@ struct AppendRows {
   const Guarded<float> qkv, cos_sin, q_norm, k_norm;
 };
 
-// Query heads of rows without keys are what they are in rows with them.
+// The query heads of rows without keys are the same as in rows with keys.
 void TestQueriesAlone(const KernelTable& table, Random& random) {
   for (int32_t head_dim : {16, 64, 128}) {
     INFO("head_dim " << head_dim);
@@ -88,7 +88,8 @@ void CheckRing(const KernelTable& table, Random& random) {
                                  [](T v) { return !std::isnan(Value(v)); }));
 }
 
-// What rope_append wrote beside the cache, written through, makes the home that it would have made.
+// Writing through the rows that rope_append wrote beside the cache makes the home that rope_append
+// itself would have made.
 template <typename T>
 void CheckWriteThrough(const KernelTable& table, Random& random) {
   for (int32_t head_dim : {16, 80, 128}) {
@@ -110,7 +111,6 @@ void CheckWriteThrough(const KernelTable& table, Random& random) {
 }
 
 void TestAppend(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.write_through)) return;
   TestQueriesAlone(table, random);
   CheckRing<uint16_t>(table, random);
   CheckRing<float>(table, random);

@@ -14,7 +14,7 @@ int64_t AmplePartial(const KernelTable& path, const AttentionCase& c) {
   return IsCuda(path) ? 132 * 2 * 20 * 17 / 16 / c.kv_heads : 300;
 }
 
-// How many of a case's rows are said to be decode rows. A GPU has a kernel for either kind.
+// Numbers of a case's rows that count as decode rows. A GPU has a kernel for either kind.
 std::vector<int32_t> DecodeCounts(const KernelTable& path, int32_t rows) {
   return IsCuda(path) ? std::vector<int32_t>{rows, 0, rows / 2} : std::vector<int32_t>{rows};
 }
@@ -38,7 +38,7 @@ struct Result {
   Guarded<float> out, lse;
 };
 
-// Caches of every sequence of a case, scattered over an arena in which all else is NaN.
+// Caches of every sequence of a case, scattered over an arena in which everything else is NaN.
 template <typename T>
 class AttentionFixture {
  public:
@@ -84,7 +84,7 @@ class AttentionFixture {
             case_.cache_type};
   }
 
-  // Both phases over rows [first, first + rows); of the case's rows the first `decode_rows` are
+  // Runs both phases over rows [first, first + rows); the case's first `decode_rows` rows are
   // decode rows.
   Result Run(const KernelTable& path, int32_t first, int32_t rows, int32_t decode_rows,
              int64_t partial_rows, int workers, bool threads = false) {

@@ -7,8 +7,8 @@ namespace {
 struct DigestCase {
   const char* name;
   int32_t block_tokens, kv_heads, head_dim;
-  int32_t ring_blocks;  // then rows are decode rows
-  bool bulk;            // rows say where they begin
+  int32_t ring_blocks;  // if > 0, rows are decode rows
+  bool bulk;            // rows name their first positions
 };
 
 const DigestCase kDigestCases[] = {
@@ -28,11 +28,12 @@ void CheckDigest(const KernelTable& table, const DigestCase& c, Random& random) 
   TestCache<T> cache(kDigestSlots, kDigestBlocks, c.block_tokens, c.kv_heads, c.head_dim, random,
                      c.ring_blocks);
   cache.Fill(random);
-  // Exact also where floats are denormal: nothing may be flushed.
+  // The digests are exact also where floats are denormal: nothing may be flushed.
   FillNormal(std::span<T>(cache.Key(0, 0, 0), static_cast<size_t>(c.head_dim)), random, 1e-39f);
   TestRows<T> digests(kDigestSlots, kDigestBlocks, 4, 2 * c.head_dim, c.kv_heads, random);
   const int32_t block = c.block_tokens;
-  // Alone in its block, a block full, one in the middle of a later block, the last there can be.
+  // Rows that are alone in their block, fill a block, lie in the middle of a later block, and the
+  // last possible one.
   const auto slots = BufferOf<int32_t>({3, 0, -1, 1, 4, -1, 2});
   const auto positions =
       BufferOf<int32_t>({0, block - 1, 7, 4 * block, kDigestBlocks * block - 1, 0, 5 * block + 3});
@@ -47,7 +48,7 @@ void CheckDigest(const KernelTable& table, const DigestCase& c, Random& random) 
     CHECK(got.Damage() == "");
     CHECK(BitDifference(got.span(), digests.data.span(), c.head_dim) == "");
   }
-  // What the reference says, once more and by hand: a row's own block, up to its own position.
+  // The reference's digests, checked by hand: a row's own block, up to its own position.
   const T* of_slot_2 = digests.Row(2, 5, c.kv_heads - 1);
   for (int64_t d = 0; d < c.head_dim; ++d) {
     double least = 1e30, largest = -1e30;
@@ -62,16 +63,15 @@ void CheckDigest(const KernelTable& table, const DigestCase& c, Random& random) 
 }
 
 void TestDigest(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.digest)) return;
   for (const DigestCase& c : kDigestCases) {
     CheckDigest<uint16_t>(table, c, random);
     CheckDigest<float>(table, c, random);
   }
 }
-SLUICE_TEST_ON_EVERY_PATH("digests are exact, and of what lies up to a row's position", TestDigest)
+SLUICE_TEST_ON_EVERY_PATH("digests are exact, and cover the tokens up to a row's position",
+                          TestDigest)
 
 void TestDigestGrows(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.digest)) return;
   constexpr int32_t kTokens = 75;
   TestCache<uint16_t> cache(1, 5, 16, 2, 64, random);
   cache.Fill(random);
@@ -188,7 +188,6 @@ void CheckDigestScores(const KernelTable& table, int32_t group, int32_t head_dim
 }
 
 void TestDigestScores(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.digest_scores)) return;
   for (int32_t group : {1, 2, 3, 4, 7, 8, 12}) {
     CheckDigestScores<uint16_t>(table, group, 64, 7, random);
     CheckDigestScores<float>(table, group, 32, 70, random);
@@ -229,7 +228,6 @@ void CheckExactScores(const KernelTable& table, int32_t group, int32_t head_dim,
 }
 
 void TestExactScores(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.exact_scores)) return;
   for (int32_t unit_tokens : {1, 8, 16, 32, 64, 96}) {
     CheckExactScores<uint16_t>(table, 3, 64, unit_tokens, random);
     CheckExactScores<float>(table, 1, 16, unit_tokens, random);
@@ -242,7 +240,6 @@ SLUICE_TEST_ON_EVERY_PATH("exact scores agree with the reference, and are a row'
 
 // Quest's bound: no key of a block scores higher than its digest.
 void TestBound(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.digest_scores)) return;
   constexpr int32_t kTokens = 16 * 20 + 5, kBlocks = 21;
   TestCache<uint16_t> cache(1, kBlocks, 16, 2, 64, random);
   cache.Fill(random);

@@ -5,7 +5,7 @@ namespace {
 
 const KernelTable& Reference() { return *FindKernelTable("reference"); }
 
-// What an operator that writes floats or bf16 gave, as floats, with the tolerance of that type.
+// The result of an operator that writes floats or bf16, as floats, with the tolerance of that type.
 double Tolerance(DType type) { return type == DType::kFloat32 ? 2e-6 : 4e-3; }
 
 template <typename Params>
@@ -43,7 +43,7 @@ void TestRmsNorm(const KernelTable& table, Random& random) {
           const auto want = RunTyped(Reference().rms_norm, p, int64_t{rows} * dim, 1);
           const auto got = RunTyped(table.rms_norm, p, int64_t{rows} * dim, 3);
           CHECK(Difference(got.span(), want.span(), Tolerance(type), dim) == "");
-          // The first rows once more: either result has the bits that it has alone.
+          // The first rows are written a second time: either result has the bits that it has alone.
           const int32_t also_rows = rows / 2;
           RmsNormParams other = p;
           other.weight = also_weight.data();
@@ -190,10 +190,10 @@ void CheckRopeAppend(const KernelTable& table, const RopeCase& c, Random& random
                      c.head_dim) == "");
     if (slots[r] < 0) CHECK(BitDifference(part(got_q, width), part(qkv, width), width) == "");
   }
-  // What nobody wrote is still NaN in both, so this also says where nothing was written.
+  // Elements that nobody wrote are still NaN in both, so this also says where nothing was written.
   CHECK(Difference(got_cache.span(), want_cache.span(), Tolerance(c.type), c.head_dim) == "");
   CHECK(Difference(got_written.span(), want_written.span(), Tolerance(c.type), c.head_dim) == "");
-  // The copy is what went to the cache, and asking for it changes nothing else.
+  // The copy equals what went to the cache, and asking for it changes nothing else.
   for (int64_t r = 0; r < kRows; ++r) {
     if (slots[r] < 0) continue;
     for (int64_t h = 0; h < c.kv_heads; ++h) {

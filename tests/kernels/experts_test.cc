@@ -53,7 +53,8 @@ class RouteFixture {
         std::generate_n(row, c.experts, [&random] {
           return static_cast<float>(static_cast<int>(random() % 161) - 80) / 16;
         });
-        // Rows of equal logits (whose scores, 1/2, and their sums are exact), of infinities.
+        // Rows of equal logits (whose scores, 1/2, and their sums are exact), and rows of
+        // infinities.
         if (r % 7 == 3) std::fill_n(row, c.experts, 0.0f);
         if (r == 6) row[0] = std::numeric_limits<float>::infinity();
         if (r == 6) row[1] = kNegativeInfinity;
@@ -86,11 +87,12 @@ class RouteFixture {
   bool empty(int64_t r) const { return slots_[r] < 0 || r == 5; }
 
  private:
-  // Values of one kind, the largest first, whose order is the order of what they were made of.
+  // Values of one kind, the largest first; their order is that of the numbers that they are made
+  // of.
   using Ranked = std::vector<std::pair<double, std::vector<double>>>;
-  // Whether rounding cannot change which `count` are the largest: those on either side of the cut
-  // are made of the same, or differ by more. (Sums of other scores and biases may tie but for
-  // rounding.)
+  // Returns whether rounding cannot change which `count` are the largest: the values on either side
+  // of the cut are made of the same numbers, or differ by more. (Sums of other scores and biases
+  // may tie but for rounding.)
   static bool Decided(Ranked ranked, int32_t count) {
     if (count >= static_cast<int32_t>(ranked.size())) return true;
     std::sort(ranked.rbegin(), ranked.rend());
@@ -132,7 +134,6 @@ class RouteFixture {
 };
 
 void TestRoute(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.route)) return;
   for (const RouteCase& c : kRouteCases) {
     INFO(c.name);
     RouteFixture f(c, random);
@@ -164,10 +165,10 @@ SLUICE_TEST_ON_EVERY_PATH("route agrees with the reference", TestRoute)
 struct ExpertCase {
   int32_t rows;
   int32_t k;        // choices of a row
-  int32_t experts;  // of the matrix; some are chosen by nobody
+  int32_t experts;  // experts of the matrix; no row chooses some of them
   int32_t n;
   int32_t columns;
-  bool by_row;  // x is of rows, else of pairs
+  bool by_row;  // x has one row per row, else one per pair
 };
 
 const ExpertCase kExpertCases[] = {
@@ -244,7 +245,6 @@ std::string NameOf(const ExpertCase& c) {
 double Tolerance(WeightLayout layout) { return layout == WeightLayout::kFp8Blocks ? 4e-3 : 3e-6; }
 
 void TestExpertLinear(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.expert_linear)) return;
   for (const ExpertCase& c : kExpertCases) {
     INFO(NameOf(c));
     const ExpertFixture f(c, table.activation_type, random);
@@ -252,7 +252,7 @@ void TestExpertLinear(const KernelTable& table, Random& random) {
       INFO("layout " << static_cast<int>(layout));
       const auto got = f.Run(table, f.weights.As(layout), f.pairs, f.begins, 3);
       const auto want = f.Run(Reference(), f.weights.Plain(layout), f.pairs, f.begins, 1);
-      // What no pair writes stays as it was, NaN, on either side.
+      // Elements that no pair writes stay as they were, NaN, on either side.
       const double typical = 0.1 * std::sqrt(static_cast<double>(c.columns));
       CHECK(Difference(got.span(), want.span(), Tolerance(layout), c.n, typical) == "");
     }
@@ -261,7 +261,6 @@ void TestExpertLinear(const KernelTable& table, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("expert_linear agrees with the reference", TestExpertLinear)
 
 void TestExpertLinearBits(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.expert_linear)) return;
   for (const ExpertCase& c : kExpertCases) {
     INFO(NameOf(c));
     const ExpertFixture f(c, table.activation_type, random);
@@ -272,7 +271,7 @@ void TestExpertLinearBits(const KernelTable& table, Random& random) {
         const auto shared = f.Run(table, f.weights.As(layout), f.pairs, f.begins, workers, true);
         CHECK(BitDifference(shared.span(), all.span(), c.n) == "");
       }
-      // Each pair alone.
+      // Each pair is computed alone.
       for (int32_t i = 0; i < f.begins[c.experts]; i += 1 + i / 4) {
         INFO("pair " << f.pairs[i]);
         Guarded<int32_t> pair(c.rows * c.k), begins(c.experts + 1);
@@ -289,7 +288,6 @@ SLUICE_TEST_ON_EVERY_PATH("a pair of expert_linear has the same bits in any comp
                           TestExpertLinearBits)
 
 void TestCombine(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.combine)) return;
   for (const auto& [rows, k, dim] : {std::tuple{0, 2, 64}, std::tuple{1, 8, 7168},
                                      std::tuple{13, 2, 256}, std::tuple{5, 3, 72}}) {
     INFO(rows << " rows of " << k << " choices, " << dim);

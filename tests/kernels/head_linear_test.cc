@@ -10,7 +10,7 @@ struct HeadCase {
   int32_t n;
   int32_t k;
   int64_t x_gap;  // elements between heads of x, beyond k
-  int64_t y_gap;  // of y, beyond n
+  int64_t y_gap;  // elements between heads of y, beyond n
   bool float_out;
 };
 
@@ -31,7 +31,7 @@ class HeadFixture {
         weights(c.heads * c.n, c.k, random),
         x(RandomElements(int64_t{c.rows} * c.heads * x_head, type, random)) {}
 
-  // Rows [first, first + rows).
+  // Runs rows [first, first + rows).
   Guarded<uint8_t> Run(const KernelTable& table, const WeightMatrix& w, int64_t first, int32_t rows,
                        int workers, int32_t decode_rows, bool threads = false) const {
     Guarded<uint8_t> y(rows * shape.heads * y_head * SizeOf(y_type));
@@ -55,7 +55,7 @@ class HeadFixture {
     return y;
   }
 
-  // What is between the heads of y stays as it was.
+  // Elements between the heads of y stay as they were.
   std::vector<float> Floats(const Guarded<uint8_t>& y) const {
     return FloatsOf(y.data(), y_type, 0, y.size() / SizeOf(y_type));
   }
@@ -69,7 +69,6 @@ class HeadFixture {
 };
 
 void TestHeadLinear(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.head_linear)) return;
   for (const HeadCase& c : kCases) {
     INFO(c.rows << " rows, " << c.heads << " heads of " << c.n << " x " << c.k);
     const HeadFixture f(c, table.activation_type, random);
@@ -89,7 +88,6 @@ void TestHeadLinear(const KernelTable& table, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("head_linear agrees with the reference", TestHeadLinear)
 
 void TestHeadLinearBits(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.head_linear)) return;
   for (const HeadCase& c : kCases) {
     INFO(c.rows << " rows, " << c.heads << " heads of " << c.n << " x " << c.k);
     const HeadFixture f(c, table.activation_type, random);

@@ -32,7 +32,7 @@ class KeyFixture {
       slots_[r] = AppendRows()[static_cast<size_t>(r)].slot;
       positions_[r] = AppendRows()[static_cast<size_t>(r)].position;
     }
-    // Far from zero beside its deviation, and without any.
+    // One case is far from zero beside its deviation, another has no deviation.
     for (int32_t i = 0; i < kIndexDim; ++i) k_[7 * kStride + i] += 100;
     std::fill_n(k_.data() + 8 * kStride, kIndexDim, 3.0f);
   }
@@ -65,7 +65,7 @@ class KeyFixture {
     return out;
   }
 
-  // How the keys in two arenas differ; what no row writes must be as before in `got`.
+  // Returns how the keys in two arenas differ; keys that no row writes must be as before in `got`.
   std::string CacheDifference(const Guarded<uint8_t>& got, const Guarded<uint8_t>& want) {
     const PagedIndexKeys& c = keys.view;
     const bool packed = c.type == DType::kFloat8E4M3;
@@ -113,7 +113,6 @@ class KeyFixture {
 };
 
 void TestIndexAppend(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.index_append)) return;
   for (DType type : kTypes) {
     for (int32_t rope_dim : {64, 16, 128}) {
       INFO(NameOf(type) << ", RoPE of " << rope_dim);
@@ -124,7 +123,7 @@ void TestIndexAppend(const KernelTable& table, Random& random) {
       const int64_t bytes = IndexKeyBytes(type);
       for (int64_t r = 0; r < f.rows(); ++r) {
         INFO("row " << r);
-        // The same key again, the scale behind its values.
+        // `written` has the same key, with the scale behind its values.
         const uint8_t* written = got.written.data() + r * bytes;
         if (f.slot(r) < 0) {
           REQUIRE(std::all_of(written, written + bytes, [](uint8_t b) { return b == 0xFF; }));
@@ -144,7 +143,6 @@ void TestIndexAppend(const KernelTable& table, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("index_append agrees with the reference", TestIndexAppend)
 
 void TestIndexQuery(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.index_query)) return;
   for (DType type : kTypes) {
     for (const auto& [rows, heads, rope_dim] : {std::tuple{0, 4, 64}, std::tuple{1, 64, 64},
                                                 std::tuple{13, 4, 64}, std::tuple{3, 1, 16}}) {
@@ -218,7 +216,7 @@ std::vector<AttentionRow> LogitsRows() {
     rows.push_back({slot++, context - 1});
     if (slot % 4 == 0) rows.push_back({-1, 5});
   }
-  // Rows of a prompt.
+  // These are rows of a prompt.
   AppendRun(rows, 11, 300, 9);
   return rows;
 }
@@ -295,7 +293,6 @@ const LogitsCase kLogitsCases[] = {
 };
 
 void TestIndexLogits(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.index_logits)) return;
   for (const LogitsCase& c : kLogitsCases) {
     INFO(NameOf(c.type) << ", " << c.heads << " heads, blocks of " << c.block_tokens);
     LogitsFixture f(c, random);
@@ -307,9 +304,8 @@ void TestIndexLogits(const KernelTable& table, Random& random) {
 }
 SLUICE_TEST_ON_EVERY_PATH("index_logits agrees with the reference", TestIndexLogits)
 
-// Prompts: so many rows of so few keys that whoever loads them ahead is many rows ahead.
+// Prompts with so many rows of so few keys that a thread that loads rows ahead is many rows ahead.
 void TestIndexLogitsPrompts(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.index_logits)) return;
   LogitsCase c = {DType::kFloat8E4M3, 32, 4, {}};
   for (int32_t slot = 0; slot < 4; ++slot) AppendRun(c.rows, slot, 0, 256);
   LogitsFixture f(c, random);
@@ -323,7 +319,6 @@ SLUICE_TEST_ON_EVERY_PATH("index_logits of many short rows agrees with the refer
                           TestIndexLogitsPrompts)
 
 void TestIndexLogitsBits(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.index_logits)) return;
   for (const LogitsCase& c : kLogitsCases) {
     INFO(NameOf(c.type) << ", " << c.heads << " heads, blocks of " << c.block_tokens);
     LogitsFixture f(c, random);
@@ -343,9 +338,8 @@ void TestIndexLogitsBits(const KernelTable& table, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("a row's index logits have the same bits in any batch",
                           TestIndexLogitsBits)
 
-// Of equal tokens at any places of the context the logits are equal, so that TopK's ties are real.
+// Equal tokens at any positions of the context have equal logits, so that TopK's ties are real.
 void TestIndexLogitsPlaces(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.index_logits)) return;
   for (DType type : kTypes) {
     INFO(NameOf(type));
     const bool packed = type == DType::kFloat8E4M3;

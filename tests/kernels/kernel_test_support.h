@@ -23,8 +23,8 @@
 
 namespace sluice::kernels {
 
-// `size` elements, 64-byte aligned, between two guards whose bytes must stay as they are. Starts as
-// all-ones bytes: NaN as float32 and as bf16, -1 as an integer.
+// Holds `size` elements, 64-byte aligned, between two guards whose bytes must stay as they are.
+// They start as all-ones bytes: NaN as float32 and as bf16, -1 as an integer.
 template <typename T>
 class Guarded {
  public:
@@ -47,7 +47,8 @@ class Guarded {
   const T& operator[](int64_t i) const { return data()[i]; }
   std::span<const T> span() const { return {data(), size_}; }
 
-  // The first byte offset, relative to the data, that was written outside it; or an empty string.
+  // Returns the first byte offset, relative to the data, that was written outside it; or an empty
+  // string.
   std::string Damage() const {
     for (size_t i = 0; i < bytes_; ++i) {
       const bool inside = i >= kGuard && i < kGuard + size_ * sizeof(T);
@@ -89,7 +90,7 @@ Guarded<T> NormalBuffer(int64_t size, Random& random, float scale = 1.0f) {
   return buffer;
 }
 
-// The values in memory that every path reads, in the order given.
+// Holds the given values in memory that every path reads.
 template <typename T>
 Guarded<T> BufferOf(std::initializer_list<T> values) {
   Guarded<T> buffer(static_cast<int64_t>(values.size()));
@@ -101,9 +102,10 @@ inline double Value(float v) { return v; }
 inline double Value(uint16_t v) { return Bf16ToFloat(v); }
 inline double Value(uint8_t v) { return v; }
 
-// An empty string where `got` is within `relative` of `want` in L2 and no element is further off
-// than 20 * relative of the largest; else the first coordinate that is off, in rows of `width`.
-// `typical` is the size of elements that do not happen to cancel: a floor under both norms.
+// Returns an empty string where `got` is within `relative` of `want` in L2 and no element is
+// further off than 20 * relative of the largest; else the first coordinate that is off, in rows of
+// `width`. `typical` is the size of elements that do not happen to cancel: a floor under both
+// norms.
 template <typename T>
 std::string Difference(std::span<const T> got, std::span<const T> want, double relative,
                        int64_t width, double typical = 0) {
@@ -130,7 +132,7 @@ std::string Difference(std::span<const T> got, std::span<const T> want, double r
   return l2_bad ? "relative L2 " + std::to_string(std::sqrt(error2 / (norm2 + 1e-300))) : "";
 }
 
-// An empty string where the bits are equal, else the first coordinate where they are not.
+// Returns an empty string where the bits are equal, else the first coordinate where they are not.
 template <typename T>
 std::string BitDifference(std::span<const T> a, std::span<const T> b, int64_t width) {
   for (size_t i = 0; i < a.size(); ++i) {
@@ -143,13 +145,13 @@ std::string BitDifference(std::span<const T> a, std::span<const T> b, int64_t wi
   return "";
 }
 
-// Calls an operator for every worker, last first: there is no order among them.
+// Calls an operator for every worker, the last first: workers may come in any order.
 template <typename Params>
 void RunWorkers(void (*kernel)(const Params&, Worker), const Params& p, int count) {
   for (int i = count - 1; i >= 0; --i) kernel(p, {i, count});
 }
 
-// The same on one thread per worker.
+// Calls an operator on one thread per worker.
 template <typename Params>
 void RunThreads(void (*kernel)(const Params&, Worker), const Params& p, int count) {
   std::vector<std::thread> threads;
@@ -170,7 +172,7 @@ inline void OnPath(const char* name, void (*test)(const KernelTable&, Random&)) 
   test(*table, random);
 }
 
-// One test case per path, so that what a machine lacks is counted path by path.
+// Makes one test case per path, so that paths that a machine lacks are counted one by one.
 #define SLUICE_TEST_ON_EVERY_PATH(claim, test)                                  \
   TEST_CASE(claim " (portable)", "[kernels]") { OnPath("portable", test); }     \
   TEST_CASE(claim " (avx2)", "[kernels]") { OnPath("avx2", test); }             \

@@ -1,4 +1,4 @@
-// What the latent cache takes in, and the queries that meet it: LatentAppend, MlaQuery; and the
+// LatentAppend and MlaQuery, which fill the latent cache and make the queries that read it; and the
 // conversions of the packed form.
 #include <set>
 
@@ -43,9 +43,9 @@ struct AppendCase {
   int32_t rope;
   int32_t block_tokens;
   DType type;
-  bool places;   // the cache is by place
-  bool cache;    // else base is null
-  bool written;  // once more
+  bool places;   // the cache is numbered by place
+  bool cache;    // false: base is null
+  bool written;  // entries are also written to `written`
 };
 
 const AppendCase kAppendCases[] = {
@@ -61,7 +61,7 @@ const AppendCase kAppendCases[] = {
 
 constexpr int32_t kSlots = 6, kTokens = 150;
 
-// Rows of decoding and of prompts, padded rows between.
+// Rows of decoding and of prompts, with padded rows between.
 std::vector<AttentionRow> AppendRows() {
   std::vector<AttentionRow> rows = {{-1, 3}, {2, 0}, {0, 149}, {-1, 0}, {4, 15}, {3, 16}};
   AppendRun(rows, 1, 20, 70);
@@ -159,7 +159,6 @@ class AppendFixture {
 };
 
 void TestLatentAppend(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.latent_append)) return;
   for (const AppendCase& c : kAppendCases) {
     INFO(c.name);
     AppendFixture f(c, random);
@@ -193,7 +192,6 @@ void TestLatentAppend(const KernelTable& table, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("latent_append agrees with the reference", TestLatentAppend)
 
 void TestLatentAppendBits(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.latent_append)) return;
   for (const AppendCase& c : kAppendCases) {
     if (!c.written) continue;
     INFO(c.name);
@@ -222,7 +220,6 @@ struct QueryCase {
 };
 
 void TestMlaQuery(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.mla_query)) return;
   for (const QueryCase& c : {QueryCase{0, 4, 128, 64, 512}, QueryCase{1, 128, 128, 64, 512},
                              QueryCase{19, 4, 32, 64, 512}, QueryCase{5, 1, 16, 8, 96}}) {
     INFO(c.rows << " rows of " << c.heads << " heads");

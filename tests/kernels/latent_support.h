@@ -15,7 +15,7 @@ inline const char* NameOf(DType type) {
   return type == DType::kFloat32 ? "float32" : type == DType::kBFloat16 ? "bf16" : "packed";
 }
 
-// The bytes of an array of `count` elements of a type, random.
+// Returns the bytes of an array of `count` elements of a type, random.
 inline Guarded<uint8_t> RandomElements(int64_t count, DType type, Random& random,
                                        float scale = 1.0f) {
   Guarded<uint8_t> bytes(count * SizeOf(type));
@@ -34,7 +34,7 @@ inline Guarded<uint8_t> RandomElements(int64_t count, DType type, Random& random
   return bytes;
 }
 
-// An array of `count` elements of a type as floats, from element `first` on.
+// Returns an array of `count` elements of a type as floats, from element `first` on.
 inline std::vector<float> FloatsOf(const void* data, DType type, int64_t first, int64_t count) {
   std::vector<float> values(static_cast<size_t>(count));
   for (int64_t i = 0; i < count; ++i) {
@@ -110,10 +110,10 @@ struct TestIndexKeys {
   PagedIndexKeys view;
 };
 
-// What two computations of the same quantised values may differ by: each scale by a few last
-// places, and few values, where a quotient lies next to a tie, by one step. Once in a while two
-// scales of a group are equally good to the last places, and either is right: then each value is
-// within both steps of the other's.
+// The allowed difference between two computations of the same quantised values: each scale may
+// differ by a few last places, and few values, where a quotient lies next to a tie, by one step.
+// Once in a while two scales of a group are equally good to the last places, and either is right:
+// then each value is within both steps of the other's.
 class QuantisedDifference {
  public:
   void Group(const uint8_t* got, float got_scale, const uint8_t* want, float want_scale,
@@ -145,7 +145,7 @@ class QuantisedDifference {
              std::to_string(w));
     }
   }
-  // An empty string where everything is as it should be.
+  // Returns an empty string where everything is within these bounds.
   std::string Result() const {
     if (other_scales_ > 1 + groups_ / 500) {
       return std::to_string(other_scales_) + " of " + std::to_string(groups_) + " scales differ";
@@ -162,7 +162,8 @@ class QuantisedDifference {
   int64_t values_ = 0, different_ = 0, groups_ = 0, other_scales_ = 0;
 };
 
-// How two arrays of entries, dense, may differ. A negative index in `entries` is left out.
+// Returns how two arrays of entries, dense, differ. Entries with a negative index in `entries` are
+// left out.
 inline std::string EntryDifference(const uint8_t* got, const uint8_t* want, const PagedLatents& c,
                                    const std::vector<int64_t>& entries) {
   const int64_t bytes = EntryBytes(c.type, c.rank, c.rope);
@@ -214,7 +215,7 @@ struct TestWeights {
     for (float& s : scales) s = size / 64 * uniform(random);
     for (int64_t i = 0; HasFp8Pairs(k) && i < fp8.size(); ++i) pairs[PairedPlace(i)] = fp8[i];
   }
-  // kFp8Pairs: kFp8Blocks where k has none.
+  // Stands for kFp8Blocks where k allows no kFp8Pairs.
   WeightMatrix As(WeightLayout layout) const {
     if (layout == kFp8Pairs && HasFp8Pairs(k)) {
       return {reinterpret_cast<const uint16_t*>(pairs.data()), n, k, layout, scales.data()};
@@ -231,7 +232,7 @@ struct TestWeights {
         return {row_major.data(), n, k, WeightLayout::kRowMajor};
     }
   }
-  // What the reference reads for a path's layout: the same weights.
+  // Returns the matrix that the reference reads for a path's layout: the same weights.
   WeightMatrix Plain(WeightLayout layout) const {
     return As(layout == WeightLayout::kPanel16 ? WeightLayout::kRowMajor
               : layout == kFp8Pairs            ? WeightLayout::kFp8Blocks
@@ -246,7 +247,7 @@ struct TestWeights {
   Guarded<float> scales;
 };
 
-// The layouts of weights that a path takes.
+// Returns the layouts of weights that a path takes.
 inline std::vector<WeightLayout> LayoutsOf(const KernelTable& table) {
   if (IsCuda(table)) return {WeightLayout::kRowMajor, WeightLayout::kFp8Blocks, kFp8Pairs};
   return {table.weight_layout};

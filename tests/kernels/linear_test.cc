@@ -6,7 +6,7 @@
 namespace sluice::kernels {
 namespace {
 
-// One product's operands: x in the path's activation type, weights both ways.
+// The operands of one product: x in the path's activation type, weights in both layouts.
 struct Operands {
   Operands(const LinearCase& c, DType type, Random& random)
       : shape(c),
@@ -26,8 +26,8 @@ struct Operands {
                                      : x_bf16.data() + row * shape.k;
   }
 
-  // y = the case's product of rows [first, first + rows), by `workers` workers; the first
-  // `decode_rows` of them as decode rows, all of them where it is -1.
+  // Computes y = the case's product of rows [first, first + rows), by `workers` workers; the first
+  // `decode_rows` of them are decode rows, all of them where it is -1.
   Guarded<float> Run(const KernelTable& table, WeightLayout layout, int64_t first, int32_t rows,
                      int workers, bool threads = false, int32_t decode_rows = -1) const {
     Guarded<float> y(int64_t{rows} * shape.n);
@@ -102,7 +102,7 @@ void TestLinearBits(const KernelTable& table, Random& random) {
 }
 SLUICE_TEST_ON_EVERY_PATH("a row of linear has the same bits in any batch", TestLinearBits)
 
-// Of a batch of both kinds each row has the bits that it has among rows of its own kind, however
+// Each row of a batch of both kinds has the bits that it has among rows of its own kind, however
 // many there are.
 void TestLinearKinds(const KernelTable& table, Random& random) {
   for (const LinearCase& c : {LinearCase{513, 144, 1544}, LinearCase{260, 576, 640, true, true}}) {

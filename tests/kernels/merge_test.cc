@@ -12,7 +12,7 @@ struct Parts {
         o(NormalBuffer<float>(int64_t{parts} * rows * kHeads * kDim, random)),
         lse(NormalBuffer<float>(int64_t{parts} * rows * kHeads, random, 3.0f)) {}
 
-  // Head h of row r of a part is empty, and its o must not be read.
+  // Says that head h of row r of a part is empty, so that its o must not be read.
   void Empty(int64_t part, int64_t item) {
     const int64_t at = part * rows * kHeads + item;
     lse[at] = kNegativeInfinity;

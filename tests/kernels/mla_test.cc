@@ -52,7 +52,7 @@ class MlaFixture {
     Guarded<float> lse;
   };
 
-  // With `scratch_rows` rows' worth of scratch.
+  // Runs with scratch for `scratch_rows` rows.
   Output Run(const KernelTable& table, int64_t first, int64_t rows, int workers,
              int64_t scratch_rows, bool threads = false) {
     Output o = {{},
@@ -71,7 +71,7 @@ class MlaFixture {
     return o;
   }
 
-  // All rows, each list in two: those before and from `cuts`, in one call or in two.
+  // Runs all rows, each list in two: the entries before and from `cuts`, in one call or in two.
   Output RunTwo(const KernelTable& table, std::span<const int32_t> cuts, bool one_call,
                 int64_t scratch_rows) {
     Output o = {{},
@@ -180,7 +180,6 @@ double Tolerance(const KernelTable& table, const MlaCase& c) {
 }
 
 void TestSparseMla(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.sparse_mla)) return;
   for (const MlaCase& c : MlaCases()) {
     INFO(c.name);
     MlaFixture f(c, table.activation_type, random);
@@ -197,7 +196,6 @@ void TestSparseMla(const KernelTable& table, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("sparse_mla agrees with the reference", TestSparseMla)
 
 void TestSparseMlaBits(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.sparse_mla)) return;
   for (const MlaCase& c : MlaCases()) {
     INFO(c.name);
     MlaFixture f(c, table.activation_type, random);
@@ -218,10 +216,9 @@ void TestSparseMlaBits(const KernelTable& table, Random& random) {
 }
 SLUICE_TEST_ON_EVERY_PATH("a row of sparse_mla has the same bits in any batch", TestSparseMlaBits)
 
-// One call over two lists, on the device that has it (the others' kernel sets make two calls), and
-// two calls; whatever the first list is, the result is that of the whole one.
+// One call over two lists (on the device that has it; the others' kernel sets make two calls), and
+// two calls. Whatever the first list is, the result is that of the whole list.
 void TestTwoLists(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.sparse_mla)) return;
   for (MlaCase c : MlaCases()) {
     if (!c.numbered) continue;
     INFO(c.name);
@@ -250,12 +247,11 @@ void TestTwoLists(const KernelTable& table, Random& random) {
     }
   }
 }
-SLUICE_TEST_ON_EVERY_PATH("sparse_mla over two lists is that over one", TestTwoLists)
+SLUICE_TEST_ON_EVERY_PATH("sparse_mla over two lists equals sparse_mla over one", TestTwoLists)
 
 // Scores so large that only their differences can be told from infinity, and other results far
 // above and below.
 void TestSparseMlaExtremes(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.sparse_mla)) return;
   constexpr int32_t kHeads = 4, kRank = 512, kRope = 64, kEntries = 300;
   TestLatents cache(1, kEntries, 64, kRank, kRope, DType::kBFloat16, random);
   for (int64_t e = 0; e < kEntries; ++e) cache.FillEntry(cache.Entry(0, e), random, 1.0f);
@@ -299,7 +295,7 @@ void TestSparseMlaExtremes(const KernelTable& table, Random& random) {
   const double relative = type == DType::kFloat32 ? 1e-3 : 1e-2;
   CHECK(Difference(got.first.span(), want.first.span(), relative, kRank) == "");
   CHECK(Difference(got.second.span(), want.second.span(), relative, kHeads) == "");
-  // Where the other result outweighs everything, it is the result.
+  // The other result is the result where it outweighs everything.
   for (int64_t i = 0; i < kRank; ++i) CHECK(got.first[kRank + i] == other_o[kRank + i]);
 }
 SLUICE_TEST_ON_EVERY_PATH("sparse_mla bears large scores", TestSparseMlaExtremes)

@@ -10,7 +10,7 @@ struct AverageCase {
   int32_t heads;
   int32_t kv_heads;
   int32_t head_dim;
-  int32_t unit_tokens;  // of places; blocks have 16 tokens
+  int32_t unit_tokens;  // tokens of a unit; blocks have 16 tokens
   DType type;
   GroupReduction reduction;
 };
@@ -21,8 +21,8 @@ constexpr int32_t kSlots = 3;
 constexpr int32_t kMaxSteps = 60;
 constexpr float kAlpha = 0.3f;
 
-// Sequences that grow by a token a step, attend to some of a window of their newest units, kept at
-// places modulo the window; and what their averages must be, by position, in float64.
+// Sequences that grow by a token a step and attend to some of a window of their newest units, kept
+// at places modulo the window; and the expected averages, by position, in float64.
 template <typename T>
 class Model {
  public:
@@ -40,7 +40,8 @@ class Model {
     }
   }
 
-  // One step: a new token for each row, attention, averages; checks every average of the lists.
+  // Runs one step: a new token for each row, attention, averages; checks every average of the
+  // lists.
   void Step(const KernelTable& path) {
     for (int64_t r = 0; r < kRows; ++r) {
       slots_[r] = r == 1 ? -1 : static_cast<int32_t>(r == 0 ? 2 : r - 2);
@@ -78,13 +79,14 @@ class Model {
       T* value = key + int64_t{kBlockTokens} * case_.head_dim;
       FillNormal(std::span<T>(key, static_cast<size_t>(case_.head_dim)), random_);
       FillNormal(std::span<T>(value, static_cast<size_t>(case_.head_dim)), random_);
-      // What its place held before is another token's.
+      // The average of the place's last token must not count.
       averages_[{slot, h, position}] = 0;
       average_[RowIndex(slot, h, position % kWindow)] = 0;
     }
   }
 
-  // The newest unit, and of those before it, as far as the window has all of them, about half.
+  // Selects the newest unit, and about half of the units before it, as far as the window has all of
+  // them.
   void MakeLists() {
     for (int64_t list = 0; list < kRows * case_.kv_heads; ++list) {
       const int64_t row = list / case_.kv_heads;
@@ -140,7 +142,7 @@ class Model {
             case_.reduction};
   }
 
-  // Place p of (slot, head) in pages of 32 rows, two to a slot, page tables in order.
+  // Place p of (slot, head) lies in pages of 32 rows, two to a slot, page tables in order.
   int64_t RowIndex(int64_t slot, int64_t head, int64_t place) const {
     return (pages_[slot * 2 + place / 32] * case_.kv_heads + head) * 32 + place % 32;
   }
@@ -173,7 +175,7 @@ class Model {
     }
   }
 
-  // Every token of the window, those of this step's lists and the others.
+  // Checks every token of the window, those of this step's lists and the others.
   void Check(const MovingAverageParams& p) {
     for (int64_t s = 0; s < kSlots; ++s) {
       for (int64_t h = 0; h < case_.kv_heads; ++h) {
@@ -205,7 +207,6 @@ class Model {
 };
 
 void TestSteps(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.moving_average)) return;
   constexpr DType kBf16 = DType::kBFloat16, kF32 = DType::kFloat32;
   for (const AverageCase& c : std::initializer_list<AverageCase>{
            {"blocks, group 4, max", 8, 2, 64, 16, kBf16, GroupReduction::kMax},

@@ -33,7 +33,7 @@ const std::vector<PartialCase>& Cases() {
 }
 
 constexpr int32_t kBlockTokens = 16;
-constexpr int32_t kTokens = 300;  // room of a slot
+constexpr int32_t kTokens = 300;  // most tokens of a slot
 
 // Rows: (slot, position), two of them padded.
 const std::vector<AttentionRow> kRows = {{0, 0},  {-1, 9}, {1, 1},  {2, 15},  {3, 16},
@@ -65,7 +65,7 @@ class Fixture {
     for (int64_t r = 0; r < slots_.size(); ++r) {
       slots_[r] = kRows[static_cast<size_t>(r)].slot;
       positions_[r] = kRows[static_cast<size_t>(r)].position;
-      // A ring has the newest tokens alone.
+      // A ring has only the newest tokens.
       first_positions_[r] = c.ring ? std::max(0, positions_[r] - 40) : positions_[r] / 3;
     }
   }
@@ -118,7 +118,8 @@ class Fixture {
   static constexpr int64_t kScoreStride = kTokens + 3;
 
  private:
-  // In odd pages rows begin anywhere, in others each page's first on a multiple of 16 bytes.
+  // In odd pages rows begin anywhere; in others each page's first row begins on a multiple of 16
+  // bytes.
   int64_t HeadElements() const {
     return int64_t{case_.rows_per_page} * case_.rank + (case_.rows_per_page % 2 != 0 ? 6 : 8);
   }
@@ -147,7 +148,6 @@ void ForEachCase(Random& random, Check check) {
 }
 
 void TestKeys(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.partial_keys)) return;
   const KernelTable& reference = *FindKernelTable("reference");
   ForEachCase(random, [&](const PartialCase& c, auto& fixture) {
     for (bool bulk : {true, false}) {
@@ -155,10 +155,10 @@ void TestKeys(const KernelTable& path, Random& random) {
       RunWorkers(reference.partial_keys, fixture.Keys(want, bulk), 1);
       RunWorkers(path.partial_keys, fixture.Keys(got, bulk), 3);
       CHECK(got.Damage() == "");
-      // One bf16 rounding of sums that differ in their last bits.
+      // The tolerance is one bf16 rounding of sums that differ in their last bits.
       const double tolerance = c.partial_type == DType::kFloat32 ? 1e-6 : 5e-4;
       CHECK(Difference(got.span(), want.span(), tolerance, c.rank) == "");
-      // What is no row's stays as it was.
+      // Memory of no row stays as it was.
       for (int64_t i = 0; i < got.size(); ++i) {
         if (std::isnan(Value(want[i]))) REQUIRE(std::isnan(Value(got[i])));
       }
@@ -168,7 +168,6 @@ void TestKeys(const KernelTable& path, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("partial keys agree with the reference", TestKeys)
 
 void TestKeysBits(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.partial_keys)) return;
   ForEachCase(random, [&](const PartialCase& c, auto& fixture) {
     auto want = fixture.NewPartial();
     RunWorkers(path.partial_keys, fixture.Keys(want, true), 1);
@@ -190,7 +189,7 @@ SLUICE_TEST_ON_EVERY_PATH("a partial key has the same bits alone, among many and
 constexpr GroupReduction kReductions[] = {GroupReduction::kMax, GroupReduction::kMean,
                                           GroupReduction::kSoftmaxSum};
 
-// Partial keys of every token before each row's position; the newest token's stay NaN.
+// Makes partial keys of every token before each row's position; the newest token's stay NaN.
 template <typename PartialFixture>
 auto KnownKeys(PartialFixture& fixture) {
   auto partial = fixture.NewPartial();
@@ -210,7 +209,6 @@ auto KnownKeys(PartialFixture& fixture) {
 }
 
 void TestScores(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.partial_scores)) return;
   const KernelTable& reference = *FindKernelTable("reference");
   ForEachCase(random, [&](const PartialCase& c, auto& fixture) {
     auto partial = KnownKeys(fixture);
@@ -242,9 +240,8 @@ SLUICE_TEST_ON_EVERY_PATH(
     "the newest token",
     TestScores)
 
-// With a projection that loses nothing, partial scores are the scores themselves.
+// If the projection loses nothing, partial scores are the scores themselves.
 void TestFullRank(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.partial_scores)) return;
   const PartialCase c = {"identity", 3, 1, 32, 32, 16, DType::kFloat32, DType::kFloat32};
   Fixture<float, float> fixture(c, random);
   Guarded<float> identity(32 * 32);

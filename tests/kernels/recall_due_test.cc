@@ -30,7 +30,7 @@ struct Controller {
             .share_limit = share_limit};
   }
 
-  // A row of each slot, with `missing_units` by slot and head; a padded row first.
+  // A row of each slot, with `missing_units` by slot and head; a padded row comes first.
   void Fill(const std::vector<int32_t>& missing_units, Random& random) {
     std::vector<int32_t> order = {0, 1, 2, 3};
     std::shuffle(order.begin(), order.end(), random);
@@ -57,10 +57,9 @@ struct Controller {
 };
 
 void TestInterval(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.recall_due)) return;
   for (int32_t interval : {1, 2, 7}) {
     Controller c;
-    c.since[2] = interval - 1;  // a sequence that comes from elsewhere in its interval
+    c.since[2] = interval - 1;  // a sequence that arrives in the middle of its interval
     for (int32_t step = 0; step < 3 * interval; ++step) {
       INFO("interval " << interval << ", step " << step);
       c.Fill(std::vector<int32_t>(kSlots * kKvHeads, 0), random);
@@ -77,13 +76,12 @@ TEST_CASE("a recall is due in every interval-th step of a sequence (reference)",
   OnPath("reference", TestInterval);
 }
 
-// Shares that grow by the same in every step: the recall is due in the last step that is within the
-// limit, or in the first after a recall.
+// Shares that grow by the same amount in every step: the recall is due in the last step that is
+// within the limit, or in the first after a recall.
 void TestSteadyGrowth(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.recall_due)) return;
   for (int32_t per_step : {1, 2, 3, 7}) {
     Controller c;
-    const float limit = 0.251f;  // of 20 units: 5.02
+    const float limit = 0.251f;  // 5.02 of 20 units
     for (int32_t step = 0, since = 0; step < 40; ++step) {
       const int32_t now = std::min(per_step * (since + 1), kBudgetUnits);
       INFO("grows by " << per_step << ", " << since << " steps since the last recall");
@@ -108,7 +106,6 @@ TEST_CASE(
 }
 
 void TestController(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.recall_due)) return;
   Controller c;
   int64_t since[kSlots] = {}, missing_tokens[kSlots] = {}, selected_tokens = 0, recalls = 0;
   constexpr int32_t kSteps = 400;

@@ -1,5 +1,5 @@
-// Recall in tables of thousands of places, beyond what one block of threads sees at a time: who is
-// put out, in which order, among few and among many stamps.
+// Recall in tables of thousands of places, beyond the number that one block of threads sees at a
+// time: which units are evicted, in which order, among few and among many stamps.
 #include "tests/kernels/sparse_support.h"
 
 namespace sluice::kernels {
@@ -11,9 +11,9 @@ constexpr int32_t kRowSlots[kSlots] = {1, 0};
 
 struct TableCase {
   const char* name;
-  int32_t places;  // the ring's included
+  int32_t places;  // places, the ring's included
   int32_t free_of_8, none_of_8;
-  int32_t stamps;  // different ones
+  int32_t stamps;  // number of different stamps
   int32_t misses;
 };
 
@@ -27,7 +27,7 @@ const TableCase kCases[] = {
     {"one", 2500, 0, 0, 900, 1},
 };
 
-// The tables of all (slot, head) pairs; two made from one seed are alike.
+// The tables of all (slot, head) pairs. Two that are made from one seed are alike.
 struct Tables {
   Tables(const TableCase& c, uint64_t seed)
       : random(seed),
@@ -46,7 +46,7 @@ struct Tables {
         row[0] = kind < c.free_of_8                 ? -1
                  : kind < c.free_of_8 + c.none_of_8 ? kNoPlace
                                                     : units.back();
-        // Now and then this step's own.
+        // Now and then the stamp is this step's own.
         const auto stamp = static_cast<int32_t>(random() % static_cast<uint64_t>(c.stamps));
         row[1] = random() % 16 == 0 ? kPosition : stamp;
         if (row[0] < 0) continue;
@@ -65,7 +65,6 @@ struct Tables {
 };
 
 void TestRecall(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.recall)) return;
   const Guarded<int32_t> slots = BufferOf<int32_t>({kRowSlots[0], kRowSlots[1]});
   const Guarded<int32_t> positions = BufferOf<int32_t>({kPosition, kPosition});
   for (const TableCase& c : kCases) {
@@ -115,7 +114,8 @@ void TestRecall(const KernelTable& table, Random& random) {
     }
   }
 }
-SLUICE_TEST_ON_EVERY_PATH("recall puts out the same units among thousands", TestRecall)
+SLUICE_TEST_ON_EVERY_PATH("recall evicts the reference's units among thousands of places",
+                          TestRecall)
 
 }  // namespace
 }  // namespace sluice::kernels

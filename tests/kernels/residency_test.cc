@@ -1,6 +1,6 @@
-// Residency under random traffic: sequences grow, end and begin anew, units are selected, split and
-// recalled, and what was recalled is copied. After every step the tables must be sound, agree with
-// the reference's to the last entry, and every place must hold the bytes of its unit.
+// Residency under random traffic: sequences grow, end and begin anew; units are selected, split and
+// recalled, and the recalled units are copied. After every step the tables must be sound and agree
+// with the reference's to the last entry, and every place must hold the bytes of its unit.
 #include <map>
 #include <set>
 
@@ -16,13 +16,13 @@ struct ResidencyCase {
   int32_t count;  // places, the ring's included
   int32_t max_selected;
   bool whole;
-  bool every_row;  // no `due`
+  bool every_row;  // `due` is null
   bool forget = false;
 };
 
 constexpr int32_t kSlots = 4, kKvHeads = 2, kBlockTokens = 16, kHeadDim = 16, kMaxBlocks = 24;
 constexpr int32_t kMaxTokens = kMaxBlocks * kBlockTokens;
-constexpr int32_t kRows = 6;  // some of them padded
+constexpr int32_t kRows = 6;  // rows, some of them padded
 
 const ResidencyCase kCases[] = {
     {"blocks", kBlockTokens, 2, 8, 7, false, false},
@@ -35,7 +35,7 @@ const ResidencyCase kCases[] = {
     {"tokens, whole", 1, kBlockTokens, 4 * kBlockTokens, 60, true, false},
 };
 
-// One step's rows and what is selected of each.
+// One step's rows and the units selected for each.
 struct StepInput {
   Guarded<int32_t> slots{kRows}, positions{kRows}, due{kRows};
   TestLists selected{kRows * kKvHeads, kMaxTokens};
@@ -58,7 +58,7 @@ struct StepOutput {
   }
 };
 
-// The tables and caches that one kernel path works on. Two made from one seed are alike.
+// The tables and caches that one kernel path works on. Two that are made from one seed are alike.
 class World {
  public:
   World(const ResidencyCase& test_case, uint64_t seed)
@@ -74,7 +74,7 @@ class World {
     for (int32_t slot = 0; slot < kSlots; ++slot) Begin(slot, c.count);
   }
 
-  // A sequence that has the first `count` places comes into the slot.
+  // Puts a sequence that has the first `count` places into the slot.
   void Begin(int32_t slot, int32_t count) {
     counters[slot] = {};
     for (int32_t h = 0; h < kKvHeads; ++h) {
@@ -132,7 +132,7 @@ class World {
   const ResidencyCase c;
 
  private:
-  // The copies that Recall asks for, as policies make them: blocks at once, tokens K then V.
+  // Makes the copies that Recall asks for, as policies do: blocks at once, tokens K then V.
   void Move(const KernelTable& path, StepOutput& out) {
     const int32_t row_bytes = kHeadDim * 2, half = kBlockTokens * row_bytes;
     const bool tokens = c.unit_tokens == 1;
@@ -159,10 +159,11 @@ class World {
   Guarded<SparseCounters> counters;
 };
 
-// The units that have a place, by place, of one (slot, head).
+// Returns the units that have a place, by place, of one (slot, head).
 using Held = std::map<int32_t, int32_t>;
 
-// What is wrong with the tables of (slot, head), or nothing; `newest`: the sequence's newest unit.
+// Returns what is wrong with the tables of (slot, head), or nothing; `newest` is the sequence's
+// newest unit.
 std::string Unsound(World& w, int32_t slot, int32_t head, int32_t newest, Held* held) {
   held->clear();
   for (int32_t p = w.c.ring; p < w.c.count; ++p) {
@@ -201,7 +202,7 @@ std::string Unsound(World& w, int32_t slot, int32_t head, int32_t newest, Held* 
   return "";
 }
 
-// Random rows of different slots, padding between, and lists that overlap from step to step.
+// Makes random rows of different slots, padding between, and lists that overlap from step to step.
 StepInput RandomStep(const ResidencyCase& c, const std::vector<int32_t>& positions,
                      Random& random) {
   StepInput in;
@@ -213,9 +214,9 @@ StepInput RandomStep(const ResidencyCase& c, const std::vector<int32_t>& positio
     in.due[r] = random() % 3 == 0 ? 1 : 0;
     const int32_t newest = in.positions[r] / c.unit_tokens;
     for (int64_t list = r * kKvHeads; list < (r + 1) * kKvHeads; ++list) {
-      if (in.slots[r] < 0) continue;  // -1 everywhere: not to be read
+      if (in.slots[r] < 0) continue;  // stays -1 everywhere: not to be read
       std::set<int32_t> units = {newest};
-      // Now and then all of a stretch, so that there is more than there are places.
+      // Now and then a whole stretch is selected, so that there is more than there are places.
       const int32_t wanted = static_cast<int32_t>(random() % static_cast<uint64_t>(c.max_selected));
       const bool stretch = random() % 4 == 0;
       const int32_t first = static_cast<int32_t>(random() % static_cast<uint64_t>(newest + 1));
@@ -230,7 +231,7 @@ StepInput RandomStep(const ResidencyCase& c, const std::vector<int32_t>& positio
   return in;
 }
 
-// The index of (unit or place) `at` of a cache, as RecallParams has it.
+// Returns the index of (unit or place) `at` of a cache, as RecallParams has it.
 int32_t PieceOf(const TestCache<uint16_t>& cache, int32_t unit_tokens, int32_t slot, int32_t head,
                 int32_t at) {
   const int32_t block = at * unit_tokens / kBlockTokens, offset = at * unit_tokens % kBlockTokens;
@@ -238,7 +239,7 @@ int32_t PieceOf(const TestCache<uint16_t>& cache, int32_t unit_tokens, int32_t s
   return unit_tokens == 1 ? piece * 2 * kBlockTokens + offset : piece;
 }
 
-// What Split said of one list against the tables as they were before.
+// Checks what Split said of one list against the tables as they were before.
 void CheckSplit(World& w, const StepInput& in, const StepOutput& out, int64_t list,
                 const Held& before) {
   const int32_t newest = in.positions[list / kKvHeads] / w.c.unit_tokens;
@@ -262,14 +263,14 @@ void CheckSplit(World& w, const StepInput& in, const StepOutput& out, int64_t li
   REQUIRE(std::vector<int32_t>(got, got + places.size()) == places);
 }
 
-// What Recall did to one list's tables: `before` and `after`.
+// Checks what Recall did to one list's tables: `before` and `after`.
 void CheckRecall(World& w, const StepInput& in, const StepOutput& out, int64_t list,
                  const Held& before, const Held& after, const std::map<int32_t, int32_t>& stamps) {
   const int64_t r = list / kKvHeads;
   const int32_t slot = in.slots[r], head = static_cast<int32_t>(list % kKvHeads);
   const std::vector<int32_t> missing = out.missing.List(list);
   const bool due = w.c.every_row || in.due[r] != 0;
-  // Places that could be given: free, or not stamped in this step.
+  // The places that could be given: free, or not stamped in this step.
   int32_t available = 0;
   for (int32_t p = w.c.ring; p < w.c.count; ++p) {
     if (w.places.Row(slot, p, head)[0] == kNoPlace) continue;
@@ -280,7 +281,7 @@ void CheckRecall(World& w, const StepInput& in, const StepOutput& out, int64_t l
   std::map<int32_t, int32_t> place_of_unit;
   for (const auto& [place, unit] : after) place_of_unit[unit] = place;
   std::set<int32_t> taken;
-  for (size_t i = 0; i < moved; ++i) {  // the first ones, in their order, to where they now are
+  for (size_t i = 0; i < moved; ++i) {  // the first ones went, in their order, to their new places
     REQUIRE(place_of_unit.count(missing[i]) == 1);
     const int32_t place = place_of_unit[missing[i]];
     taken.insert(place);
@@ -383,7 +384,6 @@ void RunTraffic(const KernelTable& table, const ResidencyCase& c, int steps, Ran
 }
 
 void TestResidency(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.recall)) return;
   for (const ResidencyCase& c : kCases) RunTraffic(table, c, 500, random);
 }
 SLUICE_TEST_ON_EVERY_PATH("residency tables stay sound under random traffic", TestResidency)

@@ -1,4 +1,4 @@
-// Draws as a whole: that they follow the distribution, and repeat.
+// Many draws together: they follow the distribution, and repeat.
 #include "tests/kernels/sample_support.h"
 
 namespace sluice::kernels {

@@ -1,5 +1,5 @@
-// A sampling step with its tables, and a naive oracle of what its contract says, written apart from
-// every kernel.
+// A sampling step with its tables, and a naive oracle of its contract, written apart from every
+// kernel.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ inline SamplingSlot GreedySlot() {
   return s;
 }
 
-// One row per slot, slot i in row i; fields are free to change before Run().
+// The step has one row per slot, slot i in row i; fields may be changed before Run().
 class SampleFixture {
  public:
   static constexpr int kWorkers = 3;
@@ -90,7 +90,7 @@ class SampleFixture {
   Guarded<float> top_logprobs;
 };
 
-// The distribution that row r must be drawn from: one probability per token.
+// Returns the distribution that row r must be drawn from: one probability per token.
 inline std::vector<double> OracleProbabilities(SampleFixture& f, int64_t r) {
   const SamplingSlot& s = f.sampling[static_cast<size_t>(r)];
   const int32_t position = f.positions[static_cast<size_t>(r)];
@@ -142,7 +142,7 @@ inline std::vector<double> OracleProbabilities(SampleFixture& f, int64_t r) {
   return probability;
 }
 
-// The token that row r's draw must give.
+// Returns the token that row r's draw must give.
 inline int32_t OracleToken(SampleFixture& f, int64_t r) {
   const SamplingSlot& s = f.sampling[static_cast<size_t>(r)];
   const std::vector<double> probability = OracleProbabilities(f, r);

@@ -11,7 +11,7 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
   TEST_CASE(claim " (reference)", "[kernels]") { OnPath("reference", test); } \
   SLUICE_TEST_ON_EVERY_PATH(claim, test)
 
-// Every row: random logits, a history of prompt and output tokens that come again, a seed.
+// Every row has random logits, a history of prompt and output tokens that come again, and a seed.
 void Randomise(SampleFixture& f, Random& random, float scale) {
   FillNormal(std::span<float>(f.logits.data(), static_cast<size_t>(f.logits.size())), random,
              scale);
@@ -105,7 +105,7 @@ void TestMinTokens(const KernelTable& path, Random& random) {
     s.stop_count = 2;
     f.stop_ids[r * kMaxStopIds] = 42;
     f.stop_ids[r * kMaxStopIds + 1] = 9;
-    // Output tokens so far: the one at position prompt_length and all after it.
+    // Returns the output tokens so far: the one at position prompt_length and all after it.
     s.min_tokens = f.positions[static_cast<size_t>(r)] + 1 - s.prompt_length + (r == 0 ? 1 : 0);
   }
   f.Run(path);
@@ -198,7 +198,7 @@ void TestLogprobs(const KernelTable& path, Random& random) {
         }
       }
       if (s.top_logprobs < kMaxTopLogprobs) {
-        CHECK(f.top_ids[r * kMaxTopLogprobs + s.top_logprobs] == -1);  // as it was
+        CHECK(f.top_ids[r * kMaxTopLogprobs + s.top_logprobs] == -1);  // unchanged
       }
     }
   }

@@ -1,5 +1,5 @@
 // Sampling in vocabularies of every size, with rows that differ in everything, and with logits at
-// the ends of what a float holds.
+// the ends of a float's range.
 #include "tests/kernels/sample_support.h"
 
 namespace sluice::kernels {
@@ -8,9 +8,9 @@ namespace {
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr int32_t kVocabularies[] = {1, 2, 31, 1000, 49152, 151936};
 
-// Where row r's draw, as a share of the whole, lies outside what the oracle gives `token`: 0 if it
-// gives that very token. Paths round changed logits to float32, which moves the borders between
-// tokens by some 1e-7.
+// Returns the distance of row r's draw, as a share of the whole, from the range in which the oracle
+// gives `token`: 0 if it gives that very token. Paths round changed logits to float32, which moves
+// the borders between tokens by some 1e-7.
 double Miss(SampleFixture& f, int64_t r, int32_t token) {
   const std::vector<double> probability = OracleProbabilities(f, r);
   if (token < 0 || token >= f.vocab || probability[static_cast<size_t>(token)] == 0) return 1;
@@ -41,7 +41,7 @@ T OneOf(Random& random, std::initializer_list<T> values) {
   return values.begin()[random() % values.size()];
 }
 
-// Some of every setting, off as often as on.
+// Sets some of every setting, off as often as on.
 void DrawSettings(SampleFixture& f, int32_t r, Random& random) {
   SamplingSlot& s = f.sampling[r];
   f.positions[r] = static_cast<int32_t>(random() % 60);
@@ -68,7 +68,7 @@ void DrawSettings(SampleFixture& f, int32_t r, Random& random) {
     f.bias_ids[r * kMaxLogitBias + i] = (first + i) % f.vocab;
     f.bias_values[r * kMaxLogitBias + i] = static_cast<float>(random() % 9) - 4.0f;
   }
-  // Not every token of the vocabulary: then none would be left.
+  // Not every token of the vocabulary is stopped: then none would be left.
   s.stop_count = std::min(f.vocab - 1, OneOf(random, {0, 3, kMaxStopIds}));
   for (int32_t i = 0; i < s.stop_count; ++i)
     f.stop_ids[r * kMaxStopIds + i] = (first + i) % f.vocab;
@@ -108,7 +108,7 @@ void FillExtreme(SampleFixture& f, int32_t r, Random& random) {
       return fill([](int32_t) { return std::numeric_limits<float>::lowest(); });
     case 5:  // few tokens are possible
       return fill([&](int32_t v) { return v % 97 == 0 ? normal(random) : -kInf; });
-    case 6:  // one is
+    case 6:  // one token is possible
       return fill([&](int32_t v) { return v == f.vocab / 2 ? -3.0f : -kInf; });
     case 7:  // few values, many ties
       return fill([&](int32_t) { return static_cast<float>(random() % 4); });
@@ -145,7 +145,7 @@ void TestExtremeLogits(const KernelTable& path, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("ties, zeros, infinities and the largest floats are sampled as others",
                           TestExtremeLogits)
 
-// Everything that a row gives, alone and in company.
+// Checks everything that a row gives, alone and among others.
 void TestAlone(const KernelTable& path, Random& random) {
   constexpr int32_t kVocab = 5003;
   SampleFixture all(17, kVocab);

@@ -1,4 +1,4 @@
-// TopK: exact, whatever the scores are.
+// TopK is exact, whatever the scores are.
 #include "tests/kernels/sparse_support.h"
 
 namespace sluice::kernels {
@@ -16,7 +16,7 @@ struct TopKOptions {
   int32_t kv_heads = 1;
 };
 
-// What is selected of one row of one head with these scores.
+// Returns the selection of one row of one head with these scores.
 std::vector<int32_t> SelectedOf(const KernelTable& table, std::initializer_list<float> scores,
                                 const TopKOptions& o) {
   const auto slots = BufferOf<int32_t>({3});
@@ -46,17 +46,17 @@ std::vector<int32_t> SelectedOf(const KernelTable& table, std::initializer_list<
 using Units = std::vector<int32_t>;
 
 void TestTopKByHand(const KernelTable& table, Random&) {
-  if (Lacks(table, table.top_k)) return;
   const auto of = [&](std::initializer_list<float> scores, const TopKOptions& o) {
     return SelectedOf(table, scores, o);
   };
-  // The best, in order of their numbers; among equals the lower ones; -0 equals 0.
+  // The best are listed in order of their numbers; among equals the lower ones are taken; -0 equals
+  // 0.
   CHECK(of({1, 5, 3, 4, 2, 6}, {.k = 3}) == Units{1, 3, 5});
   CHECK(of({2, 2, 2, 2, 2, 2}, {.k = 3}) == Units{0, 1, 2});
   CHECK(of({1, 2, 1, 2, 1, 2}, {.k = 4}) == Units{0, 1, 3, 5});
   CHECK(of({-0.0f, 0.0f, -0.0f, 0.0f}, {.k = 2}) == Units{0, 1});
   CHECK(of({-1, -2, -3}, {.k = 2}) == Units{0, 1});
-  // More than there are.
+  // More units are asked for than there are.
   CHECK(of({1, kNan, -kInfinity}, {.k = 9}) == Units{0, 1, 2});
   CHECK(of({7}, {.k = 1, .first_units = 1}) == Units{0});
   // Forced units count, are never left out, and need no score.
@@ -65,14 +65,14 @@ void TestTopKByHand(const KernelTable& table, Random&) {
   CHECK(of({kNan, 9, 8, kNan}, {.k = 3, .first_units = 1, .last_units = 1}) == Units{0, 1, 3});
   CHECK(of({0, 0, 9}, {.k = 4, .first_units = 2, .last_units = 2}) == Units{0, 1, 2});
   CHECK(of({5}, {.k = 4, .first_units = 2, .last_units = 2}) == Units{0});
-  // NaN is the worst there is, and ties with -inf.
+  // NaN is the worst score, and ties with -inf.
   CHECK(of({kNan, 1, kNan, 2}, {.k = 2}) == Units{1, 3});
   CHECK(of({kNan, -kInfinity, 2, kNan}, {.k = 2}) == Units{0, 2});
   CHECK(of({kNan, kNan, kNan}, {.k = 2}) == Units{0, 1});
   CHECK(of({kNan, kNan, kNan}, {.k = 2, .margin = 3}) == Units{0, 1});
   CHECK(of({1, kInfinity, 3, kInfinity}, {.k = 3}) == Units{1, 2, 3});
   CHECK(of({1, kInfinity, 3, kInfinity}, {.k = 3, .margin = 3}) == Units{1, 3});
-  // The margin is below the largest of all, forced ones too; what lies on it is in.
+  // The margin is below the largest of all, forced ones included; a unit that lies on it is in.
   CHECK(of({10, 5, 6, 7, 4}, {.k = 5, .margin = 4}) == Units{0, 2, 3});
   CHECK(of({10, 5, 6, 7, 4}, {.k = 4, .first_units = 1, .margin = 3}) == Units{0, 3});
   CHECK(of({10, 5, 6, 7, 4}, {.k = 4, .last_units = 1, .margin = 0}) == Units{0, 4});
@@ -84,7 +84,7 @@ TEST_CASE("top_k selects what its contract says (reference)", "[kernels]") {
   OnPath("reference", TestTopKByHand);
 }
 
-// Scores of every kind of trouble: equal, one bit apart, of all magnitudes, NaN and infinite.
+// Scores of every difficult kind: equal, one bit apart, of all magnitudes, NaN and infinite.
 float AnyScore(int kind, Random& random) {
   std::normal_distribution<float> normal(0.0f, 1.0f);
   switch (kind) {
@@ -130,7 +130,7 @@ struct TopKInput {
   Guarded<float> scores;
 };
 
-// What a list could have chosen beside `chosen`, the best first.
+// Returns the units that a list could have chosen beside `chosen`, the best first.
 std::vector<int32_t> Rest(const TopKParams& p, int64_t list, const std::vector<int32_t>& chosen) {
   const int64_t r = list / p.kv_heads;
   const float* const scores = p.scores + list * p.score_stride;
@@ -151,8 +151,8 @@ std::vector<int32_t> Rest(const TopKParams& p, int64_t list, const std::vector<i
   return rest;
 }
 
-// Asked for runners-up it selects the same, and lists the best of the rest, all that there is room
-// for unless it is a GPU's, which may list fewer.
+// Asked for runners-up, a path selects the same, and lists the best of the rest, all that there is
+// room for. Only a GPU may list fewer.
 void CheckRunnersUp(const KernelTable& table, const TopKInput& in, const TestLists& want,
                     int workers, Random& random) {
   const int64_t lists = 5 * int64_t{in.o.kv_heads};
@@ -202,7 +202,6 @@ void CheckTopK(const KernelTable& table, const TopKOptions& o, int32_t units, Ra
 }
 
 void TestTopK(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.top_k)) return;
   for (int i = 0; i < 300; ++i) {
     TopKOptions o;
     o.first_units = static_cast<int32_t>(random() % 4);
@@ -225,10 +224,9 @@ void TestTopK(const KernelTable& table, Random& random) {
 }
 SLUICE_TEST_ON_EVERY_PATH("top_k selects what the reference does", TestTopK)
 
-// What a sparse indexer asks for: 2,048 of a long context, among scores of which most are cut to 0
-// and many others are equal.
+// The selection of a sparse indexer: 2,048 of a long context, among scores of which most are cut to
+// 0 and many others are equal.
 void TestTopKOfLongContext(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.top_k)) return;
   constexpr int32_t kK = 2048, kStride = 140000;
   const auto slots = BufferOf<int32_t>({0, 1, -1, 2, 3, 4, 5});
   const auto positions = BufferOf<int32_t>({kStride - 1, 131071, 7, kK - 1, kK, 99999, 32767});
@@ -239,7 +237,7 @@ void TestTopKOfLongContext(const KernelTable& table, Random& random) {
     for (int64_t u = 0; u <= positions[r]; ++u) {
       const float grid = static_cast<float>(random() % 1000) / 8;
       const float any = std::normal_distribution<float>()(random);
-      // Few values; mostly zeros; all equal; no two alike; a few NaN.
+      // The kinds are: few values; mostly zeros; all equal; no two alike; a few NaN.
       row[u] = r == 0 ? grid : r == 1 ? (u % 100 == 3 ? grid : 0.0f) : r == 5 ? 1.0f : any;
       if (r == 6 && u % 50 == 0) row[u] = kNan;
     }
@@ -274,7 +272,7 @@ void TestTopKOfLongContext(const KernelTable& table, Random& random) {
     INFO("row " << r);
     CHECK(got.List(r) == want.List(r));
   }
-  // A GPU lists what it has at hand, which is some hundreds among scores of no kind.
+  // A GPU lists the units that it has at hand: some hundreds, among scores without structure.
   const std::vector<int32_t> listed = runners_up.List(rows - 1);
   CHECK(std::includes(next.begin(), next.end(), listed.begin(), listed.end()));
   CHECK(listed.size() >= kRunnersUp / 2);

@@ -33,7 +33,7 @@ Tolerance ToleranceOf(const KernelTable& path, const SparseCase& c) {
   return tensor_cores ? Tolerance{2e-5, 1e-5} : Tolerance{3e-6, 1e-6};
 }
 
-// Results start as NaN: what is not computed stays so.
+// Results start as NaN; results that are not computed stay so.
 template <typename Fixture>
 Result Run(const KernelTable& path, const SparseCase& c, Fixture& fixture, const Part& part,
            int workers, bool threads = false) {
@@ -55,7 +55,6 @@ void CheckSame(const Result& got, const Result& want, const SparseCase& c) {
 }
 
 void TestReference(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.sparse_attention)) return;
   ForEachSparseCase(SparseCases(), random, [&](const SparseCase& c, auto& fixture) {
     const Part all = Everything(c, fixture);
     const Tolerance tolerance = ToleranceOf(path, c);
@@ -68,7 +67,6 @@ void TestReference(const KernelTable& path, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("sparse attention agrees with the reference", TestReference)
 
 void TestSharing(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.sparse_attention)) return;
   ForEachSparseCase(SparseCases(), random, [&](const SparseCase& c, auto& fixture) {
     const Part all = Everything(c, fixture);
     const Result want = Run(path, c, fixture, all, 1);
@@ -81,7 +79,6 @@ void TestSharing(const KernelTable& path, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH("sparse attention has the same bits with any workers", TestSharing)
 
 void TestAlone(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.sparse_attention)) return;
   ForEachSparseCase(SparseCases(), random, [&](const SparseCase& c, auto& fixture) {
     const Result all = Run(path, c, fixture, Everything(c, fixture), 1);
     const int64_t group = c.heads / c.kv_heads;
@@ -112,7 +109,6 @@ SLUICE_TEST_ON_EVERY_PATH(
     TestAlone)
 
 void TestEmpty(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.sparse_attention)) return;
   int empty = 0, padded = 0;
   ForEachSparseCase(SparseCases(), random, [&](const SparseCase& c, auto& fixture) {
     const Result all = Run(path, c, fixture, Everything(c, fixture), 2);
@@ -132,7 +128,7 @@ void TestEmpty(const KernelTable& path, Random& random) {
 }
 SLUICE_TEST_ON_EVERY_PATH("an empty list and a padded row give zeros and -inf", TestEmpty)
 
-// Every row of a case with all its units at their own places.
+// Every row of a case has all its units at their own places.
 std::vector<SparseCase> WholeCases() {
   std::vector<SparseCase> cases;
   for (SparseCase c : SparseCases()) {
@@ -144,7 +140,6 @@ std::vector<SparseCase> WholeCases() {
 }
 
 void TestDense(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.sparse_attention)) return;
   ForEachSparseCase(WholeCases(), random, [&](const SparseCase& c, auto& fixture) {
     const Result sparse = Run(path, c, fixture, Everything(c, fixture), 1);
     Result dense{Guarded<float>(sparse.o.size()), Guarded<float>(sparse.lse.size())};
@@ -160,7 +155,7 @@ void TestDense(const KernelTable& path, Random& random) {
 }
 SLUICE_TEST_ON_EVERY_PATH("a list of everything is attention", TestDense)
 
-// Keeps of every list the units whose index is `rest` modulo 2.
+// Keeps the units of every list whose index is `rest` modulo 2.
 template <typename Fixture>
 void Halve(const SparseCase& c, Fixture& fixture, int64_t rest) {
   for (int64_t list = 0; list < fixture.rows() * c.kv_heads; ++list) {
@@ -177,7 +172,6 @@ void Halve(const SparseCase& c, Fixture& fixture, int64_t rest) {
 }
 
 void TestMerge(const KernelTable& path, Random& random) {
-  if (Lacks(path, path.sparse_attention)) return;
   std::vector<SparseCase> cases;
   for (const SparseCase& c : SparseCases()) {
     if (c.places != SparsePlaces::kUnnumbered) cases.push_back(c);

@@ -17,16 +17,8 @@ constexpr DType TypeOf() {
   return sizeof(T) == 4 ? DType::kFloat32 : DType::kBFloat16;
 }
 
-// Whether the path lacks an operator, which marks the test as skipped.
-template <typename Function>
-bool Lacks(const KernelTable& table, Function* function) {
-  if (function == nullptr) {
-    SkipTest(std::string("the kernel path ") + table.name + " lacks an operator of this test");
-  }
-  return function == nullptr;
-}
-
-// A page table [slots][stride] whose pages lie in any order, and `spare` pages that nobody has.
+// A page table [slots][stride] whose pages lie in any order, and `spare` pages that belong to no
+// slot.
 inline Guarded<int32_t> ShuffledPages(int32_t slots, int32_t stride, int32_t spare,
                                       Random& random) {
   std::vector<int32_t> pages(static_cast<size_t>(slots * stride + spare));
@@ -37,7 +29,7 @@ inline Guarded<int32_t> ShuffledPages(int32_t slots, int32_t stride, int32_t spa
   return table;
 }
 
-// The K and V of `slots` sequences of up to `blocks` blocks. Starts as NaN.
+// The K and V of `slots` sequences of up to `blocks` blocks. They start as NaN.
 template <typename T>
 struct TestCache {
   TestCache(int32_t slots, int32_t blocks, int32_t block_tokens, int32_t kv_heads, int32_t head_dim,
@@ -62,7 +54,7 @@ struct TestCache {
   PagedCache view;
 };
 
-// `rows` rows of `dim` elements for each slot and KV head, in pages with something between heads.
+// Holds `rows` rows of `dim` elements for each slot and KV head, in pages with a gap between heads.
 template <typename T>
 struct TestRows {
   static constexpr int64_t kGap = 16;  // bytes
@@ -77,7 +69,7 @@ struct TestRows {
         view{data.data(), table.data(), pages,   kv_heads * head_bytes, head_bytes, rows_per_page,
              dim,         TypeOf<T>(),  kv_heads} {}
 
-  // The view for data of the same shape elsewhere.
+  // Returns the view for data of the same shape elsewhere.
   PagedRows At(Guarded<T>& other) const {
     PagedRows rows = view;
     rows.base = other.data();
@@ -94,7 +86,7 @@ struct TestRows {
   PagedRows view;
 };
 
-// A list of units for each row and KV head. Starts as -1.
+// A list of units for each row and KV head. It starts as -1.
 struct TestLists {
   TestLists(int64_t lists, int32_t capacity)
       : units(lists * capacity), counts(lists), view{units.data(), counts.data(), capacity} {}

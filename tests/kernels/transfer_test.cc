@@ -4,16 +4,16 @@ namespace sluice::kernels {
 namespace {
 
 // Lists of random entries: distinct targets, any sources, some entries skipped, counts out of range
-// on either side. What is copied is random bytes, and what is not must stay as it was.
+// on either side. Copied units are random bytes, and all other memory must stay as it was.
 struct TransferCase {
   const char* name;
   int32_t unit_bytes;
   int32_t lists;
   int32_t capacity;
-  int64_t spare_bytes;      // after each unit, on both sides
-  int64_t misalignment;     // of both bases
+  int64_t spare_bytes;      // behind each unit, on both sides
+  int64_t misalignment;     // misalignment of both bases
   bool offsets;             // lists lie by a table of offsets, else by a stride
-  bool source_is_identity;  // no source_units
+  bool source_is_identity;  // source_units is null
   bool target_is_identity;
   int32_t max_workers;
 };
@@ -81,7 +81,7 @@ struct Input {
   Guarded<int32_t> source_units, target_units, counts;
 };
 
-// The first byte that differs, or -1.
+// Returns the first byte that differs, or -1.
 int64_t FirstDifference(const Guarded<unsigned char>& a, const Guarded<unsigned char>& b) {
   const auto at = std::mismatch(a.span().begin(), a.span().end(), b.span().begin());
   return at.first == a.span().end() ? -1 : at.first - a.span().begin();

@@ -6,7 +6,7 @@
 
 namespace sluice::kernels {
 
-// Random caches and lists of a case. All memory that no list names is NaN.
+// Random caches and lists of a case. Memory that no list names is NaN.
 template <typename T>
 class SparseFixture {
  public:
@@ -53,7 +53,7 @@ class SparseFixture {
             ring_};
   }
 
-  // Of rows [first, first + rows), with results elsewhere.
+  // Returns the params of rows [first, first + rows), with results elsewhere.
   SparseAttentionParams Params(int64_t first, int64_t rows, float* o, float* lse) {
     const int64_t lists = first * case_.kv_heads;
     return {.q = q_.data() + first * q_stride_,
@@ -90,7 +90,8 @@ class SparseFixture {
     return row.slot < 0 ? 0 : row.units < 0 ? AllUnits(row) : row.units;
   }
 
-  // Units of the last half of a ring's sequence, else of all; the newest one always, where any.
+  // Draws units from the last half of a ring's sequence, else from all; the newest one always, if
+  // there is any.
   void MakeList(const SparseRow& row, int64_t list, int64_t head, Random& random) {
     counts_[list] = static_cast<int32_t>(UnitsOf(row));
     if (row.slot < 0) return;

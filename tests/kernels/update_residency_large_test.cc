@@ -12,12 +12,12 @@ constexpr int32_t kSlots = 2, kRowsPerPage = 128, kBlockTokens = 64;
 
 struct LargeCase {
   const char* name;
-  int32_t tokens;        // of a sequence
-  int32_t places;        // in the table
-  int32_t had;           // of them the sequence has
-  int32_t taken;         // before the first step
+  int32_t tokens;        // tokens of a sequence
+  int32_t places;        // places in the table
+  int32_t had;           // places of them that the sequence has
+  int32_t taken;         // places taken before the first step
   int32_t oldest, span;  // their stamps are in [oldest, oldest + span)
-  int32_t grouped;       // neighbouring stamps that are made one
+  int32_t grouped;       // number of neighbouring stamps that are made one
   int32_t selected, misses, rows;
 };
 
@@ -73,7 +73,7 @@ class Pool {
     }
   }
 
-  // Both sequences' rows, of which the last is at `last`.
+  // Updates with both sequences' rows, of which the last is at `last`.
   void UpdateResidency(const KernelTable& path, int32_t last, const TestLists& selected,
                        int workers) {
     Guarded<int32_t> slots(kSlots * case_.rows), positions(kSlots * case_.rows);
@@ -108,7 +108,7 @@ class Pool {
           "");
   }
 
-  // Everything that a step leaves behind.
+  // Returns everything that a step leaves behind.
   std::vector<std::vector<int32_t>> State() {
     std::vector<std::vector<int32_t>> all(2 * kSlots);
     for (int32_t slot = 0; slot < kSlots; ++slot) {
@@ -145,7 +145,7 @@ class Pool {
   Guarded<int32_t> sources, targets, move_counts;
 };
 
-// `misses` units without a place and others that have one, below `end`.
+// Selects `misses` units without a place and others that have one, below `end`.
 std::vector<int32_t> Select(const LargeCase& c, Pool& pool, int32_t slot, int32_t end,
                             Random& random) {
   std::set<int32_t> units;
@@ -166,7 +166,6 @@ std::vector<int32_t> Select(const LargeCase& c, Pool& pool, int32_t slot, int32_
 }
 
 void TestLargeUpdate(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.update_residency)) return;
   for (const LargeCase& c : kCases) {
     INFO(c.name);
     const uint64_t seed = random();

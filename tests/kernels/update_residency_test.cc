@@ -1,6 +1,6 @@
 // UpdateResidency under random traffic: sequences of one to four rows grow, end and begin anew, and
-// select what they like. After every step the tables must be sound, what was evicted must have been
-// used longest ago, and everything must agree with the reference to the last entry.
+// select at random. After every step the tables must be sound, evicted units must have been used
+// longest ago, and everything must agree with the reference to the last entry.
 #include <map>
 #include <set>
 
@@ -13,7 +13,7 @@ constexpr int32_t kSlots = 4, kMaxTokens = 640, kBlockTokens = 16;
 
 struct UpdateCase {
   const char* name;
-  int32_t max_rows;  // of a sequence
+  int32_t max_rows;  // most rows of a sequence
   int32_t max_selected;
   int32_t ahead;
   int32_t spare;  // places beyond what the rows may need
@@ -36,7 +36,7 @@ const UpdateCase kCases[] = {
 
 int32_t PlacesOf(const UpdateCase& c) { return c.max_rows * c.max_selected + c.ahead + c.spare; }
 
-// One step's rows and what is selected of each.
+// One step's rows and the units selected for each.
 struct StepInput {
   StepInput(int64_t rows, int32_t capacity)
       : slots(rows), positions(rows), selected(rows, capacity) {}
@@ -59,7 +59,7 @@ struct StepOutput {
   Guarded<int32_t> source_units, target_units, move_counts;
 };
 
-// The tables that one kernel path works on. Two made from one seed are alike.
+// The tables that one kernel path works on. Two that are made from one seed are alike.
 class World {
  public:
   World(const UpdateCase& c, uint64_t seed)
@@ -76,7 +76,7 @@ class World {
     for (int32_t slot = 0; slot < kSlots; ++slot) Begin(slot, places);
   }
 
-  // A sequence that has the first `count` places comes into the slot.
+  // Puts a sequence that has the first `count` places into the slot.
   void Begin(int32_t slot, int32_t count) {
     counters[slot] = {};
     whole[slot] = 0;
@@ -87,7 +87,7 @@ class World {
     }
   }
 
-  // One that is whole, with the first `count` units.
+  // Puts a whole sequence, with the first `count` units, into the slot.
   void BeginWhole(int32_t slot, int32_t count) {
     Begin(slot, places);
     whole[slot] = 1;
@@ -158,7 +158,7 @@ class World {
   Guarded<int32_t> whole;
 };
 
-// What the contract says of one sequence's step, told from the tables before and after it.
+// Checks the contract for one sequence's step against the tables before and after it.
 void CheckSequence(const UpdateCase& c, World& w, const std::vector<World::Place>& before,
                    const SparseCounters& counters_before, const StepInput& in,
                    const StepOutput& out, int64_t first, int64_t count) {
@@ -178,7 +178,7 @@ void CheckSequence(const UpdateCase& c, World& w, const std::vector<World::Place
   for (int32_t u = 0; u < kMaxTokens; ++u) {
     if (place_of[static_cast<size_t>(u)] >= 0) REQUIRE(has.contains(u));
   }
-  // Everything selected has a place and this step's stamp; what had one keeps it.
+  // Every selected unit has a place and this step's stamp; units that had a place keep it.
   std::set<int32_t> selected, kept;
   int64_t units = 0;
   for (int64_t r = first; r < first + count; ++r) {
@@ -200,7 +200,7 @@ void CheckSequence(const UpdateCase& c, World& w, const std::vector<World::Place
     REQUIRE(has.contains(unit));
     if (!had.contains(unit)) REQUIRE(after[static_cast<size_t>(has[unit])].stamp == unit);
   }
-  // Nothing has a place that neither had one nor was asked for; nothing else has changed.
+  // No unit has a place that neither had one nor was asked for; nothing else has changed.
   std::pair<int32_t, int32_t> newest_evicted = {-1, -1};
   std::pair<int32_t, int32_t> oldest_left = {std::numeric_limits<int32_t>::max(), 0};
   for (const auto& [unit, place] : has) {
@@ -222,7 +222,7 @@ void CheckSequence(const UpdateCase& c, World& w, const std::vector<World::Place
     REQUIRE_FALSE(free_left);
     REQUIRE(newest_evicted < oldest_left);
   }
-  // Moves: the units that had no place, in order, from their positions to their places.
+  // The moves are the units that had no place, in order, from their positions to their places.
   std::vector<int32_t> sources, targets;
   for (int32_t unit : selected) {
     if (had.contains(unit)) continue;
@@ -242,13 +242,14 @@ void CheckSequence(const UpdateCase& c, World& w, const std::vector<World::Place
   REQUIRE(counters.recalled == counters_before.recalled + (c.counters ? moved : 0));
 }
 
-// The units of one sequence as a cache that knows nothing of tables: of what neither is selected
-// nor made ahead the one used longest ago goes.
+// A cache that knows nothing of tables: the units of one sequence. The unit used longest ago goes
+// first, among those that are neither selected nor made ahead.
 class NaiveLru {
  public:
   explicit NaiveLru(int32_t places) : places_(static_cast<size_t>(places)) {}
 
-  // The union of what the rows selected, whose last position is `last`; how many had to come.
+  // Takes the union of the rows' selections; `last` is the last position. Returns how many units
+  // had to come.
   int64_t Use(const std::set<int32_t>& selected, int32_t last, int32_t ahead, bool forget) {
     if (forget) held_.clear();
     std::set<int32_t> pinned = selected, coming;
@@ -271,7 +272,7 @@ class NaiveLru {
                          [&](int32_t unit) { return selected.contains(unit); });
   }
 
-  // The same units are in the table; equals go by the places that they have there.
+  // Checks that the same units are in the table; equals go by the places that they have there.
   void Match(const std::vector<World::Place>& table) {
     size_t units = 0;
     for (size_t p = 0; p < table.size(); ++p) {
@@ -291,10 +292,10 @@ class NaiveLru {
     auto operator<=>(const Held&) const = default;
   };
   size_t places_;
-  std::map<int32_t, Held> held_;  // by unit
+  std::map<int32_t, Held> held_;  // keyed by unit
 };
 
-// The rows of a step: some slots, each with some rows, padded rows between.
+// Makes the rows of a step: some slots, each with some rows, padded rows between.
 class Traffic {
  public:
   Traffic(const UpdateCase& c, Random& random) : case_(c), random_(random) {
@@ -327,7 +328,7 @@ class Traffic {
     return in;
   }
 
-  // Whether the slot's sequence must end before another step.
+  // Returns whether the slot's sequence must end before another step.
   bool Full(int32_t slot) const {
     return next_[static_cast<size_t>(slot)] + 2 * kMaxQueryPositions + case_.ahead >= kMaxTokens;
   }
@@ -336,7 +337,7 @@ class Traffic {
   int32_t Below(int32_t n) { return static_cast<int32_t>(random_() % static_cast<uint64_t>(n)); }
 
  private:
-  // The newest units, some of an old region that drifts, and some anywhere.
+  // Selects the newest units, some of an old region that drifts, and some anywhere.
   std::vector<int32_t> Select(int32_t slot, int32_t position) {
     std::set<int32_t> units;
     if (slot < 0) return {};
@@ -355,7 +356,6 @@ class Traffic {
 };
 
 void TestUpdate(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.update_residency)) return;
   for (const UpdateCase& c : kCases) {
     INFO(c.name);
     const uint64_t seed = random();
@@ -412,9 +412,9 @@ void TestUpdate(const KernelTable& table, Random& random) {
 SLUICE_TEST_ON_EVERY_PATH(
     "a residency update keeps what is selected and evicts what was used longest ago", TestUpdate)
 
-// Beside others that are not, and the tables as if nobody had said so.
+// The sequence runs beside others that are not whole, and the tables are as if `whole` had not been
+// given.
 void TestWhole(const KernelTable& table, Random& random) {
-  if (Lacks(table, table.update_residency)) return;
   for (const int32_t selected : {30, 300}) {
     const UpdateCase c = {"whole", 3, selected, 3, kMaxTokens, false, true};
     const uint64_t seed = random();

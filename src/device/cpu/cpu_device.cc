@@ -28,8 +28,8 @@ absl::Status NoMemory(size_t bytes, const std::string& what, int error) {
       "no memory for ", what, ": ", bytes, " bytes were asked for (", std::strerror(error), ")"));
 }
 
-// Anonymous memory; large pieces begin on a huge page and ask for them (2-3 x the read bandwidth
-// for weights). Touched on first use.
+// Maps anonymous memory. Large pieces begin on a huge page and ask for huge pages (weights are then
+// read at 2-3 x the bandwidth). The system gives the pages on first use.
 absl::StatusOr<Buffer> MapMemory(size_t bytes, const std::string& what) {
   if (bytes == 0) return Buffer();
   const bool huge = bytes >= kHugePage;
@@ -41,7 +41,7 @@ absl::StatusOr<Buffer> MapMemory(size_t bytes, const std::string& what) {
   auto* address = static_cast<uint8_t*>(raw);
   if (huge) {
     address += (kHugePage - reinterpret_cast<uintptr_t>(raw) % kHugePage) % kHugePage;
-    madvise(address, bytes, MADV_HUGEPAGE);  // advice: may be refused
+    madvise(address, bytes, MADV_HUGEPAGE);  // advice that may be refused
   }
   return Buffer(address, bytes, [raw, mapped](void*, size_t) { munmap(raw, mapped); });
 }
@@ -111,7 +111,7 @@ absl::StatusOr<std::unique_ptr<Device>> NewCpuDevice(const CpuDeviceOptions& opt
                                           : kernels::FindKernelTable(options.kernels.c_str());
   if (table == nullptr) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "kernels: '", options.kernels, "' is not to be had on this processor; it has auto, ",
+        "kernels: this processor cannot run '", options.kernels, "'; choose one of auto, ",
         absl::StrJoin(kernels::AvailableKernelTables(), ", ",
                       [](std::string* out, const kernels::KernelTable* t) { *out += t->name; })));
   }

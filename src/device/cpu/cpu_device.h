@@ -12,12 +12,12 @@
 namespace sluice {
 
 struct CpuDeviceOptions {
-  // "auto": the best path of this processor; or a name of kernels/kernel_table.h.
+  // "auto": the best path of this processor; else a name of kernels/kernel_table.h.
   std::string kernels = "auto";
-  // Threads that compute, the compute stream's own included. 0: DefaultThreads().
+  // Number of threads that compute, the compute stream's own included. 0: DefaultThreads().
   int threads = 0;
-  // For tests of padded steps: a step of decode rows is padded to a multiple of this many. 0: none
-  // is, since here a padded row costs what any row costs.
+  // Tests of padded steps set this: a step of decode rows is padded to a multiple of it. 0: no step
+  // is padded, since on a CPU a padded row costs as much as any other row.
   int row_bucket = 0;
 };
 
@@ -25,12 +25,12 @@ struct CpuDeviceOptions {
 // that it has.
 absl::StatusOr<std::unique_ptr<Device>> NewCpuDevice(const CpuDeviceOptions& options);
 
-// Cores that this process may use.
+// Returns the number of cores that this process may use.
 int AvailableCores();
 
-// One thread per core, but from four cores on one core is left to the engine and gRPC: an operator
-// waits for its slowest worker, and a worker that has to share its core makes every step three
-// times as long (16 cores: 6.5 ms a step with 16 threads, 1.9 with 15; sluice-bench step).
+// Returns one thread per core, but from four cores on leaves one core to the engine and gRPC: an
+// operator waits for its slowest worker, and a worker that has to share its core makes every step
+// three times as long (16 cores: 6.5 ms a step with 16 threads, 1.9 with 15; sluice-bench step).
 int DefaultThreads();
 
 }  // namespace sluice

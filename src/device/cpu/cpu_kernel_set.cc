@@ -18,7 +18,8 @@ using kernels::Worker;
 // workers never changes a result (kernels/params.h).
 constexpr int64_t kElementsPerWorker = 16 * 1024;
 
-// Of operators whose work depends on what only the device knows: any row may have a long context.
+// The size of an operator whose work depends on values that only the device knows: any row may have
+// a long context.
 constexpr int64_t kAnyLength = int64_t{1} << 40;
 
 int WorkersFor(int64_t elements, const CpuTeam& team) {
@@ -45,7 +46,8 @@ class CpuKernelSet : public KernelSet {
   }
 
   int64_t AttentionScratchBytes(const AttentionShape& shape) const override {
-    // Enough for every worker of a large host, small beside weights; one row always has room.
+    // This is enough for every worker of a large host, and small beside weights. One row always has
+    // room.
     constexpr int64_t kEnough = int64_t{16} << 20;
     const int64_t entry = int64_t{shape.heads} * (shape.head_dim + 1) * 4;
     const int64_t splits = (int64_t{shape.max_context} + kernels::kAttentionSplitTokens - 1) /
@@ -81,7 +83,7 @@ class CpuKernelSet : public KernelSet {
     Launch(s, "silu_mul", table_.silu_mul, p, int64_t{p.rows} * p.dim);
   }
   void Sample(Stream& s, const kernels::SampleParams& p) override {
-    // Rows are the unit of work.
+    // Work is divided by rows.
     Launch(s, "sample", table_.sample, p, int64_t{p.rows} * kElementsPerWorker);
   }
   void Transfer(Stream& s, const kernels::TransferParams& p) override {
@@ -137,7 +139,7 @@ class CpuKernelSet : public KernelSet {
 
   int64_t SparseMlaScratchBytes(int32_t decode_rows, int32_t heads, int32_t rank,
                                 int64_t capacity) const override {
-    // Every piece of every row, or enough for the workers of a large host.
+    // The room is for every piece of every row, or enough for the workers of a large host.
     constexpr int64_t kEnough = int64_t{16} << 20;
     const int64_t pieces = (capacity + kernels::kMlaSplitEntries - 1) / kernels::kMlaSplitEntries;
     const int64_t row = pieces * heads * (rank + 1) * 4;
@@ -209,7 +211,7 @@ class CpuKernelSet : public KernelSet {
         {run, WorkersFor(elements, *team_), params}, {name});
   }
 
-  // Calls fill(begin, end) for shares of a part's rows, by the team.
+  // Calls fill(begin, end) for shares of a part's rows, on the team's threads.
   void ForRows(int32_t rows, int32_t k, absl::FunctionRef<void(int32_t begin, int32_t end)> fill);
 
   const KernelTable& table_;
@@ -233,14 +235,14 @@ void CpuKernelSet::ForRows(int32_t rows, int32_t k,
       &work, WorkersFor(int64_t{rows} * k, *team_));
 }
 
-// Rows [begin, end) of a part, of which the first is row `first` of the matrix.
+// Converts rows [begin, end) of a part, whose first row is row `first` of the matrix.
 void PackRows(const MatrixPart& part, int32_t begin, int32_t end, int32_t k, int32_t first,
               uint16_t* out) {
   if (part.data != nullptr) {
     kernels::PackPanels(part.data + int64_t{begin} * k, end - begin, k, first + begin, out);
     return;
   }
-  // A panel's rows at a time.
+  // It converts a panel's rows at a time.
   std::vector<uint16_t> made(static_cast<size_t>(kernels::kPanelColumns) * static_cast<size_t>(k));
   for (int32_t row = begin, next; row < end; row = next) {
     next = std::min(end, row + kernels::kPanelColumns - (first + row) % kernels::kPanelColumns);

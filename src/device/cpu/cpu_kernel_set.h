@@ -1,4 +1,4 @@
-// KernelSet over one of the tables of kernels/kernel_table.h, on streams in host memory.
+// A KernelSet over one of the tables of kernels/kernel_table.h, on streams in host memory.
 #pragma once
 
 #include <memory>
@@ -9,7 +9,7 @@
 
 namespace sluice {
 
-// Prepared weights are allocated from `device`; team and device outlive the kernel set.
+// Prepared weights are allocated from `device`. Team and device outlive the kernel set.
 std::unique_ptr<KernelSet> NewCpuKernelSet(const kernels::KernelTable& table, CpuTeam* team,
                                            Device* device);
 

@@ -7,8 +7,8 @@
 
 namespace sluice {
 
-// `pinned`: zeroed, Mailbox::PinnedBytes(options). REQUIRES: valid options; streams are HostStreams
-// with a thread of their own.
+// REQUIRES: `pinned` is zeroed and of Mailbox::PinnedBytes(options); the options are valid; streams
+// are HostStreams with a thread of their own.
 std::unique_ptr<Mailbox> NewCpuMailbox(Buffer pinned, const MailboxOptions& options);
 
 }  // namespace sluice

@@ -9,7 +9,7 @@
 namespace sluice {
 
 void CpuEvent::WaitFor(uint32_t wanted) const {
-  // Signed distance: the counters may wrap.
+  // The distance is signed: the counters may wrap.
   for (uint32_t done = done_.load(std::memory_order_acquire);
        static_cast<int32_t>(done - wanted) < 0; done = done_.load(std::memory_order_acquire)) {
     WaitWhileEqual(done_, done);
@@ -18,7 +18,7 @@ void CpuEvent::WaitFor(uint32_t wanted) const {
 
 absl::Duration CpuEvent::Since(const TimedEvent& earlier) const {
   const auto& from = static_cast<const CpuEvent&>(earlier);
-  SLUICE_CHECK(Ready() && from.Ready(), "only what has been reached is timed");
+  SLUICE_CHECK(Ready() && from.Ready(), "both events must have been reached");
   return absl::FromChrono(reached_ - from.reached_);
 }
 
@@ -51,7 +51,7 @@ void CpuStream::WaitFor(Event& event) {
   auto& cpu_event = static_cast<CpuEvent&>(event);
   struct Work {
     CpuEvent* event;
-    uint32_t value;  // the last record by now: a later one is not waited for
+    uint32_t value;  // the last record so far; later ones are not waited for
   };
   Enqueue<Work>([](const Work& w, CpuTeam*) { w.event->WaitFor(w.value); },
                 Work{&cpu_event, cpu_event.recorded_.load(std::memory_order_relaxed)});

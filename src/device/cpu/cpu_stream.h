@@ -25,7 +25,7 @@ class CpuEvent : public TimedEvent {
 
  private:
   friend class CpuStream;
-  // Until the record of that number is done.
+  // Waits until the record of that number is done.
   void WaitFor(uint32_t wanted) const;
 
   std::chrono::steady_clock::time_point reached_;  // written before done_, read after it
@@ -36,15 +36,16 @@ class CpuEvent : public TimedEvent {
 // A ring of small commands and a thread that runs them in order. Enqueueing allocates nothing.
 class CpuStream : public HostStream {
  public:
-  // `team` null: a copy stream, which takes no operators. `log` outlives the stream.
+  // A stream with a null `team` is a copy stream, which takes no operators. `log` outlives the
+  // stream.
   CpuStream(CpuTeam* team, CpuTraceLog* log);
-  ~CpuStream() override;  // runs what is queued first
+  ~CpuStream() override;  // runs first what is queued
 
   void Record(Event& event) override;
   void WaitFor(Event& event) override;
 
  private:
-  static constexpr uint32_t kCommands = 2048;  // a step of a 64-layer model is about 700
+  static constexpr uint32_t kCommands = 2048;  // commands; a step of a 64-layer model has about 700
   Command& NextSlot() override;
   void Publish() override;
   void Loop();

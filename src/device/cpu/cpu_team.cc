@@ -38,7 +38,7 @@ void CpuTeam::Run(RunFn run, const void* work, int workers) {
 void CpuTeam::HelperLoop(int index) {
   for (uint32_t seen = 0;;) {
     WaitWhileEqual(epoch_, seen);
-    // Run() starts no second epoch before every helper has finished the first: none is missed.
+    // No epoch is missed: Run() starts no second epoch before every helper has finished the first.
     ++seen;
     if (stop_) return;
     if (index < workers_ - 1) run_(work_, {index, workers_});

@@ -18,7 +18,7 @@ class CpuTeam {
   int threads() const { return threads_; }
 
   // Calls run(work, {i, workers}) for every i in [0, workers), the last share on the calling
-  // thread, and returns when all are done. workers <= threads().
+  // thread, and returns when all are done. REQUIRES: workers <= threads().
   using RunFn = void (*)(const void* work, kernels::Worker worker);
   void Run(RunFn run, const void* work, int workers);
 
@@ -26,8 +26,8 @@ class CpuTeam {
   void HelperLoop(int index);
 
   const int threads_;
-  absl::Mutex run_mutex_;  // one operator at a time, should there be several compute streams
-  // The job, published by epoch_.
+  absl::Mutex run_mutex_;  // one operator at a time, even with several compute streams
+  // The job, which epoch_ publishes.
   RunFn run_ = nullptr;
   const void* work_ = nullptr;
   int workers_ = 0;

@@ -1,4 +1,4 @@
-// The CPU device's own notes of what its streams' threads ran.
+// The CPU device's own record of what its streams' threads ran.
 #pragma once
 
 #include <atomic>
@@ -11,16 +11,16 @@
 
 namespace sluice {
 
-// Shared by the streams of a device, which outlives them. While nobody traces, a command costs one
-// relaxed load.
+// The streams of a device share the log, which outlives them. While nobody traces, a command costs
+// one relaxed load.
 class CpuTraceLog {
  public:
   bool on() const { return on_.load(std::memory_order_relaxed); }
   uint32_t NewStreamId() { return next_stream_.fetch_add(1, std::memory_order_relaxed); }
-  // From a stream's thread. Dropped where nobody traces any more.
+  // Adds a slice; a stream's thread calls it. The slice is dropped if the trace has ended.
   void Add(TraceSlice slice);
 
-  // FAILED_PRECONDITION if there is one already.
+  // FAILED_PRECONDITION if a trace is already under way.
   absl::StatusOr<std::unique_ptr<DeviceTrace>> Start();
   std::vector<TraceSlice> Stop();
 

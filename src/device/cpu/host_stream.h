@@ -1,5 +1,5 @@
-// What the streams of devices in host memory share: a queue of small commands, run one after the
-// other. CpuKernelSet enqueues operators on any of them.
+// The common part of the streams of devices in host memory: a queue of small commands, run one
+// after the other. CpuKernelSet enqueues operators on any of them.
 #pragma once
 
 #include <cstddef>
@@ -13,9 +13,9 @@
 
 namespace sluice {
 
-// What a command is called in a trace; one without a name is not in it.
+// The command's name in a trace; a command without a name is not traced.
 struct CommandLabel {
-  const char* name = nullptr;  // a literal
+  const char* name = nullptr;  // a string literal
   TraceSlice::Kind kind = TraceSlice::Kind::kKernel;
   size_t bytes = 0;
 };
@@ -26,7 +26,7 @@ class HostStream : public Stream {
   void CopyBatch(const CopyOp* ops, size_t count) override;
   void Fill(void* target, uint8_t value, size_t bytes) override;
 
-  // Queues run(work, team). Work is copied bytewise.
+  // Queues run(work, team). `work` is copied bytewise.
   template <typename Work>
   void Enqueue(void (*run)(const Work& work, CpuTeam* team), const Work& work,
                const CommandLabel& label = {}) {
@@ -47,13 +47,13 @@ class HostStream : public Stream {
   }
 
  protected:
-  static constexpr size_t kPayloadBytes = 368;  // RecallParams is the largest
+  static constexpr size_t kPayloadBytes = 368;  // bytes; RecallParams is the largest
   struct Command {
     void (*run)(const std::byte* payload, CpuTeam* team);
     CommandLabel label;
     alignas(16) std::byte payload[kPayloadBytes];
   };
-  // Where the next command is written, and that it has been.
+  // Return where the next command is to be written, and publish it.
   virtual Command& NextSlot() = 0;
   virtual void Publish() = 0;
 };

@@ -20,8 +20,8 @@ inline void CpuRelax() {
 #endif
 }
 
-// Longest spin before a thread parks: long against the gap between two operators of a step (a few
-// microseconds), short against a scheduler's time slice.
+// The longest spin before a thread parks: long against the gap between two operators of a step (a
+// few microseconds), short against a scheduler's time slice.
 inline constexpr std::chrono::microseconds kSpin{50};
 
 // Returns once value.load() != old.
@@ -38,8 +38,9 @@ void WaitWhileEqual(const std::atomic<T>& value, T old) {
   while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
 }
 
-// Publishes a value to those that wait for it. A read-modify-write, not a plain store: the look for
-// waiters inside notify must not pass the store, or a thread that parks just then sleeps for ever.
+// Publishes a value to the threads that wait for it. It is a read-modify-write, not a plain store:
+// the check for waiters inside notify must not pass the store, or a thread that parks just then
+// sleeps for ever.
 template <typename T>
 void StoreAndNotify(std::atomic<T>& value, T desired) {
   value.exchange(desired, std::memory_order_seq_cst);

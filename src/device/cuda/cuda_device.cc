@@ -22,8 +22,8 @@
 namespace sluice {
 namespace {
 
-// Rows of decode steps that have a program of their own: close together where a row more costs
-// most, then the steps of a tensor core's tile.
+// Numbers of decode rows that have a program of their own: close together where another row costs
+// most, then steps of a tensor core's tile.
 constexpr int kSmallBuckets[] = {1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128};
 constexpr int kBucketStep = 32;
 constexpr int kLargestBucket = 512;
@@ -104,7 +104,7 @@ class CudaDevice : public Device {
 
 absl::Status CheckCudaDevice() {
   SLUICE_RETURN_IF_ERROR(CheckCudaMachine(ProbeCudaMachine()));
-  // Prompt rows need it, and every node computes one before it is ready.
+  // Prompt rows need cuBLASLt, and every node computes one before it is ready.
   if (!kernels::cuda::HasPromptProducts()) {
     return absl::FailedPreconditionError(
         "device: cuda: there is no libcublasLt.so.13: install cuBLAS of CUDA 13, put it on "
@@ -116,7 +116,7 @@ absl::Status CheckCudaDevice() {
 absl::StatusOr<std::unique_ptr<Device>> NewCudaDevice() {
   SLUICE_RETURN_IF_ERROR(CheckCudaDevice());
   auto device = std::make_unique<CudaDevice>();
-  SLUICE_RETURN_IF_ERROR(device->Health());  // streams could be made
+  SLUICE_RETURN_IF_ERROR(device->Health());  // not OK where streams could not be made
   return device;
 }
 

@@ -10,13 +10,13 @@
 
 namespace sluice {
 
-// The GPU is the first that CUDA_VISIBLE_DEVICES shows. FAILED_PRECONDITION in one sentence that
-// names what was found, what is needed and the remedy: no driver, one that is too old, no GPU, or
-// one of another compute capability.
+// Opens the first GPU that CUDA_VISIBLE_DEVICES shows. FAILED_PRECONDITION, in one sentence that
+// names what was found, what is needed and the remedy: no driver, a driver that is too old, no GPU,
+// a GPU of another compute capability, or no cuBLASLt.
 absl::StatusOr<std::unique_ptr<Device>> NewCudaDevice();
 
-// OK where NewCudaDevice finds a GPU that it can use; else the error that it would return. Leaves
-// nothing on the GPU.
+// Returns OK where NewCudaDevice finds a GPU that it can use, else the error that it would return.
+// Leaves nothing on the GPU.
 absl::Status CheckCudaDevice();
 
 }  // namespace sluice

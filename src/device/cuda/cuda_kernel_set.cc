@@ -13,7 +13,7 @@ namespace {
 
 namespace cuda = kernels::cuda;
 
-// Of attention's heads (kernels/cuda/attention/attention.cu).
+// A limit of attention's heads (kernels/cuda/attention/attention.cu).
 constexpr int32_t kHeadDimStep = 16;
 constexpr int32_t kMaxHeadDim = 256;
 

@@ -1,4 +1,4 @@
-// KernelSet over kernels/cuda.
+// The KernelSet over kernels/cuda.
 #pragma once
 
 #include <memory>

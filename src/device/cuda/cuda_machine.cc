@@ -31,7 +31,7 @@ CudaMachine ProbeCudaMachine() {
   if (const cudaError_t error = cudaGetDeviceCount(&machine.gpus); error != cudaSuccess) {
     machine.gpus = 0;
     if (error != cudaErrorNoDevice) machine.error = cudaGetErrorString(error);
-    cudaGetLastError();  // known now
+    cudaGetLastError();  // clears the error, which is handled here
   }
   if (machine.gpus == 0) return machine;
   cudaDeviceProp properties{};
@@ -82,7 +82,7 @@ const HostPlacement& GpuPlacement() {
     for (const Cpu& cpu : UsableCpus()) usable.push_back(cpu.id);
     HostPlacement found = PlacementOfPciDevice(bus_id, usable);
     if (found.nodes > 1 && found.node < 0) {
-      Log(LogLevel::kInfo, "the GPU's NUMA node is unknown: memory and workers are placed freely",
+      Log(LogLevel::kInfo, "the GPU's NUMA node is unknown: pinned memory and workers may be on any node",
           {{"bus_id", std::string(bus_id)}, {"nodes", found.nodes}});
     }
     return found;

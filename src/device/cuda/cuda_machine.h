@@ -1,4 +1,4 @@
-// What a machine offers CUDA, and whether it will do.
+// What CUDA finds on this machine, and whether Sluice can run on it.
 #pragma once
 
 #include <string>
@@ -10,22 +10,23 @@ namespace sluice {
 
 struct CudaMachine {
   int driver_version = 0;   // CUDA version that the driver supports, 13000 for 13.0; 0: no driver
-  int runtime_version = 0;  // that this program was built with
+  int runtime_version = 0;  // CUDA version that this program was built with
   int gpus = 0;
-  std::string error;  // what kept the driver from counting GPUs; empty: nothing
-  std::string gpu;    // name of the first, "NVIDIA H100 80GB HBM3"
-  int major = 0;      // its compute capability
+  std::string error;  // why the driver could not count GPUs; empty: it could
+  std::string gpu;    // name of the first GPU, "NVIDIA H100 80GB HBM3"
+  int major = 0;      // compute capability of the first GPU
   int minor = 0;
 };
 
-// Asks the driver. Nothing is left behind on a GPU.
+// Asks the driver. Leaves nothing on a GPU.
 CudaMachine ProbeCudaMachine();
 
-// OK, or FAILED_PRECONDITION: one sentence with what was found, what is needed and the remedy.
+// Returns OK, or FAILED_PRECONDITION: one sentence with what was found, what is needed and the
+// remedy.
 absl::Status CheckCudaMachine(const CudaMachine& machine);
 
-// Where the GPU is attached to the host. Asked of the system once; a host that has several NUMA
-// nodes and tells none for the GPU is logged then.
+// Returns where the GPU is attached to the host. The first call asks the system, and logs a host
+// that has several NUMA nodes and does not tell the GPU's.
 const HostPlacement& GpuPlacement();
 
 }  // namespace sluice

@@ -12,8 +12,8 @@
 namespace sluice {
 namespace {
 
-// Both are there since CUDA 11.7 in this form. Asked of the driver that is running, so that nothing
-// links against libcuda.
+// CUDA has had both functions in this form since 11.7. They are looked up in the running driver, so
+// that nothing links against libcuda.
 struct StreamMemoryOps {
   PFN_cuStreamWriteValue32_v11070 write = nullptr;
   PFN_cuStreamWaitValue32_v11070 wait = nullptr;
@@ -49,7 +49,8 @@ class CudaMailbox : public Mailbox {
   void Raise(Stream& stream, int channel) override {
     auto& s = static_cast<CudaStream&>(stream);
     if (!s.usable()) return;
-    // Behind a system-wide fence: what the stream did before is visible before the word is.
+    // The write comes behind a system-wide fence: whatever the stream did before is visible before
+    // the word is.
     s.Check(
         ToRuntime(ops_.write(s.handle(), Address(channel), kAsked, CU_STREAM_WRITE_VALUE_DEFAULT)),
         "a mailbox's request");

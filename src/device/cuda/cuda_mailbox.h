@@ -12,8 +12,8 @@
 
 namespace sluice {
 
-// `pinned`: zeroed, Mailbox::PinnedBytes(options). REQUIRES: valid options; streams are
-// CudaStreams. FAILED_PRECONDITION: the driver has no stream memory operations.
+// FAILED_PRECONDITION: the driver has no stream memory operations. REQUIRES: `pinned` is zeroed and
+// of Mailbox::PinnedBytes(options); the options are valid; streams are CudaStreams.
 absl::StatusOr<std::unique_ptr<Mailbox>> NewCudaMailbox(Buffer pinned,
                                                         const MailboxOptions& options);
 

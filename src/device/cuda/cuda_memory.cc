@@ -30,23 +30,23 @@ std::string Bytes(size_t bytes) {
                          static_cast<double>(bytes) / (size_t{1} << 30));
 }
 
-// Gives every page of [data, data + bytes) its memory, zeroed.
+// Makes the system give every page of [data, data + bytes), zeroed.
 void Touch(uint8_t* data, size_t bytes, size_t page) {
   for (size_t at = 0; at < bytes; at += page) data[at] = 0;
 }
 
-// With threads that run on `cpus`, where there are any: by default the system takes the memory from
-// the node of whoever touches it.
+// Touches with threads that run on `cpus`, if there are any: by default the system takes memory
+// from the node of the thread that touches it.
 void TouchInParallel(uint8_t* data, size_t bytes, size_t page, absl::Span<const int> cpus) {
   const size_t cores =
       cpus.empty() ? std::max(1u, std::thread::hardware_concurrency()) : cpus.size();
   const size_t threads = std::clamp<size_t>(bytes / kTouchedPerThread, 1, cores);
-  // Whole huge pages each, so that two threads never fault on one.
+  // Each thread takes whole huge pages, so that no two threads fault on one.
   const size_t share = (bytes / threads + kHugePage - 1) / kHugePage * kHugePage;
   std::vector<std::jthread> helpers;
   for (size_t begin = 0; begin < bytes; begin += share) {
     helpers.emplace_back([=] {
-      // A thread that stays where it is touches as well; PreferNode decides then.
+      // A thread that cannot be moved touches all the same; then PreferNode decides.
       if (!cpus.empty()) PinThisThread(cpus).IgnoreError();
       Touch(data + begin, std::min(share, bytes - begin), page);
     });
@@ -59,7 +59,7 @@ void PreferGpuNode(uint8_t* data, size_t bytes) {
   const absl::Status preferred = PreferNode(data, bytes, placement.node);
   static std::atomic<bool> logged = false;
   if (!preferred.ok() && !logged.exchange(true)) {
-    Log(LogLevel::kInfo, "pinned memory comes from the node of the threads that touch it",
+    Log(LogLevel::kInfo, "pinned memory is not bound to the GPU's NUMA node, only the threads that touch it are",
         {{"placement", DescribePlacement(placement)}, {"error", preferred.ToString()}});
   }
 }
@@ -87,16 +87,17 @@ class PinnedMapping {
     if (huge) {
       const auto past = reinterpret_cast<uintptr_t>(mapped_) % kHugePage;
       data_ += past == 0 ? 0 : kHugePage - past;
-      madvise(data_, rounded, MADV_HUGEPAGE);  // advice: may be refused
+      madvise(data_, rounded, MADV_HUGEPAGE);  // advice that may be refused
     }
     PreferGpuNode(data_, rounded);
     TouchInParallel(data_, rounded, page, GpuPlacement().cpus);
-    // In one piece: a copy may not cross two, and pieces of 1 GiB are registered no faster.
+    // The memory is registered in one piece: a copy may not cross two, and pieces of 1 GiB are
+    // registered no faster.
     const cudaError_t error =
         cudaHostRegister(data_, rounded, cudaHostRegisterPortable | cudaHostRegisterMapped);
     registered_ = error == cudaSuccess;
     if (registered_) return absl::OkStatus();
-    cudaGetLastError();  // told below
+    cudaGetLastError();  // clears the error, which is returned below
     return NoMemory(bytes, what, cudaGetErrorString(error));
   }
 
@@ -122,7 +123,7 @@ absl::StatusOr<Buffer> AllocateHbm(size_t bytes, const std::string& what) {
   void* data = nullptr;
   cudaError_t error = cudaMalloc(&data, bytes);
   if (error == cudaErrorMemoryAllocation) {
-    cudaGetLastError();  // told below
+    cudaGetLastError();  // clears the error, which is returned below
     size_t free = 0, total = 0;
     cudaMemGetInfo(&free, &total);
     return absl::ResourceExhaustedError(absl::StrCat(
@@ -143,7 +144,8 @@ absl::StatusOr<Buffer> AllocateHbm(size_t bytes, const std::string& what) {
 
 absl::StatusOr<Buffer> AllocatePinned(size_t bytes, const std::string& what) {
   if (bytes == 0) return Buffer();
-  auto mapping = std::make_shared<PinnedMapping>();  // shared: a std::function wants to be copied
+  // shared because a std::function must be copyable
+  auto mapping = std::make_shared<PinnedMapping>();
   SLUICE_RETURN_IF_ERROR(mapping->Map(bytes, what));
   void* const data = mapping->data();
   return Buffer(data, bytes,

@@ -8,13 +8,14 @@
 
 namespace sluice {
 
-// Zeroed HBM. RESOURCE_EXHAUSTED names `what`, the bytes asked for and what the GPU has left.
+// Returns zeroed HBM. RESOURCE_EXHAUSTED names `what`, the bytes asked for and what the GPU has
+// left.
 absl::StatusOr<Buffer> AllocateHbm(size_t bytes, const std::string& what);
 
-// Zeroed pinned DRAM with huge pages, on the GPU's own NUMA node while that has free memory:
-// mapped, touched by many threads at once, then registered. measured (H100, 16 cores): 32 GiB
-// in 1.7 s; in 6.1 s where a virtual machine's host has to find the memory first; cudaHostAlloc
-// takes 17. RESOURCE_EXHAUSTED names `what` and the bytes.
+// Returns zeroed pinned DRAM with huge pages, on the GPU's own NUMA node while that has free
+// memory. The memory is mapped, touched by many threads at once, then registered. Measured (H100,
+// 16 cores): 32 GiB in 1.7 s; in 6.1 s where a virtual machine's host has to find the memory first;
+// cudaHostAlloc takes 17 s. RESOURCE_EXHAUSTED names `what` and the bytes.
 absl::StatusOr<Buffer> AllocatePinned(size_t bytes, const std::string& what);
 
 }  // namespace sluice

@@ -33,7 +33,7 @@ absl::StatusOr<std::unique_ptr<Program>> RecordCudaProgram(
   if (error == cudaSuccess) error = cudaGraphUpload(exec, stream.handle());
   if (error != cudaSuccess) {
     if (exec != nullptr) cudaGraphExecDestroy(exec);
-    cudaGetLastError();  // told below
+    cudaGetLastError();  // clears the error, which is returned below
     return absl::InternalError(
         absl::StrCat("a program could not be instantiated: ", cudaGetErrorString(error)));
   }

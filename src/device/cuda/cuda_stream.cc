@@ -18,22 +18,22 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// After the spin an event is asked for this often; a step is far longer.
+// The interval at which an event is asked for after the spin; a step is far longer.
 constexpr std::chrono::microseconds kPoll{20};
-// A GPU that has not come to an event by then hangs: no step takes a tenth of that.
+// A GPU that has not reached an event after this time hangs: no step takes a tenth of it.
 constexpr std::chrono::seconds kStalled{120};
 constexpr int64_t kStalledNanoseconds = std::chrono::nanoseconds(kStalled).count();
-// Pieces of one launch: bounds the pinned memory of a list, 96 KiB.
+// Pieces of one launch. The number bounds the pinned memory of a list, 96 KiB.
 constexpr size_t kBatch = 4096;
-// From this size on the copy engine fills the link by itself (128 KiB each: 53 GB/s either way,
-// also beside a step, whose reads keep 93 %), where a kernel takes multiprocessors and bandwidth
-// from the step; below it a batch is bound by the cost of a piece (656 B: 0.7 GB/s against a
-// kernel's 40).
+// Pieces of this size and above go by the copy engine, which then fills the link by itself (128 KiB
+// each: 53 GB/s either way, also beside a step, whose reads keep 93 %), where a kernel takes
+// multiprocessors and bandwidth from the step. For smaller pieces a batch is bound by the cost of a
+// piece (656 B: 0.7 GB/s against a kernel's 40).
 constexpr size_t kLargePiece = size_t{64} << 10;
-// So few pieces are enqueued one by one as fast.
+// Up to this many pieces are enqueued one by one, which is as fast.
 constexpr size_t kFewPieces = 4;
-// Thread blocks of that kernel, one to a multiprocessor: fills the link beside a step that has the
-// others.
+// Thread blocks of that kernel, one to a multiprocessor. They fill the link beside a step that has
+// the other multiprocessors.
 constexpr int kCopyBlocks = 8;
 
 std::string ErrorText(const char* what, cudaError_t error) {
@@ -64,7 +64,7 @@ bool CudaEvent::Ready() const {
   if (health_->failed()) return true;
   const cudaError_t error = cudaEventQuery(event_);
   if (error != cudaErrorNotReady) {
-    Report(health_, error, "what the GPU was given");
+    Report(health_, error, "the work before an event");
     return true;
   }
   if (Now() - recorded_at_.load(std::memory_order_relaxed) < kStalledNanoseconds) return false;
@@ -151,7 +151,8 @@ void CudaStream::After(Stream& other) {
   SLUICE_CHECK(first.trunk_ == trunk_, "only branches of one stream come after one another");
   if (&first == this || health_->failed() || !trunk_->capture_error_.ok()) return;
   if (trunk_->capturing_) {
-    // What it has is of no program; the one that is recorded runs behind all of that or beside it.
+    // A stream's work outside the recording is not part of the program, which runs behind all of
+    // that work or beside it.
     if (&first != trunk_ && !first.takes_part_) return;
     takes_part_ = true;
   }
@@ -173,8 +174,8 @@ void CudaStream::CopyBatch(const CopyOp* ops, size_t count) {
 
 struct CudaStream::Pieces {
   Pieces(DeviceHealth* health, Buffer pinned) : list(std::move(pinned)), read(health, false) {}
-  Buffer list;     // of kBatch CopyPiece
-  CudaEvent read;  // the kernel is done with it
+  Buffer list;     // kBatch CopyPieces
+  CudaEvent read;  // ready once the kernel has read the list
 };
 
 CudaStream::Pieces* CudaStream::NextPieces() {
@@ -210,7 +211,7 @@ void CudaStream::CopyByEngine(const CopyOp* ops, size_t count) {
   sources_.clear();
   sizes_.clear();
   for (size_t i = 0; i < count; ++i) {
-    if (ops[i].bytes == 0) continue;  // refused by the driver
+    if (ops[i].bytes == 0) continue;  // the driver refuses empty pieces
     targets_.push_back(ops[i].target);
     sources_.push_back(ops[i].source);
     sizes_.push_back(ops[i].bytes);
@@ -256,7 +257,7 @@ void CudaStream::WaitFor(Event& event) {
 absl::StatusOr<cudaGraph_t> CudaStream::Capture(const std::function<void(Stream&)>& enqueue) {
   SLUICE_CHECK(trunk_ == this && !capturing_,
                "one program at a time, of a stream and its branches");
-  // Relaxed: a library may load a kernel or ask for memory on the first call.
+  // The mode is relaxed: a library may load a kernel or ask for memory on the first call.
   if (const cudaError_t error = cudaStreamBeginCapture(stream_, cudaStreamCaptureModeRelaxed);
       error != cudaSuccess) {
     return absl::InternalError(ErrorText("a program's recording", error));
@@ -278,7 +279,7 @@ absl::StatusOr<cudaGraph_t> CudaStream::Capture(const std::function<void(Stream&
   }
   if (status.ok()) return graph;
   if (graph != nullptr) cudaGraphDestroy(graph);
-  cudaGetLastError();  // it is in the status
+  cudaGetLastError();  // clears the error, which the status holds
   return status;
 }
 

@@ -17,13 +17,14 @@ namespace sluice {
 
 class CudaEvent : public TimedEvent {
  public:
-  // `timed`: Since() may be asked.
+  // Since() may be called only on `timed` events.
   CudaEvent(DeviceHealth* health, bool timed);
   ~CudaEvent() override;
   CudaEvent(const CudaEvent&) = delete;
   CudaEvent& operator=(const CudaEvent&) = delete;
 
-  // Also once it has been pending for two minutes: then the GPU hangs, and the device has failed.
+  // Also returns true once the event has been pending for two minutes: then the GPU hangs, and the
+  // device has failed.
   bool Ready() const override;
   void Wait() const override;
   absl::Duration Since(const TimedEvent& earlier) const override;
@@ -37,10 +38,10 @@ class CudaEvent : public TimedEvent {
 
 // Once a call has failed, or the device is not healthy, nothing more is enqueued.
 //
-// A branch is a stream of its own, made at its first use. While its stream is captured it takes
-// part from the first After() on that orders it behind that; what is put on it earlier would run at
-// once, and so fails the recording. Branches come first where both have work: it is little, and
-// somebody waits for it.
+// A branch is a CUDA stream of its own, made at its first use. While its trunk is captured, a
+// branch takes part from the first After() that orders it behind the trunk. Work that is put on it
+// earlier would run at once, and so fails the recording. Branches have the higher priority: their
+// work is little, and somebody waits for it.
 class CudaStream : public Stream {
  public:
   CudaStream(DeviceHealth* health, Device::StreamKind kind);
@@ -53,32 +54,32 @@ class CudaStream : public Stream {
   void Fill(void* target, uint8_t value, size_t bytes) override;
   void Record(Event& event) override;
   void WaitFor(Event& event) override;
-  // Of a branch: its stream's.
+  // A branch's branches are its trunk's.
   Stream& Branch(int number) override;
   void After(Stream& other) override;
 
   cudaStream_t handle() const { return stream_; }
-  // Whether work may be enqueued.
+  // Returns whether work may be enqueued.
   bool usable();
-  // Takes the result of a call that enqueued `what`: a failure is the device's, or, while a program
-  // is recorded, the recording's.
+  // Takes the result of a call that enqueued `what`. A failure fails the device, or, while a
+  // program is recorded, the recording.
   void Check(cudaError_t error, const char* what);
 
-  // What `enqueue` puts here goes into a graph instead of being run. The graph is the caller's.
-  // INTERNAL: an operator that cannot be recorded, or a branch that was not joined. REQUIRES: no
-  // branch.
+  // Puts what `enqueue` enqueues here into a graph instead of running it. The graph is the
+  // caller's. INTERNAL: an operator that cannot be recorded, or a branch that was not joined.
+  // REQUIRES: this stream is no branch.
   absl::StatusOr<cudaGraph_t> Capture(const std::function<void(Stream&)>& enqueue);
 
  private:
-  // Pieces of a batch, where the kernel that copies them reads them.
+  // A list of pieces of a batch, in memory that the copying kernel reads.
   struct Pieces;
-  explicit CudaStream(CudaStream* trunk);  // a branch
+  explicit CudaStream(CudaStream* trunk);  // makes a branch
   void Create(int priority);
   void CopyRun(const CopyOp* ops, size_t count);
   void CopyByEngine(const CopyOp* ops, size_t count);
   void CopyByKernel(const CopyOp* ops, size_t count);
-  // The older of the two lists, once it is free; null: it could not be had, and the device has
-  // failed.
+  // Returns the older of the two lists once it is free. Null: there was no memory for it, and the
+  // device has failed.
   Pieces* NextPieces();
 
   DeviceHealth* const health_;
@@ -86,11 +87,11 @@ class CudaStream : public Stream {
   cudaStream_t stream_ = nullptr;
   cudaEvent_t mark_ = nullptr;  // where a stream that comes After() this one begins
   std::unique_ptr<CudaStream> branches_[kBranches];
-  // Of the trunk, for its branches too.
+  // A trunk's fields, which also hold for its branches.
   bool capturing_ = false;
   absl::Status capture_error_;
-  bool takes_part_ = false;            // a branch: in the recording under way
-  std::unique_ptr<Pieces> pieces_[2];  // from the first batch on
+  bool takes_part_ = false;            // whether a branch is part of the recording under way
+  std::unique_ptr<Pieces> pieces_[2];  // made at the first batch
   size_t next_pieces_ = 0;
   // The arguments of one batch of the copy engine.
   std::vector<void*> targets_;

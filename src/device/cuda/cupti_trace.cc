@@ -20,12 +20,12 @@
 namespace sluice {
 namespace {
 
-// Where a toolkit has it, should the loader not find it by name.
+// Paths where a toolkit has the library, if the loader does not find it by name.
 constexpr std::array kLibraries = {"libcupti.so.13", "/usr/local/cuda/lib64/libcupti.so.13",
                                    "/usr/local/cuda/extras/CUPTI/lib64/libcupti.so.13"};
 constexpr std::array kKinds = {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, CUPTI_ACTIVITY_KIND_MEMCPY,
                                CUPTI_ACTIVITY_KIND_MEMSET};
-constexpr size_t kBufferBytes = size_t{8} << 20;  // some 40,000 records
+constexpr size_t kBufferBytes = size_t{8} << 20;  // room for some 40,000 records
 constexpr size_t kBufferAlignment = 8;
 
 // The functions that are used, by name.
@@ -106,13 +106,13 @@ TraceSlice SliceOf(TraceSlice::Kind kind, std::string name, const Record& record
   slice.stream = record.streamId;
   slice.begin = absl::FromUnixNanos(static_cast<int64_t>(record.start));
   slice.end = absl::FromUnixNanos(static_cast<int64_t>(record.end));
-  // What a graph launched shares that launch's correlation.
+  // All slices of a graph share the correlation of the graph's launch.
   slice.launch = record.graphId != 0 ? record.correlationId : 0;
   return slice;
 }
 
-// CUPTI knows callbacks without a context, so that what they fill is the process's. Its state lives
-// as long as the process: CUPTI is never unloaded.
+// CUPTI's callbacks take no context, so they fill state of the process, which lives as long as the
+// process: CUPTI is never unloaded.
 class Collector {
  public:
   static Collector& Get() {
@@ -146,7 +146,7 @@ class Collector {
       if (!on_) return std::vector<TraceSlice>();
       on_ = false;
     }
-    // Without the lock: flushing calls TakeBuffer.
+    // The lock is not held here: flushing calls TakeBuffer.
     absl::Status status =
         cupti_->Check(cupti_->flush_all(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED), "flush");
     for (const CUpti_ActivityKind kind : kKinds) {

@@ -1,5 +1,6 @@
-// What an NVIDIA GPU ran, through CUPTI's activity records: kernels (those of graphs one by one),
-// copies and fills. The library is loaded when it is asked for; nothing depends on it otherwise.
+// A trace of what an NVIDIA GPU ran, from CUPTI's activity records: kernels (those of graphs one by
+// one), copies and fills. The library is loaded when a trace is asked for; nothing else depends on
+// it.
 #pragma once
 
 #include <memory>
@@ -9,8 +10,8 @@
 
 namespace sluice {
 
-// Of every stream of every context of this process. FAILED_PRECONDITION: there is no CUPTI, or
-// there is one trace already.
+// Traces every stream of every context of this process. FAILED_PRECONDITION: there is no CUPTI, or
+// a trace is already under way.
 absl::StatusOr<std::unique_ptr<DeviceTrace>> StartCuptiTrace();
 
 }  // namespace sluice

@@ -14,7 +14,7 @@ namespace sluice {
 namespace {
 
 constexpr int32_t kBlockRows = kernels::kFp8BlockRows;
-constexpr int32_t kPublishedRows = 128;  // of a block of MatrixPart::scales
+constexpr int32_t kPublishedRows = 128;  // rows of a block of MatrixPart::scales
 
 bool IsFp8(const MatrixPart& part) {
   const bool has_others = part.data != nullptr || part.values != nullptr;
@@ -35,7 +35,7 @@ int32_t ScaleColumns(int32_t k) {
   return (k + kernels::kFp8BlockColumns - 1) / kernels::kFp8BlockColumns;
 }
 
-// Where the scales begin behind the values.
+// Returns the offset of the scales behind the values.
 int64_t ScalesAt(int32_t n, int32_t k) { return (int64_t{n} * k + 255) / 256 * 256; }
 
 // Appends the scales of a part's blocks of 32 rows.
@@ -113,7 +113,7 @@ absl::Status WeightMaker::MakeFp8(absl::Span<const MatrixPart> parts, int32_t k,
 
 absl::Status WeightMaker::MakeBFloat16(absl::Span<const MatrixPart> parts, int32_t k,
                                        Weight& weight) {
-  // Rows that are rounded here at a time: 32 MiB.
+  // Rows that are rounded on the host at a time: 32 MiB.
   const int32_t rows_at_once = std::max<int32_t>(1, (16 << 20) / std::max(k, 1));
   std::vector<uint16_t> rounded;
   auto* out = weight.storage.as<uint16_t>();

@@ -1,9 +1,9 @@
-// Matrices of weights in HBM in the form in which the kernels read them, from whatever form their
-// parts come in.
+// Makes matrices of weights in HBM, in the form in which the kernels read them, from parts in any
+// form.
 //
-// Parts that are all e4m3 stay e4m3 (kFp8Pairs where k is a multiple of 16, else kFp8Blocks), each
-// scale repeated for its 4 blocks of 32 rows; parts of any other forms become one bf16 matrix,
-// every weight rounded once.
+// If all parts are e4m3, the matrix stays e4m3 (kFp8Pairs where k is a multiple of 16, else
+// kFp8Blocks), each scale repeated for its 4 blocks of 32 rows. Else the parts become one bf16
+// matrix, every weight rounded once.
 #pragma once
 
 #include <memory>
@@ -21,10 +21,10 @@ class WeightMaker {
  public:
   explicit WeightMaker(DeviceHealth* health);
 
-  // Bytes that Make allocates.
+  // Returns the bytes that Make allocates.
   static int64_t Bytes(absl::Span<const MatrixPart> parts, int32_t k);
-  // INVALID_ARGUMENT: a part of e4m3 that does not begin at a multiple of 32 rows.
-  // RESOURCE_EXHAUSTED: HBM. One caller at a time.
+  // INVALID_ARGUMENT: an e4m3 part does not begin at a multiple of 32 rows. RESOURCE_EXHAUSTED:
+  // HBM. One caller at a time.
   absl::StatusOr<Weight> Make(absl::Span<const MatrixPart> parts, int32_t k);
 
  private:
@@ -35,7 +35,7 @@ class WeightMaker {
   DeviceHealth* const health_;
   CudaStream setup_;
   CudaEvent set_up_;
-  std::unique_ptr<WeightUploader> uploader_;  // from the first matrix with bytes on
+  std::unique_ptr<WeightUploader> uploader_;  // made for the first matrix that has bytes
 };
 
 }  // namespace sluice

@@ -14,8 +14,8 @@
 namespace sluice {
 namespace {
 
-// Maps the pages of a file in one go: else each 64 KiB of it is a fault of its own. No error is one
-// for us: the pages then come as they are read.
+// Maps the pages of a file in one go: else each 64 KiB of it is a fault of its own. Errors are
+// ignored: the pages then come as they are read.
 void Populate(const uint8_t* data, size_t bytes) {
 #ifdef MADV_POPULATE_READ
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));

@@ -13,7 +13,7 @@ void SimClock::At(absl::Time when, std::function<void()> what) {
 
 bool SimClock::RunNext() {
   if (due_.empty()) return false;
-  // The queue gives constant access alone; what is moved out is popped at once.
+  // The queue gives only const access; the element that is moved out is popped at once.
   auto next = std::move(const_cast<Happening&>(due_.top()));
   due_.pop();
   now_ = std::max(now_, next.when);
@@ -22,7 +22,7 @@ bool SimClock::RunNext() {
 }
 
 void SimClock::RunUntil(const std::function<bool()>& done) {
-  while (!done()) SLUICE_CHECK(RunNext(), "a wait for what nothing will bring about");
+  while (!done()) SLUICE_CHECK(RunNext(), "no event is left that could end the wait");
 }
 
 void SimClock::Leap(absl::Duration by) {

@@ -1,7 +1,7 @@
-// Virtual time: a clock, and what is to happen when. Time moves only from one happening to the
-// next, so that a simulation of minutes takes milliseconds, and the same again every time.
+// Virtual time: a clock and a queue of events to come. Time moves only from one event to the next,
+// so that a simulation of minutes takes milliseconds, and is the same every time.
 //
-// One thread.
+// Not thread-safe: one thread uses it.
 #pragma once
 
 #include <cstddef>
@@ -21,19 +21,19 @@ class SimClock : public Clock {
 
   absl::Time Now() const override { return now_; }
 
-  // Runs `what` at `when`, or next if that is past. What is due at one time runs in the order in
-  // which it was asked for.
+  // Runs `what` at `when`, or next if that is past. Events that are due at one time run in the
+  // order in which they were asked for.
   void At(absl::Time when, std::function<void()> what);
   void After(absl::Duration delay, std::function<void()> what) {
     At(now_ + delay, std::move(what));
   }
 
-  size_t due() const { return due_.size(); }  // happenings to come
-  // Moves to the next happening and runs it. False: there is none.
+  size_t due() const { return due_.size(); }  // number of events to come
+  // Moves to the next event and runs it. Returns false if there is none.
   bool RunNext();
   // Runs until done() holds. REQUIRES: it comes to that.
   void RunUntil(const std::function<bool()>& done);
-  // The clock leaps ahead: what was due meanwhile comes late.
+  // Makes the clock leap ahead: events that were due meanwhile come late.
   void Leap(absl::Duration by);
 
  private:

@@ -106,7 +106,8 @@ void SimStream::Begin() {
       RunPiece();
       return;
     case Entry::Kind::kRecord:
-      // Through the clock, although it takes no time: nobody is called back inside a Record.
+      // The event goes through the clock although it takes no time: so nobody is called back inside
+      // a Record.
       device_->clock->After(absl::ZeroDuration(), [this] {
         SimEvent& event = *queue_.front().event;
         event.done_ = queue_.front().value;

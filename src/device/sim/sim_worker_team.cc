@@ -58,11 +58,11 @@ class SimWorkerTeam : public WorkerTeam {
     int owed = 0;  // answers that the round waits for
   };
   struct WorkerState {
-    int late = 0;       // shares that it does past their deadline
-    bool owes = false;  // while it does a share: its round waits for it
+    int late = 0;       // shares that the worker does past their deadline
+    bool owes = false;  // set during a share whose round waits for it
   };
 
-  // In one order for every worker of a round, so that the draws are the seed's alone.
+  // The order is the same for every worker of a round, so that the draws depend on the seed alone.
   void Open(int channel) {
     Channel& c = channels_[static_cast<size_t>(channel)];
     SLUICE_CHECK(c.gate.open, "a round is raised before the last one's answer");
@@ -74,7 +74,7 @@ class SimWorkerTeam : public WorkerTeam {
       if ((gone_ & bit) != 0) {
         After(DrawTime(), [this, channel, bit] { Fail(channel, bit, MailboxError::kLeft); });
       } else if (workers_[static_cast<size_t>(w)].late > 0) {
-        // It has not come back: this round does not count on it.
+        // The worker has not come back: this round does not count on it.
         After(absl::ZeroDuration(),
               [this, channel, bit] { Fail(channel, bit, MailboxError::kDeadline); });
       } else if (device_->Chance(device_->options.late_workers)) {
@@ -88,8 +88,8 @@ class SimWorkerTeam : public WorkerTeam {
     }
   }
 
-  // Its share is done before the deadline, and the answer is not; or it is done after it, upon
-  // whatever the device has written meanwhile.
+  // The share is done before the deadline, and the answer is not; or the share is done after it,
+  // upon whatever the device has written meanwhile.
   void BeLate(int channel, int worker) {
     ++workers_[static_cast<size_t>(worker)].late;
     ++failures_[static_cast<size_t>(MailboxError::kDeadline)];
@@ -168,7 +168,7 @@ class SimWorkerTeam : public WorkerTeam {
   std::vector<uint32_t> servers_;          // [slots]
   int64_t failures_[kMailboxErrors] = {};  // by MailboxError
   uint32_t gone_ = 0;
-  int under_way_ = 0;  // happenings of this team to come
+  int under_way_ = 0;  // events of this team to come
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Workers of the simulated device: shares of work that happen in virtual time between the Raise and
+// The workers of the simulated device: their shares happen in virtual time between the Raise and
 // the Await of a round, in any order, with faults from the seed.
 #pragma once
 
@@ -9,7 +9,8 @@
 
 namespace sluice {
 
-// `errors`: zeroed, one word a slot. REQUIRES: valid options; streams are SimStreams of `device`.
+// REQUIRES: `errors` is zeroed, one word a slot; the options are valid; streams are SimStreams of
+// `device`.
 std::unique_ptr<WorkerTeam> NewSimWorkerTeam(SimDeviceState* device, const MailboxOptions& options,
                                              Buffer errors, WorkerFn work);
 

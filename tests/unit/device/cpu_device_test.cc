@@ -75,7 +75,7 @@ TEST_CASE("timed events tell how long what lies between them took") {
     after->Wait();
     const absl::Duration outside = absl::FromChrono(std::chrono::steady_clock::now() - start);
     const absl::Duration copies = between->Since(*before);
-    // 32 MiB takes longer than a microsecond, and no longer than the time in which it lies.
+    // A fill of 32 MiB takes longer than a microsecond, and no longer than the time around it.
     CHECK(copies > absl::Microseconds(1));
     CHECK(after->Since(*between) >= absl::ZeroDuration());
     CHECK(copies + after->Since(*between) == after->Since(*before));
@@ -84,7 +84,7 @@ TEST_CASE("timed events tell how long what lies between them took") {
   }
 }
 
-// Many hand-overs with pauses on both sides of the spin: a lost wake-up would hang here.
+// There are many hand-overs with pauses on both sides of the spin: a lost wake-up would hang here.
 TEST_CASE("no wake-up is lost between a stream, its waiter and its helpers") {
   auto device = NewCpuDevice({"portable", 3});
   REQUIRE(device.ok());
@@ -182,7 +182,7 @@ TEST_CASE("matrices prepared together are one below the other") {
 }
 
 TEST_CASE("parts of any form are prepared together, exactly where the kernels are exact") {
-  constexpr int kColumns = 200, kRows = 150;  // neither a multiple of a block of scales
+  constexpr int kColumns = 200, kRows = 150;  // neither is a multiple of a block of scales
   const auto element = [](int row, int col, int salt) { return (row * 31 + col * 7 + salt) % 15; };
   std::vector<uint16_t> bf16;
   std::vector<float> floats;

@@ -52,7 +52,7 @@ TEST_CASE("workers get cores of their own first, beyond others' and node by node
   // A preferred node's cpus come before all others, those that share a core too.
   CHECK(PlaceWorkers(cpus, 1, 3, 1) == Ids{3, 6, 7});
   CHECK(PlaceWorkers(cpus, 1, 5, 1) == Ids{3, 6, 7, 0, 1});
-  // Of an affinity mask that leaves out some: 0, 4 and 5 are of node 0, and 4 shares 0's core.
+  // An affinity mask leaves out some: 0, 4 and 5 are of node 0, and 4 shares 0's core.
   const std::vector<Cpu> some = ReadTopology(system.root.string(), Ids{0, 4, 5, 7});
   CHECK(PlaceWorkers(some, 1, 3) == Ids{5, 7, 4});
 }

@@ -1,4 +1,4 @@
-// What src/device/device.h promises, on every device in memory that a host can test.
+// The promises of src/device/device.h, on every device in memory that a host can test.
 #include <algorithm>
 #include <atomic>
 #include <catch2/catch.hpp>
@@ -107,7 +107,8 @@ void BatchesCopyEveryPiece(Device& device) {
   const std::vector<uint8_t> bytes = Random(kBytes);
   std::memcpy(from.data(), bytes.data(), kBytes);
   const auto stream = device.NewStream(StreamKind::kCopy);
-  // Some pieces and many, large and small, of odd sizes and none; the rest stays as it was.
+  // The pieces are few and many, large and small, of odd sizes and empty; all other memory stays as
+  // it was.
   for (const size_t pieces : {1, 3, 10, 10'000}) {
     std::vector<uint8_t> want(kBytes, 0);
     stream->Fill(to.data(), 0, kBytes);
@@ -138,7 +139,7 @@ void StreamsWaitForEvents(Device& device) {
   for (int round = 0; round < 200; ++round) {
     const auto value = static_cast<uint8_t>(round + 1);
     std::memset(from.data(), value, kBytes);
-    first->WaitFor(*taken);  // never recorded at first: no wait
+    first->WaitFor(*taken);  // it was never recorded, so nothing waits
     first->Copy(middle.data(), from.data(), kBytes);
     first->Record(*filled);
     second->WaitFor(*filled);
@@ -150,7 +151,7 @@ void StreamsWaitForEvents(Device& device) {
     REQUIRE(std::all_of(seen, seen + kBytes, [value](uint8_t b) { return b == value; }));
   }
 }
-SLUICE_TEST_ON_EVERY_DEVICE("what waits for another stream's event sees what came before it",
+SLUICE_TEST_ON_EVERY_DEVICE("a stream that waits for another's event sees everything before it",
                             StreamsWaitForEvents)
 
 void EventsFromManyThreads(Device& device) {
@@ -231,7 +232,7 @@ SLUICE_TEST_ON_EVERY_DEVICE("a program runs as often as wanted, and not while it
                             ProgramsRunAgain)
 
 // Halves of `state` change places by way of two branches, which have another layer's work under way
-// meanwhile: every missing order shows, that of a read before the next write too.
+// meanwhile: every missing order shows, also that of a read before the next write.
 struct Branches {
   static constexpr int kUnits = 512, kUnitBytes = 1024, kLayers = 9;
 
@@ -245,7 +246,7 @@ struct Branches {
     *count.as<int32_t>() = kUnits;
   }
 
-  // By an operator: on a GPU it may begin before the one before it is done
+  // An operator makes the change: on a GPU it may begin before the one before it is done
   // (kernels/cuda/common/launch.cuh).
   void Move(Stream& stream, const void* source, void* target) {
     kernels::TransferParams move{};
@@ -272,7 +273,7 @@ struct Branches {
       second.After(first);
       Move(second, high.data(), state.data());
       stream.After(second);
-      // Beside the next layer: nobody waits for it before the end.
+      // This runs beside the next layer: nobody waits for it before the end.
       third.After(stream);
       third.Fill(log.as<uint8_t>() + layer * kUnitBytes, static_cast<uint8_t>(layer + 1),
                  kUnitBytes);
@@ -324,7 +325,7 @@ void BranchesKeepTheirOrder(Device& device) {
     }
   }
 }
-SLUICE_TEST_ON_EVERY_DEVICE("branches are in the order that they are given, also in a program",
+SLUICE_TEST_ON_EVERY_DEVICE("branches keep the order that After() gives them, also in a program",
                             BranchesKeepTheirOrder)
 
 void BucketsHold(Device& device) {
@@ -352,7 +353,7 @@ void Fails(Device& device) {
     const ScopedFailpoints armed("device.failure=error*1");
     CHECK(absl::IsInternal(device.Health()));
   }
-  CHECK(ReasonOf(device.Health()) == "GPU_FAILED");  // it stays so
+  CHECK(ReasonOf(device.Health()) == "GPU_FAILED");  // the failure stays
   before->Wait();
   after->Wait();
   CHECK(after->Since(*before) >= absl::ZeroDuration());
@@ -374,7 +375,7 @@ TEST_CASE("on a failed device no wait hangs (cuda)", "[device][cuda]") {
   Fails(**device);
 }
 
-// Row-major kernel sets alone: what Prepare makes can be compared byte for byte.
+// Only row-major kernel sets: what Prepare makes can be compared byte for byte.
 void WeightsAreWhatTheyWere(Device& device) {
   std::mt19937 random(static_cast<unsigned>(TestSeed()));
   for (const int32_t k : {5, 64, 4096}) {

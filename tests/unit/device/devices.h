@@ -21,7 +21,7 @@ inline void OnDevice(const std::string& kernels, void (*test)(Device&)) {
   CHECK((*device)->Health().ok());
 }
 
-// One test case per device, so that what a machine lacks is counted.
+// Makes one test case per device, so that devices that a machine lacks are counted.
 #define SLUICE_TEST_ON_EVERY_DEVICE(claim, test)                        \
   TEST_CASE(claim " (cpu)", "[device]") { OnDevice("portable", test); } \
   TEST_CASE(claim " (cuda)", "[device][cuda]") { OnDevice("cuda", test); }

@@ -32,7 +32,7 @@ class Exchange {
     used_ += count;
     return memory_.as<uint64_t>() + used_ - count;
   }
-  // Waits until the stream has done all.
+  // Waits until the stream has done everything.
   void Finish() {
     stream_->Record(*done_);
     done_->Wait();
@@ -56,7 +56,7 @@ uint64_t AnswerTo(uint64_t question, int worker) {
   return question * 1000 + static_cast<uint64_t>(worker) + 1;
 }
 
-// What the channels ask and what the workers answer: one question and an answer per worker each.
+// The memory of questions and answers: for each channel one question, and one answer per worker.
 struct Papers {
   Papers(Exchange& e, int channels)
       : workers(e.workers()), questions(e.Words(channels)), answers(e.Words(channels * workers)) {}
@@ -95,7 +95,7 @@ void AskEverything(Device& device) {
 }
 SLUICE_TEST_ON_EVERY_DEVICE("a mailbox carries every question and every answer", AskEverything)
 
-// The program's constants are the same each time; what it asks is not.
+// The program's constants are the same each time; its question is not.
 void RunAgain(Device& device) {
   constexpr int kRuns = 10000, kChannels = 2, kWorkers = 2;
   Exchange e(
@@ -112,7 +112,7 @@ void RunAgain(Device& device) {
     for (int c = 0; c < kChannels; ++c) {
       e.mailbox().Raise(s, c);
       e.mailbox().Await(s, c);
-      // What one run leaves the next one finds.
+      // The next run begins with the state that one run leaves.
       s.Copy(&papers.answers[c], &papers.questions[c], sizeof(uint64_t));
       s.Copy(&papers.questions[c], &papers.answers[c], sizeof(uint64_t));
     }
@@ -148,7 +148,7 @@ void ThrowingWorker(Device& device) {
     CHECK(e.mailbox().error(1) == (i >= 2 ? MailboxError::kFailed : MailboxError::kNone));
     CHECK(e.mailbox().errors()[2] == (i >= 3 ? 1 : 0));
   }
-  // It serves the next sequence in that place as if nothing had been.
+  // The slot serves its next sequence as if nothing had happened.
   e.mailbox().Reset(1);
   e.mailbox().Raise(e.stream(), 0);
   e.mailbox().Await(e.stream(), 0);
@@ -157,7 +157,8 @@ void ThrowingWorker(Device& device) {
 }
 SLUICE_TEST_ON_EVERY_DEVICE("a worker that throws fails its sequences, and answers", ThrowingWorker)
 
-// A worker of our own, which answers until `stop`, or dies with a round taken up but not answered.
+// A worker of the test's own, which answers until `stop`, or dies with a round taken up but not
+// answered.
 void AnswerUntil(Mailbox& mailbox, int worker, const std::atomic<bool>& stop,
                  const std::atomic<bool>& die) {
   while (!stop.load()) {
@@ -192,7 +193,7 @@ void DyingWorker(Device& device) {
   stop = true;
   first.join();
   second.join();
-  // The other one too: the watchdog answers alone.
+  // Now the other one dies too: the watchdog answers alone.
   e.mailbox().Leave(0);
   for (int i = 0; i < 20; ++i) round();
   CHECK(e.mailbox().error(0) == MailboxError::kLeft);
@@ -219,7 +220,7 @@ void SlowWorker(Device& device) {
     e.Finish();
   };
   for (int i = 0; i < 5; ++i)
-    round();  // the first takes the deadline, the others do not count on it
+    round();  // the first round takes the deadline, the others do not count on the worker
   CHECK(e.mailbox().error(0) == MailboxError::kNone);
   CHECK(e.mailbox().error(1) == MailboxError::kDeadline);
   slow = false;
@@ -236,7 +237,7 @@ SLUICE_TEST_ON_EVERY_DEVICE("a worker past the deadline is not waited for, and m
                             SlowWorker)
 
 void HoldingWorker(Device& device) {
-  // Long enough that a worker on a busy machine has begun by then.
+  // The time is long enough that a worker on a busy machine has begun by then.
   Exchange e(device,
              {.channels = 1, .workers = 1, .slots = 1, .deadline = absl::Milliseconds(500)});
   std::atomic<bool> over{false}, over_while_held{true}, refused{false};

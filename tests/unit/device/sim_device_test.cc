@@ -145,7 +145,7 @@ TEST_CASE("faults come where they are asked for: stalls, a refused allocation, b
   const auto device = NewSimDevice(options, &clock);
   const auto done = device->NewEvent();
   int a = 0, b = 1;
-  // Last: what it has not done yet, it does when it ends.
+  // This is last: what the stream has not done yet, it does when it ends.
   const auto stream = device->NewStream(Device::StreamKind::kCopy);
   stream->Fill(&b, 0, sizeof(b));
   stream->Copy(&a, &b, sizeof(a));

@@ -1,4 +1,4 @@
-// What src/device/trace.h promises, on every device.
+// The promises of src/device/trace.h, on every device.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <memory>
@@ -32,7 +32,7 @@ std::vector<TraceSlice> StopInOrder(DeviceTrace& trace) {
   return *std::move(slices);
 }
 
-// Copies and fills of a stream, and then those of a program that runs twice.
+// Enqueues copies and fills on a stream, and then those of a program that runs twice.
 void TraceHasWhatRan(Device& device) {
   const auto stream = device.NewStream(Device::StreamKind::kCompute);
   auto from = device.Allocate(MemoryKind::kPinned, kBytes, "a test");
@@ -42,7 +42,7 @@ void TraceHasWhatRan(Device& device) {
     s.Copy(to->data(), from->data(), kBytes);
     s.Fill(to->data(), 7, kBytes);
   };
-  work(*stream);  // before: not in it
+  work(*stream);  // before the trace: not in it
   Finish(device, *stream);
 
   auto trace = device.StartTrace();
@@ -71,12 +71,13 @@ void TraceHasWhatRan(Device& device) {
     CHECK(slices[i].end < end + kClocksApart);
     if (i > 0) CHECK(slices[i].begin >= slices[i - 1].end);
   }
-  // What a program runs at once shares a launch that is its own; what is by itself has none.
+  // The work of one run of a program shares a launch of its own; work that was enqueued alone has
+  // none.
   CHECK(slices[0].launch == 0);
   CHECK(slices[2].launch == slices[3].launch);
   CHECK((slices[3].launch == 0 || slices[3].launch != slices[4].launch));
 
-  work(*stream);  // after: not in the next one
+  work(*stream);  // after the trace: not in the next one
   Finish(device, *stream);
   trace->reset();
   auto again = device.StartTrace();

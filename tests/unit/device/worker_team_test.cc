@@ -46,7 +46,7 @@ void AskAndAnswer(Device& device) {
   std::vector<std::array<uint64_t, kWorkers>> got(200);
   std::vector<uint64_t> tickets(got.size());
   std::iota(tickets.begin(), tickets.end(), uint64_t{1});
-  // The next is asked before the last one's answer is taken.
+  // The next question is asked before the last one's answer is taken.
   const auto ask = [&](size_t i) {
     stream->Copy(&round.question[i % kChannels], &tickets[i], sizeof(uint64_t));
     team.Raise(*stream, static_cast<int>(i % kChannels));
@@ -67,7 +67,7 @@ void AskAndAnswer(Device& device) {
 }
 SLUICE_TEST_ON_EVERY_DEVICE("a team answers every question of two channels at once", AskAndAnswer)
 
-// Worker 1 does as `what` says in the third round; slot s is served by worker s % 3.
+// Worker 1 does as `what` says in the third round; worker s % 3 serves slot s.
 void FailOnce(Device& device, const absl::Status& what, MailboxError wanted) {
   const auto stream = device.NewStream(Device::StreamKind::kCompute);
   const auto done = device.NewEvent();
@@ -91,7 +91,7 @@ void FailOnce(Device& device, const absl::Status& what, MailboxError wanted) {
   }
   CHECK(team.failures(wanted) == 1);
   CHECK(team.gone() == (wanted == MailboxError::kLeft ? 2u : 0u));
-  // A worker that has died fails who comes next, too; one that failed once does not.
+  // A worker that has died also fails the slot's next sequence; one that failed once does not.
   team.Reset(1);
   team.Raise(*stream, 0);
   team.Await(*stream, 0);
@@ -162,11 +162,11 @@ TEST_CASE("workers in virtual time fail, come late and leave by the seed, and ro
   CHECK(count(late, MailboxError::kDeadline) > 0);
   CHECK(count(late, MailboxError::kNone) > 0);
   options.late_workers = 0;
-  options.leaving_workers = 0.2;  // so that in 100 steps every one of them has left
+  options.leaving_workers = 0.2;  // so high that all workers have left after 100 steps
   const Seen leaving = run(options);
   CHECK(count(leaving, MailboxError::kLeft) > 0);
   CHECK(leaving.errors.back() == MailboxError::kLeft);
-  // The same seed, the same run.
+  // The same seed gives the same run.
   const Seen again = run(options);
   CHECK(again.errors == leaving.errors);
   CHECK(again.end == leaving.end);

@@ -1,5 +1,5 @@
-// What is the CUDA device's own: the sentence of a machine that will not do, errors of the GPU, and
-// large pinned memory.
+// Tests of the CUDA device alone: the sentence for an unfit machine, errors of the GPU, and large
+// pinned memory.
 #include <catch2/catch.hpp>
 #include <cstring>
 #include <string>
@@ -24,7 +24,7 @@ CudaMachine Good() {
   return machine;
 }
 
-// The sentence has all of these, and a way out.
+// The sentence has all of these parts, and a remedy.
 void CheckRefused(const CudaMachine& machine, const std::vector<std::string>& parts) {
   const absl::Status status = CheckCudaMachine(machine);
   REQUIRE(absl::IsFailedPrecondition(status));
@@ -35,10 +35,10 @@ void CheckRefused(const CudaMachine& machine, const std::vector<std::string>& pa
   CHECK(message.find('\n') == std::string::npos);
 }
 
-TEST_CASE("a machine that will not do is told what it lacks", "[device]") {
+TEST_CASE("an unfit machine is refused with what it lacks", "[device]") {
   CHECK(CheckCudaMachine(Good()).ok());
   CudaMachine machine = Good();
-  machine.driver_version = 13020;  // newer is as good, and so is an older one of CUDA 13
+  machine.driver_version = 13020;  // newer drivers are as good, and so is an older one of CUDA 13
   machine.runtime_version = 13010;
   CHECK(CheckCudaMachine(machine).ok());
   std::swap(machine.driver_version, machine.runtime_version);
@@ -182,7 +182,7 @@ TEST_CASE("copies anywhere in pinned memory of more than a GiB", "[device][cuda]
   stream->Copy(across, hbm->data(), kBytes);
   finish();
   CHECK(std::memcmp(across, want.data(), kBytes) == 0);
-  // And in a batch.
+  // The same holds in a batch.
   stream->Fill(hbm->data(), 0, kBytes);
   std::vector<Stream::CopyOp> ops;
   constexpr size_t kPiece = kBytes / 5;  // the middle one crosses the GiB
@@ -197,7 +197,7 @@ TEST_CASE("copies anywhere in pinned memory of more than a GiB", "[device][cuda]
   CHECK(std::memcmp(across, want.data(), 5 * kPiece) == 0);
 }
 
-// Last: an illegal address is the end of every device of the process.
+// This comes last: an illegal address is the end of every device of the process.
 TEST_CASE("a kernel that fails is the device's failure, and no wait hangs", "[device][cuda]") {
   const auto device = testing::TestDevice("cuda");
   if (absl::IsNotFound(device.status())) {
