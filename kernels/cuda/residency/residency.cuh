@@ -82,8 +82,8 @@ __device__ __forceinline__ void SplitList(const SplitParams& p, int list, uint32
     return;
   }
   const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
-  // The values that the tables below are searched for were there before, so nobody waits for
-  // these stores.
+  // The units that the lookups below find had their places before, so no barrier follows these
+  // stores.
   for (int place = t.ring + thread; p.forget && place < t.count; place += threads) {
     int32_t* const row = t.places.At(place);
     const int unit = row[0];
@@ -133,8 +133,8 @@ __device__ __forceinline__ void SplitList(const SplitParams& p, int list, uint32
       }
     }
   }
-  // Looks through all units that have a place. If these are only the ring's, it looks through the
-  // ring.
+  // Lists every unit that has a place. If only the ring's units have one, it looks through the
+  // ring alone.
   const bool ring_only = p.forget || t.ring == t.count;
   for (int first = ring_only ? max(0, t.newest - t.ring + 1) : 0; p.whole && first <= t.newest;
        first += threads * kListStrip) {
