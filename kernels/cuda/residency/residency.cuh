@@ -82,8 +82,7 @@ __device__ __forceinline__ void SplitList(const SplitParams& p, int list, uint32
     return;
   }
   const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
-  // The units that the lookups below find had their places before, so no barrier follows these
-  // stores.
+  // With p.forget nothing below reads these entries, so no barrier follows the stores.
   for (int place = t.ring + thread; p.forget && place < t.count; place += threads) {
     int32_t* const row = t.places.At(place);
     const int unit = row[0];
