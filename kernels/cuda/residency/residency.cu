@@ -1,6 +1,6 @@
-// Split, RecallDue, Recall: integers in tables of a few hundred KB, of one block (a warp, for
-// RecallDue) to a list (a row). Bytes: 4 an entry of a list and 4 to 12 of the tables, all in L2;
-// what they take is the way through three or four dependent loads.
+// Split, RecallDue and Recall. They work on integers in tables of a few hundred KB, with one
+// block to a list (a warp to a row, for RecallDue). Bytes: 4 an entry of a list and 4 to 12 of
+// the tables, all in L2. The time is that of three or four dependent loads.
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/launch.h"
 #include "kernels/cuda/residency/residency.cuh"
@@ -44,8 +44,8 @@ cudaError_t LaunchSplit(const SplitParams& p, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (p.rows == 0) return cudaSuccess;
-  // What a block looks through: its list, the places where they are forgotten or the ring is all,
-  // or the table of all units, however many they are.
+  // Entries that a block looks through: its list; the places, if they are forgotten or the ring
+  // is all; or the table of all units, however many there are.
   const bool all_units = p.whole && !p.forget && p.residency.count > p.residency.ring;
   const int64_t entries = all_units             ? kMaxThreads * kListStrip
                           : p.whole || p.forget ? max(p.selected.capacity, p.residency.count)

@@ -1,5 +1,6 @@
-// Where units lie, as device code of one block to a list and one warp to a row, so that a launch
-// may do several of these: what kernels/cpu/residency.cc says, to the last entry.
+// Lookups of the slots of units, as device code of one block to a list and one warp to a row, so
+// that a launch may do several of these. The results are those of kernels/cpu/residency.cc, to
+// the last entry.
 #pragma once
 
 #include "kernels/cuda/common/block_scan.cuh"
@@ -19,7 +20,7 @@ class HeadTable {
         reciprocal_(0xFFFFFFFFu / rows_per_page_),
         dim_(static_cast<unsigned>(rows.dim)) {}
 
-  // Reads the page numbers from a copy: of this slot, from its first page on.
+  // Reads the page numbers from a copy of this slot's, which starts at its first page.
   __device__ void ReadPagesFrom(const int32_t* copy) { pages_ = copy; }
   __device__ const int32_t* pages() const { return pages_; }
 
@@ -43,8 +44,8 @@ class HeadTable {
   unsigned dim_;
 };
 
-// The tables of a list, and what its row's position makes of them. What is read here, no kernel
-// writes.
+// The tables of a list, and the values that follow from its row's position. No kernel writes what
+// is read here.
 struct ListTables {
   __device__ ListTables(const ResidencyTable& t, const int32_t* slots, const int32_t* positions,
                         int list, int kv_heads, int unit_tokens)
@@ -64,15 +65,15 @@ struct ListTables {
   HeadTable place_of, places;
 };
 
-// Entries that a thread takes at a time: their loads are under way together.
+// Entries that a thread takes at a time. Their loads are under way together.
 inline constexpr int kListStrip = 4;
-// Threads of a block for lists or tables of `entries`.
+// Returns the threads of a block for lists or tables of `entries`.
 inline int ListThreads(int64_t entries) {
   const int64_t warps = (entries + 32 * kListStrip - 1) / (32 * kListStrip);
   return static_cast<int>(32 * (warps < 2 ? 2 : warps > 16 ? 16 : warps));
 }
 
-// Splits list `list` of the row. `totals`: ScanBlock's.
+// Splits list `list` of the row. `totals` is the scratch of ScanBlock.
 __device__ __forceinline__ void SplitList(const SplitParams& p, int list, uint32_t* totals) {
   const ListTables t(p.residency, p.slots, p.positions, list, p.kv_heads, p.unit_tokens);
   WaitForPriorKernels();
@@ -81,7 +82,7 @@ __device__ __forceinline__ void SplitList(const SplitParams& p, int list, uint32
     return;
   }
   const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
-  // Whatever is found in the tables below was there before, so nobody waits for this.
+  // With p.forget nothing below reads these entries, so no barrier follows the stores.
   for (int place = t.ring + thread; p.forget && place < t.count; place += threads) {
     int32_t* const row = t.places.At(place);
     const int unit = row[0];
@@ -131,7 +132,8 @@ __device__ __forceinline__ void SplitList(const SplitParams& p, int list, uint32
       }
     }
   }
-  // Everything that has a place; with none but the ring's, that is where to look.
+  // Lists every unit that has a place. If only the ring's units have one, it looks through the
+  // ring alone.
   const bool ring_only = p.forget || t.ring == t.count;
   for (int first = ring_only ? max(0, t.newest - t.ring + 1) : 0; p.whole && first <= t.newest;
        first += threads * kListStrip) {
@@ -160,7 +162,7 @@ __device__ __forceinline__ void SplitList(const SplitParams& p, int list, uint32
   }
 }
 
-// Decides for one row, by a whole warp.
+// Decides for one row. A whole warp calls it.
 __device__ __forceinline__ void RecallDueRow(const RecallDueParams& p, int row) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int slot = p.slots[row];

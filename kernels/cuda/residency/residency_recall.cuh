@@ -1,4 +1,4 @@
-// Who gives up its place: Recall, by one block to a list.
+// Recall, by one block to a list: it chooses the units that give up their places.
 #pragma once
 
 #include "kernels/cuda/residency/residency.cuh"
@@ -7,9 +7,9 @@ namespace sluice::kernels::cuda {
 
 // Shared memory of RecallList for tables of `places` places after the ring.
 struct RecallShared {
-  uint64_t* stale;   // [power of two >= places] (stamp, place) of units that may be put out
+  uint64_t* stale;   // [power of two >= places] (stamp, place) of units that may be evicted
   int32_t* free;     // [places] places without a unit
-  uint32_t* totals;  // ScanBlock's
+  uint32_t* totals;  // scratch of ScanBlock
 };
 constexpr int PowerOfTwo(int at_least) {
   int power = 1;
@@ -27,8 +27,8 @@ __device__ __forceinline__ RecallShared RecallSharedAt(unsigned char* memory, in
   return shared;
 }
 
-// Ascending order of `count` keys, a power of two: a bitonic network. In steps of 32 and less a
-// warp compares among 64 keys of its own.
+// Sorts `count` keys, a power of two, in ascending order by a bitonic network. In steps of 32 and
+// less a warp compares among 64 keys of its own.
 __device__ __forceinline__ void SortKeys(uint64_t* keys, int count) {
   for (int size = 2; size <= count; size *= 2) {
     for (int step = size / 2; step > 0; step /= 2) {
@@ -51,8 +51,8 @@ __device__ __forceinline__ void SortKeys(uint64_t* keys, int count) {
   __syncthreads();
 }
 
-// Of a block, or of a token's K row, as an index of pieces of that size in `cache`; `at` is the
-// unit or place. See RecallParams.
+// Returns the index of a block, or of a token's K row, in pieces of that size in `cache`. `at` is
+// the unit or place. See RecallParams.
 __device__ __forceinline__ int32_t PieceIndex(const PagedCache& c, int slot, int head, int at,
                                               bool token) {
   const int block = token ? at / c.block_tokens : at;
@@ -60,10 +60,10 @@ __device__ __forceinline__ int32_t PieceIndex(const PagedCache& c, int slot, int
   return token ? piece * 2 * c.block_tokens + (at - block * c.block_tokens) : piece;
 }
 
-// Fills shared.free and shared.stale with the places that may be given, in rising order; their
-// numbers: {free, stale}.
+// Fills shared.free and shared.stale with the places that may be given, in ascending order.
+// Returns their numbers: {free, stale}.
 __device__ __forceinline__ int2 FindPlaces(const ListTables& t, const RecallShared& shared) {
-  int free = 0, stale = 0;  // of the chunks so far
+  int free = 0, stale = 0;  // totals of the chunks so far
   for (int first = t.ring; first < t.count; first += static_cast<int>(blockDim.x) * kListStrip) {
     const int begin = first + static_cast<int>(threadIdx.x) * kListStrip;
     int unit[kListStrip], stamp[kListStrip];
@@ -89,7 +89,7 @@ __device__ __forceinline__ int2 FindPlaces(const ListTables& t, const RecallShar
 #pragma unroll
     for (int i = 0; i < kListStrip; ++i) {
       if (is_stale(i)) {
-        // Stamps in their order as unsigned numbers.
+        // Stamps are stored as unsigned numbers of the same order.
         shared.stale[stale_at++] = uint64_t{static_cast<uint32_t>(stamp[i]) ^ 0x80000000u} << 32 |
                                    static_cast<uint32_t>(begin + i);
       } else if (unit[i] == -1) {
@@ -124,7 +124,7 @@ __device__ __forceinline__ void RecallList(const RecallParams& p, int list,
     }
     const int64_t first = int64_t{list} * p.missing.capacity;
     const bool tokens = p.unit_tokens == 1;
-    // Those put out and those that come are different units, so there is no order among moves.
+    // Evicted units and arriving units are different, so the moves need no order.
     for (int i = static_cast<int>(threadIdx.x); i < moves; i += static_cast<int>(blockDim.x)) {
       const int unit = p.missing.units[first + i];
       const int place = i < free ? shared.free[i] : static_cast<int>(shared.stale[i - free]);

@@ -1,26 +1,28 @@
-// Gather and scatter of units by lists on the device (TransferParams): the GPU itself reads and
-// writes pinned memory, no copy engine, no host ("FlashTrans" of ESS, section 3.2).
+// Gather and scatter of units by lists on the device (TransferParams). The GPU itself reads and
+// writes pinned memory, without a copy engine or the host ("FlashTrans" of ESS, section 3.2).
 //
-// Bytes moved: sum of counts x unit_bytes over the link, as much in HBM, 4 or 8 bytes an entry.
-// Floor: the link; small rows are bound by its 128-byte reads (rows of 656 B touch 6.1 lines) and
-// by the reach of the GPU's address translation: rows far apart run at less than half the speed.
-// Hence the order of the work: an *item* is a run of neighbouring entries of one list (or a piece
-// of one large unit), items are numbered list by list, and warp w of W takes w, w + W, ...: at any
-// time all warps are on neighbouring items, in one list or two.
+// Bytes moved: the sum of counts x unit_bytes over the link, as much in HBM, and 4 or 8 bytes an
+// entry. Floor: the link. Small rows are bound by its 128-byte reads (rows of 656 B touch 6.1
+// lines) and by the reach of the GPU's address translation: rows far apart run at less than half
+// the speed. This decides the order of the work. An *item* is a run of neighbouring entries of
+// one list (or a piece of one large unit), items are numbered list by list, and warp w of W takes
+// items w, w + W, .... So at any time all warps are on neighbouring items, in one list or two.
 //
-// Measured: H100, pool of 64 GiB, to HBM by 8 blocks of half as many loads, GB/s of payload,
+// Measured on an H100, pool of 64 GiB, to HBM by 8 blocks of half as many loads, GB/s of payload,
 // medians of 5, spread below 3 % (sluice-transfer-bench; copy engine 55.1 in and 55.2 out,
 // cudaMemcpyAsync per row 0.25):
 //   656 B, 32 x    64  256  605    128 x    64  256  605    blocks of 16 KiB
 //   to HBM        38.7 43.6 44.6          43.2 38.1 45.0    50.8
 //   to DRAM       44.1 46.2 46.8          36.7 45.1 44.9    50.8
 // Another host with an H100 gave up to 5 % less in and 18 % less out for rows of 656 B. Beside a
-// kernel that reads HBM at 3.1 TB/s (32 x 605): 35.0 out, 89 % (8 blocks: 23.2, 98 %).
+// kernel that reads HBM at 3.1 TB/s (32 x 605): 35.0 out, and that kernel keeps 89 % (8 blocks:
+// 23.2, 98 %).
 //
-// To HBM what counts is the multiprocessors it takes from a step. H200, 76 x 605, by 1, 2, 3, 4
-// blocks (sluice-overlap-bench): 4 loads a lane 12.4, 23.6, 34.7, 41-45 GB/s; 8 loads 18.0, 35.4,
-// 44.3, 44.6; 1,024 threads of 4 loads the same, of 8 (which spill) 13.5, 26.0, 36, 43. Copies
-// to shared memory that no register waits for (cp.async) end at 24, whatever is in flight.
+// To HBM the cost is the multiprocessors that a transfer takes from a step. H200, 76 x 605, by 1,
+// 2, 3, 4 blocks (sluice-overlap-bench): with 4 loads a lane 12.4, 23.6, 34.7, 41-45 GB/s; with 8
+// loads 18.0, 35.4, 44.3, 44.6; with 1,024 threads of 4 loads the same, of 8 (which spill) 13.5,
+// 26.0, 36, 43. Copies to shared memory that no register waits for (cp.async) end at 24, whatever
+// is in flight.
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/launch.h"
 #include "kernels/cuda/common/move.cuh"
@@ -31,9 +33,9 @@ namespace {
 constexpr int kThreads = 512;
 constexpr unsigned kAll = 0xFFFFFFFFu;
 
-// How it is run to either side. `kLoads`: words in flight per lane, so bytes in flight per warp.
-// More blocks than these do not make it faster by themselves: they put further sequences in flight,
-// and the GPU's address translation loses sight of them.
+// Settings for a transfer to either side. `kLoads` is the words in flight per lane, and so sets
+// the bytes in flight per warp. More blocks than these do not make it faster by themselves: they
+// put further sequences in flight, beyond the reach of the GPU's address translation.
 struct ToHbm {
   static constexpr int kLoads = 8;
   static constexpr int kBlocks = 4;
@@ -42,33 +44,33 @@ struct ToHbm {
 struct ToDram {
   static constexpr int kLoads = 8;
   static constexpr int kBlocks = 16;
-  // A warp's stores of one item have arrived before it sends the next one's. Stores that wait for
-  // the link hold up everybody's way to memory: without this a kernel beside it reads HBM at two
-  // thirds of its speed.
+  // If true, a warp's stores of one item have arrived before it sends the next one's. Stores that
+  // wait for the link hold up everybody's way to memory: without this a kernel beside the
+  // transfer reads HBM at two thirds of its speed.
   static constexpr bool kInStep = true;
 };
 template <typename Side>
 constexpr int kItemBytes = Side::kLoads* kWarp* static_cast<int>(sizeof(uint4));
 
 struct Plan {
-  // How units are cut into items; one of the two is 1.
-  int32_t entries;  // of an item
-  int32_t pieces;   // of a unit, of kItemBytes each
+  // How units are cut into items. One of the first two fields is 1.
+  int32_t entries;  // entries of an item
+  int32_t pieces;   // pieces of a unit, of kItemBytes each
   bool wide;        // every address that the host knows is a multiple of 16
 };
 
-// What a warp moves at a time.
+// The piece of work that a warp moves at a time.
 struct Item {
-  int64_t source_offset;  // of the list
+  int64_t source_offset;  // offset of the list
   int64_t target_offset;
-  int32_t source_unit;  // this lane's entry; -1: none
+  int32_t source_unit;  // this lane's entry; -1 for none
   int32_t target_unit;
   int32_t entries;
   int32_t begin;  // bytes into the unit
 };
 
-// Copies `bytes` of each entry's unit, in words of T: word c of the item is word c % words of entry
-// c / words.
+// Copies `bytes` of each entry's unit, in words of T. Word c of the item is word c % words of
+// entry c / words.
 template <typename Side, typename T>
 __device__ __forceinline__ void MoveWords(const TransferParams& p, const Item& item,
                                           const char* source, char* target, int32_t bytes) {
@@ -113,7 +115,7 @@ __device__ __forceinline__ void Move(const TransferParams& p, const Plan& plan, 
   }
 }
 
-// The lists [base, base + 32), a lane each.
+// The lists [base, base + 32), one to a lane.
 template <typename Side>
 struct Lists {
   int32_t base;
@@ -121,7 +123,7 @@ struct Lists {
   int64_t source_offset;
   int64_t target_offset;
   int64_t items;
-  int64_t end;  // items of all lists up to and with this lane's
+  int64_t end;  // items of all lists up to and including this lane's
 
   __device__ Lists(const TransferParams& p, const Plan& plan, int32_t first, int64_t before)
       : base(first) {
@@ -144,7 +146,8 @@ struct Lists {
     end += before;
   }
 
-  // Item number `index` of all, which is one of these lists'. Its entry's loads are on their way.
+  // Returns item number `index` of all, which belongs to one of these lists. The loads of its
+  // entry are under way.
   __device__ Item Fetch(const TransferParams& p, const Plan& plan, int64_t index) const {
     const int lane = threadIdx.x % kWarp;
     const int owner = __popc(__ballot_sync(kAll, end <= index));
@@ -157,8 +160,8 @@ struct Lists {
     item.entries = min(plan.entries, __shfl_sync(kAll, count, owner) - first);
     item.begin = own % plan.pieces * kItemBytes<Side>;
     if (lane < item.entries) {
-      // Not by the read-only path: the kernel before this one may have written them while this one
-      // waited.
+      // The load must not take the read-only path: the kernel before this one may have written
+      // the entries while this one waited.
       const int64_t at = int64_t{base + owner} * p.capacity + first + lane;
       item.source_unit = p.source_units != nullptr ? __ldcg(p.source_units + at) : first + lane;
       item.target_unit = p.target_units != nullptr ? __ldcg(p.target_units + at) : first + lane;
@@ -168,13 +171,13 @@ struct Lists {
 };
 
 // Grid: any; block: kThreads. Each warp numbers the items of 32 lists at a time by a scan over
-// their counts, so there is no limit to the lists and nothing to share between warps. While an
-// item's units are on their way, the next one's entries are.
+// their counts, so the number of lists has no limit and warps share nothing. While an item's
+// units are on their way, the next one's entries are loading.
 template <typename Side>
 __global__ void __launch_bounds__(kThreads)
     TransferKernel(const TransferParams p, const Plan plan) {
   WaitForPriorKernels();
-  LetNextKernelStart();  // SparseMlaParams::then_arrives counts on the order.
+  LetNextKernelStart();  // SparseMlaParams::then_arrives relies on this order
   const int64_t warps = int64_t{gridDim.x} * (kThreads / kWarp);
   int64_t next = int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp;
   int64_t last = 0;  // items of the lists so far

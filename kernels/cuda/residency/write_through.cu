@@ -1,7 +1,8 @@
-// WriteThrough: each row's K and V to the sequences' home, which is pinned memory.
+// WriteThrough: copies each row's K and V to the sequences' home, which is pinned memory.
 //
-// Bytes: rows x kv_heads x 2 x head_dim x element size over the link: 41 KB for 10 rows of 8 heads
-// of 128, a microsecond. Where they go is looked up before the kernel that makes the rows is done.
+// Bytes: rows x kv_heads x 2 x head_dim x element size over the link: 41 KB for 10 rows of 8
+// heads of 128, a microsecond. The targets are looked up before the kernel that makes the rows is
+// done.
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/launch.h"
 #include "kernels/cuda/common/move.cuh"
@@ -12,7 +13,7 @@ namespace {
 
 constexpr int kWarps = 4;
 
-// One warp per (row, KV head). `words`: of K, and of V.
+// One warp copies one (row, KV head). `words` is the number of words of K, and of V.
 __global__ void __launch_bounds__(kWarp* kWarps)
     WriteThroughKernel(const __grid_constant__ WriteThroughParams p, int words) {
   LetNextKernelStart();
@@ -31,7 +32,8 @@ __global__ void __launch_bounds__(kWarp* kWarps)
   }
   WaitForPriorKernels();
   if (slot < 0) return;
-  // Written by a kernel, perhaps the one before, so not through the read-only path of LoadOnce.
+  // A kernel, perhaps the one before, wrote these rows, so the loads must not take LoadOnce's
+  // read-only path.
   const uint4* const from = static_cast<const uint4*>(p.written) + item * 2 * words;
   uint4* const value = key + int64_t{c.block_tokens} * words;
   for (int i = static_cast<int>(threadIdx.x) % kWarp; i < 2 * words; i += kWarp) {

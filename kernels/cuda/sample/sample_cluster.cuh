@@ -2,7 +2,7 @@
 // are of integers, so that they are the same in whatever order they are added.
 #pragma once
 
-#include <cooperative_groups.h>
+#include <cuda_runtime.h>
 
 #include <cstdint>
 
@@ -35,20 +35,21 @@ struct ClusterExchange {
 class Cluster {
  public:
   __device__ explicit Cluster(ClusterExchange& exchange)
-      : group_(cooperative_groups::this_cluster()),
-        exchange_(exchange),
-        rank_(static_cast<int>(group_.block_rank())) {}
+      : exchange_(exchange), rank_(static_cast<int>(__clusterRelativeBlockRank())) {}
 
   __device__ int rank() const { return rank_; }
-  __device__ void Sync() { group_.sync(); }
+  __device__ void Sync() {
+    Arrive();
+    Wait();
+  }
   // Sync() in two halves.
-  __device__ void Arrive() { group_.barrier_arrive(); }
-  __device__ void Wait() { group_.barrier_wait(); }
+  __device__ void Arrive() { __cluster_barrier_arrive(); }
+  __device__ void Wait() { __cluster_barrier_wait(); }
 
   // Returns the address in `block` that corresponds to `mine` in this block.
   template <typename T>
   __device__ T* At(T* mine, int block) {
-    return group_.map_shared_rank(mine, block);
+    return static_cast<T*>(__cluster_map_shared_rank(mine, block));
   }
 
   // Returns the largest value of all threads.
@@ -107,7 +108,6 @@ class Cluster {
     return values;
   }
 
-  cooperative_groups::cluster_group group_;
   ClusterExchange& exchange_;
   const int rank_;
   int turn_ = 0;

@@ -15,7 +15,7 @@
 // warps, each over every 32nd unit, added in order.
 #pragma once
 
-#include <cooperative_groups.h>
+#include <cuda_runtime.h>
 
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/paged_rows.cuh"
@@ -111,7 +111,6 @@ __device__ float Dots(const float* queries, int count, const T* row, int dim) {
 template <class Source>
 __device__ void SoftmaxSums(const Source& source, const float* queries, int dim, int group,
                             float* lse, RunningSum (*sums)[32]) {
-  const auto cluster = cooperative_groups::this_cluster();
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   for (int first = 0; first < group; first += 32) {
     const int count = min(32, group - first);
@@ -121,16 +120,19 @@ __device__ void SoftmaxSums(const Source& source, const float* queries, int dim,
       mine.Add(source.Score(queries + first * dim, count, unit));
     }
     sums[warp][lane] = mine;
-    cluster.sync();
+    __cluster_barrier_arrive();
+    __cluster_barrier_wait();
     if (warp == 0 && lane < count) {
       RunningSum all = RunningSum::Empty();
       for (int block = 0; block < kScoreParts; ++block) {
-        const RunningSum* theirs = cluster.map_shared_rank(&sums[0][0], block);
+        const auto* theirs =
+            static_cast<const RunningSum*>(__cluster_map_shared_rank(&sums[0][0], block));
         for (int w = 0; w < kScoreWarps; ++w) all.Add(theirs[w * 32 + lane]);
       }
       lse[first + lane] = all.LogSumExp();
     }
-    cluster.sync();  // all have read, before the next sums or the end of a block
+    __cluster_barrier_arrive();  // all have read, before the next sums or the end of a block
+    __cluster_barrier_wait();
   }
 }
 

@@ -18,7 +18,7 @@
 namespace sluice::bench {
 namespace {
 
-using namespace kernels;  // NOLINT: a file about them
+using namespace kernels;  // NOLINT: this file is about them
 
 constexpr int32_t kHeads = 64, kTopK = 2048;
 constexpr int64_t kKeyBytes = IndexKeyBytes(DType::kFloat8E4M3);

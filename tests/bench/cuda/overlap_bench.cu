@@ -22,7 +22,7 @@
 namespace sluice::bench {
 namespace {
 
-using namespace kernels;  // NOLINT: a file about them
+using namespace kernels;  // NOLINT: this file is about them
 
 constexpr int kRows = 76, kMisses = 605, kTokens = 32768, kPlaces = 6600;
 constexpr int kSpare = 4;  // processors that attention and scores leave, as in a step

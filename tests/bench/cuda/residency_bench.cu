@@ -20,7 +20,7 @@
 namespace sluice::bench {
 namespace {
 
-using namespace kernels;  // NOLINT: a file about them
+using namespace kernels;  // NOLINT: this file is about them
 
 constexpr int32_t kRows = 10, kHeads = 40, kKvHeads = 8, kHeadDim = 128, kBlockTokens = 32;
 constexpr int32_t kLists = kRows * kKvHeads, kContext = 64 << 10, kRank = 38;

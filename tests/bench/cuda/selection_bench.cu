@@ -21,7 +21,7 @@
 namespace sluice::bench {
 namespace {
 
-using namespace kernels;  // NOLINT: a file about them
+using namespace kernels;  // NOLINT: this file is about them
 
 constexpr int32_t kHeads = 40, kKvHeads = 8, kHeadDim = 128, kBlockTokens = 32;
 constexpr int32_t kRowsOfPage = 32;  // digest rows, 16 KiB of each head

@@ -18,7 +18,7 @@
 namespace sluice::bench {
 namespace {
 
-using namespace kernels;  // NOLINT: a file about them
+using namespace kernels;  // NOLINT: this file is about them
 
 constexpr int32_t kSelected = 2048, kSteps = 64, kGraphs = 8, kRowsPerPage = 1024;
 
