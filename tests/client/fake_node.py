@@ -49,6 +49,7 @@ class FakeNode(ingest_pb2_grpc.KvIngestServicer, decode_pb2_grpc.DecodeServicer,
         self.loses_sequences = False
         self.hang = False
         self.cancelled = threading.Event()
+        self.is_prefill = False
         self.draining = None  # sequences that still run, one less at every look; None: not draining
         self.drained_within = None
         self.requests = []
@@ -88,6 +89,9 @@ class FakeNode(ingest_pb2_grpc.KvIngestServicer, decode_pb2_grpc.DecodeServicer,
                                    reserved_bytes=1 << 29, used_bytes=1 << 20)])
 
     def ListSequences(self, request, context):
+        if self.is_prefill:
+            self.refuse(context, grpc.StatusCode.FAILED_PRECONDITION, "a prefill node has no sequences",
+                        error_details_pb2.ErrorInfo(reason="PREFILL_NODE"))
         return admin_pb2.ListSequencesResponse(total=3, sequences=[admin_pb2.SequenceInfo(
             request_id="r1", state=admin_pb2.SequenceInfo.STATE_RUNNING, prompt_tokens=9)])
 

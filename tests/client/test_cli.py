@@ -15,6 +15,7 @@ from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2
 from safetensors.numpy import save_file
 from sluice.v1 import decode_pb2
+from sluice_client import status
 from terminal import heeding_ctrl_c
 
 SLUICE = Path(__file__).resolve().parents[2] / "tools" / "sluice"
@@ -219,12 +220,25 @@ def test_status_of_a_prefill_node_shows_what_it_serves(sluice):
         assert f"fake (llama) at {old.address}" in out.stdout and "does not say how full it is" in out.stdout
         got = json.loads(sluice("status", "--prefill", old.address, "--json").stdout)
         assert got["capacity"] is None and got["model"]["model"]["fingerprint"] == "f1"
-        assert "1 running" in sluice("status", "--prefill", new.address).stdout
+        new.is_prefill = True
+        out = sluice("status", "--prefill", new.address)
+        assert "1 running" in out.stdout and "r1" not in out.stdout, out.stderr
         both = sluice("status", "--decode", new.address, "--prefill", old.address)
         assert both.stdout.index(new.address) < both.stdout.index(old.address)
     finally:
         old.server.stop(None)
         new.server.stop(None)
+
+
+def test_status_shows_how_much_a_prefill_node_holds():
+    model = {"name": "m", "architecture": "llama", "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 8,
+             "max_context": 64, "weight_bytes": "1024"}
+    held = {"capacity_bytes": "1024", "used_bytes": "512", "prompts": 2, "expired": 1}
+    capacity = {"tiers": [], "running": 3, "waiting": 4, "draining": False, "ready": False, "held": held}
+    text = status.as_text({"model": {"model": model, "role": "prefill"}, "capacity": capacity, "sequences": None}, "a:1")
+    for words in ("m (llama) at a:1  NOT READY", "role prefill", "[###############...............] 512 B used of 1 KiB",
+                  "2 prompts, 1 expired", "3 computed or pushed, 4 waiting"):
+        assert words in text
 
 
 def test_status_shows_the_node_of_the_flag_alone(sluice, node, monkeypatch):

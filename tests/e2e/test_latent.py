@@ -6,8 +6,9 @@ import grpc
 import pytest
 from sluice.v1 import admin_pb2, common_pb2, decode_pb2, ingest_pb2
 from sluice_client import status
-from support.latent_lab import (CASES, EXACT, FAST, FULL, KERNELS, MARGIN, MEMORY, NAMES, PACKED, POLICIES,  # noqa: F401
-                        SCARCE, answer, assert_same, decoded, long_prompt, nodes, pair, prefilled, pushed)
+from support.latent_lab import (CASES, EXACT, FAST, FULL, GOLDEN, KERNELS, MARGIN, MEMORY, NAMES, PACKED,  # noqa: F401
+                                POLICIES, SCARCE, answer, assert_same, decoded, long_prompt, nodes, pair,
+                                prefilled, pushed)
 from support.metrics_text import Scrape
 from support.nodes import BIN, DEVICE, TIMEOUT_S, Pair, error_of, matching_steps, run
 
@@ -19,7 +20,7 @@ def test_a_prompt_prefilled_elsewhere_continues_as_in_transformers(pair, golden,
     if DEVICE == "cuda" and case == 2:
         pytest.skip("activations in bf16 flip selections")
     g = golden(name)
-    got = answer(pair(name, EXACT, policy), g.prompt(case))
+    got = answer(pair(name, GOLDEN, policy), g.prompt(case))
     matching_steps(got, g.tokens(case), g.margins(case), MARGIN)
 
 

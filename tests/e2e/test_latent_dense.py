@@ -5,8 +5,8 @@ import pytest
 from sluice.v1 import admin_pb2, common_pb2, ingest_pb2
 from sluice_client import status
 from sluice_client.pusher import Pusher, PushError
-from support.latent_lab import (EXACT, FAST, KERNELS, MARGIN, MEMORY, NAMES, PACKED, answer, decoded, long_prompt, prefilled,
-                        without_indexer)
+from support.latent_lab import (EXACT, FAST, KERNELS, MARGIN, MEMORY, NAMES, PACKED, answer, decoded, long_prompt,
+                                prefilled, without_indexer)
 from support.nodes import BIN, DEVICE, Pair, error_of, matching_steps, run
 
 SERVER, PREFILL = MEMORY, [*MEMORY[:2], *MEMORY[-2:]]
@@ -49,7 +49,7 @@ def test_a_prompt_prefilled_elsewhere_continues_as_in_transformers(pair, golden,
     matching_steps(answer(pair(name), g.prompt(case)), g.tokens(case), g.margins(case), MARGIN)
 
 
-@pytest.mark.parametrize("form", [PACKED, FAST], ids=["reference", "fastest"])
+@pytest.mark.parametrize("form", [PACKED, FAST], ids=["float32", "fastest"])
 def test_a_long_prompt_is_served_in_the_packed_form_and_attended_to_whole(pair, form):
     p, prompt = pair(NAMES[1], form), long_prompt()
     first = prefilled(p, prompt)

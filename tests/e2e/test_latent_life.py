@@ -8,8 +8,8 @@ import grpc
 import pytest
 from sluice.v1 import admin_pb2, decode_pb2, ingest_pb2
 from sluice_client import rpc
-from support.latent_lab import (AHEAD, EXACT, FAST, FULL, MARGIN, MEMORY, NAMES, PACKED, SCARCE, SPARE, answer, assert_same,
-                        decoded, long_prompt, nodes, prefilled, pushed)  # noqa: F401
+from support.latent_lab import (AHEAD, EXACT, FAST, FULL, MARGIN, MEMORY, NAMES, PACKED, SCARCE, SPARE, answer,
+                                assert_same, decoded, long_prompt, nodes, prefilled, pushed)  # noqa: F401
 from support.metrics_text import Scrape
 from support.nodes import BIN, DEVICE, SCALE, TIMEOUT_S, Pair, error_of, greedy, matching_steps, run, tokens_of
 

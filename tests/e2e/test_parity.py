@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.nodes import FIXTURES, TINY, matching_steps, sluice_json
+from support.nodes import FIXTURES, FLOAT32_KERNELS, TINY, matching_steps, sluice_json
 
 CASES = json.loads((FIXTURES / "smollm2-135m-instruct/golden.json").read_text())
 # Best logit minus second best, below which a path with bf16 activations may choose otherwise.
@@ -38,7 +38,7 @@ def test_a_pushed_golden_cache_continues_as_in_transformers(pairs, golden, name,
 @pytest.mark.parametrize("name", ["tiny-deepseek-v32", "tiny-deepseek-v32-fp8"])
 def test_a_pushed_golden_latent_cache_continues_as_in_transformers(tiny_models, start, golden, name):
     node = start("sluice-server", tiny_models(name), "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB", "--kv-dtype",
-                 "float32", "--kernels", "reference")
+                 "float32", "--kernels", FLOAT32_KERNELS)
     g = golden(name)
     for case in (0, 1, 2):
         got = sluice_json("push", "--decode", node.address, "--kv", g.path, "--case", case)

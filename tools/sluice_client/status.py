@@ -15,11 +15,11 @@ _BAR_CELLS = 30
 
 
 def _or_none(call, request):
-    """Returns the answer of a method, or None where the node does not serve it."""
+    """Returns the answer of a method, or None where the node has nothing to answer: a prefill node has no sequences."""
     try:
         return call(request, timeout=_TIMEOUT_S)
     except grpc.RpcError as error:
-        if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+        if error.code() == grpc.StatusCode.UNIMPLEMENTED or rpc.reason_of(error) == "PREFILL_NODE":
             return None
         raise
 
@@ -77,9 +77,20 @@ def _capacity_lines(capacity: dict) -> list[str]:
         used, reserved, total = (int(tier[k + "_bytes"]) for k in ("used", "reserved", "capacity"))
         lines.append(f"  {tier['tier']:4} {tier['kind']:9} [{bar(used, reserved, total)}] "
                      f"{bytes_text(used)} used, {bytes_text(reserved)} reserved of {bytes_text(total)}")
-    most = f" (at most {capacity['max_sequences']})" if capacity["max_sequences"] else ""
-    return [*lines, f"  sequences: {capacity['running']} running{most}, "
+    if held := capacity.get("held"):
+        used, total = int(held["used_bytes"]), int(held["capacity_bytes"])
+        return [*lines, f"  held prompts   [{bar(used, used, total)}] {bytes_text(used)} used of {bytes_text(total)}, "
+                        f"{held['prompts']} prompts, {held['expired']} expired",
+                f"  prompts: {capacity['running']} computed or pushed, {capacity['waiting']} waiting"]
+    return [*lines, f"  sequences: {capacity['running']} running (at most {capacity['max_sequences']}), "
                     f"{capacity['waiting']} waiting; {capacity['transfers']} transfers"]
+
+
+def _state(capacity: dict | None) -> str:
+    """Returns why a node takes no work, as the end of the first line."""
+    if capacity and capacity["draining"]:
+        return "  DRAINING"
+    return "  NOT READY" if capacity and not capacity.get("ready", True) else ""
 
 
 def _sequence_lines(listing: dict) -> list[str]:
@@ -100,10 +111,10 @@ def as_text(status: dict, address: str) -> str:
              if model["kv_heads"] else
              f"{model['heads']} heads, caches "
              + " and ".join(f"{k['name']} of {k['bytes_per_token']} B" for k in model["cache_kinds"]))
-    about = ", ".join(f"{key} {node[key]}" for key in ("device", "kernels", "policy", "version") if node.get(key))
+    about = ", ".join(f"{key} {node[key]}" for key in ("role", "device", "kernels", "policy", "version")
+                      if node.get(key))
     lines = [
-        f"{model['name']} ({model['architecture']}) at {address}"
-        + ("  DRAINING" if capacity and capacity["draining"] else ""),
+        f"{model['name']} ({model['architecture']}) at {address}{_state(capacity)}",
         f"  {model['layers']} layers, {heads}, context {model['max_context']}, weights "
         f"{bytes_text(int(model['weight_bytes']))}",
         f"  {about}",
