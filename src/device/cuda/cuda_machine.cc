@@ -82,7 +82,8 @@ const HostPlacement& GpuPlacement() {
     for (const Cpu& cpu : UsableCpus()) usable.push_back(cpu.id);
     HostPlacement found = PlacementOfPciDevice(bus_id, usable);
     if (found.nodes > 1 && found.node < 0) {
-      Log(LogLevel::kInfo, "the GPU's NUMA node is unknown: pinned memory and workers may be on any node",
+      Log(LogLevel::kInfo,
+          "the GPU's NUMA node is unknown: pinned memory and workers may be on any node",
           {{"bus_id", std::string(bus_id)}, {"nodes", found.nodes}});
     }
     return found;

@@ -59,7 +59,8 @@ void PreferGpuNode(uint8_t* data, size_t bytes) {
   const absl::Status preferred = PreferNode(data, bytes, placement.node);
   static std::atomic<bool> logged = false;
   if (!preferred.ok() && !logged.exchange(true)) {
-    Log(LogLevel::kInfo, "pinned memory is not bound to the GPU's NUMA node, only the threads that touch it are",
+    Log(LogLevel::kInfo,
+        "pinned memory is not bound to the GPU's NUMA node, only the threads that touch it are",
         {{"placement", DescribePlacement(placement)}, {"error", preferred.ToString()}});
   }
 }
