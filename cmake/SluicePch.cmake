@@ -39,4 +39,5 @@ set(SLUICE_PCH_HEADERS
   <absl/strings/str_cat.h> <absl/synchronization/mutex.h> <absl/time/clock.h> <absl/time/time.h>
   <absl/types/span.h>)
 sluice_pch(sluice_pch ${SLUICE_PCH_HEADERS})
+sluice_pch(sluice_json_pch ${SLUICE_PCH_HEADERS} <nlohmann/json.hpp>)
 sluice_pch(sluice_grpc_pch ${SLUICE_PCH_HEADERS} <grpcpp/grpcpp.h> <google/protobuf/message.h>)
