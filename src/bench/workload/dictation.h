@@ -44,7 +44,6 @@ class Dictation {
   void End();
 
  private:
-  // Memory of the device, and where the host reads and writes it.
   explicit Dictation(const Parts& parts);
   absl::Status Allocate();
   // Waits for what is enqueued.

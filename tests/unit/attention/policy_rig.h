@@ -83,7 +83,6 @@ class PolicyRig {
     uint64_t seed = 0;
     int length = 0;
   };
-  // Memory of the device and where the host reads and writes it.
   // Of one layer.
   struct Layer {
     MirroredBuffer qkv, predicted, out;

@@ -36,8 +36,7 @@ absl::Status CheckDivision(const PolicyOptions& o) {
   if (shape.shares.empty()) {
     Log(LogLevel::kWarn,
         "policy ess: KV slots are not divided among layers, since there are no more of them than "
-        "the "
-        "fewest that were profiled, or there is one for each token",
+        "the fewest that were profiled, or there is one for each token",
         {{"setting", "ess_divide_places"},
          {"context", o.max_context},
          {"places", mean},

@@ -268,8 +268,8 @@ bool EssPolicy::Fetch(Stream& stream, int layer, int32_t first, int32_t rows) co
 }
 
 bool EssPolicy::Fetch(Stream& stream, const kernels::TransferParams& move) const {
-  if (options_.ess.probe.skip_transfers != nullptr && *options_.ess.probe.skip_transfers)
-    return false;
+  const bool* const skip = options_.ess.probe.skip_transfers;
+  if (skip != nullptr && *skip) return false;
   if (row_copies_ != nullptr) {
     row_copies_->Enqueue(stream, move);
     return false;
@@ -292,9 +292,9 @@ void EssPolicy::AttendDecode(Stream& stream, int layer, const Params& a) {
                                        ? StepOperators::kPrefetchWorkers
                                        : 0;
   using Stage = EssProbe::Stage;
+  const auto& on_stage = options_.ess.probe.on_stage;
   const auto done = [&](Stage stage) {
-    if (options_.ess.probe.on_stage != nullptr)
-      options_.ess.probe.on_stage(stream, layer, rows, stage);
+    if (on_stage != nullptr) on_stage(stream, layer, rows, stage);
   };
   const auto select = [&](int32_t first, int32_t count) {
     selection_->Select(
