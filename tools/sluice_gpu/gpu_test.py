@@ -38,8 +38,7 @@ EXAMPLES = """examples:
   build/stage/gpu-test --quick            of what was staged, without the sanitizers
   build/stage/gpu-test --unpack           only keep this part of the model for the next one
   tools/gpu-test --only 'rms_norm|merge'
-  tools/gpu-test --bench --results out    the figures: out/bench.md, out/bench.json, a trace; in a
-                                          checkout, build the target benches first
+  tools/gpu-test --bench --results out    the figures: out/bench.md, out/bench.json, a trace
   tools/gpu-test --bench --part main64k   attention policies side by side: a part of that table
   tools/gpu-test --bench --part main64k --quick --device cpu
                                           its rehearsal, with a small model, anywhere

@@ -1,15 +1,16 @@
-// UpdateResidency: token residency of whole sequences, one thread block to a sequence, another for
-// its stamps, nothing of it on the host. Tables and lists are integers of a few hundred KB in L2.
+// UpdateResidency: token residency of whole sequences, with one thread block to a sequence and
+// another for its stamps. The host takes no part. Tables and lists are integers of a few hundred
+// KB in L2.
 //
-// Free places are the last of those that a sequence has: tables begin so, and UpdateResidency gives
-// the first ones first. So two rounds of loads find them, among any number of places, while the
-// lists are split; only where they do not suffice are all places looked at.
+// Free places are the last of those that a sequence has: tables begin so, and UpdateResidency
+// gives the first ones first. So two rounds of loads find them, among any number of places, while
+// the lists are split. All places are looked at only if the free ones do not suffice.
 //
 // Bytes of a sequence: its lists (4 in, 4 out an entry), 4 to 12 of the tables an entry, and 8 a
-// place where one must be put out: 80 KB for 2,048 selected of 6,600 places. Floor: below a
-// microsecond. It takes the latency of three dependent loads, 2,048 lookups that are a sector each
-// on one multiprocessor (1 us; as many stores for the stamps), and where places are put out some
-// 15 meetings of the block and passes over the places.
+// place if a unit must be evicted: 80 KB for 2,048 selected of 6,600 places. Floor: below a
+// microsecond. The time is the latency of three dependent loads, of 2,048 lookups that are a
+// sector each on one multiprocessor (1 us; as many stores for the stamps), and, if units are
+// evicted, of some 15 barriers of the block and passes over the places.
 #include "kernels/cuda/residency/update_residency.cuh"
 
 #include "kernels/cuda/common/launch.cuh"
@@ -18,10 +19,11 @@
 namespace sluice::kernels::cuda {
 namespace {
 
-// What a block may have beside its arrays of fixed size.
+// Shared memory that a block may have beside its arrays of fixed size.
 constexpr int kMaxShared = (227 << 10) - (6 << 10);
 
-// Grid: (rows, 1 or 2). The block of a sequence's first row has the sequence; one beside it stamps.
+// Grid: (rows, 1 or 2). The block of a sequence's first row handles the sequence; a second block
+// stamps.
 __global__ void __launch_bounds__(kUpdateThreads)
     UpdateResidencyKernel(const __grid_constant__ UpdateResidencyParams p,
                           const __grid_constant__ UpdateLayout layout) {

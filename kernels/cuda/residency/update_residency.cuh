@@ -12,9 +12,10 @@ namespace sluice::kernels::cuda {
 inline constexpr int kUpdateStrip = 4;    // entries of a list that a thread takes at a time
 inline constexpr int kStagedPages = 512;  // page numbers of a table that lie in shared memory
 
-// How the shared memory of a block is laid out: SelectShared, then what `at` says, in bytes.
+// Layout of a block's shared memory: SelectShared, then the arrays at the `_at` offsets, in
+// bytes.
 struct UpdateLayout {
-  int32_t rows;   // of a sequence, at most
+  int32_t rows;   // rows of a sequence, at most
   int32_t lists;  // entries of a list
   int32_t kept;   // places whose keys are kept
   int32_t given;  // places that one call may give a sequence
@@ -43,7 +44,7 @@ inline UpdateLayout MakeUpdateLayout(const UpdateResidencyParams& p) {
   return l;
 }
 
-// The number of elements of a rising list that are below `unit`.
+// Returns the number of elements of an ascending list that are below `unit`.
 __device__ __forceinline__ int LowerBound(const int32_t* list, int count, int32_t unit) {
   int low = 0;
   while (low < count) {
@@ -63,13 +64,14 @@ __device__ __forceinline__ int32_t EntryNumber(const PagedLatents& c, int slot, 
          (entry - block * c.block_tokens);
 }
 
-// A row of a sequence that is whole (UpdateResidencyParams::whole): 2,048 entries are copied, which
-// takes what a dependent load takes. `ends`: it is the sequence's last row, `begins`: the first.
+// Handles a row of a sequence that is whole (UpdateResidencyParams::whole): 2,048 entries are
+// copied, in the time of one dependent load. `begins` and `ends` say that it is the sequence's
+// first and last row.
 __device__ __forceinline__ void UpdateWhole(const UpdateResidencyParams& p, int row, int slot,
                                             bool begins, bool ends) {
   const int last = p.positions[row], t = static_cast<int>(threadIdx.x);
   const int64_t list = int64_t{row} * p.selected.capacity;
-  // Tables of pages are not a step's own.
+  // No kernel of a step writes tables of pages.
   const int unit = last + 1 + t;
   const bool ahead = ends && t < p.ahead;
   int32_t* const place_of = ahead ? RowAt<int32_t>(p.residency.place_of, slot, unit, 0) : nullptr;
@@ -111,7 +113,7 @@ __device__ __forceinline__ void UpdateWhole(const UpdateResidencyParams& p, int 
 // The work of a block: the sequence of rows [first, first + rows).
 class ResidencyUpdate {
  public:
-  // `stamps_places`: no other block does.
+  // `stamps_places` is true if no other block stamps.
   __device__ ResidencyUpdate(const UpdateResidencyParams& params, const UpdateLayout& layout,
                              int first_row, int row_count, bool stamps_places,
                              unsigned char* memory)
@@ -134,7 +136,7 @@ class ResidencyUpdate {
         coming(place_of),
         places(p.residency.places, slot, 0) {}
 
-  // What needs nothing that kernels write.
+  // Does the work that needs nothing that kernels write.
   __device__ void Prepare() {
     __shared__ int32_t pages[2][kStagedPages];
     Stage(coming, (last + p.ahead) / p.residency.place_of.rows_per_page + 1, pages[0]);
@@ -172,7 +174,7 @@ class ResidencyUpdate {
     if (moves > p.move_capacity) __trap();
     if (threadIdx.x == kUpdateThreads - 32) Count(moves, selected);
     if (wanted == 0) return;
-    // No place is free twice: what UpdateResidency gives it takes back in the same call.
+    // No place is free twice: places that UpdateResidency gives are taken in the same call.
     const int free = wanted <= ends.had() - ends.taken() ? ends.taken() : -1;
     if (free < 0) {
       PlaceChoice(places, ends.had(), held, keys, l.kept, select, &totals.found)
@@ -181,9 +183,9 @@ class ResidencyUpdate {
     Give(moves, free, totals);
   }
 
-  // Another block's part beside the sequence's own: the stamps of what is selected and has a place,
-  // which are scattered stores, a sector each. What the other block gives meanwhile is stamped
-  // alike, and whose place it takes away was not selected.
+  // Another block's part beside the sequence's own: it stamps the selected units that have a
+  // place, by scattered stores of a sector each. Places that the other block gives meanwhile get
+  // the same stamp, and units that it evicts were not selected.
   __device__ void Stamp() const {
     for (int r = 0; r < rows; ++r) {
       const int units = p.selected.counts[first + r];
@@ -204,15 +206,16 @@ class ResidencyUpdate {
 
  private:
   struct Totals {
-    uint32_t split[2][32];  // of warps, in turn: residents, and in the upper half misses
+    // totals of warps, used in turn: residents, and in the upper half misses
+    uint32_t split[2][32];
     int misses[kMaxQueryPositions];
-    int ahead;       // positions of them that lack a place
+    int ahead;       // positions ahead that lack a place
     uint32_t found;  // places that may be given
   };
 
   __device__ static int Thread() { return static_cast<int>(threadIdx.x); }
   __device__ int32_t* Missing(int r) const { return missing + r * l.lists; }
-  // Entry i: how many units of the row's missing ones before i no earlier row misses.
+  // Entry i is the number of the row's missing units before i that no earlier row misses.
   __device__ uint16_t* Before(int r) const { return before + r * (l.lists + 1); }
 
   __device__ static void Stage(HeadTable& table, int number, int32_t* copy) {
@@ -246,9 +249,9 @@ class ResidencyUpdate {
     }
   }
 
-  // A row's list into places that it has, and units that have none. `unit`: the first row's first.
-  // `turn`: of totals.split, which goes on from row to row, for a warp may still read what the last
-  // chunk of the row before wrote.
+  // Splits a row's list into places that it has, and units that have none. `unit` holds the first
+  // row's first units. `turn` is the index in totals.split and goes on from row to row, because a
+  // warp may still read the values that the last chunk of the row before wrote.
   __device__ void SplitRow(int r, int units, int (&unit)[kUpdateStrip], int& turn, Totals& totals) {
     constexpr unsigned kAll = 0xFFFFFFFFu;
     const int64_t list = int64_t{first + r} * p.selected.capacity;
@@ -300,7 +303,7 @@ class ResidencyUpdate {
     }
   }
 
-  // The last warp: the positions to come that lack a place.
+  // Finds the positions ahead that lack a place. Only the last warp works.
   __device__ void FindAhead(Totals& totals) {
     if (threadIdx.x < kUpdateThreads - 32) return;
     const int lane = Thread() % 32;
@@ -317,7 +320,7 @@ class ResidencyUpdate {
     if (lane == 0) totals.ahead = lacking;
   }
 
-  // Whether an earlier row misses it too.
+  // Returns true if an earlier row misses the unit too.
   __device__ bool IsKnown(int r, int32_t unit, const Totals& totals) const {
     for (int other = 0; other < r; ++other) {
       const int at = LowerBound(Missing(other), totals.misses[other], unit);
@@ -326,7 +329,7 @@ class ResidencyUpdate {
     return false;
   }
 
-  // The number of units that any row misses.
+  // Returns the number of units that any row misses.
   __device__ int CountMissing(const Totals& totals) {
     if (rows == 1) return totals.misses[0];
     int all = 0;
@@ -349,7 +352,8 @@ class ResidencyUpdate {
     return all;
   }
 
-  // The number of missing units before entry i of row r's, or -1 where an earlier row has it.
+  // Returns the number of missing units before entry i of row r, or -1 if an earlier row has the
+  // unit.
   __device__ int NumberOf(int r, int i, const Totals& totals) const {
     if (rows == 1) return i;
     if (Before(r)[i] == Before(r)[i + 1]) return -1;
@@ -361,11 +365,12 @@ class ResidencyUpdate {
     return number;
   }
 
-  // Place `number` of those given: of the free ones from `free` on, or of `given`.
+  // Puts the unit into place `number` of those given: of the free ones from `free` on, or of
+  // `given`.
   __device__ int Put(int32_t unit, int32_t stamp, int number, int free) {
     const int place = free >= 0 ? free + number : static_cast<int>(given[number] & 0xFFFFFFFFu);
     int32_t* const row = places.At(place);
-    // What is put out and what comes are different units: there is no order among them.
+    // Evicted and arriving units are different, so these stores need no order.
     const int old = free >= 0 ? -1 : row[0];
     row[0] = unit;
     row[1] = stamp;
@@ -402,7 +407,7 @@ class ResidencyUpdate {
     }
   }
 
-  // One thread.
+  // Counts. One thread calls it.
   __device__ void Count(int moves, int64_t selected) {
     for (int r = 0; r < rows; ++r) p.move_counts[first + r] = r == 0 ? moves : 0;
     if (p.counters == nullptr) return;

@@ -1,5 +1,5 @@
-// The places that a block gives to a sequence's units: free ones, which are the last of those that
-// it has, or those used longest ago.
+// The places that a block gives to a sequence's units: free ones, which are the last of those
+// that the sequence has, or those used longest ago.
 #pragma once
 
 #include "kernels/cuda/residency/residency.cuh"
@@ -12,23 +12,24 @@ inline constexpr int kUpdateWarps = kUpdateThreads / 32;
 inline constexpr int kKeptPlaces = 16384;  // keys that stay in shared memory
 inline constexpr int kPlacesAtOnce = 16;   // loads of a thread under way
 inline constexpr int kRankedPlaces = 256;  // places that are ranked rather than sorted
-inline constexpr int kPlaceBits = 20;      // of places that are ranked
+inline constexpr int kPlaceBits = 20;      // bits of the number of a place that is ranked
 
-// Of a place: 0 if it is free, else in the order of its stamp. Places that the sequence has not:
-// kNeverSelected.
+// Returns 0 for a free place, and otherwise a key in the order of its stamp. Places that the
+// sequence does not have get kNeverSelected.
 __device__ __forceinline__ uint32_t PlaceKey(int2 place) {
   if (place.x == kNoPlace) return kNeverSelected;
   return place.x < 0 ? 0 : static_cast<uint32_t>(max(place.y, -1)) + 2;
 }
 
-// Where a table's taken places end, and where those that the sequence has: taken places come first,
-// then free ones, then those that it has not. Two rounds of loads by all threads, however many
-// places there are: one of 512 places finds the part in which an end lies, one of that part the
-// end. Between the rounds, and behind the second, the block meets.
+// Finds where a table's taken places end, and where those that the sequence has end: taken places
+// come first, then free ones, then those that the sequence does not have. All threads make two
+// rounds of loads, however many places there are. A load of one of 512 places finds the part in
+// which an end lies, and a load of one place of that part finds the end. The block synchronises
+// between the rounds and after the second.
 class PlaceEnds {
  public:
   struct Shared {
-    uint32_t rounds[2][32];  // of warps: taken, and in the upper half had
+    uint32_t rounds[2][32];  // sums of warps: taken, and in the upper half had
   };
   __device__ PlaceEnds(const HeadTable& places, int count, Shared& shared)
       : places_(places),
@@ -36,7 +37,7 @@ class PlaceEnds {
         count_(count),
         part_((count + kUpdateThreads - 1) / kUpdateThreads) {}
 
-  // Of each round: asks, without waiting for what was asked for.
+  // Result of a round's loads. The Ask methods start them without waiting for them.
   struct Asked {
     int taken, had;  // units, or kNoPlace
   };
@@ -60,7 +61,7 @@ class PlaceEnds {
     }
     Sum(1, found);
   }
-  // Of all threads.
+  // All threads call it.
   __device__ void Finish() {
     const uint32_t found = Total(1);
     taken_ += static_cast<int>(found & 0xFFFF);
@@ -93,10 +94,11 @@ class PlaceEnds {
   int taken_ = 0, had_ = 0;
 };
 
-// Keys of places that may be given, less `low`, and at most `high`; kNeverSelected: may not be.
+// Keys of places that may be given, less `low`, and at most `high`; kNeverSelected for places
+// that may not.
 struct PlaceKeys {
   const HeadTable& places;
-  const uint32_t* kept;  // of the first places, kNeverSelected where held
+  const uint32_t* kept;  // keys of the first places, kNeverSelected if held
   const uint32_t* held;  // a bit for each place
   uint32_t low, high;
   int kept_count;
@@ -113,10 +115,11 @@ struct PlaceKeys {
   }
 };
 
-// Chooses among `count` places those of the least (key, place), none of the held ones.
+// Chooses the places of the least (key, place) among `count` places, except held ones.
 class PlaceChoice {
  public:
-  // `select`: its bins are zero. `keys`: of the first `kept_count` places. `found`: 0.
+  // `keys` has room for the first `kept_count` places. REQUIRES: the bins of `select` are zero,
+  // and `found` is 0.
   __device__ PlaceChoice(const HeadTable& places, int count, const uint32_t* held, uint32_t* keys,
                          int kept_count, SelectShared& select, uint32_t* found)
       : places_(places),
@@ -127,17 +130,18 @@ class PlaceChoice {
         count_(count),
         kept_count_(min(kept_count, count)) {}
 
-  // Leaves the places in `given`, in order, in the lower halves. All threads; they meet at the end.
+  // Writes the places to the lower halves of `given`, in order. All threads call it and
+  // synchronise at the end.
   __device__ void Choose(uint32_t wanted, uint64_t* given) {
     const Least least = ReadKeys();
     if (least.key == kNeverSelected) __trap();
-    if (wanted == 1) {  // all there is to do in most steps: a place for the next position
+    if (wanted == 1) {  // the usual case: a place for the next position
       if (threadIdx.x == 0) given[0] = least.place;
       __syncthreads();
       return;
     }
-    // A digit holds the oldest stamps, one by one, and in its last bin all others. Only what has
-    // to go so deep needs further digits.
+    // A digit holds the oldest stamps, one by one, and all others in its last bin. Further digits
+    // are used only if the choice reaches so deep.
     PlaceKeys keys = {places_, keys_, held_, least.key, kSelectBins - 1, kept_count_, count_};
     uint32_t lacking;
     SelectCut cut =
@@ -149,7 +153,7 @@ class PlaceChoice {
       __syncthreads();
       cut = FindSelectCut<kUpdateThreads>(keys, bits, wanted, 1, 0, select_, &lacking);
     }
-    // With all others of the cut's own key.
+    // Includes all others of the cut's own key.
     const uint32_t candidates = wanted - cut.equals + (cut.equals > 0 ? select_.count : 0);
     if (candidates <= kRankedPlaces && keys.high < kSelectBins && count_ <= 1 << kPlaceBits) {
       Rank(keys, cut, wanted, given);
@@ -159,7 +163,7 @@ class PlaceChoice {
       given[number] = uint64_t{keys.At(place)} << 32 | static_cast<uint32_t>(place);
     });
     __syncthreads();
-    // Those of the cut's own key come last, in order of places.
+    // Places of the cut's own key come last, in order of places.
     Sort(given, static_cast<int>(wanted - cut.equals));
   }
 
@@ -213,7 +217,8 @@ class PlaceChoice {
     return {of_all, place, highest};
   }
 
-  // Few candidates are gathered in any order, and then numbered by counting who comes earlier.
+  // Few candidates are gathered in any order, and then numbered by counting the candidates that
+  // come earlier.
   __device__ void Rank(const PlaceKeys& keys, const SelectCut& cut, uint32_t wanted,
                        uint64_t* given) {
     auto* const found = reinterpret_cast<uint32_t*>(given);
@@ -244,9 +249,9 @@ class PlaceChoice {
     if (__syncthreads_or(late ? 1 : 0) != 0) SortByNetwork(given, number);
   }
 
-  // A bitonic network in which every comparison leaves the lesser key at the lower index, so that
-  // there may be any number of them. A warp's 32 pairs are 64 neighbours as long as their distance
-  // is at most 32: until then only warps meet.
+  // Sorts by a bitonic network in which every comparison leaves the lesser key at the lower
+  // index, so that there may be any number of keys. A warp's 32 pairs are 64 neighbours as long
+  // as their distance is at most 32: until then only the warp synchronises.
   __device__ static void SortByNetwork(uint64_t* given, int number) {
     for (int size = 2; size / 2 < number; size *= 2) {
       for (int step = size / 2; step > 0; step /= 2) {
