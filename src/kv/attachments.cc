@@ -20,7 +20,7 @@ AttachId Attachments::Expect(TransferKey key) {
   return id;
 }
 
-void Attachments::MeetTransfer(const TransferKey& key, const std::shared_ptr<Transfer>& transfer) {
+void Attachments::BindExpected(const TransferKey& key, const std::shared_ptr<Transfer>& transfer) {
   const auto expected = expected_.find(key);
   if (expected == expected_.end()) return;
   all_.at(expected->second).transfer = transfer;

@@ -35,7 +35,7 @@ class Attachments {
   size_t expected() const { return expected_.size(); }
 
   // A Reserve has brought `key`: binds the Generate that waits for it, if there is one.
-  void MeetTransfer(const TransferKey& key, const std::shared_ptr<Transfer>& transfer);
+  void BindExpected(const TransferKey& key, const std::shared_ptr<Transfer>& transfer);
   // Tells the transfer's Generate, if it has one, that nothing will come any more, and why.
   void End(Transfer& transfer, const absl::Status& why);
 

@@ -66,7 +66,7 @@ void TransferStore::AddLocked(const std::shared_ptr<Transfer>& transfer, absl::T
   if (transfer->rendezvous_key.empty()) return;
   const TransferKey key{transfer->tenant, transfer->rendezvous_key};
   keys_.emplace(key, transfer);
-  attachments_.MeetTransfer(key, transfer);
+  attachments_.BindExpected(key, transfer);
 }
 
 void TransferStore::SetHintsLocked(Transfer& transfer, SelectionHints hints) {
