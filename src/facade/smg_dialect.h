@@ -18,6 +18,7 @@
 #include "src/facade/node_info.h"
 #include "src/facade/refusals.h"
 #include "src/request/request.h"
+#include "src/request/source_ref.h"
 #include "src/service/generate/generate_reactor.h"
 #include "src/service/wire/proto_conversion.h"
 

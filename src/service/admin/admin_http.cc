@@ -38,7 +38,8 @@ namespace http = beast::http;
 using tcp = asio::ip::tcp;
 using boost::system::error_code;
 
-// Returns OK for probes, which come without a certificate.
+// Returns OK if the caller may read `path`. Probes always may, because they come without a
+// certificate.
 absl::Status MayRead(const http::request<http::empty_body>& request, const std::string& path,
                      const AdminHttp::Options& options,
                      const std::vector<std::string>& identities) {
