@@ -21,7 +21,7 @@ struct CacheKind {
   int heads = 0;
   int block_tokens = 32;
   std::vector<int64_t> part_bytes;  // bytes of one token of one head, by part
-  int64_t bytes_per_token = 0;      // of one head, all parts together
+  int64_t bytes_per_token = 0;      // all parts of one head together
 
   // Makes `count` parts of the same size, which take `bytes` a token together.
   void SetEqualParts(int count, int64_t bytes) {

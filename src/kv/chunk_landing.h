@@ -27,7 +27,7 @@ struct ChunkHeader {
   std::string kind;
   uint32_t head_begin = 0, head_end = 0;
   uint32_t token_begin = 0, token_end = 0;
-  uint32_t crc32c = 0;  // of the payload
+  uint32_t crc32c = 0;  // checksum of the payload
 };
 
 class ChunkLanding {

@@ -16,7 +16,7 @@ struct SelectionHints {
   struct Entry {
     uint32_t layer = 0;
     std::optional<uint32_t> kv_head;   // none: all KV heads of the layer
-    std::optional<uint32_t> position;  // of the row that selected them; none: the prompt's last
+    std::optional<uint32_t> position;  // the row that selected them; none: the prompt's last
     // In ascending order. Unit u is the tokens [u * unit_tokens, (u + 1) * unit_tokens).
     std::vector<uint32_t> units;
   };

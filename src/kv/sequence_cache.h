@@ -92,7 +92,7 @@ class SequenceCache {
   Reservation reservation_;
   size_t kinds_;
   std::vector<std::vector<int32_t>> pages_;  // [layer][kind]; room for all that is promised
-  std::vector<PagePool::Extent> extents_;    // of the growth under way; reused
+  std::vector<PagePool::Extent> extents_;    // the growth under way; reused
 };
 
 }  // namespace sluice

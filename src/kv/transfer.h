@@ -78,7 +78,7 @@ class Transfer {
   int landings = 0;  // ChunkLandings alive: the pages are not handed on before they are gone
   std::vector<OutputToken> first_tokens;
   SelectionHints hints;
-  uint64_t prompt_bytes = 0;  // of prompt and hints, as the store counts them
+  uint64_t prompt_bytes = 0;  // prompt and hints, as the store counts them
   AttachId attached = 0;      // 0: no Generate yet
 
  private:

@@ -35,7 +35,7 @@ class TransferStore {
  public:
   struct Limits {
     size_t max_open = 0;                          // transfers at once
-    uint64_t max_prompt_bytes = 0;                // of their prompts and hints
+    uint64_t max_prompt_bytes = 0;                // prompts and hints of all
     std::function<absl::Duration()> retry_after;  // null: a second
   };
   TransferStore(Limits limits, Clock* clock);

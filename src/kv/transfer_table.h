@@ -8,16 +8,18 @@
 //
 // Each call has one answer in each state of a transfer. Abort is always OK.
 //
-//   state            Write              Commit              Get                 Reserve with its
-//   key not there        TRANSFER_NOT_FOUND TRANSFER_NOT_FOUND  TRANSFER_NOT_FOUND  OK receiving OK
-//   MISSING_BLOCKS, OK  RECEIVING           RENDEZVOUS_KEY_IN_USE committed        COMMITTED OK
-//   COMMITTED           RENDEZVOUS_KEY_IN_USE poisoned         POISONED           POISONED POISONED
-//   RENDEZVOUS_KEY_IN_USE taken lately     TRANSFER_NOT_FOUND OK                  COMMITTED OK
+//   state         Write               Commit              Get                 Reserve, same key
+//   not there     TRANSFER_NOT_FOUND  TRANSFER_NOT_FOUND  TRANSFER_NOT_FOUND  OK
+//   receiving     OK                  OK, MISSING_BLOCKS  RECEIVING           key in use
+//   committed     COMMITTED           OK                  COMMITTED           key in use
+//   poisoned      POISONED            POISONED            POISONED            key in use
+//   taken lately  TRANSFER_NOT_FOUND  OK                  COMMITTED           OK
 //
-// "Not there" is one that was never reserved, was aborted, or whose lease has ended. A Generate for
-// a transfer that is receiving waits; committed, it takes the sequence; poisoned, it ends with
-// POISONED; GENERATE_EXISTS if another Generate has the transfer. A Generate by an id that is not
-// there is told TRANSFER_NOT_FOUND; by a key that is not there it waits for the Reserve.
+// "Not there" is a transfer that was never reserved, was aborted, or whose lease has ended. "Key in
+// use" is RENDEZVOUS_KEY_IN_USE. A Generate waits for a transfer that is receiving, takes one that
+// is committed, and ends with POISONED if it is poisoned; it is told GENERATE_EXISTS if another
+// Generate has the transfer. For an id that is not there it is told TRANSFER_NOT_FOUND; for a key
+// that is not there it waits for the Reserve.
 #pragma once
 
 #include <cstddef>
