@@ -50,12 +50,11 @@ class Guarded {
   // Returns the first byte offset, relative to the data, that was written outside it; or an empty
   // string.
   std::string Damage() const {
-    for (size_t i = 0; i < bytes_; ++i) {
-      const bool inside = i >= kGuard && i < kGuard + size_ * sizeof(T);
-      if (!inside && memory_.get()[i] != kSentinel) {
-        return "byte " + std::to_string(static_cast<int64_t>(i) - static_cast<int64_t>(kGuard)) +
-               " of a buffer of " + std::to_string(size_ * sizeof(T)) + " was written";
-      }
+    const size_t end = kGuard + size_ * sizeof(T);
+    for (size_t i = 0; i < bytes_; i = i + 1 == kGuard ? end : i + 1) {
+      if (memory_.get()[i] == kSentinel) continue;
+      return "byte " + std::to_string(static_cast<int64_t>(i) - static_cast<int64_t>(kGuard)) +
+             " of a buffer of " + std::to_string(size_ * sizeof(T)) + " was written";
     }
     return "";
   }
@@ -73,14 +72,21 @@ class Guarded {
 
 using Random = std::mt19937_64;
 
+// Returns a value of mean 0 and deviation 1, nearly normal and within 3.47: the sum of four uniform
+// numbers of 16 bits. std::normal_distribution took most of the time of many tests.
+inline float NearlyNormal(Random& random) {
+  const uint64_t bits = random();
+  const auto sum = static_cast<int32_t>((bits & 0xFFFF) + (bits >> 16 & 0xFFFF) +
+                                        (bits >> 32 & 0xFFFF) + (bits >> 48));
+  return static_cast<float>(sum - 2 * 0xFFFF) * (1.7320508f / 0x1p16f);
+}
+
 inline void FillNormal(std::span<float> out, Random& random, float scale = 1.0f) {
-  std::normal_distribution<float> normal(0.0f, scale);
-  for (float& v : out) v = normal(random);
+  for (float& v : out) v = scale * NearlyNormal(random);
 }
 
 inline void FillNormal(std::span<uint16_t> out, Random& random, float scale = 1.0f) {
-  std::normal_distribution<float> normal(0.0f, scale);
-  for (uint16_t& v : out) v = FloatToBf16(normal(random));
+  for (uint16_t& v : out) v = FloatToBf16(scale * NearlyNormal(random));
 }
 
 template <typename T>

@@ -19,9 +19,8 @@ inline const char* NameOf(DType type) {
 inline Guarded<uint8_t> RandomElements(int64_t count, DType type, Random& random,
                                        float scale = 1.0f) {
   Guarded<uint8_t> bytes(count * SizeOf(type));
-  std::normal_distribution<float> normal(0.0f, scale);
   for (int64_t i = 0; i < count; ++i) {
-    const float v = normal(random);
+    const float v = scale * NearlyNormal(random);
     if (type == DType::kFloat32) {
       std::memcpy(bytes.data() + i * 4, &v, 4);
     } else if (type == DType::kBFloat16) {
@@ -68,11 +67,10 @@ struct TestLatents {
       std::copy_n(values.data(), values.size(), to);
       return;
     }
-    std::normal_distribution<float> normal(0.0f, scale);
     for (int64_t g = 0; g < kPackedRank; g += kPackedScaleTokens) {
       float values[kPackedScaleTokens];
-      const float size = std::exp(normal(random) / scale * 0.5f);
-      for (float& v : values) v = size * normal(random);
+      const float size = std::exp(0.5f * NearlyNormal(random));
+      for (float& v : values) v = size * scale * NearlyNormal(random);
       const float s = QuantizeE4M3(values, kPackedScaleTokens, to + g);
       std::memcpy(to + kPackedScalesAt + g / kPackedScaleTokens * 4, &s, 4);
     }

@@ -155,19 +155,19 @@ void TestDense(const KernelTable& path, Random& random) {
 }
 SLUICE_TEST_ON_EVERY_PATH("a list of everything is attention", TestDense)
 
-// Keeps the units of every list whose index is `rest` modulo 2.
+// Leaves of every list, which `units`, `places` and `counts` have, the entries whose index is
+// `rest` modulo 2.
 template <typename Fixture>
-void Halve(const SparseCase& c, Fixture& fixture, int64_t rest) {
-  for (int64_t list = 0; list < fixture.rows() * c.kv_heads; ++list) {
-    int64_t kept = 0;
-    for (int64_t i = 0; i < fixture.counts()[list]; ++i) {
-      if (i % 2 != rest) continue;
-      fixture.units()[list * fixture.capacity() + kept] =
-          fixture.units()[list * fixture.capacity() + i];
-      fixture.places()[list * fixture.capacity() + kept++] =
-          fixture.places()[list * fixture.capacity() + i];
+void Halve(const std::vector<int32_t>& units, const std::vector<int32_t>& places,
+           const std::vector<int32_t>& counts, int64_t rest, Fixture& fixture) {
+  for (size_t list = 0; list < counts.size(); ++list) {
+    const int64_t begin = static_cast<int64_t>(list) * fixture.capacity();
+    int64_t kept = begin;
+    for (int64_t i = begin + rest; i < begin + counts[list]; i += 2, ++kept) {
+      fixture.units()[kept] = units[static_cast<size_t>(i)];
+      fixture.places()[kept] = places[static_cast<size_t>(i)];
     }
-    fixture.counts()[list] = static_cast<int32_t>(kept);
+    fixture.counts()[static_cast<int64_t>(list)] = static_cast<int32_t>(kept - begin);
   }
 }
 
@@ -176,37 +176,27 @@ void TestMerge(const KernelTable& path, Random& random) {
   for (const SparseCase& c : SparseCases()) {
     if (c.places != SparsePlaces::kUnnumbered) cases.push_back(c);
   }
-  for (const SparseCase& c : cases) {
-    const Random::result_type seed = random();
-    Guarded<float> o(0), lse(0), whole_o(0), whole_lse(0);
-    int64_t width = 0;
-    for (int64_t half = 0; half < 3; ++half) {
-      Random same(seed);
-      ForEachSparseCase({c}, same, [&](const SparseCase&, auto& fixture) {
-        if (half < 2) Halve(c, fixture, half);
-        const Result part = Run(path, c, fixture, Everything(c, fixture), 1);
-        width = fixture.width();
-        if (half == 0) {
-          o = Guarded<float>(2 * part.o.size());
-          lse = Guarded<float>(2 * part.lse.size());
-        }
-        if (half < 2) {
-          std::copy_n(part.o.data(), part.o.size(), o.data() + half * part.o.size());
-          std::copy_n(part.lse.data(), part.lse.size(), lse.data() + half * part.lse.size());
-          return;
-        }
-        Result merged{Guarded<float>(part.o.size()), Guarded<float>(part.lse.size())};
-        const MergeParams p = {o.data(),          lse.data(), merged.o.data(),
-                               merged.lse.data(), 2,          static_cast<int32_t>(fixture.rows()),
-                               c.heads,           c.head_dim, DType::kFloat32};
-        RunWorkers(path.merge, p, 1);
-        INFO(c.name);
-        const Tolerance tolerance = ToleranceOf(path, c);
-        CHECK(Difference(merged.o.span(), part.o.span(), tolerance.o, width) == "");
-        CHECK(Difference(merged.lse.span(), part.lse.span(), tolerance.lse, c.heads) == "");
-      });
+  ForEachSparseCase(cases, random, [&](const SparseCase& c, auto& fixture) {
+    const Result whole = Run(path, c, fixture, Everything(c, fixture), 1);
+    const std::vector<int32_t> units(fixture.units().begin(), fixture.units().end());
+    const std::vector<int32_t> places(fixture.places().begin(), fixture.places().end());
+    const std::vector<int32_t> counts(fixture.counts().begin(), fixture.counts().end());
+    Guarded<float> o(2 * whole.o.size()), lse(2 * whole.lse.size());
+    for (int64_t half = 0; half < 2; ++half) {
+      Halve(units, places, counts, half, fixture);
+      const Result part = Run(path, c, fixture, Everything(c, fixture), 1);
+      std::copy_n(part.o.data(), part.o.size(), o.data() + half * part.o.size());
+      std::copy_n(part.lse.data(), part.lse.size(), lse.data() + half * part.lse.size());
     }
-  }
+    Result merged{Guarded<float>(whole.o.size()), Guarded<float>(whole.lse.size())};
+    const MergeParams p = {o.data(),          lse.data(), merged.o.data(),
+                           merged.lse.data(), 2,          static_cast<int32_t>(fixture.rows()),
+                           c.heads,           c.head_dim, DType::kFloat32};
+    RunWorkers(path.merge, p, 1);
+    const Tolerance tolerance = ToleranceOf(path, c);
+    CHECK(Difference(merged.o.span(), whole.o.span(), tolerance.o, fixture.width()) == "");
+    CHECK(Difference(merged.lse.span(), whole.lse.span(), tolerance.lse, c.heads) == "");
+  });
 }
 SLUICE_TEST_ON_EVERY_PATH("two disjoint lists merge into the whole", TestMerge)
 
