@@ -1,10 +1,12 @@
-"""What all Python tests share: running those whose name matches, as `tools/test NAME_REGEX` does."""
+"""Options that all Python tests share: --name-regex runs the tests whose name matches, as `tools/test NAME_REGEX`
+does.
+"""
 
 import os
 import re
 import sys
 
-# Packages that a staged folder (tools/gpu-stage) brings, behind the machine's own.
+# Packages that a staged folder (tools/gpu-stage) carries come behind the machine's own.
 if os.environ.get("SLUICE_TEST_SITE"):
     sys.path.append(os.environ["SLUICE_TEST_SITE"])
 

@@ -1,4 +1,4 @@
-"""Alerts and reasons against the names that the server exports; needs no node."""
+"""Compares alerts and reasons with the names that the server exports; needs no node."""
 
 import re
 import subprocess
@@ -9,13 +9,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy/prometheus"
 PROMTOOL = ROOT / ".venv/bin/promtool"
-# Reasons of calls that sluice_requests_total and sluice_reserves_total do not count: Write, Commit, Admin.
+# Reasons of the calls that sluice_requests_total and sluice_reserves_total do not count: Write, Commit, Admin.
 OF_OTHER_CALLS = {"BLOCK_BUSY", "CHECKSUM_MISMATCH", "COMMITTED", "FAILPOINTS_NOT_ALLOWED",
                   "MISSING_BLOCKS", "NO_FAILPOINTS", "STOPPING", "TOO_MANY_TRACES", "TRACE_OFF"}
 
 
 def exported() -> dict[str, str]:
-    """name -> type, of the header."""
+    """Returns name -> type from the header."""
     return dict(re.findall(r'inline constexpr Metric k\w+\{\s*"([^"]+)",\s*Type::k(\w+)',
                            (ROOT / "src/metrics/metric_names.h").read_text()))
 
@@ -44,7 +44,7 @@ def test_alerts_use_only_names_that_are_exported():
 
 
 def reasons_given() -> set[str]:
-    """Reasons that a status may carry: the literals inside WithReason(...) and ResourceExhausted(...)."""
+    """Returns the reasons that a status may carry: the literals inside WithReason(...) and ResourceExhausted(...)."""
     found = set()
     for path in (ROOT / "src").rglob("*.cc"):
         text = path.read_text()
