@@ -14,7 +14,7 @@ SEQUENCES = 16
 
 
 def workload(name, vocabulary):
-    """16 (prompt, sampling) of different lengths, half of them sampled with seeds."""
+    """Returns 16 (prompt, sampling) of different lengths, half of them sampled with seeds."""
     rng = random.Random(name)
     work = []
     for i in range(SEQUENCES):
@@ -29,7 +29,7 @@ def workload(name, vocabulary):
 
 
 def run_one(pair, prompt, sampling, barrier=None):
-    """Hands the prompt over, waits for the others, decodes; returns ids and log-probabilities."""
+    """Hands the prompt over, waits for the others, and decodes; returns ids and log-probabilities."""
     transfer = prefill(pair.prefill.address, pair.decode.address, prompt, sampling).transfer_id
     if barrier:
         barrier.wait(60)
@@ -38,7 +38,7 @@ def run_one(pair, prompt, sampling, barrier=None):
 
 
 def run_together(pair, work):
-    """All at once; returns their results and the most that were seen running at a time."""
+    """Runs all at once; returns their results and the largest number that was seen running."""
     barrier, done, most = threading.Barrier(len(work)), threading.Event(), [0]
 
     def watch():

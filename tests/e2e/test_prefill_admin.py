@@ -1,4 +1,4 @@
-"""The admin port of sluice-prefill: what probes and Prometheus ask of it."""
+"""The admin port of sluice-prefill, which probes and Prometheus read."""
 
 import pytest
 from sluice.v1 import prefill_pb2
@@ -23,7 +23,7 @@ def test_it_answers_probes_and_exports_the_names_of_the_header(pair):
     assert prefill.http("/healthz")[0] == 200 and prefill.http("/readyz")[0] == 200
     assert prefill.http("/nothing")[0] == 404
     scrape = Scrape(prefill)
-    # It has no tiers: the caches of the prompt at hand are all it holds.
+    # It has no tiers: it holds only the caches of the prompts that it computes.
     assert set(scrape.types) == {name for name in exported_names() if not name.startswith("sluice_tier_")}
     assert scrape.get("sluice_build_info", device="cpu", policy="") == 1
 
