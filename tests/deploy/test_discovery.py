@@ -149,7 +149,7 @@ def test_the_router_finds_each_node_in_its_role_and_nobody_else(tmp_path, smollm
 
 @pytest.mark.parametrize("gateway", ["vllm", "sglang"])
 def test_nodes_that_were_found_answer_chats(gateway, tmp_path, tiny_model):
-    """For SGLang's protocol the pods state their port once more, as deploy/README.md says."""
+    """The pods state their port once more for SGLang's protocol, as deploy/README.md says."""
     model = add_token_texts(tiny_model, tmp_path / "text")
     port = free_port()
     annotations = {"sglang.ai/bootstrap-port": str(port)} if gateway == "sglang" else {}

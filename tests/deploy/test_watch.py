@@ -170,7 +170,7 @@ def test_a_real_prometheus_scrapes_both_nodes_and_evaluates_rules_and_dashboard(
         assert rule.get("state", "inactive") == "inactive", rule["name"]
     for name in RECORDED:
         assert prometheus.values(name), name
-    # Where nothing was refused, selected or preempted the answer is empty or not a number; every other panel shows
+    # An answer is empty or not a number where nothing was refused, selected or preempted; every other panel shows
     # something.
     quiet = {"Errors and refusals by reason A", "Room refused A", "Room refused B", "Selected tokens that lay in HBM A"}
     for panel, query in queries().items():

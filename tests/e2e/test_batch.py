@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,7 +20,7 @@ def workload(name, vocabulary):
     work = []
     for i in range(SEQUENCES):
         prompt = [rng.randrange(3, vocabulary) for _ in range(1 + 19 * i)]
-        settings = dict(max_tokens=200 + 8 * (SEQUENCES - i), ignore_eos=True, logprobs=0)
+        settings = dict(max_tokens=60 + 4 * (SEQUENCES - i), ignore_eos=True, logprobs=0)
         if i % 2:
             settings.update(temperature=0.9, top_p=0.95, top_k=50, seed=i, repetition_penalty=1.1)
         else:
@@ -44,6 +45,7 @@ def run_together(pair, work):
     def watch():
         while not done.is_set():
             most[0] = max(most[0], pair.decode.capacity().running)
+            time.sleep(0.002)
 
     watcher = threading.Thread(target=watch)
     watcher.start()

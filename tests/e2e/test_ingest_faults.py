@@ -183,7 +183,8 @@ def test_a_generate_before_its_transfer_is_told_how_it_ended(small, g):
         else:
             scene.receiving()
         second = generate_error(small, transfer_id=scene.transfer.id)
-        assert rpc.reason_of(second) in ("GENERATE_EXISTS", reason)  # a poisoned transfer has let go of the first Generate
+        # A poisoned transfer has let go of the first Generate.
+        assert rpc.reason_of(second) in ("GENERATE_EXISTS", reason)
         if end == "abort":
             scene.transfer.abort()
         assert rpc.reason_of(early()) == reason

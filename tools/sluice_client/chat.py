@@ -92,7 +92,8 @@ class Conversation:
             self._kept = None
             try:
                 result = self._call(appended, output, sequence_id=kept.sequence_id)
-                self._note(f"sent {len(appended)} new tokens; the node kept {kept.tokens} (sequence {kept.sequence_id})")
+                self._note(f"sent {len(appended)} new tokens; the node kept {kept.tokens} "
+                           f"(sequence {kept.sequence_id})")
                 self._remember(result, rendered, kept.tokens + len(appended))
                 return result
             except rpc.CallError as error:

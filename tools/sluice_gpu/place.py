@@ -1,4 +1,4 @@
-"""Where programs, fixtures and models are: in a checkout, or in a folder that tools/gpu-stage packed."""
+"""Finds programs, fixtures and models, in a checkout or in a folder that tools/gpu-stage packed."""
 
 import os
 from dataclasses import dataclass

@@ -57,7 +57,7 @@ def ids_of(text: str) -> list[int]:
 
 @dataclass
 class Reply:
-    """What an HTTP caller has received: the text, and how and when it came."""
+    """The answer that an HTTP caller has received: the text, and how and when it came."""
     status: int
     text: str = ""
     finish: str | None = None
@@ -80,7 +80,7 @@ class Router:
         self.log = folder / "smg.log"
         self.port, self.metrics_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        # By default smg prefers the node that had the beginning of a prompt last, for its retries too. All of those
+        # smg by default prefers the node that had the beginning of a prompt last, for its retries too. All of those
         # would reach a node that is draining, until smg asks for its health again.
         workers = ["--pd-disaggregation", "--decode-policy", "round_robin", "--prefill", f"grpc://{prefill}",
                    *([prefill.rpartition(":")[2]] if gateway == "sglang" else []),
