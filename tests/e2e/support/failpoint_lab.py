@@ -35,6 +35,14 @@ class Stream:
         assert not self.thread.is_alive(), "the stream hangs"
         return self
 
+    def leave(self) -> "Stream":
+        """Cancels the call, which is no error here."""
+        self.call.cancel()
+        self.end()
+        if self.error is not None and self.error.code() == grpc.StatusCode.CANCELLED:
+            self.error = None
+        return self
+
     def wait_for_tokens(self, count: int) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while len(self.ids) < count and self.error is None and time.monotonic() < deadline:
