@@ -1,6 +1,7 @@
 """Starts Sluice's programs on free ports, and has the requests that several tests send."""
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -15,7 +16,7 @@ import grpc
 import numpy as np
 from sluice.v1 import (admin_pb2, admin_pb2_grpc, common_pb2, decode_pb2, decode_pb2_grpc, ingest_pb2_grpc,
                        prefill_pb2_grpc)
-from sluice_client import rpc
+from sluice_client import cli, rpc
 from sluice_client.safetensors_file import SafetensorsFile
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,10 +56,12 @@ def run(*args, timeout=TIMEOUT_S, env=ENVIRONMENT, **kwargs) -> subprocess.Compl
 
 
 def sluice_json(*args) -> dict:
-    """Returns the object of tools/sluice ... --json, which must succeed."""
-    done = run(SLUICE, *args, "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    """Returns the object of tools/sluice ... --json, which must succeed. The command runs in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = cli.main([*map(str, args), "--json"])
+    assert status == 0, err.getvalue()
+    return json.loads(out.getvalue())
 
 
 class Node:
