@@ -164,25 +164,32 @@ def test_a_node_that_is_told_to_end_finishes_and_its_successor_gives_the_same_bi
     assert answer(Pair(second, prefill), prompt, LONG) == expected
 
 
+@pytest.fixture(scope="module")
+def of_policy_full(nodes, golden):
+    """(prompts, their tokens, the tokens of a pushed cache) of a node of policy full, and the prefill node."""
+    full, prefill = nodes("sluice-server", NAMES[0], *PACKED, *FULL), nodes("sluice-prefill", NAMES[0], *PACKED)
+    prompts = [long_prompt(n) for n in (40, 100, 150)]
+    expected = [answer(Pair(full, prefill), prompt, 20) for prompt in prompts]
+    return prompts, expected, decoded(full, transfer_id=pushed(full, golden(NAMES[0]), 2))[0], prefill
+
+
 @pytest.mark.parametrize("flags", [
     ["--ess-overlap", "none"], ["--ess-overlap", "da"], ["--ess-overlap", "dba"], ["--no-ess-warm-up"],
     ["--no-ess-lru"], ["--recompute-last", "on"], ["--recompute-last", "off"], ["--ess-transfer-workers", "1"],
     ["--ess-sparse-memory-ratio", "1"],
 ], ids=" ".join)
-def test_no_setting_changes_a_token(nodes, golden, flags):
+def test_no_setting_changes_a_token(nodes, golden, of_policy_full, flags):
     """Compares with hints, and with recorded caches without hints, which are good as they came whatever is computed
     again.
     """
     ratio = [] if flags[0] == SCARCE[2] else SCARCE[2:4]
     node = nodes("sluice-server", NAMES[0], *PACKED, *SCARCE[:2], *ratio, *SCARCE[4:], *flags)
-    full, prefill = nodes("sluice-server", NAMES[0], *PACKED, *FULL), nodes("sluice-prefill", NAMES[0], *PACKED)
-    g, prompts = golden(NAMES[0]), [long_prompt(n) for n in (40, 100, 150)]
-    expected = [answer(Pair(full, prefill), prompt, 20) for prompt in prompts]
+    prompts, expected, expected_pushed, prefill = of_policy_full
     with ThreadPoolExecutor(len(prompts)) as pool:
         got = list(pool.map(lambda prompt: answer(Pair(node, prefill), prompt, 20), prompts))
     for a, b in zip(got, expected):
         assert_same(a, b)
-    assert_same(decoded(node, transfer_id=pushed(node, g, 2))[0], decoded(full, transfer_id=pushed(full, g, 2))[0])
+    assert_same(decoded(node, transfer_id=pushed(node, golden(NAMES[0]), 2))[0], expected_pushed)
 
 
 @pytest.mark.parametrize("policy", ["full", *OFFLOADING])
