@@ -79,7 +79,7 @@ def test_turns_go_on_from_kept_sequences(pair, policy):
 
 @pytest.mark.parametrize("policy", ["scarce", "spare"])
 def test_a_sequence_outgrows_its_places(pair, policy):
-    """Returns prompts from less than a selection to far more than the KV slots."""
+    """The sequence grows from less than one selection to far more than it has KV slots."""
     full, other = pair(NAMES[0], PACKED), pair(NAMES[0], PACKED, policy)
     prompt = long_prompt(60)
     assert_same(answer(other, prompt, 150), answer(full, prompt, 150))
@@ -183,7 +183,7 @@ def test_hints_save_misses_of_the_first_steps(nodes):
         """Returns the misses for each row and layer."""
         p = Pair(node, nodes("sluice-prefill", NAMES[0], *FAST, *flags))
         before = Scrape(node)
-        for n in range(96):  # the counters are read every 32 steps
+        for n in range(72):  # the counters are read every 32 steps
             answer(p, long_prompt(300 + n), 2)
         node.settled()
         now = Scrape(node)
