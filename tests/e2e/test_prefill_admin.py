@@ -3,7 +3,7 @@
 import pytest
 from sluice.v1 import prefill_pb2
 from support.metrics_text import Scrape, exported_names, wait_for
-from support.nodes import TIMEOUT_S, error_of, greedy
+from support.nodes import SLUICE, TIMEOUT_S, error_of, greedy, run
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +47,12 @@ def test_prompts_are_counted_by_how_they_end(pair):
 def test_without_the_setting_there_is_no_port(tiny_models, start):
     node = start("sluice-prefill", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB", admin=False)
     assert set(node.addresses) == {"listen", "pid"}
+
+
+def test_status_and_doctor_show_a_prefill_node(pair):
+    decode, prefill = pair
+    done = run(SLUICE, "status", "--decode", decode.address, "--prefill", prefill.address)
+    assert done.returncode == 0, done.stderr
+    assert f"at {decode.address}" in done.stdout and f"at {prefill.address}" in done.stdout
+    done = run(SLUICE, "doctor", "--decode", decode.address, "--prefill", prefill.address)
+    assert f"{decode.address} and {prefill.address} run the same model with caches of the same form" in done.stdout
