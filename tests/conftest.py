@@ -1,10 +1,12 @@
-"""What all Python tests share: running those whose name matches, as `tools/test NAME_REGEX` does."""
+"""Options that all Python tests share: --name-regex runs the tests whose name matches, as `tools/test NAME_REGEX`
+does.
+"""
 
 import os
 import re
 import sys
 
-# Packages that a staged folder (tools/gpu-stage) brings, behind the machine's own.
+# Packages that a staged folder (tools/gpu-stage) carries come behind the machine's own.
 if os.environ.get("SLUICE_TEST_SITE"):
     sys.path.append(os.environ["SLUICE_TEST_SITE"])
 
@@ -13,7 +15,14 @@ def pytest_addoption(parser):
     parser.addoption("--name-regex", help="run the tests whose id matches this regular expression")
 
 
+# Files that take longest, the longest first. They start first, so that no worker is left alone with one at the end.
+LONGEST = ["test_latent_life.py", "test_parity.py", "test_latent_faults.py", "test_failpoints.py", "test_latent.py",
+           "test_bench.py", "test_long_runs.py", "test_router.py", "test_hostile_clients.py", "test_process.py",
+           "test_latent_profile.py", "test_batch.py", "test_streams.py", "test_bad_input.py", "test_generate.py"]
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     pattern = config.getoption("--name-regex")
     if pattern:
         expression = re.compile(pattern)

@@ -106,6 +106,7 @@ def test_a_refused_message_is_taken_back_and_the_next_one_starts_from_the_whole(
         node.refusal = (grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
         os.write(terminal, b"bad\n")
         read_until(terminal, "no room")
+        assert node.kept == []
         node.refusal = None
         os.write(terminal, b"two\n")
         read_until(terminal, "tokens")

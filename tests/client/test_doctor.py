@@ -23,7 +23,7 @@ FILES = {
 
 @pytest.fixture
 def machine(tmp_path):
-    """machine(*gpus, **files) -> a machine with those GPUs; None instead: no nvidia-smi. A file of None is not there."""
+    """machine(*gpus, **files) -> a machine with those GPUs and files. machine(None) has no nvidia-smi."""
     def make(*gpus, **files):
         for path, text in (FILES | {path.replace("__", "/"): text for path, text in files.items()}).items():
             if text is not None:
@@ -130,7 +130,8 @@ def test_a_certificate_that_expires_soon_is_a_warning(issue):
     assert found.level == "warning" and "expires on" in str(found)
 
 
-@pytest.mark.parametrize("begin, end, words", [(2020, 2021, "has expired on 2021-01-01"), (2990, 2991, "is not valid before")])
+@pytest.mark.parametrize("begin, end, words", [(2020, 2021, "has expired on 2021-01-01"),
+                                               (2990, 2991, "is not valid before")])
 def test_a_certificate_of_another_time_is_a_problem(begin, end, words):
     said = f"subject=CN = x\nnotBefore=Jan  1 00:00:00 {begin} GMT\nnotAfter=Jan  1 00:00:00 {end} GMT\n"
     found = doctor.check_certificate(Machine(run=lambda *_: said), "cert", "x.pem")

@@ -1,7 +1,7 @@
 """proto/facade against the protos of the gateway's own package: names, numbers and types agree.
 
-The gateway's messages have more fields than ours in answers, which it can do without, and none in requests, so
-that nothing that is asked of a node goes unseen.
+In answers the gateway's messages have more fields than ours, which the gateway can do without. In requests they have
+no other fields, so that a node sees everything that it is asked for.
 """
 
 import subprocess

@@ -260,7 +260,7 @@ def test_unpermute_undoes_the_interleaving_of_halves():
 
 
 def test_weights_are_written_as_bfloat16_and_their_digest_is_that_of_the_file(tmp_path):
-    """From a GGUF file with one tensor of every kind that is treated differently."""
+    """The GGUF file has one tensor of every kind that is treated differently."""
     import gguf
     import ml_dtypes
     from sluice_client.safetensors_file import SafetensorsFile

@@ -26,7 +26,7 @@ def script(folder: Path, name: str, text: str) -> Path:
 
 @pytest.fixture
 def place(tmp_path):
-    """A place whose test programs answer as Catch2's do."""
+    """A place whose test programs answer like Catch2's."""
     catch = """
 import sys
 names = {names!r}
@@ -172,7 +172,7 @@ def test_a_stage_unpacks_beside_itself_and_a_part_alone_says_what_is_lacking(tmp
     folder.mkdir()
     stage.write_payload([whole], Place(tmp_path), folder / stage.PAYLOAD)
     with pytest.raises(SystemExit, match="part 2 alone"):
-        gpu_test.unpack(folder)  # no programs in it
+        gpu_test.unpack(folder)  # has no programs
     (tmp_path / "stage-unpacked/build/release/bin").mkdir(parents=True)
     assert gpu_test.unpack(folder).root == tmp_path / "stage-unpacked"
     assert (tmp_path / "stage-unpacked/tools/sluice-server").is_file()
@@ -217,7 +217,7 @@ def test_a_bench_writes_what_was_measured_and_on_what_and_a_failed_one_counts(pl
     script(place.bin, "sluice-copy-bench", "print('copy 55.1 GB/s')")
     script(place.bin, "sluice-other-bench", "import sys; print('no memory'); sys.exit(3)")
     script(place.bin, "sluice-third-bench", "import sys; sys.exit(77)")
-    script(place.bin, "sluice-metrics-bench", "import sys; sys.exit(1)")  # a CPU's
+    script(place.bin, "sluice-metrics-bench", "import sys; sys.exit(1)")  # a bench of the CPU
     assert bench.run_benches(place, tmp_path / "out", None) == (1, 1, 1)
     report = json.loads((tmp_path / "out/bench.json").read_text())
     assert [b["status"] for b in report["benches"]] == [0, 3, 77]
@@ -267,7 +267,7 @@ def test_a_profile_is_measured_before_the_run_that_takes_it(quick, tmp_path):
 
     assert of(takes, "--policy-profile") == of(measured, "--out")
     assert of(takes, "--model") == of(measured, "--model") and of(takes, "--contexts") == of(measured, "--contexts")
-    # What is divided lies above the fewest places that were profiled.
+    # The pools that are divided have more places than the fewest that were profiled.
     least = float(of(measured, "--ratios").split(",")[0])
     divided = [p for p in of(takes, "--policies").split(",") if "divide=1" in p]
     assert divided and all(p.replace(":divide=1", "") in of(takes, "--policies").split(",") for p in divided)

@@ -1,4 +1,4 @@
-"""Latent caches as the client packs them: the bytes of kernels/latent_params.h."""
+"""The bytes of latent caches as the client packs them (kernels/latent_params.h)."""
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +21,7 @@ def values(seed, dim):
 
 
 def value_of(byte):
-    """e4m3 by its definition."""
+    """Returns the values of e4m3, by its definition."""
     sign, exponent, mantissa = -1.0 if byte & 0x80 else 1.0, byte >> 3 & 0xF, byte & 7
     return sign * (mantissa * 2.0**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
 
@@ -33,7 +33,7 @@ NUMBERS = E4M3[[b for b in range(256) if b & 0x7F != 0x7F]]
 
 
 def errors(scale, exact):
-    """Of each value's nearest code, in units of the scale."""
+    """Returns the error of each value's nearest code, in units of the scale."""
     return np.abs(exact.astype(np.float64)[:, None] / scale - NUMBERS).min(axis=1)
 
 
@@ -53,7 +53,7 @@ def test_a_packed_entry_is_values_scales_and_rope():
     rank[8, 128:256] = 0
     payload = layout.pack(kind("latent", FLOAT8, [656]), latent.entry_parts(kind("latent", FLOAT8, [656]), rank, rope))
     assert len(payload) == TOKENS * 656
-    for token in range(TOKENS):  # One head, one part: entries lie one after the other.
+    for token in range(TOKENS):  # with one head and one part entries lie one after the other
         entry = payload[token * 656:(token + 1) * 656]
         codes = np.frombuffer(entry[:512], np.uint8)
         scales = np.frombuffer(entry[512:528], np.float32)
@@ -79,7 +79,7 @@ def test_packed_index_keys_are_transformed_and_their_scales_lie_behind_the_block
         scales = np.frombuffer(block[size * 128:], np.float32)
         for i in range(size):
             assert scales[i] == pytest.approx(np.abs(exact[begin + i]).max() / 448, rel=1e-5)
-            # The transform is float32's: what is next to a tie may go either way.
+            # The transform is in float32, so a value next to a tie may go either way.
             off = np.abs(exact[begin + i] / scales[i] - E4M3[codes[i]])
             assert (off <= np.maximum(np.abs(exact[begin + i] / scales[i]) / 16, 2.0**-10) * 1.001).all()
 

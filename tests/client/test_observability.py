@@ -1,4 +1,4 @@
-"""Alerts and reasons against the names that the server exports; needs no node."""
+"""Compares alerts and reasons with the names that the server exports; needs no node."""
 
 import re
 import subprocess
@@ -9,14 +9,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy/prometheus"
 PROMTOOL = ROOT / ".venv/bin/promtool"
-# Reasons of calls that sluice_requests_total and sluice_reserves_total do not count: Write, Commit, Admin.
+# Reasons of the calls that sluice_requests_total and sluice_reserves_total do not count: Write, Commit, Admin.
 OF_OTHER_CALLS = {"BLOCK_BUSY", "CHECKSUM_MISMATCH", "COMMITTED", "FAILPOINTS_NOT_ALLOWED",
                   "MISSING_BLOCKS", "NO_FAILPOINTS", "PREFILL_NODE", "STOPPING", "TOO_MANY_TRACES",
                   "TRACE_OFF"}
 
 
 def exported() -> dict[str, str]:
-    """name -> type, of the header."""
+    """Returns name -> type from the header."""
     return dict(re.findall(r'inline constexpr Metric k\w+\{\s*"([^"]+)",\s*Type::k(\w+)',
                            (ROOT / "src/metrics/metric_names.h").read_text()))
 

@@ -1,4 +1,4 @@
-"""Plots of policies: what is drawn from a report; drawing itself where matplotlib is there."""
+"""Plots of policies: the points that are drawn from a report, and the drawing itself where matplotlib is installed."""
 
 import json
 

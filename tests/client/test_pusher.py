@@ -1,4 +1,4 @@
-"""The pusher: the home layout byte for byte, and that what is lost is sent again."""
+"""The pusher packs the layout of the host KV cache byte for byte, and sends again what is lost."""
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +18,7 @@ def arrays(seed=1, tokens=TOKENS, dtype=ml_dtypes.bfloat16):
 
 
 def check_landed(node, caches, dtype):
-    """Every block at the node is K [t][dim] then V [t][dim] of its head."""
+    """Checks that every block at the node is K [t][dim], then V [t][dim], of its head."""
     assert len(node.blocks) == LAYERS * HEADS * -(-TOKENS // BLOCK)
     for (layer, head, first), data in node.blocks.items():
         expected = b"".join(a[first:first + BLOCK, head].astype(dtype).tobytes() for a in caches[layer])

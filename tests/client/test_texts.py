@@ -1,4 +1,4 @@
-"""The texts of sluice-bench policies: cut from documents without overlap, the same for the same seed."""
+"""The texts of sluice-bench policies are cut from documents without overlap, and depend on the seed alone."""
 
 import json
 
@@ -10,7 +10,7 @@ from sluice_client.errors import ToolError
 
 
 class Words:
-    """A tokenizer of words: one id each, in order of appearance."""
+    """A tokenizer with one id for each word, in the order of appearance."""
 
     def __init__(self):
         self.known = []

@@ -1,4 +1,4 @@
-"""Tests of deploy/: what the manifests say against what the programs say."""
+"""Fixtures of the tests that compare deploy/ with the programs."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What kustomize makes of deploy/kubernetes, taken apart."""
+"""Builds deploy/kubernetes with kustomize and takes the result apart."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KUBERNETES = ROOT / "deploy/kubernetes"
 KUBECTL = ROOT / ".venv/bin/kubectl"
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
-# Of the API server that the manifests are checked against.
+# Version of the API server for which the manifests are checked.
 VERSION = "1.34"
 POD_ADDRESS = "10.0.0.7"
 SCHEMAS = {path.stem: json.loads(path.read_text()) for path in (ROOT / "tests/deploy/schemas").glob("*.json")}
@@ -33,7 +33,7 @@ def built(overlay: str) -> list[dict]:
 
 
 def documents(overlay: str) -> list[dict]:
-    """Fresh each time: a caller may break them."""
+    """Returns the documents of an overlay, fresh each time, because a caller may change them."""
     return copy.deepcopy(built(overlay))
 
 
@@ -48,7 +48,7 @@ def quantity(text: str) -> float:
 
 @dataclass
 class Workload:
-    """One pod template and what stands around it."""
+    """A pod template, and the objects around it."""
 
     owner: dict
     template: dict
@@ -80,7 +80,9 @@ class Workload:
 
     @property
     def env(self) -> dict[str, str]:
-        """With $(NAME) filled in, as the kubelet does from entries before; a pod has an address."""
+        """Returns the environment with $(NAME) filled in from earlier entries, as the kubelet does. A pod has an
+        address.
+        """
         found = {}
         for entry in self.container.get("env", []):
             if "valueFrom" in entry:
@@ -100,7 +102,7 @@ def workloads(docs: list[dict]) -> list[Workload]:
 
 
 def nodes_of(docs: list[dict]) -> list[Workload]:
-    """Those that run a program of ours."""
+    """Returns the containers that run a program of ours."""
     found = [w for w in workloads(docs) if w.program.startswith("sluice-")]
     assert {w.program for w in found} == {"sluice-server", "sluice-prefill"}
     return found
@@ -112,10 +114,12 @@ def matches(selector: dict, labels: dict) -> bool:
 
 
 def validate(doc: dict) -> None:
-    """Strict: an unknown key is an error. Kinds of other projects by the schemas in this folder."""
+    """Checks a document strictly: an unknown key is an error. Kinds of other projects are checked with the schemas in
+    this folder.
+    """
     if doc["kind"] in SCHEMAS:
         jsonschema.validate(doc, SCHEMAS[doc["kind"]], cls=jsonschema.Draft202012Validator)
-        for workload in workloads([doc]):  # what a LeaderWorkerSet holds is Kubernetes' own
+        for workload in workloads([doc]):  # the pods of a LeaderWorkerSet are Kubernetes' own
             kubernetes_validate.validate({"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"},
                                           "template": workload.template}, VERSION, strict=True)
     else:

@@ -1,4 +1,6 @@
-"""The router finds the nodes: the real smg with the manifest's flags, at an API server that lists the manifests' pods."""
+"""The router finds the nodes: the real smg runs with the manifest's flags, at an API server that lists the manifests'
+pods.
+"""
 
 import json
 import re
@@ -26,7 +28,7 @@ def pod_of(name: str, address: str, labels: dict, annotations: dict) -> dict:
 
 
 class ApiServer:
-    """Answers a list of pods, whatever the selector, and lets a watch wait; nothing else."""
+    """Answers a list of pods whatever the selector, and lets a watch wait; it serves nothing else."""
 
     def __init__(self, pods: list[dict]):
         self.paths = []
@@ -71,7 +73,7 @@ class ApiServer:
 
 
 def pods_of_nodes(annotations: dict) -> list[dict]:
-    """The manifests' pods, a prefill and a decode node, and one that is none of ours."""
+    """The manifests' pods, a prefill and a decode node, and a pod that is neither."""
     pods = []
     for node in nodes_of(documents("cpu-demo")):
         address = {"prefill": PREFILL, "decode": DECODE}[node.labels[COMPONENT]]
@@ -109,7 +111,7 @@ class Discovering:
         self.api.stop()
 
     def wait(self, found):
-        """What found() gives, once it gives something."""
+        """Waits until found() returns something, and returns it."""
         deadline = time.monotonic() + 60 * SCALE
         while not (what := found()):
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
@@ -124,7 +126,7 @@ class Discovering:
         return sum(worker["is_healthy"] for worker in workers) == 2
 
     def chat(self) -> str | None:
-        """The answer; None while the router has not loaded the tokenizer."""
+        """Returns the answer, or None while the router has not loaded the tokenizer."""
         answer = requests.post(f"http://127.0.0.1:{self.port}/v1/chat/completions", timeout=30, json={
             "model": "tiny", "messages": [{"role": "user", "content": "<5><6><7>"}], "temperature": 0, "max_tokens": 8})
         if "tokenizer_not_ready" in answer.text:
@@ -141,13 +143,13 @@ def test_the_router_finds_each_node_in_its_role_and_nobody_else(tmp_path, smollm
             return set(re.findall(r"Registering worker (\S+) \((\w+)\)", router.log.read_text()))
         router.wait(lambda: found() >= wanted)
         assert found() == wanted
-        # What its role lets it ask.
+        # The requests that its role allows.
         assert set(router.api.paths) == {"/api/v1/namespaces/sluice/pods"}
 
 
 @pytest.mark.parametrize("gateway", ["vllm", "sglang"])
 def test_nodes_that_were_found_answer_chats(gateway, tmp_path, tiny_model):
-    """For SGLang's words the pods say their port once more, as deploy/README.md has it."""
+    """The pods state their port once more for SGLang's protocol, as deploy/README.md says."""
     model = add_token_texts(tiny_model, tmp_path / "text")
     port = free_port()
     annotations = {"sglang.ai/bootstrap-port": str(port)} if gateway == "sglang" else {}

@@ -1,4 +1,4 @@
-"""deploy/Dockerfile, read and not built: its stages, paths, users, ports, and the steps that it calls."""
+"""Reads deploy/Dockerfile without building it: its stages, paths, users, ports, and the steps that it calls."""
 
 import fnmatch
 import json
@@ -25,7 +25,7 @@ class Stage:
 
 
 def parsed(text: str) -> tuple[dict[str, str], dict[str, Stage]]:
-    """Arguments before the first stage, and the stages by name."""
+    """Returns the arguments before the first stage, and the stages by name."""
     arguments, stages, current = {}, {}, None
     text = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     for line in text.replace("\\\n", " ").splitlines():
@@ -51,7 +51,7 @@ ARGUMENTS, STAGES = parsed(TEXT)
 
 
 def lineage(name: str) -> list[Stage]:
-    """From the first stage to this one."""
+    """Returns the stages from the first one to this one."""
     found = []
     while name in STAGES:
         found.insert(0, STAGES[name])
@@ -60,7 +60,7 @@ def lineage(name: str) -> list[Stage]:
 
 
 def images() -> dict[str, str]:
-    """Image -> target, by the commands of deploy/README.md."""
+    """Returns image -> target, from the commands of deploy/README.md."""
     found = re.findall(r"docker build -f deploy/Dockerfile --target (\S+) -t (\S+) \.", (ROOT / "deploy/README.md").read_text())
     return {image: target for target, image in found}
 
@@ -86,7 +86,7 @@ def test_nothing_of_root_and_nothing_to_build_with_is_in_an_image(target):
     assert used or target == "cpu"
     for stage in stages:
         seen = [name for name, _ in stage.steps]
-        if "USER" in seen:  # afterwards nothing could be installed
+        if "USER" in seen:  # nothing can be installed after it
             assert "RUN" not in seen[seen.index("USER"):]
         for command in stage.all_of("CMD"):
             assert json.loads(command)[0] in {"sluice-server", "smg"}
@@ -141,14 +141,14 @@ def test_the_steps_are_the_repositorys_own():
                     assert words[2:4] == ["--preset", "package"] and set(words[5:]) == {"sluice-server", "sluice-prefill"}
                 elif words[0] == "tools/fetch-model":
                     assert words[2] == f"/models/{words[1]}"
-                elif words[0] == "apt-get":  # setup's, but for Python of the router
+                elif words[0] == "apt-get":  # only setup installs packages, except Python for the router
                     assert name == "router"
     assert called == {"tools/setup", "/opt/sluice/tools/setup", "cmake", "strip", "tools/fetch-model", "rm", "apt-get"}
 
 
 @pytest.mark.parametrize("program", ["sluice-server", "sluice-prefill"])
 def test_the_packages_of_a_running_image_hold_every_library_that_the_programs_load(program):
-    """By Debian's own records of dependencies and files."""
+    """Returns the packages by Debian's own records of dependencies and files."""
     setup = (ROOT / "tools/setup").read_text()
     wanted = set(re.search(r"^run_packages=\((.*?)\)", setup, re.DOTALL | re.MULTILINE)[1].split())
     held, queue = set(), list(wanted | {"libc6", "libstdc++6"})
@@ -159,7 +159,7 @@ def test_the_packages_of_a_running_image_hold_every_library_that_the_programs_lo
         shown = subprocess.run(["dpkg-query", "-W", "-f=${db:Status-Abbrev}${Depends}", package], capture_output=True, text=True,
                                check=False).stdout
         assert shown.startswith("ii") or package not in wanted, package
-        if shown.startswith("ii"):  # else an alternative, or a virtual one
+        if shown.startswith("ii"):  # otherwise it is an alternative or a virtual package
             held.add(package)
             queue += [re.match(r"[a-z0-9.+-]+", d.strip())[0] for d in re.split(r"[,|]", shown[3:]) if d.strip()]
     loaded = re.findall(r"^\s*(\S+) => (\S+)", subprocess.run(["ldd", BIN / program], capture_output=True, text=True, check=True).stdout,

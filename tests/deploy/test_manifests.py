@@ -35,7 +35,7 @@ def test_a_key_that_no_schema_knows_is_refused_wherever_it_stands(overlay):
 
 
 def breaches(pod: dict) -> list[str]:
-    """Where a pod does not keep to the restricted Pod Security Standard, or to less than it allows."""
+    """Returns where a pod breaks the restricted Pod Security Standard, or has more rights than it needs."""
     found = [f"{key}: not allowed" for key in ("hostNetwork", "hostPID", "hostIPC") if pod.get(key)]
     found += [f"volume {v['name']}: of no allowed kind" for v in pod.get("volumes", [])
               if not set(v) - {"name"} <= {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}]
@@ -122,7 +122,7 @@ def test_every_name_that_an_object_refers_to_is_there(overlay):
 
 
 def allowed(policies: list[dict], direction: str, pod: dict, peer: dict, port: int) -> bool:
-    """Whether the policies let `pod` take (ingress) or make (egress) a call of `peer` on a TCP port."""
+    """Returns whether the policies let `pod` take (ingress) or make (egress) a call of `peer` on a TCP port."""
     side = "from" if direction == "ingress" else "to"
     for policy in policies:
         spec = policy["spec"]

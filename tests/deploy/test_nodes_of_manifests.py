@@ -1,4 +1,4 @@
-"""What the manifests make the programs do: settings, ports, probes, time to end, memory."""
+"""The settings, ports, probes, times to end and memory that the manifests give to the programs."""
 
 import re
 import subprocess
@@ -11,17 +11,17 @@ import yaml
 from manifests import OVERLAYS, POD_ADDRESS, ROOT, Workload, documents, nodes_of, of_kind, quantity, workloads
 from support.nodes import BIN, ENVIRONMENT, SCALE, free_port, run
 
-# HBM of what the overlays' nodeSelector names, as its driver reports it.
+# HBM of the GPUs that the overlays' nodeSelector names, as their driver reports it.
 GPU_BYTES = {"NVIDIA-H100-80GB-HBM3": 81559 << 20, "NVIDIA-H200": 143771 << 20}
 # ExitWithin of src/server/node.cc: kFlushTime + kEndTime.
 END_SECONDS = 6
-# kGrace of src/server/prefill_node.cc.
+# kGrace from src/server/prefill_node.cc.
 PREFILL_GRACE_SECONDS = 30
 SMG = ROOT / ".venv/bin/smg"
 
 
 def config_of(docs: list[dict], node: Workload, folder) -> dict:
-    """The configuration in force in that container, as the program itself says it."""
+    """Returns the configuration in force in a container, as the program itself prints it."""
     environment = dict(node.env)
     (data,) = [doc["data"] for doc in of_kind(docs, "ConfigMap") if doc["metadata"]["name"] == "sluice-config"]
     mounts = {m["mountPath"] for m in node.container["volumeMounts"]}
@@ -48,7 +48,7 @@ def test_the_program_takes_its_settings_and_listens_where_the_manifest_says(over
         config = config_of(docs, node, tmp_path)
         assert config["listen"] == f"0.0.0.0:{node.ports['grpc']}"
         assert config["admin_listen"] == f"0.0.0.0:{node.ports['admin']}"
-        if node.program == "sluice-prefill":  # 0.0.0.0 is nowhere that a decode node could read from
+        if node.program == "sluice-prefill":  # a decode node could not read from 0.0.0.0
             assert config["advertise"] == f"{POD_ADDRESS}:{node.ports['grpc']}"
         assert config["log_format"] == "json" and not config["failpoints"]
         broken = Workload(node.owner, node.template)
@@ -79,7 +79,9 @@ def test_the_times_to_end_are_those_of_the_sources():
 
 
 def plan_bytes(config: dict) -> dict[str, float]:
-    """What --print-plan says of a server's memory: the model, and all of it. Needs the geometry alone."""
+    """Returns the memory that --print-plan states for a server: the model's, and all of it. It needs the geometry
+    alone.
+    """
     name = config["model"].rsplit("/", 1)[1]
     model = ROOT / "configs/models" / name
     if not model.is_dir():
@@ -107,7 +109,7 @@ def test_the_memory_that_is_configured_fits_into_what_the_pod_gets(overlay, tmp_
         config = configs[node.program]
         resources = node.container["resources"]
         limit = quantity(resources["limits"]["memory"])
-        # Pages that are pinned, or touched at the start, are no place to overcommit.
+        # Pages that are pinned, or touched at the start, cannot be overcommitted.
         assert resources["requests"]["memory"] == resources["limits"]["memory"]
         device = plan["memory"] - dram if node.program == "sluice-server" else (
             plan["weights"] + plan["workspace"] + quantity(config["hbm_bytes"]))
@@ -116,7 +118,7 @@ def test_the_memory_that_is_configured_fits_into_what_the_pod_gets(overlay, tmp_
             assert device + host + spare <= limit, node.name
             assert "nvidia.com/gpu" not in resources["limits"]
         else:
-            # What is uploaded goes through the page cache; a tenth for it, and for the process.
+            # Uploaded weights go through the page cache; a tenth is for it and for the process.
             assert host * 1.05 + 8 * spare <= limit, node.name
             assert resources["limits"]["nvidia.com/gpu"] == "1"
             gpu = GPU_BYTES[node.pod["nodeSelector"]["nvidia.com/gpu.product"]]
@@ -196,7 +198,7 @@ def test_the_router_answers_its_probes(smollm2_tokenizer):
                 time.sleep(0.1)
         container = router().container
         assert status(f"http://127.0.0.1:{port}{container['livenessProbe']['httpGet']['path']}") == 200
-        # No worker answers it.
+        # Workers do not answer it.
         assert status(f"http://127.0.0.1:{port}{container['readinessProbe']['httpGet']['path']}") == 503
     finally:
         process.terminate()

@@ -1,4 +1,6 @@
-"""Dashboard, rules and autoscalers against what nodes export, and all of them in a real Prometheus."""
+"""Compares the dashboard, rules and autoscalers with the metrics that nodes export, and runs all of them in a real
+Prometheus.
+"""
 
 import json
 import re
@@ -23,7 +25,7 @@ NAME = re.compile(r"\b(?:instance:)?(?:sluice|process|vllm)[_:][\w:]+|\bup\b|\bA
 
 
 def queries() -> dict[str, str]:
-    """Panel and letter -> query, the dashboard's variable filled in."""
+    """Returns panel and letter -> query, with the dashboard's variable filled in."""
     return {f"{panel['title']} {target['refId']}": target["expr"].replace("$instance", ".*")
             for panel in DASHBOARD["panels"] for target in panel.get("targets", [])}
 
@@ -85,7 +87,7 @@ def test_the_jobs_of_the_monitors_are_those_of_rules_and_dashboard():
 
 
 class Prometheus:
-    """A real one on a free port, which scrapes a pair of nodes every second."""
+    """A real Prometheus on a free port, which scrapes a pair of nodes every second."""
 
     def __init__(self, folder, targets: dict[str, str]):
         self.address = f"127.0.0.1:{free_port()}"
@@ -122,7 +124,7 @@ class Prometheus:
                 if holds():
                     return
             except OSError:
-                pass  # it is starting
+                pass  # Prometheus is starting
             assert time.monotonic() < deadline, f"{what}\n{self.log.read_text()[-3000:]}"
             time.sleep(0.2)
 
@@ -138,7 +140,7 @@ def prometheus(pair, tmp_path_factory):
 
 
 def one_answer(pair, key: str) -> int:
-    """A prompt through both nodes; the tokens that came."""
+    """Sends a prompt through both nodes and returns the tokens."""
     decode, prefill = pair
     answer = prefill.prefill.Run(prefill_pb2.RunRequest(
         prompt_token_ids=[1, 2, 3, 4, 5, 6, 7, 8], decode_address=decode.address, rendezvous_key=key,
@@ -168,7 +170,8 @@ def test_a_real_prometheus_scrapes_both_nodes_and_evaluates_rules_and_dashboard(
         assert rule.get("state", "inactive") == "inactive", rule["name"]
     for name in RECORDED:
         assert prometheus.values(name), name
-    # Where nothing was refused, selected or preempted the answer is empty or no number; the rest shows something.
+    # An answer is empty or not a number where nothing was refused, selected or preempted; every other panel shows
+    # something.
     quiet = {"Errors and refusals by reason A", "Room refused A", "Room refused B", "Selected tokens that lay in HBM A"}
     for panel, query in queries().items():
         assert bool(prometheus.values(query)) or panel in quiet, (panel, query)

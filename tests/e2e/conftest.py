@@ -8,7 +8,7 @@ from support.nodes import BIN, FLOAT32_KERNELS, SMOLLM2, Golden, Node, Pair, run
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory):
-    """name -> directory with weights, for the tiny models."""
+    """name -> directory with the weights of a tiny model."""
     made = {}
 
     def get(name):
@@ -22,7 +22,7 @@ def tiny_models(tmp_path_factory):
 
 
 def starting(tmp_path_factory):
-    """start(program, model, *flags) -> Node; all are stopped at the end."""
+    """start(program, model, *flags) -> Node. All nodes are stopped at the end."""
     nodes = []
 
     def begin(program, model, *flags, **kwargs):
@@ -32,18 +32,18 @@ def starting(tmp_path_factory):
     yield begin
     for node in nodes:
         status = node.stop()
-        # A test may have killed it; nothing else may have ended it before.
+        # A test may have killed the node; nothing else may have ended it before.
         assert status in (0, -signal.SIGKILL), f"{node.program} ended with {status}:\n{node.tail()}"
 
 
-# Nodes of one file's tests; those that files share are few.
+# `start` is for the nodes of one file's tests; few nodes are shared by several files.
 start = pytest.fixture(scope="module", name="start")(starting)
 start_shared = pytest.fixture(scope="session", name="start_shared")(starting)
 
 
 @pytest.fixture(scope="session")
 def pairs(tiny_models, start_shared):
-    """name -> Pair of a tiny model."""
+    """name -> Pair of nodes of a tiny model."""
     made = {}
 
     def get(name):
@@ -67,10 +67,10 @@ def smollm2():
 
 @pytest.fixture(scope="session")
 def smollm2_pairs(smollm2, start_shared):
-    """precision -> Pair of the real model.
+    """precision -> Pair of nodes of the real model.
 
-    "default" is what users get: the processor's best kernels and bf16 caches. "float32" keeps caches
-    and activations in float32.
+    "default" is what users get: the processor's best kernels and bf16 caches. "float32" keeps caches and activations
+    in float32.
     """
     made = {}
 
@@ -93,13 +93,13 @@ def smollm2_pair(smollm2_pairs):
 
 @pytest.fixture(scope="session")
 def small(tiny_models, start_shared):
-    """A decode node of tiny-llama that is soon full: 1536 bytes a token, 2730 tokens in HBM."""
+    """A decode node of tiny-llama that is soon full: a token takes 1536 bytes, and HBM holds 2730 tokens."""
     return start_shared("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB", "--dram-bytes", "6MiB",
                  "--max-sequences", "4")
 
 
 @pytest.fixture(scope="session")
 def golden():
-    """name -> Golden."""
+    """name -> Golden of a tiny model."""
     made = {}
     return lambda name: made.setdefault(name, Golden(name))

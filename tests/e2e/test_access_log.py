@@ -1,4 +1,4 @@
-"""The access log: one JSON line a call; ids of the router and of a trace, from prefill to decode."""
+"""The access log has one JSON line for each call, with the router's ids and a trace's ids from prefill to decode."""
 
 import json
 import time
@@ -21,7 +21,7 @@ GENERATE = "/sluice.v1.Decode/Generate"
 
 
 class Log:
-    """A node's access log."""
+    """The access log of a node."""
 
     def __init__(self, path):
         self.path = path
@@ -79,7 +79,7 @@ def test_a_generate_has_one_line_with_its_ids_and_figures(logged, golden):
     assert 0 <= line["queue_seconds"] <= line["first_token_seconds"] <= line["total_seconds"] < TIMEOUT_S
     assert line["peer"].startswith("ipv4:127.0.0.1:")
     assert sum(other["request_id"] == name for other in log.lines()) == 1
-    # The transfer's own calls.
+    # The calls of the transfer itself.
     wrote = log.wait_for(method="/sluice.v1.KvIngest/Write", transfer_id=transfer)
     assert wrote["bytes"] > 0 and wrote["status"] == "OK"
     for method in ("Reserve", "Commit"):
@@ -186,7 +186,7 @@ def test_over_tls_a_line_says_who_called_and_for_whom_and_never_with_what(tiny_m
     line = log.wait_for(request_id=name)
     assert (line["identity"], line["tenant"]) == ("token:alice", "blue")
     assert line["status"] == "NOT_FOUND" and line["reason"] == "TRANSFER_NOT_FOUND"
-    # Whom the access file refuses has a line as well, whatever he calls his method.
+    # A caller whom the access file refuses has a line as well, whatever method it calls.
     wrong, cancel = f"wrong-{uuid.uuid4().hex}", "/sluice.v1.Decode/Cancel"
     for credentials, method in ((pki.bearer(token), "/sluice.v1.Admin/Resume"), (pki.bearer(wrong), GENERATE),
                                 (pki.credentials("stranger"), cancel), (pki.bearer(wrong), "/x/" + "y" * 4000)):

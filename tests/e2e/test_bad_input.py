@@ -1,7 +1,7 @@
 """The table of bad input: calls, configurations, model directories.
 
-Each case has its exact status and names what is wrong. After each the node that was there all along
-serves a good request, and holds what it held before. The tables are in bad_*.py.
+Each case has its exact status and names what is wrong. After each case a node that has run from the start serves a
+good request, and holds what it held before. The tables are in support/bad_*.py.
 """
 
 import shutil
@@ -25,14 +25,15 @@ CALLS = [*DECODE_CALLS, *INGEST_CALLS, *WIRE_CALLS, *FACADE_CALLS, *PULL_CALLS]
 
 @pytest.fixture(scope="module")
 def small(tiny_models, start):
-    """As others have it, but for its leases: what is ready below outlives the table on a slow machine too."""
+    """A node with ordinary settings but a longer lease: the transfer below outlives the table on a slow machine too.
+    """
     return start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB", "--dram-bytes", "6MiB",
                  "--max-sequences", "4", "--lease-seconds", "3600s")
 
 
 @pytest.fixture(scope="module")
 def ready(small, golden):
-    """A committed transfer that bad requests must leave alone; a good one uses it up at the end."""
+    """A committed transfer that bad requests must leave alone. A good request uses it up at the end."""
     before = small.settled()
     transfer = committed(small, golden("tiny-llama"))
     yield transfer
@@ -49,7 +50,7 @@ def site(small, pairs, golden, ready):
 
 @pytest.fixture
 def unharmed(small, golden):
-    """After a case: capacity is as it was, and the next request works."""
+    """Checks after a case that capacity is as it was and that the next request works."""
     before = small.settled()
     yield
     small.wait_until_held(before)
@@ -80,10 +81,10 @@ def test_a_bad_call_has_its_status_and_names_its_fault(site, unharmed, case):
 
 
 def sentence_of(program, *flags, env=ENVIRONMENT):
-    """What a program that must fail says: one line, status 1, nothing that crashed."""
+    """Returns the output of a program that must fail: one line and status 1, without a crash."""
     done = run(BIN / program, *flags, env=env)
     assert done.returncode == 1, (done.returncode, done.stderr[-2000:])
-    # Where a node got as far as its log, that is JSON lines.
+    # A node that got as far as its log has written JSON lines.
     lines = [line for line in done.stderr.splitlines() if not line.startswith("{")]
     assert len(lines) == 1 and lines[0].startswith(f"{program}: "), lines
     assert len(lines[0]) < 2000

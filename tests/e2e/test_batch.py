@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,12 +15,12 @@ SEQUENCES = 16
 
 
 def workload(name, vocabulary):
-    """16 (prompt, sampling) of different lengths, half of them sampled with seeds."""
+    """Returns 16 (prompt, sampling) of different lengths, half of them sampled with seeds."""
     rng = random.Random(name)
     work = []
     for i in range(SEQUENCES):
         prompt = [rng.randrange(3, vocabulary) for _ in range(1 + 19 * i)]
-        settings = dict(max_tokens=200 + 8 * (SEQUENCES - i), ignore_eos=True, logprobs=0)
+        settings = dict(max_tokens=60 + 4 * (SEQUENCES - i), ignore_eos=True, logprobs=0)
         if i % 2:
             settings.update(temperature=0.9, top_p=0.95, top_k=50, seed=i, repetition_penalty=1.1)
         else:
@@ -29,7 +30,7 @@ def workload(name, vocabulary):
 
 
 def run_one(pair, prompt, sampling, barrier=None):
-    """Hands the prompt over, waits for the others, decodes; returns ids and log-probabilities."""
+    """Hands the prompt over, waits for the others, and decodes; returns ids and log-probabilities."""
     transfer = prefill(pair.prefill.address, pair.decode.address, prompt, sampling).transfer_id
     if barrier:
         barrier.wait(60)
@@ -38,12 +39,13 @@ def run_one(pair, prompt, sampling, barrier=None):
 
 
 def run_together(pair, work):
-    """All at once; returns their results and the most that were seen running at a time."""
+    """Runs all at once; returns their results and the largest number that was seen running."""
     barrier, done, most = threading.Barrier(len(work)), threading.Event(), [0]
 
     def watch():
         while not done.is_set():
             most[0] = max(most[0], pair.decode.capacity().running)
+            time.sleep(0.002)
 
     watcher = threading.Thread(target=watch)
     watcher.start()

@@ -12,7 +12,7 @@ FIGURE_KEYS = {"name", "unit", "better", "median", "p10", "p90", "samples", "mor
 
 
 def report_of(*args, status: int = 0, **kwargs) -> dict:
-    """The JSON report of a run with that exit status."""
+    """Returns the JSON report of a run that ends with this exit status."""
     done = run(BENCH, *args, "--json", **kwargs)
     assert done.returncode == status, done.stdout + done.stderr
     report = json.loads(done.stdout)
@@ -150,13 +150,13 @@ def test_misses_are_those_that_were_set_and_steps_come_with_and_without_transfer
         for level in asked["levels"]:
             assert level["misses_by_layer"] == [level["set_misses"]] * 4
             assert level["step_seconds"]["median"] > 0 and level["without_seconds"]["median"] > 0
-            # Packed entries of 656 bytes: of two sequences, in four layers.
+            # Packed entries of 656 bytes, for two sequences in four layers.
             assert level["bytes"] == level["set_misses"] * 656 * 2 * 4
             if level["set_misses"] > 0:
                 exposed = level["step_seconds"]["median"] - level["without_seconds"]["median"]
                 assert level["hidden"] == pytest.approx(1 - exposed / level["alone_seconds"])
                 assert level["coverable_seconds"] > 0
-        # In each layer one transfer, or one for each half of the batch.
+        # Each layer has one transfer, or one for each half of the batch.
         calls = 4 if own["policy"].startswith("ess-da") else 8
         for level in own["levels"] + asked["levels"]:
             assert level["inside_calls"] == pytest.approx(calls, rel=0.3)
@@ -168,7 +168,7 @@ def test_misses_at_first_and_a_forecast():
                        "--steps", "8", "--no-trace", "--forecast-dram", "1GiB", timeout=300)
     runs = {(run["policy"].split(":")[0], run["batch"]): run for run in report["details"]["runs"]}
     first = {policy: sum(runs[policy, 2]["misses_first_by_layer"]) for policy in ("ess", "ess-no-warm-up")}
-    # Without warm-up the first step misses everything, 128 in each layer.
+    # Without warm-up the first step misses everything, 128 entries in each layer.
     assert first["ess-no-warm-up"] > first["ess"] + 4 * 128 / 16 / 2
     assert runs["offload-naive", 2]["misses_steady_by_layer"] == [128] * 4
     assert "misses_by_layer" not in runs["full", 2]
@@ -201,7 +201,7 @@ def test_serve_counts_every_request_and_token(small):
     assert load["tokens"] == 12 * 17 and sum(report["details"]["tokens"]) == 14 * 17
     assert load["ttft_seconds"]["samples"] == 12 and load["good_share"] == 1
     assert 0 < load["ttft_seconds"]["p50"] <= load["latency_seconds"]["p50"]
-    # 3 layers, 2 heads of 64, K and V in bf16: 1,536 bytes a token.
+    # A token takes 1,536 bytes: 3 layers, 2 heads of 64, K and V in bf16.
     assert report["details"]["bytes_pushed"] == 14 * 40 * 1536
     small.wait_until_held(before)
 
@@ -244,7 +244,8 @@ def test_refusals_are_counted_with_their_reason_or_asked_again(small):
 
 
 def test_a_failed_request_makes_the_run_fail(tiny_models, start):
-    # A node of its own: what the server has opened when the caller gives up stays until its lease ends.
+    # The test has a node of its own, because transfers that the server has opened when the caller gives up stay until
+    # their lease ends.
     node = start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "4MiB", "--dram-bytes", "4MiB")
     report = report_of("serve", "--decode", node.address, "--requests", 3, "--output", 5, "--prompt", 10,
                        "--timeout", "1ms", status=1)

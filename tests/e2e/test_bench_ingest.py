@@ -1,4 +1,4 @@
-"""sluice-bench ingest: that it measures what it says, in small; figures need a quiet machine."""
+"""sluice-bench ingest measures what it says, on a small scale; figures need a quiet machine."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_ingest_is_measured_beside_raw_grpc_and_beside_a_decode(tiny_models):
         assert figures[f"ingest, chunks of {chunk} KiB"]["more"]["of_ingest"] == 1
     for name in ("decode alone", "decode beside ingest", "decode beside a spin load"):
         assert figures[name]["median"] > 0
-    # Paced: what was sent is what was asked for, less where the machine was busy.
+    # At a set pace the bytes sent are the bytes asked for, or fewer where the machine was busy.
     assert 1e6 < figures["decode beside ingest"]["more"]["ingest_bytes_per_second"] < 30e6
 
 

@@ -1,4 +1,4 @@
-"""The configurations that an operator starts from: configs/*.yaml."""
+"""The configurations that an operator starts from, configs/*.yaml."""
 
 import pytest
 from support.nodes import BIN, ROOT, run
@@ -23,4 +23,4 @@ def test_what_the_example_of_deepseek_promises_fits():
     assert done.returncode == 0, done.stderr
     plan = done.stdout[done.stdout.index("policy ess:"):]
     running = {int(line.split()[0]): int(line.split()[-1]) for line in plan.splitlines() if line.split()[:1] and line.split()[0].isdigit()}
-    assert running[32768] == 150  # max_sequences
+    assert running[32768] == 150  # limited by max_sequences

@@ -1,8 +1,8 @@
 """Faults on purpose: what the caller sees, and that nothing else is harmed.
 
-Each test arms failpoints of src/base/failpoint.h, does its work, and states what that header says that
-survives. Around each: sequences that run beside it give the tokens that they give without the fault, the
-next good request works, and nothing stays reserved.
+Each test arms failpoints of src/base/failpoint.h, does its work, and checks what that header says about what survives.
+Around each test, sequences that run beside it give the same tokens as without the fault, the next good request works,
+and nothing stays reserved.
 """
 
 import re
@@ -22,6 +22,7 @@ from support.nodes import BIN, DEVICE, ENVIRONMENT, SCALE, SLUICE, TIMEOUT_S, No
 from support.transfers import committed
 
 Code = grpc.StatusCode
+AFTER = 50  # tokens that a sequence beside a fault has to give after it
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -34,7 +35,7 @@ def the_lab(tiny_models, start, golden):
 
 @pytest.fixture
 def lab(the_lab):
-    """At rest before and after, and a good request works."""
+    """The lab at rest before and after the test, when a good request works."""
     yield the_lab
     the_lab.set(clear=True)
     the_lab.node.wait_until_held(the_lab.at_rest)
@@ -44,18 +45,19 @@ def lab(the_lab):
 
 @pytest.fixture
 def busy(lab):
-    """The lab with two sequences that run during the whole test and are none the worse for it."""
+    """The lab with two sequences that run during the whole test and are not harmed."""
     lab.set(PACE)
     neighbours = [lab.start(LONG) for _ in range(2)]
     for neighbour in neighbours:
         neighbour.wait_for_tokens(1)
     yield lab
-    running = [n.error is None and len(n.ids) < LONG for n in neighbours]
+    seen = [len(neighbour.ids) for neighbour in neighbours]
     lab.set(clear=True)
-    for neighbour in neighbours:
-        neighbour.end()
-        assert neighbour.error is None and neighbour.ids == lab.long
-    assert all(running), "the neighbours were done before the fault was"
+    for neighbour, count in zip(neighbours, seen):
+        neighbour.wait_for_tokens(min(count + AFTER, LONG))
+        neighbour.leave()
+        assert neighbour.error is None and neighbour.ids == lab.long[:len(neighbour.ids)]
+    assert all(count < LONG for count in seen), "the neighbours were done before the fault was"
 
 
 def fired(lab, name):
@@ -87,14 +89,15 @@ def test_a_damaged_chunk_stays_missing_and_may_be_sent_again(busy):
 
 def test_a_writer_held_up_beyond_its_lease_keeps_its_pages_till_it_ends(busy):
     transfer = busy.transfer(lease=duration_pb2.Duration(nanos=200_000_000))
-    held_up_ms = int(1500 * min(SCALE, 2))  # the neighbours run for about 5 s, however slow the machine
+    held_up_ms = int(1500 * min(SCALE, 2))  # the sequences beside it run for about 5 s, however slow the machine
     busy.set(f"ingest.landing=delay({held_up_ms}ms)*1")
     errors = []
     writer = threading.Thread(target=lambda: errors.append(error_of(transfer.write_all)))
     writer.start()
     busy.wait_for_transfers(0)
     assert writer.is_alive(), "the lease should end while the writer is held up"
-    # The transfer has ended, its pages are not free: others get other pages, and right tokens.
+    # The transfer has ended while its pages are not free yet: other transfers get other pages, and their tokens are
+    # right.
     assert busy.dram_used() > 0
     busy.check_good_request()
     assert writer.is_alive(), "the writer should still be held up"
@@ -123,7 +126,7 @@ def test_the_answer_to_a_write_may_be_lost(busy):
     assert error_of(transfer.write_all).code() in (Code.CANCELLED, Code.UNAVAILABLE)
     assert fired(busy, "ingest.write_answer") == 1
     assert transfer.status().blocks_landed == transfer.status().blocks_total
-    transfer.write_all()  # a sender that does not ask sends again
+    transfer.write_all()  # like a sender that sends again without asking
     transfer.commit()
     assert busy.start(24, transfer_id=transfer.id).end().ids == busy.long[:24]
 
@@ -167,7 +170,7 @@ def test_a_handler_that_throws_ends_its_own_call(busy, call):
             step()
 
 
-# ---- Lost wake-ups: on a node at rest, where nothing else would make the engine look
+# ---- Lost wake-ups, on a node at rest, where nothing else would make the engine look
 
 def test_a_stream_ends_though_no_wake_up_of_the_transfer_table_arrives(lab):
     lab.set("kv.wake=error")
@@ -194,7 +197,7 @@ def test_a_stream_ends_though_the_engine_is_never_woken(lab):
     stream = lab.start(24).end()
     assert stream.error is None and stream.ids == lab.long[:24]
     assert fired(lab, "engine.wake") >= 1
-    assert lab.node.capacity().running == 0  # which asks the engine
+    assert lab.node.capacity().running == 0  # capacity() asks the engine
 
 
 # ---- Admission and steps
@@ -252,12 +255,12 @@ def test_deadlines_and_cancels_end_sequences_whose_steps_take_long(lab):
     assert cancelled.end().error.code() == Code.CANCELLED
     assert late.end().error.code() == Code.DEADLINE_EXCEEDED
     assert len(late.ids) < 10
-    lab.node.wait_until_held(lab.at_rest)  # within a step or two
+    lab.node.wait_until_held(lab.at_rest)  # it happens within a step or two
     assert time.monotonic() - begin < 10 * SCALE and fired(lab, "engine.step") >= 2
 
 
 def one_of_three(lab, failpoint):
-    """Of three streams the one that `failpoint` ended; the others must not have noticed."""
+    """Returns which of three streams `failpoint` ended; the others must not have noticed."""
     lab.set(PACE)
     streams = [lab.start(300) for _ in range(3)]
     for stream in streams:
@@ -309,7 +312,7 @@ def test_a_clock_that_leaps_forward_ends_what_its_time_has_passed(lab):
     lab.set("clock.jump=jump(2h)*1")
     assert bound.end().error.code() == Code.DEADLINE_EXCEEDED
     lab.wait_for_transfers(0)
-    assert error_of(transfer.commit).code() == Code.NOT_FOUND  # its lease of a minute
+    assert error_of(transfer.commit).code() == Code.NOT_FOUND  # its lease of a minute is over
     assert fired(lab, "clock.jump") == 1
     lab.set(clear=True)
     assert free.end().error is None and free.ids == lab.long
@@ -321,7 +324,7 @@ def test_a_clock_that_leaps_back_hangs_nothing(busy):
     busy.set("clock.jump=jump(-2h)*1")
     busy.check_good_request()
     assert fired(busy, "clock.jump") == 1
-    # What begins after the leap has its own time.
+    # Requests that begin after the leap have their own time.
     busy.transfer(lease=duration_pb2.Duration(nanos=200_000_000))
     busy.wait_for_transfers(0)
     assert busy.dram_used() == 0
@@ -333,7 +336,7 @@ def test_a_clock_that_leaps_back_hangs_nothing(busy):
 # ---- Programs that cannot start
 
 def starts_in_vain(program, model, tmp_path, terms, *flags) -> str:
-    """The program ends with 1 and leaves no address file; returns what it says."""
+    """Checks that the program ends with 1 and leaves no address file; returns its output."""
     address_file = tmp_path / "address.json"
     flags = (*flags, "--dram-bytes", "4MiB", "--admin-listen", "127.0.0.1:0") \
         if program == "sluice-server" else flags
@@ -346,12 +349,12 @@ def starts_in_vain(program, model, tmp_path, terms, *flags) -> str:
 
 # ---- CPU workers that attend
 
-MANY = 300  # steps of 5 ms or more, over blocks that HBM has no place for
+MANY = 300  # enough for steps of 5 ms or more, over blocks for which HBM has no room
 
 
 @pytest.fixture
 def workers(tiny_models, start, golden):
-    """Policy scout with four sequences at most, two to each of two workers."""
+    """A node of policy scout with at most four sequences and two workers, two sequences to each worker."""
     if DEVICE != "cpu":
         pytest.skip("operators of sparse attention are the CPU's so far")
     node = start("sluice-server", tiny_models("tiny-qwen3"), "--policy", "scout", "--budget-tokens", "128",
@@ -395,7 +398,7 @@ def test_a_worker_of_the_cpu_ends_its_own_sequences_alone(workers, term, words, 
     assert scrape.get("sluice_attention_worker_tokens_total") > 0
     assert scrape.get("sluice_requests_total", outcome="error", reason="WORKER_FAILED") == 2
     if reason == "late":
-        time.sleep(5)  # it comes back
+        time.sleep(5)  # the worker comes back
 
 
 
@@ -428,7 +431,7 @@ def test_a_failing_gpu_ends_every_sequence_and_then_the_node(tiny_models, tmp_pa
     node = Node("sluice-server", tiny_models("tiny-llama"), tmp_path, "--hbm-bytes", "16MiB", "--dram-bytes",
                 "16MiB", "--allow-failpoints", "--max-sequences", "2", "--failpoints", PACE)
     try:
-        # Two run, one waits for a slot, one for its transfer.
+        # Two sequences run, one waits for a slot, one for its transfer.
         handoffs = [{"transfer_id": committed(node, golden("tiny-llama"), 0, max_new_tokens=LONG)}
                     for _ in range(3)]
         streams = [Stream(node, sampling=greedy(max_tokens=LONG, ignore_eos=True), **handoff)
@@ -452,7 +455,7 @@ def test_a_failing_gpu_ends_every_sequence_and_then_the_node(tiny_models, tmp_pa
 
 
 def test_a_failing_gpu_ends_a_prefill_node(tiny_models, tmp_path):
-    # It is asked a few times a second: ready first, and failed soon after.
+    # The probe asks a few times a second: the node is ready first, and failed soon after.
     node = Node("sluice-prefill", tiny_models("tiny-llama"), tmp_path, "--hbm-bytes", "8MiB",
                 "--failpoints", "device.failure=error@20")
     try:
@@ -496,7 +499,7 @@ def test_a_prefill_node_answers_whatever_its_workers_meet(lab, tiny_models, star
     assert thrown.code() == Code.INTERNAL and rpc.reason_of(thrown) == "EXCEPTION"
     assert "service.handler" in thrown.details()
     lab.node.wait_until_held(lab.at_rest)
-    # The stream breaks under a layer, and Run mends it on a second one.
+    # The stream breaks while a layer is sent, and Run goes on with a second stream.
     for _ in range(2):
         answer = prefill()
         assert lab.start(24, transfer_id=answer.transfer_id).end().ids == lab.long[:24]

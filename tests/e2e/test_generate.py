@@ -1,4 +1,4 @@
-"""What Generate does with a good request: sampling, stops, log-probabilities, handoffs, endings."""
+"""Generate with good requests: sampling, stops, log-probabilities, handoffs, endings."""
 
 import threading
 import time
@@ -12,20 +12,20 @@ from support.nodes import SCALE, TIMEOUT_S, error_of, greedy, matching_steps, sl
 from support.transfers import Transfer, committed
 
 EOS = 2
-# Golden bf16 caches, activations rounded to bf16: 2.5 % of logits that lie within about 10.
+# Error of golden bf16 caches with activations rounded to bf16: 2.5 % of logits that lie within about 10.
 LOGPROB_TOLERANCE = 0.3
 
 
 @pytest.fixture(autouse=True)
 def memory_comes_back(small):
-    """Each test leaves the small node as it found it."""
+    """Checks that each test leaves the small node as it found it."""
     before = small.settled()
     yield
     small.wait_until_held(before)
 
 
 def decode(node, transfer_id, sampling, **kwargs):
-    """(ids, finish) of a committed transfer."""
+    """Returns (ids, finish) of a committed transfer."""
     tokens, finish = tokens_of(node.decode.Generate(decode_pb2.GenerateRequest(
         transfer_id=transfer_id, sampling=sampling, **kwargs), timeout=TIMEOUT_S))
     return [t.id for t in tokens], finish
@@ -40,7 +40,7 @@ def test_usage_says_what_was_used(small, golden):
     ids, finish = decode_golden(small, g, greedy(max_tokens=7))
     assert len(ids) == 7 and finish.reason == decode_pb2.FINISH_REASON_LENGTH
     assert finish.usage.prompt_tokens == 33 and finish.usage.completion_tokens == 7
-    assert finish.usage.cached_tokens in (32, 33)  # The last position is computed again.
+    assert finish.usage.cached_tokens in (32, 33)  # the last position is computed again
 
 
 def test_without_max_tokens_the_reservation_is_the_limit(small, golden):
@@ -112,7 +112,7 @@ def test_min_tokens_keeps_stop_tokens_away(small, golden):
 def test_logprobs_are_those_of_the_raw_logits(small, golden):
     g = golden("tiny-llama")
     expected = g.logprobs(1)
-    # Temperature and bias must not show in them.
+    # Temperature and bias must not show in the log-probabilities.
     tokens, _ = tokens_of(small.decode.Generate(decode_pb2.GenerateRequest(
         transfer_id=committed(small, g), sampling=common_pb2.SamplingParams(
             temperature=0.01, seed=1, max_tokens=24, logprobs=5)), timeout=TIMEOUT_S))
@@ -135,11 +135,11 @@ def test_no_logprobs_unless_asked(small, golden):
 
 def test_a_handed_over_first_token_comes_first_and_is_built_upon(small, golden):
     g = golden("tiny-llama")
-    # Not the token that the model would choose, so that it can come from the handoff only.
+    # The model would not choose this token, so it can come from the handoff only.
     first = (g.tokens(1)[0] + 1) % 512
     ids, finish = decode(small, committed(small, g, first_tokens=[first]), greedy(max_tokens=8))
     assert ids[0] == first and len(ids) == 8 and finish.usage.completion_tokens == 8
-    # The same as if it were the prompt's last token, whose cache was not sent.
+    # The tokens are the same as if it were the prompt's last token, whose cache was not sent.
     extended = committed(small, g, prompt=[*g.prompt(1), first])
     assert decode(small, extended, greedy(max_tokens=7))[0] == ids[1:]
 
@@ -147,7 +147,7 @@ def test_a_handed_over_first_token_comes_first_and_is_built_upon(small, golden):
 def test_pending_prompt_tokens_are_computed_by_the_decode_node(small, golden):
     g = golden("tiny-llama")
     whole = decode(small, committed(small, g), greedy(max_tokens=24))[0]
-    # 33 tokens, of which one whole block is sent.
+    # The prompt has 33 tokens, of which one whole block is sent.
     part = decode(small, committed(small, g, context_length=32), greedy(max_tokens=24))[0]
     matching_steps(part, whole, g.margins(1), 0.1)
 
@@ -168,7 +168,7 @@ def test_a_kept_sequence_goes_on_with_what_is_appended(small, golden):
     with pytest.raises(grpc.RpcError) as gone:
         list(small.decode.Generate(turn, timeout=TIMEOUT_S))
     assert gone.value.code() == grpc.StatusCode.NOT_FOUND
-    # The same as one prompt of both turns, but for tokens that are nearly as probable as another.
+    # The tokens are those of one prompt with both turns, except where two tokens are nearly equally probable.
     whole = committed(small, g, prompt=[*g.prompt(1), *[t.id for t in tokens], *appended])
     again, _ = decode(small, whole, greedy(max_tokens=8))
     assert again[0] == ids[0].id
@@ -251,7 +251,7 @@ def test_a_rendezvous_key_belongs_to_its_tenant(small, golden):
 
 
 def endless(node, golden, **kwargs):
-    """A stream of 2000 tokens, and its request id."""
+    """Returns a stream of 2000 tokens, and its request id."""
     request_id = uuid.uuid4().hex
     return request_id, node.decode.Generate(decode_pb2.GenerateRequest(
         request_id=request_id, transfer_id=committed(node, golden, max_new_tokens=2000),
@@ -331,7 +331,7 @@ def test_stop_strings_end_the_text_before_them(smollm2_pair, smollm2):
     args = ["generate", *smollm2_pair.flags(), "--tokenizer", smollm2, "--chat", "--prompt",
             "Why is the sky blue?", "--max-tokens", 40]
     whole = sluice_json(*args)
-    stop = whole["output_text"][40:52]  # Across tokens, whatever they are.
+    stop = whole["output_text"][40:52]  # it straddles tokens, whatever they are
     got = sluice_json(*args, "--stop", "never in there", "--stop", stop)
     assert got["finish_reason"] == "stop"
     assert got["output_text"] == whole["output_text"][:whole["output_text"].index(stop)]
@@ -364,7 +364,7 @@ def test_prefill_gives_up_with_its_caller_and_leaves_no_transfer(pairs):
 
 
 def prefill_run_with_deadline(pair):
-    """A prompt of 4000 tokens takes far longer than a hundredth of a second."""
+    """The time of a prompt of 4000 tokens is far longer than a hundredth of a second."""
     return pair.prefill.prefill.Run(prefill_pb2.RunRequest(
         prompt_token_ids=[5] * 4000, sampling=greedy(max_tokens=4),
         decode_address=pair.decode.address), timeout=0.01)

@@ -1,7 +1,7 @@
-"""What one client does wrong, others do not feel: too much, too slowly, or no protocol at all.
+"""One client's misbehaviour does not disturb others: too much, too slow, or no protocol at all.
 
-A stream that decodes meanwhile gives the same tokens, its p99 gap stays within a stated ratio of its gap
-alone in the same run, and the node's memory within a stated bound.
+A stream that decodes meanwhile gives the same tokens, its p99 gap stays within a stated ratio of its gap alone in the
+same run, and the node's memory within a stated bound.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from support.raw_http2 import DATA, FRAME_BYTES, HEADERS, PREFACE, SETTINGS, Htt
 from support.transfers import Transfer
 
 MIB = 1 << 20
-# Of p99 gaps, where the others take time of the same two cores to be refused; and where they only wait.
+# Bounds of the ratio of p99 gaps: where the refusals take time of the same two cores, and where the clients only wait.
 BUSY, IDLE = 4.0, 1.3
 
 
 @pytest.fixture(scope="module")
 def node(tiny_models, start):
-    """One thread computes: the other core is for those who call. 10,000 blocks of 24 KiB fit into DRAM."""
+    """A node with one thread that computes; the other core is for the clients. DRAM holds 10,000 blocks of 24 KiB."""
     return start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "16MiB", "--dram-bytes", "256MiB",
                  "--block-tokens", "16", "--threads", "1")
 
@@ -47,7 +47,7 @@ def unharmed(node, g):
 
 @pytest.fixture(scope="module", autouse=True)
 def file_descriptors():
-    """As many as the system gives; the default of many systems is 1024."""
+    """Raises the limit of open files to what the system allows; the default of many systems is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     yield
@@ -61,7 +61,7 @@ def need_file_descriptors(count: int) -> None:
 
 
 def peak_bytes(node) -> int:
-    """The most resident memory since reset_peak()."""
+    """Returns the largest resident memory since reset_peak()."""
     for line in Path(f"/proc/{node.process.pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -69,13 +69,13 @@ def peak_bytes(node) -> int:
 
 
 def reset_peak(node) -> int:
-    """Returns what is resident now."""
+    """Resets the peak and returns the resident memory now."""
     Path(f"/proc/{node.process.pid}/clear_refs").write_text("5")
     return peak_bytes(node)
 
 
 def wait_until_rss_below(node, most: int) -> None:
-    """The allocator gives pages back some seconds after they are free."""
+    """Waits until memory is given back, which the allocator does some seconds after pages are free."""
     deadline = time.monotonic() + 30 * SCALE
     while (now := node.rss_bytes()) > most and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -84,7 +84,7 @@ def wait_until_rss_below(node, most: int) -> None:
 
 @contextlib.contextmanager
 def running(job, *args):
-    """`job` in a thread of its own meanwhile; its exception is raised at the end."""
+    """Runs `job` in a thread meanwhile; its exception is raised at the end."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(job, *args)
         yield
@@ -97,7 +97,7 @@ def report(capsys, name, figures):
 
 
 def test_a_manifest_of_2_gib_is_refused_and_nobody_notices(node, g, capsys):
-    """gRPC gathers a message before it refuses its size: the memory comes back, and nobody else's call ends."""
+    """gRPC gathers a message before it refuses its size. The memory comes back, and no other call ends."""
     before = node.rss_bytes()
 
     def send(size):
@@ -134,10 +134,10 @@ def test_messages_that_never_end_cost_what_they_have_sent(node, g, capsys):
 
 
 def test_a_compressed_bomb_is_not_unpacked(node, g):
-    """1 GiB of zeros in 1 MiB of gzip."""
+    """Returns 1 GiB of zeros in 1 MiB of gzip."""
     packer = zlib.compressobj(9, zlib.DEFLATED, 31)
     zeros = bytes(16 * MIB)
-    # After a full flush a block depends on nothing before it: one serves 64 times.
+    # After a full flush a block depends on nothing before it, so that one block serves 64 times.
     head, block = (packer.compress(zeros) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
     bomb = head + 63 * block + packer.flush()
     assert len(bomb) < 2 * MIB
@@ -161,7 +161,7 @@ def test_10000_abandoned_reservations_are_forgotten(node, g, capsys):
         for call in [node.ingest.Reserve.future(transfer.request, timeout=TIMEOUT_S) for _ in range(100)]:
             call.result()
     opened = node.capacity().transfers
-    assert opened > 5000  # All of them, unless it took longer than the first one's lease.
+    assert opened > 5000  # all of them, unless it took longer than the lease of the first one
     assert node.rss_bytes() < before + 64 * MIB
     rounds = check_unnoticed(node, g, contextlib.nullcontext, IDLE, tokens=500)
     report(capsys, f"{opened} abandoned reservations", rounds)
@@ -192,9 +192,9 @@ def test_1000_idle_or_noisy_connections_change_nothing(node, g, capsys):
     def connected():
         sockets = [connect(node.address) for _ in range(1000)]
         for i, s in enumerate(sockets):
-            with contextlib.suppress(OSError):  # The node may have closed it already.
+            with contextlib.suppress(OSError):  # the node may have closed it already
                 s.sendall(noises[i % len(noises)])
-        time.sleep(0.5)  # Reading their noise is work; being there is not to be.
+        time.sleep(0.5)  # the noise costs time to read; an open connection must not
         yield
         assert node.rss_bytes() < before + 256 * MIB
         for s in sockets:
@@ -204,7 +204,7 @@ def test_1000_idle_or_noisy_connections_change_nothing(node, g, capsys):
 
 
 def test_a_low_soft_limit_of_file_descriptors_is_raised(tiny_models, start, golden):
-    """That of many systems, 1024, is soon had."""
+    """Lowers the limit to that of many systems, 1024, which is soon reached."""
     need_file_descriptors(1000)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, limit[1]))
@@ -220,7 +220,7 @@ def test_a_low_soft_limit_of_file_descriptors_is_raised(tiny_models, start, gold
 
 
 def greeted(s: socket.socket) -> bool:
-    """Whether the node speaks to this connection; else it has reset it."""
+    """Returns whether the node speaks on this connection; otherwise it has reset it."""
     try:
         return bool(s.recv(1))
     except ConnectionResetError:
@@ -234,20 +234,20 @@ def test_a_peer_has_so_many_connections_and_others_their_own(tiny_models, start,
 
     def connect_from(address: str) -> socket.socket:
         s = socket.create_connection((host, int(port)), timeout=TIMEOUT_S, source_address=(address, 0))
-        with contextlib.suppress(OSError):  # It may have been reset already.
+        with contextlib.suppress(OSError):  # it may have been reset already
             s.sendall(PREFACE + frame(SETTINGS))
         return s
 
     watch(few, golden("tiny-llama"), 20)
     one = wait_for(few, lambda now: now.get("sluice_connections") == 1, TIMEOUT_S)
-    assert one.get("sluice_connections") == 1  # The channel by which this process looks at the node.
+    assert one.get("sluice_connections") == 1  # the channel by which this process reads metrics
     held = [connect_from("127.0.0.1") for _ in range(7)]
     assert all(greeted(s) for s in held)
     assert not greeted(connect_from("127.0.0.1"))
     others = [connect_from("127.0.0.2") for _ in range(4)]
     assert all(greeted(s) for s in others)
-    assert not greeted(connect_from("127.0.0.3"))  # All have 12 together.
-    few.capacity()  # Who has a connection keeps it.
+    assert not greeted(connect_from("127.0.0.3"))  # the limit is 12 connections for all together
+    few.capacity()  # a caller with a connection keeps it
     now = Scrape(few)
     assert now.get("sluice_connections") == 12
     assert now.get("sluice_connections_refused_total", reason="peer") == 1
@@ -265,7 +265,7 @@ def test_a_node_without_file_descriptors_accepts_again_when_some_come_free(tiny_
     watch(node, golden("tiny-llama"), 20)
     limit = len(list(Path(f"/proc/{node.process.pid}/fd").iterdir())) + 20
     resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
-    sockets = [connect(node.address) for _ in range(60)]  # The system holds those that wait.
+    sockets = [connect(node.address) for _ in range(60)]  # the system holds those that wait
     deadline = time.monotonic() + TIMEOUT_S
     while "cannot be accepted" not in node.log.read_text():
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""Pushing caches: that a transfer survives what it can. What is refused, and how: test_bad_input.py."""
+"""A transfer survives what it can. test_bad_input.py has what is refused, and how."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ def g(golden):
 
 @pytest.fixture(autouse=True)
 def unharmed(small, golden):
-    """After each test the small node is as before, and a good transfer decodes."""
+    """Checks that after each test the small node is as before, and that a good transfer decodes."""
     before = small.settled()
     yield
     small.wait_until_held(before)
@@ -32,7 +32,7 @@ def unharmed(small, golden):
 
 
 def finish_and_decode(transfer, parts):
-    """Writes `parts`, commits, and checks the tokens that are decoded from it."""
+    """Writes `parts`, commits, and checks the tokens that are decoded."""
     if parts:
         transfer.write(*(transfer.message(p) for p in parts))
     assert transfer.commit().context_length == len(transfer.prompt)
@@ -42,7 +42,7 @@ def finish_and_decode(transfer, parts):
     matching_steps([t.id for t in tokens], g.tokens(case), g.margins(case), 0.1)
 
 
-# A chunk of layer 1, head 0, tokens 0-32 of 33 with one thing wrong.
+# A chunk of layer 1, head 0, tokens 0-32 of 33, with one error in each case.
 GOOD = Part(1, (0, 1), (0, 32))
 
 
@@ -73,7 +73,7 @@ def test_a_write_to_an_unknown_transfer_is_not_found(small, g):
     transfer.abort()
     assert error_of(lambda: transfer.write(transfer.message(GOOD))).code() == Code.NOT_FOUND
     assert error_of(transfer.commit).code() == Code.NOT_FOUND
-    transfer.abort()  # Again: idempotent.
+    transfer.abort()  # abort is idempotent
 
 
 def test_the_same_block_twice_is_fine_and_with_other_bytes_poisons(small, g):
@@ -90,7 +90,7 @@ def test_the_same_block_twice_is_fine_and_with_other_bytes_poisons(small, g):
 
 
 def test_commit_names_the_missing_blocks_and_then_resumes(small, g):
-    transfer = Transfer(small, g, case=2)  # 257 tokens: 9 blocks of 2 heads in 3 layers.
+    transfer = Transfer(small, g, case=2)  # 257 tokens: 9 blocks of 2 heads in 3 layers
     parts = transfer.parts()
     missing = [parts[0], parts[20], parts[-1]]
     transfer.write(*(transfer.message(p) for p in parts if p not in missing))
@@ -150,7 +150,7 @@ def reserve_error(transfer):
 
 def test_what_does_not_fit_now_is_told_when_to_retry(small, g):
     def large():
-        """A prompt of 1533 tokens: 2.4 MB of the 6 MiB of DRAM."""
+        """Returns a prompt of 1533 tokens, which takes 2.4 MB of the 6 MiB of DRAM."""
         transfer = Transfer(small, g, reserve=False)
         transfer.request.manifest.prompt_token_ids.extend([5] * 1500)
         transfer.request.manifest.context_length = 1533
@@ -164,7 +164,7 @@ def test_what_does_not_fit_now_is_told_when_to_retry(small, g):
     assert error.code() == Code.RESOURCE_EXHAUSTED
     assert 0 < rpc.retry_seconds(error) < 3600
     held.pop().abort()
-    refused.reserve()  # There is room again.
+    refused.reserve()  # there is room again
     for transfer in (refused, *held):
         transfer.abort()
 
@@ -178,7 +178,7 @@ def test_a_rendezvous_key_in_use_is_refused_within_its_tenant(small, g):
     twin.reserve()
     twin.abort()
     finish_and_decode(first, first.parts())
-    again = Transfer(small, g, rendezvous_key=key)  # The key's transfer has ended: it is free.
+    again = Transfer(small, g, rendezvous_key=key)  # the key is free, because its transfer has ended
     again.abort()
 
 
@@ -186,7 +186,7 @@ def test_a_lease_that_ends_gives_the_memory_back(small, g):
     before = small.settled()
     transfer = Transfer(small, g, lease=duration_pb2.Duration(nanos=300_000_000))
     assert small.held() != before
-    # Without a request that would wake anything up.
+    # There is no request that would wake anything up.
     time.sleep(1.0 * SCALE)
     small.wait_until_held(before)
     assert error_of(transfer.commit).code() == Code.NOT_FOUND

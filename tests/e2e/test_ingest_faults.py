@@ -1,4 +1,4 @@
-"""Transfers under faults: what each call answers in each state, and connections that are cut."""
+"""Transfers under faults: the answer of each call in each state, and connections that are cut."""
 
 import socket
 import struct
@@ -15,7 +15,7 @@ from sluice_client.pusher import Pusher
 from support.nodes import SCALE, TIMEOUT_S, error_of, greedy, matching_steps, tokens_of
 from support.transfers import Part, Transfer
 
-# A Generate that has nothing to say yet is given so long.
+# Time for a Generate that has no token to send yet.
 WAIT_S = 0.25 * SCALE
 
 
@@ -26,7 +26,7 @@ def g(golden):
 
 @pytest.fixture(autouse=True)
 def unharmed(small):
-    """After each test the small node holds what it held before."""
+    """Checks that after each test the small node holds what it held before."""
     before = small.settled()
     yield
     small.wait_until_held(before)
@@ -38,7 +38,7 @@ class Scene:
     def __init__(self, node, golden):
         self.node, self.golden, self.key = node, golden, uuid.uuid4().hex
         self.transfer = Transfer(node, golden, rendezvous_key=self.key, reserve=False)
-        self.transfer.id = uuid.uuid4().hex  # Of nobody, until it is reserved.
+        self.transfer.id = uuid.uuid4().hex  # no transfer has this id until it is reserved
         self.others = []
 
     # States.
@@ -73,7 +73,7 @@ class Scene:
         self.receiving()
         time.sleep(0.01)
 
-    # Calls: each returns "OK", what it found, or the reason of its refusal.
+    # Calls. Each returns "OK", what it found, or the reason of its refusal.
     def write(self):
         return answer(lambda: self.transfer.write(self.transfer.message(self.transfer.parts()[0])))
 
@@ -110,7 +110,7 @@ class Scene:
 
 
 def answer(call):
-    """What a call gives: its text, "OK", or the reason of its error."""
+    """Returns the answer of a call: its text, "OK", or the reason of its error."""
     try:
         found = call()
         return found if isinstance(found, str) else "OK"
@@ -144,7 +144,7 @@ def test_every_call_has_one_answer_in_every_state(small, g, state):
 
 
 def in_background(call):
-    """Starts `call()`; returns a function that waits for what it returned."""
+    """Starts `call()`; returns a function that waits for its answer."""
     result = []
     thread = threading.Thread(target=lambda: result.append(call()), daemon=True)
     thread.start()
@@ -163,7 +163,7 @@ def generate_error(node, **handoff):
 
 
 def wait_for_waiting(node, count):
-    """Until so many sequences wait for their transfer or for room."""
+    """Waits until so many sequences wait for their transfer or for room."""
     deadline = time.monotonic() + TIMEOUT_S
     while node.capacity().waiting != count and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -183,7 +183,8 @@ def test_a_generate_before_its_transfer_is_told_how_it_ended(small, g):
         else:
             scene.receiving()
         second = generate_error(small, transfer_id=scene.transfer.id)
-        assert rpc.reason_of(second) in ("GENERATE_EXISTS", reason)  # A poisoned one has let go of the first.
+        # A poisoned transfer has let go of the first Generate.
+        assert rpc.reason_of(second) in ("GENERATE_EXISTS", reason)
         if end == "abort":
             scene.transfer.abort()
         assert rpc.reason_of(early()) == reason
@@ -211,9 +212,12 @@ def test_two_generates_at_the_same_time_one_decodes(small, g):
 
 
 class Cutter:
-    """A TCP proxy that resets connections: whichever first carries more than reset_after[0] bytes from the
-    client, then whichever first carries more than reset_after[1], ...; what carries less passes, and so does
-    all after the last."""
+    """A TCP proxy that resets connections.
+
+    It resets the first connection that carries more than reset_after[0] bytes from the client, then the first one that
+    carries more than reset_after[1], and so on. Connections that carry less pass, and so do all connections after the
+    last reset.
+    """
 
     def __init__(self, address, reset_after):
         host, port = address.rsplit(":", 1)
@@ -239,7 +243,8 @@ class Cutter:
             threading.Thread(target=self._pass, args=(server, client, False), daemon=True).start()
 
     def _reset_after(self, carried):
-        """The limit that a connection which has carried so many bytes is over; it is nobody else's then."""
+        """Returns the limit that a connection with so many bytes exceeds; no other connection has that limit any more.
+        """
         with self.lock:
             if not self.reset_after or carried <= self.reset_after[0]:
                 return None
@@ -251,7 +256,7 @@ class Cutter:
         try:
             while data := source.recv(4096):
                 if from_client and (limit := self._reset_after(passed + len(data))) is not None:
-                    target.sendall(data[:max(0, limit - passed)])  # In the middle of a message.
+                    target.sendall(data[:max(0, limit - passed)])  # the cut is in the middle of a message
                     for end in (source, target):
                         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     break
@@ -288,8 +293,8 @@ def check_decodes(node, transfer_id, golden, case):
 
 @pytest.mark.parametrize("streams", [1, 2])
 def test_a_pusher_whose_connections_are_cut_mid_chunk_goes_on_by_itself(small, g, cut, streams):
-    case = 2  # 257 tokens: 395 KB.
-    # Reserve and Commit have a connection of their own, which carries less than any of these.
+    case = 2  # 257 tokens, 395 KB
+    # Reserve and Commit have a connection of their own, which carries less than any of these limits.
     cutter = cut(small, *[30_000, 40_000, 50_000, 60_000][:2 + streams])
     with Pusher(cutter.address, streams=streams) as pusher:
         pusher.reserve(g.prompt(case), max_new_tokens=24)
@@ -323,7 +328,7 @@ def test_a_chunk_cut_in_the_middle_leaves_nothing_and_the_same_channel_goes_on(s
     error = error_of(lambda: call(iter([whole, whole[:len(whole) // 2]]), timeout=TIMEOUT_S))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert transfer.status().blocks_landed == 1
-    transfer.write(*(transfer.message(p) for p in parts))  # The first again: accepted once.
+    transfer.write(*(transfer.message(p) for p in parts))  # the first part comes again and is accepted once
     assert transfer.status().blocks_landed == len(parts)
     transfer.commit()
     check_decodes(small, transfer.id, g, 2)

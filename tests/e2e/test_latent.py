@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2's family through both nodes: two kinds of caches, three forms of them, hints, policies."""
+"""DeepSeek-V3.2's family on both nodes: two kinds of caches, three forms of them, hints, policies."""
 
 import random
 
@@ -35,7 +35,7 @@ def test_the_packed_form_gives_the_tokens_of_policy_full(pair, golden, name, pol
 
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_the_fastest_kernels_serve_the_packed_form(pair, policy):
-    """Their merged pieces differ from one list in the last bits, and a random model magnifies that."""
+    """The fastest kernels merge pieces, which differ from one list in the last bits; a random model magnifies that."""
     p = pair(NAMES[1], FAST, policy)
     prompt = long_prompt()
     first = prefilled(p, prompt)
@@ -56,7 +56,7 @@ def test_a_recorded_cache_is_pushed_in_every_form(nodes, golden, name, first_tok
         ids, finish = decoded(node, transfer_id=transfer)
         assert len(ids) == 24
         assert finish.usage.cached_tokens == len(g.prompt(case))
-        # Quantising alone costs a random model more than its margins (the fixtures' README).
+        # The error of quantising alone exceeds the margins of a random model (the fixtures' README).
         if form != "fp8" and case != 2:
             matching_steps(ids, g.tokens(case), g.margins(case), max(MARGIN, 0.1))
 
@@ -79,7 +79,7 @@ def test_turns_go_on_from_kept_sequences(pair, policy):
 
 @pytest.mark.parametrize("policy", ["scarce", "spare"])
 def test_a_sequence_outgrows_its_places(pair, policy):
-    """From below a selection's size to far above the places."""
+    """The sequence grows from less than one selection to far more than it has KV slots."""
     full, other = pair(NAMES[0], PACKED), pair(NAMES[0], PACKED, policy)
     prompt = long_prompt(60)
     assert_same(answer(other, prompt, 150), answer(full, prompt, 150))
@@ -93,7 +93,7 @@ def test_a_stream_that_breaks_is_resumed_in_both_kinds(pair, nodes, form):
     prompt = long_prompt(300)
     got = answer(Pair(p.decode, breaking), prompt)
     assert "a push broke" in breaking.log.read_text()
-    # Of other chunks: float32 sums in another order.
+    # Other chunks let float32 sum in another order.
     expected = answer(Pair(p.decode, nodes("sluice-prefill", NAMES[0], *form, "--chunk-tokens", "64")), prompt)
     assert got == expected
 
@@ -156,7 +156,7 @@ def test_nodes_of_different_forms_name_them(pair):
 
 
 def hints_of(layers, tokens, positions=32, units=64, seed=1):
-    """What the last positions might have selected."""
+    """Returns hints for the entries that the last positions might have selected."""
     rng = random.Random(seed)
     hints = ingest_pb2.Hints(unit_tokens=1)
     for layer in range(layers):
@@ -176,14 +176,14 @@ def test_hints_change_no_token(pair, golden, policy):
 
 
 def test_hints_save_misses_of_the_first_steps(nodes):
-    """Of one decode row each: where a pool begins with the newest tokens alone, most is missed."""
+    """Each sequence decodes one row. Most entries miss where a pool begins with the newest tokens alone."""
     node = nodes("sluice-server", NAMES[0], *FAST, *SCARCE, "--recompute-last", "off")
 
     def missed(*flags):
-        """For each row and layer."""
+        """Returns the misses for each row and layer."""
         p = Pair(node, nodes("sluice-prefill", NAMES[0], *FAST, *flags))
         before = Scrape(node)
-        for n in range(96):  # the counters are looked at every 32 steps
+        for n in range(72):  # the counters are read every 32 steps
             answer(p, long_prompt(300 + n), 2)
         node.settled()
         now = Scrape(node)
@@ -193,7 +193,7 @@ def test_hints_save_misses_of_the_first_steps(nodes):
         return misses / rows / 3
 
     bare, hinted = missed("--no-hints"), missed()
-    # A random model's selections hardly repeat; measured: 42.7 and 45.9.
+    # A random model's selections hardly repeat. Measured: 42.7 and 45.9.
     assert hinted < bare - 1.5, f"{hinted:.1f} of 64 with hints, {bare:.1f} without"
 
 

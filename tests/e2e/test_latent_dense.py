@@ -1,4 +1,4 @@
-"""deepseek_v3, the family without its indexer, through both nodes: one kind of caches, attended to whole."""
+"""deepseek_v3, the family without its indexer, on both nodes: one kind of caches, which attention reads whole."""
 
 import grpc
 import pytest
@@ -10,13 +10,13 @@ from support.latent_lab import (EXACT, FAST, KERNELS, MARGIN, MEMORY, NAMES, PAC
 from support.nodes import BIN, DEVICE, Pair, error_of, matching_steps, run
 
 SERVER, PREFILL = MEMORY, [*MEMORY[:2], *MEMORY[-2:]]
-# Of so few tokens the fixtures' indexer selects everything: transformers' answers hold without one.
+# The fixtures' indexer selects everything of so few tokens, so transformers' answers hold without an indexer.
 DENSE_CASES = [0, 1]
 
 
 @pytest.fixture(scope="module")
 def models(tiny_models, tmp_path_factory):
-    """name -> the directory of that fixture without its indexer."""
+    """name -> the directory of the fixture without its indexer."""
     made = {}
 
     def get(name):
@@ -29,7 +29,7 @@ def models(tiny_models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(models, start):
-    """pair(name, form): both nodes."""
+    """pair(name, form) -> both nodes."""
     made = {}
 
     def get(name, form=EXACT):
@@ -56,7 +56,7 @@ def test_a_long_prompt_is_served_in_the_packed_form_and_attended_to_whole(pair, 
     ids, finish = decoded(p.decode, transfer_id=first.transfer_id)
     assert len(ids) == 24 and ids[0] == first.first_token.id and finish.usage.cached_tokens == len(prompt)
     assert answer(p, prompt) == ids
-    # Its first token counts: a selection of 64 of 700 would hardly see it.
+    # The first token counts: a selection of 64 of 700 tokens would hardly see it.
     other = [*prompt]
     other[0] = 2 + (prompt[0] - 1) % 510
     assert other != prompt and answer(p, other) != ids

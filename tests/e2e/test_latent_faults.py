@@ -1,4 +1,4 @@
-"""Policy ess through the real server where things go wrong: transfers that are lost or late, part of a cache, odd hints."""
+"""Policy ess in a real server under faults: lost and late transfers, a part of a cache, odd hints."""
 
 import time
 
@@ -14,14 +14,14 @@ from support.nodes import TIMEOUT_S, greedy
 from test_latent import hints_of
 
 NAME = NAMES[0]
-CASE = 2  # a prompt of 200 tokens, more than SCARCE has places
+CASE = 2  # its prompt has 200 tokens, more than SCARCE has KV slots
 LAYERS = 3
 LONG = 40
 
 
 @pytest.fixture(scope="module")
 def served(tiny_models, start):
-    """served(policy): a decode node of packed caches, whose failpoints may be set."""
+    """served(policy) -> a decode node with packed caches, whose failpoints may be set."""
     made = {}
 
     def get(policy):
@@ -34,7 +34,7 @@ def served(tiny_models, start):
 
 
 def handed_over(node, g, context=None, max_new_tokens=24, hints=None, tokens=()):
-    """The first `context` tokens' recorded caches; returns the transfer's id."""
+    """Hands over the recorded caches of the first `context` tokens; returns the transfer's id."""
     prompt = g.prompt(CASE)
     context = len(prompt) if context is None else context
     with Pusher(node.address) as pusher:
@@ -51,11 +51,11 @@ def set_failpoints(node, *terms):
 
 @pytest.fixture
 def lab(served, golden):
-    """A node of policy ess at rest, what it answers, and how to start a stream of that. Nothing is left behind."""
+    """A node of policy ess at rest, its answer, and how to start a stream of it. Nothing is left behind."""
     node, g = served(SCARCE), golden(NAME)
     set_failpoints(node)
     at_rest = node.settled()
-    hints = hints_of(LAYERS, 200)  # without them the last rows are computed again, and warm the pool
+    hints = hints_of(LAYERS, 200)  # without hints the last rows are computed again, which warms the pool
 
     def begin():
         transfer = handed_over(node, g, max_new_tokens=LONG, hints=hints)
@@ -91,7 +91,7 @@ def test_a_warm_up_that_is_lost_ends_its_sequence_alone(lab):
     hit = begin().end()
     assert_transfer_failed(hit, expected)
     assert len(hit.ids) <= 1  # the prompt's last row chooses the first token before the warm-up
-    assert begin().end().ids == expected  # the next one is served beside it
+    assert begin().end().ids == expected  # the next stream runs beside it
     running.end()
     assert running.error is None and running.ids == expected
     assert failed_transfers(node) == before + 1
@@ -123,7 +123,7 @@ def test_a_late_warm_up_keeps_nobody_else_waiting(lab):
     set_failpoints(node, "engine.step=delay(20ms)", "attention.warm_up=delay(1s)*1")
     begun, tokens = time.monotonic(), len(running.ids)
     late = begin()
-    while time.monotonic() < begun + 0.8:  # its lists are not made: it has its prompt's token alone
+    while time.monotonic() < begun + 0.8:  # its lists are not made yet, so it has only the prompt's token
         assert len(late.ids) <= 1 and late.error is None
         time.sleep(0.02)
     assert len(running.ids) > tokens + 4, "the step loop stood still"
@@ -134,7 +134,7 @@ def test_a_late_warm_up_keeps_nobody_else_waiting(lab):
 
 def test_metrics_say_what_was_selected_and_missed(lab):
     node, begin, _ = lab
-    for _ in range(4):  # the counters are looked at every 32 steps
+    for _ in range(4):  # the counters are read every 32 steps
         begin().end()
     node.settled()
     scrape = Scrape(node)
@@ -143,7 +143,7 @@ def test_metrics_say_what_was_selected_and_missed(lab):
     for layer in range(LAYERS):
         selected, missed, fetched = (scrape.get(f"sluice_{what}_tokens_total", layer=str(layer))
                                      for what in ("selected", "missed", "fetched"))
-        # Each row 64, but the one of the node's canary, which has two tokens to select from.
+        # Each row selects 64 entries, except the row of the node's canary, which has two tokens.
         assert selected == 64 * (rows - 1) + 2 and 0 < missed < selected and fetched == missed
     assert scrape.get("sluice_link_bytes_total") > 656 * rows * LAYERS
     assert scrape.get("sluice_resident_places") == 0
@@ -157,7 +157,7 @@ def test_metrics_say_what_was_selected_and_missed(lab):
 @pytest.mark.parametrize("hinted", [False, True], ids=["bare", "hinted"])
 @pytest.mark.parametrize("context", [1, 31, 32, 33, 100, 167, 168, 169, 199, 200])
 def test_a_part_of_a_cache_goes_on_as_all_of_it_does(served, golden, context, hinted):
-    """What was not handed over is computed as rows of the prompt; the first decode row is the same."""
+    """Tokens that were not handed over are computed as rows of the prompt; the first decode row is the same."""
     g = golden(NAME)
     hints = hints_of(LAYERS, context, positions=min(32, context)) if hinted else None
     answers = []
@@ -174,7 +174,7 @@ def test_a_part_of_a_cache_goes_on_as_all_of_it_does(served, golden, context, hi
 
 @pytest.mark.parametrize("context", [33, 199, 200])
 def test_a_part_of_a_cache_with_tokens_that_follow_it(served, golden, context):
-    """Three tokens behind the prompt are pending: decode rows, behind the prompt's own."""
+    """Three tokens behind the prompt are pending: they become decode rows, behind the prompt's rows."""
     g, hints = golden(NAME), hints_of(LAYERS, context, positions=20)
     answers = []
     for policy in (FULL, SCARCE, SPARE):
@@ -220,7 +220,7 @@ def too_many_entries(node):
 
 @pytest.mark.parametrize("make, field", [(too_many_units, "hints.entries[0].units"), (too_many_entries, "hints")])
 def test_too_many_hints_are_refused_and_cost_nothing(served, golden, make, field):
-    node = served(SCARCE)  # which has places for 95 tokens that were hinted
+    node = served(SCARCE)  # which has KV slots for 95 of the hinted tokens
     before = node.settled()
     with pytest.raises(PushError, match="hints") as refused:
         handed_over(node, golden(NAME), hints=make(node))

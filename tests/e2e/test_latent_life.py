@@ -1,4 +1,4 @@
-"""Lives of sequences whose entries lie in DRAM: many at once, cancelled, late, drained, restarted, preempted."""
+"""Sequences whose entries lie in DRAM are run at once, cancelled, late, drained, restarted and preempted."""
 
 import contextlib
 import time
@@ -15,7 +15,7 @@ from support.nodes import BIN, DEVICE, SCALE, TIMEOUT_S, Pair, error_of, greedy,
 
 OFFLOADING = {"scarce": SCARCE, "spare": SPARE, "ahead": AHEAD}
 LENGTHS = [1, 5, 33, 64, 65, 130, 200, 257, 300, 31, 90, 400]
-# Long enough that something can happen to it on the way.
+# Tokens of a sequence that is long enough for something to happen to it.
 LONG = 250
 
 
@@ -26,7 +26,7 @@ def prefill(tiny_models, start):
 
 @pytest.fixture(scope="module")
 def servers(tiny_models, start):
-    """servers(*flags): a decode node of the packed form, shared."""
+    """servers(*flags) -> a shared decode node with packed caches."""
     made = {}
 
     def get(*flags):
@@ -39,7 +39,7 @@ def servers(tiny_models, start):
 
 @pytest.fixture
 def calm(servers):
-    """calm(*flags): a decode node that must be left as it was found."""
+    """calm(*flags) -> a decode node that must be left as it was found."""
     found = []
 
     def get(*flags):
@@ -53,7 +53,7 @@ def calm(servers):
 
 
 def generating(node, transfer_id, max_tokens=LONG, timeout=TIMEOUT_S):
-    """A stream whose first token has come."""
+    """Returns a stream whose first token has come."""
     stream = node.decode.Generate(decode_pb2.GenerateRequest(
         transfer_id=transfer_id, sampling=greedy(max_tokens=max_tokens, ignore_eos=True)), timeout=timeout)
     next(stream)
@@ -62,7 +62,7 @@ def generating(node, transfer_id, max_tokens=LONG, timeout=TIMEOUT_S):
 
 @pytest.mark.parametrize("policy", list(OFFLOADING))
 def test_many_at_once_give_what_each_gives_alone(calm, prefill, policy):
-    """More than there are slots: some wait, with what was handed over in DRAM."""
+    """There are more sequences than slots: some wait, with their caches in DRAM."""
     pair = Pair(calm(*OFFLOADING[policy]), prefill)
     prompts = [long_prompt(n) for n in LENGTHS]
     alone = [answer(pair, prompt, 40) for prompt in prompts]
@@ -74,7 +74,7 @@ def test_many_at_once_give_what_each_gives_alone(calm, prefill, policy):
 
 @pytest.mark.parametrize("policy", list(OFFLOADING))
 def test_whoever_leaves_takes_nobody_along(calm, prefill, policy):
-    """A cancel, a deadline and a connection that is gone, beside one that goes on."""
+    """A cancel, a deadline and a broken connection, beside a stream that goes on."""
     node = calm(*OFFLOADING[policy])
     pair = Pair(node, prefill)
     prompt = long_prompt(120)
@@ -90,7 +90,7 @@ def test_whoever_leaves_takes_nobody_along(calm, prefill, policy):
     del gone
     ids = [t.id for t in tokens_of(stays)[0]]
     assert ids == expected[len(expected) - len(ids):] and len(ids) >= LONG - 8
-    # Their places are others' now, and hold nothing of theirs.
+    # Other sequences have their KV slots now, and the slots hold nothing of the old ones.
     assert answer(pair, prompt, LONG) == expected
 
 
@@ -104,7 +104,7 @@ def test_a_sequence_that_ends_in_its_warm_up_gives_everything_back(calm, prefill
             transfer_id=transfer, sampling=greedy(max_tokens=8, ignore_eos=True)), timeout=TIMEOUT_S)
         time.sleep(n * 0.0005)
         call.cancel()
-        with contextlib.suppress(grpc.RpcError):  # where no Generate had it yet
+        with contextlib.suppress(grpc.RpcError):  # if no Generate had it yet
             node.ingest.Abort(ingest_pb2.AbortRequest(transfer_id=transfer), timeout=TIMEOUT_S)
     node.settled()
     assert answer(pair, long_prompt(300), 8) == expected
@@ -112,14 +112,14 @@ def test_a_sequence_that_ends_in_its_warm_up_gives_everything_back(calm, prefill
 
 @pytest.mark.parametrize("policy", ["scarce", "spare"])
 def test_what_never_fits_and_what_does_not_fit_now_are_told_apart(tiny_models, start, prefill, policy):
-    """HBM for two such sequences; DRAM for three."""
+    """HBM has room for two such sequences, DRAM for three."""
     node = start("sluice-server", tiny_models(NAMES[0]), *FAST, "--max-sequences", "2", "--max-context", "2048",
                  "--hbm-bytes", "4MiB", "--dram-bytes", "2900KiB", *OFFLOADING[policy])
     pair = Pair(node, prefill)
     before = node.settled()
     prompts = [long_prompt(n) for n in (250, 251, 252)]
     expected = [answer(pair, prompt, 50) for prompt in prompts]
-    # Too long for DRAM for good: refused by name, nothing taken.
+    # A sequence that DRAM can never hold is refused by name, and nothing is taken.
     error = error_of(lambda: prefilled(pair, long_prompt(1100), 24))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error
     assert "raise --dram-bytes" in error.details(), error
@@ -164,23 +164,32 @@ def test_a_node_that_is_told_to_end_finishes_and_its_successor_gives_the_same_bi
     assert answer(Pair(second, prefill), prompt, LONG) == expected
 
 
+@pytest.fixture(scope="module")
+def of_policy_full(nodes, golden):
+    """(prompts, their tokens, the tokens of a pushed cache) of a node of policy full, and the prefill node."""
+    full, prefill = nodes("sluice-server", NAMES[0], *PACKED, *FULL), nodes("sluice-prefill", NAMES[0], *PACKED)
+    prompts = [long_prompt(n) for n in (40, 100, 150)]
+    expected = [answer(Pair(full, prefill), prompt, 20) for prompt in prompts]
+    return prompts, expected, decoded(full, transfer_id=pushed(full, golden(NAMES[0]), 2))[0], prefill
+
+
 @pytest.mark.parametrize("flags", [
     ["--ess-overlap", "none"], ["--ess-overlap", "da"], ["--ess-overlap", "dba"], ["--no-ess-warm-up"],
     ["--recompute-last", "on"], ["--recompute-last", "off"], ["--ess-transfer-workers", "1"],
     ["--ess-sparse-memory-ratio", "1"],
 ], ids=" ".join)
-def test_no_setting_changes_a_token(nodes, golden, flags):
-    """With hints; and of recorded caches without them, which are as good as they came whatever is computed again."""
+def test_no_setting_changes_a_token(nodes, golden, of_policy_full, flags):
+    """Compares with hints, and with recorded caches without hints, which are good as they came whatever is computed
+    again.
+    """
     ratio = [] if flags[0] == SCARCE[2] else SCARCE[2:4]
     node = nodes("sluice-server", NAMES[0], *PACKED, *SCARCE[:2], *ratio, *SCARCE[4:], *flags)
-    full, prefill = nodes("sluice-server", NAMES[0], *PACKED, *FULL), nodes("sluice-prefill", NAMES[0], *PACKED)
-    g, prompts = golden(NAMES[0]), [long_prompt(n) for n in (40, 100, 150)]
-    expected = [answer(Pair(full, prefill), prompt, 20) for prompt in prompts]
+    prompts, expected, expected_pushed, prefill = of_policy_full
     with ThreadPoolExecutor(len(prompts)) as pool:
         got = list(pool.map(lambda prompt: answer(Pair(node, prefill), prompt, 20), prompts))
     for a, b in zip(got, expected):
         assert_same(a, b)
-    assert_same(decoded(node, transfer_id=pushed(node, g, 2))[0], decoded(full, transfer_id=pushed(full, g, 2))[0])
+    assert_same(decoded(node, transfer_id=pushed(node, golden(NAMES[0]), 2))[0], expected_pushed)
 
 
 @pytest.mark.parametrize("policy", ["full", *OFFLOADING])
@@ -190,7 +199,7 @@ def test_a_node_computes_prompts_itself(nodes, golden, policy):
     for case in (0, 1, 2) if DEVICE == "cpu" else (0, 1):
         ids = decoded(node, prompt_token_ids=g.prompt(case))[0]
         matching_steps(ids, g.tokens(case), g.margins(case), MARGIN)
-    # Beside sequences that decode.
+    # The prompt is computed beside sequences that decode.
     node = nodes("sluice-server", NAMES[0], *FAST, *flags)
     prompts = [long_prompt(n) for n in (300, 20, 170, 64)]
     alone = [decoded(node, 40, prompt_token_ids=prompt)[0] for prompt in prompts]
@@ -234,7 +243,9 @@ def test_what_ess_cannot_have_is_refused_by_its_setting(tiny_models, flags, word
 
 
 def test_load_of_random_caches_is_served(calm):
-    """sluice-bench serve: the packed form has values that are none, which must not be drawn."""
+    """sluice-bench serve draws random caches. The packed form has values that are not numbers, which must not be
+    drawn.
+    """
     node = calm(*SCARCE)
     done = run(BIN / "sluice-bench", "serve", "--decode", node.address, "--requests", "12", "--concurrency", "4",
                "--prompt", "200", "--output", "12")

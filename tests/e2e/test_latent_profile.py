@@ -1,4 +1,4 @@
-"""sluice-profile of a latent model: misses, stage times, and the schedules that policy ess makes of them."""
+"""sluice-profile of a latent model: misses, stage times, and the schedules that policy ess derives from them."""
 
 import json
 
@@ -22,7 +22,7 @@ def test_misses_and_stage_times_of_a_latent_model(tiny_models, tmp_path):
         (context, batch) for context in (120, 300) for _ in range(2) for batch in (1, 3)]
     for point in made["misses"]:
         assert len(point["by_layer"]) == 3 and 0 < point["ratio"] <= 1
-        if point["ratio"] == 1:  # all have places, and only what was never there is fetched
+        if point["ratio"] == 1:  # all entries have KV slots, and only new ones are fetched
             assert max(point["by_layer"]) < 3
         else:
             assert min(point["by_layer"]) > 3
@@ -60,14 +60,14 @@ def test_other_models_have_no_misses(tiny_models, tmp_path):
     assert "latent" in profile(tiny_models("tiny-llama"), tmp_path / "p.json", "--topic-drift", status=1)
 
 
-# Places for 512 entries, which is more than those tests' sequences have.
+# KV slots for 512 entries, more than the sequences of those tests have.
 SERVED = ["--kv-dtype", "fp8", "--policy", "ess", "--ess-sparse-memory-ratio", "0.01", "--ess-least-places", "512",
           "--max-context", "1024", "--max-sequences", "16", "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB"]
 
 
 @pytest.fixture
 def expecting(tiny_models, tmp_path):
-    """expecting(by_layer, **changed): the file of a real profile, but for the misses and the stages' times."""
+    """expecting(by_layer, **changed) -> the file of a real profile with other misses and stage times."""
     def make(by_layer, **changed):
         out = tmp_path / "p.json"
         profile(tiny_models("tiny-deepseek-v32"), out, *LATENT)
@@ -83,7 +83,7 @@ def expecting(tiny_models, tmp_path):
 
 
 def twelve_at_once(node):
-    """The tokens of as many prompts."""
+    """Returns the tokens of so many prompts."""
     calls = [node.decode.Generate(decode_pb2.GenerateRequest(
         prompt_token_ids=[2 + (i * 7 + c) % 500 for i in range(40)],
         sampling=greedy(max_tokens=400, ignore_eos=True)), timeout=TIMEOUT_S) for c in range(12)]
@@ -91,7 +91,7 @@ def twelve_at_once(node):
 
 
 def test_ess_takes_its_schedules_from_its_profile_and_then_from_what_it_sees(tiny_models, start, expecting):
-    """A profile that says layer 0 misses nothing and layer 2 much; in truth all that is there has a place."""
+    """The profile says that layer 0 misses nothing and layer 2 much, while in truth every entry has a KV slot."""
     model = tiny_models("tiny-deepseek-v32")
     flags = [*SERVED, "--policy-profile", expecting([0, 40, 60])]
     plan = run(BIN / "sluice-server", "--model", model, "--device", DEVICE, *flags, "--print-plan")
@@ -105,7 +105,7 @@ def test_ess_takes_its_schedules_from_its_profile_and_then_from_what_it_sees(tin
     assert found.get("sluice_ess_schedule_layers") == 3
     log = node.log.read_text()
     assert "other schedules" in log
-    # A GPU's steps are recorded, and that of another schedule anew. Neither changes a bit.
+    # A GPU records its steps, and records them anew for another schedule. Neither changes a bit.
     assert ("a step was recorded again" in log) == (DEVICE == "cuda")
     plain = start("sluice-server", model, *SERVED, "--ess-overlap", "none", "--local-prefill", "always")
     assert twelve_at_once(plain) == got
@@ -122,14 +122,14 @@ def test_a_profile_that_is_wrong_is_refused_at_start(tiny_models, expecting, by_
     assert done.returncode == 1 and all(text in done.stderr for text in words), done.stderr
 
 
-# Pools smaller than a sequence, so that there is something to divide.
+# Pools are smaller than a sequence, so that there is something to divide.
 DIVIDED = [*EXACT, "--policy", "ess", "--ess-least-places", "96", "--ess-divide-places", "--max-context", "1024",
            "--max-sequences", "4", "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB"]
 
 
 @pytest.fixture(scope="module")
 def curves(tiny_models, tmp_path_factory):
-    """curves(*ratios): the file of a real profile whose layer 2 alone gains with places."""
+    """curves(*ratios) -> the file of a real profile in which layer 2 alone gains from more KV slots."""
     real = tmp_path_factory.mktemp("curves") / "p.json"
     profile(tiny_models("tiny-deepseek-v32"), real, *LATENT)
 
@@ -160,7 +160,8 @@ def test_places_divided_by_a_profile_serve_the_same_tokens(tiny_models, start, c
     answers = [[token.id for token in tokens_of(of.decode.Generate(
         decode_pb2.GenerateRequest(**asked), timeout=TIMEOUT_S))[0]] for of in (node, even)]
     assert [len(ids) for ids in answers] == [40, 40]
-    # Pools of other sizes: other lists, which add up to the same but for rounding; a GPU's to bf16 may turn a tie.
+    # Pools of other sizes give other lists, whose sums differ only by rounding; rounding to bf16 on a GPU may turn a
+    # tie.
     assert DEVICE != "cpu" or answers[0] == answers[1]
 
 

@@ -1,4 +1,4 @@
-"""What the programs write to stderr: one JSON object a line, ids in fields, never a prompt, in bounds."""
+"""The programs write to stderr one JSON object a line, with ids in fields, never a prompt, and within bounds."""
 
 import json
 import time
@@ -14,7 +14,7 @@ BASE = {"time", "level", "message"}
 
 
 def lines(node: Node) -> list[dict]:
-    """The node's log; every line must be a JSON object with a time, a level and a message."""
+    """Returns the node's log. Every line must be a JSON object with a time, a level and a message."""
     records = [json.loads(line) for line in node.log.read_text().splitlines()]
     for record in records:
         assert BASE <= set(record) and record["level"] in ("trace", "debug", "info", "warn", "error")
@@ -22,7 +22,7 @@ def lines(node: Node) -> list[dict]:
 
 
 def wait_for_line(node: Node, **fields) -> dict:
-    """The first line with these fields: a call's line is written when it is over."""
+    """Returns the first line with these fields. The line of a call is written when the call is over."""
     deadline = time.monotonic() + 10 * SCALE
     while time.monotonic() < deadline:
         for record in lines(node):
@@ -109,11 +109,11 @@ def test_a_flood_of_refused_requests_writes_few_lines(tiny_models, start, golden
     for _ in range(floods):
         error_of(lambda: generate(node, "0" * 32, sampling=greedy(max_tokens=1)))
         error_of(Transfer(node, golden("tiny-llama"), reserve=False, max_new_tokens=100000).reserve)
-    time.sleep(1.1)  # Another line is allowed: it counts what was left out.
+    time.sleep(1.1)  # another line is allowed, which counts those that were left out
     last = uuid.uuid4().hex
     error_of(lambda: generate(node, "0" * 32, request_id=last, sampling=greedy(max_tokens=1)))
     wait_for_line(node, request_id=last)
-    bound = 22 + (time.monotonic() - begun)  # 20 at once, one a second
+    bound = 22 + (time.monotonic() - begun)  # 20 lines at once, then one a second
     refused = [r for r in lines(node) if r["message"] == "request refused"]
     assert 20 < len(refused) <= bound
     assert len(refused) + sum(r["suppressed"] for r in refused) == floods + 1
@@ -121,7 +121,7 @@ def test_a_flood_of_refused_requests_writes_few_lines(tiny_models, start, golden
 
 
 def test_no_log_has_the_tokens_or_the_text_of_a_prompt(smollm2, start):
-    """A whole run over both nodes, everything logged; then with log_prompts, where they must be found."""
+    """Logs everything of a whole run over both nodes. A second run with log_prompts must show the prompts."""
     text = "xylophone marmalade quicksilver"
     flags = ["--hbm-bytes", "256MiB", "--log-level", "trace"]
 

@@ -1,5 +1,6 @@
-"""Short forms of the long runs in tests/bench. Their bounds leave room for a busy machine; the long forms,
-whose bounds are the product's, are for a quiet one."""
+"""Short forms of the long runs in tests/bench. Their bounds leave room for a busy machine. The long forms have the
+product's bounds and need a quiet machine.
+"""
 
 import sys
 
@@ -21,8 +22,9 @@ def test_a_soak_loses_nothing_and_does_not_grow(tiny_models):
 
 
 def test_an_overload_is_refused_and_harms_nobody(tiny_models):
-    # 1,536 bytes a token: DRAM for 10 prompts and HBM for 9 whole sequences. Speed is only asked to be
-    # there: other work on the machine changes it tenfold. That the batch is full again does not depend on it.
+    # A token takes 1,536 bytes, so DRAM holds 10 prompts and HBM 9 whole sequences. The test only asks that there is
+    # any speed, because other work on the machine changes it tenfold. Whether the batch is full again does not depend
+    # on the speed.
     done = long_run("overload.py", "--model", tiny_models("tiny-llama"), *TINY, "--dram-bytes", "1MiB",
                     "--streams", 8, "--max-waiting", 4, "--output", 1000, "--warm-seconds", 2, "--full-seconds",
                     4, "--seconds", 6, "--after-seconds", 5, "--gap-ratio", 20, "--speed-share", 0.01,

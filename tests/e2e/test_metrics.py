@@ -1,4 +1,4 @@
-"""Every metric moves when its cause happens, and by how much; nothing else is exported."""
+"""Every metric moves when its cause happens, by a known amount, and nothing else is exported."""
 
 import contextlib
 import socket
@@ -17,12 +17,12 @@ from support.transfers import Transfer, committed
 
 MOST_OF_PEER = 64
 PROMTOOL = ROOT / ".venv/bin/promtool"
-# Routers read these; promtool rejects their colon.
+# Routers read these names; promtool rejects their colon.
 ROUTERS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
 class Scene:
-    """A node whose waits are short, and the golden caches of its model."""
+    """A node with short time limits, and the golden caches of its model."""
 
     def __init__(self, node, prefill, golden):
         self.node = node
@@ -66,7 +66,7 @@ def reserves(outcome, reason):
     return ("sluice_reserves_total", {"outcome": outcome, "reason": reason})
 
 
-# Causes: each does something to the node; CAUSES says what must grow by how much.
+# Causes. Each does something to the node; CAUSES says which metrics must grow, and by how much.
 
 def finish_by_length(s):
     assert len(tokens_of(s.generate(committed(s.node, s.golden)))[0]) == 24
@@ -97,7 +97,7 @@ def wait_in_vain(s):
 
 
 def read_slowly(s):
-    # A channel that takes little ahead of its reader, and tokens with 20 alternatives to fill it.
+    # The channel takes little ahead of its reader, and tokens with 20 alternatives fill it.
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384)]
     with grpc.insecure_channel(s.node.address, options=options) as channel:
         stream = decode_pb2_grpc.DecodeStub(channel).Generate(decode_pb2.GenerateRequest(
@@ -179,7 +179,7 @@ def reserve_for_another_model(s):
 
 def reserve_too_much(s):
     held = []
-    for _ in range(3):  # 2.4 MB each of the 6 MiB of DRAM
+    for _ in range(3):  # each takes 2.4 MB of the 6 MiB of DRAM
         transfer = Transfer(s.node, s.golden, reserve=False)
         transfer.request.manifest.prompt_token_ids.extend([5] * 1500)
         transfer.request.manifest.context_length = 1533
@@ -204,7 +204,7 @@ def let_a_lease_end(s):
 
 
 def connect_once_too_often(s):
-    """From an address that nothing else here connects from."""
+    """Connects from an address from which nothing else here connects."""
     host, port = s.node.address.rsplit(":", 1)
     with contextlib.ExitStack() as opened:
         for _ in range(MOST_OF_PEER + 1):
@@ -223,7 +223,7 @@ def damage_a_chunk_and_resume(s):
     tokens_of(s.generate(transfer.id))
 
 
-# What the cause is called -> (cause, [(metric and labels, growth)]).
+# Name of the cause -> (cause, [(metric and labels, growth)]).
 CAUSES = {
     "a handed-over prompt is decoded to its length": (finish_by_length, [
         (requests("finished_length", "MAX_TOKENS"), 1),
@@ -234,7 +234,7 @@ CAUSES = {
         (("sluice_inter_token_latency_seconds_count", {}), 23),
         (("sluice_request_duration_seconds_count", {}), 1),
         (("sluice_queue_seconds_count", {}), 1),
-        # No step is surplus: that a token is the last by its number is known before it is chosen.
+        # No step is surplus: the engine knows which token is the last by its number before the token is chosen.
         (("sluice_step_sequences_count", {}), 24),
         (("sluice_step_sequences_sum", {}), 24),
         *((("sluice_step_seconds_count", {"phase": phase}), 24)
@@ -296,7 +296,7 @@ def test_a_metric_moves_by_its_cause(scene, moved, cause):
     wanted = {key[0] + str(key[1]): growth for key, growth in growths}
     after = wait_for(scene.node, lambda now: grown(now) == wanted, 5 * SCALE)
     assert grown(after) == wanted
-    # A request ends once, and under one reason.
+    # A request ends once, with one reason.
     ends = sum(g for (name, _), g in growths if name == "sluice_requests_total")
     assert after.get("sluice_requests_total") - before.get("sluice_requests_total") == ends
     moved |= after.moved_since(before)
@@ -306,7 +306,7 @@ def test_a_metric_moves_by_its_cause(scene, moved, cause):
 def test_gauges_say_what_is_there_now(scene, moved):
     idle = wait_for(scene.node, is_idle, 5 * SCALE)
     assert is_idle(idle)
-    streams = [scene.endless() for _ in range(3)]  # the batch takes two
+    streams = [scene.endless() for _ in range(3)]  # the batch has room for two
     readers = [threading.Thread(target=lambda s=s: error_of(lambda: s)) for s in streams]
     for reader in readers:
         reader.start()
@@ -327,7 +327,7 @@ def test_gauges_say_what_is_there_now(scene, moved):
                                         for what in ("used", "reserved", "capacity"))
             assert 0 < used <= reserved <= capacity, (tier, unit)
         blocks = busy.get("sluice_tier_capacity_blocks", tier=tier)
-        # A block: 32 tokens of one of 2 heads of one of 3 layers, of 1536 bytes a token.
+        # A block is 32 tokens of one of 2 heads of one of 3 layers; a token takes 1536 bytes.
         assert busy.get("sluice_tier_capacity_bytes", tier=tier) / blocks == 1536 * 32 / 6
     for stream in streams:
         stream.cancel()
@@ -356,8 +356,7 @@ def test_exactly_the_names_of_the_header_are_exported_and_each_has_moved(scene, 
         pytest.skip("the causes have not run: run the whole file")
     still = {name for name in exported_names() if not name.startswith(("process_", "sluice_build_info"))
              and "capacity" not in name}
-    # Preemption needs overcommit: tests of the engine count it.
-    # Policy full selects nothing, has no workers and chooses no schedules.
+    # Preemption needs overcommit, so the tests of the engine count it.
     sparse = {name for name in still if name.startswith((
         "sluice_attention_worker", "sluice_selected_", "sluice_missed_", "sluice_fetched_", "sluice_selecting_",
         "sluice_link_", "sluice_resident_", "sluice_ess_"))}

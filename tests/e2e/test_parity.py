@@ -6,11 +6,11 @@ import pytest
 from support.nodes import FIXTURES, FLOAT32_KERNELS, TINY, matching_steps, sluice_json
 
 CASES = json.loads((FIXTURES / "smollm2-135m-instruct/golden.json").read_text())
-# Best logit minus second best, below which a path with bf16 activations may choose otherwise.
+# Margin (best logit minus second best) below which a path with bf16 activations may choose another token.
 MARGIN = 0.1
-# Margin and error of log-probabilities that a real model is allowed. In float32 throughout, the
-# errors are of the order 1e-4; caches in bf16 alone cost up to 0.08 on the worst token of these texts,
-# and activations in bf16 hardly more.
+# Margin, and error of log-probabilities, that a real model is allowed. In float32 throughout the errors are of the
+# order 1e-4. Caches in bf16 alone cost up to 0.08 on the worst token of these texts, and activations in bf16 hardly
+# more.
 ALLOWED = {"float32": (0.05, 0.02), "default": (0.1, 0.1)}
 
 

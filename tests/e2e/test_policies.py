@@ -67,7 +67,7 @@ def test_the_plan_has_every_policy(tiny_models):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_caches_pushed_at_once(servers, golden, policy):
-    """Each computes its prompt's last row beside the others' decode rows."""
+    """Each sequence computes its prompt's last row beside the others' decode rows."""
     server = servers(policy, "tiny-qwen3")
     g = golden("tiny-qwen3")
     pushes = [subprocess.Popen([str(SLUICE), "push", "--decode", server.address, "--kv", str(g.path),

@@ -1,11 +1,11 @@
-"""The admin port of sluice-prefill: what probes and Prometheus ask of it."""
+"""The admin port of sluice-prefill, which probes and Prometheus read."""
 
 import grpc
 import pytest
 from sluice.v1 import admin_pb2, prefill_pb2, source_pb2, source_pb2_grpc
 from sluice_client import rpc
 from support.metrics_text import Scrape, exported_names, wait_for
-from support.nodes import TIMEOUT_S, error_of, greedy
+from support.nodes import SLUICE, TIMEOUT_S, error_of, greedy, run
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def test_it_answers_probes_and_exports_the_names_of_the_header(pair):
     assert prefill.http("/healthz")[0] == 200 and prefill.http("/readyz")[0] == 200
     assert prefill.http("/nothing")[0] == 404
     scrape = Scrape(prefill)
-    # It has no tiers: the caches of the prompt at hand are all it holds.
+    # It has no tiers: it holds only the caches of the prompts that it computes.
     assert set(scrape.types) == {name for name in exported_names() if not name.startswith("sluice_tier_")}
     assert scrape.get("sluice_build_info", device="cpu", policy="") == 1
 
@@ -78,3 +78,12 @@ def test_admin_of_a_prefill_node_refuses_what_only_a_decode_node_has(pair, call)
                       else getattr(pair[1].admin, call)(request, timeout=TIMEOUT_S))
     assert answer.code() == grpc.StatusCode.FAILED_PRECONDITION and rpc.reason_of(answer) == "PREFILL_NODE"
     assert answer.details().startswith(f"{call}: ") and "decode node" in answer.details()
+
+
+def test_status_and_doctor_show_a_prefill_node(pair):
+    decode, prefill = pair
+    done = run(SLUICE, "status", "--decode", decode.address, "--prefill", prefill.address)
+    assert done.returncode == 0, done.stderr
+    assert f"at {decode.address}" in done.stdout and f"at {prefill.address}" in done.stdout
+    done = run(SLUICE, "doctor", "--decode", decode.address, "--prefill", prefill.address)
+    assert f"{decode.address} and {prefill.address} run the same model with caches of the same form" in done.stdout

@@ -190,7 +190,7 @@ def test_drain_and_resume_open_and_close_the_node(tiny_models, start, golden):
             call()
         return raised.value.code(), rpc.reason_of(raised.value)
 
-    # Nothing to resume.
+    # There is nothing to resume.
     assert sluice_json("resume", "--decode", node.address) == {"was_draining": False}
     stream = long_stream("finished")
     answer = node.admin.Drain(admin_pb2.DrainRequest(), timeout=TIMEOUT_S)
@@ -207,12 +207,12 @@ def test_drain_and_resume_open_and_close_the_node(tiny_models, start, golden):
 
     assert sluice_json("resume", "--decode", node.address) == {"was_draining": True}
     assert serving(node) and node.http("/readyz")[0] == 200 and not node.capacity().draining
-    # Resumed in the middle of a drain: it goes on to its end.
+    # A sequence that runs when the drain is resumed goes on to its end.
     stream = long_stream("resumed")
     node.admin.Drain(admin_pb2.DrainRequest(timeout={"nanos": 400_000_000}), timeout=TIMEOUT_S)
     node.admin.Resume(admin_pb2.ResumeRequest(), timeout=TIMEOUT_S)
     assert tokens_of(stream)[1].reason == decode_pb2.FINISH_REASON_LENGTH
-    # Out of time.
+    # The time is over.
     stream = long_stream("ended")
     node.admin.Drain(admin_pb2.DrainRequest(timeout={}), timeout=TIMEOUT_S)
     assert refusal(lambda: tokens_of(stream)) == unavailable
@@ -239,13 +239,13 @@ def test_sigterm_during_a_drain_takes_over_and_is_final(tiny_models, start, gold
             assert (error.code(), rpc.reason_of(error)) == (grpc.StatusCode.FAILED_PRECONDITION, "STOPPING")
             break
     assert node.admin.Drain(admin_pb2.DrainRequest(timeout={}), timeout=TIMEOUT_S).was_draining
-    # What runs is finished all the same.
+    # Running sequences are finished all the same.
     assert tokens_of(stream)[1].reason == decode_pb2.FINISH_REASON_LENGTH
     assert node.process.wait(TIMEOUT_S) == 0
 
 
 def hopeless_reserve():
-    """A Reserve that is refused for its manifest while the node serves, and for draining after."""
+    """A Reserve that is refused for its manifest while the node serves, and because of the drain afterwards."""
     return ingest_pb2.ReserveRequest(manifest=ingest_pb2.Manifest(model_fingerprint="?"))
 
 

@@ -61,7 +61,7 @@ def test_a_profile_has_intervals_that_keep_to_the_limit(tiny_models, tmp_path):
     again = tmp_path / "again.json"
     profile(tiny_models("tiny-qwen3"), again, "--traffic", traffic, "--steps", "24", "--budget-tokens", "128",
             "--dense-layers", "1", "--share-limit", "0.3")
-    assert again.read_text() == out.read_text()  # what is measured is no time
+    assert again.read_text() == out.read_text()  # the profile has no times in it
 
 
 def test_a_node_serves_with_its_profile_and_refuses_another_ones(tiny_models, start, golden, tmp_path):
@@ -79,7 +79,7 @@ def test_a_node_serves_with_its_profile_and_refuses_another_ones(tiny_models, st
                    "--max-tokens", "8", "--temperature", "0", "--json")
         assert done.returncode == 0, done.stderr
         answers[policy] = json.loads(done.stdout)["output_ids"]
-    # Everything fits the budget.
+    # The whole prompt fits the budget.
     assert answers["scout"] == answers["recall"] == answers["full"]
 
     def refused(directory, *flags):

@@ -1,4 +1,4 @@
-"""A decode node reads the caches that a prefill node holds: KvSource, and what ends a pull."""
+"""A decode node reads the caches that a prefill node holds: KvSource, and the ways a pull ends."""
 
 import hashlib
 import signal
@@ -38,7 +38,7 @@ def prefill(start, model):
 
 
 class Case:
-    """A prompt, and what it decodes to where its caches are pushed."""
+    """A prompt, and the tokens that it decodes to where its caches are pushed."""
 
     def __init__(self, decode, prefill, prompt):
         self.prompt = prompt
@@ -74,7 +74,7 @@ def generate(decode, source, prompt, tokens=8, **more) -> list[int]:
 
 
 def refusal(decode, source, prompt, **more) -> tuple[str, str, str]:
-    """Code, reason and message of a Generate that fails."""
+    """Returns code, reason and message of a Generate that fails."""
     error = error_of(lambda: generate(decode, source, prompt, **more))
     return error.code().name, rpc.reason_of(error), error.details()
 
@@ -88,7 +88,7 @@ def test_what_is_read_decodes_as_what_is_pushed(decode, prefill, g):
     assert source.address == prefill.address
     assert source.prompt_digest == digest_of(g.prompt)
     assert generate(decode, source, g.prompt, tokens=24) == g.tokens
-    # Read once, it is given back.
+    # A prompt is given back once it has been read.
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         try:
@@ -113,7 +113,7 @@ def test_another_prompt_is_refused_before_anything_is_read(decode, prefill, g):
     other = [g.prompt[0] ^ 1, *g.prompt[1:]]
     code, _, message = refusal(decode, source, other)
     assert code == "INVALID_ARGUMENT" and "prompt_token_ids" in message
-    source.prompt_digest = ""  # then the source itself says so
+    source.prompt_digest = ""  # then the source itself refuses
     assert refusal(decode, source, other)[:2] == ("FAILED_PRECONDITION", "SOURCE_MISMATCH")
 
 
@@ -161,7 +161,7 @@ def test_a_pull_that_breaks_again_says_so(start, model, decode, g):
 
 
 class Liar(source_pb2_grpc.KvSourceServicer):
-    """A source between the decode node and a real one, which changes what it says."""
+    """A source between the decode node and a real source, which changes the answers."""
 
     def __init__(self, honest, describe=lambda d: None, read=lambda messages: messages):
         self.honest, self.describe, self.read = source_stub(honest), describe, read
@@ -326,16 +326,16 @@ def test_a_prompt_whose_source_fails_is_computed_where_the_node_may(start, model
     liar = hold(prefill, g.prompt)
     liar.address = liars(**LIES["another layout"][0])
     assert generate(node, liar, g.prompt, tokens=24) == g.tokens
-    # What another node holds is read, not computed.
+    # A prompt that another node holds is read, not computed.
     assert generate(node, hold(prefill, g.prompt), g.prompt, tokens=24) == g.tokens
-    # What was read is counted before its Generate can have ended, a failure perhaps after.
+    # The bytes that were read are counted before the Generate can have ended, a failure perhaps afterwards.
     scrape = wait_for(node, lambda m: m.get("sluice_pull_seconds_count") == 3, TIMEOUT_S)
     assert scrape.get("sluice_local_prefills_total") == 2
     assert scrape.get("sluice_pulls_total", outcome="done") == 1
     for reason in ("SOURCE_UNREACHABLE", "SOURCE_MISMATCH"):
         assert scrape.get("sluice_pulls_total", outcome="failed", reason=reason) == 1
     assert scrape.get("sluice_pull_bytes_total") > 0
-    # Without any handoff it computes nothing.
+    # Without a handoff the node computes nothing.
     error = error_of(lambda: node.decode.Generate(decode_pb2.GenerateRequest(
         prompt_token_ids=g.prompt, sampling=greedy(max_tokens=1)), timeout=TIMEOUT_S))
     assert rpc.reason_of(error) == "NO_HANDOFF"
@@ -344,7 +344,7 @@ def test_a_prompt_whose_source_fails_is_computed_where_the_node_may(start, model
 
 
 def test_a_running_sequence_waits_for_a_chunk_of_such_a_prompt_at_most(start, model):
-    """Not for the prompt: beside its chunks of 32 tokens a stream goes on."""
+    """A stream does not wait for a whole prompt: it goes on beside the chunks of 32 tokens."""
     node = start("sluice-server", model, "--local-prefill", "on_failure", "--chunk-tokens", "32", "--hbm-bytes", "16MiB",
                  "--dram-bytes", "16MiB", "--threads", "1")
     gone = source_pb2.KvSourceRef(address="127.0.0.1:1", source_id="0" * 32)
@@ -352,7 +352,7 @@ def test_a_running_sequence_waits_for_a_chunk_of_such_a_prompt_at_most(start, mo
     stream = node.decode.Generate(decode_pb2.GenerateRequest(
         source=gone, prompt_token_ids=[5, 6, 7], sampling=greedy(max_tokens=4000, ignore_eos=True)), timeout=TIMEOUT_S)
     next(stream)
-    spans = []  # when the prompt was computed
+    spans = []  # times at which the prompt was computed
 
     def compute():
         began = time.perf_counter()
@@ -369,7 +369,7 @@ def test_a_running_sequence_waits_for_a_chunk_of_such_a_prompt_at_most(start, mo
             break
     other.join()
     began, ended = spans[0]
-    # A step is a chunk and a token of the stream: of 125 chunks only those before its caller was heard may lack one.
+    # A step is a chunk and a token of the stream. Of 125 chunks only those before the call was heard may lack a token.
     among = sum(began < at < ended for at in times)
     assert among > 100, among
 
@@ -378,7 +378,7 @@ def test_a_node_reads_from_nobody_it_was_not_told_of(start, model, prefill, g):
     node = start("sluice-server", model, "--pull-from", "10.0.0.0/8,*.prefill.svc")
     source = hold(prefill, g.prompt)
     assert refusal(node, source, g.prompt)[:2] == ("PERMISSION_DENIED", "SOURCE_NOT_ALLOWED")
-    # Nobody was called: it is still held.
+    # No node was called, so the prompt is still held.
     assert source_stub(prefill).Release(source_pb2.ReleaseRequest(source_id=source.source_id), timeout=TIMEOUT_S).found
     assert node.stop() == 0
 

@@ -1,4 +1,6 @@
-"""Chat completions through the real router, smg: a prefill node computes and holds, two decode nodes read and go on."""
+"""Chat completions through the real router smg: a prefill node computes and holds prompts, two decode nodes read them
+and go on.
+"""
 
 import json
 import threading
@@ -13,13 +15,13 @@ from support.router_lab import GATEWAYS, Lab, add_token_texts, ids_of, text_of
 
 MARGIN = 0.15  # bf16 caches and activations
 WINDOW = 8     # sequences that a node decodes at once
-# Those whose every step is certain in float32 (test_parity.py allows a margin of 0.05 there): one that
-# ends by itself, and one that does not.
+# Cases whose every step is certain in float32 (test_parity.py allows a margin of 0.05 there): one ends by itself, one
+# does not.
 CHATS = {c["tokens"][-1] == 2: c
          for c in json.loads((FIXTURES / "smollm2-135m-instruct/golden.json").read_text())
          if c["chat"] and min(c["margins"]) > 0.05}
 LONG = {"max_tokens": 3000, "ignore_eos": True}
-# A tiny model is too fast to be met in mid-stream: steps of these nodes take 5 ms at least.
+# A tiny model is too fast to be interrupted in mid-stream, so that steps of these nodes take at least 5 ms.
 PACED = ("--allow-failpoints", "--failpoints", "engine.step=delay(5ms)")
 MEMORY = ("--hbm-bytes", "64MiB", "--dram-bytes", "64MiB", "--threads", "1")
 
@@ -44,7 +46,7 @@ def paced(model, tmp_path_factory, request):
 
 @pytest.fixture(autouse=True)
 def memory_comes_back(request):
-    """Whatever a test does, both nodes hold nothing a moment after it."""
+    """Checks that both nodes hold nothing a moment after each test."""
     yield
     for name in {"lab", "paced"} & set(request.fixturenames):
         for node in request.getfixturevalue(name).decodes:
@@ -53,7 +55,7 @@ def memory_comes_back(request):
 
 
 def check(reply, g, case: int, steps: int | None = None) -> None:
-    """`reply` is the golden continuation of the case's prompt."""
+    """Checks that `reply` is the golden continuation of the case's prompt."""
     assert reply.whole, reply
     steps = steps or len(g.tokens(case))
     found = ids_of(reply.text)
@@ -90,8 +92,9 @@ def test_a_burst_of_four_times_the_decode_window_is_answered_whole(lab, golden):
 
 
 def test_200_mixed_requests_have_no_wrong_answer(lab, golden):
-    """Three prompts, lengths from 1 to 24, streamed and not, among them some that end by a stop token,
-    are refused, or hang up."""
+    """Sends three prompts with lengths from 1 to 24, streamed and not; some end by a stop token, are refused, or hang
+    up.
+    """
     g = golden("tiny-llama")
     expected = {}
 
@@ -133,15 +136,15 @@ def test_a_caller_that_hangs_up_ends_its_sequence(paced, golden, stream):
     else:
         reply = paced.router.ask(prompt, timeout=1, **LONG)
         assert "Timeout" in reply.error, reply
-    # To its end it would take 15 s more.
+    # The whole stream would take 15 s more.
     for node in paced.decodes:
         node.settled(5 * SCALE)
 
 
-# What a caller may ask of smg, and Sluice refuses. smg's circuit opens after 10 failures.
+# Requests that smg passes on and Sluice refuses. smg's circuit opens after 10 failures.
 REFUSED = [{"response_format": {"type": "json_object"}}, {"regex": "a+"}, {"ebnf": 'root ::= "a"'},
            {"max_tokens": 100000}]
-# Of SGLang it asks for each of several answers by itself.
+# smg asks an SGLang engine for each of several answers by itself.
 REFUSED_BY = {"vllm": [*REFUSED, {"n": 2}], "sglang": REFUSED}
 
 
@@ -157,7 +160,7 @@ def test_a_bad_request_is_a_400_and_never_opens_the_circuit(lab, golden):
 
 
 def busy_node(lab) -> int:
-    """The node that runs the only sequence."""
+    """Returns the node that runs the only sequence."""
     deadline = time.monotonic() + 5 * SCALE
     while time.monotonic() < deadline:
         for i, node in enumerate(lab.decodes):
@@ -167,7 +170,7 @@ def busy_node(lab) -> int:
 
 
 class Stream:
-    """A long stream in the background, begun when the constructor returns."""
+    """A long stream in the background, which has begun when the constructor returns."""
 
     def __init__(self, lab, prompt: str, **fields):
         self.begun = threading.Event()
@@ -187,7 +190,7 @@ class Stream:
 
 
 def check_some(lab, g, count: int = 6) -> None:
-    """Both nodes, or the one that is left, give right answers."""
+    """Checks that both nodes, or the one that is left, give right answers."""
     for i in range(count):
         check(lab.router.ask(text_of(g.prompt(1)), stream=bool(i % 2), max_tokens=24, ignore_eos=True), g, 1)
 
@@ -200,7 +203,7 @@ def test_a_node_killed_in_mid_stream_ends_that_stream_alone(model, golden, tmp_p
         dead = busy_node(lab)
         lab.decodes[dead].process.kill()
         reply = stream.end()
-        # Its tokens are lost, and the caller is told: no answer looks whole.
+        # Its tokens are lost, and the caller is told: no answer looks complete.
         assert reply.error and not reply.whole, reply
         check_some(lab, g)
         lab.decodes[dead].process.wait()
@@ -215,7 +218,7 @@ def test_a_node_drained_in_mid_stream_finishes_it(paced, golden):
     drained = paced.decodes[busy_node(paced)]
     drained.admin.Drain(admin_pb2.DrainRequest(timeout=duration_pb2.Duration(seconds=int(60 * SCALE))), timeout=10)
     try:
-        check_some(paced, g)  # They go to the other one, by smg's retry while it has not noticed yet.
+        check_some(paced, g)  # requests go to the other node, by smg's retry as long as smg has not noticed
         reply = stream.end()
         assert reply.whole and len(ids_of(reply.text)) == 400, reply
     finally:
@@ -225,7 +228,7 @@ def test_a_node_drained_in_mid_stream_finishes_it(paced, golden):
 
 @pytest.mark.parametrize("gateway", GATEWAYS)
 def test_nodes_restarted_in_turn_under_load_fail_no_stream(model, golden, tmp_path, gateway):
-    """Each gets SIGTERM, finishes what it runs, and comes back on its port; callers see none of it."""
+    """Each node gets SIGTERM, finishes its sequences, and comes back on its port; callers notice nothing."""
     g = golden("tiny-llama")
     stop = threading.Event()
 

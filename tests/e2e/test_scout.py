@@ -10,7 +10,9 @@ NAME = "tiny-qwen3"
 
 @pytest.fixture(scope="module")
 def server(tiny_models, start):
-    """Its budget covers every golden context, and so do the places in HBM: the real queries' attention alone."""
+    """A node whose budget and KV slots cover every golden context: the result is attention with the real queries
+    alone.
+    """
     return start("sluice-server", tiny_models(NAME), "--policy", "scout", "--budget-tokens", "1024",
                  "--dense-layers", "0", "--max-context", "1024", "--max-sequences", "4", "--hbm-bytes", "64MiB",
                  "--dram-bytes", "64MiB", "--policy-workers", "2", "--policy-worker-deadline-seconds", "60s")

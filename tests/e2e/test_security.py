@@ -1,4 +1,4 @@
-"""TLS, roles, tokens: each door is tried from each role, and by everybody who must stay outside."""
+"""TLS, roles, tokens: every role and every stranger tries each door."""
 
 import socket
 import ssl
@@ -23,7 +23,7 @@ CERTIFICATES = [{"identity": f"cn:{role}-*", "roles": [role]} for role in ROLES]
 
 
 class Town:
-    """A decode and a prefill node over TLS, and everybody who may come."""
+    """A decode and a prefill node over TLS, and the credentials of every caller."""
 
     def __init__(self, folder, start, model):
         self.pki = Pki(folder)
@@ -48,7 +48,7 @@ def town(tmp_path_factory, start, tiny_models):
 
 
 UNKNOWN = "0" * 32
-# Every method: who may call it, and what the call of one who may ends with where it is not OK.
+# Every method: the roles that may call it, and the status of an allowed call where it is not OK.
 DOORS = {
     "KvIngest.Reserve": ({"prefill"}, ingest_pb2.ReserveRequest(), Code.INVALID_ARGUMENT),
     "KvIngest.Write": ({"prefill"}, ingest_pb2.WriteRequest(), Code.INVALID_ARGUMENT),
@@ -70,7 +70,7 @@ DOORS = {
     "VllmEngine.GetLoads": ({"router"}, vllm_engine_pb2.GetLoadsRequest(), Code.OK),
     "VllmEngine.GetModelInfo": (set(ROLES), vllm_engine_pb2.GetModelInfoRequest(), Code.OK),
     "VllmEngine.GetServerInfo": ({"router"}, vllm_engine_pb2.GetServerInfoRequest(), Code.OK),
-    # Of a node that is not for SGLang's gateway: whoever may call it hears that it is not there.
+    # Methods that a node without SGLang's gateway does not have: an allowed caller is told so.
     "SglangScheduler.Generate": ({"router"}, sglang_scheduler_pb2.GenerateRequest(), Code.UNIMPLEMENTED),
     "SglangScheduler.Abort": ({"router"}, sglang_scheduler_pb2.AbortRequest(request_id="nobody"), Code.UNIMPLEMENTED),
     "Admin.GetModel": (set(ROLES), admin_pb2.GetModelRequest(), Code.OK),
@@ -183,11 +183,11 @@ def test_half_a_handshake_is_ended_in_time(town):
     opened = []
     for port in ("listen", "admin_listen"):
         host, _, number = town.decode.addresses[port].rpartition(":")
-        for sent in (b"", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"):  # nothing, and half a hello
+        for sent in (b"", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"):  # nothing, and half of a hello
             opened += [socket.create_connection((host, int(number)), timeout=TIMEOUT_S) for _ in range(10)]
             for s in opened[-10:]:
                 s.sendall(sent)
-    assert code_of(town, town.by_certificate["operator"], "Admin.GetModel") == Code.OK  # meanwhile
+    assert code_of(town, town.by_certificate["operator"], "Admin.GetModel") == Code.OK  # others are served meanwhile
     for s in opened:
         s.settimeout(TIMEOUT_S)
         try:
@@ -281,8 +281,9 @@ def until(town, credentials, code: grpc.StatusCode) -> None:
 
 
 def test_certificates_and_rules_change_under_a_running_stream(town, golden):
-    """New certificates and rules count for new connections and calls; the stream goes on. The last test:
-    nothing is put back."""
+    """New certificates and rules count for new connections and calls, while the stream goes on. This is the last test,
+    because nothing is put back.
+    """
     prompt = golden("tiny-llama").prompt(0)
     with (town.channel(town.by_certificate["router"], town.prefill) as prefill_channel,
           town.channel(town.by_certificate["router"]) as channel):
@@ -298,7 +299,7 @@ def test_certificates_and_rules_change_under_a_running_stream(town, golden):
         town.pki.ca.write_text(bundle + new.ca.read_text())
         (town.pki.folder / "decode-0.key").write_text(key.read_text())
         (town.pki.folder / "decode-0.pem").write_text(cert.read_text())
-        write_access(town.access, certificates=CERTIFICATES)  # no token counts any more
+        write_access(town.access, certificates=CERTIFICATES)  # no token is valid any more
         only_new = new.credentials("operator-5")
         until(town, only_new, Code.OK)
         until(town, town.by_token["operator"], Code.UNAUTHENTICATED)
@@ -308,7 +309,7 @@ def test_certificates_and_rules_change_under_a_running_stream(town, golden):
         # A broken file changes nothing.
         town.access.write_text("{")
         deadline = time.monotonic() + TIMEOUT_S
-        while "the rules before it stay" not in town.decode.log.read_text():  # a call is what looks
+        while "the rules before it stay" not in town.decode.log.read_text():  # the files are looked at when a call comes
             assert code_of(town, only_new, "Admin.GetModel") == Code.OK and time.monotonic() < deadline
             time.sleep(0.2)
         assert code_of(town, only_new, "Admin.GetModel") == Code.OK

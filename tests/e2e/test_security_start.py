@@ -1,4 +1,4 @@
-"""Nodes that do not start: TLS and access files that cannot be right. And those that warn."""
+"""Nodes that do not start because TLS or access files cannot be right, and nodes that warn."""
 
 import json
 
@@ -10,7 +10,7 @@ ROUTER = [{"identity": "cn:router", "roles": ["router"]}]
 
 
 class Desk:
-    """Good files, for each case to spoil one of them."""
+    """Good files, of which each case spoils one."""
 
     def __init__(self, folder):
         self.folder, self.pki = folder, Pki(folder)
@@ -18,7 +18,7 @@ class Desk:
         self.access = write_access(folder / "access.json", certificates=ROUTER)
 
     def flags(self, **changed) -> list[str]:
-        """Flags of a node; None leaves one out."""
+        """Returns the flags of a node; None leaves one out."""
         given = {"tls-cert": self.cert, "tls-key": self.key, "tls-ca": self.pki.ca,
                  "access-file": self.access} | {k.replace("_", "-"): v for k, v in changed.items()}
         return [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]

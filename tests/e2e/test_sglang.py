@@ -1,4 +1,4 @@
-"""Both legs of a request at once, as the gateway `smg` sends them to SGLang: they meet in a room."""
+"""Both legs of a request come at once, as the gateway `smg` sends them to SGLang, and meet in a room."""
 
 import contextlib
 import hashlib
@@ -32,7 +32,7 @@ def prefill(start, tiny_models):
 
 @pytest.fixture(autouse=True)
 def memory_comes_back(decode, prefill):
-    """Both nodes hold nothing a moment after a test."""
+    """Checks that both nodes hold nothing a moment after a test."""
     before = decode.settled()
     yield
     decode.wait_until_held(before)
@@ -43,7 +43,7 @@ def memory_comes_back(decode, prefill):
 
 
 def held(prefill) -> float:
-    """The share of the prefill node's memory for caches that wait."""
+    """Returns the share of the prefill node's memory that waiting caches take."""
     return stub(prefill).GetLoads(pb.GetLoadsRequest(), timeout=TIMEOUT_S).loads[0].token_usage
 
 
@@ -77,7 +77,7 @@ def test_the_nodes_say_what_the_gateway_asks(decode, prefill):
 
 
 def test_a_node_speaks_one_gateways_words_alone(decode):
-    """smg asks for every engine's health at once and takes the first that answers."""
+    """smg asks for the health of every engine at once and takes the first that answers."""
     call = decode.channel.unary_unary("/vllm.grpc.engine.VllmEngine/HealthCheck")
     assert error_of(lambda: call(b"", timeout=TIMEOUT_S)).code() == Code.UNIMPLEMENTED
     subscribe = stub(decode).SubscribeKvEvents(smg.SubscribeKvEventsRequest(), timeout=TIMEOUT_S)
@@ -97,7 +97,7 @@ def test_the_legs_meet_in_either_order(decode, prefill, golden, case, first, str
     for leg in (first, second):
         calls[leg] = start_leg(legs[leg], g.prompt(case), {"max_new_tokens": 24, "ignore_eos": True}, **fields)
         if leg == first:
-            time.sleep(0.3)  # well into its wait, or long over
+            time.sleep(0.3)  # well within its wait, or long after it
     done = {leg: answer_of(call) for leg, call in calls.items()}
     tokens = list(done["decode"].complete.output_ids)
     matching_steps(tokens, g.tokens(case), g.margins(case), MARGIN)
@@ -134,21 +134,21 @@ def test_a_room_used_twice_is_refused_at_both_nodes(decode, prefill, golden):
     again = error_of(lambda: generate(prefill, prompt, request_id="b", disaggregated_params=where))
     assert reason(again) == (Code.ALREADY_EXISTS, "ROOM_TAKEN")
     source = source_pb2_grpc.KvSourceStub(prefill.channel)
-    refused = generate_error(decode, [5, 6, 7], where)  # Another prompt, which takes nothing from the one expected.
+    refused = generate_error(decode, [5, 6, 7], where)  # another prompt takes nothing from the expected one
     assert reason(refused) == (Code.FAILED_PRECONDITION, "SOURCE_MISMATCH")
     meet = source_pb2.AwaitPromptRequest(room=where.bootstrap_room, reader="first", prompt_digest=digest(prompt))
     met = source.AwaitPrompt(meet, timeout=TIMEOUT_S)
     assert met.expected and source.AwaitPrompt(meet, timeout=TIMEOUT_S).source_id == met.source_id
     assert reason(generate_error(decode, prompt, where)) == (Code.FAILED_PRECONDITION, "ROOM_TAKEN")
     source.Release(source_pb2.ReleaseRequest(source_id=met.source_id), timeout=TIMEOUT_S)
-    # A room that was left is anybody's.
+    # A room that was left is free for anybody.
     first = start_leg(prefill, prompt, request_id="c", disaggregated_params=where)
     assert len(generate(decode, prompt, {"max_new_tokens": 2}, disaggregated_params=where).complete.output_ids) == 2
     answer_of(first)
 
 
 def test_a_decode_leg_alone_ends_in_time(decode, prefill, golden):
-    """No prefill leg comes: 10 s, and the room is anybody's."""
+    """No prefill leg comes: after 10 s the room is free for anybody."""
     prompt, where = golden("tiny-llama").prompt(1), room(prefill, next(NUMBERS))
     began = time.monotonic()
     error = generate_error(decode, prompt, where)
@@ -180,7 +180,7 @@ def test_a_caller_that_leaves_a_room_takes_nothing_with_it(decode, prefill, gold
         answer_of(waiting)
     source = source_pb2_grpc.KvSourceStub(prefill.channel)
     probe = source_pb2.AwaitPromptRequest(room=where.bootstrap_room, reader="another", prompt_digest=digest(prompt))
-    # A moment later the room is not its own any more: another one may wait there.
+    # A moment later the room is not its own any more, and another leg may wait there.
     while rpc.reason_of(error_of(lambda: source.AwaitPrompt(probe, timeout=0.5))) == "ROOM_TAKEN":
         time.sleep(0.01)
     first = start_leg(prefill, prompt, request_id="new", disaggregated_params=where)
@@ -192,7 +192,7 @@ def test_a_caller_that_leaves_a_room_takes_nothing_with_it(decode, prefill, gold
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 def test_an_abort_ends_the_leg_that_waits(decode, prefill, leg):
-    """The prefill node is kept busy, so that the legs wait for each other."""
+    """Keeps the prefill node busy, so that the legs wait for each other."""
     long = [(7 * i) % 500 for i in range(4000)]
     busy = [start_leg(prefill, long, request_id=f"busy-{i}", disaggregated_params=room(prefill, next(NUMBERS)))
             for i in range(6)]
@@ -206,7 +206,7 @@ def test_an_abort_ends_the_leg_that_waits(decode, prefill, leg):
     node = {"decode": decode, "prefill": prefill}[leg]
     stub(node).Abort(pb.AbortRequest(request_id="aborted", reason="Stream dropped"), timeout=TIMEOUT_S)
     assert answer_of(legs[leg]).complete.finish_reason == "abort"
-    if leg == "prefill":  # The other one hears of it.
+    if leg == "prefill":  # the other leg hears of it
         error = error_of(lambda: answer_of(legs["decode"]))
         assert reason(error) == (Code.NOT_FOUND, "SOURCE_NOT_FOUND"), error
     else:
@@ -219,7 +219,7 @@ def test_an_abort_ends_the_leg_that_waits(decode, prefill, leg):
 
 def test_what_a_prefill_leg_failed_with_is_the_decode_legs_too(start, tiny_models, decode):
     prefill = start("sluice-prefill", tiny_models("tiny-llama"), *SGLANG, "--hold-bytes", "512KiB")
-    prompt = list(range(1, 400))  # its caches take more, and a router that tries again would gain nothing
+    prompt = list(range(1, 400))  # its caches take more memory, so that a router would gain nothing by trying again
     fields = {"disaggregated_params": room(prefill, next(NUMBERS))}
     waiting = start_leg(decode, prompt, {"max_new_tokens": 2}, **fields)
     time.sleep(0.3)
@@ -229,7 +229,7 @@ def test_what_a_prefill_leg_failed_with_is_the_decode_legs_too(start, tiny_model
 
 
 def test_a_source_that_is_none_is_said_so(decode, prefill):
-    where = room(decode, next(NUMBERS))  # a decode node holds nothing
+    where = room(decode, next(NUMBERS))  # a decode node holds no prompts
     assert reason(generate_error(decode, [5, 6], where)) == (Code.UNAVAILABLE, "SOURCE_UNREACHABLE")
     where = pb.DisaggregatedParams(bootstrap_host="127.0.0.1", bootstrap_port=1, bootstrap_room=5)
     assert reason(generate_error(decode, [5, 6], where)) == (Code.UNAVAILABLE, "SOURCE_UNREACHABLE")
@@ -270,7 +270,7 @@ BAD = [
     ("sampling_params.max_new_tokens", {"max_new_tokens": 0}, {}),
     ("sampling_params.min_new_tokens", {"max_new_tokens": 2, "min_new_tokens": 3}, {}),
     ("sampling_params.stop_token_ids", {"stop_token_ids": [512]}, {}),
-    ("sampling_params.stop", {"stop": ["x"]}, {}),  # no tokenizer here
+    ("sampling_params.stop", {"stop": ["x"]}, {}),  # this model has no tokenizer
     ("sampling_params.logit_bias", {"logit_bias": {"x": 1}}, {}),
     ("sampling_params.logit_bias", {"logit_bias": {"512": 1}}, {}),
     ("sampling_params.logit_bias", {"logit_bias": {"-1": 1}}, {}),
@@ -302,7 +302,7 @@ BAD_AT_DECODE = [
 
 @pytest.mark.parametrize("role,field,sampling,fields", [
     *(("decode", *case) for case in BAD + BAD_AT_DECODE),
-    # Of stop strings and lengths a prefill node only sees that they can be.
+    # A prefill node checks only that stop strings and lengths are possible.
     *(("prefill", *case) for case in BAD if case[0].rpartition(".")[2] not in ("stop", "max_new_tokens", "min_new_tokens"))])
 def test_a_bad_leg_names_its_fault(decode, prefill, role, field, sampling, fields):
     node = decode if role == "decode" else prefill

@@ -1,4 +1,4 @@
-"""SIGTERM with work of every kind: what can finish does, the rest ends with a clear status, in time."""
+"""SIGTERM with work of every kind: work that can finish does, and the rest ends with a clear status in time."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ DRAINING = (grpc.StatusCode.UNAVAILABLE, "DRAINING")
 
 
 def end_of(stream) -> tuple:
-    """Status and reason that a stream ends with."""
+    """Returns the status and reason with which a stream ends."""
     try:
         tokens_of(stream)
         return (grpc.StatusCode.OK, "")
@@ -35,7 +35,7 @@ def test_sigterm_finishes_what_it_can_and_ends_the_rest_in_time(tiny_models, sta
 
     running = generate(300, transfer_id=committed(node, g, max_new_tokens=300))
     next(running)
-    # Generates whose transfer never comes, or never becomes whole.
+    # Generates whose transfer never comes, or is never complete.
     unmatched = generate(4, rendezvous_key=uuid.uuid4().hex)
     partial = Transfer(node, g)
     partial.write(partial.message(partial.parts()[0]))
@@ -56,7 +56,7 @@ def test_sigterm_finishes_what_it_can_and_ends_the_rest_in_time(tiny_models, sta
     told = time.monotonic()
     while node.http("/readyz")[0] == 200:
         assert time.monotonic() - told < DRAIN_SECONDS / 2
-    # Refused from now on, while what runs still does.
+    # New work is refused while the rest still runs.
     for call in (lambda: Transfer(node, g), lambda: list(generate(1, rendezvous_key="later"))):
         with pytest.raises(grpc.RpcError) as refused:
             call()

@@ -21,13 +21,13 @@ from support.transfers import Transfer, committed
 
 Code = grpc.StatusCode
 SLOW_READER_SECONDS = 3 * SCALE
-LONG = 3900  # tokens; with alternatives 800 kB, of which gRPC's own buffers hold 64 KiB
+LONG = 3900  # tokens; with alternatives they are 800 kB, of which gRPC's own buffers hold 64 KiB
 PARKED = admin_pb2.SequenceInfo.STATE_PARKED
 
 
 @pytest.fixture(scope="module")
 def node(tiny_models, start):
-    """One thread computes: the other core is the clients'."""
+    """A node with one thread that computes; the other core is for the clients."""
     return start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "64MiB", "--dram-bytes", "64MiB",
                  "--threads", "1", "--slow-reader-timeout-seconds", str(SLOW_READER_SECONDS))
 
@@ -51,7 +51,7 @@ def long_request(node, g, request_id=""):
 
 
 class SlowReader:
-    """A Generate on a connection of its own, of which nobody reads more than its first message."""
+    """A Generate on a connection of its own, of which only the first message is read."""
 
     def __init__(self, node, g):
         self.node, self.request_id = node, uuid.uuid4().hex
@@ -63,14 +63,16 @@ class SlowReader:
         self.first = next(self.stream)
 
     def state(self):
-        """Its SequenceInfo; None once it has ended."""
+        """Returns its SequenceInfo, or None once it has ended."""
         listed = self.node.admin.ListSequences(admin_pb2.ListSequencesRequest(), timeout=TIMEOUT_S).sequences
         return next((s for s in listed if s.request_id == self.request_id), None)
 
     def wait_until_parked(self) -> int:
-        """The tokens that it has been given by then; of a step that is under way one more may come.
+        """Waits until the sequence stays parked, and returns the number of its tokens. A step that is under way may
+        add one more.
 
-        A sequence is parked for a moment too where the node's own writer is behind: it has to stay so."""
+        A sequence is also parked for a moment where the node's own writer is behind, so it has to stay parked.
+        """
         deadline = time.monotonic() + 10 * SCALE
         given, since = None, 0.0
         while (state := self.state()) is not None and (now := time.monotonic()) < deadline:
@@ -92,7 +94,7 @@ def test_a_slow_reader_is_parked_and_loses_no_token(node, g):
     given = reader.wait_until_parked()
     assert given < LONG
     time.sleep(SLOW_READER_SECONDS / 8)
-    assert reader.state().output_tokens <= given + 1  # It has stopped, waiting for its reader.
+    assert reader.state().output_tokens <= given + 1  # the sequence waits for its reader
     rest, finish = tokens_of(reader.stream)
     assert [t.id for t in [*reader.first.tokens, *rest]] == fast
     assert finish.reason == decode_pb2.FINISH_REASON_LENGTH
@@ -133,13 +135,13 @@ def test_others_do_not_notice_slow_readers(node, g, capsys):
 
 
 def ended(node) -> float:
-    """Requests that have ended, however they did."""
+    """Returns the number of requests that have ended, in any way."""
     text = node.http("/metrics")[1]
     return sum(float(v) for v in re.findall(r"^sluice_requests_total(?:{[^}]*})? ([0-9.e+]+)$", text, re.MULTILINE))
 
 
 def read(stream) -> grpc.StatusCode:
-    """How the stream ends; one end is all that a gRPC stream has."""
+    """Returns how the stream ends. A gRPC stream has one end."""
     try:
         tokens_of(stream)
         return Code.OK
@@ -148,7 +150,7 @@ def read(stream) -> grpc.StatusCode:
 
 
 def endless(node, g, timeout=TIMEOUT_S, **settings):
-    """A stream that runs for seconds, and its request id."""
+    """Starts a stream that runs for seconds; returns it and its request id."""
     request = long_request(node, g, uuid.uuid4().hex)
     for name, value in settings.items():
         setattr(request.sampling, name, value) if name != "stop_token_ids" else (
@@ -213,7 +215,7 @@ time.sleep(1000)
 
 
 def end_by_error(node, g):
-    """Caches of NaN: the model has no finite logits to choose from."""
+    """Caches of NaN leave the model no finite logits to choose from."""
     with Pusher(node.address) as pusher:
         pusher.reserve(g.prompt(1), 33, LONG)
         for layer in range(pusher.model.layers):
@@ -232,7 +234,7 @@ ENDINGS = [end_by_max_tokens, end_by_stop_token, end_by_cancel_rpc, end_by_cance
 def test_a_sequence_ends_once_and_its_memory_is_back_in_a_tenth_of_a_second(node, g, end):
     runs = 2 if end is end_by_stop_token else 1
     late = []
-    # A busy machine may take the server's core away for longer than the bound: three attempts.
+    # A busy machine may take the server's core away for longer than the bound, so there are three attempts.
     for _ in range(3):
         before, ends = node.settled(), ended(node)
         end(node, g)

@@ -1,4 +1,4 @@
-"""Tenants: what one has, no other one reaches; and their quotas."""
+"""No tenant reaches what another tenant has; and tenants have quotas."""
 
 import time
 from types import SimpleNamespace
@@ -13,13 +13,13 @@ from support.pki import Pki, node_flags, token_entry, write_access
 from support.transfers import Transfer
 
 Code = grpc.StatusCode
-# A transfer of case 0 with 24 new tokens takes less than 1 MiB; one with 2000 more than that.
+# A transfer of case 0 with 24 new tokens takes less than 1 MiB; one with 2000 new tokens takes more.
 QUOTAS = {"alice": {"sequences": 2}, "carol": {"dram_bytes": "1MiB"}, "dave": {"tokens_per_second": 4}}
 TENANTS = ("alice", "bob", "carol", "dave")
 
 
 class Person:
-    """A tenant's view of the node, shaped like a Node."""
+    """A tenant's view of the node, with the members of a Node."""
 
     def __init__(self, node, credentials):
         channel = rpc.open_channel(node.address, credentials)
@@ -63,15 +63,15 @@ def test_a_transfer_is_its_tenants_alone(house):
             lambda: list(bob.generate(transfer_id=same.id, sampling=greedy(max_tokens=2)))):
         error = error_of(call)
         assert error.code() == Code.NOT_FOUND and rpc.reason_of(error) == "TRANSFER_NOT_FOUND"
-        # Word for word what an id that never was gets.
+        # The answer is word for word that for an id that never existed.
         assert "no such transfer: it was never reserved here, or has ended" in error.details()
     bob.ingest.Abort(ingest_pb2.AbortRequest(transfer_id=same.id), timeout=TIMEOUT_S)
-    theirs.write_all()  # still there
+    theirs.write_all()  # it is still there
     theirs.commit()
     tokens, _ = tokens_of(house.alice.generate(transfer_id=theirs.id, sampling=greedy(ignore_eos=True)))
     assert len(tokens) == 24
     error = error_of(lambda: bob.ingest.Commit(ingest_pb2.CommitRequest(transfer_id=same.id), timeout=TIMEOUT_S))
-    assert error.code() == Code.NOT_FOUND  # nor one that was taken
+    assert error.code() == Code.NOT_FOUND  # nor is one that was taken
 
 
 def test_a_tenant_cannot_name_another(house):
@@ -89,7 +89,7 @@ def test_rooms_of_the_same_name_do_not_meet(house):
     alices = house.alice.transfer(house.golden, rendezvous_key="room")
     error = error_of(lambda: house.bob.decode.Generate(decode_pb2.GenerateRequest(
         rendezvous_key="room", sampling=greedy(max_tokens=2)), timeout=1))
-    assert error.code() == Code.DEADLINE_EXCEEDED  # waits for bob's own, which never comes
+    assert error.code() == Code.DEADLINE_EXCEEDED  # it waits for bob's own transfer, which never comes
     tokens, _ = tokens_of(house.alice.generate(rendezvous_key="room", sampling=greedy(ignore_eos=True)))
     assert len(tokens) == 24 and alices.id
 
@@ -103,7 +103,7 @@ def test_request_ids_of_the_same_name_are_two(house):
     assert house.bob.decode.Cancel(decode_pb2.CancelRequest(request_id="same"), timeout=TIMEOUT_S).found
     assert error_of(lambda: list(streams[house.bob])).code() == Code.CANCELLED
     assert not house.bob.decode.Cancel(decode_pb2.CancelRequest(request_id="same"), timeout=TIMEOUT_S).found
-    assert next(streams[house.alice]).tokens  # goes on
+    assert next(streams[house.alice]).tokens  # the stream goes on
     streams[house.alice].cancel()
 
 
@@ -131,7 +131,7 @@ def test_a_tenant_has_its_number_of_sequences(house):
     error = error_of(lambda: house.alice.generate(transfer_id=third.id, sampling=greedy()))
     assert error.code() == Code.RESOURCE_EXHAUSTED and rpc.reason_of(error) == "TENANT_SEQUENCES"
     assert rpc.retry_seconds(error) > 0
-    # Also where a caller that acts for all names the transfer.
+    # The same holds where a caller that acts for all tenants names the transfer.
     error = error_of(lambda: house.everybody.generate(transfer_id=third.id, sampling=greedy()))
     assert rpc.reason_of(error) == "TENANT_SEQUENCES"
     other = house.bob.transfer(house.golden)
@@ -157,9 +157,9 @@ def test_a_tenant_has_its_bytes_of_dram(house):
         opened.append(transfer)
         assert len(opened) < 1000
     assert opened
-    Transfer(house.bob, house.golden, 1).abort()  # others are not held back
+    Transfer(house.bob, house.golden, 1).abort()  # other tenants are not held back
     opened.pop().abort()
-    opened.append(Transfer(house.carol, house.golden, 1))  # what went may come again
+    opened.append(Transfer(house.carol, house.golden, 1))  # memory that was given back may be used again
     for transfer in opened:
         transfer.abort()
     house.node.wait_until_held(before)
@@ -170,11 +170,11 @@ def test_a_tenant_has_its_tokens_a_second(house):
         transfer = house.dave.transfer(house.golden, count)
         return tokens_of(house.dave.generate(transfer_id=transfer.id, sampling=greedy(ignore_eos=True)))
 
-    use(52)  # more than 10 s' worth: a sequence that runs is not cut short
+    use(52)  # more than 10 s allow: a running sequence is not cut short
     error = error_of(lambda: use(10))
     assert error.code() == Code.RESOURCE_EXHAUSTED and rpc.reason_of(error) == "TENANT_TOKENS"
     seconds = rpc.retry_seconds(error)
-    assert 0 < seconds <= 3.2  # (52 - 40) / 4 at most, and a moment
+    assert 0 < seconds <= 3.2  # at most (52 - 40) / 4, and a moment
     time.sleep(seconds)
     assert len(use(10)[0]) == 10
 
@@ -182,7 +182,7 @@ def test_a_tenant_has_its_tokens_a_second(house):
 def test_tenants_without_tls_are_what_requests_name(tmp_path, start, tiny_models, golden):
     access = write_access(tmp_path / "access.json", tenants={"*": {"dram_bytes": 1}})
     node = start("sluice-server", tiny_models("tiny-llama"), "--access-file", str(access), "--security-reload-seconds", "1")
-    Transfer(node, golden("tiny-llama"), 0).abort()  # of nobody
+    Transfer(node, golden("tiny-llama"), 0).abort()  # without a tenant
     named = Transfer(node, golden("tiny-llama"), 0, reserve=False)
     named.request.manifest.tenant = "erin"
     assert rpc.reason_of(error_of(named.reserve)) == "TENANT_DRAM"

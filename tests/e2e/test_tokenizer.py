@@ -26,5 +26,5 @@ def test_tokens_decode_to_the_golden_output(smollm2, case):
 @pytest.mark.parametrize("case", [c for c in CASES if not c["chat"]], ids=lambda c: str(len(c["ids"])))
 def test_long_prompts_survive_decoding_and_encoding(smollm2, case):
     text = Text(smollm2)
-    # Ids begin in the middle of a text, so its first token may be cut otherwise.
+    # The ids begin in the middle of a text, so that the first token may be split in another way.
     assert text.encode(text.decode(case["ids"]))[5:] == case["ids"][5:]

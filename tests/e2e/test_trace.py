@@ -18,7 +18,7 @@ def node(tiny_models, start):
 
 
 def traced(node, steps=0) -> list[dict]:
-    """The file's events."""
+    """Returns the events of the file."""
     pieces = [piece.json for piece in node.admin.Trace(admin_pb2.TraceRequest(steps=steps), timeout=TIMEOUT_S)]
     assert all(0 < len(piece) <= 1 << 20 for piece in pieces)
     return json.loads(b"".join(pieces))["traceEvents"]
@@ -50,7 +50,7 @@ def test_the_last_steps_have_their_phases_and_the_requests_in_them(node, golden)
     assert [stage["name"] for stage in life][-2:] == ["queued", "running"]
     for stage in life:
         assert stage["args"]["trace_id"] == trace_id and stage["args"]["x_request_id"] == "chatcmpl-1"
-    # What the sequence ran in lies inside the time it ran.
+    # The steps of the sequence lie within the time in which it ran.
     running = life[-1]
     assert running["ts"] <= steps[-1]["ts"] and running["dur"] > 0
     assert len(traced(node, steps=3)) < len(events)

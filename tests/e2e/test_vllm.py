@@ -164,7 +164,7 @@ def test_the_tokenizer_comes_as_a_zip(start, tiny_models, tmp_path):
     model.mkdir()
     for path in tiny_models("tiny-llama").iterdir():
         (model / path.name).symlink_to(path)
-    # A byte-level vocabulary of one token, and enough of it for several messages.
+    # The vocabulary has one token for each byte, and is large enough for several messages.
     text = json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": [],
                        "decoder": {"type": "ByteLevel"}}) + " " * (3 << 20)
     (model / "tokenizer.json").write_text(text)

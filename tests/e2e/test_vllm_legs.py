@@ -1,4 +1,4 @@
-"""Both legs of a request as the gateway `smg` sends them: a prefill node holds, a decode node pulls."""
+"""Both legs of a request, as the gateway `smg` sends them: a prefill node holds, a decode node pulls."""
 
 import json
 import time
@@ -31,7 +31,7 @@ def memory_comes_back(decode):
 
 
 def first_leg(prefill, prompt, **fields) -> pb.GenerateComplete:
-    """What the prefill node answers; `fields` may say otherwise than the gateway does."""
+    """Returns the prefill node's answer; `fields` override those of the gateway."""
     return generate(prefill, prompt, {"max_tokens": 1, "ignore_eos": True},
                     **{"kv_transfer_params_json": HOLD, **fields}).complete
 
@@ -76,7 +76,7 @@ def test_a_handoff_is_used_once(decode, prefill, golden):
     generate(decode, prompt, {"max_tokens": 2}, kv_transfer_params_json=handoff)
     describe = source_pb2.DescribeRequest(source_id=json.loads(handoff)["source_id"])
     deadline = time.monotonic() + TIMEOUT_S
-    # It is released a moment after its caches were read, maybe after the answer.
+    # The prompt is released a moment after its caches were read, maybe after the answer.
     with pytest.raises(grpc.RpcError) as released:
         while time.monotonic() < deadline:
             source_pb2_grpc.KvSourceStub(prefill.channel).Describe(describe, timeout=TIMEOUT_S)
@@ -121,7 +121,7 @@ def test_a_bad_prefill_leg_names_its_fault(prefill, sampling, fields, field):
     error = error_of(lambda: generate(prefill, [5, 6], sampling, **fields))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert rpc.details_of(error)["BadRequest"].field_violations[0].field == field
-    first_leg(prefill, [5, 6])  # the next one works
+    first_leg(prefill, [5, 6])  # the next request works
 
 
 def test_an_abort_between_the_legs_gives_back_what_is_held(prefill, golden):

@@ -89,16 +89,16 @@ class Conversation:
             kept, why = None, "the text of what was said before has changed since"
         if kept:
             appended = self._text.encode_plain(rendered[len(kept.text):])
-            self._kept = None
             try:
                 result = self._call(appended, output, sequence_id=kept.sequence_id)
-                self._note(f"sent {len(appended)} new tokens; the node kept {kept.tokens} (sequence {kept.sequence_id})")
+                self._note(f"sent {len(appended)} new tokens; the node kept {kept.tokens} "
+                           f"(sequence {kept.sequence_id})")
                 self._remember(result, rendered, kept.tokens + len(appended))
                 return result
             except rpc.CallError as error:
                 if error.code != grpc.StatusCode.NOT_FOUND:
                     raise
-                why = "the node no longer keeps it"
+                self._kept, why = None, "the node no longer keeps it"
         prompt = self._text.encode_plain(rendered)
         result = self._call(prompt, output, prefill_address=self._args.prefill)
         self._note(f"sent the whole conversation, {len(prompt)} tokens: {why}")
@@ -120,9 +120,8 @@ class Conversation:
         return generate()
 
     def _remember(self, result: gen.Result, rendered: str, prompt_tokens: int) -> None:
-        if result.sequence_id:
-            self._kept = Kept(result.sequence_id, rendered + self._text.decode_with_special(result.output_ids),
-                              prompt_tokens + len(result.output_ids))
+        self._kept = Kept(result.sequence_id, rendered + self._text.decode_with_special(result.output_ids),
+                          prompt_tokens + len(result.output_ids)) if result.sequence_id else None
 
     def _note(self, note: str) -> None:
         if self._args.verbose:

@@ -234,7 +234,8 @@ def check_tls(machine: Machine, files: dict[str, str]) -> list[Finding]:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(readable["cert"], readable["key"])
         except ssl.SSLError as error:
             found.append(Finding(PROBLEM, "TLS", f"key {readable['key']} does not belong to the certificate "
-                                 f"{readable['cert']} ({error.reason or error})", "give the pair that was issued together"))
+                                 f"{readable['cert']} ({error.reason or error})",
+                                 "give the pair that was issued together"))
         else:
             found.append(Finding(OK, "TLS", f"key {readable['key']} belongs to the certificate"))
     for label in ("key", "token"):
@@ -250,7 +251,8 @@ def check_node(role: str, address: str) -> tuple[Finding, common_pb2.ModelInfo |
         with rpc.open_channel(address) as channel:
             model = status.model_of(channel, address)
     except ToolError as error:
-        return Finding(PROBLEM, role, str(error), "start it, or look at the firewall, the address and the TLS flags"), None
+        return Finding(PROBLEM, role, str(error),
+                       "start it, or look at the firewall, the address and the TLS flags"), None
     return Finding(OK, role, f"{address} answers in {1e3 * (time.monotonic() - began):.0f} ms with {model.name} "
                              f"({model.architecture}), fingerprint {model.fingerprint[:16]}"), model
 

@@ -15,7 +15,7 @@ _LOOK_S = 0.2
 
 
 def drain(channel: grpc.Channel, address: str, timeout: float | None, wait: bool) -> dict:
-    """Drains the node, and with `wait` returns when nothing runs or waits there. Returns what is left as plain values."""
+    """Drains the node, with `wait` until nothing runs or waits there. Returns what is left, as plain values."""
     admin = admin_pb2_grpc.AdminStub(channel)
     request = admin_pb2.DrainRequest()
     if timeout is not None:

@@ -51,7 +51,7 @@ It looks at the NVIDIA driver, each GPU and its compute capability, the limit of
 nodes (NUMA), the ports that a node would listen on, TLS files (readable, in PEM, valid today, key and certificate
 one pair), and at the nodes that are named: whether they answer, and whether both have the same model and the same
 form of caches. It changes nothing, and needs neither a GPU nor a node.
-Each line begins with ok, warning or problem, and the last two end with the remedy.
+Each line begins with ok, warning or problem. Lines with a warning or a problem end with the remedy.
 Exit status: 0, 1 if there is a problem, 2 for a wrong command line.
 """ + NODES,
     "failpoint": """examples:

@@ -68,7 +68,7 @@ def entry_parts(kind: common_pb2.CacheKind, latent: np.ndarray, rope: np.ndarray
 
 
 def index_parts(kind: common_pb2.CacheKind, keys: np.ndarray) -> list[np.ndarray]:
-    """Returns the parts of index keys, [tokens, 128] after k_norm and RoPE and before any transform, for layout.pack."""
+    """Returns the parts of index keys for layout.pack: [tokens, 128] after k_norm and RoPE, before any transform."""
     if not layout.is_packed(kind):
         return [layout.as_bytes(keys[:, None], layout.dtype_of(kind))]
     values, scales = quantise(hadamard(keys))

@@ -9,7 +9,7 @@ import re
 
 
 def ratio_of(policy: str) -> float | None:
-    """Returns the ratio of KV slots to tokens that a policy's name states: 1 for full, None where HBM decides (auto)."""
+    """Returns the ratio of KV slots to tokens in a policy's name: 1 for full, None where HBM decides (auto)."""
     if policy.split(":")[0] == "full":
         return 1.0
     found = re.search(r":ratio=([0-9.]+)", policy)
@@ -47,7 +47,7 @@ def by_layer(runs: list[dict]) -> dict[tuple[str, int], list[float]]:
 
 
 def first_steps(runs: list[dict]) -> list[tuple[str, float, float]]:
-    """Returns (policy with context and batch, misses of the first steps, misses of the last steps), means over layers."""
+    """Returns (policy with context and batch, misses of the first steps, of the last steps), means over the layers."""
     return [(f"{run['policy']}, {run['context']}, batch {run['batch']}",
              sum(run["misses_first_by_layer"]) / len(run["misses_first_by_layer"]),
              sum(run["misses_steady_by_layer"]) / len(run["misses_steady_by_layer"]))

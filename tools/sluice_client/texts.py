@@ -80,7 +80,7 @@ class Stream:
 
 
 def passkey(text: Text, filler: list[int], depth: float, key: str, length: int) -> dict:
-    """Returns a text of about `length` tokens that hides `key` at the share `depth` of it, and asks for it at the end."""
+    """Returns a text of about `length` tokens that hides `key` at the share `depth`, and asks for it at the end."""
     body = text.decode(filler[:length - _NEEDLE_TOKENS])
     at = body.find(" ", int(len(body) * depth))
     body = body[:at] + _NEEDLE.format(key=key) + body[at:]

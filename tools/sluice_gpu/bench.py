@@ -1,4 +1,4 @@
-"""tools/gpu-test --bench: the figures behind README's tables, with the machine they came from."""
+"""tools/gpu-test --bench: measures the figures in README's tables, and describes the machine they come from."""
 
 import json
 import re
@@ -11,8 +11,8 @@ from sluice_gpu import machine
 from sluice_gpu.jobs import SKIPPED_STATUS, run_command
 from sluice_gpu.place import Place
 
-MODEL = "configs/models/qwen3-8b"  # its config.json; weights are dummies
-# Weights of 16.4 GB and 1.2 GB of cache a sequence at 8K tokens: 48 of them fill 80 GB.
+MODEL = "configs/models/qwen3-8b"  # only config.json; the weights are dummies
+# The weights take 16.4 GB and each sequence of 8K tokens takes 1.2 GB of cache, so 48 sequences fill 80 GB.
 LARGEST_BATCH_80_GB = 48
 CPU_BENCHES = {"sluice-metrics-bench", "sluice-token-bench"}
 _LARGE_GPU_MIB = 100_000
@@ -22,18 +22,18 @@ _LARGE_GPU_MIB = 100_000
 class Bench:
     name: str
     command: list[str]
-    seconds: float  # its limit
-    json_file: Path | None = None  # that it writes
+    seconds: float  # time limit
+    json_file: Path | None = None  # report that it writes
 
 
 @dataclass
 class Outcome:
     name: str
     command: str
-    status: int | None  # None: it ran out of time
+    status: int | None  # exit status; None if its time was over
     seconds: float
     said: str
-    report: dict = field(default_factory=dict)  # of a program that writes one
+    report: dict = field(default_factory=dict)  # content of json_file
 
 
 def step_bench(place: Place, gpu: dict[str, str], results: Path) -> Bench:
@@ -47,7 +47,7 @@ def step_bench(place: Place, gpu: dict[str, str], results: Path) -> Bench:
 
 
 def benches(place: Place, gpu: dict[str, str], results: Path) -> list[Bench]:
-    """Every program of tests/bench/cuda (sluice-NAME-bench), then a whole step."""
+    """Returns every program of tests/bench/cuda (sluice-NAME-bench), then a whole step."""
     found = [Bench(program.name, [str(program)], 120)
              for program in sorted(place.bin.glob("sluice-*-bench")) if program.name not in CPU_BENCHES]
     if not found:
@@ -82,7 +82,7 @@ def markdown(about: dict[str, str], outcomes: list[Outcome]) -> str:
 
 
 def run_benches(place: Place, results: Path, only: str | None) -> tuple[int, int, int]:
-    """Runs them one after the other; returns how many ran well, failed and were skipped."""
+    """Runs the benches one after the other; returns how many ran well, failed and were skipped."""
     results.mkdir(parents=True, exist_ok=True)
     about = machine.describe(place)
     wanted = [b for b in benches(place, machine.gpu(), results)
@@ -94,7 +94,7 @@ def run_benches(place: Place, results: Path, only: str | None) -> tuple[int, int
         print(outcomes[-1].said.strip(), flush=True)
         if outcomes[-1].status not in (0, SKIPPED_STATUS):
             print(f"FAILED  {bench.name}: status {outcomes[-1].status}", file=sys.stderr)
-        # After each one: what was measured survives whatever comes next.
+        # The reports are written after each bench, so that a failure of the next one loses nothing.
         (results / "bench.json").write_text(json.dumps(
             {"machine": about, "benches": [asdict(o) for o in outcomes]}, indent=1) + "\n")
         (results / "bench.md").write_text(markdown(about, outcomes))

@@ -1,4 +1,4 @@
-"""The CUDA tests of the Catch2 programs, one job each, as ctest has them."""
+"""Lists the CUDA tests of the Catch2 programs as jobs, one for each case, like ctest."""
 
 import re
 from pathlib import Path
@@ -6,25 +6,25 @@ from pathlib import Path
 from sluice_gpu.jobs import Job, run_command
 from sluice_gpu.place import Place
 
-# A case is a CUDA test if its name, its program's or a tag of it says so.
-# Kernels of cuBLASLt: racecheck does not see what orders their shared memory.
+# Names of kernels of cuBLASLt. racecheck does not see the operations that order their shared memory.
 _LIBRARY_KERNEL = re.compile(r"\bnvjet_")
+# A case is a CUDA test if its name or its program's name matches, or if it has the tag [cuda].
 _IS_CUDA = re.compile(r"cuda|\bgpu\b", re.IGNORECASE)
 
 
 def _names(program: Path, env: dict[str, str], *spec: str) -> list[str]:
-    # Catch2's exit status here is the number of the cases.
+    # The exit status of --list-test-names-only is the number of cases.
     _, said = run_command([str(program), *spec, "--list-test-names-only"], env, 60)
     return [line.strip() for line in said.splitlines() if line.strip()]
 
 
 def _argument(name: str) -> str:
-    """A case's name as Catch2 takes it on its command line, where commas and brackets mean something."""
+    """Returns a case's name for Catch2's command line, where commas and brackets have a meaning of their own."""
     return re.sub(r"([\\,\[\]])", r"\\\1", name)
 
 
 def cuda_cases(place: Place) -> list[tuple[Path, str]]:
-    """(program, case) of every CUDA test that is here."""
+    """Returns (program, case) for every CUDA test that is here."""
     env, found = place.test_environment(), []
     for program in sorted(place.bin.glob("*_test")):
         names = _names(program, env)
@@ -43,7 +43,11 @@ def case_jobs(place: Place, cases: list[tuple[Path, str]], seconds: float) -> li
 
 
 def judge_sanitizer(said: str) -> tuple[str, str] | None:
-    """What compute-sanitizer's status hides: nothing to check, or nothing but a library's kernels."""
+    """Returns the outcome where compute-sanitizer's status is misleading.
+
+    It is misleading where the case uses no GPU, and where all reports are about kernels of a library. Returns None
+    where the status is right.
+    """
     if "terminated before first instrumented API call" in said and "All tests passed" in said:
         return "skipped", "the case gives the GPU nothing to do"
     errors = [line for line in said.splitlines() if re.match(r"=+ (Error|Warning):", line)]
@@ -54,7 +58,7 @@ def judge_sanitizer(said: str) -> tuple[str, str] | None:
 
 def sanitizer_jobs(place: Place, cases: list[tuple[Path, str]], tool: str, sanitizer: str | None,
                    seconds: float) -> list[Job]:
-    """The kernels' cases under compute-sanitizer's `tool`."""
+    """Returns the kernels' cases under compute-sanitizer's `tool`."""
     env, jobs = place.test_environment(), []
     for program, name in cases:
         if program.name != "sluice_kernels_test":

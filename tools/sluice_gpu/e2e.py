@@ -1,4 +1,4 @@
-"""End-to-end tests against servers with --device cuda, run by pytest where it is."""
+"""Runs the end-to-end tests against servers with --device cuda, where pytest is installed."""
 
 import sys
 import tempfile
@@ -9,7 +9,7 @@ from pathlib import Path
 from sluice_gpu.jobs import Job, Result, run_command, run_jobs, show
 from sluice_gpu.place import Place
 
-# Those whose subject the device touches, and that need no other program of tools/.
+# Tests whose subject the device touches, and that need no other program of tools/.
 FILES = ("test_batch.py", "test_ingest.py", "test_ingest_faults.py", "test_latent.py", "test_latent_dense.py",
          "test_latent_faults.py", "test_latent_life.py", "test_latent_profile.py", "test_shutdown.py",
          "test_streams.py")
@@ -19,14 +19,14 @@ _NEEDS = ("pytest", "grpc", "google.protobuf", "numpy")
 def _environment(place: Place, device: str) -> dict[str, str]:
     env = place.test_environment() | {"SLUICE_TEST_DEVICE": device, "SLUICE_BIN_DIR": str(place.bin)}
     paths = [place.root / "tools", place.root / ".venv/sluice_stubs"]
-    # Last: the machine's own packages go before the carried ones.
+    # The machine's own packages go before the carried ones.
     site = place.root / "tools/site"
     env["SLUICE_TEST_SITE"] = str(site) if site.is_dir() else ""
     return env | {"PYTHONPATH": ":".join(str(p) for p in paths)}
 
 
 def read_results(junit: Path, group: str) -> list[Result]:
-    """One of every test in a JUnit file."""
+    """Returns a result for each test in a JUnit file."""
     results = []
     for case in ElementTree.parse(junit).iter("testcase"):
         name = f"{group}: {case.get('name')}"
@@ -44,7 +44,7 @@ def read_results(junit: Path, group: str) -> list[Result]:
 
 def run_e2e(place: Place, device: str, only: str | None, seconds: float,
             files: Sequence[str] = FILES) -> list[Result]:
-    """What the machine cannot run at all is one skipped test."""
+    """Runs `files`. Where the machine cannot run them at all, the result is one skipped test."""
     env = _environment(place, device)
     status, said = run_command([sys.executable, "-c", f"import {', '.join(_NEEDS)}"], env, 60)
     if status != 0:
@@ -58,7 +58,7 @@ def run_e2e(place: Place, device: str, only: str | None, seconds: float,
         if only is not None:
             command += ["--name-regex", only]
         status, said = run_command(command, env, seconds)
-        if status == 5:  # pytest's: no test was chosen
+        if status == 5:  # pytest: no test was chosen
             return []
         if not junit.is_file():
             results = [Result("e2e", "failed", seconds, f"{said}\nstatus {status}")]

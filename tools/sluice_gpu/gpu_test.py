@@ -1,4 +1,4 @@
-"""tools/gpu-test: every CUDA test, or the benches, on a machine with a GPU."""
+"""tools/gpu-test: runs every CUDA test, or the benches, on a machine with a GPU."""
 
 import argparse
 import os
@@ -18,35 +18,36 @@ from sluice_gpu.stage import PAYLOAD
 SANITIZERS = ("memcheck", "racecheck")
 NO_GPU = "no GPU (nvidia-smi finds none)"
 E2E_SECONDS = 300
-# Contexts on one GPU: each takes some 0.5 GB of it, and a core.
+# Programs that run on the GPU at once; each context takes some 0.5 GB of it, and a core.
 SIDE_BY_SIDE = 6
 
 ABOUT = """Runs, on a machine with an NVIDIA GPU, every test that needs one:
 
   kernels, device, engine, attention, parity, ...   the CUDA cases of the C++ test programs, one by one
-  SmolLM2                                           where its weights are here, or both their parts
+  SmolLM2                                           if its weights are here, or both their parts
   memcheck, racecheck                               the kernels' cases under compute-sanitizer, for as
                                                     long as --sanitizer-seconds
   smoke, e2e                                        sluice-server and sluice-prefill with --device cuda
 
-In a checkout it takes what build/release has. In a folder that tools/gpu-stage made it unpacks that
-first, beside it. What the machine lacks something for is skipped, and counted. The last line is
-"N passed, N failed, N skipped"; the exit status is 0 only if something passed and nothing failed.
+In a checkout it runs the programs of build/release. In a folder that tools/gpu-stage made it first
+unpacks them beside that folder. Tests that need something that the machine lacks are skipped, and
+counted. The last line is "N passed, N failed, N skipped"; the exit status is 0 only if something passed
+and nothing failed.
 """
 EXAMPLES = """examples:
   tools/gpu-test                          in a checkout with a GPU, after tools/test or a build
-  build/stage/gpu-test --quick            of what was staged, without the sanitizers
-  build/stage/gpu-test --unpack           only keep this part of the model for the next one
+  build/stage/gpu-test --quick            in a staged folder, without the sanitizers
+  build/stage/gpu-test --unpack           keeps this part of the model for the next one, and stops
   tools/gpu-test --only 'rms_norm|merge'
-  tools/gpu-test --bench --results out    the figures: out/bench.md, out/bench.json, a trace
-  tools/gpu-test --bench --part main64k   attention policies side by side: a part of that table
+  tools/gpu-test --bench --results out    writes figures: out/bench.md, out/bench.json and a trace
+  tools/gpu-test --bench --part main64k   measures one part of the table of attention policies
   tools/gpu-test --bench --part main64k --quick --device cpu
-                                          its rehearsal, with a small model, anywhere
+                                          rehearses that part with a small model, on any machine
 """
 
 
 def unpack(stage: Path) -> Place:
-    """A staged folder's contents into a folder beside it, which later parts add to."""
+    """Unpacks a staged folder into a folder beside it, to which later parts add."""
     home = stage.parent / "stage-unpacked"
     home.mkdir(exist_ok=True)
     payload = stage / PAYLOAD
@@ -54,7 +55,7 @@ def unpack(stage: Path) -> Place:
     if payload.is_file():
         digest = weights.sha256_of(payload)
         if not (stamp.is_file() and stamp.read_text() == digest):
-            for old in ("build", "tests", "tools"):  # what was renamed since must not run
+            for old in ("build", "tests", "tools"):  # a test that was renamed since must not run
                 shutil.rmtree(home / old, ignore_errors=True)
             with tarfile.open(payload) as archive:
                 archive.extractall(home, filter="data")
@@ -114,27 +115,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="gpu-test", description=ABOUT, epilog=EXAMPLES,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true",
-                        help="no sanitizers; of --part a rehearsal with a small model")
-    parser.add_argument("--only", metavar="REGEX", help="those whose name matches")
-    parser.add_argument("--bench", action="store_true", help="the benches instead of the tests")
+                        help="leave the sanitizers out; with --part rehearse with a small model")
+    parser.add_argument("--only", metavar="REGEX", help="run only the tests whose name matches")
+    parser.add_argument("--bench", action="store_true", help="run the benches instead of the tests")
     parser.add_argument("--part", choices=sorted(policies.PARTS),
-                        help="with --bench: this part of the policies' table, 8 minutes at most")
+                        help="with --bench: one part of the table of policies, 8 minutes at most")
     parser.add_argument("--texts", type=Path, metavar="FILE",
-                        help="for parts that measure quality (tools/sluice texts makes it)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="of --part")
-    parser.add_argument("--unpack", action="store_true", help="unpack what was staged and stop")
+                        help="texts for parts that measure quality (made by tools/sluice texts)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="device of --part")
+    parser.add_argument("--unpack", action="store_true", help="unpack the staged folder and stop")
     parser.add_argument("--results", type=Path, metavar="DIR",
-                        help="where --bench writes (default: gpu-results in the checkout or stage)")
+                        help="folder for --bench (default: gpu-results in the checkout or the staged folder)")
     parser.add_argument("--jobs", type=int, default=min(SIDE_BY_SIDE, os.cpu_count() or 1), metavar="N",
-                        help="tests side by side (default %(default)s)")
+                        help="tests that run side by side (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=120, metavar="S",
-                        help="limit of one test (default %(default)s)")
+                        help="time limit of one test (default %(default)s)")
     parser.add_argument("--sanitizer-seconds", type=float, default=180, metavar="S",
-                        help="limit of each sanitizer; what it does not reach is skipped "
+                        help="time limit of each sanitizer; cases that it does not reach are skipped "
                              "(default %(default)s)")
     args = parser.parse_args()
     end_with_signals()
-    here = Path(os.environ["SLUICE_GPU_ROOT"])  # of the checkout or the stage; set by gpu-test
+    here = Path(os.environ["SLUICE_GPU_ROOT"])  # root of the checkout or the stage; set by gpu-test
     place = unpack(here) if (here / PAYLOAD).is_file() or (here / "model").is_dir() else Place(here)
     if not place.bin.is_dir():
         print(f"gpu-test: {place.bin} is not there: build first (tools/test)", file=sys.stderr)
@@ -150,7 +151,7 @@ def main() -> int:
         if args.part:
             passed, failed, skipped = policies.run_part(place, results, args.part, args.device, args.quick,
                                                         args.texts)
-            print(f"written: {results}/policies-{args.part}.md and .json, and what each run left beside them")
+            print(f"written: {results}/policies-{args.part}.md and .json, and the reports of each run beside them")
             print(f"{passed} passed, {failed} failed, {skipped} skipped")
             return 1 if failed or not passed else 0
         passed, failed, skipped = bench.run_benches(place, results, args.only)

@@ -1,7 +1,7 @@
-"""Parts of tools/gpu-test --bench --part NAME for DeepSeek-V3.2: policy ess beside full and offload-naive.
+"""The parts of tools/gpu-test --bench --part NAME for DeepSeek-V3.2: policy ess beside full and offload-naive.
 
-One rank of an expert-parallel deployment at its real size (configs/models), under the HBM caps of README's
-tables. A part takes minutes on an H200; the sum of them does not fit into one PART_SECONDS.
+They measure one rank of an expert-parallel deployment at its real size (configs/models), under the HBM caps of
+README's tables. A part takes minutes on an H200; all parts together do not fit into one PART_SECONDS.
 """
 
 from dataclasses import dataclass, replace
@@ -24,20 +24,20 @@ class LatentRun:
     context: int
     hbm_mib: int
     batches: tuple[int, ...] = (1,)
-    given_batches: bool = False  # only those, not the largest that fits
+    given_batches: bool = False  # runs only `batches`, not the largest batch that fits
     most: int = 1
     model: str = EP32
     steps: int = 16  # layer-wise schedules begin after 32
     distinct: int = 1
     dram_gib: int = 108
     trace: bool = False
-    misses: tuple[int, ...] = ()  # set ones, with and without transfers, and nothing else
-    profile: str = ""  # the name of the ProfileRun before it whose file it takes
+    misses: tuple[int, ...] = ()  # runs only these set misses, with and without transfers
+    profile: str = ""  # name of an earlier ProfileRun whose file it takes
     more: tuple[str, ...] = ()
     quality = False
 
     def quickly(self) -> "LatentRun":
-        """The same rows in seconds, on any device; ratios keep their words, misses shrink."""
+        """Returns a run with the same rows that takes seconds on any device. Ratios keep their words, misses shrink."""
         few = [policy.replace("ratio=", "least=160:ratio=").replace("prefetch=512", "prefetch=32")
                for policy in self.policies]
         return replace(self, model=SMALL, context=1024, hbm_mib=64, dram_gib=1, most=min(self.most, 4),
@@ -45,7 +45,7 @@ class LatentRun:
                        misses=tuple(m // 8 for m in self.misses), more=(*self.more, "--paths", "4"))
 
     def arguments(self, place: Place, quick: bool, folder: Path, texts: Path | None) -> list[str]:
-        """Of sluice-bench policies, but for the device and where it writes."""
+        """Returns the flags of sluice-bench policies, without the device and the output."""
         out = ["--model", str(place.root / self.model), "--topic-drift",
                "--policies", ",".join(self.policies), "--contexts", str(self.context),
                "--batches", ",".join(map(str, self.batches)), "--max-batch", str(self.most),
@@ -64,7 +64,7 @@ class LatentRun:
 
 @dataclass(frozen=True)
 class ProfileRun:
-    """One call of sluice-profile, for runs behind it in the same part."""
+    """One call of sluice-profile, for later runs of the same part."""
 
     name: str
     context: int
@@ -80,14 +80,14 @@ class ProfileRun:
     quality = False
 
     def quickly(self) -> "ProfileRun":
-        """The same rows in seconds, on any device, of the model and the context of LatentRun.quickly."""
+        """Returns a run with the same rows that takes seconds, with the model and the context of LatentRun.quickly."""
         return replace(self, model=SMALL, context=1024, hbm_mib=64, dram_gib=1, least_places=160, prompts=1,
                        steps=8, batches=tuple(min(b, 2) for b in self.batches[:1]),
                        ratios=tuple(ratio for ratio in self.ratios if ratio >= 0.15),
                        more=(*self.more, "--paths", "4"))
 
     def arguments(self, place: Place, quick: bool, folder: Path, texts: Path | None) -> list[str]:
-        """Of sluice-profile, but for the device and where it writes."""
+        """Returns the flags of sluice-profile, without the device and the output."""
         return ["--model", str(place.root / self.model), "--dummy", "--topic-drift",
                 "--contexts", str(self.context), "--ratios", ",".join(map(str, self.ratios)),
                 "--least-places", str(self.least_places), "--batches", ",".join(map(str, self.batches)),
@@ -100,38 +100,39 @@ def _of(ratio: str, *policies: str) -> tuple[str, ...]:
 
 
 LATENT_PARTS: dict[str, list[LatentRun | ProfileRun]] = {
-    # The throughput table. With --forecast-dram the planner says what a TB would hold.
+    # The throughput table. With --forecast-dram the planner says how much a TB would hold.
     "ess32k": [LatentRun("32k", ("full", *_of("0.2", "ess")), 32768, 40200, batches=(1, 16), most=76,
                          distinct=2, trace=True, more=("--forecast-dram", "1TiB", "--forecast-hbm", "90GiB"))],
     "ess128k": [LatentRun("128k", ("full", *_of("0.1", "ess")), 131072, 30300, most=19)],
     "ess128k-ep16": [LatentRun("128k-ep16", ("full", *_of("0.1", "ess")), 131072, 30300, most=19, model=EP16)],
-    # Where HBM has room for what few sequences have.
+    # HBM has room for all entries of a few sequences.
     "ess-few": [LatentRun("few", ("full", "ess", "ess:ratio=0.2"), 32768, 40200, batches=(1, 2, 4),
                           given_batches=True, most=4)],
-    # Places divided among layers by what they miss, which is measured first, and fetching for the next step.
+    # KV slots are divided among layers by their misses, which are measured first; and entries are fetched for the
+    # next step.
     "ess-divide": [ProfileRun("profile", 32768, (0.08, 0.11, 0.15, 0.2, 0.3, 0.45, 0.7), 2080, 40200,
                               batches=(4, 24)),
                    LatentRun("divide", ("full", *_of("0.2", "ess"), "ess:ratio=0.2:prefetch=512",
                                         "ess:ratio=0.2:divide=1", "ess:ratio=0.2:divide=1:prefetch=512"), 32768, 40200,
                              most=76, distinct=2, profile="profile")],
-    # The same at 128K with EP16's weights, and what would be without transfers.
+    # The same at 128K with EP16's weights, and the throughput without transfers.
     "ess-divide128k": [ProfileRun("profile", 131072, (0.02, 0.035, 0.05, 0.1, 0.15, 0.25, 0.45), 2080, 30300,
                                   batches=(2, 8), model=EP16),
                        LatentRun("divide", ("full", *_of("0.1", "ess"), "ess:ratio=0.1:divide=1",
                                             "ess:ratio=0.1:divide=1:prefetch=512", "ess:ratio=0.1:skip=1"),
                                  131072, 30300, most=19, model=EP16, profile="profile")],
-    # Batch against ratio: the paper's table 2.
+    # Batch against ratio, as in table 2 of the paper.
     "ess-ratios": [LatentRun(f"ratios-{context >> 10}k",
                              ("full", *(f"ess:ratio={ratio}" for ratio in (1, 0.7, 0.5, 0.3, 0.2, 0.1))),
                              context, hbm, most=128, steps=6, distinct=1)
                    for context, hbm in ((32768, 40200), (131072, 30300))],
-    # Each of ess's ideas switched off.
+    # Each of ess's ideas is switched off in turn.
     "ess-ideas": [LatentRun("ideas", _of("0.2", *IDEAS), 32768, 40200, batches=(20,), given_batches=True,
                             most=20, steps=12),
                   # A copy command for each row takes seconds a step.
                   LatentRun("row-copies", ("offload-naive:ratio=0.2", "offload-naive:ratio=0.2:row-copies=1"),
                             32768, 40200, batches=(1,), given_batches=True, steps=2, dram_gib=4)],
-    # Transfers hidden, by set misses. At 128K the cap has room for the paper's 20 sequences.
+    # The share of the transfers that is hidden, by set misses. At 128K the cap has room for the paper's 20 sequences.
     "ess-overlap32k": [LatentRun("overlap-32k", _of("0.2", "ess-da", "ess-dba"), 32768, 40200, batches=(76,),
                                  given_batches=True, most=76, steps=24, misses=(80, 200))],
     "ess-overlap128k": [LatentRun(f"overlap-128k-{batch}", _of("0.1", "ess-da", "ess-dba"), 131072, 32000,

@@ -1,4 +1,4 @@
-"""What a report says of the machine: GPU, driver, clocks, processor, date, sources."""
+"""Describes the machine for a report: GPU, driver, clocks, processor, date, revision of the sources."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ _QUERY = {"gpu": "name", "driver": "driver_version", "memory_mib": "memory.total
 
 
 def gpu() -> dict[str, str]:
-    """Of the first GPU; empty where there is none."""
+    """Returns the first GPU's values by the names of _QUERY; empty where there is no GPU."""
     if shutil.which("nvidia-smi") is None:
         return {}
     done = subprocess.run(["nvidia-smi", f"--query-gpu={','.join(_QUERY.values())}",
@@ -32,7 +32,7 @@ def _processor() -> str:
 
 
 def revision(place: Place) -> str:
-    """Of the sources: written down when they were staged, else asked of git."""
+    """Returns the revision of the sources, which was written down when they were staged, or which git says."""
     written = place.root / "revision"
     if written.is_file():
         return written.read_text().strip()

@@ -1,4 +1,4 @@
-"""Where programs, fixtures and models lie: in a checkout, or in what tools/gpu-stage packed."""
+"""Finds programs, fixtures and models, in a checkout or in a folder that tools/gpu-stage packed."""
 
 import os
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ PRESET = "build/release"
 
 @dataclass(frozen=True)
 class Place:
-    """A folder laid out like a checkout; one that was staged has libraries beside its programs."""
+    """A folder laid out like a checkout. A staged folder has libraries beside its programs."""
 
     root: Path
 
@@ -30,16 +30,16 @@ class Place:
         return self.root / "models/smollm2-135m-instruct"
 
     def program_environment(self) -> dict[str, str]:
-        """For Sluice's programs: they refuse variables named SLUICE_... that are no settings."""
+        """Returns the environment of Sluice's programs, which refuse variables SLUICE_... that are no settings."""
         env = {k: v for k, v in os.environ.items() if not k.startswith("SLUICE_")}
         if self.lib.is_dir():
-            # Last, so that what the machine has of its own (CUDA's) is found first.
+            # The carried libraries come last, so that the machine's own (CUDA's) are found first.
             paths = [p for p in env.get("LD_LIBRARY_PATH", "").split(":") if p]
             env["LD_LIBRARY_PATH"] = ":".join([*paths, str(self.lib)])
         return env
 
     def test_environment(self) -> dict[str, str]:
-        """For the test programs."""
+        """Returns the environment of the test programs."""
         return self.program_environment() | {
             "SLUICE_TEST_FIXTURES": str(self.fixtures),
             "SLUICE_TEST_SMOLLM2": str(self.smollm2),

@@ -1,8 +1,8 @@
-"""tools/gpu-test --bench --part NAME: attention policies side by side, in parts of minutes each.
+"""tools/gpu-test --bench --part NAME: measures attention policies side by side, in parts of some minutes.
 
-A part is a few runs of `sluice-bench policies`, and of `sluice-profile` where they need a profile. Its reports and
-traces go to folders of their own, what it printed to policies-NAME.md and .json. With --quick a part runs with a
-small model and short contexts: a rehearsal of the same rows, whose figures mean nothing.
+A part is a few runs of `sluice-bench policies`, and of `sluice-profile` where they need a profile. Reports and traces
+go to folders of their own, the output to policies-NAME.md and .json. With --quick a part runs a small model with short
+contexts: it rehearses the same rows, and its figures mean nothing.
 """
 
 import json
@@ -20,8 +20,8 @@ PART_SECONDS = 480
 GIB = 1 << 30
 LARGE = "configs/models/qwen3-14b"
 SMALL = "configs/models/topic-drift-small"
-WINDOWS = 4  # of sluice-bench policies
-SPARE_TOKENS = 67  # that it decodes before its windows and may decode after them
+WINDOWS = 4  # measured windows of sluice-bench policies
+SPARE_TOKENS = 67  # tokens that it decodes before its windows and may decode after them
 EVERYONE = ("full", "scout", "recall-fetch-all", "hgca-mean", "recall", "hgca")
 
 
@@ -33,10 +33,10 @@ class Run:
     policies: tuple[str, ...]
     contexts: tuple[int, ...]
     batches: tuple[int, ...] = (1,)
-    given_batches: bool = False  # only those, not the largest that fits
+    given_batches: bool = False  # runs only `batches`, not the largest batch that fits
     most: int = 16
-    full_sequences: float = 2  # of the longest context that the HBM holds whole
-    layers: int | None = None  # of the model; None: all
+    full_sequences: float = 2  # sequences of the longest context that HBM holds whole
+    layers: int | None = None  # layers of the model; None means all
     dense_layers: int = 0
     budget: int = 2048
     block_tokens: int = 32
@@ -50,7 +50,7 @@ class Run:
     more: tuple[str, ...] = ()
 
     def quickly(self) -> "Run":
-        """The same rows in seconds, on any device."""
+        """Returns a run with the same rows that takes seconds on any device."""
         if self.quality:
             return replace(self, contexts=(512,), more=(*self.more, "--quality-texts", "1", "--quality-steps",
                                                         "8", "--passkeys", "1"))
@@ -61,7 +61,7 @@ class Run:
                        more=(*self.more, "--hgca-window", "64"))
 
     def _model(self, place: Place, quick: bool, folder: Path) -> Path:
-        """The model's folder; one with fewer layers is made beside the results."""
+        """Returns the model's folder. A model with fewer layers is made beside the results."""
         source = place.root / (SMALL if quick else LARGE)
         if self.layers is None:
             return source
@@ -72,14 +72,14 @@ class Run:
         return made
 
     def arguments(self, place: Place, quick: bool, folder: Path, texts: Path | None) -> list[str]:
-        """Of sluice-bench policies, but for the device and where it writes."""
+        """Returns the flags of sluice-bench policies, without the device and the output."""
         out = ["--policies", ",".join(self.policies), "--contexts", ",".join(map(str, self.contexts)),
                "--dense-layers", str(self.dense_layers), "--block-tokens", str(self.block_tokens),
                "--workers", str(max(len(os.sched_getaffinity(0)) - 2, 1)), *self.more]
         if self.quality:
             return [*out, "--model", str(place.smollm2), "--quality", "--texts", str(texts)]
         model = self._model(place, quick, folder)
-        # A little above what `full` takes for that many sequences, their new tokens included.
+        # A little more than `full` takes for that many sequences with their new tokens.
         tokens = max(self.contexts) + (WINDOWS + 1) * self.steps + SPARE_TOKENS + self.block_tokens
         hbm = int(self.full_sequences * tokens * token_bytes(model) * 1.005) + (1 << 20)
         out += ["--model", str(model), "--topic-drift", "--batches", ",".join(map(str, self.batches)),
@@ -97,7 +97,7 @@ class Run:
 
 
 def _hgca_quality() -> tuple[str, ...]:
-    """Rows of the paper's table 1: beta by the share of the context that the window holds."""
+    """Returns the rows of the paper's table 1: beta by the share of the context that the window holds."""
     context = 2048
     return ("full", *(f"hgca:beta={beta}:window={context * ratio // 4}"
                       for ratio in (1, 2, 3) for beta in (0.25, 0.5, 0.75, 1)))
@@ -105,9 +105,9 @@ def _hgca_quality() -> tuple[str, ...]:
 
 AnyRun = Run | LatentRun | ProfileRun
 PARTS: dict[str, list[AnyRun]] = {
-    # Everyone at the largest batch and at full's own.
+    # Every policy at its largest batch and at the largest batch of full.
     "main64k": [Run("64k", (*EVERYONE, "recall:budget=20%"), (65536,), batches=(2,))],
-    # On one GPU of a host with 256 GiB.
+    # One GPU of a host with 256 GiB.
     "big64k": [Run("64k-256gib", ("full", "scout"), (65536,), batches=(2,), most=24, dram_gib=220)],
     "budgets": [Run("contexts", ("full", "scout", "scout:budget=1024", "recall-fetch-all", "hgca-mean"),
                     (8192, 16384, 32768, 65536), most=48, statistics=0, trace=False)],
@@ -120,7 +120,7 @@ PARTS: dict[str, list[AnyRun]] = {
                   full_sequences=8, statistics=0)],
     "ablation": [Run("ablation", ("full", "scout", "scout-no-ahead", "scout-no-recall",
                                   "scout-no-ahead-no-recall"), (65536,), statistics=0)],
-    # recall-fetch-all of everything: what loading the whole cache to the GPU costs.
+    # recall-fetch-all with the whole context shows what it costs to load the whole cache to the GPU.
     "hgca": [Run("batch-1", ("full", "hgca", "hgca-mean", "recall-fetch-all:budget=100%:margin=1000"),
                  (4096, 8192, 16384), given_batches=True, most=1, full_sequences=4, statistics=0),
              Run("quality", _hgca_quality(), (2048,), quality=True, dense_layers=0)],
@@ -134,7 +134,7 @@ PARTS: dict[str, list[AnyRun]] = {
 
 
 def token_bytes(model: Path) -> int:
-    """K and V of a token, all layers, in bf16."""
+    """Returns the bytes of K and V of one token in all layers, in bf16."""
     config = json.loads((model / "config.json").read_text())
     return 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
 

@@ -1,8 +1,8 @@
-"""A whole node on the GPU: it starts, takes caches, decodes, reports metrics and ends as it should.
+"""Tests a whole node on the GPU: it starts, takes caches, decodes, reports metrics and ends as it should.
 
     python3 -m sluice_gpu.smoke ROOT DEVICE
 
-A test of its own: exit status 0 or 1.
+It is a test of its own, with exit status 0 or 1.
 """
 
 import json
@@ -68,7 +68,7 @@ def must(env: dict[str, str], *command: str, seconds: float = 120) -> str:
 
 
 def metric(text: str, name: str) -> float:
-    """The sum of a metric over its labels."""
+    """Returns the sum of a metric over its labels."""
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines()
                if line.startswith((name + " ", name + "{")))
 

@@ -1,4 +1,4 @@
-"""tools/gpu-stage: all that a GPU machine without build tools needs, in one folder."""
+"""tools/gpu-stage: packs all that a GPU machine without build tools needs into one folder."""
 
 import argparse
 import io
@@ -22,14 +22,14 @@ LIMIT_MIB = 60
 PAYLOAD = "payload.tar.xz"
 MODEL = "smollm2-135m-instruct"
 
-# Of bin/: what runs there, beside every test program that has a CUDA case, and every bench of kernels.
+# Programs of bin/ that are carried beside every test program with a CUDA case and every bench of kernels.
 PROGRAMS = ("sluice-server", "sluice-prefill", "sluice-bench", "sluice-profile", "sluice-make-fixture")
 BENCHES = "sluice-*-bench"
-# In every Linux of glibc, the driver's, or too large: cuBLAS is the GPU machine's own, if it has one.
-# What is named here is not carried.
+# Libraries that are not carried: those of every Linux with glibc, those of the driver, and cuBLAS, which is too large;
+# the GPU machine uses its own, if it has one.
 SYSTEM_LIBRARIES = re.compile(r"^(ld-linux.*|libc|libm|libdl|librt|libpthread|libstdc\+\+|libgcc_s|"
                               r"libcuda|libnvidia-.*|libcublas|libcublasLt|linux-vdso)\.so")
-# Loaded by name when it is asked for: sluice-bench's trace.
+# sluice-bench loads this library by its name when it is asked for a trace.
 CUPTI = "libcupti.so.13"
 SOURCES = ("tools/sluice_client", "tests/fixtures", "tests/e2e", "configs/models",
            ".venv/sluice_stubs")
@@ -38,7 +38,7 @@ FILES = ("tests/conftest.py", "tests/pytest.ini")
 PACKAGES = ("gguf", "tqdm", "yaml", "google_crc32c", "google/rpc", "safetensors", "ml_dtypes")
 # Packages that are of no use without their compiled part. ml_dtypes needs the same minor version of Python there.
 COMPILED = ("safetensors", "ml_dtypes")
-# Generated stubs ask for the grpcio that made them; what they use of it is years older.
+# Generated stubs ask for the version of grpcio that made them, though they use only parts that are years older.
 STUB_VERSION = re.compile(rb"^GRPC_GENERATED_VERSION = '[^']*'", re.MULTILINE)
 OLDEST_GRPC = b"GRPC_GENERATED_VERSION = '1.65.0'"
 
@@ -52,19 +52,19 @@ two parts: --part 1 is everything and their first piece, --part 2 the other piec
 gpu-test --unpack keeps what it brought; after part 2 its tests run too.
 """
 EXAMPLES = """examples:
-  tools/gpu-stage                        build/stage, all but SmolLM2
-  tools/gpu-stage --part 1               the same and the first part of SmolLM2
-  tools/gpu-stage --part 2               its second part; on the GPU machine: the same place again
+  tools/gpu-stage                        writes build/stage, with all but SmolLM2
+  tools/gpu-stage --part 1               adds the first part of SmolLM2
+  tools/gpu-stage --part 2               its second part, which goes to the same folder on the GPU machine
 """
 
 
 @dataclass(frozen=True)
 class Item:
-    """A file of the payload: where it comes from, and its name in there."""
+    """A file of the payload: where it comes from, and its name in the archive."""
 
     source: Path
     name: str
-    kind: str  # a row of the table
+    kind: str  # row of the printed table
 
 
 def build_benches(place: Place) -> None:
@@ -75,7 +75,7 @@ def build_benches(place: Place) -> None:
 
 
 def programs(place: Place) -> list[Path]:
-    """Whoever adds a CUDA case to a test program need not say so here."""
+    """Returns the programs to carry. A test program is carried as soon as it has a CUDA case."""
     found = [place.bin / name for name in PROGRAMS]
     missing = [p.name for p in found if not p.is_file()]
     tests = list(dict.fromkeys(program for program, _ in cases.cuda_cases(place)))
@@ -90,7 +90,7 @@ def programs(place: Place) -> list[Path]:
 
 
 def libraries(files: list[Path]) -> dict[str, Path]:
-    """Name -> file of every shared library that the programs load and a system may lack."""
+    """Returns name -> file for every shared library that the programs load and that a system may lack."""
     found: dict[str, Path] = {}
     for file in files:
         done = subprocess.run(["ldd", str(file)], capture_output=True, text=True, check=True)
@@ -145,7 +145,7 @@ def items(place: Place) -> list[Item]:
 def write_payload(chosen: list[Item], place: Place, target: Path) -> dict[str, tuple[int, int]]:
     """Writes the archive; returns kind -> (files, bytes as unpacked)."""
     sums: dict[str, tuple[int, int]] = {}
-    # So far back that a program finds the kernels of the ones before it, which have the same.
+    # The dictionary reaches so far back that a program finds the same kernels in the programs before it.
     far = [{"id": lzma.FILTER_LZMA2, "preset": 3, "dict_size": 96 * MIB}]
     with (tempfile.TemporaryDirectory() as scratch, lzma.open(target, "wb", filters=far) as packed,
           tarfile.open(fileobj=packed, mode="w") as archive):
@@ -184,7 +184,7 @@ def add_runner(place: Place, out: Path) -> None:
 
 
 def gguf_file(place: Place) -> Path:
-    """The weights as they were fetched, once, into models/."""
+    """Returns the GGUF file of the weights, which is fetched once into models/."""
     target = place.root / f"models/{MODEL}.gguf"
     if not target.is_file():
         from sluice_client import fetch_model
@@ -209,8 +209,8 @@ def stage(place: Place, out: Path, part: int | None) -> None:
     if part is not None:
         gguf = gguf_file(place)
         whole = gguf.stat().st_size
-        # Always cut at the same place, whatever the rest of part 1 comes to: the parts may be staged
-        # on different days.
+        # The file is always cut at the same byte, whatever the size of the rest of part 1, because the parts may be
+        # staged on different days.
         cut = whole * 2 // 5
         piece = weights.write_part(gguf, out / "model", part, *((0, cut) if part == 1 else (cut, whole)))
         rows.append((f"SmolLM2, part {part} of {weights.PARTS}", 1, piece.stat().st_size))
@@ -231,8 +231,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/gpu-stage", description=ABOUT, epilog=EXAMPLES,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="DIR", default=None,
-                        help="where to (default build/stage); an earlier stage there is replaced")
-    parser.add_argument("--part", type=int, choices=(1, 2), help="with a part of SmolLM2")
+                        help="folder to write (default build/stage); an earlier stage there is replaced")
+    parser.add_argument("--part", type=int, choices=(1, 2), help="which part of SmolLM2 to add")
     args = parser.parse_args()
     place = Place(Path(os.environ["SLUICE_GPU_ROOT"]))
     stage(place, args.out or place.root / "build/stage", args.part)

@@ -1,4 +1,4 @@
-"""SmolLM2 on its way to a GPU machine: the GGUF in two parts, joined and dequantised there."""
+"""Carries SmolLM2 to a GPU machine: the GGUF file in two parts, which are joined and dequantised there."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ def sha256_of(path: Path) -> str:
 
 
 def write_part(gguf: Path, folder: Path, part: int, begin: int, end: int) -> Path:
-    """Bytes [begin, end) of the file, and beside them what the whole must come to."""
+    """Writes bytes [begin, end) of the file, and beside them the digest of the whole file."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / part_name(part)
     with gguf.open("rb") as source, target.open("wb") as out:
@@ -35,10 +35,10 @@ def parts_here(folder: Path) -> list[int]:
 
 
 def make_model(folder: Path, tools: Path) -> str:
-    """Makes the Hugging Face directory of the parts in `folder`; returns why not, or nothing.
+    """Makes the model's directory from the parts in `folder`. Returns the reason why it cannot, or the empty string.
 
-    `tools` holds sluice_client, and site/ beside it the packages that it needs and that this machine
-    may lack. It is tools/fetch-model's own code that dequantises.
+    `tools` holds sluice_client, which dequantises the weights, and site/, the packages that it needs and that this
+    machine may lack.
     """
     if (folder / "model.safetensors").is_file():
         return ""

@@ -1,5 +1,6 @@
-"""What a case of a bad call is, and where it happens. The cases are in bad_decode.py, bad_ingest.py and
-bad_wire.py; test_bad_input.py runs them."""
+"""Describes a bad call and where it happens. The cases are in bad_decode.py, bad_ingest.py and bad_wire.py;
+test_bad_input.py runs them.
+"""
 
 from dataclasses import dataclass
 from typing import Callable
@@ -10,13 +11,13 @@ from support.nodes import TIMEOUT_S, Golden, Node
 from support.transfers import Transfer
 
 MAX32 = 2**32 - 1
-VOCABULARY, LAYERS, HEADS, CONTEXT = 512, 3, 2, 4096  # of tiny-llama
+VOCABULARY, LAYERS, HEADS, CONTEXT = 512, 3, 2, 4096  # sizes of tiny-llama
 UNKNOWN_ID = "0" * 32
 NOT_THERE = {"code": grpc.StatusCode.NOT_FOUND, "reason": "TRANSFER_NOT_FOUND"}
 
 
 class Site:
-    """Where a case happens: a decode node, a prefill node of the same model, and what the case opened."""
+    """The nodes of a case: a decode node, a prefill node of the same model, and the transfers that the case opened."""
 
     def __init__(self, node: Node, prefill: Node, golden: Golden, ready: str):
         self.node, self.prefill, self.golden, self.ready = node, prefill, golden, ready
@@ -41,8 +42,9 @@ class Site:
 
 @dataclass(frozen=True)
 class BadCall:
-    """`call(site)` ends with `code`, BadRequest names `field`, ErrorInfo gives `reason`, and the message
-    holds `words`."""
+    """A call that is refused: `call(site)` ends with `code`, BadRequest names `field`, ErrorInfo gives `reason`, and
+    the message holds `words`.
+    """
 
     name: str
     call: Callable[[Site], object]
@@ -57,7 +59,7 @@ def sampling(settings) -> common_pb2.SamplingParams:
 
 
 def raw(kind: str, method: str, *bodies: bytes):
-    """Bytes as they are, past the client's own serialisation."""
+    """Returns a call that sends bytes as they are, without the client's own serialisation."""
     def call(site: Site):
         invoke = getattr(site.node.channel, kind)(f"/sluice.v1.{method}")
         return invoke(iter(bodies) if kind.startswith("stream") else bodies[0], timeout=TIMEOUT_S)

@@ -1,5 +1,6 @@
-"""Configurations that are refused: flags, environment, files. Status 1, and one sentence that names the
-setting and where it came from."""
+"""Configurations that are refused: flags, environment, files. The program ends with status 1 and one sentence that
+names the setting and where it came from.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,13 +10,13 @@ MODEL = ["--model", "nowhere"]  # --check-config opens no model
 
 @dataclass(frozen=True)
 class BadConfig:
-    """sluice-server --check-config with these flags, environment and file says `words`."""
+    """A configuration about which sluice-server --check-config says `words`."""
 
     name: str
     words: str
     flags: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
-    # Content of the file of --config.
+    # Content of the file that --config names.
     file: bytes | None = None
     program: str = "sluice-server"
 
@@ -28,7 +29,7 @@ class BadConfig:
 
 
 def flag_cases() -> list[BadConfig]:
-    """A value outside its type or its range, and flags that are none."""
+    """Returns values outside their type or range, and flags that do not exist."""
     values = {
         "max_sequences": ["0", "4097", "-1", "x", "", "1.5", "1e3", "99999999999999999999", "1 2"],
         "hbm_bytes": ["0", "-1", "AUTO", "auto ", "12parsecs", "1.5", "1e9", "9223372036854775808", "100000TiB", "nan", "GiB", "1GiB2"],
@@ -80,7 +81,7 @@ def environment_cases() -> list[BadConfig]:
                   {"SLUICE_THREAD": "2"}),
         BadConfig("environment: a file that is not there", "SLUICE_CONFIG: configuration file /no/such",
                   MODEL, {"SLUICE_CONFIG": "/no/such"}),
-        # The flag wins, and the variable is judged all the same.
+        # The flag wins, but the value of the variable is checked all the same.
         BadConfig("environment: overridden", "hbm_bytes (SLUICE_HBM_BYTES) must be", [*MODEL, "--hbm-bytes=1GiB"],
                   {"SLUICE_HBM_BYTES": "lots"}),
     ]

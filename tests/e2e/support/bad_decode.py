@@ -22,8 +22,8 @@ def run(site: Site, **request):
         timeout=TIMEOUT_S)
 
 
-# Field of SamplingParams that is named -> the settings that are wrong. What only a decode node refuses
-# is apart.
+# The field of SamplingParams that the error names, and the settings that are wrong. SAMPLING_OF_DECODE has the
+# settings that only a decode node refuses.
 SAMPLING = [
     *[("temperature", {"temperature": v}) for v in (NAN, INF, -INF, -0.1, 100.5)],
     *[("top_p", {"top_p": v}) for v in (NAN, 0, -0.5, 1.01, INF)],
@@ -42,8 +42,8 @@ SAMPLING = [
     ("n", {"n": 2}), ("n", {"n": 0}), ("n", {"n": MAX32}),
 ]
 SAMPLING_OF_DECODE = [
-    ("max_tokens", {"max_tokens": 25}), ("max_tokens", {"max_tokens": MAX32}),  # 24 are reserved
-    ("stop", {"stop": ["x"]}),  # no tokenizer in this model's directory
+    ("max_tokens", {"max_tokens": 25}), ("max_tokens", {"max_tokens": MAX32}),  # 24 tokens are reserved
+    ("stop", {"stop": ["x"]}),  # this model's directory has no tokenizer
     ("stop", {"stop": ["a"] * 17}), ("stop[1]", {"stop": ["a", "x" * 257]}),
 ]
 
@@ -59,7 +59,7 @@ def sampling_cases() -> list[BadCall]:
 
 
 def twice(site: Site):
-    """Two Generates for one transfer; the first is there by the time the second comes."""
+    """Starts two Generates for one transfer; the first has arrived before the second comes."""
     transfer = site.transfer()
     first = site.node.decode.Generate(decode_pb2.GenerateRequest(
         request_id="twice", transfer_id=transfer.id, sampling=sampling({})), timeout=TIMEOUT_S)
@@ -73,7 +73,7 @@ def twice(site: Site):
 
 
 def again(site: Site):
-    """A Generate for a transfer that another has decoded."""
+    """Starts a Generate for a transfer that another Generate has decoded."""
     request = decode_pb2.GenerateRequest(transfer_id=site.committed().id, sampling=sampling({}))
     list(site.node.decode.Generate(request, timeout=TIMEOUT_S))
     return site.node.decode.Generate(request, timeout=TIMEOUT_S)

@@ -16,11 +16,11 @@ def generate(site: Site, message=None, **fields):
 
 
 def with_unknown_field(message, data: bytes):
-    """The message with a field behind it that its type does not have."""
+    """Returns the bytes of a message with an additional field that its type does not have."""
     return type(message).FromString(message.SerializeToString() + data)
 
 
-# Field of sampling_params that is named -> the settings that are wrong.
+# The field of sampling_params that the error names, and the settings that are wrong.
 SAMPLING = [
     ("temperature", {"temperature": math.nan}), ("temperature", {"temperature": -1}),
     ("top_p", {"top_p": 1.5}), ("top_p", {"top_p": -0.5}), ("min_p", {"min_p": 2}),
@@ -28,7 +28,7 @@ SAMPLING = [
     ("repetition_penalty", {"repetition_penalty": -1}), ("frequency_penalty", {"frequency_penalty": 3}),
     ("presence_penalty", {"presence_penalty": math.inf}),
     ("max_tokens", {"max_tokens": 0}), ("min_tokens", {"max_tokens": 2, "min_tokens": 3}),
-    ("stop_token_ids", {"stop_token_ids": [VOCABULARY]}), ("stop", {"stop": ["x"]}),  # no tokenizer here
+    ("stop_token_ids", {"stop_token_ids": [VOCABULARY]}), ("stop", {"stop": ["x"]}),  # this model has no tokenizer
     ("stop", {"stop": ["a"] * 17}), ("stop[0]", {"stop": ["x" * 257]}),
     ("logit_bias", {"logit_bias": {VOCABULARY: 1}}), ("logit_bias", {"logit_bias": {-1: 1}}),
     ("logit_bias", {"logit_bias": {3: 101}}),

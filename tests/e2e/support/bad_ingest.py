@@ -15,7 +15,7 @@ NAN = math.nan
 
 
 def changed(change: Callable[[ingest_pb2.Manifest], object]):
-    """A Reserve whose manifest is `change`d."""
+    """Returns a Reserve with a manifest that `change` altered."""
     def call(site: Site):
         transfer = site.transfer(reserve=False)
         change(transfer.request.manifest)
@@ -35,7 +35,7 @@ def kind_with(**fields):
 
 
 def parts_of(*part_bytes: int, **fields):
-    """Other parts of a block than K and V."""
+    """Gives a block other parts than K and V."""
     def change(manifest):
         kind = manifest.cache_kinds[0]
         kind.part_bytes[:] = part_bytes
@@ -53,7 +53,7 @@ def same_key(site: Site):
 
 
 def full(site: Site):
-    """Reserves 2.4 MB of the 6 MiB of DRAM until there is no room."""
+    """Reserves 2.4 MB at a time until the 6 MiB of DRAM have no room."""
     while True:
         transfer = site.transfer(reserve=False)
         transfer.request.manifest.prompt_token_ids.extend([5] * 1500)
@@ -101,7 +101,7 @@ def reserve_cases() -> list[BadCall]:
         BadCall("Reserve long key", lambda s: s.transfer(rendezvous_key="x" * 129), field="rendezvous_key"),
         *[BadCall(f"Reserve lease {v}", lease(*v), field="lease")
           for v in ((0, 0), (-1, 0), (0, -1), (1, -1), (0, 10**9), (0, -2**31), (2**63 - 1, 0), (-2**63, 0),
-                    (3601, 0), (3600, 1))],  # longer than the node's own
+                    (3601, 0), (3600, 1))],  # longer than the node's own lease
         BadCall("Reserve a key in use", same_key, Code.ALREADY_EXISTS, reason="RENDEZVOUS_KEY_IN_USE"),
         BadCall("Reserve what never fits", changed(lambda m: m.prompt_token_ids.extend([5] * 2900)),
                 field="manifest", words="--hbm-bytes"),
@@ -109,7 +109,7 @@ def reserve_cases() -> list[BadCall]:
     ]
 
 
-# A chunk of layer 1, head 0, tokens 0-32 of 33; what follows has one thing wrong.
+# A chunk of layer 1, head 0, tokens 0-32 of 33. Each case below changes one thing about it.
 GOOD = Part(1, (0, 1), (0, 32))
 HEAD_RANGE, TOKEN_RANGE = "header.head_begin, header.head_end", "header.token_begin, header.token_end"
 CHUNKS = [
@@ -172,7 +172,7 @@ def other_bytes(site: Site):
 
 def ingest_cases() -> list[BadCall]:
     def commit(*tokens, **settings):
-        """A Commit with these first tokens, to a transfer that lacks nothing else."""
+        """Returns a Commit with these first tokens, to a transfer that lacks nothing else."""
         def call(site: Site):
             transfer = site.transfer(0, **settings)
             transfer.write_all()
@@ -181,7 +181,7 @@ def ingest_cases() -> list[BadCall]:
         return call
 
     def hints(unit_tokens=1, **entry):
-        """The same with hints, of which the second entry is wrong."""
+        """Returns a Commit with hints, of which the second entry is wrong."""
         def call(site: Site):
             transfer = site.transfer(0)
             transfer.write_all()

@@ -1,4 +1,4 @@
-"""Model directories that are broken: what is done to a good one, and what the one sentence says."""
+"""Model directories that are broken: the change to a good directory, and the one sentence that the program prints."""
 
 import json
 import os
@@ -10,8 +10,9 @@ from typing import Callable
 
 @dataclass(frozen=True)
 class BadModel:
-    """A start with `flags` on a directory to which `change` was done says `words`, {dir} in them being the
-    directory."""
+    """A start with `flags` on a directory to which `change` was done, and the `words` that the program prints, in
+    which {dir} is the directory.
+    """
 
     name: str
     change: Callable[[Path], object]
@@ -28,7 +29,7 @@ NORM = "model.norm.weight"
 
 
 def edit_config(**changes):
-    """Changes config.json; None removes a key."""
+    """Changes config.json. A value of None removes the key."""
     def change(model):
         path = model / "config.json"
         config = json.loads(path.read_text())
@@ -41,7 +42,7 @@ def edit_config(**changes):
 
 
 def edit_header(edit):
-    """Changes the JSON header of model.safetensors; the data stays."""
+    """Changes the JSON header of model.safetensors and leaves the data."""
     def change(model):
         path = model / WEIGHTS
         data = path.read_bytes()
@@ -54,7 +55,7 @@ def edit_header(edit):
 
 
 def drop_tensor(name, instead=None):
-    """Takes a tensor and its bytes out of model.safetensors; `instead` is another name for it."""
+    """Removes a tensor and its bytes from model.safetensors, or gives it the name `instead`."""
     def change(model):
         path = model / WEIGHTS
         data = path.read_bytes()
@@ -93,7 +94,7 @@ def remove(name):
 
 
 def replace(name, make):
-    """`make(path)` in place of the file."""
+    """Replaces the file by what `make(path)` creates."""
     def change(model):
         (model / name).unlink()
         make(model / name)
@@ -101,12 +102,12 @@ def replace(name, make):
 
 
 def weights_of(header: bytes, size: int | None = None):
-    """A file of weights that is this header alone; `size` is the length that it claims."""
+    """Writes a file of weights that has only this header; `size` is the length that it claims."""
     return overwrite(WEIGHTS, struct.pack("<Q", len(header) if size is None else size) + header)
 
 
 def nan_norm(model):
-    """Weights that give no finite logits."""
+    """Writes weights that give no finite logits."""
     data = bytearray((model / WEIGHTS).read_bytes())
     (length,) = struct.unpack("<Q", data[:8])
     begin, end = json.loads(data[8:8 + length])[NORM]["data_offsets"]
@@ -115,7 +116,7 @@ def nan_norm(model):
 
 
 def use_index(**weight_map):
-    """An index beside the one file, with some entries pointing elsewhere."""
+    """Adds an index beside the one file, with some entries that point elsewhere."""
     def change(model):
         data = (model / WEIGHTS).read_bytes()
         (length,) = struct.unpack("<Q", data[:8])
@@ -190,7 +191,7 @@ def weights(name, change, words) -> BadModel:
 
 
 def entry(name, words, **changes) -> BadModel:
-    """One tensor's entry in the header, changed."""
+    """Changes one tensor's entry in the header."""
     return weights(name, set_entry(Q, **changes), f"{{dir}}/{WEIGHTS}: tensor {Q}: {words}")
 
 
@@ -277,7 +278,7 @@ def nothing(model):
     pass
 
 
-# Settings that are right alone and cannot be had with this model or on this machine.
+# Settings that are right by themselves, but impossible with this model or on this machine.
 SETTINGS = [
     BadModel("settings: a context over the model's", nothing, "max_context: ", ["--max-context", "8192"]),
     BadModel("settings: HBM for no block", nothing, "hbm", ["--hbm-bytes", "4096"]),

@@ -1,4 +1,4 @@
-"""Bad calls of KvSource, and Generates whose source is wrong."""
+"""Bad calls of KvSource, and Generates with a wrong source."""
 
 import grpc
 from google.protobuf import duration_pb2
@@ -21,7 +21,7 @@ def source(site: Site) -> source_pb2_grpc.KvSourceStub:
 
 
 def ask(method: str, site: Site, **fields):
-    """`method` of KvSource about a prompt that is held, unless a field says otherwise."""
+    """Calls a method of KvSource about a prompt that is held, unless `fields` say otherwise."""
     held = {} if "source_id" in fields else {"source_id": hold(site).source_id}
     request = getattr(source_pb2, f"{method}Request")(**held, **fields)
     answer = getattr(source(site), method)(request, timeout=TIMEOUT_S)
@@ -53,7 +53,7 @@ def read_bytes(body: bytes):
 
 
 def pull(site: Site, of=hold, prompt=PROMPT, change=None, settings=None, **request):
-    """A Generate whose source is `of(site)` with the fields of `change`."""
+    """Starts a Generate with the source `of(site)`, changed by `change`."""
     ref = of(site)
     for name, value in (change or {}).items():
         setattr(ref, name, value(site) if callable(value) else value)

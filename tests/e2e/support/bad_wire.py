@@ -1,4 +1,4 @@
-"""Bytes that are no call: what the transport and the parsers refuse before any service sees it."""
+"""Bytes that are no call: the transport and the parsers refuse them before any service sees them."""
 
 import grpc
 from sluice.v1 import admin_pb2, admin_pb2_grpc
@@ -7,7 +7,7 @@ from support.nodes import TIMEOUT_S
 
 Code = grpc.StatusCode
 WRITE = "KvIngest/Write"
-# WriteRequests by hand: tag and length of header (field 1) and payload (field 2).
+# WriteRequests made by hand: tag and length of header (field 1) and payload (field 2).
 RAW_WRITES = {
     "nothing": (b"", "header"), "noise": (b"\xff" * 40, "message"), "half a header": (b"\x0a\x05sho", "header"),
     "a header that is none": (b"\x0a\x02\xff\xff", "header"), "a header of 4 GiB": (b"\x0a\xff\xff\xff\xff\x0f", "header"),
@@ -26,7 +26,7 @@ STRING_FIRST = ("Decode/Cancel", "KvIngest/Commit", "KvIngest/Abort", "KvIngest/
 
 def wire_cases() -> list[BadCall]:
     def with_metadata(site: Site):
-        # On a connection of its own: the transport may close it after such a call.
+        # The call has a connection of its own, because the transport may close it afterwards.
         with grpc.insecure_channel(site.node.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
             return admin_pb2_grpc.AdminStub(channel).GetCapacity(
                 admin_pb2.GetCapacityRequest(), timeout=TIMEOUT_S, metadata=[("x-large", "y" * 100_000)])
@@ -47,7 +47,7 @@ def wire_cases() -> list[BadCall]:
               for name, body in {
                   "a tenant that is not UTF-8": b"\x0a\x05\x32\x03a\xc3\x28",
                   "a key of half a surrogate": b"\x12\x03\xed\xa0\x80",
-                  # Deeper than protobuf goes: groups of an unknown field.
+                  # Groups of an unknown field, nested deeper than protobuf parses.
                   "300 nested groups": b"\xfb\x01" * 300 + b"\xfc\x01" * 300}.items()]
     cases += [
         BadCall("Reserve 9 MiB", raw("unary_unary", "KvIngest/Reserve", bytes(9 << 20)), Code.RESOURCE_EXHAUSTED,

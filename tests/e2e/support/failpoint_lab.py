@@ -1,4 +1,4 @@
-"""What tests of failpoints work with: streams read beside a test, and a node whose faults are set."""
+"""Tools of the tests of failpoints: streams that are read beside a test, and a node whose faults can be set."""
 
 import threading
 import time
@@ -8,13 +8,13 @@ from sluice.v1 import admin_pb2, decode_pb2
 from support.nodes import TIMEOUT_S, Node, greedy
 from support.transfers import Transfer, committed
 
-# Steps slow enough that what runs beside a test still runs at its end; 1000 of them take 5 s or more.
+# Makes steps so slow that the streams beside a test still run at its end; 1000 steps take 5 s or more.
 PACE = "engine.step=delay(5ms)"
 LONG = 1000
 
 
 class Stream:
-    """A Generate read to its end on a thread of its own."""
+    """A Generate that a thread of its own reads to its end."""
 
     def __init__(self, node: Node, timeout: float | None = TIMEOUT_S, **request):
         self.ids: list[int] = []
@@ -35,6 +35,14 @@ class Stream:
         assert not self.thread.is_alive(), "the stream hangs"
         return self
 
+    def leave(self) -> "Stream":
+        """Cancels the call, which is no error here."""
+        self.call.cancel()
+        self.end()
+        if self.error is not None and self.error.code() == grpc.StatusCode.CANCELLED:
+            self.error = None
+        return self
+
     def wait_for_tokens(self, count: int) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while len(self.ids) < count and self.error is None and time.monotonic() < deadline:
@@ -43,7 +51,7 @@ class Stream:
 
 
 class Lab:
-    """A node whose failpoints may be set, and the answers that it gives when nothing fails."""
+    """A node whose failpoints may be set, and the answers that it gives without faults."""
 
     def __init__(self, node: Node, golden, tokens: int = LONG):
         self.node, self.golden = node, golden
@@ -61,7 +69,8 @@ class Lab:
         return next(point for point in answer.failpoints if point.name == name)
 
     def start(self, tokens: int, timeout: float | None = TIMEOUT_S, **handoff) -> Stream:
-        """`tokens` of case 0, greedy; of a transfer of its own unless `handoff` names one."""
+        """Starts a greedy stream of `tokens` tokens of case 0, from a transfer of its own unless `handoff` names one.
+        """
         if not handoff:
             handoff = {"transfer_id": committed(self.node, self.golden, 0, max_new_tokens=tokens)}
         return Stream(self.node, timeout, sampling=greedy(max_tokens=tokens, ignore_eos=True), **handoff)

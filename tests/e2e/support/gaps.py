@@ -1,4 +1,4 @@
-"""Whether a stream notices what others do: its gaps between tokens with and without them, in one run."""
+"""Measures whether a stream notices other work: its gaps between tokens with and without that work, in one run."""
 
 import math
 import time
@@ -10,22 +10,22 @@ from sluice.v1 import decode_pb2
 from support.nodes import TIMEOUT_S, Golden, Node, greedy
 from support.transfers import committed
 
-# A machine that is busy with something else can spoil a round, so a few may be tried; what really holds
-# the stream up spoils them all.
+# A machine that is busy with something else can spoil a round, so a few rounds may be tried. Work that really holds
+# the stream up spoils all of them.
 ATTEMPTS = 5
 ROUNDS = 3
 
 
 @dataclass
 class Watched:
-    """What one stream saw: its token ids, and the seconds before each message but the first."""
+    """The token ids of one stream, and the seconds before each message but the first."""
 
     ids: list[int]
     gaps: list[float]
 
 
 def watch(node: Node, golden: Golden, tokens: int) -> Watched:
-    """Decodes greedily from a golden cache. Messages are parsed afterwards, so that parsing makes no gap."""
+    """Decodes greedily from a golden cache. Messages are parsed afterwards, so that parsing adds no gap."""
     generate = node.channel.unary_stream("/sluice.v1.Decode/Generate",
                                          request_serializer=decode_pb2.GenerateRequest.SerializeToString)
     request = decode_pb2.GenerateRequest(
@@ -46,7 +46,8 @@ def p99(gaps: list[float]) -> float:
 
 def check_unnoticed(node: Node, golden: Golden, others: Callable[[], AbstractContextManager], bound: float,
                     tokens: int = 2000) -> str:
-    """Beside `others()` a stream gives the same tokens, and its p99 gap stays within `bound` x.
+    """Checks that beside `others()` a stream gives the same tokens, and that its p99 gap stays within `bound` times
+    its gap alone.
 
     Rounds with and without the others alternate, so that both see the same machine. Returns the figures.
     """

@@ -1,4 +1,4 @@
-"""The DeepSeek-V3.2 family on both nodes: forms of its caches, policies, and what its tests ask of them."""
+"""Settings and helpers of the tests of the DeepSeek-V3.2 family on both nodes: forms of caches, policies, requests."""
 
 import json
 import random
@@ -18,13 +18,13 @@ EXACT = ["--kv-dtype", "float32", *KERNELS]
 GOLDEN = ["--kv-dtype", "float32", *(["--kernels", "reference"] if DEVICE == "cpu" else [])]
 PACKED = ["--kv-dtype", "fp8", *KERNELS]
 FAST = ["--kv-dtype", "fp8"]
-# Where the golden margin is no more than this a token may differ. One selection that flips near the
-# cut changes everything after it (the fixtures' README), so case 2 is held to transformers' tokens in
-# float32 alone.
+# A token may differ where the golden margin is no more than this. One flipped selection near the cut changes
+# everything after it (the fixtures' README), so case 2 is compared with transformers' tokens in float32 alone.
 MARGIN = 0.02 if DEVICE == "cpu" else 0.15
 MEMORY = ["--hbm-bytes", "64MiB", "--dram-bytes", "64MiB", "--max-sequences", "4", "--max-context", "1024"]
 FULL = ["--policy", "full"]
-# Places for as many entries as a row selects and a few more: those of 200 tokens do not fit. Or all that HBM has.
+# SCARCE has KV slots for as many entries as a row selects and a few more, so that the entries of 200 tokens do not
+# fit. SPARE has all that HBM has room for.
 SCARCE = ["--policy", "ess", "--ess-sparse-memory-ratio", "0.01", "--ess-least-places", "96"]
 SPARE = ["--policy", "ess"]
 AHEAD = [*SCARCE, "--ess-prefetch", "8", "--ess-overlap", "dba"]
@@ -33,7 +33,7 @@ POLICIES = {"full": FULL, "scarce": SCARCE, "spare": SPARE}
 
 @pytest.fixture(scope="module")
 def nodes(tiny_models, start):
-    """nodes(program, name, *flags): one of each, shared."""
+    """nodes(program, name, *flags) -> a node that is shared by all who ask for the same."""
     made = {}
 
     def get(program, name, *flags):
@@ -48,7 +48,7 @@ def nodes(tiny_models, start):
 
 @pytest.fixture(scope="module")
 def pair(nodes):
-    """pair(name, form, policy): a decode node under a policy, and a prefill node, of one form of caches."""
+    """pair(name, form, policy) -> a decode node under a policy and a prefill node, with the same form of caches."""
     def get(name, form=EXACT, policy="full"):
         return Pair(nodes("sluice-server", name, *form, *POLICIES[policy]), nodes("sluice-prefill", name, *form))
 
@@ -56,14 +56,14 @@ def pair(nodes):
 
 
 def prefilled(pair, prompt, max_tokens=24, **fields):
-    """What the prefill node answers once the prompt's caches are at the decode node."""
+    """Returns the prefill node's answer once the prompt's caches are at the decode node."""
     return pair.prefill.prefill.Run(prefill_pb2.RunRequest(
         prompt_token_ids=prompt, decode_address=pair.decode.address,
         sampling=greedy(max_tokens=max_tokens, ignore_eos=True), **fields), timeout=TIMEOUT_S)
 
 
 def decoded(node, max_tokens=24, keep_seconds=0, **fields):
-    """(token ids, Finish) of a Generate."""
+    """Returns the token ids and the Finish of a Generate."""
     request = decode_pb2.GenerateRequest(sampling=greedy(max_tokens=max_tokens, ignore_eos=True), **fields)
     if keep_seconds:
         request.keep.FromSeconds(keep_seconds)
@@ -76,7 +76,7 @@ def answer(pair, prompt, max_tokens=24):
 
 
 def pushed(node, g, case, **committed):
-    """The recorded caches of a case; returns the transfer's id."""
+    """Pushes the recorded caches of a case; returns the transfer's id."""
     with Pusher(node.address) as pusher:
         pusher.reserve(g.prompt(case), max_new_tokens=24)
         for layer in range(pusher.model.layers):
@@ -85,7 +85,8 @@ def pushed(node, g, case, **committed):
 
 
 def assert_same(got, expected):
-    """Tokens of two ways to compute the same attention. In bf16 a flipped selection makes other texts."""
+    """Compares the tokens of two ways to compute the same attention. In bf16 a flipped selection makes another text.
+    """
     if DEVICE == "cpu":
         assert got == expected
     else:
@@ -93,12 +94,12 @@ def assert_same(got, expected):
 
 
 def long_prompt(length=700):
-    """Of many chunks and selections."""
+    """Returns a prompt of many chunks and selections."""
     return [random.Random(length).randrange(2, 512) for _ in range(length)]
 
 
 def without_indexer(source, target):
-    """Writes the model in `source` to the folder `target` as a deepseek_v3: the same weights, no indexer."""
+    """Writes the model in `source` to the folder `target` as a deepseek_v3 with the same weights and no indexer."""
     target.mkdir()
     config = json.loads((source / "config.json").read_text())
     for key in ("index_head_dim", "index_n_heads", "index_topk", "layer_types"):

@@ -1,4 +1,4 @@
-"""A scrape of /metrics, read back."""
+"""Reads a scrape of /metrics back."""
 
 import re
 import time
@@ -12,14 +12,14 @@ LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 def exported_names() -> set[str]:
-    """Every name of the header."""
+    """Returns every name of the header."""
     names = set(re.findall(r'inline constexpr Metric k\w+\{\s*"([^"]+)"', HEADER.read_text()))
     assert len(names) > 30
     return names
 
 
 class Scrape:
-    """Samples by name and labels."""
+    """The samples of a scrape, by name and labels."""
 
     def __init__(self, node: Node):
         status, self.text = node.http("/metrics")
@@ -32,27 +32,27 @@ class Scrape:
                 self.samples[name, frozenset(LABEL.findall(labels or ""))] = float(value)
 
     def get(self, name: str, **labels: str) -> float:
-        """The sum over the series that carry these labels; there must be one."""
+        """Returns the sum over the series that carry these labels, of which there must be at least one."""
         found = [value for (n, have), value in self.samples.items()
                  if n == name and set(labels.items()) <= have]
         assert found, (name, labels)
         return sum(found)
 
     def family(self, sample: str) -> str:
-        """The metric that a sample belongs to: a histogram's has suffixes."""
+        """Returns the metric that a sample belongs to; samples of a histogram have suffixes."""
         for name in (sample, re.sub(r"_(bucket|sum|count)$", "", sample)):
             if name in self.types:
                 return name
         raise AssertionError(f"{sample} has no TYPE")
 
     def moved_since(self, before: "Scrape") -> set[str]:
-        """Families of which a sample has another value."""
+        """Returns the families of which a sample has another value."""
         return {self.family(key[0]) for key, value in self.samples.items()
                 if before.samples.get(key, 0) != value}
 
 
 def wait_for(node: Node, holds: Callable[[Scrape], bool], seconds: float) -> Scrape:
-    """Scrapes until `holds`: an end is counted a moment after the caller has heard of it."""
+    """Scrapes until `holds`, because a request counts as ended a moment after its caller has heard of it."""
     deadline = time.monotonic() + seconds
     while True:
         scrape = Scrape(node)

@@ -1,6 +1,7 @@
-"""Starts Sluice's programs on free ports, and what several tests ask of them."""
+"""Starts Sluice's programs on free ports, and has the requests that several tests send."""
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -15,7 +16,7 @@ import grpc
 import numpy as np
 from sluice.v1 import (admin_pb2, admin_pb2_grpc, common_pb2, decode_pb2, decode_pb2_grpc, ingest_pb2_grpc,
                        prefill_pb2_grpc)
-from sluice_client import rpc
+from sluice_client import cli, rpc
 from sluice_client.safetensors_file import SafetensorsFile
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,20 +27,20 @@ SMOLLM2 = ROOT / "models/smollm2-135m-instruct"
 TINY = ["tiny-llama", "tiny-qwen2", "tiny-qwen3"]
 # The fastest kernels of this processor that do not round activations to bf16.
 FLOAT32_KERNELS = "avx2" if "avx2" in Path("/proc/cpuinfo").read_text().split() else "portable"
-# Where the nodes' models run; tools/gpu-test says cuda.
+# Device of the nodes' models; tools/gpu-test sets cuda.
 DEVICE = os.environ.get("SLUICE_TEST_DEVICE", "cpu")
-# Sanitizers make everything slower; SLUICE_TEST_TIMEOUT_SCALE=10 gives them time.
+# Factor of all time limits. Sanitizers make everything slower; SLUICE_TEST_TIMEOUT_SCALE=10 gives them time.
 SCALE = float(os.environ.get("SLUICE_TEST_TIMEOUT_SCALE", "1"))
 TIMEOUT_S = 60 * SCALE
-# The programs take SLUICE_... for settings and refuse those they do not know.
+# The programs take SLUICE_... for settings and refuse unknown ones.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("SLUICE_")}
 
 
 def free_port() -> int:
-    """A port for who cannot be given port 0, or keeps its port when it starts again.
+    """Returns a free port, for a program that cannot be given port 0 or that keeps its port when it starts again.
 
-    Below the ports that the system gives out by itself, and by chance: what other tests open meanwhile
-    does not take it before its owner listens.
+    The port is a random one below those that the system gives out by itself, so that no other test takes it before its
+    owner listens.
     """
     while True:
         port = random.randrange(10000, 32000)
@@ -49,16 +50,18 @@ def free_port() -> int:
 
 
 def run(*args, timeout=TIMEOUT_S, env=ENVIRONMENT, **kwargs) -> subprocess.CompletedProcess:
-    """A command to its end, with its output as text."""
+    """Runs a command to its end and returns its output as text."""
     return subprocess.run([str(a) for a in args], capture_output=True, text=True, timeout=timeout,
                           env=env, check=False, **kwargs)
 
 
 def sluice_json(*args) -> dict:
-    """tools/sluice ... --json, which must succeed."""
-    done = run(SLUICE, *args, "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    """Returns the object of tools/sluice ... --json, which must succeed. The command runs in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = cli.main([*map(str, args), "--json"])
+    assert status == 0, err.getvalue()
+    return json.loads(out.getvalue())
 
 
 class Node:
@@ -101,7 +104,7 @@ class Node:
         return self.log.read_text()[-4000:]
 
     def stop(self, timeout: float = TIMEOUT_S) -> int:
-        """SIGTERM; returns the exit status."""
+        """Sends SIGTERM and returns the exit status."""
         self.channel.close()
         if self.process.poll() is None:
             self.process.terminate()
@@ -114,7 +117,7 @@ class Node:
         return self.process.returncode
 
     def http(self, path: str) -> tuple[int, str]:
-        """Status and body of the admin port."""
+        """Returns the status and body of a page of the admin port."""
         try:
             with urllib.request.urlopen(f"http://{self.addresses['admin_listen']}{path}",
                                         timeout=TIMEOUT_S) as answer:
@@ -126,13 +129,13 @@ class Node:
         return self.admin.GetCapacity(admin_pb2.GetCapacityRequest(), timeout=TIMEOUT_S)
 
     def held(self) -> tuple:
-        """All that requests hold: per tier bytes reserved and used, then sequences and transfers."""
+        """Returns all that requests hold: bytes reserved and used in each tier, then sequences and transfers."""
         c = self.capacity()
         return (*((t.tier, t.kind, t.reserved_bytes, t.used_bytes) for t in c.tiers),
                 c.running, c.waiting, c.transfers)
 
     def settled(self, seconds: float = TIMEOUT_S) -> tuple:
-        """held(), once no sequence is there: the last ones end a moment after their answers."""
+        """Returns held() once no sequence is left: the last ones end a moment after their answers."""
         deadline = time.monotonic() + seconds
         while True:
             c = self.capacity()
@@ -142,7 +145,9 @@ class Node:
             time.sleep(0.01)
 
     def wait_until_held(self, expected: tuple, seconds: float = 5 * SCALE) -> None:
-        """Memory comes back after its last reader and writer, so a moment after the answer."""
+        """Waits until held() is `expected`: memory comes back after its last reader and writer, a moment after the
+        answer.
+        """
         deadline = time.monotonic() + seconds
         while (now := self.held()) != expected and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -167,7 +172,7 @@ class Pair:
 
 
 class Golden:
-    """The recorded answers of a tiny model."""
+    """The recorded tokens, logits and caches of a tiny model."""
 
     def __init__(self, name: str):
         self.path = FIXTURES / name / "golden.safetensors"
@@ -183,16 +188,17 @@ class Golden:
         return self.file[f"case{case}.margin"].tolist()
 
     def logprobs(self, case: int) -> np.ndarray:
-        """[steps, vocabulary]."""
+        """Returns log-probabilities, [steps, vocabulary]."""
         logits = self.file[f"case{case}.logits"].astype(np.float64)
         top = logits.max(axis=1, keepdims=True)
         return logits - top - np.log(np.exp(logits - top).sum(axis=1, keepdims=True))
 
 
 def matching_steps(found: list[int], expected: list[int], margins: list[float], threshold: float) -> int:
-    """Steps that agree; a first difference is allowed only where the margin is within the threshold.
+    """Returns the number of steps that agree. The first difference is allowed only where the margin is within the
+    threshold.
 
-    After a difference the two continue different texts, so nothing is compared behind it.
+    After a difference the two continue different texts, so nothing after it is compared.
     """
     for step, (a, b) in enumerate(zip(found, expected)):
         if a != b:
@@ -204,7 +210,7 @@ def matching_steps(found: list[int], expected: list[int], margins: list[float], 
 
 
 def tokens_of(stream) -> tuple[list[common_pb2.Token], decode_pb2.Finish]:
-    """All tokens of a Generate stream, and its one Finish, which comes last."""
+    """Returns all tokens of a Generate stream and its one Finish, which comes last."""
     tokens, finish = [], None
     for message in stream:
         assert finish is None
@@ -220,7 +226,7 @@ def greedy(**settings) -> common_pb2.SamplingParams:
 
 
 def error_of(call) -> grpc.RpcError:
-    """The error that `call()` ends with; a stream is read to its end."""
+    """Returns the error with which `call()` ends. A stream is read to its end."""
     try:
         answer = call()
         if hasattr(answer, "__next__"):

@@ -1,4 +1,4 @@
-"""Certificates and tokens for tests, made with the openssl program; and an access file."""
+"""Certificates and tokens for tests, made with the openssl program, and an access file."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ ROLES = ("prefill", "decode", "router", "operator", "monitor")
 
 
 class Pki:
-    """A certificate authority in a folder, and what it issued."""
+    """A certificate authority in a folder, and the certificates that it has issued."""
 
     def __init__(self, folder: Path, name: str = "ca"):
         self.folder, self.name = folder, name
@@ -22,8 +22,11 @@ class Pki:
 
     def issue(self, name: str, *, uri: str = "", days: tuple[str, str] | None = None,
               under: str = "") -> tuple[Path, Path]:
-        """(certificate, key) of CN=name, good for 127.0.0.1 on both ends; `days`: other than today and
-        30 days on, as openssl writes times; `under`: the name of its files."""
+        """Returns (certificate, key) of CN=name, valid for 127.0.0.1 on both ends.
+
+        `days` are the begin and end as openssl writes times, if not today and 30 days on. `under` is the name of the
+        files.
+        """
         stem = under or name
         cert, key, request = (self.folder / f"{stem}.{end}" for end in ("pem", "key", "csr"))
         names = "IP:127.0.0.1,DNS:localhost" + (f",URI:{uri}" if uri else "")
@@ -34,7 +37,7 @@ class Pki:
             _openssl("x509", "-req", "-in", request, "-CA", self.ca, "-CAkey", self._key, "-CAcreateserial",
                      "-days", "30", "-extfile", extensions, "-out", cert)
         else:
-            # Only `openssl ca` takes a beginning and an end.
+            # Only `openssl ca` can set a begin and an end.
             database = self.folder / f"{stem}.db"
             database.write_text("")
             config = self.folder / f"{stem}.cnf"
@@ -68,7 +71,7 @@ def token_entry(name: str, token: str, *roles: str, tenant: str = "") -> dict:
 
 
 def write_access(path: Path, *, certificates=(), tokens=(), tenants=None) -> Path:
-    """An access file, put in place whole."""
+    """Writes an access file and puts it in place as a whole."""
     new = path.with_suffix(".new")
     new.write_text(json.dumps({"certificates": list(certificates), "tokens": list(tokens),
                                "tenants": tenants or {}}))

@@ -1,5 +1,6 @@
-"""An HTTP/2 client by hand, for what no gRPC library sends: messages that announce more than they bring,
-headers without end, compressed bombs, noise."""
+"""An HTTP/2 client written by hand, for messages that no gRPC library sends: messages that announce more than they
+bring, endless headers, compressed bombs, noise.
+"""
 
 import socket
 import struct
@@ -9,7 +10,7 @@ from support.nodes import TIMEOUT_S
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
-FRAME_BYTES = 16384  # the largest that a server must take
+FRAME_BYTES = 16384  # largest frame that a server must take
 
 
 def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes | memoryview = b"") -> bytes:
@@ -23,7 +24,7 @@ def connect(address: str) -> socket.socket:
 
 
 def header_block(fields: dict[str, str]) -> bytes:
-    """HPACK: literals without indexing, without Huffman."""
+    """Returns headers in HPACK, as literals without indexing and without Huffman."""
     def text(value: str) -> bytes:
         assert len(value) < 127
         return bytes([len(value)]) + value.encode()
@@ -38,7 +39,7 @@ class Http2:
         self.socket.sendall(PREFACE + frame(SETTINGS))
         self.received = b""
         self.connection_window = self.stream_window = self.initial_window = 65535
-        # The server has answered the call, or ended it.
+        # Whether the server has answered the call, or ended it.
         self.ended = False
 
     def call(self, method: str, **headers: str) -> None:
@@ -47,7 +48,9 @@ class Http2:
         self.socket.sendall(frame(HEADERS, END_HEADERS, 1, header_block(fields)))
 
     def message(self, announced: int, sent: int, compressed: bool = False, body: bytes = b"") -> None:
-        """A message of `announced` bytes of which `sent` come: `body`, or zeros. Stops where the server does."""
+        """Sends a message of `announced` bytes of which only `sent` come: `body`, or zeros. Stops where the server
+        does.
+        """
         left = memoryview(struct.pack(">BI", compressed, announced) + body)
         zeros = memoryview(bytes(FRAME_BYTES))
         total, done = 5 + sent, 0
@@ -63,7 +66,7 @@ class Http2:
             self.stream_window -= len(piece)
 
     def read(self) -> None:
-        """Takes what the server sends next; sets `ended` where that ends the call."""
+        """Takes the next frames of the server, and sets `ended` where they end the call."""
         data = self.socket.recv(65536)
         self.ended |= not data
         self.received += data
@@ -86,7 +89,7 @@ class Http2:
         elif kind == SETTINGS and not flags & ACK:
             for at in range(0, len(payload), 6):
                 name, value = struct.unpack(">HI", payload[at:at + 6])
-                if name == 4:  # SETTINGS_INITIAL_WINDOW_SIZE: of streams that are open, too
+                if name == 4:  # SETTINGS_INITIAL_WINDOW_SIZE counts for open streams, too
                     self.stream_window += value - self.initial_window
                     self.initial_window = value
             self.socket.sendall(frame(SETTINGS, ACK))

@@ -1,4 +1,4 @@
-"""The real router in front of real nodes on loopback: smg, sluice-prefill, sluice-server twice, an HTTP client."""
+"""The real router smg in front of real nodes on loopback, sluice-prefill and two sluice-server, and an HTTP client."""
 
 import contextlib
 import json
@@ -14,16 +14,16 @@ from support.nodes import ENVIRONMENT, TIMEOUT_S, Node, free_port
 
 HEALTH_INTERVAL_S = 1
 MODEL = "tiny"
-# Of the flags that a lab is given, those of the prefill node too, with their values.
+# Flags of a lab that the prefill node gets too, with their values.
 SHARED = {"--kv-dtype", "--kernels", "--hbm-bytes", "--threads", "--gateway"}
-# In whose words smg talks to the nodes: vLLM's, leg after leg, or SGLang's, both legs at once.
+# The engine whose protocol smg speaks to the nodes: vLLM's, one leg after the other, or SGLang's, both legs at once.
 GATEWAYS = ["vllm", "sglang"]
 
 
 def add_token_texts(model: Path, folder: Path) -> Path:
-    """A copy of a tiny model with a tokenizer by which text and token ids are the same: <5><17> is 5, 17.
+    """Returns a copy of a tiny model with a tokenizer in which <5><17> is the text of the ids 5, 17.
 
-    Its chat template gives the messages' contents alone, so that a test chooses the prompt's ids.
+    Its chat template gives the contents of the messages alone, so that a test chooses the ids of the prompt.
     """
     folder.mkdir()
     for path in model.iterdir():
@@ -31,7 +31,7 @@ def add_token_texts(model: Path, folder: Path) -> Path:
     size = json.loads((model / "config.json").read_text())["vocab_size"]
     added = [{"id": i, "content": f"<{i}>", "single_word": False, "lstrip": False, "rstrip": False,
               "normalized": False, "special": False} for i in range(size)]
-    # The vocabulary below the added tokens is never used, but must have the same ids.
+    # The vocabulary below the added tokens is never used, but it must have the same ids.
     vocabulary = {f"<{i}>": i for i in range(size)}
     (folder / "tokenizer.json").write_text(json.dumps({
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
@@ -57,11 +57,11 @@ def ids_of(text: str) -> list[int]:
 
 @dataclass
 class Reply:
-    """What an HTTP caller got: the text, and how and when it came."""
+    """The answer that an HTTP caller has received: the text, and how and when it came."""
     status: int
     text: str = ""
     finish: str | None = None
-    error: str = ""           # the body of a refusal, or how the stream broke
+    error: str = ""  # body of a refusal, or how the stream broke
     first_s: float = 0        # seconds to the first text
     seconds: float = 0
     pieces: int = 0           # events with text
@@ -73,15 +73,15 @@ class Reply:
 
 
 class Router:
-    """smg before a prefill node and decode nodes."""
+    """smg in front of a prefill node and decode nodes."""
 
     def __init__(self, model: Path, folder: Path, prefill: str, decodes: list[str], *flags: str,
                  gateway: str = "vllm"):
         self.log = folder / "smg.log"
         self.port, self.metrics_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        # By default smg prefers the node that had a prompt's beginning last, for its retries too: those then
-        # all reach a node that is draining, until its health is asked for again.
+        # smg by default prefers the node that had the beginning of a prompt last, for its retries too. All of those
+        # would reach a node that is draining, until smg asks for its health again.
         workers = ["--pd-disaggregation", "--decode-policy", "round_robin", "--prefill", f"grpc://{prefill}",
                    *([prefill.rpartition(":")[2]] if gateway == "sglang" else []),
                    *(x for a in decodes for x in ("--decode", f"grpc://{a}"))]
@@ -105,7 +105,7 @@ class Router:
         return requests.get(f"{self.url}/workers", timeout=TIMEOUT_S).json()["workers"]
 
     def wait_until_healthy(self, count: int, seconds: float = TIMEOUT_S) -> None:
-        """Until smg has registered `count` workers and finds them all healthy."""
+        """Waits until smg has registered `count` workers and finds all of them healthy."""
         deadline = time.monotonic() + seconds
         found = []
         while time.monotonic() < deadline:
@@ -118,23 +118,22 @@ class Router:
         raise AssertionError(f"{count} workers were not healthy in time: {found}\n{self.tail()}")
 
     def wait_for_tokenizer(self) -> None:
-        """smg loads it beside registering workers, and has nothing that says when it is there."""
+        """Waits for the tokenizer, which smg loads beside registering workers. smg does not say when it is there."""
         deadline = time.monotonic() + TIMEOUT_S
         while "tokenizer_not_ready" in (reply := self.ask("<5>", max_tokens=1)).error:
             assert time.monotonic() < deadline, reply
             time.sleep(0.05)
 
     def stop(self) -> None:
-        self.process.kill()  # it takes seconds to end by itself, and is not what is tested
+        self.process.kill()  # it takes seconds to end by itself, which is not tested here
         self.process.wait()
 
     def body(self, content: str, **fields) -> dict:
         return {"model": MODEL, "messages": [{"role": "user", "content": content}], "temperature": 0, **fields}
 
     def ask(self, content: str, stream: bool = False, on_piece=None, timeout: float = TIMEOUT_S, **fields) -> Reply:
-        """One chat completion to its end; on_piece(reply) is called after each piece of a stream's text.
-
-        Where on_piece returns True the caller hangs up.
+        """Asks for one chat completion and returns it. on_piece(reply) is called after each piece of a stream's text;
+        where it returns True the caller hangs up.
         """
         began = time.monotonic()
         reply = Reply(0)
@@ -157,7 +156,7 @@ class Router:
 
     @staticmethod
     def read_events(answer: requests.Response, reply: Reply, began: float, on_piece) -> None:
-        """Server-sent events into `reply`."""
+        """Reads server-sent events into `reply`."""
         for line in answer.iter_lines():
             if not line.startswith(b"data: ") or line == b"data: [DONE]":
                 continue
@@ -188,7 +187,7 @@ class Lab:
         self.router = None
         self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(decodes)]
         self.router_flags = router_flags
-        self.statuses: list[int] = []  # how nodes ended that were stopped
+        self.statuses: list[int] = []  # exit statuses of the nodes that were stopped
 
     def __enter__(self):
         try:
@@ -220,7 +219,9 @@ class Lab:
                     listen=self.addresses[index])
 
     def restart(self, index: int) -> None:
-        """SIGTERM, which finishes what runs within drain_timeout, and a new process on the same port."""
+        """Sends SIGTERM, after which the node finishes its sequences within drain_timeout, and starts a new process on
+        the same port.
+        """
         self.statuses.append(self.decodes[index].stop())
         self.decodes[index] = self.start_decode(index)
 
@@ -228,6 +229,6 @@ class Lab:
         return [node.settled() for node in self.decodes]
 
     def ask_all(self, count: int, ask, threads: int = 64) -> list[Reply]:
-        """ask(i) for i below count, as many at once as there are threads."""
+        """Calls ask(i) for each i below count, as many at once as there are threads."""
         with ThreadPoolExecutor(min(count, threads)) as pool:
             return list(pool.map(ask, range(count)))

@@ -1,4 +1,4 @@
-"""Transfers of golden caches by hand: chunk by chunk, right or wrong."""
+"""Makes transfers of golden caches by hand, chunk by chunk, right or wrong."""
 
 from dataclasses import dataclass
 
@@ -41,14 +41,14 @@ class Transfer:
         return answer
 
     def parts(self) -> list[Part]:
-        """The whole cache: each layer, each block, each head on its own."""
+        """Returns the whole cache: each layer, each block, each head by itself."""
         block = self.kind.block_tokens
         return [Part(layer, (head, head + 1), (begin, min(begin + block, len(self.prompt))))
                 for layer in range(self.model.layers) for head in range(self.kind.heads)
                 for begin in range(0, len(self.prompt), block)]
 
     def message(self, part: Part, **wrong) -> ingest_pb2.WriteRequest:
-        """The chunk of `part`; `wrong` overrides fields of its header, or its payload."""
+        """Returns the chunk of `part`; `wrong` overrides fields of its header, or its payload."""
         arrays = [self.golden.file[f"case{self.case}.{p}.{part.layer}"] for p in "kv"]
         payload = wrong.pop("payload", None)
         if payload is None:
@@ -84,9 +84,9 @@ class Transfer:
 
 def committed(node: Node, golden: Golden, case: int = 1, max_new_tokens: int = 24, *,
               prompt: list[int] | None = None, context_length: int | None = None, **kwargs) -> str:
-    """A transfer that is ready to decode; returns its id.
+    """Makes a transfer that is ready to decode and returns its id.
 
-    `prompt`: the case's and what follows; `context_length`: how much of the case's cache is sent.
+    `prompt` is the case's prompt and the tokens that follow; `context_length` is how much of the case's cache is sent.
     """
     sent = context_length or len(golden.prompt(case))
     with Pusher(node.address) as pusher:

@@ -1,4 +1,4 @@
-"""A client of vllm.grpc.engine.VllmEngine by the gateway's own messages, independent of ours."""
+"""A client of vllm.grpc.engine.VllmEngine with the gateway's own messages, which are independent of ours."""
 
 from dataclasses import dataclass, field
 
@@ -6,7 +6,7 @@ from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from support.nodes import TIMEOUT_S, Node
 
 pb = vllm_engine_pb2
-# What the gateway sends with a prefill leg.
+# The parameters that the gateway sends with a prefill leg.
 HOLD = '{"do_remote_decode":true,"do_remote_prefill":false}'
 
 
@@ -15,7 +15,7 @@ def stub(node: Node) -> vllm_engine_pb2_grpc.VllmEngineStub:
 
 
 def request(prompt: list[int], sampling: dict | None = None, **fields) -> pb.GenerateRequest:
-    """As the gateway writes it; greedy unless `sampling` says otherwise."""
+    """Returns a request as the gateway writes it; greedy unless `sampling` says otherwise."""
     return pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=prompt), **fields,
                               sampling_params=pb.SamplingParams(**{"temperature": 0, **(sampling or {})}))
 
@@ -31,7 +31,7 @@ class Answer:
 
 
 def answer_of(stream) -> Answer:
-    """A Generate to its end: chunks, and one complete message, which comes last."""
+    """Reads a Generate to its end: chunks, and one complete message, which comes last."""
     chunks, complete = [], None
     for message in stream:
         assert complete is None
