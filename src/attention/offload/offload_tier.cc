@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "src/attention/longest_sequence.h"
 #include "src/attention/offload/offload_pages.h"
 #include "src/attention/offload/warm_copies.h"
 #include "src/base/failpoint.h"
@@ -54,17 +55,10 @@ class OffloadTierImpl : public OffloadTier {
   }
 
   int64_t max_tokens() const override {
-    int64_t low = 0, high = options_.max_context;
-    while (low < high) {
-      const int64_t middle = low + (high - low + 1) / 2;
-      if (pages_.PoolTokensOf(middle) <= options_.hbm->capacity_tokens() &&
-          pages_.HomeTokensOf(middle) <= options_.dram->capacity_tokens()) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    return low;
+    return LongestSequence(options_.max_context, [this](int64_t tokens) {
+      return pages_.PoolTokensOf(tokens) <= options_.hbm->capacity_tokens() &&
+             pages_.HomeTokensOf(tokens) <= options_.dram->capacity_tokens();
+    });
   }
 
   SequencePlacement::Headroom HeadroomNow() const override {

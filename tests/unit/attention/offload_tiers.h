@@ -82,13 +82,13 @@ struct Tiers {
     done->Wait();
   }
   // Takes what the device's memory has now.
-  void Look() {
+  void ReadBack() {
     for (const Seen& seen : {std::cref(arena), std::cref(tables), std::cref(homes)}) {
       stream->Copy(seen.host.data(), seen.device, seen.host.bytes());
     }
     Finish();
   }
-  // Where the host sees an address of the device, as it was at the last Look; what is the
+  // Where the host sees an address of the device, as it was at the last ReadBack; what is the
   // host's own (homes) it sees itself.
   template <typename T>
   const T* At(const T* address) const {
@@ -228,7 +228,7 @@ struct Tiers {
   }
   void Wait(int slot) {
     while (!tier->Warm(slot)) tier->WarmEvent(slot).Wait();
-    Look();
+    ReadBack();
   }
 
   // Memory of the device that the test looks at.

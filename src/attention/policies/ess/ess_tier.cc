@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "src/attention/longest_sequence.h"
 #include "src/base/failpoint.h"
 #include "src/base/status_macros.h"
 #include "src/device/kernel_set.h"
@@ -73,18 +74,11 @@ Footprint EssTier::FootprintOf(int64_t context, int64_t total) const {
 }
 
 int64_t EssTier::max_tokens() const {
-  int64_t low = 0, high = options_.shape.max_context;
-  while (low < high) {
-    const int64_t middle = low + (high - low + 1) / 2;
-    const Footprint need = FootprintOf(middle, middle);
-    if (options_.hbm->CouldEverFit(need.hbm_tokens) &&
-        options_.dram->CouldEverFit(need.dram_tokens)) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
+  return LongestSequence(options_.shape.max_context, [this](int64_t tokens) {
+    const Footprint need = FootprintOf(tokens, tokens);
+    return options_.hbm->CouldEverFit(need.hbm_tokens) &&
+           options_.dram->CouldEverFit(need.dram_tokens);
+  });
 }
 
 SequencePlacement::Headroom EssTier::HeadroomNow() const {

@@ -43,7 +43,7 @@ ContextualCache::ContextualCache(const Options& options, Buffer averages, Buffer
       group_(options.heads / kind_.heads),
       head_dim_(static_cast<int>(kind_.part_bytes[0] / SizeOf(kind_.element_type))),
       most_blocks_(kind_.BlocksFor(options.max_context) +
-                   kind_.BlocksFor(HeadroomTokens(options.window, options.max_context))),
+                   kind_.BlocksFor(ExtraTokens(options.window, options.max_context))),
       averages_(std::move(averages)),
       appended_(std::move(appended)),
       pages_(std::make_unique<int32_t[]>(static_cast<size_t>(options.slots) *
@@ -69,7 +69,7 @@ ContextualCache::ContextualCache(const Options& options, Buffer averages, Buffer
   row_lse_.resize(rows);
 }
 
-int64_t ContextualCache::HeadroomTokens(const HgcaWindow& window, int64_t total) {
+int64_t ContextualCache::ExtraTokens(const HgcaWindow& window, int64_t total) {
   return window.BlocksOutside(std::max<int64_t>(total - 1, 0)) * window.block_tokens;
 }
 

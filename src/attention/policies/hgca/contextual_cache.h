@@ -62,7 +62,7 @@ class ContextualCache : public CoAttention::Source {
 
   // Tokens of room that a sequence of `total` tokens needs: at beta = 0 all that ever leaves the
   // window.
-  static int64_t HeadroomTokens(const HgcaWindow& window, int64_t total);
+  static int64_t ExtraTokens(const HgcaWindow& window, int64_t total);
 
   // A sequence moves into the slot; its contextual cache lies in blocks of `home` from
   // `first_block` on, and every page of it is there. Nothing is selected.

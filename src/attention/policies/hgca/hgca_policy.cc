@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "src/attention/host_threads.h"
 #include "src/attention/offload/co_attention.h"
+#include "src/attention/offload/decode_attention.h"
 #include "src/attention/offload/prompt_queries.h"
 #include "src/attention/policies/hgca/selection_thread.h"
 #include "src/base/status_macros.h"
@@ -274,7 +275,7 @@ void HgcaPolicyImpl::AttendSparse(Stream& stream, int layer, const Queries& quer
   answers.After(stream);
   co_attention_->Start(answers, layer, queries, /*lists=*/{}, tier().HostHome(layer));
   if (layer == tier().options().dense_layers) ListWindow(stream, queries);
-  const int32_t* const counts = workspace_.counts.as<int32_t>() + int64_t{max_rows_} * kv().heads;
+  int32_t* const counts = workspace_.counts.as<int32_t>() + int64_t{max_rows_} * kv().heads;
   const kernels::PagedCache cache = tier().Places(layer);
   auto* const o = workspace_.o.as<float>();
   float* const lse = LseOf(layer);
@@ -282,23 +283,11 @@ void HgcaPolicyImpl::AttendSparse(Stream& stream, int layer, const Queries& quer
   const int64_t o_part = lse_part * cache.head_dim;
 
   // Line 10.
-  kernels::SparseAttentionParams dense{};
-  dense.q = queries.q;
-  dense.q_stride = queries.stride;
-  dense.slots = queries.slots;
-  dense.positions = queries.positions;
-  dense.cache = cache;
-  dense.units = workspace_.units.as<int32_t>();
-  dense.places = workspace_.places.as<int32_t>();
-  dense.counts = counts;
-  dense.o = o;
-  dense.lse = lse;
-  dense.capacity = static_cast<int32_t>(window_.blocks);
-  dense.unit_tokens = static_cast<int32_t>(window_.block_tokens);
-  dense.rows = queries.rows;
-  dense.heads = queries.heads;
-  dense.kv_head_end = kv().heads;
-  dense.scale = queries.scale;
+  const kernels::UnitLists window{workspace_.units.as<int32_t>(), counts,
+                                  static_cast<int32_t>(window_.blocks)};
+  const kernels::SparseAttentionParams dense =
+      SparseAttentionOf(queries, cache, window, workspace_.places.as<int32_t>(),
+                        static_cast<int32_t>(window_.block_tokens), o, lse);
   kernels().SparseAttention(stream, dense);
 
   // Algorithm 1, line 8.
@@ -325,16 +314,7 @@ void HgcaPolicyImpl::AttendSparse(Stream& stream, int layer, const Queries& quer
   co_attention_->Finish(answers, layer, queries.slots, queries.rows, o + o_part, lse + lse_part);
   stream.After(answers);
   // Section 3.3, merging states.
-  kernels::MergeParams merge{};
-  merge.o = o;
-  merge.lse = lse;
-  merge.out = out;
-  merge.parts = 2;
-  merge.rows = queries.rows;
-  merge.heads = queries.heads;
-  merge.head_dim = cache.head_dim;
-  merge.out_type = out_type;
-  kernels().Merge(stream, merge);
+  kernels().Merge(stream, MergeOf(queries, cache.head_dim, 2, o, lse, out, out_type));
 }
 
 PolicyStatistics HgcaPolicyImpl::Statistics() const {
@@ -408,7 +388,7 @@ absl::StatusOr<std::unique_ptr<OffloadTier>> NewTier(const PolicyOptions& option
   o.unit_tokens = static_cast<int>(window.block_tokens);
   o.arrays = {{"averages of attention weights", 0, 1, kernels::DType::kFloat32}};
   o.extra_home_tokens = [window](int64_t total) {
-    return ContextualCache::HeadroomTokens(window, total);
+    return ContextualCache::ExtraTokens(window, total);
   };
   return OffloadTier::Create(o);
 }

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "src/attention/offload/decode_attention.h"
 #include "src/attention/offload/offload_policy.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
@@ -74,34 +75,11 @@ class OraclePolicy : public OffloadPolicy {
     top.margin = std::numeric_limits<float>::infinity();
     kernels().TopK(stream, top);
 
-    kernels::SparseAttentionParams attention{};
-    attention.q = queries.q;
-    attention.q_stride = queries.stride;
-    attention.slots = queries.slots;
-    attention.positions = queries.positions;
-    attention.cache = home;
-    attention.units = selected.units;
-    attention.counts = selected.counts;
-    attention.o = scratch_.results.as<float>();
-    attention.lse = scratch_.lse.as<float>();
-    attention.capacity = budget_blocks_;
-    attention.unit_tokens = home.block_tokens;
-    attention.rows = queries.rows;
-    attention.heads = queries.heads;
-    attention.kv_head_end = home.kv_heads;
-    attention.scale = queries.scale;
-    kernels().SparseAttention(stream, attention);
-
-    kernels::MergeParams merge{};
-    merge.o = attention.o;
-    merge.lse = attention.lse;
-    merge.out = out;
-    merge.parts = 1;
-    merge.rows = queries.rows;
-    merge.heads = queries.heads;
-    merge.head_dim = home.head_dim;
-    merge.out_type = out_type;
-    kernels().Merge(stream, merge);
+    auto* const o = scratch_.results.as<float>();
+    auto* const lse = scratch_.lse.as<float>();
+    kernels().SparseAttention(stream, SparseAttentionOf(queries, home, selected, /*places=*/nullptr,
+                                                        home.block_tokens, o, lse));
+    kernels().Merge(stream, MergeOf(queries, home.head_dim, 1, o, lse, out, out_type));
   }
 
   // [rows][kv_heads][score_stride_]

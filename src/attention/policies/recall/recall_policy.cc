@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "src/attention/offload/decode_attention.h"
 #include "src/attention/offload/offload_policy.h"
 #include "src/attention/offload/selection_counters.h"
 #include "src/attention/policies/recall/projection.h"
@@ -53,35 +54,14 @@ class RecallPolicy : public OffloadPolicy {
                     kernels::DType out_type) override {
     stream.After(LayerBranch(stream, layer));
     const Chosen& chosen = ChosenOf(layer);
-    kernels::SparseAttentionParams attend{};
-    attend.q = queries.q;
-    attend.q_stride = queries.stride;
-    attend.slots = queries.slots;
-    attend.positions = queries.positions;
-    attend.cache = tier().Places(layer);
-    attend.units = chosen.units.as<int32_t>();
-    attend.places = chosen.places.as<int32_t>();
-    attend.counts = chosen.counts.as<int32_t>();
-    attend.o = workspace_.o.as<float>();
-    attend.lse = workspace_.lse.as<float>();
-    attend.capacity = capacity_;
-    attend.unit_tokens = kUnitTokens;
-    attend.rows = queries.rows;
-    attend.heads = queries.heads;
-    attend.kv_head_end = kv().heads;
-    attend.scale = queries.scale;
-    kernels().SparseAttention(stream, attend);
-
-    kernels::MergeParams merge{};  // of one part: to out_type
-    merge.o = attend.o;
-    merge.lse = attend.lse;
-    merge.out = out;
-    merge.parts = 1;
-    merge.rows = queries.rows;
-    merge.heads = queries.heads;
-    merge.head_dim = attend.cache.head_dim;
-    merge.out_type = out_type;
-    kernels().Merge(stream, merge);
+    const kernels::PagedCache cache = tier().Places(layer);
+    auto* const o = workspace_.o.as<float>();
+    auto* const lse = workspace_.lse.as<float>();
+    kernels().SparseAttention(stream,
+                              SparseAttentionOf(queries, cache, Lists(chosen.units, chosen.counts),
+                                                chosen.places.as<int32_t>(), kUnitTokens, o, lse));
+    // One part: the merge converts it to out_type.
+    kernels().Merge(stream, MergeOf(queries, cache.head_dim, 1, o, lse, out, out_type));
   }
 
   void Settle(Stream& stream, int layer, const Queries& rows) override {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "src/attention/offload/decode_attention.h"
 #include "src/attention/offload/selection_counters.h"
 #include "src/attention/policies/scout/block_selection.h"
 #include "src/attention/policies/scout/first_blocks.h"
@@ -115,7 +116,8 @@ class ScoutPolicyImpl : public ScoutPolicy {
     workers_.Finish(answers, layer, queries.slots, queries.rows,
                     o(layer) + values * shape_.head_dim, lse(layer) + values);
     stream.After(answers);
-    Merge(stream, layer, queries, out, out_type);
+    kernels().Merge(stream,
+                    MergeOf(queries, shape_.head_dim, 2, o(layer), lse(layer), out, out_type));
   }
 
   // The recall comes after the layer's attention, which reads the places that it takes; the tables
@@ -228,39 +230,9 @@ class ScoutPolicyImpl : public ScoutPolicy {
   }
 
   void AttendResident(Stream& stream, int layer, const Queries& queries) {
-    kernels::SparseAttentionParams attention{};
-    attention.q = queries.q;
-    attention.q_stride = queries.stride;
-    attention.slots = queries.slots;
-    attention.positions = queries.positions;
-    attention.cache = tier().Places(layer);
-    attention.units = Resident(layer).units;
-    attention.places = Places(layer);
-    attention.counts = Resident(layer).counts;
-    attention.o = o(layer);
-    attention.lse = lse(layer);
-    attention.capacity = shape_.resident_blocks;
-    attention.unit_tokens = shape_.block_tokens;
-    attention.rows = queries.rows;
-    attention.heads = queries.heads;
-    attention.kv_head_begin = 0;
-    attention.kv_head_end = shape_.kv_heads;
-    attention.scale = queries.scale;
-    kernels().SparseAttention(stream, attention);
-  }
-
-  void Merge(Stream& stream, int layer, const Queries& queries, void* out,
-             kernels::DType out_type) {
-    kernels::MergeParams merge{};
-    merge.o = o(layer);
-    merge.lse = lse(layer);
-    merge.out = out;
-    merge.parts = 2;
-    merge.rows = queries.rows;
-    merge.heads = queries.heads;
-    merge.head_dim = shape_.head_dim;
-    merge.out_type = out_type;
-    kernels().Merge(stream, merge);
+    kernels().SparseAttention(
+        stream, SparseAttentionOf(queries, tier().Places(layer), Resident(layer), Places(layer),
+                                  shape_.block_tokens, o(layer), lse(layer)));
   }
 
   const ScoutShape shape_;

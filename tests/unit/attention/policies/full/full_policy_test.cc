@@ -111,6 +111,18 @@ struct Tiers {
   std::unique_ptr<FullPolicy> policy;
 };
 
+TEST_CASE("a policy offers the form of attention that its caches need, and is refused for others") {
+  Tiers keys_and_values, latents(1, Latents());
+  CHECK(keys_and_values.policy->kv_attention() != nullptr);
+  CHECK(keys_and_values.policy->latent_attention() == nullptr);
+  CHECK(latents.policy->kv_attention() == nullptr);
+  CHECK(latents.policy->latent_attention() != nullptr);
+  CHECK(CheckAttends(*keys_and_values.policy, KeysAndValues()).ok());
+  CHECK(CheckAttends(*latents.policy, Latents()).ok());
+  CHECK(absl::IsInvalidArgument(CheckAttends(*keys_and_values.policy, Latents())));
+  CHECK(absl::IsInvalidArgument(CheckAttends(*latents.policy, KeysAndValues())));
+}
+
 TEST_CASE("an admitted sequence has its caches in HBM, and its home is given up when it is warm") {
   const bool latents = GENERATE(false, true);
   Tiers t(1, latents ? Latents() : KeysAndValues());

@@ -7,6 +7,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <string>
 
 #include "src/attention/policies/hgca/selection_thread.h"
 #include "src/base/rng.h"
@@ -20,6 +21,7 @@ namespace {
 constexpr int kLayers = 2, kKvHeads = 2, kGroup = 3, kHeads = kKvHeads * kGroup;
 constexpr int kDim = 16, kBlock = 16, kWindowBlocks = 2, kSlots = 2, kWorkers = 2,
               kMaxContext = 2048;
+constexpr size_t kArenaBytes = 8 << 20;
 constexpr float kScale = 0.25f;
 constexpr double kNever = -std::numeric_limits<double>::infinity();
 
@@ -44,7 +46,8 @@ class Bench {
     kv.SetEqualParts(2, 2 * kDim * 4);
     const CacheLayout layout{kLayers, {kv}};
     device_ = *NewCpuDevice({"portable", 1});
-    dram_ = *PagePool::Create("dram", layout, *device_->Allocate(MemoryKind::kPinned, 8 << 20, ""));
+    dram_ =
+        *PagePool::Create("dram", layout, *device_->Allocate(MemoryKind::kPinned, kArenaBytes, ""));
     options_.device = device_.get();
     options_.kernels = kernels::FindKernelTable(kernels);
     options_.layout = layout;
@@ -67,7 +70,7 @@ class Bench {
   void Join(int slot, int64_t total, uint64_t seed) {
     SplitMix64 random(seed);
     const int64_t tokens = (total + kBlock - 1) / kBlock * kBlock +
-                           ContextualCache::HeadroomTokens(options_.window, total);
+                           ContextualCache::ExtraTokens(options_.window, total);
     auto home = std::make_unique<SequenceCache>(dram_.get(), dram_->TryReserve(tokens));
     home->EnsureTokens(tokens);
     for (int layer = 0; layer < kLayers; ++layer) {
@@ -94,6 +97,10 @@ class Bench {
   void Leave(int slot) {
     cache_->Leave(slot);
     homes_.erase(slot);
+  }
+  // Returns all bytes of the host caches' arena, free pages included.
+  std::string Memory() const {
+    return {reinterpret_cast<const char*>(dram_->base(0)), kArenaBytes};
   }
 
   // The row at `position`, its work cut into tasks at `cut`; averages of evicted blocks come from
@@ -377,8 +384,16 @@ TEST_CASE("a sequence may leave while its selection is being made") {
     bench.Join(0, 2000, seed);
     for (int layer = 0; layer < kLayers; ++layer) bench.Attend(0, layer, 1900, seed, 1);
     bench.Leave(0);
+    const std::string given_back = bench.Memory();
+    bench.cache().Wake();
+    for (int layer = 0; layer < kLayers; ++layer) {
+      for (int head = 0; head < kKvHeads; ++head) {
+        REQUIRE(bench.cache().JudgedTokens(0, layer, head) == 0);
+      }
+    }
+    // Nothing is written to the pages that the sequence gave back.
+    REQUIRE(bench.Memory() == given_back);
   }
-  SUCCEED("every selection ended, and none wrote to what had been given back");
 }
 
 TEST_CASE("a worker that is too late writes nothing, and nothing is selected by its row") {
