@@ -21,20 +21,20 @@ namespace {
 
 constexpr size_t kAverages = 0;  // the tier's only array
 
-// What a step's decode rows need in HBM beside the tier.
+// Memory in HBM that a step's decode rows need beside the tier.
 struct Workspace {
   // The units of a row's window, the same for every layer and KV head.
   Buffer counts;  // int32 [3][lists]: selected (none), resident, missing (none)
   Buffer units;   // int32 [lists][ring]
   Buffer places;  // int32 [lists][ring]
-  Buffer none;    // int32 [lists]: the units of lists that are empty
+  Buffer none;    // int32 [lists]: the units of empty lists
   Buffer o;       // float32 [2][rows][heads][head_dim]: the window's, the CPU's
   Buffer lse;     // float32 [layers][2][rows][heads]
 };
 
 // Averages of blocks on their way to DRAM: one list for each (sequence, layer, KV head).
 struct EvictionBatch {
-  Buffer lists;  // int64 [2][most]: where from, where to; then int32 [most] ones
+  Buffer lists;  // int64 [2][most]: sources, targets; then int32 [most] ones
   std::unique_ptr<Event> done;
 };
 
@@ -87,10 +87,11 @@ class HgcaPolicyImpl : public HgcaPolicy {
     return HgcaPolicy::Admit(slot, context, total, promise, home);
   }
 
-  int last_rows_wanted(int64_t /*total*/) const override {  // one, which reads all of the cache
+  // one row, because it reads the whole cache
+  int last_rows_wanted(int64_t /*total*/) const override {
     return options().recompute_last == PolicyOptions::RecomputeLast::kOn ? 1 : 0;
   }
-  // An append's selection is a part of its working set.
+  // The selection after an append is a part of the working set.
   void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override {
     HgcaPolicy::EndPrompt(slot, tokens, std::move(hints));
     if (queries_->Knows(slot, tokens)) {
@@ -114,9 +115,9 @@ class HgcaPolicyImpl : public HgcaPolicy {
     if (layer == kv_layout().layers - 1) queries_->EndStep(stream);
   }
 
-  // Algorithm 1, lines 10 to 14: the block that the step's row pushes out of the window. Its keys
-  // and values are in the home already; its averages are final, and go to DRAM before the row's own
-  // take their place.
+  // Algorithm 1, lines 10 to 14: sends off the block that the step's row pushes out of the window.
+  // Its keys and values are in the host cache already. Its averages are final, and go to DRAM
+  // before the row's own take their place.
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                  absl::Span<const int32_t> positions) override;
 
@@ -130,7 +131,7 @@ class HgcaPolicyImpl : public HgcaPolicy {
   // Algorithm 2.
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override;
-  // The window alone is in HBM.
+  // Only the window is in HBM.
   std::vector<std::vector<int32_t>> FirstUnits(int /*slot*/, int64_t /*tokens*/,
                                                const SelectionHints& /*hints*/) override {
     const int sparse = kv_layout().layers - tier().options().dense_layers;
@@ -159,9 +160,9 @@ class HgcaPolicyImpl : public HgcaPolicy {
  private:
   struct Slot {
     int64_t total = 0;
-    bool decodes = false;  // its working set is there, or on its way
+    bool decodes = false;  // its working set is complete or on its way
   };
-  // A slot's selection after an append, as a step that waits for it sees it.
+  // The event that a slot's selection after an append is there, for a step that waits for it.
   class EvaluatedEvent : public Event {
    public:
     EvaluatedEvent(const ContextualCache* cache, int slot) : cache_(cache), slot_(slot) {}
@@ -182,7 +183,7 @@ class HgcaPolicyImpl : public HgcaPolicy {
   const int max_rows_;
   const Workspace workspace_;
   std::vector<Slot> slots_;
-  std::array<EvictionBatch, kBatches> batches_;  // in turn
+  std::array<EvictionBatch, kBatches> batches_;  // used in turn
   size_t next_batch_ = 0;
   const std::unique_ptr<PromptQueries> queries_;
   const std::unique_ptr<ContextualCache> cache_;
@@ -206,7 +207,7 @@ void HgcaPolicyImpl::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
 
   EvictionBatch& batch = batches_[next_batch_];
   next_batch_ = (next_batch_ + 1) % batches_.size();
-  batch.done->Wait();  // it was, unless more steps are under way than there are batches
+  batch.done->Wait();  // ready already, unless more steps are under way than there are batches
   const int layers = kv_layout().layers, heads = kv().heads;
   const int64_t most = int64_t{options().slots} * layers * heads;
   auto* const sources = batch.lists.as<int64_t>();
@@ -270,7 +271,7 @@ void HgcaPolicyImpl::ListWindow(Stream& stream, const Queries& queries) {
 void HgcaPolicyImpl::AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                                   kernels::DType out_type) {
   SLUICE_CHECK(queries.rows <= max_rows_);
-  // Line 12, beside what follows.
+  // Line 12. It runs beside what follows.
   Stream& answers = LayerBranch(stream, layer);
   answers.After(stream);
   co_attention_->Start(answers, layer, queries, /*lists=*/{}, tier().HostHome(layer));

@@ -17,8 +17,8 @@ namespace {
 
 using Selector = PolicyOptions::Oracle::Selector;
 
-constexpr size_t kDigests = 0;  // the one array, of selector kDigest
-// A layer's random scores begin here in those of the layer before.
+constexpr size_t kDigests = 0;  // the one array, used by selector kDigest
+// Offset at which a layer's random scores begin in those of the layer before.
 constexpr int64_t kRandomShift = 61;
 
 struct Scratch {
@@ -105,7 +105,8 @@ class OraclePolicy : public OffloadPolicy {
     }
     if (selector_ == Selector::kDigest) {
       const kernels::PagedRows digests = tier().Array(layer, kDigests);
-      // The newest block's, which is forced now, will be whole when another one is the newest.
+      // This makes the newest block's digest, which is forced now and will be whole when another
+      // block is the newest.
       kernels().Digest(stream,
                        {home, digests, queries.slots, nullptr, queries.positions, queries.rows});
       kernels().DigestScores(stream, {queries.q, queries.stride, queries.slots, queries.positions,
@@ -121,9 +122,9 @@ class OraclePolicy : public OffloadPolicy {
   const Scratch scratch_;
 };
 
-// Fixed random scores of (layer, KV head, block), the same for every row: which blocks a sequence
-// attends to is no matter of its slot or its neighbours. Rows repeat, so that a layer may begin
-// anywhere.
+// Returns fixed random scores of (layer, KV head, block), the same for every row, so that the
+// blocks of a sequence do not depend on its slot or its neighbours. Rows repeat, so that a layer
+// may begin anywhere.
 std::vector<float> RandomScores(int64_t count, int64_t period, uint64_t seed) {
   std::vector<float> scores;
   SplitMix64 random(seed);
@@ -174,7 +175,7 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> NewOraclePolicy(const PolicyOpt
         absl::StrCat("budget_tokens: expected at least ", 2 * block_tokens,
                      ", the first and the newest block, found ", options.budget_tokens));
   }
-  // More than a sequence has is never selected.
+  // A sequence cannot select more blocks than it has.
   const auto budget_blocks = static_cast<int>(std::max<int64_t>(
       std::min<int64_t>(options.budget_tokens / block_tokens, OraclePolicy::ScoreStride(options)),
       2));
