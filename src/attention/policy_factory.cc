@@ -91,10 +91,10 @@ absl::Status CheckOffload(const PolicyOptions& o) {
                      o.device->name(), " has not yet: take --policy full there, or --device cpu"));
   }
   if (o.hbm->overcommitted()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("overcommit: expected 1 with policy ", o.name,
-                     ", under which a sequence's home is in DRAM and none is preempted; set it to "
-                     "1, or take policy full"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "overcommit: expected 1 with policy ", o.name,
+        ", under which host KV caches stay in DRAM and no sequence is preempted; set it to "
+        "1, or take policy full"));
   }
   return absl::OkStatus();
 }
