@@ -1,4 +1,4 @@
-// A node in which sequences are preempted, and how often they were.
+// A node in which sequences are preempted, and the number of preemptions.
 #pragma once
 
 #include <catch2/catch.hpp>
