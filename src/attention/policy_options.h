@@ -40,7 +40,7 @@ struct PolicyOptions {
   int dense_layers = 2;      // number of first layers that lie wholly in HBM
   kernels::GroupReduction reduction = kernels::GroupReduction::kMax;
 
-  // Whether to compute the last rows of a prompt again that was handed over whole and without
+  // Says whether to compute the last rows of a prompt again that was handed over whole and without
   // hints, so that the working set begins with what those rows attend to: one row in scout and
   // hgca, 32 rows in ess. Under kAuto only ess does so: its rows read what they select, while the
   // rows of the others read the whole cache.
@@ -76,7 +76,7 @@ struct PolicyOptions {
     float beta = 1.0f;
     float alpha = 0.3f;  // weight of the newest step in the moving average
     kernels::GroupReduction reduction = kernels::GroupReduction::kMax;  // kMax or kMean
-    // Whether selections are made on a thread of their own, ahead of the workers. Otherwise (always
+    // True: selections are made on a thread of their own, ahead of the workers. Otherwise (always
     // on a device with a single thread) the workers select where they need it, with the same bits.
     bool selection_thread = true;
   } hgca;
@@ -86,7 +86,7 @@ struct PolicyOptions {
     // KV slots in HBM per token; 0: what HBM has for each sequence slot
     double sparse_memory_ratio = 0;
     int least_places = 6400;  // minimum KV slots, whatever the ratio (ESS, section 3.4)
-    // Whether layers get KV slots according to what they miss, where the profile says it
+    // True: layers get KV slots according to what they miss, where the profile says it
     // (pool_division.h). The total stays the same, but layers that would hardly miss more get fewer
     // than least_places.
     bool divide_places = false;
@@ -101,7 +101,7 @@ struct PolicyOptions {
     // full (kernels/cuda/residency/transfer.cu).
     int transfer_workers = 4;
     MissProfile profile;  // from sluice-profile; may be empty
-    // Whether the host copies entry by entry in place of Transfer, to show what Transfer gains. The
+    // True: the host copies entry by entry in place of Transfer, to show what Transfer gains. The
     // host then waits for every layer's lists, so steps cannot be recorded.
     bool row_copies = false;
     // Only for measurements. Steps that are enqueued while it is true fetch nothing, and their

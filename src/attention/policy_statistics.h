@@ -1,6 +1,6 @@
-// What a sparse policy did since it was made, for running sequences and for those that have ended.
-// Benchmarks, profiles and metrics read it; the difference between two moments is what happened
-// between them.
+// Statistics of a sparse policy since it was made, for running sequences and for those that have
+// ended. Benchmarks, profiles and metrics read it; the difference between two moments is what
+// happened between them.
 #pragma once
 
 #include <array>
@@ -53,7 +53,7 @@ struct PolicyStatistics {
   }
 };
 
-// Which schedules a policy has chosen for its transfers and a step's compute, if it chooses any
+// The schedules that a policy has chosen for its transfers and a step's compute, if it chooses any
 // (policies/ess).
 struct ScheduleStatistics {
   static constexpr size_t kSchedules = 3;
@@ -63,7 +63,7 @@ struct ScheduleStatistics {
   int64_t changes = 0;  // how often steps of a size were given other schedules
 };
 
-// What the CPU workers of a policy did since it was made.
+// Statistics of the CPU workers of a policy since it was made.
 struct WorkerStatistics {
   int workers = 0;      // workers that are still alive
   absl::Duration busy;  // time spent attending, all workers together
@@ -74,8 +74,8 @@ struct WorkerStatistics {
   int64_t late = 0;
 };
 
-// What a policy did, and what it has chosen to do. A policy that counts nothing, has no workers or
-// chooses no schedules reports empty values.
+// The source of what a policy did and what it has chosen to do. A policy that counts nothing, has
+// no workers or chooses no schedules reports empty values.
 class PolicyStatisticsSource {
  public:
   virtual ~PolicyStatisticsSource() = default;

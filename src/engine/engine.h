@@ -43,9 +43,9 @@ struct SequenceSnapshot {
   absl::Duration age;
 };
 
-// Where the engine's thread spends its time, summed since the engine was made. `turn` overlaps with
-// the device's work, except where the device waits for it: the host's share of a step is turn /
-// step.
+// The time that the engine's thread spends, by part, summed since the engine was made. `turn`
+// overlaps with the device's work, except where the device waits for it: the host's share of a step
+// is turn / step.
 struct StepTimes {
   uint64_t steps = 0;  // steps whose results were read
   // wall time of those steps: from the results of the step before (or the launch, if later)
@@ -67,8 +67,8 @@ struct EngineSnapshot {
   bool draining = false;
 };
 
-// Which prompts this node computes. Under kOnFailure a handed-over prompt whose transfer fails is
-// computed here if the request brings it: the caller then waits for both, and sees the tokens it
+// Says which prompts this node computes. Under kOnFailure a handed-over prompt whose transfer fails
+// is computed here if the request brings it: the caller then waits for both, and sees the tokens it
 // would have seen.
 enum class LocalPrefill { kNever, kOnFailure, kAlways };
 

@@ -32,7 +32,7 @@ struct WaitingSequence {
   TokensByKind context;  // tokens that it takes at once, or soon, for its pending tokens
   TokensByKind total;    // tokens at its end
   TokensByKind home;     // tokens of DRAM that it must get to be admitted; 0: it has all it needs
-  // Whether its DRAM is reserved already: it was preempted, and its host cache is still large
+  // True: its DRAM is reserved already. It was preempted, and its host cache is still large
   // enough.
   bool has_home = false;
   int preemptions = 0;

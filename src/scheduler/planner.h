@@ -22,7 +22,7 @@ struct PlannerSequence {
   // Tokens [cached, length) have no KV yet: they are pending.
   int64_t cached = 0;
   int64_t length = 0;
-  // Whether the row of the last pending token chooses a new one; false: all tokens were chosen that
+  // True: the row of the last pending token chooses a new one. False: all tokens were chosen that
   // may be.
   bool wants_token = true;
   // False if its working set is not warm, its reader is slow, or it has nothing left to compute.

@@ -1,4 +1,4 @@
-// What a request gives when it is alone: on the same node, with capacity for it and no other
+// The result of a request that is alone: on the same node, with capacity for it and no other
 // request, on a device without faults, and with a caller and a sender that do everything at once. A
 // sparse policy may choose what a row attends to, but the result must be the same in any company.
 #pragma once

@@ -22,7 +22,7 @@ class History {
   uint64_t state() const { return state_; }
   const std::vector<int32_t>& tokens() const { return tokens_; }
   // Returns a chunk's payload: tokens [token_begin, token_end) of heads [head_begin, head_end).
-  // With latent caches a head stands for a kind. REQUIRES: token_begin is the first token of a
+  // A head of latent caches stands for a kind. REQUIRES: token_begin is the first token of a
   // block.
   std::vector<uint8_t> Payload(int layer, int head_begin, int head_end, size_t token_begin,
                                size_t token_end) const;

@@ -36,7 +36,7 @@ struct NodeSpec {
   int64_t dram_pages = 0;
   double overcommit = 1;  // promises per capacity of HBM
   PolicyOptions policy;   // except the options that depend on the node
-  // Whether a decode row attends to everything, wherever it lies. Then the tokens are those of
+  // True: a decode row attends to everything, wherever it lies. Then the tokens are those of
   // policy full.
   bool selects_all = true;
   // > 0: the model has latent caches and an indexer that selects this many entries.

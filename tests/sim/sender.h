@@ -46,7 +46,7 @@ class Sender {
  private:
   enum class Fault { kNone, kCorrupt, kDropped, kHeldUp, kDiffers };
   struct Chunk {
-    // With latent caches a head stands for a kind: each kind has one head.
+    // A head of latent caches stands for a kind: each kind has one head.
     uint32_t layer, head_begin, head_end, block_begin, block_end;
     Fault fault = Fault::kNone;
   };

@@ -35,7 +35,7 @@ void World::Run() {
   for (const RequestSpec& request : scenario_.requests) {
     RequestActors& actors = requests_.emplace_back();
     if (request.meeting != Meeting::kLocal) {
-      // By index, because the list moves while it grows.
+      // The loop goes by index, because the list moves while it grows.
       const size_t i = requests_.size() - 1;
       actors.sender = std::make_unique<Sender>(
           this, request, [this, i] { requests_[i].caller->Reserved(); },
@@ -173,7 +173,7 @@ void World::Turn() {
     case Engine::Next::Kind::kNow:
       return TurnAfter(DrawDuration(random_, scenario_.node.host_time));
     case Engine::Next::Kind::kEvent:
-      // With a time too the wait is in the inbox, and short: see EngineThread.
+      // If there is a time too, the wait is in the inbox, and short: see EngineThread.
       if (next_.until != absl::InfiniteFuture()) break;
       return;
     case Engine::Next::Kind::kInbox:

@@ -289,7 +289,7 @@ class CoAttentionImpl : public CoAttention {
     return absl::OkStatus();
   }
 
-  // What other threads know of a worker. Only the worker writes it.
+  // The state of a worker that other threads read. Only the worker writes it.
   struct alignas(64) WorkerState {
     std::atomic<int64_t> busy_ns{0};
     std::atomic<int64_t> tokens{0};

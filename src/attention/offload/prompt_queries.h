@@ -53,7 +53,7 @@ class PromptQueries {
     bool in_prompt = false;
     int64_t newest = -1;  // the position whose queries are kept
   };
-  // Which row's queries go to which slot in a step. Pinned.
+  // A list of which row's queries go to which slot in a step. Pinned.
   struct KeepList {
     Buffer rows, slots;  // int32 [slots]
     Buffer count;        // int32

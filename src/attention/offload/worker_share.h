@@ -26,7 +26,7 @@ struct CoAttentionSide {
 // Hands out pieces of one buffer, always the same pieces in the same order.
 class CoAttentionMemory {
  public:
-  // With `begin` null it only counts bytes.
+  // If `begin` is null it only counts bytes.
   CoAttentionMemory(const CoAttention::Options& options, std::byte* begin)
       : options_(options), begin_(begin) {}
   CoAttentionSide Side();

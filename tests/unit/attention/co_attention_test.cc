@@ -17,7 +17,7 @@ using kernels::DType;
 using kernels::KernelTable;
 using kernels::SparseAttentionParams;
 
-// What the workers of a test do in place of the kernel, for the row at position `row`.
+// A fault that the workers of a test have in place of the kernel, for the row at position `row`.
 enum class Fault { kNone, kThrow, kSleep };
 std::atomic<Fault> fault{Fault::kNone};
 std::atomic<int> fault_row{-1};
@@ -208,7 +208,7 @@ void Late(Device& device, const KernelTable& table) {
 }
 SLUICE_TEST_ON_EVERY_PATH("a late worker ends its group's sequences, and may come back", Late)
 
-// By design a page is freed only after its readers are fenced.
+// A page is freed only after its readers are fenced.
 void GivenAway(Device& device, const KernelTable& table) {
   Shape shape;
   shape.deadline = absl::Milliseconds(300);
@@ -268,7 +268,7 @@ void Dying(Device& device, const KernelTable& table) {
   CHECK(world.Failed().empty());
   CHECK(world.co_attention->Statistics().workers == 2);
   CHECK(world.co_attention->Statistics().left == 1);
-  // With no worker left no sequence is healthy, and steps end none the less.
+  // If no worker is left, no sequence is healthy, and steps end none the less.
   {
     const ScopedFailpoints armed("attention.worker_exit=error");
     step();

@@ -228,8 +228,9 @@ absl::StatusOr<std::string> PushZeros(Node& node, uint32_t context, uint32_t max
   return reserved->transfer_id;
 }
 
-// What the planner and the bench say that fits must come to run, whichever clients read: index keys
-// leave DRAM once they are in HBM, also those of a sequence whose client does not read yet.
+// Everything that fits according to the planner and the bench must come to run, whichever clients
+// read: index keys leave DRAM once they are in HBM, also those of a sequence whose client does not
+// read yet.
 void ParkedGiveBack(const std::string& kernels) {
   constexpr uint32_t kContext = 1024, kNew = 16;
   constexpr int kSequences = 6, kSlabs = 20;

@@ -87,7 +87,7 @@ void CheckPreempted(const std::string& kernels, DType type) {
   tight.hbm_bytes = (type == DType::kFloat32 ? 2 : 1) * 1536 * 400 + 8192;
   Node node(tight);
   std::vector<Generated> got = RunAll(node, kCount, kTokens);
-  // Which sequences have finished when another lacks a page depends on timing.
+  // It depends on timing which sequences have finished when another lacks a page.
   for (int again = 0; again < 9 && Preemptions(tight_metrics) < 2; ++again) {
     got = RunAll(node, kCount, kTokens);
   }

@@ -104,7 +104,7 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
     return growth != SequenceCache::Growth::kNoRoom;
   }
 
-  // Where HBM is not overcommitted a sequence grows once in SequenceCache::kGrowthBlocks blocks, so
+  // If HBM is not overcommitted a sequence grows once in SequenceCache::kGrowthBlocks blocks, so
   // most steps send nothing.
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                  absl::Span<const int32_t> positions) override {

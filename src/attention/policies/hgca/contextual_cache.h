@@ -3,7 +3,7 @@
 // the other into blocks behind the sequence's host cache (HGCA, section 3.2.2; algorithm 1, lines
 // 15-25).
 //
-// What a row attends to depends only on its position:
+// A row's attention depends only on its position:
 //   * An append is what comes before a first decode row: a prompt, pending tokens of a handoff, a
 //     second turn. If its last row was computed here, that row's weights A_cpu over every token
 //     outside the window of the first decode row make the selection, before the sequence counts as
@@ -107,8 +107,8 @@ class ContextualCache : public CoAttention::Source {
   // Makes every selection that is known to be needed and can be made. Returns whether some wait for
   // an event. Called by one thread, ahead of the workers; calling it is optional.
   bool SelectAhead();
-  // For that thread: work() changes whenever there is more to select, and WaitForWork waits for a
-  // change.
+  // SelectAhead's thread uses these: work() changes whenever there is more to select, and
+  // WaitForWork waits for a change.
   uint32_t work() const { return work_.load(std::memory_order_acquire); }
   void WaitForWork(uint32_t seen) const { work_.wait(seen, std::memory_order_acquire); }
   void Wake();

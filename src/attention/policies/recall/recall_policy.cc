@@ -69,7 +69,7 @@ class RecallPolicy : public OffloadPolicy {
                       rows.rows);
   }
 
-  // With fetch_all nothing is placed before the first step, because it would be forgotten then.
+  // Under fetch_all nothing is placed before the first step, because it would be forgotten then.
   std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens,
                                                const SelectionHints& hints) override {
     std::vector<std::vector<int32_t>> units = OffloadPolicy::FirstUnits(slot, tokens, hints);

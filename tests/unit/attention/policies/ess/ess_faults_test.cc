@@ -145,7 +145,7 @@ SelectionHints Nonsense(SplitMix64& random, int layers) {
 
 constexpr uint8_t kPoison = 0xFF;  // NaN, and page -1
 
-// By construction: a slot's pages go back in Release and DetachHostCache, which come after the
+// A slot's pages go back in Release and DetachHostCache, which come after the
 // slot's last step and its copies, and only its own rows read its tables. Here every free page is
 // poison while steps and warm-ups run; none of it reaches a result, and none is written.
 TEST_CASE("ess: no gather and no write meets a page that was given back") {

@@ -62,7 +62,7 @@ TEST_CASE("A pool has its ratio of the tokens, 6,400 places at least, and no mor
 }
 
 TEST_CASE("What holds the longest sequence whole need not hold the others") {
-  // With a ratio of 1 a length that fills its blocks has no place for the next token.
+  // Under a ratio of 1 a length that fills its blocks has no place for the next token.
   const EssPoolShape one = EssShapeOf(Options(1, 8, 33000, 0), 61, 32, 0);
   REQUIRE(one.HoldsWhole(33000));
   REQUIRE(!one.HoldsWhole(32768));

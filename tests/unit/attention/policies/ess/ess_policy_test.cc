@@ -195,7 +195,7 @@ std::pair<Result, int> RunUntilMissing(Overlap overlap, int row_bucket) {
   PolicyOptions::Ess ess = SmallPools(0.1);
   ess.least_places = 96;
   ess.overlap = overlap;
-  // With these rates halves pay at any number of misses.
+  // Under these rates halves pay at any number of misses.
   StageRates& rates = ess.profile.rates;
   rates.device = "cpu";
   rates.transfer.each_us = 100;

@@ -47,7 +47,7 @@ TEST_CASE("Schedules: PreAttn beside top-k always, and more the more is missed")
   REQUIRE(AddedTime(Overlap::kDa, times) < AddedTime(Overlap::kNone, times));
   // A short context's indexer hides little, and costs its halves all the same.
   REQUIRE(Chosen(605, 4096, 20) == Overlap::kDa);
-  // What attention leaves to the transfer has its price.
+  // The processors that attention leaves to the transfer have their price.
   StageTimes spared = Times(300, 131072, 20);
   spared.spared = 200;
   REQUIRE(ChooseOverlap(spared, 20) == Overlap::kNone);
