@@ -59,8 +59,9 @@ void BlockTables::Send(Stream& stream, absl::Span<const int32_t> slots,
   if (std::none_of(slots.begin(), slots.end(), grown)) return;
   Batch& batch = batches_[next_batch_];
   next_batch_ = (next_batch_ + 1) % batches_.size();
-  batch.done->Wait();  // it was, unless more steps are under way than there are batches
-  // A list for each kind and layer of each slot: where its new entries begin, and how many.
+  batch.done->Wait();  // ready already, unless more steps are under way than there are batches
+  // One list for each kind and layer of each slot: the first new entry, and the number of new
+  // entries.
   auto* const begins = batch.lists.as<int64_t>();
   auto* const counts = reinterpret_cast<int32_t*>(begins + MostLists());
   kernels::TransferParams params{};

@@ -1,4 +1,4 @@
-// Whether a policy may have threads of its own on a device.
+// Tells whether a policy may have threads of its own on a device.
 #pragma once
 
 #include "absl/status/status.h"

@@ -18,7 +18,7 @@ constexpr size_t kMaxLayers = 4096;
 constexpr int64_t kMaxContext = int64_t{1} << 30;
 constexpr int64_t kMaxBatch = 1 << 16;
 constexpr double kMaxMicroseconds = 1e9;
-// Of the logarithm of two batches' quotient, in Nearest.
+// Weight in Nearest of the logarithm of two batches' quotient.
 constexpr double kBatchWeight = 0.25;
 
 struct Stage {

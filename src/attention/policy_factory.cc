@@ -27,7 +27,7 @@ Made NewScout(const PolicyOptions& o) { return NewScoutPolicy(o); }
 
 Made NewHgca(const PolicyOptions& o) { return NewHgcaPolicy(o); }
 
-// Which caches a policy is for.
+// The kinds of caches that a policy can be for.
 enum class Caches {
   kAny,
   kKeysAndValues,
@@ -38,8 +38,8 @@ struct Known {
   const char* name;
   Made (*make)(const PolicyOptions&);
   Caches caches;
-  bool offloads;  // a sequence's home stays in DRAM, and none is preempted
-  // How the policy's tiers are cut; null: as the model's caches.
+  bool offloads;  // a sequence's host cache stays in DRAM, and no sequence is preempted
+  // How the policy divides its tiers; null: as the model's caches.
   TierShapes (*shapes)(const PolicyOptions&, const CacheLayout& model);
 };
 
@@ -85,10 +85,10 @@ absl::Status CheckCaches(const Known& known, const PolicyOptions& o) {
 
 absl::Status CheckOffload(const PolicyOptions& o) {
   if (o.hbm->overcommitted()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("overcommit: expected 1 with policy ", o.name,
-                     ", under which a sequence's home is in DRAM and none is preempted; set it to "
-                     "1, or take policy full"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "overcommit: expected 1 with policy ", o.name,
+        ", under which host KV caches stay in DRAM and no sequence is preempted; set it to "
+        "1, or take policy full"));
   }
   return absl::OkStatus();
 }
@@ -107,7 +107,7 @@ TierShapes TierShapesOf(const PolicyOptions& options, const CacheLayout& model) 
   for (const Known& known : kPolicies) {
     if (options.name != known.name || known.shapes == nullptr || !IsFor(known, model)) continue;
     TierShapes shapes = known.shapes(options, model);
-    // What is handed over lands in DRAM as it is.
+    // Handed-over caches land in DRAM in the model's own layout.
     SLUICE_CHECK(shapes.dram.layout.kinds.size() == model.kinds.size());
     return shapes;
   }

@@ -1,4 +1,5 @@
-// The one place that knows policies by their names.
+// The factory of policies: the one place that knows policies by their names. Any thread, before the
+// engine runs.
 #pragma once
 
 #include <memory>
@@ -11,16 +12,19 @@
 
 namespace sluice {
 
-// INVALID_ARGUMENT: there is no such policy (names the nearest), it is not for the model's caches
-// (names those that are), or an option is out of range;
-// UNIMPLEMENTED: the device lacks operators that it needs; RESOURCE_EXHAUSTED: no memory for its
-// tables.
+// Makes the policy that options.name names.
+// INVALID_ARGUMENT: there is no such policy (the message names the nearest), it is not for the
+// model's caches (the message names the policies that are), or an option is out of range.
+// UNIMPLEMENTED: the device lacks operators that the policy needs.
+// RESOURCE_EXHAUSTED: there is no memory for the policy's tables.
 absl::StatusOr<std::unique_ptr<AttentionPolicy>> NewPolicy(const PolicyOptions& options);
 
-// The names of those that keep a sequence's home in DRAM, and are for a model of these caches.
+// Returns the names of the policies that keep a sequence's host KV cache in DRAM and are for a
+// model with these caches.
 std::vector<std::string> OffloadingPolicies(const CacheLayout& model);
 
-// How the policy wants its tiers cut, for whoever makes the pools. Reads neither device nor pools.
+// Returns how the policy wants the HBM and DRAM arenas to be divided, for the code that makes the
+// pools. Reads neither `options.device` nor the pools.
 TierShapes TierShapesOf(const PolicyOptions& options, const CacheLayout& model);
 
 }  // namespace sluice

@@ -26,7 +26,8 @@ constexpr int64_t kMaxLayers = 4096;
 constexpr int64_t kMaxInterval = 1'000'000;
 constexpr size_t kFingerprintDigits = 64;
 
-// A projection's file: this, then float32, little-endian as every machine that this runs on.
+// Header of a projection's file. Float32 values follow it, little-endian like every machine that
+// this runs on.
 struct ProjectionHeader {
   char magic[8];
   char model_fingerprint[kFingerprintDigits];
@@ -96,7 +97,7 @@ absl::Status ParseLayers(const ConfigReader& reader, const std::string& path,
   return absl::OkStatus();
 }
 
-// `bytes`: of the payload that belongs to the profile, as its JSON says.
+// `bytes` is the payload's size, as the profile's JSON gives it.
 absl::Status ReadProjection(const std::string& path, int64_t bytes, int64_t crc,
                             PolicyProfile* profile) {
   std::ifstream file(path, std::ios::binary | std::ios::ate);

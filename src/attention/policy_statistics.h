@@ -1,5 +1,6 @@
-// What a sparse policy did since it was made: of sequences that run and of those that have ended.
-// For benches, profiles and metrics; their difference between two moments is what happened between.
+// Statistics of a sparse policy since it was made, for running sequences and for those that have
+// ended. Benchmarks, profiles and metrics read it; the difference between two moments is what
+// happened between them.
 #pragma once
 
 #include <array>
@@ -16,25 +17,28 @@ struct PolicyStatistics {
   struct Layer {
     int64_t steps = 0;     // decode rows
     int64_t selected = 0;  // tokens x KV heads attended to, wherever they lay
-    int64_t missing = 0;   // of them, those with no place in HBM: the CPU's, or fetched
-    int64_t recalled = 0;  // tokens x KV heads that were given a place
+    // selected tokens with no slot in HBM: the CPU attends to them, or they are fetched
+    int64_t missing = 0;
+    int64_t recalled = 0;  // tokens x KV heads that were given a slot in HBM
     int64_t recalls = 0;   // decode rows with a recall
-    // K and V of decode rows over the link: recalled or fetched, and written through. No warm-up.
+    // bytes of K and V of decode rows over the link: recalled or fetched, and written through;
+    // warm-up is not counted
     int64_t link_bytes = 0;
 
-    // What the CPU attends to (or the link brings) of a budget of `budget_tokens` tokens.
+    // Returns the share of a budget of `budget_tokens` tokens that the CPU attends to (or that the
+    // link brings).
     double Share(int64_t budget_tokens, int kv_heads) const {
       const int64_t budget = steps * budget_tokens * kv_heads;
       return budget == 0 ? 0 : static_cast<double>(missing) / static_cast<double>(budget);
     }
-    // Of what was selected, how much had a place.
+    // Returns the share of the selected tokens that had a slot in HBM.
     double HitRate() const {
       return selected == 0 ? 1 : 1 - static_cast<double>(missing) / static_cast<double>(selected);
     }
   };
   std::vector<Layer> layers;  // empty: the policy selects nothing; dense layers have zeros
 
-  // What came since `before`, which is of the same policy.
+  // Returns what came since `before`, which is of the same policy.
   PolicyStatistics Since(const PolicyStatistics& before) const {
     PolicyStatistics out = *this;
     for (size_t i = 0; i < before.layers.size(); ++i) {
@@ -49,27 +53,29 @@ struct PolicyStatistics {
   }
 };
 
-// How a policy lays its transfers beside a step's compute, where it chooses (policies/ess).
+// The schedules that a policy has chosen for its transfers and a step's compute, if it chooses any
+// (policies/ess).
 struct ScheduleStatistics {
   static constexpr size_t kSchedules = 3;
   static constexpr const char* kNames[kSchedules] = {"none", "da", "dba"};
-  std::array<int, kSchedules> layers{};  // in steps of the size that was chosen for last
-  int64_t changes = 0;                   // times that steps of a size were given other schedules
+  // number of layers with each schedule, in steps of the size that was last decided
+  std::array<int, kSchedules> layers{};
+  int64_t changes = 0;  // how often steps of a size were given other schedules
 };
 
-// What the CPU workers of a policy did since it was made.
+// Statistics of the CPU workers of a policy since it was made.
 struct WorkerStatistics {
-  int workers = 0;      // that are left
-  absl::Duration busy;  // attending, all workers together
+  int workers = 0;      // workers that are still alive
+  absl::Duration busy;  // time spent attending, all workers together
   int64_t tokens = 0;   // tokens x KV heads attended to
-  // Times that a worker failed, died, or missed its deadline.
+  // Number of times that a worker failed, died, or missed its deadline.
   int64_t failed = 0;
   int64_t left = 0;
   int64_t late = 0;
 };
 
-// What a policy did, and what it has chosen to do. A policy that counts nothing, has no workers or
-// chooses no schedules reports empty values.
+// The source of what a policy did and what it has chosen to do. A policy that counts nothing, has
+// no workers or chooses no schedules reports empty values.
 class PolicyStatisticsSource {
  public:
   virtual ~PolicyStatisticsSource() = default;

@@ -1,12 +1,13 @@
-// Where the caches of sequences are: the part of a policy that the engine calls to admit a sequence
-// to a slot, to grow it, to move it out of HBM and to release it.
+// The placement of sequences: where their caches are. It is the part of a policy that the engine
+// calls to admit a sequence to a slot, to grow it, to evict it from HBM and to release it.
 //
-// Only the engine's thread may call it. Copies that a call starts run on streams of the policy; the
-// calls themselves do not wait for them.
+// Only the engine's thread may call it. Copies that a call starts run on streams of the policy, and
+// the call does not wait for them.
 //
-// A slot's life: Admit, Warm until true, then Grow and steps in turn, then Release; or Evict, Warm
-// until true and DetachHostCache in place of Release. Where NeedsEndPrompt() is true, EndPrompt and
-// Warm until true come between the last step with prompt rows and the first decode row.
+// A slot's life is: Admit, Warm until it is true, then Grow and steps in turn, then Release. Evict,
+// Warm until it is true and DetachHostCache may come in place of Release. If NeedsEndPrompt() is
+// true, EndPrompt and Warm until it is true come between the last step with prompt rows and the
+// first decode row.
 #pragma once
 
 #include <cstdint>
@@ -92,7 +93,8 @@ class SequencePlacement {
   // Starts to make the working set of the slot, whose first `tokens` tokens are its prompt and are
   // computed; Warm(slot) says when the working set is complete. `hints` come from the prefill node
   // and are used where the policy knows nothing better. REQUIRES: called once per sequence, and
-  // every step of the slot is done. NOLINTNEXTLINE(performance-unnecessary-value-param)
+  // every step of the slot is done.
+  // NOLINTNEXTLINE(performance-unnecessary-value-param)
   virtual void EndPrompt(int /*slot*/, int64_t /*tokens*/, SelectionHints /*hints*/) {}
 
   // Returns how many of the last rows of a prompt are to be computed again, when the prompt was

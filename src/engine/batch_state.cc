@@ -184,7 +184,7 @@ void BatchState::RecordAgain(Stream& stream, StepProgram& program, Model& model,
 
 BatchState::StepProgram* BatchState::ProgramFor(const StepPlan& plan) {
   if (plan.decode_rows < plan.row_count) return nullptr;
-  // Several handed-over first tokens of a sequence are as many decode rows, and may be more than
+  // Several handed-over first tokens of a sequence are as many decode rows, which may be more than
   // any program has.
   const auto program = std::find_if(
       programs_.begin(), programs_.end(),
@@ -288,7 +288,8 @@ void BatchState::Launch(Stream& stream, int buffer, const StepPlan& plan, Model&
 
   if (plan.sample_count > 0) {
     if (SLUICE_FAILPOINT(kEngineLogits)) {
-      stream.Fill(logits_.data(), 0xFF, static_cast<size_t>(vocab_) * sizeof(float));  // NaN
+      // fills with NaN
+      stream.Fill(logits_.data(), 0xFF, static_cast<size_t>(vocab_) * sizeof(float));
     }
     if (program != nullptr) {
       program->sample->Run(stream);

@@ -1,13 +1,13 @@
 // The running batch as the device sees it: token histories, sampling state, the rows of the step
 // and its results, all at fixed addresses. The host changes tables when a sequence joins, and
-// uploads the rows of each step; token values never pass through it.
+// uploads the rows of each step; token values never pass through the host.
 //
 // So nearly all of a step of decode rows can be recorded once: one pair of programs (forward pass,
-// sampling) for every row bucket of the device, whose missing rows are padded. Such a step is then
-// one copy in, two programs and one copy out, whoever joined or left since. Steps with rows of
-// prompts, and all steps of a device without buckets, are enqueued operator by operator.
+// sampling) for every row bucket of the device. Missing rows of a bucket are padded. Such a step is
+// then one copy in, two programs and one copy out, whichever sequences joined or left since. Steps
+// with prompt rows, and all steps of a device without buckets, are enqueued operator by operator.
 //
-// Engine's thread only.
+// Only the engine's thread may call it.
 #pragma once
 
 #include <array>
@@ -29,7 +29,7 @@ namespace sluice {
 
 class BatchState {
  public:
-  // Steps that may be launched and not yet read.
+  // Maximum steps that are launched and not yet read.
   static constexpr int kDepth = 2;
 
   struct Options {
@@ -40,8 +40,8 @@ class BatchState {
                                                             const Model& model);
 
   // Records the programs for steps of up to `slots` decode rows, so that no later step has to; runs
-  // nothing. From then on Launch has to be called with streams of the kind of `stream`, and with
-  // `model` and `policy`, which outlive this. The device's errors.
+  // nothing. From then on Launch must be called with streams of the kind of `stream`, and with
+  // `model` and `policy`, which outlive this. Returns the device's errors.
   absl::Status RecordPrograms(Stream& stream, Model& model, AttentionPolicy& policy);
 
   // Puts a sequence's tokens and sampling state into `slot`. REQUIRES: no step that has the slot is
@@ -50,22 +50,22 @@ class BatchState {
             const SamplingParams& params, uint64_t seed, int32_t prompt_length,
             absl::Span<const int32_t> stop_ids);
 
-  // Ready when what Join enqueued for the slot is done; before, the slot must not be joined again.
+  // Returns an event that is ready when what Join enqueued for the slot is done. Until then the
+  // slot must not be joined again.
   Event& joined(int slot) { return *joined_[static_cast<size_t>(slot)]; }
 
-  // Notes on the stream where a step begins, for TimesOf(buffer): call before anything of the step
-  // is enqueued, Grow included. Without it the step is not timed.
+  // Marks on the stream where a step begins, for TimesOf(buffer). Call it before anything of the
+  // step is enqueued, Grow included. A step without it is not timed.
   void Begin(Stream& stream, int buffer);
 
-  // Enqueues what the policy has for the device, rows, forward pass, sampling and the way back of
-  // the results; `buffer` < kDepth is free again once event(buffer) is ready and its results were
-  // read.
+  // Enqueues a step: what the policy has for the device, the rows, the forward pass, sampling and
+  // the copy of the results. `buffer` < kDepth is free again once event(buffer) is ready and its
+  // results were read.
   void Launch(Stream& stream, int buffer, const StepPlan& plan, Model& model,
               AttentionPolicy& policy);
   Event& event(int buffer) { return *marks_[static_cast<size_t>(buffer)].end; }
 
-  // Where the device's time went in a step. REQUIRES: Begin was called for the step, and
-  // event(buffer) is ready.
+  // The device's time in a step, by part.
   struct Times {
     absl::Duration copy;     // tables and rows in, results out
     absl::Duration compute;  // the model
@@ -73,32 +73,34 @@ class BatchState {
   };
   Times TimesOf(int buffer) const;
 
-  // Result of the plan's sample number `index` (in the order of its sampling rows); an id of -1:
-  // the logits were not finite. `logprobs`: alternatives wanted, none if absent.
+  // Returns the result of the plan's sample number `index` (in the order of its sampling rows). An
+  // id of -1 means that the logits were not finite. `logprobs` is the number of alternatives
+  // wanted; absent: none. REQUIRES: event(buffer) is ready.
   OutputToken Result(int buffer, int index, std::optional<uint32_t> logprobs) const;
 
  private:
-  // How large a step is on the device, padded rows included.
+  // The size of a step on the device, including padded rows.
   struct Shape {
     int32_t rows = 0;
     int32_t decode_rows = 0;
     int32_t samples = 0;
   };
-  // A step of decode rows, recorded. In two parts, so that the time of each is known.
+  // A recorded step of decode rows. It has two parts, so that the time of each is known.
   struct StepProgram {
     Shape shape;
     std::unique_ptr<Program> forward, sample;
   };
 
   BatchState(const Options& options, Device* device, const Model& model);
-  // Rows that a step of `rows` decode rows is padded to; 0: it is not.
+  // Returns the rows to which a step of `rows` decode rows is padded; 0: it is not padded.
   int32_t BucketOf(int32_t rows) const;
-  // The program that serves a plan, or null.
+  // Returns the program that serves a plan, or null.
   StepProgram* ProgramFor(const StepPlan& plan);
   absl::StatusOr<std::unique_ptr<Program>> RecordForward(Stream& stream, const Shape& shape,
                                                          Model& model, AttentionPolicy& policy);
-  // Of a size for which the policy enqueues something else now. One that is under way runs to its
-  // end; where there is no new one, the old goes on to serve: its results are the same.
+  // Records a size of step again for which the policy now enqueues something else. A program that
+  // is under way runs to its end. If recording fails, the old program goes on to serve: its results
+  // are the same.
   void RecordAgain(Stream& stream, StepProgram& program, Model& model, AttentionPolicy& policy);
   // Writes the plan's rows and samples to `buffer`'s inputs on the host, padded to `shape`.
   void FillInputs(int buffer, const StepPlan& plan, const Shape& shape);
@@ -107,8 +109,8 @@ class BatchState {
   absl::Status Allocate(Buffer* buffer, MemoryKind kind, int64_t bytes, const char* what);
   absl::Status AllocateAll();
 
-  // Step inputs, int32, one after the other in one buffer: a step uploads as many bytes as its
-  // shape has, and their addresses are the same in every step of that shape.
+  // Step inputs, int32, one after the other in one buffer. A step uploads only the bytes of its
+  // shape, and the addresses are the same in every step of that shape.
   struct Inputs {
     int32_t *slots, *positions;                             // [rows]
     int32_t *logit_rows, *sample_slots, *sample_positions;  // [samples]
@@ -129,8 +131,8 @@ class BatchState {
     return int64_t{max_samples_} * (2 + 2 * kernels::kMaxTopLogprobs) * 4;
   }
 
-  // What Join uploads, per slot, and where it is sent from: the host copy of a slot is rewritten
-  // only after every step of the sequence before is done.
+  // The tables that Join uploads, by slot. The host's copy of a slot is rewritten only after every
+  // step of the sequence before is done.
   struct Tables {
     Buffer tokens;       // int32 [slots][max_context]
     Buffer sampling;     // SamplingSlot [slots]
@@ -152,14 +154,14 @@ class BatchState {
   std::array<Buffer, kDepth> host_results_;  // pinned
   Buffer logits_;                            // float32 [max_samples][vocab]
   Buffer sample_scratch_;
-  // Points of a step on its stream.
+  // Events at the points of a step on its stream.
   struct Marks {
     std::unique_ptr<TimedEvent> begin, rows_in, forward_done, sampled, end;
-    bool timed = false;  // Begin was called
+    bool timed = false;  // whether Begin was called
   };
   std::array<Marks, kDepth> marks_;
   std::vector<StepProgram> programs_;           // by rows, ascending
-  std::vector<std::unique_ptr<Event>> joined_;  // per slot
+  std::vector<std::unique_ptr<Event>> joined_;  // by slot
 };
 
 }  // namespace sluice

@@ -161,7 +161,7 @@ absl::StatusOr<SequenceId> EngineImpl::Submit(Request request) {
 
   std::vector<int32_t> stop_ids = StopIds(request.sampling, parts_.model->config().eos_token_ids);
   StopConditions stops(std::move(stop_ids), request.sampling.stop, request.sampling.min_tokens);
-  // std::function wants to be copied; the sequence is handed on once.
+  // std::function must be copyable, but the sequence is handed on only once.
   auto sequence = std::make_shared<std::unique_ptr<Sequence>>(
       std::make_unique<Sequence>(std::move(request), std::move(stops)));
   const SequenceId id(next_id_++);
@@ -226,7 +226,8 @@ void EngineImpl::Drain(absl::Time deadline, absl::Status why, std::function<void
     drain_why_ = why;
     next_check_ = absl::InfinitePast();
     if (idle != nullptr) idle_callbacks_.push_back(idle);
-    // No Reserve is accepted any more: who waits for one waits in vain.
+    // No Reserve is accepted any more, so a Generate whose transfer has not begun would wait in
+    // vain.
     const std::vector<Sequence*> awaiting = awaiting_;
     for (Sequence* sequence : awaiting) {
       if (parts_.transfers->Info(*sequence->attached).has_value()) continue;

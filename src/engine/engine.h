@@ -1,8 +1,9 @@
-// The decode loop: owns the running batch. One thread calls Turn(); everything else reaches the
-// engine through its inbox, so no other thread touches a sequence.
+// The engine: the decode loop, which owns the running batch. One thread calls Turn(); everything
+// else reaches the engine through its inbox, so no other thread touches a sequence.
 //
-// A turn: drain the inbox, reap leases and deadlines, admit, plan, launch the next step, and only
-// then take the results of the step before: the device always has work queued while the host emits.
+// A turn drains the inbox, reaps leases and deadlines, admits, plans, launches the next step, and
+// only then takes the results of the step before: so the device always has work queued while the
+// host emits.
 #pragma once
 
 #include <cstdint>
@@ -42,29 +43,32 @@ struct SequenceSnapshot {
   absl::Duration age;
 };
 
-// Where the engine's thread spends its time, summed since the engine was made. `turn` runs beside
-// the device but for what it keeps the device waiting: the host's share of a step is turn / step.
+// The time that the engine's thread spends, by part, summed since the engine was made. `turn`
+// overlaps with the device's work, except where the device waits for it: the host's share of a step
+// is turn / step.
 struct StepTimes {
-  uint64_t steps = 0;     // whose results were read
-  absl::Duration step;    // wall time of those: from the results before (or its launch, if later)
-  absl::Duration turn;    // all of Turn(), the next three included; waiting is not in it
-  absl::Duration plan;    // which rows, and pages for their growth
-  absl::Duration launch;  // upload of the rows, and enqueueing model and sampling
-  absl::Duration emit;    // results to their streams
-  // Of `step`: the forward pass and sampling, by the device's own clock.
+  uint64_t steps = 0;  // steps whose results were read
+  // wall time of those steps: from the results of the step before (or the launch, if later)
+  absl::Duration step;
+  absl::Duration turn;    // all of Turn(), including the next three; waiting is not included
+  absl::Duration plan;    // choosing rows, and pages for their growth
+  absl::Duration launch;  // uploading the rows, and enqueueing model and sampling
+  absl::Duration emit;    // passing results to their streams
+  // The part of `step` that is the forward pass and sampling, by the device's own clock.
   absl::Duration kernels;
 };
 
 struct EngineSnapshot {
   std::vector<SequenceSnapshot> sequences;
   StepTimes times;
-  uint32_t running = 0;  // parked ones included
-  uint32_t waiting = 0;  // awaiting their transfer, or room
+  uint32_t running = 0;  // including parked ones
+  uint32_t waiting = 0;  // awaiting their transfer or capacity
   bool draining = false;
 };
 
-// Which prompts this node computes. One that was handed over may fail and be computed after all
-// where the request brings it: the caller then waits for both, and sees the tokens it would have.
+// Says which prompts this node computes. Under kOnFailure a handed-over prompt whose transfer fails
+// is computed here if the request brings it: the caller then waits for both, and sees the tokens it
+// would have seen.
 enum class LocalPrefill { kNever, kOnFailure, kAlways };
 
 class Engine : public Generator {
@@ -79,7 +83,8 @@ class Engine : public Generator {
     absl::Duration transfer_wait = absl::Seconds(60);
     absl::Duration slow_reader_timeout = absl::Seconds(30);
   };
-  // Everything outlives the engine. `token_bytes` null: no stop strings.
+  // The parts that the engine uses; all of them outlive it. With `token_bytes` null there are no
+  // stop strings.
   struct Parts {
     Device* device = nullptr;
     Model* model = nullptr;
@@ -89,43 +94,46 @@ class Engine : public Generator {
     Metrics* metrics = nullptr;
     Clock* clock = nullptr;
     Readiness* readiness = nullptr;     // null: the engine keeps its own
-    FinishRate* finish_rate = nullptr;  // told of every end, asked for refusals; may be null
-    TurnTrace* trace = nullptr;         // told of every phase; may be null
+    FinishRate* finish_rate = nullptr;  // notified of every end, asked for refusals; may be null
+    TurnTrace* trace = nullptr;         // notified of every phase; may be null
   };
   static absl::StatusOr<std::unique_ptr<Engine>> Create(const Options& options, const Parts& parts);
 
-  // ---- From any thread: Generator's, and ----
+  // ---- Any thread may call these, and Generator's functions ----
 
-  // Gives a kept sequence back that no Generate has; whether there was one.
+  // Gives a kept sequence back that no Generate uses. Returns whether there was one.
   virtual bool Forget(const std::string& sequence_id, const std::string& tenant) = 0;
-  // `done` runs on the engine's thread within one step.
+  // Takes a snapshot; `done` runs on the engine's thread within one step.
   virtual void Snapshot(std::function<void(EngineSnapshot)> done) = 0;
-  // New requests are refused with UNAVAILABLE from now on, reason DRAINING. What is alive goes on
-  // until `deadline` and then ends with `why`; what waits for a transfer that has not begun ends at
-  // once. `idle` (may be null) runs on the engine's thread the next time that nothing runs or
-  // waits. Again while draining: `deadline` and `why` are set anew.
+  // Starts to drain. New requests are refused from now on with UNAVAILABLE, reason DRAINING.
+  // Requests in progress go on until `deadline` and then end with `why`; those that wait for a
+  // transfer that has not begun end at once. `idle` (may be null) runs on the engine's thread the
+  // next time that nothing runs or waits. A second call while draining replaces `deadline` and
+  // `why`.
   virtual void Drain(absl::Time deadline, absl::Status why, std::function<void()> idle) = 0;
-  // Takes requests again; what is left of the time to drain is forgotten. Nothing if not draining.
+  // Accepts requests again and drops the drain's deadline. Does nothing if the engine is not
+  // draining.
   virtual void Resume() = 0;
-  // Ends everything that is alive with `why`.
+  // Ends every request in progress with `why`.
   virtual void CancelAll(absl::Status why) = 0;
 
-  // ---- From the engine's one thread ----
+  // ---- Only the engine's thread may call these ----
 
-  // What to wait for before the next turn.
+  // The thing to wait for before the next turn.
   struct Next {
     enum class Kind { kNow, kEvent, kInbox } kind = Kind::kInbox;
-    Event* event = nullptr;                     // kEvent
-    absl::Time until = absl::InfiniteFuture();  // turn by then at the latest
+    Event* event = nullptr;                     // set for kEvent
+    absl::Time until = absl::InfiniteFuture();  // latest time of the next turn
   };
   virtual Next Turn() = 0;
-  // Blocks until the inbox has something or Wake() was called (true), or until `until` or sooner
-  // (false). A time that is past never blocks: a simulation only looks.
+  // Blocks until the inbox has something or Wake() was called, and returns true; or returns false
+  // at `until` or sooner. It never blocks if `until` is past, so that a simulation only polls.
   virtual bool WaitForInbox(absl::Time until) = 0;
   virtual const StepTimes& times() const = 0;
 };
 
-// Runs an engine on a thread of its own until destroyed; cancels what is alive when it ends.
+// Runs an engine on a thread of its own until destroyed. The destructor cancels the requests in
+// progress.
 class EngineThread {
  public:
   explicit EngineThread(Engine* engine);

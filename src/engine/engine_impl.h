@@ -1,6 +1,7 @@
-// The engine's insides, shared by engine.cc (what any thread may call), turn.cc (the phases of a
-// turn), placement.cc (who comes into the batch, leaves it and comes back) and sequence_life.cc
-// (how a sequence comes, emits and goes).
+// The engine's implementation class. Its functions are in engine.cc (what any thread may call),
+// turn.cc (the phases of a turn), placement.cc (how sequences enter the batch, leave it and come
+// back) and sequence_life.cc (how a sequence arrives, emits and ends). Functions and members belong
+// to the engine's thread unless they say otherwise.
 #pragma once
 
 #include <array>
@@ -52,7 +53,7 @@ class EngineImpl : public Engine {
   const StepTimes& times() const override { return times_; }
 
  private:
-  // A launched step whose results are not read.
+  // A launched step whose results are not read yet.
   struct Step {
     absl::Time launched;
     std::vector<Sequence*> sampled;  // in the order of the plan's sampling rows
@@ -60,27 +61,28 @@ class EngineImpl : public Engine {
   };
 
   absl::Status CheckRequest(const Request& request) const;
-  // Output tokens at most after a prompt that this node computes itself.
+  // Returns the maximum output tokens after a prompt that this node computes itself.
   int64_t LocalMaxTokens(int64_t prompt) const;
-  // max_tokens and min_tokens against the most that there may be.
+  // Checks max_tokens and min_tokens against `most`, the maximum that `why` explains.
   static absl::Status CheckTokens(const SamplingParams& sampling, int64_t most,
                                   const std::string& why);
-  // The rules between a request and its manifest.
+  // Checks the rules between a request and its manifest.
   static absl::Status CheckManifest(const Request& request, const std::vector<int32_t>& prompt,
                                     uint32_t max_new_tokens);
-  // What `prompt` tokens leave for output: whether they do, and whether the request wants more.
+  // Checks that `prompt` tokens leave space for output, and that the request does not want more
+  // output than they leave.
   absl::Status CheckPromptFits(const Request& request, size_t prompt) const;
-  // Of a Generate and what it is attached to.
+  // Checks a Generate against what it is attached to.
   absl::Status CheckAttached(const Request& request, const TransferTable::AttachedInfo& info) const;
 
   static int BufferOf(uint64_t step) { return static_cast<int>(step % BatchState::kDepth); }
   int steps_under_way() const { return static_cast<int>(launched_steps_ - completed_steps_); }
 
-  // Phases of a turn.
+  // The phases of a turn.
   Next TakeTurn();
   void CheckTimes(absl::Time now);
-  // The device has failed: every sequence ends with why, and no other comes. Again in every turn,
-  // for what was submitted meanwhile.
+  // Ends every sequence with `health`, because the device has failed, and accepts no other. Every
+  // turn does so again, for requests that were submitted meanwhile.
   void EndFailed(const absl::Status& health, absl::Time now);
   void TakeReadyTransfers(absl::Time now);
   void ReleaseSlots();
@@ -91,38 +93,41 @@ class EngineImpl : public Engine {
   bool LaunchStep(absl::Time now);
   void CompleteStep();
   void UpdateGauges();
-  // The event that the first slot on its way in or out waits for, or null.
+  // Returns the event that the first slot on its way in or out waits for, or null.
   Event* PendingSlotEvent();
 
   bool Admit(Sequence& sequence, Promise promise, absl::Time now);
-  // Tells the policy, once, when every row of the prompt is computed.
+  // Tells the policy once, when every row of the prompt is computed.
   void EndPromptIfDone(Sequence& sequence);
   void FreeSlot(int slot);
-  // Every launched step that has its row is done, and so is every copy of its slot.
+  // Returns whether every launched step that has the sequence's row is done, and so is every copy
+  // of its slot.
   bool SlotAtRest(const Sequence& sequence);
-  // What SlotAtRest waits for, where no step is under way.
+  // Returns the event that SlotAtRest waits for when no step is under way.
   Event* SlotEvent(const Sequence& sequence);
-  // Makes places for the rows that the next step may give it. False: a page is lacking, and if
-  // nobody is on his way out already, the one whose turn it is has been sent.
+  // Makes the rows writable that the next step may give the sequence. Returns false if a page is
+  // lacking; then, if no sequence is on its way out already, the one whose turn it is has been
+  // preempted.
   bool MakeRoom(Sequence& sequence);
   void Preempt(Sequence& sequence);
-  // Into waiting_, by ticket.
+  // Puts the sequence into waiting_, by ticket.
   void Enqueue(Sequence& sequence);
 
   void Add(std::unique_ptr<Sequence> sequence, absl::Time now);
   void BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time now);
-  // With nothing handed over: all of the prompt is pending.
+  // Makes the sequence ready with nothing handed over: all of its prompt is pending.
   void BecomeReadyWithout(Sequence& sequence, absl::Time now);
-  // For one that awaits its transfer, which failed: ends with `why`, or computes its prompt here.
+  // Handles a failed transfer of a sequence that awaits it: ends the sequence with `why`, or
+  // computes its prompt here.
   void EndOrCompute(Sequence& sequence, absl::Status why, absl::Time now);
-  // Emits an output token and ends the sequence if it stops there; then the sequence may be gone,
-  // and the result is false.
+  // Emits an output token, and ends the sequence if it stops there. Returns false in that case; the
+  // sequence may be gone then.
   bool Emit(Sequence& sequence, const OutputToken& token, absl::Time now);
-  // Ends all of them.
+  // Ends all sequences.
   void EndAll(const absl::Status& why, absl::Time now);
   void Finish(Sequence& sequence, FinishInfo info, absl::Time now);
   void FinishWith(Sequence& sequence, absl::Status why, absl::Time now);
-  // Of a sequence that ends well and is to be kept: mints its name, if there is room for it. Its
+  // Mints the name of a sequence that ends well and is to be kept, if there is capacity for it. Its
   // caches follow when its slot is at rest.
   void Keep(Sequence& sequence);
   void CheckIdle();
@@ -133,7 +138,7 @@ class EngineImpl : public Engine {
   const Parts parts_;
   Inbox inbox_;
   Readiness own_readiness_;
-  // Drains and resumes under submit_mutex_: every request was submitted before or after.
+  // Drains and resumes under submit_mutex_, so that every request was submitted before or after.
   Readiness* const readiness_;
 
   // Shared with Submit.
@@ -143,14 +148,15 @@ class EngineImpl : public Engine {
   uint32_t waiting_count_ ABSL_GUARDED_BY(submit_mutex_) = 0;  // submitted and not yet admitted
   std::atomic<bool> transfers_changed_{false};
 
-  // Engine's thread.
+  // Members of the engine's thread.
   const std::unique_ptr<BatchState> batch_;
   const std::unique_ptr<Stream> stream_;
-  // In order of arrival: what ends at one time ends in that order, and a run can be repeated.
+  // In order of arrival: sequences that end at one time end in that order, so a run can be
+  // repeated.
   absl::btree_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
-  absl::flat_hash_map<std::string, Sequence*> by_name_;  // request id
-  std::vector<Sequence*> awaiting_;                      // for their transfer
-  std::deque<Sequence*> waiting_;                        // for room, by ticket
+  absl::flat_hash_map<std::string, Sequence*> by_name_;  // by request id
+  std::vector<Sequence*> awaiting_;                      // awaiting their transfer
+  std::deque<Sequence*> waiting_;                        // waiting for capacity, by ticket
   std::vector<Sequence*> running_;                       // by ticket
   std::vector<Sequence*> preempting_;
   std::vector<std::unique_ptr<Sequence>> leaving_;  // finished, slot still in a launched step
@@ -164,13 +170,13 @@ class EngineImpl : public Engine {
   std::vector<Admission> admissions_;
   int soft_running_ = 0;
   uint64_t next_ticket_ = 1;
-  Event* cold_ = nullptr;  // of a slot that was not warm in the newest plan
+  Event* cold_ = nullptr;  // event of a slot that was not warm in the newest plan
   StepPlan plan_;
   uint64_t launched_steps_ = 0;
   uint64_t completed_steps_ = 0;
   StepTimes times_;
   absl::Time last_completed_ = absl::InfinitePast();
-  absl::Time last_turn_ = absl::InfinitePast();  // its end; kept for a trace alone
+  absl::Time last_turn_ = absl::InfinitePast();  // end of the last turn; kept only for a trace
   absl::Time next_reap_ = absl::InfinitePast();
   absl::Time next_check_ = absl::InfinitePast();
   SplitMix64 seeds_;

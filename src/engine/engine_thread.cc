@@ -22,7 +22,8 @@ EngineThread::EngineThread(Engine* engine) : state_(new State{engine, {}, {}}) {
         case Engine::Next::Kind::kNow:
           break;
         case Engine::Next::Kind::kEvent:
-          // What has a time too is waited for in the inbox: events wake nobody there.
+          // If there is a time limit too, the wait is in the inbox: an event cannot end a wait
+          // there.
           if (next.until == absl::InfiniteFuture()) {
             next.event->Wait();
           } else if (!next.event->Ready()) {

@@ -1,4 +1,4 @@
-// The engine's inbox: closures from any thread, run on the engine's thread in order.
+// The engine's inbox: closures that any thread posts and the engine's thread runs, in order.
 #pragma once
 
 #include <algorithm>
@@ -20,13 +20,13 @@ class Inbox {
     work_.push_back(std::move(work));
     SignalLocked();
   }
-  // Ends a Wait without anything to run.
+  // Ends a Wait without posting anything.
   void Wake() {
     absl::MutexLock lock(&mutex_);
     woken_ = true;
     SignalLocked();
   }
-  // Runs what is there.
+  // Runs everything that was posted.
   void Drain() {
     {
       absl::MutexLock lock(&mutex_);
@@ -36,9 +36,9 @@ class Inbox {
     for (const std::function<void()>& work : running_) work();
     running_.clear();
   }
-  // Whether there is something: at once, or after `timeout` at most (none: it only looks) and never
-  // more than kLookAgain: a wake-up that got lost, or a clock that leapt, makes the engine late by
-  // that much, and hangs nobody.
+  // Returns whether something was posted: at once, or after `timeout` at most (a zero or negative
+  // timeout only polls), and never after more than kLookAgain. A lost wake-up, or a clock that
+  // leapt, makes the engine late by that much but never hangs it.
   bool Wait(absl::Duration timeout) {
     absl::MutexLock lock(&mutex_);
     if (!woken_ && work_.empty() && timeout > absl::ZeroDuration()) {
@@ -57,7 +57,7 @@ class Inbox {
   absl::CondVar changed_;  // not Mutex::Await: ThreadSanitizer cannot see into Debian's Abseil
   bool woken_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::function<void()>> work_ ABSL_GUARDED_BY(mutex_);
-  std::vector<std::function<void()>> running_;  // engine's thread; keeps its memory
+  std::vector<std::function<void()>> running_;  // belongs to the engine's thread; keeps its memory
 };
 
 }  // namespace sluice

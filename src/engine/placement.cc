@@ -1,5 +1,5 @@
-// Who has a slot: admission, preemption and the way back, release. The decisions are the
-// scheduler's (src/scheduler/admission.h).
+// Slots of the batch: admission, preemption and the way back, release. The scheduler makes the
+// decisions (src/scheduler/admission.h).
 #include <algorithm>
 #include <utility>
 
@@ -38,7 +38,7 @@ void EngineImpl::AdmitWaiting(absl::Time now) {
     room.growth_tokens += std::min(sequence->total() - sequence->cached, kGrowthTokens);
   }
   waiting_view_.clear();
-  size_t with_home = 0;  // the others may be passed over
+  size_t with_home = 0;  // the others may be overtaken
   for (const Sequence* sequence : waiting_) {
     if (with_home == free_slots_.size()) break;
     WaitingSequence view;
@@ -63,16 +63,16 @@ void EngineImpl::AdmitWaiting(absl::Time now) {
       continue;
     }
     const Promise promise = admission == Admission::kFirm ? Promise::kFirm : Promise::kSoft;
-    // The plan counts tokens, the pools whole blocks, and DRAM may have gone to a Reserve
+    // The plan counts tokens but the pools whole blocks, and a Reserve may have taken DRAM
     // meanwhile.
     if (!Admit(*waiting_[next], promise, now)) return;
     waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(next));
   }
 }
 
-// A next turn holds its sequence's home, which may be too small for how it goes on. Where nothing
-// runs that would give DRAM back, several of them could wait for one another for ever: the youngest
-// ends.
+// A later turn of a kept sequence holds the sequence's host cache, which may be too small for how
+// it goes on. If nothing runs that would give DRAM back, several of them could wait for one another
+// for ever, so the youngest ends.
 void EngineImpl::EndStarved(absl::Time now) {
   if (!running_.empty() || !preempting_.empty() || !leaving_.empty()) return;
   for (auto it = waiting_.rbegin(); it != waiting_.rend(); ++it) {
@@ -81,16 +81,17 @@ void EngineImpl::EndStarved(absl::Time now) {
     const Footprint need = parts_.policy->FootprintOf(sequence.home_tokens, sequence.total());
     const TokensByKind lacks = sequence.home->Lacks(need.dram_tokens);
     if (lacks == TokensByKind(0)) continue;
-    FinishWith(sequence,
-               ResourceExhausted(
-                   reasons::kDramFull,
-                   absl::StrCat("the sequence needs room in DRAM for ",
-                                sequence.home->pool()->layout().Describe(lacks),
-                                " tokens more, there is none, and nothing runs that would give it "
-                                "back; ask for fewer max_tokens, or try a new sequence later"),
-                   parts_.finish_rate != nullptr ? parts_.finish_rate->RetryAfter()
-                                                 : FinishRate::kDefault),
-               now);
+    FinishWith(
+        sequence,
+        ResourceExhausted(
+            reasons::kDramFull,
+            absl::StrCat("the sequence needs DRAM for ",
+                         sequence.home->pool()->layout().Describe(lacks),
+                         " more tokens, none is free, and no running sequence would give any "
+                         "back; ask for fewer max_tokens, or try a new sequence later"),
+            parts_.finish_rate != nullptr ? parts_.finish_rate->RetryAfter()
+                                          : FinishRate::kDefault),
+        now);
     return;
   }
 }
@@ -113,7 +114,7 @@ bool EngineImpl::Admit(Sequence& sequence, Promise promise, absl::Time now) {
   const bool first = !sequence.seed.has_value();
   if (first) {
     sequence.seed = seeds_();
-    // Grows without allocating.
+    // Reserved so that it grows without allocating.
     sequence.tokens.reserve(static_cast<size_t>(sequence.total()));
     absl::MutexLock lock(&submit_mutex_);
     --waiting_count_;
@@ -137,7 +138,7 @@ bool EngineImpl::Admit(Sequence& sequence, Promise promise, absl::Time now) {
 
 void EngineImpl::MakeFirm() {
   if (soft_running_ == 0) return;
-  for (Sequence* sequence : running_) {  // the oldest first, and nobody past one that must wait
+  for (Sequence* sequence : running_) {  // oldest first; none is passed that must wait
     if (!sequence->soft) continue;
     if (!parts_.policy->MakeFirm(sequence->slot)) return;
     sequence->soft = false;
@@ -148,7 +149,7 @@ void EngineImpl::MakeFirm() {
 bool EngineImpl::MakeRoom(Sequence& sequence) {
   const int64_t most = sequence.cached + static_cast<int64_t>(options_.chunk_tokens);
   if (parts_.policy->Grow(sequence.slot, std::min(sequence.length, most))) return true;
-  // What is on its way out gives pages back soon.
+  // A sequence on its way out gives pages back soon.
   if (!leaving_.empty() || !preempting_.empty()) return false;
   victim_view_.clear();
   for (const Sequence* running : running_) {
@@ -176,7 +177,7 @@ void EngineImpl::MoveOut(absl::Time /*now*/) {
   std::erase_if(preempting_, [this](Sequence* sequence) {
     if (!SlotAtRest(*sequence)) return false;
     if (!sequence->evicted) {
-      // Nothing is in flight: the host knows every token, and every KV is where it belongs.
+      // Nothing is in flight, so the host knows every token, and every KV is where it belongs.
       SLUICE_CHECK(sequence->length == static_cast<int64_t>(sequence->tokens.size()) &&
                    sequence->in_flight == 0);
       parts_.policy->Evict(sequence->slot, sequence->cached);
@@ -196,8 +197,8 @@ void EngineImpl::EndPromptIfDone(Sequence& sequence) {
       sequence.last_step > completed_steps_) {
     return;
   }
-  // Decode rows wait for this, and prompts end where decode rows begin: whatever part of it was
-  // handed over, the first decode row is that of position prompt_length.
+  // Decode rows wait for EndPrompt, and prompts end where decode rows begin: however much of the
+  // prompt was handed over, the first decode row is that of position prompt_length.
   SLUICE_CHECK(sequence.cached == sequence.prompt_length);
   parts_.policy->EndPrompt(sequence.slot, sequence.prompt_length, std::move(sequence.hints));
   sequence.hints = {};
@@ -231,7 +232,7 @@ void EngineImpl::ReleaseSlots() {
       parts_.policy->Release(sequence->slot);
     } else {
       std::unique_ptr<SequenceCache> home = parts_.policy->DetachHostCache(sequence->slot);
-      // What a failed device left is nobody's cache.
+      // Caches that a failed device left are not kept.
       if (!parts_.device->Health().ok()) home.reset();
       parts_.transfers->kept().KeepHome(sequence->keep_id, std::move(home));
     }
@@ -241,7 +242,8 @@ void EngineImpl::ReleaseSlots() {
 }
 
 Event* EngineImpl::PendingSlotEvent() {
-  // What planning saw, not what is so now: a slot that became warm in between has its step to come.
+  // Returns what planning saw, not what is so now: a slot that became warm since has yet to get its
+  // step.
   if (cold_ != nullptr) return cold_;
   if (!leaving_.empty()) return SlotEvent(*leaving_.front());
   if (!preempting_.empty()) return SlotEvent(*preempting_.front());

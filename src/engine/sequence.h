@@ -1,4 +1,5 @@
-// A sequence as the engine keeps it, from Submit to its one Finish. Engine's thread only.
+// A sequence as the engine keeps it, from Submit to its one Finish. Only the engine's thread may
+// use it.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +18,11 @@ namespace sluice {
 
 struct Sequence {
   enum class State {
-    kAwaitingTransfer,  // its Generate is here, its transfer is not ready
-    kWaiting,           // ready; no slot or no HBM yet, or none any more
+    kAwaitingTransfer,  // its Generate has arrived, its transfer is not ready
+    kWaiting,           // ready, but without a slot: not admitted yet, or preempted
     kRunning,           // has a slot (its working set may still be warming)
-    kPreempting,        // has a slot, and no row any more: its caches are on their way to DRAM
-    kFinished,  // the sink has had its Finish; a slot goes back when no step has it any more
+    kPreempting,        // has a slot, but gets no rows: its caches are on their way to DRAM
+    kFinished,  // the sink has had its Finish; the slot goes back when no step has it any more
   };
 
   Sequence(Request r, StopConditions conditions)
@@ -32,46 +33,46 @@ struct Sequence {
   StopConditions stops;
   State state = State::kWaiting;
   absl::Time arrival;
-  absl::Time ready;                             // its transfer was complete
-  absl::Time give_up = absl::InfiniteFuture();  // of kAwaitingTransfer
+  absl::Time ready;                             // when its transfer was complete
+  absl::Time give_up = absl::InfiniteFuture();  // deadline of kAwaitingTransfer
 
-  // The handoff.
+  // Handoff.
   std::optional<TransferTable::AttachId> attached;
   std::string transfer_id;
 
-  SelectionHints hints;  // until its working set is made
+  SelectionHints hints;  // kept until its working set is made
 
-  // While it waits: caches of tokens [0, home_tokens), null if there are none.
+  // The host cache while it waits: the caches of tokens [0, home_tokens), or null.
   std::unique_ptr<SequenceCache> home;
   int64_t home_tokens = 0;
 
-  // Tokens. [0, prompt_length) are the prompt, then output. Those that a step has been launched to
+  // Tokens. [0, prompt_length) are the prompt, then comes output. Tokens that a launched step is to
   // choose count in `length`, although the host learns them a step later.
   std::vector<int32_t> tokens;  // as far as the host knows them
   int64_t prompt_length = 0;
-  int64_t context_length = 0;  // handed over
+  int64_t context_length = 0;  // tokens handed over
   int64_t max_tokens = 0;
   int64_t length = 0;
-  int64_t cached = 0;   // tokens [0, cached) have their KV, or a launched step makes it
+  int64_t cached = 0;   // tokens [0, cached) have their KV, or a launched step computes it
   int64_t emitted = 0;  // output tokens given to the sink
 
-  // The batch.
-  uint64_t ticket = 0;           // order in which sequences became ready: that of admission
-  std::optional<uint64_t> seed;  // since its first admission
+  // Batch.
+  uint64_t ticket = 0;  // order in which sequences became ready, which is the order of admission
+  std::optional<uint64_t> seed;  // set at its first admission
   int slot = -1;
-  bool prompt_ended = false;  // AttentionPolicy::EndPrompt was called, or is not needed
-  bool soft = false;          // its promise of HBM
-  bool evicted = false;       // of kPreempting and of keep_id: the copy to DRAM is enqueued
-  // Of kFinished: the caches of tokens [0, keep_tokens) are to be kept under this name.
+  bool prompt_ended = false;  // SequencePlacement::EndPrompt was called, or is not needed
+  bool soft = false;          // its promise of HBM is soft
+  bool evicted = false;       // in kPreempting and with keep_id: the copy to DRAM is enqueued
+  // In kFinished: the caches of tokens [0, keep_tokens) are to be kept under this name.
   std::string keep_id;
   int64_t keep_tokens = 0;
   int preemptions = 0;
-  absl::Time preempted_at;     // the last time
-  absl::Duration preempted;    // waited in all before that
+  absl::Time preempted_at;     // when it was last preempted
+  absl::Duration preempted;    // total wait of earlier preemptions
   int in_flight = 0;           // launched steps whose result is not read
-  uint64_t last_step = 0;      // newest launched step that has it
+  uint64_t last_step = 0;      // newest launched step that has a row of it
   absl::Duration queued;       // from ready to its slot
-  absl::Duration first_token;  // from its arrival; zero: none yet
+  absl::Duration first_token;  // from its arrival; zero: there is none yet
   absl::Time last_emit;
   std::optional<absl::Time> parked_since;
 

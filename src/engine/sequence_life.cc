@@ -1,4 +1,4 @@
-// How a sequence comes, becomes ready, emits and ends.
+// The life of a sequence: how it arrives, becomes ready, emits and ends.
 #include <algorithm>
 #include <utility>
 
@@ -41,7 +41,8 @@ void EngineImpl::BecomeReadyWithout(Sequence& sequence, absl::Time now) {
 
 void EngineImpl::EndOrCompute(Sequence& sequence, absl::Status why, absl::Time now) {
   const Request& request = sequence.request;
-  // What is kept is not the request's to compute, and a node that ends takes on nothing.
+  // The caches of a kept sequence cannot be computed from the request, and a node that shuts down
+  // takes on nothing.
   if (options_.local_prefill == LocalPrefill::kNever || request.prompt.empty() ||
       !request.handoff.sequence_id.empty() || ReasonOf(why) == reasons::kDraining ||
       !CheckPromptFits(request, request.prompt.size()).ok()) {
@@ -78,7 +79,7 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
   Trace(sequence, SequenceStage::kQueued, now);
   parts_.metrics->tokens(ready.kept ? TokenKind::kKept : TokenKind::kHandedOver)
       .Add(static_cast<double>(ready.context_length));
-  // The handoff's first tokens are pending, and the caller's before anything is computed.
+  // The handoff's first tokens are pending, and go to the caller before anything is computed.
   for (OutputToken& token : ready.first_tokens) {
     if (!sequence.request.sampling.logprobs.has_value()) {
       token.logprob.reset();
@@ -87,9 +88,10 @@ void EngineImpl::BecomeReady(Sequence& sequence, ReadySequence ready, absl::Time
     if (!Emit(sequence, token, now)) return;
   }
   sequence.length = static_cast<int64_t>(sequence.tokens.size());
-  // A cache that covers every token recomputes the last one, whose logits choose the next.
+  // If caches cover every token, the last one is computed again, because its logits choose the
+  // next.
   sequence.cached = std::min(sequence.context_length, sequence.length - 1);
-  // Rows of the prompt, which choose nothing: their caches are there, and written again.
+  // These rows of the prompt choose nothing: their caches are there and are written again.
   const int rows = parts_.policy->last_rows_wanted(sequence.total());
   if (rows > 0 && sequence.hints.empty()) {
     sequence.cached =
@@ -139,8 +141,8 @@ void EngineImpl::FinishWith(Sequence& sequence, absl::Status why, absl::Time now
 }
 
 void EngineImpl::Keep(Sequence& sequence) {
-  // The last token's keys and values are left out, also where a step has made them: whether one has
-  // is a matter of timing, and the next turn computes them as a row of its prompt.
+  // The last token's keys and values are left out, even if a step has made them: whether one has
+  // depends on timing, and the next turn computes them as a row of its prompt.
   sequence.keep_tokens = std::min(sequence.in_batch() ? sequence.cached : sequence.home_tokens,
                                   static_cast<int64_t>(sequence.tokens.size()) - 1);
   if (sequence.keep_tokens <= 0) return;
@@ -154,7 +156,7 @@ void EngineImpl::Keep(Sequence& sequence) {
   kept.context_length = static_cast<uint32_t>(sequence.keep_tokens);
   kept.lease = sequence.request.keep;
   absl::StatusOr<std::string> id = parts_.transfers->kept().Keep(std::move(kept));
-  if (!id.ok()) return;  // as where there is no room: without an id
+  if (!id.ok()) return;  // as if there were no capacity: without an id
   sequence.keep_id = *std::move(id);
   sequence.evicted = false;
 }
@@ -195,9 +197,10 @@ void EngineImpl::Finish(Sequence& sequence, FinishInfo info, absl::Time now) {
   {
     absl::MutexLock lock(&submit_mutex_);
     alive_ids_.erase(sequence.request.request_id);
-    if (!sequence.seed.has_value()) --waiting_count_;  // never admitted
+    if (!sequence.seed.has_value()) --waiting_count_;  // it was never admitted
   }
-  // A launched step may still point to it: it goes in ReleaseSlots, between turns' phases.
+  // A launched step may still point to the sequence, so it goes in ReleaseSlots, between turns'
+  // phases.
   if (had_slot) {
     leaving_.push_back(std::move(owned));
   } else if (!owned->keep_id.empty()) {

@@ -11,7 +11,7 @@
 namespace sluice {
 namespace {
 
-// Processes and threads of the file.
+// Process ids of the file.
 constexpr int kEngine = 1, kSequences = 2;
 constexpr int kHostThread = 1, kStepThread = 2, kDeviceThread = 3;
 
@@ -43,7 +43,7 @@ void StepRecorder::Phase(const char* name, absl::Time begin, absl::Time end) {
   if (what != "turn" && what != "wait") {
     worked_ = true;
   } else if (!worked_) {
-    return;  // an idle engine looks again and again: that is one long wait
+    return;  // an idle engine polls again and again: the record shows one long wait
   } else if (what == "wait") {
     if (last_turn_ != absl::InfinitePast()) begin = last_turn_;
   } else {
@@ -103,7 +103,7 @@ nlohmann::json ToTraceEvents(const StepRecord& record) {
   for (const StepRecord::Phase& phase : record.phases) {
     events.Slice(kEngine, kHostThread, phase.name, "host", inside(phase.begin), inside(phase.end));
   }
-  absl::Time device_end = begin;  // of the step before
+  absl::Time device_end = begin;  // end of the step before
   for (const TracedStep& step : record.steps) {
     events.Slice(kEngine, kStepThread, "step", "step", inside(step.begin),
                  inside(step.end))["args"] = {

@@ -1,5 +1,5 @@
-// Keeps the last steps of an engine for whoever asks what it did: phases, steps, and stages of the
-// sequences that were alive. In a steady step it writes into rings and allocates nothing.
+// Records the last steps of an engine: phases, steps, and stages of the sequences that were alive.
+// A steady step writes into rings and allocates nothing.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace sluice {
 
-// A copy of what was kept, each list by time.
+// A copy of the record, each list in order of time.
 struct StepRecord {
   struct Phase {
     const char* name;
@@ -24,7 +24,7 @@ struct StepRecord {
     RequestTrace trace;
     SequenceStage stage;
     absl::Time begin;
-    absl::Time end;  // InfiniteFuture: it is in it
+    absl::Time end;  // InfiniteFuture: it is still in that stage
   };
   std::vector<Phase> phases;
   std::vector<TracedStep> steps;
@@ -40,11 +40,11 @@ class StepRecorder : public TurnTrace {
   void Step(const TracedStep& step) override;
   void Enter(SequenceId id, const Request& request, SequenceStage stage, absl::Time at) override;
 
-  // The last `steps`, or as many as there are. Engine's thread.
+  // Returns the last `steps` steps, or as many as there are. Engine's thread.
   StepRecord Last(size_t steps) const;
 
  private:
-  // The newest `capacity` of what was pushed.
+  // A ring of the newest `capacity` elements that were pushed.
   template <typename T>
   class Ring {
    public:
@@ -58,7 +58,7 @@ class StepRecorder : public TurnTrace {
       next_ = (next_ + 1) % capacity_;
     }
     size_t size() const { return items_.size(); }
-    // The oldest is 0.
+    // Element 0 is the oldest.
     const T& operator[](size_t i) const {
       return items_[items_.size() < capacity_ ? i : (next_ + i) % capacity_];
     }
@@ -68,22 +68,22 @@ class StepRecorder : public TurnTrace {
     std::vector<T> items_;
     size_t next_ = 0;
   };
-  // A step takes a turn that launches it and one that reads it at most, each with a wait and two
+  // A step takes at most a turn that launches it and one that reads it, each with a wait and two
   // phases inside.
   static constexpr size_t kPhasesPerStep = 8;
   static constexpr size_t kStages = 4096;  // x about 250 bytes
 
   Ring<StepRecord::Phase> phases_;
   Ring<TracedStep> steps_;
-  Ring<StepRecord::Stage> stages_;                // that have ended
-  std::map<SequenceId, StepRecord::Stage> open_;  // of those alive
-  bool worked_ = false;                           // a phase came since the last turn
-  absl::Time last_turn_ = absl::InfinitePast();   // the end of the last one that was kept
+  Ring<StepRecord::Stage> stages_;                // stages that have ended
+  std::map<SequenceId, StepRecord::Stage> open_;  // stages of sequences that are alive
+  bool worked_ = false;                           // whether a phase came since the last turn
+  absl::Time last_turn_ = absl::InfinitePast();   // end of the last turn that was kept
 };
 
-// The file of a record (src/base/trace_events.h): a process for the engine (phases, steps, and the
-// device's time in each, laid so that it ends where the host saw the results), and one for
-// sequences, each a thread.
+// Returns a record as a trace file (src/base/trace_events.h). It has a process for the engine
+// (phases, steps, and the device's time in each step, placed so that it ends where the host saw the
+// results) and one for sequences, with a thread for each.
 nlohmann::json ToTraceEvents(const StepRecord& record);
 
 }  // namespace sluice

@@ -1,4 +1,4 @@
-// The phases of a turn: times, transfers, launch, results. Who has a slot is in placement.cc.
+// The phases of a turn: times, transfers, launch, results. Slots are handled in placement.cc.
 #include <algorithm>
 #include <utility>
 
@@ -15,7 +15,7 @@
 namespace sluice {
 namespace {
 
-// While nothing is launched and a slot's copy is under way, the inbox is not left waiting for it.
+// While nothing is launched and a slot's copy is under way, the inbox is polled this often.
 constexpr absl::Duration kSlotLookAgain = absl::Microseconds(250);
 
 }  // namespace
@@ -52,13 +52,13 @@ Engine::Next EngineImpl::TakeTurn() {
   if (steps_under_way() == BatchState::kDepth || (steps_under_way() > 0 && !launched)) {
     Event& event = batch_->event(BufferOf(completed_steps_ + 1));
     if (!event.Ready()) return {Next::Kind::kEvent, &event, absl::InfiniteFuture()};
-    // What a failed device leaves behind is nobody's token: first its sequences end.
+    // Results of a failed device must not become tokens, so its sequences end first.
     if (!device_failed_ && !parts_.device->Health().ok()) return {Next::Kind::kNow, nullptr, {}};
     CompleteStep();
     return {Next::Kind::kNow, nullptr, {}};
   }
   if (launched) return {Next::Kind::kNow, nullptr, {}};
-  // Nothing is launched: what has a slot is parked, or on its way in or out.
+  // Nothing is launched: every sequence with a slot is parked, or on its way in or out.
   if (Event* event = PendingSlotEvent(); event != nullptr) {
     return {Next::Kind::kEvent, event, now + kSlotLookAgain};
   }
@@ -73,13 +73,14 @@ void EngineImpl::EndFailed(const absl::Status& health, absl::Time now) {
 }
 
 void EngineImpl::TakeReadyTransfers(absl::Time now) {
-  // Cleared first: what changes meanwhile is seen in the next turn.
+  // Cleared first, so that the next turn sees what changes meanwhile.
   transfers_changed_.store(false, std::memory_order_release);
   uint64_t expired = 0;
-  // Whether or not somebody says that something has changed: see Inbox::Wait.
+  // The table is reaped this often even if nothing signals a change: see Inbox::Wait.
   next_reap_ = std::min(parts_.transfers->Reap(&expired), now + Inbox::kLookAgain);
   if (expired > 0) parts_.metrics->leases_expired.Add(static_cast<double>(expired));
-  const std::vector<Sequence*> awaiting = awaiting_;  // finishing one changes the list
+  // copied, because finishing a sequence changes the list
+  const std::vector<Sequence*> awaiting = awaiting_;
   for (Sequence* sequence : awaiting) {
     absl::StatusOr<std::optional<ReadySequence>> ready =
         parts_.transfers->TakeReady(*sequence->attached);
@@ -89,7 +90,7 @@ void EngineImpl::TakeReadyTransfers(absl::Time now) {
       EndOrCompute(*sequence, ready.status(), now);
       continue;
     }
-    if ((*ready)->kept) {  // checked when it was submitted
+    if ((*ready)->kept) {  // a kept sequence was checked when it was submitted
       std::vector<int32_t>& tokens = (*ready)->prompt;
       const std::vector<int32_t>& appended = sequence->request.prompt;
       tokens.insert(tokens.end(), appended.begin(), appended.end());
@@ -115,7 +116,7 @@ void EngineImpl::CheckTimes(absl::Time now) {
   std::vector<std::pair<Sequence*, absl::Status>> over;
   for (const auto& [id, sequence] : sequences_) {
     const absl::Time deadline = sequence->request.deadline;
-    // A reader may have made room since the batch asked, or while its sequence was preempted.
+    // A reader may have freed space since the batch asked, or while its sequence was preempted.
     if (sequence->parked_since.has_value() &&
         sequence->request.sink->HasRoom(static_cast<size_t>(sequence->in_flight) + 1)) {
       sequence->parked_since.reset();
@@ -157,7 +158,7 @@ bool EngineImpl::LaunchStep(absl::Time now) {
   planner_view_.clear();
   cold_ = nullptr;
   for (Sequence* sequence : running_) {
-    if (sequence->state == Sequence::State::kPreempting) continue;  // since a moment ago
+    if (sequence->state == Sequence::State::kPreempting) continue;  // preempted a moment ago
     const bool room = sequence->request.sink->HasRoom(static_cast<size_t>(sequence->in_flight) + 1);
     const bool work = sequence->cached < sequence->length && sequence->wants_token();
     if (room) {
@@ -169,8 +170,8 @@ bool EngineImpl::LaunchStep(absl::Time now) {
     EndPromptIfDone(*sequence);
     const bool decodes = sequence->cached >= sequence->prompt_length;
     bool runnable = room && work && (sequence->prompt_ended || !decodes);
-    // Of a parked one too: what a policy does not keep in DRAM goes back by this call, and others
-    // may wait for it.
+    // Parked sequences are asked too: by this call a policy gives back what it does not keep in
+    // DRAM, and others may wait for that.
     if (!parts_.policy->Warm(sequence->slot)) {
       if (runnable || cold_ == nullptr) cold_ = &parts_.policy->WarmEvent(sequence->slot);
       runnable = false;
@@ -236,7 +237,8 @@ void EngineImpl::CompleteStep() {
   for (Sequence* sequence : step.members) --sequence->in_flight;
   for (size_t i = 0; i < step.sampled.size(); ++i) {
     Sequence& sequence = *step.sampled[i];
-    // Stopped a step ago: this token is surplus, and its KV goes with the sequence's pages.
+    // The sequence stopped a step ago: this token is surplus, and its KV goes with the sequence's
+    // pages.
     if (sequence.state == Sequence::State::kFinished) continue;
     if (absl::Status health = parts_.policy->SlotHealth(sequence.slot); !health.ok()) {
       FinishWith(sequence, std::move(health), now);
@@ -254,7 +256,7 @@ void EngineImpl::CompleteStep() {
     Emit(sequence, token, now);
   }
   const absl::Time end = parts_.clock->Now();
-  // It was launched while the step before still ran.
+  // The step was launched while the step before still ran.
   const absl::Time began = std::max(step.launched, last_completed_);
   ++times_.steps;
   times_.step += now - began;
@@ -285,7 +287,7 @@ void EngineImpl::CheckIdle() {
   if (idle_callbacks_.empty() || !sequences_.empty() || !leaving_.empty()) return;
   {
     absl::MutexLock lock(&submit_mutex_);
-    if (!alive_ids_.empty()) return;  // submitted, still in the inbox
+    if (!alive_ids_.empty()) return;  // submitted, but still in the inbox
   }
   std::vector<std::function<void()>> callbacks;
   callbacks.swap(idle_callbacks_);

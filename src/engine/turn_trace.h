@@ -1,5 +1,5 @@
-// Where the engine's thread was, phase by phase, what its steps were, and what became of sequences:
-// the host's part of a trace.
+// The host's part of a trace: the phases of the engine's thread, its steps, and the stages of
+// sequences.
 #pragma once
 
 #include <cstdint>
@@ -15,29 +15,31 @@ namespace sluice {
 struct TracedStep {
   uint64_t number = 0;
   int32_t rows = 0;       // (sequence, positions) pairs
-  int32_t sequences = 0;  // that got a token
-  absl::Time begin;       // its launch, or the end of the step before if later
-  absl::Time end;         // its results were there
+  int32_t sequences = 0;  // sequences that got a token
+  absl::Time begin;       // its launch, or the end of the step before, if that is later
+  absl::Time end;         // when its results were there
   BatchState::Times device;
 };
 
 enum class SequenceStage {
   kTransfer,   // its transfer is not complete
-  kQueued,     // ready, no room in the batch yet
-  kRunning,    // has a place in the batch
-  kPreempted,  // lost it to an older one
+  kQueued,     // ready, no capacity in the batch yet
+  kRunning,    // has a slot in the batch
+  kPreempted,  // lost its slot to an older sequence
   kEnded,
 };
 
-// Engine's thread.
+// Receives what the engine did. Only the engine's thread calls it.
 class TurnTrace {
  public:
   virtual ~TurnTrace() = default;
-  // `name`: plan, launch or emit (StepTimes), "turn" around them, or "wait" between two turns; a
-  // literal. A turn comes after what was inside it, and after the wait before it.
+  // Reports a phase. `name` is a literal: plan, launch or emit (StepTimes), "turn" around them, or
+  // "wait" between two turns. A turn comes after the phases inside it, and after the wait before
+  // it.
   virtual void Phase(const char* name, absl::Time begin, absl::Time end) = 0;
   virtual void Step(const TracedStep& step) = 0;
-  // Each sequence enters kTransfer or kQueued first, and kEnded once.
+  // Reports that a sequence enters a stage. Each sequence enters kTransfer or kQueued first, and
+  // kEnded once.
   virtual void Enter(SequenceId id, const Request& request, SequenceStage stage, absl::Time at) = 0;
 };
 

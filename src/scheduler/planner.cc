@@ -9,7 +9,8 @@ namespace {
 
 bool Decodes(const PlannerSequence& sequence) { return sequence.cached >= sequence.prompt_length; }
 
-// Pending tokens of the kind that comes next that a step may have; none where it may not run.
+// Returns how many pending tokens of the kind that comes next a step may have; none if the sequence
+// may not run.
 int64_t Pending(const PlannerSequence& sequence, const PlannerLimits& limits) {
   if (!sequence.runnable) return 0;
   if (Decodes(sequence)) {
@@ -38,7 +39,8 @@ void PlanStep(const PlannerLimits& limits, absl::Span<const PlannerSequence> seq
   int32_t single = 0;
   for (const PlannerSequence& sequence : sequences)
     single += Pending(sequence, limits) == 1 ? 1 : 0;
-  // Both kinds share what is left in the order of the sequences, so each walk counts all of it.
+  // Both kinds share the rest of the step in the order of the sequences, so each walk counts all of
+  // it.
   for (const bool decode : {true, false}) {
     int32_t left = std::min(limits.chunk_tokens, limits.max_rows - single);
     for (const PlannerSequence& sequence : sequences) {

@@ -1,9 +1,9 @@
-// Which rows the next step computes. Pure: a plan is a function of what is passed in, reads no
-// token values, and is the same on every device.
+// The planner: which rows the next step computes. It is pure: a plan is a function of what is
+// passed in, reads no token values, and is the same on every device.
 //
-// A row is of one of two kinds: a decode row is a token past its sequence's prompt, a prompt row
+// A row is of one of two kinds: a decode row is a token past its sequence's prompt, a prompt row is
 // one of the prompt. Kernel sets may compute the two in different ways (kernels/params.h), so the
-// kind depends on the row's position alone: neither on how a prompt was cut into chunks nor on how
+// kind depends only on the row's position: neither on how a prompt was cut into chunks nor on how
 // much of it was handed over.
 #pragma once
 
@@ -22,10 +22,10 @@ struct PlannerSequence {
   // Tokens [cached, length) have no KV yet: they are pending.
   int64_t cached = 0;
   int64_t length = 0;
-  // Whether the row of the last pending token chooses a new one (false: all were chosen that may
-  // be).
+  // True: the row of the last pending token chooses a new one. False: all tokens were chosen that
+  // may be.
   bool wants_token = true;
-  // False: its working set is not warm, its reader is slow, or it has nothing left to compute.
+  // False if its working set is not warm, its reader is slow, or it has nothing left to compute.
   bool runnable = true;
 };
 
@@ -34,26 +34,27 @@ struct PlanRow {
   int32_t slot = 0;
   int64_t first_position = 0;
   int32_t count = 0;
-  bool sample = false;  // the last of them chooses the next token
+  bool sample = false;  // the last of the tokens chooses the next one
 };
 
 struct StepPlan {
-  std::vector<PlanRow> rows;  // those of decode rows come first
+  std::vector<PlanRow> rows;  // decode rows come first
   int32_t row_count = 0;      // sum of counts
-  int32_t decode_rows = 0;    // of them decode rows
+  int32_t decode_rows = 0;    // number of decode rows among them
   int32_t sample_count = 0;   // rows that sample
 };
 
 struct PlannerLimits {
-  int32_t max_rows = 0;             // of a step, all sequences
-  int32_t chunk_tokens = 0;         // of pending prompts in a step
-  int32_t decode_rows = INT32_MAX;  // of one sequence in a step
+  int32_t max_rows = 0;             // maximum rows of a step, all sequences
+  int32_t chunk_tokens = 0;         // maximum rows of pending prompts in a step
+  int32_t decode_rows = INT32_MAX;  // maximum decode rows of one sequence in a step
 };
 
-// Every runnable sequence with one pending token gets its row; what is left of the step goes, up to
-// chunk_tokens, to sequences with more, in the order given (first come, first served). What is
-// pending past the prompt waits until the prompt has its rows: a step gives a sequence rows of one
-// kind. `plan` is overwritten; its memory is used again. REQUIRES: sequences.size() <= max_rows.
+// Plans a step. Every runnable sequence with one pending token gets its row; the rest of the step
+// goes, up to chunk_tokens, to sequences with more, in the order given (first come, first served).
+// Tokens pending past the prompt wait until the prompt has its rows: a step gives a sequence rows
+// of one kind. `plan` is overwritten; its memory is used again. REQUIRES: sequences.size() <=
+// max_rows.
 void PlanStep(const PlannerLimits& limits, absl::Span<const PlannerSequence> sequences,
               StepPlan* plan);
 

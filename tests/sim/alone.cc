@@ -26,7 +26,7 @@ class Listener : public TokenSink {
   std::optional<FinishInfo> end;
 };
 
-// The same node, as quiet as it can be.
+// Returns the same node without faults and delays.
 NodeSpec Quiet(NodeSpec node) {
   node.device.stall_share = node.device.early_events = node.device.lost_copies = 0;
   node.device.worker_failures = node.device.late_workers = node.device.leaving_workers = 0;
@@ -95,7 +95,7 @@ Expected ExpectAlone(const NodeSpec& spec, const RequestSpec& request) {
       SLUICE_CHECK(clock.RunNext(), "alone it waits for nothing");
     }
   }
-  // Steps that are still under way have its slot.
+  // Turns until no step under way has its slot.
   for (Engine::Next next = engine.Turn(); next.kind != Engine::Next::Kind::kInbox;
        next = engine.Turn()) {
     if (next.kind == Engine::Next::Kind::kEvent) {

@@ -1,16 +1,18 @@
-// What a request gives when it is alone: the same node, with room for it and nobody else, on a
-// device without faults, and a caller and a sender that do everything at once. What a sparse policy
-// attends to is its own affair; that it is the same in any company is everyone's.
+// The result of a request that is alone: on the same node, with capacity for it and no other
+// request, on a device without faults, and with a caller and a sender that do everything at once. A
+// sparse policy may choose what a row attends to, but the result must be the same in any company.
 #pragma once
 
 #include "tests/sim/scenario.h"
 
 namespace sluice::sim {
 
-// REQUIRES: request.prompt, context, first, sampling, meeting and max_new_tokens are drawn.
+// Returns what the request must give. REQUIRES: request.prompt, context, first, sampling, meeting
+// and max_new_tokens are drawn.
 Expected ExpectAlone(const NodeSpec& node, const RequestSpec& request);
 
-// Tokens of the longest sequence that the node takes: by its policy, pools and max_context.
+// Returns the tokens of the longest sequence that the node takes, by its policy, pools and
+// max_context.
 int64_t LongestSequence(const NodeSpec& node);
 
 }  // namespace sluice::sim

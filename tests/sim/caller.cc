@@ -15,7 +15,7 @@ constexpr int kSubmitAttempts = 3;
 
 }  // namespace
 
-// The real stream, with an ear at the engine's side of it.
+// The real stream, observed on the engine's side.
 class Caller::Sink : public TokenSink {
  public:
   Sink(Caller* caller, size_t capacity, std::function<void()> on_room)
@@ -113,7 +113,7 @@ void Caller::Submit() {
     deadline_ = now + *request_.deadline;
     if (world_->scenario().plant != Plant::kDeadlineForgotten) request.deadline = deadline_;
   }
-  // Before Submit: the engine's next turn may be the first to see it.
+  // This is set before Submit, because the engine's next turn may already see the request.
   submitted_at_ = last_read_ = now;
   const auto id = world_->engine().Submit(std::move(request));
   if (!id.ok()) {
@@ -327,7 +327,8 @@ absl::Time Caller::Due() const {
 void Caller::CheckAfterTurn(absl::Time start) {
   if (!alive()) return;
   if (!added_at_.has_value()) added_at_ = start;
-  // The engine had its chance to see it, even if the sequence is preempted and nobody asked.
+  // The engine had its chance to see the free space, even if the sequence is preempted and was not
+  // asked.
   if (parked_ && sink_->stream().HasRoom(1)) parked_ = false;
   if (Due() <= start) Fail("it is past its time, and a turn did not end it");
 }

@@ -1,5 +1,5 @@
-// The Generate leg of a simulated request: submits, reads its stream in its own way, cancels, and
-// holds every token and the end against what the oracle and the sender say.
+// The Generate leg of a simulated request. It submits, reads its stream in its own way, cancels,
+// and checks every token and the end against the oracle and the sender.
 #pragma once
 
 #include <cstdint>
@@ -25,23 +25,24 @@ class Caller {
   // `sender` null: nothing is handed over.
   Caller(World* world, const RequestSpec& request, Sender* sender);
   void Start();
-  // The sender's news.
+  // Called by the sender.
   void Reserved();
   void Committed();
 
-  // After a turn that began at `start`: whatever was due then has happened.
+  // Checks, after a turn that began at `start`, that whatever was due then has happened.
   void CheckAfterTurn(absl::Time start);
-  // Times after which the engine must not sleep on: InfiniteFuture if there are none.
+  // Returns the time beyond which the engine must not sleep; InfiniteFuture if there is none.
   absl::Time Due() const;
-  // Why the engine, which sleeps with nothing under way, should have been woken for this one.
+  // Returns why the engine, which sleeps with nothing under way, should have been woken for this
+  // request; null if it should not.
   const char* Stranded() const;
-  // At the end of the seed.
+  // Checks, at the end of the seed, that everything is over.
   void CheckOver() const;
   bool alive() const { return submitted_ && !ended_; }
   bool accepted() const { return submitted_; }
   size_t emitted() const { return emitted_; }
   const std::string& name() const { return name_; }
-  void EverythingWasCancelled();  // by Engine::CancelAll, now
+  void EverythingWasCancelled();  // Called when Engine::CancelAll has cancelled it, now.
 
  private:
   class Sink;
@@ -53,7 +54,7 @@ class Caller {
   void Emitted(const OutputToken& token);
   void Ended(const FinishInfo& info);
   void CheckError(const FinishInfo& info);
-  // The reader's side.
+  // The reader's side of the stream.
   void ReadAfter(absl::Duration delay);
   void Read();
   [[noreturn]] void Fail(const std::string& why) const;
@@ -69,7 +70,7 @@ class Caller {
   bool submitted_ = false;
   int attempts_ = 0;
   absl::Time submitted_at_;
-  std::optional<absl::Time> added_at_;  // the turn that took it from the inbox
+  std::optional<absl::Time> added_at_;  // time of the turn that took it from the inbox
   absl::Time deadline_ = absl::InfiniteFuture();
   std::optional<absl::Time> cancelled_at_;
   size_t emitted_ = 0;
@@ -78,10 +79,10 @@ class Caller {
   size_t read_ = 0;
   bool end_read_ = false;
   bool read_is_due_ = false;
-  bool paused_ = false;  // kPausing: it has had its pause
-  bool parked_ = false;  // the engine found no room when it looked last
+  bool paused_ = false;  // in kPausing: it has had its pause
+  bool parked_ = false;  // the stream was full when the engine last asked
   bool was_parked_ = false;
-  absl::Time last_read_;  // or the stream's start
+  absl::Time last_read_;  // time of the last read, or of the stream's start
 };
 
 }  // namespace sluice::sim

@@ -13,7 +13,8 @@ namespace {
 constexpr size_t kEntryBytes = kEntryWords * 8;
 constexpr size_t kKeyBytes = kKeyWords * 8;
 
-// Keys are shorter here than kernels::kIndexDim elements; the rest is as in any cache.
+// Returns the address of a key. Keys are shorter here than kernels::kIndexDim elements; the rest is
+// as in any cache.
 uint8_t* KeyAddress(const kernels::PagedIndexKeys& cache, int64_t slot, int64_t position) {
   const int32_t page = cache.block_table[slot * cache.table_stride + position / cache.block_tokens];
   return static_cast<uint8_t*>(cache.base) + page * cache.page_bytes +
@@ -66,7 +67,7 @@ void ScoreKeys(const kernels::IndexLogitsParams& p, kernels::Worker) {
   }
 }
 
-// A head's part is the sum over the entries of the list; parts add up.
+// A head's result is the sum over the entries of the list, so parts add up.
 void HashEntries(const kernels::SparseMlaParams& p, kernels::Worker) {
   for (int64_t r = 0; r < p.rows; ++r) {
     int64_t count = p.slots[r] < 0 ? 0 : p.counts[r];

@@ -1,4 +1,4 @@
-// The simulated operators of latent caches: an entry and an index key are words that go into the
+// The simulated operators of latent caches. An entry and an index key are words that go into the
 // caches as they are; index scores and attention are hashes of what lies there.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace sluice::sim {
 
-// Puts them in the places of the real ones.
+// Replaces the real operators of `table` by the simulated ones.
 void UseLatentHashes(kernels::KernelTable* table);
 
 }  // namespace sluice::sim

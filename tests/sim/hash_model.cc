@@ -15,10 +15,10 @@
 namespace sluice::sim {
 namespace {
 
-constexpr int kQkv = (kHeads + 2 * kKvHeads) * kHeadDim;  // floats of a row
+constexpr int kQkv = (kHeads + 2 * kKvHeads) * kHeadDim;  // floats per row
 constexpr float kScale = 0.5f;
 
-// First byte of a part of a token's head in the cache.
+// Returns the first byte of a part of a token's head in the cache.
 uint8_t* PartAddress(const kernels::PagedCache& cache, int32_t slot, int64_t position, int head,
                      int part) {
   int64_t block = position / cache.block_tokens;
@@ -30,7 +30,7 @@ uint8_t* PartAddress(const kernels::PagedCache& cache, int32_t slot, int64_t pos
          position % cache.block_tokens * cache.head_dim * SizeOf(cache.type);
 }
 
-// The hash of a token's key and value of one head, as the cache has them.
+// Returns the hash of a token's key and value of one head, as they are in the cache.
 uint64_t HashToken(const kernels::PagedCache& cache, int32_t slot, int64_t position, int head) {
   uint64_t words[kParts][kWords];
   for (int part = 0; part < kParts; ++part) {
@@ -39,7 +39,7 @@ uint64_t HashToken(const kernels::PagedCache& cache, int32_t slot, int64_t posit
   return TokenHash(words[0], words[1]);
 }
 
-// Keys and values go to the cache as they are. There is nothing to do to queries.
+// Writes keys and values to the cache as they are. Queries stay unchanged.
 void AppendBytes(const kernels::RopeAppendParams& p, kernels::Worker) {
   for (int64_t r = 0; r < p.rows; ++r) {
     if (p.slots[r] < 0) continue;
@@ -58,13 +58,13 @@ void AppendBytes(const kernels::RopeAppendParams& p, kernels::Worker) {
   }
 }
 
-// What a row's head gets: the sum of its tokens' hashes in the first 8 bytes.
+// Writes a head's result of a row: the sum of its tokens' hashes, in the first 8 bytes.
 void Put(void* out, int64_t row, int head, uint64_t sum) {
   static_assert(kHeads == kKvHeads);
   std::memcpy(static_cast<float*>(out) + (row * kHeads + head) * kHeadDim, &sum, sizeof(sum));
 }
 
-// Positions 0..positions[r].
+// Attends to positions 0..positions[r].
 void HashContext(const kernels::AttentionParams& p, kernels::Worker) {
   for (int64_t r = 0; r < p.rows; ++r) {
     for (int head = 0; head < p.cache.kv_heads; ++head) {
@@ -79,7 +79,7 @@ void HashContext(const kernels::AttentionParams& p, kernels::Worker) {
 
 void NothingToMerge(const kernels::AttentionParams&, kernels::Worker) {}
 
-// The tokens, up to the row's own, of its lists of units.
+// Attends to the tokens of its lists of units, up to the row's own.
 void HashUnits(const kernels::SparseAttentionParams& p, kernels::Worker) {
   for (int64_t r = 0; r < p.rows; ++r) {
     for (int head = p.kv_head_begin; head < p.kv_head_end; ++head) {
@@ -100,7 +100,7 @@ void HashUnits(const kernels::SparseAttentionParams& p, kernels::Worker) {
   }
 }
 
-// Parts add up.
+// Adds up the parts.
 void AddParts(const kernels::MergeParams& p, kernels::Worker) {
   for (int64_t r = 0; r < p.rows; ++r) {
     for (int head = 0; head < p.heads; ++head) {
@@ -219,10 +219,10 @@ class HashModelImpl : public HashModel {
     StepInputs in;
     int layer;
   };
-  // The model's own order of things: DenseModel::LookAhead.
+  // Keeps the real model's order: DenseModel::LookAhead.
   void LookAhead(HostStream& host, const StepInputs& in, int layer, KvAttention& attention) {
     if (in.decode_rows == 0 || layer == kLayers || !attention.LooksAhead(layer)) return;
-    // As there, before what it is made of changes; two layers' are under way at once.
+    // As there, this comes before its input changes; two layers' predictions are under way at once.
     host.Enqueue<Step>(&Predict, {this, in, layer});
     Stream& ahead = host.Branch(AttentionPolicy::kAheadBranch);
     ahead.After(host);
@@ -230,7 +230,7 @@ class HashModelImpl : public HashModel {
                     {Predicted(layer), kHeads * kHeadDim, in.slots, in.positions, in.decode_rows,
                      kHeads, kScale});
   }
-  // Entries and keys go to the caches, the best are selected, and the queries are made beside that.
+  // Writes entries and keys to the caches, then attends; the queries are made beside the selection.
   void LatentLayer(HostStream& host, const StepInputs& in, int layer, LatentAttention& attention) {
     host.Enqueue<Step>(&Project, {this, in, layer});
     kernels::LatentAppendParams entry{};
@@ -332,8 +332,8 @@ class HashModelImpl : public HashModel {
       std::memcpy(to + 2 * i, &value, sizeof(value));
     }
   }
-  // Nothing like the queries that they predict, but for layer 0: what a policy does with them must
-  // be right whatever they are.
+  // Makes predicted queries that are nothing like the real ones, except for layer 0: what a policy
+  // does with them must be right whatever they are.
   static void Predict(const Step& s, CpuTeam*) {
     for (int64_t r = 0; r < s.in.decode_rows; ++r) {
       WriteQueries(s, r, s.model->Predicted(s.layer) + r * kHeads * kHeadDim);
@@ -352,11 +352,11 @@ class HashModelImpl : public HashModel {
 
   const HashModelOptions options_;
   const Buffer states_;  // uint64 [max_rows]
-  const Buffer qkv_;     // [max_rows][kQkv], K and V of 32-bit halves of words
-  // [2][max_rows][kHeads * kHeadDim], by a layer's parity. Of latent attention: a word of each row.
+  const Buffer qkv_;     // [max_rows][kQkv], K and V as 32-bit halves of words
+  // [2][max_rows][kHeads * kHeadDim], by a layer's parity. With latent attention: one word per row.
   const Buffer predicted_;
   const Buffer index_q_;  // [max_rows][kernels::kIndexDim], the first word counts
-  const Buffer out_;      // [max_rows][kHeads][kHeadDim], of each head the first 8 bytes count
+  const Buffer out_;      // [max_rows][kHeads][kHeadDim]; the first 8 bytes of each head count
   const std::string fingerprint_ = "sim";
   ModelConfig config_;
   CacheLayout layout_;
@@ -375,7 +375,8 @@ const kernels::KernelTable& HashKernels() {
     t.attention_merge = &NothingToMerge;
     t.merge = &AddParts;
     t.sparse_attention = &HashUnits;
-    // Operators that take keys for numbers: the CPU's have a least size of heads and blocks.
+    // Operators that treat keys as numbers come from the reference, because the CPU's have minimum
+    // sizes of heads and blocks.
     const kernels::KernelTable& reference = *kernels::FindKernelTable("reference");
     t.digest = reference.digest;
     t.digest_scores = reference.digest_scores;

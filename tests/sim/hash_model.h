@@ -1,4 +1,4 @@
-// The simulated model and its operators: they go through the real policy's block tables to the real
+// The simulated model and its operators. They go through the real policy's block tables to the real
 // pages, and read every byte of a sequence's caches for every token.
 #pragma once
 
@@ -11,24 +11,24 @@
 
 namespace sluice::sim {
 
-// The portable operators, with those that append, attend and merge replaced by ones that move, hash
-// and add up bytes, and those that score keys by the reference.
+// Returns the portable operators with replacements: those that append, attend and merge move, hash
+// and add up bytes, and those that score keys are the reference's.
 const kernels::KernelTable& HashKernels();
 
 struct HashModelOptions {
   int max_context = 0;
   int max_rows = 0;
   int max_logits = 0;
-  int top_k = 0;  // > 0: the model has latent caches, and an indexer that selects so many
+  int top_k = 0;  // > 0: the model has latent caches and an indexer that selects this many entries
 };
 
 class HashModel : public Model {
  public:
-  // Most steps that were launched and not yet run at the same time.
+  // Returns the largest number of steps that were launched and not yet run at one time.
   virtual int deepest() const = 0;
 };
 
-// RESOURCE_EXHAUSTED as the device says it.
+// RESOURCE_EXHAUSTED: the device has no memory.
 absl::StatusOr<std::unique_ptr<HashModel>> NewHashModel(const HashModelOptions& options,
                                                         Device* device);
 

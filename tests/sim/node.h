@@ -18,7 +18,7 @@ namespace sluice::sim {
 
 class Node {
  public:
-  // The device's errors.
+  // Makes the node. Returns the device's errors.
   static absl::StatusOr<std::unique_ptr<Node>> Create(const NodeSpec& spec, SimClock* clock);
   ~Node();
 

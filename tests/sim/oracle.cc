@@ -75,7 +75,7 @@ std::vector<uint8_t> History::Payload(int layer, int head_begin, int head_end, s
 
 namespace {
 
-// The next token of a history; -1: its logits are not finite.
+// Chooses the next token of a history; -1: its logits are not finite.
 OutputToken Choose(const History& history, size_t prompt_length, const SamplingParams& params,
                    const std::vector<int32_t>& stop_ids) {
   std::vector<int32_t> tokens = history.tokens();

@@ -1,5 +1,6 @@
-// What a request must give, from its own prompt and parameters alone: no pages, no batch, no
-// engine. The simulated model's arithmetic over a plain history, and the sampling operator over it.
+// The oracle: what a request must give, computed only from its prompt and parameters, with no
+// pages, no batch and no engine. It runs the simulated model's arithmetic, and the sampling
+// operator, over a plain history.
 #pragma once
 
 #include <cstdint>
@@ -12,20 +13,20 @@
 
 namespace sluice::sim {
 
-// The caches of a history of tokens, and the state of its newest. With `top_k` > 0 those of the
-// model with latent caches, of which a token attends to as many.
+// The caches of a history of tokens, and the state of its newest token. With `top_k` > 0 these are
+// the caches of the model with latent caches, in which a token attends to `top_k` entries.
 class History {
  public:
   explicit History(int top_k = 0) : top_k_(top_k) {}
   void Append(int32_t token);
   uint64_t state() const { return state_; }
   const std::vector<int32_t>& tokens() const { return tokens_; }
-  // A chunk's payload: tokens [token_begin, token_end) of heads [head_begin, head_end). Of latent
-  // caches a head is a kind.
-  // REQUIRES: token_begin is a block's first.
+  // Returns a chunk's payload: tokens [token_begin, token_end) of heads [head_begin, head_end).
+  // A head of latent caches stands for a kind. REQUIRES: token_begin is the first token of a
+  // block.
   std::vector<uint8_t> Payload(int layer, int head_begin, int head_end, size_t token_begin,
                                size_t token_end) const;
-  // Words of one token's keys and values in a layer.
+  // Returns the words of one token's keys and values in a layer.
   const uint64_t* Words(int layer, size_t position) const {
     return &words_[static_cast<size_t>(layer)][position * kTokenWords];
   }
@@ -40,16 +41,16 @@ class History {
   uint64_t state_ = 0;
 };
 
-// All that a request emits if nobody interferes, and how it ends.
+// Everything that a request emits if nothing interferes, and how it ends.
 struct Expected {
   enum class End { kStop, kLength, kBadLogits };
   std::vector<OutputToken> tokens;
   End end = End::kLength;
-  std::optional<int32_t> stop_token;  // of kStop
+  std::optional<int32_t> stop_token;  // set for kStop
 };
 
-// `first`: tokens handed over with the prompt. `top_k`: History's. REQUIRES: params bring a seed,
-// or are greedy.
+// Returns what a request must give. `first` are the tokens handed over with the prompt; `top_k` is
+// History's. REQUIRES: params bring a seed, or are greedy.
 Expected Expect(const std::vector<int32_t>& prompt, const std::vector<OutputToken>& first,
                 const SamplingParams& params, int64_t max_tokens, int top_k);
 

@@ -44,7 +44,7 @@ std::optional<std::string> PoolWatch::Check() {
   }
   free_.swap(now_free);
   const auto used_pages = static_cast<size_t>(usage.used_bytes) / pattern_.size();
-  // Other kinds may have pages that this one could have, too.
+  // Other kinds may hold pages that this one could also have.
   if (pool_->shared() ? free_pages + used_pages > free_.size()
                       : free_pages + used_pages != free_.size()) {
     return absl::StrCat(pool_->name(), ": ", free_pages, " pages are free and ", used_pages,

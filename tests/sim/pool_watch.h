@@ -1,5 +1,5 @@
-// Watches a pool's pages from outside: those that nobody owns are filled with a pattern, so that
-// whoever still reads one gives wrong tokens and whoever still writes one is found out.
+// Watches a pool's pages from outside. Free pages are filled with a pattern, so that a read of one
+// gives wrong tokens and a write to one is found.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@ namespace sluice::sim {
 
 class PoolWatch {
  public:
-  // `overcommit`: what may be promised, in pools.
+  // `overcommit`: how much may be promised, in pools.
   PoolWatch(PagePool* pool, size_t kind, double overcommit);
-  // What is wrong with the pool's counts or its free pages, if anything is.
+  // Returns what is wrong with the pool's counts or its free pages, if anything is.
   std::optional<std::string> Check();
-  // The same, and that nothing is taken or promised.
+  // Checks the same, and that nothing is taken or promised.
   std::optional<std::string> CheckEmpty();
-  // A byte of a page that nobody owns; null if there is none.
+  // Returns a byte of a free page; null if there is none.
   uint8_t* FreeByte();
 
  private:
@@ -27,7 +27,7 @@ class PoolWatch {
   const size_t kind_;
   const double overcommit_;
   const std::vector<uint8_t> pattern_;  // one page
-  std::vector<bool> free_;              // at the last check
+  std::vector<bool> free_;              // which pages were free at the last check
 };
 
 }  // namespace sluice::sim

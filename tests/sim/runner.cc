@@ -21,7 +21,7 @@ namespace {
 // A seed takes milliseconds; one that takes this long never ends.
 constexpr unsigned kWatchdogSeconds = 120;
 
-// Of the process that runs seeds.
+// The result, in the process that runs seeds.
 RunResult* result = nullptr;
 uint64_t current_seed = 0;
 Plant current_plant = Plant::kNone;
@@ -115,7 +115,7 @@ const RunResult& RunSeeds(const RunOptions& options) {
     const pid_t child = fork();
     SLUICE_CHECK(child >= 0, "fork: ", std::strerror(errno));
     if (child == 0) {
-      // What an expected failure says on its way out is in the result.
+      // The result holds what an expected failure reports on its way out.
       if (options.plant != Plant::kNone && !options.trace) {
         if (std::freopen("/dev/null", "w", stderr) == nullptr) std::_Exit(1);
       }

@@ -1,5 +1,5 @@
-// Runs seeds in processes of their own, so that a broken invariant, which ends its process, is a
-// report like any other.
+// Runs seeds in processes of their own, so that a broken invariant, which ends its process, becomes
+// a report like any other.
 #pragma once
 
 #include <sys/types.h>
@@ -13,7 +13,7 @@
 
 namespace sluice::sim {
 
-// Ends the process with what is wrong with the seed that it runs, and how to see it again.
+// Ends the process. Reports what is wrong with the seed that it runs, and how to reproduce it.
 [[noreturn]] void ReportFailure(const std::string& what);
 
 struct RunOptions {
@@ -21,24 +21,24 @@ struct RunOptions {
   uint64_t last_seed = 1;
   int jobs = 1;
   bool trace = false;
-  bool twice = false;  // every seed, and both runs must be the same
+  bool twice = false;  // runs every seed twice; both runs must be the same
   Plant plant = Plant::kNone;
-  std::string policy;  // of every node; empty: any
+  std::string policy;  // policy of every node; empty: any
 };
 
-// In memory that the processes of a run share.
+// Lies in memory that the processes of a run share.
 struct RunResult {
   SituationCounts counts{};
-  std::atomic<uint64_t> seeds{0};   // that passed
-  std::atomic<bool> failed{false};  // ends the run
+  std::atomic<uint64_t> seeds{0};   // seeds that passed
+  std::atomic<bool> failed{false};  // set to end the run
   std::atomic<uint64_t> failed_seed{0};
-  char failure[1024] = {};  // of the first seed that failed
+  char failure[1024] = {};  // report of the first seed that failed
 };
 
 // Runs the seeds until one fails. The result stays mapped until the process ends.
 const RunResult& RunSeeds(const RunOptions& options);
 
-// The command that runs a seed again.
+// Returns the command that runs a seed again.
 std::string ReplayCommand(uint64_t seed, const RunOptions& options);
 
 const char* Name(Plant plant);

@@ -17,8 +17,8 @@ bool OneIn(SplitMix64& random, uint64_t n) { return random.Below(n) == 0; }
 
 namespace {
 
-// Most of the seeds; preemption takes sequences that grow by far more than the scheduler keeps free
-// for those that run.
+// Longest context in most seeds. Preemption needs sequences that grow by far more than the
+// scheduler keeps free for those that run.
 constexpr int64_t kShortContext = 64;
 constexpr int64_t kLongContext = 256;
 // The span over which requests arrive.
@@ -28,12 +28,12 @@ int64_t Between(SplitMix64& random, int64_t low, int64_t high) {
   return low + static_cast<int64_t>(random.Below(static_cast<uint64_t>(high - low + 1)));
 }
 
-// Policies besides full, over the offload tiers.
+// Policies over the offload tiers.
 constexpr const char* kSparse[] = {"oracle", "scout", "recall", "hgca"};
-// And those over latent caches.
+// Policies over latent caches.
 constexpr const char* kOffloading[] = {"ess", "offload-naive"};
 
-// A policy with a budget of a few blocks, and pools that hold at least one sequence of it.
+// Draws a policy with a budget of a few blocks, and pools that hold at least one sequence of it.
 void DrawSparse(SplitMix64& random, int64_t longest, NodeSpec* node) {
   PolicyOptions& policy = node->policy;
   policy.name = kSparse[random.Below(std::size(kSparse))];
@@ -60,7 +60,8 @@ void DrawSparse(SplitMix64& random, int64_t longest, NodeSpec* node) {
   policy.oracle.seed = 1 + random();
   node->overcommit = 1;
   const int64_t pages = longest / kBlockTokens * kLayers;
-  node->hbm_pages = pages * 4;  // tables, digests and rings included, for one at least
+  // space for tables, digests and rings too, for at least one sequence
+  node->hbm_pages = pages * 4;
   node->dram_pages = Between(random, pages, pages * 4);
   if (OneIn(random, 3)) {
     node->device.worker_failures = 0.002;
@@ -69,7 +70,8 @@ void DrawSparse(SplitMix64& random, int64_t longest, NodeSpec* node) {
   }
 }
 
-// A policy that keeps latent entries in DRAM: pools of a few places, or as large as HBM allows.
+// Draws a policy that keeps latent entries in DRAM, with pools of a few KV slots or as large as HBM
+// allows.
 void DrawOffloaded(SplitMix64& random, int64_t longest, NodeSpec* node) {
   using Overlap = PolicyOptions::Ess::Overlap;
   PolicyOptions& policy = node->policy;
@@ -87,8 +89,8 @@ void DrawOffloaded(SplitMix64& random, int64_t longest, NodeSpec* node) {
   node->dram_pages = Between(random, pages, pages * 4);
 }
 
-// What ess has beyond its paper: entries brought for the next step, places divided among layers.
-// Drawn apart, so that a seed stays what it was otherwise.
+// Draws what ess has beyond its paper: entries fetched for the next step, KV slots divided among
+// layers. These draws are separate, so that a seed stays the same otherwise.
 void DrawBeyondPaper(int64_t longest, NodeSpec* node) {
   PolicyOptions::Ess& ess = node->policy.ess;
   SplitMix64 random(node->engine.seed);
@@ -107,7 +109,7 @@ void DrawBeyondPaper(int64_t longest, NodeSpec* node) {
   }
 }
 
-// `wanted`: the policy; empty: any.
+// Draws a node. `wanted` is its policy; empty: any.
 NodeSpec DrawNode(SplitMix64& random, Plant plant, const std::string& wanted) {
   NodeSpec node;
   node.engine.max_sequences = static_cast<uint32_t>(Between(random, 1, 5));
@@ -119,11 +121,11 @@ NodeSpec DrawNode(SplitMix64& random, Plant plant, const std::string& wanted) {
   node.engine.seed = 1 + random();
   node.engine.transfer_wait = absl::Milliseconds(Between(random, 20, 400));
   node.engine.slow_reader_timeout = absl::Milliseconds(Between(random, 10, 100));
-  const int64_t pages = longest / kBlockTokens * kLayers;  // of the longest sequence
+  const int64_t pages = longest / kBlockTokens * kLayers;  // pages of the longest sequence
   node.hbm_pages = Between(random, pages * 5 / 8, pages * 3);
   node.dram_pages = Between(random, pages * 5 / 8, pages * 3);
   if (longest == kLongContext) {
-    // Room for the ways out of HBM, and slots enough to fill it.
+    // Enough DRAM for evictions out of HBM, and enough slots to fill it.
     node.dram_pages = pages * 6;
     node.engine.max_sequences = static_cast<uint32_t>(Between(random, 3, 8));
   }
@@ -195,7 +197,7 @@ RequestSpec DrawRequest(SplitMix64& random, const NodeSpec& node, int index) {
   RequestSpec r;
   r.index = index;
   r.seed = random();
-  // What an empty pool holds is the most that a request may ask for.
+  // A request may ask for at most what an empty pool holds.
   const int64_t room = std::min(node.longest, node.dram_pages / kLayers * kBlockTokens);
   const bool grows = room > kShortContext;
   const int64_t prompt = grows ? Between(random, 1, 24) : Between(random, 1, room - 2);
@@ -269,7 +271,7 @@ RequestSpec DrawRequest(SplitMix64& random, const NodeSpec& node, int index) {
       break;
   }
   r.pause = DrawDuration(random, 1.5 * node.engine.slow_reader_timeout);
-  // A stream holds what is handed over and the tokens of the steps in flight.
+  // A stream holds the tokens handed over and those of the steps in flight.
   r.stream_capacity = r.first.size() + static_cast<size_t>(Between(random, 3, 10));
   return r;
 }
@@ -296,7 +298,7 @@ Scenario DrawScenario(uint64_t seed, Plant plant, const std::string& policy) {
     }
   }
   if (OneIn(random, 12)) scenario.cancel_all_at = DrawDuration(random, 2 * kArrivals);
-  // Most devices run a step of decode rows as a recorded program, and pad it.
+  // Most devices run a step of decode rows as a recorded, padded program.
   if (!OneIn(random, 4)) scenario.node.device.row_bucket = static_cast<int>(Between(random, 1, 8));
   return scenario;
 }

@@ -1,4 +1,4 @@
-// What a seed means: the node's sizes and times, and the requests that meet it.
+// A scenario is what a seed means: the node's sizes and times, and the requests that it gets.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace sluice::sim {
 
-// A fault planted on purpose, which some seed must report: how the simulation is itself tested.
+// A fault planted on purpose, which some seed must report: this tests the simulation itself.
 enum class Plant {
   kNone,
   kEarlyEvents,      // an event is ready before what it marks is done
@@ -23,10 +23,10 @@ enum class Plant {
   kTokenTwice,       // a token is delivered twice
   kTokenLost,        // a token is not delivered
   kEndLost,          // a stream's end is not delivered
-  kEndTwice,         // or twice
-  kWakeLost,         // the engine is not told that a reader made room
+  kEndTwice,         // a stream's end is delivered twice
+  kWakeLost,         // the engine is not told that a reader freed space
   kDeadlineForgotten,
-  kPageLeaked,  // a page that nobody gives back
+  kPageLeaked,  // a page is never given back
   kStrayWrite,  // a write to a page after it was given back
 };
 
@@ -34,49 +34,49 @@ struct NodeSpec {
   Engine::Options engine;
   int64_t hbm_pages = 0;
   int64_t dram_pages = 0;
-  double overcommit = 1;  // of HBM
-  PolicyOptions policy;   // but for what is the node's own
-  // Whether what a decode row attends to is everything, wherever it lies: then the tokens are those
-  // of policy full.
+  double overcommit = 1;  // promises per capacity of HBM
+  PolicyOptions policy;   // except the options that depend on the node
+  // True: a decode row attends to everything, wherever it lies. Then the tokens are those of
+  // policy full.
   bool selects_all = true;
-  // > 0: the model has latent caches, and an indexer that selects so many.
+  // > 0: the model has latent caches and an indexer that selects this many entries.
   int top_k = 0;
-  int64_t longest = 0;  // tokens of the longest sequence
+  int64_t longest = 0;  // length of the longest sequence, in tokens
   absl::Duration lease;
   SimDeviceOptions device;
-  absl::Duration host_time;  // most that the host takes between two turns
+  absl::Duration host_time;  // maximum time of the host between two turns
 };
 
-// Where the two legs of a request meet.
+// How the two legs of a request find each other.
 enum class Meeting { kById, kByKey, kLocal };
 
 enum class Reading {
-  kAtOnce,  // whenever there is something
+  kAtOnce,  // whenever something is there
   kNowAndThen,
-  kPausing,  // at once, but for one long pause
-  kNever,    // until the stream has ended
+  kPausing,  // at once, except for one long pause
+  kNever,    // not before the stream has ended
 };
 
 struct RequestSpec {
   int index = 0;
-  uint64_t seed = 0;  // of its own draws
+  uint64_t seed = 0;  // seed of the request's own draws
   Meeting meeting = Meeting::kById;
   std::vector<int32_t> prompt;
-  uint32_t context = 0;  // handed over; 0 with kLocal
+  uint32_t context = 0;  // tokens handed over; 0 with kLocal
   uint32_t max_new_tokens = 0;
-  std::vector<OutputToken> first;  // handed over
+  std::vector<OutputToken> first;  // first tokens handed over
   SamplingParams sampling;
   Expected expected;
 
   absl::Duration
-      generate_at;  // after the start (kByKey, kLocal), the Reserve or the Commit (kById)
+      generate_at;  // time after the start (kByKey, kLocal), the Reserve or the Commit (kById)
   bool generate_after_commit = false;
   bool never_generates = false;
   bool generates_twice = false;
-  std::optional<absl::Duration> deadline;  // after Generate
-  std::optional<absl::Duration> cancel;    // after Generate
+  std::optional<absl::Duration> deadline;  // time after Generate
+  std::optional<absl::Duration> cancel;    // time after Generate
   Reading reading = Reading::kAtOnce;
-  absl::Duration pause;  // kNowAndThen: between two reads
+  absl::Duration pause;  // in kNowAndThen: time between two reads
   size_t stream_capacity = 0;
 
   absl::Duration reserve_at;
@@ -88,7 +88,8 @@ struct Scenario {
   NodeSpec node;
   std::vector<RequestSpec> requests;
   std::vector<absl::Duration> leaps_at;
-  // Drains, each with the time that what runs then has left; the later sets the earlier's anew.
+  // A drain, with the time that running requests then have left. A later drain replaces the time of
+  // an earlier one.
   struct DrainSpec {
     absl::Duration at, time;
     std::optional<absl::Duration> resume_at;
@@ -97,12 +98,12 @@ struct Scenario {
   std::optional<absl::Duration> cancel_all_at;
 };
 
-// `policy`: that of the node; empty: any.
+// Draws a seed's scenario. `policy` is that of the node; empty: any.
 Scenario DrawScenario(uint64_t seed, Plant plant, const std::string& policy);
 
-// A duration in [0, most).
+// Returns a duration in [0, most).
 absl::Duration DrawDuration(SplitMix64& random, absl::Duration most);
-// True once in `n`.
+// Returns true once in `n`.
 bool OneIn(SplitMix64& random, uint64_t n);
 
 }  // namespace sluice::sim

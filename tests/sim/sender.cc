@@ -21,11 +21,12 @@ uint32_t Crc32c(const std::vector<uint8_t>& bytes) {
   return ~crc32_iscsi(const_cast<uint8_t*>(bytes.data()), static_cast<int>(bytes.size()), ~0u);
 }
 
-// Hints say what lies in HBM first, and what lies where changes no token: what is selected is
-// attended to wherever it lies. With scout's `attend_whole` all that lies in HBM is attended to,
-// selected or not, so hints rightly change its tokens, and a sequence alone has none. (Predicted
-// queries are exact here. A model's are not, and what lies where decides which queries scout
-// attends with: there hints may change a token without it.)
+// Returns whether hints can change no token of this policy. Hints only say what lies in HBM first,
+// and usually a row attends to what it selects wherever that lies. The exception is scout's
+// `attend_whole`, under which a row attends to everything in HBM, selected or not, so hints rightly
+// change its tokens, and a sequence alone has none. (Predicted queries are exact here. A real
+// model's are not, and the place of a block decides which queries scout attends with, so there
+// hints may change a token without it.)
 bool HintsChangeNoToken(const PolicyOptions& policy) {
   return policy.name != "scout" || !policy.scout.attend_whole;
 }
@@ -66,7 +67,7 @@ bool Sender::MayBeGone() const {
 
 bool Sender::IsReady() const {
   if (!committed_ || !attached_ || !held_.empty() || LeaseMayBeOver()) return false;
-  // What has been taken is remembered without its blocks.
+  // The table remembers a transfer that was taken, but not its blocks.
   const auto info = world_->transfers().Get(id_, 0);
   return info.ok() && info->blocks_total > 0;
 }
@@ -165,7 +166,7 @@ void Sender::Step() {
       manifest.rendezvous_key = rendezvous_key();
       return world_->transfers().Reserve(manifest);
     };
-    // A router that retries its room gets an answer, not a second transfer.
+    // A router that retries its rendezvous gets an answer, not a second transfer.
     if (request_.meeting == Meeting::kByKey && !MayBeGone()) {
       const absl::Status again = reserved().status();
       if (!absl::IsAlreadyExists(again)) {
@@ -249,7 +250,7 @@ void Sender::Send(Chunk chunk) {
     landed = landed && b == Block::kLanded;
   });
   if (chunk.fault == Fault::kDiffers && !landed) {
-    // Not there yet, so it would land: later.
+    // The block is not there yet, so the chunk would land: it is sent later.
     if (!to_send_.empty()) to_send_.insert(to_send_.begin(), chunk);
     return Continue(pace_);
   }
@@ -261,7 +262,7 @@ void Sender::Send(Chunk chunk) {
       world_->Note(Situation::kBlockBusy);
       to_send_.insert(to_send_.begin(), chunk);
     } else {
-      stopped_ = !OneIn(random_, 3);  // some go on in vain
+      stopped_ = !OneIn(random_, 3);  // some senders go on in vain
     }
     return Continue(pace_);
   }
@@ -271,7 +272,7 @@ void Sender::Send(Chunk chunk) {
   LeaseRenewed();
   if (landed && chunk.fault != Fault::kDiffers) world_->Note(Situation::kChunkTwice);
   if (chunk.fault == Fault::kHeldUp || chunk.fault == Fault::kDropped) {
-    // The blocks that it claims stay claimed until it goes.
+    // The blocks that this chunk claims stay claimed until it goes.
     const size_t half = random_.Below(payload.size() + 1);
     (*landing)->Append({payload.data(), half});
     chunk.fault = chunk.fault == Fault::kHeldUp ? Fault::kHeldUp : Fault::kNone;
@@ -285,7 +286,7 @@ void Sender::Send(Chunk chunk) {
     }
     return Continue(pace_);
   }
-  // In slices, as a transport hands them over.
+  // Sent in slices, as a transport hands them over.
   for (size_t at = 0; at < payload.size();) {
     const size_t take = std::min(payload.size() - at, 1 + random_.Below(200));
     (*landing)->Append({payload.data() + at, take});
@@ -365,8 +366,8 @@ void Sender::HoldUp(const Chunk& chunk, std::unique_ptr<ChunkLanding> landing,
   });
 }
 
-// Whatever tokens, of whatever rows: what is right of it changes no token. Sometimes one is none
-// of the sequence's.
+// Draws hints with any tokens for any rows: correct hints change no token. Sometimes a hint names
+// no token of the sequence.
 SelectionHints Sender::DrawHints(bool* spoiled) {
   SelectionHints hints;
   hints.unit_tokens = OneIn(random_, 3) ? kBlockTokens : 1;
@@ -401,7 +402,7 @@ void Sender::TryCommit() {
   const bool complete =
       std::all_of(known_.begin(), known_.end(), [](Block b) { return b == Block::kLanded; });
   if (committed.ok()) {
-    if (committed_) return;  // as the first was answered
+    if (committed_) return;  // answered like the first one
     if (spoiled) world_->Fail(request_.index, "hints of a layer that is none were taken");
     if (!complete || poisoned_ || aborted_) {
       world_->Fail(request_.index, "a transfer was committed that is not whole");
@@ -464,7 +465,7 @@ void Sender::Abort() {
   if (world_->transfers().Get(id_, 1).ok() && !committed_) {
     world_->Fail(request_.index, "an aborted transfer is still there");
   }
-  // A sender that was not told, or a second stream, may go on for a while.
+  // A sender that was not notified, or a second stream, may go on for a while.
   stopped_ = OneIn(random_, 2);
   Continue(pace_);
 }

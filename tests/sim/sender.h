@@ -1,5 +1,5 @@
-// The prefill leg of a simulated request: reserves, sends its chunks in any order and in every
-// wrong way, commits or does not, and knows which answer each of its calls may get.
+// The prefill leg of a simulated request. It reserves, sends its chunks in any order and in every
+// wrong way, commits or does not, and knows which answers each of its calls may get.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ class World;
 
 class Sender {
  public:
-  // `reserved` and `committed` are told once, if it comes to that.
+  // `reserved` and `committed` are called at most once.
   Sender(World* world, const RequestSpec& request, std::function<void()> reserved,
          std::function<void()> committed);
   void Start();
@@ -32,33 +32,33 @@ class Sender {
   bool is_committed() const { return committed_; }
   bool is_poisoned() const { return poisoned_; }
   bool is_aborted() const { return aborted_; }
-  // Whether its lease may be over.
+  // Returns whether its lease may be over.
   bool LeaseMayBeOver() const;
-  // Whether there may be no such transfer any more.
+  // Returns whether the transfer may be gone.
   bool MayBeGone() const;
-  // The Generate has ended, and the transfer with it.
+  // Called when the Generate has ended, and the transfer with it.
   void CallerEnded() { caller_ended_ = true; }
-  // A Generate was accepted: once committed, the engine takes the transfer.
+  // Called when a Generate was accepted: once committed, the engine takes the transfer.
   void CallerAttached() { attached_ = true; }
-  // Whether the engine could take the transfer and has not.
+  // Returns whether the engine could take the transfer and has not.
   bool IsReady() const;
 
  private:
   enum class Fault { kNone, kCorrupt, kDropped, kHeldUp, kDiffers };
   struct Chunk {
-    // Of latent caches a head is a kind: each has one head.
+    // A head of latent caches stands for a kind: each kind has one head.
     uint32_t layer, head_begin, head_end, block_begin, block_end;
     Fault fault = Fault::kNone;
   };
   struct Held {
     Chunk chunk;
     std::unique_ptr<ChunkLanding> landing;
-    std::vector<uint8_t> payload;  // what is still to be sent
+    std::vector<uint8_t> payload;  // bytes still to be sent
   };
 
   void Reserve();
   void PlanChunks();
-  // The next call, after a while.
+  // Makes the next call after a random time of at most `most`.
   void Continue(absl::Duration most);
   void Step();
   void Send(Chunk chunk);
@@ -73,27 +73,27 @@ class Sender {
   bool latents() const;
   ChunkHeader Header(const Chunk& chunk) const;
   std::vector<uint8_t> Payload(const Chunk& chunk) const;
-  // What the sender knows of a block.
+  // The state of a block as far as the sender knows.
   enum class Block : uint8_t { kMissing, kHeld, kLanded };
   Block& block(uint32_t layer, uint32_t head, uint32_t b);
   template <typename Visit>
   void EachBlock(const Chunk& chunk, Visit visit);
   uint32_t blocks() const { return (request_.context + kBlockTokens - 1) / kBlockTokens; }
   void LeaseRenewed();
-  // `status` is one that a call may get now, or the seed fails.
+  // Fails the seed unless `status` is one that a call may get now.
   void CheckRefusal(const char* call, const absl::Status& status, bool busy = false);
 
   World* const world_;
   const RequestSpec& request_;
   const std::function<void()> on_reserved_, on_committed_;
   SplitMix64 random_;
-  History history_;  // of the prompt
+  History history_;  // history of the prompt
   absl::Duration lease_;
-  absl::Duration pace_;  // most between two calls
+  absl::Duration pace_;  // maximum time between two calls
 
   std::string id_;
   int reserve_attempts_ = 0;
-  std::vector<Chunk> to_send_;  // from the back
+  std::vector<Chunk> to_send_;  // taken from the back
   std::vector<Block> known_;
   std::list<Held> held_;
   // Earliest time at which the lease may end: the table may renew more often than the sender knows.
@@ -103,9 +103,9 @@ class Sender {
   bool aborted_ = false;
   bool attached_ = false;
   bool caller_ended_ = false;
-  bool stopped_ = false;          // sends nothing more
-  uint64_t steps_to_abort_ = 0;   // 0: does not abort
-  uint64_t steps_to_forget_ = 0;  // 0: goes on to the end
+  bool stopped_ = false;          // whether it sends nothing more
+  uint64_t steps_to_abort_ = 0;   // 0: it does not abort
+  uint64_t steps_to_forget_ = 0;  // 0: it goes on to the end
   bool commits_early_ = false;
 };
 

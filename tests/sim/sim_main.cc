@@ -1,4 +1,4 @@
-// sluice-sim: seeds through the real engine, scheduler and KV store on a simulated device.
+// sluice-sim: runs seeds through the real engine, scheduler and KV store on a simulated device.
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
@@ -44,7 +44,7 @@ constexpr Plant kPlants[] = {Plant::kEarlyEvents, Plant::kLostCopies, Plant::kCh
 constexpr const char* kPolicies[] = {"full", "oracle", "scout",        "recall",
                                      "hgca", "ess",    "offload-naive"};
 
-// Fewer seeds may well leave a rare situation out.
+// Fewer seeds may well miss a rare situation.
 constexpr uint64_t kSeedsForEverything = 1000;
 
 std::optional<uint64_t> ToNumber(std::string_view text) {
@@ -148,7 +148,7 @@ int Main(int argc, char** argv) {
       return Usage("unknown argument " + std::string(arg));
     }
   }
-  // What happens is told by --trace, in virtual time.
+  // Events are printed by --trace, in virtual time.
   SetUpLogging(LogLevel::kError, LogFormat::kText);
   if (check_plants) return CheckPlants(options);
 

@@ -1,4 +1,4 @@
-// What the seeds are meant to bring about, and how often they did.
+// The situations that seeds are meant to bring about, and how often each occurred.
 #pragma once
 
 #include <array>
@@ -65,10 +65,10 @@ enum class Situation {
 };
 inline constexpr size_t kSituations = static_cast<size_t>(Situation::kCount);
 
-// In plain words.
+// Returns the situation in plain words.
 const char* Name(Situation situation);
 
-// How often each occurred; in memory that the processes of a run share.
+// Number of times that each occurred, in memory that the processes of a run share.
 using SituationCounts = std::array<std::atomic<uint64_t>, kSituations>;
 
 }  // namespace sluice::sim

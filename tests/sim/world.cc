@@ -11,9 +11,9 @@
 namespace sluice::sim {
 namespace {
 
-// A seed takes a few thousand; more is an engine that turns and turns.
+// A seed takes a few thousand turns; more means that the engine turns endlessly.
 constexpr uint64_t kMaxTurns = 200'000;
-// Turns by the clock alone, with nothing else to come: every deadline is nearer than that.
+// Maximum turns by the clock alone, with nothing else to come: every deadline is nearer than that.
 constexpr int kMaxLooks = 1000;
 
 }  // namespace
@@ -35,7 +35,7 @@ void World::Run() {
   for (const RequestSpec& request : scenario_.requests) {
     RequestActors& actors = requests_.emplace_back();
     if (request.meeting != Meeting::kLocal) {
-      // By number: the list moves while it grows.
+      // The loop goes by index, because the list moves while it grows.
       const size_t i = requests_.size() - 1;
       actors.sender = std::make_unique<Sender>(
           this, request, [this, i] { requests_[i].caller->Reserved(); },
@@ -58,13 +58,14 @@ void World::Run() {
   if (node_->model().deepest() >= 2) Note(Situation::kTwoStepsInFlight);
   if (node_->device().stalls() > 0) Note(Situation::kStreamStalled);
   leaked_.Reset();
-  // Requests point to the node's parts, and the node's streams to the clock.
+  // Requests point to the node's parts, and the node's streams to the clock, so they end in this
+  // order.
   pools_.clear();
   node_.reset();
 }
 
-// Nothing is due any more but the engine's own looks at the clock, and nothing is left for those to
-// end.
+// Returns whether nothing is due any more except the engine's own polls, and nothing is left for
+// those to end.
 bool World::IsOver() {
   if (clock_.due() > sleeps_ + (turn_is_due_ ? 1 : 0)) {
     looks_ = 0;
@@ -73,9 +74,9 @@ bool World::IsOver() {
   if (turn_is_due_) return false;
   bool alive = node_->transfers().open_transfers() > 0;
   for (const RequestActors& actors : requests_) alive = alive || actors.caller->alive();
-  // A slot that is at rest is given back at the engine's next look.
+  // The engine's next poll gives back a slot that is at rest.
   alive = alive || next_.kind == Engine::Next::Kind::kEvent;
-  if (++looks_ > kMaxLooks) return true;  // what still lives hangs: the checks say what
+  if (++looks_ > kMaxLooks) return true;  // what is still alive hangs: the checks report it
   return !alive;
 }
 
@@ -172,7 +173,7 @@ void World::Turn() {
     case Engine::Next::Kind::kNow:
       return TurnAfter(DrawDuration(random_, scenario_.node.host_time));
     case Engine::Next::Kind::kEvent:
-      // With a time too it is a wait in the inbox, and a short one: see EngineThread.
+      // If there is a time too, the wait is in the inbox, and short: see EngineThread.
       if (next_.until != absl::InfiniteFuture()) break;
       return;
     case Engine::Next::Kind::kInbox:
@@ -189,7 +190,7 @@ void World::Turn() {
   ++sleeps_;
   clock_.At(next_.until, [this, sleep = turns_] {
     --sleeps_;
-    // Still the same sleep?
+    // Checks that it is still the same sleep.
     if (sleep == turns_ && !turn_is_due_) TurnAfter(absl::ZeroDuration());
   });
 }

@@ -1,5 +1,5 @@
 // One seed: a node, its requests, and one thread in virtual time. The engine turns when a server's
-// engine thread would, and after every happening what must always hold is asserted.
+// engine thread would, and the invariants are checked after every event.
 #pragma once
 
 #include <cstdint>
@@ -24,20 +24,20 @@
 
 namespace sluice::sim {
 
-// The status's reason, or its code.
+// Returns the status's reason, or its code.
 std::string ReasonOr(const absl::Status& status);
 
 class World {
  public:
-  // `trace`: prints what happens. `counts` outlives the world.
+  // `trace`: print what happens. `counts` outlives the world.
   World(Scenario scenario, bool trace, SituationCounts* counts);
   ~World();
-  // Ends the process with what is wrong, if anything is.
+  // Runs the seed. Ends the process with a report if anything is wrong.
   void Run();
-  // Of all that happened, traced or not: equal for equal seeds.
+  // Returns a digest of everything that happened, traced or not. Equal seeds have equal digests.
   uint64_t digest() const { return digest_; }
 
-  // ---- For the actors ----
+  // ---- The actors call these ----
   const Scenario& scenario() const { return scenario_; }
   SimClock& clock() { return clock_; }
   Node& node() { return *node_; }
@@ -45,14 +45,14 @@ class World {
   TransferTable& transfers() { return node_->transfers(); }
   bool draining() const { return draining_; }
   bool has_drained() const { return drains_ > 0; }
-  // When what is alive must have ended, and not before: InfiniteFuture while not draining.
+  // Returns when running requests must have ended; InfiniteFuture while not draining.
   absl::Time drain_deadline() const { return drain_deadline_; }
   void Note(Situation situation) { ++(*counts_)[static_cast<size_t>(situation)]; }
   template <typename... Args>
   void Trace(const Args&... args) {
     WriteTrace(absl::StrCat(args...));
   }
-  // What is wrong with a request, or (-1) with the node.
+  // Reports what is wrong with a request, or (-1) with the node.
   template <typename... Args>
   [[noreturn]] void Fail(int request, const Args&... args) {
     FailWith(request, absl::StrCat(args...));
@@ -69,15 +69,15 @@ class World {
   void Drain(absl::Duration time);
   void Resume();
 
-  // The engine's thread, as an actor.
+  // Runs a turn, as the actor that stands for the engine's thread.
   void Turn();
   void TurnAfter(absl::Duration delay);
   void TurnIfWoken();
 
   void CheckAlways();
-  void CheckQuiet();  // once the engine sleeps without a deadline
+  void CheckQuiet();  // called once the engine sleeps without a deadline
   void CheckSnapshot(const EngineSnapshot& snapshot);
-  void Breach();  // the planted fault of this seed, if it is one of the world's
+  void Breach();  // commits the planted fault of this seed, if it is one of the world's
 
   void WriteTrace(const std::string& line);
   [[noreturn]] void FailWith(int request, const std::string& what);
@@ -94,16 +94,16 @@ class World {
   uint64_t digest_ = 0;
 
   bool turn_is_due_ = false;
-  Engine::Next next_;  // what the engine waits for
+  Engine::Next next_;  // the thing that the engine waits for
   uint64_t turns_ = 0;
-  size_t sleeps_ = 0;  // ends of the engine's sleeps among what is due
-  int looks_ = 0;      // see IsOver
+  size_t sleeps_ = 0;  // number of pending events that end a sleep of the engine
+  int looks_ = 0;      // used by IsOver
 
   bool draining_ = false;
   absl::Time drain_deadline_ = absl::InfiniteFuture();
   int drains_ = 0;
-  int drained_ = 0;     // drains that were told that all is idle
-  Reservation leaked_;  // Plant::kPageLeaked
+  int drained_ = 0;     // drains that were notified that everything is idle
+  Reservation leaked_;  // kept by Plant::kPageLeaked
 };
 
 }  // namespace sluice::sim

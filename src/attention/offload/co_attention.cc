@@ -22,10 +22,10 @@
 namespace sluice {
 namespace {
 
-// Two channels are under way at most, of neighbouring layers.
+// At most two channels are under way, those of neighbouring layers.
 constexpr int kSides = 2;
 
-// A worker's hold on the round, if that still waits for it.
+// A worker's hold on the round, as long as the round waits for the worker.
 class Held {
  public:
   Held(WorkerTeam& team, int worker) : team_(team), worker_(worker), held_(team.Hold(worker)) {}
@@ -42,7 +42,8 @@ class Held {
   const bool held_;
 };
 
-// That a slot is at rest. Nobody signals it: it is waited for after a worker's fault alone.
+// The event that a slot is at rest. Nothing signals it, because it is awaited only after a worker's
+// fault.
 class SlotRest : public Event {
  public:
   SlotRest(const CoAttention* owner, int slot) : owner_(owner), slot_(slot) {}
@@ -105,7 +106,7 @@ class CoAttentionImpl : public CoAttention {
       SLUICE_CHECK(lists.capacity == options_.capacity);
       const int64_t count = int64_t{queries.rows} * options_.kv_heads;
       piece(lists.counts, 0, to.lists.counts, 1, count * kWord);
-      // All of each: how many are meant is known on the device alone.
+      // Copies all of each list: only the device knows how many units count.
       piece(lists.units, 0, to.lists.units, 1, count * lists.capacity * kWord);
     }
     options_.device->kernels().CopyRows(stream, post);
@@ -154,8 +155,9 @@ class CoAttentionImpl : public CoAttention {
         reasons::kWorkerFailed);
   }
 
-  // Whoever is at work on a sequence past its step missed the deadline, which the sequence's health
-  // tells before the step is done. Of one in good health the workers are those of a step under way.
+  // A worker that is at work on a sequence past its step has missed the deadline, and the
+  // sequence's health says so before the step is done. If the sequence is healthy, the workers
+  // belong to a step under way.
   bool AtRest(int slot) const override {
     if (team_->error(slot) == MailboxError::kNone) return true;
     for (int w = 0; w < options_.workers; ++w) {
@@ -194,7 +196,7 @@ class CoAttentionImpl : public CoAttention {
                  "a channel is of one layer");
   }
 
-  // A group's workers that are left; where none is, the next group's.
+  // Returns the workers of the slot's group that are left; if none is, those of the next group.
   uint32_t ServersOf(int slot) const {
     const int groups = CoAttentionGroups(options_);
     const uint32_t gone = team_->gone();
@@ -223,7 +225,7 @@ class CoAttentionImpl : public CoAttention {
     return absl::OkStatus();
   }
 
-  // Whether there was a sequence to serve.
+  // Returns whether there was a sequence to serve.
   absl::StatusOr<bool> Serve(int worker, int channel, WorkerShare& share) {
     const uint32_t bit = 1u << worker;
     {
@@ -249,7 +251,7 @@ class CoAttentionImpl : public CoAttention {
     return true;
   }
 
-  // To one head of a row. False: too late, nothing is written.
+  // Attends to one head of a row. Returns false if it is too late and nothing was written.
   absl::StatusOr<bool> Attend(int worker, int channel, const WorkerShare::Row& row, int head,
                               WorkerShare& share) {
     const ChannelHome& home = homes_[static_cast<size_t>(channel)];
@@ -258,7 +260,7 @@ class CoAttentionImpl : public CoAttention {
     {
       const Held held(*team_, worker);
       if (!held) return false;
-      // While the step still waits: whoever sees it done sees this too.
+      // Stored while the step still waits, so that whoever sees the step done sees this too.
       state.slot.store(row.slot, std::memory_order_relaxed);
       share.TakeQuery(side(channel), row, head);
       if (options_.source == nullptr) share.TakeList(side(channel), home, row, head);
@@ -288,31 +290,31 @@ class CoAttentionImpl : public CoAttention {
     return absl::OkStatus();
   }
 
-  // What others know of a worker; it alone writes it.
+  // The state of a worker that other threads read. Only the worker writes it.
   struct alignas(64) WorkerState {
     std::atomic<int64_t> busy_ns{0};
     std::atomic<int64_t> tokens{0};
-    std::atomic<int32_t> slot{-1};  // whose home it reads
+    std::atomic<int32_t> slot{-1};  // slot whose host cache it reads
   };
 
   const Options options_;
   const Buffer memory_;
   CoAttentionSide sides_[kSides];
-  int32_t* counts_ = nullptr;  // [max_rows + 1] 0, 1, ...: what a stream copies a row count from
+  int32_t* counts_ = nullptr;  // [max_rows + 1] 0, 1, ...: a stream copies its row count from here
   std::vector<WorkerShare> shares_;                   // by worker
   std::vector<ChannelHome> homes_;                    // by channel
   std::unique_ptr<WorkerState[]> states_;             // by worker
   std::deque<SlotRest> rests_;                        // by slot
   std::unique_ptr<std::atomic<uint32_t>[]> servers_;  // [slots] workers, as bits
-  std::unique_ptr<WorkerTeam> team_;                  // last: its threads use all of this
+  std::unique_ptr<WorkerTeam> team_;                  // last: its threads use all members above
 };
 
 }  // namespace
 
-// Whoever shares a sequence shares its KV heads, so a group has no more workers than those; and the
-// sequences of one group can even out among its workers, not with other groups', so groups are no
-// smaller than that either. But where there are two workers and two slots there are two groups: the
-// loss of a worker leaves half of the sequences.
+// Workers that share a sequence share its KV heads, so a group has no more workers than there are
+// KV heads. The sequences of a group can even out among its workers, but not among groups, so
+// groups are no smaller than that either. The exception: two workers and two slots make two groups,
+// so that half of the sequences survive the loss of a worker.
 int CoAttentionGroups(const CoAttention::Options& options) {
   const int by_heads = (options.workers + options.kv_heads - 1) / options.kv_heads;
   return std::clamp(std::max(by_heads, 2), 1, std::min(options.workers, options.slots));

@@ -1,18 +1,18 @@
-// Co-attention: CPU workers that attend to lists of units in the sequences' home while the device
-// goes on, fed and answered through a mailbox.
+// Co-attention: CPU workers attend to lists of units in the sequences' host caches while the device
+// goes on. A mailbox carries requests to them and answers back.
 //
-// A *channel* is one request that may be under way, one for each layer. Start posts queries and
-// lists to pinned memory, in one launch, and raises the request; workers compute (o, lse) of every
-// (row, KV head); Finish makes its stream wait for that and brings it to device memory, in one
+// A *channel* is one request that may be under way; each layer has one. Start posts queries and
+// lists to pinned memory, in one launch, and raises the request. Workers compute (o, lse) of every
+// (row, KV head). Finish makes its stream wait for that and copies it to device memory, in one
 // launch. Both may be recorded, and are on streams of the caller's choice, one after the other: a
-// stream that only waits for answers keeps nobody else. At most two channels are under way at once,
-// of neighbouring layers: Start(channel) comes after Finish(channel - 2).
+// stream that only waits for answers holds up no other work. At most two channels are under way at
+// once, those of neighbouring layers: Start(channel) comes after Finish(channel - 2).
 //
-// Workers are in groups, a sequence (a slot) belongs to one group, whose workers share its KV
-// heads; a head's K and V are read once for all its query heads. A worker that fails, dies or
-// misses the deadline ends the sequences of its group (Health); the step goes on. One that missed
-// the deadline may still read the home of the sequence that it is at: until it has come back the
-// slot is not at rest (AtRest), and nothing of it may become another's.
+// Workers form groups. A sequence (a slot) belongs to one group, whose workers share its KV heads;
+// a head's K and V are read once for all its query heads. A worker that fails, dies or misses the
+// deadline ends the sequences of its group (Health); the step goes on. A worker that missed the
+// deadline may still read the host cache of the sequence that it is working on: until it has come
+// back the slot is not at rest (AtRest), and nothing of the slot may be given to another sequence.
 #pragma once
 
 #include <memory>
@@ -31,32 +31,35 @@ namespace sluice {
 
 class CoAttention {
  public:
-  // One row and KV heads [head_begin, head_end) of it, as a worker gets them.
+  // One row and its KV heads [head_begin, head_end), as a worker gets them.
   struct Task {
     int channel = 0;
     int slot = 0;
     int position = 0;
     int head_begin = 0;
     int head_end = 0;
-    const float* q = nullptr;  // [heads][head_dim], here and below; only the task's heads of it
+    // [heads][head_dim], like the arrays below; only the task's heads are valid
+    const float* q = nullptr;
     float scale = 0;
     float* o = nullptr;    // [heads][head_dim]
     float* lse = nullptr;  // [heads]
   };
-  // What workers attend to where no list of the device's says it: the host's own tables do.
+  // A source tells workers what to attend to from tables of the host, where no list on the device
+  // does.
   class Source {
    public:
     virtual ~Source() = default;
-    // Writes o and lse of the task's heads. On worker `worker`; the heads of a row are one task or
-    // several, on any workers of its group. The task's memory is the worker's own, and the slot is
-    // not at rest meanwhile. `owes`: whether the round still waits for the worker; after a false
-    // nothing that is written counts, and it may return. Not OK: as when a worker fails.
+    // Writes o and lse of the task's heads, on worker `worker`. The heads of a row are one task or
+    // several, on any workers of its group. The task's memory belongs to the worker, and the slot
+    // is not at rest meanwhile. `owes` returns whether the round still waits for the worker; once
+    // it has returned false nothing that is written counts, and the function may return. An error
+    // counts like a failure of the worker.
     virtual absl::Status Attend(int worker, const Task& task, absl::FunctionRef<bool()> owes) = 0;
   };
 
   struct Options {
     Device* device = nullptr;
-    const kernels::KernelTable* kernels = nullptr;  // null: the best of this processor
+    const kernels::KernelTable* kernels = nullptr;  // null: the best for this processor
     int workers = 1;
     absl::Duration deadline = absl::Seconds(1);
     int slots = 0;
@@ -65,32 +68,33 @@ class CoAttention {
     int heads = 0;
     int kv_heads = 0;
     int head_dim = 0;
-    int capacity = 0;  // units of a list at most
+    int capacity = 0;  // maximum units in a list
     int unit_tokens = 0;
-    // Outlives the result. There are no lists then; capacity and unit_tokens are not read.
+    // Outlives the result. With a source there are no lists, and capacity and unit_tokens are
+    // ignored.
     Source* source = nullptr;
   };
   static absl::StatusOr<std::unique_ptr<CoAttention>> Create(const Options& options);
   virtual ~CoAttention() = default;
 
-  // `lists`: the units that each (row, KV head) attends to, in device memory; not read where there
-  // is a source. `home`: the layer's, with a table that
-  // the host can read.
+  // Posts the request of `channel`. `lists` are the units that each (row, KV head) attends to, in
+  // device memory; they are ignored if there is a source. `home` is the layer's host cache, with a
+  // table that the host can read.
   virtual void Start(Stream& stream, int channel, const KvAttention::Queries& queries,
                      const kernels::UnitLists& lists, const kernels::PagedCache& home) = 0;
-  // o [rows][heads][head_dim] and lse [rows][heads], in device memory; `slots` and `rows` as at
-  // Start. Those of padded rows are left as they are.
+  // Writes the answer to o [rows][heads][head_dim] and lse [rows][heads], in device memory. `slots`
+  // and `rows` are as at Start. The results of padded rows are left as they are.
   virtual void Finish(Stream& stream, int channel, const int32_t* slots, int rows, float* o,
                       float* lse) = 0;
 
-  // A new sequence moves into the slot.
+  // Takes note that a new sequence moves into the slot.
   virtual void Join(int slot) = 0;
-  // INTERNAL, reason WORKER_FAILED: workers failed the sequence in the slot since Join.
+  // Returns INTERNAL with reason WORKER_FAILED if workers failed the slot's sequence since Join.
   virtual absl::Status Health(int slot) const = 0;
-  // Whether no worker is at work on the slot's sequence for a step that is done. REQUIRES, for an
-  // answer that stays: every step that has the slot is done.
+  // Returns whether no worker is at work on the slot's sequence for a step that is done. REQUIRES,
+  // for an answer that stays true: every step that has the slot is done.
   virtual bool AtRest(int slot) const = 0;
-  // To wait for it; of the host's alone, no stream records it.
+  // Returns an event to wait for AtRest. It belongs to the host: no stream records it.
   virtual Event& RestEvent(int slot) = 0;
 
   // Any thread.

@@ -8,7 +8,7 @@
 namespace sluice {
 namespace {
 
-// Rows begin where a GPU can read 16 bytes at once.
+// Rows begin at multiples of this, so that a GPU can read 16 bytes at once.
 constexpr int64_t kAlignment = 16;
 
 int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -21,7 +21,7 @@ absl::Status OutOfRange(const std::string& field, const std::string& expected, i
 }  // namespace
 
 absl::Status ArrayPages::Fit(int64_t head_bytes) {
-  int64_t step = 1;  // tokens of which every array has whole rows
+  int64_t step = 1;  // smallest number of tokens for which every array has whole rows
   for (const Rows& r : rows) step = std::max(step, r.tokens_per_row);
   int64_t step_bytes = 0;
   for (const Rows& r : rows) {

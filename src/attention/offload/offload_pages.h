@@ -1,6 +1,6 @@
-// How the HBM pages of a sequence in the offload tiers are divided: the blocks of dense layers,
-// then, for each sparse layer, places and the rows of arrays. Pages are equal, so this is
-// arithmetic alone.
+// How the HBM pages of a sequence in the offload tiers are divided: first the blocks of dense
+// layers, then, for each sparse layer, places and the rows of arrays. All pages have the same size,
+// so this is only arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -14,18 +14,18 @@
 
 namespace sluice {
 
-// Arrays that grow together share their pages: a page has room, in each head's part, for the rows
-// of `tokens_per_page` tokens of every one of them.
+// Arrays that grow together share their pages: in each head's part, a page holds the rows of
+// `tokens_per_page` tokens of every one of these arrays.
 struct ArrayPages {
   struct Rows {
     std::string name;
     int64_t tokens_per_row = 0;
     int32_t dim = 0;
     kernels::DType type = kernels::DType::kFloat32;
-    int64_t offset = 0;  // bytes, in a head's part of the page
+    int64_t offset = 0;  // bytes from the begin of a head's part of the page
     int32_t rows_per_page = 0;
     int64_t row_bytes() const { return dim * kernels::SizeOf(type); }
-    // Where a row of KV head `head` lies, the array's pages being `pages`.
+    // Returns the address of a row of KV head `head`, if the array's pages are `pages`.
     uint8_t* At(const PagePool& pool, const int32_t* pages, int head, int64_t row) const {
       return pool.PageAddress(0, pages[row / rows_per_page]) +
              head * pool.layout().kinds[0].block_bytes() + offset +
@@ -38,36 +38,36 @@ struct ArrayPages {
   int64_t PagesFor(int64_t tokens) const {
     return (tokens + tokens_per_page - 1) / tokens_per_page;
   }
-  // Sets offsets, rows_per_page and tokens_per_page. INVALID_ARGUMENT names a row that no page
-  // holds.
+  // Sets offsets, rows_per_page and tokens_per_page. INVALID_ARGUMENT: a row does not fit into a
+  // page; the message names it.
   absl::Status Fit(int64_t head_bytes);
 };
 
 struct OffloadPages {
-  // INVALID_ARGUMENT names what is out of range.
+  // INVALID_ARGUMENT: the message names the option that is out of range.
   static absl::StatusOr<OffloadPages> Of(const OffloadTierOptions& options);
 
   int layers = 0, dense_layers = 0;
   CacheKind kind;
   int64_t ring_blocks = 0;
-  int64_t place_blocks = 0;  // of the longest sequence, the ring's included
-  int64_t most_blocks = 0;   // of the longest sequence
+  int64_t place_blocks = 0;  // places of the longest sequence, the ring's included
+  int64_t most_blocks = 0;   // blocks of the longest sequence
   int64_t units_per_block = 1;
-  ArrayPages by_token;  // of the sequence: OffloadTierOptions::arrays with tokens_per_row > 0, in
+  ArrayPages by_token;  // OffloadTierOptions::arrays with tokens_per_row > 0, in
                         // their order, then ResidencyTable::place_of
   ArrayPages by_place;  // the other arrays, by token of a place, then ResidencyTable::places
-  std::vector<bool> array_by_token;  // of OffloadTierOptions::arrays
+  std::vector<bool> array_by_token;  // by index of OffloadTierOptions::arrays
   std::function<int64_t(int64_t)> extra_home_tokens;
 
   const ArrayPages::Rows& residency() const { return by_token.rows.back(); }
   const ArrayPages::Rows& places() const { return by_place.rows.back(); }
-  // Of OffloadTierOptions::arrays, by its index.
+  // Position of an array, by its index in OffloadTierOptions::arrays.
   struct ArrayAt {
     const ArrayPages* group;
     const ArrayPages::Rows* rows;
   };
   ArrayAt Array(size_t index) const;
-  // Where the pages of a group begin in a slot's row of page numbers.
+  // Returns where the pages of a group begin in a slot's row of page numbers.
   int64_t EntryOf(const ArrayPages& group, int layer) const {
     return &group == &by_token ? ByTokenEntry(layer) : ByPlaceEntry(layer);
   }
@@ -77,12 +77,14 @@ struct OffloadPages {
   int64_t ring_units() const { return ring_blocks * units_per_block; }
   int64_t place_units() const { return place_blocks * units_per_block; }
   int64_t PlaceBlocksOf(int64_t total) const;
-  // Tokens of the home of a sequence of `total` tokens, whole blocks where something follows them.
+  // Returns the host-cache tokens of a sequence of `total` tokens; these are whole blocks where
+  // something follows them.
   int64_t HomeTokensOf(int64_t total) const;
   // The tables of places have a row for every place that any sequence could have.
   int64_t place_pages() const { return by_place.PagesFor(place_blocks * kind.block_tokens); }
 
-  // Of a sequence of `total` tokens: pages in all, and tokens of a reservation that has as many.
+  // Returns, for a sequence of `total` tokens, its pages, and the tokens of a reservation that has
+  // as many pages.
   int64_t PagesOf(int64_t total) const;
   int64_t PoolTokensOf(int64_t total) const;
 

@@ -10,7 +10,8 @@ namespace sluice {
 
 namespace {
 
-// Fills `units`, ascending and below `end`, up to `count` with the newest that it lacks.
+// Fills `units`, which is ascending and below `end`, up to `count` units with the newest that it
+// lacks.
 void AddNewest(int64_t end, size_t count, std::vector<int32_t>* units) {
   auto unit = static_cast<int32_t>(end - 1);
   const size_t named = units->size();
@@ -60,7 +61,8 @@ bool OffloadPolicy::Admit(int slot, int64_t context, int64_t total, Promise prom
   return true;
 }
 
-// A late worker's reads of the home, too, come before anything of the slot is another's.
+// A late worker may still read the host cache; that must end before anything of the slot goes to
+// another sequence.
 bool OffloadPolicy::Warm(int slot) {
   return tier_->Warm(slot) && (co_attention() == nullptr || co_attention()->AtRest(slot));
 }
@@ -124,7 +126,7 @@ std::vector<std::vector<int32_t>> OffloadPolicy::FirstUnits(int slot, int64_t to
   const OffloadTierOptions& o = tier_->options();
   const int64_t per_block = tier_->block_tokens() / o.unit_tokens;
   const int64_t ring = o.ring_blocks * per_block;
-  // Older than the ring of the first decode row.
+  // Units from `end` on belong to the ring of the first decode row.
   const int64_t end = std::max<int64_t>(tokens / o.unit_tokens - ring + 1, 0);
   const int64_t places = tier_->PlacesOf(totals_[static_cast<size_t>(slot)]);
   const int64_t count = std::min(std::max<int64_t>(places - ring, 0), end);
@@ -204,8 +206,8 @@ void OffloadPolicy::Attend(Stream& stream, int layer, kernels::AttentionParams p
     } else {
       AttendSparse(stream, layer, queries, params.out, params.out_type);
     }
-    // Nobody reads these tokens at home, or what Settle makes of them, before the next step: what
-    // is newest lies in HBM.
+    // Nothing reads these tokens in the host cache, or what Settle makes of them, before the next
+    // step: the newest tokens lie in HBM.
     Stream& settling = SettlingBranch(stream);
     settling.After(stream);
     if (!attends_at_home()) WriteHome(settling, layer, params.slots, params.positions, decode);

@@ -1,6 +1,10 @@
-// What every policy over the offload tiers does alike: a sequence's life in the tiers, new tokens
-// written to HBM and home, rows of prompts (which attend to all of the home) and dense layers. A
-// policy adds how a decode row attends in a sparse layer.
+// The base of every policy over the offload tiers. It implements what they have in common: a
+// sequence's life in the tiers, new tokens written to HBM and to the host cache ("home"), rows of
+// prompts (which attend to the whole host cache) and dense layers. A policy adds how a decode row
+// attends in a sparse layer.
+//
+// Threads are those of the interfaces that it implements: SequencePlacement and the frame of a step
+// on the engine's thread, KvAttention while a step is enqueued.
 #pragma once
 
 #include <memory>
@@ -17,9 +21,9 @@ namespace sluice {
 
 class OffloadPolicy : public AttentionPolicy, public KvAttention {
  public:
-  // Decode rows of a step at most, padded ones counted.
+  // Returns the maximum number of decode rows in a step, including padded rows.
   static int MaxDecodeRows(const PolicyOptions& options);
-  // Of the constructor.
+  // Allocates the constructor's `written`.
   static absl::StatusOr<Buffer> AllocateWritten(const PolicyOptions& options);
 
   const std::string& name() const override { return name_; }
@@ -28,8 +32,8 @@ class OffloadPolicy : public AttentionPolicy, public KvAttention {
   Footprint FootprintOf(int64_t context, int64_t total) const override;
   int64_t max_tokens() const override;
   Headroom HeadroomNow() const override;
-  // REQUIRES: a firm promise. The working set is EndPrompt's; until then there are prompt rows
-  // only.
+  // REQUIRES: a firm promise. EndPrompt makes the working set; until then the slot may have only
+  // prompt rows.
   bool Admit(int slot, int64_t context, int64_t total, Promise promise,
              std::unique_ptr<SequenceCache>& home) override;
   bool Warm(int slot) override;
@@ -45,7 +49,8 @@ class OffloadPolicy : public AttentionPolicy, public KvAttention {
   absl::Status SlotHealth(int slot) const override;
   WorkerStatistics Workers() const override;
 
-  // Nothing is preempted: promises are firm. What is moved out for good is at home already.
+  // No sequence is preempted, so promises are always firm. A sequence that is moved out for good is
+  // in its host cache already.
   bool MakeFirm(int slot) override;
   bool ReserveHostCopy(int slot, int64_t tokens) override;
   void Evict(int slot, int64_t tokens) override;
@@ -53,47 +58,48 @@ class OffloadPolicy : public AttentionPolicy, public KvAttention {
 
   void Append(Stream& stream, int layer, kernels::RopeAppendParams params) override;
   void Attend(Stream& stream, int layer, kernels::AttentionParams params) override;
-  // The stream comes After() every branch. What a step leaves behind is the next step's to read:
-  // residency tables and the places that a recall fills, arrays, homes.
+  // Makes the stream come After() every branch. The next step reads what this one leaves behind:
+  // residency tables and the places that a recall fills, arrays, host caches.
   void EndStep(Stream& stream) override;
 
  protected:
-  // `written`: AllocateWritten(options).
+  // `written` comes from AllocateWritten(options).
   OffloadPolicy(const PolicyOptions& options, std::unique_ptr<OffloadTier> tier, Buffer written);
   int max_decode_rows() const { return MaxDecodeRows(options_); }
 
-  // Branches of a step's stream, beside that of Ahead: one for each parity of layers, for what a
-  // layer waits for while its neighbours have the same under way (answers of workers, fetched
-  // tokens); and one for what nobody waits for before the step's end (Settle).
+  // Branches of a step's stream, beside that of Ahead. There is one for each parity of layers, for
+  // what a layer waits for while its neighbours have the same under way (answers of workers,
+  // fetched tokens), and one for work that nothing waits for before the step's end (Settle).
   static Stream& LayerBranch(Stream& stream, int layer) { return stream.Branch(1 + layer % 2); }
   static Stream& SettlingBranch(Stream& stream) { return stream.Branch(3); }
 
-  // Attention of decode rows in a sparse layer, their keys and values being in the ring and on
-  // their way home: to `out`, [rows][heads * head_dim] of out_type. At its end `stream` comes after
-  // all that Ahead(layer) put on branches.
+  // Enqueues attention of decode rows in a sparse layer to `out`, [rows][heads * head_dim] of
+  // out_type. The rows' own keys and values are in the ring and on their way to the host cache. At
+  // its end `stream` comes after everything that Ahead(layer) put on branches.
   virtual void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                             kernels::DType out_type) = 0;
-  // What follows from the rows of a sparse layer for later steps, on a branch that comes after its
-  // attention: nothing of this step waits for it, nor reads what it writes. The queries themselves
-  // are gone (q is null): the next layer's take their place.
+  // Enqueues what the rows of a sparse layer mean for later steps, on a branch that comes after the
+  // layer's attention: nothing in this step waits for it or reads what it writes. The queries
+  // themselves are gone (q is null), because the next layer's take their place.
   virtual void Settle(Stream& /*stream*/, int /*layer*/, const Queries& /*rows*/) {}
-  // Whether attention of decode rows reads their own keys and values at home: then they are written
-  // there before it, on the stream itself.
+  // Returns whether attention of decode rows reads their own keys and values from the host cache.
+  // They are then written there before it, on the stream itself.
   virtual bool attends_at_home() const { return false; }
-  // The units that a sequence of `tokens` tokens begins with in HBM, of each sparse layer and KV
-  // head, as OffloadTier::WarmUp takes them. Default: the first block, those of the hints, and the
-  // newest before the ring.
+  // Returns the units with which a sequence of `tokens` tokens begins in HBM, for each sparse layer
+  // and KV head, in the order of OffloadTier::WarmUp. The default is the first block, the units
+  // that the hints name, and the newest units before the ring.
   virtual std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens,
                                                        const SelectionHints& hints);
-  // Enqueues what the policy's arrays need of a sequence that is being warmed.
+  // Enqueues what the policy's arrays need for a sequence that is being warmed.
   virtual void BuildArrays(Stream& stream, int slot, int64_t tokens,
                            const OffloadTier::BulkRow& row);
-  // For destructors: a warm-up under way uses what BuildArrays was given of the policy's own.
+  // Waits for all warm-ups. Destructors call it, because a warm-up under way uses what BuildArrays
+  // was given.
   void AwaitWarmUps();
 
-  // Who reads sequences' homes beside the device; null: nobody.
+  // Returns the workers that read host caches beside the device; null: there are none.
   virtual CoAttention* co_attention() const { return nullptr; }
-  // A sequence has come into the slot; one is about to leave it.
+  // Called when a sequence has come into the slot, and when one is about to leave it.
   virtual void Joined(int /*slot*/) {}
   virtual void Left(int /*slot*/) {}
 
@@ -110,10 +116,10 @@ class OffloadPolicy : public AttentionPolicy, public KvAttention {
   const std::string name_;
   const PolicyOptions options_;
   const std::unique_ptr<OffloadTier> tier_;
-  // [layers][MaxDecodeRows][kv_heads][2][head_dim]: K and V of a step. Each layer has its own, so
-  // that the next one need not wait until this one's are at home.
+  // [layers][MaxDecodeRows][kv_heads][2][head_dim]: K and V of a step. Each layer has its own part,
+  // so that the next layer need not wait until this one's are in the host cache.
   const Buffer written_;
-  std::vector<int64_t> totals_;  // tokens of each slot's sequence at its end
+  std::vector<int64_t> totals_;  // length of each slot's sequence at its end, in tokens
 };
 
 }  // namespace sluice

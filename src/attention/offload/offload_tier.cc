@@ -22,12 +22,13 @@ class OffloadTierImpl : public OffloadTier {
  public:
   struct Buffers {
     WarmConstants constants;
-    // int32 [slots][layers][most_blocks] of homes: for kernels, which would wait for the link at
-    // every block, and for workers; they are sent from there.
+    // int32 [slots][layers][most_blocks], the page numbers of host caches. Kernels read the
+    // device's copy, because they would wait for the link at every block otherwise; workers read
+    // the host's, from which the device's is sent.
     Buffer device_home_tables, host_home_tables;
     Buffer device_tables;  // int32 [slots][OffloadPages::entries()]
-    Buffer host_tables;    // the same, where they are sent from
-    Buffer device_rows;    // int32 [slots][3]: BulkRow's
+    Buffer host_tables;    // the host's copy, from which entries are sent
+    Buffer device_rows;    // int32 [slots][3]: the values of BulkRow
     Buffer host_rows;
   };
 
@@ -90,7 +91,7 @@ class OffloadTierImpl : public OffloadTier {
   }
 
   void Grow(int slot, int64_t tokens) override {
-    // Its pages were taken at admission, so that a layer's lie together.
+    // The pages were taken at admission, so that a layer's pages are adjacent.
     SLUICE_CHECK(tokens <= slots_[static_cast<size_t>(slot)].total);
   }
 
@@ -118,7 +119,7 @@ class OffloadTierImpl : public OffloadTier {
     row[1] = 0;
     row[2] = static_cast<int32_t>(tokens - 1);
     int32_t* const device_row = buffers_.device_rows.as<int32_t>() + 3 * slot;
-    // One command each, however scattered the pages.
+    // Each is one command, however scattered the pages are.
     copy_stream_->CopyBatch(s.first.data(), s.first.size());
     copy_stream_->CopyBatch(s.then.data(), s.then.size());
     copy_stream_->Copy(device_row, row, 3 * sizeof(int32_t));
@@ -192,10 +193,10 @@ class OffloadTierImpl : public OffloadTier {
   struct Slot {
     std::unique_ptr<SequenceCache> home;
     std::unique_ptr<SequenceCache> hbm;       // null: the slot is free
-    int64_t total = 0;                        // tokens at its end
-    std::vector<Stream::CopyOp> first, then;  // of a warm-up under way
+    int64_t total = 0;                        // the sequence's length at its end
+    std::vector<Stream::CopyOp> first, then;  // copies of a warm-up under way
     std::unique_ptr<Event> placed;            // the device has its page numbers
-    std::unique_ptr<Event> copied, warm;      // of the warm-up
+    std::unique_ptr<Event> copied, warm;      // events of the warm-up
   };
 
   int32_t* Table(int slot) const {
@@ -205,7 +206,8 @@ class OffloadTierImpl : public OffloadTier {
     return buffers_.device_tables.as<int32_t>() + entry;
   }
 
-  int64_t home_entries() const { return pages_.layers * pages_.most_blocks; }  // of a slot
+  // Entries of one slot.
+  int64_t home_entries() const { return pages_.layers * pages_.most_blocks; }
   kernels::PagedCache Home(int layer, const Buffer& tables) const {
     return Cache(*options_.dram, tables.as<int32_t>() + layer * pages_.most_blocks, home_entries());
   }
@@ -238,8 +240,8 @@ class OffloadTierImpl : public OffloadTier {
     return out;
   }
 
-  // Read by steps and by nobody else; none has the slot now. (A worker that is late for one reads
-  // the copy that it took in time, worker_share.h.)
+  // Only steps read the table, and none has the slot now. (A late worker reads the copy that it
+  // took in time, worker_share.h.)
   void WriteHomeTable(int slot) {
     const SequenceCache& home = *slots_[static_cast<size_t>(slot)].home;
     int32_t* out = buffers_.host_home_tables.as<int32_t>() + slot * home_entries();
@@ -250,7 +252,7 @@ class OffloadTierImpl : public OffloadTier {
     }
   }
 
-  // Deals the sequence's pages out in the order of the table. What it has no page for is -1.
+  // Assigns the sequence's pages in the order of the table. Entries without a page are -1.
   void WriteTable(int slot) {
     const Slot& s = slots_[static_cast<size_t>(slot)];
     int32_t* const table = Table(slot);
@@ -280,12 +282,12 @@ class OffloadTierImpl : public OffloadTier {
   const OffloadPages pages_;
   const Buffers buffers_;
   std::vector<Slot> slots_;
-  // Last: their threads end first, the one that waits for the other before it.
+  // Last, so that their threads end first: the one that waits for the other ends before it.
   std::unique_ptr<Stream> copy_stream_;
   std::unique_ptr<Stream> build_stream_;
 };
 
-// What the operators of recall count in int32.
+// Checks what the operators of recall count in int32.
 absl::Status CheckRecall(const OffloadTierOptions& options, const OffloadPages& pages) {
   const int64_t places = pages.place_units() - pages.ring_units();
   const int64_t most = options.device->kernels().MaxRecallPlaces();
@@ -296,7 +298,7 @@ absl::Status CheckRecall(const OffloadTierOptions& options, const OffloadPages& 
                      ": take a smaller budget"));
   }
   // Pieces that are moved have an index in their arena (RecallParams): a block, or a token's K row.
-  // The 2^31 of them that there may be are 256 GiB of rows of 128 B, 512 GiB of rows of 256 B.
+  // An int32 counts 2^31 of them, which is 256 GiB of rows of 128 B and 512 GiB of rows of 256 B.
   const int64_t piece_bytes =
       pages.units_per_block == 1 ? pages.kind.block_bytes() : pages.kind.part_bytes[0];
   for (const auto& [field, pool] :

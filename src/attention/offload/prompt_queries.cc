@@ -32,12 +32,12 @@ void PromptQueries::BeginStep(absl::Span<const int32_t> slots,
   if (std::none_of(slots.begin(), slots.end(), in_prompt)) return;
   step_ = &lists_[next_list_];
   next_list_ = (next_list_ + 1) % lists_.size();
-  step_->done->Wait();  // it was, unless more steps are under way than there are lists
+  step_->done->Wait();  // ready already, unless more steps are under way than there are lists
   int32_t count = 0;
   for (size_t r = 0; r < slots.size(); ++r) {
     if (!in_prompt(slots[r])) continue;
     Slot& slot = slots_[static_cast<size_t>(slots[r])];
-    // A sequence's rows are neighbours, in order.
+    // The rows of a sequence are adjacent and in order.
     if (r + 1 < slots.size() && slots[r + 1] == slots[r]) continue;
     step_->rows.as<int32_t>()[count] = static_cast<int32_t>(r);
     step_->slots.as<int32_t>()[count] = slots[r];

@@ -1,5 +1,5 @@
-// The queries of each prompt's newest row, of every sparse layer: what says which part of a cache
-// matters when its first decode row comes. They stay on the device, by slot.
+// The queries of each prompt's newest row in every sparse layer. They tell which part of a cache
+// matters when the sequence's first decode row comes. They stay on the device, by slot.
 #pragma once
 
 #include <array>
@@ -14,7 +14,7 @@
 
 namespace sluice {
 
-// Engine's thread.
+// Only the engine's thread may call it.
 class PromptQueries {
  public:
   struct Options {
@@ -24,25 +24,24 @@ class PromptQueries {
     int heads = 0;
     int head_dim = 0;
   };
-  // RESOURCE_EXHAUSTED: no memory.
+  // RESOURCE_EXHAUSTED: there is no memory.
   static absl::StatusOr<std::unique_ptr<PromptQueries>> Create(const Options& options);
 
-  // A new sequence: all of its rows are of its prompt until PromptEnded.
+  // Takes note of a new sequence: all of its rows belong to its prompt until PromptEnded.
   void Joined(int slot) { slots_[static_cast<size_t>(slot)] = {.in_prompt = true}; }
   void PromptEnded(int slot) { slots_[static_cast<size_t>(slot)].in_prompt = false; }
-  // A step begins; its rows, in their order.
+  // Begins a step with these rows, in order.
   void BeginStep(absl::Span<const int32_t> slots, absl::Span<const int32_t> positions);
-  // The step's attention in a layer, after the queries were made: keeps those of each prompt's
-  // newest row.
+  // Enqueues, after a layer's queries were made, that those of each prompt's newest row are kept.
   void Keep(Stream& stream, int layer, const kernels::AttentionParams& params);
-  // The step has no further layer.
+  // Ends the step: there is no further layer.
   void EndStep(Stream& stream);
 
-  // Whether the last of the slot's first `tokens` positions was computed here.
+  // Returns whether the last of the slot's first `tokens` positions was computed on this node.
   bool Knows(int slot, int64_t tokens) const {
     return slots_[static_cast<size_t>(slot)].newest == tokens - 1;
   }
-  // [heads][head_dim], on the device.
+  // Returns the queries, [heads][head_dim], on the device.
   float* Of(int layer, int slot) const {
     return kept_.as<float>() +
            (int64_t{layer} * options_.slots + slot) * options_.heads * options_.head_dim;
@@ -54,13 +53,13 @@ class PromptQueries {
     bool in_prompt = false;
     int64_t newest = -1;  // the position whose queries are kept
   };
-  // Of a step: which row's queries go to which slot. Pinned.
+  // A list of which row's queries go to which slot in a step. Pinned.
   struct KeepList {
     Buffer rows, slots;  // int32 [slots]
     Buffer count;        // int32
     std::unique_ptr<Event> done;
   };
-  // Steps under way at once.
+  // Maximum steps under way at once.
   static constexpr size_t kSteps = 2;
 
   explicit PromptQueries(const Options& options)

@@ -1,6 +1,6 @@
 // The counters of a sparse policy by layer and slot, in device memory, where operators add to them
-// (kernels/sparse_params.h), and their sums. A slot's counters go on from one of its sequences to
-// the next.
+// (kernels/sparse_params.h), and their sums. A slot's counters carry on from one of its sequences
+// to the next. Only the engine's thread may call it.
 #pragma once
 
 #include <memory>
@@ -15,20 +15,21 @@ namespace sluice {
 
 class SelectionCounters {
  public:
-  // `layout` of one cache kind, K and V. RESOURCE_EXHAUSTED: no memory for them.
+  // `layout` has one cache kind, K and V. RESOURCE_EXHAUSTED: there is no memory for the counters.
   static absl::StatusOr<std::unique_ptr<SelectionCounters>> Create(Device* device, int slots,
                                                                    const CacheLayout& layout);
 
-  // [slots] of a layer.
+  // Returns the counters of a layer, [slots].
   kernels::SparseCounters* of(int layer) const {
     return device_.as<kernels::SparseCounters>() + int64_t{layer} * slots_;
   }
-  // Waits for the device's copy of them. REQUIRES: no step is under way.
+  // Copies the counters from the device, waits for the copy and returns the sums. REQUIRES: no step
+  // is under way.
   PolicyStatistics Sum() const;
 
-  // A look while steps go on. PollCounters enqueues a copy of them on the steps' own stream,
-  // between two steps; nothing where a look is under way. Take gives its sums, once, when the copy
-  // is done; till then, and where there is none, it returns false. One thread.
+  // PollCounters reads the counters while steps go on: it enqueues a copy of them on the steps' own
+  // stream, between two steps, unless such a copy is under way. Take returns true and gives the
+  // copy's sums once, when the copy is done; until then, and if there is no copy, it returns false.
   void PollCounters(Stream& stream);
   bool Take(PolicyStatistics* sums);
 
@@ -40,7 +41,7 @@ class SelectionCounters {
   const int slots_;
   const CacheLayout layout_;
   const Buffer device_, host_;  // SparseCounters [layers][slots]
-  const Buffer looked_;         // the same, of a look
+  const Buffer looked_;         // the same, as PollCounters copied them
   const std::unique_ptr<Event> look_done_;
   bool looking_ = false;
   const std::unique_ptr<Event> copied_;

@@ -8,7 +8,7 @@ namespace sluice {
 
 template <typename T>
 T* CoAttentionMemory::Take(int64_t count) {
-  constexpr size_t kLine = 64;  // what different threads write shares none
+  constexpr size_t kLine = 64;  // threads write to separate cache lines
   T* const out = begin_ == nullptr ? nullptr : reinterpret_cast<T*>(begin_ + used_);
   used_ += (sizeof(T) * static_cast<size_t>(count) + kLine - 1) / kLine * kLine;
   return out;
@@ -65,13 +65,13 @@ void WorkerShare::TakeQuery(const CoAttentionSide& request, const Row& row, int 
 }
 
 void WorkerShare::TakeItems(const CoAttentionSide& request, uint32_t bit) {
-  // What a list costs beside its tokens: queries in, a result out, a switch.
+  // Fixed cost of a list beside its tokens, in tokens: queries in, a result out, a switch.
   constexpr int32_t kListTokens = 16;
   const auto heads = static_cast<size_t>(options_.kv_heads);
   costs_.clear();
   groups_.clear();
   mine_.assign(rows_.size() * heads, false);
-  // Nearly always all rows have the same servers; not where workers have died.
+  // Nearly always all rows have the same servers; they differ only after workers have died.
   const auto group_of = [this](uint32_t servers) -> Group& {
     for (Group& group : groups_) {
       if (group.servers == servers) return group;
@@ -92,7 +92,7 @@ void WorkerShare::TakeItems(const CoAttentionSide& request, uint32_t bit) {
     Group& group = group_of(rows_[item / heads].servers);
     const int64_t of = std::popcount(group.servers);
     const int64_t rank = std::popcount(group.servers & (bit - 1));
-    // Whose share the middle of the list is in.
+    // The list is this worker's if its middle lies in the worker's share.
     mine_[item] = (2 * group.before + costs_[item]) * of / (2 * group.cost) == rank;
     group.before += costs_[item];
   }

@@ -1,5 +1,5 @@
-// What CPU workers read and write in co-attention, and one worker's share of it. Used by
-// co_attention.cc alone.
+// The memory that CPU workers read and write in co-attention, and one worker's share of the work.
+// Only co_attention.cc uses it.
 #pragma once
 
 #include <cstddef>
@@ -18,15 +18,15 @@ struct CoAttentionSide {
   int32_t* slots = nullptr;      // [max_rows]
   int32_t* positions = nullptr;  // [max_rows]
   float* q = nullptr;            // [max_rows][heads][head_dim]
-  kernels::UnitLists lists{};    // of (row, KV head)
+  kernels::UnitLists lists{};    // one list for each (row, KV head)
   float* o = nullptr;            // [slots][heads][head_dim]
   float* lse = nullptr;          // [slots][heads]
 };
 
-// Hands out pieces of one buffer, the same ones in the same order each time.
+// Hands out pieces of one buffer, always the same pieces in the same order.
 class CoAttentionMemory {
  public:
-  // `begin` null: only counts.
+  // If `begin` is null it only counts bytes.
   CoAttentionMemory(const CoAttention::Options& options, std::byte* begin)
       : options_(options), begin_(begin) {}
   CoAttentionSide Side();
@@ -42,19 +42,20 @@ class CoAttentionMemory {
   size_t used_ = 0;
 };
 
-// Where the caches of a channel's layer lie.
+// The caches of a channel's layer.
 struct ChannelHome {
   kernels::PagedCache cache{};
   float scale = 0;
 };
 
-// Groups of workers that the options make.
+// Returns into how many groups these options divide the workers.
 int CoAttentionGroups(const CoAttention::Options& options);
 
-// A worker's own memory. It attends to a copy of what it was asked, and to a list of the pages that
-// a copied list stands for, and its results lie here until they are given: a worker that is late
-// meets requests, tables and answers that are another's by then, and touches none. Take... and Give
-// are called while the worker holds the round, what is between them is not.
+// One worker's share of a round, in memory of its own. The worker attends to a copy of the request
+// and to a list of the pages that a copied list stands for, and its results lie here until they are
+// given. So a late worker touches no requests, tables or answers that belong to another round by
+// then. The functions Take... and Give are called while the worker holds the round; the work
+// between them is done without holding it.
 class WorkerShare {
  public:
   explicit WorkerShare(const CoAttention::Options& options);
@@ -66,7 +67,8 @@ class WorkerShare {
     int32_t position = 0;
     uint32_t servers = 0;  // workers, as bits
   };
-  // The rows of the request that are the worker's. `servers_of(slot)`: 0 if it serves not the slot.
+  // Takes the rows of the request that belong to the worker. `servers_of(slot)` returns 0 if the
+  // worker does not serve the slot.
   template <typename ServersOf>
   void TakeRows(const CoAttentionSide& request, const ServersOf& servers_of) {
     rows_.clear();
@@ -79,41 +81,43 @@ class WorkerShare {
   }
   const std::vector<Row>& rows() const { return rows_; }
 
-  // Which KV heads of the rows taken are this worker's, `bit` among their servers. Workers of a
-  // group divide all lists of their sequences by tokens, in order, each by the same arithmetic on
-  // the same counts: lists differ by a factor of ten, and a round is as long as its last worker.
+  // Decides which KV heads of the taken rows are this worker's; `bit` is the worker's among their
+  // servers. The workers of a group divide all lists of their sequences by tokens, in order, each
+  // by the same arithmetic on the same counts: lists differ by a factor of ten, and a round takes
+  // as long as its last worker.
   void TakeItems(const CoAttentionSide& request, uint32_t bit);
-  // Of row i of rows().
+  // Returns whether KV head `head` of row i of rows() is this worker's.
   bool Mine(size_t i, int head) const {
     return mine_[i * static_cast<size_t>(options_.kv_heads) + static_cast<size_t>(head)];
   }
 
-  // One KV head of a row: its queries, and the list with its pages.
+  // Takes one KV head of a row: its queries, and the list with its pages.
   void TakeQuery(const CoAttentionSide& request, const Row& row, int head);
   void TakeList(const CoAttentionSide& request, const ChannelHome& home, const Row& row, int head);
-  // Of what was taken; the results are this worker's.
+  // Computes one KV head that was taken; the results stay with this worker.
   void Compute(const ChannelHome& home, const Row& row, int head);
   CoAttention::Task TaskOf(const Row& row, int head);
   void Give(const CoAttentionSide& answer, const Row& row, int head);
 
-  // Of every list given; the newest unit counts as a whole one.
+  // Returns the tokens of every list that was given; the newest unit counts as a whole one.
   int64_t tokens() const { return tokens_; }
 
  private:
   CoAttention::Options options_;
-  int64_t group_;         // query heads of a KV head
-  int64_t group_floats_;  // of their vectors
+  int64_t group_;         // query heads per KV head
+  int64_t group_floats_;  // floats in the vectors of such a group
   int64_t tokens_ = 0;
   std::vector<Row> rows_;       // [max_rows] at most
   std::vector<bool> mine_;      // [rows][kv_heads]
-  std::vector<int32_t> costs_;  // [rows][kv_heads]: of a list, in tokens
-  // Rows of the same servers: what their lists cost, and those that have been given out.
+  std::vector<int32_t> costs_;  // [rows][kv_heads]: cost of a list, in tokens
+  // Rows with the same servers: the total cost of their lists, and the cost of those already given
+  // out.
   struct Group {
     uint32_t servers;
     int64_t cost, before;
   };
   std::vector<Group> groups_;
-  // Of one row, as SparseAttentionParams has them.
+  // Arrays of one row, as in SparseAttentionParams.
   std::vector<float> q_;         // [heads][head_dim]
   std::vector<float> o_;         // [heads][head_dim]
   std::vector<float> lse_;       // [heads]

@@ -17,12 +17,13 @@ using kernels::DType;
 using kernels::KernelTable;
 using kernels::SparseAttentionParams;
 
-// What the workers of a test do instead of the kernel alone, for the row at position `row`.
+// A fault that the workers of a test have in place of the kernel, for the row at position `row`.
 enum class Fault { kNone, kThrow, kSleep };
 std::atomic<Fault> fault{Fault::kNone};
 std::atomic<int> fault_row{-1};
 std::atomic<bool> asleep{false};
-std::atomic<bool> foreign{false};  // what it read has become another's before it was done
+// whether what it read became another sequence's before it was done
+std::atomic<bool> foreign{false};
 void (*kernel)(const SparseAttentionParams&, kernels::Worker) = nullptr;
 
 std::vector<float> ResultOf(const SparseAttentionParams& p) {
@@ -54,13 +55,13 @@ KernelTable WithFaults(const KernelTable& table) {
   return out;
 }
 
-// A test that ends early leaves no worker asleep, for which the team would wait. Made after the
-// world, so that it goes before it.
+// Wakes the workers at the end of a test that ends early, because the team would wait for them. It
+// is made after the world, so that it ends before it.
 struct NoFaultAtTheEnd {
   ~NoFaultAtTheEnd() { fault = Fault::kNone; }
 };
 
-// Bits of one kernel against another's are in tests/kernels; this is for bf16 queries.
+// tests/kernels compares the bits of kernels; this is the tolerance for bf16 queries.
 double ToleranceOf(const KernelTable& table) {
   return std::string(table.name) == "amx" || std::string(table.name) == "avx512bf16" ? 3e-2 : 1e-4;
 }
@@ -69,7 +70,7 @@ void OnPath(const std::string& name, void (*test)(Device&, const KernelTable&)) 
   const auto device = testing::TestDevice(name);
   if (absl::IsNotFound(device.status())) return SkipTest(std::string(device.status().message()));
   REQUIRE(device.ok());
-  // Workers are the CPU's, whatever the device.
+  // Workers are the CPU's, whatever the device is.
   const KernelTable* table = kernels::FindKernelTable(name.c_str());
   if (table == nullptr) table = kernels::AvailableKernelTables().back();
   test(**device, *table);
@@ -122,14 +123,14 @@ void Replays(Device& device, const KernelTable& table) {
     world.Wait();
     world.Check(buckets[bucket], ToleranceOf(table));
   }
-  // The host far ahead of the stream: the same step again and again.
+  // The host gets far ahead of the stream with the same step again and again.
   for (int step = 0; step < 600; ++step) programs[2]->Run(*world.stream);
   CHECK(world.Failed().empty());
   world.Wait();
 }
 SLUICE_TEST_ON_EVERY_PATH("recorded steps of several buckets run thousands of rounds", Replays)
 
-// Sequences that share their group with `slot`.
+// Returns the sequences that share their group with `slot`.
 std::vector<int> GroupOf(int slot, const Shape& shape, int groups) {
   std::vector<int> out;
   for (int s = slot % groups; s < shape.slots; s += groups) out.push_back(s);
@@ -160,7 +161,7 @@ void Throwing(Device& device, const KernelTable& table) {
   CHECK(health.message() == "a CPU worker that attends to this sequence failed");
   CHECK(ReasonOf(health) == "WORKER_FAILED");
   world.Check(6, ToleranceOf(table));
-  // The next sequence in the same place is served.
+  // The next sequence in the same slot is served.
   for (int s : GroupOf(slot, world.shape, 2)) world.co_attention->Join(s);
   world.Step(6);
   CHECK(world.Failed().empty());
@@ -170,7 +171,7 @@ SLUICE_TEST_ON_EVERY_PATH("a worker that throws ends its group's sequences alone
 
 void Late(Device& device, const KernelTable& table) {
   Shape shape;
-  shape.deadline = absl::Seconds(2);  // a worker that is well keeps it on any machine
+  shape.deadline = absl::Seconds(2);  // a healthy worker keeps it on any machine
   World world(device, WithFaults(table), shape, TestSeed());
   const NoFaultAtTheEnd no_fault;
   const int slot = MeetFault(world, Fault::kSleep);
@@ -181,8 +182,8 @@ void Late(Device& device, const KernelTable& table) {
   CHECK(world.co_attention->Health(slot).message() ==
         "a CPU worker that attends to this sequence did not answer in time");
   world.Check(6, ToleranceOf(table));
-  // While it is away, others' results are right, wherever their rows are, also as it comes back in
-  // the midst of them; and what is asked of it is refused.
+  // While it is away, others' results are right, wherever their rows are, even when it comes back
+  // in the midst of them; and requests to it are refused.
   for (int s : world.Failed()) world.co_attention->Join(s);
   for (int step = 0; step < 50; ++step) {
     if (step == 25) fault = Fault::kNone;
@@ -200,13 +201,13 @@ void Late(Device& device, const KernelTable& table) {
     world.Check(8, ToleranceOf(table));
   }
   CHECK(world.Failed().empty());
-  // Of one channel or of two that were under way.
+  // There may be one channel or two that were under way.
   const int64_t late = world.co_attention->Statistics().late;
   CHECK((late == 1 || late == 2));
 }
 SLUICE_TEST_ON_EVERY_PATH("a late worker ends its group's sequences, and may come back", Late)
 
-// Design: a page is freed only after its readers are fenced.
+// A page is freed only after its readers are fenced.
 void GivenAway(Device& device, const KernelTable& table) {
   Shape shape;
   shape.deadline = absl::Milliseconds(300);
@@ -214,7 +215,7 @@ void GivenAway(Device& device, const KernelTable& table) {
   const NoFaultAtTheEnd no_fault;
   const int slot = MeetFault(world, Fault::kSleep);
   world.Step(6);
-  // The sequences of its group have ended, but only at one of them somebody still reads.
+  // The sequences of its group have ended, but a worker still reads only one of them.
   REQUIRE(asleep.load());
   REQUIRE_FALSE(world.co_attention->Health(slot).ok());
   CHECK_FALSE(world.co_attention->AtRest(slot));
@@ -230,7 +231,7 @@ void GivenAway(Device& device, const KernelTable& table) {
   wakes.join();
   while (asleep.load()) std::this_thread::yield();
   CHECK_FALSE(foreign.load());
-  // The other one, once the worker has polled.
+  // The other one is at rest once the worker has polled.
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   for (int s = 0; s < shape.slots; ++s) world.co_attention->Join(s);
   world.DrawWhole(6);
@@ -260,13 +261,13 @@ void Dying(Device& device, const KernelTable& table) {
   CHECK(lost == GroupOf(lost.front(), world.shape, 2));
   CHECK(world.co_attention->Health(lost.front()).message() ==
         "a CPU worker that attends to this sequence has died");
-  // Those that come after them are served by who is left.
+  // Those that come after them are served by the workers that are left.
   for (int slot : lost) world.co_attention->Join(slot);
   for (int i = 0; i < 20; ++i) step();
   CHECK(world.Failed().empty());
   CHECK(world.co_attention->Statistics().workers == 2);
   CHECK(world.co_attention->Statistics().left == 1);
-  // With nobody left no sequence is well, and steps end none the less.
+  // If no worker is left, no sequence is healthy, and steps end none the less.
   {
     const ScopedFailpoints armed("attention.worker_exit=error");
     step();

@@ -1,4 +1,5 @@
-// Sequences with a home, random requests to CPU workers and what must come of them.
+// A world for tests of co-attention: sequences with host caches, random requests to CPU workers,
+// and checks of the results.
 #pragma once
 
 #include <algorithm>
@@ -31,14 +32,14 @@ struct Shape {
   int head_dim = 16;
   int block_tokens = 16;
   int unit_tokens = 16;
-  int max_blocks = 6;  // of a sequence
+  int max_blocks = 6;  // maximum blocks of a sequence
   int capacity = 5;
   int workers = 3;
   absl::Duration deadline = absl::Seconds(60);
   kernels::DType type = kernels::DType::kBFloat16;
 };
 
-// Memory of the device, and where the test reads and writes it.
+// Memory of the device, and the host memory through which the test reads and writes it.
 template <typename T>
 class Mirrored {
  public:
@@ -57,7 +58,7 @@ class Mirrored {
   Buffer device_, host_;
 };
 
-// What the device asks of one layer.
+// A request of one layer, as the device makes it.
 struct Request {
   Mirrored<int32_t> units;   // [max_rows * kv_heads][capacity]
   Mirrored<int32_t> counts;  // [max_rows * kv_heads]
@@ -105,10 +106,10 @@ class World {
     std::fill(positions.begin(), positions.end(), 0);
   }
 
-  ~World() { co_attention.reset(); }  // its workers read the homes
+  ~World() { co_attention.reset(); }  // ends first, because its workers read the host caches
 
-  // Rows of some of the sequences in any order, `rows` in all, the last ones padded; new lists and
-  // queries for every layer. REQUIRES: nothing is under way.
+  // Draws rows of some of the sequences in any order, `rows` in all, the last ones padded, and new
+  // lists and queries for every layer. REQUIRES: nothing is under way.
   void Draw(int rows) {
     std::vector<int32_t> order(static_cast<size_t>(shape.slots));
     std::iota(order.begin(), order.end(), 0);
@@ -124,7 +125,7 @@ class World {
     }
     DrawLists(rows);
   }
-  // Every sequence, in order, at position 40 + slot. REQUIRES: as many rows as slots.
+  // Draws every sequence, in order, at position 40 + slot. REQUIRES: as many rows as slots.
   void DrawWhole(int rows) {
     for (int r = 0; r < rows; ++r) {
       slots[static_cast<size_t>(r)] = r;
@@ -141,7 +142,7 @@ class World {
     }
   }
 
-  // One step as a policy with a look ahead makes it.
+  // Enqueues one step like a policy with a look-ahead.
   void Enqueue(Stream& s, int rows) {
     slots.ToDevice(s);
     positions.ToDevice(s);
@@ -165,8 +166,8 @@ class World {
     Wait();
   }
 
-  // Every row of a sequence in good health is what one call of the kernel for this row and head
-  // gives, to the bit, and what float64 gives, to `tolerance`.
+  // Checks that every row of a healthy sequence is what one call of the kernel for this row and
+  // head gives, to the bit, and what float64 gives, to `tolerance`.
   void Check(int rows, double tolerance) {
     for (int layer = 0; layer < shape.layers; ++layer) {
       for (int row = 0; row < rows; ++row) {
@@ -180,7 +181,8 @@ class World {
     }
   }
 
-  // Another sequence in the slot's home. REQUIRES: nothing is under way, and the slot is at rest.
+  // Puts another sequence into the slot's host cache. REQUIRES: nothing is under way, and the slot
+  // is at rest.
   void MoveIn(int slot) {
     for (size_t layer = 0; layer < homes_.size(); ++layer) {
       for (int block = 0; block < shape.max_blocks; ++block) {
@@ -193,12 +195,12 @@ class World {
     co_attention->Join(slot);
   }
 
-  // Whether a worker has something to do for the row.
+  // Returns whether a worker has something to do for the row.
   bool Attends(int row) const {
     const auto first = static_cast<size_t>(row * shape.kv_heads);
     return requests_[0].counts[first] > 0;
   }
-  // Of all layers, rows and KV heads.
+  // Returns the units that are asked for in all layers, rows and KV heads.
   int64_t UnitsAsked(int rows) const {
     int64_t units = 0;
     for (const Request& r : requests_) {
@@ -211,7 +213,7 @@ class World {
     }
     return units;
   }
-  // Of the longest sequence; Draw takes none as late.
+  // Returns the last position of the longest sequence; Draw takes none as late.
   int LastPosition() const { return MaxTokens() - 1; }
   int MaxTokens() const { return shape.max_blocks * shape.block_tokens; }
   std::vector<int> Failed() const {
@@ -352,7 +354,7 @@ class World {
     }
   }
 
-  // The whole row in one call, upon the homes themselves.
+  // Computes the whole row in one call, on the host caches themselves.
   void CheckBits(int layer, int row) {
     const Request& r = requests_[static_cast<size_t>(layer)];
     const size_t list = static_cast<size_t>(row * shape.kv_heads);

@@ -1,4 +1,5 @@
-// Policy `full` over latent caches, against attention computed here from copies of the caches.
+// Tests policy `full` over latent caches, against attention computed here from copies of the
+// caches.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
@@ -73,7 +74,7 @@ struct World {
     return caches[static_cast<size_t>(layer)][static_cast<size_t>(slot)];
   }
 
-  // A sequence whose first `context` tokens come from a home.
+  // Admits a sequence whose first `context` tokens come from a host cache.
   void Admit(int slot, int64_t context, int64_t total) {
     std::unique_ptr<SequenceCache> home;
     if (context > 0) {
@@ -103,8 +104,8 @@ struct World {
     int slot;
     int32_t first, count;
   };
-  // A step with new tokens at these rows, the first `decode_rows` decode rows; every layer's
-  // results are checked.
+  // Runs a step with new tokens at these rows, the first `decode_rows` of them decode rows, and
+  // checks every layer's results.
   void Step(const std::vector<Rows>& planned, int32_t decode_rows) {
     std::vector<int32_t> slots, positions;
     for (const Rows& rows : planned) {
@@ -123,7 +124,7 @@ struct World {
   void Layer(int layer, const std::vector<int32_t>& slots, const std::vector<int32_t>& positions,
              int32_t decode_rows) {
     const auto rows = static_cast<int32_t>(slots.size());
-    // RoPE by no angle, norms of ones.
+    // RoPE by no angle, and norms of ones.
     Row turn(static_cast<size_t>(rows) * kDim);
     for (size_t i = 0; i < turn.size(); i += 2) turn[i] = 1;
     const Row ones(kDim, 1.0f), zeros(kDim, 0.0f);
@@ -303,7 +304,7 @@ TEST_CASE("a prompt's last selections are kept, whatever its chunks") {
       {.device = device.get(), .layers = 2, .top_k = 4, .slots = 4, .prompts = 2});
   std::vector<int32_t> units(kRows * 4), counts(kRows);
   const kernels::UnitLists lists{units.data(), counts.data(), 4};
-  // Of slot s, layer l and position p: p % 5 units, the first of them 1000 * s + 10 * p + l.
+  // Slot s has p % 5 units in layer l at position p, the first of them 1000 * s + 10 * p + l.
   const auto step = [&](const std::vector<int32_t>& slots, const std::vector<int32_t>& positions,
                         bool in_two) {
     kept->BeginStep(slots, positions);
@@ -329,7 +330,7 @@ TEST_CASE("a prompt's last selections are kept, whatever its chunks") {
     const auto start = static_cast<int32_t>(random.Below(40));
     int32_t next[2] = {start, 0};
     for (int s = 0; s < 6; ++s) {
-      std::vector<int32_t> slots = {2}, positions = {7};  // somebody else
+      std::vector<int32_t> slots = {2}, positions = {7};  // another slot
       for (const int i : {0, 1}) {
         for (int n = static_cast<int>(random.Below(45)); n > 0; --n) {
           slots.push_back(i == 0 ? 3 : 1);

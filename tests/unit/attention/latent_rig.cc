@@ -127,7 +127,7 @@ LatentRig::Token LatentRig::Make(uint64_t seed, int layer, int position) const {
   token.kv = Random(at(1), shape_.rank + shape_.rope);
   token.k = Random(at(2), kernels::kIndexDim);
   token.q = Random(at(3), shape_.heads * (shape_.rank + shape_.rope));
-  // Queries of the indexer turn slowly: what is selected drifts.
+  // The indexer's queries turn slowly, so that the selection drifts.
   const double angle = shape_.drift * position;
   for (int h = 0; h < shape_.index_heads; ++h) {
     const auto a = Random(own * 77 + static_cast<uint64_t>(h) * 3 + 1, kernels::kIndexDim);
@@ -298,7 +298,7 @@ std::vector<std::vector<std::vector<float>>> LatentRig::Run(const std::vector<in
   const bool generates = decode_rows == static_cast<int>(slots.size());
   const int bucket = generates ? device_->RowBucket(static_cast<int>(slots.size())) : 0;
   const int rows = std::max(bucket, static_cast<int>(slots.size()));
-  for (int row = 0; row < rows; ++row) {  // padded, but for those below
+  for (int row = 0; row < rows; ++row) {  // all padded, except those set below
     slots_.host.as<int32_t>()[row] = -1;
     positions_.host.as<int32_t>()[row] = 0;
   }

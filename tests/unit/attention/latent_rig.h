@@ -1,6 +1,6 @@
 // Drives a policy of latent caches without a model: rows of made-up entries, index keys and
-// queries, in the order in which a model calls the policy, and a naive model in float64 to hold
-// selections and results to.
+// queries, in the order in which a model calls the policy, and a naive model in float64 to check
+// selections and results against.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ class LatentRig {
     double drift = 0.02;  // how far the indexer's queries turn from one position to the next
     size_t pool_bytes = size_t{8} << 20;
   };
-  // `options`: policy ess's own; the rest is the rig's.
+  // `options` are policy ess's own; the rig sets the others.
   LatentRig(const Shape& shape, const PolicyOptions::Ess& ess, const std::string& name = "ess");
   ~LatentRig();
 
@@ -44,36 +44,36 @@ class LatentRig {
   PagePool& hbm() { return *hbm_; }
   PagePool& dram() { return *dram_; }
 
-  // Hands over the first `context` tokens of stream `seed` to a slot, which ends at `total`. False:
-  // there is no room. `prompt`: tokens of the prompt, 0: the context. REQUIRES: context 0 where
-  // caches are packed (prompts make them).
+  // Hands over the first `context` tokens of stream `seed` to a slot, whose sequence ends at
+  // `total`. Returns false if there is no capacity. `prompt`: tokens of the prompt; 0: as many as
+  // the context. REQUIRES: context is 0 where caches are packed (prompts make them).
   bool Admit(int slot, uint64_t seed, int context, int total, int prompt = 0);
-  // Admits a home that DetachHostCache gave.
+  // Admits a host cache that DetachHostCache returned.
   void Readmit(int slot, uint64_t seed, int context, int total, int prompt,
                std::unique_ptr<SequenceCache> home);
-  // `count` rows of the slot's prompt.
+  // Computes `count` rows of the slot's prompt.
   std::vector<std::vector<std::vector<float>>> Prompt(int slot, int count);
   void EndPrompt(int slot, const SelectionHints& hints = {});
-  // A decode row of each slot. [layer][row][heads * rank].
+  // Computes a decode row of each slot. Returns [layer][row][heads * rank].
   std::vector<std::vector<std::vector<float>>> Step(const std::vector<int32_t>& slots);
-  // The same, with `count` rows of another slot's prompt behind them.
+  // Does the same, with `count` rows of another slot's prompt behind them.
   std::vector<std::vector<std::vector<float>>> Mixed(std::vector<int32_t> slots, int prompt_slot,
                                                      int count);
   int position(int slot) const { return sequences_.at(slot).length; }
   void AwaitWarm(int slot);
-  // Times that the policy wanted steps of a size to be recorded again, which they were.
+  // Returns how often the policy wanted steps of a size to be recorded again; each time they were.
   int recordings() const { return recordings_; }
 
-  // What row `position` of stream `seed` selects, ascending, and what it attends to; and the
-  // `count` units behind those in its order, ascending.
+  // Return the units that row `position` of stream `seed` selects, ascending; what it attends to;
+  // and the `count` units that follow those in its ranking, ascending.
   std::vector<int32_t> Selected(uint64_t seed, int layer, int position) const;
   std::vector<int32_t> RunnersUp(uint64_t seed, int layer, int position, int count) const;
   std::vector<float> Naive(uint64_t seed, int layer, int position) const;
-  // Of the last `rows` positions before `tokens`.
+  // Returns hints of the last `rows` positions before `tokens`.
   SelectionHints Hints(uint64_t seed, int tokens, int rows) const;
 
  private:
-  // All units up to `position`, the best first.
+  // Returns all units up to `position`, the best first.
   std::vector<int32_t> Ranked(uint64_t seed, int layer, int position) const;
 
   struct Sequence {
@@ -82,13 +82,13 @@ class LatentRig {
   };
   struct Layer {
     MirroredBuffer kv, k, index_q, weights, q, out;
-    Buffer made_q, made_weights;  // IndexQuery's
+    Buffer made_q, made_weights;  // IndexQuery's results
   };
   struct Token {
     std::vector<float> kv, k, index_q, weights, q;
   };
   Token Make(uint64_t seed, int layer, int position) const;
-  // The entry and the index key as the caches have them.
+  // Return the entry and the index key as they are in the caches.
   std::vector<double> Entry(const Token& token) const;
   std::vector<double> Key(const Token& token) const;
   void Enqueue(Stream& stream, int rows, int decode_rows);
@@ -97,7 +97,7 @@ class LatentRig {
   void Finish();
 
   const Shape shape_;
-  const DType type_;  // of the caches
+  const DType type_;  // type of the caches
   PolicyOptions options_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<PagePool> hbm_, dram_;

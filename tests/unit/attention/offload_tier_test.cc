@@ -14,7 +14,7 @@ namespace {
 const Shape kShapes[] = {{1, 2, 3, kBlock}, {0, 1, 0, kBlock}, {2, 3, 5, 1},
                          {1, 1, 2, 1},      {4, 2, 2, kBlock}, {0, 100, 4, kBlock}};
 
-// The pages of a slot by what they are for: no page is for two things.
+// Returns the pages of a slot, by use: no page has two uses.
 std::multiset<int32_t> PagesOf(Tiers& t, int slot, int64_t total) {
   std::multiset<int32_t> pages;
   const auto add = [&](const int32_t* table, int64_t stride, int64_t count) {
@@ -41,7 +41,7 @@ std::multiset<int32_t> PagesOf(Tiers& t, int slot, int64_t total) {
   return pages;
 }
 
-// On the CPU device and on a GPU.
+// Runs a test on the CPU device and on a GPU.
 void OnDevice(const std::string& kernels, void (*test)(const std::string& kernels)) {
   const absl::Status status = testing::TestDevice(kernels).status();
   if (absl::IsNotFound(status)) return SkipTest(std::string(status.message()));
@@ -109,10 +109,10 @@ TEST_CASE(
       CHECK(t.hbm->UsageOf(0).used_bytes == Layout().BytesFor(footprint.hbm_tokens));
       CHECK(t.dram->UsageOf(0).used_bytes == Layout().BytesFor(total));
       t.Wait(0);
-      // The two groups of arrays share pages: counted once each here.
+      // The two groups of arrays share pages, which are counted once each here.
       const std::multiset<int32_t> pages = PagesOf(t, 0, total);
       CHECK(std::set<int32_t>(pages.begin(), pages.end()).size() == pages.size());
-      // At most a page less than a layer's worth is for nothing.
+      // At most a page less than a layer's worth is unused.
       CHECK(static_cast<int64_t>(pages.size()) * page <= t.hbm->UsageOf(0).used_bytes);
       CHECK(static_cast<int64_t>(pages.size()) + kLayers > t.hbm->UsageOf(0).used_bytes / page);
       t.tier->Release(0);
@@ -167,7 +167,7 @@ TEST_CASE(
   REQUIRE(t.tier->Admit(1, 10, 20, home));
   t.Wait(1);
   t.tier->Release(1);
-  // No room in DRAM: no HBM is kept.
+  // Without capacity in DRAM no HBM is kept either.
   std::unique_ptr<SequenceCache> all = t.Home(0, t.dram->capacity_tokens(), 1);
   CHECK_FALSE(t.tier->Admit(1, 0, 20, none));
   CHECK(t.hbm->UsageOf(0).reserved_bytes == 0);
@@ -200,7 +200,7 @@ void Traffic(const std::string& kernels) {
       std::unique_ptr<SequenceCache> home = t.Home(l.tokens, l.total, l.mark);
       REQUIRE(t.tier->Admit(slot, l.tokens, l.total, home));
       l.units = t.Units(l.tokens, random);
-      // At once: the page numbers are still on their way.
+      // Started at once, while the page numbers are still on their way.
       t.tier->WarmUp(slot, l.tokens, l.units, [](Stream&, const OffloadTier::BulkRow&) {});
       std::set<int32_t> pages;
       size_t count = 0;

@@ -1,4 +1,4 @@
-// Offload tiers of small sequences whose bytes say where they belong, on any device.
+// Offload tiers of small sequences whose bytes encode where they belong, on any device.
 #pragma once
 
 #include <algorithm>
@@ -69,7 +69,7 @@ struct Tiers {
   }
   void Create() {
     tier = *OffloadTier::Create(options);
-    // A slot's tables are one row, which begins with what the first layer has.
+    // A slot's tables are one row, which begins with the first layer's entries.
     const kernels::PagedCache first = tier->dense(0) ? tier->Dense(0) : tier->Places(0);
     const auto bytes = static_cast<size_t>(kSlots * first.table_stride) * sizeof(int32_t);
     tables = {first.block_table, *device->Allocate(MemoryKind::kPinned, bytes, "test")};
@@ -81,15 +81,15 @@ struct Tiers {
     stream->Record(*done);
     done->Wait();
   }
-  // Takes what the device's memory has now.
-  void Look() {
+  // Copies the device's memory to the host.
+  void ReadBack() {
     for (const Seen& seen : {std::cref(arena), std::cref(tables), std::cref(homes)}) {
       stream->Copy(seen.host.data(), seen.device, seen.host.bytes());
     }
     Finish();
   }
-  // Where the host sees an address of the device, as it was at the last Look; what is the
-  // host's own (homes) it sees itself.
+  // Returns where the host sees an address of the device, as it was at the last ReadBack. The host
+  // sees its own memory (host caches) directly.
   template <typename T>
   const T* At(const T* address) const {
     const auto* const at = reinterpret_cast<const uint8_t*>(address);
@@ -102,7 +102,8 @@ struct Tiers {
     return address;
   }
 
-  // A home of `context` tokens, with room for `total`, whose bytes say where they belong.
+  // Makes a host cache of `context` tokens, reserved for `total`, whose bytes encode where they
+  // belong.
   std::unique_ptr<SequenceCache> Home(int64_t context, int64_t total, uint8_t mark) {
     auto home = std::make_unique<SequenceCache>(
         dram.get(), dram->TryReserve(tier->FootprintOf(context, total).dram_tokens));
@@ -131,7 +132,7 @@ struct Tiers {
     return At(static_cast<const uint8_t*>(cache.base) + page * cache.page_bytes +
               head * (cache.page_bytes / cache.kv_heads));
   }
-  // Token `at` of `cache` is token `token` of the sequence.
+  // Checks that token `at` of `cache` is token `token` of the sequence.
   void CheckToken(const kernels::PagedCache& cache, int slot, int64_t at, int layer, int head,
                   int64_t token, uint8_t mark) {
     const uint8_t* block = Block(cache, slot, at / kBlock, head);
@@ -151,12 +152,12 @@ struct Tiers {
         row % rows.rows_per_page * rows.dim * kernels::SizeOf(rows.type)));
   }
 
-  // Older than the ring of the row at `tokens`.
+  // Returns the number of units that are older than the ring of the row at `tokens`.
   int32_t OldUnits(int64_t tokens) const {
     const int64_t ring = options.ring_blocks * (kBlock / options.unit_tokens);
     return static_cast<int32_t>(std::max<int64_t>(tokens / options.unit_tokens - ring + 1, 0));
   }
-  // Random units for each sparse layer and head.
+  // Draws random units for each sparse layer and head.
   std::vector<std::vector<int32_t>> Units(int64_t tokens, SplitMix64& random) {
     std::vector<std::vector<int32_t>> units;
     for (int i = 0; i < (kLayers - options.dense_layers) * kHeads; ++i) {
@@ -178,7 +179,7 @@ struct Tiers {
       }
     }
   }
-  // What is in HBM before the row at `tokens`.
+  // Checks what is in HBM before the row at `tokens`.
   void CheckWorkingSet(int slot, int64_t tokens, int64_t total, uint8_t mark,
                        const std::vector<std::vector<int32_t>>& units) {
     CheckDense(slot, tokens, mark);
@@ -228,13 +229,13 @@ struct Tiers {
   }
   void Wait(int slot) {
     while (!tier->Warm(slot)) tier->WarmEvent(slot).Wait();
-    Look();
+    ReadBack();
   }
 
-  // Memory of the device that the test looks at.
+  // Memory of the device that the test reads.
   struct Seen {
     const void* device = nullptr;
-    Buffer host;  // its bytes
+    Buffer host;  // copy of its bytes
   };
 
   OffloadTierOptions options;

@@ -64,7 +64,7 @@ void CheckSays(const absl::Status& status, const std::string& words) {
   CHECK_THAT(std::string(status.message()), Catch::Matchers::Contains(words));
 }
 
-// The error of a profile whose JSON was changed.
+// Returns the error of a profile whose JSON was changed.
 absl::Status Changed(const std::function<void(json&)>& change) {
   const fixtures::TempDir dir;
   const std::string path = dir.File("p.json");
@@ -75,7 +75,7 @@ absl::Status Changed(const std::function<void(json&)>& change) {
   return ReadPolicyProfile(path).status();
 }
 
-// The same of its projection's bytes.
+// Returns the error of a profile whose projection's bytes were changed.
 absl::Status ChangedProjection(const std::function<void(std::string&)>& change) {
   const fixtures::TempDir dir;
   const std::string path = dir.File("p.json");
@@ -186,7 +186,7 @@ TEST_CASE("a projection that is not the profile's is refused") {
   CheckSays(ChangedProjection([](std::string& b) { b[0] ^= 1; }), "not the projection");
   CheckSays(ChangedProjection([](std::string& b) { b[20] = 'b'; }), "not the projection");
   CheckSays(ChangedProjection([](std::string& b) { b[200] ^= 1; }), "not the projection");
-  // Another shape of as many numbers.
+  // another shape with as many numbers
   CheckSays(Changed([](json& j) {
               j["projection"]["layers"] = kKvHeads;
               j["projection"]["kv_heads"] = kLayers;

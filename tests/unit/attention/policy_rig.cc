@@ -91,7 +91,7 @@ PolicyOptions PolicyRig::Options() const {
   options.max_context = shape_.max_context;
   options.heads = shape_.heads;
   options.dense_layers = 0;
-  options.worker_deadline = absl::Seconds(60);  // a busy machine is no fault
+  options.worker_deadline = absl::Seconds(60);  // so that a busy machine is no fault
   return options;
 }
 
@@ -140,7 +140,7 @@ void PolicyRig::Release(AttentionPolicy& policy, int slot) {
 void PolicyRig::Ahead(Stream& stream, AttentionPolicy& policy, int layer, int rows) {
   if (rows == 0 || layer == shape_.layers || !policy.kv_attention()->LooksAhead(layer)) return;
   KvAttention::Queries queries;
-  // One buffer for all layers, as a model has it: who needs it later keeps its own.
+  // There is one buffer for all layers, as in a model: whoever needs it later keeps a copy.
   queries.q = layers_[0].predicted.device.as<float>();
   queries.stride = int64_t{shape_.heads} * shape_.head_dim;
   const Layer& from = layers_[static_cast<size_t>(layer)];
@@ -203,7 +203,7 @@ std::vector<std::vector<std::vector<float>>> PolicyRig::Step(AttentionPolicy& po
                                                              bool generates) {
   const int bucket = generates ? device_->RowBucket(static_cast<int>(slots.size())) : 0;
   const int rows = std::max(bucket, static_cast<int>(slots.size()));
-  for (int row = 0; row < rows; ++row) {  // padded, but for those below
+  for (int row = 0; row < rows; ++row) {  // all padded, except those set below
     slots_.host.as<int32_t>()[row] = -1;
     positions_.host.as<int32_t>()[row] = 0;
   }

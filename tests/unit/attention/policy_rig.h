@@ -1,5 +1,5 @@
 // Drives an attention policy without a model: decode steps of made-up queries, keys and values, in
-// the order in which a model calls the policy, and a naive softmax to hold the results to.
+// the order in which a model calls the policy, and a naive softmax to check the results against.
 #pragma once
 
 #include <cstdint>
@@ -28,12 +28,14 @@ class PolicyRig {
     int slots = 4;
     int max_context = 1024;
     std::string kernels = "portable";  // or "cuda", where all steps are recorded and padded
-    int threads = 1;                   // of the CPU device, as what follows
-    int row_bucket = 0;  // CpuDeviceOptions::row_bucket; > 0: steps are recorded programs, padded
+    int threads = 1;                   // CPU device: its threads
+    // CPU device: CpuDeviceOptions::row_bucket; > 0: steps are recorded programs, padded
+    int row_bucket = 0;
   };
-  // What a token is in one layer.
+  // The vectors of a token in one layer.
   struct Vectors {
-    // Of bf16 values all: whether a product takes them so or not, what is selected is the same.
+    // All values fit bf16, so that a selection is the same whether a product rounds its inputs or
+    // not.
     std::vector<float> q, predicted;  // [heads][head_dim]
     std::vector<float> k, v;          // [kv_heads][head_dim]
   };
@@ -42,33 +44,36 @@ class PolicyRig {
   PolicyRig(const Shape& shape, Make make);
   ~PolicyRig();
 
-  // Device, pools and shapes; the rest is the test's. Every token of every layer counts.
+  // Returns options with device, pools and shapes; the test sets the rest. Every token of every
+  // layer counts.
   PolicyOptions Options() const;
 
-  // Hands over the first `context` tokens of stream `seed`; warm on return. `compute_last`: all but
-  // the last, which is computed as a row of the prompt. `hints`: sent with them.
+  // Hands over the first `context` tokens of stream `seed`; the slot is warm on return.
+  // `compute_last`: hands over all but the last token, which is computed as a row of the prompt.
+  // `hints` are sent with them.
   void Admit(AttentionPolicy& policy, int slot, uint64_t seed, int context, int total,
              bool compute_last = false, const SelectionHints& hints = {});
   void Release(AttentionPolicy& policy, int slot);
-  // The next position of a slot.
+  // Returns the next position of a slot.
   int position(int slot) const { return sequences_.at(slot).length; }
 
-  // One decode row of each slot through all layers. [layer][row][heads * head_dim].
+  // Computes one decode row of each slot through all layers. Returns [layer][row][heads *
+  // head_dim].
   std::vector<std::vector<std::vector<float>>> Step(AttentionPolicy& policy,
                                                     const std::vector<int32_t>& slots) {
     return Step(policy, slots, /*generates=*/true);
   }
-  // What lies at an address of the device.
+  // Returns what lies at an address of the device.
   std::vector<float> Read(const float* at, size_t count);
 
-  // softmax(scale * q K) V of stream `seed` at `position` in float64, over the tokens that `weigh`
-  // gives a query for: the real one, the predicted one, or none.
+  // Returns softmax(scale * q K) V of stream `seed` at `position` in float64, over the tokens for
+  // which `weigh` names a query: the real one, the predicted one, or none.
   enum class Who { kNobody, kReal, kPredicted };
   std::vector<float> Naive(uint64_t seed, int layer, int position,
                            const std::function<Who(int kv_head, int token)>& weigh) const;
-  // The blocks with the highest digest scores for predicted (or real) queries, the first and the
-  // `last` newest forced, by kv_head. Digests count tokens before `position`; reduction is the
-  // largest.
+  // Returns the blocks with the highest digest scores for predicted (or real) queries, by kv_head,
+  // with the first block and the `last` newest forced in. Digests count tokens before `position`;
+  // reduction is the largest.
   std::vector<std::vector<int32_t>> NaiveTopBlocks(uint64_t seed, int layer, int position,
                                                    int blocks, int last, bool predicted) const;
 
@@ -83,7 +88,7 @@ class PolicyRig {
     uint64_t seed = 0;
     int length = 0;
   };
-  // Of one layer.
+  // Memory of one layer.
   struct Layer {
     MirroredBuffer qkv, predicted, out;
   };
@@ -103,12 +108,12 @@ class PolicyRig {
   MirroredBuffer slots_, positions_, cos_sin_;
   Buffer partial_;
   std::unique_ptr<Event> done_;
-  std::map<int, std::unique_ptr<Program>> programs_;  // by rows, of the policy that came first
+  std::map<int, std::unique_ptr<Program>> programs_;  // by rows; of the policy that came first
   std::unique_ptr<Stream> stream_;
 };
 
-// A test on the CPU device's portable kernels, and on a GPU: a case each, so that what a machine
-// lacks is counted. The shape says where it runs.
+// Defines a test on the CPU device's portable kernels and one on a GPU, so that a device which a
+// machine lacks is counted as skipped. The shape says where the test runs.
 void OnRig(const std::string& kernels, void (*test)(const PolicyRig::Shape&));
 #define SLUICE_TEST_ON_CPU_AND_GPU(claim, test)                  \
   TEST_CASE(claim) { sluice::testing::OnRig("portable", test); } \
@@ -116,7 +121,7 @@ void OnRig(const std::string& kernels, void (*test)(const PolicyRig::Shape&));
 
 float RoundedToBf16(float x);
 
-// Random vectors, the predicted query `error` away from the real one.
+// Makes random vectors; the predicted query is `error` away from the real one.
 PolicyRig::Make RandomVectors(const PolicyRig::Shape& shape, float error);
 
 // ||got - want|| / ||want||.

@@ -12,9 +12,9 @@ namespace {
 
 constexpr int kSequences = 12;
 
-// A sequence's stream of vectors, its context and its steps, all of one seed.
+// A sequence's stream of vectors, its context and its steps, all drawn from one seed.
 int ContextOf(uint64_t seed) { return 1 + static_cast<int>(SplitMix64(seed).Below(500)); }
-// Whether the prompt's last token is computed, as a row of the prompt, and not handed over.
+// Returns whether the prompt's last token is computed, as a row of the prompt, and not handed over.
 bool ComputesLast(uint64_t seed) { return seed % 2 == 0 && ContextOf(seed) > 1; }
 int StepsOf(uint64_t seed) { return 20 + static_cast<int>(SplitMix64(seed + 1).Below(60)); }
 

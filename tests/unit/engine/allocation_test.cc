@@ -1,6 +1,7 @@
-// A steady decode step allocates nothing: not on the engine's thread, and not on the device's.
+// Tests that a steady decode step allocates nothing, neither on the engine's thread nor on the
+// device's.
 //
-// A program of its own, since it counts every operator new of the process.
+// This is a program of its own because it counts every operator new of the process.
 #include <atomic>
 #include <catch2/catch.hpp>
 #include <cstdlib>
@@ -91,12 +92,12 @@ TEST_CASE("a steady step allocates nothing, growth and log-probabilities include
   const auto read = [&] {
     for (const auto& stream : streams) tokens += stream->Read().tokens.size();
   };
-  // Until buffers have their size.
+  // Runs until buffers have reached their size.
   while (tokens < 4 * 100) {
     for (int i = 0; i < 40; ++i) turn();
     read();
   }
-  // Past token 512, where a sequence takes further pages.
+  // Runs past token 512, where a sequence takes further pages.
   const size_t before = tokens;
   const uint64_t steps = node.engine().times().steps;
   allocations = 0;

@@ -1,4 +1,4 @@
-// Steps as recorded programs: when one serves, and that nobody can tell from the results.
+// Tests of steps as recorded programs: when one serves, and that results do not depend on it.
 #include "src/engine/batch_state.h"
 
 #include <catch2/catch.hpp>
@@ -49,7 +49,7 @@ class CountingDevice : public Device {
   }
 
   int recorded = 0, runs = 0;
-  int refused = -1;  // the Record that fails
+  int refused = -1;  // number of the Record that fails
 
  private:
   class CountingProgram : public Program {
@@ -68,7 +68,7 @@ class CountingDevice : public Device {
   const std::unique_ptr<Device> device_;
 };
 
-// What the engine has of it, driven step by step.
+// The parts that the engine has, driven step by step.
 struct Rig {
   explicit Rig(int row_bucket) : device(row_bucket) {
     Model::Options options;
@@ -93,7 +93,7 @@ struct Rig {
     batch->Join(*stream, slot, prompt, params, /*seed=*/static_cast<uint64_t>(slot) + 1,
                 static_cast<int32_t>(prompt.size()), {});
   }
-  // Runs the plan to its end; one result for each of its samples.
+  // Runs the plan to its end. Returns one result for each of its samples.
   std::vector<OutputToken> Step(const StepPlan& plan) {
     for (const PlanRow& row : plan.rows) {
       REQUIRE(policy->Grow(row.slot, row.first_position + row.count));
@@ -119,7 +119,7 @@ struct Rig {
   std::unique_ptr<BatchState> batch;
   std::unique_ptr<Stream> stream;
   absl::Status recorded;
-  AttentionPolicy* seen = nullptr;  // in the place of `policy`
+  AttentionPolicy* seen = nullptr;  // used in place of `policy`
   int buffer = 0;
 };
 
@@ -211,7 +211,7 @@ TEST_CASE("programs are recorded once for each bucket, before the first step") {
     rig.Step(DecodePlan(rows));
     CHECK(rig.device.runs == 2 * ++steps);
   }
-  // Several rows of each: more than any program has, and still decode rows.
+  // Several rows of each sequence: more than any program has, and still decode rows.
   for (PlanRow& row : rows) row = {row.slot, row.first_position + 1, 3, true};
   rig.Step(DecodePlan(rows));
   CHECK(rig.device.runs == 2 * steps);
@@ -224,7 +224,7 @@ TEST_CASE("a program that cannot be recorded is an error at the start") {
   CHECK(absl::IsInternal(rig.batch->RecordPrograms(*rig.stream, *rig.model, *rig.policy)));
 }
 
-// Wants steps of a size to be recorded again.
+// A policy that wants steps of a size to be recorded again.
 class ChangingPolicy : public ForwardingPolicy {
  public:
   using ForwardingPolicy::ForwardingPolicy;

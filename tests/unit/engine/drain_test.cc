@@ -38,7 +38,7 @@ absl::Status Submit(Node& node) {
 TEST_CASE("a draining engine refuses, finishes what runs, and says when it is idle") {
   Node node(Options());
   const auto running = node.Start(GreedyRequest(kPrompt, 200));
-  // Its transfer has not begun, and will not.
+  // Its transfer has not begun and never will.
   Request expecting = GreedyRequest({}, 5);
   expecting.handoff.rendezvous_key = "never";
   const auto waiting = node.Start(std::move(expecting));
@@ -70,7 +70,7 @@ TEST_CASE("what the time to drain does not finish ends with its reason, once") {
   node.engine().Drain(clock.Now() + absl::Seconds(10), Ended(), nullptr);
   turn(20);
   CHECK_FALSE(running->Read().finish.has_value());
-  // Again: the time counts anew.
+  // A second drain counts the time anew.
   clock.Advance(absl::Seconds(9));
   node.engine().Drain(clock.Now() + absl::Seconds(10), Ended(), nullptr);
   turn(5);

@@ -1,4 +1,5 @@
-// However sequences end, and whatever races, each ends once and everything comes back.
+// Tests that each sequence ends once and everything is given back, however sequences end and
+// whatever races.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <limits>
@@ -24,7 +25,7 @@ using testing::NodeOptions;
 using Reason = FinishInfo::Reason;
 
 constexpr char kModel[] = "tiny-llama";
-constexpr int64_t kTokenBytes = 1536;  // of its caches, in bf16
+constexpr int64_t kTokenBytes = 1536;  // bytes of a token's caches in bf16
 
 const fixtures::GoldenCase& Golden() {
   static const auto golden = *fixtures::LoadGolden(kModel);
@@ -78,7 +79,7 @@ TEST_CASE("after any mix of endings nothing is reserved and nothing is used") {
   SplitMix64 random(TestSeed());
   const auto chance = [&](uint64_t one_in) { return random.Below(one_in) == 0; };
   double preempted = 0;
-  // Some seeds take more rounds until somebody is preempted.
+  // Some seeds take more rounds until a sequence is preempted.
   for (int round = 0; round < 4 || (preempted == 0 && round < 30); ++round) {
     ManualClock clock;
     NodeOptions options = Options();
@@ -115,7 +116,7 @@ TEST_CASE("after any mix of endings nothing is reserved and nothing is used") {
       } else if (chance(8)) {
         request.handoff.rendezvous_key = reader.name;  // nobody brings it
       } else {
-        // DRAM may be full: then there is nothing to start.
+        // DRAM may be full; then there is nothing to start.
         const Manifest manifest = node.MakeManifest(g.prompt, whole, tokens);
         if (node.dram().HeadroomNow().firm_tokens.least() < whole) return;
         request.handoff.transfer_id =
@@ -145,15 +146,15 @@ TEST_CASE("after any mix of endings nothing is reserved and nothing is used") {
       }
       REQUIRE(node.hbm().UsageOf(0).used_bytes <= node.hbm().UsageOf(0).capacity_bytes);
     }
-    // The rest ends by itself or is ended; either way once.
+    // The rest ends by itself or is ended, in either case once.
     node.engine().Resume();
     if (chance(2)) node.engine().CancelAll(absl::CancelledError("test"));
     const auto over = [&] {
       return std::all_of(readers.begin(), readers.end(),
                          [](const Reader& reader) { return reader.stream->Finished(); });
     };
-    // All of them take fewer turns; the leases end last. What has just ended holds its slot until
-    // the step that has it is done.
+    // All of them take fewer turns; the leases end last. A sequence that has just ended holds its
+    // slot until the step that has it is done.
     for (int i = 0; i < 3000 && !(over() && i > 30 && Empty(node)); ++i) {
       turner.Turn(50);
       clock.Advance(absl::Milliseconds(i < 30 ? 1000 : 20));
@@ -191,7 +192,7 @@ TEST_CASE("a sequence's memory is back one step after it has ended") {
     const uint64_t steps = node.engine().times().steps;
     while (Reserved(node.hbm()) > (3 - i) * each) {
       turner.Turn(1);
-      // Those that were launched when it ended, and one that makes the release seen.
+      // At most the steps launched when it ended, and one that makes the release visible.
       REQUIRE(node.engine().times().steps <= steps + 3);
     }
   }
@@ -202,7 +203,7 @@ TEST_CASE("on the real clock memory is back within a step and 100 ms") {
   Node node(Options());
   absl::Duration best = absl::InfiniteDuration();
   // A machine under load may hold this thread up: one good round in ten shows that the engine does
-  // not wait for anything.
+  // not wait.
   for (int round = 0; round < 10 && best > absl::Milliseconds(100); ++round) {
     std::vector<std::shared_ptr<TokenStream>> streams;
     for (int i = 0; i < 8; ++i) streams.push_back(node.Start(GreedyRequest(Golden().prompt, 900)));

@@ -1,5 +1,5 @@
-// The engine on a real tiny model: joining, leaving, handoffs and every way to end. What it
-// computes is tests/parity's business.
+// Tests the engine on a real tiny model: joining, leaving, handoffs and every way to end.
+// tests/parity checks what it computes.
 #include "src/engine/engine.h"
 
 #include <catch2/catch.hpp>
@@ -94,7 +94,7 @@ TEST_CASE("a handed-over first token is emitted first and continued from") {
       node.Generate(ById(PushGolden(node, context, 8, {TokenOf(without[0])}), 8));
   CHECK(with.ids == without);
   CHECK(with.finish.completion_tokens == 8);
-  // Several of them, and none left to compute.
+  // Several first tokens, and none left to compute.
   const Generated all =
       node.Generate(ById(PushGolden(node, context, 3, {TokenOf(9), TokenOf(8), TokenOf(7)}), 3));
   CHECK(all.ids == std::vector<int32_t>{9, 8, 7});
@@ -133,7 +133,7 @@ TEST_CASE("a stop id ends a sequence with it, min_tokens keeps it away") {
 }
 
 TEST_CASE("a stop string ends a sequence at the token that completes it") {
-  // A tokenizer of our own: token i is written <i>, so that any text is easy to foresee.
+  // The test's tokenizer writes token i as <i>, so that any text is easy to foresee.
   const fixtures::TempDir dir;
   std::filesystem::copy(fixtures::ModelDir(kModel), dir.path(),
                         std::filesystem::copy_options::recursive);
@@ -162,7 +162,7 @@ TEST_CASE("more sequences than slots, and than HBM holds, all finish as if alone
   NodeOptions options = Options();
   options.max_sequences = 4;
   options.row_bucket = GENERATE(0, 1, 3);
-  // Room for about two of them at a time.
+  // HBM for about two of them at a time.
   options.hbm_bytes = 3 * 2 * (2 * 64 * 2 * 2) * 192 + 8192;
   Node node(options);
   const std::vector<int32_t> want = node.Generate(GreedyRequest(Golden().prompt, 40)).ids;
@@ -330,7 +330,7 @@ TEST_CASE("a cache that is not finite ends its own sequence only") {
   CHECK(absl::IsInternal(bad.finish.status));
   CHECK(bad.ids.empty());
   CHECK(Node::Collect(*good).ids == want);
-  // The pages that held it poison nobody after it.
+  // The pages that held it poison no later sequence.
   CHECK(node.Generate(GreedyRequest(g.prompt, 60)).ids == want);
   CHECK(node.Quiescent());
 }
@@ -364,7 +364,7 @@ TEST_CASE("what a request may not say is refused at the door, by field") {
   request.sampling.max_tokens.reset();
   request.sampling.min_tokens = 3000000000u;
   CHECK(FieldOf(SubmitStatus(node, request)) == "sampling.min_tokens");
-  // Without max_tokens: as many as HBM leaves, and nobody behind it waits for ever.
+  // Without max_tokens a request gets as many as HBM leaves, and none behind it waits for ever.
   request.sampling.min_tokens = 0;
   const Generated most = node.Generate(request);
   CHECK(most.finish.reason == Reason::kLength);
@@ -384,7 +384,7 @@ TEST_CASE("what a request may not say is refused at the door, by field") {
   other.prompt = {1, 2, 3};
   CHECK(FieldOf(SubmitStatus(node, other)) == "prompt_token_ids");
   const auto first = node.Start(ById(id, 5));
-  // Its Generate is here, or has been: never a second one.
+  // Its Generate is here, or has been, so a second one is refused.
   CHECK_FALSE(SubmitStatus(node, ById(id, 5)).ok());
   CHECK(Node::Collect(*first).ids.size() == 5);
   CHECK(node.Quiescent());
@@ -411,7 +411,7 @@ TEST_CASE("a request id is unique among the living, and local prefill is a choic
   CHECK(RetryAfterOf(full).has_value());
   node.engine().CancelAll(absl::CancelledError("test"));
   Node::Collect(*stream);
-  // The canary may always.
+  // The canary is always allowed.
   Request canary = GreedyRequest({1}, 2);
   canary.allow_local_prefill = true;
   CHECK(node.Generate(std::move(canary)).ids.size() == 2);
@@ -437,7 +437,7 @@ TEST_CASE("a prompt whose caches do not arrive is computed where the node may, a
   Node always(Options());
   const std::vector<int32_t> want = always.Generate(GreedyRequest(g.prompt, 12)).ids;
   CHECK(pulled(node, true).ids == want);
-  // The time to wait for a transfer is over: the same.
+  // The same holds when the time to wait for a transfer is over.
   Request late = GreedyRequest(g.prompt, 12);
   late.handoff.rendezvous_key = "never";
   CHECK(node.Generate(std::move(late)).ids == want);

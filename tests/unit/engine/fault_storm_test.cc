@@ -1,5 +1,5 @@
-// Many faults at once, on the real engine with its thread: whatever they do, every stream ends
-// once, with the right tokens or the error of its own fault, and nothing stays reserved.
+// Many faults at once, on the real engine with its thread: every stream must end once, with the
+// right tokens or the error of its own fault, and nothing may stay reserved.
 #include <catch2/catch.hpp>
 #include <map>
 #include <string>
@@ -35,7 +35,7 @@ const fixtures::GoldenCase& Golden() {
 }
 
 // One client: transfers and Generates one after the other, each fault answered as a caller should.
-// Runs on a thread of its own, where Catch2 may not check: it notes what was wrong.
+// It runs on a thread of its own, where Catch2 may not check, so it notes what was wrong.
 class Client {
  public:
   Client(Node* node, int number) : node_(node), number_(number) {}
@@ -54,7 +54,7 @@ class Client {
     const Manifest manifest = node_->MakeManifest(Golden().prompt, context, kTokens);
     const auto reserved = Retry("DRAM_FULL", [&] { return node_->transfers().Reserve(manifest); });
     if (!reserved.ok()) return Note(reserved.status());
-    // Before its blocks or after: the two legs meet.
+    // The Generate comes before the blocks or after them: the two legs meet.
     const bool early = index % 2 == 0;
     auto stream = early ? Submit(index, reserved->transfer_id) : nullptr;
     for (uint32_t layer = 0; layer < Golden().k.size(); ++layer) {
@@ -97,7 +97,7 @@ class Client {
     return nullptr;
   }
 
-  // `call` again while it is refused for `reason`, which its fault may make it.
+  // Calls `call` again while it is refused for `reason`, which its fault may cause.
   template <typename Call>
   auto Retry(const std::string& reason, const Call& call) -> decltype(call()) {
     auto result = call();
@@ -149,13 +149,14 @@ TEST_CASE("a storm of faults ends no stream twice, mixes no tokens and leaks not
     bad_logits += client.bad_logits;
   }
   CHECK(finished + bad_logits == kClients * kRequestsEach);
-  // A second fault may hit the step that was launched before the first one's was read.
+  // A second fault may hit the step that was launched before the first one's step was read.
   const int faults = static_cast<int>(StateOf(Failpoint::kEngineLogits).fired);
   CHECK(bad_logits <= faults);
   CHECK((bad_logits > 0) == (faults > 0));
   CHECK(node.Quiescent());
   for (const char* sure : {"kv.admit", "kv.wake", "engine.wake", "decode.sink"}) {
-    // Passed at least 24 times at 0.5, or hundreds of times at less: not once is no chance.
+    // Passed at least 24 times at 0.5, or hundreds of times at less, so zero faults is no
+    // coincidence.
     const auto parsed = ParseFailpoints(absl::StrCat(sure, "=off"));
     INFO(sure);
     CHECK(StateOf(parsed->front().point).fired > 0);

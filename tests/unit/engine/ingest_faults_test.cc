@@ -105,7 +105,7 @@ TEST_CASE("a writer held up past its lease keeps its pages from everyone, and ha
   (*landing)->Append(absl::Span<const uint8_t>(chunk.payload).subspan(0, 100));
   REQUIRE(testing::Eventually(absl::Seconds(10),
                               [&] { return node.transfers().open_transfers() == 0; }));
-  // The lease is over by some time, and its writer still there: no room for another.
+  // The lease is long over, and its writer still there: there is no capacity for another.
   absl::SleepFor(absl::Milliseconds(200));
   const auto refused = node.transfers().Reserve(
       node.MakeManifest(Golden().prompt, static_cast<uint32_t>(context), 8));
@@ -129,7 +129,7 @@ TEST_CASE("no wake-up from the transfers: the Generate is late, and the lease st
   const absl::Time committed = absl::Now();
   REQUIRE(node.transfers().Commit(id, {}, nullptr).ok());
   CHECK(Node::Collect(*stream).ids == want);
-  // Long before its lease and its transfer_wait of 60 s.
+  // This is long before its lease and its transfer_wait of 60 s.
   CHECK(absl::Now() - committed < absl::Seconds(20));
   Reserve(node, absl::Milliseconds(50));
   CHECK(node.Quiescent());
@@ -176,7 +176,7 @@ TEST_CASE("two Generates for one transfer: the first has it, whatever the order 
   const Generated got = Node::Collect(*stream);
   CHECK(got.ids == want);
   CHECK(refused(id) == "TRANSFER_NOT_FOUND");  // decoded
-  // Aborted under its Generate, and asked for again.
+  // The transfer is aborted under its Generate, and requested again.
   const std::string other = Reserve(node);
   const auto hears = node.Start(ById(other));
   REQUIRE(node.transfers().Abort(other, "by test").ok());

@@ -1,4 +1,4 @@
-// What the engine owes a policy that offloads, and what such a policy does to others.
+// Tests what the engine owes a policy that offloads, and what such a policy does to others.
 #include <algorithm>
 #include <atomic>
 #include <catch2/catch.hpp>
@@ -26,7 +26,8 @@ using Reason = FinishInfo::Reason;
 
 constexpr char kModel[] = "tiny-llama";
 
-// Holds the engine to the seam. Its thread alone, but for what is atomic.
+// Checks that the engine calls a policy as its interfaces require. Only the engine's thread uses
+// it, except for what is atomic.
 class Watch : public ForwardingPolicy {
  public:
   using ForwardingPolicy::ForwardingPolicy;
@@ -95,7 +96,7 @@ NodeOptions Options(const std::string& kernels, Watch** watch, int sick_sequence
   return options;
 }
 
-// On the CPU device and on a GPU.
+// Runs a test on the CPU device and on a GPU.
 void OnDevice(const std::string& kernels, void (*test)(const std::string& kernels)) {
   const absl::Status status = testing::TestDevice(kernels).status();
   if (absl::IsNotFound(status)) return SkipTest(std::string(status.message()));
@@ -113,8 +114,8 @@ void EndOfPrompts(const std::string& kernels) {
   int count = 0;
   for (const fixtures::GoldenCase& g : golden) {
     const auto prompt = static_cast<uint32_t>(g.prompt.size());
-    // Computed here; handed over in part, without and with first tokens, of which several are
-    // decode rows that nothing stands in the way of but the policy.
+    // Prompts that are computed here, and prompts handed over in part, without and with first
+    // tokens, several of which are decode rows that only the policy holds back.
     streams.push_back(node.Start(GreedyRequest(g.prompt, 9)));
     for (const uint32_t context : {prompt, prompt / 2}) {
       for (const size_t first : {0, 1, 4}) {
@@ -169,7 +170,7 @@ void SickSlot(const std::string& kernels) {
     CHECK(got.finish.reason == Reason::kError);
     CHECK(got.finish.status.code() == absl::StatusCode::kInternal);
     CHECK(ReasonOf(got.finish.status) == "WORKER_FAILED");
-    // The token after the third look is not emitted.
+    // The token after the third check is not emitted.
     REQUIRE(got.ids.size() == 3);
     CHECK(std::equal(got.ids.begin(), got.ids.end(), alone[i].ids.begin()));
   }
@@ -188,10 +189,10 @@ void HomesStay(const std::string& kernels) {
   const std::string transfer = node.Push(g.prompt, prompt, 9, g.k, g.v);
   const int64_t reserved = node.dram().UsageOf(0).reserved_bytes;
   CHECK(reserved == node.model().cache_layout().BytesFor(prompt + 9));
-  // The rest of DRAM is somebody's: a prompt to compute here finds no room for its home.
+  // The rest of DRAM is taken: a prompt to compute here finds no DRAM for its host cache.
   Reservation rest = node.dram().TryReserve(node.dram().HeadroomNow().firm_tokens);
   const std::shared_ptr<TokenStream> local = node.Start(GreedyRequest(g.prompt, 200));
-  // What was handed over comes later and goes first.
+  // A handed-over request comes later and goes first.
   Request request = GreedyRequest({}, 9);
   request.handoff.transfer_id = transfer;
   CHECK(node.Generate(std::move(request)).ids.size() == 9);
@@ -204,7 +205,7 @@ void HomesStay(const std::string& kernels) {
 SLUICE_TEST_ON_CPU_AND_GPU("homes stay until their sequences end, and who lacks one waits for that",
                            HomesStay)
 
-// Caches of nothing but zeros, committed. RESOURCE_EXHAUSTED: there is no room for them.
+// Commits caches of zeros. RESOURCE_EXHAUSTED: there is no DRAM for them.
 absl::StatusOr<std::string> PushZeros(Node& node, uint32_t context, uint32_t max_new_tokens) {
   const auto reserved = node.transfers().Reserve(
       node.MakeManifest(std::vector<int32_t>(context, 1), context, max_new_tokens));
@@ -227,8 +228,9 @@ absl::StatusOr<std::string> PushZeros(Node& node, uint32_t context, uint32_t max
   return reserved->transfer_id;
 }
 
-// What the planner and the bench say that fits must come to run, whoever reads: index keys leave
-// DRAM once they are in HBM, also those of a sequence that nobody reads yet.
+// Everything that fits according to the planner and the bench must come to run, whichever clients
+// read: index keys leave DRAM once they are in HBM, also those of a sequence whose client does not
+// read yet.
 void ParkedGiveBack(const std::string& kernels) {
   constexpr uint32_t kContext = 1024, kNew = 16;
   constexpr int kSequences = 6, kSlabs = 20;

@@ -1,4 +1,5 @@
-// What overcommitted HBM costs in time. A program of its own: it has the machine to itself.
+// Measures what overcommitted HBM costs in time. This is a program of its own, because it needs the
+// machine to itself.
 #include <algorithm>
 #include <catch2/catch.hpp>
 
@@ -20,7 +21,7 @@ struct Cost {
   double preemptions = 0;
 };
 
-// Of 16 sequences of a prompt of 33 and 80 tokens each.
+// Runs 16 sequences with a prompt of 33 tokens and 80 output tokens each.
 Cost CostOf(double overcommit) {
   NodeOptions options = Options();
   options.overcommit = overcommit;
@@ -43,7 +44,7 @@ Cost CostOf(double overcommit) {
 }
 
 TEST_CASE("overcommitted memory does not slow a batch down, even where every sequence is long") {
-  // The worst case: nobody stops early, so that every promise is called in. Other programs on the
+  // The worst case: no sequence stops early, so every promise is called in. Other programs on the
   // machine change the time but not the steps, so the time may be taken again; no other test runs
   // beside this one.
   Cost plain = CostOf(1), twice = CostOf(2);

@@ -1,4 +1,4 @@
-// Overcommitted HBM: sequences leave for DRAM and come back, and nobody can tell from their tokens.
+// Tests overcommitted HBM: sequences leave for DRAM and come back, and their tokens stay the same.
 #include <algorithm>
 #include <catch2/catch.hpp>
 
@@ -20,7 +20,7 @@ using testing::GreedyRequest;
 using testing::Node;
 using testing::NodeOptions;
 
-// A mix of what a caller may ask for; number `i` of them.
+// Returns request number `i` of a mix of what callers may ask for.
 Request Mixed(int i, uint32_t max_tokens) {
   Request request = GreedyRequest({}, max_tokens);
   request.sampling.logprobs = 3;
@@ -52,7 +52,7 @@ std::vector<Generated> RunAll(Node& node, int count, uint32_t max_tokens) {
   std::vector<std::shared_ptr<TokenStream>> streams;
   for (int i = 0; i < count; ++i) {
     Request request = Mixed(i, max_tokens);
-    // Handed over in whole, in part, or computed here.
+    // Prompts are handed over in whole, in part, or computed here.
     const fixtures::GoldenCase& g = Golden(1);
     const auto whole = static_cast<uint32_t>(g.prompt.size());
     if (i % 3 == 2) {
@@ -78,14 +78,14 @@ void CheckPreempted(const std::string& kernels, DType type) {
   const std::vector<Generated> want = RunAll(alone, kCount, kTokens);
   CHECK(alone.metrics().preemptions.Value() == 0);
 
-  // Those that leave and come back are among padded rows.
+  // Sequences that leave and come back are among padded rows.
   NodeOptions tight = roomy;
   tight.row_bucket = 4;
   tight.overcommit = 3;
   tight.hbm_bytes = (type == DType::kFloat32 ? 2 : 1) * 1536 * 400 + 8192;
   Node node(tight);
   std::vector<Generated> got = RunAll(node, kCount, kTokens);
-  // Who has finished when another lacks a page is a matter of time.
+  // It depends on timing which sequences have finished when another lacks a page.
   for (int again = 0; again < 9 && node.metrics().preemptions.Value() < 2; ++again) {
     got = RunAll(node, kCount, kTokens);
   }

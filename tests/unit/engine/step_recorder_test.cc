@@ -23,7 +23,7 @@ Request Named(const std::string& id) {
   return request;
 }
 
-// A step of 100 us from `us` on, as the engine tells it in one turn.
+// Reports a step of 100 us from `us` on, as the engine does in one turn.
 void OneStep(StepRecorder& recorder, uint64_t number, int64_t us) {
   recorder.Phase("plan", At(us), At(us + 10));
   recorder.Phase("launch", At(us + 10), At(us + 20));

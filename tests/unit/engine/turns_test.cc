@@ -1,4 +1,4 @@
-// Sequences that are kept after their Generate, and their next turns.
+// Tests sequences that are kept after their Generate, and their next turns.
 #include <catch2/catch.hpp>
 #include <functional>
 #include <limits>
@@ -35,7 +35,7 @@ NodeOptions Options(const std::string& policy) {
   options.policy.budget_tokens = 1024;  // all of it: every policy is exact
   options.policy.worker_deadline = absl::Seconds(60);
   options.policy.scout.layer_ahead = false;
-  options.policy.scout.resident_tokens = 64;  // much of it is the CPU's
+  options.policy.scout.resident_tokens = 64;  // so that the CPU has much of it
   options.policy.recall.margin = std::numeric_limits<float>::infinity();
   options.policy.hgca.window_tokens = 48;
   options.policy.hgca.beta = 0;
@@ -54,7 +54,7 @@ Request Kept(std::vector<int32_t> prompt, absl::Duration keep = absl::Seconds(30
   return request;
 }
 
-// Another turn of a kept sequence.
+// Returns the request of another turn of a kept sequence.
 Request Next(const Generated& before, std::vector<int32_t> appended,
              absl::Duration keep = absl::ZeroDuration()) {
   Request request = Kept(std::move(appended), keep);
@@ -80,10 +80,10 @@ TEST_CASE("turns of a kept sequence give what one prompt of all of them gives") 
     INFO(std::string(two.finish.status.ToString()));
     REQUIRE(two.finish.sequence_id.size() == 32);
     CHECK(two.finish.prompt_tokens == 150 + kOutput + 40);
-    // All but the newest token, whose keys and values are made again.
+    // All but the newest token are cached; its keys and values are computed again.
     CHECK(two.finish.cached_tokens == 150 + kOutput - 1);
     const Generated three = node.Generate(Next(two, third, absl::Seconds(30)));
-    // Nothing need be appended: it goes on.
+    // Nothing need be appended: the sequence goes on.
     const Generated four = node.Generate(Next(three, {}));
     CHECK(four.finish.sequence_id.empty());
 
@@ -135,7 +135,7 @@ TEST_CASE("what is wrong with a next turn is said, and leaves the sequence where
     Request anothers = Next(one, {5});
     anothers.handoff.tenant = "another";
     CHECK(ReasonOf(refused(anothers)) == "SEQUENCE_NOT_FOUND");
-    // Nor is it a transfer, which could be written to or ended.
+    // It is not a transfer, which could be written to or ended.
     Request as_transfer = GreedyRequest({}, 4);
     as_transfer.handoff.transfer_id = one.finish.sequence_id;
     CHECK(ReasonOf(refused(as_transfer)) == "TRANSFER_NOT_FOUND");
@@ -196,7 +196,7 @@ TEST_CASE("a next turn that DRAM cannot take, while nothing runs, ends and makes
   {
     Node probe(options);
     const CacheLayout& layout = probe.model().cache_layout();
-    // Two sequences of 112 tokens and 128 more; a next turn lacks 176.
+    // DRAM for two sequences of 112 tokens and 128 more; a next turn lacks 176.
     options.dram_bytes =
         int64_t{352} * layout.layers * layout.kinds[0].heads * layout.kinds[0].bytes_per_token;
   }

@@ -47,7 +47,7 @@ TEST_CASE("beyond what fits, promises are soft, and only with room to grow for a
   const WaitingSequence sequence = Waiting(100, 500);
   CHECK(Plan(Headroom(500, 1000, 600), {sequence, sequence}) ==
         std::vector<Admission>{kFirm, kSoft});
-  // 100 + 64 of its own, 64 of the first, after the first has taken its 100.
+  // 100 + 64 tokens of its own, and 64 of the first, after the first has taken its 100.
   CHECK(Plan(Headroom(500, 1000, 328), {sequence, sequence}) ==
         std::vector<Admission>{kFirm, kSoft});
   CHECK(Plan(Headroom(500, 1000, 327), {sequence, sequence}) == std::vector<Admission>{kFirm});
@@ -71,7 +71,7 @@ TEST_CASE("room is counted by kind: whichever is short decides, and others take 
   CHECK(Plan(room, {latent, latent, latent}) == std::vector<Admission>{kFirm, kFirm});
   room.free_tokens = TokensByKind({120, 1200});
   CHECK(Plan(room, {latent, latent, latent}) == std::vector<Admission>{kFirm, kFirm, kFirm});
-  // Of DRAM too: a home may lack one kind alone.
+  // DRAM counts by kind too: a host cache may lack only one kind.
   latent.home = {0, 8};
   room.home_tokens = TokensByKind({1000, 20});
   CHECK(Plan(room, {latent, latent, latent}) == std::vector<Admission>{kFirm, kFirm});
@@ -92,7 +92,7 @@ TEST_CASE("who waits for DRAM is overtaken by those that have theirs, and by nob
         std::vector<Admission>{kFirm, kWait, kFirm, kWait, kFirm});
   room.home_tokens = 49;
   CHECK(Plan(room, {needs, needs_little}).empty());
-  // Of HBM and of slots there is no overtaking.
+  // HBM and slots allow no overtaking.
   CHECK(Plan(room, {needs, Waiting(10, 200), has}).empty());
   room.slots = 1;
   CHECK(Plan(room, {needs, has, has}) == std::vector<Admission>{kWait, kFirm});
@@ -134,7 +134,8 @@ TEST_CASE("the victim is the latest with a soft promise") {
   CHECK(ChooseVictim({{1, false}, {7, true}, {3, true}, {9, false}}) == 1);
 }
 
-// A model of the batch on these two decisions alone: every sequence ends, however small the memory.
+// A model of the batch with only these two decisions: every sequence ends, however small the memory
+// is.
 TEST_CASE("whatever arrives, everybody ends, and nobody is preempted more often than is allowed") {
   SplitMix64 random(TestSeed());
   for (int round = 0; round < 60; ++round) {

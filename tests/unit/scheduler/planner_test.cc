@@ -17,7 +17,7 @@ PlannerSequence Pending(int slot, int64_t cached, int64_t length, int64_t prompt
   sequence.length = length;
   return sequence;
 }
-// A sequence that has its whole prompt, and one that has none of its output.
+// Returns a sequence that has its whole prompt, and one that has none of its output.
 PlannerSequence Decoding(int slot, int64_t cached) {
   return Pending(slot, cached, cached + 1, cached);
 }
@@ -75,7 +75,7 @@ TEST_CASE("what is pending past the prompt waits for the prompt, and is decoded 
   CHECK(plan.rows[0].count == 3);
   CHECK(plan.rows[0].sample);
   CHECK(plan.decode_rows == 3);
-  // One token of the prompt is left: as good as a single pending one, so it asks for no budget.
+  // One token of the prompt is left. It is like a single pending token, so it asks for no budget.
   sequence.cached = 99;
   const std::vector<PlannerSequence> both = {Prompt(1, 0, 100), sequence};
   PlanStep({9, 8}, both, &plan);
@@ -94,7 +94,7 @@ TEST_CASE("a sequence has no more decode rows in a step than the policy takes") 
   limits.decode_rows = 1;
   for (const int64_t cached : {100, 101, 102}) {
     sequence.cached = cached;
-    // One row is a decoder's due, whatever prompts want.
+    // One row is due to a decoding sequence, whatever prompts want.
     const std::vector<PlannerSequence> both = {Prompt(1, 0, 100), sequence};
     PlanStep({9, 8, 1}, both, &plan);
     REQUIRE(plan.rows.size() == 2);
@@ -105,7 +105,7 @@ TEST_CASE("a sequence has no more decode rows in a step than the policy takes") 
     CHECK(plan.decode_rows == 1);
     CHECK(plan.row_count == 9);
   }
-  // Rows of prompts are not limited by it.
+  // The limit does not apply to rows of prompts.
   sequence.cached = 90;
   PlanStep(limits, {&sequence, 1}, &plan);
   CHECK(plan.rows[0].count == 8);
@@ -162,7 +162,7 @@ TEST_CASE("any plan keeps its limits, gives a sequence one range, and starves no
       REQUIRE(row.first_position == s.cached);
       REQUIRE(row.first_position + row.count <= s.length);
       REQUIRE(row.sample == (s.wants_token && row.first_position + row.count == s.length));
-      // Of one kind, and the decode rows first.
+      // All rows of a sequence have one kind, and decode rows come first.
       const bool decode = row.first_position >= s.prompt_length;
       REQUIRE((decode || row.first_position + row.count <= s.prompt_length));
       REQUIRE((!decode || decode_rows == rows));

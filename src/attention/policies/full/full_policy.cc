@@ -16,11 +16,11 @@
 namespace sluice {
 namespace {
 
-constexpr size_t kKv = 0;  // the one kind of a model without latent caches
+constexpr size_t kKv = 0;  // the one kind of a model with keys and values
 
 class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAttention {
  public:
-  // `latents` is null but for a model with latent caches.
+  // `latents` is null unless the model has latent caches.
   FullPolicyImpl(const PolicyOptions& options, std::unique_ptr<BlockTables> tables,
                  std::unique_ptr<ResidentLatentAttention> latents)
       : device_(options.device),
@@ -42,7 +42,7 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
   LatentAttention* latent_attention() override { return latents_ == nullptr ? nullptr : this; }
 
   Footprint FootprintOf(int64_t context, int64_t total) const override {
-    // The DRAM pages go back at admission, so growth needs HBM alone.
+    // The DRAM pages go back at admission, so growth needs only HBM.
     return {context, total};
   }
 
@@ -58,7 +58,7 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
     Slot& s = slots_.at(static_cast<size_t>(slot));
     SLUICE_CHECK(s.cache == nullptr, "a slot has one sequence");
     if (SLUICE_FAILPOINT(kKvAdmit)) return false;
-    // A home that an eviction made is large enough to become the way out once more.
+    // A host cache that an eviction made is large enough to take the sequence's next eviction.
     const bool keep =
         promise == Promise::kSoft && context > 0 && home->pool() == dram_ && home->Covers(total);
     Reservation way_out;
@@ -104,7 +104,7 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
     return growth != SequenceCache::Growth::kNoRoom;
   }
 
-  // Where HBM is not overcommitted a sequence grows once in SequenceCache::kGrowthBlocks blocks, so
+  // If HBM is not overcommitted a sequence grows once in SequenceCache::kGrowthBlocks blocks, so
   // most steps send nothing.
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                  absl::Span<const int32_t> positions) override {
@@ -135,7 +135,7 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
 
   bool ReserveHostCopy(int slot, int64_t tokens) override {
     Slot& s = slots_[static_cast<size_t>(slot)];
-    if (!s.cache->firm()) return true;  // it has room for all of it
+    if (!s.cache->firm()) return true;  // all of it is promised already
     if (dram_ == nullptr) return false;
     s.way_out = dram_->TryReserve(tokens);
     return !s.way_out.empty();
@@ -213,11 +213,12 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
  private:
   struct Slot {
     std::unique_ptr<SequenceCache> cache;  // null: the slot is free
-    std::unique_ptr<SequenceCache> home;   // until the copy from it is done, or to be taken
-    std::vector<Stream::CopyOp> copies;    // under way
-    std::unique_ptr<Event> warm;           // no copy is under way
-    Reservation way_out;                   // of DRAM, while the promise of HBM is soft, or for good
-    bool keep_home = false;                // the home's promise becomes the way out
+    // until the copy from it is done, or DetachHostCache returns it
+    std::unique_ptr<SequenceCache> home;
+    std::vector<Stream::CopyOp> copies;  // copies under way
+    std::unique_ptr<Event> warm;         // ready when no copy is under way
+    Reservation way_out;  // DRAM reserved for an eviction: while the promise is soft, or for good
+    bool keep_home = false;  // whether the host cache's reservation becomes `way_out`
     bool evicted = false;
   };
 
@@ -237,18 +238,19 @@ class FullPolicyImpl : public FullPolicy, public KvAttention, public LatentAtten
         CopyPages(from, to, layer, kind, tokens, &s.copies);
       }
     }
-    // One command, however scattered the pages: on the CPU device the engine's thread never waits
-    // for the queue. (A GPU's may wait for the last batch but one, where pages are small.)
+    // This is one command, however scattered the pages are: on the CPU device the engine's thread
+    // never waits for the queue. (On a GPU it may wait for the last batch but one, if pages are
+    // small.)
     copy_stream_->CopyBatch(s.copies.data(), s.copies.size());
   }
 
   const std::string name_ = "full";
   Device* const device_;
   PagePool* const hbm_;
-  PagePool* const dram_;  // null: nothing is preempted
+  PagePool* const dram_;  // null: no sequence is preempted
   const int32_t rank_;    // latent values of an entry
   const std::unique_ptr<BlockTables> tables_;
-  const std::unique_ptr<ResidentLatentAttention> latents_;  // null: keys and values of heads
+  const std::unique_ptr<ResidentLatentAttention> latents_;  // null: the model has keys and values
   std::vector<Slot> slots_;
   std::unique_ptr<Stream> copy_stream_;  // last: its thread ends first
 };

@@ -1,4 +1,5 @@
-// Policy `full`: exact attention over everything, everything in HBM. The baseline of all others.
+// Policy `full`: exact attention over the whole context, all of it in HBM. It is the baseline of
+// all other policies.
 #pragma once
 
 #include <memory>
@@ -12,17 +13,17 @@
 
 namespace sluice {
 
-// A full policy shows where a sequence's caches are: a prefill node reads them there.
+// A full policy exposes where a sequence's caches are; a prefill node reads them there.
 class FullPolicy : public AttentionPolicy {
  public:
   virtual const SequenceCache& resident(int slot) const = 0;
-  // A layer's caches by slot, for operators. REQUIRES: kv_attention() != nullptr.
+  // Returns a layer's caches by slot, for operators. REQUIRES: kv_attention() != nullptr.
   virtual kernels::PagedCache LayerCache(int layer) const = 0;
-  // `observer` sees what every row selects from now on; null: nobody does. REQUIRES: an indexer.
+  // Makes `observer` see what every row selects from now on; null ends that. REQUIRES: an indexer.
   virtual void ObserveSelections(SelectionObserver observer) = 0;
 };
 
-// Options of a policy alone with its pools, for those who make one without a factory.
+// Returns the options of a policy that is made without a factory.
 inline PolicyOptions PolicyOver(Device* device, PagePool* hbm, int slots, int max_context,
                                 PagePool* dram = nullptr) {
   PolicyOptions options;
@@ -34,9 +35,9 @@ inline PolicyOptions PolicyOver(Device* device, PagePool* hbm, int slots, int ma
   return options;
 }
 
-// REQUIRES: one cache kind, of two parts (K, V); or latent caches (latent/latent_views.h), and what
-// the options say of them. `options.dram`, where preempted sequences go, may be null where `hbm` is
-// not overcommitted.
+// Makes the policy. REQUIRES: one cache kind of two parts (K, V), or latent caches
+// (latent/latent_views.h) and the options that describe them. `options.dram`, where preempted
+// sequences go, may be null if `hbm` is not overcommitted.
 absl::StatusOr<std::unique_ptr<FullPolicy>> NewFullPolicy(const PolicyOptions& options);
 
 }  // namespace sluice

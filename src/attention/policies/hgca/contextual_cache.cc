@@ -43,7 +43,7 @@ ContextualCache::ContextualCache(const Options& options, Buffer averages, Buffer
       group_(options.heads / kind_.heads),
       head_dim_(static_cast<int>(kind_.part_bytes[0] / SizeOf(kind_.element_type))),
       most_blocks_(kind_.BlocksFor(options.max_context) +
-                   kind_.BlocksFor(HeadroomTokens(options.window, options.max_context))),
+                   kind_.BlocksFor(ExtraTokens(options.window, options.max_context))),
       averages_(std::move(averages)),
       appended_(std::move(appended)),
       pages_(std::make_unique<int32_t[]>(static_cast<size_t>(options.slots) *
@@ -69,7 +69,7 @@ ContextualCache::ContextualCache(const Options& options, Buffer averages, Buffer
   row_lse_.resize(rows);
 }
 
-int64_t ContextualCache::HeadroomTokens(const HgcaWindow& window, int64_t total) {
+int64_t ContextualCache::ExtraTokens(const HgcaWindow& window, int64_t total) {
   return window.BlocksOutside(std::max<int64_t>(total - 1, 0)) * window.block_tokens;
 }
 
@@ -106,7 +106,7 @@ void ContextualCache::Join(int slot, const SequenceCache& home, int64_t first_bl
 
 void ContextualCache::Append(int slot) {
   Slot& s = slots_[static_cast<size_t>(slot)];
-  s.sequence.store(0, std::memory_order_release);  // a selection under way ends early
+  s.sequence.store(0, std::memory_order_release);  // makes a selection under way end early
   Forget(slot);
   s.sequence.store(++sequences_, std::memory_order_release);
 }
@@ -175,7 +175,7 @@ bool ContextualCache::AttendTo(const int32_t* pages, int64_t blocks, const CoAtt
   return true;
 }
 
-// Algorithm 2, lines 4 and 12: what the CPU attends to, given the row's own query.
+// Algorithm 2, lines 4 and 12: attention of the CPU with the row's own query.
 absl::Status ContextualCache::Attend(int worker, const CoAttention::Task& task,
                                      absl::FunctionRef<bool()> owes) {
   Scratch& scratch = scratch_[static_cast<size_t>(worker)];
@@ -189,7 +189,8 @@ absl::Status ContextualCache::Attend(int worker, const CoAttention::Task& task,
   if (!owes()) return absl::OkStatus();
   SLUICE_CHECK(sequence != 0, "a row of a sequence that is not there");
 
-  // Judged blocks that this row sees; of the others outside, at most one, it attends to all.
+  // Judged blocks that this row sees. It attends to all tokens of the other block outside, if there
+  // is one.
   const bool evaluates = evaluated_at < 0;
   const int64_t judged =
       evaluates ? 0 : std::max(options_.window.BlocksOutside(evaluated_at), outside - 1);
@@ -289,14 +290,14 @@ bool ContextualCache::Advance(int slot, int layer, int head, uint64_t sequence, 
   return true;
 }
 
-// Algorithm 1, lines 23 and 24. A block leaves a full window, which is A_gpu.size.
+// Algorithm 1, lines 23 and 24. A block always leaves a full window, whose size is A_gpu.size.
 void ContextualCache::SelectBlock(int slot, int layer, int head, int64_t block) {
   Entry& entry = EntryOf(slot, layer, head);
   const HgcaWindow& window = options_.window;
   const int64_t first = block * kind_.block_tokens;
   const int64_t evaluated_at = entry.evaluated_at.load(std::memory_order_relaxed);
   float* const averages = Averages(slot, layer, block) + int64_t{head} * kind_.block_tokens;
-  // Tokens that were there before the first row: their averages began at 0.
+  // The averages of tokens that were there before the first row began at 0.
   const int64_t old = std::clamp<int64_t>(evaluated_at - first, 0, kind_.block_tokens);
   const float correction = StartCorrection(options_.alpha, first + window.tokens() - evaluated_at);
   for (int64_t t = 0; t < old; ++t) averages[t] *= correction;

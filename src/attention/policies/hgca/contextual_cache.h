@@ -1,22 +1,26 @@
-// HGCA's contextual cache: what the CPU attends to of the tokens that have left the window. For
-// each sequence, layer and KV head the keys and values of the selected tokens, copied one behind
-// the other into blocks behind the sequence's home (HGCA, section 3.2.2; algorithm 1, lines 15-25).
+// HGCA's contextual cache: the tokens outside the window that the CPU attends to. For each
+// sequence, layer and KV head it holds the keys and values of the selected tokens, copied one after
+// the other into blocks behind the sequence's host cache (HGCA, section 3.2.2; algorithm 1, lines
+// 15-25).
 //
-// What a row attends to depends on its position alone:
-//   * after an append whose last row was computed here (a prompt, pending tokens of a handoff, a
-//     second turn) that row's weights A_cpu over every token outside the window of the first decode
-//     row have selected, before the sequence counts as warm (Evaluate).
-//   * otherwise (all was handed over) the first decode row attends to every token outside the
-//     window. Its own weights select, and the next row sees the result.
-//   * a later row attends to what was selected of the blocks that have left, but for the one that
-//     left last: of that, until the next one leaves, to all tokens. So its selection has the time
-//     of a whole block, off the path, and no token is ever left out unjudged.
+// A row's attention depends only on its position:
+//   * An append is what comes before a first decode row: a prompt, pending tokens of a handoff, a
+//     second turn. If its last row was computed here, that row's weights A_cpu over every token
+//     outside the window of the first decode row make the selection, before the sequence counts as
+//     warm (Evaluate).
+//   * Otherwise (everything was handed over) the first decode row attends to every token outside
+//     the window. Its own weights make the selection, and the next row sees the result.
+//   * A later row attends to the selected tokens of the blocks that have left, except for the block
+//     that left last: until the next one leaves, rows attend to all of its tokens. So its selection
+//     has the time of a whole block, off the path, and every token is judged before it is left out.
+//
 // Selection runs ahead on a thread of its own (SelectAhead). A worker that needs a selection that
-// is not there makes it itself, or waits for whoever does: no result depends on who was first.
+// is not there makes it itself, or waits for the thread that makes it: no result depends on which
+// came first.
 //
-// Threads: Join to Evict on the engine's, Attend on workers', SelectAhead on one. A selection that
-// readers of the last version may still need is never overwritten: counts are kept by parity of
-// blocks, and the device passes a block's end only when every row before it is done.
+// Threads: Join to Evict on the engine's, Attend on workers', SelectAhead on one thread. A
+// selection that readers of the last version may still need is never overwritten: counts are kept
+// by parity of blocks, and the device passes a block's end only when every row before it is done.
 #pragma once
 
 #include <array>
@@ -43,13 +47,13 @@ class ContextualCache : public CoAttention::Source {
   struct Options {
     Device* device = nullptr;
     const kernels::KernelTable* kernels = nullptr;
-    CacheLayout layout;  // of one kind, K and V
+    CacheLayout layout;  // has one kind, K and V
     int slots = 0;
     int heads = 0;
-    int workers = 0;  // that call Attend
+    int workers = 0;  // number of workers that call Attend
     int max_context = 0;
-    int first_layer = 0;       // of those that Attend is called for
-    uint8_t* arena = nullptr;  // of the pages of homes
+    int first_layer = 0;       // first layer for which Attend is called
+    uint8_t* arena = nullptr;  // memory of the host caches' pages
     HgcaWindow window;
     float beta = 1;
     float alpha = 0;
@@ -57,64 +61,70 @@ class ContextualCache : public CoAttention::Source {
     // How long a worker waits for a selection that another thread makes.
     absl::Duration patience = absl::Seconds(1);
   };
-  // RESOURCE_EXHAUSTED: no pinned memory for the averages.
+  // RESOURCE_EXHAUSTED: there is no pinned memory for the averages.
   static absl::StatusOr<std::unique_ptr<ContextualCache>> Create(const Options& options);
 
-  // Tokens of room that a sequence of `total` tokens needs: at beta = 0 all that ever leaves the
-  // window.
-  static int64_t HeadroomTokens(const HgcaWindow& window, int64_t total);
+  // Returns the tokens that a sequence of `total` tokens needs behind its host cache: all that ever
+  // leaves the window, as beta = 0 would select.
+  static int64_t ExtraTokens(const HgcaWindow& window, int64_t total);
 
-  // A sequence moves into the slot; its contextual cache lies in blocks of `home` from
-  // `first_block` on, and every page of it is there. Nothing is selected.
+  // Takes note that a sequence moves into the slot. Its contextual cache lies in blocks of `home`
+  // from `first_block` on, and all pages of `home` are there. Nothing is selected yet.
   void Join(int slot, const SequenceCache& home, int64_t first_block);
-  // What was selected is forgotten: the next decode row selects anew, unless Evaluate does.
-  // REQUIRES: every step that has the slot is done.
+  // Forgets what was selected: the next decode row selects anew, unless Evaluate does. REQUIRES:
+  // every step that has the slot is done.
   void Append(int slot);
-  // The selection of an append before `first_row`, its first decode row: by the queries of the row
-  // before that, in AppendedQueries once `queries_there` is ready. Whoever calls SelectAhead makes
-  // it, or EvaluateNow. REQUIRES: Append, and no Leave before Evaluated.
+  // Asks for the selection of an append before `first_row`, its first decode row, by the queries of
+  // the row before that; these are in AppendedQueries once `queries_there` is ready. SelectAhead or
+  // EvaluateNow makes the selection. REQUIRES: Append was called, and Leave is not called before
+  // Evaluated.
   void Evaluate(int slot, int32_t first_row, float scale, const Event* queries_there);
   bool Evaluated(int slot) const;
   void WaitEvaluated(int slot) const;
-  // False: the queries are not there yet. REQUIRES: !Evaluated(slot), and nobody calls SelectAhead.
+  // Makes that selection. Returns false if the queries are not there yet. REQUIRES:
+  // !Evaluated(slot), and nobody calls SelectAhead.
   bool EvaluateNow(int slot);
-  // Of layer 0, float32 [heads][head_dim], pinned; those of layer i are `slots` times that behind.
+  // Returns the queries of layer 0, float32 [heads][head_dim], pinned; those of layer i are `slots`
+  // times that size further on.
   float* AppendedQueries(int slot) const {
     return appended_.as<float>() + int64_t{slot} * options_.heads * head_dim_;
   }
-  // Nobody selects for the slot any more when it returns. REQUIRES: no worker attends to it.
+  // Ends the sequence. When it returns no thread selects for the slot any more. REQUIRES: no worker
+  // attends to it.
   void Leave(int slot);
 
-  // Where the device puts the averages of a block that leaves the window, float32
+  // Returns where the device puts the averages of a block that leaves the window, float32
   // [kv_heads][block_tokens], pinned. They stay until those of block + 2 come.
   float* Averages(int slot, int layer, int64_t block) const;
-  // Blocks [0, blocks) will have left the window, and their averages be there, once `done` is
-  // ready; it stays the caller's, and may be recorded again.
+  // Announces that, once `done` is ready, blocks [0, blocks) will have left the window and their
+  // averages be there. `done` stays the caller's, and may be recorded again.
   void Evict(int slot, int64_t blocks, const Event* done);
 
-  // The sequence stays until it returns, also where the round does not wait for that.
+  // The sequence stays until it returns, even if the round no longer waits for that.
   absl::Status Attend(int worker, const CoAttention::Task& task,
                       absl::FunctionRef<bool()> owes) override;
 
   // Makes every selection that is known to be needed and can be made. Returns whether some wait for
-  // an event. One thread, ahead of the workers; optional.
+  // an event. Called by one thread, ahead of the workers; calling it is optional.
   bool SelectAhead();
-  // For that thread: changes whenever there is more to select, and waits for it to change.
+  // SelectAhead's thread uses these: work() changes whenever there is more to select, and
+  // WaitForWork waits for a change.
   uint32_t work() const { return work_.load(std::memory_order_acquire); }
   void WaitForWork(uint32_t seen) const { work_.wait(seen, std::memory_order_acquire); }
   void Wake();
 
-  // Tokens that are selected, of so many judged. REQUIRES: no step is under way.
+  // Return the tokens that are selected, and the tokens that were judged. REQUIRES: no step is
+  // under way.
   int64_t SelectedTokens(int slot, int layer, int head) const;
   int64_t JudgedTokens(int slot, int layer, int head) const;
-  // Element 0 of the key of selected token `index`.
+  // Returns element 0 of the key of selected token `index`.
   const uint8_t* SelectedKey(int slot, int layer, int head, int64_t index) const;
 
   // Sums over all sequences so far. REQUIRES: no step is under way.
   struct Counters {
     int64_t rows = 0;            // decode rows
     int64_t cpu_tokens = 0;      // tokens x KV heads that workers attended to
-    int64_t window_tokens = 0;   // tokens x KV heads of the window, beside them
+    int64_t window_tokens = 0;   // tokens x KV heads that the window's attention covered
     int64_t outside_tokens = 0;  // tokens x KV heads outside the window
 
     Counters& operator+=(const Counters& other);
@@ -122,35 +132,36 @@ class ContextualCache : public CoAttention::Source {
   Counters LayerCounters(int layer) const;
 
  private:
-  // One (slot, layer, KV head).
+  // State of one (slot, layer, KV head).
   struct alignas(64) Entry {
-    std::atomic<bool> busy{false};  // somebody selects
+    std::atomic<bool> busy{false};  // a thread selects
     // Blocks [0, judged) were judged; -1: none since the last append.
     std::atomic<int64_t> judged{-1};
-    // Position of the row whose weights select anew; -1: none came yet.
+    // Position of the row whose weights select anew; -1: there is none yet.
     std::atomic<int64_t> evaluated_at{-1};
-    // Selected tokens, by parity of the blocks judged. A worker so late that the next selection but
-    // one is being made takes the one count or the other.
+    // Selected tokens, by parity of the blocks judged. A worker that is so late that the next
+    // selection but one is under way takes either count.
     std::array<std::atomic<int32_t>, 2> counts{};
   };
   struct Slot {
-    // Which sequence, and since which append; 0: none. Whoever selects for another lets go.
+    // Number of the sequence and its append; 0: none. A thread that selects for another number
+    // gives up.
     std::atomic<uint64_t> sequence{0};
     std::atomic<int64_t> first_block{0};
     std::atomic<int64_t> evicted{0};  // blocks
     std::atomic<const Event*> evicted_done{nullptr};
-    // Of an append that is to be evaluated; null: of none.
+    // Event of the queries of an append that is to be evaluated; null: there is none.
     std::atomic<const Event*> queries_there{nullptr};
     std::atomic<int32_t> first_row{0};
   };
-  // Counters that one thread adds to. One that is late does when no step is under way.
+  // Counters that one thread adds to. A late thread adds when no step is under way.
   struct Tally {
     std::atomic<int64_t> rows{0}, cpu_tokens{0}, window_tokens{0}, outside_tokens{0};
 
     void Add(const Counters& more);
     Counters Sum() const;
   };
-  // Of a thread that attends or selects.
+  // Scratch memory of a thread that attends or selects.
   struct Scratch {
     std::vector<int32_t> counts;   // [kv_heads]
     std::vector<int32_t> only;     // [kv_heads], all 0 but one
@@ -162,7 +173,7 @@ class ContextualCache : public CoAttention::Source {
   };
 
   ContextualCache(const Options& options, Buffer averages, Buffer appended);
-  // Between two looks at whether the sequence is still there.
+  // Returns the blocks that are processed between two checks that the sequence is still there.
   int64_t ChunkBlocks() const;
 
   size_t EntryIndex(int slot, int layer, int head) const {
@@ -174,7 +185,7 @@ class ContextualCache : public CoAttention::Source {
   const Entry& EntryOf(int slot, int layer, int head) const {
     return entries_[EntryIndex(slot, layer, head)];
   }
-  // Page numbers of the slot's home, from its first block on.
+  // Returns the page numbers of the slot's host cache, from its first block on.
   int32_t* PagesOf(int slot, int layer) const {
     return pages_.get() + (int64_t{slot} * layers_ + layer) * most_blocks_;
   }
@@ -184,8 +195,8 @@ class ContextualCache : public CoAttention::Source {
     return slots_[static_cast<size_t>(slot)].sequence.load(std::memory_order_acquire) == sequence;
   }
 
-  // Attention of the task's heads to the first scratch.counts[head] tokens of `pages`, of which
-  // `blocks` are read, to o and lse. False: the round does not wait for it any more.
+  // Attends with the task's heads to the first scratch.counts[head] tokens of `pages`, of which
+  // `blocks` are read; writes o and lse. Returns false if the round does not wait for it any more.
   bool AttendTo(const int32_t* pages, int64_t blocks, const CoAttention::Task& task,
                 absl::FunctionRef<bool()> owes, Scratch& scratch, float* o, float* lse) const;
   // Merges what `scratch` has of the task's heads into the task's results.
@@ -196,36 +207,36 @@ class ContextualCache : public CoAttention::Source {
   // Waits until blocks [0, blocks) are judged, or judges them.
   absl::Status Settle(int slot, int layer, int head, uint64_t sequence, int64_t blocks,
                       Scratch& scratch);
-  // REQUIRES: entry.busy is the caller's. False: the sequence is not there any more, or has no row
-  // to judge by.
+  // Selects blocks up to `blocks`. Returns false if the sequence is not there any more, or has no
+  // row to judge by. REQUIRES: entry.busy is the caller's.
   bool Advance(int slot, int layer, int head, uint64_t sequence, int64_t blocks, Scratch& scratch);
   bool EvaluateHead(int slot, int layer, int head, uint64_t sequence, Scratch& scratch);
   void EvaluateAppended(int slot, int layer, int head, uint64_t sequence, int32_t row,
                         Scratch& scratch);
   void SelectBlock(int slot, int layer, int head, int64_t block);
-  // Copies tokens [first, first + tokens) of the home whose weights are salient behind the `count`
-  // that are selected; returns the new count.
+  // Copies the salient tokens of [first, first + tokens) of the host cache behind the `count`
+  // selected ones, by their weights; returns the new count.
   int64_t CopySalient(int slot, int layer, int head, int64_t first, const float* weights,
                       int64_t tokens, int64_t size, int64_t count) const;
   void Forget(int slot);
   static void Claim(Entry& entry);
 
-  static constexpr int32_t kSlotZero_ = 0;  // of a cache that is one sequence's
+  static constexpr int32_t kSlotZero_ = 0;  // slot number in a cache of one sequence
 
   const Options options_;
   const CacheKind kind_;
   const int layers_;
   const int group_;
   const int head_dim_;
-  const int64_t most_blocks_;               // of a home, room for selected tokens included
-  const Buffer averages_;                   // float32 [layers][slots][2][kv_heads][block_tokens]
-  const Buffer appended_;                   // float32 [layers][slots][heads][head_dim]
+  const int64_t most_blocks_;  // blocks of a host cache, those of selected tokens included
+  const Buffer averages_;      // float32 [layers][slots][2][kv_heads][block_tokens]
+  const Buffer appended_;      // float32 [layers][slots][heads][head_dim]
   const std::unique_ptr<int32_t[]> pages_;  // [slots][layers][most_blocks]
   std::vector<Entry> entries_;
   std::vector<Slot> slots_;
   uint64_t sequences_ = 0;        // numbers given so far
-  std::vector<Scratch> scratch_;  // of the workers, then SelectAhead's
-  // Of the rows that select anew, [slots][layers][heads] x [head_dim] and x 1.
+  std::vector<Scratch> scratch_;  // one for each worker, then SelectAhead's
+  // Queries and lse of the rows that select anew, [slots][layers][heads] x [head_dim] and x 1.
   std::vector<float> row_queries_, row_lse_;
   std::atomic<float> scale_{0};
   std::atomic<uint32_t> work_{0};

@@ -1,4 +1,5 @@
-// How a contextual cache is selected anew after an append (section 3.2.3: re-evaluation).
+// Evaluation: the new selection of a contextual cache after an append (section 3.2.3:
+// re-evaluation).
 #include <algorithm>
 
 #include "src/attention/policies/hgca/contextual_cache.h"
@@ -9,7 +10,7 @@ namespace {
 
 constexpr kernels::Worker kAlone{0, 1};
 
-// Between two looks at whether the sequence is still there.
+// Tokens that are processed between two checks that the sequence is still there.
 constexpr int64_t kChunkTokens = 2048;
 
 }  // namespace
@@ -75,7 +76,7 @@ bool ContextualCache::EvaluateNow(int slot) {
   return true;
 }
 
-// Algorithm 2, line 4, for the weights alone: what the row attends to is not asked for.
+// Algorithm 2, line 4, only for the weights: the row's attention result is not needed.
 void ContextualCache::EvaluateAppended(int slot, int layer, int head, uint64_t sequence,
                                        int32_t row, Scratch& scratch) {
   const int64_t blocks = options_.window.BlocksOutside(row);

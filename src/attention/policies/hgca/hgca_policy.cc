@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "src/attention/host_threads.h"
 #include "src/attention/offload/co_attention.h"
+#include "src/attention/offload/decode_attention.h"
 #include "src/attention/offload/prompt_queries.h"
 #include "src/attention/policies/hgca/selection_thread.h"
 #include "src/base/status_macros.h"
@@ -21,20 +22,20 @@ namespace {
 
 constexpr size_t kAverages = 0;  // the tier's only array
 
-// What a step's decode rows need in HBM beside the tier.
+// Memory in HBM that a step's decode rows need beside the tier.
 struct Workspace {
   // The units of a row's window, the same for every layer and KV head.
   Buffer counts;  // int32 [3][lists]: selected (none), resident, missing (none)
   Buffer units;   // int32 [lists][ring]
   Buffer places;  // int32 [lists][ring]
-  Buffer none;    // int32 [lists]: the units of lists that are empty
+  Buffer none;    // int32 [lists]: the units of empty lists
   Buffer o;       // float32 [2][rows][heads][head_dim]: the window's, the CPU's
   Buffer lse;     // float32 [layers][2][rows][heads]
 };
 
 // Averages of blocks on their way to DRAM: one list for each (sequence, layer, KV head).
 struct EvictionBatch {
-  Buffer lists;  // int64 [2][most]: where from, where to; then int32 [most] ones
+  Buffer lists;  // int64 [2][most]: sources, targets; then int32 [most] ones
   std::unique_ptr<Event> done;
 };
 
@@ -87,10 +88,11 @@ class HgcaPolicyImpl : public HgcaPolicy {
     return HgcaPolicy::Admit(slot, context, total, promise, home);
   }
 
-  int last_rows_wanted(int64_t /*total*/) const override {  // one, which reads all of the cache
+  // one row, because it reads the whole cache
+  int last_rows_wanted(int64_t /*total*/) const override {
     return options().recompute_last == PolicyOptions::RecomputeLast::kOn ? 1 : 0;
   }
-  // An append's selection is a part of its working set.
+  // The selection after an append is a part of the working set.
   void EndPrompt(int slot, int64_t tokens, SelectionHints hints) override {
     HgcaPolicy::EndPrompt(slot, tokens, std::move(hints));
     if (queries_->Knows(slot, tokens)) {
@@ -114,9 +116,9 @@ class HgcaPolicyImpl : public HgcaPolicy {
     if (layer == kv_layout().layers - 1) queries_->EndStep(stream);
   }
 
-  // Algorithm 1, lines 10 to 14: the block that the step's row pushes out of the window. Its keys
-  // and values are in the home already; its averages are final, and go to DRAM before the row's own
-  // take their place.
+  // Algorithm 1, lines 10 to 14: sends off the block that the step's row pushes out of the window.
+  // Its keys and values are in the host cache already. Its averages are final, and go to DRAM
+  // before the row's own take their place.
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
                  absl::Span<const int32_t> positions) override;
 
@@ -130,7 +132,7 @@ class HgcaPolicyImpl : public HgcaPolicy {
   // Algorithm 2.
   void AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                     kernels::DType out_type) override;
-  // The window alone is in HBM.
+  // Only the window is in HBM.
   std::vector<std::vector<int32_t>> FirstUnits(int /*slot*/, int64_t /*tokens*/,
                                                const SelectionHints& /*hints*/) override {
     const int sparse = kv_layout().layers - tier().options().dense_layers;
@@ -159,9 +161,9 @@ class HgcaPolicyImpl : public HgcaPolicy {
  private:
   struct Slot {
     int64_t total = 0;
-    bool decodes = false;  // its working set is there, or on its way
+    bool decodes = false;  // its working set is complete or on its way
   };
-  // A slot's selection after an append, as a step that waits for it sees it.
+  // The event that a slot's selection after an append is there, for a step that waits for it.
   class EvaluatedEvent : public Event {
    public:
     EvaluatedEvent(const ContextualCache* cache, int slot) : cache_(cache), slot_(slot) {}
@@ -182,7 +184,7 @@ class HgcaPolicyImpl : public HgcaPolicy {
   const int max_rows_;
   const Workspace workspace_;
   std::vector<Slot> slots_;
-  std::array<EvictionBatch, kBatches> batches_;  // in turn
+  std::array<EvictionBatch, kBatches> batches_;  // used in turn
   size_t next_batch_ = 0;
   const std::unique_ptr<PromptQueries> queries_;
   const std::unique_ptr<ContextualCache> cache_;
@@ -206,7 +208,7 @@ void HgcaPolicyImpl::BeginStep(Stream& stream, absl::Span<const int32_t> slots,
 
   EvictionBatch& batch = batches_[next_batch_];
   next_batch_ = (next_batch_ + 1) % batches_.size();
-  batch.done->Wait();  // it was, unless more steps are under way than there are batches
+  batch.done->Wait();  // ready already, unless more steps are under way than there are batches
   const int layers = kv_layout().layers, heads = kv().heads;
   const int64_t most = int64_t{options().slots} * layers * heads;
   auto* const sources = batch.lists.as<int64_t>();
@@ -270,12 +272,12 @@ void HgcaPolicyImpl::ListWindow(Stream& stream, const Queries& queries) {
 void HgcaPolicyImpl::AttendSparse(Stream& stream, int layer, const Queries& queries, void* out,
                                   kernels::DType out_type) {
   SLUICE_CHECK(queries.rows <= max_rows_);
-  // Line 12, beside what follows.
+  // Line 12. It runs beside what follows.
   Stream& answers = LayerBranch(stream, layer);
   answers.After(stream);
   co_attention_->Start(answers, layer, queries, /*lists=*/{}, tier().HostHome(layer));
   if (layer == tier().options().dense_layers) ListWindow(stream, queries);
-  const int32_t* const counts = workspace_.counts.as<int32_t>() + int64_t{max_rows_} * kv().heads;
+  int32_t* const counts = workspace_.counts.as<int32_t>() + int64_t{max_rows_} * kv().heads;
   const kernels::PagedCache cache = tier().Places(layer);
   auto* const o = workspace_.o.as<float>();
   float* const lse = LseOf(layer);
@@ -283,23 +285,11 @@ void HgcaPolicyImpl::AttendSparse(Stream& stream, int layer, const Queries& quer
   const int64_t o_part = lse_part * cache.head_dim;
 
   // Line 10.
-  kernels::SparseAttentionParams dense{};
-  dense.q = queries.q;
-  dense.q_stride = queries.stride;
-  dense.slots = queries.slots;
-  dense.positions = queries.positions;
-  dense.cache = cache;
-  dense.units = workspace_.units.as<int32_t>();
-  dense.places = workspace_.places.as<int32_t>();
-  dense.counts = counts;
-  dense.o = o;
-  dense.lse = lse;
-  dense.capacity = static_cast<int32_t>(window_.blocks);
-  dense.unit_tokens = static_cast<int32_t>(window_.block_tokens);
-  dense.rows = queries.rows;
-  dense.heads = queries.heads;
-  dense.kv_head_end = kv().heads;
-  dense.scale = queries.scale;
+  const kernels::UnitLists window{workspace_.units.as<int32_t>(), counts,
+                                  static_cast<int32_t>(window_.blocks)};
+  const kernels::SparseAttentionParams dense =
+      SparseAttentionOf(queries, cache, window, workspace_.places.as<int32_t>(),
+                        static_cast<int32_t>(window_.block_tokens), o, lse);
   kernels().SparseAttention(stream, dense);
 
   // Algorithm 1, line 8.
@@ -326,16 +316,7 @@ void HgcaPolicyImpl::AttendSparse(Stream& stream, int layer, const Queries& quer
   co_attention_->Finish(answers, layer, queries.slots, queries.rows, o + o_part, lse + lse_part);
   stream.After(answers);
   // Section 3.3, merging states.
-  kernels::MergeParams merge{};
-  merge.o = o;
-  merge.lse = lse;
-  merge.out = out;
-  merge.parts = 2;
-  merge.rows = queries.rows;
-  merge.heads = queries.heads;
-  merge.head_dim = cache.head_dim;
-  merge.out_type = out_type;
-  kernels().Merge(stream, merge);
+  kernels().Merge(stream, MergeOf(queries, cache.head_dim, 2, o, lse, out, out_type));
 }
 
 PolicyStatistics HgcaPolicyImpl::Statistics() const {
@@ -409,7 +390,7 @@ absl::StatusOr<std::unique_ptr<OffloadTier>> NewTier(const PolicyOptions& option
   o.unit_tokens = static_cast<int>(window.block_tokens);
   o.arrays = {{"averages of attention weights", 0, 1, kernels::DType::kFloat32}};
   o.extra_home_tokens = [window](int64_t total) {
-    return ContextualCache::HeadroomTokens(window, total);
+    return ContextualCache::ExtraTokens(window, total);
   };
   return OffloadTier::Create(o);
 }

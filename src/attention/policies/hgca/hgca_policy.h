@@ -1,6 +1,6 @@
-// HGCA (arXiv 2507.03153): dense attention over a window of the newest blocks in HBM, and beside
-// it, in the same layer and with the same query, attention of CPU workers over what was selected of
-// the rest. README.md maps the paper's algorithms to functions.
+// Policy `hgca`: HGCA (arXiv 2507.03153). The device attends densely to a window of the newest
+// blocks in HBM; beside it, in the same layer and with the same query, CPU workers attend to a
+// selection of the rest. README.md maps the paper's algorithms to functions.
 #pragma once
 
 #include <memory>
@@ -14,17 +14,19 @@ namespace sluice {
 
 class HgcaPolicy : public OffloadPolicy {
  public:
-  // What the CPU attends to, for whoever watches. REQUIRES: no step is under way.
+  // Returns what the CPU attends to, for tests and benchmarks. REQUIRES: no step is under way.
   virtual const ContextualCache& contextual_cache() const = 0;
-  // Of the last step, in device memory: [2][rows][heads], the window's and the CPU's.
+  // Returns the lse of the parts in the last step, [2][rows][heads]: the window's, then the CPU's.
+  // In device memory.
   virtual const float* parts_lse(int layer) const = 0;
 
  protected:
   using OffloadPolicy::OffloadPolicy;
 };
 
-// INVALID_ARGUMENT names the option that is out of range; RESOURCE_EXHAUSTED: no memory for the
-// tables; the errors of OffloadTier and CoAttention.
+// Makes the policy. INVALID_ARGUMENT: the message names the option that is out of range.
+// RESOURCE_EXHAUSTED: there is no memory for the tables. Errors of OffloadTier and CoAttention are
+// passed on.
 absl::StatusOr<std::unique_ptr<HgcaPolicy>> NewHgcaPolicy(const PolicyOptions& options);
 
 }  // namespace sluice

@@ -5,7 +5,7 @@
 namespace sluice {
 namespace {
 
-// A block's averages come within a step; what a late look costs is a worker's time.
+// A block's averages arrive within a step; a late check costs a worker's time.
 constexpr std::chrono::microseconds kLookAgain{200};
 
 }  // namespace

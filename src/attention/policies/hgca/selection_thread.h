@@ -1,4 +1,4 @@
-// The thread that selects off the path of a step (HGCA, section 3.2.2: "an asynchronous CPU-side
+// The thread that selects tokens beside the steps (HGCA, section 3.2.2: "an asynchronous CPU-side
 // sparsification thread").
 #pragma once
 

@@ -1,5 +1,6 @@
 // The arithmetic of HGCA's window and of its selection (HGCA, section 3.2, algorithm 1): which
-// blocks have left HBM, and what of them the CPU goes on attending to. Pure.
+// blocks have left HBM, and which of their tokens the CPU goes on attending to. All functions are
+// pure.
 #pragma once
 
 #include <algorithm>
@@ -14,26 +15,26 @@ struct HgcaWindow {
 
   int64_t tokens() const { return blocks * block_tokens; }  // l_max
 
-  // Blocks that leave a window of `size` tokens, the oldest ones, once `added` tokens have joined
-  // it: ceil((l_cur - l_max + 1) / blk_size) (line 11, which prints l_max - l_cur).
+  // Returns the number of (oldest) blocks that leave a window of `size` tokens once `added` tokens
+  // have joined it: ceil((l_cur - l_max + 1) / blk_size) (line 11, which prints l_max - l_cur).
   int64_t Evicted(int64_t size, int64_t added) const {
     const int64_t over = size + added - tokens();
     return over < 0 ? 0 : over / block_tokens + 1;
   }
-  // Blocks outside the window when the row at `position` attends: blocks [0, BlocksOutside). It is
-  // the same whether the tokens before it came one by one or at once.
+  // Returns the number of blocks outside the window when the row at `position` attends: blocks [0,
+  // BlocksOutside). It is the same whether the tokens before it came one by one or at once.
   int64_t BlocksOutside(int64_t position) const { return Evicted(0, position); }
 };
 
-// Whether a token is salient among `size` entries (lines 20 and 23). beta = 0 takes every token,
-// also one whose weight is too small for a float32.
+// Returns whether a token is salient among `size` entries (lines 20 and 23). beta = 0 takes every
+// token, also one whose weight is too small for a float32.
 inline bool IsSalient(float average, float beta, int64_t size) {
   return beta == 0 || double{average} > double{beta} / static_cast<double>(size);
 }
 
-// By what the average of a token is to be multiplied whose attention began at 0, before `rows`
-// rows: 1 / (1 - (1 - alpha)^rows). A handed-over token was attended to by nobody here, and its
-// first rows would count for too little.
+// Returns the factor for the average of a token whose attention began at 0, `rows` rows ago: 1 / (1
+// - (1 - alpha)^rows). No row here had attended to a handed-over token, so its first rows would
+// count for too little.
 inline float StartCorrection(float alpha, int64_t rows) {
   return static_cast<float>(1 / (1 - std::pow(1 - double{alpha}, static_cast<double>(rows))));
 }

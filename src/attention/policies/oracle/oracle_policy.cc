@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "src/attention/offload/decode_attention.h"
 #include "src/attention/offload/offload_policy.h"
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
@@ -17,8 +18,8 @@ namespace {
 
 using Selector = PolicyOptions::Oracle::Selector;
 
-constexpr size_t kDigests = 0;  // the one array, of selector kDigest
-// A layer's random scores begin here in those of the layer before.
+constexpr size_t kDigests = 0;  // the one array, used by selector kDigest
+// Offset at which a layer's random scores begin in those of the layer before.
 constexpr int64_t kRandomShift = 61;
 
 struct Scratch {
@@ -75,34 +76,11 @@ class OraclePolicy : public OffloadPolicy {
     top.margin = std::numeric_limits<float>::infinity();
     kernels().TopK(stream, top);
 
-    kernels::SparseAttentionParams attention{};
-    attention.q = queries.q;
-    attention.q_stride = queries.stride;
-    attention.slots = queries.slots;
-    attention.positions = queries.positions;
-    attention.cache = home;
-    attention.units = selected.units;
-    attention.counts = selected.counts;
-    attention.o = scratch_.results.as<float>();
-    attention.lse = scratch_.lse.as<float>();
-    attention.capacity = budget_blocks_;
-    attention.unit_tokens = home.block_tokens;
-    attention.rows = queries.rows;
-    attention.heads = queries.heads;
-    attention.kv_head_end = home.kv_heads;
-    attention.scale = queries.scale;
-    kernels().SparseAttention(stream, attention);
-
-    kernels::MergeParams merge{};
-    merge.o = attention.o;
-    merge.lse = attention.lse;
-    merge.out = out;
-    merge.parts = 1;
-    merge.rows = queries.rows;
-    merge.heads = queries.heads;
-    merge.head_dim = home.head_dim;
-    merge.out_type = out_type;
-    kernels().Merge(stream, merge);
+    auto* const o = scratch_.results.as<float>();
+    auto* const lse = scratch_.lse.as<float>();
+    kernels().SparseAttention(stream, SparseAttentionOf(queries, home, selected, /*places=*/nullptr,
+                                                        home.block_tokens, o, lse));
+    kernels().Merge(stream, MergeOf(queries, home.head_dim, 1, o, lse, out, out_type));
   }
 
   // [rows][kv_heads][score_stride_]
@@ -128,7 +106,8 @@ class OraclePolicy : public OffloadPolicy {
     }
     if (selector_ == Selector::kDigest) {
       const kernels::PagedRows digests = tier().Array(layer, kDigests);
-      // The newest block's, which is forced now, will be whole when another one is the newest.
+      // This makes the newest block's digest, which is forced now and will be whole when another
+      // block is the newest.
       kernels().Digest(stream,
                        {home, digests, queries.slots, nullptr, queries.positions, queries.rows});
       kernels().DigestScores(stream, {queries.q, queries.stride, queries.slots, queries.positions,
@@ -144,9 +123,9 @@ class OraclePolicy : public OffloadPolicy {
   const Scratch scratch_;
 };
 
-// Fixed random scores of (layer, KV head, block), the same for every row: which blocks a sequence
-// attends to is no matter of its slot or its neighbours. Rows repeat, so that a layer may begin
-// anywhere.
+// Returns fixed random scores of (layer, KV head, block), the same for every row, so that the
+// blocks of a sequence do not depend on its slot or its neighbours. Rows repeat, so that a layer
+// may begin anywhere.
 std::vector<float> RandomScores(int64_t count, int64_t period, uint64_t seed) {
   std::vector<float> scores;
   SplitMix64 random(seed);
@@ -198,7 +177,7 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> NewOraclePolicy(const PolicyOpt
         absl::StrCat("budget_tokens: expected at least ", 2 * block_tokens,
                      ", the first and the newest block, found ", options.budget_tokens));
   }
-  // More than a sequence has is never selected.
+  // A sequence cannot select more blocks than it has.
   const auto budget_blocks = static_cast<int>(std::max<int64_t>(
       std::min<int64_t>(options.budget_tokens / block_tokens, OraclePolicy::ScoreStride(options)),
       2));

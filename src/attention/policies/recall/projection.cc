@@ -11,7 +11,7 @@ std::vector<float> PlainProjection(const ProjectionShape& shape) {
   SLUICE_CHECK(0 < shape.rank && shape.rank <= shape.head_dim);
   std::vector<float> projection(static_cast<size_t>(shape.elements()));
   const int64_t half = shape.head_dim / 2;
-  // The first elements of the slowest pairs, then their second ones.
+  // Takes the first elements of the slowest pairs, then their second ones.
   const int64_t firsts = std::min((shape.rank + 1) / 2, half);
   float* head = projection.data();
   for (int64_t i = 0; i < shape.layers * shape.kv_heads; ++i) {
@@ -34,7 +34,7 @@ absl::StatusOr<int32_t> ProjectionRank(int64_t layers, int64_t kv_heads, int64_t
   if (elements == 0) {
     return static_cast<int32_t>(rank > 0 ? rank : std::max<int64_t>(head_dim / 4, 1));
   }
-  const int64_t columns = layers * kv_heads * head_dim;  // of one element each
+  const int64_t columns = layers * kv_heads * head_dim;  // numbers in a projection of rank 1
   if (elements % columns != 0 || elements / columns > head_dim) {
     return absl::InvalidArgumentError(
         absl::StrCat("recall projection: expected [", layers, "][", kv_heads, "][", head_dim,

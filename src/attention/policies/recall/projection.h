@@ -1,5 +1,5 @@
-// Which part of a query and of a key stands for the whole of it in partial scores: a projection
-// [layers][kv_heads][head_dim][rank] of queries and keys after RoPE and q_norm.
+// The projection of policy recall: [layers][kv_heads][head_dim][rank], applied to queries and keys
+// after RoPE and q_norm. Its result stands for the whole vector in partial scores.
 #pragma once
 
 #include <cstdint>
@@ -17,14 +17,14 @@ struct ProjectionShape {
   int64_t elements() const { return layers * kv_heads * head_dim * rank; }
 };
 
-// Plain columns, where no profile says better: those of the pairs that RoPE turns slowest, the last
-// ones of either half of a head. How similar they are does not depend on how far apart two tokens
-// are. REQUIRES: 0 < rank <= head_dim.
+// Returns plain columns, for use without a profile: those of the pairs that RoPE turns slowest,
+// which are the last ones of either half of a head. Their similarity does not depend on how far
+// apart two tokens are. REQUIRES: 0 < rank <= head_dim.
 std::vector<float> PlainProjection(const ProjectionShape& shape);
 
-// The rank of a projection of `elements` numbers, or of plain columns (`elements` 0): `rank` where
-// it is set, else a quarter of head_dim. INVALID_ARGUMENT: no rank fits, or not the one that is
-// set.
+// Returns the rank of a projection of `elements` numbers, or of plain columns (`elements` 0):
+// `rank` if it is set, else a quarter of head_dim. INVALID_ARGUMENT: no rank fits, or the one that
+// is set does not.
 absl::StatusOr<int32_t> ProjectionRank(int64_t layers, int64_t kv_heads, int64_t head_dim,
                                        int64_t elements, int64_t rank);
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "src/attention/offload/decode_attention.h"
 #include "src/attention/offload/offload_policy.h"
 #include "src/attention/offload/selection_counters.h"
 #include "src/attention/policies/recall/projection.h"
@@ -34,15 +35,15 @@ class RecallPolicy : public OffloadPolicy {
     return tokens * shape_.kv_heads * shape_.rank * SizeOf(kernels::DType::kBFloat16);
   }
 
-  // Speculation and prefetch (InfiniGen, 4.3): the tokens whose partial score comes within the
-  // margin of the largest, all of them brought to HBM.
+  // Speculation and prefetch (InfiniGen, 4.3): selects the tokens whose partial score comes within
+  // the margin of the largest, and fetches all of them to HBM.
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
     Score(stream, layer, predicted);
     Select(stream, predicted);
     const kernels::UnitLists missing = Lists(workspace_.missing, workspace_.missing_counts);
     Split(stream, layer, predicted, missing, options().recall.fetch_all);
     GivePlaces(stream, layer, predicted, missing);
-    // Now all of them have a place: there are as many places as the budget has tokens.
+    // Now every token has a place: there are as many places as the budget has tokens.
     Split(stream, layer, predicted, missing, /*forget=*/false);
     Stream& fetches = LayerBranch(stream, layer);
     fetches.After(stream);
@@ -54,35 +55,14 @@ class RecallPolicy : public OffloadPolicy {
                     kernels::DType out_type) override {
     stream.After(LayerBranch(stream, layer));
     const Chosen& chosen = ChosenOf(layer);
-    kernels::SparseAttentionParams attend{};
-    attend.q = queries.q;
-    attend.q_stride = queries.stride;
-    attend.slots = queries.slots;
-    attend.positions = queries.positions;
-    attend.cache = tier().Places(layer);
-    attend.units = chosen.units.as<int32_t>();
-    attend.places = chosen.places.as<int32_t>();
-    attend.counts = chosen.counts.as<int32_t>();
-    attend.o = workspace_.o.as<float>();
-    attend.lse = workspace_.lse.as<float>();
-    attend.capacity = capacity_;
-    attend.unit_tokens = kUnitTokens;
-    attend.rows = queries.rows;
-    attend.heads = queries.heads;
-    attend.kv_head_end = kv().heads;
-    attend.scale = queries.scale;
-    kernels().SparseAttention(stream, attend);
-
-    kernels::MergeParams merge{};  // of one part: to out_type
-    merge.o = attend.o;
-    merge.lse = attend.lse;
-    merge.out = out;
-    merge.parts = 1;
-    merge.rows = queries.rows;
-    merge.heads = queries.heads;
-    merge.head_dim = attend.cache.head_dim;
-    merge.out_type = out_type;
-    kernels().Merge(stream, merge);
+    const kernels::PagedCache cache = tier().Places(layer);
+    auto* const o = workspace_.o.as<float>();
+    auto* const lse = workspace_.lse.as<float>();
+    kernels().SparseAttention(stream,
+                              SparseAttentionOf(queries, cache, Lists(chosen.units, chosen.counts),
+                                                chosen.places.as<int32_t>(), kUnitTokens, o, lse));
+    // One part: the merge converts it to out_type.
+    kernels().Merge(stream, MergeOf(queries, cache.head_dim, 1, o, lse, out, out_type));
   }
 
   void Settle(Stream& stream, int layer, const Queries& rows) override {
@@ -90,7 +70,7 @@ class RecallPolicy : public OffloadPolicy {
                       rows.rows);
   }
 
-  // Nothing needs to be there before the first step asks for it, if it would be forgotten then.
+  // Under fetch_all nothing is placed before the first step, because it would be forgotten then.
   std::vector<std::vector<int32_t>> FirstUnits(int slot, int64_t tokens,
                                                const SelectionHints& hints) override {
     std::vector<std::vector<int32_t>> units = OffloadPolicy::FirstUnits(slot, tokens, hints);
@@ -107,8 +87,8 @@ class RecallPolicy : public OffloadPolicy {
   }
 
  private:
-  // What a layer was found to need, from Ahead to AttendSparse, and how it comes to HBM. The layer
-  // after it is looked at between the two.
+  // The tokens that a layer needs, from Ahead to AttendSparse, and how they come to HBM. The Ahead
+  // of the next layer comes between the two.
   struct Chosen {
     Buffer units, places, counts;              // int32 [lists][capacity] twice, [lists]
     Buffer source_units, target_units, moves;  // the same
@@ -121,7 +101,7 @@ class RecallPolicy : public OffloadPolicy {
     Buffer selected, selected_counts;  // int32 [lists][capacity], [lists]
     Buffer missing, missing_counts;    // the same
     Buffer since, due;                 // int32 [layers][slots], [rows]
-    std::array<Chosen, 2> chosen;      // of even and odd layers
+    std::array<Chosen, 2> chosen;      // by a layer's parity
     Buffer o, lse;                     // float [rows][heads][head_dim], [rows][heads]
     std::unique_ptr<SelectionCounters> counters;
   };
@@ -145,7 +125,7 @@ class RecallPolicy : public OffloadPolicy {
            layer * shape_.kv_heads * shape_.head_dim * shape_.rank;
   }
 
-  // Positions [first, position] of each row.
+  // Extends the partial keys by positions [first, position] of each row.
   void ExtendPartialKeys(Stream& stream, int layer, const kernels::PagedCache& keys,
                          const int32_t* slots, const int32_t* first, const int32_t* positions,
                          int32_t rows) {
@@ -189,7 +169,7 @@ class RecallPolicy : public OffloadPolicy {
     params.kv_heads = kv().heads;
     params.unit_tokens = kUnitTokens;
     params.k = capacity_;
-    // The ring is in HBM anyway: what it holds costs nothing to attend to.
+    // Tokens in the ring are in HBM anyway, so attending to them costs no fetch.
     params.last_units = static_cast<int32_t>(kRingBlocks * tier().block_tokens());
     params.margin = options().recall.margin;
     kernels().TopK(stream, params);
@@ -213,10 +193,10 @@ class RecallPolicy : public OffloadPolicy {
     kernels().Split(stream, params);
   }
 
-  // Gives every missing token a place.
+  // Gives every missing token a place in HBM.
   void GivePlaces(Stream& stream, int layer, const Queries& predicted,
                   const kernels::UnitLists& missing) {
-    kernels::RecallDueParams due{};  // always: it counts
+    kernels::RecallDueParams due{};  // always due; the operator also counts
     due.slots = predicted.slots;
     due.selected = Lists(workspace_.selected, workspace_.selected_counts);
     due.missing = missing;
@@ -248,8 +228,7 @@ class RecallPolicy : public OffloadPolicy {
     kernels().Recall(stream, recall);
   }
 
-  // Brings K and V of those tokens there. The layer before goes on meanwhile, and the next look
-  // ahead too.
+  // Fetches K and V of those tokens. The layer before and the next Ahead go on meanwhile.
   void Fetch(Stream& stream, int layer, int32_t rows) {
     const Chosen& chosen = ChosenOf(layer);
     const kernels::PagedCache home = tier().Home(layer), resident = tier().Places(layer);
@@ -271,11 +250,11 @@ class RecallPolicy : public OffloadPolicy {
   }
 
   const ProjectionShape shape_;
-  const int32_t capacity_;  // of a list: the budget, or all that a sequence can have
+  const int32_t capacity_;  // capacity of a list: the budget, or the longest sequence
   Workspace workspace_;
 };
 
-// Puts the projection into device memory.
+// Copies the projection to device memory.
 absl::Status Upload(Device* device, const std::vector<float>& values, Buffer* target) {
   const size_t bytes = values.size() * sizeof(float);
   SLUICE_ASSIGN_OR_RETURN(*target,
@@ -353,7 +332,7 @@ absl::StatusOr<std::unique_ptr<AttentionPolicy>> RecallPolicy::Create(
   tier_options.max_context = options.max_context;
   tier_options.dense_layers = std::min(options.dense_layers, layout.layers);
   tier_options.ring_blocks = kRingBlocks;
-  // As many places as the budget has tokens, so that whatever is chosen finds one.
+  // There are as many places as the budget has tokens, so that every chosen token finds one.
   tier_options.recall_blocks = static_cast<int>(kv.BlocksFor(options.budget_tokens - ring));
   tier_options.unit_tokens = kUnitTokens;
   tier_options.arrays = {

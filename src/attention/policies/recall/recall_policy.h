@@ -1,6 +1,6 @@
-// Recall, as InfiniGen does it (OSDI 24, arXiv 2406.19707): what a layer will attend to is guessed
-// one layer ahead from partial queries and keys, and the chosen tokens' K and V are brought to HBM
-// beneath the layer before. The CPU attends to nothing.
+// Policy `recall`, after InfiniGen (OSDI 24, arXiv 2406.19707). Partial queries and keys predict
+// one layer ahead what a layer will attend to, and the K and V of the chosen tokens are fetched to
+// HBM while the layer before runs. The CPU attends to nothing.
 #pragma once
 
 #include <memory>
@@ -11,8 +11,8 @@
 
 namespace sluice {
 
-// INVALID_ARGUMENT: budget_tokens, rank or projection do not fit the model's shape;
-// RESOURCE_EXHAUSTED: no memory.
+// Makes the policy. INVALID_ARGUMENT: budget_tokens, rank or projection do not fit the model's
+// shape. RESOURCE_EXHAUSTED: there is no memory for its tables.
 absl::StatusOr<std::unique_ptr<AttentionPolicy>> NewRecallPolicy(const PolicyOptions& options);
 
 }  // namespace sluice

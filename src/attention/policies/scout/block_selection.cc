@@ -11,7 +11,7 @@
 namespace sluice {
 namespace {
 
-// A recall has a whole step for its way; it leaves the processors to the model (TransferParams).
+// A recall may take a whole step, so it leaves the processors to the model (TransferParams).
 constexpr int32_t kRecallWorkers = 4;
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Which blocks rows attend to, where those lie, and how the missing ones are brought in: the
-// operators of one layer, with scratch of their own.
+// Block selection of policy scout: the operators of one layer that choose which blocks rows attend
+// to, find where those lie and fetch the missing ones, with scratch memory of their own.
 #pragma once
 
 #include <cstdint>
@@ -13,56 +13,56 @@
 
 namespace sluice {
 
-// What decides every size. A list is of one (row, KV head).
+// The numbers that decide every size. There is one list for each (row, KV head).
 struct ScoutShape {
   int32_t layers = 0;
   int32_t dense_layers = 0;
   int32_t slots = 0;
-  int32_t rows = 0;  // decode rows of a step at most, padded ones included
+  int32_t rows = 0;  // maximum decode rows of a step, including padded rows
   int32_t heads = 0;
   int32_t kv_heads = 0;
   int32_t head_dim = 0;
   int32_t block_tokens = 0;
-  int32_t budget_blocks = 0;    // selected of a list
-  int32_t recall_blocks = 0;    // places beside the ring
-  int32_t resident_blocks = 0;  // attended to on the device of a list
-  int32_t most_blocks = 0;      // of the longest sequence
+  int32_t budget_blocks = 0;    // blocks selected per list
+  int32_t recall_blocks = 0;    // slots for blocks beside the ring
+  int32_t resident_blocks = 0;  // blocks per list that the device attends to
+  int32_t most_blocks = 0;      // blocks of the longest sequence
 };
 
-// The first block, and the newest: always attended to.
+// The first block and the newest are always attended to.
 inline constexpr int32_t kScoutFirstBlocks = 1;
 inline constexpr int32_t kScoutLastBlocks = 1;
 
-// Blocks of the ring: the newest, and the one before, for which a recall may then take a step. All
-// of the ring is selected where the budget has room for it: just after a block has begun, the
-// newest one is a few tokens, and digests are a poor judge of the one before (README.md).
+// Blocks of the ring: the newest, and the one before it, so that a recall may take a step. All of
+// the ring is selected if the budget has room for it: just after a block has begun, the newest one
+// is only a few tokens, and digests are a poor judge of the one before (README.md).
 inline constexpr int32_t kScoutRingBlocks = 2;
 
-// The tier's array of digests.
+// Index of the tier's array of digests.
 inline constexpr size_t kScoutDigests = 0;
 
 class BlockSelection {
  public:
-  // For up to `rows` rows; Choose on one stream at a time, and Fetch on one. `tier` outlives the
-  // result.
-  // RESOURCE_EXHAUSTED: no memory.
+  // Makes a selection for up to `rows` rows. Choose must be called on one stream at a time, and so
+  // must Fetch. `tier` outlives the result. RESOURCE_EXHAUSTED: there is no memory.
   static absl::StatusOr<BlockSelection> Create(const PolicyOptions& options,
                                                const ScoutShape& shape, int rows,
                                                const OffloadTier& tier);
 
   struct Split {
     kernels::UnitLists resident;
-    int32_t* places;  // of those, as kernels::SplitParams has them
+    int32_t* places;  // of the resident ones, as kernels::SplitParams has them
     kernels::UnitLists missing;
   };
-  // Section 3.2: the blocks with the highest digest scores, split by where they lie. The newest
-  // block's digest may not know the rows' own tokens yet; it is selected without one. Returns what
-  // was selected, until the next call.
+  // Section 3.2: selects the blocks with the highest digest scores and splits them by where they
+  // lie. The newest block's digest may not include the rows' own tokens yet; that block is selected
+  // without a score. Returns the selected lists, which stay valid until the next call.
   kernels::UnitLists Choose(Stream& stream, int layer, const KvAttention::Queries& queries,
                             const Split& split) const;
 
-  // Section 3.4: gives the missing blocks of the due rows places (null: of every row), and copies
-  // them there. The tables say so at once: who reads them next must be behind this on the stream.
+  // Section 3.4: gives the missing blocks of the due rows (`due` null: of every row) places in HBM
+  // and copies them there. The tables change at once, so whoever reads them next must come after
+  // this on the stream.
   void Fetch(Stream& stream, int layer, const KvAttention::Queries& queries,
              const kernels::UnitLists& missing, const int32_t* due,
              kernels::SparseCounters* counters) const;

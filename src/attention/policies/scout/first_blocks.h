@@ -1,6 +1,7 @@
-// The blocks that a sequence begins with in HBM (section 3.4: "the important blocks identified
-// after the prefill phase"): those that its prompt's last position finds important, where that
-// position's row was computed here. Its queries are kept, and the selection is made at admission.
+// The blocks with which a sequence begins in HBM (section 3.4: "the important blocks identified
+// after the prefill phase"). They are those that the prompt's last position finds important, if
+// that position's row was computed on this node: its queries are kept, and the selection is made
+// when the prompt has ended.
 #pragma once
 
 #include <cstdint>
@@ -13,17 +14,17 @@
 
 namespace sluice {
 
-// Engine's thread.
+// Only the engine's thread may call it.
 class FirstBlocks {
  public:
-  // `tier` outlives the result. RESOURCE_EXHAUSTED: no memory.
+  // `tier` outlives the result. RESOURCE_EXHAUSTED: there is no memory.
   static absl::StatusOr<std::unique_ptr<FirstBlocks>> Create(const PolicyOptions& options,
                                                              const ScoutShape& shape,
                                                              const OffloadTier& tier);
 
   PromptQueries& queries() { return *queries_; }
-  // Brings the blocks that matter to that position into the layer's places. After the digests, on
-  // the stream that warms. REQUIRES: queries().Knows, and the row's position is that one.
+  // Fetches the blocks that matter to the last position into the layer's places. It comes after the
+  // digests, on the stream that warms. REQUIRES: queries().Knows, and `row` is that position's.
   void Fetch(Stream& stream, int layer, int slot, const OffloadTier::BulkRow& row) const;
 
  private:
@@ -32,9 +33,9 @@ class FirstBlocks {
       : shape_(shape), selection_(std::move(selection)), queries_(std::move(queries)) {}
 
   const ScoutShape shape_;
-  const BlockSelection selection_;  // of one row
+  const BlockSelection selection_;  // made for one row
   const std::unique_ptr<PromptQueries> queries_;
-  // int32 lists of that row, which nobody reads but the operators here.
+  // int32, the lists of that row. Only the operators here read them.
   Buffer resident_, places_, missing_, counts_;
 };
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "src/attention/offload/decode_attention.h"
 #include "src/attention/offload/selection_counters.h"
 #include "src/attention/policies/scout/block_selection.h"
 #include "src/attention/policies/scout/first_blocks.h"
@@ -18,28 +19,29 @@ namespace sluice {
 namespace {
 
 struct Scratch {
-  // What a layer attends to and what it recalls, int32: each layer has its own, since recalls may
-  // lag behind by as many layers as there are.
+  // The blocks that a layer attends to and those that it recalls, int32. Each layer has its own,
+  // since recalls may lag behind by as many layers as there are.
   Buffer resident, places;  // [layers][lists][resident_blocks]
   Buffer missing;           // [layers][lists][budget_blocks]
-  Buffer counts;            // [layers][2][lists] of resident, of missing
+  Buffer counts;            // [layers][2][lists]: counts of resident, of missing
   Buffer due;               // [layers][rows]
   Buffer since;             // int32 [layers][slots] steps since the last recall
-  Buffer first_since;       // int32 [1 + layers], pinned: what that begins with: 0, or by layer
+  Buffer first_since;       // int32 [1 + layers], pinned: first values of `since`: 0, or by layer
   // float [2][2][rows][heads][head_dim], by a layer's parity: the workers' answer to a layer may
-  // come before the layer before it has merged its own.
+  // come before the layer before has merged its own.
   Buffer o;
-  Buffer lse;  // float [layers][2][rows][heads]: what a layer was made of can be read afterwards
+  // float [layers][2][rows][heads], kept so that the parts of a layer can be read afterwards
+  Buffer lse;
 };
 
-// Steps from one recall of a layer to the next; 0: the controller decides.
+// Returns the steps from one recall of a layer to the next; 0: the controller decides.
 int32_t IntervalOf(const PolicyOptions::Scout& scout, int layer) {
   if (!scout.recall) return std::numeric_limits<int32_t>::max();
   return scout.intervals.empty() ? 0 : scout.intervals[static_cast<size_t>(layer)];
 }
 
 struct Parts {
-  std::unique_ptr<BlockSelection> selection;  // of steps
+  std::unique_ptr<BlockSelection> selection;  // for the rows of steps
   std::unique_ptr<FirstBlocks> first;
   std::unique_ptr<SelectionCounters> counters;
   std::unique_ptr<CoAttention> workers;
@@ -61,18 +63,20 @@ class ScoutPolicyImpl : public ScoutPolicy {
         hinted_(static_cast<size_t>(shape.slots)) {}
 
   ~ScoutPolicyImpl() override {
-    // A warm-up under way uses what is here.
+    // A warm-up under way uses the members.
     AwaitWarmUps();
   }
 
   PolicyStatistics Statistics() const override { return counters_.Sum(); }
-  int64_t MetadataBytes(int64_t tokens) const override {  // digests: a block's least and greatest
+  // digests: least and greatest K of a block
+  int64_t MetadataBytes(int64_t tokens) const override {
     return kv().BlocksFor(tokens) * shape_.kv_heads * 2 * shape_.head_dim *
            SizeOf(kv().element_type);
   }
   const float* parts_lse(int layer) const override { return lse(layer); }
 
-  int last_rows_wanted(int64_t /*total*/) const override {  // one, which reads all of the cache
+  // one row, because it reads the whole cache
+  int last_rows_wanted(int64_t /*total*/) const override {
     return options().recompute_last == PolicyOptions::RecomputeLast::kOn ? 1 : 0;
   }
   void BeginStep(Stream& stream, absl::Span<const int32_t> slots,
@@ -90,7 +94,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
     return options().scout.layer_ahead && !tier().dense(layer);
   }
 
-  // Algorithm 1, lines 5 to 7, of layer i + 1; the model has made the queries of line 4.
+  // Algorithm 1, lines 5 to 7, for layer i + 1; the model has made the queries of line 4.
   void Ahead(Stream& stream, int layer, const Queries& predicted) override {
     Select(stream, layer, predicted);
     workers_.Start(stream, layer, predicted, Missing(layer), tier().HostHome(layer));
@@ -104,9 +108,9 @@ class ScoutPolicyImpl : public ScoutPolicy {
                     kernels::DType out_type) override {
     Stream& answers = LayerBranch(stream, layer);
     if (LooksAhead(layer)) {
-      stream.After(answers);  // the lists are there
+      stream.After(answers);  // the lists are complete
     } else {
-      // Everything is of the real queries, and the CPU begins only now.
+      // Both selection and CPU attention use the real queries, so the CPU begins only now.
       Select(stream, layer, queries);
       answers.After(stream);
       workers_.Start(answers, layer, queries, Missing(layer), tier().HostHome(layer));
@@ -116,11 +120,12 @@ class ScoutPolicyImpl : public ScoutPolicy {
     workers_.Finish(answers, layer, queries.slots, queries.rows,
                     o(layer) + values * shape_.head_dim, lse(layer) + values);
     stream.After(answers);
-    Merge(stream, layer, queries, out, out_type);
+    kernels().Merge(stream,
+                    MergeOf(queries, shape_.head_dim, 2, o(layer), lse(layer), out, out_type));
   }
 
-  // The recall comes after the layer's attention, which reads the places that it takes; the tables
-  // that it changes are read in the next step.
+  // The recall comes after the layer's attention, which reads the places that the recall takes. The
+  // next step reads the tables that it changes.
   void Settle(Stream& stream, int layer, const Queries& rows) override {
     ExtendDigests(stream, layer, rows);
     selection_.Fetch(stream, layer, rows, Missing(layer), Due(layer), counters_.of(layer));
@@ -130,7 +135,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
                                                const SelectionHints& hints) override {
     hinted_[static_cast<size_t>(slot)] = !hints.empty();
     std::vector<std::vector<int32_t>> units = OffloadPolicy::FirstUnits(slot, tokens, hints);
-    // The other places are for what BuildArrays finds important.
+    // The other places are left to the blocks that BuildArrays finds important.
     if (first_.queries().Knows(slot, tokens)) {
       for (std::vector<int32_t>& of_head : units) {
         if (of_head.size() > kScoutFirstBlocks) {
@@ -141,9 +146,9 @@ class ScoutPolicyImpl : public ScoutPolicy {
     return units;
   }
 
-  // Where nothing is known of what is important, the first places hold what is new, and the first
-  // recall is in the first step, whatever the interval. (The controller finds that step's share too
-  // large by itself.)
+  // If nothing is known of which blocks are important, the first places hold the newest ones, and
+  // the first recall is in the first step, whatever the interval. (The controller finds that step's
+  // share too large by itself.)
   void BuildArrays(Stream& stream, int slot, int64_t tokens,
                    const OffloadTier::BulkRow& row) override {
     const bool knows = first_.queries().Knows(slot, tokens);
@@ -196,7 +201,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
     return scratch_.due.as<int32_t>() + int64_t{layer} * shape_.rows;
   }
 
-  // The newest block's digest, with the row's own token.
+  // Extends the newest block's digest by the row's own token.
   void ExtendDigests(Stream& stream, int layer, const Queries& queries) {
     kernels::DigestParams digest{};
     digest.cache = tier().Ring(layer);
@@ -207,7 +212,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
     kernels().Digest(stream, digest);
   }
 
-  // Which blocks the rows attend to, and who attends to them.
+  // Selects the blocks that the rows attend to, and splits them into the device's and the CPU's.
   void Select(Stream& stream, int layer, const Queries& queries) {
     const BlockSelection::Split split{Resident(layer), Places(layer), Missing(layer)};
     const kernels::UnitLists selected = selection_.Choose(stream, layer, queries, split);
@@ -229,39 +234,9 @@ class ScoutPolicyImpl : public ScoutPolicy {
   }
 
   void AttendResident(Stream& stream, int layer, const Queries& queries) {
-    kernels::SparseAttentionParams attention{};
-    attention.q = queries.q;
-    attention.q_stride = queries.stride;
-    attention.slots = queries.slots;
-    attention.positions = queries.positions;
-    attention.cache = tier().Places(layer);
-    attention.units = Resident(layer).units;
-    attention.places = Places(layer);
-    attention.counts = Resident(layer).counts;
-    attention.o = o(layer);
-    attention.lse = lse(layer);
-    attention.capacity = shape_.resident_blocks;
-    attention.unit_tokens = shape_.block_tokens;
-    attention.rows = queries.rows;
-    attention.heads = queries.heads;
-    attention.kv_head_begin = 0;
-    attention.kv_head_end = shape_.kv_heads;
-    attention.scale = queries.scale;
-    kernels().SparseAttention(stream, attention);
-  }
-
-  void Merge(Stream& stream, int layer, const Queries& queries, void* out,
-             kernels::DType out_type) {
-    kernels::MergeParams merge{};
-    merge.o = o(layer);
-    merge.lse = lse(layer);
-    merge.out = out;
-    merge.parts = 2;
-    merge.rows = queries.rows;
-    merge.heads = queries.heads;
-    merge.head_dim = shape_.head_dim;
-    merge.out_type = out_type;
-    kernels().Merge(stream, merge);
+    kernels().SparseAttention(
+        stream, SparseAttentionOf(queries, tier().Places(layer), Resident(layer), Places(layer),
+                                  shape_.block_tokens, o(layer), lse(layer)));
   }
 
   const ScoutShape shape_;
@@ -271,7 +246,7 @@ class ScoutPolicyImpl : public ScoutPolicy {
   FirstBlocks& first_;
   SelectionCounters& counters_;
   CoAttention& workers_;
-  std::vector<bool> hinted_;  // by slot: its first places are of hints
+  std::vector<bool> hinted_;  // by slot: its first places come from hints
 };
 
 absl::Status CheckOptions(const PolicyOptions& options) {
@@ -324,7 +299,7 @@ ScoutShape ShapeOf(const PolicyOptions& options, int rows) {
   shape.budget_blocks =
       std::max(std::min(options.budget_tokens / kind.block_tokens, shape.most_blocks),
                kScoutFirstBlocks + kScoutLastBlocks);
-  // All that is selected has room, the newest being in the ring.
+  // Every selected block has a slot; the newest is in the ring.
   shape.recall_blocks =
       options.scout.resident_tokens > 0
           ? std::min(static_cast<int32_t>(kind.BlocksFor(options.scout.resident_tokens)),

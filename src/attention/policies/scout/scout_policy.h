@@ -1,7 +1,7 @@
-// Policy `scout`: ScoutAttention. A decode row attends to the blocks with the
-// highest digest scores; those in HBM are attended to on the device with the real query, the others
-// by CPU workers, which began a layer ahead with a predicted one. Now and then a layer's missing
-// blocks are brought to HBM.
+// Policy `scout`: ScoutAttention. A decode row attends to the blocks with the highest digest
+// scores. The device attends to those in HBM with the real query; CPU workers attend to the others
+// and begin a layer ahead, with a predicted query. Now and then a layer's missing blocks are
+// fetched to HBM.
 #pragma once
 
 #include <cstdint>
@@ -18,13 +18,14 @@ class ScoutPolicy : public OffloadPolicy {
  public:
   using OffloadPolicy::OffloadPolicy;
 
-  // For tests: lse of the parts of a sparse layer in the step before, [2][rows][heads] of its rows,
-  // the device's, then the CPU's. In device memory.
+  // Returns, for tests, the lse of the parts of a sparse layer in the last step, [2][rows][heads]:
+  // first the device's, then the CPU's. In device memory.
   virtual const float* parts_lse(int layer) const = 0;
 };
 
-// Of the options: every sparse policy's, the CPU workers' and `scout`. INVALID_ARGUMENT names the
-// option that is out of range; RESOURCE_EXHAUSTED: no memory for tables or scratch.
+// Makes the policy from the options of every sparse policy, those of CPU workers and `scout`.
+// INVALID_ARGUMENT: the message names the option that is out of range. RESOURCE_EXHAUSTED: there is
+// no memory for tables or scratch.
 absl::StatusOr<std::unique_ptr<ScoutPolicy>> NewScoutPolicy(const PolicyOptions& options);
 
 }  // namespace sluice

@@ -1,5 +1,5 @@
-// Policy ess where things go wrong: transfers that are lost or late, hints that make no sense, and
-// pages that come and go beside running sequences.
+// Tests policy ess where things go wrong: transfers that are lost or late, hints that make no
+// sense, and pages that come and go beside running sequences.
 #include <algorithm>
 #include <catch2/catch.hpp>
 
@@ -30,11 +30,11 @@ void CheckRow(LatentRig& rig, const Result& got, size_t row, uint64_t seed, int 
   for (size_t layer = 0; layer < got.size(); ++layer) {
     INFO("layer " << layer << ", stream " << seed << ", position " << position);
     const std::vector<float> want = rig.Naive(seed, static_cast<int>(layer), position);
-    REQUIRE(RelativeError(got[layer][row], want) < 1e-5);  // NaN is not
+    REQUIRE(RelativeError(got[layer][row], want) < 1e-5);  // NaN fails this too
   }
 }
 
-// Nothing is promised or taken in any tier.
+// Checks that nothing is promised or taken in any tier.
 void CheckEmpty(LatentRig& rig) {
   for (PagePool* pool : {&rig.hbm(), &rig.dram()}) {
     for (size_t kind = 0; kind < pool->layout().kinds.size(); ++kind) {
@@ -69,8 +69,8 @@ TEST_CASE("ess: no step waits for the lists of a warm-up") {
   CheckRow(rig, rig.Step({0, 1}), 1, 2, at);
 }
 
-// Two sequences' steps, of which the second is hit by `term` before step `when` (0: before it is
-// warmed); what the first one gives.
+// Runs two sequences' steps, of which the second is hit by `term` before step `when` (0: before it
+// is warmed). Returns what the first one gives.
 std::vector<Result> RunBeside(const std::string& term, int when) {
   LatentRig rig({}, SmallPools());
   REQUIRE(rig.Admit(1, 7, 150, 300));
@@ -99,7 +99,7 @@ std::vector<Result> RunBeside(const std::string& term, int when) {
     ended = true;
   }
   DisarmFailpoints();
-  // The slot is whole again for the next one, with the same tokens.
+  // The slot serves the next sequence, with the same tokens.
   if (ended) {
     REQUIRE(rig.Admit(0, 8, 120, 300));
     REQUIRE(rig.policy().SlotHealth(0).ok());
@@ -122,7 +122,7 @@ TEST_CASE("ess: a transfer that is lost ends its own sequence; the others give t
   REQUIRE(RunBeside("attention.gather=error*1", 5) == want);
 }
 
-// Hints of anything.
+// Draws hints that name anything.
 SelectionHints Nonsense(SplitMix64& random, int layers) {
   SelectionHints hints;
   const uint32_t units[] = {0, 1, 2, 16, 32};
@@ -134,7 +134,7 @@ SelectionHints Nonsense(SplitMix64& random, int layers) {
     if (random.Below(3) == 0) entry.kv_head = static_cast<uint32_t>(random.Below(3));
     if (random.Below(3) > 0) entry.position = static_cast<uint32_t>(random.Below(600));
     const auto count = random.Below(5) == 0 ? 2000 : random.Below(60);
-    for (uint64_t u = 0; u < count; ++u) {  // in no order, some twice, some of nobody
+    for (uint64_t u = 0; u < count; ++u) {  // in no order, some twice, some of no sequence
       entry.units.push_back(
           static_cast<uint32_t>(random.Below(8) == 0 ? random() : random.Below(400)));
     }
@@ -145,10 +145,9 @@ SelectionHints Nonsense(SplitMix64& random, int layers) {
 
 constexpr uint8_t kPoison = 0xFF;  // NaN, and page -1
 
-// By construction: a slot's pages go back in Release and DetachHostCache, which come after the
-// slot's last step and its copies, and its tables are read by its own rows alone. Here every page
-// that nobody has is poison while steps and warm-ups run; none of it reaches a result, and none is
-// written.
+// A slot's pages go back in Release and DetachHostCache, which come after the
+// slot's last step and its copies, and only its own rows read its tables. Here every free page is
+// poison while steps and warm-ups run; none of it reaches a result, and none is written.
 TEST_CASE("ess: no gather and no write meets a page that was given back") {
   for (const uint64_t seed : {1, 2, 3}) {
     SplitMix64 random(seed);
@@ -226,7 +225,7 @@ TEST_CASE("ess: pools of any ratio, for contexts below, at and above them") {
       shape.layers = 1;
       shape.drift = 0.2;
       LatentRig rig(shape, SmallPools(ratio, least));
-      // One that ends below its pool, one that begins at it, one that outgrows it.
+      // One context ends below its pool, one begins at it, one outgrows it.
       const int contexts[] = {1 + static_cast<int>(random.Below(20)), 48,
                               30 + static_cast<int>(random.Below(120))};
       for (int slot = 0; slot < 3; ++slot) {
@@ -285,7 +284,7 @@ TEST_CASE("ess: a kept sequence holds DRAM for the tokens that it has") {
     REQUIRE(rig.dram().UsageOf(kind).reserved_bytes == bytes);
     REQUIRE(rig.dram().UsageOf(kind).used_bytes == bytes);
   }
-  // A next turn takes what it needs, of what is left.
+  // A next turn takes what it needs from what is left.
   rig.Readmit(1, 4, 111, 300, 112, std::move(home));
   rig.Prompt(1, 1);
   rig.EndPrompt(1);

@@ -27,10 +27,10 @@ using testing::RandomVectors;
 using testing::RelativeError;
 using Who = PolicyRig::Who;
 
-// The GPU's weights of V are rounded to bf16.
+// A GPU rounds the weights of V to bf16.
 double ToleranceOf(const PolicyRig::Shape& shape) { return shape.kernels == "cuda" ? 1e-2 : 2e-3; }
 
-// Of a comparison with a naive model, which is what takes the time under ThreadSanitizer.
+// Steps of a comparison with a naive model, which takes most of the time under ThreadSanitizer.
 constexpr int Steps(int count) {
 #if defined(__SANITIZE_THREAD__)
   return count / 2;
@@ -63,8 +63,8 @@ PolicyRig::Make Uneven(const PolicyRig::Shape& shape) {
   };
 }
 
-// HGCA of one (sequence, layer, KV head) in float64: the window's moving averages, what they and
-// A_cpu select, and what a row attends to.
+// HGCA of one (sequence, layer, KV head) in float64: the window's moving averages, the tokens that
+// they and A_cpu select, and the tokens that a row attends to.
 class Model {
  public:
   Model(const PolicyRig::Shape& shape, const PolicyOptions::Hgca& hgca, PolicyRig::Make make,
@@ -76,15 +76,15 @@ class Model {
         layer_(layer),
         kv_head_(kv_head) {}
 
-  // An append that ends before row `first`: its last row's weights over what is outside that row's
-  // window select.
+  // An append that ends before row `first`: its last row's weights over the tokens outside that
+  // row's window make the selection.
   void Append(int first) {
     first_ = first;
     judged_ =
         std::max(0, first / shape_.block_tokens - hgca_.window_tokens / shape_.block_tokens + 1);
     Select(first - 1, judged_ * shape_.block_tokens);
   }
-  // The set of tokens that the row attends to, window included.
+  // Returns the tokens that the row attends to, window included.
   std::set<int> Row(int position) {
     const int block = shape_.block_tokens, blocks = hgca_.window_tokens / block;
     const int outside = std::max(0, position / block - blocks + 1);
@@ -97,7 +97,7 @@ class Model {
       for (int t = outside * block; t <= position; ++t) all.insert(t);
       return all;
     }
-    // The block that has just left is seen whole until the next one leaves, then judged.
+    // The block that has just left counts whole until the next one leaves, and is then judged.
     for (; judged_ < outside - 1; ++judged_) {
       for (int t = judged_ * block; t < (judged_ + 1) * block; ++t) {
         double average = final_.at(t);
@@ -116,10 +116,10 @@ class Model {
     return attended;
   }
   const std::set<int>& selected() const { return selected_; }
-  int64_t cpu_tokens() const { return cpu_; }  // of the last row
+  int64_t cpu_tokens() const { return cpu_; }  // count of the last row
 
  private:
-  // A_cpu of the row over tokens [0, size), and what of them it selects. Returns all of them.
+  // Selects by A_cpu of the row over tokens [0, size). Returns all of them.
   std::set<int> Select(int position, int size) {
     std::set<int> all;
     for (int t = 0; t < size; ++t) all.insert(t);
@@ -128,7 +128,7 @@ class Model {
     }
     return all;
   }
-  // Softmax over `tokens` of each query head of the group, reduced.
+  // Returns the softmax over `tokens` of each query head of the group, reduced.
   std::map<int, double> Weights(int position, const std::set<int>& tokens) {
     const int group = shape_.heads / shape_.kv_heads, dim = shape_.head_dim;
     const std::vector<float> q = make_(seed_, layer_, position).q;
@@ -159,7 +159,7 @@ class Model {
     std::set<int> window;
     for (int t = begin; t <= position; ++t) window.insert(t);
     for (const auto& [t, weight] : Weights(position, window)) {
-      double& average = final_[t];  // 0 where nobody has attended to it
+      double& average = final_[t];  // 0 if no row has attended to it
       average = t == position ? weight
                               : (1 - double{hgca_.alpha}) * average + double{hgca_.alpha} * weight;
     }
@@ -231,7 +231,7 @@ void CheckAgainstModel(const PolicyRig::Shape& shape, PolicyOptions::Hgca hgca, 
       judged += policy->contextual_cache().JudgedTokens(1, layer, head);
     }
   }
-  // The test is of a selection that takes some and leaves some.
+  // The test needs a selection that takes some tokens and leaves some.
   if (hgca.beta > 0 && judged > 0) {
     CHECK(selected > judged / 20);
     CHECK(selected < judged * 19 / 20);
@@ -265,7 +265,7 @@ void Appends(const PolicyRig::Shape& of) {
   PolicyRig::Shape shape = of;
   PolicyOptions::Hgca hgca;
   hgca.window_tokens = 3 * shape.block_tokens;
-  // At a block's end, where the first row pushes a block out, and inside one.
+  // The contexts end at a block's end, where the first row pushes a block out, and inside one.
   for (const int context : {8 * shape.block_tokens, 7 * shape.block_tokens + 5, 5}) {
     for (const bool thread : {true, false}) {
       hgca.selection_thread = thread;
@@ -335,7 +335,7 @@ void OwnBits(const PolicyRig::Shape& shape) {
   {
     PolicyRig rig(shape, Uneven(shape));
     const auto policy = MakePolicy(options_of(rig, 2, true));
-    std::map<int, uint64_t> slots;  // who has each
+    std::map<int, uint64_t> slots;  // sequence in each slot
     uint64_t next = base;
     for (int step = 0; step < 400; ++step) {
       for (int slot = 0; slot < shape.slots; ++slot) {
@@ -401,7 +401,7 @@ void FailingWorker(const PolicyRig::Shape& shape) {
       slots.push_back(slot);
     }
     rig.Step(*policy, slots);
-    std::map<int, std::vector<std::vector<float>>> rows;  // of those that are well
+    std::map<int, std::vector<std::vector<float>>> rows;  // rows of healthy sequences
     {
       std::optional<ScopedFailpoints> armed;
       if (fault != nullptr) armed.emplace(fault);
@@ -438,7 +438,7 @@ SLUICE_TEST_ON_CPU_AND_GPU(
     "a worker that fails ends the sequences of its group, and the others keep their bits",
     FailingWorker)
 
-// A worker's kernel that waits at one position until it may go on.
+// Makes a worker's kernel wait at one position until it may go on.
 std::atomic<int> waits_at{-1};
 std::atomic<bool> waits{false};
 void (*real_kernel)(const kernels::SparseAttentionParams&, kernels::Worker) = nullptr;
@@ -462,7 +462,8 @@ void LateWorker(const PolicyRig::Shape& shape) {
   options.hgca.window_tokens = 2 * shape.block_tokens;
   options.host_kernels = &table;
   const auto policy = MakePolicy(options);
-  const absl::Cleanup wake = [] { waits_at = -1; };  // the policy's end waits for the worker
+  // because the policy's destructor waits for the worker
+  const absl::Cleanup wake = [] { waits_at = -1; };
   for (int slot = 0; slot < 2; ++slot) {
     rig.Admit(*policy, slot, seed + static_cast<uint64_t>(slot), 100 + 7 * slot, 200);
   }

@@ -58,7 +58,7 @@ struct Tiers {
     options.max_rows = 32;
     policy = *NewFullPolicy(options);
   }
-  // A home of `tokens` tokens whose bytes say where they belong.
+  // Makes a host cache of `tokens` tokens whose bytes encode where they belong.
   std::unique_ptr<SequenceCache> Home(int64_t tokens, uint8_t mark) {
     auto home = std::make_unique<SequenceCache>(dram.get(), dram->TryReserve(tokens));
     home->EnsureTokens(tokens);
@@ -94,7 +94,7 @@ struct Tiers {
     return static_cast<uint8_t>(mark + layer * 61 + static_cast<int>(kind) * 113 + head * 29 +
                                 block * 7);
   }
-  // Of all kinds.
+  // Return bytes of all kinds.
   static int64_t Reserved(const PagePool& pool) {
     return Sum(pool, &PagePool::Usage::reserved_bytes);
   }
@@ -110,6 +110,18 @@ struct Tiers {
   std::unique_ptr<PagePool> hbm, dram;
   std::unique_ptr<FullPolicy> policy;
 };
+
+TEST_CASE("a policy offers the form of attention that its caches need, and is refused for others") {
+  Tiers keys_and_values, latents(1, Latents());
+  CHECK(keys_and_values.policy->kv_attention() != nullptr);
+  CHECK(keys_and_values.policy->latent_attention() == nullptr);
+  CHECK(latents.policy->kv_attention() == nullptr);
+  CHECK(latents.policy->latent_attention() != nullptr);
+  CHECK(CheckAttends(*keys_and_values.policy, KeysAndValues()).ok());
+  CHECK(CheckAttends(*latents.policy, Latents()).ok());
+  CHECK(absl::IsInvalidArgument(CheckAttends(*keys_and_values.policy, Latents())));
+  CHECK(absl::IsInvalidArgument(CheckAttends(*latents.policy, KeysAndValues())));
+}
 
 TEST_CASE("an admitted sequence has its caches in HBM, and its home is given up when it is warm") {
   const bool latents = GENERATE(false, true);
@@ -159,7 +171,7 @@ TEST_CASE("whatever comes and goes, scattered pages hold each sequence's own byt
   CHECK(Tiers::Reserved(*t.dram) == 0);
 }
 
-// Runs everything at once, and counts it.
+// A stream that runs everything at once and counts it.
 class CountingStream : public HostStream {
  public:
   void Record(Event&) override {}  // an event that was never recorded is ready
@@ -194,14 +206,14 @@ TEST_CASE("the device is told of all that grew in one command, by the step that 
   CHECK(stream.commands == 1);
   t.policy->BeginStep(stream, {1}, {0});
   CHECK(stream.commands == 2);
-  // Growth comes in large extents: in most steps there is nothing to tell.
+  // Growth comes in large extents, so most steps have nothing to send.
   for (int tokens = 2; tokens <= 600; ++tokens) {
     for (int slot = 0; slot < 3; ++slot) REQUIRE(t.policy->Grow(slot, tokens));
     t.policy->BeginStep(stream, {0, 1, 2}, {tokens - 1, tokens - 1, tokens - 1});
   }
   CHECK(stream.commands > 2);
   CHECK(stream.commands <= 2 + 600 / (SequenceCache::kGrowthBlocks * 16) + 1);
-  // Who leaves before a step had its rows leaves nothing to tell.
+  // A sequence that leaves before a step had its rows leaves nothing to send.
   t.policy->Release(0);
   REQUIRE(t.policy->Admit(0, 0, 600, Promise::kFirm, none));
   t.policy->WarmEvent(0).Wait();
@@ -241,10 +253,10 @@ TEST_CASE("a sequence with a soft promise goes to DRAM and comes back with its b
   REQUIRE(t.policy->Admit(1, 100, 300, Promise::kSoft, home));
   t.policy->WarmEvent(1).Wait();
   REQUIRE(t.policy->Warm(1));
-  // Its way out is kept.
+  // Its reserved DRAM is kept.
   CHECK(Tiers::Reserved(*t.dram) == t.hbm->layout().BytesFor(300));
   CHECK_FALSE(t.policy->MakeFirm(1));
-  // The firm one grows until pages are lacking; then the other one leaves.
+  // The sequence with the firm promise grows until pages are lacking; then the other one leaves.
   CHECK_FALSE(t.policy->Grow(0, most));
   for (int round = 0; round < 3; ++round) {
     t.policy->Evict(1, 100);
@@ -253,7 +265,8 @@ TEST_CASE("a sequence with a soft promise goes to DRAM and comes back with its b
     home = t.policy->DetachHostCache(1);
     REQUIRE(home != nullptr);
     CHECK(Tiers::Used(*t.hbm) == 0);
-    // Into another slot; its home is its way out again, whatever else DRAM holds.
+    // It returns to another slot; its host cache is its reserved DRAM again, whatever else DRAM
+    // holds.
     std::unique_ptr<SequenceCache> other = t.Home(t.dram->HeadroomNow().firm_tokens.least(), 9);
     REQUIRE(t.policy->Admit(1 + round, 100, 300, Promise::kSoft, home));
     t.policy->WarmEvent(1 + round).Wait();

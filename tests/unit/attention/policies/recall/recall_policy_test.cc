@@ -20,7 +20,7 @@ using testing::RandomVectors;
 using testing::RelativeError;
 using Who = PolicyRig::Who;
 
-// The kernels' queries may be rounded to bf16 on their way to a product.
+// Kernels may round queries to bf16 before a product.
 constexpr double kTolerance = 1e-2;
 constexpr float kNoMargin = std::numeric_limits<float>::infinity();
 
@@ -31,9 +31,9 @@ std::unique_ptr<AttentionPolicy> MakePolicy(const PolicyOptions& options) {
   return *std::move(policy);
 }
 
-// What InfiniGen selects, naively, by KV head: of the tokens before `position` those whose partial
-// score, the largest of the group's heads, is within `margin` of the largest; the newest ring
-// always; `budget` of them at most. `projection`: [kv_heads][head_dim][rank].
+// Returns InfiniGen's selection by KV head, computed naively: the newest ring, and those tokens
+// before `position` whose partial score, the largest of the group's heads, is within `margin` of
+// the largest; at most `budget` in all. `projection`: [kv_heads][head_dim][rank].
 std::vector<std::set<int>> NaiveTokens(const PolicyRig::Shape& shape, const PolicyRig::Make& make,
                                        uint64_t seed, int layer, int position, int budget,
                                        float margin, const std::vector<float>& projection, int rank,
@@ -96,7 +96,8 @@ Sums SumsOf(const AttentionPolicy& policy) {
   return sums;
 }
 
-// Decodes one sequence and holds every row to softmax over the tokens that naive selection chooses.
+// Decodes one sequence and checks every row against softmax over the tokens that naive selection
+// chooses.
 void CheckAgainstNaive(const PolicyRig::Shape& shape, int budget, float margin, bool fetch_all) {
   constexpr int kSteps = 40;
   const PolicyRig::Make make = RandomVectors(shape, 0.3f);
@@ -127,9 +128,9 @@ void CheckAgainstNaive(const PolicyRig::Shape& shape, int budget, float margin, 
     }
   }
   const Sums sums = SumsOf(*policy);
-  // But for scores that lie at the threshold to the last bit.
+  // Scores may lie at the threshold to the last bit.
   CHECK(std::abs(sums.selected - selected) <= 3);
-  CHECK(sums.recalled == sums.missing);  // everything chosen is brought, nothing else
+  CHECK(sums.recalled == sums.missing);  // every chosen token is fetched, and nothing else
   CHECK(sums.missing > 0);
   const int64_t written = int64_t{kSteps} * shape.layers * shape.kv_heads;
   CHECK(sums.link_bytes == (sums.recalled + written) * 2 * shape.head_dim * 2);
@@ -161,7 +162,7 @@ TEST_CASE("a row attends to what naive speculation on partial queries and keys c
     shape.heads = 6;
     shape.kv_heads = 1;
     CheckAgainstNaive(shape, 77, kNoMargin, false);
-    shape.heads = 8;  // as a model of size has them
+    shape.heads = 8;  // as in a large model
     shape.kv_heads = 2;
     shape.head_dim = 128;
     shape.block_tokens = 32;
@@ -170,7 +171,7 @@ TEST_CASE("a row attends to what naive speculation on partial queries and keys c
 }
 
 void Margins(const PolicyRig::Shape& shape) {
-  // Wide enough for some tokens beside the ring, narrow enough not to fill the budget.
+  // The margin is wide enough for some tokens beside the ring, and too narrow to fill the budget.
   CheckAgainstNaive(shape, 160, 0.6f, false);
   CheckAgainstNaive(shape, 160, 0.6f, true);
 }
@@ -178,14 +179,14 @@ SLUICE_TEST_ON_CPU_AND_GPU("a margin leaves out what scores far below the larges
 
 void WholeBudget(const PolicyRig::Shape& shape) {
   for (const bool fetch_all : {false, true}) {
-    PolicyRig rig(shape, RandomVectors(shape, 5.0f));  // a prediction that is worth nothing
+    PolicyRig rig(shape, RandomVectors(shape, 5.0f));  // a worthless prediction
     PolicyOptions options = rig.Options();
     options.budget_tokens = shape.max_context;
     options.recall.margin = kNoMargin;
     options.recall.fetch_all = fetch_all;
     const auto policy = MakePolicy(options);
     const uint64_t seed = TestSeed();
-    // Inside a block, at its end, shorter than the ring, one token.
+    // Contexts that end inside a block, at its end, shorter than the ring, and of one token.
     const std::vector<int> contexts = {200, 192, 9, 1};
     for (size_t i = 0; i < contexts.size(); ++i) {
       rig.Admit(*policy, static_cast<int>(i), seed + i, contexts[i], contexts[i] + 20);
@@ -203,7 +204,8 @@ void WholeBudget(const PolicyRig::Shape& shape) {
     }
     const Sums sums = SumsOf(*policy);
     CHECK(sums.recalled == sums.missing);
-    if (!fetch_all) CHECK(sums.missing < sums.selected / 20);  // what leaves the ring, once each
+    // tokens that leave the ring, once each
+    if (!fetch_all) CHECK(sums.missing < sums.selected / 20);
     for (int slot = 0; slot < 4; ++slot) rig.Release(*policy, slot);
   }
 }
@@ -243,7 +245,7 @@ void OwnProjection(const PolicyRig::Shape& shape) {
   SplitMix64 random(TestSeed());
   std::vector<float> projection(static_cast<size_t>(shape.layers) * shape.kv_heads *
                                 static_cast<size_t>(shape.head_dim) * kRank);
-  // Powers of two, one column each: partial keys are exact in bf16.
+  // Each column has one power of two, so partial keys are exact in bf16.
   const size_t per_layer = projection.size() / static_cast<size_t>(shape.layers);
   for (size_t head = 0; head < projection.size() / (static_cast<size_t>(shape.head_dim) * kRank);
        ++head) {

@@ -38,7 +38,7 @@ TEST_CASE("tokens that come one by one, in runs or at once leave the same blocks
       size += added - evicted * window.block_tokens;
       // The row at position `tokens` is the next one.
       REQUIRE(window.BlocksOutside(tokens) == outside);
-      // It finds room for itself, and the window is as long as whole blocks let it be.
+      // A block leaves so that the row fits, and the window is as long as whole blocks let it be.
       REQUIRE(size < window.tokens());
       if (outside > 0) REQUIRE(size >= window.tokens() - window.block_tokens);
     }

@@ -1,5 +1,5 @@
-// Policy ess on packed entries of the published shape, on the CPU and on a GPU: against policy
-// full, whose inputs are the same to the bit, and with steps that are recorded again.
+// Tests policy ess on packed entries of the published shape, on the CPU and on a GPU: against
+// policy full, whose inputs are the same to the bit, and with steps that are recorded again.
 #include <catch2/catch.hpp>
 #include <memory>
 #include <vector>
@@ -32,7 +32,7 @@ LatentRig::Shape Packed(const std::string& kernels) {
   shape.max_context = 640;
   shape.drift = 0.1;
   shape.row_bucket = kernels == "cuda" ? 0 : 4;                // a GPU records and pads by itself
-  if (kernels != "cuda") shape.heads = shape.index_heads = 2;  // quick enough
+  if (kernels != "cuda") shape.heads = shape.index_heads = 2;  // to be quick enough
   return shape;
 }
 
@@ -92,7 +92,7 @@ void CheckAgainstFull(const std::string& kernels) {
     REQUIRE(layer.missing > 40);
     REQUIRE(layer.missing < layer.selected / 2);
   }
-  // Kept, and warmed from home with hints.
+  // The sequence is kept, and warmed from its host cache with hints.
   all([&](LatentRig& rig) {
     const int length = rig.position(0);
     REQUIRE(rig.policy().ReserveHostCopy(0, length));
@@ -110,14 +110,14 @@ void CheckAgainstFull(const std::string& kernels) {
 TEST_CASE("ess: what full gives, of packed entries") { CheckAgainstFull("portable"); }
 TEST_CASE("ess: what full gives, of packed entries (cuda)", "[cuda]") { CheckAgainstFull("cuda"); }
 
-// Steps of three sequences, two of which outgrow their pools; and how often a step was recorded
-// again.
+// Runs steps of three sequences, two of which outgrow their pools. Returns the results, and how
+// often a step was recorded again.
 std::pair<std::vector<Result>, int> RunRecorded(const std::string& kernels, Overlap overlap) {
   PolicyOptions::Ess ess;
   ess.sparse_memory_ratio = 0.2;
   ess.least_places = 96;
   ess.overlap = overlap;
-  // Nothing is missed, it says, and what is can be hidden beneath attention.
+  // According to the profile nothing is missed, and misses can be hidden beneath attention.
   ess.profile.points.push_back({.context = 640, .ratio = 0.2, .batch = 3, .by_layer = {0, 0}});
   StageRates& rates = ess.profile.rates;
   rates.device = kernels == "cuda" ? "cuda" : "cpu";

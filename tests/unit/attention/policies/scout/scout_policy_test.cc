@@ -26,7 +26,7 @@ using testing::RelativeError;
 using Who = PolicyRig::Who;
 
 constexpr int kRing = 2;  // blocks
-// A limit of the CPU's share with which nothing is ever recalled.
+// A limit of the CPU's share under which nothing is ever recalled.
 constexpr float kNever = std::numeric_limits<float>::infinity();
 
 std::unique_ptr<ScoutPolicy> MakePolicy(const PolicyOptions& options) {
@@ -36,11 +36,11 @@ std::unique_ptr<ScoutPolicy> MakePolicy(const PolicyOptions& options) {
   return *std::move(policy);
 }
 
-// The kernels' queries may be rounded to bf16 on their way to a product.
+// Kernels may round queries to bf16 before a product.
 constexpr double kTolerance = 1e-2;
 
-// The blocks that a sequence of `context` tokens begins with in `places` places beside the ring:
-// the first, and the newest before the ring.
+// Returns the blocks with which a sequence of `context` tokens begins in `places` places beside the
+// ring: the first, and the newest before the ring.
 std::set<int32_t> FirstResident(int context, int block_tokens, int places) {
   const int newest = (context - 1) / block_tokens;
   std::set<int32_t> resident;
@@ -50,15 +50,15 @@ std::set<int32_t> FirstResident(int context, int block_tokens, int places) {
   return resident;
 }
 
-// Decodes one sequence and holds every row to softmax over the blocks that naive selection chooses,
-// with the real query where the block lies in HBM, else with the one that the CPU has.
+// Decodes one sequence and checks every row against softmax over the blocks that naive selection
+// chooses, with the real query if the block lies in HBM, and else with the query that the CPU has.
 void CheckAgainstNaive(const PolicyRig::Shape& shape, bool layer_ahead, float error) {
   PolicyRig rig(shape, RandomVectors(shape, error));
   PolicyOptions options = rig.Options();
   options.host_kernels = kernels::FindKernelTable(shape.kernels.c_str());
   options.budget_tokens = 6 * shape.block_tokens;
   options.scout.layer_ahead = layer_ahead;
-  options.scout.share_limit = kNever;  // what lies where is known
+  options.scout.share_limit = kNever;  // so that the test knows what lies where
   options.scout.resident_tokens = 4 * shape.block_tokens;
   const auto policy = MakePolicy(options);
   const int context = 12 * shape.block_tokens + 5;
@@ -119,7 +119,7 @@ TEST_CASE("a row attends to what naive selection of the predicted queries choose
     shape.heads = 6;
     shape.kv_heads = 1;
     CheckAgainstNaive(shape, /*layer_ahead=*/true, 0.3f);
-    shape.heads = 8;  // as a model of size has them
+    shape.heads = 8;  // as in a large model
     shape.kv_heads = 2;
     shape.head_dim = 128;
     shape.block_tokens = 32;
@@ -133,9 +133,9 @@ void RealQueries(const PolicyRig::Shape& shape) {
 SLUICE_TEST_ON_CPU_AND_GPU(
     "without looking ahead the CPU has the real queries, and so has the selection", RealQueries)
 
-// Half of the blocks in HBM, half on the CPU, everything selected.
+// Half of the blocks are in HBM and half are the CPU's; everything is selected.
 void BothSides(const PolicyRig::Shape& shape) {
-  PolicyRig rig(shape, RandomVectors(shape, 5.0f));  // a prediction that is worth nothing
+  PolicyRig rig(shape, RandomVectors(shape, 5.0f));  // a worthless prediction
   PolicyOptions options = rig.Options();
   options.budget_tokens = shape.max_context;
   options.scout.layer_ahead = false;
@@ -196,7 +196,7 @@ SLUICE_TEST_ON_CPU_AND_GPU("with attend_whole everything that lies in HBM counts
                            AttendWhole)
 
 // Blocks' keys point in directions around a circle, and so do queries, which go round as decoding
-// goes on: `blocks_per_step` blocks become important in each step, and as many cease to be.
+// goes on: in each step `blocks_per_step` blocks become important, and as many cease to be.
 PolicyRig::Make Drifting(const PolicyRig::Shape& shape, double blocks_per_step) {
   return [shape, blocks_per_step, random = RandomVectors(shape, 0.1f)](uint64_t seed, int layer,
                                                                        int position) {
@@ -212,7 +212,7 @@ PolicyRig::Make Drifting(const PolicyRig::Shape& shape, double blocks_per_step) 
     for (int head = 0; head < shape.kv_heads; ++head) {
       point(vectors.k, head, position / shape.block_tokens, 4);
     }
-    // Layers drift at paces of their own.
+    // Layers drift at different paces.
     const double at = position * blocks_per_step * (1 + layer);
     for (int head = 0; head < shape.heads; ++head) {
       point(vectors.q, head, at, 8);
@@ -223,7 +223,7 @@ PolicyRig::Make Drifting(const PolicyRig::Shape& shape, double blocks_per_step) 
 }
 
 struct Drift {
-  std::vector<double> shares;      // of each step, of layer 0
+  std::vector<double> shares;      // by step, in layer 0
   std::vector<int> recalls;        // steps of layer 0 with a recall
   std::vector<double> mean_share;  // by layer
 };
@@ -258,8 +258,8 @@ void Controlled(const PolicyRig::Shape& shape) {
   scout.share_limit = 0.2f;
   constexpr int kSteps = 200;
   const Drift with = RunDrift(shape, scout, kSteps);
-  // Before the first step nothing was known. Blocks are whole: the one that passes the limit is
-  // more than any forecast of a steady growth says.
+  // Before the first step nothing was known. Blocks are whole: the block that passes the limit
+  // exceeds any forecast of a steady growth.
   constexpr double kOneBlock = 1.0 / 16;
   int above = 0;
   for (int step = 1; step < kSteps; ++step) {
@@ -286,8 +286,8 @@ SLUICE_TEST_ON_CPU_AND_GPU(
 
 enum class Start { kUnknown, kComputed, kHinted };
 
-// The blocks that naive selection finds important to the last of `context` tokens, as a prefill
-// node would send them.
+// Returns, as hints, the blocks that naive selection finds important to the last of `context`
+// tokens, as a prefill node would send them.
 SelectionHints HintsOf(const PolicyRig& rig, uint64_t seed, int context, int blocks) {
   SelectionHints hints;
   hints.unit_tokens = static_cast<uint32_t>(rig.shape().block_tokens);
@@ -303,7 +303,7 @@ SelectionHints HintsOf(const PolicyRig& rig, uint64_t seed, int context, int blo
   return hints;
 }
 
-// Share of the first step and of the second, of layer 0.
+// Returns the shares of the first step and of the second, in layer 0.
 std::pair<double, double> FirstShares(const PolicyRig::Shape& shape, Start start) {
   PolicyRig rig(shape, Drifting(shape, 0.25));
   PolicyOptions options = rig.Options();
@@ -329,10 +329,10 @@ std::pair<double, double> FirstShares(const PolicyRig::Shape& shape, Start start
 void BeginsWarm(const PolicyRig::Shape& shape) {
   for (const Start start : {Start::kComputed, Start::kHinted}) {
     const auto [first, second] = FirstShares(shape, start);
-    CHECK(first <= 0.07);  // a block, by drift
+    CHECK(first <= 0.07);  // one block, because of the drift
     CHECK(second <= 0.13);
   }
-  // Handed over whole, nothing is known before the first step, which then recalls.
+  // If everything is handed over, nothing is known before the first step, which then recalls.
   const auto [unknown, then] = FirstShares(shape, Start::kUnknown);
   CHECK(unknown > 0.3);
   CHECK(then <= 0.07);
@@ -364,7 +364,7 @@ PolicyOptions TrafficOptions(const PolicyRig& rig, kernels::GroupReduction reduc
   return options;
 }
 
-// Whatever comes and goes, with any number of threads and workers, and padded rows between.
+// Checks random traffic with any number of threads and workers, and padded rows between.
 void CheckScoutTraffic(const PolicyRig::Shape& shape, int workers,
                        kernels::GroupReduction reduction) {
   testing::CheckTraffic(shape, RandomVectors(shape, 0.3f), [&](const PolicyRig& rig, bool alone) {
@@ -389,7 +389,7 @@ TEST_CASE("sequences that come and go give to the bit what each gives alone (cud
   });
 }
 
-// Throws at this position of a sequence.
+// A worker throws at this position of a sequence.
 std::atomic<int> faulty_position{-1};
 void (*working)(const kernels::SparseAttentionParams&, kernels::Worker) = nullptr;
 void Faulty(const kernels::SparseAttentionParams& params, kernels::Worker worker) {
@@ -409,10 +409,10 @@ void FailingWorker(const PolicyRig::Shape& shape) {
   constexpr int kSteps = 12, kFaultAt = 5;
   std::map<int, testing::Decoded> decoded;
   for (int slot = 0; slot < shape.slots; ++slot) {
-    // Long enough that the CPU has a part of every step.
+    // The contexts are so long that the CPU has a part of every step.
     rig.Admit(*policy, slot, static_cast<uint64_t>(slot), 300 + 20 * slot, 400);
   }
-  faulty_position = 320 + kFaultAt;  // slot 1's
+  faulty_position = 320 + kFaultAt;  // position in slot 1
   for (int step = 0; step < kSteps; ++step) {
     const auto out = rig.Step(*policy, {0, 1, 2, 3});
     for (int slot = 0; slot < shape.slots; ++slot) {

@@ -1,5 +1,5 @@
-// Policy ess's schedules: the arithmetic that chooses one for a layer, and the plan of all layers,
-// which follows what is seen.
+// Tests policy ess's schedules: the arithmetic that chooses one for a layer, and the plan of all
+// layers, which follows what is observed.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <vector>
@@ -12,7 +12,7 @@ namespace {
 
 using Choice = PolicyOptions::Ess::Overlap;
 
-// Of one device and model; what AssumedRates says moves with the kernels.
+// Rates of one device and model, fixed here because AssumedRates changes with the kernels.
 const StageRates kRates = [] {
   StageRates rates;
   rates.transfer = {8, 656 / 44.5e3};
@@ -47,7 +47,7 @@ TEST_CASE("Schedules: PreAttn beside top-k always, and more the more is missed")
   REQUIRE(AddedTime(Overlap::kDa, times) < AddedTime(Overlap::kNone, times));
   // A short context's indexer hides little, and costs its halves all the same.
   REQUIRE(Chosen(605, 4096, 20) == Overlap::kDa);
-  // What attention leaves the transfer is paid for.
+  // The processors that attention leaves to the transfer have their price.
   StageTimes spared = Times(300, 131072, 20);
   spared.spared = 200;
   REQUIRE(ChooseOverlap(spared, 20) == Overlap::kNone);
@@ -103,7 +103,7 @@ TEST_CASE("A profile's nearest point is that of the nearest context, ratio and b
   REQUIRE(at(1, 1, 1) == 1);
 }
 
-// Three layers: of no, few and many misses.
+// Three layers: without, with few and with many misses.
 MissProfile Profile() {
   MissProfile profile;
   profile.points = {{131072, 0.1, 20, {0, 300, 700}}};
@@ -126,7 +126,7 @@ std::vector<Overlap> Of(OverlapPlan& plan, int rows) {
   return {layers.begin(), layers.end()};
 }
 
-// The policy's counters after so many more steps of `rows` rows that miss so much.
+// Adds the policy's counters of further steps of `rows` rows with these misses.
 void Step(PolicyStatistics* sums, const std::vector<int64_t>& misses, int64_t steps, int64_t rows) {
   sums->layers.resize(misses.size());
   for (size_t i = 0; i < misses.size(); ++i) {
@@ -170,7 +170,7 @@ TEST_CASE("A plan without a profile becomes a profile's by what is seen") {
   REQUIRE(looks == OverlapPlan::kSettleLooks);
   REQUIRE(Of(plan, 20) == kByProfile);
   REQUIRE(plan.statistics().changes == 1);
-  // Another size was not asked about, and has its own choice when it comes.
+  // Another size was not asked about, and gets its own choice when it comes.
   REQUIRE(Of(plan, 1) == kAllDa);
 }
 
@@ -198,7 +198,7 @@ TEST_CASE("A plan stays while what is seen stays, and while a change is worth li
   plan.Of(20);
   PolicyStatistics sums;
   for (int look = 0; look < 100; ++look) {
-    // By a tenth up and down.
+    // The misses go up and down by a tenth.
     Step(&sums, {0, look % 2 == 0 ? 270 : 330, look % 2 == 0 ? 650 : 750}, 32, 20);
     plan.Observe(sums, 131072);
     REQUIRE_FALSE(plan.Change(20));

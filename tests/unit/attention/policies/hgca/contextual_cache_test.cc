@@ -7,6 +7,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <string>
 
 #include "src/attention/policies/hgca/selection_thread.h"
 #include "src/base/rng.h"
@@ -20,12 +21,13 @@ namespace {
 constexpr int kLayers = 2, kKvHeads = 2, kGroup = 3, kHeads = kKvHeads * kGroup;
 constexpr int kDim = 16, kBlock = 16, kWindowBlocks = 2, kSlots = 2, kWorkers = 2,
               kMaxContext = 2048;
+constexpr size_t kArenaBytes = 8 << 20;
 constexpr float kScale = 0.25f;
 constexpr double kNever = -std::numeric_limits<double>::infinity();
 
 using Row = std::vector<float>;
 
-// What a row's CPU part is: o [heads][head_dim], lse [heads].
+// The CPU's part of a row: o [heads][head_dim], lse [heads].
 struct Partial {
   Row o = Row(kHeads * kDim), lse = Row(kHeads);
   bool operator==(const Partial&) const = default;
@@ -44,7 +46,8 @@ class Bench {
     kv.SetEqualParts(2, 2 * kDim * 4);
     const CacheLayout layout{kLayers, {kv}};
     device_ = *NewCpuDevice({"portable", 1});
-    dram_ = *PagePool::Create("dram", layout, *device_->Allocate(MemoryKind::kPinned, 8 << 20, ""));
+    dram_ =
+        *PagePool::Create("dram", layout, *device_->Allocate(MemoryKind::kPinned, kArenaBytes, ""));
     options_.device = device_.get();
     options_.kernels = kernels::FindKernelTable(kernels);
     options_.layout = layout;
@@ -56,18 +59,18 @@ class Bench {
     options_.window = {kBlock, kWindowBlocks};
     options_.beta = beta;
     options_.alpha = 0.3f;
-    options_.patience = absl::Seconds(60);  // a busy machine is no fault
+    options_.patience = absl::Seconds(60);  // so that a busy machine is no fault
     options_.reduction = reduction;
     cache_ = *ContextualCache::Create(options_);
     ready_ = device_->NewEvent();
   }
 
-  // A sequence of `total` tokens whose keys and values are all there from the start: those past a
-  // row's position are outside nobody's window.
+  // Makes a sequence of `total` tokens whose keys and values are all there from the start; tokens
+  // past a row's position are never outside its window.
   void Join(int slot, int64_t total, uint64_t seed) {
     SplitMix64 random(seed);
     const int64_t tokens = (total + kBlock - 1) / kBlock * kBlock +
-                           ContextualCache::HeadroomTokens(options_.window, total);
+                           ContextualCache::ExtraTokens(options_.window, total);
     auto home = std::make_unique<SequenceCache>(dram_.get(), dram_->TryReserve(tokens));
     home->EnsureTokens(tokens);
     for (int layer = 0; layer < kLayers; ++layer) {
@@ -95,9 +98,13 @@ class Bench {
     cache_->Leave(slot);
     homes_.erase(slot);
   }
+  // Returns all bytes of the host caches' arena, free pages included.
+  std::string Memory() const {
+    return {reinterpret_cast<const char*>(dram_->base(0)), kArenaBytes};
+  }
 
-  // The row at `position`, its work cut into tasks at `cut`; averages of evicted blocks come from
-  // the seed.
+  // Attends with the row at `position`, its work cut into tasks at `cut`. Averages of evicted
+  // blocks come from the seed.
   Partial Attend(int slot, int layer, int64_t position, uint64_t seed, int cut) {
     if (layer == 0 && position % kBlock == 0 && Outside(position) > 0) Evict(slot, position, seed);
     const Row q = Query(layer, position, seed);
@@ -120,7 +127,7 @@ class Bench {
     return out;
   }
 
-  // The same by the model, which also selects. REQUIRES: called for every row, in order.
+  // Does the same with the model, which also selects. REQUIRES: called for every row, in order.
   Partial Expected(int slot, int layer, int64_t position, uint64_t seed) {
     Partial out;
     const Row q = Query(layer, position, seed);
@@ -133,7 +140,8 @@ class Bench {
       if (evaluates) {
         for (int64_t t = 0; t < outside * kBlock; ++t) attended.insert(t);
       } else {
-        // All judged before the newest block outside, which counts whole until the next comes.
+        // Everything before the newest block outside is judged; that block counts whole until the
+        // next comes.
         for (int64_t b = Outside(first_[slot]); b < outside - 1; ++b) Judge(slot, layer, head, b);
         attended = set;
         const int64_t pending = std::max(Outside(first_[slot]), outside - 1);
@@ -174,7 +182,7 @@ class Bench {
     return out;
   }
 
-  // Both, compared; then what is selected, if nobody selects meanwhile.
+  // Compares both; then compares the selection, if no thread selects meanwhile.
   void CheckRow(int slot, int64_t position, uint64_t seed) {
     for (int layer = 0; layer < kLayers; ++layer) {
       const Partial found = Attend(slot, layer, position, seed, static_cast<int>(seed % 3));
@@ -189,7 +197,7 @@ class Bench {
       }
     }
   }
-  // That the selected rows are those of the model, copied one behind the other.
+  // Checks that the selected rows are those of the model, copied one after the other.
   void CheckSelected(int slot) {
     for (int layer = 0; layer < kLayers; ++layer) {
       for (int head = 0; head < kKvHeads; ++head) {
@@ -230,7 +238,7 @@ class Bench {
     for (float& x : q) x = static_cast<float>(4 * random.Uniform() - 2);
     return q;
   }
-  // Averages around the threshold, of the block that leaves before `position`.
+  // Writes averages around the threshold for the block that leaves before `position`.
   void Evict(int slot, int64_t position, uint64_t seed) {
     const int64_t block = Outside(position) - 1;
     for (int layer = 0; layer < kLayers; ++layer) {
@@ -251,7 +259,7 @@ class Bench {
     for (int64_t t = block * kBlock; t < (block + 1) * kBlock; ++t) {
       double average = averages_[{slot, layer, head}].at(t);
       if (t < first_[slot]) {
-        // Rows first .. (block + window) * kBlock - 1 have seen it, from 0 on.
+        // Rows first .. (block + window) * kBlock - 1 have seen it, counted from 0.
         const auto rows = static_cast<double>((block + kWindowBlocks) * kBlock - first_[slot]);
         average /= 1 - std::pow(1 - double{options_.alpha}, rows);
       }
@@ -262,7 +270,7 @@ class Bench {
   bool Salient(double weight, int64_t size) const {
     if (options_.beta == 0) return true;
     const double limit = double{options_.beta} / static_cast<double>(size);
-    // What rounding could turn is drawn once in a million.
+    // Weights so close to the limit that rounding decides are drawn once in a million.
     REQUIRE(std::abs(weight - limit) > 1e-7 * limit);
     return weight > limit;
   }
@@ -319,7 +327,7 @@ TEST_CASE("an append selects anew from all that is outside: tokens come back, ot
   for (int64_t position = 150; position < 200; ++position) bench.CheckRow(0, position, seed);
   bench.CheckSelected(0);
   const std::set<int64_t> before = bench.selected(0, 1, 0);
-  bench.Append(0);  // of 60 tokens, by other queries
+  bench.Append(0);  // 60 tokens, with other queries
   for (int64_t position = 260; position < 262; ++position) bench.CheckRow(0, position, seed + 1);
   bench.CheckSelected(0);
   const std::set<int64_t> after = bench.selected(0, 1, 0);
@@ -337,7 +345,7 @@ TEST_CASE("an append selects anew from all that is outside: tokens come back, ot
   bench.CheckSelected(0);
 }
 
-// Two sequences side by side, with and without the thread, heads cut into tasks or not.
+// Runs two sequences side by side, with or without the thread, heads cut into tasks or not.
 std::vector<Partial> Run(const char* kernels, bool thread, int cut, uint64_t seed) {
   Bench bench(1.0f, kernels::GroupReduction::kMax, kernels);
   std::optional<SelectionThread> selects;
@@ -377,8 +385,16 @@ TEST_CASE("a sequence may leave while its selection is being made") {
     bench.Join(0, 2000, seed);
     for (int layer = 0; layer < kLayers; ++layer) bench.Attend(0, layer, 1900, seed, 1);
     bench.Leave(0);
+    const std::string given_back = bench.Memory();
+    bench.cache().Wake();
+    for (int layer = 0; layer < kLayers; ++layer) {
+      for (int head = 0; head < kKvHeads; ++head) {
+        REQUIRE(bench.cache().JudgedTokens(0, layer, head) == 0);
+      }
+    }
+    // Nothing is written to the pages that the sequence gave back.
+    REQUIRE(bench.Memory() == given_back);
   }
-  SUCCEED("every selection ended, and none wrote to what had been given back");
 }
 
 TEST_CASE("a worker that is too late writes nothing, and nothing is selected by its row") {

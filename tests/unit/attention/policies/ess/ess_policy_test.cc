@@ -1,4 +1,4 @@
-// Policy ess on made-up rows: what it attends to, what it fetches, and what it keeps.
+// Tests policy ess on made-up rows: what it attends to, what it fetches, and what it keeps.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <map>
@@ -30,7 +30,7 @@ PolicyOptions::Ess SmallPools(double ratio = 0.2) {
   return ess;
 }
 
-// Of layers the last one gains with every place, the others hardly: it has most of them.
+// The last layer gains with every place, the others hardly, so it has most of the places.
 PolicyOptions::Ess Divided(const LatentRig::Shape& shape, double ratio = 0.2) {
   PolicyOptions::Ess ess = SmallPools(ratio);
   ess.least_places = 0;
@@ -112,7 +112,7 @@ TEST_CASE("ess: entries that are brought for the next step change no result") {
   shape.row_bucket = GENERATE(0, 4);
   PolicyOptions::Ess ess = SmallPools();
   ess.overlap = GENERATE(Overlap::kNone, Overlap::kDa, Overlap::kDba);
-  ess.prefetch = GENERATE(1, 15, 32);  // with 32 a pool of 80 has all of them and no more
+  ess.prefetch = GENERATE(1, 15, 32);  // with 32, a pool of 80 holds exactly all of them
   LatentRig rig(shape, ess);
   for (const uint64_t round : {0, 10}) {
     REQUIRE(rig.Admit(0, round + 1, 200, 300));
@@ -130,7 +130,7 @@ TEST_CASE("ess: entries that are brought for the next step change no result") {
   }
 }
 
-// More than a warm-up by lists brings.
+// More entries than a warm-up by lists fetches.
 TEST_CASE(
     "ess: a pool that holds its whole sequence misses nothing, whatever its prompt selected") {
   LatentRig::Shape shape;
@@ -186,7 +186,7 @@ TEST_CASE("ess: schedules and recorded, padded steps change no bit") {
   }
 }
 
-// Sequences that fit their pools, then others that do not.
+// Runs sequences that fit their pools, then others that do not.
 std::pair<Result, int> RunUntilMissing(Overlap overlap, int row_bucket) {
   LatentRig::Shape shape;
   shape.row_bucket = row_bucket;
@@ -195,7 +195,7 @@ std::pair<Result, int> RunUntilMissing(Overlap overlap, int row_bucket) {
   PolicyOptions::Ess ess = SmallPools(0.1);
   ess.least_places = 96;
   ess.overlap = overlap;
-  // Whatever is missed pays for halves.
+  // Under these rates halves pay at any number of misses.
   StageRates& rates = ess.profile.rates;
   rates.device = "cpu";
   rates.transfer.each_us = 100;
@@ -307,7 +307,7 @@ TEST_CASE("ess: places that cannot be divided are refused by the setting's name"
   options.ess.sparse_memory_ratio = 0;
   REQUIRE_THAT(refusal(), Catch::Contains("ess_sparse_memory_ratio 0 (auto)"));
   options.ess = Divided(shape);
-  // One ratio, of two batches; a second one of another context, or in which nothing is missed.
+  // One ratio, with two batches; then a second ratio, with another context or without misses.
   options.ess.profile.points.back().ratio = options.ess.profile.points.front().ratio;
   REQUIRE_THAT(refusal(), Catch::Contains("(512), found 1") && remedy);
   options.ess.profile.points.back().ratio = 1;
@@ -320,7 +320,7 @@ TEST_CASE("ess: places that cannot be divided are refused by the setting's name"
   REQUIRE_FALSE(NewPolicy(options).ok());
   options.ess.divide_places = false;
   REQUIRE(CheckEssOptions(options).ok());
-  // The mean is the least that was profiled: the log says that nothing is divided.
+  // The mean is the lowest ratio that was profiled: the log says that nothing is divided.
   for (const double ratio : {0.08, 1.0}) {
     options.ess = Divided(shape, ratio);
     options.ess.profile.points.front().ratio = 0.1;
@@ -329,11 +329,11 @@ TEST_CASE("ess: places that cannot be divided are refused by the setting's name"
   }
 }
 
-// An LRU pool as a list: the oldest stamp goes first, the lower place among equals.
+// An LRU pool as a list: the oldest stamp goes first, and the lower place among equals.
 class NaivePool {
  public:
   explicit NaivePool(int places) : free_(places) {}
-  // `next`: a unit that gets a place too, for it is appended in the next step; -1: none.
+  // `next` is a unit that gets a place too, because the next step appends it; -1: none.
   int Use(const std::vector<int32_t>& units, int32_t stamp, int32_t next) {
     int misses = 0;
     std::set<int32_t> selected(units.begin(), units.end());
@@ -480,7 +480,7 @@ TEST_CASE("ess: prompts are computed here too, and a kept sequence has a second 
     const int at = rig.position(0);
     CheckRows(rig, rig.Step({0}), {4}, {at});
   }
-  // Kept: its index keys go back to DRAM.
+  // The sequence is kept: its index keys go back to DRAM.
   const int length = rig.position(0);
   REQUIRE(rig.policy().ReserveHostCopy(0, length));
   rig.policy().Evict(0, length);

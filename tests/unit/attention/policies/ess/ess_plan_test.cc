@@ -1,4 +1,4 @@
-// Policy ess's arithmetic: pools, warm-up, co-attention.
+// Tests policy ess's arithmetic: pools, warm-up, co-attention.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
@@ -54,7 +54,7 @@ TEST_CASE("A pool has its ratio of the tokens, 6,400 places at least, and no mor
   REQUIRE(shape.PlacesOf(32768) == (6554 + 31) / 32 * 32);
   REQUIRE(shape.PlacesOf(20000) == 6400);
   REQUIRE(shape.PlacesOf(3000) == (3001 + 31) / 32 * 32);
-  // Every selected token and the next one.
+  // The pool has places for every selected token and the next one.
   REQUIRE(shape.PlacesOf(100) == 128);
   REQUIRE(shape.PlacesOf(1) == 32);
   const EssPoolShape all = EssShapeOf(Options(1, 8, 131072, 0), 61, 32, 0);
@@ -62,7 +62,7 @@ TEST_CASE("A pool has its ratio of the tokens, 6,400 places at least, and no mor
 }
 
 TEST_CASE("What holds the longest sequence whole need not hold the others") {
-  // Of a ratio of 1 a length that fills its blocks has no place for the next token.
+  // Under a ratio of 1 a length that fills its blocks has no place for the next token.
   const EssPoolShape one = EssShapeOf(Options(1, 8, 33000, 0), 61, 32, 0);
   REQUIRE(one.HoldsWhole(33000));
   REQUIRE(!one.HoldsWhole(32768));
@@ -94,7 +94,8 @@ TEST_CASE("Where a pool may be smaller than a row's selection it holds that and 
   REQUIRE(shape.PlacesOf(2048) >= 2049);
 }
 
-// By layer: falling with the ratio at a pace of its own, in some layers not at all.
+// Draws misses by layer that fall with the ratio, each at its own pace, and in some layers not at
+// all.
 MissProfile RandomCurves(int layers, SplitMix64& random) {
   MissProfile profile;
   std::vector<double> first, pace;
@@ -168,7 +169,7 @@ TEST_CASE("A division gives layers that do not gain the fewest places, and needs
   REQUIRE(ProfiledRatios(options.ess.profile, 30000, 3).empty());
   options.ess.profile.points.pop_back();
   REQUIRE(EssShapeOf(options, 2, 32, 0).shares.empty());
-  options.ess.profile.points.push_back({131072, 0.5, 1, {20, 300}});  // of another context
+  options.ess.profile.points.push_back({131072, 0.5, 1, {20, 300}});  // another context
   REQUIRE(EssShapeOf(options, 2, 32, 0).shares.empty());
   // The mean is no more than the fewest that were profiled.
   options.ess.profile.points = {{32768, 0.3, 1, {20, 600}}, {32768, 0.5, 1, {20, 300}}};
@@ -184,17 +185,17 @@ TEST_CASE("HBM is cut so that sequences of the longest context fill every kind a
     const int64_t sequence = tiers.hbm.layout.BytesFor(tiers.hbm.proportion);
     INFO("ratio " << ratio << ": " << sequence << " bytes");
     if (ratio == 0.2) {
-      // What the issue expects of 41 GB: about 76.
+      // The issue expects about 76 with 41 GB.
       REQUIRE(bytes / sequence >= 74);
       REQUIRE(bytes / sequence <= 84);
     }
     if (ratio == 0) {
-      // `auto`: so many sequences as there are slots fill it.
+      // `auto`: as many sequences as there are slots fill it.
       REQUIRE(bytes / sequence == 40);
       REQUIRE(static_cast<double>(sequence) * 40 > 0.99 * static_cast<double>(bytes));
     }
   }
-  // Few sequences have their whole length there.
+  // A few sequences have their whole length there.
   const TierShapes whole = EssTierShapesOf(Options(0, 4, 32768, bytes), DeepSeek());
   REQUIRE(whole.hbm.proportion[0] >= 32769);
 }
@@ -212,10 +213,10 @@ TEST_CASE("DRAM is for entries: index keys take room while a sequence comes in, 
   REQUIRE(bytes / static_cast<size_t>(DeepSeek().BytesFor(32768)) == 73);
   const int64_t fit = (*pool)->SequencesThatFit(running, coming);
   REQUIRE(fit == 88);
-  // Nothing to speak of lies idle.
+  // Hardly anything lies idle.
   const int64_t used = DeepSeek().BytesFor(running) * fit + DeepSeek().BytesFor(coming);
   REQUIRE(static_cast<double>(used) > 0.98 * static_cast<double>(bytes));
-  // Where all of them wait or are kept, with both kinds, none does either.
+  // The same holds if all of them wait or are kept, with both kinds.
   REQUIRE((*pool)->SequencesThatFit(32768) == 73);
 }
 
@@ -229,7 +230,7 @@ TEST_CASE("A warm-up inserts the oldest position first, and forgets it first") {
   REQUIRE(plan.Of(0, 5) == Entries{{1, 97}, {2, 98}, {9, 98}, {5, 99}, {7, 99}});
   REQUIRE(plan.Of(0, 4) == Entries{{2, 98}, {9, 98}, {5, 99}, {7, 99}});
   REQUIRE(plan.Of(0, 2) == Entries{{5, 99}, {7, 99}});
-  // What is left the newest tokens take, as the first to go.
+  // The newest tokens take the rest, as the first to go.
   REQUIRE(plan.Of(1, 3) == Entries{{98, 0}, {99, 0}, {3, 99}});
   REQUIRE(plan.Of(2, 2) == Entries{{98, 0}, {99, 0}});
 }
@@ -253,7 +254,8 @@ TEST_CASE("A warm-up equals an LRU pool into which the positions were inserted i
       }
     }
     std::vector<WarmEntry> got = WarmPlan(hints, tokens).Of(0, room);
-    // The newest `room`, whole positions apart: inside the oldest that stays, any may be missing.
+    // The newest `room` positions, counted whole: within the oldest that stays, any entry may be
+    // missing.
     std::erase_if(got, [](const WarmEntry& e) { return e.stamp == 0; });
     REQUIRE(got.size() == std::min<size_t>(lru.size(), static_cast<size_t>(room)));
     for (const WarmEntry& entry : got) {
