@@ -58,7 +58,7 @@ struct PolicyOptions {
     bool layer_ahead = true;         // false: the CPU gets the real query, once it is known
     bool recall = true;              // false: recall only in a sequence's first step
     bool attend_whole = false;       // true: attend to all resident blocks, selected or not
-    // slots for recalled blocks, in tokens; 0: as many as the budget fills
+    // KV slots for recalled blocks, in tokens; 0: as many as the budget fills
     int resident_tokens = 0;
   } scout;
 

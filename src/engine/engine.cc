@@ -88,14 +88,14 @@ absl::Status EngineImpl::CheckPromptFits(const Request& request, size_t prompt) 
             " tokens and must hold one more, found a prompt of ", prompt,
             request.handoff.sequence_id.empty() ? "" : ", the kept sequence's tokens included"));
   }
-  const int64_t room = LocalMaxTokens(static_cast<int64_t>(prompt));
-  if (room < 1) {
+  const int64_t most = LocalMaxTokens(static_cast<int64_t>(prompt));
+  if (most < 1) {
     return InvalidField("prompt_token_ids",
                         absl::StrCat("this node's HBM holds ", parts_.policy->max_tokens(),
                                      " tokens and must hold one more, found a prompt of ", prompt,
                                      "; shorten it, or raise --hbm-bytes"));
   }
-  return CheckTokens(request.sampling, room, "what context and HBM leave after the prompt");
+  return CheckTokens(request.sampling, most, "what context and HBM leave after the prompt");
 }
 
 int64_t EngineImpl::LocalMaxTokens(int64_t prompt) const {

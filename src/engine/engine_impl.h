@@ -108,7 +108,7 @@ class EngineImpl : public Engine {
   // Makes the rows writable that the next step may give the sequence. Returns false if a page is
   // lacking; then, if no sequence is on its way out already, the one whose turn it is has been
   // preempted.
-  bool MakeRoom(Sequence& sequence);
+  bool GrowOrPreempt(Sequence& sequence);
   void Preempt(Sequence& sequence);
   // Puts the sequence into waiting_, by ticket.
   void Enqueue(Sequence& sequence);

@@ -26,16 +26,16 @@ void EngineImpl::Enqueue(Sequence& sequence) {
 
 void EngineImpl::AdmitWaiting(absl::Time now) {
   if (waiting_.empty() || free_slots_.empty()) return;
-  const SequencePlacement::Headroom policy_room = parts_.policy->HeadroomNow();
-  AdmissionHeadroom room;
-  room.firm_tokens = policy_room.hbm.firm_tokens;
-  room.soft_tokens = policy_room.hbm.soft_tokens;
-  room.free_tokens = policy_room.hbm.free_tokens;
-  room.home_tokens = policy_room.home_tokens;
-  room.slots = static_cast<int>(free_slots_.size());
-  room.soft_running = soft_running_ > 0;
+  const SequencePlacement::Headroom policy_headroom = parts_.policy->HeadroomNow();
+  AdmissionHeadroom headroom;
+  headroom.firm_tokens = policy_headroom.hbm.firm_tokens;
+  headroom.soft_tokens = policy_headroom.hbm.soft_tokens;
+  headroom.free_tokens = policy_headroom.hbm.free_tokens;
+  headroom.home_tokens = policy_headroom.home_tokens;
+  headroom.slots = static_cast<int>(free_slots_.size());
+  headroom.soft_running = soft_running_ > 0;
   for (const Sequence* sequence : running_) {
-    room.growth_tokens += std::min(sequence->total() - sequence->cached, kGrowthTokens);
+    headroom.growth_tokens += std::min(sequence->total() - sequence->cached, kGrowthTokens);
   }
   waiting_view_.clear();
   size_t with_home = 0;  // the others may be overtaken
@@ -55,7 +55,7 @@ void EngineImpl::AdmitWaiting(absl::Time now) {
     if (sequence->preemptions > 0) view.preempted += now - sequence->preempted_at;
     waiting_view_.push_back(view);
   }
-  PlanAdmission(room, waiting_view_, &admissions_);
+  PlanAdmission(headroom, waiting_view_, &admissions_);
   size_t next = 0;
   for (const Admission admission : admissions_) {
     if (admission == Admission::kWait) {
@@ -146,7 +146,7 @@ void EngineImpl::MakeFirm() {
   }
 }
 
-bool EngineImpl::MakeRoom(Sequence& sequence) {
+bool EngineImpl::GrowOrPreempt(Sequence& sequence) {
   const int64_t most = sequence.cached + static_cast<int64_t>(options_.chunk_tokens);
   if (parts_.policy->Grow(sequence.slot, std::min(sequence.length, most))) return true;
   // A sequence on its way out gives pages back soon.

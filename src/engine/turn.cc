@@ -182,7 +182,7 @@ bool EngineImpl::LaunchStep(absl::Time now) {
     view.cached = sequence->cached;
     view.length = sequence->length;
     view.wants_token = sequence->wants_token();
-    view.runnable = runnable && MakeRoom(*sequence);
+    view.runnable = runnable && GrowOrPreempt(*sequence);
     planner_view_.push_back(view);
   }
   if (!preempting_.empty()) {

@@ -57,7 +57,7 @@ enum class Admission { kWait, kFirm, kSoft };
 // the first that must wait also wait; but one that waits for DRAM is overtaken by those that have
 // theirs, since only their end gives DRAM back. `admissions` is overwritten and ends with the last
 // sequence that need not wait.
-void PlanAdmission(AdmissionHeadroom room, absl::Span<const WaitingSequence> waiting,
+void PlanAdmission(AdmissionHeadroom headroom, absl::Span<const WaitingSequence> waiting,
                    std::vector<Admission>* admissions);
 
 struct VictimCandidate {

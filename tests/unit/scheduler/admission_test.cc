@@ -17,18 +17,19 @@ WaitingSequence Waiting(int64_t context, int64_t total) {
 }
 
 AdmissionHeadroom Headroom(int64_t firm, int64_t soft, int64_t free) {
-  AdmissionHeadroom room;
-  room.firm_tokens = firm;
-  room.soft_tokens = soft;
-  room.free_tokens = free;
-  room.home_tokens = 1 << 20;
-  room.slots = 8;
-  return room;
+  AdmissionHeadroom headroom;
+  headroom.firm_tokens = firm;
+  headroom.soft_tokens = soft;
+  headroom.free_tokens = free;
+  headroom.home_tokens = 1 << 20;
+  headroom.slots = 8;
+  return headroom;
 }
 
-std::vector<Admission> Plan(const AdmissionHeadroom& room, std::vector<WaitingSequence> waiting) {
+std::vector<Admission> Plan(const AdmissionHeadroom& headroom,
+                            std::vector<WaitingSequence> waiting) {
   std::vector<Admission> admissions(3);  // overwritten
-  PlanAdmission(room, waiting, &admissions);
+  PlanAdmission(headroom, waiting, &admissions);
   return admissions;
 }
 
@@ -43,7 +44,7 @@ TEST_CASE("first come, first served: a large one at the head is not overtaken") 
   CHECK(Plan(Headroom(0, 0, 100), {Waiting(1, 2)}).empty());
 }
 
-TEST_CASE("beyond what fits, promises are soft, and only with room to grow for all that run") {
+TEST_CASE("beyond what fits, promises are soft, and only with headroom for all that run to grow") {
   const WaitingSequence sequence = Waiting(100, 500);
   CHECK(Plan(Headroom(500, 1000, 600), {sequence, sequence}) ==
         std::vector<Admission>{kFirm, kSoft});
@@ -58,23 +59,24 @@ TEST_CASE("beyond what fits, promises are soft, and only with room to grow for a
   CHECK(Plan(running, {sequence}).empty());
 }
 
-TEST_CASE("room is counted by kind: whichever is short decides, and others take what they need") {
-  AdmissionHeadroom room = Headroom(0, 0, 0);
-  room.firm_tokens = room.free_tokens = TokensByKind({100, 1000});
+TEST_CASE(
+    "headroom is counted by kind: whichever is short decides, and others take what they need") {
+  AdmissionHeadroom headroom = Headroom(0, 0, 0);
+  headroom.firm_tokens = headroom.free_tokens = TokensByKind({100, 1000});
   WaitingSequence latent;
   latent.context = {30, 400};
   latent.total = {40, 450};
-  CHECK(Plan(room, {latent, latent, latent}) == std::vector<Admission>{kFirm, kFirm});
+  CHECK(Plan(headroom, {latent, latent, latent}) == std::vector<Admission>{kFirm, kFirm});
   latent.total = {40, 300};
-  CHECK(Plan(room, {latent, latent, latent}) == std::vector<Admission>{kFirm, kFirm});
-  room.firm_tokens = TokensByKind({120, 1000});
-  CHECK(Plan(room, {latent, latent, latent}) == std::vector<Admission>{kFirm, kFirm});
-  room.free_tokens = TokensByKind({120, 1200});
-  CHECK(Plan(room, {latent, latent, latent}) == std::vector<Admission>{kFirm, kFirm, kFirm});
+  CHECK(Plan(headroom, {latent, latent, latent}) == std::vector<Admission>{kFirm, kFirm});
+  headroom.firm_tokens = TokensByKind({120, 1000});
+  CHECK(Plan(headroom, {latent, latent, latent}) == std::vector<Admission>{kFirm, kFirm});
+  headroom.free_tokens = TokensByKind({120, 1200});
+  CHECK(Plan(headroom, {latent, latent, latent}) == std::vector<Admission>{kFirm, kFirm, kFirm});
   // DRAM counts by kind too: a host cache may lack only one kind.
   latent.home = {0, 8};
-  room.home_tokens = TokensByKind({1000, 20});
-  CHECK(Plan(room, {latent, latent, latent}) == std::vector<Admission>{kFirm, kFirm});
+  headroom.home_tokens = TokensByKind({1000, 20});
+  CHECK(Plan(headroom, {latent, latent, latent}) == std::vector<Admission>{kFirm, kFirm});
 }
 
 TEST_CASE("who waits for DRAM is overtaken by those that have theirs, and by nobody else") {
@@ -84,37 +86,37 @@ TEST_CASE("who waits for DRAM is overtaken by those that have theirs, and by nob
   WaitingSequence needs_little = needs;
   needs_little.home = 10;
   const WaitingSequence has = Waiting(10, 20);
-  AdmissionHeadroom room = Headroom(100, 100, 100);
-  room.home_tokens = 60;
+  AdmissionHeadroom headroom = Headroom(100, 100, 100);
+  headroom.home_tokens = 60;
   // 50 are left to the first, 10 to the second.
-  CHECK(Plan(room, {needs, needs_little, has}) == std::vector<Admission>{kFirm, kFirm, kFirm});
-  CHECK(Plan(room, {needs, needs, has, needs_little, has}) ==
+  CHECK(Plan(headroom, {needs, needs_little, has}) == std::vector<Admission>{kFirm, kFirm, kFirm});
+  CHECK(Plan(headroom, {needs, needs, has, needs_little, has}) ==
         std::vector<Admission>{kFirm, kWait, kFirm, kWait, kFirm});
-  room.home_tokens = 49;
-  CHECK(Plan(room, {needs, needs_little}).empty());
+  headroom.home_tokens = 49;
+  CHECK(Plan(headroom, {needs, needs_little}).empty());
   // HBM and slots allow no overtaking.
-  CHECK(Plan(room, {needs, Waiting(10, 200), has}).empty());
-  room.slots = 1;
-  CHECK(Plan(room, {needs, has, has}) == std::vector<Admission>{kWait, kFirm});
+  CHECK(Plan(headroom, {needs, Waiting(10, 200), has}).empty());
+  headroom.slots = 1;
+  CHECK(Plan(headroom, {needs, has, has}) == std::vector<Admission>{kWait, kFirm});
 }
 
 TEST_CASE("a soft promise needs a way out in DRAM") {
-  AdmissionHeadroom room = Headroom(0, 1000, 1000);
-  room.home_tokens = 499;
+  AdmissionHeadroom headroom = Headroom(0, 1000, 1000);
+  headroom.home_tokens = 499;
   WaitingSequence sequence = Waiting(100, 500);
-  CHECK(Plan(room, {sequence}).empty());
+  CHECK(Plan(headroom, {sequence}).empty());
   sequence.has_home = true;
-  CHECK(Plan(room, {sequence}) == std::vector<Admission>{kSoft});
-  room.home_tokens = 999;
+  CHECK(Plan(headroom, {sequence}) == std::vector<Admission>{kSoft});
+  headroom.home_tokens = 999;
   sequence.has_home = false;
-  CHECK(Plan(room, {sequence, sequence}) == std::vector<Admission>{kSoft});
+  CHECK(Plan(headroom, {sequence, sequence}) == std::vector<Admission>{kSoft});
 }
 
 TEST_CASE("nobody younger gets a firm promise before one with a soft promise") {
-  AdmissionHeadroom room = Headroom(50, 1000, 1000);
-  CHECK(Plan(room, {Waiting(10, 60), Waiting(10, 40)}) == std::vector<Admission>{kSoft, kSoft});
-  room.soft_running = true;
-  CHECK(Plan(room, {Waiting(10, 40)}) == std::vector<Admission>{kSoft});
+  AdmissionHeadroom headroom = Headroom(50, 1000, 1000);
+  CHECK(Plan(headroom, {Waiting(10, 60), Waiting(10, 40)}) == std::vector<Admission>{kSoft, kSoft});
+  headroom.soft_running = true;
+  CHECK(Plan(headroom, {Waiting(10, 40)}) == std::vector<Admission>{kSoft});
 }
 
 TEST_CASE("who was preempted often or for long comes back with a firm promise or waits") {
@@ -179,12 +181,12 @@ TEST_CASE("whatever arrives, everybody ends, and nobody is preempted more often 
         s.soft = false;
         count();
       }
-      AdmissionHeadroom room =
+      AdmissionHeadroom headroom =
           Headroom(std::min(capacity - firm, limit - promised), limit - promised, capacity - used);
-      room.slots = 16 - static_cast<int>(running.size());
+      headroom.slots = 16 - static_cast<int>(running.size());
       for (const S& s : running) {
-        room.growth_tokens += std::min(s.total - s.length, kGrowthTokens);
-        room.soft_running = room.soft_running || s.soft;
+        headroom.growth_tokens += std::min(s.total - s.length, kGrowthTokens);
+        headroom.soft_running = headroom.soft_running || s.soft;
       }
       std::vector<WaitingSequence> views;
       for (const S& s : waiting) {
@@ -192,7 +194,7 @@ TEST_CASE("whatever arrives, everybody ends, and nobody is preempted more often 
         views.back().preemptions = s.preemptions;
       }
       std::vector<Admission> admissions;
-      PlanAdmission(room, views, &admissions);
+      PlanAdmission(headroom, views, &admissions);
       for (const Admission admission : admissions) {
         running.push_back(waiting.front());
         running.back().soft = admission == kSoft;

@@ -24,7 +24,7 @@ struct ScoutShape {
   int32_t head_dim = 0;
   int32_t block_tokens = 0;
   int32_t budget_blocks = 0;    // blocks selected per list
-  int32_t recall_blocks = 0;    // slots for blocks beside the ring
+  int32_t recall_blocks = 0;    // KV slots beside the ring, in blocks
   int32_t resident_blocks = 0;  // blocks per list that the device attends to
   int32_t most_blocks = 0;      // blocks of the longest sequence
 };
@@ -51,7 +51,7 @@ class BlockSelection {
 
   struct Split {
     kernels::UnitLists resident;
-    int32_t* places;  // of the resident ones, as kernels::SplitParams has them
+    int32_t* places;  // places of the resident blocks, as kernels::SplitParams has them
     kernels::UnitLists missing;
   };
   // Section 3.2: selects the blocks with the highest digest scores and splits them by where they

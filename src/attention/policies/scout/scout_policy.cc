@@ -299,7 +299,7 @@ ScoutShape ShapeOf(const PolicyOptions& options, int rows) {
   shape.budget_blocks =
       std::max(std::min(options.budget_tokens / kind.block_tokens, shape.most_blocks),
                kScoutFirstBlocks + kScoutLastBlocks);
-  // Every selected block has a slot; the newest is in the ring.
+  // Every selected block has a KV slot; the newest is in the ring.
   shape.recall_blocks =
       options.scout.resident_tokens > 0
           ? std::min(static_cast<int32_t>(kind.BlocksFor(options.scout.resident_tokens)),
