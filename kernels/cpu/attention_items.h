@@ -40,8 +40,8 @@ struct SplitPlace {
   const int32_t* units = nullptr;
   int64_t unit_tokens = 1;
 
-  // Returns whether 16 neighbouring tokens may lie apart. A piece never spans units of 16 or a
-  // multiple of 16 tokens.
+  // Returns whether 16 neighbouring tokens may lie apart. Units of a multiple of 16 tokens never
+  // split a piece.
   bool Scattered() const { return units != nullptr && unit_tokens % kPieceTokens != 0; }
 };
 
