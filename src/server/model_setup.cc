@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "kernels/kernel_table.h"
 #include "src/attention/policy_factory.h"
 #include "src/attention/policy_profile.h"
@@ -63,8 +64,8 @@ absl::StatusOr<std::unique_ptr<Device>> NewDevice(const Config& config, std::str
   if (config.device() == "auto") {
     const absl::Status gpu = CheckGpu(config);
     cuda = gpu.ok();
-    reason =
-        cuda ? "auto: there is a usable GPU" : absl::StrCat("auto: ", std::string(gpu.message()));
+    reason = cuda ? "auto: there is a usable GPU"
+                  : absl::StrCat("auto: ", absl::StripPrefix(gpu.message(), "device: cuda: "));
   }
   if (why != nullptr) *why = reason;
   if (cuda) {
