@@ -183,7 +183,7 @@ def test_hints_save_misses_of_the_first_steps(nodes):
         """Returns the misses for each row and layer."""
         p = Pair(node, nodes("sluice-prefill", NAMES[0], *FAST, *flags))
         before = Scrape(node)
-        for n in range(72):  # the counters are read every 32 steps
+        for n in range(96):  # the counters are read every 32 steps
             answer(p, long_prompt(300 + n), 2)
         node.settled()
         now = Scrape(node)
