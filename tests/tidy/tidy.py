@@ -1,4 +1,4 @@
-"""Holds the tree to the architecture: what includes what, what is built, what is linked.
+"""Holds the tree to the architecture: what includes what, what is built, what is linked; and its pages.
 
     python3 tests/tidy/tidy.py SOURCE_DIR BUILD_DIR --cuda ON|OFF
 
@@ -17,10 +17,13 @@ link      The library of a folder of src/ lists, in its own CMakeLists.txt, ever
 room      A large folder (ROOMED) is divided into rooms, a folder and a library each. Every source file
           lies in a room, includes among rooms form no circle, and a room under src/ links the rooms
           that it includes.
+page      README.md has at most 250 lines, every other Markdown page at most 400. A relative link in a
+          page leads to a file or folder of the tree and, with an anchor, to a heading of that page.
 """
 
 import argparse
 import json
+import os
 import pathlib
 import re
 import sys
@@ -45,6 +48,13 @@ ROOTS = ["src", "kernels", "tests"]
 SOURCES = {".cc", ".cu"}
 HEADERS = {".h", ".cuh"}
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
+# Folders of the root whose pages are not ours.
+FOREIGN = {"build", "models"}
+PAGE_LINES = 400
+FRONT_DOOR_LINES = 250
+MARKDOWN_LINK = re.compile(r"\]\(([^()\s]+)\)")
+HEADING = re.compile(r"^#{1,6}[ \t]+(.*?)[ \t]*$", re.MULTILINE)
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 # The names of ours that a target is declared and linked with.
 DECLARATION = re.compile(r"\b(?:sluice_library|sluice_binary|add_library|add_executable|"
                          r"target_link_libraries)\s*\(([^)]*)\)")
@@ -222,12 +232,53 @@ def check_rooms(tree):
                            f"sluice_{layer_name}_{other}, but {file} includes {include}")
 
 
+def anchor(heading):
+    """The anchor that a heading has on a rendered page."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def anchors(text):
+    found = set()
+    for heading in HEADING.findall(FENCE.sub("", text)):
+        name, number = anchor(heading), 0
+        while (unique := f"{name}-{number}" if number else name) in found:
+            number += 1
+        found.add(unique)
+    return found
+
+
+def check_pages(tree):
+    pages = {}
+    for folder, below, files in os.walk(tree.root):
+        at_root = pathlib.Path(folder) == tree.root
+        below[:] = sorted(name for name in below
+                          if not name.startswith(".") and not (at_root and name in FOREIGN))
+        pages.update((path, path.read_text(encoding="utf-8"))
+                     for path in (pathlib.Path(folder) / name for name in sorted(files)) if path.suffix == ".md")
+    for path, text in pages.items():
+        name = path.relative_to(tree.root).as_posix()
+        limit = FRONT_DOOR_LINES if name == "README.md" else PAGE_LINES
+        lines = len(text.splitlines())
+        if lines > limit:
+            yield f"page: {name} has {lines} lines, and at most {limit} are read"
+        for link in MARKDOWN_LINK.findall(FENCE.sub("", text)):
+            if re.match(r"[a-z]+:", link):
+                continue
+            target, _, heading = link.partition("#")
+            found = (path.parent / target).resolve() if target else path
+            if not found.exists():
+                yield f"page: {name} links {link}: no such file"
+            elif heading and found.suffix == ".md" and heading not in anchors(pages.get(found, "")):
+                yield f"page: {name} links {link}: no such heading"
+
+
 def breaches(source_dir, build_dir, cuda):
     tree = Tree(source_dir)
     if not tree.files:
         return [f"there are no sources under {source_dir}"]
     return [*check_include_direction(tree), *check_every_source_is_built(tree, build_dir, cuda),
-            *check_every_header_is_included(tree), *check_links(tree), *check_rooms(tree)]
+            *check_every_header_is_included(tree), *check_links(tree), *check_rooms(tree),
+            *check_pages(tree)]
 
 
 def main():

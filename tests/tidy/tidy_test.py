@@ -160,6 +160,25 @@ class TidyTest(unittest.TestCase):
                     changes={"kernels/cuda/mla/a.cuh": '#include "kernels/cuda/select/b.cuh"\n',
                              "kernels/cuda/select/b.cuh": '#include "kernels/cuda/mla/a.cuh"\n'})
 
+    def test_pages(self):
+        pages = {
+            "README.md": "# A\n[room](src/kv/README.md#its-two-words-2-of-them), [itself](#a), "
+                         "[folder](src/kv), [away](https://example.org/x#y)\n```\n[code](nowhere)\n```\n",
+            "src/kv/README.md": "# KV\n## Its `two` words: 2 of them\n[up](../../README.md)\n"
+                                "## Twice\n## Twice\n[second](#twice-1)\n",
+            "models/x/README.md": "[theirs](nowhere)\n",
+            ".venv/README.md": "[theirs](nowhere)\n"}
+        self.assertEqual(self.breaches(changes=pages), [])
+        self.expect("page: src/kv/README.md links pool.md: no such file",
+                    changes={**pages, "src/kv/README.md": pages["src/kv/README.md"] + "[lost](pool.md)\n"})
+        self.expect("page: README.md links src/kv/README.md#lost: no such heading",
+                    changes={**pages, "README.md": "[lost](src/kv/README.md#lost)\n"})
+        self.expect("page: README.md links #b: no such heading",
+                    changes={"README.md": "# A\n[lost](#b)\n```\n# b\n```\n"})
+        self.assertEqual(self.breaches(changes={"README.md": "line\n" * 250, "src/page.md": "line\n" * 400}), [])
+        self.expect("page: README.md has 251 lines", changes={"README.md": "line\n" * 251})
+        self.expect("page: src/page.md has 401 lines", changes={"src/page.md": "line\n" * 401})
+
 
 if __name__ == "__main__":
     unittest.main()
