@@ -1,4 +1,4 @@
-"""tools/gpu-test --bench: the figures behind README's tables, with the machine they came from."""
+"""tools/gpu-test --bench: the figures of kernels/cuda/README.md, with the machine they came from."""
 
 import json
 import re
