@@ -1,7 +1,7 @@
 """Parts of tools/gpu-test --bench --part NAME for DeepSeek-V3.2: policy ess beside full and offload-naive.
 
-One rank of an expert-parallel deployment at its real size (configs/models), under the HBM caps of README's
-tables. A part takes minutes on an H200; the sum of them does not fit into one PART_SECONDS.
+One rank of an expert-parallel deployment at its real size (configs/models), under the HBM caps of the tables in
+src/attention/policies/ess/measured.md. A part takes minutes on an H200; the sum of them does not fit into one PART_SECONDS.
 """
 
 from dataclasses import dataclass, replace
