@@ -1,4 +1,4 @@
-"""tools/gpu-test --bench: measures the figures in README's tables, and describes the machine they come from."""
+"""tools/gpu-test --bench: measures the figures of kernels/cuda/README.md, and describes the machine they come from."""
 
 import json
 import re

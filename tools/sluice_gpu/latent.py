@@ -1,7 +1,8 @@
 """The parts of tools/gpu-test --bench --part NAME for DeepSeek-V3.2: policy ess beside full and offload-naive.
 
-They measure one rank of an expert-parallel deployment at its real size (configs/models), under the HBM caps of
-README's tables. A part takes minutes on an H200; all parts together do not fit into one PART_SECONDS.
+They measure one rank of an expert-parallel deployment at its real size (configs/models), under the HBM caps of the
+tables in src/attention/policies/ess/measured.md. A part takes minutes on an H200; all parts together do not fit into
+one PART_SECONDS.
 """
 
 from dataclasses import dataclass, replace
