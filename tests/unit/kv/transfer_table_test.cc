@@ -190,7 +190,8 @@ TEST_CASE("a chunk that fails its checksum leaves its blocks missing, and may be
 }
 
 TEST_CASE(
-    "the same chunk twice is accepted once; other bytes for a landed block poison the transfer") {
+    "the same chunk twice is accepted once, and other bytes for a landed block poison the "
+    "transfer") {
   Table t;
   const std::string id = t.Reserve();
   const auto attached = t.table->Attach(ById(id));

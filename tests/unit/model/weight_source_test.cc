@@ -92,7 +92,7 @@ TEST_CASE("every bias that a config asks for is expected") {
   CHECK(ExpectedTensors(config).size() == without + 3u * 7u);
 }
 
-TEST_CASE("a BF16 matrix is used as mapped; released pages come back when touched") {
+TEST_CASE("a BF16 matrix is used as mapped, and released pages come back when touched") {
   const std::string& dir = fixtures::ModelDir("tiny-llama");
   const ModelConfig config = LoadModelConfig(dir).value();
   const auto source = OpenCheckpoint(dir, config);
