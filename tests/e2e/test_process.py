@@ -16,6 +16,7 @@ from support.transfers import committed
 
 PROGRAMS = ["sluice-server", "sluice-prefill"]
 MIB = 1 << 20
+LONG = 1500  # tokens of a stream that still runs when a drain begins, and ends well within its 30 s
 
 
 def test_the_address_file_says_where_to_call(small):
@@ -144,8 +145,8 @@ def test_a_port_in_use_is_named(small, tiny_models):
 def test_sigterm_finishes_what_runs_and_refuses_what_comes(tiny_models, start, golden):
     node = start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "8MiB", "--dram-bytes", "8MiB")
     stream = node.decode.Generate(decode_pb2.GenerateRequest(
-        transfer_id=committed(node, golden("tiny-llama"), max_new_tokens=3000),
-        sampling=greedy(max_tokens=3000, ignore_eos=True)), timeout=TIMEOUT_S)
+        transfer_id=committed(node, golden("tiny-llama"), max_new_tokens=LONG),
+        sampling=greedy(max_tokens=LONG, ignore_eos=True)), timeout=TIMEOUT_S)
     first = next(stream)
     node.process.terminate()
     refusals = []
@@ -162,7 +163,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes(tiny_models, start, g
     asker = threading.Thread(target=ask)
     asker.start()
     tokens, finish = tokens_of(stream)
-    assert len(first.tokens) + len(tokens) == 3000
+    assert len(first.tokens) + len(tokens) == LONG
     assert finish.reason == decode_pb2.FINISH_REASON_LENGTH
     asker.join(TIMEOUT_S)
     assert refusals[-1] == grpc.StatusCode.UNAVAILABLE
@@ -180,8 +181,8 @@ def test_drain_and_resume_open_and_close_the_node(tiny_models, start, golden):
 
     def long_stream(name):
         stream = node.decode.Generate(decode_pb2.GenerateRequest(
-            request_id=name, transfer_id=committed(node, golden("tiny-llama"), max_new_tokens=3000),
-            sampling=greedy(max_tokens=3000, ignore_eos=True)), timeout=TIMEOUT_S)
+            request_id=name, transfer_id=committed(node, golden("tiny-llama"), max_new_tokens=LONG),
+            sampling=greedy(max_tokens=LONG, ignore_eos=True)), timeout=TIMEOUT_S)
         next(stream)
         return stream
 
@@ -201,7 +202,7 @@ def test_drain_and_resume_open_and_close_the_node(tiny_models, start, golden):
     assert refusal(lambda: next(node.decode.Generate(decode_pb2.GenerateRequest(
         rendezvous_key="k", sampling=greedy(max_tokens=1)), timeout=TIMEOUT_S))) == unavailable
     tokens, finish = tokens_of(stream)
-    assert finish.reason == decode_pb2.FINISH_REASON_LENGTH and len(tokens) > 2000
+    assert finish.reason == decode_pb2.FINISH_REASON_LENGTH and len(tokens) > LONG * 2 // 3
     got = sluice_json("drain", "--decode", node.address)
     assert got == {"idle": True, "running": 0, "waiting": 0, "was_draining": True}
 
@@ -227,8 +228,8 @@ def test_sigterm_during_a_drain_takes_over_and_is_final(tiny_models, start, gold
     node = start("sluice-server", tiny_models("tiny-llama"), "--hbm-bytes", "8MiB", "--dram-bytes", "8MiB",
                  "--drain-timeout-seconds", "30")
     stream = node.decode.Generate(decode_pb2.GenerateRequest(
-        transfer_id=committed(node, golden("tiny-llama"), max_new_tokens=3000),
-        sampling=greedy(max_tokens=3000, ignore_eos=True)), timeout=TIMEOUT_S)
+        transfer_id=committed(node, golden("tiny-llama"), max_new_tokens=LONG),
+        sampling=greedy(max_tokens=LONG, ignore_eos=True)), timeout=TIMEOUT_S)
     next(stream)
     node.admin.Drain(admin_pb2.DrainRequest(timeout={"seconds": 86400}), timeout=TIMEOUT_S)
     node.process.terminate()
