@@ -104,7 +104,7 @@ def test_ess_takes_its_schedules_from_its_profile_and_then_from_what_it_sees(tin
     assert found.get("sluice_ess_schedule_changes_total") >= 1
     assert found.get("sluice_ess_schedule_layers") == 3
     log = node.log.read_text()
-    assert "other schedules" in log
+    assert "new overlap schedules" in log
     # A GPU records its steps, and records them anew for another schedule. Neither changes a bit.
     assert ("a step was recorded again" in log) == (DEVICE == "cuda")
     plain = start("sluice-server", model, *SERVED, "--ess-overlap", "none", "--local-prefill", "always")

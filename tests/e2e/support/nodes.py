@@ -33,6 +33,9 @@ DEVICE = os.environ.get("SLUICE_TEST_DEVICE", "cpu")
 SCALE = float(os.environ.get("SLUICE_TEST_TIMEOUT_SCALE", "1"))
 TIMEOUT_S = 60 * SCALE
 # The programs take SLUICE_... for settings and refuse unknown ones.
+# Nodes of tests compute with one thread unless a flag says otherwise: several tests run at a time, and threads that wait
+# for each other spin. A result does not depend on the number of threads.
+ONE_THREAD = {"SLUICE_THREADS": "1"}
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("SLUICE_")}
 
 
@@ -83,7 +86,7 @@ class Node:
         started = time.monotonic()
         with self.log.open("w") as log:
             self.process = subprocess.Popen([*command, *flags], stdout=log,
-                                            stderr=subprocess.STDOUT, env=ENVIRONMENT)
+                                            stderr=subprocess.STDOUT, env=ENVIRONMENT | ONE_THREAD)
         while not self.address_file.exists() or not self.address_file.read_text().strip():
             if self.process.poll() is not None:
                 raise AssertionError(f"{program} exited with {self.process.returncode}:\n{self.tail()}")
