@@ -14,7 +14,7 @@
 #include "src/device/cuda/cuda_device.h"
 #endif
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr double kProbeSeconds = 0.15;
@@ -86,4 +86,4 @@ absl::StatusOr<std::unique_ptr<BenchDevice>> BenchDevice::Create(const Options& 
   return absl::InvalidArgumentError(absl::StrCat("--device: this build has no ", options.name));
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

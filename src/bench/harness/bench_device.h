@@ -11,7 +11,7 @@
 #include "absl/status/statusor.h"
 #include "src/device/device.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 class BenchDevice {
  public:
@@ -32,4 +32,4 @@ class BenchDevice {
   virtual absl::StatusOr<double> ReadRate(size_t bytes) = 0;
 };
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -22,7 +22,7 @@
 #include "src/kv/transfer_table.h"
 #include "src/metrics/metrics.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr absl::Duration kPatience = absl::Minutes(5);  // for tokens
@@ -386,4 +386,4 @@ absl::StatusOr<std::vector<EngineWindow>> RunEngine(const EngineRunOptions& opti
   return EngineRun(options, device, model).Run(slots, hbm, policy);
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

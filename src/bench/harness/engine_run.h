@@ -16,7 +16,7 @@
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // Means over a window of steps in which every sequence had a row.
 struct EngineWindow {
@@ -62,4 +62,4 @@ absl::StatusOr<std::vector<EngineWindow>> RunEngine(const EngineRunOptions& opti
                                                     Device* device, Model* model, PagePool* hbm,
                                                     AttentionPolicy* policy);
 
-}  // namespace sluice
+}  // namespace sluice::bench

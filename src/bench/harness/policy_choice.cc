@@ -13,7 +13,7 @@
 #include "src/base/nearest_name.h"
 #include "src/base/status_macros.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using Overlap = PolicyOptions::Ess::Overlap;
@@ -207,4 +207,4 @@ bool WantsMeanSelection(const std::string& name) {
   return name == kMeanSelection || absl::StartsWith(name, absl::StrCat(kMeanSelection, ":"));
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -8,7 +8,7 @@
 #include "absl/status/statusor.h"
 #include "src/attention/policy_options.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // full; of models with latent caches ess, with a schedule of its own or without one of its ideas,
 // and offload-naive; of others scout, recall, recall-fetch-all, hgca, oracle; scout without looking
@@ -30,4 +30,4 @@ PolicyOptions WithPolicy(PolicyOptions options, const std::string& name);
 // Whether the policy's beta is to be found by its mean CPU selection.
 bool WantsMeanSelection(const std::string& name);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -15,7 +15,7 @@
 #include "src/kv/sequence_cache.h"
 #include "src/model/policy_model.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr int kWindows = 4;
@@ -312,4 +312,4 @@ absl::StatusOr<MeanSelection> FindMeanSelection(const PolicyWorld& world, const 
   return found;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

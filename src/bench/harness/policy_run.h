@@ -18,7 +18,7 @@
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // What all policies share, one after the other: a tier of 110 GiB takes long to allocate.
 // Everything outlives the runs.
@@ -134,4 +134,4 @@ double IdleShare(const StepTrace& trace);
 // The value below which that share of the values lie; 0 of none.
 double Percentile(std::vector<double> values, double share);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -6,7 +6,7 @@
 
 #include "src/device/device.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct StepDeviceOptions {
   // Whatever is recorded is recorded with this false and with it true, and a run takes what it is
@@ -20,4 +20,4 @@ struct StepDeviceOptions {
 // Everything else is `device`'s, which outlives the result.
 std::unique_ptr<Device> NewStepDevice(Device* device, const StepDeviceOptions& options);
 
-}  // namespace sluice
+}  // namespace sluice::bench

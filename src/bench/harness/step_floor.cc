@@ -7,7 +7,7 @@
 #include "src/base/status_macros.h"
 #include "src/bench/report/timing.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr int kCopies = 7;
@@ -143,4 +143,4 @@ nlohmann::json ToJson(const StepTraffic& traffic) {
           {"dram", traffic.dram}};
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -19,7 +19,7 @@
 #include "src/bench/harness/bench_device.h"
 #include "src/model/model.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // Bytes per second, or bytes.
 struct StepTraffic {
@@ -45,4 +45,4 @@ StepFloor FloorOf(const StepTraffic& bytes, const StepTraffic& rates);
 
 nlohmann::json ToJson(const StepTraffic& traffic);
 
-}  // namespace sluice
+}  // namespace sluice::bench

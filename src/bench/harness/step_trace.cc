@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "src/base/status_macros.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 class Phases : public TurnTrace {
@@ -53,4 +53,4 @@ absl::StatusOr<StepTrace> TraceSteps(EngineRunOptions options, int slots, Device
   return out;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

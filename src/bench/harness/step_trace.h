@@ -9,7 +9,7 @@
 #include "src/bench/harness/engine_run.h"
 #include "src/device/trace.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct HostPhase {
   std::string name;  // as TurnTrace has them
@@ -30,4 +30,4 @@ struct StepTrace {
 absl::StatusOr<StepTrace> TraceSteps(EngineRunOptions options, int slots, Device* device,
                                      Model* model, PagePool* hbm, AttentionPolicy* policy);
 
-}  // namespace sluice
+}  // namespace sluice::bench

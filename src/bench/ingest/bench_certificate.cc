@@ -12,7 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr long kDaySeconds = 24L * 3600;
@@ -84,4 +84,4 @@ std::string BenchAccessFile(const std::string& folder) {
   return absl::StrCat(folder, "/access.json");
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

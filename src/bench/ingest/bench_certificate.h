@@ -7,7 +7,7 @@
 #include "absl/status/statusor.h"
 #include "src/service/access/tls_files.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // Makes cert.pem, key.pem and access.json (the certificate may ingest) in a new folder, which the
 // caller removes: ECDSA with P-256, for 127.0.0.1, for a day.
@@ -17,4 +17,4 @@ absl::StatusOr<std::string> MakeBenchCertificate();
 TlsFiles BenchTlsFiles(const std::string& folder);
 std::string BenchAccessFile(const std::string& folder);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -35,7 +35,7 @@
 #include "src/service/ingest/ingest_service.h"
 #include "src/service/pull/puller.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr char kAbout[] =
@@ -347,4 +347,4 @@ int RunIngestBench(const Invocation& invocation) {
   return status.ok() ? *status : Fail(status.status());
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -11,7 +11,7 @@
 #include "src/bench/report/subcommand.h"
 #include "src/kv/cache_layout.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct IngestBenchOptions {
   std::vector<int64_t> chunks_kib = {256, 1024, 4096};
@@ -35,4 +35,4 @@ void SetLayout(const CacheLayout& layout, SendJob* job);
 absl::Status MeasureInterference(const IngestBenchOptions& options, IngestSender* sender,
                                  const Output& out, Report* report);
 
-}  // namespace sluice
+}  // namespace sluice::bench

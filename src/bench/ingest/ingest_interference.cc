@@ -26,7 +26,7 @@
 #include "src/service/grpc/grpc_server.h"
 #include "src/service/ingest/ingest_service.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr int kMaxContext = 4096;
@@ -263,4 +263,4 @@ absl::Status MeasureInterference(const IngestBenchOptions& o, IngestSender* send
   return absl::OkStatus();
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -6,7 +6,7 @@
 #include "absl/types/span.h"
 #include "src/service/wire/grpc_service.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // Takes every message and throws it away.
 GrpcService NewDiscardPeer();
@@ -14,4 +14,4 @@ GrpcService NewDiscardPeer();
 // REQUIRES: target outlives it and is larger than any message.
 GrpcService NewCopyPeer(absl::Span<uint8_t> target);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -27,7 +27,7 @@
 #include "src/service/wire/chunking.h"
 #include "src/service/wire/status_mapping.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 // What payloads are cut from: larger than a cache, so that the sender reads memory as a prefill
@@ -316,4 +316,4 @@ double IngestSender::CpuSeconds() const {
   return absl::ToDoubleSeconds(absl::DurationFromTimespec(time));
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

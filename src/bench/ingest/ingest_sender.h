@@ -13,7 +13,7 @@
 #include "absl/status/statusor.h"
 #include "src/kv/cache_layout.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // Puts what fits of `text`, and a zero, into `to`.
 template <size_t kBytes>
@@ -82,4 +82,4 @@ class IngestSender {
 // CPU seconds of this process so far, all threads, in user and in system.
 double ProcessCpuSeconds();
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -12,7 +12,7 @@
 #include "src/service/grpc/grpc_server.h"
 #include "src/service/pull/source_service.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 // Gives what lies in `bytes` for whatever prompt.
@@ -100,4 +100,4 @@ absl::StatusOr<std::unique_ptr<IngestSource>> IngestSource::Start(const SendJob&
   return source;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -8,7 +8,7 @@
 #include "absl/types/span.h"
 #include "src/bench/ingest/ingest_sender.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 class IngestSource {
  public:
@@ -21,4 +21,4 @@ class IngestSource {
   virtual absl::Status Hold(const SendJob& job, SendResult* result) = 0;
 };
 
-}  // namespace sluice
+}  // namespace sluice::bench

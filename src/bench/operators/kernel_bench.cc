@@ -15,7 +15,7 @@
 #include "src/bench/report/subcommand.h"
 #include "src/device/cpu/cpu_device.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using kernels::KernelTable;
@@ -243,4 +243,4 @@ int RunKernelBench(const Invocation& invocation) {
   return RunOnDevice(o, std::move(report));
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -6,7 +6,7 @@
 #include "src/bench/operators/policy_operators.h"
 #include "src/bench/report/subcommand.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct PolicyBenchOptions {
   std::string device = "cpu";
@@ -20,4 +20,4 @@ struct PolicyBenchOptions {
 // The exit status.
 int RunPolicyOperatorBench(const PolicyBenchOptions& options, Report report);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -12,7 +12,7 @@
 #include "src/bench/operators/kernel_bench.h"
 #include "src/bench/operators/policy_operators.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr int kLaunches = 24;       // of a recording
@@ -133,4 +133,4 @@ int RunPolicyOperatorBench(const PolicyBenchOptions& options, Report report) {
   return status.ok() ? *status : Fail(status.status());
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -10,7 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "src/device/kernel_set.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using namespace kernels;  // NOLINT: a file about them
@@ -451,4 +451,4 @@ void PolicyOperators::AddAttention() {
                   }});
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -15,7 +15,7 @@
 #include "kernels/sparse_params.h"
 #include "src/device/device.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // Qwen3-14B by default; one layer.
 struct PolicyShape {
@@ -95,4 +95,4 @@ class PolicyOperators {
   float* q_ = nullptr;               // [rows][heads * head_dim]
 };
 
-}  // namespace sluice
+}  // namespace sluice::bench

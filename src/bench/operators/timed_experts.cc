@@ -2,7 +2,7 @@
 #include "absl/strings/str_cat.h"
 #include "src/bench/operators/timed_latent.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using namespace kernels;  // NOLINT: a file about them
@@ -156,4 +156,4 @@ std::vector<std::function<std::unique_ptr<TimedOperator>()>> ProductOperators(
   return operators;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

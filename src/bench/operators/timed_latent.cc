@@ -10,7 +10,7 @@
 #include "src/base/status_macros.h"
 #include "src/bench/operators/timed_latent.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using namespace kernels;  // NOLINT: a file about them
@@ -275,4 +275,4 @@ std::vector<std::function<std::unique_ptr<TimedOperator>()>> LatentOperators(
   return operators;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -8,7 +8,7 @@
 
 #include "src/bench/operators/timed_operator.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // Calls an operator once with all of the crew.
 template <typename Params>
@@ -44,4 +44,4 @@ class LatentActivations {
 std::vector<std::function<std::unique_ptr<TimedOperator>()>> ProductOperators(
     const kernels::KernelTable& path, OperandArena* arena);
 
-}  // namespace sluice
+}  // namespace sluice::bench

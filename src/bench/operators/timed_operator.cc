@@ -11,7 +11,7 @@
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 void FillFloat(std::span<float> out, float scale) {
   SplitMix64 random(54321);
@@ -388,4 +388,4 @@ std::unique_ptr<TimedOperator> NewPrefillLayer(int32_t tokens, bool attention,
   return std::make_unique<PrefillLayer>(tokens, attention, path, arena);
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -15,7 +15,7 @@
 #include "kernels/latent_cases.h"
 #include "src/bench/report/timing.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 class TimedOperator {
  public:
@@ -71,4 +71,4 @@ std::unique_ptr<TimedOperator> NewPrefillLayer(int32_t tokens, bool attention,
                                                const kernels::KernelTable& path,
                                                OperandArena* arena);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -9,7 +9,7 @@
 #include "src/base/status_macros.h"
 #include "src/bench/operators/timed_operator.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using namespace kernels;  // NOLINT: a file about them
@@ -148,4 +148,4 @@ std::unique_ptr<TimedOperator> NewSparseAttention(const TimedSparseCase& shape,
   return std::make_unique<SparseAttention>(shape, path, arena);
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -5,7 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr size_t kShownKernels = 6;
@@ -120,4 +120,4 @@ nlohmann::json OverlapJson(const OverlapRun& run) {
           {"levels", std::move(levels)}};
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

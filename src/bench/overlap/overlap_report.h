@@ -6,11 +6,11 @@
 
 #include "src/bench/overlap/overlap_run.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 std::string OverlapHeader();
 // A line for each number of misses.
 std::string OverlapLines(const OverlapRun& run);
 nlohmann::json OverlapJson(const OverlapRun& run);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -13,9 +13,9 @@
 #include "src/bench/harness/engine_run.h"
 #include "src/bench/harness/step_device.h"
 #include "src/bench/harness/step_trace.h"
-#include "src/bench/overlap/set_misses.h"
+#include "src/bench/overlap/forced_misses.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 // Of each level: one to settle, then with and without transfers in turn, with them at either end,
@@ -72,7 +72,7 @@ class ScriptedPolicy : public ForwardingPolicy {
  public:
   // `skip`: what the policy beneath reads, and the engine's device. `lists` may be null.
   ScriptedPolicy(std::unique_ptr<AttentionPolicy> policy, const Script& script, int context,
-                 bool* skip, SetMisses* lists)
+                 bool* skip, ForcedMisses* lists)
       : ForwardingPolicy(policy.get()),
         policy_(std::move(policy)),
         script_(script),
@@ -99,7 +99,7 @@ class ScriptedPolicy : public ForwardingPolicy {
   const Script script_;
   const int context_;
   bool* const skip_;
-  SetMisses* const lists_;
+  ForcedMisses* const lists_;
   std::vector<int64_t> steps_;
 };
 
@@ -125,12 +125,12 @@ absl::StatusOr<Played> Play(const PolicyWorld& world, const std::string& name,
   options.dram = world.dram;
   bool skip = false;
   PolicyWorld own = world;
-  std::unique_ptr<SetMisses> lists;
+  std::unique_ptr<ForcedMisses> lists;
   if (!script.misses.empty()) {
     // Pools begin with the newest tokens, which no list has.
     own.options.recompute_last = PolicyOptions::RecomputeLast::kOff;
     SLUICE_ASSIGN_OR_RETURN(const auto policy, SetUpPolicy(own, name));
-    SetMisses::Options set;
+    ForcedMisses::Options set;
     set.device = world.device;
     set.rows = std::max(world.slots, world.device->RowBucket(world.slots));
     set.top_k = world.model->config().latent->indexer->top_k;
@@ -138,7 +138,7 @@ absl::StatusOr<Played> Play(const PolicyWorld& world, const std::string& name,
     set.places = policy->FootprintOf(options.context, total).hbm_tokens[kLatentKind];
     set.tokens = options.context - set.places;
     set.misses = MissesBySteps(script, EngineTokens(options));
-    SLUICE_ASSIGN_OR_RETURN(lists, SetMisses::Create(set));
+    SLUICE_ASSIGN_OR_RETURN(lists, ForcedMisses::Create(set));
     own.options.ess.probe.on_selection = lists->Observer();
   }
   own.options.ess.probe.skip_transfers = &skip;
@@ -249,4 +249,4 @@ absl::StatusOr<OverlapRun> RunOverlap(const PolicyWorld& world, const std::strin
   return run;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -16,7 +16,7 @@
 #include "src/bench/report/timing.h"
 #include "src/bench/workload/context.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // One number of misses.
 struct OverlapLevel {
@@ -63,4 +63,4 @@ absl::StatusOr<OverlapRun> RunOverlap(const PolicyWorld& world, const std::strin
                                       const std::vector<Context>& contexts, int batch,
                                       const OverlapOptions& options);
 
-}  // namespace sluice
+}  // namespace sluice::bench

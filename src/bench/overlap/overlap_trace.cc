@@ -9,7 +9,7 @@
 #include "absl/strings/match.h"
 #include "src/bench/trace/trace_summary.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 bool IsWriteThrough(const std::string& name) {
@@ -158,4 +158,4 @@ StepTrace PartOf(const StepTrace& trace, absl::Time begin, absl::Time end) {
   return part;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

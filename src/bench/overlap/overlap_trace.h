@@ -8,7 +8,7 @@
 
 #include "src/bench/harness/step_trace.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // Of a step.
 struct TransfersInside {
@@ -52,4 +52,4 @@ StepTrace PartOf(const StepTrace& trace, absl::Time begin, absl::Time end);
 // not begin or end with a step.
 double StepsIn(const StepTrace& part, int layers);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -10,7 +10,7 @@
 #include "src/bench/report/timing.h"
 #include "src/device/kernel_set.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr int kPasses = 7;
@@ -100,4 +100,4 @@ absl::StatusOr<TransferAlone> MeasureTransferAlone(const PolicyOptions& o, int b
   return found;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

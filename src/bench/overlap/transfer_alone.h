@@ -9,7 +9,7 @@
 #include "src/attention/policy_options.h"
 #include "src/kv/page_pool.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct TransferAlone {
   double seconds = 0;  // of all layers' transfers, one after the other
@@ -24,4 +24,4 @@ absl::StatusOr<TransferAlone> MeasureTransferAlone(const PolicyOptions& options,
                                                    int64_t context,
                                                    absl::Span<const double> misses);
 
-}  // namespace sluice
+}  // namespace sluice::bench

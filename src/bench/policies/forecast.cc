@@ -8,7 +8,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 // Of points (batch, seconds of a step), by least squares; null where the line does not rise.
@@ -100,4 +100,4 @@ nlohmann::json ForecastJson(const Forecast& f, const ForecastMemory& memory) {
           {"tokens_per_second", known(f.tokens_per_second())}};
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

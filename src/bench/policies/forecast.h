@@ -11,7 +11,7 @@
 
 #include "src/bench/harness/policy_run.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct ForecastMemory {
   int64_t hbm_bytes = 0;  // for caches
@@ -40,4 +40,4 @@ std::vector<Forecast> ForecastsOf(const std::vector<PolicyRun>& runs, const Fore
 std::string ForecastText(const std::vector<Forecast>& forecasts, const ForecastMemory& memory);
 nlohmann::json ForecastJson(const Forecast& forecast, const ForecastMemory& memory);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -20,7 +20,7 @@
 #include "src/bench/harness/policy_choice.h"
 #include "src/bench/harness/policy_run.h"
 #include "src/bench/harness/step_floor.h"
-#include "src/bench/policies/latent_rows.h"
+#include "src/bench/policies/latent_report.h"
 #include "src/bench/policies/policies_options.h"
 #include "src/bench/policies/policies_report.h"
 #include "src/bench/policies/policy_quality.h"
@@ -35,7 +35,7 @@
 #include "src/config/units.h"
 #include "src/device/cpu/cpu_device.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 class PoliciesBench {
@@ -170,7 +170,7 @@ class PoliciesBench {
   int steps() const { return static_cast<int>(options_.steps); }
 
   // Tokens that any run needs beyond the context.
-  int RunTokens() const { return std::max(PolicyRunTokens(steps()), latent_rows_.Tokens()); }
+  int RunTokens() const { return std::max(PolicyRunTokens(steps()), latent_report_.Tokens()); }
 
   // A few: their prefill takes longer than what is measured.
   absl::StatusOr<std::vector<Context>> Contexts(int tokens) {
@@ -235,7 +235,7 @@ class PoliciesBench {
     SLUICE_ASSIGN_OR_RETURN(const std::vector<Context> contexts, Contexts(context));
     if (options_.statistics > 0) SLUICE_RETURN_IF_ERROR(RunStatistics(contexts));
     if (options_.latent) {
-      SLUICE_RETURN_IF_ERROR(latent_rows_.Similarity(*tiers_, &world_, policies_, contexts));
+      SLUICE_RETURN_IF_ERROR(latent_report_.Similarity(*tiers_, &world_, policies_, contexts));
     }
     if (options_.runs) out_.Print("\n" + RunHeader());
     std::vector<PolicyRun> runs;
@@ -263,7 +263,7 @@ class PoliciesBench {
     }
     out_.Print(ScoutRatios(runs));
     out_.Print(MissesText(runs));
-    latent_rows_.Finish(runs);
+    latent_report_.Finish(runs);
     return health;
   }
 
@@ -296,7 +296,7 @@ class PoliciesBench {
         continue;
       }
       clock_.Begin(policy, absl::StrCat("context ", context, ", batch ", batch));
-      SLUICE_RETURN_IF_ERROR(latent_rows_.Overlap(world, policy, contexts, batch, &traces_));
+      SLUICE_RETURN_IF_ERROR(latent_report_.Overlap(world, policy, contexts, batch, &traces_));
       if (!options_.runs) continue;
       StepTrace trace;
       SLUICE_ASSIGN_OR_RETURN(PolicyRun run, RunPolicy(world, policy, contexts, batch, steps(),
@@ -383,7 +383,7 @@ class PoliciesBench {
   Report report_;
   std::unique_ptr<BenchDevice> bench_device_;
   RunClock clock_;
-  LatentRows latent_rows_{options_, out_, &report_, &clock_};
+  LatentReport latent_report_{options_, out_, &report_, &clock_};
   double drift_ = 0;
   std::unique_ptr<Model> model_;
   std::optional<Model::Options> twin_;  // where contexts are computed by one
@@ -419,4 +419,4 @@ int RunPoliciesBench(const Invocation& invocation) {
   return status.ok() ? *status : Fail(status.status());
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

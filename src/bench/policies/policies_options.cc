@@ -11,7 +11,7 @@
 #include "src/config/units.h"
 #include "src/model/model_config.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr char kAbout[] =
@@ -204,4 +204,4 @@ std::string WorkloadName(const PoliciesBenchOptions& o, double drift) {
       o.segment, o.seed);
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -11,7 +11,7 @@
 #include "src/bench/workload/latent_drift.h"
 #include "src/bench/workload/topic_drift.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct PoliciesBenchOptions {
   std::string device = "cpu", model, kernels = "auto", policies = "full,scout,recall,hgca,oracle";
@@ -45,4 +45,4 @@ std::optional<int> ReadPoliciesOptions(const Invocation& invocation, PoliciesBen
 // What is decoded, for reports.
 std::string WorkloadName(const PoliciesBenchOptions& options, double drift);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -5,7 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 using nlohmann::json;
 
@@ -297,4 +297,4 @@ json QualityJson(const PolicyQuality& q, int context) {
   return out;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

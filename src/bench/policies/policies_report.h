@@ -10,7 +10,7 @@
 #include "src/bench/policies/workload_statistics.h"
 #include "src/bench/report/report.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 std::string RunHeader();
 std::string RunLine(const PolicyRun& run);
@@ -46,4 +46,4 @@ std::string QualityLine(const PolicyQuality& quality, int context);
 Figure QualityFigure(const PolicyQuality& quality, int context);
 nlohmann::json QualityJson(const PolicyQuality& quality, int context);
 
-}  // namespace sluice
+}  // namespace sluice::bench

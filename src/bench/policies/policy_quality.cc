@@ -10,7 +10,7 @@
 #include "src/bench/workload/context.h"
 #include "src/bench/workload/dictation.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr char kFull[] = "full";
@@ -157,4 +157,4 @@ absl::StatusOr<std::vector<PolicyQuality>> MeasureQuality(
   return out;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

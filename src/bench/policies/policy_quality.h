@@ -10,7 +10,7 @@
 #include "src/bench/harness/policy_run.h"
 #include "src/bench/policies/quality.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct PolicyQuality {
   std::string policy;
@@ -38,4 +38,4 @@ absl::StatusOr<std::vector<PolicyQuality>> MeasureQuality(
 // `share` of `context` tokens, in whole blocks, at least four of them.
 int QualityBudget(int context, double share, int block_tokens);
 
-}  // namespace sluice
+}  // namespace sluice::bench

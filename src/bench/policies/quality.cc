@@ -11,7 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "src/base/status_macros.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using nlohmann::json;
@@ -107,4 +107,4 @@ absl::StatusOr<QualityTexts> ReadQualityTexts(const std::string& path, int vocab
   return texts;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -9,7 +9,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // What is kept of one step's logits, natural logarithms.
 struct StepLogits {
@@ -55,4 +55,4 @@ struct QualityTexts {
 absl::StatusOr<QualityTexts> ParseQualityTexts(const std::string& json, int vocab);
 absl::StatusOr<QualityTexts> ReadQualityTexts(const std::string& path, int vocab);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -10,7 +10,7 @@
 #include "src/attention/forwarding_policy.h"
 #include "src/device/device.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 class QueryWatch : public ForwardingPolicy {
  public:
@@ -41,4 +41,4 @@ class QueryWatch : public ForwardingPolicy {
   const Buffer real_, predicted_;  // pinned, [layers][size_]
 };
 
-}  // namespace sluice
+}  // namespace sluice::bench

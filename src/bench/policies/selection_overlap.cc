@@ -10,7 +10,7 @@
 #include "src/bench/harness/engine_run.h"
 #include "src/bench/harness/step_device.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 // Keeps the lists of every step in which all sequences have a decode row.
@@ -114,4 +114,4 @@ absl::StatusOr<std::vector<double>> MeasureSelectionOverlap(const PolicyWorld& w
   return observed.Shares();
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -8,7 +8,7 @@
 #include "src/bench/harness/policy_run.h"
 #include "src/bench/workload/context.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // By layer, the mean over `steps` steps of the contexts, one sequence of each, as many as fit;
 // empty where none does. `name`: of policy ess or a sibling, whose selections are the model's own.
@@ -19,4 +19,4 @@ absl::StatusOr<std::vector<double>> MeasureSelectionOverlap(const PolicyWorld& w
                                                             const std::vector<Context>& contexts,
                                                             int steps);
 
-}  // namespace sluice
+}  // namespace sluice::bench

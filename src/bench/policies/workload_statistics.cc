@@ -16,7 +16,7 @@
 #include "src/device/cpu/cpu_device.h"
 #include "src/model/model.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using Blocks = std::vector<int32_t>;
@@ -295,4 +295,4 @@ absl::StatusOr<WorkloadStatistics> MeasureWorkload(const PolicyWorld& world, con
   return watcher->Finish(static_cast<double>(greedy) / static_cast<double>(next.size()));
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -11,7 +11,7 @@
 #include "src/bench/harness/policy_run.h"
 #include "src/bench/workload/context.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct WorkloadStatistics {
   struct Layer {
@@ -46,4 +46,4 @@ std::vector<int32_t> HighestBlocks(const std::vector<double>& scores, int count)
 // The share of `now` that is not in `before`; both ascending. 0 of none.
 double ShareAway(const std::vector<int32_t>& before, const std::vector<int32_t>& now);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -7,7 +7,7 @@
 #include "absl/strings/str_format.h"
 #include "src/bench/report/subcommand.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr char kAbout[] =
@@ -79,4 +79,4 @@ int RunCompare(const Invocation& invocation) {
   return 0;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

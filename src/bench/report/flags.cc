@@ -12,7 +12,7 @@
 #include "src/base/status_macros.h"
 #include "src/config/units.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 absl::StatusOr<int64_t> ParseInteger(const std::string& text, int64_t min, int64_t max) {
@@ -224,4 +224,4 @@ std::string Flags::Help() const {
   return out;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -11,7 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 class Flags {
  public:
@@ -64,4 +64,4 @@ class Flags {
   std::string rest_meta_, rest_help_;
 };
 
-}  // namespace sluice
+}  // namespace sluice::bench

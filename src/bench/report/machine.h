@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-namespace sluice {
+namespace sluice::bench {
 
 struct Machine {
   std::string cpu;  // "Intel(R) Xeon(R) ..."
@@ -16,4 +16,4 @@ struct Machine {
 // From /proc and the build; "unknown" where the system does not say.
 Machine ThisMachine();
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -11,7 +11,7 @@
 #include "src/base/status_macros.h"
 #include "src/config/units.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using nlohmann::json;
@@ -148,4 +148,4 @@ absl::StatusOr<Report> ReadReport(const std::string& path) {
   return report;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

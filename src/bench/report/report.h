@@ -16,7 +16,7 @@
 #include "src/bench/report/machine.h"
 #include "src/bench/report/timing.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct Figure {
   std::string name;  // unique in its report
@@ -52,4 +52,4 @@ absl::StatusOr<Report> ParseReport(const std::string& text);
 absl::Status WriteReport(const Report& report, const std::string& path);
 absl::StatusOr<Report> ReadReport(const std::string& path);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -8,7 +8,7 @@
 
 #include "absl/time/time.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // One thread.
 class RunClock {
@@ -32,4 +32,4 @@ class RunClock {
   std::vector<std::pair<std::string, absl::Duration>> phases_;
 };
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -10,7 +10,7 @@
 #include "src/bench/report/flags.h"
 #include "src/bench/report/report.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct Invocation {
   std::string command;            // the whole command line, for reports
@@ -51,4 +51,4 @@ class Output {
 
 Report NewReport(const std::string& subcommand, const Invocation& invocation);
 
-}  // namespace sluice
+}  // namespace sluice::bench

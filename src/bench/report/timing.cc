@@ -11,7 +11,7 @@
 
 #include "src/base/status_macros.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
@@ -112,4 +112,4 @@ Timing MeasureRead(Crew& crew, const HugeBuffer& buffer, size_t bytes, double se
   return Measure(seconds, [&] { crew.Run(job); });
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

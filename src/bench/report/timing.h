@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-namespace sluice {
+namespace sluice::bench {
 
 // Zeroed memory on huge pages where the system has them; 2 MiB aligned.
 class HugeBuffer {
@@ -70,4 +70,4 @@ Timing Measure(double seconds, const std::function<void()>& call);
 // part.
 Timing MeasureRead(Crew& crew, const HugeBuffer& buffer, size_t bytes, double seconds);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -17,7 +17,7 @@
 #include "src/service/wire/chunking.h"
 #include "src/service/wire/proto_conversion.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 absl::StatusOr<std::vector<CacheKind>> KindsOf(const v1::ModelInfo& model) {
@@ -262,4 +262,4 @@ absl::StatusOr<std::unique_ptr<KvSource>> NewRecordedKv(const v1::ModelInfo& mod
   return kv;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

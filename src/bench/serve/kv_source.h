@@ -11,7 +11,7 @@
 #include "sluice/v1/ingest.pb.h"
 #include "src/kv/cache_layout.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 class KvSource {
  public:
@@ -35,4 +35,4 @@ absl::StatusOr<std::unique_ptr<KvSource>> NewRandomKv(const v1::ModelInfo& model
 absl::StatusOr<std::unique_ptr<KvSource>> NewRecordedKv(const v1::ModelInfo& model,
                                                         const std::string& path, int number);
 
-}  // namespace sluice
+}  // namespace sluice::bench

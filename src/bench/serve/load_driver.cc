@@ -17,7 +17,7 @@
 #include "src/base/status_macros.h"
 #include "src/service/wire/status_mapping.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 // A refusal without RetryInfo is asked again after this.
@@ -496,4 +496,4 @@ LoadResult RunLoad(const LoadOptions& options, const v1::ModelInfo& model, KvSou
   return LoadDriver(options, model, kv, progress).Run();
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -15,7 +15,7 @@
 #include "src/bench/serve/kv_source.h"
 #include "src/bench/serve/workload.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // Times are seconds since the run began; 0: it did not come to that.
 struct RequestRecord {
@@ -78,4 +78,4 @@ absl::StatusOr<v1::GetModelResponse> AskModel(const std::string& address);
 LoadResult RunLoad(const LoadOptions& options, const v1::ModelInfo& model, KvSource& kv,
                    const std::function<void(const LoadProgress&)>& progress);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -11,7 +11,7 @@
 #include "src/bench/serve/load_driver.h"
 #include "src/bench/serve/serve_stats.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr char kAbout[] =
@@ -199,4 +199,4 @@ int RunServeBench(const Invocation& invocation) {
   return status.ok() ? *status : Fail(status.status());
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

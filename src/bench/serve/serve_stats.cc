@@ -6,7 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using Outcome = RequestRecord::Outcome;
@@ -225,4 +225,4 @@ std::string TableOf(const PhaseStats& s, const ServiceLevel& bounds) {
   return out;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

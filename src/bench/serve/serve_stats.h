@@ -9,7 +9,7 @@
 #include "src/bench/report/report.h"
 #include "src/bench/serve/load_driver.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // Bounds under which a request counts as good; 0: none.
 struct ServiceLevel {
@@ -59,4 +59,4 @@ std::vector<uint32_t> DecodingOverTime(const LoadResult& result);
 nlohmann::json DetailsOf(const PhaseStats& stats, const LoadResult& result, size_t number);
 std::string TableOf(const PhaseStats& stats, const ServiceLevel& bounds);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -10,7 +10,7 @@
 #include "src/base/status_macros.h"
 #include "src/config/units.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr int64_t kMostTokens = 1 << 24;
@@ -134,4 +134,4 @@ PlannedRequest Arrivals::Next() {
   return request;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -9,7 +9,7 @@
 #include "absl/status/statusor.h"
 #include "src/base/rng.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // A number of tokens: N always, or drawn as exp(N(log median, sigma)), cut to [1, most].
 struct Lengths {
@@ -68,4 +68,4 @@ class Arrivals {
   double at_ = 0;
 };
 
-}  // namespace sluice
+}  // namespace sluice::bench

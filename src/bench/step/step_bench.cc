@@ -34,7 +34,7 @@
 #include "src/model/model.h"
 #include "src/model/model_config.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr char kAbout[] =
@@ -383,4 +383,4 @@ int RunStepBench(const Invocation& invocation) {
   return status.ok() ? *status : Fail(status.status());
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

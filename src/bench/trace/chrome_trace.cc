@@ -9,7 +9,7 @@
 #include "src/base/trace_events.h"
 #include "src/bench/trace/trace_summary.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using nlohmann::json;
@@ -89,4 +89,4 @@ absl::Status WriteChromeTrace(const std::vector<StepTrace>& traces, const std::s
   return out ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("cannot write ", path));
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -11,7 +11,7 @@
 #include "absl/status/status.h"
 #include "src/bench/harness/step_trace.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // Slices of one thread nest or follow each other: where kernels of a stream overlap, the later one
 // is put on a second thread of the stream.
@@ -20,4 +20,4 @@ nlohmann::json ChromeTrace(const std::vector<StepTrace>& traces);
 // UNAVAILABLE if the file cannot be written.
 absl::Status WriteChromeTrace(const std::vector<StepTrace>& traces, const std::string& path);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -8,7 +8,7 @@
 
 #include "src/bench/report/timing.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr size_t kShownLayers = 3;
@@ -60,4 +60,4 @@ nlohmann::json LayerTimeline(const StepTrace& trace, int layers) {
           {"slices", std::move(slices)}};
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

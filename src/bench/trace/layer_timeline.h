@@ -5,7 +5,7 @@
 
 #include "src/bench/harness/step_trace.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // {"anchor": the kernel that every layer begins with here, one a layer; "layer_seconds": {median,
 // p10, p90} from one to the next; "slices": of three layers that took as long as most [{stream,
@@ -13,4 +13,4 @@ namespace sluice {
 // layer.
 nlohmann::json LayerTimeline(const StepTrace& trace, int layers);
 
-}  // namespace sluice
+}  // namespace sluice::bench

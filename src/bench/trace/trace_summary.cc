@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr absl::Duration kLongGap = absl::Microseconds(5);
@@ -149,4 +149,4 @@ nlohmann::json ToJson(const StepTrace& trace, const TraceSummary& s) {
           {"kernels", std::move(kernels)}};
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -8,7 +8,7 @@
 
 #include "src/bench/harness/step_trace.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // Between two slices of one stream, while the stream ran nothing.
 struct TraceGap {
@@ -50,4 +50,4 @@ TraceSummary Summarize(const StepTrace& trace);
 std::string ToText(const StepTrace& trace, const TraceSummary& summary);
 nlohmann::json ToJson(const StepTrace& trace, const TraceSummary& summary);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -9,7 +9,7 @@
 #include "src/base/status_macros.h"
 #include "src/prefill/prefiller.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr size_t kPieceBytes = size_t{8} << 20;
@@ -178,4 +178,4 @@ void WriteContext(const Context& context, const CacheLayout& layout, ContextRead
   }
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

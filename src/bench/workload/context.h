@@ -12,7 +12,7 @@
 #include "src/kv/sequence_cache.h"
 #include "src/model/model.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // Lies in the device's memory: DRAM is for homes, and on a machine with a GPU a few contexts of
 // 10 GiB each leave no room beside them.
@@ -79,4 +79,4 @@ class ContextMaker {
 void WriteContext(const Context& context, const CacheLayout& layout, ContextReader& reader,
                   SequenceCache& cache);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -7,7 +7,7 @@
 #include "src/base/status_macros.h"
 #include "src/kv/sequence_cache.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr int32_t kSlot = 0;
@@ -115,4 +115,4 @@ void Dictation::Append(int32_t next) {
   tokens_.host.as<int32_t>()[count_++] = next;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -18,7 +18,7 @@
 #include "src/kv/page_pool.h"
 #include "src/model/model.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 class Dictation {
  public:
@@ -60,4 +60,4 @@ class Dictation {
   bool admitted_ = false;
 };
 
-}  // namespace sluice
+}  // namespace sluice::bench

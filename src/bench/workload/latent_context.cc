@@ -21,7 +21,7 @@
 #include "src/kv/sequence_cache.h"
 #include "src/model/policy_model.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr int kSlot = 0;
@@ -201,4 +201,4 @@ absl::StatusOr<std::unique_ptr<ContextMaker>> NewTwinContextMaker(int max_contex
   return maker;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -19,7 +19,7 @@
 #include "src/device/device.h"
 #include "src/model/model.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // The twin of the model that `model` loads from its directory. Errors: of Model::Load.
 absl::StatusOr<std::unique_ptr<Model>> LoadTwin(const Model::Options& model,
@@ -30,4 +30,4 @@ absl::StatusOr<std::unique_ptr<Model>> LoadTwin(const Model::Options& model,
 absl::StatusOr<std::unique_ptr<ContextMaker>> NewTwinContextMaker(int max_context, Device* device,
                                                                   Model* twin);
 
-}  // namespace sluice
+}  // namespace sluice::bench

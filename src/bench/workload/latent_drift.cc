@@ -17,7 +17,7 @@
 #include "src/model/parallel.h"
 #include "src/model/tensor_list.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 // The residual's dimensions: what layers write, then the paths, then which token it is, then one
@@ -295,4 +295,4 @@ absl::StatusOr<std::unique_ptr<WeightSource>> LatentDriftWeights(const ModelConf
   return std::make_unique<LatentDriftSource>(config, options);
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

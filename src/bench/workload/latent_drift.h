@@ -26,7 +26,7 @@
 #include "src/model/model_config.h"
 #include "src/model/weight_source.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct LatentDrift {
   uint64_t seed = 1;
@@ -48,4 +48,4 @@ double DriftOfPath(const LatentDrift& options, int path);
 absl::StatusOr<std::unique_ptr<WeightSource>> LatentDriftWeights(const ModelConfig& config,
                                                                  const LatentDrift& options);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -7,7 +7,7 @@
 #include "src/base/rng.h"
 #include "src/base/status_macros.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 std::vector<uint16_t> RandomValues(size_t count, uint64_t seed) {
   SplitMix64 random(seed);
@@ -44,4 +44,4 @@ absl::Status FillWithRandomValues(Device& device, const PagePool& pool) {
   return device.Health();
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -11,7 +11,7 @@
 #include "src/device/device.h"
 #include "src/kv/page_pool.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 // `count` bf16 values, uniform in [-1, 1).
 std::vector<uint16_t> RandomValues(size_t count, uint64_t seed);
@@ -19,4 +19,4 @@ std::vector<uint16_t> RandomValues(size_t count, uint64_t seed);
 // Writes such values to every page of a pool of one kind, in the device's memory, and waits.
 absl::Status FillWithRandomValues(Device& device, const PagePool& pool);
 
-}  // namespace sluice
+}  // namespace sluice::bench

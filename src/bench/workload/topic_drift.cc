@@ -15,7 +15,7 @@
 #include "src/model/rope.h"
 #include "src/model/tensor_list.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr double kFast = 0.05;  // of a row whose dimension RoPE turns: next to nothing
@@ -223,4 +223,4 @@ std::vector<int32_t> TopicDriftContext(const ModelConfig& config, const TopicDri
   return out;
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -39,7 +39,7 @@
 #include "src/model/model_config.h"
 #include "src/model/weight_source.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct TopicDrift {
   uint64_t seed = 1;
@@ -63,4 +63,4 @@ absl::StatusOr<std::unique_ptr<WeightSource>> TopicDriftWeights(const ModelConfi
 std::vector<int32_t> TopicDriftContext(const ModelConfig& config, const TopicDrift& options,
                                        int tokens, int more, SplitMix64& random);
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -6,7 +6,7 @@
 #include "src/base/rng.h"
 #include "src/model/dummy_weights.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 void AddUniformRow(const std::string& name, uint64_t seed, int64_t row, double factor,
                    absl::Span<double> out) {
@@ -31,4 +31,4 @@ int64_t TopicPath::TopicOf(double knot) const {
   return static_cast<int64_t>(random.Below(static_cast<uint64_t>(topics)));
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

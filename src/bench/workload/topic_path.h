@@ -8,7 +8,7 @@
 
 #include "absl/types/span.h"
 
-namespace sluice {
+namespace sluice::bench {
 
 struct TopicPath {
   uint64_t seed = 1;
@@ -30,4 +30,4 @@ struct TopicPath {
 void AddUniformRow(const std::string& name, uint64_t seed, int64_t row, double factor,
                    absl::Span<double> out);
 
-}  // namespace sluice
+}  // namespace sluice::bench

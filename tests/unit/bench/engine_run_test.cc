@@ -9,7 +9,7 @@
 #include "src/device/cpu/cpu_device.h"
 #include "tests/fixtures/fixtures.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 template <typename T>
@@ -99,4 +99,4 @@ TEST_CASE("what lay in the pool before does not end a run that brings nothing th
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -2,7 +2,7 @@
 
 #include <catch2/catch.hpp>
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 struct Values {
@@ -102,4 +102,4 @@ TEST_CASE("arguments that are no flags go where they were asked for") {
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -12,7 +12,7 @@
 #include "src/device/cpu/cpu_device.h"
 #include "src/model/tensor_list.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr char kModel[] = SLUICE_SOURCE_DIR "/configs/models/topic-drift-indexer-small";
@@ -146,4 +146,4 @@ TEST_CASE("a geometry that topic drift of an indexer does not suit is refused") 
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

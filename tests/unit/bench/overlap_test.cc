@@ -8,24 +8,24 @@
 #include <vector>
 
 #include "src/bench/harness/step_device.h"
+#include "src/bench/overlap/forced_misses.h"
 #include "src/bench/overlap/overlap_report.h"
 #include "src/bench/overlap/overlap_run.h"
 #include "src/bench/overlap/overlap_trace.h"
-#include "src/bench/overlap/set_misses.h"
 #include "src/bench/policies/forecast.h"
 #include "src/device/cpu/cpu_device.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 TEST_CASE("set misses: a list of a phase m further on has exactly m other positions") {
   for (const int top_k : {96, 128, 2048}) {
     for (const int64_t stride : {2, 12, 57}) {
       int64_t phase = 0;
-      std::vector<int32_t> before = SetMisses::ListAt(phase, top_k, stride);
+      std::vector<int32_t> before = ForcedMisses::ListAt(phase, top_k, stride);
       for (const int misses : {0, 1, 7, top_k / 2, top_k - 1, top_k}) {
         phase += misses;
-        const std::vector<int32_t> list = SetMisses::ListAt(phase, top_k, stride);
+        const std::vector<int32_t> list = ForcedMisses::ListAt(phase, top_k, stride);
         INFO("top_k " << top_k << ", stride " << stride << ", misses " << misses);
         REQUIRE(std::is_sorted(list.begin(), list.end()));
         REQUIRE(std::set<int32_t>(list.begin(), list.end()).size() == list.size());
@@ -42,10 +42,10 @@ TEST_CASE("set misses: a list of a phase m further on has exactly m other positi
 
 TEST_CASE("set misses: what is new lies all over the range") {
   constexpr int kTopK = 2048, kStride = 12, kMisses = 64, kParts = 8;
-  const std::vector<int32_t> before = SetMisses::ListAt(1000, kTopK, kStride);
+  const std::vector<int32_t> before = ForcedMisses::ListAt(1000, kTopK, kStride);
   const std::set<int32_t> old(before.begin(), before.end());
   std::vector<int> parts(kParts);
-  for (const int32_t id : SetMisses::ListAt(1000 + kMisses, kTopK, kStride)) {
+  for (const int32_t id : ForcedMisses::ListAt(1000 + kMisses, kTopK, kStride)) {
     if (!old.contains(id)) ++parts[static_cast<size_t>(id) * kParts / (kTopK * kStride)];
   }
   for (const int part : parts) CHECK(part >= kMisses / kParts / 2);
@@ -54,14 +54,14 @@ TEST_CASE("set misses: what is new lies all over the range") {
 TEST_CASE("set misses: rows select the list of their step") {
   const std::unique_ptr<Device> device = *NewCpuDevice({"auto", 1});
   constexpr int kRows = 3, kTopK = 8;
-  SetMisses::Options options;
+  ForcedMisses::Options options;
   options.device = device.get();
   options.rows = kRows;
   options.top_k = kTopK;
   options.tokens = 64;
   options.places = 16;
   options.misses = {5, 2, 3};
-  const auto set = SetMisses::Create(options);
+  const auto set = ForcedMisses::Create(options);
   REQUIRE(set.ok());
   Buffer memory = *device->Allocate(MemoryKind::kDevice, (kRows + 1) * kTopK * 4, "lists");
   const auto stream = device->NewStream(Device::StreamKind::kCompute);
@@ -77,31 +77,32 @@ TEST_CASE("set misses: rows select the list of their step") {
     return std::vector<int32_t>(at, at + kTopK);
   };
   CHECK(list(0) == std::vector<int32_t>(kTopK, 0));
-  CHECK(list(1) == SetMisses::ListAt(5, kTopK, 8));
-  CHECK(list(2) == SetMisses::ListAt(5, kTopK, 8));
+  CHECK(list(1) == ForcedMisses::ListAt(5, kTopK, 8));
+  CHECK(list(2) == ForcedMisses::ListAt(5, kTopK, 8));
   CHECK(list(3) == std::vector<int32_t>(kTopK, 0));
-  CHECK(SetMisses::ListAt(5, kTopK, 8) != SetMisses::ListAt(0, kTopK, 8));
+  CHECK(ForcedMisses::ListAt(5, kTopK, 8) != ForcedMisses::ListAt(0, kTopK, 8));
 }
 
 TEST_CASE("set misses: what would come back while it is there is refused") {
   const std::unique_ptr<Device> device = *NewCpuDevice({"auto", 1});
-  SetMisses::Options options;
+  ForcedMisses::Options options;
   options.device = device.get();
   options.rows = 1;
   options.top_k = 8;
   options.tokens = 32;  // a position comes back after 24 others
   options.places = 30;
   options.misses = {0, 8, 8, 8};
-  CHECK(SetMisses::Create(options).ok());
+  CHECK(ForcedMisses::Create(options).ok());
   options.misses.push_back(1);
-  CHECK_FALSE(SetMisses::Create(options).ok());
+  CHECK_FALSE(ForcedMisses::Create(options).ok());
   options.places = 24;  // which the pool has forgotten by then
-  CHECK(SetMisses::Create(options).ok());
+  CHECK(ForcedMisses::Create(options).ok());
   options.tokens = 7;
-  CHECK_FALSE(SetMisses::Create(options).ok());
+  CHECK_FALSE(ForcedMisses::Create(options).ok());
   options.tokens = 32;
   options.misses = {0, 9};
-  CHECK(std::string(SetMisses::Create(options).status().message()).find('9') != std::string::npos);
+  CHECK(std::string(ForcedMisses::Create(options).status().message()).find('9') !=
+        std::string::npos);
 }
 
 TEST_CASE("a recording has two versions, of which each run takes one") {
@@ -272,4 +273,4 @@ TEST_CASE("a forecast has no speed where larger batches took no longer") {
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -7,7 +7,7 @@
 #include "src/bench/policies/policies_report.h"
 #include "src/bench/trace/layer_timeline.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 TEST_CASE("a policy's name may set what sets it apart") {
@@ -110,4 +110,4 @@ TEST_CASE("a timeline shows three layers from what each begins with") {
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -8,7 +8,7 @@
 #include "src/bench/policies/policies_report.h"
 #include "src/bench/policies/policy_quality.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 StepLogits Of(std::vector<float> logits) { return NormalizeLogits(logits); }
@@ -165,4 +165,4 @@ TEST_CASE("the JSON of a run has its figures and its layers") {
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

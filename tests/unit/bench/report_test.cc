@@ -3,7 +3,7 @@
 #include <catch2/catch.hpp>
 #include <cstdio>
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 Report Sample() {
@@ -71,4 +71,4 @@ TEST_CASE("what is no report is refused with what is wrong") {
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

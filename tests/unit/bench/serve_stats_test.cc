@@ -2,7 +2,7 @@
 
 #include <catch2/catch.hpp>
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using Outcome = RequestRecord::Outcome;
@@ -108,4 +108,4 @@ TEST_CASE("goodput counts requests that are done within the bounds") {
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -8,7 +8,7 @@
 #include "src/bench/policies/workload_statistics.h"
 #include "src/model/tensor_list.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 ModelConfig Geometry() {
@@ -189,4 +189,4 @@ TEST_CASE("important blocks are those of the highest scores, and what changed is
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -16,7 +16,7 @@
 #include "src/model/model.h"
 #include "tests/fixtures/fixtures.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 using Kind = TraceSlice::Kind;
@@ -208,4 +208,4 @@ TEST_CASE("the engine's steps on the CPU device are traced as they ran") {
 }
 
 }  // namespace
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -8,7 +8,7 @@
 
 #include "kernels/cuda/common/launch.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr int kRounds = 9;
@@ -67,4 +67,4 @@ std::string CudaGpuName() {
   return cudaGetDeviceProperties(&properties, 0) == cudaSuccess ? properties.name : "unknown";
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

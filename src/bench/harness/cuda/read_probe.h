@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <string>
 
-namespace sluice {
+namespace sluice::bench {
 
 // Bytes per second at which a kernel that only reads gets through `bytes` bytes, launch after
 // launch the next piece of `window` bytes of device memory at `data`, over and over: the median of
@@ -14,4 +14,4 @@ double CudaReadRate(const void* data, size_t window, size_t bytes);
 // "NVIDIA H100 80GB HBM3".
 std::string CudaGpuName();
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -19,9 +19,9 @@
 #include "src/attention/latent/index_selection.h"
 #include "src/device/device.h"
 
-namespace sluice {
+namespace sluice::bench {
 
-class SetMisses {
+class ForcedMisses {
  public:
   struct Options {
     Device* device = nullptr;
@@ -36,7 +36,7 @@ class SetMisses {
   };
   // INVALID_ARGUMENT: a pool so large, or so many misses, that positions would come back while they
   // are there; RESOURCE_EXHAUSTED: no memory for the lists.
-  static absl::StatusOr<std::unique_ptr<SetMisses>> Create(const Options& options);
+  static absl::StatusOr<std::unique_ptr<ForcedMisses>> Create(const Options& options);
 
   // The list at a phase.
   static std::vector<int32_t> ListAt(int64_t phase, int top_k, int64_t stride);
@@ -49,7 +49,7 @@ class SetMisses {
   void BeginStep(Stream& stream, absl::Span<const int64_t> steps);
 
  private:
-  SetMisses(const Options& options, Buffer lists, Buffer current)
+  ForcedMisses(const Options& options, Buffer lists, Buffer current)
       : options_(options), lists_(std::move(lists)), current_(std::move(current)) {}
 
   const Options options_;
@@ -61,4 +61,4 @@ class SetMisses {
   size_t next_ = 0;
 };
 
-}  // namespace sluice
+}  // namespace sluice::bench

@@ -1,4 +1,4 @@
-#include "src/bench/policies/latent_rows.h"
+#include "src/bench/policies/latent_report.h"
 
 #include <algorithm>
 #include <optional>
@@ -13,14 +13,14 @@
 #include "src/bench/policies/selection_overlap.h"
 #include "src/config/units.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 constexpr int kComparedSteps = 16;  // in which rows' selections are compared, at most
 
 }  // namespace
 
-OverlapOptions LatentRows::OptionsFor(bool set) const {
+OverlapOptions LatentReport::OptionsFor(bool set) const {
   OverlapOptions overlap;
   overlap.steps = static_cast<int>(options_.steps);
   overlap.trace = options_.trace;
@@ -29,16 +29,16 @@ OverlapOptions LatentRows::OptionsFor(bool set) const {
   return overlap;
 }
 
-int LatentRows::Tokens() const {
+int LatentReport::Tokens() const {
   int tokens = 0;
   if (options_.overlap) tokens = std::max(tokens, OverlapTokens(OptionsFor(false)));
   if (!options_.set_misses.empty()) tokens = std::max(tokens, OverlapTokens(OptionsFor(true)));
   return tokens;
 }
 
-absl::Status LatentRows::Similarity(BenchTiers& tiers, PolicyWorld* world,
-                                    const std::vector<std::string>& policies,
-                                    const std::vector<Context>& contexts) {
+absl::Status LatentReport::Similarity(BenchTiers& tiers, PolicyWorld* world,
+                                      const std::vector<std::string>& policies,
+                                      const std::vector<Context>& contexts) {
   const auto policy = std::find_if(policies.begin(), policies.end(), [](const std::string& name) {
     return absl::StartsWith(name, "ess");
   });
@@ -58,9 +58,9 @@ absl::Status LatentRows::Similarity(BenchTiers& tiers, PolicyWorld* world,
   return absl::OkStatus();
 }
 
-absl::Status LatentRows::Overlap(const PolicyWorld& world, const std::string& policy,
-                                 const std::vector<Context>& contexts, int batch,
-                                 std::vector<StepTrace>* traces) {
+absl::Status LatentReport::Overlap(const PolicyWorld& world, const std::string& policy,
+                                   const std::vector<Context>& contexts, int batch,
+                                   std::vector<StepTrace>* traces) {
   if (OptionsOf(world, policy).name == "full") return absl::OkStatus();
   for (const bool set : {false, true}) {
     if (set ? options_.set_misses.empty() : !options_.overlap) continue;
@@ -78,7 +78,7 @@ absl::Status LatentRows::Overlap(const PolicyWorld& world, const std::string& po
   return absl::OkStatus();
 }
 
-void LatentRows::Finish(const std::vector<PolicyRun>& runs) {
+void LatentReport::Finish(const std::vector<PolicyRun>& runs) {
   if (!overlap_text_.empty()) {
     out_.Print(absl::StrCat("\n", OverlapHeader(), overlap_text_));
     overlap_text_.clear();
@@ -95,4 +95,4 @@ void LatentRows::Finish(const std::vector<PolicyRun>& runs) {
   }
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

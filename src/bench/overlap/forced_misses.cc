@@ -1,4 +1,4 @@
-#include "src/bench/overlap/set_misses.h"
+#include "src/bench/overlap/forced_misses.h"
 
 #include <algorithm>
 #include <cstring>
@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "src/base/status_macros.h"
 
-namespace sluice {
+namespace sluice::bench {
 namespace {
 
 // Coprime to top_k and near the golden section of it, so that consecutive turns lie far apart.
@@ -20,7 +20,7 @@ int64_t TurnOf(int top_k) {
 
 }  // namespace
 
-std::vector<int32_t> SetMisses::ListAt(int64_t phase, int top_k, int64_t stride) {
+std::vector<int32_t> ForcedMisses::ListAt(int64_t phase, int top_k, int64_t stride) {
   const int64_t turn = TurnOf(top_k);
   std::vector<int32_t> list;
   for (int64_t i = 0; i < top_k; ++i) {
@@ -29,7 +29,7 @@ std::vector<int32_t> SetMisses::ListAt(int64_t phase, int top_k, int64_t stride)
   return list;
 }
 
-absl::StatusOr<std::unique_ptr<SetMisses>> SetMisses::Create(const Options& o) {
+absl::StatusOr<std::unique_ptr<ForcedMisses>> ForcedMisses::Create(const Options& o) {
   SLUICE_CHECK(o.rows > 0 && o.top_k > 0 && !o.misses.empty());
   const int64_t stride = o.tokens / o.top_k;
   const int64_t moved = std::accumulate(o.misses.begin() + 1, o.misses.end(), int64_t{0});
@@ -68,10 +68,10 @@ absl::StatusOr<std::unique_ptr<SetMisses>> SetMisses::Create(const Options& o) {
   stream->Record(*done);
   done->Wait();
   SLUICE_RETURN_IF_ERROR(o.device->Health());
-  return std::unique_ptr<SetMisses>(new SetMisses(o, std::move(lists), std::move(current)));
+  return std::unique_ptr<ForcedMisses>(new ForcedMisses(o, std::move(lists), std::move(current)));
 }
 
-SelectionObserver SetMisses::Observer() {
+SelectionObserver ForcedMisses::Observer() {
   return [this](Stream& stream, int, const kernels::UnitLists& selected, int32_t first_row,
                 int32_t rows) {
     SLUICE_CHECK(selected.capacity == options_.top_k && first_row + rows <= options_.rows);
@@ -81,7 +81,7 @@ SelectionObserver SetMisses::Observer() {
   };
 }
 
-void SetMisses::BeginStep(Stream& stream, absl::Span<const int64_t> steps) {
+void ForcedMisses::BeginStep(Stream& stream, absl::Span<const int64_t> steps) {
   SLUICE_CHECK(static_cast<int>(steps.size()) <= options_.rows);
   const auto last = static_cast<int64_t>(options_.misses.size()) - 1;
   std::vector<Stream::CopyOp>& copies = copies_[next_];
@@ -96,4 +96,4 @@ void SetMisses::BeginStep(Stream& stream, absl::Span<const int64_t> steps) {
   stream.CopyBatch(copies.data(), copies.size());
 }
 
-}  // namespace sluice
+}  // namespace sluice::bench

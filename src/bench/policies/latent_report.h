@@ -15,13 +15,13 @@
 #include "src/bench/report/subcommand.h"
 #include "src/bench/workload/context.h"
 
-namespace sluice {
+namespace sluice::bench {
 
-class LatentRows {
+class LatentReport {
  public:
   // All of them outlive this.
-  LatentRows(const PoliciesBenchOptions& options, const Output& out, Report* report,
-             RunClock* clock)
+  LatentReport(const PoliciesBenchOptions& options, const Output& out, Report* report,
+               RunClock* clock)
       : options_(options), out_(out), report_(report), clock_(clock) {}
 
   // Tokens that these runs need beyond the context.
@@ -50,4 +50,4 @@ class LatentRows {
   std::string overlap_text_;  // not printed yet: it would be lost in the table of runs
 };
 
-}  // namespace sluice
+}  // namespace sluice::bench
