@@ -1,4 +1,4 @@
-// The revision of the sources that this program was built from; the build writes its value.
+// The revision of the sources that this program was built from. The build writes its value.
 #pragma once
 
 namespace sluice::bench {

@@ -44,12 +44,12 @@ absl::Status Dictation::Finish() {
 absl::Status Dictation::WaitUntilWarm() {
   parts_.policy->WarmEvent(kSlot).Wait();
   if (parts_.policy->Warm(kSlot)) return parts_.device->Health();
-  return absl::InternalError("a sequence was admitted and is never warm");
+  return absl::InternalError("a sequence was admitted but did not become warm");
 }
 
 void Dictation::End() {
   if (admitted_) {
-    parts_.policy->WarmEvent(kSlot).Wait();  // after a step that failed
+    parts_.policy->WarmEvent(kSlot).Wait();  // A step may have failed before.
     parts_.policy->Release(kSlot);
   }
   admitted_ = false;
