@@ -28,7 +28,7 @@ class CpuBenchDevice : public BenchDevice {
     return {{"kernels", device_->kernels().name()}, {"threads", absl::StrCat(threads_)}};
   }
   absl::StatusOr<double> ReadRate(size_t bytes) override {
-    // Kept: a step that is measured again is held against the same memory.
+    // The buffer is kept, so that a step that is measured again is compared with the same memory.
     if (buffer_ == nullptr || buffer_->bytes() < bytes) {
       buffer_ = std::make_unique<HugeBuffer>(bytes);
     }
@@ -51,8 +51,8 @@ class CudaBenchDevice : public BenchDevice {
     return {{"gpu", CudaGpuName()}, {"kernels", device_->kernels().name()}};
   }
   absl::StatusOr<double> ReadRate(size_t bytes) override {
-    // A window far larger than the L2 (50 MB), read piece after piece: the model's memory is not
-    // doubled.
+    // The window is far larger than the L2 (50 MB) and is read piece after piece, so that the probe
+    // does not take as much memory as the model.
     constexpr size_t kWindow = size_t{1} << 30;
     if (buffer_.data() == nullptr) {
       SLUICE_ASSIGN_OR_RETURN(buffer_,

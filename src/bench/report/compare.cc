@@ -12,10 +12,8 @@ namespace {
 
 constexpr char kAbout[] =
     R"(Compares two reports of the same subcommand: for each figure that both have, B over A, with the range
-that whole range lies on one side of 1. The exit status is 0 whatever the figures are.
-=that the spreads allow (10th percentile over 90th, 90th over 10th). A figure is called "better" or "worse"
+that the spreads allow (10th percentile over 90th, 90th over 10th). A figure is called "better" or "worse"
 only if the whole range lies on one side of 1. The exit status is 0 whatever the figures are.
-that whole range lies on one side of 1. The exit status is 0 whatever the figures are.
 )";
 constexpr char kExamples[] = R"(  sluice-bench step --model DIR --json before.json
   sluice-bench step --model DIR --json after.json
@@ -67,11 +65,9 @@ int RunCompare(const Invocation& invocation) {
     if (!report->ok()) return Fail(report->status());
   }
   if (a->subcommand != b->subcommand) {
-    return Fail(
-        absl::InvalidArgumentError(                                                " of ", b->subcommand, ": nothing to compare")
-=absl::StrCat(files[0], " is a report of ", a->subcommand, ", ", files[1],
-                                                " of ", b->subcommand, ": nothing to compare")
-                                                " of ", b->subcommand, ": nothing to compare")));
+    return Fail(absl::InvalidArgumentError(absl::StrCat(files[0], " is a report of ", a->subcommand,
+                                                        ", ", files[1], " of ", b->subcommand,
+                                                        ": nothing to compare")));
   }
   const Output out("");
   out.Print(absl::StrCat("A: ", files[0], "\n", Preamble(*a), "B: ", files[1], "\n", Preamble(*b)));

@@ -1,7 +1,7 @@
-// Traces of steps as a file that chrome://tracing and ui.perfetto.dev open.
+// Writes traces of steps as a file that chrome://tracing and ui.perfetto.dev open.
 //
-// Each StepTrace is a process (src/base/trace_events.h), whose threads are the engine's thread, the
-// streams, and the gaps of those that compute.
+// Each StepTrace is a process (src/base/trace_events.h). Its threads are the engine's thread, the
+// streams, and the gaps of the streams that compute.
 #pragma once
 
 #include <nlohmann/json.hpp>

@@ -38,7 +38,8 @@ nlohmann::json LayerTimeline(const StepTrace& trace, int layers) {
     lengths.push_back(absl::ToDoubleSeconds((*anchors)[i] - (*anchors)[i - 1]));
   }
   const Timing length = TimingOf(lengths);
-  // Of all stretches of three the one of median length: not the one with a step's end in it.
+  // Shows the stretch of three layers with the median length, which does not contain the end of a
+  // step.
   std::vector<std::pair<absl::Duration, size_t>> stretches;
   for (size_t i = 0; i + kShownLayers < anchors->size(); ++i) {
     stretches.emplace_back((*anchors)[i + kShownLayers] - (*anchors)[i], i);

@@ -46,10 +46,9 @@ namespace sluice::bench {
 struct TopicDrift {
   uint64_t seed = 1;
   int topics = 256;
-  double drift = 0.011;  // Fraction of the way to the next topic per token.
-  double noise = 0.042;  // A token's own part of its embedding; its topic's part is 1.
-  double head_change =
-      0.3;  // Deviation of a query head from its KV head; 1: as large as W_k itself.
+  double drift = 0.011;        // Fraction of the way to the next topic per token.
+  double noise = 0.042;        // A token's own part of its embedding; its topic's part is 1.
+  double head_change = 0.3;    // A query head's deviation from its KV head; 1: as large as W_k.
   double layer_change = 0.25;  // Approximate size of a layer's addition relative to the residual.
   double sharpness = 12;       // Logit of two equal embeddings.
   int segment = 96;            // Consecutive tokens of the path in a context.
