@@ -16,7 +16,7 @@
 namespace sluice::bench {
 namespace {
 
-constexpr int kComparedSteps = 16;  // in which rows' selections are compared, at most
+constexpr int kComparedSteps = 16;  // Maximum steps in which selections of rows are compared.
 
 }  // namespace
 
@@ -25,14 +25,14 @@ OverlapOptions LatentReport::OptionsFor(bool set) const {
   overlap.steps = static_cast<int>(options_.steps);
   overlap.trace = options_.trace;
   if (!set) overlap.levels = {std::nullopt};
-  if (set) overlap.levels.assign(options_.set_misses.begin(), options_.set_misses.end());
+  if (set) overlap.levels.assign(options_.forced_misses.begin(), options_.forced_misses.end());
   return overlap;
 }
 
 int LatentReport::Tokens() const {
   int tokens = 0;
   if (options_.overlap) tokens = std::max(tokens, OverlapTokens(OptionsFor(false)));
-  if (!options_.set_misses.empty()) tokens = std::max(tokens, OverlapTokens(OptionsFor(true)));
+  if (!options_.forced_misses.empty()) tokens = std::max(tokens, OverlapTokens(OptionsFor(true)));
   return tokens;
 }
 
@@ -63,7 +63,7 @@ absl::Status LatentReport::Overlap(const PolicyWorld& world, const std::string& 
                                    std::vector<StepTrace>* traces) {
   if (OptionsOf(world, policy).name == "full") return absl::OkStatus();
   for (const bool set : {false, true}) {
-    if (set ? options_.set_misses.empty() : !options_.overlap) continue;
+    if (set ? options_.forced_misses.empty() : !options_.overlap) continue;
     SLUICE_ASSIGN_OR_RETURN(OverlapRun run,
                             RunOverlap(world, policy, contexts, batch, OptionsFor(set)));
     absl::StrAppend(&overlap_text_, OverlapLines(run));
@@ -72,7 +72,7 @@ absl::Status LatentReport::Overlap(const PolicyWorld& world, const std::string& 
       overlap_text_.clear();
     }
     report_->details["overlap"].push_back(OverlapJson(run));
-    if (set) absl::StrAppend(&run.trace.name, ", set misses");
+    if (set) absl::StrAppend(&run.trace.name, ", forced misses");
     if (options_.trace && !options_.out.empty()) traces->push_back(std::move(run.trace));
   }
   return absl::OkStatus();

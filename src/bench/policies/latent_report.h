@@ -1,6 +1,6 @@
-// What `sluice-bench policies` says of models with latent caches and an indexer, beyond what it
-// says of all: intra-layer overlap, what transfers cost a step, forecasts. Texts are printed and
-// JSON is added to the report's details.
+// The part of the report of `sluice-bench policies` that only models with latent caches and an
+// indexer have: intra-layer overlap, the cost of transfers in a step, and forecasts. Texts are
+// printed, and JSON is added to the report's details.
 #pragma once
 
 #include <string>
@@ -19,35 +19,35 @@ namespace sluice::bench {
 
 class LatentReport {
  public:
-  // All of them outlive this.
+  // REQUIRES: all arguments outlive this object.
   LatentReport(const PoliciesBenchOptions& options, const Output& out, Report* report,
                RunClock* clock)
       : options_(options), out_(out), report_(report), clock_(clock) {}
 
-  // Tokens that these runs need beyond the context.
+  // Returns the tokens that these runs need beyond the context.
   int Tokens() const;
-  // How much of a row's selection the row before had: of the model's own, which no policy changes.
-  // Nothing without a policy that fetches entries among `policies`.
+  // Reports how much of a row's selection the row before had selected. The model's own selection
+  // counts, which no policy changes. Does nothing unless one of `policies` fetches entries.
   absl::Status Similarity(BenchTiers& tiers, PolicyWorld* world,
                           const std::vector<std::string>& policies,
                           const std::vector<Context>& contexts);
-  // What transfers cost a step of the policy, as --overlap and --misses want it; nothing of one
-  // that has none. Adds to `traces` where steps are traced.
+  // Reports the cost of transfers in a step of the policy, as --overlap and --misses request. Does
+  // nothing for a policy without transfers. Adds to `traces` if steps are traced.
   absl::Status Overlap(const PolicyWorld& world, const std::string& policy,
                        const std::vector<Context>& contexts, int batch,
                        std::vector<StepTrace>* traces);
-  // Behind the other tables of a context.
+  // Prints the tables that follow the other tables of a context.
   void Finish(const std::vector<PolicyRun>& runs);
 
  private:
-  // Of one kind of selections: the indexer's own, or set.
+  // Returns the options for one kind of selections: the indexer's own, or forced ones.
   OverlapOptions OptionsFor(bool set) const;
 
   const PoliciesBenchOptions& options_;
   const Output& out_;
   Report* const report_;
   RunClock* const clock_;
-  std::string overlap_text_;  // not printed yet: it would be lost in the table of runs
+  std::string overlap_text_;  // Printed after the table of runs.
 };
 
 }  // namespace sluice::bench
