@@ -68,7 +68,7 @@ StepTraffic BytesOfLatentStep(const Model& model, const PolicyStatistics& statis
       layout.kinds.size() > 1 ? static_cast<double>(layout.kinds[1].bytes_per_token) : 0;
   const double selected =
       c.latent->indexer.has_value() ? std::min<double>(c.latent->indexer->top_k, tokens) : tokens;
-  StepTraffic sum;  // of a row, until the end
+  StepTraffic sum;  // Of one row, until the return.
   for (int layer = 0; layer < c.layers; ++layer) {
     sum.hbm += entry + key + tokens * key + selected * entry;
     const auto at = static_cast<size_t>(layer);
@@ -99,7 +99,7 @@ StepTraffic BytesOfStep(const Model& model, AttentionPolicy& policy,
   const auto q_weights = 2.0 * c.hidden_size * c.heads * c.head_dim;
   const int64_t embedding = c.tie_word_embeddings ? 0 : int64_t{c.vocab_size} * c.hidden_size * 2;
 
-  StepTraffic sum;  // of a row, until the end
+  StepTraffic sum;  // Of one row, until the return.
   double shared = static_cast<double>(model.weight_bytes() - embedding);
   for (int layer = 0; layer < c.layers; ++layer) {
     sum.hbm += own;

@@ -40,7 +40,7 @@ bool AddExtension(X509* certificate, int kind, const char* value) {
 absl::StatusOr<std::string> MakeBenchCertificate() {
   std::string folder = "/tmp/sluice-bench.XXXXXX";
   if (mkdtemp(folder.data()) == nullptr) {
-    return absl::UnavailableError(absl::StrCat("cannot make ", folder));
+    return absl::UnavailableError(absl::StrCat("cannot create the folder ", folder));
   }
   const std::unique_ptr<EVP_PKEY, Free> key(EVP_EC_gen("P-256"));
   const std::unique_ptr<X509, Free> certificate(X509_new());

@@ -19,9 +19,9 @@ class Peer final : public v1::KvIngest::WithRawCallbackMethod_Write<v1::KvIngest
 
   grpc::ServerReadReactor<grpc::ByteBuffer>* Write(grpc::CallbackServerContext*,
                                                    grpc::ByteBuffer* response) override {
-    const grpc::Slice nothing;  // an empty WriteResponse
+    const grpc::Slice nothing;  // An empty WriteResponse.
     *response = grpc::ByteBuffer(&nothing, 1);
-    return new Reactor(this);  // deletes itself
+    return new Reactor(this);  // Deletes itself.
   }
 
  private:

@@ -36,7 +36,7 @@ constexpr double kLongList = 512;
 // whether it fetches.
 struct Script {
   int steps = 0;
-  std::vector<bool> skips;  // by window
+  std::vector<bool> skips;  // By window.
   std::vector<int> misses;  // By window; empty: the indexer's own selections.
   size_t WindowOf(int64_t step) const {
     const int64_t window = (step - kEngineWarmUpTokens) / steps;

@@ -49,7 +49,7 @@ struct OverlapRun {
 };
 
 struct OverlapOptions {
-  int steps = 16;  // of a window
+  int steps = 16;  // Steps in a window.
   // Levels in the order in which they are run. Null stands for the indexer's own selections and
   // must be the only level.
   std::vector<std::optional<int>> levels;

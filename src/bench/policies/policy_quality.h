@@ -24,8 +24,8 @@ struct PolicyQuality {
 struct QualityOptions {
   int context = 2048;          // Tokens of a text that are handed over.
   int steps = 64;              // Tokens dictated after them.
-  int texts = 2;               // at most
-  int passkeys = 20;           // at most
+  int texts = 2;               // Maximum number of texts.
+  int passkeys = 20;           // Maximum number of pass keys.
   double budget_share = 0.25;  // Share of the context; a pass key has its own context.
 };
 
