@@ -7,7 +7,8 @@
 Callers ask over HTTP, one request after the other, alternately streamed and not; every answer is compared with the
 answer of the quiet nodes to the same prompt. A round of a rolling update restarts each decode node in turn: SIGTERM,
 which finishes what it runs, and a new process on the same port. The model is tiny, with random weights,
-and its steps take at least --step-ms, so that restarts meet requests in mid-stream. The exit status is 1 if a bound is broken.
+and its steps take at least --step-ms, so that restarts meet requests in mid-stream. The exit status
+is 1 if a bound is broken.
 """
 
 import argparse
@@ -36,7 +37,7 @@ def arguments() -> argparse.Namespace:
     out.add_argument("--ready-seconds", type=float, default=3,
                      help="between a restarted node's readiness and the next restart, as minReadySeconds of a "
                           "Deployment: the router connects to it again meanwhile (default: %(default)s)")
-    out.add_argument("--drain-seconds", type=float, default=60, help="time that a node gets to finish (default: %(default)s)")
+    out.add_argument("--drain-seconds", type=float, default=60, help="time to finish (default: %(default)s)")
     out.add_argument("--gateway", choices=GATEWAYS, default="vllm",
                      help="dialect in which the router talks to the nodes (default: %(default)s)")
     return out.parse_args()

@@ -26,7 +26,7 @@ WORDS = "the quick brown fox jumps over the lazy dog while the river flows past 
 
 def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--model", type=Path, default=SMOLLM2, help="model directory with a chat template (default: %(default)s)")
+    flags.add_argument("--model", type=Path, default=SMOLLM2, help="model, with a chat template (default: %(default)s)")
     flags.add_argument("--rounds", type=int, default=20, help="measured rounds (default: %(default)s)")
     flags.add_argument("--words", type=int, default=300, help="words of the prompt (default: %(default)s)")
     flags.add_argument("--ratio", type=float, default=1.15, help="bound on the ratio (default: %(default)s)")

@@ -26,7 +26,7 @@ def parser(description: str, streams: int) -> argparse.ArgumentParser:
     out.add_argument("--output", default="128", help="tokens of an output, in the same form")
     out.add_argument("--hbm-bytes", default="1GiB", help="HBM of the node (default: %(default)s)")
     out.add_argument("--dram-bytes", default="512MiB", help="DRAM of the node (default: %(default)s)")
-    out.add_argument("--threads", default="0", help="compute threads of the node; 0: its own choice (default: %(default)s)")
+    out.add_argument("--threads", default="0", help="threads of the node; 0: its choice (default: %(default)s)")
     out.add_argument("--json", type=Path, help="write the report of sluice-bench there")
     return out
 

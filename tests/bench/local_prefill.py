@@ -4,10 +4,10 @@
     .venv/bin/python tests/bench/local_prefill.py                  # SmolLM2, chunks of 64 to 512 tokens
     .venv/bin/python tests/bench/local_prefill.py --chunks 128 --prompt 4000
 
-Each value of --chunks gets its own node, on which one stream decodes, first alone, then beside a caller whose prompts name a
-source that is dead, so that the node computes them, chunk_tokens a step. The bound that is promised: a gap of the
-stream is a step with one chunk beside it, so its 99th percentile is at most --bound times a step alone and a
-chunk's share of the prompt's time. The exit status is 1 where that is broken.
+Each value of --chunks gets its own node, on which one stream decodes: first alone, then beside a caller whose
+prompts name a dead source, so that the node computes them, chunk_tokens per step. The promised bound: a gap of
+the stream is a step with one chunk beside it, so its 99th percentile is at most --bound times a step alone plus
+a chunk's share of the prompt's time. The exit status is 1 if the bound is broken.
 """
 
 import argparse
